@@ -1,0 +1,68 @@
+"""What a device is, to the planner: a handful of figures. The table serves planning without a GPU;
+at run time the live figures of the device at hand replace it (partitioned or cut-down parts)."""
+
+from dataclasses import dataclass, replace
+
+KIB = 1024
+MIB = 1024 * KIB
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """One device. Rates are vendor figures for dense arithmetic, for reports, never for gates.
+
+    arch: the compiler's name of the target: sm_90, gfx950, cpu.
+    units: streaming multiprocessors or compute units.
+    shared_bytes: shared memory or LDS that one block may use.
+    """
+
+    name: str
+    arch: str
+    units: int
+    shared_bytes: int
+    l2_bytes: int
+    dram_bytes_per_s: float
+    bf16_flops: float
+
+    @property
+    def vendor(self) -> str:
+        return {"sm": "nvidia", "gf": "amd"}.get(self.arch[:2], "cpu")
+
+    @property
+    def warp_size(self) -> int:
+        return 64 if self.vendor == "amd" else 32
+
+    def live(self, **figures) -> "DeviceSpec":
+        """This device with figures read from the hardware in place of the table's."""
+        return replace(self, **figures)
+
+
+# name: (arch, units, shared bytes per block, L2 bytes, DRAM bytes/s, dense bf16 FLOP/s)
+# Sources: vendor datasheets and CUDA's compute-capability table; AMD: CDNA3/CDNA4 white papers.
+KNOWN: dict[str, DeviceSpec] = {
+    name: DeviceSpec(name, *figures)
+    for name, figures in {
+        "H200": ("sm_90", 132, 227 * KIB, 60 * MIB, 4.8e12, 989e12),
+        "H100": ("sm_90", 132, 227 * KIB, 50 * MIB, 3.35e12, 989e12),
+        "A100": ("sm_80", 108, 163 * KIB, 40 * MIB, 2.0e12, 312e12),
+        "RTX 3090": ("sm_86", 82, 99 * KIB, 6 * MIB, 0.936e12, 71e12),
+        "RTX 4090": ("sm_89", 128, 99 * KIB, 72 * MIB, 1.01e12, 165e12),
+        "B200": ("sm_100", 148, 227 * KIB, 126 * MIB, 8.0e12, 2250e12),
+        "RTX 5090": ("sm_120", 170, 99 * KIB, 96 * MIB, 1.79e12, 210e12),
+        "MI300X": ("gfx942", 304, 64 * KIB, 4 * MIB, 5.3e12, 1307e12),
+        "MI350X": ("gfx950", 256, 160 * KIB, 4 * MIB, 8.0e12, 2300e12),
+        "MI355X": ("gfx950", 256, 160 * KIB, 4 * MIB, 8.0e12, 2500e12),
+        "CPU": ("cpu", 1, 0, 1 * MIB, 5e10, 1e12),
+    }.items()
+}
+
+
+def by_name(name: str) -> DeviceSpec:
+    """The known device of this name (any case, `mi355x`, `rtx-4090`) or the first of this arch."""
+    wanted = name.lower().replace("-", " ").replace("_", " ").strip()
+    for spec in KNOWN.values():
+        if wanted in (spec.name.lower(), spec.arch.replace("_", " ")):
+            return spec
+    raise ValueError(
+        f"unknown device {name!r}; known: {', '.join(KNOWN)}, or an arch such as sm_90"
+    )

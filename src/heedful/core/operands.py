@@ -1,0 +1,54 @@
+"""The arrays of one attention call, by name, in whatever framework they live."""
+
+from typing import Any, NamedTuple
+
+
+class Operands(NamedTuple):
+    """Inputs of one call after validation; None is absent. B batch, S seqlen, T packed tokens,
+    H query heads, G kv heads, D qk dim, E v dim.
+
+    q: (B, Sq, H, D), or (Tq, H, D) where cu_seqlens_q is given.
+    k, v: (B, Sk, G, D | E), or (Tk, G, D | E) with cu_seqlens_k, or pages
+        (num_pages, page_size, G, D | E) with block_table. The last dim has stride 1.
+    bias: broadcastable to (B, H, Sq, Sk), expanded by strides of 0. alibi_slopes: float32, (B, H)
+        after expansion. sink: float32 (H,).
+    cu_seqlens_q, cu_seqlens_k: int32 (B + 1,). seqused_q, seqused_k: int32 (B,), the lengths used
+        of each sequence's storage (k: counted from leftpad_k on).
+    block_table: int32 (B, pages per sequence). kv_batch_idx: int32 (B,), which row of k and v a
+        sequence uses. leftpad_k: int32 (B,), where in its storage a sequence begins.
+    tree_mask: bool (B, Sq, Sq), expanded; rows see key len_k - Sq + c iff tree_mask[b, row, c].
+    seed: int64 (1,), on the device: the Philox key.
+    q_descale, k_descale, v_descale: float32 (B, G), expanded; for quantised caches
+        k_descale, v_descale, k_shift, v_shift: (cache storage dims..., G, groups).
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any = None
+    alibi_slopes: Any = None
+    sink: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_q: Any = None
+    seqused_k: Any = None
+    block_table: Any = None
+    kv_batch_idx: Any = None
+    leftpad_k: Any = None
+    tree_mask: Any = None
+    seed: Any = None
+    q_descale: Any = None
+    k_descale: Any = None
+    v_descale: Any = None
+    k_shift: Any = None
+    v_shift: Any = None
+
+
+class Gradients(NamedTuple):
+    """What a backward returns; dbias has the bias's own (unexpanded) shape, dsink (H,) float32."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any = None
+    dsink: Any = None

@@ -1,0 +1,255 @@
+"""One attention call as frozen facts: no tensors, no framework. Everything that decides which
+kernel runs, and how, is here; what only the kernel reads (addresses, strides) is not."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from heedful.core.mask import MaskSpec
+
+ITEM_BITS = {
+    "float32": 32,
+    "float16": 16,
+    "bfloat16": 16,
+    "float8_e4m3fn": 8,
+    "float8_e4m3fnuz": 8,
+    "float8_e5m2": 8,
+    "int8": 8,
+    "int4": 4,
+}
+MAX_HEAD_DIM = 512
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionProblem:
+    """The facts of one call.
+
+    batch, heads_q, heads_k, seqlen_q, seqlen_k: sizes; the lengths are the largest of the batch.
+    head_dim, head_dim_v: of Q and K, and of V and the output.
+    total_q, total_k: packed tokens, None where that side is (batch, seqlen, ...).
+    dtype, kv_dtype, out_dtype: names as in torch and NumPy; int4 is two values a byte.
+    scale: multiplies q k^T. softcap: 0 is off. dropout_p: 0 is off.
+    used_q, used_k: per-sequence lengths inside the given storage (seqused, cache_seqlens).
+    page_size: keys a page of a paged cache, 0 if not paged.
+    alibi, bias, sink, tree_mask, kv_batch_idx, leftpad_k: whether the call has them.
+    kv_group: values that share one scale of a quantised cache, 0 if a descale per head at most.
+    kv_shift: the quantised cache has a zero shift per scale.
+    needs_grad, bias_grad: whether a backward will follow, and one for the bias.
+    return_probs: the sign-coded dropped probabilities are wanted (tests).
+    deterministic: the backward must be bit-equal from run to run.
+    num_splits: 0 = choose, 1 = do not split the keys, n = split them in n.
+    aligned: all bases and strides are multiples of 16 bytes.
+    dropout_origin: (batch, head, row, column) of this call's first score in the whole problem, so
+        that a shard draws the mask that the unsharded call would.
+    """
+
+    batch: int
+    heads_q: int
+    heads_k: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    dtype: str
+    kv_dtype: str
+    out_dtype: str
+    scale: float
+    mask: MaskSpec = MaskSpec()
+    softcap: float = 0.0
+    dropout_p: float = 0.0
+    total_q: int | None = None
+    total_k: int | None = None
+    used_q: bool = False
+    used_k: bool = False
+    page_size: int = 0
+    alibi: bool = False
+    bias: bool = False
+    sink: bool = False
+    tree_mask: bool = False
+    kv_batch_idx: bool = False
+    leftpad_k: bool = False
+    kv_group: int = 0
+    kv_shift: bool = False
+    needs_grad: bool = False
+    bias_grad: bool = False
+    return_probs: bool = False
+    deterministic: bool = False
+    num_splits: int = 0
+    aligned: bool = True
+    dropout_origin: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    @classmethod
+    def dense(
+        cls,
+        batch: int,
+        seqlen_q: int,
+        seqlen_k: int,
+        heads_q: int,
+        heads_k: int | None = None,
+        head_dim: int = 128,
+        dtype: str = "bfloat16",
+        causal: bool = False,
+        **facts,
+    ) -> "AttentionProblem":
+        """A plain problem from few words, for the command line, benchmarks and tests."""
+        heads_k = heads_q if heads_k is None else heads_k
+        facts.setdefault("head_dim_v", head_dim)
+        facts.setdefault("kv_dtype", dtype)
+        facts.setdefault("out_dtype", dtype)
+        facts.setdefault("scale", 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0)
+        facts.setdefault("mask", MaskSpec.of(causal))
+        problem = cls(
+            batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim=head_dim, dtype=dtype, **facts
+        )
+        problem.validate()
+        return problem
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads_q // self.heads_k
+
+    @property
+    def varlen_q(self) -> bool:
+        return self.total_q is not None
+
+    @property
+    def varlen_k(self) -> bool:
+        return self.total_k is not None
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        if self.total_q is not None:
+            return self.heads_q, self.total_q
+        return self.batch, self.heads_q, self.seqlen_q
+
+    @property
+    def quantized_kv(self) -> bool:
+        """Keys and values are stored in fewer bits than the queries are computed in."""
+        return ITEM_BITS[self.kv_dtype] <= 8 < ITEM_BITS[self.dtype]
+
+    def features(self) -> frozenset[str]:
+        """What this call asks of a kernel beyond plain dense attention: names in FEATURES."""
+        return frozenset(self._features())
+
+    def _features(self) -> Iterator[str]:
+        mask = self.mask
+        if mask.causal:
+            yield "causal"
+        elif mask.bounded:
+            yield "window"
+        if mask.first:
+            yield "first_keys"
+        if mask.bounded and (mask.shift or not mask.bottom_right):
+            yield "diagonal"
+        flags = ("alibi", "bias", "sink", "tree_mask", "kv_batch_idx", "leftpad_k", "return_probs")
+        yield from (name for name in flags if getattr(self, name))
+        if self.softcap > 0:
+            yield "softcap"
+        if self.dropout_p > 0:
+            yield "dropout"
+        if self.varlen_q or self.varlen_k:
+            yield "varlen"
+        if self.used_q or self.used_k:
+            yield "seqused"
+        if self.page_size:
+            yield "paged"
+        if self.group > 1:
+            yield "gqa"
+        if self.head_dim != self.head_dim_v:
+            yield "head_dims_differ"
+        if ITEM_BITS[self.dtype] == 8:
+            yield "fp8"
+        if self.quantized_kv:
+            yield "quantized_kv"
+        if self.num_splits > 1:
+            yield "split_kv"
+        if self.needs_grad:
+            yield "backward"
+        if self.bias_grad:
+            yield "bias_grad"
+        if self.deterministic and self.needs_grad:
+            yield "deterministic"
+        if not self.aligned:
+            yield "unaligned"
+
+    def validate(self) -> None:
+        """Raises ValueError naming the argument for figures no attention call can have."""
+        for name in ("batch", "seqlen_q", "seqlen_k"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.heads_q < 1 or self.heads_k < 1 or self.heads_q % self.heads_k:
+            raise ValueError(
+                "q must have a whole multiple of k's heads,"
+                f" got {self.heads_q} query and {self.heads_k} key heads"
+            )
+        for name, dim in (("q", self.head_dim), ("v", self.head_dim_v)):
+            if not 1 <= dim <= MAX_HEAD_DIM:
+                raise ValueError(f"{name} must have a head_dim of 1 to {MAX_HEAD_DIM}, got {dim}")
+        for name in ("dtype", "kv_dtype", "out_dtype"):
+            if getattr(self, name) not in ITEM_BITS:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(ITEM_BITS)}, got {getattr(self, name)}"
+                )
+        if not math.isfinite(self.scale):
+            raise ValueError(f"softmax_scale must be finite, got {self.scale}")
+        if not (math.isfinite(self.softcap) and self.softcap >= 0):
+            raise ValueError(f"softcap must be finite and >= 0 (0 = off), got {self.softcap}")
+        if not 0.0 <= self.dropout_p <= 1.0:
+            raise ValueError(f"dropout_p must be within [0, 1], got {self.dropout_p}")
+        if self.num_splits < 0:
+            raise ValueError(
+                f"num_splits must be >= 0, got {self.num_splits}"
+                " (0 = choose, 1 = do not split, n = split in n)"
+            )
+
+    def flops(self, backward: bool = False) -> int:
+        """Multiply-adds counted as two, over visible pairs: 2 products forward, 5 backward."""
+        pairs = self.batch * self.heads_q * self.mask.count_visible(self.seqlen_q, self.seqlen_k)
+        if backward:
+            return pairs * (6 * self.head_dim + 4 * self.head_dim_v)
+        return pairs * 2 * (self.head_dim + self.head_dim_v)
+
+    def bytes(self, backward: bool = False) -> int:
+        """The fewest bytes that must move: each input read once, each output written once."""
+        rows_q = self.total_q if self.total_q is not None else self.batch * self.seqlen_q
+        rows_k = self.total_k if self.total_k is not None else self.batch * self.seqlen_k
+        q = rows_q * self.heads_q * self.head_dim * ITEM_BITS[self.dtype] // 8
+        out = rows_q * self.heads_q * self.head_dim_v * ITEM_BITS[self.out_dtype] // 8
+        dims = self.head_dim + self.head_dim_v
+        kv = rows_k * self.heads_k * dims * ITEM_BITS[self.kv_dtype] // 8
+        lse = rows_q * self.heads_q * 4
+        # The backward reads q, k, v, out, dout, lse and writes dq, dk, dv.
+        return 2 * (q + kv + out) + lse if backward else q + kv + out + lse
+
+    def key(self) -> str:
+        """One readable, stable line that names the problem: what differs from the defaults."""
+        parts = [
+            f"{self.batch}x{self.seqlen_q}x{self.seqlen_k}",
+            f"h{self.heads_q}/{self.heads_k}",
+            f"d{self.head_dim}"
+            + (f"/{self.head_dim_v}" if "head_dims_differ" in self.features() else ""),
+            self.dtype if self.kv_dtype == self.dtype else f"{self.dtype}/{self.kv_dtype}",
+        ]
+        skip = {"batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"}
+        skip |= {"dtype", "kv_dtype", "out_dtype", "scale", "mask"}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in skip and value != field.default:
+                parts.append(field.name if value is True else f"{field.name}={value}")
+        if self.mask != MaskSpec():
+            parts.append("causal" if self.mask == MaskSpec.of(True) else _mask_words(self.mask))
+        return " ".join(parts)
+
+
+def _mask_words(mask: MaskSpec) -> str:
+    words = f"window={mask.left},{mask.right}" + (f",{mask.first}" if mask.first else "")
+    words += "" if mask.bottom_right else ",top-left"
+    return words + (f",shift={mask.shift}" if mask.shift else "")
+
+
+FEATURES = frozenset(
+    """causal window first_keys diagonal alibi bias sink tree_mask kv_batch_idx leftpad_k
+    return_probs softcap dropout varlen seqused paged gqa head_dims_differ fp8 quantized_kv
+    split_kv backward bias_grad deterministic unaligned""".split()
+)
