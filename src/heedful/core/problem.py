@@ -249,7 +249,31 @@ def _mask_words(mask: MaskSpec) -> str:
 
 
 FEATURES = frozenset(
-    """causal window first_keys diagonal alibi bias sink tree_mask kv_batch_idx leftpad_k
-    return_probs softcap dropout varlen seqused paged gqa head_dims_differ fp8 quantized_kv
-    split_kv backward bias_grad deterministic unaligned""".split()
+    [
+        "causal",
+        "window",
+        "first_keys",
+        "diagonal",
+        "alibi",
+        "bias",
+        "sink",
+        "tree_mask",
+        "kv_batch_idx",
+        "leftpad_k",
+        "return_probs",
+        "softcap",
+        "dropout",
+        "varlen",
+        "seqused",
+        "paged",
+        "gqa",
+        "head_dims_differ",
+        "fp8",
+        "quantized_kv",
+        "split_kv",
+        "backward",
+        "bias_grad",
+        "deterministic",
+        "unaligned",
+    ]
 )
