@@ -1,0 +1,59 @@
+"""Tuned tiles per kernel and architecture, each with where it was measured.
+
+The first row that fits wins, so special cases stand above general ones.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from heedful.core.device import DeviceSpec
+from heedful.core.problem import AttentionProblem
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How one kernel is cut: `block_m` query rows by `block_n` keys; `extra` holds what only that
+    kernel knows (register splits, unrolling, compiler flags), as sorted (name, value) pairs."""
+
+    block_m: int
+    block_n: int
+    num_warps: int = 4
+    num_stages: int = 2
+    extra: tuple[tuple[str, object], ...] = ()
+
+    def get(self, name: str, default=None):
+        """The value of an extra."""
+        return dict(self.extra).get(name, default)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigRow:
+    """A config of `kernel` for these architectures ("*" = any), head dims up to `max_dim`, and
+    problems that `when` accepts. measured: device, date and Triton version, or why it is a guess.
+    """
+
+    kernel: str
+    archs: tuple[str, ...]
+    max_dim: int
+    config: TileConfig
+    measured: str
+    when: Callable[[AttentionProblem], bool] = field(default=lambda problem: True)
+
+    def fits(self, problem: AttentionProblem, device: DeviceSpec) -> bool:
+        dim = max(problem.head_dim, problem.head_dim_v)
+        return (
+            dim <= self.max_dim
+            and ("*" in self.archs or device.arch in self.archs)
+            and self.when(problem)
+        )
+
+
+ROWS: list[ConfigRow] = []
+
+
+def choose(kernel: str, problem: AttentionProblem, device: DeviceSpec) -> ConfigRow:
+    """The config row of `kernel` for this problem on this device."""
+    for row in ROWS:
+        if row.kernel == kernel and row.fits(problem, device):
+            return row
+    raise LookupError(f"no config of {kernel} fits {problem.key()} on {device.name}")
