@@ -1,17 +1,24 @@
-"""Which kernel runs a problem on a device, and why the others do not. Pure: never queries a device."""
+"""Which kernels run a problem on a device, and why the others do not.
 
-from dataclasses import dataclass
+Pure: it never queries a device, so it is tested for an MI355X on a laptop.
+"""
 
-from heedful.core.configs import TileConfig
+from dataclasses import dataclass, field
+
+from heedful.core import capability, configs
+from heedful.core.capability import KernelRow, Toolchain
+from heedful.core.configs import ConfigRow
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import AttentionProblem
+from heedful.core.splits import choose_splits
 
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A backend that was not chosen, with every reason."""
+    """A kernel that was not chosen, with every reason."""
 
     backend: str
+    direction: str
     reasons: tuple[str, ...]
 
 
@@ -19,15 +26,127 @@ class Rejection:
 class Plan:
     """The decision for one problem on one device.
 
-    configs: kernel name ("portable.forward", "portable.backward_dkdv", ...) -> its tiles.
+    backend, level: of the forward; backward, backward_level: of the backward, None without one.
+    configs: kernel name ("portable.forward", ...) -> its tiles and where they were measured.
     num_splits: in how many parts the keys are split, 1 = not.
+    notes: what a user may want to know (copies made, settings that took part).
     """
 
     problem: AttentionProblem
     device: DeviceSpec
     backend: str
-    configs: dict[str, TileConfig]
-    num_splits: int
     level: str
-    rejected: tuple[Rejection, ...]
+    backward: str | None = None
+    backward_level: str | None = None
+    configs: dict[str, ConfigRow] = field(default_factory=dict)
+    num_splits: int = 1
+    rejected: tuple[Rejection, ...] = ()
     notes: tuple[str, ...] = ()
+
+
+def plan(
+    problem: AttentionProblem,
+    device: DeviceSpec,
+    toolchain: Toolchain | None = None,
+    backend: str | None = None,
+    notes: tuple[str, ...] = (),
+) -> Plan:
+    """The best kernels for `problem` on `device`.
+
+    backend: use this one; ValueError with every reason if it cannot. A backend that has no
+    backward of its own leaves the backward to the next one. Raises ValueError where no kernel can.
+    """
+    if backend is not None and backend not in capability.backends():
+        raise ValueError(
+            f"backend must be one of {', '.join(capability.backends())} or None, got {backend!r}"
+        )
+    problem.validate()
+    forward, rejected = _choose("forward", problem, device, toolchain, backend)
+    backward = None
+    if problem.needs_grad:
+        has_own = any(row.backend == backend for row in capability.rows("backward"))
+        backward, more = _choose(
+            "backward", problem, device, toolchain, backend if has_own else None
+        )
+        rejected += more
+    tiles = _configs({row.backend for row in (forward, backward) if row}, problem, device)
+    return Plan(
+        problem,
+        device,
+        forward.backend,
+        forward.level(device) or "",
+        backward.backend if backward else None,
+        backward.level(device) if backward else None,
+        tiles,
+        _splits(forward, tiles, problem, device),
+        rejected,
+        notes,
+    )
+
+
+def _choose(direction, problem, device, toolchain, backend) -> tuple[KernelRow, tuple]:
+    """The first row that can, and the rejections on the way."""
+    chosen, rejected = None, []
+    for row in capability.rows(direction):
+        reasons = row.why_not(problem, device, toolchain)
+        if backend is not None and row.backend == backend and reasons:
+            raise ValueError(
+                f"backend={backend!r} cannot run the {direction} of [{problem.key()}] on"
+                f" {device.name}: {'; '.join(reasons)}"
+            )
+        if not reasons and backend is not None and row.backend != backend:
+            reasons = [f"backend={backend!r} was asked for"]
+        if not reasons and not row.by_default and backend is None:
+            reasons = [f"level {row.level(device)}: runs only when asked for by name"]
+        if not reasons and chosen is not None:
+            reasons = [f"{chosen.backend} is preferred"]
+        if reasons:
+            rejected.append(Rejection(row.backend, direction, tuple(reasons)))
+        else:
+            chosen = row
+    if chosen is None:
+        why = "; ".join(f"{r.backend}: {', '.join(r.reasons)}" for r in rejected)
+        raise ValueError(
+            f"no kernel can run the {direction} of [{problem.key()}] on {device.name}: {why}"
+        )
+    return chosen, tuple(rejected)
+
+
+def _configs(chosen: set[str], problem, device) -> dict[str, ConfigRow]:
+    """The config row of every kernel of the chosen backends."""
+    kernels = dict.fromkeys(row.kernel for row in configs.ROWS)
+    return {
+        kernel: configs.choose(kernel, problem, device)
+        for kernel in kernels
+        if kernel.split(".")[0] in chosen
+    }
+
+
+def _splits(row: KernelRow, chosen: dict[str, ConfigRow], problem, device) -> int:
+    config = chosen.get(f"{row.backend}.forward")
+    if config is None or "split_kv" not in row.features or problem.return_probs:
+        return 1
+    return choose_splits(problem, device, config.config.block_m, config.config.block_n)
+
+
+def explain(plan: Plan) -> str:
+    """The decision in words, line by line."""
+    lines = [
+        f"problem   {plan.problem.key()}",
+        f"device    {plan.device.name} ({plan.device.arch})",
+    ]
+    lines.append(f"forward   {plan.backend} [{plan.level}]")
+    if plan.backward:
+        lines.append(f"backward  {plan.backward} [{plan.backward_level}]")
+    if plan.num_splits > 1:
+        lines.append(f"splits    {plan.num_splits}")
+    for kernel, row in plan.configs.items():
+        c = row.config
+        extra = "".join(f" {name}={value}" for name, value in c.extra)
+        lines.append(
+            f"tiles     {kernel}: {c.block_m} x {c.block_n}, {c.num_warps} warps,"
+            f" {c.num_stages} stages{extra} ({row.measured})"
+        )
+    lines += [f"note      {note}" for note in plan.notes]
+    lines += [f"rejected  {r.backend} {r.direction}: {'; '.join(r.reasons)}" for r in plan.rejected]
+    return "\n".join(lines)

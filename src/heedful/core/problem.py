@@ -35,6 +35,7 @@ class AttentionProblem:
     kv_group: values that share one scale of a quantised cache, 0 if a descale per head at most.
     kv_shift: the quantised cache has a zero shift per scale.
     needs_grad, bias_grad: whether a backward will follow, and one for the bias.
+    return_lse: whether the caller reads the log-sum-exp.
     return_probs: the sign-coded dropped probabilities are wanted (tests).
     deterministic: the backward must be bit-equal from run to run.
     num_splits: 0 = choose, 1 = do not split the keys, n = split them in n.
@@ -72,6 +73,7 @@ class AttentionProblem:
     kv_shift: bool = False
     needs_grad: bool = False
     bias_grad: bool = False
+    return_lse: bool = False
     return_probs: bool = False
     deterministic: bool = False
     num_splits: int = 0
@@ -142,8 +144,7 @@ class AttentionProblem:
             yield "first_keys"
         if mask.bounded and (mask.shift or not mask.bottom_right):
             yield "diagonal"
-        flags = ("alibi", "bias", "sink", "tree_mask", "kv_batch_idx", "leftpad_k", "return_probs")
-        yield from (name for name in flags if getattr(self, name))
+        yield from (name for name in _FLAGS if getattr(self, name))
         if self.softcap > 0:
             yield "softcap"
         if self.dropout_p > 0:
@@ -166,8 +167,6 @@ class AttentionProblem:
             yield "split_kv"
         if self.needs_grad:
             yield "backward"
-        if self.bias_grad:
-            yield "bias_grad"
         if self.deterministic and self.needs_grad:
             yield "deterministic"
         if not self.aligned:
@@ -259,6 +258,7 @@ FEATURES = {
     "sink": "sink logits",
     "softcap": "softcap",
     "dropout": "dropout",
+    "return_lse": "returned log-sum-exp",
     "return_probs": "returned probabilities",
     "varlen": "packed sequences",
     "seqused": "lengths used of each sequence",
@@ -276,3 +276,7 @@ FEATURES = {
     "deterministic": "deterministic backward",
     "unaligned": "bases or strides off 16 bytes",
 }
+
+# Facts that are features by themselves.
+_FLAGS = ("alibi", "bias", "sink", "tree_mask", "kv_batch_idx", "leftpad_k")
+_FLAGS += ("return_lse", "return_probs", "bias_grad")

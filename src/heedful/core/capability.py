@@ -1,0 +1,184 @@
+"""The one support matrix: which kernel takes which problem on which architecture, as data.
+
+The planner, the tests and docs/support-matrix.md are all made from ROWS.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from heedful.core.device import DeviceSpec
+from heedful.core.problem import FEATURES, MAX_HEAD_DIM, AttentionProblem
+
+LEVELS = {
+    "run": "measured on that hardware",
+    "emulated": "its machine code was executed on the CPU emulator",
+    "compile-only": "compiles for that target; nobody has run it",
+    "untested": "nothing is known to stand in its way",
+}
+ANY_VERSION = (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """Versions at hand, as int tuples; None is absent. The default stands for the newest."""
+
+    triton: tuple[int, ...] | None = (99,)
+    torch: tuple[int, ...] | None = (99,)
+    jax: tuple[int, ...] | None = (99,)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """What one backend's kernel of one direction takes.
+
+    levels: architecture -> support level; "nvidia:*" stands for NVIDIA parts not listed.
+    features: what it takes beyond plain dense attention.
+    dims: head dims of QK and V: at most, and a multiple of.
+    by_default: whether the planner may choose it unasked.
+    gates: further conditions, each a function that returns a reason or None.
+    """
+
+    backend: str
+    direction: str
+    levels: dict[str, str]
+    dtypes: tuple[str, ...]
+    features: frozenset[str]
+    kv_dtypes: tuple[str, ...] = ()
+    max_dim: int = MAX_HEAD_DIM
+    dim_multiple: int = 1
+    least: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    by_default: bool = True
+    source: str = "jit"
+    gates: tuple[Callable[[AttentionProblem, DeviceSpec], str | None], ...] = ()
+
+    def level(self, device: DeviceSpec) -> str | None:
+        """The support level on this device, None where the kernel does not exist for it."""
+        return self.levels.get(device.arch) or self.levels.get(f"{device.vendor}:*")
+
+    def why_not(
+        self, problem: AttentionProblem, device: DeviceSpec, toolchain: Toolchain | None = None
+    ) -> list[str]:
+        """Every reason why this kernel cannot run the problem; empty if it can."""
+        reasons = []
+        if self.level(device) is None:
+            reasons.append(f"no kernel for {device.arch}")
+        if problem.dtype not in self.dtypes:
+            reasons.append(f"dtype {problem.dtype}: takes {', '.join(self.dtypes)}")
+        if problem.kv_dtype not in (problem.dtype, *self.kv_dtypes):
+            reasons.append(f"KV of {problem.kv_dtype} beside {problem.dtype}")
+        for name, dim in (("head_dim", problem.head_dim), ("V's head_dim", problem.head_dim_v)):
+            if dim > self.max_dim:
+                reasons.append(f"{name} {dim}: takes up to {self.max_dim}")
+            if dim % self.dim_multiple:
+                reasons.append(f"{name} {dim}: takes multiples of {self.dim_multiple}")
+        lacking = problem.features() - self.features - _KINDS
+        reasons += [f"no {FEATURES[name]}" for name in FEATURES if name in lacking]
+        for gate in self.gates:
+            reason = gate(problem, device)
+            if reason:
+                reasons.append(reason)
+        reasons += self._lacking_tools(toolchain or Toolchain())
+        return reasons
+
+    def _lacking_tools(self, toolchain: Toolchain) -> list[str]:
+        reasons = []
+        for tool, least in self.least:
+            have = getattr(toolchain, tool)
+            wanted = f"{tool} >= {'.'.join(map(str, least))}"
+            if have is None:
+                reasons.append(f"needs {wanted}, which is not installed")
+            elif have < least:
+                reasons.append(f"needs {wanted}, got {'.'.join(map(str, have))}")
+        return reasons
+
+
+# Features that the dtype and direction of a row speak of.
+_KINDS = frozenset({"fp8", "quantized_kv", "backward"})
+
+_EVERY_FEATURE = frozenset(FEATURES)
+_FLOATS = ("bfloat16", "float16", "float32")
+
+
+def _no_graph_for_probs(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    if problem.return_probs and problem.num_splits > 1:
+        return "returned probabilities of a split of the keys"
+    return None
+
+
+def _sdpa_mask(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    if problem.mask.causal and problem.seqlen_q != problem.seqlen_k:
+        return "causal mask of unequal lengths (SDPA aligns top left)"
+    return None
+
+
+_PORTABLE_LEVELS = {
+    "sm_90": "run",
+    "sm_80": "compile-only",
+    "sm_86": "compile-only",
+    "sm_89": "compile-only",
+    "sm_100": "compile-only",
+    "sm_120": "compile-only",
+    "gfx942": "compile-only",
+    "gfx950": "compile-only",
+    "nvidia:*": "untested",
+    "amd:*": "untested",
+}
+
+# In order of preference.
+ROWS: tuple[KernelRow, ...] = (
+    KernelRow(
+        "portable",
+        "forward",
+        _PORTABLE_LEVELS,
+        _FLOATS,
+        _EVERY_FEATURE,
+        least=(("triton", (3, 6)),),
+        gates=(_no_graph_for_probs,),
+    ),
+    KernelRow(
+        "portable",
+        "backward",
+        _PORTABLE_LEVELS,
+        _FLOATS,
+        _EVERY_FEATURE,
+        least=(("triton", (3, 6)),),
+    ),
+    KernelRow(
+        "sdpa",
+        "forward",
+        {"cpu": "run"},
+        _FLOATS,
+        frozenset({"causal"}),
+        least=(("torch", (2, 11)),),
+        source="torch",
+        gates=(_sdpa_mask,),
+    ),
+    KernelRow(
+        "cpu",
+        "forward",
+        {"cpu": "run"},
+        _FLOATS,
+        _EVERY_FEATURE,
+        least=(("torch", (2, 11)),),
+        source="torch",
+    ),
+    KernelRow(
+        "cpu",
+        "backward",
+        {"cpu": "run"},
+        _FLOATS,
+        _EVERY_FEATURE,
+        least=(("torch", (2, 11)),),
+        source="torch",
+    ),
+)
+
+
+def rows(direction: str) -> list[KernelRow]:
+    """The kernels of a direction, best first."""
+    return [row for row in ROWS if row.direction == direction]
+
+
+def backends() -> tuple[str, ...]:
+    """Every backend's name, best first."""
+    return tuple(dict.fromkeys(row.backend for row in ROWS))

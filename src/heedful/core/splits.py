@@ -1,0 +1,36 @@
+"""How many parts to split the keys in, so that a small grid fills the device.
+
+A pure function of figures: the same problem on the same device always splits the same way.
+"""
+
+from heedful.core.device import DeviceSpec
+from heedful.core.problem import AttentionProblem
+
+MAX_SPLITS = 128
+# A split must save this share of the time to be worth its combine pass.
+WORTH = 0.85
+# The combine reads and writes partial results: not for fewer key tiles than this a split.
+LEAST_TILES = 2
+
+
+def choose_splits(problem: AttentionProblem, device: DeviceSpec, rows: int, block_n: int) -> int:
+    """The number of parts: 1 where the grid of row tiles fills the device by itself.
+
+    rows: query rows that one program takes. A wave of programs takes one slot per unit; the time
+    of n splits is waves(n) * tiles per split, and the fewest splits within WORTH of the best win.
+    """
+    if problem.num_splits:
+        return problem.num_splits
+    programs = problem.batch * problem.heads_q * -(-problem.seqlen_q // rows)
+    tiles = -(-problem.seqlen_k // block_n)
+    most = min(MAX_SPLITS, tiles // LEAST_TILES)
+    if programs == 0 or programs * 2 > device.units or most < 2:
+        return 1
+
+    def time(splits: int) -> int:
+        return -(-programs * splits // device.units) * -(-tiles // splits)
+
+    best = min(time(n) for n in range(1, most + 1))
+    fewest = next(n for n in range(1, most + 1) if time(n) * WORTH <= best)
+    # Uneven shares leave a last split without work: use the number that the share really needs.
+    return -(-tiles // -(-tiles // fewest))
