@@ -1,0 +1,79 @@
+"""A compiled kernel as plain data: what any launcher needs, ours or a foreign one."""
+
+from dataclasses import dataclass, field
+
+# Bytes and alignment of kernel parameters by Triton type.
+_SIZES = {"i1": 1, "i8": 1, "u8": 1, "i32": 4, "fp32": 4, "i64": 8}
+TENSOR_MAP_BYTES, TENSOR_MAP_ALIGN = 128, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of the compiled kernel, in order.
+
+    name: of the kernel argument; a tensor map is followed by its shape and strides, named
+        `name.shape[i]` and `name.strides[i]`; scratch that the compiler asks for is `scratch[i]`.
+    type: Triton's ("*bf16", "i32", "fp32", "tensormap"). offset: in the argument buffer, bytes.
+    """
+
+    name: str
+    type: str
+    offset: int
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """Machine code and how to launch it.
+
+    code: cubin or hsaco. text: PTX or AMD assembly, for foreign launchers and inspection.
+    symbol: the entry's name. target: such as "cuda:90" or "hip:gfx950".
+    num_warps: in all, with the workers of a warp-specialised kernel. cluster: blocks a cluster.
+    tensor_maps: per descriptor argument, what its encoding needs (swizzle, element type, box).
+    scratch_bytes: device memory per block that the compiler asks for, 0 as a rule.
+    """
+
+    code: bytes
+    text: str
+    symbol: str
+    target: str
+    num_warps: int
+    warp_size: int
+    shared_bytes: int
+    cluster: int
+    parameters: tuple[Parameter, ...]
+    parameter_bytes: int
+    scratch_bytes: int = 0
+    tensor_maps: dict[str, dict] = field(default_factory=dict)
+    toolchain: str = ""
+
+
+def lay_out(types: list[tuple[str, str]], ranks: dict[str, int]) -> tuple[list[Parameter], int]:
+    """Parameters with their offsets for (name, type) pairs, and the buffer's size in bytes.
+
+    ranks: rank of each tensor-map argument. Parameters are naturally aligned, one after another.
+    """
+    flat: list[tuple[str, str]] = []
+    for name, kind in types:
+        if kind.startswith("tensordesc"):
+            flat.append((name, "tensormap"))
+            flat += [(f"{name}.shape[{i}]", "i32") for i in range(ranks[name])]
+            flat += [(f"{name}.strides[{i}]", "i64") for i in range(ranks[name])]
+        else:
+            flat.append((name, kind))
+    # Every Triton kernel ends with two pointers: global scratch and profiler scratch.
+    flat += [("scratch[0]", "*i8"), ("scratch[1]", "*i8")]
+    parameters, offset = [], 0
+    for name, kind in flat:
+        size, align = size_of(kind)
+        offset = -(-offset // align) * align
+        parameters.append(Parameter(name, kind, offset))
+        offset += size
+    return parameters, offset
+
+
+def size_of(kind: str) -> tuple[int, int]:
+    """Bytes and alignment of a parameter of this Triton type."""
+    if kind == "tensormap":
+        return TENSOR_MAP_BYTES, TENSOR_MAP_ALIGN
+    size = 8 if kind.startswith("*") else _SIZES[kind]
+    return size, size

@@ -1,0 +1,128 @@
+"""CUDA's driver API through ctypes: modules, launches, tensor maps.
+
+Calls hold the GIL (PyDLL): each takes about a microsecond and none waits for the device.
+"""
+
+import ctypes
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
+from functools import cache
+
+from heedful.launch.artifact import Artifact
+
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0  # CU_LAUNCH_PARAM_*
+STATIC_SHARED_LIMIT = 48 * 1024
+
+# Triton's element types of descriptors, numbered as on the device, to CUtensorMapDataType.
+_TENSOR_MAP_TYPES = {8: 10, 9: 8, 10: 9}
+_L2_PROMOTION_128B = 2
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("id", c_int), ("pad", c_int), ("value", c_uint32 * 16)]
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", POINTER(_Attribute)),
+        ("num_attributes", c_uint),
+    ]
+
+
+@cache
+def _library() -> ctypes.PyDLL:
+    library = ctypes.PyDLL("libcuda.so.1")
+    library.cuGetErrorString.argtypes = [c_int, POINTER(c_char_p)]
+    library.cuModuleLoadData.argtypes = [POINTER(c_void_p), c_char_p]
+    library.cuModuleGetFunction.argtypes = [POINTER(c_void_p), c_void_p, c_char_p]
+    library.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]
+    return library
+
+
+def check(code: int) -> None:
+    """Raises RuntimeError with the driver's words."""
+    if code:
+        text = c_char_p()
+        _library().cuGetErrorString(code, byref(text))
+        raise RuntimeError(f"CUDA error {code}: {(text.value or b'unknown').decode()}")
+
+
+def load(artifact: Artifact) -> c_void_p:
+    """The function handle of an artifact in the current context."""
+    library, module, function = _library(), c_void_p(), c_void_p()
+    check(library.cuModuleLoadData(byref(module), artifact.code))
+    check(library.cuModuleGetFunction(byref(function), module, artifact.symbol.encode()))
+    if artifact.shared_bytes > STATIC_SHARED_LIMIT:
+        check(library.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, artifact.shared_bytes))
+    return function
+
+
+class Slot:
+    """An argument buffer with everything that one launch passes to the driver; used by one thread
+    at a time."""
+
+    __slots__ = ("buffer", "config", "address", "_arguments", "_keep")
+
+    def __init__(self, artifact: Artifact, function: c_void_p, grid, template: bytes):
+        # Tensor maps must sit on 64 bytes in the buffer as they do in parameter space.
+        raw = ctypes.create_string_buffer(len(template) + 64)
+        start = -ctypes.addressof(raw) % 64
+        self.buffer = (ctypes.c_char * len(template)).from_buffer(raw, start)
+        self.buffer[:] = template
+        self.address = ctypes.addressof(self.buffer)
+        size = ctypes.c_size_t(len(template))
+        extra = (c_void_p * 5)(
+            BUFFER_POINTER, self.address, BUFFER_SIZE, ctypes.addressof(size), END
+        )
+        self.config = Config()
+        self.config.grid[:] = (grid[0] * artifact.cluster, grid[1], grid[2])
+        self.config.block[:] = (artifact.num_warps * artifact.warp_size, 1, 1)
+        self.config.shared_bytes = artifact.shared_bytes
+        attributes = (_Attribute * 1)()
+        if artifact.cluster > 1:
+            attributes[0].id = CLUSTER_DIMENSION
+            attributes[0].value[:3] = (artifact.cluster, 1, 1)
+            self.config.attributes = attributes
+            self.config.num_attributes = 1
+        self._arguments = (byref(self.config), function, None, extra)
+        self._keep = (raw, size, attributes)
+
+    def launch(self, stream: int) -> None:
+        """Launches with the buffer's arguments on a raw stream of the current context."""
+        self.config.stream = stream
+        code = _launch(*self._arguments)
+        if code:
+            check(code)
+
+
+def _launch(*arguments) -> int:
+    """Binds cuLaunchKernelEx on first use; later calls go straight to it."""
+    global _launch
+    _launch = _library().cuLaunchKernelEx
+    return _launch(*arguments)
+
+
+class TensorMapEncoder:
+    """Writes the 128-byte descriptor of one argument for any base address."""
+
+    def __init__(self, meta: dict, shape: tuple[int, ...], strides: tuple[int, ...]):
+        rank, item = len(shape), meta["elem_size"]
+        kind = _TENSOR_MAP_TYPES.get(meta["elem_type"], meta["elem_type"])
+        dims = (c_uint64 * rank)(*reversed(shape))
+        steps = (c_uint64 * rank)(*(s * item for s in reversed(strides[:-1])))
+        box = (c_uint32 * rank)(*reversed(meta["block_size"]))
+        ones = (c_uint32 * rank)(*([1] * rank))
+        self._head, self._tail = (c_uint32(kind), c_uint32(rank)), (dims, steps, box, ones)
+        self._flags = (0, c_int(meta["swizzle"]), _L2_PROMOTION_128B, 0)
+
+    def encode(self, target: int, base: int) -> None:
+        """Writes the descriptor of the array at `base` to host address `target` (64-aligned)."""
+        encode = _library().cuTensorMapEncodeTiled
+        check(encode(c_void_p(target), *self._head, c_void_p(base), *self._tail, *self._flags))

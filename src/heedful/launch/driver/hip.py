@@ -1,0 +1,59 @@
+"""HIP's module API through ctypes. The same interface as the CUDA driver, without tensor maps.
+
+Nobody has run this on silicon yet: rows that use it are at most `emulated`.
+"""
+
+import ctypes
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
+from functools import cache
+
+from heedful.launch.artifact import Artifact
+
+BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 3  # HIP_LAUNCH_PARAM_*
+
+
+@cache
+def _library() -> ctypes.PyDLL:
+    library = ctypes.PyDLL("libamdhip64.so")
+    library.hipGetErrorString.argtypes = [c_int]
+    library.hipGetErrorString.restype = c_char_p
+    library.hipModuleLoadData.argtypes = [POINTER(c_void_p), c_char_p]
+    library.hipModuleGetFunction.argtypes = [POINTER(c_void_p), c_void_p, c_char_p]
+    library.hipModuleLaunchKernel.argtypes = [c_void_p, *[c_uint] * 7, *[c_void_p] * 3]
+    return library
+
+
+def check(code: int) -> None:
+    """Raises RuntimeError with the driver's words."""
+    if code:
+        text = _library().hipGetErrorString(code) or b"unknown"
+        raise RuntimeError(f"HIP error {code}: {text.decode()}")
+
+
+def load(artifact: Artifact) -> c_void_p:
+    """The function handle of an artifact on the current device."""
+    library, module, function = _library(), c_void_p(), c_void_p()
+    check(library.hipModuleLoadData(byref(module), artifact.code))
+    check(library.hipModuleGetFunction(byref(function), module, artifact.symbol.encode()))
+    return function
+
+
+class Slot:
+    """An argument buffer and what one launch passes with it; used by one thread at a time."""
+
+    __slots__ = ("buffer", "address", "_head", "_extra", "_keep")
+
+    def __init__(self, artifact: Artifact, function: c_void_p, grid, template: bytes):
+        self.buffer = ctypes.create_string_buffer(template, len(template))
+        self.address = ctypes.addressof(self.buffer)
+        size = ctypes.c_size_t(len(template))
+        self._extra = (c_void_p * 5)(
+            BUFFER_POINTER, self.address, BUFFER_SIZE, ctypes.addressof(size), END
+        )
+        threads = artifact.num_warps * artifact.warp_size
+        self._head = (function, *grid, threads, 1, 1, artifact.shared_bytes)
+        self._keep = size
+
+    def launch(self, stream: int) -> None:
+        """Launches with the buffer's arguments on a raw stream of the current device."""
+        check(_library().hipModuleLaunchKernel(*self._head, stream, None, self._extra))

@@ -1,0 +1,126 @@
+"""The one place that touches Triton's own names: kernels to `Artifact`s, with no driver asked.
+
+Works alike with Triton 3.6 and 3.9.
+"""
+
+import importlib
+import re
+from functools import cache
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from heedful.launch.artifact import Artifact, lay_out, size_of
+from heedful.launch.spec import KernelCall, KernelRef, TensorMap, promise
+
+VERSION = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
+
+
+class CompileError(RuntimeError):
+    """A kernel did not compile; carries Triton's own words."""
+
+
+def parse_target(arch: str) -> GPUTarget:
+    """Triton's target for our name of an architecture: sm_90, gfx950."""
+    if arch.startswith("sm_"):
+        return GPUTarget("cuda", int(arch[3:]), 32)
+    if arch.startswith("gfx"):
+        return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
+    raise ValueError(f"arch must be sm_* or gfx*, got {arch!r}")
+
+
+@cache
+def function(ref: KernelRef):
+    """The jit function of a reference."""
+    return getattr(importlib.import_module(ref.module), ref.function)
+
+
+def source(call: KernelCall):
+    """The kernel with its signature, as Triton's compiler takes it.
+
+    Raises TypeError if the call does not name exactly the kernel's parameters.
+    """
+    kernel = function(call.kernel)
+    names = list(kernel.arg_names)
+    given = {**call.arguments, **call.constants}
+    if set(given) != set(names):
+        missing, extra = set(names) - set(given), set(given) - set(names)
+        raise TypeError(
+            f"{call.kernel.function}: missing {sorted(missing)}, unknown {sorted(extra)}"
+        )
+    signature, constants, attributes = {}, {}, {}
+    for position, name in enumerate(names):
+        if name in call.constants:
+            signature[name] = "constexpr"
+            constants[(position,)] = call.constants[name]
+            continue
+        argument = call.arguments[name]
+        signature[name] = argument.type
+        if promise(argument) > 1:
+            attributes[(position,)] = [["tt.divisibility", promise(argument)]]
+    if call.kernel.dialect == "gluon":
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource(kernel, signature, constants, attributes)
+    return ASTSource(kernel, signature, constants, attributes)
+
+
+def compile_kernel(call: KernelCall, arch: str):
+    """Triton's CompiledKernel for one call on an architecture: no GPU needed."""
+    target = parse_target(arch)
+    options = {"enable_fp_fusion": True, **call.options}
+    src = source(call)
+    try:
+        return triton.compile(src, target=target, options=options)
+    except Exception as error:
+        raise CompileError(f"{call.kernel.function} for {arch}: {error}") from error
+
+
+def compile_artifact(call: KernelCall, arch: str) -> Artifact:
+    """Compiles one call for an architecture."""
+    compiled = compile_kernel(call, arch)
+    target, metadata = parse_target(arch), compiled.metadata
+    nvidia = target.backend == "cuda"
+    maps = {name: a for name, a in call.arguments.items() if isinstance(a, TensorMap)}
+    order = [name for name in function(call.kernel).arg_names if name in call.arguments]
+    types = [(name, call.arguments[name].type) for name in order]
+    parameters, size = lay_out(types, {name: len(a.shape) for name, a in maps.items()})
+    text = compiled.asm["ptx" if nvidia else "amdgcn"]
+    declared = _ptx_parameters(text) if nvidia else None
+    if declared is not None and declared != [size_of(p.type)[0] for p in parameters]:
+        raise CompileError(f"{call.kernel.function}: PTX declares parameters {declared}")
+    metas = getattr(metadata, "tensordesc_meta", None) or []
+    return Artifact(
+        code=compiled.asm["cubin" if nvidia else "hsaco"],
+        text=text,
+        symbol=metadata.name,
+        target=f"{target.backend}:{target.arch}",
+        num_warps=metadata.num_warps,
+        warp_size=target.warp_size,
+        shared_bytes=metadata.shared,
+        cluster=getattr(metadata, "num_ctas", 1),
+        parameters=tuple(parameters),
+        parameter_bytes=size,
+        scratch_bytes=metadata.global_scratch_size or 0,
+        tensor_maps={
+            name: {key: meta[key] for key in ("swizzle", "elem_size", "elem_type", "block_size")}
+            for name, meta in zip([n for n in order if n in maps], metas, strict=True)
+        },
+        toolchain=f"triton {triton.__version__}",
+    )
+
+
+_PTX_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
+
+
+def _ptx_parameters(text: str) -> list[int]:
+    """Bytes of each parameter that the PTX entry declares."""
+    entry = text[text.index(".entry") :]
+    entry = entry[: entry.index(")")]
+    sizes = []
+    for line in re.findall(r"\.param ([^\n]*?),?\n", entry):
+        array = re.search(r"\.b8 \w+\[(\d+)\]", line)
+        kind = re.search(r"\.[usbf](8|16|32|64)\b", line)
+        sizes.append(int(array[1]) if array else _PTX_BYTES[kind[1]] if kind else 0)
+    return sizes
