@@ -1,0 +1,56 @@
+# make demo, make test: everything from a bare checkout, on a machine with or without a GPU.
+#
+#   PYTHON=python3.12   the interpreter to build .venv with (default: the first one >= 3.11)
+#   VENV=               no .venv: run with PYTHON as it is (a GPU machine's own torch, say)
+#   ARGS="-k mask"      more arguments for pytest or for heedful
+
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && exit; \
+	done; echo python3)
+VENV ?= .venv
+WORKERS ?= 2
+
+READY := $(if $(VENV),$(VENV)/.ready)
+RUN := PYTHONPATH=src $(if $(VENV),$(VENV)/bin/python,$(PYTHON)) -m
+
+.DEFAULT_GOAL := help
+.PHONY: help set-up test test-slow test-gpu lint format demo bench docs clean
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+set-up: $(READY) ## make .venv with pinned tools and this checkout installed in it
+
+$(VENV)/.ready: pyproject.toml tools/set-up.sh
+	tools/set-up.sh $(VENV) $(PYTHON)
+	@touch $@
+
+test: lint ## lint, types and the default tests (what CI runs)
+	$(RUN) pytest -n $(WORKERS) $(ARGS)
+
+test-slow: $(READY) ## every test, the long grids too
+	$(RUN) pytest -n $(WORKERS) --run-slow $(ARGS)
+
+test-gpu: $(READY) ## the tests that need a GPU, in one process
+	$(RUN) pytest -m gpu $(ARGS)
+
+lint: $(READY) ## ruff and pyright
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) pyright
+
+format: $(READY) ## format, and mend what ruff can
+	$(RUN) ruff format .
+	$(RUN) ruff check --fix .
+
+demo: $(READY) ## train a small GPT with heedful and with SDPA, compare, generate text
+	$(RUN) heedful.cli demo $(ARGS)
+
+bench: $(READY) ## time heedful against its peers
+	$(RUN) heedful.cli bench $(ARGS)
+
+docs: $(READY) ## write the generated pages of docs/ anew
+	$(RUN) heedful.cli support --markdown docs/support-matrix.md
+
+clean: ## remove .venv and everything generated
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis demo-output bench-output

@@ -1,0 +1,59 @@
+"""What every test stands on: tiers (gpu, slow), fixed seeds, and threads that do not fight."""
+
+import os
+import random
+import sys
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# Two workers on two cores: one thread each, set before torch is first imported.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples in every run, so that a red test is red again; no deadline, since the first
+# example of a test may import torch or compile a kernel.
+settings.register_profile(
+    "heedful", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+# Fresh examples, for a long hunt: pytest --hypothesis-profile=hunt
+settings.register_profile("hunt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("heedful")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--run-slow", action="store_true", help="run the long grids too")
+
+
+def pytest_collection_modifyitems(config, items):
+    skip_slow = pytest.mark.skip(reason="a long grid: --run-slow or -m slow")
+    wants_slow = config.getoption("--run-slow") or config.getoption("-m").strip() == "slow"
+    gpu_reason = None
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            gpu_reason = _no_gpu() if gpu_reason is None else gpu_reason
+            if gpu_reason:
+                item.add_marker(pytest.mark.skip(reason=gpu_reason))
+        if item.get_closest_marker("slow") and not wants_slow:
+            item.add_marker(skip_slow)
+
+
+def _no_gpu() -> str:
+    """Why no GPU test can run here; empty if they can."""
+    try:
+        import torch
+    except ImportError:
+        return "needs a GPU, and torch is not installed"
+    if not torch.cuda.is_available():
+        return "needs a GPU, and torch.cuda.is_available() is False here"
+    return ""
+
+
+@pytest.fixture(autouse=True)
+def fixed_seeds():
+    """Every test begins from the same random state, whatever ran before it."""
+    random.seed(0)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
