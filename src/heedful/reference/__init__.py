@@ -1,0 +1,1 @@
+"""What every backend is checked against: a float64 oracle and a same-dtype eager twin."""
