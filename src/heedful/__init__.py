@@ -1,3 +1,36 @@
-"""Fused attention kernels: one call runs the fastest kernel for the problem and the device."""
+"""Fused attention kernels: one call runs the fastest kernel for the problem and the device.
+
+`import heedful` imports no framework; the public names are PyTorch's and load on first use.
+"""
+
+import importlib
 
 __version__ = "0.1.0"
+
+# Name -> module that defines it.
+_PUBLIC = {
+    "flash_attn_func": "heedful.torch",
+    "flash_attn_varlen_func": "heedful.torch",
+    "flash_attn_with_kvcache": "heedful.torch",
+    "flash_attn_qkvpacked_func": "heedful.torch",
+    "flash_attn_kvpacked_func": "heedful.torch",
+    "flash_attn_varlen_qkvpacked_func": "heedful.torch",
+    "flash_attn_varlen_kvpacked_func": "heedful.torch",
+    "merge_attn_states": "heedful.torch",
+    "quantize_kv": "heedful.torch",
+    "dequantize_kv": "heedful.torch",
+    "explain": "heedful.torch",
+}
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str):
+    if name in _PUBLIC:
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'heedful' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC])

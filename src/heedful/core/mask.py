@@ -113,8 +113,8 @@ class MaskSpec:
         lo_max = 0 if self.left < 0 else max(0, last + off - self.left)
         if last < row or hi_max <= 0:
             return KeyRange(0, 0, 0, 0, 0, 0)
-        begin, end = lo_min // tile, -(-hi_max // tile)
-        begin = min(begin, end)
+        end = -(-hi_max // tile)
+        begin = lo_min // tile if lo_min < hi_max else end
         first_end = min(-(-min(self.first, hi_max) // tile), begin)
         full_begin = min(max(-(-lo_max // tile), begin), end)
         full_end = min(max(max(hi_min, 0) // tile, full_begin), end)

@@ -10,8 +10,8 @@ class Operands(NamedTuple):
     q: (B, Sq, H, D), or (Tq, H, D) where cu_seqlens_q is given.
     k, v: (B, Sk, G, D | E), or (Tk, G, D | E) with cu_seqlens_k, or pages
         (num_pages, page_size, G, D | E) with block_table. The last dim has stride 1.
-    bias: broadcastable to (B, H, Sq, Sk), expanded by strides of 0. alibi_slopes: float32, (B, H)
-        after expansion. sink: float32 (H,).
+    bias: (B, H, Sq, Sk), a stride of 0 where it is broadcast. alibi_slopes: float32 (B, H), a
+        stride of 0 where it is broadcast. sink: float32 (H,).
     cu_seqlens_q, cu_seqlens_k: int32 (B + 1,). seqused_q, seqused_k: int32 (B,), the lengths used
         of each sequence's storage (k: counted from leftpad_k on).
     block_table: int32 (B, pages per sequence). kv_batch_idx: int32 (B,), which row of k and v a
@@ -45,10 +45,15 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a backward returns; dbias has the bias's own (unexpanded) shape, dsink (H,) float32."""
+    """What a backward returns. dbias has size 1 where the bias repeats; dsink is float32 (H,)."""
 
     dq: Any
     dk: Any
     dv: Any
     dbias: Any = None
     dsink: Any = None
+
+
+def own_shape(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of what an array really holds: 1 where a stride of 0 repeats it."""
+    return tuple(1 if step == 0 else size for size, step in zip(shape, strides, strict=True))

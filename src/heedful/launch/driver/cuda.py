@@ -114,7 +114,7 @@ class TensorMapEncoder:
 
     def __init__(self, meta: dict, shape: tuple[int, ...], strides: tuple[int, ...]):
         rank, item = len(shape), meta["elem_size"]
-        kind = _TENSOR_MAP_TYPES.get(meta["elem_type"], meta["elem_type"])
+        kind: int = _TENSOR_MAP_TYPES.get(meta["elem_type"]) or meta["elem_type"]
         dims = (c_uint64 * rank)(*reversed(shape))
         steps = (c_uint64 * rank)(*(s * item for s in reversed(strides[:-1])))
         box = (c_uint32 * rank)(*reversed(meta["block_size"]))

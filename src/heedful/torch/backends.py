@@ -1,0 +1,148 @@
+"""Plans to runners: what computes a planned problem on torch tensors.
+
+A runner holds everything that one kind of call needs again and again: the plan and, on a GPU, the
+compiled kernels with their arguments in place.
+"""
+
+import importlib
+from operator import itemgetter
+
+import torch
+
+from heedful.core import settings
+from heedful.core.operands import Gradients, Operands, own_shape
+from heedful.core.plan import Plan, plan
+from heedful.core.problem import AttentionProblem
+from heedful.torch.device import device_spec, toolchain
+from heedful.torch.execute import Executable, buffer_spec
+
+# Backend -> module that knows its kernels' arguments.
+_ARGUMENTS = {"portable": "heedful.launch.args.portable"}
+
+
+def prepare(
+    problem: AttentionProblem,
+    x: Operands,
+    backend: str | None = None,
+    notes: tuple[str, ...] = (),
+):
+    """The runner of a problem on the device of `x.q`.
+
+    Raises ValueError, with every reason, where no kernel or not the named one can run it.
+    """
+    device = x.q.device
+    chosen = plan(
+        problem,
+        device_spec(device),
+        toolchain(),
+        backend or settings.get("backend"),
+        notes,
+    )
+    if device.type == "cpu":
+        return CpuRunner(chosen)
+    return GpuRunner(chosen, x)
+
+
+class CpuRunner:
+    """Runs on CPU tensors."""
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self._forward = _cpu_module(plan.backend)
+        self._backward = _cpu_module(plan.backward or plan.backend)
+
+    def forward(self, x: Operands, out: torch.Tensor | None = None):
+        """(out, lse or None, probs or None)."""
+        return self._forward.forward(self.plan.problem, x, out)
+
+    def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
+        """Gradients of the inputs for the cotangents of out and lse."""
+        return self._backward.backward(self.plan.problem, x, out, lse, dout, dlse)
+
+
+def _cpu_module(backend: str):
+    return importlib.import_module("heedful.cpu.sdpa" if backend == "sdpa" else "heedful.cpu")
+
+
+class GpuRunner:
+    """Runs Triton and Gluon programs. Programs are bound on first use, one per layout of the
+    tensors that the caller chooses after planning (out, dout)."""
+
+    def __init__(self, plan: Plan, x: Operands):
+        self.plan = plan
+        problem, q = plan.problem, x.q
+        self._device = q.device
+        self._inputs = [name for name in Operands._fields if getattr(x, name) is not None]
+        self._pick = itemgetter(*(Operands._fields.index(name) for name in self._inputs))
+        self._buffers = {name: buffer_spec(getattr(x, name)) for name in self._inputs}
+        self._out_shape = (*q.shape[:-1], problem.head_dim_v)
+        self._out_dtype = getattr(torch, problem.out_dtype)
+        self._lse_shape = problem.lse_shape
+        self._wants_lse = problem.return_lse or problem.needs_grad
+        self._forwards: dict[tuple, Executable] = {}
+        self._backwards: dict[tuple, Executable] = {}
+
+    def forward(self, x: Operands, out: torch.Tensor | None = None):
+        """(out, lse or None, probs or None)."""
+        device = self._device
+        key: tuple = ()
+        if out is None:
+            out = torch.empty(self._out_shape, dtype=self._out_dtype, device=device)
+        else:
+            key = (out.stride(), out.data_ptr() % 16)
+        tensors = [*self._pick(x), out]
+        lse = probs = None
+        if self._wants_lse:
+            lse = torch.empty(self._lse_shape, dtype=torch.float32, device=device)
+            tensors.append(lse)
+        if self.plan.problem.return_probs:
+            probs = self._new_probs(out)
+            tensors.append(probs)
+        run = self._forwards.get(key)
+        if run is None:
+            names = ["out", *(["lse"] if lse is not None else [])]
+            names += ["probs"] if probs is not None else []
+            run = self._forwards[key] = self._bind("forward", names, tensors)
+        run(tensors)
+        return out, lse, probs
+
+    def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
+        """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
+        problem = self.plan.problem
+        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:3])
+        dbias = dsink = None
+        names = ["out", "lse", "dout", "dq", "dk", "dv"]
+        tensors = [*self._pick(x), out, lse, dout, dq, dk, dv]
+        if problem.bias_grad:
+            shape = own_shape(x.bias.shape, x.bias.stride())
+            dbias = torch.empty(shape, dtype=x.bias.dtype, device=dq.device)
+            names.append("dbias")
+            tensors.append(dbias)
+        if x.sink is not None:
+            dsink = torch.empty_like(x.sink)
+            names.append("dsink")
+            tensors.append(dsink)
+        if dlse is not None:
+            names.append("dlse")
+            tensors.append(dlse)
+        key = (out.stride(), dout.stride(), dout.data_ptr() % 16, dlse is None)
+        run = self._backwards.get(key)
+        if run is None:
+            run = self._backwards[key] = self._bind("backward", names, tensors)
+        run(tensors)
+        return Gradients(dq, dk, dv, dbias, dsink)
+
+    def _new_probs(self, out: torch.Tensor) -> torch.Tensor:
+        problem = self.plan.problem
+        shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+        return torch.zeros(shape, dtype=out.dtype, device=out.device)
+
+    def _bind(self, direction: str, names: list[str], tensors: list) -> Executable:
+        backend = self.plan.backend if direction == "forward" else self.plan.backward
+        arguments = importlib.import_module(_ARGUMENTS[backend or ""])
+        order = [*self._inputs, *names]
+        buffers = dict(self._buffers)
+        given = tensors[len(self._inputs) :]
+        buffers.update((n, buffer_spec(t)) for n, t in zip(names, given, strict=True))
+        program = getattr(arguments, direction)(self.plan.problem, self.plan, buffers)
+        return Executable(program, self.plan.device.arch, self._device, order)

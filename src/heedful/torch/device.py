@@ -1,0 +1,51 @@
+"""The devices and tools that torch sees, as the planner's facts."""
+
+import re
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from heedful.core.capability import Toolchain
+from heedful.core.device import KNOWN, DeviceSpec
+
+
+@cache
+def device_spec(device: torch.device) -> DeviceSpec:
+    """The live figures of a torch device. Raises ValueError for kinds heedful does not know."""
+    if device.type == "cpu":
+        return replace(KNOWN["CPU"], units=torch.get_num_threads())
+    if device.type != "cuda":
+        raise ValueError(f"q must be on a CPU, CUDA or ROCm device, got {device}")
+    figures = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        arch = figures.gcnArchName.split(":")[0]
+        shared = figures.shared_memory_per_block
+    else:
+        arch = f"sm_{figures.major}{figures.minor}"
+        shared = figures.shared_memory_per_block_optin
+    like = next((spec for spec in KNOWN.values() if spec.arch == arch), KNOWN["H100"])
+    return like.live(
+        name=figures.name,
+        arch=arch,
+        units=figures.multi_processor_count,
+        shared_bytes=shared,
+        l2_bytes=figures.L2_cache_size,
+    )
+
+
+@cache
+def toolchain() -> Toolchain:
+    """The versions that are installed beside this torch; jax takes no part in torch calls."""
+    try:
+        import triton
+
+        triton_version = version(triton.__version__)
+    except ImportError:
+        triton_version = None
+    return Toolchain(triton_version, version(torch.__version__), None)
+
+
+def version(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: "2.11.0+cu130" -> (2, 11, 0)."""
+    return tuple(int(part) for part in re.split(r"[^\d.]", text)[0].split(".") if part)

@@ -1,0 +1,75 @@
+"""Runs bound programs on torch's memory and streams. The only users of torch's private names."""
+
+from collections.abc import Sequence
+
+import torch
+
+from heedful.core import settings
+from heedful.launch.bound import BoundProgram
+from heedful.launch.spec import BufferSpec, Program
+
+# Scratch regions start on lines that every load width and TMA accept.
+_ALIGN = 256
+
+
+def _absent(*_) -> int:
+    raise RuntimeError("this torch was built without a GPU")
+
+
+# A tenth of the time of torch.cuda.current_stream().cuda_stream and torch.cuda.current_device().
+raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _absent)
+current_device = getattr(torch._C, "_cuda_getDevice", _absent)
+
+
+def buffer_spec(tensor: torch.Tensor) -> BufferSpec:
+    """Shape, strides, dtype and alignment of a tensor."""
+    return BufferSpec(
+        tuple(tensor.shape),
+        tensor.stride(),
+        str(tensor.dtype).removeprefix("torch."),
+        tensor.data_ptr() % 16 == 0,
+    )
+
+
+class Executable:
+    """A program on one device; call it with the tensors named at construction, in that order.
+
+    Scratch comes from torch's caching allocator for the duration of the call, on the current
+    stream, so that capture into a CUDA graph and several streams just work.
+    """
+
+    def __init__(self, program: Program, arch: str, device: torch.device, names: Sequence[str]):
+        self._device = device
+        self._index = device.index
+        self._places, size = [], 0
+        for workspace in program.workspaces:
+            self._places.append((size, workspace.buffer.nbytes, workspace.zeroed))
+            size += -(-workspace.buffer.nbytes // _ALIGN) * _ALIGN
+        limit = settings.get("workspace_limit")
+        if limit is not None and size > limit:
+            raise ValueError(
+                f"HEEDFUL_WORKSPACE_LIMIT_MB allows {limit} bytes of scratch,"
+                f" this call needs {size}"
+            )
+        self._scratch_bytes = size
+        order = [*names, *(workspace.name for workspace in program.workspaces)]
+        with torch.cuda.device(device):
+            self._bound = BoundProgram(program, arch, device.index, order)
+        self._run = self._bound.run
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Launches on the current stream of the tensors' device."""
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        index = self._index
+        if self._scratch_bytes:
+            scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device)
+            base = scratch.data_ptr()
+            for offset, nbytes, zeroed in self._places:
+                addresses.append(base + offset)
+                if zeroed:
+                    scratch[offset : offset + nbytes].zero_()
+        if current_device() == index:
+            self._run(addresses, raw_stream(index))
+        else:
+            with torch.cuda.device(index):
+                self._run(addresses, raw_stream(index))

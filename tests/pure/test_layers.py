@@ -1,0 +1,102 @@
+"""The layers of the package: who may import whom, proven in fresh processes."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import heedful
+
+ROOT = Path(heedful.__file__).parent
+FRAMEWORKS = {"torch", "jax", "triton", "numpy"}
+# Layer -> what it may import of the frameworks, at module level.
+ALLOWED = {
+    "core": set(),
+    "kernels": {"triton"},
+    "launch": set(),
+    "reference": {"numpy"},
+    "emulator": {"numpy"},
+    "inspector": {"numpy"},
+    "cpu": {"torch"},
+    "torch": {"torch"},
+    "jax": {"jax", "numpy"},
+    "bench": {"torch", "numpy"},
+    "demo": {"torch", "numpy"},
+}
+# Modules whose whole point is a framework that their layer may not have elsewhere.
+EXCEPTIONS = {
+    "launch/triton_compat.py": {"triton"},
+    "launch/interpret.py": {"triton", "torch"},
+    "reference/eager.py": {"torch", "numpy"},
+    "reference/convert.py": {"torch", "numpy"},
+}
+# Layer -> layers of the package that it must not import.
+FORBIDDEN = {
+    "core": {"kernels", "launch", "reference", "cpu", "torch", "jax", "bench", "emulator"},
+    "kernels": {"core", "launch", "reference", "cpu", "torch", "jax", "bench", "emulator"},
+    "launch": {"reference", "cpu", "torch", "jax", "bench", "emulator"},
+    "reference": {"kernels", "launch", "cpu", "torch", "jax", "bench", "emulator"},
+    "cpu": {"kernels", "launch", "torch", "jax", "bench", "emulator"},
+    "emulator": {"kernels", "launch", "cpu", "torch", "jax", "bench"},
+}
+
+
+def modules():
+    return sorted(
+        p.relative_to(ROOT).as_posix()
+        for p in ROOT.rglob("*.py")
+        if "/" in str(p.relative_to(ROOT))
+    )
+
+
+@pytest.mark.parametrize("path", modules())
+def test_module_level_imports_stay_within_the_layer(path):
+    layer = path.split("/")[0]
+    text = (ROOT / path).read_text()
+    named = re.findall(r"^(?:from|import) ([\w.]+)", text, re.M)
+    frameworks = {name.split(".")[0] for name in named} & FRAMEWORKS
+    allowed = EXCEPTIONS.get(path, ALLOWED.get(layer, FRAMEWORKS))
+    assert frameworks <= allowed
+    own = {name.split(".")[1] for name in named if name.startswith("heedful.")}
+    assert not own & FORBIDDEN.get(layer, set())
+
+
+def run(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("module", ["heedful", "heedful.core.plan", "heedful.launch.spec"])
+def test_importing_brings_no_framework(module):
+    loaded = run(f"import {module}, sys; print(*sorted(m.split('.')[0] for m in sys.modules))")
+    assert not set(loaded.split()) & FRAMEWORKS
+
+
+def test_import_heedful_takes_under_50_ms():
+    code = "import time; t = time.perf_counter(); import heedful; print(time.perf_counter() - t)"
+    assert min(float(run(code)) for _ in range(3)) < 0.05
+
+
+def test_planning_and_explaining_need_no_torch():
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'triton', 'numpy', 'jax'): sys.modules[name] = None\n"
+        "from heedful.core.plan import plan, explain\n"
+        "from heedful.core.problem import AttentionProblem\n"
+        "from heedful.core.device import by_name\n"
+        "print(explain(plan(AttentionProblem.dense(1, 64, 64, 8), by_name('MI355X'))))"
+    )
+    assert "portable" in run(code)
+
+
+def test_every_environment_variable_is_in_the_settings_table():
+    from heedful.core.settings import TABLE
+
+    known = {setting.variable for setting in TABLE.values()}
+    used = set()
+    for path in ROOT.rglob("*.py"):
+        used |= set(re.findall(r"HEEDFUL_\w+", path.read_text()))
+    assert used <= known
