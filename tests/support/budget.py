@@ -27,7 +27,7 @@ MOST_DRAWS = 8
 class Backend(Protocol):
     """What `run` takes: a module or object with these two functions (see heedful.cpu)."""
 
-    def forward(self, problem, x, out=None) -> tuple[Any, Any, Any]: ...
+    def forward(self, problem, x, out) -> tuple[Any, Any, Any]: ...
 
     def backward(self, problem, x, out, lse, dout, dlse=None) -> Gradients: ...
 
@@ -112,7 +112,7 @@ def twin_results(built: Built) -> Results:
     results = eager.forward(built.problem, built.x)
     if built.dout is not None:
         results += eager.backward(built.problem, built.x, built.dout, built.dlse)
-    return Results(*map(as_numpy, results))
+    return Results(*(as_numpy(result) for result in results))
 
 
 def twin_errors(case: Case, device="cpu") -> dict[str, Error]:
@@ -147,7 +147,7 @@ def backend_results(backend: Backend, built: Built) -> Results:
     results = (out, lse, probs)
     if built.dout is not None:
         results += tuple(backend.backward(problem, x, out, lse, built.dout, built.dlse))
-    return Results(*map(as_numpy, results))
+    return Results(*(as_numpy(result) for result in results))
 
 
 def check(built: Built, got: Results, errors: dict[str, Error]) -> None:

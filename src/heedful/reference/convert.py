@@ -1,11 +1,19 @@
 """From torch tensors to the NumPy arrays that the oracle takes."""
 
+from typing import overload
+
 import numpy as np
 import torch
 
 from heedful.core.operands import Operands
 
 
+@overload
+def as_numpy(tensor: None) -> None: ...
+@overload
+def as_numpy(tensor: torch.Tensor) -> np.ndarray: ...
+@overload
+def as_numpy(tensor: torch.Tensor | None) -> np.ndarray | None: ...
 def as_numpy(tensor: torch.Tensor | None) -> np.ndarray | None:
     """The same values: floating point as float64, the rest in its own type.
 

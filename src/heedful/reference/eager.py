@@ -194,8 +194,8 @@ def _finite(lse: torch.Tensor) -> torch.Tensor:
 
 def _sum_group(problem: AttentionProblem, grad_HND: torch.Tensor) -> torch.Tensor:
     """Gradients of the query heads of each kv head added up: (N, G, dim)."""
-    heads, n, dim = grad_HND.shape
-    return grad_HND.reshape(problem.heads_k, -1, n, dim).sum(1).transpose(0, 1)
+    _, n, dim = grad_HND.shape
+    return grad_HND.reshape(problem.heads_k, problem.group, n, dim).sum(1).transpose(0, 1)
 
 
 def _reduced(ds: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

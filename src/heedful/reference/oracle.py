@@ -222,8 +222,8 @@ def _finite(a: np.ndarray) -> np.ndarray:
 
 def _sum_group(problem: AttentionProblem, grad_HND) -> np.ndarray:
     """Gradients of the query heads of each kv head added up: (N, G, dim)."""
-    heads, n, dim = grad_HND.shape
-    return grad_HND.reshape(problem.heads_k, -1, n, dim).sum(1).swapaxes(0, 1)
+    _, n, dim = grad_HND.shape
+    return grad_HND.reshape(problem.heads_k, problem.group, n, dim).sum(1).swapaxes(0, 1)
 
 
 def _lse_shaped(problem: AttentionProblem, lse_HT) -> np.ndarray:
