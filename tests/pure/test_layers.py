@@ -1,5 +1,6 @@
 """The layers of the package: who may import whom, proven in fresh processes."""
 
+import os
 import re
 import subprocess
 import sys
@@ -64,7 +65,9 @@ def test_module_level_imports_stay_within_the_layer(path):
 
 
 def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    env = {**os.environ, "PYTHONPATH": str(ROOT.parent)}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -7,8 +7,8 @@ from heedful.core.device import DeviceSpec
 from heedful.core.problem import AttentionProblem
 
 MAX_SPLITS = 128
-# A split must save this share of the time to be worth its combine pass.
-WORTH = 0.85
+# The fewest splits whose time is within this share of the best: each costs the combine a row.
+WORTH = 0.95
 # The combine reads and writes partial results: not for fewer key tiles than this a split.
 LEAST_TILES = 2
 

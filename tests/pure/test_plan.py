@@ -1,0 +1,126 @@
+"""The planner: pure decisions with reasons, for devices that are not here."""
+
+import pytest
+
+from heedful.core import capability, configs
+from heedful.core.capability import ROWS, Toolchain
+from heedful.core.device import KNOWN, DeviceSpec, by_name
+from heedful.core.plan import explain, plan
+from heedful.core.problem import FEATURES, AttentionProblem
+from heedful.core.splits import choose_splits
+
+dense = AttentionProblem.dense
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_every_known_device_has_a_kernel_for_a_plain_training_call(name):
+    chosen = plan(dense(2, 1024, 1024, 8, 2, causal=True, needs_grad=True), by_name(name))
+    assert chosen.backend and chosen.backward
+    assert chosen.level in capability.LEVELS and chosen.backward_level in capability.LEVELS
+
+
+def test_a_named_backend_that_cannot_raises_with_every_reason():
+    problem = dense(1, 64, 32, 8, 2, causal=True, softcap=5.0)
+    with pytest.raises(ValueError) as error:
+        plan(problem, by_name("CPU"), backend="sdpa")
+    for reason in ("softcap", "fewer KV heads", "causal mask of unequal lengths"):
+        assert reason in str(error.value)
+
+
+def test_an_unknown_backend_is_named_with_the_known_ones():
+    with pytest.raises(ValueError, match="backend must be one of .*portable.*'tpu'"):
+        plan(dense(1, 64, 64, 8), by_name("H200"), backend="tpu")
+
+
+def test_every_kernel_that_was_not_chosen_says_why():
+    chosen = plan(dense(1, 64, 64, 8, needs_grad=True), by_name("H200"))
+    told = {(r.backend, r.direction) for r in chosen.rejected if r.reasons}
+    told |= {(chosen.backend, "forward"), (chosen.backward, "backward")}
+    assert told == {(row.backend, row.direction) for row in ROWS}
+
+
+def test_a_missing_or_old_triton_is_a_reason():
+    problem, device = dense(1, 64, 64, 8), by_name("H200")
+    with pytest.raises(ValueError, match="needs triton >= 3.6, which is not installed"):
+        plan(problem, device, Toolchain(triton=None))
+    with pytest.raises(ValueError, match="needs triton >= 3.6, got 3.5"):
+        plan(problem, device, Toolchain(triton=(3, 5)))
+
+
+def test_explain_names_problem_device_choice_and_rejections():
+    text = explain(plan(dense(1, 64, 64, 8, causal=True), by_name("MI355X")))
+    for word in ("1x64x64", "causal", "MI355X", "gfx950", "rejected  cpu forward"):
+        assert word in text
+
+
+def test_rows_use_known_words_only():
+    for row in ROWS:
+        assert row.features <= set(FEATURES)
+        assert set(row.levels.values()) <= set(capability.LEVELS)
+        assert row.direction in ("forward", "backward")
+
+
+def test_every_config_row_says_where_it_was_measured_and_belongs_to_a_backend():
+    for row in configs.ROWS:
+        assert row.measured
+        assert row.kernel.split(".")[0] in capability.backends()
+
+
+@pytest.mark.parametrize(
+    ("shape", "units", "splits"),
+    [
+        ((1, 1, 131072, 8), 132, 16),
+        ((64, 1, 8192, 8), 132, 1),
+        ((1, 4096, 4096, 16), 132, 1),
+        ((1, 1, 64, 8), 132, 1),
+        ((0, 1, 8192, 8), 132, 1),
+    ],
+)
+def test_keys_are_split_only_where_the_grid_leaves_units_idle(shape, units, splits):
+    device = DeviceSpec("test", "sm_90", units, 0, 0, 1.0, 1.0)
+    batch, lq, lk, heads = shape
+    assert choose_splits(dense(batch, lq, lk, heads), device, 64, 64) == splits
+
+
+def test_a_forced_number_of_splits_is_kept():
+    problem = dense(64, 1, 8192, 8, num_splits=5)
+    assert choose_splits(problem, by_name("H200"), 64, 64) == 5
+
+
+def test_flops_count_visible_pairs_and_match_the_usual_formula():
+    assert dense(2, 128, 256, 4, head_dim=64).flops() == 4 * 2 * 4 * 128 * 256 * 64
+    causal = dense(1, 4096, 4096, 1, head_dim=128, causal=True)
+    assert causal.flops() == 4 * 128 * (4096 * 4097 // 2)
+    assert causal.flops(backward=True) * 2 == causal.flops() * 5
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"heads_q": 6, "heads_k": 4}, "whole multiple"),
+        ({"head_dim": 513}, "head_dim"),
+        ({"head_dim": 0}, "head_dim"),
+        ({"dtype": "float8"}, "dtype"),
+        ({"softcap": -1.0}, "softcap"),
+        ({"dropout_p": 1.5}, "dropout_p"),
+        ({"num_splits": -1}, "num_splits"),
+        ({"scale": float("nan")}, "softmax_scale"),
+        ({"batch": -1}, "batch"),
+    ],
+)
+def test_impossible_problems_are_named(facts, says):
+    base = {"batch": 1, "seqlen_q": 8, "seqlen_k": 8, "heads_q": 4}
+    with pytest.raises(ValueError, match=says):
+        dense(**{**base, **facts})
+
+
+def test_the_key_tells_problems_apart_and_reads_like_the_problem():
+    keys = {
+        dense(1, 64, 64, 8).key(),
+        dense(1, 64, 64, 8, causal=True).key(),
+        dense(1, 64, 64, 8, softcap=2.0).key(),
+        dense(1, 64, 64, 8, 2).key(),
+        dense(1, 64, 64, 8, dtype="float16").key(),
+    }
+    assert len(keys) == 5
+    assert dense(1, 64, 64, 8, causal=True).key() == "1x64x64 h8/8 d128 bfloat16 causal"
