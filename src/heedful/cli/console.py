@@ -1,0 +1,25 @@
+"""What the commands share on the screen."""
+
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+
+from heedful.core.capability import LEVELS
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+_LEVEL_STYLES = {"run": "green", "emulated": "cyan", "compile-only": "yellow", "untested": "red"}
+
+
+def level_text(level: str) -> str:
+    """A support level in its colour."""
+    assert level in LEVELS
+    return f"[{_LEVEL_STYLES[level]}]{level}[/]"
+
+
+def fail(message: object, code: int = 2) -> NoReturn:
+    """Says what is wrong on stderr and ends the command."""
+    err.print(f"[bold red]error:[/] {message}", soft_wrap=True, markup=True)
+    raise typer.Exit(code)

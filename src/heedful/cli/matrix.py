@@ -1,0 +1,94 @@
+"""The support matrix, read off the capability rows: for the screen and for the documentation."""
+
+from heedful.core.capability import ANY_VERSION, LEVELS, ROWS, KernelRow
+from heedful.core.device import KNOWN
+from heedful.core.problem import FEATURES
+
+_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+_INTRODUCTION = """\
+# Support matrix
+
+Made from `heedful.core.capability` by `make docs`; a test keeps it in step.
+"""
+
+
+def architectures() -> dict[str, list[str]]:
+    """Every known architecture with the devices that have it."""
+    known: dict[str, list[str]] = {}
+    for spec in KNOWN.values():
+        known.setdefault(spec.arch, []).append(spec.name)
+    return known
+
+
+def level_on(row: KernelRow, arch: str) -> str | None:
+    """The support level of a kernel on an architecture."""
+    spec = next(spec for spec in KNOWN.values() if spec.arch == arch)
+    return row.level(spec)
+
+
+def dtype_words(row: KernelRow) -> str:
+    words = ", ".join(_SHORT.get(name, name) for name in row.dtypes)
+    return words + (f"; KV also {', '.join(row.kv_dtypes)}" if row.kv_dtypes else "")
+
+
+def dim_words(row: KernelRow) -> str:
+    multiple = f", multiples of {row.dim_multiple}" if row.dim_multiple > 1 else ""
+    return f"1 to {row.max_dim}{multiple}"
+
+
+def least_words(row: KernelRow) -> str:
+    least = [(tool, version) for tool, version in row.least if version != ANY_VERSION]
+    return ", ".join(f"{tool} {'.'.join(map(str, version))}" for tool, version in least)
+
+
+def feature_words(row: KernelRow) -> str:
+    """What a kernel takes beyond plain attention, by whichever list is shorter."""
+    beyond = {name: words for name, words in FEATURES.items() if name not in _SPOKEN_OF}
+    has = [words for name, words in beyond.items() if name in row.features]
+    lacks = [words for name, words in beyond.items() if name not in row.features]
+    if not lacks:
+        return "every feature"
+    if len(has) <= len(lacks):
+        return f"only {', '.join(has)}" if has else "plain attention only"
+    return f"all but {', '.join(lacks)}"
+
+
+# What a row's dtypes and direction say already.
+_SPOKEN_OF = {"fp8", "quantized_kv", "backward"}
+
+
+def markdown() -> str:
+    """docs/support-matrix.md."""
+    archs = architectures()
+    levels = [f"- **{name}**: {words}." for name, words in LEVELS.items()]
+    heads = [f"{arch}<br>{', '.join(names)}" for arch, names in archs.items()]
+    where = _table(
+        ["kernel", *heads],
+        ([_name(row), *(level_on(row, arch) or "-" for arch in archs)] for row in ROWS),
+    )
+    what = _table(
+        ["kernel", "dtypes", "head dims", "features", "needs at least"],
+        (
+            [_name(r), dtype_words(r), dim_words(r), feature_words(r), least_words(r) or "-"]
+            for r in ROWS
+        ),
+    )
+    wildcards = [
+        f"- {_name(row)} on {arch.split(':')[0]} parts not listed: {level}."
+        for row in ROWS
+        for arch, level in row.levels.items()
+        if arch.endswith(":*")
+    ]
+    blocks = [_INTRODUCTION, "Levels:", "", *levels, "", "## Where a kernel runs", "", *where, ""]
+    blocks += [*wildcards, "", "## What it takes", "", *what]
+    return "\n".join(blocks) + "\n"
+
+
+def _name(row: KernelRow) -> str:
+    return f"{row.backend} {row.direction}"
+
+
+def _table(heads: list[str], rows) -> list[str]:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]
