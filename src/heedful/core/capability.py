@@ -15,16 +15,19 @@ LEVELS = {
     "compile-only": "compiles for that target; nobody has run it",
     "untested": "nothing is known to stand in its way",
 }
-ANY_VERSION = (0,)
 
 
 @dataclass(frozen=True, slots=True)
 class Toolchain:
-    """Versions at hand, as int tuples; None is absent. The default stands for the newest."""
+    """Versions at hand, as int tuples; None is absent. The default stands for the newest.
+
+    packs: backends with kernels in a loaded pack, which need no Triton.
+    """
 
     triton: tuple[int, ...] | None = (99,)
     torch: tuple[int, ...] | None = (99,)
     jax: tuple[int, ...] | None = (99,)
+    packs: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +86,8 @@ class KernelRow:
     def _lacking_tools(self, toolchain: Toolchain) -> list[str]:
         reasons = []
         for tool, least in self.least:
+            if tool == "triton" and self.backend in toolchain.packs:
+                continue
             have = getattr(toolchain, tool)
             wanted = f"{tool} >= {'.'.join(map(str, least))}"
             if have is None:

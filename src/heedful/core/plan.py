@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from heedful.core import capability, configs
 from heedful.core.capability import KernelRow, Toolchain
-from heedful.core.configs import ConfigRow
+from heedful.core.configs import ConfigRow, TileConfig
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import AttentionProblem
 from heedful.core.splits import choose_splits
@@ -27,7 +27,7 @@ class Plan:
     """The decision for one problem on one device.
 
     backend, level: of the forward; backward, backward_level: of the backward, None without one.
-    configs: kernel name ("portable.forward", ...) -> its tiles and where they were measured.
+    configs: kernel name ("portable.forward", ...) -> its tiles; measured: where from.
     num_splits: in how many parts the keys are split, 1 = not.
     notes: what a user may want to know (copies made, settings that took part).
     """
@@ -38,7 +38,8 @@ class Plan:
     level: str
     backward: str | None = None
     backward_level: str | None = None
-    configs: dict[str, ConfigRow] = field(default_factory=dict)
+    configs: dict[str, TileConfig] = field(default_factory=dict)
+    measured: dict[str, str] = field(default_factory=dict)
     num_splits: int = 1
     rejected: tuple[Rejection, ...] = ()
     notes: tuple[str, ...] = ()
@@ -77,7 +78,8 @@ def plan(
         forward.level(device) or "",
         backward.backend if backward else None,
         backward.level(device) if backward else None,
-        tiles,
+        {kernel: row.config for kernel, row in tiles.items()},
+        {kernel: row.measured for kernel, row in tiles.items()},
         _splits(forward, tiles, problem, device),
         rejected,
         notes,
@@ -140,12 +142,11 @@ def explain(plan: Plan) -> str:
         lines.append(f"backward  {plan.backward} [{plan.backward_level}]")
     if plan.num_splits > 1:
         lines.append(f"splits    {plan.num_splits}")
-    for kernel, row in plan.configs.items():
-        c = row.config
+    for kernel, c in plan.configs.items():
         extra = "".join(f" {name}={value}" for name, value in c.extra)
         lines.append(
             f"tiles     {kernel}: {c.block_m} x {c.block_n}, {c.num_warps} warps,"
-            f" {c.num_stages} stages{extra} ({row.measured})"
+            f" {c.num_stages} stages{extra} ({plan.measured[kernel]})"
         )
     lines += [f"note      {note}" for note in plan.notes]
     lines += [f"rejected  {r.backend} {r.direction}: {'; '.join(r.reasons)}" for r in plan.rejected]

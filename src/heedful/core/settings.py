@@ -57,6 +57,18 @@ TABLE = {
         Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heedful",
         "where compiled kernels are kept between processes",
     ),
+    "cache_limit": Setting(
+        "HEEDFUL_CACHE_LIMIT_MB",
+        _size,
+        2048 * 1024 * 1024,
+        "size in MiB past which the least recently used kernels leave the cache",
+    ),
+    "cache_read_only": Setting(
+        "HEEDFUL_CACHE_READ_ONLY", _boolean, False, "1: never write to the cache"
+    ),
+    "pack": Setting(
+        "HEEDFUL_PACK", Path, None, "folder of a pack of compiled kernels to load at start"
+    ),
     "log": Setting(
         "HEEDFUL_LOG",
         _level,

@@ -1,12 +1,17 @@
-"""Kernel calls to artifacts: each variant is compiled once a process, by one thread.
+"""Kernel calls to artifacts: from memory, a loaded pack, the disk cache, or the compiler.
 
-Counters tell how often something was compiled or found.
+Each variant is looked up or compiled once a process, by one thread. Counters tell what happened.
 """
 
 import threading
 from collections import Counter
+from functools import cache
 
+from heedful.core import settings
+from heedful.launch import packs
 from heedful.launch.artifact import Artifact
+from heedful.launch.cache import DiskCache, default
+from heedful.launch.identity import cache_key, kernel_key, toolchain
 from heedful.launch.spec import KernelCall
 
 counters: Counter[str] = Counter()
@@ -17,17 +22,45 @@ _guard = threading.Lock()
 
 
 def artifact(call: KernelCall, arch: str) -> Artifact:
-    """The compiled kernel of a call for an architecture (sm_90, gfx950, ...)."""
+    """The compiled kernel of a call for an architecture (sm_90, gfx950, ...).
+
+    Raises RuntimeError where it is nowhere to be found and there is no Triton to compile it.
+    """
     key = (arch, call.variant)
     with _guard:
         lock = _locks.setdefault(key, threading.Lock())
     with lock:
         found = _artifacts.get(key)
         if found is None:
-            from heedful.launch.triton_compat import compile_artifact
-
-            counters["compiles"] += 1
-            found = _artifacts[key] = compile_artifact(call, arch)
+            found = _artifacts[key] = _find_or_compile(call, arch)
         else:
             counters["memory_hits"] += 1
     return found
+
+
+def _find_or_compile(call: KernelCall, arch: str) -> Artifact:
+    packed = packs.find(kernel_key(call, arch))
+    if packed is not None:
+        counters["pack_hits"] += 1
+        return packed
+    if not toolchain():
+        raise RuntimeError(
+            f"{call.kernel.function} for {arch} is in no loaded pack, and there is no Triton here"
+            " to compile it: add this problem to the pack (heedful prebuild)"
+        )
+
+    def compile_now() -> Artifact:
+        from heedful.launch.triton_compat import compile_artifact
+
+        return compile_artifact(call, arch)
+
+    found, made = _disk_cache(settings.get("cache_dir")).get_or_make(
+        cache_key(call, arch), compile_now
+    )
+    counters["compiles" if made else "disk_hits"] += 1
+    return found
+
+
+@cache
+def _disk_cache(folder) -> DiskCache:
+    return default()
