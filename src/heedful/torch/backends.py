@@ -13,11 +13,9 @@ from heedful.core import settings
 from heedful.core.operands import Gradients, Operands, own_shape
 from heedful.core.plan import Plan, plan
 from heedful.core.problem import AttentionProblem
+from heedful.launch.programs import program
 from heedful.torch.device import device_spec, toolchain
 from heedful.torch.execute import Executable, buffer_spec
-
-# Backend -> module that knows its kernels' arguments.
-_ARGUMENTS = {"portable": "heedful.launch.args.portable"}
 
 
 def prepare(
@@ -138,11 +136,9 @@ class GpuRunner:
         return torch.zeros(shape, dtype=out.dtype, device=out.device)
 
     def _bind(self, direction: str, names: list[str], tensors: list) -> Executable:
-        backend = self.plan.backend if direction == "forward" else self.plan.backward
-        arguments = importlib.import_module(_ARGUMENTS[backend or ""])
         order = [*self._inputs, *names]
         buffers = dict(self._buffers)
         given = tensors[len(self._inputs) :]
         buffers.update((n, buffer_spec(t)) for n, t in zip(names, given, strict=True))
-        program = getattr(arguments, direction)(self.plan.problem, self.plan, buffers)
-        return Executable(program, self.plan.device.arch, self._device, order)
+        made = program(self.plan, direction, buffers)
+        return Executable(made, self.plan.device.arch, self._device, order)

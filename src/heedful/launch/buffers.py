@@ -1,0 +1,90 @@
+"""The arrays of a problem when nobody has made them: contiguous, aligned, of the right shapes.
+
+For compiling ahead of time, for inspection and for front ends that have no tensors yet.
+"""
+
+from heedful.core.problem import AttentionProblem
+from heedful.launch.spec import BufferSpec
+
+Buffers = dict[str, BufferSpec]
+
+
+def inputs(problem: AttentionProblem) -> Buffers:
+    """Every operand that the problem says it has, by Operands' names."""
+    p, make = problem, BufferSpec.contiguous
+    tokens_q = (p.total_q,) if p.total_q is not None else (p.batch, p.seqlen_q)
+    buffers = {"q": make((*tokens_q, p.heads_q, p.head_dim), p.dtype)}
+    storage = _kv_storage(p)
+    halves = 2 if p.kv_dtype == "int4" else 1
+    for name, dim in (("k", p.head_dim), ("v", p.head_dim_v)):
+        buffers[name] = make((*storage, p.heads_k, dim // halves), p.kv_dtype)
+        if p.kv_group:
+            groups = (*storage, p.heads_k, dim // p.kv_group)
+            buffers[f"{name}_descale"] = make(groups, "float32")
+            if p.kv_shift:
+                buffers[f"{name}_shift"] = make(groups, "float32")
+        elif p.quantized_kv:
+            buffers[f"{name}_descale"] = make((p.batch, p.heads_k), "float32")
+    if p.bias:
+        buffers["bias"] = make((p.batch, p.heads_q, p.seqlen_q, p.seqlen_k), p.dtype)
+    if p.alibi:
+        buffers["alibi_slopes"] = make((p.batch, p.heads_q), "float32")
+    if p.sink:
+        buffers["sink"] = make((p.heads_q,), "float32")
+    if p.tree_mask:
+        buffers["tree_mask"] = make((p.batch, p.seqlen_q, p.seqlen_q), "bool")
+    if p.dropout_p > 0:
+        buffers["seed"] = make((1,), "int64")
+    present = {
+        "cu_seqlens_q": (p.varlen_q, p.batch + 1),
+        "cu_seqlens_k": (p.varlen_k, p.batch + 1),
+        "seqused_q": (p.used_q, p.batch),
+        "seqused_k": (p.used_k, p.batch),
+        "kv_batch_idx": (p.kv_batch_idx, p.batch),
+        "leftpad_k": (p.leftpad_k, p.batch),
+    }
+    buffers |= {name: make((n,), "int32") for name, (there, n) in present.items() if there}
+    if p.page_size:
+        buffers["block_table"] = make((p.batch, _pages(p)), "int32")
+    return buffers
+
+
+def forward(problem: AttentionProblem) -> Buffers:
+    """Inputs and outputs of the forward."""
+    buffers = inputs(problem)
+    shape = (*buffers["q"].shape[:-1], problem.head_dim_v)
+    buffers["out"] = BufferSpec.contiguous(shape, problem.out_dtype)
+    if problem.return_lse or problem.needs_grad or problem.return_probs:
+        buffers["lse"] = BufferSpec.contiguous(problem.lse_shape, "float32")
+    if problem.return_probs:
+        scores = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+        buffers["probs"] = BufferSpec.contiguous(scores, problem.out_dtype)
+    return buffers
+
+
+def backward(problem: AttentionProblem) -> Buffers:
+    """Inputs and outputs of the backward, with no cotangent for the log-sum-exp."""
+    buffers = forward(problem)
+    buffers.pop("probs", None)
+    buffers["lse"] = BufferSpec.contiguous(problem.lse_shape, "float32")
+    buffers["dout"] = buffers["out"]
+    for name in ("q", "k", "v"):
+        buffers[f"d{name}"] = buffers[name]
+    if problem.bias_grad:
+        buffers["dbias"] = buffers["bias"]
+    if problem.sink:
+        buffers["dsink"] = buffers["sink"]
+    return buffers
+
+
+def _kv_storage(problem: AttentionProblem) -> tuple[int, ...]:
+    if problem.page_size:
+        return problem.batch * _pages(problem), problem.page_size
+    if problem.total_k is not None:
+        return (problem.total_k,)
+    return problem.batch, problem.seqlen_k
+
+
+def _pages(problem: AttentionProblem) -> int:
+    """Pages that the longest sequence needs."""
+    return -(-problem.seqlen_k // problem.page_size)

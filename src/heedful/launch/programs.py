@@ -1,0 +1,26 @@
+"""From a plan to programs: the one place that knows which module has a backend's arguments."""
+
+import importlib
+from collections.abc import Mapping
+
+from heedful.core.plan import Plan
+from heedful.launch import buffers as canonical
+from heedful.launch.spec import BufferSpec, Program
+
+# Backend -> module with `forward` and `backward`, each (problem, plan, buffers) -> Program.
+ARGUMENTS = {"portable": "heedful.launch.args.portable"}
+
+
+def program(plan: Plan, direction: str, buffers: Mapping[str, BufferSpec] | None = None) -> Program:
+    """The kernel launches of one direction of a plan.
+
+    buffers: the arrays at hand, by name; those of a contiguous call if None.
+    Raises ValueError for a backend that launches no kernels (cpu, sdpa).
+    """
+    backend = plan.backend if direction == "forward" else plan.backward
+    if backend not in ARGUMENTS:
+        raise ValueError(f"the {direction} runs on {backend!r}, which has no kernels to launch")
+    if buffers is None:
+        buffers = getattr(canonical, direction)(plan.problem)
+    arguments = importlib.import_module(ARGUMENTS[backend])
+    return getattr(arguments, direction)(plan.problem, plan, buffers)
