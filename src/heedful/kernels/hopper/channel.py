@@ -1,0 +1,90 @@
+"""Rings of tiles in shared memory, each slot with a full and an empty barrier."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from heedful.kernels.hopper.compat import aggregate, reinterpret, tma_load
+
+
+@aggregate
+class Cursor:
+    """Which slot of a ring is next, and the parity of the pass through it."""
+
+    slot: gl.tensor
+    parity: gl.tensor
+    stages: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, slot, parity, stages):
+        self.slot = slot
+        self.parity = parity
+        self.stages = gl.constexpr(stages)
+
+    @gluon.jit
+    def start(stages: gl.constexpr):
+        return Cursor(gl.to_tensor(0), gl.to_tensor(0), stages)
+
+    @gluon.jit
+    def next(self):
+        slot = self.slot + 1
+        wraps = slot == self.stages
+        return Cursor(gl.where(wraps, 0, slot), self.parity ^ gl.where(wraps, 1, 0), self.stages)
+
+
+@aggregate
+class Channel:
+    """`stages` tiles of `rows` x `dim` filled by TMA and read by `readers` warpgroups.
+
+    A tile is written as a (1, 1, rows, dim) box and read as (rows, dim).
+    """
+
+    boxes: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    rows: gl.constexpr
+    dim: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, boxes, full, empty, rows, dim):
+        self.boxes = boxes
+        self.full = full
+        self.empty = empty
+        self.rows = gl.constexpr(rows)
+        self.dim = gl.constexpr(dim)
+
+    @gluon.jit
+    def allocate(desc, stages: gl.constexpr, readers: gl.constexpr):
+        shape: gl.constexpr = desc.block_type.shape
+        boxes = gl.allocate_shared_memory(desc.dtype, [stages] + shape, desc.layout)
+        full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+        for slot in gl.static_range(stages):
+            mbarrier.init(full.index(slot), count=1)
+            mbarrier.init(empty.index(slot), count=readers)
+        return Channel(boxes, full, empty, shape[2], shape[3])
+
+    @gluon.jit
+    def load(self, desc, coordinates, at):
+        """Waits until slot `at` is free and starts filling it."""
+        full = self.full.index(at.slot)
+        mbarrier.wait(self.empty.index(at.slot), at.parity ^ 1)
+        mbarrier.expect(full, desc.block_type.nbytes)
+        tma_load(desc, coordinates, full, self.boxes.index(at.slot))
+
+    @gluon.jit
+    def wait(self, at, pred=True):
+        mbarrier.wait(self.full.index(at.slot), at.parity, pred=pred)
+
+    @gluon.jit
+    def tile(self, at):
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
+            [self.rows, self.dim], self.boxes.dtype
+        )
+        return reinterpret(
+            self.boxes.index(at.slot), self.boxes.dtype, [self.rows, self.dim], layout
+        )
+
+    @gluon.jit
+    def release(self, at):
+        mbarrier.arrive(self.empty.index(at.slot), count=1)

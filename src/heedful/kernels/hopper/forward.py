@@ -1,0 +1,298 @@
+"""Attention forward: one producer warp, and consumer warpgroups of 64 query rows each.
+
+B batch, H query head, M query rows, N keys, D qk dim, E v dim, L lanes that share a row.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from heedful.kernels.hopper.channel import Channel, Cursor
+from heedful.kernels.hopper.compat import tma_store
+from heedful.kernels.hopper.schedule import ROWS, Shape, decode, key_range
+from heedful.kernels.hopper.softmax import scale_rows, softmax_first, softmax_step
+
+LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def hide_keys(s_MN, shape, tile, row, col):
+    """Scores of query rows from `row` and keys from `col`, with the unseen ones at -inf."""
+    M: gl.constexpr = s_MN.shape[0]
+    N: gl.constexpr = s_MN.shape[1]
+    layout: gl.constexpr = s_MN.type.layout
+    key_N = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+    stop_M = gl.full([M], 0, gl.int32, gl.SliceLayout(1, layout)) + (tile.len_k - col)
+    diagonal_M = gl.arange(0, M, layout=gl.SliceLayout(1, layout)) + (row + tile.off - col)
+    if shape.IS_RIGHT:
+        stop_M = gl.minimum(stop_M, diagonal_M + (shape.right + 1))
+    visible_MN = key_N[None, :] < stop_M[:, None]
+    if shape.IS_LEFT:
+        visible_MN = visible_MN & (key_N[None, :] >= (diagonal_M - shape.left)[:, None])
+    return gl.where(visible_MN, s_MN, float("-inf"))
+
+
+@gluon.jit
+def producer(
+    q_desc,
+    k_desc,
+    v_desc,
+    q,
+    k,
+    v,
+    shape,
+):
+    """Feeds every tile's queries, and its keys and values from the last to the first."""
+    at_q = Cursor.start(shape.CONSUMERS)
+    at = Cursor.start(shape.STAGES)
+    for index in range(gl.program_id(0), shape.tiles, gl.num_programs(0)):
+        tile = decode(shape, index)
+        keys = key_range(shape, tile, tile.row, shape.CONSUMERS * ROWS)
+        for w in gl.static_range(shape.CONSUMERS):
+            q.load(q_desc, [tile.batch, tile.head, tile.row + w * ROWS, 0], at_q)
+            at_q = at_q.next()
+        for step in range(keys.end - keys.begin):
+            col = (keys.end - 1 - step) * shape.BLOCK_N
+            k.load(k_desc, [tile.batch, tile.kv_head, col, 0], at)
+            v.load(v_desc, [tile.batch, tile.kv_head, col, 0], at)
+            at = at.next()
+
+
+@gluon.jit
+def skip(k, v, at, count):
+    """Passes over tiles that other consumers of this program need and this one does not."""
+    for _ in range(count):
+        k.wait(at)
+        k.release(at)
+        v.wait(at)
+        v.release(at)
+        at = at.next()
+    return at
+
+
+@gluon.jit
+def attend(
+    q_smem_MD,
+    k,
+    v,
+    at,
+    keys,
+    shape,
+    tile,
+    row,
+    scale_log2,
+):
+    """Streams the keys of `keys` (at least one) past one consumer's rows.
+
+    Returns the unnormalised output, maximum, sums by lane, and the ring's cursor.
+    """
+    dtype: gl.constexpr = q_smem_MD.dtype
+    E: gl.constexpr = v.dim
+    BLOCK_N: gl.constexpr = shape.BLOCK_N
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    zero_MN = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    acc_ME = gl.zeros([ROWS, E], gl.float32, o_layout)
+
+    k.wait(at)
+    s_MN = warpgroup_mma(
+        q_smem_MD, k.tile(at).permute((1, 0)), zero_MN, use_acc=False, is_async=True
+    )
+    s_MN = warpgroup_mma_wait(0, deps=[s_MN])
+    k.release(at)
+    s_MN = hide_keys(s_MN, shape, tile, row, (keys.end - 1) * shape.BLOCK_N)
+    p_MN, m_M, l_ML = softmax_first(s_MN, scale_log2)
+    p_MN = gl.convert_layout(p_MN.to(dtype), p_layout)
+    last = at
+    at = at.next()
+    steps = keys.end - keys.begin
+    k.wait(at, pred=steps > 1)
+    for step in range(1, steps):
+        s_MN = warpgroup_mma(
+            q_smem_MD, k.tile(at).permute((1, 0)), zero_MN, use_acc=False, is_async=True
+        )
+        v.wait(last)
+        acc_token = warpgroup_mma(p_MN, v.tile(last), acc_ME, is_async=True)
+        s_MN = warpgroup_mma_wait(1, deps=[s_MN])
+        k.release(at)
+        if shape.IS_RIGHT or shape.IS_LEFT:
+            j = keys.end - 1 - step
+            if (j >= keys.full_end) | (j < keys.full_begin):
+                s_MN = hide_keys(s_MN, shape, tile, row, j * shape.BLOCK_N)
+        p_MN, m_M, l_ML, alpha_M = softmax_step(
+            s_MN, m_M, l_ML, scale_log2, shape.IS_RIGHT or shape.IS_LEFT
+        )
+        # The next K tile's barrier also keeps ptxas from hoisting the wait below over the
+        # exponentials: a wait loop ends a basic block.
+        at_next = at.next()
+        k.wait(at_next, pred=step + 1 < steps)
+        acc_ME = warpgroup_mma_wait(0, deps=[acc_token])
+        v.release(last)
+        acc_ME = scale_rows(acc_ME, alpha_M)
+        p_MN = gl.convert_layout(p_MN.to(dtype), p_layout)
+        last = at
+        at = at_next
+    v.wait(last)
+    acc_token = warpgroup_mma(p_MN, v.tile(last), acc_ME, is_async=True)
+    acc_ME = warpgroup_mma_wait(0, deps=[acc_token])
+    v.release(last)
+    return acc_ME, m_M, l_ML, at
+
+
+@gluon.jit
+def store_rows(out_desc, lse_ptr, o_smem, acc_ME, m_M, l_M, tile, row, shape, scale_log2):
+    """Normalises one consumer's rows and writes them and their log-sum-exp."""
+    seen_M = l_M > 0.0
+    inverse_M = gl.where(seen_M, 1.0 / l_M, 0.0)
+    tma.store_wait(0)
+    o_smem.store(scale_rows(acc_ME, inverse_M).to(out_desc.dtype).reshape(o_smem.shape))
+    fence_async_shared()
+    tma_store(out_desc, [tile.batch, tile.head, row, 0], o_smem)
+    if lse_ptr is not None:
+        lse_M = gl.where(seen_M, (m_M * scale_log2 + gl.log2(l_M)) * LN2, float("-inf"))
+        rows_M = row + gl.arange(0, ROWS, layout=lse_M.type.layout)
+        base = (tile.batch * shape.heads + tile.head).to(gl.int64) * shape.seqlen_q
+        gl.store(lse_ptr + base + rows_M, lse_M, mask=rows_M < tile.len_q)
+
+
+@gluon.jit
+def consumer(
+    out_desc,
+    lse_ptr,
+    q,
+    k,
+    v,
+    o,
+    shape,
+    scale_log2,
+    WORKER: gl.constexpr,
+):
+    """Computes rows [64 WORKER, 64 WORKER + 64) of every tile of this program."""
+    E: gl.constexpr = v.dim
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
+    at = Cursor.start(shape.STAGES)
+    parity = gl.to_tensor(0)
+    o_smem = o.index(WORKER)
+    for index in range(gl.program_id(0), shape.tiles, gl.num_programs(0)):
+        tile = decode(shape, index)
+        row = tile.row + WORKER * ROWS
+        whole = key_range(shape, tile, tile.row, shape.CONSUMERS * ROWS)
+        keys = key_range(shape, tile, row, ROWS)
+        at_q = Cursor(gl.to_tensor(WORKER), parity, shape.CONSUMERS)
+        q.wait(at_q)
+        if keys.end > keys.begin:
+            at = skip(k, v, at, whole.end - keys.end)
+            acc_ME, m_M, l_ML, at = attend(
+                q.tile(at_q), k, v, at, keys, shape, tile, row, scale_log2
+            )
+            at = skip(k, v, at, keys.begin - whole.begin)
+            if not shape.OUT_IN_Q:
+                q.release(at_q)
+            m_M = gl.convert_layout(m_M, row_layout)
+            l_M = gl.convert_layout(gl.sum(l_ML, 1), row_layout)
+            store_rows(out_desc, lse_ptr, o_smem, acc_ME, m_M, l_M, tile, row, shape, scale_log2)
+        else:
+            at = skip(k, v, at, whole.end - whole.begin)
+            if not shape.OUT_IN_Q:
+                q.release(at_q)
+            if row < tile.len_q:
+                zero_M = gl.zeros([ROWS], gl.float32, row_layout)
+                zero_ME = gl.zeros([ROWS, E], gl.float32, o_layout)
+                store_rows(
+                    out_desc, lse_ptr, o_smem, zero_ME, zero_M, zero_M, tile, row, shape, scale_log2
+                )
+        if shape.OUT_IN_Q:
+            tma.store_wait(0)
+            q.release(at_q)
+        parity ^= 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def forward(
+    q_desc,
+    k_desc,
+    v_desc,
+    out_desc,
+    lse_ptr,
+    scale_log2,
+    heads,
+    group,
+    seqlen_q,
+    seqlen_k,
+    row_blocks,
+    tiles,
+    section,
+    left,
+    right,
+    shift,
+    align,
+    BLOCK_N: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr,
+    OUT_IN_Q: gl.constexpr,
+    IS_RIGHT: gl.constexpr,
+    IS_LEFT: gl.constexpr,
+    num_warps: gl.constexpr,
+):
+    """out = softmax(scale q k^T + mask) v over (batch, head, row, dim) tensor maps."""
+    shape = Shape(
+        heads,
+        group,
+        seqlen_q,
+        seqlen_k,
+        row_blocks,
+        tiles,
+        section,
+        left,
+        right,
+        shift,
+        align,
+        BLOCK_N,
+        CONSUMERS,
+        STAGES,
+        OUT_IN_Q,
+        IS_RIGHT,
+        IS_LEFT,
+    )
+    q = Channel.allocate(q_desc, CONSUMERS, 1)
+    k = Channel.allocate(k_desc, STAGES, CONSUMERS)
+    v = Channel.allocate(v_desc, STAGES, CONSUMERS)
+    if OUT_IN_Q:
+        o = q.boxes
+    else:
+        o = gl.allocate_shared_memory(
+            out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout
+        )
+    fence_async_shared()
+    # A partition is compiled on its own, so that each consumer must be spelled out.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (out_desc, lse_ptr, q, k, v, o, shape, scale_log2, 0)),
+                (consumer, (out_desc, lse_ptr, q, k, v, o, shape, scale_log2, 1)),
+                (producer, (q_desc, k_desc, v_desc, q, k, v, shape)),
+            ],
+            [4, 1],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (out_desc, lse_ptr, q, k, v, o, shape, scale_log2, 0)),
+                (consumer, (out_desc, lse_ptr, q, k, v, o, shape, scale_log2, 1)),
+                (consumer, (out_desc, lse_ptr, q, k, v, o, shape, scale_log2, 2)),
+                (producer, (q_desc, k_desc, v_desc, q, k, v, shape)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
+        )
