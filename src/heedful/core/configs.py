@@ -48,7 +48,21 @@ class ConfigRow:
         )
 
 
-ROWS: list[ConfigRow] = []
+def _wide(problem: AttentionProblem) -> bool:
+    """float32 inputs: IEEE products run on the FMA units, from registers."""
+    return problem.dtype == "float32"
+
+
+_UNMEASURED = "starting point, not measured"
+
+ROWS: list[ConfigRow] = [
+    ConfigRow("portable.forward", ("*",), 64, TileConfig(32, 32, 4, 2), _UNMEASURED, _wide),
+    ConfigRow("portable.forward", ("*",), 512, TileConfig(16, 16, 4, 1), _UNMEASURED, _wide),
+    ConfigRow("portable.forward", ("*",), 64, TileConfig(128, 64, 4, 3), _UNMEASURED),
+    ConfigRow("portable.forward", ("*",), 128, TileConfig(128, 64, 8, 2), _UNMEASURED),
+    ConfigRow("portable.forward", ("*",), 256, TileConfig(64, 32, 4, 2), _UNMEASURED),
+    ConfigRow("portable.forward", ("*",), 512, TileConfig(32, 16, 4, 1), _UNMEASURED),
+]
 
 
 def choose(kernel: str, problem: AttentionProblem, device: DeviceSpec) -> ConfigRow:

@@ -1,0 +1,94 @@
+"""Merging partial attention results over disjoint keys: out = sum_s w_s out_s / sum_s w_s with
+w_s = exp(lse_s), plus the sink logit once. Shapes: M query rows, E v dim.
+"""
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.portable.scores import LN2, LOG2E, finite_or_zero
+from heedful.kernels.portable.sequences import load_rows, store_rows, wide
+
+
+@triton.jit(do_not_specialize=["rows", "heads", "splits"])
+def combine_splits(
+    partial_out,
+    partial_lse,
+    sink,
+    out,
+    lse,
+    stride_ps,
+    stride_pb,
+    stride_pm,
+    stride_ph,
+    stride_pls,
+    stride_plb,
+    stride_plh,
+    stride_ob,
+    stride_om,
+    stride_oh,
+    stride_lb,
+    stride_lh,
+    rows,
+    heads,
+    splits,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """out (B, M, H, E) and lse (B, H, M) of partial results with a leading split axis."""
+    row0 = tl.program_id(0) * BLOCK_M
+    b = (tl.program_id(1) // heads).to(tl.int64)
+    h = (tl.program_id(1) % heads).to(tl.int64)
+    partial_out += b * stride_pb + h * stride_ph
+    partial_lse += b * stride_plb + h * stride_plh
+    rows_M = row0 + tl.arange(0, BLOCK_M)
+    m_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_M = tl.zeros([BLOCK_M], tl.float32)
+    acc_ME = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    for split in range(splits):
+        place = wide(split)
+        lse_M = tl.load(
+            partial_lse + place * stride_pls + rows_M, mask=rows_M < rows, other=float("-inf")
+        )
+        part_ME = load_rows(
+            partial_out + place * stride_ps,
+            stride_pm,
+            row0,
+            rows,
+            HEAD_DIM_V,
+            BLOCK_M,
+            BLOCK_E,
+            True,
+        )
+        lse_M *= LOG2E
+        new_M = tl.maximum(m_M, lse_M)
+        base_M = finite_or_zero(new_M)
+        old_M = tl.exp2(m_M - base_M)
+        w_M = tl.exp2(lse_M - base_M)
+        # A part that saw no key weighs 0 whatever it holds.
+        part_ME = tl.where((w_M == 0.0)[:, None], 0.0, part_ME.to(tl.float32))
+        acc_ME = acc_ME * old_M[:, None] + part_ME * w_M[:, None]
+        l_M = l_M * old_M + w_M
+        m_M = new_M
+    if sink is not None:
+        sink_M = tl.zeros([BLOCK_M], tl.float32) + tl.load(sink + h) * LOG2E
+        new_M = tl.maximum(m_M, sink_M)
+        base_M = finite_or_zero(new_M)
+        old_M = tl.exp2(m_M - base_M)
+        acc_ME *= old_M[:, None]
+        l_M = l_M * old_M + tl.exp2(sink_M - base_M)
+        m_M = new_M
+    acc_ME *= (1.0 / tl.where(l_M == 0.0, 1.0, l_M))[:, None]
+    store_rows(
+        out + b * stride_ob + h * stride_oh,
+        acc_ME,
+        stride_om,
+        row0,
+        rows,
+        HEAD_DIM_V,
+        BLOCK_M,
+        BLOCK_E,
+    )
+    if lse is not None:
+        lse += b * stride_lb + h * stride_lh
+        tl.store(lse + rows_M, (m_M + tl.log2(l_M)) * LN2, mask=rows_M < rows)

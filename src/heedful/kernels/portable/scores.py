@@ -1,0 +1,117 @@
+"""From raw products q k^T to visible scores in log2 units, the same in every kernel.
+
+Order: scale, softcap, ALiBi, bias, mask. Scores live in log2 units (natural ones times LOG2E), so
+that exp2, the hardware's own exponential, turns them into probabilities. Shapes: M query rows, N key columns.
+"""
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.portable.sequences import wide
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def tanh(x):
+    """tanh to a few units in the last place, also near zero, where 1 - 2 / (exp + 1) cancels."""
+    square = x * x
+    # Minimax on |x| < 0.625 of (tanh(x) / x - 1) / x^2, relative error of tanh 4e-09.
+    poly = -5.717036400e-03
+    poly = poly * square + 2.065057885e-02
+    poly = poly * square - 5.374349521e-02
+    poly = poly * square + 1.333149125e-01
+    poly = poly * square - 3.333328392e-01
+    near = x + x * square * poly
+    size = tl.abs(x)
+    far = 1.0 - 2.0 / (tl.exp2(size * (2.0 * LOG2E)) + 1.0)
+    far = tl.where(x < 0, -far, far)
+    return tl.where(size < 0.625, near, far)
+
+
+@triton.jit
+def bias_tile(
+    bias,
+    stride_m,
+    stride_n,
+    row0,
+    col0,
+    len_q,
+    len_k,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """Bias of a tile in float32, [M, N] or, transposed, [N, M]. Rows and columns past the sequence
+    repeat its last: their scores are masked or never stored."""
+    rows = tl.minimum(tl.arange(0, BLOCK_M), len_q - 1 - row0)
+    cols = tl.minimum(tl.arange(0, BLOCK_N), len_k - 1 - col0)
+    base = bias + wide(row0) * stride_m + wide(col0) * stride_n
+    if TRANSPOSED:
+        ptrs = base + cols[:, None] * stride_n + rows[None, :] * stride_m
+    else:
+        ptrs = base + rows[:, None] * stride_m + cols[None, :] * stride_n
+    return tl.load(ptrs).to(tl.float32)
+
+
+@triton.jit
+def adjust_scores(
+    s,
+    distance,
+    scale,
+    softcap,
+    slope,
+    b_tile,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """(scores in log2 units, d score / d (s * scale)) of raw products; `distance` is key index
+    minus the query's place on the diagonal."""
+    slope_of_cap = 1.0
+    if HAS_SOFTCAP:
+        t = tanh(s * (scale / softcap))
+        slope_of_cap = 1.0 - t * t
+        s = t * (softcap * LOG2E)
+    else:
+        s = s * (scale * LOG2E)
+    if HAS_ALIBI:
+        s -= (slope * LOG2E) * tl.abs(distance).to(tl.float32)
+    if HAS_BIAS:
+        s += b_tile * LOG2E
+    return s, slope_of_cap
+
+
+@triton.jit
+def visible(
+    cols,
+    distance,
+    len_k,
+    left,
+    right,
+    first,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+):
+    """Which scores exist and are in the window; `cols` and `distance` broadcast."""
+    ok = (cols < len_k) & (distance == distance)
+    if HAS_RIGHT:
+        ok &= distance <= right
+    if HAS_LEFT:
+        ok &= (distance >= -left) | (cols < first)
+    return ok
+
+
+@triton.jit
+def tree_visible(tree, stride_m, rows, cols, len_q, len_k):
+    """Which scores the tree mask leaves: it covers the last len_q keys, all before are seen."""
+    nodes = cols - (len_k - len_q)
+    inside = (nodes >= 0) & (nodes < len_q) & (rows < len_q)
+    return tl.load(tree + wide(rows) * stride_m + nodes, mask=inside, other=1) != 0
+
+
+@triton.jit
+def finite_or_zero(m):
+    """A running maximum to subtract: a row that has seen no key subtracts 0, never -inf."""
+    return tl.where(m == float("-inf"), 0.0, m)

@@ -1,0 +1,1 @@
+"""The argument order of every kernel: one module per backend, and nothing else knows it."""

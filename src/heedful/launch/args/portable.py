@@ -1,0 +1,321 @@
+"""Programs of the portable kernels: argument order, grids, scratch.
+
+Buffers are named as Operands' fields, plus out, lse, probs, dout, dlse, dq, dk, dv, dbias, dsink.
+Absent ones are missing from the mapping and become a constant None.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from heedful.core.configs import TileConfig
+from heedful.core.plan import Plan
+from heedful.core.problem import ITEM_BITS, AttentionProblem
+from heedful.launch.spec import (
+    Argument,
+    BufferSpec,
+    KernelCall,
+    KernelRef,
+    Pointer,
+    Program,
+    Scalar,
+    Workspace,
+    item_bytes,
+)
+
+Buffers = Mapping[str, BufferSpec]
+Arguments = dict[str, Argument]
+
+# Bounds that stand for "farther than any sequence reaches", small enough to be added to two
+# lengths in 32 bits.
+FAR = 1 << 29
+# In-tile offsets are 32-bit: rows of a tile (at most 256) times a stride below this.
+WIDE_STRIDE = 1 << 22
+
+
+def _pow2(n: int, least: int = 16) -> int:
+    """The power of two at or above n: block sizes are powers of two, a dot's at least 16."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def _wrapped(word: int) -> int:
+    """A 32-bit word as the signed integer of the same bits."""
+    return (word & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
+
+
+class _Call:
+    """Collects one kernel's arguments. `divisor`: what all strides of its tensors share, so that a
+    kernel has an aligned and an unaligned variant and not one per stride."""
+
+    def __init__(self, module: str, function: str, buffers: Buffers, tensors: Iterable[str]):
+        self.ref = KernelRef(f"heedful.kernels.portable.{module}", function)
+        self.buffers = buffers
+        self.arguments: Arguments = {}
+        self.constants: dict[str, object] = {}
+        specs = [buffers[name] for name in tensors if name in buffers]
+        self.divisor = 1
+        if all(spec.aligned for spec in specs):
+            strides = [s for spec in specs for s in _outer_strides(spec)]
+            fits = (d for d in (16, 8) if all(s % d == 0 for s in strides))
+            self.divisor = next(fits, 1)
+
+    def tensors(self, **names: str) -> None:
+        """Parameters that take a tensor's address: parameter = buffer name."""
+        for parameter, name in names.items():
+            if name in self.buffers:
+                spec = self.buffers[name]
+                self.arguments[parameter] = Pointer(name, spec.dtype, self.divisor > 1)
+            else:
+                self.constants[parameter] = None
+
+    def vectors(self, *names: str) -> None:
+        """Small operands, read element by element: no promise about their address."""
+        for name in names:
+            if name in self.buffers:
+                self.arguments[name] = Pointer(name, self.buffers[name].dtype, False)
+            else:
+                self.constants[name] = None
+
+    def strides(self, prefix: str, axes: str, values: Iterable[int], divisor: int = 1) -> None:
+        """stride_{prefix}{axis}: 32 bits for rows (m, n), whose offsets within a tile stay 32-bit,
+        else 64."""
+        for axis, value in zip(axes, values, strict=True):
+            narrow = axis in "mn" and abs(value) < WIDE_STRIDE
+            kind = "i32" if narrow else "i64"
+            self.arguments[f"stride_{prefix}{axis}"] = Scalar(value, kind, divisor)
+
+    def row_strides(self, prefix: str, name: str, row: str) -> None:
+        """Batch, row and head strides of a (B, S, H, D) or (T, H, D) tensor."""
+        strides = _token_strides(self.buffers[name]) if name in self.buffers else (0, 0, 0)
+        self.strides(prefix, f"b{row}h", strides, self.divisor)
+
+    def ints(self, **values: int) -> None:
+        self.arguments.update((name, Scalar(value)) for name, value in values.items())
+
+    def floats(self, **values: float) -> None:
+        self.arguments.update((name, Scalar(value, "fp32")) for name, value in values.items())
+
+    def build(self, grid: tuple[int, int, int], config: TileConfig, **constants) -> KernelCall:
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        options.update(config.get("options", ()))
+        return KernelCall(self.ref, grid, self.arguments, {**self.constants, **constants}, options)
+
+
+def _outer_strides(spec: BufferSpec) -> tuple[int, ...]:
+    """Strides that matter: the last dim's is 1, and a dim of one element is never stepped over."""
+    pairs = zip(spec.shape[:-1], spec.strides[:-1], strict=True)
+    return tuple(stride for size, stride in pairs if size > 1)
+
+
+def _token_strides(spec: BufferSpec) -> tuple[int, int, int]:
+    """(batch, row, head) strides; packed tokens have no batch, pages are the batch."""
+    strides = tuple(
+        stride if size > 1 else 0
+        for size, stride in zip(spec.shape[:-1], spec.strides[:-1], strict=True)
+    )
+    return (0, *strides) if len(strides) == 2 else strides
+
+
+def _lse_strides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(batch, head) strides of a dense (B, H, S) or (H, T) float32 array."""
+    strides = BufferSpec.contiguous(shape, "float32").strides
+    return (0, strides[0]) if len(shape) == 2 else (strides[0], strides[1])
+
+
+def _tiles(problem: AttentionProblem, rows: int, block: int) -> int:
+    """Tiles per sequence; packed storage has one even where all is empty, to clear it."""
+    return max(-(-rows // block), 1 if problem.varlen_q else 0)
+
+
+def _section(problem: AttentionProblem, plan: Plan) -> int:
+    """Query heads whose keys and values together fill half of L2."""
+    dims = problem.head_dim + problem.head_dim_v
+    head_bytes = max(1, problem.seqlen_k * dims * ITEM_BITS[problem.kv_dtype] // 8)
+    return problem.group * max(1, plan.device.l2_bytes // 2 // head_bytes)
+
+
+def _precision(problem: AttentionProblem) -> str:
+    """float32 products are IEEE; narrower inputs are exact in any precision."""
+    return "ieee"
+
+
+def _scores(call: _Call, problem: AttentionProblem) -> dict[str, object]:
+    """Arguments that decide the scores, in every kernel that makes them; returns its constants."""
+    mask = problem.mask
+    bounds = {name: min(getattr(mask, name), FAR) for name in ("left", "right", "first")}
+    call.ints(**bounds, bottom_right=int(mask.bottom_right), shift=max(-FAR, min(mask.shift, FAR)))
+    call.vectors("alibi_slopes", "tree_mask", "seed", "bias")
+    keep = 1.0 - problem.dropout_p
+    # A probability that rounds to certainty drops nothing; its threshold 2^32 has no 32-bit word.
+    threshold = min(int(keep * 2.0**32), 2**32 - 1)
+    call.floats(scale=problem.scale, softcap=problem.softcap)
+    call.ints(drop_threshold=_wrapped(threshold))
+    call.floats(drop_scale=1.0 / keep if keep else 0.0)
+    origin = (_wrapped(o) for o in problem.dropout_origin)
+    call.ints(**dict(zip(("origin_b", "origin_h", "origin_m", "origin_n"), origin, strict=True)))
+    bias = call.buffers.get("bias")
+    strides = (0, 0, 0, 0)
+    if bias is not None:
+        pairs = zip(bias.shape, bias.strides, strict=True)
+        strides = tuple(stride if size > 1 else 0 for size, stride in pairs)
+    call.strides("bias", "bhmn", strides)
+    alibi = call.buffers.get("alibi_slopes")
+    call.strides("alibi", "b", [alibi.strides[0] if alibi else 0])
+    tree = call.buffers.get("tree_mask")
+    # One tree for all sequences comes with a batch of 1.
+    batch_stride = tree.strides[0] if tree and tree.shape[0] > 1 else 0
+    call.strides("tree", "bm", [batch_stride, tree.strides[1] if tree else 0])
+    return {
+        "HAS_LEFT": mask.left >= 0,
+        "HAS_RIGHT": mask.right >= 0,
+        "HAS_SOFTCAP": problem.softcap > 0,
+        "HAS_DROPOUT": keep * 2.0**32 < 2.0**32,
+        "IS_QUAD": problem.dropout_origin[3] % 4 == 0,
+        # The maximum commutes with a positive scale alone.
+        "IS_ADJUSTED": problem.softcap > 0 or problem.alibi or problem.bias or problem.scale <= 0,
+        "PRECISION": _precision(problem),
+    }
+
+
+def _lengths(call: _Call, problem: AttentionProblem, buffers: Buffers) -> None:
+    """Arguments that say where sequences lie."""
+    call.vectors("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
+    stored_k = problem.seqlen_k
+    if "block_table" in buffers:
+        stored_k = buffers["block_table"].shape[1] * problem.page_size
+    elif "cu_seqlens_k" not in buffers:
+        stored_k = buffers["k"].shape[1]
+    call.ints(
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=stored_k,
+        total_q=problem.total_q or 0,
+        batch=problem.batch,
+        heads_q=problem.heads_q,
+        heads_k=problem.heads_k,
+    )
+
+
+def _dims(problem: AttentionProblem) -> dict[str, object]:
+    return {
+        "HEAD_DIM": problem.head_dim,
+        "HEAD_DIM_V": problem.head_dim_v,
+        "BLOCK_D": _pow2(problem.head_dim),
+        "BLOCK_E": _pow2(problem.head_dim_v),
+    }
+
+
+def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
+    """out, lse (if there is such a buffer) and probs (likewise)."""
+    splits = max(1, plan.num_splits)
+    workspaces: tuple[Workspace, ...] = ()
+    calls = []
+    if splits == 1:
+        calls.append(_forward_call(problem, plan, buffers, "out", "lse", 1))
+    else:
+        out, lse = buffers["out"], problem.lse_shape
+        workspaces = (
+            Workspace("partial_out", BufferSpec.contiguous((splits, *out.shape), "float32")),
+            Workspace("partial_lse", BufferSpec.contiguous((splits, *lse), "float32")),
+        )
+        buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
+        calls.append(_forward_call(problem, plan, buffers, "partial_out", "partial_lse", splits))
+        calls.append(_combine_call(buffers, "partial_out", "partial_lse", sink=None))
+    return Program(tuple(calls), workspaces)
+
+
+def _forward_call(
+    problem: AttentionProblem, plan: Plan, buffers: Buffers, out: str, lse: str, splits: int
+) -> KernelCall:
+    config = plan.configs["portable.forward"].config
+    call = _Call("forward", "attention_forward", buffers, ("q", "k", "v", out))
+    call.tensors(q="q", k="k", v="v", out=out)
+    call.vectors("sink", "block_table", "kv_batch_idx")
+    call.vectors("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
+    if lse in buffers:
+        call.arguments["lse"] = Pointer(lse, "float32", False)
+    else:
+        call.constants["lse"] = None
+    constants = _scores(call, problem)
+    _lengths(call, problem, buffers)
+    call.row_strides("q", "q", "m")
+    call.row_strides("k", "k", "n")
+    call.row_strides("v", "v", "n")
+    _descale_strides(call, problem)
+    table = buffers.get("block_table")
+    call.strides("table", "b", [table.strides[0] if table else 0])
+    lead = splits > 1
+    spec = buffers[out]
+    part = BufferSpec(spec.shape[lead:], spec.strides[lead:], spec.dtype)
+    call.strides("o", "bmh", _token_strides(part), call.divisor)
+    call.strides("o", "s", [spec.strides[0] if lead else 0], call.divisor)
+    lse_shape = problem.lse_shape
+    call.strides("l", "bh", _lse_strides(lse_shape))
+    call.strides("l", "s", [BufferSpec.contiguous((1, *lse_shape), "float32").strides[0]])
+    tiles = _tiles(problem, problem.seqlen_q, config.block_m)
+    call.ints(
+        page_size=problem.page_size,
+        section=_section(problem, plan),
+        num_splits=splits,
+        tiles=tiles,
+    )
+    grid = (tiles * problem.batch * problem.heads_q, splits, 1)
+    return call.build(
+        grid,
+        config,
+        **constants,
+        **_dims(problem),
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        KV_GROUP=problem.kv_group,
+        IS_INT4=problem.kv_dtype == "int4",
+    )
+
+
+def _descale_strides(call: _Call, problem: AttentionProblem) -> None:
+    """Descales are (B, G), or lie beside the keys as (.., rows, G, groups)."""
+    if problem.kv_shift and not problem.kv_group:
+        raise ValueError("k_shift and v_shift need a scale per group of a key (kv_group > 0)")
+    q = call.buffers.get("q_descale")
+    call.strides("qd", "bh", q.strides if q else (0, 0))
+    for name in "kv":
+        descale, shift = (call.buffers.get(f"{name}_{what}") for what in ("descale", "shift"))
+        strides = (0, 0, 0)
+        if descale is not None and problem.kv_group:
+            strides = _token_strides(descale)
+            if shift is not None and _token_strides(shift) != strides:
+                raise ValueError(f"{name}_shift must have the strides of {name}_descale")
+        elif descale is not None:
+            strides = (descale.strides[0], 0, descale.strides[1])
+        call.strides(f"{name}d", "bnh", strides)
+
+
+def combine(buffers: Buffers) -> Program:
+    """Merges partial_out (S, B, M, H, E) or (S, T, H, E) and partial_lse (S, B, H, M) or (S, H, T)
+    into out and, if there is such a buffer, lse; `sink` enters once."""
+    return Program((_combine_call(buffers, "partial_out", "partial_lse", sink="sink"),))
+
+
+def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) -> KernelCall:
+    spec, lse = buffers[part], buffers[part_lse]
+    splits, *_, heads, dim = spec.shape
+    packed = len(spec.shape) == 4
+    batch, rows = (1, spec.shape[1]) if packed else spec.shape[1:3]
+    call = _Call("combine", "combine_splits", buffers, (part, "out"))
+    call.tensors(partial_out=part, out="out")
+    call.arguments["partial_lse"] = Pointer(part_lse, lse.dtype, False)
+    if sink is None:
+        call.constants["sink"] = None
+    else:
+        call.vectors("sink")
+    call.vectors("lse")
+    one = BufferSpec(spec.shape[1:], spec.strides[1:], spec.dtype)
+    call.strides("p", "s", [spec.strides[0]], call.divisor)
+    call.strides("p", "bmh", _token_strides(one), call.divisor)
+    call.row_strides("o", "out", "m")
+    call.strides("pl", "sbh", (lse.strides[0], 0 if packed else lse.strides[1], lse.strides[-2]))
+    call.strides("l", "bh", _lse_strides(lse.shape[1:]))
+    call.ints(rows=rows, heads=heads, splits=splits)
+    block_e = _pow2(dim)
+    # 16 KiB of float32 per program keep the accumulator within 32 registers of 4 warps.
+    block_m = max(1, min(64, 4096 // block_e))
+    grid = (-(-rows // block_m), batch * heads, 1)
+    config = TileConfig(block_m, 0, num_warps=4, num_stages=1)
+    return call.build(grid, config, HEAD_DIM_V=dim, BLOCK_M=block_m, BLOCK_E=block_e)
