@@ -20,6 +20,9 @@ _PUBLIC = {
     "quantize_kv": "heedful.torch",
     "dequantize_kv": "heedful.torch",
     "explain": "heedful.torch",
+    "load_pack": "heedful.launch.packs",
+    "record": "heedful.launch.record",
+    "counters": "heedful.launch.compiler",
 }
 __all__ = ["__version__", *_PUBLIC]
 

@@ -8,8 +8,10 @@ process that has an older one, or none.
 import hashlib
 import json
 import os
+from functools import cache
 from pathlib import Path
 
+from heedful.core import settings
 from heedful.launch import store
 from heedful.launch.artifact import Artifact
 
@@ -64,8 +66,17 @@ def load_pack(folder: str | os.PathLike) -> int:
     return len(manifest["kernels"])
 
 
+@cache
+def load_default() -> None:
+    """Loads the pack that the settings name, once."""
+    folder = settings.get("pack")
+    if folder is not None:
+        load_pack(folder)
+
+
 def find(key: str) -> Artifact | None:
     """The packed artifact of a kernel key. Raises ValueError if its file was changed."""
+    load_default()
     path = _loaded.get(key)
     if path is None:
         return None
@@ -77,4 +88,5 @@ def find(key: str) -> Artifact | None:
 
 def backends() -> frozenset[str]:
     """Backends that loaded packs hold kernels of."""
+    load_default()
     return frozenset(_backends)

@@ -104,12 +104,20 @@ def compile_artifact(call: KernelCall, arch: str) -> Artifact:
         parameter_bytes=size,
         scratch_bytes=metadata.global_scratch_size or 0,
         tensor_maps={
-            name: {key: meta[key] for key in ("swizzle", "elem_size", "elem_type", "block_size")}
+            name: {
+                "swizzle": meta["swizzle"],
+                "elem_size": meta["elem_size"],
+                "elem_type": _TENSOR_MAP_TYPES.get(meta["elem_type"], meta["elem_type"]),
+                "block_size": list(meta["block_size"]),
+            }
             for name, meta in zip([n for n in order if n in maps], metas, strict=True)
         },
         toolchain=f"triton {triton.__version__}",
     )
 
+
+# Descriptors' element types as the device numbers them -> CUtensorMapDataType.
+_TENSOR_MAP_TYPES = {8: 10, 9: 8, 10: 9}
 
 _PTX_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 

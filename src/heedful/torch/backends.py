@@ -10,10 +10,12 @@ from operator import itemgetter
 import torch
 
 from heedful.core import settings
+from heedful.core.log import decision
 from heedful.core.operands import Gradients, Operands, own_shape
 from heedful.core.plan import Plan, plan
 from heedful.core.problem import AttentionProblem
 from heedful.launch.programs import program
+from heedful.launch.record import note
 from heedful.torch.device import device_spec, toolchain
 from heedful.torch.execute import Executable, buffer_spec
 
@@ -36,6 +38,7 @@ def prepare(
         backend or settings.get("backend"),
         notes,
     )
+    decision(chosen)
     if device.type == "cpu":
         return CpuRunner(chosen)
     return GpuRunner(chosen, x)
@@ -140,5 +143,6 @@ class GpuRunner:
         buffers = dict(self._buffers)
         given = tensors[len(self._inputs) :]
         buffers.update((n, buffer_spec(t)) for n, t in zip(names, given, strict=True))
+        note(self.plan, direction, buffers)
         made = program(self.plan, direction, buffers)
         return Executable(made, self.plan.device.arch, self._device, order)

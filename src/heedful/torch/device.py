@@ -1,5 +1,6 @@
 """The devices and tools that torch sees, as the planner's facts."""
 
+import importlib.metadata
 import re
 from dataclasses import replace
 from functools import cache
@@ -8,6 +9,7 @@ import torch
 
 from heedful.core.capability import Toolchain
 from heedful.core.device import KNOWN, DeviceSpec
+from heedful.launch import packs
 
 
 @cache
@@ -34,14 +36,17 @@ def device_spec(device: torch.device) -> DeviceSpec:
     )
 
 
-@cache
 def toolchain() -> Toolchain:
-    """The versions that are installed beside this torch; jax takes no part in torch calls."""
-    try:
-        import triton
+    """The versions that are installed beside this torch, and the packs loaded; jax takes no part
+    in torch calls."""
+    return replace(_versions(), packs=packs.backends())
 
-        triton_version = version(triton.__version__)
-    except ImportError:
+
+@cache
+def _versions() -> Toolchain:
+    try:
+        triton_version = version(importlib.metadata.version("triton"))
+    except importlib.metadata.PackageNotFoundError:
         triton_version = None
     return Toolchain(triton_version, version(torch.__version__), None)
 

@@ -14,8 +14,6 @@ CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0  # CU_LAUNCH_PARAM_*
 STATIC_SHARED_LIMIT = 48 * 1024
 
-# Triton's element types of descriptors, numbered as on the device, to CUtensorMapDataType.
-_TENSOR_MAP_TYPES = {8: 10, 9: 8, 10: 9}
 _L2_PROMOTION_128B = 2
 
 
@@ -114,12 +112,14 @@ class TensorMapEncoder:
 
     def __init__(self, meta: dict, shape: tuple[int, ...], strides: tuple[int, ...]):
         rank, item = len(shape), meta["elem_size"]
-        kind: int = _TENSOR_MAP_TYPES.get(meta["elem_type"]) or meta["elem_type"]
         dims = (c_uint64 * rank)(*reversed(shape))
         steps = (c_uint64 * rank)(*(s * item for s in reversed(strides[:-1])))
         box = (c_uint32 * rank)(*reversed(meta["block_size"]))
         ones = (c_uint32 * rank)(*([1] * rank))
-        self._head, self._tail = (c_uint32(kind), c_uint32(rank)), (dims, steps, box, ones)
+        self._head, self._tail = (
+            (c_int(meta["elem_type"]), c_uint32(rank)),
+            (dims, steps, box, ones),
+        )
         self._flags = (0, c_int(meta["swizzle"]), _L2_PROMOTION_128B, 0)
 
     def encode(self, target: int, base: int) -> None:

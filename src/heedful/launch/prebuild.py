@@ -1,0 +1,76 @@
+"""Compiling lists of problems into packs, in parallel, for any targets, with no GPU."""
+
+import multiprocessing
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
+from pathlib import Path
+
+from heedful.core.device import DeviceSpec
+from heedful.core.plan import plan
+from heedful.launch.artifact import Artifact
+from heedful.launch.identity import kernel_key
+from heedful.launch.packs import write_pack
+from heedful.launch.programs import ARGUMENTS, program
+from heedful.launch.record import Entry
+from heedful.launch.spec import KernelCall
+
+
+def kernels(
+    entries: Iterable[Entry], devices: Iterable[DeviceSpec], backend: str | None = None
+) -> tuple[dict[str, tuple[KernelCall, str]], set[str]]:
+    """Kernel key -> (call, arch) of every distinct kernel that the entries need on the devices,
+    and the backends they belong to.
+
+    An entry that was recorded on a device of the same architecture is planned for the figures of
+    that one. Raises ValueError where no kernel can run an entry.
+    """
+    found, backends = {}, set()
+    for device in devices:
+        for entry in entries:
+            seen = entry.device
+            exact = seen if seen is not None and seen.arch == device.arch else device
+            needs_grad = entry.problem.needs_grad or entry.direction == "backward"
+            chosen = plan(replace(entry.problem, needs_grad=needs_grad), exact, backend=backend)
+            name = chosen.backend if entry.direction == "forward" else chosen.backward
+            if name not in ARGUMENTS:
+                raise ValueError(
+                    f"[{entry.problem.key()}] runs on {name!r} on {device.name}: nothing to compile"
+                )
+            backends.add(name)
+            for call in program(chosen, entry.direction, entry.buffers).calls:
+                found[kernel_key(call, device.arch)] = (call, device.arch)
+    return found, backends
+
+
+def prebuild(
+    entries: list[Entry],
+    devices: list[DeviceSpec],
+    folder: Path,
+    jobs: int,
+    backend: str | None = None,
+    progress: Callable[[int, int, str], None] = lambda done, total, name: None,
+) -> int:
+    """Compiles all kernels of the entries for the devices into a pack; returns how many.
+
+    progress is called with (kernels done, kernels in all, the last one's name). Raises what the
+    compiler raises, and writes no manifest then.
+    """
+    wanted, backends = kernels(entries, devices, backend)
+    made: dict[str, Artifact] = {}
+    # spawn: a forked copy of a process with threads or a GPU context is not safe to compile in.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max(1, min(jobs, len(wanted))), mp_context=context) as pool:
+        waiting = {pool.submit(_compile, *item): key for key, item in wanted.items()}
+        for future in as_completed(waiting):
+            key = waiting[future]
+            made[key] = future.result()
+            progress(len(made), len(wanted), wanted[key][0].kernel.function)
+    write_pack(folder, made, backends)
+    return len(made)
+
+
+def _compile(call: KernelCall, arch: str) -> Artifact:
+    from heedful.launch.compiler import artifact
+
+    return artifact(call, arch)

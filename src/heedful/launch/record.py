@@ -1,0 +1,122 @@
+"""Recording which problems a run needs, and reading such lists: what `heedful prebuild` compiles.
+
+A list is JSON: {"format": 1, "problems": [{"problem": {...}, "direction": "forward",
+"buffers": {...} or null, "device": {...} or null}, ...]}. By hand, "problem" and perhaps
+"direction" are enough: what is left out is the default, arrays are contiguous.
+"""
+
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from heedful.core.device import DeviceSpec
+from heedful.core.mask import MaskSpec
+from heedful.core.plan import Plan
+from heedful.core.problem import AttentionProblem
+from heedful.launch.spec import BufferSpec
+
+FORMAT = 1
+DIRECTIONS = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One direction of one problem, with the arrays and the device it was seen with."""
+
+    problem: AttentionProblem
+    direction: str = "forward"
+    buffers: Mapping[str, BufferSpec] | None = None
+    device: DeviceSpec | None = None
+
+    def to_json(self) -> dict:
+        facts = {"problem": asdict(self.problem), "direction": self.direction}
+        if self.buffers is not None:
+            facts["buffers"] = {name: asdict(spec) for name, spec in self.buffers.items()}
+        if self.device is not None:
+            facts["device"] = asdict(self.device)
+        return facts
+
+    @classmethod
+    def from_json(cls, facts: dict) -> "Entry":
+        """Raises ValueError or TypeError for what no Entry can be."""
+        given = dict(facts["problem"])
+        given["mask"] = MaskSpec(**given.get("mask", {}))
+        if "dropout_origin" in given:
+            given["dropout_origin"] = tuple(given["dropout_origin"])
+        problem = AttentionProblem.dense(**given)
+        direction = facts.get("direction", "forward")
+        if direction not in DIRECTIONS:
+            raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
+        buffers = facts.get("buffers")
+        device = facts.get("device")
+        return cls(
+            problem,
+            direction,
+            None if buffers is None else {n: _buffer(b) for n, b in buffers.items()},
+            None if device is None else DeviceSpec(**device),
+        )
+
+
+def _buffer(facts: dict) -> BufferSpec:
+    return BufferSpec(
+        tuple(facts["shape"]), tuple(facts["strides"]), facts["dtype"], facts.get("aligned", True)
+    )
+
+
+_lock = threading.Lock()
+_recorders: list[dict[str, Entry]] = []
+
+
+def note(plan: Plan, direction: str, buffers: Mapping[str, BufferSpec]) -> None:
+    """Called wherever a program is bound: adds it to every recording under way."""
+    if not _recorders:
+        return
+    entry = Entry(plan.problem, direction, dict(buffers), plan.device)
+    key = json.dumps(entry.to_json(), sort_keys=True)
+    with _lock:
+        for recorder in _recorders:
+            recorder[key] = entry
+
+
+@contextmanager
+def record(path: str | os.PathLike) -> Iterator[None]:
+    """Writes the list of problems that the calls inside need, for `heedful prebuild`.
+
+    Calls that this process has prepared before are not seen: record from a fresh process.
+    """
+    entries: dict[str, Entry] = {}
+    with _lock:
+        _recorders.append(entries)
+    try:
+        yield
+    finally:
+        with _lock:
+            _recorders[:] = [r for r in _recorders if r is not entries]
+        save(path, entries.values())
+
+
+def save(path: str | os.PathLike, entries) -> None:
+    """Writes a list of problems."""
+    content = {"format": FORMAT, "problems": [entry.to_json() for entry in entries]}
+    Path(path).write_text(json.dumps(content, indent=1))
+
+
+def load(path: str | os.PathLike) -> list[Entry]:
+    """Reads a list of problems. Raises ValueError saying what is wrong with it and where."""
+    try:
+        content = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f'{path} must be an object with "format": {FORMAT}')
+    entries = []
+    for position, facts in enumerate(content.get("problems", [])):
+        try:
+            entries.append(Entry.from_json(facts))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}, problem {position}: {error}") from None
+    return entries
