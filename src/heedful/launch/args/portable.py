@@ -224,7 +224,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
 def _forward_call(
     problem: AttentionProblem, plan: Plan, buffers: Buffers, out: str, lse: str, splits: int
 ) -> KernelCall:
-    config = plan.configs["portable.forward"].config
+    config = plan.configs["portable.forward"]
     call = _Call("forward", "attention_forward", buffers, ("q", "k", "v", out))
     call.tensors(q="q", k="k", v="v", out=out)
     call.vectors("sink", "block_table", "kv_batch_idx")
