@@ -43,15 +43,19 @@ def _toolchain(device: str | None, triton: str | None) -> Toolchain:
     """This machine's versions for its own device; the newest for a device that is elsewhere."""
     tools = machine.toolchain() if device is None else Toolchain()
     if triton is not None:
-        tools = dataclasses.replace(tools, triton=machine.version_tuple(triton))
+        try:
+            version = tuple(int(part) for part in triton.split("."))
+        except ValueError:
+            raise ValueError(f"triton must be a version such as 3.6, got {triton!r}") from None
+        tools = dataclasses.replace(tools, triton=version)
     return tools
 
 
 def as_data(decision: Plan) -> dict:
     """A plan as plain data, for JSON."""
     kernels = {
-        name: {**_plain(row.config), "measured": row.measured}
-        for name, row in decision.configs.items()
+        name: {**_plain(config), "measured": decision.measured[name]}
+        for name, config in decision.configs.items()
     }
     return {
         "problem": {**_plain(decision.problem), "key": decision.problem.key()},
@@ -98,11 +102,10 @@ def _tiles(decision: Plan) -> Table:
     table = Table(title="Tiles", title_justify="left", title_style="bold")
     for name in ("kernel", "queries x keys", "warps", "stages", "more", "where from"):
         table.add_column(name)
-    for kernel, row in decision.configs.items():
-        config = row.config
+    for kernel, config in decision.configs.items():
         extra = ", ".join(f"{name}={value}" for name, value in config.extra)
         cells = (kernel, f"{config.block_m} x {config.block_n}", config.num_warps)
-        cells += (config.num_stages, extra, row.measured)
+        cells += (config.num_stages, extra, decision.measured[kernel])
         table.add_row(*(escape(str(cell)) for cell in cells))
     return table
 
