@@ -1,6 +1,6 @@
 """The support matrix, read off the capability rows: for the screen and for the documentation."""
 
-from heedful.core.capability import ANY_VERSION, LEVELS, ROWS, KernelRow
+from heedful.core.capability import LEVELS, ROWS, KernelRow
 from heedful.core.device import KNOWN
 from heedful.core.problem import FEATURES
 
@@ -38,8 +38,7 @@ def dim_words(row: KernelRow) -> str:
 
 
 def least_words(row: KernelRow) -> str:
-    least = [(tool, version) for tool, version in row.least if version != ANY_VERSION]
-    return ", ".join(f"{tool} {'.'.join(map(str, version))}" for tool, version in least)
+    return ", ".join(f"{tool} {'.'.join(map(str, version))}" for tool, version in row.least)
 
 
 def feature_words(row: KernelRow) -> str:
