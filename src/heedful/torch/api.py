@@ -1,0 +1,209 @@
+"""Attention on dense and on packed sequences, as `flash_attn` 2.x calls it."""
+
+from torch import Tensor
+
+from heedful.torch import library
+from heedful.torch.calls import ABSENT, attend
+from heedful.torch.dispatch import needs_dispatcher
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, ...] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    num_splits: int = 0,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    dropout_seed: int | Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+):
+    """softmax(q k^T * softmax_scale) v, without ever storing the scores.
+
+    Scores in this order: scale; `softcap * tanh(s / softcap)`; ALiBi; bias; mask; then the sink
+    logit in the denominator. A query that sees no key gives 0 (and lse -inf, or the sink's).
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16, float32 or float8_e4m3.
+        k: (batch, seqlen_k, heads_k, head_dim), like q; heads_k divides heads_q, and query head h
+            uses KV head h // (heads_q // heads_k).
+        v: (batch, seqlen_k, heads_k, head_dim_v), like q. Any strides; where the last dim is not
+            contiguous, q, k and v are copied.
+        dropout_p: share of the probabilities to drop, 0 to 1; the rest is scaled by 1 / (1 - p).
+        softmax_scale: default 1 / sqrt(head_dim).
+        causal: query i sees keys up to i + seqlen_k - seqlen_q (aligned bottom right).
+        window_size: (left, right) keys around that diagonal, -1 = no bound; a third element keeps
+            that many first keys visible.
+        softcap: > 0 bounds the scores (Gemma 2).
+        alibi_slopes: float32, (heads_q,) or (batch, heads_q): adds -slope * |distance to the
+            diagonal| (Press et al. 2022).
+        deterministic: the gradients are equal bit for bit from run to run.
+        return_attn_probs: for tests: also return the probabilities, see below.
+        bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable.
+        sink: float32 (heads_q,), a logit that takes part in every softmax without a value
+            (gpt-oss); differentiable.
+        return_lse: also return the log-sum-exp of the scores.
+        num_splits: how many ways the keys are split: 0 = choose, 1 = do not.
+        q_descale, k_descale, v_descale: float32, () or (batch, heads_k), with fp8 alone: the real
+            value is stored * descale.
+        dropout_seed: 64-bit int, or int64 tensor (1,) on the device; the mask is a pure function
+            of it. Default: drawn on the device from torch's generator.
+        out: (batch, seqlen_q, heads_q, head_dim_v) to write into, where no gradient is wanted.
+        backend: run on this one or raise; default: the planner's choice.
+
+    Returns:
+        out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype (bfloat16 for fp8, unless `out` says
+        otherwise). With return_lse: (out, lse), lse float32 (batch, heads_q, seqlen_q), natural log,
+        with the sink, without the dropout, differentiable. With return_attn_probs: (out, lse,
+        S_dmask), empty at dropout_p = 0, else (batch, heads_q, seqlen_q, seqlen_k), negative where
+        dropped.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is launched or written.
+
+    Source: FlashAttention-2 (Dao 2023); signature of flash_attn 2.x.
+    """
+    if window_size.__class__ is list:
+        window_size = tuple(window_size)
+    options = (
+        "dense",
+        None,
+        None,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        deterministic,
+        return_attn_probs,
+        return_lse,
+        num_splits,
+        backend,
+    )
+    if (
+        bias is None
+        and alibi_slopes is None
+        and sink is None
+        and q_descale is None
+        and k_descale is None
+        and v_descale is None
+    ):
+        extras = ABSENT
+    else:
+        extras = (bias, alibi_slopes, sink, *_DENSE, q_descale, k_descale, v_descale, None, None)
+    run = library.attend if needs_dispatcher(q, k, v) else attend
+    return run(q, k, v, extras, options, out, dropout_seed)
+
+
+# cu_seqlens to seed, absent from dense calls.
+_DENSE = (None,) * 9
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, ...] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    num_splits: int = 0,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    dropout_seed: int | Tensor | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+):
+    """Attention over sequences of different lengths, packed one after the other.
+
+    Arguments that are not listed are those of `flash_attn_func`, with seqlen_q and seqlen_k the
+    largest lengths where a shape names them.
+
+    Args:
+        q: (total_q, heads_q, head_dim).
+        k: (total_k, heads_k, head_dim), or with block_table (num_pages, page_size, heads_k,
+            head_dim).
+        v: as k, with head_dim_v.
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on the device: sequence b's storage is tokens
+            cu_seqlens[b] to cu_seqlens[b + 1]. Zero-length sequences are fine. cu_seqlens_k may be
+            None with block_table and seqused_k.
+        max_seqlen_q, max_seqlen_k: ints, at least the longest sequence.
+        block_table: int32 (batch, pages): where the pages of each sequence are; any page size.
+        seqused_q, seqused_k: int32 (batch,): how many tokens of its storage a sequence uses; the
+            rest is never read, and gives 0 with lse -inf.
+
+    Returns:
+        As flash_attn_func: out (total_q, heads_q, head_dim_v), lse (heads_q, total_q), S_dmask
+        (batch, heads_q, max_seqlen_q, max_seqlen_k).
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is launched or written. Values
+        on a GPU (lengths, page numbers) are not read back: they are the caller's promise.
+    """
+    if window_size.__class__ is list:
+        window_size = tuple(window_size)
+    options = (
+        "varlen",
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        deterministic,
+        return_attn_probs,
+        return_lse,
+        num_splits,
+        backend,
+    )
+    extras = (
+        bias,
+        alibi_slopes,
+        sink,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        seqused_q,
+        seqused_k,
+        block_table,
+        None,
+        None,
+        None,
+        None,
+        q_descale,
+        k_descale,
+        v_descale,
+        None,
+        None,
+    )
+    run = library.attend if needs_dispatcher(q, k, v) else attend
+    return run(q, k, v, extras, options, out, dropout_seed)

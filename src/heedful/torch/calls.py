@@ -1,0 +1,278 @@
+"""The eager path: one dictionary hit from a call's metadata to what runs it.
+
+The first call of a kind is validated and planned; every later one with the same metadata and
+arguments costs a key and a look-up.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, is_autocast_enabled, is_grad_enabled
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from heedful.core.operands import Operands
+from heedful.core.plan import Plan
+from heedful.torch import backends
+from heedful.torch.adapt import adapt, autocast, bias_gradient, copies, dense_rows, is_aligned
+from heedful.torch.checks import Options, check_seed, check_tensors, describe
+from heedful.torch.values import INDICES, check_values
+
+# Operands beyond q, k and v where there are none.
+ABSENT = (None,) * (len(Operands._fields) - 3)
+_SEED = Operands._fields.index("seed")
+_FIELDS = len(Operands._fields)
+_new = tuple.__new__
+
+
+class Generations:
+    """A bounded map that forgets what was not used lately, and costs one look-up for what was.
+
+    Entries live in `young`; once that is full it becomes the old generation, whose entries return
+    on use and are forgotten with the next change.
+    """
+
+    def __init__(self, capacity: int):
+        self._half = max(1, capacity // 2)
+        self._old: dict = {}
+        self.young: dict = {}
+
+    def __len__(self) -> int:
+        return len(self.young) + len(self._old)
+
+    def find(self, key) -> Any:
+        """The value of a key that is not in `young`; None if it is nowhere."""
+        value = self._old.pop(key, None)
+        if value is not None:
+            self.put(key, value)
+        return value
+
+    def put(self, key, value) -> None:
+        if len(self.young) >= self._half:
+            self._old, self.young = self.young, {}
+        self.young[key] = value
+
+    def clear(self) -> None:
+        self._old, self.young = {}, {}
+
+
+# A training run has tens of kinds of calls; varlen lengths make it thousands.
+CALLS = Generations(4096)
+
+
+class Explain:
+    """Given as `backend`, it asks for the plan in place of the result."""
+
+    def __init__(self, backend: str | None):
+        self.backend = backend
+
+
+class Explained(BaseException):
+    """Carries the plan out of a call that was only to be explained."""
+
+    def __init__(self, plan: Plan):
+        super().__init__()
+        self.plan = plan
+
+
+class Call:
+    """What one kind of call needs each time.
+
+    plain: the caller's tensors go to the kernels as they are. results: 0 out, 1 with lse, 2 with
+    the probabilities too.
+    """
+
+    __slots__ = ("checks", "dropout", "forward", "kind", "plain", "problem", "results", "runner")
+
+    def __init__(self, x: Operands, options: Options, grad: tuple[bool, bool], out, seed=None):
+        """Raises TypeError or ValueError for a call that cannot be."""
+        check_tensors(x, options)
+        check_seed(seed, x.q.device)
+        if isinstance(seed, Tensor):
+            x = x._replace(seed=seed)
+        backend = options.backend
+        if explaining := isinstance(backend, Explain):
+            backend = backend.backend
+            options = options._replace(backend=backend)
+        problem = describe(x, options, *grad, out)
+        self.dropout = problem.dropout_p > 0
+        if not self.dropout:
+            x = x._replace(seed=None)
+        adapted = adapt(x, problem)
+        if not is_aligned(*adapted[:3], out):
+            problem = describe(x, options, *grad, out, aligned=False)
+        given = adapted
+        if self.dropout and x.seed is None:
+            given = adapted._replace(seed=torch.empty(1, dtype=torch.int64, device=x.q.device))
+        self.runner = backends.prepare(problem, given, backend, tuple(copies(x, adapted)))
+        if explaining:
+            raise Explained(self.runner.plan)
+        self.problem = problem
+        self.kind = options.kind
+        self.forward = self.runner.forward
+        self.plain = all(a is b for a, b in zip(x, adapted, strict=True))
+        self.results = 2 if options.return_attn_probs else 1 if options.return_lse else 0
+        self.checks = x.q.device.type == "cpu" and any(getattr(x, name) is not None for name in INDICES)
+
+    def operands(self, x: Operands, seed) -> Operands:
+        """The operands of this very call, where they are not the caller's tensors alone."""
+        if self.dropout:
+            x = x._replace(seed=make_seed(seed, x.q.device))
+        if not self.plain:
+            x = adapt(x, self.problem)
+        if self.checks:
+            check_values(x, self.problem, self.kind)
+        return x
+
+
+def make_seed(seed, device: torch.device) -> Tensor:
+    """The Philox key on the device: the caller's, or one drawn there from torch's generator, so
+    that a replayed CUDA graph draws anew."""
+    if isinstance(seed, Tensor):
+        return seed
+    if seed is None:
+        return torch.empty(1, dtype=torch.int64, device=device).random_()
+    check_seed(seed, device)
+    signed = seed - 2**64 if seed >= 2**63 else seed
+    return torch.full((1,), signed, dtype=torch.int64, device=device)
+
+
+def tensor_key(tensor) -> tuple | None:
+    """What a plan may depend on of an operand."""
+    if tensor is None:
+        return None
+    if not isinstance(tensor, Tensor):
+        return (type(tensor),)
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.data_ptr() % 16,
+        tensor.requires_grad,
+    )
+
+
+def find(key, x: Operands, options: tuple, grad, out=None, seed=None) -> Call:
+    """The call of a key that is not among the young, from the old ones or made now."""
+    try:
+        call = CALLS.find(key)
+    except TypeError:
+        # An argument that cannot be hashed is none that we take: describe says which.
+        return Call(x, Options(*options), grad, out, seed)
+    if call is None:
+        call = Call(x, Options(*options), grad, out, seed)
+        CALLS.put(key, call)
+    return call
+
+
+def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
+    """Runs one call on tensors of a real device.
+
+    extras: the fields of Operands after v, `ABSENT` itself where there are none; options: the
+    fields of Options; seed: dropout_seed as the caller gave it.
+
+    Returns what the public functions return.
+    """
+    device = q.device
+    if is_autocast_enabled(device.type):
+        q, k, v, bias = autocast((q, k, v, extras[0]), device.type)
+        extras = extras if bias is extras[0] else (bias, *extras[1:])
+    wants_grad = bias_grad = False
+    if is_grad_enabled():
+        wants_grad = q.requires_grad or k.requires_grad or v.requires_grad
+        if extras is not ABSENT:
+            bias, sink = extras[0], extras[2]
+            bias_grad = isinstance(bias, Tensor) and bias.requires_grad
+            sink_grad = isinstance(sink, Tensor) and sink.requires_grad
+            wants_grad = wants_grad or bias_grad or sink_grad
+    key = (
+        options,
+        *map(type, options),
+        wants_grad,
+        q.shape,
+        q.stride(),
+        q.dtype,
+        device,
+        q.data_ptr() % 16,
+        k.shape,
+        k.stride(),
+        k.dtype,
+        k.device,
+        k.data_ptr() % 16,
+        v.shape,
+        v.stride(),
+        v.dtype,
+        v.device,
+        v.data_ptr() % 16,
+        None if extras is ABSENT else (*map(tensor_key, extras),),
+        None if out is None else out_key(out, q, k, v),
+        None if seed is None else tensor_key(seed),
+    )
+    x = _new(Operands, (q, k, v, *extras))
+    try:
+        call = CALLS.young.get(key)
+    except TypeError:
+        call = None
+    if call is None:
+        call = find(key, x, options, (wants_grad, bias_grad), out, seed)
+    if wants_grad:
+        return Attention.apply(call, x, seed, q, k, v, extras[0], extras[2])
+    if call.dropout or call.checks or not call.plain:
+        x = call.operands(x, seed)
+    out, lse, probs = call.forward(x, out)
+    if call.results == 0:
+        return out
+    if call.results == 1:
+        return out, lse
+    return out, lse, q.new_empty(0) if probs is None else probs
+
+
+def out_key(out, *inputs: Tensor) -> tuple:
+    """What is checked of `out`, which must not be one of the inputs either."""
+    if not isinstance(out, Tensor):
+        return (type(out),)
+    address = out.data_ptr()
+    if out.numel() and any(address == t.data_ptr() for t in inputs):
+        raise ValueError("out must have memory of its own, got that of q, k or v")
+    return tensor_key(out) or ()
+
+
+class Attention(Function):
+    """Attention under eager autograd."""
+
+    @staticmethod
+    def forward(ctx, call: Call, x: Operands, seed, q, k, v, bias, sink):
+        """q, k, v, bias and sink, those of x, are arguments for autograd to see."""
+        ctx.set_materialize_grads(False)
+        if call.dropout or call.checks or not call.plain:
+            x = call.operands(x, seed)
+        out, lse, probs = call.forward(x, None)
+        ctx.call, ctx.bias = call, None if bias is None else bias.shape
+        ctx.save_for_backward(*x, out, lse)
+        if call.results == 0:
+            return out
+        if call.results == 1:
+            return out, lse
+        probs = q.new_empty(0) if probs is None else probs
+        ctx.mark_non_differentiable(probs)
+        return out, lse, probs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse=None, dprobs=None):
+        saved = ctx.saved_tensors
+        out, lse = saved[_FIELDS:]
+        grads = gradients(ctx.call, _new(Operands, saved[:_FIELDS]), out, lse, dout, dlse)
+        dbias = grads.dbias
+        if dbias is not None:
+            dbias = bias_gradient(dbias, ctx.bias)
+        return None, None, None, grads.dq, grads.dk, grads.dv, dbias, grads.dsink
+
+
+def gradients(call: Call, x: Operands, out, lse, dout, dlse):
+    """The runner's backward on cotangents as autograd gives them: any strides, or None."""
+    dout = torch.zeros_like(out) if dout is None else dense_rows(dout)
+    if dlse is not None:
+        dlse = dlse.contiguous()
+    return call.runner.backward(x, out, lse, dout, dlse)

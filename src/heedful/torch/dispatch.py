@@ -1,0 +1,29 @@
+"""Whether a call may run at once, or has to go through torch's dispatcher for somebody to see it.
+
+The only users of torch's private names for that.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling
+from torch.nn import Parameter
+
+_transforms_active = torch._C._are_functorch_transforms_active
+_modes_active = torch._C._len_torch_dispatch_stack
+_OWN = (Tensor, Parameter)
+
+
+def needs_dispatcher(q, k, v) -> bool:
+    """Whether torch.compile, a functorch transform, a dispatch mode, forward-mode AD or a tensor
+    subclass wants to see this call, or q, k, v are no tensors of a device at all."""
+    return (
+        is_compiling()
+        or type(q) not in _OWN
+        or type(k) not in _OWN
+        or type(v) not in _OWN
+        or _transforms_active()
+        or _modes_active() > 0
+        or forward_ad._current_level >= 0
+        or q.is_meta
+    )

@@ -1,0 +1,148 @@
+"""The same calls as operators of torch's dispatcher: for torch.compile, functorch transforms, fake
+tensors and subclasses. `torch.ops.heedful.attention` and its backward share validation, planning
+and runners with the eager path; this file holds only what the dispatcher wants to know of them.
+"""
+
+import torch
+from torch import Tensor
+
+from heedful.core.operands import Operands
+from heedful.torch.adapt import autocast, bias_gradient
+from heedful.torch.calls import Call, find, gradients, make_seed, tensor_key
+from heedful.torch.checks import Options, check_out, check_seed, check_tensors, describe
+
+_OPERANDS = ", ".join(
+    f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Operands._fields
+)
+_OPTIONS = (
+    "str kind, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float dropout_p, float? softmax_scale,"
+    " bool causal, int[] window_size, float softcap, bool deterministic, bool return_attn_probs,"
+    " bool return_lse, int num_splits, str? backend"
+)
+_COUNT = len(Operands._fields)
+
+LIBRARY = torch.library.Library("heedful", "DEF")
+LIBRARY.define(
+    f"attention({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
+    " -> (Tensor out, Tensor lse, Tensor probs)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+LIBRARY.define(
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS}, {_OPTIONS},"
+    " bool bias_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
+    """As `calls.attend`, through the dispatcher."""
+    given, x = Options(*options), Operands(q, k, v, *extras)
+    check_tensors(x, given)
+    check_seed(seed, q.device)
+    device = q.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        x = Operands(*autocast(x[:4], device), *x[4:])
+    wants_grad = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in (x.q, x.k, x.v, x.bias, x.sink)
+    )
+    if given.dropout_p > 0:
+        x = x._replace(seed=make_seed(seed, q.device))
+    if out is not None:
+        check_out(out, x, (*x.q.shape[:-1], x.v.shape[-1]), wants_grad)
+    result, lse, probs = torch.ops.heedful.attention(*x, *given, wants_grad)
+    if out is not None:
+        result = out.copy_(result)
+    if given.return_attn_probs:
+        return result, lse, probs
+    return (result, lse) if given.return_lse else result
+
+
+def _split(args: tuple) -> tuple[Operands, Options]:
+    return Operands(*args[:_COUNT]), Options(*args[_COUNT:])
+
+
+def _call(x: Operands, options: Options, needs_grad: bool, bias_grad: bool) -> Call:
+    """The call of these operands; the operator returns the lse whatever the caller reads."""
+    options = options._replace(window_size=tuple(options.window_size), return_lse=True)
+    key = ("op", options, needs_grad, bias_grad, *map(tensor_key, x))
+    return find(key, x, options, (needs_grad, bias_grad), seed=x.seed)
+
+
+def _attention(*args):
+    x, options = _split(args[:-1])
+    call = _call(x, options, args[-1], False)
+    out, lse, probs = call.forward(call.operands(x, x.seed), None)
+    return out.contiguous(), lse, x.q.new_empty(0) if probs is None else probs
+
+
+def _attention_fake(*args):
+    x, options = _split(args[:-1])
+    problem = describe(x, options, needs_grad=args[-1])
+    out_dtype = getattr(torch, problem.out_dtype)
+    out = x.q.new_empty((*x.q.shape[:-1], problem.head_dim_v), dtype=out_dtype)
+    lse = x.q.new_empty(problem.lse_shape, dtype=torch.float32)
+    probs_shape = (0,)
+    if problem.return_probs:
+        probs_shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    return out, lse, x.q.new_empty(probs_shape, dtype=out_dtype)
+
+
+def _backward(dout, dlse, out, lse, *args):
+    x, options = _split(args[:-1])
+    call = _call(x, options, True, args[-1])
+    grads = gradients(call, call.operands(x, x.seed), out, lse, dout, dlse)
+    dbias = x.q.new_empty(0)
+    if x.bias is not None and grads.dbias is not None:
+        dbias = bias_gradient(grads.dbias, x.bias.shape).contiguous()
+    dsink = x.q.new_empty(0) if grads.dsink is None else grads.dsink
+    return *(g.contiguous() for g in grads[:3]), dbias, dsink
+
+
+def _backward_fake(dout, dlse, out, lse, *args):
+    x, bias_grad = Operands(*args[:_COUNT]), args[-1]
+    empty = x.q.new_empty
+    return (
+        *(empty(t.shape, dtype=t.dtype) for t in x[:3]),
+        empty(x.bias.shape, dtype=x.bias.dtype) if bias_grad else empty(0),
+        empty(x.sink.shape, dtype=x.sink.dtype) if x.sink is not None else empty(0),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    ctx.set_materialize_grads(False)
+    out, lse, probs = output
+    ctx.mark_non_differentiable(probs)
+    ctx.save_for_backward(out, lse, *inputs[:_COUNT])
+    ctx.options = inputs[_COUNT:-1]
+
+
+def _attention_backward(ctx, dout, dlse, dprobs):
+    out, lse, *x = ctx.saved_tensors
+    needs = dict(zip(Operands._fields, ctx.needs_input_grad, strict=False))
+    none = (None,) * (len(ctx.needs_input_grad) - _COUNT)
+    if dout is None and dlse is None:
+        return (None,) * _COUNT + none
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dk, dv, dbias, dsink = torch.ops.heedful.attention_backward(
+        dout, dlse, out, lse, *x, *ctx.options, needs["bias"]
+    )
+    grads = Operands(
+        dq, dk, dv, dbias if needs["bias"] else None, sink=dsink if needs["sink"] else None
+    )
+    return *grads, *none
+
+
+def _no_double_backward(ctx, *grads):
+    raise RuntimeError(
+        "trying to differentiate twice a function that was marked with @once_differentiable"
+    )
+
+
+LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
+LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+torch.library.register_fake("heedful::attention", _attention_fake, lib=LIBRARY)
+torch.library.register_fake("heedful::attention_backward", _backward_fake, lib=LIBRARY)
+torch.library.register_autograd(
+    "heedful::attention", _attention_backward, setup_context=_setup_context, lib=LIBRARY
+)
+torch.library.register_autograd("heedful::attention_backward", _no_double_backward, lib=LIBRARY)
