@@ -8,7 +8,9 @@ from importlib import import_module
 COMMANDS = {
     "doctor": ("heedful.cli.doctor", "doctor"),
     "explain": ("heedful.cli.explain", "explain"),
+    "bench": ("heedful.cli.bench", "bench"),
     "support": ("heedful.cli.support", "support"),
+    "prebuild": ("heedful.cli.prebuild", "prebuild"),
 }
 
 
