@@ -2,9 +2,9 @@
 framework or driver is a fact to report, never an error."""
 
 import os
-import re
 import shutil
 import subprocess
+from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 
@@ -12,66 +12,35 @@ from heedful.core.capability import Toolchain
 from heedful.core.device import KNOWN, DeviceSpec
 
 
-def version(package: str) -> str | None:
-    """The installed version of a package, without importing it; None where it cannot be found."""
+def version(package: str, module: str | None = None) -> str | None:
+    """The installed version of a package, without importing it; None where it cannot be found.
+    module: what it is imported as, if not by its own name."""
     try:
-        return metadata.version(package) if find_spec(package) else None
+        return metadata.version(package) if find_spec(module or package) else None
     except ImportError:
         return None
 
 
-def version_tuple(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: 2.13.0+cpu -> (2, 13, 0)."""
-    match = re.match(r"\d+(\.\d+)*", text)
-    if match is None:
-        raise ValueError(f"no version number in {text!r}")
-    return tuple(int(part) for part in match.group().split("."))
-
-
 def toolchain() -> Toolchain:
     """The installed versions that capability rows ask for."""
-    have = {name: version(name) for name in ("triton", "torch", "jax")}
-    return Toolchain(**{name: version_tuple(v) if v else None for name, v in have.items()})
+    try:
+        from heedful.torch.device import toolchain as beside_torch
+    except ImportError:
+        return Toolchain(None, None, None)
+    return beside_torch()
 
 
 def devices() -> list[DeviceSpec]:
     """Every device that torch sees here, GPUs first, with live figures; the CPU always."""
-    found = []
     try:
         import torch
+
+        from heedful.torch.device import device_spec
     except ImportError:
-        torch = None
-    if torch is not None and torch.cuda.is_available():
-        found = [_gpu(torch, index) for index in range(torch.cuda.device_count())]
-    return [*found, KNOWN["CPU"].live(name=_cpu_name(), units=_cores())]
-
-
-def _gpu(torch, index: int) -> DeviceSpec:
-    properties = torch.cuda.get_device_properties(index)
-    if torch.version.hip:
-        arch = properties.gcnArchName.split(":")[0]
-    else:
-        arch = f"sm_{properties.major}{properties.minor}"
-    # The longest name wins: "H200" in "NVIDIA H200", "RTX 4090" in "NVIDIA GeForce RTX 4090".
-    named = [s for s in KNOWN.values() if s.arch == arch and s.name in properties.name]
-    same_arch = [s for s in KNOWN.values() if s.arch == arch]
-    base = max(named or same_arch or [KNOWN["H100"]], key=lambda spec: len(spec.name))
-    figures = {
-        "name": properties.name,
-        "arch": arch,
-        "units": properties.multi_processor_count,
-        "l2_bytes": getattr(properties, "L2_cache_size", 0) or base.l2_bytes,
-        "shared_bytes": getattr(properties, "shared_memory_per_block_optin", 0)
-        or base.shared_bytes,
-    }
-    return base.live(**figures)
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return [KNOWN["CPU"].live(name=_cpu_name())]
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    specs = [device_spec(torch.device("cuda", index)) for index in gpus]
+    return [*specs, device_spec(torch.device("cpu")).live(name=_cpu_name())]
 
 
 def _cpu_name() -> str:
@@ -83,6 +52,7 @@ def _cpu_name() -> str:
         return "CPU"
 
 
+@cache
 def driver() -> str | None:
     """The GPU driver's version, from nvidia-smi or rocm-smi."""
     queries = (
@@ -108,6 +78,7 @@ def clocks() -> dict[str, float]:
     return dict(zip(("sm_mhz", "mem_mhz", "power_w", "temperature_c"), values, strict=True))
 
 
+@cache
 def commit() -> str | None:
     """The commit of the checkout this package is run from, with + if it was changed."""
     here = os.path.dirname(os.path.abspath(__file__))

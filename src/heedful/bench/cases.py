@@ -1,0 +1,120 @@
+"""What is timed: shapes as data. The groups forward, backward, splits and decode are the tables of
+docs/benchmarks.md; `cpu` is what a CPU does in seconds."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from heedful.core.problem import ITEM_BITS, AttentionProblem
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One problem to time.
+
+    direction: forward or backward (dq, dk and dv, on a kept forward).
+    host: time what the host does for a call instead of what the device does.
+    grad: forward with a graph for a later backward.
+    input_scale: q and k are normal values times this; 4 makes the running maximum move.
+    """
+
+    group: str
+    problem: AttentionProblem
+    direction: str = "forward"
+    host: bool = False
+    grad: bool = False
+    input_scale: float = 1.0
+
+    @property
+    def shape(self) -> str:
+        """Sizes and mask in one line."""
+        p = self.problem
+        mask = " causal" if p.mask.causal else ""
+        return (
+            f"{p.batch}x{p.seqlen_q}x{p.seqlen_k} h{p.heads_q}/{p.heads_k} d{p.head_dim}"
+            f" {p.dtype}{mask}"
+        )
+
+    @property
+    def name(self) -> str:
+        kind = "backward" if self.direction == "backward" else "forward"
+        if self.host:
+            kind = f"host {kind}" + (" with grad" if self.grad else "")
+        scale = f" inputs x{self.input_scale:g}" if self.input_scale != 1 else ""
+        return f"{kind} {self.shape}{scale}"
+
+    def flops(self) -> float:
+        """As papers count: 4 b h sq sk d forward, half of it when causal, 2.5 times backward."""
+        p = self.problem
+        full = 2.0 * p.batch * p.heads_q * p.seqlen_q * p.seqlen_k * (p.head_dim + p.head_dim_v)
+        whole = full / 2 if p.mask.causal and p.seqlen_q == p.seqlen_k else full
+        return whole * (2.5 if self.direction == "backward" else 1)
+
+    def kv_bytes(self) -> int:
+        """Keys and values, read once: what bounds a decode step."""
+        p = self.problem
+        rows = p.batch * p.seqlen_k * p.heads_k
+        return rows * (p.head_dim + p.head_dim_v) * ITEM_BITS[p.kv_dtype] // 8
+
+
+_DENSE = (
+    *((b, s, s, 32, 32, 64) for b, s in ((16, 1024), (4, 4096), (1, 16384))),
+    *((b, s, s, 16, 16, 128) for b, s in ((16, 1024), (4, 4096), (1, 16384))),
+    *((b, s, s, 8, 8, 256) for b, s in ((16, 1024), (4, 4096), (1, 16384))),
+    (4, 8192, 8192, 64, 8, 128),
+)
+# Few queries over long keys, head dim 64: the shapes of the native split-K forward.
+_SPLITS = (
+    (1, 40000, 40000, 2, 2, 64),
+    (1, 128, 65535, 16, 16, 64),
+    (1, 32768, 32768, 8, 8, 64),
+    (8, 8192, 8192, 16, 16, 64),
+)
+_DECODE = (
+    (1, 1, 8192, 32, 8, 128),
+    (1, 1, 131072, 32, 8, 128),
+    (8, 1, 8192, 32, 8, 128),
+    (64, 1, 8192, 32, 8, 128),
+    (128, 1, 2048, 32, 8, 128),
+)
+_CHUNK = (16, 4, 16384, 64, 8, 128)
+_HOST = (1, 128, 128, 8, 8, 64)
+_CPU = ((1, 512, 512, 8, 8, 64), (1, 2048, 2048, 4, 4, 64), (2, 1024, 1024, 8, 2, 128))
+
+GROUPS = {
+    "forward": "training and prefill shapes, forward",
+    "backward": "the same shapes, backward",
+    "splits": "few queries or heads over long keys",
+    "decode": "one new token, or four, over a KV cache",
+    "overhead": "host time of a call, arguments rotated over many tensors",
+    "cpu": "forward and backward at sizes that a CPU does in seconds",
+}
+
+
+def cases(group: str, dtype: str = "bfloat16", input_scale: float = 1.0) -> list[Case]:
+    """The cases of a group. Raises ValueError for an unknown one."""
+    if group not in GROUPS:
+        raise ValueError(f"cases must be among {', '.join(GROUPS)}, got {group!r}")
+    return list(_cases(group, dtype, input_scale))
+
+
+def _cases(group: str, dtype: str, scale: float) -> Iterator[Case]:
+    def case(shape, causal=False, direction="forward", **facts):
+        grad = direction == "backward" or facts.get("grad", False)
+        problem = AttentionProblem.dense(*shape, dtype=dtype, causal=causal, needs_grad=grad)
+        return Case(group, problem, direction, input_scale=scale, **facts)
+
+    match group:
+        case "forward" | "backward":
+            yield from (case(shape, causal, group) for shape in _DENSE for causal in (False, True))
+        case "splits":
+            yield from (case(shape) for shape in _SPLITS)
+        case "decode":
+            yield from (case(shape) for shape in _DECODE)
+            yield case(_CHUNK, True)
+        case "overhead":
+            yield case(_HOST, host=True)
+            yield case(_HOST, host=True, grad=True)
+            yield case(_HOST, direction="backward", host=True, grad=True)
+        case "cpu":
+            for direction in ("forward", "backward"):
+                yield from (case(s, causal, direction) for s in _CPU for causal in (False, True))

@@ -1,0 +1,166 @@
+"""No figure without a result that is right: every peer's output is checked against float64.
+
+The budget is that of the test-suite: an error may be at most twice what eager PyTorch makes in the
+same dtype on the same inputs (three times for gradients) plus one rounding of the dtype, in the
+maximum and as RMS. Checked are all rows of the first and the last (batch, KV head), all the query
+heads of that KV head included; the reference walks them in blocks of rows, so that the longest
+cases fit.
+
+Dimension key: H query heads of one KV head, M query rows, N keys, D qk dim, E v dim.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from heedful.bench.cases import Case
+from heedful.bench.peers import Inputs
+
+FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
+# Scores that a block of the reference holds.
+_BLOCK_BYTES = 512 * 1024**2
+
+
+class Results(NamedTuple):
+    """out (..., Sq, heads, E) and, of a backward, dq, dk and dv in the shapes of q, k and v."""
+
+    out: torch.Tensor
+    dq: torch.Tensor | None = None
+    dk: torch.Tensor | None = None
+    dv: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One (batch, KV head) of a case: the truth and the budget of each result."""
+
+    batch: int
+    kv_head: int
+    group: int
+    exact: Results
+    largest: dict[str, float]
+    rms: dict[str, float]
+
+    def of(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """This slice of a peer's result, (H or 1, rows, dim) in float64."""
+        heads = slice(self.kv_head * self.group, (self.kv_head + 1) * self.group)
+        if name in ("dk", "dv"):
+            heads = slice(self.kv_head, self.kv_head + 1)
+        return whole[self.batch, :, heads].transpose(0, 1).double()
+
+
+class Checker:
+    """The reference of one case, computed once for all peers."""
+
+    def __init__(self, case: Case, inputs: Inputs):
+        p = case.problem
+        wanted = {(0, 0), (p.batch - 1, p.heads_k - 1)}
+        self.slices = [_slice(case, inputs, *where) for where in sorted(wanted)]
+
+    def why_wrong(self, got: Results) -> str | None:
+        """What is outside its budget, or None."""
+        for part in self.slices:
+            for name, exact in part.exact._asdict().items():
+                whole = getattr(got, name)
+                if exact is None or whole is None:
+                    continue
+                reason = _why_outside(part, name, part.of(name, whole), exact)
+                if reason:
+                    return reason
+        return None
+
+
+def _why_outside(part: Slice, name: str, got: torch.Tensor, exact: torch.Tensor) -> str | None:
+    where = f"{name} of batch {part.batch}, KV head {part.kv_head}"
+    if got.shape != exact.shape:
+        return f"{where} has shape {tuple(got.shape)}, not {tuple(exact.shape)}"
+    if not got.isfinite().all():
+        return f"{where} is not finite"
+    largest, rms = _errors(got, exact)
+    for kind, found, bound in (
+        ("largest", largest, part.largest[name]),
+        ("rms", rms, part.rms[name]),
+    ):
+        if not found <= bound:
+            return f"{where}: {kind} error {found:.3g} exceeds its budget {bound:.3g}"
+    return None
+
+
+def _errors(got: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
+    difference = (got - exact).abs()
+    return float(difference.max()), float(difference.square().mean().sqrt())
+
+
+def _slice(case: Case, inputs: Inputs, batch: int, kv_head: int) -> Slice:
+    p = case.problem
+    heads = slice(kv_head * p.group, (kv_head + 1) * p.group)
+    q_HMD, dout_HME = (x[batch, :, heads].transpose(0, 1) for x in (inputs.q, inputs.dout))
+    operands = (q_HMD, inputs.k[batch, :, kv_head], inputs.v[batch, :, kv_head])
+    if case.direction == "backward":
+        operands += (dout_HME,)
+    exact = attend(case, torch.float64, torch.float64, *operands)
+    twin = attend(case, torch.float32, inputs.q.dtype, *operands)
+    largest, rms = {}, {}
+    half_eps = torch.finfo(inputs.q.dtype).eps / 2
+    for name, want in exact._asdict().items():
+        if want is None:
+            continue
+        factor = FORWARD_FACTOR if name == "out" else GRADIENT_FACTOR
+        worst, mean = _errors(getattr(twin, name).double(), want)
+        largest[name] = factor * worst + half_eps * float(want.abs().max())
+        rms[name] = factor * mean + half_eps * float(want.square().mean().sqrt())
+    return Slice(batch, kv_head, p.group, exact, largest, rms)
+
+
+def attend(
+    case: Case,
+    wide: torch.dtype,
+    narrow: torch.dtype,
+    q_HMD: torch.Tensor,
+    k_ND: torch.Tensor,
+    v_NE: torch.Tensor,
+    dout_HME: torch.Tensor | None = None,
+) -> Results:
+    """Attention of the query heads of one KV head, and its gradients if dout is given.
+
+    Products and sums are computed in `wide`; what eager code would store (scores, probabilities,
+    results, their gradients) is rounded to `narrow`. dk and dv have a leading dim of 1.
+    """
+    heads, rows, _ = q_HMD.shape
+    keys = k_ND.shape[0]
+    block = max(1, min(rows, _BLOCK_BYTES // (heads * keys * wide.itemsize)))
+    k, v = k_ND.to(wide), v_NE.to(wide)
+    dk, dv = torch.zeros_like(k), torch.zeros_like(v)
+    outs, dqs = [], []
+    for begin in range(0, rows, block):
+        part = slice(begin, begin + block)
+        q = q_HMD[:, part].to(wide)
+        s = (q @ k.T).to(narrow) * case.problem.scale
+        p = torch.softmax(_masked(case, s, begin, rows, keys).to(wide), -1).to(narrow)
+        out = (p.to(wide) @ v).to(narrow)
+        outs.append(out)
+        if dout_HME is None:
+            continue
+        dout = dout_HME[:, part].to(wide)
+        dp = (dout @ v.T).to(narrow).to(wide)
+        delta = (out.to(wide) * dout).sum(-1, keepdim=True)
+        ds = (p.to(wide) * (dp - delta)).to(narrow)
+        dqk = (ds * case.problem.scale).to(wide)
+        dqs.append((dqk @ k).to(narrow))
+        dk += (dqk.mT @ q).sum(0)
+        dv += (p.to(wide).mT @ dout).sum(0)
+    out = torch.cat(outs, 1)
+    if dout_HME is None:
+        return Results(out)
+    return Results(out, torch.cat(dqs, 1), dk[None].to(narrow), dv[None].to(narrow))
+
+
+def _masked(case: Case, s_HMN: torch.Tensor, begin: int, rows: int, keys: int) -> torch.Tensor:
+    mask = case.problem.mask
+    if not mask.bounded:
+        return s_HMN
+    assert mask.causal, "benchmark cases are full or causal"
+    i = torch.arange(begin, begin + s_HMN.shape[1], device=s_HMN.device)[:, None]
+    j = torch.arange(keys, device=s_HMN.device)
+    return s_HMN.masked_fill(j > i + mask.offset(rows, keys), -torch.inf)

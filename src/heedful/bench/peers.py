@@ -1,0 +1,273 @@
+"""Who is timed. A peer that is missing or cannot take a case gives its reason, never an error.
+
+Every peer's forward takes q (B, Sq, H, D), k and v (B, Sk, G, D) and returns (B, Sq, H, D); a peer
+that wants heads first gets transposed views and pays for no copy that it does not make itself.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from heedful.bench.cases import Case
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# Scores that the math backend may materialise.
+_MOST_SCORES_BYTES = 16 * 1024**3
+
+
+class Inputs(NamedTuple):
+    """q, dout (B, Sq, H, D); k, v (B, Sk, G, D)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Peer:
+    """why_not: a reason known beforehand, or None. make: the forward for a case's shapes."""
+
+    name: str
+    words: str
+    why_not: Callable[[Case, torch.device], str | None]
+    make: Callable[[Case, Inputs], Forward]
+
+
+def draw(case: Case, device: torch.device, seed: int = 0) -> Inputs:
+    """Normal inputs in the case's dtype; q and k times its input_scale."""
+    p = case.problem
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = getattr(torch, p.dtype)
+
+    def normal(rows: int, heads: int, dim: int, scale: float = 1.0) -> torch.Tensor:
+        shape = (p.batch, rows, heads, dim)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(scale)
+
+    return Inputs(
+        normal(p.seqlen_q, p.heads_q, p.head_dim, case.input_scale),
+        normal(p.seqlen_k, p.heads_k, p.head_dim, case.input_scale),
+        normal(p.seqlen_k, p.heads_k, p.head_dim_v),
+        normal(p.seqlen_q, p.heads_q, p.head_dim_v),
+    )
+
+
+# heedful
+
+
+def _heedful(backend: str | None) -> Peer:
+    def make(case: Case, inputs: Inputs) -> Forward:
+        import heedful
+
+        causal = case.problem.mask.causal
+        if case.group == "decode":
+            return lambda q, k, v: heedful.flash_attn_with_kvcache(
+                q, k, v, causal=causal, backend=backend
+            )
+        return lambda q, k, v: heedful.flash_attn_func(q, k, v, causal=causal, backend=backend)
+
+    def why_not(case: Case, device: torch.device) -> str | None:
+        from heedful.core.plan import plan
+        from heedful.torch.device import device_spec, toolchain
+
+        try:
+            plan(case.problem, device_spec(device), toolchain(), backend)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    name = "heedful" if backend is None else f"heedful:{backend}"
+    words = "what the planner chooses" if backend is None else f"the {backend} backend, forced"
+    return Peer(name, words, why_not, make)
+
+
+# PyTorch
+
+
+def _sdpa(name: str, backend: str | None, words: str, cpu: bool) -> Peer:
+    def why_not(case: Case, device: torch.device) -> str | None:
+        p = case.problem
+        if device.type == "cpu" and not cpu:
+            return "has no CPU kernel"
+        scores = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k * 4
+        if backend == "MATH" and scores > _MOST_SCORES_BYTES:
+            return f"would hold {scores / 1024**3:.0f} GiB of scores"
+        return None
+
+    def make(case: Case, inputs: Inputs) -> Forward:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        p = case.problem
+        kwargs: dict[str, Any] = {"enable_gqa": True} if p.group > 1 else {}
+        if p.mask.causal and p.seqlen_q == p.seqlen_k:
+            kwargs["is_causal"] = True
+        elif p.mask.causal:
+            kwargs["attn_mask"] = _lower_right(case, inputs.q.device, backend)
+
+        def attention(q, k, v):
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(*heads_first, **kwargs).transpose(1, 2)
+
+        if backend is None:
+            return attention
+        chosen = getattr(SDPBackend, backend)
+
+        def forced(q, k, v):
+            with sdpa_kernel(chosen):
+                return attention(q, k, v)
+
+        return forced
+
+    return Peer(name, words, why_not, make)
+
+
+def _lower_right(case: Case, device: torch.device, backend: str | None):
+    """A causal mask for fewer queries than keys, in the form that the backend takes fastest."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    p = case.problem
+    if backend in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION", None):
+        return causal_lower_right(p.seqlen_q, p.seqlen_k)
+    ones = torch.ones(p.seqlen_q, p.seqlen_k, dtype=torch.bool, device=device)
+    return ones.tril(p.seqlen_k - p.seqlen_q)
+
+
+def _flex_make(case: Case, inputs: Inputs) -> Forward:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    p = case.problem
+    torch._dynamo.reset()  # one compilation a case, and no other case's in its way
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mask = None
+    if p.mask.causal:
+        shift = p.seqlen_k - p.seqlen_q
+        mask = create_block_mask(
+            lambda b, h, i, j: j <= i + shift,
+            None,
+            None,
+            p.seqlen_q,
+            p.seqlen_k,
+            device=str(inputs.q.device),
+        )
+
+    def forward(q, k, v):
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        out = compiled(*heads_first, block_mask=mask, enable_gqa=p.group > 1)
+        return out.transpose(1, 2)
+
+    return forward
+
+
+def _flex_why_not(case: Case, device: torch.device) -> str | None:
+    if device.type == "cpu" and case.direction == "backward":
+        return "has no backward on CPU"
+    return None
+
+
+# Other libraries
+
+
+def _needs(module: str, attribute: str):
+    def why_not(case: Case, device: torch.device) -> str | None:
+        if device.type == "cpu":
+            return "has no CPU kernel"
+        try:
+            getattr(import_module(module), attribute)
+        except Exception as error:  # a broken binary raises whatever it likes
+            return f"{module} does not import: {_first_line(error)}"
+        return None
+
+    return why_not
+
+
+def _flash_like(name: str, module: str, words: str) -> Peer:
+    def make(case: Case, inputs: Inputs) -> Forward:
+        function = import_module(module).flash_attn_func
+
+        def forward(q, k, v):
+            out = function(q, k, v, causal=case.problem.mask.causal)
+            return out[0] if isinstance(out, tuple) else out
+
+        return forward
+
+    return Peer(name, words, _needs(module, "flash_attn_func"), make)
+
+
+_PAGE = 16
+
+
+def _flashinfer_why_not(case: Case, device: torch.device) -> str | None:
+    p = case.problem
+    if case.group != "decode" or p.seqlen_q != 1 or p.seqlen_k % _PAGE:
+        return f"timed on decode of one token over pages of {_PAGE} only"
+    return _needs("flashinfer", "BatchDecodeWithPagedKVCacheWrapper")(case, device)
+
+
+def _flashinfer_make(case: Case, inputs: Inputs) -> Forward:
+    flashinfer, p = import_module("flashinfer"), case.problem
+    device, pages = inputs.q.device, p.seqlen_k // _PAGE
+    workspace = torch.empty(256 * 1024 * 1024, dtype=torch.uint8, device=device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
+    steps = torch.arange(p.batch + 1, dtype=torch.int32, device=device) * pages
+    wrapper.plan(
+        steps,
+        torch.arange(p.batch * pages, dtype=torch.int32, device=device),
+        torch.full((p.batch,), _PAGE, dtype=torch.int32, device=device),
+        p.heads_q,
+        p.heads_k,
+        p.head_dim,
+        _PAGE,
+        q_data_type=inputs.q.dtype,
+        kv_data_type=inputs.k.dtype,
+    )
+
+    def forward(q, k, v):
+        paged = tuple(x.view(p.batch * pages, _PAGE, p.heads_k, x.shape[-1]) for x in (k, v))
+        return wrapper.run(q.view(p.batch, p.heads_q, p.head_dim), paged).view(q.shape)
+
+    return forward
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        _heedful(None),
+        _sdpa("flash", "FLASH_ATTENTION", "SDPA's FlashAttention-2", cpu=True),
+        _sdpa("cudnn", "CUDNN_ATTENTION", "SDPA's cuDNN", cpu=False),
+        _sdpa("efficient", "EFFICIENT_ATTENTION", "SDPA's memory-efficient kernel", cpu=False),
+        _sdpa("math", "MATH", "SDPA's unfused math", cpu=True),
+        _sdpa("sdpa", None, "SDPA as it dispatches by itself", cpu=True),
+        Peer("flex", "FlexAttention, compiled for the shape", _flex_why_not, _flex_make),
+        _flash_like("flash_attn", "flash_attn", "the flash-attn package"),
+        _flash_like("fa3", "flash_attn_interface", "FlashAttention-3"),
+        _flash_like("fa4", "flash_attn.cute", "FlashAttention-4, CuTe DSL"),
+        Peer("flashinfer", "FlashInfer, paged decode", _flashinfer_why_not, _flashinfer_make),
+    )
+}
+
+
+def defaults(case: Case, device: torch.device) -> list[Peer]:
+    """The peers of a case unless some are named: SDPA's own dispatch only where the host's time is
+    asked for (elsewhere it is one of its backends), and no compilation of minutes on a CPU."""
+    left_out = set() if case.host else {"sdpa"}
+    if device.type == "cpu":
+        left_out |= {"flex", "math"}
+    return [peer for peer in PEERS.values() if peer.name not in left_out]
+
+
+def find(name: str) -> Peer:
+    """A peer by name; heedful:BACKEND is heedful with that backend forced. Raises ValueError."""
+    if name in PEERS:
+        return PEERS[name]
+    if name.startswith("heedful:"):
+        return _heedful(name.partition(":")[2])
+    raise ValueError(f"peers must be among {', '.join(PEERS)} or heedful:BACKEND, got {name!r}")
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]
