@@ -62,6 +62,24 @@ ROWS: list[ConfigRow] = [
     ConfigRow("portable.forward", ("*",), 128, TileConfig(128, 64, 8, 2), _UNMEASURED),
     ConfigRow("portable.forward", ("*",), 256, TileConfig(64, 32, 4, 2), _UNMEASURED),
     ConfigRow("portable.forward", ("*",), 512, TileConfig(32, 16, 4, 1), _UNMEASURED),
+    ConfigRow("portable.backward_keys", ("*",), 64, TileConfig(32, 32, 4, 1), _UNMEASURED, _wide),
+    ConfigRow("portable.backward_keys", ("*",), 512, TileConfig(16, 16, 4, 1), _UNMEASURED, _wide),
+    ConfigRow("portable.backward_keys", ("*",), 128, TileConfig(64, 128, 8, 2), _UNMEASURED),
+    ConfigRow("portable.backward_keys", ("*",), 256, TileConfig(32, 64, 8, 1), _UNMEASURED),
+    ConfigRow("portable.backward_keys", ("*",), 512, TileConfig(16, 32, 8, 1), _UNMEASURED),
+    ConfigRow(
+        "portable.backward_queries", ("*",), 64, TileConfig(32, 32, 4, 1), _UNMEASURED, _wide
+    ),
+    ConfigRow(
+        "portable.backward_queries", ("*",), 512, TileConfig(16, 16, 4, 1), _UNMEASURED, _wide
+    ),
+    ConfigRow("portable.backward_queries", ("*",), 128, TileConfig(128, 64, 8, 2), _UNMEASURED),
+    ConfigRow("portable.backward_queries", ("*",), 256, TileConfig(64, 32, 8, 1), _UNMEASURED),
+    ConfigRow("portable.backward_queries", ("*",), 512, TileConfig(32, 16, 8, 1), _UNMEASURED),
+    ConfigRow("portable.scores", ("*",), 64, TileConfig(32, 32, 4, 1), _UNMEASURED, _wide),
+    ConfigRow("portable.scores", ("*",), 512, TileConfig(16, 16, 4, 1), _UNMEASURED, _wide),
+    ConfigRow("portable.scores", ("*",), 128, TileConfig(64, 64, 4, 1), _UNMEASURED),
+    ConfigRow("portable.scores", ("*",), 512, TileConfig(32, 32, 4, 1), _UNMEASURED),
 ]
 
 

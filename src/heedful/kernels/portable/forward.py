@@ -389,10 +389,9 @@ def attention_forward(
         lse += split * stride_ls + b * stride_lb + h * stride_lh + token_q
         tl.store(lse + rows_M, lse_M, mask=rows_M < stored_q)
     store_rows(out, acc_ME, stride_om, row0, stored_q, HEAD_DIM_V, BLOCK_M, BLOCK_E)
-    if cu_seqlens_q is not None:
-        if tile + 1 == tiles:
-            if b + 1 == batch:
-                stored_q = (total_q - token_q).to(tl.int32)
-            clear_rows(out, stride_om, row0 + BLOCK_M, stored_q, HEAD_DIM_V, BLOCK_M, BLOCK_E, 0.0)
-            if lse is not None:
-                clear_rows(lse, 1, row0 + BLOCK_M, stored_q, 1, BLOCK_M, 1, float("-inf"))
+    if cu_seqlens_q is not None and tile + 1 == tiles:
+        if b + 1 == batch:
+            stored_q = (total_q - token_q).to(tl.int32)
+        clear_rows(out, stride_om, row0 + BLOCK_M, stored_q, HEAD_DIM_V, BLOCK_M, BLOCK_E, 0.0)
+        if lse is not None:
+            clear_rows(lse, 1, row0 + BLOCK_M, stored_q, 1, BLOCK_M, 1, float("-inf"))

@@ -1,7 +1,8 @@
 """From raw products q k^T to visible scores in log2 units, the same in every kernel.
 
 Order: scale, softcap, ALiBi, bias, mask. Scores live in log2 units (natural ones times LOG2E), so
-that exp2, the hardware's own exponential, turns them into probabilities. Shapes: M query rows, N key columns.
+that exp2, the hardware's own exponential, makes probabilities of them. Shapes: M query rows, N key
+columns.
 """
 
 import triton
@@ -115,3 +116,55 @@ def tree_visible(tree, stride_m, rows, cols, len_q, len_k):
 def finite_or_zero(m):
     """A running maximum to subtract: a row that has seen no key subtracts 0, never -inf."""
     return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def lse_to_subtract(lse, offsets, mask):
+    """LSE in log2 units; rows that saw nothing or do not exist subtract inf: probability 0."""
+    lse_M = tl.load(lse + offsets, mask=mask, other=float("inf"))
+    return tl.where(lse_M == float("-inf"), float("inf"), lse_M * LOG2E)
+
+
+@triton.jit
+def probabilities(
+    s,
+    lse_log2,
+    rows,
+    cols,
+    off,
+    len_q,
+    len_k,
+    left,
+    right,
+    first,
+    tree,
+    stride_tree,
+    scale,
+    softcap,
+    slope,
+    b_tile,
+    HAS_LEFT: tl.constexpr,
+    HAS_RIGHT: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    IS_ADJUSTED: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """(probabilities, d score / d (s * scale)) of raw products whose LSE is known. rows, cols and
+    lse_log2 broadcast against s in either orientation."""
+    distance = cols - (rows + off)
+    slope_of_cap = 1.0
+    if IS_ADJUSTED:
+        s, slope_of_cap = adjust_scores(
+            s, distance, scale, softcap, slope, b_tile, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS
+        )
+        p = tl.exp2(s - lse_log2)
+    else:
+        p = tl.exp2(s * (scale * LOG2E) - lse_log2)
+    if IS_MASKED:
+        ok = visible(cols, distance, len_k, left, right, first, HAS_LEFT, HAS_RIGHT)
+        if tree is not None:
+            ok &= tree_visible(tree, stride_tree, rows, cols, len_q, len_k)
+        p = tl.where(ok, p, 0.0)
+    return p, slope_of_cap

@@ -45,14 +45,15 @@ def query_sequence(b, cu_seqlens, seqused, seqlen):
 
 @triton.jit
 def key_sequence(b, cu_seqlens, seqused, leftpad, seqlen):
-    """(first row in the sequence's storage, used length, stored length) on the key side."""
+    """(first row, used length, rows from there on) of sequence b's storage on the key side."""
     token, used, stored = query_sequence(b, cu_seqlens, seqused, seqlen)
     if leftpad is not None:
         pad = tl.load(leftpad + b)
         token += pad
+        stored -= pad
         if seqused is None:
-            used -= pad
-        used = tl.maximum(tl.minimum(used, stored - pad), 0)
+            used = stored
+        used = tl.minimum(used, stored)
     return token, used, stored
 
 

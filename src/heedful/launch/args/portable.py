@@ -18,7 +18,6 @@ from heedful.launch.spec import (
     Program,
     Scalar,
     Workspace,
-    item_bytes,
 )
 
 Buffers = Mapping[str, BufferSpec]
@@ -148,7 +147,6 @@ def _scores(call: _Call, problem: AttentionProblem) -> dict[str, object]:
     threshold = min(int(keep * 2.0**32), 2**32 - 1)
     call.floats(scale=problem.scale, softcap=problem.softcap)
     call.ints(drop_threshold=_wrapped(threshold))
-    call.floats(drop_scale=1.0 / keep if keep else 0.0)
     origin = (_wrapped(o) for o in problem.dropout_origin)
     call.ints(**dict(zip(("origin_b", "origin_h", "origin_m", "origin_n"), origin, strict=True)))
     bias = call.buffers.get("bias")
@@ -175,6 +173,11 @@ def _scores(call: _Call, problem: AttentionProblem) -> dict[str, object]:
     }
 
 
+def _drop_scale(problem: AttentionProblem) -> float:
+    """What kept probabilities are multiplied by; at p = 1 none is kept."""
+    return 1.0 / (1.0 - problem.dropout_p) if problem.dropout_p < 1 else 0.0
+
+
 def _lengths(call: _Call, problem: AttentionProblem, buffers: Buffers) -> None:
     """Arguments that say where sequences lie."""
     call.vectors("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
@@ -186,7 +189,6 @@ def _lengths(call: _Call, problem: AttentionProblem, buffers: Buffers) -> None:
     call.ints(
         seqlen_q=problem.seqlen_q,
         seqlen_k=stored_k,
-        total_q=problem.total_q or 0,
         batch=problem.batch,
         heads_q=problem.heads_q,
         heads_k=problem.heads_k,
@@ -218,6 +220,10 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
         calls.append(_forward_call(problem, plan, buffers, "partial_out", "partial_lse", splits))
         calls.append(_combine_call(buffers, "partial_out", "partial_lse", sink=None))
+    if "probs" in buffers:
+        if "lse" not in buffers:
+            raise ValueError("probs need lse: the probabilities are made from it")
+        calls.append(_probs_call(problem, plan, buffers))
     return Program(tuple(calls), workspaces)
 
 
@@ -234,11 +240,12 @@ def _forward_call(
     else:
         call.constants["lse"] = None
     constants = _scores(call, problem)
+    call.floats(drop_scale=_drop_scale(problem))
     _lengths(call, problem, buffers)
     call.row_strides("q", "q", "m")
     call.row_strides("k", "k", "n")
     call.row_strides("v", "v", "n")
-    _descale_strides(call, problem)
+    _descale_strides(call, problem, "kv")
     table = buffers.get("block_table")
     call.strides("table", "b", [table.strides[0] if table else 0])
     lead = splits > 1
@@ -251,6 +258,7 @@ def _forward_call(
     call.strides("l", "s", [BufferSpec.contiguous((1, *lse_shape), "float32").strides[0]])
     tiles = _tiles(problem, problem.seqlen_q, config.block_m)
     call.ints(
+        total_q=problem.total_q or 0,
         page_size=problem.page_size,
         section=_section(problem, plan),
         num_splits=splits,
@@ -269,13 +277,13 @@ def _forward_call(
     )
 
 
-def _descale_strides(call: _Call, problem: AttentionProblem) -> None:
+def _descale_strides(call: _Call, problem: AttentionProblem, tensors: str) -> None:
     """Descales are (B, G), or lie beside the keys as (.., rows, G, groups)."""
     if problem.kv_shift and not problem.kv_group:
         raise ValueError("k_shift and v_shift need a scale per group of a key (kv_group > 0)")
     q = call.buffers.get("q_descale")
     call.strides("qd", "bh", q.strides if q else (0, 0))
-    for name in "kv":
+    for name in tensors:
         descale, shift = (call.buffers.get(f"{name}_{what}") for what in ("descale", "shift"))
         strides = (0, 0, 0)
         if descale is not None and problem.kv_group:
@@ -319,3 +327,160 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
     grid = (-(-rows // block_m), batch * heads, 1)
     config = TileConfig(block_m, 0, num_warps=4, num_stages=1)
     return call.build(grid, config, HEAD_DIM_V=dim, BLOCK_M=block_m, BLOCK_E=block_e)
+
+
+def _probs_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
+    config = plan.configs["portable.scores"]
+    call = _Call("probabilities", "signed_probabilities", buffers, ("q", "k"))
+    call.tensors(q="q", k="k")
+    call.vectors("block_table", "kv_batch_idx", "q_descale", "k_descale", "k_shift")
+    call.vectors("lse", "probs")
+    constants = _scores(call, problem)
+    _lengths(call, problem, buffers)
+    call.row_strides("q", "q", "m")
+    call.row_strides("k", "k", "n")
+    _descale_strides(call, problem, "k")
+    table = buffers.get("block_table")
+    call.strides("table", "b", [table.strides[0] if table else 0])
+    call.strides("l", "bh", _lse_strides(problem.lse_shape))
+    call.strides("p", "bhm", buffers["probs"].strides[:3])
+    tiles_m = -(-problem.seqlen_q // config.block_m)
+    tiles_n = -(-problem.seqlen_k // config.block_n)
+    call.ints(page_size=problem.page_size, tiles_m=tiles_m, tiles_n=tiles_n)
+    dims = {
+        name: value for name, value in _dims(problem).items() if name in ("HEAD_DIM", "BLOCK_D")
+    }
+    return call.build(
+        (tiles_m * tiles_n * problem.batch * problem.heads_q, 1, 1),
+        config,
+        **constants,
+        **dims,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        KV_GROUP=problem.kv_group,
+        IS_INT4=problem.kv_dtype == "int4",
+    )
+
+
+def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
+    """dq, dk, dv, and dbias and dsink where there are such buffers.
+
+    Raises ValueError for keys in pages or picked by index, which have no gradient here.
+    """
+    for name in ("block_table", "kv_batch_idx"):
+        if name in buffers:
+            raise ValueError(f"the portable backward takes no {name}")
+    delta = Workspace("delta", BufferSpec.contiguous(problem.lse_shape, "float32"))
+    buffers = {**buffers, "delta": delta.buffer}
+    calls = [
+        _delta_call(buffers),
+        _key_gradients_call(problem, plan, buffers),
+        _query_gradients_call(problem, plan, buffers),
+    ]
+    if "dbias" in buffers:
+        calls.append(_bias_gradients_call(problem, plan, buffers))
+    if "dsink" in buffers:
+        calls.append(_sink_gradients_call(buffers))
+    return Program(tuple(calls), (delta,))
+
+
+def _flat_rows(spec: BufferSpec) -> tuple[int, int]:
+    """(batch, rows) of an lse; packed sequences are one."""
+    return (1, spec.shape[1]) if len(spec.shape) == 2 else (spec.shape[0], spec.shape[2])
+
+
+def _delta_call(buffers: Buffers) -> KernelCall:
+    spec, lse = buffers["out"], buffers["lse"]
+    *_, heads, dim = spec.shape
+    batch, rows = _flat_rows(lse)
+    call = _Call("backward_rows", "row_deltas", buffers, ("out", "dout"))
+    call.tensors(out="out", dout="dout")
+    call.vectors("lse", "dlse", "delta")
+    call.row_strides("o", "out", "m")
+    call.row_strides("do", "dout", "m")
+    dlse = buffers.get("dlse")
+    strides = (0, 0, 0)
+    if dlse is not None:
+        strides = dlse.strides if len(dlse.strides) == 3 else (0, *dlse.strides)
+    # (batch, head, row): any strides, as autograd hands them out.
+    call.strides("dl", "bhm", strides)
+    call.strides("l", "bh", _lse_strides(lse.shape))
+    block_e = _pow2(dim)
+    # 32 KiB of float32 products a program keep 8 warps within 32 registers for them.
+    block_m = max(1, min(128, 8192 // block_e))
+    tiles = -(-rows // block_m)
+    call.ints(rows=rows, heads=heads, tiles=tiles)
+    config = TileConfig(block_m, 0, num_warps=8, num_stages=1)
+    grid = (tiles * batch * heads, 1, 1)
+    return call.build(grid, config, HEAD_DIM_V=dim, BLOCK_M=block_m, BLOCK_E=block_e)
+
+
+def _sink_gradients_call(buffers: Buffers) -> KernelCall:
+    lse = buffers["lse"]
+    batch, rows = _flat_rows(lse)
+    call = _Call("backward_rows", "sink_gradients", buffers, ())
+    call.vectors("sink", "lse", "delta", "dsink")
+    call.strides("l", "bh", _lse_strides(lse.shape))
+    call.ints(rows=rows, batch=batch)
+    config = TileConfig(1024, 0, num_warps=4, num_stages=1)
+    return call.build((buffers["sink"].shape[0], 1, 1), config, BLOCK_M=config.block_m)
+
+
+def _gradient_call(
+    problem: AttentionProblem, buffers: Buffers, function: tuple[str, str], outputs: dict[str, str]
+) -> tuple[_Call, dict[str, object]]:
+    """What the three gradient kernels that make scores again share. outputs: name -> row axis."""
+    tensors = ("q", "k", "v", "dout", *outputs)
+    call = _Call(*function, buffers, tensors)
+    call.tensors(**{name: name for name in tensors})
+    call.vectors("lse", "delta")
+    constants = _scores(call, problem)
+    call.floats(drop_scale=_drop_scale(problem))
+    _lengths(call, problem, buffers)
+    for prefix, name, row in (
+        ("q", "q", "m"),
+        ("k", "k", "n"),
+        ("v", "v", "n"),
+        ("do", "dout", "m"),
+    ):
+        call.row_strides(prefix, name, row)
+    for name, row in outputs.items():
+        call.row_strides(name, name, row)
+    call.strides("l", "bh", _lse_strides(problem.lse_shape))
+    return call, {**constants, **_dims(problem)}
+
+
+def _key_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
+    config = plan.configs["portable.backward_keys"]
+    outputs = {"dk": "n", "dv": "n"}
+    call, constants = _gradient_call(problem, buffers, ("backward_keys", "key_gradients"), outputs)
+    longest = problem.seqlen_k if problem.varlen_k else buffers["k"].shape[1]
+    tiles = max(-(-longest // config.block_n), 1 if problem.varlen_k else 0)
+    section = max(1, _section(problem, plan) // problem.group)
+    call.ints(total_k=problem.total_k or 0, section=section, tiles=tiles)
+    grid = (tiles * problem.batch * problem.heads_k, 1, 1)
+    return call.build(grid, config, **constants, BLOCK_M=config.block_m, BLOCK_N=config.block_n)
+
+
+def _query_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
+    config = plan.configs["portable.backward_queries"]
+    call, constants = _gradient_call(
+        problem, buffers, ("backward_queries", "query_gradients"), {"dq": "m"}
+    )
+    tiles = _tiles(problem, problem.seqlen_q, config.block_m)
+    call.ints(total_q=problem.total_q or 0, section=_section(problem, plan), tiles=tiles)
+    grid = (tiles * problem.batch * problem.heads_q, 1, 1)
+    return call.build(grid, config, **constants, BLOCK_M=config.block_m, BLOCK_N=config.block_n)
+
+
+def _bias_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
+    config = plan.configs["portable.scores"]
+    call, constants = _gradient_call(problem, buffers, ("backward_bias", "bias_gradients"), {})
+    call.vectors("dbias")
+    dbias = buffers["dbias"]
+    call.strides("db", "bhmn", dbias.strides)
+    own = dict(zip(("own_b", "own_h", "own_m", "own_n"), dbias.shape, strict=True))
+    call.ints(**own)
+    tiles_m, tiles_n = -(-own["own_m"] // config.block_m), -(-own["own_n"] // config.block_n)
+    grid = (tiles_m * tiles_n * own["own_b"] * own["own_h"], 1, 1)
+    return call.build(grid, config, **constants, BLOCK_M=config.block_m, BLOCK_N=config.block_n)
