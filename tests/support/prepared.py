@@ -1,0 +1,21 @@
+"""A planned backend as the error budget's `Backend`: what the public functions run on."""
+
+from heedful.torch import backends
+
+
+class Prepared:
+    """Runs each problem through the planner with one backend asked for by name."""
+
+    def __init__(self, backend: str):
+        self.backend = backend
+        self._runner = None
+
+    def forward(self, problem, x, out):
+        """(out, lse, probs)."""
+        self._runner = backends.prepare(problem, x, self.backend)
+        return self._runner.forward(x, out)
+
+    def backward(self, problem, x, out, lse, dout, dlse=None):
+        """Gradients of the forward that ran last."""
+        assert self._runner is not None and self._runner.plan.problem == problem
+        return self._runner.backward(x, out, lse, dout, dlse)
