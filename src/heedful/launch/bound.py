@@ -55,14 +55,20 @@ class BoundKernel:
         ]
         self._pool: list = []
 
+    def _take(self):
+        """A free argument buffer. Another thread may empty the pool between look and take."""
+        while self._pool:
+            try:
+                return self._pool.pop()
+            except IndexError:
+                continue
+        return self._driver.Slot(self.artifact, self._function, self._call.grid, self._template)
+
     def run(self, addresses: Sequence[int], stream: int) -> None:
         """Launches on a raw stream; the device must be current."""
         if self._empty:
             return
-        try:
-            slot = self._pool.pop()
-        except IndexError:
-            slot = self._driver.Slot(self.artifact, self._function, self._call.grid, self._template)
+        slot = self._take()
         for pack_into, offset, pick in self._runs:
             pack_into(slot.buffer, offset, *pick(addresses))
         for encoder, offset, index in self._maps:
