@@ -55,5 +55,8 @@ class Gradients(NamedTuple):
 
 
 def own_shape(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of what an array really holds: 1 where a stride of 0 repeats it."""
+    """The shape of what an array really holds: 1 where a stride of 0 repeats it. The strides of
+    an empty array say nothing: it is as it is."""
+    if 0 in shape:
+        return tuple(shape)
     return tuple(1 if step == 0 else size for size, step in zip(shape, strides, strict=True))

@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from heedful.core.operands import Gradients, Operands
+from heedful.core.operands import Gradients, Operands, own_shape
 from heedful.core.problem import AttentionProblem
 from heedful.reference import oracle
 from heedful.reference.convert import as_numpy
 from heedful.reference.philox import keep_mask, keep_scale
 from heedful.reference.quant import unpack_int4
-from heedful.reference.sequences import Sequence, sequences, unexpanded_shape
+from heedful.reference.sequences import Sequence, sequences
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 
@@ -199,7 +199,7 @@ def _sum_group(problem: AttentionProblem, grad_HND: torch.Tensor) -> torch.Tenso
 
 
 def _reduced(ds: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    own = unexpanded_shape(tuple(bias.shape), bias.stride())
+    own = own_shape(tuple(bias.shape), bias.stride())
     axes = [axis for axis, size in enumerate(own) if size == 1]
     return (ds.sum(axes, keepdim=True) if axes else ds).to(bias.dtype)
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from heedful.core.operands import Gradients, Operands
+from heedful.core.operands import Gradients, Operands, own_shape
 from heedful.core.problem import AttentionProblem
 from heedful.reference.philox import keep_mask, keep_scale
 from heedful.reference.quant import dequantize, unpack_int4
-from heedful.reference.sequences import Sequence, sequences, unexpanded_shape
+from heedful.reference.sequences import Sequence, sequences
 
 
 def forward(
@@ -95,7 +95,7 @@ def backward(problem: AttentionProblem, x: Operands, dout, dlse=None) -> Gradien
             p_sink_HM1 = np.exp(sink_H1 - _finite(c.lse_HM))[..., None]
             dsink += (p_sink_HM1 * (dlse_HM1 - delta_HM1)).sum((1, 2))
     if dbias is not None:
-        for axis, size in enumerate(unexpanded_shape(x.bias.shape, x.bias.strides)):
+        for axis, size in enumerate(own_shape(x.bias.shape, x.bias.strides)):
             if size == 1:
                 dbias = dbias.sum(axis, keepdims=True)
     return Gradients(dq, dk, dv, dbias, dsink)

@@ -83,10 +83,3 @@ def _page_spans(pages: list[int], page_size: int, begin: int, count: int):
         spans.append((pages[page] * page_size + slot, run))
         begin, count = begin + run, count - run
     return tuple(spans)
-
-
-def unexpanded_shape(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape before expansion: dims that a stride of 0 repeats have size 1."""
-    return tuple(
-        1 if size > 1 and not stride else size for size, stride in zip(shape, strides, strict=True)
-    )

@@ -1,0 +1,203 @@
+"""How a call falls into blocks of heads, and how tiles of a block are read and written.
+
+B batch rows and G kv heads of the block, R query heads per kv head, M query rows of a tile, N keys
+of a tile, D qk dim, E v dim. A tile of queries is kept as (B G, R M, D): the group is folded into
+rows, so that keys and values are never expanded.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from heedful.core.operands import Operands
+from heedful.core.problem import AttentionProblem
+from heedful.reference.sequences import Sequence, sequences
+
+# Scores of one tile per thread: 1 MiB of float32, about a core's share of the outer cache. Measured
+# on a 2-core AMD EPYC (Zen 5), torch 2.13: 128 Ki to 512 Ki differ by under 3 %.
+SCORES_PER_THREAD = 256 * 1024
+ROWS = 256
+KEYS = 512
+# Granularity at which the mask cuts key tiles and query tiles off.
+UNIT = 64
+
+
+class Scratch:
+    """Named float buffers that grow to the largest tile asked for and are used again."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+        self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """An uninitialised contiguous tensor, valid until the name is taken again."""
+        dtype, size = dtype or self.dtype, math.prod(shape)
+        buffer = self._buffers.get((name, dtype))
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype)
+        return buffer[:size].view(shape)
+
+
+@dataclass
+class Block:
+    """Some kv heads of one sequence, or of several sequences that lie and are masked alike.
+
+    batches, kv_heads: which. len_q, len_k: lengths of each of its sequences. seq: the sequence's
+    place in storage; None where storage is (B, S, ...) and used whole.
+    """
+
+    problem: AttentionProblem
+    x: Operands
+    batches: range
+    kv_heads: range
+    len_q: int
+    len_k: int
+    seq: Sequence | None = None
+    _tokens: torch.Tensor | None = field(default=None, repr=False)
+
+    @property
+    def heads(self) -> int:
+        """Independent matrices: batch rows times kv heads."""
+        return len(self.batches) * len(self.kv_heads)
+
+    @property
+    def query_heads(self) -> range:
+        group = self.problem.group
+        return range(self.kv_heads.start * group, self.kv_heads.stop * group)
+
+    def split(self, per_head) -> torch.Tensor:
+        """A per-head tensor (batch, H, ...) cut down to (B, G, R, ...)."""
+        b, h = self.batches, self.query_heads
+        own = per_head[b.start : b.stop, h.start : h.stop]
+        return own.unflatten(1, (len(self.kv_heads), self.problem.group))
+
+    def queries(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor laid out as q, as a view (B, len_q, G, R, dim) of the block."""
+        h = self.query_heads
+        if tensor.ndim == 3:
+            assert self.seq is not None
+            own = tensor[None, self.seq.q_token : self.seq.q_token + self.len_q]
+        else:
+            own = tensor[self.batches.start : self.batches.stop, : self.len_q]
+        own = own[:, :, h.start : h.stop]
+        return own.unflatten(2, (len(self.kv_heads), self.problem.group))
+
+    def rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor laid out as lse, as a view (B, G, R, len_q) of the block."""
+        h = self.query_heads
+        if tensor.ndim == 2:
+            assert self.seq is not None
+            own = tensor[None, h.start : h.stop, self.seq.q_token : self.seq.q_token + self.len_q]
+        else:
+            own = tensor[self.batches.start : self.batches.stop, h.start : h.stop, : self.len_q]
+        return own.unflatten(1, (len(self.kv_heads), self.problem.group))
+
+    def load_queries(
+        self, tensor: torch.Tensor, rows: range, scratch: Scratch, name: str
+    ) -> torch.Tensor:
+        """Rows of a tensor laid out as q, in scratch precision: (B G, R M, dim)."""
+        tile = self.queries(tensor)[:, rows.start : rows.stop].permute(0, 2, 3, 1, 4)
+        copy = scratch.take(name, *tile.shape).copy_(tile)
+        return copy.view(self.heads, -1, tensor.shape[-1])
+
+    def store_queries(self, tensor: torch.Tensor, rows: range, tile: torch.Tensor) -> None:
+        """The reverse of load_queries."""
+        target = self.queries(tensor)[:, rows.start : rows.stop]
+        b, m, g, r, dim = target.shape
+        target.copy_(tile.view(b, g, r, m, dim).permute(0, 3, 1, 2, 4))
+
+    def keys(self, storage: torch.Tensor, cols: range) -> torch.Tensor:
+        """Keys `cols` of a storage as (B, N, G, dim): a view, but for a gather from pages."""
+        g = self.kv_heads
+        if self.seq is None:
+            own = storage[self.batches.start : self.batches.stop, cols.start : cols.stop]
+        elif len(self.seq.k_spans) == 1:
+            own = _token_run(storage, self.seq.k_spans[0][0] + cols.start, len(cols))[None]
+        else:
+            own = storage[self._index(storage, cols)][None]
+        return own[:, :, g.start : g.stop]
+
+    def add_keys(self, storage: torch.Tensor, cols: range, tile: torch.Tensor) -> None:
+        """Adds a tile (B G, N, dim) to keys `cols` of a gradient laid out as k."""
+        b, g = len(self.batches), self.kv_heads
+        grad = tile.view(b, len(g), len(cols), -1).transpose(1, 2).to(storage.dtype)
+        if self.seq is None or len(self.seq.k_spans) == 1:
+            self.keys(storage, cols).add_(grad)
+            return
+        heads = storage[..., g.start : g.stop, :]
+        heads.index_put_(self._index(storage, cols), grad[0], accumulate=True)
+
+    def _index(self, storage: torch.Tensor, cols: range) -> tuple[torch.Tensor, ...]:
+        """Where keys `cols` of a scattered sequence are: (page, slot) of each."""
+        if self._tokens is None:
+            assert self.seq is not None
+            runs = [torch.arange(token, token + n) for token, n in self.seq.k_spans]
+            self._tokens = torch.cat(runs)
+        tokens, page_size = self._tokens[cols.start : cols.stop], storage.shape[1]
+        return tokens // page_size, tokens % page_size
+
+
+def _token_run(storage: torch.Tensor, token: int, count: int) -> torch.Tensor:
+    """`count` consecutive tokens of one storage row (or of a packed storage), (N, G, dim)."""
+    if storage.ndim == 3:
+        return storage[token : token + count]
+    row, begin = divmod(token, storage.shape[1])
+    return storage[row, begin : begin + count]
+
+
+def blocks(problem: AttentionProblem, x: Operands) -> Iterator[Block]:
+    """The call's blocks; each has about SCORES_PER_THREAD scores a tile for every thread.
+
+    Tile sizes depend on a sequence's own lengths, never on what else is in the batch.
+    """
+    scattered = (x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k)
+    scattered += (x.block_table, x.kv_batch_idx, x.leftpad_k)
+    if any(operand is not None for operand in scattered):
+        for seq in sequences(problem, x):
+            batches = range(seq.batch, seq.batch + 1)
+            for kv_heads in _parts(problem.heads_k, _matrices(problem, seq.len_q, seq.len_k)):
+                yield Block(problem, x, batches, kv_heads, seq.len_q, seq.len_k, seq)
+        return
+    len_q, len_k = problem.seqlen_q, problem.seqlen_k
+    matrices = _matrices(problem, len_q, len_k)
+    for batches in _parts(problem.batch, max(1, matrices // problem.heads_k)):
+        for kv_heads in _parts(problem.heads_k, matrices):
+            yield Block(problem, x, batches, kv_heads, len_q, len_k)
+
+
+def _matrices(problem: AttentionProblem, len_q: int, len_k: int) -> int:
+    """How many kv heads share a tile."""
+    scores = min(len_q, query_rows(problem)) * problem.group * min(len_k, KEYS)
+    return max(1, SCORES_PER_THREAD * torch.get_num_threads() // max(1, scores))
+
+
+def query_rows(problem: AttentionProblem) -> int:
+    """Query positions of a tile: about ROWS rows once the group is folded in."""
+    return max(1, ROWS // problem.group)
+
+
+def _parts(count: int, size: int) -> Iterator[range]:
+    """range(count) in pieces of at most `size`."""
+    for start in range(0, count, size):
+        yield range(start, min(start + size, count))
+
+
+def query_tiles(block: Block) -> Iterator[range]:
+    """The block's query tiles in order."""
+    return _parts(block.len_q, query_rows(block.problem))
+
+
+def key_tiles(block: Block, rows: range) -> Iterator[tuple[range, bool]]:
+    """Keys that queries `rows` touch, in tiles of at most KEYS, each with whether any of its
+    scores may be masked by position."""
+    found = block.problem.mask.key_range(rows.start, len(rows), UNIT, block.len_q, block.len_k)
+    full = range(found.full_begin * UNIT, found.full_end * UNIT)
+    visited = ((found.first_begin, found.first_end), (found.begin, found.end))
+    for begin, end in visited:
+        stop = min(end * UNIT, block.len_k)
+        for start in range(begin * UNIT, stop, KEYS):
+            cols = range(start, min(start + KEYS, stop))
+            whole = full.start <= cols.start and cols.stop <= full.stop
+            yield cols, block.problem.mask.bounded and not whole

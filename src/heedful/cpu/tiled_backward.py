@@ -1,0 +1,165 @@
+"""Tiled backward (FlashAttention-2, Dao 2023, section 3.1.2): lse gives probabilities anew.
+
+Key tiles outside, query tiles inside: dK and dV of a tile stay in scratch until they are whole, and
+only dQ has a float32 buffer over the sequence. Dimension key as in blocks.py.
+"""
+
+from collections.abc import Iterator
+
+import torch
+
+from heedful.core.operands import Gradients, Operands, own_shape
+from heedful.core.problem import AttentionProblem
+from heedful.cpu.blocks import KEYS, UNIT, Block, blocks, query_rows, query_tiles
+from heedful.cpu.scores import Tiles
+from heedful.cpu.tiled_forward import row_lse
+from heedful.reference.philox import keep_scale
+
+
+def backward(
+    problem: AttentionProblem,
+    x: Operands,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+) -> Gradients:
+    """Gradients of one call on the CPU, from what its forward returned.
+
+    out, lse: the forward's. dout: as out. dlse: as lse, or None for zeros.
+
+    Returns dq, dk, dv in the dtypes of q, k and v; dbias in the bias's dtype, of size 1 where its
+    stride is 0 or its size 1, if problem.bias_grad; dsink, float32 (H,), if there is a sink. Key
+    tokens that several sequences share get the sum.
+
+    Raises ValueError for inputs with descales, which have no gradient.
+    """
+    if x.q_descale is not None or x.k_descale is not None or x.v_descale is not None:
+        raise ValueError("gradients need q, k and v without descales")
+    dq, dk, dv = (torch.zeros(a.shape, dtype=a.dtype) for a in (x.q, x.k, x.v))
+    tiles = Tiles(problem, x)
+    dbias = dsink = None
+    if problem.bias_grad:
+        own = own_shape(tuple(x.bias.shape), x.bias.stride())
+        dbias = torch.zeros(own, dtype=tiles.scratch.dtype)
+    if x.sink is not None:
+        dsink = torch.zeros(problem.heads_q, dtype=torch.float64)
+    for block in blocks(problem, x):
+        pass_ = _BlockBackward(tiles, block, dout, dbias)
+        pass_.prepare(out, lse, dlse, dsink)
+        for cols in _parts(block.len_k):
+            pass_.add_key_tile(cols, dk, dv)
+        pass_.store_dq(dq)
+    if dbias is not None:
+        dbias = dbias.to(x.bias.dtype)
+    return Gradients(
+        dq,
+        dk,
+        dv,
+        dbias,
+        dsink if dsink is None else dsink.float(),
+    )
+
+
+def _parts(len_k: int) -> Iterator[range]:
+    return (range(start, min(start + KEYS, len_k)) for start in range(0, len_k, KEYS))
+
+
+class _BlockBackward:
+    """The backward of one block: lse and delta of every query tile, dQ so far."""
+
+    def __init__(self, tiles: Tiles, block: Block, dout, dbias: torch.Tensor | None):
+        self.tiles, self.block, self.dout, self.dbias = tiles, block, dout, dbias
+        self.rows = list(query_tiles(block))
+        self.keep_scale = keep_scale(tiles.problem.dropout_p)
+        self.lse: list[torch.Tensor] = []
+        self.delta: list[torch.Tensor] = []
+        self.dq: list[torch.Tensor] = []
+
+    def prepare(self, out, lse, dlse, dsink) -> None:
+        """delta = rowsum(dO * O) - dlse of every query tile, and the sink's gradient."""
+        tiles, block = self.tiles, self.block
+        group, dim = tiles.problem.group, tiles.problem.head_dim
+        for rows in self.rows:
+            o = block.load_queries(out, rows, tiles.scratch, "o")
+            do = block.load_queries(self.dout, rows, tiles.scratch, "do")
+            delta = o.mul_(do).sum(-1, keepdim=True)
+            if dlse is not None:
+                dlse_rows = block.rows(dlse)[..., rows.start : rows.stop]
+                delta -= dlse_rows.reshape(delta.shape)
+            self.lse.append(row_lse(tiles, block, rows, lse))
+            self.delta.append(delta)
+            size = (block.heads, group * len(rows), dim)
+            self.dq.append(torch.zeros(size, dtype=tiles.scratch.dtype))
+            if dsink is not None:
+                h = block.query_heads
+                sink = tiles.x.sink[h.start : h.stop].view(1, len(block.kv_heads), group, 1)
+                lse_rows = block.rows(lse)[..., rows.start : rows.stop]
+                p_sink = (
+                    torch.exp(sink - lse_rows).masked_fill_(lse_rows == -torch.inf, 0.0).double()
+                )
+                of_row = p_sink * delta.view(p_sink.shape)
+                dsink[h.start : h.stop] -= of_row.sum((0, 3)).flatten()
+
+    def add_key_tile(self, cols: range, dk: torch.Tensor, dv: torch.Tensor) -> None:
+        """Everything that keys `cols` have to do with: their dK and dV, their part of dQ."""
+        tiles, block = self.tiles, self.block
+        k, v = tiles.load_k(block, cols), tiles.load_v(block, cols)
+        dk_tile = tiles.scratch.take("dk", *k.shape).zero_()
+        dv_tile = tiles.scratch.take("dv", *v.shape).zero_()
+        for index, masked in self._query_tiles(cols):
+            self._add_pair(index, cols, masked, k, v, dk_tile, dv_tile)
+        block.add_keys(dk, cols, dk_tile)
+        block.add_keys(dv, cols, dv_tile)
+
+    def _query_tiles(self, cols: range) -> Iterator[tuple[int, bool]]:
+        """Query tiles that see any of keys `cols`: index, and whether position may hide any."""
+        mask, block = self.tiles.problem.mask, self.block
+        step = query_rows(self.tiles.problem)
+        begin, end = mask.query_range(cols.start, len(cols), step, block.len_q, block.len_k)
+        for index in range(begin, end):
+            rows = self.rows[index]
+            found = mask.key_range(rows.start, len(rows), UNIT, block.len_q, block.len_k)
+            full = found.full_begin * UNIT <= cols.start and cols.stop <= found.full_end * UNIT
+            yield index, mask.bounded and not full
+
+    def _add_pair(self, index: int, cols: range, masked: bool, k, v, dk_tile, dv_tile) -> None:
+        """One query tile against one key tile: five matmuls."""
+        tiles, block, rows = self.tiles, self.block, self.rows[index]
+        problem = tiles.problem
+        q = tiles.load_q(block, rows)
+        do = block.load_queries(self.dout, rows, tiles.scratch, "do")
+        s, tanh = tiles.scores(block, rows, cols, masked, q, k)
+        p = tiles.exp_(s.sub_(self.lse[index]))
+        dp = tiles.scratch.take("dp", *p.shape)
+        torch.bmm(do, v.mT, out=dp)
+        if problem.dropout_p > 0:
+            dropped = tiles.dropped(block, rows, cols)
+            p_kept = p.masked_fill(dropped, 0.0)
+            dv_tile.baddbmm_(p_kept.mT, do, alpha=self.keep_scale)
+            dp.mul_(self.keep_scale).masked_fill_(dropped, 0.0)
+        else:
+            dv_tile.baddbmm_(p.mT, do)
+        ds = dp.sub_(self.delta[index]).mul_(p)
+        if self.dbias is not None:
+            self._add_bias(rows, cols, tiles.by_head(block, ds, rows))
+        if tanh is not None:
+            ds.mul_(tanh.square_().neg_().add_(1.0))
+        self.dq[index].baddbmm_(ds, k, alpha=problem.scale)
+        dk_tile.baddbmm_(ds.mT, q, alpha=problem.scale)
+
+    def _add_bias(self, rows: range, cols: range, ds: torch.Tensor) -> None:
+        """Adds ds (B, G, R, M, N) to the bias's gradient, summed over the dims that it repeats."""
+        assert self.dbias is not None
+        b, h = self.block.batches, self.block.query_heads
+        ds, index = ds.flatten(1, 2), []
+        for dim, part in enumerate((b, h, rows, cols)):
+            if self.dbias.shape[dim] == 1:
+                ds = ds.sum(dim, keepdim=True)
+                part = range(1)
+            index.append(slice(part.start, part.stop))
+        self.dbias[tuple(index)] += ds
+
+    def store_dq(self, dq: torch.Tensor) -> None:
+        for rows, tile in zip(self.rows, self.dq, strict=True):
+            self.block.store_queries(dq, rows, tile)

@@ -1,0 +1,111 @@
+"""Tiled forward: online softmax over key tiles (Milakov & Gimelshein 2018; FlashAttention-2, Dao
+2023), each step one batched matmul or one pass over a tile.
+
+Dimension key as in blocks.py.
+"""
+
+import torch
+
+from heedful.core.operands import Operands
+from heedful.core.problem import AttentionProblem
+from heedful.cpu.blocks import Block, blocks, key_tiles, query_tiles
+from heedful.cpu.scores import Tiles
+from heedful.reference.philox import keep_scale
+
+
+def forward(
+    problem: AttentionProblem, x: Operands, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Attention of one call on the CPU.
+
+    x: tensors as Operands says. out: where to write, (B, Sq, H, E) or (Tq, H, E) in
+    problem.out_dtype, any strides; made if None.
+
+    Returns out; lse, float32 (B, H, Sq) or (H, Tq), natural, with the sink and without the dropout;
+    probs (B, H, Sq, Sk) in out's dtype if problem.return_probs, as in `reference.oracle.forward`,
+    else None. Tokens that no sequence uses get 0 and -inf.
+
+    Raises ValueError where block_table meets kv_batch_idx.
+    """
+    if out is None:
+        shape = (*x.q.shape[:-1], problem.head_dim_v)
+        out = torch.empty(shape, dtype=getattr(torch, problem.out_dtype))
+    lse = torch.full(problem.lse_shape, -torch.inf)
+    if problem.varlen_q or problem.used_q:
+        out.zero_()
+    probs = None
+    if problem.return_probs:
+        shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+        probs = torch.zeros(shape, dtype=out.dtype)
+    tiles = Tiles(problem, x)
+    for block in blocks(problem, x):
+        for rows in query_tiles(block):
+            _attend(tiles, block, rows, out, lse)
+            if probs is not None:
+                _write_probs(tiles, block, rows, lse, probs)
+    return out, lse, probs
+
+
+def _attend(tiles: Tiles, block: Block, rows: range, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """All keys of one query tile: writes its rows of out and lse."""
+    problem, scratch = tiles.problem, tiles.scratch
+    q = tiles.load_q(block, rows)
+    column = (block.heads, q.shape[1], 1)
+    m, l_sum = scratch.take("m", *column), scratch.take("l", *column)
+    acc = scratch.take("acc", *column[:2], problem.head_dim_v).zero_()
+    if tiles.x.sink is None:
+        # The lowest finite number, not -inf: exp(-inf - m) is then 0 in a row without keys, not
+        # NaN, and l tells such a row by staying 0.
+        m.fill_(torch.finfo(m.dtype).min)
+        l_sum.zero_()
+    else:
+        # The sink is a key whose value is zero.
+        sink = block.split(tiles.x.sink[None].expand(problem.batch, -1))[..., None, None]
+        tiles.by_head(block, m, rows).copy_(sink * tiles.unit)
+        torch.gt(m, -torch.inf, out=l_sum)
+        m.clamp_(min=torch.finfo(m.dtype).min)
+    for cols, masked in key_tiles(block, rows):
+        _accumulate(tiles, block, rows, cols, masked, q, m, l_sum, acc)
+    empty = l_sum == 0
+    l_safe = l_sum.masked_fill(empty, 1.0)
+    acc *= (keep_scale(problem.dropout_p) if problem.dropout_p > 0 else 1.0) / l_safe
+    block.store_queries(out, rows, acc)
+    lse_tile = (tiles.nats(m) + l_safe.double().log()).masked_fill_(empty, -torch.inf)
+    lse_rows = block.rows(lse)[..., rows.start : rows.stop]
+    lse_rows.copy_(lse_tile.view(lse_rows.shape))
+
+
+def _accumulate(
+    tiles: Tiles, block: Block, rows: range, cols: range, masked: bool, q, m, l_sum, acc
+) -> None:
+    """One step of the online softmax: m, l_sum and acc take in keys `cols`."""
+    s, _ = tiles.scores(block, rows, cols, masked, q, tiles.load_k(block, cols))
+    m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+    p = tiles.exp_(s.sub_(m_new))
+    rescale = tiles.exp_(m.sub_(m_new))
+    l_sum.mul_(rescale).add_(p.sum(-1, keepdim=True))
+    if tiles.problem.dropout_p > 0:
+        p.masked_fill_(tiles.dropped(block, rows, cols), 0.0)
+    acc.mul_(rescale).baddbmm_(p, tiles.load_v(block, cols))
+    m.copy_(m_new)  # last: rescale lived in m
+
+
+def _write_probs(tiles: Tiles, block: Block, rows: range, lse, probs) -> None:
+    """The sign-coded probabilities of one query tile, from its finished lse."""
+    q = tiles.load_q(block, rows)
+    lse_tile = row_lse(tiles, block, rows, lse)
+    target = block.split(probs)[..., rows.start : rows.stop, :]
+    for cols, masked in key_tiles(block, rows):
+        s, _ = tiles.scores(block, rows, cols, masked, q, tiles.load_k(block, cols))
+        p = tiles.exp_(s.sub_(lse_tile))
+        if tiles.problem.dropout_p > 0:
+            p = torch.where(tiles.dropped(block, rows, cols), -p, p)
+        target[..., cols.start : cols.stop] = tiles.by_head(block, p, rows)
+
+
+def row_lse(tiles: Tiles, block: Block, rows: range, lse: torch.Tensor) -> torch.Tensor:
+    """The lse of a query tile in units of scores, (B G, R M, 1); +inf for rows without keys, whose
+    probabilities are then exp(-inf) = 0."""
+    tile = block.rows(lse)[..., rows.start : rows.stop].reshape(block.heads, -1, 1)
+    tile = tile.to(tiles.scratch.dtype) * tiles.unit
+    return tile.masked_fill_(tile == -torch.inf, torch.inf)
