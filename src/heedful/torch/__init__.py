@@ -1,5 +1,27 @@
 """Attention for PyTorch."""
 
 from heedful.torch.api import flash_attn_func, flash_attn_varlen_func
+from heedful.torch.explaining import explain
+from heedful.torch.kvcache import flash_attn_with_kvcache
+from heedful.torch.merge import merge_attn_states
+from heedful.torch.packed import (
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from heedful.torch.quant import dequantize_kv, quantize_kv
 
-__all__ = ["flash_attn_func", "flash_attn_varlen_func"]
+__all__ = [
+    "dequantize_kv",
+    "explain",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "merge_attn_states",
+    "quantize_kv",
+]

@@ -65,11 +65,11 @@ def flash_attn_func(
         backend: run on this one or raise; default: the planner's choice.
 
     Returns:
-        out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype (bfloat16 for fp8, unless `out` says
-        otherwise). With return_lse: (out, lse), lse float32 (batch, heads_q, seqlen_q), natural log,
-        with the sink, without the dropout, differentiable. With return_attn_probs: (out, lse,
-        S_dmask), empty at dropout_p = 0, else (batch, heads_q, seqlen_q, seqlen_k), negative where
-        dropped.
+        out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype (bfloat16 for fp8, unless `out`
+        says otherwise). With return_lse: (out, lse), lse float32 (batch, heads_q, seqlen_q),
+        natural log, with the sink, without the dropout, differentiable. With return_attn_probs:
+        (out, lse, S_dmask), empty at dropout_p = 0, else (batch, heads_q, seqlen_q, seqlen_k),
+        negative where dropped.
 
     Raises:
         TypeError, ValueError: naming the argument, before anything is launched or written.

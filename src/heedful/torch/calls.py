@@ -60,11 +60,10 @@ class Generations:
 CALLS = Generations(4096)
 
 
-class Explain:
-    """Given as `backend`, it asks for the plan in place of the result."""
+class Explain(str):
+    """A backend's name, or "" for none, that asks for the plan in place of the result."""
 
-    def __init__(self, backend: str | None):
-        self.backend = backend
+    __slots__ = ()
 
 
 class Explained(BaseException):
@@ -90,10 +89,6 @@ class Call:
         check_seed(seed, x.q.device)
         if isinstance(seed, Tensor):
             x = x._replace(seed=seed)
-        backend = options.backend
-        if explaining := isinstance(backend, Explain):
-            backend = backend.backend
-            options = options._replace(backend=backend)
         problem = describe(x, options, *grad, out)
         self.dropout = problem.dropout_p > 0
         if not self.dropout:
@@ -104,15 +99,17 @@ class Call:
         given = adapted
         if self.dropout and x.seed is None:
             given = adapted._replace(seed=torch.empty(1, dtype=torch.int64, device=x.q.device))
-        self.runner = backends.prepare(problem, given, backend, tuple(copies(x, adapted)))
-        if explaining:
+        notes = tuple(copies(x, adapted))
+        self.runner = backends.prepare(problem, given, options.backend or None, notes)
+        if isinstance(options.backend, Explain):
             raise Explained(self.runner.plan)
         self.problem = problem
         self.kind = options.kind
         self.forward = self.runner.forward
         self.plain = all(a is b for a, b in zip(x, adapted, strict=True))
         self.results = 2 if options.return_attn_probs else 1 if options.return_lse else 0
-        self.checks = x.q.device.type == "cpu" and any(getattr(x, name) is not None for name in INDICES)
+        indexed = any(getattr(x, name) is not None for name in INDICES)
+        self.checks = indexed and x.q.device.type == "cpu"
 
     def operands(self, x: Operands, seed) -> Operands:
         """The operands of this very call, where they are not the caller's tensors alone."""

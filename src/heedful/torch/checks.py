@@ -49,13 +49,14 @@ class Options(NamedTuple):
     backend: Any
 
 
-# What the public functions call an operand, where it differs from Operands' own name.
+# What flash_attn_with_kvcache calls things, where that differs from our own names.
 _KVCACHE_NAMES = {
     "k": "k_cache",
     "v": "v_cache",
     "seqused_k": "cache_seqlens",
     "kv_batch_idx": "cache_batch_idx",
     "leftpad_k": "cache_leftpad",
+    "return_lse": "return_softmax_lse",
 }
 _LAYOUTS = {
     ("q", "dense"): "(batch, seqlen_q, heads_q, head_dim)",
@@ -72,7 +73,7 @@ _LAYOUTS = {
 
 
 def argument_name(operand: str, kind: str) -> str:
-    """The public argument that an operand comes from."""
+    """The public argument that an operand or option comes from."""
     if operand == "seed":
         return "dropout_seed"
     return _KVCACHE_NAMES.get(operand, operand) if kind == "kvcache" else operand
@@ -185,7 +186,7 @@ class _Sizes(NamedTuple):
 
 
 def _check_arguments(options: Options) -> None:
-    """Types of the Python arguments; their ranges are AttentionProblem.validate's and MaskSpec's."""
+    """Types of the Python arguments; their ranges are left to AttentionProblem and MaskSpec."""
     for name in ("dropout_p", "softmax_scale", "softcap"):
         value = getattr(options, name)
         if name == "softmax_scale" and value is None:
@@ -194,7 +195,7 @@ def _check_arguments(options: Options) -> None:
             _wrong_type(name, "a float", value)
     for name in ("deterministic", "return_attn_probs", "return_lse"):
         if not isinstance(getattr(options, name), bool):
-            _wrong_type(name, "a bool", getattr(options, name))
+            _wrong_type(argument_name(name, options.kind), "a bool", getattr(options, name))
     if not _is(options.num_splits, Integral, torch.SymInt):
         _wrong_type("num_splits", "an int", options.num_splits)
     if options.backend is not None and not isinstance(options.backend, str):
@@ -308,8 +309,7 @@ def _check_dtypes(x: Operands, options: Options, needs_grad: bool) -> tuple[str,
         if options.kind == "kvcache":
             hint = " or quantised (int8, uint8 = two int4 a byte, float8) under a float q"
         raise TypeError(
-            f"{names[0]} must be {dtype} like q{hint},"
-            f" got {str(x.k.dtype).removeprefix('torch.')}"
+            f"{names[0]} must be {dtype} like q{hint}, got {str(x.k.dtype).removeprefix('torch.')}"
         )
     if x.v.dtype != x.k.dtype:
         wanted = str(x.k.dtype).removeprefix("torch.")
@@ -327,12 +327,12 @@ def _check_shapes(x: Operands, options: Options, sizes: _Sizes, kv_dtype: str) -
     k_name, v_name = (argument_name(operand, options.kind) for operand in ("k", "v"))
     if options.kind == "dense" and x.k.shape[0] != x.q.shape[0]:
         raise ValueError(f"k must have q's batch {x.q.shape[0]}, got {x.k.shape[0]}")
-    if options.kind == "kvcache" and x.block_table is None and x.kv_batch_idx is None:
-        if x.k.shape[0] != x.q.shape[0]:
-            raise ValueError(
-                f"k_cache must have q's batch {x.q.shape[0]} where neither cache_batch_idx nor"
-                f" block_table is given, got {x.k.shape[0]}"
-            )
+    one_to_one = x.block_table is None and x.kv_batch_idx is None
+    if options.kind == "kvcache" and one_to_one and x.k.shape[0] != x.q.shape[0]:
+        raise ValueError(
+            f"k_cache must have q's batch {x.q.shape[0]} where neither cache_batch_idx nor"
+            f" block_table is given, got {x.k.shape[0]}"
+        )
     packing = 2 if kv_dtype == "int4" else 1
     for name, dim in (("q", sizes.head_dim), (v_name, sizes.head_dim_v)):
         if not 1 <= dim <= MAX_HEAD_DIM:

@@ -4,16 +4,13 @@ and runners with the eager path; this file holds only what the dispatcher wants 
 """
 
 import torch
-from torch import Tensor
 
 from heedful.core.operands import Operands
 from heedful.torch.adapt import autocast, bias_gradient
 from heedful.torch.calls import Call, find, gradients, make_seed, tensor_key
 from heedful.torch.checks import Options, check_out, check_seed, check_tensors, describe
 
-_OPERANDS = ", ".join(
-    f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Operands._fields
-)
+_OPERANDS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Operands._fields)
 _OPTIONS = (
     "str kind, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float dropout_p, float? softmax_scale,"
     " bool causal, int[] window_size, float softcap, bool deterministic, bool return_attn_probs,"
@@ -28,8 +25,8 @@ LIBRARY.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS}, {_OPTIONS},"
-    " bool bias_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
+    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
+    f" {_OPTIONS}, bool bias_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
@@ -41,7 +38,7 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
     check_seed(seed, q.device)
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
-        x = Operands(*autocast(x[:4], device), *x[4:])
+        x = Operands._make((*autocast(x[:4], device), *x[4:]))
     wants_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x.q, x.k, x.v, x.bias, x.sink)
     )

@@ -64,9 +64,7 @@ def _check_bounds(name: str, bounds: Tensor, tokens: int | None, side: str) -> T
     if int(bounds[0]) < 0 or (room < 0).any():
         raise ValueError(f"{name} must rise from 0, got {bounds.tolist()}")
     if tokens is not None and int(bounds[-1]) > tokens:
-        raise ValueError(
-            f"{name} must end within {side}'s {tokens} tokens, got {int(bounds[-1])}"
-        )
+        raise ValueError(f"{name} must end within {side}'s {tokens} tokens, got {int(bounds[-1])}")
     return room
 
 

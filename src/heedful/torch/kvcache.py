@@ -1,0 +1,355 @@
+"""Attention of new tokens over a KV cache, which it can extend first."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_autocast_enabled
+from torch.compiler import is_compiling
+
+from heedful.core.operands import Operands
+from heedful.torch import library
+from heedful.torch.adapt import autocast
+from heedful.torch.cache_update import append_kv, rotate
+from heedful.torch.calls import CALLS, Call, out_key, tensor_key
+from heedful.torch.checks import FLOATS, Options, describe
+from heedful.torch.dispatch import needs_dispatcher
+from heedful.torch.kvcache_checks import check_int_length, check_prefix, check_update
+from heedful.torch.merge import merge_attn_states
+from heedful.torch.values import check_range
+
+_new = tuple.__new__
+_SEQUSED = Operands._fields.index("seqused_k") - 3
+
+
+class Update(NamedTuple):
+    """What happens to the cache and to q before attention: the arguments of the call."""
+
+    k: Any
+    v: Any
+    rotary_cos: Any
+    rotary_sin: Any
+    cache_seqlens: Any
+    rotary_interleaved: Any
+    shared_prefix: Any
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, ...] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    k_shift: Tensor | None = None,
+    v_shift: Tensor | None = None,
+    sink: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    shared_prefix: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+):
+    """Attention of the newest tokens over a cache of keys and values, for inference: no gradient is
+    recorded. Given k and v, they are written into the cache first, in place.
+
+    Arguments that are not listed are those of `flash_attn_func`.
+
+    Args:
+        q: (batch, q_len, heads_q, head_dim).
+        k_cache: (batch_cache, capacity, heads_k, head_dim), or with block_table (num_pages,
+            page_size, heads_k, head_dim), any page size. In q's dtype, or quantised: int8, float8,
+            or uint8 with two int4 a byte (head_dim / 2 bytes). Last dim contiguous.
+        v_cache: as k_cache, with head_dim_v; it may be a view of k_cache (MLA).
+        k, v: (batch, new_len, heads_k, head_dim | head_dim_v) in the caches' dtype, written at
+            positions cache_seqlens on. For a quantised cache they come quantised, and the caller
+            writes their scales.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), q's dtype or float32. Keys are rotated
+            at positions cache_seqlens, cache_seqlens + 1, ..., queries too if causal or windowed;
+            otherwise all queries at position cache_seqlens. Only with k and v.
+        cache_seqlens: int, or int32 (batch,): tokens in the cache, without the new ones. Default:
+            the whole cache is used.
+        cache_batch_idx: int32 (batch,): which row of the cache belongs to each sequence.
+        cache_leftpad: int32 (batch,): where in its row a sequence begins.
+        block_table: int32 (batch, pages): where the pages of each sequence are.
+        rotary_interleaved: rotate dims 0 and 1, 2 and 3, ... (GPT-J), else 0 and rotary_dim / 2,
+            1 and rotary_dim / 2 + 1, ... (GPT-NeoX).
+        return_softmax_lse: also return the log-sum-exp, float32 (batch, heads_q, q_len).
+        k_descale, v_descale, k_shift, v_shift: float32, for quantised caches: value = stored *
+            descale + shift, each () or (batch, heads_k), or per group of values as quantize_kv
+            makes them, (batch_cache, capacity, heads_k, groups) or (num_pages, page_size, heads_k,
+            groups).
+        tree_mask: bool (batch or 1, q_len, q_len): query i sees the c-th of the last q_len keys
+            only if tree_mask[b, i, c], for speculative decoding.
+        shared_prefix: (k, v), each (prefix_len, heads_k, head_dim | head_dim_v) or with a leading
+            1: keys and values that stand before the cache of every sequence. Rotary positions
+            count them.
+        out: (batch, q_len, heads_q, head_dim_v) to write into.
+
+    Returns:
+        out (batch, q_len, heads_q, head_dim_v), or (out, lse).
+
+    Raises:
+        TypeError, ValueError: naming the argument, before the cache or out is written. Values on a
+        GPU (lengths, indices) are not read back: they are the caller's promise.
+
+    Source: signature of flash_attn 2.x; cascade inference of FlashInfer for shared_prefix.
+    """
+    if window_size.__class__ is list:
+        window_size = tuple(window_size)
+    options = (
+        "kvcache",
+        None,
+        None,
+        0.0,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        False,
+        False,
+        return_softmax_lse,
+        num_splits,
+        backend,
+    )
+    extras = (
+        None,
+        alibi_slopes,
+        sink,
+        None,
+        None,
+        None,
+        None,
+        block_table,
+        cache_batch_idx,
+        cache_leftpad,
+        tree_mask,
+        None,
+        None,
+        k_descale,
+        v_descale,
+        k_shift,
+        v_shift,
+    )
+    update = Update(k, v, rotary_cos, rotary_sin, cache_seqlens, rotary_interleaved, shared_prefix)
+    run = _traced if needs_dispatcher(q, k_cache, v_cache) else _eager
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return run(q, k_cache, v_cache, extras, options, update, out)
+    return run(q, k_cache, v_cache, extras, options, update, out)
+
+
+class CacheCall:
+    """What one kind of call over a cache needs each time.
+
+    attention, prefix: of the cache, and of the shared prefix where there is one. new: tokens that
+    are appended. advance: whether queries have a rotary position each.
+    """
+
+    __slots__ = ("advance", "attention", "capacity", "checks", "new", "prefix", "returns_lse")
+
+    def __init__(self, x: Operands, options: Options, update: Update, out: Tensor | None):
+        """Raises TypeError or ValueError for a call that cannot be."""
+        problem = describe_update(x, options, update, out)
+        if update.cache_seqlens is not None:
+            x = x._replace(seqused_k=_length_like(update, x.q))
+        self.new = 0 if update.k is None else update.k.shape[1]
+        self.capacity = problem.seqlen_k
+        self.advance = problem.mask.bounded
+        self.returns_lse = options.return_lse
+        self.checks = x.q.device.type == "cpu"
+        self.prefix: Call | None = None
+        if update.shared_prefix is None:
+            self.attention = Call(x, options, (False, False), out)
+            return
+        # The sink enters once, in the merge, and parts are merged by their lse.
+        part = x._replace(sink=None)
+        self.attention = Call(part, options._replace(return_lse=True), (False, False), None)
+        prefix = _prefix_operands(x.q, update.shared_prefix)
+        self.prefix = Call(prefix, _prefix_options(options), (False, False), None)
+
+
+def describe_update(x: Operands, options: Options, update: Update, out: Tensor | None):
+    """The problem of the call, once all that it says about the cache is checked too."""
+    lengths = update.cache_seqlens
+    if isinstance(lengths, Tensor):
+        x = x._replace(seqused_k=lengths)
+    problem = describe(x, options, out=out)
+    check_update(x, problem, update)
+    if update.shared_prefix is not None:
+        check_prefix(x, problem, update.shared_prefix)
+    return problem
+
+
+def _length_like(update: Update, q: Tensor) -> Tensor:
+    lengths = update.cache_seqlens
+    if isinstance(lengths, Tensor):
+        return lengths
+    return torch.empty(q.shape[0], dtype=torch.int32, device=q.device)
+
+
+def _eager(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, out):
+    device = q.device
+    if is_autocast_enabled(device.type):
+        q, update = _autocast(q, k_cache, update)
+    lengths, prefix = update.cache_seqlens, update.shared_prefix
+    whole = isinstance(lengths, int)
+    key = (
+        options,
+        *map(type, options),
+        *map(tensor_key, (q, k_cache, v_cache)),
+        *map(tensor_key, extras),
+        *map(tensor_key, update[:4]),
+        type(lengths) if whole else tensor_key(lengths),
+        update.rotary_interleaved,
+        type(update.rotary_interleaved),
+        update.rotary_cos is not None and k_cache.data_ptr() == v_cache.data_ptr(),
+        None if prefix is None else _prefix_key(prefix),
+        None if out is None else out_key(out, q, k_cache, v_cache),
+    )
+    x = _new(Operands, (q, k_cache, v_cache, *extras))
+    try:
+        call = CALLS.young.get(key) or CALLS.find(key)
+    except TypeError:
+        # An argument that cannot be hashed is none that we take: the checks say which.
+        call = CacheCall(x, Options(*options), update, out)
+    if call is None:
+        call = CacheCall(x, Options(*options), update, out)
+        CALLS.put(key, call)
+    if whole:
+        check_int_length(lengths, call.new, call.capacity, update)
+    return _run(call, x, update, out)
+
+
+def _run(call: CacheCall, x: Operands, update: Update, out):
+    """One call on real tensors: nothing is written before everything is known to be right."""
+    start = used = None
+    if update.cache_seqlens is not None:
+        start, used = _lengths(update, x, call.new)
+        x = x._replace(seqused_k=used)
+    if call.checks and start is not None:
+        check_range("cache_seqlens", start, 0, call.capacity - call.new)
+    sink = x.sink
+    if call.prefix is not None:
+        x = x._replace(sink=None)
+    attention = call.attention
+    if attention.checks or not attention.plain:
+        x = attention.operands(x, None)
+    if start is not None and update.k is not None:
+        x = _updated(x, update, start, call.advance)
+    if call.prefix is not None:
+        out, lse = _with_prefix(attention, call.prefix, x, update.shared_prefix, sink, out)
+    else:
+        out, lse, _ = attention.forward(x, out)
+    return (out, lse) if call.returns_lse else out
+
+
+def _lengths(update: Update, x: Operands, new: int) -> tuple[Tensor, Tensor]:
+    """Where new tokens go in each sequence's storage, and the keys it has with them."""
+    start = update.cache_seqlens
+    if not isinstance(start, Tensor):
+        shape, device = (x.q.shape[0],), x.q.device
+        start = torch.full(shape, start, dtype=torch.int32, device=device)
+    used = start + new if new else start
+    return start, used if x.leftpad_k is None else used - x.leftpad_k
+
+
+def _updated(x: Operands, update: Update, start: Tensor, advance: bool) -> Operands:
+    """Writes the new keys and values into the cache; returns x with q rotated."""
+    k, v, cos, sin, _, interleaved, prefix = update
+    if cos is not None:
+        position = start if prefix is None else start + prefix[0].shape[-3]
+        k = rotate(k, cos, sin, position, interleaved)
+        x = x._replace(q=rotate(x.q, cos, sin, position, interleaved, advance))
+    append_kv(x.k, x.v, k, v, start, x.kv_batch_idx, x.block_table)
+    return x
+
+
+def _with_prefix(attention: Call, before: Call, x: Operands, prefix, sink, out):
+    """The attention over the cache and that over the prefix before it, merged."""
+    part, lse, _ = attention.forward(x, None)
+    y = _prefix_operands(x.q, prefix)
+    if not before.plain:
+        y = before.operands(y, None)
+    first, first_lse, _ = before.forward(y, None)
+    return _merged(first, first_lse, part, lse, sink, out)
+
+
+def _merged(first: Tensor, first_lse: Tensor, part: Tensor, lse: Tensor, sink, out):
+    """out and lse of two parts, the first of which saw the batch as one sequence."""
+    batch, q_len, heads, _ = part.shape
+    first_lse = first_lse.view(heads, batch, q_len).transpose(0, 1)
+    outs = torch.stack([first.view(part.shape), part])
+    merged, lse = merge_attn_states(outs, torch.stack([first_lse, lse]), sink)
+    return merged if out is None else out.copy_(merged), lse
+
+
+def _prefix_operands(q: Tensor, prefix) -> Operands:
+    """Every query of the batch, as one sequence, over the prefix."""
+    k, v = (t if t.dim() == 4 else t[None] for t in prefix)
+    return Operands(q.reshape(1, -1, *q.shape[2:]), k, v)
+
+
+def _prefix_options(options: Options) -> Options:
+    return options._replace(kind="dense", causal=False, return_lse=True)
+
+
+def _prefix_key(prefix) -> tuple:
+    if not isinstance(prefix, tuple):
+        return (type(prefix),)
+    return (*map(tensor_key, prefix),)
+
+
+def _autocast(q: Tensor, k_cache: Tensor, update: Update):
+    """Under autocast q, k and v take the cache's dtype, which stays as it is, or autocast's own
+    where the cache is quantised."""
+    if k_cache.dtype not in FLOATS:
+        q, *_ = autocast((q,), q.device.type)
+        return q, update
+    if q.dtype in FLOATS:
+        q = q.to(k_cache.dtype)
+    k, v = (
+        t.to(k_cache.dtype) if isinstance(t, Tensor) and t.dtype in FLOATS else t
+        for t in update[:2]
+    )
+    return q, update._replace(k=k, v=v)
+
+
+def _traced(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, out):
+    """As `_eager`, in operations that torch.compile and functorch see."""
+    given, x = Options(*options), Operands(q, k_cache, v_cache, *extras)
+    if not is_compiling():
+        describe_update(x, given, update, out)
+    if q.device.type != "meta" and is_autocast_enabled(q.device.type):
+        q, update = _autocast(q, k_cache, update)
+        x = x._replace(q=q)
+    new = 0 if update.k is None else update.k.shape[1]
+    if update.cache_seqlens is not None:
+        start, used = _lengths(update, x, new)
+        x = x._replace(seqused_k=used)
+        if update.k is not None:
+            advance = given.causal or tuple(given.window_size[:2]) != (-1, -1)
+            x = _updated(x, update, start, advance)
+    if update.shared_prefix is None:
+        return library.attend(*x[:3], x[3:], options, out)
+    # The sink enters once, in the merge, and parts are merged by their lse.
+    with_lse = given._replace(return_lse=True)
+    part, lse, *_ = library.attend(*x[:3], x._replace(sink=None)[3:], with_lse)
+    y = _prefix_operands(x.q, update.shared_prefix)
+    first, first_lse, *_ = library.attend(*y[:3], y[3:], _prefix_options(given))
+    merged, lse = _merged(first, first_lse, part, lse, x.sink, out)
+    return (merged, lse) if given.return_lse else merged

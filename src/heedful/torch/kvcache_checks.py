@@ -1,0 +1,163 @@
+"""What is checked of a call over a KV cache beyond attention itself."""
+
+from numbers import Integral
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from heedful.core.operands import Operands
+from heedful.core.problem import AttentionProblem
+from heedful.torch.checks import (
+    FLOATS,
+    check_dtype,
+    check_shape,
+    check_tensor,
+    check_writable,
+)
+
+
+def check_update(x: Operands, problem: AttentionProblem, update) -> None:
+    """TypeError or ValueError for new keys, lengths or rotary tables that do not fit the cache.
+
+    x: the caller's tensors, its lengths in seqused_k if they are a tensor. update: kvcache.Update.
+    """
+    _check_lengths(update.cache_seqlens)
+    if not isinstance(update.rotary_interleaved, bool):
+        raise TypeError(
+            f"rotary_interleaved must be a bool, got {type(update.rotary_interleaved).__name__}"
+        )
+    _both_or_none("k", update.k, "v", update.v)
+    _both_or_none("rotary_cos", update.rotary_cos, "rotary_sin", update.rotary_sin)
+    if update.k is not None:
+        _check_new_tokens(x, problem, update)
+    if update.rotary_cos is not None:
+        _check_rotary(x, problem, update)
+
+
+def _check_lengths(lengths: Any) -> None:
+    if lengths is None or isinstance(lengths, (Tensor, torch.SymInt)):
+        return
+    if not isinstance(lengths, Integral) or isinstance(lengths, bool):
+        raise TypeError(
+            f"cache_seqlens must be an int, an int32 tensor or None, got {type(lengths).__name__}"
+        )
+
+
+def check_int_length(length: int, new: int, capacity: int, update) -> None:
+    """ValueError unless `length` tokens and `new` more fit the cache and the rotary tables."""
+    if not 0 <= length <= capacity - new:
+        raise ValueError(
+            f"cache_seqlens must lie between 0 and {capacity - new}"
+            f" (a capacity of {capacity} for {new} new tokens), got {length}"
+        )
+
+
+def _both_or_none(name: str, value: Any, other_name: str, other: Any) -> None:
+    if (value is None) != (other is None):
+        missing, given = (name, other_name) if value is None else (other_name, name)
+        raise ValueError(f"{missing} must be given with {given}, got None")
+
+
+def _check_new_tokens(x: Operands, problem: AttentionProblem, update) -> None:
+    if update.cache_seqlens is None:
+        raise ValueError("cache_seqlens must be given with k and v, to say where they go, got None")
+    new_len = None
+    for name, cache in (("k", x.k), ("v", x.v)):
+        new = getattr(update, name)
+        check_tensor(name, new, x.q.device)
+        if new.dtype != cache.dtype:
+            hint = " (quantize_kv makes it)" if cache.dtype not in FLOATS else ""
+            raise TypeError(
+                f"{name} must be {_word(cache.dtype)} like {name}_cache{hint},"
+                f" got {_word(new.dtype)}"
+            )
+        if new.dim() != 4:
+            raise ValueError(
+                f"{name} must be (batch, new_len, heads_k, dim), got shape {tuple(new.shape)}"
+            )
+        new_len = new.shape[1] if new_len is None else new_len
+        shape = (problem.batch, new_len, problem.heads_k, cache.shape[-1])
+        check_shape(name, new, shape, f"(batch, new_len, heads_k, {name}_cache's last dim)")
+        check_writable(f"{name}_cache", cache)
+    if new_len is not None and new_len > problem.seqlen_k:
+        raise ValueError(
+            f"k must have at most the cache's {problem.seqlen_k} tokens, got {new_len}"
+        )
+
+
+def _check_rotary(x: Operands, problem: AttentionProblem, update) -> None:
+    if update.k is None:
+        raise ValueError("rotary_cos must be None without k and v to rotate, got a tensor")
+    if x.k.dtype not in FLOATS:
+        raise ValueError(
+            "rotary_cos must be None for a quantised cache, whose new k comes quantised:"
+            " rotate before quantize_kv"
+        )
+    for name in ("rotary_cos", "rotary_sin"):
+        table = getattr(update, name)
+        check_tensor(name, table, x.q.device)
+        check_dtype(name, table, *{x.q.dtype, torch.float32})
+        if table.dim() != 2:
+            raise ValueError(
+                f"{name} must be (positions, rotary_dim / 2), got shape {tuple(table.shape)}"
+            )
+    cos = update.rotary_cos
+    check_shape("rotary_sin", update.rotary_sin, cos.shape, "of rotary_cos")
+    if not 1 <= cos.shape[1] <= problem.head_dim // 2:
+        raise ValueError(
+            f"rotary_cos must have 1 to {problem.head_dim // 2} columns (head_dim"
+            f" {problem.head_dim} / 2), got {cos.shape[1]}"
+        )
+    # Queries may be more than the new keys, and then stand past the end of the cache.
+    beyond = max(0, problem.seqlen_q - update.k.shape[1]) if problem.mask.bounded else 0
+    prefix = 0 if update.shared_prefix is None else _prefix_length(update.shared_prefix)
+    positions = problem.seqlen_k + beyond + prefix
+    if cos.shape[0] < positions:
+        raise ValueError(
+            f"rotary_cos must have a row for each of the cache's {positions} positions,"
+            f" got {cos.shape[0]}"
+        )
+    if x.k.device.type != "meta" and x.k.data_ptr() == x.v.data_ptr() and x.k.numel():
+        raise ValueError(
+            "rotary_cos must be None where v_cache shares the memory of k_cache: v would overwrite"
+            " the rotated keys"
+        )
+
+
+def _prefix_length(prefix) -> int:
+    usable = isinstance(prefix, tuple) and prefix and isinstance(prefix[0], Tensor)
+    return prefix[0].shape[-3] if usable and prefix[0].dim() >= 3 else 0
+
+
+def check_prefix(x: Operands, problem: AttentionProblem, prefix: Any) -> None:
+    """TypeError or ValueError for a shared_prefix that does not fit the call."""
+    if not isinstance(prefix, tuple) or len(prefix) != 2:
+        _wrong_prefix(f"a tuple (k, v), got {type(prefix).__name__}")
+    if problem.mask.bounded and not problem.mask.causal:
+        _refuse("window_size", "no kernel knows each sequence's distance to the prefix")
+    if problem.alibi:
+        _refuse("alibi_slopes", "no kernel knows each sequence's distance to the prefix")
+    if x.q.dtype not in FLOATS:
+        _refuse("fp8 q", "the prefix has no descale")
+    length = None
+    for index, dim in enumerate((problem.head_dim, problem.head_dim_v)):
+        name, part = f"shared_prefix[{index}]", prefix[index]
+        check_tensor(name, part, x.q.device)
+        check_dtype(name, part, x.q.dtype)
+        if part.dim() == 4 and part.shape[0] == 1:
+            part = part[0]
+        length = part.shape[0] if length is None and part.dim() else length
+        check_shape(name, part, (length, problem.heads_k, dim), "(prefix_len, heads_k, head_dim)")
+
+
+def _wrong_prefix(words: str) -> NoReturn:
+    raise TypeError(f"shared_prefix must be {words}")
+
+
+def _refuse(what: str, why: str) -> NoReturn:
+    raise ValueError(f"shared_prefix must be None beside {what}: {why}")
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

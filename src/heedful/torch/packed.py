@@ -1,0 +1,184 @@
+"""The packed forms of attention: q, k and v (or k and v) in one tensor.
+
+Gradients come back through one `unbind`, whose backward writes the packed gradient once.
+"""
+
+from torch import Tensor
+
+from heedful.torch.api import flash_attn_func, flash_attn_varlen_func
+from heedful.torch.checks import check_tensor
+
+
+def _unpacked(name: str, tensor, layout: str, parts: int) -> tuple[Tensor, ...]:
+    """The parts along the third dim from the end; ValueError naming the argument."""
+    check_tensor(name, tensor)
+    if tensor.dim() != layout.count(",") + 1 or tensor.shape[-3] != parts:
+        raise ValueError(f"{name} must be {layout}, got shape {tuple(tensor.shape)}")
+    return tensor.unbind(-3)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, ...] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **keywords,
+):
+    """Self-attention on packed q, k, v; all else as in flash_attn_func.
+
+    Args:
+        qkv: (batch, seqlen, 3, heads, head_dim).
+        keywords: the keyword-only arguments of flash_attn_func.
+
+    Returns, Raises: as flash_attn_func.
+    """
+    q, k, v = _unpacked("qkv", qkv, "(batch, seqlen, 3, heads, head_dim)", 3)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **keywords,
+    )
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, ...] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **keywords,
+):
+    """Attention with packed k, v; all else as in flash_attn_func.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim).
+        kv: (batch, seqlen_k, 2, heads_k, head_dim).
+        keywords: the keyword-only arguments of flash_attn_func.
+
+    Returns, Raises: as flash_attn_func.
+    """
+    k, v = _unpacked("kv", kv, "(batch, seqlen_k, 2, heads_k, head_dim)", 2)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **keywords,
+    )
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, ...] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **keywords,
+):
+    """Self-attention on packed sequences of packed q, k, v; all else as in flash_attn_varlen_func.
+
+    Args:
+        qkv: (total, 3, heads, head_dim).
+        cu_seqlens, max_seqlen: of queries and keys alike.
+        keywords: the keyword-only arguments of flash_attn_varlen_func.
+
+    Returns, Raises: as flash_attn_varlen_func.
+    """
+    q, k, v = _unpacked("qkv", qkv, "(total, 3, heads, head_dim)", 3)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **keywords,
+    )
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, ...] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **keywords,
+):
+    """Attention on packed sequences with packed k, v; all else as in flash_attn_varlen_func.
+
+    Args:
+        q: (total_q, heads_q, head_dim).
+        kv: (total_k, 2, heads_k, head_dim).
+        keywords: the keyword-only arguments of flash_attn_varlen_func.
+
+    Returns, Raises: as flash_attn_varlen_func.
+    """
+    k, v = _unpacked("kv", kv, "(total_k, 2, heads_k, head_dim)", 2)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+        return_attn_probs,
+        **keywords,
+    )

@@ -1,0 +1,121 @@
+"""Quantised keys and values: value = stored * scale + shift, one scale per group of values."""
+
+import torch
+from torch import Tensor
+
+from heedful.torch.checks import FLOATS, check_dtype, check_shape, check_tensor
+
+# Storage -> the largest magnitude it is used for; int4 and int8 are symmetric around 0.
+_TOP = {
+    "int4": 7,
+    "int8": 127,
+    "float8_e4m3fn": 448,
+    "float8_e4m3fnuz": 240,
+    "float8_e5m2": 57344,
+}
+
+
+def quantize_kv(
+    x: Tensor, dtype: str | torch.dtype, group_size: int | None = None, asymmetric: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys or values in few bits, for the caches of flash_attn_with_kvcache.
+
+    Args:
+        x: (..., head_dim), float16, bfloat16 or float32.
+        dtype: "int4" (two a byte, the even one in the low bits), "int8" or a float8, as a name or
+            torch dtype.
+        group_size: consecutive values of a head that share a scale; default: the whole head.
+        asymmetric: also subtract the middle of each group's range, which is returned as shift.
+
+    Returns:
+        packed: (..., head_dim) of that dtype, for int4 uint8 (..., head_dim / 2).
+        scale: float32 (..., head_dim / group_size).
+        shift: as scale, or None.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: per-group KV quantisation as in xFormers' split-K decode; KIVI (Liu et al. 2024).
+    """
+    check_tensor("x", x)
+    check_dtype("x", x, *FLOATS)
+    name = str(dtype).removeprefix("torch.")
+    if name not in _TOP:
+        raise ValueError(f"dtype must be one of {', '.join(_TOP)}, got {dtype}")
+    if x.dim() < 1 or x.shape[-1] < 1:
+        raise ValueError(f"x must be (..., head_dim), got shape {tuple(x.shape)}")
+    dim = x.shape[-1]
+    size = dim if group_size is None else group_size
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise TypeError(f"group_size must be an int or None, got {type(size).__name__}")
+    if size < 1 or dim % size:
+        raise ValueError(f"group_size must divide head_dim {dim}, got {size}")
+    if name == "int4" and dim % 2:
+        raise ValueError(f"x must have an even head_dim for int4, got {dim}")
+    if not isinstance(asymmetric, bool):
+        raise TypeError(f"asymmetric must be a bool, got {type(asymmetric).__name__}")
+    groups = x.detach().float().unflatten(-1, (dim // size, size))
+    shift = None
+    if asymmetric:
+        low, high = groups.aminmax(dim=-1)
+        shift = (low + high) / 2
+        groups = groups - shift[..., None]
+    scale = groups.abs().amax(-1) / _TOP[name]
+    scale = torch.where(scale > 0, scale, 1.0)
+    stored = (groups / scale[..., None]).clamp(-_TOP[name], _TOP[name]).flatten(-2)
+    if name == "int4":
+        nibbles = stored.round().to(torch.int8).view(torch.uint8) & 0xF
+        return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scale, shift
+    if name == "int8":
+        stored = stored.round()
+    return stored.to(getattr(torch, name)), scale, shift
+
+
+def dequantize_kv(
+    packed: Tensor,
+    scale: Tensor,
+    shift: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """What quantize_kv's result stands for: packed * scale + shift.
+
+    Args:
+        packed: (..., head_dim) int8 or float8, or uint8 (..., head_dim / 2), two int4 a byte.
+        scale: float32 (..., groups), each for head_dim / groups consecutive values.
+        shift: as scale, or None.
+        dtype: of the result: float16, bfloat16 or float32.
+
+    Returns:
+        (..., head_dim).
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    check_tensor("packed", packed)
+    stored_types = [torch.uint8 if name == "int4" else getattr(torch, name) for name in _TOP]
+    check_dtype("packed", packed, *stored_types)
+    check_tensor("scale", scale)
+    check_dtype("scale", scale, torch.float32)
+    if dtype not in FLOATS:
+        raise TypeError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
+    values = _unpack_int4(packed) if packed.dtype == torch.uint8 else packed.float()
+    if scale.dim() != packed.dim() or scale.shape[-1] < 1 or values.shape[-1] % scale.shape[-1]:
+        raise ValueError(
+            f"scale must be (..., groups) with groups that divide {values.shape[-1]},"
+            f" got shape {tuple(scale.shape)}"
+        )
+    shape = (*packed.shape[:-1], scale.shape[-1])
+    check_shape("scale", scale, shape, "(..., groups)")
+    values = values.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]
+    if shift is not None:
+        check_tensor("shift", shift)
+        check_dtype("shift", shift, torch.float32)
+        check_shape("shift", shift, shape, "of scale")
+        values = values + shift[..., None]
+    return values.flatten(-2).to(dtype)
+
+
+def _unpack_int4(packed: Tensor) -> Tensor:
+    """float32 (..., dim) of uint8 (..., dim / 2): two's complement, low nibble first."""
+    nibbles = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2).to(torch.int8)
+    return ((nibbles ^ 8) - 8).float()
