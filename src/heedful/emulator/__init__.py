@@ -1,0 +1,29 @@
+"""Executes the CDNA3/CDNA4 (gfx942, gfx950) assembly that Triton emits, on the CPU, and finds what
+silicon hides.
+
+    report = emulate(kernel, grid=(4, 2), args=[q, k, v, out, 1024, 0.125])
+    assert report.clean, report.summary()
+
+Besides results it finds registers used before their s_waitcnt, LDS races (DMA in flight included),
+uninitialised LDS and registers, accesses out of bounds, missing wait states and barriers that only
+some waves meet.
+"""
+
+from heedful.emulator.asm import AsmError
+from heedful.emulator.launch import emulate
+from heedful.emulator.report import KINDS, Finding, Report
+from heedful.emulator.schedule import Delay, Random, RoundRobin, Schedule
+from heedful.emulator.semantics import Unsupported
+
+__all__ = [
+    "KINDS",
+    "AsmError",
+    "Delay",
+    "Finding",
+    "Random",
+    "Report",
+    "RoundRobin",
+    "Schedule",
+    "Unsupported",
+    "emulate",
+]

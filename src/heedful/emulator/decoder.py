@@ -1,0 +1,140 @@
+"""From a Program to executable basic blocks: closures, the registers each needs, and what each
+block needs defined.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from heedful.emulator.asm import EXEC, SGPR, AsmError, Instruction, Program
+from heedful.emulator.dataflow import Flow, flow, is_dma, is_load
+from heedful.emulator.semantics import Context, Run, Unsupported, build
+
+_TERMINATORS = ("s_branch", "s_cbranch", "s_barrier", "s_endpgm", "s_setpc", "s_swappc")
+
+
+@dataclass(slots=True)
+class Step:
+    """One instruction ready to run; only `control` ones answer the scheduler."""
+
+    instruction: Instruction
+    run: Run
+    ready: frozenset[int]
+    control: bool
+
+
+@dataclass(slots=True)
+class Block:
+    """Instructions [start, stop) that run without a branch in or out.
+
+    Attributes:
+        needs: bit set of the slots read before the block writes them. defines: those it writes.
+    """
+
+    start: int
+    stop: int
+    steps: list[Step]
+    needs: int
+    defines: int
+
+
+class Code:
+    """A decoded program.
+
+    Attributes:
+        blocks: by the pc of their first instruction. flows: reads and writes by pc.
+        loads: slots that a memory operation writes when it returns, by pc.
+    """
+
+    def __init__(self, program: Program):
+        self.program = program
+        self.context = Context(program)
+        self.flows = [flow(i) for i in program.code]
+        empty: frozenset[int] = frozenset()
+        self.loads = [
+            f.writes if is_load(i) else empty for i, f in zip(program.code, self.flows, strict=True)
+        ]
+        self.leaders = self._leaders()
+        self._blocks: dict[int, Block] = {}
+
+    def _leaders(self) -> list[int]:
+        code = self.program.code
+        leaders = {0, *self.program.labels.values()}
+        leaders |= {i.pc + 1 for i in code if i.mnemonic.startswith(_TERMINATORS)}
+        return sorted(pc for pc in leaders if pc < len(code))
+
+    def block(self, pc: int) -> Block:
+        """The block that starts at `pc`, which may lie inside a longer one."""
+        if pc not in self._blocks:
+            self._blocks[pc] = self._decode(pc)
+        return self._blocks[pc]
+
+    def _decode(self, start: int) -> Block:
+        code = self.program.code
+        if start >= len(code):
+            raise AsmError(f"kernel {self.program.name} runs past its last instruction")
+        stop = next((leader for leader in self.leaders if leader > start), len(code))
+        steps, needs, defines = [], 0, 0
+        for pc in range(start, stop):
+            steps.append(self._step(pc))
+            reads, writes = _bits(self.flows[pc].reads), _bits(self.flows[pc].writes)
+            needs |= reads & ~defines
+            defines |= writes
+        return Block(start, stop, steps, needs, defines)
+
+    def _step(self, pc: int) -> Step:
+        instruction, flows = self.program.code[pc], self.flows[pc]
+        try:
+            run = build(instruction, self.context)
+        except (Unsupported, AsmError):
+            raise
+        except Exception as error:
+            raise AsmError(f"cannot decode {instruction.where()}: {error}") from error
+        if _changes_exec(instruction, flows):
+            run = _then_refresh(run)
+        control = instruction.mnemonic.startswith(_TERMINATORS)
+        return Step(instruction, run, flows.ready, control)
+
+    def lds_unit(self) -> int:
+        """The narrowest LDS access in bytes (1, 2 or 4), which is the unit of race detection."""
+        unit = 4
+        for instruction in self.program.code:
+            name = instruction.mnemonic
+            if name.startswith(("ds_read", "ds_write")):
+                if name.split("_", 2)[2].startswith(("b8", "u8", "i8")):
+                    return 1
+                if name.split("_", 2)[2].startswith(("b16", "u16", "i16")):
+                    unit = 2
+        return unit
+
+    def uses_dma(self) -> bool:
+        """Whether the program loads from global memory straight to LDS."""
+        return any(is_dma(i) for i in self.program.code)
+
+
+def _bits(slots: frozenset[int]) -> int:
+    total = 0
+    for slot in slots:
+        total |= 1 << slot
+    return total
+
+
+def _changes_exec(instruction: Instruction, flows: Flow) -> bool:
+    return EXEC in flows.writes or EXEC + 1 in flows.writes
+
+
+def _then_refresh(run: Run) -> Run:
+    def both(g):
+        run(g)
+        g.refresh_exec()
+
+    return both
+
+
+def initially_defined(program: Program) -> int:
+    """Bit set of the slots that hold something when a wave starts."""
+    fixed = program.directives
+    count = fixed.get("user_sgpr_count", 0) + 4  # user data, then workgroup ids
+    slots = {0, EXEC, EXEC + 1, 1000, 1001, *range(SGPR, SGPR + count)}
+    slots |= {SGPR + 102, SGPR + 103, SGPR + 104, SGPR + 105}
+    return _bits(frozenset(slots))

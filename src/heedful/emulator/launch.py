@@ -1,0 +1,165 @@
+"""The public call: run a kernel's assembly over a grid and report what happened."""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from heedful.emulator.asm import Program, parse
+from heedful.emulator.decoder import Code
+from heedful.emulator.machine import Machine
+from heedful.emulator.memory import GlobalMemory
+from heedful.emulator.report import KINDS, Report, Sink, Stop
+from heedful.emulator.schedule import Schedule, parse_schedule
+
+LDS_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
+# Waves executed together: enough to spread the cost of a NumPy call, few enough to stay in cache.
+_WAVES_TOGETHER = 16
+
+
+def emulate(
+    asm: Any,
+    grid: Sequence[int],
+    args: Sequence[Any],
+    *,
+    lds_bytes: int | None = None,
+    threads: int | None = None,
+    kernel: str | None = None,
+    checks: Iterable[str] | None = None,
+    schedule: str | Schedule = "lockstep",
+    stop_at_first: bool = False,
+    max_instructions: int = 10_000_000,
+) -> Report:
+    """Execute gfx942 or gfx950 assembly on the CPU, watching for what a GPU would not report.
+
+    Args:
+        asm: assembly text, or a compiled Triton kernel (its `asm["amdgcn"]` and metadata are used).
+        grid: workgroups along x, y, z; missing axes are 1.
+        args: one value per kernel argument: C-contiguous NumPy arrays for pointers, which are
+            written in place, Python or NumPy numbers for scalars, None for a null pointer.
+            Trailing arguments that only Triton knows (scratch pointers) may be left out.
+        lds_bytes: dynamic LDS of the launch (Triton: `metadata.shared`); default: the target's
+            limit, which weakens the bounds check.
+        threads: work-items per workgroup; default: the kernel's maximum, which is what Triton uses.
+        kernel: name, where the text has several.
+        checks: kinds of finding to look for (see `report.KINDS`); default all.
+        schedule: order of the waves: lockstep, round-robin, random:SEED or delay:WAVES.
+        stop_at_first: end at the first finding instead of collecting them.
+        max_instructions: per wave; beyond it the emulation ends with a finding.
+
+    Raises:
+        AsmError: the text has no such kernel or cannot be parsed.
+        Unsupported: an instruction that is reached has no semantics here.
+        ValueError: arguments do not fit the kernel's, an unknown check or schedule.
+    """
+    text, lds_bytes, threads = _unpack(asm, lds_bytes, threads)
+    program = parse(text, kernel)
+    wanted = frozenset(KINDS if checks is None else checks)
+    if unknown := wanted - set(KINDS):
+        raise ValueError(f"checks has unknown kinds {sorted(unknown)}; known are {sorted(KINDS)}")
+    plan = parse_schedule(schedule)
+    shape = (*grid, 1, 1)[:3]
+    report = Report(program, plan.name)
+    sink = Sink(report, wanted, stop_at_first)
+    code, memory = Code(program), GlobalMemory(sink)
+    threads = threads or program.max_workgroup or 64
+    kernarg = _bind(program, memory, args, shape, threads)
+    waves = -(-threads // 64)
+    groups = min(max(1, _WAVES_TOGETHER // waves), shape[0] * shape[1] * shape[2])
+    limit = LDS_LIMIT[program.arch] if lds_bytes is None else lds_bytes
+    start = time.perf_counter()
+    try:
+        _check_statically(code, sink)
+        machine = Machine(code, memory, groups, waves, limit, sink, plan, max_instructions)
+        for chunk in _chunks(shape, groups):
+            machine.run(chunk, kernarg, threads)
+    except Stop:
+        pass
+    report.seconds = time.perf_counter() - start
+    memory.copy_back(skip={0})
+    return report
+
+
+def _unpack(asm: Any, lds_bytes: int | None, threads: int | None):
+    """Text and launch facts from a compiled kernel or from plain text."""
+    if isinstance(asm, str):
+        return asm, lds_bytes, threads
+    metadata = asm.metadata
+    if lds_bytes is None:
+        lds_bytes = metadata.shared
+    if threads is None:
+        threads = metadata.num_warps * 64
+    return asm.asm["amdgcn"], lds_bytes, threads
+
+
+def _check_statically(code: Code, sink: Sink):
+    """Checks that need no execution."""
+
+
+def _chunks(shape: Sequence[int], size: int):
+    """Workgroup coordinates in launch order, x fastest, `size` at a time."""
+    every = [(x, y, z) for z in range(shape[2]) for y in range(shape[1]) for x in range(shape[0])]
+    for i in range(0, len(every), size):
+        yield every[i : i + size]
+
+
+def _bind(program: Program, memory: GlobalMemory, args: Sequence[Any], shape, threads: int) -> int:
+    """Build the argument segment; returns its device address."""
+    segment = np.zeros(max(program.kernarg_bytes, 8) + 64, np.uint8)
+    address = memory.add(segment, "the argument segment")
+    visible = [a for a in program.arguments if not a.kind.startswith("hidden_")]
+    if len(args) > len(visible):
+        raise ValueError(f"args has {len(args)} values, kernel {program.name} takes {len(visible)}")
+    for i, argument in enumerate(visible):
+        value = args[i] if i < len(args) else None
+        label = f"argument {i}" + (f" ({argument.name})" if argument.name else "")
+        if value is None and i >= len(args) and argument.kind == "by_value":
+            raise ValueError(f"args lacks a value for {label} of kernel {program.name}")
+        data = _encode(value, argument, memory, label)
+        segment[argument.offset : argument.offset + argument.size] = np.frombuffer(data, np.uint8)
+    for argument in program.arguments:
+        value = _hidden(argument.kind, shape, threads)
+        if value is not None:
+            data = value.to_bytes(argument.size, "little")
+            segment[argument.offset : argument.offset + argument.size] = np.frombuffer(
+                data, np.uint8
+            )
+    memory.copy_in()
+    return address
+
+
+def _encode(value: Any, argument, memory: GlobalMemory, label: str) -> bytes:
+    """The bytes of one argument."""
+    if argument.kind == "global_buffer":
+        if value is None:
+            return bytes(argument.size)
+        if not isinstance(value, np.ndarray) or not value.flags.c_contiguous:
+            raise ValueError(f"{label}: expected a C-contiguous array or None, got {type(value)}")
+        return memory.add(value, label).to_bytes(8, "little")
+    if isinstance(value, np.generic):
+        data = value.tobytes()
+    elif isinstance(value, float):
+        data = struct.pack({2: "<e", 4: "<f", 8: "<d"}[argument.size], value)
+    elif isinstance(value, int):
+        data = (value & ((1 << 8 * argument.size) - 1)).to_bytes(argument.size, "little")
+    else:
+        raise ValueError(f"{label}: expected a number of {argument.size} bytes, got {value!r}")
+    if len(data) != argument.size:
+        raise ValueError(f"{label}: has {argument.size} bytes, got {len(data)} ({value!r})")
+    return data
+
+
+def _hidden(kind: str, shape: Sequence[int], threads: int) -> int | None:
+    """The value of an argument that the runtime fills in, or None."""
+    axis = "xyz".find(kind[-1])
+    if kind.startswith("hidden_block_count_"):
+        return shape[axis]
+    if kind.startswith("hidden_group_size_"):
+        return threads if axis == 0 else 1
+    if kind == "hidden_grid_dims":
+        return 3
+    return None

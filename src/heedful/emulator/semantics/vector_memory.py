@@ -1,0 +1,223 @@
+"""Global, buffer, flat and scratch memory: loads, stores, loads straight to LDS (DMA), atomics;
+scalar loads.
+"""
+
+import re
+
+import numpy as np
+
+from heedful.emulator.asm import M0, Instruction
+from heedful.emulator.floats import I64, U32, U64
+from heedful.emulator.memory import atomically
+from heedful.emulator.semantics.small import (
+    ATOMICS,
+    WIDTH,
+    read_register,
+    width_of,
+    write_register,
+)
+from heedful.emulator.semantics.table import Context, Run, Unsupported, semantics
+
+_LANE = np.arange(64, dtype=I64)
+_LOADS = [k for k in WIDTH if k not in ("byte", "short")]
+_LOADS += ["short_d16", "short_d16_hi", "ubyte_d16", "ubyte_d16_hi", "sbyte_d16", "sbyte_d16_hi"]
+_STORES = ["byte", "short", "dword", "dwordx2", "dwordx3", "dwordx4", "byte_d16_hi", "short_d16_hi"]
+
+
+def _flat_address(instruction: Instruction, ctx: Context, position: int, base: int):
+    """Address of a global or flat access: 64 bits per lane, or a scalar base plus 32 bits."""
+    operands = instruction.operands
+    offset = U64(instruction.mods.get("offset", 0) & 0xFFFFFFFFFFFFFFFF)
+    lane = operands[position].slot
+    scalar = operands[base] if len(operands) > base and operands[base].kind == "reg" else None
+    if scalar is not None:
+        slot = scalar.slot
+        return lambda g: (g.s64[slot][..., None] + g.u[lane] + offset, g.where)
+    return lambda g: (
+        (g.u[lane + 1].astype(U64) << U64(32)) + g.u[lane] + offset,
+        g.where,
+    )
+
+
+def _buffer_address(instruction: Instruction, ctx: Context, position: int, nbytes: int):
+    """Address of a buffer access; lanes beyond the descriptor's size are inactive (they read 0)."""
+    if "idxen" in instruction.mods or "addr64" in instruction.mods:
+        raise Unsupported(instruction, "indexed buffer addressing")
+    lane, resource, scalar = instruction.operands[position : position + 3]
+    immediate = instruction.mods.get("offset", 0)
+    by_lane, soffset = "offen" in instruction.mods, ctx.slot(scalar)
+    r = resource.slot
+
+    def address(g):
+        fixed = np.asarray(g.s[soffset]).astype(I64)[..., None] + immediate
+        offset = fixed + g.u[lane.slot] if by_lane else np.broadcast_to(fixed, g.shape)
+        size = g.s[r + 2][..., None]
+        base = (g.s64[r] & U64(0xFFFF_FFFF_FFFF))[..., None]
+        inside = offset + nbytes <= size
+        active = g.where if inside.all() else np.broadcast_to(inside & g.mask, g.shape)
+        return base + offset.view(U64), active
+
+    return address
+
+
+def _address(instruction: Instruction, ctx: Context, position: int, base: int, nbytes: int):
+    """The address function of any space but scratch; `base` is where a scalar base would be."""
+    if instruction.base.startswith("buffer"):
+        return _buffer_address(instruction, ctx, position, nbytes)
+    return _flat_address(instruction, ctx, position, base)
+
+
+def _issue(instruction: Instruction):
+    """Flat accesses count on both counters, since they may go to LDS."""
+    flat = instruction.base.startswith("flat")
+
+    def issue(g, effects=()):
+        g.issue_vm(instruction, effects)
+        if flat:
+            g.issue_lds(instruction, ())
+
+    return issue
+
+
+@semantics(*(f"{space}_load_{kind}" for space in ("global", "buffer", "flat") for kind in _LOADS))
+def _load(instruction: Instruction, ctx: Context) -> Run:
+    """Memory to registers, or with `lds` to LDS."""
+    if "lds" in instruction.mods:
+        return _load_to_lds(instruction, ctx)
+    nbytes, signed, half = width_of(instruction.base.split("_load_")[1])
+    address, issue = _address(instruction, ctx, 1, 2, nbytes), _issue(instruction)
+    target = instruction.operands[0].slot
+
+    def run(g):
+        where, active = address(g)
+        data = g.machine.memory.load(g, instruction, where, nbytes, active)
+        write_register(g, target, data, nbytes, signed, half)
+        issue(g)
+
+    return run
+
+
+@semantics(*(f"global_load_lds_{kind}" for kind in _LOADS if "d16" not in kind))
+def _load_to_lds(instruction: Instruction, ctx: Context) -> Run:
+    """DMA: lane l's data lands at m0 + offset + l * width when the wave has waited for it."""
+    nbytes, signed, _ = width_of(instruction.base.replace("_lds", "").split("_load_")[1])
+    if nbytes > 4 and ctx.arch == "gfx942":
+        raise Unsupported(instruction, "gfx942 moves at most 4 bytes per lane to LDS")
+    address, stride = _address(instruction, ctx, 0, 1, nbytes), max(nbytes, 4)
+    offset = instruction.mods.get("offset", 0)
+
+    def run(g):
+        where, active = address(g)
+        data = g.machine.memory.load(g, instruction, where, nbytes, active)
+        place = g.s[M0].astype(I64)[..., None] + (offset + stride * _LANE)
+        effects = g.machine.lds.start_dma(g, instruction, place, stride, data)
+        g.issue_vm(instruction, effects)
+
+    return run
+
+
+@semantics(*(f"{space}_store_{kind}" for space in ("global", "buffer", "flat") for kind in _STORES))
+def _store(instruction: Instruction, ctx: Context) -> Run:
+    """Registers to memory."""
+    buffer = instruction.base.startswith("buffer")
+    nbytes, _, half = width_of(instruction.base.split("_store_")[1])
+    address = _address(instruction, ctx, 1 if buffer else 0, 2, nbytes)
+    issue, source = _issue(instruction), instruction.operands[0 if buffer else 1].slot
+
+    def run(g):
+        where, active = address(g)
+        data = read_register(g, source, nbytes, half)
+        g.machine.memory.store(g, instruction, where, nbytes, active, data)
+        issue(g)
+
+    return run
+
+
+@semantics(
+    *(f"{space}_atomic_{name}" for space in ("global", "buffer", "flat") for name in ATOMICS)
+)
+def _atomic(instruction: Instruction, ctx: Context) -> Run:
+    """Read-modify-write in memory, lane after lane; with sc0 the old value comes back."""
+    operation, per_word, count = ATOMICS[instruction.base.split("_atomic_")[1]]
+    buffer, nbytes = instruction.base.startswith("buffer"), 4 * count
+    returns = "sc0" in instruction.mods or "glc" in instruction.mods
+    first = 1 if returns and not buffer else 0
+    position, source = (1, 0) if buffer else (first, first + 1)
+    address = _address(instruction, ctx, position, first + 2, nbytes)
+    slot, target = instruction.operands[source].slot, instruction.operands[0].slot
+    issue = _issue(instruction)
+
+    def run(g):
+        where, active = address(g)
+        memory = g.machine.memory
+        lanes = np.broadcast_to(active, g.shape)
+        offset = memory.locate(g, instruction, where, nbytes, active, memory.TRASH)
+        offset = np.broadcast_to(offset, g.shape)[lanes]
+        data = np.ascontiguousarray(read_register(g, slot, nbytes * per_word)[lanes])
+        old = atomically(memory.words, offset, nbytes, operation, data)
+        if returns:
+            result = np.zeros((*g.shape, count), U32)
+            result[lanes] = old
+            write_register(g, target, result, nbytes, False, "")
+        issue(g)
+
+    return run
+
+
+_SCRATCH = [k for k in _LOADS + _STORES if k.startswith("dword")]
+
+
+@semantics(*{f"scratch_{way}_{kind}" for way in ("load", "store") for kind in _SCRATCH})
+def _scratch(instruction: Instruction, ctx: Context) -> Run:
+    """Private memory of each lane; the address is an offset, per wave, per lane or fixed."""
+    storing = "_store_" in instruction.base
+    count = width_of(instruction.base.rsplit("_", 1)[1])[0] // 4
+    operands = instruction.operands
+    value, lane, scalar = (operands[1], operands[0], operands[2]) if storing else operands[:3]
+    fixed = instruction.mods.get("offset", 0)
+
+    def run(g):
+        offset = np.full((1, 1, 1), fixed, I64)
+        if lane.kind == "reg":
+            offset = offset + g.u[lane.slot]
+        if scalar.kind == "reg":
+            offset = offset + g.s[scalar.slot][..., None].astype(I64)
+        scratch, rows = g.machine.scratch, None
+        rows = scratch.rows(g, instruction, offset, count)
+        groups, waves = (np.arange(s.start, s.stop) for s in g.rect.index)
+        index = (groups[:, None, None], waves[:, None], np.arange(64))
+        for i in range(count):
+            register = g.u[value.slot + i]
+            if storing:
+                old = scratch.words[(rows + i, *index)]
+                scratch.words[(rows + i, *index)] = np.where(g.mask, register, old)
+            else:
+                np.copyto(register, scratch.words[(rows + i, *index)], where=g.where)
+        g.issue_vm(instruction)
+
+    return run
+
+
+_SCALAR = {"dword": 1, "dwordx2": 2, "dwordx4": 4, "dwordx8": 8, "dwordx16": 16}
+
+
+@semantics(*(f"s_load_{kind}" for kind in _SCALAR))
+def _scalar_load(instruction: Instruction, ctx: Context) -> Run:
+    """Memory to scalar registers; the low two address bits are ignored."""
+    count = _SCALAR[re.sub(r"s_load_", "", instruction.mnemonic)]
+    target, base, offset = instruction.operands[:3]
+    fixed = instruction.mods.get("offset", 0)
+    by_register = offset.kind == "reg"
+    constant = 0 if by_register else offset.bits(32)
+    constant = constant - (1 << 32) if constant >> 31 else constant
+
+    def run(g):
+        offset_bytes = g.s[offset.slot].astype(I64) if by_register else constant
+        extra = np.asarray(offset_bytes + fixed, I64).view(U64)
+        address = ((g.s64[base.slot] + extra) & U64(0xFFFFFFFFFFFFFFFC))[..., None]
+        data = g.machine.memory.load_scalar(g, instruction, address, 4 * count)
+        for i in range(count):
+            g.s[target.slot + i][...] = data[..., i]
+        g.issue_smem(instruction)
+
+    return run
