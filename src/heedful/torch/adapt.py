@@ -15,10 +15,8 @@ def adapt(x: Operands, problem: AttentionProblem) -> Operands:
     """Checked tensors as Operands has them: expanded by strides of 0; q, k, v and index tensors
     copied where their last dim is not contiguous. Returns fields that need nothing as they are.
     """
-    changed: dict[str, Tensor | None] = {
-        name: dense_rows(getattr(x, name)) for name in ("q", "k", "v")
-    }
-    for name in (*_VECTORS, "block_table"):
+    changed: dict[str, Tensor | None] = {}
+    for name in ("q", "k", "v", *_VECTORS, "block_table"):
         tensor = getattr(x, name)
         if tensor is not None:
             changed[name] = dense_rows(tensor)

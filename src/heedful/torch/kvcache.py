@@ -289,7 +289,7 @@ def _with_prefix(attention: Call, before: Call, x: Operands, prefix, sink, out):
     return _merged(first, first_lse, part, lse, sink, out)
 
 
-def _merged(first: Tensor, first_lse: Tensor, part: Tensor, lse: Tensor, sink, out):
+def _merged(first: Tensor, first_lse: Any, part: Tensor, lse: Any, sink, out):
     """out and lse of two parts, the first of which saw the batch as one sequence."""
     batch, q_len, heads, _ = part.shape
     first_lse = first_lse.view(heads, batch, q_len).transpose(0, 1)

@@ -26,7 +26,8 @@ LIBRARY.define(
 )
 LIBRARY.define(
     f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
-    f" {_OPTIONS}, bool bias_grad) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
+    f" {_OPTIONS}, bool bias_grad)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
