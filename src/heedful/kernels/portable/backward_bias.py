@@ -187,7 +187,7 @@ def bias_gradients(
                 BLOCK_N,
                 False,
             )
-            p_MN, _ = probabilities(
+            p_MN, _kept = probabilities(
                 s_MN,
                 lse_M[:, None],
                 rows_M[:, None],

@@ -311,7 +311,7 @@ def attention_forward(
                         BLOCK_N,
                         False,
                     )
-                s_MN, _ = adjust_scores(
+                s_MN, _gate = adjust_scores(
                     s_MN,
                     distance_MN,
                     scale,

@@ -1,7 +1,8 @@
 """Programs of the portable kernels: argument order, grids, scratch.
 
 Buffers are named as Operands' fields, plus out, lse, probs, dout, dlse, dq, dk, dv, dbias, dsink.
-Absent ones are missing from the mapping and become a constant None.
+Absent ones are missing from the mapping and become a constant None. The kernels of a KV cache and
+of a merge have their own few names, each beside its function.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,7 +31,7 @@ FAR = 1 << 29
 WIDE_STRIDE = 1 << 22
 
 
-def _pow2(n: int, least: int = 16) -> int:
+def pow2(n: int, least: int = 16) -> int:
     """The power of two at or above n: block sizes are powers of two, a dot's at least 16."""
     return max(least, 1 << (n - 1).bit_length())
 
@@ -40,7 +41,7 @@ def _wrapped(word: int) -> int:
     return (word & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
 
 
-class _Call:
+class CallBuilder:
     """Collects one kernel's arguments. `divisor`: what all strides of its tensors share, so that a
     kernel has an aligned and an unaligned variant and not one per stride."""
 
@@ -136,7 +137,7 @@ def _precision(problem: AttentionProblem) -> str:
     return "ieee"
 
 
-def _scores(call: _Call, problem: AttentionProblem) -> dict[str, object]:
+def _scores(call: CallBuilder, problem: AttentionProblem) -> dict[str, object]:
     """Arguments that decide the scores, in every kernel that makes them; returns its constants."""
     mask = problem.mask
     bounds = {name: min(getattr(mask, name), FAR) for name in ("left", "right", "first")}
@@ -178,7 +179,7 @@ def _drop_scale(problem: AttentionProblem) -> float:
     return 1.0 / (1.0 - problem.dropout_p) if problem.dropout_p < 1 else 0.0
 
 
-def _lengths(call: _Call, problem: AttentionProblem, buffers: Buffers) -> None:
+def _lengths(call: CallBuilder, problem: AttentionProblem, buffers: Buffers) -> None:
     """Arguments that say where sequences lie."""
     call.vectors("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
     stored_k = problem.seqlen_k
@@ -199,8 +200,8 @@ def _dims(problem: AttentionProblem) -> dict[str, object]:
     return {
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": _pow2(problem.head_dim),
-        "BLOCK_E": _pow2(problem.head_dim_v),
+        "BLOCK_D": pow2(problem.head_dim),
+        "BLOCK_E": pow2(problem.head_dim_v),
     }
 
 
@@ -231,7 +232,7 @@ def _forward_call(
     problem: AttentionProblem, plan: Plan, buffers: Buffers, out: str, lse: str, splits: int
 ) -> KernelCall:
     config = plan.configs["portable.forward"]
-    call = _Call("forward", "attention_forward", buffers, ("q", "k", "v", out))
+    call = CallBuilder("forward", "attention_forward", buffers, ("q", "k", "v", out))
     call.tensors(q="q", k="k", v="v", out=out)
     call.vectors("sink", "block_table", "kv_batch_idx")
     call.vectors("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
@@ -277,7 +278,7 @@ def _forward_call(
     )
 
 
-def _descale_strides(call: _Call, problem: AttentionProblem, tensors: str) -> None:
+def _descale_strides(call: CallBuilder, problem: AttentionProblem, tensors: str) -> None:
     """Descales are (B, G), or lie beside the keys as (.., rows, G, groups)."""
     if problem.kv_shift and not problem.kv_group:
         raise ValueError("k_shift and v_shift need a scale per group of a key (kv_group > 0)")
@@ -306,7 +307,7 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
     splits, *_, heads, dim = spec.shape
     packed = len(spec.shape) == 4
     batch, rows = (1, spec.shape[1]) if packed else spec.shape[1:3]
-    call = _Call("combine", "combine_splits", buffers, (part, "out"))
+    call = CallBuilder("combine", "combine_splits", buffers, (part, "out"))
     call.tensors(partial_out=part, out="out")
     call.arguments["partial_lse"] = Pointer(part_lse, lse.dtype, False)
     if sink is None:
@@ -321,7 +322,7 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
     call.strides("pl", "sbh", (lse.strides[0], 0 if packed else lse.strides[1], lse.strides[-2]))
     call.strides("l", "bh", _lse_strides(lse.shape[1:]))
     call.ints(rows=rows, heads=heads, splits=splits)
-    block_e = _pow2(dim)
+    block_e = pow2(dim)
     # 16 KiB of float32 per program keep the accumulator within 32 registers of 4 warps.
     block_m = max(1, min(64, 4096 // block_e))
     grid = (-(-rows // block_m), batch * heads, 1)
@@ -331,7 +332,7 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
 
 def _probs_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
     config = plan.configs["portable.scores"]
-    call = _Call("probabilities", "signed_probabilities", buffers, ("q", "k"))
+    call = CallBuilder("probabilities", "signed_probabilities", buffers, ("q", "k"))
     call.tensors(q="q", k="k")
     call.vectors("block_table", "kv_batch_idx", "q_descale", "k_descale", "k_shift")
     call.vectors("lse", "probs")
@@ -393,7 +394,7 @@ def _delta_call(buffers: Buffers) -> KernelCall:
     spec, lse = buffers["out"], buffers["lse"]
     *_, heads, dim = spec.shape
     batch, rows = _flat_rows(lse)
-    call = _Call("backward_rows", "row_deltas", buffers, ("out", "dout"))
+    call = CallBuilder("backward_rows", "row_deltas", buffers, ("out", "dout"))
     call.tensors(out="out", dout="dout")
     call.vectors("lse", "dlse", "delta")
     call.row_strides("o", "out", "m")
@@ -405,7 +406,7 @@ def _delta_call(buffers: Buffers) -> KernelCall:
     # (batch, head, row): any strides, as autograd hands them out.
     call.strides("dl", "bhm", strides)
     call.strides("l", "bh", _lse_strides(lse.shape))
-    block_e = _pow2(dim)
+    block_e = pow2(dim)
     # 32 KiB of float32 products a program keep 8 warps within 32 registers for them.
     block_m = max(1, min(128, 8192 // block_e))
     tiles = -(-rows // block_m)
@@ -418,7 +419,7 @@ def _delta_call(buffers: Buffers) -> KernelCall:
 def _sink_gradients_call(buffers: Buffers) -> KernelCall:
     lse = buffers["lse"]
     batch, rows = _flat_rows(lse)
-    call = _Call("backward_rows", "sink_gradients", buffers, ())
+    call = CallBuilder("backward_rows", "sink_gradients", buffers, ())
     call.vectors("sink", "lse", "delta", "dsink")
     call.strides("l", "bh", _lse_strides(lse.shape))
     call.ints(rows=rows, batch=batch)
@@ -428,10 +429,10 @@ def _sink_gradients_call(buffers: Buffers) -> KernelCall:
 
 def _gradient_call(
     problem: AttentionProblem, buffers: Buffers, function: tuple[str, str], outputs: dict[str, str]
-) -> tuple[_Call, dict[str, object]]:
+) -> tuple[CallBuilder, dict[str, object]]:
     """What the three gradient kernels that make scores again share. outputs: name -> row axis."""
     tensors = ("q", "k", "v", "dout", *outputs)
-    call = _Call(*function, buffers, tensors)
+    call = CallBuilder(*function, buffers, tensors)
     call.tensors(**{name: name for name in tensors})
     call.vectors("lse", "delta")
     constants = _scores(call, problem)
