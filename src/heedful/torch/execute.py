@@ -61,7 +61,7 @@ class Executable:
         """Launches on the current stream of the tensors' device."""
         addresses = [tensor.data_ptr() for tensor in tensors]
         index = self._index
-        if self._scratch_bytes:
+        if self._places:
             scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=self._device)
             base = scratch.data_ptr()
             for offset, nbytes, zeroed in self._places:
