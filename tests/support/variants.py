@@ -44,7 +44,7 @@ def _variant(rng: random.Random, dtypes) -> Case:
         varlen=varlen,
         used=sometimes(rng.choice(("q", "k", "qk")), ""),
         page_size=16 if paged else 0,
-        kv_batch_idx=not paged and "k" not in varlen and rng.random() < 0.1,
+        kv_batch_idx=forward_only and not paged and "k" not in varlen and rng.random() < 0.3,
         leftpad_k=rng.random() < 0.1,
         layout=rng.choice(("contiguous", "contiguous", *LAYOUTS)),
         backward=not forward_only,

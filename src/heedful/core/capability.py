@@ -145,7 +145,8 @@ ROWS: tuple[KernelRow, ...] = (
         "backward",
         _PORTABLE_LEVELS,
         _FLOATS,
-        _EVERY_FEATURE,
+        # Gradients of a cache are nobody's: a page or row may serve several sequences.
+        _EVERY_FEATURE - {"paged", "kv_batch_idx"},
         least=(("triton", (3, 6)),),
     ),
     KernelRow(
@@ -163,7 +164,7 @@ ROWS: tuple[KernelRow, ...] = (
         "forward",
         {"cpu": "run"},
         _FLOATS,
-        _EVERY_FEATURE,
+        _EVERY_FEATURE - {"split_kv"},
         least=(("torch", (2, 11)),),
         source="torch",
     ),
