@@ -1,5 +1,7 @@
 """Attention on dense and on packed sequences, as `flash_attn` 2.x calls it."""
 
+from typing import Any
+
 from torch import Tensor
 
 from heedful.torch import library
@@ -30,7 +32,7 @@ def flash_attn_func(
     dropout_seed: int | Tensor | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
-):
+) -> Any:
     """softmax(q k^T * softmax_scale) v, without ever storing the scores.
 
     Scores in this order: scale; `softcap * tanh(s / softcap)`; ALiBi; bias; mask; then the sink
@@ -142,7 +144,7 @@ def flash_attn_varlen_func(
     dropout_seed: int | Tensor | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
-):
+) -> Any:
     """Attention over sequences of different lengths, packed one after the other.
 
     Arguments that are not listed are those of `flash_attn_func`, with seqlen_q and seqlen_k the

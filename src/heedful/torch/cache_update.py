@@ -1,9 +1,112 @@
-"""What happens to a KV cache before attention, in plain torch: new keys and values go in, and
-rotary positions are applied. No value is read back, so that it compiles and captures.
+"""What happens to a KV cache before attention: new keys and values go in, and rotary positions are
+applied. On a GPU by two programs; elsewhere, and for torch.compile, in plain torch. Neither reads a
+value back.
 """
+
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from heedful.core.operands import Operands
+from heedful.core.plan import Plan
+from heedful.launch.args import portable_cache
+from heedful.torch.adapt import dense_rows
+from heedful.torch.execute import Executable, buffer_spec
+
+
+class Update(NamedTuple):
+    """What happens to the cache before attention: arguments of flash_attn_with_kvcache."""
+
+    k: Any
+    v: Any
+    rotary_cos: Any
+    rotary_sin: Any
+    cache_seqlens: Any
+    rotary_interleaved: Any
+    shared_prefix: Any
+
+    @property
+    def position0(self) -> int:
+        """Tokens before the cache of every sequence."""
+        return 0 if self.shared_prefix is None else self.shared_prefix[0].shape[-3]
+
+
+def update_cache(x: Operands, update: Update, start: Tensor, advance: bool) -> Operands:
+    """Writes the new keys and values into the cache, in plain torch; returns x with q rotated.
+
+    start: int32 (B,), where they go in each sequence's storage. advance: whether queries have a
+    position each, or all that of the first new key.
+    """
+    k, v, cos, sin, _, interleaved, _ = update
+    if cos is not None:
+        position = start + update.position0 if update.position0 else start
+        k = rotate(k, cos, sin, position, interleaved)
+        x = x._replace(q=rotate(x.q, cos, sin, position, interleaved, advance))
+    append_kv(x.k, x.v, k, v, start, x.kv_batch_idx, x.block_table)
+    return x
+
+
+def updater(x: Operands, update: Update, advance: bool, plan: Plan):
+    """What changes the cache for one kind of call: a function of (x, update, start)."""
+    if x.q.device.type == "cuda":
+        return DeviceUpdate(x, update, advance, plan.device.arch)
+    return partial(_update_plainly, advance)
+
+
+def _update_plainly(advance: bool, x: Operands, update: Update, start: Tensor) -> Operands:
+    return update_cache(x, update, start, advance)
+
+
+class DeviceUpdate:
+    """As `update_cache`, for one kind of call on one GPU; compiles when it is made."""
+
+    def __init__(self, x: Operands, update: Update, advance: bool, arch: str):
+        start = torch.empty(x.q.shape[0], dtype=torch.int32, device=x.q.device)
+        interleaved, position0 = bool(update.rotary_interleaved), update.position0
+        tensors = _named(x, update, start)
+        self._names = [name for name, tensor in tensors.items() if tensor is not None]
+        buffers = {name: buffer_spec(tensors[name]) for name in self._names}
+        page_size = x.k.shape[1] if x.block_table is not None else 0
+        program = portable_cache.append_kv(buffers, page_size, interleaved, position0)
+        self._append = Executable(program, arch, x.q.device, self._names)
+        self._rotate = None
+        if update.rotary_cos is not None:
+            turned = {name: buffers[name] for name in ("cache_seqlens", "rotary_cos", "rotary_sin")}
+            turned["q"] = buffer_spec(dense_rows(x.q))
+            turned["rotated"] = buffer_spec(torch.empty(x.q.shape, dtype=x.q.dtype, device="meta"))
+            program = portable_cache.rotary(turned, interleaved, advance, position0)
+            self._rotate = Executable(program, arch, x.q.device, list(turned))
+
+    def __call__(self, x: Operands, update: Update, start: Tensor) -> Operands:
+        tensors = _named(x, update, start)
+        if update.k.numel():
+            self._append([tensors[name] for name in self._names])
+        if self._rotate is None or not x.q.numel():
+            return x
+        rotated = torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device)
+        tables = (tensors["rotary_cos"], tensors["rotary_sin"])
+        self._rotate([start, *tables, dense_rows(x.q), rotated])
+        return x._replace(q=rotated)
+
+
+def _named(x: Operands, update: Update, start: Tensor) -> dict[str, Tensor | None]:
+    """Tensors by the names that the programs know, rows of the new ones contiguous."""
+    cos, sin = update.rotary_cos, update.rotary_sin
+    if cos is not None:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return {
+        "k_new": dense_rows(update.k),
+        "v_new": dense_rows(update.v),
+        "k": x.k,
+        "v": x.v,
+        "cache_seqlens": start,
+        "rotary_cos": cos,
+        "rotary_sin": sin,
+        "block_table": x.block_table,
+        "kv_batch_idx": x.kv_batch_idx,
+    }
 
 
 def append_kv(

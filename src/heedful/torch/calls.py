@@ -256,15 +256,23 @@ class Attention(Function):
         return out, lse, probs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, dlse=None, dprobs=None):
-        saved = ctx.saved_tensors
-        out, lse = saved[_FIELDS:]
-        grads = gradients(ctx.call, _new(Operands, saved[:_FIELDS]), out, lse, dout, dlse)
-        dbias = grads.dbias
-        if dbias is not None:
-            dbias = bias_gradient(dbias, ctx.bias)
-        return None, None, None, grads.dq, grads.dk, grads.dv, dbias, grads.dsink
+        if is_grad_enabled() and dout is not None:
+            # once_differentiable raises only if a cotangent depends on something; ours raises
+            # wherever the gradients are differentiated again, which would be wrong in silence.
+            dout = dout if dout.requires_grad else dout.detach().requires_grad_()
+        return _backward(ctx, dout, dlse)
+
+
+@once_differentiable
+def _backward(ctx, dout, dlse):
+    saved = ctx.saved_tensors
+    out, lse = saved[_FIELDS:]
+    grads = gradients(ctx.call, _new(Operands, saved[:_FIELDS]), out, lse, dout, dlse)
+    dbias = grads.dbias
+    if dbias is not None:
+        dbias = bias_gradient(dbias, ctx.bias)
+    return None, None, None, grads.dq, grads.dk, grads.dv, dbias, grads.dsink
 
 
 def gradients(call: Call, x: Operands, out, lse, dout, dlse):

@@ -14,6 +14,11 @@ _modes_active = torch._C._len_torch_dispatch_stack
 _OWN = (Tensor, Parameter)
 
 
+def transforms_active() -> bool:
+    """Whether a functorch transform (vmap, grad, ...) is under way, outside of torch.compile."""
+    return not is_compiling() and _transforms_active()
+
+
 def needs_dispatcher(q, k, v) -> bool:
     """Whether torch.compile, a functorch transform, a dispatch mode, forward-mode AD or a tensor
     subclass wants to see this call, or q, k, v are no tensors of a device at all."""

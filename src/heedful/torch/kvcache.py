@@ -1,6 +1,6 @@
 """Attention of new tokens over a KV cache, which it can extend first."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, is_autocast_enabled
@@ -8,8 +8,8 @@ from torch.compiler import is_compiling
 
 from heedful.core.operands import Operands
 from heedful.torch import library
-from heedful.torch.adapt import autocast
-from heedful.torch.cache_update import append_kv, rotate
+from heedful.torch.adapt import adapt, autocast, dense_rows
+from heedful.torch.cache_update import Update, update_cache, updater
 from heedful.torch.calls import CALLS, Call, out_key, tensor_key
 from heedful.torch.checks import FLOATS, Options, describe
 from heedful.torch.dispatch import needs_dispatcher
@@ -18,19 +18,6 @@ from heedful.torch.merge import merge_attn_states
 from heedful.torch.values import check_range
 
 _new = tuple.__new__
-_SEQUSED = Operands._fields.index("seqused_k") - 3
-
-
-class Update(NamedTuple):
-    """What happens to the cache and to q before attention: the arguments of the call."""
-
-    k: Any
-    v: Any
-    rotary_cos: Any
-    rotary_sin: Any
-    cache_seqlens: Any
-    rotary_interleaved: Any
-    shared_prefix: Any
 
 
 def flash_attn_with_kvcache(
@@ -63,7 +50,7 @@ def flash_attn_with_kvcache(
     shared_prefix: tuple[Tensor, Tensor] | None = None,
     out: Tensor | None = None,
     backend: str | None = None,
-):
+) -> Any:
     """Attention of the newest tokens over a cache of keys and values, for inference: no gradient is
     recorded. Given k and v, they are written into the cache first, in place.
 
@@ -157,10 +144,10 @@ class CacheCall:
     """What one kind of call over a cache needs each time.
 
     attention, prefix: of the cache, and of the shared prefix where there is one. new: tokens that
-    are appended. advance: whether queries have a rotary position each.
+    are appended. update(x, update, start): writes them; None where there are none.
     """
 
-    __slots__ = ("advance", "attention", "capacity", "checks", "new", "prefix", "returns_lse")
+    __slots__ = ("attention", "capacity", "checks", "new", "prefix", "returns_lse", "update")
 
     def __init__(self, x: Operands, options: Options, update: Update, out: Tensor | None):
         """Raises TypeError or ValueError for a call that cannot be."""
@@ -169,18 +156,26 @@ class CacheCall:
             x = x._replace(seqused_k=_length_like(update, x.q))
         self.new = 0 if update.k is None else update.k.shape[1]
         self.capacity = problem.seqlen_k
-        self.advance = problem.mask.bounded
         self.returns_lse = options.return_lse
         self.checks = x.q.device.type == "cpu"
         self.prefix: Call | None = None
+        given = x
+        if update.rotary_cos is not None:
+            # Attention gets the rotated q, which is dense.
+            x = x._replace(q=torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device))
         if update.shared_prefix is None:
             self.attention = Call(x, options, (False, False), out)
-            return
-        # The sink enters once, in the merge, and parts are merged by their lse.
-        part = x._replace(sink=None)
-        self.attention = Call(part, options._replace(return_lse=True), (False, False), None)
-        prefix = _prefix_operands(x.q, update.shared_prefix)
-        self.prefix = Call(prefix, _prefix_options(options), (False, False), None)
+        else:
+            # The sink enters once, in the merge, and parts are merged by their lse.
+            part = x._replace(sink=None)
+            self.attention = Call(part, options._replace(return_lse=True), (False, False), None)
+            prefix = _prefix_operands(x.q, update.shared_prefix)
+            self.prefix = Call(prefix, _prefix_options(options), (False, False), None)
+        self.update = None
+        if update.k is not None:
+            self.update = updater(
+                adapt(given, problem), update, problem.mask.bounded, self.attention.runner.plan
+            )
 
 
 def describe_update(x: Operands, options: Options, update: Update, out: Tensor | None):
@@ -241,16 +236,16 @@ def _run(call: CacheCall, x: Operands, update: Update, out):
     if update.cache_seqlens is not None:
         start, used = _lengths(update, x, call.new)
         x = x._replace(seqused_k=used)
-    if call.checks and start is not None:
-        check_range("cache_seqlens", start, 0, call.capacity - call.new)
+        if call.checks:
+            check_range("cache_seqlens", start, 0, call.capacity - call.new)
     sink = x.sink
     if call.prefix is not None:
         x = x._replace(sink=None)
     attention = call.attention
     if attention.checks or not attention.plain:
         x = attention.operands(x, None)
-    if start is not None and update.k is not None:
-        x = _updated(x, update, start, call.advance)
+    if call.update is not None:
+        x = call.update(x, update, start)
     if call.prefix is not None:
         out, lse = _with_prefix(attention, call.prefix, x, update.shared_prefix, sink, out)
     else:
@@ -264,19 +259,9 @@ def _lengths(update: Update, x: Operands, new: int) -> tuple[Tensor, Tensor]:
     if not isinstance(start, Tensor):
         shape, device = (x.q.shape[0],), x.q.device
         start = torch.full(shape, start, dtype=torch.int32, device=device)
+    start = dense_rows(start)
     used = start + new if new else start
     return start, used if x.leftpad_k is None else used - x.leftpad_k
-
-
-def _updated(x: Operands, update: Update, start: Tensor, advance: bool) -> Operands:
-    """Writes the new keys and values into the cache; returns x with q rotated."""
-    k, v, cos, sin, _, interleaved, prefix = update
-    if cos is not None:
-        position = start if prefix is None else start + prefix[0].shape[-3]
-        k = rotate(k, cos, sin, position, interleaved)
-        x = x._replace(q=rotate(x.q, cos, sin, position, interleaved, advance))
-    append_kv(x.k, x.v, k, v, start, x.kv_batch_idx, x.block_table)
-    return x
 
 
 def _with_prefix(attention: Call, before: Call, x: Operands, prefix, sink, out):
@@ -343,7 +328,7 @@ def _traced(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, 
         x = x._replace(seqused_k=used)
         if update.k is not None:
             advance = given.causal or tuple(given.window_size[:2]) != (-1, -1)
-            x = _updated(x, update, start, advance)
+            x = update_cache(x, update, start, advance)
     if update.shared_prefix is None:
         return library.attend(*x[:3], x[3:], options, out)
     # The sink enters once, in the merge, and parts are merged by their lse.

@@ -4,11 +4,15 @@ and runners with the eager path; this file holds only what the dispatcher wants 
 """
 
 import torch
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from heedful.core.operands import Operands
 from heedful.torch.adapt import autocast, bias_gradient
+from heedful.torch.batching import attention_vmap, backward_vmap
 from heedful.torch.calls import Call, find, gradients, make_seed, tensor_key
 from heedful.torch.checks import Options, check_out, check_seed, check_tensors, describe
+from heedful.torch.dispatch import transforms_active
 
 _OPERANDS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Operands._fields)
 _OPTIONS = (
@@ -39,7 +43,7 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
     check_seed(seed, q.device)
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
-        x = Operands._make((*autocast(x[:4], device), *x[4:]))
+        x = Operands._make(_cast(x, device))
     wants_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x.q, x.k, x.v, x.bias, x.sink)
     )
@@ -47,7 +51,8 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
         x = x._replace(seed=make_seed(seed, q.device))
     if out is not None:
         check_out(out, x, (*x.q.shape[:-1], x.v.shape[-1]), wants_grad)
-    result, lse, probs = torch.ops.heedful.attention(*x, *given, wants_grad)
+    op = Transformed.apply if transforms_active() else torch.ops.heedful.attention
+    result, lse, probs = op(*x, *given, wants_grad)
     if out is not None:
         result = out.copy_(result)
     if given.return_attn_probs:
@@ -130,10 +135,36 @@ def _attention_backward(ctx, dout, dlse, dprobs):
     return *grads, *none
 
 
+class Transformed(Function):
+    """Attention under functorch transforms, which do not see into an operator's own autograd."""
+
+    generate_vmap_rule = True
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(once_differentiable(_attention_backward))
+
+    @staticmethod
+    def forward(*args):
+        return torch.ops.heedful.attention(*args)
+
+
 def _no_double_backward(ctx, *grads):
     raise RuntimeError(
         "trying to differentiate twice a function that was marked with @once_differentiable"
     )
+
+
+def _autocasting(device_type: str):
+    """The operator under autocast: q, k, v and bias in its dtype."""
+
+    def attention(*args):
+        with torch.autocast(device_type, enabled=False):
+            return torch.ops.heedful.attention(*_cast(args, device_type))
+
+    return attention
+
+
+def _cast(args: tuple, device_type: str) -> tuple:
+    return (*autocast(args[:4], device_type), *args[4:])
 
 
 LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
@@ -144,3 +175,7 @@ torch.library.register_autograd(
     "heedful::attention", _attention_backward, setup_context=_setup_context, lib=LIBRARY
 )
 torch.library.register_autograd("heedful::attention_backward", _no_double_backward, lib=LIBRARY)
+torch.library.register_vmap("heedful::attention", attention_vmap, lib=LIBRARY)
+torch.library.register_vmap("heedful::attention_backward", backward_vmap, lib=LIBRARY)
+for _device in ("cpu", "cuda"):
+    LIBRARY.impl("attention", _autocasting(_device), f"Autocast{_device.upper()}")

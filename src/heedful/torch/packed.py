@@ -3,6 +3,8 @@
 Gradients come back through one `unbind`, whose backward writes the packed gradient once.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from heedful.torch.api import flash_attn_func, flash_attn_varlen_func
@@ -28,7 +30,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     **keywords,
-):
+) -> Any:
     """Self-attention on packed q, k, v; all else as in flash_attn_func.
 
     Args:
@@ -66,7 +68,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     **keywords,
-):
+) -> Any:
     """Attention with packed k, v; all else as in flash_attn_func.
 
     Args:
@@ -106,7 +108,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     **keywords,
-):
+) -> Any:
     """Self-attention on packed sequences of packed q, k, v; all else as in flash_attn_varlen_func.
 
     Args:
@@ -153,7 +155,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     **keywords,
-):
+) -> Any:
     """Attention on packed sequences with packed k, v; all else as in flash_attn_varlen_func.
 
     Args:

@@ -1,0 +1,73 @@
+"""torch.func.vmap over the operators: a new batch dim joins the batch where that changes nothing,
+else its elements run one by one."""
+
+import torch
+from torch import Tensor
+
+from heedful.core.operands import Operands
+from heedful.torch.checks import Options
+
+_COUNT = len(Operands._fields)
+
+
+def attention_vmap(info, in_dims, *args):
+    """The rule of heedful::attention."""
+    x, options = Operands._make(args[:_COUNT]), Options._make(args[_COUNT:-1])
+    op = torch.ops.heedful.attention.default
+    if not _joins(x, in_dims[:_COUNT], options):
+        return _one_by_one(op, info.batch_size, in_dims, args)
+    folded = [_fold(t, dim, info.batch_size) for t, dim in zip(x[:3], in_dims, strict=False)]
+    out, lse, probs = op(*folded, *args[3:])
+    return (_unfold(out, info.batch_size), _unfold(lse, info.batch_size), probs), (0, 0, None)
+
+
+def backward_vmap(info, in_dims, *args):
+    """The rule of heedful::attention_backward."""
+    x, options = Operands._make(args[4 : 4 + _COUNT]), Options._make(args[4 + _COUNT : -1])
+    op = torch.ops.heedful.attention_backward.default
+    size = info.batch_size
+    # The gradient of a sink or a bias sums over the batch, which must not join another's.
+    alone = x.sink is not None or args[-1]
+    if alone or not _joins(x, in_dims[4 : 4 + _COUNT], options):
+        return _one_by_one(op, size, in_dims, args)
+    folded = [
+        t if t is None else _fold(t, dim, size) for t, dim in zip(args[:7], in_dims, strict=False)
+    ]
+    dq, dk, dv, dbias, dsink = op(*folded, *args[7:])
+    grads = (_unfold(grad, size) for grad in (dq, dk, dv))
+    return (*grads, dbias, dsink), (0, 0, 0, None, None)
+
+
+def _joins(x: Operands, dims: tuple, options: Options) -> bool:
+    """Whether the mapped dim may be part of the batch: nothing of the call tells batches apart."""
+    if options.kind != "dense" or options.dropout_p > 0 or any(d is not None for d in dims[3:]):
+        return False
+    if x.bias is not None and x.bias.dim() == 4 and x.bias.shape[0] > 1:
+        return False
+    if x.alibi_slopes is not None and x.alibi_slopes.dim() > 1:
+        return False
+    scales = (x.q_descale, x.k_descale, x.v_descale)
+    return all(scale is None or scale.numel() == 1 for scale in scales)
+
+
+def _fold(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """(batch, ...) with a mapped dim somewhere, or without one -> (size * batch, ...)."""
+    tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return tensor.flatten(0, 1)
+
+
+def _unfold(tensor: Tensor, size: int) -> Tensor:
+    return tensor.unflatten(0, (size, -1) if tensor.numel() else (size, tensor.shape[0] // size))
+
+
+def _one_by_one(op, size: int, in_dims, args):
+    """Each element of the mapped dim on its own, stacked."""
+    results = []
+    for index in range(size):
+        own = (
+            arg.select(dim, index) if isinstance(dim, int) else arg
+            for arg, dim in zip(args, in_dims, strict=True)
+        )
+        results.append(op(*own))
+    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)

@@ -1,0 +1,118 @@
+"""A built case through the public PyTorch functions, as a user would call them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import heedful.torch as heedful
+from heedful.core.operands import own_shape
+from heedful.reference.convert import as_numpy
+from support.budget import Results
+from support.cases import Built
+
+
+def results(built: Built, **more) -> Results:
+    """What the public function returns for a case, and its gradients if the case has cotangents.
+
+    more: further keyword arguments of the call.
+    """
+    leaves = _leaves(built)
+    returned = call(built, leaves, **more)
+    out, lse, *probs = returned
+    if not built.problem.return_probs:
+        probs = []
+    grads = _gradients(built, leaves, out, lse) if built.dout is not None else {}
+    found = {"out": out, "lse": lse, "probs": probs[0] if probs else None} | grads
+    return Results(**{name: as_numpy(value) for name, value in found.items()})
+
+
+def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
+    """(out, lse[, probs]) of the function that takes this kind of case."""
+    x, case, problem = built.x, built.case, built.problem
+    keywords = {
+        "softmax_scale": case.scale or None,
+        "causal": case.causal,
+        "window_size": case.window,
+        "softcap": case.softcap,
+        "num_splits": case.num_splits,
+        "sink": leaves.get("sink"),
+        "alibi_slopes": _slopes(built),
+    }
+    if is_cache_call(built):
+        lengths = x.seqused_k
+        if lengths is not None and x.leftpad_k is not None:
+            lengths = lengths + x.leftpad_k
+        return heedful.flash_attn_with_kvcache(
+            x.q,
+            x.k,
+            x.v,
+            cache_seqlens=lengths,
+            cache_batch_idx=x.kv_batch_idx,
+            cache_leftpad=x.leftpad_k,
+            block_table=x.block_table,
+            return_softmax_lse=True,
+            k_descale=x.k_descale,
+            v_descale=x.v_descale,
+            k_shift=x.k_shift,
+            v_shift=x.v_shift,
+            tree_mask=x.tree_mask,
+            **keywords,
+            **more,
+        )
+    keywords |= {
+        "dropout_p": case.dropout_p,
+        "deterministic": case.deterministic,
+        "bias": leaves.get("bias"),
+        "dropout_seed": x.seed,
+        "return_lse": True,
+        "return_attn_probs": case.return_probs,
+        "q_descale": x.q_descale,
+        "k_descale": x.k_descale,
+        "v_descale": x.v_descale,
+    }
+    q, k, v = (leaves[name] for name in "qkv")
+    if not problem.varlen_q:
+        return heedful.flash_attn_func(q, k, v, **keywords, **more)
+    keywords |= {name: getattr(x, name) for name in ("block_table", "seqused_q", "seqused_k")}
+    bounds = (x.cu_seqlens_q, x.cu_seqlens_k, problem.seqlen_q, problem.seqlen_k)
+    return heedful.flash_attn_varlen_func(q, k, v, *bounds, **keywords, **more)
+
+
+def is_cache_call(built: Built) -> bool:
+    """Whether the case is one for flash_attn_with_kvcache."""
+    x = built.x
+    cache_only = (x.kv_batch_idx, x.leftpad_k, x.tree_mask)
+    dense_used = x.cu_seqlens_q is None and (x.seqused_k is not None or built.problem.page_size)
+    only = any(t is not None for t in cache_only) or built.problem.quantized_kv
+    return only or bool(dense_used)
+
+
+def _slopes(built: Built) -> Tensor | None:
+    slopes = built.x.alibi_slopes
+    if slopes is None or "b" in built.case.alibi or not len(slopes):
+        return slopes
+    return slopes[0]
+
+
+def _leaves(built: Built) -> dict[str, Tensor]:
+    """The differentiable inputs, apart from the tensors of the case; the bias unexpanded."""
+    x, leaves = built.x, {}
+    for name in ("q", "k", "v", "sink", "bias"):
+        tensor = getattr(x, name)
+        if tensor is None:
+            continue
+        if name == "bias":
+            own = own_shape(tuple(tensor.shape), tensor.stride())
+            tensor = tensor[tuple(slice(0, size) for size in own)]
+        leaves[name] = tensor.detach().requires_grad_(built.dout is not None)
+    return leaves
+
+
+def _gradients(built: Built, leaves: dict[str, Tensor], out: Tensor, lse: Tensor) -> dict:
+    outputs, cotangents = [out], [built.dout]
+    if built.dlse is not None:
+        outputs.append(lse)
+        cotangents.append(built.dlse)
+    grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
+    return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
