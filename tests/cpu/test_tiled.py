@@ -1,5 +1,7 @@
 """The CPU backend is attention, feature by feature and in random combinations."""
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 
@@ -11,7 +13,7 @@ from support.strategies import cases
 # Longer than one tile of queries and of keys, and a multiple of nothing.
 LONG = Case(batch=1, seqlen_q=301, seqlen_k=611, heads_q=2, heads_k=1, head_dim=16)
 SHORT = Case(heads_q=6, heads_k=2, head_dim=24, head_dim_v=8)
-CHOICES = dict(
+CHOICES: dict[str, Any] = dict(
     causal=[True],
     window=[(40, 0), (9, 17, 3), (-1, 30), (0, 0)],
     bottom_right=[False],
@@ -35,7 +37,9 @@ CHOICES = dict(
     batch=[0, 5],
     head_dim=[1, 128],
 )
-ALL = dict(softcap=4.0, alibi="bh", bias="hqk", sink=True, dropout_p=0.15, window=(60, 3, 2))
+ALL: dict[str, Any] = dict(
+    softcap=4.0, alibi="bh", bias="hqk", sink=True, dropout_p=0.15, window=(60, 3, 2)
+)
 COMBINED = [
     Case(**ALL, varlen="qk", used="qk", heads_q=4),
     Case(**ALL, page_size=8, leftpad_k=True, heads_q=4, tree_mask=True),
@@ -73,7 +77,9 @@ def test_quantised_keys_and_values_are_within_budget(case):
     run(cpu, case)
 
 
-RANDOM = dict(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+RANDOM: dict[str, Any] = dict(
+    deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
+)
 
 
 @settings(max_examples=60, derandomize=True, **RANDOM)

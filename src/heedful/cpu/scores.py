@@ -1,7 +1,7 @@
 """What forward and backward recompute alike: one tile of keys or values, of scores, of dropout.
 
-Dimension key as in blocks.py. Scores come in units of 1/`unit`: base 2 (unit = LOG2E, folded into
-the matmul's alpha) or natural with a bias, whose largest negative values log2(e) would overflow.
+Dimension key as in blocks.py. Scores stay in natural units: a row's maximum is then exact, and
+with it the lse and the probability of a row's only key, and no bias overflows.
 """
 
 import math
@@ -24,7 +24,6 @@ class Tiles:
     def __init__(self, problem: AttentionProblem, x: Operands):
         self.problem, self.x = problem, x
         self.scratch = Scratch(torch.float64 if x.q.dtype == torch.float64 else torch.float32)
-        self.unit = 1.0 if x.bias is not None else LOG2E
         self.seed = int(x.seed.reshape(-1)[0]) if problem.dropout_p > 0 else 0
         self._hidden: dict[tuple, torch.Tensor] = {}
 
@@ -68,19 +67,19 @@ class Tiles:
 
         masked: whether the position may hide any of them.
         """
-        problem, x, unit = self.problem, self.x, self.unit
+        problem, x = self.problem, self.x
         s = self.scratch.take("s", block.heads, q.shape[1], len(cols))
         tanh = None
         if problem.softcap > 0:
             tanh = self.scratch.take("tanh", *s.shape)
             tanh.baddbmm_(q, k.mT, beta=0, alpha=problem.scale / problem.softcap).tanh_()
-            torch.mul(tanh, problem.softcap * unit, out=s)
+            torch.mul(tanh, problem.softcap, out=s)
         else:
-            s.baddbmm_(q, k.mT, beta=0, alpha=problem.scale * unit)
+            s.baddbmm_(q, k.mT, beta=0, alpha=problem.scale)
         s_heads = self.by_head(block, s, rows)
         if x.alibi_slopes is not None:
             slopes = block.split(x.alibi_slopes)[..., None, None]
-            s_heads.addcmul_(slopes, self._distance(block, rows, cols).abs(), value=-unit)
+            s_heads.addcmul_(slopes, self._distance(block, rows, cols).abs(), value=-1.0)
         if x.bias is not None:
             bias = block.split(x.bias)[..., rows.start : rows.stop, cols.start : cols.stop]
             s_heads.add_(bias)
@@ -94,14 +93,6 @@ class Tiles:
         """A tile (B G, R M, ...) as (B, G, R, M, ...)."""
         b, g = len(block.batches), len(block.kv_heads)
         return tile.view(b, g, self.problem.group, len(rows), *tile.shape[2:])
-
-    def exp_(self, s: torch.Tensor) -> torch.Tensor:
-        """e^s of a difference of scores, in place. exp2 is vectorised where exp may not be."""
-        return s.exp2_() if self.unit != 1.0 else s.mul_(LOG2E).exp2_()
-
-    def nats(self, s: torch.Tensor) -> torch.Tensor:
-        """Scores in natural units, float64: log-sum-exps are small, and rounded once."""
-        return s.double() / self.unit
 
     def dropped(self, block: Block, rows: range, cols: range) -> torch.Tensor:
         """Which probabilities dropout takes: bool (B G, R M, N)."""
@@ -150,6 +141,11 @@ class Tiles:
         seen = self.x.tree_mask[b.start : b.stop, rows.start : rows.stop]
         hidden[..., new.start - cols.start :] = ~seen[..., new.start - old : new.stop - old]
         return hidden[:, None, None]
+
+
+def exp_(s: torch.Tensor) -> torch.Tensor:
+    """e^s in place, by exp2: torch hands exp to MKL, which on AMD takes four times as long."""
+    return s.mul_(LOG2E).exp2_()
 
 
 def unpack_int4(packed: torch.Tensor) -> torch.Tensor:

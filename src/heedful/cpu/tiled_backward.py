@@ -11,7 +11,7 @@ import torch
 from heedful.core.operands import Gradients, Operands, own_shape
 from heedful.core.problem import AttentionProblem
 from heedful.cpu.blocks import KEYS, UNIT, Block, blocks, query_rows, query_tiles
-from heedful.cpu.scores import Tiles
+from heedful.cpu.scores import Tiles, exp_
 from heedful.cpu.tiled_forward import row_lse
 from heedful.reference.philox import keep_scale
 
@@ -130,7 +130,7 @@ class _BlockBackward:
         q = tiles.load_q(block, rows)
         do = block.load_queries(self.dout, rows, tiles.scratch, "do")
         s, tanh = tiles.scores(block, rows, cols, masked, q, k)
-        p = tiles.exp_(s.sub_(self.lse[index]))
+        p = exp_(s.sub_(self.lse[index]))
         dp = tiles.scratch.take("dp", *p.shape)
         torch.bmm(do, v.mT, out=dp)
         if problem.dropout_p > 0:

@@ -9,7 +9,7 @@ import torch
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.cpu.blocks import Block, blocks, key_tiles, query_tiles
-from heedful.cpu.scores import Tiles
+from heedful.cpu.scores import Tiles, exp_
 from heedful.reference.philox import keep_scale
 
 
@@ -61,7 +61,7 @@ def _attend(tiles: Tiles, block: Block, rows: range, out: torch.Tensor, lse: tor
     else:
         # The sink is a key whose value is zero.
         sink = block.split(tiles.x.sink[None].expand(problem.batch, -1))[..., None, None]
-        tiles.by_head(block, m, rows).copy_(sink * tiles.unit)
+        tiles.by_head(block, m, rows).copy_(sink)
         torch.gt(m, -torch.inf, out=l_sum)
         m.clamp_(min=torch.finfo(m.dtype).min)
     for cols, masked in key_tiles(block, rows):
@@ -70,7 +70,7 @@ def _attend(tiles: Tiles, block: Block, rows: range, out: torch.Tensor, lse: tor
     l_safe = l_sum.masked_fill(empty, 1.0)
     acc *= (keep_scale(problem.dropout_p) if problem.dropout_p > 0 else 1.0) / l_safe
     block.store_queries(out, rows, acc)
-    lse_tile = (tiles.nats(m) + l_safe.double().log()).masked_fill_(empty, -torch.inf)
+    lse_tile = (m.double() + l_safe.double().log()).masked_fill_(empty, -torch.inf)
     lse_rows = block.rows(lse)[..., rows.start : rows.stop]
     lse_rows.copy_(lse_tile.view(lse_rows.shape))
 
@@ -81,8 +81,8 @@ def _accumulate(
     """One step of the online softmax: m, l_sum and acc take in keys `cols`."""
     s, _ = tiles.scores(block, rows, cols, masked, q, tiles.load_k(block, cols))
     m_new = torch.maximum(m, s.amax(-1, keepdim=True))
-    p = tiles.exp_(s.sub_(m_new))
-    rescale = tiles.exp_(m.sub_(m_new))
+    p = exp_(s.sub_(m_new))
+    rescale = exp_(m.sub_(m_new))
     l_sum.mul_(rescale).add_(p.sum(-1, keepdim=True))
     if tiles.problem.dropout_p > 0:
         p.masked_fill_(tiles.dropped(block, rows, cols), 0.0)
@@ -97,15 +97,14 @@ def _write_probs(tiles: Tiles, block: Block, rows: range, lse, probs) -> None:
     target = block.split(probs)[..., rows.start : rows.stop, :]
     for cols, masked in key_tiles(block, rows):
         s, _ = tiles.scores(block, rows, cols, masked, q, tiles.load_k(block, cols))
-        p = tiles.exp_(s.sub_(lse_tile))
+        p = exp_(s.sub_(lse_tile))
         if tiles.problem.dropout_p > 0:
             p = torch.where(tiles.dropped(block, rows, cols), -p, p)
         target[..., cols.start : cols.stop] = tiles.by_head(block, p, rows)
 
 
 def row_lse(tiles: Tiles, block: Block, rows: range, lse: torch.Tensor) -> torch.Tensor:
-    """The lse of a query tile in units of scores, (B G, R M, 1); +inf for rows without keys, whose
+    """The lse of a query tile, (B G, R M, 1); +inf for rows without keys, whose
     probabilities are then exp(-inf) = 0."""
     tile = block.rows(lse)[..., rows.start : rows.stop].reshape(block.heads, -1, 1)
-    tile = tile.to(tiles.scratch.dtype) * tiles.unit
-    return tile.masked_fill_(tile == -torch.inf, torch.inf)
+    return tile.to(tiles.scratch.dtype).masked_fill(tile == -torch.inf, torch.inf)
