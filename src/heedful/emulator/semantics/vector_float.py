@@ -204,7 +204,8 @@ def _div_scale(value, denominator, quotient_of):
         ((d == 0) | (n == 0), np.full_like(value, np.nan), False),
         (_exponent(n) - _exponent(d) >= 96, np.where(is_d, up, value), True),
         (_is_denormal(d), up, False),
-        (_is_denormal(inverse) & _is_denormal(ratio), np.where(is_d, up, value), True),
+        # The ISA text scales up here too, which would overflow; down gives the IEEE quotient.
+        (_is_denormal(inverse) & _is_denormal(ratio), np.where(is_d, down, value), True),
         (_is_denormal(inverse), down, False),
         (_is_denormal(ratio), np.where(is_n, up, value), True),
         (_exponent(n) <= 23, up, False),
@@ -263,7 +264,7 @@ def _div_fixup(quotient, denominator, numerator):
         (d == 0) | n_inf,
         d_inf | (n == 0),
         gap < -150,
-        _exponent(d) == 255,
+        np.isnan(q),  # refining an estimate beyond the range: the ISA text leaves it open
     ]
     values = [n, d, _NAN, sign * _INF, sign * F32(0), sign * F32(0), sign * _INF]
     return np.select(conditions, values, sign * np.abs(q)).astype(F32)
