@@ -30,7 +30,7 @@ amdhsa.kernels:
 
 
 def kernel(body, arch="gfx942", buffers=1, threads=64, scratch=0, denormals=3) -> str:
-    """Text of a kernel `k` with pointer arguments; s[0:1] is the argument segment, s2 the workgroup."""
+    """Text of a kernel `k` with pointer arguments at s[0:1]; s2 is the workgroup."""
     args = "\n".join(
         f"      - .offset: {8 * i}\n        .size: 8\n        .value_kind: global_buffer"
         for i in range(buffers)
@@ -52,7 +52,7 @@ def bits(values) -> np.ndarray:
 
 
 def vector(body, inputs, outputs, arch="gfx942", denormals=3, checks=None, clean=True):
-    """Run instructions with the columns of `inputs` in v10, v11, ...; return the registers `outputs`.
+    """Run instructions with the arrays `inputs` in v10, v11, ...; return the registers `outputs`.
 
     Args:
         body: instruction lines. inputs: arrays of one length, 32 bits per element; the length is

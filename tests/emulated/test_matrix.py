@@ -56,10 +56,7 @@ def from_lanes(registers: np.ndarray, m: int) -> np.ndarray:
     result = np.zeros((m, m), registers.dtype)
     for i in range(registers.shape[0]):
         for lane in range(64):
-            if m == 32:
-                row = 8 * (i // 4) + 4 * (lane // 32) + i % 4
-            else:
-                row = 4 * (lane // 16) + i
+            row = 8 * (i // 4) + 4 * (lane // 32) + i % 4 if m == 32 else 4 * (lane // 16) + i
             result[row, lane % m] = registers[i, lane]
     return result
 

@@ -1,4 +1,4 @@
-"""Float instructions return what IEEE 754 defines, bit for bit, special values and denormals included."""
+"""Float instructions return what IEEE 754 defines, special values and denormals included."""
 
 import itertools
 import math

@@ -218,7 +218,7 @@ FLOAT_COMPARES = {
     "nlg": lambda a, b: not (a < b or a > b),
     "ngt": lambda a, b: not a > b,
     "nle": lambda a, b: not a <= b,
-    "neq": lambda a, b: not a == b,
+    "neq": lambda a, b: a != b,
     "nlt": lambda a, b: not a < b,
 }
 
@@ -275,12 +275,13 @@ def test_masked_out_lanes_keep_their_value_in_every_family():
 
 def test_sdwa_selects_source_parts_and_places_the_result():
     (a,) = samples(1)
-    text = """
+    pad = "dst_unused:UNUSED_PAD"
+    text = f"""
         v_mov_b32_e32 v20, -1
         v_mov_b32_e32 v22, -1
         v_mov_b32_e32 v11, 0xff
-        v_and_b32_sdwa v20, v10, v11 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1 src1_sel:DWORD
-        v_or_b32_sdwa v21, v10, v11 dst_sel:BYTE_1 dst_unused:UNUSED_PAD src0_sel:BYTE_2 src1_sel:BYTE_3
+        v_and_b32_sdwa v20, v10, v11 dst_sel:DWORD {pad} src0_sel:WORD_1 src1_sel:DWORD
+        v_or_b32_sdwa v21, v10, v11 dst_sel:BYTE_1 {pad} src0_sel:BYTE_2 src1_sel:BYTE_3
         v_mov_b32_sdwa v22, v10 dst_sel:WORD_1 dst_unused:UNUSED_PRESERVE src0_sel:WORD_0
     """
     one, two, three = vector(text, [a], ["v20", "v21", "v22"])

@@ -1,0 +1,340 @@
+"""Each check finds the defect it is for, names both sides of it, and is silent on the right code."""
+
+import numpy as np
+import pytest
+
+from emulated.snippets import kernel
+from heedful.emulator import KINDS, Unsupported, emulate
+
+WAVES = 4
+SETUP = """
+    s_load_dwordx4 s[4:7], s[0:1], 0x0
+    v_lshlrev_b32_e32 v1, 2, v0
+    s_waitcnt lgkmcnt(0)
+"""
+
+
+def run(body, *, arch="gfx950", threads=64 * WAVES, setup=SETUP, lds_bytes=65536, **options):
+    data = np.arange(1024, dtype=np.uint32)
+    text = kernel(setup + body, arch=arch, buffers=2, threads=threads, scratch=16)
+    out = np.zeros(1024, np.uint32)
+    return emulate(text, (1,), [data, out], lds_bytes=lds_bytes, **options)
+
+
+def only(report, kind):
+    """The one finding of that kind, and no other kind."""
+    assert report.kinds() == {kind}, report.summary()
+    return report.findings[0]
+
+
+@pytest.mark.parametrize(
+    ("load", "counter", "use"),
+    [
+        ("global_load_dword v2, v1, s[4:5]", "vmcnt(0)", "v_add_u32_e32 v3, v2, v2"),
+        ("ds_read_b32 v2, v1", "lgkmcnt(0)", "v_add_u32_e32 v3, v2, v2"),
+        ("s_load_dword s8, s[4:5], 0x0", "lgkmcnt(0)", "s_add_i32 s9, s8, s8"),
+        ("global_load_dword v2, v1, s[4:5]", "vmcnt(0)", "v_mov_b32_e32 v2, 0"),
+        ("global_load_dword v2, v1, s[4:5]", "vmcnt(0)", "global_store_dword v1, v2, s[6:7]"),
+        ("s_load_dwordx2 s[8:9], s[4:5], 0x0", "lgkmcnt(0)", "v_mov_b32_e32 v3, s9"),
+    ],
+)
+def test_using_a_register_before_its_wait_is_found(load, counter, use):
+    store = "ds_write_b32 v1, v1\ns_waitcnt lgkmcnt(0)\ns_barrier\n"
+    good = run(f"{store}{load}\ns_waitcnt {counter}\n{use}")
+    assert good.clean, good.summary()
+    finding = only(run(f"{store}{load}\n{use}"), "waitcnt")
+    assert use in finding.instruction and load in finding.other
+
+
+@pytest.mark.parametrize(("allowed", "clean"), [(0, True), (1, True), (2, False), (3, False)])
+def test_counters_complete_the_oldest_first(allowed, clean):
+    report = run(
+        f"""
+        global_load_dword v2, v1, s[4:5]
+        global_load_dword v3, v1, s[4:5]
+        s_waitcnt vmcnt({allowed})
+        v_mov_b32_e32 v4, v2
+        """
+    )
+    assert report.clean == clean
+    assert report.kinds() <= {"waitcnt"}
+
+
+def test_scalar_loads_are_complete_only_at_zero():
+    body = """
+        s_load_dword s8, s[4:5], 0x0
+        s_load_dword s9, s[4:5], 0x4
+        s_waitcnt lgkmcnt(1)
+        s_mov_b32 s10, s8
+    """
+    only(run(body), "waitcnt")
+
+
+def test_two_kinds_of_load_into_one_register_are_found():
+    body = """
+        ds_write_b32 v1, v1
+        s_waitcnt lgkmcnt(0)
+        global_load_dword v2, v1, s[4:5]
+        ds_read_b32 v2, v1
+        s_waitcnt vmcnt(0) lgkmcnt(0)
+    """
+    only(run(body), "waitcnt")
+
+
+RACE = """
+    ds_write_b32 v1, v0
+    s_waitcnt lgkmcnt(0)
+    {barrier}
+    v_xor_b32_e32 v2, 0x100, v1
+    ds_read_b32 v3, v2
+    s_waitcnt lgkmcnt(0)
+"""
+
+
+@pytest.mark.parametrize(
+    "schedule", ["lockstep", "round-robin", "random:3", "delay:0", "delay:2,3"]
+)
+def test_a_missing_barrier_is_a_race_under_every_schedule(schedule):
+    good = run(RACE.format(barrier="s_barrier"), schedule=schedule)
+    assert good.clean, good.summary()
+    report = run(RACE.format(barrier="s_nop 0"), schedule=schedule)
+    race = next(f for f in report.findings if f.kind == "lds-race")
+    assert "ds_write" in race.instruction + race.other
+
+
+def test_write_after_read_without_a_barrier_is_found():
+    body = """
+        ds_write_b32 v1, v0
+        s_waitcnt lgkmcnt(0)
+        s_barrier
+        v_xor_b32_e32 v2, 0x100, v1
+        ds_read_b32 v3, v2
+        s_waitcnt lgkmcnt(0)
+        {barrier}
+        ds_write_b32 v1, v3
+    """
+    assert run(body.format(barrier="s_barrier")).clean
+    finding = only(run(body.format(barrier="s_nop 0")), "lds-race")
+    assert "ds_write" in finding.instruction and "ds_read" in finding.other
+
+
+def test_two_waves_writing_different_values_to_one_place_are_found():
+    body = "v_and_b32_e32 v2, 0xff, v1\nds_write_b32 v2, {value}\ns_waitcnt lgkmcnt(0)"
+    only(run(body.format(value="v0")), "lds-race")
+    assert run(body.format(value="v2")).clean
+
+
+def test_neighbouring_halves_of_a_word_do_not_conflict():
+    body = """
+        v_and_b32_e32 v2, 0xff, v1
+        v_lshrrev_b32_e32 v3, 6, v0
+        v_lshl_add_u32 v2, v3, 1, v2
+        v_cmp_gt_u32_e32 vcc, 0x80, v0
+        s_and_saveexec_b64 s[8:9], vcc
+        ds_write_b16 v2, v0
+        s_waitcnt lgkmcnt(0)
+    """
+    assert run(body).clean
+
+
+def test_an_access_outstanding_across_a_barrier_is_not_ordered_by_it():
+    body = """
+        ds_write_b32 v1, v0
+        {wait}
+        s_barrier
+        v_xor_b32_e32 v2, 0x100, v1
+        ds_read_b32 v3, v2
+        s_waitcnt lgkmcnt(0)
+    """
+    assert run(body.format(wait="s_waitcnt lgkmcnt(0)")).clean
+    only(run(body.format(wait="s_nop 0")), "lds-race")
+
+
+DMA = """
+    s_mov_b32 m0, 0
+    v_readfirstlane_b32 s8, v0
+    s_lshl_b32 s8, s8, 2
+    s_mov_b32 m0, s8
+    s_nop 0
+    global_load_lds_dword v1, s[4:5]
+    {wait}
+    {barrier}
+    {second}
+    v_xor_b32_e32 v2, {distance}, v1
+    ds_read_b32 v3, v2
+    s_waitcnt lgkmcnt(0)
+    s_waitcnt vmcnt(0)
+    global_store_dword v1, v3, s[6:7]
+"""
+
+
+def dma(wait="s_waitcnt vmcnt(0)", barrier="s_barrier", second="s_nop 0", distance="0x100"):
+    return DMA.format(wait=wait, barrier=barrier, second=second, distance=distance)
+
+
+def test_dma_is_visible_after_wait_and_barrier():
+    assert run(dma()).clean
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        dma(wait="s_nop 0"),
+        dma(barrier="s_nop 0"),
+        dma(wait="s_nop 0", second="s_waitcnt vmcnt(0)"),
+        dma(wait="s_nop 0", barrier="s_nop 0", distance="0"),
+    ],
+    ids=["no-wait", "no-barrier", "wait-after-barrier", "own-data-without-wait"],
+)
+@pytest.mark.parametrize("schedule", ["lockstep", "round-robin", "random:1", "delay:1"])
+def test_dma_races_are_found_while_in_flight_and_after(body, schedule):
+    assert "lds-race" in run(body, schedule=schedule).kinds()
+
+
+def test_dma_over_data_still_being_read_is_found():
+    body = """
+        ds_write_b32 v1, v0
+        s_waitcnt lgkmcnt(0)
+        s_barrier
+        v_xor_b32_e32 v2, 0x100, v1
+        ds_read_b32 v3, v2
+        s_waitcnt lgkmcnt(0)
+        {barrier}
+        v_readfirstlane_b32 s8, v1
+        s_mov_b32 m0, s8
+        s_nop 0
+        global_load_lds_dword v1, s[4:5]
+        s_waitcnt vmcnt(0)
+    """
+    assert run(body.format(barrier="s_barrier")).clean
+    finding = only(run(body.format(barrier="s_nop 0")), "lds-race")
+    assert "lds" in finding.instruction and "ds_read" in finding.other
+
+
+def test_reading_lds_that_nothing_has_written_is_found():
+    only(run("ds_read_b32 v2, v1\ns_waitcnt lgkmcnt(0)"), "lds-uninit")
+
+
+def test_lds_accesses_past_the_allocation_are_found():
+    body = "ds_write_b32 v1, v0 offset:{offset}\ns_waitcnt lgkmcnt(0)"
+    assert run(body.format(offset=0), lds_bytes=1024).clean
+    finding = only(run(body.format(offset=4), lds_bytes=1024), "lds-bounds")
+    assert finding.wave == 3 and "1024" in finding.message
+
+
+@pytest.mark.parametrize(
+    "access", ["global_load_dword v2, v3, s[4:5]", "global_store_dword v3, v0, s[6:7]"]
+)
+def test_global_accesses_outside_every_buffer_name_the_nearest(access):
+    body = "v_add_u32_e32 v3, {offset}, v1\n" + access
+    assert run(body.format(offset=3072)).clean
+    finding = only(run(body.format(offset=3076)), "global-bounds")
+    assert f"argument {'0' if 'load' in access else '1'}" in finding.message
+    assert "byte 4096" in finding.message and finding.wave == 3
+
+
+def test_scratch_accesses_past_the_lane_s_share_are_found():
+    assert run("scratch_store_dword off, v0, off offset:12").clean
+    only(run("scratch_store_dword off, v0, off offset:16"), "global-bounds")
+
+
+def test_registers_read_before_anything_is_written_are_found():
+    finding = only(run("v_add_u32_e32 v2, v9, v0"), "register-uninit")
+    assert "v9" in finding.message
+    assert run("v_mov_b32_e32 v9, 0\nv_add_u32_e32 v2, v9, v0").clean
+
+
+def test_registers_defined_on_one_path_only_are_found():
+    body = """
+        v_cmp_gt_u32_e32 vcc, 64, v0
+        s_and_saveexec_b64 s[8:9], vcc
+        s_cbranch_execz 1f
+        v_mov_b32_e32 v5, 1
+    1:
+        s_mov_b64 exec, s[8:9]
+        v_mov_b32_e32 v6, v5
+    """
+    finding = only(run(body), "register-uninit")
+    assert "v5" in finding.message
+
+
+def test_a_wave_that_ends_before_a_barrier_is_found():
+    body = """
+        v_readfirstlane_b32 s8, v0
+        s_cmp_lt_u32 s8, 64
+        s_cbranch_scc1 1f
+        s_barrier
+    1:
+        s_nop 0
+    """
+    finding = only(run(body), "barrier")
+    assert "1 of 4 waves" in finding.message
+
+
+def test_waves_may_meet_at_different_barriers():
+    body = """
+        v_readfirstlane_b32 s8, v0
+        s_cmp_lt_u32 s8, 128
+        s_cbranch_scc1 1f
+        s_barrier
+        s_branch 2f
+    1:
+        s_barrier
+    2:
+        s_nop 0
+    """
+    assert run(body).clean
+
+
+def test_an_endless_loop_ends_with_a_finding():
+    only(run("1:\ns_branch 1b", max_instructions=1000), "limit")
+
+
+def test_findings_name_wave_epoch_workgroup_and_source_line():
+    body = """
+        .file 1 "/somewhere" "kernel.py"
+        s_barrier
+        .loc 1 42 7
+        ds_read_b32 v2, v1
+        s_waitcnt lgkmcnt(0)
+    """
+    finding = only(run(body), "lds-uninit")
+    assert "kernel.py:42" in finding.instruction and finding.epoch == 1
+    assert finding.workgroup == (0, 0, 0) and finding.wave == 0
+    assert "kernel.py:42" in str(finding) and "epoch 1" in str(finding)
+
+
+def test_checks_can_be_chosen_and_unknown_ones_are_refused():
+    body = "ds_read_b32 v2, v1\nv_mov_b32_e32 v3, v2"
+    assert run(body).kinds() == {"lds-uninit", "waitcnt"}
+    assert run(body, checks=["waitcnt"]).kinds() == {"waitcnt"}
+    assert run(body, checks=[]).clean
+    with pytest.raises(ValueError, match="lds-bounds"):
+        run(body, checks=["nonsense"])
+
+
+def test_stopping_at_the_first_finding_reports_one():
+    body = "ds_read_b32 v2, v1\nv_mov_b32_e32 v3, v2"
+    assert len(run(body, stop_at_first=True).findings) == 1
+
+
+def test_unknown_instructions_are_refused_by_name():
+    with pytest.raises(Unsupported, match="v_frobnicate_b32"):
+        run("v_frobnicate_b32 v1, v2")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([np.zeros(4), np.zeros(4), 1], "takes 2"),
+        ([np.zeros((4, 4))[:, ::2], np.zeros(4)], "argument 0"),
+        ([3.5, np.zeros(4)], "argument 0"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(args, message):
+    with pytest.raises(ValueError, match=message):
+        emulate(kernel("s_nop 0", buffers=2), (1,), args)
+
+
+def test_every_kind_of_finding_has_a_meaning():
+    assert all(len(text) > 20 for text in KINDS.values())
