@@ -9,6 +9,7 @@ COMMANDS = {
     "doctor": ("heedful.cli.doctor", "doctor"),
     "explain": ("heedful.cli.explain", "explain"),
     "bench": ("heedful.cli.bench", "bench"),
+    "demo": ("heedful.cli.demo", "demo"),
     "support": ("heedful.cli.support", "support"),
     "prebuild": ("heedful.cli.prebuild", "prebuild"),
 }

@@ -1,0 +1,72 @@
+"""The whole demo without its screen: train the runs, compare the curves, generate a sample."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from heedful.demo import attention, training
+from heedful.demo.agreement import Agreement, compare
+from heedful.demo.generate import generate
+from heedful.demo.model import Attend
+from heedful.demo.text import Text
+from heedful.demo.training import Recipe, Run
+
+PROMPT = "The "
+SAMPLED = 400
+OURS, THEIRS, CONTROL = "heedful", "SDPA", "control"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the demo found. runs: by name, OURS, THEIRS and CONTROL. sample: text, the prompt
+    included. held_out: OURS on text that was not trained on, nats a character."""
+
+    runs: dict[str, Run]
+    agreement: Agreement
+    held_out: float
+    unigram: float
+    sample: str
+
+    @property
+    def learned(self) -> bool:
+        """Whether the model knows more than how frequent each character is."""
+        return self.held_out < self.unigram
+
+    @property
+    def passed(self) -> bool:
+        return self.agreement.agrees and self.learned
+
+
+def run(
+    recipe: Recipe,
+    text: Text,
+    device: torch.device,
+    on_step: Callable[[int, dict[str, Run]], None] = lambda step, runs: None,
+    ours: Attend | None = None,
+) -> Report:
+    """Trains with `ours` (default: heedful), with SDPA, and a control that is as right as SDPA but
+    sums in another order and starts off by one rounding: how far it strays is the noise."""
+    attentions = {
+        OURS: ours or attention.with_heedful(recipe.backend),
+        THEIRS: attention.with_sdpa(),
+    }
+    perturbed = {CONTROL: attention.with_math()}
+    runs = training.start(recipe, len(text.vocabulary), attentions, perturbed, device)
+    for step in training.train(recipe, text, runs, device):
+        on_step(step, runs)
+    losses = {name: own.losses for name, own in runs.items()}
+    return Report(
+        runs,
+        compare(losses[OURS], losses[THEIRS], losses[CONTROL]),
+        training.held_out_loss(recipe, text, runs[OURS], device),
+        text.unigram_nats(),
+        _sample(recipe, text, runs[OURS]),
+    )
+
+
+def _sample(recipe: Recipe, text: Text, own: Run) -> str:
+    prompt = text.encode(PROMPT)
+    generator = torch.Generator().manual_seed(training.SEED)
+    tokens = generate(own.model, prompt, SAMPLED, generator, recipe.dtype, recipe.backend)
+    return text.decode(tokens)
