@@ -5,10 +5,12 @@ block needs defined.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from heedful.emulator.asm import EXEC, SGPR, AsmError, Instruction, Program
-from heedful.emulator.dataflow import Flow, flow, is_dma, is_load
+from heedful.emulator.dataflow import Flow, flow, is_load
 from heedful.emulator.semantics import Context, Run, Unsupported, build
+from heedful.emulator.waitstates import Violation, violations
 
 _TERMINATORS = ("s_branch", "s_cbranch", "s_barrier", "s_endpgm", "s_setpc", "s_swappc")
 
@@ -107,9 +109,10 @@ class Code:
                     unit = 2
         return unit
 
-    def uses_dma(self) -> bool:
-        """Whether the program loads from global memory straight to LDS."""
-        return any(is_dma(i) for i in self.program.code)
+    @cached_property
+    def violations(self) -> list[Violation]:
+        """Pairs of instructions with too few wait states between them."""
+        return violations(self.program, self.flows)
 
 
 def _bits(slots: frozenset[int]) -> int:

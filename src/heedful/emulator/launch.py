@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,8 @@ def emulate(
         ValueError: arguments do not fit the kernel's, an unknown check or schedule.
     """
     text, lds_bytes, threads = _unpack(asm, lds_bytes, threads)
-    program = parse(text, kernel)
+    code = _decoded(text, kernel)
+    program = code.program
     wanted = frozenset(KINDS if checks is None else checks)
     if unknown := wanted - set(KINDS):
         raise ValueError(f"checks has unknown kinds {sorted(unknown)}; known are {sorted(KINDS)}")
@@ -65,7 +67,7 @@ def emulate(
     shape = (*grid, 1, 1)[:3]
     report = Report(program, plan.name)
     sink = Sink(report, wanted, stop_at_first)
-    code, memory = Code(program), GlobalMemory(sink)
+    memory = GlobalMemory(sink)
     threads = threads or program.max_workgroup or 64
     kernarg = _bind(program, memory, args, shape, threads)
     waves = -(-threads // 64)
@@ -98,6 +100,17 @@ def _unpack(asm: Any, lds_bytes: int | None, threads: int | None):
 
 def _check_statically(code: Code, sink: Sink):
     """Checks that need no execution."""
+    if not sink.wants("wait-states"):
+        return
+    for v in code.violations:
+        message = f"{v.reason}: needs {v.needed} wait states, has {v.found}"
+        sink.add("wait-states", message, v.consumer, v.producer)
+
+
+@lru_cache(maxsize=16)
+def _decoded(text: str, kernel: str | None) -> Code:
+    """Decoded programs are kept: the same kernel runs under many schedules and shapes."""
+    return Code(parse(text, kernel))
 
 
 def _chunks(shape: Sequence[int], size: int):
