@@ -167,7 +167,7 @@ def bias_gradients(
             rows_M = row0 + tl.arange(0, BLOCK_M)
             cols_N = col0 + tl.arange(0, BLOCK_N)
             places_M = b * stride_lb + h * stride_lh + token_q + rows_M
-            lse_M = lse_to_subtract(lse, places_M, rows_M < len_q)
+            lse_M = lse_to_subtract(lse, places_M, rows_M < len_q, True)
             delta_M = tl.load(delta + places_M, mask=rows_M < len_q, other=0.0)
             slope = 0.0
             if alibi_slopes is not None:

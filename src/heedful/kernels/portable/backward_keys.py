@@ -123,6 +123,7 @@ def key_gradients(
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
     IS_ADJUSTED: tl.constexpr,
+    IS_GQA: tl.constexpr,
     IS_QUAD: tl.constexpr,
 ):
     """dk (B, N, G, D) and dv (B, N, G, E) of packed or dense sequences; storage that no query can
@@ -170,8 +171,11 @@ def key_gradients(
             count = full_end - full_begin
         for visit in range(0, count * group):
             # One loop over heads and tiles: its loads stay in flight from head to head.
-            h = g * group + visit // count
-            index = visit % count
+            h = g
+            index = visit
+            if IS_GQA:
+                h = g * group + visit // count
+                index = visit % count
             if masked == 1:
                 if index >= full_begin - begin:
                     index += full_end - full_begin
@@ -190,9 +194,8 @@ def key_gradients(
                 masked == 1,
             )
             s_NM = tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION)
-            exists_M = rows_M < len_q
             places_M = rows_lse + h * stride_lh + rows_M
-            lse_M = lse_to_subtract(lse, places_M, exists_M)
+            lse_M = lse_to_subtract(lse, places_M, rows_M < len_q, masked == 1)
             slope = 0.0
             if alibi_slopes is not None:
                 slope = tl.load(alibi_slopes + b * stride_alibib + h)
@@ -264,7 +267,10 @@ def key_gradients(
                 kept_NM = tl.where(keep_NM, p_NM, 0.0)
                 dp_NM = tl.where(keep_NM, dp_NM * drop_scale, 0.0)
             dv_NE = tl.dot(kept_NM.to(DTYPE), do_ME, dv_NE, input_precision=PRECISION)
-            delta_M = tl.load(delta + places_M, mask=exists_M, other=0.0)
+            if masked == 1:
+                delta_M = tl.load(delta + places_M, mask=rows_M < len_q, other=0.0)
+            else:
+                delta_M = tl.load(delta + places_M)
             ds_NM = p_NM * (dp_NM - delta_M[None, :]) * slope_of_cap
             dk_ND = tl.dot(ds_NM.to(DTYPE), q_MD, dk_ND, input_precision=PRECISION)
 

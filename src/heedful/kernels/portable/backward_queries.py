@@ -154,7 +154,7 @@ def query_gradients(
     rows_M = row0 + tl.arange(0, BLOCK_M)
     exists_M = rows_M < len_q
     places_M = b * stride_lb + h * stride_lh + token_q + rows_M
-    lse_M = lse_to_subtract(lse, places_M, exists_M)
+    lse_M = lse_to_subtract(lse, places_M, exists_M, True)
     delta_M = tl.load(delta + places_M, mask=exists_M, other=0.0)
     slope = 0.0
     if alibi_slopes is not None:

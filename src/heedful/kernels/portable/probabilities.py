@@ -171,7 +171,7 @@ def signed_probabilities(
     rows_M = row0 + tl.arange(0, BLOCK_M)
     cols_N = col0 + tl.arange(0, BLOCK_N)
     exists_M = rows_M < len_q
-    lse_M = lse_to_subtract(lse, b * stride_lb + h * stride_lh + token_q + rows_M, exists_M)
+    lse_M = lse_to_subtract(lse, b * stride_lb + h * stride_lh + token_q + rows_M, exists_M, True)
     slope = 0.0
     if alibi_slopes is not None:
         slope = tl.load(alibi_slopes + b * stride_alibib + h)

@@ -119,9 +119,12 @@ def finite_or_zero(m):
 
 
 @triton.jit
-def lse_to_subtract(lse, offsets, mask):
+def lse_to_subtract(lse, offsets, exists, IS_MASKED: tl.constexpr):
     """LSE in log2 units; rows that saw nothing or do not exist subtract inf: probability 0."""
-    lse_M = tl.load(lse + offsets, mask=mask, other=float("inf"))
+    if IS_MASKED:
+        lse_M = tl.load(lse + offsets, mask=exists, other=float("inf"))
+    else:
+        lse_M = tl.load(lse + offsets)
     return tl.where(lse_M == float("-inf"), float("inf"), lse_M * LOG2E)
 
 

@@ -460,6 +460,7 @@ def _key_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers)
     section = max(1, _section(problem, plan) // problem.group)
     call.ints(total_k=problem.total_k or 0, section=section, tiles=tiles)
     grid = (tiles * problem.batch * problem.heads_k, 1, 1)
+    constants["IS_GQA"] = problem.group > 1
     return call.build(grid, config, **constants, BLOCK_M=config.block_m, BLOCK_N=config.block_n)
 
 
