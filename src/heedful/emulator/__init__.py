@@ -10,7 +10,7 @@ some waves meet.
 """
 
 from heedful.emulator.asm import AsmError
-from heedful.emulator.launch import emulate
+from heedful.emulator.launch import At, emulate
 from heedful.emulator.report import KINDS, Finding, Report
 from heedful.emulator.schedule import Delay, Random, RoundRobin, Schedule
 from heedful.emulator.semantics import Unsupported
@@ -18,6 +18,7 @@ from heedful.emulator.semantics import Unsupported
 __all__ = [
     "KINDS",
     "AsmError",
+    "At",
     "Delay",
     "Finding",
     "Random",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,14 @@ from heedful.emulator.schedule import Schedule, parse_schedule
 LDS_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
 # Waves executed together: enough to spread the cost of a NumPy call, few enough to stay in cache.
 _WAVES_TOGETHER = 16
+
+
+@dataclass(frozen=True)
+class At:
+    """A pointer argument into an array: the address of its byte `offset`."""
+
+    array: np.ndarray
+    offset: int = 0
 
 
 def emulate(
@@ -38,10 +47,12 @@ def emulate(
     """Execute gfx942 or gfx950 assembly on the CPU, watching for what a GPU would not report.
 
     Args:
-        asm: assembly text, or a compiled Triton kernel (its `asm["amdgcn"]` and metadata are used).
+        asm: assembly text, or a compiled kernel with its text and launch facts: Triton's
+            (`asm["amdgcn"]`, `metadata`) or heedful's Artifact (`text`, `shared_bytes`).
         grid: workgroups along x, y, z; missing axes are 1.
         args: one value per kernel argument: C-contiguous NumPy arrays for pointers, which are
-            written in place, Python or NumPy numbers for scalars, None for a null pointer.
+            written in place, or At(array, byte) to point into one; Python or NumPy numbers for
+            scalars; None for a null pointer.
             Trailing arguments that only Triton knows (scratch pointers) may be left out.
         lds_bytes: dynamic LDS of the launch (Triton: `metadata.shared`); default: the target's
             limit, which weakens the bounds check.
@@ -90,12 +101,13 @@ def _unpack(asm: Any, lds_bytes: int | None, threads: int | None):
     """Text and launch facts from a compiled kernel or from plain text."""
     if isinstance(asm, str):
         return asm, lds_bytes, threads
-    metadata = asm.metadata
-    if lds_bytes is None:
-        lds_bytes = metadata.shared
-    if threads is None:
-        threads = metadata.num_warps * 64
-    return asm.asm["amdgcn"], lds_bytes, threads
+    if hasattr(asm, "text"):
+        text, shared, warps = asm.text, asm.shared_bytes, asm.num_warps
+    else:
+        text = asm.asm["amdgcn"]
+        shared, warps = asm.metadata.shared, asm.metadata.num_warps
+    lds_bytes = shared if lds_bytes is None else lds_bytes
+    return text, lds_bytes, 64 * warps if threads is None else threads
 
 
 def _check_statically(code: Code, sink: Sink):
@@ -150,9 +162,10 @@ def _encode(value: Any, argument, memory: GlobalMemory, label: str) -> bytes:
     if argument.kind == "global_buffer":
         if value is None:
             return bytes(argument.size)
-        if not isinstance(value, np.ndarray) or not value.flags.c_contiguous:
+        spot = value if isinstance(value, At) else At(value)
+        if not isinstance(spot.array, np.ndarray) or not spot.array.flags.c_contiguous:
             raise ValueError(f"{label}: expected a C-contiguous array or None, got {type(value)}")
-        return memory.add(value, label).to_bytes(8, "little")
+        return (memory.add(spot.array, label) + spot.offset).to_bytes(8, "little")
     if isinstance(value, np.generic):
         data = value.tobytes()
     elif isinstance(value, float):
