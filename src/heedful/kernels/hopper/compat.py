@@ -19,3 +19,8 @@ def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.con
         return memory.reinterpret(dtype, shape, layout)
     else:
         return memory._reinterpret(dtype, shape, layout)
+
+
+# gl.inline_asm, which lets a warp vote on its own registers, came with 3.9.
+HAS_WARP_VOTE: gl.constexpr = gl.constexpr(hasattr(gl, "inline_asm"))
+inline_asm = getattr(gl, "inline_asm", None)

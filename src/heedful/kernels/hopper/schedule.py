@@ -28,6 +28,9 @@ class Shape:
     CONSUMERS: gl.constexpr
     STAGES: gl.constexpr
     OUT_IN_Q: gl.constexpr
+    ORDERED: gl.constexpr
+    LAZY: gl.constexpr
+    SUM_BY_MMA: gl.constexpr
     IS_RIGHT: gl.constexpr
     IS_LEFT: gl.constexpr
 
@@ -49,6 +52,9 @@ class Shape:
         CONSUMERS,
         STAGES,
         OUT_IN_Q,
+        ORDERED,
+        LAZY,
+        SUM_BY_MMA,
         IS_RIGHT,
         IS_LEFT,
     ):
@@ -67,6 +73,9 @@ class Shape:
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.STAGES = gl.constexpr(STAGES)
         self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
+        self.ORDERED = gl.constexpr(ORDERED)
+        self.LAZY = gl.constexpr(LAZY)
+        self.SUM_BY_MMA = gl.constexpr(SUM_BY_MMA)
         self.IS_RIGHT = gl.constexpr(IS_RIGHT)
         self.IS_LEFT = gl.constexpr(IS_LEFT)
 

@@ -3,6 +3,8 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from heedful.kernels.hopper.compat import inline_asm
+
 
 @gluon.jit
 def lane_sums(p_MN):
@@ -24,23 +26,100 @@ def scale_rows(x_ME, alpha_M):
 
 @gluon.jit
 def softmax_first(s_MN, scale_log2):
-    """The first tile: p, row maximum of the raw scores, sums by lane."""
-    m_M = gl.max(s_MN, 1)
-    shift_M = gl.where(m_M == float("-inf"), 0.0, m_M) * scale_log2
-    p_MN = gl.exp2(s_MN * scale_log2 - shift_M[:, None])
-    return p_MN, m_M, lane_sums(p_MN)
+    """The first tile: p and the row maximum, in units of log2."""
+    m_M = gl.max(s_MN, 1) * scale_log2
+    shift_M = gl.where(m_M == float("-inf"), 0.0, m_M)
+    return gl.exp2(s_MN * scale_log2 - shift_M[:, None]), m_M
 
 
 @gluon.jit
 def softmax_step(s_MN, m_M, l_ML, scale_log2, MAY_HIDE_ROWS: gl.constexpr):
     """One more tile: p, new maximum, new sums, and what the output so far must be scaled by."""
-    new_m_M = gl.maximum(m_M, gl.max(s_MN, 1))
+    new_m_M = gl.maximum(m_M, gl.max(s_MN, 1) * scale_log2)
     shift_M = new_m_M
     if MAY_HIDE_ROWS:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
         shift_M = gl.where(new_m_M == float("-inf"), 0.0, new_m_M)
-    shift_M = shift_M * scale_log2
-    alpha_M = gl.exp2(m_M * scale_log2 - shift_M)
+    alpha_M = gl.exp2(m_M - shift_M)
     p_MN = gl.exp2(s_MN * scale_log2 - shift_M[:, None])
     l_ML = scale_rows(l_ML, alpha_M) + lane_sums(p_MN)
     return p_MN, new_m_M, l_ML, alpha_M
+
+
+@gluon.constexpr_function
+def lazy_limit(dtype):
+    """How far above its row's reference a score may be, in log2, as the bits of a float32: p must
+    stay finite in `dtype`, and a sum of p v in float32."""
+    return 0x42000000 if dtype == gl.bfloat16 else 0x41400000  # 32.0, 12.0
+
+
+@gluon.constexpr_function
+def _any_above(outputs, inputs):
+    """Assembly: does any lane of the warp hold a value above the limit? As integers, non-negative
+    floats keep their order and negative ones are all below, and sm_90 takes three at a time."""
+    ((flag,),) = outputs
+    *groups, (limit,) = inputs
+    values = [value for group in groups for value in group]
+    chains = 4
+    lines = [f"mov.b32 m{c}, {values[c]};" for c in range(chains)]
+    lines += [f"max.s32 m{i % chains}, m{i % chains}, {v};" for i, v in enumerate(values[chains:])]
+    lines += [f"max.s32 m0, m0, m{c};" for c in range(1, chains)]
+    registers = ", ".join(f"m{c}" for c in range(chains))
+    return (
+        f"{{ .reg .b32 {registers}; .reg .pred p; "
+        + " ".join(lines)
+        + f" setp.gt.s32 p, m0, {limit}; vote.sync.any.pred p, p, 0xffffffff;"
+        f" selp.b32 {flag}, 1, 0, p; }}"
+    )
+
+
+@gluon.jit
+def softmax_lazy(
+    s_MN,
+    m_M,
+    l_ML,
+    scale_log2,
+    LIMIT: gl.constexpr,
+    MAY_HIDE_ROWS: gl.constexpr,
+    SUM: gl.constexpr,
+):
+    """One more tile against an old maximum, which moves only where a score passes it by far.
+
+    p = 2^(s - m) may then exceed 1, by at most 2^LIMIT: floats keep their relative precision, so
+    nothing is lost. The test is a warp's own, and so is the branch. As softmax_step, with whether
+    the warp moved its maximum: only then must the output so far be scaled.
+    """
+    shift_M = m_M
+    if MAY_HIDE_ROWS:
+        unset_M = m_M == float("-inf")
+        shift_M = gl.where(unset_M, 0.0, m_M)
+    x_MN = s_MN * scale_log2 - shift_M[:, None]
+    bits_MN = x_MN.to(gl.int32, bitcast=True)
+    if MAY_HIDE_ROWS:
+        # A row that has seen no key has nothing to compare with: always look.
+        force_M = gl.where(unset_M, 0x7FFFFFFF, 0)
+        moved = inline_asm(
+            _any_above, ("=r", "r", "r", "r"), [bits_MN, force_M, LIMIT], gl.int32, is_pure=True
+        )
+    else:
+        moved = inline_asm(_any_above, ("=r", "r", "r"), [bits_MN, LIMIT], gl.int32, is_pure=True)
+    alpha_M = gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
+    if moved != 0:
+        delta_M = gl.max(x_MN, 1)
+        if MAY_HIDE_ROWS:
+            m_M = gl.where(unset_M, delta_M, m_M + gl.maximum(delta_M, 0.0))
+            delta_M = gl.where(
+                unset_M & (delta_M > float("-inf")), delta_M, gl.maximum(delta_M, 0.0)
+            )
+            alpha_M = gl.where(unset_M, 1.0, gl.exp2(-delta_M))
+        else:
+            delta_M = gl.maximum(delta_M, 0.0)
+            m_M += delta_M
+            alpha_M = gl.exp2(-delta_M)
+        x_MN = x_MN - delta_M[:, None]
+        if SUM:
+            l_ML = scale_rows(l_ML, alpha_M)
+    p_MN = gl.exp2(x_MN)
+    if SUM:
+        l_ML = l_ML + lane_sums(p_MN)
+    return p_MN, m_M, l_ML, alpha_M, moved
