@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 import heedful.torch as heedful
-from heedful.core.operands import own_shape
-from heedful.reference.convert import as_numpy
-from support.budget import Results
+from heedful.core.operands import Operands, own_shape
+from heedful.core.problem import AttentionProblem
+from heedful.reference import eager, oracle
+from heedful.reference.convert import as_numpy, operands_as_numpy
+from support.budget import DRAWS, Error, Results, assert_sound, over_budget
 from support.cases import Built
 
 
@@ -116,3 +118,32 @@ def _gradients(built: Built, leaves: dict[str, Tensor], out: Tensor, lse: Tensor
         cotangents.append(built.dlse)
     grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
     return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def dense_problem(q: Tensor, k: Tensor, v: Tensor, **facts) -> AttentionProblem:
+    """The problem of (B, S, H, D) tensors."""
+    dtype = str(q.dtype).removeprefix("torch.")
+    sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], dtype)
+    return AttentionProblem.dense(*sizes, head_dim_v=v.shape[-1], **facts)
+
+
+def assert_agrees(out: Tensor, problem: AttentionProblem, x: Operands, lse: Any = None) -> None:
+    """AssertionError unless out (and lse) lie within the error budget of these very operands; the
+    twin's error is the worst over draws of q, k and v."""
+    truth = oracle.forward(problem, operands_as_numpy(x))
+    errors: list[Error] = []
+    for draw in range(DRAWS):
+        y = x
+        if draw:
+            drawn = {n: torch.randn(getattr(x, n).shape).to(getattr(x, n).dtype) for n in "qkv"}
+            y = x._replace(**drawn) if x.k.dtype == x.q.dtype else y._replace(q=drawn["q"])
+        twin_out, twin_lse, _ = eager.forward(problem, y)
+        exact_out, exact_lse, _ = oracle.forward(problem, operands_as_numpy(y))
+        found = [Error.between(as_numpy(twin_out), exact_out)]
+        found.append(Error.between(as_numpy(twin_lse), exact_lse))
+        errors = [a.worst(b) for a, b in zip(found, errors or found, strict=True)]
+    for name, got, want, error in zip(("out", "lse"), (out, lse), truth, errors, strict=False):
+        if got is not None:
+            assert_sound(name, as_numpy(got), want)
+            complaint = over_budget(name, as_numpy(got), want, error, problem.out_dtype)
+            assert not complaint, complaint

@@ -66,11 +66,10 @@ class DeviceUpdate:
         start = torch.empty(x.q.shape[0], dtype=torch.int32, device=x.q.device)
         interleaved, position0 = bool(update.rotary_interleaved), update.position0
         tensors = _named(x, update, start)
-        self._names = [name for name, tensor in tensors.items() if tensor is not None]
-        buffers = {name: buffer_spec(tensors[name]) for name in self._names}
+        buffers = {name: buffer_spec(tensor) for name, tensor in tensors.items()}
         page_size = x.k.shape[1] if x.block_table is not None else 0
         program = portable_cache.append_kv(buffers, page_size, interleaved, position0)
-        self._append = Executable(program, arch, x.q.device, self._names)
+        self._append = Executable(program, arch, x.q.device, list(tensors))
         self._rotate = None
         if update.rotary_cos is not None:
             turned = {name: buffers[name] for name in ("cache_seqlens", "rotary_cos", "rotary_sin")}
@@ -82,7 +81,7 @@ class DeviceUpdate:
     def __call__(self, x: Operands, update: Update, start: Tensor) -> Operands:
         tensors = _named(x, update, start)
         if update.k.numel():
-            self._append([tensors[name] for name in self._names])
+            self._append(list(tensors.values()))
         if self._rotate is None or not x.q.numel():
             return x
         rotated = torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device)
@@ -91,22 +90,18 @@ class DeviceUpdate:
         return x._replace(q=rotated)
 
 
-def _named(x: Operands, update: Update, start: Tensor) -> dict[str, Tensor | None]:
+def _named(x: Operands, update: Update, start: Tensor) -> dict[str, Tensor]:
     """Tensors by the names that the programs know, rows of the new ones contiguous."""
-    cos, sin = update.rotary_cos, update.rotary_sin
-    if cos is not None:
-        cos, sin = cos.contiguous(), sin.contiguous()
-    return {
-        "k_new": dense_rows(update.k),
-        "v_new": dense_rows(update.v),
-        "k": x.k,
-        "v": x.v,
-        "cache_seqlens": start,
-        "rotary_cos": cos,
-        "rotary_sin": sin,
-        "block_table": x.block_table,
-        "kv_batch_idx": x.kv_batch_idx,
-    }
+    tensors = {"k_new": dense_rows(update.k), "v_new": dense_rows(update.v), "k": x.k, "v": x.v}
+    tensors["cache_seqlens"] = start
+    if update.rotary_cos is not None:
+        tensors["rotary_cos"] = update.rotary_cos.contiguous()
+        tensors["rotary_sin"] = update.rotary_sin.contiguous()
+    if x.block_table is not None:
+        tensors["block_table"] = x.block_table
+    if x.kv_batch_idx is not None:
+        tensors["kv_batch_idx"] = x.kv_batch_idx
+    return tensors
 
 
 def append_kv(

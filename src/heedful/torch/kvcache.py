@@ -244,7 +244,7 @@ def _run(call: CacheCall, x: Operands, update: Update, out):
     attention = call.attention
     if attention.checks or not attention.plain:
         x = attention.operands(x, None)
-    if call.update is not None:
+    if call.update is not None and start is not None:
         x = call.update(x, update, start)
     if call.prefix is not None:
         out, lse = _with_prefix(attention, call.prefix, x, update.shared_prefix, sink, out)

@@ -140,11 +140,15 @@ class Transformed(Function):
 
     generate_vmap_rule = True
     setup_context = staticmethod(_setup_context)
-    backward = staticmethod(once_differentiable(_attention_backward))
 
     @staticmethod
     def forward(*args):
         return torch.ops.heedful.attention(*args)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        return _attention_backward(ctx, *grads)
 
 
 def _no_double_backward(ctx, *grads):
