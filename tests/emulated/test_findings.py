@@ -211,8 +211,40 @@ def test_dma_over_data_still_being_read_is_found():
     assert "lds" in finding.instruction and "ds_read" in finding.other
 
 
-def test_reading_lds_that_nothing_has_written_is_found():
-    only(run("ds_read_b32 v2, v1\ns_waitcnt lgkmcnt(0)"), "lds-uninit")
+STALE = "ds_read_b32 v2, v1\ns_waitcnt lgkmcnt(0)\n"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "global_store_dword v1, v2, s[6:7]",
+        "v_add_f32_e32 v3, v2, v2\nglobal_store_dword v1, v3, s[6:7]",
+        "v_and_b32_e32 v2, 0xfc, v2\nglobal_load_dword v3, v2, s[4:5]",
+        "v_readfirstlane_b32 s8, v2\ns_nop 1\ns_cmp_eq_u32 s8, 0\ns_cbranch_scc1 1f\n1:",
+        "v_cmp_lt_u32_e32 vcc, 5, v2\ns_and_saveexec_b64 s[8:9], vcc",
+        "ds_write_b32 v1, v2",
+    ],
+    ids=["stored", "computed-with", "address", "branch", "exec", "written-back"],
+)
+def test_lds_that_nothing_has_written_is_found_where_it_matters(use):
+    finding = only(run(STALE + use), "lds-uninit")
+    assert "ds_read_b32" in finding.other
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "v_mov_b32_e32 v2, 0\nglobal_store_dword v1, v2, s[6:7]",
+        "v_add_f32_e32 v3, v2, v2",
+        "s_mov_b64 vcc, 0\ns_nop 4\nv_cndmask_b32_e32 v2, v0, v2, vcc\n"
+        "global_store_dword v1, v2, s[6:7]",
+        "v_cmp_gt_u32_e32 vcc, 0, v0\ns_and_saveexec_b64 s[8:9], vcc\n"
+        "global_store_dword v1, v2, s[6:7]",
+    ],
+    ids=["overwritten", "unused", "not-selected", "lanes-off"],
+)
+def test_reading_ahead_is_fine_while_the_value_is_not_used(use):
+    assert run(STALE + use).clean
 
 
 def test_lds_accesses_past_the_allocation_are_found():
@@ -296,16 +328,16 @@ def test_findings_name_wave_epoch_workgroup_and_source_line():
         s_barrier
         .loc 1 42 7
         ds_read_b32 v2, v1
-        s_waitcnt lgkmcnt(0)
+        v_mov_b32_e32 v3, v2
     """
-    finding = only(run(body), "lds-uninit")
+    finding = only(run(body), "waitcnt")
     assert "kernel.py:42" in finding.instruction and finding.epoch == 1
     assert finding.workgroup == (0, 0, 0) and finding.wave == 0
     assert "kernel.py:42" in str(finding) and "epoch 1" in str(finding)
 
 
 def test_checks_can_be_chosen_and_unknown_ones_are_refused():
-    body = "ds_read_b32 v2, v1\nv_mov_b32_e32 v3, v2"
+    body = "ds_read_b32 v2, v1\nglobal_store_dword v1, v2, s[6:7]"
     assert run(body).kinds() == {"lds-uninit", "waitcnt"}
     assert run(body, checks=["waitcnt"]).kinds() == {"waitcnt"}
     assert run(body, checks=[]).clean
@@ -314,7 +346,7 @@ def test_checks_can_be_chosen_and_unknown_ones_are_refused():
 
 
 def test_stopping_at_the_first_finding_reports_one():
-    body = "ds_read_b32 v2, v1\nv_mov_b32_e32 v3, v2"
+    body = "ds_read_b32 v2, v1\nglobal_store_dword v1, v2, s[6:7]"
     assert len(run(body, stop_at_first=True).findings) == 1
 
 

@@ -209,11 +209,9 @@ class Lds:
                 self._report_race(batch, at, bad, seen, "write")
 
     def _check_initialised(self, batch: Batch, at: Instruction, marks):
-        bad = (marks < 0) & batch.mask[..., None]
-        if bad.any():
-            group, wave, lane, _ = (int(x) for x in np.argwhere(bad)[0])
-            message = f"lane {lane} reads LDS that nothing has written"
-            self.sink.add("lds-uninit", message, at, **batch.machine.place(batch, group, wave))
+        bad = ((marks < 0) & batch.mask[..., None]).any(-1)
+        if bad.any() and self.sink.wants("lds-uninit"):
+            batch.machine.taint.add(batch, at, bad)
 
     def _report_race(self, batch: Batch, at: Instruction, bad, marks, other_kind: str):
         group, wave, lane, unit = (int(x) for x in np.argwhere(bad)[0])

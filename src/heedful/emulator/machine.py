@@ -16,6 +16,7 @@ from heedful.emulator.report import Report, Sink
 from heedful.emulator.schedule import Schedule
 from heedful.emulator.semantics.control import BARRIER, END
 from heedful.emulator.state import Batch, Rect, Registers, split
+from heedful.emulator.taint import Taint
 
 
 class Machine:
@@ -46,10 +47,8 @@ class Machine:
         private = program.directives.get("private_segment_fixed_size", 0)
         self.scratch = Scratch(groups, waves, private, sink)
         self._defined = initially_defined(program)
-        self._check_waits, self._check_defined = (
-            sink.wants("waitcnt"),
-            sink.wants("register-uninit"),
-        )
+        self._check_defined = sink.wants("register-uninit")
+        self.taint = Taint(self)
 
     def run(self, workgroups: list[tuple[int, int, int]], kernarg: int, threads: int):
         """Execute these workgroups from start to end.
@@ -65,6 +64,7 @@ class Machine:
         self._arrived = np.zeros(count, np.int64)
         self.registers.reset()
         self.lds.reset()
+        self.taint.reset()
         self._load_initial_registers(kernarg, threads)
         self.ready: list[Batch] = []
         self.waiting: list[Batch] = []
@@ -167,16 +167,24 @@ class Machine:
 
     def _execute(self, batch: Batch, steps):
         """Execute instructions; returns what the last one says."""
-        if not self._check_waits:
-            outcome = None
-            for step in steps:
-                outcome = step.run(batch)
-            return outcome
-        pending, outcome = batch.out.slots, None
+        pending, tainted, outcome = batch.out.slots, self.taint.lanes, None
         for step in steps:
             if pending and not pending.isdisjoint(step.ready):
                 self._report_wait(batch, step)
-            outcome = step.run(batch)
+            outcome = self._follow(batch, step) if tainted else step.run(batch)
+        return outcome
+
+    def _follow(self, batch: Batch, step):
+        """Execute an instruction while undefined values are about."""
+        flows = self.code.flows[step.instruction.pc]
+        reached = self.taint.before(batch, step.instruction, flows)
+        mask = True if step.instruction.base.startswith("v_mfma") else batch.mask
+        fresh = self.code.loads[step.instruction.pc]
+        if fresh:  # what a load brings is known after it
+            self.taint.after(batch, flows, None, mask)
+        outcome = step.run(batch)
+        if not fresh:
+            self.taint.after(batch, flows, reached, mask)
         return outcome
 
     def _report_wait(self, batch: Batch, step):

@@ -9,7 +9,7 @@ from heedful.emulator.asm import Instruction, Program
 KINDS = {
     "waitcnt": "a register is used before the s_waitcnt that completes its load",
     "lds-race": "two waves touch the same LDS bytes, one of them writing, with no barrier between",
-    "lds-uninit": "LDS is read that nothing has written",
+    "lds-uninit": "a value from LDS that nothing has written is used",
     "lds-bounds": "an LDS access lies outside the workgroup's allocation",
     "global-bounds": "a global or scratch access lies outside every buffer",
     "register-uninit": "a register is read that nothing has written",

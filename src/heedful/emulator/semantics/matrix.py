@@ -56,6 +56,21 @@ def _rows(matrix, m: int):
     return matrix.reshape(groups, waves, 4, 4, 16).transpose(3, 0, 1, 2, 4)
 
 
+def spread_lanes(a, b, c, m: int):
+    """Lanes of any output register that depend on the marked lanes of A, B and C.
+
+    A row of A reaches a row of the result, a column of B a column; C reaches its own lane. In the
+    layout of the result a lane has one column and several rows, so any row marks every lane.
+    """
+    groups, waves = a.shape[:2]
+    rows = a.reshape(groups, waves, -1, m).any(axis=2)
+    columns = b.reshape(groups, waves, -1, m).any(axis=2)
+    product = rows[..., :, None] | columns[..., None, :]
+    lanes = _rows(product, m)
+    lanes = lanes.reshape(-1, groups, waves, 64).any(axis=0)
+    return lanes | c
+
+
 def _registers(file, slot: int, m: int):
     """Accumulator registers as a view of the shape of `_rows`."""
     groups, waves = file.shape[1:3]

@@ -1,0 +1,115 @@
+"""Follows values that came from LDS that nothing has written, until one matters.
+
+Software pipelines read a buffer ahead of the branch that decides whether the data counts, so the
+read alone is no defect. It becomes one when the value reaches memory, an address, a branch or
+exec. Lanes are followed one by one; a value is forgotten where a select discards it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from heedful.emulator.asm import EXEC, SCC, SGPR, VCC
+from heedful.emulator.semantics.matrix import spread_lanes
+
+if TYPE_CHECKING:
+    from heedful.emulator.asm import Instruction
+    from heedful.emulator.dataflow import Flow
+    from heedful.emulator.machine import Machine
+    from heedful.emulator.state import Batch
+
+_SINK = re.compile(r"s_cbranch_\w+|(global|buffer|flat|scratch|s)_\w*(load|store|atomic)\w*|ds_\w+")
+_CROSSES_LANES = re.compile(r"v_(readlane|readfirstlane|writelane|permlane\w*|swap)_b32|ds_\w+")
+
+
+class Taint:
+    """Lanes of registers whose value is undefined, and the LDS read that each came from."""
+
+    def __init__(self, machine: Machine):
+        self.machine = machine
+        self.lanes: dict[int, np.ndarray] = {}
+        self.origin: dict[int, Instruction] = {}
+
+    def reset(self):
+        """Forget everything."""
+        self.lanes.clear()
+        self.origin.clear()
+
+    def add(self, batch: Batch, at: Instruction, lanes):
+        """An LDS read of `batch` gave undefined values in `lanes` (groups, waves, 64)."""
+        for slot in self.machine.code.loads[at.pc]:
+            self._whole(slot)[batch.rect.index] |= lanes
+            self.origin[slot] = at
+
+    def _whole(self, slot: int) -> np.ndarray:
+        if slot not in self.lanes:
+            registers = self.machine.registers
+            self.lanes[slot] = np.zeros((registers.groups, registers.waves, 64), bool)
+        return self.lanes[slot]
+
+    def before(self, batch: Batch, at: Instruction, flows: Flow):
+        """What an instruction about to run does to its results: None, or lanes and origin."""
+        rect = batch.rect.index
+        found = {s: self.lanes[s][rect] for s in flows.reads if s in self.lanes}
+        found = {s: lanes for s, lanes in found.items() if lanes.any()}
+        if not found:
+            return None
+        origin = self.origin[next(iter(found))]
+        reached = self._reached(batch, at, found)
+        if reached is None or not reached.any():
+            return None
+        if _SINK.fullmatch(at.base) or EXEC in flows.writes:
+            self._report(batch, at, origin, reached)
+            return None
+        return reached, origin
+
+    def _report(self, batch: Batch, at: Instruction, origin: Instruction, reached):
+        active = reached & batch.mask
+        if at.mnemonic.startswith("s_") or active.any():
+            group, wave, lane = (int(x) for x in np.argwhere(reached)[0])
+            message = f"lane {lane} uses a value from LDS that nothing has written"
+            place = self.machine.place(batch, group, wave)
+            self.machine.sink.add("lds-uninit", message, at, origin, **place)
+
+    def _reached(self, batch: Batch, at: Instruction, found: dict[int, np.ndarray]):
+        """Lanes of the result that depend on undefined lanes of the sources."""
+        name = at.base
+
+        def of(operand):
+            parts = [found[s] for s in operand.slots if s in found]
+            return np.any(parts, axis=0) if parts else np.zeros(batch.shape, bool)
+
+        if name == "v_cndmask_b32":
+            mask = at.operands[3].slot if len(at.operands) > 3 else VCC
+            chosen = np.where(batch.lanes(mask), of(at.operands[2]), of(at.operands[1]))
+            return chosen | found[mask] if mask in found else chosen
+        if name.startswith("s_cselect"):
+            taken = np.where(batch.scc[..., None], of(at.operands[1]), of(at.operands[2]))
+            return taken | found[SCC] if SCC in found else taken
+        if name.startswith("v_mfma"):
+            m = 32 if "32x32" in name else 16
+            return spread_lanes(of(at.operands[1]), of(at.operands[2]), of(at.operands[3]), m)
+        together = np.any(list(found.values()), axis=0)
+        if _CROSSES_LANES.fullmatch(name) or name.startswith("s_") or at.mods.keys() & {"row_shr"}:
+            return np.broadcast_to(together.any(-1, keepdims=True), batch.shape)
+        return together
+
+    def after(self, batch: Batch, flows: Flow, outcome, mask):
+        """Record the results of an instruction that has run under the lanes `mask`."""
+        rect = batch.rect.index
+        if outcome is None and not any(s in self.lanes for s in flows.writes):
+            return
+        lanes = outcome[0] if outcome else np.zeros(batch.shape, bool)
+        for slot in flows.writes:
+            if slot >= SGPR:
+                lanes_here = np.broadcast_to(lanes.any(-1, keepdims=True), batch.shape)
+            else:
+                lanes_here = np.where(mask, lanes, self._whole(slot)[rect])
+            self._whole(slot)[rect] = lanes_here
+            if outcome:
+                self.origin[slot] = outcome[1]
+            elif not self.lanes[slot].any():
+                del self.lanes[slot]
