@@ -150,19 +150,6 @@ def tensor_key(tensor) -> tuple | None:
     )
 
 
-def find(key, x: Operands, options: tuple, grad, out=None, seed=None) -> Call:
-    """The call of a key that is not among the young, from the old ones or made now."""
-    try:
-        call = CALLS.find(key)
-    except TypeError:
-        # An argument that cannot be hashed is none that we take: describe says which.
-        return Call(x, Options(*options), grad, out, seed)
-    if call is None:
-        call = Call(x, Options(*options), grad, out, seed)
-        CALLS.put(key, call)
-    return call
-
-
 def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
     """Runs one call on tensors of a real device.
 
@@ -183,36 +170,40 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
             bias_grad = isinstance(bias, Tensor) and bias.requires_grad
             sink_grad = isinstance(sink, Tensor) and sink.requires_grad
             wants_grad = wants_grad or bias_grad or sink_grad
-    key = (
-        options,
-        *map(type, options),
-        wants_grad,
-        q.shape,
-        q.stride(),
-        q.dtype,
-        device,
-        q.data_ptr() % 16,
-        k.shape,
-        k.stride(),
-        k.dtype,
-        k.device,
-        k.data_ptr() % 16,
-        v.shape,
-        v.stride(),
-        v.dtype,
-        v.device,
-        v.data_ptr() % 16,
-        None if extras is ABSENT else (*map(tensor_key, extras),),
-        None if out is None else out_key(out, q, k, v),
-        None if seed is None else tensor_key(seed),
-    )
     x = _new(Operands, (q, k, v, *extras))
     try:
-        call = CALLS.young.get(key)
-    except TypeError:
-        call = None
+        key = (
+            options,
+            *map(type, options),
+            wants_grad,
+            q.shape,
+            q.stride(),
+            q.dtype,
+            device,
+            q.data_ptr() % 16,
+            k.shape,
+            k.stride(),
+            k.dtype,
+            k.device,
+            k.data_ptr() % 16,
+            v.shape,
+            v.stride(),
+            v.dtype,
+            v.device,
+            v.data_ptr() % 16,
+            None if extras is ABSENT else (*map(tensor_key, extras),),
+            None if out is None else out_key(out, q, k, v),
+            None if seed is None else tensor_key(seed),
+        )
+        call = CALLS.young.get(key) or CALLS.find(key)
+    except (TypeError, RuntimeError):
+        # An argument that cannot be hashed, or a tensor without plain memory (sparse, ...), is none
+        # that we take: the checks say which.
+        Call(x, Options(*options), (wants_grad, bias_grad), out, seed)
+        raise
     if call is None:
-        call = find(key, x, options, (wants_grad, bias_grad), out, seed)
+        call = Call(x, Options(*options), (wants_grad, bias_grad), out, seed)
+        CALLS.put(key, call)
     if wants_grad:
         return Attention.apply(call, x, seed, q, k, v, extras[0], extras[2])
     if call.dropout or call.checks or not call.plain:

@@ -515,8 +515,8 @@ def check_out(out: Any, x: Operands, shape: tuple, needs_grad: bool) -> str:
     check_tensor("out", out, x.q.device)
     if needs_grad or out.requires_grad:
         raise ValueError(
-            "out must be None where a gradient is wanted (autograd needs an output of its own):"
-            " use torch.no_grad() or leave out"
+            "out must be None where a gradient is wanted (autograd needs an output of its own; or"
+            " use torch.no_grad()), got a tensor"
         )
     wanted = FLOATS if x.q.dtype in FP8 else (x.q.dtype,)
     check_dtype("out", out, *wanted)

@@ -203,25 +203,26 @@ def _eager(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, o
         q, update = _autocast(q, k_cache, update)
     lengths, prefix = update.cache_seqlens, update.shared_prefix
     whole = isinstance(lengths, int)
-    key = (
-        options,
-        *map(type, options),
-        *map(tensor_key, (q, k_cache, v_cache)),
-        *map(tensor_key, extras),
-        *map(tensor_key, update[:4]),
-        type(lengths) if whole else tensor_key(lengths),
-        update.rotary_interleaved,
-        type(update.rotary_interleaved),
-        update.rotary_cos is not None and k_cache.data_ptr() == v_cache.data_ptr(),
-        None if prefix is None else _prefix_key(prefix),
-        None if out is None else out_key(out, q, k_cache, v_cache),
-    )
     x = _new(Operands, (q, k_cache, v_cache, *extras))
     try:
+        key = (
+            options,
+            *map(type, options),
+            *map(tensor_key, (q, k_cache, v_cache)),
+            *map(tensor_key, extras),
+            *map(tensor_key, update[:4]),
+            type(lengths) if whole else tensor_key(lengths),
+            update.rotary_interleaved,
+            type(update.rotary_interleaved),
+            update.rotary_cos is not None and k_cache.data_ptr() == v_cache.data_ptr(),
+            None if prefix is None else _prefix_key(prefix),
+            None if out is None else out_key(out, q, k_cache, v_cache),
+        )
         call = CALLS.young.get(key) or CALLS.find(key)
-    except TypeError:
-        # An argument that cannot be hashed is none that we take: the checks say which.
-        call = CacheCall(x, Options(*options), update, out)
+    except (TypeError, RuntimeError):
+        # As in `calls.attend`.
+        CacheCall(x, Options(*options), update, out)
+        raise
     if call is None:
         call = CacheCall(x, Options(*options), update, out)
         CALLS.put(key, call)

@@ -91,8 +91,8 @@ def _check_rotary(x: Operands, problem: AttentionProblem, update) -> None:
         raise ValueError("rotary_cos must be None without k and v to rotate, got a tensor")
     if x.k.dtype not in FLOATS:
         raise ValueError(
-            "rotary_cos must be None for a quantised cache, whose new k comes quantised:"
-            " rotate before quantize_kv"
+            "rotary_cos must be None for a quantised cache, whose new k comes quantised (rotate"
+            " before quantize_kv), got a tensor"
         )
     for name in ("rotary_cos", "rotary_sin"):
         table = getattr(update, name)
@@ -120,8 +120,8 @@ def _check_rotary(x: Operands, problem: AttentionProblem, update) -> None:
         )
     if x.k.device.type != "meta" and x.k.data_ptr() == x.v.data_ptr() and x.k.numel():
         raise ValueError(
-            "rotary_cos must be None where v_cache shares the memory of k_cache: v would overwrite"
-            " the rotated keys"
+            "rotary_cos must be None where v_cache shares the memory of k_cache (v would overwrite"
+            " the rotated keys), got a tensor"
         )
 
 
@@ -156,7 +156,7 @@ def _wrong_prefix(words: str) -> NoReturn:
 
 
 def _refuse(what: str, why: str) -> NoReturn:
-    raise ValueError(f"shared_prefix must be None beside {what}: {why}")
+    raise ValueError(f"shared_prefix must be None beside {what} ({why}), got a tuple")
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -20,7 +20,8 @@ INDICES = (
 
 def check_values(x: Operands, problem: AttentionProblem, kind: str) -> None:
     """ValueError where an index tensor points outside of what it indexes. For CPU tensors."""
-    storage_k = None if problem.total_k is not None else problem.seqlen_k
+    if x.leftpad_k is not None and problem.total_k is None:
+        check_range("cache_leftpad", x.leftpad_k, 0, problem.seqlen_k)
     for side, tokens, longest in (
         ("q", problem.total_q, problem.seqlen_q),
         ("k", problem.total_k, problem.seqlen_k),
@@ -41,8 +42,6 @@ def check_values(x: Operands, problem: AttentionProblem, kind: str) -> None:
                     f"max_seqlen_{side} must be at least the longest sequence, {most},"
                     f" got {longest}"
                 )
-    if x.leftpad_k is not None and storage_k is not None:
-        check_range("cache_leftpad", x.leftpad_k, 0, storage_k)
     if x.kv_batch_idx is not None:
         check_range("cache_batch_idx", x.kv_batch_idx, 0, x.k.shape[0] - 1)
     if x.block_table is not None:

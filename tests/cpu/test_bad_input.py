@@ -1,0 +1,385 @@
+"""Bad calls raise a TypeError or ValueError that names the argument, says what came and what is
+wanted; and nothing has been written.
+"""
+
+import math
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import heedful.torch as heedful
+from heedful.torch.calls import CALLS
+
+INT = torch.int32
+
+
+def ints(*values: int, dtype=INT) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def dense() -> dict[str, Any]:
+    return {
+        "q": torch.randn(2, 5, 4, 16),
+        "k": torch.randn(2, 7, 2, 16),
+        "v": torch.randn(2, 7, 2, 8),
+        "out": torch.full((2, 5, 4, 8), torch.nan),
+    }
+
+
+def fp8() -> dict[str, Any]:
+    tensors = dense()
+    return {n: t.to(torch.float8_e4m3fn) for n, t in tensors.items() if n != "out"}
+
+
+def varlen() -> dict[str, Any]:
+    return {
+        "q": torch.randn(5, 4, 16),
+        "k": torch.randn(7, 2, 16),
+        "v": torch.randn(7, 2, 8),
+        "cu_seqlens_q": ints(0, 2, 5),
+        "cu_seqlens_k": ints(0, 3, 7),
+        "max_seqlen_q": 3,
+        "max_seqlen_k": 4,
+        "out": torch.full((5, 4, 8), torch.nan),
+    }
+
+
+def paged_varlen() -> dict[str, Any]:
+    pages = {"k": torch.randn(5, 4, 2, 16), "v": torch.randn(5, 4, 2, 8)}
+    return varlen() | pages | {"block_table": ints(1, 3).view(2, 1)}
+
+
+def cache() -> dict[str, Any]:
+    return {
+        "q": torch.randn(2, 1, 4, 16),
+        "k_cache": torch.randn(2, 12, 2, 16),
+        "v_cache": torch.randn(2, 12, 2, 8),
+        "k": torch.randn(2, 1, 2, 16),
+        "v": torch.randn(2, 1, 2, 8),
+        "cache_seqlens": ints(3, 9),
+        "out": torch.full((2, 1, 4, 8), torch.nan),
+    }
+
+
+def rotary() -> dict[str, Any]:
+    return cache() | {"rotary_cos": torch.randn(12, 4), "rotary_sin": torch.randn(12, 4)}
+
+
+def pages() -> dict[str, Any]:
+    storage = {"k_cache": torch.randn(6, 4, 2, 16), "v_cache": torch.randn(6, 4, 2, 8)}
+    return cache() | storage | {"block_table": ints(0, 1, 2, 3, 4, 5).view(2, 3)}
+
+
+def quantised() -> dict[str, Any]:
+    call = {name: value for name, value in cache().items() if name not in ("k", "v")}
+    for name in ("k", "v"):
+        stored, scale, shift = heedful.quantize_kv(call[f"{name}_cache"], "int8", 8, True)
+        call |= {f"{name}_cache": stored, f"{name}_descale": scale, f"{name}_shift": shift}
+    return call
+
+
+def prefix() -> dict[str, Any]:
+    return cache() | {"shared_prefix": (torch.randn(4, 2, 16), torch.randn(4, 2, 8))}
+
+
+def packed() -> dict[str, Any]:
+    return {"qkv": torch.randn(2, 5, 3, 4, 16)}
+
+
+def parts() -> dict[str, Any]:
+    return {"outs": torch.randn(3, 2, 5, 4, 8), "lses": torch.randn(3, 2, 4, 5)}
+
+
+FUNCTIONS = {
+    dense: heedful.flash_attn_func,
+    fp8: heedful.flash_attn_func,
+    varlen: heedful.flash_attn_varlen_func,
+    paged_varlen: heedful.flash_attn_varlen_func,
+    packed: heedful.flash_attn_qkvpacked_func,
+    parts: heedful.merge_attn_states,
+}
+
+# (the good call, what is changed, the argument that the message names, the exception)
+BAD = [
+    (dense, {"q": None}, "q", TypeError),
+    (dense, {"q": np.zeros((2, 5, 4, 16), np.float32)}, "q", TypeError),
+    (dense, {"k": [1.0]}, "k", TypeError),
+    (dense, {"v": None}, "v", TypeError),
+    (dense, {"q": torch.randn(5, 4, 16)}, "q", ValueError),
+    (dense, {"k": torch.randn(7, 2, 16)}, "k", ValueError),
+    (dense, {"v": torch.randn(2, 7, 2, 8, 1)}, "v", ValueError),
+    (dense, {"q": torch.randn(2, 5, 4, 16).double()}, "q", TypeError),
+    (dense, {"q": torch.ones(2, 5, 4, 16, dtype=torch.int64)}, "q", TypeError),
+    (dense, {"k": torch.randn(2, 7, 2, 16).half()}, "k", TypeError),
+    (dense, {"v": torch.randn(2, 7, 2, 8).bfloat16()}, "v", TypeError),
+    (dense, {"q": torch.randn(2, 5, 4, 16).to_sparse()}, "q", TypeError),
+    (dense, {"k": torch.randn(3, 7, 2, 16), "v": torch.randn(3, 7, 2, 8)}, "k", ValueError),
+    (dense, {"k": torch.randn(2, 7, 2, 24)}, "k", ValueError),
+    (dense, {"k": torch.randn(2, 7, 3, 16), "v": torch.randn(2, 7, 3, 8)}, "k", ValueError),
+    (dense, {"k": torch.randn(2, 7, 0, 16), "v": torch.randn(2, 7, 0, 8)}, "k", ValueError),
+    (dense, {"q": torch.randn(2, 5, 0, 16)}, "q", ValueError),
+    (dense, {"q": torch.randn(2, 5, 4, 0), "k": torch.randn(2, 7, 2, 0)}, "q", ValueError),
+    (dense, {"v": torch.randn(2, 7, 2, 1000)}, "v", ValueError),
+    (dense, {"v": torch.randn(2, 6, 2, 8)}, "v", ValueError),
+    (dense, {"v": torch.randn(2, 7, 1, 8)}, "v", ValueError),
+    (dense, {"k": torch.randn(2, 7, 2, 16, device="meta")}, "k", ValueError),
+    (dense, {"dropout_p": -0.1}, "dropout_p", ValueError),
+    (dense, {"dropout_p": 1.5}, "dropout_p", ValueError),
+    (dense, {"dropout_p": math.nan}, "dropout_p", ValueError),
+    (dense, {"dropout_p": "0.1"}, "dropout_p", TypeError),
+    (dense, {"dropout_p": True}, "dropout_p", TypeError),
+    (dense, {"softmax_scale": math.inf}, "softmax_scale", ValueError),
+    (dense, {"softmax_scale": torch.tensor(0.1)}, "softmax_scale", TypeError),
+    (dense, {"softmax_scale": [0.1]}, "softmax_scale", TypeError),
+    (dense, {"causal": 1}, "causal", TypeError),
+    (dense, {"causal": None}, "causal", TypeError),
+    (dense, {"window_size": 5}, "window_size", ValueError),
+    (dense, {"window_size": (1, 2, 3, 4)}, "window_size", ValueError),
+    (dense, {"window_size": (-2, 0)}, "window_size", ValueError),
+    (dense, {"window_size": (4, 0, -1)}, "window_size", ValueError),
+    (dense, {"window_size": (4.0, 0)}, "window_size", TypeError),
+    (dense, {"window_size": [4, None]}, "window_size", TypeError),
+    (dense, {"softcap": -1.0}, "softcap", ValueError),
+    (dense, {"softcap": math.nan}, "softcap", ValueError),
+    (dense, {"softcap": "30"}, "softcap", TypeError),
+    (dense, {"alibi_slopes": torch.ones(3)}, "alibi_slopes", ValueError),
+    (dense, {"alibi_slopes": torch.ones(3, 4)}, "alibi_slopes", ValueError),
+    (dense, {"alibi_slopes": torch.ones(4).half()}, "alibi_slopes", TypeError),
+    (dense, {"alibi_slopes": [1.0, 1.0, 1.0, 1.0]}, "alibi_slopes", TypeError),
+    (dense, {"deterministic": 1}, "deterministic", TypeError),
+    (dense, {"return_attn_probs": "yes"}, "return_attn_probs", TypeError),
+    (dense, {"return_lse": 1}, "return_lse", TypeError),
+    (dense, {"bias": torch.randn(3, 7)}, "bias", ValueError),
+    (dense, {"bias": torch.randn(3, 4, 5, 7)}, "bias", ValueError),
+    (dense, {"bias": torch.randn(1, 2, 4, 5, 7)}, "bias", ValueError),
+    (dense, {"bias": torch.ones(5, 7, dtype=torch.bool)}, "bias", TypeError),
+    (dense, {"bias": torch.randn(5, 7).double()}, "bias", TypeError),
+    (dense, {"sink": torch.randn(2)}, "sink", ValueError),
+    (dense, {"sink": torch.randn(4).bfloat16()}, "sink", TypeError),
+    (dense, {"num_splits": -1}, "num_splits", ValueError),
+    (dense, {"num_splits": 1.0}, "num_splits", TypeError),
+    (dense, {"num_splits": True}, "num_splits", TypeError),
+    (dense, {"num_splits": 3}, "split", ValueError),
+    (dense, {"q_descale": torch.ones(2, 2)}, "q_descale", ValueError),
+    (dense, {"k_descale": torch.ones(2, 2)}, "k_descale", ValueError),
+    (dense, {"v_descale": torch.ones(())}, "v_descale", ValueError),
+    (dense, {"dropout_seed": 0.5, "dropout_p": 0.1}, "dropout_seed", TypeError),
+    (dense, {"dropout_seed": True, "dropout_p": 0.1}, "dropout_seed", TypeError),
+    (dense, {"dropout_seed": 2**64, "dropout_p": 0.1}, "dropout_seed", ValueError),
+    (dense, {"dropout_seed": ints(1), "dropout_p": 0.1}, "dropout_seed", TypeError),
+    (dense, {"dropout_seed": torch.ones(2).long(), "dropout_p": 0.1}, "dropout_seed", ValueError),
+    (dense, {"backend": "cuda"}, "backend", ValueError),
+    (dense, {"backend": "portable"}, "backend", ValueError),
+    (dense, {"backend": 3}, "backend", TypeError),
+    (dense, {"out": torch.zeros(2, 5, 4, 16)}, "out", ValueError),
+    (dense, {"out": torch.zeros(2, 5, 4, 8).half()}, "out", TypeError),
+    (dense, {"out": torch.zeros(2, 5, 8, 4).transpose(-1, -2)}, "out", ValueError),
+    (dense, {"out": torch.ones(2, 1, 4, 8).expand(2, 5, 4, 8)}, "out", ValueError),
+    (dense, {"out": "here"}, "out", TypeError),
+    (dense, {"q": torch.randn(2, 5, 4, 16, requires_grad=True)}, "out", ValueError),
+    (fp8, {"q_descale": torch.ones(2, 4)}, "q_descale", ValueError),
+    (fp8, {"k_descale": torch.ones(2, 2).half()}, "k_descale", TypeError),
+    (fp8, {"out": torch.zeros(2, 5, 4, 8).to(torch.float8_e4m3fn)}, "out", TypeError),
+    (varlen, {"q": torch.randn(1, 5, 4, 16)}, "q", ValueError),
+    (varlen, {"cu_seqlens_q": None}, "cu_seqlens_q", TypeError),
+    (varlen, {"cu_seqlens_k": None}, "cu_seqlens_k", ValueError),
+    (varlen, {"cu_seqlens_q": [0, 2, 5]}, "cu_seqlens_q", TypeError),
+    (varlen, {"cu_seqlens_q": ints(0, 2, 5, dtype=torch.int64)}, "cu_seqlens_q", TypeError),
+    (varlen, {"cu_seqlens_q": ints(0, 2, 5).view(3, 1)}, "cu_seqlens_q", ValueError),
+    (varlen, {"cu_seqlens_q": ints()}, "cu_seqlens_q", ValueError),
+    (varlen, {"cu_seqlens_k": ints(0, 7)}, "cu_seqlens_k", ValueError),
+    (varlen, {"cu_seqlens_q": ints(0, 4, 3)}, "cu_seqlens_q", ValueError),
+    (varlen, {"cu_seqlens_k": ints(0, 3, 9)}, "cu_seqlens_k", ValueError),
+    (varlen, {"max_seqlen_q": torch.tensor(3)}, "max_seqlen_q", TypeError),
+    (varlen, {"max_seqlen_k": 4.0}, "max_seqlen_k", TypeError),
+    (varlen, {"max_seqlen_q": -1}, "max_seqlen_q", ValueError),
+    (varlen, {"max_seqlen_k": 3}, "max_seqlen_k", ValueError),
+    (varlen, {"seqused_q": ints(1)}, "seqused_q", ValueError),
+    (varlen, {"seqused_k": torch.ones(2)}, "seqused_k", TypeError),
+    (varlen, {"seqused_k": ints(4, 4)}, "seqused_k", ValueError),
+    (varlen, {"block_table": ints(0, 1).view(2, 1)}, "k", ValueError),
+    (paged_varlen, {"block_table": ints(1, 9).view(2, 1)}, "block_table", ValueError),
+    (paged_varlen, {"block_table": ints(1, 3)}, "block_table", ValueError),
+    (cache, {"q": torch.randn(2, 4, 16)}, "q", ValueError),
+    (cache, {"k_cache": torch.randn(3, 12, 2, 16)}, "k_cache", ValueError),
+    (cache, {"v_cache": torch.randn(2, 11, 2, 8)}, "v_cache", ValueError),
+    (cache, {"k_cache": torch.randn(2, 12, 16, 2).transpose(-1, -2)}, "k_cache", ValueError),
+    (cache, {"v_cache": torch.randn(2, 12, 8, 2).transpose(-1, -2)}, "v_cache", ValueError),
+    (cache, {"k_cache": torch.randn(2, 1, 2, 16).expand(2, 12, 2, 16)}, "k_cache", ValueError),
+    (cache, {"k_cache": torch.randn(2, 12, 2, 16).half()}, "k_cache", TypeError),
+    (cache, {"k": None}, "k", ValueError),
+    (cache, {"v": None}, "v", ValueError),
+    (cache, {"k": torch.randn(2, 1, 2, 16).half()}, "k", TypeError),
+    (cache, {"k": torch.randn(2, 1, 1, 16)}, "k", ValueError),
+    (cache, {"v": torch.randn(2, 2, 2, 8)}, "v", ValueError),
+    (cache, {"k": torch.randn(2, 13, 2, 16), "v": torch.randn(2, 13, 2, 8)}, "k", ValueError),
+    (cache, {"cache_seqlens": None}, "cache_seqlens", ValueError),
+    (cache, {"cache_seqlens": 12}, "cache_seqlens", ValueError),
+    (cache, {"cache_seqlens": -1}, "cache_seqlens", ValueError),
+    (cache, {"cache_seqlens": 2.0}, "cache_seqlens", TypeError),
+    (cache, {"cache_seqlens": [3, 9]}, "cache_seqlens", TypeError),
+    (cache, {"cache_seqlens": ints(3, 12)}, "cache_seqlens", ValueError),
+    (cache, {"cache_seqlens": ints(3, -1)}, "cache_seqlens", ValueError),
+    (cache, {"cache_seqlens": ints(3, 9, dtype=torch.int64)}, "cache_seqlens", TypeError),
+    (cache, {"cache_batch_idx": ints(0, 2)}, "cache_batch_idx", ValueError),
+    (cache, {"cache_batch_idx": ints(0)}, "cache_batch_idx", ValueError),
+    (cache, {"cache_leftpad": ints(0, 13)}, "cache_leftpad", ValueError),
+    (cache, {"cache_leftpad": torch.zeros(2)}, "cache_leftpad", TypeError),
+    (cache, {"rotary_cos": torch.randn(12, 4)}, "rotary_sin", ValueError),
+    (cache, {"return_softmax_lse": 1}, "return_softmax_lse", TypeError),
+    (cache, {"rotary_interleaved": 1}, "rotary_interleaved", TypeError),
+    (cache, {"tree_mask": torch.ones(2, 1, 2, dtype=torch.bool)}, "tree_mask", ValueError),
+    (cache, {"tree_mask": torch.ones(2, 1, 1)}, "tree_mask", TypeError),
+    (cache, {"k_descale": torch.ones(2, 2)}, "k_descale", ValueError),
+    (cache, {"out": torch.zeros(2, 1, 4, 9)}, "out", ValueError),
+    (rotary, {"rotary_sin": torch.randn(12, 3)}, "rotary_sin", ValueError),
+    (rotary, {"rotary_cos": torch.ones(11, 4), "rotary_sin": torch.ones(11, 4)}, "rotary_cos"),
+    (rotary, {"rotary_cos": torch.randn(12, 9), "rotary_sin": torch.randn(12, 9)}, "rotary_cos"),
+    (rotary, {"rotary_cos": torch.randn(12, 4).double()}, "rotary_cos", TypeError),
+    (rotary, {"k": None, "v": None}, "rotary_cos", ValueError),
+    (pages, {"block_table": ints(0, 1, 2).view(1, 3)}, "block_table", ValueError),
+    (pages, {"block_table": torch.zeros(2, 3)}, "block_table", TypeError),
+    (pages, {"block_table": ints(0, 1, 2, 3, 4, -1).view(2, 3)}, "block_table", ValueError),
+    (pages, {"cache_batch_idx": ints(0, 1)}, "cache_batch_idx", ValueError),
+    (quantised, {"k_descale": torch.ones(2, 12, 2, 3)}, "k_descale", ValueError),
+    (quantised, {"k_descale": None}, "k_descale", ValueError),
+    (quantised, {"v_descale": torch.ones(2, 2), "v_shift": torch.ones(2, 2)}, "v_descale"),
+    (quantised, {"v_shift": None}, "v_shift", ValueError),
+    (quantised, {"k_shift": torch.ones(2, 12, 2, 1)}, "k_shift", ValueError),
+    (quantised, {"k": torch.randn(2, 1, 2, 16), "v": torch.randn(2, 1, 2, 8)}, "k", TypeError),
+    (prefix, {"shared_prefix": torch.randn(4, 2, 16)}, "shared_prefix", TypeError),
+    (prefix, {"shared_prefix": (torch.randn(4, 2, 16), None)}, "shared_prefix", TypeError),
+    (prefix, {"shared_prefix": (torch.randn(4, 2, 16), torch.randn(3, 2, 8))}, "shared_prefix"),
+    (prefix, {"window_size": (3, 0)}, "shared_prefix", ValueError),
+    (prefix, {"alibi_slopes": torch.ones(4)}, "shared_prefix", ValueError),
+    (packed, {"qkv": torch.randn(2, 5, 2, 4, 16)}, "qkv", ValueError),
+    (packed, {"qkv": torch.randn(5, 3, 4, 16)}, "qkv", ValueError),
+    (parts, {"outs": torch.randn(2, 5, 4)}, "outs", ValueError),
+    (parts, {"outs": torch.randn(3, 2, 5, 4, 8).double()}, "outs", TypeError),
+    (parts, {"lses": torch.randn(3, 2, 5, 4)}, "lses", ValueError),
+    (parts, {"lses": torch.randn(3, 2, 4, 5).half()}, "lses", TypeError),
+    (parts, {"sink": torch.randn(3)}, "sink", ValueError),
+]
+
+
+def case_id(case) -> str:
+    return f"{case[0].__name__}-{'-'.join(case[1])}"
+
+
+@pytest.mark.parametrize("case", BAD, ids=case_id)
+def test_a_bad_call_names_the_argument_and_writes_nothing(case):
+    make, changes, argument, *kind = case
+    function = FUNCTIONS.get(make, heedful.flash_attn_with_kvcache)
+    arguments = make()
+    function(**arguments)
+    arguments = make() | changes
+    tensors = {n: t for n, t in arguments.items() if isinstance(t, torch.Tensor)}
+    before = {n: t.detach().clone() for n, t in tensors.items() if not t.is_meta}
+    with pytest.raises(kind[0] if kind else ValueError) as caught:
+        function(**arguments)
+    message = str(caught.value)
+    if argument in ("backend", "split"):
+        assert argument in message
+    else:
+        assert re.match(rf"{argument}(\[\d])? (must|bounds)\b.*, got ", message), message
+    for name, old in before.items():
+        assert same_bits(tensors[name].detach(), old), f"{name} was written"
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.layout != torch.strided:
+        return torch.equal(a.to_dense(), b.to_dense())
+    a, b = (t.contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(a, b)
+
+
+def test_the_bad_calls_are_many_and_distinct():
+    assert len({f"{case[0]} {case[1]}" for case in BAD}) == len(BAD) >= 60
+
+
+def test_a_bad_call_leaves_no_trace_in_the_cache_of_calls():
+    CALLS.clear()
+    arguments = dense()
+    arguments["softcap"] = -1.0
+    for _ in range(2):
+        with pytest.raises(ValueError, match="softcap"):
+            heedful.flash_attn_func(**arguments)
+    assert len(CALLS) == 0
+
+
+def test_one_and_true_are_told_apart_after_either_was_seen():
+    arguments = dense()
+    heedful.flash_attn_func(**arguments, causal=True, num_splits=1)
+    for name, wrong in (("causal", 1), ("num_splits", True)):
+        changed: dict[str, Any] = arguments | {"causal": True, "num_splits": 1, name: wrong}
+        with pytest.raises(TypeError, match=name):
+            heedful.flash_attn_func(**changed)
+
+
+def test_an_output_in_the_memory_of_an_input_is_refused_every_time():
+    q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
+    heedful.flash_attn_func(q, k, v, out=torch.empty_like(q))
+    for taken in (q, k, v):
+        with pytest.raises(ValueError, match="out must have memory of its own"):
+            heedful.flash_attn_func(q, k, v, out=taken)
+
+
+def test_rotary_into_keys_that_are_also_the_values_is_refused():
+    k_cache = torch.zeros(1, 8, 1, 16)
+    tables = torch.ones(8, 4), torch.zeros(8, 4)
+    k = torch.ones(1, 1, 1, 16)
+    with pytest.raises(ValueError, match="rotary_cos must be None where v_cache shares"):
+        heedful.flash_attn_with_kvcache(
+            k, k_cache, k_cache[..., :8], k, k[..., :8], *tables, cache_seqlens=2
+        )
+    assert not k_cache.any()
+
+
+def test_gradients_that_nobody_computes_are_refused():
+    arguments = {name: tensor for name, tensor in dense().items() if name != "out"}
+    arguments["q"].requires_grad_()
+    slopes = torch.ones(4, requires_grad=True)
+    with pytest.raises(ValueError, match="alibi_slopes must not require a gradient"):
+        heedful.flash_attn_func(**arguments, alibi_slopes=slopes)
+    eight = {name: tensor.requires_grad_() for name, tensor in fp8().items()}
+    with pytest.raises(ValueError, match="q must not require a gradient"):
+        heedful.flash_attn_func(**eight)
+
+
+@pytest.mark.parametrize(
+    "arguments, argument, kind",
+    [
+        (("x", "int8"), "x", TypeError),
+        ((torch.ones(2, 3, dtype=torch.int8), "int8"), "x", TypeError),
+        ((torch.ones(2, 3), "int3"), "dtype", ValueError),
+        ((torch.ones(2, 3), "int4"), "x", ValueError),
+        ((torch.ones(2, 4), "int8", 3), "group_size", ValueError),
+        ((torch.ones(2, 4), "int8", 2.0), "group_size", TypeError),
+        ((torch.ones(2, 4), "int8", 2, 1), "asymmetric", TypeError),
+    ],
+)
+def test_bad_quantisation_names_the_argument(arguments, argument, kind):
+    with pytest.raises(kind, match=f"^{argument} "):
+        heedful.quantize_kv(*arguments)
+
+
+EIGHTS = torch.ones(2, 4, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    "arguments, argument, kind",
+    [
+        ((torch.ones(2, 4), torch.ones(2, 1)), "packed", TypeError),
+        ((EIGHTS, torch.ones(2, 1).half()), "scale", TypeError),
+        ((EIGHTS, torch.ones(2, 3)), "scale", ValueError),
+        ((EIGHTS, torch.ones(3, 1)), "scale", ValueError),
+        ((EIGHTS, torch.ones(2, 1), torch.ones(2, 2)), "shift", ValueError),
+        ((EIGHTS, torch.ones(2, 1), None, torch.int8), "dtype", TypeError),
+    ],
+)
+def test_bad_dequantisation_names_the_argument(arguments, argument, kind):
+    with pytest.raises(kind, match=f"^{argument} "):
+        heedful.dequantize_kv(*arguments)
