@@ -13,7 +13,6 @@ import triton.language as tl
 from heedful.kernels.portable.philox import keep_tile, seed_words
 from heedful.kernels.portable.scores import bias_tile, lse_to_subtract, probabilities
 from heedful.kernels.portable.sequences import (
-    clear_rows,
     head_of,
     key_sequence,
     load_rows,
@@ -35,7 +34,6 @@ LENGTHS = [
     "origin_n",
     "seqlen_q",
     "seqlen_k",
-    "total_k",
     "batch",
     "heads_q",
     "heads_k",
@@ -105,7 +103,6 @@ def key_gradients(
     stride_dvh,
     seqlen_q,
     seqlen_k,
-    total_k,
     batch,
     heads_q,
     heads_k,
@@ -126,8 +123,7 @@ def key_gradients(
     IS_GQA: tl.constexpr,
     IS_QUAD: tl.constexpr,
 ):
-    """dk (B, N, G, D) and dv (B, N, G, E) of packed or dense sequences; storage that no query can
-    reach is cleared."""
+    """dk (B, N, G, D) and dv (B, N, G, E); rows past the used length are zero."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     tile, bg = head_of(tl.program_id(0), tiles, section, batch * heads_k, False)
     b = bg // heads_k
@@ -135,7 +131,7 @@ def key_gradients(
     token_q, len_q, _ = query_sequence(b, cu_seqlens_q, seqused_q, seqlen_q)
     token_k, len_k, stored_k = key_sequence(b, cu_seqlens_k, seqused_k, leftpad_k, seqlen_k)
     col0 = tile * BLOCK_N
-    if col0 >= stored_k and tile + 1 < tiles and tile > 0:
+    if col0 >= stored_k:
         return
     last = tl.minimum(col0 + BLOCK_N, len_k) - 1
     off = bottom_right * (len_k - len_q) + shift
@@ -281,12 +277,3 @@ def key_gradients(
     dv += b * stride_dvb + g * stride_dvh + token_k * stride_dvn
     store_rows(dk, dk_ND, stride_dkn, col0, stored_k, HEAD_DIM, BLOCK_N, BLOCK_D)
     store_rows(dv, dv_NE, stride_dvn, col0, stored_k, HEAD_DIM_V, BLOCK_N, BLOCK_E)
-    if leftpad_k is not None and tile == 0:
-        pad = tl.load(leftpad_k + b)
-        clear_rows(dk - pad * stride_dkn, stride_dkn, 0, pad, HEAD_DIM, BLOCK_N, BLOCK_D, 0.0)
-        clear_rows(dv - pad * stride_dvn, stride_dvn, 0, pad, HEAD_DIM_V, BLOCK_N, BLOCK_E, 0.0)
-    if cu_seqlens_k is not None and tile + 1 == tiles:
-        if b + 1 == batch:
-            stored_k = (total_k - token_k).to(tl.int32)
-        clear_rows(dk, stride_dkn, col0 + BLOCK_N, stored_k, HEAD_DIM, BLOCK_N, BLOCK_D, 0.0)
-        clear_rows(dv, stride_dvn, col0 + BLOCK_N, stored_k, HEAD_DIM_V, BLOCK_N, BLOCK_E, 0.0)

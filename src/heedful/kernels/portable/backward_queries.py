@@ -12,7 +12,6 @@ import triton.language as tl
 from heedful.kernels.portable.philox import keep_tile, seed_words
 from heedful.kernels.portable.scores import bias_tile, lse_to_subtract, probabilities
 from heedful.kernels.portable.sequences import (
-    clear_rows,
     head_of,
     key_sequence,
     key_tiles,
@@ -35,7 +34,6 @@ LENGTHS = [
     "origin_n",
     "seqlen_q",
     "seqlen_k",
-    "total_q",
     "batch",
     "heads_q",
     "heads_k",
@@ -101,7 +99,6 @@ def query_gradients(
     stride_dqh,
     seqlen_q,
     seqlen_k,
-    total_q,
     batch,
     heads_q,
     heads_k,
@@ -121,7 +118,7 @@ def query_gradients(
     IS_ADJUSTED: tl.constexpr,
     IS_QUAD: tl.constexpr,
 ):
-    """dq (B, M, H, D); storage past a sequence's used length is cleared."""
+    """dq (B, M, H, D); rows past the used length are zero."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     tile, bh = head_of(tl.program_id(0), tiles, section, batch * heads_q, HAS_RIGHT)
     b = bh // heads_q
@@ -130,7 +127,7 @@ def query_gradients(
     token_q, len_q, stored_q = query_sequence(b, cu_seqlens_q, seqused_q, seqlen_q)
     token_k, len_k, _ = key_sequence(b, cu_seqlens_k, seqused_k, leftpad_k, seqlen_k)
     row0 = tile * BLOCK_M
-    if row0 >= stored_q and tile + 1 < tiles:
+    if row0 >= stored_q:
         return
     last = tl.minimum(row0 + BLOCK_M, len_q) - 1
     off = bottom_right * (len_k - len_q) + shift
@@ -242,7 +239,3 @@ def query_gradients(
     dq_MD = tl.where(exists_M[:, None], dq_MD * scale, 0.0)
     dq += b * stride_dqb + h * stride_dqh + token_q * stride_dqm
     store_rows(dq, dq_MD, stride_dqm, row0, stored_q, HEAD_DIM, BLOCK_M, BLOCK_D)
-    if cu_seqlens_q is not None and tile + 1 == tiles:
-        if b + 1 == batch:
-            stored_q = (total_q - token_q).to(tl.int32)
-        clear_rows(dq, stride_dqm, row0 + BLOCK_M, stored_q, HEAD_DIM, BLOCK_M, BLOCK_D, 0.0)

@@ -22,7 +22,6 @@ from heedful.kernels.portable.scores import (
     visible,
 )
 from heedful.kernels.portable.sequences import (
-    clear_rows,
     head_of,
     key_sequence,
     key_tiles,
@@ -66,7 +65,6 @@ LENGTHS = [
     "origin_n",
     "seqlen_q",
     "seqlen_k",
-    "total_q",
     "batch",
     "heads_q",
     "heads_k",
@@ -148,7 +146,6 @@ def attention_forward(
     stride_lh,
     seqlen_q,
     seqlen_k,
-    total_q,
     batch,
     heads_q,
     heads_k,
@@ -187,7 +184,7 @@ def attention_forward(
     token_q, len_q, stored_q = query_sequence(b, cu_seqlens_q, seqused_q, seqlen_q)
     token_k, len_k, _ = key_sequence(b, cu_seqlens_k, seqused_k, leftpad_k, seqlen_k)
     row0 = tile * BLOCK_M
-    if row0 >= stored_q and tile + 1 < tiles:
+    if row0 >= stored_q:
         return
     last = tl.minimum(row0 + BLOCK_M, len_q) - 1
     off = bottom_right * (len_k - len_q) + shift
@@ -380,7 +377,7 @@ def attention_forward(
 
     acc_ME *= (out_scale / tl.where(l_M == 0.0, 1.0, l_M))[:, None]
     lse_M = (m_M + tl.log2(l_M)) * LN2
-    # Rows that are stored but not used are written too, as rows that see nothing.
+    # Rows of a tile that are stored but not used are written too, as rows that see nothing.
     used_M = rows_M < len_q
     acc_ME = tl.where(used_M[:, None], acc_ME, 0.0)
     lse_M = tl.where(used_M, lse_M, float("-inf"))
@@ -389,9 +386,3 @@ def attention_forward(
         lse += split * stride_ls + b * stride_lb + h * stride_lh + token_q
         tl.store(lse + rows_M, lse_M, mask=rows_M < stored_q)
     store_rows(out, acc_ME, stride_om, row0, stored_q, HEAD_DIM_V, BLOCK_M, BLOCK_E)
-    if cu_seqlens_q is not None and tile + 1 == tiles:
-        if b + 1 == batch:
-            stored_q = (total_q - token_q).to(tl.int32)
-        clear_rows(out, stride_om, row0 + BLOCK_M, stored_q, HEAD_DIM_V, BLOCK_M, BLOCK_E, 0.0)
-        if lse is not None:
-            clear_rows(lse, 1, row0 + BLOCK_M, stored_q, 1, BLOCK_M, 1, float("-inf"))

@@ -197,20 +197,3 @@ def store_rows(
     ptrs = base + rows[:, None] * stride_row + dims[None, :]
     mask = (rows < count - row0)[:, None] & (dims < DIM)[None, :]
     tl.store(ptrs, tile.to(base.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def clear_rows(
-    base,
-    stride_row,
-    row0,
-    count,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    value: tl.constexpr,
-):
-    """Fills rows [row0, count): storage between sequences that no tile of the grid covers."""
-    tile = tl.full([ROWS, BLOCK], value, base.dtype.element_ty)
-    for row in range(row0, count, ROWS):
-        store_rows(base, tile, stride_row, row, count, DIM, ROWS, BLOCK)

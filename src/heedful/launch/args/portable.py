@@ -120,11 +120,6 @@ def _lse_strides(shape: tuple[int, ...]) -> tuple[int, int]:
     return (0, strides[0]) if len(shape) == 2 else (strides[0], strides[1])
 
 
-def _tiles(problem: AttentionProblem, rows: int, block: int) -> int:
-    """Tiles per sequence; packed storage has one even where all is empty, to clear it."""
-    return max(-(-rows // block), 1 if problem.varlen_q else 0)
-
-
 def _section(problem: AttentionProblem, plan: Plan) -> int:
     """Query heads whose keys and values together fill half of L2."""
     dims = problem.head_dim + problem.head_dim_v
@@ -196,12 +191,18 @@ def _lengths(call: CallBuilder, problem: AttentionProblem, buffers: Buffers) -> 
     )
 
 
-def _dims(problem: AttentionProblem) -> dict[str, object]:
+# Triton 3.6 miscompiles WGMMA over a 32-wide 16-bit tile that was loaded element by element (keys
+# from the 16th on are wrong; H200, 2026-11-20; right with 3.9): unaligned tiles are at least this.
+_UNALIGNED_WIDTH = 64
+
+
+def _dims(call: CallBuilder, problem: AttentionProblem) -> dict[str, object]:
+    least = 16 if call.divisor > 1 else _UNALIGNED_WIDTH
     return {
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": pow2(problem.head_dim),
-        "BLOCK_E": pow2(problem.head_dim_v),
+        "BLOCK_D": pow2(problem.head_dim, least),
+        "BLOCK_E": pow2(problem.head_dim_v, least),
     }
 
 
@@ -221,6 +222,9 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
         calls.append(_forward_call(problem, plan, buffers, "partial_out", "partial_lse", splits))
         calls.append(_combine_call(buffers, "partial_out", "partial_lse", sink=None))
+    # Of packed queries, rows past the lengths used, which a backward would read the lse of.
+    if problem.varlen_q and (problem.used_q or problem.needs_grad):
+        calls.append(_clear_call(problem, buffers, "q", "out", "lse"))
     if "probs" in buffers:
         if "lse" not in buffers:
             raise ValueError("probs need lse: the probabilities are made from it")
@@ -257,9 +261,8 @@ def _forward_call(
     lse_shape = problem.lse_shape
     call.strides("l", "bh", _lse_strides(lse_shape))
     call.strides("l", "s", [BufferSpec.contiguous((1, *lse_shape), "float32").strides[0]])
-    tiles = _tiles(problem, problem.seqlen_q, config.block_m)
+    tiles = -(-problem.seqlen_q // config.block_m)
     call.ints(
-        total_q=problem.total_q or 0,
         page_size=problem.page_size,
         section=_section(problem, plan),
         num_splits=splits,
@@ -270,11 +273,53 @@ def _forward_call(
         grid,
         config,
         **constants,
-        **_dims(problem),
+        **_dims(call, problem),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         KV_GROUP=problem.kv_group,
         IS_INT4=problem.kv_dtype == "int4",
+    )
+
+
+def _clear_call(
+    problem: AttentionProblem, buffers: Buffers, side: str, x: str, y: str | None
+) -> KernelCall:
+    """Clears what no sequence uses of outputs that lie as q or k do; an lse there becomes -inf."""
+    call = CallBuilder("unused", "clear_unused", buffers, (x,))
+    call.tensors(x=x)
+    lengths = {"cu_seqlens": f"cu_seqlens_{side}", "seqused": f"seqused_{side}"}
+    lengths["leftpad"] = "leftpad_k" if side == "k" else ""
+    for parameter, name in {**lengths, "y": y or ""}.items():
+        if name in buffers:
+            call.arguments[parameter] = Pointer(name, buffers[name].dtype, False)
+        else:
+            call.constants[parameter] = None
+    *_, heads, dim = buffers[x].shape
+    call.row_strides("x", x, "n")
+    dim_y, strides_y = 1, (0, 0, 0)
+    if y == "lse" and y in buffers:
+        batch, head = _lse_strides(problem.lse_shape)
+        strides_y = (batch, 1, head)
+    elif y in buffers:
+        dim_y, strides_y = buffers[y].shape[-1], _token_strides(buffers[y])
+    call.strides("y", "bnh", strides_y)
+    packed = problem.total_q if side == "q" else problem.total_k
+    call.ints(
+        seqlen=problem.seqlen_q if side == "q" else buffers["k"].shape[1],
+        total=packed or 0,
+        batch=problem.batch,
+        heads=heads,
+    )
+    config = TileConfig(0, 16, num_warps=4, num_stages=1)
+    return call.build(
+        (problem.batch * heads, 1, 1),
+        config,
+        DIM_X=dim,
+        DIM_Y=dim_y,
+        BLOCK_N=config.block_n,
+        BLOCK_X=pow2(dim),
+        BLOCK_Y=pow2(dim_y, 1),
+        FILL_Y=float("-inf") if y == "lse" else 0.0,
     )
 
 
@@ -349,7 +394,7 @@ def _probs_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Kern
     tiles_n = -(-problem.seqlen_k // config.block_n)
     call.ints(page_size=problem.page_size, tiles_m=tiles_m, tiles_n=tiles_n)
     dims = {
-        name: value for name, value in _dims(problem).items() if name in ("HEAD_DIM", "BLOCK_D")
+        name: value for name, value in _dims(call, problem).items() if name in ("HEAD_DIM", "BLOCK_D")
     }
     return call.build(
         (tiles_m * tiles_n * problem.batch * problem.heads_q, 1, 1),
@@ -378,6 +423,10 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
         _key_gradients_call(problem, plan, buffers),
         _query_gradients_call(problem, plan, buffers),
     ]
+    if problem.varlen_q:
+        calls.append(_clear_call(problem, buffers, "q", "dq", None))
+    if problem.varlen_k or problem.leftpad_k:
+        calls.append(_clear_call(problem, buffers, "k", "dk", "dv"))
     if "dbias" in buffers:
         calls.append(_bias_gradients_call(problem, plan, buffers))
     if "dsink" in buffers:
@@ -448,7 +497,7 @@ def _gradient_call(
     for name, row in outputs.items():
         call.row_strides(name, name, row)
     call.strides("l", "bh", _lse_strides(problem.lse_shape))
-    return call, {**constants, **_dims(problem)}
+    return call, {**constants, **_dims(call, problem)}
 
 
 def _key_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
@@ -456,9 +505,9 @@ def _key_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers)
     outputs = {"dk": "n", "dv": "n"}
     call, constants = _gradient_call(problem, buffers, ("backward_keys", "key_gradients"), outputs)
     longest = problem.seqlen_k if problem.varlen_k else buffers["k"].shape[1]
-    tiles = max(-(-longest // config.block_n), 1 if problem.varlen_k else 0)
+    tiles = -(-longest // config.block_n)
     section = max(1, _section(problem, plan) // problem.group)
-    call.ints(total_k=problem.total_k or 0, section=section, tiles=tiles)
+    call.ints(section=section, tiles=tiles)
     grid = (tiles * problem.batch * problem.heads_k, 1, 1)
     constants["IS_GQA"] = problem.group > 1
     return call.build(grid, config, **constants, BLOCK_M=config.block_m, BLOCK_N=config.block_n)
@@ -469,8 +518,8 @@ def _query_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffer
     call, constants = _gradient_call(
         problem, buffers, ("backward_queries", "query_gradients"), {"dq": "m"}
     )
-    tiles = _tiles(problem, problem.seqlen_q, config.block_m)
-    call.ints(total_q=problem.total_q or 0, section=_section(problem, plan), tiles=tiles)
+    tiles = -(-problem.seqlen_q // config.block_m)
+    call.ints(section=_section(problem, plan), tiles=tiles)
     grid = (tiles * problem.batch * problem.heads_q, 1, 1)
     return call.build(grid, config, **constants, BLOCK_M=config.block_m, BLOCK_N=config.block_n)
 
