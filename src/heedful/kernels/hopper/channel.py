@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.compat import aggregate, reinterpret, tma_load
 
 
@@ -74,7 +75,7 @@ class Channel:
 
     @gluon.jit
     def wait(self, at, pred=True):
-        mbarrier.wait(self.full.index(at.slot), at.parity, pred=pred)
+        barrier.wait(self.full.index(at.slot), at.parity, pred)
 
     @gluon.jit
     def tile(self, at):
@@ -84,6 +85,11 @@ class Channel:
         return reinterpret(
             self.boxes.index(at.slot), self.boxes.dtype, [self.rows, self.dim], layout
         )
+
+    @gluon.jit
+    def release_after_mma(self, at):
+        """Frees a slot that only finished matrix products of this warpgroup have read."""
+        barrier.arrive_after_mma(self.empty.index(at.slot))
 
     @gluon.jit
     def release(self, at):

@@ -21,6 +21,6 @@ def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.con
         return memory._reinterpret(dtype, shape, layout)
 
 
-# gl.inline_asm, which lets a warp vote on its own registers, came with 3.9.
-HAS_WARP_VOTE: gl.constexpr = gl.constexpr(hasattr(gl, "inline_asm"))
+# gl.inline_asm came with 3.9: it sees a thread's registers and returns scalars.
+HAS_INLINE_ASM: gl.constexpr = gl.constexpr(hasattr(gl, "inline_asm"))
 inline_asm = getattr(gl, "inline_asm", None)

@@ -114,9 +114,9 @@ def skip(k, v, at, count, shape, WORKER: gl.constexpr):
         take_turn(shape, WORKER)
         pass_turn(shape, WORKER)
         k.wait(at)
-        k.release(at)
+        k.release_after_mma(at)
         v.wait(at)
-        v.release(at)
+        v.release_after_mma(at)
         at = at.next()
     return at
 
@@ -169,8 +169,8 @@ def attend(
     )
     pass_turn(shape, WORKER)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
-    k.release(at)
-    if keys.end > keys.full_end:
+    k.release_after_mma(at)
+    if shape.CONSUMERS == 3 or keys.end > keys.full_end:
         s_MN = hide_keys(s_MN, shape, tile, row, (keys.end - 1) * shape.BLOCK_N)
     p_MN, m_M = softmax_first(s_MN, scale_log2)
     if SUM_BY_MMA:
@@ -217,8 +217,8 @@ def attend(
             acc_ME, l_ML = warpgroup_mma_wait(0, deps=[acc_ME, l_ML])
         else:
             acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
-        k.release(at)
-        v.release(last)
+        k.release_after_mma(at)
+        v.release_after_mma(last)
         if shape.LAZY:
             if moved != 0:
                 acc_ME = scale_rows(acc_ME, alpha_M)
@@ -231,7 +231,7 @@ def attend(
         last = at
         at = at_next
     if not shape.OUT_IN_Q:
-        q.release(at_q)
+        q.release_after_mma(at_q)
     v.wait(last)
     if LATE:
         p_MN = gl.convert_layout(p_MN.to(dtype), p_layout)
@@ -242,7 +242,7 @@ def attend(
     else:
         acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
         l_M = gl.sum(l_ML, 1)
-    v.release(last)
+    v.release_after_mma(last)
     return acc_ME, m_M, l_M, at
 
 

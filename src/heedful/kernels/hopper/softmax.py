@@ -57,9 +57,9 @@ def lazy_limit(dtype):
 def _any_above(outputs, inputs):
     """Assembly: does any lane of the warp hold a value above the limit? As integers, non-negative
     floats keep their order and negative ones are all below, and sm_90 takes three at a time."""
-    ((flag,),) = outputs
-    *groups, (limit,) = inputs
-    values = [value for group in groups for value in group]
+    flag = outputs[0][0]
+    limit = inputs[-1][0]
+    values = [value for group in inputs[:-1] for value in group]
     chains = 4
     lines = [f"mov.b32 m{c}, {values[c]};" for c in range(chains)]
     lines += [f"max.s32 m{i % chains}, m{i % chains}, {v};" for i, v in enumerate(values[chains:])]
