@@ -1,13 +1,19 @@
 """The CPU backend is attention, feature by feature and in random combinations."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heedful import cpu
-from support.budget import run
-from support.cases import LAYOUTS, Case, variants
+from heedful.core.operands import Operands
+from heedful.cpu.philox import keep_tile
+from heedful.reference.philox import keep_mask
+from support.budget import backend_results, check, run
+from support.cases import LAYOUTS, Case, build, variants
 from support.strategies import cases
 
 # Longer than one tile of queries and of keys, and a multiple of nothing.
@@ -93,3 +99,99 @@ def test_random_features_are_within_budget(case):
 @given(case=cases(longest=300))
 def test_many_random_features_are_within_budget(case):
     run(cpu, case)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("origin", [(0, 0, 0, 0), (3, 5, 2**31, 2**32 - 21)])
+def test_dropout_mask_is_numpys_bit_for_bit(p, origin):
+    want = [keep_mask(-77, p, b, 5, 70, 90, origin) for b in range(3)]
+    # A tile that begins and ends within a block of four columns.
+    tile = keep_tile(-77, p, range(1, 3), range(2, 5), range(33, 70), range(17, 83), origin)
+    for got, whole in zip(tile.numpy(), want[1:], strict=True):
+        assert (got == whole[2:5, 33:70, 17:83]).all()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements that any operation returned in new memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor) and not func.is_view:
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // 4)
+        return made
+
+
+@pytest.mark.parametrize("features", [{}, dict(causal=True), ALL | {"bias": "k"}], ids=str)
+def test_memory_is_linear_in_sequence_length(features):
+    largest = []
+    for length in (1024, 3072):
+        case = Case(
+            batch=1, seqlen_q=length, seqlen_k=length, heads_q=1, heads_k=1, head_dim=8, **features
+        )
+        built = build(case)
+        assert built.dout is not None
+        with LargestTensor() as found:
+            out, lse, _ = cpu.forward(built.problem, built.x)
+            cpu.backward(built.problem, built.x, out, lse, built.dout, built.dlse)
+        # Scratch has one size for all lengths (or the inputs are larger, and grow with them).
+        largest.append(found.elements)
+    assert largest[1] <= 3 * largest[0]
+    assert largest[1] < 3072 * 3072 // 8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sequence_does_not_depend_on_the_rest_of_the_batch(dtype):
+    case = Case(
+        batch=5, seqlen_q=300, seqlen_k=600, heads_q=4, head_dim=64, causal=True, dtype=dtype
+    )
+    built = build(case)
+    problem, x, dout = built.problem, built.x, built.dout
+    assert dout is not None
+    out, lse, _ = cpu.forward(problem, x)
+    grads = cpu.backward(problem, x, out, lse, dout)
+    alone = replace(problem, batch=1)
+    for b in range(case.batch):
+        part = Operands(*(a[b : b + 1] for a in x[:3]))
+        out_b, lse_b, _ = cpu.forward(alone, part)
+        assert torch.equal(out_b[0], out[b]) and torch.equal(lse_b[0], lse[b])
+        grads_b = cpu.backward(alone, part, out_b, lse_b, dout[b : b + 1])
+        for got, whole in zip(grads_b[:3], grads[:3], strict=True):
+            assert torch.equal(got[0], whole[b])
+
+
+def test_two_runs_are_bit_equal():
+    built = build(Case(batch=1, seqlen_q=300, seqlen_k=700, heads_q=4, heads_k=2, **ALL))
+    runs = []
+    assert built.dout is not None
+    for _ in range(2):
+        out, lse, _ = cpu.forward(built.problem, built.x)
+        grads = cpu.backward(built.problem, built.x, out, lse, built.dout, built.dlse)
+        runs.append((out, lse, *grads))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_sequences_that_share_keys_add_their_gradients():
+    case = Case(kv_batch_idx=True, backward=True)
+    built = build(case)
+    shared = built.x._replace(kv_batch_idx=torch.zeros(2, dtype=torch.int32))
+    k, v = (torch.nan_to_num(a) for a in (shared.k, shared.v))
+    shared = shared._replace(k=k, v=v)
+    rebuilt = replace(built, x=shared)
+    check(rebuilt, backend_results(cpu, rebuilt))
+
+
+def test_gradients_of_quantised_inputs_are_refused():
+    built = build(Case(dtype="float8_e4m3fn", backward=False))
+    out, lse, _ = cpu.forward(built.problem, built.x)
+    with pytest.raises(ValueError, match="descales"):
+        cpu.backward(built.problem, built.x, out, lse, torch.ones_like(out))
+
+
+def test_several_threads_are_within_budget():
+    torch.set_num_threads(2)  # conftest.py puts it back
+    run(cpu, variants(LONG, heads_k=[2])[0])

@@ -10,12 +10,14 @@ def philox4x32(key: tuple[int, int], counter: tuple) -> tuple[torch.Tensor, ...]
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(ROUNDS):
-        # The product wraps in int64, which leaves its 64 bits right; >> copies the sign, so mask.
+        # The product wraps in int64, which leaves its 64 bits right, and >> copies the sign: what
+        # is above a word is cut off once, before the next product needs the word alone.
         wide0, wide1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0, c2 = ((wide1 >> 32) & WORD) ^ c1 ^ k0, ((wide0 >> 32) & WORD) ^ c3 ^ k1
-        c1, c3 = wide1 & WORD, wide0 & WORD
+        c0 = ((wide1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(WORD)
+        c2 = ((wide0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(WORD)
+        c1, c3 = wide1, wide0
         k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
-    return c0, c1, c2, c3
+    return c0, c1 & WORD, c2, c3 & WORD
 
 
 def keep_tile(

@@ -24,6 +24,7 @@ class Tiles:
     def __init__(self, problem: AttentionProblem, x: Operands):
         self.problem, self.x = problem, x
         self.scratch = Scratch(torch.float64 if x.q.dtype == torch.float64 else torch.float32)
+        self.low = _low_precision(problem, x)
         self.seed = int(x.seed.reshape(-1)[0]) if problem.dropout_p > 0 else 0
         self._hidden: dict[tuple, torch.Tensor] = {}
 
@@ -39,16 +40,35 @@ class Tiles:
         """Keys as real values, (B G, N, D)."""
         return self._load(block, cols, "k", self.x.k, self.x.k_descale, self.x.k_shift)
 
-    def load_v(self, block: Block, cols: range) -> torch.Tensor:
-        """Values as real values, (B G, N, E)."""
-        return self._load(block, cols, "v", self.x.v, self.x.v_descale, self.x.v_shift)
+    def load_v(self, block: Block, cols: range, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Values as real values, (B G, N, E), in scratch precision or `dtype`."""
+        return self._load(block, cols, "v", self.x.v, self.x.v_descale, self.x.v_shift, dtype)
 
-    def _load(self, block: Block, cols: range, name: str, storage, descale, shift):
+    def rounded(self, tile: torch.Tensor, name: str) -> torch.Tensor:
+        """A tile as an operand of `add_product`: in self.low if there is one."""
+        return (
+            tile
+            if self.low is None
+            else self.scratch.take(name, *tile.shape, dtype=self.low).copy_(tile)
+        )
+
+    def add_product(self, acc, a, b, alpha: float = 1.0) -> None:
+        """acc += alpha a b, for a and b in self.low or in scratch precision; acc is in the latter.
+
+        A product of low-precision tiles is summed in float32 and rounded once per tile.
+        """
+        if self.low is None:
+            acc.baddbmm_(a, b, alpha=alpha)
+        else:
+            product = self.scratch.take("product", *acc.shape, dtype=self.low)
+            acc.add_(torch.bmm(a, b, out=product), alpha=alpha)
+
+    def _load(self, block: Block, cols: range, name: str, storage, descale, shift, dtype=None):
         stored = block.keys(storage, cols)
         if self.problem.kv_dtype == "int4":
             stored = unpack_int4(stored)
         stored = stored.transpose(1, 2)
-        tile = self.scratch.take(name, *stored.shape).copy_(stored)
+        tile = self.scratch.take(name, *stored.shape, dtype=dtype).copy_(stored)
         for factor, apply in ((descale, tile.mul_), (shift, tile.add_)):
             if factor is None:
                 continue
@@ -141,6 +161,17 @@ class Tiles:
         seen = self.x.tree_mask[b.start : b.stop, rows.start : rows.stop]
         hidden[..., new.start - cols.start :] = ~seen[..., new.start - old : new.stop - old]
         return hidden[:, None, None]
+
+
+def _low_precision(problem: AttentionProblem, x: Operands) -> torch.dtype | None:
+    """bfloat16 where torch multiplies it in hardware: probabilities and dS are rounded to it.
+
+    Scores and dP, which exp and a subtraction magnify the errors of, are always float32 products.
+    """
+    plain = x.q.dtype == x.k.dtype == x.v.dtype == torch.bfloat16
+    if plain and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.bfloat16
+    return None
 
 
 def exp_(s: torch.Tensor) -> torch.Tensor:

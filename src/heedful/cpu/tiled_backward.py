@@ -105,6 +105,7 @@ class _BlockBackward:
         """Everything that keys `cols` have to do with: their dK and dV, their part of dQ."""
         tiles, block = self.tiles, self.block
         k, v = tiles.load_k(block, cols), tiles.load_v(block, cols)
+        self.k_low = tiles.rounded(k, "k_low")
         dk_tile = tiles.scratch.take("dk", *k.shape).zero_()
         dv_tile = tiles.scratch.take("dv", *v.shape).zero_()
         for index, masked in self._query_tiles(cols):
@@ -133,20 +134,22 @@ class _BlockBackward:
         p = exp_(s.sub_(self.lse[index]))
         dp = tiles.scratch.take("dp", *p.shape)
         torch.bmm(do, v.mT, out=dp)
+        do_low = tiles.rounded(do, "do_low")
         if problem.dropout_p > 0:
             dropped = tiles.dropped(block, rows, cols)
-            p_kept = p.masked_fill(dropped, 0.0)
-            dv_tile.baddbmm_(p_kept.mT, do, alpha=self.keep_scale)
+            p_low = tiles.rounded(p.masked_fill(dropped, 0.0), "p_low")
             dp.mul_(self.keep_scale).masked_fill_(dropped, 0.0)
         else:
-            dv_tile.baddbmm_(p.mT, do)
+            p_low = tiles.rounded(p, "p_low")
+        tiles.add_product(dv_tile, p_low.mT, do_low, alpha=self.keep_scale)
         ds = dp.sub_(self.delta[index]).mul_(p)
         if self.dbias is not None:
             self._add_bias(rows, cols, tiles.by_head(block, ds, rows))
         if tanh is not None:
             ds.mul_(tanh.square_().neg_().add_(1.0))
-        self.dq[index].baddbmm_(ds, k, alpha=problem.scale)
-        dk_tile.baddbmm_(ds.mT, q, alpha=problem.scale)
+        ds_low = tiles.rounded(ds, "ds_low")
+        tiles.add_product(self.dq[index], ds_low, self.k_low, alpha=problem.scale)
+        tiles.add_product(dk_tile, ds_low.mT, tiles.rounded(q, "q_low"), alpha=problem.scale)
 
     def _add_bias(self, rows: range, cols: range, ds: torch.Tensor) -> None:
         """Adds ds (B, G, R, M, N) to the bias's gradient, summed over the dims that it repeats."""

@@ -86,7 +86,8 @@ def _accumulate(
     l_sum.mul_(rescale).add_(p.sum(-1, keepdim=True))
     if tiles.problem.dropout_p > 0:
         p.masked_fill_(tiles.dropped(block, rows, cols), 0.0)
-    acc.mul_(rescale).baddbmm_(p, tiles.load_v(block, cols))
+    v = tiles.load_v(block, cols, tiles.low)
+    tiles.add_product(acc.mul_(rescale), tiles.rounded(p, "p_low"), v)
     m.copy_(m_new)  # last: rescale lived in m
 
 
