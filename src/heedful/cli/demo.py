@@ -57,7 +57,7 @@ def demo(
     out.print(_speeds(report, recipe))
     plots.curves(folder / "curves.png", report)
     plots.timing(folder / "timing.png", report, recipe)
-    out.print(Panel(escape(report.sample), title="generated over the KV cache", title_align="left"))
+    out.print(Panel(escape(report.sample or "none: the model is not finite"), title="generated over the KV cache", title_align="left"))
     out.print(f"wrote {folder / 'curves.png'} and {folder / 'timing.png'}")
     _conclude(report, time.perf_counter() - began)
     if not report.passed:

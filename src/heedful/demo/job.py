@@ -1,5 +1,6 @@
 """The whole demo without its screen: train the runs, compare the curves, generate a sample."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,8 +20,9 @@ OURS, THEIRS, CONTROL = "heedful", "SDPA", "control"
 
 @dataclass(frozen=True)
 class Report:
-    """What the demo found. runs: by name, OURS, THEIRS and CONTROL. sample: text, the prompt
-    included. held_out: OURS on text that was not trained on, nats a character."""
+    """What the demo found. runs: by name, OURS, THEIRS and CONTROL. held_out: OURS on text that was
+    not trained on, nats a character. sample: text, the prompt included; empty where the model is
+    not finite."""
 
     runs: dict[str, Run]
     agreement: Agreement
@@ -66,6 +68,8 @@ def run(
 
 
 def _sample(recipe: Recipe, text: Text, own: Run) -> str:
+    if not math.isfinite(own.losses[-1]):
+        return ""
     prompt = text.encode(PROMPT)
     generator = torch.Generator().manual_seed(training.SEED)
     tokens = generate(own.model, prompt, SAMPLED, generator, recipe.dtype, recipe.backend)
