@@ -128,7 +128,7 @@ def make_seed(seed, device: torch.device) -> Tensor:
     if isinstance(seed, Tensor):
         return seed
     if seed is None:
-        return torch.empty(1, dtype=torch.int64, device=device).random_()
+        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
     check_seed(seed, device)
     signed = seed - 2**64 if seed >= 2**63 else seed
     return torch.full((1,), signed, dtype=torch.int64, device=device)
