@@ -1,4 +1,4 @@
-"""Each check finds the defect it is for, names both sides of it, and is silent on the right code."""
+"""Each check finds the defect it is for, names both sides, and is silent on the right code."""
 
 import numpy as np
 import pytest
@@ -119,9 +119,20 @@ def test_write_after_read_without_a_barrier_is_found():
 
 
 def test_two_waves_writing_different_values_to_one_place_are_found():
-    body = "v_and_b32_e32 v2, 0xff, v1\nds_write_b32 v2, {value}\ns_waitcnt lgkmcnt(0)"
-    only(run(body.format(value="v0")), "lds-race")
-    assert run(body.format(value="v2")).clean
+    body = "v_and_b32_e32 v2, 0xff, v1\nds_write_{width} v2, {value}\ns_waitcnt lgkmcnt(0)"
+    for width in ("b32", "b16"):
+        only(run(body.format(width=width, value="v0")), "lds-race")
+        assert run(body.format(width=width, value="v2")).clean
+
+
+def test_only_the_bits_that_reach_memory_tell_values_apart():
+    body = """
+        v_and_b32_e32 v2, 0xff, v1
+        v_lshl_or_b32 v3, v0, 16, v2
+        ds_write_b16 v2, v3
+        s_waitcnt lgkmcnt(0)
+    """
+    assert run(body).clean
 
 
 def test_neighbouring_halves_of_a_word_do_not_conflict():

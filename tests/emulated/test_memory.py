@@ -81,6 +81,7 @@ def test_negative_offsets_and_64_bit_addresses():
     body = """
         v_mov_b32_e32 v3, s5
         v_add_co_u32_e32 v2, vcc, s4, v1
+        s_nop 1
         v_addc_co_u32_e32 v3, vcc, 0, v3, vcc
         v_cmp_lt_u32_e32 vcc, 0, v0
         s_and_saveexec_b64 s[8:9], vcc

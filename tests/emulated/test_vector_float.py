@@ -260,3 +260,12 @@ def test_half_precision_is_correctly_rounded(name, operation):
             with np.errstate(all="ignore"):
                 wanted = operation(np.float64(x), np.float64(y))
             assert value == wanted or (math.isnan(value) and math.isnan(wanted))
+
+
+def test_pack_takes_the_chosen_halves_with_their_signs():
+    rng = np.random.default_rng(6)
+    a, b = (rng.integers(0, 2**32, 64, dtype=np.uint64).astype(np.uint32) for _ in range(2))
+    text = "v_pack_b32_f16 v20, v10, v11\nv_pack_b32_f16 v21, -v10, v11 op_sel:[1,0,0]"
+    plain, chosen = vector(text, [a, b], ["v20", "v21"])
+    assert (plain == ((a & 0xFFFF) | (b << 16))).all()
+    assert (chosen == (((a >> 16) ^ 0x8000) | (b << 16))).all()

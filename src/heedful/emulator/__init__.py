@@ -10,7 +10,7 @@ some waves meet.
 """
 
 from heedful.emulator.asm import AsmError
-from heedful.emulator.launch import At, emulate
+from heedful.emulator.launch import At, decode, emulate
 from heedful.emulator.report import KINDS, Finding, Report
 from heedful.emulator.schedule import Delay, Random, RoundRobin, Schedule
 from heedful.emulator.semantics import Unsupported
@@ -26,5 +26,6 @@ __all__ = [
     "RoundRobin",
     "Schedule",
     "Unsupported",
+    "decode",
     "emulate",
 ]

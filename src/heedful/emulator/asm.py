@@ -31,6 +31,7 @@ _SPECIAL = {
     "exec_lo": (EXEC, 1),
     "exec_hi": (EXEC + 1, 1),
 }
+_ENCODING = re.compile(r"_(e32|e64|sdwa|dpp|e64_dpp)$")
 _REGISTER = re.compile(r"([vsa])(?:(\d+)|\[(\d+)(?::(\d+))?\])")
 _INTEGER = re.compile(r"-?(?:0x[0-9a-fA-F]+|\d+)")
 _FLOAT = re.compile(r"-?\d*\.\d+(?:e[-+]?\d+)?")
@@ -87,11 +88,11 @@ class Instruction:
     text: str
     line: int
     source: str
+    base: str = ""
 
-    @property
-    def base(self) -> str:
-        """The mnemonic without the suffix that names its encoding."""
-        return re.sub(r"_(e32|e64|sdwa|dpp|e64_dpp)$", "", self.mnemonic)
+    def __post_init__(self):
+        # The mnemonic without the suffix that names its encoding.
+        self.base = _ENCODING.sub("", self.mnemonic)
 
     def where(self) -> str:
         """The instruction and its position, for reports."""

@@ -4,10 +4,11 @@ block needs defined.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from heedful.emulator.asm import EXEC, SGPR, AsmError, Instruction, Program
+from heedful.emulator.asm import EXEC, SGPR, AsmError, Instruction, Program, parse_instruction
 from heedful.emulator.dataflow import Flow, flow, is_load
 from heedful.emulator.semantics import Context, Run, Unsupported, build
 from heedful.emulator.waitstates import Violation, violations
@@ -58,6 +59,25 @@ class Code:
         ]
         self.leaders = self._leaders()
         self._blocks: dict[int, Block] = {}
+        self._steps: dict[int, Step] = {}
+
+    def replaced(self, pc: int, text: str) -> Code:
+        """The same program with another instruction at `pc`, which must not be a branch.
+
+        Everything else is shared, so that a mutant costs no decoding.
+        """
+        old = self.program.code[pc]
+        code = list(self.program.code)
+        code[pc] = parse_instruction(text, pc, old.line, old.source)
+        other = copy.copy(self)
+        other.__dict__.pop("violations", None)
+        other.program = replace(self.program, code=code)
+        other.flows, other.loads = list(self.flows), list(self.loads)
+        other.flows[pc] = flow(code[pc])
+        other.loads[pc] = other.flows[pc].writes if is_load(code[pc]) else frozenset()
+        other._blocks = {}
+        other._steps = {k: v for k, v in self._steps.items() if k != pc}
+        return other
 
     def _leaders(self) -> list[int]:
         code = self.program.code
@@ -80,11 +100,18 @@ class Code:
         for pc in range(start, stop):
             steps.append(self._step(pc))
             reads, writes = _bits(self.flows[pc].reads), _bits(self.flows[pc].writes)
+            if code[pc].base == "v_writelane_b32":  # spills save what may never be defined
+                reads = 0
             needs |= reads & ~defines
             defines |= writes
         return Block(start, stop, steps, needs, defines)
 
     def _step(self, pc: int) -> Step:
+        if pc not in self._steps:
+            self._steps[pc] = self._build(pc)
+        return self._steps[pc]
+
+    def _build(self, pc: int) -> Step:
         instruction, flows = self.program.code[pc], self.flows[pc]
         try:
             run = build(instruction, self.context)

@@ -47,8 +47,8 @@ def emulate(
     """Execute gfx942 or gfx950 assembly on the CPU, watching for what a GPU would not report.
 
     Args:
-        asm: assembly text, or a compiled kernel with its text and launch facts: Triton's
-            (`asm["amdgcn"]`, `metadata`) or heedful's Artifact (`text`, `shared_bytes`).
+        asm: assembly text, what `decode` made of it, or a compiled kernel with its text and launch
+            facts: Triton's (`asm["amdgcn"]`, `metadata`) or heedful's (`text`, `shared_bytes`).
         grid: workgroups along x, y, z; missing axes are 1.
         args: one value per kernel argument: C-contiguous NumPy arrays for pointers, which are
             written in place, or At(array, byte) to point into one; Python or NumPy numbers for
@@ -69,7 +69,7 @@ def emulate(
         ValueError: arguments do not fit the kernel's, an unknown check or schedule.
     """
     text, lds_bytes, threads = _unpack(asm, lds_bytes, threads)
-    code = _decoded(text, kernel)
+    code = text if isinstance(text, Code) else decode(text, kernel)
     program = code.program
     wanted = frozenset(KINDS if checks is None else checks)
     if unknown := wanted - set(KINDS):
@@ -99,7 +99,7 @@ def emulate(
 
 def _unpack(asm: Any, lds_bytes: int | None, threads: int | None):
     """Text and launch facts from a compiled kernel or from plain text."""
-    if isinstance(asm, str):
+    if isinstance(asm, str | Code):
         return asm, lds_bytes, threads
     if hasattr(asm, "text"):
         text, shared, warps = asm.text, asm.shared_bytes, asm.num_warps
@@ -120,8 +120,8 @@ def _check_statically(code: Code, sink: Sink):
 
 
 @lru_cache(maxsize=16)
-def _decoded(text: str, kernel: str | None) -> Code:
-    """Decoded programs are kept: the same kernel runs under many schedules and shapes."""
+def decode(text: str, kernel: str | None = None) -> Code:
+    """Parse and decode a kernel; kept, since one kernel runs under many schedules and shapes."""
     return Code(parse(text, kernel))
 
 

@@ -130,6 +130,8 @@ class Lds:
             return ()
         index, row = self._index(absolute, nbytes)
         touch = _Touch(self, batch, at, index, row, is_write=True)
+        if nbytes < 4:  # the rest of the register does not go to memory
+            data = data & U32((1 << 8 * nbytes) - 1)
         changed = (pick(self.words, absolute, nbytes) != data).any(-1, keepdims=True)
         self._check_write(batch, at, index, row, changed)
         touch.stamp(batch.rect)

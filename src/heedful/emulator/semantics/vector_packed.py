@@ -4,6 +4,7 @@ import numpy as np
 
 from heedful.emulator.asm import Instruction
 from heedful.emulator.floats import F16, F32, F64, I16, U16, U32, bf16_bits, flush, fma32
+from heedful.emulator.semantics.operands import source
 from heedful.emulator.semantics.table import Context, Run, Unsupported, semantics
 
 
@@ -73,6 +74,19 @@ def _packed_move(instruction: Instruction, ctx: Context) -> Run:
         first, second = np.array(g.u[low]), np.array(g.u[high])
         np.copyto(g.u[target], first, where=g.where)
         np.copyto(g.u[target + 1], second, where=g.where)
+
+    return run
+
+
+@semantics("v_pack_b32_f16")
+def _pack(instruction: Instruction, ctx: Context) -> Run:
+    """Two halves side by side; op_sel chooses which half of each source."""
+    low, high = (source(instruction, i, ctx, "h") for i in (1, 2))
+    target = instruction.operands[0].slot
+
+    def run(g):
+        bits = [np.broadcast_to(get(g), g.shape).view(U16).astype(U32) for get in (low, high)]
+        np.copyto(g.u[target], bits[0] | (bits[1] << U32(16)), where=g.where)
 
     return run
 
