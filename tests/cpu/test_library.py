@@ -89,9 +89,11 @@ def test_new_lengths_do_not_recompile():
         dynamic=True,
         backend=counter,
     )
-    for length in (5, 9, 6, 17):
+    function(*dense(5, grad=False))
+    compilations = counter.frame_count
+    for length in (9, 6, 17):
         function(*dense(length, grad=False))
-    assert counter.frame_count == 1
+    assert counter.frame_count == compilations > 0
 
 
 def test_compiled_varlen_calls_give_what_eager_calls_give():
@@ -104,8 +106,9 @@ def test_compiled_varlen_calls_give_what_eager_calls_give():
     for lengths in ((3, 4), (1, 9), (0, 2)):
         bounds, total = ints(0, lengths[0], sum(lengths)), sum(lengths)
         tensors = inputs((total, 4, 16), (total, 2, 16), (total, 2, 16))
-        want = attention(*tensors, bounds, max(lengths))
-        got = function(*tensors, bounds, max(lengths))
+        q, k, v = tensors
+        want = attention(q, k, v, bounds, max(lengths))
+        got = function(q, k, v, bounds, max(lengths))
         assert_same(got, want)
         grads = [torch.autograd.grad(out.square().sum(), tensors) for out, _ in (got, want)]
         assert_same(*grads)
@@ -135,7 +138,7 @@ def test_a_compiled_decoding_step_updates_the_cache_in_place(paged):
     function = compiled(step)
     for i in range(3):
         new = inputs((2, 1, 4, 16), (2, 1, 2, 16), (2, 1, 2, 16), grad=False)
-        rest = (*new[1:], *tables, ints(3 + i, 7 + i), table)
+        rest: Any = (*new[1:], *tables, ints(3 + i, 7 + i), table)
         want = step(new[0], *eager_caches, *rest)
         assert_same(function(new[0], *caches, *rest), want)
     assert_same(caches, eager_caches)
@@ -243,8 +246,9 @@ def test_vmap_is_the_call_on_each_element(keywords):
         alone = [attention(q[i], k[:, :, i], v) for i in range(3)]
         want = [torch.stack(parts) for parts in zip(*alone, strict=True)]
     else:
-        joined = q, k.movedim(2, 0), v.expand(3, -1, -1, -1, -1)
-        together = attention(*(t.flatten(0, 1) for t in joined))
+        joined: Any = (q, k.movedim(2, 0), v.expand(3, -1, -1, -1, -1))
+        q, k, v = (t.flatten(0, 1) for t in joined)
+        together = attention(q, k, v)
         want = [part.unflatten(0, (3, 2)) for part in together]
     assert_same(got, want)
 
@@ -279,7 +283,8 @@ def test_per_sample_gradients_are_the_gradients_of_each_sample(extra):
         want = [torch.stack(parts) for parts in zip(*alone, strict=True)]
     else:
         # Nothing sums over the batch, so that the samples may join it.
-        together = gradients(*(t.flatten(0, 1) for t in (q, k, v)), more)
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        together = gradients(q, k, v, more)
         want = [part.unflatten(0, (3, 2)) for part in together]
     assert_same(got, want)
 

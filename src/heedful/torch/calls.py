@@ -150,6 +150,16 @@ def tensor_key(tensor) -> tuple | None:
     )
 
 
+def find(key, x: Operands, options: Options, grad: tuple[bool, bool], out=None, seed=None) -> Call:
+    """The call of a key that is not among the young: from the old ones, or made now. Without a key
+    it is made to raise."""
+    call = CALLS.find(key)
+    if call is None:
+        call = Call(x, options, grad, out, seed)
+        CALLS.put(key, call)
+    return call
+
+
 def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
     """Runs one call on tensors of a real device.
 
@@ -195,15 +205,13 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
             None if out is None else out_key(out, q, k, v),
             None if seed is None else tensor_key(seed),
         )
-        call = CALLS.young.get(key) or CALLS.find(key)
+        call = CALLS.young.get(key)
     except (TypeError, RuntimeError):
         # An argument that cannot be hashed, or a tensor without plain memory (sparse, ...), is none
-        # that we take: the checks say which.
-        Call(x, Options(*options), (wants_grad, bias_grad), out, seed)
-        raise
+        # that we take: the checks will say which.
+        key = call = None
     if call is None:
-        call = Call(x, Options(*options), (wants_grad, bias_grad), out, seed)
-        CALLS.put(key, call)
+        call = find(key, x, Options(*options), (wants_grad, bias_grad), out, seed)
     if wants_grad:
         return Attention.apply(call, x, seed, q, k, v, extras[0], extras[2])
     if call.dropout or call.checks or not call.plain:

@@ -218,11 +218,12 @@ def _eager(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, o
             None if prefix is None else _prefix_key(prefix),
             None if out is None else out_key(out, q, k_cache, v_cache),
         )
-        call = CALLS.young.get(key) or CALLS.find(key)
+        call = CALLS.young.get(key)
     except (TypeError, RuntimeError):
         # As in `calls.attend`.
-        CacheCall(x, Options(*options), update, out)
-        raise
+        key = call = None
+    if call is None:
+        call = CALLS.find(key)
     if call is None:
         call = CacheCall(x, Options(*options), update, out)
         CALLS.put(key, call)
