@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from heedful.bench.cases import GROUPS, Case
-from heedful.bench.run import Figure, Outcome, kv_gb_per_s, tflops
+from heedful.bench.run import Figure, Outcome, kv_gb_per_s
 
 # One colour a peer on every picture; heedful stands out.
 _COLOURS = {
@@ -32,14 +32,22 @@ def unit(case: Case) -> str:
     """What a case is judged by."""
     if case.host:
         return "us on the host"
-    return "us" if case.group == "decode" else "TFLOP/s"
+    if case.group == "decode":
+        return "us"
+    return "GFLOP/s" if case.group == "cpu" else "TFLOP/s"
 
 
 def value(case: Case, figure: Figure) -> float | None:
     """A figure in its case's unit."""
     if figure.time_us is None:
         return None
-    return tflops(case, figure.time_us) if unit(case) == "TFLOP/s" else figure.time_us.median
+    return _in_unit(case, figure.time_us.median)
+
+
+def _in_unit(case: Case, time_us: float) -> float:
+    """A time as a speed, where that is what the case is judged by."""
+    flops_a_us = {"TFLOP/s": 1e6, "GFLOP/s": 1e3}.get(unit(case))
+    return case.flops() / time_us / flops_a_us if flops_a_us else time_us
 
 
 def table(group: str, outcomes: list[Outcome]) -> Table:
@@ -185,7 +193,7 @@ def _panel(case: Case) -> tuple[str, str]:
     mask = "causal" if p.mask.causal else "full"
     if case.group in ("decode", "splits"):
         return (case.group, f"head dim {p.head_dim}")
-    return (case.direction, f"head dim {p.head_dim}, {mask}")
+    return (case.direction, mask if case.group == "cpu" else f"head dim {p.head_dim}, {mask}")
 
 
 def _label(case: Case) -> str:
@@ -193,7 +201,8 @@ def _label(case: Case) -> str:
         return case.direction + ("\nwith grad" if case.grad and case.direction == "forward" else "")
     p = case.problem
     lengths = f"{p.seqlen_q}" if p.seqlen_q == p.seqlen_k else f"{p.seqlen_q} x {p.seqlen_k}"
-    return f"{p.batch} x {lengths}\nheads {p.heads_q}/{p.heads_k}"
+    dim = f" of {p.head_dim}" if case.group == "cpu" else ""
+    return f"{p.batch} x {lengths}\nheads {p.heads_q}/{p.heads_k}{dim}"
 
 
 def _bars(axis, title: str, outcomes: list[Outcome], peers: list[str]) -> None:
@@ -231,14 +240,12 @@ def _bars(axis, title: str, outcomes: list[Outcome], peers: list[str]) -> None:
 
 
 def _range(case: Case, figure: Figure) -> list[list[float]]:
-    """Distances from the median down to the slowest and up to the fastest round, for a bar."""
+    """Distances from the median down to the lowest and up to the highest round, for a bar."""
     time = figure.time_us
     assert time is not None
-    if unit(case) == "TFLOP/s":
-        speed = [case.flops() / t * 1e-6 for t in (time.high, time.median, time.low)]
-    else:
-        speed = [time.low, time.median, time.high]
-    return [[speed[1] - speed[0]], [speed[2] - speed[1]]]
+    ends = sorted(_in_unit(case, t) for t in (time.low, time.high))
+    middle = _in_unit(case, time.median)
+    return [[middle - ends[0]], [ends[1] - middle]]
 
 
 def _colour(peer: str, peers: list[str]) -> str:
