@@ -60,7 +60,12 @@ class Outcome:
 
     report: Report
     out: np.ndarray
+    lse: np.ndarray
     error: float
+
+    def same_bits(self, other: "Outcome") -> bool:
+        """Whether two runs computed the same."""
+        return self.out.tobytes() + self.lse.tobytes() == other.out.tobytes() + other.lse.tobytes()
 
 
 class Launch:
@@ -70,7 +75,7 @@ class Launch:
         self.built, self.call, _ = _planned(name)
         self.artifact = attention(name)
         truth = oracle.forward(self.built.problem, operands_as_numpy(self.built.x))
-        self.truth = np.asarray(truth[0])
+        self.truth, self.lse = np.asarray(truth[0]), np.asarray(truth[1])
 
     def run(self, code, schedule="lockstep", **options) -> Outcome:
         """Execute `code` (text or decoded) in place of the kernel's own."""
@@ -97,14 +102,17 @@ class Launch:
             schedule=schedule,
             **options,
         )
-        return Outcome(report, out.view(np.uint16), self._error(out))
+        return Outcome(report, out.view(np.uint16), lse, self._error(out, lse))
 
-    def _error(self, out) -> float:
+    def _error(self, out, lse) -> float:
         if self.built.case.dtype == "bfloat16":
             values = (out.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         else:
             values = out
-        return float(np.abs(values.astype(np.float64) - self.truth).max())
+        # The log-sum-exp is float32 and 2^-8 of bfloat16 its usual error: weigh it by 2^8.
+        lse_weight = 2.0**8
+        wrong = np.abs(values.astype(np.float64) - self.truth).max()
+        return float(max(wrong, np.abs(lse - self.lse).max() * lse_weight))
 
 
 def _raw(tensor) -> np.ndarray:

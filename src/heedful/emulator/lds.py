@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from heedful.emulator.banks import BankCounter
 from heedful.emulator.floats import I64, U32
 from heedful.emulator.memory import atomically, pick, place
 from heedful.emulator.state import POISON
@@ -51,6 +52,7 @@ class Lds:
         self._stamp = np.zeros((groups, 1, 1), I64)
         self._clock = 0
         self._races = sink.wants("lds-race") or sink.wants("lds-uninit")
+        self._banks = BankCounter(sink.report.program.arch, sink.report.bank_conflicts)
 
     def reset(self):
         """Forget contents and history."""
@@ -68,6 +70,7 @@ class Lds:
     def _resolve(self, batch: Batch, at: Instruction, address, nbytes: int):
         """Absolute byte addresses; lanes that are inactive or out of bounds are parked."""
         g, w = batch.rect.index
+        self._banks.count(at.pc, address, nbytes, batch.where)
         outside = (address + nbytes > self.nbytes) | (address < 0)
         if outside.any() and (outside & batch.mask).any():
             self._report_bounds(batch, at, address, nbytes, outside & batch.mask)

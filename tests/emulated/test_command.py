@@ -1,0 +1,73 @@
+"""The command line runs .s files and Python kernels, and says by its exit status what it found."""
+
+import json
+
+import pytest
+
+from emulated.snippets import kernel
+from heedful.emulator.command import main
+
+TRITON = """
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def double(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, 2 * tl.load(x_ptr + at, mask=at < n), mask=at < n)
+"""
+STORE = """
+    s_load_dwordx2 s[4:5], s[0:1], 0x0
+    v_lshlrev_b32_e32 v1, 2, v0
+    {wait}
+    global_store_dword v1, v0, s[4:5]
+"""
+
+
+@pytest.fixture
+def store(tmp_path):
+    def write(wait):
+        path = tmp_path / "k.s"
+        path.write_text(kernel(STORE.format(wait=wait)))
+        return str(path)
+
+    return write
+
+
+def test_a_clean_kernel_exits_with_0(store, capsys):
+    assert main([store("s_waitcnt lgkmcnt(0)"), "--arg", "f32:64=zeros"]) == 0
+    assert "no findings" in capsys.readouterr().out
+
+
+def test_findings_exit_with_1_and_come_as_json(store, capsys):
+    assert main([store("s_nop 0"), "--arg", "f32:64", "--json"]) == 1
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["findings"][0]["kind"] == "waitcnt" and facts["target"] == "gfx942"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--arg", "q7:64"], "unknown type"),
+        (["--arg", "f32:64=noise"], "unknown fill"),
+        (["--arg", "f32:64", "--schedule", "sideways"], "schedule must be"),
+        (["--arg", "f32:64", "--arg", "i32=4"], "takes 1"),
+    ],
+)
+def test_bad_arguments_exit_with_2_and_say_why(store, capsys, options, message):
+    assert main([store("s_waitcnt lgkmcnt(0)"), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_a_python_kernel_is_compiled_and_run(tmp_path, capsys, target):
+    path = tmp_path / "kernels.py"
+    path.write_text(TRITON)
+    words = [f"{path}:double", "--target", target, "--grid", "3", "--constant", "BLOCK=128"]
+    words += ["--arg", "f32:300", "--arg", "f32:300=nan", "--arg", "i32=300", "--warps", "2"]
+    assert main(words) == 0
+    assert "double on " + target in capsys.readouterr().out
+    words[words.index("i32=300")] = "i32=301"
+    assert main(words) == 1
+    assert "global-bounds" in capsys.readouterr().out
