@@ -313,7 +313,7 @@ def test_autocast_casts_q_k_v_and_bias(way):
     def attention(q, k, v, bias):
         return heedful.flash_attn_func(q, k, v, bias=bias, sink=sink, backend="cpu")
 
-    want = attention(*low, bias.bfloat16())
+    want = attention(low[0], low[1], low[2], bias.bfloat16())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         if way == "operator":
             options = (0.0, None, False, (-1, -1), 0.0, False, False, True, 0, "cpu", True)

@@ -4,6 +4,7 @@ The first call of a kind is validated and planned; every later one with the same
 arguments costs a key and a look-up.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -106,6 +107,8 @@ class Call:
         self.problem = problem
         self.kind = options.kind
         self.forward = self.runner.forward
+        if self.runner.plan.backend == "sdpa":
+            self.forward = partial(_dense_forward, self.runner.forward)
         self.plain = all(a is b for a, b in zip(x, adapted, strict=True))
         self.results = 2 if options.return_attn_probs else 1 if options.return_lse else 0
         indexed = any(getattr(x, name) is not None for name in INDICES)
@@ -120,6 +123,12 @@ class Call:
         if self.checks:
             check_values(x, self.problem, self.kind)
         return x
+
+
+def _dense_forward(forward, x: Operands, out: Tensor | None):
+    """A forward whose own output may have any strides; ours are dense, as flash-attn's are."""
+    result, lse, probs = forward(x, out)
+    return result if out is not None else result.contiguous(), lse, probs
 
 
 def make_seed(seed, device: torch.device) -> Tensor:
@@ -152,11 +161,12 @@ def tensor_key(tensor) -> tuple | None:
 
 def find(key, x: Operands, options: Options, grad: tuple[bool, bool], out=None, seed=None) -> Call:
     """The call of a key that is not among the young: from the old ones, or made now. Without a key
-    it is made to raise."""
-    call = CALLS.find(key)
+    it is made and not kept."""
+    call = None if key is None else CALLS.find(key)
     if call is None:
         call = Call(x, options, grad, out, seed)
-        CALLS.put(key, call)
+        if key is not None:
+            CALLS.put(key, call)
     return call
 
 

@@ -222,11 +222,12 @@ def _eager(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, o
     except (TypeError, RuntimeError):
         # As in `calls.attend`.
         key = call = None
-    if call is None:
+    if call is None and key is not None:
         call = CALLS.find(key)
     if call is None:
         call = CacheCall(x, Options(*options), update, out)
-        CALLS.put(key, call)
+        if key is not None:
+            CALLS.put(key, call)
     if whole:
         check_int_length(lengths, call.new, call.capacity, update)
     return _run(call, x, update, out)

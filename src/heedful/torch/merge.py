@@ -49,10 +49,11 @@ def merge_attn_states(
         check_tensor("sink", sink, outs.device)
         check_dtype("sink", sink, torch.float32)
         check_shape("sink", sink, (heads,), "(heads,)")
-    return _merge(outs, lses, sink)
+    return merged(outs, lses, sink)
 
 
-def _merge(outs: Tensor, lses: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+def merged(outs: Tensor, lses: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As merge_attn_states, on checked stacks; computes in the dtype of lses."""
     # The maximum is a shift that cancels: no gradient flows through it.
     top = lses.detach().amax(0)
     if sink is not None:
@@ -67,7 +68,7 @@ def _merge(outs: Tensor, lses: Tensor, sink: Tensor | None) -> tuple[Tensor, Ten
     total = torch.where(empty, 1.0, total)
     lse = torch.where(empty, -torch.inf, top + torch.log(total))
     share = (weights / total).transpose(-1, -2)[..., None]
-    out = (share * outs.float()).sum(0)
+    out = (share * outs.to(lses.dtype)).sum(0)
     return out.to(outs.dtype), lse
 
 
