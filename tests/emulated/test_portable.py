@@ -1,14 +1,18 @@
 """The portable kernels, as compiled for CDNA3 and CDNA4, compute attention within the error budget
 and without a finding."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from emulated.backend import TARGETS, Emulated
+from emulated.compiled import Launch, names
+from heedful.emulator import decode
 from support.budget import run
 from support.cases import Case, variants
 
+# Longer than one tile of queries and two of keys, and a multiple of nothing.
 BASE = Case(
     batch=1,
     seqlen_q=75,
@@ -19,10 +23,92 @@ BASE = Case(
     dtype="bfloat16",
     backward=False,
 )
-FEATURES: dict[str, Any] = dict(causal=[True], sink=[True])
+FORWARD: dict[str, Any] = dict(
+    dtype=["float16", "float32"],
+    head_dim=[40, 128],
+    window=[(40, 0), (9, 17, 3)],
+    bottom_right=[False],
+    softcap=[3.0],
+    dropout_p=[0.2],
+    alibi=["h"],
+    bias=["bhqk"],
+    sink=[True],
+    layout=["offset", "packed"],
+    seqlen_q=[1, 200],
+    seqlen_k=[0, 1],
+    num_splits=[3],
+)
+COMBINED = [
+    replace(BASE, varlen="qk", used="qk", batch=3, causal=True),
+    replace(BASE, page_size=16, tree_mask=True, seqlen_q=9),
+    replace(BASE, kv_batch_idx=True, leftpad_k=True, batch=2),
+]
+TRAINING = [
+    replace(BASE, backward=True, head_dim=32, causal=True),
+    replace(BASE, backward=True, head_dim=32, bias="hqk", sink=True, softcap=4.0, alibi="bh"),
+]
+LONG_TRAINING = [
+    *variants(
+        replace(BASE, backward=True),
+        dtype=["float16", "float32"],
+        head_dim=[40, 128],
+        dropout_p=[0.2],
+        window=[(30, 5)],
+        layout=["offset"],
+        heads_q=[4],
+    ),
+    replace(BASE, backward=True, varlen="qk", used="k", batch=3),
+]
+SCHEDULES = ("round-robin", "delay:0", "delay:1,3", *(f"random:{seed}" for seed in range(10)))
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-@pytest.mark.parametrize("case", [BASE, *variants(BASE, **FEATURES)], ids=str)
+@pytest.mark.parametrize("case", [BASE, replace(BASE, causal=True), *COMBINED], ids=str)
 def test_forward_is_within_budget(arch, case):
     run(Emulated(arch), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("case", variants(BASE, **FORWARD), ids=str)
+def test_every_feature_of_the_forward_is_within_budget(arch, case):
+    run(Emulated(arch), case)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("case", TRAINING[:1], ids=str)
+def test_backward_is_within_budget(arch, case):
+    run(Emulated(arch), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("case", [*TRAINING[1:], *LONG_TRAINING], ids=str)
+def test_every_feature_of_the_backward_is_within_budget(arch, case):
+    run(Emulated(arch), case)
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_schedule_gives_the_same_bits_without_a_finding(name):
+    launch = Launch(name)
+    code = decode(launch.artifact.text)
+    first = launch.run(code)
+    for schedule in SCHEDULES:
+        outcome = launch.run(code, schedule)
+        assert outcome.report.clean, outcome.report.summary()
+        assert outcome.same_bits(first), schedule
+
+
+def test_the_emulator_does_300_000_wave_instructions_a_second():
+    """On an attention kernel, decoding and every check included; processor time, best of three."""
+    import time
+
+    launch = Launch("gfx950-bfloat16")
+    code = decode(launch.artifact.text)
+    launch.run(code)
+    rates = []
+    for _ in range(3):
+        start = time.process_time()
+        report = launch.run(code).report
+        rates.append(report.instructions / (time.process_time() - start))
+    assert max(rates) > 300_000

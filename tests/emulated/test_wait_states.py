@@ -116,7 +116,7 @@ def test_every_nop_of_the_compiler_is_needed(name):
     """One wait state less anywhere is found: the rules are as strict as the compiler's."""
     lines = attention(name).text.splitlines()
     nops = [i for i, line in enumerate(lines) if re.match(r"\ts_nop \d+", line)]
-    for i in nops[:: max(1, len(nops) // 8)]:
+    for i in nops[:: max(1, len(nops) // 4)]:
         count = int(lines[i].split()[1])
         mutant = [*lines]
         mutant[i] = f"\ts_nop {count - 1}" if count else ""
