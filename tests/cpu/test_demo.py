@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner
 
 from heedful.demo import attention, job, text, training
-from heedful.demo.agreement import LOSS_HALF_EPS, compare, differences
+from heedful.demo.agreement import LOSS_EPS, compare, differences
 from heedful.demo.generate import generate
 from heedful.demo.model import GPT, ModelSize
 from heedful.demo.training import Recipe
@@ -78,18 +78,26 @@ def test_equal_curves_agree_without_any_noise():
     assert compare([2.0, 1.0], [2.0, 1.0], [2.0, 1.0]).agrees
 
 
-def test_the_bound_is_three_times_the_noise_plus_one_rounding():
+def test_the_bound_is_three_times_the_noise_plus_the_rounding_of_the_losses():
     found = compare([2.0, 1.5], [2.0, 1.0], [2.25, 1.0])
-    assert found.bound.largest == 3 * 0.25 + 2.0 * LOSS_HALF_EPS
-    assert found.bound.rms == 3 * math.sqrt(0.25**2 / 2) + 2.0 * LOSS_HALF_EPS
+    whole = found.parts[-1]
+    assert whole.bound.largest == 3 * 0.25 + 2.0 * LOSS_EPS
+    assert whole.bound.rms == 3 * math.sqrt(0.25**2 / 2) + 2.0 * LOSS_EPS
     assert found.agrees
     assert not compare([2.0, 1.8], [2.0, 1.0], [2.25, 1.0]).agrees
+
+
+def test_late_noise_does_not_cover_an_early_fault():
+    theirs = [2.0] * 20
+    noisy_at_the_end = [2.0] * 19 + [3.0]
+    assert compare(noisy_at_the_end, theirs, noisy_at_the_end).agrees
+    faulty_early = [2.0, 2.0 + 1e-5] + theirs[2:]
+    assert not compare(faulty_early, theirs, noisy_at_the_end).agrees
 
 
 def test_a_nan_never_agrees():
     assert differences([math.nan], [1.0]) == [math.inf]
     assert not compare([math.nan], [1.0], [1.0]).agrees
-    assert compare([math.nan], [1.0], [math.nan]).noise.largest == math.inf
 
 
 def test_a_control_that_broke_does_not_excuse_the_others(source):

@@ -95,6 +95,16 @@ def _cell(outcome: Outcome, peer: str) -> str:
     return text
 
 
+def line(outcome: Outcome) -> str:
+    """A case in one line, for logs."""
+    cells = (
+        f"{figure.peer} {_cell(outcome, figure.peer)}".replace("\n", " x ")
+        for figure in outcome.figures
+        if figure.time_us is not None or figure.wrong
+    )
+    return f"{outcome.case.name} [{unit(outcome.case)}]: {'; '.join(cells)}"
+
+
 def absences(outcomes: Iterable[Outcome]) -> list[str]:
     """Why figures are missing, each reason once, with the cases it holds for."""
     reasons: dict[tuple[str, str], list[str]] = {}

@@ -3,7 +3,7 @@
 import datetime
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 
@@ -173,7 +173,30 @@ def records(outcome: Outcome, device: torch.device) -> Iterator[dict]:
         "base": outcome.base,
     }
     for figure in outcome.figures:
-        yield {**common, "peer": figure.peer, **_numbers(case, figure)}
+        yield {
+            **common,
+            "peer": figure.peer,
+            **_numbers(case, figure),
+            **_plan(figure.peer, case, device),
+        }
+
+
+def _plan(peer: str, case: Case, device: torch.device) -> dict:
+    """Which of heedful's kernels ran, with which tiles and splits; empty for other peers."""
+    if not peer.startswith("heedful"):
+        return {}
+    from heedful.core.plan import plan
+    from heedful.torch.device import device_spec, toolchain
+
+    try:
+        chosen = plan(
+            case.problem, device_spec(device), toolchain(), peer.partition(":")[2] or None
+        )
+    except ValueError:
+        return {}
+    tiles = {name: asdict(config) for name, config in chosen.configs.items()}
+    backends = {"forward": chosen.backend, "backward": chosen.backward}
+    return {"backends": backends, "num_splits": chosen.num_splits, "tiles": tiles}
 
 
 def _numbers(case: Case, figure: Figure) -> dict:

@@ -85,6 +85,8 @@ def _run(
             peers = named if named is not None else defaults(case, where)
             outcome = measure(case, peers, where, rounds, bases)
             outcomes.append(outcome)
+            if not err.is_terminal:
+                err.print(report.line(outcome), soft_wrap=True)
             if json_lines is not None:
                 report.append_json_lines(json_lines, records(outcome, where))
             progress.advance(task)

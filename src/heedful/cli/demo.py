@@ -57,7 +57,13 @@ def demo(
     out.print(_speeds(report, recipe))
     plots.curves(folder / "curves.png", report)
     plots.timing(folder / "timing.png", report, recipe)
-    out.print(Panel(escape(report.sample or "none: the model is not finite"), title="generated over the KV cache", title_align="left"))
+    out.print(
+        Panel(
+            escape(report.sample or "none: the model is not finite"),
+            title="generated over the KV cache",
+            title_align="left",
+        )
+    )
     out.print(f"wrote {folder / 'curves.png'} and {folder / 'timing.png'}")
     _conclude(report, time.perf_counter() - began)
     if not report.passed:
@@ -132,13 +138,15 @@ def _speeds(report: "Report", recipe: "Recipe") -> Table:
 
 
 def _conclude(report: "Report", seconds: float) -> None:
-    a = report.agreement
-    verdict = "[bold green]agree[/]" if a.agrees else "[bold red]DISAGREE[/]"
+    worst = report.agreement.worst
+    verdict = "[bold green]agree[/]" if report.agreement.agrees else "[bold red]DISAGREE[/]"
     out.print(
-        f"The curves {verdict}: at most {a.found.largest:.2e} apart (RMS {a.found.rms:.2e});"
-        f" allowed are {a.bound.largest:.2e} (RMS {a.bound.rms:.2e}), three times what the control"
-        " is apart from SDPA plus one rounding of the loss. The control is SDPA's unfused math"
-        " from weights off by one rounding."
+        f"The curves {verdict}. Apart they may be three times what a control is from SDPA, plus the"
+        " rounding of the losses, over each tenth of the steps and all before it; the control is"
+        " SDPA's unfused math from weights off by one rounding. Closest to that bound, over the"
+        f" first {worst.steps} steps: at most {worst.found.largest:.1e} apart"
+        f" (RMS {worst.found.rms:.1e}), allowed {worst.bound.largest:.1e}"
+        f" (RMS {worst.bound.rms:.1e})."
     )
     learned = "[bold green]learned[/]" if report.learned else "[bold red]learned NOTHING[/]"
     out.print(

@@ -7,7 +7,7 @@ import matplotlib
 matplotlib.use("agg")
 from matplotlib import pyplot
 
-from heedful.demo.agreement import differences
+from heedful.demo.agreement import LOSS_EPS, differences
 from heedful.demo.job import CONTROL, OURS, THEIRS, Report
 from heedful.demo.training import Recipe
 
@@ -35,12 +35,15 @@ def curves(path: Path, report: Report) -> None:
     )
     top.set_ylabel("training loss, nats a character")
     top.legend(frameon=False)
-    rounding = report.agreement.bound.largest - 3 * report.agreement.noise.largest
+    rounding = LOSS_EPS * max(losses[THEIRS])
     for name, words in ((CONTROL, "a control off by one rounding"), (OURS, OURS)):
         # A logarithmic axis has no 0: equal losses stand at the rounding of the loss itself.
         apart = [max(d, rounding) for d in differences(losses[name], losses[THEIRS])]
         bottom.plot(steps, apart, color=_COLOURS[name], lw=1.2, label=f"{words} and {THEIRS}")
-    bottom.axhline(report.agreement.bound.largest, color="#999999", lw=0.9, ls="--", label="bound")
+    parts = report.agreement.parts
+    edges = [1, *(part.steps for part in parts)]
+    bounds = [part.bound.largest for part in parts]
+    bottom.stairs(bounds, edges, baseline=None, color="#777777", lw=0.9, ls="--", label="bound")
     bottom.set_yscale("log")
     bottom.set_ylabel("losses apart, nats")
     bottom.set_xlabel("step")
