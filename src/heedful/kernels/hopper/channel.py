@@ -37,7 +37,7 @@ class Cursor:
 class Channel:
     """`stages` tiles of `rows` x `dim` filled by TMA and read by `readers` warpgroups.
 
-    A tile is written as a (1, 1, rows, dim) box and read as (rows, dim).
+    A tile is written as a (1, ..., 1, rows, dim) box and read as (rows, dim).
     """
 
     boxes: gl.shared_memory_descriptor
@@ -63,7 +63,7 @@ class Channel:
         for slot in gl.static_range(stages):
             mbarrier.init(full.index(slot), count=1)
             mbarrier.init(empty.index(slot), count=readers)
-        return Channel(boxes, full, empty, shape[2], shape[3])
+        return Channel(boxes, full, empty, shape[-2], shape[-1])
 
     @gluon.jit
     def load(self, desc, coordinates, at):

@@ -9,6 +9,13 @@ aggregate = getattr(gluon, "aggregate", None) or tl_core._aggregate
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
+
+@gluon.constexpr_function
+def optional(value):
+    """A field of an aggregate that may be None."""
+    return gl.constexpr(None) if value is None else value
+
+
 _HAS_REINTERPRET: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.hopper.compat import aggregate
+from heedful.kernels.hopper.compat import aggregate, optional
 
 ROWS: gl.constexpr = gl.constexpr(64)  # query rows of one consumer: what one WGMMA takes
 
@@ -13,10 +13,13 @@ class Shape:
     """Sizes of one call at run time, and the variant of the kernel. Key j is visible to query i iff
     -left <= j - i - off <= right with off = shift + align * (len_k - len_q)."""
 
+    scale_log2: gl.tensor
+    softcap_scale: gl.tensor
     heads: gl.tensor
     group: gl.tensor
     seqlen_q: gl.tensor
     seqlen_k: gl.tensor
+    total_q: gl.tensor
     row_blocks: gl.tensor
     tiles: gl.tensor
     section: gl.tensor
@@ -24,23 +27,29 @@ class Shape:
     right: gl.tensor
     shift: gl.tensor
     align: gl.tensor
+    cu_q: gl.tensor | gl.constexpr
+    cu_k: gl.tensor | gl.constexpr
     BLOCK_N: gl.constexpr
     CONSUMERS: gl.constexpr
-    STAGES: gl.constexpr
+    K_STAGES: gl.constexpr
+    V_STAGES: gl.constexpr
     OUT_IN_Q: gl.constexpr
     ORDERED: gl.constexpr
     LAZY: gl.constexpr
-    SUM_BY_MMA: gl.constexpr
     IS_RIGHT: gl.constexpr
     IS_LEFT: gl.constexpr
+    HAS_SOFTCAP: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self,
+        scale_log2,
+        softcap_scale,
         heads,
         group,
         seqlen_q,
         seqlen_k,
+        total_q,
         row_blocks,
         tiles,
         section,
@@ -48,20 +57,26 @@ class Shape:
         right,
         shift,
         align,
+        cu_q,
+        cu_k,
         BLOCK_N,
         CONSUMERS,
-        STAGES,
+        K_STAGES,
+        V_STAGES,
         OUT_IN_Q,
         ORDERED,
         LAZY,
-        SUM_BY_MMA,
         IS_RIGHT,
         IS_LEFT,
+        HAS_SOFTCAP,
     ):
+        self.scale_log2 = scale_log2
+        self.softcap_scale = softcap_scale
         self.heads = heads
         self.group = group
         self.seqlen_q = seqlen_q
         self.seqlen_k = seqlen_k
+        self.total_q = total_q
         self.row_blocks = row_blocks
         self.tiles = tiles
         self.section = section
@@ -69,38 +84,83 @@ class Shape:
         self.right = right
         self.shift = shift
         self.align = align
+        self.cu_q = optional(cu_q)
+        self.cu_k = optional(cu_k)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
-        self.STAGES = gl.constexpr(STAGES)
+        self.K_STAGES = gl.constexpr(K_STAGES)
+        self.V_STAGES = gl.constexpr(V_STAGES)
         self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
         self.ORDERED = gl.constexpr(ORDERED)
         self.LAZY = gl.constexpr(LAZY)
-        self.SUM_BY_MMA = gl.constexpr(SUM_BY_MMA)
         self.IS_RIGHT = gl.constexpr(IS_RIGHT)
         self.IS_LEFT = gl.constexpr(IS_LEFT)
+        self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
 
 
 @aggregate
 class Tile:
-    """One block of query rows of one head."""
+    """One block of query rows of one head; start_q, start_k: where its sequence lies if packed."""
 
     batch: gl.tensor
     head: gl.tensor
     kv_head: gl.tensor
     row: gl.tensor
+    start_q: gl.tensor
+    start_k: gl.tensor
     len_q: gl.tensor
     len_k: gl.tensor
     off: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, batch, head, kv_head, row, len_q, len_k, off):
+    def __init__(self, batch, head, kv_head, row, start_q, start_k, len_q, len_k, off):
         self.batch = batch
         self.head = head
         self.kv_head = kv_head
         self.row = row
+        self.start_q = start_q
+        self.start_k = start_k
         self.len_q = len_q
         self.len_k = len_k
         self.off = off
+
+
+@gluon.jit
+def sequence(cu_seqlens, batch, seqlen):
+    """Where a sequence begins among packed tokens, and its length."""
+    if cu_seqlens is None:
+        return gl.to_tensor(0), seqlen
+    else:
+        start = gl.load(cu_seqlens + batch)
+        return start, gl.load(cu_seqlens + batch + 1) - start
+
+
+@gluon.jit
+def box(IS_PACKED: gl.constexpr, batch, head, start, length, row):
+    """Coordinates of rows from `row` of one head, in a map that ends with the sequence.
+
+    Dense: (batch, head, row, 0). Packed sequences share one map; that rows past the end of each
+    are still zeros when read and dropped when written takes a dimension that ends at 2^30 and one
+    whose stride wraps around 2^64 bytes (see heedful.launch.args.hopper).
+    """
+    if IS_PACKED:
+        return [1 << 30, start + length, head, (1 << 30) - length + row, 0]
+    else:
+        return [batch, head, row, 0]
+
+
+@gluon.jit
+def rows_at(shape, tile, row):
+    """Coordinates of query or output rows."""
+    packed: gl.constexpr = shape.cu_q is not None
+    return box(packed, tile.batch, tile.head, tile.start_q, tile.len_q, row)
+
+
+@gluon.jit
+def keys_at(shape, tile, col):
+    """Coordinates of keys or values."""
+    packed: gl.constexpr = shape.cu_k is not None
+    return box(packed, tile.batch, tile.kv_head, tile.start_k, tile.len_k, col)
 
 
 @gluon.jit
@@ -118,9 +178,11 @@ def decode(shape, index):
         block = shape.row_blocks - 1 - block
     batch = head // shape.heads
     head -= batch * shape.heads
-    off = shape.shift + shape.align * (shape.seqlen_k - shape.seqlen_q)
+    start_q, len_q = sequence(shape.cu_q, batch, shape.seqlen_q)
+    start_k, len_k = sequence(shape.cu_k, batch, shape.seqlen_k)
+    off = shape.shift + shape.align * (len_k - len_q)
     row = block * (ROWS * shape.CONSUMERS)
-    return Tile(batch, head, head // shape.group, row, shape.seqlen_q, shape.seqlen_k, off)
+    return Tile(batch, head, head // shape.group, row, start_q, start_k, len_q, len_k, off)
 
 
 @aggregate

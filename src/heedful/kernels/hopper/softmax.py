@@ -81,7 +81,6 @@ def softmax_lazy(
     scale_log2,
     LIMIT: gl.constexpr,
     MAY_HIDE_ROWS: gl.constexpr,
-    SUM: gl.constexpr,
 ):
     """One more tile against an old maximum, which moves only where a score passes it by far.
 
@@ -117,9 +116,7 @@ def softmax_lazy(
             m_M += delta_M
             alpha_M = gl.exp2(-delta_M)
         x_MN = x_MN - delta_M[:, None]
-        if SUM:
-            l_ML = scale_rows(l_ML, alpha_M)
+        l_ML = scale_rows(l_ML, alpha_M)
     p_MN = gl.exp2(x_MN)
-    if SUM:
-        l_ML = l_ML + lane_sums(p_MN)
+    l_ML = l_ML + lane_sums(p_MN)
     return p_MN, m_M, l_ML, alpha_M, moved
