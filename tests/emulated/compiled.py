@@ -38,9 +38,9 @@ def names() -> list[str]:
 
 
 @cache
-def _planned(name: str):
+def _planned(name: str, **sizes):
     arch, features = _KERNELS[name]
-    built = build(replace(_CASE, **features))
+    built = build(replace(_CASE, **features, **sizes))
     problem = replace(built.problem, return_lse=True)
     chosen = plan(problem, device_of(arch), backend="portable")
     (call,) = program(chosen, "forward").calls
@@ -71,8 +71,8 @@ class Outcome:
 class Launch:
     """A kernel with fixed inputs, to be run again and again, as it is or mutated."""
 
-    def __init__(self, name: str):
-        self.built, self.call, _ = _planned(name)
+    def __init__(self, name: str, **sizes):
+        self.built, self.call, _ = _planned(name, **sizes)
         self.artifact = attention(name)
         truth = oracle.forward(self.built.problem, operands_as_numpy(self.built.x))
         self.truth, self.lse = np.asarray(truth[0]), np.asarray(truth[1])
