@@ -75,6 +75,7 @@ class BoundKernel:
             encoder.encode(slot.address + offset, addresses[index])
         slot.launch(stream)
         self._pool.append(slot)
+        counters["launches"] += 1
 
 
 class BoundProgram:
@@ -87,7 +88,6 @@ class BoundProgram:
         """Launches all kernels on a raw stream with the addresses of the named buffers."""
         for kernel in self.kernels:
             kernel.run(addresses, stream)
-        counters["launches"] += len(self.kernels)
 
 
 def _template(call: KernelCall, artifact: Artifact) -> bytes:

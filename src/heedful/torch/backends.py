@@ -78,8 +78,12 @@ class GpuRunner:
         self._buffers = {name: buffer_spec(getattr(x, name)) for name in self._inputs}
         self._out_shape = (*q.shape[:-1], problem.head_dim_v)
         self._out_dtype = getattr(torch, problem.out_dtype)
+        # empty_like takes half the time of empty.
+        self._is_like_q = (
+            q.is_contiguous() and q.shape == self._out_shape and q.dtype == self._out_dtype
+        )
         self._lse_shape = problem.lse_shape
-        self._wants_lse = problem.return_lse or problem.needs_grad
+        self._wants_lse = problem.return_lse or problem.needs_grad or problem.return_probs
         self._forwards: dict[tuple, Executable] = {}
         self._backwards: dict[tuple, Executable] = {}
 
@@ -88,7 +92,10 @@ class GpuRunner:
         device = self._device
         key: tuple = ()
         if out is None:
-            out = torch.empty(self._out_shape, dtype=self._out_dtype, device=device)
+            if self._is_like_q:
+                out = torch.empty_like(x.q)
+            else:
+                out = torch.empty(self._out_shape, dtype=self._out_dtype, device=device)
         else:
             key = (out.stride(), out.data_ptr() % 16)
         tensors = [*self._pick(x), out]
@@ -110,7 +117,7 @@ class GpuRunner:
     def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
         """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
         problem = self.plan.problem
-        dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in x[:3])
+        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:3])
         dbias = dsink = None
         names = ["out", "lse", "dout", "dq", "dk", "dv"]
         tensors = [*self._pick(x), out, lse, dout, dq, dk, dv]

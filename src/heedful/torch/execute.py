@@ -54,8 +54,8 @@ class Executable:
         self._scratch_bytes = size
         order = [*names, *(workspace.name for workspace in program.workspaces)]
         with torch.cuda.device(device):
-            self._bound = BoundProgram(program, arch, device.index, order)
-        self._run = self._bound.run
+            bound = BoundProgram(program, arch, device.index, order)
+        self._run = bound.kernels[0].run if len(bound.kernels) == 1 else bound.run
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Launches on the current stream of the tensors' device."""
