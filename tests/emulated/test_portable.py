@@ -102,7 +102,7 @@ def test_every_schedule_gives_the_same_bits_without_a_finding(name):
 
 @pytest.mark.parametrize("name", names()[:2])
 def test_the_emulator_does_300_000_wave_instructions_a_second(name):
-    """On an attention kernel of several workgroups, every check on; processor time, best of three."""
+    """On an attention launch, every check on; processor time, best of three."""
     launch = Launch(name, seqlen_q=256, seqlen_k=512, heads_q=4, heads_k=4)
     code = decode(launch.artifact.text)
     launch.run(code)
