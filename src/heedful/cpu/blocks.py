@@ -15,9 +15,9 @@ from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.reference.sequences import Sequence, sequences
 
-# Scores of one tile per thread: 1 MiB of float32, about a core's share of the outer cache. Measured
-# on a 2-core AMD EPYC (Zen 5), torch 2.13: 128 Ki to 512 Ki differ by under 3 %.
-SCORES_PER_THREAD = 256 * 1024
+# Scores of one tile: 1 MiB of float32, about a core's share of the outer cache. Measured on a
+# 2-core AMD EPYC (Zen 5), torch 2.13, 20 November 2026: twice and four times as many are equal.
+SCORES_PER_TILE = 256 * 1024
 ROWS = 256
 KEYS = 512
 # Granularity at which the mask cuts key tiles and query tiles off.
@@ -148,7 +148,7 @@ def _token_run(storage: torch.Tensor, token: int, count: int) -> torch.Tensor:
 
 
 def blocks(problem: AttentionProblem, x: Operands) -> Iterator[Block]:
-    """The call's blocks; each has about SCORES_PER_THREAD scores a tile for every thread.
+    """The call's blocks; each has about SCORES_PER_TILE scores a tile.
 
     Tile sizes depend on a sequence's own lengths, never on what else is in the batch.
     """
@@ -168,9 +168,16 @@ def blocks(problem: AttentionProblem, x: Operands) -> Iterator[Block]:
 
 
 def _matrices(problem: AttentionProblem, len_q: int, len_k: int) -> int:
-    """How many kv heads share a tile."""
+    """How many kv heads share a tile: no more than leaves every thread a block."""
     scores = min(len_q, query_rows(problem)) * problem.group * min(len_k, KEYS)
-    return max(1, SCORES_PER_THREAD * torch.get_num_threads() // max(1, scores))
+    share = -(-problem.batch * problem.heads_k // torch.get_num_threads())
+    return max(1, min(SCORES_PER_TILE // max(1, scores), share))
+
+
+def worth_threads(problem: AttentionProblem) -> bool:
+    """Whether there is more than one tile's worth of scores."""
+    pairs = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
+    return pairs > SCORES_PER_TILE
 
 
 def query_rows(problem: AttentionProblem) -> int:

@@ -10,9 +10,10 @@ import torch
 
 from heedful.core.operands import Gradients, Operands, own_shape
 from heedful.core.problem import AttentionProblem
-from heedful.cpu.blocks import KEYS, UNIT, Block, blocks, query_rows, query_tiles
+from heedful.cpu.blocks import KEYS, UNIT, Block, blocks, query_rows, query_tiles, worth_threads
 from heedful.cpu.scores import Tiles, exp_
 from heedful.cpu.tiled_forward import row_lse
+from heedful.cpu.workers import for_each
 from heedful.reference.philox import keep_scale
 
 
@@ -37,28 +38,36 @@ def backward(
     if x.q_descale is not None or x.k_descale is not None or x.v_descale is not None:
         raise ValueError("gradients need q, k and v without descales")
     dq, dk, dv = (torch.zeros(a.shape, dtype=a.dtype) for a in (x.q, x.k, x.v))
-    tiles = Tiles(problem, x)
-    dbias = dsink = None
+    dbias = None
     if problem.bias_grad:
         own = own_shape(tuple(x.bias.shape), x.bias.stride())
-        dbias = torch.zeros(own, dtype=tiles.scratch.dtype)
-    if x.sink is not None:
-        dsink = torch.zeros(problem.heads_q, dtype=torch.float64)
-    for block in blocks(problem, x):
+        dbias = torch.zeros(own, dtype=torch.promote_types(x.q.dtype, torch.float32))
+    sink_parts: dict[int, tuple[range, torch.Tensor]] = {}
+
+    def work(tiles: Tiles, item: tuple[int, Block]) -> None:
+        number, block = item
         pass_ = _BlockBackward(tiles, block, dout, dbias)
-        pass_.prepare(out, lse, dlse, dsink)
+        pass_.prepare(out, lse, dlse)
         for cols in _parts(block.len_k):
             pass_.add_key_tile(cols, dk, dv)
         pass_.store_dq(dq)
+        if x.sink is not None:
+            sink_parts[number] = block.query_heads, pass_.dsink
+
+    # Blocks that add to the same bias or keys take turns, in order: the sum is then always one.
+    apart = not problem.bias_grad and x.block_table is None and x.kv_batch_idx is None
+    parallel = apart and worth_threads(problem)
+    for_each(enumerate(blocks(problem, x)), work, lambda: Tiles(problem, x), parallel)
+    dsink = None
+    if x.sink is not None:
+        dsink = torch.zeros(problem.heads_q, dtype=torch.float64)
+        for number in sorted(sink_parts):
+            heads, part = sink_parts[number]
+            dsink[heads.start : heads.stop] += part
+        dsink = dsink.float()
     if dbias is not None:
         dbias = dbias.to(x.bias.dtype)
-    return Gradients(
-        dq,
-        dk,
-        dv,
-        dbias,
-        dsink if dsink is None else dsink.float(),
-    )
+    return Gradients(dq, dk, dv, dbias, dsink)
 
 
 def _parts(len_k: int) -> Iterator[range]:
@@ -75,8 +84,9 @@ class _BlockBackward:
         self.lse: list[torch.Tensor] = []
         self.delta: list[torch.Tensor] = []
         self.dq: list[torch.Tensor] = []
+        self.dsink = torch.zeros(len(block.query_heads), dtype=torch.float64)
 
-    def prepare(self, out, lse, dlse, dsink) -> None:
+    def prepare(self, out, lse, dlse) -> None:
         """delta = rowsum(dO * O) - dlse of every query tile, and the sink's gradient."""
         tiles, block = self.tiles, self.block
         group, dim = tiles.problem.group, tiles.problem.head_dim
@@ -91,7 +101,7 @@ class _BlockBackward:
             self.delta.append(delta)
             size = (block.heads, group * len(rows), dim)
             self.dq.append(torch.zeros(size, dtype=tiles.scratch.dtype))
-            if dsink is not None:
+            if tiles.x.sink is not None:
                 h = block.query_heads
                 sink = tiles.x.sink[h.start : h.stop].view(1, len(block.kv_heads), group, 1)
                 lse_rows = block.rows(lse)[..., rows.start : rows.stop]
@@ -99,7 +109,7 @@ class _BlockBackward:
                     torch.exp(sink - lse_rows).masked_fill_(lse_rows == -torch.inf, 0.0).double()
                 )
                 of_row = p_sink * delta.view(p_sink.shape)
-                dsink[h.start : h.stop] -= of_row.sum((0, 3)).flatten()
+                self.dsink -= of_row.sum((0, 3)).flatten()
 
     def add_key_tile(self, cols: range, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Everything that keys `cols` have to do with: their dK and dV, their part of dQ."""

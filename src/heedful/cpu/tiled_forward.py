@@ -8,8 +8,9 @@ import torch
 
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
-from heedful.cpu.blocks import Block, blocks, key_tiles, query_tiles
+from heedful.cpu.blocks import Block, blocks, key_tiles, query_tiles, worth_threads
 from heedful.cpu.scores import Tiles, exp_
+from heedful.cpu.workers import for_each
 from heedful.reference.philox import keep_scale
 
 
@@ -37,12 +38,14 @@ def forward(
     if problem.return_probs:
         shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
         probs = torch.zeros(shape, dtype=out.dtype)
-    tiles = Tiles(problem, x)
-    for block in blocks(problem, x):
-        for rows in query_tiles(block):
-            _attend(tiles, block, rows, out, lse)
-            if probs is not None:
-                _write_probs(tiles, block, rows, lse, probs)
+
+    def work(tiles: Tiles, item: tuple[Block, range]) -> None:
+        _attend(tiles, *item, out, lse)
+        if probs is not None:
+            _write_probs(tiles, *item, lse, probs)
+
+    items = ((block, rows) for block in blocks(problem, x) for rows in query_tiles(block))
+    for_each(items, work, lambda: Tiles(problem, x), worth_threads(problem))
     return out, lse, probs
 
 
