@@ -226,12 +226,13 @@ def _bars(axis, title: str, outcomes: list[Outcome], peers: list[str]) -> None:
                 continue
             x = column + (place - (len(present) - 1) / 2) * width
             axis.bar(x, height, width * 0.92, color=_colour(peer, peers), zorder=2)
+            below, above = _range(outcome.case, figure)
             axis.errorbar(
-                x, height, yerr=_range(outcome.case, figure), color="#333333", lw=0.8, zorder=3
+                x, height, yerr=[[below], [above]], color="#333333", lw=0.8, capsize=2, zorder=3
             )
             axis.annotate(
                 _digits(height),
-                (x, height),
+                (x, height + above),
                 (0, 3),
                 textcoords="offset points",
                 ha="center",
@@ -249,13 +250,13 @@ def _bars(axis, title: str, outcomes: list[Outcome], peers: list[str]) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def _range(case: Case, figure: Figure) -> list[list[float]]:
+def _range(case: Case, figure: Figure) -> tuple[float, float]:
     """Distances from the median down to the lowest and up to the highest round, for a bar."""
     time = figure.time_us
     assert time is not None
     ends = sorted(_in_unit(case, t) for t in (time.low, time.high))
     middle = _in_unit(case, time.median)
-    return [[middle - ends[0]], [ends[1] - middle]]
+    return middle - ends[0], ends[1] - middle
 
 
 def _colour(peer: str, peers: list[str]) -> str:
