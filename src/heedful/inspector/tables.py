@@ -1,0 +1,118 @@
+"""Inspections as text tables, one column per kernel, and as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from heedful.inspector.inspection import Inspection
+from heedful.inspector.mix import Mix
+
+_LOOP_ROWS = ("mfma", "mfma_slots", "valu", "valu_slots", "exp", "salu", "lds", "lds_bytes")
+_LOOP_ROWS += ("lds_slots", "vmem", "vmem_bytes", "dma", "transposed", "waits", "nops")
+# These say something about the loop as such, however many tiles one turn works off.
+_LOOP_FACTS = ("barriers", "drains", "spills")
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if value == int(value) else f"{value:.1f}"
+
+
+def _resource_rows(inspections: Sequence[Inspection]) -> list[list[str]]:
+    def row(name, get):
+        return [name, *(str(get(i.resources)) for i in inspections)]
+
+    return [
+        row("target", lambda r: r.arch),
+        row("VGPR + AGPR", lambda r: f"{r.vgprs - r.agprs} + {r.agprs}"),
+        row("SGPR", lambda r: r.sgprs),
+        row("spilled VGPR, SGPR", lambda r: f"{r.vgpr_spills}, {r.sgpr_spills}"),
+        row("scratch bytes per lane", lambda r: r.scratch_bytes),
+        row("LDS bytes", lambda r: f"{r.lds_bytes} of {r.lds_limit}"),
+        row("waves per workgroup", lambda r: r.waves),
+        row(
+            "waves per SIMD",
+            lambda r: f"{_number(r.occupancy().waves)} ({r.occupancy().limit})",
+        ),
+        row("code bytes", lambda r: r.code_bytes),
+    ]
+
+
+def _loop_rows(inspections: Sequence[Inspection]) -> list[list[str]]:
+    def cell(i: Inspection, name: str, divisor: int) -> str:
+        return "-" if i.loop is None else _number(getattr(i.loop, name) / divisor)
+
+    rows = [[n.replace("_", " "), *(cell(i, n, i.tiles) for i in inspections)] for n in _LOOP_ROWS]
+    rows += [[n, *(cell(i, n, 1) for i in inspections)] for n in _LOOP_FACTS]
+    for title, get in (
+        ("bound", lambda m, t: f"{m.bound[0]} {_number(m.bound[1] / t)}"),
+        ("MFMA ceiling", lambda m, t: f"{m.mfma_ceiling:.0%}"),
+    ):
+        cells = (get(i.loop, i.tiles) if i.loop else "-" for i in inspections)
+        rows.append([title, *cells])
+    return rows
+
+
+def _align(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0])]
+        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def table(inspections: Sequence[Inspection]) -> str:
+    """Resources and hot loop, kernels side by side; loop figures are per tile and wave."""
+    head = ["", *(i.label for i in inspections)]
+    title = ["hot loop, per tile and wave", *("" for _ in inspections)]
+    return _align([head, *_resource_rows(inspections), title, *_loop_rows(inspections)])
+
+
+def segments_table(inspections: Sequence[Inspection]) -> str:
+    """The hot loops cut at their barriers, segment against segment."""
+    names = ("mfma_slots", "valu_slots", "exp", "lds_bytes", "dma", "transposed", "drains")
+    rows = [["segment", *(f"{i.label}: {n.replace('_', ' ')}" for n in names for i in inspections)]]
+    for index in range(max((len(i.segments) for i in inspections), default=0)):
+        row = [str(index)]
+        for name in names:
+            for i in inspections:
+                here = index < len(i.segments)
+                row.append(_number(getattr(i.segments[index], name)) if here else "-")
+        rows.append(row)
+    return _align(rows)
+
+
+def _mix_facts(mix: Mix | None) -> dict | None:
+    if mix is None:
+        return None
+    facts = asdict(mix)
+    facts["counts"] = dict(mix.counts.most_common())
+    bound, slots = mix.bound
+    return facts | {
+        "lds_slots": mix.lds_slots,
+        "bound": bound,
+        "bound_slots": slots,
+        "mfma_ceiling": mix.mfma_ceiling,
+    }
+
+
+def to_json(inspections: Sequence[Inspection]) -> str:
+    """Everything, for machines."""
+    facts = [
+        {
+            "name": i.name,
+            "label": i.label,
+            "resources": asdict(i.resources),
+            "waves_per_simd": i.resources.occupancy().waves,
+            "occupancy_limit": i.resources.occupancy().limit,
+            "tiles": i.tiles,
+            "whole": _mix_facts(i.whole),
+            "loop": _mix_facts(i.loop),
+            "segments": [_mix_facts(s) for s in i.segments],
+        }
+        for i in inspections
+    ]
+    return json.dumps(facts, indent=2)

@@ -1,0 +1,116 @@
+"""The inspector counts what is in the code and knows the targets' limits."""
+
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+
+import pytest
+
+from emulated.compiled import attention, names
+from emulated.snippets import kernel
+from heedful.inspector import inspect, segments_table, table, timeline_svg, to_json
+
+LOOP = """
+    s_mov_b32 s8, 4
+1:
+    buffer_load_dwordx4 v0, s[20:23], 0 offen lds
+    ds_read_b64_tr_b16 v[10:11], v0
+    ds_read_b128 v[12:15], v0
+    s_waitcnt vmcnt(0) lgkmcnt(0)
+    s_barrier
+    v_mfma_f32_32x32x16_bf16 v[20:35], v[10:13], v[12:15], v[20:35]
+    v_exp_f32_e32 v1, v2
+    v_pk_mul_f32 v[4:5], v[6:7], v[8:9]
+    v_mul_lo_u32 v1, v2, v3
+    s_waitcnt vmcnt(3)
+    s_sub_i32 s8, s8, 1
+    s_cbranch_scc1 1b
+    v_mfma_f32_16x16x32_bf16 v[20:23], v[10:13], v[12:15], v[20:23]
+"""
+
+
+@pytest.fixture
+def found():
+    return inspect(kernel(LOOP, arch="gfx950"), lds_bytes=65536)
+
+
+def test_the_hot_loop_is_counted_in_slots(found):
+    loop = found.loop
+    assert (loop.mfma, loop.mfma_slots) == (1, 8)
+    assert (loop.valu, loop.valu_slots, loop.exp) == (3, 4 + 1 + 4, 1)
+    assert (loop.lds, loop.transposed, loop.dma, loop.vmem) == (2, 1, 1, 1)
+    assert loop.lds_bytes == 64 * (8 + 16 + 16) and loop.lds_slots == 20
+    assert (loop.waits, loop.drains, loop.barriers) == (2, 1, 1)
+    assert loop.bound == ("lds", 20.0) and loop.mfma_ceiling == 8 / 20
+    assert found.whole.mfma == 2
+
+
+def test_segments_end_at_barriers(found):
+    assert [s.mfma for s in found.segments] == [0, 1]
+    assert [s.drains for s in found.segments] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "waves", "limit"),
+    [
+        ({}, 8, "hardware"),
+        ({"vgprs": 65}, 7, "vgpr"),
+        ({"vgprs": 256}, 2, "vgpr"),
+        ({"vgprs": 512}, 1, "vgpr"),
+        ({"sgprs": 106}, 7, "sgpr"),
+        ({"lds_bytes": 65536}, 2, "lds"),
+        ({"lds_bytes": 81920}, 2, "lds"),
+        ({"lds_bytes": 81921}, 1, "lds"),
+        ({"arch": "gfx942", "lds_limit": 65536, "lds_bytes": 32769}, 1, "lds"),
+    ],
+)
+def test_occupancy_counts_registers_and_lds(found, changes, waves, limit):
+    small = replace(found.resources, vgprs=32, sgprs=32, lds_bytes=0, waves=4)
+    occupancy = replace(small, **changes).occupancy()
+    assert (occupancy.waves, occupancy.limit) == (waves, limit)
+
+
+def test_lds_past_the_target_s_limit_is_seen():
+    text = kernel("s_nop 0", arch="gfx942")
+    assert inspect(text, lds_bytes=65536).resources.fits
+    assert not inspect(text, lds_bytes=65537).resources.fits
+
+
+@pytest.mark.parametrize("name", names())
+def test_compiled_attention_is_read(name):
+    artifact = attention(name)
+    found = inspect(artifact.text, lds_bytes=artifact.shared_bytes)
+    r = found.resources
+    assert r.arch == name.split("-")[0] and r.waves == artifact.num_warps and r.fits
+    assert 0 < r.vgprs <= 512 and r.occupancy().waves >= 1
+    assert found.loop is not None and found.loop.mfma and found.loop.exp
+    assert sum(s.instructions for s in found.segments) == found.loop.instructions
+    assert found.whole.instructions == sum(found.whole.counts.values())
+    assert (found.whole.dma > 0) == (r.arch == "gfx950")
+
+
+def test_tables_put_kernels_side_by_side(found):
+    other = inspect(kernel(LOOP, arch="gfx950"), label="other", tiles=2)
+    lines = table([found, other]).splitlines()
+    row = next(line for line in lines if line.startswith("mfma slots"))
+    assert row.split()[-2:] == ["8", "4"]
+    assert "other" in lines[0] and len({len(x.split("  ")) for x in lines}) > 1
+    assert segments_table([found, other]).count("\n") == 2
+
+
+def test_a_kernel_without_a_loop_is_no_error():
+    found = inspect(kernel("s_nop 0"))
+    assert found.loop is None and "-" in table([found])
+
+
+def test_json_has_the_same_figures(found):
+    (facts,) = json.loads(to_json([found]))
+    assert facts["loop"]["mfma_slots"] == found.loop.mfma_slots
+    assert facts["resources"]["lds_bytes"] == 65536 and len(facts["segments"]) == 2
+
+
+def test_the_timeline_shows_every_instruction_of_the_loop(found):
+    root = ElementTree.fromstring(timeline_svg(found))
+    boxes = [e for e in root.iter() if e.tag.endswith("rect")]
+    assert len(boxes) == found.loop.instructions
+    assert any("v_mfma" in (e.text or "") for e in root.iter() if e.tag.endswith("title"))
