@@ -22,7 +22,6 @@ from heedful.torch.values import INDICES, check_values
 # Operands beyond q, k and v where there are none.
 ABSENT = (None,) * (len(Operands._fields) - 3)
 _SEED = Operands._fields.index("seed")
-_FIELDS = len(Operands._fields)
 _new = tuple.__new__
 
 
@@ -78,11 +77,21 @@ class Explained(BaseException):
 class Call:
     """What one kind of call needs each time.
 
-    plain: the caller's tensors go to the kernels as they are. results: 0 out, 1 with lse, 2 with
-    the probabilities too.
+    plain: the caller's tensors go to the kernels as they are. bare: they are q, k and v alone.
+    results: 0 out, 1 with lse, 2 with the probabilities too.
     """
 
-    __slots__ = ("checks", "dropout", "forward", "kind", "plain", "problem", "results", "runner")
+    __slots__ = (
+        "bare",
+        "checks",
+        "dropout",
+        "forward",
+        "kind",
+        "plain",
+        "problem",
+        "results",
+        "runner",
+    )
 
     def __init__(self, x: Operands, options: Options, grad: tuple[bool, bool], out, seed=None):
         """Raises TypeError or ValueError for a call that cannot be."""
@@ -110,6 +119,7 @@ class Call:
         if self.runner.plan.backend == "sdpa":
             self.forward = partial(_dense_forward, self.runner.forward)
         self.plain = all(a is b for a, b in zip(x, adapted, strict=True))
+        self.bare = self.plain and not self.dropout and all(t is None for t in x[3:])
         self.results = 2 if options.return_attn_probs else 1 if options.return_lse else 0
         indexed = any(getattr(x, name) is not None for name in INDICES)
         self.checks = indexed and x.q.device.type == "cpu"
@@ -143,20 +153,23 @@ def make_seed(seed, device: torch.device) -> Tensor:
     return torch.full((1,), signed, dtype=torch.int64, device=device)
 
 
-def tensor_key(tensor) -> tuple | None:
-    """What a plan may depend on of an operand."""
-    if tensor is None:
-        return None
+def tensor_key(tensor) -> tuple:
+    """What a plan may depend on of an operand. A device is told by its index, -1 for the CPU."""
     if not isinstance(tensor, Tensor):
         return (type(tensor),)
     return (
         tensor.shape,
         tensor.stride(),
         tensor.dtype,
-        tensor.device,
+        tensor.get_device(),
         tensor.data_ptr() % 16,
         tensor.requires_grad,
     )
+
+
+def tensor_keys(tensors) -> tuple:
+    """The keys of many operands, None for those that are absent."""
+    return (*[None if tensor is None else tensor_key(tensor) for tensor in tensors],)
 
 
 def find(key, x: Operands, options: Options, grad: tuple[bool, bool], out=None, seed=None) -> Call:
@@ -199,19 +212,19 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
             q.shape,
             q.stride(),
             q.dtype,
-            device,
+            q.get_device(),
             q.data_ptr() % 16,
             k.shape,
             k.stride(),
             k.dtype,
-            k.device,
+            k.get_device(),
             k.data_ptr() % 16,
             v.shape,
             v.stride(),
             v.dtype,
-            v.device,
+            v.get_device(),
             v.data_ptr() % 16,
-            None if extras is ABSENT else (*map(tensor_key, extras),),
+            None if extras is ABSENT else tensor_keys(extras),
             None if out is None else out_key(out, q, k, v),
             None if seed is None else tensor_key(seed),
         )
@@ -241,7 +254,7 @@ def out_key(out, *inputs: Tensor) -> tuple:
     address = out.data_ptr()
     if out.numel() and any(address == t.data_ptr() for t in inputs):
         raise ValueError("out must have memory of its own, got that of q, k or v")
-    return tensor_key(out) or ()
+    return tensor_key(out)
 
 
 class Attention(Function):
@@ -255,7 +268,10 @@ class Attention(Function):
             x = call.operands(x, seed)
         out, lse, probs = call.forward(x, None)
         ctx.call, ctx.bias = call, None if bias is None else bias.shape
-        ctx.save_for_backward(*x, out, lse)
+        if call.bare:
+            ctx.save_for_backward(q, k, v, out, lse)
+        else:
+            ctx.save_for_backward(*x, out, lse)
         if call.results == 0:
             return out
         if call.results == 1:
@@ -275,9 +291,10 @@ class Attention(Function):
 
 @once_differentiable
 def _backward(ctx, dout, dlse):
-    saved = ctx.saved_tensors
-    out, lse = saved[_FIELDS:]
-    grads = gradients(ctx.call, _new(Operands, saved[:_FIELDS]), out, lse, dout, dlse)
+    *x, out, lse = ctx.saved_tensors
+    if ctx.call.bare:
+        x += ABSENT
+    grads = gradients(ctx.call, _new(Operands, x), out, lse, dout, dlse)
     dbias = grads.dbias
     if dbias is not None:
         dbias = bias_gradient(dbias, ctx.bias)

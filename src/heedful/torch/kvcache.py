@@ -10,7 +10,7 @@ from heedful.core.operands import Operands
 from heedful.torch import library
 from heedful.torch.adapt import adapt, autocast, dense_rows
 from heedful.torch.cache_update import Update, update_cache, updater
-from heedful.torch.calls import CALLS, Call, out_key, tensor_key
+from heedful.torch.calls import CALLS, Call, out_key, tensor_key, tensor_keys
 from heedful.torch.checks import FLOATS, Options, describe
 from heedful.torch.dispatch import needs_dispatcher
 from heedful.torch.kvcache_checks import check_int_length, check_prefix, check_update
@@ -208,10 +208,8 @@ def _eager(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, o
         key = (
             options,
             *map(type, options),
-            *map(tensor_key, (q, k_cache, v_cache)),
-            *map(tensor_key, extras),
-            *map(tensor_key, update[:4]),
-            type(lengths) if whole else tensor_key(lengths),
+            tensor_keys((q, k_cache, v_cache, *extras, *update[:4])),
+            type(lengths) if whole or lengths is None else tensor_key(lengths),
             update.rotary_interleaved,
             type(update.rotary_interleaved),
             update.rotary_cos is not None and k_cache.data_ptr() == v_cache.data_ptr(),
@@ -299,7 +297,7 @@ def _prefix_options(options: Options) -> Options:
 def _prefix_key(prefix) -> tuple:
     if not isinstance(prefix, tuple):
         return (type(prefix),)
-    return (*map(tensor_key, prefix),)
+    return tensor_keys(prefix)
 
 
 def _autocast(q: Tensor, k_cache: Tensor, update: Update):

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from heedful.core.operands import Operands
 from heedful.torch.adapt import autocast, bias_gradient
 from heedful.torch.batching import attention_vmap, backward_vmap
-from heedful.torch.calls import CALLS, Call, find, gradients, make_seed, tensor_key
+from heedful.torch.calls import CALLS, Call, find, gradients, make_seed, tensor_keys
 from heedful.torch.checks import Options, check_out, check_seed, check_tensors, describe
 from heedful.torch.dispatch import transforms_active
 
@@ -67,7 +67,7 @@ def _split(args: tuple) -> tuple[Operands, Options]:
 def _call(x: Operands, options: Options, needs_grad: bool, bias_grad: bool) -> Call:
     """The call of these operands; the operator returns the lse whatever the caller reads."""
     options = options._replace(window_size=tuple(options.window_size), return_lse=True)
-    key = ("op", options, needs_grad, bias_grad, *map(tensor_key, x))
+    key = ("op", options, needs_grad, bias_grad, tensor_keys(x))
     call = CALLS.young.get(key)
     return call or find(key, x, options, (needs_grad, bias_grad), seed=x.seed)
 
