@@ -22,7 +22,7 @@ TARGETS = {"gfx942": "MI300X", "gfx950": "MI355X"}
 def memory_of(tensor: torch.Tensor) -> At:
     """The whole storage of a tensor as bytes, and where in it the tensor starts."""
     octets = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    return At(octets.numpy(), tensor.storage_offset() * tensor.element_size())
+    return At(octets.numpy(), int(tensor.storage_offset()) * tensor.element_size())
 
 
 def execute(

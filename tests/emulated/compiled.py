@@ -11,6 +11,7 @@ from heedful.emulator import Report, emulate
 from heedful.launch import compiler
 from heedful.launch.artifact import Artifact
 from heedful.launch.programs import program
+from heedful.launch.spec import Pointer, Scalar
 from heedful.reference import oracle
 from heedful.reference.convert import operands_as_numpy
 from support.cases import Built, Case, build
@@ -85,14 +86,13 @@ class Launch:
         arrays |= {"out": out.view(np.uint16), "lse": lse}
         args = []
         for parameter in self.artifact.parameters:
-            argument = self.call.arguments.get(parameter.name)
-            if argument is None:
-                args.append(None)
-            elif hasattr(argument, "buffer"):
-                args.append(arrays[argument.buffer])
-            else:
-                number = float if parameter.type == "fp32" else int
-                args.append(number(argument.value))
+            match self.call.arguments.get(parameter.name):
+                case Pointer(buffer=buffer):
+                    args.append(arrays[buffer])
+                case Scalar(value=value):
+                    args.append(float(value) if parameter.type == "fp32" else int(value))
+                case _:
+                    args.append(None)
         report = emulate(
             code,
             self.call.grid,

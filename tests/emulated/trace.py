@@ -17,28 +17,28 @@ class Trace:
 
     def __init__(self):
         self.rows: list[np.ndarray] = []
-        self.open: dict[int, tuple] = {}
+        self.known: dict[int, tuple] = {}
+        self.since: dict[tuple[int, int, int], int] = {}
 
     def begin(self, batch, effect, address, nbytes: int, write: bool):
         """An access has been issued by the waves of a batch."""
-        self.open[id(effect)] = (effect, batch.machine, address + 0, nbytes, write, batch.mask)
-        batch.machine.epochs_seen = batch.machine.epoch
+        self.known[id(effect)] = (effect, batch.machine, address + 0, nbytes, write, batch.mask)
         for g in range(batch.rect.g0, batch.rect.g1):
             for w in range(batch.rect.w0, batch.rect.w1):
-                self.open[id(effect), g, w] = int(batch.machine.epoch[g])
+                self.since[id(effect), g, w] = int(batch.machine.epoch[g])
 
     def end(self, batch, effect):
         """The waves of a batch have waited for it."""
         self._close(batch.rect, effect, batch.machine.epoch)
 
     def _close(self, rect, effect, epochs):
-        _, machine, address, nbytes, write, mask = self.open[id(effect)]
+        _, _, address, nbytes, write, mask = self.known[id(effect)]
         inside = effect.rect.intersect(rect)
         if not inside:
             return
         for g in range(inside.g0, inside.g1):
             for w in range(inside.w0, inside.w1):
-                first = self.open.pop((id(effect), g, w), None)
+                first = self.since.pop((id(effect), g, w), None)
                 if first is None:
                     continue
                 at = (g - effect.rect.g0, w - effect.rect.w0)
@@ -51,10 +51,8 @@ class Trace:
 
     def conflicts(self) -> int:
         """How many (word, epoch) pairs two waves fight over."""
-        for key, value in list(self.open.items()):  # never waited for: until the very end
-            if isinstance(key, int):
-                effect, machine = value[0], value[1]
-                self._close(effect.rect, effect, machine.epoch)
+        for effect, machine, *_ in self.known.values():  # never waited for: until the very end
+            self._close(effect.rect, effect, machine.epoch)
         if not self.rows:
             return 0
         rows = np.concatenate(self.rows)
