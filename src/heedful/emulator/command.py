@@ -110,6 +110,7 @@ def compile_kernel(path: str, function: str, target: str, types: Sequence[str], 
         source = GluonASTSource
     ordered = {name: signature[name] for name in names}
     made = source(fn=kernel, signature=ordered, constexprs=places, attrs=aligned)
+    options = {"enable_fp_fusion": True, **options}  # the default changes between versions
     return triton.compile(made, target=GPUTarget("hip", target, 64), options=options)
 
 
