@@ -254,7 +254,8 @@ def test_compiled_calls_give_what_eager_calls_give():
     torch._dynamo.reset()
 
     def loss(q, k, v):
-        out, lse = heedful.flash_attn_func(q, k, v, causal=True, return_lse=True)
+        keywords: dict[str, Any] = {"causal": True, "return_lse": True, "deterministic": True}
+        out, lse = heedful.flash_attn_func(q, k, v, **keywords)
         return out.float().square().sum() + lse.sum()
 
     function = torch.compile(loss, fullgraph=True, dynamic=True)

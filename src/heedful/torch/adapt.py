@@ -1,5 +1,7 @@
 """From the tensors a caller gave to the operands that kernels take: views wherever possible."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -7,64 +9,97 @@ from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.torch.checks import FLOATS
 
-_VECTORS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "kv_batch_idx", "leftpad_k")
+_ROWS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+_ROWS += ("kv_batch_idx", "leftpad_k", "block_table", "sink")
 _SCALES = ("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
+_INDEX = {name: index for index, name in enumerate(Operands._fields)}
+_new = tuple.__new__
+
+# Changes a list of the fields of Operands in place.
+Step = Callable[[list], None]
 
 
-def adapt(x: Operands, problem: AttentionProblem) -> Operands:
-    """Checked tensors as Operands has them: expanded by strides of 0; q, k, v and index tensors
-    copied where their last dim is not contiguous. Returns fields that need nothing as they are.
-    """
-    changed: dict[str, Tensor | None] = {}
-    for name in ("q", "k", "v", *_VECTORS, "block_table"):
-        tensor = getattr(x, name)
-        if tensor is not None:
-            changed[name] = dense_rows(tensor)
+def adapt(x: Operands, steps: tuple[Step, ...]) -> Operands:
+    """The operands after these steps, which `adaptations` found for this kind of call."""
+    fields = list(x)
+    for step in steps:
+        step(fields)
+    return _new(Operands, fields)
+
+
+def adaptations(x: Operands, problem: AttentionProblem) -> tuple[Step, ...]:
+    """What checked tensors lack to be what Operands says: expansion by strides of 0; copies of q,
+    k, v and small tensors whose last dim is not contiguous."""
+    steps = [
+        _copy(_INDEX[name])
+        for name in _ROWS
+        if (tensor := getattr(x, name)) is not None and not _has_dense_rows(tensor)
+    ]
     if x.block_table is not None and x.cu_seqlens_q is not None:
-        # Pages are found through the table: of cu_seqlens_k only the lengths matter.
-        if x.seqused_k is None:
-            changed["seqused_k"] = x.cu_seqlens_k[1:] - x.cu_seqlens_k[:-1]
-        changed["cu_seqlens_k"] = None
+        steps.append(_lengths_of_pages)
+    if x.bias is not None and problem.bias_grad and _is_expanded(x.bias):
+        # Each element of a bias that came expanded has a gradient of its own.
+        steps.append(_copy(_INDEX["bias"]))
+    if x.seed is not None and x.seed.dim() != 1:
+        steps.append(_reshape_seed)
+    return tuple(steps + _expansions(x, problem))
+
+
+def _expansions(x: Operands, problem: AttentionProblem) -> list[Step]:
     batch, heads = problem.batch, problem.heads_q
-    if x.bias is not None:
-        full = (batch, heads, problem.seqlen_q, problem.seqlen_k)
-        changed["bias"] = _expanded(own_bias(x.bias, problem), full)
-    if x.alibi_slopes is not None:
-        changed["alibi_slopes"] = _expanded(x.alibi_slopes, (batch, heads))
-    if x.tree_mask is not None:
-        square = (batch, problem.seqlen_q, problem.seqlen_q)
-        changed["tree_mask"] = _expanded(x.tree_mask, square)
-    if x.sink is not None:
-        changed["sink"] = dense_rows(x.sink)
-    if x.seed is not None:
-        changed["seed"] = x.seed if x.seed.dim() == 1 else x.seed.reshape(1)
-    for name in _SCALES:
-        tensor = getattr(x, name)
-        if tensor is not None:
-            whole = tensor.dim() > 2
-            changed[name] = tensor if whole else _expanded(tensor, (batch, problem.heads_k))
-    return x._replace(**changed)
+    shapes = {
+        "bias": (batch, heads, problem.seqlen_q, problem.seqlen_k),
+        "alibi_slopes": (batch, heads),
+        "tree_mask": (batch, problem.seqlen_q, problem.seqlen_q),
+    }
+    shapes |= {name: (batch, problem.heads_k) for name in _SCALES}
+    return [
+        _expand(_INDEX[name], shape)
+        for name, shape in shapes.items()
+        if (tensor := getattr(x, name)) is not None
+        and tensor.shape != shape
+        # Scales of groups of values lie as the cache does.
+        and not (name in _SCALES and tensor.dim() > 2)
+    ]
+
+
+def _copy(index: int) -> Step:
+    def step(fields: list) -> None:
+        fields[index] = fields[index].contiguous()
+
+    return step
+
+
+def _expand(index: int, shape: tuple) -> Step:
+    def step(fields: list) -> None:
+        fields[index] = fields[index].expand(shape)
+
+    return step
+
+
+def _reshape_seed(fields: list) -> None:
+    fields[_INDEX["seed"]] = fields[_INDEX["seed"]].reshape(1)
+
+
+def _lengths_of_pages(fields: list) -> None:
+    """Pages are found through the table: of cu_seqlens_k only the lengths matter."""
+    bounds, used = _INDEX["cu_seqlens_k"], _INDEX["seqused_k"]
+    if fields[used] is None:
+        fields[used] = fields[bounds][1:] - fields[bounds][:-1]
+    fields[bounds] = None
+
+
+def _has_dense_rows(tensor: Tensor) -> bool:
+    return tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
     """The tensor, copied if its last dim has another stride than 1."""
-    if tensor.stride(-1) == 1 or tensor.shape[-1] <= 1:
-        return tensor
-    return tensor.contiguous()
+    return tensor if _has_dense_rows(tensor) else tensor.contiguous()
 
 
-def own_bias(bias: Tensor, problem: AttentionProblem) -> Tensor:
-    """The bias before we expand it. One that came expanded is copied if it wants a gradient, since
-    each of its elements has one of its own."""
-    if problem.bias_grad and any(
-        stride == 0 and size > 1 for stride, size in zip(bias.stride(), bias.shape, strict=True)
-    ):
-        return bias.contiguous()
-    return bias
-
-
-def _expanded(tensor: Tensor, shape: tuple) -> Tensor:
-    return tensor if tensor.shape == shape else tensor.expand(shape)
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def bias_gradient(dbias: Tensor, shape: tuple) -> Tensor:

@@ -15,7 +15,15 @@ from torch.autograd.function import once_differentiable
 from heedful.core.operands import Operands
 from heedful.core.plan import Plan
 from heedful.torch import backends
-from heedful.torch.adapt import adapt, autocast, bias_gradient, copies, dense_rows, is_aligned
+from heedful.torch.adapt import (
+    adapt,
+    adaptations,
+    autocast,
+    bias_gradient,
+    copies,
+    dense_rows,
+    is_aligned,
+)
 from heedful.torch.checks import Options, check_seed, check_tensors, describe
 from heedful.torch.values import INDICES, check_values
 
@@ -77,8 +85,9 @@ class Explained(BaseException):
 class Call:
     """What one kind of call needs each time.
 
-    plain: the caller's tensors go to the kernels as they are. bare: they are q, k and v alone.
-    results: 0 out, 1 with lse, 2 with the probabilities too.
+    steps: what the caller's tensors lack to be operands. plain: they go to the kernels as they
+    are, unchecked. bare: they are q, k and v alone. results: 0 out, 1 with lse, 2 with the
+    probabilities too.
     """
 
     __slots__ = (
@@ -91,6 +100,7 @@ class Call:
         "problem",
         "results",
         "runner",
+        "steps",
     )
 
     def __init__(self, x: Operands, options: Options, grad: tuple[bool, bool], out, seed=None):
@@ -103,7 +113,8 @@ class Call:
         self.dropout = problem.dropout_p > 0
         if not self.dropout:
             x = x._replace(seed=None)
-        adapted = adapt(x, problem)
+        self.steps = adaptations(x, problem)
+        adapted = adapt(x, self.steps)
         if not is_aligned(*adapted[:3], out):
             problem = describe(x, options, *grad, out, aligned=False)
         given = adapted
@@ -118,18 +129,18 @@ class Call:
         self.forward = self.runner.forward
         if self.runner.plan.backend == "sdpa":
             self.forward = partial(_dense_forward, self.runner.forward)
-        self.plain = all(a is b for a, b in zip(x, adapted, strict=True))
-        self.bare = self.plain and not self.dropout and all(t is None for t in x[3:])
-        self.results = 2 if options.return_attn_probs else 1 if options.return_lse else 0
         indexed = any(getattr(x, name) is not None for name in INDICES)
         self.checks = indexed and x.q.device.type == "cpu"
+        self.plain = not (self.steps or self.dropout or self.checks)
+        self.bare = not (self.steps or self.dropout) and all(t is None for t in x[3:])
+        self.results = 2 if options.return_attn_probs else 1 if options.return_lse else 0
 
     def operands(self, x: Operands, seed) -> Operands:
         """The operands of this very call, where they are not the caller's tensors alone."""
         if self.dropout:
             x = x._replace(seed=make_seed(seed, x.q.device))
-        if not self.plain:
-            x = adapt(x, self.problem)
+        if self.steps:
+            x = adapt(x, self.steps)
         if self.checks:
             check_values(x, self.problem, self.kind)
         return x
@@ -154,14 +165,14 @@ def make_seed(seed, device: torch.device) -> Tensor:
 
 
 def tensor_key(tensor) -> tuple:
-    """What a plan may depend on of an operand. A device is told by its index, -1 for the CPU."""
+    """What a plan may depend on of an operand."""
     if not isinstance(tensor, Tensor):
         return (type(tensor),)
     return (
         tensor.shape,
         tensor.stride(),
         tensor.dtype,
-        tensor.get_device(),
+        tensor.device,
         tensor.data_ptr() % 16,
         tensor.requires_grad,
     )
@@ -212,17 +223,17 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
             q.shape,
             q.stride(),
             q.dtype,
-            q.get_device(),
+            device,
             q.data_ptr() % 16,
             k.shape,
             k.stride(),
             k.dtype,
-            k.get_device(),
+            k.device,
             k.data_ptr() % 16,
             v.shape,
             v.stride(),
             v.dtype,
-            v.get_device(),
+            v.device,
             v.data_ptr() % 16,
             None if extras is ABSENT else tensor_keys(extras),
             None if out is None else out_key(out, q, k, v),
@@ -237,7 +248,7 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
         call = find(key, x, Options(*options), (wants_grad, bias_grad), out, seed)
     if wants_grad:
         return Attention.apply(call, x, seed, q, k, v, extras[0], extras[2])
-    if call.dropout or call.checks or not call.plain:
+    if not call.plain:
         x = call.operands(x, seed)
     out, lse, probs = call.forward(x, out)
     if call.results == 0:
@@ -264,7 +275,7 @@ class Attention(Function):
     def forward(ctx, call: Call, x: Operands, seed, q, k, v, bias, sink):
         """q, k, v, bias and sink, those of x, are arguments for autograd to see."""
         ctx.set_materialize_grads(False)
-        if call.dropout or call.checks or not call.plain:
+        if not call.plain:
             x = call.operands(x, seed)
         out, lse, probs = call.forward(x, None)
         ctx.call, ctx.bias = call, None if bias is None else bias.shape

@@ -8,7 +8,7 @@ from torch.compiler import is_compiling
 
 from heedful.core.operands import Operands
 from heedful.torch import library
-from heedful.torch.adapt import adapt, autocast, dense_rows
+from heedful.torch.adapt import adapt, adaptations, autocast, dense_rows
 from heedful.torch.cache_update import Update, update_cache, updater
 from heedful.torch.calls import CALLS, Call, out_key, tensor_key, tensor_keys
 from heedful.torch.checks import FLOATS, Options, describe
@@ -174,7 +174,10 @@ class CacheCall:
         self.update = None
         if update.k is not None:
             self.update = updater(
-                adapt(given, problem), update, problem.mask.bounded, self.attention.runner.plan
+                adapt(given, adaptations(given, problem)),
+                update,
+                problem.mask.bounded,
+                self.attention.runner.plan,
             )
 
 
@@ -243,7 +246,7 @@ def _run(call: CacheCall, x: Operands, update: Update, out):
     if call.prefix is not None:
         x = x._replace(sink=None)
     attention = call.attention
-    if attention.checks or not attention.plain:
+    if not attention.plain:
         x = attention.operands(x, None)
     if call.update is not None and start is not None:
         x = call.update(x, update, start)
