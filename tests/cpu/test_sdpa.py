@@ -1,9 +1,10 @@
 """SDPA is used only where it is the same attention."""
 
 import pytest
-import torch
 
 from heedful import cpu
+from heedful.core.device import by_name
+from heedful.core.plan import plan
 from heedful.cpu import sdpa
 from support.budget import run
 from support.cases import Case, build, variants
@@ -68,11 +69,12 @@ def test_what_it_takes_is_within_budget(case):
     run(WithTiledLse(), case)
 
 
+@pytest.mark.parametrize("case", SAME, ids=str)
+def test_the_planner_may_choose_it_where_it_is_the_same(case):
+    assert plan(build(case).problem, by_name("CPU")).backend == "sdpa"
+
+
 @pytest.mark.parametrize("case", OTHER, ids=str)
-def test_what_it_would_compute_otherwise_is_refused_and_nothing_written(case):
-    built = build(case)
-    shape = (*built.x.q.shape[:-1], built.problem.head_dim_v)
-    out = torch.full(shape, 7.0)
-    with pytest.raises(ValueError, match="sdpa"):
-        sdpa.forward(built.problem, built.x, out)
-    assert (out == 7).all()
+def test_the_planner_refuses_it_where_it_would_compute_something_else(case):
+    with pytest.raises(ValueError, match="backend='sdpa' cannot run"):
+        plan(build(case).problem, by_name("CPU"), backend="sdpa")

@@ -20,10 +20,10 @@ def test_every_known_device_has_a_kernel_for_a_plain_training_call(name):
 
 
 def test_a_named_backend_that_cannot_raises_with_every_reason():
-    problem = dense(1, 64, 32, 8, 2, causal=True, softcap=5.0)
+    problem = dense(1, 64, 32, 8, 2, causal=True, softcap=5.0, alibi=True)
     with pytest.raises(ValueError) as error:
         plan(problem, by_name("CPU"), backend="sdpa")
-    for reason in ("softcap", "fewer KV heads", "causal mask of unequal lengths"):
+    for reason in ("softcap", "ALiBi", "causal mask of unequal lengths"):
         assert reason in str(error.value)
 
 

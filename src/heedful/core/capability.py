@@ -97,22 +97,27 @@ class KernelRow:
         return reasons
 
 
-# Features that the dtype and direction of a row speak of.
-_KINDS = frozenset({"fp8", "quantized_kv", "backward"})
+# Features that the dtypes of a row speak of.
+_KINDS = frozenset({"fp8", "quantized_kv"})
 
 _EVERY_FEATURE = frozenset(FEATURES)
 _FLOATS = ("bfloat16", "float16", "float32")
+_FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
+_QUANTIZED = ("int8", "int4", *_FP8)
 
 
-def _no_graph_for_probs(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+def _whole_probs(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     if problem.return_probs and problem.num_splits > 1:
         return "returned probabilities of a split of the keys"
     return None
 
 
 def _sdpa_mask(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    if problem.mask.causal and problem.seqlen_q != problem.seqlen_k:
-        return "causal mask of unequal lengths (SDPA aligns top left)"
+    mask = problem.mask
+    if mask.causal and mask.shift:
+        return "shifted causal mask"
+    if mask.causal and mask.bottom_right and problem.seqlen_q != problem.seqlen_k:
+        return "causal mask of unequal lengths aligned bottom right (SDPA aligns top left)"
     return None
 
 
@@ -138,7 +143,7 @@ ROWS: tuple[KernelRow, ...] = (
         _FLOATS,
         _EVERY_FEATURE,
         least=(("triton", (3, 6)),),
-        gates=(_no_graph_for_probs,),
+        gates=(_whole_probs,),
     ),
     KernelRow(
         "portable",
@@ -154,7 +159,8 @@ ROWS: tuple[KernelRow, ...] = (
         "forward",
         {"cpu": "run"},
         _FLOATS,
-        frozenset({"causal"}),
+        # Without a log-sum-exp there is no backward.
+        frozenset({"causal", "diagonal", "gqa", "unaligned"}),
         least=(("torch", (2, 11)),),
         source="torch",
         gates=(_sdpa_mask,),
@@ -163,8 +169,9 @@ ROWS: tuple[KernelRow, ...] = (
         "cpu",
         "forward",
         {"cpu": "run"},
-        _FLOATS,
+        (*_FLOATS, *_FP8),
         _EVERY_FEATURE - {"split_kv"},
+        kv_dtypes=_QUANTIZED,
         least=(("torch", (2, 11)),),
         source="torch",
     ),
