@@ -212,6 +212,21 @@ def test_fake_tensors_get_shapes_without_running():
     assert out.shape == (2, 5, 4, 8) and lse.shape == (2, 4, 5) and lse.dtype == torch.float32
 
 
+def test_a_fake_decoding_step_gets_shapes_without_running():
+    with FakeTensorMode():
+        q, k_cache, v_cache, k, v = inputs(
+            (2, 1, 4, 16), (2, 8, 2, 16), (2, 8, 2, 8), (2, 1, 2, 16), (2, 1, 2, 8), grad=False
+        )
+        tables = torch.randn(8, 4), torch.randn(8, 4)
+        lengths = torch.zeros(2, dtype=torch.int32)
+        out, lse = heedful.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k, v, *tables, cache_seqlens=lengths, return_softmax_lse=True
+        )
+        with pytest.raises(ValueError, match="softcap"):
+            heedful.flash_attn_with_kvcache(q, k_cache, v_cache, softcap=-1.0)
+    assert out.shape == (2, 1, 4, 8) and lse.shape == (2, 4, 1)
+
+
 def test_meta_tensors_get_shapes_without_running():
     q, k, v = (t.to("meta") for t in dense(grad=False))
     assert heedful.flash_attn_func(q, k, v).shape == (2, 5, 4, 8)

@@ -13,7 +13,7 @@ from heedful.torch.cache_update import Update, update_cache, updater
 from heedful.torch.calls import CALLS, Call, out_key, tensor_key, tensor_keys
 from heedful.torch.checks import FLOATS, Options, describe
 from heedful.torch.dispatch import needs_dispatcher
-from heedful.torch.kvcache_checks import check_int_length, check_prefix, check_update
+from heedful.torch.kvcache_checks import check_apart, check_int_length, check_prefix, check_update
 from heedful.torch.merge import merge_attn_states
 from heedful.torch.values import check_range
 
@@ -161,6 +161,7 @@ class CacheCall:
         self.prefix: Call | None = None
         given = x
         if update.rotary_cos is not None:
+            check_apart(x.k, x.v)
             # Attention gets the rotated q, which is dense.
             x = x._replace(q=torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device))
         if update.shared_prefix is None:

@@ -118,7 +118,11 @@ def _check_rotary(x: Operands, problem: AttentionProblem, update) -> None:
             f"rotary_cos must have a row for each of the cache's {positions} positions,"
             f" got {cos.shape[0]}"
         )
-    if x.k.device.type != "meta" and x.k.data_ptr() == x.v.data_ptr() and x.k.numel():
+
+
+def check_apart(k_cache: Tensor, v_cache: Tensor) -> None:
+    """ValueError where writing values would overwrite the keys that were just rotated."""
+    if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel():
         raise ValueError(
             "rotary_cos must be None where v_cache shares the memory of k_cache (v would overwrite"
             " the rotated keys), got a tensor"
