@@ -281,10 +281,33 @@ def test_scratch_accesses_past_the_lane_s_share_are_found():
     only(run("scratch_store_dword off, v0, off offset:16"), "global-bounds")
 
 
-def test_registers_read_before_anything_is_written_are_found():
-    finding = only(run("v_add_u32_e32 v2, v9, v0"), "register-uninit")
-    assert "v9" in finding.message
-    assert run("v_mov_b32_e32 v9, 0\nv_add_u32_e32 v2, v9, v0").clean
+@pytest.mark.parametrize(
+    ("use", "name"),
+    [
+        ("v_add_u32_e32 v2, v9, v0\nglobal_store_dword v1, v2, s[6:7]", "v9"),
+        ("v_mov_b32_e32 v2, s30\nglobal_store_dword v1, v2, s[6:7]", "s30"),
+        ("s_cmp_eq_u32 s30, 0\ns_cbranch_scc1 1f\n1:", "s30"),
+        ("ds_read_b32 v2, v9\ns_waitcnt lgkmcnt(0)", "v9"),
+    ],
+)
+def test_registers_that_nothing_has_written_are_found_where_they_matter(use, name):
+    report = run(use)
+    assert "register-uninit" in report.kinds() and name in report.summary()
+    assert run(f"v_mov_b32_e32 v9, 0\ns_mov_b32 s30, 0\nds_write_b32 v9, v9\n{use}").kinds() <= {
+        "lds-race"
+    }
+
+
+def test_copying_and_spilling_half_defined_pairs_is_fine():
+    body = """
+        v_mov_b32_e32 v8, 7
+        v_mov_b64_e32 v[2:3], v[8:9]
+        scratch_store_dwordx2 off, v[8:9], off
+        s_mov_b64 s[20:21], s[30:31]
+        v_writelane_b32 v5, s30, 3
+        global_store_dword v1, v2, s[6:7]
+    """
+    assert run(body).clean
 
 
 def test_registers_defined_on_one_path_only_are_found():
@@ -295,10 +318,10 @@ def test_registers_defined_on_one_path_only_are_found():
         v_mov_b32_e32 v5, 1
     1:
         s_mov_b64 exec, s[8:9]
-        v_mov_b32_e32 v6, v5
+        global_store_dword v1, v5, s[6:7]
     """
     finding = only(run(body), "register-uninit")
-    assert "v5" in finding.message
+    assert "v5" in finding.message and finding.wave == 1
 
 
 def test_a_wave_that_ends_before_a_barrier_is_found():

@@ -131,6 +131,17 @@ class Program:
         return self.labels[label]
 
 
+def slot_name(slot: int) -> str:
+    """The register's name in assembly."""
+    if slot < AGPR:
+        return f"v{slot}"
+    if slot < SGPR:
+        return f"a{slot - AGPR}"
+    named = {106: "vcc_lo", 107: "vcc_hi", 124: "m0", 126: "exec_lo", 127: "exec_hi"}
+    named |= {SCC - SGPR: "scc", MODE - SGPR: "mode"}
+    return named.get(slot - SGPR, f"s{slot - SGPR}")
+
+
 def parse_operand(text: str) -> Operand:
     """Parse one operand with its source modifiers, as `-|v3|`, `s[0:1]`, `0x10`, `vcc` or `off`."""
     body, neg, absolute = text.strip(), False, False

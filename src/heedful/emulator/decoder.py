@@ -100,8 +100,6 @@ class Code:
         for pc in range(start, stop):
             steps.append(self._step(pc))
             reads, writes = _bits(self.flows[pc].reads), _bits(self.flows[pc].writes)
-            if code[pc].base == "v_writelane_b32":  # spills save what may never be defined
-                reads = 0
             needs |= reads & ~defines
             defines |= writes
         return Block(start, stop, steps, needs, defines)

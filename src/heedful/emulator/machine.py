@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from heedful.emulator.asm import SGPR
+from heedful.emulator.asm import slot_name
 from heedful.emulator.decoder import Code, initially_defined
 from heedful.emulator.floats import U32
 from heedful.emulator.lds import Lds
@@ -69,7 +69,7 @@ class Machine:
         self.ready: list[Batch] = []
         self.waiting: list[Batch] = []
         for rect in self._initial_rects(count):
-            batch = self._activate(rect, 0, Outstanding(), self._defined)
+            batch = self._activate(rect, 0, Outstanding(), [(rect, self._defined)])
             self.ready.append(batch)
         self._executed = 0
         limit = self.max_instructions * count * self.waves
@@ -126,9 +126,14 @@ class Machine:
         start = (kernarg - self.memory.base) // 4 + first
         self.registers.s[..., slot : slot + count] = self.memory.words[start : start + count]
 
-    def _activate(self, rect: Rect, pc: int, out: Outstanding, defined: int) -> Batch:
+    def _activate(self, rect: Rect, pc: int, out: Outstanding, defined) -> Batch:
+        """The batch of a rectangle; `defined` may cover more than it."""
         batch = self.registers.batch(rect)
-        batch.pc, batch.out, batch.defined, batch.machine = pc, out, defined, self
+        batch.pc, batch.out, batch.machine = pc, out, self
+        parts = [(rect.intersect(part), bits) for part, bits in defined]
+        batch.defined = [(part, bits) for part, bits in parts if part]
+        if len({bits for _, bits in batch.defined}) == 1:
+            batch.defined = [(rect, batch.defined[0][1])]
         batch.refresh_exec()
         return batch
 
@@ -196,27 +201,14 @@ class Machine:
         self.sink.add("waitcnt", message, at, producer, **self.place(batch, 0, 0))
 
     def _check_definitions(self, batch: Batch, block):
-        missing = block.needs & ~batch.defined
-        if missing and self._check_defined:
-            self._report_undefined(batch, block, missing)
-        batch.defined |= block.defines
-
-    def _report_undefined(self, batch: Batch, block, missing: int):
-        """Name the first instruction that reads each undefined slot."""
-        for pc in range(block.start, block.stop):
-            flows = self.code.flows[pc]
-            read = [s for s in sorted(flows.reads) if missing >> s & 1]
-            if read:
-                names = ", ".join(map(slot_name, read))
-                at = self.code.program.code[pc]
-                self.sink.add(
-                    "register-uninit",
-                    f"{names} read before anything is written",
-                    at,
-                    **self.place(batch, 0, 0),
-                )
-            for slot in (*read, *flows.writes):
-                missing &= ~(1 << slot)
+        for rect, bits in batch.defined:
+            missing = block.needs & ~bits
+            while missing and self._check_defined:
+                slot = missing.bit_length() - 1
+                missing ^= 1 << slot
+                self.taint.add_register(rect, slot)
+        new = block.defines | block.needs  # what was missing is followed from here on
+        batch.defined = [(rect, bits | new) for rect, bits in batch.defined]
 
     def _branch(self, batch: Batch, instruction, flags):
         """Send the waves whose flag is set to the target, the others on."""
@@ -249,7 +241,7 @@ class Machine:
             self.ready.remove(other)
             out = other.out
             out.absorb(batch.out)
-            merged = self._activate(rect, batch.pc, out, batch.defined & other.defined)
+            merged = self._activate(rect, batch.pc, out, batch.defined + other.defined)
             return self._merge(merged)
         return batch
 
@@ -299,14 +291,3 @@ class Machine:
             message = f"{ended} of {self.waves} waves ended before this barrier"
             at = self.code.program.code[batch.pc - 1]
             self.sink.add("barrier", message, at, **self.place(batch, g - batch.rect.g0, 0))
-
-
-def slot_name(slot: int) -> str:
-    """The register's name in assembly."""
-    if slot < 256:
-        return f"v{slot}"
-    if slot < SGPR:
-        return f"a{slot - 256}"
-    named = {106: "vcc_lo", 107: "vcc_hi", 124: "m0", 126: "exec_lo", 127: "exec_hi"}
-    named |= {1000 - SGPR: "scc", 1001 - SGPR: "mode"}
-    return named.get(slot - SGPR, f"s{slot - SGPR}")

@@ -12,7 +12,7 @@ KINDS = {
     "lds-uninit": "a value from LDS that nothing has written is used",
     "lds-bounds": "an LDS access lies outside the workgroup's allocation",
     "global-bounds": "a global or scratch access lies outside every buffer",
-    "register-uninit": "a register is read that nothing has written",
+    "register-uninit": "a value from a register that nothing has written is used",
     "wait-states": "too few wait states between two instructions without interlock",
     "barrier": "waves of one workgroup pass different numbers of barriers",
     "limit": "a wave ran longer than max_instructions",

@@ -149,13 +149,14 @@ class Batch:
         b: the 8 bytes of a register pair, from which lane masks unpack.
         vec, vecf: the whole vector file, (512, groups, waves, 64).
         mask: lanes enabled by exec. where: the same, or True if all are; full: whether all are.
-        pc: the next instruction. out: memory operations in flight. defined: bit set of the slots
-            written so far. machine: what the batch runs on (memory, LDS, scratch, findings).
+        pc: the next instruction. out: memory operations in flight.
+        defined: bit sets of the slots written so far, for each part of the rectangle.
+        machine: what the batch runs on (memory, LDS, scratch, findings).
     """
 
     pc: int
     out: Outstanding
-    defined: int
+    defined: list[tuple[Rect, int]]
     machine: Machine
 
     def __init__(self, registers: Registers, rect: Rect):

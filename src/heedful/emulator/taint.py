@@ -1,37 +1,48 @@
-"""Follows values that came from LDS that nothing has written, until one matters.
+"""Follows undefined values, from LDS or registers that nothing has written, until one matters.
 
-Software pipelines read a buffer ahead of the branch that decides whether the data counts, so the
-read alone is no defect. It becomes one when the value reaches memory, an address, a branch or
-exec. Lanes are followed one by one; a value is forgotten where a select discards it.
+Software pipelines read a buffer ahead of the branch that decides whether the data counts, and
+compilers copy register pairs of which only one half is defined, so the read alone is no defect. It
+becomes one when the value reaches memory, an address, a branch or exec. Lanes are followed one by
+one; a value is forgotten where a select discards it.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from heedful.emulator.asm import EXEC, SCC, SGPR, VCC
+from heedful.emulator.asm import EXEC, SCC, SGPR, VCC, Instruction, slot_name
 from heedful.emulator.semantics.matrix import spread_lanes
 
 if TYPE_CHECKING:
-    from heedful.emulator.asm import Instruction
     from heedful.emulator.dataflow import Flow
     from heedful.emulator.machine import Machine
-    from heedful.emulator.state import Batch
+    from heedful.emulator.state import Batch, Rect
 
-_SINK = re.compile(r"s_cbranch_\w+|(global|buffer|flat|scratch|s)_\w*(load|store|atomic)\w*|ds_\w+")
+# Scratch is not among them: spills save what may never be defined.
+_SINK = re.compile(r"s_cbranch_\w+|(global|buffer|flat|s)_\w*(load|store|atomic)\w*|ds_\w+")
 _CROSSES_LANES = re.compile(r"v_(readlane|readfirstlane|writelane|permlane\w*|swap)_b32|ds_\w+")
 
 
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an undefined value came from: the kind of finding, in words, and an LDS read if any."""
+
+    kind: str
+    words: str
+    instruction: Instruction | None
+
+
 class Taint:
-    """Lanes of registers whose value is undefined, and the LDS read that each came from."""
+    """Lanes of registers whose value is undefined, and where each came from."""
 
     def __init__(self, machine: Machine):
         self.machine = machine
         self.lanes: dict[int, np.ndarray] = {}
-        self.origin: dict[int, Instruction] = {}
+        self.origin: dict[int, Origin] = {}
 
     def reset(self):
         """Forget everything."""
@@ -40,9 +51,16 @@ class Taint:
 
     def add(self, batch: Batch, at: Instruction, lanes):
         """An LDS read of `batch` gave undefined values in `lanes` (groups, waves, 64)."""
+        origin = Origin("lds-uninit", "a value from LDS that nothing has written", at)
         for slot in self.machine.code.loads[at.pc]:
             self._whole(slot)[batch.rect.index] |= lanes
-            self.origin[slot] = at
+            self.origin[slot] = origin
+
+    def add_register(self, rect: Rect, slot: int):
+        """The waves of `rect` are about to read a register that they never wrote."""
+        self._whole(slot)[rect.index] = True
+        words = f"a value from {slot_name(slot)}, which nothing has written"
+        self.origin[slot] = Origin("register-uninit", words, None)
 
     def _whole(self, slot: int) -> np.ndarray:
         if slot not in self.lanes:
@@ -52,27 +70,33 @@ class Taint:
 
     def before(self, batch: Batch, at: Instruction, flows: Flow):
         """What an instruction about to run does to its results: None, or lanes and origin."""
+        if self.lanes.keys().isdisjoint(flows.reads):
+            return None
         rect = batch.rect.index
         found = {s: self.lanes[s][rect] for s in flows.reads if s in self.lanes}
         found = {s: lanes for s, lanes in found.items() if lanes.any()}
         if not found:
             return None
         origin = self.origin[next(iter(found))]
+        if "_mov_b64" in at.base and at.operands[1].kind == "reg":
+            source = at.operands[1].slots
+            pairs = zip(at.operands[0].slots, source, strict=True)
+            return {to: found[s] for to, s in pairs if s in found}, origin
         reached = self._reached(batch, at, found)
-        if reached is None or not reached.any():
+        if not reached.any():
             return None
         if _SINK.fullmatch(at.base) or EXEC in flows.writes:
             self._report(batch, at, origin, reached)
             return None
         return reached, origin
 
-    def _report(self, batch: Batch, at: Instruction, origin: Instruction, reached):
+    def _report(self, batch: Batch, at: Instruction, origin: Origin, reached):
         active = reached & batch.mask
         if at.mnemonic.startswith("s_") or active.any():
             group, wave, lane = (int(x) for x in np.argwhere(reached)[0])
-            message = f"lane {lane} uses a value from LDS that nothing has written"
+            message = f"lane {lane} uses {origin.words}"
             place = self.machine.place(batch, group, wave)
-            self.machine.sink.add("lds-uninit", message, at, origin, **place)
+            self.machine.sink.add(origin.kind, message, at, origin.instruction, **place)
 
     def _reached(self, batch: Batch, at: Instruction, found: dict[int, np.ndarray]):
         """Lanes of the result that depend on undefined lanes of the sources."""
@@ -102,8 +126,11 @@ class Taint:
         rect = batch.rect.index
         if outcome is None and not any(s in self.lanes for s in flows.writes):
             return
-        lanes = outcome[0] if outcome else np.zeros(batch.shape, bool)
+        clean = np.zeros(batch.shape, bool)
         for slot in flows.writes:
+            lanes = outcome[0] if outcome else clean
+            if isinstance(lanes, dict):
+                lanes = lanes.get(slot, clean)
             if slot >= SGPR:
                 lanes_here = np.broadcast_to(lanes.any(-1, keepdims=True), batch.shape)
             else:
