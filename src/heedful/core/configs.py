@@ -48,38 +48,166 @@ class ConfigRow:
         )
 
 
-def _wide(problem: AttentionProblem) -> bool:
-    """float32 inputs: IEEE products run on the FMA units, from registers."""
+def _float32(problem: AttentionProblem) -> bool:
+    """IEEE products of float32 run on the FMA units, with their operands in registers."""
     return problem.dtype == "float32"
 
 
-_UNMEASURED = "starting point, not measured"
+def _burdens(problem: AttentionProblem) -> int:
+    """How many features hold a register or an address per score; loads of single elements count
+    twice, since none of them can be copied asynchronously."""
+    per_score = (problem.bias, problem.dropout_p > 0, problem.tree_mask)
+    return sum(per_score) + 2 * (not problem.aligned)
+
+
+def _one_burden(problem: AttentionProblem) -> bool:
+    return _burdens(problem) == 1
+
+
+def _burdened(problem: AttentionProblem) -> bool:
+    return _burdens(problem) > 1
+
+
+def _always(problem: AttentionProblem) -> bool:
+    return True
+
+
+_H200 = "H200, 2026-11-20, Triton 3.6: fastest without spills of those tried"
+_NO_SPILLS = "sm_90, Triton 3.9: largest tried that compiles without spills; not timed"
+_FITS = "fits shared memory and registers when compiled; not timed"
+_AMD = "compiled for gfx942 and gfx950: no spills, LDS within 64 KiB; not timed"
+_SMALL = "small enough for 64 KiB of shared memory; not timed"
+_NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
+_CDNA = ("gfx942", "gfx950", "gfx90a")
+
+# kernel, architectures, condition, where from: {largest head dim: (rows, keys, warps, stages)}
+_PORTABLE = (
+    ("forward", ("*",), _float32, _FITS, {128: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
+    ("backward_keys", ("*",), _float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
+    ("backward_queries", ("*",), _float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
+    ("scores", ("*",), _float32, _FITS, {512: (16, 16, 4, 1)}),
+    ("scores", ("*",), _always, _NO_SPILLS, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
+    (
+        "forward",
+        ("sm_90",),
+        _burdened,
+        _NO_SPILLS,
+        {128: (32, 32, 4, 2), 512: (32, 16, 8, 1)},
+    ),
+    (
+        "forward",
+        ("sm_90",),
+        _one_burden,
+        _NO_SPILLS,
+        {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (128, 16, 8, 3), 512: (32, 16, 8, 1)},
+    ),
+    (
+        "forward",
+        ("sm_90",),
+        _always,
+        _H200,
+        {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 16, 8, 3), 512: (32, 16, 8, 1)},
+    ),
+    (
+        "backward_keys",
+        ("sm_90",),
+        _burdened,
+        _NO_SPILLS,
+        {64: (16, 32, 4, 2), 128: (32, 32, 8, 1), 512: (16, 16, 8, 1)},
+    ),
+    (
+        "backward_keys",
+        ("sm_90",),
+        _one_burden,
+        _NO_SPILLS,
+        {64: (32, 64, 4, 3), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2), 512: (16, 16, 8, 1)},
+    ),
+    (
+        "backward_keys",
+        ("sm_90",),
+        _always,
+        _H200,
+        {64: (32, 64, 4, 3), 128: (32, 128, 8, 4), 256: (16, 32, 4, 2), 512: (16, 16, 8, 1)},
+    ),
+    (
+        "backward_queries",
+        ("sm_90",),
+        _burdened,
+        _NO_SPILLS,
+        {128: (32, 32, 4, 2), 256: (32, 16, 4, 2), 512: (16, 32, 8, 1)},
+    ),
+    (
+        "backward_queries",
+        ("sm_90",),
+        _one_burden,
+        _NO_SPILLS,
+        {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (128, 16, 8, 2), 512: (16, 32, 8, 1)},
+    ),
+    (
+        "backward_queries",
+        ("sm_90",),
+        _always,
+        _H200,
+        {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 16, 8, 2), 512: (16, 32, 8, 1)},
+    ),
+    (
+        "forward",
+        _CDNA,
+        _burdened,
+        _AMD,
+        {128: (32, 32, 4, 1), 512: (32, 16, 4, 1)},
+    ),
+    (
+        "forward",
+        _CDNA,
+        _always,
+        _AMD,
+        {128: (128, 64, 4, 1), 256: (64, 32, 4, 1), 512: (32, 16, 4, 1)},
+    ),
+    (
+        "backward_keys",
+        _CDNA,
+        _always,
+        _AMD,
+        {64: (64, 64, 4, 1), 128: (32, 64, 4, 1), 256: (16, 64, 4, 1), 512: (16, 32, 4, 1)},
+    ),
+    (
+        "backward_queries",
+        _CDNA,
+        _always,
+        _AMD,
+        {128: (128, 32, 4, 1), 256: (64, 16, 4, 1), 512: (32, 16, 4, 1)},
+    ),
+    (
+        "forward",
+        _NVIDIA,
+        _always,
+        _FITS,
+        {128: (64, 64, 4, 2), 256: (32, 32, 4, 2), 512: (32, 16, 8, 1)},
+    ),
+    (
+        "backward_keys",
+        _NVIDIA,
+        _always,
+        _FITS,
+        {64: (64, 64, 4, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2), 512: (16, 16, 8, 1)},
+    ),
+    (
+        "backward_queries",
+        _NVIDIA,
+        _always,
+        _FITS,
+        {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 4, 2), 512: (16, 16, 8, 1)},
+    ),
+    ("forward", ("*",), _always, _SMALL, {128: (64, 32, 4, 1), 512: (16, 16, 4, 1)}),
+    ("backward_keys", ("*",), _always, _SMALL, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
+    ("backward_queries", ("*",), _always, _SMALL, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
+)
 
 ROWS: list[ConfigRow] = [
-    ConfigRow("portable.forward", ("*",), 64, TileConfig(32, 32, 4, 2), _UNMEASURED, _wide),
-    ConfigRow("portable.forward", ("*",), 512, TileConfig(16, 16, 4, 1), _UNMEASURED, _wide),
-    ConfigRow("portable.forward", ("*",), 64, TileConfig(128, 64, 4, 3), _UNMEASURED),
-    ConfigRow("portable.forward", ("*",), 128, TileConfig(128, 64, 8, 2), _UNMEASURED),
-    ConfigRow("portable.forward", ("*",), 256, TileConfig(64, 32, 4, 2), _UNMEASURED),
-    ConfigRow("portable.forward", ("*",), 512, TileConfig(32, 16, 4, 1), _UNMEASURED),
-    ConfigRow("portable.backward_keys", ("*",), 64, TileConfig(32, 32, 4, 1), _UNMEASURED, _wide),
-    ConfigRow("portable.backward_keys", ("*",), 512, TileConfig(16, 16, 4, 1), _UNMEASURED, _wide),
-    ConfigRow("portable.backward_keys", ("*",), 128, TileConfig(64, 128, 8, 2), _UNMEASURED),
-    ConfigRow("portable.backward_keys", ("*",), 256, TileConfig(32, 64, 8, 1), _UNMEASURED),
-    ConfigRow("portable.backward_keys", ("*",), 512, TileConfig(16, 32, 8, 1), _UNMEASURED),
-    ConfigRow(
-        "portable.backward_queries", ("*",), 64, TileConfig(32, 32, 4, 1), _UNMEASURED, _wide
-    ),
-    ConfigRow(
-        "portable.backward_queries", ("*",), 512, TileConfig(16, 16, 4, 1), _UNMEASURED, _wide
-    ),
-    ConfigRow("portable.backward_queries", ("*",), 128, TileConfig(128, 64, 8, 2), _UNMEASURED),
-    ConfigRow("portable.backward_queries", ("*",), 256, TileConfig(64, 32, 8, 1), _UNMEASURED),
-    ConfigRow("portable.backward_queries", ("*",), 512, TileConfig(32, 16, 8, 1), _UNMEASURED),
-    ConfigRow("portable.scores", ("*",), 64, TileConfig(32, 32, 4, 1), _UNMEASURED, _wide),
-    ConfigRow("portable.scores", ("*",), 512, TileConfig(16, 16, 4, 1), _UNMEASURED, _wide),
-    ConfigRow("portable.scores", ("*",), 128, TileConfig(64, 64, 4, 1), _UNMEASURED),
-    ConfigRow("portable.scores", ("*",), 512, TileConfig(32, 32, 4, 1), _UNMEASURED),
+    ConfigRow(f"portable.{kernel}", archs, max_dim, TileConfig(*tile), measured, when)
+    for kernel, archs, when, measured, tiles in _PORTABLE
+    for max_dim, tile in tiles.items()
 ]
 
 
