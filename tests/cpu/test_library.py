@@ -144,6 +144,23 @@ def test_a_compiled_decoding_step_updates_the_cache_in_place(paged):
     assert_same(caches, eager_caches)
 
 
+def test_a_compiled_step_checks_an_int_length_and_takes_any():
+    cache = torch.zeros(1, 6, 1, 8), torch.zeros(1, 6, 1, 8)
+    new = torch.ones(1, 1, 1, 8)
+
+    def step(new, k_cache, v_cache, length: int):
+        return heedful.flash_attn_with_kvcache(
+            new, k_cache, v_cache, new, new, cache_seqlens=length
+        )
+
+    function = compiled(step)
+    for length in (0, 3, 5):
+        function(new, *cache, length)
+        assert torch.equal(cache[0][:, length], new[:, 0])
+    with pytest.raises(Exception, match="cache_seqlens must lie within the cache"):
+        function(new, *cache, 6)
+
+
 def test_compiled_packed_and_merged_calls_give_what_eager_calls_give():
     def both(qkv, sink):
         out, lse = heedful.flash_attn_qkvpacked_func(qkv, causal=True, return_lse=True)

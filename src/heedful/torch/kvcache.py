@@ -231,7 +231,7 @@ def _eager(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, o
         if key is not None:
             CALLS.put(key, call)
     if whole:
-        check_int_length(lengths, call.new, call.capacity, update)
+        check_int_length(lengths, call.new, call.capacity)
     return _run(call, x, update, out)
 
 
@@ -329,6 +329,9 @@ def _traced(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, 
         x = x._replace(q=q)
     new = 0 if update.k is None else update.k.shape[1]
     if update.cache_seqlens is not None:
+        if not isinstance(update.cache_seqlens, Tensor):
+            pages = 1 if x.block_table is None else x.block_table.shape[1]
+            check_int_length(update.cache_seqlens, new, pages * x.k.shape[1])
         start, used = _lengths(update, x, new)
         x = x._replace(seqused_k=used)
         if update.k is not None:

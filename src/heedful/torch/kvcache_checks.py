@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
@@ -44,13 +45,17 @@ def _check_lengths(lengths: Any) -> None:
         )
 
 
-def check_int_length(length: int, new: int, capacity: int, update) -> None:
-    """ValueError unless `length` tokens and `new` more fit the cache and the rotary tables."""
-    if not 0 <= length <= capacity - new:
-        raise ValueError(
-            f"cache_seqlens must lie between 0 and {capacity - new}"
-            f" (a capacity of {capacity} for {new} new tokens), got {length}"
-        )
+def check_int_length(length: int, new: int, capacity: int) -> None:
+    """ValueError unless `length` tokens and `new` more fit the cache."""
+    if 0 <= length <= capacity - new:
+        return
+    if is_compiling():
+        # Dynamo formats no symbolic ints.
+        raise ValueError("cache_seqlens must lie within the cache, with room for the new tokens")
+    raise ValueError(
+        f"cache_seqlens must lie between 0 and {capacity - new}"
+        f" (a capacity of {capacity} for {new} new tokens), got {length}"
+    )
 
 
 def _both_or_none(name: str, value: Any, other_name: str, other: Any) -> None:
