@@ -143,7 +143,7 @@ def _conclude(report: "Report", seconds: float) -> None:
     out.print(
         f"The curves {verdict}. Apart they may be three times what a control is from SDPA, plus the"
         " rounding of the losses, over each tenth of the steps and all before it; the control is"
-        " SDPA's unfused math from weights off by one rounding. Closest to that bound, over the"
+        " SDPA's unfused math with weights off by one rounding. Closest to that bound, over the"
         f" first {worst.steps} steps: at most {worst.found.largest:.1e} apart"
         f" (RMS {worst.found.rms:.1e}), allowed {worst.bound.largest:.1e}"
         f" (RMS {worst.bound.rms:.1e})."

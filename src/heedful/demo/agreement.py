@@ -2,9 +2,10 @@
 
 Two right attentions round differently, and training blows that up: after some hundred steps a last
 bit is a thousandth. How fast is measured by a control: a run that is right too, but sums in
-another order (unfused SDPA) and starts from weights off by one rounding of the dtype. The rule is
-that of the gradients in the test-suite: at most three times the control's distance, plus the
-rounding of the losses themselves, in the maximum and as RMS. It holds over the first tenth of the
+another order (unfused SDPA), starts from weights off by one rounding of the dtype, and has every
+weight moved to a neighbouring float32 after every step. The rule is that of the gradients in the
+test-suite: at most three times the control's distance, plus the rounding of the losses themselves,
+in the maximum and as RMS. It holds over the first tenth of the
 steps, where the noise is a last bit, the first two tenths, and so on, so that the late noise does
 not cover an early fault.
 """
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 
 FACTOR = 3.0
 TENTHS = 10
-# Losses are float32, whatever the model computes in; a difference has two of them, each rounded.
+# A character's loss is float32, whatever the model computes in; a difference has two, each rounded.
 LOSS_EPS = 2.0**-23
 
 

@@ -48,13 +48,13 @@ def run(
     ours: Attend | None = None,
 ) -> Report:
     """Trains with `ours` (default: heedful), with SDPA, and a control that is as right as SDPA but
-    sums in another order and starts off by one rounding: how far it strays is the noise."""
+    sums in another order and is off by one rounding: how far it strays is the noise."""
     attentions = {
         OURS: ours or attention.with_heedful(recipe.backend),
         THEIRS: attention.with_sdpa(),
     }
-    perturbed = {CONTROL: attention.with_math()}
-    runs = training.start(recipe, len(text.vocabulary), attentions, perturbed, device)
+    controls = {CONTROL: attention.with_math()}
+    runs = training.start(recipe, len(text.vocabulary), attentions, controls, device)
     for step in training.train(recipe, text, runs, device):
         on_step(step, runs)
     losses = {name: own.losses for name, own in runs.items()}

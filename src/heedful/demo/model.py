@@ -71,7 +71,9 @@ class GPT(nn.Module):
             x_BSC = block(x_BSC, attend)
         return F.linear(self.norm(x_BSC), self.characters.weight)
 
-    def loss(self, tokens_BS: torch.Tensor, next_BS: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Mean cross entropy in nats a character."""
+    def losses(
+        self, tokens_BS: torch.Tensor, next_BS: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """Cross entropy of every character in nats, (B * S,)."""
         logits = self(tokens_BS, attend).float()
-        return F.cross_entropy(logits.flatten(0, 1), next_BS.flatten())
+        return F.cross_entropy(logits.flatten(0, 1), next_BS.flatten(), reduction="none")

@@ -1,5 +1,6 @@
 """The demo's two pictures."""
 
+import math
 from pathlib import Path
 
 import matplotlib
@@ -7,7 +8,7 @@ import matplotlib
 matplotlib.use("agg")
 from matplotlib import pyplot
 
-from heedful.demo.agreement import LOSS_EPS, differences
+from heedful.demo.agreement import differences
 from heedful.demo.job import CONTROL, OURS, THEIRS, Report
 from heedful.demo.training import Recipe
 
@@ -35,10 +36,9 @@ def curves(path: Path, report: Report) -> None:
     )
     top.set_ylabel("training loss, nats a character")
     top.legend(frameon=False)
-    rounding = LOSS_EPS * max(losses[THEIRS])
     for name, words in ((CONTROL, "a control off by one rounding"), (OURS, OURS)):
-        # A logarithmic axis has no 0: equal losses stand at the rounding of the loss itself.
-        apart = [max(d, rounding) for d in differences(losses[name], losses[THEIRS])]
+        # A logarithmic axis has no 0: equal losses leave a gap.
+        apart = [d or math.nan for d in differences(losses[name], losses[THEIRS])]
         bottom.plot(steps, apart, color=_COLOURS[name], lw=1.2, label=f"{words} and {THEIRS}")
     parts = report.agreement.parts
     edges = [1, *(part.steps for part in parts)]

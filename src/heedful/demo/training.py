@@ -45,12 +45,14 @@ ON_GPU = Recipe(ModelSize(8, 8, 64, 1024), 16, 400, 1e-3, torch.bfloat16, None)
 
 @dataclass
 class Run:
-    """One model in training. losses: nats a character, by step; seconds: of each step."""
+    """One model in training. losses: nats a character, by step; seconds: of each step.
+    control: after each step its weights are rounded once more, up or down by chance."""
 
     name: str
     model: GPT
     attend: Attend
     optimizer: torch.optim.Optimizer
+    control: bool = False
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -63,25 +65,32 @@ def start(
     recipe: Recipe,
     vocabulary: int,
     attentions: dict[str, Attend],
-    perturbed: dict[str, Attend],
+    controls: dict[str, Attend],
     device: torch.device,
 ) -> dict[str, Run]:
-    """A run for each attention, all from the same weights; `perturbed` ones from weights that are
-    off by one rounding of the dtype, each up or down by chance."""
+    """A run for each attention, all from the same weights; those of the controls are off by one
+    rounding of the dtype."""
     torch.manual_seed(SEED)
     model = GPT(recipe.size, vocabulary).to(device)
-    moved = copy.deepcopy(model)
-    half_eps = torch.finfo(recipe.dtype).eps / 2
-    with torch.no_grad():
-        for weight in moved.parameters():
-            weight *= 1 + half_eps * (2.0 * torch.randint_like(weight, 2) - 1)
     runs = {}
-    for source, members in ((model, attentions), (moved, perturbed)):
-        for name, attend in members.items():
-            own = copy.deepcopy(source)
-            optimizer = torch.optim.AdamW(own.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
-            runs[name] = Run(name, own, attend, optimizer)
+    for name, attend in {**attentions, **controls}.items():
+        own = copy.deepcopy(model)
+        if name in controls:
+            _off_by_a_rounding(own, recipe.dtype)
+        optimizer = torch.optim.AdamW(own.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+        runs[name] = Run(name, own, attend, optimizer, name in controls)
     return runs
+
+
+@torch.no_grad()
+def _off_by_a_rounding(model: GPT, dtype: torch.dtype) -> None:
+    """Moves every weight by what one rounding to `dtype` may cost, up or down by chance; at least
+    to the next float32."""
+    half_eps = torch.finfo(dtype).eps / 2
+    for weight in model.parameters():
+        up = 2.0 * torch.randint_like(weight, 2) - 1
+        neighbour = torch.nextafter(weight, up * math.inf)
+        weight.copy_(neighbour if dtype == torch.float32 else weight * (1 + half_eps * up))
 
 
 def train(recipe: Recipe, text: Text, runs: dict[str, Run], device: torch.device) -> Iterator[int]:
@@ -101,14 +110,16 @@ def _step(recipe: Recipe, run: Run, step: int, tokens, targets, device: torch.de
     for group in run.optimizer.param_groups:
         group["lr"] = recipe.rate(step)
     with torch.autocast(device.type, recipe.dtype, enabled=recipe.dtype != torch.float32):
-        loss = run.model.loss(tokens, targets, run.attend)
-    loss.backward()
+        losses = run.model.losses(tokens, targets, run.attend)
+    losses.mean().backward()
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     _synchronize(device)
     run.seconds.append(time.perf_counter() - begin)
-    run.losses.append(loss.item())
+    run.losses.append(_mean(losses))
+    if run.control:
+        _off_by_a_rounding(run.model, torch.float32)
 
 
 @torch.no_grad()
@@ -119,8 +130,14 @@ def held_out_loss(recipe: Recipe, text: Text, run: Run, device: torch.device) ->
     for _ in range(8):
         tokens, targets = batch(text.held_out, recipe.batch, recipe.size.context, generator)
         with torch.autocast(device.type, recipe.dtype, enabled=recipe.dtype != torch.float32):
-            losses.append(run.model.loss(tokens.to(device), targets.to(device), run.attend).item())
+            found = run.model.losses(tokens.to(device), targets.to(device), run.attend)
+        losses.append(_mean(found))
     return sum(losses) / len(losses)
+
+
+def _mean(losses: torch.Tensor) -> float:
+    """In float64: rounding the mean to float32 would hide how far apart two runs are."""
+    return losses.detach().double().mean().item()
 
 
 def _synchronize(device: torch.device) -> None:
