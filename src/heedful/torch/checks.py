@@ -108,53 +108,64 @@ def describe(
     out_dtype = "bfloat16" if ITEM_BITS[dtype] == 8 else dtype
     if out is not None:
         out_dtype = check_out(out, x, (*x.q.shape[:-1], sizes.head_dim_v), needs_grad)
-    if options.softmax_scale is None:
-        scale = 1.0 / math.sqrt(sizes.head_dim)
-    else:
-        scale = options.softmax_scale
-    packed_k = x.k.dim() == 3
     problem = AttentionProblem(
-        batch=sizes.batch,
-        heads_q=sizes.heads_q,
-        heads_k=sizes.heads_k,
-        seqlen_q=sizes.seqlen_q,
-        seqlen_k=sizes.seqlen_k,
-        head_dim=sizes.head_dim,
-        head_dim_v=sizes.head_dim_v,
+        **sizes._asdict(),
         dtype=dtype,
         kv_dtype=kv_dtype,
         out_dtype=out_dtype,
-        scale=scale,
+        scale=_scale(options, sizes),
         mask=mask,
-        softcap=options.softcap,
-        dropout_p=options.dropout_p,
-        total_q=x.q.shape[0] if options.kind == "varlen" else None,
-        total_k=x.k.shape[0] if packed_k else None,
-        used_q=x.seqused_q is not None,
-        used_k=x.seqused_k is not None or (options.kind == "varlen" and not packed_k),
-        page_size=x.k.shape[1] if x.block_table is not None else 0,
-        alibi=x.alibi_slopes is not None,
-        bias=x.bias is not None,
-        sink=x.sink is not None,
-        tree_mask=x.tree_mask is not None,
-        kv_batch_idx=x.kv_batch_idx is not None,
-        leftpad_k=x.leftpad_k is not None,
         kv_group=kv_group,
-        kv_shift=x.k_shift is not None,
         needs_grad=needs_grad,
         bias_grad=bias_grad,
-        return_lse=options.return_lse or options.return_attn_probs,
-        return_probs=options.return_attn_probs and options.dropout_p > 0,
-        deterministic=options.deterministic,
-        num_splits=options.num_splits,
         aligned=aligned,
+        **_presence(x, options),
+        **_asked(options),
     )
     problem.validate()
     return problem
 
 
+def _scale(options: Options, sizes: "_Sizes") -> float:
+    if options.softmax_scale is None:
+        return 1.0 / math.sqrt(sizes.head_dim)
+    return options.softmax_scale
+
+
+def _presence(x: Operands, options: Options) -> dict[str, Any]:
+    """Facts of the problem that are whether an operand is there, and how it is stored."""
+    packed_k = x.k.dim() == 3
+    return {
+        "total_q": x.q.shape[0] if options.kind == "varlen" else None,
+        "total_k": x.k.shape[0] if packed_k else None,
+        "used_q": x.seqused_q is not None,
+        # Lengths of paged sequences are taken from cu_seqlens_k where seqused_k is absent.
+        "used_k": x.seqused_k is not None or (options.kind == "varlen" and not packed_k),
+        "page_size": x.k.shape[1] if x.block_table is not None else 0,
+        "alibi": x.alibi_slopes is not None,
+        "bias": x.bias is not None,
+        "sink": x.sink is not None,
+        "tree_mask": x.tree_mask is not None,
+        "kv_batch_idx": x.kv_batch_idx is not None,
+        "leftpad_k": x.leftpad_k is not None,
+        "kv_shift": x.k_shift is not None,
+    }
+
+
+def _asked(options: Options) -> dict[str, Any]:
+    """Facts of the problem that are Python arguments."""
+    return {
+        "softcap": options.softcap,
+        "dropout_p": options.dropout_p,
+        "return_lse": options.return_lse or options.return_attn_probs,
+        "return_probs": options.return_attn_probs and options.dropout_p > 0,
+        "deterministic": options.deterministic,
+        "num_splits": options.num_splits,
+    }
+
+
 class _Sizes(NamedTuple):
-    """Dimensions of one call, read off its tensors."""
+    """Dimensions of one call, read off its tensors, by their names in AttentionProblem."""
 
     batch: int
     seqlen_q: int
