@@ -60,23 +60,22 @@ def combine_splits(
             BLOCK_E,
             True,
         )
-        lse_M *= LOG2E
         new_M = tl.maximum(m_M, lse_M)
         base_M = finite_or_zero(new_M)
-        old_M = tl.exp2(m_M - base_M)
-        w_M = tl.exp2(lse_M - base_M)
+        old_M = tl.exp2((m_M - base_M) * LOG2E)
+        w_M = tl.exp2((lse_M - base_M) * LOG2E)
         # A part that saw no key weighs 0 whatever it holds.
         part_ME = tl.where((w_M == 0.0)[:, None], 0.0, part_ME.to(tl.float32))
         acc_ME = acc_ME * old_M[:, None] + part_ME * w_M[:, None]
         l_M = l_M * old_M + w_M
         m_M = new_M
     if sink is not None:
-        sink_M = tl.zeros([BLOCK_M], tl.float32) + tl.load(sink + h) * LOG2E
+        sink_M = tl.zeros([BLOCK_M], tl.float32) + tl.load(sink + h)
         new_M = tl.maximum(m_M, sink_M)
         base_M = finite_or_zero(new_M)
-        old_M = tl.exp2(m_M - base_M)
+        old_M = tl.exp2((m_M - base_M) * LOG2E)
         acc_ME *= old_M[:, None]
-        l_M = l_M * old_M + tl.exp2(sink_M - base_M)
+        l_M = l_M * old_M + tl.exp2((sink_M - base_M) * LOG2E)
         m_M = new_M
     acc_ME *= (1.0 / tl.where(l_M == 0.0, 1.0, l_M))[:, None]
     store_rows(
@@ -91,4 +90,4 @@ def combine_splits(
     )
     if lse is not None:
         lse += b * stride_lb + h * stride_lh
-        tl.store(lse + rows_M, (m_M + tl.log2(l_M)) * LN2, mask=rows_M < rows)
+        tl.store(lse + rows_M, m_M + tl.log2(l_M) * LN2, mask=rows_M < rows)

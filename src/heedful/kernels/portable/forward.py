@@ -33,22 +33,26 @@ from heedful.kernels.portable.sequences import (
 
 
 @triton.jit
-def softmax_step(s_MN, m_M, l_M, scale_log2, IS_ADJUSTED: tl.constexpr, IS_SAFE: tl.constexpr):
+def softmax_step(s_MN, m_M, l_M, scale, IS_ADJUSTED: tl.constexpr, IS_SAFE: tl.constexpr):
     """(probabilities, new maximum, new sum, factor for what was summed before).
 
-    IS_ADJUSTED: scores are in log2 units already; else the scale is folded into the exponent.
+    IS_ADJUSTED: scores and maximum are in natural units; else scores are raw, the maximum is in
+    log2 units, and the scale is folded into the exponent.
     IS_SAFE: a row may have seen no key yet.
     """
     top_M = tl.max(s_MN, 1)
     if not IS_ADJUSTED:
-        top_M = top_M * scale_log2
-        s_MN = s_MN * scale_log2
+        top_M = top_M * (scale * LOG2E)
     new_M = tl.maximum(m_M, top_M)
     base_M = new_M
     if IS_SAFE:
         base_M = finite_or_zero(new_M)
-    p_MN = tl.exp2(s_MN - base_M[:, None])
-    alpha_M = tl.exp2(m_M - base_M)
+    if IS_ADJUSTED:
+        p_MN = tl.exp2((s_MN - base_M[:, None]) * LOG2E)
+        alpha_M = tl.exp2((m_M - base_M) * LOG2E)
+    else:
+        p_MN = tl.exp2(s_MN * (scale * LOG2E) - base_M[:, None])
+        alpha_M = tl.exp2(m_M - base_M)
     return p_MN, new_M, l_M * alpha_M + tl.sum(p_MN, 1), alpha_M
 
 
@@ -251,7 +255,9 @@ def attention_forward(
     if sink is not None:
         # The sink is one more key whose value is zero: the running softmax begins with it.
         # Of several splits the first has it.
-        logit = tl.where(split == 0, tl.load(sink + h) * LOG2E, float("-inf"))
+        logit = tl.where(split == 0, tl.load(sink + h), float("-inf"))
+        if not IS_ADJUSTED:
+            logit *= LOG2E
         m_M = tl.zeros([BLOCK_M], tl.float32) + logit
         l_M += tl.where(m_M == float("-inf"), 0.0, 1.0)
     rows_M = row0 + tl.arange(0, BLOCK_M)
@@ -334,7 +340,7 @@ def attention_forward(
                     )
                 s_MN = tl.where(ok_MN, s_MN, float("-inf"))
             p_MN, m_M, l_M, alpha_M = softmax_step(
-                s_MN, m_M, l_M, scale * LOG2E, IS_ADJUSTED, masked == 1 or bias is not None
+                s_MN, m_M, l_M, scale, IS_ADJUSTED, masked == 1 or bias is not None
             )
             if HAS_DROPOUT:
                 keep_MN = keep_tile(
@@ -376,7 +382,9 @@ def attention_forward(
             )
 
     acc_ME *= (out_scale / tl.where(l_M == 0.0, 1.0, l_M))[:, None]
-    lse_M = (m_M + tl.log2(l_M)) * LN2
+    if not IS_ADJUSTED:
+        m_M *= LN2
+    lse_M = m_M + tl.log2(l_M) * LN2
     # Rows of a tile that are stored but not used are written too, as rows that see nothing.
     used_M = rows_M < len_q
     acc_ME = tl.where(used_M[:, None], acc_ME, 0.0)

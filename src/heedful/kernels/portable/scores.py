@@ -1,8 +1,9 @@
-"""From raw products q k^T to visible scores in log2 units, the same in every kernel.
+"""From raw products q k^T to visible scores, the same in every kernel.
 
-Order: scale, softcap, ALiBi, bias, mask. Scores live in log2 units (natural ones times LOG2E), so
-that exp2, the hardware's own exponential, makes probabilities of them. Shapes: M query rows, N key
-columns.
+Order: scale, softcap, ALiBi, bias, mask. Probabilities come of exp2, the hardware's own
+exponential. Plain scores of 16-bit inputs stay raw products, with scale * LOG2E folded into the
+exponent; all others are in natural units, so that (score - maximum) is exact before it is scaled
+and a lone key has a probability of exactly 1. Shapes: M query rows, N key columns.
 """
 
 import triton
@@ -68,19 +69,19 @@ def adjust_scores(
     HAS_ALIBI: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """(scores in log2 units, d score / d (s * scale)) of raw products; `distance` is key index
+    """(scores in natural units, d score / d (s * scale)) of raw products; `distance` is key index
     minus the query's place on the diagonal."""
     slope_of_cap = 1.0
     if HAS_SOFTCAP:
         t = tanh(s * (scale / softcap))
         slope_of_cap = 1.0 - t * t
-        s = t * (softcap * LOG2E)
+        s = t * softcap
     else:
-        s = s * (scale * LOG2E)
+        s = s * scale
     if HAS_ALIBI:
-        s -= (slope * LOG2E) * tl.abs(distance).to(tl.float32)
+        s -= slope * tl.abs(distance).to(tl.float32)
     if HAS_BIAS:
-        s += b_tile * LOG2E
+        s += b_tile
     return s, slope_of_cap
 
 
@@ -120,18 +121,18 @@ def finite_or_zero(m):
 
 @triton.jit
 def lse_to_subtract(lse, offsets, exists, IS_MASKED: tl.constexpr):
-    """LSE in log2 units; rows that saw nothing or do not exist subtract inf: probability 0."""
+    """LSE; rows that saw nothing or do not exist subtract inf: probability 0."""
     if IS_MASKED:
         lse_M = tl.load(lse + offsets, mask=exists, other=float("inf"))
     else:
         lse_M = tl.load(lse + offsets)
-    return tl.where(lse_M == float("-inf"), float("inf"), lse_M * LOG2E)
+    return tl.where(lse_M == float("-inf"), float("inf"), lse_M)
 
 
 @triton.jit
 def probabilities(
     s,
-    lse_log2,
+    lse,
     rows,
     cols,
     off,
@@ -155,16 +156,16 @@ def probabilities(
     IS_MASKED: tl.constexpr,
 ):
     """(probabilities, d score / d (s * scale)) of raw products whose LSE is known. rows, cols and
-    lse_log2 broadcast against s in either orientation."""
+    lse broadcast against s in either orientation."""
     distance = cols - (rows + off)
     slope_of_cap = 1.0
     if IS_ADJUSTED:
         s, slope_of_cap = adjust_scores(
             s, distance, scale, softcap, slope, b_tile, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS
         )
-        p = tl.exp2(s - lse_log2)
+        p = tl.exp2((s - lse) * LOG2E)
     else:
-        p = tl.exp2(s * (scale * LOG2E) - lse_log2)
+        p = tl.exp2(s * (scale * LOG2E) - lse * LOG2E)
     if IS_MASKED:
         ok = visible(cols, distance, len_k, left, right, first, HAS_LEFT, HAS_RIGHT)
         if tree is not None:

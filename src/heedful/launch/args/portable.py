@@ -163,8 +163,15 @@ def _scores(call: CallBuilder, problem: AttentionProblem) -> dict[str, object]:
         "HAS_SOFTCAP": problem.softcap > 0,
         "HAS_DROPOUT": keep * 2.0**32 < 2.0**32,
         "IS_QUAD": problem.dropout_origin[3] % 4 == 0,
-        # The maximum commutes with a positive scale alone.
-        "IS_ADJUSTED": problem.softcap > 0 or problem.alibi or problem.bias or problem.scale <= 0,
+        # The maximum commutes with a positive scale alone; float32 has the digits that folding the
+        # scale into the exponent loses.
+        "IS_ADJUSTED": bool(
+            problem.softcap > 0
+            or problem.alibi
+            or problem.bias
+            or problem.scale <= 0
+            or problem.dtype == "float32"
+        ),
         "PRECISION": _precision(problem),
     }
 
@@ -394,7 +401,9 @@ def _probs_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Kern
     tiles_n = -(-problem.seqlen_k // config.block_n)
     call.ints(page_size=problem.page_size, tiles_m=tiles_m, tiles_n=tiles_n)
     dims = {
-        name: value for name, value in _dims(call, problem).items() if name in ("HEAD_DIM", "BLOCK_D")
+        name: value
+        for name, value in _dims(call, problem).items()
+        if name in ("HEAD_DIM", "BLOCK_D")
     }
     return call.build(
         (tiles_m * tiles_n * problem.batch * problem.heads_q, 1, 1),
