@@ -8,7 +8,22 @@ import pytest
 
 from emulated.compiled import attention, names
 from emulated.snippets import kernel
-from heedful.inspector import inspect, segments_table, table, timeline_svg, to_json
+from heedful.core.device import by_name
+from heedful.core.plan import plan
+from heedful.core.problem import AttentionProblem
+from heedful.inspector import (
+    NvidiaInspection,
+    inspect,
+    of_program,
+    render,
+    segments_table,
+    table,
+    timeline_svg,
+    to_json,
+)
+from heedful.inspector.command import main
+from heedful.inspector.nvidia import measure, parse_sass
+from heedful.launch.programs import program
 
 LOOP = """
     s_mov_b32 s8, 4
@@ -114,3 +129,51 @@ def test_the_timeline_shows_every_instruction_of_the_loop(found):
     boxes = [e for e in root.iter() if e.tag.endswith("rect")]
     assert len(boxes) == found.loop.instructions
     assert any("v_mfma" in (e.text or "") for e in root.iter() if e.tag.endswith("title"))
+
+
+SASS = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   HGMMA.64x64x16.F32.BF16 R88, gdesc[UR12], RZ, !UPT ;
+        /*0020*/              @!P1 FFMA R2, R2, R3, -R9 ;
+        /*0030*/                   MUFU.EX2 R4, R9 ;
+        /*0040*/                   LDS.128 R4, [R9] ;
+        /*0050*/                   UTMALDG.2D [UR8], [UR4] ;
+        /*0060*/              @P0 BRA `(.L_x_1) ;
+        /*0070*/                   EXIT ;
+"""
+
+
+def test_sass_is_counted_by_unit_and_its_loops_are_found():
+    code, labels, branches = parse_sass(SASS)
+    assert len(code) == 8 and labels == {".L_x_1": 1} and branches == [(6, ".L_x_1")]
+    sass = measure(code)
+    assert (sass.hgmma, sass.tensor_cycles) == (1, 64.0)
+    assert (sass.floats, sass.mufu, sass.mufu_cycles, sass.shared) == (1, 1, 8, 1)
+    assert (sass.memory, sass.tma, sass.spills) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("device", ["H200", "MI300X", "MI355X"])
+def test_a_problem_is_inspected_for_any_target_without_a_gpu(device):
+    problem = AttentionProblem.dense(1, 512, 512, 4, head_dim=64, dtype="bfloat16")
+    chosen = plan(problem, by_name(device), backend="portable")
+    found = of_program(program(chosen, "forward"), chosen.device.arch)
+    text = render(found)
+    attention = found[0]
+    assert attention.loop is not None
+    if isinstance(attention, NvidiaInspection):
+        assert attention.registers > 32 and attention.loop.hgmma and "tensor cycles" in text
+    else:
+        assert attention.loop.mfma and "waves per SIMD" in text
+    assert isinstance(attention, NvidiaInspection) == (device == "H200")
+
+
+def test_the_command_reads_files_and_draws(tmp_path, capsys):
+    path, picture = tmp_path / "ours.s", tmp_path / "loop.svg"
+    path.write_text(kernel(LOOP, arch="gfx950"))
+    words = [str(path), str(path), "--lds", "65536", "--segments", "--svg", str(picture)]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert "65536 of 163840" in shown and "segment" in shown
+    assert picture.read_text().startswith("<svg")
+    assert main([str(tmp_path / "missing.s")]) == 2

@@ -54,7 +54,8 @@ def _loop_rows(inspections: Sequence[Inspection]) -> list[list[str]]:
     return rows
 
 
-def _align(rows: Sequence[Sequence[str]]) -> str:
+def align(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as text: the first column to the left, the others to the right."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -68,7 +69,7 @@ def table(inspections: Sequence[Inspection]) -> str:
     """Resources and hot loop, kernels side by side; loop figures are per tile and wave."""
     head = ["", *(i.label for i in inspections)]
     title = ["hot loop, per tile and wave", *("" for _ in inspections)]
-    return _align([head, *_resource_rows(inspections), title, *_loop_rows(inspections)])
+    return align([head, *_resource_rows(inspections), title, *_loop_rows(inspections)])
 
 
 def segments_table(inspections: Sequence[Inspection]) -> str:
@@ -82,7 +83,7 @@ def segments_table(inspections: Sequence[Inspection]) -> str:
                 here = index < len(i.segments)
                 row.append(_number(getattr(i.segments[index], name)) if here else "-")
         rows.append(row)
-    return _align(rows)
+    return align(rows)
 
 
 def _mix_facts(mix: Mix | None) -> dict | None:
