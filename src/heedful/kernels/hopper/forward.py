@@ -136,15 +136,19 @@ def producer(
 
 @gluon.jit
 def skip(k, v, at_k, at_v, count, shape, WORKER: gl.constexpr):
-    """Passes over tiles that other consumers of this program need and this one does not."""
+    """Passes over tiles that other consumers of this program need and this one does not.
+
+    No product holds the warps together here, so that releasing must: a warp that lagged behind
+    would miss a phase of the barrier it waits for.
+    """
     for _ in range(count):
         take_turn(shape, WORKER)
         pass_turn(shape, WORKER)
         k.wait(at_k)
-        k.release_after_mma(at_k)
+        k.release(at_k)
         at_k = at_k.next()
         v.wait(at_v)
-        v.release_after_mma(at_v)
+        v.release(at_v)
         at_v = at_v.next()
     return at_k, at_v
 
@@ -183,6 +187,7 @@ def attend(
     k.wait(at_k)
     take_turn(shape, WORKER)
     s_MN = warpgroup_mma(q_MD, k.tile(at_k).permute((1, 0)), zero_MN, use_acc=False, is_async=True)
+    pass_turn(shape, WORKER)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
     k.release_after_mma(at_k)
     if shape.HAS_SOFTCAP:
@@ -196,20 +201,17 @@ def attend(
     at_k = at_k.next()
     steps = keys.end - keys.begin
     k.wait(at_k, pred=steps > 1)
-    pass_turn(shape, WORKER)
     for step in range(1, steps):
         p_dot_MN = p_MN
         if LATE:
             p_dot_MN = gl.convert_layout(p_MN.to(dtype), p_layout)
-        if shape.ORDERED == 1:
-            take_turn(shape, WORKER)
+        take_turn(shape, WORKER)
         s_MN = warpgroup_mma(
             q_MD, k.tile(at_k).permute((1, 0)), zero_MN, use_acc=False, is_async=True
         )
         v.wait(at_v)
         acc_ME = warpgroup_mma(p_dot_MN, v.tile(at_v), acc_ME, is_async=True)
-        if shape.ORDERED == 1:
-            pass_turn(shape, WORKER)
+        pass_turn(shape, WORKER)
         s_MN = warpgroup_mma_wait(1, deps=[s_MN])
         k.release_after_mma(at_k)
         if shape.HAS_SOFTCAP:
@@ -218,11 +220,9 @@ def attend(
             j = keys.end - 1 - step
             if (j >= keys.full_end) | (j < keys.full_begin):
                 s_MN = hide_keys(s_MN, shape, tile, row, j * BLOCK_N)
-        if shape.ORDERED == 2:
-            take_turn(shape, WORKER)
         if shape.LAZY:
             p_MN, m_M, l_ML, alpha_M, moved = softmax_lazy(
-                s_MN, m_M, l_ML, shape.scale_log2, LIMIT, MASKED
+                s_MN, m_M, l_ML, shape.scale_log2, LIMIT, MASKED, shape.FMA_EXP
             )
         else:
             p_MN, m_M, l_ML, alpha_M = softmax_step(s_MN, m_M, l_ML, shape.scale_log2, MASKED)
@@ -230,8 +230,6 @@ def attend(
         # exponentials: a wait loop ends a basic block.
         at_k = at_k.next()
         k.wait(at_k, pred=step + 1 < steps)
-        if shape.ORDERED == 2:
-            pass_turn(shape, WORKER)
         acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
         v.release_after_mma(at_v)
         at_v = at_v.next()
@@ -357,6 +355,7 @@ def forward(
     OUT_IN_Q: gl.constexpr,
     ORDERED: gl.constexpr,
     LAZY: gl.constexpr,
+    FMA_EXP: gl.constexpr,
     IS_RIGHT: gl.constexpr,
     IS_LEFT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
@@ -386,6 +385,7 @@ def forward(
         OUT_IN_Q,
         ORDERED,
         LAZY and HAS_INLINE_ASM,
+        FMA_EXP,
         IS_RIGHT,
         IS_LEFT,
         HAS_SOFTCAP,

@@ -36,6 +36,7 @@ class Shape:
     OUT_IN_Q: gl.constexpr
     ORDERED: gl.constexpr
     LAZY: gl.constexpr
+    FMA_EXP: gl.constexpr
     IS_RIGHT: gl.constexpr
     IS_LEFT: gl.constexpr
     HAS_SOFTCAP: gl.constexpr
@@ -66,6 +67,7 @@ class Shape:
         OUT_IN_Q,
         ORDERED,
         LAZY,
+        FMA_EXP,
         IS_RIGHT,
         IS_LEFT,
         HAS_SOFTCAP,
@@ -93,6 +95,7 @@ class Shape:
         self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
         self.ORDERED = gl.constexpr(ORDERED)
         self.LAZY = gl.constexpr(LAZY)
+        self.FMA_EXP = gl.constexpr(FMA_EXP)
         self.IS_RIGHT = gl.constexpr(IS_RIGHT)
         self.IS_LEFT = gl.constexpr(IS_LEFT)
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)

@@ -160,9 +160,12 @@ def _variant(problem: AttentionProblem, config: TileConfig) -> dict[str, object]
         "V_STAGES": config.get("v_stages", config.num_stages),
         "CONSUMER_REGS": config.get("consumer_regs"),
         "PRODUCER_REGS": config.get("producer_regs"),
-        "OUT_IN_Q": config.get("out_in_q", False),
-        "ORDERED": config.get("ordered", 0),
+        # Of another width, the output does not fit where the queries were.
+        "OUT_IN_Q": config.get("out_in_q", False)
+        and tile_dim(problem.head_dim) == tile_dim(problem.head_dim_v),
+        "ORDERED": config.get("ordered", False),
         "LAZY": config.get("lazy", True),
+        "FMA_EXP": config.get("fma_exp", 0),
         "IS_RIGHT": problem.mask.right >= 0,
         "IS_LEFT": problem.mask.left >= 0,
         "HAS_SOFTCAP": problem.softcap > 0,
