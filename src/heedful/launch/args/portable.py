@@ -95,7 +95,6 @@ class CallBuilder:
 
     def build(self, grid: tuple[int, int, int], config: TileConfig, **constants) -> KernelCall:
         options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        options.update(config.get("options", ()))
         return KernelCall(self.ref, grid, self.arguments, {**self.constants, **constants}, options)
 
 
@@ -107,11 +106,9 @@ def _outer_strides(spec: BufferSpec) -> tuple[int, ...]:
 
 def _token_strides(spec: BufferSpec) -> tuple[int, int, int]:
     """(batch, row, head) strides; packed tokens have no batch, pages are the batch."""
-    strides = tuple(
-        stride if size > 1 else 0
-        for size, stride in zip(spec.shape[:-1], spec.strides[:-1], strict=True)
-    )
-    return (0, *strides) if len(strides) == 2 else strides
+    pairs = zip(spec.shape[:-1], spec.strides[:-1], strict=True)
+    *batch, row, head = (stride if size > 1 else 0 for size, stride in pairs)
+    return batch[0] if batch else 0, row, head
 
 
 def _lse_strides(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -307,7 +304,7 @@ def _clear_call(
     if y == "lse" and y in buffers:
         batch, head = _lse_strides(problem.lse_shape)
         strides_y = (batch, 1, head)
-    elif y in buffers:
+    elif y is not None and y in buffers:
         dim_y, strides_y = buffers[y].shape[-1], _token_strides(buffers[y])
     call.strides("y", "bnh", strides_y)
     packed = problem.total_q if side == "q" else problem.total_k

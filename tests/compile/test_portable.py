@@ -1,0 +1,279 @@
+"""The portable kernels compile for GPUs that are not here, within each target's limits.
+
+A covering array: every pair of feature values appears in some problem. `make test` compiles each
+variant for one of four targets in turn; the slow tier compiles every variant for every target.
+"""
+
+import itertools
+import random
+import re
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+from heedful.core.device import by_name  # noqa: E402
+from heedful.core.mask import MaskSpec  # noqa: E402
+from heedful.core.plan import plan  # noqa: E402
+from heedful.core.problem import AttentionProblem  # noqa: E402
+from heedful.launch.args import portable, portable_cache  # noqa: E402
+from heedful.launch.spec import BufferSpec, KernelCall  # noqa: E402
+from heedful.launch.triton_compat import compile_kernel  # noqa: E402
+
+TARGETS = ("sm_90", "gfx942", "sm_80", "gfx950")
+OTHER_TARGETS = ("sm_86", "sm_89", "sm_100", "sm_120")
+MOST_VARIANTS = 120
+
+FACTORS: dict[str, tuple] = {
+    "dims": ((64, 64), (128, 128), (40, 40), (96, 64), (256, 256), (13, 29)),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "mask": ("full", "causal", "window", "first"),
+    "backward": (False, True),
+    "storage": ("dense", "varlen", "used", "paged", "leftpad"),
+    "group": (1, 3),
+    "softcap": (0.0, 8.0),
+    "alibi": (False, True),
+    "bias": (False, True),
+    "dropout": ("none", "quads", "singles"),
+    "sink": (False, True),
+    "tree_mask": (False, True),
+    "aligned": (True, False),
+}
+MASKS = {
+    "full": MaskSpec(),
+    "causal": MaskSpec.of(True),
+    "window": MaskSpec(9, 4),
+    "first": MaskSpec(9, -1, 3),
+}
+
+
+def _possible(row: dict) -> bool:
+    """Pages have no backward, and packed keys are never in pages."""
+    return not (row.get("storage") == "paged" and row.get("backward"))
+
+
+def covering_rows() -> list[dict]:
+    """Greedy pairwise cover of FACTORS, the same in every run."""
+    rng = random.Random(0)
+    names = list(FACTORS)
+    missing = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(names, 2)
+        for x in FACTORS[a]
+        for y in FACTORS[b]
+        if _possible({a: x, b: y})
+    }
+    rows = []
+    while missing:
+        draws = [_grow(rng, dict(min(missing, key=str)), missing) for _ in range(20)]
+        best = max(draws, key=lambda row: len(_pairs(row) & missing))
+        missing -= _pairs(best)
+        rows.append(best)
+    return rows
+
+
+def _grow(rng: random.Random, row: dict, missing: set) -> dict:
+    for name in rng.sample(list(FACTORS), len(FACTORS)):
+        if name not in row:
+            choices = [c for c in FACTORS[name] if _possible({**row, name: c})]
+            rng.shuffle(choices)
+            row[name] = max(choices, key=lambda c: len(_pairs({**row, name: c}) & missing))
+    return row
+
+
+def _pairs(row: dict) -> set:
+    chosen = [(name, row[name]) for name in FACTORS if name in row]
+    return set(itertools.combinations(chosen, 2))
+
+
+def problem_of(row: dict) -> AttentionProblem:
+    """Sizes are run-time values: any will do."""
+    storage, dropout = row["storage"], row["dropout"]
+    heads_k, (dim, dim_v) = 4, row["dims"]
+    packed = 3000 if storage == "varlen" else None
+    return AttentionProblem.dense(
+        2,
+        1024,
+        2048,
+        heads_k * row["group"],
+        heads_k,
+        dim,
+        row["dtype"],
+        head_dim_v=dim_v,
+        mask=MASKS[row["mask"]],
+        softcap=row["softcap"],
+        dropout_p=0.0 if dropout == "none" else 0.1,
+        dropout_origin=(0, 0, 0, int(dropout == "singles")),
+        total_q=packed,
+        total_k=packed,
+        used_q=storage == "used",
+        used_k=storage in ("used", "paged"),
+        page_size=16 if storage == "paged" else 0,
+        leftpad_k=storage == "leftpad",
+        alibi=row["alibi"],
+        bias=row["bias"],
+        sink=row["sink"],
+        tree_mask=row["tree_mask"],
+        needs_grad=row["backward"],
+        bias_grad=row["bias"] and row["backward"],
+        return_lse=True,
+        aligned=row["aligned"],
+    )
+
+
+def buffers_of(problem: AttentionProblem) -> dict[str, BufferSpec]:
+    """Dense arrays of the problem's shapes."""
+    batch, heads = problem.batch, problem.heads_q
+    rows_q = (batch, problem.seqlen_q) if problem.total_q is None else (problem.total_q,)
+    rows_k = (batch, problem.seqlen_k) if problem.total_k is None else (problem.total_k,)
+    pages = -(-problem.seqlen_k // problem.page_size) if problem.page_size else 0
+    if pages:
+        rows_k = (batch * pages, problem.page_size)
+    dim, dim_v, dtype = problem.head_dim, problem.head_dim_v, problem.dtype
+    shapes: dict[str, tuple[tuple[int, ...], str]] = {
+        "q": ((*rows_q, heads, dim), dtype),
+        "k": ((*rows_k, problem.heads_k, dim), problem.kv_dtype),
+        "v": ((*rows_k, problem.heads_k, dim_v), problem.kv_dtype),
+        "out": ((*rows_q, heads, dim_v), problem.out_dtype),
+        "lse": (problem.lse_shape, "float32"),
+    }
+    optional = {
+        "alibi_slopes": (problem.alibi, (batch, heads), "float32"),
+        "bias": (problem.bias, (batch, heads, problem.seqlen_q, problem.seqlen_k), dtype),
+        "sink": (problem.sink, (heads,), "float32"),
+        "seed": (problem.dropout_p > 0, (1,), "int64"),
+        "cu_seqlens_q": (problem.varlen_q, (batch + 1,), "int32"),
+        "cu_seqlens_k": (problem.varlen_k, (batch + 1,), "int32"),
+        "seqused_q": (problem.used_q, (batch,), "int32"),
+        "seqused_k": (problem.used_k, (batch,), "int32"),
+        "leftpad_k": (problem.leftpad_k, (batch,), "int32"),
+        "block_table": (pages > 0, (batch, pages), "int32"),
+        "tree_mask": (problem.tree_mask, (batch, problem.seqlen_q, problem.seqlen_q), "bool"),
+    }
+    shapes.update({name: facts[1:] for name, facts in optional.items() if facts[0]})
+    if problem.needs_grad:
+        shapes.update({f"d{name}": shapes[name] for name in ("q", "k", "v", "out", "lse")})
+        shapes.update({f"d{name}": shapes[name] for name in ("bias", "sink") if name in shapes})
+    made = {name: BufferSpec.contiguous(*facts) for name, facts in shapes.items()}
+    if problem.aligned:
+        return made
+    return {name: BufferSpec(b.shape, b.strides, b.dtype, False) for name, b in made.items()}
+
+
+def variants(arch: str, rows: list[dict]) -> list[tuple[str, KernelCall]]:
+    """The distinct kernels that these problems launch on an architecture, with readable names."""
+    found: dict[tuple, tuple[str, KernelCall]] = {}
+    for index, row in enumerate(rows):
+        problem = problem_of(row)
+        chosen = plan(problem, by_name(arch), backend="portable")
+        buffers = buffers_of(problem)
+        programs = [portable.forward(problem, chosen, buffers)]
+        if problem.needs_grad:
+            programs.append(portable.backward(problem, chosen, buffers))
+        for call in (call for program in programs for call in program.calls):
+            found.setdefault(call.variant, (f"{index}-{call.kernel.function}", call))
+    return list(found.values())
+
+
+@cache
+def shown_rows() -> list[dict]:
+    """The covering rows, as many as launch at most MOST_VARIANTS kernels."""
+    rows = covering_rows()
+    while len(variants("sm_90", rows)) > MOST_VARIANTS:
+        rows.pop()
+    return rows
+
+
+def spilled_bytes(compiled) -> int:
+    """Local memory of a cubin, which nothing but spills uses here."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", text)
+    assert found, text
+    return int(found[1])
+
+
+def compile_within_limits(arch: str, named: list[tuple[str, KernelCall]]) -> None:
+    """Compiles all; reports every kernel over the limits of its target, not just the first."""
+    limit, wrong = by_name(arch).shared_bytes, []
+    for name, call in named:
+        compiled = compile_kernel(call, arch)
+        if compiled.metadata.shared > limit:
+            wrong.append(f"{name}: {compiled.metadata.shared} bytes of shared memory, {limit} fit")
+        if arch == "sm_90" and (spilled := spilled_bytes(compiled)):
+            wrong.append(f"{name}: {spilled} bytes spilled, {call.constants}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_pair_of_feature_values_is_covered():
+    covered = set().union(*map(_pairs, covering_rows()))
+    for a, b in itertools.combinations(FACTORS, 2):
+        for x, y in itertools.product(FACTORS[a], FACTORS[b]):
+            assert ((a, x), (b, y)) in covered or not _possible({a: x, b: y}), (a, x, b, y)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_covering_array_compiles_within_the_limits_of(arch):
+    share = variants(arch, shown_rows())[TARGETS.index(arch) :: len(TARGETS)]
+    assert len(share) >= MOST_VARIANTS // len(TARGETS) // 2
+    compile_within_limits(arch, share)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", (*TARGETS, *OTHER_TARGETS))
+def test_every_variant_compiles_within_the_limits_of(arch):
+    compile_within_limits(arch, variants(arch, covering_rows()))
+
+
+@pytest.mark.parametrize("direction", ("forward", "backward"))
+@pytest.mark.parametrize("mask", ("full", "causal"))
+@pytest.mark.parametrize("dim", (64, 128, 256, 512))
+def test_plain_tiles_of_sm_90_do_not_spill(dim, mask, direction):
+    row = {name: values[0] for name, values in FACTORS.items()}
+    row |= {"dims": (dim, dim), "mask": mask, "backward": direction == "backward"}
+    compile_within_limits("sm_90", variants("sm_90", [row]))
+
+
+def test_a_new_length_compiles_nothing():
+    row = {name: values[-1] for name, values in FACTORS.items()}
+    row |= {"storage": "dense", "aligned": True, "backward": True}
+    seen = set()
+    for seqlen_q, seqlen_k, batch in ((1, 1, 1), (37, 53, 2), (512, 4096, 3), (100_000, 65_536, 1)):
+        problem = problem_of(row)
+        sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch}
+        problem = AttentionProblem(**{**_fields(problem), **sizes})
+        chosen = plan(problem, by_name("sm_90"), backend="portable")
+        chosen = type(chosen)(**{**vars(chosen), "num_splits": 1})
+        buffers = buffers_of(problem)
+        programs = (
+            portable.forward(problem, chosen, buffers),
+            portable.backward(problem, chosen, buffers),
+        )
+        seen.add(tuple(call.variant for program in programs for call in program.calls))
+    assert len(seen) == 1
+
+
+def _fields(problem: AttentionProblem) -> dict:
+    return {name: getattr(problem, name) for name in AttentionProblem.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("arch", ("sm_90", "gfx942"))
+def test_cache_kernels_compile_for(arch):
+    tables = BufferSpec.contiguous((4096, 32), "float32")
+    new = BufferSpec.contiguous((2, 5, 4, 128), "bfloat16")
+    pages = BufferSpec.contiguous((64, 16, 4, 128), "bfloat16")
+    lengths = BufferSpec.contiguous((2,), "int32")
+    shared = {"rotary_cos": tables, "rotary_sin": tables, "cache_seqlens": lengths}
+    append = {"k_new": new, "v_new": new, "k": pages, "v": pages, **shared}
+    append["block_table"] = BufferSpec.contiguous((2, 32), "int32")
+    calls = portable_cache.append_kv(append, page_size=16).calls
+    calls += portable_cache.rotary({"q": new, "rotated": new, **shared}).calls
+    compile_within_limits(arch, [(call.kernel.function, call) for call in calls])

@@ -1,0 +1,193 @@
+"""The portable kernels compute what the oracle computes: their programs, run by Triton's
+interpreter. bfloat16 is left to GPU tests; the interpreter is wrong for it.
+
+The interpreter must be chosen before any kernel is imported, so the checks run in a process of
+their own, which this file starts on itself.
+"""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from heedful.core.configs import ROWS, TileConfig
+from heedful.core.device import by_name
+from heedful.core.operands import Gradients, own_shape
+from heedful.core.plan import Plan
+from heedful.launch.args import portable, portable_cache
+from heedful.launch.interpret import interpret
+from heedful.torch.cache_update import append_kv, rotate
+from heedful.torch.execute import buffer_spec
+from support import budget
+from support.cases import Case
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETING, reason="runs in the interpreting process")
+
+# Small tiles, so that short sequences have full, masked and skipped ones.
+TILES = TileConfig(16, 16)
+KERNELS = {row.kernel: TILES for row in ROWS if row.kernel.startswith("portable.")}
+
+FORWARD_ONLY = (
+    Case(page_size=7),
+    Case(page_size=5, leftpad_k=True, causal=True),
+    Case(kv_batch_idx=True, leftpad_k=True),
+    Case(kv_dtype="int8", kv_group=8, kv_shift=True),
+    Case(kv_dtype="int8"),
+    Case(kv_dtype="int4", kv_group=16, page_size=4),
+    Case(return_probs=True, dropout_p=0.4, causal=True, used="qk"),
+)
+BOTH_WAYS = (
+    Case(),
+    Case(causal=True),
+    Case(causal=True, heads_q=6),
+    Case(causal=True, shift=-11),
+    Case(causal=True, bottom_right=False, seqlen_q=53, seqlen_k=37),
+    Case(window=(7, 5)),
+    Case(window=(5, -1, 3)),
+    Case(window=(20, 0), used="qk"),
+    Case(softcap=3.0),
+    Case(alibi="bh", causal=True),
+    Case(bias="bhqk"),
+    Case(bias="k", heads_q=4),
+    Case(bias="q", causal=True),
+    Case(sink=True, causal=True, seqlen_q=60, seqlen_k=40),
+    Case(dropout_p=0.3),
+    Case(dropout_p=0.3, dropout_origin=(1, 2**32 - 3, 5, 2**32 - 6)),
+    Case(dropout_p=1.0),
+    Case(varlen="qk", used="qk", batch=4, causal=True),
+    Case(varlen="q"),
+    Case(varlen="k", used="k", leftpad_k=True),
+    Case(tree_mask=True),
+    Case(head_dim=20, head_dim_v=48),
+    Case(head_dim=3),
+    Case(layout="offset"),
+    Case(layout="packed", causal=True),
+    Case(layout="heads_first"),
+    Case(scale=-0.3),
+    Case(seqlen_q=0),
+    Case(seqlen_k=0),
+    Case(batch=0),
+    Case(dtype="float16", causal=True),
+    Case(dtype="float16", softcap=5.0, sink=True, varlen="qk"),
+)
+
+
+class Interpreted:
+    """Programs of `launch.args.portable` run by the interpreter, as the budget's `Backend`."""
+
+    def __init__(self, num_splits: int = 1):
+        self.num_splits = num_splits
+
+    def _plan(self, problem) -> Plan:
+        facts = {"configs": KERNELS, "num_splits": self.num_splits}
+        return Plan(problem, by_name("H200"), "portable", "run", **facts)
+
+    def _run(self, build, problem, tensors) -> None:
+        specs = {name: buffer_spec(tensor) for name, tensor in tensors.items()}
+        interpret(build(problem, self._plan(problem), specs), tensors)
+
+    def forward(self, problem, x, out):
+        """(out, lse, probs)."""
+        tensors = {name: t for name, t in x._asdict().items() if t is not None}
+        tensors |= {"out": out, "lse": torch.full(problem.lse_shape, torch.nan)}
+        if problem.return_probs:
+            shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+            tensors["probs"] = torch.zeros(shape, dtype=out.dtype)
+        self._run(portable.forward, problem, tensors)
+        return out, tensors["lse"], tensors.get("probs")
+
+    def backward(self, problem, x, out, lse, dout, dlse=None):
+        """Gradients of the inputs."""
+        tensors = {name: t for name, t in x._asdict().items() if t is not None}
+        tensors |= {"out": out, "lse": lse, "dout": dout}
+        if dlse is not None:
+            tensors["dlse"] = dlse
+        shapes = {name: getattr(x, name).shape for name in ("q", "k", "v")}
+        if problem.bias_grad:
+            shapes["bias"] = own_shape(x.bias.shape, x.bias.stride())
+        if x.sink is not None:
+            shapes["sink"] = x.sink.shape
+        for name, shape in shapes.items():
+            tensors[f"d{name}"] = torch.full(shape, torch.nan, dtype=getattr(x, name).dtype)
+        self._run(portable.backward, problem, tensors)
+        return Gradients(*(tensors.get(name) for name in Gradients._fields))
+
+
+@interpreted
+@pytest.mark.parametrize("case", BOTH_WAYS, ids=str)
+def test_forward_and_gradients_are_within_the_budget(case):
+    budget.run(Interpreted(), case)
+
+
+@interpreted
+@pytest.mark.parametrize("num_splits", (1, 3))
+@pytest.mark.parametrize("case", FORWARD_ONLY, ids=str)
+def test_forward_is_within_the_budget(case, num_splits):
+    budget.run(Interpreted(num_splits), replace(case, backward=False))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "case",
+    (
+        Case(causal=True, sink=True, used="qk"),
+        Case(seqlen_q=3, seqlen_k=200, window=(90, 0, 5), heads_q=4),
+        Case(varlen="qk", used="q", batch=3),
+    ),
+    ids=str,
+)
+def test_splitting_the_keys_stays_within_the_budget(case):
+    budget.run(Interpreted(num_splits=4), replace(case, backward=False))
+
+
+@interpreted
+@pytest.mark.parametrize("page_size", (0, 5))
+@pytest.mark.parametrize("interleaved", (True, False))
+def test_append_and_rotation_are_those_of_plain_torch(interleaved, page_size):
+    values = torch.Generator().manual_seed(0)
+    k_new, v_new, q = (
+        torch.randn(3, 7, heads, dim, generator=values)
+        for heads, dim in ((2, 12), (2, 10), (4, 12))
+    )
+    start = torch.tensor([3, 0, 11], dtype=torch.int32)
+    tables = {name: torch.randn(40, 3, generator=values) for name in ("rotary_cos", "rotary_sin")}
+    x = {"k_new": k_new, "v_new": v_new, "cache_seqlens": start, **tables}
+    rows = (16, page_size) if page_size else (4, 20)
+    x["k"], x["v"] = (torch.randn(*rows, 2, dim, generator=values) for dim in (12, 10))
+    if page_size:
+        x["block_table"] = torch.randperm(16, generator=values)[:12].view(3, 4).int()
+    else:
+        x["kv_batch_idx"] = torch.tensor([3, 0, 2], dtype=torch.int32)
+    want_k, want_v = x["k"].clone(), x["v"].clone()
+    cos, sin = tables.values()
+    turned = rotate(k_new, cos, sin, start + 2, interleaved)
+    append_kv(want_k, want_v, turned, v_new, start, x.get("kv_batch_idx"), x.get("block_table"))
+    specs = {name: buffer_spec(t) for name, t in x.items()}
+    interpret(portable_cache.append_kv(specs, page_size, interleaved, position0=2), x)
+    assert torch.equal(x["k"], want_k)
+    assert torch.equal(x["v"], want_v)
+
+    for advance in (True, False):
+        y = {"q": q, "rotated": torch.full_like(q, torch.nan), "cache_seqlens": start, **tables}
+        specs = {name: buffer_spec(t) for name, t in y.items()}
+        interpret(portable_cache.rotary(specs, interleaved, advance), y)
+        assert torch.equal(y["rotated"], rotate(q, cos, sin, start, interleaved, advance))
+
+
+@pytest.mark.skipif(INTERPRETING, reason="starts the interpreting process")
+def test_every_check_passes_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    # Under xdist's variables the inner run would take itself for a worker.
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    done = subprocess.run(
+        command, env={**kept, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout and " failed" not in done.stdout, done.stdout[-1000:]
