@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from support.budget import run
-from support.cases import LAYOUTS, Case, variants
+from support.cases import Case, variants
 from support.prepared import Prepared
 
 pytestmark = [
@@ -33,7 +33,7 @@ CASES = [
     ),
     *variants(
         Case(**{**vars(BASE), "seqlen_q": 200, "seqlen_k": 333}),
-        layout=LAYOUTS,
+        layout=("contiguous", "heads_first", "packed"),
         dtype=("bfloat16", "float16"),
         varlen=("", "qk", "q", "k"),
         window=((-1, -1), (-1, 0), (0, 0), (40, 0), (64, 128), (300, -1)),
