@@ -196,9 +196,15 @@ def test_the_gradient_of_a_bias_has_its_own_shape(shape):
 
 def test_a_second_backward_through_the_gradients_raises():
     q, k, v = (torch.randn(1, 4, 1, 8, requires_grad=True) for _ in range(3))
-    for loss in (lambda out: out.square().sum(), lambda out: out.sum()):
-        out = heedful.flash_attn_func(q, k, v)
-        (dq,) = torch.autograd.grad(loss(out), q, create_graph=True)
+    losses = (
+        lambda out, lse: out.square().sum(),
+        lambda out, lse: out.sum(),
+        lambda out, lse: lse.sum(),
+        lambda out, lse: out.sum() + lse.sum(),
+    )
+    for loss in losses:
+        results = heedful.flash_attn_func(q, k, v, return_lse=True)
+        (dq,) = torch.autograd.grad(loss(*results), q, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             (dq.square().sum() + q.sum()).backward()
 

@@ -321,6 +321,21 @@ def test_per_sample_gradients_are_the_gradients_of_each_sample(extra):
     assert_same(got, want)
 
 
+@pytest.mark.parametrize("square", [False, True])
+def test_nested_functorch_gradients_raise(square):
+    q, k, v = dense(grad=False)
+
+    def loss(q):
+        out = heedful.flash_attn_func(q, k, v)
+        return (out.square() if square else out).sum()
+
+    def penalty(q):
+        return torch.func.grad(loss)(q).square().sum()
+
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.func.grad(penalty)(q)
+
+
 def test_random_dropout_inside_vmap_follows_its_randomness():
     q, k, v = inputs(*[(3, 1, 6, 1, 8)] * 3, grad=False)
     same = q[:1].expand_as(q), k[:1].expand_as(k), v[:1].expand_as(v)

@@ -293,11 +293,15 @@ class Attention(Function):
 
     @staticmethod
     def backward(ctx, dout, dlse=None, dprobs=None):
-        if is_grad_enabled() and dout is not None:
+        if is_grad_enabled():
             # once_differentiable raises only if a cotangent depends on something; ours raises
             # wherever the gradients are differentiated again, which would be wrong in silence.
-            dout = dout if dout.requires_grad else dout.detach().requires_grad_()
+            dout, dlse = (None if g is None else _dependent(g) for g in (dout, dlse))
         return _backward(ctx, dout, dlse)
+
+
+def _dependent(cotangent: Tensor) -> Tensor:
+    return cotangent if cotangent.requires_grad else cotangent.detach().requires_grad_()
 
 
 @once_differentiable

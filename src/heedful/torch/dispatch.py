@@ -5,6 +5,7 @@ The only users of torch's private names for that.
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import Parameter
@@ -17,6 +18,12 @@ _OWN = (Tensor, Parameter)
 def transforms_active() -> bool:
     """Whether a functorch transform (vmap, grad, ...) is under way, outside of torch.compile."""
     return not is_compiling() and _transforms_active()
+
+
+def nested_gradients() -> bool:
+    """Whether a torch.func.grad runs within another."""
+    kinds = [interpreter.key() for interpreter in get_interpreter_stack() or ()]
+    return kinds.count(TransformType.Grad) > 1
 
 
 def needs_dispatcher(q, k, v) -> bool:

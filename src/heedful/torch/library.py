@@ -12,7 +12,7 @@ from heedful.torch.adapt import autocast, bias_gradient
 from heedful.torch.batching import attention_vmap, backward_vmap
 from heedful.torch.calls import CALLS, Call, find, gradients, make_seed, tensor_keys
 from heedful.torch.checks import Options, check_out, check_seed, check_tensors, describe
-from heedful.torch.dispatch import transforms_active
+from heedful.torch.dispatch import nested_gradients, transforms_active
 
 _OPERANDS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Operands._fields)
 _OPTIONS = (
@@ -149,6 +149,9 @@ class Transformed(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
+        if nested_gradients():
+            # The outer gradient would take these for constants.
+            _no_double_backward(ctx)
         return _attention_backward(ctx, *grads)
 
 
