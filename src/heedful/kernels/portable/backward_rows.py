@@ -11,7 +11,7 @@ from heedful.kernels.portable.scores import LOG2E
 from heedful.kernels.portable.sequences import load_rows, wide
 
 
-@triton.jit(do_not_specialize=["rows", "heads"])
+@triton.jit(do_not_specialize=["rows", "heads", "tiles"])
 def row_deltas(
     out,
     dout,

@@ -9,7 +9,7 @@ from heedful.kernels.portable.scores import LN2, LOG2E, finite_or_zero
 from heedful.kernels.portable.sequences import load_rows, store_rows, wide
 
 
-@triton.jit(do_not_specialize=["rows", "heads", "splits"])
+@triton.jit(do_not_specialize=["rows", "heads", "splits", "tiles"])
 def combine_splits(
     partial_out,
     partial_lse,
@@ -31,14 +31,15 @@ def combine_splits(
     rows,
     heads,
     splits,
+    tiles,
     HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     """out (B, M, H, E) and lse (B, H, M) of partial results with a leading split axis."""
-    row0 = tl.program_id(0) * BLOCK_M
-    b = (tl.program_id(1) // heads).to(tl.int64)
-    h = (tl.program_id(1) % heads).to(tl.int64)
+    row0 = (tl.program_id(0) % tiles) * BLOCK_M
+    b = wide(tl.program_id(0) // tiles // heads)
+    h = wide(tl.program_id(0) // tiles % heads)
     partial_out += b * stride_pb + h * stride_ph
     partial_lse += b * stride_plb + h * stride_plh
     rows_M = row0 + tl.arange(0, BLOCK_M)

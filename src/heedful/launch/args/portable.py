@@ -121,7 +121,8 @@ def _section(problem: AttentionProblem, plan: Plan) -> int:
     """Query heads whose keys and values together fill half of L2."""
     dims = problem.head_dim + problem.head_dim_v
     head_bytes = max(1, problem.seqlen_k * dims * ITEM_BITS[problem.kv_dtype] // 8)
-    return problem.group * max(1, plan.device.l2_bytes // 2 // head_bytes)
+    section = problem.group * max(1, plan.device.l2_bytes // 2 // head_bytes)
+    return max(1, min(section, problem.batch * problem.heads_q))
 
 
 def _precision(problem: AttentionProblem) -> str:
@@ -370,11 +371,13 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
     call.row_strides("o", "out", "m")
     call.strides("pl", "sbh", (lse.strides[0], 0 if packed else lse.strides[1], lse.strides[-2]))
     call.strides("l", "bh", _lse_strides(lse.shape[1:]))
-    call.ints(rows=rows, heads=heads, splits=splits)
     block_e = pow2(dim)
     # 16 KiB of float32 per program keep the accumulator within 32 registers of 4 warps.
     block_m = max(1, min(64, 4096 // block_e))
-    grid = (-(-rows // block_m), batch * heads, 1)
+    tiles = -(-rows // block_m)
+    call.ints(rows=rows, heads=heads, splits=splits, tiles=tiles)
+    # One axis: the others end at 65,535, which sequences times heads can pass.
+    grid = (tiles * batch * heads, 1, 1)
     config = TileConfig(block_m, 0, num_warps=4, num_stages=1)
     return call.build(grid, config, HEAD_DIM_V=dim, BLOCK_M=block_m, BLOCK_E=block_e)
 
