@@ -1,6 +1,6 @@
 """The library's own kernels on the emulator, as the error budget's `Backend`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -26,15 +26,19 @@ def memory_of(tensor: torch.Tensor) -> At:
 
 
 def execute(
-    made: Program, arch: str, tensors: Mapping[str, torch.Tensor], schedule
+    made: Program, arch: str, tensors: Mapping[str, torch.Tensor], schedules: Sequence[str]
 ) -> list[Report]:
-    """Run every call of a program; scratch starts as NaN unless it is to be zeroed."""
+    """Run every call of a program; scratch starts as NaN unless it is to be zeroed.
+
+    The first schedule computes; every other one must give the same bits in every array.
+    """
     arrays = dict(tensors)
     for workspace in made.workspaces:
         spec = workspace.buffer
         fill = 0 if workspace.zeroed else torch.nan
         arrays[workspace.name] = torch.full(spec.shape, fill).to(getattr(torch, spec.dtype))
     reports = []
+    storage: dict[str, At] = {}
     for call in made.calls:
         if 0 in call.grid:
             continue
@@ -43,12 +47,26 @@ def execute(
         for parameter in artifact.parameters:
             match call.arguments.get(parameter.name):
                 case Pointer(buffer=name):
-                    args.append(memory_of(arrays[name]))
+                    args.append(storage.setdefault(name, memory_of(arrays[name])))
                 case Scalar(value=value):
                     args.append(float(value) if parameter.type == "fp32" else int(value))
                 case _:
                     args.append(None)
-        reports.append(emulate(artifact, call.grid, args, schedule=schedule))
+        reports += _under_schedules(artifact, call.grid, args, schedules)
+    return reports
+
+
+def _under_schedules(artifact, grid, args: list, schedules: Sequence[str]) -> list[Report]:
+    main, *others = schedules
+    storages = {id(a.array): a.array for a in args if isinstance(a, At)}
+    before = {key: array.copy() for key, array in storages.items()} if others else {}
+    reports = [emulate(artifact, grid, args, schedule=main)]
+    for schedule in others:
+        again = {key: array.copy() for key, array in before.items()}
+        twin = [At(again[id(a.array)], a.offset) if isinstance(a, At) else a for a in args]
+        reports.append(emulate(artifact, grid, twin, schedule=schedule))
+        for key, array in storages.items():
+            assert array.tobytes() == again[key].tobytes(), f"other bits under {schedule}"
     return reports
 
 
@@ -59,17 +77,18 @@ def device_of(arch: str):
 
 
 class Emulated:
-    """Runs planned kernels of one backend for one architecture; fails on any finding."""
+    """Runs planned kernels of one backend for one architecture; fails on any finding, and on any
+    difference between the schedules."""
 
-    def __init__(self, arch: str, backend: str = "portable", schedule="lockstep"):
-        self.arch, self.backend, self.schedule = arch, backend, schedule
+    def __init__(self, arch: str, backend: str = "portable", schedules=("lockstep",)):
+        self.arch, self.backend, self.schedules = arch, backend, schedules
         self.reports: list[Report] = []
 
     def _run(self, direction: str, problem, tensors: dict[str, torch.Tensor]):
         chosen = plan(problem, device_of(self.arch), backend=self.backend)
         buffers = {name: buffer_spec(t) for name, t in tensors.items()}
         made = program(chosen, direction, buffers)
-        self.reports += execute(made, self.arch, tensors, self.schedule)
+        self.reports += execute(made, self.arch, tensors, self.schedules)
         for report in self.reports:
             assert report.clean, report.summary()
 

@@ -71,9 +71,9 @@ def test_forward_is_within_budget(arch, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", TARGETS)
-@pytest.mark.parametrize("case", variants(BASE, **FORWARD), ids=str)
-def test_every_feature_of_the_forward_is_within_budget(arch, case):
-    run(Emulated(arch), case)
+@pytest.mark.parametrize("case", [BASE, *variants(BASE, **FORWARD), *COMBINED], ids=str)
+def test_every_feature_of_the_forward_is_within_budget_under_every_schedule(arch, case):
+    run(Emulated(arch, schedules=("lockstep", *SCHEDULES)), case)
 
 
 @pytest.mark.parametrize("arch", TARGETS)
