@@ -70,6 +70,24 @@ def test_scalar_loads_are_complete_only_at_zero():
     only(run(body), "waitcnt")
 
 
+@pytest.mark.parametrize(
+    ("wait", "clean"),
+    [("vmcnt(0) lgkmcnt(0)", True), ("vmcnt(0)", False), ("lgkmcnt(0)", False)],
+)
+def test_flat_loads_are_complete_when_both_counters_say_so(wait, clean):
+    body = f"""
+        v_mov_b32_e32 v3, s5
+        v_add_co_u32_e32 v2, vcc, s4, v1
+        s_nop 1
+        v_addc_co_u32_e32 v3, vcc, 0, v3, vcc
+        flat_load_dword v4, v[2:3]
+        s_waitcnt {wait}
+        global_store_dword v1, v4, s[6:7]
+    """
+    report = run(body)
+    assert report.kinds() == (set() if clean else {"waitcnt"}), report.summary()
+
+
 def test_two_kinds_of_load_into_one_register_are_found():
     body = """
         ds_write_b32 v1, v1

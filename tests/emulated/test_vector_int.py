@@ -119,6 +119,22 @@ def test_three_operand_integers(name):
     check(name, TERNARY[name], inputs, vector(f"{name} v20, v10, v11, v12", inputs, ["v20"])[0])
 
 
+CLAMPED = {
+    "v_add_u32_e64": lambda a, b: min(a + b, M32),
+    "v_sub_u32_e64": lambda a, b: max(a - b, 0),
+    "v_subrev_u32_e64": lambda a, b: max(b - a, 0),
+    "v_add_i32": lambda a, b: min(max(signed(a) + signed(b), -(2**31)), 2**31 - 1),
+    "v_sub_i32": lambda a, b: min(max(signed(a) - signed(b), -(2**31)), 2**31 - 1),
+}
+
+
+@pytest.mark.parametrize("name", CLAMPED)
+def test_clamped_additions_saturate(name):
+    inputs = samples(2)
+    (got,) = vector(f"{name} v20, v10, v11 clamp", inputs, ["v20"])
+    check(name, CLAMPED[name], inputs, got)
+
+
 @pytest.mark.parametrize("name", UNARY)
 def test_one_operand_integers(name):
     inputs = samples(1)

@@ -79,7 +79,8 @@ class Machine:
                 self.ready.remove(batch)
                 self._advance(batch)
                 if self._executed > limit:
-                    at = self.code.program.code[batch.pc]
+                    code = self.code.program.code
+                    at = code[min(batch.pc, len(code) - 1)]
                     self.sink.add("limit", f"more than {limit} instructions", at)
                     break
         self.report.barriers += int(self.epoch.sum())

@@ -85,6 +85,8 @@ class Shape:
         base = 4 if m == 16 else 8
         if kind == "f32":
             return 2 * base
+        if kind == "xf32":
+            return base
         if kind == "f8f6f4":
             mods = self.instruction.mods
             wide = any(mods.get(key, 0) < 2 for key in ("cbsz", "blgp"))

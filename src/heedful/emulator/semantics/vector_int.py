@@ -1,9 +1,11 @@
 """Integer and bit-field vector instructions of one 32-bit (or 16-bit) result."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from heedful.emulator.asm import Instruction
-from heedful.emulator.floats import I64, U16, U32, U64
+from heedful.emulator.floats import I32, I64, U16, U32, U64
 from heedful.emulator.semantics.operands import destination, source, vector_op
 from heedful.emulator.semantics.table import Context, Run, Unsupported, semantics
 
@@ -160,9 +162,34 @@ _OPS = {
 }
 
 
+def _saturate(function, low: int, high: int):
+    """The exact integer result, kept within the range."""
+    return lambda a, b: np.clip(function(a.astype(I64), b.astype(I64)), low, high)
+
+
+# What the clamp modifier makes of additions.
+_CLAMPED = {
+    "v_add_u32": lambda a, b: _narrow(_saturate(np.add, 0, 2**32 - 1)(a, b)),
+    "v_sub_u32": lambda a, b: _narrow(_saturate(np.subtract, 0, 2**32 - 1)(a, b)),
+    "v_subrev_u32": lambda a, b: _narrow(_saturate(np.subtract, 0, 2**32 - 1)(b, a)),
+    "v_add_i32": lambda a, b: _narrow(_saturate(np.add, -(2**31), 2**31 - 1)(_int(a), _int(b))),
+    "v_sub_i32": lambda a, b: _narrow(
+        _saturate(np.subtract, -(2**31), 2**31 - 1)(_int(a), _int(b))
+    ),
+}
+
+
+def _int(a):
+    return np.asarray(a).view(I32)
+
+
 def _register(name: str, function, banks: str, out: str):
     @semantics(name)
     def build(instruction: Instruction, ctx: Context) -> Run:
+        if "clamp" in instruction.mods and name in _CLAMPED:
+            mods = {k: v for k, v in instruction.mods.items() if k != "clamp"}
+            plain = replace(instruction, mods=mods)
+            return vector_op(plain, ctx, _CLAMPED[name], banks, out)
         return vector_op(instruction, ctx, function, banks, out)
 
 

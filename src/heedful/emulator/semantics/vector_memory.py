@@ -9,6 +9,7 @@ import numpy as np
 from heedful.emulator.asm import M0, Instruction
 from heedful.emulator.floats import I64, U32, U64
 from heedful.emulator.memory import atomically
+from heedful.emulator.outstanding import Entry
 from heedful.emulator.semantics.small import (
     ATOMICS,
     WIDTH,
@@ -73,8 +74,8 @@ def _issue(instruction: Instruction):
 
     def issue(g, effects=()):
         g.issue_vm(instruction, effects)
-        if flat:
-            g.issue_lds(instruction, ())
+        if flat:  # the same registers, so that neither counter alone completes it
+            g.out.issue(g.out.lds, Entry(instruction, g.machine.code.loads[instruction.pc]))
 
     return issue
 
