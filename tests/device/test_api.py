@@ -189,6 +189,7 @@ def test_the_cache_kernels_write_what_plain_torch_writes(page_size, interleaved,
     shape: tuple[int, ...] = (4, capacity, 2, 64)
     if page_size:
         pages = -(-capacity // page_size)
+        capacity = pages * page_size
         table = torch.randperm(3 * pages).view(3, pages).to(torch.int32)
         shape = (3 * pages, page_size, 2, 64)
     rows = torch.tensor([3, 0, 1], dtype=torch.int32) if table is None else None

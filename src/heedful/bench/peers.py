@@ -140,6 +140,8 @@ def _flex_make(case: Case, inputs: Inputs) -> Forward:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     p = case.problem
+    # A timed backward keeps its graph, so its buffers may not be given away.
+    torch._functorch.config.donated_buffer = False
     torch._dynamo.reset()  # one compilation a case, and no other case's in its way
     compiled = torch.compile(flex_attention, dynamic=False)
     mask = None

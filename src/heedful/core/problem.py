@@ -270,7 +270,7 @@ FEATURES = {
     "head_dims_differ": "V of another head dim than Q and K",
     "fp8": "fp8 inputs",
     "quantized_kv": "quantised KV cache",
-    "split_kv": "forced split of the keys",
+    "split_kv": "forced split of the keys (num_splits > 1)",
     "backward": "backward",
     "bias_grad": "gradient of the bias",
     "deterministic": "deterministic backward",

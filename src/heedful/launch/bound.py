@@ -30,9 +30,9 @@ class BoundKernel:
         self._driver = driver("nvidia" if arch.startswith("sm_") else "amd")
         key = (device, arch, call.variant)
         if key not in _functions:
-            _functions[key] = self._driver.load(self.artifact)
+            _functions[key] = self._driver.load(self.artifact, device)
         self._function = _functions[key]
-        self._call, self._empty = call, 0 in call.grid
+        self._call, self._device, self._empty = call, device, 0 in call.grid
         self._template = _template(call, self.artifact)
         offsets = {p.name: p.offset for p in self.artifact.parameters}
         pointers = sorted(
@@ -62,7 +62,9 @@ class BoundKernel:
                 return self._pool.pop()
             except IndexError:
                 continue
-        return self._driver.Slot(self.artifact, self._function, self._call.grid, self._template)
+        return self._driver.Slot(
+            self.artifact, self._function, self._device, self._call.grid, self._template
+        )
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
         """Launches on a raw stream; the device must be current."""

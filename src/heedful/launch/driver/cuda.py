@@ -12,6 +12,7 @@ from heedful.launch.artifact import Artifact
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0  # CU_LAUNCH_PARAM_*
+INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 STATIC_SHARED_LIMIT = 48 * 1024
 
 _L2_PROMOTION_128B = 2
@@ -52,8 +53,20 @@ def check(code: int) -> None:
         raise RuntimeError(f"CUDA error {code}: {(text.value or b'unknown').decode()}")
 
 
-def load(artifact: Artifact) -> c_void_p:
-    """The function handle of an artifact in the current context."""
+def enter(device: int) -> None:
+    """Makes the device's primary context, which every framework uses, the thread's own.
+
+    A thread that has made no runtime call yet has none: autograd's, for instance.
+    """
+    library, handle, context = _library(), c_int(), c_void_p()
+    check(library.cuDeviceGet(byref(handle), c_int(device)))
+    check(library.cuDevicePrimaryCtxRetain(byref(context), handle))
+    check(library.cuCtxSetCurrent(context))
+
+
+def load(artifact: Artifact, device: int) -> c_void_p:
+    """The function handle of an artifact in the context of a device."""
+    enter(device)
     library, module, function = _library(), c_void_p(), c_void_p()
     check(library.cuModuleLoadData(byref(module), artifact.code))
     check(library.cuModuleGetFunction(byref(function), module, artifact.symbol.encode()))
@@ -66,9 +79,9 @@ class Slot:
     """An argument buffer with everything that one launch passes to the driver; used by one thread
     at a time."""
 
-    __slots__ = ("buffer", "config", "address", "_arguments", "_keep")
+    __slots__ = ("buffer", "config", "address", "_arguments", "_device", "_keep")
 
-    def __init__(self, artifact: Artifact, function: c_void_p, grid, template: bytes):
+    def __init__(self, artifact: Artifact, function: c_void_p, device: int, grid, template: bytes):
         # Tensor maps must sit on 64 bytes in the buffer as they do in parameter space.
         raw = ctypes.create_string_buffer(len(template) + 64)
         start = -ctypes.addressof(raw) % 64
@@ -91,11 +104,15 @@ class Slot:
             self.config.num_attributes = 1
         self._arguments = (byref(self.config), function, None, extra)
         self._keep = (raw, size, attributes)
+        self._device = device
 
     def launch(self, stream: int) -> None:
-        """Launches with the buffer's arguments on a raw stream of the current context."""
+        """Launches with the buffer's arguments on a raw stream of the device, which is current."""
         self.config.stream = stream
         code = _launch(*self._arguments)
+        if code == INVALID_CONTEXT:
+            enter(self._device)
+            code = _launch(*self._arguments)
         if code:
             check(code)
 

@@ -30,9 +30,10 @@ def check(code: int) -> None:
         raise RuntimeError(f"HIP error {code}: {text.decode()}")
 
 
-def load(artifact: Artifact) -> c_void_p:
-    """The function handle of an artifact on the current device."""
+def load(artifact: Artifact, device: int) -> c_void_p:
+    """The function handle of an artifact on a device, which becomes the thread's current one."""
     library, module, function = _library(), c_void_p(), c_void_p()
+    check(library.hipSetDevice(c_int(device)))
     check(library.hipModuleLoadData(byref(module), artifact.code))
     check(library.hipModuleGetFunction(byref(function), module, artifact.symbol.encode()))
     return function
@@ -43,7 +44,7 @@ class Slot:
 
     __slots__ = ("buffer", "address", "_head", "_extra", "_keep")
 
-    def __init__(self, artifact: Artifact, function: c_void_p, grid, template: bytes):
+    def __init__(self, artifact: Artifact, function: c_void_p, device: int, grid, template: bytes):
         self.buffer = ctypes.create_string_buffer(template, len(template))
         self.address = ctypes.addressof(self.buffer)
         size = ctypes.c_size_t(len(template))
