@@ -149,7 +149,9 @@ def _is_persistent(problem: AttentionProblem) -> bool:
     tile. Tiles of unequal length are better dealt out by the hardware, one by one."""
     if problem.varlen_q or problem.varlen_k:
         return False
-    return not problem.mask.bounded or problem.seqlen_k <= 2048
+    mask = problem.mask
+    is_even = not mask.bounded or (mask.left >= 0 and mask.right >= 0)
+    return is_even or problem.seqlen_k <= 2048
 
 
 def _variant(problem: AttentionProblem, config: TileConfig) -> dict[str, object]:
