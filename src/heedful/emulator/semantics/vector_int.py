@@ -162,6 +162,10 @@ _OPS = {
 }
 
 
+def _int(a):
+    return np.asarray(a).view(I32)
+
+
 def _saturate(function, low: int, high: int):
     """The exact integer result, kept within the range."""
     return lambda a, b: np.clip(function(a.astype(I64), b.astype(I64)), low, high)
@@ -177,10 +181,6 @@ _CLAMPED = {
         _saturate(np.subtract, -(2**31), 2**31 - 1)(_int(a), _int(b))
     ),
 }
-
-
-def _int(a):
-    return np.asarray(a).view(I32)
 
 
 def _register(name: str, function, banks: str, out: str):
