@@ -38,3 +38,17 @@ def test_every_environment_variable_of_the_documentation_exists():
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         named = set(re.findall(r"HEEDFUL_[A-Z_]+", page.read_text(encoding="utf-8")))
         assert named <= known, f"{page.name} names {named - known}"
+
+
+def test_the_index_links_every_page_and_no_page_links_into_the_void():
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    links = {}
+    for page in pages:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
+        links[page] = {(page.parent / target).resolve() for target in targets}
+        for target in links[page]:
+            assert target.exists(), f"{page.name} links to {target.name}, which is not there"
+    index = ROOT / "docs" / "index.md"
+    unlinked = {page for page in (ROOT / "docs").glob("*.md") if page != index} - links[index]
+    assert not unlinked, f"docs/index.md does not link {sorted(page.name for page in unlinked)}"

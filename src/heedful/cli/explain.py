@@ -89,6 +89,9 @@ def _show(decision: Plan) -> None:
     out.print(facts)
     if decision.configs:
         out.print(_tiles(decision))
+        for kernel, measured in decision.measured.items():
+            out.print(f"  {kernel}: [dim]{escape(measured)}[/]")
+        out.print()
     if decision.rejected:
         out.print(_rejections(decision))
 
@@ -100,12 +103,12 @@ def _device_words(device: DeviceSpec) -> str:
 
 def _tiles(decision: Plan) -> Table:
     table = Table(title="Tiles", title_justify="left", title_style="bold")
-    for name in ("kernel", "queries x keys", "warps", "stages", "more", "where from"):
+    for name in ("kernel", "queries x keys", "warps", "stages", "more"):
         table.add_column(name)
     for kernel, config in decision.configs.items():
         extra = ", ".join(f"{name}={value}" for name, value in config.extra)
         cells = (kernel, f"{config.block_m} x {config.block_n}", config.num_warps)
-        cells += (config.num_stages, extra, decision.measured[kernel])
+        cells += (config.num_stages, extra)
         table.add_row(*(escape(str(cell)) for cell in cells))
     return table
 

@@ -4,7 +4,14 @@ from heedful.core.capability import LEVELS, ROWS, KernelRow
 from heedful.core.device import KNOWN
 from heedful.core.problem import FEATURES
 
-_SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_SHORT = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float8_e4m3fn": "e4m3fn",
+    "float8_e4m3fnuz": "e4m3fnuz",
+    "float8_e5m2": "e5m2",
+}
 
 _INTRODUCTION = """\
 # Support matrix
@@ -28,8 +35,10 @@ def level_on(row: KernelRow, arch: str) -> str | None:
 
 
 def dtype_words(row: KernelRow) -> str:
-    words = ", ".join(_SHORT.get(name, name) for name in row.dtypes)
-    return words + (f"; KV also {', '.join(row.kv_dtypes)}" if row.kv_dtypes else "")
+    own, kv = (
+        ", ".join(_SHORT.get(name, name) for name in names) for names in (row.dtypes, row.kv_dtypes)
+    )
+    return own + (f"; KV also {kv}" if kv else "")
 
 
 def dim_words(row: KernelRow) -> str:
