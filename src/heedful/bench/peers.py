@@ -141,7 +141,8 @@ def _flex_make(case: Case, inputs: Inputs) -> Forward:
 
     p = case.problem
     # A timed backward keeps its graph, so its buffers may not be given away.
-    import_module("torch._functorch.config").donated_buffer = False
+    autograd_config: Any = import_module("torch._functorch.config")
+    autograd_config.donated_buffer = False
     torch._dynamo.reset()  # one compilation a case, and no other case's in its way
     compiled = torch.compile(flex_attention, dynamic=False)
     mask = None
