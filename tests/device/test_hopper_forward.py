@@ -18,6 +18,8 @@ pytestmark = [
 BASE = Case(dtype="bfloat16", head_dim=64, heads_q=4, heads_k=2, backward=False)
 
 LENGTHS = [(1, 1), (64, 128), (193, 127), (257, 129), (300, 1), (37, 700), (511, 513)]
+# From 2048 keys on, head dim 64 takes another config.
+LENGTHS_OF_MANY = [(130, 2100), (1, 2048)]
 DIMS = [(64, 64), (128, 128), (256, 256), (72, 72), (96, 96), (8, 248), (192, 128), (128, 64)]
 
 CASES = [
@@ -27,6 +29,7 @@ CASES = [
         for causal in (False, True)
         for dim in (64, 128, 256)
     ),
+    *(Case(**{**vars(BASE), "seqlen_q": sq, "seqlen_k": sk}) for sq, sk in LENGTHS_OF_MANY),
     *(
         Case(**{**vars(BASE), "seqlen_q": 200, "seqlen_k": 333, "head_dim": d, "head_dim_v": e})
         for d, e in DIMS
