@@ -142,6 +142,7 @@ ROWS: tuple[KernelRow, ...] = (
         _PORTABLE_LEVELS,
         _FLOATS,
         _EVERY_FEATURE,
+        kv_dtypes=_QUANTIZED,
         least=(("triton", (3, 6)),),
         gates=(_whole_probs,),
     ),
