@@ -37,6 +37,7 @@ def demo(
     ),
     steps: Annotated[int | None, typer.Option(min=2, help="training steps")] = None,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads")] = 1,
 ) -> None:
     """Train a small GPT with heedful and with SDPA, compare, generate text from a KV cache."""
     try:
@@ -48,6 +49,9 @@ def demo(
     began = time.perf_counter()
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     recipe = training.ON_CPU if where.type == "cpu" else training.ON_GPU
+    # Products this small gain little from more threads, and on a busy machine lose ten times that
+    # to threads that wait for each other.
+    torch.set_num_threads(threads)
     if steps is not None:
         recipe = dataclasses.replace(recipe, steps=steps)
     source = text.load()
@@ -71,13 +75,16 @@ def demo(
 
 
 def _introduce(recipe: "Recipe", source: "Text", where: "torch.device") -> None:
+    import torch
+
     size = recipe.size
     dtype = str(recipe.dtype).removeprefix("torch.")
+    place = f"{torch.get_num_threads()} CPU thread(s)" if where.type == "cpu" else str(where)
     backend = f"backend={recipe.backend!r}" if recipe.backend else "the planner's choice"
     characters = len(source.train) + len(source.held_out)
     out.print(
         f"A GPT of {size.layers} layers, {size.heads} heads of {size.head_dim},"
-        f" {size.context} characters of context, {dtype} on {where}, learns the"
+        f" {size.context} characters of context, {dtype} on {place}, learns the"
         f" {characters:,} characters of Python's own help (pydoc_data.topics),"
         f" {recipe.steps} steps of {recipe.batch} x {size.context}.\n"
         f"[bold]heedful[/] ({backend}), [bold]SDPA[/], and a [bold]control[/] that measures the"
