@@ -46,6 +46,12 @@ CASES = [
         sink=(False, True),
         scale=(0.0, 8.0),
     ),
+    # Whole tiles of keys, so that the left bound alone masks the first tile visited.
+    *variants(
+        Case(**{**vars(BASE), "seqlen_q": 256, "seqlen_k": 256}),
+        window=((40, -1), (64, 128), (0, -1), (100, 300)),
+        head_dim=(64, 128),
+    ),
 ]
 
 

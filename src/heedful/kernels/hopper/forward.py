@@ -14,7 +14,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from heedful.kernels.hopper.channel import Channel, Cursor
 from heedful.kernels.hopper.compat import HAS_INLINE_ASM, aggregate, optional, tma_store
-from heedful.kernels.hopper.schedule import ROWS, Shape, decode, key_range, keys_at, rows_at
+from heedful.kernels.hopper.schedule import (
+    ROWS,
+    Shape,
+    decode,
+    key_range,
+    keys_at,
+    needs_mask,
+    rows_at,
+)
 from heedful.kernels.hopper.softmax import (
     lane_sums,
     lazy_limit,
@@ -98,15 +106,7 @@ def pass_turn(shape, WORKER: gl.constexpr):
 
 
 @gluon.jit
-def producer(
-    q_desc,
-    k_desc,
-    v_desc,
-    q,
-    k,
-    v,
-    shape,
-):
+def producer(q_desc, k_desc, v_desc, q, k, v, shape):
     """Feeds every tile's queries, and its keys and values from the last to the first."""
     at_q = Cursor.start(shape.CONSUMERS)
     at_k = Cursor.start(shape.K_STAGES)
@@ -177,6 +177,7 @@ def attend(
     BLOCK_N: gl.constexpr = shape.BLOCK_N
     MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
     LIMIT: gl.constexpr = lazy_limit(dtype)
+    # Where registers are scarce P crosses the loop's end as float32: packed there, ptxas copies it.
     LATE: gl.constexpr = shape.CONSUMERS >= 3
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v.dim, 16])
@@ -192,7 +193,8 @@ def attend(
     k.release_after_mma(at_k)
     if shape.HAS_SOFTCAP:
         s_MN = cap(s_MN, shape.softcap_scale)
-    if shape.CONSUMERS == 3 or keys.end > keys.full_end:
+    # With three consumers a branch here makes their loops spill (Triton 3.9), a mask does not.
+    if shape.CONSUMERS == 3 or needs_mask(keys, keys.end - 1):
         s_MN = hide_keys(s_MN, shape, tile, row, (keys.end - 1) * BLOCK_N)
     p_MN, m_M = softmax_first(s_MN, shape.scale_log2)
     l_ML = lane_sums(p_MN)
@@ -218,7 +220,7 @@ def attend(
             s_MN = cap(s_MN, shape.softcap_scale)
         if MASKED:
             j = keys.end - 1 - step
-            if (j >= keys.full_end) | (j < keys.full_begin):
+            if needs_mask(keys, j):
                 s_MN = hide_keys(s_MN, shape, tile, row, j * BLOCK_N)
         if shape.LAZY:
             p_MN, m_M, l_ML, alpha_M, moved = softmax_lazy(

@@ -221,3 +221,9 @@ def key_range(shape, tile, row, rows: gl.constexpr):
         begin = gl.minimum(gl.maximum(row + tile.off - shape.left, 0) // shape.BLOCK_N, end)
         full_begin = gl.cdiv(gl.maximum(last + tile.off - shape.left, 0), shape.BLOCK_N)
     return KeyRange(begin, full_begin, stop_first // shape.BLOCK_N, end)
+
+
+@gluon.jit
+def needs_mask(keys, j):
+    """Whether key tile j is hidden from any row in part."""
+    return (j >= keys.full_end) | (j < keys.full_begin)
