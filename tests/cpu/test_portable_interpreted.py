@@ -183,7 +183,7 @@ def test_append_and_rotation_are_those_of_plain_torch(interleaved, page_size):
 
 @pytest.mark.skipif(INTERPRETING, reason="starts the interpreting process")
 def test_every_check_passes_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
     # Under xdist's variables the inner run would take itself for a worker.
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     done = subprocess.run(

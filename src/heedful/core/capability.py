@@ -75,7 +75,7 @@ class KernelRow:
             if dim % self.dim_multiple:
                 reasons.append(f"{name} {dim}: takes multiples of {self.dim_multiple}")
         lacking = problem.features() - self.features - _KINDS
-        reasons += [f"no {FEATURES[name]}" for name in FEATURES if name in lacking]
+        reasons += [f"does not take {FEATURES[name]}" for name in FEATURES if name in lacking]
         for gate in self.gates:
             reason = gate(problem, device)
             if reason:
@@ -112,6 +112,38 @@ def _whole_probs(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None
 
 
+def _scales_of_groups(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    if problem.kv_shift and not problem.kv_group:
+        return "shift of a cache without a scale per group"
+    return None
+
+
+def _fp8_conversion(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    if problem.kv_dtype in _FP8 and device.arch in ("sm_80", "sm_86"):
+        return f"{problem.kv_dtype} on {device.arch}, which cannot convert it"
+    return None
+
+
+def _wide_float32(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    wide = max(problem.head_dim, problem.head_dim_v) > 256 and problem.dtype == "float32"
+    if wide and device.shared_bytes < 128 * 1024 and device.vendor == "nvidia":
+        return "float32 head dims over 256 need 128 KiB of shared memory"
+    return None
+
+
+def _some_tokens(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    sizes = (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k)
+    return "no tokens: a tensor map cannot be empty" if 0 in sizes else None
+
+
+def _positive_scale(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    return None if problem.scale > 0 else "softmax_scale <= 0"
+
+
+def _out_as_in(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    return None if problem.out_dtype == problem.dtype else f"out of {problem.out_dtype}"
+
+
 def _sdpa_mask(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     mask = problem.mask
     if mask.causal and mask.shift:
@@ -137,6 +169,22 @@ _PORTABLE_LEVELS = {
 # In order of preference.
 ROWS: tuple[KernelRow, ...] = (
     KernelRow(
+        "hopper",
+        "forward",
+        {"sm_90": "run"},
+        ("bfloat16", "float16"),
+        frozenset(
+            {"causal", "window", "diagonal", "sink", "softcap", "varlen", "gqa"}
+            | {"head_dims_differ", "return_lse", "backward", "deterministic"}
+        ),
+        max_dim=256,
+        dim_multiple=8,
+        least=(("triton", (3, 6)),),
+        # Not before its whole device tier has passed with the launcher's own parameter layout.
+        by_default=False,
+        gates=(_some_tokens, _positive_scale, _out_as_in),
+    ),
+    KernelRow(
         "portable",
         "forward",
         _PORTABLE_LEVELS,
@@ -144,7 +192,7 @@ ROWS: tuple[KernelRow, ...] = (
         _EVERY_FEATURE,
         kv_dtypes=_QUANTIZED,
         least=(("triton", (3, 6)),),
-        gates=(_whole_probs,),
+        gates=(_whole_probs, _scales_of_groups, _fp8_conversion),
     ),
     KernelRow(
         "portable",
@@ -154,6 +202,7 @@ ROWS: tuple[KernelRow, ...] = (
         # Gradients of a cache are nobody's: a page or row may serve several sequences.
         _EVERY_FEATURE - {"paged", "kv_batch_idx"},
         least=(("triton", (3, 6)),),
+        gates=(_wide_float32,),
     ),
     KernelRow(
         "sdpa",

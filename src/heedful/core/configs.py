@@ -205,10 +205,34 @@ _PORTABLE = (
     ("backward_queries", ("*",), _always, _SMALL, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
 )
 
+_H200_GLUON = "H200, 2026-11-20, Triton 3.9: fastest of those tried"
+
+
+def _long_unmasked(problem: AttentionProblem) -> bool:
+    return not problem.mask.bounded and problem.seqlen_k >= 2048 and not problem.varlen_k
+
+
+def _hopper(max_dim: int, tile: tuple[int, ...], when=_always, **extra) -> ConfigRow:
+    """`extra` is what kernels/hopper/forward.py calls by the same names."""
+    config = TileConfig(*tile, extra=tuple(sorted(extra.items())))
+    return ConfigRow("hopper.forward", ("sm_90",), max_dim, config, _H200_GLUON, when)
+
+
+_D64_THREE = {"consumer_regs": 160, "fma_exp": 8, "ordered": True, "producer_regs": 32}
+_D64_FOUR = {"consumer_regs": 112, "ordered": True, "producer_regs": 32}
+_D128 = {"consumer_regs": 240, "ordered": True, "producer_regs": 24}
+_D256 = {"consumer_regs": 240, "out_in_q": True, "producer_regs": 24}
+
 ROWS: list[ConfigRow] = [
-    ConfigRow(f"portable.{kernel}", archs, max_dim, TileConfig(*tile), measured, when)
-    for kernel, archs, when, measured, tiles in _PORTABLE
-    for max_dim, tile in tiles.items()
+    _hopper(64, (192, 128, 4, 2), _long_unmasked, **_D64_THREE),
+    _hopper(64, (256, 64, 4, 4), **_D64_FOUR),
+    _hopper(128, (128, 128, 4, 2), **_D128),
+    _hopper(256, (128, 64, 4, 2), **_D256),
+    *(
+        ConfigRow(f"portable.{kernel}", archs, max_dim, TileConfig(*tile), measured, when)
+        for kernel, archs, when, measured, tiles in _PORTABLE
+        for max_dim, tile in tiles.items()
+    ),
 ]
 
 

@@ -70,7 +70,7 @@ def plan(
             "backward", problem, device, toolchain, backend if has_own else None
         )
         rejected += more
-    tiles = _configs({row.backend for row in (forward, backward) if row}, problem, device)
+    tiles = _configs(problem, device, forward.backend, backward.backend if backward else None)
     return Plan(
         problem,
         device,
@@ -99,7 +99,7 @@ def _choose(direction, problem, device, toolchain, backend) -> tuple[KernelRow, 
         if not reasons and backend is not None and row.backend != backend:
             reasons = [f"backend={backend!r} was asked for"]
         if not reasons and not row.by_default and backend is None:
-            reasons = [f"level {row.level(device)}: runs only when asked for by name"]
+            reasons = ["runs only when asked for by name"]
         if not reasons and chosen is not None:
             reasons = [f"{chosen.backend} is preferred"]
         if reasons:
@@ -114,14 +114,27 @@ def _choose(direction, problem, device, toolchain, backend) -> tuple[KernelRow, 
     return chosen, tuple(rejected)
 
 
-def _configs(chosen: set[str], problem, device) -> dict[str, ConfigRow]:
-    """The config row of every kernel of the chosen backends."""
+def _configs(problem, device, forward: str, backward: str | None) -> dict[str, ConfigRow]:
+    """The config row of every kernel that takes part."""
     kernels = dict.fromkeys(row.kernel for row in configs.ROWS)
     return {
         kernel: configs.choose(kernel, problem, device)
         for kernel in kernels
-        if kernel.split(".")[0] in chosen
+        if _takes_part(kernel, problem, forward, backward)
     }
+
+
+def _takes_part(kernel: str, problem, forward: str, backward: str | None) -> bool:
+    """Whether a kernel (backend.name) can be launched by these backends for this problem."""
+    backend, name = kernel.split(".")
+    if name.startswith("backward"):
+        return backend == backward
+    if name == "scores":
+        # Made anew, from the log-sum-exp, for the tests and for the gradient of the bias.
+        return (problem.return_probs and backend == forward) or (
+            problem.bias_grad and backend == backward
+        )
+    return backend == forward
 
 
 def _splits(row: KernelRow, chosen: dict[str, ConfigRow], problem, device) -> int:

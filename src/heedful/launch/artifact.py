@@ -5,6 +5,9 @@ from dataclasses import dataclass, field
 # Bytes and alignment of kernel parameters by Triton type.
 _SIZES = {"i1": 1, "i8": 1, "u8": 1, "i32": 4, "fp32": 4, "i64": 8}
 TENSOR_MAP_BYTES, TENSOR_MAP_ALIGN = 128, 64
+# Where parameters begin in the constant bank, by target: it decides where tensor maps fall.
+# `cuobjdump -elf` shows it beside KPARAM_INFO.
+PARAMETER_BASE = {"cuda:90": 0x210}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +50,13 @@ class Artifact:
     toolchain: str = ""
 
 
-def lay_out(types: list[tuple[str, str]], ranks: dict[str, int]) -> tuple[list[Parameter], int]:
+def lay_out(
+    types: list[tuple[str, str]], ranks: dict[str, int], base: int = 0
+) -> tuple[list[Parameter], int]:
     """Parameters with their offsets for (name, type) pairs, and the buffer's size in bytes.
 
-    ranks: rank of each tensor-map argument. Parameters are naturally aligned, one after another.
+    ranks: rank of each tensor-map argument. Parameters follow one another, each aligned by its
+    size in the memory that the kernel sees, where the first lies at `base`.
     """
     flat: list[tuple[str, str]] = []
     for name, kind in types:
@@ -65,7 +71,7 @@ def lay_out(types: list[tuple[str, str]], ranks: dict[str, int]) -> tuple[list[P
     parameters, offset = [], 0
     for name, kind in flat:
         size, align = size_of(kind)
-        offset = -(-offset // align) * align
+        offset = -(-(base + offset) // align) * align - base
         parameters.append(Parameter(name, kind, offset))
         offset += size
     return parameters, offset

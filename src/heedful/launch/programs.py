@@ -8,7 +8,10 @@ from heedful.launch import buffers as canonical
 from heedful.launch.spec import BufferSpec, Program
 
 # Backend -> module with `forward` and `backward`, each (problem, plan, buffers) -> Program.
-ARGUMENTS = {"portable": "heedful.launch.args.portable"}
+ARGUMENTS = {
+    "portable": "heedful.launch.args.portable",
+    "hopper": "heedful.launch.args.hopper",
+}
 
 
 def program(plan: Plan, direction: str, buffers: Mapping[str, BufferSpec] | None = None) -> Program:

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from heedful.launch.artifact import Artifact, lay_out, size_of
+from heedful.launch.artifact import PARAMETER_BASE, Artifact, lay_out, size_of
 from heedful.launch.spec import KernelCall, KernelRef, TensorMap, promise
 
 VERSION = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
@@ -85,7 +85,11 @@ def compile_artifact(call: KernelCall, arch: str) -> Artifact:
     maps = {name: a for name, a in call.arguments.items() if isinstance(a, TensorMap)}
     order = [name for name in function(call.kernel).arg_names if name in call.arguments]
     types = [(name, call.arguments[name].type) for name in order]
-    parameters, size = lay_out(types, {name: len(a.shape) for name, a in maps.items()})
+    parameters, size = lay_out(
+        types,
+        {name: len(a.shape) for name, a in maps.items()},
+        PARAMETER_BASE.get(f"{target.backend}:{target.arch}", 0),
+    )
     text = compiled.asm["ptx" if nvidia else "amdgcn"]
     declared = _ptx_parameters(text) if nvidia else None
     if declared is not None and declared != [size_of(p.type)[0] for p in parameters]:

@@ -210,6 +210,7 @@ def bias_gradients(
                 alibi_slopes is not None,
                 bias is not None,
                 IS_ADJUSTED,
+                q.dtype.element_ty == tl.float32,
                 True,
             )
             do_ME = load_rows(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.portable.philox import keep_tile, seed_words
-from heedful.kernels.portable.scores import bias_tile, lse_to_subtract, probabilities
+from heedful.kernels.portable.scores import bias_tile, lse_to_subtract, plus_product, probabilities
 from heedful.kernels.portable.sequences import (
     head_of,
     key_sequence,
@@ -125,6 +125,7 @@ def key_gradients(
 ):
     """dk (B, N, G, D) and dv (B, N, G, E); rows past the used length are zero."""
     DTYPE: tl.constexpr = q.dtype.element_ty
+    IS_EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     tile, bg = head_of(tl.program_id(0), tiles, section, batch * heads_k, False)
     b = bg // heads_k
     g = bg % heads_k
@@ -232,6 +233,7 @@ def key_gradients(
                 alibi_slopes is not None,
                 bias is not None,
                 IS_ADJUSTED,
+                IS_EXACT,
                 masked == 1,
             )
             do_ME = load_rows(
@@ -262,13 +264,13 @@ def key_gradients(
                 keep_NM = tl.trans(keep_MN)
                 kept_NM = tl.where(keep_NM, p_NM, 0.0)
                 dp_NM = tl.where(keep_NM, dp_NM * drop_scale, 0.0)
-            dv_NE = tl.dot(kept_NM.to(DTYPE), do_ME, dv_NE, input_precision=PRECISION)
+            dv_NE = plus_product(dv_NE, kept_NM.to(DTYPE), do_ME, PRECISION, IS_EXACT)
             if masked == 1:
                 delta_M = tl.load(delta + places_M, mask=rows_M < len_q, other=0.0)
             else:
                 delta_M = tl.load(delta + places_M)
             ds_NM = p_NM * (dp_NM - delta_M[None, :]) * slope_of_cap
-            dk_ND = tl.dot(ds_NM.to(DTYPE), q_MD, dk_ND, input_precision=PRECISION)
+            dk_ND = plus_product(dk_ND, ds_NM.to(DTYPE), q_MD, PRECISION, IS_EXACT)
 
     used_N = (cols_N < len_k)[:, None]
     dk_ND = tl.where(used_N, dk_ND * scale, 0.0)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.portable.philox import keep_tile, seed_words
-from heedful.kernels.portable.scores import bias_tile, lse_to_subtract, probabilities
+from heedful.kernels.portable.scores import bias_tile, lse_to_subtract, plus_product, probabilities
 from heedful.kernels.portable.sequences import (
     head_of,
     key_sequence,
@@ -120,6 +120,7 @@ def query_gradients(
 ):
     """dq (B, M, H, D); rows past the used length are zero."""
     DTYPE: tl.constexpr = q.dtype.element_ty
+    IS_EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     tile, bh = head_of(tl.program_id(0), tiles, section, batch * heads_q, HAS_RIGHT)
     b = bh // heads_q
     h = bh % heads_q
@@ -215,6 +216,7 @@ def query_gradients(
                 alibi_slopes is not None,
                 bias is not None,
                 IS_ADJUSTED,
+                IS_EXACT,
                 masked == 1,
             )
             v_NE = load_rows(v, stride_vn, col0, len_k, HEAD_DIM_V, BLOCK_N, BLOCK_E, masked == 1)
@@ -234,7 +236,7 @@ def query_gradients(
                 )
                 dp_MN = tl.where(keep_MN, dp_MN * drop_scale, 0.0)
             ds_MN = p_MN * (dp_MN - delta_M[:, None]) * slope_of_cap
-            dq_MD = tl.dot(ds_MN.to(DTYPE), k_ND, dq_MD, input_precision=PRECISION)
+            dq_MD = plus_product(dq_MD, ds_MN.to(DTYPE), k_ND, PRECISION, IS_EXACT)
 
     dq_MD = tl.where(exists_M[:, None], dq_MD * scale, 0.0)
     dq += b * stride_dqb + h * stride_dqh + token_q * stride_dqm

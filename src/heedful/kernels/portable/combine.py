@@ -5,7 +5,7 @@ w_s = exp(lse_s), plus the sink logit once. Shapes: M query rows, E v dim.
 import triton
 import triton.language as tl
 
-from heedful.kernels.portable.scores import LN2, LOG2E, finite_or_zero
+from heedful.kernels.portable.scores import LN2, exponential, finite_or_zero
 from heedful.kernels.portable.sequences import load_rows, store_rows, wide
 
 
@@ -63,8 +63,8 @@ def combine_splits(
         )
         new_M = tl.maximum(m_M, lse_M)
         base_M = finite_or_zero(new_M)
-        old_M = tl.exp2((m_M - base_M) * LOG2E)
-        w_M = tl.exp2((lse_M - base_M) * LOG2E)
+        old_M = exponential(m_M - base_M, True)
+        w_M = exponential(lse_M - base_M, True)
         # A part that saw no key weighs 0 whatever it holds.
         part_ME = tl.where((w_M == 0.0)[:, None], 0.0, part_ME.to(tl.float32))
         acc_ME = acc_ME * old_M[:, None] + part_ME * w_M[:, None]
@@ -74,9 +74,9 @@ def combine_splits(
         sink_M = tl.zeros([BLOCK_M], tl.float32) + tl.load(sink + h)
         new_M = tl.maximum(m_M, sink_M)
         base_M = finite_or_zero(new_M)
-        old_M = tl.exp2((m_M - base_M) * LOG2E)
+        old_M = exponential(m_M - base_M, True)
         acc_ME *= old_M[:, None]
-        l_M = l_M * old_M + tl.exp2((sink_M - base_M) * LOG2E)
+        l_M = l_M * old_M + exponential(sink_M - base_M, True)
         m_M = new_M
     acc_ME *= (1.0 / tl.where(l_M == 0.0, 1.0, l_M))[:, None]
     store_rows(

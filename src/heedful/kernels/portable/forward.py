@@ -17,7 +17,9 @@ from heedful.kernels.portable.scores import (
     LOG2E,
     adjust_scores,
     bias_tile,
+    exponential,
     finite_or_zero,
+    plus_product,
     tree_visible,
     visible,
 )
@@ -33,7 +35,15 @@ from heedful.kernels.portable.sequences import (
 
 
 @triton.jit
-def softmax_step(s_MN, m_M, l_M, scale, IS_ADJUSTED: tl.constexpr, IS_SAFE: tl.constexpr):
+def softmax_step(
+    s_MN,
+    m_M,
+    l_M,
+    scale,
+    IS_ADJUSTED: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+    IS_SAFE: tl.constexpr,
+):
     """(probabilities, new maximum, new sum, factor for what was summed before).
 
     IS_ADJUSTED: scores and maximum are in natural units; else scores are raw, the maximum is in
@@ -48,8 +58,8 @@ def softmax_step(s_MN, m_M, l_M, scale, IS_ADJUSTED: tl.constexpr, IS_SAFE: tl.c
     if IS_SAFE:
         base_M = finite_or_zero(new_M)
     if IS_ADJUSTED:
-        p_MN = tl.exp2((s_MN - base_M[:, None]) * LOG2E)
-        alpha_M = tl.exp2((m_M - base_M) * LOG2E)
+        p_MN = exponential(s_MN - base_M[:, None], IS_EXACT)
+        alpha_M = exponential(m_M - base_M, IS_EXACT)
     else:
         p_MN = tl.exp2(s_MN * (scale * LOG2E) - base_M[:, None])
         alpha_M = tl.exp2(m_M - base_M)
@@ -179,6 +189,7 @@ def attention_forward(
     is not positive, so that the maximum must be taken after them.
     IS_QUAD: columns of the dropout mask come in aligned fours.
     """
+    IS_EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     DTYPE: tl.constexpr = tl.bfloat16 if q.dtype.element_ty.is_fp8() else q.dtype.element_ty
     split = tl.program_id(1)
     tile, bh = head_of(tl.program_id(0), tiles, section, batch * heads_q, HAS_RIGHT)
@@ -340,7 +351,7 @@ def attention_forward(
                     )
                 s_MN = tl.where(ok_MN, s_MN, float("-inf"))
             p_MN, m_M, l_M, alpha_M = softmax_step(
-                s_MN, m_M, l_M, scale, IS_ADJUSTED, masked == 1 or bias is not None
+                s_MN, m_M, l_M, scale, IS_ADJUSTED, IS_EXACT, masked == 1 or bias is not None
             )
             if HAS_DROPOUT:
                 keep_MN = keep_tile(
@@ -377,8 +388,8 @@ def attention_forward(
                 masked == 1,
                 DTYPE,
             )
-            acc_ME = tl.dot(
-                p_MN.to(DTYPE), v_NE, acc_ME * alpha_M[:, None], input_precision=PRECISION
+            acc_ME = plus_product(
+                acc_ME * alpha_M[:, None], p_MN.to(DTYPE), v_NE, PRECISION, IS_EXACT
             )
 
     acc_ME *= (out_scale / tl.where(l_M == 0.0, 1.0, l_M))[:, None]

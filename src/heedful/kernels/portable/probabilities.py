@@ -215,6 +215,7 @@ def signed_probabilities(
         alibi_slopes is not None,
         bias is not None,
         IS_ADJUSTED,
+        q.dtype.element_ty == tl.float32,
         True,
     )
     if HAS_DROPOUT:

@@ -12,7 +12,37 @@ import triton.language as tl
 from heedful.kernels.portable.sequences import wide
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# LOG2E less its float32 rounding.
+LOG2E_REST: tl.constexpr = tl.constexpr(1.925963033500e-08)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def exponential(x, IS_EXACT: tl.constexpr):
+    """e^x for x <= 0. IS_EXACT, for float32 inputs: to about the digits of float32, where x * LOG2E
+    alone loses one for each doubling of x."""
+    if IS_EXACT:
+        # -inf would meet itself below; what it stands for, and all below the bound, is 0.
+        x = tl.maximum(x, -1000.0, propagate_nan=tl.PropagateNan.ALL)
+        high = x * LOG2E
+        low = tl.fma(x, LOG2E, -high)
+        low = tl.fma(x, LOG2E_REST, low)
+        rough = tl.exp2(high)
+        return tl.fma(rough, low * LN2, rough)
+    else:
+        return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def plus_product(total, a, b, PRECISION: tl.constexpr, IS_EXACT: tl.constexpr):
+    """total + a b. IS_EXACT, for float32 inputs: the product of a tile is summed by itself, since
+    one chain of additions over a whole sequence loses digits."""
+    if IS_EXACT:
+        # The bound on imprecise additions means nothing to float32 but that the compiler does not
+        # chain this product to the total.
+        return total + tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=1)
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -153,6 +183,7 @@ def probabilities(
     HAS_ALIBI: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     IS_ADJUSTED: tl.constexpr,
+    IS_EXACT: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
     """(probabilities, d score / d (s * scale)) of raw products whose LSE is known. rows, cols and
@@ -163,7 +194,7 @@ def probabilities(
         s, slope_of_cap = adjust_scores(
             s, distance, scale, softcap, slope, b_tile, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS
         )
-        p = tl.exp2((s - lse) * LOG2E)
+        p = exponential(s - lse, IS_EXACT)
     else:
         p = tl.exp2(s * (scale * LOG2E) - lse * LOG2E)
     if IS_MASKED:

@@ -7,7 +7,7 @@ import ctypes
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 
-from heedful.launch.artifact import Artifact
+from heedful.launch.artifact import TENSOR_MAP_ALIGN, Artifact
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -83,8 +83,9 @@ class Slot:
 
     def __init__(self, artifact: Artifact, function: c_void_p, device: int, grid, template: bytes):
         # Tensor maps must sit on 64 bytes in the buffer as they do in parameter space.
-        raw = ctypes.create_string_buffer(len(template) + 64)
-        start = -ctypes.addressof(raw) % 64
+        maps = (p.offset for p in artifact.parameters if p.type == "tensormap")
+        raw = ctypes.create_string_buffer(len(template) + TENSOR_MAP_ALIGN)
+        start = -(ctypes.addressof(raw) + next(maps, 0)) % TENSOR_MAP_ALIGN
         self.buffer = (ctypes.c_char * len(template)).from_buffer(raw, start)
         self.buffer[:] = template
         self.address = ctypes.addressof(self.buffer)
