@@ -9,6 +9,7 @@ from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.launch import buffers, compiler
 from heedful.launch.args import hopper
+from heedful.launch.spec import TensorMap
 
 DEVICE = by_name("H200")
 _EXTRA = (("consumer_regs", 240), ("ordered", True), ("producer_regs", 24))
@@ -47,6 +48,7 @@ def test_packed_maps_end_with_each_sequence():
     2^64 bytes, and rows past the sequence are past the map."""
     call = planned(PLAIN, total_q=1000, total_k=1000)
     descriptor = call.arguments["k_desc"]
+    assert isinstance(descriptor, TensorMap)
     tokens = descriptor.strides[3]
     end, length, at = 700, 300, 123
     coordinates = (1 << 30, end, 0, (1 << 30) - length + at, 0)

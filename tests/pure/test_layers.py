@@ -13,7 +13,7 @@ import heedful
 ROOT = Path(heedful.__file__).parent
 FRAMEWORKS = {"torch", "jax", "triton", "numpy"}
 # Layer -> what it may import of the frameworks, at module level.
-ALLOWED = {
+ALLOWED: dict[str, set[str]] = {
     "core": set(),
     "kernels": {"triton"},
     "launch": set(),
@@ -27,7 +27,7 @@ ALLOWED = {
     "demo": {"torch", "numpy"},
 }
 # Modules whose whole point is a framework that their layer may not have elsewhere.
-EXCEPTIONS = {
+EXCEPTIONS: dict[str, set[str]] = {
     "launch/triton_compat.py": {"triton"},
     "launch/interpret.py": {"triton", "torch"},
     "reference/eager.py": {"torch", "numpy"},

@@ -4,6 +4,7 @@ each. What a kernel is compiled for is drawn first; lengths, sizes and values ar
 
 import random
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -21,7 +22,7 @@ def sample(count: int, seed: int = 0, dtypes=("float16", "bfloat16", "float32"))
 
 
 def _variant(rng: random.Random, dtypes) -> Case:
-    def sometimes(value, default=False):
+    def sometimes(value, default: Any = False):
         return value if rng.random() < 0.3 else default
 
     dim = rng.choice((16, 32, 40, 64, 64, 96, 128, 128, 192, 256))
