@@ -33,7 +33,7 @@ def run(*arguments: str, without: tuple[str, ...] = ()) -> subprocess.CompletedP
 def test_explain_works_where_torch_is_not_installed():
     shown = run("explain", "--device", "MI355X", "--causal", without=("torch", "triton", "jax"))
     assert shown.returncode == 0, shown.stderr
-    assert "portable" in shown.stdout and "compile-only" in shown.stdout
+    assert "portable" in shown.stdout and "emulated" in shown.stdout
 
 
 def test_explain_names_every_rejected_kernel_with_a_reason():
@@ -107,3 +107,23 @@ def test_without_its_libraries_the_command_names_the_extra():
     shown = run("doctor", without=("typer",))
     assert shown.returncode == 1
     assert "heedful[cli]" in shown.stderr and "Traceback" not in shown.stderr
+
+
+def test_inspect_reads_the_kernels_of_a_problem_for_a_device_that_is_elsewhere():
+    pytest.importorskip("triton")
+    shown = run("inspect", "--device", "MI355X", "--json", "-s", "256", "-d", "64")
+    assert shown.returncode == 0, shown.stderr
+    kernels = json.loads(shown.stdout)
+    assert kernels and all("gfx950" in kernel["label"] for kernel in kernels)
+
+
+def test_inspect_says_what_to_give_it():
+    shown = run("inspect")
+    assert shown.returncode == 2
+    assert "--device" in shown.stderr and "Traceback" not in shown.stderr
+
+
+def test_emulate_hands_its_arguments_on():
+    shown = run("emulate", "--", "--help")
+    assert shown.returncode == 0
+    assert "--grid" in shown.stdout

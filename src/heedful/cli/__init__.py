@@ -11,6 +11,8 @@ COMMANDS = {
     "bench": ("heedful.cli.bench", "bench"),
     "demo": ("heedful.cli.demo", "demo"),
     "support": ("heedful.cli.support", "support"),
+    "inspect": ("heedful.cli.inspect", "inspect"),
+    "emulate": ("heedful.cli.emulate", "emulate"),
     "prebuild": ("heedful.cli.prebuild", "prebuild"),
 }
 

@@ -61,10 +61,11 @@ class KernelRow:
     def why_not(
         self, problem: AttentionProblem, device: DeviceSpec, toolchain: Toolchain | None = None
     ) -> list[str]:
-        """Every reason why this kernel cannot run the problem; empty if it can."""
-        reasons = []
+        """Every reason why this kernel cannot run the problem; empty if it can. Where it does not
+        exist at all, that alone."""
         if self.level(device) is None:
-            reasons.append(f"no kernel for {device.arch}")
+            return [f"no kernel for {device.arch}"]
+        reasons = []
         if problem.dtype not in self.dtypes:
             reasons.append(f"dtype {problem.dtype}: takes {', '.join(self.dtypes)}")
         if problem.kv_dtype not in (problem.dtype, *self.kv_dtypes):
@@ -160,8 +161,8 @@ _PORTABLE_LEVELS = {
     "sm_89": "compile-only",
     "sm_100": "compile-only",
     "sm_120": "compile-only",
-    "gfx942": "compile-only",
-    "gfx950": "compile-only",
+    "gfx942": "emulated",
+    "gfx950": "emulated",
     "nvidia:*": "untested",
     "amd:*": "untested",
 }

@@ -271,7 +271,7 @@ FEATURES = {
     "fp8": "fp8 inputs",
     "quantized_kv": "quantised KV cache",
     "split_kv": "forced split of the keys (num_splits > 1)",
-    "backward": "backward",
+    "backward": "a later backward",
     "bias_grad": "gradient of the bias",
     "deterministic": "deterministic backward",
     "unaligned": "bases or strides off 16 bytes",

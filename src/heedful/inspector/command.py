@@ -35,6 +35,13 @@ def of_program(program: Any, arch: str) -> list[Inspection | NvidiaInspection]:
     return [of_artifact(compiler.artifact(call, arch)) for call in program.calls]
 
 
+def of_file(path: Path, lds_bytes: int = 0, tiles: int = 1) -> Inspection | NvidiaInspection:
+    """Inspect AMD assembly (.s) or an NVIDIA binary (.cubin). Raises AsmError or OSError."""
+    if path.suffix == ".cubin":
+        return inspect_cubin(path.read_bytes(), shared_bytes=lds_bytes, label=path.stem)
+    return inspect(path.read_text(), lds_bytes=lds_bytes, label=path.stem, tiles=tiles)
+
+
 def render(found: Sequence[Inspection | NvidiaInspection], segments: bool = False) -> str:
     """Tables of AMD and of NVIDIA kernels, whichever there are."""
     amd = [i for i in found if isinstance(i, Inspection)]
@@ -71,12 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found: list[Inspection | NvidiaInspection] = []
     try:
         for i, name in enumerate(options.files):
-            path, lds = Path(name), _nth(options.lds, i, 0)
-            if path.suffix == ".cubin":
-                found.append(inspect_cubin(path.read_bytes(), shared_bytes=lds, label=path.stem))
-                continue
-            tiles = _nth(options.tiles, i, 1)
-            found.append(inspect(path.read_text(), lds_bytes=lds, label=path.stem, tiles=tiles))
+            found.append(of_file(Path(name), _nth(options.lds, i, 0), _nth(options.tiles, i, 1)))
     except (AsmError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2

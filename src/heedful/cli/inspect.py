@@ -1,0 +1,55 @@
+"""`heedful inspect`: the machine code of a problem's kernels, read without a GPU."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from heedful.cli.console import err, fail, out
+from heedful.cli.options import ProblemOptions, with_problem
+from heedful.core.device import by_name
+from heedful.core.plan import plan
+
+
+@with_problem
+def inspect(
+    options: ProblemOptions,
+    device: Annotated[
+        str | None, typer.Option(help="compile the problem for H200, MI355X, gfx950 ...")
+    ] = None,
+    backend: Annotated[str | None, typer.Option(help="force this backend")] = None,
+    against: Annotated[
+        list[Path] | None, typer.Option(help="also FILE.s (gfx942, gfx950) or FILE.cubin")
+    ] = None,
+    segments: Annotated[bool, typer.Option("--segments", help="cut hot loops at barriers")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON (AMD kernels)")] = False,
+    svg: Annotated[
+        Path | None, typer.Option(help="timeline of the first AMD kernel's hot loop")
+    ] = None,
+) -> None:
+    """Registers, spills, LDS, occupancy, instruction mix and hot-loop bound of a problem's kernels,
+    beside each other and any other file of machine code. Compiles; needs no GPU."""
+    from heedful.emulator.asm import AsmError
+    from heedful.inspector import Inspection, command
+    from heedful.inspector.tables import to_json
+    from heedful.inspector.timeline import timeline_svg
+    from heedful.launch.programs import program
+
+    found = []
+    try:
+        if device is not None:
+            chosen = plan(options.problem(), by_name(device), backend=backend)
+            for direction in ("forward", "backward")[: 1 + bool(chosen.backward)]:
+                found += command.of_program(program(chosen, direction), chosen.device.arch)
+        found += [command.of_file(path) for path in against or ()]
+    except (AsmError, OSError, RuntimeError, ValueError) as error:
+        fail(escape(str(error)))
+    if not found:
+        fail("nothing to inspect: give --device for a problem's kernels, --against for files")
+    amd = [kernel for kernel in found if isinstance(kernel, Inspection)]
+    if svg is not None and amd:
+        svg.write_text(timeline_svg(amd[0]))
+        err.print(f"wrote {svg}")
+    text = to_json(amd) if as_json else command.render(found, segments)
+    out.print(text, markup=False, soft_wrap=True)
