@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton")
 
 from heedful.core.device import by_name  # noqa: E402
 from heedful.core.mask import MaskSpec  # noqa: E402
-from heedful.core.plan import plan  # noqa: E402
+from heedful.core.plan import Plan, plan  # noqa: E402
 from heedful.core.problem import AttentionProblem  # noqa: E402
 from heedful.launch import buffers  # noqa: E402
 from heedful.launch.args import portable, portable_cache  # noqa: E402
@@ -137,18 +137,23 @@ def buffers_of(problem: AttentionProblem, direction: str) -> dict[str, BufferSpe
     return {name: replace(spec, aligned=problem.aligned) for name, spec in made.items()}
 
 
+def calls_of(problem: AttentionProblem, chosen: Plan) -> list[KernelCall]:
+    """Every launch of the forward and, with gradients, of the backward."""
+    directions = ("forward", "backward")[: 1 + problem.needs_grad]
+    programs = [
+        getattr(portable, direction)(problem, chosen, buffers_of(problem, direction))
+        for direction in directions
+    ]
+    return [call for program in programs for call in program.calls]
+
+
 def variants(arch: str, rows: list[dict]) -> list[tuple[str, KernelCall]]:
     """The distinct kernels that these problems launch on an architecture, with readable names."""
     found: dict[tuple, tuple[str, KernelCall]] = {}
     for index, row in enumerate(rows):
         problem = problem_of(row)
         chosen = plan(problem, by_name(arch), backend="portable")
-        directions = ("forward", "backward")[: 1 + problem.needs_grad]
-        programs = [
-            getattr(portable, direction)(problem, chosen, buffers_of(problem, direction))
-            for direction in directions
-        ]
-        for call in (call for program in programs for call in program.calls):
+        for call in calls_of(problem, chosen):
             found.setdefault(call.variant, (f"{index}-{call.kernel.function}", call))
     return list(found.values())
 
@@ -233,20 +238,11 @@ def test_a_new_length_compiles_nothing():
     for seqlen_q, seqlen_k, batch in ((1, 1, 1), (37, 53, 2), (512, 4096, 3), (100_000, 65_536, 1)):
         problem = problem_of(row)
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch}
-        problem = AttentionProblem(**{**_fields(problem), **sizes})
+        problem = replace(problem, **sizes)
         chosen = plan(problem, by_name("sm_90"), backend="portable")
-        chosen = type(chosen)(**{**vars(chosen), "num_splits": 1})
-        buffers = buffers_of(problem)
-        programs = (
-            portable.forward(problem, chosen, buffers),
-            portable.backward(problem, chosen, buffers),
-        )
-        seen.add(tuple(call.variant for program in programs for call in program.calls))
+        chosen = replace(chosen, num_splits=1)
+        seen.add(tuple(call.variant for call in calls_of(problem, chosen)))
     assert len(seen) == 1
-
-
-def _fields(problem: AttentionProblem) -> dict:
-    return {name: getattr(problem, name) for name in AttentionProblem.__dataclass_fields__}
 
 
 @pytest.mark.parametrize("arch", ("sm_90", "gfx942"))
