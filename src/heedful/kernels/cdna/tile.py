@@ -1,0 +1,108 @@
+"""Where a program's tile of queries lies, which keys it sees, and how its results leave.
+
+Shapes: M query rows, N key rows, D head dim.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
+
+
+@gluon.constexpr_function
+def fetch_layout(dim, warps):
+    """16 bytes a lane, whole rows side by side: a wave covers 1 KiB without a gap, as a load
+    straight to LDS must, and rows of waves follow each other."""
+    lanes = dim // 8
+    return gl.BlockedLayout([1, 8], [64 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def tile_of(pid, heads, row_blocks, IS_CAUSAL: gl.constexpr):
+    """(row block, flat head): heads are dealt round the dies first, so that one head's keys stay
+    in one L2 where their number allows; under a causal mask the longest tiles go first."""
+    block = pid // heads
+    if IS_CAUSAL:
+        block = row_blocks - 1 - block
+    return block, pid % heads
+
+
+@gluon.jit
+def sequence(b, cu_seqlens, seqlen):
+    """(first token as 64 bits, length) of sequence b."""
+    token = b.to(gl.int64) * 0
+    length = seqlen
+    if cu_seqlens is not None:
+        begin = gl.load(cu_seqlens + b)
+        length = gl.load(cu_seqlens + b + 1) - begin
+        token += begin
+    return token, length
+
+
+@gluon.jit
+def key_tiles(
+    row0, len_q, len_k, off, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr
+):
+    """Tiles [0, end) are visible to some row of [row0, row0 + BLOCK_M), those below `full` to
+    every row and without a mask."""
+    full = len_k // BLOCK_N
+    end = (len_k + BLOCK_N - 1) // BLOCK_N
+    if IS_CAUSAL:
+        last = gl.minimum(row0 + BLOCK_M, len_q) - 1
+        seen_by_first = gl.maximum(gl.minimum(len_k, row0 + off + 1), 0)
+        seen_by_last = gl.maximum(gl.minimum(len_k, last + off + 1), 0)
+        full = seen_by_first // BLOCK_N
+        end = (seen_by_last + BLOCK_N - 1) // BLOCK_N
+    return full, end
+
+
+@gluon.jit
+def key_limits(rows_M, len_k, off, IS_CAUSAL: gl.constexpr):
+    """How many leading keys each row sees."""
+    limit_M = gl.full(rows_M.shape, 0, gl.int32, rows_M.type.layout) + len_k
+    if IS_CAUSAL:
+        limit_M = gl.minimum(limit_M, rows_M + off + 1)
+    return limit_M
+
+
+@gluon.jit
+def hide(s_MN, col0, limit_M):
+    """Scores of keys that a row does not see become -inf."""
+    N: gl.constexpr = s_MN.shape[1]
+    cols_N = col0 + gl.arange(0, N, gl.SliceLayout(0, s_MN.type.layout))
+    return gl.where(cols_N[None, :] < limit_M[:, None], s_MN, float("-inf"))
+
+
+@gluon.jit
+def load_queries(q, stride_qm, row0, len_q, M: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Rows [row0, row0 + M), zeros from len_q on."""
+    fetch: gl.constexpr = fetch_layout(D, gl.num_warps())
+    rows = gl.arange(0, M, gl.SliceLayout(1, fetch))
+    dims = gl.arange(0, D, gl.SliceLayout(0, fetch))
+    base = q + row0.to(gl.int64) * stride_qm
+    offsets = rows[:, None] * stride_qm + dims[None, :]
+    mask = (rows < len_q - row0)[:, None]
+    q_MD = gl.amd.cdna3.buffer_load(base, offsets, mask=mask, other=0.0)
+    return gl.convert_layout(q_MD, LAYOUT)
+
+
+@gluon.jit
+def store_results(out, lse, stride_om, row0, len_q, m_M, l_M, acc_MD):
+    """Normalised rows below len_q, and their log-sum-exp in nats; m_M is in units of log2.
+
+    A row that saw no key has sum 0 and maximum -inf: out 0, lse -inf.
+    """
+    MFMA: gl.constexpr = acc_MD.type.layout
+    M: gl.constexpr = acc_MD.shape[0]
+    D: gl.constexpr = acc_MD.shape[1]
+    acc_MD = acc_MD * (1.0 / gl.where(l_M == 0.0, 1.0, l_M))[:, None]
+    rows = gl.arange(0, M, gl.SliceLayout(1, MFMA))
+    dims = gl.arange(0, D, gl.SliceLayout(0, MFMA))
+    used_M = rows < len_q - row0
+    base = out + row0.to(gl.int64) * stride_om
+    offsets = rows[:, None] * stride_om + dims[None, :]
+    value = acc_MD.to(out.dtype.element_ty)
+    gl.amd.cdna3.buffer_store(value, base, offsets, mask=used_M[:, None])
+    if lse is not None:
+        lse_M = (m_M + gl.log2(l_M)) * LN2
+        gl.amd.cdna3.buffer_store(lse_M, lse + row0, rows, mask=used_M)

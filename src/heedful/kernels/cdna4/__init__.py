@@ -1,0 +1,1 @@
+"""Gluon kernels for CDNA4 (gfx950)."""

@@ -1,0 +1,258 @@
+"""Attention forward for CDNA4: two groups of four waves, one a stage behind the other.
+
+A turn works off one tile of keys in four stages with a barrier after each; while one group keeps
+the matrix units busy, the other reads LDS and computes exponentials. K and V come by loads straight
+to LDS, a tile ahead, each in two buffers; V is read through the transposing LDS loads.
+
+Order of accesses, with t the number of a stage (4 i + stage) and the late group at epoch t + 1:
+K of tile i + 1 is asked for in stage 4 i and first read in epoch 4 i + 4. The late group must have
+waited for its share one barrier earlier, at the latest in epoch 4 i + 3, its stage 4 i + 2: so
+each wave waits for K at the end of stage 2 and, by the same sum, for V at the end of stage 0. One
+younger load is in flight each time. A buffer is asked for again three epochs after its last read.
+
+Shapes: M query rows, N key rows of half a tile, D head dim.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.cdna.softmax import add_sums, finite_base, lane_sums, larger, row_max, total
+from heedful.kernels.cdna.tile import (
+    hide,
+    key_limits,
+    key_tiles,
+    load_queries,
+    sequence,
+    store_results,
+    tile_of,
+)
+
+copy = gl.amd.cdna4.async_copy
+
+
+@gluon.constexpr_function
+def keys_layout(mfma, rows, dim):
+    """K in LDS, so that a wave's reads meet every bank alike."""
+    operand = gl.DotOperandLayout(1, mfma, 8)
+    found = gl.amd.cdna4.compute_efficient_padded_shared_layout(operand, [dim, rows], gl.bfloat16)
+    bases = [[row, d] for d, row in found.offset_bases]
+    return gl.PaddedSharedLayout(found.interval_padding_pairs, bases, [], [rows, dim])
+
+
+@gluon.constexpr_function
+def values_layout(mfma, rows, dim):
+    """V in LDS, likewise for transposing reads."""
+    operand = gl.DotOperandLayout(1, mfma, 4)
+    return gl.amd.cdna4.compute_efficient_padded_shared_layout(
+        operand, [rows, dim], gl.bfloat16, False
+    )
+
+
+@gluon.constexpr_function
+def direct_layout(shared, warps):
+    """Which lane loads what, for loads straight to LDS: the hardware writes a wave's 64 times 16
+    bytes side by side, so the order in LDS decides."""
+    bases = shared.offset_bases
+    lanes, waves = 3 + 6, 3 + 6 + warps.bit_length() - 1
+    return gl.DistributedLinearLayout(
+        bases[:3] + bases[waves:], bases[3:lanes], bases[lanes:waves], [], shared.shape
+    )
+
+
+@gluon.jit
+def _fetch(smem, base, stride, tile, len_k, IS_MASKED: gl.constexpr):
+    """Asks for one tile of K or V; rows from len_k on become zeros."""
+    N: gl.constexpr = smem.shape[0]
+    D: gl.constexpr = smem.shape[1]
+    LAYOUT: gl.constexpr = direct_layout(smem.type.layout, gl.num_warps())
+    rows = gl.arange(0, N, gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    # The tile's base takes the 64-bit part, in scalar registers; offsets never change.
+    base += (tile * N).to(gl.int64) * stride
+    offsets = rows[:, None] * stride + dims[None, :]
+    if IS_MASKED:
+        mask = (rows < len_k - tile * N)[:, None]
+        copy.buffer_load_to_shared(smem, base, offsets, mask=mask)
+    else:
+        copy.buffer_load_to_shared(smem, base, offsets)
+    copy.commit_group()
+
+
+@gluon.jit
+def _walk(
+    begin,
+    stop,
+    last,
+    q_MD,
+    k,
+    v,
+    stride_kn,
+    stride_vn,
+    k_smem,
+    v_smem,
+    limit_M,
+    len_k,
+    scale_log2,
+    m_M,
+    l_ML,
+    acc_MD,
+    IS_MASKED: gl.constexpr,
+):
+    """Works off tiles [begin, stop); `last` is the last tile there is to fetch."""
+    MFMA: gl.constexpr = acc_MD.type.layout
+    M: gl.constexpr = acc_MD.shape[0]
+    BLOCK_N: gl.constexpr = k_smem.shape[1]
+    HALF: gl.constexpr = BLOCK_N // 2
+    K_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, 8)
+    # Of p, a lane holds four consecutive keys at a time: as an operand it stays where it is.
+    P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, MFMA, 4)
+    V_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, 4)
+    zeros_MN = gl.zeros([M, HALF], gl.float32, MFMA)
+    for i in range(begin, stop):
+        now = i % 2
+        later = gl.minimum(i + 1, last)
+        with gl.amd.warp_pipeline_stage("keys", priority=0):
+            _fetch(k_smem.index(1 - now), k, stride_kn, later, len_k, IS_MASKED)
+            tile = k_smem.index(now)
+            ka_DN = copy.load_shared_relaxed(tile.slice(0, HALF).permute([1, 0]), K_OPERAND)
+            kb_DN = copy.load_shared_relaxed(tile.slice(HALF, HALF).permute([1, 0]), K_OPERAND)
+        copy.wait_group(1)
+        with gl.amd.warp_pipeline_stage("scores", priority=1):
+            sa_MN = gl.amd.cdna3.mfma(q_MD, ka_DN, zeros_MN)
+            sb_MN = gl.amd.cdna3.mfma(q_MD, kb_DN, zeros_MN)
+        with gl.amd.warp_pipeline_stage("values", priority=0):
+            _fetch(v_smem.index(1 - now), v, stride_vn, later, len_k, IS_MASKED)
+            tile = v_smem.index(now)
+            va_ND = copy.load_shared_relaxed(tile.slice(0, HALF), V_OPERAND)
+            vb_ND = copy.load_shared_relaxed(tile.slice(HALF, HALF), V_OPERAND)
+            if IS_MASKED:
+                sa_MN = hide(sa_MN, i * BLOCK_N, limit_M)
+                sb_MN = hide(sb_MN, i * BLOCK_N + HALF, limit_M)
+            new_M = larger(m_M, row_max(sa_MN, sb_MN) * scale_log2)
+            base_M = finite_base(new_M, IS_MASKED)
+            alpha_M = gl.exp2(m_M - base_M)
+            m_M = new_M
+            xb_MN = sb_MN * scale_log2 - base_M[:, None]
+            pa_MN = gl.exp2(sa_MN * scale_log2 - base_M[:, None])
+        copy.wait_group(1)
+        with gl.amd.warp_pipeline_stage("output", priority=1):
+            # Half of the exponentials run beside the first products, half beside the other group's.
+            pb_MN = gl.exp2(xb_MN)
+            l_ML = add_sums(l_ML, alpha_M, pa_MN, pb_MN)
+            acc_MD = acc_MD * alpha_M[:, None]
+            pa_MN = gl.convert_layout(pa_MN.to(q_MD.dtype), P_OPERAND)
+            pb_MN = gl.convert_layout(pb_MN.to(q_MD.dtype), P_OPERAND)
+            acc_MD = gl.amd.cdna3.mfma(pa_MN, va_ND, acc_MD)
+            acc_MD = gl.amd.cdna3.mfma(pb_MN, vb_ND, acc_MD)
+    return m_M, l_ML, acc_MD
+
+
+@gluon.jit
+def forward(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cu_q,
+    cu_k,
+    scale_log2,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_ob,
+    stride_om,
+    stride_oh,
+    stride_lb,
+    stride_lh,
+    seqlen_q,
+    seqlen_k,
+    heads_q,
+    heads,
+    group,
+    row_blocks,
+    align,
+    shift,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+):
+    """out (.., M, H, D) and, if wanted, lse (B, H, M) of BLOCK_M queries of one head.
+
+    scale_log2: makes raw scores logits in base 2. heads: batch times heads_q. group: query heads
+    per KV head. align: 1 puts the diagonal at the last query and key, 0 at the first.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    MFMA: gl.constexpr = gl.amd.AMDMFMALayout(
+        version=4, instr_shape=[32, 32, 16], transposed=True, warps_per_cta=[WARPS, 1]
+    )
+    K_SHARED: gl.constexpr = keys_layout(MFMA, BLOCK_N, HEAD_DIM)
+    V_SHARED: gl.constexpr = values_layout(MFMA, BLOCK_N, HEAD_DIM)
+    block, bh = tile_of(gl.program_id(0), heads, row_blocks, IS_CAUSAL)
+    b = bh // heads_q
+    h = (bh % heads_q).to(gl.int64)
+    g = (bh % heads_q // group).to(gl.int64)
+    token_q, len_q = sequence(b, cu_q, seqlen_q)
+    token_k, len_k = sequence(b, cu_k, seqlen_k)
+    b = b.to(gl.int64)
+    row0 = block * BLOCK_M
+    if row0 >= len_q:
+        return
+    off = align * (len_k - len_q) + shift
+    full, end = key_tiles(row0, len_q, len_k, off, BLOCK_M, BLOCK_N, IS_CAUSAL)
+    q += b * stride_qb + h * stride_qh + token_q * stride_qm
+    k += b * stride_kb + g * stride_kh + token_k * stride_kn
+    v += b * stride_vb + g * stride_vh + token_k * stride_vn
+    out += b * stride_ob + h * stride_oh + token_q * stride_om
+    if lse is not None:
+        lse += b * stride_lb + h * stride_lh + token_q
+
+    q_MD = load_queries(
+        q, stride_qm, row0, len_q, BLOCK_M, HEAD_DIM, gl.DotOperandLayout(0, MFMA, 8)
+    )
+    k_smem = gl.allocate_shared_memory(k.dtype.element_ty, [2, BLOCK_N, HEAD_DIM], K_SHARED)
+    v_smem = gl.allocate_shared_memory(k.dtype.element_ty, [2, BLOCK_N, HEAD_DIM], V_SHARED)
+    _fetch(k_smem.index(0), k, stride_kn, full * 0, len_k, True)
+    _fetch(v_smem.index(0), v, stride_vn, full * 0, len_k, True)
+    copy.wait_group(0)
+    gl.barrier()
+    rows_M = row0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MFMA))
+    limit_M = key_limits(rows_M, len_k, off, IS_CAUSAL)
+    m_M = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, MFMA))
+    l_ML = lane_sums(gl.zeros([BLOCK_M, BLOCK_N // 2], gl.float32, MFMA))
+    acc_MD = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, MFMA)
+    # The last full tile goes with the masked ones: it asks for the first of them, which may be
+    # ragged, and so the hot loop never needs a mask on its loads.
+    hot = gl.maximum(full - 1, 0)
+    for masked in gl.static_range(2):
+        begin = hot if masked else full * 0
+        stop = end if masked else hot
+        m_M, l_ML, acc_MD = _walk(
+            begin,
+            stop,
+            end - 1,
+            q_MD,
+            k,
+            v,
+            stride_kn,
+            stride_vn,
+            k_smem,
+            v_smem,
+            limit_M,
+            len_k,
+            scale_log2,
+            m_M,
+            l_ML,
+            acc_MD,
+            masked == 1,
+        )
+    # What was asked for ahead must not land in the LDS of the next workgroup.
+    copy.wait_group(0)
+    store_results(out, lse, stride_om, row0, len_q, m_M, total(l_ML, m_M), acc_MD)
