@@ -25,6 +25,7 @@ from heedful.torch.adapt import (
     is_aligned,
 )
 from heedful.torch.checks import Options, check_seed, check_tensors, describe
+from heedful.torch.dispatch import any_autocast, bare_apply
 from heedful.torch.values import INDICES, check_values
 
 # Operands beyond q, k and v where there are none.
@@ -202,9 +203,8 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
 
     Returns what the public functions return.
     """
-    device = q.device
-    if is_autocast_enabled(device.type):
-        q, k, v, bias = autocast((q, k, v, extras[0]), device.type)
+    if any_autocast() and is_autocast_enabled(q.device.type):
+        q, k, v, bias = autocast((q, k, v, extras[0]), q.device.type)
         extras = extras if bias is extras[0] else (bias, *extras[1:])
     wants_grad = bias_grad = False
     if is_grad_enabled():
@@ -223,7 +223,7 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
             q.shape,
             q.stride(),
             q.dtype,
-            device,
+            q.device,
             q.data_ptr() % 16,
             k.shape,
             k.stride(),
@@ -247,7 +247,8 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
     if call is None:
         call = find(key, x, Options(*options), (wants_grad, bias_grad), out, seed)
     if wants_grad:
-        return Attention.apply(call, x, seed, q, k, v, extras[0], extras[2])
+        apply = Attention.apply if key is None else _apply
+        return apply(call, x, seed, q, k, v, extras[0], extras[2])
     if not call.plain:
         x = call.operands(x, seed)
     out, lse, probs = call.forward(x, out)
@@ -298,6 +299,9 @@ class Attention(Function):
             # wherever the gradients are differentiated again, which would be wrong in silence.
             dout, dlse = (None if g is None else _dependent(g) for g in (dout, dlse))
         return _backward(ctx, dout, dlse)
+
+
+_apply = bare_apply(Attention)
 
 
 def _dependent(cotangent: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from heedful.torch.adapt import adapt, adaptations, autocast, dense_rows
 from heedful.torch.cache_update import Update, update_cache, updater
 from heedful.torch.calls import CALLS, Call, out_key, tensor_key, tensor_keys
 from heedful.torch.checks import FLOATS, Options, describe
-from heedful.torch.dispatch import needs_dispatcher
+from heedful.torch.dispatch import any_autocast, needs_dispatcher
 from heedful.torch.kvcache_checks import check_apart, check_int_length, check_prefix, check_update
 from heedful.torch.merge import merge_attn_states
 from heedful.torch.values import check_range
@@ -203,7 +203,7 @@ def _length_like(update: Update, q: Tensor) -> Tensor:
 
 def _eager(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, out):
     device = q.device
-    if is_autocast_enabled(device.type):
+    if any_autocast() and is_autocast_enabled(device.type):
         q, update = _autocast(q, k_cache, update)
     lengths, prefix = update.cache_seqlens, update.shared_prefix
     whole = isinstance(lengths, int)
