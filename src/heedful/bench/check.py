@@ -16,8 +16,8 @@ import torch
 
 from heedful.bench.cases import Case
 from heedful.bench.peers import Inputs
+from heedful.reference.budget import Error, allowed
 
-FORWARD_FACTOR, GRADIENT_FACTOR = 2.0, 3.0
 # Scores that a block of the reference holds.
 _BLOCK_BYTES = 512 * 1024**2
 
@@ -106,10 +106,12 @@ def _slice(case: Case, inputs: Inputs, batch: int, kv_head: int) -> Slice:
     for name, want in exact._asdict().items():
         if want is None:
             continue
-        factor = FORWARD_FACTOR if name == "out" else GRADIENT_FACTOR
-        worst, mean = _errors(getattr(twin, name).double(), want)
-        largest[name] = factor * worst + half_eps * float(want.abs().max())
-        rms[name] = factor * mean + half_eps * float(want.square().mean().sqrt())
+        eager = Error(*_errors(getattr(twin, name).double(), want))
+        once = Error(
+            half_eps * float(want.abs().max()), half_eps * float(want.square().mean().sqrt())
+        )
+        budget = allowed(name, eager, once)
+        largest[name], rms[name] = budget.largest, budget.rms
     return Slice(batch, kv_head, p.group, exact, largest, rms)
 
 
