@@ -90,6 +90,11 @@ def test_overwriting_the_addend_waits_until_it_has_been_read():
     assert not found(mfma, 7, "v_mov_b32_e32 v25, 0")
 
 
+def test_the_addend_of_a_float32_product_may_be_overwritten_at_once():
+    mfma = "v_mfma_f32_16x16x4_f32 v[40:43], v10, v12, v[38:41]"
+    assert not found(mfma, 0, "v_mov_b32_e32 v38, 0")
+
+
 def test_the_shortest_path_counts_loops_included():
     body = """
     1:

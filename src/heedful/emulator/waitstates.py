@@ -186,8 +186,10 @@ def _mfma_to_addend(p: Shape, c: Shape) -> int:
 
 
 def _after_addend(p: Shape, c: Shape) -> tuple[int, str]:
-    """Distance from an MFMA that reads C to a vector write over C."""
-    if c.is_mfma or not (c.is_vector or c.is_memory) or c.writes.isdisjoint(p.addend):
+    """Distance from an MFMA that reads C to a vector write over C. Products of float32 and float64
+    have read it by then (LLVM's GCNHazardRecognizer: only XDL instructions do not)."""
+    writes = not c.is_mfma and (c.is_vector or c.is_memory)
+    if not (p.narrow and writes) or c.writes.isdisjoint(p.addend):
         return 0, ""
     needed = {2: 1, 4: 3, 8: 7}.get(p.passes, 15)
     return needed, "input C of an MFMA overwritten while it is still read"
