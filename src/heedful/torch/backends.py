@@ -16,6 +16,7 @@ from heedful.core.plan import Plan, plan
 from heedful.core.problem import AttentionProblem
 from heedful.launch.programs import program
 from heedful.launch.record import note
+from heedful.launch.spec import BufferSpec
 from heedful.torch.device import device_spec, toolchain
 from heedful.torch.execute import Executable, buffer_spec
 
@@ -56,6 +57,9 @@ class CpuRunner:
         """(out, lse or None, probs or None)."""
         return self._forward.forward(self.plan.problem, x, out)
 
+    def bind(self, out: torch.Tensor | None = None) -> None:
+        """There is nothing to compile."""
+
     def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
         """Gradients of the inputs for the cotangents of out and lse."""
         return self._backward.backward(self.plan.problem, x, out, lse, dout, dlse)
@@ -83,6 +87,7 @@ class GpuRunner:
             q.is_contiguous() and q.shape == self._out_shape and q.dtype == self._out_dtype
         )
         self._lse_shape = problem.lse_shape
+        self._probs_shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
         self._wants_lse = problem.return_lse or problem.needs_grad or problem.return_probs
         self._forwards: dict[tuple, Executable] = {}
         self._backwards: dict[tuple, Executable] = {}
@@ -104,15 +109,29 @@ class GpuRunner:
             lse = torch.empty(self._lse_shape, dtype=torch.float32, device=device)
             tensors.append(lse)
         if self.plan.problem.return_probs:
-            probs = self._new_probs(out)
+            probs = torch.zeros(self._probs_shape, dtype=out.dtype, device=device)
             tensors.append(probs)
-        run = self._forwards.get(key)
-        if run is None:
-            names = ["out", *(["lse"] if lse is not None else [])]
-            names += ["probs"] if probs is not None else []
-            run = self._forwards[key] = self._bind("forward", names, tensors)
+        run = self._forwards.get(key) or self._bind_forward(key, out)
         run(tensors)
         return out, lse, probs
+
+    def bind(self, out: torch.Tensor | None = None) -> None:
+        """Compiles and loads the forward, for a caller that writes something before it runs."""
+        key = () if out is None else (out.stride(), out.data_ptr() % 16)
+        if key not in self._forwards:
+            self._bind_forward(key, out)
+
+    def _bind_forward(self, key: tuple, out: torch.Tensor | None) -> Executable:
+        problem, dense = self.plan.problem, BufferSpec.contiguous
+        given = {"out": dense(self._out_shape, problem.out_dtype)}
+        if out is not None:
+            given["out"] = buffer_spec(out)
+        if self._wants_lse:
+            given["lse"] = dense(self._lse_shape, "float32")
+        if problem.return_probs:
+            given["probs"] = dense(self._probs_shape, problem.out_dtype)
+        self._forwards[key] = self._bind("forward", given)
+        return self._forwards[key]
 
     def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
         """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
@@ -136,20 +155,15 @@ class GpuRunner:
         key = (out.stride(), dout.stride(), dout.data_ptr() % 16, dlse is None)
         run = self._backwards.get(key)
         if run is None:
-            run = self._backwards[key] = self._bind("backward", names, tensors)
+            given = tensors[len(self._inputs) :]
+            specs = {name: buffer_spec(t) for name, t in zip(names, given, strict=True)}
+            run = self._backwards[key] = self._bind("backward", specs)
         run(tensors)
         return Gradients(dq, dk, dv, dbias, dsink)
 
-    def _new_probs(self, out: torch.Tensor) -> torch.Tensor:
-        problem = self.plan.problem
-        shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-        return torch.zeros(shape, dtype=out.dtype, device=out.device)
-
-    def _bind(self, direction: str, names: list[str], tensors: list) -> Executable:
-        order = [*self._inputs, *names]
-        buffers = dict(self._buffers)
-        given = tensors[len(self._inputs) :]
-        buffers.update((n, buffer_spec(t)) for n, t in zip(names, given, strict=True))
+    def _bind(self, direction: str, given: dict[str, BufferSpec]) -> Executable:
+        """The executable that takes the inputs and then what is given, in that order."""
+        buffers = {**self._buffers, **given}
         note(self.plan, direction, buffers)
         made = program(self.plan, direction, buffers)
-        return Executable(made, self.plan.device.arch, self._device, order)
+        return Executable(made, self.plan.device.arch, self._device, [*self._inputs, *given])

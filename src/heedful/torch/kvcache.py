@@ -180,6 +180,10 @@ class CacheCall:
                 problem.mask.bounded,
                 self.attention.runner.plan,
             )
+            # What cannot be compiled must fail before the cache is written.
+            self.attention.runner.bind(out if self.prefix is None else None)
+            if self.prefix is not None:
+                self.prefix.runner.bind()
 
 
 def describe_update(x: Operands, options: Options, update: Update, out: Tensor | None):
