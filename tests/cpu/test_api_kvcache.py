@@ -428,5 +428,5 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_cache_as_it_was(monkeypatch
     q = torch.ones(1, 1, 1, 16)
     lengths = torch.zeros(1, dtype=torch.int32)
     with pytest.raises(RuntimeError, match="no compiler"):
-        heedful.flash_attn_with_kvcache(q, *cache, q, q, cache_seqlens=lengths)
+        heedful.flash_attn_with_kvcache(q, cache[0], cache[1], q, q, cache_seqlens=lengths)
     assert not cache.any()
