@@ -9,32 +9,48 @@ pytest.importorskip("triton")
 
 from heedful.core.configs import TileConfig
 from heedful.core.device import by_name
-from heedful.core.plan import Plan
+from heedful.core.plan import Plan, plan
 from heedful.core.problem import AttentionProblem
 from heedful.inspector import of_program
 from heedful.launch import buffers
 from heedful.launch.args import cdna
+from heedful.launch.programs import program
 
 DEVICES = {"gfx942": "MI300X", "gfx950": "MI355X"}
+TILE = TileConfig(256, 64, 8, 1)
 VARIANTS = [
     (arch, dim, dtype, causal)
-    for arch in ("gfx950",)
+    for arch in DEVICES
     for dim in (64, 128)
     for dtype in ("bfloat16", "float16")
     for causal in (False, True)
 ]
 # Slots of the vector unit per 64 keys and wave; at D = 128 the matrix unit takes 256.
-MOST_VALU_SLOTS = {("gfx950", 128): 256, ("gfx950", 64): 232}
+# CDNA3 converts to bfloat16 by hand, which is where most is to be saved.
+SHARE_OF_PORTABLE = {"bfloat16": 0.8, "float16": 1.0}
+MOST_VALU_SLOTS = {128: 256, 64: 232}
 
 
 @cache
 def inspected(arch, dim, dtype, causal):
     """One kernel, as planned for a long sequence."""
     problem = AttentionProblem.dense(1, 4096, 4096, 8, 2, dim, dtype, causal, return_lse=True)
-    tiles = {"cdna.forward": TileConfig(256, 64, 8, 1)}
-    plan = Plan(problem, by_name(DEVICES[arch]), "cdna", "emulated", configs=tiles)
-    (found,) = of_program(cdna.forward(problem, plan, buffers.forward(problem)), arch)
+    tiles = {"cdna.forward": TILE}
+    chosen = Plan(problem, by_name(DEVICES[arch]), "cdna", "emulated", configs=tiles)
+    (found,) = of_program(cdna.forward(problem, chosen, buffers.forward(problem)), arch)
     return found
+
+
+def portable(variant):
+    """The hot loop of the portable kernel for the same problem, with the same tile."""
+    arch, dim, dtype, causal = variant
+    problem = AttentionProblem.dense(
+        1, 4096, 4096, 8, 2, dim, dtype, causal, return_lse=True, num_splits=1
+    )
+    chosen = plan(problem, by_name(DEVICES[arch]), backend="portable")
+    assert chosen.configs["portable.forward"].block_n == 64
+    (found,) = of_program(program(chosen, "forward"), arch)
+    return found.loop
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -48,23 +64,25 @@ def test_nothing_spills_and_lds_is_within_the_limit(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_hot_loop_is_within_its_bounds(variant):
-    arch, dim, *_ = variant
+    arch, dim, dtype, _ = variant
     loop = inspected(*variant).loop
     # Rows 32 by keys 64, twice over dim, in products of 32 x 32 x 16 (gfx950) or x 8 (gfx942).
     assert loop.mfma == 2 * 2 * dim // (16 if arch == "gfx950" else 8)
-    assert loop.valu_slots <= MOST_VALU_SLOTS[arch, dim]
-    assert loop.spills == 0
+    assert loop.spills == loop.drains == 0
+    # One barrier ends each stage.
+    assert loop.barriers == 4
+    if arch == "gfx950":
+        assert loop.valu_slots <= MOST_VALU_SLOTS[dim]
+    else:
+        assert loop.valu_slots <= SHARE_OF_PORTABLE[dtype] * portable(variant).valu_slots
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v[0] == "gfx950"], ids=str)
-def test_cdna4_streams_through_lds_without_a_full_drain(variant):
+def test_cdna4_streams_through_lds(variant):
     _, dim, *_ = variant
     loop = inspected(*variant).loop
-    assert loop.drains == 0
     # A wave's share of K and V is 64 x dim x 2 bytes / 8 waves each, 1 KiB a load.
     assert loop.dma == 2 * dim // 64
     assert loop.vmem == loop.dma
     # V as transposed operands, 4 keys a read: 64 x dim elements over 64 lanes.
     assert loop.transposed == dim // 4
-    # One barrier ends each stage.
-    assert loop.barriers == 4

@@ -1,4 +1,4 @@
-"""Online softmax in base 2 over a tile of keys that is held in two halves.
+"""Online softmax in base 2.
 
 In the transposed 32x32 MFMA layout a row lies in two lanes, 32 apart, so that a reduction over
 keys is one exchange after what a lane does by itself. Sums stay spread over the two lanes until the
@@ -19,13 +19,13 @@ def larger(a, b):
 
 
 @gluon.jit
-def row_max(a_MN, b_MN):
-    """The largest score of each row of both halves."""
-    M: gl.constexpr = a_MN.shape[0]
-    N: gl.constexpr = a_MN.shape[1]
-    top = gl.maximum(a_MN, b_MN).reshape([M, N // 8, 2, 4])
-    top_M = gl.reduce(gl.max(gl.max(top, 3), 1), 1, larger)
-    return gl.convert_layout(top_M, gl.SliceLayout(1, a_MN.type.layout))
+def row_max(s_MN):
+    """The largest score of each row."""
+    M: gl.constexpr = s_MN.shape[0]
+    N: gl.constexpr = s_MN.shape[1]
+    by_lane = s_MN.reshape([M, N // 8, 2, 4]).permute([0, 2, 1, 3]).reshape([M, 2, N // 2])
+    top_M = gl.reduce(gl.max(by_lane, 2), 1, larger)
+    return gl.convert_layout(top_M, gl.SliceLayout(1, s_MN.type.layout))
 
 
 @gluon.jit
@@ -38,10 +38,10 @@ def lane_sums(p_MN):
 
 
 @gluon.jit
-def add_sums(l_ML, alpha_M, a_MN, b_MN):
-    """The sums so far, scaled, and those of two more halves."""
+def add_sums(l_ML, alpha_M, p_MN):
+    """The sums so far, scaled, and those of one more tile."""
     alpha_M = gl.convert_layout(alpha_M, gl.SliceLayout(1, l_ML.type.layout))
-    return l_ML * alpha_M[:, None] + lane_sums(a_MN + b_MN)
+    return l_ML * alpha_M[:, None] + lane_sums(p_MN)
 
 
 @gluon.jit

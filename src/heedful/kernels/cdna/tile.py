@@ -57,20 +57,31 @@ def key_tiles(
 
 
 @gluon.jit
-def key_limits(rows_M, len_k, off, IS_CAUSAL: gl.constexpr):
-    """How many leading keys each row sees."""
-    limit_M = gl.full(rows_M.shape, 0, gl.int32, rows_M.type.layout) + len_k
+def last_keys(rows_M, len_k, off, IS_CAUSAL: gl.constexpr):
+    """The last key that each row sees, negative if none."""
+    last_M = gl.full(rows_M.shape, 0, gl.int32, rows_M.type.layout) + (len_k - 1)
     if IS_CAUSAL:
-        limit_M = gl.minimum(limit_M, rows_M + off + 1)
-    return limit_M
+        last_M = gl.minimum(last_M, rows_M + off)
+    return last_M
 
 
 @gluon.jit
-def hide(s_MN, col0, limit_M):
-    """Scores of keys that a row does not see become -inf."""
+def hide(s_MN, last_M, BY_SIGN: gl.constexpr):
+    """Scores of keys that a row does not see, those after number last_M of the tile, become -inf.
+
+    BY_SIGN: by arithmetic on the sign of the distance. A comparison takes a pair of scalar
+    registers for each score that is in flight, and there may not be enough.
+    """
     N: gl.constexpr = s_MN.shape[1]
-    cols_N = col0 + gl.arange(0, N, gl.SliceLayout(0, s_MN.type.layout))
-    return gl.where(cols_N[None, :] < limit_M[:, None], s_MN, float("-inf"))
+    cols_N = gl.arange(0, N, gl.SliceLayout(0, s_MN.type.layout))
+    if BY_SIGN:
+        hidden_MN = (last_M[:, None] - cols_N[None, :]) >> 31
+        bits_MN = s_MN.to(gl.int32, bitcast=True)
+        # The bits of -inf.
+        bits_MN = (bits_MN & ~hidden_MN) | (hidden_MN & -0x800000)
+        return bits_MN.to(gl.float32, bitcast=True)
+    else:
+        return gl.where(cols_N[None, :] <= last_M[:, None], s_MN, float("-inf"))
 
 
 @gluon.jit

@@ -19,8 +19,8 @@ from triton.experimental.gluon import language as gl
 from heedful.kernels.cdna.softmax import add_sums, finite_base, lane_sums, larger, row_max, total
 from heedful.kernels.cdna.tile import (
     hide,
-    key_limits,
     key_tiles,
+    last_keys,
     load_queries,
     sequence,
     store_results,
@@ -90,7 +90,7 @@ def _walk(
     stride_vn,
     k_smem,
     v_smem,
-    limit_M,
+    last_M,
     len_k,
     scale_log2,
     m_M,
@@ -126,9 +126,9 @@ def _walk(
             va_ND = copy.load_shared_relaxed(tile.slice(0, HALF), V_OPERAND)
             vb_ND = copy.load_shared_relaxed(tile.slice(HALF, HALF), V_OPERAND)
             if IS_MASKED:
-                sa_MN = hide(sa_MN, i * BLOCK_N, limit_M)
-                sb_MN = hide(sb_MN, i * BLOCK_N + HALF, limit_M)
-            new_M = larger(m_M, row_max(sa_MN, sb_MN) * scale_log2)
+                sa_MN = hide(sa_MN, last_M - i * BLOCK_N, False)
+                sb_MN = hide(sb_MN, last_M - (i * BLOCK_N + HALF), False)
+            new_M = larger(m_M, row_max(gl.maximum(sa_MN, sb_MN)) * scale_log2)
             base_M = finite_base(new_M, IS_MASKED)
             alpha_M = gl.exp2(m_M - base_M)
             m_M = new_M
@@ -138,7 +138,7 @@ def _walk(
         with gl.amd.warp_pipeline_stage("output", priority=1):
             # Half of the exponentials run beside the first products, half beside the other group's.
             pb_MN = gl.exp2(xb_MN)
-            l_ML = add_sums(l_ML, alpha_M, pa_MN, pb_MN)
+            l_ML = add_sums(l_ML, alpha_M, pa_MN + pb_MN)
             acc_MD = acc_MD * alpha_M[:, None]
             pa_MN = gl.convert_layout(pa_MN.to(q_MD.dtype), P_OPERAND)
             pb_MN = gl.convert_layout(pb_MN.to(q_MD.dtype), P_OPERAND)
@@ -224,7 +224,7 @@ def forward(
     copy.wait_group(0)
     gl.barrier()
     rows_M = row0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MFMA))
-    limit_M = key_limits(rows_M, len_k, off, IS_CAUSAL)
+    last_M = last_keys(rows_M, len_k, off, IS_CAUSAL)
     m_M = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, MFMA))
     l_ML = lane_sums(gl.zeros([BLOCK_M, BLOCK_N // 2], gl.float32, MFMA))
     acc_MD = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, MFMA)
@@ -245,7 +245,7 @@ def forward(
             stride_vn,
             k_smem,
             v_smem,
-            limit_M,
+            last_M,
             len_k,
             scale_log2,
             m_M,

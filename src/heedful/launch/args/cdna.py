@@ -63,7 +63,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         "IS_CAUSAL": problem.mask.causal,
     }
     ref = KernelRef(MODULES[plan.device.arch], "forward", "gluon")
-    options = {"num_warps": config.num_warps, **dict(config.get("options", ()))}
+    options = {"num_warps": config.num_warps, "waves_per_eu": config.get("waves_per_eu", 0)}
     call = KernelCall(ref, (row_blocks * heads, 1, 1), arguments, constants, options)
     return Program((call,))
 

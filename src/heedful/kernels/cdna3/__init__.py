@@ -1,0 +1,1 @@
+"""Gluon kernels for CDNA3 (gfx942)."""

@@ -1,0 +1,257 @@
+"""Attention forward for CDNA3: two groups of four waves, one a stage behind the other.
+
+A turn works off one tile of keys in four stages with a barrier after each, as on CDNA4; without
+wide loads straight to LDS, the next tile passes through registers on its way. V is turned there,
+four keys by a few columns a lane, because CDNA3 has no transposing LDS reads: once for all waves,
+where each would else sort single elements.
+
+Order of accesses, with t the number of a stage (4 i + stage) and the late group at epoch t + 1:
+K of tile i is last read in epoch 4 i + 1, by the late group; K of tile i + 1 is stored from epoch
+4 i + 2 to 4 i + 3 and read from 4 i + 4 on. V of tile i is last read in epoch 4 i + 3; that of tile
+i + 1 is stored from 4 i + 4 to 4 i + 5 and read from 4 i + 6 on. So one buffer of each is enough.
+
+Shapes: M query rows, N key rows, D head dim.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.cdna.softmax import (
+    add_sums,
+    finite_base,
+    lane_sums,
+    larger,
+    row_max,
+    total,
+)
+from heedful.kernels.cdna.tile import (
+    fetch_layout,
+    hide,
+    key_tiles,
+    last_keys,
+    load_queries,
+    sequence,
+    store_results,
+    tile_of,
+)
+
+
+@gluon.jit
+def _load(
+    base,
+    stride,
+    tile,
+    len_k,
+    N: gl.constexpr,
+    D: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    IS_MASKED: gl.constexpr,
+):
+    """One tile of K or V in registers; rows from len_k on are zeros."""
+    rows = gl.arange(0, N, gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
+    # The tile's base takes the 64-bit part, in scalar registers; offsets never change.
+    base += (tile * N).to(gl.int64) * stride
+    offsets = rows[:, None] * stride + dims[None, :]
+    if IS_MASKED:
+        mask = (rows < len_k - tile * N)[:, None]
+        x_ND = gl.amd.cdna3.buffer_load(base, offsets, mask=mask, other=0.0)
+    else:
+        x_ND = gl.amd.cdna3.buffer_load(base, offsets)
+    return x_ND
+
+
+@gluon.jit
+def rounded(p_MN, dtype: gl.constexpr):
+    """Probabilities in `dtype`. CDNA3 has no conversion to bfloat16: for finite positive numbers,
+    adding half a unit to the bits rounds to nearest, ties away from zero."""
+    if dtype == gl.bfloat16:
+        bits = p_MN.to(gl.uint32, bitcast=True) + 0x8000
+        return (bits >> 16).to(gl.uint16).to(gl.bfloat16, bitcast=True)
+    else:
+        return p_MN.to(dtype)
+
+
+@gluon.jit
+def _walk(
+    begin,
+    stop,
+    last,
+    q_MD,
+    k,
+    v,
+    stride_kn,
+    stride_vn,
+    k_smem,
+    v_smem,
+    next_v_ND,
+    last_M,
+    len_k,
+    scale_log2,
+    m_M,
+    l_ML,
+    acc_MD,
+    IS_MASKED: gl.constexpr,
+):
+    """Works off tiles [begin, stop); `last` is the last tile there is to load, and
+    next_v_ND the values of tile `begin`."""
+    MFMA: gl.constexpr = acc_MD.type.layout
+    M: gl.constexpr = acc_MD.shape[0]
+    N: gl.constexpr = k_smem.shape[0]
+    D: gl.constexpr = k_smem.shape[1]
+    K_LOAD: gl.constexpr = fetch_layout(D, gl.num_warps())
+    V_LOAD: gl.constexpr = turn_layout(D, gl.num_warps())
+    # Of p, a lane holds four consecutive keys at a time: as an operand it stays where it is.
+    P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, MFMA, 4)
+    V_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, 4)
+    K_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, 8)
+    for i in range(begin, stop):
+        later = gl.minimum(i + 1, last)
+        with gl.amd.warp_pipeline_stage("keys", priority=0):
+            next_k_ND = _load(k, stride_kn, later, len_k, N, D, K_LOAD, IS_MASKED)
+            k_DN = k_smem.permute([1, 0]).load(K_OPERAND)
+            v_smem.store(next_v_ND)
+        with gl.amd.warp_pipeline_stage("scores", priority=1):
+            s_MN = gl.amd.cdna3.mfma(q_MD, k_DN, gl.zeros([M, N], gl.float32, MFMA))
+        with gl.amd.warp_pipeline_stage("values", priority=0):
+            next_v_ND = _load(v, stride_vn, later, len_k, N, D, V_LOAD, IS_MASKED)
+            v_ND = v_smem.load(V_OPERAND)
+            k_smem.store(next_k_ND)
+            if IS_MASKED:
+                s_MN = hide(s_MN, last_M - i * N, True)
+            new_M = larger(m_M, row_max(s_MN) * scale_log2)
+            base_M = finite_base(new_M, IS_MASKED)
+            alpha_M = gl.exp2(m_M - base_M)
+            m_M = new_M
+            p_MN = gl.exp2(s_MN * scale_log2 - base_M[:, None])
+            l_ML = add_sums(l_ML, alpha_M, p_MN)
+            p_MN = gl.convert_layout(rounded(p_MN, q_MD.dtype), P_OPERAND)
+        with gl.amd.warp_pipeline_stage("output", priority=1):
+            acc_MD = acc_MD * alpha_M[:, None]
+            acc_MD = gl.amd.cdna3.mfma(p_MN, v_ND, acc_MD)
+    return m_M, l_ML, acc_MD, next_v_ND
+
+
+@gluon.constexpr_function
+def turn_layout(dim, warps):
+    """Four keys by dim / 32 columns a lane."""
+    return gl.BlockedLayout([4, dim // 32], [2, 32], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def forward(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cu_q,
+    cu_k,
+    scale_log2,
+    stride_qb,
+    stride_qm,
+    stride_qh,
+    stride_kb,
+    stride_kn,
+    stride_kh,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    stride_ob,
+    stride_om,
+    stride_oh,
+    stride_lb,
+    stride_lh,
+    seqlen_q,
+    seqlen_k,
+    heads_q,
+    heads,
+    group,
+    row_blocks,
+    align,
+    shift,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+):
+    """out (.., M, H, D) and, if wanted, lse (B, H, M) of BLOCK_M queries of one head.
+
+    scale_log2: makes raw scores logits in base 2. heads: batch times heads_q. group: query heads
+    per KV head. align: 1 puts the diagonal at the last query and key, 0 at the first.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    MFMA: gl.constexpr = gl.amd.AMDMFMALayout(
+        version=3, instr_shape=[32, 32, 8], transposed=True, warps_per_cta=[WARPS, 1]
+    )
+    # Padded, so that as many lanes as fill the 32 banks once meet each once: eight at 16 bytes (K),
+    # sixteen at 8 (V). A swizzle would do too, at an address register for every read.
+    K_SHARED: gl.constexpr = gl.PaddedSharedLayout.with_identity_for(
+        [[HEAD_DIM, 8]], [BLOCK_N, HEAD_DIM], [1, 0]
+    )
+    V_SHARED: gl.constexpr = gl.PaddedSharedLayout.with_identity_for(
+        [[BLOCK_N, 4]], [BLOCK_N, HEAD_DIM], [0, 1]
+    )
+    block, bh = tile_of(gl.program_id(0), heads, row_blocks, IS_CAUSAL)
+    b = bh // heads_q
+    h = (bh % heads_q).to(gl.int64)
+    g = (bh % heads_q // group).to(gl.int64)
+    token_q, len_q = sequence(b, cu_q, seqlen_q)
+    token_k, len_k = sequence(b, cu_k, seqlen_k)
+    b = b.to(gl.int64)
+    row0 = block * BLOCK_M
+    if row0 >= len_q:
+        return
+    off = align * (len_k - len_q) + shift
+    full, end = key_tiles(row0, len_q, len_k, off, BLOCK_M, BLOCK_N, IS_CAUSAL)
+    q += b * stride_qb + h * stride_qh + token_q * stride_qm
+    k += b * stride_kb + g * stride_kh + token_k * stride_kn
+    v += b * stride_vb + g * stride_vh + token_k * stride_vn
+    out += b * stride_ob + h * stride_oh + token_q * stride_om
+    if lse is not None:
+        lse += b * stride_lb + h * stride_lh + token_q
+
+    q_MD = load_queries(
+        q, stride_qm, row0, len_q, BLOCK_M, HEAD_DIM, gl.DotOperandLayout(0, MFMA, 8)
+    )
+    DTYPE: gl.constexpr = k.dtype.element_ty
+    K_LOAD: gl.constexpr = fetch_layout(HEAD_DIM, WARPS)
+    V_LOAD: gl.constexpr = turn_layout(HEAD_DIM, WARPS)
+    k_ND = _load(k, stride_kn, full * 0, len_k, BLOCK_N, HEAD_DIM, K_LOAD, True)
+    v_ND = _load(v, stride_vn, full * 0, len_k, BLOCK_N, HEAD_DIM, V_LOAD, True)
+    k_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, HEAD_DIM], K_SHARED)
+    k_smem.store(k_ND)
+    v_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, HEAD_DIM], V_SHARED)
+    gl.barrier()
+    rows_M = row0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MFMA))
+    last_M = last_keys(rows_M, len_k, off, IS_CAUSAL)
+    m_M = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, MFMA))
+    l_ML = lane_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, MFMA))
+    acc_MD = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, MFMA)
+    # The last full tile goes with the masked ones: it loads the first of them, which may be
+    # ragged, and so the hot loop never needs a mask on its loads.
+    hot = gl.maximum(full - 1, 0)
+    for masked in gl.static_range(2):
+        begin = hot if masked else full * 0
+        stop = end if masked else hot
+        m_M, l_ML, acc_MD, v_ND = _walk(
+            begin,
+            stop,
+            end - 1,
+            q_MD,
+            k,
+            v,
+            stride_kn,
+            stride_vn,
+            k_smem,
+            v_smem,
+            v_ND,
+            last_M,
+            len_k,
+            scale_log2,
+            m_M,
+            l_ML,
+            acc_MD,
+            masked == 1,
+        )
+    store_results(out, lse, stride_om, row0, len_q, m_M, total(l_ML, m_M), acc_MD)
