@@ -13,6 +13,7 @@ COMMANDS = {
     "support": ("heedful.cli.support", "support"),
     "inspect": ("heedful.cli.inspect", "inspect"),
     "emulate": ("heedful.cli.emulate", "emulate"),
+    "validate": ("heedful.cli.validate", "validate"),
     "prebuild": ("heedful.cli.prebuild", "prebuild"),
 }
 

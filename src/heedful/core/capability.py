@@ -22,12 +22,14 @@ class Toolchain:
     """Versions at hand, as int tuples; None is absent. The default stands for the newest.
 
     packs: backends with kernels in a loaded pack, which need no Triton.
+    validated: backends that passed `heedful validate` on this device, and may be chosen unasked.
     """
 
     triton: tuple[int, ...] | None = (99,)
     torch: tuple[int, ...] | None = (99,)
     jax: tuple[int, ...] | None = (99,)
     packs: frozenset[str] = frozenset()
+    validated: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,7 +98,8 @@ def _choose(direction, problem, device, toolchain, backend) -> tuple[KernelRow, 
             )
         if not reasons and backend is not None and row.backend != backend:
             reasons = [f"backend={backend!r} was asked for"]
-        if not reasons and not row.by_default and backend is None:
+        unasked = row.by_default or (toolchain is not None and row.backend in toolchain.validated)
+        if not reasons and not unasked and backend is None:
             reasons = ["runs only when asked for by name"]
         if not reasons and chosen is not None:
             reasons = [f"{chosen.backend} is preferred"]

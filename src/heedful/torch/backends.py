@@ -35,7 +35,7 @@ def prepare(
     chosen = plan(
         problem,
         device_spec(device),
-        toolchain(),
+        toolchain(device),
         backend or settings.get("backend"),
         notes,
     )

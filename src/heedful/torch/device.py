@@ -10,6 +10,7 @@ import torch
 from heedful.core.capability import Toolchain
 from heedful.core.device import KNOWN, DeviceSpec
 from heedful.launch import packs
+from heedful.validation import record
 
 
 @cache
@@ -36,10 +37,14 @@ def device_spec(device: torch.device) -> DeviceSpec:
     )
 
 
-def toolchain() -> Toolchain:
-    """The versions that are installed beside this torch, and the packs loaded; jax takes no part
-    in torch calls."""
-    return replace(_versions(), packs=packs.backends())
+def toolchain(device: torch.device | None = None) -> Toolchain:
+    """The versions that are installed beside this torch, the packs loaded and, of a device, the
+    backends validated on it (None is the first GPU or, without one, the CPU); jax takes no part in
+    torch calls."""
+    if device is None:
+        device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    validated = record.validated(device_spec(device))
+    return replace(_versions(), packs=packs.backends(), validated=validated)
 
 
 @cache

@@ -1,0 +1,166 @@
+"""`heedful validate`: is what this machine's GPU computes right? A report to send back, and a
+record that lets the planner use kernels that nobody had run on such hardware before."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from heedful.cli.console import err, fail, out
+
+if TYPE_CHECKING:
+    from heedful.bench.run import Outcome
+    from heedful.validation.run import Verdict
+
+
+def validate(
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu")] = None,
+    backend: Annotated[
+        str | None, typer.Option(help="comma list of backends; what is not named is not recorded")
+    ] = None,
+    report: Annotated[Path, typer.Option(help="write what was found here")] = Path(
+        "heedful-validation.json"
+    ),
+    no_bench: Annotated[bool, typer.Option("--no-bench", help="correctness only")] = False,
+) -> None:
+    """Check every kernel on this device against float64, time them, and record that they passed."""
+    try:
+        import torch
+    except ImportError as error:
+        fail(f'validate needs {error.name}: pip install "heedful\\[cpu]", or \\[cuda]')
+    from heedful.validation import grid, run
+
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if where.type == "cpu":
+        out.print("No GPU: there is nothing to validate here. The CPU backend, for good measure:")
+    names = run.backends_of(where)
+    asked = backend.split(",") if backend else names
+    if set(asked) - set(names):
+        fail(escape(f"backend must be among {', '.join(names)} on {where}, got {backend!r}"))
+    found = _correctness(grid.grid(small=where.type == "cpu"), asked, where)
+    out.print(_table(found, asked))
+    outcomes = [] if no_bench else _bench(asked, where)
+    complaints = [f"{v.backend}, {v.problem}: {words}" for v in found for words in v.wrong]
+    complaints += [
+        f"{figure.peer}, {outcome.case.name}: {figure.missing}"
+        for outcome in outcomes
+        for figure in outcome.figures
+        if figure.wrong and figure.peer.startswith("heedful")
+    ]
+    untried = [n for n in asked if not any(v.judged for v in found if v.backend == n)]
+    complaints += [f"{name}: took no problem of the grid" for name in untried]
+    for line in complaints:
+        out.print(f"[bold red]wrong[/] {escape(line)}", soft_wrap=True)
+    recorded = _record(frozenset(asked), where, not complaints)
+    _write_report(report, where, found, outcomes, complaints, recorded)
+    out.print(f"wrote {escape(str(report))}", soft_wrap=True)
+    if complaints:
+        raise typer.Exit(1)
+
+
+def _progress() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, TimeElapsedColumn(), console=err, transient=True)
+
+
+def _correctness(entries: list, names: list[str], where) -> "list[Verdict]":
+    from heedful.validation import run
+
+    found = []
+    with _progress() as progress:
+        task = progress.add_task("against float64", total=len(entries) * len(names))
+        for verdict in run.verdicts(entries, names, where):
+            found.append(verdict)
+            progress.update(task, description=f"{verdict.backend}: {verdict.problem}", advance=1)
+    return found
+
+
+def _bench(names: list[str], where) -> "list[Outcome]":
+    from heedful.bench import report
+    from heedful.validation import run
+
+    outcomes = []
+    cases = run.bench_cases(where)
+    with _progress() as progress:
+        task = progress.add_task("timing", total=len(cases))
+        for case in cases:
+            progress.update(task, description=case.name)
+            outcomes.append(run.bench(case, names, where))
+            progress.advance(task)
+    for group in dict.fromkeys(outcome.case.group for outcome in outcomes):
+        out.print(report.table(group, [o for o in outcomes if o.case.group == group]))
+    return outcomes
+
+
+def _table(found: "list[Verdict]", names: list[str]) -> Table:
+    """A row a problem, a column a backend: the worst error as a share of its budget."""
+    table = Table(
+        title="Worst error over its budget (at most 1)", title_justify="left", title_style="bold"
+    )
+    table.add_column("problem")
+    for name in names:
+        table.add_column(name, justify="right")
+    cells = {(v.problem, v.backend): _cell(v) for v in found}
+    for problem in dict.fromkeys(v.problem for v in found):
+        table.add_row(escape(problem), *(cells[problem, name] for name in names))
+    return table
+
+
+def _cell(verdict: "Verdict") -> str:
+    if verdict.skipped:
+        return "[dim]-[/]"
+    if verdict.wrong:
+        return "[bold red]wrong[/]"
+    shares = [
+        getattr(j.error, what) / (getattr(j.budget, what) or 1.0)
+        for j in (verdict.judged or {}).values()
+        for what in ("largest", "rms")
+    ]
+    words = "forward, backward" if verdict.backward else "forward"
+    return f"[green]{max(shares):.2f}[/] [dim]{words}[/]"
+
+
+def _record(names: frozenset[str], where, passed: bool) -> str | None:
+    """Writes or withdraws the record of the device; the file's path where one was written."""
+    from heedful.torch.device import device_spec
+    from heedful.validation import record, run
+
+    spec = device_spec(where)
+    if not passed:
+        record.remove(spec)
+        out.print("[bold red]not validated[/]: nothing was recorded")
+        return None
+    if where.type == "cpu":
+        out.print("[bold green]passed[/]")
+        return None
+    try:
+        path = record.write(spec, names & run.gated(where), run.now())
+    except OSError as error:
+        out.print(f"[bold green]passed[/], but it was not recorded: {escape(str(error))}")
+        return None
+    out.print(f"[bold green]passed[/]: recorded in {escape(str(path))}", soft_wrap=True)
+    return str(path)
+
+
+def _write_report(path: Path, where, found, outcomes, complaints, recorded: str | None) -> None:
+    from dataclasses import asdict
+
+    from heedful.bench.run import records, surroundings
+    from heedful.torch.device import device_spec
+    from heedful.validation.record import sources
+
+    facts = {
+        **surroundings(where),
+        "spec": asdict(device_spec(where)),
+        "sources": sources(),
+        "passed": not complaints,
+        "wrong": complaints,
+        "record": recorded,
+        "problems": [verdict.record() for verdict in found],
+        "bench": [record for outcome in outcomes for record in records(outcome, where)],
+    }
+    path.write_text(json.dumps(facts, indent=1, default=str))

@@ -1,0 +1,111 @@
+"""The record that this machine passed `heedful validate`: a small JSON file in the cache folder.
+
+It speaks for one device name and architecture, one version of heedful, one state of the kernels'
+sources and one compiler; for anything else it is as if it were not there.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import heedful
+import heedful.kernels
+from heedful.core import settings
+from heedful.core.device import DeviceSpec
+from heedful.launch import identity, store
+
+log = logging.getLogger("heedful.validation")
+
+
+def sources() -> str:
+    """SHA-256 over the sources of every kernel, whatever backend they are of."""
+    folders = sorted(p.name for p in Path(heedful.kernels.__file__).parent.iterdir() if p.is_dir())
+    digests = [
+        identity.source_digest(f"heedful.kernels.{name}")
+        for name in folders
+        if not name.startswith("_")
+    ]
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def _key(device: DeviceSpec) -> dict[str, str]:
+    return {
+        "device": device.name,
+        "arch": device.arch,
+        "heedful": heedful.__version__,
+        "sources": sources(),
+        "compiler": identity.toolchain(),
+    }
+
+
+def path_of(device: DeviceSpec) -> Path:
+    """Where the record of such a device is kept."""
+    name = hashlib.sha256(f"{device.name} {device.arch}".encode()).hexdigest()[:16]
+    return settings.get("cache_dir") / "validated" / f"{device.arch}-{name}.json"
+
+
+def write(device: DeviceSpec, backends: frozenset[str], date: str) -> Path:
+    """Records that these backends passed on this device, in one step; returns the file.
+
+    Raises OSError where the folder cannot be written, PermissionError where it is not this user's
+    alone or HEEDFUL_CACHE_READ_ONLY is set.
+    """
+    path = path_of(device)
+    if settings.get("cache_read_only"):
+        raise PermissionError("HEEDFUL_CACHE_READ_ONLY is set")
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    why = _why_not_trusted(path.parent)
+    if why:
+        raise PermissionError(why)
+    facts = {**_key(device), "backends": sorted(backends), "date": date}
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as file:
+            json.dump(facts, file, indent=1)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _read.cache_clear()
+    return path
+
+
+def remove(device: DeviceSpec) -> None:
+    """Forgets what was recorded of such a device."""
+    path = path_of(device)
+    if path.exists() and not settings.get("cache_read_only"):
+        path.unlink()
+    _read.cache_clear()
+
+
+def validated(device: DeviceSpec) -> frozenset[str]:
+    """The backends that passed on such a device of this machine; empty without a record that is
+    trusted and speaks of what is installed now. Read once a process."""
+    return _read(device, path_of(device))
+
+
+@cache
+def _read(device: DeviceSpec, path: Path) -> frozenset[str]:
+    if not path.is_file():
+        return frozenset()
+    why = _why_not_trusted(path.parent)
+    if why:
+        log.warning("the record of validation is not used: %s", why)
+        return frozenset()
+    try:
+        facts = json.loads(path.read_text())
+        if {name: facts[name] for name in _key(device)} != _key(device):
+            return frozenset()
+        return frozenset(str(name) for name in facts["backends"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("%s is not readable: %s", path, error)
+        return frozenset()
+
+
+def _why_not_trusted(folder: Path) -> str | None:
+    owners = (os.geteuid(),) if hasattr(os, "geteuid") else ()
+    return store.why_not_trusted(folder, owners, 0o077)

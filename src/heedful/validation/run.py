@@ -1,0 +1,186 @@
+"""Runs the grid on a device: every backend there is for it, against the oracle's budget."""
+
+import datetime
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from heedful.bench.cases import Case
+from heedful.bench.peers import find
+from heedful.bench.run import Outcome, measure
+from heedful.core import capability
+from heedful.core.plan import plan
+from heedful.core.problem import AttentionProblem
+from heedful.reference.budget import (
+    DRAWS,
+    Error,
+    Judgement,
+    Results,
+    judge,
+    oracle_results,
+    twin_results,
+)
+from heedful.reference.convert import as_numpy
+from heedful.torch import backends
+from heedful.torch.device import device_spec, toolchain
+from heedful.validation.grid import Built, Entry, build
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One problem on one backend.
+
+    judged: by result. skipped: why the backend does not take the problem, or nothing.
+    failed: what it raised, or nothing.
+    """
+
+    backend: str
+    problem: str
+    backward: bool = False
+    judged: dict[str, Judgement] | None = None
+    skipped: str = ""
+    failed: str = ""
+
+    @property
+    def wrong(self) -> list[str]:
+        """Everything that is wrong, in words."""
+        bad = [j.wrong for j in (self.judged or {}).values() if j.wrong]
+        return [self.failed, *bad] if self.failed else bad
+
+    def record(self) -> dict:
+        """As plain data, for the report: errors beside their budgets."""
+        facts = {"backend": self.backend, "problem": self.problem, "backward": self.backward}
+        if self.skipped:
+            return {**facts, "skipped": self.skipped}
+        results = {name: asdict(j) for name, j in (self.judged or {}).items()}
+        return {**facts, "passed": not self.wrong, "wrong": self.wrong, "results": results}
+
+
+def backends_of(device: torch.device) -> list[str]:
+    """Every backend with a kernel for this device's architecture, best first."""
+    spec = device_spec(device)
+    found = [row.backend for row in capability.ROWS if row.level(spec) is not None]
+    return list(dict.fromkeys(found))
+
+
+def gated(device: torch.device) -> frozenset[str]:
+    """The backends that a record of this device can speak for: those with a kernel that the
+    planner takes only when asked and that nobody has measured on such hardware."""
+    spec = device_spec(device)
+    rows = [row for row in capability.ROWS if not row.by_default]
+    return frozenset(row.backend for row in rows if row.level(spec) not in (None, "run"))
+
+
+def verdicts(entries: list[Entry], names: list[str], device: torch.device) -> Iterator[Verdict]:
+    """Every entry on every backend, the oracle computed once an entry."""
+    for entry in entries:
+        reference = _Reference(entry, device)
+        for backend in names:
+            yield reference.verdict(backend)
+
+
+class _Reference:
+    """An entry, its truth and its twin's errors, computed when first asked for and kept."""
+
+    def __init__(self, entry: Entry, device: torch.device):
+        self._entry, self._device = entry, device
+        self._built = build(entry, device)
+        self._want: Results | None = None
+        self._errors: list[dict[str, Error]] = []
+
+    def verdict(self, backend: str) -> Verdict:
+        built, reasons = self._takes(backend)
+        if built is None:
+            return Verdict(backend, self._entry.name, skipped=reasons)
+        backward = built.dout is not None
+        try:
+            got = _compute(backend, built)
+        except Exception as error:  # whatever a kernel raises is its verdict
+            words = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            return Verdict(backend, self._entry.name, backward, failed=words)
+        want = self._wanted()
+        if not backward:
+            want = Results(want.out, want.lse if built.problem.return_lse else None)
+        judged = judge(got, want, built.problem.out_dtype, self._draws())
+        return Verdict(backend, self._entry.name, backward, judged)
+
+    def _takes(self, backend: str) -> tuple[Built | None, str]:
+        """The problem with its backward, or as much of it as the backend takes: its forward, its
+        output alone."""
+        reasons = ""
+        spec, tools = device_spec(self._device), toolchain()
+        whole = self._built
+        for built in (whole, _forward_only(whole, True), _forward_only(whole, False)):
+            try:
+                plan(built.problem, spec, tools, backend)
+                return built, ""
+            except ValueError as error:
+                reasons = str(error)
+        return None, reasons
+
+    def _wanted(self) -> Results:
+        if self._want is None:
+            self._want = _results(oracle_results, self._built)
+        return self._want
+
+    def _draws(self) -> Iterator[dict[str, Error]]:
+        for draw in range(DRAWS):
+            if draw == len(self._errors):
+                built = self._built if draw == 0 else build(self._entry, self._device, draw)
+                want = self._wanted() if draw == 0 else _results(oracle_results, built)
+                got, before = _results(twin_results, built), self._errors[-1:]
+                errors = {n: Error.between(getattr(got, n), w) for n, w in want.present().items()}
+                if before:
+                    errors = {n: error.worst(before[0][n]) for n, error in errors.items()}
+                self._errors.append(errors)
+            yield self._errors[draw]
+
+
+def _results(function, built: Built) -> Results:
+    return function(built.problem, built.x, built.dout, built.dlse)
+
+
+def _forward_only(built: Built, return_lse: bool) -> Built:
+    problem = replace(built.problem, needs_grad=False, bias_grad=False, return_lse=return_lse)
+    return Built(problem, built.x, None, None)
+
+
+def _compute(backend: str, built: Built) -> Results:
+    """What a backend makes of a problem, into an output full of NaN."""
+    problem, x = built.problem, built.x
+    shape = (*x.q.shape[:-1], problem.head_dim_v)
+    dtype = getattr(torch, problem.out_dtype)
+    out = torch.full(shape, torch.nan, dtype=dtype, device=x.q.device)
+    runner = backends.prepare(problem, x, backend)
+    out, lse, probs = runner.forward(x, out)
+    results = (out, lse, probs)
+    if built.dout is not None:
+        results += tuple(runner.backward(x, out, lse, built.dout, built.dlse))
+    return Results(*(as_numpy(result) for result in results))
+
+
+def bench_cases(device: torch.device) -> list[Case]:
+    """A few shapes that show the speed: training, prefill and decoding."""
+    if device.type == "cpu":
+        return [Case("cpu", AttentionProblem.dense(1, 512, 512, 8, 8, 64, dtype="float32"))]
+    dense = [(4, 4096, 4096, 16, 16, 128), (4, 4096, 4096, 32, 32, 64), (4, 8192, 8192, 64, 8, 128)]
+    cases = [
+        Case("forward", AttentionProblem.dense(*shape, causal=causal))
+        for shape in dense
+        for causal in (False, True)
+    ]
+    trained = AttentionProblem.dense(*dense[0], causal=True, needs_grad=True)
+    decoded = AttentionProblem.dense(8, 1, 8192, 32, 8, 128)
+    return [*cases, Case("backward", trained, "backward"), Case("decode", decoded)]
+
+
+def bench(case: Case, names: list[str], device: torch.device) -> Outcome:
+    """The named backends beside SDPA on one case, each figure behind a reference check."""
+    peers = [find("sdpa"), *(find(f"heedful:{name}") for name in names if name != "sdpa")]
+    return measure(case, peers, device, rounds=5, bases=("sdpa",))
+
+
+def now() -> str:
+    """The time as reports give it."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
