@@ -31,6 +31,11 @@ CASES = [
     replace(BASE, causal=True, seqlen_q=500, heads_q=3),
     replace(BASE, causal=True, varlen="qk", batch=3, seqlen_q=290, layout="packed", heads_q=2),
 ]
+NARROW = [
+    replace(BASE, head_dim=64, causal=True),
+    # Three tiles a split and one in the last, in which not every row sees a key.
+    replace(BASE, head_dim=64, causal=True, num_splits=3),
+]
 LONG = [
     *(
         replace(case, head_dim=dim, dtype=dtype)
@@ -51,6 +56,7 @@ LONG = [
     replace(BASE, varlen="k", batch=2, lens_k=(0, 450), seqlen_k=450),
     replace(BASE, varlen="q", batch=3, lens_q=(70, 0, 1)),
     replace(BASE, scale=1.5),
+    *(replace(CASES[-1], num_splits=n, head_dim=dim) for n in (2, 9) for dim in (64, 128)),
 ]
 SCHEDULES = ("lockstep", "round-robin", "delay:0-3", "random:0")
 MORE_SCHEDULES = ("delay:4-7", "delay:1,6", *(f"random:{seed}" for seed in range(1, 11)))
@@ -63,7 +69,14 @@ class Cdna(Emulated):
 
     def _run(self, direction, problem, tensors):
         tiles = {"cdna.forward": TILE}
-        chosen = Plan(problem, device_of(self.arch), "cdna", "emulated", configs=tiles)
+        chosen = Plan(
+            problem,
+            device_of(self.arch),
+            "cdna",
+            "emulated",
+            configs=tiles,
+            num_splits=max(1, problem.num_splits),
+        )
         made = cdna.forward(problem, chosen, {n: buffer_spec(t) for n, t in tensors.items()})
         self.reports += execute(made, self.arch, tensors, self.schedules)
         for report in self.reports:
@@ -71,7 +84,7 @@ class Cdna(Emulated):
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-@pytest.mark.parametrize("case", [*CASES, replace(BASE, head_dim=64, causal=True)], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *NARROW], ids=str)
 def test_forward_is_within_budget_under_every_kind_of_schedule(arch, case):
     run(Cdna(arch, schedules=SCHEDULES), case)
 

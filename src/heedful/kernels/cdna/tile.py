@@ -57,6 +57,20 @@ def key_tiles(
 
 
 @gluon.jit
+def split_tiles(full, end, split, num_splits):
+    """(begin, hot, stop): one split works off [begin, stop) of the tiles, those before `hot`
+    without a mask. Splits depend on a sequence's own length alone.
+
+    The last full tile goes with the masked ones: while it is worked off the first of them comes,
+    which may be ragged, and so the hot loop never needs a mask on its loads.
+    """
+    each = (end + num_splits - 1) // num_splits
+    begin = gl.minimum(split * each, end)
+    stop = gl.minimum(begin + each, end)
+    return begin, gl.minimum(gl.maximum(full - 1, begin), stop), stop
+
+
+@gluon.jit
 def last_keys(rows_M, len_k, off, IS_CAUSAL: gl.constexpr):
     """The last key that each row sees, negative if none."""
     last_M = gl.full(rows_M.shape, 0, gl.int32, rows_M.type.layout) + (len_k - 1)

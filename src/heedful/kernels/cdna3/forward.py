@@ -31,6 +31,7 @@ from heedful.kernels.cdna.tile import (
     last_keys,
     load_queries,
     sequence,
+    split_tiles,
     store_results,
     tile_of,
 )
@@ -157,9 +158,11 @@ def forward(
     stride_vb,
     stride_vn,
     stride_vh,
+    stride_os,
     stride_ob,
     stride_om,
     stride_oh,
+    stride_ls,
     stride_lb,
     stride_lh,
     seqlen_q,
@@ -168,6 +171,7 @@ def forward(
     heads,
     group,
     row_blocks,
+    num_splits,
     align,
     shift,
     HEAD_DIM: gl.constexpr,
@@ -175,7 +179,8 @@ def forward(
     BLOCK_N: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
 ):
-    """out (.., M, H, D) and, if wanted, lse (B, H, M) of BLOCK_M queries of one head.
+    """out (.., M, H, D) and, if wanted, lse (B, H, M) of BLOCK_M queries of one head; of several
+    splits of the keys, partial ones with a leading split.
 
     scale_log2: makes raw scores logits in base 2. heads: batch times heads_q. group: query heads
     per KV head. align: 1 puts the diagonal at the last query and key, 0 at the first.
@@ -207,9 +212,12 @@ def forward(
     q += b * stride_qb + h * stride_qh + token_q * stride_qm
     k += b * stride_kb + g * stride_kh + token_k * stride_kn
     v += b * stride_vb + g * stride_vh + token_k * stride_vn
-    out += b * stride_ob + h * stride_oh + token_q * stride_om
+    split = gl.program_id(1)
+    begin, hot, stop = split_tiles(full, end, split, num_splits)
+    out += split.to(gl.int64) * stride_os + b * stride_ob + h * stride_oh
+    out += token_q * stride_om
     if lse is not None:
-        lse += b * stride_lb + h * stride_lh + token_q
+        lse += split.to(gl.int64) * stride_ls + b * stride_lb + h * stride_lh + token_q
 
     q_MD = load_queries(
         q, stride_qm, row0, len_q, BLOCK_M, HEAD_DIM, gl.DotOperandLayout(0, MFMA, 8)
@@ -217,8 +225,8 @@ def forward(
     DTYPE: gl.constexpr = k.dtype.element_ty
     K_LOAD: gl.constexpr = fetch_layout(HEAD_DIM, WARPS)
     V_LOAD: gl.constexpr = turn_layout(HEAD_DIM, WARPS)
-    k_ND = _load(k, stride_kn, full * 0, len_k, BLOCK_N, HEAD_DIM, K_LOAD, True)
-    v_ND = _load(v, stride_vn, full * 0, len_k, BLOCK_N, HEAD_DIM, V_LOAD, True)
+    k_ND = _load(k, stride_kn, begin, len_k, BLOCK_N, HEAD_DIM, K_LOAD, True)
+    v_ND = _load(v, stride_vn, begin, len_k, BLOCK_N, HEAD_DIM, V_LOAD, True)
     k_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, HEAD_DIM], K_SHARED)
     k_smem.store(k_ND)
     v_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, HEAD_DIM], V_SHARED)
@@ -228,16 +236,11 @@ def forward(
     m_M = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, MFMA))
     l_ML = lane_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, MFMA))
     acc_MD = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, MFMA)
-    # The last full tile goes with the masked ones: it loads the first of them, which may be
-    # ragged, and so the hot loop never needs a mask on its loads.
-    hot = gl.maximum(full - 1, 0)
     for masked in gl.static_range(2):
-        begin = hot if masked else full * 0
-        stop = end if masked else hot
         m_M, l_ML, acc_MD, v_ND = _walk(
-            begin,
-            stop,
-            end - 1,
+            hot if masked else begin,
+            stop if masked else hot,
+            stop - 1,
             q_MD,
             k,
             v,

@@ -23,6 +23,7 @@ from heedful.kernels.cdna.tile import (
     last_keys,
     load_queries,
     sequence,
+    split_tiles,
     store_results,
     tile_of,
 )
@@ -109,7 +110,7 @@ def _walk(
     V_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, 4)
     zeros_MN = gl.zeros([M, HALF], gl.float32, MFMA)
     for i in range(begin, stop):
-        now = i % 2
+        now = i & 1
         later = gl.minimum(i + 1, last)
         with gl.amd.warp_pipeline_stage("keys", priority=0):
             _fetch(k_smem.index(1 - now), k, stride_kn, later, len_k, IS_MASKED)
@@ -166,9 +167,11 @@ def forward(
     stride_vb,
     stride_vn,
     stride_vh,
+    stride_os,
     stride_ob,
     stride_om,
     stride_oh,
+    stride_ls,
     stride_lb,
     stride_lh,
     seqlen_q,
@@ -177,6 +180,7 @@ def forward(
     heads,
     group,
     row_blocks,
+    num_splits,
     align,
     shift,
     HEAD_DIM: gl.constexpr,
@@ -184,7 +188,8 @@ def forward(
     BLOCK_N: gl.constexpr,
     IS_CAUSAL: gl.constexpr,
 ):
-    """out (.., M, H, D) and, if wanted, lse (B, H, M) of BLOCK_M queries of one head.
+    """out (.., M, H, D) and, if wanted, lse (B, H, M) of BLOCK_M queries of one head; of several
+    splits of the keys, partial ones with a leading split.
 
     scale_log2: makes raw scores logits in base 2. heads: batch times heads_q. group: query heads
     per KV head. align: 1 puts the diagonal at the last query and key, 0 at the first.
@@ -210,17 +215,20 @@ def forward(
     q += b * stride_qb + h * stride_qh + token_q * stride_qm
     k += b * stride_kb + g * stride_kh + token_k * stride_kn
     v += b * stride_vb + g * stride_vh + token_k * stride_vn
-    out += b * stride_ob + h * stride_oh + token_q * stride_om
+    split = gl.program_id(1)
+    begin, hot, stop = split_tiles(full, end, split, num_splits)
+    out += split.to(gl.int64) * stride_os + b * stride_ob + h * stride_oh
+    out += token_q * stride_om
     if lse is not None:
-        lse += b * stride_lb + h * stride_lh + token_q
+        lse += split.to(gl.int64) * stride_ls + b * stride_lb + h * stride_lh + token_q
 
     q_MD = load_queries(
         q, stride_qm, row0, len_q, BLOCK_M, HEAD_DIM, gl.DotOperandLayout(0, MFMA, 8)
     )
     k_smem = gl.allocate_shared_memory(k.dtype.element_ty, [2, BLOCK_N, HEAD_DIM], K_SHARED)
     v_smem = gl.allocate_shared_memory(k.dtype.element_ty, [2, BLOCK_N, HEAD_DIM], V_SHARED)
-    _fetch(k_smem.index(0), k, stride_kn, full * 0, len_k, True)
-    _fetch(v_smem.index(0), v, stride_vn, full * 0, len_k, True)
+    _fetch(k_smem.index(begin & 1), k, stride_kn, begin, len_k, True)
+    _fetch(v_smem.index(begin & 1), v, stride_vn, begin, len_k, True)
     copy.wait_group(0)
     gl.barrier()
     rows_M = row0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MFMA))
@@ -228,16 +236,11 @@ def forward(
     m_M = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, MFMA))
     l_ML = lane_sums(gl.zeros([BLOCK_M, BLOCK_N // 2], gl.float32, MFMA))
     acc_MD = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, MFMA)
-    # The last full tile goes with the masked ones: it asks for the first of them, which may be
-    # ragged, and so the hot loop never needs a mask on its loads.
-    hot = gl.maximum(full - 1, 0)
     for masked in gl.static_range(2):
-        begin = hot if masked else full * 0
-        stop = end if masked else hot
         m_M, l_ML, acc_MD = _walk(
-            begin,
-            stop,
-            end - 1,
+            hot if masked else begin,
+            stop if masked else hot,
+            stop - 1,
             q_MD,
             k,
             v,

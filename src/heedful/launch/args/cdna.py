@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
+from heedful.launch.args import portable
 from heedful.launch.spec import (
     Argument,
     BufferSpec,
@@ -13,6 +14,7 @@ from heedful.launch.spec import (
     Pointer,
     Program,
     Scalar,
+    Workspace,
 )
 
 Buffers = Mapping[str, BufferSpec]
@@ -25,26 +27,57 @@ STRIDE_DIVISOR = 8
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """out, and lse if there is such a buffer."""
+    """out, and lse if there is such a buffer; several splits of the keys give partial results,
+    which the portable merge combines."""
+    splits = max(1, plan.num_splits)
+    if splits == 1:
+        return Program((_call(problem, plan, buffers, "out", "lse", 1),))
+    workspaces = (
+        Workspace("partial_out", _parts(splits, buffers["out"].shape)),
+        Workspace("partial_lse", _parts(splits, problem.lse_shape)),
+    )
+    buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
+    call = _call(problem, plan, buffers, "partial_out", "partial_lse", splits)
+    return Program((call, *portable.combine(buffers).calls), workspaces)
+
+
+def _parts(splits: int, shape: tuple[int, ...]) -> BufferSpec:
+    return BufferSpec.contiguous((splits, *shape), "float32")
+
+
+def _call(
+    problem: AttentionProblem, plan: Plan, buffers: Buffers, out: str, lse: str, splits: int
+) -> KernelCall:
     config = plan.configs["cdna.forward"]
     row_blocks = -(-problem.seqlen_q // config.block_m)
     heads = problem.batch * problem.heads_q
     arguments: dict[str, Argument] = {}
     constants: dict[str, object] = {}
-    for name in ("q", "k", "v", "out"):
-        arguments[name] = Pointer(name, buffers[name].dtype)
-    absent = {"lse": "lse", "cu_q": "cu_seqlens_q", "cu_k": "cu_seqlens_k"}
-    for parameter, name in absent.items():
+    for parameter, name in {"q": "q", "k": "k", "v": "v", "out": out}.items():
+        arguments[parameter] = Pointer(name, buffers[name].dtype)
+    for parameter, name in {"lse": lse, "cu_q": "cu_seqlens_q", "cu_k": "cu_seqlens_k"}.items():
         if name in buffers:
             arguments[parameter] = Pointer(name, buffers[name].dtype, False)
         else:
             constants[parameter] = None
     arguments["scale_log2"] = Scalar(problem.scale * math.log2(math.e), "fp32")
-    for axes, name in (("bmh", "q"), ("bnh", "k"), ("bnh", "v"), ("bmh", "out")):
-        arguments |= _strides(name[0], axes, buffers[name])
-    lse = BufferSpec.contiguous(problem.lse_shape, "float32").strides
-    arguments["stride_lb"] = Scalar(0 if problem.varlen_q else lse[0], "i64")
-    arguments["stride_lh"] = Scalar(lse[-2], "i64")
+    spec, lead = buffers[out], int(splits > 1)
+    part = BufferSpec(spec.shape[lead:], spec.strides[lead:], spec.dtype)
+    for prefix, axes, tensor in (
+        ("q", "bmh", buffers["q"]),
+        ("k", "bnh", buffers["k"]),
+        ("v", "bnh", buffers["v"]),
+        ("o", "bmh", part),
+    ):
+        arguments |= _strides(prefix, axes, tensor)
+    step, *strides = _parts(1, problem.lse_shape).strides
+    far = {
+        "stride_os": spec.strides[0] if lead else 0,
+        "stride_ls": step,
+        "stride_lb": 0 if problem.varlen_q else strides[0],
+        "stride_lh": strides[-2],
+    }
+    arguments |= {name: Scalar(value, "i64") for name, value in far.items()}
     numbers = {
         "seqlen_q": problem.seqlen_q,
         "seqlen_k": problem.seqlen_k,
@@ -52,6 +85,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         "heads": heads,
         "group": problem.group,
         "row_blocks": row_blocks,
+        "num_splits": splits,
         "align": int(problem.mask.bottom_right),
         "shift": max(-FAR, min(problem.mask.shift, FAR)),
     }
@@ -63,9 +97,8 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         "IS_CAUSAL": problem.mask.causal,
     }
     ref = KernelRef(MODULES[plan.device.arch], "forward", "gluon")
-    options = {"num_warps": config.num_warps, "waves_per_eu": config.get("waves_per_eu", 0)}
-    call = KernelCall(ref, (row_blocks * heads, 1, 1), arguments, constants, options)
-    return Program((call,))
+    grid = (row_blocks * heads, splits, 1)
+    return KernelCall(ref, grid, arguments, constants, {"num_warps": config.num_warps})
 
 
 def _strides(prefix: str, axes: str, spec: BufferSpec) -> dict[str, Argument]:
