@@ -1,6 +1,7 @@
 """The CDNA kernels compile to what they were written for: no spills, LDS within the target's limit,
 and a hot loop of counted products, loads and vector instructions."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -39,6 +40,16 @@ def inspected(arch, dim, dtype, causal):
     chosen = Plan(problem, by_name(DEVICES[arch]), "cdna", "emulated", configs=tiles)
     (found,) = of_program(cdna.forward(problem, chosen, buffers.forward(problem)), arch)
     return found
+
+
+def test_a_row_stride_past_32_bit_offsets_raises():
+    problem = AttentionProblem.dense(1, 512, 512, 1)
+    tiles = {"cdna.forward": TILE}
+    chosen = Plan(problem, by_name("MI355X"), "cdna", "emulated", configs=tiles)
+    arrays = buffers.forward(problem)
+    arrays["k"] = replace(arrays["k"], strides=(0, 1 << 22, 128, 1))
+    with pytest.raises(ValueError, match="k must have a row stride below"):
+        cdna.forward(problem, chosen, arrays)
 
 
 def portable(variant):

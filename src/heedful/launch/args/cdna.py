@@ -24,6 +24,8 @@ MODULES = {"gfx942": "heedful.kernels.cdna3.forward", "gfx950": "heedful.kernels
 FAR = 1 << 29
 # Loads are 16 bytes wide: the gate promises 16-byte strides.
 STRIDE_DIVISOR = 8
+# Buffer instructions reach 2^31 bytes from a tile's base: 256 rows of this stride and 16 bits.
+WIDE_STRIDE = 1 << 22
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -106,6 +108,8 @@ def _strides(prefix: str, axes: str, spec: BufferSpec) -> dict[str, Argument]:
     within a tile, and a dim of one element is never stepped over."""
     pairs = zip(spec.shape[:-1], spec.strides[:-1], strict=True)
     *batch, row, head = (stride if size > 1 else 0 for size, stride in pairs)
+    if abs(row) >= WIDE_STRIDE:
+        raise ValueError(f"{prefix} must have a row stride below {WIDE_STRIDE} elements, got {row}")
     values = (batch[0] if batch else 0, row, head)
     return {
         f"stride_{prefix}{axis}": Scalar(value, "i32" if axis in "mn" else "i64", STRIDE_DIVISOR)
