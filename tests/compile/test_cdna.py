@@ -12,7 +12,8 @@ from heedful.core.configs import TileConfig
 from heedful.core.device import by_name
 from heedful.core.plan import Plan, plan
 from heedful.core.problem import AttentionProblem
-from heedful.inspector import of_program
+from heedful.inspector import Inspection, of_program
+from heedful.inspector.mix import Mix
 from heedful.launch import buffers
 from heedful.launch.args import cdna
 from heedful.launch.programs import program
@@ -33,13 +34,20 @@ MOST_VALU_SLOTS = {128: 256, 64: 232}
 
 
 @cache
-def inspected(arch, dim, dtype, causal):
+def inspected(arch, dim, dtype, causal) -> Inspection:
     """One kernel, as planned for a long sequence."""
     problem = AttentionProblem.dense(1, 4096, 4096, 8, 2, dim, dtype, causal, return_lse=True)
     tiles = {"cdna.forward": TILE}
     chosen = Plan(problem, by_name(DEVICES[arch]), "cdna", "emulated", configs=tiles)
     (found,) = of_program(cdna.forward(problem, chosen, buffers.forward(problem)), arch)
+    assert isinstance(found, Inspection)
     return found
+
+
+def hot_loop(found) -> Mix:
+    """What runs again and again for each tile of keys."""
+    assert isinstance(found, Inspection) and found.loop is not None
+    return found.loop
 
 
 def test_a_row_stride_past_32_bit_offsets_raises():
@@ -61,7 +69,7 @@ def portable(variant):
     chosen = plan(problem, by_name(DEVICES[arch]), backend="portable")
     assert chosen.configs["portable.forward"].block_n == 64
     (found,) = of_program(program(chosen, "forward"), arch)
-    return found.loop
+    return hot_loop(found)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -76,7 +84,7 @@ def test_nothing_spills_and_lds_is_within_the_limit(variant):
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_hot_loop_is_within_its_bounds(variant):
     arch, dim, dtype, _ = variant
-    loop = inspected(*variant).loop
+    loop = hot_loop(inspected(*variant))
     # Rows 32 by keys 64, twice over dim, in products of 32 x 32 x 16 (gfx950) or x 8 (gfx942).
     assert loop.mfma == 2 * 2 * dim // (16 if arch == "gfx950" else 8)
     assert loop.spills == loop.drains == 0
@@ -91,7 +99,7 @@ def test_the_hot_loop_is_within_its_bounds(variant):
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v[0] == "gfx950"], ids=str)
 def test_cdna4_streams_through_lds(variant):
     _, dim, *_ = variant
-    loop = inspected(*variant).loop
+    loop = hot_loop(inspected(*variant))
     # A wave's share of K and V is 64 x dim x 2 bytes / 8 waves each, 1 KiB a load.
     assert loop.dma == 2 * dim // 64
     assert loop.vmem == loop.dma

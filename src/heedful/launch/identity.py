@@ -15,11 +15,10 @@ _KERNELS = Path(heedful.kernels.__file__).parent
 
 @cache
 def source_digest(module: str) -> str:
-    """SHA-256 over the sources that a kernel module may draw on: its own folder, or its own file
-    for a module outside heedful's kernels."""
+    """SHA-256 over the sources that a kernel module may draw on: all of heedful's kernels, since
+    families share code, or its own file for a module elsewhere."""
     if module.startswith("heedful.kernels."):
-        folder = _KERNELS / module.split(".")[2]
-        files = sorted(folder.rglob("*.py"))
+        files = sorted(_KERNELS.rglob("*.py"))
     else:
         spec = importlib.util.find_spec(module)
         if spec is None or spec.origin is None:
@@ -27,7 +26,8 @@ def source_digest(module: str) -> str:
         files = [Path(spec.origin)]
     digest = hashlib.sha256()
     for file in files:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        digest.update(bytes(file.parent.name, "utf-8") + b"/" + file.name.encode() + b"\0")
+        digest.update(file.read_bytes())
     return digest.hexdigest()
 
 
