@@ -147,6 +147,11 @@ def _out_as_in(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None if problem.out_dtype == problem.dtype else f"out of {problem.out_dtype}"
 
 
+def _many_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    short = problem.seqlen_k < 384
+    return f"seqlen_k {problem.seqlen_k}: takes 384 and more" if short else None
+
+
 def _sdpa_mask(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     mask = problem.mask
     if mask.causal and mask.shift:
@@ -186,6 +191,23 @@ ROWS: tuple[KernelRow, ...] = (
         # Not before its whole device tier has passed with the launcher's own parameter layout.
         by_default=False,
         gates=(_some_tokens, _positive_scale, _out_as_in),
+    ),
+    KernelRow(
+        "cdna",
+        "forward",
+        {"gfx942": "emulated", "gfx950": "emulated"},
+        ("bfloat16", "float16"),
+        frozenset(
+            {"causal", "diagonal", "varlen", "gqa", "return_lse", "split_kv", "backward"}
+            | {"deterministic"}
+        ),
+        # 64 and 128.
+        max_dim=128,
+        dim_multiple=64,
+        least=(("triton", (3, 9)),),
+        # Not before `heedful validate` has passed on the machine.
+        by_default=False,
+        gates=(_positive_scale, _out_as_in, _many_keys),
     ),
     KernelRow(
         "portable",

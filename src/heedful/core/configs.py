@@ -228,6 +228,13 @@ ROWS: list[ConfigRow] = [
     _hopper(64, (256, 64, 4, 4), **_D64_FOUR),
     _hopper(128, (128, 128, 4, 2), **_D128),
     _hopper(256, (128, 64, 4, 2), **_D256),
+    ConfigRow(
+        "cdna.forward",
+        ("gfx942", "gfx950"),
+        128,
+        TileConfig(256, 64, 8, 1),
+        "compiled and emulated for gfx942 and gfx950: no spills; not timed",
+    ),
     *(
         ConfigRow(f"portable.{kernel}", archs, max_dim, TileConfig(*tile), measured, when)
         for kernel, archs, when, measured, tiles in _PORTABLE

@@ -11,6 +11,7 @@ from heedful.launch.spec import BufferSpec, Program
 ARGUMENTS = {
     "portable": "heedful.launch.args.portable",
     "hopper": "heedful.launch.args.hopper",
+    "cdna": "heedful.launch.args.cdna",
 }
 
 
