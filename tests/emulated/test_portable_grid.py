@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from emulated.backend import TARGETS, Emulated
-from heedful.emulator.asm import AsmError
 from support.budget import run
 from support.cases import Case
 
@@ -138,13 +137,8 @@ CHEAP = (
 )
 
 
-# Strict, so that the day it is mended shows. Both are open: the emulator does not decode sext() of
-# an SDWA operand, which int8 caches need; and V wider than K brings findings that are unexplained.
+# Strict, so that the day it is mended shows: V wider than K brings findings that are unexplained.
 OPEN = {
-    name: pytest.mark.xfail(strict=True, raises=AsmError, reason="SDWA sext() is not decoded")
-    for name in GRID
-    if "int8" in name
-} | {
     "forward-dim-32-value-96": pytest.mark.xfail(
         strict=True, raises=AssertionError, reason="findings that nobody has explained yet"
     )

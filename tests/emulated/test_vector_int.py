@@ -304,3 +304,13 @@ def test_sdwa_selects_source_parts_and_places_the_result():
     assert (one == ((a >> 16) & 0xFF)).all()
     assert (two == (((a >> 16) & 0xFF) << 8)).all()
     assert (three == ((a << 16) | 0xFFFF)).all()
+
+
+@pytest.mark.parametrize(("part", "shift", "width"), [("BYTE_1", 8, 8), ("WORD_1", 16, 16)])
+def test_sdwa_extends_the_sign_of_the_selected_part(part, shift, width):
+    (a,) = samples(1)
+    text = f"v_mov_b32_sdwa v20, sext(v10) dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:{part}"
+    (got,) = vector(text, [a], ["v20"])
+    kind = {8: np.int8, 16: np.int16}[width]
+    wanted = (a >> np.uint32(shift)).astype(kind).astype(np.int32)
+    assert (got.view(np.int32) == wanted).all()

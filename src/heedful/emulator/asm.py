@@ -44,13 +44,15 @@ class AsmError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One operand: `kind` is "reg", "const", "off", "label" or "name"."""
+    """One operand: `kind` is "reg", "const", "off", "label" or "name"; `signed` extends the sign of
+    the part that SDWA selects."""
 
     kind: str
     slot: int = 0
     count: int = 1
     neg: bool = False
     abs: bool = False
+    signed: bool = False
     value: int | float = 0
     text: str = ""
 
@@ -144,7 +146,9 @@ def slot_name(slot: int) -> str:
 
 def parse_operand(text: str) -> Operand:
     """Parse one operand with its source modifiers, as `-|v3|`, `s[0:1]`, `0x10`, `vcc` or `off`."""
-    body, neg, absolute = text.strip(), False, False
+    body, neg, absolute, signed = text.strip(), False, False, False
+    if body.startswith("sext(") and body.endswith(")"):
+        body, signed = body[5:-1], True
     if body.startswith("neg(") and body.endswith(")"):
         body, neg = body[4:-1], True
     elif body.startswith("-") and body[1:2] in ("v", "s", "a", "|", "m", "e"):
@@ -157,7 +161,7 @@ def parse_operand(text: str) -> Operand:
         first = int(match[2] or match[3])
         last = int(match[4]) if match[4] else first
         slot = _BASE[match[1]] + first
-        return Operand("reg", slot, last - first + 1, neg, absolute, text=text)
+        return Operand("reg", slot, last - first + 1, neg, absolute, signed=signed, text=text)
     if body in _SPECIAL:
         slot, count = _SPECIAL[body]
         return Operand("reg", slot, count, neg, absolute, text=text)

@@ -82,7 +82,9 @@ def _raw(instruction: Instruction, position: int, ctx: Context) -> Get:
     select = instruction.mods.get(f"src{number}_sel", "DWORD")
     if select != "DWORD":
         shift, width = _PARTS[select]
-        mask = U32((1 << width) - 1)
+        mask, sign = U32((1 << width) - 1), U32(1 << (width - 1))
+        if operand.signed:
+            return lambda g: (((g.u[slot] >> U32(shift)) & mask) ^ sign) - sign
         return lambda g: (g.u[slot] >> U32(shift)) & mask
     return lambda g: g.u[slot]
 
