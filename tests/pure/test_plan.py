@@ -47,6 +47,15 @@ def test_a_missing_or_old_triton_is_a_reason():
         plan(problem, device, Toolchain(triton=(3, 5)))
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("A100", "float8_e4m3fn"), ("H200", "float8_e4m3fnuz"), ("RTX 4090", "float8_e4m3fnuz")],
+)
+def test_a_cache_type_that_the_device_cannot_convert_is_a_reason(name, dtype):
+    with pytest.raises(ValueError, match=f"{dtype} on .*, which cannot convert it"):
+        plan(dense(1, 4, 512, 8, kv_dtype=dtype), by_name(name))
+
+
 def test_explain_names_problem_device_choice_and_rejections():
     text = explain(plan(dense(1, 64, 64, 8, causal=True), by_name("MI355X")))
     for word in ("1x64x64", "causal", "MI355X", "gfx950", "rejected  cpu forward"):

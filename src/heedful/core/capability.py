@@ -53,7 +53,6 @@ class KernelRow:
     dim_multiple: int = 1
     least: tuple[tuple[str, tuple[int, ...]], ...] = ()
     by_default: bool = True
-    source: str = "jit"
     gates: tuple[Callable[[AttentionProblem, DeviceSpec], str | None], ...] = ()
 
     def level(self, device: DeviceSpec) -> str | None:
@@ -122,7 +121,9 @@ def _scales_of_groups(problem: AttentionProblem, device: DeviceSpec) -> str | No
 
 
 def _fp8_conversion(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    if problem.kv_dtype in _FP8 and device.arch in ("sm_80", "sm_86"):
+    old = device.arch in ("sm_80", "sm_86") and problem.kv_dtype in _FP8
+    foreign = device.vendor == "nvidia" and problem.kv_dtype == "float8_e4m3fnuz"
+    if old or foreign:
         return f"{problem.kv_dtype} on {device.arch}, which cannot convert it"
     return None
 
@@ -237,7 +238,6 @@ ROWS: tuple[KernelRow, ...] = (
         # Without a log-sum-exp there is no backward.
         frozenset({"causal", "diagonal", "gqa", "unaligned"}),
         least=(("torch", (2, 11)),),
-        source="torch",
         gates=(_sdpa_mask,),
     ),
     KernelRow(
@@ -248,7 +248,6 @@ ROWS: tuple[KernelRow, ...] = (
         _EVERY_FEATURE - {"split_kv"},
         kv_dtypes=_QUANTIZED,
         least=(("torch", (2, 11)),),
-        source="torch",
     ),
     KernelRow(
         "cpu",
@@ -257,7 +256,6 @@ ROWS: tuple[KernelRow, ...] = (
         _FLOATS,
         _EVERY_FEATURE,
         least=(("torch", (2, 11)),),
-        source="torch",
     ),
 )
 

@@ -28,10 +28,6 @@ class DeviceSpec:
     def vendor(self) -> str:
         return {"sm": "nvidia", "gf": "amd"}.get(self.arch[:2], "cpu")
 
-    @property
-    def warp_size(self) -> int:
-        return 64 if self.vendor == "amd" else 32
-
     def live(self, **figures) -> "DeviceSpec":
         """This device with figures read from the hardware in place of the table's."""
         return replace(self, **figures)

@@ -158,18 +158,3 @@ class Program:
 
     calls: tuple[KernelCall, ...]
     workspaces: tuple[Workspace, ...] = ()
-
-    @property
-    def workspace_bytes(self) -> int:
-        return sum(w.buffer.nbytes for w in self.workspaces)
-
-
-def stride_scalars(prefix: str, strides: tuple[int, ...], axes: str, wide: str = "") -> dict:
-    """Stride parameters `stride_{prefix}{axis}` for the named axes; those in `wide` are 64-bit.
-    A stride promises to be a multiple of 16 elements where it is."""
-    return {
-        f"stride_{prefix}{axis}": Scalar(
-            stride, "i64" if axis in wide else "i32", 16 if stride % 16 == 0 else 1
-        )
-        for axis, stride in zip(axes, strides, strict=True)
-    }
