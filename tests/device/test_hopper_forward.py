@@ -15,7 +15,7 @@ pytestmark = [
         reason="the Hopper kernels run on sm_90 alone",
     ),
     pytest.mark.skipif(
-        (toolchain().triton or (0,)) < (3, 9), reason="the Hopper kernels need Triton 3.9"
+        (toolchain().triton or ()) < (3, 9), reason="the Hopper kernels need Triton 3.9"
     ),
 ]
 
