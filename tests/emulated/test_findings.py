@@ -306,14 +306,24 @@ def test_scratch_accesses_past_the_lane_s_share_are_found():
         ("v_mov_b32_e32 v2, s30\nglobal_store_dword v1, v2, s[6:7]", "s30"),
         ("s_cmp_eq_u32 s30, 0\ns_cbranch_scc1 1f\n1:", "s30"),
         ("ds_read_b32 v2, v9\ns_waitcnt lgkmcnt(0)", "v9"),
+        (
+            "s_mov_b32 s31, 0\ns_and_b64 s[20:21], s[30:31], s[30:31]\n"
+            "v_cndmask_b32_e64 v2, v0, v1, s[20:21]\nglobal_store_dword v1, v2, s[6:7]",
+            "s30",
+        ),
+        (
+            "s_mov_b32 s28, 0\ns_and_b64 s[20:21], s[28:29], s[28:29]\n"
+            "v_cndmask_b32_e64 v2, v0, v1, s[20:21]\nglobal_store_dword v1, v2, s[6:7]",
+            "s29",
+        ),
     ],
 )
 def test_registers_that_nothing_has_written_are_found_where_they_matter(use, name):
     report = run(use)
     assert "register-uninit" in report.kinds() and name in report.summary()
-    assert run(f"v_mov_b32_e32 v9, 0\ns_mov_b32 s30, 0\nds_write_b32 v9, v9\n{use}").kinds() <= {
-        "lds-race"
-    }
+    assert run(
+        f"v_mov_b32_e32 v9, 0\ns_mov_b32 s29, 0\ns_mov_b32 s30, 0\nds_write_b32 v9, v9\n{use}"
+    ).kinds() <= {"lds-race"}
 
 
 def test_copying_and_spilling_half_defined_pairs_is_fine():
@@ -326,6 +336,37 @@ def test_copying_and_spilling_half_defined_pairs_is_fine():
         global_store_dword v1, v2, s[6:7]
     """
     assert run(body).clean
+
+
+# v8 and s30 are defined, v9 and s31 are not: the low half of each result is, the high half is not.
+HALVES = {
+    "v_mad_u64_u32 v[2:3], s[20:21], v0, 48, v[8:9]": "v2",
+    "v_mad_i64_i32 v[2:3], s[20:21], v0, 48, v[8:9]": "v2",
+    "v_lshl_add_u64 v[2:3], v[8:9], 1, v[0:1]": "v2",
+    "v_lshl_add_u64 v[2:3], v[0:1], 1, v[8:9]": "v2",
+    "v_lshlrev_b64 v[2:3], 3, v[8:9]": "v2",
+    "v_lshlrev_b64 v[2:3], 32, v[8:9]": "v2 v3",
+    "v_lshrrev_b64 v[2:3], 3, v[8:9]": "",
+    "v_pk_fma_f32 v[2:3], v[0:1], v[8:9], v[0:1]": "v2",
+    "v_pk_add_f32 v[2:3], v[8:9], v[0:1] op_sel_hi:[0,1]": "v2 v3",
+    "v_pk_mov_b32 v[2:3], v[8:9], v[8:9] op_sel:[0,1]": "v2",
+    "s_lshl_b64 s[22:23], s[30:31], 2\nv_mov_b64_e32 v[2:3], s[22:23]": "v2",
+    "s_and_b64 s[22:23], s[30:31], vcc\nv_mov_b64_e32 v[2:3], s[22:23]": "v2",
+}
+
+
+@pytest.mark.parametrize("half", ["v2", "v3"])
+@pytest.mark.parametrize("instruction", HALVES)
+def test_an_undefined_half_of_a_pair_reaches_only_what_depends_on_it(instruction, half):
+    body = f"""
+        v_mov_b32_e32 v8, 7
+        s_mov_b32 s30, 7
+        s_mov_b64 vcc, exec
+        {instruction.replace(chr(10), chr(10) + "        ")}
+        global_store_dword v1, {half}, s[6:7]
+    """
+    expected = set() if half in HALVES[instruction].split() else {"register-uninit"}
+    assert run(body).kinds() == expected
 
 
 def test_registers_defined_on_one_path_only_are_found():

@@ -23,6 +23,11 @@ _READS_DESTINATION = re.compile(
     r"|s_(addk_i32|mulk_i32|cmovk?_\w+)|s_bitset[01]_b(32|64)"
 )
 _READS_SCC = re.compile(r"s_(cselect_\w+|addc_u32|subb_u32|cbranch_scc[01]|cmov\w*)")
+# Register pairs, of which one half of the result needs only one half of the sources.
+_BITWISE = re.compile(r"s_(and|or|xor|nand|nor|xnor|andn2|orn2|not|wqm)_b64|[sv]_mov_b64")
+_PACKED = re.compile(r"v_pk_(mul|add|fma)_f32")
+_SHIFT = re.compile(r"v_(lshl|lshr|ashr)rev_[bi]64|s_(lshl|lshr|ashr)_[bi]64")
+_LOW_FROM_LOW = re.compile(r"v_mad_(u64_u32|i64_i32)|v_lshl_add_u64")
 _KEEPS_SCC = re.compile(
     r"s_(mov\w*|cmov\w*|cselect_\w+|mul_i32|mul_hi_\w+|bfm_\w+|pack_\w+|sext_\w+|ff[01]_\w+|flbit_\w+|brev_\w+"
     r"|getpc_b64|setpc_b64|swappc_b64|load_\w+|buffer_load_\w+|mulk_i32|bitset\w+|getreg_b32|memtime|memrealtime)"
@@ -101,13 +106,58 @@ def _implicit_writes(instruction: Instruction) -> set[int]:
 def _read_slots(instruction: Instruction, number: int, operand: Operand) -> Iterable[int]:
     """Slots read of source `number`: packed float32 may use one register of a pair twice."""
     name, mods = instruction.base, instruction.mods
-    if operand.count == 2 and re.fullmatch(r"v_pk_(mul|add|fma)_f32", name):
-        low = (mods.get("op_sel") or [0, 0, 0])[number]
-        high = (mods.get("op_sel_hi") or [1, 1, 1])[number]
-        return {operand.slot + low, operand.slot + high}
+    if operand.count == 2 and _PACKED.fullmatch(name):
+        return {operand.slot + _chosen(mods, number, half) for half in (0, 1)}
     if operand.count == 2 and name == "v_pk_mov_b32":
-        return {operand.slot + (mods.get("op_sel") or [0, 0])[number]}
+        return {operand.slot + _chosen(mods, number, 0)}
     return operand.slots
+
+
+def _chosen(mods: dict, number: int, half: int) -> int:
+    """Which register of source `number` one half of a packed instruction reads."""
+    selects = mods.get("op_sel_hi", [1, 1, 1]) if half else mods.get("op_sel", [0, 0, 0])
+    return selects[number]
+
+
+def halves(instruction: Instruction) -> dict[int, set[int]] | None:
+    """What each half of a 64-bit result depends on, where that is not every source.
+
+    The compiler leaves the high half of a 64-bit addend undefined when it wants the low 32 bits of
+    the sum alone, and packs float32 pairs of which one half counts.
+    """
+    name, mods, operands = instruction.base, instruction.mods, instruction.operands
+    if not operands or len(operands[0].slots) != 2:
+        return None
+    low, high = operands[0].slots
+    sources = list(operands[_destinations(instruction) :])
+    registers = [(i, op.slots) for i, op in enumerate(sources) if op.kind == "reg"]
+    lows, highs = {slots[0] for _, slots in registers}, {slots[-1] for _, slots in registers}
+    if _BITWISE.fullmatch(name):
+        return {low: lows, high: highs}
+    if _LOW_FROM_LOW.fullmatch(name):
+        return {low: lows, high: lows | highs}
+    if _SHIFT.fullmatch(name):
+        return _shifted(name, low, high, sources)
+    if _PACKED.fullmatch(name) or name == "v_pk_mov_b32":
+        moves = name == "v_pk_mov_b32"  # its halves come from one source each
+        parts: dict[int, set[int]] = {low: set(), high: set()}
+        for half, to in enumerate((low, high)):
+            for i, slots in registers:
+                if not moves or i == half:
+                    parts[to].add(slots[_chosen(mods, i, half and not moves) % len(slots)])
+        return parts
+    return None
+
+
+def _shifted(name: str, low: int, high: int, sources: list[Operand]) -> dict[int, set[int]]:
+    """`halves` of a shift: bits move one way, and past a whole half if the amount says so."""
+    value, amount = reversed(sources) if name.startswith("v_") else sources
+    by = set(amount.slots)
+    first, second = ({s} for s in value.slots) if value.kind == "reg" else (set(), set())
+    whole = amount.kind == "const" and amount.bits(32) & 63 >= 32
+    if "lshl" in name:
+        return {low: by if whole else by | first, high: by | first | (set() if whole else second)}
+    return {low: by | second | (set() if whole else first), high: by | second}
 
 
 def flow(instruction: Instruction) -> Flow:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from heedful.emulator.asm import EXEC, SCC, SGPR, VCC, Instruction, slot_name
+from heedful.emulator.dataflow import halves
 from heedful.emulator.semantics.matrix import spread_lanes
 
 if TYPE_CHECKING:
@@ -78,17 +79,23 @@ class Taint:
         if not found:
             return None
         origin = self.origin[next(iter(found))]
-        if "_mov_b64" in at.base and at.operands[1].kind == "reg":
-            source = at.operands[1].slots
-            pairs = zip(at.operands[0].slots, source, strict=True)
-            return {to: found[s] for to, s in pairs if s in found}, origin
         reached = self._reached(batch, at, found)
         if not reached.any():
             return None
         if _SINK.fullmatch(at.base) or EXEC in flows.writes:
             self._report(batch, at, origin, reached)
             return None
+        if parts := halves(at):
+            return self._by_halves(batch, parts, found, reached, flows), origin
         return reached, origin
+
+    def _by_halves(self, batch: Batch, parts: dict[int, set[int]], found, reached, flows: Flow):
+        """Lanes of each result of an instruction whose halves depend on different registers."""
+        lanes = dict.fromkeys(flows.writes - parts.keys(), reached)
+        for slot, sources in parts.items():
+            marked = [found[s] for s in sources if s in found]
+            lanes[slot] = np.any(marked, axis=0) if marked else np.zeros(batch.shape, bool)
+        return lanes
 
     def _report(self, batch: Batch, at: Instruction, origin: Origin, reached):
         active = reached & batch.mask
@@ -109,7 +116,9 @@ class Taint:
         if name == "v_cndmask_b32":
             mask = at.operands[3].slot if len(at.operands) > 3 else VCC
             chosen = np.where(batch.lanes(mask), of(at.operands[2]), of(at.operands[1]))
-            return chosen | found[mask] if mask in found else chosen
+            for half in (mask, mask + 1):
+                chosen = chosen | found[half] if half in found else chosen
+            return chosen
         if name.startswith("s_cselect"):
             taken = np.where(batch.scc[..., None], of(at.operands[1]), of(at.operands[2]))
             return taken | found[SCC] if SCC in found else taken
