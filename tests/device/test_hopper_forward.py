@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from heedful.torch.device import toolchain
 from support.budget import run
 from support.cases import Case, variants
 from support.prepared import Prepared
@@ -13,9 +12,6 @@ pytestmark = [
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
         reason="the Hopper kernels run on sm_90 alone",
-    ),
-    pytest.mark.skipif(
-        (toolchain().triton or ()) < (3, 9), reason="the Hopper kernels need Triton 3.9"
     ),
 ]
 

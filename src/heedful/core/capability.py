@@ -188,10 +188,7 @@ ROWS: tuple[KernelRow, ...] = (
         ),
         max_dim=256,
         dim_multiple=8,
-        # It compiles with 3.6 too, which nobody has run.
-        least=(("triton", (3, 9)),),
-        # Not before its whole device tier has passed with the launcher's own parameter layout.
-        by_default=False,
+        least=(("triton", (3, 6)),),
         gates=(_some_tokens, _positive_scale, _out_as_in),
     ),
     KernelRow(
