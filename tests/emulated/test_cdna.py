@@ -1,17 +1,18 @@
 """The CDNA kernels compute attention within the error budget, without a finding, and to the same
 bits whatever the order of the waves."""
 
+import inspect
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 
-from emulated.backend import Emulated, device_of, execute
-from heedful.core.configs import TileConfig
-from heedful.core.plan import Plan
-from heedful.launch.args import cdna
-from heedful.torch.execute import buffer_spec
-from support.budget import run
-from support.cases import Case
+from emulated.backend import Emulated
+from heedful.kernels.cdna import softmax
+from heedful.reference.budget import judge
+from support.budget import DRAWS, Error, backend_results, oracle_results, run, twin_results
+from support.cases import Built, Case, build
 
 # Keys for four turns of the hot loop and two with a mask; multiples of nothing.
 BASE = Case(
@@ -23,6 +24,7 @@ BASE = Case(
     head_dim=128,
     dtype="bfloat16",
     backward=False,
+    num_splits=1,
 )
 CASES = [
     BASE,
@@ -61,42 +63,108 @@ LONG = [
 SCHEDULES = ("lockstep", "round-robin", "delay:0-3", "random:0")
 MORE_SCHEDULES = ("delay:4-7", "delay:1,6", *(f"random:{seed}" for seed in range(1, 11)))
 TARGETS = ("gfx942", "gfx950")
-TILE = TileConfig(256, 64, 8, 1)
 
 
-class Cdna(Emulated):
-    """The CDNA kernels, with their one tile size."""
-
-    def _run(self, direction, problem, tensors):
-        tiles = {"cdna.forward": TILE}
-        chosen = Plan(
-            problem,
-            device_of(self.arch),
-            "cdna",
-            "emulated",
-            configs=tiles,
-            num_splits=max(1, problem.num_splits),
-        )
-        made = cdna.forward(problem, chosen, {n: buffer_spec(t) for n, t in tensors.items()})
-        self.reports += execute(made, self.arch, tensors, self.schedules)
-        for report in self.reports:
-            assert report.clean, report.summary()
+def cdna(arch, schedules=("lockstep",)) -> Emulated:
+    """The CDNA kernels as planned for an architecture."""
+    return Emulated(arch, "cdna", schedules)
 
 
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("case", [*CASES, *NARROW], ids=str)
 def test_forward_is_within_budget_under_every_kind_of_schedule(arch, case):
-    run(Cdna(arch, schedules=SCHEDULES), case)
+    run(cdna(arch, SCHEDULES), case)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_every_shape_is_within_budget_under_many_schedules(arch, case):
-    run(Cdna(arch, schedules=SCHEDULES + MORE_SCHEDULES), case)
+    run(cdna(arch, SCHEDULES + MORE_SCHEDULES), case)
 
 
 def test_reads_of_lds_meet_no_bank_twice_on_cdna4():
-    backend = Cdna("gfx950")
+    backend = cdna("gfx950")
     run(backend, BASE)
     assert not any(backend.reports[0].bank_conflicts.values())
+
+
+# 8 waves of 32 rows, 7 tiles of keys.
+WAVES, TILES = 8, 7
+SQUARE = replace(BASE, head_dim=64, seqlen_q=256)
+
+
+def raise_scores(built: Built, rows: slice, powers: float) -> Built:
+    """Lets the scores of `rows` grow by `powers` in base 2 with every tile of 64 keys; other rows
+    do not see the growing dim."""
+    q, k = built.x.q, built.x.k
+    tile = torch.arange(k.shape[1]) // 64
+    k[..., 0] = tile.to(k.dtype)[None, :, None]
+    q[..., 0] = 0.0
+    q[:, rows, :, 0] = powers * math.log(2.0) / built.problem.scale
+    return built
+
+
+def check_rising(backend: Emulated, case: Case, rows: slice, powers: float = 11.0) -> None:
+    """As `run`, with the scores of some rows rising."""
+    built = raise_scores(build(case), rows, powers)
+    got, want = backend_results(backend, built), oracle_results(built)
+    errors = rising_twin_errors(case, rows, powers)
+    judged = judge(got, want, built.problem.out_dtype, errors)
+    assert not [judgement.wrong for judgement in judged.values() if judgement.wrong]
+
+
+def rising_twin_errors(case: Case, rows: slice, powers: float):
+    """As `support.budget.twin_errors`, on such values."""
+    worst: dict[str, Error] = {}
+    for draw in range(DRAWS):
+        built = raise_scores(build(case, draw=draw), rows, powers)
+        got = twin_results(built)
+        for name, want in oracle_results(built).present().items():
+            error = Error.between(getattr(got, name), want)
+            worst[name] = error.worst(worst.get(name, error))
+        yield worst
+
+
+def rescalings(backend: Emulated) -> int:
+    """How often a wave ran the block in which sums and outputs shrink: it has one exponential."""
+    lines, first = inspect.getsourcelines(softmax.follow.fn)
+    (within,) = (n for n, line in enumerate(lines) if "gl.exp2(" in line)
+    source = f"softmax.py:{first + within}"
+    (report,) = backend.reports
+    return sum(
+        count
+        for pc, count in report.executed.items()
+        if (at := report.program.code[pc]).mnemonic.startswith("v_exp_f32") and source in at.where()
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("arch", TARGETS)
+def test_ordinary_scores_rescale_on_the_first_tile_alone(arch, causal):
+    backend = cdna(arch)
+    run(backend, replace(SQUARE, causal=causal))
+    assert rescalings(backend) == WAVES
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("arch", TARGETS)
+def test_rising_scores_rescale_on_every_tile(arch, dtype):
+    backend = cdna(arch)
+    check_rising(backend, replace(SQUARE, dtype=dtype), slice(None))
+    assert rescalings(backend) == WAVES * TILES
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("arch", TARGETS)
+def test_scores_that_rise_within_the_slack_rescale_once(arch, dtype):
+    backend = cdna(arch)
+    check_rising(backend, replace(SQUARE, dtype=dtype), slice(None), powers=0.9)
+    assert rescalings(backend) == WAVES
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+def test_one_wave_whose_scores_rise_rescales_alone(arch):
+    backend = cdna(arch)
+    check_rising(backend, SQUARE, slice(70, 71))
+    assert rescalings(backend) == WAVES + TILES - 1

@@ -1,12 +1,34 @@
-"""Online softmax in base 2.
+"""Online softmax in base 2, with a maximum that is followed only when it must be.
 
 In the transposed 32x32 MFMA layout a row lies in two lanes, 32 apart, so that a reduction over
 keys is one exchange after what a lane does by itself. Sums stay spread over the two lanes until the
 last tile: (M, 2).
+
+Probabilities are exp2(score - base) with a base a row that lags behind the running maximum: a wave
+jumps over the rescaling of its sums and outputs until some row of it has risen by `slack` since.
+Rescaling rarely: FlashAttention-4, https://github.com/Dao-AILab/flash-attention.
+
+Shapes: M query rows, N key rows, D head dim, L lanes that share a row.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+# A base below every score, and finite: differences from it are numbers.
+LOWEST: gl.constexpr = gl.constexpr(-3.0e38)
+
+
+@gluon.constexpr_function
+def slack(dtype):
+    """How many powers of two probabilities may rise past their row's last base."""
+    return 8
+
+
+@gluon.constexpr_function
+def lift(dtype):
+    """The power of two that a row's largest probability takes on a new base: what `dtype` has room
+    for beyond the slack, so that small probabilities keep their digits."""
+    return 15 - slack(dtype) if dtype == gl.float16 else 0
 
 
 @gluon.jit
@@ -38,22 +60,33 @@ def lane_sums(p_MN):
 
 
 @gluon.jit
-def add_sums(l_ML, alpha_M, p_MN):
-    """The sums so far, scaled, and those of one more tile."""
-    alpha_M = gl.convert_layout(alpha_M, gl.SliceLayout(1, l_ML.type.layout))
-    return l_ML * alpha_M[:, None] + lane_sums(p_MN)
+def total(l_ML, base_M):
+    """Sums of whole rows, where base_M lies."""
+    return gl.convert_layout(gl.sum(l_ML, 1), base_M.type.layout)
 
 
 @gluon.jit
-def total(l_ML, m_M):
-    """Sums of whole rows, where m_M lies."""
-    return gl.convert_layout(gl.sum(l_ML, 1), m_M.type.layout)
+def any_lane_above(x_M, LIMIT: gl.constexpr):
+    """1 if x_M > LIMIT in some lane of the wave, else 0. In a scalar register, so that `if` on it
+    is a scalar branch; unlike other scalars it is each wave's own, and what depends on it must
+    leave the other waves alone."""
+    WORDS: gl.constexpr = (
+        f"v_cmp_lt_f32_e32 vcc, {float(LIMIT)}, $1\ns_cmp_lg_u64 vcc, 0\ns_cselect_b32 $0, 1, 0"
+    )
+    return gl.inline_asm(WORDS, "=s,v,~{vcc},~{scc}", [x_M], gl.int32, is_pure=True)
 
 
 @gluon.jit
-def finite_base(m_M, IS_MASKED: gl.constexpr):
-    """What exponents are taken against: a row that saw no key has maximum -inf, and
-    -inf - -inf is NaN."""
-    if IS_MASKED:
-        return gl.where(m_M == float("-inf"), 0.0, m_M)
-    return m_M
+def follow(base_M, top_M, scale_log2, l_ML, acc_MD, LIFT: gl.constexpr, HIGHEST: gl.constexpr):
+    """(base, l, acc) to go on with, where top_M are the largest raw scores of the tile at hand.
+
+    LIFT: the logarithm of the largest probability after a rescaling, HIGHEST: that which leads to
+    one.
+    """
+    if any_lane_above(top_M * scale_log2 - base_M, HIGHEST) != 0:
+        new_M = larger(base_M, top_M * scale_log2 - LIFT)
+        alpha_M = gl.exp2(base_M - new_M)
+        base_M = new_M
+        l_ML = l_ML * gl.convert_layout(alpha_M, gl.SliceLayout(1, l_ML.type.layout))[:, None]
+        acc_MD = acc_MD * alpha_M[:, None]
+    return base_M, l_ML, acc_MD

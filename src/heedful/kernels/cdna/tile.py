@@ -39,6 +39,89 @@ def sequence(b, cu_seqlens, seqlen):
     return token, length
 
 
+@gluon.aggregate
+class Work:
+    """What one program does: queries from row0 on of one head of one sequence, against the key
+    tiles [begin, stop) of one split; those before `hot` without a mask.
+
+    b, h, g: sequence, query head and KV head, 64-bit. token_q, token_k: where the sequence begins
+    among packed tokens. Key j is visible to query i iff j < len_k and, if causal, j <= i + off.
+    """
+
+    b: gl.tensor
+    h: gl.tensor
+    g: gl.tensor
+    split: gl.tensor
+    token_q: gl.tensor
+    token_k: gl.tensor
+    row0: gl.tensor
+    len_q: gl.tensor
+    len_k: gl.tensor
+    off: gl.tensor
+    begin: gl.tensor
+    hot: gl.tensor
+    stop: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, b, h, g, split, token_q, token_k, row0, len_q, len_k, off, begin, hot, stop):
+        self.b = b
+        self.h = h
+        self.g = g
+        self.split = split
+        self.token_q = token_q
+        self.token_k = token_k
+        self.row0 = row0
+        self.len_q = len_q
+        self.len_k = len_k
+        self.off = off
+        self.begin = begin
+        self.hot = hot
+        self.stop = stop
+
+    @gluon.jit
+    def queries(self, x, stride_b, stride_m, stride_h):
+        """x (.., M, H, D) where this head's queries begin."""
+        return x + self.b * stride_b + self.h * stride_h + self.token_q * stride_m
+
+    @gluon.jit
+    def keys(self, x, stride_b, stride_n, stride_h):
+        """x (.., N, G, D) where this head's keys or values begin."""
+        return x + self.b * stride_b + self.g * stride_h + self.token_k * stride_n
+
+
+@gluon.jit
+def work_of(
+    cu_q,
+    cu_k,
+    seqlen_q,
+    seqlen_k,
+    heads_q,
+    heads,
+    group,
+    row_blocks,
+    num_splits,
+    align,
+    shift,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    IS_CAUSAL: gl.constexpr,
+):
+    """The Work of this program."""
+    block, bh = tile_of(gl.program_id(0), heads, row_blocks, IS_CAUSAL)
+    b = bh // heads_q
+    h = bh % heads_q
+    token_q, len_q = sequence(b, cu_q, seqlen_q)
+    token_k, len_k = sequence(b, cu_k, seqlen_k)
+    row0 = block * BLOCK_M
+    off = align * (len_k - len_q) + shift
+    full, end = key_tiles(row0, len_q, len_k, off, BLOCK_M, BLOCK_N, IS_CAUSAL)
+    split = gl.program_id(1)
+    begin, hot, stop = split_tiles(full, end, split, num_splits)
+    split = split.to(gl.int64)
+    b, g, h = b.to(gl.int64), (h // group).to(gl.int64), h.to(gl.int64)
+    return Work(b, h, g, split, token_q, token_k, row0, len_q, len_k, off, begin, hot, stop)
+
+
 @gluon.jit
 def key_tiles(
     row0, len_q, len_k, off, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr
@@ -112,15 +195,13 @@ def load_queries(q, stride_qm, row0, len_q, M: gl.constexpr, D: gl.constexpr, LA
 
 
 @gluon.jit
-def store_results(out, lse, stride_om, row0, len_q, m_M, l_M, acc_MD):
-    """Normalised rows below len_q, and their log-sum-exp in nats; m_M is in units of log2.
-
-    A row that saw no key has sum 0 and maximum -inf: out 0, lse -inf.
-    """
+def store_results(out, lse, stride_om, row0, len_q, base_M, l_M, acc_MD, FACTOR: gl.constexpr):
+    """FACTOR times acc / l of rows below len_q, and their log-sum-exp in nats; base_M is in units
+    of log2. A row that saw no key has sum 0: out 0, lse -inf."""
     MFMA: gl.constexpr = acc_MD.type.layout
     M: gl.constexpr = acc_MD.shape[0]
     D: gl.constexpr = acc_MD.shape[1]
-    acc_MD = acc_MD * (1.0 / gl.where(l_M == 0.0, 1.0, l_M))[:, None]
+    acc_MD = acc_MD * (FACTOR / gl.where(l_M == 0.0, 1.0, l_M))[:, None]
     rows = gl.arange(0, M, gl.SliceLayout(1, MFMA))
     dims = gl.arange(0, D, gl.SliceLayout(0, MFMA))
     used_M = rows < len_q - row0
@@ -129,5 +210,5 @@ def store_results(out, lse, stride_om, row0, len_q, m_M, l_M, acc_MD):
     value = acc_MD.to(out.dtype.element_ty)
     gl.amd.cdna3.buffer_store(value, base, offsets, mask=used_M[:, None])
     if lse is not None:
-        lse_M = (m_M + gl.log2(l_M)) * LN2
+        lse_M = (base_M + gl.log2(l_M)) * LN2
         gl.amd.cdna3.buffer_store(lse_M, lse + row0, rows, mask=used_M)

@@ -13,27 +13,19 @@ i + 1 is stored from 4 i + 4 to 4 i + 5 and read from 4 i + 6 on. So one buffer 
 Shapes: M query rows, N key rows, D head dim.
 """
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.cdna.softmax import (
-    add_sums,
-    finite_base,
-    lane_sums,
-    larger,
-    row_max,
-    total,
-)
+from heedful.kernels.cdna.softmax import LOWEST, follow, lane_sums, lift, row_max, slack, total
 from heedful.kernels.cdna.tile import (
     fetch_layout,
     hide,
-    key_tiles,
     last_keys,
     load_queries,
-    sequence,
-    split_tiles,
     store_results,
-    tile_of,
+    work_of,
 )
 
 
@@ -62,15 +54,30 @@ def _load(
     return x_ND
 
 
+@gluon.constexpr_function
+def mean_loss(dtype):
+    """What `truncated` takes off on average, relatively: half a unit of the last place, over
+    mantissas in [1, 2) whose logarithms are spread evenly."""
+    digits = 7 if dtype == gl.bfloat16 else 10
+    return 2.0**-digits / 2 * (0.5 / math.log(2.0))
+
+
 @gluon.jit
-def rounded(p_MN, dtype: gl.constexpr):
-    """Probabilities in `dtype`. CDNA3 has no conversion to bfloat16: for finite positive numbers,
-    adding half a unit to the bits rounds to nearest, ties away from zero."""
+def truncated(p_MN, dtype: gl.constexpr):
+    """Probabilities in `dtype`, rounded towards zero: CDNA3 has no conversion to bfloat16, and
+    that is the only one to float16 which packs two. Their bias is met by making them larger by
+    `mean_loss`, at no cost, in the base of the exponents; so alone the largest stays exact."""
     if dtype == gl.bfloat16:
-        bits = p_MN.to(gl.uint32, bitcast=True) + 0x8000
+        bits = p_MN.to(gl.uint32, bitcast=True)
         return (bits >> 16).to(gl.uint16).to(gl.bfloat16, bitcast=True)
     else:
-        return p_MN.to(dtype)
+        return p_MN.to(dtype, fp_downcast_rounding="rtz")
+
+
+@gluon.constexpr_function
+def truncation_lift(dtype):
+    """The logarithm of the largest probability before it is truncated."""
+    return lift(dtype) + math.log2(1 + mean_loss(dtype))
 
 
 @gluon.jit
@@ -89,7 +96,7 @@ def _walk(
     last_M,
     len_k,
     scale_log2,
-    m_M,
+    base_M,
     l_ML,
     acc_MD,
     IS_MASKED: gl.constexpr,
@@ -100,6 +107,9 @@ def _walk(
     M: gl.constexpr = acc_MD.shape[0]
     N: gl.constexpr = k_smem.shape[0]
     D: gl.constexpr = k_smem.shape[1]
+    DTYPE: gl.constexpr = q_MD.dtype
+    LIFT: gl.constexpr = truncation_lift(DTYPE)
+    HIGHEST: gl.constexpr = lift(DTYPE) + slack(DTYPE)
     K_LOAD: gl.constexpr = fetch_layout(D, gl.num_warps())
     V_LOAD: gl.constexpr = turn_layout(D, gl.num_warps())
     # Of p, a lane holds four consecutive keys at a time: as an operand it stays where it is.
@@ -120,17 +130,14 @@ def _walk(
             k_smem.store(next_k_ND)
             if IS_MASKED:
                 s_MN = hide(s_MN, last_M - i * N, True)
-            new_M = larger(m_M, row_max(s_MN) * scale_log2)
-            base_M = finite_base(new_M, IS_MASKED)
-            alpha_M = gl.exp2(m_M - base_M)
-            m_M = new_M
+            top_M = row_max(s_MN)
+            base_M, l_ML, acc_MD = follow(base_M, top_M, scale_log2, l_ML, acc_MD, LIFT, HIGHEST)
             p_MN = gl.exp2(s_MN * scale_log2 - base_M[:, None])
-            l_ML = add_sums(l_ML, alpha_M, p_MN)
-            p_MN = gl.convert_layout(rounded(p_MN, q_MD.dtype), P_OPERAND)
+            l_ML += lane_sums(p_MN)
+            p_MN = gl.convert_layout(truncated(p_MN, DTYPE), P_OPERAND)
         with gl.amd.warp_pipeline_stage("output", priority=1):
-            acc_MD = acc_MD * alpha_M[:, None]
             acc_MD = gl.amd.cdna3.mfma(p_MN, v_ND, acc_MD)
-    return m_M, l_ML, acc_MD, next_v_ND
+    return base_M, l_ML, acc_MD, next_v_ND
 
 
 @gluon.constexpr_function
@@ -197,27 +204,31 @@ def forward(
     V_SHARED: gl.constexpr = gl.PaddedSharedLayout.with_identity_for(
         [[BLOCK_N, 4]], [BLOCK_N, HEAD_DIM], [0, 1]
     )
-    block, bh = tile_of(gl.program_id(0), heads, row_blocks, IS_CAUSAL)
-    b = bh // heads_q
-    h = (bh % heads_q).to(gl.int64)
-    g = (bh % heads_q // group).to(gl.int64)
-    token_q, len_q = sequence(b, cu_q, seqlen_q)
-    token_k, len_k = sequence(b, cu_k, seqlen_k)
-    b = b.to(gl.int64)
-    row0 = block * BLOCK_M
+    work = work_of(
+        cu_q,
+        cu_k,
+        seqlen_q,
+        seqlen_k,
+        heads_q,
+        heads,
+        group,
+        row_blocks,
+        num_splits,
+        align,
+        shift,
+        BLOCK_M,
+        BLOCK_N,
+        IS_CAUSAL,
+    )
+    row0, len_q, len_k = work.row0, work.len_q, work.len_k
     if row0 >= len_q:
         return
-    off = align * (len_k - len_q) + shift
-    full, end = key_tiles(row0, len_q, len_k, off, BLOCK_M, BLOCK_N, IS_CAUSAL)
-    q += b * stride_qb + h * stride_qh + token_q * stride_qm
-    k += b * stride_kb + g * stride_kh + token_k * stride_kn
-    v += b * stride_vb + g * stride_vh + token_k * stride_vn
-    split = gl.program_id(1)
-    begin, hot, stop = split_tiles(full, end, split, num_splits)
-    out += split.to(gl.int64) * stride_os + b * stride_ob + h * stride_oh
-    out += token_q * stride_om
+    q = work.queries(q, stride_qb, stride_qm, stride_qh)
+    k = work.keys(k, stride_kb, stride_kn, stride_kh)
+    v = work.keys(v, stride_vb, stride_vn, stride_vh)
+    out = work.queries(out + work.split * stride_os, stride_ob, stride_om, stride_oh)
     if lse is not None:
-        lse += split.to(gl.int64) * stride_ls + b * stride_lb + h * stride_lh + token_q
+        lse = work.queries(lse + work.split * stride_ls, stride_lb, 1, stride_lh)
 
     q_MD = load_queries(
         q, stride_qm, row0, len_q, BLOCK_M, HEAD_DIM, gl.DotOperandLayout(0, MFMA, 8)
@@ -225,22 +236,22 @@ def forward(
     DTYPE: gl.constexpr = k.dtype.element_ty
     K_LOAD: gl.constexpr = fetch_layout(HEAD_DIM, WARPS)
     V_LOAD: gl.constexpr = turn_layout(HEAD_DIM, WARPS)
-    k_ND = _load(k, stride_kn, begin, len_k, BLOCK_N, HEAD_DIM, K_LOAD, True)
-    v_ND = _load(v, stride_vn, begin, len_k, BLOCK_N, HEAD_DIM, V_LOAD, True)
+    k_ND = _load(k, stride_kn, work.begin, len_k, BLOCK_N, HEAD_DIM, K_LOAD, True)
+    v_ND = _load(v, stride_vn, work.begin, len_k, BLOCK_N, HEAD_DIM, V_LOAD, True)
     k_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, HEAD_DIM], K_SHARED)
     k_smem.store(k_ND)
     v_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, HEAD_DIM], V_SHARED)
     gl.barrier()
     rows_M = row0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MFMA))
-    last_M = last_keys(rows_M, len_k, off, IS_CAUSAL)
-    m_M = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, MFMA))
+    last_M = last_keys(rows_M, len_k, work.off, IS_CAUSAL)
+    base_M = gl.full([BLOCK_M], LOWEST, gl.float32, gl.SliceLayout(1, MFMA))
     l_ML = lane_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, MFMA))
     acc_MD = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, MFMA)
     for masked in gl.static_range(2):
-        m_M, l_ML, acc_MD, v_ND = _walk(
-            hot if masked else begin,
-            stop if masked else hot,
-            stop - 1,
+        base_M, l_ML, acc_MD, v_ND = _walk(
+            work.hot if masked else work.begin,
+            work.stop if masked else work.hot,
+            work.stop - 1,
             q_MD,
             k,
             v,
@@ -252,9 +263,11 @@ def forward(
             last_M,
             len_k,
             scale_log2,
-            m_M,
+            base_M,
             l_ML,
             acc_MD,
             masked == 1,
         )
-    store_results(out, lse, stride_om, row0, len_q, m_M, total(l_ML, m_M), acc_MD)
+    l_M = total(l_ML, base_M)
+    FACTOR: gl.constexpr = 1 + mean_loss(DTYPE)
+    store_results(out, lse, stride_om, row0, len_q, base_M, l_M, acc_MD, FACTOR)

@@ -16,17 +16,8 @@ Shapes: M query rows, N key rows of half a tile, D head dim.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.cdna.softmax import add_sums, finite_base, lane_sums, larger, row_max, total
-from heedful.kernels.cdna.tile import (
-    hide,
-    key_tiles,
-    last_keys,
-    load_queries,
-    sequence,
-    split_tiles,
-    store_results,
-    tile_of,
-)
+from heedful.kernels.cdna.softmax import LOWEST, follow, lane_sums, lift, row_max, slack, total
+from heedful.kernels.cdna.tile import hide, last_keys, load_queries, store_results, work_of
 
 copy = gl.amd.cdna4.async_copy
 
@@ -94,7 +85,7 @@ def _walk(
     last_M,
     len_k,
     scale_log2,
-    m_M,
+    base_M,
     l_ML,
     acc_MD,
     IS_MASKED: gl.constexpr,
@@ -104,6 +95,9 @@ def _walk(
     M: gl.constexpr = acc_MD.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
     HALF: gl.constexpr = BLOCK_N // 2
+    DTYPE: gl.constexpr = q_MD.dtype
+    LIFT: gl.constexpr = lift(DTYPE)
+    HIGHEST: gl.constexpr = LIFT + slack(DTYPE)
     K_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, 8)
     # Of p, a lane holds four consecutive keys at a time: as an operand it stays where it is.
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, MFMA, 4)
@@ -129,23 +123,20 @@ def _walk(
             if IS_MASKED:
                 sa_MN = hide(sa_MN, last_M - i * BLOCK_N, False)
                 sb_MN = hide(sb_MN, last_M - (i * BLOCK_N + HALF), False)
-            new_M = larger(m_M, row_max(gl.maximum(sa_MN, sb_MN)) * scale_log2)
-            base_M = finite_base(new_M, IS_MASKED)
-            alpha_M = gl.exp2(m_M - base_M)
-            m_M = new_M
+            top_M = row_max(gl.maximum(sa_MN, sb_MN))
+            base_M, l_ML, acc_MD = follow(base_M, top_M, scale_log2, l_ML, acc_MD, LIFT, HIGHEST)
             xb_MN = sb_MN * scale_log2 - base_M[:, None]
             pa_MN = gl.exp2(sa_MN * scale_log2 - base_M[:, None])
         copy.wait_group(1)
         with gl.amd.warp_pipeline_stage("output", priority=1):
             # Half of the exponentials run beside the first products, half beside the other group's.
             pb_MN = gl.exp2(xb_MN)
-            l_ML = add_sums(l_ML, alpha_M, pa_MN + pb_MN)
-            acc_MD = acc_MD * alpha_M[:, None]
-            pa_MN = gl.convert_layout(pa_MN.to(q_MD.dtype), P_OPERAND)
-            pb_MN = gl.convert_layout(pb_MN.to(q_MD.dtype), P_OPERAND)
+            l_ML += lane_sums(pa_MN + pb_MN)
+            pa_MN = gl.convert_layout(pa_MN.to(DTYPE), P_OPERAND)
+            pb_MN = gl.convert_layout(pb_MN.to(DTYPE), P_OPERAND)
             acc_MD = gl.amd.cdna3.mfma(pa_MN, va_ND, acc_MD)
             acc_MD = gl.amd.cdna3.mfma(pb_MN, vb_ND, acc_MD)
-    return m_M, l_ML, acc_MD
+    return base_M, l_ML, acc_MD
 
 
 @gluon.jit
@@ -200,47 +191,51 @@ def forward(
     )
     K_SHARED: gl.constexpr = keys_layout(MFMA, BLOCK_N, HEAD_DIM)
     V_SHARED: gl.constexpr = values_layout(MFMA, BLOCK_N, HEAD_DIM)
-    block, bh = tile_of(gl.program_id(0), heads, row_blocks, IS_CAUSAL)
-    b = bh // heads_q
-    h = (bh % heads_q).to(gl.int64)
-    g = (bh % heads_q // group).to(gl.int64)
-    token_q, len_q = sequence(b, cu_q, seqlen_q)
-    token_k, len_k = sequence(b, cu_k, seqlen_k)
-    b = b.to(gl.int64)
-    row0 = block * BLOCK_M
+    work = work_of(
+        cu_q,
+        cu_k,
+        seqlen_q,
+        seqlen_k,
+        heads_q,
+        heads,
+        group,
+        row_blocks,
+        num_splits,
+        align,
+        shift,
+        BLOCK_M,
+        BLOCK_N,
+        IS_CAUSAL,
+    )
+    row0, len_q, len_k = work.row0, work.len_q, work.len_k
     if row0 >= len_q:
         return
-    off = align * (len_k - len_q) + shift
-    full, end = key_tiles(row0, len_q, len_k, off, BLOCK_M, BLOCK_N, IS_CAUSAL)
-    q += b * stride_qb + h * stride_qh + token_q * stride_qm
-    k += b * stride_kb + g * stride_kh + token_k * stride_kn
-    v += b * stride_vb + g * stride_vh + token_k * stride_vn
-    split = gl.program_id(1)
-    begin, hot, stop = split_tiles(full, end, split, num_splits)
-    out += split.to(gl.int64) * stride_os + b * stride_ob + h * stride_oh
-    out += token_q * stride_om
+    q = work.queries(q, stride_qb, stride_qm, stride_qh)
+    k = work.keys(k, stride_kb, stride_kn, stride_kh)
+    v = work.keys(v, stride_vb, stride_vn, stride_vh)
+    out = work.queries(out + work.split * stride_os, stride_ob, stride_om, stride_oh)
     if lse is not None:
-        lse += split.to(gl.int64) * stride_ls + b * stride_lb + h * stride_lh + token_q
+        lse = work.queries(lse + work.split * stride_ls, stride_lb, 1, stride_lh)
 
     q_MD = load_queries(
         q, stride_qm, row0, len_q, BLOCK_M, HEAD_DIM, gl.DotOperandLayout(0, MFMA, 8)
     )
     k_smem = gl.allocate_shared_memory(k.dtype.element_ty, [2, BLOCK_N, HEAD_DIM], K_SHARED)
     v_smem = gl.allocate_shared_memory(k.dtype.element_ty, [2, BLOCK_N, HEAD_DIM], V_SHARED)
-    _fetch(k_smem.index(begin & 1), k, stride_kn, begin, len_k, True)
-    _fetch(v_smem.index(begin & 1), v, stride_vn, begin, len_k, True)
+    _fetch(k_smem.index(work.begin & 1), k, stride_kn, work.begin, len_k, True)
+    _fetch(v_smem.index(work.begin & 1), v, stride_vn, work.begin, len_k, True)
     copy.wait_group(0)
     gl.barrier()
     rows_M = row0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MFMA))
-    last_M = last_keys(rows_M, len_k, off, IS_CAUSAL)
-    m_M = gl.full([BLOCK_M], float("-inf"), gl.float32, gl.SliceLayout(1, MFMA))
+    last_M = last_keys(rows_M, len_k, work.off, IS_CAUSAL)
+    base_M = gl.full([BLOCK_M], LOWEST, gl.float32, gl.SliceLayout(1, MFMA))
     l_ML = lane_sums(gl.zeros([BLOCK_M, BLOCK_N // 2], gl.float32, MFMA))
     acc_MD = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, MFMA)
     for masked in gl.static_range(2):
-        m_M, l_ML, acc_MD = _walk(
-            hot if masked else begin,
-            stop if masked else hot,
-            stop - 1,
+        base_M, l_ML, acc_MD = _walk(
+            work.hot if masked else work.begin,
+            work.stop if masked else work.hot,
+            work.stop - 1,
             q_MD,
             k,
             v,
@@ -251,11 +246,12 @@ def forward(
             last_M,
             len_k,
             scale_log2,
-            m_M,
+            base_M,
             l_ML,
             acc_MD,
             masked == 1,
         )
     # What was asked for ahead must not land in the LDS of the next workgroup.
     copy.wait_group(0)
-    store_results(out, lse, stride_om, row0, len_q, m_M, total(l_ML, m_M), acc_MD)
+    l_M = total(l_ML, base_M)
+    store_results(out, lse, stride_om, row0, len_q, base_M, l_M, acc_MD, 1.0)
