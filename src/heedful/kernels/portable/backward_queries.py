@@ -1,7 +1,8 @@
 """Gradient of queries (FlashAttention-2, Dao 2023, algorithm 2, its dQ alone).
 
 One program makes one tile of queries of one head, over its keys: no atomics, so the sum has one
-order. Scores are made a second time, which costs two products of seven.
+order. Scores are made a second time, which costs two products of seven. It runs first: delta, which
+the other gradients need too, is made here where dout is at hand anyway.
 
 Shapes: B batch, H query heads, G kv heads, M query rows, N key rows, D qk dim, E v dim.
 """
@@ -9,6 +10,7 @@ Shapes: B batch, H query heads, G kv heads, M query rows, N key rows, D qk dim, 
 import triton
 import triton.language as tl
 
+from heedful.kernels.portable.backward_rows import row_deltas
 from heedful.kernels.portable.philox import keep_tile, seed_words
 from heedful.kernels.portable.scores import bias_tile, lse_to_subtract, plus_product, probabilities
 from heedful.kernels.portable.sequences import (
@@ -56,8 +58,10 @@ def query_gradients(
     leftpad_k,
     tree_mask,
     seed,
+    out,
     dout,
     lse,
+    dlse,
     delta,
     dq,
     scale,
@@ -91,6 +95,12 @@ def query_gradients(
     stride_treem,
     stride_lb,
     stride_lh,
+    stride_ob,
+    stride_om,
+    stride_oh,
+    stride_dlb,
+    stride_dlm,
+    stride_dlh,
     stride_dob,
     stride_dom,
     stride_doh,
@@ -118,7 +128,8 @@ def query_gradients(
     IS_ADJUSTED: tl.constexpr,
     IS_QUAD: tl.constexpr,
 ):
-    """dq (B, M, H, D); rows past the used length are zero."""
+    """dq (B, M, H, D), in which rows past the used length are zero, and delta (B, H, M), laid out
+    as lse, of the rows within it."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     IS_EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     tile, bh = head_of(tl.program_id(0), tiles, section, batch * heads_q, HAS_RIGHT)
@@ -153,7 +164,12 @@ def query_gradients(
     exists_M = rows_M < len_q
     places_M = b * stride_lb + h * stride_lh + token_q + rows_M
     lse_M = lse_to_subtract(lse, places_M, exists_M, True)
-    delta_M = tl.load(delta + places_M, mask=exists_M, other=0.0)
+    out += b * stride_ob + h * stride_oh + token_q * stride_om
+    o_ME = load_rows(out, stride_om, row0, len_q, HEAD_DIM_V, BLOCK_M, BLOCK_E, True)
+    if dlse is not None:
+        dlse += b * stride_dlb + h * stride_dlh + token_q * stride_dlm
+    delta_M = row_deltas(o_ME, do_ME, lse, dlse, stride_dlm, places_M, rows_M, exists_M)
+    tl.store(delta + places_M, delta_M, mask=exists_M)
     slope = 0.0
     if alibi_slopes is not None:
         slope = tl.load(alibi_slopes + b * stride_alibib + h)

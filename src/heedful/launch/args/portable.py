@@ -428,9 +428,9 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
     delta = Workspace("delta", BufferSpec.contiguous(problem.lse_shape, "float32"))
     buffers = {**buffers, "delta": delta.buffer}
     calls = [
-        _delta_call(buffers),
-        _key_gradients_call(problem, plan, buffers),
+        # First, since it also makes delta.
         _query_gradients_call(problem, plan, buffers),
+        _key_gradients_call(problem, plan, buffers),
     ]
     if problem.varlen_q:
         calls.append(_clear_call(problem, buffers, "q", "dq", None))
@@ -448,32 +448,6 @@ def _flat_rows(spec: BufferSpec) -> tuple[int, int]:
     return (1, spec.shape[1]) if len(spec.shape) == 2 else (spec.shape[0], spec.shape[2])
 
 
-def _delta_call(buffers: Buffers) -> KernelCall:
-    spec, lse = buffers["out"], buffers["lse"]
-    *_, heads, dim = spec.shape
-    batch, rows = _flat_rows(lse)
-    call = CallBuilder("backward_rows", "row_deltas", buffers, ("out", "dout"))
-    call.tensors(out="out", dout="dout")
-    call.vectors("lse", "dlse", "delta")
-    call.row_strides("o", "out", "m")
-    call.row_strides("do", "dout", "m")
-    dlse = buffers.get("dlse")
-    strides = (0, 0, 0)
-    if dlse is not None:
-        strides = dlse.strides if len(dlse.strides) == 3 else (0, *dlse.strides)
-    # (batch, head, row): any strides, as autograd hands them out.
-    call.strides("dl", "bhm", strides)
-    call.strides("l", "bh", _lse_strides(lse.shape))
-    block_e = pow2(dim)
-    # 32 KiB of float32 products a program keep 8 warps within 32 registers for them.
-    block_m = max(1, min(128, 8192 // block_e))
-    tiles = -(-rows // block_m)
-    call.ints(rows=rows, heads=heads, tiles=tiles)
-    config = TileConfig(block_m, 0, num_warps=8, num_stages=1)
-    grid = (tiles * batch * heads, 1, 1)
-    return call.build(grid, config, HEAD_DIM_V=dim, BLOCK_M=block_m, BLOCK_E=block_e)
-
-
 def _sink_gradients_call(buffers: Buffers) -> KernelCall:
     lse = buffers["lse"]
     batch, rows = _flat_rows(lse)
@@ -486,10 +460,16 @@ def _sink_gradients_call(buffers: Buffers) -> KernelCall:
 
 
 def _gradient_call(
-    problem: AttentionProblem, buffers: Buffers, function: tuple[str, str], outputs: dict[str, str]
+    problem: AttentionProblem,
+    buffers: Buffers,
+    function: tuple[str, str],
+    more: dict[str, str],
 ) -> tuple[CallBuilder, dict[str, object]]:
-    """What the three gradient kernels that make scores again share. outputs: name -> row axis."""
-    tensors = ("q", "k", "v", "dout", *outputs)
+    """What the three gradient kernels that make scores again share.
+
+    more: further tensors of rows, each with its row axis.
+    """
+    tensors = ("q", "k", "v", "dout", *more)
     call = CallBuilder(*function, buffers, tensors)
     call.tensors(**{name: name for name in tensors})
     call.vectors("lse", "delta")
@@ -503,8 +483,8 @@ def _gradient_call(
         ("do", "dout", "m"),
     ):
         call.row_strides(prefix, name, row)
-    for name, row in outputs.items():
-        call.row_strides(name, name, row)
+    for name, row in more.items():
+        call.row_strides("o" if name == "out" else name, name, row)
     call.strides("l", "bh", _lse_strides(problem.lse_shape))
     return call, {**constants, **_dims(call, problem)}
 
@@ -524,9 +504,16 @@ def _key_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers)
 
 def _query_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
     config = plan.configs["portable.backward_queries"]
-    call, constants = _gradient_call(
-        problem, buffers, ("backward_queries", "query_gradients"), {"dq": "m"}
-    )
+    tensors = {"out": "m", "dq": "m"}
+    function = ("backward_queries", "query_gradients")
+    call, constants = _gradient_call(problem, buffers, function, tensors)
+    call.vectors("dlse")
+    dlse = buffers.get("dlse")
+    strides = (0, 0, 0)
+    if dlse is not None:
+        strides = dlse.strides if len(dlse.strides) == 3 else (0, *dlse.strides)
+    # (batch, head, row): any strides, as autograd hands them out.
+    call.strides("dl", "bhm", strides)
     tiles = -(-problem.seqlen_q // config.block_m)
     call.ints(section=_section(problem, plan), tiles=tiles)
     grid = (tiles * problem.batch * problem.heads_q, 1, 1)
