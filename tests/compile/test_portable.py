@@ -252,7 +252,7 @@ def test_cache_kernels_compile_for(arch):
     pages = BufferSpec.contiguous((64, 16, 4, 128), "bfloat16")
     lengths = BufferSpec.contiguous((2,), "int32")
     shared = {"rotary_cos": tables, "rotary_sin": tables, "cache_seqlens": lengths}
-    append = {"k_new": new, "v_new": new, "k": pages, "v": pages, **shared}
+    append = {"k_new": new, "v_new": new, "k": pages, "v": pages, "seqused": lengths, **shared}
     append["block_table"] = BufferSpec.contiguous((2, 32), "int32")
     calls = portable_cache.append_kv(append, page_size=16).calls
     calls += portable_cache.rotary({"q": new, "rotated": new, **shared}).calls

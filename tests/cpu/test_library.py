@@ -1,6 +1,7 @@
 """Through torch's dispatcher: torch.compile, functorch, fake tensors, autocast."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -210,6 +211,46 @@ def operator_arguments(kind: str) -> tuple:
 @pytest.mark.parametrize("kind", ["dense", "varlen", "everything"])
 def test_the_operator_passes_opcheck(kind):
     torch.library.opcheck(ATTENTION, operator_arguments(kind))
+
+
+@pytest.mark.parametrize("options", [(), (0.3, True, (2, 0), 1.5, 1, "cpu")])
+def test_the_inference_operator_passes_opcheck(options):
+    torch.library.opcheck(torch.ops.heedful.inference, (*dense(grad=False), *options))
+
+
+def graph_of(function, *args) -> str:
+    """The operators that a compiled function calls."""
+    graphs = []
+
+    def keep(module, _):
+        graphs.append(str(module.graph))
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(function, fullgraph=True, backend=keep)(*args)
+    (graph,) = graphs
+    return graph
+
+
+def test_a_compiled_call_for_the_output_alone_passes_few_arguments():
+    q, k, v = dense(grad=False)
+    assert "heedful.inference" in graph_of(heedful.flash_attn_func, q, k, v)
+    assert "heedful.inference" not in graph_of(heedful.flash_attn_func, *dense())
+    for more in ({"return_lse": True}, {"sink": torch.zeros(4)}, {"dropout_p": 0.5}):
+        assert "heedful.inference" not in graph_of(
+            partial(heedful.flash_attn_func, **more), q, k, v
+        )
+
+
+def test_the_inference_operator_runs_under_vmap_and_autocast_when_compiled():
+    q, k, v = dense(grad=False)
+    attention = partial(heedful.flash_attn_func, causal=True)
+    many = [torch.stack([t, 2 * t]) for t in (q, k, v)]
+    assert_same(compiled(torch.func.vmap(attention))(*many), torch.func.vmap(attention)(*many))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(compiled(attention)(q, k, v), attention(q, k, v))
+        low = torch.ops.heedful.inference(q, k, v)
+    assert low.dtype == torch.bfloat16
 
 
 def test_the_backward_operator_passes_opcheck():

@@ -165,6 +165,8 @@ def test_append_and_rotation_are_those_of_plain_torch(interleaved, page_size):
         x["block_table"] = torch.randperm(16, generator=values)[:12].view(3, 4).int()
     else:
         x["kv_batch_idx"] = torch.tensor([3, 0, 2], dtype=torch.int32)
+        x["leftpad_k"] = torch.tensor([1, 0, 2], dtype=torch.int32)
+    x["seqused"] = torch.full((3,), -1, dtype=torch.int32)
     want_k, want_v = x["k"].clone(), x["v"].clone()
     cos, sin = tables.values()
     turned = rotate(k_new, cos, sin, start + 2, interleaved)
@@ -173,6 +175,7 @@ def test_append_and_rotation_are_those_of_plain_torch(interleaved, page_size):
     interpret(portable_cache.append_kv(specs, page_size, interleaved, position0=2), x)
     assert torch.equal(x["k"], want_k)
     assert torch.equal(x["v"], want_v)
+    assert torch.equal(x["seqused"], start + 7 - x.get("leftpad_k", 0))
 
     for advance in (True, False):
         y = {"q": q, "rotated": torch.full_like(q, torch.nan), "cache_seqlens": start, **tables}

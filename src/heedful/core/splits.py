@@ -11,13 +11,16 @@ MAX_SPLITS = 128
 WORTH = 0.95
 # The combine reads and writes partial results: not for fewer key tiles than this a split.
 LEAST_TILES = 2
+# What the combine's launch costs, in the time of key tiles.
+COMBINE_TILES = 8
 
 
 def choose_splits(problem: AttentionProblem, device: DeviceSpec, rows: int, block_n: int) -> int:
     """The number of parts: 1 where the grid of row tiles fills the device by itself.
 
     rows: query rows that one program takes. A wave of programs takes one slot per unit; the time
-    of n splits is waves(n) * tiles per split, and the fewest splits within WORTH of the best win.
+    of n splits is waves(n) * tiles per split, and of the combine from two on; the fewest splits
+    within WORTH of the best win.
     """
     if problem.num_splits:
         return problem.num_splits
@@ -28,7 +31,8 @@ def choose_splits(problem: AttentionProblem, device: DeviceSpec, rows: int, bloc
         return 1
 
     def time(splits: int) -> int:
-        return -(-programs * splits // device.units) * -(-tiles // splits)
+        waves = -(-programs * splits // device.units)
+        return waves * -(-tiles // splits) + COMBINE_TILES * (splits > 1)
 
     best = min(time(n) for n in range(1, most + 1))
     fewest = next(n for n in range(1, most + 1) if time(n) * WORTH <= best)

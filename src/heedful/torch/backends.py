@@ -18,7 +18,7 @@ from heedful.launch.programs import program
 from heedful.launch.record import note
 from heedful.launch.spec import BufferSpec
 from heedful.torch.device import device_spec, toolchain
-from heedful.torch.execute import Executable, buffer_spec
+from heedful.torch.execute import Executable, allocator, buffer_spec, current_device
 
 
 def prepare(
@@ -81,12 +81,10 @@ class GpuRunner:
         self._pick = itemgetter(*(Operands._fields.index(name) for name in self._inputs))
         self._buffers = {name: buffer_spec(getattr(x, name)) for name in self._inputs}
         self._out_shape = (*q.shape[:-1], problem.head_dim_v)
-        self._out_dtype = getattr(torch, problem.out_dtype)
-        # empty_like takes half the time of empty.
-        self._is_like_q = (
-            q.is_contiguous() and q.shape == self._out_shape and q.dtype == self._out_dtype
-        )
-        self._lse_shape = problem.lse_shape
+        out_dtype = getattr(torch, problem.out_dtype)
+        self._new_out = allocator(self._out_shape, out_dtype, q.device)
+        self._new_lse = allocator(problem.lse_shape, torch.float32, q.device)
+        self._new_gradients = [allocator(t.shape, t.dtype, q.device) for t in x[:3]]
         self._probs_shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
         self._wants_lse = problem.return_lse or problem.needs_grad or problem.return_probs
         self._forwards: dict[tuple, Executable] = {}
@@ -94,22 +92,21 @@ class GpuRunner:
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None)."""
-        device = self._device
+        if current_device() != self._device.index:
+            with torch.cuda.device(self._device):
+                return self.forward(x, out)
         key: tuple = ()
         if out is None:
-            if self._is_like_q:
-                out = torch.empty_like(x.q)
-            else:
-                out = torch.empty(self._out_shape, dtype=self._out_dtype, device=device)
+            out = self._new_out()
         else:
             key = (out.stride(), out.data_ptr() % 16)
         tensors = [*self._pick(x), out]
         lse = probs = None
         if self._wants_lse:
-            lse = torch.empty(self._lse_shape, dtype=torch.float32, device=device)
+            lse = self._new_lse()
             tensors.append(lse)
         if self.plan.problem.return_probs:
-            probs = torch.zeros(self._probs_shape, dtype=out.dtype, device=device)
+            probs = torch.zeros(self._probs_shape, dtype=out.dtype, device=self._device)
             tensors.append(probs)
         run = self._forwards.get(key) or self._bind_forward(key, out)
         run(tensors)
@@ -127,7 +124,7 @@ class GpuRunner:
         if out is not None:
             given["out"] = buffer_spec(out)
         if self._wants_lse:
-            given["lse"] = dense(self._lse_shape, "float32")
+            given["lse"] = dense(problem.lse_shape, "float32")
         if problem.return_probs:
             given["probs"] = dense(self._probs_shape, problem.out_dtype)
         self._forwards[key] = self._bind("forward", given)
@@ -135,8 +132,11 @@ class GpuRunner:
 
     def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
         """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
+        if current_device() != self._device.index:
+            with torch.cuda.device(self._device):
+                return self.backward(x, out, lse, dout, dlse)
         problem = self.plan.problem
-        dq, dk, dv = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in x[:3])
+        dq, dk, dv = (new() for new in self._new_gradients)
         dbias = dsink = None
         names = ["out", "lse", "dout", "dq", "dk", "dv"]
         tensors = [*self._pick(x), out, lse, dout, dq, dk, dv]

@@ -13,7 +13,7 @@ from heedful.core.operands import Operands
 from heedful.core.plan import Plan
 from heedful.launch.args import portable_cache
 from heedful.torch.adapt import dense_rows
-from heedful.torch.execute import Executable, buffer_spec
+from heedful.torch.execute import Executable, allocator, buffer_spec, current_device
 
 
 class Update(NamedTuple):
@@ -31,6 +31,21 @@ class Update(NamedTuple):
     def position0(self) -> int:
         """Tokens before the cache of every sequence."""
         return 0 if self.shared_prefix is None else self.shared_prefix[0].shape[-3]
+
+
+_USED = Operands._fields.index("seqused_k")
+_new = tuple.__new__
+
+
+def with_used(x: Operands, used: Tensor) -> Operands:
+    """x with other lengths: a fifth of the time of _replace."""
+    return _new(Operands, (*x[:_USED], used, *x[_USED + 1 :]))
+
+
+def used_keys(x: Operands, start: Tensor, new: int) -> Tensor:
+    """Keys that each sequence has once `new` ones are written from `start` in its storage on."""
+    used = start + new if new else start
+    return used if x.leftpad_k is None else used - x.leftpad_k
 
 
 def update_cache(x: Operands, update: Update, start: Tensor, advance: bool) -> Operands:
@@ -60,12 +75,16 @@ def _update_plainly(advance: bool, x: Operands, update: Update, start: Tensor) -
 
 
 class DeviceUpdate:
-    """As `update_cache`, for one kind of call on one GPU; compiles when it is made."""
+    """As `update_cache`, for one kind of call on one GPU; compiles when it is made. It also counts
+    the keys that there are then, which takes torch a launch of its own."""
 
     def __init__(self, x: Operands, update: Update, advance: bool, arch: str):
-        start = torch.empty(x.q.shape[0], dtype=torch.int32, device=x.q.device)
+        self._new_used = allocator((x.q.shape[0],), torch.int32, x.q.device)
+        self._new_rotated = allocator(x.q.shape, x.q.dtype, x.q.device)
+        self._index = x.q.device.index
         interleaved, position0 = bool(update.rotary_interleaved), update.position0
-        tensors = _named(x, update, start)
+        start = torch.empty(x.q.shape[0], dtype=torch.int32, device=x.q.device)
+        tensors = _named(x, update, start, start)
         buffers = {name: buffer_spec(tensor) for name, tensor in tensors.items()}
         page_size = x.k.shape[1] if x.block_table is not None else 0
         program = portable_cache.append_kv(buffers, page_size, interleaved, position0)
@@ -79,21 +98,28 @@ class DeviceUpdate:
             self._rotate = Executable(program, arch, x.q.device, list(turned))
 
     def __call__(self, x: Operands, update: Update, start: Tensor) -> Operands:
-        tensors = _named(x, update, start)
+        if current_device() != self._index:
+            with torch.cuda.device(self._index):
+                return self(x, update, start)
+        used = self._new_used()
+        tensors = _named(x, update, start, used)
         if update.k.numel():
             self._append(list(tensors.values()))
+        else:
+            used = used_keys(x, start, 0)
+        x = with_used(x, used)
         if self._rotate is None or not x.q.numel():
             return x
-        rotated = torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device)
+        rotated = self._new_rotated()
         tables = (tensors["rotary_cos"], tensors["rotary_sin"])
         self._rotate([start, *tables, dense_rows(x.q), rotated])
         return x._replace(q=rotated)
 
 
-def _named(x: Operands, update: Update, start: Tensor) -> dict[str, Tensor]:
+def _named(x: Operands, update: Update, start: Tensor, used: Tensor) -> dict[str, Tensor]:
     """Tensors by the names that the programs know, rows of the new ones contiguous."""
     tensors = {"k_new": dense_rows(update.k), "v_new": dense_rows(update.v), "k": x.k, "v": x.v}
-    tensors["cache_seqlens"] = start
+    tensors |= {"cache_seqlens": start, "seqused": used}
     if update.rotary_cos is not None:
         tensors["rotary_cos"] = update.rotary_cos.contiguous()
         tensors["rotary_sin"] = update.rotary_sin.contiguous()
@@ -101,6 +127,8 @@ def _named(x: Operands, update: Update, start: Tensor) -> dict[str, Tensor]:
         tensors["block_table"] = x.block_table
     if x.kv_batch_idx is not None:
         tensors["kv_batch_idx"] = x.kv_batch_idx
+    if x.leftpad_k is not None:
+        tensors["leftpad_k"] = dense_rows(x.leftpad_k)
     return tensors
 
 

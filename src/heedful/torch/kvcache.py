@@ -9,7 +9,14 @@ from torch.compiler import is_compiling
 from heedful.core.operands import Operands
 from heedful.torch import library
 from heedful.torch.adapt import adapt, adaptations, autocast, dense_rows
-from heedful.torch.cache_update import Update, update_cache, updater
+from heedful.torch.cache_update import (
+    DeviceUpdate,
+    Update,
+    update_cache,
+    updater,
+    used_keys,
+    with_used,
+)
 from heedful.torch.calls import CALLS, Call, out_key, tensor_key, tensor_keys
 from heedful.torch.checks import FLOATS, Options, describe
 from heedful.torch.dispatch import any_autocast, needs_dispatcher
@@ -133,21 +140,32 @@ def flash_attn_with_kvcache(
         v_shift,
     )
     update = Update(k, v, rotary_cos, rotary_sin, cache_seqlens, rotary_interleaved, shared_prefix)
-    run = _traced if needs_dispatcher(q, k_cache, v_cache) else _eager
-    if torch.is_grad_enabled():
+    if needs_dispatcher(q, k_cache, v_cache):
         with torch.no_grad():
-            return run(q, k_cache, v_cache, extras, options, update, out)
-    return run(q, k_cache, v_cache, extras, options, update, out)
+            return _traced(q, k_cache, v_cache, extras, options, update, out)
+    return _eager(q, k_cache, v_cache, extras, options, update, out)
 
 
 class CacheCall:
     """What one kind of call over a cache needs each time.
 
     attention, prefix: of the cache, and of the shared prefix where there is one. new: tokens that
-    are appended. update(x, update, start): writes them; None where there are none.
+    are appended. update(x, update, start): writes them; None where there are none. counts: whether
+    it also counts the keys with them. records: whether autograd would record what torch does here,
+    which nobody wants.
     """
 
-    __slots__ = ("attention", "capacity", "checks", "new", "prefix", "returns_lse", "update")
+    __slots__ = (
+        "attention",
+        "capacity",
+        "checks",
+        "counts",
+        "new",
+        "prefix",
+        "records",
+        "returns_lse",
+        "update",
+    )
 
     def __init__(self, x: Operands, options: Options, update: Update, out: Tensor | None):
         """Raises TypeError or ValueError for a call that cannot be."""
@@ -159,6 +177,8 @@ class CacheCall:
         self.returns_lse = options.return_lse
         self.checks = x.q.device.type == "cpu"
         self.prefix: Call | None = None
+        tensors = (*x, *update[:4], *(update.shared_prefix or ()), out)
+        self.records = any(t is not None and t.requires_grad for t in tensors)
         given = x
         if update.rotary_cos is not None:
             check_apart(x.k, x.v)
@@ -184,6 +204,7 @@ class CacheCall:
             self.attention.runner.bind(out if self.prefix is None else None)
             if self.prefix is not None:
                 self.prefix.runner.bind()
+        self.counts = isinstance(self.update, DeviceUpdate)
 
 
 def describe_update(x: Operands, options: Options, update: Update, out: Tensor | None):
@@ -236,17 +257,20 @@ def _eager(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, o
             CALLS.put(key, call)
     if whole:
         check_int_length(lengths, call.new, call.capacity)
+    if call.records and torch.is_grad_enabled():
+        with torch.no_grad():
+            return _run(call, x, update, out)
     return _run(call, x, update, out)
 
 
 def _run(call: CacheCall, x: Operands, update: Update, out):
     """One call on real tensors: nothing is written before everything is known to be right."""
-    start = used = None
+    start = None
     if update.cache_seqlens is not None:
-        start, used = _lengths(update, x, call.new)
-        x = x._replace(seqused_k=used)
+        start = _start(update, x)
         if call.checks:
             check_range("cache_seqlens", start, 0, call.capacity - call.new)
+        x = with_used(x, start if call.counts else used_keys(x, start, call.new))
     sink = x.sink
     if call.prefix is not None:
         x = x._replace(sink=None)
@@ -262,15 +286,13 @@ def _run(call: CacheCall, x: Operands, update: Update, out):
     return (out, lse) if call.returns_lse else out
 
 
-def _lengths(update: Update, x: Operands, new: int) -> tuple[Tensor, Tensor]:
-    """Where new tokens go in each sequence's storage, and the keys it has with them."""
+def _start(update: Update, x: Operands) -> Tensor:
+    """Where new tokens go in each sequence's storage."""
     start = update.cache_seqlens
     if not isinstance(start, Tensor):
         shape, device = (x.q.shape[0],), x.q.device
         start = torch.full(shape, start, dtype=torch.int32, device=device)
-    start = dense_rows(start)
-    used = start + new if new else start
-    return start, used if x.leftpad_k is None else used - x.leftpad_k
+    return dense_rows(start)
 
 
 def _with_prefix(attention: Call, before: Call, x: Operands, prefix, sink, out):
@@ -336,8 +358,8 @@ def _traced(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, 
         if not isinstance(update.cache_seqlens, Tensor):
             pages = 1 if x.block_table is None else x.block_table.shape[1]
             check_int_length(update.cache_seqlens, new, pages * x.k.shape[1])
-        start, used = _lengths(update, x, new)
-        x = x._replace(seqused_k=used)
+        start = _start(update, x)
+        x = x._replace(seqused_k=used_keys(x, start, new))
         if update.k is not None:
             advance = given.causal or tuple(given.window_size[:2]) != (-1, -1)
             x = update_cache(x, update, start, advance)

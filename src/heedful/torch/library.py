@@ -9,8 +9,9 @@ from torch.autograd.function import once_differentiable
 
 from heedful.core.operands import Operands
 from heedful.torch.adapt import autocast, bias_gradient
-from heedful.torch.batching import attention_vmap, backward_vmap
-from heedful.torch.calls import CALLS, Call, find, gradients, make_seed, tensor_keys
+from heedful.torch.batching import attention_vmap, backward_vmap, inference_vmap
+from heedful.torch.calls import ABSENT, CALLS, Call, find, gradients, make_seed, tensor_keys
+from heedful.torch.calls import attend as eager_attend
 from heedful.torch.checks import Options, check_out, check_seed, check_tensors, describe
 from heedful.torch.dispatch import nested_gradients, transforms_active
 
@@ -34,6 +35,14 @@ LIBRARY.define(
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+# Dense attention of which nothing but the output is wanted. The dispatcher takes as long for each
+# argument as for a tenth of the call, so that inference is not to pass 34 of them.
+LIBRARY.define(
+    "inference(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=False,"
+    " int[] window_size=[-1, -1], float softcap=0.0, int num_splits=0, str? backend=None)"
+    " -> Tensor out",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 
 
 def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
@@ -43,7 +52,7 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
     check_seed(seed, q.device)
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
-        x = Operands._make(_cast(x, device))
+        x = Operands._make((*autocast(x[:4], device), *x[4:]))
     wants_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x.q, x.k, x.v, x.bias, x.sink)
     )
@@ -51,6 +60,16 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
         x = x._replace(seed=make_seed(seed, q.device))
     if out is not None:
         check_out(out, x, (*x.q.shape[:-1], x.v.shape[-1]), wants_grad)
+    if out is None and not wants_grad and _is_bare(x, given) and not transforms_active():
+        return torch.ops.heedful.inference(
+            *x[:3],
+            given.softmax_scale,
+            given.causal,
+            given.window_size,
+            given.softcap,
+            given.num_splits,
+            given.backend,
+        )
     op = Transformed.apply if transforms_active() else torch.ops.heedful.attention
     result, lse, probs = op(*x, *given, wants_grad)
     if out is not None:
@@ -58,6 +77,12 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
     if given.return_attn_probs:
         return result, lse, probs
     return (result, lse) if given.return_lse else result
+
+
+def _is_bare(x: Operands, given: Options) -> bool:
+    """Whether q, k and v are all that goes in and out all that comes out."""
+    wanted = given.return_attn_probs or given.return_lse
+    return given.kind == "dense" and not wanted and all(t is None for t in x[3:])
 
 
 def _split(args: tuple) -> tuple[Operands, Options]:
@@ -89,6 +114,27 @@ def _attention_fake(*args):
     if problem.return_probs:
         probs_shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
     return out, lse, x.q.new_empty(probs_shape, dtype=out_dtype)
+
+
+def _inference_options(
+    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, num_splits=0, backend=None
+) -> tuple:
+    """The fields of Options; the operator's defaults do not reach its implementations."""
+    window = tuple(window_size)
+    return (
+        *("dense", None, None, 0.0, softmax_scale, causal, window, softcap),
+        *(False, False, False, num_splits, backend),
+    )
+
+
+def _inference(q, k, v, *args):
+    return eager_attend(q, k, v, ABSENT, _inference_options(*args))
+
+
+def _inference_fake(q, k, v, *args):
+    problem = describe(Operands(q, k, v), Options(*_inference_options(*args)))
+    out_dtype = getattr(torch, problem.out_dtype)
+    return q.new_empty((*q.shape[:-1], problem.head_dim_v), dtype=out_dtype)
 
 
 def _backward(dout, dlse, out, lse, *args):
@@ -161,29 +207,32 @@ def _no_double_backward(ctx, *grads):
     )
 
 
-def _autocasting(device_type: str):
-    """The operator under autocast: q, k, v and bias in its dtype."""
+def _autocasting(name: str, count: int, device_type: str):
+    """An operator under autocast: its first `count` tensors in its dtype."""
 
-    def attention(*args):
+    def cast(*args):
         with torch.autocast(device_type, enabled=False):
-            return torch.ops.heedful.attention(*_cast(args, device_type))
+            op = getattr(torch.ops.heedful, name)
+            return op(*autocast(args[:count], device_type), *args[count:])
 
-    return attention
-
-
-def _cast(args: tuple, device_type: str) -> tuple:
-    return (*autocast(args[:4], device_type), *args[4:])
+    return cast
 
 
 LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+LIBRARY.impl("inference", _inference, "CompositeExplicitAutograd")
 torch.library.register_fake("heedful::attention", _attention_fake, lib=LIBRARY)
 torch.library.register_fake("heedful::attention_backward", _backward_fake, lib=LIBRARY)
+torch.library.register_fake("heedful::inference", _inference_fake, lib=LIBRARY)
 torch.library.register_autograd(
     "heedful::attention", _attention_backward, setup_context=_setup_context, lib=LIBRARY
 )
 torch.library.register_autograd("heedful::attention_backward", _no_double_backward, lib=LIBRARY)
 torch.library.register_vmap("heedful::attention", attention_vmap, lib=LIBRARY)
 torch.library.register_vmap("heedful::attention_backward", backward_vmap, lib=LIBRARY)
+torch.library.register_vmap("heedful::inference", inference_vmap, lib=LIBRARY)
 for _device in ("cpu", "cuda"):
-    LIBRARY.impl("attention", _autocasting(_device), f"Autocast{_device.upper()}")
+    # q, k, v and the bias of the one; q, k, v of the other.
+    for _name, _tensors in (("attention", 4), ("inference", 3)):
+        _cast = _autocasting(_name, _tensors, _device)
+        LIBRARY.impl(_name, _cast, f"Autocast{_device.upper()}")

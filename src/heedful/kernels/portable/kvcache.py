@@ -65,8 +65,10 @@ def append_keys(
     cache_seqlens,
     block_table,
     kv_batch_idx,
+    leftpad_k,
     k,
     v,
+    seqused,
     stride_knb,
     stride_knn,
     stride_knh,
@@ -95,7 +97,8 @@ def append_keys(
     IS_INTERLEAVED: tl.constexpr,
 ):
     """Writes k_new (B, S, G, D), rotated if there are rotary tables, and v_new (B, S, G, E) into
-    the caches behind the cache_seqlens (B,) rows that each sequence has.
+    the caches behind the cache_seqlens (B,) rows that each sequence has, and into seqused (B,) the
+    keys that it has then.
 
     position0: added to a key's place in the cache to make its rotary position.
     """
@@ -105,7 +108,13 @@ def append_keys(
     rows_N = row0 + tl.arange(0, BLOCK_N)
     exists_N = rows_N < seqlen
     # Rows past the last are never stored; their address repeats the last row's, which exists.
-    place_N = tl.load(cache_seqlens + b) + tl.minimum(rows_N, seqlen - 1)
+    start = tl.load(cache_seqlens + b)
+    place_N = start + tl.minimum(rows_N, seqlen - 1)
+    if row0 + g == 0:
+        used = start + seqlen
+        if leftpad_k is not None:
+            used -= tl.load(leftpad_k + b)
+        tl.store(seqused + b, used)
     k_new += b * stride_knb + g * stride_knh
     v_new += b * stride_vnb + g * stride_vnh
     if rotary_cos is None:

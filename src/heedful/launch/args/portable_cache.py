@@ -11,17 +11,19 @@ _TILE = 2048
 def append_kv(
     buffers: Buffers, page_size: int = 0, interleaved: bool = True, position0: int = 0
 ) -> Program:
-    """Writes k_new and v_new (B, S, G, dim) into the caches k and v, in place.
+    """Writes k_new and v_new (B, S, G, dim) into the caches k and v, in place, and the number of
+    keys that each sequence has then into seqused (B,).
 
-    buffers: k_new, v_new, k, v, cache_seqlens (B,): the storage row of each sequence's first new
-    token; rotary_cos and rotary_sin (positions, rotary_dim / 2), block_table, kv_batch_idx if the
-    call has them. position0: what rotary positions count before the cache (a shared prefix).
+    buffers: k_new, v_new, k, v, seqused, cache_seqlens (B,): the storage row of each sequence's
+    first new token; rotary_cos and rotary_sin (positions, rotary_dim / 2), block_table,
+    kv_batch_idx, leftpad_k if the call has them. position0: what rotary positions count before
+    the cache (a shared prefix).
     """
     batch, seqlen, heads, dim = buffers["k_new"].shape
     dim_v = buffers["v_new"].shape[-1]
     call = CallBuilder("kvcache", "append_keys", buffers, ("k_new", "v_new", "k", "v"))
     call.tensors(k_new="k_new", v_new="v_new", k="k", v="v")
-    call.vectors("cache_seqlens", "block_table", "kv_batch_idx")
+    call.vectors("cache_seqlens", "block_table", "kv_batch_idx", "leftpad_k", "seqused")
     call.row_strides("kn", "k_new", "n")
     call.row_strides("vn", "v_new", "n")
     call.row_strides("k", "k", "n")
