@@ -30,7 +30,7 @@ def execute(
 ) -> list[Report]:
     """Run every call of a program; scratch starts as NaN unless it is to be zeroed.
 
-    The first schedule computes; every other one must give the same bits in every array.
+    The first schedule computes; any other that gives other bits in an array is a finding.
     """
     arrays = dict(tensors)
     for workspace in made.workspaces:
@@ -52,21 +52,7 @@ def execute(
                     args.append(float(value) if parameter.type == "fp32" else int(value))
                 case _:
                     args.append(None)
-        reports += _under_schedules(artifact, call.grid, args, schedules)
-    return reports
-
-
-def _under_schedules(artifact, grid, args: list, schedules: Sequence[str]) -> list[Report]:
-    main, *others = schedules
-    storages = {id(a.array): a.array for a in args if isinstance(a, At)}
-    before = {key: array.copy() for key, array in storages.items()} if others else {}
-    reports = [emulate(artifact, grid, args, schedule=main)]
-    for schedule in others:
-        again = {key: array.copy() for key, array in before.items()}
-        twin = [At(again[id(a.array)], a.offset) if isinstance(a, At) else a for a in args]
-        reports.append(emulate(artifact, grid, twin, schedule=schedule))
-        for key, array in storages.items():
-            assert array.tobytes() == again[key].tobytes(), f"other bits under {schedule}"
+        reports.append(emulate(artifact, call.grid, args, schedule=schedules))
     return reports
 
 

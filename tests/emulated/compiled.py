@@ -1,5 +1,6 @@
 """Kernels under test: the library's portable attention, compiled for both targets, and its data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -80,7 +81,7 @@ class Launch:
         truth = oracle.forward(self.built.problem, operands_as_numpy(self.built.x))
         self.truth, self.lse = np.asarray(truth[0]), np.asarray(truth[1])
 
-    def run(self, code, schedule="lockstep", **options) -> Outcome:
+    def run(self, code, schedule: str | Sequence[str] = "lockstep", **options) -> Outcome:
         """Execute `code` (text or decoded) in place of the kernel's own."""
         out = np.full(self.truth.shape, np.nan, np.float16)
         lse = np.full(self.built.problem.lse_shape, np.nan, np.float32)

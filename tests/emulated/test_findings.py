@@ -5,6 +5,7 @@ import pytest
 
 from emulated.snippets import kernel
 from heedful.emulator import KINDS, Unsupported, emulate
+from heedful.emulator.schedule import parse_schedule
 
 WAVES = 4
 SETUP = """
@@ -109,9 +110,11 @@ RACE = """
 """
 
 
-@pytest.mark.parametrize(
-    "schedule", ["lockstep", "round-robin", "random:3", "delay:0", "delay:2,3"]
-)
+SCHEDULES = ["lockstep", "round-robin", "random:3", "random:0-9", "delay:0", "delay:2,3"]
+SCHEDULES += ["delay:each", "delay:halves"]
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, SCHEDULES], ids=str)
 def test_a_missing_barrier_is_a_race_under_every_schedule(schedule):
     good = run(RACE.format(barrier="s_barrier"), schedule=schedule)
     assert good.clean, good.summary()
@@ -215,7 +218,7 @@ def test_dma_is_visible_after_wait_and_barrier():
     ],
     ids=["no-wait", "no-barrier", "wait-after-barrier", "own-data-without-wait"],
 )
-@pytest.mark.parametrize("schedule", ["lockstep", "round-robin", "random:1", "delay:1"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_dma_races_are_found_while_in_flight_and_after(body, schedule):
     assert "lds-race" in run(body, schedule=schedule).kinds()
 
@@ -426,7 +429,63 @@ def test_findings_name_wave_epoch_workgroup_and_source_line():
     finding = only(run(body), "waitcnt")
     assert "kernel.py:42" in finding.instruction and finding.epoch == 1
     assert finding.workgroup == (0, 0, 0) and finding.wave == 0
+    assert finding.schedule == "lockstep"
     assert "kernel.py:42" in str(finding) and "epoch 1" in str(finding)
+
+
+# The last wave to come leaves its number.
+LAST = """
+    v_lshrrev_b32_e32 v2, 6, v0
+    v_mov_b32_e32 v3, 0
+    global_store_dword v3, v2, s[6:7]
+"""
+
+
+@pytest.mark.parametrize("schedules", [["lockstep", "random:0-3"], ["delay:each"]])
+def test_a_result_that_depends_on_the_order_of_the_waves_is_found(schedules):
+    finding = only(run(LAST, schedule=schedules), "order")
+    assert "byte 0 of argument 1" in finding.message
+    assert run(LAST.replace("v3, v2", "v1, v2"), schedule=schedules).clean
+
+
+def test_several_schedules_leave_what_the_first_gave():
+    text = kernel(SETUP + LAST, buffers=2, threads=64 * WAVES)
+    for first, last in (("delay:0", 0), ("delay:2", 2)):
+        out = np.zeros(16, np.uint32)
+        emulate(text, (1,), [np.zeros(16), out], schedule=[first, "delay:3", "random:0-4"])
+        assert out[0] == last
+
+
+def test_every_copy_of_a_launch_begins_with_the_arguments_as_they_were():
+    body = """
+        global_load_dword v2, v1, s[6:7]
+        s_waitcnt vmcnt(0)
+        v_add_u32_e32 v2, 1, v2
+        global_store_dword v1, v2, s[6:7]
+    """
+    out = np.arange(512, dtype=np.uint32)
+    text = kernel(SETUP + body, buffers=2, threads=64 * WAVES)
+    report = emulate(text, (1,), [np.zeros(16), out], schedule=["lockstep", "random:0-4"])
+    assert report.clean and (out == np.arange(512) + (np.arange(512) < 256)).all()
+    assert report.executed[0] == WAVES * 6
+
+
+def test_findings_under_dealt_schedules_name_the_wave_and_the_schedule():
+    body = "v_cmp_lt_u32_e32 vcc, 127, v0\ns_and_b64 exec, exec, vcc\nds_write_b32 v1, v0 offset:{}"
+    report = run(body.format(256), lds_bytes=1024, schedule="random:0-9")
+    finding = only(report, "lds-bounds")
+    assert finding.wave == 3 and finding.schedule.endswith("of random:0-9")
+
+
+@pytest.mark.parametrize("waves", [1, 2, 3, 4, 8])
+def test_dealt_schedules_of_a_workgroup_are_all_different(waves):
+    for workgroup in ((0, 0, 0), (5, 1, 0)):
+        seen = set()
+        for number, part in enumerate(parse_schedule("random:0-9").rounds(waves)):
+            orders = [tuple(part.deal(c, workgroup, waves)) for c in range(part.copies(waves))]
+            assert all(sorted(order) == list(range(waves)) for order in orders)
+            seen |= {(number, order) for order in orders}
+        assert len(seen) == 10
 
 
 def test_checks_can_be_chosen_and_unknown_ones_are_refused():

@@ -60,7 +60,7 @@ LONG_TRAINING = [
     ),
     replace(BASE, backward=True, varlen="qk", used="k", batch=3),
 ]
-SCHEDULES = ("round-robin", "delay:0", "delay:1,3", *(f"random:{seed}" for seed in range(10)))
+SCHEDULES = ("lockstep", "round-robin", "delay:each", "delay:halves", "random:0-9")
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -73,7 +73,7 @@ def test_forward_is_within_budget(arch, case):
 @pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("case", [BASE, *variants(BASE, **FORWARD), *COMBINED], ids=str)
 def test_every_feature_of_the_forward_is_within_budget_under_every_schedule(arch, case):
-    run(Emulated(arch, schedules=("lockstep", *SCHEDULES)), case)
+    run(Emulated(arch, schedules=SCHEDULES), case)
 
 
 @pytest.mark.parametrize("arch", TARGETS)
@@ -93,11 +93,8 @@ def test_every_feature_of_the_backward_is_within_budget(arch, case):
 def test_every_schedule_gives_the_same_bits_without_a_finding(name):
     launch = Launch(name)
     code = decode(launch.artifact.text)
-    first = launch.run(code)
-    for schedule in SCHEDULES:
-        outcome = launch.run(code, schedule)
-        assert outcome.report.clean, outcome.report.summary()
-        assert outcome.same_bits(first), schedule
+    outcome = launch.run(code, SCHEDULES)
+    assert outcome.report.clean, outcome.report.summary()
 
 
 @pytest.mark.parametrize("name", names()[:2])

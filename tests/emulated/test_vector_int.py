@@ -119,6 +119,13 @@ def test_three_operand_integers(name):
     check(name, TERNARY[name], inputs, vector(f"{name} v20, v10, v11, v12", inputs, ["v20"])[0])
 
 
+@pytest.mark.parametrize("select", [0x07060302, 0x05040100, 0x00070203, 0x01010101, 0x0C0C0501])
+def test_perm_with_one_selector_for_all_lanes(select):
+    inputs = samples(2)
+    body = f"s_mov_b32 s20, {select:#x}\nv_perm_b32 v20, v10, v11, s20"
+    check(body, lambda a, b: perm(a, b, select), inputs, vector(body, inputs, ["v20"])[0])
+
+
 CLAMPED = {
     "v_add_u32_e64": lambda a, b: min(a + b, M32),
     "v_sub_u32_e64": lambda a, b: max(a - b, 0),

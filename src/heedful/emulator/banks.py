@@ -13,6 +13,8 @@ from collections import Counter
 import numpy as np
 
 BANKS = {"gfx942": 32, "gfx950": 64}
+# Instead of the address of a lane that accesses nothing.
+_NOBODY = -(1 << 40)
 
 
 class BankCounter:
@@ -24,21 +26,23 @@ class BankCounter:
 
     def count(self, pc: int, address, nbytes: int, mask):
         """Add the conflicts of an access by (groups, waves, 64) lanes; `mask` or True if all."""
-        address = np.where(mask, address - address[..., :1], -1)
+        address = np.where(mask, address - address[..., :1], _NOBODY)
         key = (nbytes, address.tobytes())
         if key not in self._known:
-            lanes = address.reshape(-1, 64)
-            self._known[key] = sum(self._extra_cycles(wave, nbytes) for wave in lanes)
+            self._known[key] = self._extra_cycles(address.reshape(-1, 64), nbytes)
         if self._known[key]:
             self._counts[pc] += self._known[key]
 
     def _extra_cycles(self, address, nbytes: int) -> int:
-        together = max(self._banks * 4 // max(nbytes, 4), 1)
-        extra = 0
-        for start in range(0, 64, together):
-            group = address[start : start + together]
-            group = group[group != -1]
-            words = {int(a) // 4 + i for a in group for i in range(max(nbytes // 4, 1))}
-            if words:
-                extra += max(Counter(w % self._banks for w in words).values()) - 1
-        return extra
+        """Cycles beyond one per group of lanes, summed over waves (rows of 64 byte addresses)."""
+        together = min(max(self._banks * 4 // max(nbytes, 4), 1), 64)
+        rest = [(0, 0), (0, -64 % together)]
+        groups = np.pad(address, rest, constant_values=_NOBODY).reshape(-1, together)
+        words = (groups >> 2)[..., None] + np.arange(max(nbytes // 4, 1))
+        words = np.where(groups[..., None] == _NOBODY, _NOBODY, words).reshape(len(groups), -1)
+        words.sort(axis=1)
+        counted = words != _NOBODY
+        counted[:, 1:] &= words[:, 1:] != words[:, :-1]
+        bank = words % self._banks + self._banks * np.arange(len(groups))[:, None]
+        load = np.bincount(bank[counted], minlength=self._banks * len(groups))
+        return int(np.maximum(load.reshape(len(groups), -1).max(axis=1) - 1, 0).sum())

@@ -20,7 +20,7 @@ from heedful.emulator.schedule import Schedule, parse_schedule
 
 LDS_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
 # Waves executed together: enough to spread the cost of a NumPy call, few enough to stay in cache.
-_WAVES_TOGETHER = 16
+_WAVES_TOGETHER = 80
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def emulate(
     threads: int | None = None,
     kernel: str | None = None,
     checks: Iterable[str] | None = None,
-    schedule: str | Schedule = "lockstep",
+    schedule: str | Schedule | Sequence[str | Schedule] = "lockstep",
     stop_at_first: bool = False,
     max_instructions: int = 10_000_000,
 ) -> Report:
@@ -59,7 +59,9 @@ def emulate(
         threads: work-items per workgroup; default: the kernel's maximum, which is what Triton uses.
         kernel: name, where the text has several.
         checks: kinds of finding to look for (see `report.KINDS`); default all.
-        schedule: order of the waves: lockstep, round-robin, random:SEED or delay:WAVES.
+        schedule: order of the waves: lockstep, round-robin, random:SEED, random:FIRST-LAST,
+            delay:WAVES, delay:each or delay:halves; or several of them, each on fresh copies of
+            the arguments. The arrays then hold what the first gave.
         stop_at_first: end at the first finding instead of collecting them.
         max_instructions: per wave; beyond it the emulation ends with a finding.
 
@@ -74,27 +76,65 @@ def emulate(
     wanted = frozenset(KINDS if checks is None else checks)
     if unknown := wanted - set(KINDS):
         raise ValueError(f"checks has unknown kinds {sorted(unknown)}; known are {sorted(KINDS)}")
-    plan = parse_schedule(schedule)
+    names = [schedule] if isinstance(schedule, str | Schedule) else list(schedule)
+    plans = [parse_schedule(name) for name in names]
     shape = (*grid, 1, 1)[:3]
-    report = Report(program, plan.name)
+    report = Report(program, " ".join(plan.name for plan in plans))
     sink = Sink(report, wanted, stop_at_first)
     memory = GlobalMemory(sink)
     threads = threads or program.max_workgroup or 64
     kernarg = _bind(program, memory, args, shape, threads)
     waves = -(-threads // 64)
-    groups = min(max(1, _WAVES_TOGETHER // waves), shape[0] * shape[1] * shape[2])
     limit = LDS_LIMIT[program.arch] if lds_bytes is None else lds_bytes
     start = time.perf_counter()
+    first = _First(memory, sink)
     try:
         _check_statically(code, sink)
-        machine = Machine(code, memory, groups, waves, limit, sink, plan, max_instructions)
-        for chunk in _chunks(shape, groups):
-            machine.run(chunk, kernarg, threads)
+        for plan in (part for each in plans for part in each.rounds(waves)):
+            copies = plan.copies(waves)
+            memory.begin(copies)
+            together = max(1, _WAVES_TOGETHER // (waves * copies))
+            together = min(together, shape[0] * shape[1] * shape[2])
+            machine = Machine(
+                code, memory, together * copies, waves, limit, sink, plan, max_instructions
+            )
+            machine.lds.counts_banks = first.words is None
+            try:
+                for chunk in _chunks(shape, together):
+                    machine.run(chunk, kernarg, threads)
+            finally:
+                machine.count_executed()
+            first.compare(plan, copies, program)
     except Stop:
         pass
     report.seconds = time.perf_counter() - start
+    first.restore()
     memory.copy_back(skip={0})
     return report
+
+
+class _First:
+    """What the first schedule left in memory, which every other is compared with."""
+
+    def __init__(self, memory: GlobalMemory, sink: Sink):
+        self.memory, self.sink = memory, sink
+        self.words: np.ndarray | None = None
+        self.name = ""
+
+    def compare(self, plan: Schedule, copies: int, program: Program):
+        """Add a finding for each copy of a run that gave other bits; keep those of the first."""
+        for copy in range(copies):
+            name, words = plan.copy_name(copy), self.memory.arena(copy)
+            if self.words is None:
+                self.words, self.name = words.copy(), name
+            elif where := self.memory.first_difference(self.words, words):
+                message = f"{where} is another under {name} than under {self.name}"
+                self.sink.add("order", message, program.code[-1])
+
+    def restore(self):
+        """Bring the first result back; nothing to do if no run came to its end."""
+        if self.words is not None:
+            self.memory.words = self.words
 
 
 def _unpack(asm: Any, lds_bytes: int | None, threads: int | None):
@@ -153,7 +193,6 @@ def _bind(program: Program, memory: GlobalMemory, args: Sequence[Any], shape, th
             segment[argument.offset : argument.offset + argument.size] = np.frombuffer(
                 data, np.uint8
             )
-    memory.copy_in()
     return address
 
 

@@ -52,6 +52,7 @@ class Lds:
         self._stamp = np.zeros((groups, 1, 1), I64)
         self._clock = 0
         self._races = sink.wants("lds-race") or sink.wants("lds-uninit")
+        self.counts_banks = True
         self._banks = BankCounter(sink.report.program.arch, sink.report.bank_conflicts)
 
     def reset(self):
@@ -70,7 +71,8 @@ class Lds:
     def _resolve(self, batch: Batch, at: Instruction, address, nbytes: int):
         """Absolute byte addresses; lanes that are inactive or out of bounds are parked."""
         g, w = batch.rect.index
-        self._banks.count(at.pc, address, nbytes, batch.where)
+        if self.counts_banks:
+            self._banks.count(at.pc, address, nbytes, batch.where)
         outside = (address + nbytes > self.nbytes) | (address < 0)
         if outside.any() and (outside & batch.mask).any():
             self._report_bounds(batch, at, address, nbytes, outside & batch.mask)
@@ -222,7 +224,8 @@ class Lds:
         group, wave, lane, unit = (int(x) for x in np.argwhere(bad)[0])
         mark = int(marks[group, wave, lane, unit])
         other = self.code[mark & _PC_MASK]
-        other_wave = mark >> _WAVE_SHIFT & _WAVE_MASK
+        sitting = batch.machine.dealt[batch.rect.g0 + group]
+        other_wave = int(sitting[mark >> _WAVE_SHIFT & _WAVE_MASK])
         flight = mark >= _IN_FLIGHT
         state = (
             "a DMA write still in flight of" if flight else f"a {other_kind} in the same epoch by"

@@ -4,6 +4,8 @@ the way.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from heedful.emulator.asm import slot_name
@@ -21,6 +23,9 @@ from heedful.emulator.taint import Taint
 
 class Machine:
     """A chunk of `groups` workgroups; `run` may be called again for the next chunk.
+
+    Workgroups that are copies of one (see `schedule`) lie next to each other. What is called wave
+    here is a place in which the schedule has put a wave; `place` tells which.
 
     Attributes:
         memory, lds, scratch: the memories. report, sink: where findings and counts go.
@@ -46,6 +51,7 @@ class Machine:
         self.lds = Lds(groups, waves, lds_bytes, code.lds_unit(), program.code, sink)
         private = program.directives.get("private_segment_fixed_size", 0)
         self.scratch = Scratch(groups, waves, private, sink)
+        self._passes: Counter[tuple[int, int]] = Counter()
         self._defined = initially_defined(program)
         self._check_defined = sink.wants("register-uninit")
         self.taint = Taint(self)
@@ -54,11 +60,18 @@ class Machine:
         """Execute these workgroups from start to end.
 
         Args:
-            workgroups: grid coordinates; no more than the machine has room for.
+            workgroups: grid coordinates, each once; no more than the machine has room for.
             kernarg: device address of the argument segment. threads: work-items per workgroup.
         """
-        self.workgroups = workgroups
-        count = len(workgroups)
+        copies = self.schedule.copies(self.waves)
+        self.workgroups = [w for w in workgroups for _ in range(copies)]
+        count = len(self.workgroups)
+        self.copy = np.arange(count) % copies
+        self.memory.arenas = self.copy[:, None, None] * self.memory.arena_bytes
+        deal = self.schedule.deal
+        self.dealt = np.array(
+            [deal(c, w, self.waves) for w in workgroups for c in range(copies)], np.int64
+        )
         self.epoch = np.zeros(count, np.int64)
         self._alive = np.full(count, self.waves)
         self._arrived = np.zeros(count, np.int64)
@@ -84,6 +97,12 @@ class Machine:
                     self.sink.add("limit", f"more than {limit} instructions", at)
                     break
         self.report.barriers += int(self.epoch.sum())
+
+    def count_executed(self):
+        """Add to the report how often each instruction was executed."""
+        for (start, length), waves in self._passes.items():
+            for pc in range(start, start + length):
+                self.report.executed[pc] += waves
 
     def _initial_rects(self, count: int) -> list[Rect]:
         """All waves, cut where the schedule keeps them apart."""
@@ -114,10 +133,10 @@ class Machine:
             if fixed.get(f"system_sgpr_workgroup_id_{name}", int(name == "x")):
                 scalars[: len(ids), :, slot] = ids[:, axis, None]
                 slot += 1
-        item = np.arange(self.waves * 64, dtype=U32).reshape(self.waves, 64)
-        self.registers.v[0] = item
+        item = np.arange(self.waves * 64, dtype=U32).reshape(self.waves, 64)[self.dealt]
+        self.registers.v[0, : len(ids)] = item
         alive = np.packbits(item < threads, axis=-1, bitorder="little").view(np.uint64)
-        scalars.view(np.uint64)[..., 63] = alive[..., 0]
+        scalars.view(np.uint64)[: len(ids), :, 63] = alive[..., 0]
 
     def _preload(self, kernarg: int, slot: int):
         """Arguments that the hardware copies to scalar registers before the kernel starts."""
@@ -143,24 +162,21 @@ class Machine:
         g = batch.rect.g0 + group
         return {
             "workgroup": self.workgroups[g],
-            "wave": batch.rect.w0 + wave,
+            "wave": int(self.dealt[g, batch.rect.w0 + wave]),
             "epoch": int(self.epoch[g]),
+            "schedule": self.schedule.copy_name(int(self.copy[g])),
         }
 
     def _advance(self, batch: Batch):
         """Run a batch to the end of its block or quantum, then see where its waves go."""
         block = self.code.block(batch.pc)
-        batch.learn_constants()
-        steps, quantum = block.steps, self.schedule.quantum()
-        if quantum is not None and quantum < len(steps):
-            steps = steps[:quantum]
+        steps = block.steps[: self.schedule.quantum(len(block.steps))]
         self._check_definitions(batch, block)
         outcome = self._execute(batch, steps)
         size = batch.rect.size
         self._executed += len(steps) * size
         self.report.instructions += len(steps) * size
-        for pc in range(block.start, block.start + len(steps)):
-            self.report.executed[pc] += size
+        self._passes[block.start, len(steps)] += size
         batch.pc += len(steps)
         if not steps[-1].control:
             self._resume([batch])

@@ -73,7 +73,11 @@ def atomically(words, offset, nbytes: int, operation, data):
 
 
 class GlobalMemory:
-    """All buffers of a launch, copied in at the start and out by `copy_back`."""
+    """All buffers of a launch, copied in by `begin` and out by `copy_back`.
+
+    The arena exists once per copy of the launch, at the same device addresses; the machine says in
+    `arenas`, (groups, 1, 1), where that of each workgroup starts.
+    """
 
     TRASH = 256
     base = BASE
@@ -84,7 +88,8 @@ class GlobalMemory:
         self.names: list[str] = []
         self.starts: list[int] = []
         self._end = _GUARD
-        self.words = np.zeros(0, U32)
+        self.words = self._fresh = np.zeros(0, U32)
+        self.arenas = np.zeros((1, 1, 1), I64)
         self._recent: dict[int, tuple[int, int]] = {}
         self._known: dict[tuple[int, int], int] = {}
 
@@ -100,21 +105,43 @@ class GlobalMemory:
         self._known[place] = BASE + self.starts[-1]
         return self._known[place]
 
-    def copy_in(self):
-        """Build the arena."""
-        self.words = np.zeros(-(-self._end // 16) * 4, U32)
-        octets = self.words.view(U8)
-        for start, array in zip(self.starts, self.arrays, strict=True):
-            flat = np.ascontiguousarray(array).reshape(-1).view(U8)
-            octets[start : start + array.nbytes] = flat
+    def begin(self, copies: int = 1):
+        """Build so many copies of the arena from the buffers as they were at the first call."""
+        if not len(self._fresh):
+            self._fresh = np.zeros(-(-self._end // 256) * 64, U32)
+            octets = self._fresh.view(U8)
+            for start, array in zip(self.starts, self.arrays, strict=True):
+                flat = np.ascontiguousarray(array).reshape(-1).view(U8)
+                octets[start : start + array.nbytes] = flat
+        self.words = np.tile(self._fresh, copies)
+
+    def arena(self, copy: int) -> np.ndarray:
+        """One copy, as words."""
+        return self.words.reshape(-1, len(self._fresh))[copy]
+
+    @property
+    def arena_bytes(self) -> int:
+        """The size of one copy."""
+        return self._fresh.nbytes
 
     def copy_back(self, skip: Collection[int] = ()):
-        """Write the arena back into the callers' arrays."""
+        """Write the first arena back into the callers' arrays."""
         octets = self.words.view(U8)
         for i, (start, array) in enumerate(zip(self.starts, self.arrays, strict=True)):
             if i not in skip and array.flags.writeable:
                 data = octets[start : start + array.nbytes].copy().view(array.dtype)
                 array[...] = data.reshape(array.shape)
+
+    def first_difference(self, one, other) -> str:
+        """Where two arenas differ within a buffer, in words; empty if they are equal."""
+        if np.array_equal(one, other):
+            return ""
+        for start, array, name in zip(self.starts, self.arrays, self.names, strict=True):
+            place = slice(start, start + array.nbytes)
+            differs = one.view(U8)[place] != other.view(U8)[place]
+            if differs.any():
+                return f"byte {int(differs.argmax())} of {name}"
+        return ""
 
     def locate(self, batch: Batch, at: Instruction, address, nbytes: int, active, fallback: int):
         """Arena offsets of addresses; inactive lanes and those in no buffer get `fallback`."""
@@ -123,9 +150,11 @@ class GlobalMemory:
         outside = ((offset < low) | (offset > high - nbytes)) & active
         if outside.any():
             outside = self._examine(batch, at, offset, nbytes, active)
-        if active is True and not outside.any():
+        if not (active is True and not outside.any()):
+            offset = np.where(active & ~outside, offset, fallback)
+        if len(self.words) == len(self._fresh):
             return offset
-        return np.where(active & ~outside, offset, fallback)
+        return offset + self.arenas[batch.rect.g0 : batch.rect.g1]
 
     def _examine(self, batch: Batch, at: Instruction, offset, nbytes: int, active):
         """Report lanes that hit no buffer, and remember the buffer hit for the next time."""

@@ -40,13 +40,14 @@ class Entry:
 class Outstanding:
     """The three queues of one batch; all its waves have executed the same way, so they share."""
 
-    __slots__ = ("vm", "lds", "smem", "slots")
+    __slots__ = ("vm", "lds", "smem", "slots", "_key")
 
     def __init__(self):
         self.vm: list[Entry] = []
         self.lds: list[Entry] = []
         self.smem: list[Entry] = []
         self.slots: set[int] = set()
+        self._key: tuple | None = None
 
     def clone(self) -> Outstanding:
         """An equal state that changes on its own."""
@@ -57,7 +58,10 @@ class Outstanding:
 
     def key(self) -> tuple:
         """Batches may merge if and only if their keys are equal."""
-        return tuple(tuple(e.instruction.pc for e in q) for q in (self.vm, self.lds, self.smem))
+        if self._key is None:
+            queues = (self.vm, self.lds, self.smem)
+            self._key = tuple(tuple([e.instruction.pc for e in queue]) for queue in queues)
+        return self._key
 
     def absorb(self, other: Outstanding):
         """Merge with a state of the same key: an operation now covers the waves of both."""
@@ -69,11 +73,13 @@ class Outstanding:
 
     def issue(self, queue: list[Entry], entry: Entry):
         """Add an operation to one of the queues."""
+        self._key = None
         queue.append(entry)
         self.slots |= entry.slots
 
     def wait(self, batch: Batch, vm: int | None, lgkm: int | None):
         """Complete what an s_waitcnt with these counters guarantees complete."""
+        self._key = None
         if vm is not None:
             self._retire(batch, self.vm, vm)
         if lgkm is not None:

@@ -15,6 +15,7 @@ KINDS = {
     "register-uninit": "a value from a register that nothing has written is used",
     "wait-states": "too few wait states between two instructions without interlock",
     "barrier": "waves of one workgroup pass different numbers of barriers",
+    "order": "the result depends on the order in which the waves of a workgroup ran",
     "limit": "a wave ran longer than max_instructions",
 }
 
@@ -31,6 +32,7 @@ class Finding:
         workgroup: its coordinates in the grid, None for what holds for any.
         wave: the wave's number in its workgroup, None as before.
         epoch: how many barriers the workgroup had passed.
+        schedule: the order of the waves in which it showed.
         other: the conflicting access or the producer, as text.
     """
 
@@ -41,12 +43,14 @@ class Finding:
     workgroup: tuple[int, int, int] | None = None
     wave: int | None = None
     epoch: int | None = None
+    schedule: str = ""
     other: str = ""
 
     def __str__(self) -> str:
         place = "" if self.wave is None else f" [workgroup {self.workgroup}, wave {self.wave}"
         place += "]" if place and self.epoch is None else ""
         place += "" if self.epoch is None else f", epoch {self.epoch}]"
+        place += f" under {self.schedule}" if self.schedule else ""
         other = f"\n    against {self.other}" if self.other else ""
         return f"{self.kind}: {self.message}{place}\n    at {self.instruction}{other}"
 
@@ -62,9 +66,10 @@ class Report:
     Attributes:
         findings: defects, each (kind, instruction, other instruction) once.
         repeats: how often each finding of that key came up.
+        schedule: the orders of the waves that were tried.
         instructions: wave-instructions executed. seconds: wall time.
         executed: wave-instructions by pc; `count_at` sums them by source text.
-        bank_conflicts: extra LDS cycles by pc, a model (see docs/amd.md).
+        bank_conflicts: extra LDS cycles by pc under the first schedule, a model (see docs/amd.md).
         barriers: barriers passed, summed over workgroups.
     """
 

@@ -8,8 +8,9 @@ whole rectangle.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -139,6 +140,22 @@ class Registers:
         return self._views[rect]
 
 
+class _Views(dict):
+    """One view of the registers by slot, each made when it is first asked for."""
+
+    def __init__(self, vector, scalar: Callable[[int], Any], constants: list):
+        super().__init__()
+        self._vector, self._scalar, self._constants = vector, scalar, constants
+
+    def __missing__(self, slot: int):
+        if slot >= FIRST_CONSTANT:
+            view = self._constants[slot - FIRST_CONSTANT]
+        else:
+            view = self._scalar(slot) if slot >= SGPR else self._vector[slot]
+        self[slot] = view
+        return view
+
+
 class Batch:
     """A rectangle of waves at one pc: its register views, indexed by slot, and how far it has come.
 
@@ -161,40 +178,28 @@ class Batch:
 
     def __init__(self, registers: Registers, rect: Rect):
         g, w = rect.index
+        constants = registers.constants
         self.rect = rect
         self.shape = (rect.g1 - rect.g0, rect.w1 - rect.w0, LANES)
-        self.constants = registers.constants
-        self.vec = registers.v[:, g, w]
-        self.vecf = self.vec.view(F32)
+        self.vec = vec = registers.v[:, g, w]
+        self.vecf = vecf = vec.view(F32)
+        self.scc = registers.scc[g, w]
+        self.mode = registers.mode[g, w]
         scalars = registers.s[g, w]
         pairs = registers.s.view(U64)[g, w]
         octets = registers.s.view(U8)[g, w]
-        self.scc = registers.scc[g, w]
-        self.mode = registers.mode[g, w]
-        self.s: list = [None] * SGPR + [scalars[..., i] for i in range(128)]
-        self.s64: list = [None] * SGPR
-        self.b: list = [None] * SGPR
-        for i in range(128):
-            even = i % 2 == 0
-            self.s64.append(pairs[..., i // 2] if even else None)
-            self.b.append(octets[..., 4 * i : 4 * i + 8] if even else None)
-        lanes = [scalars[..., i : i + 1] for i in range(128)]
-        self.u: list = list(self.vec) + lanes
-        self.f: list = list(self.vecf) + [x.view(F32) for x in lanes]
-        self._known = 0
+
+        def lane(slot: int):
+            return scalars[..., slot - SGPR : slot - SGPR + 1]
+
+        self.s = _Views(None, lambda slot: scalars[..., slot - SGPR], constants.u)
+        self.s64 = _Views(None, lambda slot: pairs[..., slot - SGPR >> 1], constants.s64)
+        self.b = _Views(None, lambda slot: octets[..., 4 * (slot - SGPR) :][..., :8], [])
+        self.u = _Views(vec, lane, constants.u)
+        self.f = _Views(vecf, lambda slot: lane(slot).view(F32), constants.f)
         self.mask = np.ones(self.shape, bool)
         self.where: object = True
         self.full = True
-
-    def learn_constants(self):
-        """Take up constants that were decoded since the last call."""
-        constants = self.constants
-        if self._known < len(constants.u):
-            self.u += constants.u[self._known :]
-            self.f += constants.f[self._known :]
-            self.s += constants.u[self._known :]
-            self.s64 += constants.s64[self._known :]
-            self._known = len(constants.u)
 
     def refresh_exec(self):
         """Unpack exec into lanes."""
@@ -208,7 +213,9 @@ class Batch:
 
     def set_lanes(self, slot: int, flags):
         """Write a lane mask to a register pair; lanes that exec disables become 0."""
-        packed = np.packbits(np.broadcast_to(flags, self.shape), axis=-1, bitorder="little")
+        if np.shape(flags) != self.shape:
+            flags = np.broadcast_to(flags, self.shape)
+        packed = np.packbits(flags, axis=-1, bitorder="little")
         self.s64[slot][...] = packed.view(U64)[..., 0] & self.s64[EXEC]
 
     def issue_vm(self, instruction: Instruction, effects: tuple = ()):

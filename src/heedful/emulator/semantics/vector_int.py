@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 
 from heedful.emulator.asm import Instruction
-from heedful.emulator.floats import I32, I64, U16, U32, U64
+from heedful.emulator.floats import I32, I64, U8, U16, U32, U64
 from heedful.emulator.semantics.operands import destination, source, vector_op
 from heedful.emulator.semantics.table import Context, Run, Unsupported, semantics
 
@@ -48,8 +48,22 @@ def _alignbyte(a, b, shift):
     return _narrow(((_wide(a) << U64(32)) | _wide(b)) >> _wide((shift & U32(3)) * U32(8)))
 
 
+def _perm_alike(a, b, select: int):
+    """`_perm` of whole bytes, the same in every lane."""
+    a, b = np.broadcast_arrays(a, b)
+    octets = [np.ascontiguousarray(x).view(U8).reshape(*x.shape, 4) for x in (b, a)]
+    result = np.empty(octets[0].shape, U8)
+    for byte in range(4):
+        code = select >> 8 * byte & 7
+        result[..., byte] = octets[code >> 2][..., code & 3]
+    return result.view(U32)[..., 0]
+
+
 def _perm(a, b, select):
     """Choose four bytes of {a, b}; selectors 8 to 11 spread a sign, 12 is 0x00, above is 0xff."""
+    first = int(np.min(select))
+    if first == np.max(select) and not first & 0xF8F8F8F8:
+        return _perm_alike(a, b, first)
     data = (_wide(a) << U64(32)) | _wide(b)
     result = U32(0)
     for byte in range(4):
