@@ -82,6 +82,9 @@ def test_every_config_row_says_where_it_was_measured_and_belongs_to_a_backend():
         ((64, 1, 8192, 8), 132, 1),
         ((1, 4096, 4096, 16), 132, 1),
         ((1, 1, 64, 8), 132, 1),
+        # The combine would take as long as the keys.
+        ((1, 1, 256, 8), 132, 1),
+        ((1, 1, 1024, 8), 132, 8),
         ((0, 1, 8192, 8), 132, 1),
     ],
 )

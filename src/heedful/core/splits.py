@@ -11,8 +11,9 @@ MAX_SPLITS = 128
 WORTH = 0.95
 # The combine reads and writes partial results: not for fewer key tiles than this a split.
 LEAST_TILES = 2
-# What the combine's launch costs, in the time of key tiles.
-COMBINE_TILES = 8
+# What the combine's launch costs, as values of keys that one program goes through in its time: 2 us,
+# or 512 keys of 64 dims (H200, 2026-11-20).
+COMBINE_VALUES = 32768
 
 
 def choose_splits(problem: AttentionProblem, device: DeviceSpec, rows: int, block_n: int) -> int:
@@ -29,10 +30,11 @@ def choose_splits(problem: AttentionProblem, device: DeviceSpec, rows: int, bloc
     most = min(MAX_SPLITS, tiles // LEAST_TILES)
     if programs == 0 or programs * 2 > device.units or most < 2:
         return 1
+    combine = COMBINE_VALUES // (block_n * problem.head_dim)
 
     def time(splits: int) -> int:
         waves = -(-programs * splits // device.units)
-        return waves * -(-tiles // splits) + COMBINE_TILES * (splits > 1)
+        return waves * -(-tiles // splits) + combine * (splits > 1)
 
     best = min(time(n) for n in range(1, most + 1))
     fewest = next(n for n in range(1, most + 1) if time(n) * WORTH <= best)

@@ -14,6 +14,10 @@ from heedful.launch.compiler import counters
 from heedful.launch.driver import driver
 from heedful.launch.spec import KernelCall, Pointer, Program, Scalar, TensorMap
 
+# Encoded tensor maps that one argument keeps: a call's addresses recur, as allocators reuse memory.
+_MOST_MAPS = 4096
+_pack_map = struct.Struct("128s").pack_into
+
 _FORMATS = {"i1": "<?", "i32": "<i", "i64": "<q", "fp32": "<f"}
 
 # (device index, arch, variant) -> function handle in that device's context.
@@ -44,8 +48,10 @@ class BoundKernel:
             (struct.Struct(f"<{len(run)}Q").pack_into, run[0][0], _getter([i for _, i in run]))
             for run in _contiguous(pointers)
         ]
+        # Encoding asks the driver, which takes ten times as long as looking up what it said.
         self._maps = [
             (
+                {},
                 self._driver.TensorMapEncoder(self.artifact.tensor_maps[name], a.shape, a.strides),
                 offsets[name],
                 names.index(a.buffer),
@@ -73,8 +79,14 @@ class BoundKernel:
         slot = self._take()
         for pack_into, offset, pick in self._runs:
             pack_into(slot.buffer, offset, *pick(addresses))
-        for encoder, offset, index in self._maps:
-            encoder.encode(slot.address + offset, addresses[index])
+        for known, encoder, offset, index in self._maps:
+            address = addresses[index]
+            encoded = known.get(address)
+            if encoded is None:
+                if len(known) >= _MOST_MAPS:
+                    known.clear()
+                encoded = known[address] = encoder.encode(address)
+            _pack_map(slot.buffer, offset, encoded)
         slot.launch(stream)
         self._pool.append(slot)
         counters["launches"] += 1

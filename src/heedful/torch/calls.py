@@ -294,11 +294,12 @@ class Attention(Function):
 
     @staticmethod
     def backward(ctx, dout, dlse=None, dprobs=None):
-        if is_grad_enabled():
-            # once_differentiable raises only if a cotangent depends on something; ours raises
-            # wherever the gradients are differentiated again, which would be wrong in silence.
-            dout, dlse = (None if g is None else _dependent(g) for g in (dout, dlse))
-        return _backward(ctx, dout, dlse)
+        if not is_grad_enabled():
+            return _backward(ctx, dout, dlse)
+        # once_differentiable raises only if a cotangent depends on something; ours raises wherever
+        # the gradients are differentiated again, which would be wrong in silence.
+        dout, dlse = (None if g is None else _dependent(g) for g in (dout, dlse))
+        return _backward_once(ctx, dout, dlse)
 
 
 _apply = bare_apply(Attention)
@@ -308,7 +309,6 @@ def _dependent(cotangent: Tensor) -> Tensor:
     return cotangent if cotangent.requires_grad else cotangent.detach().requires_grad_()
 
 
-@once_differentiable
 def _backward(ctx, dout, dlse):
     *x, out, lse = ctx.saved_tensors
     if ctx.call.bare:
@@ -318,6 +318,9 @@ def _backward(ctx, dout, dlse):
     if dbias is not None:
         dbias = bias_gradient(dbias, ctx.bias)
     return None, None, None, grads.dq, grads.dk, grads.dv, dbias, grads.dsink
+
+
+_backward_once = once_differentiable(_backward)
 
 
 def gradients(call: Call, x: Operands, out, lse, dout, dlse):

@@ -7,7 +7,7 @@ import ctypes
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 
-from heedful.launch.artifact import TENSOR_MAP_ALIGN, Artifact
+from heedful.launch.artifact import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES, Artifact
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -126,7 +126,7 @@ def _launch(*arguments) -> int:
 
 
 class TensorMapEncoder:
-    """Writes the 128-byte descriptor of one argument for any base address."""
+    """Makes the 128-byte descriptor of one argument for any base address."""
 
     def __init__(self, meta: dict, shape: tuple[int, ...], strides: tuple[int, ...]):
         rank, item = len(shape), meta["elem_size"]
@@ -140,7 +140,11 @@ class TensorMapEncoder:
         )
         self._flags = (0, c_int(meta["swizzle"]), _L2_PROMOTION_128B, 0)
 
-    def encode(self, target: int, base: int) -> None:
-        """Writes the descriptor of the array at `base` to host address `target` (64-aligned)."""
+    def encode(self, base: int) -> bytes:
+        """The descriptor of the array at `base`, a function of the address alone."""
+        raw = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGN)
+        start = ctypes.addressof(raw)
+        start += -start % TENSOR_MAP_ALIGN
         encode = _library().cuTensorMapEncodeTiled
-        check(encode(c_void_p(target), *self._head, c_void_p(base), *self._tail, *self._flags))
+        check(encode(c_void_p(start), *self._head, c_void_p(base), *self._tail, *self._flags))
+        return ctypes.string_at(start, TENSOR_MAP_BYTES)
