@@ -10,37 +10,56 @@ pytest.importorskip("triton")
 
 from heedful.core.device import by_name
 from heedful.core.plan import plan
-from heedful.core.problem import AttentionProblem
+from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.inspector import Inspection, of_program
 from heedful.inspector.mix import Mix
 from heedful.launch import buffers
 from heedful.launch.args import cdna
 from heedful.launch.programs import program
+from heedful.launch.spec import BufferSpec
 
 DEVICES = {"gfx942": "MI300X", "gfx950": "MI355X"}
+E4M3 = {"gfx942": "float8_e4m3fnuz", "gfx950": "float8_e4m3fn"}
 VARIANTS = [
     (arch, dim, dtype, causal)
     for arch in DEVICES
     for dim in (64, 128)
-    for dtype in ("bfloat16", "float16")
+    for dtype in ("bfloat16", "float16", E4M3[arch])
     for causal in (False, True)
 ]
-# Slots of the vector unit per 64 keys and wave; at D = 128 the matrix unit takes 256.
-MOST_VALU_SLOTS = {128: 220, 64: 210}
+# The portable kernels take no fp8 queries.
+SIXTEEN_BITS = [v for v in VARIANTS if v[0] == "gfx942" and ITEM_BITS[v[2]] == 16]
+# Slots of the vector unit per 64 keys and wave. The matrix unit takes, at D = 128, 512 on gfx942
+# and 256 on gfx950, half of it with fp8.
+MOST_VALU_SLOTS = {"bfloat16": 220, "float16": 220} | dict.fromkeys(E4M3.values(), 224)
 # Of the vector slots that the portable kernel takes.
 SHARE_OF_PORTABLE = 0.8
+# Products that one MFMA of 32 x 32 adds up.
+PRODUCTS = {("gfx942", 16): 8, ("gfx942", 8): 16, ("gfx950", 16): 16, ("gfx950", 8): 64}
+
+
+def problem_of(dim, dtype, causal) -> AttentionProblem:
+    """A long sequence."""
+    out = "bfloat16" if dtype.startswith("float8") else dtype
+    return AttentionProblem.dense(
+        1, 4096, 4096, 8, 2, dim, dtype, causal, return_lse=True, num_splits=1, out_dtype=out
+    )
 
 
 @cache
 def inspected(arch, dim, dtype, causal) -> Inspection:
     """One kernel, as planned for a long sequence."""
-    problem = AttentionProblem.dense(
-        1, 4096, 4096, 8, 2, dim, dtype, causal, return_lse=True, num_splits=1
-    )
+    problem = problem_of(dim, dtype, causal)
     chosen = plan(problem, by_name(DEVICES[arch]), backend="cdna")
-    (found,) = of_program(program(chosen, "forward"), arch)
+    arrays = buffers.forward(problem)
+    if ITEM_BITS[dtype] == 8:
+        descale = BufferSpec.contiguous((1, 2), "float32")
+        arrays |= {name: descale for name in cdna.DESCALES}
+    block_n = chosen.configs["cdna.forward"].block_n
+    made = program(chosen, "forward", arrays)
+    (found,) = of_program(made, arch)
     assert isinstance(found, Inspection)
-    return found
+    return replace(found, tiles=block_n // 64)
 
 
 def hot_loop(found) -> Mix:
@@ -60,14 +79,11 @@ def test_a_row_stride_past_32_bit_offsets_raises():
 
 def portable(variant):
     """The hot loop of the portable kernel for the same problem, with the same tile."""
-    arch, dim, dtype, causal = variant
-    problem = AttentionProblem.dense(
-        1, 4096, 4096, 8, 2, dim, dtype, causal, return_lse=True, num_splits=1
-    )
-    chosen = plan(problem, by_name(DEVICES[arch]), backend="portable")
+    arch, *kind = variant
+    chosen = plan(problem_of(*kind), by_name(DEVICES[arch]), backend="portable")
     assert chosen.configs["portable.forward"].block_n == 64
     (found,) = of_program(program(chosen, "forward"), arch)
-    return hot_loop(found)
+    return found
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -81,25 +97,32 @@ def test_nothing_spills_and_lds_is_within_the_limit(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 def test_the_hot_loop_is_within_its_bounds(variant):
-    arch, dim, *_ = variant
-    loop = hot_loop(inspected(*variant))
-    # Rows 32 by keys 64, twice over dim, in products of 32 x 32 x 16 (gfx950) or x 8 (gfx942).
-    assert loop.mfma == 2 * 2 * dim // (16 if arch == "gfx950" else 8)
+    arch, dim, dtype, _ = variant
+    found = inspected(*variant)
+    loop, keys = hot_loop(found), 64 * found.tiles
+    # 32 rows by the keys by dim, twice.
+    products = PRODUCTS[arch, ITEM_BITS[dtype]]
+    assert loop.mfma == 2 * (keys // 32) * (dim // products)
     assert loop.spills == loop.drains == 0
     # One barrier ends each stage.
     assert loop.barriers == 4
-    if arch == "gfx950":
-        assert loop.valu_slots <= MOST_VALU_SLOTS[dim]
-    else:
-        assert loop.valu_slots <= SHARE_OF_PORTABLE * portable(variant).valu_slots
+    assert loop.valu_slots <= MOST_VALU_SLOTS[dtype] * found.tiles
+
+
+@pytest.mark.parametrize("variant", SIXTEEN_BITS, ids=str)
+def test_cdna3_takes_a_fifth_fewer_vector_slots_than_portable(variant):
+    assert hot_loop(inspected(*variant)).valu_slots <= (
+        SHARE_OF_PORTABLE * hot_loop(portable(variant)).valu_slots
+    )
 
 
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v[0] == "gfx950"], ids=str)
 def test_cdna4_streams_through_lds(variant):
-    _, dim, *_ = variant
-    loop = hot_loop(inspected(*variant))
-    # A wave's share of K and V is 64 x dim x 2 bytes / 8 waves each, 1 KiB a load.
-    assert loop.dma == 2 * dim // 64
-    assert loop.vmem == loop.dma
-    # V as transposed operands, 4 keys a read: 64 x dim elements over 64 lanes.
-    assert loop.transposed == dim // 4
+    _, dim, dtype, _ = variant
+    found = inspected(*variant)
+    loop = hot_loop(found)
+    tile_bytes = 64 * found.tiles * dim * ITEM_BITS[dtype] // 8
+    # K and V, shared by 8 waves, 1 KiB a load.
+    assert loop.dma == loop.vmem == 2 * tile_bytes // 8 // 1024
+    # All of V by transposing reads of 8 bytes a lane.
+    assert loop.transposed == tile_bytes // (64 * 8)

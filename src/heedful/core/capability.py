@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from heedful.core.device import DeviceSpec
-from heedful.core.problem import FEATURES, MAX_HEAD_DIM, AttentionProblem
+from heedful.core.problem import FEATURES, ITEM_BITS, MAX_HEAD_DIM, AttentionProblem
 
 LEVELS = {
     "run": "measured on that hardware",
@@ -148,6 +148,18 @@ def _out_as_in(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None if problem.out_dtype == problem.dtype else f"out of {problem.out_dtype}"
 
 
+def _own_e4m3(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    own = "float8_e4m3fnuz" if device.arch == "gfx942" else "float8_e4m3fn"
+    foreign = ITEM_BITS[problem.dtype] == 8 and problem.dtype != own
+    return f"{problem.dtype} on {device.arch}, which multiplies {own}" if foreign else None
+
+
+def _out_as_in_or_float(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    if ITEM_BITS[problem.dtype] == 8:
+        return None if problem.out_dtype in _FLOATS else f"out of {problem.out_dtype}"
+    return _out_as_in(problem, device)
+
+
 def _many_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     short = problem.seqlen_k < 384
     return f"seqlen_k {problem.seqlen_k}: takes 384 and more" if short else None
@@ -195,7 +207,7 @@ ROWS: tuple[KernelRow, ...] = (
         "cdna",
         "forward",
         {"gfx942": "emulated", "gfx950": "emulated"},
-        ("bfloat16", "float16"),
+        ("bfloat16", "float16", "float8_e4m3fn", "float8_e4m3fnuz"),
         frozenset(
             {"causal", "diagonal", "varlen", "gqa", "return_lse", "split_kv", "backward"}
             | {"deterministic"}
@@ -206,7 +218,7 @@ ROWS: tuple[KernelRow, ...] = (
         least=(("triton", (3, 9)),),
         # Not before `heedful validate` has passed on the machine.
         by_default=False,
-        gates=(_positive_scale, _out_as_in, _many_keys),
+        gates=(_positive_scale, _out_as_in_or_float, _own_e4m3, _many_keys),
     ),
     KernelRow(
         "portable",

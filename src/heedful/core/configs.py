@@ -223,18 +223,24 @@ _D64_FOUR = {"consumer_regs": 112, "ordered": True, "producer_regs": 32}
 _D128 = {"consumer_regs": 240, "ordered": True, "producer_regs": 24}
 _D256 = {"consumer_regs": 240, "out_in_q": True, "producer_regs": 24}
 
+def _eight_bit(problem: AttentionProblem) -> bool:
+    return problem.dtype.startswith("float8")
+
+
+def _cdna(max_dim: int, tile: tuple[int, ...], when=_always) -> ConfigRow:
+    measured = "compiled and emulated for gfx942 and gfx950: no spills; not timed"
+    return ConfigRow("cdna.forward", _GLUON_CDNA, max_dim, TileConfig(*tile), measured, when)
+
+
+_GLUON_CDNA = ("gfx942", "gfx950")
+
 ROWS: list[ConfigRow] = [
     _hopper(64, (192, 128, 4, 2), _long_unmasked, **_D64_THREE),
     _hopper(64, (256, 64, 4, 4), **_D64_FOUR),
     _hopper(128, (128, 128, 4, 2), **_D128),
     _hopper(256, (128, 64, 4, 2), **_D256),
-    ConfigRow(
-        "cdna.forward",
-        ("gfx942", "gfx950"),
-        128,
-        TileConfig(256, 64, 8, 1),
-        "compiled and emulated for gfx942 and gfx950: no spills; not timed",
-    ),
+    _cdna(64, (256, 128, 8, 1), _eight_bit),
+    _cdna(128, (256, 64, 8, 1)),
     *(
         ConfigRow(f"portable.{kernel}", archs, max_dim, TileConfig(*tile), measured, when)
         for kernel, archs, when, measured, tiles in _PORTABLE

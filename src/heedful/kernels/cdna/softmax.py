@@ -21,14 +21,15 @@ LOWEST: gl.constexpr = gl.constexpr(-3.0e38)
 @gluon.constexpr_function
 def slack(dtype):
     """How many powers of two probabilities may rise past their row's last base."""
-    return 8
+    return 3 if dtype.is_fp8() else 8
 
 
 @gluon.constexpr_function
 def lift(dtype):
     """The power of two that a row's largest probability takes on a new base: what `dtype` has room
     for beyond the slack, so that small probabilities keep their digits."""
-    return 15 - slack(dtype) if dtype == gl.float16 else 0
+    top = {"fp16": 15, "fp8e4nv": 8, "fp8e4b8": 7}.get(dtype.name, slack(dtype))
+    return top - slack(dtype)
 
 
 @gluon.jit

@@ -10,11 +10,12 @@ LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
 
 @gluon.constexpr_function
-def fetch_layout(dim, warps):
+def fetch_layout(dim, warps, dtype):
     """16 bytes a lane, whole rows side by side: a wave covers 1 KiB without a gap, as a load
     straight to LDS must, and rows of waves follow each other."""
-    lanes = dim // 8
-    return gl.BlockedLayout([1, 8], [64 // lanes, lanes], [warps, 1], [1, 0])
+    items = 128 // dtype.primitive_bitwidth
+    lanes = dim // items
+    return gl.BlockedLayout([1, items], [64 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -87,6 +88,14 @@ class Work:
     def keys(self, x, stride_b, stride_n, stride_h):
         """x (.., N, G, D) where this head's keys or values begin."""
         return x + self.b * stride_b + self.g * stride_h + self.token_k * stride_n
+
+    @gluon.jit
+    def factor(self, scales, stride_b, stride_g):
+        """This KV head's entry of a float32 (B, G) array, 1 where there is none."""
+        if scales is None:
+            return gl.to_tensor(1.0)
+        else:
+            return gl.load(scales + self.b * stride_b + self.g * stride_g)
 
 
 @gluon.jit
@@ -184,7 +193,7 @@ def hide(s_MN, last_M, BY_SIGN: gl.constexpr):
 @gluon.jit
 def load_queries(q, stride_qm, row0, len_q, M: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
     """Rows [row0, row0 + M), zeros from len_q on."""
-    fetch: gl.constexpr = fetch_layout(D, gl.num_warps())
+    fetch: gl.constexpr = fetch_layout(D, gl.num_warps(), q.dtype.element_ty)
     rows = gl.arange(0, M, gl.SliceLayout(1, fetch))
     dims = gl.arange(0, D, gl.SliceLayout(0, fetch))
     base = q + row0.to(gl.int64) * stride_qm
@@ -195,13 +204,13 @@ def load_queries(q, stride_qm, row0, len_q, M: gl.constexpr, D: gl.constexpr, LA
 
 
 @gluon.jit
-def store_results(out, lse, stride_om, row0, len_q, base_M, l_M, acc_MD, FACTOR: gl.constexpr):
-    """FACTOR times acc / l of rows below len_q, and their log-sum-exp in nats; base_M is in units
-    of log2. A row that saw no key has sum 0: out 0, lse -inf."""
+def store_results(out, lse, stride_om, row0, len_q, base_M, l_M, acc_MD, scale):
+    """scale * acc / l of rows below len_q, and their log-sum-exp in nats; base_M is in units of
+    log2. A row that saw no key has sum 0: out 0, lse -inf."""
     MFMA: gl.constexpr = acc_MD.type.layout
     M: gl.constexpr = acc_MD.shape[0]
     D: gl.constexpr = acc_MD.shape[1]
-    acc_MD = acc_MD * (FACTOR / gl.where(l_M == 0.0, 1.0, l_M))[:, None]
+    acc_MD = acc_MD * (scale / gl.where(l_M == 0.0, 1.0, l_M))[:, None]
     rows = gl.arange(0, M, gl.SliceLayout(1, MFMA))
     dims = gl.arange(0, D, gl.SliceLayout(0, MFMA))
     used_M = rows < len_q - row0

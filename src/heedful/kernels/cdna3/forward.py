@@ -18,6 +18,7 @@ import math
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from heedful.kernels.cdna.fp8 import fp8_operand, positive, stored_keys
 from heedful.kernels.cdna.softmax import LOWEST, follow, lane_sums, lift, row_max, slack, total
 from heedful.kernels.cdna.tile import (
     fetch_layout,
@@ -39,9 +40,11 @@ def _load(
     D: gl.constexpr,
     LAYOUT: gl.constexpr,
     IS_MASKED: gl.constexpr,
+    WIDTH: gl.constexpr = 4,
 ):
-    """One tile of K or V in registers; rows from len_k on are zeros."""
-    rows = gl.arange(0, N, gl.SliceLayout(1, LAYOUT))
+    """One tile of K or V in registers; keys from len_k on are zeros. WIDTH: rows in the order of
+    `stored_keys`; 4 changes nothing."""
+    rows = stored_keys(gl.arange(0, N, gl.SliceLayout(1, LAYOUT)), WIDTH)
     dims = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     # The tile's base takes the 64-bit part, in scalar registers; offsets never change.
     base += (tile * N).to(gl.int64) * stride
@@ -58,6 +61,8 @@ def _load(
 def mean_loss(dtype):
     """What `truncated` takes off on average, relatively: half a unit of the last place, over
     mantissas in [1, 2) whose logarithms are spread evenly."""
+    if dtype.is_fp8():
+        return 0.0
     digits = 7 if dtype == gl.bfloat16 else 10
     return 2.0**-digits / 2 * (0.5 / math.log(2.0))
 
@@ -110,12 +115,13 @@ def _walk(
     DTYPE: gl.constexpr = q_MD.dtype
     LIFT: gl.constexpr = truncation_lift(DTYPE)
     HIGHEST: gl.constexpr = lift(DTYPE) + slack(DTYPE)
-    K_LOAD: gl.constexpr = fetch_layout(D, gl.num_warps())
-    V_LOAD: gl.constexpr = turn_layout(D, gl.num_warps())
+    K_LOAD: gl.constexpr = fetch_layout(D, gl.num_warps(), DTYPE)
+    V_LOAD: gl.constexpr = turn_layout(N, D, DTYPE)
+    V_WIDTH: gl.constexpr = values_width(DTYPE)
     # Of p, a lane holds four consecutive keys at a time: as an operand it stays where it is.
-    P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, MFMA, 4)
-    V_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, 4)
-    K_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, 8)
+    P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, MFMA, V_WIDTH)
+    V_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, V_WIDTH)
+    K_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, 128 // DTYPE.primitive_bitwidth)
     for i in range(begin, stop):
         later = gl.minimum(i + 1, last)
         with gl.amd.warp_pipeline_stage("keys", priority=0):
@@ -125,7 +131,7 @@ def _walk(
         with gl.amd.warp_pipeline_stage("scores", priority=1):
             s_MN = gl.amd.cdna3.mfma(q_MD, k_DN, gl.zeros([M, N], gl.float32, MFMA))
         with gl.amd.warp_pipeline_stage("values", priority=0):
-            next_v_ND = _load(v, stride_vn, later, len_k, N, D, V_LOAD, IS_MASKED)
+            next_v_ND = _load(v, stride_vn, later, len_k, N, D, V_LOAD, IS_MASKED, V_WIDTH)
             v_ND = v_smem.load(V_OPERAND)
             k_smem.store(next_k_ND)
             if IS_MASKED:
@@ -134,16 +140,48 @@ def _walk(
             base_M, l_ML, acc_MD = follow(base_M, top_M, scale_log2, l_ML, acc_MD, LIFT, HIGHEST)
             p_MN = gl.exp2(s_MN * scale_log2 - base_M[:, None])
             l_ML += lane_sums(p_MN)
-            p_MN = gl.convert_layout(truncated(p_MN, DTYPE), P_OPERAND)
+            if DTYPE.is_fp8():
+                p_MN = fp8_operand(p_MN, DTYPE, P_OPERAND)
+            else:
+                p_MN = gl.convert_layout(truncated(p_MN, DTYPE), P_OPERAND)
         with gl.amd.warp_pipeline_stage("output", priority=1):
             acc_MD = gl.amd.cdna3.mfma(p_MN, v_ND, acc_MD)
     return base_M, l_ML, acc_MD, next_v_ND
 
 
 @gluon.constexpr_function
-def turn_layout(dim, warps):
-    """Four keys by dim / 32 columns a lane."""
-    return gl.BlockedLayout([4, dim // 32], [2, 32], [warps, 1], [1, 0])
+def turn_layout(rows, dim, dtype):
+    """Who turns which part of V: four keys by a few columns a lane."""
+    if not dtype.is_fp8():
+        return gl.BlockedLayout([4, dim // 32], [2, 32], [8, 1], [1, 0])
+    # Sixteen keys by 64 columns a wave, so that its writes meet all banks.
+    lanes = [[4, 0], [8, 0], [0, 4], [0, 8], [0, 16], [0, 32]]
+    waves = [[0, d] for d in (64,) if d < dim] + [[n, 0] for n in (16, 32, 64) if n < rows]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [1, 0], [2, 0]], lanes, waves, [], [rows, dim]
+    )
+
+
+@gluon.constexpr_function
+def keys_layout(rows, dim, dtype):
+    """K in LDS, padded so that as many lanes as fill the 32 banks once, eight at 16 bytes, meet
+    each once. A swizzle would do too, at an address register for every read."""
+    return gl.PaddedSharedLayout.with_identity_for(
+        [[dim, 128 // dtype.primitive_bitwidth]], [rows, dim], [1, 0]
+    )
+
+
+@gluon.constexpr_function
+def values_layout(rows, dim, dtype):
+    """V in LDS, turned; likewise for sixteen lanes at 8 bytes or, fp8, eight at 16."""
+    padding = [[rows, 32], [4 * rows, 16]] if dtype.is_fp8() else [[rows, 4]]
+    return gl.PaddedSharedLayout.with_identity_for(padding, [rows, dim], [0, 1])
+
+
+@gluon.constexpr_function
+def values_width(dtype):
+    """Keys side by side in an operand of V."""
+    return 16 if dtype.is_fp8() else 4
 
 
 @gluon.jit
@@ -151,6 +189,9 @@ def forward(
     q,
     k,
     v,
+    q_descale,
+    k_descale,
+    v_descale,
     out,
     lse,
     cu_q,
@@ -172,6 +213,12 @@ def forward(
     stride_ls,
     stride_lb,
     stride_lh,
+    stride_qdb,
+    stride_qdg,
+    stride_kdb,
+    stride_kdg,
+    stride_vdb,
+    stride_vdg,
     seqlen_q,
     seqlen_k,
     heads_q,
@@ -189,21 +236,21 @@ def forward(
     """out (.., M, H, D) and, if wanted, lse (B, H, M) of BLOCK_M queries of one head; of several
     splits of the keys, partial ones with a leading split.
 
-    scale_log2: makes raw scores logits in base 2. heads: batch times heads_q. group: query heads
-    per KV head. align: 1 puts the diagonal at the last query and key, 0 at the first.
+    scale_log2: makes raw scores logits in base 2. q_descale, k_descale, v_descale: float32 (B, G),
+    with fp8. heads: batch times heads_q. group: query heads per KV head. align: 1 puts the diagonal
+    at the last query and key, 0 at the first.
     """
     WARPS: gl.constexpr = gl.num_warps()
+    DTYPE: gl.constexpr = k.dtype.element_ty
     MFMA: gl.constexpr = gl.amd.AMDMFMALayout(
-        version=3, instr_shape=[32, 32, 8], transposed=True, warps_per_cta=[WARPS, 1]
+        version=3,
+        instr_shape=[32, 32, 128 // DTYPE.primitive_bitwidth],
+        transposed=True,
+        warps_per_cta=[WARPS, 1],
     )
-    # Padded, so that as many lanes as fill the 32 banks once meet each once: eight at 16 bytes (K),
-    # sixteen at 8 (V). A swizzle would do too, at an address register for every read.
-    K_SHARED: gl.constexpr = gl.PaddedSharedLayout.with_identity_for(
-        [[HEAD_DIM, 8]], [BLOCK_N, HEAD_DIM], [1, 0]
-    )
-    V_SHARED: gl.constexpr = gl.PaddedSharedLayout.with_identity_for(
-        [[BLOCK_N, 4]], [BLOCK_N, HEAD_DIM], [0, 1]
-    )
+    K_SHARED: gl.constexpr = keys_layout(BLOCK_N, HEAD_DIM, DTYPE)
+    V_SHARED: gl.constexpr = values_layout(BLOCK_N, HEAD_DIM, DTYPE)
+    V_WIDTH: gl.constexpr = values_width(DTYPE)
     work = work_of(
         cu_q,
         cu_k,
@@ -230,14 +277,24 @@ def forward(
     if lse is not None:
         lse = work.queries(lse + work.split * stride_ls, stride_lb, 1, stride_lh)
 
+    if DTYPE.is_fp8():
+        q_factor = work.factor(q_descale, stride_qdb, stride_qdg)
+        k_factor = work.factor(k_descale, stride_kdb, stride_kdg)
+        scale_log2 = positive(scale_log2 * q_factor * k_factor)
+
     q_MD = load_queries(
-        q, stride_qm, row0, len_q, BLOCK_M, HEAD_DIM, gl.DotOperandLayout(0, MFMA, 8)
+        q,
+        stride_qm,
+        row0,
+        len_q,
+        BLOCK_M,
+        HEAD_DIM,
+        gl.DotOperandLayout(0, MFMA, 128 // DTYPE.primitive_bitwidth),
     )
-    DTYPE: gl.constexpr = k.dtype.element_ty
-    K_LOAD: gl.constexpr = fetch_layout(HEAD_DIM, WARPS)
-    V_LOAD: gl.constexpr = turn_layout(HEAD_DIM, WARPS)
+    K_LOAD: gl.constexpr = fetch_layout(HEAD_DIM, WARPS, DTYPE)
+    V_LOAD: gl.constexpr = turn_layout(BLOCK_N, HEAD_DIM, DTYPE)
     k_ND = _load(k, stride_kn, work.begin, len_k, BLOCK_N, HEAD_DIM, K_LOAD, True)
-    v_ND = _load(v, stride_vn, work.begin, len_k, BLOCK_N, HEAD_DIM, V_LOAD, True)
+    v_ND = _load(v, stride_vn, work.begin, len_k, BLOCK_N, HEAD_DIM, V_LOAD, True, V_WIDTH)
     k_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, HEAD_DIM], K_SHARED)
     k_smem.store(k_ND)
     v_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, HEAD_DIM], V_SHARED)
@@ -269,5 +326,5 @@ def forward(
             masked == 1,
         )
     l_M = total(l_ML, base_M)
-    FACTOR: gl.constexpr = 1 + mean_loss(DTYPE)
-    store_results(out, lse, stride_om, row0, len_q, base_M, l_M, acc_MD, FACTOR)
+    scale = work.factor(v_descale, stride_vdb, stride_vdg) * (1 + mean_loss(DTYPE))
+    store_results(out, lse, stride_om, row0, len_q, base_M, l_M, acc_MD, scale)

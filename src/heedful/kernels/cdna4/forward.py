@@ -16,48 +16,77 @@ Shapes: M query rows, N key rows of half a tile, D head dim.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from heedful.kernels.cdna.fp8 import fp8_operand, positive, side_by_side, stored_keys
 from heedful.kernels.cdna.softmax import LOWEST, follow, lane_sums, lift, row_max, slack, total
-from heedful.kernels.cdna.tile import hide, last_keys, load_queries, store_results, work_of
+from heedful.kernels.cdna.tile import (
+    hide,
+    last_keys,
+    load_queries,
+    store_results,
+    work_of,
+)
 
 copy = gl.amd.cdna4.async_copy
 
 
 @gluon.constexpr_function
-def keys_layout(mfma, rows, dim):
+def keys_layout(mfma, rows, dim, dtype):
     """K in LDS, so that a wave's reads meet every bank alike."""
-    operand = gl.DotOperandLayout(1, mfma, 8)
-    found = gl.amd.cdna4.compute_efficient_padded_shared_layout(operand, [dim, rows], gl.bfloat16)
+    operand = gl.DotOperandLayout(1, mfma, 128 // dtype.primitive_bitwidth)
+    found = gl.amd.cdna4.compute_efficient_padded_shared_layout(operand, [dim, rows], dtype)
     bases = [[row, d] for d, row in found.offset_bases]
     return gl.PaddedSharedLayout(found.interval_padding_pairs, bases, [], [rows, dim])
 
 
 @gluon.constexpr_function
-def values_layout(mfma, rows, dim):
+def values_layout(mfma, rows, dim, dtype):
     """V in LDS, likewise for transposing reads."""
-    operand = gl.DotOperandLayout(1, mfma, 4)
-    return gl.amd.cdna4.compute_efficient_padded_shared_layout(
-        operand, [rows, dim], gl.bfloat16, False
-    )
+    operand = gl.DotOperandLayout(1, mfma, values_width(dtype))
+    return gl.amd.cdna4.compute_efficient_padded_shared_layout(operand, [rows, dim], dtype, False)
 
 
 @gluon.constexpr_function
-def direct_layout(shared, warps):
+def values_width(dtype):
+    """Keys side by side in an operand of V: 8 bytes, what a transposing read gives a lane."""
+    return 64 // dtype.primitive_bitwidth
+
+
+@gluon.constexpr_function
+def products(dtype):
+    """How many products the matrix unit adds up in one instruction."""
+    return 64 if dtype.is_fp8() else 16
+
+
+@gluon.jit
+def multiply(a, b, c):
+    """a b + c."""
+    if a.dtype.is_fp8():
+        # Without scales; the only form that takes 64 products, at twice the speed of 16.
+        return gl.amd.cdna4.mfma_scaled(a, None, "e4m3", b, None, "e4m3", c)
+    else:
+        return gl.amd.cdna3.mfma(a, b, c)
+
+
+@gluon.constexpr_function
+def direct_layout(shared, warps, dtype):
     """Which lane loads what, for loads straight to LDS: the hardware writes a wave's 64 times 16
     bytes side by side, so the order in LDS decides."""
     bases = shared.offset_bases
-    lanes, waves = 3 + 6, 3 + 6 + warps.bit_length() - 1
+    items = (128 // dtype.primitive_bitwidth).bit_length() - 1
+    lanes, waves = items + 6, items + 6 + warps.bit_length() - 1
     return gl.DistributedLinearLayout(
-        bases[:3] + bases[waves:], bases[3:lanes], bases[lanes:waves], [], shared.shape
+        bases[:items] + bases[waves:], bases[items:lanes], bases[lanes:waves], [], shared.shape
     )
 
 
 @gluon.jit
-def _fetch(smem, base, stride, tile, len_k, IS_MASKED: gl.constexpr):
-    """Asks for one tile of K or V; rows from len_k on become zeros."""
+def _fetch(smem, base, stride, tile, len_k, IS_MASKED: gl.constexpr, WIDTH: gl.constexpr = 4):
+    """Asks for one tile of K or V; keys from len_k on become zeros. WIDTH: rows in the order of
+    `stored_keys`; 4 changes nothing."""
     N: gl.constexpr = smem.shape[0]
     D: gl.constexpr = smem.shape[1]
-    LAYOUT: gl.constexpr = direct_layout(smem.type.layout, gl.num_warps())
-    rows = gl.arange(0, N, gl.SliceLayout(1, LAYOUT))
+    LAYOUT: gl.constexpr = direct_layout(smem.type.layout, gl.num_warps(), smem.dtype)
+    rows = stored_keys(gl.arange(0, N, gl.SliceLayout(1, LAYOUT)), WIDTH)
     dims = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     # The tile's base takes the 64-bit part, in scalar registers; offsets never change.
     base += (tile * N).to(gl.int64) * stride
@@ -98,10 +127,12 @@ def _walk(
     DTYPE: gl.constexpr = q_MD.dtype
     LIFT: gl.constexpr = lift(DTYPE)
     HIGHEST: gl.constexpr = LIFT + slack(DTYPE)
-    K_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, 8)
+    V_WIDTH: gl.constexpr = values_width(DTYPE)
+    JOINED: gl.constexpr = DTYPE.is_fp8()
+    K_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, 128 // DTYPE.primitive_bitwidth)
     # Of p, a lane holds four consecutive keys at a time: as an operand it stays where it is.
-    P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, MFMA, 4)
-    V_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, 4)
+    P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, MFMA, V_WIDTH)
+    V_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, V_WIDTH)
     zeros_MN = gl.zeros([M, HALF], gl.float32, MFMA)
     for i in range(begin, stop):
         now = i & 1
@@ -113,13 +144,16 @@ def _walk(
             kb_DN = copy.load_shared_relaxed(tile.slice(HALF, HALF).permute([1, 0]), K_OPERAND)
         copy.wait_group(1)
         with gl.amd.warp_pipeline_stage("scores", priority=1):
-            sa_MN = gl.amd.cdna3.mfma(q_MD, ka_DN, zeros_MN)
-            sb_MN = gl.amd.cdna3.mfma(q_MD, kb_DN, zeros_MN)
+            sa_MN = multiply(q_MD, ka_DN, zeros_MN)
+            sb_MN = multiply(q_MD, kb_DN, zeros_MN)
         with gl.amd.warp_pipeline_stage("values", priority=0):
-            _fetch(v_smem.index(1 - now), v, stride_vn, later, len_k, IS_MASKED)
+            _fetch(v_smem.index(1 - now), v, stride_vn, later, len_k, IS_MASKED, V_WIDTH)
             tile = v_smem.index(now)
-            va_ND = copy.load_shared_relaxed(tile.slice(0, HALF), V_OPERAND)
-            vb_ND = copy.load_shared_relaxed(tile.slice(HALF, HALF), V_OPERAND)
+            if JOINED:
+                v_ND = copy.load_shared_relaxed(tile, V_OPERAND)
+            else:
+                va_ND = copy.load_shared_relaxed(tile.slice(0, HALF), V_OPERAND)
+                vb_ND = copy.load_shared_relaxed(tile.slice(HALF, HALF), V_OPERAND)
             if IS_MASKED:
                 sa_MN = hide(sa_MN, last_M - i * BLOCK_N, False)
                 sb_MN = hide(sb_MN, last_M - (i * BLOCK_N + HALF), False)
@@ -132,10 +166,14 @@ def _walk(
             # Half of the exponentials run beside the first products, half beside the other group's.
             pb_MN = gl.exp2(xb_MN)
             l_ML += lane_sums(pa_MN + pb_MN)
-            pa_MN = gl.convert_layout(pa_MN.to(DTYPE), P_OPERAND)
-            pb_MN = gl.convert_layout(pb_MN.to(DTYPE), P_OPERAND)
-            acc_MD = gl.amd.cdna3.mfma(pa_MN, va_ND, acc_MD)
-            acc_MD = gl.amd.cdna3.mfma(pb_MN, vb_ND, acc_MD)
+            if JOINED:
+                p_MN = fp8_operand(side_by_side(pa_MN, pb_MN), DTYPE, P_OPERAND)
+                acc_MD = multiply(p_MN, v_ND, acc_MD)
+            else:
+                pa_MN = gl.convert_layout(pa_MN.to(DTYPE), P_OPERAND)
+                pb_MN = gl.convert_layout(pb_MN.to(DTYPE), P_OPERAND)
+                acc_MD = multiply(pa_MN, va_ND, acc_MD)
+                acc_MD = multiply(pb_MN, vb_ND, acc_MD)
     return base_M, l_ML, acc_MD
 
 
@@ -144,6 +182,9 @@ def forward(
     q,
     k,
     v,
+    q_descale,
+    k_descale,
+    v_descale,
     out,
     lse,
     cu_q,
@@ -165,6 +206,12 @@ def forward(
     stride_ls,
     stride_lb,
     stride_lh,
+    stride_qdb,
+    stride_qdg,
+    stride_kdb,
+    stride_kdg,
+    stride_vdb,
+    stride_vdg,
     seqlen_q,
     seqlen_k,
     heads_q,
@@ -182,15 +229,17 @@ def forward(
     """out (.., M, H, D) and, if wanted, lse (B, H, M) of BLOCK_M queries of one head; of several
     splits of the keys, partial ones with a leading split.
 
-    scale_log2: makes raw scores logits in base 2. heads: batch times heads_q. group: query heads
-    per KV head. align: 1 puts the diagonal at the last query and key, 0 at the first.
+    scale_log2: makes raw scores logits in base 2. q_descale, k_descale, v_descale: float32 (B, G),
+    with fp8. heads: batch times heads_q. group: query heads per KV head. align: 1 puts the diagonal
+    at the last query and key, 0 at the first.
     """
     WARPS: gl.constexpr = gl.num_warps()
+    DTYPE: gl.constexpr = k.dtype.element_ty
     MFMA: gl.constexpr = gl.amd.AMDMFMALayout(
-        version=4, instr_shape=[32, 32, 16], transposed=True, warps_per_cta=[WARPS, 1]
+        version=4, instr_shape=[32, 32, products(DTYPE)], transposed=True, warps_per_cta=[WARPS, 1]
     )
-    K_SHARED: gl.constexpr = keys_layout(MFMA, BLOCK_N, HEAD_DIM)
-    V_SHARED: gl.constexpr = values_layout(MFMA, BLOCK_N, HEAD_DIM)
+    K_SHARED: gl.constexpr = keys_layout(MFMA, BLOCK_N, HEAD_DIM, DTYPE)
+    V_SHARED: gl.constexpr = values_layout(MFMA, BLOCK_N, HEAD_DIM, DTYPE)
     work = work_of(
         cu_q,
         cu_k,
@@ -217,13 +266,24 @@ def forward(
     if lse is not None:
         lse = work.queries(lse + work.split * stride_ls, stride_lb, 1, stride_lh)
 
+    if DTYPE.is_fp8():
+        q_factor = work.factor(q_descale, stride_qdb, stride_qdg)
+        k_factor = work.factor(k_descale, stride_kdb, stride_kdg)
+        scale_log2 = positive(scale_log2 * q_factor * k_factor)
+
     q_MD = load_queries(
-        q, stride_qm, row0, len_q, BLOCK_M, HEAD_DIM, gl.DotOperandLayout(0, MFMA, 8)
+        q,
+        stride_qm,
+        row0,
+        len_q,
+        BLOCK_M,
+        HEAD_DIM,
+        gl.DotOperandLayout(0, MFMA, 128 // DTYPE.primitive_bitwidth),
     )
-    k_smem = gl.allocate_shared_memory(k.dtype.element_ty, [2, BLOCK_N, HEAD_DIM], K_SHARED)
-    v_smem = gl.allocate_shared_memory(k.dtype.element_ty, [2, BLOCK_N, HEAD_DIM], V_SHARED)
+    k_smem = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, HEAD_DIM], K_SHARED)
+    v_smem = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, HEAD_DIM], V_SHARED)
     _fetch(k_smem.index(work.begin & 1), k, stride_kn, work.begin, len_k, True)
-    _fetch(v_smem.index(work.begin & 1), v, stride_vn, work.begin, len_k, True)
+    _fetch(v_smem.index(work.begin & 1), v, stride_vn, work.begin, len_k, True, values_width(DTYPE))
     copy.wait_group(0)
     gl.barrier()
     rows_M = row0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MFMA))
@@ -254,4 +314,5 @@ def forward(
     # What was asked for ahead must not land in the LDS of the next workgroup.
     copy.wait_group(0)
     l_M = total(l_ML, base_M)
-    store_results(out, lse, stride_om, row0, len_q, base_M, l_M, acc_MD, 1.0)
+    scale = work.factor(v_descale, stride_vdb, stride_vdg)
+    store_results(out, lse, stride_om, row0, len_q, base_M, l_M, acc_MD, scale)

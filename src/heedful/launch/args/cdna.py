@@ -15,17 +15,17 @@ from heedful.launch.spec import (
     Program,
     Scalar,
     Workspace,
+    item_bytes,
 )
 
 Buffers = Mapping[str, BufferSpec]
 
 MODULES = {"gfx942": "heedful.kernels.cdna3.forward", "gfx950": "heedful.kernels.cdna4.forward"}
+DESCALES = ("q_descale", "k_descale", "v_descale")
 # Stands for "farther than any sequence reaches"; sums of three stay within 32 bits.
 FAR = 1 << 29
-# Loads are 16 bytes wide: the gate promises 16-byte strides.
-STRIDE_DIVISOR = 8
-# Buffer instructions reach 2^31 bytes from a tile's base: 256 rows of this stride and 16 bits.
-WIDE_STRIDE = 1 << 22
+# Buffer instructions reach 2^31 bytes from a tile's base: 256 rows of this many bytes.
+WIDE_STRIDE = 1 << 23
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -57,7 +57,9 @@ def _call(
     constants: dict[str, object] = {}
     for parameter, name in {"q": "q", "k": "k", "v": "v", "out": out}.items():
         arguments[parameter] = Pointer(name, buffers[name].dtype)
-    for parameter, name in {"lse": lse, "cu_q": "cu_seqlens_q", "cu_k": "cu_seqlens_k"}.items():
+    optional = {"lse": lse, "cu_q": "cu_seqlens_q", "cu_k": "cu_seqlens_k"}
+    optional |= {name: name for name in DESCALES}
+    for parameter, name in optional.items():
         if name in buffers:
             arguments[parameter] = Pointer(name, buffers[name].dtype, False)
         else:
@@ -79,6 +81,9 @@ def _call(
         "stride_lb": 0 if problem.varlen_q else strides[0],
         "stride_lh": strides[-2],
     }
+    for name in DESCALES:
+        step_b, step_g = buffers[name].strides if name in buffers else (0, 0)
+        far |= {f"stride_{name[0]}db": step_b, f"stride_{name[0]}dg": step_g}
     arguments |= {name: Scalar(value, "i64") for name, value in far.items()}
     numbers = {
         "seqlen_q": problem.seqlen_q,
@@ -108,10 +113,13 @@ def _strides(prefix: str, axes: str, spec: BufferSpec) -> dict[str, Argument]:
     within a tile, and a dim of one element is never stepped over."""
     pairs = zip(spec.shape[:-1], spec.strides[:-1], strict=True)
     *batch, row, head = (stride if size > 1 else 0 for size, stride in pairs)
-    if abs(row) >= WIDE_STRIDE:
-        raise ValueError(f"{prefix} must have a row stride below {WIDE_STRIDE} elements, got {row}")
+    most = WIDE_STRIDE // item_bytes(spec.dtype)
+    if abs(row) >= most:
+        raise ValueError(f"{prefix} must have a row stride below {most} elements, got {row}")
     values = (batch[0] if batch else 0, row, head)
+    # Loads are 16 bytes wide: the gate promises 16-byte strides.
+    divisor = 16 // min(item_bytes(spec.dtype), 2)
     return {
-        f"stride_{prefix}{axis}": Scalar(value, "i32" if axis in "mn" else "i64", STRIDE_DIVISOR)
+        f"stride_{prefix}{axis}": Scalar(value, "i32" if axis in "mn" else "i64", divisor)
         for axis, value in zip(axes, values, strict=True)
     }

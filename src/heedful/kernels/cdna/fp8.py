@@ -1,0 +1,92 @@
+"""Eight-bit probabilities as an operand, without moving them between lanes.
+
+A lane of the scores' layout has keys 8 j + 4 half + (0 to 3) of each tile, in float32; as an
+operand of eight-bit products it wants 8 or 16 keys side by side. A sum of products knows no order:
+rows of V lie in LDS in the order of `stored_keys`, in which the lane's own keys are neighbours.
+
+Shapes: M query rows, N key rows.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def stored_keys(rows, WIDTH: gl.constexpr):
+    """Which key of a tile each row of V in LDS holds, for WIDTH keys side by side; 4 changes
+    nothing."""
+    i = rows % 4
+    j = rows // 4 % (WIDTH // 4)
+    half = rows // WIDTH % 2
+    return rows // (2 * WIDTH) * (2 * WIDTH) + 8 * j + 4 * half + i
+
+
+@gluon.jit
+def side_by_side(a_MN, b_MN):
+    """(M, N) and (M, N) to (M, 2 N)."""
+    M: gl.constexpr = a_MN.shape[0]
+    N: gl.constexpr = a_MN.shape[1]
+    return gl.join(a_MN, b_MN).permute([0, 2, 1]).reshape([M, 2 * N])
+
+
+@gluon.jit
+def _words(p_MN):
+    """Four neighbours as e4m3, rounded to nearest, in one int32: (M, N) -> (M, N / 4).
+
+    Two conversions fill a register in turn, where the compiler would take one for each half and put
+    them together. Of two registers the low halves come first: a conversion must not follow directly
+    that of its other half.
+    """
+    M: gl.constexpr = p_MN.shape[0]
+    N: gl.constexpr = p_MN.shape[1]
+    even, odd = gl.split(p_MN.reshape([M, N // 4, 2, 2]))
+    p0, p2 = gl.split(even)
+    p1, p3 = gl.split(odd)
+    return gl.inline_asm_elementwise(
+        "v_cvt_pk_fp8_f32 $0, $2, $4\n"
+        "v_cvt_pk_fp8_f32 $1, $3, $5\n"
+        "v_cvt_pk_fp8_f32 $0, $6, $8 op_sel:[0,0,1]\n"
+        "v_cvt_pk_fp8_f32 $1, $7, $9 op_sel:[0,0,1]\n"
+        "s_nop 0",
+        "=&v,=&v,v,v,v,v,v,v,v,v",
+        [p0, p1, p2, p3],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.constexpr_function
+def _words_layout(operand):
+    """Where the words of an operand lie: every four neighbours are one."""
+    reg, lane, warp = operand.reg_bases, operand.lane_bases, operand.warp_bases
+    assert reg[:2] == [[0, 1], [0, 2]]
+    reg, lane, warp = ([[m, n // 4] for m, n in bases] for bases in (reg[2:], lane, warp))
+    return gl.DistributedLinearLayout(
+        reg, lane, warp, [], [operand.shape[0], operand.shape[1] // 4]
+    )
+
+
+@gluon.jit
+def fp8_operand(p_MN, dtype: gl.constexpr, OPERAND: gl.constexpr):
+    """Probabilities in `dtype`, the target's e4m3, as operand, in the order of `stored_keys`."""
+    M: gl.constexpr = p_MN.shape[0]
+    N: gl.constexpr = p_MN.shape[1]
+    WIDTH: gl.constexpr = OPERAND.k_width
+    words = _words(p_MN).reshape([M, N // (2 * WIDTH), WIDTH // 4, 2])
+    words = words.permute([0, 1, 3, 2]).reshape([M, N // 4])
+    # Whole registers change their numbers here; of bytes, the compiler would put words together.
+    WORDS: gl.constexpr = _words_layout(gl.to_linear_layout(OPERAND, [M, N]))
+    words = gl.convert_layout(words, WORDS)
+    even = gl.join(words.to(gl.int8), (words >> 16).to(gl.int8))
+    odd = gl.join((words >> 8).to(gl.int8), (words >> 24).to(gl.int8))
+    p_MN = gl.join(even, odd).reshape([M, N]).to(dtype, bitcast=True)
+    return gl.convert_layout(p_MN, OPERAND)
+
+
+@gluon.jit
+def positive(scale):
+    """A scale that the maximum commutes with and that leaves masked scores at -inf: for zero,
+    which a descale of zeros may be, the least normal number, and NaN for a negative one, which
+    would turn the softmax upside down."""
+    return gl.where(scale < 0, float("nan"), gl.maximum(scale, 2.0**-126))
