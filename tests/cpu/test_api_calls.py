@@ -164,3 +164,25 @@ def test_every_public_name_is_there():
     for name in heedful.__all__:
         assert getattr(top, name) is getattr(heedful, name)
         assert getattr(heedful, name).__doc__
+
+
+def test_a_call_is_not_taken_for_the_last_one_with_the_same_options():
+    def draw(length, heads=2, dtype=torch.float32, grad=False, swapped=False):
+        shape = (1, heads, length, 8) if swapped else (1, length, heads, 8)
+        tensors = (torch.randn(shape, dtype=dtype) for _ in range(3))
+        tensors = (t.transpose(1, 2) if swapped else t for t in tensors)
+        return [t.requires_grad_(grad) for t in tensors]
+
+    kinds = [{}, {"heads": 4}, {"dtype": torch.bfloat16}, {"grad": True}, {"swapped": True}]
+    inputs = [draw(length, **kind) for _ in range(3) for kind in kinds for length in (16, 24)]
+    CALLS.clear()
+    together = [heedful.flash_attn_func(*x, backend="cpu") for x in inputs]
+    for x, out in zip(inputs, together, strict=True):
+        CALLS.clear()
+        assert torch.equal(heedful.flash_attn_func(*x, backend="cpu"), out)
+        assert out.requires_grad == x[0].requires_grad
+    q, k, v = draw(16)
+    for bad in (k.to(torch.bfloat16), k[..., :4], k[:, :, :1].expand(-1, -1, 3, -1)):
+        heedful.flash_attn_func(q, k, v, backend="cpu")
+        with pytest.raises((TypeError, ValueError)):
+            heedful.flash_attn_func(q, bad, v, backend="cpu")

@@ -25,7 +25,7 @@ from heedful.torch.adapt import (
     is_aligned,
 )
 from heedful.torch.checks import Options, check_seed, check_tensors, describe
-from heedful.torch.dispatch import any_autocast, bare_apply
+from heedful.torch.dispatch import any_autocast, bare_apply, same_metadata
 from heedful.torch.values import INDICES, check_values
 
 # Operands beyond q, k and v where there are none.
@@ -38,13 +38,15 @@ class Generations:
     """A bounded map that forgets what was not used lately, and costs one look-up for what was.
 
     Entries live in `young`; once that is full it becomes the old generation, whose entries return
-    on use and are forgotten with the next change.
+    on use and are forgotten with the next change. `latest` is for a caller who has something
+    cheaper than a key to know the entry again that he used last.
     """
 
     def __init__(self, capacity: int):
         self._half = max(1, capacity // 2)
         self._old: dict = {}
         self.young: dict = {}
+        self.latest: dict = {}
 
     def __len__(self) -> int:
         return len(self.young) + len(self._old)
@@ -58,11 +60,11 @@ class Generations:
 
     def put(self, key, value) -> None:
         if len(self.young) >= self._half:
-            self._old, self.young = self.young, {}
+            self._old, self.young, self.latest = self.young, {}, {}
         self.young[key] = value
 
     def clear(self) -> None:
-        self._old, self.young = {}, {}
+        self._old, self.young, self.latest = {}, {}, {}
 
 
 # A training run has tens of kinds of calls; varlen lengths make it thousands.
@@ -88,13 +90,14 @@ class Call:
 
     steps: what the caller's tensors lack to be operands. plain: they go to the kernels as they
     are, unchecked. bare: they are q, k and v alone. results: 0 out, 1 with lse, 2 with the
-    probabilities too.
+    probabilities too. wants_grad, fits(q, k, v): whether tensors are of this kind, addresses aside.
     """
 
     __slots__ = (
         "bare",
         "checks",
         "dropout",
+        "fits",
         "forward",
         "kind",
         "plain",
@@ -102,6 +105,7 @@ class Call:
         "results",
         "runner",
         "steps",
+        "wants_grad",
     )
 
     def __init__(self, x: Operands, options: Options, grad: tuple[bool, bool], out, seed=None):
@@ -126,6 +130,8 @@ class Call:
         if isinstance(options.backend, Explain):
             raise Explained(self.runner.plan)
         self.problem = problem
+        self.wants_grad = grad[0]
+        self.fits = same_metadata(x.q, x.k, x.v)
         self.kind = options.kind
         self.forward = self.runner.forward
         if self.runner.plan.backend == "sdpa":
@@ -215,39 +221,51 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
             sink_grad = isinstance(sink, Tensor) and sink.requires_grad
             wants_grad = wants_grad or bias_grad or sink_grad
     x = _new(Operands, (q, k, v, *extras))
+    key = call = None
     try:
-        key = (
-            options,
-            *map(type, options),
-            wants_grad,
-            q.shape,
-            q.stride(),
-            q.dtype,
-            q.device,
-            q.data_ptr() % 16,
-            k.shape,
-            k.stride(),
-            k.dtype,
-            k.device,
-            k.data_ptr() % 16,
-            v.shape,
-            v.stride(),
-            v.dtype,
-            v.device,
-            v.data_ptr() % 16,
-            None if extras is ABSENT else tensor_keys(extras),
-            None if out is None else out_key(out, q, k, v),
-            None if seed is None else tensor_key(seed),
-        )
-        call = CALLS.young.get(key)
+        how = (options, *map(type, options))
+        # Aligned q, k and v alone, like those of the last such call, are known without a key.
+        common = extras is ABSENT and out is None and seed is None
+        common = common and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+        if common:
+            call = CALLS.latest.get(how)
+            if call is not None and not (call.wants_grad == wants_grad and call.fits(q, k, v)):
+                call = None
+        if call is None:
+            key = (
+                how,
+                wants_grad,
+                q.shape,
+                q.stride(),
+                q.dtype,
+                q.device,
+                q.data_ptr() % 16,
+                k.shape,
+                k.stride(),
+                k.dtype,
+                k.device,
+                k.data_ptr() % 16,
+                v.shape,
+                v.stride(),
+                v.dtype,
+                v.device,
+                v.data_ptr() % 16,
+                None if extras is ABSENT else tensor_keys(extras),
+                None if out is None else out_key(out, q, k, v),
+                None if seed is None else tensor_key(seed),
+            )
+            call = CALLS.young.get(key)
+            if common and call is not None:
+                CALLS.latest[how] = call
     except (TypeError, RuntimeError):
         # An argument that cannot be hashed, or a tensor without plain memory (sparse, ...), is none
         # that we take: the checks will say which.
         key = call = None
+    odd = key is call is None
     if call is None:
         call = find(key, x, Options(*options), (wants_grad, bias_grad), out, seed)
     if wants_grad:
-        apply = Attention.apply if key is None else _apply
+        apply = Attention.apply if odd else _apply
         return apply(call, x, seed, q, k, v, extras[0], extras[2])
     if not call.plain:
         x = call.operands(x, seed)
