@@ -2,27 +2,35 @@
 
 import pytest
 
-from heedful.core import configs
+from heedful.core import configs, plan
 from heedful.core.configs import ConfigRow, TileConfig
 from heedful.core.device import by_name
+from heedful.core.mask import MaskSpec
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.launch import buffers, compiler
 from heedful.launch.args import hopper
-from heedful.launch.spec import TensorMap
+from heedful.launch.spec import BufferSpec, Scalar, TensorMap
 
 DEVICE = by_name("H200")
 _EXTRA = (("consumer_regs", 240), ("ordered", True), ("producer_regs", 24))
 PLAIN = ConfigRow("hopper.forward", ("sm_90",), 128, TileConfig(128, 128, 4, 2, _EXTRA), "tests")
-ROWS = [row for row in configs.ROWS if row.kernel == "hopper.forward"]
+_KINDS = [
+    AttentionProblem.dense(2, 3000, 3000, 8, 4, head_dim=64, bias=bias) for bias in (False, True)
+]
+ROWS = [
+    row
+    for row in configs.ROWS
+    if row.kernel == "hopper.forward" and any(row.when(problem) for problem in _KINDS)
+]
 
 
 def planned(row, **facts):
     """The forward's one kernel call under a given row of the config table."""
     facts = {"head_dim": row.max_dim, "return_lse": True, **facts}
     problem = AttentionProblem.dense(2, 300, 300, 8, 4, **facts)
-    plan = Plan(problem, DEVICE, "hopper", "run", configs={"hopper.forward": row.config})
-    (call,) = hopper.forward(problem, plan, buffers.forward(problem)).calls
+    chosen = Plan(problem, DEVICE, "hopper", "run", configs={"hopper.forward": row.config})
+    (call,) = hopper.forward(problem, chosen, buffers.forward(problem)).calls
     return call
 
 
@@ -35,11 +43,80 @@ def test_every_config_compiles_and_fits_an_sm(row, causal):
     assert registers + row.config.get("producer_regs") <= 512  # of 65536, by 128 threads
 
 
+FEATURES = {
+    "lengths": {"used_q": True, "used_k": True, "leftpad_k": True, "kv_batch_idx": True},
+    "leading-keys": {"mask": MaskSpec.of(True, (40, -1, 4))},
+    "alibi": {"alibi": True},
+    "bias": {"bias": True},
+    "dropout": {"dropout_p": 0.1},
+    "pages": {"page_size": 16, "used_k": True},
+    "splits": {"num_splits": 3},
+    "many": {
+        "mask": MaskSpec.of(True, (40, -1, 4)),
+        "bias": True,
+        "alibi": True,
+        "dropout_p": 0.1,
+        "softcap": 5.0,
+        "sink": True,
+        "used_k": True,
+        "page_size": 64,
+        "num_splits": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("facts", FEATURES.values(), ids=FEATURES)
+def test_every_feature_compiles_under_its_own_config(facts):
+    problem = AttentionProblem.dense(
+        2, 300, 3000, 8, 4, head_dim=128, return_lse=True, **{"num_splits": 1, **facts}
+    )
+    chosen = plan.plan(problem, DEVICE, backend="hopper")
+    first, *rest = hopper.forward(problem, chosen, buffers.forward(problem)).calls
+    assert compiler.artifact(first, DEVICE.arch).shared_bytes <= DEVICE.shared_bytes
+    assert [call.kernel.function for call in rest] == ["combine_splits"] * (chosen.num_splits > 1)
+
+
+def test_the_plain_variant_has_no_argument_of_a_feature_that_it_lacks():
+    plain = {"q_desc", "k_desc", "v_desc", "out_desc", "lse_ptr", "scale_log2", "softcap_scale"}
+    plain |= {"heads", "group", "seqlen_q", "seqlen_k", "total_q", "row_blocks", "tiles", "section"}
+    assert set(planned(PLAIN).arguments) == plain | {"left", "right", "shift", "align"}
+
+
+def test_maps_of_rows_reach_every_batch_entry():
+    """Row r of a sequence of n in batch entry b is address b stride_b + r stride_row, modulo 2^64
+    bytes, however the batch lies; rows past n are past the map."""
+    dense = BufferSpec.contiguous((3, 700, 4, 128), "bfloat16")
+    heads_first = BufferSpec((3, 700, 4, 128), (700 * 512, 128, 700 * 128, 1), "bfloat16")
+    padded = BufferSpec((3, 700, 4, 128), (900 * 640, 640, 160, 1), "bfloat16")
+    for spec in (dense, heads_first, padded):
+        problem = AttentionProblem.dense(3, 9, 700, 4, head_dim=128, used_k=True)
+        chosen = Plan(problem, DEVICE, "hopper", "run", configs={"hopper.forward": PLAIN.config})
+        given = {**buffers.forward(problem), "k": spec, "v": spec}
+        (call,) = hopper.forward(problem, chosen, given).calls
+        descriptor = call.arguments["k_desc"]
+        assert isinstance(descriptor, TensorMap)
+        batch, head, at, length = 2, 3, 123, 300
+        rows = call.arguments["k_rows"]
+        assert isinstance(rows, Scalar)
+        start = batch * int(rows.value)
+        coordinates = (1 << 30, start + length, head, (1 << 30) - length + at, 0)
+        address = sum(c * s for c, s in zip(coordinates, descriptor.strides, strict=True))
+        strides = spec.strides
+        assert address % (1 << 63) == batch * strides[0] + at * strides[1] + head * strides[2]
+        assert descriptor.shape[3] == 1 << 30
+
+
+def test_a_batch_stride_between_two_rows_is_named():
+    odd = BufferSpec((2, 300, 4, 128), (300 * 512 + 8, 512, 128, 1), "bfloat16")
+    with pytest.raises(ValueError, match="k must have a batch stride that is a multiple"):
+        hopper.rows_between("k", odd)
+
+
 def test_a_new_length_batch_or_head_count_is_the_same_variant():
     first = planned(PLAIN)
     problem = AttentionProblem.dense(3, 77, 1001, 16, 2, head_dim=128, return_lse=True)
-    plan = Plan(problem, DEVICE, "hopper", "run", configs={"hopper.forward": PLAIN.config})
-    (call,) = hopper.forward(problem, plan, buffers.forward(problem)).calls
+    chosen = Plan(problem, DEVICE, "hopper", "run", configs={"hopper.forward": PLAIN.config})
+    (call,) = hopper.forward(problem, chosen, buffers.forward(problem)).calls
     assert call.variant == first.variant
 
 

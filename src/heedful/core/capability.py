@@ -144,8 +144,26 @@ def _positive_scale(problem: AttentionProblem, device: DeviceSpec) -> str | None
     return None if problem.scale > 0 else "softmax_scale <= 0"
 
 
+def _whole_pages(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    if problem.page_size % 16:
+        return f"page_size {problem.page_size}: takes multiples of 16"
+    if problem.page_size and problem.leftpad_k:
+        return "left-padded pages"
+    return None
+
+
+def _aligned_draws(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    if problem.dropout_p > 0 and problem.dropout_origin[3] % 4:
+        return "dropout from a column that is no multiple of 4"
+    return None
+
+
 def _out_as_in(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None if problem.out_dtype == problem.dtype else f"out of {problem.out_dtype}"
+
+
+def _float_out(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    return None if problem.out_dtype in _FLOATS else f"out of {problem.out_dtype}"
 
 
 def _own_e4m3(problem: AttentionProblem, device: DeviceSpec) -> str | None:
@@ -195,13 +213,31 @@ ROWS: tuple[KernelRow, ...] = (
         {"sm_90": "run"},
         ("bfloat16", "float16"),
         frozenset(
-            {"causal", "window", "diagonal", "sink", "softcap", "varlen", "gqa"}
-            | {"head_dims_differ", "return_lse", "backward", "deterministic"}
+            {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "alibi", "bias"}
+            | {"dropout", "varlen", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
+            | {"head_dims_differ", "return_lse", "split_kv", "backward", "bias_grad"}
+            | {"deterministic"}
         ),
         max_dim=256,
         dim_multiple=8,
         least=(("triton", (3, 6)),),
-        gates=(_some_tokens, _positive_scale, _out_as_in),
+        gates=(_some_tokens, _positive_scale, _out_as_in, _whole_pages, _aligned_draws),
+    ),
+    KernelRow(
+        "hopper",
+        "forward",
+        {"sm_90": "compile-only"},
+        ("float8_e4m3fn",),
+        frozenset(
+            {"causal", "window", "diagonal", "sink", "softcap", "varlen", "gqa"}
+            | {"head_dims_differ", "return_lse"}
+        ),
+        max_dim=256,
+        # 16 bytes, which TMA wants strides to be multiples of.
+        dim_multiple=16,
+        # For gl.inline_asm.
+        least=(("triton", (3, 9)),),
+        gates=(_some_tokens, _float_out),
     ),
     KernelRow(
         "cdna",

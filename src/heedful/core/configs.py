@@ -206,22 +206,38 @@ _PORTABLE = (
 )
 
 _H200_GLUON = "H200, 2026-11-20, Triton 3.9: fastest of those tried"
+_LEAST_SPILLS = "sm_90, Triton 3.9: fewest spills of those compiled; not timed"
 
 
 def _long_unmasked(problem: AttentionProblem) -> bool:
     return not problem.mask.bounded and problem.seqlen_k >= 2048 and not problem.varlen_k
 
 
-def _hopper(max_dim: int, tile: tuple[int, ...], when=_always, **extra) -> ConfigRow:
+def _burdened_or_one(problem: AttentionProblem) -> bool:
+    return _burdens(problem) > 0
+
+
+def _hopper(
+    max_dim: int, tile: tuple[int, ...], when=_always, measured=_H200_GLUON, **extra
+) -> ConfigRow:
     """`extra` is what kernels/hopper/forward.py calls by the same names."""
     config = TileConfig(*tile, extra=tuple(sorted(extra.items())))
-    return ConfigRow("hopper.forward", ("sm_90",), max_dim, config, _H200_GLUON, when)
+    return ConfigRow("hopper.forward", ("sm_90",), max_dim, config, measured, when)
 
 
 _D64_THREE = {"consumer_regs": 160, "fma_exp": 8, "ordered": True, "producer_regs": 32}
 _D64_FOUR = {"consumer_regs": 112, "ordered": True, "producer_regs": 32}
 _D128 = {"consumer_regs": 240, "ordered": True, "producer_regs": 24}
 _D256 = {"consumer_regs": 240, "out_in_q": True, "producer_regs": 24}
+
+
+def _fp8(problem: AttentionProblem) -> bool:
+    return problem.dtype == "float8_e4m3fn"
+
+
+_FP8_D64 = {"consumer_regs": 160, "ordered": True, "producer_regs": 32}
+_FP8_D128 = {"consumer_regs": 240, "ordered": True, "producer_regs": 24}
+_FP8_D256 = {"consumer_regs": 240, "producer_regs": 24}
 
 def _eight_bit(problem: AttentionProblem) -> bool:
     return problem.dtype.startswith("float8")
@@ -235,6 +251,11 @@ def _cdna(max_dim: int, tile: tuple[int, ...], when=_always) -> ConfigRow:
 _GLUON_CDNA = ("gfx942", "gfx950")
 
 ROWS: list[ConfigRow] = [
+    _hopper(128, (128, 64, 4, 3), _burdened_or_one, _LEAST_SPILLS, **_D128),
+    _hopper(256, (128, 32, 4, 2), _burdened_or_one, _LEAST_SPILLS, **_D256),
+    _hopper(64, (192, 128, 4, 2), _fp8, **_FP8_D64),
+    _hopper(128, (128, 128, 4, 2), _fp8, **_FP8_D128),
+    _hopper(256, (128, 64, 4, 2), _fp8, **_FP8_D256),
     _hopper(64, (192, 128, 4, 2), _long_unmasked, **_D64_THREE),
     _hopper(64, (256, 64, 4, 4), **_D64_FOUR),
     _hopper(128, (128, 128, 4, 2), **_D128),

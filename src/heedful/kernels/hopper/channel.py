@@ -58,12 +58,36 @@ class Channel:
     def allocate(desc, stages: gl.constexpr, readers: gl.constexpr):
         shape: gl.constexpr = desc.block_type.shape
         boxes = gl.allocate_shared_memory(desc.dtype, [stages] + shape, desc.layout)
+        return Channel.over(boxes, stages, readers, shape[-2], shape[-1])
+
+    @gluon.jit
+    def of_tiles(
+        dtype: gl.constexpr,
+        rows: gl.constexpr,
+        dim: gl.constexpr,
+        stages: gl.constexpr,
+        readers: gl.constexpr,
+    ):
+        """Tiles that several boxes fill, see `sequences.load_pages`."""
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, dim], dtype)
+        boxes = gl.allocate_shared_memory(dtype, [stages, rows, dim], layout)
+        return Channel.over(boxes, stages, readers, rows, dim)
+
+    @gluon.jit
+    def over(
+        boxes,
+        stages: gl.constexpr,
+        readers: gl.constexpr,
+        rows: gl.constexpr,
+        dim: gl.constexpr,
+    ):
+        """The ring of these boxes, its barriers ready."""
         full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
         for slot in gl.static_range(stages):
             mbarrier.init(full.index(slot), count=1)
             mbarrier.init(empty.index(slot), count=readers)
-        return Channel(boxes, full, empty, shape[-2], shape[-1])
+        return Channel(boxes, full, empty, rows, dim)
 
     @gluon.jit
     def load(self, desc, coordinates, at):

@@ -12,8 +12,8 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 @gluon.constexpr_function
 def optional(value):
-    """A field of an aggregate that may be None."""
-    return gl.constexpr(None) if value is None else value
+    """A field of an aggregate that may be None or a number known to the compiler."""
+    return gl.constexpr(value) if value is None or isinstance(value, int) else value
 
 
 _HAS_REINTERPRET: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))

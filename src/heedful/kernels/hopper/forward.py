@@ -13,16 +13,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from heedful.kernels.hopper.channel import Channel, Cursor
-from heedful.kernels.hopper.compat import HAS_INLINE_ASM, aggregate, optional, tma_store
-from heedful.kernels.hopper.schedule import (
-    ROWS,
-    Shape,
-    decode,
-    key_range,
-    keys_at,
-    needs_mask,
-    rows_at,
-)
+from heedful.kernels.hopper.compat import HAS_INLINE_ASM
+from heedful.kernels.hopper.dropout import Dropout, drop
+from heedful.kernels.hopper.output import Outputs, store_nothing, store_rows
+from heedful.kernels.hopper.schedule import ROWS, needs_mask, rows_at
+from heedful.kernels.hopper.sequences import Storage, load_keys
+from heedful.kernels.hopper.shape import Shape
 from heedful.kernels.hopper.softmax import (
     lane_sums,
     lazy_limit,
@@ -31,9 +27,15 @@ from heedful.kernels.hopper.softmax import (
     softmax_lazy,
     softmax_step,
 )
-
-LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
-LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
+from heedful.kernels.hopper.terms import Terms, add_terms, load_bias
+from heedful.kernels.hopper.work import (
+    consumer_keys,
+    count,
+    key_tile,
+    program_keys,
+    steps_of,
+    take,
+)
 
 
 @gluon.jit
@@ -49,25 +51,19 @@ def hide_keys(s_MN, shape, tile, row, col):
         stop_M = gl.minimum(stop_M, diagonal_M + (shape.right + 1))
     visible_MN = key_N[None, :] < stop_M[:, None]
     if shape.IS_LEFT:
-        visible_MN = visible_MN & (key_N[None, :] >= (diagonal_M - shape.left)[:, None])
+        within_MN = key_N[None, :] >= (diagonal_M - shape.left)[:, None]
+        if shape.first is not None:
+            within_MN = within_MN | (key_N < shape.first - col)[None, :]
+        visible_MN = visible_MN & within_MN
     return gl.where(visible_MN, s_MN, float("-inf"))
 
 
-@aggregate
-class Outputs:
-    """Where results go, and the sink logits that enter them; lse and sink may be None."""
-
-    desc: tma.tensor_descriptor
-    boxes: gl.shared_memory_descriptor
-    lse: gl.tensor | gl.constexpr
-    sink: gl.tensor | gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, desc, boxes, lse, sink):
-        self.desc = desc
-        self.boxes = boxes
-        self.lse = optional(lse)
-        self.sink = optional(sink)
+@gluon.jit
+def hide_if_needed(s_MN, keys, shape, tile, row, j):
+    """Scores of key tile j with the unseen ones at -inf, untouched if there are none."""
+    if needs_mask(keys, j):
+        s_MN = hide_keys(s_MN, shape, tile, row, j * shape.BLOCK_N)
+    return s_MN
 
 
 @gluon.jit
@@ -111,26 +107,29 @@ def producer(q_desc, k_desc, v_desc, q, k, v, shape):
     at_q = Cursor.start(shape.CONSUMERS)
     at_k = Cursor.start(shape.K_STAGES)
     at_v = Cursor.start(shape.V_STAGES)
-    for index in range(gl.program_id(0), shape.tiles, gl.num_programs(0)):
-        tile = decode(shape, index)
-        keys = key_range(shape, tile, tile.row, shape.CONSUMERS * ROWS)
-        steps = keys.end - keys.begin
-        col = (keys.end - 1) * shape.BLOCK_N
+    k_rows = shape.storage.k_rows
+    v_rows = shape.storage.v_rows
+    for index in range(gl.program_id(0), count(shape), gl.num_programs(0)):
+        tile, split = take(shape, index)
+        keys = program_keys(shape, tile, split)
+        steps = steps_of(shape, keys)
+        col = key_tile(shape, keys, 0) * shape.BLOCK_N
         # Keys run one tile ahead of values, as the consumers take them.
         if steps > 0:
-            k.load(k_desc, keys_at(shape, tile, col), at_k)
+            load_keys(k, k_desc, shape, tile, k_rows, col, at_k)
             at_k = at_k.next()
         for w in gl.static_range(shape.CONSUMERS):
             q.load(q_desc, rows_at(shape, tile, tile.row + w * ROWS), at_q)
             at_q = at_q.next()
-        for _ in range(1, steps):
-            k.load(k_desc, keys_at(shape, tile, col - shape.BLOCK_N), at_k)
-            v.load(v_desc, keys_at(shape, tile, col), at_v)
+        for step in range(1, steps):
+            next_col = key_tile(shape, keys, step) * shape.BLOCK_N
+            load_keys(k, k_desc, shape, tile, k_rows, next_col, at_k)
+            load_keys(v, v_desc, shape, tile, v_rows, col, at_v)
             at_k = at_k.next()
             at_v = at_v.next()
-            col -= shape.BLOCK_N
+            col = next_col
         if steps > 0:
-            v.load(v_desc, keys_at(shape, tile, col), at_v)
+            load_keys(v, v_desc, shape, tile, v_rows, col, at_v)
             at_v = at_v.next()
 
 
@@ -151,6 +150,21 @@ def skip(k, v, at_k, at_v, count, shape, WORKER: gl.constexpr):
         v.release(at_v)
         at_v = at_v.next()
     return at_k, at_v
+
+
+@gluon.jit
+def start_bias(shape, tile, row, j):
+    """The bias of key tile j on its way to registers, 0 without one."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.BLOCK_N, 16])
+    return load_bias(shape.terms, tile, row, j * shape.BLOCK_N, ROWS, shape.BLOCK_N, layout)
+
+
+@gluon.jit
+def modify(s_MN, bias_MN, shape, tile, row, j):
+    """Scores of key tile j with softcap, ALiBi and bias, before the mask."""
+    if shape.HAS_SOFTCAP:
+        s_MN = cap(s_MN, shape.softcap_scale)
+    return add_terms(s_MN, bias_MN, shape.terms, tile, row, j * shape.BLOCK_N)
 
 
 @gluon.jit
@@ -176,6 +190,8 @@ def attend(
     dtype: gl.constexpr = q_MD.dtype
     BLOCK_N: gl.constexpr = shape.BLOCK_N
     MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
+    # A bias can hide keys as a mask can.
+    HIDES: gl.constexpr = MASKED or shape.terms.bias is not None
     LIMIT: gl.constexpr = lazy_limit(dtype)
     # Where registers are scarce P crosses the loop's end as float32: packed there, ptxas copies it.
     LATE: gl.constexpr = shape.CONSUMERS >= 3
@@ -189,19 +205,21 @@ def attend(
     take_turn(shape, WORKER)
     s_MN = warpgroup_mma(q_MD, k.tile(at_k).permute((1, 0)), zero_MN, use_acc=False, is_async=True)
     pass_turn(shape, WORKER)
+    j_first = key_tile(shape, keys, 0)
+    bias_first_MN = start_bias(shape, tile, row, j_first)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
     k.release_after_mma(at_k)
-    if shape.HAS_SOFTCAP:
-        s_MN = cap(s_MN, shape.softcap_scale)
+    s_MN = modify(s_MN, bias_first_MN, shape, tile, row, j_first)
     # With three consumers a branch here makes their loops spill (Triton 3.9), a mask does not.
-    if shape.CONSUMERS == 3 or needs_mask(keys, keys.end - 1):
-        s_MN = hide_keys(s_MN, shape, tile, row, (keys.end - 1) * BLOCK_N)
+    if shape.CONSUMERS == 3 or needs_mask(keys, j_first):
+        s_MN = hide_keys(s_MN, shape, tile, row, j_first * BLOCK_N)
     p_MN, m_M = softmax_first(s_MN, shape.scale_log2)
     l_ML = lane_sums(p_MN)
+    p_MN = drop(p_MN, shape.dropout, tile, row, j_first * BLOCK_N)
     if not LATE:
         p_MN = gl.convert_layout(p_MN.to(dtype), p_layout)
     at_k = at_k.next()
-    steps = keys.end - keys.begin
+    steps = steps_of(shape, keys)
     k.wait(at_k, pred=steps > 1)
     for step in range(1, steps):
         p_dot_MN = p_MN
@@ -214,20 +232,20 @@ def attend(
         v.wait(at_v)
         acc_ME = warpgroup_mma(p_dot_MN, v.tile(at_v), acc_ME, is_async=True)
         pass_turn(shape, WORKER)
+        j = key_tile(shape, keys, step)
+        bias_MN = start_bias(shape, tile, row, j)
         s_MN = warpgroup_mma_wait(1, deps=[s_MN])
         k.release_after_mma(at_k)
-        if shape.HAS_SOFTCAP:
-            s_MN = cap(s_MN, shape.softcap_scale)
+        s_MN = modify(s_MN, bias_MN, shape, tile, row, j)
         if MASKED:
-            j = keys.end - 1 - step
-            if needs_mask(keys, j):
-                s_MN = hide_keys(s_MN, shape, tile, row, j * BLOCK_N)
+            s_MN = hide_if_needed(s_MN, keys, shape, tile, row, j)
         if shape.LAZY:
             p_MN, m_M, l_ML, alpha_M, moved = softmax_lazy(
-                s_MN, m_M, l_ML, shape.scale_log2, LIMIT, MASKED, shape.FMA_EXP
+                s_MN, m_M, l_ML, shape.scale_log2, LIMIT, HIDES, shape.FMA_EXP
             )
         else:
-            p_MN, m_M, l_ML, alpha_M = softmax_step(s_MN, m_M, l_ML, shape.scale_log2, MASKED)
+            p_MN, m_M, l_ML, alpha_M = softmax_step(s_MN, m_M, l_ML, shape.scale_log2, HIDES)
+        p_MN = drop(p_MN, shape.dropout, tile, row, j * BLOCK_N)
         # The next K tile's barrier also keeps ptxas from hoisting the wait below over the
         # exponentials: a wait loop ends a basic block.
         at_k = at_k.next()
@@ -254,33 +272,6 @@ def attend(
 
 
 @gluon.jit
-def store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, shape):
-    """Normalises one consumer's rows and writes them and their log-sum-exp."""
-    factor_M = gl.full(l_M.shape, 1.0, gl.float32, l_M.type.layout)
-    if outputs.sink is not None:
-        sink = gl.load(outputs.sink + tile.head) * LOG2E
-        top_M = gl.maximum(m_M, sink)
-        shift_M = gl.where(top_M == float("-inf"), 0.0, top_M)
-        factor_M = gl.exp2(m_M - shift_M)
-        l_M = l_M * factor_M + gl.exp2(sink - shift_M)
-        m_M = top_M
-    seen_M = l_M > 0.0
-    inverse_M = gl.where(seen_M, factor_M / l_M, 0.0)
-    tma.store_wait(0)
-    o_smem.store(scale_rows(acc_ME, inverse_M).to(outputs.desc.dtype).reshape(o_smem.shape))
-    fence_async_shared()
-    tma_store(outputs.desc, rows_at(shape, tile, row), o_smem)
-    if outputs.lse is not None:
-        lse_M = gl.where(seen_M, (m_M + gl.log2(l_M)) * LN2, float("-inf"))
-        rows_M = row + gl.arange(0, ROWS, layout=lse_M.type.layout)
-        if shape.cu_q is not None:
-            base = tile.head.to(gl.int64) * shape.total_q + tile.start_q
-        else:
-            base = (tile.batch * shape.heads + tile.head).to(gl.int64) * shape.seqlen_q
-        gl.store(outputs.lse + base + rows_M, lse_M, mask=rows_M < tile.len_q)
-
-
-@gluon.jit
 def consumer(outputs, q, k, v, shape, WORKER: gl.constexpr):
     """Computes rows [64 WORKER, 64 WORKER + 64) of every tile of this program."""
     E: gl.constexpr = v.dim
@@ -289,17 +280,19 @@ def consumer(outputs, q, k, v, shape, WORKER: gl.constexpr):
     at_k = Cursor.start(shape.K_STAGES)
     at_v = Cursor.start(shape.V_STAGES)
     parity = gl.to_tensor(0)
-    o_smem = outputs.boxes.index(WORKER)
+    o_smem = None
+    if outputs.boxes is not None:
+        o_smem = outputs.boxes.index(WORKER)
     if WORKER == shape.CONSUMERS - 1:
         pass_turn(shape, WORKER)
-    for index in range(gl.program_id(0), shape.tiles, gl.num_programs(0)):
-        tile = decode(shape, index)
+    for index in range(gl.program_id(0), count(shape), gl.num_programs(0)):
+        tile, split = take(shape, index)
         row = tile.row + WORKER * ROWS
-        whole = key_range(shape, tile, tile.row, shape.CONSUMERS * ROWS)
-        keys = key_range(shape, tile, row, ROWS)
+        whole = program_keys(shape, tile, split)
+        keys = consumer_keys(shape, tile, row, whole)
         at_q = Cursor(gl.to_tensor(WORKER), parity, shape.CONSUMERS)
         q.wait(at_q)
-        if keys.end > keys.begin:
+        if steps_of(shape, keys) > 0:
             at_k, at_v = skip(k, v, at_k, at_v, whole.end - keys.end, shape, WORKER)
             acc_ME, m_M, l_M, at_k, at_v = attend(
                 q, k, v, at_q, at_k, at_v, keys, shape, tile, row, WORKER
@@ -307,16 +300,13 @@ def consumer(outputs, q, k, v, shape, WORKER: gl.constexpr):
             at_k, at_v = skip(k, v, at_k, at_v, keys.begin - whole.begin, shape, WORKER)
             m_M = gl.convert_layout(m_M, row_layout)
             l_M = gl.convert_layout(l_M, row_layout)
-            store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, shape)
+            store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, split, shape)
         else:
-            at_k, at_v = skip(k, v, at_k, at_v, whole.end - whole.begin, shape, WORKER)
+            at_k, at_v = skip(k, v, at_k, at_v, steps_of(shape, whole), shape, WORKER)
             if not shape.OUT_IN_Q:
                 q.release(at_q)
-            if row < tile.len_q:
-                none_M = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-                zero_M = gl.zeros([ROWS], gl.float32, row_layout)
-                zero_ME = gl.zeros([ROWS, E], gl.float32, o_layout)
-                store_rows(outputs, o_smem, zero_ME, none_M, zero_M, tile, row, shape)
+            if row < tile.stored_q:
+                store_nothing(outputs, o_smem, tile, row, split, shape, E)
         if shape.OUT_IN_Q:
             tma.store_wait(0)
             q.release(at_q)
@@ -329,13 +319,39 @@ def forward(
     q_desc,
     k_desc,
     v_desc,
+    bias_ptr,
+    alibi_ptr,
     sink_ptr,
+    seed_ptr,
     cu_q,
     cu_k,
+    used_q,
+    used_k,
+    leftpad_k,
+    kv_batch_idx,
+    block_table,
     out_desc,
     lse_ptr,
+    parts_ptr,
     scale_log2,
     softcap_scale,
+    per_unit,
+    drop_threshold,
+    drop_scale,
+    origin_b,
+    origin_h,
+    origin_m,
+    origin_n,
+    stride_biasb,
+    stride_biash,
+    stride_biasm,
+    stride_biasn,
+    stride_alibib,
+    stride_table,
+    k_rows,
+    v_rows,
+    page_size,
+    dim_v,
     heads,
     group,
     seqlen_q,
@@ -348,6 +364,8 @@ def forward(
     right,
     shift,
     align,
+    first,
+    splits,
     BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr,
     K_STAGES: gl.constexpr,
@@ -361,8 +379,36 @@ def forward(
     IS_RIGHT: gl.constexpr,
     IS_LEFT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
+    IS_RAGGED: gl.constexpr,
 ):
-    """out = softmax(scale q k^T + mask) v over (batch, head, row, dim) tensor maps."""
+    """out = softmax(scale q k^T + terms + mask) v over (batch, head, row, dim) tensor maps.
+
+    What a call lacks is None. parts_ptr: results of each of `splits` parts of the keys, which then
+    go there and to an lse with a leading split, and `out` is left alone.
+    """
+    storage = Storage(
+        used_q,
+        used_k,
+        leftpad_k,
+        kv_batch_idx,
+        block_table,
+        stride_table,
+        page_size,
+        k_rows,
+        v_rows,
+        IS_RAGGED,
+    )
+    terms = Terms(
+        alibi_ptr,
+        stride_alibib,
+        bias_ptr,
+        stride_biasb,
+        stride_biash,
+        stride_biasm,
+        stride_biasn,
+        per_unit,
+    )
+    dropout = Dropout(seed_ptr, drop_threshold, drop_scale, origin_b, origin_h, origin_m, origin_n)
     shape = Shape(
         scale_log2,
         softcap_scale,
@@ -378,8 +424,14 @@ def forward(
         right,
         shift,
         align,
+        first,
+        splits,
+        dim_v,
         cu_q,
         cu_k,
+        storage,
+        terms,
+        dropout,
         BLOCK_N,
         CONSUMERS,
         K_STAGES,
@@ -393,16 +445,23 @@ def forward(
         HAS_SOFTCAP,
     )
     q = Channel.allocate(q_desc, CONSUMERS, 1)
-    k = Channel.allocate(k_desc, K_STAGES, CONSUMERS)
-    v = Channel.allocate(v_desc, V_STAGES, CONSUMERS)
+    if block_table is None:
+        k = Channel.allocate(k_desc, K_STAGES, CONSUMERS)
+        v = Channel.allocate(v_desc, V_STAGES, CONSUMERS)
+    else:
+        D: gl.constexpr = q_desc.block_type.shape[-1]
+        E: gl.constexpr = out_desc.block_type.shape[-1]
+        k = Channel.of_tiles(k_desc.dtype, BLOCK_N, D, K_STAGES, CONSUMERS)
+        v = Channel.of_tiles(v_desc.dtype, BLOCK_N, E, V_STAGES, CONSUMERS)
+    o = None
     if OUT_IN_Q:
         o = q.boxes
-    else:
+    elif parts_ptr is None:
         o = gl.allocate_shared_memory(
             out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout
         )
     fence_async_shared()
-    outputs = Outputs(out_desc, o, lse_ptr, sink_ptr)
+    outputs = Outputs(out_desc, o, lse_ptr, sink_ptr, parts_ptr)
     feed = (q_desc, k_desc, v_desc, q, k, v, shape)
     # A partition is compiled on its own, so that each consumer must be spelled out.
     if CONSUMERS == 2:

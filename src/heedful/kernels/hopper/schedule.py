@@ -9,101 +9,12 @@ ROWS: gl.constexpr = gl.constexpr(64)  # query rows of one consumer: what one WG
 
 
 @aggregate
-class Shape:
-    """Sizes of one call at run time, and the variant of the kernel. Key j is visible to query i iff
-    -left <= j - i - off <= right with off = shift + align * (len_k - len_q)."""
-
-    scale_log2: gl.tensor
-    softcap_scale: gl.tensor
-    heads: gl.tensor
-    group: gl.tensor
-    seqlen_q: gl.tensor
-    seqlen_k: gl.tensor
-    total_q: gl.tensor
-    row_blocks: gl.tensor
-    tiles: gl.tensor
-    section: gl.tensor
-    left: gl.tensor
-    right: gl.tensor
-    shift: gl.tensor
-    align: gl.tensor
-    cu_q: gl.tensor | gl.constexpr
-    cu_k: gl.tensor | gl.constexpr
-    BLOCK_N: gl.constexpr
-    CONSUMERS: gl.constexpr
-    K_STAGES: gl.constexpr
-    V_STAGES: gl.constexpr
-    OUT_IN_Q: gl.constexpr
-    ORDERED: gl.constexpr
-    LAZY: gl.constexpr
-    FMA_EXP: gl.constexpr
-    IS_RIGHT: gl.constexpr
-    IS_LEFT: gl.constexpr
-    HAS_SOFTCAP: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        scale_log2,
-        softcap_scale,
-        heads,
-        group,
-        seqlen_q,
-        seqlen_k,
-        total_q,
-        row_blocks,
-        tiles,
-        section,
-        left,
-        right,
-        shift,
-        align,
-        cu_q,
-        cu_k,
-        BLOCK_N,
-        CONSUMERS,
-        K_STAGES,
-        V_STAGES,
-        OUT_IN_Q,
-        ORDERED,
-        LAZY,
-        FMA_EXP,
-        IS_RIGHT,
-        IS_LEFT,
-        HAS_SOFTCAP,
-    ):
-        self.scale_log2 = scale_log2
-        self.softcap_scale = softcap_scale
-        self.heads = heads
-        self.group = group
-        self.seqlen_q = seqlen_q
-        self.seqlen_k = seqlen_k
-        self.total_q = total_q
-        self.row_blocks = row_blocks
-        self.tiles = tiles
-        self.section = section
-        self.left = left
-        self.right = right
-        self.shift = shift
-        self.align = align
-        self.cu_q = optional(cu_q)
-        self.cu_k = optional(cu_k)
-        self.BLOCK_N = gl.constexpr(BLOCK_N)
-        self.CONSUMERS = gl.constexpr(CONSUMERS)
-        self.K_STAGES = gl.constexpr(K_STAGES)
-        self.V_STAGES = gl.constexpr(V_STAGES)
-        self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
-        self.ORDERED = gl.constexpr(ORDERED)
-        self.LAZY = gl.constexpr(LAZY)
-        self.FMA_EXP = gl.constexpr(FMA_EXP)
-        self.IS_RIGHT = gl.constexpr(IS_RIGHT)
-        self.IS_LEFT = gl.constexpr(IS_LEFT)
-        self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
-
-
-@aggregate
 class Tile:
-    """One block of query rows of one head; start_q, start_k: where its sequence lies if packed."""
+    """One block of query rows of one head; start_q, start_k: where its sequence lies if packed.
+
+    len_q, len_k: what is used of it; stored_q: query rows in storage, which all get a result.
+    kv_batch: which batch entry its keys are in.
+    """
 
     batch: gl.tensor
     head: gl.tensor
@@ -114,9 +25,13 @@ class Tile:
     len_q: gl.tensor
     len_k: gl.tensor
     off: gl.tensor
+    stored_q: gl.tensor
+    kv_batch: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, batch, head, kv_head, row, start_q, start_k, len_q, len_k, off):
+    def __init__(
+        self, batch, head, kv_head, row, start_q, start_k, len_q, len_k, off, stored_q, kv_batch
+    ):
         self.batch = batch
         self.head = head
         self.kv_head = kv_head
@@ -126,6 +41,8 @@ class Tile:
         self.len_q = len_q
         self.len_k = len_k
         self.off = off
+        self.stored_q = stored_q
+        self.kv_batch = kv_batch
 
 
 @gluon.jit
@@ -160,6 +77,13 @@ def rows_at(shape, tile, row):
 
 
 @gluon.jit
+def stored_rows_at(shape, tile, row):
+    """Coordinates of output rows, those that are not in use among them."""
+    packed: gl.constexpr = shape.cu_q is not None
+    return box(packed, tile.batch, tile.head, tile.start_q, tile.stored_q, row)
+
+
+@gluon.jit
 def keys_at(shape, tile, col):
     """Coordinates of keys or values."""
     packed: gl.constexpr = shape.cu_k is not None
@@ -185,24 +109,35 @@ def decode(shape, index):
     start_k, len_k = sequence(shape.cu_k, batch, shape.seqlen_k)
     off = shape.shift + shape.align * (len_k - len_q)
     row = block * (ROWS * shape.CONSUMERS)
-    return Tile(batch, head, head // shape.group, row, start_q, start_k, len_q, len_k, off)
+    kv_head = head // shape.group
+    return Tile(batch, head, kv_head, row, start_q, start_k, len_q, len_k, off, len_q, batch)
 
 
 @aggregate
 class KeyRange:
-    """Key tiles [begin, end) that some rows see; all but [full_begin, full_end) need a mask."""
+    """Key tiles [begin, end) that some rows see; all but [full_begin, full_end) need a mask.
+
+    With leading keys that stay visible beside a window, tiles [0, first_end) are visited after
+    these, and of all visits `visits` from number `skipped` on; else these three are None.
+    """
 
     begin: gl.tensor
     full_begin: gl.tensor
     full_end: gl.tensor
     end: gl.tensor
+    first_end: gl.tensor | gl.constexpr
+    skipped: gl.tensor | gl.constexpr
+    visits: gl.tensor | gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, begin, full_begin, full_end, end):
+    def __init__(self, begin, full_begin, full_end, end, first_end=None, skipped=None, visits=None):
         self.begin = begin
         self.full_begin = full_begin
         self.full_end = full_end
         self.end = end
+        self.first_end = optional(first_end)
+        self.skipped = optional(skipped)
+        self.visits = optional(visits)
 
 
 @gluon.jit

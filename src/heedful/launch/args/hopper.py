@@ -10,7 +10,17 @@ from collections.abc import Mapping
 from heedful.core.configs import TileConfig
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
-from heedful.launch.spec import BufferSpec, KernelCall, KernelRef, Pointer, Program, Scalar
+from heedful.launch.args import portable
+from heedful.launch.spec import (
+    Argument,
+    BufferSpec,
+    KernelCall,
+    KernelRef,
+    Pointer,
+    Program,
+    Scalar,
+    Workspace,
+)
 from heedful.launch.spec import TensorMap as Map
 
 Buffers = Mapping[str, BufferSpec]
@@ -20,6 +30,7 @@ CONSUMER_ROWS = 64
 FAR = 1 << 29
 # Head dims that a shared-memory tile can have; in between, tensor maps fill with zeros.
 TILE_DIMS = (64, 128, 256)
+SWIZZLE = 64  # 16-bit elements that one swizzled row of shared memory holds
 
 
 def tile_dim(dim: int) -> int:
@@ -28,52 +39,234 @@ def tile_dim(dim: int) -> int:
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """out, and lse if there is such a buffer."""
+    """out, and lse if there is such a buffer; several splits of the keys give partial results,
+    which the portable merge combines."""
+    splits = max(1, plan.num_splits)
+    workspaces: tuple[Workspace, ...] = ()
+    if splits == 1:
+        calls = [_forward_call(problem, plan, buffers, 1)]
+    else:
+        workspaces = (
+            Workspace("partial_out", _dense_parts(splits, buffers["out"].shape)),
+            Workspace("partial_lse", _dense_parts(splits, problem.lse_shape)),
+        )
+        buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
+        # The first split has the sink: a merge would give it to rows that are not in use, too.
+        parts = {name: spec for name, spec in buffers.items() if name != "sink"}
+        calls = [_forward_call(problem, plan, buffers, splits), *portable.combine(parts).calls]
+    # Of packed queries, rows past the lengths used, which a backward would read the lse of.
+    if problem.varlen_q and (problem.used_q or problem.needs_grad):
+        calls.append(portable._clear_call(problem, buffers, "q", "out", "lse"))
+    return Program(tuple(calls), workspaces)
+
+
+def _dense_parts(splits: int, shape: tuple[int, ...]) -> BufferSpec:
+    return BufferSpec.contiguous((splits, *shape), "float32")
+
+
+def _forward_call(
+    problem: AttentionProblem, plan: Plan, buffers: Buffers, splits: int
+) -> KernelCall:
     config = plan.configs["hopper.forward"]
-    packed_q, packed_k = "cu_seqlens_q" in buffers, "cu_seqlens_k" in buffers
     row_blocks = -(-problem.seqlen_q // config.block_m)
     tiles = row_blocks * problem.batch * problem.heads_q
-    arguments, constants = {}, {}
-    q_dim, v_dim = tile_dim(problem.head_dim), tile_dim(problem.head_dim_v)
-    maps = {
-        "q_desc": ("q", CONSUMER_ROWS, q_dim, packed_q),
-        "k_desc": ("k", config.block_n, q_dim, packed_k),
-        "v_desc": ("v", config.block_n, v_dim, packed_k),
-        "out_desc": ("out", CONSUMER_ROWS, v_dim, packed_q),
-    }
-    for parameter, (name, rows, dim, packed) in maps.items():
-        make = _packed_map if packed else _dense_map
-        arguments[parameter] = make(name, buffers[name], rows, dim)
-    pointers = {
-        "lse_ptr": "lse",
-        "sink_ptr": "sink",
-        "cu_q": "cu_seqlens_q",
-        "cu_k": "cu_seqlens_k",
-    }
-    for parameter, name in pointers.items():
-        if name in buffers:
-            arguments[parameter] = Pointer(name, buffers[name].dtype, False)
-        else:
-            constants[parameter] = None
-    arguments |= _scales(problem)
-    arguments |= {
-        name: Scalar(value)
-        for name, value in {
-            "heads": problem.heads_q,
-            "group": problem.group,
-            "seqlen_q": problem.seqlen_q,
-            "seqlen_k": problem.seqlen_k,
-            "total_q": problem.total_q or 0,
-            "row_blocks": row_blocks,
-            "tiles": tiles,
-            "section": _section(problem),
-            **_mask(problem),
-        }.items()
-    }
-    constants |= _variant(problem, config)
-    grid = min(tiles, plan.device.units) if _is_persistent(problem) else tiles
+    call = _Call(buffers)
+    call.arguments |= _maps(problem, config, buffers)
+    is_split = splits > 1
+    call.pointers(
+        sink_ptr="sink",
+        lse_ptr="partial_lse" if is_split else "lse",
+        parts_ptr="partial_out" if is_split else "",
+        cu_q="cu_seqlens_q",
+        cu_k="cu_seqlens_k",
+        used_q="seqused_q",
+        used_k="seqused_k",
+        leftpad_k="leftpad_k",
+        kv_batch_idx="kv_batch_idx",
+        block_table="block_table",
+        alibi_ptr="alibi_slopes",
+        bias_ptr="bias",
+        seed_ptr="seed" if _has_dropout(problem) else "",
+    )
+    call.floats(**_scales(problem))
+    mask = problem.mask
+    call.ints(
+        heads=problem.heads_q,
+        group=problem.group,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=_stored_keys(problem, buffers),
+        total_q=problem.total_q or problem.batch * problem.seqlen_q,
+        row_blocks=row_blocks,
+        tiles=tiles,
+        section=_section(problem),
+        **_mask(problem),
+    )
+    call.ints_if(mask.first > 0, first=min(mask.first, FAR))
+    call.ints_if(is_split, splits=splits, dim_v=problem.head_dim_v)
+    _add_terms(call, problem)
+    _add_dropout(call, problem)
+    _add_storage(call, problem)
+    work = tiles * splits
+    grid = min(work, plan.device.units) if _is_persistent(problem) else work
     ref = KernelRef("heedful.kernels.hopper.forward", "forward", "gluon")
-    return Program((KernelCall(ref, (grid, 1, 1), arguments, constants, {"num_warps": 4}),))
+    constants = call.constants | _variant(problem, config, is_split)
+    constants["IS_RAGGED"] = _is_ragged(problem)
+    return KernelCall(ref, (grid, 1, 1), call.arguments, constants, {"num_warps": 4})
+
+
+class _Call:
+    """Collects the kernel's arguments; those of features that a call lacks are constants None."""
+
+    def __init__(self, buffers: Buffers):
+        self.buffers = buffers
+        self.arguments: dict[str, Argument] = {}
+        self.constants: dict[str, object] = {}
+
+    def pointers(self, **names: str) -> None:
+        """Parameters that take a small array's address: parameter = buffer name."""
+        for parameter, name in names.items():
+            if name in self.buffers:
+                self.arguments[parameter] = Pointer(name, self.buffers[name].dtype, False)
+            else:
+                self.constants[parameter] = None
+
+    def floats(self, **values: float) -> None:
+        self.arguments |= {name: Scalar(value, "fp32") for name, value in values.items()}
+
+    def ints(self, **values: int) -> None:
+        self.arguments |= {name: Scalar(value) for name, value in values.items()}
+
+    def ints_if(self, has: bool, **values: int) -> None:
+        """As ints, where the feature that reads them is there."""
+        if has:
+            self.ints(**values)
+        else:
+            self.constants |= dict.fromkeys(values)
+
+    def strides_if(self, has: bool, divisor: int = 1, **values: int) -> None:
+        """64-bit strides of an array that is there only if `has`."""
+        if has:
+            strides = {name: Scalar(value, "i64", divisor) for name, value in values.items()}
+            self.arguments |= strides
+        else:
+            self.constants |= dict.fromkeys(values)
+
+
+def _maps(problem: AttentionProblem, config: TileConfig, buffers: Buffers) -> dict[str, Argument]:
+    """The tensor maps: of queries and the output as they lie, of keys and values perhaps row by
+    row."""
+    q_dim, v_dim = tile_dim(problem.head_dim), tile_dim(problem.head_dim_v)
+    make_q = _packed_map if problem.varlen_q else _dense_map
+    maps: dict[str, Argument] = {
+        "q_desc": make_q("q", buffers["q"], CONSUMER_ROWS, q_dim),
+        "out_desc": make_q("out", buffers["out"], CONSUMER_ROWS, v_dim),
+    }
+    rows = config.block_n
+    if problem.page_size:
+        # Pages are filled box by box: rows that divide a page, and as wide as the swizzle.
+        rows, q_dim, v_dim = min(rows, page_rows(problem.page_size)), SWIZZLE, SWIZZLE
+    make_k = _packed_map if _is_ragged(problem) else _dense_map
+    for name, dim in (("k", q_dim), ("v", v_dim)):
+        maps[f"{name}_desc"] = make_k(name, buffers[name], rows, dim)
+    return maps
+
+
+def page_rows(page_size: int) -> int:
+    """The largest power of two that divides a page."""
+    return page_size & -page_size
+
+
+def _is_ragged(problem: AttentionProblem) -> bool:
+    """Whether keys end where a sequence ends and not where its storage does."""
+    return bool(problem.varlen_k or problem.used_k or problem.leftpad_k or problem.page_size)
+
+
+def _stored_keys(problem: AttentionProblem, buffers: Buffers) -> int:
+    """Keys that a sequence's storage has room for, where no cu_seqlens_k says otherwise."""
+    if problem.page_size:
+        return buffers["block_table"].shape[1] * problem.page_size
+    return problem.seqlen_k if problem.varlen_k else buffers["k"].shape[1]
+
+
+def _add_storage(call: _Call, problem: AttentionProblem) -> None:
+    """Arguments that say where keys lie, beyond their map."""
+    if problem.page_size and "cu_seqlens_k" in call.buffers:
+        raise ValueError("cu_seqlens_k beside block_table must come as seqused_k")
+    is_batched = _is_ragged(problem) and not problem.varlen_k
+    for name in ("k", "v"):
+        rows = rows_between(name, call.buffers[name]) if is_batched else 0
+        call.ints_if(is_batched, **{f"{name}_rows": rows})
+    if not is_batched:
+        # Packed: there is one batch entry.
+        call.constants |= {"k_rows": 0, "v_rows": 0}
+    table = call.buffers.get("block_table")
+    call.strides_if(table is not None, stride_table=table.strides[0] if table else 0)
+    call.ints_if(table is not None, page_size=problem.page_size)
+
+
+def rows_between(name: str, spec: BufferSpec) -> int:
+    """Rows from one batch entry or page of (B, S, H, D) to the next, for a map of rows alone.
+
+    Raises ValueError where that is not a whole number.
+    """
+    if spec.shape[0] == 1:
+        return 0
+    rows, rest = divmod(spec.strides[0], _row_stride(spec))
+    if rest or rows * spec.shape[0] >= 1 << 31:
+        raise ValueError(
+            f"{name} must have a batch stride that is a multiple of its row stride, and fewer than"
+            f" 2^31 rows in all, where lengths or pages are given; got strides {spec.strides}"
+        )
+    return rows
+
+
+def _has_dropout(problem: AttentionProblem) -> bool:
+    """Whether any probability is dropped: one that rounds to certainty drops nothing."""
+    return (1.0 - problem.dropout_p) * 2.0**32 < 2.0**32
+
+
+def _wrapped(word: int) -> int:
+    """A 32-bit word as the signed integer of the same bits."""
+    return (word & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
+
+
+def _add_dropout(call: _Call, problem: AttentionProblem) -> None:
+    has, keep = _has_dropout(problem), 1.0 - problem.dropout_p
+    call.ints_if(has, drop_threshold=_wrapped(int(keep * 2.0**32)))
+    names = ("origin_b", "origin_h", "origin_m", "origin_n")
+    origin = (_wrapped(o) for o in problem.dropout_origin)
+    call.ints_if(has, **dict(zip(names, origin, strict=True)))
+    if has:
+        call.floats(drop_scale=1.0 / keep if keep > 0 else 0.0)
+    else:
+        call.constants["drop_scale"] = None
+
+
+def _add_terms(call: _Call, problem: AttentionProblem) -> None:
+    """ALiBi and bias: their strides, and what a unit of the logits is in raw scores."""
+    if problem.alibi or problem.bias:
+        call.floats(per_unit=1.0 / (problem.softcap if problem.softcap > 0 else problem.scale))
+    else:
+        call.constants["per_unit"] = None
+    alibi, bias = (call.buffers.get(name) for name in ("alibi_slopes", "bias"))
+    call.strides_if(alibi is not None, stride_alibib=alibi.strides[0] if alibi else 0)
+    strides = (0, 0, 0, 0)
+    divisor = 1
+    if bias is not None:
+        pairs = zip(bias.shape, bias.strides, strict=True)
+        strides = tuple(stride if size > 1 else 0 for size, stride in pairs)
+        # Neighbouring keys are then one load.
+        if bias.aligned and strides[3] == 1 and all(s % 8 == 0 for s in strides[:3]):
+            divisor = 8
+            call.arguments["bias_ptr"] = Pointer("bias", bias.dtype, True)
+    names = ("stride_biasb", "stride_biash", "stride_biasm", "stride_biasn")
+    values = dict(zip(names, strides, strict=True))
+    last = values.pop("stride_biasn")
+    call.strides_if(bias is not None, divisor, **values)
+    if divisor > 1:
+        call.constants["stride_biasn"] = 1
+    else:
+        call.strides_if(bias is not None, stride_biasn=last)
 
 
 def _layout(rank: int) -> str:
@@ -99,25 +292,36 @@ def _packed_map(name: str, spec: BufferSpec, rows: int, dim: int) -> Map:
     2^30 the map is out of bounds. The first two coordinates, 2^30 and e, bring the address back:
     2^30 (2^34 - s) + e s + (2^30 - n + r) s = 2^64 + (e - n + r) s elements, and addresses wrap.
     The trick is that of Triton's `tools/ragged_tma.py`.
+
+    (B, S, H, D) is seen so too, its batch entries `rows_between` rows apart.
     """
-    tokens, heads = _stride(spec, 0), _stride(spec, 1)
+    tokens, heads = _row_stride(spec), _stride(spec, -2)
     far = 0x7FFF0000
     return Map(
         name,
         spec.dtype,
-        (far, far, spec.shape[1], 1 << 30, spec.shape[2]),
+        (far, far, spec.shape[-2], 1 << 30, spec.shape[-1]),
         ((1 << 34) - tokens, tokens, heads, tokens, 1),
         (1, 1, 1, rows, dim),
         _layout(5),
     )
 
 
+def _row_stride(spec: BufferSpec) -> int:
+    """The stride of the rows of (B, S, H, D) or (T, H, D), of which a batch entry's is a multiple
+    if there is one row in each."""
+    if len(spec.shape) == 4 and spec.shape[1] == 1 and spec.shape[0] > 1:
+        return spec.strides[0] or 8
+    return _stride(spec, -3)
+
+
 def _stride(spec: BufferSpec, axis: int) -> int:
     """A stride in elements; that of a dim of one element may be anything, TMA wants 16 bytes."""
+    axis %= len(spec.shape)
     return spec.strides[axis] if spec.shape[axis] > 1 or axis == len(spec.shape) - 1 else 8
 
 
-def _scales(problem: AttentionProblem) -> dict[str, Scalar]:
+def _scales(problem: AttentionProblem) -> dict[str, float]:
     """Raw scores times scale_log2 are logits in base 2; under softcap the kernel takes
     tanh(s scale / softcap) first, through 2^(s softcap_scale)."""
     log2e = math.log2(math.e)
@@ -125,7 +329,7 @@ def _scales(problem: AttentionProblem) -> dict[str, Scalar]:
     if problem.softcap > 0:
         softcap_scale = 2.0 * log2e * problem.scale / problem.softcap
         scale = problem.softcap * log2e
-    return {"scale_log2": Scalar(scale, "fp32"), "softcap_scale": Scalar(softcap_scale, "fp32")}
+    return {"scale_log2": scale, "softcap_scale": softcap_scale}
 
 
 def _mask(problem: AttentionProblem) -> dict[str, int]:
@@ -147,14 +351,14 @@ def _section(problem: AttentionProblem) -> int:
 def _is_persistent(problem: AttentionProblem) -> bool:
     """Whether programs walk over tiles by themselves: their next loads then overlap the end of a
     tile. Tiles of unequal length are better dealt out by the hardware, one by one."""
-    if problem.varlen_q or problem.varlen_k:
+    if problem.varlen_q or problem.used_q or _is_ragged(problem):
         return False
     mask = problem.mask
     is_even = not mask.bounded or (mask.left >= 0 and mask.right >= 0)
     return is_even or problem.seqlen_k <= 2048
 
 
-def _variant(problem: AttentionProblem, config: TileConfig) -> dict[str, object]:
+def _variant(problem: AttentionProblem, config: TileConfig, is_split: bool) -> dict[str, object]:
     return {
         "BLOCK_N": config.block_n,
         "CONSUMERS": config.block_m // CONSUMER_ROWS,
@@ -162,8 +366,9 @@ def _variant(problem: AttentionProblem, config: TileConfig) -> dict[str, object]
         "V_STAGES": config.get("v_stages", config.num_stages),
         "CONSUMER_REGS": config.get("consumer_regs"),
         "PRODUCER_REGS": config.get("producer_regs"),
-        # Of another width, the output does not fit where the queries were.
+        # Of another width, the output does not fit where the queries were; parts take no such way.
         "OUT_IN_Q": config.get("out_in_q", False)
+        and not is_split
         and tile_dim(problem.head_dim) == tile_dim(problem.head_dim_v),
         "ORDERED": config.get("ordered", False),
         "LAZY": config.get("lazy", True),

@@ -1,0 +1,84 @@
+"""The dropout mask of heedful.kernels.portable.philox, laid out for a warpgroup's scores.
+
+M query rows, N keys.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.hopper.compat import aggregate, optional
+from heedful.kernels.portable.philox import philox_words
+
+
+@aggregate
+class Dropout:
+    """seed: address of the 64-bit key, None without dropout. A word below `threshold` keeps its
+    score; `scale`: what kept probabilities are multiplied by. origin_*: index of the call's first
+    score in the whole problem; origin_n is a multiple of 4."""
+
+    seed: gl.tensor | gl.constexpr
+    threshold: gl.tensor | gl.constexpr
+    scale: gl.tensor | gl.constexpr
+    origin_b: gl.tensor | gl.constexpr
+    origin_h: gl.tensor | gl.constexpr
+    origin_m: gl.tensor | gl.constexpr
+    origin_n: gl.tensor | gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, seed, threshold, scale, origin_b, origin_h, origin_m, origin_n):
+        self.seed = optional(seed)
+        self.threshold = optional(threshold)
+        self.scale = optional(scale)
+        self.origin_b = optional(origin_b)
+        self.origin_h = optional(origin_h)
+        self.origin_m = optional(origin_m)
+        self.origin_n = optional(origin_n)
+
+
+@gluon.constexpr_function
+def quads_layout(M, N):
+    """Of a (M, N / 4) tile in four warps, 16 rows each: a quarter of a warp's lanes across, as in
+    the accumulator of a matrix product, so that turning one into the other stays within a warp."""
+    registers = [[0, 4 << bit] for bit in range((N // 16).bit_length() - 1)] + [[8, 0]]
+    lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [M, N // 4])
+
+
+@gluon.jit
+def keep_tile(dropout, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
+    """Which scores of rows from `row` and keys from `col` are kept: one draw per 4 keys."""
+    quads: gl.constexpr = quads_layout(M, N)
+    seed = gl.load(dropout.seed)
+    rows_M = gl.arange(0, M, layout=gl.SliceLayout(1, quads)) + (row + dropout.origin_m)
+    quad_N = gl.arange(0, N // 4, layout=gl.SliceLayout(0, quads)) * 4 + (col + dropout.origin_n)
+    zero_MN = gl.zeros([M, N // 4], gl.uint32, quads)
+    w0, w1, w2, w3 = philox_words(
+        zero_MN + (quad_N.to(gl.uint32) >> 2)[None, :],
+        zero_MN + rows_M.to(gl.uint32)[:, None],
+        zero_MN + (tile.head + dropout.origin_h).to(gl.uint32),
+        zero_MN + (tile.batch + dropout.origin_b).to(gl.uint32),
+        seed.to(gl.uint32),
+        (seed >> 32).to(gl.uint32),
+    )
+    threshold = dropout.threshold.to(gl.uint32)
+    # A byte each, and only then the turn: the words themselves would be four times as many.
+    k0 = (w0 < threshold).to(gl.int8)
+    k1 = (w1 < threshold).to(gl.int8)
+    k2 = (w2 < threshold).to(gl.int8)
+    k3 = (w3 < threshold).to(gl.int8)
+    # join adds an innermost axis, so [.., x, y] holds word 2 * x + y.
+    keep_MN = gl.join(gl.join(k0, k2), gl.join(k1, k3)).reshape([M, N])
+    return gl.convert_layout(keep_MN, layout) != 0
+
+
+@gluon.jit
+def drop(p_MN, dropout, tile, row, col):
+    """Probabilities with the dropped ones at zero; kept ones are scaled with the output."""
+    if dropout.seed is None:
+        return p_MN
+    else:
+        M: gl.constexpr = p_MN.shape[0]
+        N: gl.constexpr = p_MN.shape[1]
+        layout: gl.constexpr = p_MN.type.layout
+        keep_MN = keep_tile(dropout, tile, row, col, M, N, layout)
+        return gl.where(keep_MN, p_MN, 0.0)
