@@ -7,6 +7,7 @@ import pytest
 from emulated.compiled import attention, names
 from emulated.snippets import kernel
 from heedful.emulator import decode
+from heedful.emulator.waitstates import violations
 
 WIDE = "v[20:35], v[10:11], v[12:13], v[20:35]"
 MFMA = {
@@ -130,3 +131,17 @@ def test_every_nop_of_the_compiler_is_needed(name):
         if any(_EXCUSED.search(x) for x in near):
             continue
         assert decode("\n".join(mutant)).violations, (i + 1, near)
+
+
+def test_a_changed_instruction_is_checked_as_the_whole_program_is():
+    code = decode(attention(names()[0]).text)
+    mutants = [(i.pc, "s_nop 0") for i in code.program.code if i.mnemonic == "s_nop"]
+    mutants += [(i.pc, "v_mov_b32_e32 v1, v2") for i in code.program.code[::97] if i.operands]
+    found = 0
+    for pc, text in mutants:
+        if code.program.code[pc].mnemonic.startswith(("s_branch", "s_cbranch")):
+            continue
+        mutant = code.replaced(pc, text)
+        assert {str(v) for v in mutant.violations} == {str(v) for v in violations(mutant.program)}
+        found += bool(mutant.violations)
+    assert found

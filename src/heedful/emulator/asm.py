@@ -10,11 +10,14 @@ import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 AGPR = 256
 SGPR = 512
 VCC, M0, EXEC = SGPR + 106, SGPR + 124, SGPR + 126
 FIRST_CONSTANT = 640
+# How many lines of assembly each cache of what follows from a line's text keeps.
+KEPT_LINES = 20_000
 # Not slots: state that instructions read and write without naming a register.
 SCC, MODE = 1000, 1001
 
@@ -81,7 +84,8 @@ class Operand:
 
 @dataclass(slots=True)
 class Instruction:
-    """One decoded instruction; `pc` counts instructions, `line` lines of the assembly text."""
+    """One decoded instruction; `pc` counts instructions, `line` lines of the assembly text, and
+    `base` is the mnemonic without the suffix that names its encoding."""
 
     pc: int
     mnemonic: str
@@ -90,11 +94,7 @@ class Instruction:
     text: str
     line: int
     source: str
-    base: str = ""
-
-    def __post_init__(self):
-        # The mnemonic without the suffix that names its encoding.
-        self.base = _ENCODING.sub("", self.mnemonic)
+    base: str
 
     def where(self) -> str:
         """The instruction and its position, for reports."""
@@ -144,6 +144,7 @@ def slot_name(slot: int) -> str:
     return named.get(slot - SGPR, f"s{slot - SGPR}")
 
 
+@lru_cache(maxsize=KEPT_LINES)
 def parse_operand(text: str) -> Operand:
     """Parse one operand with its source modifiers, as `-|v3|`, `s[0:1]`, `0x10`, `vcc` or `off`."""
     body, neg, absolute, signed = text.strip(), False, False, False
@@ -213,9 +214,18 @@ def _waitcnt(text: str) -> dict:
 
 def parse_instruction(text: str, pc: int = 0, line: int = 0, source: str = "") -> Instruction:
     """Decode one instruction; `text` holds no comment."""
+    mnemonic, operands, mods, base = _parts(text)
+    return Instruction(pc, mnemonic, operands, mods, text, line, source, base)
+
+
+# Kernels of one family share many lines, and each is decoded several times over (tests, mutants).
+@lru_cache(maxsize=KEPT_LINES)
+def _parts(text: str) -> tuple[str, tuple[Operand, ...], dict, str]:
+    """Mnemonic, operands, modifiers and mnemonic without encoding."""
     mnemonic, _, rest = text.partition(" ")
+    base = _ENCODING.sub("", mnemonic)
     if mnemonic == "s_waitcnt":
-        return Instruction(pc, mnemonic, (), _waitcnt(rest), text, line, source)
+        return mnemonic, (), _waitcnt(rest), base
     parts, mods = _split(rest.replace("quad_perm: ", "quad_perm:")), {}
     if parts and not parts[-1].startswith("hwreg"):
         last, *trailing = parts[-1].split()
@@ -225,7 +235,7 @@ def parse_instruction(text: str, pc: int = 0, line: int = 0, source: str = "") -
         else:
             parts[-1] = last
         mods = dict(_modifier(m) for m in trailing)
-    return Instruction(pc, mnemonic, tuple(map(parse_operand, parts)), mods, text, line, source)
+    return mnemonic, tuple(map(parse_operand, parts)), mods, base
 
 
 class _Sources:

@@ -3,8 +3,19 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
-from heedful.emulator.asm import EXEC, M0, MODE, SCC, VCC, Instruction, Operand
+from heedful.emulator.asm import (
+    EXEC,
+    KEPT_LINES,
+    M0,
+    MODE,
+    SCC,
+    VCC,
+    Instruction,
+    Operand,
+    parse_instruction,
+)
 
 _NO_DESTINATION = re.compile(
     r"s_(waitcnt|barrier|endpgm|nop|sleep|setprio|branch|cbranch\w*|cmp\w*|bitcmp\w*|setreg\w*|sethalt"
@@ -37,11 +48,22 @@ _KEEPS_SCC = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """Slots that an instruction reads and writes; `ready` are those that must not be in flight."""
+    """Slots that an instruction reads and writes, `ready` those that must not be in flight; and the
+    first two as bit sets."""
 
     reads: frozenset[int]
     writes: frozenset[int]
     ready: frozenset[int]
+    read_bits: int
+    write_bits: int
+
+
+def bits(slots: Iterable[int]) -> int:
+    """Slots as a bit set."""
+    total = 0
+    for slot in slots:
+        total |= 1 << slot
+    return total
 
 
 def is_dma(instruction: Instruction) -> bool:
@@ -166,6 +188,12 @@ def flow(instruction: Instruction) -> Flow:
     A load may be issued onto a register for which an earlier load of the same counter is still in
     flight (they return in order), so its destination is not part of `ready`.
     """
+    return _flow(instruction.text)
+
+
+@lru_cache(maxsize=KEPT_LINES)
+def _flow(text: str) -> Flow:
+    instruction = parse_instruction(text)
     count = _destinations(instruction)
     writes, reads = set(), set()
     for position, operand in enumerate(instruction.operands):
@@ -179,4 +207,5 @@ def flow(instruction: Instruction) -> Flow:
     reads |= _implicit_reads(instruction)
     writes |= _implicit_writes(instruction)
     ready = explicit | (reads & {VCC, VCC + 1, M0})
-    return Flow(frozenset(reads), frozenset(writes), frozenset(ready))
+    sets = (frozenset(reads), frozenset(writes), frozenset(ready))
+    return Flow(*sets, bits(reads), bits(writes))

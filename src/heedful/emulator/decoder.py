@@ -5,13 +5,14 @@ block needs defined.
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from heedful.emulator.asm import EXEC, SGPR, AsmError, Instruction, Program, parse_instruction
-from heedful.emulator.dataflow import Flow, flow, is_load
+from heedful.emulator.dataflow import Flow, bits, flow, is_load
 from heedful.emulator.semantics import Context, Run, Unsupported, build
-from heedful.emulator.waitstates import Violation, violations
+from heedful.emulator.waitstates import Violation, violations, violations_after_change
 
 _TERMINATORS = ("s_branch", "s_cbranch", "s_barrier", "s_endpgm", "s_setpc", "s_swappc")
 
@@ -31,14 +32,22 @@ class Block:
     """Instructions [start, stop) that run without a branch in or out.
 
     Attributes:
+        steps: shared by all blocks with this end; those of this one begin at number `first`.
         needs: bit set of the slots read before the block writes them. defines: those it writes.
     """
 
     start: int
     stop: int
     steps: list[Step]
+    first: int
     needs: int
     defines: int
+
+    def taken(self, count: int) -> list[Step]:
+        """The first `count` steps."""
+        if self.first == 0 and count == len(self.steps):
+            return self.steps
+        return self.steps[self.first : self.first + count]
 
 
 class Code:
@@ -70,8 +79,8 @@ class Code:
         code = list(self.program.code)
         code[pc] = parse_instruction(text, pc, old.line, old.source)
         other = copy.copy(self)
-        other.__dict__.pop("violations", None)
         other.program = replace(self.program, code=code)
+        other.__dict__["violations"] = violations_after_change(other.program, pc, self.violations)
         other.flows, other.loads = list(self.flows), list(self.loads)
         other.flows[pc] = flow(code[pc])
         other.loads[pc] = other.flows[pc].writes if is_load(code[pc]) else frozenset()
@@ -88,21 +97,23 @@ class Code:
     def block(self, pc: int) -> Block:
         """The block that starts at `pc`, which may lie inside a longer one."""
         if pc not in self._blocks:
-            self._blocks[pc] = self._decode(pc)
+            self._decode(pc)
         return self._blocks[pc]
 
-    def _decode(self, start: int) -> Block:
+    def _decode(self, start: int):
+        """Decode from `start` to the next leader, and with it every block that begins there."""
         code = self.program.code
         if start >= len(code):
             raise AsmError(f"kernel {self.program.name} runs past its last instruction")
-        stop = next((leader for leader in self.leaders if leader > start), len(code))
-        steps, needs, defines = [], 0, 0
-        for pc in range(start, stop):
-            steps.append(self._step(pc))
-            reads, writes = _bits(self.flows[pc].reads), _bits(self.flows[pc].writes)
-            needs |= reads & ~defines
+        after = bisect_right(self.leaders, start)
+        stop = self.leaders[after] if after < len(self.leaders) else len(code)
+        steps = [self._step(pc) for pc in range(start, stop)]
+        needs = defines = 0
+        for pc in range(stop - 1, start - 1, -1):
+            reads, writes = self.flows[pc].read_bits, self.flows[pc].write_bits
+            needs = reads | (needs & ~writes)
             defines |= writes
-        return Block(start, stop, steps, needs, defines)
+            self._blocks[pc] = Block(pc, stop, steps, pc - start, needs, defines)
 
     def _step(self, pc: int) -> Step:
         if pc not in self._steps:
@@ -137,14 +148,7 @@ class Code:
     @cached_property
     def violations(self) -> list[Violation]:
         """Pairs of instructions with too few wait states between them."""
-        return violations(self.program, self.flows)
-
-
-def _bits(slots: frozenset[int]) -> int:
-    total = 0
-    for slot in slots:
-        total |= 1 << slot
-    return total
+        return violations(self.program)
 
 
 def _changes_exec(instruction: Instruction, flows: Flow) -> bool:
@@ -165,4 +169,4 @@ def initially_defined(program: Program) -> int:
     count = fixed.get("user_sgpr_count", 0) + 4  # user data, then workgroup ids
     slots = {0, EXEC, EXEC + 1, 1000, 1001, *range(SGPR, SGPR + count)}
     slots |= {SGPR + 102, SGPR + 103, SGPR + 104, SGPR + 105}
-    return _bits(frozenset(slots))
+    return bits(slots)

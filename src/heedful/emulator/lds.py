@@ -10,6 +10,7 @@ and, per wave, of the last read. A stamp is epoch, wave and pc; a write that is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +29,9 @@ _WAVE_SHIFT, _EPOCH_SHIFT = 24, 32
 _PC_MASK, _WAVE_MASK = (1 << _WAVE_SHIFT) - 1, 0xFF
 _IN_FLIGHT = 1 << 62
 _NEVER = -1
+
+# Which lanes, (groups, waves, 64, 1), a write gives other data than is there; None: all.
+Changes = Callable[[], np.ndarray] | None
 
 
 class Lds:
@@ -50,6 +54,8 @@ class Lds:
         self._parking = self._base + self._pad + 16 * wave
         self._wave = wave
         self._stamp = np.zeros((groups, 1, 1), I64)
+        # When each wave read last: spares a write the search for reads in an epoch without any.
+        self._last_read = np.full((groups, waves), _NEVER, I64)
         self._clock = 0
         self._races = sink.wants("lds-race") or sink.wants("lds-uninit")
         self.counts_banks = True
@@ -60,6 +66,7 @@ class Lds:
         self.words.fill(POISON)
         self._written.fill(_NEVER)
         self._read.fill(_NEVER)
+        self._last_read.fill(_NEVER)
         self._clock += 1
         self._stamp[...] = self._clock << _EPOCH_SHIFT
 
@@ -73,11 +80,13 @@ class Lds:
         g, w = batch.rect.index
         if self.counts_banks:
             self._banks.count(at.pc, address, nbytes, batch.where)
+        if address.min() >= 0 and address.max() <= self.nbytes - nbytes:
+            if batch.full:
+                return address + self._base[g]
+            return np.where(batch.mask, address + self._base[g], self._parking[g, w])
         outside = (address + nbytes > self.nbytes) | (address < 0)
-        if outside.any() and (outside & batch.mask).any():
+        if (outside & batch.mask).any():
             self._report_bounds(batch, at, address, nbytes, outside & batch.mask)
-        elif batch.full:
-            return address + self._base[g]
         return np.where(batch.mask & ~outside, address + self._base[g], self._parking[g, w])
 
     def _report_bounds(self, batch: Batch, at: Instruction, address, nbytes: int, outside):
@@ -94,7 +103,7 @@ class Lds:
         """
         count = max(nbytes >> self._shift, 1)
         if count in (1, 2, 4, 8, 16) and not (absolute & (nbytes - 1)).any():
-            return absolute // (self.unit * count), count
+            return absolute >> (self._shift + count.bit_length() - 1), count
         return (absolute >> self._shift)[..., None] + np.arange(count), 1
 
     @staticmethod
@@ -137,11 +146,14 @@ class Lds:
         touch = _Touch(self, batch, at, index, row, is_write=True)
         if nbytes < 4:  # the rest of the register does not go to memory
             data = data & U32((1 << 8 * nbytes) - 1)
-        changed = (pick(self.words, absolute, nbytes) != data).any(-1, keepdims=True)
-        self._check_write(batch, at, index, row, changed)
+
+        def changes():
+            return (pick(self.words, absolute, nbytes) != data).any(-1, keepdims=True)
+
+        self._check_write(batch, at, index, row, changes)
         touch.stamp(batch.rect)
         place(self.words, absolute, nbytes, data)
-        self._check_own(batch, at, touch, (pick(self.words, absolute, nbytes) != data).any(-1))
+        self._check_own(batch, at, touch, changes)
         return (touch,)
 
     def update(self, batch: Batch, at: Instruction, address, nbytes: int, operation, data):
@@ -163,9 +175,9 @@ class Lds:
         index, row = self._index(absolute, nbytes)
         dma = _Dma(self, batch, at, index, row, absolute, nbytes, data)
         if self._races:
-            self._check_write(batch, at, index, row, changed=True)
+            self._check_write(batch, at, index, row)
             dma.stamp_in_flight()
-            self._check_own(batch, at, dma, lanes=True)
+            self._check_own(batch, at, dma)
         return (dma,)
 
     def stamps(self, rect: Rect, at: Instruction):
@@ -173,47 +185,53 @@ class Lds:
         g, w = rect.index
         return (self._stamp[g] | (self._wave[:, w] << _WAVE_SHIFT) | at.pc)[..., None]
 
-    def _check_marks(self, batch: Batch, at: Instruction, marks, lanes=True):
+    def _check_marks(self, batch: Batch, at: Instruction, marks, changes: Changes = None):
         """Find writes of other waves in this epoch, or still in flight, under an access.
 
-        `lanes` says where equal data does not excuse a finished write.
+        `changes` says where equal data does not excuse a finished write.
         """
         epoch = self._stamp[batch.rect.g0 : batch.rect.g1, ..., None]
         if marks.max() < epoch.min():
             return
         wave = self._wave[:, batch.rect.w0 : batch.rect.w1, :, None]
         writer = (marks >> _WAVE_SHIFT) & _WAVE_MASK
-        bad = (marks >= epoch) & (writer != wave) & lanes
-        bad |= marks >= _IN_FLIGHT
-        bad &= batch.mask[..., None]
+        bad = (marks >= epoch) & (writer != wave) & batch.mask[..., None]
+        if changes and bad.any():
+            bad &= changes()
+        bad |= (marks >= _IN_FLIGHT) & batch.mask[..., None]
         if bad.any():
             self._report_race(batch, at, bad, marks, "write")
 
-    def _check_write(self, batch: Batch, at: Instruction, index, row: int, changed):
+    def _check_write(self, batch: Batch, at: Instruction, index, row: int, changes: Changes = None):
         """Find accesses of other waves in this epoch under a write; writing equal data is none."""
-        self._check_marks(batch, at, self._gather(self._written, index, row), changed)
-        epoch = self._stamp[batch.rect.g0 : batch.rect.g1, ..., None]
-        first = epoch.min()
-        wave = self._wave[:, batch.rect.w0 : batch.rect.w1, :, None]
+        self._check_marks(batch, at, self._gather(self._written, index, row), changes)
+        rect = batch.rect
+        epoch = self._stamp[rect.g0 : rect.g1, ..., None]
+        wave = self._wave[:, rect.w0 : rect.w1, :, None]
+        recent = np.any(self._last_read[rect.g0 : rect.g1] >= epoch[..., 0, 0], axis=0)
         for reader, shadow in enumerate(self._read.reshape(self.waves, -1)):
-            reads = self._gather(shadow, index, row)
-            if reads.max() < first:
+            if not recent[reader] or (rect.w0, rect.w1) == (reader, reader + 1):
                 continue
-            bad = (reads >= epoch) & (wave != reader) & changed & batch.mask[..., None]
+            reads = self._gather(shadow, index, row)
+            bad = (reads >= epoch) & (wave != reader) & batch.mask[..., None]
+            if bad.any() and changes:
+                bad &= changes()
             if bad.any():
                 self._report_race(batch, at, bad, reads, "read")
 
-    def _check_own(self, batch: Batch, at: Instruction, touch: _Touch, lanes):
+    def _check_own(self, batch: Batch, at: Instruction, touch: _Touch, changes: Changes = None):
         """Find two waves of the batch writing to one place: one stamp has replaced the other.
 
-        `lanes` says where the data that stayed is not this wave's own.
+        `changes` says where the data that stayed is not this wave's own.
         """
+        if batch.rect.w1 - batch.rect.w0 == 1:
+            return
         seen = self._gather(self._written, touch.index, touch.row) & (_IN_FLIGHT - 1)
         bad = (seen != self.stamps(batch.rect, at)) & batch.mask[..., None]
+        if changes and bad.any():
+            bad &= changes()
         if bad.any():
-            bad &= lanes if lanes is True else lanes[..., None]
-            if bad.any():
-                self._report_race(batch, at, bad, seen, "write")
+            self._report_race(batch, at, bad, seen, "write")
 
     def _check_initialised(self, batch: Batch, at: Instruction, marks):
         bad = ((marks < 0) & batch.mask[..., None]).any(-1)
@@ -248,7 +266,9 @@ class _Touch:
         if self.is_write:
             lds._scatter(lds._written, index, self.row, stamps)
             return
-        wave = lds._wave[:, rect.w0 : rect.w1]
+        g, w = rect.index
+        lds._last_read[g, w] = lds._stamp[g, :, 0]
+        wave = lds._wave[:, w]
         wave = wave[..., None] if index.ndim == 4 else wave
         lds._scatter(lds._read, index + wave * (lds._units // self.row), self.row, stamps)
 

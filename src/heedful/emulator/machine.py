@@ -170,7 +170,7 @@ class Machine:
     def _advance(self, batch: Batch):
         """Run a batch to the end of its block or quantum, then see where its waves go."""
         block = self.code.block(batch.pc)
-        steps = block.steps[: self.schedule.quantum(len(block.steps))]
+        steps = block.taken(self.schedule.quantum(block.stop - block.start))
         self._check_definitions(batch, block)
         outcome = self._execute(batch, steps)
         size = batch.rect.size

@@ -18,6 +18,7 @@ BASE = 0x7000_0000_0000
 _GUARD = 4096
 # Lanes that access nothing read from here, and write to GlobalMemory.TRASH.
 _ZEROS = 0
+_LOG2 = {4: 2, 8: 3, 16: 4}
 
 
 def pick(words, offset, nbytes: int):
@@ -32,7 +33,7 @@ def pick(words, offset, nbytes: int):
     if nbytes >= 4:
         count = nbytes // 4
         if count in (1, 2, 4) and not (offset & (nbytes - 1)).any():
-            return words.reshape(-1, count).take(offset // nbytes, axis=0)
+            return words.reshape(-1, count).take(offset >> _LOG2[nbytes], axis=0)
         if not (offset & 3).any():
             return words.take((offset >> 2)[..., None] + np.arange(count))
     octets = words.view(U8).take(offset[..., None] + np.arange(nbytes))
@@ -47,7 +48,7 @@ def place(words, offset, nbytes: int, data):
     if nbytes >= 4:
         count = nbytes // 4
         if count in (1, 2, 4) and not (offset & (nbytes - 1)).any():
-            words.reshape(-1, count)[offset // nbytes] = data
+            words.reshape(-1, count)[offset >> _LOG2[nbytes]] = data
             return
         if not (offset & 3).any():
             words[(offset >> 2)[..., None] + np.arange(count)] = data

@@ -9,12 +9,21 @@ Instructions"), read together with what LLVM's hazard recogniser for gfx942 and 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
-from heedful.emulator.asm import EXEC, M0, SGPR, VCC, Instruction, Program
-from heedful.emulator.dataflow import Flow, is_dma
+from heedful.emulator.asm import (
+    EXEC,
+    KEPT_LINES,
+    M0,
+    SGPR,
+    VCC,
+    Instruction,
+    Program,
+    parse_instruction,
+)
+from heedful.emulator.dataflow import Flow, flow, is_dma
 
 _TRANSCENDENTAL = re.compile(r"v_(exp|log|rcp|rcp_iflag|rsq|sqrt|sin|cos)_f(16|32|64)")
 _LANE_ACCESS = re.compile(r"v_(readlane|readfirstlane|writelane)_b32")
@@ -147,6 +156,13 @@ class Shape:
         return not slots.isdisjoint(self.instruction.operands[2].slots)
 
 
+@lru_cache(maxsize=KEPT_LINES)
+def _shape(text: str, arch: str) -> Shape:
+    """The shape of a line of assembly; its instruction's pc says nothing."""
+    instruction = parse_instruction(text)
+    return Shape(instruction, flow(instruction), arch)
+
+
 def _after_mfma(p: Shape, c: Shape, live: frozenset[int]) -> tuple[int, str]:
     """Distance from an MFMA to an instruction that touches its result."""
     n, newer = p.passes, p.arch == "gfx950"
@@ -248,10 +264,9 @@ def _after_store(p: Shape, c: Shape) -> tuple[int, str]:
 class _Search:
     """Walks forward from each producer over all paths and compares distances."""
 
-    def __init__(self, program: Program, flows: list[Flow]):
+    def __init__(self, program: Program):
         self.program = program
-        pairs = zip(program.code, flows, strict=True)
-        self.shapes = [Shape(i, f, program.arch) for i, f in pairs]
+        self.shapes = [_shape(i.text, program.arch) for i in program.code]
         self.following = [self._next(i) for i in program.code]
 
     def _next(self, instruction: Instruction) -> list[int]:
@@ -285,18 +300,31 @@ class _Search:
             return 1, "m0 read by a load to LDS"
         return 0, ""
 
-    def violations(self) -> Iterator[Violation]:
-        """Every pair that is too close, each once."""
-        for p in self.shapes:
+    def violations(self, producers: Iterable[int]) -> Iterator[Violation]:
+        """Every pair that is too close, each once, of these producers (by pc)."""
+        for pc in producers:
+            p = self.shapes[pc]
             reach = self.window(p)
             live = p.vector_writes | p.scalar_writes
             if reach and (live or p.wide_store_data):
-                yield from self._from(p, live, reach)
+                yield from self._from(pc, p, live, reach)
 
-    def _from(self, p: Shape, live: frozenset[int], reach: int) -> Iterator[Violation]:
+    def before(self, pc: int) -> set[int]:
+        """Instructions from which a rule may reach `pc`, and itself."""
+        preceding: dict[int, list[int]] = {}
+        for start, following in enumerate(self.following):
+            for end in following:
+                preceding.setdefault(end, []).append(start)
+        found, edge = {pc}, {pc}
+        for _ in range(_LONGEST):
+            edge = {start for end in edge for start in preceding.get(end, [])} - found
+            found |= edge
+        return found
+
+    def _from(self, start: int, p: Shape, live: frozenset[int], reach: int) -> Iterator[Violation]:
         seen: dict[int, int] = {}
         reported: set[int] = set()
-        todo = [(pc, 0, live) for pc in self.following[p.instruction.pc]]
+        todo = [(pc, 0, live) for pc in self.following[start]]
         while todo:
             pc, distance, live = todo.pop()
             if distance >= reach or seen.get(pc, reach) <= distance:
@@ -306,12 +334,23 @@ class _Search:
             needed, reason = self.needed(p, c, live)
             if needed > distance and pc not in reported:
                 reported.add(pc)
-                yield Violation(p.instruction, c.instruction, needed, distance, reason)
+                pair = self.program.code[start], self.program.code[pc]
+                yield Violation(*pair, needed, distance, reason)
             rest = live - c.writes
             if rest or p.addend or p.wide_store_data:
                 todo += [(n, distance + c.states, rest) for n in self.following[pc]]
 
 
-def violations(program: Program, flows: list[Flow]) -> list[Violation]:
+def violations(program: Program) -> list[Violation]:
     """All pairs of instructions of a program that are too close on some path."""
-    return list(_Search(program, flows).violations())
+    return list(_Search(program).violations(range(len(program.code))))
+
+
+def violations_after_change(
+    program: Program, pc: int, known: Iterable[Violation]
+) -> list[Violation]:
+    """`violations` of a program that differs at `pc` alone from one whose violations are known."""
+    search = _Search(program)
+    near = search.before(pc)
+    rest = [v for v in known if v.producer.pc not in near]
+    return rest + list(search.violations(sorted(near)))
