@@ -34,8 +34,8 @@ def _words(p_MN):
     """Four neighbours as e4m3, rounded to nearest, in one int32: (M, N) -> (M, N / 4).
 
     Two conversions fill a register in turn, where the compiler would take one for each half and put
-    them together. Of two registers the low halves come first: a conversion must not follow directly
-    that of its other half.
+    them together. Wait states are up to us in here: a conversion must not follow directly that of
+    its other half, nor the exponential that it reads, and products come two later.
     """
     M: gl.constexpr = p_MN.shape[0]
     N: gl.constexpr = p_MN.shape[1]
@@ -43,11 +43,12 @@ def _words(p_MN):
     p0, p2 = gl.split(even)
     p1, p3 = gl.split(odd)
     return gl.inline_asm_elementwise(
+        "s_nop 0\n"
         "v_cvt_pk_fp8_f32 $0, $2, $4\n"
         "v_cvt_pk_fp8_f32 $1, $3, $5\n"
         "v_cvt_pk_fp8_f32 $0, $6, $8 op_sel:[0,0,1]\n"
         "v_cvt_pk_fp8_f32 $1, $7, $9 op_sel:[0,0,1]\n"
-        "s_nop 0",
+        "s_nop 1",
         "=&v,=&v,v,v,v,v,v,v,v,v",
         [p0, p1, p2, p3],
         dtype=gl.int32,

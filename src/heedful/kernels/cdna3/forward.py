@@ -164,10 +164,13 @@ def turn_layout(rows, dim, dtype):
 
 @gluon.constexpr_function
 def keys_layout(rows, dim, dtype):
-    """K in LDS, padded so that as many lanes as fill the 32 banks once, eight at 16 bytes, meet
-    each once. A swizzle would do too, at an address register for every read."""
+    """K in LDS, padded by 16 bytes after each row or, if longer, each 128 bytes, so that as many
+    lanes as fill the 32 banks once, eight at 16 bytes, meet each once: those that write, which
+    follow rows, as those that read down a column. A swizzle would do too, at an address register
+    for every read."""
+    bits = dtype.primitive_bitwidth
     return gl.PaddedSharedLayout.with_identity_for(
-        [[dim, 128 // dtype.primitive_bitwidth]], [rows, dim], [1, 0]
+        [[max(dim, 1024 // bits), 128 // bits]], [rows, dim], [1, 0]
     )
 
 
