@@ -44,7 +44,10 @@ def forward(
         if probs is not None:
             _write_probs(tiles, *item, lse, probs)
 
-    items = ((block, rows) for block in blocks(problem, x) for rows in query_tiles(block))
+    items = [(block, rows) for block in blocks(problem, x) for rows in query_tiles(block)]
+    if problem.mask.right >= 0:
+        # The last rows see most keys: first, so that threads end together.
+        items.sort(key=lambda item: -item[1].start)
     for_each(items, work, lambda: Tiles(problem, x), worth_threads(problem))
     return out, lse, probs
 
