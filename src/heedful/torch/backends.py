@@ -138,25 +138,23 @@ class GpuRunner:
         problem = self.plan.problem
         dq, dk, dv = (new() for new in self._new_gradients)
         dbias = dsink = None
-        names = ["out", "lse", "dout", "dq", "dk", "dv"]
         tensors = [*self._pick(x), out, lse, dout, dq, dk, dv]
         if problem.bias_grad:
             shape = own_shape(x.bias.shape, x.bias.stride())
             dbias = torch.empty(shape, dtype=x.bias.dtype, device=dq.device)
-            names.append("dbias")
             tensors.append(dbias)
         if x.sink is not None:
             dsink = torch.empty_like(x.sink)
-            names.append("dsink")
             tensors.append(dsink)
         if dlse is not None:
-            names.append("dlse")
             tensors.append(dlse)
         key = (out.stride(), dout.stride(), dout.data_ptr() % 16, dlse is None)
         run = self._backwards.get(key)
         if run is None:
-            given = tensors[len(self._inputs) :]
-            specs = {name: buffer_spec(t) for name, t in zip(names, given, strict=True)}
+            optional = {"dbias": dbias, "dsink": dsink, "dlse": dlse}
+            given = {"out": out, "lse": lse, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
+            given |= {name: t for name, t in optional.items() if t is not None}
+            specs = {name: buffer_spec(t) for name, t in given.items()}
             run = self._backwards[key] = self._bind("backward", specs)
         run(tensors)
         return Gradients(dq, dk, dv, dbias, dsink)
