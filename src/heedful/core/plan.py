@@ -88,14 +88,11 @@ def plan(
 
 def _choose(direction, problem, device, toolchain, backend) -> tuple[KernelRow, tuple]:
     """The first row that can, and the rejections on the way."""
-    chosen, rejected = None, []
-    for row in capability.rows(direction):
+    chosen, rejected, named = None, [], []
+    for row in _rows(direction, problem.dtype):
         reasons = row.why_not(problem, device, toolchain)
-        if backend is not None and row.backend == backend and reasons:
-            raise ValueError(
-                f"backend={backend!r} cannot run the {direction} of [{problem.key()}] on"
-                f" {device.name}: {'; '.join(reasons)}"
-            )
+        if row.backend == backend:
+            named += reasons
         if not reasons and backend is not None and row.backend != backend:
             reasons = [f"backend={backend!r} was asked for"]
         unasked = row.by_default or (toolchain is not None and row.backend in toolchain.validated)
@@ -107,12 +104,25 @@ def _choose(direction, problem, device, toolchain, backend) -> tuple[KernelRow, 
             rejected.append(Rejection(row.backend, direction, tuple(reasons)))
         else:
             chosen = row
+    if chosen is None and named:
+        raise ValueError(
+            f"backend={backend!r} cannot run the {direction} of [{problem.key()}] on"
+            f" {device.name}: {'; '.join(named)}"
+        )
     if chosen is None:
         why = "; ".join(f"{r.backend}: {', '.join(r.reasons)}" for r in rejected)
         raise ValueError(
             f"no kernel can run the {direction} of [{problem.key()}] on {device.name}: {why}"
         )
     return chosen, tuple(rejected)
+
+
+def _rows(direction: str, dtype: str) -> list[KernelRow]:
+    """The rows of a direction. Of a backend with a row for this dtype, that one alone: what its
+    rows for others cannot do is no news."""
+    found = capability.rows(direction)
+    fitting = {row.backend for row in found if dtype in row.dtypes}
+    return [row for row in found if dtype in row.dtypes or row.backend not in fitting]
 
 
 def _configs(problem, device, forward: str, backward: str | None) -> dict[str, ConfigRow]:
@@ -139,10 +149,11 @@ def _takes_part(kernel: str, problem, forward: str, backward: str | None) -> boo
 
 
 def _splits(row: KernelRow, chosen: dict[str, ConfigRow], problem, device) -> int:
-    config = chosen.get(f"{row.backend}.forward")
-    if config is None or "split_kv" not in row.features or problem.return_probs:
+    found = chosen.get(f"{row.backend}.forward")
+    if found is None or "split_kv" not in row.features or problem.return_probs:
         return 1
-    return choose_splits(problem, device, config.config.block_m, config.config.block_n)
+    config = found.config
+    return choose_splits(problem, device, config.block_m, config.block_n, config.pack(problem))
 
 
 def explain(plan: Plan) -> str:

@@ -1,0 +1,565 @@
+"""fp8 attention forward: e4m3 products, one producer warp, consumer warpgroups of 64 query rows.
+
+The roles are those of forward.py. What differs: V comes turned (fp8_values.py), P is rounded to
+e4m3 in registers (fp8_softmax.py), and output sums leave the matrix unit's accumulators, which keep
+some 14 bits, for float32 ones every FLUSH key tiles.
+
+B batch, H query head, G kv head, M query rows, N keys, D qk dim, E v dim, L lanes that share a row.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from heedful.kernels.hopper.channel import Channel, Cursor
+from heedful.kernels.hopper.compat import aggregate, optional, reinterpret, tma_store
+from heedful.kernels.hopper.fp8_schedule import (
+    ROWS,
+    Fp8Shape,
+    decode,
+    key_range,
+    keys_at,
+    needs_mask,
+    rows_at,
+    values_at,
+)
+from heedful.kernels.hopper.fp8_softmax import as_operand, softmax_first, softmax_lazy
+from heedful.kernels.hopper.softmax import lane_sums, scale_rows
+
+LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
+LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
+
+
+@aggregate
+class Scales:
+    """Factors of raw scores, and of the output's rows: descales are float32 (B, G), or None."""
+
+    scale_log2: gl.tensor
+    softcap_scale: gl.tensor
+    q_descale: gl.tensor | gl.constexpr
+    k_descale: gl.tensor | gl.constexpr
+    v_descale: gl.tensor | gl.constexpr
+    stride_qdb: gl.tensor
+    stride_qdh: gl.tensor
+    stride_kdb: gl.tensor
+    stride_kdh: gl.tensor
+    stride_vdb: gl.tensor
+    stride_vdh: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self,
+        scale_log2,
+        softcap_scale,
+        q_descale,
+        k_descale,
+        v_descale,
+        stride_qdb,
+        stride_qdh,
+        stride_kdb,
+        stride_kdh,
+        stride_vdb,
+        stride_vdh,
+    ):
+        self.scale_log2 = scale_log2
+        self.softcap_scale = softcap_scale
+        self.q_descale = optional(q_descale)
+        self.k_descale = optional(k_descale)
+        self.v_descale = optional(v_descale)
+        self.stride_qdb = stride_qdb
+        self.stride_qdh = stride_qdh
+        self.stride_kdb = stride_kdb
+        self.stride_kdh = stride_kdh
+        self.stride_vdb = stride_vdb
+        self.stride_vdh = stride_vdh
+
+    @gluon.jit
+    def of_scores(self, tile):
+        """What q_descale and k_descale make of a raw score."""
+        factor = gl.to_tensor(1.0)
+        if self.q_descale is not None:
+            at = tile.batch * self.stride_qdb + tile.kv_head * self.stride_qdh
+            factor *= gl.load(self.q_descale + at)
+        if self.k_descale is not None:
+            at = tile.batch * self.stride_kdb + tile.kv_head * self.stride_kdh
+            factor *= gl.load(self.k_descale + at)
+        return factor
+
+    @gluon.jit
+    def of_values(self, tile):
+        """What v_descale makes of an output."""
+        if self.v_descale is None:
+            return gl.to_tensor(1.0)
+        else:
+            at = tile.batch * self.stride_vdb + tile.kv_head * self.stride_vdh
+            return gl.load(self.v_descale + at)
+
+
+@aggregate
+class Outputs:
+    """Where results go, and the sink logits that enter them; lse and sink may be None."""
+
+    desc: tma.tensor_descriptor
+    lse: gl.tensor | gl.constexpr
+    sink: gl.tensor | gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, desc, lse, sink):
+        self.desc = desc
+        self.lse = optional(lse)
+        self.sink = optional(sink)
+
+
+@gluon.jit
+def take_turn(shape, WORKER: gl.constexpr):
+    """Waits until the consumer before this one has queued its matrix products."""
+    if shape.ORDERED:
+        gl.inline_asm_elementwise(
+            "bar.sync $1, 256; mov.u32 $0, 0;",
+            "=r,r",
+            [gl.to_tensor(8 + WORKER)],
+            gl.int32,
+            False,
+            1,
+        )
+
+
+@gluon.jit
+def pass_turn(shape, WORKER: gl.constexpr):
+    """Lets the next consumer queue its matrix products."""
+    if shape.ORDERED:
+        gl.inline_asm_elementwise(
+            "bar.arrive $1, 256; mov.u32 $0, 0;",
+            "=r,r",
+            [gl.to_tensor(8 + (WORKER + 1) % shape.CONSUMERS)],
+            gl.int32,
+            False,
+            1,
+        )
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, q, k, v, shape):
+    """Feeds every tile's queries, and its keys and values from the last to the first."""
+    at_q = Cursor.start(shape.CONSUMERS)
+    at_k = Cursor.start(shape.K_STAGES)
+    at_v = Cursor.start(shape.V_STAGES)
+    for index in range(gl.program_id(0), shape.tiles, gl.num_programs(0)):
+        tile = decode(shape, index)
+        keys = key_range(shape, tile, tile.row, shape.CONSUMERS * ROWS)
+        steps = keys.end - keys.begin
+        col = (keys.end - 1) * shape.BLOCK_N
+        # Keys run one tile ahead of values, as the consumers take them.
+        if steps > 0:
+            k.load(k_desc, keys_at(shape, tile, col), at_k)
+            at_k = at_k.next()
+        for w in gl.static_range(shape.CONSUMERS):
+            q.load(q_desc, rows_at(shape, tile, tile.row + w * ROWS), at_q)
+            at_q = at_q.next()
+        for _ in range(1, steps):
+            k.load(k_desc, keys_at(shape, tile, col - shape.BLOCK_N), at_k)
+            v.load(v_desc, values_at(shape, tile, col), at_v)
+            at_k = at_k.next()
+            at_v = at_v.next()
+            col -= shape.BLOCK_N
+        if steps > 0:
+            v.load(v_desc, values_at(shape, tile, col), at_v)
+            at_v = at_v.next()
+
+
+@gluon.jit
+def skip(k, v, at_k, at_v, count, shape, WORKER: gl.constexpr):
+    """Passes over tiles that other consumers of this program need and this one does not.
+
+    No product holds the warps together here, so that releasing must: a warp that lagged behind
+    would miss a phase of the barrier it waits for.
+    """
+    for _ in range(count):
+        take_turn(shape, WORKER)
+        pass_turn(shape, WORKER)
+        k.wait(at_k)
+        k.release(at_k)
+        at_k = at_k.next()
+        v.wait(at_v)
+        v.release(at_v)
+        at_v = at_v.next()
+    return at_k, at_v
+
+
+@gluon.jit
+def hide_keys(s_MN, shape, tile, row, col, scale_log2):
+    """Scores of query rows from `row` and keys from `col`, with the unseen ones at the infinity
+    that `scale_log2`, which may be negative, makes -inf."""
+    M: gl.constexpr = s_MN.shape[0]
+    N: gl.constexpr = s_MN.shape[1]
+    layout: gl.constexpr = s_MN.type.layout
+    key_N = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+    stop_M = gl.full([M], 0, gl.int32, gl.SliceLayout(1, layout)) + (tile.len_k - col)
+    diagonal_M = gl.arange(0, M, layout=gl.SliceLayout(1, layout)) + (row + tile.off - col)
+    if shape.IS_RIGHT:
+        stop_M = gl.minimum(stop_M, diagonal_M + (shape.right + 1))
+    visible_MN = key_N[None, :] < stop_M[:, None]
+    if shape.IS_LEFT:
+        visible_MN = visible_MN & (key_N[None, :] >= (diagonal_M - shape.left)[:, None])
+    hidden = gl.where(scale_log2 < 0.0, float("inf"), float("-inf"))
+    return gl.where(visible_MN, s_MN, hidden)
+
+
+@gluon.jit
+def cap(s_MN, softcap_scale):
+    """tanh(s scale / softcap), as 1 - 2 / (1 + 2^(s softcap_scale)); what follows scales it by
+    softcap log2(e)."""
+    return 1.0 - 2.0 / (1.0 + gl.exp2(s_MN * softcap_scale))
+
+
+@gluon.jit
+def by_thread(x_ME):
+    """A warpgroup's accumulator (64, E) as (E / 4, 256): a row is two values of every thread."""
+    E: gl.constexpr = x_ME.shape[1]
+    x = x_ME.reshape([4, 2, 8, E // 8, 4, 2]).permute((1, 3, 0, 2, 4, 5))
+    return x.reshape([E // 4, 256])
+
+
+@gluon.jit
+def from_threads(x, layout: gl.constexpr):
+    """The accumulator that `by_thread` took apart."""
+    E: gl.constexpr = x.shape[0] * 4
+    x = x.reshape([2, E // 8, 4, 8, 4, 2]).permute((2, 0, 3, 1, 4, 5))
+    return gl.convert_layout(x.reshape([64, E]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def rebase(base_M, m_M):
+    """What sums in units of 2^-base_M are to be scaled by to be in units of 2^-m_M."""
+    return gl.where(base_M == float("-inf"), 0.0, gl.exp2(base_M - m_M))
+
+
+@gluon.jit
+def with_sums(sums, acc_ME, m_M, base_M):
+    """The accumulator, in units of 2^-m_M, with the sums that were flushed at base_M added."""
+    layout: gl.constexpr = by_thread(acc_ME).type.layout
+    old_ME = from_threads(sums.load(layout), acc_ME.type.layout)
+    return acc_ME + scale_rows(old_ME, rebase(base_M, m_M))
+
+
+@gluon.jit
+def attend(
+    q,
+    k,
+    v,
+    sums,
+    at_q,
+    at_k,
+    at_v,
+    keys,
+    shape,
+    tile,
+    row,
+    scale_log2,
+    softcap_scale,
+    WORKER: gl.constexpr,
+):
+    """Streams the keys of `keys` (at least one) past one consumer's rows.
+
+    The scores of a tile and the output of the tile before are computed while the exponentials of
+    this one run. Returns the unnormalised output, references, row sums, and the cursors.
+    """
+    q_MD = q.tile(at_q)
+    BLOCK_N: gl.constexpr = shape.BLOCK_N
+    E: gl.constexpr = v.rows
+    MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 32])
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4)
+    zero_MN = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+
+    k.wait(at_k)
+    take_turn(shape, WORKER)
+    s_MN = warpgroup_mma(q_MD, k.tile(at_k).permute((1, 0)), zero_MN, use_acc=False, is_async=True)
+    pass_turn(shape, WORKER)
+    s_MN = warpgroup_mma_wait(0, deps=[s_MN])
+    k.release_after_mma(at_k)
+    if shape.HAS_SOFTCAP:
+        s_MN = cap(s_MN, softcap_scale)
+    if needs_mask(keys, keys.end - 1):
+        s_MN = hide_keys(s_MN, shape, tile, row, (keys.end - 1) * BLOCK_N, scale_log2)
+    p_MN, m_M = softmax_first(s_MN, scale_log2)
+    l_ML = lane_sums(p_MN)
+    base_M = m_M
+    acc_ME = gl.zeros([ROWS, E], gl.float32, o_layout)
+    sum_ME = acc_ME
+    at_k = at_k.next()
+    steps = keys.end - keys.begin
+    k.wait(at_k, pred=steps > 1)
+    for step in range(1, steps):
+        # P crosses the loop's end as float32: there, LLVM takes words of e4m3 apart.
+        p_dot_MN = as_operand(p_MN, p_layout)
+        take_turn(shape, WORKER)
+        s_MN = warpgroup_mma(
+            q_MD, k.tile(at_k).permute((1, 0)), zero_MN, use_acc=False, is_async=True
+        )
+        v.wait(at_v)
+        acc_ME = warpgroup_mma(p_dot_MN, v.tile(at_v).permute((1, 0)), acc_ME, is_async=True)
+        pass_turn(shape, WORKER)
+        s_MN = warpgroup_mma_wait(1, deps=[s_MN])
+        k.release_after_mma(at_k)
+        if shape.HAS_SOFTCAP:
+            s_MN = cap(s_MN, softcap_scale)
+        if MASKED:
+            j = keys.end - 1 - step
+            if needs_mask(keys, j):
+                s_MN = hide_keys(s_MN, shape, tile, row, j * BLOCK_N, scale_log2)
+        p_MN, m_M, l_ML, alpha_M, moved = softmax_lazy(
+            s_MN, m_M, l_ML, scale_log2, MASKED, shape.FMA_EXP
+        )
+        # The next K tile's barrier also keeps ptxas from hoisting the wait below over the
+        # exponentials: a wait loop ends a basic block.
+        at_k = at_k.next()
+        k.wait(at_k, pred=step + 1 < steps)
+        acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
+        v.release_after_mma(at_v)
+        at_v = at_v.next()
+        if moved != 0:
+            acc_ME = scale_rows(acc_ME, alpha_M)
+        if step % shape.FLUSH == 0:
+            if shape.SUMS_IN_REGS:
+                sum_ME = scale_rows(sum_ME, rebase(base_M, m_M)) + acc_ME
+            else:
+                # The first time there is nothing to add to, but the last output to wait for.
+                if step > shape.FLUSH:
+                    acc_ME = with_sums(sums, acc_ME, m_M, base_M)
+                else:
+                    tma.store_wait(0)
+                sums.store(by_thread(acc_ME))
+            base_M = m_M
+            acc_ME = gl.zeros([ROWS, E], gl.float32, o_layout)
+    p_dot_MN = as_operand(p_MN, p_layout)
+    q.release_after_mma(at_q)
+    v.wait(at_v)
+    acc_ME = warpgroup_mma(p_dot_MN, v.tile(at_v).permute((1, 0)), acc_ME, is_async=True)
+    acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
+    v.release_after_mma(at_v)
+    if shape.SUMS_IN_REGS:
+        acc_ME += scale_rows(sum_ME, rebase(base_M, m_M))
+    elif steps > shape.FLUSH:
+        acc_ME = with_sums(sums, acc_ME, m_M, base_M)
+    return acc_ME, m_M, gl.sum(l_ML, 1), at_k, at_v.next()
+
+
+@gluon.jit
+def store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, shape, v_scale):
+    """Normalises one consumer's rows and writes them and their log-sum-exp."""
+    factor_M = gl.full(l_M.shape, 1.0, gl.float32, l_M.type.layout)
+    if outputs.sink is not None:
+        sink = gl.load(outputs.sink + tile.head) * LOG2E
+        top_M = gl.maximum(m_M, sink)
+        shift_M = gl.where(top_M == float("-inf"), 0.0, top_M)
+        factor_M = gl.exp2(m_M - shift_M)
+        l_M = l_M * factor_M + gl.exp2(sink - shift_M)
+        m_M = top_M
+    seen_M = (l_M > 0.0) & (m_M > float("-inf"))
+    inverse_M = gl.where(seen_M, factor_M / l_M, 0.0) * v_scale
+    tma.store_wait(0)
+    o_smem.store(scale_rows(acc_ME, inverse_M).to(outputs.desc.dtype).reshape(o_smem.shape))
+    fence_async_shared()
+    tma_store(outputs.desc, rows_at(shape, tile, row), o_smem)
+    if outputs.lse is not None:
+        lse_M = gl.where(seen_M, (m_M + gl.log2(l_M)) * LN2, float("-inf"))
+        rows_M = row + gl.arange(0, ROWS, layout=lse_M.type.layout)
+        if shape.cu_q is not None:
+            base = tile.head.to(gl.int64) * shape.total_q + tile.start_q
+        else:
+            base = (tile.batch * shape.heads + tile.head).to(gl.int64) * shape.seqlen_q
+        gl.store(outputs.lse + base + rows_M, lse_M, mask=rows_M < tile.len_q)
+
+
+@gluon.jit
+def consumer(outputs, scales, all_sums, q, k, v, shape, WORKER: gl.constexpr):
+    """Computes rows [64 WORKER, 64 WORKER + 64) of every tile of this program."""
+    E: gl.constexpr = v.rows
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 32])
+    row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
+    at_k = Cursor.start(shape.K_STAGES)
+    at_v = Cursor.start(shape.V_STAGES)
+    parity = gl.to_tensor(0)
+    sums = all_sums.index(WORKER)
+    # Sums are done with when the output takes their place.
+    o_smem = reinterpret(
+        sums, outputs.desc.dtype, outputs.desc.block_type.shape, outputs.desc.layout
+    )
+    if WORKER == shape.CONSUMERS - 1:
+        pass_turn(shape, WORKER)
+    for index in range(gl.program_id(0), shape.tiles, gl.num_programs(0)):
+        tile = decode(shape, index)
+        row = tile.row + WORKER * ROWS
+        whole = key_range(shape, tile, tile.row, shape.CONSUMERS * ROWS)
+        keys = key_range(shape, tile, row, ROWS)
+        factor = scales.of_scores(tile)
+        v_scale = scales.of_values(tile)
+        scale_log2, softcap_scale = scales.scale_log2, scales.softcap_scale
+        if shape.HAS_SOFTCAP:
+            softcap_scale *= factor
+        else:
+            scale_log2 *= factor
+        # A hidden score, an infinity, times 0 would be NaN.
+        scale_log2 = gl.where(scale_log2 == 0.0, 1e-30, scale_log2)
+        at_q = Cursor(gl.to_tensor(WORKER), parity, shape.CONSUMERS)
+        q.wait(at_q)
+        if keys.end > keys.begin:
+            at_k, at_v = skip(k, v, at_k, at_v, whole.end - keys.end, shape, WORKER)
+            acc_ME, m_M, l_M, at_k, at_v = attend(
+                q,
+                k,
+                v,
+                sums,
+                at_q,
+                at_k,
+                at_v,
+                keys,
+                shape,
+                tile,
+                row,
+                scale_log2,
+                softcap_scale,
+                WORKER,
+            )
+            at_k, at_v = skip(k, v, at_k, at_v, keys.begin - whole.begin, shape, WORKER)
+            m_M = gl.convert_layout(m_M, row_layout)
+            l_M = gl.convert_layout(l_M, row_layout)
+            store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, shape, v_scale)
+        else:
+            at_k, at_v = skip(k, v, at_k, at_v, whole.end - whole.begin, shape, WORKER)
+            q.release(at_q)
+            if row < tile.len_q:
+                none_M = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+                zero_M = gl.zeros([ROWS], gl.float32, row_layout)
+                zero_ME = gl.zeros([ROWS, E], gl.float32, o_layout)
+                store_rows(outputs, o_smem, zero_ME, none_M, zero_M, tile, row, shape, v_scale)
+        parity ^= 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def forward(
+    q_desc,
+    k_desc,
+    v_desc,
+    q_descale,
+    k_descale,
+    v_descale,
+    sink_ptr,
+    cu_q,
+    cu_k,
+    out_desc,
+    lse_ptr,
+    scale_log2,
+    softcap_scale,
+    stride_qdb,
+    stride_qdh,
+    stride_kdb,
+    stride_kdh,
+    stride_vdb,
+    stride_vdh,
+    heads,
+    group,
+    seqlen_q,
+    seqlen_k,
+    total_q,
+    row_blocks,
+    tiles,
+    section,
+    left,
+    right,
+    shift,
+    align,
+    BLOCK_N: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    K_STAGES: gl.constexpr,
+    V_STAGES: gl.constexpr,
+    FLUSH: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr,
+    PRODUCER_REGS: gl.constexpr,
+    SUMS_IN_REGS: gl.constexpr,
+    ORDERED: gl.constexpr,
+    FMA_EXP: gl.constexpr,
+    IS_RIGHT: gl.constexpr,
+    IS_LEFT: gl.constexpr,
+    HAS_SOFTCAP: gl.constexpr,
+):
+    """out = softmax(scale q k^T + mask) v over tensor maps (batch, head, row, dim); of turned
+    values: (batch, head, dim, position)."""
+    shape = Fp8Shape(
+        heads,
+        group,
+        seqlen_q,
+        seqlen_k,
+        total_q,
+        row_blocks,
+        tiles,
+        section,
+        left,
+        right,
+        shift,
+        align,
+        cu_q,
+        cu_k,
+        BLOCK_N,
+        CONSUMERS,
+        K_STAGES,
+        V_STAGES,
+        FLUSH,
+        SUMS_IN_REGS,
+        ORDERED,
+        FMA_EXP,
+        IS_RIGHT,
+        IS_LEFT,
+        HAS_SOFTCAP,
+    )
+    scales = Scales(
+        scale_log2,
+        softcap_scale,
+        q_descale,
+        k_descale,
+        v_descale,
+        stride_qdb,
+        stride_qdh,
+        stride_kdb,
+        stride_kdh,
+        stride_vdb,
+        stride_vdh,
+    )
+    q = Channel.allocate(q_desc, CONSUMERS, 1)
+    k = Channel.allocate(k_desc, K_STAGES, CONSUMERS)
+    v = Channel.allocate(v_desc, V_STAGES, CONSUMERS)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums = gl.allocate_shared_memory(gl.float32, [CONSUMERS, v.rows // 4, 256], plain)
+    fence_async_shared()
+    outputs = Outputs(out_desc, lse_ptr, sink_ptr)
+    feed = (q_desc, k_desc, v_desc, q, k, v, shape)
+    # A partition is compiled on its own, so that each consumer must be spelled out.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (outputs, scales, sums, q, k, v, shape, 0)),
+                (consumer, (outputs, scales, sums, q, k, v, shape, 1)),
+                (producer, feed),
+            ],
+            [4, 1],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (outputs, scales, sums, q, k, v, shape, 0)),
+                (consumer, (outputs, scales, sums, q, k, v, shape, 1)),
+                (consumer, (outputs, scales, sums, q, k, v, shape, 2)),
+                (producer, feed),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
+        )

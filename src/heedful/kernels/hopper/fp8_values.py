@@ -1,0 +1,79 @@
+"""V as fp8 matrix products want it: keys innermost.
+
+fp8 WGMMA takes shared-memory operands K-major alone, and V lies (key, dim). Each KV head is turned
+once, in device memory, before the attention kernel: N keys, E v dim, W words of four bytes.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def turned(row0, row1, row2, row3, BYTE: tl.constexpr):
+    """Byte BYTE of four words, as one word."""
+    shift: tl.constexpr = 8 * BYTE
+    word = (row0 >> shift) & 0xFF
+    word |= ((row1 >> shift) & 0xFF) << 8
+    word |= ((row2 >> shift) & 0xFF) << 16
+    return word | (row3 >> shift) << 24
+
+
+@triton.jit
+def turn_values(
+    v_ptr,
+    cu_k,
+    out_ptr,
+    heads_k,
+    seqlen_k,
+    blocks,
+    dim_v,
+    padded_k,
+    stride_vb,
+    stride_vn,
+    stride_vh,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """v (B, N, G, E), or packed (T, G, E), -> out (B, G, E, padded_k), or (G, E, padded_k).
+
+    Of every 16 keys, position 4t + 2h + b takes key 8h + 2t + b: the order in which a lane of an
+    attention kernel holds probabilities (see fp8_softmax.py). Positions past a sequence are zeros
+    up to a multiple of BLOCK_N. The sequence b of packed ones, which begins at token c, begins at
+    position (c // BLOCK_N + b) * BLOCK_N.
+    """
+    block = tl.program_id(0) % blocks
+    head = tl.program_id(0) // blocks
+    b = head // heads_k
+    head -= b * heads_k
+    length, base = seqlen_k, 0
+    v_ptr += head.to(tl.int64) * stride_vh
+    if cu_k is not None:
+        start = tl.load(cu_k + b)
+        length = tl.load(cu_k + b + 1) - start
+        base = (start // BLOCK_N + b) * BLOCK_N
+        v_ptr += start.to(tl.int64) * stride_vn
+        out_ptr += head.to(tl.int64) * dim_v * padded_k
+    else:
+        v_ptr += b.to(tl.int64) * stride_vb
+        out_ptr += (b * heads_k + head).to(tl.int64) * dim_v * padded_k
+    first = block * BLOCK_N
+    if first >= length:
+        return
+    words_N = tl.arange(0, BLOCK_N // 4)
+    words_E = tl.arange(0, BLOCK_E // 4)
+    key_N = first + words_N // 4 * 16 + words_N % 4 * 2
+    inside_E = words_E < dim_v // 4
+    v_words = v_ptr.to(tl.pointer_type(tl.uint32))
+    rows = ()
+    for i in tl.static_range(4):
+        row_N = key_N + (i & 1) + (i >> 1) * 8
+        at_NE = row_N[:, None].to(tl.int64) * (stride_vn // 4) + words_E[None, :]
+        inside_NE = (row_N < length)[:, None] & inside_E[None, :]
+        rows += (tl.load(v_words + at_NE, mask=inside_NE, other=0),)
+    out_words = out_ptr.to(tl.pointer_type(tl.uint32))
+    column_N = (base + first) // 4 + words_N
+    for byte in tl.static_range(4):
+        dim_E = words_E * 4 + byte
+        word_EN = tl.trans(turned(rows[0], rows[1], rows[2], rows[3], byte))
+        at_EN = dim_E[:, None].to(tl.int64) * (padded_k // 4) + column_N[None, :]
+        tl.store(out_words + at_EN, word_EN, mask=inside_E[:, None])
