@@ -209,10 +209,6 @@ _H200_GLUON = "H200, 2026-11-20, Triton 3.9: fastest of those tried"
 _LEAST_SPILLS = "sm_90, Triton 3.9: fewest spills of those compiled; not timed"
 
 
-def _long_unmasked(problem: AttentionProblem) -> bool:
-    return not problem.mask.bounded and problem.seqlen_k >= 2048 and not problem.varlen_k
-
-
 def _burdened_or_one(problem: AttentionProblem) -> bool:
     return _burdens(problem) > 0
 
@@ -225,9 +221,9 @@ def _hopper(
     return ConfigRow("hopper.forward", ("sm_90",), max_dim, config, measured, when)
 
 
-_D64_THREE = {"consumer_regs": 160, "fma_exp": 8, "ordered": True, "producer_regs": 32}
-_D64_FOUR = {"consumer_regs": 112, "ordered": True, "producer_regs": 32}
+_D64_FOUR = {"consumer_regs": 112, "lazy": 2, "ordered": True, "producer_regs": 32}
 _D128 = {"consumer_regs": 240, "ordered": True, "producer_regs": 24}
+_D128_LATE = {**_D128, "lazy": 2, "v_stages": 2}
 _D256 = {"consumer_regs": 240, "out_in_q": True, "producer_regs": 24}
 
 
@@ -256,9 +252,8 @@ ROWS: list[ConfigRow] = [
     _hopper(64, (192, 128, 4, 2), _fp8, **_FP8_D64),
     _hopper(128, (128, 128, 4, 2), _fp8, **_FP8_D128),
     _hopper(256, (128, 64, 4, 2), _fp8, **_FP8_D256),
-    _hopper(64, (192, 128, 4, 2), _long_unmasked, **_D64_THREE),
     _hopper(64, (256, 64, 4, 4), **_D64_FOUR),
-    _hopper(128, (128, 128, 4, 2), **_D128),
+    _hopper(128, (128, 128, 4, 3), **_D128_LATE),
     _hopper(256, (128, 64, 4, 2), **_D256),
     _cdna(64, (256, 128, 8, 1), _eight_bit),
     _cdna(128, (256, 64, 8, 1)),

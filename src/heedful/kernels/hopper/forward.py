@@ -15,7 +15,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from heedful.kernels.hopper.channel import Channel, Cursor
 from heedful.kernels.hopper.compat import HAS_INLINE_ASM
 from heedful.kernels.hopper.dropout import Dropout, drop
+from heedful.kernels.hopper.masking import hide_outside
 from heedful.kernels.hopper.output import Outputs, store_nothing, store_rows
+from heedful.kernels.hopper.pairs import from_pairs, to_pairs
+from heedful.kernels.hopper.recheck import exponentials, headroom, must_redo, redo, rescore
 from heedful.kernels.hopper.schedule import ROWS, needs_mask, rows_at
 from heedful.kernels.hopper.sequences import Storage, load_keys
 from heedful.kernels.hopper.shape import Shape
@@ -44,18 +47,19 @@ def hide_keys(s_MN, shape, tile, row, col):
     M: gl.constexpr = s_MN.shape[0]
     N: gl.constexpr = s_MN.shape[1]
     layout: gl.constexpr = s_MN.type.layout
-    key_N = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
     stop_M = gl.full([M], 0, gl.int32, gl.SliceLayout(1, layout)) + (tile.len_k - col)
     diagonal_M = gl.arange(0, M, layout=gl.SliceLayout(1, layout)) + (row + tile.off - col)
     if shape.IS_RIGHT:
         stop_M = gl.minimum(stop_M, diagonal_M + (shape.right + 1))
-    visible_MN = key_N[None, :] < stop_M[:, None]
-    if shape.IS_LEFT:
+    if not shape.IS_LEFT:
+        return hide_outside(s_MN, None, stop_M)
+    elif shape.first is None:
+        return hide_outside(s_MN, diagonal_M - shape.left, stop_M)
+    else:
+        key_N = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
         within_MN = key_N[None, :] >= (diagonal_M - shape.left)[:, None]
-        if shape.first is not None:
-            within_MN = within_MN | (key_N < shape.first - col)[None, :]
-        visible_MN = visible_MN & within_MN
-    return gl.where(visible_MN, s_MN, float("-inf"))
+        within_MN = within_MN | (key_N < shape.first - col)[None, :]
+        return gl.where(within_MN & (key_N[None, :] < stop_M[:, None]), s_MN, float("-inf"))
 
 
 @gluon.jit
@@ -193,8 +197,10 @@ def attend(
     # A bias can hide keys as a mask can.
     HIDES: gl.constexpr = MASKED or shape.terms.bias is not None
     LIMIT: gl.constexpr = lazy_limit(dtype)
-    # Where registers are scarce P crosses the loop's end as float32: packed there, ptxas copies it.
-    LATE: gl.constexpr = shape.CONSUMERS >= 3
+    # Whether a look at the sums of exponentials replaces one at the scores (recheck.py). Scores
+    # are then needed again, and cheap to have only where nothing is loaded for them.
+    LATE: gl.constexpr = shape.LAZY == 2 and shape.terms.bias is None and shape.dropout.seed is None
+    HEAD: gl.constexpr = headroom(dtype) if LATE else 0.0
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v.dim, 16])
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -208,23 +214,21 @@ def attend(
     j_first = key_tile(shape, keys, 0)
     bias_first_MN = start_bias(shape, tile, row, j_first)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
-    k.release_after_mma(at_k)
+    if not LATE:
+        k.release_after_mma(at_k)
     s_MN = modify(s_MN, bias_first_MN, shape, tile, row, j_first)
-    # With three consumers a branch here makes their loops spill (Triton 3.9), a mask does not.
-    if shape.CONSUMERS == 3 or needs_mask(keys, j_first):
+    if needs_mask(keys, j_first):
         s_MN = hide_keys(s_MN, shape, tile, row, j_first * BLOCK_N)
-    p_MN, m_M = softmax_first(s_MN, shape.scale_log2)
+    p_MN, m_M = softmax_first(s_MN, shape.scale_log2, HEAD)
     l_ML = lane_sums(p_MN)
     p_MN = drop(p_MN, shape.dropout, tile, row, j_first * BLOCK_N)
-    if not LATE:
-        p_MN = gl.convert_layout(p_MN.to(dtype), p_layout)
+    p_MJ = to_pairs(p_MN, dtype)
+    at_before = at_k
     at_k = at_k.next()
     steps = steps_of(shape, keys)
     k.wait(at_k, pred=steps > 1)
     for step in range(1, steps):
-        p_dot_MN = p_MN
-        if LATE:
-            p_dot_MN = gl.convert_layout(p_MN.to(dtype), p_layout)
+        p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
         take_turn(shape, WORKER)
         s_MN = warpgroup_mma(
             q_MD, k.tile(at_k).permute((1, 0)), zero_MN, use_acc=False, is_async=True
@@ -235,38 +239,52 @@ def attend(
         j = key_tile(shape, keys, step)
         bias_MN = start_bias(shape, tile, row, j)
         s_MN = warpgroup_mma_wait(1, deps=[s_MN])
-        k.release_after_mma(at_k)
+        # That these scores are there means that every warp is done with the tile before.
+        k.release_after_mma(at_before if LATE else at_k)
         s_MN = modify(s_MN, bias_MN, shape, tile, row, j)
         if MASKED:
             s_MN = hide_if_needed(s_MN, keys, shape, tile, row, j)
-        if shape.LAZY:
+        if LATE:
+            p_MN, sums_ML = exponentials(s_MN, m_M, shape.scale_log2, HIDES)
+            moved = must_redo(sums_ML, m_M, HIDES, LIMIT)
+        elif shape.LAZY:
             p_MN, m_M, l_ML, alpha_M, moved = softmax_lazy(
                 s_MN, m_M, l_ML, shape.scale_log2, LIMIT, HIDES, shape.FMA_EXP
             )
         else:
             p_MN, m_M, l_ML, alpha_M = softmax_step(s_MN, m_M, l_ML, shape.scale_log2, HIDES)
+            moved = 1
         p_MN = drop(p_MN, shape.dropout, tile, row, j * BLOCK_N)
         # The next K tile's barrier also keeps ptxas from hoisting the wait below over the
         # exponentials: a wait loop ends a basic block.
-        at_k = at_k.next()
-        k.wait(at_k, pred=step + 1 < steps)
+        at_next = at_k.next()
+        k.wait(at_next, pred=step + 1 < steps)
         acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
         v.release_after_mma(at_v)
         at_v = at_v.next()
-        if shape.LAZY:
-            if moved != 0:
-                acc_ME = scale_rows(acc_ME, alpha_M)
-        else:
+        if moved != 0:
+            if LATE:
+                s_MN = rescore(q, k, at_q, at_k, zero_MN.type)
+                s_MN = modify(s_MN, bias_MN, shape, tile, row, j)
+                if MASKED:
+                    s_MN = hide_if_needed(s_MN, keys, shape, tile, row, j)
+                p_MN, sums_ML, m_M, l_ML, alpha_M = redo(
+                    s_MN, m_M, l_ML, shape.scale_log2, HIDES, HEAD
+                )
             acc_ME = scale_rows(acc_ME, alpha_M)
-        if not LATE:
-            p_MN = gl.convert_layout(p_MN.to(dtype), p_layout)
+        if LATE:
+            l_ML = l_ML + sums_ML
+        p_MJ = to_pairs(p_MN, dtype)
+        at_before = at_k
+        at_k = at_next
+    v.wait(at_v)
+    p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
+    acc_ME = warpgroup_mma(p_dot_MN, v.tile(at_v), acc_ME, is_async=True)
+    acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
+    if LATE:
+        k.release_after_mma(at_before)
     if not shape.OUT_IN_Q:
         q.release_after_mma(at_q)
-    v.wait(at_v)
-    if LATE:
-        p_MN = gl.convert_layout(p_MN.to(dtype), p_layout)
-    acc_ME = warpgroup_mma(p_MN, v.tile(at_v), acc_ME, is_async=True)
-    acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
     v.release_after_mma(at_v)
     return acc_ME, m_M, gl.sum(l_ML, 1), at_k, at_v.next()
 
@@ -438,7 +456,7 @@ def forward(
         V_STAGES,
         OUT_IN_Q,
         ORDERED,
-        LAZY and HAS_INLINE_ASM,
+        LAZY if HAS_INLINE_ASM else 0,
         FMA_EXP,
         IS_RIGHT,
         IS_LEFT,

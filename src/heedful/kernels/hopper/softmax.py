@@ -25,9 +25,9 @@ def scale_rows(x_ME, alpha_M):
 
 
 @gluon.jit
-def softmax_first(s_MN, scale_log2):
-    """The first tile: p and the row maximum, in units of log2."""
-    m_M = gl.max(s_MN, 1) * scale_log2
+def softmax_first(s_MN, scale_log2, HEAD: gl.constexpr):
+    """The first tile: p and a reference `HEAD` above the row maximum, in units of log2."""
+    m_M = gl.max(s_MN, 1) * scale_log2 + HEAD
     shift_M = gl.where(m_M == float("-inf"), 0.0, m_M)
     return gl.exp2(s_MN * scale_log2 - shift_M[:, None]), m_M
 
@@ -60,7 +60,7 @@ def _any_above(outputs, inputs):
     flag = outputs[0][0]
     limit = inputs[-1][0]
     values = [value for group in inputs[:-1] for value in group]
-    chains = 4
+    chains = min(4, len(values))
     lines = [f"mov.b32 m{c}, {values[c]};" for c in range(chains)]
     lines += [f"max.s32 m{i % chains}, m{i % chains}, {v};" for i, v in enumerate(values[chains:])]
     lines += [f"max.s32 m0, m0, m{c};" for c in range(1, chains)]

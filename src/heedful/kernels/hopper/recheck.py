@@ -1,0 +1,103 @@
+"""Exponentials first, and only then a look whether they were safe.
+
+Scores are scored against a row's old reference m as p = 2^(s - m), without a look at the maximum:
+the sums of p, which the softmax needs anyway, show whether any p is too large. A warp that finds
+one (or a row without a reference) computes its scores once more, from the tile that is still in
+shared memory, and moves its references. With room above the maximum that happens next to never, and
+saves what costs most beside the exponentials: half an instruction an element, and the wait for it.
+
+M query rows, N keys, L lanes that share a row.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.hopper.compat import inline_asm
+from heedful.kernels.hopper.softmax import _any_above, lane_sums, scale_rows
+
+
+@gluon.constexpr_function
+def headroom(dtype):
+    """How far above its row's maximum a reference is set, in log2: bfloat16 keeps small p as exact
+    as large ones, and what then falls under 2^-126 is under 2^-94 of the row's largest."""
+    return 32.0 if dtype == gl.bfloat16 else 0.0
+
+
+@gluon.jit
+def exponentials(s_MN, m_M, scale_log2, MAY_HIDE_ROWS: gl.constexpr):
+    """p of one tile against an old reference, and its row sums; infinite where p overflows."""
+    shift_M = m_M
+    if MAY_HIDE_ROWS:
+        # A row that has seen no key yet has none, and -inf - -inf is NaN.
+        shift_M = gl.where(m_M == float("-inf"), 0.0, m_M)
+    p_MN = gl.exp2(s_MN * scale_log2 - shift_M[:, None])
+    return p_MN, lane_sums(p_MN)
+
+
+@gluon.jit
+def must_redo(sums_ML, m_M, MAY_HIDE_ROWS: gl.constexpr, LIMIT: gl.constexpr):
+    """Whether a warp has a sum above the limit, NaN, or a row without a reference."""
+    bits_ML = sums_ML.to(gl.int32, bitcast=True)
+    if MAY_HIDE_ROWS:
+        force_M = gl.where(m_M == float("-inf"), 0x7FFFFFFF, 0)
+        kinds: gl.constexpr = ("=r", "r", "r", "r")
+        return inline_asm(_any_above, kinds, [bits_ML, force_M, LIMIT], gl.int32, is_pure=True)
+    else:
+        return inline_asm(_any_above, ("=r", "r", "r"), [bits_ML, LIMIT], gl.int32, is_pure=True)
+
+
+@gluon.jit
+def redo(s_MN, m_M, l_ML, scale_log2, MAY_HIDE_ROWS: gl.constexpr, HEAD: gl.constexpr):
+    """One more tile with a new reference: p, its sums, the reference, the sums before, and what
+    these and the output so far were scaled by."""
+    new_m_M = gl.maximum(m_M, gl.max(s_MN, 1) * scale_log2 + HEAD)
+    shift_M = new_m_M
+    if MAY_HIDE_ROWS:
+        shift_M = gl.where(new_m_M == float("-inf"), 0.0, new_m_M)
+    alpha_M = gl.exp2(m_M - shift_M)
+    p_MN = gl.exp2(s_MN * scale_log2 - shift_M[:, None])
+    return p_MN, lane_sums(p_MN), new_m_M, scale_rows(l_ML, alpha_M), alpha_M
+
+
+@gluon.constexpr_function
+def _warp_scores(dim, keys, kind):
+    """Assembly: each warp's 16 queries times all keys of a tile, in 64-column slabs of 128-byte
+    rows, whose 16-byte pieces TMA has swizzled by the row. As tensors the fragments' addresses
+    would be hoisted out of every loop and take registers there."""
+    scores = [f"${i}" for i in range(keys // 2)]
+    q, k = f"${keys // 2}", f"${keys // 2 + 1}"
+    mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
+    lines = [
+        "{ .reg .b32 t, l, x, y, q, k, a<8>, b<4>; .reg .f32 z; mov.f32 z, 0f00000000;",
+        "mov.u32 t, %tid.x; and.b32 l, t, 31; and.b32 y, l, 7; and.b32 t, t, 96;",
+        # Queries: lane l holds row l % 16 of its warp's, and piece l / 16 of it.
+        "and.b32 x, l, 15; shr.u32 t, t, 1; add.u32 t, t, x; shl.b32 t, t, 7;",
+        f"shr.u32 x, l, 4; xor.b32 x, x, y; shl.b32 x, x, 4; add.u32 t, t, x; add.u32 q, t, {q};",
+        # Keys: row l % 8 of eight, and piece l / 8.
+        "shr.u32 x, l, 3; xor.b32 x, x, y; shl.b32 x, x, 4; shl.b32 y, y, 7; add.u32 x, x, y;",
+        f"add.u32 k, x, {k};",
+    ]
+    fragments = [", ".join(f"a{4 * i + r}" for r in range(4)) for i in range(2)]
+    for slab, half in ((slab, half) for slab in range(dim // 64) for half in range(2)):
+        for i, fragment in enumerate(fragments):
+            at = f"t+{slab * 64 * 128}"
+            lines.append(f"xor.b32 t, q, {64 * half + 32 * i}; {load} {{{fragment}}}, [{at}];")
+        lines.append(f"xor.b32 t, k, {64 * half};")
+        for n in range(keys // 8):
+            sums = ", ".join(scores[4 * n : 4 * n + 4])
+            lines.append(f"{load} {{b0, b1, b2, b3}}, [t+{(slab * keys + n * 8) * 128}];")
+            for i, fragment in enumerate(fragments):
+                before = sums if slab + half + i else "z, z, z, z"
+                pair = f"b{2 * i}, b{2 * i + 1}"
+                lines.append(f"{mma} {{{sums}}}, {{{fragment}}}, {{{pair}}}, {{{before}}};")
+    return "\n".join(lines) + " }"
+
+
+@gluon.jit
+def rescore(q, k, at_q, at_k, s_type: gl.constexpr):
+    """The scores of one tile once more, by every warp for itself."""
+    kind: gl.constexpr = "bf16" if q.boxes.dtype == gl.bfloat16 else "f16"
+    text: gl.constexpr = _warp_scores(q.dim, k.rows, kind)
+    tiles = [q.boxes.index(at_q.slot), k.boxes.index(at_k.slot)]
+    return inline_asm(text, ("=&f", "r", "r"), tiles, s_type)
