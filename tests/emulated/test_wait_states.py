@@ -108,6 +108,23 @@ def test_the_shortest_path_counts_loops_included():
     assert (violation.needed, violation.found) == (2, 1)
 
 
+@pytest.mark.parametrize(("behind", "distance"), [("s_branch 2f", 2), ("s_nop 0", 1)])
+def test_a_taken_branch_counts_with_the_jump_behind_it_as_in_the_compiler(behind, distance):
+    body = f"""
+    1:
+        s_cmp_eq_u32 s9, 0
+        v_mfma_f32_32x32x8_bf16 {WIDE}
+        s_cbranch_scc1 3f
+        {behind}
+    2:
+        s_endpgm
+    3:
+        v_mov_b32_e32 v1, v20
+    """
+    (violation,) = [v for v in decode(kernel(body)).violations if "v_mov" in v.consumer.text]
+    assert (violation.needed, violation.found) == (11, distance)
+
+
 @pytest.mark.parametrize("name", names())
 def test_compiled_kernels_have_no_violation(name):
     assert not decode(attention(name).text).violations

@@ -269,14 +269,22 @@ class _Search:
         self.shapes = [_shape(i.text, program.arch) for i in program.code]
         self.following = [self._next(i) for i in program.code]
 
-    def _next(self, instruction: Instruction) -> list[int]:
-        name, pc = instruction.mnemonic, instruction.pc
+    def _next(self, instruction: Instruction) -> list[tuple[int, int]]:
+        """What may follow, and how many wait states the way there adds.
+
+        LLVM's recogniser looks at a block from its end, so that a conditional branch that is taken
+        counts together with the `s_branch` behind it. A jump takes longer than one slot, so that is
+        no hazard, and a kernel that LLVM has compiled would not pass a stricter count.
+        """
+        name, pc, code = instruction.mnemonic, instruction.pc, self.program.code
         if name == "s_endpgm":
             return []
-        following = [] if name == "s_branch" else [pc + 1]
+        following = [] if name == "s_branch" else [(pc + 1, 0)]
         if name.startswith(("s_branch", "s_cbranch")):
-            following.append(self.program.target(instruction))
-        return [f for f in following if f < len(self.program.code)]
+            paired = name != "s_branch" and pc + 1 < len(code)
+            extra = int(paired and code[pc + 1].mnemonic == "s_branch")
+            following.append((self.program.target(instruction), extra))
+        return [f for f in following if f[0] < len(code)]
 
     def window(self, p: Shape) -> int:
         """How far the rules of a producer can reach."""
@@ -313,7 +321,7 @@ class _Search:
         """Instructions from which a rule may reach `pc`, and itself."""
         preceding: dict[int, list[int]] = {}
         for start, following in enumerate(self.following):
-            for end in following:
+            for end, _ in following:
                 preceding.setdefault(end, []).append(start)
         found, edge = {pc}, {pc}
         for _ in range(_LONGEST):
@@ -324,7 +332,7 @@ class _Search:
     def _from(self, start: int, p: Shape, live: frozenset[int], reach: int) -> Iterator[Violation]:
         seen: dict[int, int] = {}
         reported: set[int] = set()
-        todo = [(pc, 0, live) for pc in self.following[start]]
+        todo = [(pc, 0, live) for pc, _ in self.following[start]]
         while todo:
             pc, distance, live = todo.pop()
             if distance >= reach or seen.get(pc, reach) <= distance:
@@ -338,7 +346,8 @@ class _Search:
                 yield Violation(*pair, needed, distance, reason)
             rest = live - c.writes
             if rest or p.addend or p.wide_store_data:
-                todo += [(n, distance + c.states, rest) for n in self.following[pc]]
+                after = distance + c.states
+                todo += [(n, after + extra, rest) for n, extra in self.following[pc]]
 
 
 def violations(program: Program) -> list[Violation]:
