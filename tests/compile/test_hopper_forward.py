@@ -16,7 +16,9 @@ DEVICE = by_name("H200")
 _EXTRA = (("consumer_regs", 240), ("ordered", True), ("producer_regs", 24))
 PLAIN = ConfigRow("hopper.forward", ("sm_90",), 128, TileConfig(128, 128, 4, 2, _EXTRA), "tests")
 _KINDS = [
-    AttentionProblem.dense(2, 3000, 3000, 8, 4, head_dim=64, bias=bias) for bias in (False, True)
+    AttentionProblem.dense(2, rows, 3000, 8, 4, head_dim=64, bias=bias, alibi=rows < 40)
+    for rows in (3000, 100, 50, 30, 10)
+    for bias in (False, True)
 ]
 ROWS = [
     row
@@ -39,7 +41,8 @@ def planned(row, **facts):
 def test_every_config_compiles_and_fits_an_sm(row, causal):
     made = compiler.artifact(planned(row, causal=causal), DEVICE.arch)
     assert made.shared_bytes <= DEVICE.shared_bytes
-    registers = row.config.get("consumer_regs") * row.config.block_m // 64
+    # One consumer alone gets what the producer leaves.
+    registers = row.config.get("consumer_regs", 0) * row.config.block_m // 64
     assert registers + row.config.get("producer_regs") <= 512  # of 65536, by 128 threads
 
 
@@ -65,10 +68,11 @@ FEATURES = {
 }
 
 
+@pytest.mark.parametrize("rows", [300, 3])
 @pytest.mark.parametrize("facts", FEATURES.values(), ids=FEATURES)
-def test_every_feature_compiles_under_its_own_config(facts):
+def test_every_feature_compiles_under_its_own_config(facts, rows):
     problem = AttentionProblem.dense(
-        2, 300, 3000, 8, 4, head_dim=128, return_lse=True, **{"num_splits": 1, **facts}
+        2, rows, 3000, 8, 4, head_dim=128, return_lse=True, **{"num_splits": 1, **facts}
     )
     chosen = plan.plan(problem, DEVICE, backend="hopper")
     first, *rest = hopper.forward(problem, chosen, buffers.forward(problem)).calls
@@ -104,6 +108,19 @@ def test_maps_of_rows_reach_every_batch_entry():
         strides = spec.strides
         assert address % (1 << 63) == batch * strides[0] + at * strides[1] + head * strides[2]
         assert descriptor.shape[3] == 1 << 30
+
+
+def test_packed_heads_are_neighbours_of_one_tile():
+    """Row r of a tile is position r // 4 of query head r % 4 of its KV head: 3 of them, so that
+    every fourth row is past the map."""
+    problem = AttentionProblem.dense(2, 10, 700, 6, 2, head_dim=128, num_splits=1)
+    chosen = plan.plan(problem, DEVICE, backend="hopper")
+    (call,) = hopper.forward(problem, chosen, buffers.forward(problem)).calls
+    descriptor = call.arguments["q_desc"]
+    assert isinstance(descriptor, TensorMap)
+    assert call.constants["PACK"] == 4 and descriptor.block == (1, 1, 16, 4, 128)
+    assert descriptor.shape == (2, 2, 10, 3, 128)
+    assert descriptor.strides == (10 * 6 * 128, 3 * 128, 6 * 128, 128, 1)
 
 
 def test_a_batch_stride_between_two_rows_is_named():

@@ -188,6 +188,42 @@ def test_split_keys_merge_to_the_whole(case):
     run(Prepared("hopper"), case, "cuda")
 
 
+# Query heads of a KV head in one tile, in as many rows as the next power of two.
+PACKED = [
+    replace(BASE, heads_q=heads, heads_k=2, seqlen_q=sq, seqlen_k=sk, head_dim=dim, causal=causal)
+    for heads, sq, sk in ((4, 1, 700), (16, 4, 333), (10, 37, 500), (6, 64, 129), (34, 2, 100))
+    for dim in (64, 128, 256)
+    for causal in (False, True)
+] + variants(
+    replace(BASE, heads_q=12, heads_k=2, seqlen_q=9, seqlen_k=900, batch=3),
+    num_splits=(0, 4),
+    used=("q", "k", "qk"),
+    page_size=(64,),
+    kv_batch_idx=(True,),
+    leftpad_k=(True,),
+    sink=(True,),
+    softcap=(3.0,),
+    window=((40, 0), (100, 3, 20)),
+    layout=("heads_first", "packed"),
+    head_dim_v=(128,),
+    dtype=("float16",),
+    heads_k=(1, 3, 12),
+    varlen=("q", "k"),
+    shift=(-895,),
+)
+PACKED += variants(
+    replace(PACKED[-1], used="qk", sink=True, num_splits=3, shift=0, causal=True),
+    page_size=(16,),
+    head_dim=(128,),
+    window=((300, 0, 7),),
+)
+
+
+@pytest.mark.parametrize("case", PACKED, ids=str)
+def test_query_heads_that_share_a_tile_are_within_their_error_budgets(case):
+    run(Prepared("hopper"), case, "cuda")
+
+
 def _may_run(case: Case) -> bool:
     """Whether the hopper row takes a case, as far as it varies from problem to problem."""
     return bool(case.batch and case.seqlen_q and case.seqlen_k and case.page_size % 16 == 0)
@@ -205,19 +241,20 @@ def _hopper_variants(count: int) -> list[Case]:
     return list({str(variant): variant for variant in found}.values())[:count]
 
 
-VARIANTS = _hopper_variants(100)
+# 50 x 40 problems; lengths choose among several tiles each, so that kernels are some 300.
+VARIANTS, EACH = _hopper_variants(50), 40
 
 
-@pytest.mark.parametrize("variant", VARIANTS[:6], ids=str)
-@settings(max_examples=20)
+@pytest.mark.parametrize("variant", VARIANTS[:3], ids=str)
+@settings(max_examples=EACH)
 @given(data=st.data())
 def test_a_random_problem_is_within_its_error_budget(variant, data):
     run(Prepared("hopper"), data.draw(problems(variant).filter(_may_run)), "cuda")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS[6:], ids=str)
-@settings(max_examples=20)
+@pytest.mark.parametrize("variant", VARIANTS[3:], ids=str)
+@settings(max_examples=EACH)
 @given(data=st.data())
 def test_two_thousand_random_problems_are_within_their_error_budgets(variant, data):
     run(Prepared("hopper"), data.draw(problems(variant).filter(_may_run)), "cuda")

@@ -5,6 +5,7 @@ The first row that fits wins, so special cases stand above general ones.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import AttentionProblem
@@ -24,6 +25,11 @@ class TileConfig:
     def get(self, name: str, default=None):
         """The value of an extra."""
         return dict(self.extra).get(name, default)
+
+    def pack(self, problem: AttentionProblem) -> int:
+        """Rows of a tile that one query position takes: above 1, the query heads of a KV head lie
+        beside each other in a tile, in as many rows as the next power of two."""
+        return 1 << (problem.group - 1).bit_length() if self.get("pack", False) else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +227,10 @@ def _hopper(
     return ConfigRow("hopper.forward", ("sm_90",), max_dim, config, measured, when)
 
 
-_D64_FOUR = {"consumer_regs": 112, "lazy": 2, "ordered": True, "producer_regs": 32}
-_D128 = {"consumer_regs": 240, "ordered": True, "producer_regs": 24}
+_D64_FOUR: dict[str, Any] = {"consumer_regs": 112, "lazy": 2, "ordered": True, "producer_regs": 32}
+_D128: dict[str, Any] = {"consumer_regs": 240, "ordered": True, "producer_regs": 24}
 _D128_LATE = {**_D128, "lazy": 2, "v_stages": 2}
-_D256 = {"consumer_regs": 240, "out_in_q": True, "producer_regs": 24}
+_D256: dict[str, Any] = {"consumer_regs": 240, "out_in_q": True, "producer_regs": 24}
 
 
 def _fp8(problem: AttentionProblem) -> bool:
@@ -234,6 +240,7 @@ def _fp8(problem: AttentionProblem) -> bool:
 _FP8_D64 = {"consumer_regs": 160, "ordered": True, "producer_regs": 32}
 _FP8_D128 = {"consumer_regs": 240, "ordered": True, "producer_regs": 24}
 _FP8_D256 = {"consumer_regs": 240, "producer_regs": 24}
+
 
 def _eight_bit(problem: AttentionProblem) -> bool:
     return problem.dtype.startswith("float8")
@@ -246,12 +253,48 @@ def _cdna(max_dim: int, tile: tuple[int, ...], when=_always) -> ConfigRow:
 
 _GLUON_CDNA = ("gfx942", "gfx950")
 
+
+def _packs(problem: AttentionProblem) -> bool:
+    """Whether query heads may share a tile, and few rows are in use without. What is added to the
+    scores or drawn for them goes by head; packed sequences' maps have no dim to spare."""
+    terms = problem.alibi or problem.bias or problem.dropout_p > 0
+    few = problem.seqlen_q <= 64 and 1 < problem.group <= 64
+    return few and not (terms or problem.varlen_q)
+
+
+def _packs_in_one(problem: AttentionProblem) -> bool:
+    rows = problem.seqlen_q << (problem.group - 1).bit_length()
+    return _packs(problem) and rows <= 64
+
+
+def _few_rows(problem: AttentionProblem) -> bool:
+    return problem.seqlen_q <= 64
+
+
+def _two_tiles_of_rows(problem: AttentionProblem) -> bool:
+    return problem.seqlen_q <= 128
+
+
+_ONE: dict[str, Any] = {"pack": True, "producer_regs": 24}
+_TWO: dict[str, Any] = {"consumer_regs": 240, "ordered": True, "pack": True, "producer_regs": 24}
+_ALONE: dict[str, Any] = {"producer_regs": 24}
+
 ROWS: list[ConfigRow] = [
     _hopper(128, (128, 64, 4, 3), _burdened_or_one, _LEAST_SPILLS, **_D128),
     _hopper(256, (128, 32, 4, 2), _burdened_or_one, _LEAST_SPILLS, **_D256),
     _hopper(64, (192, 128, 4, 2), _fp8, **_FP8_D64),
     _hopper(128, (128, 128, 4, 2), _fp8, **_FP8_D128),
     _hopper(256, (128, 64, 4, 2), _fp8, **_FP8_D256),
+    _hopper(64, (64, 128, 4, 4), _packs_in_one, _LEAST_SPILLS, **_ONE),
+    _hopper(128, (64, 128, 4, 2), _packs_in_one, _LEAST_SPILLS, **_ONE),
+    _hopper(256, (64, 64, 4, 2), _packs_in_one, _LEAST_SPILLS, **_ONE),
+    _hopper(64, (128, 128, 4, 4), _packs, _LEAST_SPILLS, **_TWO),
+    _hopper(128, (128, 128, 4, 2), _packs, _LEAST_SPILLS, **_TWO),
+    _hopper(256, (128, 64, 4, 2), _packs, _LEAST_SPILLS, **_TWO, out_in_q=True),
+    _hopper(64, (64, 128, 4, 4), _few_rows, _LEAST_SPILLS, **_ALONE),
+    _hopper(128, (64, 128, 4, 2), _few_rows, _LEAST_SPILLS, **_ALONE),
+    _hopper(256, (64, 64, 4, 2), _few_rows, _LEAST_SPILLS, **_ALONE),
+    _hopper(64, (128, 128, 4, 4), _two_tiles_of_rows, _LEAST_SPILLS, **_D128),
     _hopper(64, (256, 64, 4, 4), **_D64_FOUR),
     _hopper(128, (128, 128, 4, 3), **_D128_LATE),
     _hopper(256, (128, 64, 4, 2), **_D256),

@@ -11,21 +11,25 @@ MAX_SPLITS = 128
 WORTH = 0.95
 # The combine reads and writes partial results: not for fewer key tiles than this a split.
 LEAST_TILES = 2
-# What the combine's launch costs, as values of keys that one program goes through in its time: 2 us,
-# or 512 keys of 64 dims (H200, 2026-11-20).
+# What the combine's launch costs, as values of keys that one program goes through in its time:
+# 2 us, or 512 keys of 64 dims (H200, 2026-11-20).
 COMBINE_VALUES = 32768
 
 
-def choose_splits(problem: AttentionProblem, device: DeviceSpec, rows: int, block_n: int) -> int:
+def choose_splits(
+    problem: AttentionProblem, device: DeviceSpec, rows: int, block_n: int, pack: int = 1
+) -> int:
     """The number of parts: 1 where the grid of row tiles fills the device by itself.
 
-    rows: query rows that one program takes. A wave of programs takes one slot per unit; the time
+    rows: query rows that one program takes. pack: rows that one position takes, above 1 those of
+    all query heads of a KV head. A wave of programs takes one slot per unit; the time
     of n splits is waves(n) * tiles per split, and of the combine from two on; the fewest splits
     within WORTH of the best win.
     """
     if problem.num_splits:
         return problem.num_splits
-    programs = problem.batch * problem.heads_q * -(-problem.seqlen_q // rows)
+    heads = problem.heads_k if pack > 1 else problem.heads_q
+    programs = problem.batch * heads * -(-problem.seqlen_q * pack // rows)
     tiles = -(-problem.seqlen_k // block_n)
     most = min(MAX_SPLITS, tiles // LEAST_TILES)
     if programs == 0 or programs * 2 > device.units or most < 2:

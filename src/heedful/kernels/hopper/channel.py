@@ -1,5 +1,7 @@
 """Rings of tiles in shared memory, each slot with a full and an empty barrier."""
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -33,11 +35,18 @@ class Cursor:
         return Cursor(gl.where(wraps, 0, slot), self.parity ^ gl.where(wraps, 1, 0), self.stages)
 
 
+@gluon.constexpr_function
+def box_rows(shape):
+    """Rows of a box, whatever dims they are spread over."""
+    return math.prod(shape[:-1])
+
+
 @aggregate
 class Channel:
     """`stages` tiles of `rows` x `dim` filled by TMA and read by `readers` warpgroups.
 
-    A tile is written as a (1, ..., 1, rows, dim) box and read as (rows, dim).
+    A tile is written as a (1, ..., 1, rows, dim) box, or one whose rows are spread over dims, and
+    read as (rows, dim).
     """
 
     boxes: gl.shared_memory_descriptor
@@ -58,7 +67,7 @@ class Channel:
     def allocate(desc, stages: gl.constexpr, readers: gl.constexpr):
         shape: gl.constexpr = desc.block_type.shape
         boxes = gl.allocate_shared_memory(desc.dtype, [stages] + shape, desc.layout)
-        return Channel.over(boxes, stages, readers, shape[-2], shape[-1])
+        return Channel.over(boxes, stages, readers, box_rows(shape), shape[-1])
 
     @gluon.jit
     def of_tiles(

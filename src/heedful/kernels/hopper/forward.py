@@ -19,8 +19,8 @@ from heedful.kernels.hopper.masking import hide_outside
 from heedful.kernels.hopper.output import Outputs, store_nothing, store_rows
 from heedful.kernels.hopper.pairs import from_pairs, to_pairs
 from heedful.kernels.hopper.recheck import exponentials, headroom, must_redo, redo, rescore
-from heedful.kernels.hopper.schedule import ROWS, needs_mask, rows_at
-from heedful.kernels.hopper.sequences import Storage, load_keys
+from heedful.kernels.hopper.schedule import ROWS, needs_mask
+from heedful.kernels.hopper.sequences import Storage, load_keys, position, queries_at
 from heedful.kernels.hopper.shape import Shape
 from heedful.kernels.hopper.softmax import (
     lane_sums,
@@ -48,7 +48,8 @@ def hide_keys(s_MN, shape, tile, row, col):
     N: gl.constexpr = s_MN.shape[1]
     layout: gl.constexpr = s_MN.type.layout
     stop_M = gl.full([M], 0, gl.int32, gl.SliceLayout(1, layout)) + (tile.len_k - col)
-    diagonal_M = gl.arange(0, M, layout=gl.SliceLayout(1, layout)) + (row + tile.off - col)
+    place_M = position(shape, gl.arange(0, M, layout=gl.SliceLayout(1, layout)))
+    diagonal_M = place_M + (position(shape, row) + tile.off - col)
     if shape.IS_RIGHT:
         stop_M = gl.minimum(stop_M, diagonal_M + (shape.right + 1))
     if not shape.IS_LEFT:
@@ -123,7 +124,7 @@ def producer(q_desc, k_desc, v_desc, q, k, v, shape):
             load_keys(k, k_desc, shape, tile, k_rows, col, at_k)
             at_k = at_k.next()
         for w in gl.static_range(shape.CONSUMERS):
-            q.load(q_desc, rows_at(shape, tile, tile.row + w * ROWS), at_q)
+            q.load(q_desc, queries_at(shape, tile, tile.row + w * ROWS), at_q)
             at_q = at_q.next()
         for step in range(1, steps):
             next_col = key_tile(shape, keys, step) * shape.BLOCK_N
@@ -323,7 +324,7 @@ def consumer(outputs, q, k, v, shape, WORKER: gl.constexpr):
             at_k, at_v = skip(k, v, at_k, at_v, steps_of(shape, whole), shape, WORKER)
             if not shape.OUT_IN_Q:
                 q.release(at_q)
-            if row < tile.stored_q:
+            if position(shape, row) < tile.stored_q:
                 store_nothing(outputs, o_smem, tile, row, split, shape, E)
         if shape.OUT_IN_Q:
             tma.store_wait(0)
@@ -370,6 +371,7 @@ def forward(
     v_rows,
     page_size,
     dim_v,
+    packed,
     heads,
     group,
     seqlen_q,
@@ -385,6 +387,7 @@ def forward(
     first,
     splits,
     BLOCK_N: gl.constexpr,
+    PACK: gl.constexpr,
     CONSUMERS: gl.constexpr,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
@@ -445,12 +448,14 @@ def forward(
         first,
         splits,
         dim_v,
+        packed,
         cu_q,
         cu_k,
         storage,
         terms,
         dropout,
         BLOCK_N,
+        PACK,
         CONSUMERS,
         K_STAGES,
         V_STAGES,
@@ -482,7 +487,11 @@ def forward(
     outputs = Outputs(out_desc, o, lse_ptr, sink_ptr, parts_ptr)
     feed = (q_desc, k_desc, v_desc, q, k, v, shape)
     # A partition is compiled on its own, so that each consumer must be spelled out.
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
+        gl.warp_specialize(
+            [(consumer, (outputs, q, k, v, shape, 0)), (producer, feed)], [1], [PRODUCER_REGS]
+        )
+    elif CONSUMERS == 2:
         gl.warp_specialize(
             [
                 (consumer, (outputs, q, k, v, shape, 0)),

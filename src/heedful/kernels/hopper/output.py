@@ -8,7 +8,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from heedful.kernels.hopper.compat import aggregate, optional, tma_store
-from heedful.kernels.hopper.schedule import ROWS, stored_rows_at
+from heedful.kernels.hopper.schedule import ROWS
+from heedful.kernels.hopper.sequences import position, queries_at
 from heedful.kernels.hopper.softmax import scale_rows
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -48,39 +49,75 @@ def first_token(shape, tile):
 
 
 @gluon.jit
+def all_heads(shape):
+    """Query heads of the call."""
+    if shape.PACK == 1:
+        return shape.heads
+    else:
+        return shape.heads * shape.packed
+
+
+@gluon.jit
+def head_of(shape, tile, row, layout: gl.constexpr):
+    """The query head of rows from `row` on: one, or where heads are packed one for each row, at
+    most the call's last."""
+    if shape.PACK == 1:
+        return tile.head
+    else:
+        within_M = (row + gl.arange(0, ROWS, layout=layout)) % shape.PACK
+        return tile.head * shape.packed + gl.minimum(within_M, shape.packed - 1)
+
+
+@gluon.jit
+def is_row(shape, row, end, layout: gl.constexpr):
+    """Which rows from `row` on are a query before `end` of a head that exists."""
+    rows_M = row + gl.arange(0, ROWS, layout=layout)
+    if shape.PACK == 1:
+        return rows_M < end
+    else:
+        return (rows_M // shape.PACK < end) & (rows_M % shape.PACK < shape.packed)
+
+
+@gluon.jit
 def store_lse(outputs, lse_M, tile, row, split, shape):
     """Writes the log-sum-exp of rows from `row` on."""
-    rows_M = row + gl.arange(0, ROWS, layout=lse_M.type.layout)
+    layout: gl.constexpr = lse_M.type.layout
+    place_M = position(shape, row + gl.arange(0, ROWS, layout=layout))
+    head = head_of(shape, tile, row, layout)
     if shape.cu_q is not None:
-        base = tile.head.to(gl.int64) * shape.total_q + tile.start_q
+        base = head.to(gl.int64) * shape.total_q + tile.start_q
     else:
-        base = (tile.batch * shape.heads + tile.head).to(gl.int64) * shape.seqlen_q
+        base = (tile.batch * all_heads(shape) + head).to(gl.int64) * shape.seqlen_q
     if outputs.parts is not None:
-        base += split.to(gl.int64) * shape.total_q * shape.heads
+        base += split.to(gl.int64) * shape.total_q * all_heads(shape)
     if shape.storage.used_q is not None:
-        lse_M = gl.where(rows_M < tile.len_q, lse_M, float("-inf"))
-    gl.store(outputs.lse + base + rows_M, lse_M, mask=rows_M < tile.stored_q)
+        lse_M = gl.where(place_M < tile.len_q, lse_M, float("-inf"))
+    mask_M = is_row(shape, row, tile.stored_q, layout)
+    gl.store(outputs.lse + base + place_M, lse_M, mask=mask_M)
 
 
 @gluon.jit
 def store_part(outputs, acc_ME, tile, row, split, shape):
     """Writes one split's normalised rows in float32."""
-    layout: gl.constexpr = acc_ME.type.layout
-    rows_M = gl.arange(0, acc_ME.shape[0], layout=gl.SliceLayout(1, layout))
-    dims_E = gl.arange(0, acc_ME.shape[1], layout=gl.SliceLayout(0, layout))
-    token = split.to(gl.int64) * shape.total_q + first_token(shape, tile) + row
-    base = outputs.parts + (token * shape.heads + tile.head) * shape.dim_v
-    step = shape.heads * shape.dim_v
-    mask_ME = (rows_M < tile.len_q - row)[:, None] & (dims_E < shape.dim_v)[None, :]
-    gl.store(base + (rows_M * step)[:, None] + dims_E[None, :], acc_ME, mask=mask_ME)
+    layout: gl.constexpr = gl.SliceLayout(1, acc_ME.type.layout)
+    dims_E = gl.arange(0, acc_ME.shape[1], layout=gl.SliceLayout(0, acc_ME.type.layout))
+    heads = all_heads(shape)
+    token = split.to(gl.int64) * shape.total_q + first_token(shape, tile)
+    base = outputs.parts + (token + position(shape, row)) * heads * shape.dim_v
+    place_M = position(shape, gl.arange(0, ROWS, layout=layout))
+    row_M = (place_M * heads + head_of(shape, tile, row, layout)) * shape.dim_v
+    mask_M = is_row(shape, row, tile.len_q, layout)
+    mask_ME = mask_M[:, None] & (dims_E < shape.dim_v)[None, :]
+    gl.store(base + row_M[:, None] + dims_E[None, :], acc_ME, mask=mask_ME)
 
 
 @gluon.jit
 def store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, split, shape):
     """Normalises one consumer's rows and writes them and their log-sum-exp."""
-    factor_M = gl.full(l_M.shape, 1.0, gl.float32, l_M.type.layout)
+    layout: gl.constexpr = l_M.type.layout
+    factor_M = gl.full(l_M.shape, 1.0, gl.float32, layout)
     if outputs.sink is not None:
-        sink = gl.load(outputs.sink + tile.head) * LOG2E
+        sink = gl.load(outputs.sink + head_of(shape, tile, row, layout)) * LOG2E
         if outputs.parts is not None:
             # It enters once.
             sink = gl.where(split == 0, sink, float("-inf"))
@@ -100,11 +137,11 @@ def store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, split, shape):
         out_ME = scale_rows(acc_ME, inverse_M)
         if shape.storage.used_q is not None:
             # Rows in storage that are not in use may hold anything, NaN too.
-            rows_M = row + gl.arange(0, ROWS, layout=l_M.type.layout)
-            out_ME = gl.where((rows_M < tile.len_q)[:, None], out_ME, 0.0)
+            used_M = is_row(shape, row, tile.len_q, layout)
+            out_ME = gl.where(used_M[:, None], out_ME, 0.0)
         o_smem.store(out_ME.to(outputs.desc.dtype).reshape(o_smem.shape))
         fence_async_shared()
-        tma_store(outputs.desc, stored_rows_at(shape, tile, row), o_smem)
+        tma_store(outputs.desc, queries_at(shape, tile, row), o_smem)
     if outputs.lse is not None:
         lse_M = gl.where(seen_M, (m_M + gl.log2(l_M)) * LN2, float("-inf"))
         store_lse(outputs, lse_M, tile, row, split, shape)

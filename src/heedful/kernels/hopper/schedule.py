@@ -77,13 +77,6 @@ def rows_at(shape, tile, row):
 
 
 @gluon.jit
-def stored_rows_at(shape, tile, row):
-    """Coordinates of output rows, those that are not in use among them."""
-    packed: gl.constexpr = shape.cu_q is not None
-    return box(packed, tile.batch, tile.head, tile.start_q, tile.stored_q, row)
-
-
-@gluon.jit
 def keys_at(shape, tile, col):
     """Coordinates of keys or values."""
     packed: gl.constexpr = shape.cu_k is not None

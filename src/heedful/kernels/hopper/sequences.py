@@ -91,6 +91,25 @@ def trim(shape, tile):
 
 
 @gluon.jit
+def position(shape, row):
+    """Which query of its sequence a row of a tile is."""
+    if shape.PACK == 1:
+        return row
+    else:
+        return row // shape.PACK
+
+
+@gluon.jit
+def queries_at(shape, tile, row):
+    """Coordinates of query or output rows, those that are not in use among them."""
+    if shape.PACK > 1:
+        return [tile.batch, tile.head, row // shape.PACK, 0, 0]
+    else:
+        packed: gl.constexpr = shape.cu_q is not None
+        return box(packed, tile.batch, tile.head, tile.start_q, tile.stored_q, row)
+
+
+@gluon.jit
 def keys_at(shape, tile, rows_each, col):
     """Coordinates of keys or values from `col` on, in a map that has `rows_each` rows a batch
     entry."""

@@ -13,7 +13,11 @@ from heedful.kernels.hopper.terms import Terms
 class Shape:
     """Sizes of one call at run time, and the variant of the kernel. Key j is visible to query i iff
     -left <= j - i - off <= right with off = shift + align * (len_k - len_q), or j < first and
-    j - i - off <= right. first, splits: None where there are none."""
+    j - i - off <= right. first, splits: None where there are none.
+
+    PACK: rows of a tile that share a position. Above 1, `heads` are KV heads, `group` is 1, and
+    row r is position r // PACK of query head r % PACK of `packed` that share a KV head.
+    """
 
     scale_log2: gl.tensor
     softcap_scale: gl.tensor
@@ -32,12 +36,14 @@ class Shape:
     first: gl.tensor | gl.constexpr
     splits: gl.tensor | gl.constexpr
     dim_v: gl.tensor | gl.constexpr
+    packed: gl.tensor | gl.constexpr
     cu_q: gl.tensor | gl.constexpr
     cu_k: gl.tensor | gl.constexpr
     storage: Storage
     terms: Terms
     dropout: Dropout
     BLOCK_N: gl.constexpr
+    PACK: gl.constexpr
     CONSUMERS: gl.constexpr
     K_STAGES: gl.constexpr
     V_STAGES: gl.constexpr
@@ -69,12 +75,14 @@ class Shape:
         first,
         splits,
         dim_v,
+        packed,
         cu_q,
         cu_k,
         storage,
         terms,
         dropout,
         BLOCK_N,
+        PACK,
         CONSUMERS,
         K_STAGES,
         V_STAGES,
@@ -103,12 +111,14 @@ class Shape:
         self.first = optional(first)
         self.splits = optional(splits)
         self.dim_v = optional(dim_v)
+        self.packed = optional(packed)
         self.cu_q = optional(cu_q)
         self.cu_k = optional(cu_k)
         self.storage = storage
         self.terms = terms
         self.dropout = dropout
         self.BLOCK_N = gl.constexpr(BLOCK_N)
+        self.PACK = gl.constexpr(PACK)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.K_STAGES = gl.constexpr(K_STAGES)
         self.V_STAGES = gl.constexpr(V_STAGES)

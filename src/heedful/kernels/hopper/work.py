@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.schedule import ROWS, KeyRange, decode, key_range
-from heedful.kernels.hopper.sequences import trim
+from heedful.kernels.hopper.sequences import position, trim
 
 
 @gluon.jit
@@ -55,13 +55,15 @@ def key_tile(shape, keys, step):
 @gluon.jit
 def program_keys(shape, tile, split):
     """The key tiles that all consumers of a program visit together."""
-    keys = key_range(shape, tile, tile.row, shape.CONSUMERS * ROWS)
+    ROWS_OF_ALL: gl.constexpr = shape.CONSUMERS * ROWS // shape.PACK
+    place = position(shape, tile.row)
+    keys = key_range(shape, tile, place, ROWS_OF_ALL)
     visits = keys.end - keys.begin
     first_end = gl.to_tensor(0)
     if shape.first is not None:
         seen = gl.minimum(shape.first, tile.len_k)
         if shape.IS_RIGHT:
-            last = gl.minimum(tile.row + shape.CONSUMERS * ROWS, tile.len_q) - 1
+            last = gl.minimum(place + ROWS_OF_ALL, tile.len_q) - 1
             seen = gl.minimum(seen, gl.maximum(last + tile.off + shape.right + 1, 0))
         first_end = gl.minimum(gl.cdiv(seen, shape.BLOCK_N), keys.begin)
         visits += first_end
@@ -88,7 +90,7 @@ def consumer_keys(shape, tile, row, whole):
         # They see leading and later keys, with others between: too much to keep apart.
         return whole
     else:
-        keys = key_range(shape, tile, row, ROWS)
+        keys = key_range(shape, tile, position(shape, row), ROWS // shape.PACK)
         if shape.splits is not None:
             end = gl.maximum(gl.minimum(keys.end, whole.end), whole.begin)
             begin = gl.minimum(gl.maximum(keys.begin, whole.begin), end)

@@ -68,8 +68,10 @@ def _forward_call(
     problem: AttentionProblem, plan: Plan, buffers: Buffers, splits: int
 ) -> KernelCall:
     config = plan.configs["hopper.forward"]
-    row_blocks = -(-problem.seqlen_q // config.block_m)
-    tiles = row_blocks * problem.batch * problem.heads_q
+    pack = config.pack(problem)
+    heads, group = (problem.heads_k, 1) if pack > 1 else (problem.heads_q, problem.group)
+    row_blocks = -(-problem.seqlen_q * pack // config.block_m)
+    tiles = row_blocks * problem.batch * heads
     call = _Call(buffers)
     call.arguments |= _maps(problem, config, buffers)
     is_split = splits > 1
@@ -91,8 +93,8 @@ def _forward_call(
     call.floats(**_scales(problem))
     mask = problem.mask
     call.ints(
-        heads=problem.heads_q,
-        group=problem.group,
+        heads=heads,
+        group=group,
         seqlen_q=problem.seqlen_q,
         seqlen_k=_stored_keys(problem, buffers),
         total_q=problem.total_q or problem.batch * problem.seqlen_q,
@@ -102,6 +104,7 @@ def _forward_call(
         **_mask(problem),
     )
     call.ints_if(mask.first > 0, first=min(mask.first, FAR))
+    call.ints_if(pack > 1, packed=problem.group)
     call.ints_if(is_split, splits=splits, dim_v=problem.head_dim_v)
     _add_terms(call, problem)
     _add_dropout(call, problem)
@@ -156,11 +159,14 @@ def _maps(problem: AttentionProblem, config: TileConfig, buffers: Buffers) -> di
     """The tensor maps: of queries and the output as they lie, of keys and values perhaps row by
     row."""
     q_dim, v_dim = tile_dim(problem.head_dim), tile_dim(problem.head_dim_v)
-    make_q = _packed_map if problem.varlen_q else _dense_map
-    maps: dict[str, Argument] = {
-        "q_desc": make_q("q", buffers["q"], CONSUMER_ROWS, q_dim),
-        "out_desc": make_q("out", buffers["out"], CONSUMER_ROWS, v_dim),
-    }
+    maps: dict[str, Argument] = {}
+    for name, dim in (("q", q_dim), ("out", v_dim)):
+        if config.pack(problem) > 1:
+            made = _grouped_map(name, buffers[name], problem.group, config.pack(problem), dim)
+        else:
+            make = _packed_map if problem.varlen_q else _dense_map
+            made = make(name, buffers[name], CONSUMER_ROWS, dim)
+        maps[f"{name}_desc"] = made
     rows = config.block_n
     if problem.page_size:
         # Pages are filled box by box: rows that divide a page, and as wide as the swizzle.
@@ -285,6 +291,21 @@ def _dense_map(name: str, spec: BufferSpec, rows: int, dim: int) -> Map:
     return Map(name, spec.dtype, shape, strides, (1, 1, rows, dim), _layout(4))
 
 
+def _grouped_map(name: str, spec: BufferSpec, group: int, pack: int, dim: int) -> Map:
+    """(B, S, H, D) seen as (B, G, S, H / G, D): boxes of all query heads of a KV head, `pack` rows
+    a position; rows beyond the group are out of bounds."""
+    batch, heads = spec.shape[0], spec.shape[2] // group
+    steps = tuple(_stride(spec, axis) for axis in range(3))
+    return Map(
+        name,
+        spec.dtype,
+        (batch, heads, spec.shape[1], group, spec.shape[3]),
+        (steps[0], group * steps[2], steps[1], steps[2], 1),
+        (1, 1, CONSUMER_ROWS // pack, pack, dim),
+        _layout(5),
+    )
+
+
 def _packed_map(name: str, spec: BufferSpec, rows: int, dim: int) -> Map:
     """(T, H, D) seen as (2^30, end, H, row, D), so that every sequence ends where it ends.
 
@@ -361,6 +382,7 @@ def _is_persistent(problem: AttentionProblem) -> bool:
 def _variant(problem: AttentionProblem, config: TileConfig, is_split: bool) -> dict[str, object]:
     return {
         "BLOCK_N": config.block_n,
+        "PACK": config.pack(problem),
         "CONSUMERS": config.block_m // CONSUMER_ROWS,
         "K_STAGES": config.num_stages,
         "V_STAGES": config.get("v_stages", config.num_stages),
