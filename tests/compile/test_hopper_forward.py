@@ -80,6 +80,23 @@ def test_every_feature_compiles_under_its_own_config(facts, rows):
     assert [call.kernel.function for call in rest] == ["combine_splits"] * (chosen.num_splits > 1)
 
 
+@pytest.mark.parametrize("facts", [{}, {"num_splits": 3}, {"page_size": 32, "used_k": True}])
+@pytest.mark.parametrize("dims", [(192, 128), (192, 192), (136, 256), (64, 192)])
+def test_up_to_192_columns_are_loaded_as_boxes_of_64(dims, facts):
+    problem = AttentionProblem.dense(
+        2, 300, 3000, 8, 4, head_dim=dims[0], head_dim_v=dims[1], **{"num_splits": 1, **facts}
+    )
+    chosen = plan.plan(problem, DEVICE, backend="hopper")
+    call = hopper.forward(problem, chosen, buffers.forward(problem)).calls[0]
+    assert compiler.artifact(call, DEVICE.arch).shared_bytes <= DEVICE.shared_bytes
+    thirds = [128 < dim <= 192 and not problem.page_size for dim in dims]
+    assert [call.constants["TAIL_D"], call.constants["TAIL_E"]] == thirds
+    for name, is_thirds in zip(("k_desc", "v_desc"), thirds, strict=True):
+        descriptor = call.arguments[name]
+        assert isinstance(descriptor, TensorMap)
+        assert not is_thirds or descriptor.block[-1] == 64
+
+
 def test_the_plain_variant_has_no_argument_of_a_feature_that_it_lacks():
     plain = {"q_desc", "k_desc", "v_desc", "out_desc", "lse_ptr", "scale_log2", "softcap_scale"}
     plain |= {"heads", "group", "seqlen_q", "seqlen_k", "total_q", "row_blocks", "tiles", "section"}

@@ -24,9 +24,10 @@ pytestmark = [
 BASE = Case(dtype="bfloat16", head_dim=64, heads_q=4, heads_k=2, backward=False, num_splits=1)
 
 LENGTHS = [(1, 1), (64, 128), (193, 127), (257, 129), (300, 1), (37, 700), (511, 513)]
-# From 2048 keys on, head dim 64 takes another config.
 LENGTHS_OF_MANY = [(130, 2100), (1, 2048)]
-DIMS = [(64, 64), (128, 128), (256, 256), (72, 72), (96, 96), (8, 248), (192, 128), (128, 64)]
+DIMS = [(64, 64), (128, 128), (256, 256), (72, 72), (96, 96), (8, 248), (128, 64)]
+# Three boxes of 64 columns, where other tiles are one box.
+DIMS += [(192, 128), (192, 192), (136, 256), (64, 192), (144, 8)]
 
 CASES = [
     *(

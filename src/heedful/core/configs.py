@@ -219,6 +219,15 @@ def _burdened_or_one(problem: AttentionProblem) -> bool:
     return _burdens(problem) > 0
 
 
+def _no_pages(problem: AttentionProblem) -> bool:
+    """Tiles of 192 columns: pages fill those of a power of two."""
+    return not problem.page_size
+
+
+def _narrow_values(problem: AttentionProblem) -> bool:
+    return problem.head_dim > 128 >= problem.head_dim_v and _no_pages(problem)
+
+
 def _hopper(
     max_dim: int, tile: tuple[int, ...], when=_always, measured=_H200_GLUON, **extra
 ) -> ConfigRow:
@@ -229,7 +238,8 @@ def _hopper(
 
 _D64_FOUR: dict[str, Any] = {"consumer_regs": 112, "lazy": 2, "ordered": True, "producer_regs": 32}
 _D128: dict[str, Any] = {"consumer_regs": 240, "ordered": True, "producer_regs": 24}
-_D128_LATE = {**_D128, "lazy": 2, "v_stages": 2}
+_D128_LATE: dict[str, Any] = {**_D128, "lazy": 2, "v_stages": 2}
+_D192: dict[str, Any] = {**_D128, "out_in_q": True}
 _D256: dict[str, Any] = {"consumer_regs": 240, "out_in_q": True, "producer_regs": 24}
 
 
@@ -297,6 +307,8 @@ ROWS: list[ConfigRow] = [
     _hopper(64, (128, 128, 4, 4), _two_tiles_of_rows, _LEAST_SPILLS, **_D128),
     _hopper(64, (256, 64, 4, 4), **_D64_FOUR),
     _hopper(128, (128, 128, 4, 3), **_D128_LATE),
+    _hopper(192, (128, 128, 4, 2), _narrow_values, **_D192),
+    _hopper(192, (128, 64, 4, 3), _no_pages, **_D192, v_stages=2),
     _hopper(256, (128, 64, 4, 2), **_D256),
     _cdna(64, (256, 128, 8, 1), _eight_bit),
     _cdna(128, (256, 64, 8, 1)),

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from heedful.kernels.hopper import barrier
-from heedful.kernels.hopper.compat import aggregate, reinterpret, tma_load
+from heedful.kernels.hopper.compat import aggregate, optional, reinterpret, tma_load
 
 
 @aggregate
@@ -41,33 +41,64 @@ def box_rows(shape):
     return math.prod(shape[:-1])
 
 
+@gluon.jit
+def allocate_boxes(desc, tiles: gl.constexpr, HAS_TAIL: gl.constexpr):
+    """Memory for that many tiles: a box each, or two beside each other and a third elsewhere."""
+    shape: gl.constexpr = desc.block_type.shape
+    if HAS_TAIL:
+        boxes = gl.allocate_shared_memory(desc.dtype, [2 * tiles] + shape, desc.layout)
+        tails = gl.allocate_shared_memory(desc.dtype, [tiles] + shape, desc.layout)
+        return boxes, tails
+    else:
+        return gl.allocate_shared_memory(desc.dtype, [tiles] + shape, desc.layout), None
+
+
+@gluon.jit
+def matrix(box, rows: gl.constexpr, dim: gl.constexpr):
+    """A box as (rows, dim)."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, dim], box.dtype)
+    return reinterpret(box, box.dtype, [rows, dim], layout)
+
+
+@gluon.jit
+def pair_of_boxes(boxes, index, rows: gl.constexpr, dim: gl.constexpr):
+    """Boxes 2 index and 2 index + 1 as (rows, dim)."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, dim], boxes.dtype)
+    pairs: gl.constexpr = boxes.shape[0] // 2
+    return reinterpret(boxes, boxes.dtype, [pairs, rows, dim], layout).index(index)
+
+
 @aggregate
 class Channel:
     """`stages` tiles of `rows` x `dim` filled by TMA and read by `readers` warpgroups.
 
     A tile is written as a (1, ..., 1, rows, dim) box, or one whose rows are spread over dims, and
-    read as (rows, dim).
+    read as (rows, dim). One of 192 columns is three boxes of 64: two beside each other in `boxes`,
+    read as one, and a third in `tails`, else None.
     """
 
     boxes: gl.shared_memory_descriptor
+    tails: gl.shared_memory_descriptor | gl.constexpr
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     rows: gl.constexpr
     dim: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, boxes, full, empty, rows, dim):
+    def __init__(self, boxes, tails, full, empty, rows, dim):
         self.boxes = boxes
+        self.tails = optional(tails)
         self.full = full
         self.empty = empty
         self.rows = gl.constexpr(rows)
         self.dim = gl.constexpr(dim)
 
     @gluon.jit
-    def allocate(desc, stages: gl.constexpr, readers: gl.constexpr):
+    def allocate(desc, stages: gl.constexpr, readers: gl.constexpr, HAS_TAIL: gl.constexpr = False):
         shape: gl.constexpr = desc.block_type.shape
-        boxes = gl.allocate_shared_memory(desc.dtype, [stages] + shape, desc.layout)
-        return Channel.over(boxes, stages, readers, box_rows(shape), shape[-1])
+        boxes, tails = allocate_boxes(desc, stages, HAS_TAIL)
+        dim: gl.constexpr = shape[-1] * (2 if HAS_TAIL else 1)
+        return Channel.over(boxes, stages, readers, box_rows(shape), dim, tails)
 
     @gluon.jit
     def of_tiles(
@@ -89,6 +120,7 @@ class Channel:
         readers: gl.constexpr,
         rows: gl.constexpr,
         dim: gl.constexpr,
+        tails=None,
     ):
         """The ring of these boxes, its barriers ready."""
         full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
@@ -96,15 +128,24 @@ class Channel:
         for slot in gl.static_range(stages):
             mbarrier.init(full.index(slot), count=1)
             mbarrier.init(empty.index(slot), count=readers)
-        return Channel(boxes, full, empty, rows, dim)
+        return Channel(boxes, tails, full, empty, rows, dim)
 
     @gluon.jit
     def load(self, desc, coordinates, at):
         """Waits until slot `at` is free and starts filling it."""
         full = self.full.index(at.slot)
         mbarrier.wait(self.empty.index(at.slot), at.parity ^ 1)
-        mbarrier.expect(full, desc.block_type.nbytes)
-        tma_load(desc, coordinates, full, self.boxes.index(at.slot))
+        if self.tails is None:
+            mbarrier.expect(full, desc.block_type.nbytes)
+            tma_load(desc, coordinates, full, self.boxes.index(at.slot))
+        else:
+            WIDTH: gl.constexpr = desc.block_type.shape[-1]
+            mbarrier.expect(full, 3 * desc.block_type.nbytes)
+            tma_load(desc, coordinates, full, self.boxes.index(2 * at.slot))
+            columns = coordinates[:-1] + [WIDTH]
+            tma_load(desc, columns, full, self.boxes.index(2 * at.slot + 1))
+            columns = coordinates[:-1] + [2 * WIDTH]
+            tma_load(desc, columns, full, self.tails.index(at.slot))
 
     @gluon.jit
     def wait(self, at, pred=True):
@@ -112,12 +153,16 @@ class Channel:
 
     @gluon.jit
     def tile(self, at):
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(
-            [self.rows, self.dim], self.boxes.dtype
-        )
-        return reinterpret(
-            self.boxes.index(at.slot), self.boxes.dtype, [self.rows, self.dim], layout
-        )
+        """A tile, or of three boxes the first two."""
+        if self.tails is None:
+            return matrix(self.boxes.index(at.slot), self.rows, self.dim)
+        else:
+            return pair_of_boxes(self.boxes, at.slot, self.rows, self.dim)
+
+    @gluon.jit
+    def tail(self, at):
+        """The third box of a tile."""
+        return matrix(self.tails.index(at.slot), self.rows, self.dim // 2)
 
     @gluon.jit
     def release_after_mma(self, at):

@@ -8,11 +8,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
-from heedful.kernels.hopper.channel import Channel, Cursor
+from heedful.kernels.hopper.channel import Channel, Cursor, allocate_boxes
+from heedful.kernels.hopper.chunks import (
+    finish_output,
+    no_output,
+    queue_output,
+    queue_scores,
+    scale_output,
+)
 from heedful.kernels.hopper.compat import HAS_INLINE_ASM
 from heedful.kernels.hopper.dropout import Dropout, drop
 from heedful.kernels.hopper.masking import hide_outside
@@ -25,7 +31,6 @@ from heedful.kernels.hopper.shape import Shape
 from heedful.kernels.hopper.softmax import (
     lane_sums,
     lazy_limit,
-    scale_rows,
     softmax_first,
     softmax_lazy,
     softmax_step,
@@ -191,8 +196,7 @@ def attend(
     The scores of a tile and the output of the tile before are computed while the exponentials of
     this one run. Returns the unnormalised output, maximum, row sums, and the cursors.
     """
-    q_MD = q.tile(at_q)
-    dtype: gl.constexpr = q_MD.dtype
+    dtype: gl.constexpr = q.boxes.dtype
     BLOCK_N: gl.constexpr = shape.BLOCK_N
     MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
     # A bias can hide keys as a mask can.
@@ -200,17 +204,15 @@ def attend(
     LIMIT: gl.constexpr = lazy_limit(dtype)
     # Whether a look at the sums of exponentials replaces one at the scores (recheck.py). Scores
     # are then needed again, and cheap to have only where nothing is loaded for them.
-    LATE: gl.constexpr = shape.LAZY == 2 and shape.terms.bias is None and shape.dropout.seed is None
+    PLAIN: gl.constexpr = shape.terms.bias is None and shape.dropout.seed is None
+    LATE: gl.constexpr = shape.LAZY == 2 and PLAIN and q.tails is None
     HEAD: gl.constexpr = headroom(dtype) if LATE else 0.0
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v.dim, 16])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    zero_MN = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
-    acc_ME = gl.zeros([ROWS, v.dim], gl.float32, o_layout)
+    acc = no_output(v)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
 
     k.wait(at_k)
     take_turn(shape, WORKER)
-    s_MN = warpgroup_mma(q_MD, k.tile(at_k).permute((1, 0)), zero_MN, use_acc=False, is_async=True)
+    s_MN = queue_scores(q, k, at_q, at_k, BLOCK_N)
     pass_turn(shape, WORKER)
     j_first = key_tile(shape, keys, 0)
     bias_first_MN = start_bias(shape, tile, row, j_first)
@@ -231,15 +233,13 @@ def attend(
     for step in range(1, steps):
         p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
         take_turn(shape, WORKER)
-        s_MN = warpgroup_mma(
-            q_MD, k.tile(at_k).permute((1, 0)), zero_MN, use_acc=False, is_async=True
-        )
+        s_MN = queue_scores(q, k, at_q, at_k, BLOCK_N)
         v.wait(at_v)
-        acc_ME = warpgroup_mma(p_dot_MN, v.tile(at_v), acc_ME, is_async=True)
+        acc = queue_output(p_dot_MN, v, at_v, acc)
         pass_turn(shape, WORKER)
         j = key_tile(shape, keys, step)
         bias_MN = start_bias(shape, tile, row, j)
-        s_MN = warpgroup_mma_wait(1, deps=[s_MN])
+        s_MN = warpgroup_mma_wait(len(acc), deps=[s_MN])
         # That these scores are there means that every warp is done with the tile before.
         k.release_after_mma(at_before if LATE else at_k)
         s_MN = modify(s_MN, bias_MN, shape, tile, row, j)
@@ -260,19 +260,19 @@ def attend(
         # exponentials: a wait loop ends a basic block.
         at_next = at_k.next()
         k.wait(at_next, pred=step + 1 < steps)
-        acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
+        acc = finish_output(acc)
         v.release_after_mma(at_v)
         at_v = at_v.next()
         if moved != 0:
             if LATE:
-                s_MN = rescore(q, k, at_q, at_k, zero_MN.type)
+                s_MN = rescore(q, k, at_q, at_k, s_MN.type)
                 s_MN = modify(s_MN, bias_MN, shape, tile, row, j)
                 if MASKED:
                     s_MN = hide_if_needed(s_MN, keys, shape, tile, row, j)
                 p_MN, sums_ML, m_M, l_ML, alpha_M = redo(
                     s_MN, m_M, l_ML, shape.scale_log2, HIDES, HEAD
                 )
-            acc_ME = scale_rows(acc_ME, alpha_M)
+            acc = scale_output(acc, alpha_M)
         if LATE:
             l_ML = l_ML + sums_ML
         p_MJ = to_pairs(p_MN, dtype)
@@ -280,14 +280,13 @@ def attend(
         at_k = at_next
     v.wait(at_v)
     p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
-    acc_ME = warpgroup_mma(p_dot_MN, v.tile(at_v), acc_ME, is_async=True)
-    acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
+    acc = finish_output(queue_output(p_dot_MN, v, at_v, acc))
     if LATE:
         k.release_after_mma(at_before)
     if not shape.OUT_IN_Q:
         q.release_after_mma(at_q)
     v.release_after_mma(at_v)
-    return acc_ME, m_M, gl.sum(l_ML, 1), at_k, at_v.next()
+    return acc, m_M, gl.sum(l_ML, 1), at_k, at_v.next()
 
 
 @gluon.jit
@@ -299,9 +298,6 @@ def consumer(outputs, q, k, v, shape, WORKER: gl.constexpr):
     at_k = Cursor.start(shape.K_STAGES)
     at_v = Cursor.start(shape.V_STAGES)
     parity = gl.to_tensor(0)
-    o_smem = None
-    if outputs.boxes is not None:
-        o_smem = outputs.boxes.index(WORKER)
     if WORKER == shape.CONSUMERS - 1:
         pass_turn(shape, WORKER)
     for index in range(gl.program_id(0), count(shape), gl.num_programs(0)):
@@ -313,19 +309,19 @@ def consumer(outputs, q, k, v, shape, WORKER: gl.constexpr):
         q.wait(at_q)
         if steps_of(shape, keys) > 0:
             at_k, at_v = skip(k, v, at_k, at_v, whole.end - keys.end, shape, WORKER)
-            acc_ME, m_M, l_M, at_k, at_v = attend(
+            acc, m_M, l_M, at_k, at_v = attend(
                 q, k, v, at_q, at_k, at_v, keys, shape, tile, row, WORKER
             )
             at_k, at_v = skip(k, v, at_k, at_v, keys.begin - whole.begin, shape, WORKER)
             m_M = gl.convert_layout(m_M, row_layout)
             l_M = gl.convert_layout(l_M, row_layout)
-            store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, split, shape)
+            store_rows(outputs, acc, m_M, l_M, tile, row, split, shape, WORKER)
         else:
             at_k, at_v = skip(k, v, at_k, at_v, steps_of(shape, whole), shape, WORKER)
             if not shape.OUT_IN_Q:
                 q.release(at_q)
             if position(shape, row) < tile.stored_q:
-                store_nothing(outputs, o_smem, tile, row, split, shape, E)
+                store_nothing(outputs, no_output(v), tile, row, split, shape, WORKER)
         if shape.OUT_IN_Q:
             tma.store_wait(0)
             q.release(at_q)
@@ -387,6 +383,8 @@ def forward(
     first,
     splits,
     BLOCK_N: gl.constexpr,
+    TAIL_D: gl.constexpr,
+    TAIL_E: gl.constexpr,
     PACK: gl.constexpr,
     CONSUMERS: gl.constexpr,
     K_STAGES: gl.constexpr,
@@ -404,6 +402,7 @@ def forward(
 ):
     """out = softmax(scale q k^T + terms + mask) v over (batch, head, row, dim) tensor maps.
 
+    TAIL_D, TAIL_E: whether a tile of queries or keys, of values or results is 192 columns.
     What a call lacks is None. parts_ptr: results of each of `splits` parts of the keys, which then
     go there and to an lse with a leading split, and `out` is left alone.
     """
@@ -467,24 +466,29 @@ def forward(
         IS_LEFT,
         HAS_SOFTCAP,
     )
-    q = Channel.allocate(q_desc, CONSUMERS, 1)
+    q = Channel.allocate(q_desc, CONSUMERS, 1, TAIL_D)
     if block_table is None:
-        k = Channel.allocate(k_desc, K_STAGES, CONSUMERS)
-        v = Channel.allocate(v_desc, V_STAGES, CONSUMERS)
+        k = Channel.allocate(k_desc, K_STAGES, CONSUMERS, TAIL_D)
+        v = Channel.allocate(v_desc, V_STAGES, CONSUMERS, TAIL_E)
     else:
         D: gl.constexpr = q_desc.block_type.shape[-1]
         E: gl.constexpr = out_desc.block_type.shape[-1]
         k = Channel.of_tiles(k_desc.dtype, BLOCK_N, D, K_STAGES, CONSUMERS)
         v = Channel.of_tiles(v_desc.dtype, BLOCK_N, E, V_STAGES, CONSUMERS)
     o = None
+    o_tails = None
     if OUT_IN_Q:
         o = q.boxes
+        if TAIL_E:
+            o_tails = q.tails
     elif parts_ptr is None:
-        o = gl.allocate_shared_memory(
-            out_desc.dtype, [CONSUMERS] + out_desc.block_type.shape, out_desc.layout
-        )
+        WIDE: gl.constexpr = out_desc.block_type.shape[-1] < v.dim
+        if WIDE and not TAIL_E:
+            o, _ = allocate_boxes(out_desc, 2 * CONSUMERS, False)
+        else:
+            o, o_tails = allocate_boxes(out_desc, CONSUMERS, TAIL_E)
     fence_async_shared()
-    outputs = Outputs(out_desc, o, lse_ptr, sink_ptr, parts_ptr)
+    outputs = Outputs(out_desc, o, o_tails, lse_ptr, sink_ptr, parts_ptr)
     feed = (q_desc, k_desc, v_desc, q, k, v, shape)
     # A partition is compiled on its own, so that each consumer must be spelled out.
     if CONSUMERS == 1:

@@ -7,10 +7,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from heedful.kernels.hopper.channel import pair_of_boxes
+from heedful.kernels.hopper.chunks import scale_output
 from heedful.kernels.hopper.compat import aggregate, optional, tma_store
 from heedful.kernels.hopper.schedule import ROWS
 from heedful.kernels.hopper.sequences import position, queries_at
-from heedful.kernels.hopper.softmax import scale_rows
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -26,14 +27,16 @@ class Outputs:
 
     desc: tma.tensor_descriptor
     boxes: gl.shared_memory_descriptor | gl.constexpr
+    tails: gl.shared_memory_descriptor | gl.constexpr
     lse: gl.tensor | gl.constexpr
     sink: gl.tensor | gl.constexpr
     parts: gl.tensor | gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, desc, boxes, lse, sink, parts):
+    def __init__(self, desc, boxes, tails, lse, sink, parts):
         self.desc = desc
         self.boxes = optional(boxes)
+        self.tails = optional(tails)
         self.lse = optional(lse)
         self.sink = optional(sink)
         self.parts = optional(parts)
@@ -97,10 +100,10 @@ def store_lse(outputs, lse_M, tile, row, split, shape):
 
 
 @gluon.jit
-def store_part(outputs, acc_ME, tile, row, split, shape):
-    """Writes one split's normalised rows in float32."""
+def store_part(outputs, acc_ME, tile, row, split, shape, first: gl.constexpr):
+    """Writes one split's normalised rows, columns from `first` on, in float32."""
     layout: gl.constexpr = gl.SliceLayout(1, acc_ME.type.layout)
-    dims_E = gl.arange(0, acc_ME.shape[1], layout=gl.SliceLayout(0, acc_ME.type.layout))
+    dims_E = first + gl.arange(0, acc_ME.shape[1], layout=gl.SliceLayout(0, acc_ME.type.layout))
     heads = all_heads(shape)
     token = split.to(gl.int64) * shape.total_q + first_token(shape, tile)
     base = outputs.parts + (token + position(shape, row)) * heads * shape.dim_v
@@ -112,7 +115,47 @@ def store_part(outputs, acc_ME, tile, row, split, shape):
 
 
 @gluon.jit
-def store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, split, shape):
+def keep_rows(out, used_M):
+    """Every part of an output with zeros in the other rows."""
+    kept = (gl.where(rows_of(used_M, out[0]), out[0], 0.0),)
+    if len(out) > 1:
+        kept = kept + (gl.where(rows_of(used_M, out[1]), out[1], 0.0),)
+    return kept
+
+
+@gluon.jit
+def rows_of(mask_M, x_ME):
+    """A mask of rows beside one part of an output."""
+    return gl.convert_layout(mask_M, gl.SliceLayout(1, x_ME.type.layout))[:, None]
+
+
+@gluon.jit
+def write_rows(outputs, out, at, WORKER: gl.constexpr):
+    """Sends the parts of one consumer's rows through its shared memory."""
+    desc = outputs.desc
+    dtype: gl.constexpr = desc.dtype
+    WIDTH: gl.constexpr = desc.block_type.shape[-1]
+    E: gl.constexpr = out[0].shape[1]
+    tma.store_wait(0)
+    if WIDTH == E:
+        box = outputs.boxes.index(WORKER)
+        box.store(out[0].to(dtype).reshape(box.shape))
+        fence_async_shared()
+        tma_store(desc, at, box)
+    else:
+        pair_of_boxes(outputs.boxes, WORKER, ROWS, E).store(out[0].to(dtype))
+        if len(out) > 1:
+            tail = outputs.tails.index(WORKER)
+            tail.store(out[1].to(dtype).reshape(tail.shape))
+        fence_async_shared()
+        tma_store(desc, at, outputs.boxes.index(2 * WORKER))
+        tma_store(desc, at[:-1] + [WIDTH], outputs.boxes.index(2 * WORKER + 1))
+        if len(out) > 1:
+            tma_store(desc, at[:-1] + [2 * WIDTH], tail)
+
+
+@gluon.jit
+def store_rows(outputs, acc, m_M, l_M, tile, row, split, shape, WORKER: gl.constexpr):
     """Normalises one consumer's rows and writes them and their log-sum-exp."""
     layout: gl.constexpr = l_M.type.layout
     factor_M = gl.full(l_M.shape, 1.0, gl.float32, layout)
@@ -130,33 +173,30 @@ def store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, split, shape):
     inverse_M = gl.where(seen_M, factor_M / l_M, 0.0)
     if shape.dropout.seed is not None:
         inverse_M *= shape.dropout.scale
+    out = scale_output(acc, inverse_M)
     if outputs.parts is not None:
-        store_part(outputs, scale_rows(acc_ME, inverse_M), tile, row, split, shape)
+        store_part(outputs, out[0], tile, row, split, shape, 0)
+        if len(out) > 1:
+            store_part(outputs, out[1], tile, row, split, shape, out[0].shape[1])
     else:
-        tma.store_wait(0)
-        out_ME = scale_rows(acc_ME, inverse_M)
         if shape.storage.used_q is not None:
             # Rows in storage that are not in use may hold anything, NaN too.
             used_M = is_row(shape, row, tile.len_q, layout)
-            out_ME = gl.where(used_M[:, None], out_ME, 0.0)
-        o_smem.store(out_ME.to(outputs.desc.dtype).reshape(o_smem.shape))
-        fence_async_shared()
-        tma_store(outputs.desc, queries_at(shape, tile, row), o_smem)
+            out = keep_rows(out, used_M)
+        write_rows(outputs, out, queries_at(shape, tile, row), WORKER)
     if outputs.lse is not None:
         lse_M = gl.where(seen_M, (m_M + gl.log2(l_M)) * LN2, float("-inf"))
         store_lse(outputs, lse_M, tile, row, split, shape)
 
 
 @gluon.jit
-def store_nothing(outputs, o_smem, tile, row, split, shape, E: gl.constexpr):
-    """Writes what rows that saw no key have: zeros, and a log-sum-exp of -inf or the sink."""
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
-    row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
+def store_nothing(outputs, acc, tile, row, split, shape, WORKER: gl.constexpr):
+    """Writes what rows that saw no key have: `acc`, zeros; a log-sum-exp of -inf, or the sink."""
+    row_layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     none_M = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
     if outputs.parts is not None and outputs.sink is None:
         # The merge gives such a part no weight, whatever it holds.
         store_lse(outputs, none_M, tile, row, split, shape)
     else:
         zero_M = gl.zeros([ROWS], gl.float32, row_layout)
-        zero_ME = gl.zeros([ROWS, E], gl.float32, o_layout)
-        store_rows(outputs, o_smem, zero_ME, none_M, zero_M, tile, row, split, shape)
+        store_rows(outputs, acc, none_M, zero_M, tile, row, split, shape, WORKER)

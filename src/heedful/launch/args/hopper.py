@@ -38,6 +38,14 @@ def tile_dim(dim: int) -> int:
     return next(width for width in TILE_DIMS if dim <= width)
 
 
+def has_tails(problem: AttentionProblem) -> tuple[bool, bool]:
+    """Whether a tile of queries and keys, and one of values, is three boxes of 64 columns, since a
+    box has a power of two of them. Pages fill tiles of a power of two."""
+    dims = (problem.head_dim, problem.head_dim_v)
+    in_d, in_e = (128 < dim <= 192 and not problem.page_size for dim in dims)
+    return in_d, in_e
+
+
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, and lse if there is such a buffer; several splits of the keys give partial results,
     which the portable merge combines."""
@@ -159,8 +167,12 @@ def _maps(problem: AttentionProblem, config: TileConfig, buffers: Buffers) -> di
     """The tensor maps: of queries and the output as they lie, of keys and values perhaps row by
     row."""
     q_dim, v_dim = tile_dim(problem.head_dim), tile_dim(problem.head_dim_v)
+    in_d, in_e = has_tails(problem)
+    # Where the queries are boxes of 64 columns the results, which may take their place, are too.
+    out_dim = SWIZZLE if in_e or (in_d and v_dim == 128) else v_dim
+    q_dim, v_dim = SWIZZLE if in_d else q_dim, SWIZZLE if in_e else v_dim
     maps: dict[str, Argument] = {}
-    for name, dim in (("q", q_dim), ("out", v_dim)):
+    for name, dim in (("q", q_dim), ("out", out_dim)):
         if config.pack(problem) > 1:
             made = _grouped_map(name, buffers[name], problem.group, config.pack(problem), dim)
         else:
@@ -379,9 +391,21 @@ def _is_persistent(problem: AttentionProblem) -> bool:
     return is_even or problem.seqlen_k <= 2048
 
 
+def _results_fit(problem: AttentionProblem) -> bool:
+    """Whether a consumer's results fit, box by box, where its queries were."""
+    in_d, in_e = has_tails(problem)
+    v_dim = tile_dim(problem.head_dim_v)
+    if in_d:
+        return in_e or v_dim == 128
+    return not in_e and tile_dim(problem.head_dim) == v_dim
+
+
 def _variant(problem: AttentionProblem, config: TileConfig, is_split: bool) -> dict[str, object]:
+    in_d, in_e = has_tails(problem)
     return {
         "BLOCK_N": config.block_n,
+        "TAIL_D": in_d,
+        "TAIL_E": in_e,
         "PACK": config.pack(problem),
         "CONSUMERS": config.block_m // CONSUMER_ROWS,
         "K_STAGES": config.num_stages,
@@ -389,9 +413,7 @@ def _variant(problem: AttentionProblem, config: TileConfig, is_split: bool) -> d
         "CONSUMER_REGS": config.get("consumer_regs"),
         "PRODUCER_REGS": config.get("producer_regs"),
         # Of another width, the output does not fit where the queries were; parts take no such way.
-        "OUT_IN_Q": config.get("out_in_q", False)
-        and not is_split
-        and tile_dim(problem.head_dim) == tile_dim(problem.head_dim_v),
+        "OUT_IN_Q": config.get("out_in_q", False) and not is_split and _results_fit(problem),
         "ORDERED": config.get("ordered", False),
         "LAZY": config.get("lazy", True),
         "FMA_EXP": config.get("fma_exp", 0),

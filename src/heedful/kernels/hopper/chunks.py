@@ -1,0 +1,67 @@
+"""Products over tiles whose width is not a power of two: 192 columns as 128 and 64.
+
+See channel.py for how such a tile lies in memory. Outputs are tuples of as many parts.
+
+M query rows, N keys, D qk columns of one part, E value columns of one part.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from heedful.kernels.hopper.schedule import ROWS
+from heedful.kernels.hopper.softmax import scale_rows
+
+
+@gluon.jit
+def queue_scores(q, k, at_q, at_k, BLOCK_N: gl.constexpr):
+    """Starts q k^T of one tile of keys."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    s_MN = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+    k_DN = k.tile(at_k).permute((1, 0))
+    s_MN = warpgroup_mma(q.tile(at_q), k_DN, s_MN, use_acc=False, is_async=True)
+    if k.tails is not None:
+        k_DN = k.tail(at_k).permute((1, 0))
+        s_MN = warpgroup_mma(q.tail(at_q), k_DN, s_MN, is_async=True)
+    return s_MN
+
+
+@gluon.jit
+def no_output(v):
+    """An output of zeros, in as many parts as a tile of values has."""
+    E: gl.constexpr = v.dim
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
+    acc = (gl.zeros([ROWS, E], gl.float32, layout),)
+    if v.tails is not None:
+        E1: gl.constexpr = v.dim // 2
+        layout_1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E1, 16])
+        acc = acc + (gl.zeros([ROWS, E1], gl.float32, layout_1),)
+    return acc
+
+
+@gluon.jit
+def queue_output(p_MN, v, at_v, acc):
+    """Starts adding p times one tile of values to every part of the output."""
+    out = (warpgroup_mma(p_MN, v.tile(at_v), acc[0], is_async=True),)
+    if v.tails is not None:
+        p_MN = gl.convert_layout(p_MN, gl.DotOperandLayout(0, acc[1].type.layout, 2))
+        out = out + (warpgroup_mma(p_MN, v.tail(at_v), acc[1], is_async=True),)
+    return out
+
+
+@gluon.jit
+def finish_output(acc):
+    """The output, once everything queued is done."""
+    if len(acc) == 1:
+        return (warpgroup_mma_wait(0, deps=[acc[0]]),)
+    else:
+        return warpgroup_mma_wait(0, deps=[acc[0], acc[1]])
+
+
+@gluon.jit
+def scale_output(acc, alpha_M):
+    """Multiplies row m of every part by alpha_M[m]."""
+    out = (scale_rows(acc[0], alpha_M),)
+    if len(acc) > 1:
+        out = out + (scale_rows(acc[1], alpha_M),)
+    return out
