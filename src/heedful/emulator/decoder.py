@@ -5,6 +5,7 @@ block needs defined.
 from __future__ import annotations
 
 import copy
+import re
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,6 +15,7 @@ from heedful.emulator.dataflow import Flow, bits, flow, is_load
 from heedful.emulator.semantics import Context, Run, Unsupported, build
 from heedful.emulator.waitstates import Violation, violations, violations_after_change
 
+_NARROW = re.compile(r"(?:global|buffer|flat)_(?:load|store)(?:_lds)?_(?:([us]?byte)|[us]?short)")
 _TERMINATORS = ("s_branch", "s_cbranch", "s_barrier", "s_endpgm", "s_setpc", "s_swappc")
 
 
@@ -143,6 +145,14 @@ class Code:
                     return 1
                 if name.split("_", 2)[2].startswith(("b16", "u16", "i16")):
                     unit = 2
+        return unit
+
+    def global_unit(self) -> int:
+        """The narrowest global access in bytes (1, 2 or 4)."""
+        unit = 4
+        for instruction in self.program.code:
+            if match := _NARROW.match(instruction.base):
+                unit = min(unit, 1 if match[1] else 2)
         return unit
 
     @cached_property

@@ -15,6 +15,7 @@ from heedful.emulator.asm import Program, parse
 from heedful.emulator.decoder import Code
 from heedful.emulator.machine import Machine
 from heedful.emulator.memory import GlobalMemory
+from heedful.emulator.races import GlobalRaces
 from heedful.emulator.report import KINDS, Report, Sink, Stop
 from heedful.emulator.schedule import Schedule, parse_schedule
 
@@ -99,6 +100,9 @@ def emulate(
                 code, memory, together * copies, waves, limit, sink, plan, max_instructions
             )
             machine.lds.counts_banks = first.words is None
+            memory.races = None
+            if first.words is None and sink.wants("global-race"):
+                memory.races = GlobalRaces(memory, code.global_unit(), program.code, sink)
             try:
                 for chunk in _chunks(shape, together):
                     machine.run(chunk, kernarg, threads)

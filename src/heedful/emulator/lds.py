@@ -75,6 +75,10 @@ class Lds:
         self._clock += 1
         self._stamp[groups] = self._clock << _EPOCH_SHIFT
 
+    def clock(self, rect: Rect):
+        """The present epoch of each workgroup, (groups, 1, 1, 1); a later one is greater."""
+        return self._stamp[rect.g0 : rect.g1, ..., None]
+
     def _resolve(self, batch: Batch, at: Instruction, address, nbytes: int):
         """Absolute byte addresses; lanes that are inactive or out of bounds are parked."""
         g, w = batch.rect.index

@@ -11,6 +11,7 @@ from heedful.emulator.floats import I64, U8, U32, U64
 
 if TYPE_CHECKING:
     from heedful.emulator.asm import Instruction
+    from heedful.emulator.races import GlobalRaces
     from heedful.emulator.report import Sink
     from heedful.emulator.state import Batch
 
@@ -91,6 +92,7 @@ class GlobalMemory:
         self._end = _GUARD
         self.words = self._fresh = np.zeros(0, U32)
         self.arenas = np.zeros((1, 1, 1), I64)
+        self.races: GlobalRaces | None = None
         self._recent: dict[int, tuple[int, int]] = {}
         self._known: dict[tuple[int, int], int] = {}
 
@@ -190,20 +192,65 @@ class GlobalMemory:
         )
         self.sink.add("global-bounds", message, at, **batch.machine.place(batch, group, wave))
 
+    def live(self, batch: Batch, offset):
+        """Lanes, (groups, waves, 64, 1), whose located offset is not where idle lanes go."""
+        local = offset - self.arenas[batch.rect.g0 : batch.rect.g1]
+        return (local >= _GUARD)[..., None]
+
+    def describe(self, byte: int) -> str:
+        """A byte of the arenas in words."""
+        byte %= self.arena_bytes
+        i = int(np.searchsorted(self.starts, byte, side="right")) - 1
+        return f"byte {byte - self.starts[i]} of {self.names[i]}"
+
     def load(self, batch: Batch, at: Instruction, address, nbytes: int, active):
-        """Read from global memory; inactive lanes read 0. Shape as in `pick`."""
-        return pick(self.words, self.locate(batch, at, address, nbytes, active, _ZEROS), nbytes)
+        """Read from global memory; inactive lanes read 0. Data as `pick` gives it, and effects."""
+        offset = self.locate(batch, at, address, nbytes, active, _ZEROS)
+        effects = self.races.read(batch, at, offset, nbytes) if self.races else ()
+        return pick(self.words, offset, nbytes), effects
 
     def load_scalar(self, batch: Batch, at: Instruction, address, nbytes: int):
         """Read consecutive dwords at one address (groups, waves, 1) per wave."""
         lanes = np.broadcast_to(address, batch.shape)
         offset = self.locate(batch, at, lanes, nbytes, True, _ZEROS)[..., 0]
+        if self.races:
+            self.races.read(batch, at, offset[..., None], nbytes)
         return self.words.take((offset >> 2)[..., None] + np.arange(nbytes // 4))
 
     def store(self, batch: Batch, at: Instruction, address, nbytes: int, active, data):
-        """Write to global memory where active."""
+        """Write to global memory where active; returns the effects."""
         offset = self.locate(batch, at, address, nbytes, active, self.TRASH)
+        if not self.races:
+            place(self.words, offset, nbytes, data)
+            return ()
+        if nbytes < 4:  # the rest of the register does not go to memory
+            data = data & U32((1 << 8 * nbytes) - 1)
+        offset = np.broadcast_to(offset, batch.shape)
+
+        def changes():
+            return (pick(self.words, offset, nbytes) != data).any(-1, keepdims=True)
+
+        effects = self.races.write(batch, at, offset, nbytes, changes)
         place(self.words, offset, nbytes, data)
+        self.races.settled(batch, at, offset, nbytes, changes)
+        return effects
+
+    def update(self, batch: Batch, at: Instruction, address, nbytes: int, active, operation, data):
+        """Atomic read-modify-write, lane after lane; returns the old values, 0 where inactive.
+
+        Atomics do not race with each other. They are looked at as reads: a plain write by another
+        workgroup is found.
+        """
+        offset = self.locate(batch, at, address, nbytes, active, self.TRASH)
+        offset = np.broadcast_to(offset, batch.shape)
+        if self.races:
+            self.races.read(batch, at, offset, nbytes)
+        lanes = np.broadcast_to(active, batch.shape)
+        old = np.zeros((*batch.shape, nbytes // 4), U32)
+        old[lanes] = atomically(
+            self.words, offset[lanes], nbytes, operation, np.ascontiguousarray(data[lanes])
+        )
+        return old
 
 
 class Scratch:

@@ -12,6 +12,8 @@ KINDS = {
     "lds-uninit": "a value from LDS that nothing has written is used",
     "lds-bounds": "an LDS access lies outside the workgroup's allocation",
     "global-bounds": "a global or scratch access lies outside every buffer",
+    "global-race": "two workgroups, or two waves with no barrier between, touch the same bytes in "
+    "memory, one of them writing",
     "register-uninit": "a value from a register that nothing has written is used",
     "wait-states": "too few wait states between two instructions without interlock",
     "barrier": "waves of one workgroup pass different numbers of barriers",

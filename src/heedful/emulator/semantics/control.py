@@ -23,12 +23,23 @@ BARRIER, END = "barrier", "end"
     "s_decperflevel",
     "s_inst_prefetch",
     "buffer_wbl2",
-    "buffer_inv",
     "v_nop",
 )
 def _nothing(instruction: Instruction, ctx: Context) -> Run:
     """No effect on registers or memory."""
     return lambda g: None
+
+
+@semantics("buffer_inv")
+def _acquire(instruction: Instruction, ctx: Context) -> Run:
+    """Forget cached lines; with sc1 other workgroups' writes are seen from here on."""
+    if "sc1" not in instruction.text.split():
+        return lambda g: None
+
+    def run(g):
+        g.machine.acquired[g.rect.g0 : g.rect.g1] = True
+
+    return run
 
 
 @semantics("s_waitcnt")

@@ -7,8 +7,7 @@ import re
 import numpy as np
 
 from heedful.emulator.asm import M0, Instruction
-from heedful.emulator.floats import I64, U32, U64
-from heedful.emulator.memory import atomically
+from heedful.emulator.floats import I64, U64
 from heedful.emulator.outstanding import Entry
 from heedful.emulator.semantics.small import (
     ATOMICS,
@@ -91,9 +90,9 @@ def _load(instruction: Instruction, ctx: Context) -> Run:
 
     def run(g):
         where, active = address(g)
-        data = g.machine.memory.load(g, instruction, where, nbytes, active)
+        data, effects = g.machine.memory.load(g, instruction, where, nbytes, active)
         write_register(g, target, data, nbytes, signed, half)
-        issue(g)
+        issue(g, effects)
 
     return run
 
@@ -109,9 +108,9 @@ def _load_to_lds(instruction: Instruction, ctx: Context) -> Run:
 
     def run(g):
         where, active = address(g)
-        data = g.machine.memory.load(g, instruction, where, nbytes, active)
+        data, effects = g.machine.memory.load(g, instruction, where, nbytes, active)
         place = g.s[M0].astype(I64)[..., None] + (offset + stride * _LANE)
-        effects = g.machine.lds.start_dma(g, instruction, place, stride, data)
+        effects += g.machine.lds.start_dma(g, instruction, place, stride, data)
         g.issue_vm(instruction, effects)
 
     return run
@@ -128,8 +127,7 @@ def _store(instruction: Instruction, ctx: Context) -> Run:
     def run(g):
         where, active = address(g)
         data = read_register(g, source, nbytes, half)
-        g.machine.memory.store(g, instruction, where, nbytes, active, data)
-        issue(g)
+        issue(g, g.machine.memory.store(g, instruction, where, nbytes, active, data))
 
     return run
 
@@ -150,16 +148,10 @@ def _atomic(instruction: Instruction, ctx: Context) -> Run:
 
     def run(g):
         where, active = address(g)
-        memory = g.machine.memory
-        lanes = np.broadcast_to(active, g.shape)
-        offset = memory.locate(g, instruction, where, nbytes, active, memory.TRASH)
-        offset = np.broadcast_to(offset, g.shape)[lanes]
-        data = np.ascontiguousarray(read_register(g, slot, nbytes * per_word)[lanes])
-        old = atomically(memory.words, offset, nbytes, operation, data)
+        data = read_register(g, slot, nbytes * per_word)
+        old = g.machine.memory.update(g, instruction, where, nbytes, active, operation, data)
         if returns:
-            result = np.zeros((*g.shape, count), U32)
-            result[lanes] = old
-            write_register(g, target, result, nbytes, False, "")
+            write_register(g, target, old, nbytes, False, "")
         issue(g)
 
     return run
