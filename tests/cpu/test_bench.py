@@ -186,3 +186,23 @@ def test_the_picture_is_drawn(tmp_path):
     path = tmp_path / "deep" / "figures.png"
     report.picture(path, outcomes, "where and when")
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_paged_case_is_timed_for_those_who_take_pages_and_right():
+    problem = AttentionProblem.dense(2, 1, 64, 4, 2, head_dim=16, dtype="float32")
+    case = Case("overhead", problem, paged=True)
+    outcome = measure(case, [PEERS["heedful"], PEERS["math"]], CPU, 5)
+    ours, other = outcome.figures
+    assert ours.time_us is not None, ours.missing
+    assert other.missing == "is not timed on paged caches"
+
+
+def test_the_overhead_group_has_a_case_for_each_row_of_the_table():
+    names = [case.name.removesuffix(f" {case.shape}") for case in cases("overhead")]
+    assert names == [
+        "host forward",
+        "host forward with grad",
+        "host backward",
+        "host forward over pages",
+        "host forward compiled",
+    ]

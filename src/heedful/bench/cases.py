@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from heedful.core.problem import ITEM_BITS, AttentionProblem
 
+# Keys of a page of a cache, where a case has pages.
+PAGE = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Case:
@@ -14,6 +17,8 @@ class Case:
     direction: forward or backward (dq, dk and dv, on a kept forward).
     host: time what the host does for a call instead of what the device does.
     grad: forward with a graph for a later backward.
+    compiled: the call under torch.compile.
+    paged: k and v lie in pages of PAGE keys.
     input_scale: q and k are normal values times this; 4 makes the running maximum move.
     """
 
@@ -22,6 +27,8 @@ class Case:
     direction: str = "forward"
     host: bool = False
     grad: bool = False
+    compiled: bool = False
+    paged: bool = False
     input_scale: float = 1.0
 
     @property
@@ -38,7 +45,8 @@ class Case:
     def name(self) -> str:
         kind = "backward" if self.direction == "backward" else "forward"
         if self.host:
-            kind = f"host {kind}" + (" with grad" if self.grad else "")
+            grad = " with grad" * (self.grad and kind == "forward")
+            kind = f"host {kind}{grad}" + " over pages" * self.paged + " compiled" * self.compiled
         scale = f" inputs x{self.input_scale:g}" if self.input_scale != 1 else ""
         return f"{kind} {self.shape}{scale}"
 
@@ -78,6 +86,7 @@ _DECODE = (
 )
 _CHUNK = (16, 4, 16384, 64, 8, 128)
 _HOST = (1, 128, 128, 8, 8, 64)
+_HOST_DECODE = (4, 1, 256, 8, 8, 64)
 _CPU = ((1, 512, 512, 8, 8, 64), (1, 2048, 2048, 4, 4, 64), (2, 1024, 1024, 8, 2, 128))
 
 GROUPS = {
@@ -115,6 +124,8 @@ def _cases(group: str, dtype: str, scale: float) -> Iterator[Case]:
             yield case(_HOST, host=True)
             yield case(_HOST, host=True, grad=True)
             yield case(_HOST, direction="backward", host=True, grad=True)
+            yield case(_HOST_DECODE, host=True, paged=True)
+            yield case(_HOST, host=True, compiled=True)
         case "cpu":
             for direction in ("forward", "backward"):
                 yield from (case(s, causal, direction) for s in _CPU for causal in (False, True))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from heedful.bench.cases import Case
+from heedful.bench.cases import PAGE, Case
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # Scores that the math backend may materialise.
@@ -30,12 +30,20 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Peer:
-    """why_not: a reason known beforehand, or None. make: the forward for a case's shapes."""
+    """unfit: a reason known beforehand, or None. make: the forward for a case's shapes. pages:
+    whether it takes paged caches."""
 
     name: str
     words: str
-    why_not: Callable[[Case, torch.device], str | None]
+    unfit: Callable[[Case, torch.device], str | None]
     make: Callable[[Case, Inputs], Forward]
+    pages: bool = False
+
+    def why_not(self, case: Case, device: torch.device) -> str | None:
+        """The reason why the case cannot be timed, or None."""
+        if case.paged and not self.pages:
+            return "is not timed on paged caches"
+        return self.unfit(case, device)
 
 
 def draw(case: Case, device: torch.device, seed: int = 0) -> Inputs:
@@ -64,6 +72,8 @@ def _heedful(backend: str | None) -> Peer:
         import heedful
 
         causal = case.problem.mask.causal
+        if case.paged:
+            return _paged(case, inputs, backend)
         if case.group == "decode":
             return lambda q, k, v: heedful.flash_attn_with_kvcache(
                 q, k, v, causal=causal, backend=backend
@@ -82,7 +92,29 @@ def _heedful(backend: str | None) -> Peer:
 
     name = "heedful" if backend is None else f"heedful:{backend}"
     words = "what the planner chooses" if backend is None else f"the {backend} backend, forced"
-    return Peer(name, words, why_not, make)
+    return Peer(name, words, why_not, make, pages=True)
+
+
+def _paged(case: Case, inputs: Inputs, backend: str | None) -> Forward:
+    import heedful
+
+    p, device = case.problem, inputs.q.device
+    pages = torch.arange(p.batch * (p.seqlen_k // PAGE), dtype=torch.int32, device=device)
+    table = pages.view(p.batch, -1)
+    lengths = torch.full((p.batch,), p.seqlen_k, dtype=torch.int32, device=device)
+
+    def forward(q, k, v):
+        return heedful.flash_attn_with_kvcache(
+            q,
+            k.view(-1, PAGE, *k.shape[2:]),
+            v.view(-1, PAGE, *v.shape[2:]),
+            cache_seqlens=lengths,
+            block_table=table,
+            causal=p.mask.causal,
+            backend=backend,
+        )
+
+    return forward
 
 
 # PyTorch
@@ -200,36 +232,34 @@ def _flash_like(name: str, module: str, words: str) -> Peer:
     return Peer(name, words, _needs(module, "flash_attn_func"), make)
 
 
-_PAGE = 16
-
-
 def _flashinfer_why_not(case: Case, device: torch.device) -> str | None:
     p = case.problem
-    if case.group != "decode" or p.seqlen_q != 1 or p.seqlen_k % _PAGE:
-        return f"timed on decode of one token over pages of {_PAGE} only"
+    decode = case.group == "decode" or case.paged
+    if not decode or p.seqlen_q != 1 or p.seqlen_k % PAGE:
+        return f"timed on decode of one token over pages of {PAGE} only"
     return _needs("flashinfer", "BatchDecodeWithPagedKVCacheWrapper")(case, device)
 
 
 def _flashinfer_make(case: Case, inputs: Inputs) -> Forward:
     flashinfer, p = import_module("flashinfer"), case.problem
-    device, pages = inputs.q.device, p.seqlen_k // _PAGE
+    device, pages = inputs.q.device, p.seqlen_k // PAGE
     workspace = torch.empty(256 * 1024 * 1024, dtype=torch.uint8, device=device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD")
     steps = torch.arange(p.batch + 1, dtype=torch.int32, device=device) * pages
     wrapper.plan(
         steps,
         torch.arange(p.batch * pages, dtype=torch.int32, device=device),
-        torch.full((p.batch,), _PAGE, dtype=torch.int32, device=device),
+        torch.full((p.batch,), PAGE, dtype=torch.int32, device=device),
         p.heads_q,
         p.heads_k,
         p.head_dim,
-        _PAGE,
+        PAGE,
         q_data_type=inputs.q.dtype,
         kv_data_type=inputs.k.dtype,
     )
 
     def forward(q, k, v):
-        paged = tuple(x.view(p.batch * pages, _PAGE, p.heads_k, x.shape[-1]) for x in (k, v))
+        paged = tuple(x.view(p.batch * pages, PAGE, p.heads_k, x.shape[-1]) for x in (k, v))
         return wrapper.run(q.view(p.batch, p.heads_q, p.head_dim), paged).view(q.shape)
 
     return forward
@@ -248,14 +278,17 @@ PEERS = {
         _flash_like("flash_attn", "flash_attn", "the flash-attn package"),
         _flash_like("fa3", "flash_attn_interface", "FlashAttention-3"),
         _flash_like("fa4", "flash_attn.cute", "FlashAttention-4, CuTe DSL"),
-        Peer("flashinfer", "FlashInfer, paged decode", _flashinfer_why_not, _flashinfer_make),
+        Peer("flashinfer", "FlashInfer, paged decode", _flashinfer_why_not, _flashinfer_make, True),
     )
 }
 
 
 def defaults(case: Case, device: torch.device) -> list[Peer]:
     """The peers of a case unless some are named: SDPA's own dispatch only where the host's time is
-    asked for (elsewhere it is one of its backends), and no compilation of minutes on a CPU."""
+    asked for (elsewhere it is one of its backends), beside heedful alone where both are compiled,
+    and no compilation of minutes on a CPU."""
+    if case.compiled:
+        return [PEERS["heedful"], PEERS["sdpa"]]
     left_out = set() if case.host else {"sdpa"}
     if device.type == "cpu":
         left_out |= {"flex", "math"}

@@ -208,7 +208,10 @@ def _panel(case: Case) -> tuple[str, str]:
 
 def _label(case: Case) -> str:
     if case.host:
-        return case.direction + ("\nwith grad" if case.grad and case.direction == "forward" else "")
+        if case.paged:
+            return "decode\nover pages"
+        more = "\nwith grad" if case.grad and case.direction == "forward" else ""
+        return case.direction + more + "\ncompiled" * case.compiled
     p = case.problem
     lengths = f"{p.seqlen_q}" if p.seqlen_q == p.seqlen_k else f"{p.seqlen_q} x {p.seqlen_k}"
     dim = f" of {p.head_dim}" if case.group == "cpu" else ""

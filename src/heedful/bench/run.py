@@ -96,6 +96,9 @@ def _prepare(
         if reason is None:
             try:
                 forward = peer.make(case, inputs)
+                if case.compiled:
+                    torch._dynamo.reset()
+                    forward = torch.compile(forward)
                 got = _results(case, forward, inputs)
                 checker = checker or Checker(case, inputs)
                 reason = checker.why_wrong(got)
@@ -159,6 +162,8 @@ def records(outcome: Outcome, device: torch.device) -> Iterator[dict]:
         "direction": case.direction,
         "host": case.host,
         "grad": case.grad,
+        "compiled": case.compiled,
+        "paged": case.paged,
         "batch": p.batch,
         "seqlen_q": p.seqlen_q,
         "seqlen_k": p.seqlen_k,
