@@ -60,6 +60,38 @@ def test_bad_arguments_exit_with_2_and_say_why(store, capsys, options, message):
     assert message in capsys.readouterr().err
 
 
+def test_several_schedules_must_give_the_same_bits(tmp_path, capsys):
+    path = tmp_path / "k.s"
+    path.write_text(
+        kernel(
+            """
+            s_load_dwordx2 s[4:5], s[0:1], 0x0
+            v_lshrrev_b32_e32 v2, 6, v0
+            v_mov_b32_e32 v3, 0
+            s_waitcnt lgkmcnt(0)
+            global_store_dword v3, v2, s[4:5]
+            """,
+            threads=256,
+        )
+    )
+    words = [str(path), "--arg", "f32:4", "--check", "order", "--schedule", "lockstep"]
+    assert main(words) == 0
+    assert main([*words, "--schedule", "delay:each"]) == 1
+    assert "order: byte 0 of argument 0" in capsys.readouterr().out
+
+
+def test_the_facts_beside_a_file_of_triton_s_cache_are_used(tmp_path, capsys):
+    write = "v_lshlrev_b32_e32 v1, 2, v0\nds_write_b32 v1, v0\ns_waitcnt lgkmcnt(0)"
+    path = tmp_path / "k.amdgcn"
+    path.write_text(kernel(write, threads=128))
+    assert main([str(path), "--arg", "f32:4"]) == 0
+    (tmp_path / "k.json").write_text(json.dumps({"shared": 256, "num_warps": 2}))
+    assert main([str(path), "--arg", "f32:4"]) == 1
+    assert "lds-bounds" in capsys.readouterr().out
+    assert main([str(path), "--arg", "f32:4", "--lds", "512"]) == 0
+    assert main([str(path), "--arg", "f32:4", "--warps", "1"]) == 0
+
+
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_a_python_kernel_is_compiled_and_run(tmp_path, capsys, target):
     path = tmp_path / "kernels.py"

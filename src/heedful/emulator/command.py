@@ -3,6 +3,7 @@
     python -m heedful.emulator kernel.s --grid 4,2 --arg bf16:64x128 --arg f32:64=zeros --arg i32=64
     python -m heedful.emulator kernels.py:attention --target gfx950 --constant BLOCK=64 ...
 
+Beside an .amdgcn file of Triton's cache lies a .json file that knows its LDS and waves.
 An array is `type:shape` with what fills it (normal, zeros, ones, nan or arange), a scalar is
 `type=value`. Kernels in Python files are compiled by Triton, which must be installed for that.
 """
@@ -127,7 +128,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--warps", type=int, help="waves per workgroup")
     add("--lds", type=int, help="bytes of LDS (default: what the kernel asks for)")
     add("--name", help="the kernel's name, where the .s file has several")
-    add("--schedule", default="lockstep", help="lockstep, round-robin, random:SEED, delay:WAVES")
+    add(
+        "--schedule",
+        action="append",
+        help="lockstep (the default), round-robin, random:SEED, random:FIRST-LAST, delay:WAVES,\n"
+        "delay:each, delay:halves; may be given again: all must give the same bits",
+    )
     add("--check", action="append", choices=sorted(KINDS), help="only these findings")
     add("--seed", type=int, default=0, help="of the arguments' values")
     add("--json", action="store_true", help="print the report as JSON")
@@ -137,6 +143,11 @@ def _parser() -> argparse.ArgumentParser:
 def _load(options: argparse.Namespace, types: Sequence[str]) -> Any:
     path, _, function = options.kernel.partition(":")
     if not path.endswith(".py"):
+        facts = Path(path).with_suffix(".json")
+        if path.endswith(".amdgcn") and facts.exists():
+            known = json.loads(facts.read_text())
+            options.lds = known["shared"] if options.lds is None else options.lds
+            options.warps = options.warps or known["num_warps"]
         return Path(path).read_text()
     if not function:
         raise ValueError(f"{path}: name the kernel, as {path}:FUNCTION")
@@ -178,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             threads=64 * options.warps if options.warps else None,
             kernel=options.name,
             checks=options.check,
-            schedule=options.schedule,
+            schedule=options.schedule or "lockstep",
         )
     except (ValueError, OSError, NotImplementedError) as error:
         sys.stderr.write(f"{error}\n")
