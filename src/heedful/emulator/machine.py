@@ -9,6 +9,7 @@ from collections import Counter
 import numpy as np
 
 from heedful.emulator.asm import slot_name
+from heedful.emulator.dataflow import is_dma
 from heedful.emulator.decoder import Code, initially_defined
 from heedful.emulator.floats import U32
 from heedful.emulator.lds import Lds
@@ -30,8 +31,6 @@ class Machine:
     Attributes:
         memory, lds, scratch: the memories. report, sink: where findings and counts go.
         waiting: batches at a barrier. epoch: barriers passed, by workgroup.
-        coordinates: of every workgroup so far; ordinal: where each of the chunk is among them.
-        acquired: workgroups of the chunk that have executed an acquire.
     """
 
     def __init__(
@@ -53,7 +52,6 @@ class Machine:
         self.lds = Lds(groups, waves, lds_bytes, code.lds_unit(), program.code, sink)
         private = program.directives.get("private_segment_fixed_size", 0)
         self.scratch = Scratch(groups, waves, private, sink)
-        self.coordinates: list[tuple[int, int, int]] = []
         self._passes: Counter[tuple[int, int]] = Counter()
         self._defined = initially_defined(program)
         self._check_defined = sink.wants("register-uninit")
@@ -71,9 +69,6 @@ class Machine:
         count = len(self.workgroups)
         self.copy = np.arange(count) % copies
         self.memory.arenas = self.copy[:, None, None] * self.memory.arena_bytes
-        self.ordinal = len(self.coordinates) + np.arange(count) // copies
-        self.coordinates += workgroups
-        self.acquired = np.zeros(count, bool)
         deal = self.schedule.deal
         self.dealt = np.array(
             [deal(c, w, self.waves) for w in workgroups for c in range(copies)], np.int64
@@ -277,9 +272,18 @@ class Machine:
 
     def _finish(self, batch: Batch):
         """The waves of a batch end; a barrier no longer counts them."""
+        self._check_in_flight(batch)
         rect = batch.rect
         self._alive[rect.g0 : rect.g1] -= rect.w1 - rect.w0
         self._release()
+
+    def _check_in_flight(self, batch: Batch):
+        """A load straight to LDS must have landed before its wave ends: the place may be another
+        workgroup's by then."""
+        for entry in batch.out.vm:
+            if is_dma(entry.instruction):
+                message = "a load to LDS is in flight when its wave ends"
+                self.sink.add("lds-race", message, entry.instruction, **self.place(batch, 0, 0))
 
     def _release(self):
         """Let workgroups go on whose living waves have all arrived."""
