@@ -450,9 +450,109 @@ LAST = """
 
 @pytest.mark.parametrize("schedules", [["lockstep", "random:0-3"], ["delay:each"]])
 def test_a_result_that_depends_on_the_order_of_the_waves_is_found(schedules):
-    finding = only(run(LAST, schedule=schedules), "order")
+    finding = only(run(LAST, schedule=schedules, checks=["order"]), "order")
+    assert run(LAST, schedule=schedules).kinds() == {"order", "global-race"}
     assert "byte 0 of argument 1" in finding.message
     assert run(LAST.replace("v3, v2", "v1, v2"), schedule=schedules).clean
+
+
+# Each wave writes a word, and after `between` the word of its neighbour is read.
+NEIGHBOUR = """
+    global_store_dword v1, v0, s[6:7]
+    {between}
+    v_xor_b32_e32 v2, 0x100, v1
+    global_load_dword v3, v2, s[6:7]
+    s_waitcnt vmcnt(0)
+"""
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "round-robin", "random:2", "random:0-3"])
+@pytest.mark.parametrize(
+    ("between", "clean"),
+    [
+        ("s_waitcnt vmcnt(0)\ns_barrier", True),
+        ("s_nop 0", False),
+        ("s_waitcnt vmcnt(0)", False),
+        ("s_barrier", False),  # the store may still be on its way
+        ("s_barrier\ns_waitcnt vmcnt(0)\ns_barrier", True),
+    ],
+)
+def test_waves_that_share_global_memory_need_wait_and_barrier(between, clean, schedule):
+    report = run(NEIGHBOUR.format(between=between), schedule=schedule)
+    assert report.kinds() == (set() if clean else {"global-race"}), report.summary()
+
+
+@pytest.mark.parametrize(
+    ("between", "clean"), [("s_waitcnt vmcnt(0)\ns_barrier", True), ("", False)]
+)
+def test_overwriting_what_another_wave_reads_is_found(between, clean):
+    body = f"""
+        v_xor_b32_e32 v2, 0x100, v1
+        global_load_dword v3, v2, s[6:7]
+        {between}
+        global_store_dword v1, v0, s[6:7]
+        s_waitcnt vmcnt(0)
+    """
+    kinds = run(body).kinds()
+    assert kinds == (set() if clean else {"global-race"})
+
+
+def grid(body, groups=3, schedule="lockstep"):
+    """Several workgroups of one wave; s2 is the workgroup."""
+    text = kernel(SETUP + body, buffers=2)
+    return emulate(text, (groups,), [np.zeros(512), np.zeros(512)], schedule=schedule)
+
+
+@pytest.mark.parametrize("schedule", ["lockstep", "random:1", "delay:each"])
+@pytest.mark.parametrize("groups", [3, 200])  # in one chunk, and in several
+@pytest.mark.parametrize(
+    ("body", "clean"),
+    [
+        # All write to the same words: each its own number, or all the same one.
+        ("v_mov_b32_e32 v2, s2\nglobal_store_dword v1, v2, s[6:7]", False),
+        ("v_mov_b32_e32 v2, 5\nglobal_store_dword v1, v2, s[6:7]", True),
+        # Each to its own bytes of words that they share.
+        ("v_mov_b32_e32 v2, s2\nglobal_store_byte v2, v2, s[6:7]", True),
+        # All read what workgroup 0 writes; all read, nobody writes; all add.
+        (
+            "global_load_dword v3, v1, s[6:7]\ns_cmp_lg_u32 s2, 0\ns_cbranch_scc1 1f\n"
+            "v_mov_b32_e32 v2, 1\nglobal_store_dword v1, v2, s[6:7]\n1:\ns_waitcnt vmcnt(0)",
+            False,
+        ),
+        ("global_load_dword v3, v1, s[6:7]\ns_waitcnt vmcnt(0)", True),
+        ("v_mov_b32_e32 v2, 1\nglobal_atomic_add v1, v2, s[6:7]", True),
+        (
+            "v_mov_b32_e32 v2, 1\nglobal_atomic_add v1, v2, s[6:7]\ns_waitcnt vmcnt(0)\n"
+            "global_load_dword v3, v1, s[6:7]\ns_waitcnt vmcnt(0)\nv_mov_b32_e32 v2, s2\n"
+            "global_store_dword v1, v2, s[6:7]",
+            False,
+        ),
+    ],
+)
+def test_workgroups_may_not_touch_the_same_bytes(body, clean, groups, schedule):
+    report = grid(body, groups, schedule)
+    assert report.kinds() == (set() if clean else {"global-race"}), report.summary()
+    if not clean:
+        finding = report.findings[0]
+        assert "argument 1" in finding.message and "workgroup (" in finding.message
+
+
+def test_an_acquire_orders_a_workgroup_after_the_others():
+    body = """
+        v_mov_b32_e32 v2, s2
+        global_store_dword v1, v2, s[6:7]
+        s_waitcnt vmcnt(0)
+        {between}
+        s_waitcnt vmcnt(0)
+        global_load_dword v3, v1, s[6:7] offset:256
+        s_waitcnt vmcnt(0)
+        s_lshl_b32 s8, s2, 8
+        v_add_u32_e32 v4, s8, v1
+        global_store_dword v4, v3, s[4:5]
+    """.replace("v1, v2, s[6:7]", "v5, v2, s[6:7]")
+    head = "s_lshl_b32 s8, s2, 8\nv_add_u32_e32 v5, s8, v1\n"
+    assert grid(head + body.format(between="s_nop 0")).kinds() == {"global-race"}
+    assert grid(head + body.format(between="buffer_inv sc1")).clean
 
 
 def test_several_schedules_leave_what_the_first_gave():

@@ -31,6 +31,8 @@ class Machine:
     Attributes:
         memory, lds, scratch: the memories. report, sink: where findings and counts go.
         waiting: batches at a barrier. epoch: barriers passed, by workgroup.
+        coordinates: of every workgroup so far; ordinal: where each of the chunk is among them.
+        acquired: workgroups of the chunk that have executed an acquire.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Machine:
         self.lds = Lds(groups, waves, lds_bytes, code.lds_unit(), program.code, sink)
         private = program.directives.get("private_segment_fixed_size", 0)
         self.scratch = Scratch(groups, waves, private, sink)
+        self.coordinates: list[tuple[int, int, int]] = []
         self._passes: Counter[tuple[int, int]] = Counter()
         self._defined = initially_defined(program)
         self._check_defined = sink.wants("register-uninit")
@@ -69,6 +72,9 @@ class Machine:
         count = len(self.workgroups)
         self.copy = np.arange(count) % copies
         self.memory.arenas = self.copy[:, None, None] * self.memory.arena_bytes
+        self.ordinal = len(self.coordinates) + np.arange(count) // copies
+        self.coordinates += workgroups
+        self.acquired = np.zeros(count, bool)
         deal = self.schedule.deal
         self.dealt = np.array(
             [deal(c, w, self.waves) for w in workgroups for c in range(copies)], np.int64
