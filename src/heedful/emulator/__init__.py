@@ -4,7 +4,7 @@ silicon hides.
     report = emulate(kernel, grid=(4, 2), args=[q, k, v, out, 1024, 0.125])
     assert report.clean, report.summary()
 
-Besides results it finds registers used before their s_waitcnt, races in LDS (DMA in flight included)
+Besides results it finds registers used before their s_waitcnt, races in LDS (DMA in flight too)
 and in global memory, uninitialised LDS and registers, accesses out of bounds, missing wait states,
 barriers that only some waves meet, and results that depend on the order of the waves:
 
