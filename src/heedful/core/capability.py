@@ -226,7 +226,7 @@ ROWS: tuple[KernelRow, ...] = (
     KernelRow(
         "hopper",
         "forward",
-        {"sm_90": "compile-only"},
+        {"sm_90": "run"},
         ("float8_e4m3fn",),
         frozenset(
             {"causal", "window", "diagonal", "sink", "softcap", "varlen", "gqa"}

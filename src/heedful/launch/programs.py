@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Mapping
 
 from heedful.core.plan import Plan
+from heedful.core.problem import ITEM_BITS
 from heedful.launch import buffers as canonical
 from heedful.launch.spec import BufferSpec, Program
 
@@ -13,6 +14,8 @@ ARGUMENTS = {
     "hopper": "heedful.launch.args.hopper",
     "cdna": "heedful.launch.args.cdna",
 }
+# The same for calls whose queries are fp8, where they have kernels of their own.
+FP8_ARGUMENTS = {"hopper": "heedful.launch.args.hopper_fp8"}
 
 
 def program(plan: Plan, direction: str, buffers: Mapping[str, BufferSpec] | None = None) -> Program:
@@ -26,5 +29,7 @@ def program(plan: Plan, direction: str, buffers: Mapping[str, BufferSpec] | None
         raise ValueError(f"the {direction} runs on {backend!r}, which has no kernels to launch")
     if buffers is None:
         buffers = getattr(canonical, direction)(plan.problem)
-    arguments = importlib.import_module(ARGUMENTS[backend])
+    is_fp8 = ITEM_BITS[plan.problem.dtype] == 8
+    modules = ARGUMENTS | FP8_ARGUMENTS if is_fp8 else ARGUMENTS
+    arguments = importlib.import_module(modules[backend])
     return getattr(arguments, direction)(plan.problem, plan, buffers)

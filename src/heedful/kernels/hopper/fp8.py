@@ -28,7 +28,12 @@ from heedful.kernels.hopper.fp8_schedule import (
     rows_at,
     values_at,
 )
-from heedful.kernels.hopper.fp8_softmax import as_operand, softmax_first, softmax_lazy
+from heedful.kernels.hopper.fp8_softmax import (
+    as_operand,
+    softmax_careful,
+    softmax_early,
+    softmax_first,
+)
 from heedful.kernels.hopper.softmax import lane_sums, scale_rows
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -292,7 +297,6 @@ def attend(
     l_ML = lane_sums(p_MN)
     base_M = m_M
     acc_ME = gl.zeros([ROWS, E], gl.float32, o_layout)
-    sum_ME = acc_ME
     at_k = at_k.next()
     steps = keys.end - keys.begin
     k.wait(at_k, pred=steps > 1)
@@ -300,42 +304,53 @@ def attend(
         # P crosses the loop's end as float32: there, LLVM takes words of e4m3 apart.
         p_dot_MN = as_operand(p_MN, p_layout)
         take_turn(shape, WORKER)
+        if shape.EARLY:
+            v.wait(at_v)
+            acc_ME = warpgroup_mma(p_dot_MN, v.tile(at_v).permute((1, 0)), acc_ME, is_async=True)
         s_MN = warpgroup_mma(
             q_MD, k.tile(at_k).permute((1, 0)), zero_MN, use_acc=False, is_async=True
         )
-        v.wait(at_v)
-        acc_ME = warpgroup_mma(p_dot_MN, v.tile(at_v).permute((1, 0)), acc_ME, is_async=True)
+        if not shape.EARLY:
+            v.wait(at_v)
+            acc_ME = warpgroup_mma(p_dot_MN, v.tile(at_v).permute((1, 0)), acc_ME, is_async=True)
         pass_turn(shape, WORKER)
-        s_MN = warpgroup_mma_wait(1, deps=[s_MN])
-        k.release_after_mma(at_k)
+        if shape.EARLY:
+            acc_ME, s_MN = warpgroup_mma_wait(0, deps=[acc_ME, s_MN])
+            k.release_after_mma(at_k)
+            v.release_after_mma(at_v)
+            at_v = at_v.next()
+        else:
+            s_MN = warpgroup_mma_wait(1, deps=[s_MN])
+            k.release_after_mma(at_k)
         if shape.HAS_SOFTCAP:
             s_MN = cap(s_MN, softcap_scale)
         if MASKED:
             j = keys.end - 1 - step
             if needs_mask(keys, j):
                 s_MN = hide_keys(s_MN, shape, tile, row, j * BLOCK_N, scale_log2)
-        p_MN, m_M, l_ML, alpha_M, moved = softmax_lazy(
-            s_MN, m_M, l_ML, scale_log2, MASKED, shape.FMA_EXP
-        )
+        if shape.EARLY:
+            p_MN, m_M, l_ML, alpha_M, moved = softmax_early(s_MN, m_M, l_ML, scale_log2, MASKED)
+            if moved != 0:
+                acc_ME = scale_rows(acc_ME, alpha_M)
+        else:
+            p_MN, m_M, l_ML, alpha_M, moved = softmax_careful(s_MN, m_M, l_ML, scale_log2, MASKED)
         # The next K tile's barrier also keeps ptxas from hoisting the wait below over the
         # exponentials: a wait loop ends a basic block.
         at_k = at_k.next()
         k.wait(at_k, pred=step + 1 < steps)
-        acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
-        v.release_after_mma(at_v)
-        at_v = at_v.next()
-        if moved != 0:
-            acc_ME = scale_rows(acc_ME, alpha_M)
+        if not shape.EARLY:
+            acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
+            v.release_after_mma(at_v)
+            at_v = at_v.next()
+            if moved != 0:
+                acc_ME = scale_rows(acc_ME, alpha_M)
         if step % shape.FLUSH == 0:
-            if shape.SUMS_IN_REGS:
-                sum_ME = scale_rows(sum_ME, rebase(base_M, m_M)) + acc_ME
+            # The first time there is nothing to add to, but the last output to wait for.
+            if step > shape.FLUSH:
+                acc_ME = with_sums(sums, acc_ME, m_M, base_M)
             else:
-                # The first time there is nothing to add to, but the last output to wait for.
-                if step > shape.FLUSH:
-                    acc_ME = with_sums(sums, acc_ME, m_M, base_M)
-                else:
-                    tma.store_wait(0)
-                sums.store(by_thread(acc_ME))
+                tma.store_wait(0)
+            sums.store(by_thread(acc_ME))
             base_M = m_M
             acc_ME = gl.zeros([ROWS, E], gl.float32, o_layout)
     p_dot_MN = as_operand(p_MN, p_layout)
@@ -344,9 +359,7 @@ def attend(
     acc_ME = warpgroup_mma(p_dot_MN, v.tile(at_v).permute((1, 0)), acc_ME, is_async=True)
     acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
     v.release_after_mma(at_v)
-    if shape.SUMS_IN_REGS:
-        acc_ME += scale_rows(sum_ME, rebase(base_M, m_M))
-    elif steps > shape.FLUSH:
+    if steps > shape.FLUSH:
         acc_ME = with_sums(sums, acc_ME, m_M, base_M)
     return acc_ME, m_M, gl.sum(l_ML, 1), at_k, at_v.next()
 
@@ -484,9 +497,8 @@ def forward(
     FLUSH: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
-    SUMS_IN_REGS: gl.constexpr,
+    EARLY: gl.constexpr,
     ORDERED: gl.constexpr,
-    FMA_EXP: gl.constexpr,
     IS_RIGHT: gl.constexpr,
     IS_LEFT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
@@ -513,9 +525,8 @@ def forward(
         K_STAGES,
         V_STAGES,
         FLUSH,
-        SUMS_IN_REGS,
+        EARLY,
         ORDERED,
-        FMA_EXP,
         IS_RIGHT,
         IS_LEFT,
         HAS_SOFTCAP,

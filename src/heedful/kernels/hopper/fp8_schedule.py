@@ -14,8 +14,8 @@ TURN_N: gl.constexpr = gl.constexpr(128)
 class Fp8Shape:
     """Sizes of one call at run time, and the variant of the kernel. Key j is visible to query i iff
     -left <= j - i - off <= right with off = shift + align * (len_k - len_q). FLUSH: key tiles
-    between two flushes of the accumulators into float32 sums, which lie in registers or else in
-    shared memory."""
+    between two flushes of the accumulators into float32 sums. EARLY: P V before Q K, and
+    exponentials before it is known whether references move."""
 
     heads: gl.tensor
     group: gl.tensor
@@ -36,9 +36,8 @@ class Fp8Shape:
     K_STAGES: gl.constexpr
     V_STAGES: gl.constexpr
     FLUSH: gl.constexpr
-    SUMS_IN_REGS: gl.constexpr
+    EARLY: gl.constexpr
     ORDERED: gl.constexpr
-    FMA_EXP: gl.constexpr
     IS_RIGHT: gl.constexpr
     IS_LEFT: gl.constexpr
     HAS_SOFTCAP: gl.constexpr
@@ -65,9 +64,8 @@ class Fp8Shape:
         K_STAGES,
         V_STAGES,
         FLUSH,
-        SUMS_IN_REGS,
+        EARLY,
         ORDERED,
-        FMA_EXP,
         IS_RIGHT,
         IS_LEFT,
         HAS_SOFTCAP,
@@ -91,9 +89,8 @@ class Fp8Shape:
         self.K_STAGES = gl.constexpr(K_STAGES)
         self.V_STAGES = gl.constexpr(V_STAGES)
         self.FLUSH = gl.constexpr(FLUSH)
-        self.SUMS_IN_REGS = gl.constexpr(SUMS_IN_REGS)
+        self.EARLY = gl.constexpr(EARLY)
         self.ORDERED = gl.constexpr(ORDERED)
-        self.FMA_EXP = gl.constexpr(FMA_EXP)
         self.IS_RIGHT = gl.constexpr(IS_RIGHT)
         self.IS_LEFT = gl.constexpr(IS_LEFT)
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)

@@ -8,12 +8,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.compat import inline_asm
-from heedful.kernels.hopper.softmax import _any_above, _mixed_exp2, lane_sums, scale_rows
+from heedful.kernels.hopper.softmax import _any_above, lane_sums, scale_rows
 
 # The largest probability of a row whose maximum has just been looked up, as a power of two: exact,
 # so that a row that sees one key returns its value unrounded.
 TOP_LOG2: gl.constexpr = gl.constexpr(4.0)
-LIMIT_BITS: gl.constexpr = gl.constexpr(0x410CEAED)  # log2 448 as a float32
+LIMIT_BITS: gl.constexpr = gl.constexpr(0x410CEAED)  # log2 448, of the largest e4m3, as a float32
 
 
 @gluon.jit
@@ -60,44 +60,12 @@ def softmax_first(s_MN, scale_log2):
 
 
 @gluon.jit
-def exponentials(x_MN, FMA_EXP: gl.constexpr):
-    """2^x, one in FMA_EXP of them on the FMA units; these leave 2^-126 of -inf, which is 0 in e4m3
-    and nothing in a sum."""
-    if FMA_EXP > 0:
-        return inline_asm(
-            _mixed_exp2(FMA_EXP, x_MN.shape[1] // 2), ("=f", "f"), [x_MN], x_MN.type, is_pure=True
-        )
-    else:
-        return gl.exp2(x_MN)
-
-
-@gluon.jit
-def softmax_lazy(
-    s_MN,
-    m_M,
-    l_ML,
-    scale_log2,
-    MAY_HIDE_ROWS: gl.constexpr,
-    FMA_EXP: gl.constexpr,
-):
-    """One more tile against old references, which move only where p would leave e4m3.
-
-    p is computed before it is known whether they move, so that nothing waits for the vote, and
-    once more from the scores in the rare case that they do.
-
-    Returns p, references, sums of p, what the output so far is to be scaled by, and whether this
-    warp moved any reference: only then must it be scaled.
-    """
-    shift_M = m_M
-    if MAY_HIDE_ROWS:
-        unset_M = m_M == float("-inf")
-        shift_M = gl.where(unset_M, 0.0, m_M)
-    x_MN = s_MN * scale_log2 - shift_M[:, None]
+def vote(x_MN, unset_M, MAY_HIDE_ROWS: gl.constexpr):
+    """Whether any exponent of this warp's leaves e4m3, or any row has nothing to compare with."""
     bits_MN = x_MN.to(gl.int32, bitcast=True)
     if MAY_HIDE_ROWS:
-        # A row that has seen no key has nothing to compare with: always look.
         force_M = gl.where(unset_M, 0x7FFFFFFF, 0)
-        moved = inline_asm(
+        return inline_asm(
             _any_above,
             ("=r", "r", "r", "r"),
             [bits_MN, force_M, LIMIT_BITS],
@@ -105,18 +73,55 @@ def softmax_lazy(
             is_pure=True,
         )
     else:
-        moved = inline_asm(
+        return inline_asm(
             _any_above, ("=r", "r", "r"), [bits_MN, LIMIT_BITS], gl.int32, is_pure=True
         )
-    p_MN = exponentials(x_MN, FMA_EXP)
+
+
+@gluon.jit
+def softmax_careful(s_MN, m_M, l_ML, scale_log2, MAY_HIDE_ROWS: gl.constexpr):
+    """One more tile against old references, which move only where p would leave e4m3.
+
+    Returns p, references, sums of p, what the output so far is to be scaled by, and whether this
+    warp moved any reference: only then must it be scaled.
+    """
+    unset_M = m_M == float("-inf")
+    shift_M = gl.where(unset_M, 0.0, m_M) if MAY_HIDE_ROWS else m_M
+    x_MN = s_MN * scale_log2 - shift_M[:, None]
+    moved = vote(x_MN, unset_M, MAY_HIDE_ROWS)
+    alpha_M = gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
+    if moved != 0:
+        delta_M = gl.max(x_MN, 1) - TOP_LOG2
+        if MAY_HIDE_ROWS:
+            risen_M = gl.maximum(delta_M, 0.0)
+            m_M = gl.where(unset_M, delta_M, m_M + risen_M)
+            alpha_M = gl.where(unset_M, 1.0, gl.exp2(-risen_M))
+            delta_M = gl.where(unset_M & (delta_M > float("-inf")), delta_M, risen_M)
+        else:
+            delta_M = gl.maximum(delta_M, 0.0)
+            m_M += delta_M
+            alpha_M = gl.exp2(-delta_M)
+        x_MN = x_MN - delta_M[:, None]
+        l_ML = scale_rows(l_ML, alpha_M)
+    p_MN = gl.exp2(x_MN)
+    return p_MN, m_M, l_ML + lane_sums(p_MN), alpha_M, moved
+
+
+@gluon.jit
+def softmax_early(s_MN, m_M, l_ML, scale_log2, MAY_HIDE_ROWS: gl.constexpr):
+    """As softmax_careful, but p is computed before it is known whether references move, so that
+    nothing waits for the vote, and once more from the scores, which stay, where they do."""
+    unset_M = m_M == float("-inf")
+    shift_M = gl.where(unset_M, 0.0, m_M) if MAY_HIDE_ROWS else m_M
+    x_MN = s_MN * scale_log2 - shift_M[:, None]
+    moved = vote(x_MN, unset_M, MAY_HIDE_ROWS)
+    p_MN = gl.exp2(x_MN)
     sum_ML = l_ML + lane_sums(p_MN)
     alpha_M = gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
     if moved != 0:
         old_M = m_M
         m_M = gl.maximum(m_M, gl.max(s_MN * scale_log2, 1) - TOP_LOG2)
-        shift_M = m_M
-        if MAY_HIDE_ROWS:
-            shift_M = gl.where(m_M == float("-inf"), 0.0, m_M)
+        shift_M = gl.where(m_M == float("-inf"), 0.0, m_M) if MAY_HIDE_ROWS else m_M
         alpha_M = gl.exp2(old_M - shift_M)
         p_MN = gl.exp2(s_MN * scale_log2 - shift_M[:, None])
         sum_ML = scale_rows(l_ML, alpha_M) + lane_sums(p_MN)

@@ -1,0 +1,64 @@
+"""The Hopper fp8 forward compiled for sm_90 without a GPU."""
+
+from dataclasses import replace
+
+import pytest
+
+from heedful.core.device import by_name
+from heedful.core.plan import plan
+from heedful.core.problem import AttentionProblem
+from heedful.inspector.nvidia import inspect_cubin
+from heedful.launch import buffers, compiler, programs
+from heedful.launch.spec import BufferSpec
+
+DEVICE = by_name("H200")
+
+
+def calls(head_dim: int = 128, sizes=(2, 300, 333, 8, 4), **facts):
+    """The launches of a problem with descales: V's turning, then the attention."""
+    facts = {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "return_lse": True, **facts}
+    problem = AttentionProblem.dense(*sizes, head_dim=head_dim, **facts)
+    arrays = buffers.forward(problem)
+    for name in "qkv":
+        shape = (problem.batch, problem.heads_k)
+        arrays[f"{name}_descale"] = BufferSpec.contiguous(shape, "float32")
+    chosen = plan(problem, DEVICE, backend="hopper")
+    return programs.program(chosen, "forward", arrays).calls
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_every_head_dim_compiles_and_fits_an_sm(head_dim, causal):
+    for call in calls(head_dim, causal=causal):
+        made = compiler.artifact(call, DEVICE.arch)
+        assert made.shared_bytes <= DEVICE.shared_bytes
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_unmasked_kernels_do_not_spill(head_dim):
+    made = compiler.artifact(calls(head_dim)[1], DEVICE.arch)
+    assert inspect_cubin(made.code).stack_bytes == 0
+
+
+def test_a_new_length_batch_or_head_count_is_the_same_variant():
+    first, second = calls(), calls(sizes=(3, 77, 1001, 16, 2))
+    assert [call.variant for call in first] == [call.variant for call in second]
+
+
+def test_packed_and_dense_sequences_are_turned_to_whole_blocks():
+    """Dense: a multiple of 128 positions; packed: room for each sequence to begin at one."""
+    problem = AttentionProblem.dense(3, 300, 333, 8, 4, dtype="float8_e4m3fn", out_dtype="float32")
+    packed = replace(problem, total_q=500, total_k=700)
+    found = []
+    for p in (problem, packed):
+        (scratch,) = programs.program(plan(p, DEVICE, backend="hopper"), "forward").workspaces
+        found.append(scratch.buffer.shape)
+    assert found == [(3, 4, 128, 384), (1, 4, 128, (700 // 128 + 3) * 128)]
+
+
+def test_what_the_fp8_kernel_lacks_is_said_in_full():
+    problem = AttentionProblem.dense(
+        2, 300, 300, 8, 4, 72, dtype="float8_e4m3fn", out_dtype="bfloat16", alibi=True
+    )
+    with pytest.raises(ValueError, match=r"takes multiples of 16.*does not take ALiBi"):
+        plan(problem, DEVICE, backend="hopper")
