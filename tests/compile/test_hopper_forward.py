@@ -1,6 +1,9 @@
 """The Hopper forward compiled for sm_90 without a GPU: every config, and what makes a variant."""
 
+import struct
+
 import pytest
+from triton.experimental.gluon import language as gl
 
 from heedful.core import configs, plan
 from heedful.core.configs import ConfigRow, TileConfig
@@ -8,6 +11,7 @@ from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
+from heedful.kernels.hopper import recheck
 from heedful.launch import buffers, compiler
 from heedful.launch.args import hopper
 from heedful.launch.spec import BufferSpec, Scalar, TensorMap
@@ -16,7 +20,7 @@ DEVICE = by_name("H200")
 _EXTRA = (("consumer_regs", 240), ("ordered", True), ("producer_regs", 24))
 PLAIN = ConfigRow("hopper.forward", ("sm_90",), 128, TileConfig(128, 128, 4, 2, _EXTRA), "tests")
 _KINDS = [
-    AttentionProblem.dense(2, rows, 3000, 8, 4, head_dim=64, bias=bias, alibi=rows < 40)
+    AttentionProblem.dense(2, rows, 2000, 8, 4, head_dim=64, bias=bias, alibi=rows < 40)
     for rows in (3000, 100, 50, 30, 10)
     for bias in (False, True)
 ]
@@ -95,6 +99,13 @@ def test_up_to_192_columns_are_loaded_as_boxes_of_64(dims, facts):
         descriptor = call.arguments[name]
         assert isinstance(descriptor, TensorMap)
         assert not is_thirds or descriptor.block[-1] == 64
+
+
+def test_sums_may_grow_as_far_as_their_type_allows_before_a_warp_looks_again():
+    """A limit that is too low is not wrong, only slow: the scores are then computed twice."""
+    limits = {str(dtype): recheck.sum_limit(dtype) for dtype in (gl.bfloat16, gl.float16)}
+    floats = {name: struct.unpack("f", struct.pack("I", bits))[0] for name, bits in limits.items()}
+    assert floats == {"bf16": 2.0**32, "fp16": 2.0**12}
 
 
 def test_the_plain_variant_has_no_argument_of_a_feature_that_it_lacks():

@@ -24,7 +24,14 @@ from heedful.kernels.hopper.dropout import Dropout, drop
 from heedful.kernels.hopper.masking import hide_outside
 from heedful.kernels.hopper.output import Outputs, store_nothing, store_rows
 from heedful.kernels.hopper.pairs import from_pairs, to_pairs
-from heedful.kernels.hopper.recheck import exponentials, headroom, must_redo, redo, rescore
+from heedful.kernels.hopper.recheck import (
+    exponentials,
+    headroom,
+    must_redo,
+    redo,
+    rescore,
+    sum_limit,
+)
 from heedful.kernels.hopper.schedule import ROWS, needs_mask
 from heedful.kernels.hopper.sequences import Storage, load_keys, position, queries_at
 from heedful.kernels.hopper.shape import Shape
@@ -203,8 +210,10 @@ def attend(
     HIDES: gl.constexpr = MASKED or shape.terms.bias is not None
     LIMIT: gl.constexpr = lazy_limit(dtype)
     # Whether a look at the sums of exponentials replaces one at the scores (recheck.py). Scores
-    # are then needed again, and cheap to have only where nothing is loaded for them.
-    PLAIN: gl.constexpr = shape.terms.bias is None and shape.dropout.seed is None
+    # are then needed again, and cheap to have only where nothing is loaded for them, and seldom
+    # only where they do not grow from tile to tile, as ALiBi makes them up to the diagonal.
+    ALIKE: gl.constexpr = shape.terms.bias is None and shape.terms.alibi is None
+    PLAIN: gl.constexpr = ALIKE and shape.dropout.seed is None
     LATE: gl.constexpr = shape.LAZY == 2 and PLAIN and q.tails is None
     HEAD: gl.constexpr = headroom(dtype) if LATE else 0.0
     acc = no_output(v)
@@ -247,7 +256,7 @@ def attend(
             s_MN = hide_if_needed(s_MN, keys, shape, tile, row, j)
         if LATE:
             p_MN, sums_ML = exponentials(s_MN, m_M, shape.scale_log2, HIDES)
-            moved = must_redo(sums_ML, m_M, HIDES, LIMIT)
+            moved = must_redo(sums_ML, m_M, HIDES, sum_limit(dtype))
         elif shape.LAZY:
             p_MN, m_M, l_ML, alpha_M, moved = softmax_lazy(
                 s_MN, m_M, l_ML, shape.scale_log2, LIMIT, HIDES, shape.FMA_EXP

@@ -23,6 +23,13 @@ def headroom(dtype):
     return 32.0 if dtype == gl.bfloat16 else 0.0
 
 
+@gluon.constexpr_function
+def sum_limit(dtype):
+    """What one lane's part of a row sum may be, as the bits of a float32: p must stay finite in
+    `dtype`, and a sum of p v in float32."""
+    return 0x4F800000 if dtype == gl.bfloat16 else 0x45800000  # 2^32, 2^12
+
+
 @gluon.jit
 def exponentials(s_MN, m_M, scale_log2, MAY_HIDE_ROWS: gl.constexpr):
     """p of one tile against an old reference, and its row sums; infinite where p overflows."""
@@ -69,28 +76,28 @@ def _warp_scores(dim, keys, kind):
     mma = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
     load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
     lines = [
-        "{ .reg .b32 t, l, x, y, q, k, a<8>, b<4>; .reg .f32 z; mov.f32 z, 0f00000000;",
+        "{ .reg .b32 t, u, i, l, x, y, q, k, a<4>, b<4>; .reg .pred p;",
         "mov.u32 t, %tid.x; and.b32 l, t, 31; and.b32 y, l, 7; and.b32 t, t, 96;",
         # Queries: lane l holds row l % 16 of its warp's, and piece l / 16 of it.
         "and.b32 x, l, 15; shr.u32 t, t, 1; add.u32 t, t, x; shl.b32 t, t, 7;",
         f"shr.u32 x, l, 4; xor.b32 x, x, y; shl.b32 x, x, 4; add.u32 t, t, x; add.u32 q, t, {q};",
-        # Keys: row l % 8 of eight, and piece l / 8.
-        "shr.u32 x, l, 3; xor.b32 x, x, y; shl.b32 x, x, 4; shl.b32 y, y, 7; add.u32 x, x, y;",
+        # Keys: row l % 8 of the lower or upper eight of 16 (l / 16), and piece l / 8 % 2.
+        "shr.u32 x, l, 3; and.b32 x, x, 1; xor.b32 x, x, y; shl.b32 x, x, 4;",
+        "and.b32 l, l, 16; shr.u32 l, l, 1; add.u32 y, y, l; shl.b32 y, y, 7; add.u32 x, x, y;",
         f"add.u32 k, x, {k};",
+        *(f"mov.f32 {score}, 0f00000000;" for score in scores),
+        # A loop, since unrolled ptxas loads far ahead, which takes registers.
+        'mov.u32 i, 0; .pragma "nounroll";',
+        "AGAIN: and.b32 t, i, 3; shl.b32 t, t, 5; shr.u32 u, i, 2; xor.b32 x, q, t;",
+        f"xor.b32 y, k, t; mad.lo.u32 x, u, {64 * 128}, x; mad.lo.u32 y, u, {keys * 128}, y;",
+        f"{load} {{a0, a1, a2, a3}}, [x];",
     ]
-    fragments = [", ".join(f"a{4 * i + r}" for r in range(4)) for i in range(2)]
-    for slab, half in ((slab, half) for slab in range(dim // 64) for half in range(2)):
-        for i, fragment in enumerate(fragments):
-            at = f"t+{slab * 64 * 128}"
-            lines.append(f"xor.b32 t, q, {64 * half + 32 * i}; {load} {{{fragment}}}, [{at}];")
-        lines.append(f"xor.b32 t, k, {64 * half};")
-        for n in range(keys // 8):
-            sums = ", ".join(scores[4 * n : 4 * n + 4])
-            lines.append(f"{load} {{b0, b1, b2, b3}}, [t+{(slab * keys + n * 8) * 128}];")
-            for i, fragment in enumerate(fragments):
-                before = sums if slab + half + i else "z, z, z, z"
-                pair = f"b{2 * i}, b{2 * i + 1}"
-                lines.append(f"{mma} {{{sums}}}, {{{fragment}}}, {{{pair}}}, {{{before}}};")
+    for n in range(0, keys, 16):
+        lines.append(f"{load} {{b0, b1, b2, b3}}, [y+{n * 128}];")
+        for eight, pair in ((n, "b0, b1"), (n + 8, "b2, b3")):
+            sums = ", ".join(scores[eight // 2 : eight // 2 + 4])
+            lines.append(f"{mma} {{{sums}}}, {{a0, a1, a2, a3}}, {{{pair}}}, {{{sums}}};")
+    lines.append(f"add.u32 i, i, 1; setp.lt.u32 p, i, {dim // 16}; @p bra AGAIN;")
     return "\n".join(lines) + " }"
 
 
