@@ -1,0 +1,113 @@
+"""V turned for fp8 products, run by Triton's interpreter: every position takes its key.
+
+The interpreter must be chosen before any kernel is imported, so the checks run in a process of
+their own, which this file starts on itself.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from heedful.core.device import by_name
+from heedful.core.plan import plan
+from heedful.core.problem import AttentionProblem
+from heedful.launch import programs
+from heedful.launch.interpret import interpret
+from heedful.launch.spec import Program
+from heedful.torch.execute import buffer_spec
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreting process"
+)
+BLOCK = 128
+
+
+def turn(v: torch.Tensor, batch: int, seqlen_k: int, cu_k: torch.Tensor | None = None):
+    """(B, G, E, positions) as the turning kernel leaves it, 0x7F (NaN) where it wrote none."""
+    total = None if cu_k is None else v.shape[0]
+    heads, dim = v.shape[-2:]
+    problem = AttentionProblem.dense(
+        batch,
+        seqlen_k,
+        seqlen_k,
+        heads,
+        head_dim=dim,
+        dtype="float8_e4m3fn",
+        out_dtype="bfloat16",
+        total_q=total,
+        total_k=total,
+    )
+    tensors = {"v": v} if cu_k is None else {"v": v, "cu_seqlens_k": cu_k}
+    specs = {name: buffer_spec(t) for name, t in tensors.items()}
+    if cu_k is not None:
+        specs["cu_seqlens_q"] = specs["cu_seqlens_k"]
+    specs |= {"q": specs["v"], "k": specs["v"], "out": specs["v"]}
+    whole = programs.program(plan(problem, by_name("H200"), backend="hopper"), "forward", specs)
+    scratch = whole.workspaces[0]
+    out = torch.full(scratch.buffer.shape, 0x7F, dtype=torch.uint8)
+    bytes_ = {name: t.view(torch.uint8) if t is v else t for name, t in tensors.items()}
+    interpret(Program(whole.calls[:1], ()), {**bytes_, scratch.name: out})
+    return out
+
+
+def expected(v_NGE: torch.Tensor) -> torch.Tensor:
+    """(G, E, positions) of one sequence: of every 16 keys, position 4t + 2h + b has 8h + 2t + b."""
+    length, heads, dim = v_NGE.shape
+    positions = -(-length // BLOCK) * BLOCK
+    padded = torch.zeros(positions, heads, dim, dtype=torch.uint8)
+    padded[:length] = v_NGE.view(torch.uint8)
+    keys = padded.reshape(positions // 16, 2, 4, 2, heads, dim).transpose(1, 2)
+    return keys.reshape(positions, heads, dim).permute(1, 2, 0)
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape).to(torch.float8_e4m3fn)
+
+
+@interpreted
+@pytest.mark.parametrize("length", [1, 16, 128, 200, 384])
+@pytest.mark.parametrize("dim", [16, 64, 80, 256])
+def test_dense_values_are_turned_in_operand_order_and_padded_with_zeros(length, dim):
+    v = drawn(2, length, 3, dim)
+    got = turn(v, 2, length)
+    for b in range(2):
+        assert torch.equal(got[b], expected(v[b]))
+
+
+@interpreted
+def test_strided_values_are_turned_like_dense_ones():
+    v = drawn(2, 5, 150, 96).transpose(1, 2)[:, :140, 1:4, 16:80]
+    assert torch.equal(turn(v, 2, 140), turn(v.clone(), 2, 140))
+
+
+@interpreted
+def test_packed_sequences_begin_at_blocks_and_read_nothing_of_their_neighbours():
+    lengths = [130, 0, 5, 128, 77]
+    cu_k = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    v = drawn(sum(lengths), 2, 64)
+    got = turn(v, len(lengths), max(lengths), cu_k)
+    for b, length in enumerate(lengths):
+        begin = int(cu_k[b])
+        at = (begin // BLOCK + b) * BLOCK
+        want = expected(v[begin : begin + length])
+        assert torch.equal(got[0, :, :, at : at + want.shape[-1]], want)
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="starts the interpreting process"
+)
+def test_every_check_passes_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
+    # Under xdist's variables the inner run would take itself for a worker.
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    done = subprocess.run(
+        command, env={**kept, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout and " failed" not in done.stdout, done.stdout[-1000:]
