@@ -609,6 +609,24 @@ def test_stopping_at_the_first_finding_reports_one():
     assert len(run(body, stop_at_first=True).findings) == 1
 
 
+def test_stopping_at_a_static_finding_leaves_the_arguments_as_they_are():
+    body = "v_mov_b32_e32 v2, 7\nv_readlane_b32 s8, v2, 0\nglobal_store_dword v1, v2, s[6:7]"
+    out = np.arange(1024, dtype=np.uint32)
+    text = kernel(SETUP + body, buffers=2)
+    report = emulate(text, (1,), [np.zeros(4), out], stop_at_first=True)
+    assert report.kinds() == {"wait-states"} and (out == np.arange(1024)).all()
+
+
+def test_no_schedule_at_all_is_refused():
+    with pytest.raises(ValueError, match="empty"):
+        run("s_nop 0", schedule=[])
+
+
+def test_a_grid_without_workgroups_does_nothing():
+    report = emulate(kernel("s_nop 0"), (0, 3), [np.zeros(4)])
+    assert report.clean and not report.instructions
+
+
 def test_unknown_instructions_are_refused_by_name():
     with pytest.raises(Unsupported, match="v_frobnicate_b32"):
         run("v_frobnicate_b32 v1, v2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import time
 from collections.abc import Iterable, Sequence
@@ -78,6 +79,8 @@ def emulate(
     if unknown := wanted - set(KINDS):
         raise ValueError(f"checks has unknown kinds {sorted(unknown)}; known are {sorted(KINDS)}")
     names = [schedule] if isinstance(schedule, str | Schedule) else list(schedule)
+    if not names:
+        raise ValueError("schedule is an empty list; name at least one order of the waves")
     plans = [parse_schedule(name) for name in names]
     shape = (*grid, 1, 1)[:3]
     report = Report(program, " ".join(plan.name for plan in plans))
@@ -85,36 +88,68 @@ def emulate(
     memory = GlobalMemory(sink)
     threads = threads or program.max_workgroup or 64
     kernarg = _bind(program, memory, args, shape, threads)
-    waves = -(-threads // 64)
+    memory.begin()
     limit = LDS_LIMIT[program.arch] if lds_bytes is None else lds_bytes
-    start = time.perf_counter()
+    launch = _Launch(code, memory, sink, shape, threads, limit, kernarg, max_instructions)
     first = _First(memory, sink)
+    start = time.perf_counter()
     try:
         _check_statically(code, sink)
-        for plan in (part for each in plans for part in each.rounds(waves)):
-            copies = plan.copies(waves)
-            memory.begin(copies)
-            together = max(1, _WAVES_TOGETHER // (waves * copies))
-            together = min(together, shape[0] * shape[1] * shape[2])
-            machine = Machine(
-                code, memory, together * copies, waves, limit, sink, plan, max_instructions
-            )
-            machine.lds.counts_banks = first.words is None
-            memory.races = None
-            if first.words is None and sink.wants("global-race"):
-                memory.races = GlobalRaces(memory, code.global_unit(), program.code, sink)
-            try:
-                for chunk in _chunks(shape, together):
-                    machine.run(chunk, kernarg, threads)
-            finally:
-                machine.count_executed()
-            first.compare(plan, copies, program)
+        for plan in (part for each in plans for part in each.rounds(launch.waves)):
+            launch.run(plan, is_first=first.words is None)
+            first.compare(plan, plan.copies(launch.waves), program)
     except Stop:
         pass
     report.seconds = time.perf_counter() - start
     first.restore()
     memory.copy_back(skip={0})
     return report
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """Everything about a launch but the order of its waves."""
+
+    code: Code
+    memory: GlobalMemory
+    sink: Sink
+    shape: tuple[int, ...]
+    threads: int
+    lds_bytes: int
+    kernarg: int
+    max_instructions: int
+
+    @property
+    def waves(self) -> int:
+        """Waves per workgroup."""
+        return -(-self.threads // 64)
+
+    def run(self, plan: Schedule, is_first: bool):
+        """Execute all workgroups in fresh memory; what no order changes is counted in the first."""
+        copies = plan.copies(self.waves)
+        self.memory.begin(copies)
+        together = max(1, _WAVES_TOGETHER // (self.waves * copies))
+        together = max(1, min(together, math.prod(self.shape)))
+        machine = Machine(
+            self.code,
+            self.memory,
+            together * copies,
+            self.waves,
+            self.lds_bytes,
+            self.sink,
+            plan,
+            self.max_instructions,
+        )
+        machine.lds.counts_banks = is_first
+        self.memory.races = None
+        if is_first and self.sink.wants("global-race"):
+            unit, code = self.code.global_unit(), self.code.program.code
+            self.memory.races = GlobalRaces(self.memory, unit, code, self.sink)
+        try:
+            for chunk in _chunks(self.shape, together):
+                machine.run(chunk, self.kernarg, self.threads)
+        finally:
+            machine.count_executed()
 
 
 class _First:
