@@ -42,15 +42,10 @@ def box_rows(shape):
 
 
 @gluon.jit
-def allocate_boxes(desc, tiles: gl.constexpr, HAS_TAIL: gl.constexpr):
-    """Memory for that many tiles: a box each, or two beside each other and a third elsewhere."""
+def allocate_boxes(desc, boxes: gl.constexpr):
+    """Memory for that many boxes."""
     shape: gl.constexpr = desc.block_type.shape
-    if HAS_TAIL:
-        boxes = gl.allocate_shared_memory(desc.dtype, [2 * tiles] + shape, desc.layout)
-        tails = gl.allocate_shared_memory(desc.dtype, [tiles] + shape, desc.layout)
-        return boxes, tails
-    else:
-        return gl.allocate_shared_memory(desc.dtype, [tiles] + shape, desc.layout), None
+    return gl.allocate_shared_memory(desc.dtype, [boxes] + shape, desc.layout)
 
 
 @gluon.jit
@@ -96,8 +91,12 @@ class Channel:
     @gluon.jit
     def allocate(desc, stages: gl.constexpr, readers: gl.constexpr, HAS_TAIL: gl.constexpr = False):
         shape: gl.constexpr = desc.block_type.shape
-        boxes, tails = allocate_boxes(desc, stages, HAS_TAIL)
-        dim: gl.constexpr = shape[-1] * (2 if HAS_TAIL else 1)
+        each: gl.constexpr = 2 if HAS_TAIL else 1
+        boxes = allocate_boxes(desc, each * stages)
+        tails = None
+        if HAS_TAIL:
+            tails = allocate_boxes(desc, stages)
+        dim: gl.constexpr = shape[-1] * each
         return Channel.over(boxes, stages, readers, box_rows(shape), dim, tails)
 
     @gluon.jit

@@ -491,11 +491,10 @@ def forward(
         if TAIL_E:
             o_tails = q.tails
     elif parts_ptr is None:
-        WIDE: gl.constexpr = out_desc.block_type.shape[-1] < v.dim
-        if WIDE and not TAIL_E:
-            o, _ = allocate_boxes(out_desc, 2 * CONSUMERS, False)
-        else:
-            o, o_tails = allocate_boxes(out_desc, CONSUMERS, TAIL_E)
+        each: gl.constexpr = v.dim // out_desc.block_type.shape[-1]
+        o = allocate_boxes(out_desc, each * CONSUMERS)
+        if TAIL_E:
+            o_tails = allocate_boxes(out_desc, CONSUMERS)
     fence_async_shared()
     outputs = Outputs(out_desc, o, o_tails, lse_ptr, sink_ptr, parts_ptr)
     feed = (q_desc, k_desc, v_desc, q, k, v, shape)
