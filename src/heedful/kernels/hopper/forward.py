@@ -259,7 +259,7 @@ def attend(
             moved = must_redo(sums_ML, m_M, HIDES, sum_limit(dtype))
         elif shape.LAZY:
             p_MN, m_M, l_ML, alpha_M, moved = softmax_lazy(
-                s_MN, m_M, l_ML, shape.scale_log2, LIMIT, HIDES, shape.FMA_EXP
+                s_MN, m_M, l_ML, shape.scale_log2, LIMIT, HIDES
             )
         else:
             p_MN, m_M, l_ML, alpha_M = softmax_step(s_MN, m_M, l_ML, shape.scale_log2, HIDES)
@@ -403,7 +403,6 @@ def forward(
     OUT_IN_Q: gl.constexpr,
     ORDERED: gl.constexpr,
     LAZY: gl.constexpr,
-    FMA_EXP: gl.constexpr,
     IS_RIGHT: gl.constexpr,
     IS_LEFT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
@@ -412,6 +411,7 @@ def forward(
     """out = softmax(scale q k^T + terms + mask) v over (batch, head, row, dim) tensor maps.
 
     TAIL_D, TAIL_E: whether a tile of queries or keys, of values or results is 192 columns.
+    LAZY: 0 moves a row's maximum with every tile; 1 looks at scores first, 2 at sums afterwards.
     What a call lacks is None. parts_ptr: results of each of `splits` parts of the keys, which then
     go there and to an lse with a leading split, and `out` is left alone.
     """
@@ -470,7 +470,6 @@ def forward(
         OUT_IN_Q,
         ORDERED,
         LAZY if HAS_INLINE_ASM else 0,
-        FMA_EXP,
         IS_RIGHT,
         IS_LEFT,
         HAS_SOFTCAP,

@@ -50,7 +50,6 @@ class Shape:
     OUT_IN_Q: gl.constexpr
     ORDERED: gl.constexpr
     LAZY: gl.constexpr
-    FMA_EXP: gl.constexpr
     IS_RIGHT: gl.constexpr
     IS_LEFT: gl.constexpr
     HAS_SOFTCAP: gl.constexpr
@@ -89,7 +88,6 @@ class Shape:
         OUT_IN_Q,
         ORDERED,
         LAZY,
-        FMA_EXP,
         IS_RIGHT,
         IS_LEFT,
         HAS_SOFTCAP,
@@ -125,7 +123,6 @@ class Shape:
         self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
         self.ORDERED = gl.constexpr(ORDERED)
         self.LAZY = gl.constexpr(LAZY)
-        self.FMA_EXP = gl.constexpr(FMA_EXP)
         self.IS_RIGHT = gl.constexpr(IS_RIGHT)
         self.IS_LEFT = gl.constexpr(IS_LEFT)
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)

@@ -73,29 +73,6 @@ def _any_above(outputs, inputs):
     )
 
 
-@gluon.constexpr_function
-def _mixed_exp2(every, count):
-    """Assembly: 2^x of `count` registers, one in `every` as a cubic on the FMA units instead of on
-    the special-function unit, which is the narrower pipe at head dim 64.
-
-    Adding 1.5 2^23 leaves the nearest integer of x in the low bits, whence it is added to the
-    exponent. The cubic is the minimax one of 2^f on [-1/2, 1/2], off by 7.5e-5 of the value at
-    most, an eighth of a bfloat16 rounding. Below 2^-126 the result stays there and is not zero.
-    """
-    by_unit = "ex2.approx.ftz.f32 {0}, {1};"
-    by_cubic = (
-        "{{ .reg .f32 x, t, f, p; .reg .b32 b, e; max.f32 x, {1}, 0fC2FC0000;"
-        " add.rn.f32 t, x, 0f4B400000; sub.rn.f32 f, t, 0f4B400000; sub.rn.f32 f, x, f;"
-        " fma.rn.f32 p, f, 0f3D61FBB0, 0f3E786F0D; fma.rn.f32 p, p, f, 0f3F31798D;"
-        " fma.rn.f32 p, p, f, 0f3F7FFB49; mov.b32 b, p; mov.b32 e, t; shl.b32 e, e, 23;"
-        " add.s32 b, b, e; mov.b32 {0}, b; }}"
-    )
-    return " ".join(
-        (by_cubic if i % every == every - 1 else by_unit).format(f"${i}", f"${i + count}")
-        for i in range(count)
-    )
-
-
 @gluon.jit
 def softmax_lazy(
     s_MN,
@@ -104,7 +81,6 @@ def softmax_lazy(
     scale_log2,
     LIMIT: gl.constexpr,
     MAY_HIDE_ROWS: gl.constexpr,
-    FMA_EXP: gl.constexpr,
 ):
     """One more tile against an old maximum, which moves only where a score passes it by far.
 
@@ -141,12 +117,6 @@ def softmax_lazy(
             alpha_M = gl.exp2(-delta_M)
         x_MN = x_MN - delta_M[:, None]
         l_ML = scale_rows(l_ML, alpha_M)
-    # A hidden key must be exactly 0, which the cubic is not.
-    if FMA_EXP > 0 and not MAY_HIDE_ROWS:
-        p_MN = inline_asm(
-            _mixed_exp2(FMA_EXP, x_MN.shape[1] // 2), ("=f", "f"), [x_MN], x_MN.type, is_pure=True
-        )
-    else:
-        p_MN = gl.exp2(x_MN)
+    p_MN = gl.exp2(x_MN)
     l_ML = l_ML + lane_sums(p_MN)
     return p_MN, m_M, l_ML, alpha_M, moved

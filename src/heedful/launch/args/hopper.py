@@ -416,7 +416,6 @@ def _variant(problem: AttentionProblem, config: TileConfig, is_split: bool) -> d
         "OUT_IN_Q": config.get("out_in_q", False) and not is_split and _results_fit(problem),
         "ORDERED": config.get("ordered", False),
         "LAZY": config.get("lazy", True),
-        "FMA_EXP": config.get("fma_exp", 0),
         "IS_RIGHT": problem.mask.right >= 0,
         "IS_LEFT": problem.mask.left >= 0,
         "HAS_SOFTCAP": problem.softcap > 0,
