@@ -118,11 +118,14 @@ def _choose(direction, problem, device, toolchain, backend) -> tuple[KernelRow, 
 
 
 def _rows(direction: str, dtype: str) -> list[KernelRow]:
-    """The rows of a direction. Of a backend with a row for this dtype, that one alone: what its
-    rows for others cannot do is no news."""
-    found = capability.rows(direction)
-    fitting = {row.backend for row in found if dtype in row.dtypes}
-    return [row for row in found if dtype in row.dtypes or row.backend not in fitting]
+    """One row of each backend: that for this dtype, or where there is none its first, to say so."""
+    kept: dict[str, KernelRow] = {}
+    for row in capability.rows(direction):
+        if row.backend not in kept or (
+            dtype in row.dtypes and dtype not in kept[row.backend].dtypes
+        ):
+            kept[row.backend] = row
+    return list(kept.values())
 
 
 def _configs(problem, device, forward: str, backward: str | None) -> dict[str, ConfigRow]:
