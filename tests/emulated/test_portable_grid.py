@@ -22,7 +22,7 @@ FORWARD = Case(
     backward=False,
 )
 BACKWARD = replace(FORWARD, backward=True, head_dim=32, seqlen_k=75)
-DECODE = replace(FORWARD, seqlen_q=1, heads_q=4, seqlen_k=150, batch=2, used="k")
+DECODE = replace(FORWARD, seqlen_q=1, heads_q=4, seqlen_k=90, batch=2, used="k")
 SCHEDULES = ("lockstep", "round-robin", "random:0-9")
 
 FORWARDS = {
@@ -59,6 +59,8 @@ FORWARDS = {
     "dim-32-value-96": replace(FORWARD, head_dim=32, head_dim_v=96),
     "heads-first": replace(FORWARD, layout="heads_first"),
     "offset": replace(FORWARD, layout="offset"),
+    "packed": replace(FORWARD, layout="packed"),
+    "many-tiles-causal": replace(FORWARD, seqlen_q=300, seqlen_k=200, causal=True),
     "one-key": replace(FORWARD, seqlen_k=1),
     "one-query": replace(FORWARD, seqlen_q=1),
     "no-keys": replace(FORWARD, seqlen_k=0),
@@ -67,7 +69,7 @@ FORWARDS = {
     "varlen-keys-causal": replace(FORWARD, varlen="k", batch=2, causal=True),
     "varlen-used-causal": replace(FORWARD, varlen="qk", used="qk", batch=3, causal=True),
     "used": replace(FORWARD, used="qk", batch=2),
-    "probabilities": replace(FORWARD, return_probs=True, dropout_p=0.2),
+    "probabilities": replace(FORWARD, seqlen_k=75, return_probs=True, dropout_p=0.2),
     "splits": replace(FORWARD, num_splits=3),
     "splits-causal-sink": replace(FORWARD, num_splits=2, causal=True, sink=True),
 }
@@ -90,6 +92,7 @@ BACKWARDS = {
     "mqa-odd-group": replace(BACKWARD, heads_q=3, heads_k=1),
     "dim-40": replace(BACKWARD, head_dim=40),
     "dim-64": replace(BACKWARD, head_dim=64),
+    "dim-128": replace(BACKWARD, head_dim=128),
     "dim-32-value-16": replace(BACKWARD, head_dim_v=16),
     "offset": replace(BACKWARD, layout="offset"),
     "varlen-causal": replace(BACKWARD, varlen="qk", batch=2, causal=True),
@@ -100,10 +103,10 @@ BACKWARDS = {
 DECODES = {
     "dense": DECODE,
     "tokens-4-causal": replace(DECODE, seqlen_q=4, causal=True),
-    "splits": replace(DECODE, num_splits=3),
+    "splits": replace(DECODE, num_splits=3, seqlen_k=150),
     "paged-16": replace(DECODE, page_size=16),
-    "paged-29-splits": replace(DECODE, page_size=29, num_splits=2),
-    "paged-64-window": replace(DECODE, page_size=64, window=(40, 0)),
+    "paged-29-splits": replace(DECODE, page_size=29, num_splits=2, seqlen_k=150),
+    "paged-64-window": replace(DECODE, page_size=64, window=(40, 0), seqlen_k=150),
     "batch-index-left-pad": replace(DECODE, kv_batch_idx=True, leftpad_k=True),
     "tree-mask-paged": replace(DECODE, seqlen_q=9, tree_mask=True, page_size=16),
     "int8": replace(DECODE, kv_dtype="int8"),
