@@ -46,6 +46,26 @@ def plus_product(total, a, b, PRECISION: tl.constexpr, IS_EXACT: tl.constexpr):
 
 
 @triton.jit
+def halves(x_RD):
+    """The first and the second half of the columns."""
+    R: tl.constexpr = x_RD.shape[0]
+    D: tl.constexpr = x_RD.shape[1]
+    return tl.split(tl.permute(tl.reshape(x_RD, [R, 2, D // 2]), [0, 2, 1]))
+
+
+@triton.jit
+def score_product(q_MD, k_ND, PRECISION: tl.constexpr, IS_EXACT: tl.constexpr):
+    """q k^T. IS_EXACT, for float32 inputs: wide heads in two chains of additions, not one."""
+    if IS_EXACT and q_MD.shape[1] > 64:
+        q0, q1 = halves(q_MD)
+        k0, k1 = halves(k_ND)
+        s_MN = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
+        return plus_product(s_MN, q1, tl.trans(k1), PRECISION, IS_EXACT)
+    else:
+        return tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION)
+
+
+@triton.jit
 def tanh(x):
     """tanh to a few units in the last place, also near zero, where 1 - 2 / (exp + 1) cancels."""
     square = x * x
