@@ -176,11 +176,11 @@ def test_a_call_is_not_taken_for_the_last_one_with_the_same_options():
     kinds = [{}, {"heads": 4}, {"dtype": torch.bfloat16}, {"grad": True}, {"swapped": True}]
     inputs = [draw(length, **kind) for _ in range(3) for kind in kinds for length in (16, 24)]
     CALLS.clear()
-    together = [heedful.flash_attn_func(*x, backend="cpu") for x in inputs]
-    for x, out in zip(inputs, together, strict=True):
+    together = [heedful.flash_attn_func(q, k, v, backend="cpu") for q, k, v in inputs]
+    for (q, k, v), out in zip(inputs, together, strict=True):
         CALLS.clear()
-        assert torch.equal(heedful.flash_attn_func(*x, backend="cpu"), out)
-        assert out.requires_grad == x[0].requires_grad
+        assert torch.equal(heedful.flash_attn_func(q, k, v, backend="cpu"), out)
+        assert out.requires_grad == q.requires_grad
     q, k, v = draw(16)
     for bad in (k.to(torch.bfloat16), k[..., :4], k[:, :, :1].expand(-1, -1, 3, -1)):
         heedful.flash_attn_func(q, k, v, backend="cpu")

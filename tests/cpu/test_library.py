@@ -236,7 +236,12 @@ def test_a_compiled_call_for_the_output_alone_passes_few_arguments():
     q, k, v = dense(grad=False)
     assert "heedful.inference" in graph_of(heedful.flash_attn_func, q, k, v)
     assert "heedful.inference" not in graph_of(heedful.flash_attn_func, *dense())
-    for more in ({"return_lse": True}, {"sink": torch.zeros(4)}, {"dropout_p": 0.5}):
+    others: list[dict[str, Any]] = [
+        {"return_lse": True},
+        {"sink": torch.zeros(4)},
+        {"dropout_p": 0.5},
+    ]
+    for more in others:
         assert "heedful.inference" not in graph_of(
             partial(heedful.flash_attn_func, **more), q, k, v
         )

@@ -260,7 +260,7 @@ def _eight_bit(problem: AttentionProblem) -> bool:
     return problem.dtype.startswith("float8")
 
 
-def _cdna(max_dim: int, tile: tuple[int, ...], when=_always) -> ConfigRow:
+def _cdna(max_dim: int, tile: tuple[int, int, int, int], when=_always) -> ConfigRow:
     measured = "compiled and emulated for gfx942 and gfx950: no spills; not timed"
     return ConfigRow("cdna.forward", _GLUON_CDNA, max_dim, TileConfig(*tile), measured, when)
 

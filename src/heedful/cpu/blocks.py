@@ -15,10 +15,10 @@ from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.reference.sequences import Sequence, sequences
 
-# Scores of one tile: 512 KiB of float32, half of a core's inner cache. Measured on a 2-core AMD EPYC
-# (Zen 5), torch 2.13, 20 November 2026: tiles of 512 keys take 5 to 30 % longer, most of it behind
-# causal masks, fewer than 256 gain nothing. More matrices a tile gain 5 %, but then a sequence's
-# gradients depend in their last bits on which others share its tile.
+# Scores of one tile: 512 KiB of float32, half of a core's inner cache. Measured on 2 cores of an AMD
+# EPYC (Zen 5), torch 2.13, 20 November 2026: tiles of 512 keys take 5 to 30 % longer, most of it
+# under causal masks, fewer than 256 gain nothing. More matrices a tile gain 5 %, but then a
+# sequence's gradients depend in their last bits on which others share its tile.
 SCORES_PER_TILE = 128 * 1024
 ROWS = 256
 KEYS = 256
@@ -216,5 +216,3 @@ def key_tiles(block: Block, rows: range) -> Iterator[tuple[range, bool]]:
     for begin, stop, masked in parts:
         for start in range(begin, stop, KEYS):
             yield range(start, min(start + KEYS, stop)), masked
-
-
