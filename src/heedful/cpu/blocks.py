@@ -15,9 +15,9 @@ from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.reference.sequences import Sequence, sequences
 
-# Scores of one tile: 512 KiB of float32, half of a core's inner cache. Measured on 2 cores of an AMD
-# EPYC (Zen 5), torch 2.13, 20 November 2026: tiles of 512 keys take 5 to 30 % longer, most of it
-# under causal masks, fewer than 256 gain nothing. More matrices a tile gain 5 %, but then a
+# Scores of one tile: 512 KiB of float32, half of a core's inner cache. Measured on 2 cores of an
+# AMD EPYC (Zen 5), torch 2.13, 20 November 2026: tiles of 512 keys take 5 to 30 % longer, most of
+# it under causal masks, fewer than 256 gain nothing. More matrices a tile gain 5 %, but then a
 # sequence's gradients depend in their last bits on which others share its tile.
 SCORES_PER_TILE = 128 * 1024
 ROWS = 256
