@@ -147,3 +147,9 @@ def test_every_problem_of_a_gpus_grid_can_be_built_and_planned(entry):
     for name in ("MI300X", "MI355X", "H200"):
         assert plan(built.problem, by_name(name), backend="portable").backend == "portable"
     assert not packs.backends()
+
+
+def test_the_grid_has_every_dtype_of_a_kernel_that_waits_for_it():
+    """What passes is chosen unasked from then on, in all its dtypes."""
+    waiting = {dtype for row in capability.ROWS if not row.by_default for dtype in row.dtypes}
+    assert waiting <= {entry.dtype for entry in grid.grid()}

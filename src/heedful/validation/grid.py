@@ -14,6 +14,8 @@ from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 
 _DTYPES = ("bfloat16", "float16", "float32")
+# Each GPU multiplies one of them; its kernels leave the other out.
+_FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Entry:
     shape: batch, seqlen_q, seqlen_k, heads_q, heads_k, head_dim. head_dim_v: 0 is head_dim.
     facts: fields of AttentionProblem that need no tensor of their own.
     packed: sequences of uneven lengths in one axis. page_size: keys a page, 0 is not paged.
-    kv_dtype: "int8" for a quantised cache with a scale per head.
+    kv_dtype: "int8" for a quantised cache with a scale per head, which fp8 inputs have always.
     """
 
     name: str
@@ -91,6 +93,14 @@ def _large() -> list[Entry]:
             entries.append(
                 replace(base, name=f"{dtype} causal, head dim {dim}", shape=shape, causal=True)
             )
+    for dtype in _FP8:
+        for dim in (64, 128):
+            base = Entry(f"{dtype}, head dim {dim}", (2, 290, 450, 4, 2, dim), dtype)
+            entries += [
+                base,
+                replace(base, name=f"{base.name}, causal", causal=True),
+                replace(base, name=f"{base.name}, packed sequences", packed=True, causal=True),
+            ]
     base = Entry("bfloat16")
     decode = (3, 1, 700, 8, 2, 128)
     return [
@@ -144,6 +154,9 @@ def build(entry: Entry, device: torch.device, draw: int = 0) -> Built:
             modifiers[name] = (torch.rand((batch, heads_k), generator=values) + 0.5) / 75
     else:
         k, v = normal(*rows_k, heads_k, dim), normal(*rows_k, heads_k, dim_v)
+    if entry.dtype in _FP8:
+        for name in ("q_descale", "k_descale", "v_descale"):
+            modifiers[name] = torch.rand((batch, heads_k), generator=values) + 0.5
     if entry.alibi:
         slopes = torch.rand((1, heads_q), generator=values) * 0.3
         modifiers["alibi_slopes"] = slopes.expand(batch, heads_q)
@@ -153,7 +166,7 @@ def build(entry: Entry, device: torch.device, draw: int = 0) -> Built:
         modifiers["sink"] = normal(heads_q, of=torch.float32)
     if facts.get("dropout_p"):
         modifiers["seed"] = torch.tensor([0x9E3779B97F4A7C15 % 2**63], dtype=torch.int64)
-    has_backward = not entry.page_size and not entry.kv_dtype
+    has_backward = not (entry.page_size or entry.kv_dtype or entry.dtype in _FP8)
     problem = AttentionProblem(
         batch=batch,
         heads_q=heads_q,
@@ -164,7 +177,7 @@ def build(entry: Entry, device: torch.device, draw: int = 0) -> Built:
         head_dim_v=dim_v,
         dtype=entry.dtype,
         kv_dtype=entry.kv_dtype or entry.dtype,
-        out_dtype=entry.dtype,
+        out_dtype="bfloat16" if entry.dtype in _FP8 else entry.dtype,
         scale=1 / math.sqrt(dim),
         mask=MaskSpec.of(entry.causal, entry.window),
         alibi=entry.alibi,
