@@ -106,7 +106,8 @@ def compile_artifact(call: KernelCall, arch: str) -> Artifact:
         cluster=getattr(metadata, "num_ctas", 1),
         parameters=tuple(parameters),
         parameter_bytes=size,
-        scratch_bytes=metadata.global_scratch_size or 0,
+        # Triton 3.6 has none for AMD.
+        scratch_bytes=getattr(metadata, "global_scratch_size", 0) or 0,
         tensor_maps={
             name: {
                 "swizzle": meta["swizzle"],
