@@ -52,16 +52,20 @@ class Tiles:
             else self.scratch.take(name, *tile.shape, dtype=self.low).copy_(tile)
         )
 
-    def add_product(self, acc, a, b, alpha: float = 1.0) -> None:
+    def add_product(self, acc, a, b, alpha: float = 1.0, begin: bool = False) -> None:
         """acc += alpha a b, for a and b in self.low or in scratch precision; acc is in the latter.
+        begin: what acc holds counts for nothing.
 
         A product of low-precision tiles is summed in float32 and rounded once per tile.
         """
         if self.low is None:
-            acc.baddbmm_(a, b, alpha=alpha)
+            acc.baddbmm_(a, b, beta=0 if begin else 1, alpha=alpha)
+            return
+        product = torch.bmm(a, b, out=self.scratch.take("product", *acc.shape, dtype=self.low))
+        if begin:
+            torch.mul(product, alpha, out=acc)
         else:
-            product = self.scratch.take("product", *acc.shape, dtype=self.low)
-            acc.add_(torch.bmm(a, b, out=product), alpha=alpha)
+            acc.add_(product, alpha=alpha)
 
     def _load(self, block: Block, cols: range, name: str, storage, descale, shift, dtype=None):
         stored = block.keys(storage, cols)

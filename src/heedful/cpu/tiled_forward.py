@@ -58,20 +58,23 @@ def _attend(tiles: Tiles, block: Block, rows: range, out: torch.Tensor, lse: tor
     q = tiles.load_q(block, rows)
     column = (block.heads, q.shape[1], 1)
     m, l_sum = scratch.take("m", *column), scratch.take("l", *column)
-    acc = scratch.take("acc", *column[:2], problem.head_dim_v).zero_()
-    if tiles.x.sink is None:
-        # The lowest finite number, not -inf: exp(-inf - m) is then 0 in a row without keys, not
-        # NaN, and l tells such a row by staying 0.
-        m.fill_(torch.finfo(m.dtype).min)
-        l_sum.zero_()
-    else:
+    acc = scratch.take("acc", *column[:2], problem.head_dim_v)
+    # Whether m, l_sum and acc hold something yet.
+    begun = tiles.x.sink is not None
+    if tiles.x.sink is not None:
         # The sink is a key whose value is zero.
         sink = block.split(tiles.x.sink[None].expand(problem.batch, -1))[..., None, None]
         tiles.by_head(block, m, rows).copy_(sink)
         torch.gt(m, -torch.inf, out=l_sum)
         m.clamp_(min=torch.finfo(m.dtype).min)
+        acc.zero_()
     for cols, masked in key_tiles(block, rows):
-        _accumulate(tiles, block, rows, cols, masked, q, m, l_sum, acc)
+        _accumulate(tiles, block, rows, cols, masked, q, m, l_sum, acc, begun)
+        begun = True
+    if not begun:
+        m.fill_(torch.finfo(m.dtype).min)
+        l_sum.zero_()
+        acc.zero_()
     empty = l_sum == 0
     l_safe = l_sum.masked_fill(empty, 1.0)
     acc *= (keep_scale(problem.dropout_p) if problem.dropout_p > 0 else 1.0) / l_safe
@@ -82,19 +85,40 @@ def _attend(tiles: Tiles, block: Block, rows: range, out: torch.Tensor, lse: tor
 
 
 def _accumulate(
-    tiles: Tiles, block: Block, rows: range, cols: range, masked: bool, q, m, l_sum, acc
+    tiles: Tiles,
+    block: Block,
+    rows: range,
+    cols: range,
+    masked: bool,
+    q,
+    m,
+    l_sum,
+    acc,
+    begun: bool,
 ) -> None:
-    """One step of the online softmax: m, l_sum and acc take in keys `cols`."""
+    """One step of the online softmax: m, l_sum and acc take in keys `cols`, or begin with them."""
     s, _ = tiles.scores(block, rows, cols, masked, q, tiles.load_k(block, cols))
-    m_new = torch.maximum(m, s.amax(-1, keepdim=True))
-    p = exp_(s.sub_(m_new))
-    rescale = exp_(m.sub_(m_new))
-    l_sum.mul_(rescale).add_(p.sum(-1, keepdim=True))
+    largest = tiles.scratch.take("largest", *m.shape)
+    torch.amax(s, -1, keepdim=True, out=largest)
+    # The lowest finite number, not -inf: exp(-inf - m) is then 0 in a row without keys, not NaN,
+    # and l tells such a row by staying 0.
+    if begun:
+        torch.maximum(m, largest, out=largest)
+    else:
+        largest.clamp_(min=torch.finfo(m.dtype).min)
+    p = exp_(s.sub_(largest))
+    total = p.sum(-1, keepdim=True)
+    if begun:
+        rescale = exp_(m.sub_(largest))
+        torch.addcmul(total, l_sum, rescale, out=l_sum)
+        acc.mul_(rescale)
+    else:
+        l_sum.copy_(total)
+    m.copy_(largest)  # last: rescale lived in m
     if tiles.problem.dropout_p > 0:
         p.masked_fill_(tiles.dropped(block, rows, cols), 0.0)
     v = tiles.load_v(block, cols, tiles.low)
-    tiles.add_product(acc.mul_(rescale), tiles.rounded(p, "p_low"), v)
-    m.copy_(m_new)  # last: rescale lived in m
+    tiles.add_product(acc, tiles.rounded(p, "p_low"), v, begin=not begun)
 
 
 def _write_probs(tiles: Tiles, block: Block, rows: range, lse, probs) -> None:
