@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heedful import cpu
 from heedful.core.operands import Operands
+from heedful.cpu import blocks
 from heedful.cpu.philox import keep_tile
 from heedful.reference.philox import keep_mask
 from support.budget import backend_results, check, run
@@ -142,6 +143,24 @@ def test_memory_is_linear_in_sequence_length(features):
         largest.append(found.elements)
     assert largest[1] <= 3 * largest[0]
     assert largest[1] < 3072 * 3072 // 8
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("length", [37, 176, 600])
+def test_how_many_heads_share_a_tile_changes_no_bit(length, dtype, monkeypatch):
+    case = Case(
+        seqlen_q=length, seqlen_k=length + 51, heads_q=8, heads_k=4, head_dim=16, dtype=dtype
+    )
+    built = build(replace(case, causal=True, sink=True))
+    problem, x = built.problem, built.x
+    results = []
+    for scores in (1, 64 * 1024, 128 * 1024, 512 * 1024):
+        monkeypatch.setattr(blocks, "SCORES_PER_TILE", scores)
+        out, lse, _ = cpu.forward(problem, x)
+        results.append((out, lse, *cpu.backward(problem, x, out, lse, built.dout, built.dlse)))
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

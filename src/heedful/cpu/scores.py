@@ -10,7 +10,7 @@ import torch
 
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
-from heedful.cpu.blocks import Block, Scratch
+from heedful.cpu.blocks import Block, Scratch, whole_vectors
 from heedful.cpu.philox import keep_tile
 
 LOG2E = math.log2(math.e)
@@ -59,9 +59,10 @@ class Tiles:
         A product of low-precision tiles is summed in float32 and rounded once per tile.
         """
         if self.low is None:
-            acc.baddbmm_(a, b, beta=0 if begin else 1, alpha=alpha)
+            multiply(acc, a, b, beta=0 if begin else 1, alpha=alpha)
             return
-        product = torch.bmm(a, b, out=self.scratch.take("product", *acc.shape, dtype=self.low))
+        product = self.scratch.take("product", *acc.shape, dtype=self.low)
+        multiply(product, a, b)
         if begin:
             torch.mul(product, alpha, out=acc)
         else:
@@ -96,10 +97,11 @@ class Tiles:
         tanh = None
         if problem.softcap > 0:
             tanh = self.scratch.take("tanh", *s.shape)
-            tanh.baddbmm_(q, k.mT, beta=0, alpha=problem.scale / problem.softcap).tanh_()
+            multiply(tanh, q, k.mT, alpha=problem.scale / problem.softcap)
+            tanh.tanh_()
             torch.mul(tanh, problem.softcap, out=s)
         else:
-            s.baddbmm_(q, k.mT, beta=0, alpha=problem.scale)
+            multiply(s, q, k.mT, alpha=problem.scale)
         s_heads = self.by_head(block, s, rows)
         if x.alibi_slopes is not None:
             slopes = block.split(x.alibi_slopes)[..., None, None]
@@ -178,9 +180,20 @@ def _low_precision(problem: AttentionProblem, x: Operands) -> torch.dtype | None
     return None
 
 
+def multiply(out, a, b, beta: float = 0.0, alpha: float = 1.0) -> None:
+    """out = beta out + alpha a b for each of the matrices of a tile."""
+    out.baddbmm_(a, b, beta=beta, alpha=alpha)
+
+
 def exp_(s: torch.Tensor) -> torch.Tensor:
-    """e^s in place, by exp2: torch hands exp to MKL, which on AMD takes four times as long."""
-    return s.mul_(LOG2E).exp2_()
+    """e^s of a scratch tensor, in place.
+
+    By exp2: torch hands exp to MKL, which on AMD takes four times as long. Over whole vectors: what
+    is left of them torch computes by another function, so that bits would depend on the place.
+    """
+    vectors = s.as_strided((whole_vectors(s.numel()),), (1,))
+    vectors.mul_(LOG2E).exp2_()
+    return s
 
 
 def unpack_int4(packed: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from heedful.core.operands import Gradients, Operands, own_shape
 from heedful.core.problem import AttentionProblem
 from heedful.cpu.blocks import KEYS, UNIT, Block, blocks, query_rows, query_tiles, worth_threads
-from heedful.cpu.scores import Tiles, exp_
+from heedful.cpu.scores import Tiles, exp_, multiply
 from heedful.cpu.tiled_forward import row_lse
 from heedful.cpu.workers import for_each
 from heedful.reference.philox import keep_scale
@@ -143,7 +143,7 @@ class _BlockBackward:
         s, tanh = tiles.scores(block, rows, cols, masked, q, k)
         p = exp_(s.sub_(self.lse[index]))
         dp = tiles.scratch.take("dp", *p.shape)
-        torch.bmm(do, v.mT, out=dp)
+        multiply(dp, do, v.mT)
         do_low = tiles.rounded(do, "do_low")
         if problem.dropout_p > 0:
             dropped = tiles.dropped(block, rows, cols)

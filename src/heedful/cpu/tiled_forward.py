@@ -110,7 +110,7 @@ def _accumulate(
     total = p.sum(-1, keepdim=True)
     if begun:
         rescale = exp_(m.sub_(largest))
-        torch.addcmul(total, l_sum, rescale, out=l_sum)
+        l_sum.mul_(rescale).add_(total)
         acc.mul_(rescale)
     else:
         l_sum.copy_(total)
