@@ -29,7 +29,7 @@ test: lint ## lint, types and the default tests (what CI runs)
 	$(RUN) pytest -n $(WORKERS) $(ARGS)
 
 test-slow: $(READY) ## every test, the long grids too
-	$(RUN) pytest -n $(WORKERS) --run-slow $(ARGS)
+	$(RUN) pytest -n $(WORKERS) --dist worksteal --run-slow $(ARGS)
 
 test-gpu: $(READY) ## the tests that need a GPU, in one process
 	$(RUN) pytest -m gpu $(ARGS)

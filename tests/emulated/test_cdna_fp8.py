@@ -43,7 +43,7 @@ CASES = [
     replace(BASE, head_dim=64, causal=True, num_splits=2),
 ]
 SCHEDULES = ("lockstep", "round-robin", "delay:0-3", "random:0")
-MORE_SCHEDULES = ("delay:4-7", "delay:1,6", "random:1-10")
+MANY_SCHEDULES = ("lockstep", "round-robin", "random:0-9")
 
 
 def of_target(case: Case, arch: str) -> Case:
@@ -78,7 +78,7 @@ LONG = [
 @pytest.mark.parametrize("arch", DTYPES)
 @pytest.mark.parametrize("case", LONG, ids=str)
 def test_every_shape_is_within_budget_under_many_schedules(arch, case):
-    run(Emulated(arch, "cdna", SCHEDULES + MORE_SCHEDULES), of_target(case, arch))
+    run(Emulated(arch, "cdna", MANY_SCHEDULES), of_target(case, arch))
 
 
 def results(arch: str, **descales):
