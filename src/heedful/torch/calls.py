@@ -261,7 +261,7 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
         # An argument that cannot be hashed, or a tensor without plain memory (sparse, ...), is none
         # that we take: the checks will say which.
         key = call = None
-    odd = key is call is None
+    odd = key is None and call is None
     if call is None:
         call = find(key, x, Options(*options), (wants_grad, bias_grad), out, seed)
     if wants_grad:

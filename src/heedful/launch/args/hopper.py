@@ -64,7 +64,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         calls = [_forward_call(problem, plan, buffers, splits), *portable.combine(parts).calls]
     # Of packed queries, rows past the lengths used, which a backward would read the lse of.
     if problem.varlen_q and (problem.used_q or problem.needs_grad):
-        calls.append(portable._clear_call(problem, buffers, "q", "out", "lse"))
+        calls.append(portable.clear_call(problem, buffers, "q", "out", "lse"))
     return Program(tuple(calls), workspaces)
 
 

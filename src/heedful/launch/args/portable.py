@@ -229,7 +229,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         calls.append(_combine_call(buffers, "partial_out", "partial_lse", sink=None))
     # Of packed queries, rows past the lengths used, which a backward would read the lse of.
     if problem.varlen_q and (problem.used_q or problem.needs_grad):
-        calls.append(_clear_call(problem, buffers, "q", "out", "lse"))
+        calls.append(clear_call(problem, buffers, "q", "out", "lse"))
     if "probs" in buffers:
         if "lse" not in buffers:
             raise ValueError("probs need lse: the probabilities are made from it")
@@ -286,7 +286,7 @@ def _forward_call(
     )
 
 
-def _clear_call(
+def clear_call(
     problem: AttentionProblem, buffers: Buffers, side: str, x: str, y: str | None
 ) -> KernelCall:
     """Clears what no sequence uses of outputs that lie as q or k do; an lse there becomes -inf."""
@@ -433,9 +433,9 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
         _key_gradients_call(problem, plan, buffers),
     ]
     if problem.varlen_q:
-        calls.append(_clear_call(problem, buffers, "q", "dq", None))
+        calls.append(clear_call(problem, buffers, "q", "dq", None))
     if problem.varlen_k or problem.leftpad_k:
-        calls.append(_clear_call(problem, buffers, "k", "dk", "dv"))
+        calls.append(clear_call(problem, buffers, "k", "dk", "dv"))
     if "dbias" in buffers:
         calls.append(_bias_gradients_call(problem, plan, buffers))
     if "dsink" in buffers:
