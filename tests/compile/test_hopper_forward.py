@@ -151,12 +151,6 @@ def test_packed_heads_are_neighbours_of_one_tile():
     assert descriptor.strides == (10 * 6 * 128, 3 * 128, 6 * 128, 128, 1)
 
 
-def test_a_batch_stride_between_two_rows_is_named():
-    odd = BufferSpec((2, 300, 4, 128), (300 * 512 + 8, 512, 128, 1), "bfloat16")
-    with pytest.raises(ValueError, match="k must have a batch stride that is a multiple"):
-        hopper.rows_between("k", odd)
-
-
 def test_a_new_length_batch_or_head_count_is_the_same_variant():
     first = planned(PLAIN)
     problem = AttentionProblem.dense(3, 77, 1001, 16, 2, head_dim=128, return_lse=True)

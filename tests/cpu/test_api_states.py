@@ -152,6 +152,16 @@ def test_explain_says_which_tensors_are_copied():
     assert "note      q is copied: its last dim has stride 2" in text
 
 
+@pytest.mark.parametrize(("gap", "stays"), [(0, False), (32, False), (8, True)])
+def test_explain_says_which_caches_begin_between_two_rows(gap, stays):
+    """Rows of 16 elements, 6 of them in a batch entry, and a gap behind each entry."""
+    storage = torch.zeros(2 * (6 * 16 + gap))
+    cache = storage.as_strided((2, 6, 2, 8), (6 * 16 + gap, 16, 8, 1))
+    q = torch.zeros(2, 1, 2, 8)
+    text = heedful.explain(heedful.flash_attn_with_kvcache, q, cache, cache, cache_seqlens=2)
+    assert ("even_rows=False" in text) == stays
+
+
 def test_explain_runs_nothing_and_writes_nothing():
     cache = torch.zeros(1, 6, 1, 8), torch.zeros(1, 6, 1, 8)
     new = torch.ones(1, 1, 1, 8)

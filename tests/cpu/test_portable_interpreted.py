@@ -67,6 +67,9 @@ BOTH_WAYS = (
     Case(tree_mask=True),
     Case(head_dim=20, head_dim_v=48),
     Case(head_dim=3),
+    # A lone key: the backward must find the very score that the forward found.
+    Case(seqlen_q=2, seqlen_k=1, head_dim=192, bias="bhqk"),
+    Case(seqlen_q=2, seqlen_k=1, head_dim=256),
     Case(layout="offset"),
     Case(layout="packed", causal=True),
     Case(layout="heads_first"),

@@ -70,7 +70,9 @@ def test_an_option_of_explain_reaches_the_problem(option, value, fact):
     assert fact.items() <= problem.items()
 
 
-@pytest.mark.parametrize("flag", ["alibi", "bias", "sink", "varlen", "causal", "unaligned"])
+@pytest.mark.parametrize(
+    "flag", ["alibi", "bias", "sink", "varlen", "causal", "unaligned", "uneven-rows"]
+)
 def test_a_flag_of_explain_changes_the_problem(flag):
     plain = json.loads(run("explain", "--device", "H200", "--json").stdout)["problem"]
     flagged = json.loads(run("explain", "--device", "H200", f"--{flag}", "--json").stdout)

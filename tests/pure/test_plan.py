@@ -56,6 +56,16 @@ def test_a_cache_type_that_the_device_cannot_convert_is_a_reason(name, dtype):
         plan(dense(1, 4, 512, 8, kv_dtype=dtype), by_name(name))
 
 
+def test_uneven_rows_matter_where_lengths_do():
+    """A map of rows alone finds a batch entry only at a whole number of rows."""
+    uneven = dense(2, 1024, 1024, 8, even_rows=False)
+    assert plan(uneven, by_name("H200")).backend == "hopper"
+    cache = dense(2, 1024, 1024, 8, even_rows=False, used_k=True)
+    chosen = plan(cache, by_name("H200"))
+    assert chosen.backend == "portable"
+    assert "multiples of their row strides" in explain(chosen)
+
+
 def test_explain_names_problem_device_choice_and_rejections():
     text = explain(plan(dense(1, 64, 64, 8, causal=True), by_name("MI355X")))
     for word in ("1x64x64", "causal", "MI355X", "gfx950", "rejected  cpu forward"):

@@ -13,6 +13,7 @@ from heedful.core.mask import MaskSpec
 from heedful.core.operands import Operands
 from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.reference.sequences import sequences
+from heedful.torch.adapt import storage
 
 LAYOUTS = ("contiguous", "heads_first", "packed", "offset")
 
@@ -250,10 +251,6 @@ def _laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 def _problem(case: Case, x: Operands) -> AttentionProblem:
     itemsize = x.q.element_size()
-    aligned = all(
-        t.data_ptr() % 16 == 0 and all(s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
-        for t in (x.q, x.k, x.v)
-    )
     problem = AttentionProblem(
         batch=case.batch,
         heads_q=case.heads_q,
@@ -289,7 +286,7 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
         return_probs=case.return_probs,
         deterministic=case.deterministic,
         num_splits=case.num_splits,
-        aligned=aligned,
+        **storage(x.q, x.k, x.v, None),
         dropout_origin=case.dropout_origin,
     )
     problem.validate()

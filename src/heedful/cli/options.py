@@ -61,6 +61,9 @@ class ProblemOptions:
         bool, _option("bit-equal gradients from run to run", "--deterministic")
     ] = False
     unaligned: Annotated[bool, _option("bases or strides off 16 bytes", "--unaligned")] = False
+    uneven_rows: Annotated[
+        bool, _option("batch strides of K or V no multiples of row strides", "--uneven-rows")
+    ] = False
 
     def problem(self) -> AttentionProblem:
         """Raises ValueError naming the option's argument."""
@@ -80,6 +83,7 @@ class ProblemOptions:
             "num_splits": self.splits,
             "needs_grad": self.backward or self.bias_grad,
             "aligned": not self.unaligned,
+            "even_rows": not self.uneven_rows,
         }
         same = ("alibi", "bias", "sink", "bias_grad", "deterministic")
         facts.update({name: getattr(self, name) for name in same})

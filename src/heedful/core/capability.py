@@ -210,8 +210,7 @@ ROWS: tuple[KernelRow, ...] = (
     KernelRow(
         "hopper",
         "forward",
-        # Earlier forms have run; what ships has been compiled.
-        {"sm_90": "compile-only"},
+        {"sm_90": "run"},
         ("bfloat16", "float16"),
         frozenset(
             {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "alibi", "bias"}
@@ -222,15 +221,12 @@ ROWS: tuple[KernelRow, ...] = (
         max_dim=256,
         dim_multiple=8,
         least=(("triton", (3, 6)),),
-        # Not before its device tests have passed with the second look at scores as it is now.
-        by_default=False,
         gates=(_some_tokens, _positive_scale, _out_as_in, _whole_pages, _aligned_draws),
     ),
     KernelRow(
         "hopper",
         "forward",
-        # Earlier forms have run; what ships has been compiled.
-        {"sm_90": "compile-only"},
+        {"sm_90": "run"},
         ("float8_e4m3fn",),
         frozenset(
             {"causal", "window", "diagonal", "sink", "softcap", "varlen", "gqa"}
@@ -241,8 +237,6 @@ ROWS: tuple[KernelRow, ...] = (
         dim_multiple=16,
         # For gl.inline_asm.
         least=(("triton", (3, 9)),),
-        # Not before its device tests have passed in the form shipped.
-        by_default=False,
         gates=(_some_tokens, _float_out),
     ),
     KernelRow(

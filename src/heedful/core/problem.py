@@ -40,6 +40,7 @@ class AttentionProblem:
     deterministic: the backward must be bit-equal from run to run.
     num_splits: 0 = choose, 1 = do not split the keys, n = split them in n.
     aligned: all bases and strides are multiples of 16 bytes.
+    even_rows: batch entries or pages of K and V begin whole numbers of rows apart.
     dropout_origin: (batch, head, row, column) of this call's first score in the whole problem, so
         that a shard draws the mask that the unsharded call would.
     """
@@ -78,6 +79,7 @@ class AttentionProblem:
     deterministic: bool = False
     num_splits: int = 0
     aligned: bool = True
+    even_rows: bool = True
     dropout_origin: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @classmethod
@@ -171,6 +173,9 @@ class AttentionProblem:
             yield "deterministic"
         if not self.aligned:
             yield "unaligned"
+        ragged = self.used_k or self.leftpad_k or self.page_size
+        if ragged and not self.varlen_k and not self.even_rows:
+            yield "uneven_rows"
 
     def validate(self) -> None:
         """Raises ValueError naming the argument for figures no attention call can have."""
@@ -275,6 +280,7 @@ FEATURES = {
     "bias_grad": "gradient of the bias",
     "deterministic": "deterministic backward",
     "unaligned": "bases or strides off 16 bytes",
+    "uneven_rows": "batch strides of K or V that are no multiples of their row strides",
 }
 
 # Facts that are features by themselves.

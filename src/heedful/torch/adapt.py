@@ -117,7 +117,23 @@ def copies(x: Operands, adapted: Operands) -> list[str]:
     return notes
 
 
-def is_aligned(*tensors: Tensor | None) -> bool:
+def storage(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> dict[str, bool]:
+    """The problem's facts that are about bases and strides."""
+    return {
+        "aligned": _are_aligned(q, k, v, out),
+        "even_rows": _has_even_rows(k) and _has_even_rows(v),
+    }
+
+
+def _has_even_rows(tensor: Tensor) -> bool:
+    """Whether the row stride divides the batch stride of (B, S, H, D), with 31 bits for a row."""
+    if tensor.ndim != 4 or tensor.shape[0] <= 1 or tensor.shape[1] <= 1:
+        return True
+    batch, row = tensor.stride()[:2]
+    return row > 0 and not batch % row and batch // row * tensor.shape[0] < 1 << 31
+
+
+def _are_aligned(*tensors: Tensor | None) -> bool:
     """Whether all bases and strides are multiples of 16 bytes."""
     for tensor in tensors:
         if tensor is None:

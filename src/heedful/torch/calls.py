@@ -22,7 +22,7 @@ from heedful.torch.adapt import (
     bias_gradient,
     copies,
     dense_rows,
-    is_aligned,
+    storage,
 )
 from heedful.torch.checks import Options, check_seed, check_tensors, describe
 from heedful.torch.dispatch import any_autocast, bare_apply, same_metadata
@@ -120,8 +120,9 @@ class Call:
             x = x._replace(seed=None)
         self.steps = adaptations(x, problem)
         adapted = adapt(x, self.steps)
-        if not is_aligned(*adapted[:3], out):
-            problem = describe(x, options, *grad, out, aligned=False)
+        facts = storage(*adapted[:3], out)
+        if not all(facts.values()):
+            problem = describe(x, options, *grad, out, facts)
         given = adapted
         if self.dropout and x.seed is None:
             given = adapted._replace(seed=torch.empty(1, dtype=torch.int64, device=x.q.device))

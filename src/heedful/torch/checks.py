@@ -85,13 +85,13 @@ def describe(
     needs_grad: bool = False,
     bias_grad: bool = False,
     out: Tensor | None = None,
-    aligned: bool = True,
+    storage: dict[str, bool] | None = None,
 ) -> AttentionProblem:
     """The problem of a call, with everything about it checked.
 
-    x: the tensors as the caller gave them. out: the tensor to write, if any. aligned: whether all
-    bases and strides of q, k, v and out are multiples of 16 bytes. needs_grad, bias_grad: whether
-    autograd records this call, and will want the bias's gradient.
+    x: the tensors as the caller gave them. out: the tensor to write, if any. storage: the facts of
+    `adapt.storage`, where they are not the usual ones. needs_grad, bias_grad: whether autograd
+    records this call, and will want the bias's gradient.
 
     Raises TypeError or ValueError.
     """
@@ -118,7 +118,7 @@ def describe(
         kv_group=kv_group,
         needs_grad=needs_grad,
         bias_grad=bias_grad,
-        aligned=aligned,
+        **(storage or {}),
         **_presence(x, options),
         **_asked(options),
     )

@@ -7,7 +7,12 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.portable.philox import keep_tile, seed_words
-from heedful.kernels.portable.scores import bias_tile, lse_to_subtract, probabilities
+from heedful.kernels.portable.scores import (
+    bias_tile,
+    lse_to_subtract,
+    probabilities,
+    product_of_rows,
+)
 from heedful.kernels.portable.sequences import key_sequence, load_rows, query_sequence, wide
 
 LENGTHS = [
@@ -117,6 +122,7 @@ def bias_gradients(
     One program makes one tile of it and walks every tile of scores that it was broadcast to, in
     one order, so the sum is the same in every run.
     """
+    IS_EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     pid = tl.program_id(0)
     tiles_n = tl.cdiv(own_n, BLOCK_N)
     tiles_m = tl.cdiv(own_m, BLOCK_M)
@@ -163,7 +169,7 @@ def bias_gradients(
                 BLOCK_D,
                 True,
             )
-            s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION)
+            s_MN = product_of_rows(q_MD, k_ND, PRECISION, IS_EXACT)
             rows_M = row0 + tl.arange(0, BLOCK_M)
             cols_N = col0 + tl.arange(0, BLOCK_N)
             places_M = b * stride_lb + h * stride_lh + token_q + rows_M
@@ -210,7 +216,7 @@ def bias_gradients(
                 alibi_slopes is not None,
                 bias is not None,
                 IS_ADJUSTED,
-                q.dtype.element_ty == tl.float32,
+                IS_EXACT,
                 True,
             )
             do_ME = load_rows(
@@ -233,7 +239,7 @@ def bias_gradients(
                 BLOCK_E,
                 True,
             )
-            dp_MN = tl.dot(do_ME, tl.trans(v_NE), input_precision=PRECISION)
+            dp_MN = product_of_rows(do_ME, v_NE, PRECISION, IS_EXACT)
             if HAS_DROPOUT:
                 keep_MN = keep_tile(
                     key0,

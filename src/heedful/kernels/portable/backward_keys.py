@@ -11,7 +11,13 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.portable.philox import keep_tile, seed_words
-from heedful.kernels.portable.scores import bias_tile, lse_to_subtract, plus_product, probabilities
+from heedful.kernels.portable.scores import (
+    bias_tile,
+    lse_to_subtract,
+    plus_product,
+    probabilities,
+    product_of_rows,
+)
 from heedful.kernels.portable.sequences import (
     head_of,
     key_sequence,
@@ -190,7 +196,7 @@ def key_gradients(
                 BLOCK_D,
                 masked == 1,
             )
-            s_NM = tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION)
+            s_NM = product_of_rows(k_ND, q_MD, PRECISION, IS_EXACT)
             places_M = rows_lse + h * stride_lh + rows_M
             lse_M = lse_to_subtract(lse, places_M, rows_M < len_q, masked == 1)
             slope = 0.0
@@ -246,7 +252,7 @@ def key_gradients(
                 BLOCK_E,
                 masked == 1,
             )
-            dp_NM = tl.dot(v_NE, tl.trans(do_ME), input_precision=PRECISION)
+            dp_NM = product_of_rows(v_NE, do_ME, PRECISION, IS_EXACT)
             kept_NM = p_NM
             if HAS_DROPOUT:
                 keep_MN = keep_tile(

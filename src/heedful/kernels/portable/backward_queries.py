@@ -12,7 +12,13 @@ import triton.language as tl
 
 from heedful.kernels.portable.backward_rows import row_deltas
 from heedful.kernels.portable.philox import keep_tile, seed_words
-from heedful.kernels.portable.scores import bias_tile, lse_to_subtract, plus_product, probabilities
+from heedful.kernels.portable.scores import (
+    bias_tile,
+    lse_to_subtract,
+    plus_product,
+    probabilities,
+    product_of_rows,
+)
 from heedful.kernels.portable.sequences import (
     head_of,
     key_sequence,
@@ -194,7 +200,7 @@ def query_gradients(
                 col0 = (visit + full_end) * BLOCK_N
             cols_N = col0 + tl.arange(0, BLOCK_N)
             k_ND = load_rows(k, stride_kn, col0, len_k, HEAD_DIM, BLOCK_N, BLOCK_D, masked == 1)
-            s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION)
+            s_MN = product_of_rows(q_MD, k_ND, PRECISION, IS_EXACT)
             bias_MN = 0.0
             if bias is not None:
                 bias_MN = bias_tile(
@@ -236,7 +242,7 @@ def query_gradients(
                 masked == 1,
             )
             v_NE = load_rows(v, stride_vn, col0, len_k, HEAD_DIM_V, BLOCK_N, BLOCK_E, masked == 1)
-            dp_MN = tl.dot(do_ME, tl.trans(v_NE), input_precision=PRECISION)
+            dp_MN = product_of_rows(do_ME, v_NE, PRECISION, IS_EXACT)
             if HAS_DROPOUT:
                 keep_MN = keep_tile(
                     key0,

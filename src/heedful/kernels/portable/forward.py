@@ -20,7 +20,7 @@ from heedful.kernels.portable.scores import (
     exponential,
     finite_or_zero,
     plus_product,
-    score_product,
+    product_of_rows,
     tree_visible,
     visible,
 )
@@ -308,7 +308,7 @@ def attention_forward(
                 masked == 1,
                 DTYPE,
             )
-            s_MN = score_product(q_MD, k_ND, PRECISION, IS_EXACT)
+            s_MN = product_of_rows(q_MD, k_ND, PRECISION, IS_EXACT)
             cols_N = col0 + tl.arange(0, BLOCK_N)
             distance_MN = cols_N[None, :] - (rows_M + off)[:, None]
             if IS_ADJUSTED:

@@ -8,7 +8,12 @@ import triton.language as tl
 
 from heedful.kernels.portable.keys import load_keys
 from heedful.kernels.portable.philox import keep_tile, seed_words
-from heedful.kernels.portable.scores import bias_tile, lse_to_subtract, probabilities
+from heedful.kernels.portable.scores import (
+    bias_tile,
+    lse_to_subtract,
+    probabilities,
+    product_of_rows,
+)
 from heedful.kernels.portable.sequences import key_sequence, load_rows, query_sequence, wide
 
 LENGTHS = [
@@ -114,6 +119,7 @@ def signed_probabilities(
     """probs (B, H, M, N): probabilities before dropout, negative where it drops them. Storage
     past the lengths used is left as it is."""
     DTYPE: tl.constexpr = tl.bfloat16 if q.dtype.element_ty.is_fp8() else q.dtype.element_ty
+    IS_EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     pid = tl.program_id(0)
     col0 = (pid % tiles_n) * BLOCK_N
     row0 = (pid // tiles_n % tiles_m) * BLOCK_M
@@ -191,7 +197,7 @@ def signed_probabilities(
             BLOCK_N,
             False,
         )
-    s_MN = tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION)
+    s_MN = product_of_rows(q_MD, k_ND, PRECISION, IS_EXACT)
     p_MN, _ = probabilities(
         s_MN,
         lse_M[:, None],
@@ -215,7 +221,7 @@ def signed_probabilities(
         alibi_slopes is not None,
         bias is not None,
         IS_ADJUSTED,
-        q.dtype.element_ty == tl.float32,
+        IS_EXACT,
         True,
     )
     if HAS_DROPOUT:

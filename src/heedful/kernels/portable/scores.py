@@ -54,15 +54,17 @@ def halves(x_RD):
 
 
 @triton.jit
-def score_product(q_MD, k_ND, PRECISION: tl.constexpr, IS_EXACT: tl.constexpr):
-    """q k^T. IS_EXACT, for float32 inputs: wide heads in two chains of additions, not one."""
-    if IS_EXACT and q_MD.shape[1] > 64:
-        q0, q1 = halves(q_MD)
-        k0, k1 = halves(k_ND)
-        s_MN = tl.dot(q0, tl.trans(k0), input_precision=PRECISION)
-        return plus_product(s_MN, q1, tl.trans(k1), PRECISION, IS_EXACT)
+def product_of_rows(a_RD, b_SD, PRECISION: tl.constexpr, IS_EXACT: tl.constexpr):
+    """a b^T. IS_EXACT, for float32 inputs: wide rows in two chains of additions, not one. All
+    kernels make scores here: the backward's have the forward's bits, so that a lone key keeps a
+    probability of exactly 1."""
+    if IS_EXACT and a_RD.shape[1] > 64:
+        a0, a1 = halves(a_RD)
+        b0, b1 = halves(b_SD)
+        first_RS = tl.dot(a0, tl.trans(b0), input_precision=PRECISION)
+        return plus_product(first_RS, a1, tl.trans(b1), PRECISION, IS_EXACT)
     else:
-        return tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION)
+        return tl.dot(a_RD, tl.trans(b_SD), input_precision=PRECISION)
 
 
 @triton.jit

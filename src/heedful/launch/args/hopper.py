@@ -212,7 +212,7 @@ def _add_storage(call: _Call, problem: AttentionProblem) -> None:
         raise ValueError("cu_seqlens_k beside block_table must come as seqused_k")
     is_batched = _is_ragged(problem) and not problem.varlen_k
     for name in ("k", "v"):
-        rows = rows_between(name, call.buffers[name]) if is_batched else 0
+        rows = rows_between(call.buffers[name]) if is_batched else 0
         call.ints_if(is_batched, **{f"{name}_rows": rows})
     if not is_batched:
         # Packed: there is one batch entry.
@@ -222,20 +222,10 @@ def _add_storage(call: _Call, problem: AttentionProblem) -> None:
     call.ints_if(table is not None, page_size=problem.page_size)
 
 
-def rows_between(name: str, spec: BufferSpec) -> int:
-    """Rows from one batch entry or page of (B, S, H, D) to the next, for a map of rows alone.
-
-    Raises ValueError where that is not a whole number.
-    """
-    if spec.shape[0] == 1:
-        return 0
-    rows, rest = divmod(spec.strides[0], _row_stride(spec))
-    if rest or rows * spec.shape[0] >= 1 << 31:
-        raise ValueError(
-            f"{name} must have a batch stride that is a multiple of its row stride, and fewer than"
-            f" 2^31 rows in all, where lengths or pages are given; got strides {spec.strides}"
-        )
-    return rows
+def rows_between(spec: BufferSpec) -> int:
+    """Rows from one batch entry or page of (B, S, H, D) to the next, for a map of rows alone. A
+    whole number, as the planner has seen to (`AttentionProblem.even_rows`)."""
+    return 0 if spec.shape[0] == 1 else spec.strides[0] // _row_stride(spec)
 
 
 def _has_dropout(problem: AttentionProblem) -> bool:
