@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import heedful
-from heedful.torch import backends, calls
+from heedful.torch import backends, calls, kvcache
 
 
 class Exceptions:
@@ -50,6 +50,46 @@ def test_a_known_call_raises_nothing_and_misses_no_look_up(grad, monkeypatch):
         for causal in (False, True) * 5:
             call(causal, grad)
     assert seen.raised == []
+
+
+def decode(batch: int = 2, share: bool = False, **facts):
+    """One step over a cache of pages of 4 keys."""
+    torch.manual_seed(batch)
+    table = torch.arange(batch * 4, dtype=torch.int32).view(batch, -1)
+    q, k, v = torch.randn(batch, 1, 2, 8), *(torch.randn(batch * 4, 4, 2, 8) for _ in range(2))
+    lengths = torch.full((batch,), 13, dtype=torch.int32)
+    return heedful.flash_attn_with_kvcache(
+        q,
+        k,
+        k if share else v,
+        cache_seqlens=lengths,
+        block_table=table,
+        backend="cpu",
+        **facts,
+    )
+
+
+def test_a_known_decode_step_makes_no_key(monkeypatch):
+    for _ in range(2):
+        decode()
+    monkeypatch.setattr(kvcache, "tensor_keys", refuse)
+    with Exceptions() as seen:
+        for _ in range(5):
+            decode()
+    assert seen.raised == []
+
+
+def test_decode_steps_of_other_kinds_are_not_taken_for_the_last():
+    one, two = torch.rand(2), torch.rand(2)
+    kinds = [{}, {"batch": 3}, {"share": True}, {"alibi_slopes": one}, {"sink": two}]
+    kinds += [{"softcap": 1}, {"softcap": 1.0}, {"causal": True}, {"num_splits": 1}]
+    wanted = []
+    for kind in kinds:
+        calls.CALLS.clear()
+        wanted.append(decode(**kind))
+    for _ in range(3):
+        for kind, want in zip(kinds, wanted, strict=True):
+            assert torch.equal(decode(**kind), want), kind
 
 
 def test_the_counter_of_exceptions_sees_caught_ones():

@@ -103,11 +103,19 @@ def _paged(case: Case, inputs: Inputs, backend: str | None) -> Forward:
     table = pages.view(p.batch, -1)
     lengths = torch.full((p.batch,), p.seqlen_k, dtype=torch.int32, device=device)
 
+    paged: dict[int, torch.Tensor] = {}
+
+    def pages_of(x: torch.Tensor) -> torch.Tensor:
+        """A cache is made of pages once, not in each call."""
+        if x.data_ptr() not in paged:
+            paged[x.data_ptr()] = x.view(-1, PAGE, *x.shape[2:])
+        return paged[x.data_ptr()]
+
     def forward(q, k, v):
         return heedful.flash_attn_with_kvcache(
             q,
-            k.view(-1, PAGE, *k.shape[2:]),
-            v.view(-1, PAGE, *v.shape[2:]),
+            pages_of(k),
+            pages_of(v),
             cache_seqlens=lengths,
             block_table=table,
             causal=p.mask.causal,

@@ -19,7 +19,7 @@ from heedful.torch.cache_update import (
 )
 from heedful.torch.calls import CALLS, Call, out_key, tensor_key, tensor_keys
 from heedful.torch.checks import FLOATS, Options, describe
-from heedful.torch.dispatch import any_autocast, needs_dispatcher
+from heedful.torch.dispatch import any_autocast, needs_dispatcher, same_metadata
 from heedful.torch.kvcache_checks import check_apart, check_int_length, check_prefix, check_update
 from heedful.torch.merge import merge_attn_states
 from heedful.torch.values import check_range
@@ -152,10 +152,13 @@ class CacheCall:
     attention, prefix: of the cache, and of the shared prefix where there is one. new: tokens that
     are appended. update(x, update, start): writes them; None where there are none. counts: whether
     it also counts the keys with them. records: whether autograd would record what torch does here,
-    which nobody wants.
+    which nobody wants. aligned: whether all tensors begin at multiples of 16 bytes.
     """
 
     __slots__ = (
+        "_alike",
+        "_share",
+        "aligned",
         "attention",
         "capacity",
         "checks",
@@ -169,6 +172,7 @@ class CacheCall:
 
     def __init__(self, x: Operands, options: Options, update: Update, out: Tensor | None):
         """Raises TypeError or ValueError for a call that cannot be."""
+        asked = x
         problem = describe_update(x, options, update, out)
         if update.cache_seqlens is not None:
             x = x._replace(seqused_k=_length_like(update, x.q))
@@ -205,6 +209,33 @@ class CacheCall:
             if self.prefix is not None:
                 self.prefix.runner.bind()
         self.counts = isinstance(self.update, DeviceUpdate)
+        present = _present(asked, update)
+        self.aligned = _are_aligned(present)
+        self._alike = same_metadata(*present)
+        self._share = x.k.data_ptr() == x.v.data_ptr()
+
+    def fits(self, x: Operands, update: Update) -> bool:
+        """Whether aligned tensors are of this kind, given that they are there where this call's
+        were."""
+        present = _present(x, update)
+        share = x.k.data_ptr() == x.v.data_ptr()
+        return share == self._share and _are_aligned(present) and self._alike(*present)
+
+
+def _present(x: Operands, update: Update) -> list[Tensor]:
+    """All tensors of a call without a shared prefix."""
+    tensors = [tensor for tensor in (*x, *update[:5]) if tensor is not None]
+    if isinstance(update.cache_seqlens, int):
+        tensors.pop()
+    return tensors
+
+
+def _are_aligned(tensors: list[Tensor]) -> bool:
+    """Whether all begin at multiples of 16 bytes."""
+    bits = 0
+    for tensor in tensors:
+        bits |= tensor.data_ptr()
+    return not bits & 15
 
 
 def describe_update(x: Operands, options: Options, update: Update, out: Tensor | None):
@@ -233,19 +264,27 @@ def _eager(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, o
     lengths, prefix = update.cache_seqlens, update.shared_prefix
     whole = isinstance(lengths, int)
     x = _new(Operands, (q, k_cache, v_cache, *extras))
+    key = call = None
     try:
-        key = (
-            options,
-            *map(type, options),
-            tensor_keys((q, k_cache, v_cache, *extras, *update[:4])),
-            type(lengths) if whole or lengths is None else tensor_key(lengths),
-            update.rotary_interleaved,
-            type(update.rotary_interleaved),
-            update.rotary_cos is not None and k_cache.data_ptr() == v_cache.data_ptr(),
-            None if prefix is None else _prefix_key(prefix),
-            None if out is None else out_key(out, q, k_cache, v_cache),
-        )
-        call = CALLS.young.get(key)
+        how = (options, update.rotary_interleaved, *map(type, (*options, *extras, *update)))
+        # Tensors like those of the last such call are known without a key.
+        common = out is None and prefix is None
+        if common:
+            call = CALLS.latest.get(how)
+            if call is not None and not call.fits(x, update):
+                call = None
+        if call is None:
+            key = (
+                how,
+                tensor_keys((q, k_cache, v_cache, *extras, *update[:4])),
+                None if whole or lengths is None else tensor_key(lengths),
+                update.rotary_cos is not None and k_cache.data_ptr() == v_cache.data_ptr(),
+                None if prefix is None else _prefix_key(prefix),
+                None if out is None else out_key(out, q, k_cache, v_cache),
+            )
+            call = CALLS.young.get(key)
+            if common and call is not None and call.aligned:
+                CALLS.latest[how] = call
     except (TypeError, RuntimeError):
         # As in `calls.attend`.
         key = call = None
