@@ -87,7 +87,18 @@ def fp8_operand(p_MN, dtype: gl.constexpr, OPERAND: gl.constexpr):
 
 @gluon.jit
 def positive(scale):
-    """A scale that the maximum commutes with and that leaves masked scores at -inf: for zero,
-    which a descale of zeros may be, the least normal number, and NaN for a negative one, which
-    would turn the softmax upside down."""
-    return gl.where(scale < 0, float("nan"), gl.maximum(scale, 2.0**-126))
+    """The size of a scale, with which the maximum commutes, and which leaves masked scores at -inf:
+    for zero, which a descale of zeros may be, the least normal number."""
+    size = gl.abs(scale)
+    return gl.where(size < 2.0**-126, 2.0**-126, size)
+
+
+@gluon.jit
+def with_sign_of(scale, q_MD):
+    """Queries whose products have the sign that `scale` gives them. Zeros keep theirs: e4m3fnuz has
+    one alone, and the other's bits are its NaN, which stays NaN."""
+    bits_MD = q_MD.to(gl.int8, bitcast=True)
+    # By arithmetic: a comparison takes a pair of scalar registers for each byte.
+    has_size_MD = (bits_MD & 0x7F) + 0x7F
+    sign = gl.where(scale < 0, -128, 0).to(gl.int8)
+    return (bits_MD ^ (has_size_MD & sign)).to(q_MD.dtype, bitcast=True)
