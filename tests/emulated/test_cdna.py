@@ -55,7 +55,7 @@ LONG = [
     replace(BASE, causal=True, bottom_right=False, seqlen_q=300),
     replace(BASE, causal=True, shift=-90),
     replace(BASE, causal=True, shift=37, seqlen_q=513),
-    replace(BASE, layout="heads_first", heads_q=4, heads_k=2, batch=2),
+    replace(BASE, layout="heads_first", heads_q=2, heads_k=2, batch=2),
     replace(BASE, varlen="k", batch=2, lens_k=(0, 450), seqlen_k=450),
     replace(BASE, varlen="q", batch=3, lens_q=(70, 0, 1)),
     replace(BASE, scale=1.5),

@@ -68,7 +68,7 @@ LONG = [
     *(replace(BASE, seqlen_q=n, causal=True) for n in (1, 256, 257)),
     replace(BASE, causal=True, bottom_right=False, seqlen_q=300),
     replace(BASE, causal=True, shift=-90),
-    replace(BASE, layout="heads_first", heads_q=4, heads_k=2, batch=2),
+    replace(BASE, layout="heads_first", heads_q=2, heads_k=2, batch=2),
     replace(BASE, varlen="k", batch=2, lens_k=(0, 450), seqlen_k=450),
     replace(BASE, scale=0.8),
 ]
