@@ -213,9 +213,13 @@ def test_the_operator_passes_opcheck(kind):
     torch.library.opcheck(ATTENTION, operator_arguments(kind))
 
 
-@pytest.mark.parametrize("options", [(), (0.3, True, (2, 0), 1.5, 1, "cpu")])
-def test_the_inference_operator_passes_opcheck(options):
-    torch.library.opcheck(torch.ops.heedful.inference, (*dense(grad=False), *options))
+@pytest.mark.parametrize(
+    ("overload", "options"),
+    [("default", ()), ("default", (True,)), ("options", (0.3, True, (2, 0), 1.5, 1, "cpu"))],
+)
+def test_the_inference_operators_pass_opcheck(overload, options):
+    op = getattr(torch.ops.heedful.inference, overload)
+    torch.library.opcheck(op, (*dense(grad=False), *options))
 
 
 def graph_of(function, *args) -> str:
@@ -234,8 +238,12 @@ def graph_of(function, *args) -> str:
 
 def test_a_compiled_call_for_the_output_alone_passes_few_arguments():
     q, k, v = dense(grad=False)
-    assert "heedful.inference" in graph_of(heedful.flash_attn_func, q, k, v)
-    assert "heedful.inference" not in graph_of(heedful.flash_attn_func, *dense())
+    causal = partial(heedful.flash_attn_func, causal=True)
+    for function in (heedful.flash_attn_func, causal):
+        assert "heedful.inference.default" in graph_of(function, q, k, v)
+        assert "heedful.inference" not in graph_of(function, *dense())
+    capped = partial(heedful.flash_attn_func, softcap=2.0)
+    assert "heedful.inference.options" in graph_of(capped, q, k, v)
     others: list[dict[str, Any]] = [
         {"return_lse": True},
         {"sink": torch.zeros(4)},

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from heedful.torch import library
-from heedful.torch.calls import ABSENT, attend
+from heedful.torch.calls import attend
 from heedful.torch.dispatch import needs_dispatcher
 
 
@@ -103,7 +103,7 @@ def flash_attn_func(
         and k_descale is None
         and v_descale is None
     ):
-        extras = ABSENT
+        extras = None
     else:
         extras = (bias, alibi_slopes, sink, *_DENSE, q_descale, k_descale, v_descale, None, None)
     run = library.attend if needs_dispatcher(q, k, v) else attend

@@ -21,10 +21,10 @@ def attention_vmap(info, in_dims, *args):
     return (_unfold(out, info.batch_size), _unfold(lse, info.batch_size), probs), (0, 0, None)
 
 
-def inference_vmap(info, in_dims, *args):
-    """The rule of heedful::inference, whose batches nothing tells apart."""
+def inference_vmap(op, info, in_dims, *args):
+    """The rule of an overload of heedful::inference, whose batches nothing tells apart."""
     folded = [_fold(t, dim, info.batch_size) for t, dim in zip(args[:3], in_dims, strict=False)]
-    return _unfold(torch.ops.heedful.inference.default(*folded, *args[3:]), info.batch_size), 0
+    return _unfold(op(*folded, *args[3:]), info.batch_size), 0
 
 
 def backward_vmap(info, in_dims, *args):

@@ -202,31 +202,32 @@ def find(key, x: Operands, options: Options, grad: tuple[bool, bool], out=None, 
     return call
 
 
-def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
+def attend(q, k, v, extras: tuple | None, options: tuple, out=None, seed=None):
     """Runs one call on tensors of a real device.
 
-    extras: the fields of Operands after v, `ABSENT` itself where there are none; options: the
-    fields of Options; seed: dropout_seed as the caller gave it.
+    extras: the fields of Operands after v, None where there are none; options: the fields of
+    Options; seed: dropout_seed as the caller gave it.
 
     Returns what the public functions return.
     """
     if any_autocast() and is_autocast_enabled(q.device.type):
-        q, k, v, bias = autocast((q, k, v, extras[0]), q.device.type)
-        extras = extras if bias is extras[0] else (bias, *extras[1:])
+        bias = None if extras is None else extras[0]
+        q, k, v, cast = autocast((q, k, v, bias), q.device.type)
+        extras = extras if cast is bias or extras is None else (cast, *extras[1:])
     wants_grad = bias_grad = False
     if is_grad_enabled():
         wants_grad = q.requires_grad or k.requires_grad or v.requires_grad
-        if extras is not ABSENT:
+        if extras is not None:
             bias, sink = extras[0], extras[2]
             bias_grad = isinstance(bias, Tensor) and bias.requires_grad
             sink_grad = isinstance(sink, Tensor) and sink.requires_grad
             wants_grad = wants_grad or bias_grad or sink_grad
-    x = _new(Operands, (q, k, v, *extras))
+    x = _new(Operands, (q, k, v, *(ABSENT if extras is None else extras)))
     key = call = None
     try:
         how = (options, *map(type, options))
         # Aligned q, k and v alone, like those of the last such call, are known without a key.
-        common = extras is ABSENT and out is None and seed is None
+        common = extras is None and out is None and seed is None
         common = common and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
         if common:
             call = CALLS.latest.get(how)
@@ -251,7 +252,7 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
                 v.dtype,
                 v.device,
                 v.data_ptr() % 16,
-                None if extras is ABSENT else tensor_keys(extras),
+                None if extras is None else tensor_keys(extras),
                 None if out is None else out_key(out, q, k, v),
                 None if seed is None else tensor_key(seed),
             )
@@ -267,7 +268,7 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
         call = find(key, x, Options(*options), (wants_grad, bias_grad), out, seed)
     if wants_grad:
         apply = Attention.apply if odd else _apply
-        return apply(call, x, seed, q, k, v, extras[0], extras[2])
+        return apply(call, x, seed, q, k, v, x.bias, x.sink)
     if not call.plain:
         x = call.operands(x, seed)
     out, lse, probs = call.forward(x, out)

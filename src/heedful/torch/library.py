@@ -3,14 +3,18 @@ tensors and subclasses. `torch.ops.heedful.attention` and its backward share val
 and runners with the eager path; this file holds only what the dispatcher wants to know of them.
 """
 
+from functools import partial
+
 import torch
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_compiling
 
 from heedful.core.operands import Operands
 from heedful.torch.adapt import autocast, bias_gradient
 from heedful.torch.batching import attention_vmap, backward_vmap, inference_vmap
-from heedful.torch.calls import ABSENT, CALLS, Call, find, gradients, make_seed, tensor_keys
+from heedful.torch.calls import CALLS, Call, find, gradients, make_seed, tensor_keys
 from heedful.torch.calls import attend as eager_attend
 from heedful.torch.checks import Options, check_out, check_seed, check_tensors, describe
 from heedful.torch.dispatch import nested_gradients, transforms_active
@@ -23,6 +27,8 @@ _OPTIONS = (
 )
 _COUNT = len(Operands._fields)
 
+# Compiled code is kept on disk under the names of its operators: once released, a new schema wants a
+# new name.
 LIBRARY = torch.library.Library("heedful", "DEF")
 LIBRARY.define(
     f"attention({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
@@ -36,17 +42,25 @@ LIBRARY.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 # Dense attention of which nothing but the output is wanted. The dispatcher takes as long for each
-# argument as for a tenth of the call, so that inference is not to pass 34 of them.
+# argument as for a tenth of the call, so that inference is not to pass 34 of them, and is to pass
+# four where all else is as usual.
 LIBRARY.define(
-    "inference(Tensor q, Tensor k, Tensor v, float? softmax_scale=None, bool causal=False,"
-    " int[] window_size=[-1, -1], float softcap=0.0, int num_splits=0, str? backend=None)"
-    " -> Tensor out",
+    "inference(Tensor q, Tensor k, Tensor v, bool causal=False) -> Tensor out",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+LIBRARY.define(
+    "inference.options(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal,"
+    " int[] window_size, float softcap, int num_splits, str? backend) -> Tensor out",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
+def attend(q, k, v, extras: tuple | None, options: tuple, out=None, seed=None):
     """As `calls.attend`, through the dispatcher."""
+    if extras is None:
+        if out is None and seed is None and is_compiling() and _is_usual(q, k, v, options):
+            return torch.ops.heedful.inference.default(q, k, v, options[5])
+        extras = (None,) * (_COUNT - 3)
     given, x = Options(*options), Operands(q, k, v, *extras)
     check_tensors(x, given)
     check_seed(seed, q.device)
@@ -61,7 +75,7 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
     if out is not None:
         check_out(out, x, (*x.q.shape[:-1], x.v.shape[-1]), wants_grad)
     if out is None and not wants_grad and _is_bare(x, given) and not transforms_active():
-        return torch.ops.heedful.inference(
+        return torch.ops.heedful.inference.options(
             *x[:3],
             given.softmax_scale,
             given.causal,
@@ -77,6 +91,26 @@ def attend(q, k, v, extras: tuple, options: tuple, out=None, seed=None):
     if given.return_attn_probs:
         return result, lse, probs
     return (result, lse) if given.return_lse else result
+
+
+def _is_usual(q, k, v, options: tuple) -> bool:
+    """Whether a compiled call wants the output alone, and but for `causal` has no options.
+
+    The compiled code looks again, at each call, at every value that was looked at in here: literals
+    cost nothing.
+    """
+    causal = options[5]
+    return (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and (causal is True or causal is False)
+        and options[:5] == ("dense", None, None, 0.0, None)
+        and options[6:] == ((-1, -1), 0.0, False, False, False, 0, None)
+        and not (
+            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        )
+    )
 
 
 def _is_bare(x: Operands, given: Options) -> bool:
@@ -119,7 +153,7 @@ def _attention_fake(*args):
 def _inference_options(
     softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, num_splits=0, backend=None
 ) -> tuple:
-    """The fields of Options; the operator's defaults do not reach its implementations."""
+    """The fields of Options."""
     window = tuple(window_size)
     return (
         *("dense", None, None, 0.0, softmax_scale, causal, window, softcap),
@@ -127,12 +161,27 @@ def _inference_options(
     )
 
 
-def _inference(q, k, v, *args):
-    return eager_attend(q, k, v, ABSENT, _inference_options(*args))
+_USUAL = {causal: _inference_options(causal=causal) for causal in (False, True)}
 
 
-def _inference_fake(q, k, v, *args):
-    problem = describe(Operands(q, k, v), Options(*_inference_options(*args)))
+def _inference(q, k, v, causal=False):
+    return eager_attend(q, k, v, None, _USUAL[causal])
+
+
+def _inference_with(q, k, v, *args):
+    return eager_attend(q, k, v, None, _inference_options(*args))
+
+
+def _inference_fake(q, k, v, causal=False):
+    return _empty_out(q, k, v, _USUAL[causal])
+
+
+def _inference_with_fake(q, k, v, *args):
+    return _empty_out(q, k, v, _inference_options(*args))
+
+
+def _empty_out(q, k, v, options: tuple):
+    problem = describe(Operands(q, k, v), Options(*options))
     out_dtype = getattr(torch, problem.out_dtype)
     return q.new_empty((*q.shape[:-1], problem.head_dim_v), dtype=out_dtype)
 
@@ -212,7 +261,8 @@ def _autocasting(name: str, count: int, device_type: str):
 
     def cast(*args):
         with torch.autocast(device_type, enabled=False):
-            op = getattr(torch.ops.heedful, name)
+            packet, _, overload = name.partition(".")
+            op = getattr(getattr(torch.ops.heedful, packet), overload or "default")
             return op(*autocast(args[:count], device_type), *args[count:])
 
     return cast
@@ -221,18 +271,22 @@ def _autocasting(name: str, count: int, device_type: str):
 LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
 LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
 LIBRARY.impl("inference", _inference, "CompositeExplicitAutograd")
+LIBRARY.impl("inference.options", _inference_with, "CompositeExplicitAutograd")
 torch.library.register_fake("heedful::attention", _attention_fake, lib=LIBRARY)
 torch.library.register_fake("heedful::attention_backward", _backward_fake, lib=LIBRARY)
 torch.library.register_fake("heedful::inference", _inference_fake, lib=LIBRARY)
+torch.library.register_fake("heedful::inference.options", _inference_with_fake, lib=LIBRARY)
 torch.library.register_autograd(
     "heedful::attention", _attention_backward, setup_context=_setup_context, lib=LIBRARY
 )
 torch.library.register_autograd("heedful::attention_backward", _no_double_backward, lib=LIBRARY)
 torch.library.register_vmap("heedful::attention", attention_vmap, lib=LIBRARY)
 torch.library.register_vmap("heedful::attention_backward", backward_vmap, lib=LIBRARY)
-torch.library.register_vmap("heedful::inference", inference_vmap, lib=LIBRARY)
+for _name in ("inference", "inference.options"):
+    _op = getattr(torch.ops.heedful.inference, _name.partition(".")[2] or "default")
+    torch.library.register_vmap(f"heedful::{_name}", partial(inference_vmap, _op), lib=LIBRARY)
 for _device in ("cpu", "cuda"):
-    # q, k, v and the bias of the one; q, k, v of the other.
-    for _name, _tensors in (("attention", 4), ("inference", 3)):
+    # q, k, v and the bias of the one; q, k, v of the others.
+    for _name, _tensors in (("attention", 4), ("inference", 3), ("inference.options", 3)):
         _cast = _autocasting(_name, _tensors, _device)
         LIBRARY.impl(_name, _cast, f"Autocast{_device.upper()}")
