@@ -27,8 +27,8 @@ _OPTIONS = (
 )
 _COUNT = len(Operands._fields)
 
-# Compiled code is kept on disk under the names of its operators: once released, a new schema wants a
-# new name.
+# torch.compile keeps its code on disk under the names of operators: once released, a new schema
+# wants a new name.
 LIBRARY = torch.library.Library("heedful", "DEF")
 LIBRARY.define(
     f"attention({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
