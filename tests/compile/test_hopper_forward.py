@@ -32,11 +32,11 @@ ROWS = [
 
 
 def planned(row, **facts):
-    """The forward's one kernel call under a given row of the config table."""
+    """The forward's attention kernel under a given row of the config table."""
     facts = {"head_dim": row.max_dim, "return_lse": True, **facts}
     problem = AttentionProblem.dense(2, 300, 300, 8, 4, **facts)
     chosen = Plan(problem, DEVICE, "hopper", "run", configs={"hopper.forward": row.config})
-    (call,) = hopper.forward(problem, chosen, buffers.forward(problem)).calls
+    *_, call = hopper.forward(problem, chosen, buffers.forward(problem)).calls
     return call
 
 
@@ -48,6 +48,39 @@ def test_every_config_compiles_and_fits_an_sm(row, causal):
     # One consumer alone gets what the producer leaves.
     registers = row.config.get("consumer_regs", 0) * row.config.block_m // 64
     assert registers + row.config.get("producer_regs") <= 512  # of 65536, by 128 threads
+
+
+def whole(problem):
+    """The forward's calls and scratch under the planner's choice."""
+    chosen = plan.plan(problem, DEVICE, backend="hopper")
+    return hopper.forward(problem, chosen, buffers.forward(problem))
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+def test_packed_queries_take_a_program_an_sm_however_long_the_longest_is(dim, causal):
+    """And not one for every tile of the longest sequence times their number, mostly empty."""
+    for longest in (100, 100_000):
+        problem = AttentionProblem.dense(
+            50, longest, longest, 8, head_dim=dim, causal=causal, total_q=101_000, total_k=101_000
+        )
+        order, attend = whole(problem).calls
+        assert order.grid == (50, 1, 1) and attend.grid == (DEVICE.units, 1, 1)
+        compiler.artifact(order, DEVICE.arch)
+        assert compiler.artifact(attend, DEVICE.arch).shared_bytes <= DEVICE.shared_bytes
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_many_tiles_of_unlike_length_are_drawn_and_others_are_not(dim):
+    def draws(**facts):
+        program = whole(AttentionProblem.dense(2, heads_q=16, head_dim=dim, **facts))
+        assert compiler.artifact(program.calls[0], DEVICE.arch).shared_bytes <= DEVICE.shared_bytes
+        assert program.calls[0].grid == (DEVICE.units, 1, 1)
+        return [(w.name, w.zeroed) for w in program.workspaces] == [("drawn", True)]
+
+    long, short = {"seqlen_q": 4096, "seqlen_k": 4096}, {"seqlen_q": 2048, "seqlen_k": 2048}
+    assert draws(**long, causal=True) and draws(**long, mask=MaskSpec.of(True, (1000, 0)))
+    assert not draws(**long) and not draws(**short, causal=True)
 
 
 FEATURES = {

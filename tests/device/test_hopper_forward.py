@@ -61,6 +61,25 @@ CASES = [
     ),
 ]
 
+# More tiles than an H200 has SMs, of unlike length: programs draw them.
+MANY_TILES = [
+    replace(BASE, batch=4, heads_q=16, seqlen_q=700, seqlen_k=2100, head_dim=dim, window=window)
+    for dim in (64, 128, 256)
+    for window in ((-1, 0), (100, 0), (200, 300), (64, 0, 9))
+] + [
+    replace(
+        BASE,
+        batch=40,
+        heads_q=8,
+        varlen="qk",
+        head_dim=dim,
+        causal=True,
+        seqlen_q=400,
+        seqlen_k=400,
+    )
+    for dim in (64, 128, 256)
+]
+
 # What reads less than all of its storage: the rest of it is NaN.
 STORAGE = Case(**{**vars(BASE), "seqlen_q": 150, "seqlen_k": 333, "batch": 3})
 STORED = [
@@ -166,6 +185,11 @@ KEYS_IN_PARTS = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_case_is_within_its_error_budget(case):
+    run(Prepared("hopper"), case, "cuda")
+
+
+@pytest.mark.parametrize("case", MANY_TILES, ids=str)
+def test_programs_that_draw_their_tiles_compute_each(case):
     run(Prepared("hopper"), case, "cuda")
 
 

@@ -236,9 +236,23 @@ def _hopper(
     return ConfigRow("hopper.forward", ("sm_90",), max_dim, config, measured, when)
 
 
-_D64_FOUR: dict[str, Any] = {"consumer_regs": 112, "lazy": 2, "ordered": True, "producer_regs": 32}
+_D64_FOUR: dict[str, Any] = {
+    "consumer_regs": 112,
+    "lazy": 2,
+    "producer_regs": 32,
+    "q_slots": 8,
+    "v_stages": 6,
+}
 _D128: dict[str, Any] = {"consumer_regs": 240, "ordered": True, "producer_regs": 24}
 _D128_LATE: dict[str, Any] = {**_D128, "lazy": 2, "v_stages": 2}
+_D128_UNEVEN: dict[str, Any] = {
+    "consumer_regs": 160,
+    "lazy": 2,
+    "out_in_q": True,
+    "producer_regs": 32,
+    "q_slots": 4,
+    "v_stages": 5,
+}
 _D192: dict[str, Any] = {**_D128, "out_in_q": True}
 _D256: dict[str, Any] = {"consumer_regs": 240, "out_in_q": True, "producer_regs": 24}
 
@@ -297,6 +311,11 @@ def _small_grid(problem: AttentionProblem) -> bool:
     return tiles <= 66 and problem.seqlen_k <= 2048 and problem.num_splits == 0
 
 
+def _uneven(problem: AttentionProblem) -> bool:
+    """Tiles that see few keys, or unlike many: what fills and drains between them counts."""
+    return problem.mask.left >= 0 or problem.varlen_q
+
+
 _ONE: dict[str, Any] = {"pack": True, "producer_regs": 24}
 _TWO: dict[str, Any] = {"consumer_regs": 240, "ordered": True, "pack": True, "producer_regs": 24}
 _ALONE: dict[str, Any] = {"producer_regs": 24}
@@ -320,7 +339,8 @@ ROWS: list[ConfigRow] = [
     _hopper(128, (64, 128, 4, 2), _small_grid, _LEAST_SPILLS, **_ALONE),
     _hopper(256, (64, 64, 4, 2), _small_grid, _LEAST_SPILLS, **_ALONE),
     _hopper(64, (128, 128, 4, 4), _two_tiles_of_rows, _LEAST_SPILLS, **_D128),
-    _hopper(64, (256, 64, 4, 4), **_D64_FOUR),
+    _hopper(64, (256, 64, 4, 6), **_D64_FOUR),
+    _hopper(128, (192, 64, 4, 5), _uneven, **_D128_UNEVEN),
     _hopper(128, (128, 128, 4, 3), **_D128_LATE),
     _hopper(192, (128, 128, 4, 2), _narrow_values, **_D192),
     _hopper(192, (128, 64, 4, 3), _no_pages, **_D192, v_stages=2),

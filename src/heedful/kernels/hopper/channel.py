@@ -34,6 +34,14 @@ class Cursor:
         wraps = slot == self.stages
         return Cursor(gl.where(wraps, 0, slot), self.parity ^ gl.where(wraps, 1, 0), self.stages)
 
+    @gluon.jit
+    def ahead(self, count: gl.constexpr):
+        """The slot `count` further on, at most once around."""
+        slot = self.slot + count
+        wraps = slot >= self.stages
+        slot = gl.where(wraps, slot - self.stages, slot)
+        return Cursor(slot, self.parity ^ gl.where(wraps, 1, 0), self.stages)
+
 
 @gluon.constexpr_function
 def box_rows(shape):

@@ -20,6 +20,7 @@ from heedful.kernels.hopper.chunks import (
     scale_output,
 )
 from heedful.kernels.hopper.compat import HAS_INLINE_ASM
+from heedful.kernels.hopper.deal import SLOTS, Deal
 from heedful.kernels.hopper.dropout import Dropout, drop
 from heedful.kernels.hopper.masking import hide_outside
 from heedful.kernels.hopper.output import Outputs, store_nothing, store_rows
@@ -54,10 +55,10 @@ from heedful.kernels.hopper.work import (
 
 
 @gluon.jit
-def hide_keys(s_MN, shape, tile, row, col):
-    """Scores of query rows from `row` and keys from `col`, with the unseen ones at -inf."""
+def hide_keys(s_MN, keys, shape, tile, row, j):
+    """Scores of query rows from `row` and key tile j, with the unseen ones at -inf."""
+    col = j * shape.BLOCK_N
     M: gl.constexpr = s_MN.shape[0]
-    N: gl.constexpr = s_MN.shape[1]
     layout: gl.constexpr = s_MN.type.layout
     stop_M = gl.full([M], 0, gl.int32, gl.SliceLayout(1, layout)) + (tile.len_k - col)
     place_M = position(shape, gl.arange(0, M, layout=gl.SliceLayout(1, layout)))
@@ -67,8 +68,14 @@ def hide_keys(s_MN, shape, tile, row, col):
     if not shape.IS_LEFT:
         return hide_outside(s_MN, None, stop_M)
     elif shape.first is None:
-        return hide_outside(s_MN, diagonal_M - shape.left, stop_M)
+        # Most tiles that a bound of a window crosses the other does not.
+        if j >= keys.full_end:
+            s_MN = hide_outside(s_MN, None, stop_M)
+        if j < keys.full_begin:
+            s_MN = hide_outside(s_MN, diagonal_M - shape.left, None)
+        return s_MN
     else:
+        N: gl.constexpr = s_MN.shape[1]
         key_N = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
         within_MN = key_N[None, :] >= (diagonal_M - shape.left)[:, None]
         within_MN = within_MN | (key_N < shape.first - col)[None, :]
@@ -79,7 +86,7 @@ def hide_keys(s_MN, shape, tile, row, col):
 def hide_if_needed(s_MN, keys, shape, tile, row, j):
     """Scores of key tile j with the unseen ones at -inf, untouched if there are none."""
     if needs_mask(keys, j):
-        s_MN = hide_keys(s_MN, shape, tile, row, j * shape.BLOCK_N)
+        s_MN = hide_keys(s_MN, keys, shape, tile, row, j)
     return s_MN
 
 
@@ -119,14 +126,23 @@ def pass_turn(shape, WORKER: gl.constexpr):
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, q, k, v, shape):
+def placed(shape, place: gl.constexpr):
+    """Which consumer's queries come in this place, and the other way round: in order of turns, or
+    those that see the last key tile first."""
+    return place if shape.ORDERED else shape.CONSUMERS - 1 - place
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, q, k, v, deal, shape):
     """Feeds every tile's queries, and its keys and values from the last to the first."""
-    at_q = Cursor.start(shape.CONSUMERS)
+    at_q = Cursor.start(shape.Q_SLOTS)
     at_k = Cursor.start(shape.K_STAGES)
     at_v = Cursor.start(shape.V_STAGES)
     k_rows = shape.storage.k_rows
     v_rows = shape.storage.v_rows
-    for index in range(gl.program_id(0), count(shape), gl.num_programs(0)):
+    at_deal = Cursor.start(SLOTS)
+    index = gl.program_id(0)
+    while index < deal.count:
         tile, split = take(shape, index)
         keys = program_keys(shape, tile, split)
         steps = steps_of(shape, keys)
@@ -135,8 +151,9 @@ def producer(q_desc, k_desc, v_desc, q, k, v, shape):
         if steps > 0:
             load_keys(k, k_desc, shape, tile, k_rows, col, at_k)
             at_k = at_k.next()
-        for w in gl.static_range(shape.CONSUMERS):
-            q.load(q_desc, queries_at(shape, tile, tile.row + w * ROWS), at_q)
+        for place in gl.static_range(shape.CONSUMERS):
+            row = tile.row + placed(shape, place) * ROWS
+            q.load(q_desc, queries_at(shape, tile, row), at_q)
             at_q = at_q.next()
         for step in range(1, steps):
             next_col = key_tile(shape, keys, step) * shape.BLOCK_N
@@ -148,6 +165,8 @@ def producer(q_desc, k_desc, v_desc, q, k, v, shape):
         if steps > 0:
             load_keys(v, v_desc, shape, tile, v_rows, col, at_v)
             at_v = at_v.next()
+        index = deal.draw(index, at_deal)
+        at_deal = at_deal.next()
 
 
 @gluon.jit
@@ -230,7 +249,7 @@ def attend(
         k.release_after_mma(at_k)
     s_MN = modify(s_MN, bias_first_MN, shape, tile, row, j_first)
     if needs_mask(keys, j_first):
-        s_MN = hide_keys(s_MN, shape, tile, row, j_first * BLOCK_N)
+        s_MN = hide_keys(s_MN, keys, shape, tile, row, j_first)
     p_MN, m_M = softmax_first(s_MN, shape.scale_log2, HEAD)
     l_ML = lane_sums(p_MN)
     p_MN = drop(p_MN, shape.dropout, tile, row, j_first * BLOCK_N)
@@ -299,22 +318,24 @@ def attend(
 
 
 @gluon.jit
-def consumer(outputs, q, k, v, shape, WORKER: gl.constexpr):
+def consumer(outputs, q, k, v, deal, shape, WORKER: gl.constexpr):
     """Computes rows [64 WORKER, 64 WORKER + 64) of every tile of this program."""
     E: gl.constexpr = v.dim
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     at_k = Cursor.start(shape.K_STAGES)
     at_v = Cursor.start(shape.V_STAGES)
-    parity = gl.to_tensor(0)
+    at_q = Cursor(gl.to_tensor(placed(shape, WORKER)), gl.to_tensor(0), shape.Q_SLOTS)
+    at_deal = Cursor.start(SLOTS)
     if WORKER == shape.CONSUMERS - 1:
         pass_turn(shape, WORKER)
-    for index in range(gl.program_id(0), count(shape), gl.num_programs(0)):
+    index = gl.program_id(0)
+    while index < deal.count:
         tile, split = take(shape, index)
         row = tile.row + WORKER * ROWS
         whole = program_keys(shape, tile, split)
         keys = consumer_keys(shape, tile, row, whole)
-        at_q = Cursor(gl.to_tensor(WORKER), parity, shape.CONSUMERS)
+        place = at_q.slot if shape.OUT_IN_Q else gl.to_tensor(WORKER)
         q.wait(at_q)
         if steps_of(shape, keys) > 0:
             at_k, at_v = skip(k, v, at_k, at_v, whole.end - keys.end, shape, WORKER)
@@ -324,17 +345,19 @@ def consumer(outputs, q, k, v, shape, WORKER: gl.constexpr):
             at_k, at_v = skip(k, v, at_k, at_v, keys.begin - whole.begin, shape, WORKER)
             m_M = gl.convert_layout(m_M, row_layout)
             l_M = gl.convert_layout(l_M, row_layout)
-            store_rows(outputs, acc, m_M, l_M, tile, row, split, shape, WORKER)
+            store_rows(outputs, acc, m_M, l_M, tile, row, split, shape, place)
         else:
             at_k, at_v = skip(k, v, at_k, at_v, steps_of(shape, whole), shape, WORKER)
             if not shape.OUT_IN_Q:
                 q.release(at_q)
             if position(shape, row) < tile.stored_q:
-                store_nothing(outputs, no_output(v), tile, row, split, shape, WORKER)
+                store_nothing(outputs, no_output(v), tile, row, split, shape, place)
         if shape.OUT_IN_Q:
             tma.store_wait(0)
             q.release(at_q)
-        parity ^= 1
+        at_q = at_q.ahead(shape.CONSUMERS)
+        index = deal.follow(index, at_deal)
+        at_deal = at_deal.next()
     tma.store_wait(0)
 
 
@@ -349,6 +372,8 @@ def forward(
     seed_ptr,
     cu_q,
     cu_k,
+    order,
+    drawn,
     used_q,
     used_k,
     leftpad_k,
@@ -396,6 +421,7 @@ def forward(
     TAIL_E: gl.constexpr,
     PACK: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    Q_SLOTS: gl.constexpr,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
@@ -438,6 +464,8 @@ def forward(
         per_unit,
     )
     dropout = Dropout(seed_ptr, drop_threshold, drop_scale, origin_b, origin_h, origin_m, origin_n)
+    if order is not None:
+        tiles = gl.load(order) * heads
     shape = Shape(
         scale_log2,
         softcap_scale,
@@ -459,12 +487,14 @@ def forward(
         packed,
         cu_q,
         cu_k,
+        order,
         storage,
         terms,
         dropout,
         BLOCK_N,
         PACK,
         CONSUMERS,
+        Q_SLOTS,
         K_STAGES,
         V_STAGES,
         OUT_IN_Q,
@@ -474,7 +504,7 @@ def forward(
         IS_LEFT,
         HAS_SOFTCAP,
     )
-    q = Channel.allocate(q_desc, CONSUMERS, 1, TAIL_D)
+    q = Channel.allocate(q_desc, Q_SLOTS, 1, TAIL_D)
     if block_table is None:
         k = Channel.allocate(k_desc, K_STAGES, CONSUMERS, TAIL_D)
         v = Channel.allocate(v_desc, V_STAGES, CONSUMERS, TAIL_E)
@@ -494,19 +524,23 @@ def forward(
         o = allocate_boxes(out_desc, each * CONSUMERS)
         if TAIL_E:
             o_tails = allocate_boxes(out_desc, CONSUMERS)
+    if drawn is None:
+        deal = Deal.in_strides(count(shape))
+    else:
+        deal = Deal.by_drawing(count(shape), drawn, CONSUMERS)
     fence_async_shared()
     outputs = Outputs(out_desc, o, o_tails, lse_ptr, sink_ptr, parts_ptr)
-    feed = (q_desc, k_desc, v_desc, q, k, v, shape)
+    feed = (q_desc, k_desc, v_desc, q, k, v, deal, shape)
     # A partition is compiled on its own, so that each consumer must be spelled out.
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(consumer, (outputs, q, k, v, shape, 0)), (producer, feed)], [1], [PRODUCER_REGS]
+            [(consumer, (outputs, q, k, v, deal, shape, 0)), (producer, feed)], [1], [PRODUCER_REGS]
         )
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consumer, (outputs, q, k, v, shape, 0)),
-                (consumer, (outputs, q, k, v, shape, 1)),
+                (consumer, (outputs, q, k, v, deal, shape, 0)),
+                (consumer, (outputs, q, k, v, deal, shape, 1)),
                 (producer, feed),
             ],
             [4, 1],
@@ -515,9 +549,9 @@ def forward(
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (consumer, (outputs, q, k, v, shape, 0)),
-                (consumer, (outputs, q, k, v, shape, 1)),
-                (consumer, (outputs, q, k, v, shape, 2)),
+                (consumer, (outputs, q, k, v, deal, shape, 0)),
+                (consumer, (outputs, q, k, v, deal, shape, 1)),
+                (consumer, (outputs, q, k, v, deal, shape, 2)),
                 (producer, feed),
             ],
             [4, 4, 1],
@@ -526,10 +560,10 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (consumer, (outputs, q, k, v, shape, 0)),
-                (consumer, (outputs, q, k, v, shape, 1)),
-                (consumer, (outputs, q, k, v, shape, 2)),
-                (consumer, (outputs, q, k, v, shape, 3)),
+                (consumer, (outputs, q, k, v, deal, shape, 0)),
+                (consumer, (outputs, q, k, v, deal, shape, 1)),
+                (consumer, (outputs, q, k, v, deal, shape, 2)),
+                (consumer, (outputs, q, k, v, deal, shape, 3)),
                 (producer, feed),
             ],
             [4, 4, 4, 1],

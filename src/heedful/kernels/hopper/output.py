@@ -130,7 +130,7 @@ def rows_of(mask_M, x_ME):
 
 
 @gluon.jit
-def write_rows(outputs, out, at, WORKER: gl.constexpr):
+def write_rows(outputs, out, at, place):
     """Sends the parts of one consumer's rows through its shared memory."""
     desc = outputs.desc
     dtype: gl.constexpr = desc.dtype
@@ -138,24 +138,24 @@ def write_rows(outputs, out, at, WORKER: gl.constexpr):
     E: gl.constexpr = out[0].shape[1]
     tma.store_wait(0)
     if WIDTH == E:
-        box = outputs.boxes.index(WORKER)
+        box = outputs.boxes.index(place)
         box.store(out[0].to(dtype).reshape(box.shape))
         fence_async_shared()
         tma_store(desc, at, box)
     else:
-        pair_of_boxes(outputs.boxes, WORKER, ROWS, E).store(out[0].to(dtype))
+        pair_of_boxes(outputs.boxes, place, ROWS, E).store(out[0].to(dtype))
         if len(out) > 1:
-            tail = outputs.tails.index(WORKER)
+            tail = outputs.tails.index(place)
             tail.store(out[1].to(dtype).reshape(tail.shape))
         fence_async_shared()
-        tma_store(desc, at, outputs.boxes.index(2 * WORKER))
-        tma_store(desc, at[:-1] + [WIDTH], outputs.boxes.index(2 * WORKER + 1))
+        tma_store(desc, at, outputs.boxes.index(2 * place))
+        tma_store(desc, at[:-1] + [WIDTH], outputs.boxes.index(2 * place + 1))
         if len(out) > 1:
             tma_store(desc, at[:-1] + [2 * WIDTH], tail)
 
 
 @gluon.jit
-def store_rows(outputs, acc, m_M, l_M, tile, row, split, shape, WORKER: gl.constexpr):
+def store_rows(outputs, acc, m_M, l_M, tile, row, split, shape, place):
     """Normalises one consumer's rows and writes them and their log-sum-exp."""
     layout: gl.constexpr = l_M.type.layout
     factor_M = gl.full(l_M.shape, 1.0, gl.float32, layout)
@@ -183,14 +183,14 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, shape, WORKER: gl.const
             # Rows in storage that are not in use may hold anything, NaN too.
             used_M = is_row(shape, row, tile.len_q, layout)
             out = keep_rows(out, used_M)
-        write_rows(outputs, out, queries_at(shape, tile, row), WORKER)
+        write_rows(outputs, out, queries_at(shape, tile, row), place)
     if outputs.lse is not None:
         lse_M = gl.where(seen_M, (m_M + gl.log2(l_M)) * LN2, float("-inf"))
         store_lse(outputs, lse_M, tile, row, split, shape)
 
 
 @gluon.jit
-def store_nothing(outputs, acc, tile, row, split, shape, WORKER: gl.constexpr):
+def store_nothing(outputs, acc, tile, row, split, shape, place):
     """Writes what rows that saw no key have: `acc`, zeros; a log-sum-exp of -inf, or the sink."""
     row_layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     none_M = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
@@ -199,4 +199,4 @@ def store_nothing(outputs, acc, tile, row, split, shape, WORKER: gl.constexpr):
         store_lse(outputs, none_M, tile, row, split, shape)
     else:
         zero_M = gl.zeros([ROWS], gl.float32, row_layout)
-        store_rows(outputs, acc, none_M, zero_M, tile, row, split, shape, WORKER)
+        store_rows(outputs, acc, none_M, zero_M, tile, row, split, shape, place)

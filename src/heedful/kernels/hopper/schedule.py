@@ -86,18 +86,30 @@ def keys_at(shape, tile, col):
 @gluon.jit
 def decode(shape, index):
     """Tile `index`: sections of heads whose K and V share the L2 cache, in a section row blocks
-    from the longest to the shortest, and the section's heads innermost."""
-    per_section = shape.section * shape.row_blocks
+    from the longest to the shortest, and the section's heads innermost. Of packed sequences one
+    after the other, in the order of order.py."""
+    row_blocks = shape.row_blocks
+    heads = shape.heads
+    batch = gl.to_tensor(0)
+    if shape.order is None:
+        heads = shape.tiles // row_blocks
+    else:
+        entry = shape.order + 1 + 2 * (index // heads)
+        batch = gl.load(entry)
+        index -= gl.load(entry + 1) * heads
+        row_blocks = gl.cdiv(sequence(shape.cu_q, batch, 0)[1], ROWS * shape.CONSUMERS)
+    per_section = shape.section * row_blocks
     section = index // per_section
     within = index - section * per_section
     first = section * shape.section
-    width = gl.minimum(shape.section, shape.tiles // shape.row_blocks - first)
+    width = gl.minimum(shape.section, heads - first)
     block = within // width
     head = first + within - block * width
     if shape.IS_RIGHT:
-        block = shape.row_blocks - 1 - block
-    batch = head // shape.heads
-    head -= batch * shape.heads
+        block = row_blocks - 1 - block
+    if shape.order is None:
+        batch = head // shape.heads
+        head -= batch * shape.heads
     start_q, len_q = sequence(shape.cu_q, batch, shape.seqlen_q)
     start_k, len_k = sequence(shape.cu_k, batch, shape.seqlen_k)
     off = shape.shift + shape.align * (len_k - len_q)

@@ -13,8 +13,10 @@ from heedful.kernels.hopper.terms import Terms
 class Shape:
     """Sizes of one call at run time, and the variant of the kernel. Key j is visible to query i iff
     -left <= j - i - off <= right with off = shift + align * (len_k - len_q), or j < first and
-    j - i - off <= right. first, splits: None where there are none.
+    j - i - off <= right. first, splits: None where there are none. order: the tiles of packed
+    queries (order.py), `tiles` of them; else None, and row_blocks for each head.
 
+    Q_SLOTS: tiles of 64 queries that shared memory has room for, at least one for each consumer.
     PACK: rows of a tile that share a position. Above 1, `heads` are KV heads, `group` is 1, and
     row r is position r // PACK of query head r % PACK of `packed` that share a KV head.
     """
@@ -39,12 +41,14 @@ class Shape:
     packed: gl.tensor | gl.constexpr
     cu_q: gl.tensor | gl.constexpr
     cu_k: gl.tensor | gl.constexpr
+    order: gl.tensor | gl.constexpr
     storage: Storage
     terms: Terms
     dropout: Dropout
     BLOCK_N: gl.constexpr
     PACK: gl.constexpr
     CONSUMERS: gl.constexpr
+    Q_SLOTS: gl.constexpr
     K_STAGES: gl.constexpr
     V_STAGES: gl.constexpr
     OUT_IN_Q: gl.constexpr
@@ -77,12 +81,14 @@ class Shape:
         packed,
         cu_q,
         cu_k,
+        order,
         storage,
         terms,
         dropout,
         BLOCK_N,
         PACK,
         CONSUMERS,
+        Q_SLOTS,
         K_STAGES,
         V_STAGES,
         OUT_IN_Q,
@@ -112,12 +118,14 @@ class Shape:
         self.packed = optional(packed)
         self.cu_q = optional(cu_q)
         self.cu_k = optional(cu_k)
+        self.order = optional(order)
         self.storage = storage
         self.terms = terms
         self.dropout = dropout
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.PACK = gl.constexpr(PACK)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
+        self.Q_SLOTS = gl.constexpr(Q_SLOTS)
         self.K_STAGES = gl.constexpr(K_STAGES)
         self.V_STAGES = gl.constexpr(V_STAGES)
         self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)

@@ -28,6 +28,7 @@ Buffers = Mapping[str, BufferSpec]
 CONSUMER_ROWS = 64
 # Stands for "farther than any sequence reaches"; sums of three stay within 32 bits.
 FAR = 1 << 29
+ORDER_BLOCK = 1024  # sequences that a program of the order kernel looks at at once
 # Head dims that a shared-memory tile can have; in between, tensor maps fill with zeros.
 TILE_DIMS = (64, 128, 256)
 SWIZZLE = 64  # 16-bit elements that one swizzled row of shared memory holds
@@ -50,22 +51,60 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, and lse if there is such a buffer; several splits of the keys give partial results,
     which the portable merge combines."""
     splits = max(1, plan.num_splits)
-    workspaces: tuple[Workspace, ...] = ()
-    if splits == 1:
-        calls = [_forward_call(problem, plan, buffers, 1)]
-    else:
-        workspaces = (
+    workspaces: list[Workspace] = []
+    if _deal(problem, plan) == "drawn":
+        # The kernel that puts packed queries in order begins the count, too.
+        one = BufferSpec.contiguous((1,), "int32")
+        workspaces.append(Workspace("drawn", one, zeroed=not problem.varlen_q))
+    if problem.varlen_q:
+        tiles = _head_tiles(problem, plan.configs["hopper.forward"])
+        workspaces.append(Workspace("order", BufferSpec.contiguous((1 + 2 * tiles,), "int32")))
+    if splits > 1:
+        workspaces += (
             Workspace("partial_out", _dense_parts(splits, buffers["out"].shape)),
             Workspace("partial_lse", _dense_parts(splits, problem.lse_shape)),
         )
-        buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
+    buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
+    calls = [_order_call(problem, plan, buffers)] if problem.varlen_q else []
+    calls.append(_forward_call(problem, plan, buffers, splits))
+    if splits > 1:
         # The first split has the sink: a merge would give it to rows that are not in use, too.
         parts = {name: spec for name, spec in buffers.items() if name != "sink"}
-        calls = [_forward_call(problem, plan, buffers, splits), *portable.combine(parts).calls]
+        calls += portable.combine(parts).calls
     # Of packed queries, rows past the lengths used, which a backward would read the lse of.
     if problem.varlen_q and (problem.used_q or problem.needs_grad):
         calls.append(portable.clear_call(problem, buffers, "q", "out", "lse"))
-    return Program(tuple(calls), workspaces)
+    return Program(tuple(calls), tuple(workspaces))
+
+
+def _head_tiles(problem: AttentionProblem, config: TileConfig) -> int:
+    """Tiles of queries of one head; of packed sequences, whose lengths only the device knows, as
+    many as there can be."""
+    if problem.total_q is not None:
+        return problem.total_q // config.block_m + problem.batch
+    return problem.batch * -(-problem.seqlen_q * config.pack(problem) // config.block_m)
+
+
+def _tiles(problem: AttentionProblem, config: TileConfig) -> int:
+    """As `_head_tiles`, of all heads."""
+    heads = problem.heads_k if config.pack(problem) > 1 else problem.heads_q
+    return _head_tiles(problem, config) * heads
+
+
+def _work(problem: AttentionProblem, plan: Plan) -> int:
+    """Tiles times the splits of their keys."""
+    return _tiles(problem, plan.configs["hopper.forward"]) * max(1, plan.num_splits)
+
+
+def _order_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
+    """What comes ahead of the attention kernel for packed queries: their tiles put in order."""
+    call = _Call(buffers)
+    call.pointers(cu_q="cu_seqlens_q", cu_k="cu_seqlens_k", order="order", drawn="drawn")
+    call.ints(batch=problem.batch)
+    rows = plan.configs["hopper.forward"].block_m
+    constants = call.constants | {"ROWS": rows, "BLOCK": ORDER_BLOCK}
+    ref = KernelRef("heedful.kernels.hopper.order", "order_tiles")
+    return KernelCall(ref, (problem.batch, 1, 1), call.arguments, constants, {"num_warps": 4})
 
 
 def _dense_parts(splits: int, shape: tuple[int, ...]) -> BufferSpec:
@@ -78,8 +117,6 @@ def _forward_call(
     config = plan.configs["hopper.forward"]
     pack = config.pack(problem)
     heads, group = (problem.heads_k, 1) if pack > 1 else (problem.heads_q, problem.group)
-    row_blocks = -(-problem.seqlen_q * pack // config.block_m)
-    tiles = row_blocks * problem.batch * heads
     call = _Call(buffers)
     call.arguments |= _maps(problem, config, buffers)
     is_split = splits > 1
@@ -89,6 +126,8 @@ def _forward_call(
         parts_ptr="partial_out" if is_split else "",
         cu_q="cu_seqlens_q",
         cu_k="cu_seqlens_k",
+        order="order",
+        drawn="drawn",
         used_q="seqused_q",
         used_k="seqused_k",
         leftpad_k="leftpad_k",
@@ -106,8 +145,8 @@ def _forward_call(
         seqlen_q=problem.seqlen_q,
         seqlen_k=_stored_keys(problem, buffers),
         total_q=problem.total_q or problem.batch * problem.seqlen_q,
-        row_blocks=row_blocks,
-        tiles=tiles,
+        row_blocks=-(-problem.seqlen_q * pack // config.block_m),
+        tiles=_tiles(problem, config),
         section=_section(problem),
         **_mask(problem),
     )
@@ -117,8 +156,8 @@ def _forward_call(
     _add_terms(call, problem)
     _add_dropout(call, problem)
     _add_storage(call, problem)
-    work = tiles * splits
-    grid = min(work, plan.device.units) if _is_persistent(problem) else work
+    work = _work(problem, plan)
+    grid = work if _deal(problem, plan) == "program" else min(work, plan.device.units)
     ref = KernelRef("heedful.kernels.hopper.forward", "forward", "gluon")
     constants = call.constants | _variant(problem, config, is_split)
     constants["IS_RAGGED"] = _is_ragged(problem)
@@ -371,14 +410,18 @@ def _section(problem: AttentionProblem) -> int:
     return 4 if problem.mask.bounded else 1
 
 
-def _is_persistent(problem: AttentionProblem) -> bool:
-    """Whether programs walk over tiles by themselves: their next loads then overlap the end of a
-    tile. Tiles of unequal length are better dealt out by the hardware, one by one."""
-    if problem.varlen_q or problem.used_q or _is_ragged(problem):
-        return False
-    mask = problem.mask
-    is_even = not mask.bounded or (mask.left >= 0 and mask.right >= 0)
-    return is_even or problem.seqlen_k <= 2048
+def _deal(problem: AttentionProblem, plan: Plan) -> str:
+    """How programs come by their tiles: "drawn" (deal.py) by a program for each SM where lengths
+    differ, and of packed queries, whose tiles only the device can count; in "strides" where they
+    hardly do; a "program" for each tile where the rest is not known to be faster."""
+    if problem.varlen_q:
+        return "drawn"
+    if problem.used_q or _is_ragged(problem):
+        return "program"
+    is_one_wave = _work(problem, plan) <= plan.device.units
+    # Of few keys, what a draw costs is more than what it evens out.
+    is_even = not problem.mask.bounded or problem.seqlen_k <= 2048
+    return "strides" if is_even or is_one_wave else "drawn"
 
 
 def _results_fit(problem: AttentionProblem) -> bool:
@@ -398,6 +441,7 @@ def _variant(problem: AttentionProblem, config: TileConfig, is_split: bool) -> d
         "TAIL_E": in_e,
         "PACK": config.pack(problem),
         "CONSUMERS": config.block_m // CONSUMER_ROWS,
+        "Q_SLOTS": config.get("q_slots", config.block_m // CONSUMER_ROWS),
         "K_STAGES": config.num_stages,
         "V_STAGES": config.get("v_stages", config.num_stages),
         "CONSUMER_REGS": config.get("consumer_regs"),

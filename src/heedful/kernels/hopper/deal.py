@@ -1,0 +1,73 @@
+"""How programs come by their pieces of work: in strides, or drawn one by one from a counter.
+
+Pieces of unlike length want drawing: which program is free next, only the device knows. The
+producer draws ahead, while consumers are still at work, and tells them through shared memory.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from heedful.kernels.hopper.compat import aggregate, optional
+
+SLOTS: gl.constexpr = gl.constexpr(2)
+
+
+@aggregate
+class Deal:
+    """Pieces [0, count). drawn: address of how many were drawn beyond each program's first; None
+    where programs go in strides, and with it the ring that numbers go through."""
+
+    count: gl.tensor
+    drawn: gl.tensor | gl.constexpr
+    ring: gl.shared_memory_descriptor | gl.constexpr
+    full: gl.shared_memory_descriptor | gl.constexpr
+    empty: gl.shared_memory_descriptor | gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, count, drawn=None, ring=None, full=None, empty=None):
+        self.count = count
+        self.drawn = optional(drawn)
+        self.ring = optional(ring)
+        self.full = optional(full)
+        self.empty = optional(empty)
+
+    @gluon.jit
+    def in_strides(count):
+        return Deal(count)
+
+    @gluon.jit
+    def by_drawing(count, drawn, consumers: gl.constexpr):
+        layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+        ring = gl.allocate_shared_memory(gl.int32, [SLOTS, 1], layout)
+        full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        for slot in gl.static_range(SLOTS):
+            mbarrier.init(full.index(slot), count=1)
+            mbarrier.init(empty.index(slot), count=consumers)
+        return Deal(count, drawn, ring, full, empty)
+
+    @gluon.jit
+    def draw(self, index, at):
+        """The producer's next piece after `index`."""
+        if self.drawn is None:
+            return index + gl.num_programs(0)
+        else:
+            drawn = gl.num_programs(0) + gl.atomic_add(self.drawn, 1)
+            mbarrier.wait(self.empty.index(at.slot), at.parity ^ 1)
+            layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+            self.ring.index(at.slot).store(gl.full([1], drawn, gl.int32, layout))
+            mbarrier.arrive(self.full.index(at.slot), count=1)
+            return drawn
+
+    @gluon.jit
+    def follow(self, index, at):
+        """A consumer's next piece after `index`: what the producer drew."""
+        if self.drawn is None:
+            return index + gl.num_programs(0)
+        else:
+            mbarrier.wait(self.full.index(at.slot), at.parity)
+            layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+            drawn = gl.sum(self.ring.index(at.slot).load(layout), 0)
+            mbarrier.arrive(self.empty.index(at.slot), count=1)
+            return drawn

@@ -1,0 +1,113 @@
+"""The order of packed sequences' tiles, run by Triton's interpreter.
+
+The interpreter must be chosen before any kernel is imported, so the checks run in a process of
+their own, which this file starts on itself.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from heedful.core.device import by_name
+from heedful.core.plan import plan
+from heedful.core.problem import AttentionProblem
+from heedful.launch import buffers, programs
+from heedful.launch.args import hopper
+from heedful.launch.interpret import interpret
+from heedful.launch.spec import Program
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreting process"
+)
+UNTOUCHED = -7
+
+
+def order(lengths_q: list[int], lengths_k: list[int] | None = None):
+    """(tiles as (sequence, its first tile), rows of a tile, draws) as the order kernel leaves
+    them."""
+    batch, total_k = len(lengths_q), None if lengths_k is None else sum(lengths_k)
+    problem = AttentionProblem.dense(
+        batch,
+        max(lengths_q),
+        max(lengths_k or [900]),
+        4,
+        head_dim=64,
+        causal=True,
+        total_q=sum(lengths_q),
+        total_k=total_k,
+    )
+    chosen = plan(problem, by_name("H200"), backend="hopper")
+    whole = programs.program(chosen, "forward", buffers.forward(problem))
+    assert whole.calls[0].kernel.function == "order_tiles"
+    shapes = {w.name: w.buffer.shape for w in whole.workspaces}
+    arrays = {
+        name: torch.full(shapes[name], UNTOUCHED, dtype=torch.int32) for name in ("order", "drawn")
+    }
+    for name, lengths in (("cu_seqlens_q", lengths_q), ("cu_seqlens_k", lengths_k)):
+        if lengths is not None:
+            arrays[name] = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    interpret(Program(whole.calls[:1], ()), arrays)
+    count, entries = int(arrays["order"][0]), arrays["order"][1:].reshape(-1, 2)
+    assert (entries[count:] == UNTOUCHED).all()
+    rows = chosen.configs["hopper.forward"].block_m
+    return entries[:count].tolist(), rows, int(arrays["drawn"][0])
+
+
+def expected(sizes: list[int], lengths_q: list[int], rows: int) -> list[list[int]]:
+    """Every sequence's tiles side by side, the largest sequence first, ties as they come."""
+    tiles: list[list[int]] = []
+    for sequence in sorted(range(len(sizes)), key=lambda b: -sizes[b]):
+        tiles += [[sequence, len(tiles)]] * -(-lengths_q[sequence] // rows)
+    return tiles
+
+
+@interpreted
+@pytest.mark.parametrize("batch", [1, 7, 300])
+def test_tiles_of_the_longest_sequence_come_first_and_each_comes_once(batch):
+    torch.manual_seed(batch)
+    lengths = torch.randint(0, 1500, (batch,)).tolist()
+    lengths[-1] = 1500
+    tiles, rows, draws = order(lengths, lengths)
+    assert tiles == expected(lengths, lengths, rows)
+    assert draws == 0
+
+
+@interpreted
+def test_keys_decide_which_sequence_is_long():
+    lengths_q, lengths_k = [700, 10, 0, 300], [50, 800, 900, 800]
+    tiles, rows, _ = order(lengths_q, lengths_k)
+    assert tiles == expected(lengths_k, lengths_q, rows)
+
+
+@interpreted
+def test_queries_decide_where_keys_are_dense():
+    tiles, rows, _ = order([700, 10, 0, 300, 2000])
+    assert tiles == expected([700, 10, 0, 300, 2000], [700, 10, 0, 300, 2000], rows)
+
+
+@interpreted
+def test_more_sequences_than_a_program_looks_at_at_once(monkeypatch):
+    monkeypatch.setattr(hopper, "ORDER_BLOCK", 16)
+    lengths = [(37 * b) % 500 for b in range(70)]
+    tiles, rows, _ = order(lengths, lengths)
+    assert tiles == expected(lengths, lengths, rows)
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="starts the interpreting process"
+)
+def test_every_check_passes_in_the_interpreter():
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
+    # Under xdist's variables the inner run would take itself for a worker.
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
+    done = subprocess.run(
+        command, env={**kept, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout and " failed" not in done.stdout, done.stdout[-1000:]
