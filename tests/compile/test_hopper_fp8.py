@@ -34,9 +34,9 @@ def test_every_head_dim_compiles_and_fits_an_sm(head_dim, causal):
         assert made.shared_bytes <= DEVICE.shared_bytes
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_unmasked_kernels_do_not_spill(head_dim):
-    made = compiler.artifact(calls(head_dim)[1], DEVICE.arch)
+    made = compiler.artifact(calls(head_dim, return_lse=False)[1], DEVICE.arch)
     assert inspect_cubin(made.code).stack_bytes == 0
 
 

@@ -1,7 +1,9 @@
 """The Hopper fp8 forward against the float64 oracle on dequantised inputs."""
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -94,6 +96,15 @@ def drawn(problem: AttentionProblem, draw: int, descale=None, mean=0.0) -> Opera
     return Operands(**made)
 
 
+def climbing(problem: AttentionProblem) -> Operands:
+    """Operands whose scores rise by head_dim * scale from 64 keys to the 64 before them, in the
+    order in which the kernel visits keys: from the last to the first."""
+    x = drawn(problem, 0)
+    level = (problem.seqlen_k - 1 - torch.arange(problem.seqlen_k, device="cuda")) // 64
+    k = level[None, :, None, None].expand(x.k.shape).float()
+    return x._replace(q=torch.ones_like(x.q.float()).to(E4M3), k=k.to(E4M3))
+
+
 def fp8_problem(*sizes, **facts) -> AttentionProblem:
     kind = {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "return_lse": True}
     return AttentionProblem.dense(*sizes, **kind, **facts)
@@ -175,6 +186,22 @@ def rounded_probabilities(problem: AttentionProblem, x: Operands):
 def test_sums_over_many_keys_lose_nothing_to_the_matrix_unit(keys, dim, mean):
     problem = fp8_problem(1, 64, keys, 1, 1, dim)
     check(problem, rounded_probabilities, mean=mean)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("rise", [1.5, 6.0, 140.0], ids=lambda r: f"2^{r} a step")
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_scores_that_climb_never_saturate(dim, rise, causal):
+    """References that must move a little, at every tile, and by more than float32 can hold."""
+    problem = fp8_problem(1, 700, 700, 2, 1, dim, causal=causal, scale=rise * math.log(2) / dim)
+    x = climbing(problem)
+    out = torch.full_like(x.q, torch.nan, dtype=torch.bfloat16)
+    out, lse, _ = Prepared("hopper").forward(problem, x, out)
+    want, want_lse = oracle.forward(problem, operands_as_numpy(x))[:2]
+    # P to 4 bits takes 0.003 of it when emulated, out to 8 bits the rest; a p cut off at 448 would
+    # take units.
+    assert np.abs(as_numpy(out) - want).max() < 2.0**-5
+    assert np.abs(as_numpy(lse) - want_lse).max() < 1e-3
 
 
 def test_twenty_runs_are_bit_equal():

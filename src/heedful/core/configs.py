@@ -263,11 +263,17 @@ def _fp8(problem: AttentionProblem) -> bool:
 
 _FP8_D64: dict[str, Any] = {
     "consumer_regs": 160,
-    "early": True,
-    "ordered": True,
+    "late": True,
     "producer_regs": 32,
+    "v_stages": 3,
 }
-_FP8_D128: dict[str, Any] = {**_D128, "early": True}
+_FP8_D128: dict[str, Any] = {
+    "consumer_regs": 240,
+    "late": True,
+    "producer_regs": 24,
+    "sums_in_regs": True,
+    "v_stages": 2,
+}
 
 
 def _eight_bit(problem: AttentionProblem) -> bool:
@@ -323,8 +329,8 @@ _ALONE: dict[str, Any] = {"producer_regs": 24}
 ROWS: list[ConfigRow] = [
     _hopper(128, (128, 64, 4, 3), _burdened_or_one, _LEAST_SPILLS, **_D128),
     _hopper(256, (128, 32, 4, 2), _burdened_or_one, _LEAST_SPILLS, **_D256),
-    _hopper(64, (192, 64, 4, 4), _fp8, **_FP8_D64),
-    _hopper(128, (128, 128, 4, 2), _fp8, **_FP8_D128),
+    _hopper(64, (192, 128, 4, 4), _fp8, **_FP8_D64),
+    _hopper(128, (128, 128, 4, 3), _fp8, **_FP8_D128),
     _hopper(256, (128, 64, 4, 2), _fp8, **_D128),
     _hopper(64, (64, 128, 4, 4), _packs_in_one, _LEAST_SPILLS, **_ONE),
     _hopper(128, (64, 128, 4, 2), _packs_in_one, _LEAST_SPILLS, **_ONE),

@@ -1,8 +1,8 @@
 """fp8 attention forward: e4m3 products, one producer warp, consumer warpgroups of 64 query rows.
 
 The roles are those of forward.py. What differs: V comes turned (fp8_values.py), P is rounded to
-e4m3 in registers (fp8_softmax.py), and output sums leave the matrix unit's accumulators, which keep
-some 14 bits, for float32 ones every FLUSH key tiles.
+e4m3 in registers (fp8_softmax.py, fp8_recheck.py), and output sums leave the matrix unit's
+accumulators, which keep some 14 bits, for float32 ones every FLUSH key tiles (fp8_sums.py).
 
 B batch, H query head, G kv head, M query rows, N keys, D qk dim, E v dim, L lanes that share a row.
 """
@@ -18,6 +18,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from heedful.kernels.hopper.channel import Channel, Cursor
 from heedful.kernels.hopper.compat import aggregate, optional, reinterpret, tma_store
+from heedful.kernels.hopper.fp8_recheck import (
+    E4M3_BITS,
+    FINITE_BITS,
+    any_above,
+    exponentials,
+    redo,
+    rescale,
+    rescore,
+)
 from heedful.kernels.hopper.fp8_schedule import (
     ROWS,
     Fp8Shape,
@@ -29,12 +38,16 @@ from heedful.kernels.hopper.fp8_schedule import (
     values_at,
 )
 from heedful.kernels.hopper.fp8_softmax import (
-    as_operand,
+    from_words,
+    part_sums,
+    reference,
+    shift_of,
     softmax_careful,
-    softmax_early,
-    softmax_first,
+    to_words,
 )
-from heedful.kernels.hopper.softmax import lane_sums, scale_rows
+from heedful.kernels.hopper.fp8_sums import allocate_sums, store_sums, with_sums
+from heedful.kernels.hopper.masking import hide_outside
+from heedful.kernels.hopper.softmax import scale_rows
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -201,18 +214,16 @@ def hide_keys(s_MN, shape, tile, row, col, scale_log2):
     """Scores of query rows from `row` and keys from `col`, with the unseen ones at the infinity
     that `scale_log2`, which may be negative, makes -inf."""
     M: gl.constexpr = s_MN.shape[0]
-    N: gl.constexpr = s_MN.shape[1]
-    layout: gl.constexpr = s_MN.type.layout
-    key_N = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
-    stop_M = gl.full([M], 0, gl.int32, gl.SliceLayout(1, layout)) + (tile.len_k - col)
-    diagonal_M = gl.arange(0, M, layout=gl.SliceLayout(1, layout)) + (row + tile.off - col)
+    rows: gl.constexpr = gl.SliceLayout(1, s_MN.type.layout)
+    stop_M = gl.full([M], 0, gl.int32, rows) + (tile.len_k - col)
+    diagonal_M = gl.arange(0, M, layout=rows) + (row + tile.off - col)
     if shape.IS_RIGHT:
         stop_M = gl.minimum(stop_M, diagonal_M + (shape.right + 1))
-    visible_MN = key_N[None, :] < stop_M[:, None]
+    start_M = None
     if shape.IS_LEFT:
-        visible_MN = visible_MN & (key_N[None, :] >= (diagonal_M - shape.left)[:, None])
-    hidden = gl.where(scale_log2 < 0.0, float("inf"), float("-inf"))
-    return gl.where(visible_MN, s_MN, hidden)
+        start_M = diagonal_M - shape.left
+    sign = gl.where(scale_log2 < 0.0, -1.0, 1.0)
+    return hide_outside(s_MN * sign, start_M, stop_M) * sign
 
 
 @gluon.jit
@@ -223,33 +234,32 @@ def cap(s_MN, softcap_scale):
 
 
 @gluon.jit
-def by_thread(x_ME):
-    """A warpgroup's accumulator (64, E) as (E / 4, 256): a row is two values of every thread."""
-    E: gl.constexpr = x_ME.shape[1]
-    x = x_ME.reshape([4, 2, 8, E // 8, 4, 2]).permute((1, 3, 0, 2, 4, 5))
-    return x.reshape([E // 4, 256])
+def modify(s_MN, keys, shape, tile, row, j, scale_log2, softcap_scale, MAY_HIDE: gl.constexpr):
+    """Raw scores of key tile j under softcap, with unseen keys hidden if there may be any."""
+    if shape.HAS_SOFTCAP:
+        s_MN = cap(s_MN, softcap_scale)
+    if MAY_HIDE:
+        hides = needs_mask(keys, j)
+        if hides:
+            s_MN = hide_keys(s_MN, shape, tile, row, j * shape.BLOCK_N, scale_log2)
+    return s_MN
 
 
 @gluon.jit
-def from_threads(x, layout: gl.constexpr):
-    """The accumulator that `by_thread` took apart."""
-    E: gl.constexpr = x.shape[0] * 4
-    x = x.reshape([2, E // 8, 4, 8, 4, 2]).permute((2, 0, 3, 1, 4, 5))
-    return gl.convert_layout(x.reshape([64, E]), layout, assert_trivial=True)
+def queue_scores(q, k, at_q, at_k, BLOCK_N: gl.constexpr):
+    """Starts q k^T of one tile of keys."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    s_MN = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+    k_DN = k.tile(at_k).permute((1, 0))
+    return warpgroup_mma(q.tile(at_q), k_DN, s_MN, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def rebase(base_M, m_M):
-    """What sums in units of 2^-base_M are to be scaled by to be in units of 2^-m_M."""
-    return gl.where(base_M == float("-inf"), 0.0, gl.exp2(base_M - m_M))
-
-
-@gluon.jit
-def with_sums(sums, acc_ME, m_M, base_M):
-    """The accumulator, in units of 2^-m_M, with the sums that were flushed at base_M added."""
-    layout: gl.constexpr = by_thread(acc_ME).type.layout
-    old_ME = from_threads(sums.load(layout), acc_ME.type.layout)
-    return acc_ME + scale_rows(old_ME, rebase(base_M, m_M))
+def queue_output(words, v, at_v, acc_ME):
+    """Starts adding p, packed in words, times one tile of values to the output."""
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_ME.type.layout, 4)
+    p_MN = from_words(words, p_layout)
+    return warpgroup_mma(p_MN, v.tile(at_v).permute((1, 0)), acc_ME, is_async=True)
 
 
 @gluon.jit
@@ -274,92 +284,100 @@ def attend(
     The scores of a tile and the output of the tile before are computed while the exponentials of
     this one run. Returns the unnormalised output, references, row sums, and the cursors.
     """
-    q_MD = q.tile(at_q)
     BLOCK_N: gl.constexpr = shape.BLOCK_N
-    E: gl.constexpr = v.rows
     MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 32])
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 4)
-    zero_MN = gl.zeros([ROWS, BLOCK_N], gl.float32, s_layout)
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v.rows, 32])
+    acc_ME = gl.zeros([ROWS, v.rows], gl.float32, o_layout)
+    sum_ME = acc_ME
+    steps = keys.end - keys.begin
+    j = keys.end - 1
 
     k.wait(at_k)
     take_turn(shape, WORKER)
-    s_MN = warpgroup_mma(q_MD, k.tile(at_k).permute((1, 0)), zero_MN, use_acc=False, is_async=True)
+    s_MN = queue_scores(q, k, at_q, at_k, BLOCK_N)
     pass_turn(shape, WORKER)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
-    k.release_after_mma(at_k)
-    if shape.HAS_SOFTCAP:
-        s_MN = cap(s_MN, softcap_scale)
-    if needs_mask(keys, keys.end - 1):
-        s_MN = hide_keys(s_MN, shape, tile, row, (keys.end - 1) * BLOCK_N, scale_log2)
-    p_MN, m_M = softmax_first(s_MN, scale_log2)
-    l_ML = lane_sums(p_MN)
+    if not shape.LATE:
+        k.release_after_mma(at_k)
+    # Without a mask, the last tile alone can have keys past the end.
+    s_MN = modify(s_MN, keys, shape, tile, row, j, scale_log2, softcap_scale, True)
+    m_M = reference(s_MN, scale_log2)
     base_M = m_M
-    acc_ME = gl.zeros([ROWS, E], gl.float32, o_layout)
+    p_MN = gl.exp2(s_MN * scale_log2 - shift_of(m_M)[:, None])
+    l_ML = gl.sum(part_sums(p_MN), 1)
+    words = to_words(p_MN)
+    at_before = at_k
     at_k = at_k.next()
-    steps = keys.end - keys.begin
     k.wait(at_k, pred=steps > 1)
     for step in range(1, steps):
-        # P crosses the loop's end as float32: there, LLVM takes words of e4m3 apart.
-        p_dot_MN = as_operand(p_MN, p_layout)
+        if not shape.LATE:
+            words = to_words(p_MN)
         take_turn(shape, WORKER)
-        if shape.EARLY:
-            v.wait(at_v)
-            acc_ME = warpgroup_mma(p_dot_MN, v.tile(at_v).permute((1, 0)), acc_ME, is_async=True)
-        s_MN = warpgroup_mma(
-            q_MD, k.tile(at_k).permute((1, 0)), zero_MN, use_acc=False, is_async=True
-        )
-        if not shape.EARLY:
-            v.wait(at_v)
-            acc_ME = warpgroup_mma(p_dot_MN, v.tile(at_v).permute((1, 0)), acc_ME, is_async=True)
+        s_MN = queue_scores(q, k, at_q, at_k, BLOCK_N)
+        v.wait(at_v)
+        acc_ME = queue_output(words, v, at_v, acc_ME)
         pass_turn(shape, WORKER)
-        if shape.EARLY:
-            acc_ME, s_MN = warpgroup_mma_wait(0, deps=[acc_ME, s_MN])
-            k.release_after_mma(at_k)
-            v.release_after_mma(at_v)
-            at_v = at_v.next()
-        else:
-            s_MN = warpgroup_mma_wait(1, deps=[s_MN])
-            k.release_after_mma(at_k)
-        if shape.HAS_SOFTCAP:
-            s_MN = cap(s_MN, softcap_scale)
-        if MASKED:
-            j = keys.end - 1 - step
-            if needs_mask(keys, j):
-                s_MN = hide_keys(s_MN, shape, tile, row, j * BLOCK_N, scale_log2)
-        if shape.EARLY:
-            p_MN, m_M, l_ML, alpha_M, moved = softmax_early(s_MN, m_M, l_ML, scale_log2, MASKED)
-            if moved != 0:
-                acc_ME = scale_rows(acc_ME, alpha_M)
+        s_MN = warpgroup_mma_wait(1, deps=[s_MN])
+        # That these scores are there means that every warp is done with the tile before.
+        k.release_after_mma(at_before if shape.LATE else at_k)
+        j = keys.end - 1 - step
+        s_MN = modify(s_MN, keys, shape, tile, row, j, scale_log2, softcap_scale, MASKED)
+        if shape.LATE:
+            p_MN, sums_MCL = exponentials(s_MN, m_M, scale_log2, MASKED)
+            sums_ML = gl.sum(sums_MCL, 1)
+            moved = any_above(sums_MCL, m_M, E4M3_BITS, MASKED)
+            words = to_words(p_MN)
         else:
             p_MN, m_M, l_ML, alpha_M, moved = softmax_careful(s_MN, m_M, l_ML, scale_log2, MASKED)
         # The next K tile's barrier also keeps ptxas from hoisting the wait below over the
         # exponentials: a wait loop ends a basic block.
-        at_k = at_k.next()
-        k.wait(at_k, pred=step + 1 < steps)
-        if not shape.EARLY:
-            acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
-            v.release_after_mma(at_v)
-            at_v = at_v.next()
-            if moved != 0:
-                acc_ME = scale_rows(acc_ME, alpha_M)
+        at_next = at_k.next()
+        k.wait(at_next, pred=step + 1 < steps)
+        acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
+        v.release_after_mma(at_v)
+        at_v = at_v.next()
+        if moved != 0:
+            if shape.LATE:
+                if any_above(sums_MCL, m_M, FINITE_BITS, MASKED) == 0:
+                    p_MN, sums_ML, m_M, l_ML, alpha_M = rescale(p_MN, m_M, l_ML)
+                else:
+                    s_MN = rescore(q, k, at_q, at_k, s_MN.type)
+                    s_MN = modify(
+                        s_MN, keys, shape, tile, row, j, scale_log2, softcap_scale, MASKED
+                    )
+                    p_MN, sums_ML, m_M, l_ML, alpha_M = redo(s_MN, m_M, l_ML, scale_log2)
+                words = to_words(p_MN)
+            acc_ME = scale_rows(acc_ME, alpha_M)
+            if shape.SUMS_IN_REGS:
+                sum_ME = scale_rows(sum_ME, alpha_M)
+        if shape.LATE:
+            l_ML = l_ML + sums_ML
         if step % shape.FLUSH == 0:
-            # The first time there is nothing to add to, but the last output to wait for.
-            if step > shape.FLUSH:
-                acc_ME = with_sums(sums, acc_ME, m_M, base_M)
+            if shape.SUMS_IN_REGS:
+                sum_ME = sum_ME + acc_ME
             else:
-                tma.store_wait(0)
-            sums.store(by_thread(acc_ME))
-            base_M = m_M
-            acc_ME = gl.zeros([ROWS, E], gl.float32, o_layout)
-    p_dot_MN = as_operand(p_MN, p_layout)
-    q.release_after_mma(at_q)
+                # The first time there is nothing to add to, but the last output to wait for.
+                if step > shape.FLUSH:
+                    acc_ME = with_sums(sums, acc_ME, m_M, base_M)
+                else:
+                    tma.store_wait(0)
+                    gl.barrier()
+                store_sums(sums, acc_ME)
+                base_M = m_M
+            acc_ME = gl.zeros([ROWS, v.rows], gl.float32, o_layout)
+        at_before = at_k
+        at_k = at_next
+    if not shape.LATE:
+        words = to_words(p_MN)
     v.wait(at_v)
-    acc_ME = warpgroup_mma(p_dot_MN, v.tile(at_v).permute((1, 0)), acc_ME, is_async=True)
-    acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
+    acc_ME = warpgroup_mma_wait(0, deps=[queue_output(words, v, at_v, acc_ME)])
+    if shape.LATE:
+        k.release_after_mma(at_before)
+    q.release_after_mma(at_q)
     v.release_after_mma(at_v)
-    if steps > shape.FLUSH:
+    if shape.SUMS_IN_REGS:
+        acc_ME = acc_ME + sum_ME
+    elif steps > shape.FLUSH:
         acc_ME = with_sums(sums, acc_ME, m_M, base_M)
     return acc_ME, m_M, gl.sum(l_ML, 1), at_k, at_v.next()
 
@@ -377,7 +395,9 @@ def store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, shape, v_scale):
         m_M = top_M
     seen_M = (l_M > 0.0) & (m_M > float("-inf"))
     inverse_M = gl.where(seen_M, factor_M / l_M, 0.0) * v_scale
+    # The output takes the place of sums, which other threads may still be reading.
     tma.store_wait(0)
+    gl.barrier()
     o_smem.store(scale_rows(acc_ME, inverse_M).to(outputs.desc.dtype).reshape(o_smem.shape))
     fence_async_shared()
     tma_store(outputs.desc, rows_at(shape, tile, row), o_smem)
@@ -497,7 +517,8 @@ def forward(
     FLUSH: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
-    EARLY: gl.constexpr,
+    LATE: gl.constexpr,
+    SUMS_IN_REGS: gl.constexpr,
     ORDERED: gl.constexpr,
     IS_RIGHT: gl.constexpr,
     IS_LEFT: gl.constexpr,
@@ -525,7 +546,8 @@ def forward(
         K_STAGES,
         V_STAGES,
         FLUSH,
-        EARLY,
+        LATE,
+        SUMS_IN_REGS,
         ORDERED,
         IS_RIGHT,
         IS_LEFT,
@@ -547,8 +569,7 @@ def forward(
     q = Channel.allocate(q_desc, CONSUMERS, 1)
     k = Channel.allocate(k_desc, K_STAGES, CONSUMERS)
     v = Channel.allocate(v_desc, V_STAGES, CONSUMERS)
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    sums = gl.allocate_shared_memory(gl.float32, [CONSUMERS, v.rows // 4, 256], plain)
+    sums = allocate_sums(CONSUMERS, v.rows)
     fence_async_shared()
     outputs = Outputs(out_desc, lse_ptr, sink_ptr)
     feed = (q_desc, k_desc, v_desc, q, k, v, shape)

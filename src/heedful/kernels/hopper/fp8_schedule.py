@@ -14,8 +14,8 @@ TURN_N: gl.constexpr = gl.constexpr(128)
 class Fp8Shape:
     """Sizes of one call at run time, and the variant of the kernel. Key j is visible to query i iff
     -left <= j - i - off <= right with off = shift + align * (len_k - len_q). FLUSH: key tiles
-    between two flushes of the accumulators into float32 sums. EARLY: P V before Q K, and
-    exponentials before it is known whether references move."""
+    between two flushes of the accumulators into float32 sums, in registers (SUMS_IN_REGS) or shared
+    memory. LATE: exponentials before it is known whether references move, see fp8_recheck.py."""
 
     heads: gl.tensor
     group: gl.tensor
@@ -36,7 +36,8 @@ class Fp8Shape:
     K_STAGES: gl.constexpr
     V_STAGES: gl.constexpr
     FLUSH: gl.constexpr
-    EARLY: gl.constexpr
+    LATE: gl.constexpr
+    SUMS_IN_REGS: gl.constexpr
     ORDERED: gl.constexpr
     IS_RIGHT: gl.constexpr
     IS_LEFT: gl.constexpr
@@ -64,7 +65,8 @@ class Fp8Shape:
         K_STAGES,
         V_STAGES,
         FLUSH,
-        EARLY,
+        LATE,
+        SUMS_IN_REGS,
         ORDERED,
         IS_RIGHT,
         IS_LEFT,
@@ -89,7 +91,8 @@ class Fp8Shape:
         self.K_STAGES = gl.constexpr(K_STAGES)
         self.V_STAGES = gl.constexpr(V_STAGES)
         self.FLUSH = gl.constexpr(FLUSH)
-        self.EARLY = gl.constexpr(EARLY)
+        self.LATE = gl.constexpr(LATE)
+        self.SUMS_IN_REGS = gl.constexpr(SUMS_IN_REGS)
         self.ORDERED = gl.constexpr(ORDERED)
         self.IS_RIGHT = gl.constexpr(IS_RIGHT)
         self.IS_LEFT = gl.constexpr(IS_LEFT)

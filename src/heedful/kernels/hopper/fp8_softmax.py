@@ -1,24 +1,35 @@
-"""Softmax whose probabilities become e4m3 operands, without a shuffle and without a scale of 1.
+"""Softmax of the fp8 forward: p in e4m3, and references that move only where p would leave it.
 
-M query rows, N keys. e4m3 reaches from 2^-9 to 448, probabilities from 0 to 1. They are computed
-as 2^(x + TOP_LOG2 - max x), which leaves room above for a maximum that moves lazily.
+M query rows, N keys, J words of four keys, L lanes that share a row, C sums of a lane's row.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.compat import inline_asm
-from heedful.kernels.hopper.softmax import _any_above, lane_sums, scale_rows
+from heedful.kernels.hopper.softmax import _any_above, scale_rows
 
 # The largest probability of a row whose maximum has just been looked up, as a power of two: exact,
 # so that a row that sees one key returns its value unrounded.
 TOP_LOG2: gl.constexpr = gl.constexpr(4.0)
 LIMIT_BITS: gl.constexpr = gl.constexpr(0x410CEAED)  # log2 448, of the largest e4m3, as a float32
+# Keys of a row of which a lane adds up its quarter for one look, see fp8_recheck.py.
+LOOK_N: gl.constexpr = gl.constexpr(64)
 
 
 @gluon.jit
-def pack_e4m3(p_MN):
-    """Non-negative float32 values rounded to e4m3, four neighbours to a register."""
+def to_words(p_MN):
+    """Non-negative float32 values in the layout of a product's result -> e4m3, (M, J / 4, 4) words.
+
+    Of 16 keys, a lane holds 2t, 2t + 1, 8 + 2t, 9 + 2t of a result, and 4t to 4t + 3 of an operand.
+    So it hands its own over as those: the keys of V are stored in that order (see fp8_values.py).
+    As bytes, P would cross the loop's end one by one, to be put together again there.
+    """
+    M: gl.constexpr = p_MN.shape[0]
+    N: gl.constexpr = p_MN.shape[1]
+    even, odd = p_MN.reshape([M, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).split()
+    p0, p2 = even.split()
+    p1, p3 = odd.split()
     return gl.inline_asm_elementwise(
         """
         {
@@ -28,35 +39,45 @@ def pack_e4m3(p_MN):
         mov.b32 $0, {lo, hi};
         }
         """,
-        "=r,r,r,r,r",
-        [p_MN],
-        gl.float8e4nv,
+        "=r,f,f,f,f",
+        [p0, p1, p2, p3],
+        gl.int32,
         True,
-        4,
+        1,
     )
 
 
 @gluon.jit
-def as_operand(p_MN, layout: gl.constexpr):
-    """float32 scores in the layout of a product's result -> e4m3 left operand of the next.
-
-    Of 16 keys, a lane holds 2t, 2t + 1, 8 + 2t, 9 + 2t of a result, and 4t to 4t + 3 of an operand.
-    So it hands its own over as those: the keys of V are stored in that order (see fp8_values.py).
-    """
-    M: gl.constexpr = p_MN.shape[0]
-    N: gl.constexpr = p_MN.shape[1]
-    p_MN = p_MN.reshape([M, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([M, N])
-    # First the layout, which is a matter of names, so that neighbours in it are packed together.
-    return pack_e4m3(gl.convert_layout(p_MN, layout, assert_trivial=True))
+def from_words(words, layout: gl.constexpr):
+    """The left operand (M, N) that words hold: each stands for its four bytes."""
+    M: gl.constexpr = words.shape[0]
+    N: gl.constexpr = words.shape[1] * 16
+    pairs = gl.join(words, words)
+    words_MN = gl.join(pairs, pairs).reshape([M, N])
+    words_MN = gl.convert_layout(words_MN, layout, assert_trivial=True)
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r,r,r,r", [words_MN], gl.float8e4nv, True, 4
+    )
 
 
 @gluon.jit
-def softmax_first(s_MN, scale_log2):
-    """The first tile: p, and the reference of each row, -inf where it has seen no key."""
-    x_MN = s_MN * scale_log2
-    m_M = gl.max(x_MN, 1) - TOP_LOG2
-    shift_M = gl.where(m_M == float("-inf"), 0.0, m_M)
-    return gl.exp2(x_MN - shift_M[:, None]), m_M
+def part_sums(p_MN):
+    """Sums over those of each 64 keys that one lane holds, (M, C, L)."""
+    M: gl.constexpr = p_MN.shape[0]
+    C: gl.constexpr = p_MN.shape[1] // LOOK_N
+    return gl.sum(gl.sum(p_MN.reshape([M, C, LOOK_N // 8, 4, 2]), 4), 2)
+
+
+@gluon.jit
+def shift_of(m_M):
+    """What to subtract for a reference: -inf is that of a row which has seen no key."""
+    return gl.where(m_M == float("-inf"), 0.0, m_M)
+
+
+@gluon.jit
+def reference(s_MN, scale_log2):
+    """What puts the largest p of each row at 2^TOP_LOG2, -inf where all keys are hidden."""
+    return gl.max(s_MN * scale_log2, 1) - TOP_LOG2
 
 
 @gluon.jit
@@ -80,7 +101,7 @@ def vote(x_MN, unset_M, MAY_HIDE_ROWS: gl.constexpr):
 
 @gluon.jit
 def softmax_careful(s_MN, m_M, l_ML, scale_log2, MAY_HIDE_ROWS: gl.constexpr):
-    """One more tile against old references, which move only where p would leave e4m3.
+    """One more tile against old references, with a look at the scores before the exponentials.
 
     Returns p, references, sums of p, what the output so far is to be scaled by, and whether this
     warp moved any reference: only then must it be scaled.
@@ -104,25 +125,4 @@ def softmax_careful(s_MN, m_M, l_ML, scale_log2, MAY_HIDE_ROWS: gl.constexpr):
         x_MN = x_MN - delta_M[:, None]
         l_ML = scale_rows(l_ML, alpha_M)
     p_MN = gl.exp2(x_MN)
-    return p_MN, m_M, l_ML + lane_sums(p_MN), alpha_M, moved
-
-
-@gluon.jit
-def softmax_early(s_MN, m_M, l_ML, scale_log2, MAY_HIDE_ROWS: gl.constexpr):
-    """As softmax_careful, but p is computed before it is known whether references move, so that
-    nothing waits for the vote, and once more from the scores, which stay, where they do."""
-    unset_M = m_M == float("-inf")
-    shift_M = gl.where(unset_M, 0.0, m_M) if MAY_HIDE_ROWS else m_M
-    x_MN = s_MN * scale_log2 - shift_M[:, None]
-    moved = vote(x_MN, unset_M, MAY_HIDE_ROWS)
-    p_MN = gl.exp2(x_MN)
-    sum_ML = l_ML + lane_sums(p_MN)
-    alpha_M = gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
-    if moved != 0:
-        old_M = m_M
-        m_M = gl.maximum(m_M, gl.max(s_MN * scale_log2, 1) - TOP_LOG2)
-        shift_M = gl.where(m_M == float("-inf"), 0.0, m_M) if MAY_HIDE_ROWS else m_M
-        alpha_M = gl.exp2(old_M - shift_M)
-        p_MN = gl.exp2(s_MN * scale_log2 - shift_M[:, None])
-        sum_ML = scale_rows(l_ML, alpha_M) + lane_sums(p_MN)
-    return p_MN, m_M, sum_ML, alpha_M, moved
+    return p_MN, m_M, l_ML + gl.sum(part_sums(p_MN), 1), alpha_M, moved

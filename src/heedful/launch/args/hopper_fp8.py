@@ -30,6 +30,9 @@ TURN_KEYS = 128
 # Keys whose products add up in the matrix unit's accumulators before float32 takes over: an output
 # all of one sign loses 1 % in 1024 (H200, 2026-11-20), and as much of that in fewer.
 FLUSH_KEYS = 512
+# Heads that the programs work on side by side: their K and V stay in L2, and where a mask makes
+# tiles uneven, the last of them are short. Of 1, 2, 4 and 8, 2 was fastest (H200, 2026-11-20).
+HEADS_AT_ONCE = 2
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -108,8 +111,7 @@ def _attend(
         "total_q": problem.total_q or 0,
         "row_blocks": row_blocks,
         "tiles": tiles,
-        # Masked, long tiles of a few heads go first; else K and V of one head stay in L2.
-        "section": 4 if problem.mask.bounded else 1,
+        "section": HEADS_AT_ONCE,
         **_descale_strides(buffers),
         **_mask(problem),
     }
@@ -216,7 +218,8 @@ def _variant(problem: AttentionProblem, config: TileConfig) -> dict[str, object]
         "FLUSH": FLUSH_KEYS // config.block_n,
         "CONSUMER_REGS": config.get("consumer_regs"),
         "PRODUCER_REGS": config.get("producer_regs"),
-        "EARLY": config.get("early", False),
+        "LATE": config.get("late", False),
+        "SUMS_IN_REGS": config.get("sums_in_regs", False),
         "ORDERED": config.get("ordered", False),
         "IS_RIGHT": problem.mask.right >= 0,
         "IS_LEFT": problem.mask.left >= 0,
