@@ -1,12 +1,7 @@
 """V turned for fp8 products, run by Triton's interpreter: every position takes its key.
 
-The interpreter must be chosen before any kernel is imported, so the checks run in a process of
-their own, which this file starts on itself.
+They run in a process of their own: see `support.interpreted`.
 """
-
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -21,10 +16,8 @@ from heedful.launch import programs
 from heedful.launch.interpret import interpret
 from heedful.launch.spec import Program
 from heedful.torch.execute import buffer_spec
+from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="runs in the interpreting process"
-)
 BLOCK = 128
 
 
@@ -99,15 +92,6 @@ def test_packed_sequences_begin_at_blocks_and_read_nothing_of_their_neighbours()
         assert torch.equal(got[0, :, :, at : at + want.shape[-1]], want)
 
 
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="starts the interpreting process"
-)
+@starts_interpreter
 def test_every_check_passes_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
-    # Under xdist's variables the inner run would take itself for a worker.
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    done = subprocess.run(
-        command, env={**kept, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout and " failed" not in done.stdout, done.stdout[-1000:]
+    pass_in_the_interpreter(__file__)

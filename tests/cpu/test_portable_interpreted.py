@@ -1,13 +1,9 @@
 """The portable kernels compute what the oracle computes: their programs, run by Triton's
 interpreter. bfloat16 is left to GPU tests; the interpreter is wrong for it.
 
-The interpreter must be chosen before any kernel is imported, so the checks run in a process of
-their own, which this file starts on itself.
+They run in a process of their own: see `support.interpreted`.
 """
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -26,9 +22,7 @@ from heedful.torch.cache_update import append_kv, rotate
 from heedful.torch.execute import buffer_spec
 from support import budget
 from support.cases import Case
-
-INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETING, reason="runs in the interpreting process")
+from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
 # Small tiles, so that short sequences have full, masked and skipped ones.
 TILES = TileConfig(16, 16)
@@ -187,13 +181,6 @@ def test_append_and_rotation_are_those_of_plain_torch(interleaved, page_size):
         assert torch.equal(y["rotated"], rotate(q, cos, sin, start, interleaved, advance))
 
 
-@pytest.mark.skipif(INTERPRETING, reason="starts the interpreting process")
+@starts_interpreter
 def test_every_check_passes_in_the_interpreter():
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", __file__]
-    # Under xdist's variables the inner run would take itself for a worker.
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
-    done = subprocess.run(
-        command, env={**kept, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-1000:]
-    assert " passed" in done.stdout and " failed" not in done.stdout, done.stdout[-1000:]
+    pass_in_the_interpreter(__file__)
