@@ -210,7 +210,7 @@ class CacheCall:
                 self.prefix.runner.bind()
         self.counts = isinstance(self.update, DeviceUpdate)
         present = _present(asked, update)
-        self.aligned = _are_aligned(present)
+        self.aligned = _bases_are_aligned(present)
         self._alike = same_metadata(*present)
         self._share = x.k.data_ptr() == x.v.data_ptr()
 
@@ -219,7 +219,7 @@ class CacheCall:
         were."""
         present = _present(x, update)
         share = x.k.data_ptr() == x.v.data_ptr()
-        return share == self._share and _are_aligned(present) and self._alike(*present)
+        return share == self._share and _bases_are_aligned(present) and self._alike(*present)
 
 
 def _present(x: Operands, update: Update) -> list[Tensor]:
@@ -230,7 +230,7 @@ def _present(x: Operands, update: Update) -> list[Tensor]:
     return tensors
 
 
-def _are_aligned(tensors: list[Tensor]) -> bool:
+def _bases_are_aligned(tensors: list[Tensor]) -> bool:
     """Whether all begin at multiples of 16 bytes."""
     bits = 0
     for tensor in tensors:

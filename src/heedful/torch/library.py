@@ -256,14 +256,18 @@ def _no_double_backward(ctx, *grads):
     )
 
 
+def _overload(name: str):
+    """The operator that is defined as `name`."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.heedful, packet), overload or "default")
+
+
 def _autocasting(name: str, count: int, device_type: str):
     """An operator under autocast: its first `count` tensors in its dtype."""
 
     def cast(*args):
         with torch.autocast(device_type, enabled=False):
-            packet, _, overload = name.partition(".")
-            op = getattr(getattr(torch.ops.heedful, packet), overload or "default")
-            return op(*autocast(args[:count], device_type), *args[count:])
+            return _overload(name)(*autocast(args[:count], device_type), *args[count:])
 
     return cast
 
@@ -283,8 +287,8 @@ torch.library.register_autograd("heedful::attention_backward", _no_double_backwa
 torch.library.register_vmap("heedful::attention", attention_vmap, lib=LIBRARY)
 torch.library.register_vmap("heedful::attention_backward", backward_vmap, lib=LIBRARY)
 for _name in ("inference", "inference.options"):
-    _op = getattr(torch.ops.heedful.inference, _name.partition(".")[2] or "default")
-    torch.library.register_vmap(f"heedful::{_name}", partial(inference_vmap, _op), lib=LIBRARY)
+    _rule = partial(inference_vmap, _overload(_name))
+    torch.library.register_vmap(f"heedful::{_name}", _rule, lib=LIBRARY)
 for _device in ("cpu", "cuda"):
     # q, k, v and the bias of the one; q, k, v of the others.
     for _name, _tensors in (("attention", 4), ("inference", 3), ("inference.options", 3)):

@@ -86,7 +86,7 @@ def fp8_operand(p_MN, dtype: gl.constexpr, OPERAND: gl.constexpr):
 
 
 @gluon.jit
-def positive(scale):
+def _positive(scale):
     """The size of a scale, with which the maximum commutes, and which leaves masked scores at -inf:
     for zero, which a descale of zeros may be, the least normal number."""
     size = gl.abs(scale)
@@ -94,7 +94,7 @@ def positive(scale):
 
 
 @gluon.jit
-def with_sign_of(scale, q_MD):
+def _with_sign_of(scale, q_MD):
     """Queries whose products have the sign that `scale` gives them. Zeros keep theirs: e4m3fnuz has
     one alone, and the other's bits are its NaN, which stays NaN."""
     bits_MD = q_MD.to(gl.int8, bitcast=True)
@@ -102,3 +102,9 @@ def with_sign_of(scale, q_MD):
     has_size_MD = (bits_MD & 0x7F) + 0x7F
     sign = gl.where(scale < 0, -128, 0).to(gl.int8)
     return (bits_MD ^ (has_size_MD & sign)).to(q_MD.dtype, bitcast=True)
+
+
+@gluon.jit
+def split_sign(scale, q_MD):
+    """(size of the scale of scores, queries that have its sign)."""
+    return _positive(scale), _with_sign_of(scale, q_MD)

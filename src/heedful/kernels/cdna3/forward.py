@@ -18,7 +18,7 @@ import math
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.cdna.fp8 import fp8_operand, positive, stored_keys, with_sign_of
+from heedful.kernels.cdna.fp8 import fp8_operand, split_sign, stored_keys
 from heedful.kernels.cdna.softmax import LOWEST, follow, lane_sums, lift, row_max, slack, total
 from heedful.kernels.cdna.tile import (
     fetch_layout,
@@ -292,9 +292,7 @@ def forward(
     if DTYPE.is_fp8():
         q_factor = work.factor(q_descale, stride_qdb, stride_qdg)
         k_factor = work.factor(k_descale, stride_kdb, stride_kdg)
-        scale_log2 = scale_log2 * q_factor * k_factor
-        q_MD = with_sign_of(scale_log2, q_MD)
-        scale_log2 = positive(scale_log2)
+        scale_log2, q_MD = split_sign(scale_log2 * q_factor * k_factor, q_MD)
     K_LOAD: gl.constexpr = fetch_layout(HEAD_DIM, WARPS, DTYPE)
     V_LOAD: gl.constexpr = turn_layout(BLOCK_N, HEAD_DIM, DTYPE)
     k_ND = _load(k, stride_kn, work.begin, len_k, BLOCK_N, HEAD_DIM, K_LOAD, True)

@@ -16,13 +16,7 @@ Shapes: M query rows, N key rows of half a tile, D head dim.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.cdna.fp8 import (
-    fp8_operand,
-    positive,
-    side_by_side,
-    stored_keys,
-    with_sign_of,
-)
+from heedful.kernels.cdna.fp8 import fp8_operand, side_by_side, split_sign, stored_keys
 from heedful.kernels.cdna.softmax import LOWEST, follow, lane_sums, lift, row_max, slack, total
 from heedful.kernels.cdna.tile import (
     hide,
@@ -284,9 +278,7 @@ def forward(
     if DTYPE.is_fp8():
         q_factor = work.factor(q_descale, stride_qdb, stride_qdg)
         k_factor = work.factor(k_descale, stride_kdb, stride_kdg)
-        scale_log2 = scale_log2 * q_factor * k_factor
-        q_MD = with_sign_of(scale_log2, q_MD)
-        scale_log2 = positive(scale_log2)
+        scale_log2, q_MD = split_sign(scale_log2 * q_factor * k_factor, q_MD)
     k_smem = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, HEAD_DIM], K_SHARED)
     v_smem = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, HEAD_DIM], V_SHARED)
     _fetch(k_smem.index(work.begin & 1), k, stride_kn, work.begin, len_k, True)
