@@ -113,3 +113,33 @@ def scalar(body, inputs, outputs, arch="gfx942"):
     report = emulate(text, (rows,), [table, result], checks={"global-bounds", "waitcnt"})
     assert report.clean, report.summary()
     return result.T
+
+
+# Four waves of a workgroup with two buffers: s[4:5], s[6:7] their addresses, v1 a lane's word.
+WAVES = 4
+SETUP = """
+    s_load_dwordx4 s[4:7], s[0:1], 0x0
+    v_lshlrev_b32_e32 v1, 2, v0
+    s_waitcnt lgkmcnt(0)
+"""
+
+
+def run(body, *, arch="gfx950", threads=64 * WAVES, setup=SETUP, lds_bytes=65536, **options):
+    data = np.arange(1024, dtype=np.uint32)
+    text = kernel(setup + body, arch=arch, buffers=2, threads=threads, scratch=16)
+    out = np.zeros(1024, np.uint32)
+    return emulate(text, (1,), [data, out], lds_bytes=lds_bytes, **options)
+
+
+def only(report, kind):
+    """The one finding of that kind, and no other kind."""
+    assert report.kinds() == {kind}, report.summary()
+    return report.findings[0]
+
+
+# The last wave to come leaves its number.
+LAST = """
+    v_lshrrev_b32_e32 v2, 6, v0
+    v_mov_b32_e32 v3, 0
+    global_store_dword v3, v2, s[6:7]
+"""
