@@ -19,12 +19,13 @@ State = TypeVar("State")
 
 _lock = threading.Lock()
 _pools: dict[int, ThreadPoolExecutor] = {}
+_is_forked = False
 
 
 def _forget() -> None:
     """Threads do not survive a fork, and a lock may be left held: a child makes its own."""
-    global _lock
-    _lock = threading.Lock()
+    global _lock, _is_forked
+    _lock, _is_forked = threading.Lock(), True
     _pools.clear()
 
 
@@ -41,9 +42,12 @@ def for_each(
     """work(state, item) for every item, in any order, with one state to a thread.
 
     Items run in order on the calling thread unless `parallel` and torch.get_num_threads() > 1 and
-    there are two of them. The first exception is raised when all threads have stopped.
+    there are two of them. A forked child takes threads of its own in any case: an operation on
+    torch's, which did not survive, may wait for them for ever. The first exception is raised when
+    all threads have stopped.
     """
     items = list(items)
+    parallel = parallel or _is_forked
     threads = min(torch.get_num_threads(), len(items)) if parallel else 1
     queue = iter(items)
     if threads <= 1:
