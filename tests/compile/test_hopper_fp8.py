@@ -51,9 +51,31 @@ def test_packed_and_dense_sequences_are_turned_to_whole_blocks():
     packed = replace(problem, total_q=500, total_k=700)
     found = []
     for p in (problem, packed):
-        (scratch,) = programs.program(plan(p, DEVICE, backend="hopper"), "forward").workspaces
-        found.append(scratch.buffer.shape)
+        scratch = programs.program(plan(p, DEVICE, backend="hopper"), "forward").workspaces
+        found += [w.buffer.shape for w in scratch if w.name == "turned_v"]
     assert found == [(3, 4, 128, 384), (1, 4, 128, (700 // 128 + 3) * 128)]
+
+
+def test_tiles_of_unlike_length_are_drawn_from_a_count_that_turning_begins():
+    """So that no launch of its own clears it."""
+
+    def found(**facts):
+        problem = AttentionProblem.dense(
+            2, heads_q=16, dtype="float8_e4m3fn", out_dtype="bfloat16", **facts
+        )
+        program = programs.program(plan(problem, DEVICE, backend="hopper"), "forward")
+        for call in program.calls:
+            assert compiler.artifact(call, DEVICE.arch).shared_bytes <= DEVICE.shared_bytes
+        assert not any(w.zeroed for w in program.workspaces)
+        takers = [c.kernel.function for c in program.calls if "drawn" in c.arguments]
+        return takers, program.calls[-1].grid[0]
+
+    long, short = {"seqlen_q": 4096, "seqlen_k": 4096}, {"seqlen_q": 2048, "seqlen_k": 2048}
+    packed = {"total_q": 4000, "total_k": 4000}
+    units = DEVICE.units
+    assert found(**long, causal=True) == (["turn_values", "forward"], units)
+    assert found(**long, **packed) == (["order_tiles", "turn_values", "forward"], units)
+    assert found(**long) == ([], units) and found(**short, causal=True) == ([], units)
 
 
 def test_what_the_fp8_kernel_lacks_is_said_in_full():

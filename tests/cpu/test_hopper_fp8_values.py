@@ -13,6 +13,7 @@ from heedful.core.device import by_name
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.launch import programs
+from heedful.launch.args import hopper_fp8
 from heedful.launch.interpret import interpret
 from heedful.launch.spec import Program
 from heedful.torch.execute import buffer_spec
@@ -42,10 +43,15 @@ def turn(v: torch.Tensor, batch: int, seqlen_k: int, cu_k: torch.Tensor | None =
         specs["cu_seqlens_q"] = specs["cu_seqlens_k"]
     specs |= {"q": specs["v"], "k": specs["v"], "out": specs["v"]}
     whole = programs.program(plan(problem, by_name("H200"), backend="hopper"), "forward", specs)
-    scratch = whole.workspaces[0]
-    out = torch.full(scratch.buffer.shape, 0x7F, dtype=torch.uint8)
-    bytes_ = {name: t.view(torch.uint8) if t is v else t for name, t in tensors.items()}
-    interpret(Program(whole.calls[:1], ()), {**bytes_, scratch.name: out})
+    shapes = {w.name: w.buffer.shape for w in whole.workspaces}
+    out = torch.full(shapes["turned_v"], 0x7F, dtype=torch.uint8)
+    arrays = {name: t.view(torch.uint8) if t is v else t for name, t in tensors.items()}
+    arrays |= {"turned_v": out}
+    if "drawn" in shapes:
+        arrays["drawn"] = torch.full((1,), -7, dtype=torch.int32)
+    calls = [call for call in whole.calls if call.kernel.function == "turn_values"]
+    interpret(Program(tuple(calls), ()), arrays)
+    assert "drawn" not in shapes or arrays["drawn"].item() == 0
     return out
 
 
@@ -81,7 +87,16 @@ def test_strided_values_are_turned_like_dense_ones():
 
 @interpreted
 def test_packed_sequences_begin_at_blocks_and_read_nothing_of_their_neighbours():
-    lengths = [130, 0, 5, 128, 77]
+    check_packed([130, 0, 5, 128, 77])
+
+
+@interpreted
+def test_more_packed_sequences_than_a_program_looks_at_at_once(monkeypatch):
+    monkeypatch.setattr(hopper_fp8, "TURN_SEQUENCES", 4)
+    check_packed([40, 0, 0, 300, 0, 129, 1, 0, 0, 0, 60])
+
+
+def check_packed(lengths: list[int]) -> None:
     cu_k = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     v = drawn(sum(lengths), 2, 64)
     got = turn(v, len(lengths), max(lengths), cu_k)

@@ -243,6 +243,14 @@ _D64_FOUR: dict[str, Any] = {
     "q_slots": 8,
     "v_stages": 6,
 }
+# Under ALiBi scores are looked at first, and turns keep products and softmax apart.
+_D64_TURNS: dict[str, Any] = {
+    "consumer_regs": 112,
+    "lazy": 2,
+    "ordered": True,
+    "producer_regs": 32,
+    "v_stages": 6,
+}
 _D128: dict[str, Any] = {"consumer_regs": 240, "ordered": True, "producer_regs": 24}
 _D128_LATE: dict[str, Any] = {**_D128, "lazy": 2, "v_stages": 2}
 _D128_UNEVEN: dict[str, Any] = {
@@ -322,6 +330,10 @@ def _uneven(problem: AttentionProblem) -> bool:
     return problem.mask.left >= 0 or problem.varlen_q
 
 
+def _slopes(problem: AttentionProblem) -> bool:
+    return problem.alibi
+
+
 _ONE: dict[str, Any] = {"pack": True, "producer_regs": 24}
 _TWO: dict[str, Any] = {"consumer_regs": 240, "ordered": True, "pack": True, "producer_regs": 24}
 _ALONE: dict[str, Any] = {"producer_regs": 24}
@@ -345,6 +357,7 @@ ROWS: list[ConfigRow] = [
     _hopper(128, (64, 128, 4, 2), _small_grid, _LEAST_SPILLS, **_ALONE),
     _hopper(256, (64, 64, 4, 2), _small_grid, _LEAST_SPILLS, **_ALONE),
     _hopper(64, (128, 128, 4, 4), _two_tiles_of_rows, _LEAST_SPILLS, **_D128),
+    _hopper(64, (256, 64, 4, 6), _slopes, **_D64_TURNS),
     _hopper(64, (256, 64, 4, 6), **_D64_FOUR),
     _hopper(128, (192, 64, 4, 5), _uneven, **_D128_UNEVEN),
     _hopper(128, (128, 128, 4, 3), **_D128_LATE),

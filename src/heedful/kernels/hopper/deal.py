@@ -33,8 +33,12 @@ class Deal:
         self.empty = optional(empty)
 
     @gluon.jit
-    def in_strides(count):
-        return Deal(count)
+    def of(count, drawn, consumers: gl.constexpr):
+        """In strides if `drawn` is None."""
+        if drawn is None:
+            return Deal(count)
+        else:
+            return Deal.by_drawing(count, drawn, consumers)
 
     @gluon.jit
     def by_drawing(count, drawn, consumers: gl.constexpr):

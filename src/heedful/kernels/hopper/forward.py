@@ -43,7 +43,8 @@ from heedful.kernels.hopper.softmax import (
     softmax_lazy,
     softmax_step,
 )
-from heedful.kernels.hopper.terms import Terms, add_terms, load_bias
+from heedful.kernels.hopper.terms import Terms, add_terms, cap, load_bias
+from heedful.kernels.hopper.turns import pass_turn, take_turn
 from heedful.kernels.hopper.work import (
     consumer_keys,
     count,
@@ -88,41 +89,6 @@ def hide_if_needed(s_MN, keys, shape, tile, row, j):
     if needs_mask(keys, j):
         s_MN = hide_keys(s_MN, keys, shape, tile, row, j)
     return s_MN
-
-
-@gluon.jit
-def cap(s_MN, softcap_scale):
-    """tanh(s scale / softcap), as 1 - 2 / (1 + 2^(s softcap_scale)); what follows scales it by
-    softcap log2(e)."""
-    return 1.0 - 2.0 / (1.0 + gl.exp2(s_MN * softcap_scale))
-
-
-@gluon.jit
-def take_turn(shape, WORKER: gl.constexpr):
-    """Waits until the consumer before this one has queued its matrix products."""
-    if shape.ORDERED:
-        gl.inline_asm_elementwise(
-            "bar.sync $1, 256; mov.u32 $0, 0;",
-            "=r,r",
-            [gl.to_tensor(8 + WORKER)],
-            gl.int32,
-            False,
-            1,
-        )
-
-
-@gluon.jit
-def pass_turn(shape, WORKER: gl.constexpr):
-    """Lets the next consumer queue its matrix products."""
-    if shape.ORDERED:
-        gl.inline_asm_elementwise(
-            "bar.arrive $1, 256; mov.u32 $0, 0;",
-            "=r,r",
-            [gl.to_tensor(8 + (WORKER + 1) % shape.CONSUMERS)],
-            gl.int32,
-            False,
-            1,
-        )
 
 
 @gluon.jit
@@ -524,10 +490,7 @@ def forward(
         o = allocate_boxes(out_desc, each * CONSUMERS)
         if TAIL_E:
             o_tails = allocate_boxes(out_desc, CONSUMERS)
-    if drawn is None:
-        deal = Deal.in_strides(count(shape))
-    else:
-        deal = Deal.by_drawing(count(shape), drawn, CONSUMERS)
+    deal = Deal.of(count(shape), drawn, CONSUMERS)
     fence_async_shared()
     outputs = Outputs(out_desc, o, o_tails, lse_ptr, sink_ptr, parts_ptr)
     feed = (q_desc, k_desc, v_desc, q, k, v, deal, shape)

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from heedful.kernels.hopper.channel import Channel, Cursor
 from heedful.kernels.hopper.compat import aggregate, optional, reinterpret, tma_store
+from heedful.kernels.hopper.deal import SLOTS, Deal
 from heedful.kernels.hopper.fp8_recheck import (
     E4M3_BITS,
     FINITE_BITS,
@@ -27,16 +28,7 @@ from heedful.kernels.hopper.fp8_recheck import (
     rescale,
     rescore,
 )
-from heedful.kernels.hopper.fp8_schedule import (
-    ROWS,
-    Fp8Shape,
-    decode,
-    key_range,
-    keys_at,
-    needs_mask,
-    rows_at,
-    values_at,
-)
+from heedful.kernels.hopper.fp8_shape import Fp8Shape, values_at
 from heedful.kernels.hopper.fp8_softmax import (
     from_words,
     part_sums,
@@ -47,7 +39,17 @@ from heedful.kernels.hopper.fp8_softmax import (
 )
 from heedful.kernels.hopper.fp8_sums import allocate_sums, store_sums, with_sums
 from heedful.kernels.hopper.masking import hide_outside
+from heedful.kernels.hopper.schedule import (
+    ROWS,
+    decode,
+    key_range,
+    keys_at,
+    needs_mask,
+    rows_at,
+)
 from heedful.kernels.hopper.softmax import scale_rows
+from heedful.kernels.hopper.terms import cap
+from heedful.kernels.hopper.turns import pass_turn, take_turn
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -134,40 +136,14 @@ class Outputs:
 
 
 @gluon.jit
-def take_turn(shape, WORKER: gl.constexpr):
-    """Waits until the consumer before this one has queued its matrix products."""
-    if shape.ORDERED:
-        gl.inline_asm_elementwise(
-            "bar.sync $1, 256; mov.u32 $0, 0;",
-            "=r,r",
-            [gl.to_tensor(8 + WORKER)],
-            gl.int32,
-            False,
-            1,
-        )
-
-
-@gluon.jit
-def pass_turn(shape, WORKER: gl.constexpr):
-    """Lets the next consumer queue its matrix products."""
-    if shape.ORDERED:
-        gl.inline_asm_elementwise(
-            "bar.arrive $1, 256; mov.u32 $0, 0;",
-            "=r,r",
-            [gl.to_tensor(8 + (WORKER + 1) % shape.CONSUMERS)],
-            gl.int32,
-            False,
-            1,
-        )
-
-
-@gluon.jit
-def producer(q_desc, k_desc, v_desc, q, k, v, shape):
+def producer(q_desc, k_desc, v_desc, q, k, v, deal, shape):
     """Feeds every tile's queries, and its keys and values from the last to the first."""
     at_q = Cursor.start(shape.CONSUMERS)
     at_k = Cursor.start(shape.K_STAGES)
     at_v = Cursor.start(shape.V_STAGES)
-    for index in range(gl.program_id(0), shape.tiles, gl.num_programs(0)):
+    at_deal = Cursor.start(SLOTS)
+    index = gl.program_id(0)
+    while index < deal.count:
         tile = decode(shape, index)
         keys = key_range(shape, tile, tile.row, shape.CONSUMERS * ROWS)
         steps = keys.end - keys.begin
@@ -188,6 +164,8 @@ def producer(q_desc, k_desc, v_desc, q, k, v, shape):
         if steps > 0:
             v.load(v_desc, values_at(shape, tile, col), at_v)
             at_v = at_v.next()
+        index = deal.draw(index, at_deal)
+        at_deal = at_deal.next()
 
 
 @gluon.jit
@@ -224,13 +202,6 @@ def hide_keys(s_MN, shape, tile, row, col, scale_log2):
         start_M = diagonal_M - shape.left
     sign = gl.where(scale_log2 < 0.0, -1.0, 1.0)
     return hide_outside(s_MN * sign, start_M, stop_M) * sign
-
-
-@gluon.jit
-def cap(s_MN, softcap_scale):
-    """tanh(s scale / softcap), as 1 - 2 / (1 + 2^(s softcap_scale)); what follows scales it by
-    softcap log2(e)."""
-    return 1.0 - 2.0 / (1.0 + gl.exp2(s_MN * softcap_scale))
 
 
 @gluon.jit
@@ -412,7 +383,7 @@ def store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, shape, v_scale):
 
 
 @gluon.jit
-def consumer(outputs, scales, all_sums, q, k, v, shape, WORKER: gl.constexpr):
+def consumer(outputs, scales, all_sums, q, k, v, deal, shape, WORKER: gl.constexpr):
     """Computes rows [64 WORKER, 64 WORKER + 64) of every tile of this program."""
     E: gl.constexpr = v.rows
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 32])
@@ -427,7 +398,9 @@ def consumer(outputs, scales, all_sums, q, k, v, shape, WORKER: gl.constexpr):
     )
     if WORKER == shape.CONSUMERS - 1:
         pass_turn(shape, WORKER)
-    for index in range(gl.program_id(0), shape.tiles, gl.num_programs(0)):
+    at_deal = Cursor.start(SLOTS)
+    index = gl.program_id(0)
+    while index < deal.count:
         tile = decode(shape, index)
         row = tile.row + WORKER * ROWS
         whole = key_range(shape, tile, tile.row, shape.CONSUMERS * ROWS)
@@ -474,6 +447,8 @@ def consumer(outputs, scales, all_sums, q, k, v, shape, WORKER: gl.constexpr):
                 zero_ME = gl.zeros([ROWS, E], gl.float32, o_layout)
                 store_rows(outputs, o_smem, zero_ME, none_M, zero_M, tile, row, shape, v_scale)
         parity ^= 1
+        index = deal.follow(index, at_deal)
+        at_deal = at_deal.next()
     tma.store_wait(0)
 
 
@@ -488,6 +463,8 @@ def forward(
     sink_ptr,
     cu_q,
     cu_k,
+    order,
+    drawn,
     out_desc,
     lse_ptr,
     scale_log2,
@@ -526,6 +503,8 @@ def forward(
 ):
     """out = softmax(scale q k^T + mask) v over tensor maps (batch, head, row, dim); of turned
     values: (batch, head, dim, position)."""
+    if order is not None:
+        tiles = gl.load(order) * heads
     shape = Fp8Shape(
         heads,
         group,
@@ -541,6 +520,7 @@ def forward(
         align,
         cu_q,
         cu_k,
+        order,
         BLOCK_N,
         CONSUMERS,
         K_STAGES,
@@ -570,15 +550,16 @@ def forward(
     k = Channel.allocate(k_desc, K_STAGES, CONSUMERS)
     v = Channel.allocate(v_desc, V_STAGES, CONSUMERS)
     sums = allocate_sums(CONSUMERS, v.rows)
+    deal = Deal.of(shape.tiles, drawn, CONSUMERS)
     fence_async_shared()
     outputs = Outputs(out_desc, lse_ptr, sink_ptr)
-    feed = (q_desc, k_desc, v_desc, q, k, v, shape)
+    feed = (q_desc, k_desc, v_desc, q, k, v, deal, shape)
     # A partition is compiled on its own, so that each consumer must be spelled out.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consumer, (outputs, scales, sums, q, k, v, shape, 0)),
-                (consumer, (outputs, scales, sums, q, k, v, shape, 1)),
+                (consumer, (outputs, scales, sums, q, k, v, deal, shape, 0)),
+                (consumer, (outputs, scales, sums, q, k, v, deal, shape, 1)),
                 (producer, feed),
             ],
             [4, 1],
@@ -587,9 +568,9 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (consumer, (outputs, scales, sums, q, k, v, shape, 0)),
-                (consumer, (outputs, scales, sums, q, k, v, shape, 1)),
-                (consumer, (outputs, scales, sums, q, k, v, shape, 2)),
+                (consumer, (outputs, scales, sums, q, k, v, deal, shape, 0)),
+                (consumer, (outputs, scales, sums, q, k, v, deal, shape, 1)),
+                (consumer, (outputs, scales, sums, q, k, v, deal, shape, 2)),
                 (producer, feed),
             ],
             [4, 4, 1],

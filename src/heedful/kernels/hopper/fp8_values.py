@@ -19,13 +19,26 @@ def turned(row0, row1, row2, row3, BYTE: tl.constexpr):
 
 
 @triton.jit
+def sequence_at(cu_k, block, batch, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
+    """The packed sequence that has this block of positions: the last that begins there or ahead."""
+    ahead = 0
+    for first in range(0, batch, BLOCK_B):
+        other_B = first + tl.arange(0, BLOCK_B)
+        begins_B = tl.load(cu_k + other_B, mask=other_B < batch, other=0) // BLOCK_N + other_B
+        ahead += tl.sum(((begins_B <= block) & (other_B < batch)).to(tl.int32), 0)
+    return ahead - 1
+
+
+@triton.jit
 def turn_values(
     v_ptr,
     cu_k,
     out_ptr,
+    drawn,
     heads_k,
     seqlen_k,
     blocks,
+    batch,
     dim_v,
     padded_k,
     stride_vb,
@@ -33,14 +46,19 @@ def turn_values(
     stride_vh,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_B: tl.constexpr,
 ):
     """v (B, N, G, E), or packed (T, G, E), -> out (B, G, E, padded_k), or (G, E, padded_k).
 
     Of every 16 keys, position 4t + 2h + b takes key 8h + 2t + b: the order in which a lane of an
     attention kernel holds probabilities (see fp8_softmax.py). Positions past a sequence are zeros
     up to a multiple of BLOCK_N. The sequence b of packed ones, which begins at token c, begins at
-    position (c // BLOCK_N + b) * BLOCK_N.
+    position (c // BLOCK_N + b) * BLOCK_N. drawn: of the attention kernel's pieces of work none yet
+    (see deal.py).
     """
+    if drawn is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
+        if tl.program_id(0) == 0:
+            tl.store(drawn, 0)
     block = tl.program_id(0) % blocks
     head = tl.program_id(0) // blocks
     b = head // heads_k
@@ -48,9 +66,11 @@ def turn_values(
     length, base = seqlen_k, 0
     v_ptr += head.to(tl.int64) * stride_vh
     if cu_k is not None:
+        b = sequence_at(cu_k, block, batch, BLOCK_N, BLOCK_B)
         start = tl.load(cu_k + b)
         length = tl.load(cu_k + b + 1) - start
         base = (start // BLOCK_N + b) * BLOCK_N
+        block -= base // BLOCK_N
         v_ptr += start.to(tl.int64) * stride_vn
         out_ptr += head.to(tl.int64) * dim_v * padded_k
     else:

@@ -1,4 +1,4 @@
-"""What is added to the scores: ALiBi and an additive bias.
+"""What is done to the scores ahead of the softmax: softcap, ALiBi and an additive bias.
 
 Scores are raw until the softmax scales them, so that what is added is divided by that unit.
 M query rows, N keys.
@@ -44,6 +44,13 @@ class Terms:
         self.stride_biasm = optional(stride_biasm)
         self.stride_biasn = optional(stride_biasn)
         self.per_unit = optional(per_unit)
+
+
+@gluon.jit
+def cap(s_MN, softcap_scale):
+    """tanh(s scale / softcap), as 1 - 2 / (1 + 2^(s softcap_scale)); what follows scales it by
+    softcap log2(e)."""
+    return 1.0 - 2.0 / (1.0 + gl.exp2(s_MN * softcap_scale))
 
 
 @gluon.jit

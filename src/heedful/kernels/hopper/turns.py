@@ -1,0 +1,35 @@
+"""Turns between consumers: one queues its matrix products while another is in its softmax.
+
+Named barriers from 8 on, one a consumer: it waits at its own, and the one before it arrives there.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def take_turn(shape, WORKER: gl.constexpr):
+    """Waits until the consumer before this one has queued its matrix products."""
+    if shape.ORDERED:
+        gl.inline_asm_elementwise(
+            "bar.sync $1, 256; mov.u32 $0, 0;",
+            "=r,r",
+            [gl.to_tensor(8 + WORKER)],
+            gl.int32,
+            False,
+            1,
+        )
+
+
+@gluon.jit
+def pass_turn(shape, WORKER: gl.constexpr):
+    """Lets the next consumer queue its matrix products."""
+    if shape.ORDERED:
+        gl.inline_asm_elementwise(
+            "bar.arrive $1, 256; mov.u32 $0, 0;",
+            "=r,r",
+            [gl.to_tensor(8 + (WORKER + 1) % shape.CONSUMERS)],
+            gl.int32,
+            False,
+            1,
+        )

@@ -1,0 +1,101 @@
+"""Tensor maps of the Hopper kernels.
+
+Dense tensors are mapped as (batch, head, row, dim). Packed sequences need rows past the end of each
+to read as zeros and never to be written, from one map for all: see `packed_map`.
+"""
+
+from heedful.launch.spec import BufferSpec, item_bytes
+from heedful.launch.spec import TensorMap as Map
+
+CONSUMER_ROWS = 64
+SWIZZLE_BYTES = 128  # one swizzled row of shared memory
+# What TMA wants strides to be multiples of, those of dims of one element too.
+STRIDE_BYTES = 16
+# Head dims that a shared-memory tile can have; in between, tensor maps fill with zeros.
+TILE_DIMS = (64, 128, 256)
+
+
+def tile_dim(dim: int) -> int:
+    """The width of the shared-memory tile that holds a head dim."""
+    return next(width for width in TILE_DIMS if dim <= width)
+
+
+def layout(spec: BufferSpec, rank: int, width: int) -> str:
+    """The layout of a TMA box `width` elements wide, swizzled as widely as that allows."""
+    item = item_bytes(spec.dtype)
+    return (
+        f"NVMMASharedLayout(swizzle_byte_width={min(SWIZZLE_BYTES, width * item)},"
+        f" element_bitwidth={8 * item}, rank={rank},"
+        " transposed=False, fp4_padded=False, cga_layout=[])"
+    )
+
+
+def dense_map(name: str, spec: BufferSpec, rows: int, dim: int) -> Map:
+    """(B, S, H, D) seen as (B, H, S, D): reads past a sequence are zeros, writes are dropped."""
+    order = (0, 2, 1, 3)
+    shape = tuple(spec.shape[axis] for axis in order)
+    strides = tuple(stride(spec, axis) for axis in order)
+    return Map(name, spec.dtype, shape, strides, (1, 1, rows, dim), layout(spec, 4, dim))
+
+
+def grouped_map(name: str, spec: BufferSpec, group: int, pack: int, dim: int) -> Map:
+    """(B, S, H, D) seen as (B, G, S, H / G, D): boxes of all query heads of a KV head, `pack` rows
+    a position; rows beyond the group are out of bounds."""
+    batch, heads = spec.shape[0], spec.shape[2] // group
+    steps = tuple(stride(spec, axis) for axis in range(3))
+    return Map(
+        name,
+        spec.dtype,
+        (batch, heads, spec.shape[1], group, spec.shape[3]),
+        (steps[0], group * steps[2], steps[1], steps[2], 1),
+        (1, 1, CONSUMER_ROWS // pack, pack, dim),
+        layout(spec, 5, dim),
+    )
+
+
+def packed_map(name: str, spec: BufferSpec, rows: int, dim: int) -> Map:
+    """(T, H, D) seen as (2^30, end, H, row, D), so that every sequence ends where it ends.
+
+    Row r of a sequence of n that ends at token e is row 2^30 - n + r of the fourth dimension: past
+    2^30 the map is out of bounds. The first two coordinates, 2^30 and e, bring the address back:
+    2^30 (2^34 - s) + e s + (2^30 - n + r) s = 2^64 + (e - n + r) s elements, and addresses wrap.
+    The trick is that of Triton's `tools/ragged_tma.py`.
+
+    (B, S, H, D) is seen so too, its batch entries `rows_between` rows apart.
+    """
+    tokens, heads = row_stride(spec), stride(spec, -2)
+    far = 0x7FFF0000
+    return Map(
+        name,
+        spec.dtype,
+        (far, far, spec.shape[-2], 1 << 30, spec.shape[-1]),
+        ((1 << 34) - tokens, tokens, heads, tokens, 1),
+        (1, 1, 1, rows, dim),
+        layout(spec, 5, dim),
+    )
+
+
+def row_stride(spec: BufferSpec) -> int:
+    """The stride of the rows of (B, S, H, D) or (T, H, D), of which a batch entry's is a multiple
+    if there is one row in each."""
+    if len(spec.shape) == 4 and spec.shape[1] == 1 and spec.shape[0] > 1:
+        return spec.strides[0] or _least_stride(spec)
+    return stride(spec, -3)
+
+
+def stride(spec: BufferSpec, axis: int) -> int:
+    """A stride in elements; that of a dim of one element may be anything."""
+    axis %= len(spec.shape)
+    if spec.shape[axis] > 1 or axis == len(spec.shape) - 1:
+        return spec.strides[axis]
+    return _least_stride(spec)
+
+
+def _least_stride(spec: BufferSpec) -> int:
+    return STRIDE_BYTES // item_bytes(spec.dtype)
+
+
+def rows_between(spec: BufferSpec) -> int:
+    """Rows from one batch entry or page of (B, S, H, D) to the next, for a map of rows alone. A
+    whole number, as the planner has seen to (`AttentionProblem.even_rows`)."""
+    return 0 if spec.shape[0] == 1 else spec.strides[0] // row_stride(spec)

@@ -1,0 +1,175 @@
+"""How the work of a Hopper forward is cut into tiles and dealt out to programs, and the arguments
+that its kernels share."""
+
+import math
+from collections.abc import Mapping
+
+from heedful.core.configs import TileConfig
+from heedful.core.plan import Plan
+from heedful.core.problem import AttentionProblem
+from heedful.launch.spec import (
+    Argument,
+    BufferSpec,
+    KernelCall,
+    KernelRef,
+    Pointer,
+    Scalar,
+    Workspace,
+)
+
+Buffers = Mapping[str, BufferSpec]
+
+# Stands for "farther than any sequence reaches"; sums of three stay within 32 bits.
+FAR = 1 << 29
+ORDER_BLOCK = 1024  # sequences that a program of the order kernel looks at at once
+
+
+class Call:
+    """Collects the kernel's arguments; those of features that a call lacks are constants None."""
+
+    def __init__(self, buffers: Buffers):
+        self.buffers = buffers
+        self.arguments: dict[str, Argument] = {}
+        self.constants: dict[str, object] = {}
+
+    def pointers(self, **names: str) -> None:
+        """Parameters that take a small array's address: parameter = buffer name."""
+        for parameter, name in names.items():
+            if name in self.buffers:
+                self.arguments[parameter] = Pointer(name, self.buffers[name].dtype, False)
+            else:
+                self.constants[parameter] = None
+
+    def floats(self, **values: float) -> None:
+        self.arguments |= {name: Scalar(value, "fp32") for name, value in values.items()}
+
+    def ints(self, **values: int) -> None:
+        self.arguments |= {name: Scalar(value) for name, value in values.items()}
+
+    def ints_if(self, has: bool, **values: int) -> None:
+        """As ints, where the feature that reads them is there."""
+        if has:
+            self.ints(**values)
+        else:
+            self.constants |= dict.fromkeys(values)
+
+    def strides_if(self, has: bool, divisor: int = 1, **values: int) -> None:
+        """64-bit strides of an array that is there only if `has`."""
+        if has:
+            strides = {name: Scalar(value, "i64", divisor) for name, value in values.items()}
+            self.arguments |= strides
+        else:
+            self.constants |= dict.fromkeys(values)
+
+
+def add_common(call: Call, problem: AttentionProblem, plan: Plan) -> None:
+    """Adds what every call has: sizes, mask, scales, and how its work is dealt out."""
+    config = plan.configs["hopper.forward"]
+    pack = config.pack(problem)
+    call.pointers(
+        sink_ptr="sink",
+        cu_q="cu_seqlens_q",
+        cu_k="cu_seqlens_k",
+        order="order",
+        drawn="drawn",
+    )
+    call.floats(**_scales(problem))
+    call.ints(
+        heads=problem.heads_k if pack > 1 else problem.heads_q,
+        group=1 if pack > 1 else problem.group,
+        seqlen_q=problem.seqlen_q,
+        total_q=problem.total_q or problem.batch * problem.seqlen_q,
+        row_blocks=-(-problem.seqlen_q * pack // config.block_m),
+        tiles=tiles(problem, config),
+        **_mask(problem),
+    )
+
+
+def head_tiles(problem: AttentionProblem, config: TileConfig) -> int:
+    """Tiles of queries of one head; of packed sequences, whose lengths only the device knows, as
+    many as there can be."""
+    if problem.total_q is not None:
+        return problem.total_q // config.block_m + problem.batch
+    return problem.batch * -(-problem.seqlen_q * config.pack(problem) // config.block_m)
+
+
+def tiles(problem: AttentionProblem, config: TileConfig) -> int:
+    """As `head_tiles`, of all heads."""
+    heads = problem.heads_k if config.pack(problem) > 1 else problem.heads_q
+    return head_tiles(problem, config) * heads
+
+
+def work(problem: AttentionProblem, plan: Plan) -> int:
+    """Tiles times the splits of their keys."""
+    return tiles(problem, plan.configs["hopper.forward"]) * max(1, plan.num_splits)
+
+
+def order_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
+    """What comes ahead of the attention kernel for packed queries: their tiles put in order."""
+    call = Call(buffers)
+    call.pointers(cu_q="cu_seqlens_q", cu_k="cu_seqlens_k", order="order", drawn="drawn")
+    call.ints(batch=problem.batch)
+    rows = plan.configs["hopper.forward"].block_m
+    constants = call.constants | {"ROWS": rows, "BLOCK": ORDER_BLOCK}
+    ref = KernelRef("heedful.kernels.hopper.order", "order_tiles")
+    return KernelCall(ref, (problem.batch, 1, 1), call.arguments, constants, {"num_warps": 4})
+
+
+def is_ragged(problem: AttentionProblem) -> bool:
+    """Whether keys end where a sequence ends and not where its storage does."""
+    return bool(problem.varlen_k or problem.used_k or problem.leftpad_k or problem.page_size)
+
+
+def deal(problem: AttentionProblem, plan: Plan) -> str:
+    """How programs come by their tiles: "drawn" (deal.py) by a program for each SM where lengths
+    differ, and of packed queries, whose tiles only the device can count; in "strides" where they
+    hardly do; a "program" for each tile where the rest is not known to be faster."""
+    if problem.varlen_q:
+        return "drawn"
+    if problem.used_q or is_ragged(problem):
+        return "program"
+    is_one_wave = work(problem, plan) <= plan.device.units
+    # Of few keys, what a draw costs is more than what it evens out.
+    is_even = not problem.mask.bounded or problem.seqlen_k <= 2048
+    return "strides" if is_even or is_one_wave else "drawn"
+
+
+def deal_workspaces(problem: AttentionProblem, plan: Plan, zeroed: bool) -> list[Workspace]:
+    """What dealing out takes: the count of what was drawn, which begins at 0, by the allocator if
+    `zeroed`, and the tiles of packed queries, whose order kernel begins the count, too."""
+    found: list[Workspace] = []
+    if deal(problem, plan) == "drawn":
+        one = BufferSpec.contiguous((1,), "int32")
+        found.append(Workspace("drawn", one, zeroed=zeroed and not problem.varlen_q))
+    if problem.varlen_q:
+        entries = 1 + 2 * head_tiles(problem, plan.configs["hopper.forward"])
+        found.append(Workspace("order", BufferSpec.contiguous((entries,), "int32")))
+    return found
+
+
+def grid(problem: AttentionProblem, plan: Plan) -> tuple[int, int, int]:
+    """A program for each tile, or for each SM."""
+    pieces = work(problem, plan)
+    is_each = deal(problem, plan) == "program"
+    return (pieces if is_each else min(pieces, plan.device.units), 1, 1)
+
+
+def _scales(problem: AttentionProblem) -> dict[str, float]:
+    """Raw scores times scale_log2 are logits in base 2; under softcap the kernel takes
+    tanh(s scale / softcap) first, through 2^(s softcap_scale)."""
+    log2e = math.log2(math.e)
+    scale, softcap_scale = problem.scale * log2e, 0.0
+    if problem.softcap > 0:
+        softcap_scale = 2.0 * log2e * problem.scale / problem.softcap
+        scale = problem.softcap * log2e
+    return {"scale_log2": scale, "softcap_scale": softcap_scale}
+
+
+def _mask(problem: AttentionProblem) -> dict[str, int]:
+    mask = problem.mask
+    return {
+        "left": min(mask.left, FAR) if mask.left >= 0 else FAR,
+        "right": min(mask.right, FAR) if mask.right >= 0 else FAR,
+        "shift": max(-FAR, min(mask.shift, FAR)),
+        "align": int(mask.bottom_right),
+    }
