@@ -73,8 +73,34 @@ CASES = [
 ]
 
 
+# More tiles than an H200 has SMs, of unlike length: programs draw them.
+MANY_TILES = [
+    replace(BASE, batch=4, heads_q=16, seqlen_q=700, seqlen_k=2100, head_dim=dim, window=window)
+    for dim in (64, 128, 256)
+    for window in ((-1, 0), (100, 0), (200, 300))
+] + [
+    replace(
+        BASE,
+        batch=40,
+        heads_q=8,
+        varlen=varlen,
+        head_dim=dim,
+        causal=True,
+        seqlen_q=400,
+        seqlen_k=400,
+    )
+    for dim in (64, 128, 256)
+    for varlen in ("qk", "q")
+]
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_case_is_within_its_error_budget(case):
+    run(Prepared("hopper"), case, "cuda")
+
+
+@pytest.mark.parametrize("case", MANY_TILES, ids=str)
+def test_programs_that_draw_their_tiles_compute_each(case):
     run(Prepared("hopper"), case, "cuda")
 
 
@@ -208,7 +234,8 @@ def test_twenty_runs_are_bit_equal():
     import heedful
 
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, 1500, 8, 128, device="cuda").to(E4M3) for _ in range(3))
+    # Long enough for tiles to be drawn.
+    q, k, v = (torch.randn(2, 2500, 8, 128, device="cuda").to(E4M3) for _ in range(3))
     outs = [heedful.flash_attn_func(q, k, v, causal=True, backend="hopper") for _ in range(20)]
     assert all(torch.equal(out, outs[0]) for out in outs)
 
