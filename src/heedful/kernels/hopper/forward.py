@@ -48,10 +48,12 @@ from heedful.kernels.hopper.turns import pass_turn, take_turn
 from heedful.kernels.hopper.work import (
     consumer_keys,
     count,
+    hear,
     key_tile,
     program_keys,
     steps_of,
     take,
+    tell,
 )
 
 
@@ -110,6 +112,8 @@ def producer(q_desc, k_desc, v_desc, q, k, v, deal, shape):
     index = gl.program_id(0)
     while index < deal.count:
         tile, split = take(shape, index)
+        tell(shape, deal, index, tile, split, at_deal)
+        at_deal = at_deal.next()
         keys = program_keys(shape, tile, split)
         steps = steps_of(shape, keys)
         col = key_tile(shape, keys, 0) * shape.BLOCK_N
@@ -131,8 +135,8 @@ def producer(q_desc, k_desc, v_desc, q, k, v, deal, shape):
         if steps > 0:
             load_keys(v, v_desc, shape, tile, v_rows, col, at_v)
             at_v = at_v.next()
-        index = deal.draw(index, at_deal)
-        at_deal = at_deal.next()
+        index = deal.draw(index)
+    deal.tell((deal.count,), at_deal)
 
 
 @gluon.jit
@@ -295,9 +299,9 @@ def consumer(outputs, q, k, v, deal, shape, WORKER: gl.constexpr):
     at_deal = Cursor.start(SLOTS)
     if WORKER == shape.CONSUMERS - 1:
         pass_turn(shape, WORKER)
-    index = gl.program_id(0)
+    index = deal.follow(gl.program_id(0) - gl.num_programs(0), at_deal)
     while index < deal.count:
-        tile, split = take(shape, index)
+        tile, split = hear(shape, deal, index, at_deal)
         row = tile.row + WORKER * ROWS
         whole = program_keys(shape, tile, split)
         keys = consumer_keys(shape, tile, row, whole)
@@ -322,8 +326,8 @@ def consumer(outputs, q, k, v, deal, shape, WORKER: gl.constexpr):
             tma.store_wait(0)
             q.release(at_q)
         at_q = at_q.ahead(shape.CONSUMERS)
-        index = deal.follow(index, at_deal)
         at_deal = at_deal.next()
+        index = deal.follow(index, at_deal)
     tma.store_wait(0)
 
 

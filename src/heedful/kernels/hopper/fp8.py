@@ -41,7 +41,6 @@ from heedful.kernels.hopper.fp8_sums import allocate_sums, store_sums, with_sums
 from heedful.kernels.hopper.masking import hide_outside
 from heedful.kernels.hopper.schedule import (
     ROWS,
-    decode,
     key_range,
     keys_at,
     needs_mask,
@@ -50,6 +49,7 @@ from heedful.kernels.hopper.schedule import (
 from heedful.kernels.hopper.softmax import scale_rows
 from heedful.kernels.hopper.terms import cap
 from heedful.kernels.hopper.turns import pass_turn, take_turn
+from heedful.kernels.hopper.work import hear, take, tell
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -138,13 +138,15 @@ class Outputs:
 @gluon.jit
 def producer(q_desc, k_desc, v_desc, q, k, v, deal, shape):
     """Feeds every tile's queries, and its keys and values from the last to the first."""
-    at_q = Cursor.start(shape.CONSUMERS)
+    at_q = Cursor.start(shape.Q_SLOTS)
     at_k = Cursor.start(shape.K_STAGES)
     at_v = Cursor.start(shape.V_STAGES)
     at_deal = Cursor.start(SLOTS)
     index = gl.program_id(0)
     while index < deal.count:
-        tile = decode(shape, index)
+        tile, split = take(shape, index)
+        tell(shape, deal, index, tile, split, at_deal)
+        at_deal = at_deal.next()
         keys = key_range(shape, tile, tile.row, shape.CONSUMERS * ROWS)
         steps = keys.end - keys.begin
         col = (keys.end - 1) * shape.BLOCK_N
@@ -164,8 +166,8 @@ def producer(q_desc, k_desc, v_desc, q, k, v, deal, shape):
         if steps > 0:
             v.load(v_desc, values_at(shape, tile, col), at_v)
             at_v = at_v.next()
-        index = deal.draw(index, at_deal)
-        at_deal = at_deal.next()
+        index = deal.draw(index)
+    deal.tell((deal.count,), at_deal)
 
 
 @gluon.jit
@@ -390,7 +392,7 @@ def consumer(outputs, scales, all_sums, q, k, v, deal, shape, WORKER: gl.constex
     row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     at_k = Cursor.start(shape.K_STAGES)
     at_v = Cursor.start(shape.V_STAGES)
-    parity = gl.to_tensor(0)
+    at_q = Cursor(gl.to_tensor(WORKER), gl.to_tensor(0), shape.Q_SLOTS)
     sums = all_sums.index(WORKER)
     # Sums are done with when the output takes their place.
     o_smem = reinterpret(
@@ -399,9 +401,9 @@ def consumer(outputs, scales, all_sums, q, k, v, deal, shape, WORKER: gl.constex
     if WORKER == shape.CONSUMERS - 1:
         pass_turn(shape, WORKER)
     at_deal = Cursor.start(SLOTS)
-    index = gl.program_id(0)
+    index = deal.follow(gl.program_id(0) - gl.num_programs(0), at_deal)
     while index < deal.count:
-        tile = decode(shape, index)
+        tile, _ = hear(shape, deal, index, at_deal)
         row = tile.row + WORKER * ROWS
         whole = key_range(shape, tile, tile.row, shape.CONSUMERS * ROWS)
         keys = key_range(shape, tile, row, ROWS)
@@ -414,7 +416,6 @@ def consumer(outputs, scales, all_sums, q, k, v, deal, shape, WORKER: gl.constex
             scale_log2 *= factor
         # A hidden score, an infinity, times 0 would be NaN.
         scale_log2 = gl.where(scale_log2 == 0.0, 1e-30, scale_log2)
-        at_q = Cursor(gl.to_tensor(WORKER), parity, shape.CONSUMERS)
         q.wait(at_q)
         if keys.end > keys.begin:
             at_k, at_v = skip(k, v, at_k, at_v, whole.end - keys.end, shape, WORKER)
@@ -446,9 +447,9 @@ def consumer(outputs, scales, all_sums, q, k, v, deal, shape, WORKER: gl.constex
                 zero_M = gl.zeros([ROWS], gl.float32, row_layout)
                 zero_ME = gl.zeros([ROWS, E], gl.float32, o_layout)
                 store_rows(outputs, o_smem, zero_ME, none_M, zero_M, tile, row, shape, v_scale)
-        parity ^= 1
-        index = deal.follow(index, at_deal)
+        at_q = at_q.ahead(shape.CONSUMERS)
         at_deal = at_deal.next()
+        index = deal.follow(index, at_deal)
     tma.store_wait(0)
 
 
@@ -489,6 +490,7 @@ def forward(
     align,
     BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr,
+    Q_SLOTS: gl.constexpr,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
     FLUSH: gl.constexpr,
@@ -523,6 +525,7 @@ def forward(
         order,
         BLOCK_N,
         CONSUMERS,
+        Q_SLOTS,
         K_STAGES,
         V_STAGES,
         FLUSH,
@@ -546,7 +549,7 @@ def forward(
         stride_vdb,
         stride_vdh,
     )
-    q = Channel.allocate(q_desc, CONSUMERS, 1)
+    q = Channel.allocate(q_desc, Q_SLOTS, 1)
     k = Channel.allocate(k_desc, K_STAGES, CONSUMERS)
     v = Channel.allocate(v_desc, V_STAGES, CONSUMERS)
     sums = allocate_sums(CONSUMERS, v.rows)

@@ -32,8 +32,11 @@ class Fp8Shape:
     cu_q: gl.tensor | gl.constexpr
     cu_k: gl.tensor | gl.constexpr
     order: gl.tensor | gl.constexpr
+    splits: gl.constexpr
+    storage: gl.constexpr
     BLOCK_N: gl.constexpr
     CONSUMERS: gl.constexpr
+    Q_SLOTS: gl.constexpr
     K_STAGES: gl.constexpr
     V_STAGES: gl.constexpr
     FLUSH: gl.constexpr
@@ -64,6 +67,7 @@ class Fp8Shape:
         order,
         BLOCK_N,
         CONSUMERS,
+        Q_SLOTS,
         K_STAGES,
         V_STAGES,
         FLUSH,
@@ -89,8 +93,12 @@ class Fp8Shape:
         self.cu_q = optional(cu_q)
         self.cu_k = optional(cu_k)
         self.order = optional(order)
+        # Keys are never split here, and lie densely or packed.
+        self.splits = gl.constexpr(None)
+        self.storage = gl.constexpr(None)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
+        self.Q_SLOTS = gl.constexpr(Q_SLOTS)
         self.K_STAGES = gl.constexpr(K_STAGES)
         self.V_STAGES = gl.constexpr(V_STAGES)
         self.FLUSH = gl.constexpr(FLUSH)

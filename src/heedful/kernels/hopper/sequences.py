@@ -57,7 +57,14 @@ class Storage:
 @gluon.jit
 def trim(shape, tile):
     """The tile with the lengths that its sequence uses, and where these keys begin."""
-    storage = shape.storage
+    if shape.storage is None:
+        return tile
+    else:
+        return trim_to_storage(shape, shape.storage, tile)
+
+
+@gluon.jit
+def trim_to_storage(shape, storage, tile):
     len_q = tile.len_q
     len_k = tile.len_k
     start_k = tile.start_k

@@ -7,7 +7,7 @@ tile's rows see, so that a sequence is split by its own length alone.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.hopper.schedule import ROWS, KeyRange, decode, key_range
+from heedful.kernels.hopper.schedule import ROWS, KeyRange, Tile, decode, key_range
 from heedful.kernels.hopper.sequences import position, trim
 
 
@@ -29,6 +29,45 @@ def take(shape, index):
     else:
         split = index // shape.tiles
         return trim(shape, decode(shape, index - split * shape.tiles)), split
+
+
+@gluon.jit
+def tell(shape, deal, index, tile, split, at):
+    """What `hear` needs to know of the producer's piece `index`. Sizes of dense sequences are the
+    same in all."""
+    if shape.order is None:
+        deal.tell((index, split, tile.batch, tile.head, tile.row), at)
+    else:
+        sizes = (tile.start_q, tile.len_q, tile.len_k, tile.off, tile.stored_q)
+        deal.tell((index, split, tile.batch, tile.head, tile.row) + sizes, at)
+
+
+@gluon.jit
+def hear(shape, deal, index, at):
+    """A consumer's piece `index`, as `take` gives it but for where keys lie."""
+    if deal.drawn is None:
+        return take(shape, index)
+    else:
+        split = deal.word(1, at)
+        batch = deal.word(2, at)
+        head = deal.word(3, at)
+        row = deal.word(4, at)
+        kv_head = head // shape.group
+        start_q = gl.to_tensor(0)
+        len_q = shape.seqlen_q
+        len_k = shape.seqlen_k
+        off = shape.shift + shape.align * (len_k - len_q)
+        stored_q = len_q
+        if shape.order is not None:
+            start_q = deal.word(5, at)
+            len_q = deal.word(6, at)
+            len_k = deal.word(7, at)
+            off = deal.word(8, at)
+            stored_q = deal.word(9, at)
+        deal.heard(at)
+        unknown = gl.to_tensor(0)
+        tile = Tile(batch, head, kv_head, row, start_q, unknown, len_q, len_k, off, stored_q, batch)
+        return tile, split
 
 
 @gluon.jit

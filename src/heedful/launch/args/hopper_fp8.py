@@ -122,6 +122,7 @@ def _variant(problem: AttentionProblem, config: TileConfig) -> dict[str, object]
     return {
         "BLOCK_N": config.block_n,
         "CONSUMERS": config.block_m // CONSUMER_ROWS,
+        "Q_SLOTS": config.get("q_slots", config.block_m // CONSUMER_ROWS),
         "K_STAGES": config.num_stages,
         "V_STAGES": config.get("v_stages", config.num_stages),
         "FLUSH": FLUSH_KEYS // config.block_n,
