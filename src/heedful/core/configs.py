@@ -273,12 +273,14 @@ _FP8_D64: dict[str, Any] = {
     "consumer_regs": 160,
     "late": True,
     "producer_regs": 32,
+    "q_slots": 6,
     "v_stages": 3,
 }
 _FP8_D128: dict[str, Any] = {
     "consumer_regs": 240,
     "late": True,
     "producer_regs": 24,
+    "q_slots": 4,
     "sums_in_regs": True,
     "v_stages": 2,
 }

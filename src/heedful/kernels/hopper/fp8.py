@@ -202,8 +202,11 @@ def hide_keys(s_MN, shape, tile, row, col, scale_log2):
     start_M = None
     if shape.IS_LEFT:
         start_M = diagonal_M - shape.left
-    sign = gl.where(scale_log2 < 0.0, -1.0, 1.0)
-    return hide_outside(s_MN * sign, start_M, stop_M) * sign
+    if scale_log2 < 0.0:
+        s_MN = hide_outside(s_MN, start_M, stop_M, float("inf"))
+    else:
+        s_MN = hide_outside(s_MN, start_M, stop_M)
+    return s_MN
 
 
 @gluon.jit

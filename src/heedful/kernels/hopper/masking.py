@@ -7,9 +7,9 @@ from heedful.kernels.hopper.compat import HAS_INLINE_ASM, inline_asm
 
 
 @gluon.constexpr_function
-def _outside(keys, tests):
-    """Assembly: -inf for the keys that pass one of these tests, le against the first key to hide,
-    gt against the first to show, of a thread's two rows.
+def _outside(keys, tests, infinity):
+    """Assembly: this infinity for the keys that pass one of these tests, le against the first key
+    to hide, gt against the first to show, of a thread's two rows.
 
     The columns are immediates: as a tensor they are a register each, which LLVM computes ahead of
     all loops and keeps.
@@ -17,6 +17,7 @@ def _outside(keys, tests):
     count = keys // 2
     given = [(2 * (count + i) + row, test) for i, test in enumerate(tests) for row in range(2)]
     bounds = [(f"${operand}", test) for operand, test in given]
+    hidden = "0f7F800000" if infinity > 0 else "0fFF800000"
     lines = [
         "{ .reg .pred p; .reg .b32 t, b<4>; mov.u32 t, %laneid; and.b32 t, t, 3; shl.b32 t, t, 1;"
     ]
@@ -26,31 +27,40 @@ def _outside(keys, tests):
         source = f"${count + i}"
         for b in range(row, len(bounds), 2):
             lines.append(f"setp.{bounds[b][1]}.s32 p, b{b}, {column};")
-            lines.append(f"selp.f32 ${i}, 0fFF800000, {source}, p;")
+            lines.append(f"selp.f32 ${i}, {hidden}, {source}, p;")
             source = f"${i}"
     return " ".join(lines) + " }"
 
 
+@gluon.constexpr_function
+def _tests(has_start, has_stop):
+    """The tests of `_outside` for these bounds, in the order of operands."""
+    return ("le",) * has_stop + ("gt",) * has_start
+
+
+@gluon.constexpr_function
+def _kinds(operands):
+    """Constraints: scores, not in place, and what else is given."""
+    return ("=&f", "f", *("r",) * (operands - 1))
+
+
 @gluon.jit
-def hide_outside(s_MN, start_M, stop_M):
-    """Scores of a warpgroup's accumulator with keys outside [start, stop) at -inf; one of the two
-    may be None."""
-    N: gl.constexpr = s_MN.shape[1]
+def hide_outside(s_MN, start_M, stop_M, INFINITY: gl.constexpr = float("-inf")):
+    """Scores of a warpgroup's accumulator with keys outside [start, stop) at an infinity; one of
+    the two may be None."""
     if HAS_INLINE_ASM:
-        if start_M is None:
-            text: gl.constexpr = _outside(N, ("le",))
-            return inline_asm(text, ("=&f", "f", "r"), [s_MN, stop_M], s_MN.type, is_pure=True)
-        elif stop_M is None:
-            text: gl.constexpr = _outside(N, ("gt",))
-            return inline_asm(text, ("=&f", "f", "r"), [s_MN, start_M], s_MN.type, is_pure=True)
-        else:
-            text: gl.constexpr = _outside(N, ("le", "gt"))
-            bounds = [s_MN, stop_M, start_M]
-            return inline_asm(text, ("=&f", "f", "r", "r"), bounds, s_MN.type, is_pure=True)
-    else:
-        key_N = gl.arange(0, N, layout=gl.SliceLayout(0, s_MN.type.layout))
+        operands = (s_MN,)
         if stop_M is not None:
-            s_MN = gl.where(key_N[None, :] < stop_M[:, None], s_MN, float("-inf"))
+            operands = operands + (stop_M,)
         if start_M is not None:
-            s_MN = gl.where(key_N[None, :] >= start_M[:, None], s_MN, float("-inf"))
+            operands = operands + (start_M,)
+        tests: gl.constexpr = _tests(start_M is not None, stop_M is not None)
+        text: gl.constexpr = _outside(s_MN.shape[1], tests, INFINITY)
+        return inline_asm(text, _kinds(len(operands)), operands, s_MN.type, is_pure=True)
+    else:
+        key_N = gl.arange(0, s_MN.shape[1], layout=gl.SliceLayout(0, s_MN.type.layout))
+        if stop_M is not None:
+            s_MN = gl.where(key_N[None, :] < stop_M[:, None], s_MN, INFINITY)
+        if start_M is not None:
+            s_MN = gl.where(key_N[None, :] >= start_M[:, None], s_MN, INFINITY)
         return s_MN
