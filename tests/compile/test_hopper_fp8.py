@@ -59,9 +59,14 @@ def test_packed_and_dense_sequences_are_turned_to_whole_blocks():
 def test_tiles_of_unlike_length_are_drawn_from_a_count_that_turning_begins():
     """So that no launch of its own clears it."""
 
-    def found(**facts):
+    def found(head_dim=128, **facts):
         problem = AttentionProblem.dense(
-            2, heads_q=16, dtype="float8_e4m3fn", out_dtype="bfloat16", **facts
+            2,
+            heads_q=16,
+            head_dim=head_dim,
+            dtype="float8_e4m3fn",
+            out_dtype="bfloat16",
+            **facts,
         )
         program = programs.program(plan(problem, DEVICE, backend="hopper"), "forward")
         for call in program.calls:
@@ -75,6 +80,7 @@ def test_tiles_of_unlike_length_are_drawn_from_a_count_that_turning_begins():
     units = DEVICE.units
     assert found(**long, causal=True) == (["turn_values", "forward"], units)
     assert found(**long, **packed) == (["order_tiles", "turn_values", "forward"], units)
+    assert found(64, **long, causal=True) == ([], 2 * 16 * -(-4096 // 192))
     assert found(**long) == ([], units) and found(**short, causal=True) == ([], units)
 
 

@@ -123,7 +123,8 @@ def is_ragged(problem: AttentionProblem) -> bool:
 def deal(problem: AttentionProblem, plan: Plan) -> str:
     """How programs come by their tiles: "drawn" (deal.py) by a program for each SM where lengths
     differ, and of packed queries, whose tiles only the device can count; in "strides" where they
-    hardly do; a "program" for each tile where the rest is not known to be faster."""
+    hardly do; a "program" for each tile, which the hardware deals out, where the rest is not known
+    to be faster."""
     if problem.varlen_q:
         return "drawn"
     if problem.used_q or is_ragged(problem):
@@ -131,7 +132,9 @@ def deal(problem: AttentionProblem, plan: Plan) -> str:
     is_one_wave = work(problem, plan) <= plan.device.units
     # Of few keys, what a draw costs is more than what it evens out.
     is_even = not problem.mask.bounded or problem.seqlen_k <= 2048
-    return "strides" if is_even or is_one_wave else "drawn"
+    if is_even or is_one_wave:
+        return "strides"
+    return "drawn" if plan.configs["hopper.forward"].get("draws", True) else "program"
 
 
 def deal_workspaces(problem: AttentionProblem, plan: Plan, zeroed: bool) -> list[Workspace]:
