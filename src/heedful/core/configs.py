@@ -269,8 +269,8 @@ def _fp8(problem: AttentionProblem) -> bool:
     return problem.dtype == "float8_e4m3fn"
 
 
-# Causal tiles that were drawn ran at 577 TFLOP/s, dealt out by the hardware at 632 (H200, 2026-11-21):
-# see docs/hopper-fp8.md.
+# Causal tiles: drawn 577 TFLOP/s, dealt out by the hardware 632 (H200, 2026-11-21). See
+# docs/hopper-fp8.md.
 _FP8_D64: dict[str, Any] = {
     "consumer_regs": 160,
     "draws": False,
