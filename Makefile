@@ -26,7 +26,7 @@ $(VENV)/.ready: pyproject.toml tools/set-up.sh
 	@touch $@
 
 test: lint ## lint, types and the default tests (what CI runs)
-	$(RUN) pytest -n $(WORKERS) $(ARGS)
+	$(RUN) pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-slow: $(READY) ## every test, the long grids too
 	$(RUN) pytest -n $(WORKERS) --dist worksteal --run-slow $(ARGS)

@@ -80,10 +80,12 @@ def _always(problem: AttentionProblem) -> bool:
 
 _H200 = "H200, 2026-11-20, Triton 3.6: fastest without spills of those tried"
 _NO_SPILLS = "sm_90, Triton 3.9: largest tried that compiles without spills; not timed"
+_NO_SPILLS_EITHER = "sm_80 and sm_90, Triton 3.9: compiles without spills; not timed"
 _FITS = "fits shared memory and registers when compiled; not timed"
 _AMD = "compiled for gfx942 and gfx950: no spills, LDS within 64 KiB; not timed"
 _SMALL = "small enough for 64 KiB of shared memory; not timed"
 _NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
+_WARP_PRODUCTS = ("sm_80", "sm_86", "sm_89", "sm_120")  # a warp's products, of few rows, are all
 _CDNA = ("gfx942", "gfx950", "gfx90a")
 
 # kernel, architectures, condition, where from: {largest head dim: (rows, keys, warps, stages)}
@@ -96,9 +98,9 @@ _PORTABLE = (
     ("scores", ("*",), _always, _NO_SPILLS, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
     (
         "forward",
-        ("sm_90",),
+        ("sm_90", *_WARP_PRODUCTS),
         _burdened,
-        _NO_SPILLS,
+        _NO_SPILLS_EITHER,
         {128: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
     ),
     (
@@ -117,9 +119,9 @@ _PORTABLE = (
     ),
     (
         "backward_keys",
-        ("sm_90",),
+        ("sm_90", *_WARP_PRODUCTS),
         _burdened,
-        _NO_SPILLS,
+        _NO_SPILLS_EITHER,
         {64: (16, 32, 4, 2), 512: (16, 16, 8, 1)},
     ),
     (
@@ -138,9 +140,9 @@ _PORTABLE = (
     ),
     (
         "backward_queries",
-        ("sm_90",),
+        ("sm_90", *_WARP_PRODUCTS),
         _burdened,
-        _NO_SPILLS,
+        _NO_SPILLS_EITHER,
         {64: (32, 32, 8, 1), 128: (16, 16, 8, 1), 256: (32, 16, 4, 2), 512: (16, 32, 8, 1)},
     ),
     (
