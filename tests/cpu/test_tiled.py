@@ -164,6 +164,17 @@ def test_how_many_heads_share_a_tile_changes_no_bit(length, dtype, monkeypatch):
             assert a is b or torch.equal(a, b)
 
 
+@pytest.mark.parametrize("size", [256, 512])
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (700, 0)])
+def test_tiles_of_both_sizes_are_within_the_error_budget(window, size, monkeypatch):
+    """A machine uses one of them, by its cache; sequences here are long enough for either."""
+    for name in ("ROWS", "KEYS"):
+        monkeypatch.setattr(blocks, name, size)
+    monkeypatch.setattr(blocks, "SCORES_PER_TILE", 4 * size * size)
+    case = replace(LONG, seqlen_q=2100, seqlen_k=2200, heads_k=2, window=window)
+    run(cpu, case)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_sequence_does_not_depend_on_the_rest_of_the_batch(dtype):
     case = Case(

@@ -8,6 +8,7 @@ rows, so that keys and values are never expanded.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -15,13 +16,30 @@ from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.reference.sequences import Sequence, sequences
 
-# Scores of one tile: 1 MiB of float32, a core's inner cache. Measured on 2 cores of an AMD EPYC
-# (Zen 5), torch 2.13, 20 November 2026: tiles of 512 keys take 5 to 30 % longer, most of it under
-# causal masks, fewer than 256 gain nothing; half as many scores take 5 to 20 % longer on two
+
+def inner_cache() -> int:
+    """Bytes of a core's second-level cache as Linux tells them, else 0."""
+    try:
+        text = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text().strip()
+        return int(text.removesuffix("K")) * 1024
+    except (OSError, ValueError):
+        return 0
+
+
+# Whether tiles are large: fewer operations, each of which threads of Python contend for, against
+# scores that leave the cache. Measured on 2 cores each, torch 2.13:
+# AMD EPYC (Zen 5, 1 MiB; 20 November 2026): tiles of 512 keys take 5 to 30 % longer, most of it
+# under causal masks, fewer than 256 gain nothing; half as many scores take 5 to 20 % longer on two
 # threads.
-SCORES_PER_TILE = 256 * 1024
-ROWS = 256
-KEYS = 256
+# Intel Xeon (2 MiB; 21 November 2026): large tiles take 25 to 35 % less time at D64, and 5 % less
+# to 10 % more at D128.
+LARGE = inner_cache() >= 2 << 20
+# Scores of one tile: 1 MiB of float32, or 4 MiB.
+SCORES_PER_TILE = (1024 if LARGE else 256) * 1024
+SMALL = 256
+ROWS = KEYS = 512 if LARGE else SMALL
+# Scores of a call that is over before threads of our own get going, see `worth_threads`.
+SHORT = 4 * 1024 * 1024
 # Granularity at which the mask cuts key tiles and query tiles off.
 UNIT = 64
 
@@ -182,9 +200,11 @@ def blocks(problem: AttentionProblem, x: Operands) -> Iterator[Block]:
 
 def _matrices(problem: AttentionProblem, len_q: int, len_k: int) -> int:
     """How many kv heads share a tile: no more than leaves every thread a block."""
-    scores = min(len_q, query_rows(problem)) * problem.group * min(len_k, KEYS)
+    scores = (
+        min(len_q, query_rows(problem, len_q)) * problem.group * min(len_k, keys_of_tile(len_k))
+    )
     share = -(-problem.batch * problem.heads_k // torch.get_num_threads())
-    most = SCORES_PER_TILE * (rows_of_tile(problem) // ROWS)
+    most = SCORES_PER_TILE * max(1, rows_of_tile(problem, len_q) // ROWS)
     return max(1, min(most // max(1, scores), share))
 
 
@@ -197,18 +217,32 @@ def worth_threads(problem: AttentionProblem) -> bool:
     scores they are equal, alone on the machine.
     """
     pairs = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
-    return pairs > 16 * SCORES_PER_TILE
+    return pairs > SHORT
 
 
-def rows_of_tile(problem: AttentionProblem) -> int:
-    """Rows that a tile aims at. Twice as many where no mask cuts it short take 5 to 15 % less time
-    forward, and more backward, which holds several tiles of scores at once."""
-    return ROWS if problem.mask.bounded or problem.needs_grad else 2 * ROWS
+def rows_of_tile(problem: AttentionProblem, len_q: int) -> int:
+    """Rows that a tile of a sequence aims at. Twice as many where no mask cuts it short take 5 to
+    15 % less time forward, and more backward, which holds several tiles of scores at once. Under a
+    mask large tiles of few rows would be hidden for the most part."""
+    if problem.mask.bounded:
+        return _side(ROWS, len_q, 4)
+    rows = _side(ROWS, len_q, 2)
+    return rows if problem.needs_grad else 2 * rows
 
 
-def query_rows(problem: AttentionProblem) -> int:
+def keys_of_tile(len_k: int) -> int:
+    """Keys of a tile of a sequence."""
+    return _side(KEYS, len_k, 2)
+
+
+def _side(size: int, length: int, times: int) -> int:
+    """A side of a tile: of SMALL tiles, if the sequence is not several times as long."""
+    return size if length >= times * size else SMALL
+
+
+def query_rows(problem: AttentionProblem, len_q: int) -> int:
     """Query positions of a tile: about `rows_of_tile` rows once the group is folded in."""
-    return max(1, rows_of_tile(problem) // problem.group)
+    return max(1, rows_of_tile(problem, len_q) // problem.group)
 
 
 def _parts(count: int, size: int) -> Iterator[range]:
@@ -219,11 +253,11 @@ def _parts(count: int, size: int) -> Iterator[range]:
 
 def query_tiles(block: Block) -> Iterator[range]:
     """The block's query tiles in order."""
-    return _parts(block.len_q, query_rows(block.problem))
+    return _parts(block.len_q, query_rows(block.problem, block.len_q))
 
 
 def key_tiles(block: Block, rows: range) -> Iterator[tuple[range, bool]]:
-    """Keys that queries `rows` touch, in tiles of at most KEYS, each with whether any of its
+    """Keys that queries `rows` touch, in tiles of `keys_of_tile`, each with whether any of its
     scores may be masked by position; a tile ends where that changes."""
     found = block.problem.mask.key_range(rows.start, len(rows), UNIT, block.len_q, block.len_k)
     bounds = (found.begin, found.full_begin, found.full_end, found.end)
@@ -237,6 +271,7 @@ def key_tiles(block: Block, rows: range) -> Iterator[tuple[range, bool]]:
         (full_begin, full_end, False),
         (full_end, end, True),
     )
+    size = keys_of_tile(block.len_k)
     for begin, stop, masked in parts:
-        for start in range(begin, stop, KEYS):
-            yield range(start, min(start + KEYS, stop)), masked
+        for start in range(begin, stop, size):
+            yield range(start, min(start + size, stop)), masked

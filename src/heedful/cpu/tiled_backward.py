@@ -10,7 +10,15 @@ import torch
 
 from heedful.core.operands import Gradients, Operands, own_shape
 from heedful.core.problem import AttentionProblem
-from heedful.cpu.blocks import KEYS, UNIT, Block, blocks, query_rows, query_tiles, worth_threads
+from heedful.cpu.blocks import (
+    UNIT,
+    Block,
+    blocks,
+    keys_of_tile,
+    query_rows,
+    query_tiles,
+    worth_threads,
+)
 from heedful.cpu.scores import Tiles, exp_, multiply
 from heedful.cpu.tiled_forward import row_lse
 from heedful.cpu.workers import for_each
@@ -71,7 +79,8 @@ def backward(
 
 
 def _parts(len_k: int) -> Iterator[range]:
-    return (range(start, min(start + KEYS, len_k)) for start in range(0, len_k, KEYS))
+    size = keys_of_tile(len_k)
+    return (range(start, min(start + size, len_k)) for start in range(0, len_k, size))
 
 
 class _BlockBackward:
@@ -126,7 +135,7 @@ class _BlockBackward:
     def _query_tiles(self, cols: range) -> Iterator[tuple[int, bool]]:
         """Query tiles that see any of keys `cols`: index, and whether position may hide any."""
         mask, block = self.tiles.problem.mask, self.block
-        step = query_rows(self.tiles.problem)
+        step = query_rows(self.tiles.problem, block.len_q)
         begin, end = mask.query_range(cols.start, len(cols), step, block.len_q, block.len_k)
         for index in range(begin, end):
             rows = self.rows[index]
