@@ -238,21 +238,10 @@ def _hopper(
     return ConfigRow("hopper.forward", ("sm_90",), max_dim, config, measured, when)
 
 
-_D64_FOUR: dict[str, Any] = {
-    "consumer_regs": 112,
-    "lazy": 2,
-    "producer_regs": 32,
-    "q_slots": 8,
-    "v_stages": 6,
-}
+_D64: dict[str, Any] = {"consumer_regs": 112, "lazy": 2, "producer_regs": 32, "v_stages": 6}
+_D64_FOUR: dict[str, Any] = {**_D64, "q_slots": 8}
 # Under ALiBi scores are looked at first, and turns keep products and softmax apart.
-_D64_TURNS: dict[str, Any] = {
-    "consumer_regs": 112,
-    "lazy": 2,
-    "ordered": True,
-    "producer_regs": 32,
-    "v_stages": 6,
-}
+_D64_TURNS: dict[str, Any] = {**_D64, "ordered": True}
 _D128: dict[str, Any] = {"consumer_regs": 240, "ordered": True, "producer_regs": 24}
 _D128_LATE: dict[str, Any] = {**_D128, "lazy": 2, "v_stages": 2}
 _D128_UNEVEN: dict[str, Any] = {

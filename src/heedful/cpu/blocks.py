@@ -200,9 +200,8 @@ def blocks(problem: AttentionProblem, x: Operands) -> Iterator[Block]:
 
 def _matrices(problem: AttentionProblem, len_q: int, len_k: int) -> int:
     """How many kv heads share a tile: no more than leaves every thread a block."""
-    scores = (
-        min(len_q, query_rows(problem, len_q)) * problem.group * min(len_k, keys_of_tile(len_k))
-    )
+    rows = min(len_q, query_rows(problem, len_q)) * problem.group
+    scores = rows * min(len_k, keys_of_tile(len_k))
     share = -(-problem.batch * problem.heads_k // torch.get_num_threads())
     most = SCORES_PER_TILE * max(1, rows_of_tile(problem, len_q) // ROWS)
     return max(1, min(most // max(1, scores), share))

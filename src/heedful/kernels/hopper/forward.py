@@ -44,7 +44,7 @@ from heedful.kernels.hopper.softmax import (
     softmax_step,
 )
 from heedful.kernels.hopper.terms import Terms, add_terms, cap, load_bias
-from heedful.kernels.hopper.turns import pass_turn, take_turn
+from heedful.kernels.hopper.turns import pass_turn, skip, take_turn
 from heedful.kernels.hopper.work import (
     consumer_keys,
     count,
@@ -137,25 +137,6 @@ def producer(q_desc, k_desc, v_desc, q, k, v, deal, shape):
             at_v = at_v.next()
         index = deal.draw(index)
     deal.tell((deal.count,), at_deal)
-
-
-@gluon.jit
-def skip(k, v, at_k, at_v, count, shape, WORKER: gl.constexpr):
-    """Passes over tiles that other consumers of this program need and this one does not.
-
-    No product holds the warps together here, so that releasing must: a warp that lagged behind
-    would miss a phase of the barrier it waits for.
-    """
-    for _ in range(count):
-        take_turn(shape, WORKER)
-        pass_turn(shape, WORKER)
-        k.wait(at_k)
-        k.release(at_k)
-        at_k = at_k.next()
-        v.wait(at_v)
-        v.release(at_v)
-        at_v = at_v.next()
-    return at_k, at_v
 
 
 @gluon.jit

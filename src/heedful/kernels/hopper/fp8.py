@@ -48,7 +48,7 @@ from heedful.kernels.hopper.schedule import (
 )
 from heedful.kernels.hopper.softmax import scale_rows
 from heedful.kernels.hopper.terms import cap
-from heedful.kernels.hopper.turns import pass_turn, take_turn
+from heedful.kernels.hopper.turns import pass_turn, skip, take_turn
 from heedful.kernels.hopper.work import hear, take, tell
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -168,25 +168,6 @@ def producer(q_desc, k_desc, v_desc, q, k, v, deal, shape):
             at_v = at_v.next()
         index = deal.draw(index)
     deal.tell((deal.count,), at_deal)
-
-
-@gluon.jit
-def skip(k, v, at_k, at_v, count, shape, WORKER: gl.constexpr):
-    """Passes over tiles that other consumers of this program need and this one does not.
-
-    No product holds the warps together here, so that releasing must: a warp that lagged behind
-    would miss a phase of the barrier it waits for.
-    """
-    for _ in range(count):
-        take_turn(shape, WORKER)
-        pass_turn(shape, WORKER)
-        k.wait(at_k)
-        k.release(at_k)
-        at_k = at_k.next()
-        v.wait(at_v)
-        v.release(at_v)
-        at_v = at_v.next()
-    return at_k, at_v
 
 
 @gluon.jit
