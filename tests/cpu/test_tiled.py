@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heedful import cpu
 from heedful.core.operands import Operands
-from heedful.cpu import blocks
+from heedful.cpu import blocks, tiled_forward
 from heedful.cpu.philox import keep_tile
 from heedful.reference.philox import keep_mask
 from support.budget import backend_results, check, run
@@ -164,15 +164,60 @@ def test_how_many_heads_share_a_tile_changes_no_bit(length, dtype, monkeypatch):
             assert a is b or torch.equal(a, b)
 
 
-@pytest.mark.parametrize("size", [256, 512])
+@pytest.mark.parametrize("scores", [256, 1024])
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (700, 0)])
-def test_tiles_of_both_sizes_are_within_the_error_budget(window, size, monkeypatch):
-    """A machine uses one of them, by its cache; sequences here are long enough for either."""
-    for name in ("ROWS", "KEYS"):
-        monkeypatch.setattr(blocks, name, size)
-    monkeypatch.setattr(blocks, "SCORES_PER_TILE", 4 * size * size)
-    case = replace(LONG, seqlen_q=2100, seqlen_k=2200, heads_k=2, window=window)
-    run(cpu, case)
+def test_long_sequences_are_within_budget(window, scores, monkeypatch):
+    """A machine uses one of these sizes of tiles, by its cache."""
+    monkeypatch.setattr(blocks, "SCORES_PER_TILE", scores * 1024)
+    run(cpu, replace(LONG, seqlen_q=2100, seqlen_k=2200, heads_k=2, window=window))
+
+
+def largest_sums(monkeypatch) -> list[float]:
+    """A list that the largest sum by a first tile's maximum is added to, tile by tile."""
+    found, sums = [], tiled_forward._by_first_maximum
+
+    def note(*args):
+        m, l_sum = sums(*args)
+        found.append(l_sum.max().item())
+        return m, l_sum
+
+    monkeypatch.setattr(tiled_forward, "_by_first_maximum", note)
+    return found
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_that_climb_after_the_first_tile_are_within_budget(causal, monkeypatch):
+    found = largest_sums(monkeypatch)
+    case = Case(batch=2, seqlen_q=900, seqlen_k=900, heads_q=2, head_dim=64, sink=True, scale=8.0)
+    run(cpu, replace(case, causal=causal))
+    assert max(found) > tiled_forward.MOST
+
+
+def test_scores_that_climb_change_no_bit_of_another_sequence(monkeypatch):
+    found = largest_sums(monkeypatch)
+    built = build(Case(batch=2, seqlen_q=70, seqlen_k=900, heads_q=2, head_dim=64))
+    calm = cpu.forward(built.problem, built.x)
+    assert max(found) <= tiled_forward.MOST
+    k = built.x.k.clone()
+    k[0, 300:] *= 100
+    climbing = cpu.forward(built.problem, built.x._replace(k=k))
+    assert max(found) > tiled_forward.MOST
+    for got, want in zip(climbing[:2], calm[:2], strict=True):
+        assert torch.equal(got[1], want[1]) and not torch.equal(got[0], want[0])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_rows_only_key_has_probability_one_exactly(head_dim):
+    """The causal mask leaves the first row one: its value and gradient pass unrounded."""
+    case = Case(batch=1, seqlen_q=300, seqlen_k=300, heads_q=4, heads_k=4, head_dim=head_dim)
+    built = build(replace(case, causal=True))
+    problem, x, dout = built.problem, built.x, built.dout
+    assert dout is not None
+    dout = torch.zeros_like(dout)
+    dout[:, 0] = 1.25
+    out, lse, _ = cpu.forward(problem, x)
+    dv = cpu.backward(problem, x, out, lse, dout)[2]
+    assert torch.equal(out[:, 0], x.v[:, 0]) and torch.equal(dv[:, 0], dout[:, 0])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

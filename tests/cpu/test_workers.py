@@ -1,5 +1,6 @@
 """Threads of the CPU backend change nothing but the time a call takes."""
 
+import contextlib
 import multiprocessing
 import threading
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from heedful import cpu
+from heedful.cpu import scores
 from heedful.cpu.workers import for_each
 from support.cases import Case, build
 
@@ -38,8 +40,29 @@ def test_every_item_is_worked_on_once_and_by_several_threads():
         threads.add(threading.get_ident())
         assert torch.get_num_threads() == 1 and not torch.is_grad_enabled()
 
-    for_each(range(50), work, object)
+    for_each([[i] for i in range(50)], work, contextlib.nullcontext)
     assert sorted(done) == list(range(50)) and len(threads) == 3
+
+
+def test_a_thread_stays_with_a_group_and_then_helps_with_the_longest():
+    torch.set_num_threads(2)
+    groups, meet = [[(0, i) for i in range(3)], [(1, i) for i in range(9)]], threading.Barrier(2)
+    helped, taken = threading.Event(), []
+
+    def work(state, item):
+        taken.append((threading.get_ident(), item))
+        if item == (0, 0) or item == (1, 0):
+            meet.wait(timeout=60)  # each thread has one group
+        if item == (1, 1):
+            assert helped.wait(timeout=60)  # the other thread goes on past its own group
+        if item == (1, 2):
+            helped.set()
+
+    for_each(groups, work, contextlib.nullcontext)
+    by_item = {item: thread for thread, item in taken}
+    assert len({by_item[0, i] for i in range(3)}) == 1
+    assert by_item[1, 2] == by_item[0, 0] != by_item[1, 0]
+    assert len(taken) == len(by_item) == 12
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -51,7 +74,7 @@ def test_an_error_reaches_the_caller(threads):
             raise KeyError("three")
 
     with pytest.raises(KeyError, match="three"):
-        for_each(range(9), work, object)
+        for_each([range(9)], work, contextlib.nullcontext)
 
 
 def test_inference_tensors_can_be_written():
@@ -61,6 +84,19 @@ def test_inference_tensors_can_be_written():
         out = torch.empty(built.x.q.shape)
         got, _, _ = cpu.forward(built.problem, built.x, out)
     assert got is out and torch.isfinite(out[:, -1]).all()
+    # Scratch outlives the call: what inference mode made could not be written to outside it.
+    everything(built)
+
+
+def test_a_thread_keeps_little_scratch():
+    torch.set_num_threads(1)
+    case = Case(batch=1, seqlen_q=3000, seqlen_k=3000, heads_q=8, head_dim=128, backward=False)
+    built = build(case)
+    cpu.forward(built.problem, built.x)
+    kept = scores._scratch_of_thread(False).bytes
+    assert 0 < kept <= scores.KEPT
+    cpu.forward(built.problem, built.x)
+    assert scores._scratch_of_thread(False).bytes == kept
 
 
 # Small enough for every operation outside the threads to stay out of OpenMP, whose own threads no

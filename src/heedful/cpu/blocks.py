@@ -26,18 +26,12 @@ def inner_cache() -> int:
         return 0
 
 
-# Whether tiles are large: fewer operations, each of which threads of Python contend for, against
-# scores that leave the cache. Measured on 2 cores each, torch 2.13:
-# AMD EPYC (Zen 5, 1 MiB; 20 November 2026): tiles of 512 keys take 5 to 30 % longer, most of it
-# under causal masks, fewer than 256 gain nothing; half as many scores take 5 to 20 % longer on two
-# threads.
-# Intel Xeon (2 MiB; 21 November 2026): large tiles take 25 to 35 % less time at D64, and 5 % less
-# to 10 % more at D128.
-LARGE = inner_cache() >= 2 << 20
-# Scores of one tile: 1 MiB of float32, or 4 MiB.
-SCORES_PER_TILE = (1024 if LARGE else 256) * 1024
-SMALL = 256
-ROWS = KEYS = 512 if LARGE else SMALL
+# Scores of one tile. Measured on 2 cores each, torch 2.13:
+# AMD EPYC (Zen 5, 1 MiB; 20 November 2026): half as many take 5 to 20 % longer on two threads.
+# Intel Xeon (2 MiB; 21 November 2026): half as many up to 20 % longer, a quarter up to 30 %.
+SCORES_PER_TILE = (1024 if inner_cache() >= 2 << 20 else 256) * 1024
+# Its sides. Fewer keys take longer on both, more only under a causal mask.
+ROWS, KEYS = 512, 256
 # Scores of a call that is over before threads of our own get going, see `worth_threads`.
 SHORT = 4 * 1024 * 1024
 # Granularity at which the mask cuts key tiles and query tiles off.
@@ -59,16 +53,36 @@ class Scratch:
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
         self._buffers: dict[tuple[str, torch.dtype], torch.Tensor] = {}
+        # The last tensor taken of each: most tiles are as large as the one before.
+        self._taken: dict[tuple[str, torch.dtype], torch.Tensor] = {}
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An uninitialised contiguous tensor, valid until the name is taken again. Its storage has
         room for whole VECTORs."""
-        dtype, size = dtype or self.dtype, math.prod(shape)
-        buffer = self._buffers.get((name, dtype))
+        key = name, dtype or self.dtype
+        taken = self._taken.get(key)
+        if taken is not None and taken.shape == shape:
+            return taken
+        size, buffer = math.prod(shape), self._buffers.get(key)
         if buffer is None or buffer.numel() < whole_vectors(size):
-            buffer = torch.empty(whole_vectors(size), dtype=dtype)
-            self._buffers[name, dtype] = buffer
-        return buffer[:size].view(shape)
+            # Not as a tensor of inference mode, which a later call outside it could not write to.
+            with torch.inference_mode(False):
+                buffer = self._buffers[key] = torch.empty(whole_vectors(size), dtype=key[1])
+        with torch.inference_mode(False):
+            taken = self._taken[key] = buffer[:size].view(shape)
+        return taken
+
+    @property
+    def bytes(self) -> int:
+        """Of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def trim(self, limit: int) -> None:
+        """Gives buffers back, the largest first, until at most `limit` bytes are left."""
+        by_size = sorted(self._buffers, key=lambda key: self._buffers[key].nbytes)
+        while by_size and self.bytes > limit:
+            largest = by_size.pop()
+            del self._buffers[largest], self._taken[largest]
 
 
 @dataclass
@@ -98,6 +112,25 @@ class Block:
         group = self.problem.group
         return range(self.kv_heads.start * group, self.kv_heads.stop * group)
 
+    def seen(self) -> range:
+        """The keys from the first to the last that any of the block's queries sees by position."""
+        found = self.problem.mask.key_range(0, self.len_q, UNIT, self.len_q, self.len_k)
+        begin = 0 if found.first_end > found.first_begin else found.begin * UNIT
+        return range(begin, max(begin, min(found.end * UNIT, self.len_k)))
+
+    def rows_that_see(self, rows: range, cols: range) -> range:
+        """The queries of `rows` that see any of keys `cols` by position; all where the group is
+        folded into rows, parts of which are then no slice."""
+        mask, off = self.problem.mask, self.problem.mask.offset(self.len_q, self.len_k)
+        if self.problem.group > 1:
+            return rows
+        start, stop = rows.start, rows.stop
+        if mask.right >= 0:
+            start = max(start, cols.start - off - mask.right)
+        if mask.left >= 0 and cols.start >= mask.first:
+            stop = min(stop, cols.stop - off + mask.left)
+        return range(start, stop)
+
     def split(self, per_head) -> torch.Tensor:
         """A per-head tensor (batch, H, ...) cut down to (B, G, R, ...)."""
         b, h = self.batches, self.query_heads
@@ -126,12 +159,21 @@ class Block:
         return own.unflatten(1, (len(self.kv_heads), self.problem.group))
 
     def load_queries(
-        self, tensor: torch.Tensor, rows: range, scratch: Scratch, name: str
+        self,
+        tensor: torch.Tensor,
+        rows: range,
+        scratch: Scratch,
+        name: str,
+        dtype: torch.dtype | None = None,
+        column: bool = False,
     ) -> torch.Tensor:
-        """Rows of a tensor laid out as q, in scratch precision: (B G, R M, dim)."""
+        """Rows of a tensor laid out as q, in scratch precision or `dtype`: (B G, R M, dim); with
+        `column`, one more that is not set, (B G, R M, dim + 1)."""
         tile = self.queries(tensor)[:, rows.start : rows.stop].permute(0, 2, 3, 1, 4)
-        copy = scratch.take(name, *tile.shape).copy_(tile)
-        return copy.view(self.heads, -1, tensor.shape[-1])
+        *sizes, dim = tile.shape
+        copy = scratch.take(name, *sizes, dim + column, dtype=dtype)
+        copy[..., :dim].copy_(tile)
+        return copy.view(self.heads, -1, dim + column)
 
     def store_queries(self, tensor: torch.Tensor, rows: range, tile: torch.Tensor) -> None:
         """The reverse of load_queries."""
@@ -151,14 +193,18 @@ class Block:
         return own[:, :, g.start : g.stop]
 
     def add_keys(self, storage: torch.Tensor, cols: range, tile: torch.Tensor) -> None:
-        """Adds a tile (B G, N, dim) to keys `cols` of a gradient laid out as k."""
+        """Adds a tile (B G, N, dim) to keys `cols` of a gradient laid out as k; sets them if no
+        other block has them."""
         b, g = len(self.batches), self.kv_heads
-        grad = tile.view(b, len(g), len(cols), -1).transpose(1, 2).to(storage.dtype)
-        if self.seq is None or len(self.seq.k_spans) == 1:
-            self.keys(storage, cols).add_(grad)
-            return
-        heads = storage[..., g.start : g.stop, :]
-        heads.index_put_(self._index(storage, cols), grad[0], accumulate=True)
+        grad = tile.view(b, len(g), len(cols), -1).transpose(1, 2)
+        if self.seq is None:
+            self.keys(storage, cols).copy_(grad)
+        elif len(self.seq.k_spans) == 1:
+            self.keys(storage, cols).add_(grad.to(storage.dtype))
+        else:
+            heads = storage[..., g.start : g.stop, :]
+            index = self._index(storage, cols)
+            heads.index_put_(index, grad[0].to(storage.dtype), accumulate=True)
 
     def _index(self, storage: torch.Tensor, cols: range) -> tuple[torch.Tensor, ...]:
         """Where keys `cols` of a scattered sequence are: (page, slot) of each."""
@@ -178,32 +224,45 @@ def _token_run(storage: torch.Tensor, token: int, count: int) -> torch.Tensor:
     return storage[row, begin : begin + count]
 
 
-def blocks(problem: AttentionProblem, x: Operands) -> Iterator[Block]:
-    """The call's blocks; each has about SCORES_PER_TILE scores a tile.
+def is_scattered(x: Operands) -> bool:
+    """Whether sequences are anything but whole rows of (B, S, ...) storage, each its own."""
+    places = (x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k)
+    places += (x.block_table, x.kv_batch_idx, x.leftpad_k)
+    return any(place is not None for place in places)
 
+
+def blocks(problem: AttentionProblem, x: Operands, apart: bool) -> Iterator[Block]:
+    """The call's blocks; each has at most about SCORES_PER_TILE scores a tile.
+
+    apart: whether threads may take a block's query tiles apart; else each gets whole blocks.
     Tile sizes depend on a sequence's own lengths, never on what else is in the batch.
     """
-    scattered = (x.cu_seqlens_q, x.cu_seqlens_k, x.seqused_q, x.seqused_k)
-    scattered += (x.block_table, x.kv_batch_idx, x.leftpad_k)
-    if any(operand is not None for operand in scattered):
+    if is_scattered(x):
         for seq in sequences(problem, x):
             batches = range(seq.batch, seq.batch + 1)
-            for kv_heads in _parts(problem.heads_k, _matrices(problem, seq.len_q, seq.len_k)):
+            for kv_heads in _parts(
+                problem.heads_k, _matrices(problem, seq.len_q, seq.len_k, apart)
+            ):
                 yield Block(problem, x, batches, kv_heads, seq.len_q, seq.len_k, seq)
         return
     len_q, len_k = problem.seqlen_q, problem.seqlen_k
-    matrices = _matrices(problem, len_q, len_k)
+    matrices = _matrices(problem, len_q, len_k, apart)
     for batches in _parts(problem.batch, max(1, matrices // problem.heads_k)):
         for kv_heads in _parts(problem.heads_k, matrices):
             yield Block(problem, x, batches, kv_heads, len_q, len_k)
 
 
-def _matrices(problem: AttentionProblem, len_q: int, len_k: int) -> int:
-    """How many kv heads share a tile: no more than leaves every thread a block."""
-    rows = min(len_q, query_rows(problem, len_q)) * problem.group
-    scores = rows * min(len_k, keys_of_tile(len_k))
-    share = -(-problem.batch * problem.heads_k // torch.get_num_threads())
-    most = SCORES_PER_TILE * max(1, rows_of_tile(problem, len_q) // ROWS)
+def _matrices(problem: AttentionProblem, len_q: int, len_k: int, apart: bool) -> int:
+    """How many kv heads share a tile: no more than leaves every thread of ours several pieces of
+    work; torch's share the tile."""
+    rows = min(len_q, query_rows(problem))
+    scores = rows * problem.group * min(len_k, KEYS)
+    heads, threads = problem.batch * problem.heads_k, torch.get_num_threads()
+    if worth_threads(problem):
+        tiles = len_q // max(1, rows) if apart else 2
+        share, most = heads * tiles // (2 * threads), SCORES_PER_TILE
+    else:
+        share, most = heads, SCORES_PER_TILE * threads
     return max(1, min(most // max(1, scores), share))
 
 
@@ -219,29 +278,9 @@ def worth_threads(problem: AttentionProblem) -> bool:
     return pairs > SHORT
 
 
-def rows_of_tile(problem: AttentionProblem, len_q: int) -> int:
-    """Rows that a tile of a sequence aims at. Twice as many where no mask cuts it short take 5 to
-    15 % less time forward, and more backward, which holds several tiles of scores at once. Under a
-    mask large tiles of few rows would be hidden for the most part."""
-    if problem.mask.bounded:
-        return _side(ROWS, len_q, 4)
-    rows = _side(ROWS, len_q, 2)
-    return rows if problem.needs_grad else 2 * rows
-
-
-def keys_of_tile(len_k: int) -> int:
-    """Keys of a tile of a sequence."""
-    return _side(KEYS, len_k, 2)
-
-
-def _side(size: int, length: int, times: int) -> int:
-    """A side of a tile: of SMALL tiles, if the sequence is not several times as long."""
-    return size if length >= times * size else SMALL
-
-
-def query_rows(problem: AttentionProblem, len_q: int) -> int:
-    """Query positions of a tile: about `rows_of_tile` rows once the group is folded in."""
-    return max(1, rows_of_tile(problem, len_q) // problem.group)
+def query_rows(problem: AttentionProblem) -> int:
+    """Query positions of a tile: about ROWS rows once the group is folded in."""
+    return max(1, ROWS // problem.group)
 
 
 def _parts(count: int, size: int) -> Iterator[range]:
@@ -252,11 +291,11 @@ def _parts(count: int, size: int) -> Iterator[range]:
 
 def query_tiles(block: Block) -> Iterator[range]:
     """The block's query tiles in order."""
-    return _parts(block.len_q, query_rows(block.problem, block.len_q))
+    return _parts(block.len_q, query_rows(block.problem))
 
 
 def key_tiles(block: Block, rows: range) -> Iterator[tuple[range, bool]]:
-    """Keys that queries `rows` touch, in tiles of `keys_of_tile`, each with whether any of its
+    """Keys that queries `rows` touch, in tiles of KEYS, each with whether any of its
     scores may be masked by position; a tile ends where that changes."""
     found = block.problem.mask.key_range(rows.start, len(rows), UNIT, block.len_q, block.len_k)
     bounds = (found.begin, found.full_begin, found.full_end, found.end)
@@ -270,7 +309,6 @@ def key_tiles(block: Block, rows: range) -> Iterator[tuple[range, bool]]:
         (full_begin, full_end, False),
         (full_end, end, True),
     )
-    size = keys_of_tile(block.len_k)
     for begin, stop, masked in parts:
-        for start in range(begin, stop, size):
-            yield range(start, min(start + size, stop)), masked
+        for start in range(begin, stop, KEYS):
+            yield range(start, min(start + KEYS, stop)), masked

@@ -5,17 +5,36 @@ with it the lse and the probability of a row's only key, and no bias overflows.
 """
 
 import math
+import threading
 
 import torch
 
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
-from heedful.cpu.blocks import Block, Scratch, whole_vectors
+from heedful.cpu.blocks import Block, Scratch, query_rows, whole_vectors
 from heedful.cpu.philox import keep_tile
 
 LOG2E = math.log2(math.e)
 # Masked tiles whose hidden scores are remembered: the diagonal repeats itself.
 REMEMBERED_MASKS = 8
+# Least sides and greatest depth, with the column, of products that add a column's term last (MKL,
+# AVX2 and AVX-512): in others a row's only score less itself may miss 0 by a rounding.
+FOLDED_SIDE, FOLDED_DEPTH = 64, 256
+# Bytes of scratch that a thread keeps from call to call: fresh memory has to be mapped page by
+# page, which took up to a tenth of a call of 2 MiB tensors.
+KEPT = 16 << 20
+# Bytes of keys and values of a block that a thread may hold in scratch precision.
+HELD = 64 << 20
+
+_threads = threading.local()
+
+
+def _scratch_of_thread(double: bool) -> Scratch:
+    """This thread's own, of float64 or of float32."""
+    kept = _threads.__dict__.setdefault("scratch", {})
+    if double not in kept:
+        kept[double] = Scratch(torch.float64 if double else torch.float32)
+    return kept[double]
 
 
 class Tiles:
@@ -23,26 +42,63 @@ class Tiles:
 
     def __init__(self, problem: AttentionProblem, x: Operands):
         self.problem, self.x = problem, x
-        self.scratch = Scratch(torch.float64 if x.q.dtype == torch.float64 else torch.float32)
+        self.scratch = _scratch_of_thread(x.q.dtype == torch.float64)
         self.low = _low_precision(problem, x)
+        # What queries are multiplied by before their products with keys.
+        self.q_scale = problem.scale / problem.softcap if problem.softcap > 0 else problem.scale
+        # Whether nothing is done to the products of queries and keys.
+        self.plain = problem.softcap == 0 and x.alibi_slopes is None and x.bias is None
         self.seed = int(x.seed.reshape(-1)[0]) if problem.dropout_p > 0 else 0
         self._hidden: dict[tuple, torch.Tensor] = {}
+        # The block whose keys are held, which of them, and what is held of them by name.
+        self._holder: Block | None = None
+        self._seen = range(0)
+        self._held: dict[str, torch.Tensor] = {}
+        self._parts: dict[tuple[str, range], torch.Tensor] = {}
 
-    def load_q(self, block: Block, rows: range) -> torch.Tensor:
-        """Queries as real values, (B G, R M, D)."""
-        q = block.load_queries(self.x.q, rows, self.scratch, "q")
+    def load_q(self, block: Block, rows: range, name: str = "q") -> torch.Tensor:
+        """Queries as real values times q_scale, (B G, R M, D + 1); the last column is for `refer`.
+
+        name: of the scratch buffer."""
+        q = block.load_queries(self.x.q, rows, self.scratch, name, column=True)
+        values = q[..., :-1]
+        values *= self.q_scale
         if self.x.q_descale is not None:
             b, g = block.batches, block.kv_heads
-            q *= self.x.q_descale[b.start : b.stop, g.start : g.stop].reshape(-1, 1, 1)
+            values *= self.x.q_descale[b.start : b.stop, g.start : g.stop].reshape(-1, 1, 1)
         return q
 
-    def load_k(self, block: Block, cols: range) -> torch.Tensor:
-        """Keys as real values, (B G, N, D)."""
-        return self._load(block, cols, "k", self.x.k, self.x.k_descale, self.x.k_shift)
+    def __enter__(self) -> "Tiles":
+        return self
 
-    def load_v(self, block: Block, cols: range, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Values as real values, (B G, N, E), in scratch precision or `dtype`."""
-        return self._load(block, cols, "v", self.x.v, self.x.v_descale, self.x.v_shift, dtype)
+    def __exit__(self, *error) -> None:
+        self.scratch.trim(KEPT)
+
+    def hold_keys(self, block: Block) -> None:
+        """Has keys and values of the block loaded once, not by every query tile that sees them, if
+        there are several and the keys are not too many."""
+        if block is self._holder:
+            return
+        self._holder, self._held, self._parts, self._seen = block, {}, {}, range(0)
+        if block.len_q <= query_rows(self.problem):
+            return
+        seen = block.seen()
+        dims = self.problem.head_dim + self.problem.head_dim_v
+        if block.heads * len(seen) * dims * self.scratch.dtype.itemsize <= HELD:
+            self._seen = seen
+
+    def load_k(self, block: Block, cols: range) -> torch.Tensor:
+        """Keys as real values, and a column of ones, (B G, N, D + 1)."""
+        x = self.x
+        return self._load(block, cols, "k", x.k, x.k_descale, x.k_shift, ones=True)
+
+    def load_v(
+        self, block: Block, cols: range, dtype: torch.dtype | None = None, ones: bool = False
+    ) -> torch.Tensor:
+        """Values as real values, (B G, N, E), in scratch precision or `dtype`; with `ones`, a
+        column of them behind, (B G, N, E + 1)."""
+        x = self.x
+        return self._load(block, cols, "v", x.v, x.v_descale, x.v_shift, dtype, ones)
 
     def rounded(self, tile: torch.Tensor, name: str) -> torch.Tensor:
         """A tile as an operand of `add_product`: in self.low if there is one."""
@@ -68,12 +124,31 @@ class Tiles:
         else:
             acc.add_(product, alpha=alpha)
 
-    def _load(self, block: Block, cols: range, name: str, storage, descale, shift, dtype=None):
+    def _load(self, block: Block, cols: range, name: str, *how, **more) -> torch.Tensor:
+        """Keys `cols` of a storage, from what is held of it if the block's keys are."""
+        if not (block is self._holder and self._seen):
+            return self._read(block, cols, name, *how, **more)
+        part = self._parts.get((name, cols))
+        if part is None:
+            if name not in self._held:
+                self._held[name] = self._read(block, self._seen, name, *how, **more)
+            begin = self._seen.start
+            part = self._held[name][:, cols.start - begin : cols.stop - begin]
+            self._parts[name, cols] = part
+        return part
+
+    def _read(
+        self, block: Block, cols: range, name: str, storage, descale, shift, dtype=None, ones=False
+    ) -> torch.Tensor:
+        """Keys `cols` of a storage as real values, with a column of ones if asked for."""
         stored = block.keys(storage, cols)
         if self.problem.kv_dtype == "int4":
             stored = unpack_int4(stored)
         stored = stored.transpose(1, 2)
-        tile = self.scratch.take(name, *stored.shape, dtype=dtype).copy_(stored)
+        *sizes, dim = stored.shape
+        whole = self.scratch.take(name, *sizes, dim + ones, dtype=dtype)
+        tile = whole[..., :dim].copy_(stored)
+        whole[..., dim:].fill_(1.0)
         for factor, apply in ((descale, tile.mul_), (shift, tile.add_)):
             if factor is None:
                 continue
@@ -83,37 +158,79 @@ class Tiles:
             else:
                 b, g = block.batches, block.kv_heads
                 apply(factor[b.start : b.stop, g.start : g.stop, None, None])
-        return tile.flatten(0, 1)
+        return whole.flatten(0, 1)
 
-    def scores(
-        self, block: Block, rows: range, cols: range, masked: bool, q, k
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scores (B G, R M, N), -inf where hidden, and with softcap tanh's own tile.
+    def refer(self, q: torch.Tensor, reference: torch.Tensor) -> None:
+        """Tells a query tile what `probabilities` will subtract from its scores."""
+        torch.neg(reference, out=q[..., -1:])
+
+    def scores(self, block: Block, rows: range, cols: range, masked: bool, q, k) -> torch.Tensor:
+        """Scores (B G, R M, N), -inf where hidden.
 
         masked: whether the position may hide any of them.
         """
+        s, _ = self._seen_scores(block, rows, cols, q, k)
+        if masked:
+            heads = self.by_head(block, s, rows)
+            # Hidden scores that are infinite or no number would not become -inf by addition.
+            self._clear(heads, block, rows, cols)
+            heads.add_(self._hidden_by_position(block, rows, cols))
+        if self.x.tree_mask is not None:
+            hidden = self._hidden_by_tree(block, rows, cols)
+            self.by_head(block, s, rows).masked_fill_(hidden, -torch.inf)
+        return s
+
+    def probabilities(
+        self, block: Block, rows: range, cols: range, masked: bool, q, k, reference
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """e^(scores - reference) (B G, R M, N), 0 where hidden, and with softcap tanh's own tile.
+
+        reference: (B G, R M, 1), q has been told it. masked: whether the position may hide any.
+
+        Scores are those of `scores` bit for bit: an lse made from ones a rounding apart would be
+        off by it.
+        """
+        tanh = None
+        if self.plain and self.is_folded(q, k):
+            p = self.scratch.take("s", block.heads, q.shape[1], len(cols))
+            multiply(p, q, k.mT)
+        else:
+            p, tanh = self._seen_scores(block, rows, cols, q, k)
+            p.sub_(reference)
+        exp_(p)
+        if masked:
+            self._clear(self.by_head(block, p, rows), block, rows, cols)
+        if self.x.tree_mask is not None:
+            hidden = self._hidden_by_tree(block, rows, cols)
+            self.by_head(block, p, rows).masked_fill_(hidden, 0.0)
+        return p, tanh
+
+    def _seen_scores(
+        self, block: Block, rows: range, cols: range, q, k
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scores as if none were hidden, and with softcap tanh's own tile."""
         problem, x = self.problem, self.x
         s = self.scratch.take("s", block.heads, q.shape[1], len(cols))
+        multiply(s, q[..., :-1], k[..., :-1].mT)
         tanh = None
         if problem.softcap > 0:
-            tanh = self.scratch.take("tanh", *s.shape)
-            multiply(tanh, q, k.mT, alpha=problem.scale / problem.softcap)
-            tanh.tanh_()
+            tanh = torch.tanh(s, out=self.scratch.take("tanh", *s.shape))
             torch.mul(tanh, problem.softcap, out=s)
-        else:
-            multiply(s, q, k.mT, alpha=problem.scale)
-        s_heads = self.by_head(block, s, rows)
         if x.alibi_slopes is not None:
             slopes = block.split(x.alibi_slopes)[..., None, None]
-            s_heads.addcmul_(slopes, self._distance(block, rows, cols).abs(), value=-1.0)
+            distance = self._distance(block, rows, cols).abs()
+            self.by_head(block, s, rows).addcmul_(slopes, distance, value=-1.0)
         if x.bias is not None:
             bias = block.split(x.bias)[..., rows.start : rows.stop, cols.start : cols.stop]
-            s_heads.add_(bias)
-        if masked:
-            s_heads.masked_fill_(self._hidden_by_position(block, rows, cols), -torch.inf)
-        if x.tree_mask is not None:
-            s_heads.masked_fill_(self._hidden_by_tree(block, rows, cols), -torch.inf)
+            self.by_head(block, s, rows).add_(bias)
         return s, tanh
+
+    def is_folded(self, a, b) -> bool:
+        """Whether a product a b^T of tiles with a last column each, b's of ones, may add a's to
+        every term of a row: a pass less over the product."""
+        (_, rows, depth), cols = a.shape, b.shape[1]
+        fits = rows >= FOLDED_SIDE and cols >= FOLDED_SIDE and depth <= FOLDED_DEPTH
+        return fits and self.scratch.dtype == torch.float32
 
     def by_head(self, block: Block, tile: torch.Tensor, rows: range) -> torch.Tensor:
         """A tile (B G, R M, ...) as (B, G, R, M, ...)."""
@@ -140,20 +257,32 @@ class Tiles:
         j = torch.arange(cols.start, cols.stop, dtype=self.scratch.dtype)
         return (j - off) - i[:, None]
 
-    def _hidden_by_position(self, block: Block, rows: range, cols: range) -> torch.Tensor:
-        """Which scores the causal mask or window hides: bool (M, N)."""
+    def _sides(self, block: Block, rows: range, cols: range) -> tuple[int, int]:
+        """Where the tile's keys begin less where its queries stand among all keys, and how many of
+        its keys no window hides."""
         mask = self.problem.mask
         off = mask.offset(block.len_q, block.len_k)
         first = max(0, min(mask.first - cols.start, len(cols)))
-        key = (cols.start - rows.start - off, first, len(rows), len(cols))
+        return cols.start - rows.start - off, first
+
+    def _clear(self, heads: torch.Tensor, block: Block, rows: range, cols: range) -> None:
+        """Zeros where the causal mask or window hides, in a tile (B, G, R, M, N)."""
+        mask, (distance, first) = self.problem.mask, self._sides(block, rows, cols)
+        if mask.right >= 0:
+            heads.tril_(mask.right - distance)
+        if mask.left >= 0 and first < len(cols):
+            heads[..., first:].triu_(-mask.left - distance - first)
+
+    def _hidden_by_position(self, block: Block, rows: range, cols: range) -> torch.Tensor:
+        """-inf where the causal mask or window hides, else 0: (M, N)."""
+        mask, (distance, first) = self.problem.mask, self._sides(block, rows, cols)
+        key = distance, first, len(rows), len(cols)
         if key not in self._hidden:
-            i, j = torch.arange(len(rows))[:, None], torch.arange(len(cols))
-            distance = j - i + key[0]
-            hidden = torch.zeros(distance.shape, dtype=torch.bool)
-            if mask.left >= 0:
-                hidden |= (distance < -mask.left) & (j >= first)
-            if mask.right >= 0:
-                hidden |= distance > mask.right
+            hidden = torch.full(key[2:], -torch.inf, dtype=self.scratch.dtype)
+            hidden.triu_(mask.right - distance + 1 if mask.right >= 0 else len(cols))
+            if mask.left >= 0 and first < len(cols):
+                earlier = torch.full_like(hidden[:, first:], -torch.inf)
+                hidden[:, first:] += earlier.tril_(-mask.left - distance - first - 1)
             if len(self._hidden) >= REMEMBERED_MASKS:
                 self._hidden.clear()
             self._hidden[key] = hidden
@@ -188,10 +317,12 @@ def multiply(out, a, b, beta: float = 0.0, alpha: float = 1.0) -> None:
 def exp_(s: torch.Tensor) -> torch.Tensor:
     """e^s of a scratch tensor, in place.
 
-    By exp2: torch hands exp to MKL, which on AMD takes four times as long. Over whole vectors: what
-    is left of them torch computes by another function, so that bits would depend on the place.
+    By exp2: torch hands exp to MKL, which takes four times as long on AMD, and on Intel up to 100
+    times where results underflow. Over whole vectors: what is left of them torch computes by
+    another function, so that bits would depend on the place.
     """
-    vectors = s.as_strided((whole_vectors(s.numel()),), (1,))
+    size = whole_vectors(s.numel())
+    vectors = s if size == s.numel() else s.as_strided((size,), (1,))
     vectors.mul_(LOG2E).exp2_()
     return s
 

@@ -11,15 +11,16 @@ import torch
 from heedful.core.operands import Gradients, Operands, own_shape
 from heedful.core.problem import AttentionProblem
 from heedful.cpu.blocks import (
+    KEYS,
     UNIT,
     Block,
     blocks,
-    keys_of_tile,
+    is_scattered,
     query_rows,
     query_tiles,
     worth_threads,
 )
-from heedful.cpu.scores import Tiles, exp_, multiply
+from heedful.cpu.scores import HELD, Tiles, multiply
 from heedful.cpu.tiled_forward import row_lse
 from heedful.cpu.workers import for_each
 from heedful.reference.philox import keep_scale
@@ -45,7 +46,9 @@ def backward(
     """
     if x.q_descale is not None or x.k_descale is not None or x.v_descale is not None:
         raise ValueError("gradients need q, k and v without descales")
-    dq, dk, dv = (torch.zeros(a.shape, dtype=a.dtype) for a in (x.q, x.k, x.v))
+    # Where sequences are whole rows of storage, every element is written, and once.
+    begin = torch.zeros_like if is_scattered(x) else torch.empty_like
+    dq, dk, dv = (begin(a, memory_format=torch.contiguous_format) for a in (x.q, x.k, x.v))
     dbias = None
     if problem.bias_grad:
         own = own_shape(tuple(x.bias.shape), x.bias.stride())
@@ -65,7 +68,8 @@ def backward(
     # Blocks that add to the same bias or keys take turns, in order: the sum is then always one.
     apart = not problem.bias_grad and x.block_table is None and x.kv_batch_idx is None
     parallel = apart and worth_threads(problem)
-    for_each(enumerate(blocks(problem, x)), work, lambda: Tiles(problem, x), parallel)
+    groups = [[item] for item in enumerate(blocks(problem, x, apart=False))]
+    for_each(groups, work, lambda: Tiles(problem, x), parallel)
     dsink = None
     if x.sink is not None:
         dsink = torch.zeros(problem.heads_q, dtype=torch.float64)
@@ -79,12 +83,12 @@ def backward(
 
 
 def _parts(len_k: int) -> Iterator[range]:
-    size = keys_of_tile(len_k)
-    return (range(start, min(start + size, len_k)) for start in range(0, len_k, size))
+    return (range(start, min(start + KEYS, len_k)) for start in range(0, len_k, KEYS))
 
 
 class _BlockBackward:
-    """The backward of one block: lse and delta of every query tile, dQ so far."""
+    """The backward of one block: lse and delta of every query tile, dQ so far, and the tiles of q
+    and dO themselves if they are not too many."""
 
     def __init__(self, tiles: Tiles, block: Block, dout, dbias: torch.Tensor | None):
         self.tiles, self.block, self.dout, self.dbias = tiles, block, dout, dbias
@@ -93,16 +97,21 @@ class _BlockBackward:
         self.lse: list[torch.Tensor] = []
         self.delta: list[torch.Tensor] = []
         self.dq: list[torch.Tensor] = []
+        dims = tiles.problem.head_dim + tiles.problem.head_dim_v
+        size = block.heads * tiles.problem.group * block.len_q * dims * tiles.scratch.dtype.itemsize
+        self.holds = size <= HELD
+        self.do: dict[int, torch.Tensor] = {}
+        self.pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.dsink = torch.zeros(len(block.query_heads), dtype=torch.float64)
 
     def prepare(self, out, lse, dlse) -> None:
         """delta = rowsum(dO * O) - dlse of every query tile, and the sink's gradient."""
         tiles, block = self.tiles, self.block
         group, dim = tiles.problem.group, tiles.problem.head_dim
-        for rows in self.rows:
+        for index, rows in enumerate(self.rows):
             o = block.load_queries(out, rows, tiles.scratch, "o")
-            do = block.load_queries(self.dout, rows, tiles.scratch, "do")
-            delta = o.mul_(do).sum(-1, keepdim=True)
+            do = self._load_do(index)
+            delta = o.mul_(do[..., :-1]).sum(-1, keepdim=True)
             if dlse is not None:
                 dlse_rows = block.rows(dlse)[..., rows.start : rows.stop]
                 delta -= dlse_rows.reshape(delta.shape)
@@ -123,10 +132,10 @@ class _BlockBackward:
     def add_key_tile(self, cols: range, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Everything that keys `cols` have to do with: their dK and dV, their part of dQ."""
         tiles, block = self.tiles, self.block
-        k, v = tiles.load_k(block, cols), tiles.load_v(block, cols)
-        self.k_low = tiles.rounded(k, "k_low")
-        dk_tile = tiles.scratch.take("dk", *k.shape).zero_()
-        dv_tile = tiles.scratch.take("dv", *v.shape).zero_()
+        k, v = tiles.load_k(block, cols), tiles.load_v(block, cols, ones=True)
+        self.k_low = tiles.rounded(k[..., :-1], "k_low")
+        dk_tile = tiles.scratch.take("dk", *k[..., :-1].shape).zero_()
+        dv_tile = tiles.scratch.take("dv", *v[..., :-1].shape).zero_()
         for index, masked in self._query_tiles(cols):
             self._add_pair(index, cols, masked, k, v, dk_tile, dv_tile)
         block.add_keys(dk, cols, dk_tile)
@@ -135,40 +144,85 @@ class _BlockBackward:
     def _query_tiles(self, cols: range) -> Iterator[tuple[int, bool]]:
         """Query tiles that see any of keys `cols`: index, and whether position may hide any."""
         mask, block = self.tiles.problem.mask, self.block
-        step = query_rows(self.tiles.problem, block.len_q)
+        step = query_rows(self.tiles.problem)
         begin, end = mask.query_range(cols.start, len(cols), step, block.len_q, block.len_k)
         for index in range(begin, end):
-            rows = self.rows[index]
-            found = mask.key_range(rows.start, len(rows), UNIT, block.len_q, block.len_k)
-            full = found.full_begin * UNIT <= cols.start and cols.stop <= found.full_end * UNIT
-            yield index, mask.bounded and not full
+            full = True
+            if mask.bounded:
+                rows = self.rows[index]
+                found = mask.key_range(rows.start, len(rows), UNIT, block.len_q, block.len_k)
+                full = found.full_begin * UNIT <= cols.start and cols.stop <= found.full_end * UNIT
+            yield index, not full
+
+    def _load(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A tile of q and one of dO, whose last columns are minus lse and minus delta."""
+        if index in self.pairs:
+            return self.pairs[index]
+        q = self.tiles.load_q(self.block, self.rows[index], self._name("q", index))
+        do = self._load_do(index)
+        self.tiles.refer(q, self.lse[index])
+        self.tiles.refer(do, self.delta[index])
+        if self.holds:
+            self.pairs[index] = q, do
+        return q, do
+
+    def _load_do(self, index: int) -> torch.Tensor:
+        """A tile of dO, (B G, R M, E + 1), from what is held if tiles are."""
+        if index not in self.do:
+            scratch, name = self.tiles.scratch, self._name("do", index)
+            do = self.block.load_queries(self.dout, self.rows[index], scratch, name, column=True)
+            if not self.holds:
+                return do
+            self.do[index] = do
+        return self.do[index]
+
+    def _name(self, name: str, index: int) -> str:
+        """Of the scratch buffer of a tile."""
+        return f"{name}{index}" if self.holds else name
 
     def _add_pair(self, index: int, cols: range, masked: bool, k, v, dk_tile, dv_tile) -> None:
         """One query tile against one key tile: five matmuls."""
         tiles, block, rows = self.tiles, self.block, self.rows[index]
         problem = tiles.problem
-        q = tiles.load_q(block, rows)
-        do = block.load_queries(self.dout, rows, tiles.scratch, "do")
-        s, tanh = tiles.scores(block, rows, cols, masked, q, k)
-        p = exp_(s.sub_(self.lse[index]))
-        dp = tiles.scratch.take("dp", *p.shape)
-        multiply(dp, do, v.mT)
-        do_low = tiles.rounded(do, "do_low")
+        part = block.rows_that_see(rows, cols) if masked else rows
+        q, do, lse, delta, dq = (
+            x if part == rows else x[:, part.start - rows.start : part.stop - rows.start]
+            for x in (*self._load(index), self.lse[index], self.delta[index], self.dq[index])
+        )
+        p, tanh = tiles.probabilities(block, part, cols, masked, q, k, lse)
+        do_low = tiles.rounded(do[..., :-1], "do_low")
+        dropped = None
         if problem.dropout_p > 0:
-            dropped = tiles.dropped(block, rows, cols)
+            dropped = tiles.dropped(block, part, cols)
             p_low = tiles.rounded(p.masked_fill(dropped, 0.0), "p_low")
-            dp.mul_(self.keep_scale).masked_fill_(dropped, 0.0)
         else:
             p_low = tiles.rounded(p, "p_low")
         tiles.add_product(dv_tile, p_low.mT, do_low, alpha=self.keep_scale)
-        ds = dp.sub_(self.delta[index]).mul_(p)
+        ds = self._dp_less_delta(do, v, delta, dropped).mul_(p)
         if self.dbias is not None:
-            self._add_bias(rows, cols, tiles.by_head(block, ds, rows))
+            self._add_bias(part, cols, tiles.by_head(block, ds, part))
         if tanh is not None:
             ds.mul_(tanh.square_().neg_().add_(1.0))
         ds_low = tiles.rounded(ds, "ds_low")
-        tiles.add_product(self.dq[index], ds_low, self.k_low, alpha=problem.scale)
-        tiles.add_product(dk_tile, ds_low.mT, tiles.rounded(q, "q_low"), alpha=problem.scale)
+        tiles.add_product(dq, ds_low, self.k_low, alpha=problem.scale)
+        if tiles.low is None:
+            q_low, alpha = q[..., :-1], problem.scale / tiles.q_scale
+        else:
+            # As stored: times q_scale they would be rounded.
+            q_low = block.load_queries(tiles.x.q, part, tiles.scratch, "q_low", tiles.low)
+            alpha = problem.scale
+        tiles.add_product(dk_tile, ds_low.mT, q_low, alpha=alpha)
+
+    def _dp_less_delta(self, do, v, delta, dropped: torch.Tensor | None) -> torch.Tensor:
+        """dO V^T, as dropout has it, less delta: (B G, R M, N)."""
+        dp = self.tiles.scratch.take("dp", *do.shape[:2], v.shape[1])
+        if dropped is None and self.tiles.is_folded(do, v):
+            multiply(dp, do, v.mT)
+            return dp
+        multiply(dp, do[..., :-1], v[..., :-1].mT)
+        if dropped is not None:
+            dp.mul_(self.keep_scale).masked_fill_(dropped, 0.0)
+        return dp.sub_(delta)
 
     def _add_bias(self, rows: range, cols: range, ds: torch.Tensor) -> None:
         """Adds ds (B, G, R, M, N) to the bias's gradient, summed over the dims that it repeats."""

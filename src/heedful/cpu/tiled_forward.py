@@ -13,6 +13,10 @@ from heedful.cpu.scores import Tiles, exp_
 from heedful.cpu.workers import for_each
 from heedful.reference.philox import keep_scale
 
+# Largest sum of exponentials by a maximum that is not the largest of all scores. As exact as by the
+# largest, and far from overflow: values may reach 2^95.
+MOST = 2.0**32
+
 
 def forward(
     problem: AttentionProblem, x: Operands, out: torch.Tensor | None = None
@@ -44,91 +48,146 @@ def forward(
         if probs is not None:
             _write_probs(tiles, *item, lse, probs)
 
-    items = [(block, rows) for block in blocks(problem, x) for rows in query_tiles(block)]
-    if problem.mask.right >= 0:
-        # The last rows see most keys: first, so that threads end together.
-        items.sort(key=lambda item: -item[1].start)
-    for_each(items, work, lambda: Tiles(problem, x), worth_threads(problem))
+    # Under a causal mask the last rows see most keys: first, so that threads end together.
+    order = reversed if problem.mask.right >= 0 else iter
+    groups = [
+        [(block, rows) for rows in order(list(query_tiles(block)))]
+        for block in blocks(problem, x, apart=True)
+    ]
+    for_each(groups, work, lambda: Tiles(problem, x), worth_threads(problem))
     return out, lse, probs
 
 
 def _attend(tiles: Tiles, block: Block, rows: range, out: torch.Tensor, lse: torch.Tensor) -> None:
     """All keys of one query tile: writes its rows of out and lse."""
     problem, scratch = tiles.problem, tiles.scratch
+    tiles.hold_keys(block)
     q = tiles.load_q(block, rows)
-    column = (block.heads, q.shape[1], 1)
-    m, l_sum = scratch.take("m", *column), scratch.take("l", *column)
-    acc = scratch.take("acc", *column[:2], problem.head_dim_v)
-    # Whether m, l_sum and acc hold something yet.
-    begun = tiles.x.sink is not None
+    acc = scratch.take("acc", *q.shape[:2], problem.head_dim_v)
+    sink = None
     if tiles.x.sink is not None:
-        # The sink is a key whose value is zero.
-        sink = block.split(tiles.x.sink[None].expand(problem.batch, -1))[..., None, None]
-        tiles.by_head(block, m, rows).copy_(sink)
-        torch.gt(m, -torch.inf, out=l_sum)
-        m.clamp_(min=torch.finfo(m.dtype).min)
-        acc.zero_()
-    for cols, masked in key_tiles(block, rows):
-        _accumulate(tiles, block, rows, cols, masked, q, m, l_sum, acc, begun)
-        begun = True
-    if not begun:
-        m.fill_(torch.finfo(m.dtype).min)
-        l_sum.zero_()
-        acc.zero_()
-    empty = l_sum == 0
-    l_safe = l_sum.masked_fill(empty, 1.0)
-    acc *= (keep_scale(problem.dropout_p) if problem.dropout_p > 0 else 1.0) / l_safe
-    block.store_queries(out, rows, acc)
-    lse_tile = (m.double() + l_safe.double().log()).masked_fill_(empty, -torch.inf)
+        per_head = block.split(tiles.x.sink[None].expand(problem.batch, -1))
+        sink = per_head[..., None].repeat_interleave(len(rows), -1).to(scratch.dtype)
+        sink = sink.reshape(block.heads, -1, 1)
+    state = q, acc, sink
+    all_keys = _with_a_key_first(block, rows)
+    if all_keys:
+        m, l_sum = _by_first_maximum(tiles, block, rows, all_keys, *state)
+        # In this order a row with a NaN counts as too large: the other way has it there as well.
+        if not l_sum.max().item() <= MOST:
+            kept = [x.clone() for x in (m, l_sum, acc)]
+            fits = kept[1] <= MOST
+            m, l_sum = _by_running_maximum(tiles, block, rows, *state)
+            # Row by row, or a row's bits would depend on which others share its tile.
+            for x, old in zip((m, l_sum, acc), kept, strict=True):
+                torch.where(fits, old, x, out=x)
+    else:
+        m, l_sum = _by_running_maximum(tiles, block, rows, *state)
     lse_rows = block.rows(lse)[..., rows.start : rows.stop]
-    lse_rows.copy_(lse_tile.view(lse_rows.shape))
+    # In a row without keys l is 0, its logarithm -inf, and acc 0.
+    lse_rows.copy_((m.double() + l_sum.double().log()).view(lse_rows.shape))
+    acc.div_(l_sum.clamp_(min=torch.finfo(l_sum.dtype).tiny))
+    if problem.dropout_p > 0:
+        acc.mul_(keep_scale(problem.dropout_p))
+    block.store_queries(out, rows, acc)
 
 
-def _accumulate(
-    tiles: Tiles,
-    block: Block,
-    rows: range,
-    cols: range,
-    masked: bool,
-    q,
-    m,
-    l_sum,
-    acc,
-    begun: bool,
-) -> None:
-    """One step of the online softmax: m, l_sum and acc take in keys `cols`, or begin with them."""
-    s, _ = tiles.scores(block, rows, cols, masked, q, tiles.load_k(block, cols))
-    largest = tiles.scratch.take("largest", *m.shape)
-    torch.amax(s, -1, keepdim=True, out=largest)
-    # The lowest finite number, not -inf: exp(-inf - m) is then 0 in a row without keys, not NaN,
-    # and l tells such a row by staying 0.
-    if begun:
-        torch.maximum(m, largest, out=largest)
-    else:
-        largest.clamp_(min=torch.finfo(m.dtype).min)
-    p = exp_(s.sub_(largest))
-    total = p.sum(-1, keepdim=True)
-    if begun:
+def _by_first_maximum(
+    tiles: Tiles, block: Block, rows: range, all_keys: list[tuple[range, bool]], q, acc, sink
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums probabilities and their products with values by the largest scores of the first of
+    `all_keys`: no later tile needs a pass over its scores to find theirs, nor a rescaling.
+
+    Returns (m, l), both (B G, R M, 1), and sets acc. Good for rows with l <= MOST: others see a
+    score far above those of the first tile.
+    """
+    (cols, masked), *others = all_keys
+    m = tiles.scratch.take("m", *q.shape[:2], 1)
+    s = tiles.scores(block, rows, cols, masked, q, tiles.load_k(block, cols))
+    p = exp_(s.sub_(_largest(s, out=m)))
+    tiles.refer(q, m)
+    l_sum, total = tiles.scratch.take("l", *m.shape), tiles.scratch.take("total", *m.shape)
+    torch.sum(p, -1, keepdim=True, out=l_sum)
+    _add_values(tiles, block, rows, cols, p, acc, begin=True)
+    for cols, masked in others:
+        part = block.rows_that_see(rows, cols) if masked else rows
+        q_part, m_part, l_part, acc_part, total_part = (
+            x if part == rows else x[:, part.start - rows.start : part.stop - rows.start]
+            for x in (q, m, l_sum, acc, total)
+        )
+        k = tiles.load_k(block, cols)
+        p, _ = tiles.probabilities(block, part, cols, masked, q_part, k, m_part)
+        l_part.add_(torch.sum(p, -1, keepdim=True, out=total_part))
+        _add_values(tiles, block, part, cols, p, acc_part)
+    if sink is not None:
+        l_sum.add_(sink.sub(m).exp_())
+    return m, l_sum
+
+
+def _with_a_key_first(block: Block, rows: range) -> list[tuple[range, bool]]:
+    """The key tiles of queries `rows`, first one of which the position leaves each row a key; none
+    if there is none."""
+    tiles, mask = list(key_tiles(block, rows)), block.problem.mask
+    off = mask.offset(block.len_q, block.len_k)
+    for number, (cols, _) in enumerate(tiles):
+        first_row = mask.right < 0 or rows.start + off + mask.right >= cols.start
+        last_row = mask.left < 0 or rows.stop - 1 + off - mask.left < cols.stop
+        if first_row and last_row:
+            return [tiles[number], *tiles[:number], *tiles[number + 1 :]]
+    return []
+
+
+def _by_running_maximum(
+    tiles: Tiles, block: Block, rows: range, q, acc, sink
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The online softmax as published: returns (m, l), both (B G, R M, 1), and sets acc."""
+    m, l_sum, total, largest = (
+        tiles.scratch.take(name, *q.shape[:2], 1) for name in ("m", "l", "total", "largest")
+    )
+    m.fill_(torch.finfo(m.dtype).min)
+    l_sum.zero_()
+    acc.zero_()
+    if sink is not None:
+        # The sink is a key whose value is zero.
+        torch.gt(sink, -torch.inf, out=l_sum)
+        torch.maximum(m, sink, out=m)
+    for cols, masked in key_tiles(block, rows):
+        s = tiles.scores(block, rows, cols, masked, q, tiles.load_k(block, cols))
+        torch.maximum(m, _largest(s, out=largest), out=largest)
+        p = exp_(s.sub_(largest))
         rescale = exp_(m.sub_(largest))
-        l_sum.mul_(rescale).add_(total)
+        l_sum.mul_(rescale).add_(torch.sum(p, -1, keepdim=True, out=total))
         acc.mul_(rescale)
-    else:
-        l_sum.copy_(total)
-    m.copy_(largest)  # last: rescale lived in m
+        m.copy_(largest)  # last: rescale lived in m
+        _add_values(tiles, block, rows, cols, p, acc)
+    return m, l_sum
+
+
+def _largest(s: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The largest score of each row. At least the lowest finite number, not -inf: exp(-inf - m) is
+    then 0 in a row without keys, not NaN, and l tells such a row by staying 0."""
+    return torch.amax(s, -1, keepdim=True, out=out).clamp_(min=torch.finfo(s.dtype).min)
+
+
+def _add_values(
+    tiles: Tiles, block: Block, rows: range, cols: range, p, acc, begin: bool = False
+) -> None:
+    """acc += p V, as dropout has p; begin: what acc holds counts for nothing."""
     if tiles.problem.dropout_p > 0:
         p.masked_fill_(tiles.dropped(block, rows, cols), 0.0)
     v = tiles.load_v(block, cols, tiles.low)
-    tiles.add_product(acc, tiles.rounded(p, "p_low"), v, begin=not begun)
+    tiles.add_product(acc, tiles.rounded(p, "p_low"), v, begin=begin)
 
 
 def _write_probs(tiles: Tiles, block: Block, rows: range, lse, probs) -> None:
     """The sign-coded probabilities of one query tile, from its finished lse."""
     q = tiles.load_q(block, rows)
     lse_tile = row_lse(tiles, block, rows, lse)
+    tiles.refer(q, lse_tile)
     target = block.split(probs)[..., rows.start : rows.stop, :]
     for cols, masked in key_tiles(block, rows):
-        s, _ = tiles.scores(block, rows, cols, masked, q, tiles.load_k(block, cols))
-        p = exp_(s.sub_(lse_tile))
+        k = tiles.load_k(block, cols)
+        p, _ = tiles.probabilities(block, rows, cols, masked, q, k, lse_tile)
         if tiles.problem.dropout_p > 0:
             p = torch.where(tiles.dropped(block, rows, cols), -p, p)
         target[..., cols.start : cols.stop] = tiles.by_head(block, p, rows)

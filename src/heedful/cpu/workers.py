@@ -8,9 +8,11 @@ they are equal.
 
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from contextlib import AbstractContextManager
+from typing import Generic, TypeVar
 
 import torch
 
@@ -34,30 +36,32 @@ if hasattr(os, "register_at_fork"):
 
 
 def for_each(
-    items: Iterable[Item],
+    groups: Iterable[Sequence[Item]],
     work: Callable[[State, Item], None],
-    new_state: Callable[[], State],
+    new_state: Callable[[], AbstractContextManager[State]],
     parallel: bool = True,
 ) -> None:
-    """work(state, item) for every item, in any order, with one state to a thread.
+    """work(state, item) for every item of every group, with one state to a thread, entered before
+    its first item and left after its last.
 
-    Items run in order on the calling thread unless `parallel` and torch.get_num_threads() > 1 and
-    there are two of them. A forked child takes threads of its own in any case: an operation on
+    A thread takes the items of a group in order, then another group that none has begun, then from
+    the longest: items of a group may so share what a state holds.
+
+    Groups run in order on the calling thread unless `parallel` and torch.get_num_threads() > 1 and
+    there are two items. A forked child takes a thread of its own in any case: an operation on
     torch's, which did not survive, may wait for them for ever. The first exception is raised when
     all threads have stopped.
     """
-    items = list(items)
-    parallel = parallel or _is_forked
-    threads = min(torch.get_num_threads(), len(items)) if parallel else 1
-    queue = iter(items)
-    if threads <= 1:
-        _drain(queue, threading.Lock(), work, new_state)
+    queue = _Queue(groups)
+    threads = min(torch.get_num_threads(), len(queue)) if parallel or _is_forked else 1
+    if threads <= 1 and not _is_forked:
+        _drain(queue, work, new_state)
         return
-    pool, lock, inference = _pool(), threading.Lock(), torch.is_inference_mode_enabled()
+    pool, inference = _pool(), torch.is_inference_mode_enabled()
 
     def drain() -> None:
         with torch.inference_mode(inference), torch.no_grad():
-            _drain(queue, lock, work, new_state)
+            _drain(queue, work, new_state)
 
     running = [pool.submit(drain) for _ in range(threads)]
     errors = [future.exception() for future in running]
@@ -65,18 +69,38 @@ def for_each(
         raise error
 
 
-def _drain(queue, lock, work, new_state) -> None:
+class _Queue(Generic[Item]):
+    """What is left of the groups."""
+
+    def __init__(self, groups: Iterable[Sequence[Item]]):
+        self._new = deque(deque(group) for group in groups if group)
+        self._begun: list[deque[Item]] = []
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return sum(len(group) for group in (*self._new, *self._begun))
+
+    def items(self) -> Iterator[Item]:
+        """Items for one thread, until nothing is left."""
+        group: deque[Item] = deque()
+        while True:
+            with self._lock:
+                if not group and self._new:
+                    group = self._new.popleft()
+                    self._begun.append(group)
+                if not group:
+                    group = max(self._begun, key=len, default=group)
+                if not group:
+                    return
+                item = group.popleft()
+            yield item
+
+
+def _drain(queue: _Queue[Item], work, new_state) -> None:
     """Works on what the queue has left."""
-    state = new_state()
-    while True:
-        with lock:
-            item = next(queue, _END)
-        if item is _END:
-            return
-        work(state, item)
-
-
-_END = object()
+    with new_state() as state:
+        for item in queue.items():
+            work(state, item)
 
 
 def _pool() -> ThreadPoolExecutor:
