@@ -190,8 +190,7 @@ class Tiles:
 
         reference: (B G, R M, 1), q has been told it. masked: whether the position may hide any.
 
-        Scores are those of `scores` bit for bit: an lse made from ones a rounding apart would be
-        off by it.
+        The scores are those that `scores` gives, to the bit: of forward and backward alike.
         """
         tanh = None
         if self.plain and self.is_folded(q, k):
