@@ -13,6 +13,7 @@ from heedful.bench.cases import GROUPS, Case, cases
 from heedful.bench.check import Checker, Results, attend
 from heedful.bench.peers import PEERS, Peer, draw, find
 from heedful.bench.run import measure, records
+from heedful.core.mask import MaskSpec
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.reference import oracle
@@ -26,6 +27,18 @@ def small(direction="forward", causal=True, dtype="float32") -> Case:
         2, 65, 97, 6, 2, 16, dtype=dtype, causal=causal, needs_grad=grad
     )
     return Case("cpu", problem, direction)
+
+
+def windowed() -> Case:
+    mask = MaskSpec.of(True, (20, 0))
+    return Case("cpu", AttentionProblem.dense(2, 65, 97, 6, 2, 16, dtype="float32", mask=mask))
+
+
+def packed() -> Case:
+    lengths = (33, 1, 70)
+    facts = {"total_q": sum(lengths), "total_k": sum(lengths), "head_dim_v": 8}
+    problem = AttentionProblem.dense(3, 70, 70, 6, 2, 16, dtype="float32", causal=True, **facts)
+    return Case("cpu", problem, lengths=lengths)
 
 
 def broken(how) -> Peer:
@@ -54,6 +67,34 @@ def test_the_reference_of_the_check_is_the_oracle(causal):
             # Both sum the same products in float64, in another order.
             terms = case.problem.group * (case.problem.seqlen_q + case.problem.seqlen_k)
             assert error <= eps * terms * own.abs().max()
+
+
+@pytest.mark.parametrize("case", [windowed(), packed()], ids=["window", "packed"])
+def test_windows_and_packed_sequences_are_checked_against_the_oracle(case):
+    inputs = draw(case, CPU)
+    arrays = [x.double().numpy() for x in inputs[:3]]
+    x = Operands(*arrays)
+    if case.lengths:
+        starts = np.array(case.starts, np.int32)
+        x = Operands(*(a[0] for a in arrays), cu_seqlens_q=starts, cu_seqlens_k=starts)
+    want = torch.from_numpy(oracle.forward(case.problem, x)[0])
+    want = want[None] if case.lengths else want
+    checker = Checker(case, inputs)
+    for part in checker.slices:
+        error = (part.exact.out - part.of("out", want)).abs().max()
+        # Both sum the same products in float64, in another order.
+        assert error <= np.finfo(np.float64).eps * 97 * want.abs().max()
+    assert checker.why_wrong(Results(want)) is None
+    assert checker.why_wrong(Results(want.roll(1, dims=1))) is not None
+    outcome = measure(case, [PEERS["heedful"], PEERS["cudnn"]], CPU, 5)
+    assert outcome.figures[0].time_us is not None
+    assert "does not take" in (outcome.figures[1].missing or "")
+
+
+def test_flops_of_packed_sequences_and_windows_are_those_of_the_pairs_that_count():
+    assert packed().flops() == 2 * 6 * sum(n * n / 2 for n in (33, 1, 70)) * (16 + 8)
+    mask = windowed().problem.mask
+    assert windowed().flops() == 2 * 2 * 6 * mask.count_visible(65, 97) * 32
 
 
 def test_the_reference_does_not_depend_on_its_blocks(monkeypatch):

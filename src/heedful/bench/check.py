@@ -2,9 +2,9 @@
 
 The budget is that of the test-suite: an error may be at most twice what eager PyTorch makes in the
 same dtype on the same inputs (three times for gradients) plus one rounding of the dtype, in the
-maximum and as RMS. Checked are all rows of the first and the last (batch, KV head), all the query
-heads of that KV head included; the reference walks them in blocks of rows, so that the longest
-cases fit.
+maximum and as RMS. Checked are all rows of the first and the last (batch, KV head), or (packed
+sequence, KV head), all the query heads of that KV head included; the reference walks them in blocks
+of rows, so that the longest cases fit.
 
 Dimension key: H query heads of one KV head, M query rows, N keys, D qk dim, E v dim.
 """
@@ -33,9 +33,11 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True)
 class Slice:
-    """One (batch, KV head) of a case: the truth and the budget of each result."""
+    """One (batch, KV head) of a case: the truth and the budget of each result. rows: of the batch
+    row, the tokens of its sequence."""
 
     batch: int
+    rows: slice
     kv_head: int
     group: int
     exact: Results
@@ -47,7 +49,7 @@ class Slice:
         heads = slice(self.kv_head * self.group, (self.kv_head + 1) * self.group)
         if name in ("dk", "dv"):
             heads = slice(self.kv_head, self.kv_head + 1)
-        return whole[self.batch, :, heads].transpose(0, 1).double()
+        return whole[self.batch, self.rows, heads].transpose(0, 1).double()
 
 
 class Checker:
@@ -97,11 +99,13 @@ def _errors(got: torch.Tensor, exact: torch.Tensor) -> tuple[float, float]:
     return float(difference.max()), float(difference.square().mean().sqrt())
 
 
-def _slice(case: Case, inputs: Inputs, batch: int, kv_head: int) -> Slice:
-    p = case.problem
+def _slice(case: Case, inputs: Inputs, sequence: int, kv_head: int) -> Slice:
+    p, batch, rows = case.problem, sequence, slice(None)
+    if case.lengths:
+        batch, rows = 0, slice(*case.starts[sequence : sequence + 2])
     heads = slice(kv_head * p.group, (kv_head + 1) * p.group)
-    q_HMD, dout_HME = (x[batch, :, heads].transpose(0, 1) for x in (inputs.q, inputs.dout))
-    operands = (q_HMD, inputs.k[batch, :, kv_head], inputs.v[batch, :, kv_head])
+    q_HMD, dout_HME = (x[batch, rows, heads].transpose(0, 1) for x in (inputs.q, inputs.dout))
+    operands = (q_HMD, inputs.k[batch, rows, kv_head], inputs.v[batch, rows, kv_head])
     if case.direction == "backward":
         operands += (dout_HME,)
     exact = attend(case, torch.float64, torch.float64, *operands)
@@ -117,7 +121,7 @@ def _slice(case: Case, inputs: Inputs, batch: int, kv_head: int) -> Slice:
         )
         budget = allowed(name, eager, once)
         largest[name], rms[name] = budget.largest, budget.rms
-    return Slice(batch, kv_head, p.group, exact, largest, rms)
+    return Slice(batch, rows, kv_head, p.group, exact, largest, rms)
 
 
 def attend(
@@ -167,7 +171,12 @@ def _masked(case: Case, s_HMN: torch.Tensor, begin: int, rows: int, keys: int) -
     mask = case.problem.mask
     if not mask.bounded:
         return s_HMN
-    assert mask.causal, "benchmark cases are full or causal"
+    assert mask.first == 0, "no benchmark case has leading keys"
     i = torch.arange(begin, begin + s_HMN.shape[1], device=s_HMN.device)[:, None]
-    j = torch.arange(keys, device=s_HMN.device)
-    return s_HMN.masked_fill(j > i + mask.offset(rows, keys), -torch.inf)
+    distance = torch.arange(keys, device=s_HMN.device) - i - mask.offset(rows, keys)
+    hidden = (
+        distance > mask.right if mask.right >= 0 else torch.zeros_like(distance, dtype=torch.bool)
+    )
+    if mask.left >= 0:
+        hidden |= distance < -mask.left
+    return s_HMN.masked_fill(hidden, -torch.inf)

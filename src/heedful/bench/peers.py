@@ -1,7 +1,8 @@
 """Who is timed. A peer that is missing or cannot take a case gives its reason, never an error.
 
-Every peer's forward takes q (B, Sq, H, D), k and v (B, Sk, G, D) and returns (B, Sq, H, D); a peer
-that wants heads first gets transposed views and pays for no copy that it does not make itself.
+Every peer's forward takes q (B, Sq, H, D), k and v (B, Sk, G, D) and returns (B, Sq, H, D); packed
+sequences are one row of (1, T, H, D). A peer that wants heads first gets transposed views and pays
+for no copy that it does not make itself.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ _MOST_SCORES_BYTES = 16 * 1024**3
 
 
 class Inputs(NamedTuple):
-    """q, dout (B, Sq, H, D); k, v (B, Sk, G, D)."""
+    """q, dout (B, Sq, H, D); k, v (B, Sk, G, D). Packed: B is 1, Sq and Sk are all tokens."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -31,16 +32,23 @@ class Inputs(NamedTuple):
 @dataclass(frozen=True)
 class Peer:
     """unfit: a reason known beforehand, or None. make: the forward for a case's shapes. pages:
-    whether it takes paged caches."""
+    whether it takes paged caches. packs, windows: whether it takes packed sequences and sliding
+    windows."""
 
     name: str
     words: str
     unfit: Callable[[Case, torch.device], str | None]
     make: Callable[[Case, Inputs], Forward]
     pages: bool = False
+    packs: bool = False
+    windows: bool = False
 
     def why_not(self, case: Case, device: torch.device) -> str | None:
         """The reason why the case cannot be timed, or None."""
+        if case.lengths and not self.packs:
+            return "does not take packed sequences"
+        if case.problem.mask.left >= 0 and not self.windows:
+            return "does not take sliding windows"
         if case.paged and not self.pages:
             return "is not timed on paged caches"
         return self.unfit(case, device)
@@ -53,7 +61,7 @@ def draw(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     dtype = getattr(torch, p.dtype)
 
     def normal(rows: int, heads: int, dim: int, scale: float = 1.0) -> torch.Tensor:
-        shape = (p.batch, rows, heads, dim)
+        shape = (1, sum(case.lengths), heads, dim) if case.lengths else (p.batch, rows, heads, dim)
         return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(scale)
 
     return Inputs(
@@ -64,6 +72,18 @@ def draw(case: Case, device: torch.device, seed: int = 0) -> Inputs:
     )
 
 
+def _packing(case: Case, device: torch.device) -> dict[str, Any]:
+    """Packed sequences, as the flash-attn packages and heedful name what tells them apart."""
+    starts = torch.tensor(case.starts, dtype=torch.int32, device=device)
+    longest = max(case.lengths)
+    return {
+        "cu_seqlens_q": starts,
+        "cu_seqlens_k": starts,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
+
+
 # heedful
 
 
@@ -71,14 +91,20 @@ def _heedful(backend: str | None) -> Peer:
     def make(case: Case, inputs: Inputs) -> Forward:
         import heedful
 
-        causal = case.problem.mask.causal
+        mask = case.problem.mask
+        causal = mask.causal
         if case.paged:
             return _paged(case, inputs, backend)
+        if case.lengths:
+            return _packed(heedful.flash_attn_varlen_func, case, inputs, backend=backend)
         if case.group == "decode":
             return lambda q, k, v: heedful.flash_attn_with_kvcache(
                 q, k, v, causal=causal, backend=backend
             )
-        return lambda q, k, v: heedful.flash_attn_func(q, k, v, causal=causal, backend=backend)
+        window = (mask.left, mask.right)
+        return lambda q, k, v: heedful.flash_attn_func(
+            q, k, v, causal=causal, window_size=window, backend=backend
+        )
 
     def why_not(case: Case, device: torch.device) -> str | None:
         from heedful.core.plan import plan
@@ -92,7 +118,18 @@ def _heedful(backend: str | None) -> Peer:
 
     name = "heedful" if backend is None else f"heedful:{backend}"
     words = "what the planner chooses" if backend is None else f"the {backend} backend, forced"
-    return Peer(name, words, why_not, make, pages=True)
+    return Peer(name, words, why_not, make, pages=True, packs=True, windows=True)
+
+
+def _packed(function, case: Case, inputs: Inputs, **more) -> Forward:
+    """The forward of a function that takes packed sequences as flash-attn's does."""
+    more |= _packing(case, inputs.q.device) | {"causal": case.problem.mask.causal}
+
+    def forward(q, k, v):
+        out = function(q[0], k[0], v[0], **more)
+        return (out[0] if isinstance(out, tuple) else out)[None]
+
+    return forward
 
 
 def _paged(case: Case, inputs: Inputs, backend: str | None) -> Forward:
@@ -129,9 +166,12 @@ def _paged(case: Case, inputs: Inputs, backend: str | None) -> Forward:
 
 
 def _sdpa(name: str, backend: str | None, words: str, cpu: bool) -> Peer:
+    flash = backend == "FLASH_ATTENTION"
+
     def why_not(case: Case, device: torch.device) -> str | None:
         p = case.problem
-        if device.type == "cpu" and not cpu:
+        bare = case.lengths or p.mask.left >= 0
+        if device.type == "cpu" and (bare or not cpu):
             return "has no CPU kernel"
         scores = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k * 4
         if backend == "MATH" and scores > _MOST_SCORES_BYTES:
@@ -142,6 +182,8 @@ def _sdpa(name: str, backend: str | None, words: str, cpu: bool) -> Peer:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         p = case.problem
+        if case.lengths or p.mask.left >= 0:
+            return _bare_flash(case, inputs)
         kwargs: dict[str, Any] = {"enable_gqa": True} if p.group > 1 else {}
         if p.mask.causal and p.seqlen_q == p.seqlen_k:
             kwargs["is_causal"] = True
@@ -162,7 +204,26 @@ def _sdpa(name: str, backend: str | None, words: str, cpu: bool) -> Peer:
 
         return forced
 
-    return Peer(name, words, why_not, make)
+    return Peer(name, words, why_not, make, packs=flash, windows=flash)
+
+
+def _bare_flash(case: Case, inputs: Inputs) -> Forward:
+    """SDPA's FlashAttention-2 where SDPA itself has no word for what it can do."""
+    p, packed = case.problem, _packing(case, inputs.q.device) if case.lengths else {}
+    starts = packed.get("cu_seqlens_q")
+    longest = packed.get("max_seqlen_q", p.seqlen_q), packed.get("max_seqlen_k", p.seqlen_k)
+    window = {}
+    if p.mask.left >= 0:
+        window = {"window_size_left": p.mask.left, "window_size_right": p.mask.right}
+    kernel = torch.ops.aten._flash_attention_forward
+    causal = p.mask.causal
+
+    def forward(q, k, v):
+        rows = (q[0], k[0], v[0]) if packed else (q, k, v)
+        out = kernel(*rows, starts, starts, *longest, 0.0, causal, False, **window)[0]
+        return out[None] if packed else out
+
+    return forward
 
 
 def _lower_right(case: Case, device: torch.device, backend: str | None):
@@ -229,15 +290,20 @@ def _needs(module: str, attribute: str):
 
 def _flash_like(name: str, module: str, words: str) -> Peer:
     def make(case: Case, inputs: Inputs) -> Forward:
-        function = import_module(module).flash_attn_func
+        library, mask = import_module(module), case.problem.mask
+        if case.lengths:
+            return _packed(library.flash_attn_varlen_func, case, inputs)
+        function = library.flash_attn_func
+        more = {"window_size": (mask.left, mask.right)} if mask.left >= 0 else {}
 
         def forward(q, k, v):
-            out = function(q, k, v, causal=case.problem.mask.causal)
+            out = function(q, k, v, causal=mask.causal, **more)
             return out[0] if isinstance(out, tuple) else out
 
         return forward
 
-    return Peer(name, words, _needs(module, "flash_attn_func"), make)
+    unfit = _needs(module, "flash_attn_func")
+    return Peer(name, words, unfit, make, packs=True, windows=True)
 
 
 def _flashinfer_why_not(case: Case, device: torch.device) -> str | None:
