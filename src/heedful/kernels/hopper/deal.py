@@ -2,7 +2,8 @@
 
 Pieces of unlike length want drawing: which program is free next, only the device knows. The
 producer draws ahead, while consumers are still at work, and tells them through shared memory: the
-piece's number, and what it found out about it, so that it is not found out again by each.
+piece's number, and, if it tells pieces WHOLE, what it found out about it, so that it is not found
+out again by each.
 """
 
 from triton.experimental import gluon
@@ -19,32 +20,35 @@ WORDS: gl.constexpr = gl.constexpr(12)
 @aggregate
 class Deal:
     """Pieces [0, count). drawn: address of how many were drawn beyond each program's first; None
-    where programs go in strides, and with it the ring of what producers tell."""
+    where programs go in strides, and with it the ring of what producers tell. WHOLE: whether that
+    is more than a piece's number."""
 
     count: gl.tensor
     drawn: gl.tensor | gl.constexpr
     ring: gl.shared_memory_descriptor | gl.constexpr
     full: gl.shared_memory_descriptor | gl.constexpr
     empty: gl.shared_memory_descriptor | gl.constexpr
+    WHOLE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, count, drawn=None, ring=None, full=None, empty=None):
+    def __init__(self, count, drawn=None, ring=None, full=None, empty=None, whole=True):
         self.count = count
         self.drawn = optional(drawn)
         self.ring = optional(ring)
         self.full = optional(full)
         self.empty = optional(empty)
+        self.WHOLE = gl.constexpr(whole)
 
     @gluon.jit
-    def of(count, drawn, consumers: gl.constexpr):
+    def of(count, drawn, consumers: gl.constexpr, whole: gl.constexpr = True):
         """In strides if `drawn` is None."""
         if drawn is None:
             return Deal(count)
         else:
-            return Deal.by_drawing(count, drawn, consumers)
+            return Deal.by_drawing(count, drawn, consumers, whole)
 
     @gluon.jit
-    def by_drawing(count, drawn, consumers: gl.constexpr):
+    def by_drawing(count, drawn, consumers: gl.constexpr, whole: gl.constexpr):
         layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
         ring = gl.allocate_shared_memory(gl.int32, [SLOTS * WORDS, 1], layout)
         full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
@@ -52,7 +56,7 @@ class Deal:
         for slot in gl.static_range(SLOTS):
             mbarrier.init(full.index(slot), count=1)
             mbarrier.init(empty.index(slot), count=consumers)
-        return Deal(count, drawn, ring, full, empty)
+        return Deal(count, drawn, ring, full, empty, whole)
 
     @gluon.jit
     def draw(self, index):

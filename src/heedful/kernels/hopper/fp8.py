@@ -483,6 +483,7 @@ def forward(
     LATE: gl.constexpr,
     SUMS_IN_REGS: gl.constexpr,
     ORDERED: gl.constexpr,
+    TOLD_WHOLE: gl.constexpr,
     IS_RIGHT: gl.constexpr,
     IS_LEFT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
@@ -537,7 +538,7 @@ def forward(
     k = Channel.allocate(k_desc, K_STAGES, CONSUMERS)
     v = Channel.allocate(v_desc, V_STAGES, CONSUMERS)
     sums = allocate_sums(CONSUMERS, v.rows)
-    deal = Deal.of(shape.tiles, drawn, CONSUMERS)
+    deal = Deal.of(shape.tiles, drawn, CONSUMERS, TOLD_WHOLE)
     fence_async_shared()
     outputs = Outputs(out_desc, lse_ptr, sink_ptr)
     feed = (q_desc, k_desc, v_desc, q, k, v, deal, shape)

@@ -132,9 +132,7 @@ def deal(problem: AttentionProblem, plan: Plan) -> str:
     is_one_wave = work(problem, plan) <= plan.device.units
     # Of few keys, what a draw costs is more than what it evens out.
     is_even = not problem.mask.bounded or problem.seqlen_k <= 2048
-    if is_even or is_one_wave:
-        return "strides"
-    return "drawn" if plan.configs["hopper.forward"].get("draws", True) else "program"
+    return "strides" if is_even or is_one_wave else "drawn"
 
 
 def deal_workspaces(problem: AttentionProblem, plan: Plan, zeroed: bool) -> list[Workspace]:
