@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from heedful.bench import report, timing
+from heedful.bench import check, report, timing
 from heedful.bench.cases import GROUPS, Case, cases
 from heedful.bench.check import Checker, Results, attend
 from heedful.bench.peers import PEERS, Peer, draw, find
@@ -91,6 +91,16 @@ def test_windows_and_packed_sequences_are_checked_against_the_oracle(case):
     assert "does not take" in (outcome.figures[1].missing or "")
 
 
+def test_the_largest_error_of_one_slice_is_allowed_in_the_other():
+    """In float32 one draw's largest error is a matter of luck: a right result was called wrong."""
+    case = small("backward")
+    checker = Checker(case, draw(case, CPU))
+    first, last = checker.slices
+    alone = [check._slice(case, draw(case, CPU), *where).largest for where in ((0, 0), (1, 1))]
+    assert first.largest == last.largest != alone[0]
+    assert first.largest == {name: max(one[name] for one in alone) for name in alone[0]}
+
+
 def test_flops_of_packed_sequences_and_windows_are_those_of_the_pairs_that_count():
     assert packed().flops() == 2 * 6 * sum(n * n / 2 for n in (33, 1, 70)) * (16 + 8)
     mask = windowed().problem.mask
@@ -98,8 +108,6 @@ def test_flops_of_packed_sequences_and_windows_are_those_of_the_pairs_that_count
 
 
 def test_the_reference_does_not_depend_on_its_blocks(monkeypatch):
-    from heedful.bench import check
-
     case = small("backward")
     inputs = draw(case, CPU)
     heads_first = [x[0, :, :3].transpose(0, 1) for x in (inputs.q, inputs.dout)]
