@@ -43,6 +43,10 @@ class Case:
         return (0, *accumulate(self.lengths))
 
     @property
+    def is_windowed(self) -> bool:
+        return self.problem.mask.left >= 0
+
+    @property
     def shape(self) -> str:
         """Sizes and mask in one line."""
         p = self.problem
@@ -51,7 +55,7 @@ class Case:
             size = f"{p.batch} packed, {p.total_q} tokens,"
         dim = f"{p.head_dim}" if p.head_dim == p.head_dim_v else f"{p.head_dim}/{p.head_dim_v}"
         mask = " causal" if p.mask.causal else ""
-        if p.mask.left >= 0:
+        if self.is_windowed:
             mask = f" window {p.mask.left + 1}"
         return f"{size} h{p.heads_q}/{p.heads_k} d{dim} {p.dtype}{mask}"
 
@@ -75,7 +79,7 @@ class Case:
 
     def _pairs(self, len_q: int, len_k: int) -> float:
         mask = self.problem.mask
-        if mask.left >= 0:
+        if self.is_windowed:
             return mask.count_visible(len_q, len_k)
         return len_q * len_k / (2 if mask.causal and len_q == len_k else 1)
 

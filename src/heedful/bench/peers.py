@@ -47,7 +47,7 @@ class Peer:
         """The reason why the case cannot be timed, or None."""
         if case.lengths and not self.packs:
             return "does not take packed sequences"
-        if case.problem.mask.left >= 0 and not self.windows:
+        if case.is_windowed and not self.windows:
             return "does not take sliding windows"
         if case.paged and not self.pages:
             return "is not timed on paged caches"
@@ -101,10 +101,12 @@ def _heedful(backend: str | None) -> Peer:
             return lambda q, k, v: heedful.flash_attn_with_kvcache(
                 q, k, v, causal=causal, backend=backend
             )
-        window = (mask.left, mask.right)
-        return lambda q, k, v: heedful.flash_attn_func(
-            q, k, v, causal=causal, window_size=window, backend=backend
-        )
+        if case.is_windowed:
+            window = (mask.left, mask.right)
+            return lambda q, k, v: heedful.flash_attn_func(
+                q, k, v, window_size=window, backend=backend
+            )
+        return lambda q, k, v: heedful.flash_attn_func(q, k, v, causal=causal, backend=backend)
 
     def why_not(case: Case, device: torch.device) -> str | None:
         from heedful.core.plan import plan
@@ -170,8 +172,7 @@ def _sdpa(name: str, backend: str | None, words: str, cpu: bool) -> Peer:
 
     def why_not(case: Case, device: torch.device) -> str | None:
         p = case.problem
-        bare = case.lengths or p.mask.left >= 0
-        if device.type == "cpu" and (bare or not cpu):
+        if device.type == "cpu" and (case.lengths or case.is_windowed or not cpu):
             return "has no CPU kernel"
         scores = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k * 4
         if backend == "MATH" and scores > _MOST_SCORES_BYTES:
@@ -182,7 +183,7 @@ def _sdpa(name: str, backend: str | None, words: str, cpu: bool) -> Peer:
         from torch.nn.attention import SDPBackend, sdpa_kernel
 
         p = case.problem
-        if case.lengths or p.mask.left >= 0:
+        if case.lengths or case.is_windowed:
             return _bare_flash(case, inputs)
         kwargs: dict[str, Any] = {"enable_gqa": True} if p.group > 1 else {}
         if p.mask.causal and p.seqlen_q == p.seqlen_k:
@@ -213,7 +214,7 @@ def _bare_flash(case: Case, inputs: Inputs) -> Forward:
     starts = packed.get("cu_seqlens_q")
     longest = packed.get("max_seqlen_q", p.seqlen_q), packed.get("max_seqlen_k", p.seqlen_k)
     window = {}
-    if p.mask.left >= 0:
+    if case.is_windowed:
         window = {"window_size_left": p.mask.left, "window_size_right": p.mask.right}
     kernel = torch.ops.aten._flash_attention_forward
     causal = p.mask.causal
@@ -294,7 +295,7 @@ def _flash_like(name: str, module: str, words: str) -> Peer:
         if case.lengths:
             return _packed(library.flash_attn_varlen_func, case, inputs)
         function = library.flash_attn_func
-        more = {"window_size": (mask.left, mask.right)} if mask.left >= 0 else {}
+        more = {"window_size": (mask.left, mask.right)} if case.is_windowed else {}
 
         def forward(q, k, v):
             out = function(q, k, v, causal=mask.causal, **more)
