@@ -30,7 +30,7 @@ def inner_cache() -> int:
 # AMD EPYC (Zen 5, 1 MiB; 20 November 2026): half as many take 5 to 20 % longer on two threads.
 # Intel Xeon (2 MiB; 21 November 2026): half as many up to 20 % longer, a quarter up to 30 %.
 SCORES_PER_TILE = (1024 if inner_cache() >= 2 << 20 else 256) * 1024
-# Its sides. Fewer keys take longer on both, more only under a causal mask.
+# Its sides. On either, fewer keys take longer; more take longer under a causal mask.
 ROWS, KEYS = 512, 256
 # Scores of a call that is over before threads of our own get going, see `worth_threads`.
 SHORT = 4 * 1024 * 1024

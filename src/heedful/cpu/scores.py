@@ -38,7 +38,8 @@ def _scratch_of_thread(double: bool) -> Scratch:
 
 
 class Tiles:
-    """Loads and computes tiles of one call; owns its scratch."""
+    """Loads and computes tiles of one call, in its thread's scratch; to be entered and left, which
+    cuts that down to KEPT bytes."""
 
     def __init__(self, problem: AttentionProblem, x: Operands):
         self.problem, self.x = problem, x

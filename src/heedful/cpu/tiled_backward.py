@@ -100,12 +100,12 @@ class _BlockBackward:
         dims = tiles.problem.head_dim + tiles.problem.head_dim_v
         size = block.heads * tiles.problem.group * block.len_q * dims * tiles.scratch.dtype.itemsize
         self.holds = size <= HELD
-        self.do: dict[int, torch.Tensor] = {}
-        self.pairs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.held: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.dsink = torch.zeros(len(block.query_heads), dtype=torch.float64)
 
     def prepare(self, out, lse, dlse) -> None:
-        """delta = rowsum(dO * O) - dlse of every query tile, and the sink's gradient."""
+        """delta = rowsum(dO * O) - dlse of every query tile, the tiles themselves if they are held,
+        and the sink's gradient."""
         tiles, block = self.tiles, self.block
         group, dim = tiles.problem.group, tiles.problem.head_dim
         for index, rows in enumerate(self.rows):
@@ -117,6 +117,8 @@ class _BlockBackward:
                 delta -= dlse_rows.reshape(delta.shape)
             self.lse.append(row_lse(tiles, block, rows, lse))
             self.delta.append(delta)
+            if self.holds:
+                self.held.append(self._pair(index, do))
             size = (block.heads, group * len(rows), dim)
             self.dq.append(torch.zeros(size, dtype=tiles.scratch.dtype))
             if tiles.x.sink is not None:
@@ -154,27 +156,17 @@ class _BlockBackward:
                 full = found.full_begin * UNIT <= cols.start and cols.stop <= found.full_end * UNIT
             yield index, not full
 
-    def _load(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A tile of q and one of dO, whose last columns are minus lse and minus delta."""
-        if index in self.pairs:
-            return self.pairs[index]
+    def _load_do(self, index: int) -> torch.Tensor:
+        """A tile of dO with room for a column, (B G, R M, E + 1)."""
+        name, scratch = self._name("do", index), self.tiles.scratch
+        return self.block.load_queries(self.dout, self.rows[index], scratch, name, column=True)
+
+    def _pair(self, index: int, do: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A tile of q beside one of dO; their last columns become minus lse and minus delta."""
         q = self.tiles.load_q(self.block, self.rows[index], self._name("q", index))
-        do = self._load_do(index)
         self.tiles.refer(q, self.lse[index])
         self.tiles.refer(do, self.delta[index])
-        if self.holds:
-            self.pairs[index] = q, do
         return q, do
-
-    def _load_do(self, index: int) -> torch.Tensor:
-        """A tile of dO, (B G, R M, E + 1), from what is held if tiles are."""
-        if index not in self.do:
-            scratch, name = self.tiles.scratch, self._name("do", index)
-            do = self.block.load_queries(self.dout, self.rows[index], scratch, name, column=True)
-            if not self.holds:
-                return do
-            self.do[index] = do
-        return self.do[index]
 
     def _name(self, name: str, index: int) -> str:
         """Of the scratch buffer of a tile."""
@@ -185,9 +177,10 @@ class _BlockBackward:
         tiles, block, rows = self.tiles, self.block, self.rows[index]
         problem = tiles.problem
         part = block.rows_that_see(rows, cols) if masked else rows
+        pair = self.held[index] if self.holds else self._pair(index, self._load_do(index))
         q, do, lse, delta, dq = (
             x if part == rows else x[:, part.start - rows.start : part.stop - rows.start]
-            for x in (*self._load(index), self.lse[index], self.delta[index], self.dq[index])
+            for x in (*pair, self.lse[index], self.delta[index], self.dq[index])
         )
         p, tanh = tiles.probabilities(block, part, cols, masked, q, k, lse)
         do_low = tiles.rounded(do[..., :-1], "do_low")
