@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from heedful.core.device import by_name
+from heedful.core.mask import MaskSpec
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.inspector.nvidia import inspect_cubin
@@ -82,6 +83,19 @@ def test_tiles_of_unlike_length_are_drawn_from_a_count_that_turning_begins():
     assert found(**long, **packed) == (["order_tiles", "turn_values", "forward"], units)
     assert found(64, **long, causal=True) == (["turn_values", "forward"], units)
     assert found(**long) == ([], units) and found(**short, causal=True) == ([], units)
+
+
+def test_only_causal_consumers_at_d64_are_told_a_number_alone():
+    def is_told_whole(head_dim, **facts):
+        problem = AttentionProblem.dense(
+            2, 4096, 4096, 16, 16, head_dim, "float8_e4m3fn", out_dtype="bfloat16", **facts
+        )
+        program = programs.program(plan(problem, DEVICE, backend="hopper"), "forward")
+        return program.calls[-1].constants["TOLD_WHOLE"]
+
+    window = MaskSpec.of(True, (1023, 0))
+    assert not is_told_whole(64, causal=True) and is_told_whole(64, mask=window)
+    assert is_told_whole(128, causal=True)
 
 
 def test_what_the_fp8_kernel_lacks_is_said_in_full():
