@@ -212,11 +212,12 @@ def queue_scores(q, k, at_q, at_k, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def queue_output(words, v, at_v, acc_ME):
-    """Starts adding p, packed in words, times one tile of values to the output."""
+def queue_output(words, v, at_v, acc_ME, adds):
+    """Starts p, packed in words, times one tile of values: added to the output, or in its place."""
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_ME.type.layout, 4)
     p_MN = from_words(words, p_layout)
-    return warpgroup_mma(p_MN, v.tile(at_v).permute((1, 0)), acc_ME, is_async=True)
+    v_NE = v.tile(at_v).permute((1, 0))
+    return warpgroup_mma(p_MN, v_NE, acc_ME, use_acc=adds, is_async=True)
 
 
 @gluon.jit
@@ -266,68 +267,74 @@ def attend(
     at_before = at_k
     at_k = at_k.next()
     k.wait(at_k, pred=steps > 1)
-    for step in range(1, steps):
-        if not shape.LATE:
-            words = to_words(p_MN)
-        take_turn(shape, WORKER)
-        s_MN = queue_scores(q, k, at_q, at_k, BLOCK_N)
-        v.wait(at_v)
-        acc_ME = queue_output(words, v, at_v, acc_ME)
-        pass_turn(shape, WORKER)
-        s_MN = warpgroup_mma_wait(1, deps=[s_MN])
-        # That these scores are there means that every warp is done with the tile before.
-        k.release_after_mma(at_before if shape.LATE else at_k)
-        j = keys.end - 1 - step
-        s_MN = modify(s_MN, keys, shape, tile, row, j, scale_log2, softcap_scale, MASKED)
-        if shape.LATE:
-            p_MN, sums_MCL = exponentials(s_MN, m_M, scale_log2, MASKED)
-            sums_ML = gl.sum(sums_MCL, 1)
-            moved = any_above(sums_MCL, m_M, E4M3_BITS, MASKED)
-            words = to_words(p_MN)
-        else:
-            p_MN, m_M, l_ML, alpha_M, moved = softmax_careful(s_MN, m_M, l_ML, scale_log2, MASKED)
-        # The next K tile's barrier also keeps ptxas from hoisting the wait below over the
-        # exponentials: a wait loop ends a basic block.
-        at_next = at_k.next()
-        k.wait(at_next, pred=step + 1 < steps)
-        acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
-        v.release_after_mma(at_v)
-        at_v = at_v.next()
-        if moved != 0:
-            if shape.LATE:
-                if any_above(sums_MCL, m_M, FINITE_BITS, MASKED) == 0:
-                    p_MN, sums_ML, m_M, l_ML, alpha_M = rescale(p_MN, m_M, l_ML)
-                else:
-                    s_MN = rescore(q, k, at_q, at_k, s_MN.type)
-                    s_MN = modify(
-                        s_MN, keys, shape, tile, row, j, scale_log2, softcap_scale, MASKED
-                    )
-                    p_MN, sums_ML, m_M, l_ML, alpha_M = redo(s_MN, m_M, l_ML, scale_log2)
+    # A loop of its own for each stretch of tiles that add up in the matrix unit: a flush that
+    # depends on the step is done by predicated instructions, which all have to be issued.
+    for begin in range(1, steps, shape.FLUSH):
+        stop = gl.minimum(begin + shape.FLUSH, steps)
+        for step in range(begin, stop):
+            if not shape.LATE:
                 words = to_words(p_MN)
-            acc_ME = scale_rows(acc_ME, alpha_M)
-            if shape.SUMS_IN_REGS:
-                sum_ME = scale_rows(sum_ME, alpha_M)
-        if shape.LATE:
-            l_ML = l_ML + sums_ML
-        if step % shape.FLUSH == 0:
+            take_turn(shape, WORKER)
+            s_MN = queue_scores(q, k, at_q, at_k, BLOCK_N)
+            v.wait(at_v)
+            acc_ME = queue_output(words, v, at_v, acc_ME, step > begin)
+            pass_turn(shape, WORKER)
+            s_MN = warpgroup_mma_wait(1, deps=[s_MN])
+            # That these scores are there means that every warp is done with the tile before.
+            k.release_after_mma(at_before if shape.LATE else at_k)
+            j = keys.end - 1 - step
+            s_MN = modify(s_MN, keys, shape, tile, row, j, scale_log2, softcap_scale, MASKED)
+            if shape.LATE:
+                p_MN, sums_MCL = exponentials(s_MN, m_M, scale_log2, MASKED)
+                sums_ML = gl.sum(sums_MCL, 1)
+                moved = any_above(sums_MCL, m_M, E4M3_BITS, MASKED)
+                words = to_words(p_MN)
+            else:
+                p_MN, m_M, l_ML, alpha_M, moved = softmax_careful(
+                    s_MN, m_M, l_ML, scale_log2, MASKED
+                )
+            # The next K tile's barrier also keeps ptxas from hoisting the wait below over the
+            # exponentials: a wait loop ends a basic block.
+            at_next = at_k.next()
+            k.wait(at_next, pred=step + 1 < steps)
+            acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
+            v.release_after_mma(at_v)
+            at_v = at_v.next()
+            if moved != 0:
+                if shape.LATE:
+                    if any_above(sums_MCL, m_M, FINITE_BITS, MASKED) == 0:
+                        p_MN, sums_ML, m_M, l_ML, alpha_M = rescale(p_MN, m_M, l_ML)
+                    else:
+                        s_MN = rescore(q, k, at_q, at_k, s_MN.type)
+                        s_MN = modify(
+                            s_MN, keys, shape, tile, row, j, scale_log2, softcap_scale, MASKED
+                        )
+                        p_MN, sums_ML, m_M, l_ML, alpha_M = redo(s_MN, m_M, l_ML, scale_log2)
+                    words = to_words(p_MN)
+                acc_ME = scale_rows(acc_ME, alpha_M)
+                if shape.SUMS_IN_REGS:
+                    sum_ME = scale_rows(sum_ME, alpha_M)
+            if shape.LATE:
+                l_ML = l_ML + sums_ML
+            at_before = at_k
+            at_k = at_next
+        if stop - begin == shape.FLUSH:
             if shape.SUMS_IN_REGS:
                 sum_ME = sum_ME + acc_ME
             else:
                 # The first time there is nothing to add to, but the last output to wait for.
-                if step > shape.FLUSH:
+                if begin > 1:
                     acc_ME = with_sums(sums, acc_ME, m_M, base_M)
                 else:
                     tma.store_wait(0)
                     gl.barrier()
                 store_sums(sums, acc_ME)
                 base_M = m_M
-            acc_ME = gl.zeros([ROWS, v.rows], gl.float32, o_layout)
-        at_before = at_k
-        at_k = at_next
     if not shape.LATE:
         words = to_words(p_MN)
     v.wait(at_v)
-    acc_ME = warpgroup_mma_wait(0, deps=[queue_output(words, v, at_v, acc_ME)])
+    adds = (steps - 1) % shape.FLUSH != 0
+    acc_ME = warpgroup_mma_wait(0, deps=[queue_output(words, v, at_v, acc_ME, adds)])
     if shape.LATE:
         k.release_after_mma(at_before)
     q.release_after_mma(at_q)
@@ -537,7 +544,8 @@ def forward(
     q = Channel.allocate(q_desc, Q_SLOTS, 1)
     k = Channel.allocate(k_desc, K_STAGES, CONSUMERS)
     v = Channel.allocate(v_desc, V_STAGES, CONSUMERS)
-    sums = allocate_sums(CONSUMERS, v.rows)
+    kept: gl.constexpr = out_desc.dtype if SUMS_IN_REGS else gl.float32
+    sums = allocate_sums(CONSUMERS, v.rows, kept)
     deal = Deal.of(shape.tiles, drawn, CONSUMERS, TOLD_WHOLE)
     fence_async_shared()
     outputs = Outputs(out_desc, lse_ptr, sink_ptr)

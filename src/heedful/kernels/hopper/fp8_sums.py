@@ -36,10 +36,11 @@ def _store(outputs, inputs):
 
 
 @gluon.jit
-def allocate_sums(CONSUMERS: gl.constexpr, E: gl.constexpr):
-    """Memory for the output of every consumer."""
+def allocate_sums(CONSUMERS: gl.constexpr, E: gl.constexpr, dtype: gl.constexpr):
+    """Memory for the output of every consumer in this type, as rows of float32."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return gl.allocate_shared_memory(gl.float32, [CONSUMERS, E // 2, 128], plain)
+    rows: gl.constexpr = E // 2 * dtype.primitive_bitwidth // 32
+    return gl.allocate_shared_memory(gl.float32, [CONSUMERS, rows, 128], plain)
 
 
 @gluon.jit
