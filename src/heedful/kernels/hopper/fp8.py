@@ -53,6 +53,7 @@ from heedful.kernels.hopper.work import hear, take, tell
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
+FAR: gl.constexpr = gl.constexpr(1 << 30)  # beyond any number of key tiles
 
 
 @aggregate
@@ -221,6 +222,23 @@ def queue_output(words, v, at_v, acc_ME, adds):
 
 
 @gluon.jit
+def flush(sums, acc_ME, sum_ME, m_M, base_M, step, shape):
+    """Takes the accumulators, after `step` products, into the float32 sums and their base."""
+    if shape.SUMS_IN_REGS:
+        sum_ME = sum_ME + acc_ME
+    else:
+        # The first time there is nothing to add to, but the last output to wait for.
+        if step > shape.FLUSH:
+            acc_ME = with_sums(sums, acc_ME, m_M, base_M)
+        else:
+            tma.store_wait(0)
+            gl.barrier()
+        store_sums(sums, acc_ME)
+        base_M = m_M
+    return acc_ME, sum_ME, base_M
+
+
+@gluon.jit
 def attend(
     q,
     k,
@@ -267,17 +285,18 @@ def attend(
     at_before = at_k
     at_k = at_k.next()
     k.wait(at_k, pred=steps > 1)
-    # A loop of its own for each stretch of tiles that add up in the matrix unit: a flush that
-    # depends on the step is done by predicated instructions, which all have to be issued.
-    for begin in range(1, steps, shape.FLUSH):
-        stop = gl.minimum(begin + shape.FLUSH, steps)
+    # With a mask each stretch of tiles that add up in the matrix unit is a loop of its own: that is
+    # 2 % faster than a flush inside the loop, and without a mask as much slower.
+    STRETCH: gl.constexpr = shape.FLUSH if MASKED else FAR
+    for begin in range(1, steps, STRETCH):
+        stop = gl.minimum(begin + STRETCH, steps)
         for step in range(begin, stop):
             if not shape.LATE:
                 words = to_words(p_MN)
             take_turn(shape, WORKER)
             s_MN = queue_scores(q, k, at_q, at_k, BLOCK_N)
             v.wait(at_v)
-            acc_ME = queue_output(words, v, at_v, acc_ME, step > begin)
+            acc_ME = queue_output(words, v, at_v, acc_ME, (step - 1) % shape.FLUSH != 0)
             pass_turn(shape, WORKER)
             s_MN = warpgroup_mma_wait(1, deps=[s_MN])
             # That these scores are there means that every warp is done with the tile before.
@@ -318,18 +337,16 @@ def attend(
                 l_ML = l_ML + sums_ML
             at_before = at_k
             at_k = at_next
-        if stop - begin == shape.FLUSH:
-            if shape.SUMS_IN_REGS:
-                sum_ME = sum_ME + acc_ME
-            else:
-                # The first time there is nothing to add to, but the last output to wait for.
-                if begin > 1:
-                    acc_ME = with_sums(sums, acc_ME, m_M, base_M)
-                else:
-                    tma.store_wait(0)
-                    gl.barrier()
-                store_sums(sums, acc_ME)
-                base_M = m_M
+            if not MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
+                if step % shape.FLUSH == 0:
+                    if shape.SUMS_IN_REGS:
+                        # A barrier is branched around: predicated instead, all the additions would
+                        # have to be issued at every step.
+                        gl.barrier()
+                    acc_ME, sum_ME, base_M = flush(sums, acc_ME, sum_ME, m_M, base_M, step, shape)
+        if MASKED:  # noqa: SIM102
+            if stop - begin == shape.FLUSH:
+                acc_ME, sum_ME, base_M = flush(sums, acc_ME, sum_ME, m_M, base_M, stop - 1, shape)
     if not shape.LATE:
         words = to_words(p_MN)
     v.wait(at_v)
