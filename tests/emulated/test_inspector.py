@@ -22,7 +22,7 @@ from heedful.inspector import (
     to_json,
 )
 from heedful.inspector.command import main
-from heedful.inspector.nvidia import measure, parse_sass
+from heedful.inspector.nvidia import hot_loop, measure, parse_sass
 from heedful.launch.programs import program
 
 LOOP = """
@@ -148,9 +148,31 @@ def test_sass_is_counted_by_unit_and_its_loops_are_found():
     code, labels, branches = parse_sass(SASS)
     assert len(code) == 8 and labels == {".L_x_1": 1} and branches == [(6, ".L_x_1")]
     sass = measure(code)
-    assert (sass.hgmma, sass.tensor_cycles) == (1, 64.0)
-    assert (sass.floats, sass.mufu, sass.mufu_cycles, sass.shared) == (1, 1, 8, 1)
+    assert (sass.wgmma, sass.tensor_cycles) == (1, 32.0)
+    assert (sass.floats, sass.predicated) == (1, 1)
+    assert (sass.mufu, sass.mufu_cycles, sass.shared) == (1, 8, 1)
     assert (sass.memory, sass.tma, sass.spills) == (1, 1, 0)
+
+
+def test_the_hot_loop_is_the_innermost_one_with_products():
+    """Not the loop over tiles around it, nor one that waits or recomputes inside of it."""
+
+    def lines(*texts: str) -> str:
+        return "\n".join(x if x.endswith(":") else f"        /*0000*/  {x} ;" for x in texts)
+
+    step = (".L_step:", "QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24")
+    wait = (".L_wait:", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0", "@!P0 BRA `(.L_wait)")
+    tile = (".L_tile:", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ", *step, *wait)
+    text = lines(*tile, "@P1 BRA `(.L_step)", "STG R0, R2", "@P2 BRA `(.L_tile)", "EXIT")
+    found = hot_loop(*parse_sass(text))
+    assert [x.split(".")[0] for x in found] == ["QGMMA", "SYNCS", "@!P0 BRA `(", "@P1 BRA `("]
+
+
+@pytest.mark.parametrize("shape", ["HGMMA.64x128x16.F32.BF16", "QGMMA.64x128x32.F32.E4M3.E4M3"])
+def test_a_wgmma_takes_the_cycles_that_the_device_does(shape):
+    """Nsight Compute, H200, 2 x 8192, 16 heads, D128 on 132 SMs: 4.19e6 HGMMA kept the matrix unit
+    active for 95 % of 2.23e6 cycles and 2.10e6 QGMMA for 59 % of 1.79e6, some 66 each."""
+    assert measure([f"{shape} R24, gdesc[UR40], R24"]).tensor_cycles == 64.0
 
 
 @pytest.mark.parametrize("device", ["H200", "MI300X", "MI355X"])
@@ -162,7 +184,7 @@ def test_a_problem_is_inspected_for_any_target_without_a_gpu(device):
     attention = found[0]
     assert attention.loop is not None
     if isinstance(attention, NvidiaInspection):
-        assert attention.registers > 32 and attention.loop.hgmma and "tensor cycles" in text
+        assert attention.registers > 32 and attention.loop.wgmma and "tensor cycles" in text
     else:
         assert attention.loop.mfma and "waves per SIMD" in text
     assert isinstance(attention, NvidiaInspection) == (device == "H200")
