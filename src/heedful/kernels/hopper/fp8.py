@@ -285,8 +285,8 @@ def attend(
     at_before = at_k
     at_k = at_k.next()
     k.wait(at_k, pred=steps > 1)
-    # With a mask each stretch of tiles that add up in the matrix unit is a loop of its own, which is
-    # 2 % faster than a flush inside the loop; without a mask it is as much slower (H200, 2026-11-21).
+    # With a mask each stretch of tiles that add up in the matrix unit is a loop of its own: 2 %
+    # faster than a flush inside the loop, and without a mask as much slower (H200, 2026-11-21).
     STRETCH: gl.constexpr = shape.FLUSH if MASKED else FAR
     for begin in range(1, steps, STRETCH):
         stop = gl.minimum(begin + STRETCH, steps)
