@@ -164,7 +164,7 @@ def test_the_hot_loop_is_the_innermost_one_with_products():
     wait = (".L_wait:", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0", "@!P0 BRA `(.L_wait)")
     tile = (".L_tile:", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ", *step, *wait)
     text = lines(*tile, "@P1 BRA `(.L_step)", "STG R0, R2", "@P2 BRA `(.L_tile)", "EXIT")
-    found = hot_loop(*parse_sass(text))
+    found = hot_loop(*parse_sass(text)) or []
     assert [x.split(".")[0] for x in found] == ["QGMMA", "SYNCS", "@!P0 BRA `(", "@P1 BRA `("]
 
 
