@@ -100,8 +100,9 @@ class Scales:
         self.stride_vdh = stride_vdh
 
     @gluon.jit
-    def of_scores(self, tile):
-        """What q_descale and k_descale make of a raw score."""
+    def of_scores(self, tile, HAS_SOFTCAP: gl.constexpr):
+        """What raw scores of a tile are multiplied with before softcap, and what its results, or
+        the raw scores without one, are to be logits in base 2."""
         factor = gl.to_tensor(1.0)
         if self.q_descale is not None:
             at = tile.batch * self.stride_qdb + tile.kv_head * self.stride_qdh
@@ -109,7 +110,13 @@ class Scales:
         if self.k_descale is not None:
             at = tile.batch * self.stride_kdb + tile.kv_head * self.stride_kdh
             factor *= gl.load(self.k_descale + at)
-        return factor
+        scale_log2, softcap_scale = self.scale_log2, self.softcap_scale
+        if HAS_SOFTCAP:
+            softcap_scale *= factor
+        else:
+            scale_log2 *= factor
+        # A hidden score, an infinity, times 0 would be NaN.
+        return softcap_scale, gl.where(scale_log2 == 0.0, 1e-30, scale_log2)
 
     @gluon.jit
     def of_values(self, tile):
@@ -192,14 +199,15 @@ def hide_keys(s_MN, shape, tile, row, col, scale_log2):
 
 
 @gluon.jit
-def modify(s_MN, keys, shape, tile, row, j, scale_log2, softcap_scale, MAY_HIDE: gl.constexpr):
-    """Raw scores of key tile j under softcap, with unseen keys hidden if there may be any."""
+def modify(s_MN, keys, shape, tile, row, j, factors, MAY_HIDE: gl.constexpr):
+    """Raw scores of key tile j under softcap, with unseen keys hidden if there may be any.
+    factors: see Scales."""
     if shape.HAS_SOFTCAP:
-        s_MN = cap(s_MN, softcap_scale)
+        s_MN = cap(s_MN, factors[0])
     if MAY_HIDE:
         hides = needs_mask(keys, j)
         if hides:
-            s_MN = hide_keys(s_MN, shape, tile, row, j * shape.BLOCK_N, scale_log2)
+            s_MN = hide_keys(s_MN, shape, tile, row, j * shape.BLOCK_N, factors[1])
     return s_MN
 
 
@@ -222,6 +230,20 @@ def queue_output(words, v, at_v, acc_ME, adds):
 
 
 @gluon.jit
+def answer(q, k, at_q, at_k, p_MN, sums_MCL, m_M, l_ML, keys, shape, tile, row, j, factors):
+    """What a warp does about sums above the limit: p, its sums, references, the sums before, and
+    what these and the output so far are scaled by. Scores only if p has become infinite."""
+    MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
+    if any_above(sums_MCL, m_M, FINITE_BITS, MASKED) == 0:
+        p_MN, sums_ML, m_M, l_ML, alpha_M = rescale(p_MN, m_M, l_ML)
+    else:
+        s_MN = rescore(q, k, at_q, at_k, p_MN.type)
+        s_MN = modify(s_MN, keys, shape, tile, row, j, factors, MASKED)
+        p_MN, sums_ML, m_M, l_ML, alpha_M = redo(s_MN, m_M, l_ML, factors[1])
+    return p_MN, sums_ML, m_M, l_ML, alpha_M
+
+
+@gluon.jit
 def flush(sums, acc_ME, sum_ME, m_M, base_M, step, shape):
     """Takes the accumulators, after `step` products, into the float32 sums and their base."""
     if shape.SUMS_IN_REGS:
@@ -239,22 +261,7 @@ def flush(sums, acc_ME, sum_ME, m_M, base_M, step, shape):
 
 
 @gluon.jit
-def attend(
-    q,
-    k,
-    v,
-    sums,
-    at_q,
-    at_k,
-    at_v,
-    keys,
-    shape,
-    tile,
-    row,
-    scale_log2,
-    softcap_scale,
-    WORKER: gl.constexpr,
-):
+def attend(q, k, v, sums, at_q, at_k, at_v, keys, shape, tile, row, factors, WORKER: gl.constexpr):
     """Streams the keys of `keys` (at least one) past one consumer's rows.
 
     The scores of a tile and the output of the tile before are computed while the exponentials of
@@ -262,6 +269,7 @@ def attend(
     """
     BLOCK_N: gl.constexpr = shape.BLOCK_N
     MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
+    scale_log2 = factors[1]
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v.rows, 32])
     acc_ME = gl.zeros([ROWS, v.rows], gl.float32, o_layout)
     sum_ME = acc_ME
@@ -276,7 +284,7 @@ def attend(
     if not shape.LATE:
         k.release_after_mma(at_k)
     # Without a mask, the last tile alone can have keys past the end.
-    s_MN = modify(s_MN, keys, shape, tile, row, j, scale_log2, softcap_scale, True)
+    s_MN = modify(s_MN, keys, shape, tile, row, j, factors, True)
     m_M = reference(s_MN, scale_log2)
     base_M = m_M
     p_MN = gl.exp2(s_MN * scale_log2 - shift_of(m_M)[:, None])
@@ -302,7 +310,7 @@ def attend(
             # That these scores are there means that every warp is done with the tile before.
             k.release_after_mma(at_before if shape.LATE else at_k)
             j = keys.end - 1 - step
-            s_MN = modify(s_MN, keys, shape, tile, row, j, scale_log2, softcap_scale, MASKED)
+            s_MN = modify(s_MN, keys, shape, tile, row, j, factors, MASKED)
             if shape.LATE:
                 p_MN, sums_MCL = exponentials(s_MN, m_M, scale_log2, MASKED)
                 sums_ML = gl.sum(sums_MCL, 1)
@@ -321,14 +329,22 @@ def attend(
             at_v = at_v.next()
             if moved != 0:
                 if shape.LATE:
-                    if any_above(sums_MCL, m_M, FINITE_BITS, MASKED) == 0:
-                        p_MN, sums_ML, m_M, l_ML, alpha_M = rescale(p_MN, m_M, l_ML)
-                    else:
-                        s_MN = rescore(q, k, at_q, at_k, s_MN.type)
-                        s_MN = modify(
-                            s_MN, keys, shape, tile, row, j, scale_log2, softcap_scale, MASKED
-                        )
-                        p_MN, sums_ML, m_M, l_ML, alpha_M = redo(s_MN, m_M, l_ML, scale_log2)
+                    p_MN, sums_ML, m_M, l_ML, alpha_M = answer(
+                        q,
+                        k,
+                        at_q,
+                        at_k,
+                        p_MN,
+                        sums_MCL,
+                        m_M,
+                        l_ML,
+                        keys,
+                        shape,
+                        tile,
+                        row,
+                        j,
+                        factors,
+                    )
                     words = to_words(p_MN)
                 acc_ME = scale_rows(acc_ME, alpha_M)
                 if shape.SUMS_IN_REGS:
@@ -415,33 +431,13 @@ def consumer(outputs, scales, all_sums, q, k, v, deal, shape, WORKER: gl.constex
         row = tile.row + WORKER * ROWS
         whole = key_range(shape, tile, tile.row, shape.CONSUMERS * ROWS)
         keys = key_range(shape, tile, row, ROWS)
-        factor = scales.of_scores(tile)
+        factors = scales.of_scores(tile, shape.HAS_SOFTCAP)
         v_scale = scales.of_values(tile)
-        scale_log2, softcap_scale = scales.scale_log2, scales.softcap_scale
-        if shape.HAS_SOFTCAP:
-            softcap_scale *= factor
-        else:
-            scale_log2 *= factor
-        # A hidden score, an infinity, times 0 would be NaN.
-        scale_log2 = gl.where(scale_log2 == 0.0, 1e-30, scale_log2)
         q.wait(at_q)
         if keys.end > keys.begin:
             at_k, at_v = skip(k, v, at_k, at_v, whole.end - keys.end, shape, WORKER)
             acc_ME, m_M, l_M, at_k, at_v = attend(
-                q,
-                k,
-                v,
-                sums,
-                at_q,
-                at_k,
-                at_v,
-                keys,
-                shape,
-                tile,
-                row,
-                scale_log2,
-                softcap_scale,
-                WORKER,
+                q, k, v, sums, at_q, at_k, at_v, keys, shape, tile, row, factors, WORKER
             )
             at_k, at_v = skip(k, v, at_k, at_v, keys.begin - whole.begin, shape, WORKER)
             m_M = gl.convert_layout(m_M, row_layout)
