@@ -199,9 +199,10 @@ def hide_keys(s_MN, shape, tile, row, col, scale_log2):
 
 
 @gluon.jit
-def modify(s_MN, keys, shape, tile, row, j, factors, MAY_HIDE: gl.constexpr):
+def modify(s_MN, where, j, factors, MAY_HIDE: gl.constexpr):
     """Raw scores of key tile j under softcap, with unseen keys hidden if there may be any.
-    factors: see Scales."""
+    where: keys, shape, tile, row. factors: see Scales."""
+    keys, shape, tile, row = where
     if shape.HAS_SOFTCAP:
         s_MN = cap(s_MN, factors[0])
     if MAY_HIDE:
@@ -230,15 +231,15 @@ def queue_output(words, v, at_v, acc_ME, adds):
 
 
 @gluon.jit
-def answer(q, k, at_q, at_k, p_MN, sums_MCL, m_M, l_ML, keys, shape, tile, row, j, factors):
+def answer(q, k, at_q, at_k, p_MN, sums_MCL, m_M, l_ML, where, j, factors):
     """What a warp does about sums above the limit: p, its sums, references, the sums before, and
     what these and the output so far are scaled by. Scores only if p has become infinite."""
-    MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
+    MASKED: gl.constexpr = where[1].IS_RIGHT or where[1].IS_LEFT
     if any_above(sums_MCL, m_M, FINITE_BITS, MASKED) == 0:
         p_MN, sums_ML, m_M, l_ML, alpha_M = rescale(p_MN, m_M, l_ML)
     else:
         s_MN = rescore(q, k, at_q, at_k, p_MN.type)
-        s_MN = modify(s_MN, keys, shape, tile, row, j, factors, MASKED)
+        s_MN = modify(s_MN, where, j, factors, MASKED)
         p_MN, sums_ML, m_M, l_ML, alpha_M = redo(s_MN, m_M, l_ML, factors[1])
     return p_MN, sums_ML, m_M, l_ML, alpha_M
 
@@ -269,6 +270,7 @@ def attend(q, k, v, sums, at_q, at_k, at_v, keys, shape, tile, row, factors, WOR
     """
     BLOCK_N: gl.constexpr = shape.BLOCK_N
     MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
+    where = (keys, shape, tile, row)
     scale_log2 = factors[1]
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v.rows, 32])
     acc_ME = gl.zeros([ROWS, v.rows], gl.float32, o_layout)
@@ -284,7 +286,7 @@ def attend(q, k, v, sums, at_q, at_k, at_v, keys, shape, tile, row, factors, WOR
     if not shape.LATE:
         k.release_after_mma(at_k)
     # Without a mask, the last tile alone can have keys past the end.
-    s_MN = modify(s_MN, keys, shape, tile, row, j, factors, True)
+    s_MN = modify(s_MN, where, j, factors, True)
     m_M = reference(s_MN, scale_log2)
     base_M = m_M
     p_MN = gl.exp2(s_MN * scale_log2 - shift_of(m_M)[:, None])
@@ -310,7 +312,7 @@ def attend(q, k, v, sums, at_q, at_k, at_v, keys, shape, tile, row, factors, WOR
             # That these scores are there means that every warp is done with the tile before.
             k.release_after_mma(at_before if shape.LATE else at_k)
             j = keys.end - 1 - step
-            s_MN = modify(s_MN, keys, shape, tile, row, j, factors, MASKED)
+            s_MN = modify(s_MN, where, j, factors, MASKED)
             if shape.LATE:
                 p_MN, sums_MCL = exponentials(s_MN, m_M, scale_log2, MASKED)
                 sums_ML = gl.sum(sums_MCL, 1)
@@ -330,20 +332,7 @@ def attend(q, k, v, sums, at_q, at_k, at_v, keys, shape, tile, row, factors, WOR
             if moved != 0:
                 if shape.LATE:
                     p_MN, sums_ML, m_M, l_ML, alpha_M = answer(
-                        q,
-                        k,
-                        at_q,
-                        at_k,
-                        p_MN,
-                        sums_MCL,
-                        m_M,
-                        l_ML,
-                        keys,
-                        shape,
-                        tile,
-                        row,
-                        j,
-                        factors,
+                        q, k, at_q, at_k, p_MN, sums_MCL, m_M, l_ML, where, j, factors
                     )
                     words = to_words(p_MN)
                 acc_ME = scale_rows(acc_ME, alpha_M)
