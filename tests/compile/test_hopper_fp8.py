@@ -44,7 +44,8 @@ def test_unmasked_kernels_do_not_spill(head_dim):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_what_a_step_in_four_needs_is_not_issued_by_the_others(head_dim, causal):
-    """The additions of a flush: predicated, instead of branched around, they cost D128 3 %."""
+    """The additions of a flush, one for each of a thread's head_dim / 2 accumulators: predicated,
+    instead of branched around, they cost D128 3 %."""
     made = compiler.artifact(calls(head_dim, causal=causal)[1], DEVICE.arch)
     loop = inspect_cubin(made.code).loop
     assert loop is not None and loop.wgmma and loop.predicated < head_dim // 2

@@ -171,7 +171,8 @@ def test_the_hot_loop_is_the_innermost_one_with_products():
 @pytest.mark.parametrize("shape", ["HGMMA.64x128x16.F32.BF16", "QGMMA.64x128x32.F32.E4M3.E4M3"])
 def test_a_wgmma_takes_the_cycles_that_the_device_does(shape):
     """Nsight Compute, H200, 2 x 8192, 16 heads, D128 on 132 SMs: 4.19e6 HGMMA kept the matrix unit
-    active for 95 % of 2.23e6 cycles and 2.10e6 QGMMA for 59 % of 1.79e6, some 66 each."""
+    active for 95 % of 2.23e6 cycles and 2.10e6 QGMMA for 59 % of 1.79e6: 66 to 67 each, cycles
+    in which only some SMs still work included."""
     assert measure([f"{shape} R24, gdesc[UR40], R24"]).tensor_cycles == 64.0
 
 

@@ -101,8 +101,8 @@ class Scales:
 
     @gluon.jit
     def of_scores(self, tile, HAS_SOFTCAP: gl.constexpr):
-        """What raw scores of a tile are multiplied with before softcap, and what its results, or
-        the raw scores without one, are to be logits in base 2."""
+        """(softcap_scale, scale_log2) of a tile, descales included: factors of its raw scores under
+        softcap, and of what comes out of it, or of raw scores if there is none."""
         factor = gl.to_tensor(1.0)
         if self.q_descale is not None:
             at = tile.batch * self.stride_qdb + tile.kv_head * self.stride_qdh
@@ -201,14 +201,15 @@ def hide_keys(s_MN, shape, tile, row, col, scale_log2):
 @gluon.jit
 def modify(s_MN, where, j, factors, MAY_HIDE: gl.constexpr):
     """Raw scores of key tile j under softcap, with unseen keys hidden if there may be any.
-    where: keys, shape, tile, row. factors: see Scales."""
+    where: keys, shape, tile, row. factors: as Scales.of_scores gives them."""
     keys, shape, tile, row = where
+    softcap_scale, scale_log2 = factors
     if shape.HAS_SOFTCAP:
-        s_MN = cap(s_MN, factors[0])
+        s_MN = cap(s_MN, softcap_scale)
     if MAY_HIDE:
         hides = needs_mask(keys, j)
         if hides:
-            s_MN = hide_keys(s_MN, shape, tile, row, j * shape.BLOCK_N, factors[1])
+            s_MN = hide_keys(s_MN, shape, tile, row, j * shape.BLOCK_N, scale_log2)
     return s_MN
 
 
@@ -231,16 +232,16 @@ def queue_output(words, v, at_v, acc_ME, adds):
 
 
 @gluon.jit
-def answer(q, k, at_q, at_k, p_MN, sums_MCL, m_M, l_ML, where, j, factors):
+def answer(q, k, at_q, at_k, p_MN, sums_MCL, m_M, l_ML, where, j, factors, MASKED: gl.constexpr):
     """What a warp does about sums above the limit: p, its sums, references, the sums before, and
     what these and the output so far are scaled by. Scores only if p has become infinite."""
-    MASKED: gl.constexpr = where[1].IS_RIGHT or where[1].IS_LEFT
     if any_above(sums_MCL, m_M, FINITE_BITS, MASKED) == 0:
         p_MN, sums_ML, m_M, l_ML, alpha_M = rescale(p_MN, m_M, l_ML)
     else:
         s_MN = rescore(q, k, at_q, at_k, p_MN.type)
         s_MN = modify(s_MN, where, j, factors, MASKED)
-        p_MN, sums_ML, m_M, l_ML, alpha_M = redo(s_MN, m_M, l_ML, factors[1])
+        _, scale_log2 = factors
+        p_MN, sums_ML, m_M, l_ML, alpha_M = redo(s_MN, m_M, l_ML, scale_log2)
     return p_MN, sums_ML, m_M, l_ML, alpha_M
 
 
@@ -271,7 +272,7 @@ def attend(q, k, v, sums, at_q, at_k, at_v, keys, shape, tile, row, factors, WOR
     BLOCK_N: gl.constexpr = shape.BLOCK_N
     MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
     where = (keys, shape, tile, row)
-    scale_log2 = factors[1]
+    _, scale_log2 = factors
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v.rows, 32])
     acc_ME = gl.zeros([ROWS, v.rows], gl.float32, o_layout)
     sum_ME = acc_ME
@@ -332,7 +333,7 @@ def attend(q, k, v, sums, at_q, at_k, at_v, keys, shape, tile, row, factors, WOR
             if moved != 0:
                 if shape.LATE:
                     p_MN, sums_ML, m_M, l_ML, alpha_M = answer(
-                        q, k, at_q, at_k, p_MN, sums_MCL, m_M, l_ML, where, j, factors
+                        q, k, at_q, at_k, p_MN, sums_MCL, m_M, l_ML, where, j, factors, MASKED
                     )
                     words = to_words(p_MN)
                 acc_ME = scale_rows(acc_ME, alpha_M)
