@@ -269,7 +269,6 @@ _FP8_D64: dict[str, Any] = {
     "late": True,
     "producer_regs": 32,
     "q_slots": 6,
-    "v_stages": 3,
 }
 _FP8_D128: dict[str, Any] = {
     "consumer_regs": 240,
@@ -277,8 +276,8 @@ _FP8_D128: dict[str, Any] = {
     "producer_regs": 24,
     "q_slots": 4,
     "sums_in_regs": True,
-    "v_stages": 3,
 }
+_FP8_D256: dict[str, Any] = {"consumer_regs": 240, "producer_regs": 24}
 
 
 def _eight_bit(problem: AttentionProblem) -> bool:
@@ -343,7 +342,7 @@ ROWS: list[ConfigRow] = [
     _hopper(64, (192, 128, 4, 4), _fp8_causal, told_whole=False, **_FP8_D64),
     _hopper(64, (192, 128, 4, 4), _fp8, **_FP8_D64),
     _hopper(128, (128, 128, 4, 4), _fp8, **_FP8_D128),
-    _hopper(256, (128, 64, 4, 2), _fp8, **_D128),
+    _hopper(256, (128, 64, 4, 2), _fp8, **_FP8_D256),
     _hopper(64, (64, 128, 4, 4), _packs_in_one, _LEAST_SPILLS, **_ONE),
     _hopper(128, (64, 128, 4, 2), _packs_in_one, _LEAST_SPILLS, **_ONE),
     _hopper(256, (64, 64, 4, 2), _packs_in_one, _LEAST_SPILLS, **_ONE),

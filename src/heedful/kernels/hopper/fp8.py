@@ -48,12 +48,11 @@ from heedful.kernels.hopper.schedule import (
 )
 from heedful.kernels.hopper.softmax import scale_rows
 from heedful.kernels.hopper.terms import cap
-from heedful.kernels.hopper.turns import pass_turn, skip, take_turn
+from heedful.kernels.hopper.turns import pass_turn, skip_slot, skip_slots, take_turn
 from heedful.kernels.hopper.work import hear, take, tell
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
-FAR: gl.constexpr = gl.constexpr(1 << 30)  # beyond any number of key tiles
 
 
 @aggregate
@@ -145,10 +144,13 @@ class Outputs:
 
 @gluon.jit
 def producer(q_desc, k_desc, v_desc, q, k, v, deal, shape):
-    """Feeds every tile's queries, and its keys and values from the last to the first."""
+    """Feeds every tile's queries, and its keys and values from the last to the first.
+
+    A slot has the keys of one tile and the values of the tile before, since consumers take them
+    together: the first keys and the last values are alone in theirs.
+    """
     at_q = Cursor.start(shape.Q_SLOTS)
-    at_k = Cursor.start(shape.K_STAGES)
-    at_v = Cursor.start(shape.V_STAGES)
+    at = Cursor.start(shape.STAGES)
     at_deal = Cursor.start(SLOTS)
     index = gl.program_id(0)
     while index < deal.count:
@@ -158,32 +160,37 @@ def producer(q_desc, k_desc, v_desc, q, k, v, deal, shape):
         keys = key_range(shape, tile, tile.row, shape.CONSUMERS * ROWS)
         steps = keys.end - keys.begin
         col = (keys.end - 1) * shape.BLOCK_N
-        # Keys run one tile ahead of values, as the consumers take them.
         if steps > 0:
-            k.load(k_desc, keys_at(shape, tile, col), at_k)
-            at_k = at_k.next()
+            k.load(k_desc, keys_at(shape, tile, col), at)
+            if not shape.LATE:
+                v.pass_by(at)
+            at = at.next()
         for w in gl.static_range(shape.CONSUMERS):
             q.load(q_desc, rows_at(shape, tile, tile.row + w * ROWS), at_q)
             at_q = at_q.next()
         for _ in range(1, steps):
-            k.load(k_desc, keys_at(shape, tile, col - shape.BLOCK_N), at_k)
-            v.load(v_desc, values_at(shape, tile, col), at_v)
-            at_k = at_k.next()
-            at_v = at_v.next()
+            k_at, v_at = keys_at(shape, tile, col - shape.BLOCK_N), values_at(shape, tile, col)
+            if shape.LATE:
+                k.load_with(k_desc, k_at, v, v_desc, v_at, at)
+            else:
+                k.load(k_desc, k_at, at)
+                v.load(v_desc, v_at, at)
+            at = at.next()
             col -= shape.BLOCK_N
         if steps > 0:
-            v.load(v_desc, values_at(shape, tile, col), at_v)
-            at_v = at_v.next()
+            v.load(v_desc, values_at(shape, tile, col), at)
+            if not shape.LATE:
+                k.pass_by(at)
+            at = at.next()
         index = deal.draw(index)
     deal.tell((deal.count,), at_deal)
 
 
 @gluon.jit
-def hide_keys(s_MN, shape, tile, row, col, scale_log2):
-    """Scores of query rows from `row` and keys from `col`, with the unseen ones at the infinity
-    that `scale_log2`, which may be negative, makes -inf."""
-    M: gl.constexpr = s_MN.shape[0]
-    rows: gl.constexpr = gl.SliceLayout(1, s_MN.type.layout)
+def hide_keys(x_MN, shape, tile, row, col, HIDDEN: gl.constexpr):
+    """Query rows from `row` and keys from `col`, with the unseen ones at HIDDEN."""
+    M: gl.constexpr = x_MN.shape[0]
+    rows: gl.constexpr = gl.SliceLayout(1, x_MN.type.layout)
     stop_M = gl.full([M], 0, gl.int32, rows) + (tile.len_k - col)
     diagonal_M = gl.arange(0, M, layout=rows) + (row + tile.off - col)
     if shape.IS_RIGHT:
@@ -191,11 +198,7 @@ def hide_keys(s_MN, shape, tile, row, col, scale_log2):
     start_M = None
     if shape.IS_LEFT:
         start_M = diagonal_M - shape.left
-    if scale_log2 < 0.0:
-        s_MN = hide_outside(s_MN, start_M, stop_M, float("inf"))
-    else:
-        s_MN = hide_outside(s_MN, start_M, stop_M)
-    return s_MN
+    return hide_outside(x_MN, start_M, stop_M, HIDDEN)
 
 
 @gluon.jit
@@ -209,36 +212,40 @@ def modify(s_MN, where, j, factors, MAY_HIDE: gl.constexpr):
     if MAY_HIDE:
         hides = needs_mask(keys, j)
         if hides:
-            s_MN = hide_keys(s_MN, shape, tile, row, j * shape.BLOCK_N, scale_log2)
+            # At the infinity that the scale, which may be negative, makes -inf.
+            if scale_log2 < 0.0:
+                s_MN = hide_keys(s_MN, shape, tile, row, j * shape.BLOCK_N, float("inf"))
+            else:
+                s_MN = hide_keys(s_MN, shape, tile, row, j * shape.BLOCK_N, float("-inf"))
     return s_MN
 
 
 @gluon.jit
-def queue_scores(q, k, at_q, at_k, BLOCK_N: gl.constexpr):
+def queue_scores(q, k, at_q, at, BLOCK_N: gl.constexpr):
     """Starts q k^T of one tile of keys."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
     s_MN = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-    k_DN = k.tile(at_k).permute((1, 0))
+    k_DN = k.tile(at).permute((1, 0))
     return warpgroup_mma(q.tile(at_q), k_DN, s_MN, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def queue_output(words, v, at_v, acc_ME, adds):
+def queue_output(words, v, at, acc_ME, adds):
     """Starts p, packed in words, times one tile of values: added to the output, or in its place."""
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_ME.type.layout, 4)
     p_MN = from_words(words, p_layout)
-    v_NE = v.tile(at_v).permute((1, 0))
+    v_NE = v.tile(at).permute((1, 0))
     return warpgroup_mma(p_MN, v_NE, acc_ME, use_acc=adds, is_async=True)
 
 
 @gluon.jit
-def answer(q, k, at_q, at_k, p_MN, sums_MCL, m_M, l_ML, where, j, factors, MASKED: gl.constexpr):
+def answer(q, k, at_q, at, p_MN, sums_MCL, m_M, l_ML, where, j, factors, MASKED: gl.constexpr):
     """What a warp does about sums above the limit: p, its sums, references, the sums before, and
     what these and the output so far are scaled by. Scores only if p has become infinite."""
     if any_above(sums_MCL, m_M, FINITE_BITS, MASKED) == 0:
         p_MN, sums_ML, m_M, l_ML, alpha_M = rescale(p_MN, m_M, l_ML)
     else:
-        s_MN = rescore(q, k, at_q, at_k, p_MN.type)
+        s_MN = rescore(q, k, at_q, at, p_MN.type)
         s_MN = modify(s_MN, where, j, factors, MASKED)
         _, scale_log2 = factors
         p_MN, sums_ML, m_M, l_ML, alpha_M = redo(s_MN, m_M, l_ML, scale_log2)
@@ -263,7 +270,7 @@ def flush(sums, acc_ME, sum_ME, m_M, base_M, step, shape):
 
 
 @gluon.jit
-def attend(q, k, v, sums, at_q, at_k, at_v, keys, shape, tile, row, factors, WORKER: gl.constexpr):
+def attend(q, k, v, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl.constexpr):
     """Streams the keys of `keys` (at least one) past one consumer's rows.
 
     The scores of a tile and the output of the tile before are computed while the exponentials of
@@ -279,94 +286,111 @@ def attend(q, k, v, sums, at_q, at_k, at_v, keys, shape, tile, row, factors, WOR
     steps = keys.end - keys.begin
     j = keys.end - 1
 
-    k.wait(at_k)
+    k.wait(at)
     take_turn(shape, WORKER)
-    s_MN = queue_scores(q, k, at_q, at_k, BLOCK_N)
+    s_MN = queue_scores(q, k, at_q, at, BLOCK_N)
     pass_turn(shape, WORKER)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
     if not shape.LATE:
-        k.release_after_mma(at_k)
+        k.release_after_mma(at)
+        v.wait(at)
+        v.release_after_mma(at)
     # Without a mask, the last tile alone can have keys past the end.
     s_MN = modify(s_MN, where, j, factors, True)
     m_M = reference(s_MN, scale_log2)
     base_M = m_M
     p_MN = gl.exp2(s_MN * scale_log2 - shift_of(m_M)[:, None])
-    l_ML = gl.sum(part_sums(p_MN), 1)
+    sums_MCL = part_sums(p_MN)
+    l_ML = gl.sum(sums_MCL, 1)
     words = to_words(p_MN)
-    at_before = at_k
-    at_k = at_k.next()
-    k.wait(at_k, pred=steps > 1)
-    # With a mask each stretch of tiles that add up in the matrix unit is a loop of its own: 2 %
-    # faster than a flush inside the loop, and without a mask as much slower (H200, 2026-11-21).
-    STRETCH: gl.constexpr = shape.FLUSH if MASKED else FAR
-    for begin in range(1, steps, STRETCH):
-        stop = gl.minimum(begin + STRETCH, steps)
-        for step in range(begin, stop):
+    before_ML = l_ML
+    at_before = at
+    at = at.next()
+    k.wait(at)
+    moved = gl.to_tensor(0)
+    hides = gl.to_tensor(False)
+    step = gl.to_tensor(1)
+    while step < steps:
+        # What few steps need is outside of this loop: jumped over it would cost every step.
+        goes = step < steps
+        while goes:
             if not shape.LATE:
                 words = to_words(p_MN)
             take_turn(shape, WORKER)
-            s_MN = queue_scores(q, k, at_q, at_k, BLOCK_N)
-            v.wait(at_v)
-            acc_ME = queue_output(words, v, at_v, acc_ME, (step - 1) % shape.FLUSH != 0)
+            s_MN = queue_scores(q, k, at_q, at, BLOCK_N)
+            if not shape.LATE:
+                v.wait(at)
+            acc_ME = queue_output(words, v, at, acc_ME, (step - 1) % shape.FLUSH != 0)
             pass_turn(shape, WORKER)
             s_MN = warpgroup_mma_wait(1, deps=[s_MN])
-            # That these scores are there means that every warp is done with the tile before.
-            k.release_after_mma(at_before if shape.LATE else at_k)
             j = keys.end - 1 - step
-            s_MN = modify(s_MN, where, j, factors, MASKED)
             if shape.LATE:
+                # That these scores are there means that every warp is done with the slot before.
+                k.release_after_mma(at_before)
+                s_MN = modify(s_MN, where, j, factors, False)
                 p_MN, sums_MCL = exponentials(s_MN, m_M, scale_log2, MASKED)
-                sums_ML = gl.sum(sums_MCL, 1)
+                before_ML = l_ML
+                l_ML = l_ML + gl.sum(sums_MCL, 1)
                 moved = any_above(sums_MCL, m_M, E4M3_BITS, MASKED)
                 words = to_words(p_MN)
             else:
+                k.release_after_mma(at)
+                s_MN = modify(s_MN, where, j, factors, MASKED)
                 p_MN, m_M, l_ML, alpha_M, moved = softmax_careful(
                     s_MN, m_M, l_ML, scale_log2, MASKED
                 )
-            # The next K tile's barrier also keeps ptxas from hoisting the wait below over the
-            # exponentials: a wait loop ends a basic block.
-            at_next = at_k.next()
-            k.wait(at_next, pred=step + 1 < steps)
+            at_before = at
+            at = at.next()
+            # A wait loop ends a basic block: else ptxas would hoist the wait below over the
+            # exponentials.
+            k.wait(at)
             acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
-            v.release_after_mma(at_v)
-            at_v = at_v.next()
-            if moved != 0:
-                if shape.LATE:
-                    p_MN, sums_ML, m_M, l_ML, alpha_M = answer(
-                        q, k, at_q, at_k, p_MN, sums_MCL, m_M, l_ML, where, j, factors, MASKED
-                    )
+            if not shape.LATE:
+                v.release_after_mma(at_before)
+                if moved != 0:
+                    acc_ME = scale_rows(acc_ME, alpha_M)
+            goes = (step + 1 < steps) & (step % shape.FLUSH != 0)
+            if shape.LATE:
+                goes = (moved == 0) & goes
+                if MASKED:
+                    hides = needs_mask(keys, j)
+                    goes = goes & (hides == 0)
+            step += 1
+        if shape.LATE:
+            if MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
+                if hides:
+                    p_MN = hide_keys(p_MN, shape, tile, row, j * BLOCK_N, 0.0)
+                    sums_MCL = part_sums(p_MN)
+                    l_ML = before_ML + gl.sum(sums_MCL, 1)
+                    moved = any_above(sums_MCL, m_M, E4M3_BITS, MASKED)
                     words = to_words(p_MN)
+            if moved != 0:
+                p_MN, sums_ML, m_M, before_ML, alpha_M = answer(
+                    q, k, at_q, at_before, p_MN, sums_MCL, m_M, before_ML, where, j, factors, MASKED
+                )
+                l_ML = before_ML + sums_ML
+                words = to_words(p_MN)
                 acc_ME = scale_rows(acc_ME, alpha_M)
                 if shape.SUMS_IN_REGS:
                     sum_ME = scale_rows(sum_ME, alpha_M)
-            if shape.LATE:
-                l_ML = l_ML + sums_ML
-            at_before = at_k
-            at_k = at_next
-            if not MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
-                if step % shape.FLUSH == 0:
-                    if shape.SUMS_IN_REGS:
-                        # A barrier is branched around: predicated instead, all the additions would
-                        # have to be issued at every step.
-                        gl.barrier()
-                    acc_ME, sum_ME, base_M = flush(sums, acc_ME, sum_ME, m_M, base_M, step, shape)
-        if MASKED:  # noqa: SIM102
-            if stop - begin == shape.FLUSH:
-                acc_ME, sum_ME, base_M = flush(sums, acc_ME, sum_ME, m_M, base_M, stop - 1, shape)
+        if (step - 1) % shape.FLUSH == 0:
+            acc_ME, sum_ME, base_M = flush(sums, acc_ME, sum_ME, m_M, base_M, step - 1, shape)
     if not shape.LATE:
         words = to_words(p_MN)
-    v.wait(at_v)
+        v.wait(at)
     adds = (steps - 1) % shape.FLUSH != 0
-    acc_ME = warpgroup_mma_wait(0, deps=[queue_output(words, v, at_v, acc_ME, adds)])
+    acc_ME = warpgroup_mma_wait(0, deps=[queue_output(words, v, at, acc_ME, adds)])
     if shape.LATE:
         k.release_after_mma(at_before)
     q.release_after_mma(at_q)
-    v.release_after_mma(at_v)
+    k.release_after_mma(at)
+    if not shape.LATE:
+        v.release_after_mma(at)
     if shape.SUMS_IN_REGS:
         acc_ME = acc_ME + sum_ME
     elif steps > shape.FLUSH:
         acc_ME = with_sums(sums, acc_ME, m_M, base_M)
-    return acc_ME, m_M, gl.sum(l_ML, 1), at_k, at_v.next()
+    return acc_ME, m_M, gl.sum(l_ML, 1), at.next()
 
 
 @gluon.jit
@@ -404,8 +428,8 @@ def consumer(outputs, scales, all_sums, q, k, v, deal, shape, WORKER: gl.constex
     E: gl.constexpr = v.rows
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 32])
     row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
-    at_k = Cursor.start(shape.K_STAGES)
-    at_v = Cursor.start(shape.V_STAGES)
+    rings = (k,) if shape.LATE else (k, v)
+    at = Cursor.start(shape.STAGES)
     at_q = Cursor(gl.to_tensor(WORKER), gl.to_tensor(0), shape.Q_SLOTS)
     sums = all_sums.index(WORKER)
     # Sums are done with when the output takes their place.
@@ -425,16 +449,18 @@ def consumer(outputs, scales, all_sums, q, k, v, deal, shape, WORKER: gl.constex
         v_scale = scales.of_values(tile)
         q.wait(at_q)
         if keys.end > keys.begin:
-            at_k, at_v = skip(k, v, at_k, at_v, whole.end - keys.end, shape, WORKER)
-            acc_ME, m_M, l_M, at_k, at_v = attend(
-                q, k, v, sums, at_q, at_k, at_v, keys, shape, tile, row, factors, WORKER
+            at = skip_slots(rings, at, whole.end - keys.end, shape, WORKER)
+            acc_ME, m_M, l_M, at = attend(
+                q, k, v, sums, at_q, at, keys, shape, tile, row, factors, WORKER
             )
-            at_k, at_v = skip(k, v, at_k, at_v, keys.begin - whole.begin, shape, WORKER)
+            at = skip_slots(rings, at, keys.begin - whole.begin, shape, WORKER)
             m_M = gl.convert_layout(m_M, row_layout)
             l_M = gl.convert_layout(l_M, row_layout)
             store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, shape, v_scale)
         else:
-            at_k, at_v = skip(k, v, at_k, at_v, whole.end - whole.begin, shape, WORKER)
+            if whole.end > whole.begin:
+                at = skip_slots(rings, at, whole.end - whole.begin, shape, WORKER)
+                at = skip_slot(rings, at)
             q.release(at_q)
             if row < tile.len_q:
                 none_M = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
@@ -485,8 +511,7 @@ def forward(
     BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr,
     Q_SLOTS: gl.constexpr,
-    K_STAGES: gl.constexpr,
-    V_STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
     FLUSH: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
@@ -521,8 +546,7 @@ def forward(
         BLOCK_N,
         CONSUMERS,
         Q_SLOTS,
-        K_STAGES,
-        V_STAGES,
+        STAGES,
         FLUSH,
         LATE,
         SUMS_IN_REGS,
@@ -545,8 +569,8 @@ def forward(
         stride_vdh,
     )
     q = Channel.allocate(q_desc, Q_SLOTS, 1)
-    k = Channel.allocate(k_desc, K_STAGES, CONSUMERS)
-    v = Channel.allocate(v_desc, V_STAGES, CONSUMERS)
+    k = Channel.allocate(k_desc, STAGES, CONSUMERS)
+    v = k.beside(v_desc) if LATE else Channel.allocate(v_desc, STAGES, CONSUMERS)
     kept: gl.constexpr = out_desc.dtype if SUMS_IN_REGS else gl.float32
     sums = allocate_sums(CONSUMERS, v.rows, kept)
     deal = Deal.of(shape.tiles, drawn, CONSUMERS, TOLD_WHOLE)

@@ -37,8 +37,7 @@ class Fp8Shape:
     BLOCK_N: gl.constexpr
     CONSUMERS: gl.constexpr
     Q_SLOTS: gl.constexpr
-    K_STAGES: gl.constexpr
-    V_STAGES: gl.constexpr
+    STAGES: gl.constexpr
     FLUSH: gl.constexpr
     LATE: gl.constexpr
     SUMS_IN_REGS: gl.constexpr
@@ -68,8 +67,7 @@ class Fp8Shape:
         BLOCK_N,
         CONSUMERS,
         Q_SLOTS,
-        K_STAGES,
-        V_STAGES,
+        STAGES,
         FLUSH,
         LATE,
         SUMS_IN_REGS,
@@ -99,8 +97,7 @@ class Fp8Shape:
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.Q_SLOTS = gl.constexpr(Q_SLOTS)
-        self.K_STAGES = gl.constexpr(K_STAGES)
-        self.V_STAGES = gl.constexpr(V_STAGES)
+        self.STAGES = gl.constexpr(STAGES)
         self.FLUSH = gl.constexpr(FLUSH)
         self.LATE = gl.constexpr(LATE)
         self.SUMS_IN_REGS = gl.constexpr(SUMS_IN_REGS)

@@ -7,8 +7,8 @@ from heedful.kernels.hopper.compat import HAS_INLINE_ASM, inline_asm
 
 
 @gluon.constexpr_function
-def _outside(keys, tests, infinity):
-    """Assembly: this infinity for the keys that pass one of these tests, le against the first key
+def _outside(keys, tests, value):
+    """Assembly: this value for the keys that pass one of these tests, le against the first key
     to hide, gt against the first to show, of a thread's two rows.
 
     The columns are immediates: as a tensor they are a register each, which LLVM computes ahead of
@@ -17,7 +17,7 @@ def _outside(keys, tests, infinity):
     count = keys // 2
     given = [(2 * (count + i) + row, test) for i, test in enumerate(tests) for row in range(2)]
     bounds = [(f"${operand}", test) for operand, test in given]
-    hidden = "0f7F800000" if infinity > 0 else "0fFF800000"
+    hidden = {float("inf"): "0f7F800000", float("-inf"): "0fFF800000", 0.0: "0f00000000"}[value]
     lines = [
         "{ .reg .pred p; .reg .b32 t, b<4>; mov.u32 t, %laneid; and.b32 t, t, 3; shl.b32 t, t, 1;"
     ]
@@ -45,9 +45,9 @@ def _kinds(operands):
 
 
 @gluon.jit
-def hide_outside(s_MN, start_M, stop_M, INFINITY: gl.constexpr = float("-inf")):
-    """Scores of a warpgroup's accumulator with keys outside [start, stop) at an infinity; one of
-    the two may be None."""
+def hide_outside(s_MN, start_M, stop_M, HIDDEN: gl.constexpr = float("-inf")):
+    """Scores of a warpgroup's accumulator with keys outside [start, stop) at HIDDEN; one of the two
+    bounds may be None."""
     if HAS_INLINE_ASM:
         operands = (s_MN,)
         if stop_M is not None:
@@ -55,12 +55,12 @@ def hide_outside(s_MN, start_M, stop_M, INFINITY: gl.constexpr = float("-inf")):
         if start_M is not None:
             operands = operands + (start_M,)
         tests: gl.constexpr = _tests(start_M is not None, stop_M is not None)
-        text: gl.constexpr = _outside(s_MN.shape[1], tests, INFINITY)
+        text: gl.constexpr = _outside(s_MN.shape[1], tests, HIDDEN)
         return inline_asm(text, _kinds(len(operands)), operands, s_MN.type, is_pure=True)
     else:
         key_N = gl.arange(0, s_MN.shape[1], layout=gl.SliceLayout(0, s_MN.type.layout))
         if stop_M is not None:
-            s_MN = gl.where(key_N[None, :] < stop_M[:, None], s_MN, INFINITY)
+            s_MN = gl.where(key_N[None, :] < stop_M[:, None], s_MN, HIDDEN)
         if start_M is not None:
-            s_MN = gl.where(key_N[None, :] >= start_M[:, None], s_MN, INFINITY)
+            s_MN = gl.where(key_N[None, :] >= start_M[:, None], s_MN, HIDDEN)
         return s_MN
