@@ -268,6 +268,15 @@ def test_forward_and_backward_draw_the_same_mask():
     assert torch.equal(dv[0, :, 0] == 0, dropped.T)
 
 
+def test_a_scale_of_zero_weighs_all_visible_keys_alike():
+    q, k, v = (torch.randn(1, 40, 2, 16, requires_grad=True) for _ in range(3))
+    out = heedful.flash_attn_func(q, k, v, softmax_scale=0.0, causal=True)
+    torch.testing.assert_close(out, v.cumsum(1) / torch.arange(1, 41)[:, None, None])
+    dq, dk, dv = torch.autograd.grad(out.sum(), (q, k, v))
+    assert dq.abs().max() < 1e-20 and dk.abs().max() < 1e-20
+    torch.testing.assert_close(dv[0, -1, 0], torch.full((16,), 1 / 40))
+
+
 def test_a_file_written_for_flash_attn_works_by_changing_its_import():
     source = """
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache

@@ -138,22 +138,6 @@ class Channel:
         return Channel(boxes, tails, full, empty, rows, dim)
 
     @gluon.jit
-    def beside(self, desc):
-        """Other tiles beside these: a slot of both is filled, waited for and freed as one."""
-        shape: gl.constexpr = desc.block_type.shape
-        boxes = allocate_boxes(desc, self.boxes.shape[0])
-        return Channel(boxes, None, self.full, self.empty, box_rows(shape), shape[-1])
-
-    @gluon.jit
-    def load_with(self, desc, coordinates, other, other_desc, other_coordinates, at):
-        """As `load`, for this ring and another beside it."""
-        full = self.full.index(at.slot)
-        mbarrier.wait(self.empty.index(at.slot), at.parity ^ 1)
-        mbarrier.expect(full, desc.block_type.nbytes + other_desc.block_type.nbytes)
-        tma_load(desc, coordinates, full, self.boxes.index(at.slot))
-        tma_load(other_desc, other_coordinates, full, other.boxes.index(at.slot))
-
-    @gluon.jit
     def load(self, desc, coordinates, at):
         """Waits until slot `at` is free and starts filling it."""
         full = self.full.index(at.slot)

@@ -46,9 +46,10 @@ from heedful.kernels.hopper.schedule import (
     needs_mask,
     rows_at,
 )
+from heedful.kernels.hopper.slots import Slots
 from heedful.kernels.hopper.softmax import scale_rows
 from heedful.kernels.hopper.terms import cap
-from heedful.kernels.hopper.turns import pass_turn, skip_slot, skip_slots, take_turn
+from heedful.kernels.hopper.turns import pass_turn, skip_slots, take_turn
 from heedful.kernels.hopper.work import hear, take, tell
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -112,10 +113,11 @@ class Scales:
         scale_log2, softcap_scale = self.scale_log2, self.softcap_scale
         if HAS_SOFTCAP:
             softcap_scale *= factor
-        else:
+        elif self.q_descale is not None or self.k_descale is not None:
             scale_log2 *= factor
-        # A hidden score, an infinity, times 0 would be NaN.
-        return softcap_scale, gl.where(scale_log2 == 0.0, 1e-30, scale_log2)
+            # A hidden score, an infinity, times 0 would be NaN.
+            scale_log2 = gl.where(scale_log2 == 0.0, 1e-30, scale_log2)
+        return softcap_scale, scale_log2
 
     @gluon.jit
     def of_values(self, tile):
@@ -143,12 +145,8 @@ class Outputs:
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, q, k, v, deal, shape):
-    """Feeds every tile's queries, and its keys and values from the last to the first.
-
-    A slot has the keys of one tile and the values of the tile before, since consumers take them
-    together: the first keys and the last values are alone in theirs.
-    """
+def producer(q_desc, k_desc, v_desc, q, slots, deal, shape):
+    """Feeds every tile's queries, and its keys and values from the last to the first."""
     at_q = Cursor.start(shape.Q_SLOTS)
     at = Cursor.start(shape.STAGES)
     at_deal = Cursor.start(SLOTS)
@@ -161,26 +159,18 @@ def producer(q_desc, k_desc, v_desc, q, k, v, deal, shape):
         steps = keys.end - keys.begin
         col = (keys.end - 1) * shape.BLOCK_N
         if steps > 0:
-            k.load(k_desc, keys_at(shape, tile, col), at)
-            if not shape.LATE:
-                v.pass_by(at)
+            slots.load_keys(k_desc, keys_at(shape, tile, col), at)
             at = at.next()
         for w in gl.static_range(shape.CONSUMERS):
             q.load(q_desc, rows_at(shape, tile, tile.row + w * ROWS), at_q)
             at_q = at_q.next()
         for _ in range(1, steps):
             k_at, v_at = keys_at(shape, tile, col - shape.BLOCK_N), values_at(shape, tile, col)
-            if shape.LATE:
-                k.load_with(k_desc, k_at, v, v_desc, v_at, at)
-            else:
-                k.load(k_desc, k_at, at)
-                v.load(v_desc, v_at, at)
+            slots.load(k_desc, k_at, v_desc, v_at, at)
             at = at.next()
             col -= shape.BLOCK_N
         if steps > 0:
-            v.load(v_desc, values_at(shape, tile, col), at)
-            if not shape.LATE:
-                k.pass_by(at)
+            slots.load_values(v_desc, values_at(shape, tile, col), at)
             at = at.next()
         index = deal.draw(index)
     deal.tell((deal.count,), at_deal)
@@ -270,7 +260,7 @@ def flush(sums, acc_ME, sum_ME, m_M, base_M, step, shape):
 
 
 @gluon.jit
-def attend(q, k, v, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl.constexpr):
+def attend(q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl.constexpr):
     """Streams the keys of `keys` (at least one) past one consumer's rows.
 
     The scores of a tile and the output of the tile before are computed while the exponentials of
@@ -280,21 +270,21 @@ def attend(q, k, v, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl.
     MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
     where = (keys, shape, tile, row)
     _, scale_log2 = factors
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v.rows, 32])
-    acc_ME = gl.zeros([ROWS, v.rows], gl.float32, o_layout)
+    E: gl.constexpr = slots.v.rows
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 32])
+    acc_ME = gl.zeros([ROWS, E], gl.float32, o_layout)
     sum_ME = acc_ME
     steps = keys.end - keys.begin
     j = keys.end - 1
 
-    k.wait(at)
+    slots.wait(at)
     take_turn(shape, WORKER)
-    s_MN = queue_scores(q, k, at_q, at, BLOCK_N)
+    s_MN = queue_scores(q, slots.k, at_q, at, BLOCK_N)
     pass_turn(shape, WORKER)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
-    if not shape.LATE:
-        k.release_after_mma(at)
-        v.wait(at)
-        v.release_after_mma(at)
+    slots.release_keys_after_mma(at)
+    slots.wait_for_values(at)  # there are none here
+    slots.release_values_after_mma(at)
     # Without a mask, the last tile alone can have keys past the end.
     s_MN = modify(s_MN, where, j, factors, True)
     m_M = reference(s_MN, scale_log2)
@@ -306,7 +296,7 @@ def attend(q, k, v, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl.
     before_ML = l_ML
     at_before = at
     at = at.next()
-    k.wait(at)
+    slots.wait(at)
     moved = gl.to_tensor(0)
     hides = gl.to_tensor(False)
     step = gl.to_tensor(1)
@@ -317,16 +307,16 @@ def attend(q, k, v, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl.
             if not shape.LATE:
                 words = to_words(p_MN)
             take_turn(shape, WORKER)
-            s_MN = queue_scores(q, k, at_q, at, BLOCK_N)
-            if not shape.LATE:
-                v.wait(at)
-            acc_ME = queue_output(words, v, at, acc_ME, (step - 1) % shape.FLUSH != 0)
+            s_MN = queue_scores(q, slots.k, at_q, at, BLOCK_N)
+            slots.wait_for_values(at)
+            acc_ME = queue_output(words, slots.v, at, acc_ME, (step - 1) % shape.FLUSH != 0)
             pass_turn(shape, WORKER)
             s_MN = warpgroup_mma_wait(1, deps=[s_MN])
+            slots.release_keys_after_mma(at)
+            # That these scores are there means that every warp is done with the slot before.
+            slots.release_as_one_after_mma(at_before)
             j = keys.end - 1 - step
             if shape.LATE:
-                # That these scores are there means that every warp is done with the slot before.
-                k.release_after_mma(at_before)
                 s_MN = modify(s_MN, where, j, factors, False)
                 p_MN, sums_MCL = exponentials(s_MN, m_M, scale_log2, MASKED)
                 before_ML = l_ML
@@ -334,7 +324,6 @@ def attend(q, k, v, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl.
                 moved = any_above(sums_MCL, m_M, E4M3_BITS, MASKED)
                 words = to_words(p_MN)
             else:
-                k.release_after_mma(at)
                 s_MN = modify(s_MN, where, j, factors, MASKED)
                 p_MN, m_M, l_ML, alpha_M, moved = softmax_careful(
                     s_MN, m_M, l_ML, scale_log2, MASKED
@@ -343,10 +332,10 @@ def attend(q, k, v, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl.
             at = at.next()
             # A wait loop ends a basic block: else ptxas would hoist the wait below over the
             # exponentials.
-            k.wait(at)
+            slots.wait(at)
             acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
-            if not shape.LATE:
-                v.release_after_mma(at_before)
+            slots.release_values_after_mma(at_before)
+            if not shape.LATE:  # noqa: SIM102  (known when compiling, and `and` is not)
                 if moved != 0:
                     acc_ME = scale_rows(acc_ME, alpha_M)
             goes = (step + 1 < steps) & (step % shape.FLUSH != 0)
@@ -366,7 +355,18 @@ def attend(q, k, v, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl.
                     words = to_words(p_MN)
             if moved != 0:
                 p_MN, sums_ML, m_M, before_ML, alpha_M = answer(
-                    q, k, at_q, at_before, p_MN, sums_MCL, m_M, before_ML, where, j, factors, MASKED
+                    q,
+                    slots.k,
+                    at_q,
+                    at_before,
+                    p_MN,
+                    sums_MCL,
+                    m_M,
+                    before_ML,
+                    where,
+                    j,
+                    factors,
+                    MASKED,
                 )
                 l_ML = before_ML + sums_ML
                 words = to_words(p_MN)
@@ -377,15 +377,14 @@ def attend(q, k, v, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl.
             acc_ME, sum_ME, base_M = flush(sums, acc_ME, sum_ME, m_M, base_M, step - 1, shape)
     if not shape.LATE:
         words = to_words(p_MN)
-        v.wait(at)
+    slots.wait_for_values(at)
     adds = (steps - 1) % shape.FLUSH != 0
-    acc_ME = warpgroup_mma_wait(0, deps=[queue_output(words, v, at, acc_ME, adds)])
-    if shape.LATE:
-        k.release_after_mma(at_before)
+    acc_ME = warpgroup_mma_wait(0, deps=[queue_output(words, slots.v, at, acc_ME, adds)])
+    slots.release_as_one_after_mma(at_before)
     q.release_after_mma(at_q)
-    k.release_after_mma(at)
-    if not shape.LATE:
-        v.release_after_mma(at)
+    slots.release_keys_after_mma(at)
+    slots.release_values_after_mma(at)
+    slots.release_as_one_after_mma(at)
     if shape.SUMS_IN_REGS:
         acc_ME = acc_ME + sum_ME
     elif steps > shape.FLUSH:
@@ -423,12 +422,11 @@ def store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, shape, v_scale):
 
 
 @gluon.jit
-def consumer(outputs, scales, all_sums, q, k, v, deal, shape, WORKER: gl.constexpr):
+def consumer(outputs, scales, all_sums, q, slots, deal, shape, WORKER: gl.constexpr):
     """Computes rows [64 WORKER, 64 WORKER + 64) of every tile of this program."""
-    E: gl.constexpr = v.rows
+    E: gl.constexpr = slots.v.rows
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 32])
     row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
-    rings = (k,) if shape.LATE else (k, v)
     at = Cursor.start(shape.STAGES)
     at_q = Cursor(gl.to_tensor(WORKER), gl.to_tensor(0), shape.Q_SLOTS)
     sums = all_sums.index(WORKER)
@@ -449,18 +447,18 @@ def consumer(outputs, scales, all_sums, q, k, v, deal, shape, WORKER: gl.constex
         v_scale = scales.of_values(tile)
         q.wait(at_q)
         if keys.end > keys.begin:
-            at = skip_slots(rings, at, whole.end - keys.end, shape, WORKER)
+            at = skip_slots(slots, at, whole.end - keys.end, shape, WORKER)
             acc_ME, m_M, l_M, at = attend(
-                q, k, v, sums, at_q, at, keys, shape, tile, row, factors, WORKER
+                q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER
             )
-            at = skip_slots(rings, at, keys.begin - whole.begin, shape, WORKER)
+            at = skip_slots(slots, at, keys.begin - whole.begin, shape, WORKER)
             m_M = gl.convert_layout(m_M, row_layout)
             l_M = gl.convert_layout(l_M, row_layout)
             store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, shape, v_scale)
         else:
             if whole.end > whole.begin:
-                at = skip_slots(rings, at, whole.end - whole.begin, shape, WORKER)
-                at = skip_slot(rings, at)
+                at = skip_slots(slots, at, whole.end - whole.begin, shape, WORKER)
+                at = slots.skip(at)
             q.release(at_q)
             if row < tile.len_q:
                 none_M = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
@@ -569,20 +567,21 @@ def forward(
         stride_vdh,
     )
     q = Channel.allocate(q_desc, Q_SLOTS, 1)
-    k = Channel.allocate(k_desc, STAGES, CONSUMERS)
-    v = k.beside(v_desc) if LATE else Channel.allocate(v_desc, STAGES, CONSUMERS)
+    # At D256 keys are looked at no more once their scores are there, and memory holds two slots:
+    # too few to keep keys as long as values.
+    slots = Slots.allocate(k_desc, v_desc, STAGES, CONSUMERS, LATE)
     kept: gl.constexpr = out_desc.dtype if SUMS_IN_REGS else gl.float32
-    sums = allocate_sums(CONSUMERS, v.rows, kept)
+    sums = allocate_sums(CONSUMERS, slots.v.rows, kept)
     deal = Deal.of(shape.tiles, drawn, CONSUMERS, TOLD_WHOLE)
     fence_async_shared()
     outputs = Outputs(out_desc, lse_ptr, sink_ptr)
-    feed = (q_desc, k_desc, v_desc, q, k, v, deal, shape)
+    feed = (q_desc, k_desc, v_desc, q, slots, deal, shape)
     # A partition is compiled on its own, so that each consumer must be spelled out.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consumer, (outputs, scales, sums, q, k, v, deal, shape, 0)),
-                (consumer, (outputs, scales, sums, q, k, v, deal, shape, 1)),
+                (consumer, (outputs, scales, sums, q, slots, deal, shape, 0)),
+                (consumer, (outputs, scales, sums, q, slots, deal, shape, 1)),
                 (producer, feed),
             ],
             [4, 1],
@@ -591,9 +590,9 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (consumer, (outputs, scales, sums, q, k, v, deal, shape, 0)),
-                (consumer, (outputs, scales, sums, q, k, v, deal, shape, 1)),
-                (consumer, (outputs, scales, sums, q, k, v, deal, shape, 2)),
+                (consumer, (outputs, scales, sums, q, slots, deal, shape, 0)),
+                (consumer, (outputs, scales, sums, q, slots, deal, shape, 1)),
+                (consumer, (outputs, scales, sums, q, slots, deal, shape, 2)),
                 (producer, feed),
             ],
             [4, 4, 1],

@@ -55,19 +55,10 @@ def skip(k, v, at_k, at_v, count, shape, WORKER: gl.constexpr):
 
 
 @gluon.jit
-def skip_slot(rings, at):
-    """Passes over slot `at` of rings that are filled side by side."""
-    for i in gl.static_range(len(rings)):
-        rings[i].wait(at)
-        rings[i].release(at)
-    return at.next()
-
-
-@gluon.jit
-def skip_slots(rings, at, count, shape, WORKER: gl.constexpr):
-    """As `skip`, where keys and values are filled side by side."""
+def skip_slots(slots, at, count, shape, WORKER: gl.constexpr):
+    """As `skip`, of keys and values side by side."""
     for _ in range(count):
         take_turn(shape, WORKER)
         pass_turn(shape, WORKER)
-        at = skip_slot(rings, at)
+        at = slots.skip(at)
     return at
