@@ -43,12 +43,15 @@ def test_unmasked_kernels_do_not_spill(head_dim):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_what_a_step_in_four_needs_is_not_issued_by_the_others(head_dim, causal):
-    """The additions of a flush, one for each of a thread's head_dim / 2 accumulators: predicated,
-    instead of branched around, they cost D128 3 %."""
+def test_what_few_steps_need_is_outside_of_the_loop_that_counts(head_dim, causal):
+    """Flushes, masks, and what an alarm is answered with: jumped over or predicated they would cost
+    every step. What remains is an FFMA, an exponential and an addition for each of a thread's 64
+    scores, and two branches: the wait for a slot, and the loop's own."""
     made = compiler.artifact(calls(head_dim, causal=causal)[1], DEVICE.arch)
     loop = inspect_cubin(made.code).loop
-    assert loop is not None and loop.wgmma and loop.predicated < head_dim // 2
+    assert loop is not None and loop.wgmma == (head_dim + 128) // 32
+    assert (loop.mufu, loop.floats, loop.counts["BRA"]) == (64, 128, 2)
+    assert not (loop.predicated or loop.shared or loop.spills)
 
 
 def test_a_new_length_batch_or_head_count_is_the_same_variant():

@@ -48,15 +48,11 @@ def randn(*shape: int, device="cuda", dtype=torch.bfloat16) -> torch.Tensor:
     return torch.randn(shape, device=device, dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype"),
-    [("portable", "bfloat16"), ("hopper", "bfloat16"), ("hopper", "float8_e4m3fn")],
-)
-def test_a_scale_of_zero_weighs_all_visible_keys_alike(backend, dtype):
+@pytest.mark.parametrize("backend", ["portable", "hopper"])
+def test_a_scale_of_zero_weighs_all_visible_keys_alike(backend):
     q, k = randn(1, 300, 2, 64), randn(1, 300, 2, 64)
     v = torch.randint(0, 2, q.shape, device="cuda").to(q.dtype)
-    cast = [x.to(getattr(torch, dtype)) for x in (q, k, v)]
-    out = heedful.flash_attn_func(*cast, softmax_scale=0.0, causal=True, backend=backend)
+    out = heedful.flash_attn_func(q, k, v, softmax_scale=0.0, causal=True, backend=backend)
     rows = torch.arange(1, 301, device="cuda")[:, None, None]
     torch.testing.assert_close(out, (v.float().cumsum(1) / rows).to(out.dtype))
 

@@ -240,6 +240,16 @@ def test_twenty_runs_are_bit_equal():
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
+def test_a_scale_of_zero_weighs_all_visible_keys_alike():
+    import heedful
+
+    q, k = (torch.randn(1, 300, 2, 64, device="cuda").to(E4M3) for _ in range(2))
+    v = torch.randint(0, 2, q.shape, device="cuda").float()
+    out = heedful.flash_attn_func(q, k, v.to(E4M3), softmax_scale=0.0, causal=True)
+    rows = torch.arange(1, 301, device="cuda")[:, None, None]
+    torch.testing.assert_close(out, (v.cumsum(1) / rows).to(out.dtype))
+
+
 def test_fp8_calls_run_here_unasked():
     import heedful
 

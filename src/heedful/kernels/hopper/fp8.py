@@ -264,7 +264,7 @@ def attend(q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl
     """Streams the keys of `keys` (at least one) past one consumer's rows.
 
     The scores of a tile and the output of the tile before are computed while the exponentials of
-    this one run. Returns the unnormalised output, references, row sums, and the cursors.
+    this one run. Returns the unnormalised output, references, row sums, and the next slot.
     """
     BLOCK_N: gl.constexpr = shape.BLOCK_N
     MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
