@@ -1,5 +1,7 @@
 """The planner: pure decisions with reasons, for devices that are not here."""
 
+import struct
+
 import pytest
 
 from heedful.core import capability, configs
@@ -134,6 +136,13 @@ def test_impossible_problems_are_named(facts, says):
     base = {"batch": 1, "seqlen_q": 8, "seqlen_k": 8, "heads_q": 4}
     with pytest.raises(ValueError, match=says):
         dense(**{**base, **facts})
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.0, 1e-50, -1e-50])
+def test_no_scale_is_zero_as_the_float32_that_kernels_take(scale):
+    """A hidden score is an infinity, and times 0 NaN."""
+    problem = AttentionProblem.dense(1, 8, 8, 1, scale=scale)
+    assert struct.unpack("f", struct.pack("f", problem.scale)) != (0.0,)
 
 
 def test_the_key_tells_problems_apart_and_reads_like_the_problem():

@@ -18,7 +18,7 @@ ITEM_BITS = {
     "int4": 4,
 }
 MAX_HEAD_DIM = 512
-NO_SCALE = 1e-30  # stands for 0
+NO_SCALE = 1e-30  # stands for all that is nearer to 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class AttentionProblem:
     head_dim, head_dim_v: of Q and K, and of V and the output.
     total_q, total_k: packed tokens, None where that side is (batch, seqlen, ...).
     dtype, kv_dtype, out_dtype: names as in torch and NumPy; int4 is two values a byte.
-    scale: multiplies q k^T, NO_SCALE if 0. softcap: 0 is off. dropout_p: 0 is off.
+    scale: multiplies q k^T, at least NO_SCALE in size. softcap: 0 is off. dropout_p: 0 is off.
     used_q, used_k: per-sequence lengths inside the given storage (seqused, cache_seqlens).
     page_size: keys a page of a paged cache, 0 if not paged.
     alibi, bias, sink, tree_mask, kv_batch_idx, leftpad_k: whether the call has them.
@@ -84,8 +84,8 @@ class AttentionProblem:
     dropout_origin: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     def __post_init__(self):
-        # Times 0 a hidden score, an infinity, would be NaN.
-        if self.scale == 0.0:
+        # Times 0, which a float32 may round it to, a hidden score, an infinity, would be NaN.
+        if abs(self.scale) < NO_SCALE:
             object.__setattr__(self, "scale", NO_SCALE)
 
     @classmethod

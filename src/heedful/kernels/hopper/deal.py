@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from heedful.kernels.hopper.compat import aggregate, optional
 
-SLOTS: gl.constexpr = gl.constexpr(2)
+DEAL_SLOTS: gl.constexpr = gl.constexpr(2)
 # Room for a piece's number and what else is told of it.
 WORDS: gl.constexpr = gl.constexpr(12)
 
@@ -50,10 +50,10 @@ class Deal:
     @gluon.jit
     def by_drawing(count, drawn, consumers: gl.constexpr, whole: gl.constexpr):
         layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-        ring = gl.allocate_shared_memory(gl.int32, [SLOTS * WORDS, 1], layout)
-        full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-        empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-        for slot in gl.static_range(SLOTS):
+        ring = gl.allocate_shared_memory(gl.int32, [DEAL_SLOTS * WORDS, 1], layout)
+        full = gl.allocate_shared_memory(gl.int64, [DEAL_SLOTS, 1], mbarrier.MBarrierLayout())
+        empty = gl.allocate_shared_memory(gl.int64, [DEAL_SLOTS, 1], mbarrier.MBarrierLayout())
+        for slot in gl.static_range(DEAL_SLOTS):
             mbarrier.init(full.index(slot), count=1)
             mbarrier.init(empty.index(slot), count=consumers)
         return Deal(count, drawn, ring, full, empty, whole)

@@ -20,7 +20,7 @@ from heedful.kernels.hopper.chunks import (
     scale_output,
 )
 from heedful.kernels.hopper.compat import HAS_INLINE_ASM
-from heedful.kernels.hopper.deal import SLOTS, Deal
+from heedful.kernels.hopper.deal import DEAL_SLOTS, Deal
 from heedful.kernels.hopper.dropout import Dropout, drop
 from heedful.kernels.hopper.masking import hide_outside
 from heedful.kernels.hopper.output import Outputs, store_nothing, store_rows
@@ -108,7 +108,7 @@ def producer(q_desc, k_desc, v_desc, q, k, v, deal, shape):
     at_v = Cursor.start(shape.V_STAGES)
     k_rows = shape.storage.k_rows
     v_rows = shape.storage.v_rows
-    at_deal = Cursor.start(SLOTS)
+    at_deal = Cursor.start(DEAL_SLOTS)
     index = gl.program_id(0)
     while index < deal.count:
         tile, split = take(shape, index)
@@ -277,7 +277,7 @@ def consumer(outputs, q, k, v, deal, shape, WORKER: gl.constexpr):
     at_k = Cursor.start(shape.K_STAGES)
     at_v = Cursor.start(shape.V_STAGES)
     at_q = Cursor(gl.to_tensor(placed(shape, WORKER)), gl.to_tensor(0), shape.Q_SLOTS)
-    at_deal = Cursor.start(SLOTS)
+    at_deal = Cursor.start(DEAL_SLOTS)
     if WORKER == shape.CONSUMERS - 1:
         pass_turn(shape, WORKER)
     index = deal.follow(gl.program_id(0) - gl.num_programs(0), at_deal)

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from heedful.kernels.hopper.channel import Channel, Cursor
 from heedful.kernels.hopper.compat import aggregate, optional, reinterpret, tma_store
-from heedful.kernels.hopper.deal import SLOTS, Deal
+from heedful.kernels.hopper.deal import DEAL_SLOTS, Deal
 from heedful.kernels.hopper.fp8_recheck import (
     E4M3_BITS,
     FINITE_BITS,
@@ -149,7 +149,7 @@ def producer(q_desc, k_desc, v_desc, q, slots, deal, shape):
     """Feeds every tile's queries, and its keys and values from the last to the first."""
     at_q = Cursor.start(shape.Q_SLOTS)
     at = Cursor.start(shape.STAGES)
-    at_deal = Cursor.start(SLOTS)
+    at_deal = Cursor.start(DEAL_SLOTS)
     index = gl.program_id(0)
     while index < deal.count:
         tile, split = take(shape, index)
@@ -270,16 +270,16 @@ def attend(q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl
     MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
     where = (keys, shape, tile, row)
     _, scale_log2 = factors
-    E: gl.constexpr = slots.v.rows
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 32])
-    acc_ME = gl.zeros([ROWS, E], gl.float32, o_layout)
+    k, v = slots.k, slots.v
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v.rows, 32])
+    acc_ME = gl.zeros([ROWS, v.rows], gl.float32, o_layout)
     sum_ME = acc_ME
     steps = keys.end - keys.begin
     j = keys.end - 1
 
     slots.wait(at)
     take_turn(shape, WORKER)
-    s_MN = queue_scores(q, slots.k, at_q, at, BLOCK_N)
+    s_MN = queue_scores(q, k, at_q, at, BLOCK_N)
     pass_turn(shape, WORKER)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
     slots.release_keys_after_mma(at)
@@ -307,9 +307,9 @@ def attend(q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl
             if not shape.LATE:
                 words = to_words(p_MN)
             take_turn(shape, WORKER)
-            s_MN = queue_scores(q, slots.k, at_q, at, BLOCK_N)
+            s_MN = queue_scores(q, k, at_q, at, BLOCK_N)
             slots.wait_for_values(at)
-            acc_ME = queue_output(words, slots.v, at, acc_ME, (step - 1) % shape.FLUSH != 0)
+            acc_ME = queue_output(words, v, at, acc_ME, (step - 1) % shape.FLUSH != 0)
             pass_turn(shape, WORKER)
             s_MN = warpgroup_mma_wait(1, deps=[s_MN])
             slots.release_keys_after_mma(at)
@@ -355,18 +355,7 @@ def attend(q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl
                     words = to_words(p_MN)
             if moved != 0:
                 p_MN, sums_ML, m_M, before_ML, alpha_M = answer(
-                    q,
-                    slots.k,
-                    at_q,
-                    at_before,
-                    p_MN,
-                    sums_MCL,
-                    m_M,
-                    before_ML,
-                    where,
-                    j,
-                    factors,
-                    MASKED,
+                    q, k, at_q, at_before, p_MN, sums_MCL, m_M, before_ML, where, j, factors, MASKED
                 )
                 l_ML = before_ML + sums_ML
                 words = to_words(p_MN)
@@ -379,7 +368,7 @@ def attend(q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl
         words = to_words(p_MN)
     slots.wait_for_values(at)
     adds = (steps - 1) % shape.FLUSH != 0
-    acc_ME = warpgroup_mma_wait(0, deps=[queue_output(words, slots.v, at, acc_ME, adds)])
+    acc_ME = warpgroup_mma_wait(0, deps=[queue_output(words, v, at, acc_ME, adds)])
     slots.release_as_one_after_mma(at_before)
     q.release_after_mma(at_q)
     slots.release_keys_after_mma(at)
@@ -436,7 +425,7 @@ def consumer(outputs, scales, all_sums, q, slots, deal, shape, WORKER: gl.conste
     )
     if WORKER == shape.CONSUMERS - 1:
         pass_turn(shape, WORKER)
-    at_deal = Cursor.start(SLOTS)
+    at_deal = Cursor.start(DEAL_SLOTS)
     index = deal.follow(gl.program_id(0) - gl.num_programs(0), at_deal)
     while index < deal.count:
         tile, _ = hear(shape, deal, index, at_deal)

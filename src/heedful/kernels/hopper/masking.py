@@ -1,4 +1,4 @@
-"""Hiding scores whose keys a row does not see. M query rows, N keys."""
+"""Hiding scores, or probabilities, whose keys a row does not see. M query rows, N keys."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -46,8 +46,8 @@ def _kinds(operands):
 
 @gluon.jit
 def hide_outside(s_MN, start_M, stop_M, HIDDEN: gl.constexpr = float("-inf")):
-    """Scores of a warpgroup's accumulator with keys outside [start, stop) at HIDDEN; one of the two
-    bounds may be None."""
+    """A warpgroup's scores, or what became of them, with keys outside [start, stop) at HIDDEN; one
+    of the two bounds may be None."""
     if HAS_INLINE_ASM:
         operands = (s_MN,)
         if stop_M is not None:
