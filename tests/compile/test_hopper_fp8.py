@@ -41,13 +41,17 @@ def test_unmasked_kernels_do_not_spill(head_dim):
     assert inspect_cubin(made.code).stack_bytes == 0
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+MASKS = {"full": MaskSpec(), "causal": MaskSpec.of(True), "window": MaskSpec.of(True, (127, 0))}
+
+
+@pytest.mark.parametrize("lse", [False, True], ids=["", "lse"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_what_few_steps_need_is_outside_of_the_loop_that_counts(head_dim, causal):
+def test_what_few_steps_need_is_outside_of_the_loop_that_counts(head_dim, mask, lse):
     """Flushes, masks, and what an alarm is answered with: jumped over or predicated they would cost
     every step. What remains is an FFMA, an exponential and an addition for each of a thread's 64
     scores, and two branches: the wait for a slot, and the loop's own."""
-    made = compiler.artifact(calls(head_dim, causal=causal)[1], DEVICE.arch)
+    made = compiler.artifact(calls(head_dim, mask=mask, return_lse=lse)[1], DEVICE.arch)
     loop = inspect_cubin(made.code).loop
     assert loop is not None and loop.wgmma == (head_dim + 128) // 32
     assert (loop.mufu, loop.floats, loop.counts["BRA"]) == (64, 128, 2)
