@@ -11,6 +11,7 @@ from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
+from heedful.inspector.nvidia import inspect_cubin
 from heedful.kernels.hopper import recheck
 from heedful.launch import buffers, compiler
 from heedful.launch.args import hopper
@@ -66,21 +67,49 @@ def test_packed_queries_take_a_program_an_sm_however_long_the_longest_is(dim, ca
         )
         order, attend = whole(problem).calls
         assert order.grid == (50, 1, 1) and attend.grid == (DEVICE.units, 1, 1)
-        compiler.artifact(order, DEVICE.arch)
-        assert compiler.artifact(attend, DEVICE.arch).shared_bytes <= DEVICE.shared_bytes
+    compiler.artifact(order, DEVICE.arch)
+    assert compiler.artifact(attend, DEVICE.arch).shared_bytes <= DEVICE.shared_bytes
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_many_tiles_of_unlike_length_are_drawn_and_others_are_not(dim):
-    def draws(**facts):
-        program = whole(AttentionProblem.dense(2, heads_q=16, head_dim=dim, **facts))
-        assert compiler.artifact(program.calls[0], DEVICE.arch).shared_bytes <= DEVICE.shared_bytes
+    def draws(seqlen_q, seqlen_k, **facts):
+        program = whole(
+            AttentionProblem.dense(2, seqlen_q, seqlen_k, heads_q=16, head_dim=dim, **facts)
+        )
         assert program.calls[0].grid == (DEVICE.units, 1, 1)
         return [(w.name, w.zeroed) for w in program.workspaces] == [("drawn", True)]
 
-    long, short = {"seqlen_q": 4096, "seqlen_k": 4096}, {"seqlen_q": 2048, "seqlen_k": 2048}
-    assert draws(**long, causal=True) and draws(**long, mask=MaskSpec.of(True, (1000, 0)))
-    assert not draws(**long) and not draws(**short, causal=True)
+    long, short = (4096, 4096), (2048, 2048)
+    causal = whole(AttentionProblem.dense(2, *long, heads_q=16, head_dim=dim, causal=True))
+    made = compiler.artifact(causal.calls[0], DEVICE.arch)
+    assert made.shared_bytes <= DEVICE.shared_bytes
+    assert draws(*long, causal=True) and draws(*long, mask=MaskSpec.of(True, (1000, 0)))
+    assert not draws(*long) and not draws(*short, causal=True)
+
+
+MASKS = {"full": MaskSpec(), "causal": MaskSpec.of(True), "window": MaskSpec.of(True, (1023, 0))}
+
+
+@pytest.mark.parametrize(
+    "lse", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "lse"]
+)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_what_few_steps_need_is_outside_of_the_loop_that_counts(dim, mask, lse):
+    """Masks, and what an alarm is answered with: jumped over they would cost every step. What
+    remains is an FFMA, an exponential and an addition for each of a thread's scores, and four
+    branches: the waits for values and keys, of which the last may be none, and the loop's own."""
+    problem = AttentionProblem.dense(4, 4096, 4096, 16, head_dim=dim, mask=mask, return_lse=lse)
+    *_, call = whole(problem).calls
+    made = compiler.artifact(call, DEVICE.arch)
+    assert made.shared_bytes <= DEVICE.shared_bytes
+    loop = inspect_cubin(made.code).loop
+    keys = call.constants["BLOCK_N"]
+    assert isinstance(keys, int) and loop is not None
+    assert (loop.mufu, loop.floats) == (keys // 2, keys)
+    assert loop.counts["BRA"] <= 4
+    assert not (loop.predicated or loop.shared or loop.spills)
 
 
 FEATURES = {

@@ -108,6 +108,13 @@ class Channel:
         return Channel.over(boxes, stages, readers, box_rows(shape), dim, tails)
 
     @gluon.jit
+    def beside(desc, other):
+        """Tiles that share the slots of another ring, and its barriers."""
+        shape: gl.constexpr = desc.block_type.shape
+        boxes = allocate_boxes(desc, other.full.shape[0])
+        return Channel(boxes, None, other.full, other.empty, box_rows(shape), shape[-1])
+
+    @gluon.jit
     def of_tiles(
         dtype: gl.constexpr,
         rows: gl.constexpr,
@@ -153,12 +160,6 @@ class Channel:
             tma_load(desc, columns, full, self.boxes.index(2 * at.slot + 1))
             columns = coordinates[:-1] + [2 * WIDTH]
             tma_load(desc, columns, full, self.tails.index(at.slot))
-
-    @gluon.jit
-    def pass_by(self, at):
-        """Leaves slot `at` as it is, this time around."""
-        mbarrier.wait(self.empty.index(at.slot), at.parity ^ 1)
-        mbarrier.arrive(self.full.index(at.slot), count=1)
 
     @gluon.jit
     def wait(self, at, pred=True):

@@ -2,8 +2,7 @@
 
 Pieces of unlike length want drawing: which program is free next, only the device knows. The
 producer draws ahead, while consumers are still at work, and tells them through shared memory: the
-piece's number, and, if it tells pieces WHOLE, what it found out about it, so that it is not found
-out again by each.
+piece's number, and what it found out about it, so that it is not found out again by each.
 """
 
 from triton.experimental import gluon
@@ -20,35 +19,32 @@ WORDS: gl.constexpr = gl.constexpr(12)
 @aggregate
 class Deal:
     """Pieces [0, count). drawn: address of how many were drawn beyond each program's first; None
-    where programs go in strides, and with it the ring of what producers tell. WHOLE: whether that
-    is more than a piece's number."""
+    where programs go in strides, and with it the ring of what producers tell."""
 
     count: gl.tensor
     drawn: gl.tensor | gl.constexpr
     ring: gl.shared_memory_descriptor | gl.constexpr
     full: gl.shared_memory_descriptor | gl.constexpr
     empty: gl.shared_memory_descriptor | gl.constexpr
-    WHOLE: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, count, drawn=None, ring=None, full=None, empty=None, whole=True):
+    def __init__(self, count, drawn=None, ring=None, full=None, empty=None):
         self.count = count
         self.drawn = optional(drawn)
         self.ring = optional(ring)
         self.full = optional(full)
         self.empty = optional(empty)
-        self.WHOLE = gl.constexpr(whole)
 
     @gluon.jit
-    def of(count, drawn, consumers: gl.constexpr, whole: gl.constexpr = True):
+    def of(count, drawn, consumers: gl.constexpr):
         """In strides if `drawn` is None."""
         if drawn is None:
             return Deal(count)
         else:
-            return Deal.by_drawing(count, drawn, consumers, whole)
+            return Deal.by_drawing(count, drawn, consumers)
 
     @gluon.jit
-    def by_drawing(count, drawn, consumers: gl.constexpr, whole: gl.constexpr):
+    def by_drawing(count, drawn, consumers: gl.constexpr):
         layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
         ring = gl.allocate_shared_memory(gl.int32, [DEAL_SLOTS * WORDS, 1], layout)
         full = gl.allocate_shared_memory(gl.int64, [DEAL_SLOTS, 1], mbarrier.MBarrierLayout())
@@ -56,7 +52,7 @@ class Deal:
         for slot in gl.static_range(DEAL_SLOTS):
             mbarrier.init(full.index(slot), count=1)
             mbarrier.init(empty.index(slot), count=consumers)
-        return Deal(count, drawn, ring, full, empty, whole)
+        return Deal(count, drawn, ring, full, empty)
 
     @gluon.jit
     def draw(self, index):
@@ -68,7 +64,7 @@ class Deal:
 
     @gluon.jit
     def tell(self, words, at):
-        """What the consumers are told: a piece's number, and more unless there is none."""
+        """What the consumers are told: a piece's number and more; behind the last, no more."""
         if self.drawn is not None:
             mbarrier.wait(self.empty.index(at.slot), at.parity ^ 1)
             layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])

@@ -49,7 +49,7 @@ from heedful.kernels.hopper.schedule import (
 from heedful.kernels.hopper.slots import Slots
 from heedful.kernels.hopper.softmax import scale_rows
 from heedful.kernels.hopper.terms import cap
-from heedful.kernels.hopper.turns import pass_turn, skip_slots, take_turn
+from heedful.kernels.hopper.turns import pass_turn, skip, skip_all, take_turn
 from heedful.kernels.hopper.work import hear, take, tell
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
@@ -148,7 +148,7 @@ class Outputs:
 def producer(q_desc, k_desc, v_desc, q, slots, deal, shape):
     """Feeds every tile's queries, and its keys and values from the last to the first."""
     at_q = Cursor.start(shape.Q_SLOTS)
-    at = Cursor.start(shape.STAGES)
+    at = slots.start()
     at_deal = Cursor.start(DEAL_SLOTS)
     index = gl.program_id(0)
     while index < deal.count:
@@ -159,8 +159,8 @@ def producer(q_desc, k_desc, v_desc, q, slots, deal, shape):
         steps = keys.end - keys.begin
         col = (keys.end - 1) * shape.BLOCK_N
         if steps > 0:
-            slots.load_keys(k_desc, keys_at(shape, tile, col), at)
-            at = at.next()
+            slots.k.load(k_desc, keys_at(shape, tile, col), at.k)
+            at = at.after_keys()
         for w in gl.static_range(shape.CONSUMERS):
             q.load(q_desc, rows_at(shape, tile, tile.row + w * ROWS), at_q)
             at_q = at_q.next()
@@ -170,8 +170,8 @@ def producer(q_desc, k_desc, v_desc, q, slots, deal, shape):
             at = at.next()
             col -= shape.BLOCK_N
         if steps > 0:
-            slots.load_values(v_desc, values_at(shape, tile, col), at)
-            at = at.next()
+            slots.v.load(v_desc, values_at(shape, tile, col), at.values())
+            at = at.after_values()
         index = deal.draw(index)
     deal.tell((deal.count,), at_deal)
 
@@ -279,12 +279,10 @@ def attend(q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl
 
     slots.wait(at)
     take_turn(shape, WORKER)
-    s_MN = queue_scores(q, k, at_q, at, BLOCK_N)
+    s_MN = queue_scores(q, k, at_q, at.k, BLOCK_N)
     pass_turn(shape, WORKER)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
     slots.release_keys_after_mma(at)
-    slots.wait_for_values(at)  # there are none here
-    slots.release_values_after_mma(at)
     # Without a mask, the last tile alone can have keys past the end.
     s_MN = modify(s_MN, where, j, factors, True)
     m_M = reference(s_MN, scale_log2)
@@ -295,9 +293,10 @@ def attend(q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl
     words = to_words(p_MN)
     before_ML = l_ML
     at_before = at
-    at = at.next()
-    slots.wait(at)
+    at = at.after_keys()
+    slots.wait(at, steps > 1)
     moved = gl.to_tensor(0)
+    alpha_M = gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
     hides = gl.to_tensor(False)
     step = gl.to_tensor(1)
     while step < steps:
@@ -307,14 +306,14 @@ def attend(q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl
             if not shape.LATE:
                 words = to_words(p_MN)
             take_turn(shape, WORKER)
-            s_MN = queue_scores(q, k, at_q, at, BLOCK_N)
+            s_MN = queue_scores(q, k, at_q, at.k, BLOCK_N)
             slots.wait_for_values(at)
-            acc_ME = queue_output(words, v, at, acc_ME, (step - 1) % shape.FLUSH != 0)
+            acc_ME = queue_output(words, v, at.values(), acc_ME, (step - 1) % shape.FLUSH != 0)
             pass_turn(shape, WORKER)
             s_MN = warpgroup_mma_wait(1, deps=[s_MN])
             slots.release_keys_after_mma(at)
             # That these scores are there means that every warp is done with the slot before.
-            slots.release_as_one_after_mma(at_before)
+            slots.release_kept_after_mma(at_before)
             j = keys.end - 1 - step
             if shape.LATE:
                 s_MN = modify(s_MN, where, j, factors, False)
@@ -332,18 +331,13 @@ def attend(q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl
             at = at.next()
             # A wait loop ends a basic block: else ptxas would hoist the wait below over the
             # exponentials.
-            slots.wait(at)
+            slots.wait(at, step + 1 < steps)
             acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
             slots.release_values_after_mma(at_before)
-            if not shape.LATE:  # noqa: SIM102  (known when compiling, and `and` is not)
-                if moved != 0:
-                    acc_ME = scale_rows(acc_ME, alpha_M)
-            goes = (step + 1 < steps) & (step % shape.FLUSH != 0)
-            if shape.LATE:
-                goes = (moved == 0) & goes
-                if MASKED:
-                    hides = needs_mask(keys, j)
-                    goes = goes & (hides == 0)
+            goes = (moved == 0) & (step + 1 < steps) & (step % shape.FLUSH != 0)
+            if shape.LATE and MASKED:
+                hides = needs_mask(keys, j)
+                goes = goes & (hides == 0)
             step += 1
         if shape.LATE:
             if MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
@@ -354,31 +348,32 @@ def attend(q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl
                     moved = any_above(sums_MCL, m_M, E4M3_BITS, MASKED)
                     words = to_words(p_MN)
             if moved != 0:
+                k_before = at_before.k
                 p_MN, sums_ML, m_M, before_ML, alpha_M = answer(
-                    q, k, at_q, at_before, p_MN, sums_MCL, m_M, before_ML, where, j, factors, MASKED
+                    q, k, at_q, k_before, p_MN, sums_MCL, m_M, before_ML, where, j, factors, MASKED
                 )
                 l_ML = before_ML + sums_ML
                 words = to_words(p_MN)
                 acc_ME = scale_rows(acc_ME, alpha_M)
                 if shape.SUMS_IN_REGS:
                     sum_ME = scale_rows(sum_ME, alpha_M)
+        elif moved != 0:
+            acc_ME = scale_rows(acc_ME, alpha_M)
         if (step - 1) % shape.FLUSH == 0:
             acc_ME, sum_ME, base_M = flush(sums, acc_ME, sum_ME, m_M, base_M, step - 1, shape)
     if not shape.LATE:
         words = to_words(p_MN)
     slots.wait_for_values(at)
     adds = (steps - 1) % shape.FLUSH != 0
-    acc_ME = warpgroup_mma_wait(0, deps=[queue_output(words, v, at, acc_ME, adds)])
-    slots.release_as_one_after_mma(at_before)
+    acc_ME = warpgroup_mma_wait(0, deps=[queue_output(words, v, at.values(), acc_ME, adds)])
+    slots.release_kept_after_mma(at_before)
     q.release_after_mma(at_q)
-    slots.release_keys_after_mma(at)
-    slots.release_values_after_mma(at)
-    slots.release_as_one_after_mma(at)
+    slots.release_last_values_after_mma(at)
     if shape.SUMS_IN_REGS:
         acc_ME = acc_ME + sum_ME
     elif steps > shape.FLUSH:
         acc_ME = with_sums(sums, acc_ME, m_M, base_M)
-    return acc_ME, m_M, gl.sum(l_ML, 1), at.next()
+    return acc_ME, m_M, gl.sum(l_ML, 1), at.after_values()
 
 
 @gluon.jit
@@ -416,7 +411,7 @@ def consumer(outputs, scales, all_sums, q, slots, deal, shape, WORKER: gl.conste
     E: gl.constexpr = slots.v.rows
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 32])
     row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
-    at = Cursor.start(shape.STAGES)
+    at = slots.start()
     at_q = Cursor(gl.to_tensor(WORKER), gl.to_tensor(0), shape.Q_SLOTS)
     sums = all_sums.index(WORKER)
     # Sums are done with when the output takes their place.
@@ -436,18 +431,16 @@ def consumer(outputs, scales, all_sums, q, slots, deal, shape, WORKER: gl.conste
         v_scale = scales.of_values(tile)
         q.wait(at_q)
         if keys.end > keys.begin:
-            at = skip_slots(slots, at, whole.end - keys.end, shape, WORKER)
+            at = skip(slots, at, whole.end - keys.end, shape, WORKER)
             acc_ME, m_M, l_M, at = attend(
                 q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER
             )
-            at = skip_slots(slots, at, keys.begin - whole.begin, shape, WORKER)
+            at = skip(slots, at, keys.begin - whole.begin, shape, WORKER)
             m_M = gl.convert_layout(m_M, row_layout)
             l_M = gl.convert_layout(l_M, row_layout)
             store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, shape, v_scale)
         else:
-            if whole.end > whole.begin:
-                at = skip_slots(slots, at, whole.end - whole.begin, shape, WORKER)
-                at = slots.skip(at)
+            at = skip_all(slots, at, whole.end - whole.begin, shape, WORKER)
             q.release(at_q)
             if row < tile.len_q:
                 none_M = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
@@ -505,7 +498,6 @@ def forward(
     LATE: gl.constexpr,
     SUMS_IN_REGS: gl.constexpr,
     ORDERED: gl.constexpr,
-    TOLD_WHOLE: gl.constexpr,
     IS_RIGHT: gl.constexpr,
     IS_LEFT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
@@ -533,7 +525,6 @@ def forward(
         BLOCK_N,
         CONSUMERS,
         Q_SLOTS,
-        STAGES,
         FLUSH,
         LATE,
         SUMS_IN_REGS,
@@ -558,10 +549,15 @@ def forward(
     q = Channel.allocate(q_desc, Q_SLOTS, 1)
     # At D256 keys are looked at no more once their scores are there, and memory holds two slots:
     # too few to keep keys as long as values.
-    slots = Slots.allocate(k_desc, v_desc, STAGES, CONSUMERS, LATE)
+    k = Channel.allocate(k_desc, STAGES, CONSUMERS)
+    if LATE:
+        v = Channel.beside(v_desc, k)
+    else:
+        v = Channel.allocate(v_desc, STAGES, CONSUMERS)
+    slots = Slots.of(k, v, LATE, LATE)
     kept: gl.constexpr = out_desc.dtype if SUMS_IN_REGS else gl.float32
     sums = allocate_sums(CONSUMERS, slots.v.rows, kept)
-    deal = Deal.of(shape.tiles, drawn, CONSUMERS, TOLD_WHOLE)
+    deal = Deal.of(shape.tiles, drawn, CONSUMERS)
     fence_async_shared()
     outputs = Outputs(out_desc, lse_ptr, sink_ptr)
     feed = (q_desc, k_desc, v_desc, q, slots, deal, shape)

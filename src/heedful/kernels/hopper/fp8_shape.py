@@ -37,7 +37,6 @@ class Fp8Shape:
     BLOCK_N: gl.constexpr
     CONSUMERS: gl.constexpr
     Q_SLOTS: gl.constexpr
-    STAGES: gl.constexpr
     FLUSH: gl.constexpr
     LATE: gl.constexpr
     SUMS_IN_REGS: gl.constexpr
@@ -67,7 +66,6 @@ class Fp8Shape:
         BLOCK_N,
         CONSUMERS,
         Q_SLOTS,
-        STAGES,
         FLUSH,
         LATE,
         SUMS_IN_REGS,
@@ -97,7 +95,6 @@ class Fp8Shape:
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.Q_SLOTS = gl.constexpr(Q_SLOTS)
-        self.STAGES = gl.constexpr(STAGES)
         self.FLUSH = gl.constexpr(FLUSH)
         self.LATE = gl.constexpr(LATE)
         self.SUMS_IN_REGS = gl.constexpr(SUMS_IN_REGS)

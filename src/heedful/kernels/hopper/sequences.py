@@ -137,6 +137,18 @@ def load_keys(channel, desc, shape, tile, rows_each, col, at):
 
 
 @gluon.jit
+def load_keys_and_values(slots, k_desc, v_desc, shape, tile, k_col, v_col, at):
+    """As load_keys, keys from `k_col` and values from `v_col` on."""
+    storage = shape.storage
+    if storage.block_table is None:
+        k_at = keys_at(shape, tile, storage.k_rows, k_col)
+        slots.load(k_desc, k_at, v_desc, keys_at(shape, tile, storage.v_rows, v_col), at)
+    else:
+        load_pages(slots.k, k_desc, shape, tile, storage.k_rows, k_col, at.k)
+        load_pages(slots.v, v_desc, shape, tile, storage.v_rows, v_col, at.values())
+
+
+@gluon.jit
 def load_pages(channel, desc, shape, tile, rows_each, col, at):
     """As load_keys, from pages: boxes of as many rows as the map has, 64 columns wide each.
 

@@ -49,8 +49,6 @@ class Shape:
     PACK: gl.constexpr
     CONSUMERS: gl.constexpr
     Q_SLOTS: gl.constexpr
-    K_STAGES: gl.constexpr
-    V_STAGES: gl.constexpr
     OUT_IN_Q: gl.constexpr
     ORDERED: gl.constexpr
     LAZY: gl.constexpr
@@ -89,8 +87,6 @@ class Shape:
         PACK,
         CONSUMERS,
         Q_SLOTS,
-        K_STAGES,
-        V_STAGES,
         OUT_IN_Q,
         ORDERED,
         LAZY,
@@ -126,8 +122,6 @@ class Shape:
         self.PACK = gl.constexpr(PACK)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
         self.Q_SLOTS = gl.constexpr(Q_SLOTS)
-        self.K_STAGES = gl.constexpr(K_STAGES)
-        self.V_STAGES = gl.constexpr(V_STAGES)
         self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
         self.ORDERED = gl.constexpr(ORDERED)
         self.LAZY = gl.constexpr(LAZY)

@@ -36,29 +36,19 @@ def pass_turn(shape, WORKER: gl.constexpr):
 
 
 @gluon.jit
-def skip(k, v, at_k, at_v, count, shape, WORKER: gl.constexpr):
-    """Passes over tiles that other consumers of this program need and this one does not.
-
-    No product holds the warps together here, so that releasing must: a warp that lagged behind
-    would miss a phase of the barrier it waits for.
-    """
-    for _ in range(count):
-        take_turn(shape, WORKER)
-        pass_turn(shape, WORKER)
-        k.wait(at_k)
-        k.release(at_k)
-        at_k = at_k.next()
-        v.wait(at_v)
-        v.release(at_v)
-        at_v = at_v.next()
-    return at_k, at_v
-
-
-@gluon.jit
-def skip_slots(slots, at, count, shape, WORKER: gl.constexpr):
-    """As `skip`, of keys and values side by side."""
+def skip(slots, at, count, shape, WORKER: gl.constexpr):
+    """Passes over tiles that other consumers of this program need and this one does not."""
     for _ in range(count):
         take_turn(shape, WORKER)
         pass_turn(shape, WORKER)
         at = slots.skip(at)
+    return at
+
+
+@gluon.jit
+def skip_all(slots, at, count, shape, WORKER: gl.constexpr):
+    """Passes over all tiles that this program works on: there may be none."""
+    at = skip(slots, at, count, shape, WORKER)
+    if count > 0:
+        at = slots.skip_last_values(at)
     return at

@@ -35,9 +35,7 @@ def take(shape, index):
 def tell(shape, deal, index, tile, split, at):
     """What `hear` needs to know of the producer's piece `index`. Sizes of dense sequences are the
     same in all."""
-    if not deal.WHOLE:
-        deal.tell((index,), at)
-    elif shape.order is None:
+    if shape.order is None:
         deal.tell((index, split, tile.batch, tile.head, tile.row), at)
     else:
         sizes = (tile.start_q, tile.len_q, tile.len_k, tile.off, tile.stored_q)
@@ -48,9 +46,6 @@ def tell(shape, deal, index, tile, split, at):
 def hear(shape, deal, index, at):
     """A consumer's piece `index`, as `take` gives it but for where keys lie."""
     if deal.drawn is None:
-        return take(shape, index)
-    elif not deal.WHOLE:
-        deal.heard(at)
         return take(shape, index)
     else:
         split = deal.word(1, at)

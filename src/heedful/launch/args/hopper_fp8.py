@@ -130,7 +130,6 @@ def _variant(problem: AttentionProblem, config: TileConfig) -> dict[str, object]
         "LATE": config.get("late", False),
         "SUMS_IN_REGS": config.get("sums_in_regs", False),
         "ORDERED": config.get("ordered", False),
-        "TOLD_WHOLE": config.get("told_whole", True),
         "IS_RIGHT": problem.mask.right >= 0,
         "IS_LEFT": problem.mask.left >= 0,
         "HAS_SOFTCAP": problem.softcap > 0,
