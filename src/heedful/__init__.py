@@ -24,7 +24,16 @@ _PUBLIC = {
     "record": "heedful.launch.record",
     "counters": "heedful.launch.compiler",
 }
-__all__ = ["__version__", *_PUBLIC]
+
+# Type checkers and editors take this for true, wherever it comes from.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from heedful.launch.compiler import counters as counters
+    from heedful.launch.packs import load_pack as load_pack
+    from heedful.launch.record import record as record
+    from heedful.torch import *  # noqa: F403
+else:
+    __all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str):

@@ -91,10 +91,11 @@ def test_a_pack_from_another_machine_serves_with_no_compilation(tmp_path, argume
     assert told["difference"] <= one_rounding()
 
 
-def tensors(seed: int, device="cuda"):
+def tensors(seed: int, device="cuda") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator(device).manual_seed(seed)
     shape, dtype = (2, 200, 4, 64), torch.bfloat16
-    return [torch.randn(shape, device=device, dtype=dtype, generator=generator) for _ in range(3)]
+    q, k, v = torch.randn(3, *shape, device=device, dtype=dtype, generator=generator)
+    return q, k, v
 
 
 def test_threads_on_streams_of_their_own_get_their_own_results():
@@ -121,9 +122,9 @@ def test_a_call_runs_on_the_device_of_its_tensors_not_the_current_one():
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     want = heedful.flash_attn_func(*tensors(0))
-    moved = [t.to("cuda:1") for t in tensors(0)]
+    q, k, v = (t.to("cuda:1") for t in tensors(0))
     with torch.cuda.device(0):
-        got = heedful.flash_attn_func(*moved)
+        got = heedful.flash_attn_func(q, k, v)
     assert got.device == torch.device("cuda:1")
     assert torch.equal(got.cpu(), want.cpu())
 

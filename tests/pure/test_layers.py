@@ -1,5 +1,6 @@
 """The layers of the package: who may import whom, proven in fresh processes."""
 
+import ast
 import os
 import re
 import subprocess
@@ -104,3 +105,23 @@ def test_every_environment_variable_is_in_the_settings_table():
     for path in ROOT.rglob("*.py"):
         used |= set(re.findall(r"HEEDFUL_\w+", path.read_text()))
     assert used <= known
+
+
+def test_type_checkers_see_the_names_that_users_get():
+    """`import heedful` finds its names on first use, which no type checker can follow."""
+    tree = ast.parse((ROOT / "__init__.py").read_text())
+    (typed,) = (
+        n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+    )
+    told = {}
+    for node in typed.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            told[alias.name] = node.module
+    assert told.pop("*") == "heedful.torch"
+    assert told == {n: m for n, m in heedful._PUBLIC.items() if m != "heedful.torch"}
+    (listed,) = re.findall(
+        r"^__all__ = (\[.*?\])", (ROOT / "torch/__init__.py").read_text(), re.M | re.S
+    )
+    assert set(ast.literal_eval(listed)) == set(heedful._PUBLIC) - set(told)
+    assert (ROOT / "py.typed").exists()
