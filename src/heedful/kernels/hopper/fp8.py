@@ -38,13 +38,6 @@ from heedful.kernels.hopper.fp8_softmax import (
     to_words,
 )
 from heedful.kernels.hopper.fp8_sums import allocate_sums, store_sums, with_sums
-from heedful.kernels.hopper.fp8_turner import (
-    CHUNK_N,
-    RAW_SLOTS,
-    TURN_WARPS,
-    Turning,
-    turner,
-)
 from heedful.kernels.hopper.masking import hide_outside
 from heedful.kernels.hopper.schedule import (
     ROWS,
@@ -152,16 +145,7 @@ class Outputs:
 
 
 @gluon.jit
-def wait_for_turner(turning, tile, col, is_first, BLOCK_N: gl.constexpr):
-    """Where this kernel turns V itself: waits until the values from key `col` on are ready, if they
-    are in another chunk than those before them or the tile's first."""
-    if turning is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
-        if is_first | ((col + BLOCK_N) % CHUNK_N == 0):
-            turning.wait(tile.batch * turning.heads_k + tile.kv_head, col)
-
-
-@gluon.jit
-def producer(q_desc, k_desc, v_desc, q, slots, deal, turning, shape):
+def producer(q_desc, k_desc, v_desc, q, slots, deal, shape):
     """Feeds every tile's queries, and its keys and values from the last to the first."""
     at_q = Cursor.start(shape.Q_SLOTS)
     at = slots.start()
@@ -180,14 +164,12 @@ def producer(q_desc, k_desc, v_desc, q, slots, deal, turning, shape):
         for w in gl.static_range(shape.CONSUMERS):
             q.load(q_desc, rows_at(shape, tile, tile.row + w * ROWS), at_q)
             at_q = at_q.next()
-        for step in range(1, steps):
-            wait_for_turner(turning, tile, col, step == 1, shape.BLOCK_N)
+        for _ in range(1, steps):
             k_at, v_at = keys_at(shape, tile, col - shape.BLOCK_N), values_at(shape, tile, col)
             slots.load(k_desc, k_at, v_desc, v_at, at)
             at = at.next()
             col -= shape.BLOCK_N
         if steps > 0:
-            wait_for_turner(turning, tile, col, steps == 1, shape.BLOCK_N)
             slots.v.load(v_desc, values_at(shape, tile, col), at.values())
             at = at.after_values()
         index = deal.draw(index)
@@ -484,9 +466,6 @@ def forward(
     cu_k,
     order,
     drawn,
-    raw_v_desc,
-    turned_v,
-    turn_counts,
     out_desc,
     lse_ptr,
     scale_log2,
@@ -509,10 +488,6 @@ def forward(
     right,
     shift,
     align,
-    heads_k,
-    dim_v,
-    padded_k,
-    pieces,
     BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr,
     Q_SLOTS: gl.constexpr,
@@ -523,7 +498,6 @@ def forward(
     LATE: gl.constexpr,
     SUMS_IN_REGS: gl.constexpr,
     ORDERED: gl.constexpr,
-    TURNS: gl.constexpr,
     IS_RIGHT: gl.constexpr,
     IS_LEFT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
@@ -584,37 +558,28 @@ def forward(
     kept: gl.constexpr = out_desc.dtype if SUMS_IN_REGS else gl.float32
     sums = allocate_sums(CONSUMERS, slots.v.rows, kept)
     deal = Deal.of(shape.tiles, drawn, CONSUMERS)
-    outputs = Outputs(out_desc, lse_ptr, sink_ptr)
-    turning: gl.constexpr = None
-    if TURNS:
-        section_k = gl.maximum(section // group, 1)
-        turning = Turning(
-            turned_v, turn_counts, heads_k, section_k, dim_v, padded_k, pieces, slots.v.rows
-        )
-        raw = Channel.allocate(raw_v_desc, RAW_SLOTS, 1)
-    feed = (q_desc, k_desc, v_desc, q, slots, deal, turning, shape)
     fence_async_shared()
+    outputs = Outputs(out_desc, lse_ptr, sink_ptr)
+    feed = (q_desc, k_desc, v_desc, q, slots, deal, shape)
     # A partition is compiled on its own, so that each consumer must be spelled out.
     if CONSUMERS == 2:
         gl.warp_specialize(
-            (
+            [
                 (consumer, (outputs, scales, sums, q, slots, deal, shape, 0)),
                 (consumer, (outputs, scales, sums, q, slots, deal, shape, 1)),
                 (producer, feed),
-            )
-            + (((turner, (raw_v_desc, turning, raw)),) if TURNS else ()),
-            (4, 1) + ((TURN_WARPS,) if TURNS else ()),
-            (CONSUMER_REGS, PRODUCER_REGS) + ((PRODUCER_REGS,) if TURNS else ()),
+            ],
+            [4, 1],
+            [CONSUMER_REGS, PRODUCER_REGS],
         )
     else:
         gl.warp_specialize(
-            (
+            [
                 (consumer, (outputs, scales, sums, q, slots, deal, shape, 0)),
                 (consumer, (outputs, scales, sums, q, slots, deal, shape, 1)),
                 (consumer, (outputs, scales, sums, q, slots, deal, shape, 2)),
                 (producer, feed),
-            )
-            + (((turner, (raw_v_desc, turning, raw)),) if TURNS else ()),
-            (4, 4, 1) + ((TURN_WARPS,) if TURNS else ()),
-            (CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS) + ((PRODUCER_REGS,) if TURNS else ()),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
         )
