@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from heedful.launch.compiler import counters as counters
     from heedful.launch.packs import load_pack as load_pack
     from heedful.launch.record import record as record
-    from heedful.torch import *  # noqa: F403
+    from heedful.torch import *  # noqa: F403  (its __all__ lists what is public)
 else:
     __all__ = ["__version__", *_PUBLIC]
 

@@ -11,11 +11,11 @@ from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
-from heedful.inspector.nvidia import inspect_cubin
 from heedful.kernels.hopper import recheck
 from heedful.launch import buffers, compiler
 from heedful.launch.args import hopper
 from heedful.launch.spec import BufferSpec, Scalar, TensorMap
+from support.loops import bare_loop, each_loop
 
 DEVICE = by_name("H200")
 _EXTRA = (("consumer_regs", 240), ("ordered", True), ("producer_regs", 24))
@@ -88,28 +88,17 @@ def test_many_tiles_of_unlike_length_are_drawn_and_others_are_not(dim):
     assert not draws(*long) and not draws(*short, causal=True)
 
 
-MASKS = {"full": MaskSpec(), "causal": MaskSpec.of(True), "window": MaskSpec.of(True, (1023, 0))}
-
-
-@pytest.mark.parametrize(
-    "lse", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "lse"]
-)
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("dim", [64, 128])
-def test_what_few_steps_need_is_outside_of_the_loop_that_counts(dim, mask, lse):
+@each_loop
+def test_what_few_steps_need_is_outside_of_the_loop_that_counts(head_dim, mask, lse):
     """Masks, and what an alarm is answered with: jumped over they would cost every step. What
     remains is an FFMA, an exponential and an addition for each of a thread's scores, and four
     branches: the waits for values and keys, of which the last may be none, and the loop's own."""
-    problem = AttentionProblem.dense(4, 4096, 4096, 16, head_dim=dim, mask=mask, return_lse=lse)
-    *_, call = whole(problem).calls
-    made = compiler.artifact(call, DEVICE.arch)
-    assert made.shared_bytes <= DEVICE.shared_bytes
-    loop = inspect_cubin(made.code).loop
-    keys = call.constants["BLOCK_N"]
-    assert isinstance(keys, int) and loop is not None
+    facts = {"head_dim": head_dim, "mask": mask, "return_lse": lse}
+    *_, call = whole(AttentionProblem.dense(4, 4096, 4096, 16, **facts)).calls
+    loop, keys = bare_loop(call, DEVICE), call.constants["BLOCK_N"]
+    assert isinstance(keys, int)
     assert (loop.mufu, loop.floats) == (keys // 2, keys)
     assert loop.counts["BRA"] <= 4
-    assert not (loop.predicated or loop.shared or loop.spills)
 
 
 FEATURES = {

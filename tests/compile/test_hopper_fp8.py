@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 
 from heedful.core.device import by_name
-from heedful.core.mask import MaskSpec
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.inspector.nvidia import inspect_cubin
 from heedful.launch import buffers, compiler, programs
 from heedful.launch.spec import BufferSpec
+from support.loops import bare_loop, each_loop
 
 DEVICE = by_name("H200")
 
@@ -41,26 +41,16 @@ def test_unmasked_kernels_do_not_spill(head_dim):
     assert inspect_cubin(made.code).stack_bytes == 0
 
 
-MASKS = {"full": MaskSpec(), "causal": MaskSpec.of(True), "window": MaskSpec.of(True, (127, 0))}
-
-
-@pytest.mark.parametrize(
-    "lse", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "lse"]
-)
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("head_dim", [64, 128])
+@each_loop
 def test_what_few_steps_need_is_outside_of_the_loop_that_counts(head_dim, mask, lse):
     """Flushes, masks, and what an alarm is answered with: jumped over or predicated they would cost
     every step. What remains is an FFMA, an exponential and an addition for each of a thread's 64
     scores, and two branches: the wait for a slot, and the loop's own."""
     long = (2, 4096, 4096, 16, 16)
     *_, call = calls(head_dim, long, mask=mask, return_lse=lse)
-    made = compiler.artifact(call, DEVICE.arch)
-    assert made.shared_bytes <= DEVICE.shared_bytes
-    loop = inspect_cubin(made.code).loop
-    assert loop is not None and loop.wgmma == (head_dim + 128) // 32
+    loop = bare_loop(call, DEVICE)
+    assert loop.wgmma == (head_dim + 128) // 32
     assert (loop.mufu, loop.floats, loop.counts["BRA"]) == (64, 128, 2)
-    assert not (loop.predicated or loop.shared or loop.spills)
 
 
 def test_a_new_length_batch_or_head_count_is_the_same_variant():

@@ -9,20 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from heedful.torch.device import toolchain
 from support import alone
+from support.hopper import ON_HOPPER, WITH_TRITON_3_9
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="the Hopper kernels run on sm_90 alone",
-    ),
-    pytest.mark.skipif(
-        (toolchain().triton or ()) < (3, 9),
-        reason="fp8 needs Triton 3.9, before which every wait is one of the whole warpgroup",
-    ),
-]
+pytestmark = [*ON_HOPPER, WITH_TRITON_3_9]
 LAGGING = Path(alone.__file__).with_name("lagging.py")
 
 

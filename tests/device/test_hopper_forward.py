@@ -10,16 +10,11 @@ from hypothesis import strategies as st
 
 from support.budget import run
 from support.cases import Case, variants
+from support.hopper import ON_HOPPER
 from support.prepared import Prepared
 from support.variants import problems, sample
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="the Hopper kernels run on sm_90 alone",
-    ),
-]
+pytestmark = ON_HOPPER
 
 BASE = Case(dtype="bfloat16", head_dim=64, heads_q=4, heads_k=2, backward=False, num_splits=1)
 

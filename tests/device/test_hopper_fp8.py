@@ -11,21 +11,12 @@ from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.reference import budget, eager, oracle
 from heedful.reference.convert import as_numpy, operands_as_numpy
-from heedful.torch.device import toolchain
 from support.budget import DRAWS, Error, run
 from support.cases import Case, variants
+from support.hopper import ON_HOPPER, WITH_TRITON_3_9
 from support.prepared import Prepared
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-        reason="the Hopper kernels run on sm_90 alone",
-    ),
-    pytest.mark.skipif(
-        (toolchain().triton or ()) < (3, 9), reason="the fp8 kernels need Triton 3.9"
-    ),
-]
+pytestmark = [*ON_HOPPER, WITH_TRITON_3_9]
 
 E4M3 = torch.float8_e4m3fn
 BASE = Case(dtype="float8_e4m3fn", head_dim=64, heads_q=4, heads_k=2, backward=False)

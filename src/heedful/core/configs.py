@@ -222,7 +222,7 @@ def _burdened_or_one(problem: AttentionProblem) -> bool:
 
 
 def _no_pages(problem: AttentionProblem) -> bool:
-    """Tiles of 192 columns: pages fill those of a power of two."""
+    """Pages fill tiles of a power of two columns, not of 192, and never keys and values as one."""
     return not problem.page_size
 
 
@@ -323,7 +323,7 @@ def _uneven(problem: AttentionProblem) -> bool:
 
 
 def _uneven_masks(problem: AttentionProblem) -> bool:
-    return problem.mask.bounded and _uneven(problem)
+    return problem.mask.bounded and _uneven(problem) and _no_pages(problem)
 
 
 def _slopes(problem: AttentionProblem) -> bool:

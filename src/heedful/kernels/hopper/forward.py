@@ -501,6 +501,7 @@ def forward(
         else:
             v = Channel.allocate(v_desc, V_STAGES, CONSUMERS, TAIL_E)
     else:
+        gl.static_assert(not AS_ONE)
         D: gl.constexpr = q_desc.block_type.shape[-1]
         E: gl.constexpr = out_desc.block_type.shape[-1]
         k = Channel.of_tiles(k_desc.dtype, BLOCK_N, D, K_STAGES, CONSUMERS)

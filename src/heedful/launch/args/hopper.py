@@ -222,8 +222,7 @@ def _variant(problem: AttentionProblem, config: TileConfig, is_split: bool) -> d
         "Q_SLOTS": config.get("q_slots", config.block_m // CONSUMER_ROWS),
         "K_STAGES": config.num_stages,
         "V_STAGES": config.get("v_stages", config.num_stages),
-        # Pages fill their tiles by themselves, see kernels/hopper/sequences.py.
-        "AS_ONE": config.get("as_one", False) and not problem.page_size,
+        "AS_ONE": config.get("as_one", False),
         "CONSUMER_REGS": config.get("consumer_regs"),
         "PRODUCER_REGS": config.get("producer_regs"),
         # Of another width, the output does not fit where the queries were; parts take no such way.

@@ -1,0 +1,18 @@
+"""Where tests of the Hopper kernels run."""
+
+import pytest
+import torch
+
+from heedful.torch.device import toolchain
+
+ON_HOPPER = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="the Hopper kernels run on sm_90 alone",
+    ),
+]
+WITH_TRITON_3_9 = pytest.mark.skipif(
+    (toolchain().triton or ()) < (3, 9),
+    reason="fp8 needs Triton 3.9, before which every wait is one of the whole warpgroup",
+)
