@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,25 @@ def test_a_call_runs_on_the_device_of_its_tensors_not_the_current_one():
         got = heedful.flash_attn_func(q, k, v)
     assert got.device == torch.device("cuda:1")
     assert torch.equal(got.cpu(), want.cpu())
+
+
+def test_kernels_that_count_start_from_zero_in_every_call_and_replay():
+    """Hopper forwards of tiles of unlike length count the tiles drawn."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Hopper kernels run on sm_90 alone")
+    q = torch.randn(4, 2500, 8, 64, device="cuda", dtype=torch.bfloat16)
+    run = partial(heedful.flash_attn_func, q, q, q, causal=True, backend="hopper")
+    want = run()
+    graph, out = torch.cuda.CUDAGraph(), torch.empty_like(q)
+    with torch.cuda.graph(graph):
+        run(out=out)
+    # More than a region of zeros has room for.
+    for call in range(1100):
+        if call % 100 == 0:
+            out.fill_(torch.nan)
+            graph.replay()
+            assert torch.equal(out, want)
+        assert torch.equal(run(), want)
 
 
 def test_a_known_call_plans_nothing_and_replays_from_a_graph(monkeypatch):

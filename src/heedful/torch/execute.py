@@ -8,7 +8,8 @@ from torch._C._dynamo import guards
 
 from heedful.core import settings
 from heedful.launch.bound import BoundProgram
-from heedful.launch.spec import BufferSpec, Program
+from heedful.launch.spec import BufferSpec, Program, Workspace
+from heedful.torch import zeros
 
 # Scratch regions start on lines that every load width and TMA accept.
 _ALIGN = 256
@@ -21,6 +22,7 @@ def _absent(*_) -> int:
 # A tenth of the time of torch.cuda.current_stream().cuda_stream and torch.cuda.current_device().
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _absent)
 current_device = getattr(torch._C, "_cuda_getDevice", _absent)
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", _absent)
 
 
 # What torch.compile's own code allocates with: a third of the time of torch.empty.
@@ -56,19 +58,21 @@ class Executable:
     """
 
     def __init__(self, program: Program, arch: str, device: torch.device, names: Sequence[str]):
-        self._index = device.index
-        self._places, size = [], 0
-        for workspace in program.workspaces:
-            self._places.append((size, workspace.buffer.nbytes, workspace.zeroed))
-            size += -(-workspace.buffer.nbytes // _ALIGN) * _ALIGN
+        self._index, self._device = device.index, device
+        zeroed = [w for w in program.workspaces if w.zeroed]
+        others = [w for w in program.workspaces if not w.zeroed]
+        self._zeroed_places, zeroed_size = _places(zeroed)
+        self._places, size = _places(others)
+        self._zeroed_size = zeroed_size
         limit = settings.get("workspace_limit")
-        if limit is not None and size > limit:
+        if limit is not None and size + zeroed_size > limit:
             raise ValueError(
                 f"HEEDFUL_WORKSPACE_LIMIT_MB allows {limit} bytes of scratch,"
-                f" this call needs {size}"
+                f" this call needs {size + zeroed_size}"
             )
         self._scratch = allocator((size,), torch.uint8, device)
-        order = [*names, *(workspace.name for workspace in program.workspaces)]
+        self._zeroed_scratch = allocator((zeroed_size,), torch.uint8, device)
+        order = [*names, *(workspace.name for workspace in (*zeroed, *others))]
         with torch.cuda.device(device):
             bound = BoundProgram(program, arch, device.index, order)
         self._run = bound.kernels[0].run if len(bound.kernels) == 1 else bound.run
@@ -80,11 +84,26 @@ class Executable:
             with torch.cuda.device(index):
                 return self(tensors)
         addresses = [tensor.data_ptr() for tensor in tensors]
+        stream = raw_stream(index)
+        if self._zeroed_places:
+            if self._zeroed_size > zeros.MOST_BYTES or _is_capturing():
+                # A graph must fill its own, each time that it is replayed.
+                region = self._zeroed_scratch().zero_()
+                base = region.data_ptr()
+            else:
+                base = zeros.of_stream(self._device, stream, _ALIGN).take(self._zeroed_size)
+            addresses += [base + place for place in self._zeroed_places]
         if self._places:
             scratch = self._scratch()
             base = scratch.data_ptr()
-            for offset, nbytes, zeroed in self._places:
-                addresses.append(base + offset)
-                if zeroed:
-                    scratch[offset : offset + nbytes].zero_()
-        self._run(addresses, raw_stream(index))
+            addresses += [base + place for place in self._places]
+        self._run(addresses, stream)
+
+
+def _places(workspaces: Sequence[Workspace]) -> tuple[list[int], int]:
+    """Where in one region each begins, and how large that is."""
+    places, size = [], 0
+    for workspace in workspaces:
+        places.append(size)
+        size += -(-workspace.buffer.nbytes // _ALIGN) * _ALIGN
+    return places, size
