@@ -16,7 +16,8 @@ DEVICE = by_name("H200")
 
 
 def calls(head_dim: int = 128, sizes=(2, 300, 333, 8, 4), **facts):
-    """The launches of a problem with descales: V's turning, then the attention."""
+    """The launches of a problem with descales: V's turning, unless the attention does it itself,
+    then the attention."""
     facts = {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "return_lse": True, **facts}
     problem = AttentionProblem.dense(*sizes, head_dim=head_dim, **facts)
     arrays = buffers.forward(problem)
@@ -35,10 +36,35 @@ def test_every_head_dim_compiles_and_fits_an_sm(head_dim, causal):
         assert made.shared_bytes <= DEVICE.shared_bytes
 
 
+SHORT, LONG = (2, 300, 333, 8, 4), (2, 4096, 4096, 16, 16)
+
+
+@pytest.mark.parametrize("sizes", [SHORT, LONG], ids=["turned-ahead", "turned-inside"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_unmasked_kernels_do_not_spill(head_dim):
-    made = compiler.artifact(calls(head_dim, return_lse=False)[1], DEVICE.arch)
+def test_unmasked_kernels_do_not_spill(head_dim, sizes):
+    *_, call = calls(head_dim, sizes, return_lse=False)
+    made = compiler.artifact(call, DEVICE.arch)
+    assert made.shared_bytes <= DEVICE.shared_bytes
     assert inspect_cubin(made.code).stack_bytes == 0
+
+
+def test_the_attention_kernel_turns_v_where_that_is_hidden():
+    """Not of packed sequences, for few queries, or at D256, whose shared memory is full."""
+
+    def turns_itself(head_dim=128, sizes=LONG, **facts):
+        problem = AttentionProblem.dense(
+            *sizes, head_dim=head_dim, dtype="float8_e4m3fn", out_dtype="bfloat16", **facts
+        )
+        program = programs.program(plan(problem, DEVICE, backend="hopper"), "forward")
+        names = [call.kernel.function for call in program.calls]
+        zeroed = [w.name for w in program.workspaces if w.zeroed]
+        assert ("turn_counts" in zeroed) == ("turn_values" not in names)
+        return "turn_values" not in names
+
+    assert turns_itself() and turns_itself(64) and turns_itself(causal=True)
+    assert turns_itself(sizes=(2, 256, 4096, 16, 4))
+    assert not turns_itself(256) and not turns_itself(total_q=4000, total_k=4000)
+    assert not turns_itself(sizes=(2, 512, 4096, 16, 16))
 
 
 @each_loop
@@ -46,8 +72,7 @@ def test_what_few_steps_need_is_outside_of_the_loop_that_counts(head_dim, mask, 
     """Flushes, masks, and what an alarm is answered with: jumped over or predicated they would cost
     every step. What remains is an FFMA, an exponential and an addition for each of a thread's 64
     scores, and two branches: the wait for a slot, and the loop's own."""
-    long = (2, 4096, 4096, 16, 16)
-    *_, call = calls(head_dim, long, mask=mask, return_lse=lse)
+    *_, call = calls(head_dim, LONG, mask=mask, return_lse=lse)
     loop = bare_loop(call, DEVICE)
     assert loop.wgmma == (head_dim + 128) // 32
     assert (loop.mufu, loop.floats, loop.counts["BRA"]) == (64, 128, 2)
@@ -78,12 +103,12 @@ def test_packed_and_dense_sequences_are_turned_to_whole_blocks():
     assert found == [(3, 4, 128, 384), (1, 4, 128, (700 // 128 + 3) * 128)]
 
 
-def test_tiles_of_unlike_length_are_drawn_from_a_count_that_turning_begins():
-    """So that no launch of its own clears it."""
+def test_a_turning_kernel_begins_the_count_of_tiles_drawn():
+    """So that no launch of its own clears it. Without such a kernel the allocator does."""
 
-    def found(head_dim=128, **facts):
+    def found(*sizes, head_dim=128, **facts):
         problem = AttentionProblem.dense(
-            2,
+            *sizes,
             heads_q=16,
             head_dim=head_dim,
             dtype="float8_e4m3fn",
@@ -91,17 +116,18 @@ def test_tiles_of_unlike_length_are_drawn_from_a_count_that_turning_begins():
             **facts,
         )
         program = programs.program(plan(problem, DEVICE, backend="hopper"), "forward")
-        assert not any(w.zeroed for w in program.workspaces)
         takers = [c.kernel.function for c in program.calls if "drawn" in c.arguments]
-        return takers, program.calls[-1].grid[0]
+        is_zeroed = any(w.name == "drawn" and w.zeroed for w in program.workspaces)
+        assert program.calls[-1].grid[0] == DEVICE.units
+        return takers, is_zeroed
 
-    long, short = {"seqlen_q": 4096, "seqlen_k": 4096}, {"seqlen_q": 2048, "seqlen_k": 2048}
-    packed = {"total_q": 4000, "total_k": 4000}
-    units = DEVICE.units
-    assert found(**long, causal=True) == (["turn_values", "forward"], units)
-    assert found(**long, **packed) == (["order_tiles", "turn_values", "forward"], units)
-    assert found(64, **long, causal=True) == (["turn_values", "forward"], units)
-    assert found(**long) == ([], units) and found(**short, causal=True) == ([], units)
+    long, short, packed = (2, 4096, 4096), (2, 2048, 2048), {"total_q": 4000, "total_k": 4000}
+    few = (16, 512, 4096)
+    assert found(*long, **packed) == (["order_tiles", "turn_values", "forward"], False)
+    assert found(*few, causal=True) == (["turn_values", "forward"], False)
+    assert found(*long, causal=True) == (["forward"], True)
+    assert found(*long, head_dim=64, causal=True) == (["forward"], True)
+    assert found(*long) == ([], False) and found(*short, causal=True) == ([], False)
 
 
 def test_what_the_fp8_kernel_lacks_is_said_in_full():

@@ -26,9 +26,10 @@ def turn(v: torch.Tensor, batch: int, seqlen_k: int, cu_k: torch.Tensor | None =
     """(B, G, E, positions) as the turning kernel leaves it, 0x7F (NaN) where it wrote none."""
     total = None if cu_k is None else v.shape[0]
     heads, dim = v.shape[-2:]
+    # Of few queries, so that the attention kernel does not turn V itself.
     problem = AttentionProblem.dense(
         batch,
-        seqlen_k,
+        1,
         seqlen_k,
         heads,
         head_dim=dim,

@@ -221,6 +221,29 @@ def test_scores_that_climb_never_saturate(dim, rise, causal):
     assert np.abs(as_numpy(lse) - want_lse).max() < 1e-3
 
 
+@pytest.mark.parametrize("heads", [(3, 3), (8, 2)], ids=["heads-3", "heads-8-2"])
+@pytest.mark.parametrize("keys", [100, 1024, 1030, 2500, 8192])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 80), (128, 128)], ids=str)
+def test_v_turned_by_the_attention_kernel_gives_the_bits_that_v_turned_ahead_gives(
+    dims, keys, heads
+):
+    """Few rows of queries have V turned ahead, many have the attention kernel turn it."""
+    import heedful
+
+    (heads_q, heads_k), rows = heads, 1024
+    few = rows // (2 * heads_q // heads_k)
+    torch.manual_seed(0)
+    q = torch.randn(2, rows, heads_q, dims[0], device="cuda").to(E4M3)
+    k, v = (torch.randn(2, keys, heads_k, dim, device="cuda").to(E4M3) for dim in dims)
+    ahead = [
+        heedful.flash_attn_func(q[:, start : start + few], k, v, backend="hopper")
+        for start in range(0, rows, few)
+    ]
+    for _ in range(5):
+        out = heedful.flash_attn_func(q, k, v, backend="hopper")
+        assert torch.equal(out, torch.cat(ahead, 1))
+
+
 def test_twenty_runs_are_bit_equal():
     import heedful
 

@@ -265,6 +265,7 @@ _FP8_D64: dict[str, Any] = {
     "late": True,
     "producer_regs": 32,
     "q_slots": 6,
+    "turns": True,
 }
 _FP8_D128: dict[str, Any] = {
     "consumer_regs": 240,
@@ -272,6 +273,7 @@ _FP8_D128: dict[str, Any] = {
     "producer_regs": 24,
     "q_slots": 4,
     "sums_in_regs": True,
+    "turns": True,
 }
 _FP8_D256: dict[str, Any] = {"consumer_regs": 240, "producer_regs": 24}
 

@@ -38,6 +38,13 @@ from heedful.kernels.hopper.fp8_softmax import (
     to_words,
 )
 from heedful.kernels.hopper.fp8_sums import allocate_sums, store_sums, with_sums
+from heedful.kernels.hopper.fp8_turner import (
+    CHUNK_N,
+    RAW_SLOTS,
+    TURN_WARPS,
+    Turning,
+    turner,
+)
 from heedful.kernels.hopper.masking import hide_outside
 from heedful.kernels.hopper.schedule import (
     ROWS,
@@ -145,7 +152,16 @@ class Outputs:
 
 
 @gluon.jit
-def producer(q_desc, k_desc, v_desc, q, slots, deal, shape):
+def wait_for_turner(turning, tile, col, is_first, BLOCK_N: gl.constexpr):
+    """Where this kernel turns V itself: waits until the values from key `col` on are ready, if they
+    are in another chunk than those before them or the tile's first."""
+    if turning is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
+        if is_first | ((col + BLOCK_N) % CHUNK_N == 0):
+            turning.wait(tile.batch * turning.heads_k + tile.kv_head, col)
+
+
+@gluon.jit
+def producer(q_desc, k_desc, v_desc, q, slots, deal, turning, shape):
     """Feeds every tile's queries, and its keys and values from the last to the first."""
     at_q = Cursor.start(shape.Q_SLOTS)
     at = slots.start()
@@ -164,12 +180,14 @@ def producer(q_desc, k_desc, v_desc, q, slots, deal, shape):
         for w in gl.static_range(shape.CONSUMERS):
             q.load(q_desc, rows_at(shape, tile, tile.row + w * ROWS), at_q)
             at_q = at_q.next()
-        for _ in range(1, steps):
+        for step in range(1, steps):
+            wait_for_turner(turning, tile, col, step == 1, shape.BLOCK_N)
             k_at, v_at = keys_at(shape, tile, col - shape.BLOCK_N), values_at(shape, tile, col)
             slots.load(k_desc, k_at, v_desc, v_at, at)
             at = at.next()
             col -= shape.BLOCK_N
         if steps > 0:
+            wait_for_turner(turning, tile, col, steps == 1, shape.BLOCK_N)
             slots.v.load(v_desc, values_at(shape, tile, col), at.values())
             at = at.after_values()
         index = deal.draw(index)
@@ -466,6 +484,9 @@ def forward(
     cu_k,
     order,
     drawn,
+    raw_v_desc,
+    turned_v,
+    turn_counts,
     out_desc,
     lse_ptr,
     scale_log2,
@@ -488,6 +509,10 @@ def forward(
     right,
     shift,
     align,
+    heads_k,
+    dim_v,
+    padded_k,
+    pieces,
     BLOCK_N: gl.constexpr,
     CONSUMERS: gl.constexpr,
     Q_SLOTS: gl.constexpr,
@@ -498,6 +523,7 @@ def forward(
     LATE: gl.constexpr,
     SUMS_IN_REGS: gl.constexpr,
     ORDERED: gl.constexpr,
+    TURNS: gl.constexpr,
     IS_RIGHT: gl.constexpr,
     IS_LEFT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
@@ -558,28 +584,37 @@ def forward(
     kept: gl.constexpr = out_desc.dtype if SUMS_IN_REGS else gl.float32
     sums = allocate_sums(CONSUMERS, slots.v.rows, kept)
     deal = Deal.of(shape.tiles, drawn, CONSUMERS)
-    fence_async_shared()
     outputs = Outputs(out_desc, lse_ptr, sink_ptr)
-    feed = (q_desc, k_desc, v_desc, q, slots, deal, shape)
+    turning: gl.constexpr = None
+    if TURNS:
+        section_k = gl.maximum(section // group, 1)
+        turning = Turning(
+            turned_v, turn_counts, heads_k, section_k, dim_v, padded_k, pieces, slots.v.rows
+        )
+        raw = Channel.allocate(raw_v_desc, RAW_SLOTS, 1)
+    feed = (q_desc, k_desc, v_desc, q, slots, deal, turning, shape)
+    fence_async_shared()
     # A partition is compiled on its own, so that each consumer must be spelled out.
     if CONSUMERS == 2:
         gl.warp_specialize(
-            [
+            (
                 (consumer, (outputs, scales, sums, q, slots, deal, shape, 0)),
                 (consumer, (outputs, scales, sums, q, slots, deal, shape, 1)),
                 (producer, feed),
-            ],
-            [4, 1],
-            [CONSUMER_REGS, PRODUCER_REGS],
+            )
+            + (((turner, (raw_v_desc, turning, raw)),) if TURNS else ()),
+            (4, 1) + ((TURN_WARPS,) if TURNS else ()),
+            (CONSUMER_REGS, PRODUCER_REGS) + ((PRODUCER_REGS,) if TURNS else ()),
         )
     else:
         gl.warp_specialize(
-            [
+            (
                 (consumer, (outputs, scales, sums, q, slots, deal, shape, 0)),
                 (consumer, (outputs, scales, sums, q, slots, deal, shape, 1)),
                 (consumer, (outputs, scales, sums, q, slots, deal, shape, 2)),
                 (producer, feed),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
+            )
+            + (((turner, (raw_v_desc, turning, raw)),) if TURNS else ()),
+            (4, 4, 1) + ((TURN_WARPS,) if TURNS else ()),
+            (CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS) + ((PRODUCER_REGS,) if TURNS else ()),
         )

@@ -21,6 +21,13 @@ from heedful.launch.spec import (
 
 # Keys of one block of the turning kernel; packed sequences begin at multiples of it.
 TURN_KEYS = 128
+# Of a head these keys of V are reported as turned together, by the attention kernel's own warps.
+TURN_CHUNK = 1024
+# Their boxes are (TURN_KEYS, TURN_DIMS).
+TURN_DIMS = 64
+# Query rows of a KV head from which on they turn its values: for 128 keys they take some 3 us,
+# and 128 rows of queries 0.9 us.
+TURN_ROWS = 1024
 # Packed sequences that a program of the turning kernel looks at at once.
 TURN_SEQUENCES = 256
 # Keys whose products add up in the matrix unit's accumulators before float32 takes over: an output
@@ -33,14 +40,28 @@ HEADS_AT_ONCE = 2
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, and lse if there is such a buffer."""
-    # The turning kernel begins the count of tiles drawn.
-    workspaces = work.deal_workspaces(problem, plan, zeroed=False)
     turned = _turned(problem)
+    turns_itself = _turns_itself(problem, plan.configs["hopper.forward"])
+    # A turning kernel of its own begins the count of tiles drawn.
+    workspaces = work.deal_workspaces(problem, plan, zeroed=turns_itself)
+    if turns_itself:
+        chunks = problem.batch * problem.heads_k * -(-problem.seqlen_k // TURN_CHUNK)
+        counts = BufferSpec.contiguous((1 + chunks,), "int32")
+        workspaces.append(Workspace("turn_counts", counts, zeroed=True))
     workspaces.append(Workspace("turned_v", turned))
     buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
     calls = [work.order_call(problem, plan, buffers)] if problem.varlen_q else []
-    calls += [_turn(problem, buffers), _attend(problem, plan, buffers)]
-    return Program(tuple(calls), tuple(workspaces))
+    if not turns_itself:
+        calls.append(_turn(problem, buffers))
+    return Program((*calls, _attend(problem, plan, buffers)), tuple(workspaces))
+
+
+def _turns_itself(problem: AttentionProblem, config: TileConfig) -> bool:
+    """Whether warps of the attention kernel turn V. Not of packed sequences, whose blocks are found
+    by search, nor where few queries use what is turned, so that turning takes longer than they."""
+    rows = problem.seqlen_q * problem.group
+    is_packed = problem.varlen_k or problem.varlen_q
+    return bool(config.get("turns")) and rows >= TURN_ROWS and not is_packed
 
 
 def _turned(problem: AttentionProblem) -> BufferSpec:
@@ -84,6 +105,7 @@ def _attend(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCa
     config = plan.configs["hopper.forward"]
     call = Call(buffers)
     call.arguments |= _maps(problem, config, buffers)
+    _add_turning(call, problem, config)
     work.add_common(call, problem, plan)
     call.pointers(
         lse_ptr="lse", q_descale="q_descale", k_descale="k_descale", v_descale="v_descale"
@@ -107,6 +129,29 @@ def _maps(problem: AttentionProblem, config: TileConfig, buffers: Buffers) -> di
         "v_desc": TensorMap("turned_v", turned.dtype, turned.shape, turned.strides, box, layout),
         "out_desc": map_q("out", buffers["out"], CONSUMER_ROWS, v_dim),
     }
+
+
+def _add_turning(call: Call, problem: AttentionProblem, config: TileConfig) -> None:
+    """What warps of the attention kernel need to turn V."""
+    turns = _turns_itself(problem, config)
+    call.constants["TURNS"] = turns
+    names = ("raw_v_desc", "turned_v", "turn_counts", "heads_k", "dim_v", "padded_k", "pieces")
+    if not turns:
+        call.constants |= dict.fromkeys(names)
+        return
+    padded = call.buffers["turned_v"].shape[-1]
+    blocks = padded // TURN_KEYS * (tile_dim(problem.head_dim_v) // TURN_DIMS)
+    call.arguments |= {
+        "raw_v_desc": maps.dense_map("v", call.buffers["v"], TURN_KEYS, TURN_DIMS),
+        "turned_v": Pointer("turned_v", "uint8"),
+        "turn_counts": Pointer("turn_counts", "int32"),
+        "padded_k": Scalar(padded, divisor=TURN_KEYS),
+    }
+    call.ints(
+        heads_k=problem.heads_k,
+        dim_v=problem.head_dim_v,
+        pieces=problem.batch * problem.heads_k * blocks,
+    )
 
 
 def _descale_strides(buffers: Buffers) -> dict[str, int]:
