@@ -60,7 +60,7 @@ class Deal:
         if self.drawn is None:
             return index + gl.num_programs(0)
         else:
-            return gl.num_programs(0) + gl.atomic_add(self.drawn, 1)
+            return gl.num_programs(0) + gl.atomic_add(self.drawn, 1, sem="relaxed")
 
     @gluon.jit
     def tell(self, words, at):

@@ -77,7 +77,7 @@ def _forward_call(
         bias_ptr="bias",
         seed_ptr="seed" if _has_dropout(problem) else "",
     )
-    call.ints(seqlen_k=_stored_keys(problem, buffers), section=_section(problem))
+    call.ints(seqlen_k=_stored_keys(problem, buffers))
     first = problem.mask.first
     call.ints_if(first > 0, first=min(first, FAR))
     call.ints_if(pack > 1, packed=problem.group)
@@ -194,12 +194,6 @@ def _add_terms(call: Call, problem: AttentionProblem) -> None:
         call.constants["stride_biasn"] = 1
     else:
         call.strides_if(bias is not None, stride_biasn=last)
-
-
-def _section(problem: AttentionProblem) -> int:
-    """Heads that are worked on together. Unmasked, one after the other, so that K and V stay in
-    L2; masked, a few at once, whose long tiles then go first."""
-    return 4 if problem.mask.bounded else 1
 
 
 def _results_fit(problem: AttentionProblem) -> bool:

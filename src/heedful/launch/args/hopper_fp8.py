@@ -33,9 +33,6 @@ TURN_SEQUENCES = 256
 # Keys whose products add up in the matrix unit's accumulators before float32 takes over: an output
 # all of one sign loses 1 % in 1024 (H200, 2026-11-20), and as much of that in fewer.
 FLUSH_KEYS = 512
-# Heads that the programs work on side by side: their K and V stay in L2, and where a mask makes
-# tiles uneven, the last of them are short. Of 1, 2, 4 and 8, 2 was fastest (H200, 2026-11-20).
-HEADS_AT_ONCE = 2
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -110,7 +107,7 @@ def _attend(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCa
     call.pointers(
         lse_ptr="lse", q_descale="q_descale", k_descale="k_descale", v_descale="v_descale"
     )
-    call.ints(seqlen_k=problem.seqlen_k, section=HEADS_AT_ONCE, **_descale_strides(buffers))
+    call.ints(seqlen_k=problem.seqlen_k, **_descale_strides(buffers))
     ref = KernelRef("heedful.kernels.hopper.fp8", "forward", "gluon")
     constants = call.constants | _variant(problem, config)
     grid = work.grid(problem, plan)

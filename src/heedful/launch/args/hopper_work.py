@@ -22,6 +22,8 @@ Buffers = Mapping[str, BufferSpec]
 # Stands for "farther than any sequence reaches"; sums of three stay within 32 bits.
 FAR = 1 << 29
 ORDER_BLOCK = 1024  # sequences that a program of the order kernel looks at at once
+SECTION_WAVES = 1.5
+SECTION_PACKED = 4
 
 
 class Call:
@@ -81,6 +83,7 @@ def add_common(call: Call, problem: AttentionProblem, plan: Plan) -> None:
         total_q=problem.total_q or problem.batch * problem.seqlen_q,
         row_blocks=-(-problem.seqlen_q * pack // config.block_m),
         tiles=tiles(problem, config),
+        section=section(problem, plan),
         **_mask(problem),
     )
 
@@ -102,6 +105,25 @@ def tiles(problem: AttentionProblem, config: TileConfig) -> int:
 def work(problem: AttentionProblem, plan: Plan) -> int:
     """Tiles times the splits of their keys."""
     return tiles(problem, plan.configs["hopper.forward"]) * max(1, plan.num_splits)
+
+
+def section(problem: AttentionProblem, plan: Plan) -> int:
+    """Heads whose tiles are dealt out together, the longest first.
+
+    Unmasked, one after the other, so that K and V stay in L2. Masked, enough to fill the device
+    SECTION_WAVES times: what is left of a section when its longest tiles are done must suffice to
+    keep all programs busy. Of up to twice as many, the number that leaves the last section fullest.
+    Of packed queries only the device knows the tiles: some.
+    """
+    if not problem.mask.bounded:
+        return 1
+    if problem.varlen_q:
+        return SECTION_PACKED
+    blocks = head_tiles(problem, plan.configs["hopper.forward"]) // problem.batch
+    heads = tiles(problem, plan.configs["hopper.forward"]) // blocks
+    least = min(heads, math.ceil(SECTION_WAVES * plan.device.units / blocks))
+    most = min(heads, 2 * least)
+    return max(range(least, most + 1), key=lambda width: (((heads - 1) % width + 1) / width, -width))
 
 
 def order_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
