@@ -51,6 +51,7 @@ from heedful.kernels.hopper.schedule import (
     key_range,
     keys_at,
     needs_mask,
+    next_masked,
     rows_at,
 )
 from heedful.kernels.hopper.slots import Slots
@@ -315,11 +316,14 @@ def attend(q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl
     slots.wait(at, steps > 1)
     moved = gl.to_tensor(0)
     alpha_M = gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
-    hides = gl.to_tensor(False)
     step = gl.to_tensor(1)
     while step < steps:
-        # What few steps need is outside of this loop: jumped over it would cost every step.
-        goes = step < steps
+        # What few steps need is outside of the loop below: jumped over it would cost every step.
+        # So it ends before the next of them, `last`.
+        last = steps - 1
+        if shape.LATE and MASKED:
+            last = gl.minimum(last, next_masked(keys, step))
+        goes = step <= last
         while goes:
             if not shape.LATE:
                 words = to_words(p_MN)
@@ -352,14 +356,12 @@ def attend(q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl
             slots.wait(at, step + 1 < steps)
             acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
             slots.release_values_after_mma(at_before)
-            goes = (moved == 0) & (step + 1 < steps) & (step % shape.FLUSH != 0)
-            if shape.LATE and MASKED:
-                hides = needs_mask(keys, j)
-                goes = goes & (hides == 0)
+            goes = (moved == 0) & (step < last) & (step % shape.FLUSH != 0)
             step += 1
         if shape.LATE:
+            j = keys.end - step
             if MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
-                if hides:
+                if needs_mask(keys, j):
                     p_MN = hide_keys(p_MN, shape, tile, row, j * BLOCK_N, 0.0)
                     sums_MCL = part_sums(p_MN)
                     l_ML = before_ML + gl.sum(sums_MCL, 1)

@@ -167,3 +167,12 @@ def key_range(shape, tile, row, rows: gl.constexpr):
 def needs_mask(keys, j):
     """Whether key tile j is hidden from any row in part."""
     return (j >= keys.full_end) | (j < keys.full_begin)
+
+
+@gluon.jit
+def next_masked(keys, step):
+    """Of visits from the last key tile to the first, the first from number `step` on whose tile
+    needs a mask; one past the last if none does."""
+    right = keys.end - 1 - keys.full_end
+    left = keys.end - keys.full_begin
+    return gl.where(step <= right, step, gl.maximum(step, left))
