@@ -53,6 +53,8 @@ from heedful.kernels.hopper.schedule import (
     needs_mask,
     next_masked,
     rows_at,
+    visited,
+    visits_last_second,
 )
 from heedful.kernels.hopper.slots import Slots
 from heedful.kernels.hopper.softmax import scale_rows
@@ -155,7 +157,7 @@ class Outputs:
 @gluon.jit
 def wait_for_turner(turning, tile, col, is_first, BLOCK_N: gl.constexpr):
     """Where this kernel turns V itself: waits until the values from key `col` on are ready, if they
-    are in another chunk than those before them or the tile's first."""
+    are in another chunk than those before them, or first of a tile or of those in order."""
     if turning is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
         if is_first | ((col + BLOCK_N) % CHUNK_N == 0):
             turning.wait(tile.batch * turning.heads_k + tile.kv_head, col)
@@ -173,8 +175,9 @@ def producer(q_desc, k_desc, v_desc, q, slots, deal, turning, shape):
         tell(shape, deal, index, tile, split, at_deal)
         at_deal = at_deal.next()
         keys = key_range(shape, tile, tile.row, shape.CONSUMERS * ROWS)
+        last_second = visits_last_second(shape, keys)
         steps = keys.end - keys.begin
-        col = (keys.end - 1) * shape.BLOCK_N
+        col = visited(keys, 0, last_second) * shape.BLOCK_N
         if steps > 0:
             slots.k.load(k_desc, keys_at(shape, tile, col), at.k)
             at = at.after_keys()
@@ -182,13 +185,16 @@ def producer(q_desc, k_desc, v_desc, q, slots, deal, turning, shape):
             q.load(q_desc, rows_at(shape, tile, tile.row + w * ROWS), at_q)
             at_q = at_q.next()
         for step in range(1, steps):
-            wait_for_turner(turning, tile, col, step == 1, shape.BLOCK_N)
-            k_at, v_at = keys_at(shape, tile, col - shape.BLOCK_N), values_at(shape, tile, col)
+            is_first = (step == 1) | (last_second & (step == 2))
+            wait_for_turner(turning, tile, col, is_first, shape.BLOCK_N)
+            next_col = visited(keys, step, last_second) * shape.BLOCK_N
+            k_at, v_at = keys_at(shape, tile, next_col), values_at(shape, tile, col)
             slots.load(k_desc, k_at, v_desc, v_at, at)
             at = at.next()
-            col -= shape.BLOCK_N
+            col = next_col
         if steps > 0:
-            wait_for_turner(turning, tile, col, steps == 1, shape.BLOCK_N)
+            is_first = (steps == 1) | (last_second & (steps == 2))
+            wait_for_turner(turning, tile, col, is_first, shape.BLOCK_N)
             slots.v.load(v_desc, values_at(shape, tile, col), at.values())
             at = at.after_values()
         index = deal.draw(index)
@@ -279,7 +285,9 @@ def flush(sums, acc_ME, sum_ME, m_M, base_M, step, shape):
 
 
 @gluon.jit
-def attend(q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl.constexpr):
+def attend(
+    q, slots, sums, at_q, at, keys, last_second, shape, tile, row, factors, WORKER: gl.constexpr
+):
     """Streams the keys of `keys` (at least one) past one consumer's rows.
 
     The scores of a tile and the output of the tile before are computed while the exponentials of
@@ -294,7 +302,7 @@ def attend(q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl
     acc_ME = gl.zeros([ROWS, v.rows], gl.float32, o_layout)
     sum_ME = acc_ME
     steps = keys.end - keys.begin
-    j = keys.end - 1
+    j = visited(keys, 0, last_second)
 
     slots.wait(at)
     take_turn(shape, WORKER)
@@ -322,7 +330,9 @@ def attend(q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl
         # So it ends before the next of them, `last`.
         last = steps - 1
         if shape.LATE and MASKED:
-            last = gl.minimum(last, next_masked(keys, step))
+            # The last key tile is visited at step 1 if not at 0.
+            masked = next_masked(keys, step)
+            last = gl.minimum(last, gl.where(last_second & (step == 1), 1, masked))
         goes = step <= last
         while goes:
             if not shape.LATE:
@@ -359,7 +369,7 @@ def attend(q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER: gl
             goes = (moved == 0) & (step < last) & (step % shape.FLUSH != 0)
             step += 1
         if shape.LATE:
-            j = keys.end - step
+            j = visited(keys, step - 1, last_second)
             if MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
                 if needs_mask(keys, j):
                     p_MN = hide_keys(p_MN, shape, tile, row, j * BLOCK_N, 0.0)
@@ -452,8 +462,9 @@ def consumer(outputs, scales, all_sums, q, slots, deal, shape, WORKER: gl.conste
         q.wait(at_q)
         if keys.end > keys.begin:
             at = skip(slots, at, whole.end - keys.end, shape, WORKER)
+            last_second = visits_last_second(shape, whole)
             acc_ME, m_M, l_M, at = attend(
-                q, slots, sums, at_q, at, keys, shape, tile, row, factors, WORKER
+                q, slots, sums, at_q, at, keys, last_second, shape, tile, row, factors, WORKER
             )
             at = skip(slots, at, keys.begin - whole.begin, shape, WORKER)
             m_M = gl.convert_layout(m_M, row_layout)
@@ -507,6 +518,7 @@ def forward(
     row_blocks,
     tiles,
     section,
+    sections,
     left,
     right,
     shift,
@@ -543,6 +555,7 @@ def forward(
         row_blocks,
         tiles,
         section,
+        sections,
         left,
         right,
         shift,
@@ -590,9 +603,9 @@ def forward(
     turning: gl.constexpr = None
     if TURNS:
         section_k = gl.maximum(section // group, 1)
-        turning = Turning(
-            turned_v, turn_counts, heads_k, section_k, dim_v, padded_k, pieces, slots.v.rows
-        )
+        sections_k = section * sections // group // section_k
+        sizes = (heads_k, section_k, sections_k, dim_v, padded_k, pieces)
+        turning = Turning(turned_v, turn_counts, *sizes, slots.v.rows)
         raw = Channel.allocate(raw_v_desc, RAW_SLOTS, 1)
     feed = (q_desc, k_desc, v_desc, q, slots, deal, turning, shape)
     fence_async_shared()

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.compat import aggregate, optional
+from heedful.kernels.hopper.schedule import ROWS
 
 # Sequences of packed keys begin at multiples of this in turned values.
 TURN_N: gl.constexpr = gl.constexpr(128)
@@ -15,7 +16,7 @@ class Fp8Shape:
     -left <= j - i - off <= right with off = shift + align * (len_k - len_q). order: as in Shape.
     FLUSH: key tiles between two flushes of the accumulators into float32 sums, in registers
     (SUMS_IN_REGS) or shared memory. LATE: exponentials before it is known whether references move,
-    see fp8_recheck.py."""
+    see fp8_recheck.py. VISITS_SECOND: see `visits_last_second`."""
 
     heads: gl.tensor
     group: gl.tensor
@@ -25,6 +26,7 @@ class Fp8Shape:
     row_blocks: gl.tensor
     tiles: gl.tensor
     section: gl.tensor
+    sections: gl.tensor
     left: gl.tensor
     right: gl.tensor
     shift: gl.tensor
@@ -44,6 +46,7 @@ class Fp8Shape:
     IS_RIGHT: gl.constexpr
     IS_LEFT: gl.constexpr
     HAS_SOFTCAP: gl.constexpr
+    VISITS_SECOND: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -56,6 +59,7 @@ class Fp8Shape:
         row_blocks,
         tiles,
         section,
+        sections,
         left,
         right,
         shift,
@@ -82,6 +86,7 @@ class Fp8Shape:
         self.row_blocks = row_blocks
         self.tiles = tiles
         self.section = section
+        self.sections = sections
         self.left = left
         self.right = right
         self.shift = shift
@@ -102,6 +107,8 @@ class Fp8Shape:
         self.IS_RIGHT = gl.constexpr(IS_RIGHT)
         self.IS_LEFT = gl.constexpr(IS_LEFT)
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
+        is_masked = IS_RIGHT or IS_LEFT
+        self.VISITS_SECOND = gl.constexpr(LATE and is_masked and CONSUMERS * ROWS.value <= BLOCK_N)
 
 
 @gluon.jit

@@ -30,24 +30,26 @@ class Turning:
     """What there is to turn: (B, G, N, E) into `turned`, (B, G, dim_v, padded_k).
 
     counts: how many pieces were drawn, then how many of each head's chunks are ready; all begin
-    at 0. section: heads that the attention works on side by side.
+    at 0. section, sections: KV heads that the attention works on side by side, see `decode`.
     """
 
     turned: gl.tensor
     counts: gl.tensor
     heads_k: gl.tensor
     section: gl.tensor
+    sections: gl.tensor
     dim_v: gl.tensor
     padded_k: gl.tensor
     pieces: gl.tensor
     E: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, turned, counts, heads_k, section, dim_v, padded_k, pieces, E):
+    def __init__(self, turned, counts, heads_k, section, sections, dim_v, padded_k, pieces, E):
         self.turned = turned
         self.counts = counts
         self.heads_k = heads_k
         self.section = section
+        self.sections = sections
         self.dim_v = dim_v
         self.padded_k = padded_k
         self.pieces = pieces
@@ -86,11 +88,11 @@ class Turning:
         dim = index % PIECES * PIECE_E
         index = index // PIECES
         per_section = self.section * blocks
-        section = index // per_section
+        section = gl.minimum(index // per_section, self.sections)
         within = index - section * per_section
         first = section * self.section
         heads = self.pieces // (blocks * PIECES)
-        width = gl.minimum(self.section, heads - first)
+        width = gl.where(section < self.sections, self.section, heads - first)
         step = within // width
         return first + within - step * width, (blocks - 1 - step) * PIECE_N, dim
 

@@ -86,8 +86,9 @@ def keys_at(shape, tile, col):
 @gluon.jit
 def decode(shape, index):
     """Tile `index`: sections of heads whose K and V share the L2 cache, in a section row blocks
-    from the longest to the shortest, and the section's heads innermost. Of packed sequences one
-    after the other, in the order of order.py."""
+    from the longest to the shortest, and the section's heads innermost. `sections` come before the
+    last, which takes the heads that remain. Of packed sequences one after the other, in the order
+    of order.py."""
     row_blocks = shape.row_blocks
     heads = shape.heads
     batch = gl.to_tensor(0)
@@ -99,10 +100,10 @@ def decode(shape, index):
         index -= gl.load(entry + 1) * heads
         row_blocks = gl.cdiv(sequence(shape.cu_q, batch, 0)[1], ROWS * shape.CONSUMERS)
     per_section = shape.section * row_blocks
-    section = index // per_section
+    section = gl.minimum(index // per_section, shape.sections)
     within = index - section * per_section
     first = section * shape.section
-    width = gl.minimum(shape.section, heads - first)
+    width = gl.where(section < shape.sections, shape.section, heads - first)
     block = within // width
     head = first + within - block * width
     if shape.IS_RIGHT:
@@ -176,3 +177,23 @@ def next_masked(keys, step):
     right = keys.end - 1 - keys.full_end
     left = keys.end - keys.full_begin
     return gl.where(step <= right, step, gl.maximum(step, left))
+
+
+@gluon.jit
+def visits_last_second(shape, whole):
+    """Whether the last key tile is visited after the one before it, because rows see it in part
+    and that one as a whole: what each row sees first is what its exponentials refer to, and of few
+    keys the maximum is soon exceeded. All rows of a program must agree, whose key tiles these are;
+    more rows than a tile has keys never see the last but one as a whole."""
+    if shape.VISITS_SECOND:
+        before = whole.end - 2
+        sees_all = (before >= whole.full_begin) & (before + 1 == whole.full_end)
+        return (before >= whole.begin) & sees_all
+    else:
+        return gl.to_tensor(False)
+
+
+@gluon.jit
+def visited(keys, step, last_second):
+    """The key tile of a visit: from the last to the first, the last but one perhaps ahead."""
+    return gl.where(last_second & (step < 2), keys.end - 2 + step, keys.end - 1 - step)

@@ -31,6 +31,7 @@ class Shape:
     row_blocks: gl.tensor
     tiles: gl.tensor
     section: gl.tensor
+    sections: gl.tensor
     left: gl.tensor
     right: gl.tensor
     shift: gl.tensor
@@ -69,6 +70,7 @@ class Shape:
         row_blocks,
         tiles,
         section,
+        sections,
         left,
         right,
         shift,
@@ -104,6 +106,7 @@ class Shape:
         self.row_blocks = row_blocks
         self.tiles = tiles
         self.section = section
+        self.sections = sections
         self.left = left
         self.right = right
         self.shift = shift
