@@ -33,7 +33,7 @@ from heedful.kernels.hopper.recheck import (
     rescore,
     sum_limit,
 )
-from heedful.kernels.hopper.schedule import ROWS, needs_mask
+from heedful.kernels.hopper.schedule import ROWS, needs_mask, next_masked
 from heedful.kernels.hopper.sequences import (
     Storage,
     load_keys,
@@ -210,11 +210,14 @@ def attend(
     slots.wait(at, steps > 1)
     before_ML = l_ML
     moved = gl.to_tensor(0)
-    hides = gl.to_tensor(False)
     step = gl.to_tensor(1)
     while step < steps:
-        # What few steps need is outside of this loop: jumped over it would cost every step.
-        goes = step < steps
+        # What few steps need is outside of the loop below: jumped over it would cost every step.
+        # So it ends before the next of them, `last`.
+        last = steps - 1
+        if LATE and MASKED:
+            last = gl.minimum(last, next_masked(keys, step))
+        goes = step <= last
         while goes:
             p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
             take_turn(shape, WORKER)
@@ -230,10 +233,10 @@ def attend(
             slots.release_kept_after_mma(at_before)
             s_MN = modify(s_MN, bias_MN, shape, tile, row, j)
             if LATE:
-                p_MN, sums_ML = exponentials(s_MN, m_M, shape.scale_log2, HIDES)
+                p_MN, sums_ML = exponentials(s_MN, m_M, shape.scale_log2)
                 before_ML = l_ML
                 l_ML = l_ML + sums_ML
-                moved = must_redo(sums_ML, m_M, HIDES, sum_limit(dtype))
+                moved = must_redo(sums_ML, sum_limit(dtype))
             else:
                 if MASKED:
                     s_MN = hide_if_needed(s_MN, keys, shape, tile, row, j)
@@ -258,20 +261,17 @@ def attend(
                 if moved != 0:
                     acc = scale_output(acc, alpha_M)
             p_MJ = to_pairs(p_MN, dtype)
-            goes = step + 1 < steps
+            goes = step < last
             if LATE:
                 goes = goes & (moved == 0)
-                if MASKED:
-                    hides = needs_mask(keys, j)
-                    goes = goes & (hides == 0)
             step += 1
         if LATE:
             if MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
-                if hides:
+                if needs_mask(keys, j):
                     p_MN = hide_keys(p_MN, keys, shape, tile, row, j, 0.0)
                     sums_ML = lane_sums(p_MN)
                     l_ML = before_ML + sums_ML
-                    moved = must_redo(sums_ML, m_M, HIDES, sum_limit(dtype))
+                    moved = must_redo(sums_ML, sum_limit(dtype))
                     p_MJ = to_pairs(p_MN, dtype)
             if moved != 0:
                 s_MN = rescore(q, k, at_q, at_before.k, s_MN.type)

@@ -257,7 +257,7 @@ def queue_output(words, v, at, acc_ME, adds):
 def answer(q, k, at_q, at, p_MN, sums_MCL, m_M, l_ML, where, j, factors, MASKED: gl.constexpr):
     """What a warp does about sums above the limit: p, its sums, references, the sums before, and
     what these and the output so far are scaled by. Scores only if p has become infinite."""
-    if any_above(sums_MCL, m_M, FINITE_BITS, MASKED) == 0:
+    if any_above(sums_MCL, FINITE_BITS) == 0:
         p_MN, sums_ML, m_M, l_ML, alpha_M = rescale(p_MN, m_M, l_ML)
     else:
         s_MN = rescore(q, k, at_q, at, p_MN.type)
@@ -349,10 +349,10 @@ def attend(
             j = keys.end - 1 - step
             if shape.LATE:
                 s_MN = modify(s_MN, where, j, factors, False)
-                p_MN, sums_MCL = exponentials(s_MN, m_M, scale_log2, MASKED)
+                p_MN, sums_MCL = exponentials(s_MN, m_M, scale_log2)
                 before_ML = l_ML
                 l_ML = l_ML + gl.sum(sums_MCL, 1)
-                moved = any_above(sums_MCL, m_M, E4M3_BITS, MASKED)
+                moved = any_above(sums_MCL, E4M3_BITS)
                 words = to_words(p_MN)
             else:
                 s_MN = modify(s_MN, where, j, factors, MASKED)
@@ -375,7 +375,7 @@ def attend(
                     p_MN = hide_keys(p_MN, shape, tile, row, j * BLOCK_N, 0.0)
                     sums_MCL = part_sums(p_MN)
                     l_ML = before_ML + gl.sum(sums_MCL, 1)
-                    moved = any_above(sums_MCL, m_M, E4M3_BITS, MASKED)
+                    moved = any_above(sums_MCL, E4M3_BITS)
                     words = to_words(p_MN)
             if moved != 0:
                 k_before = at_before.k

@@ -20,25 +20,19 @@ FINITE_BITS: gl.constexpr = gl.constexpr(0x7B800000)  # 2^120
 
 
 @gluon.jit
-def exponentials(s_MN, m_M, scale_log2, MAY_HIDE_ROWS: gl.constexpr):
-    """p of one tile against an old reference, and its sums over each 64 keys, (M, C, L)."""
-    shift_M = shift_of(m_M) if MAY_HIDE_ROWS else m_M
-    p_MN = gl.exp2(s_MN * scale_log2 - shift_M[:, None])
+def exponentials(s_MN, m_M, scale_log2):
+    """p of one tile against an old reference, and its sums over each 64 keys, (M, C, L): infinite
+    or NaN in a row that has no reference yet."""
+    p_MN = gl.exp2(s_MN * scale_log2 - m_M[:, None])
     return p_MN, part_sums(p_MN)
 
 
 @gluon.jit
-def any_above(sums_MCL, m_M, LIMIT_BITS: gl.constexpr, MAY_HIDE_ROWS: gl.constexpr):
-    """Whether a warp has a sum above the limit, NaN, or a row without a reference."""
+def any_above(sums_MCL, LIMIT_BITS: gl.constexpr):
+    """Whether a warp has a sum above the limit, or NaN."""
     bits_MCL = sums_MCL.to(gl.int32, bitcast=True)
-    if MAY_HIDE_ROWS:
-        force_M = gl.where(m_M == float("-inf"), 0x7FFFFFFF, 0)
-        kinds: gl.constexpr = ("=r", "r", "r", "r")
-        inputs = [bits_MCL, force_M, LIMIT_BITS]
-        return inline_asm(_any_above, kinds, inputs, gl.int32, is_pure=True)
-    else:
-        kinds: gl.constexpr = ("=r", "r", "r")
-        return inline_asm(_any_above, kinds, [bits_MCL, LIMIT_BITS], gl.int32, is_pure=True)
+    kinds: gl.constexpr = ("=r", "r", "r")
+    return inline_asm(_any_above, kinds, [bits_MCL, LIMIT_BITS], gl.int32, is_pure=True)
 
 
 @gluon.jit

@@ -31,26 +31,18 @@ def sum_limit(dtype):
 
 
 @gluon.jit
-def exponentials(s_MN, m_M, scale_log2, MAY_HIDE_ROWS: gl.constexpr):
-    """p of one tile against an old reference, and its row sums; infinite where p overflows."""
-    shift_M = m_M
-    if MAY_HIDE_ROWS:
-        # A row that has seen no key yet has none, and -inf - -inf is NaN.
-        shift_M = gl.where(m_M == float("-inf"), 0.0, m_M)
-    p_MN = gl.exp2(s_MN * scale_log2 - shift_M[:, None])
+def exponentials(s_MN, m_M, scale_log2):
+    """p of one tile against an old reference, and its row sums: infinite where p overflows,
+    infinite or NaN in a row that has no reference yet."""
+    p_MN = gl.exp2(s_MN * scale_log2 - m_M[:, None])
     return p_MN, lane_sums(p_MN)
 
 
 @gluon.jit
-def must_redo(sums_ML, m_M, MAY_HIDE_ROWS: gl.constexpr, LIMIT: gl.constexpr):
-    """Whether a warp has a sum above the limit, NaN, or a row without a reference."""
+def must_redo(sums_ML, LIMIT: gl.constexpr):
+    """Whether a warp has a sum above the limit, or NaN."""
     bits_ML = sums_ML.to(gl.int32, bitcast=True)
-    if MAY_HIDE_ROWS:
-        force_M = gl.where(m_M == float("-inf"), 0x7FFFFFFF, 0)
-        kinds: gl.constexpr = ("=r", "r", "r", "r")
-        return inline_asm(_any_above, kinds, [bits_ML, force_M, LIMIT], gl.int32, is_pure=True)
-    else:
-        return inline_asm(_any_above, ("=r", "r", "r"), [bits_ML, LIMIT], gl.int32, is_pure=True)
+    return inline_asm(_any_above, ("=r", "r", "r"), [bits_ML, LIMIT], gl.int32, is_pure=True)
 
 
 @gluon.jit

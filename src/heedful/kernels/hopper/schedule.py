@@ -173,9 +173,12 @@ def needs_mask(keys, j):
 @gluon.jit
 def next_masked(keys, step):
     """Of visits from the last key tile to the first, the first from number `step` on whose tile
-    needs a mask; one past the last if none does."""
+    needs a mask; a number past the last if none does."""
     right = keys.end - 1 - keys.full_end
     left = keys.end - keys.full_begin
+    if keys.skipped is not None:
+        right -= keys.skipped
+        left -= keys.skipped
     return gl.where(step <= right, step, gl.maximum(step, left))
 
 

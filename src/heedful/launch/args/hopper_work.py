@@ -22,9 +22,11 @@ Buffers = Mapping[str, BufferSpec]
 # Stands for "farther than any sequence reaches"; sums of three stay within 32 bits.
 FAR = 1 << 29
 ORDER_BLOCK = 1024  # sequences that a program of the order kernel looks at at once
-# Heads of a section under a mask, and how often the tiles of the last one fill the device.
+# Heads of a section under a mask; how often the tiles of the last one fill the device; of heads
+# with fewer tiles all are as large (H200, 2026-11-22, docs/hopper-forward.md).
 SECTION, SECTION_FP8 = 4, 2
 LAST_WAVES = 2
+SECTION_BLOCKS = 8
 
 
 class Call:
@@ -116,19 +118,23 @@ def sections(problem: AttentionProblem, plan: Plan) -> dict[str, int]:
     """Heads whose tiles are dealt out together, the longest first, and how many such sections come
     before the last, which takes the heads that remain.
 
-    Unmasked, one after the other, so that K and V stay in L2. Masked, a few: with more, all SMs
-    begin and end their tiles at the same time, and fetch that code from the same cache (D64 fp8, 16
-    heads instead of 2: 4 % slower; H200, 2026-11-22). But the last section is large: its short
-    tiles must outlast the longest.
+    Unmasked, one after the other, so that K and V stay in L2. Masked, a few, and enough for the
+    last section that its short tiles outlast its longest; where heads have few tiles, as many in
+    all sections. Of packed queries only the device knows the tiles, and the last sequences are
+    short.
     """
     config = plan.configs["hopper.forward"]
-    heads, width, last = work_heads(problem, config), 1, 1
+    heads = work_heads(problem, config)
     if not problem.varlen_q:
         heads *= problem.batch
-    if problem.mask.bounded:
-        width = SECTION_FP8 if ITEM_BITS[problem.dtype] == 8 else SECTION
-        if not problem.varlen_q:  # there the last sequences are short
-            last = -(-LAST_WAVES * plan.device.units * heads // max(1, tiles(problem, config)))
+    if not problem.mask.bounded:
+        return {"section": 1, "sections": heads - 1}
+    few = SECTION_FP8 if ITEM_BITS[problem.dtype] == 8 else SECTION
+    if problem.varlen_q:
+        return {"section": few, "sections": (heads - 1) // few}
+    blocks = max(1, tiles(problem, config) // heads)
+    last = -(-LAST_WAVES * plan.device.units // blocks)
+    width = few if blocks >= SECTION_BLOCKS else last
     return {"section": width, "sections": max(0, heads - last) // width}
 
 
@@ -158,9 +164,7 @@ def deal(problem: AttentionProblem, plan: Plan) -> str:
     if problem.used_q or is_ragged(problem):
         return "program"
     is_one_wave = work(problem, plan) <= plan.device.units
-    # Of few keys, what a draw costs is more than what it evens out.
-    is_even = not problem.mask.bounded or problem.seqlen_k <= 2048
-    return "strides" if is_even or is_one_wave else "drawn"
+    return "drawn" if problem.mask.bounded and not is_one_wave else "strides"
 
 
 def deal_workspaces(problem: AttentionProblem, plan: Plan, zeroed: bool) -> list[Workspace]:
