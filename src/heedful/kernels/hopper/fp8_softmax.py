@@ -77,7 +77,11 @@ def shift_of(m_M):
 @gluon.jit
 def reference(s_MN, scale_log2):
     """What puts the largest p of each row at 2^TOP_LOG2, -inf where all keys are hidden."""
-    return gl.max(s_MN * scale_log2, 1) - TOP_LOG2
+    if scale_log2 < 0.0:
+        top_M = gl.min(s_MN, 1)
+    else:
+        top_M = gl.max(s_MN, 1)
+    return top_M * scale_log2 - TOP_LOG2
 
 
 @gluon.jit
