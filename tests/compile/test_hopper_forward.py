@@ -1,5 +1,6 @@
 """The Hopper forward compiled for sm_90 without a GPU: every config, and what makes a variant."""
 
+import heapq
 import struct
 
 import pytest
@@ -12,7 +13,7 @@ from heedful.core.mask import MaskSpec
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.kernels.hopper import recheck
-from heedful.launch import buffers, compiler
+from heedful.launch import buffers, compiler, programs
 from heedful.launch.args import hopper
 from heedful.launch.spec import BufferSpec, Scalar, TensorMap
 from support.loops import bare_loop, each_loop
@@ -80,12 +81,50 @@ def test_many_tiles_of_unlike_length_are_drawn_and_others_are_not(dim):
         assert program.calls[0].grid == (DEVICE.units, 1, 1)
         return [(w.name, w.zeroed) for w in program.workspaces] == [("drawn", True)]
 
-    long, short = (4096, 4096), (2048, 2048)
+    long = (4096, 4096)
     causal = whole(AttentionProblem.dense(2, *long, heads_q=16, head_dim=dim, causal=True))
     made = compiler.artifact(causal.calls[0], DEVICE.arch)
     assert made.shared_bytes <= DEVICE.shared_bytes
     assert draws(*long, causal=True) and draws(*long, mask=MaskSpec.of(True, (1000, 0)))
-    assert not draws(*long) and not draws(*short, causal=True)
+    assert draws(1100, 1100, causal=True) and not draws(*long)
+    few = whole(AttentionProblem.dense(1, 1000, 1000, heads_q=16, head_dim=dim, causal=True))
+    assert few.calls[0].grid[0] <= DEVICE.units and not few.workspaces
+
+
+def in_order(call):
+    """The row blocks of a call's tiles as `schedule.decode` numbers them: sections of heads."""
+    section, sections, blocks, tiles = (
+        call.arguments[name].value for name in ("section", "sections", "row_blocks", "tiles")
+    )
+    for first in [section * i for i in range(sections + 1)]:
+        width = section if first < section * sections else tiles // blocks - first
+        yield from (block for block in reversed(range(blocks)) for _ in range(width))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 16384, 16), (2, 8192, 16), (4, 4096, 16), (16, 1024, 32), (7, 1300, 24), (3, 5000, 13)],
+    ids=lambda sizes: "x".join(map(str, sizes)),
+)
+def test_programs_that_draw_causal_tiles_end_at_about_the_same_time(sizes, dim, dtype):
+    """Within a tenth of the mean. Sections of a few heads alone: up to a fifth."""
+    batch, length, heads = sizes
+    problem = AttentionProblem.dense(
+        batch, length, length, heads, head_dim=dim, dtype=dtype, out_dtype="bfloat16", causal=True
+    )
+    chosen = plan.plan(problem, DEVICE, backend="hopper")
+    *_, call = programs.program(chosen, "forward").calls
+    config = chosen.configs["hopper.forward"]
+    ends = [0.0] * DEVICE.units
+    blocks = list(in_order(call))
+    assert sorted(blocks) == sorted(list(range(-(-length // config.block_m))) * batch * heads)
+    for block in blocks:
+        steps = -(-min(length, (block + 1) * config.block_m) // config.block_n)
+        # What begins and ends a tile takes as long as some three of its steps.
+        heapq.heapreplace(ends, ends[0] + steps + 3)
+    assert max(ends) < 1.1 * sum(ends) / len(ends)
 
 
 @each_loop
@@ -161,7 +200,8 @@ def test_sums_may_grow_as_far_as_their_type_allows_before_a_warp_looks_again():
 
 def test_the_plain_variant_has_no_argument_of_a_feature_that_it_lacks():
     plain = {"q_desc", "k_desc", "v_desc", "out_desc", "lse_ptr", "scale_log2", "softcap_scale"}
-    plain |= {"heads", "group", "seqlen_q", "seqlen_k", "total_q", "row_blocks", "tiles", "section"}
+    plain |= {"heads", "group", "seqlen_q", "seqlen_k", "total_q", "row_blocks", "tiles"}
+    plain |= {"section", "sections"}
     assert set(planned(PLAIN).arguments) == plain | {"left", "right", "shift", "align"}
 
 

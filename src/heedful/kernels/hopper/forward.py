@@ -213,7 +213,6 @@ def attend(
     step = gl.to_tensor(1)
     while step < steps:
         # What few steps need is outside of the loop below: jumped over it would cost every step.
-        # So it ends before the next of them, `last`.
         last = steps - 1
         if LATE and MASKED:
             last = gl.minimum(last, next_masked(keys, step))
@@ -261,7 +260,9 @@ def attend(
                 if moved != 0:
                     acc = scale_output(acc, alpha_M)
             p_MJ = to_pairs(p_MN, dtype)
-            goes = step < last
+            # Without a mask the loop around this one ends here too, and `step < last`, which says
+            # the same, has LLVM make one loop of the two.
+            goes = step < last if MASKED else step + 1 < steps
             if LATE:
                 goes = goes & (moved == 0)
             step += 1
