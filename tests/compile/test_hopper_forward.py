@@ -91,11 +91,13 @@ def test_many_tiles_of_unlike_length_are_drawn_and_others_are_not(dim):
     assert few.calls[0].grid[0] <= DEVICE.units and not few.workspaces
 
 
+def values(call, *names):
+    return tuple(call.arguments[name].value for name in names)
+
+
 def in_order(call):
     """The row blocks of a call's tiles as `schedule.decode` numbers them: sections of heads."""
-    section, sections, blocks, tiles = (
-        call.arguments[name].value for name in ("section", "sections", "row_blocks", "tiles")
-    )
+    section, sections, blocks, tiles = values(call, "section", "sections", "row_blocks", "tiles")
     for first in [section * i for i in range(sections + 1)]:
         width = section if first < section * sections else tiles // blocks - first
         yield from (block for block in reversed(range(blocks)) for _ in range(width))
@@ -125,6 +127,12 @@ def test_programs_that_draw_causal_tiles_end_at_about_the_same_time(sizes, dim, 
         # What begins and ends a tile takes as long as some three of its steps.
         heapq.heapreplace(ends, ends[0] + steps + 3)
     assert max(ends) < 1.1 * sum(ends) / len(ends)
+
+
+def test_no_more_heads_are_worked_on_side_by_side_than_l2_has_room_for():
+    """A part of a long prompt: 512 queries on 65536 keys, 32 MiB of K and V for each head."""
+    problem = AttentionProblem.dense(4, 512, 65536, heads_q=16, head_dim=128, causal=True)
+    assert values(whole(problem).calls[-1], "section", "sections") == (4, 15)
 
 
 @each_loop

@@ -165,7 +165,7 @@ def wait_for_turner(turning, tile, col, is_first, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def producer(q_desc, k_desc, v_desc, q, slots, deal, turning, shape):
-    """Feeds every tile's queries, and its keys and values from the last to the first."""
+    """Feeds every tile's queries, and its keys and values in the order of visits."""
     at_q = Cursor.start(shape.Q_SLOTS)
     at = slots.start()
     at_deal = Cursor.start(DEAL_SLOTS)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from heedful.core.configs import TileConfig
 from heedful.core.plan import Plan
 from heedful.core.problem import ITEM_BITS, AttentionProblem
+from heedful.launch.args.portable import heads_in_l2
 from heedful.launch.spec import (
     Argument,
     BufferSpec,
@@ -119,9 +120,9 @@ def sections(problem: AttentionProblem, plan: Plan) -> dict[str, int]:
     before the last, which takes the heads that remain.
 
     Unmasked, one after the other, so that K and V stay in L2. Masked, a few, and enough for the
-    last section that its short tiles outlast its longest; where heads have few tiles, as many in
-    all sections. Of packed queries only the device knows the tiles, and the last sequences are
-    short.
+    last section that its short tiles outlast its longest, as far as L2 has room; where heads have
+    few tiles, as many in all sections. Of packed queries only the device knows the tiles, and the
+    last sequences are short.
     """
     config = plan.configs["hopper.forward"]
     heads = work_heads(problem, config)
@@ -134,6 +135,8 @@ def sections(problem: AttentionProblem, plan: Plan) -> dict[str, int]:
         return {"section": few, "sections": (heads - 1) // few}
     blocks = max(1, tiles(problem, config) // heads)
     last = -(-LAST_WAVES * plan.device.units // blocks)
+    # Of many keys and few queries tiles are of about one length in any case.
+    last = min(last, max(few, heads_in_l2(problem, plan)))
     width = few if blocks >= SECTION_BLOCKS else last
     return {"section": width, "sections": max(0, heads - last) // width}
 

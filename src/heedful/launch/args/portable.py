@@ -117,7 +117,7 @@ def _lse_strides(shape: tuple[int, ...]) -> tuple[int, int]:
     return (0, strides[0]) if len(shape) == 2 else (strides[0], strides[1])
 
 
-def _section(problem: AttentionProblem, plan: Plan) -> int:
+def heads_in_l2(problem: AttentionProblem, plan: Plan) -> int:
     """Query heads whose keys and values together fill half of L2."""
     dims = problem.head_dim + problem.head_dim_v
     head_bytes = max(1, problem.seqlen_k * dims * ITEM_BITS[problem.kv_dtype] // 8)
@@ -269,7 +269,7 @@ def _forward_call(
     tiles = -(-problem.seqlen_q // config.block_m)
     call.ints(
         page_size=problem.page_size,
-        section=_section(problem, plan),
+        section=heads_in_l2(problem, plan),
         num_splits=splits,
         tiles=tiles,
     )
@@ -495,7 +495,7 @@ def _key_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers)
     call, constants = _gradient_call(problem, buffers, ("backward_keys", "key_gradients"), outputs)
     longest = problem.seqlen_k if problem.varlen_k else buffers["k"].shape[1]
     tiles = -(-longest // config.block_n)
-    section = max(1, _section(problem, plan) // problem.group)
+    section = max(1, heads_in_l2(problem, plan) // problem.group)
     call.ints(section=section, tiles=tiles)
     grid = (tiles * problem.batch * problem.heads_k, 1, 1)
     constants["IS_GQA"] = problem.group > 1
@@ -515,7 +515,7 @@ def _query_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffer
     # (batch, head, row): any strides, as autograd hands them out.
     call.strides("dl", "bhm", strides)
     tiles = -(-problem.seqlen_q // config.block_m)
-    call.ints(section=_section(problem, plan), tiles=tiles)
+    call.ints(section=heads_in_l2(problem, plan), tiles=tiles)
     grid = (tiles * problem.batch * problem.heads_q, 1, 1)
     return call.build(grid, config, **constants, BLOCK_M=config.block_m, BLOCK_N=config.block_n)
 
