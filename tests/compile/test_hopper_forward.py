@@ -96,7 +96,7 @@ def values(call, *names):
 
 
 def in_order(call):
-    """The row blocks of a call's tiles as `schedule.decode` numbers them: sections of heads."""
+    """The row blocks of a call's tiles as `schedule.in_sections` numbers them."""
     section, sections, blocks, tiles = values(call, "section", "sections", "row_blocks", "tiles")
     for first in [section * i for i in range(sections + 1)]:
         width = section if first < section * sections else tiles // blocks - first
@@ -111,7 +111,7 @@ def in_order(call):
     ids=lambda sizes: "x".join(map(str, sizes)),
 )
 def test_programs_that_draw_causal_tiles_end_at_about_the_same_time(sizes, dim, dtype):
-    """Within a tenth of the mean. Sections of a few heads alone: up to a fifth."""
+    """Within a tenth of the mean, above which sections of a few heads alone are by up to 15 %."""
     batch, length, heads = sizes
     problem = AttentionProblem.dense(
         batch, length, length, heads, head_dim=dim, dtype=dtype, out_dtype="bfloat16", causal=True
