@@ -17,8 +17,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from heedful.kernels.hopper.channel import Channel, Cursor
-from heedful.kernels.hopper.compat import aggregate, optional, reinterpret, tma_store
+from heedful.kernels.hopper.compat import reinterpret
 from heedful.kernels.hopper.deal import DEAL_SLOTS, Deal
+from heedful.kernels.hopper.fp8_output import Outputs, store_rows
 from heedful.kernels.hopper.fp8_recheck import (
     E4M3_BITS,
     FINITE_BITS,
@@ -28,6 +29,7 @@ from heedful.kernels.hopper.fp8_recheck import (
     rescale,
     rescore,
 )
+from heedful.kernels.hopper.fp8_scales import Scales
 from heedful.kernels.hopper.fp8_shape import Fp8Shape, values_at
 from heedful.kernels.hopper.fp8_softmax import (
     from_words,
@@ -39,11 +41,11 @@ from heedful.kernels.hopper.fp8_softmax import (
 )
 from heedful.kernels.hopper.fp8_sums import allocate_sums, store_sums, with_sums
 from heedful.kernels.hopper.fp8_turner import (
-    CHUNK_N,
     RAW_SLOTS,
     TURN_WARPS,
     Turning,
     turner,
+    wait_for_turner,
 )
 from heedful.kernels.hopper.masking import hide_outside
 from heedful.kernels.hopper.schedule import (
@@ -61,106 +63,6 @@ from heedful.kernels.hopper.softmax import scale_rows
 from heedful.kernels.hopper.terms import cap
 from heedful.kernels.hopper.turns import pass_turn, skip, skip_all, take_turn
 from heedful.kernels.hopper.work import hear, take, tell
-
-LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
-LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
-
-
-@aggregate
-class Scales:
-    """Factors of raw scores, and of the output's rows: descales are float32 (B, G), or None."""
-
-    scale_log2: gl.tensor
-    softcap_scale: gl.tensor
-    q_descale: gl.tensor | gl.constexpr
-    k_descale: gl.tensor | gl.constexpr
-    v_descale: gl.tensor | gl.constexpr
-    stride_qdb: gl.tensor
-    stride_qdh: gl.tensor
-    stride_kdb: gl.tensor
-    stride_kdh: gl.tensor
-    stride_vdb: gl.tensor
-    stride_vdh: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        scale_log2,
-        softcap_scale,
-        q_descale,
-        k_descale,
-        v_descale,
-        stride_qdb,
-        stride_qdh,
-        stride_kdb,
-        stride_kdh,
-        stride_vdb,
-        stride_vdh,
-    ):
-        self.scale_log2 = scale_log2
-        self.softcap_scale = softcap_scale
-        self.q_descale = optional(q_descale)
-        self.k_descale = optional(k_descale)
-        self.v_descale = optional(v_descale)
-        self.stride_qdb = stride_qdb
-        self.stride_qdh = stride_qdh
-        self.stride_kdb = stride_kdb
-        self.stride_kdh = stride_kdh
-        self.stride_vdb = stride_vdb
-        self.stride_vdh = stride_vdh
-
-    @gluon.jit
-    def of_scores(self, tile, HAS_SOFTCAP: gl.constexpr):
-        """(softcap_scale, scale_log2) of a tile, descales included: factors of its raw scores under
-        softcap, and of what comes out of it, or of raw scores if there is none."""
-        factor = gl.to_tensor(1.0)
-        if self.q_descale is not None:
-            at = tile.batch * self.stride_qdb + tile.kv_head * self.stride_qdh
-            factor *= gl.load(self.q_descale + at)
-        if self.k_descale is not None:
-            at = tile.batch * self.stride_kdb + tile.kv_head * self.stride_kdh
-            factor *= gl.load(self.k_descale + at)
-        scale_log2, softcap_scale = self.scale_log2, self.softcap_scale
-        if HAS_SOFTCAP:
-            softcap_scale *= factor
-        elif self.q_descale is not None or self.k_descale is not None:
-            scale_log2 *= factor
-            # A hidden score, an infinity, times 0 would be NaN.
-            scale_log2 = gl.where(scale_log2 == 0.0, 1e-30, scale_log2)
-        return softcap_scale, scale_log2
-
-    @gluon.jit
-    def of_values(self, tile):
-        """What v_descale makes of an output."""
-        if self.v_descale is None:
-            return gl.to_tensor(1.0)
-        else:
-            at = tile.batch * self.stride_vdb + tile.kv_head * self.stride_vdh
-            return gl.load(self.v_descale + at)
-
-
-@aggregate
-class Outputs:
-    """Where results go, and the sink logits that enter them; lse and sink may be None."""
-
-    desc: tma.tensor_descriptor
-    lse: gl.tensor | gl.constexpr
-    sink: gl.tensor | gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, desc, lse, sink):
-        self.desc = desc
-        self.lse = optional(lse)
-        self.sink = optional(sink)
-
-
-@gluon.jit
-def wait_for_turner(turning, tile, col, is_first, BLOCK_N: gl.constexpr):
-    """Where this kernel turns V itself: waits until the values from key `col` on are ready, if they
-    are in another chunk than those before them, or first of a tile or of those in order."""
-    if turning is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
-        if is_first | ((col + BLOCK_N) % CHUNK_N == 0):
-            turning.wait(tile.batch * turning.heads_k + tile.kv_head, col)
 
 
 @gluon.jit
@@ -404,35 +306,6 @@ def attend(
     elif steps > shape.FLUSH:
         acc_ME = with_sums(sums, acc_ME, m_M, base_M)
     return acc_ME, m_M, gl.sum(l_ML, 1), at.after_values()
-
-
-@gluon.jit
-def store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, shape, v_scale):
-    """Normalises one consumer's rows and writes them and their log-sum-exp."""
-    factor_M = gl.full(l_M.shape, 1.0, gl.float32, l_M.type.layout)
-    if outputs.sink is not None:
-        sink = gl.load(outputs.sink + tile.head) * LOG2E
-        top_M = gl.maximum(m_M, sink)
-        shift_M = gl.where(top_M == float("-inf"), 0.0, top_M)
-        factor_M = gl.exp2(m_M - shift_M)
-        l_M = l_M * factor_M + gl.exp2(sink - shift_M)
-        m_M = top_M
-    seen_M = (l_M > 0.0) & (m_M > float("-inf"))
-    inverse_M = gl.where(seen_M, factor_M / l_M, 0.0) * v_scale
-    # The output takes the place of sums, which other threads may still be reading.
-    tma.store_wait(0)
-    gl.barrier()
-    o_smem.store(scale_rows(acc_ME, inverse_M).to(outputs.desc.dtype).reshape(o_smem.shape))
-    fence_async_shared()
-    tma_store(outputs.desc, rows_at(shape, tile, row), o_smem)
-    if outputs.lse is not None:
-        lse_M = gl.where(seen_M, (m_M + gl.log2(l_M)) * LN2, float("-inf"))
-        rows_M = row + gl.arange(0, ROWS, layout=lse_M.type.layout)
-        if shape.cu_q is not None:
-            base = tile.head.to(gl.int64) * shape.total_q + tile.start_q
-        else:
-            base = (tile.batch * shape.heads + tile.head).to(gl.int64) * shape.seqlen_q
-        gl.store(outputs.lse + base + rows_M, lse_M, mask=rows_M < tile.len_q)
 
 
 @gluon.jit

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.channel import Cursor
 from heedful.kernels.hopper.compat import aggregate, inline_asm
+from heedful.kernels.hopper.schedule import in_sections
 
 # A piece is this many keys times this many dims; keys [CHUNK_N n, CHUNK_N (n + 1)) of a head are
 # counted together.
@@ -30,7 +31,7 @@ class Turning:
     """What there is to turn: (B, G, N, E) into `turned`, (B, G, dim_v, padded_k).
 
     counts: how many pieces were drawn, then how many of each head's chunks are ready; all begin
-    at 0. section, sections: KV heads that the attention works on side by side, see `decode`.
+    at 0. section, sections: KV heads that the attention works on side by side, see `in_sections`.
     """
 
     turned: gl.tensor
@@ -86,15 +87,9 @@ class Turning:
         PIECES: gl.constexpr = self.E // PIECE_E
         blocks = self.padded_k // PIECE_N
         dim = index % PIECES * PIECE_E
-        index = index // PIECES
-        per_section = self.section * blocks
-        section = gl.minimum(index // per_section, self.sections)
-        within = index - section * per_section
-        first = section * self.section
         heads = self.pieces // (blocks * PIECES)
-        width = gl.where(section < self.sections, self.section, heads - first)
-        step = within // width
-        return first + within - step * width, (blocks - 1 - step) * PIECE_N, dim
+        head, step = in_sections(index // PIECES, blocks, heads, self.section, self.sections)
+        return head, (blocks - 1 - step) * PIECE_N, dim
 
 
 @gluon.constexpr_function
@@ -199,3 +194,13 @@ def turner(desc, turning, raw):
         turn_piece(turning, raw.boxes.index(at_now.slot), head_now, key_now, dim_now)
         raw.release(at_now)
         report(turning.chunk(head_now, key_now))
+
+
+@gluon.jit
+def wait_for_turner(turning, tile, col, is_first, BLOCK_N: gl.constexpr):
+    """Where the attention kernel turns V itself: waits until the values from key `col` on are
+    ready. Of values that are loaded in order, the first ones and those of another chunk than the
+    ones before them have anything to wait for."""
+    if turning is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
+        if is_first | ((col + BLOCK_N) % CHUNK_N == 0):
+            turning.wait(tile.batch * turning.heads_k + tile.kv_head, col)

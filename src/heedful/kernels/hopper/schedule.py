@@ -84,11 +84,23 @@ def keys_at(shape, tile, col):
 
 
 @gluon.jit
+def in_sections(index, blocks, heads, width, sections):
+    """Head and block of piece `index` of heads that have `blocks` pieces each: sections of `width`
+    heads, whose K and V share the L2 cache, and block by block the section's heads innermost.
+    `sections` come before the last, which takes the heads that remain."""
+    per_section = width * blocks
+    section = gl.minimum(index // per_section, sections)
+    within = index - section * per_section
+    first = section * width
+    width = gl.where(section < sections, width, heads - first)
+    block = within // width
+    return first + within - block * width, block
+
+
+@gluon.jit
 def decode(shape, index):
-    """Tile `index`: sections of heads whose K and V share the L2 cache, in a section row blocks
-    from the longest to the shortest, and the section's heads innermost. `sections` come before the
-    last, which takes the heads that remain. Of packed sequences one after the other, in the order
-    of order.py."""
+    """Tile `index`: sections of heads, in each of them row blocks from the longest to the shortest.
+    Of packed sequences one after the other, in the order of order.py."""
     row_blocks = shape.row_blocks
     heads = shape.heads
     batch = gl.to_tensor(0)
@@ -99,13 +111,7 @@ def decode(shape, index):
         batch = gl.load(entry)
         index -= gl.load(entry + 1) * heads
         row_blocks = gl.cdiv(sequence(shape.cu_q, batch, 0)[1], ROWS * shape.CONSUMERS)
-    per_section = shape.section * row_blocks
-    section = gl.minimum(index // per_section, shape.sections)
-    within = index - section * per_section
-    first = section * shape.section
-    width = gl.where(section < shape.sections, shape.section, heads - first)
-    block = within // width
-    head = first + within - block * width
+    head, block = in_sections(index, row_blocks, heads, shape.section, shape.sections)
     if shape.IS_RIGHT:
         block = row_blocks - 1 - block
     if shape.order is None:

@@ -1,0 +1,57 @@
+"""How one fp8 consumer's rows leave the chip: output.py, with a factor, through memory of sums.
+
+M query rows, E v dim.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from heedful.kernels.hopper.compat import aggregate, optional, tma_store
+from heedful.kernels.hopper.output import LN2, LOG2E
+from heedful.kernels.hopper.schedule import ROWS, rows_at
+from heedful.kernels.hopper.softmax import scale_rows
+
+
+@aggregate
+class Outputs:
+    """Where results go, and the sink logits that enter them; lse and sink may be None."""
+
+    desc: tma.tensor_descriptor
+    lse: gl.tensor | gl.constexpr
+    sink: gl.tensor | gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, desc, lse, sink):
+        self.desc = desc
+        self.lse = optional(lse)
+        self.sink = optional(sink)
+
+
+@gluon.jit
+def store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, shape, v_scale):
+    """Normalises one consumer's rows and writes them and their log-sum-exp."""
+    factor_M = gl.full(l_M.shape, 1.0, gl.float32, l_M.type.layout)
+    if outputs.sink is not None:
+        sink = gl.load(outputs.sink + tile.head) * LOG2E
+        top_M = gl.maximum(m_M, sink)
+        shift_M = gl.where(top_M == float("-inf"), 0.0, top_M)
+        factor_M = gl.exp2(m_M - shift_M)
+        l_M = l_M * factor_M + gl.exp2(sink - shift_M)
+        m_M = top_M
+    seen_M = (l_M > 0.0) & (m_M > float("-inf"))
+    inverse_M = gl.where(seen_M, factor_M / l_M, 0.0) * v_scale
+    # The output takes the place of sums, which other threads may still be reading.
+    tma.store_wait(0)
+    gl.barrier()
+    o_smem.store(scale_rows(acc_ME, inverse_M).to(outputs.desc.dtype).reshape(o_smem.shape))
+    fence_async_shared()
+    tma_store(outputs.desc, rows_at(shape, tile, row), o_smem)
+    if outputs.lse is not None:
+        lse_M = gl.where(seen_M, (m_M + gl.log2(l_M)) * LN2, float("-inf"))
+        rows_M = row + gl.arange(0, ROWS, layout=lse_M.type.layout)
+        if shape.cu_q is not None:
+            base = tile.head.to(gl.int64) * shape.total_q + tile.start_q
+        else:
+            base = (tile.batch * shape.heads + tile.head).to(gl.int64) * shape.seqlen_q
+        gl.store(outputs.lse + base + rows_M, lse_M, mask=rows_M < tile.len_q)
