@@ -35,6 +35,18 @@ def _store(outputs, inputs):
     return _moves(inputs[0], inputs[1][0], "st")
 
 
+@gluon.constexpr_function
+def _clear(outputs, _):
+    return " ".join(f"mov.b32 {value}, 0;" for value in outputs[0])
+
+
+@gluon.jit
+def cleared(ROWS: gl.constexpr, E: gl.constexpr, layout: gl.constexpr):
+    """Zeros that the compiler does not know as such: known ones it would write behind the first
+    exponentials, and once for each way into the loop, these while first scores are computed."""
+    return inline_asm(_clear, ("=f",), [], gl.distributed_type(gl.float32, [ROWS, E], layout))
+
+
 @gluon.jit
 def allocate_sums(CONSUMERS: gl.constexpr, E: gl.constexpr, dtype: gl.constexpr):
     """Memory for the output of every consumer in this type, as rows of float32."""
