@@ -197,7 +197,6 @@ def attend(
     """
     BLOCK_N: gl.constexpr = shape.BLOCK_N
     MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
-    FLUSHES_NEARBY: gl.constexpr = shape.SUMS_IN_REGS and MASKED
     where = (keys, shape, tile, row)
     _, scale_log2 = factors
     k, v = slots.k, slots.v
@@ -240,47 +239,39 @@ def attend(
             last = gl.minimum(last, gl.where(last_second & (step == 1), 1, masked))
         goes = step <= last
         while goes:
-            counts = gl.to_tensor(True)
-            while counts:
-                if not shape.LATE:
-                    words = to_words(p_MN)
-                take_turn(shape, WORKER)
-                s_MN = queue_scores(q, k, at_q, at.k, BLOCK_N)
-                slots.wait_for_values(at)
-                acc_ME = queue_output(words, v, at.values(), acc_ME, (step - 1) % shape.FLUSH != 0)
-                pass_turn(shape, WORKER)
-                s_MN = warpgroup_mma_wait(1, deps=[s_MN])
-                slots.release_keys_after_mma(at)
-                # That these scores are there means that every warp is done with the slot before.
-                slots.release_kept_after_mma(at_before)
-                j = keys.end - 1 - step
-                if shape.LATE:
-                    s_MN = modify(s_MN, where, j, factors, False)
-                    p_MN, sums_MCL = exponentials(s_MN, m_M, scale_log2)
-                    before_ML = l_ML
-                    l_ML = l_ML + gl.sum(sums_MCL, 1)
-                    moved = any_above(sums_MCL, E4M3_BITS)
-                    words = to_words(p_MN)
-                else:
-                    s_MN = modify(s_MN, where, j, factors, MASKED)
-                    p_MN, m_M, l_ML, alpha_M, moved = softmax_careful(
-                        s_MN, m_M, l_ML, scale_log2, MASKED
-                    )
-                at_before = at
-                at = at.next()
-                # A wait loop ends a basic block: else ptxas would hoist the wait below over the
-                # exponentials.
-                slots.wait(at, step + 1 < steps)
-                acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
-                slots.release_values_after_mma(at_before)
-                counts = (moved == 0) & (step < last) & (step % shape.FLUSH != 0)
-                step += 1
-            if FLUSHES_NEARBY:
-                if (step - 1) % shape.FLUSH == 0:
-                    sum_ME = sum_ME + acc_ME
-                goes = (moved == 0) & (step <= last)
+            if not shape.LATE:
+                words = to_words(p_MN)
+            take_turn(shape, WORKER)
+            s_MN = queue_scores(q, k, at_q, at.k, BLOCK_N)
+            slots.wait_for_values(at)
+            acc_ME = queue_output(words, v, at.values(), acc_ME, (step - 1) % shape.FLUSH != 0)
+            pass_turn(shape, WORKER)
+            s_MN = warpgroup_mma_wait(1, deps=[s_MN])
+            slots.release_keys_after_mma(at)
+            # That these scores are there means that every warp is done with the slot before.
+            slots.release_kept_after_mma(at_before)
+            j = keys.end - 1 - step
+            if shape.LATE:
+                s_MN = modify(s_MN, where, j, factors, False)
+                p_MN, sums_MCL = exponentials(s_MN, m_M, scale_log2)
+                before_ML = l_ML
+                l_ML = l_ML + gl.sum(sums_MCL, 1)
+                moved = any_above(sums_MCL, E4M3_BITS)
+                words = to_words(p_MN)
             else:
-                goes = gl.to_tensor(False)
+                s_MN = modify(s_MN, where, j, factors, MASKED)
+                p_MN, m_M, l_ML, alpha_M, moved = softmax_careful(
+                    s_MN, m_M, l_ML, scale_log2, MASKED
+                )
+            at_before = at
+            at = at.next()
+            # A wait loop ends a basic block: else ptxas would hoist the wait below over the
+            # exponentials.
+            slots.wait(at, step + 1 < steps)
+            acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
+            slots.release_values_after_mma(at_before)
+            goes = (moved == 0) & (step < last) & (step % shape.FLUSH != 0)
+            step += 1
         if shape.LATE:
             j = visited(keys, step - 1, last_second)
             if MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
@@ -302,9 +293,8 @@ def attend(
                     sum_ME = scale_rows(sum_ME, alpha_M)
         elif moved != 0:
             acc_ME = scale_rows(acc_ME, alpha_M)
-        if not FLUSHES_NEARBY:  # noqa: SIM102  (known when compiling, and `and` is not)
-            if (step - 1) % shape.FLUSH == 0:
-                acc_ME, sum_ME, base_M = flush(sums, acc_ME, sum_ME, m_M, base_M, step - 1, shape)
+        if (step - 1) % shape.FLUSH == 0:
+            acc_ME, sum_ME, base_M = flush(sums, acc_ME, sum_ME, m_M, base_M, step - 1, shape)
     if not shape.LATE:
         words = to_words(p_MN)
     slots.wait_for_values(at)
