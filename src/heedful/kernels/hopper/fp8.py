@@ -256,6 +256,7 @@ def attend(
                 p_MN, sums_MCL = exponentials(s_MN, m_M, scale_log2)
                 before_ML = l_ML
                 l_ML = l_ML + gl.sum(sums_MCL, 1)
+                moved = any_above(sums_MCL, E4M3_BITS)
                 words = to_words(p_MN)
             else:
                 s_MN = modify(s_MN, where, j, factors, MASKED)
@@ -268,8 +269,6 @@ def attend(
             # exponentials.
             slots.wait(at, step + 1 < steps)
             acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
-            if shape.LATE:
-                moved = any_above(sums_MCL, E4M3_BITS)
             slots.release_values_after_mma(at_before)
             goes = (moved == 0) & (step < last) & (step % shape.FLUSH != 0)
             step += 1
