@@ -1,5 +1,6 @@
 """The inspector counts what is in the code and knows the targets' limits."""
 
+import itertools
 import json
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -22,7 +23,7 @@ from heedful.inspector import (
     to_json,
 )
 from heedful.inspector.command import main
-from heedful.inspector.nvidia import hot_loop, measure, parse_sass
+from heedful.inspector.nvidia import Instruction, hot_loop, measure, parse_sass
 from heedful.launch.programs import program
 
 LOOP = """
@@ -131,17 +132,30 @@ def test_the_timeline_shows_every_instruction_of_the_loop(found):
     assert any("v_mfma" in (e.text or "") for e in root.iter() if e.tag.endswith("title"))
 
 
-SASS = """
-        /*0000*/                   LDC R1, c[0x0][0x28] ;
-.L_x_1:
-        /*0010*/                   HGMMA.64x64x16.F32.BF16 R88, gdesc[UR12], RZ, !UPT ;
-        /*0020*/              @!P1 FFMA R2, R2, R3, -R9 ;
-        /*0030*/                   MUFU.EX2 R4, R9 ;
-        /*0040*/                   LDS.128 R4, [R9] ;
-        /*0050*/                   UTMALDG.2D [UR8], [UR4] ;
-        /*0060*/              @P0 BRA `(.L_x_1) ;
-        /*0070*/                   EXIT ;
-"""
+def listing(*texts: str, uppers=()) -> str:
+    """What nvdisasm makes of labels and instructions, with the upper halves of their encodings."""
+    lines = []
+    halves = itertools.chain(uppers, itertools.repeat("0" * 16))
+    for text in texts:
+        if text.endswith(":"):
+            lines.append(text)
+        else:
+            lines.append(f"        /*0000*/  {text} ;  /* 0x{0:016x} */")
+            lines.append(f"                  /* 0x{next(halves)} */")
+    return "\n".join(lines)
+
+
+SASS = listing(
+    "LDC R1, c[0x0][0x28]",
+    ".L_x_1:",
+    "HGMMA.64x64x16.F32.BF16 R88, gdesc[UR12], RZ, !UPT",
+    "@!P1 FFMA R2, R2, R3, -R9",
+    "MUFU.EX2 R4, R9",
+    "LDS.128 R4, [R9]",
+    "UTMALDG.2D [UR8], [UR4]",
+    "@P0 BRA `(.L_x_1)",
+    "EXIT",
+)
 
 
 def test_sass_is_counted_by_unit_and_its_loops_are_found():
@@ -156,16 +170,12 @@ def test_sass_is_counted_by_unit_and_its_loops_are_found():
 
 def test_the_hot_loop_is_the_innermost_one_with_products():
     """Not the loop over tiles around it, nor one that waits or recomputes inside of it."""
-
-    def lines(*texts: str) -> str:
-        return "\n".join(x if x.endswith(":") else f"        /*0000*/  {x} ;" for x in texts)
-
     step = (".L_step:", "QGMMA.64x64x32.F32.E4M3.E4M3 R24, gdesc[UR4], R24")
     wait = (".L_wait:", "SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR4], R0", "@!P0 BRA `(.L_wait)")
     tile = (".L_tile:", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ", *step, *wait)
-    text = lines(*tile, "@P1 BRA `(.L_step)", "STG R0, R2", "@P2 BRA `(.L_tile)", "EXIT")
+    text = listing(*tile, "@P1 BRA `(.L_step)", "STG R0, R2", "@P2 BRA `(.L_tile)", "EXIT")
     found = hot_loop(*parse_sass(text)) or []
-    assert [x.split(".")[0] for x in found] == ["QGMMA", "SYNCS", "@!P0 BRA `(", "@P1 BRA `("]
+    assert [x.text.split(".")[0] for x in found] == ["QGMMA", "SYNCS", "@!P0 BRA `(", "@P1 BRA `("]
 
 
 @pytest.mark.parametrize("shape", ["HGMMA.64x128x16.F32.BF16", "QGMMA.64x128x32.F32.E4M3.E4M3"])
@@ -173,7 +183,18 @@ def test_a_wgmma_takes_the_cycles_that_the_device_does(shape):
     """Nsight Compute, H200, 2 x 8192, 16 heads, D128 on 132 SMs: 4.19e6 HGMMA kept the matrix unit
     active for 95 % of 2.23e6 cycles and 2.10e6 QGMMA for 59 % of 1.79e6: 66 to 67 each, cycles
     in which only some SMs still work included."""
-    assert measure([f"{shape} R24, gdesc[UR40], R24"]).tensor_cycles == 64.0
+    assert measure([Instruction(f"{shape} R24, gdesc[UR40], R24", 1)]).tensor_cycles == 64.0
+
+
+def test_cycles_between_instructions_are_those_that_the_assembler_wrote():
+    """ptxas 13.4: the second of two exponentials comes 8 cycles later, the rate of their unit, and
+    what a vote found is there 13 cycles later; what may follow at once takes a cycle."""
+    encoded = {"000f300000000800": 8, "000ea20000000800": 1, "000fda0000000100": 13}
+    texts = ("MUFU.EX2 R49, R49", "MUFU.EX2 R40, R40", "VOTE.ANY P0, P0")
+    code, _, _ = parse_sass(listing(*texts, uppers=encoded))
+    assert [each.text for each in code] == list(texts)
+    assert [each.cycles for each in code] == list(encoded.values())
+    assert measure(code).issue_cycles == sum(encoded.values())
 
 
 @pytest.mark.parametrize("device", ["H200", "MI300X", "MI355X"])
@@ -186,6 +207,7 @@ def test_a_problem_is_inspected_for_any_target_without_a_gpu(device):
     assert attention.loop is not None
     if isinstance(attention, NvidiaInspection):
         assert attention.registers > 32 and attention.loop.wgmma and "tensor cycles" in text
+        assert attention.loop.issue_cycles >= attention.loop.instructions
     else:
         assert attention.loop.mfma and "waves per SIMD" in text
     assert isinstance(attention, NvidiaInspection) == (device == "H200")

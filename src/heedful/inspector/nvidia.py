@@ -4,6 +4,10 @@ Cycles are those of one of the four sub-cores of an SM, which issues one warp-in
 and computes 32 float lanes, 16 integer lanes or 4 special functions; the tensor cores of the SM do
 2048 multiply-adds of 16-bit floats a cycle (989 TFLOP/s on 132 SMs at 1.83 GHz, NVIDIA H100 white
 paper; Nsight Compute counts the same), and twice as many of 8-bit ones.
+
+How long a warp waits after an instruction before its next, where the assembler knows, is in the
+instruction itself (Jia et al., https://arxiv.org/abs/1804.06826, chapter 2): `issue_cycles` is the
+sum. Memory, products and other warps' use of a unit come on top.
 """
 
 from __future__ import annotations
@@ -17,7 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_LINE = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);?\s*$")
+_LINE = re.compile(
+    r"^\s*/\*[0-9a-f]+\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)(.*?);?\s*/\* 0x[0-9a-f]+ \*/$"
+)
+# The upper half of an instruction, on a line of its own.
+_UPPER_HALF = re.compile(r"^\s*/\* 0x([0-9a-f]+) \*/$")
 _LABEL = re.compile(r"^(\.L_\w+):")
 _BRANCH = re.compile(r"BRA(?:\.\w+)*\s+.*\((\.L_\w+)\)")
 _WGMMA = re.compile(r"[HQI]GMMA\.64x(\d+)x(\d+)")
@@ -34,6 +42,7 @@ class Sass:
     `floats`, those that a predicate may turn off and that are issued all the same."""
 
     instructions: int = 0
+    issue_cycles: int = 0
     wgmma: int = 0
     tensor_cycles: float = 0.0
     floats: int = 0
@@ -50,6 +59,14 @@ class Sass:
     def mufu_cycles(self) -> int:
         """Cycles of the special-function unit."""
         return 8 * self.mufu
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """An instruction with its predicate, and the cycles until this warp's next."""
+
+    text: str
+    cycles: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +104,21 @@ def _run(name: str, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def parse_sass(text: str) -> tuple[list[str], dict[str, int], list[tuple[int, str]]]:
-    """Instructions and their predicates, positions of labels, branches as (position, label)."""
-    code, labels, branches = [], {}, []
+def parse_sass(
+    text: str,
+) -> tuple[list[Instruction], dict[str, int], list[tuple[int, str]]]:
+    """Instructions, positions of labels, branches as (position, label)."""
+    code: list[Instruction] = []
+    labels, branches, found = {}, [], ""
     for line in text.splitlines():
         if match := _LABEL.match(line):
             labels[match[1]] = len(code)
         elif match := _LINE.match(line):
             if branch := _BRANCH.search(line):
                 branches.append((len(code), branch[1]))
-            code.append("".join(part or "" for part in match.groups()).strip())
+            found = "".join(part or "" for part in match.groups()).strip()
+        elif match := _UPPER_HALF.match(line):
+            code.append(Instruction(found, max(int(match[1], 16) >> 41 & 15, 1)))
     return code, labels, branches
 
 
@@ -108,13 +130,14 @@ def _parts(text: str) -> tuple[str, str]:
     return predicate, rest.lstrip()
 
 
-def measure(code: Sequence[str]) -> Sass:
+def measure(code: Sequence[Instruction]) -> Sass:
     """Count a stretch of code, each instruction once."""
     sass = Sass()
-    for text in code:
-        predicate, instruction = _parts(text)
+    for each in code:
+        predicate, instruction = _parts(each.text)
         name = instruction.split()[0].split(".")[0]
         sass.instructions += 1
+        sass.issue_cycles += each.cycles
         sass.counts[name] += 1
         if match := _WGMMA.match(instruction):
             columns, depth = int(match[1]), int(match[2])
@@ -132,15 +155,15 @@ def measure(code: Sequence[str]) -> Sass:
 
 
 def hot_loop(
-    code: list[str], labels: dict[str, int], branches: list[tuple[int, str]]
-) -> list[str] | None:
+    code: list[Instruction], labels: dict[str, int], branches: list[tuple[int, str]]
+) -> list[Instruction] | None:
     """Of the innermost loops with products the one with the most; without any, the longest loop."""
     ends: dict[int, int] = {}
     for at, to in branches:
         start = labels.get(to, at + 1)
         if start <= at:
             ends[start] = max(at + 1, ends.get(start, 0))
-    products = [_WGMMA.match(_parts(text)[1]) is not None for text in code]
+    products = [_WGMMA.match(_parts(each.text)[1]) is not None for each in code]
     loops = {(a, b): sum(products[a:b]) for a, b in ends.items()}
     if not any(loops.values()):
         return max((code[a:b] for a, b in loops), key=len, default=None)
@@ -161,7 +184,7 @@ def inspect_cubin(cubin: bytes, *, shared_bytes: int = 0, label: str = "") -> Nv
         file.flush()
         usage, listing = (
             _run("cuobjdump", "-res-usage", file.name),
-            _run("nvdisasm", "-c", file.name),
+            _run("nvdisasm", "-c", "-hex", file.name),
         )
     facts = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
     name = re.search(r"Function (\S+):", usage)
@@ -190,8 +213,9 @@ def nvidia_rows(inspections: Sequence[NvidiaInspection]) -> list[list[str]]:
     ):
         rows.append([title, *(str(getattr(i, name)) for i in inspections)])
     rows.append(["hot loop, per turn and warp", *("" for _ in inspections)])
-    names = ("instructions", "wgmma", "tensor_cycles", "floats", "predicated", "mufu")
-    for name in (*names, "mufu_cycles", "shared", "memory", "tma", "barriers", "spills"):
+    names = ("instructions", "issue_cycles", "wgmma", "tensor_cycles", "floats", "predicated")
+    others = ("mufu", "mufu_cycles", "shared", "memory", "tma", "barriers", "spills")
+    for name in names + others:
         cells = (f"{getattr(i.loop, name):g}" if i.loop else "-" for i in inspections)
         rows.append([name.replace("_", " "), *cells])
     return rows
