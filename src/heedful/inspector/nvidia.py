@@ -6,8 +6,7 @@ and computes 32 float lanes, 16 integer lanes or 4 special functions; the tensor
 paper; Nsight Compute counts the same), and twice as many of 8-bit ones.
 
 How long a warp waits after an instruction before its next, where the assembler knows, is in the
-instruction itself (Jia et al., https://arxiv.org/abs/1804.06826, chapter 2): `issue_cycles` is the
-sum. Memory, products and other warps' use of a unit come on top.
+instruction itself (control information, Jia et al., https://arxiv.org/abs/1804.06826).
 """
 
 from __future__ import annotations
@@ -38,8 +37,10 @@ _GLOBAL = {"LDG", "STG", "LDGSTS", "RED", "ATOMG", "UTMALDG", "UTMASTG", "UTMARE
 
 @dataclass(slots=True)
 class Sass:
-    """Counts of a stretch of code, and cycles of the units that it keeps busy. predicated: of
-    `floats`, those that a predicate may turn off and that are issued all the same."""
+    """Counts of a stretch of code, and cycles of the units that it keeps busy. issue_cycles: what
+    one warp takes by what the assembler wrote; waits for memory, products and units that other
+    warps use come on top. predicated: of `floats`, those that a predicate may turn off and that are
+    issued all the same."""
 
     instructions: int = 0
     issue_cycles: int = 0
@@ -104,9 +105,7 @@ def _run(name: str, *arguments: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def parse_sass(
-    text: str,
-) -> tuple[list[Instruction], dict[str, int], list[tuple[int, str]]]:
+def parse_sass(text: str) -> tuple[list[Instruction], dict[str, int], list[tuple[int, str]]]:
     """Instructions, positions of labels, branches as (position, label)."""
     code: list[Instruction] = []
     labels, branches, found = {}, [], ""
@@ -117,8 +116,9 @@ def parse_sass(
             if branch := _BRANCH.search(line):
                 branches.append((len(code), branch[1]))
             found = "".join(part or "" for part in match.groups()).strip()
-        elif match := _UPPER_HALF.match(line):
+        elif found and (match := _UPPER_HALF.match(line)):
             code.append(Instruction(found, max(int(match[1], 16) >> 41 & 15, 1)))
+            found = ""
     return code, labels, branches
 
 
