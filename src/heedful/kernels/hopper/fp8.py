@@ -62,7 +62,7 @@ from heedful.kernels.hopper.slots import Slots
 from heedful.kernels.hopper.softmax import scale_rows
 from heedful.kernels.hopper.terms import cap
 from heedful.kernels.hopper.turns import pass_turn, skip, skip_all, take_turn
-from heedful.kernels.hopper.work import hear, take, tell
+from heedful.kernels.hopper.work import hear, hear_next, take, tell
 
 
 @gluon.jit
@@ -193,10 +193,12 @@ def attend(
     """Streams the keys of `keys` (at least one) past one consumer's rows.
 
     The scores of a tile and the output of the tile before are computed while the exponentials of
-    this one run. Returns the unnormalised output, references, row sums, and the next slot.
+    this one run. Returns with the last product on its way: what `finish` needs of it, references,
+    row sums, and the next slot.
     """
     BLOCK_N: gl.constexpr = shape.BLOCK_N
     MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
+    FLUSHES_NEARBY: gl.constexpr = shape.SUMS_IN_REGS and MASKED
     where = (keys, shape, tile, row)
     _, scale_log2 = factors
     k, v = slots.k, slots.v
@@ -239,39 +241,50 @@ def attend(
             last = gl.minimum(last, gl.where(last_second & (step == 1), 1, masked))
         goes = step <= last
         while goes:
-            if not shape.LATE:
-                words = to_words(p_MN)
-            take_turn(shape, WORKER)
-            s_MN = queue_scores(q, k, at_q, at.k, BLOCK_N)
-            slots.wait_for_values(at)
-            acc_ME = queue_output(words, v, at.values(), acc_ME, (step - 1) % shape.FLUSH != 0)
-            pass_turn(shape, WORKER)
-            s_MN = warpgroup_mma_wait(1, deps=[s_MN])
-            slots.release_keys_after_mma(at)
-            # That these scores are there means that every warp is done with the slot before.
-            slots.release_kept_after_mma(at_before)
-            j = keys.end - 1 - step
-            if shape.LATE:
-                s_MN = modify(s_MN, where, j, factors, False)
-                p_MN, sums_MCL = exponentials(s_MN, m_M, scale_log2)
-                before_ML = l_ML
-                l_ML = l_ML + gl.sum(sums_MCL, 1)
-                moved = any_above(sums_MCL, E4M3_BITS)
-                words = to_words(p_MN)
+            counts = gl.to_tensor(True)
+            while counts:
+                if not shape.LATE:
+                    words = to_words(p_MN)
+                take_turn(shape, WORKER)
+                s_MN = queue_scores(q, k, at_q, at.k, BLOCK_N)
+                slots.wait_for_values(at)
+                acc_ME = queue_output(words, v, at.values(), acc_ME, (step - 1) % shape.FLUSH != 0)
+                pass_turn(shape, WORKER)
+                s_MN = warpgroup_mma_wait(1, deps=[s_MN])
+                slots.release_keys_after_mma(at)
+                # That these scores are there means that every warp is done with the slot before.
+                slots.release_kept_after_mma(at_before)
+                j = keys.end - 1 - step
+                if shape.LATE:
+                    s_MN = modify(s_MN, where, j, factors, False)
+                    p_MN, sums_MCL = exponentials(s_MN, m_M, scale_log2)
+                    before_ML = l_ML
+                    l_ML = l_ML + gl.sum(sums_MCL, 1)
+                    if not shape.LOOKS_LAST:
+                        moved = any_above(sums_MCL, E4M3_BITS)
+                    words = to_words(p_MN)
+                else:
+                    s_MN = modify(s_MN, where, j, factors, MASKED)
+                    p_MN, m_M, l_ML, alpha_M, moved = softmax_careful(
+                        s_MN, m_M, l_ML, scale_log2, MASKED
+                    )
+                at_before = at
+                at = at.next()
+                # A wait loop ends a basic block: else ptxas would hoist the wait below over the
+                # exponentials.
+                slots.wait(at, step + 1 < steps)
+                acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
+                if shape.LOOKS_LAST:
+                    moved = any_above(sums_MCL, E4M3_BITS)
+                slots.release_values_after_mma(at_before)
+                counts = (moved == 0) & (step < last) & (step % shape.FLUSH != 0)
+                step += 1
+            if FLUSHES_NEARBY:
+                if (step - 1) % shape.FLUSH == 0:
+                    sum_ME = sum_ME + acc_ME
+                goes = (moved == 0) & (step <= last)
             else:
-                s_MN = modify(s_MN, where, j, factors, MASKED)
-                p_MN, m_M, l_ML, alpha_M, moved = softmax_careful(
-                    s_MN, m_M, l_ML, scale_log2, MASKED
-                )
-            at_before = at
-            at = at.next()
-            # A wait loop ends a basic block: else ptxas would hoist the wait below over the
-            # exponentials.
-            slots.wait(at, step + 1 < steps)
-            acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
-            slots.release_values_after_mma(at_before)
-            goes = (moved == 0) & (step < last) & (step % shape.FLUSH != 0)
-            step += 1
+                goes = gl.to_tensor(False)
         if shape.LATE:
             j = visited(keys, step - 1, last_second)
             if MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
@@ -293,21 +306,31 @@ def attend(
                     sum_ME = scale_rows(sum_ME, alpha_M)
         elif moved != 0:
             acc_ME = scale_rows(acc_ME, alpha_M)
-        if (step - 1) % shape.FLUSH == 0:
-            acc_ME, sum_ME, base_M = flush(sums, acc_ME, sum_ME, m_M, base_M, step - 1, shape)
+        if not FLUSHES_NEARBY:  # noqa: SIM102  (known when compiling, and `and` is not)
+            if (step - 1) % shape.FLUSH == 0:
+                acc_ME, sum_ME, base_M = flush(sums, acc_ME, sum_ME, m_M, base_M, step - 1, shape)
     if not shape.LATE:
         words = to_words(p_MN)
     slots.wait_for_values(at)
     adds = (steps - 1) % shape.FLUSH != 0
-    acc_ME = warpgroup_mma_wait(0, deps=[queue_output(words, v, at.values(), acc_ME, adds)])
+    running_ME = queue_output(words, v, at.values(), acc_ME, adds)
+    return (running_ME, sum_ME, base_M, at_before), m_M, l_ML, at
+
+
+@gluon.jit
+def finish(q, slots, sums, at_q, at, rest, m_M, keys, shape):
+    """The unnormalised output: waits for the last product, frees what it read, adds the sums."""
+    running_ME, sum_ME, base_M, at_before = rest
+    acc_ME = warpgroup_mma_wait(0, deps=[running_ME])
     slots.release_kept_after_mma(at_before)
     q.release_after_mma(at_q)
     slots.release_last_values_after_mma(at)
     if shape.SUMS_IN_REGS:
-        acc_ME = acc_ME + sum_ME
-    elif steps > shape.FLUSH:
-        acc_ME = with_sums(sums, acc_ME, m_M, base_M)
-    return acc_ME, m_M, gl.sum(l_ML, 1), at.after_values()
+        return acc_ME + sum_ME
+    else:
+        if keys.end - keys.begin > shape.FLUSH:
+            acc_ME = with_sums(sums, acc_ME, m_M, base_M)
+        return acc_ME
 
 
 @gluon.jit
@@ -327,8 +350,11 @@ def consumer(outputs, scales, all_sums, q, slots, deal, shape, WORKER: gl.conste
         pass_turn(shape, WORKER)
     at_deal = Cursor.start(DEAL_SLOTS)
     index = deal.follow(gl.program_id(0) - gl.num_programs(0), at_deal)
-    while index < deal.count:
+    if shape.HEARS_AHEAD:
         tile, _ = hear(shape, deal, index, at_deal)
+    while index < deal.count:
+        if not shape.HEARS_AHEAD:
+            tile, _ = hear(shape, deal, index, at_deal)
         row = tile.row + WORKER * ROWS
         whole = key_range(shape, tile, tile.row, shape.CONSUMERS * ROWS)
         keys = key_range(shape, tile, row, ROWS)
@@ -338,13 +364,21 @@ def consumer(outputs, scales, all_sums, q, slots, deal, shape, WORKER: gl.conste
         if keys.end > keys.begin:
             at = skip(slots, at, whole.end - keys.end, shape, WORKER)
             last_second = visits_last_second(shape, whole)
-            acc_ME, m_M, l_M, at = attend(
+            rest, m_M, l_ML, at = attend(
                 q, slots, sums, at_q, at, keys, last_second, shape, tile, row, factors, WORKER
             )
+            if shape.HEARS_AHEAD:
+                at_deal = at_deal.next()
+                index, next_tile = hear_next(shape, deal, index, at_deal)
+            acc_ME = finish(q, slots, sums, at_q, at, rest, m_M, keys, shape)
+            l_M = gl.sum(l_ML, 1)
+            at = at.after_values()
             at = skip(slots, at, keys.begin - whole.begin, shape, WORKER)
             m_M = gl.convert_layout(m_M, row_layout)
             l_M = gl.convert_layout(l_M, row_layout)
             store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, shape, v_scale)
+            if shape.HEARS_AHEAD:
+                tile = next_tile
         else:
             at = skip_all(slots, at, whole.end - whole.begin, shape, WORKER)
             q.release(at_q)
@@ -353,9 +387,13 @@ def consumer(outputs, scales, all_sums, q, slots, deal, shape, WORKER: gl.conste
                 zero_M = gl.zeros([ROWS], gl.float32, row_layout)
                 zero_ME = gl.zeros([ROWS, E], gl.float32, o_layout)
                 store_rows(outputs, o_smem, zero_ME, none_M, zero_M, tile, row, shape, v_scale)
+            if shape.HEARS_AHEAD:
+                at_deal = at_deal.next()
+                index, tile = hear_next(shape, deal, index, at_deal)
         at_q = at_q.ahead(shape.CONSUMERS)
-        at_deal = at_deal.next()
-        index = deal.follow(index, at_deal)
+        if not shape.HEARS_AHEAD:
+            at_deal = at_deal.next()
+            index = deal.follow(index, at_deal)
     tma.store_wait(0)
 
 
@@ -410,6 +448,8 @@ def forward(
     CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
     LATE: gl.constexpr,
+    LOOKS_LAST: gl.constexpr,
+    HEARS_AHEAD: gl.constexpr,
     SUMS_IN_REGS: gl.constexpr,
     ORDERED: gl.constexpr,
     TURNS: gl.constexpr,
@@ -443,6 +483,8 @@ def forward(
         Q_SLOTS,
         FLUSH,
         LATE,
+        LOOKS_LAST,
+        HEARS_AHEAD,
         SUMS_IN_REGS,
         ORDERED,
         IS_RIGHT,

@@ -16,7 +16,9 @@ class Fp8Shape:
     -left <= j - i - off <= right with off = shift + align * (len_k - len_q). order: as in Shape.
     FLUSH: key tiles between two flushes of the accumulators into float32 sums, in registers
     (SUMS_IN_REGS) or shared memory. LATE: exponentials before it is known whether references move,
-    see fp8_recheck.py. VISITS_SECOND: see `visits_last_second`."""
+    see fp8_recheck.py; LOOKS_LAST: which is then asked behind the wait for P V, amid the packing of
+    P. HEARS_AHEAD: consumers hear of the next tile while their last P V runs. VISITS_SECOND: see
+    `visits_last_second`."""
 
     heads: gl.tensor
     group: gl.tensor
@@ -41,6 +43,8 @@ class Fp8Shape:
     Q_SLOTS: gl.constexpr
     FLUSH: gl.constexpr
     LATE: gl.constexpr
+    LOOKS_LAST: gl.constexpr
+    HEARS_AHEAD: gl.constexpr
     SUMS_IN_REGS: gl.constexpr
     ORDERED: gl.constexpr
     IS_RIGHT: gl.constexpr
@@ -72,6 +76,8 @@ class Fp8Shape:
         Q_SLOTS,
         FLUSH,
         LATE,
+        LOOKS_LAST,
+        HEARS_AHEAD,
         SUMS_IN_REGS,
         ORDERED,
         IS_RIGHT,
@@ -102,6 +108,8 @@ class Fp8Shape:
         self.Q_SLOTS = gl.constexpr(Q_SLOTS)
         self.FLUSH = gl.constexpr(FLUSH)
         self.LATE = gl.constexpr(LATE)
+        self.LOOKS_LAST = gl.constexpr(LOOKS_LAST)
+        self.HEARS_AHEAD = gl.constexpr(HEARS_AHEAD)
         self.SUMS_IN_REGS = gl.constexpr(SUMS_IN_REGS)
         self.ORDERED = gl.constexpr(ORDERED)
         self.IS_RIGHT = gl.constexpr(IS_RIGHT)

@@ -71,6 +71,15 @@ def hear(shape, deal, index, at):
 
 
 @gluon.jit
+def hear_next(shape, deal, index, at):
+    """The number of a consumer's next piece after `index`, and its tile; behind the last piece a
+    tile that means nothing."""
+    index = deal.follow(index, at)
+    tile, _ = hear(shape, deal, gl.minimum(index, deal.count - 1), at)
+    return index, tile
+
+
+@gluon.jit
 def steps_of(shape, keys):
     """How many key tiles are visited."""
     if shape.first is None:

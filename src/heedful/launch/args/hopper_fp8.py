@@ -170,6 +170,8 @@ def _variant(problem: AttentionProblem, config: TileConfig) -> dict[str, object]
         "CONSUMER_REGS": config.get("consumer_regs"),
         "PRODUCER_REGS": config.get("producer_regs"),
         "LATE": config.get("late", False),
+        "LOOKS_LAST": config.get("looks_last", False),
+        "HEARS_AHEAD": config.get("hears_ahead", False),
         "SUMS_IN_REGS": config.get("sums_in_regs", False),
         "ORDERED": config.get("ordered", False),
         "IS_RIGHT": problem.mask.right >= 0,
