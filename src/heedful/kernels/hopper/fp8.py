@@ -198,6 +198,7 @@ def attend(
     """
     BLOCK_N: gl.constexpr = shape.BLOCK_N
     MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
+    # Behind the innermost loop, ahead of masks and alarms: there as one block it costs fewer jumps.
     FLUSHES_NEARBY: gl.constexpr = shape.SUMS_IN_REGS and MASKED
     where = (keys, shape, tile, row)
     _, scale_log2 = factors
@@ -368,6 +369,7 @@ def consumer(outputs, scales, all_sums, q, slots, deal, shape, WORKER: gl.conste
                 q, slots, sums, at_q, at, keys, last_second, shape, tile, row, factors, WORKER
             )
             if shape.HEARS_AHEAD:
+                # The last product runs meanwhile.
                 at_deal = at_deal.next()
                 index, next_tile = hear_next(shape, deal, index, at_deal)
             acc_ME = finish(q, slots, sums, at_q, at, rest, m_M, keys, shape)
