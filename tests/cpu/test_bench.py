@@ -16,7 +16,8 @@ from heedful.bench.run import measure, records
 from heedful.core.mask import MaskSpec
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
-from heedful.reference import oracle
+from heedful.reference import eager, oracle
+from heedful.reference.convert import operands_as_numpy
 
 CPU = torch.device("cpu")
 
@@ -148,6 +149,56 @@ def test_a_wrong_result_gets_no_figure(how, direction):
     assert wrong.wrong and wrong.time_us is None and wrong.missing
     assert right.time_us is not None and outcome.base == "math"
     assert any(line.startswith("[bold]broken") for line in report.absences([outcome]))
+
+
+def fp8_forward(causal=True) -> Case:
+    return small(causal=causal, dtype="float8_e4m3fn")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_fp8_is_timed_beside_the_same_values_in_bfloat16(causal):
+    case = fp8_forward(causal)
+    outcome = measure(case, [PEERS["heedful"], PEERS["bf16"], PEERS["math"]], CPU, 5)
+    ours, wide, other = outcome.figures
+    assert ours.time_us is not None, ours.missing
+    assert wide.time_us is not None, wide.missing
+    assert outcome.base == "bf16" and ours.ratio is not None
+    assert other.missing == "is not timed on 8-bit inputs"
+    assert "8-bit" in (PEERS["bf16"].why_not(small(), CPU) or "")
+
+
+@pytest.mark.parametrize(
+    "how", [lambda out: out.roll(1, dims=2), lambda out: out / 0], ids=["heads-rotated", "inf"]
+)
+def test_a_wrong_result_of_fp8_inputs_gets_no_figure(how):
+    right = PEERS["heedful"]
+
+    def make(case, inputs):
+        forward = right.make(case, inputs)
+        return lambda q, k, v: how(forward(q, k, v))
+
+    peer = Peer("broken", "", lambda case, device: None, make, fp8=True)
+    assert measure(fp8_forward(), [peer], CPU, 5).figures[0].wrong
+
+
+def test_the_check_allows_fp8_what_the_error_budgets_allow():
+    """Twice the error of eager attention, whose probabilities are rounded to e4m3 too, plus half an
+    ulp of the bfloat16 output: of the larger of two slices as maximum, as RMS of each."""
+    case = fp8_forward()
+    inputs = draw(case, CPU)
+    x = Operands(*inputs[:3])
+    want = torch.from_numpy(oracle.forward(case.problem, operands_as_numpy(x))[0])
+    twin = eager.forward(case.problem, x)[0]
+    half_ulp = torch.finfo(torch.bfloat16).eps / 2
+    largest = []
+    for part in Checker(case, inputs).slices:
+        exact = part.of("out", want)
+        error = part.of("out", twin) - exact
+        assert part.rms["out"] == pytest.approx(
+            2 * float(error.square().mean().sqrt()) + half_ulp * float(exact.square().mean().sqrt())
+        )
+        largest.append(2 * float(error.abs().max()) + half_ulp * float(exact.abs().max()))
+    assert part.largest["out"] == pytest.approx(max(largest))
 
 
 def test_a_wrong_gradient_behind_a_right_output_gets_no_figure():

@@ -1,10 +1,11 @@
 """No figure without a result that is right: every peer's output is checked against float64.
 
 The budget is that of the test-suite: an error may be at most twice what eager PyTorch makes in the
-same dtype on the same inputs (three times for gradients) plus one rounding of the dtype, in the
-maximum (the larger of the two slices') and as RMS. Checked are all rows of the first and the last
-(batch, KV head), or (packed sequence, KV head), all the query heads of that KV head included; the
-reference walks them in blocks of rows, so that the longest cases fit.
+same dtype on the same inputs (three times for gradients) plus one rounding of the output's dtype,
+in the maximum (the larger of the two slices') and as RMS; what eager makes of 8-bit inputs,
+reference/eager.py says. Checked are all rows of the first and the last (batch, KV head), or (packed
+sequence, KV head), all the query heads of that KV head included; the reference walks them in blocks
+of rows, so that the longest cases fit.
 
 Dimension key: H query heads of one KV head, M query rows, N keys, D qk dim, E v dim.
 """
@@ -17,6 +18,7 @@ import torch
 from heedful.bench.cases import Case
 from heedful.bench.peers import Inputs
 from heedful.reference.budget import Error, allowed
+from heedful.reference.eager import as_operand, twin_dtype
 
 # Scores that a block of the reference holds.
 _BLOCK_BYTES = 512 * 1024**2
@@ -109,9 +111,9 @@ def _slice(case: Case, inputs: Inputs, sequence: int, kv_head: int) -> Slice:
     if case.direction == "backward":
         operands += (dout_HME,)
     exact = attend(case, torch.float64, torch.float64, *operands)
-    twin = attend(case, torch.float32, inputs.q.dtype, *operands)
+    twin = attend(case, torch.float32, twin_dtype(inputs.q.dtype), *operands)
     largest, rms = {}, {}
-    half_eps = torch.finfo(inputs.q.dtype).eps / 2
+    half_eps = torch.finfo(getattr(torch, p.out_dtype)).eps / 2
     for name, want in exact._asdict().items():
         if want is None:
             continue
@@ -149,7 +151,8 @@ def attend(
         q = q_HMD[:, part].to(wide)
         s = (q @ k.T).to(narrow) * case.problem.scale
         p = torch.softmax(_masked(case, s, begin, rows, keys).to(wide), -1).to(narrow)
-        out = (p.to(wide) @ v).to(narrow)
+        weights = p if narrow == torch.float64 else as_operand(p, v_NE.dtype)
+        out = (weights.to(wide) @ v).to(narrow)
         outs.append(out)
         if dout_HME is None:
             continue

@@ -6,7 +6,7 @@ for no copy that it does not make itself.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from heedful.bench.cases import PAGE, Case
+from heedful.core.problem import ITEM_BITS, default_out_dtype
+from heedful.reference.eager import twin_dtype
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 # Scores that the math backend may materialise.
@@ -33,7 +35,7 @@ class Inputs(NamedTuple):
 class Peer:
     """unfit: a reason known beforehand, or None. make: the forward for a case's shapes. pages:
     whether it takes paged caches. packs, windows: whether it takes packed sequences and sliding
-    windows."""
+    windows. fp8: whether it takes 8-bit inputs."""
 
     name: str
     words: str
@@ -42,6 +44,7 @@ class Peer:
     pages: bool = False
     packs: bool = False
     windows: bool = False
+    fp8: bool = False
 
     def why_not(self, case: Case, device: torch.device) -> str | None:
         """The reason why the case cannot be timed, or None."""
@@ -51,24 +54,31 @@ class Peer:
             return "does not take sliding windows"
         if case.paged and not self.pages:
             return "is not timed on paged caches"
+        if ITEM_BITS[case.problem.dtype] == 8 and not self.fp8:
+            return "is not timed on 8-bit inputs"
         return self.unfit(case, device)
 
 
 def draw(case: Case, device: torch.device, seed: int = 0) -> Inputs:
-    """Normal inputs in the case's dtype; q and k times its input_scale."""
+    """Normal inputs in the case's dtype, dout in that of its output; q and k times its
+    input_scale."""
     p = case.problem
     generator = torch.Generator(device).manual_seed(seed)
     dtype = getattr(torch, p.dtype)
 
-    def normal(rows: int, heads: int, dim: int, scale: float = 1.0) -> torch.Tensor:
+    def normal(
+        rows: int, heads: int, dim: int, scale: float = 1.0, dtype: torch.dtype = dtype
+    ) -> torch.Tensor:
         shape = (1, sum(case.lengths), heads, dim) if case.lengths else (p.batch, rows, heads, dim)
-        return torch.randn(shape, generator=generator, device=device, dtype=dtype).mul_(scale)
+        # Nothing draws 8-bit values.
+        drawn = torch.randn(shape, generator=generator, device=device, dtype=twin_dtype(dtype))
+        return drawn.mul_(scale).to(dtype)
 
     return Inputs(
         normal(p.seqlen_q, p.heads_q, p.head_dim, case.input_scale),
         normal(p.seqlen_k, p.heads_k, p.head_dim, case.input_scale),
         normal(p.seqlen_k, p.heads_k, p.head_dim_v),
-        normal(p.seqlen_q, p.heads_q, p.head_dim_v),
+        normal(p.seqlen_q, p.heads_q, p.head_dim_v, dtype=getattr(torch, p.out_dtype)),
     )
 
 
@@ -120,7 +130,33 @@ def _heedful(backend: str | None) -> Peer:
 
     name = "heedful" if backend is None else f"heedful:{backend}"
     words = "what the planner chooses" if backend is None else f"the {backend} backend, forced"
-    return Peer(name, words, why_not, make, pages=True, packs=True, windows=True)
+    return Peer(name, words, why_not, make, pages=True, packs=True, windows=True, fp8=True)
+
+
+def _widened() -> Peer:
+    """What 8-bit inputs gain: the same values as bfloat16, made so beforehand."""
+    ours = _heedful(None)
+
+    def wide(case: Case) -> Case:
+        p = case.problem
+        dtype = default_out_dtype(p.dtype)
+        return replace(case, problem=replace(p, dtype=dtype, kv_dtype=dtype))
+
+    def make(case: Case, inputs: Inputs) -> Forward:
+        dtype = getattr(torch, wide(case).problem.dtype)
+        copies = Inputs(*(x.to(dtype) for x in inputs))
+        forward = ours.make(wide(case), copies)
+        return lambda q, k, v: forward(*copies[:3])
+
+    def why_not(case: Case, device: torch.device) -> str | None:
+        if ITEM_BITS[case.problem.dtype] != 8:
+            return "is for 8-bit inputs"
+        if case.host or case.direction == "backward":
+            return "is timed on the device and forward alone"
+        return ours.why_not(wide(case), device)
+
+    words = "heedful on the same values in bfloat16, beside 8-bit inputs"
+    return Peer("bf16", words, why_not, make, packs=True, windows=True, fp8=True)
 
 
 def _packed(function, case: Case, inputs: Inputs, **more) -> Forward:
@@ -344,6 +380,7 @@ PEERS = {
     peer.name: peer
     for peer in (
         _heedful(None),
+        _widened(),
         _sdpa("flash", "FLASH_ATTENTION", "SDPA's FlashAttention-2", cpu=True),
         _sdpa("cudnn", "CUDNN_ATTENTION", "SDPA's cuDNN", cpu=False),
         _sdpa("efficient", "EFFICIENT_ATTENTION", "SDPA's memory-efficient kernel", cpu=False),

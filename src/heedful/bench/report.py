@@ -14,6 +14,7 @@ from heedful.bench.run import Figure, Outcome, kv_gb_per_s
 # One colour a peer on every picture; heedful stands out.
 _COLOURS = {
     "heedful": "#d1495b",
+    "bf16": "#edae49",
     "flash": "#8d99ae",
     "cudnn": "#2e4057",
     "efficient": "#b8c4d6",

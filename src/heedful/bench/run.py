@@ -17,7 +17,7 @@ from heedful.bench.timing import Spread
 # Arguments of host timing are rotated over so many sets, so that nothing is reused by accident.
 HOST_SETS = 256
 # The first of these that has a figure is what ratios are over.
-BASES = ("cudnn", "flash", "sdpa", "math")
+BASES = ("bf16", "cudnn", "flash", "sdpa", "math")
 
 
 @dataclass(frozen=True)

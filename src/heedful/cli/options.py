@@ -72,7 +72,6 @@ class ProblemOptions:
         facts = {
             "head_dim_v": self.head_dim if self.head_dim_v is None else self.head_dim_v,
             "kv_dtype": dtype if self.kv_dtype is None else dtype_name(self.kv_dtype),
-            "out_dtype": "bfloat16" if ITEM_BITS[dtype] == 8 else dtype,
             "mask": self._mask(),
             "softcap": self.softcap,
             "dropout_p": self.dropout,

@@ -21,6 +21,11 @@ MAX_HEAD_DIM = 512
 NO_SCALE = 1e-30  # stands for all that is nearer to 0
 
 
+def default_out_dtype(dtype: str) -> str:
+    """The dtype of an output that nobody chose: that of the inputs, bfloat16 of 8-bit ones."""
+    return "bfloat16" if ITEM_BITS.get(dtype) == 8 else dtype
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
     """The facts of one call.
@@ -105,7 +110,7 @@ class AttentionProblem:
         heads_k = heads_q if heads_k is None else heads_k
         facts.setdefault("head_dim_v", head_dim)
         facts.setdefault("kv_dtype", dtype)
-        facts.setdefault("out_dtype", dtype)
+        facts.setdefault("out_dtype", default_out_dtype(dtype))
         facts.setdefault("scale", 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0)
         facts.setdefault("mask", MaskSpec.of(causal))
         problem = cls(

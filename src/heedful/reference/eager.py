@@ -28,7 +28,7 @@ def forward(
     problem: AttentionProblem, x: Operands
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """As `oracle.forward`, on torch tensors: out and probs in T, lse float32."""
-    twin = _dtype(x.q)
+    twin = twin_dtype(x.q.dtype)
     q_THD = _flat(x.q)
     out_THE = q_THD.new_zeros((*q_THD.shape[:2], problem.head_dim_v), dtype=twin)
     lse_HT = torch.full((problem.heads_q, len(q_THD)), -torch.inf, device=x.q.device)
@@ -96,7 +96,7 @@ class _SequenceForward(NamedTuple):
 
 def _sequence_forward(problem: AttentionProblem, x: Operands, seq: Sequence) -> _SequenceForward:
     q_HMD, k_HND, v_HNE = _gather(problem, x, seq)
-    twin, device = _dtype(x.q), x.q.device
+    twin, device = twin_dtype(x.q.dtype), x.q.device
     s_HMN = _matmul(q_HMD, k_HND.mT, twin) * problem.scale
     slope_HMN = problem.scale
     if problem.softcap > 0:
@@ -119,10 +119,7 @@ def _sequence_forward(problem: AttentionProblem, x: Operands, seq: Sequence) -> 
         lse_HM = torch.logaddexp(lse_HM, x.sink[:, None].expand_as(lse_HM))
     p_HMN = torch.exp(s_HMN.float() - _finite(lse_HM)[..., None]).to(twin)
     drop_HMN = _drop(problem, x, seq, device).to(twin)
-    weights_HMN = p_HMN * drop_HMN
-    if x.q.dtype in FP8:
-        top = torch.finfo(x.q.dtype).max
-        weights_HMN = (weights_HMN.float() * top).to(x.q.dtype).float() / top
+    weights_HMN = as_operand(p_HMN * drop_HMN, x.q.dtype)
     out_HME = _matmul(weights_HMN, v_HNE, twin)
     return _SequenceForward(q_HMD, k_HND, v_HNE, slope_HMN, p_HMN, lse_HM, drop_HMN, out_HME)
 
@@ -137,8 +134,17 @@ def _drop(problem: AttentionProblem, x: Operands, seq: Sequence, device) -> torc
     return torch.from_numpy((keep * keep_scale(p)).astype(np.float32)).to(device)
 
 
-def _dtype(q: torch.Tensor) -> torch.dtype:
-    return torch.bfloat16 if q.dtype in FP8 else q.dtype
+def twin_dtype(stored: torch.dtype) -> torch.dtype:
+    """The T of inputs that are stored so."""
+    return torch.bfloat16 if stored in FP8 else stored
+
+
+def as_operand(weights: torch.Tensor, stored: torch.dtype) -> torch.Tensor:
+    """Probabilities as the product with V takes them, where inputs are stored so."""
+    if stored not in FP8:
+        return weights
+    top = torch.finfo(stored).max
+    return (weights.float() * top).to(stored).float() / top
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

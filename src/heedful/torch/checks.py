@@ -13,7 +13,7 @@ from torch import Tensor
 
 from heedful.core.mask import MaskSpec
 from heedful.core.operands import Operands
-from heedful.core.problem import ITEM_BITS, MAX_HEAD_DIM, AttentionProblem
+from heedful.core.problem import ITEM_BITS, MAX_HEAD_DIM, AttentionProblem, default_out_dtype
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -105,7 +105,7 @@ def describe(
     _check_lengths(x, options, sizes)
     _check_score_operands(x, options, sizes, needs_grad)
     kv_group = _check_scales(x, options, sizes, dtype, kv_dtype)
-    out_dtype = "bfloat16" if ITEM_BITS[dtype] == 8 else dtype
+    out_dtype = default_out_dtype(dtype)
     if out is not None:
         out_dtype = check_out(out, x, (*x.q.shape[:-1], sizes.head_dim_v), needs_grad)
     problem = AttentionProblem(

@@ -11,7 +11,7 @@ import torch
 
 from heedful.core.mask import MaskSpec
 from heedful.core.operands import Operands
-from heedful.core.problem import AttentionProblem
+from heedful.core.problem import AttentionProblem, default_out_dtype
 
 _DTYPES = ("bfloat16", "float16", "float32")
 # Each GPU multiplies one of them; its kernels leave the other out.
@@ -177,7 +177,7 @@ def build(entry: Entry, device: torch.device, draw: int = 0) -> Built:
         head_dim_v=dim_v,
         dtype=entry.dtype,
         kv_dtype=entry.kv_dtype or entry.dtype,
-        out_dtype="bfloat16" if entry.dtype in _FP8 else entry.dtype,
+        out_dtype=default_out_dtype(entry.dtype),
         scale=1 / math.sqrt(dim),
         mask=MaskSpec.of(entry.causal, entry.window),
         alibi=entry.alibi,
