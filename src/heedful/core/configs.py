@@ -276,8 +276,8 @@ _FP8_D128: dict[str, Any] = {
     "sums_in_regs": True,
     "turns": True,
 }
-# In cycles, of nearly all masked calls 1 to 2.5 % fewer, of those without a mask 3 % more (H200,
-# 2026-11-22): docs/hopper-fp8.md.
+# In cycles 1.5 to 2.5 % fewer for masked calls, for those without a mask 3 % more (H200,
+# 2026-11-22, Triton 3.9): docs/hopper-fp8.md.
 _FP8_D128_MASKED: dict[str, Any] = {**_FP8_D128, "hears_ahead": True, "looks_last": True}
 _FP8_D256: dict[str, Any] = {"consumer_regs": 240, "producer_regs": 24}
 

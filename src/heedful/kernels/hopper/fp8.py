@@ -170,19 +170,20 @@ def answer(q, k, at_q, at, p_MN, sums_MCL, m_M, l_ML, where, j, factors, MASKED:
 
 
 @gluon.jit
-def flush(sums, acc_ME, sum_ME, m_M, base_M, step, shape):
-    """Takes the accumulators, after `step` products, into the float32 sums and their base."""
-    if shape.SUMS_IN_REGS:
-        sum_ME = sum_ME + acc_ME
-    else:
-        # The first time there is nothing to add to, but the last output to wait for.
-        if step > shape.FLUSH:
-            acc_ME = with_sums(sums, acc_ME, m_M, base_M)
+def flush(sums, acc_ME, sum_ME, m_M, base_M, products, shape):
+    """Every FLUSH products, takes the accumulators into the float32 sums and their base."""
+    if products % shape.FLUSH == 0:
+        if shape.SUMS_IN_REGS:
+            sum_ME = sum_ME + acc_ME
         else:
-            tma.store_wait(0)
-            gl.barrier()
-        store_sums(sums, acc_ME)
-        base_M = m_M
+            # The first time there is nothing to add to, but the last output to wait for.
+            if products > shape.FLUSH:
+                acc_ME = with_sums(sums, acc_ME, m_M, base_M)
+            else:
+                tma.store_wait(0)
+                gl.barrier()
+            store_sums(sums, acc_ME)
+            base_M = m_M
     return acc_ME, sum_ME, base_M
 
 
@@ -281,8 +282,7 @@ def attend(
                 counts = (moved == 0) & (step < last) & (step % shape.FLUSH != 0)
                 step += 1
             if FLUSHES_NEARBY:
-                if (step - 1) % shape.FLUSH == 0:
-                    sum_ME = sum_ME + acc_ME
+                acc_ME, sum_ME, base_M = flush(sums, acc_ME, sum_ME, m_M, base_M, step - 1, shape)
                 goes = (moved == 0) & (step <= last)
             else:
                 goes = gl.to_tensor(False)
@@ -307,9 +307,8 @@ def attend(
                     sum_ME = scale_rows(sum_ME, alpha_M)
         elif moved != 0:
             acc_ME = scale_rows(acc_ME, alpha_M)
-        if not FLUSHES_NEARBY:  # noqa: SIM102  (known when compiling, and `and` is not)
-            if (step - 1) % shape.FLUSH == 0:
-                acc_ME, sum_ME, base_M = flush(sums, acc_ME, sum_ME, m_M, base_M, step - 1, shape)
+        if not FLUSHES_NEARBY:
+            acc_ME, sum_ME, base_M = flush(sums, acc_ME, sum_ME, m_M, base_M, step - 1, shape)
     if not shape.LATE:
         words = to_words(p_MN)
     slots.wait_for_values(at)

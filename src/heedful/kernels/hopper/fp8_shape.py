@@ -108,6 +108,7 @@ class Fp8Shape:
         self.Q_SLOTS = gl.constexpr(Q_SLOTS)
         self.FLUSH = gl.constexpr(FLUSH)
         self.LATE = gl.constexpr(LATE)
+        assert LATE or not LOOKS_LAST, "a look before the exponentials cannot be the last"
         self.LOOKS_LAST = gl.constexpr(LOOKS_LAST)
         self.HEARS_AHEAD = gl.constexpr(HEARS_AHEAD)
         self.SUMS_IN_REGS = gl.constexpr(SUMS_IN_REGS)
