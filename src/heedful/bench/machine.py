@@ -10,11 +10,14 @@ from importlib.util import find_spec
 
 from heedful.core.capability import Toolchain
 from heedful.core.device import KNOWN, DeviceSpec
+from heedful.core.installed import triton_version
 
 
 def version(package: str, module: str | None = None) -> str | None:
     """The installed version of a package, without importing it; None where it cannot be found.
     module: what it is imported as, if not by its own name."""
+    if package == "triton":
+        return triton_version()
     try:
         return metadata.version(package) if find_spec(module or package) else None
     except ImportError:

@@ -1,7 +1,5 @@
 """The devices and tools that torch sees, as the planner's facts."""
 
-import importlib.metadata
-import re
 from dataclasses import replace
 from functools import cache
 
@@ -9,6 +7,7 @@ import torch
 
 from heedful.core.capability import Toolchain
 from heedful.core.device import KNOWN, DeviceSpec
+from heedful.core.installed import numbers, triton_version
 from heedful.launch import packs
 from heedful.validation import record
 
@@ -49,13 +48,5 @@ def toolchain(device: torch.device | None = None) -> Toolchain:
 
 @cache
 def _versions() -> Toolchain:
-    try:
-        triton_version = version(importlib.metadata.version("triton"))
-    except importlib.metadata.PackageNotFoundError:
-        triton_version = None
-    return Toolchain(triton_version, version(torch.__version__), None)
-
-
-def version(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: "2.11.0+cu130" -> (2, 11, 0)."""
-    return tuple(int(part) for part in re.split(r"[^\d.]", text)[0].split(".") if part)
+    triton = triton_version()
+    return Toolchain(numbers(triton) if triton else None, numbers(torch.__version__), None)
