@@ -40,7 +40,7 @@ def prepare(
         notes,
     )
     decision(chosen)
-    if device.type == "cpu":
+    if chosen.device.vendor == "cpu":
         return CpuRunner(chosen)
     return GpuRunner(chosen, x)
 

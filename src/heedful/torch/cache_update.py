@@ -65,9 +65,9 @@ def update_cache(x: Operands, update: Update, start: Tensor, advance: bool) -> O
 
 def updater(x: Operands, update: Update, advance: bool, plan: Plan):
     """What changes the cache for one kind of call: a function of (x, update, start)."""
-    if x.q.device.type == "cuda":
-        return DeviceUpdate(x, update, advance, plan.device.arch)
-    return partial(_update_plainly, advance)
+    if plan.device.vendor == "cpu":
+        return partial(_update_plainly, advance)
+    return DeviceUpdate(x, update, advance, plan.device.arch)
 
 
 def _update_plainly(advance: bool, x: Operands, update: Update, start: Tensor) -> Operands:

@@ -138,7 +138,7 @@ class Call:
         if self.runner.plan.backend == "sdpa":
             self.forward = partial(_dense_forward, self.runner.forward)
         indexed = any(getattr(x, name) is not None for name in INDICES)
-        self.checks = indexed and x.q.device.type == "cpu"
+        self.checks = indexed and self.runner.plan.device.vendor == "cpu"
         self.plain = not (self.steps or self.dropout or self.checks)
         self.bare = not (self.steps or self.dropout) and all(t is None for t in x[3:])
         self.results = 2 if options.return_attn_probs else 1 if options.return_lse else 0

@@ -179,7 +179,6 @@ class CacheCall:
         self.new = 0 if update.k is None else update.k.shape[1]
         self.capacity = problem.seqlen_k
         self.returns_lse = options.return_lse
-        self.checks = x.q.device.type == "cpu"
         self.prefix: Call | None = None
         tensors = (*x, *update[:4], *(update.shared_prefix or ()), out)
         self.records = any(t is not None and t.requires_grad for t in tensors)
@@ -196,13 +195,15 @@ class CacheCall:
             self.attention = Call(part, options._replace(return_lse=True), (False, False), None)
             prefix = _prefix_operands(x.q, update.shared_prefix)
             self.prefix = Call(prefix, _prefix_options(options), (False, False), None)
+        plan = self.attention.runner.plan
+        self.checks = plan.device.vendor == "cpu"
         self.update = None
         if update.k is not None:
             self.update = updater(
                 adapt(given, adaptations(given, problem)),
                 update,
                 problem.mask.bounded,
-                self.attention.runner.plan,
+                plan,
             )
             # What cannot be compiled must fail before the cache is written.
             self.attention.runner.bind(out if self.prefix is None else None)

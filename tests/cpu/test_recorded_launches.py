@@ -1,0 +1,38 @@
+"""What the runner of GPUs hands to the driver: addresses, strides and numbers by name."""
+
+import math
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+import heedful
+from support import launches, standin
+
+
+def some(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape).to(dtype)
+
+
+def test_hopper_is_given_every_operand_in_its_place():
+    q, k, v = some(2, 70, 4, 64), some(2, 90, 2, 64), some(2, 90, 2, 64)
+    sink, slopes = torch.randn(4), torch.rand(4)
+    out = torch.empty_like(q)
+    with standin.gpu("H200") as gpu:
+        heedful.flash_attn_func(
+            *(q, k, v, 0.0, 0.3, True), sink=sink, alibi_slopes=slopes, out=out, backend="hopper"
+        )
+    launch = launches.the(gpu.launches, "forward")
+    places = launches.places(launch)
+    want = {"q": q, "k": k, "v": v, "out": out, "sink": sink, "alibi_slopes": slopes}
+    assert {name: places[name].address for name in want} == {
+        name: tensor.data_ptr() for name, tensor in want.items()
+    }
+    for name in ("q", "k", "v", "out"):
+        batch, row, head, _ = want[name].stride()
+        assert places[name].strides == {"b": batch, "h": head, "r": row}, name
+    numbers = {"seqlen_q": 70, "seqlen_k": 90, "heads_q": 4, "heads_k": 2, "left": -1, "right": 0}
+    assert {name: launches.number(launch, name) for name in numbers} == numbers
+    assert math.isclose(launches.number(launch, "scale"), 0.3, rel_tol=1e-6)

@@ -1,0 +1,171 @@
+"""Recorded launches by operand: the one place in the tests that knows kernels' parameters by name.
+
+Axes of strides are letters: b batch, h head, m query row, n key row or page row, s split.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from support.standin import Launch, Map
+
+# What a kernel does, by its function's name.
+_ROLES = {
+    "attention_forward": "forward",
+    "forward": "forward",
+    "combine_splits": "merge",
+    "clear_unused": "clear",
+    "signed_probabilities": "probabilities",
+    "query_gradients": "query gradients",
+    "key_gradients": "key gradients",
+    "bias_gradients": "bias gradients",
+    "sink_gradients": "sink gradients",
+    "append_keys": "append",
+    "rotate_queries": "rotate",
+    "order_tiles": "order",
+    "turn_values": "turn",
+}
+# Parameters that are not called as their operand is.
+_OPERANDS = {
+    "q_desc": "q",
+    "k_desc": "k",
+    "v_desc": "v",
+    "raw_v_desc": "raw v",
+    "out_desc": "out",
+    "sink_ptr": "sink",
+    "lse_ptr": "lse",
+    "parts_ptr": "partial_out",
+    "alibi_ptr": "alibi_slopes",
+    "bias_ptr": "bias",
+    "seed_ptr": "seed",
+    "v_ptr": "v",
+    "out_ptr": "out",
+    "cu_q": "cu_seqlens_q",
+    "cu_k": "cu_seqlens_k",
+    "used_q": "seqused_q",
+    "used_k": "seqused_k",
+}
+# Prefixes of strides that are not called as their operand is.
+_PREFIXES = {
+    "o": "out",
+    "do": "dout",
+    "l": "lse",
+    "dl": "dlse",
+    "db": "dbias",
+    "alibi": "alibi_slopes",
+    "tree": "tree_mask",
+    "table": "block_table",
+    "qd": "q_descale",
+    "kd": "k_descale",
+    "vd": "v_descale",
+    "kn": "k_new",
+    "vn": "v_new",
+    "r": "rotated",
+    "pos": "rotary_cos",
+    "pl": "partial_lse",
+}
+_FAR = 0x7FFF0000
+
+
+@dataclass
+class Place:
+    """Where an operand lies: its address and its strides in elements, by axis. map: as TMA sees
+    it, if it does."""
+
+    address: int
+    strides: dict[str, int] = field(default_factory=dict)
+    map: Map | None = None
+
+
+def role(launch: Launch) -> str:
+    """What the launched kernel does."""
+    return _ROLES[launch.kernel.function]
+
+
+def roles(launches: Iterable[Launch]) -> list[str]:
+    """What the launched kernels do, in order."""
+    return [role(launch) for launch in launches]
+
+
+def the(launches: Iterable[Launch], wanted: str) -> Launch:
+    """The one launch with this role."""
+    found = [launch for launch in launches if role(launch) == wanted]
+    assert len(found) == 1, f"{len(found)} launches of {wanted}"
+    return found[0]
+
+
+def places(launch: Launch) -> dict[str, Place]:
+    """Every operand in memory that the kernel was given, by Operands' names and those of results
+    and scratch."""
+    found: dict[str, Place] = {}
+    for parameter in launch.memory:
+        if parameter.startswith("scratch["):
+            continue
+        name, value = _OPERANDS.get(parameter, parameter), launch.arguments[parameter]
+        if isinstance(value, Map):
+            found[name] = Place(value.address, _map_strides(value), value)
+            _same_numbers(launch, parameter, value)
+        else:
+            assert value is not None, f"{parameter}: no tensor map was put in place"
+            found[name] = Place(value)
+    for parameter, value in launch.arguments.items():
+        if parameter.startswith("stride_"):
+            name, axis = _stride(launch, parameter)
+            if name in found:
+                found[name].strides[axis] = value
+    return found
+
+
+def number(launch: Launch, name: str) -> Any:
+    """A number that the kernel was given: scale, softcap, heads_q, heads_k, shift, bottom_right,
+    left, right (-1 is unbounded), and any other by the parameter's name. None if it is absent."""
+    given = {**launch.constants, **launch.arguments}
+    if name in ("left", "right"):
+        return -1 if given[name] in (-1, 1 << 29) else given[name]
+    if name == "bottom_right" and "align" in given:
+        return given["align"]
+    if name in ("scale", "softcap") and "scale_log2" in given:
+        return _from_log2(given)[name]
+    if name in ("heads_q", "heads_k") and name not in given:
+        heads = given.get("heads_q", given.get("heads"))
+        return heads if name == "heads_q" else heads // given["group"]
+    return given[name]
+
+
+def _from_log2(given: dict) -> dict[str, float]:
+    log2e = math.log2(math.e)
+    if not given.get("softcap_scale"):
+        return {"scale": given["scale_log2"] / log2e, "softcap": 0.0}
+    softcap = given["scale_log2"] / log2e
+    return {"scale": given["softcap_scale"] * softcap / (2 * log2e), "softcap": softcap}
+
+
+def _stride(launch: Launch, parameter: str) -> tuple[str, str]:
+    """The operand and axis of a stride."""
+    name = parameter.removeprefix("stride_")
+    if name in _PREFIXES:
+        return _PREFIXES[name], "b"
+    prefix, axis = name[:-1], name[-1].replace("g", "h")
+    if prefix == "p":
+        return ("partial_out" if role(launch) == "merge" else "probs"), axis
+    if prefix == "o" and role(launch) == "forward" and "out" not in launch.memory:
+        return "out", axis
+    return _PREFIXES.get(prefix, prefix), axis
+
+
+def _map_strides(value: Map) -> dict[str, int]:
+    """Strides by axis of (batch, head, row, dim), of (batch, head, row, group, dim), whose heads
+    are apart by the group's, and of rows alone (`hopper_maps.packed_map`)."""
+    if value.shape[0] == _FAR:
+        return {"h": value.strides[2], "r": value.strides[3]}
+    if len(value.shape) == 5:
+        return {"b": value.strides[0], "h": value.strides[3], "r": value.strides[2]}
+    return dict(zip("bhr", value.strides, strict=False))
+
+
+def _same_numbers(launch: Launch, parameter: str, value: Map) -> None:
+    """AssertionError unless the shape and strides beside a map are the map's own."""
+    for part in ("shape", "strides"):
+        for axis, number in enumerate(getattr(value, part)):
+            assert launch.arguments[f"{parameter}.{part}[{axis}]"] == number, (parameter, part)

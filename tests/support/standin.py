@@ -1,0 +1,283 @@
+"""A stand-in for a GPU: the public functions on CPU tensors run through the real GPU runner, down
+to the driver, which is a stub.
+
+    with standin.gpu("H200") as gpu:
+        heedful.flash_attn_func(q, k, v)
+    gpu.launches[-1]          # see support.launches for its arguments by name
+
+The stub records every launch: the packed argument buffer read back as the driver would read it,
+grid, stream, options. With `interprets=True` it also runs the portable kernel, in Triton's
+interpreter (see `support.interpreted`), on the memory at the addresses that the buffer holds. What
+is recorded only computes nothing: outputs keep the poison that all new memory is filled with.
+"""
+
+import ctypes
+import importlib
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from heedful.core import configs
+from heedful.core.capability import Toolchain
+from heedful.core.configs import TileConfig
+from heedful.core.device import by_name
+from heedful.launch import bound
+from heedful.launch.artifact import Artifact, lay_out
+from heedful.launch.spec import TRITON_TYPES, KernelCall, KernelRef, TensorMap, promise
+from heedful.torch import backends, cache_update, device, execute, zeros
+from heedful.torch.calls import CALLS
+
+# A machine without kernels of its own vendor's kind: the portable ones are its first choice.
+PORTABLE_GPU = "B200"
+_FORMATS = {"i1": "<?", "i8": "<b", "u8": "<B", "i32": "<i", "i64": "<q", "fp32": "<f"}
+_DTYPES = {ours: theirs for theirs, ours in TRITON_TYPES.items() if theirs != "int4"}
+_MODULES = (execute, backends, cache_update, device)
+
+
+@dataclass(frozen=True)
+class Map:
+    """A tensor map as its bytes in the argument buffer say: elements, outermost dim first."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch as the driver saw it.
+
+    arguments: parameter -> its value in the buffer: a number, an address, or a Map.
+    memory: parameters that are addresses or maps. constants: compile-time values, None for absent
+    operands. options: of the compiler.
+    """
+
+    kernel: KernelRef
+    grid: tuple[int, int, int]
+    stream: int
+    arguments: dict[str, Any]
+    memory: frozenset[str]
+    types: dict[str, str]
+    constants: dict[str, Any]
+    options: dict[str, Any]
+    device: Any
+    thread: int
+
+
+@dataclass(frozen=True)
+class _Code(Artifact):
+    """An artifact that is not compiled, with what it would be compiled from."""
+
+    call: KernelCall | None = None
+
+
+@dataclass
+class Gpu:
+    """The machine, and the driver that its launches go to.
+
+    launches: all so far. stream: the current one's handle. capturing: whether a graph is captured.
+    loads: artifacts loaded. encoded: tensor maps encoded, in order.
+    """
+
+    interprets: bool = False
+    stream: int = 0
+    capturing: bool = False
+    launches: list[Launch] = field(default_factory=list)
+    loads: list[Artifact] = field(default_factory=list)
+    encoded: list[Map] = field(default_factory=list)
+    before_launch: Any = None
+    _lock: Any = field(default_factory=threading.RLock)
+
+    def compile(self, call: KernelCall, arch: str) -> Artifact:
+        """An artifact laid out as the compiler lays it out, in the kernel function's own order."""
+        names = _parameters(call.kernel)
+        given = set(call.arguments) | set(call.constants)
+        assert given == set(names), f"{call.kernel.function}: {sorted(given ^ set(names))}"
+        order = [name for name in names if name in call.arguments]
+        maps = {n: a for n, a in call.arguments.items() if isinstance(a, TensorMap)}
+        types = [(name, call.arguments[name].type) for name in order]
+        parameters, size = lay_out(types, {name: len(a.shape) for name, a in maps.items()})
+        metas = {name: {"elem_size": 0, "block_size": list(a.block)} for name, a in maps.items()}
+        return _Code(
+            code=b"",
+            text="",
+            symbol=call.kernel.function,
+            target=arch,
+            num_warps=4,
+            warp_size=32,
+            shared_bytes=0,
+            cluster=1,
+            parameters=tuple(parameters),
+            parameter_bytes=size,
+            tensor_maps=metas,
+            call=call,
+        )
+
+    def load(self, artifact: Artifact, index) -> Artifact:
+        self.loads.append(artifact)
+        return artifact
+
+    def Slot(self, artifact, function, index, grid, template):
+        return _Slot(self, artifact, index, grid, template)
+
+    def TensorMapEncoder(self, meta, shape, strides):
+        return _Encoder(self, meta, shape, strides)
+
+    def take(self, code: _Code, index, grid, buffer: bytes, stream: int) -> None:
+        """A launch: reads the buffer, records it, and runs the kernel if that is asked for."""
+        arguments, types = {}, {}
+        for parameter in code.parameters:
+            types[parameter.name] = parameter.type
+            arguments[parameter.name] = self._read(parameter, buffer)
+        assert code.call is not None
+        call = code.call
+        for name, argument in call.arguments.items():
+            promised = promise(argument)
+            value = arguments[name]
+            assert promised == 1 or value % promised == 0, (
+                f"{name} {value}: no multiple of {promised}"
+            )
+        memory = {n for n, kind in types.items() if kind[0] == "*" or kind == "tensormap"}
+        launch = Launch(
+            call.kernel,
+            tuple(grid),
+            stream,
+            arguments,
+            frozenset(memory),
+            types,
+            dict(call.constants),
+            dict(call.options),
+            index,
+            threading.get_ident(),
+        )
+        with self._lock:
+            self.launches.append(launch)
+            if self.interprets:
+                _interpret(launch)
+
+    def _read(self, parameter, buffer: bytes):
+        if parameter.type == "tensormap":
+            (number,) = struct.unpack_from("<Q", buffer, parameter.offset)
+            # Nothing was encoded into a map's place where the number is 0.
+            return self.encoded[number - 1] if number else None
+        kind = "<Q" if parameter.type[0] == "*" else _FORMATS[parameter.type]
+        return struct.unpack_from(kind, buffer, parameter.offset)[0]
+
+
+class _Slot:
+    """The argument buffer of one launch, as the drivers' own."""
+
+    def __init__(self, gpu: Gpu, code, index, grid, template: bytes):
+        self.buffer = ctypes.create_string_buffer(template, len(template))
+        self._gpu, self._what = gpu, (code, index, grid)
+
+    def launch(self, stream: int) -> None:
+        if self._gpu.before_launch is not None:
+            self._gpu.before_launch(self)
+        self._gpu.take(*self._what, self.buffer.raw, stream)
+
+
+class _Encoder:
+    """Tensor maps that are numbers of what was encoded, from 1."""
+
+    def __init__(self, gpu: Gpu, meta: dict, shape, strides):
+        self._gpu, self._facts = gpu, (tuple(shape), tuple(strides), tuple(meta["block_size"]))
+
+    def encode(self, base: int) -> bytes:
+        with self._gpu._lock:
+            self._gpu.encoded.append(Map(base, *self._facts))
+            return struct.pack("<Q120x", len(self._gpu.encoded))
+
+
+def _parameters(ref: KernelRef) -> list[str]:
+    return list(getattr(importlib.import_module(ref.module), ref.function).arg_names)
+
+
+def _interpret(launch: Launch) -> None:
+    """Runs the kernel on the memory at the launch's addresses."""
+    if 0 in launch.grid:
+        return
+    values = dict(launch.constants)
+    for name, value in launch.arguments.items():
+        if name.startswith("scratch["):
+            continue
+        assert launch.types[name] != "tensormap", f"{name}: the interpreter takes no tensor maps"
+        values[name] = _pointer(launch.types[name], value) if name in launch.memory else value
+    kernel = getattr(importlib.import_module(launch.kernel.module), launch.kernel.function)
+    kernel[launch.grid](**values)
+
+
+def _pointer(kind: str, address: int) -> torch.Tensor:
+    """A tensor that begins at an address: the interpreter asks it for no more than that."""
+    dtype = getattr(torch, _DTYPES[kind[1:]])
+    if address == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer((ctypes.c_byte * dtype.itemsize).from_address(address), dtype=dtype)
+
+
+def _poisoned(shape, dtype, where):
+    """Makes tensors full of bytes 0xFF: NaN, or -1."""
+
+    def make() -> torch.Tensor:
+        tensor = torch.empty(tuple(shape), dtype=dtype, device=where)
+        if tensor.numel():
+            tensor.view(-1).view(torch.uint8).fill_(0xFF)
+        return tensor
+
+    return make
+
+
+@contextmanager
+def gpu(
+    name: str = "", interprets: bool = False, tiles: tuple[int, int] | None = None
+) -> Iterator[Gpu]:
+    """While it is open, CPU tensors are this GPU's (a known device's name; by default one that the
+    portable kernels serve). tiles: of every kernel, in place of the tuned ones."""
+    machine, spec = Gpu(interprets), by_name(name or PORTABLE_GPU)
+    stand_ins = {
+        "device_spec": lambda _: spec,
+        "toolchain": lambda _=None: Toolchain(),
+        "current_device": lambda: None,
+        "raw_stream": lambda _: machine.stream,
+        "_is_capturing": lambda: machine.capturing,
+        "allocator": _poisoned,
+    }
+    with ExitStack() as stack:
+
+        def put(owner, attribute, value):
+            stack.enter_context(mock.patch.object(owner, attribute, value))
+
+        for module in (*_MODULES, *_loaded("heedful.torch.")):
+            for attribute, value in stand_ins.items():
+                if attribute in vars(module) and vars(module)[attribute] is not value:
+                    put(module, attribute, value)
+        put(torch.cuda, "device", lambda _: nullcontext())
+        put(bound, "driver", lambda vendor: machine)
+        put(bound, "compile_call", machine.compile)
+        put(bound, "_functions", {})
+        put(zeros, "_of_stream", {})
+        if tiles is not None:
+            put(configs, "choose", _with_tiles(configs.choose, TileConfig(*tiles)))
+        CALLS.clear()
+        stack.callback(CALLS.clear)
+        yield machine
+
+
+def _with_tiles(choose, tiles: TileConfig):
+    def chosen(kernel, problem, spec):
+        return replace(choose(kernel, problem, spec), config=tiles)
+
+    return chosen
+
+
+def _loaded(prefix: str) -> list:
+    found = [module for name, module in list(sys.modules.items()) if name.startswith(prefix)]
+    return [module for module in found if module not in _MODULES]
