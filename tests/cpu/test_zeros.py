@@ -1,41 +1,174 @@
-"""Zeroed scratch: every byte is given out once."""
+"""Zeroed scratch: whoever counts in some finds zeros, whatever else runs on the stream."""
 
-import ctypes
+import contextlib
+import itertools
+import sys
 import threading
+import time
+from types import SimpleNamespace
 
+import pytest
 import torch
 
-from heedful.torch import zeros
+from heedful.launch.spec import BufferSpec, Program, Workspace
+from heedful.torch import execute, zeros
 
-CALLS, NBYTES, ALIGN = 3000, 300, 256
+# More than a region has room for, several times.
+CALLS, COUNTERS = 2000, 75
 
 
-def test_what_is_taken_is_zero_aligned_and_taken_once():
-    """Whoever takes some writes to it, so that bytes given out twice would not be zero."""
-    source = zeros.Zeros(torch.device("cpu"), ALIGN)
-    regions = []
+class Stream:
+    """A stream and its memory: what is queued, to be run in order at the end."""
+
+    def __init__(self):
+        self.queue: list[int | None] = []
+        self.regions = 0
+
+    def region(self):
+        """A region that can do what zeros.py asks of a tensor."""
+        self.regions += 1
+        base = self.regions << 32
+        return SimpleNamespace(
+            data_ptr=lambda: base,
+            numel=lambda: zeros.REGION_BYTES,
+            zero_=lambda: self.queue.append(None),
+        )
+
+    def run(self) -> int:
+        """Runs what was queued, where each kernel must find zeros; returns how many there were."""
+        used: set[int] | None = None
+        for address in self.queue:
+            if address is None:
+                used = set()
+                continue
+            assert used is not None and address % 256 == 0
+            assert address not in used, "counted in bytes that are not zero"
+            used.add(address)
+        return sum(address is not None for address in self.queue)
+
+
+@pytest.fixture
+def stream(monkeypatch):
+    """Executables queue their launches, every now and then late, on a stream of the test's own."""
+    fake, number = Stream(), itertools.count()
+
+    def run(addresses, _):
+        if next(number) % 100 == 0:
+            time.sleep(0.01)
+        fake.queue.append(addresses[-1])
+
+    bound = SimpleNamespace(kernels=[SimpleNamespace(run=run)])
+    monkeypatch.setattr(execute, "BoundProgram", lambda *_: bound)
+    monkeypatch.setattr(execute, "current_device", lambda: None)
+    monkeypatch.setattr(execute, "raw_stream", lambda _: 0)
+    monkeypatch.setattr(execute, "_is_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(zeros, "unpooled", lambda *_: fake.region())
+    monkeypatch.setattr(zeros, "_of_stream", {})
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield fake
+    sys.setswitchinterval(before)
+
+
+def counting(counters: int = COUNTERS) -> execute.Executable:
+    """A program that counts from zero."""
+    scratch = Workspace("drawn", BufferSpec.contiguous((counters,), "int32"), zeroed=True)
+    return execute.Executable(Program((), (scratch,)), "sm_90", torch.device("cpu"), [])
+
+
+def test_every_call_counts_from_zero_in_one_region(stream):
+    small, large = counting(), counting(4 * COUNTERS)
     for _ in range(CALLS):
-        address = source.take(NBYTES)
-        regions.append(source._region)  # as kernels that are still to run keep it
-        assert address % 64 == 0 and not any(ctypes.string_at(address, NBYTES))
-        ctypes.memset(address, 0xFF, NBYTES)
-    made = len({id(region) for region in regions})
-    assert made == -(-CALLS // (zeros.REGION_BYTES // 512))
+        small([])
+        large([])
+    assert stream.run() == 2 * CALLS
+    assert stream.regions == 1
 
 
-def test_threads_on_one_stream_share_nothing():
-    source = zeros.Zeros(torch.device("cpu"), ALIGN)
-    taken: list[int] = []
-    kept = []
+def test_threads_that_share_a_stream_count_from_zero(stream):
+    """However long a thread is held up between taking bytes and queueing its launch."""
+    program = counting()
 
     def work():
         for _ in range(CALLS):
-            taken.append(source.take(NBYTES))
-            kept.append(source._region)
+            program([])
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
+    threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(set(taken)) == 8 * CALLS
+    assert stream.run() == 4 * CALLS
+    assert stream.regions == 1
+
+
+def test_a_launch_that_fails_leaves_the_stream_usable(stream, monkeypatch):
+    program = counting()
+
+    def refuse(*_):
+        raise RuntimeError("launch failed")
+
+    monkeypatch.setattr(program, "_run", refuse)
+    with pytest.raises(RuntimeError, match="launch failed"):
+        program([])
+    again = counting()
+    for _ in range(CALLS):
+        again([])
+    assert stream.run() == CALLS
+
+
+def test_a_capture_takes_nothing_from_the_region(stream, monkeypatch):
+    """A graph runs again and again: it must fill bytes of its own each time."""
+    monkeypatch.setattr(execute, "_is_capturing", lambda: True)
+    counting()([])
+    assert stream.regions == 0 and len(stream.queue) == 1
+
+
+def test_streams_have_regions_of_their_own(stream, monkeypatch):
+    program = counting()
+    for handle in (0, 7, 0, 7):
+        monkeypatch.setattr(execute, "raw_stream", lambda _, handle=handle: handle)
+        program([])
+    assert stream.regions == 2
+    addresses = [address for address in stream.queue if address is not None]
+    assert len(set(addresses)) == 4
+
+
+def test_a_stream_that_every_thread_has_one_of_takes_nothing_from_a_region(stream, monkeypatch):
+    monkeypatch.setattr(execute, "raw_stream", lambda _: 2)
+    counting()([])
+    assert stream.regions == 0
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """What streams of a GPU that is not there were asked for: ("record" or "wait", thread)."""
+    found: list[tuple[str, int]] = []
+
+    def note(what: str):
+        return lambda *_: found.append((what, threading.get_ident()))
+
+    fake = SimpleNamespace(record_event=note("record"), wait_event=note("wait"))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: fake)
+    return found
+
+
+def test_the_region_is_made_outside_of_any_state_of_the_calling_thread(events):
+    """Pools are a thread's own, as these states are; the default stream is waited for."""
+    with torch.inference_mode(), torch.device("meta"):
+        region = zeros.unpooled(256, torch.device("cpu"))
+    assert region.device.type == "cpu" and not region.is_inference()
+    (first, elsewhere), (second, here) = events
+    assert (first, second) == ("record", "wait")
+    assert here == threading.get_ident() != elsewhere
+
+
+def test_an_error_of_the_allocator_reaches_the_caller(events, monkeypatch):
+    def refuse(*_, **__):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        zeros.unpooled(256, torch.device("cpu"))

@@ -23,6 +23,8 @@ def _absent(*_) -> int:
 raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _absent)
 current_device = getattr(torch._C, "_cuda_getDevice", _absent)
 _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", _absent)
+# CU_STREAM_PER_THREAD: another stream for each thread that names it.
+_PER_THREAD = 2
 
 
 # What torch.compile's own code allocates with: a third of the time of torch.empty.
@@ -72,7 +74,7 @@ class Executable:
             )
         self._scratch = allocator((size,), torch.uint8, device)
         self._zeroed_scratch = allocator((zeroed_size,), torch.uint8, device)
-        order = [*names, *(workspace.name for workspace in (*zeroed, *others))]
+        order = [*names, *(workspace.name for workspace in (*others, *zeroed))]
         with torch.cuda.device(device):
             bound = BoundProgram(program, arch, device.index, order)
         self._run = bound.kernels[0].run if len(bound.kernels) == 1 else bound.run
@@ -84,20 +86,24 @@ class Executable:
             with torch.cuda.device(index):
                 return self(tensors)
         addresses = [tensor.data_ptr() for tensor in tensors]
-        stream = raw_stream(index)
-        if self._zeroed_places:
-            if self._zeroed_size > zeros.MOST_BYTES or _is_capturing():
-                # A graph must fill its own, each time that it is replayed.
-                region = self._zeroed_scratch().zero_()
-                base = region.data_ptr()
-            else:
-                base = zeros.of_stream(self._device, stream, _ALIGN).take(self._zeroed_size)
-            addresses += [base + place for place in self._zeroed_places]
         if self._places:
             scratch = self._scratch()
             base = scratch.data_ptr()
             addresses += [base + place for place in self._places]
-        self._run(addresses, stream)
+        stream = raw_stream(index)
+        if not self._zeroed_places:
+            self._run(addresses, stream)
+        elif self._zeroed_size > zeros.MOST_BYTES or stream == _PER_THREAD or _is_capturing():
+            # A graph must fill its own, each time that it is replayed.
+            region = self._zeroed_scratch().zero_()
+            base = region.data_ptr()
+            self._run(addresses + [base + place for place in self._zeroed_places], stream)
+        else:
+            source = zeros.of_stream(self._device, stream, _ALIGN)
+            with source.lock:
+                base = source.take(self._zeroed_size)
+                addresses += [base + place for place in self._zeroed_places]
+                self._run(addresses, stream)
 
 
 def _places(workspaces: Sequence[Workspace]) -> tuple[list[int], int]:

@@ -1,10 +1,13 @@
 """Zeroed scratch without a launch for each call that needs some.
 
-What a kernel counts with must start at zero. Filling a few bytes is a launch like any other, so
-that many calls' worth are filled at once, for each stream, and each byte is given out once.
+What a kernel counts with must start at zero. Filling a few bytes is a launch like any other. So a
+stream has a region that is filled once for many calls: each call takes bytes that no call took
+since. A used up region is filled again, on the same stream and so behind the kernels that used it.
 """
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -14,26 +17,38 @@ MOST_BYTES = REGION_BYTES // 16
 
 
 class Zeros:
-    """Zeroed bytes for kernels on one stream, which must be current when they are taken."""
+    """Zeroed bytes for kernels on one stream, which must be current when they are taken.
 
-    def __init__(self, device: torch.device, align: int):
-        self._device, self._align = device, align
-        self._lock = threading.Lock()
-        self._begin = self._end = 0
+    lock: to be held from `take` until the kernel that counts in the bytes is queued. Another thread
+    could otherwise queue the next fill, and a kernel that takes the same bytes, before it. No code
+    that runs under the lock may come back here.
+    """
+
+    def __init__(self, align: int, new_region: Callable[[], torch.Tensor]):
+        """new_region: makes the region, of REGION_BYTES, at the first take."""
+        self.lock = threading.Lock()
+        self._align, self._new_region = align, new_region
+        self._next = self._end = 0
         self._region: torch.Tensor | None = None
 
     def take(self, nbytes: int) -> int:
-        """The address of that many, at most MOST_BYTES, for one launch. A region whose last kernels
-        are still to run goes back to torch's allocator, which keeps to the stream's order."""
+        """The address of that many, at most MOST_BYTES."""
         nbytes = -(-nbytes // self._align) * self._align
-        with self._lock:
-            if self._end - self._begin < nbytes:
-                self._region = torch.zeros(REGION_BYTES, dtype=torch.uint8, device=self._device)
-                self._begin = self._region.data_ptr()
-                self._end = self._begin + REGION_BYTES
-            address = self._begin
-            self._begin += nbytes
+        address = self._next
+        if self._end - address < nbytes:
+            address = self._fill()
+        self._next = address + nbytes
         return address
+
+    def _fill(self) -> int:
+        if self._region is None:
+            self._region = self._new_region()
+        # What is left is lost if the fill fails: nothing says then how far it got.
+        self._next = self._end = 0
+        self._region.zero_()
+        begin = self._region.data_ptr()
+        self._end = begin + self._region.numel()
+        return begin
 
 
 _of_stream: dict[tuple[int, int], Zeros] = {}
@@ -44,5 +59,35 @@ def of_stream(device: torch.device, stream: int, align: int) -> Zeros:
     key = (device.index, stream)
     zeros = _of_stream.get(key)
     if zeros is None:
-        zeros = _of_stream.setdefault(key, Zeros(device, align))
+        zeros = _of_stream.setdefault(key, Zeros(align, lambda: unpooled(REGION_BYTES, device)))
     return zeros
+
+
+def unpooled(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised bytes for the life of the process, ready for the current stream of a GPU.
+
+    They come from torch's default pool whatever pool is in use here: a pool of torch.compile's
+    CUDA graphs, a MemPool or a graph's own must not hold what outlives it. Torch routes a thread's
+    or a capturing stream's allocations to a pool: a thread of its own, on the default stream, has
+    neither. Raises what torch's allocator raises.
+    """
+    made: list[tuple[torch.Tensor, Any]] = []
+    errors: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            with torch.cuda.device(device):
+                region = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                made.append((region, torch.cuda.current_stream().record_event()))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=make, name="heedful-unpooled")
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    region, ready = made[0]
+    # The default stream may still use what the memory was before.
+    torch.cuda.current_stream(device).wait_event(ready)
+    return region
