@@ -18,6 +18,8 @@ MASKS = {
     "causal": {"causal": True},
     "window": {"window_size": (100, 60)},
     "packed": {"packed": True, "causal": True},
+    # Most tiles see no key: nothing but the rings keeps warps and roles together.
+    "blind": {"keys": 90, "causal": True, "window_size": (40, -1)},
 }
 KINDS = [
     *(("bfloat16", dim) for dim in (64, 128, 192, 256)),
@@ -31,7 +33,9 @@ GRIDS = {
 }
 
 
-def call(dtype: str, head_dim: int, packed: bool = False, **options) -> torch.Tensor:
+def call(
+    dtype: str, head_dim: int, packed: bool = False, keys: int = 1100, **options
+) -> torch.Tensor:
     """The output of a call whose programs take several tiles of several key tiles each."""
     drawn = torch.Generator().manual_seed(0)
 
@@ -39,7 +43,7 @@ def call(dtype: str, head_dim: int, packed: bool = False, **options) -> torch.Te
         x = torch.randn(4, length, heads, head_dim, generator=drawn)
         return x.to(getattr(torch, dtype)).cuda()
 
-    q, k, v = some(700, 16), some(1100, 8), some(1100, 8)
+    q, k, v = some(700, 16), some(keys, 8), some(keys, 8)
     options["backend"] = "hopper"
     if not packed:
         return heedful.flash_attn_func(q, k, v, **options)

@@ -313,7 +313,7 @@ def consumer(outputs, q, slots, deal, shape, WORKER: gl.constexpr):
         whole = program_keys(shape, tile, split)
         keys = consumer_keys(shape, tile, row, whole)
         place = at_q.slot if shape.OUT_IN_Q else gl.to_tensor(WORKER)
-        q.wait(at_q)
+        q.wait_among(at_q, shape.CONSUMERS)
         if steps_of(shape, keys) > 0:
             at = skip(slots, at, whole.end - keys.end, shape, WORKER)
             acc, m_M, l_M, at = attend(q, slots, at_q, at, keys, shape, tile, row, WORKER)

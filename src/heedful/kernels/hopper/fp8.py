@@ -360,7 +360,7 @@ def consumer(outputs, scales, all_sums, q, slots, deal, shape, WORKER: gl.conste
         keys = key_range(shape, tile, row, ROWS)
         factors = scales.of_scores(tile, shape.HAS_SOFTCAP)
         v_scale = scales.of_values(tile)
-        q.wait(at_q)
+        q.wait_among(at_q, shape.CONSUMERS)
         if keys.end > keys.begin:
             at = skip(slots, at, whole.end - keys.end, shape, WORKER)
             last_second = visits_last_second(shape, whole)

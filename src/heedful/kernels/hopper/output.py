@@ -169,7 +169,8 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, shape, place):
         factor_M = gl.exp2(m_M - shift_M)
         l_M = l_M * factor_M + gl.exp2(sink - shift_M)
         m_M = top_M
-    seen_M = l_M > 0.0
+    # A sum that is NaN is seen: the result is NaN, not 0.
+    seen_M = l_M != 0.0
     inverse_M = gl.where(seen_M, factor_M / l_M, 0.0)
     if shape.dropout.seed is not None:
         inverse_M *= shape.dropout.scale
