@@ -15,8 +15,8 @@ VARIANTS = [
 
 def problem(variant):
     lengths = ((70, 30), (0, 40), (50, 0), (33, 90)) if variant.packed else ((90, 33),) * 2
-    window = tuple(20 if w >= 0 else -1 for w in variant.window)
-    return large.Problem(variant, lengths, 2, 2, window, 0)
+    left, right = (20 if w >= 0 else -1 for w in variant.window)
+    return large.Problem(variant, lengths, 2, 2, (left, right), 0)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)

@@ -194,8 +194,8 @@ def _any(rng: random.Random, variant: Variant, longest_k: int) -> Problem:
             lengths[0] = (128, 128)
     else:
         lengths = [(length(64, MOST_TOKENS), length(1, longest_k))] * batch
-    window = tuple(length(1, 2000) - 1 if w >= 0 else -1 for w in variant.window)
-    return Problem(variant, tuple(lengths), heads_k, group, window, rng.randrange(2**31))
+    left, right = (length(1, 2000) - 1 if w >= 0 else -1 for w in variant.window)
+    return Problem(variant, tuple(lengths), heads_k, group, (left, right), rng.randrange(2**31))
 
 
 @dataclass
