@@ -26,8 +26,7 @@ def fresh(tmp_path, monkeypatch):
     """A process that has neither compiled nor loaded anything, with a disk cache of its own."""
     monkeypatch.setenv("HEEDFUL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(compiler, "_artifacts", {})
-    for name in ("_loaded", "_digests"):
-        monkeypatch.setattr(packs, name, {})
+    monkeypatch.setattr(packs, "_loaded", {})
     monkeypatch.setattr(packs, "_backends", set())
     compiler.counters.clear()
     return tmp_path

@@ -14,6 +14,7 @@ from heedful.core import settings
 from heedful.core.capability import LEVELS, ROWS, KernelRow, Toolchain
 from heedful.core.device import MIB, DeviceSpec
 from heedful.core.problem import AttentionProblem
+from heedful.launch.folder import Folder
 
 _PACKAGES = ("torch", "triton", "jax", "jaxlib", "numpy")
 
@@ -42,19 +43,24 @@ def _versions() -> Table:
         table.add_row(name, machine.version(name) or "not installed")
     table.add_row("GPU driver", machine.driver() or "none found")
     cache = settings.get("cache_dir")
-    table.add_row("kernel cache", f"{cache} ({_cache_words(cache)})")
+    table.add_row("kernel cache", _cache_words(cache))
     for name, setting in settings.TABLE.items():
-        value = settings.get(name)
-        if name != "cache_dir" and value != setting.default:
-            table.add_row(setting.variable, str(value))
+        if name != "cache_dir" and settings.is_set(name):
+            table.add_row(setting.variable, str(settings.get(name)))
     return table
 
 
-def _cache_words(folder: Path) -> str:
-    files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
-    if not files:
-        return "empty"
-    return f"{len(files)} files, {sum(path.stat().st_size for path in files) / MIB:.1f} MiB"
+def _cache_words(folder: Path | None) -> str:
+    if folder is None:
+        return "none: there is no home folder, and HEEDFUL_CACHE_DIR is not set"
+    try:
+        with Folder(folder / "kernels") as kernels:
+            sizes = [kernels.stat(name).st_size for name in kernels.names()]
+    except FileNotFoundError:
+        return f"{folder} (empty)"
+    except OSError as error:
+        return f"{folder} (not used: {error})"
+    return f"{folder} ({len(sizes)} files, {sum(sizes) / MIB:.1f} MiB)"
 
 
 def _devices(devices: list[DeviceSpec]) -> Table:

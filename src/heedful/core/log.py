@@ -5,7 +5,6 @@ logging, prints to standard error.
 """
 
 import logging
-import os
 
 from heedful.core import settings
 from heedful.core.plan import Plan, explain
@@ -15,7 +14,7 @@ log = logging.getLogger("heedful")
 
 def configure() -> None:
     """Applies the setting; without one, leaves logging to the application."""
-    if settings.TABLE["log"].variable not in os.environ:
+    if not settings.is_set("log"):
         return
     log.setLevel(settings.get("log").upper())
     if not log.handlers and not logging.getLogger().handlers:

@@ -22,6 +22,24 @@ def _size(text: str) -> int:
     return value * 1024 * 1024
 
 
+def _folder(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("there is no home folder for ~") from None
+
+
+def _cache_dir() -> Path | None:
+    """The folder that the XDG base directory specification gives; None where there is no home: a
+    service without one, or a user id that the system has no entry for."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    # The specification: what is not absolute is to be ignored.
+    if os.path.isabs(base):
+        return Path(base) / "heedful"
+    home = os.environ.get("HOME", "") or os.path.expanduser("~")
+    return Path(home) / ".cache" / "heedful" if os.path.isabs(home) else None
+
+
 def _level(text: str) -> str:
     if text.lower() not in ("debug", "info", "warning", "error"):
         raise ValueError("wanted debug, info, warning or error")
@@ -30,7 +48,8 @@ def _level(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One variable: how its text is read, what holds when it is unset, and what it does."""
+    """One variable: how its text is read, what holds when it is unset (or a function that works it
+    out), and what it does."""
 
     variable: str
     parse: Callable[[str], Any]
@@ -53,8 +72,8 @@ TABLE = {
     ),
     "cache_dir": Setting(
         "HEEDFUL_CACHE_DIR",
-        Path,
-        Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "heedful",
+        _folder,
+        _cache_dir,
         "where compiled kernels are kept between processes",
     ),
     "cache_limit": Setting(
@@ -67,7 +86,7 @@ TABLE = {
         "HEEDFUL_CACHE_READ_ONLY", _boolean, False, "1: never write to the cache"
     ),
     "pack": Setting(
-        "HEEDFUL_PACK", Path, None, "folder of a pack of compiled kernels to load at start"
+        "HEEDFUL_PACK", _folder, None, "folder of a pack of compiled kernels to load at start"
     ),
     "log": Setting(
         "HEEDFUL_LOG",
@@ -78,12 +97,17 @@ TABLE = {
 }
 
 
+def is_set(name: str) -> bool:
+    """Whether the environment has a say: an empty variable is as one that is not there."""
+    return bool(os.environ.get(TABLE[name].variable))
+
+
 def get(name: str) -> Any:
     """The value of a setting now. Raises ValueError naming the variable if its text is wrong."""
     setting = TABLE[name]
     text = os.environ.get(setting.variable)
-    if text is None:
-        return setting.default
+    if not text:
+        return setting.default() if callable(setting.default) else setting.default
     try:
         return setting.parse(text)
     except ValueError as error:

@@ -8,9 +8,10 @@ from collections import Counter
 from functools import cache
 
 from heedful.core import settings
+from heedful.core.forks import new_lock
 from heedful.launch import packs
 from heedful.launch.artifact import Artifact
-from heedful.launch.cache import DiskCache, default
+from heedful.launch.cache import DiskCache
 from heedful.launch.identity import cache_key, kernel_key, toolchain
 from heedful.launch.spec import KernelCall
 
@@ -18,7 +19,7 @@ counters: Counter[str] = Counter()
 
 _artifacts: dict[tuple, Artifact] = {}
 _locks: dict[tuple, threading.Lock] = {}
-_guard = threading.Lock()
+_guard = new_lock()
 
 
 def artifact(call: KernelCall, arch: str) -> Artifact:
@@ -28,7 +29,7 @@ def artifact(call: KernelCall, arch: str) -> Artifact:
     """
     key = (arch, call.variant)
     with _guard:
-        lock = _locks.setdefault(key, threading.Lock())
+        lock = _locks.get(key) or _locks.setdefault(key, new_lock())
     with lock:
         found = _artifacts.get(key)
         if found is None:
@@ -54,13 +55,15 @@ def _find_or_compile(call: KernelCall, arch: str) -> Artifact:
 
         return compile_artifact(call, arch)
 
-    found, made = _disk_cache(settings.get("cache_dir")).get_or_make(
-        cache_key(call, arch), compile_now
-    )
+    found, made = _disk_cache().get_or_make(cache_key(call, arch), compile_now)
     counters["compiles" if made else "disk_hits"] += 1
     return found
 
 
-@cache
-def _disk_cache(folder) -> DiskCache:
-    return default()
+def _disk_cache() -> DiskCache:
+    """The cache that the settings name now."""
+    names = ("cache_dir", "cache_limit", "cache_read_only")
+    return _opened(*(settings.get(name) for name in names))
+
+
+_opened = cache(DiskCache)

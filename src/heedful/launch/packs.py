@@ -14,56 +14,72 @@ from pathlib import Path
 from heedful.core import settings
 from heedful.launch import store
 from heedful.launch.artifact import Artifact
+from heedful.launch.folder import Folder, NotTrusted
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 
-_loaded: dict[str, Path] = {}
-_digests: dict[Path, str] = {}
+# Kernel key -> the pack's folder and the digest of the kernel's file there.
+_loaded: dict[str, tuple[Path, str]] = {}
 _backends: set[str] = set()
 
 
-def write_pack(folder: Path, entries: dict[str, Artifact], backends: set[str]) -> None:
-    """Writes artifacts by kernel key, with a manifest, into a folder of this user's (mode 0700)."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    files = {}
-    for key, artifact in entries.items():
-        path = folder / f"{key}{store.SUFFIX}"
-        store.write(path, artifact)
-        files[key] = {
-            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
-            "target": artifact.target,
-            "symbol": artifact.symbol,
-            "toolchain": artifact.toolchain,
-        }
-    manifest = {"format": FORMAT, "backends": sorted(backends), "kernels": files}
-    temporary = folder / f"{MANIFEST}.tmp"
-    temporary.write_text(json.dumps(manifest, indent=1, sort_keys=True))
-    os.replace(temporary, folder / MANIFEST)
+def write_pack(path: Path, entries: dict[str, Artifact], backends: set[str]) -> None:
+    """Writes artifacts by kernel key, with a manifest, into a folder of this user's (mode 0700).
+    Raises OSError where that cannot be, and writes no manifest then."""
+    with Folder(path, private=False, create=True) as folder:
+        files = {}
+        for key, artifact in entries.items():
+            content = store.dump(key, artifact)
+            folder.write(f"{key}{store.SUFFIX}", content)
+            files[key] = {
+                "sha256": hashlib.sha256(content).hexdigest(),
+                "target": artifact.target,
+                "symbol": artifact.symbol,
+                "toolchain": artifact.toolchain,
+            }
+        manifest = {"format": FORMAT, "backends": sorted(backends), "kernels": files}
+        folder.write(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
 
 
 def load_pack(folder: str | os.PathLike) -> int:
     """Makes a pack's kernels known to this process; returns how many.
 
     Raises ValueError where the folder is no pack, belongs to somebody else than this user or root,
-    or others may write to it: its files are native code.
+    or others may write to it or on the way to it: its files are native code.
     """
-    folder = Path(folder)
-    owners = (0, os.geteuid()) if hasattr(os, "geteuid") else ()
-    why = store.why_not_trusted(folder, owners, 0o022)
-    if why:
-        raise ValueError(f"pack {folder} is not trusted: {why}")
+    path = Path(os.path.abspath(folder))
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
+        with Folder(path, private=False) as opened:
+            content = opened.read(MANIFEST)
+    except NotTrusted as error:
+        raise ValueError(f"pack {folder} is not trusted: {error}") from None
+    except OSError as error:
         raise ValueError(f"pack {folder} has no readable {MANIFEST}: {error}") from None
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"pack {folder} has format {manifest.get('format')}, wanted {FORMAT}")
-    for key, facts in manifest["kernels"].items():
-        path = folder / f"{key}{store.SUFFIX}"
-        _loaded[key], _digests[path] = path, facts["sha256"]
-    _backends.update(manifest["backends"])
-    return len(manifest["kernels"])
+    try:
+        digests, named = read_manifest(content)
+    except ValueError as error:
+        raise ValueError(f"pack {folder}: {MANIFEST} {error}") from None
+    _loaded.update({key: (path, digest) for key, digest in digests.items()})
+    _backends.update(named)
+    return len(digests)
+
+
+def read_manifest(content: bytes) -> tuple[dict[str, str], list[str]]:
+    """A manifest's digests by kernel key, and its backends. Raises ValueError saying what is wrong
+    with it."""
+    try:
+        manifest = json.loads(content)
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else None
+        raise ValueError(f"has format {found}, wanted {FORMAT}")
+    try:
+        digests = {key: str(facts["sha256"]) for key, facts in manifest["kernels"].items()}
+        return digests, [str(name) for name in manifest["backends"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"lacks what a pack's has: {error!r}") from None
 
 
 @cache
@@ -75,15 +91,21 @@ def load_default() -> None:
 
 
 def find(key: str) -> Artifact | None:
-    """The packed artifact of a kernel key. Raises ValueError if its file was changed."""
+    """The packed artifact of a kernel key. Raises ValueError if its file was changed, is gone, or
+    is not to be trusted any more."""
     load_default()
-    path = _loaded.get(key)
-    if path is None:
+    if key not in _loaded:
         return None
-    data = path.read_bytes()
-    if hashlib.sha256(data).hexdigest() != _digests[path]:
-        raise ValueError(f"packed kernel {path} does not match the manifest")
-    return store.parse(data)
+    path, digest = _loaded[key]
+    name = f"{key}{store.SUFFIX}"
+    try:
+        with Folder(path, private=False) as folder:
+            content = folder.read(name)
+    except OSError as error:
+        raise ValueError(f"packed kernel {path / name} cannot be loaded: {error}") from None
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise ValueError(f"packed kernel {path / name} does not match the manifest")
+    return store.parse(key, content)
 
 
 def backends() -> frozenset[str]:

@@ -7,13 +7,13 @@ A list is JSON: {"format": 1, "problems": [{"problem": {...}, "direction": "forw
 
 import json
 import os
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from heedful.core.device import DeviceSpec
+from heedful.core.forks import new_lock
 from heedful.core.mask import MaskSpec
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
@@ -67,7 +67,7 @@ def _buffer(facts: dict) -> BufferSpec:
     )
 
 
-_lock = threading.Lock()
+_lock = new_lock()
 _recorders: list[dict[str, Entry]] = []
 
 

@@ -7,16 +7,12 @@ reading; what does not match its digest is not loaded.
 
 import hashlib
 import json
-import os
-import stat
-import tempfile
 import zlib
 from dataclasses import asdict
-from pathlib import Path
 
 from heedful.launch.artifact import Artifact, Parameter
 
-MAGIC = "heedful-kernel-1"
+MAGIC = "heedful-kernel-2"
 SUFFIX = ".kernel"
 
 
@@ -24,64 +20,34 @@ class CorruptArtifact(ValueError):
     """A file that is not what its digests say."""
 
 
-def dump(artifact: Artifact) -> bytes:
-    """The file of an artifact."""
+def dump(key: str, artifact: Artifact) -> bytes:
+    """The file of an artifact, which says what it is the artifact of."""
     facts = asdict(artifact)
     blobs = {"code": facts.pop("code"), "text": zlib.compress(facts.pop("text").encode())}
     facts["blobs"] = [[n, len(b), hashlib.sha256(b).hexdigest()] for n, b in blobs.items()]
-    header = json.dumps(facts, sort_keys=True).encode()
+    header = json.dumps({"key": key, **facts}, sort_keys=True).encode()
     first = f"{MAGIC} {hashlib.sha256(header).hexdigest()}\n".encode()
     return b"".join((first, header, b"\n", *blobs.values()))
 
 
-def parse(data: bytes) -> Artifact:
-    """The artifact of a file. Raises CorruptArtifact."""
+def parse(key: str, data: bytes) -> Artifact:
+    """The artifact of a file. Raises CorruptArtifact, also for that of another key."""
     try:
         first, header, rest = data.split(b"\n", 2)
         magic, digest = first.decode().split(" ")
         if magic != MAGIC or hashlib.sha256(header).hexdigest() != digest:
             raise ValueError("header")
         facts, blobs, offset = json.loads(header), {}, 0
+        if facts.pop("key") != key:
+            raise ValueError("it is of another key")
         for name, size, expected in facts.pop("blobs"):
             blob = rest[offset : offset + size]
             if len(blob) != size or hashlib.sha256(blob).hexdigest() != expected:
                 raise ValueError(name)
             blobs[name], offset = blob, offset + size
+        if offset != len(rest):
+            raise ValueError("length")
         facts["parameters"] = tuple(Parameter(**p) for p in facts["parameters"])
         return Artifact(code=blobs["code"], text=zlib.decompress(blobs["text"]).decode(), **facts)
-    except (ValueError, TypeError, KeyError, zlib.error) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, zlib.error) as error:
         raise CorruptArtifact(str(error)) from error
-
-
-def write(path: Path, artifact: Artifact) -> None:
-    """Puts the artifact's file in place in one step: readers see all of it or nothing, whenever
-    the writer dies."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(dump(artifact))
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-def why_not_trusted(folder: Path, owners: tuple[int, ...], forbidden: int) -> str | None:
-    """Why native code from this folder must not be loaded, None if it may.
-
-    owners: user ids that may own it. forbidden: mode bits that must be off.
-    """
-    if os.name == "nt":
-        return None
-    try:
-        status = os.stat(folder)
-    except OSError as error:
-        return str(error)
-    if not stat.S_ISDIR(status.st_mode):
-        return f"{folder} is not a folder"
-    if status.st_uid not in owners:
-        return f"{folder} belongs to user {status.st_uid}"
-    if status.st_mode & forbidden:
-        return f"{folder} has mode {stat.S_IMODE(status.st_mode):o}"
-    return None

@@ -7,8 +7,7 @@ sources and one compiler; for anything else it is as if it were not there.
 import hashlib
 import json
 import logging
-import os
-import tempfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -16,7 +15,8 @@ import heedful
 import heedful.kernels
 from heedful.core import settings
 from heedful.core.device import DeviceSpec
-from heedful.launch import identity, store
+from heedful.launch import identity
+from heedful.launch.folder import Folder
 
 log = logging.getLogger("heedful.validation")
 
@@ -43,9 +43,12 @@ def _key(device: DeviceSpec) -> dict[str, str]:
 
 
 def path_of(device: DeviceSpec) -> Path:
-    """Where the record of such a device is kept."""
+    """Where the record of such a device is kept. Raises FileNotFoundError without a home folder."""
+    cache_dir = settings.get("cache_dir")
+    if cache_dir is None:
+        raise FileNotFoundError("there is no home folder: set HEEDFUL_CACHE_DIR")
     name = hashlib.sha256(f"{device.name} {device.arch}".encode()).hexdigest()[:16]
-    return settings.get("cache_dir") / "validated" / f"{device.arch}-{name}.json"
+    return cache_dir / "validated" / f"{device.arch}-{name}.json"
 
 
 def write(device: DeviceSpec, backends: frozenset[str], date: str) -> Path:
@@ -57,55 +60,47 @@ def write(device: DeviceSpec, backends: frozenset[str], date: str) -> Path:
     path = path_of(device)
     if settings.get("cache_read_only"):
         raise PermissionError("HEEDFUL_CACHE_READ_ONLY is set")
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    why = _why_not_trusted(path.parent)
-    if why:
-        raise PermissionError(why)
     facts = {**_key(device), "backends": sorted(backends), "date": date}
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w") as file:
-            json.dump(facts, file, indent=1)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with Folder(path.parent, create=True) as folder:
+        folder.write(path.name, json.dumps(facts, indent=1).encode())
     _read.cache_clear()
     return path
 
 
 def remove(device: DeviceSpec) -> None:
     """Forgets what was recorded of such a device."""
-    path = path_of(device)
-    if path.exists() and not settings.get("cache_read_only"):
-        path.unlink()
+    with suppress(FileNotFoundError):
+        path = path_of(device)
+        if not settings.get("cache_read_only"):
+            with Folder(path.parent) as folder:
+                folder.remove(path.name)
     _read.cache_clear()
 
 
 def validated(device: DeviceSpec) -> frozenset[str]:
     """The backends that passed on such a device of this machine; empty without a record that is
     trusted and speaks of what is installed now. Read once a process."""
-    return _read(device, path_of(device))
+    try:
+        return _read(device, path_of(device))
+    except FileNotFoundError:
+        return frozenset()
 
 
 @cache
 def _read(device: DeviceSpec, path: Path) -> frozenset[str]:
-    if not path.is_file():
+    try:
+        with Folder(path.parent) as folder:
+            content = folder.read(path.name)
+    except FileNotFoundError:
         return frozenset()
-    why = _why_not_trusted(path.parent)
-    if why:
-        log.warning("the record of validation is not used: %s", why)
+    except OSError as error:
+        log.warning("the record of validation is not used: %s", error)
         return frozenset()
     try:
-        facts = json.loads(path.read_text())
+        facts = json.loads(content)
         if {name: facts[name] for name in _key(device)} != _key(device):
             return frozenset()
         return frozenset(str(name) for name in facts["backends"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         log.warning("%s is not readable: %s", path, error)
         return frozenset()
-
-
-def _why_not_trusted(folder: Path) -> str | None:
-    owners = (os.geteuid(),) if hasattr(os, "geteuid") else ()
-    return store.why_not_trusted(folder, owners, 0o077)

@@ -1,0 +1,314 @@
+"""Folders that native code is loaded from: opened step by step, and checked at each.
+
+A path is names, and whoever may write to a folder on the way can put another one in its place. So
+every folder and link on the way has to belong to this user or root and to be writable by nobody
+else (a sticky folder such as /tmp excepted, where each entry is its owner's). What has been opened
+is then used through its descriptor: names are looked up in it, links are not followed, and a file
+is checked after it is opened.
+"""
+
+import errno
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+log = logging.getLogger("heedful.cache")
+
+MOST_LINKS = 40
+_POSIX = os.name == "posix" and os.open in os.supports_dir_fd
+_BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+# A folder on the way need not be readable, only passable.
+_PASS = getattr(os, "O_PATH", os.O_RDONLY) | getattr(os, "O_DIRECTORY", 0) | _NO_LINK | _BINARY
+
+# Locks that this process holds: a forked child closes its copies, or they would be held for as
+# long as it lives.
+_held: set[int] = set()
+
+
+class NotTrusted(PermissionError):
+    """Native code from here must not be loaded; the text says why."""
+
+
+def why_not_trusted(
+    owner: int, mode: int, group: int, owners: frozenset[int], own_group: int | None, only: bool
+) -> str | None:
+    """Why something on the way to native code is not to be relied on; None if it is.
+
+    owner, mode, group: its figures. owners: user ids that may own it. own_group: a group of this
+    user alone, which may write. only: nobody else may even enter it.
+    """
+    if owner not in owners:
+        return f"belongs to user {owner}"
+    others = mode & (0o077 if only else 0o022)
+    if not only and group == own_group:
+        others &= 0o002
+    sticky_folder = stat.S_ISDIR(mode) and mode & stat.S_ISVTX
+    if others and (only or not sticky_folder):
+        return f"has mode {stat.S_IMODE(mode):o}"
+    return None
+
+
+class Folder:
+    """A folder of this user's (or, unless `private`, of root's) whose path was checked.
+
+    private: it has to be this user's with mode 0700. create: make what is missing of the path.
+    Raises NotTrusted with the reason, or OSError. A context manager; every name is of an entry.
+    """
+
+    def __init__(self, path: str | os.PathLike, private: bool = True, create: bool = False):
+        self.path = Path(os.path.abspath(path))
+        self._private = private
+        self._fd: int | None = None
+        if _POSIX:
+            self._fd = _open_checked(self.path, private, create)
+        elif create:
+            self.path.mkdir(parents=True, exist_ok=True)
+        elif not self.path.is_dir():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+
+    def __enter__(self) -> "Folder":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+
+    def _at(self, name: str) -> str:
+        """How the system is told of an entry, beside dir_fd."""
+        if name in ("", ".", "..") or "/" in name or os.sep in name or "\0" in name:
+            raise ValueError(f"no name of a file: {name!r}")
+        return name if self._fd is not None else str(self.path / name)
+
+    def read(self, name: str) -> bytes:
+        """A file's content. Raises NotTrusted for one that others may write, or that is a link."""
+        # Without O_NONBLOCK a pipe in the file's place would be waited on.
+        flags = os.O_RDONLY | _NO_LINK | _BINARY | getattr(os, "O_NONBLOCK", 0)
+        try:
+            handle = os.open(self._at(name), flags, dir_fd=self._fd)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise NotTrusted(f"{self.path / name} is a link") from None
+            raise
+        with os.fdopen(handle, "rb") as file:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
+                raise NotTrusted(f"{self.path / name} is not a file")
+            if _POSIX:
+                _check(self.path / name, status, _users(self._private))
+            return file.read()
+
+    def write(self, name: str, content: bytes) -> None:
+        """Puts a file in place in one step: readers see all of it or nothing, whenever the writer
+        dies."""
+        temporary = f"{name}.{secrets.token_hex(8)}.tmp"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK | _BINARY
+        handle = os.open(self._at(temporary), flags, 0o600, dir_fd=self._fd)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            place = {"src_dir_fd": self._fd, "dst_dir_fd": self._fd}
+            os.replace(self._at(temporary), self._at(name), **place)
+        except BaseException:
+            self.remove(temporary)
+            raise
+
+    def names(self) -> list[str]:
+        return os.listdir(self.path if self._fd is None else self._fd)
+
+    def stat(self, name: str) -> os.stat_result:
+        """Figures of an entry itself, of a link too. Raises FileNotFoundError."""
+        return os.stat(self._at(name), dir_fd=self._fd, follow_symlinks=False)
+
+    def touch(self, name: str) -> None:
+        """Sets the time of an entry's last change to now."""
+        # Windows cannot say whether to follow a link.
+        os.utime(self._at(name), dir_fd=self._fd, follow_symlinks=self._fd is None)
+
+    def remove(self, name: str) -> None:
+        """Removes a file, if it is there."""
+        try:
+            os.unlink(self._at(name), dir_fd=self._fd)
+        except FileNotFoundError:
+            return
+
+    @contextmanager
+    def lock(self, name: str, patience_s: float) -> Iterator[None]:
+        """Holds the lock file of this name, among processes and threads; the system frees it when
+        the process ends. Goes on without it where the file system has no locks, or after
+        patience_s: a holder may be stopped, or on a machine that is gone."""
+        handle = self._lock_file(name)
+        try:
+            if handle is not None and not _acquire(handle, patience_s):
+                log.warning("%s is held for %g s: going on", self.path / name, patience_s)
+            yield
+        finally:
+            # In a child that was forked meanwhile it is closed already.
+            if handle in _held:
+                _held.discard(handle)
+                _release(handle)
+
+    def _lock_file(self, name: str) -> int | None:
+        if fcntl is None:
+            return None
+        try:
+            flags = os.O_RDWR | os.O_CREAT | _NO_LINK | _BINARY
+            handle = os.open(self._at(name), flags, 0o600, dir_fd=self._fd)
+        except OSError as error:
+            log.warning("no lock on the cache: %s", error)
+            return None
+        _held.add(handle)
+        return handle
+
+
+def _acquire(handle: int, patience_s: float) -> bool:
+    """Whether the lock was had in time, or cannot be had at all."""
+    assert fcntl is not None
+    give_up, pause = time.monotonic() + patience_s, 0.001
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() > give_up:
+                return False
+        except OSError as error:
+            log.warning("no lock on the cache: %s", error)
+            return True
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+
+
+def _release(handle: int) -> None:
+    assert fcntl is not None
+    try:
+        # Not by closing alone: a child that another thread is just forking has a copy.
+        fcntl.flock(handle, fcntl.LOCK_UN)
+    except OSError as error:
+        log.debug("the cache's lock: %s", error)
+    os.close(handle)
+
+
+def _after_fork() -> None:
+    # Closing a copy leaves the parent's lock as it is; unlocking would not.
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _open_checked(path: Path, private: bool, create: bool) -> int:
+    """A descriptor of a folder, every step to which was checked."""
+    here, shown, links = os.open("/", _PASS), "/", 0
+    try:
+        status = os.fstat(here)
+        _check("/", status, _owners(False))
+        left = list(reversed(path.parts[1:]))
+        while left:
+            name = left.pop()
+            shared = bool(status.st_mode & 0o022)
+            entry = _entry(here, name, create)
+            step = os.path.normpath(os.path.join(shown, name))
+            if stat.S_ISLNK(entry.st_mode):
+                links += 1
+                if links > MOST_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+                if entry.st_uid not in _owners(shared):
+                    raise NotTrusted(f"the link {step} belongs to user {entry.st_uid}")
+                target = Path(os.readlink(name, dir_fd=here))
+                left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+                if not target.is_absolute():
+                    continue
+                there, step = os.open("/", _PASS), "/"
+            else:
+                there = os.open(name, _PASS, dir_fd=here)
+            os.close(here)
+            here, shown = there, step
+            status = os.fstat(here)
+            _check(shown, status, _owners(shared))
+        # Sticky is no excuse here: others could add files of their own.
+        mode = status.st_mode & ~stat.S_ISVTX
+        why = why_not_trusted(
+            status.st_uid, mode, status.st_gid, _users(private), _own_group(), private
+        )
+        if why:
+            raise NotTrusted(f"{path} {why}")
+        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | _BINARY, dir_fd=here)
+    finally:
+        os.close(here)
+
+
+def _entry(here: int, name: str, create: bool) -> os.stat_result:
+    """What lies under a name in an open folder: a new folder if nothing does and `create`."""
+    try:
+        return os.stat(name, dir_fd=here, follow_symlinks=False)
+    except FileNotFoundError:
+        if not create:
+            raise
+    with suppress(FileExistsError):  # another process has just made it
+        os.mkdir(name, 0o700, dir_fd=here)
+    return os.stat(name, dir_fd=here, follow_symlinks=False)
+
+
+def _check(path: str | Path, status: os.stat_result, owners: frozenset[int]) -> None:
+    why = why_not_trusted(
+        status.st_uid, status.st_mode, status.st_gid, owners, _own_group(), only=False
+    )
+    if why:
+        raise NotTrusted(f"{path} {why}")
+
+
+def _user() -> int:
+    return os.geteuid() if hasattr(os, "geteuid") else -1
+
+
+def _users(private: bool) -> frozenset[int]:
+    return frozenset({_user()} if private else {0, _user()})
+
+
+def _owners(shared: bool) -> frozenset[int]:
+    """Who may own a step. In a user namespace without root, root's folders look like those of
+    anybody unknown: they pass where only root could have put them, not in a shared folder."""
+    unknown = _unknown_user()
+    return frozenset({0, _user()} | ({unknown} if unknown is not None and not shared else set()))
+
+
+@cache
+def _unknown_user() -> int | None:
+    """The user id that files of users outside of this user namespace, such as root's, appear with;
+    None in a namespace that has all users."""
+    try:
+        if Path("/proc/self/uid_map").read_text().split() == ["0", "0", str(2**32 - 1)]:
+            return None
+        return int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except (OSError, ValueError):
+        return None
+
+
+@cache
+def _own_group() -> int | None:
+    """The group of this user alone, where each user has one of the same name (umask 002)."""
+    try:
+        import grp
+        import pwd
+
+        user = pwd.getpwuid(_user())
+        group = grp.getgrgid(user.pw_gid)
+    except (ImportError, KeyError):
+        return None
+    alone = group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
+    return group.gr_gid if alone else None
