@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,12 +36,18 @@ def artifact(code: bytes = b"\x7fELF machine code\n\0") -> Artifact:
     )
 
 
-def cache(folder: Path, limit: int = GIB, read_only: bool = False) -> DiskCache:
+def cache(folder: Path | None, limit: int = GIB, read_only: bool = False) -> DiskCache:
     return DiskCache(folder, limit, read_only)
 
 
 def refuse():
     raise AssertionError("compiled although the cache had it")
+
+
+def run(code: str, *arguments: str) -> subprocess.Popen:
+    env = {**os.environ, "PYTHONPATH": str(Path(heedful.__file__).parents[1])}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
 
 def test_an_artifact_survives_the_file_format_unchanged():
@@ -111,6 +118,166 @@ def test_the_least_recently_used_entries_go_when_the_limit_is_passed(tmp_path):
     assert [key for key in "abcd" if small.get(key)] == ["b", "c", "d"]
 
 
+@pytest.mark.skipif(os.name == "nt", reason="modes are POSIX")
+def test_a_cache_that_others_may_put_another_in_the_place_of_is_not_trusted(tmp_path):
+    (tmp_path / "a").mkdir()
+    cache(tmp_path / "a").get_or_make("k", artifact)
+    os.chmod(tmp_path, 0o777)
+    opened = cache(tmp_path / "a")
+    assert f"{tmp_path} has mode 777" in (opened.why_not or "")
+    assert opened.get("k") is None
+    assert opened.get_or_make("k", artifact) == (artifact(), True)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes are POSIX")
+def test_a_cache_is_looked_at_anew_each_time(tmp_path):
+    opened = cache(tmp_path)
+    opened.get_or_make("k", artifact)
+    os.rename(tmp_path / "kernels", tmp_path / "aside")
+    (tmp_path / "kernels").mkdir(mode=0o777)
+    os.chmod(tmp_path / "kernels", 0o777)
+    planted = store.dump("k", artifact(b"planted"))
+    (tmp_path / "kernels" / "k.kernel").write_bytes(planted)
+    assert opened.get("k") is None
+    assert opened.get_or_make("k", artifact) == (artifact(), True)
+    assert (tmp_path / "kernels" / "k.kernel").read_bytes() == planted
+
+
+def test_a_cache_that_was_removed_meanwhile_is_made_anew(tmp_path):
+    opened = cache(tmp_path)
+    opened.get_or_make("k", artifact)
+    shutil.rmtree(tmp_path / "kernels")
+    assert opened.get_or_make("k", artifact) == (artifact(), True)
+    assert opened.get_or_make("k", refuse) == (artifact(), False)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes are POSIX")
+@pytest.mark.parametrize("how", ["link", "mode", "pipe", "folder"])
+def test_an_entry_that_is_no_file_of_ours_is_not_loaded(tmp_path, how):
+    cache(tmp_path).get_or_make("k", artifact)
+    path = tmp_path / "kernels" / "k.kernel"
+    if how == "link":
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    elif how == "mode":
+        path.chmod(0o666)
+    else:
+        path.unlink()
+        os.mkfifo(path) if how == "pipe" else path.mkdir()
+    assert cache(tmp_path).get("k") is None
+    assert cache(tmp_path).get_or_make("k", artifact) == (artifact(), True)
+
+
+def test_an_entry_under_the_name_of_another_is_not_loaded(tmp_path):
+    cache(tmp_path).get_or_make("k", artifact)
+    os.rename(tmp_path / "kernels" / "k.kernel", tmp_path / "kernels" / "other.kernel")
+    assert cache(tmp_path).get("other") is None
+
+
+def test_every_byte_of_an_entry_counts(tmp_path):
+    cache(tmp_path).get_or_make("k", artifact)
+    path = tmp_path / "kernels" / "k.kernel"
+    whole = path.read_bytes()
+    for position in range(len(whole)):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x10]) + whole[position + 1 :])
+        assert cache(tmp_path).get("k") is None, position
+    path.write_bytes(whole + b"x")
+    assert cache(tmp_path).get("k") is None
+    path.write_bytes(whole)
+    assert cache(tmp_path).get("k") == artifact()
+
+
+@pytest.mark.parametrize("folder", [None, Path(os.devnull) / "folder"])
+def test_without_a_folder_kernels_are_made_and_that_is_said_once(folder, caplog):
+    opened = cache(folder)
+    for key in "ab":
+        assert opened.get_or_make(key, artifact) == (artifact(), True)
+        assert opened.get(key) is None
+    assert opened.why_not
+    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert "disk cache is off" in caplog.text
+
+
+_FULL = """
+import logging, resource, sys
+from pathlib import Path
+from heedful.launch.artifact import Artifact
+from heedful.launch.cache import DiskCache
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+made = Artifact(b"code" * 10000, "", "k", "cuda:90", 4, 32, 0, 1, (), 0)
+cache = DiskCache(Path(sys.argv[1]), 1 << 30)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+for key in "abc":
+    assert cache.get_or_make(key, lambda: made) == (made, True)
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+assert cache.get_or_make("a", lambda: made) == (made, True)
+assert cache.get("a") == made
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no limits on files there")
+def test_where_no_more_can_be_written_kernels_are_made_and_that_is_said_once(tmp_path):
+    told = run(_FULL, str(tmp_path)).communicate(timeout=60)[0]
+    assert told.count("compiled kernels are not kept") == 1 == len(told.splitlines())
+    assert (
+        sorted(p.suffix for p in (tmp_path / "kernels").iterdir())
+        == [".kernel", ".lock"] + [".lock"] * 2
+    )
+
+
+def test_an_entry_whose_use_cannot_be_noted_is_a_hit(tmp_path, monkeypatch):
+    cache(tmp_path).get_or_make("k", artifact)
+    stamp = time.time() - 3 * 24 * 3600
+    os.utime(tmp_path / "kernels" / "k.kernel", (stamp, stamp))
+
+    def fail(*args, **kwargs):
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr(os, "utime", fail)
+    assert cache(tmp_path).get_or_make("k", refuse) == (artifact(), False)
+
+
+def test_the_use_of_an_entry_is_noted(tmp_path):
+    cache(tmp_path).get_or_make("k", artifact)
+    path = tmp_path / "kernels" / "k.kernel"
+    stamp = time.time() - 3 * 24 * 3600
+    os.utime(path, (stamp, stamp))
+    cache(tmp_path, read_only=True).get("k")
+    assert path.stat().st_mtime == stamp
+    cache(tmp_path).get("k")
+    assert path.stat().st_mtime > stamp
+
+
+_WRITER = """
+import sys
+from heedful.launch import store
+from heedful.launch.artifact import Artifact
+from heedful.launch.folder import Folder
+made = Artifact(sys.argv[2].encode() * 50000, "", "k", "cuda:90", 4, 32, 0, 1, (), 0)
+content = store.dump("k", made)
+with Folder(sys.argv[1]) as folder:
+    print("ready", flush=True)
+    for _ in range(200):
+        folder.write("k.kernel", content)
+"""
+
+
+def test_of_many_that_write_an_entry_at_once_readers_see_one_whole(tmp_path):
+    reader = cache(tmp_path)
+    reader.get_or_make("k", lambda: artifact(b"0" * 50000))
+    writers = [run(_WRITER, str(tmp_path / "kernels"), letter) for letter in "xyz"]
+    for writer in writers:
+        assert writer.stdout and writer.stdout.readline() == "ready\n"
+    seen = set()
+    while any(writer.poll() is None for writer in writers):
+        found = reader.get("k")
+        assert found is not None and len(set(found.code)) == 1 and len(found.code) == 50000
+        seen.add(found.code[:1])
+    assert [w.communicate()[0] for w in writers] == [""] * 3
+    assert len(seen) > 1
+    assert not [name for name in os.listdir(tmp_path / "kernels") if name.endswith(".tmp")]
+
+
 _WORKER = """
 import sys, time
 from pathlib import Path
@@ -129,9 +296,7 @@ print(found.code.decode())
 
 
 def worker(folder: Path, action: str) -> subprocess.Popen:
-    env = {**os.environ, "PYTHONPATH": str(Path(heedful.__file__).parents[1])}
-    command = [sys.executable, "-c", _WORKER, str(folder), action]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    return run(_WORKER, str(folder), action)
 
 
 def test_of_32_processes_that_start_cold_one_compiles_and_all_get_it(tmp_path):
@@ -183,10 +348,60 @@ def test_a_pack_that_others_may_write_to_is_refused(tmp_path, no_packs):
         packs.load_pack(tmp_path / "pack")
 
 
-@pytest.mark.parametrize("text", ["", "not json", json.dumps({"format": 99})])
+@pytest.mark.skipif(os.name == "nt", reason="modes are POSIX")
+def test_a_pack_that_others_may_put_another_in_the_place_of_is_refused(tmp_path, no_packs):
+    packs.write_pack(tmp_path / "a" / "pack", {"key": artifact()}, {"portable"})
+    packs.load_pack(tmp_path / "a" / "pack")
+    os.chmod(tmp_path / "a", 0o777)
+    with pytest.raises(ValueError, match="not trusted.*mode 777"):
+        packs.load_pack(tmp_path / "a" / "pack")
+    with pytest.raises(ValueError, match="cannot be loaded.*mode 777"):
+        packs.find("key")
+
+
+def test_every_byte_of_a_packed_kernel_counts(tmp_path, no_packs):
+    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable"})
+    packs.load_pack(tmp_path / "pack")
+    path = tmp_path / "pack" / "key.kernel"
+    whole = path.read_bytes()
+    for position in range(0, len(whole), 7):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        with pytest.raises(ValueError, match="does not match the manifest"):
+            packs.find("key")
+    path.unlink()
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        packs.find("key")
+
+
+def test_a_manifest_that_names_another_kernels_file_does_not_load_it(tmp_path, no_packs):
+    packs.write_pack(tmp_path / "pack", {"a": artifact(), "b": artifact(b"b")}, {"portable"})
+    os.replace(tmp_path / "pack" / "b.kernel", tmp_path / "pack" / "a.kernel")
+    path = tmp_path / "pack" / packs.MANIFEST
+    manifest = json.loads(path.read_text())
+    manifest["kernels"]["a"] = manifest["kernels"].pop("b")
+    path.write_text(json.dumps(manifest))
+    packs.load_pack(tmp_path / "pack")
+    with pytest.raises(store.CorruptArtifact, match="another key"):
+        packs.find("a")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "not json",
+        "[]",
+        json.dumps({"format": 99}),
+        json.dumps({"format": 1}),
+        json.dumps({"format": 1, "kernels": {"k": {}}, "backends": []}),
+        json.dumps({"format": 1, "kernels": [], "backends": []}),
+        json.dumps({"format": 1, "kernels": {}, "backends": 3}),
+    ],
+)
 def test_a_folder_without_a_good_manifest_is_no_pack(tmp_path, no_packs, text):
     folder = tmp_path / "pack"
     folder.mkdir(mode=0o700)
     (folder / packs.MANIFEST).write_text(text)
-    with pytest.raises(ValueError, match="pack"):
+    with pytest.raises(ValueError, match="pack .*manifest.json"):
         packs.load_pack(folder)
+    assert packs.find("k") is None and packs.backends() == frozenset()

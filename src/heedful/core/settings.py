@@ -36,8 +36,20 @@ def _cache_dir() -> Path | None:
     # The specification: what is not absolute is to be ignored.
     if os.path.isabs(base):
         return Path(base) / "heedful"
-    home = os.environ.get("HOME", "") or os.path.expanduser("~")
+    home = os.environ.get("HOME") or _home_by_entry()
     return Path(home) / ".cache" / "heedful" if os.path.isabs(home) else None
+
+
+def _home_by_entry() -> str:
+    """The home folder that the system has for this user; "" if it has none."""
+    try:
+        import pwd
+
+        return pwd.getpwuid(os.getuid()).pw_dir
+    except KeyError:
+        return ""
+    except ImportError:  # Windows, where only this way is known
+        return os.path.expanduser("~")
 
 
 def _level(text: str) -> str:
