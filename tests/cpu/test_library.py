@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import heedful.torch as heedful
 from heedful.core.operands import Operands
 
-ATTENTION = torch.ops.heedful.attention.default
+ATTENTION = torch.ops.heedful.attention_v2.default
 ABSENT = (None,) * (len(Operands._fields) - 3)
 
 
@@ -196,7 +196,7 @@ def test_inductor_runs_the_operator():
 
 
 def operator_arguments(kind: str) -> tuple:
-    options = (0.0, None, True, (-1, -1), 0.0, False, False, True, 0, None)
+    options = (0.0, None, True, (-1, -1), 0.0, False, False, True, 0, None, (0, 0, 0, 0))
     if kind == "dense":
         return (*dense(), *ABSENT, "dense", None, None, *options, True)
     tensors = inputs((5, 4, 16), (7, 2, 16), (7, 2, 8))
@@ -275,8 +275,10 @@ def test_the_backward_operator_passes_opcheck():
     out, lse, _ = ATTENTION(*args, False)
     cotangents = torch.randn_like(out), torch.randn_like(lse)
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    op = torch.ops.heedful.attention_backward.default
-    torch.library.opcheck(op, (*cotangents, out, lse, *args, False), test_utils=tests)
+    op = torch.ops.heedful.attention_v2_backward.default
+    for kv_grad in (True, False):
+        wanted = (False, kv_grad)
+        torch.library.opcheck(op, (*cotangents, out, lse, *args, *wanted), test_utils=tests)
 
 
 def test_fake_tensors_get_shapes_without_running():
@@ -420,7 +422,20 @@ def test_autocast_casts_q_k_v_and_bias(way):
     want = attention(low[0], low[1], low[2], bias.bfloat16())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         if way == "operator":
-            options = (0.0, None, False, (-1, -1), 0.0, False, False, True, 0, "cpu", True)
+            options = (
+                0.0,
+                None,
+                False,
+                (-1, -1),
+                0.0,
+                False,
+                False,
+                True,
+                0,
+                "cpu",
+                (0, 0, 0, 0),
+                True,
+            )
             extras = (bias, None, sink, *ABSENT[3:])
             got = ATTENTION(q, k, v, *extras, "dense", None, None, *options)[0]
         else:

@@ -1,5 +1,6 @@
 """Attention on dense and on packed sequences, as `flash_attn` 2.x calls it."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -7,6 +8,10 @@ from torch import Tensor
 from heedful.torch import library
 from heedful.torch.calls import attend
 from heedful.torch.dispatch import needs_dispatcher
+from heedful.torch.plain import WHOLE, plain_length, plain_origin, plain_window
+
+# The very default is known without a look at what it holds.
+_UNBOUNDED = (-1, -1)
 
 
 def flash_attn_func(
@@ -16,7 +21,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, ...] = (-1, -1),
+    window_size: Sequence[int] | Tensor = _UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -30,6 +35,7 @@ def flash_attn_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     dropout_seed: int | Tensor | None = None,
+    dropout_origin: Sequence[int] | Tensor = WHOLE,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Any:
@@ -48,7 +54,7 @@ def flash_attn_func(
         softmax_scale: default 1 / sqrt(head_dim).
         causal: query i sees keys up to i + seqlen_k - seqlen_q (aligned bottom right).
         window_size: (left, right) keys around that diagonal, -1 = no bound; a third element keeps
-            that many first keys visible.
+            that many first keys visible. Any sequence of ints, also of NumPy's or in CPU tensors.
         softcap: > 0 bounds the scores (Gemma 2).
         alibi_slopes: float32, (heads_q,) or (batch, heads_q): adds -slope * |distance to the
             diagonal| (Press et al. 2022).
@@ -63,6 +69,10 @@ def flash_attn_func(
             value is stored * descale.
         dropout_seed: 64-bit int, or int64 tensor (1,) on the device; the mask is a pure function
             of it. Default: drawn on the device from torch's generator.
+        dropout_origin: (batch, head, row, column) of this call's first score in a larger problem
+            that it is a shard of, each from 0 to 2**32 - 1: it then draws its part of the mask that
+            the whole would draw from this seed. Heads are query heads; rows and columns count from
+            each sequence's start.
         out: (batch, seqlen_q, heads_q, head_dim_v) to write into, where no gradient is wanted.
         backend: run on this one or raise; default: the planner's choice.
 
@@ -78,8 +88,10 @@ def flash_attn_func(
 
     Source: FlashAttention-2 (Dao 2023); signature of flash_attn 2.x.
     """
-    if window_size.__class__ is list:
-        window_size = tuple(window_size)
+    if window_size is not _UNBOUNDED:
+        window_size = plain_window(window_size)
+    if dropout_origin is not WHOLE:
+        dropout_origin = plain_origin(dropout_origin)
     options = (
         "dense",
         None,
@@ -94,6 +106,7 @@ def flash_attn_func(
         return_lse,
         num_splits,
         backend,
+        dropout_origin,
     )
     if (
         bias is None
@@ -120,12 +133,12 @@ def flash_attn_varlen_func(
     v: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, ...] = (-1, -1),
+    window_size: Sequence[int] | Tensor = _UNBOUNDED,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -142,6 +155,7 @@ def flash_attn_varlen_func(
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
     dropout_seed: int | Tensor | None = None,
+    dropout_origin: Sequence[int] | Tensor = WHOLE,
     out: Tensor | None = None,
     backend: str | None = None,
 ) -> Any:
@@ -158,7 +172,10 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on the device: sequence b's storage is tokens
             cu_seqlens[b] to cu_seqlens[b + 1]. Zero-length sequences are fine. cu_seqlens_k may be
             None with block_table and seqused_k.
-        max_seqlen_q, max_seqlen_k: ints, at least the longest sequence.
+        max_seqlen_q, max_seqlen_k: ints, at least the longest sequence. In a tensor that is not on
+            a CPU they are not read, which would wait for the device: all tokens of q or k take
+            their place (all keys of a row of block_table; the bias's own length where it has
+            one), at the price of some empty tiles.
         block_table: int32 (batch, pages): where the pages of each sequence are; any page size.
         seqused_q, seqused_k: int32 (batch,): how many tokens of its storage a sequence uses; the
             rest is never read, and gives 0 with lse -inf.
@@ -171,8 +188,15 @@ def flash_attn_varlen_func(
         TypeError, ValueError: naming the argument, before anything is launched or written. Values
         on a GPU (lengths, page numbers) are not read back: they are the caller's promise.
     """
-    if window_size.__class__ is list:
-        window_size = tuple(window_size)
+    if window_size is not _UNBOUNDED:
+        window_size = plain_window(window_size)
+    if dropout_origin is not WHOLE:
+        dropout_origin = plain_origin(dropout_origin)
+    if max_seqlen_q.__class__ is not int:
+        max_seqlen_q = plain_length("max_seqlen_q", max_seqlen_q, _most_rows(q, bias, -2))
+    if max_seqlen_k.__class__ is not int:
+        most = _most_rows(k, bias, -1, block_table)
+        max_seqlen_k = plain_length("max_seqlen_k", max_seqlen_k, most)
     options = (
         "varlen",
         max_seqlen_q,
@@ -187,6 +211,7 @@ def flash_attn_varlen_func(
         return_lse,
         num_splits,
         backend,
+        dropout_origin,
     )
     extras = (
         bias,
@@ -209,3 +234,15 @@ def flash_attn_varlen_func(
     )
     run = library.attend if needs_dispatcher(q, k, v) else attend
     return run(q, k, v, extras, options, out, dropout_seed)
+
+
+def _most_rows(x, bias, dim: int, block_table=None) -> int:
+    """As many rows as no sequence in x passes: what its storage holds, or fewer where the bias has
+    that many. Arguments may be anything: what is wrong with them is said later."""
+    if isinstance(bias, Tensor) and bias.dim() >= -dim and bias.shape[dim] > 1:
+        return bias.shape[dim]
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        return 0
+    if isinstance(block_table, Tensor) and block_table.dim() == 2:
+        return block_table.shape[1] * x.shape[1]
+    return x.shape[0]

@@ -11,9 +11,9 @@ _COUNT = len(Operands._fields)
 
 
 def attention_vmap(info, in_dims, *args):
-    """The rule of heedful::attention."""
+    """The rule of heedful::attention_v2."""
     x, options = Operands._make(args[:_COUNT]), Options._make(args[_COUNT:-1])
-    op = torch.ops.heedful.attention.default
+    op = torch.ops.heedful.attention_v2.default
     if not _joins(x, in_dims[:_COUNT], options):
         return _one_by_one(op, info.batch_size, in_dims, args)
     folded = [_fold(t, dim, info.batch_size) for t, dim in zip(x[:3], in_dims, strict=False)]
@@ -28,12 +28,12 @@ def inference_vmap(op, info, in_dims, *args):
 
 
 def backward_vmap(info, in_dims, *args):
-    """The rule of heedful::attention_backward."""
-    x, options = Operands._make(args[4 : 4 + _COUNT]), Options._make(args[4 + _COUNT : -1])
-    op = torch.ops.heedful.attention_backward.default
+    """The rule of heedful::attention_v2_backward."""
+    x, options = Operands._make(args[4 : 4 + _COUNT]), Options._make(args[4 + _COUNT : -2])
+    op = torch.ops.heedful.attention_v2_backward.default
     size = info.batch_size
     # The gradient of a sink or a bias sums over the batch, which must not join another's.
-    alone = x.sink is not None or args[-1]
+    alone = x.sink is not None or args[-2]
     if alone or not _joins(x, in_dims[4 : 4 + _COUNT], options):
         return _one_by_one(op, size, in_dims, args)
     folded = [

@@ -26,6 +26,7 @@ from heedful.torch.adapt import (
 )
 from heedful.torch.checks import Options, check_seed, check_tensors, describe
 from heedful.torch.dispatch import any_autocast, bare_apply, same_metadata
+from heedful.torch.plain import is_same, plain_options, plain_seed
 from heedful.torch.values import INDICES, check_values
 
 # Operands beyond q, k and v where there are none.
@@ -265,7 +266,10 @@ def attend(q, k, v, extras: tuple | None, options: tuple, out=None, seed=None):
         key = call = None
     odd = key is None and call is None
     if call is None:
-        call = find(key, x, Options(*options), (wants_grad, bias_grad), out, seed)
+        plain, own_seed = plain_options(options), plain_seed(seed, q.device)
+        if not is_same(plain, options) or own_seed is not seed:
+            return attend(q, k, v, extras, tuple(plain), out, own_seed)
+        call = find(key, x, plain, (wants_grad, bias_grad), out, seed)
     if wants_grad:
         apply = Attention.apply if odd else _apply
         return apply(call, x, seed, q, k, v, x.bias, x.sink)

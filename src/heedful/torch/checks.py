@@ -5,7 +5,6 @@ the same code serves fake tensors. Every error names the argument, what came and
 """
 
 import math
-from numbers import Integral, Real
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -47,6 +46,7 @@ class Options(NamedTuple):
     return_lse: Any
     num_splits: Any
     backend: Any
+    dropout_origin: Any
 
 
 # What flash_attn_with_kvcache calls things, where that differs from our own names.
@@ -161,6 +161,8 @@ def _asked(options: Options) -> dict[str, Any]:
         "return_probs": options.return_attn_probs and options.dropout_p > 0,
         "deterministic": options.deterministic,
         "num_splits": options.num_splits,
+        # Without a mask to draw, all places are one: the same plan and kernels.
+        "dropout_origin": tuple(options.dropout_origin) if options.dropout_p > 0 else (0, 0, 0, 0),
     }
 
 
@@ -197,35 +199,18 @@ class _Sizes(NamedTuple):
 
 
 def _check_arguments(options: Options) -> None:
-    """Types of the Python arguments; their ranges are left to AttentionProblem and MaskSpec."""
-    for name in ("dropout_p", "softmax_scale", "softcap"):
-        value = getattr(options, name)
-        if name == "softmax_scale" and value is None:
-            continue
-        if not _is(value, Real, torch.SymFloat):
-            _wrong_type(name, "a float", value)
-    for name in ("deterministic", "return_attn_probs", "return_lse"):
-        if not isinstance(getattr(options, name), bool):
-            _wrong_type(argument_name(name, options.kind), "a bool", getattr(options, name))
-    if not _is(options.num_splits, Integral, torch.SymInt):
-        _wrong_type("num_splits", "an int", options.num_splits)
-    if options.backend is not None and not isinstance(options.backend, str):
-        _wrong_type("backend", "a str or None", options.backend)
+    """Ranges of the Python arguments that AttentionProblem and MaskSpec do not know by name; their
+    types are those that `plain.plain_options` leaves."""
     if options.kind != "varlen":
         return
     for name in ("max_seqlen_q", "max_seqlen_k"):
         value = getattr(options, name)
-        if not _is(value, Integral, torch.SymInt):
-            _wrong_type(name, "an int (a tensor would have to wait for the device)", value)
         if value < 0:
             raise ValueError(f"{name} must be >= 0, got {value}")
 
 
-def _is(value, *types: type) -> bool:
-    return isinstance(value, types) and not isinstance(value, bool)
-
-
-def _wrong_type(name: str, wanted: str, value) -> NoReturn:
+def wrong_type(name: str, wanted: str, value) -> NoReturn:
+    """Raises the TypeError of an argument that is not what is wanted."""
     shown = "" if isinstance(value, Tensor) else f" ({value!r:.60})"
     raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}{shown}")
 
@@ -233,7 +218,7 @@ def _wrong_type(name: str, wanted: str, value) -> NoReturn:
 def check_tensor(name: str, value, device: torch.device | None = None) -> None:
     """TypeError unless a dense tensor, ValueError unless on `device`."""
     if not isinstance(value, Tensor):
-        _wrong_type(name, "a torch.Tensor", value)
+        wrong_type(name, "a torch.Tensor", value)
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
     if device is not None and value.device != device:
@@ -510,13 +495,11 @@ def _check_head_scale(name: str, scale: Tensor, sizes: _Sizes) -> None:
 
 
 def check_seed(seed: Any, device: torch.device) -> None:
-    """dropout_seed as callers give it: None, an int of 64 bits or a tensor on the device."""
+    """dropout_seed as `plain.plain_seed` leaves it: None, an int or a tensor on the device."""
     if seed is None:
         return
     if isinstance(seed, Tensor):
         return check_tensor("dropout_seed", seed, device)
-    if not _is(seed, int):
-        _wrong_type("dropout_seed", "an int or an int64 tensor", seed)
     if not -(2**63) <= seed < 2**64:
         raise ValueError(f"dropout_seed must fit 64 bits, got {seed}")
 

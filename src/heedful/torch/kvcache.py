@@ -1,5 +1,6 @@
 """Attention of new tokens over a KV cache, which it can extend first."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,11 +21,19 @@ from heedful.torch.cache_update import (
 from heedful.torch.calls import CALLS, Call, out_key, tensor_key, tensor_keys
 from heedful.torch.checks import FLOATS, Options, describe
 from heedful.torch.dispatch import any_autocast, needs_dispatcher, same_metadata
-from heedful.torch.kvcache_checks import check_apart, check_int_length, check_prefix, check_update
+from heedful.torch.kvcache_checks import (
+    check_apart,
+    check_int_length,
+    check_prefix,
+    check_update,
+    plain_update,
+)
 from heedful.torch.merge import merge_attn_states
+from heedful.torch.plain import WHOLE, is_same, plain_options, plain_window
 from heedful.torch.values import check_range
 
 _new = tuple.__new__
+_UNBOUNDED = (-1, -1)
 
 
 def flash_attn_with_kvcache(
@@ -41,7 +50,7 @@ def flash_attn_with_kvcache(
     block_table: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, ...] = (-1, -1),
+    window_size: Sequence[int] | Tensor = _UNBOUNDED,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
@@ -103,8 +112,8 @@ def flash_attn_with_kvcache(
 
     Source: signature of flash_attn 2.x; cascade inference of FlashInfer for shared_prefix.
     """
-    if window_size.__class__ is list:
-        window_size = tuple(window_size)
+    if window_size is not _UNBOUNDED:
+        window_size = plain_window(window_size)
     options = (
         "kvcache",
         None,
@@ -119,6 +128,7 @@ def flash_attn_with_kvcache(
         return_softmax_lse,
         num_splits,
         backend,
+        WHOLE,
     )
     extras = (
         None,
@@ -292,7 +302,10 @@ def _eager(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, o
     if call is None and key is not None:
         call = CALLS.find(key)
     if call is None:
-        call = CacheCall(x, Options(*options), update, out)
+        plain, own_update = plain_options(options), plain_update(update, q)
+        if not is_same(plain, options) or own_update is not update:
+            return _eager(q, k_cache, v_cache, extras, tuple(plain), own_update, out)
+        call = CacheCall(x, plain, update, out)
         if key is not None:
             CALLS.put(key, call)
     if whole:
@@ -387,7 +400,8 @@ def _autocast(q: Tensor, k_cache: Tensor, update: Update):
 
 def _traced(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, out):
     """As `_eager`, in operations that torch.compile and functorch see."""
-    given, x = Options(*options), Operands(q, k_cache, v_cache, *extras)
+    update = plain_update(update, q)
+    given, x = plain_options(options), Operands(q, k_cache, v_cache, *extras)
     if not is_compiling():
         describe_update(x, given, update, out)
     if q.device.type != "meta" and is_autocast_enabled(q.device.type):

@@ -1,6 +1,5 @@
 """What is checked of a call over a KV cache beyond attention itself."""
 
-from numbers import Integral
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +15,9 @@ from heedful.torch.checks import (
     check_tensor,
     check_writable,
 )
+from heedful.torch.plain import plain_flag, plain_int
+
+_WHOLE_NUMBERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 def check_update(x: Operands, problem: AttentionProblem, update) -> None:
@@ -23,11 +25,6 @@ def check_update(x: Operands, problem: AttentionProblem, update) -> None:
 
     x: the caller's tensors, its lengths in seqused_k if they are a tensor. update: kvcache.Update.
     """
-    _check_lengths(update.cache_seqlens)
-    if not isinstance(update.rotary_interleaved, bool):
-        raise TypeError(
-            f"rotary_interleaved must be a bool, got {type(update.rotary_interleaved).__name__}"
-        )
     _both_or_none("k", update.k, "v", update.v)
     _both_or_none("rotary_cos", update.rotary_cos, "rotary_sin", update.rotary_sin)
     if update.k is not None:
@@ -36,13 +33,22 @@ def check_update(x: Operands, problem: AttentionProblem, update) -> None:
         _check_rotary(x, problem, update)
 
 
-def _check_lengths(lengths: Any) -> None:
-    if lengths is None or isinstance(lengths, (Tensor, torch.SymInt)):
-        return
-    if not isinstance(lengths, Integral) or isinstance(lengths, bool):
-        raise TypeError(
-            f"cache_seqlens must be an int, an int32 tensor or None, got {type(lengths).__name__}"
-        )
+def plain_update(update, q: Tensor):
+    """The update with plain values for whatever stands for them; itself if it has those already.
+    TypeError naming the argument.
+
+    update: kvcache.Update. A length in a tensor without dims is that of every sequence.
+    """
+    lengths, interleaved = update.cache_seqlens, update.rotary_interleaved
+    if not isinstance(lengths, Tensor):
+        if lengths is not None:
+            lengths = plain_int("cache_seqlens", lengths, "an int, an int32 tensor or None")
+    elif lengths.dim() == 0 and lengths.dtype in _WHOLE_NUMBERS and q.dim():
+        lengths = lengths.to(torch.int32).expand(q.shape[0])
+    interleaved = plain_flag("rotary_interleaved", interleaved)
+    if lengths is update.cache_seqlens and interleaved is update.rotary_interleaved:
+        return update
+    return update._replace(cache_seqlens=lengths, rotary_interleaved=interleaved)
 
 
 def check_int_length(length: int, new: int, capacity: int) -> None:

@@ -1,5 +1,5 @@
 """The same calls as operators of torch's dispatcher: for torch.compile, functorch transforms, fake
-tensors and subclasses. `torch.ops.heedful.attention` and its backward share validation, planning
+tensors and subclasses. `torch.ops.heedful.attention_v2` and its backward share validation, planning
 and runners with the eager path; this file holds only what the dispatcher wants to know of them.
 """
 
@@ -18,12 +18,13 @@ from heedful.torch.calls import CALLS, Call, find, gradients, make_seed, tensor_
 from heedful.torch.calls import attend as eager_attend
 from heedful.torch.checks import Options, check_out, check_seed, check_tensors, describe
 from heedful.torch.dispatch import nested_gradients, transforms_active
+from heedful.torch.plain import plain_options, plain_seed
 
 _OPERANDS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Operands._fields)
 _OPTIONS = (
     "str kind, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float dropout_p, float? softmax_scale,"
     " bool causal, int[] window_size, float softcap, bool deterministic, bool return_attn_probs,"
-    " bool return_lse, int num_splits, str? backend"
+    " bool return_lse, int num_splits, str? backend, int[] dropout_origin"
 )
 _COUNT = len(Operands._fields)
 
@@ -31,13 +32,13 @@ _COUNT = len(Operands._fields)
 # wants a new name.
 LIBRARY = torch.library.Library("heedful", "DEF")
 LIBRARY.define(
-    f"attention({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
+    f"attention_v2({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
     " -> (Tensor out, Tensor lse, Tensor probs)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.define(
-    f"attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
-    f" {_OPTIONS}, bool bias_grad)"
+    f"attention_v2_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
+    f" {_OPTIONS}, bool bias_grad, bool kv_grad)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -63,6 +64,7 @@ def attend(q, k, v, extras: tuple | None, options: tuple, out=None, seed=None):
         extras = (None,) * (_COUNT - 3)
     given, x = Options(*options), Operands(q, k, v, *extras)
     check_tensors(x, given)
+    given, seed = plain_options(options), plain_seed(seed, q.device)
     check_seed(seed, q.device)
     device = q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
@@ -84,7 +86,7 @@ def attend(q, k, v, extras: tuple | None, options: tuple, out=None, seed=None):
             given.num_splits,
             given.backend,
         )
-    op = Transformed.apply if transforms_active() else torch.ops.heedful.attention
+    op = Transformed.apply if transforms_active() else torch.ops.heedful.attention_v2
     result, lse, probs = op(*x, *given, wants_grad)
     if out is not None:
         result = out.copy_(result)
@@ -106,7 +108,7 @@ def _is_usual(q, k, v, options: tuple) -> bool:
         and isinstance(v, Tensor)
         and (causal is True or causal is False)
         and options[:5] == ("dense", None, None, 0.0, None)
-        and options[6:] == ((-1, -1), 0.0, False, False, False, 0, None)
+        and options[6:] == ((-1, -1), 0.0, False, False, False, 0, None, (0, 0, 0, 0))
         and not (
             torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         )
@@ -125,7 +127,11 @@ def _split(args: tuple) -> tuple[Operands, Options]:
 
 def _call(x: Operands, options: Options, needs_grad: bool, bias_grad: bool) -> Call:
     """The call of these operands; the operator returns the lse whatever the caller reads."""
-    options = options._replace(window_size=tuple(options.window_size), return_lse=True)
+    options = options._replace(
+        window_size=tuple(options.window_size),
+        return_lse=True,
+        dropout_origin=tuple(options.dropout_origin),
+    )
     key = ("op", options, needs_grad, bias_grad, tensor_keys(x))
     call = CALLS.young.get(key)
     return call or find(key, x, options, (needs_grad, bias_grad), seed=x.seed)
@@ -157,7 +163,7 @@ def _inference_options(
     window = tuple(window_size)
     return (
         *("dense", None, None, 0.0, softmax_scale, causal, window, softcap),
-        *(False, False, False, num_splits, backend),
+        *(False, False, False, num_splits, backend, (0, 0, 0, 0)),
     )
 
 
@@ -187,21 +193,24 @@ def _empty_out(q, k, v, options: tuple):
 
 
 def _backward(dout, dlse, out, lse, *args):
-    x, options = _split(args[:-1])
-    call = _call(x, options, True, args[-1])
+    *args, bias_grad, kv_grad = args
+    x, options = _split(tuple(args))
+    call = _call(x, options, True, bias_grad)
     grads = gradients(call, call.operands(x, x.seed), out, lse, dout, dlse)
     dbias = x.q.new_empty(0)
     if x.bias is not None and grads.dbias is not None:
         dbias = bias_gradient(grads.dbias, x.bias.shape).contiguous()
     dsink = x.q.new_empty(0) if grads.dsink is None else grads.dsink
-    return *(g.contiguous() for g in grads[:3]), dbias, dsink
+    dk, dv = (g.contiguous() if kv_grad else x.q.new_empty(0) for g in grads[1:3])
+    return grads.dq.contiguous(), dk, dv, dbias, dsink
 
 
 def _backward_fake(dout, dlse, out, lse, *args):
-    x, bias_grad = Operands(*args[:_COUNT]), args[-1]
+    x, (bias_grad, kv_grad) = Operands(*args[:_COUNT]), args[-2:]
     empty = x.q.new_empty
     return (
-        *(empty(t.shape, dtype=t.dtype) for t in x[:3]),
+        empty(x.q.shape),
+        *(empty(t.shape if kv_grad else 0, dtype=t.dtype) for t in (x.k, x.v)),
         empty(x.bias.shape, dtype=x.bias.dtype) if bias_grad else empty(0),
         empty(x.sink.shape, dtype=x.sink.dtype) if x.sink is not None else empty(0),
     )
@@ -222,9 +231,10 @@ def _attention_backward(ctx, dout, dlse, dprobs):
     if dout is None and dlse is None:
         return (None,) * _COUNT + none
     dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dbias, dsink = torch.ops.heedful.attention_backward(
-        dout, dlse, out, lse, *x, *ctx.options, needs["bias"]
+    dq, dk, dv, dbias, dsink = torch.ops.heedful.attention_v2_backward(
+        dout, dlse, out, lse, *x, *ctx.options, needs["bias"], needs["k"] or needs["v"]
     )
+    dk, dv = (grad if needs[name] else None for name, grad in (("k", dk), ("v", dv)))
     grads = Operands(
         dq, dk, dv, dbias if needs["bias"] else None, sink=dsink if needs["sink"] else None
     )
@@ -239,7 +249,7 @@ class Transformed(Function):
 
     @staticmethod
     def forward(*args):
-        return torch.ops.heedful.attention(*args)
+        return torch.ops.heedful.attention_v2(*args)
 
     @staticmethod
     @once_differentiable
@@ -272,25 +282,25 @@ def _autocasting(name: str, count: int, device_type: str):
     return cast
 
 
-LIBRARY.impl("attention", _attention, "CompositeExplicitAutograd")
-LIBRARY.impl("attention_backward", _backward, "CompositeExplicitAutograd")
+LIBRARY.impl("attention_v2", _attention, "CompositeExplicitAutograd")
+LIBRARY.impl("attention_v2_backward", _backward, "CompositeExplicitAutograd")
 LIBRARY.impl("inference", _inference, "CompositeExplicitAutograd")
 LIBRARY.impl("inference.options", _inference_with, "CompositeExplicitAutograd")
-torch.library.register_fake("heedful::attention", _attention_fake, lib=LIBRARY)
-torch.library.register_fake("heedful::attention_backward", _backward_fake, lib=LIBRARY)
+torch.library.register_fake("heedful::attention_v2", _attention_fake, lib=LIBRARY)
+torch.library.register_fake("heedful::attention_v2_backward", _backward_fake, lib=LIBRARY)
 torch.library.register_fake("heedful::inference", _inference_fake, lib=LIBRARY)
 torch.library.register_fake("heedful::inference.options", _inference_with_fake, lib=LIBRARY)
 torch.library.register_autograd(
-    "heedful::attention", _attention_backward, setup_context=_setup_context, lib=LIBRARY
+    "heedful::attention_v2", _attention_backward, setup_context=_setup_context, lib=LIBRARY
 )
-torch.library.register_autograd("heedful::attention_backward", _no_double_backward, lib=LIBRARY)
-torch.library.register_vmap("heedful::attention", attention_vmap, lib=LIBRARY)
-torch.library.register_vmap("heedful::attention_backward", backward_vmap, lib=LIBRARY)
+torch.library.register_autograd("heedful::attention_v2_backward", _no_double_backward, lib=LIBRARY)
+torch.library.register_vmap("heedful::attention_v2", attention_vmap, lib=LIBRARY)
+torch.library.register_vmap("heedful::attention_v2_backward", backward_vmap, lib=LIBRARY)
 for _name in ("inference", "inference.options"):
     _rule = partial(inference_vmap, _overload(_name))
     torch.library.register_vmap(f"heedful::{_name}", _rule, lib=LIBRARY)
 for _device in ("cpu", "cuda"):
     # q, k, v and the bias of the one; q, k, v of the others.
-    for _name, _tensors in (("attention", 4), ("inference", 3), ("inference.options", 3)):
+    for _name, _tensors in (("attention_v2", 4), ("inference", 3), ("inference.options", 3)):
         _cast = _autocasting(_name, _tensors, _device)
         LIBRARY.impl(_name, _cast, f"Autocast{_device.upper()}")

@@ -3,6 +3,7 @@
 Gradients come back through one `unbind`, whose backward writes the packed gradient once.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -24,7 +25,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, ...] = (-1, -1),
+    window_size: Sequence[int] | Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -62,7 +63,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, ...] = (-1, -1),
+    window_size: Sequence[int] | Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -98,11 +99,11 @@ def flash_attn_kvpacked_func(
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
-    max_seqlen: int,
+    max_seqlen: int | Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, ...] = (-1, -1),
+    window_size: Sequence[int] | Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -144,12 +145,12 @@ def flash_attn_varlen_kvpacked_func(
     kv: Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, ...] = (-1, -1),
+    window_size: Sequence[int] | Tensor = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,

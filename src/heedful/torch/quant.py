@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from heedful.torch.checks import FLOATS, check_dtype, check_shape, check_tensor
+from heedful.torch.plain import plain_flag, plain_int
 
 # Storage -> the largest magnitude it is used for; int4 and int8 are symmetric around 0.
 _TOP = {
@@ -45,15 +46,12 @@ def quantize_kv(
     if x.dim() < 1 or x.shape[-1] < 1:
         raise ValueError(f"x must be (..., head_dim), got shape {tuple(x.shape)}")
     dim = x.shape[-1]
-    size = dim if group_size is None else group_size
-    if not isinstance(size, int) or isinstance(size, bool):
-        raise TypeError(f"group_size must be an int or None, got {type(size).__name__}")
+    size = dim if group_size is None else plain_int("group_size", group_size, "an int or None")
     if size < 1 or dim % size:
         raise ValueError(f"group_size must divide head_dim {dim}, got {size}")
     if name == "int4" and dim % 2:
         raise ValueError(f"x must have an even head_dim for int4, got {dim}")
-    if not isinstance(asymmetric, bool):
-        raise TypeError(f"asymmetric must be a bool, got {type(asymmetric).__name__}")
+    asymmetric = plain_flag("asymmetric", asymmetric)
     groups = x.detach().float().unflatten(-1, (dim // size, size))
     shift = None
     if asymmetric:
