@@ -296,8 +296,8 @@ def _paged(problem: Problem, k: torch.Tensor, v: torch.Tensor):
 
 
 def exact_and_twin(problem: Problem, x: Inputs, sequence: int, head: int, rows: torch.Tensor):
-    """Results (out, lse) of some rows of one head: the truth in float64, and what eager PyTorch
-    makes of it, which rounds each intermediate to the dtype."""
+    """Of some rows of one head, (R, E + 1) with lse behind out: the truth in float64, and what
+    eager PyTorch makes of it, which rounds each intermediate to the dtype."""
     len_q, len_k = problem.lengths[sequence]
     start_q, start_k = (sum(s[i] for s in problem.lengths[:sequence]) for i in (0, 1))
     q_RD = x.q[start_q + rows, head]
@@ -305,106 +305,103 @@ def exact_and_twin(problem: Problem, x: Inputs, sequence: int, head: int, rows: 
     begin_R, end_R = bounds(problem.mask, rows, len_q, len_k)
     key_N = torch.arange(len_k, device=rows.device)
     seen_RN = (key_N >= begin_R[:, None]) & (key_N < end_R[:, None])
-    sink = -math.inf if x.sink is None else float(x.sink[head])
+    sink = q_RD.new_full((), -torch.inf, dtype=torch.float32) if x.sink is None else x.sink[head]
     return tuple(
         _attention(problem, q_RD, k_ND, v_NE, seen_RN, sink, is_twin) for is_twin in (0, 1)
     )
 
 
-def _attention(problem, q_RD, k_ND, v_NE, seen_RN, sink: float, is_twin):
+def _attention(problem, q_RD, k_ND, v_NE, seen_RN, sink, is_twin):
     stored = q_RD.dtype
     wide = torch.float32 if is_twin else torch.float64
     narrow = twin_dtype(stored) if is_twin else wide
-    q_RD, k_ND, v_NE = (t.to(wide) for t in (q_RD, k_ND, v_NE))
+    q_RD, k_ND, v_NE, sink = (t.to(wide) for t in (q_RD, k_ND, v_NE, sink))
     s_RN = (q_RD @ k_ND.T).to(narrow) * problem.variant.dim**-0.5
     if problem.variant.softcap:
         s_RN = torch.tanh(s_RN / problem.variant.softcap) * problem.variant.softcap
     s_RN = s_RN.masked_fill(~seen_RN, -torch.inf).to(wide)
-    top_R = s_RN.amax(1).clamp(min=sink) if s_RN.shape[1] else s_RN.new_full((len(s_RN),), sink)
-    top_R = top_R.masked_fill(top_R == -torch.inf, 0.0)
-    sum_R = torch.exp(s_RN - top_R[:, None]).sum(1) + torch.exp(sink - top_R)
-    lse_R = top_R + torch.log(sum_R)
+    # The sink is a key that has no value.
+    lse_R = torch.logsumexp(torch.cat([s_RN, sink.expand(len(s_RN), 1)], 1), 1)
     p_RN = torch.exp(s_RN - lse_R.masked_fill(lse_R == -torch.inf, 0.0)[:, None]).to(narrow)
     p_RN = (as_operand(p_RN, stored) if is_twin else p_RN).to(wide)
-    return (p_RN @ v_NE).to(narrow), lse_R.to(wide)
+    out_RE = (p_RN @ v_NE).to(narrow)
+    return torch.cat([out_RE.double(), lse_R.double()[:, None]], 1)
 
 
 def check(problem: Problem, x: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
     """AssertionError unless all rows are sound and sampled ones within their budget."""
-    _check_all_rows(problem, x, out, lse)
+    wrong = _of_all_rows(problem, x, out, lse)
+    assert not wrong, f"{problem}: {wrong}"
     rng = random.Random(problem.seed)
-    filled = [i for i, (len_q, _) in enumerate(problem.lengths) if len_q]
-    samples = [_sample(rng, problem, filled) for _ in range(SAMPLED_HEADS)]
-    got, exact = {"out": [], "lse": []}, {"out": [], "lse": []}
-    twin = {name: Error(0.0, 0.0) for name in got}
-    wrong: list[str] = []
-    for draw in range(DRAWS):
-        for sequence, head, rows in samples:
-            rows = rows.to(x.q.device)
-            truth, eager = exact_and_twin(problem, x, sequence, head, rows)
-            for name, want, his in zip(got, truth, eager, strict=True):
-                error = Error.between(_numpy(his), _numpy(want))
-                twin[name] = error.worst(twin[name])
-                if draw == 0:
-                    token = sum(q for q, _ in problem.lengths[:sequence]) + rows
-                    got[name].append(
-                        _numpy(out[token, head] if name == "out" else lse[head, token])
-                    )
-                    exact[name].append(_numpy(want))
-        wrong = [
-            _over(n, problem, np.concatenate(got[n]), np.concatenate(exact[n]), twin[n])
-            for n in got
-        ]
-        if not any(wrong):
+    got, exact, eager = _sampled(rng, problem, x, out, lse)
+    twin = _errors(eager, exact)
+    for _ in range(DRAWS):
+        wrong = _over(problem, got, exact, twin)
+        if not wrong:
             return
         # The largest of a few rounding errors varies: what eager PyTorch errs by elsewhere counts.
-        samples = [_sample(rng, problem, filled) for _ in range(SAMPLED_HEADS)]
-    raise AssertionError(f"{problem}: " + "; ".join(word for word in wrong if word))
+        _, other, eager = _sampled(rng, problem, x, out, lse)
+        twin = [a.worst(b) for a, b in zip(twin, _errors(eager, other), strict=True)]
+    raise AssertionError(f"{problem}: {wrong}")
 
 
-def _over(name: str, problem: Problem, got, want, twin: Error) -> str:
-    dtype = "float32" if name == "lse" else str(twin_dtype(getattr(torch, problem.variant.dtype)))
-    error = Error.between(got, want)
-    budget = allowed(name, twin, rounding(want, dtype.removeprefix("torch.")))
-    return "" if error.within(budget) else f"{name} {error} exceeds {budget}"
+def _sampled(rng: random.Random, problem: Problem, x: Inputs, out, lse) -> np.ndarray:
+    """Of rows of some heads what was got, the truth and the twin's: (3, R, E + 1)."""
+    filled = [i for i, (len_q, _) in enumerate(problem.lengths) if len_q]
+    rng.shuffle(filled)
+    found = []
+    for sample in range(SAMPLED_HEADS):
+        sequence, head = filled[sample % len(filled)], rng.randrange(problem.heads_q)
+        rows = torch.tensor(_rows(rng, *problem.lengths[sequence]), device=out.device)
+        token = sum(len_q for len_q, _ in problem.lengths[:sequence]) + rows
+        got = torch.cat([out[token, head].double(), lse[head, token].double()[:, None]], 1)
+        found.append(torch.stack([got, *exact_and_twin(problem, x, sequence, head, rows)]))
+    return torch.cat(found, 1).cpu().numpy()
 
 
-def _sample(rng: random.Random, problem: Problem, filled: list[int]):
-    """A sequence, a head and some of its rows, those at both ends and where masks begin."""
-    sequence = rng.choice(filled)
-    len_q, len_k = problem.lengths[sequence]
+def _rows(rng: random.Random, len_q: int, len_k: int) -> list[int]:
+    """Some rows of a sequence, those at both ends and where a mask's diagonal begins."""
     edge = len_q - len_k
     rows = {0, len_q - 1, *(min(max(edge + d, 0), len_q - 1) for d in (-1, 0, 1))}
     rows |= {rng.randrange(len_q) for _ in range(SAMPLED_ROWS - len(rows))}
-    head = rng.randrange(problem.heads_q)
-    return sequence, head, torch.tensor(sorted(rows))
+    return sorted(rows)
 
 
-def _check_all_rows(problem: Problem, x: Inputs, out: torch.Tensor, lse: torch.Tensor) -> None:
-    start = 0
-    for len_q, len_k in problem.lengths:
-        rows = torch.arange(len_q, device=out.device)
-        begin, end = bounds(problem.mask, rows, len_q, len_k)
-        blind = end <= begin
-        mine, his = out[start : start + len_q], lse[:, start : start + len_q]
-        start += len_q
-        assert torch.isfinite(mine).all(), f"{problem}: out is not finite"
-        assert not mine[blind].any(), f"{problem}: a row that sees no key is not 0"
-        nothing = (
-            torch.full_like(his, -torch.inf) if x.sink is None else x.sink[:, None].expand_as(his)
-        )
-        # The sink's logit goes through base 2 and back: one rounding each way.
-        close = torch.isclose(his, nothing, rtol=3 * torch.finfo(his.dtype).eps, atol=0.0)
-        assert close[:, blind].all(), f"{problem}: a row that sees no key has a log-sum-exp"
-        assert torch.isfinite(his[:, ~blind]).all(), f"{problem}: lse is not finite"
+def _errors(got: np.ndarray, want: np.ndarray) -> list[Error]:
+    """Of out and of lse."""
+    return [Error.between(got[:, part], want[:, part]) for part in (slice(-1), slice(-1, None))]
 
 
-def _numpy(x: torch.Tensor) -> np.ndarray:
-    return x.double().cpu().numpy()
+def _over(problem: Problem, got: np.ndarray, want: np.ndarray, twin: list[Error]) -> str:
+    out = str(twin_dtype(getattr(torch, problem.variant.dtype))).removeprefix("torch.")
+    parts = (("out", out, want[:, :-1]), ("lse", "float32", want[:, -1:]))
+    for (name, dtype, exact), error, eager in zip(parts, _errors(got, want), twin, strict=True):
+        budget = allowed(name, eager, rounding(exact, dtype))
+        if not error.within(budget):
+            return f"{name}: {error} exceeds {budget}"
+    return ""
+
+
+def _of_all_rows(problem: Problem, x: Inputs, out: torch.Tensor, lse: torch.Tensor) -> str:
+    """What is wrong with any row, in words. One look at the device, which others may share."""
+    seen = np.concatenate([problem.seen(*sizes) for sizes in problem.lengths])
+    blind = torch.from_numpy(seen == 0).to(out.device)
+    nothing = out.new_full((1, 1), -torch.inf, dtype=torch.float32)
+    nothing = nothing if x.sink is None else x.sink[:, None]
+    # The sink's logit goes through base 2 and back: one rounding each way.
+    is_nothing = torch.isclose(lse, nothing, rtol=3 * torch.finfo(lse.dtype).eps, atol=0.0)
+    wrong = {
+        "out is not finite": ~torch.isfinite(out),
+        "a row that sees no key is not 0": blind[:, None, None] & (out != 0),
+        "a row that sees no key has a log-sum-exp": blind & ~is_nothing,
+        "lse is not finite": ~blind & ~torch.isfinite(lse),
+    }
+    found = torch.stack([any_wrong.any() for any_wrong in wrong.values()]).tolist()
+    return "; ".join(words for words, is_wrong in zip(wrong, found, strict=True) if is_wrong)
 
 
 def run(problem: Problem, backend: str, device: str = "cuda") -> None:
-    """LAUNCHES calls in a row, of equal bits, the last into an output poisoned with NaN."""
+    """LAUNCHES calls in a row, of equal bits, all but the first into an output that held NaN."""
     x = build(problem, device)
     attend = call(problem, x, backend)
     first = attend(None)
