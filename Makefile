@@ -11,10 +11,12 @@ VENV ?= .venv
 WORKERS ?= 2
 
 READY := $(if $(VENV),$(VENV)/.ready)
-RUN := PYTHONPATH=src $(if $(VENV),$(VENV)/bin/python,$(PYTHON)) -m
+PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
+RUN := PYTHONPATH=src $(PY) -m
+SAMPLE ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test test-slow test-gpu lint format demo bench docs clean
+.PHONY: help set-up test test-slow test-gpu test-random test-mutation lint format demo bench docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -33,6 +35,16 @@ test-slow: $(READY) ## every test, the long grids too
 
 test-gpu: $(READY) ## the tests that need a GPU, in one process
 	$(RUN) pytest -m gpu $(ARGS)
+
+test-random: $(READY) ## the default tests with fresh examples; prints the seed (SEED=)
+	seed=$(or $(SEED),$$($(PY) -c 'import random; print(random.randrange(1, 10**6))')); \
+	echo "seed $$seed: again by make test-random SEED=$$seed"; \
+	TEST_SEED=$$seed $(RUN) pytest -n $(WORKERS) --dist worksteal \
+		--hypothesis-profile=fresh --hypothesis-seed=$$seed $(ARGS)
+
+test-mutation: $(READY) ## plant SAMPLE= bugs, see which of them no test notices (SEED=)
+	PYTHONPATH=tools $(PY) -m mutation --sample $(SAMPLE) --workers $(WORKERS) \
+		$(if $(SEED),--seed $(SEED)) $(ARGS)
 
 lint: $(READY) ## ruff and pyright
 	$(RUN) ruff check .
@@ -53,4 +65,4 @@ docs: $(READY) ## write the generated pages of docs/ anew
 	$(RUN) heedful.cli support --markdown docs/support-matrix.md
 
 clean: ## remove .venv and everything generated
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis demo-output bench-output
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .mutation demo-output bench-output

@@ -7,6 +7,9 @@ import sys
 import pytest
 from hypothesis import HealthCheck, settings
 
+# 0 in `make test`; what `make test-random` draws is printed.
+SEED = int(os.environ.get("TEST_SEED", "0"))
+
 # Two workers on two cores: one thread each, set before torch is first imported.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,8 +19,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 settings.register_profile(
     "heedful", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
-# Fresh examples, for a long hunt: pytest --hypothesis-profile=hunt
-settings.register_profile("hunt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Fresh examples: `make test-random`.
+settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("heedful")
 
 
@@ -49,11 +52,16 @@ def _no_gpu() -> str:
     return ""
 
 
+def pytest_terminal_summary(terminalreporter):
+    if SEED:
+        terminalreporter.write_line(f"seed {SEED}: again by make test-random SEED={SEED}")
+
+
 @pytest.fixture(autouse=True)
 def fixed_seeds():
     """Every test begins from the same random state, whatever ran before it."""
-    random.seed(0)
+    random.seed(SEED)
     if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(0)
+        numpy.random.seed(SEED)
     if torch := sys.modules.get("torch"):
-        torch.manual_seed(0)
+        torch.manual_seed(SEED)

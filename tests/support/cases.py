@@ -4,6 +4,7 @@ Neutral to backend and device: CPU, Triton interpreter, emulator and GPU tests d
 """
 
 import math
+import os
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,6 +16,8 @@ from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.reference.sequences import sequences
 from heedful.torch.adapt import storage
 
+# Another number, another draw of every case (`make test-random`).
+FRESH = int(os.environ.get("TEST_SEED", "0"))
 LAYOUTS = ("contiguous", "heads_first", "packed", "offset")
 
 
@@ -94,8 +97,8 @@ def build(case: Case, device: torch.device | str = "cpu", draw: int = 0) -> Buil
     Every token of q, k, v, dout that no sequence uses (past seqused, before leftpad, in unused
     pages) is NaN, so that a backend that reads one shows it.
     """
-    shape_rng = np.random.default_rng([case.seed, 0])
-    values = torch.Generator().manual_seed(case.seed * 1009 + draw)
+    shape_rng = np.random.default_rng([case.seed, FRESH])
+    values = torch.Generator().manual_seed(FRESH * 10007 + case.seed * 1009 + draw)
     x = Operands(None, None, None, **_lengths(case, shape_rng))
     x = x._replace(**_arrays(case, x, values))
     problem = _problem(case, x)

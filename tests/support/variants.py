@@ -8,12 +8,12 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from support.cases import LAYOUTS, Case
+from support.cases import FRESH, LAYOUTS, Case
 
 
 def sample(count: int, seed: int = 0, dtypes=("float16", "bfloat16", "float32")) -> list[Case]:
     """`count` distinct cases that differ in what kernels are compiled for."""
-    rng = random.Random(seed)
+    rng = random.Random(seed + FRESH)
     found: dict[str, Case] = {}
     while len(found) < count:
         case = _variant(rng, dtypes)

@@ -1,0 +1,271 @@
+"""What the drivers say to the vendors' libraries: a library of Python functions records it."""
+
+import ctypes
+import importlib.util
+from dataclasses import replace
+
+import pytest
+
+from heedful.launch import driver
+from heedful.launch.artifact import Artifact, Parameter
+from heedful.launch.driver import cuda, hip
+
+ARTIFACT = Artifact(
+    code=b"\x7fELF code",
+    text="",
+    symbol="some_kernel",
+    target="cuda:90",
+    num_warps=12,
+    warp_size=32,
+    shared_bytes=100_000,
+    cluster=1,
+    parameters=(Parameter("x", "*bf16", 0), Parameter("n", "i32", 8)),
+    parameter_bytes=12,
+)
+TEMPLATE = bytes(range(12))
+GRID = (5, 3, 2)
+FUNCTION = 0x77
+
+
+def deref(pointer):
+    """What a byref or a pointer points to."""
+    return getattr(pointer, "_obj", pointer)
+
+
+class Library:
+    """Answers every call with a code, 0 unless `codes` says otherwise, and remembers it."""
+
+    def __init__(self, **codes: list[int]):
+        self.calls: list[tuple] = []
+        self.codes = codes
+        self.launched: list[dict] = []
+
+    def __getattr__(self, name: str):
+        if not name.startswith(("cu", "hip")):
+            raise AttributeError(name)
+
+        def function(*arguments):
+            self.calls.append((name, *arguments))
+            self._answer(name, arguments)
+            return self.codes[name].pop(0) if self.codes.get(name) else 0
+
+        return function
+
+    def _answer(self, name: str, arguments: tuple) -> None:
+        if name in ("cuModuleGetFunction", "hipModuleGetFunction"):
+            deref(arguments[0]).value = FUNCTION
+        if name == "cuGetErrorString":
+            deref(arguments[1]).value = b"bad luck"
+        if name == "cuLaunchKernelEx":
+            config, function, parameters, extra = arguments
+            assert parameters is None
+            self.launched.append(described(deref(config), function.value, extra))
+        if name == "hipModuleLaunchKernel":
+            self.launched.append(dict(head=arguments[:8], stream=arguments[8]))
+            self.launched[-1] |= buffer_of(arguments[10], end=3)
+        if name == "cuTensorMapEncodeTiled":
+            ctypes.memmove(arguments[0].value, bytes(range(128)), 128)
+
+    def names(self) -> list[str]:
+        return [name for name, *_ in self.calls]
+
+
+def described(config, function: int, extra) -> dict:
+    attributes = [config.attributes[i] for i in range(config.num_attributes)]
+    facts = {
+        "grid": tuple(config.grid),
+        "block": tuple(config.block),
+        "shared": config.shared_bytes,
+        "stream": config.stream,
+        "attributes": [(a.id, tuple(a.value[:3])) for a in attributes],
+        "function": function,
+    }
+    return facts | buffer_of(extra, end=0)
+
+
+def buffer_of(extra, end: int) -> dict:
+    """The bytes that (1, address, 2, pointer to their number, end) tells of."""
+    tags = tuple(extra)
+    assert (tags[0], tags[2]) == (1, 2) and (tags[4] or 0) == end
+    size = ctypes.cast(tags[3], ctypes.POINTER(ctypes.c_size_t))[0]
+    return {"bytes": ctypes.string_at(tags[1], size), "address": tags[1]}
+
+
+@pytest.fixture
+def library(monkeypatch):
+    made = Library()
+    monkeypatch.setattr(cuda, "_library", lambda: made)
+    monkeypatch.setattr(hip, "_library", lambda: made)
+    # It binds itself to the library at the first launch: as before it.
+    monkeypatch.setattr(cuda, "_launch", lambda *arguments: made.cuLaunchKernelEx(*arguments))
+    return made
+
+
+def slot(artifact=ARTIFACT, module=cuda, template=TEMPLATE):
+    return module.Slot(artifact, ctypes.c_void_p(FUNCTION), 1, GRID, template)
+
+
+def test_a_launch_has_the_grid_the_warps_the_memory_and_the_arguments(library):
+    made = slot()
+    made.buffer[0:8] = (123456789).to_bytes(8, "little")
+    made.launch(0xABC)
+    assert library.names() == ["cuLaunchKernelEx"]
+    (launched,) = library.launched
+    assert launched.pop("address") == made.address
+    assert launched == {
+        "grid": GRID,
+        "block": (12 * 32, 1, 1),
+        "shared": 100_000,
+        "stream": 0xABC,
+        "attributes": [],
+        "function": FUNCTION,
+        "bytes": (123456789).to_bytes(8, "little") + TEMPLATE[8:],
+    }
+
+
+def test_each_launch_goes_to_its_own_stream(library):
+    made = slot()
+    for stream in (1, 2, None):
+        made.launch(stream)
+    assert [launched["stream"] for launched in library.launched] == [1, 2, None]
+
+
+def test_a_cluster_is_of_neighbours_in_a_grid_that_is_wider_by_as_many(library):
+    slot(replace(ARTIFACT, cluster=2)).launch(0)
+    (launched,) = library.launched
+    assert launched["grid"] == (10, 3, 2)
+    assert launched["attributes"] == [(4, (2, 1, 1))]
+
+
+@pytest.mark.parametrize("offset", [0, 48, 64, 112])
+def test_tensor_maps_lie_on_64_bytes_wherever_they_are_in_the_buffer(library, offset):
+    maps = (Parameter("d", "tensormap", offset),)
+    for _ in range(20):
+        made = slot(replace(ARTIFACT, parameters=maps), template=bytes(offset + 128))
+        assert (made.address + offset) % 64 == 0
+        assert bytes(made.buffer) == bytes(offset + 128)
+
+
+@pytest.mark.parametrize("shared, asks", [(48 * 1024, False), (48 * 1024 + 1, True)])
+def test_a_function_is_loaded_on_its_device_and_asks_for_shared_memory_beyond_48_kib(
+    library, shared, asks
+):
+    function = cuda.load(replace(ARTIFACT, shared_bytes=shared), 3)
+    assert function.value == FUNCTION
+    names = ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent", "cuModuleLoadData"]
+    names += ["cuModuleGetFunction"] + ["cuFuncSetAttribute"] * asks
+    assert library.names() == names
+    said = {name: arguments for name, *arguments in library.calls}
+    assert said["cuDeviceGet"][1].value == 3
+    assert said["cuModuleLoadData"][1] == ARTIFACT.code
+    assert said["cuModuleGetFunction"][2] == b"some_kernel"
+    if asks:
+        attributed, attribute, size = said["cuFuncSetAttribute"]
+        assert (attributed.value, attribute, size) == (FUNCTION, 8, shared)
+
+
+def test_a_thread_without_a_context_gets_the_devices_and_launches_again(library):
+    library.codes["cuLaunchKernelEx"] = [201, 0]
+    slot().launch(7)
+    entered = ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
+    assert library.names() == ["cuLaunchKernelEx", *entered, "cuLaunchKernelEx"]
+    assert library.calls[1][2].value == 1
+    assert library.launched[0] == library.launched[1]
+
+
+@pytest.mark.parametrize("codes", [[201, 201], [700], [201, 700]])
+def test_a_failed_launch_raises_the_drivers_words(library, codes):
+    library.codes["cuLaunchKernelEx"] = list(codes)
+    with pytest.raises(RuntimeError, match=f"CUDA error {codes[-1]}: bad luck"):
+        slot().launch(0)
+
+
+@pytest.mark.parametrize(
+    "name", ["cuModuleLoadData", "cuModuleGetFunction", "cuFuncSetAttribute", "cuCtxSetCurrent"]
+)
+def test_a_failure_to_load_raises(library, name):
+    library.codes[name] = [2]
+    with pytest.raises(RuntimeError, match="CUDA error 2: bad luck"):
+        cuda.load(ARTIFACT, 0)
+
+
+def fresh(module, name: str, monkeypatch):
+    """The driver's module as no call has seen it, over a library that must have this name."""
+    opened = Library()
+    monkeypatch.setattr(ctypes, "PyDLL", lambda asked: {name: opened}[asked])
+    spec = importlib.util.spec_from_file_location("fresh", module.__file__)
+    assert spec is not None and spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    return made, opened
+
+
+def test_the_library_is_asked_for_its_launch_function_once(monkeypatch):
+    module, opened = fresh(cuda, "libcuda.so.1", monkeypatch)
+    made = module.Slot(ARTIFACT, ctypes.c_void_p(FUNCTION), 1, GRID, TEMPLATE)
+    made.launch(1)
+    monkeypatch.setattr(module, "_library", None)
+    made.launch(2)
+    assert [launched["stream"] for launched in opened.launched] == [1, 2]
+
+
+def test_hip_opens_its_own_library(monkeypatch):
+    module, opened = fresh(hip, "libamdhip64.so", monkeypatch)
+    module.Slot(ARTIFACT, ctypes.c_void_p(FUNCTION), 1, GRID, TEMPLATE).launch(5)
+    assert [launched["stream"] for launched in opened.launched] == [5]
+
+
+META = {"elem_size": 2, "elem_type": 9, "swizzle": 3, "block_size": [1, 64, 128]}
+
+
+def test_a_tensor_map_is_encoded_innermost_first_with_strides_in_bytes(library):
+    encoder = cuda.TensorMapEncoder(META, (3, 5, 7), (1000, 200, 1))
+    assert encoder.encode(0xF00) == bytes(range(128))
+    (call,) = library.calls
+    name, where, kind, rank, base, dims, steps, box, ones, *flags = call
+    assert name == "cuTensorMapEncodeTiled" and where.value % 64 == 0
+    assert (kind.value, rank.value, base.value) == (9, 3, 0xF00)
+    assert tuple(dims) == (7, 5, 3)
+    assert tuple(steps)[:2] == (400, 2000)
+    assert tuple(box) == (128, 64, 1)
+    assert tuple(ones) == (1, 1, 1)
+    interleave, swizzle, promotion, fill = (getattr(f, "value", f) for f in flags)
+    assert (interleave, swizzle, promotion, fill) == (0, 3, 2, 0)
+
+
+def test_a_tensor_map_that_cannot_be_raises(library):
+    library.codes["cuTensorMapEncodeTiled"] = [1]
+    with pytest.raises(RuntimeError, match="CUDA error 1: bad luck"):
+        cuda.TensorMapEncoder(META, (3, 5, 7), (1000, 200, 1)).encode(0)
+
+
+def test_hip_is_told_the_same(library):
+    artifact = replace(ARTIFACT, num_warps=4, warp_size=64)
+    assert hip.load(artifact, 2).value == FUNCTION
+    assert library.names() == ["hipSetDevice", "hipModuleLoadData", "hipModuleGetFunction"]
+    said = {name: arguments for name, *arguments in library.calls}
+    assert said["hipSetDevice"][0].value == 2
+    assert said["hipModuleLoadData"][1] == ARTIFACT.code
+    assert said["hipModuleGetFunction"][2] == b"some_kernel"
+    made = slot(artifact, hip)
+    made.buffer[0:8] = (1 << 40).to_bytes(8, "little")
+    made.launch(0xABC)
+    (launched,) = library.launched
+    function, *numbers = launched["head"]
+    assert function.value == FUNCTION
+    assert numbers == [*GRID, 4 * 64, 1, 1, 100_000] and launched["stream"] == 0xABC
+    assert launched["bytes"] == (1 << 40).to_bytes(8, "little") + TEMPLATE[8:]
+    assert launched["address"] == made.address
+
+
+def test_hip_raises_the_drivers_words(library, monkeypatch):
+    monkeypatch.setattr(library, "hipGetErrorString", lambda code: b"no luck", raising=False)
+    library.codes["hipModuleLaunchKernel"] = [9]
+    with pytest.raises(RuntimeError, match="HIP error 9: no luck"):
+        slot(module=hip).launch(0)
+
+
+def test_a_vendor_has_its_driver():
+    assert driver.driver("nvidia") is cuda and driver.driver("amd") is hip
+    with pytest.raises(ValueError, match="cpu"):
+        driver.driver("cpu")

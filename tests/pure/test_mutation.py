@@ -1,0 +1,87 @@
+"""The mutation tool plants what its operators say and draws fair samples."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mutation.__main__ import equivalents
+from mutation.covering import Choice, Traced
+from mutation.mutants import mutants, parses, sample
+
+ROOT = Path(__file__).parents[2]
+
+EACH = {
+    "a = b < c": {"a = b <= c", "a = b >= c"},
+    "a = (b) is not (c)": {"a = (b) is (c)"},
+    "a = b not in c": {"a = b in c"},
+    "a = b and c or d": {"a = b or c or d", "a = b and c and d"},
+    "a = b + c": {"a = b - c"},
+    "a = 7": {"a = 8", "a = 6"},
+    "a = 0.0": {"a = 1.0"},
+    "a = True": {"a = False"},
+    "a = 'x'": {"a = 'x_'"},
+    "a = 'a message'": set(),
+    "a.b = c": {"pass"},
+    "a += b": {"pass"},
+    "f(a, b, c=d)": {"pass", "f(b, a, c=d)", "f(a, b)"},
+    "f(a, *b)": {"pass"},
+    "log.warning('x', a)": set(),
+    "a = not b": {"a = b"},
+    "a = -b": {"a = b"},
+    "a = b[c:d]": {"a = b[:d]", "a = b[c:]"},
+    "a = min(b)": {"a = max(b)"},
+    "a = [b for b in c if d]": {"a = [b for b in c if (not (d))]"},
+    "if a == b:\n    c": {"if a != b:\n    c"},
+    "if a:\n    raise B": {"if (not (a)):\n    raise B", "if a:\n    pass"},
+    "def f():\n    return a": {"def f():\n    return None"},
+    "def f(a: int | None = 3) -> str | None:\n    'text'": {
+        f"def f(a: int | None = {n}) -> str | None:\n    'text'" for n in (2, 4)
+    },
+    "@f(1)\nclass A:\n    'x'\n    b: int = c": set(),
+    "a = f'{b + c}'": set(),
+}
+
+
+@pytest.mark.parametrize("source", EACH)
+def test_an_operator_makes_these_mutants_and_no_other(source):
+    assert {m.apply(source) for m in mutants("m", source)} == EACH[source]
+
+
+def test_a_mutant_knows_the_lines_that_run_it_and_its_change():
+    source = "def f(a):\n    return g(\n        a,\n        1,\n    )\n"
+    (mutant,) = (m for m in mutants("m", source) if m.text == "2")
+    assert (mutant.function, mutant.lines(source)) == ("f", {2, 4})
+    assert mutant.change(source) == ("1,", "2,")
+
+
+def test_a_sample_is_of_every_module_and_the_same_for_a_seed():
+    sources = {
+        str(path): path.read_text() for path in sorted((ROOT / "src/heedful/core").glob("*.py"))
+    }
+    drawn = sample(sources, 60, 3)
+    assert len(drawn) == 60 and drawn == sample(sources, 60, 3) != sample(sources, 60, 4)
+    counts = Counter(mutant.module for mutant in drawn)
+    assert set(counts) == {name for name, source in sources.items() if mutants(name, source)}
+    assert all(parses(mutant.apply(sources[mutant.module])) for mutant in drawn)
+    assert len({(m.module, m.site) for m in drawn}) == 60
+
+
+def test_tests_that_run_the_lines_come_first_and_unlike_ones_early():
+    def made(name, seconds, line):
+        return Traced("plain", name, seconds, {"m": frozenset({line})})
+
+    tests = [made("a::slow", 2.0, 5), made("a::fast", 1.0, 5), made("b::fast", 3.0, 5)]
+    tests += [made("c::elsewhere", 0.1, 9), made("d::endless", 99.0, 5)]
+    chosen, exact = Choice(tests).tests("m", {4, 5}, 10.0)
+    assert [test.id for test in chosen] == ["a::fast", "b::fast", "a::slow", "c::elsewhere"]
+    assert exact == 3
+
+
+def test_each_equivalent_mutant_is_still_one_of_the_sources():
+    stale = dict(equivalents())
+    for module in {key[0] for key in stale}:
+        source = (ROOT / module).read_text()
+        for mutant in mutants(module, source):
+            stale.pop((module, mutant.function, *mutant.change(source)), None)
+    assert not stale

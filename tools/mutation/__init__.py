@@ -1,0 +1,11 @@
+"""Mutation testing of the host code: small planted bugs, each of which some test should notice.
+
+    mutants.py    the bugs that can be planted, and samples of them
+    covering.py   which test runs which line, kept between runs
+    server.py     processes that have imported torch and fork for every run of tests
+    __main__.py   the command: see CONTRIBUTING.md
+
+Why not a library: mutmut leaves out decorated functions and module-level tables, which here decide
+the plan; cosmic-ray's operators know no arguments, statements or conditions, and bring a database
+and a web server along. What is left is Python's own `ast`, and coverage.py for the lines.
+"""

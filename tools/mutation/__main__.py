@@ -1,0 +1,283 @@
+"""python -m mutation --sample 60 --seed 1: plants bugs, runs tests, says which nobody noticed."""
+
+import argparse
+import json
+import os
+import queue
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None
+
+from mutation.covering import Choice, Map, Traced
+from mutation.mutants import Mutant, sample
+from mutation.server import MODES, Server
+
+SCOPE = tuple(f"src/heedful/{name}" for name in ("core", "torch", "launch", "cpu", "bench"))
+EQUIVALENT = Path(__file__).with_name("equivalent.toml")
+MOST_EQUIVALENT = 0.03
+STATE = ".mutation"
+# A test file that takes longer than this gives no lines.
+MAP_SECONDS = 900
+
+
+@dataclass
+class Result:
+    """How a mutant fared: killed, survived, or equivalent. tests: how many ran the changed lines;
+    by: the run that killed it."""
+
+    mutant: Mutant
+    fate: str
+    tests: int = 0
+    seconds: float = 0.0
+    by: str = ""
+
+
+@dataclass
+class Worker:
+    """A copy of the repository, and servers that run its tests."""
+
+    tree: Path
+    cache: Path
+    servers: dict[str, Server] = field(default_factory=dict)
+
+    def server(self, mode: str) -> Server:
+        if mode not in self.servers:
+            self.servers[mode] = Server(mode, self.cache)
+        return self.servers[mode]
+
+    def copy(self, root: Path) -> None:
+        """Makes the tree that of the repository, committed or not."""
+        listed = subprocess.run(
+            ["git", "ls-files", "-z", "-co", "--exclude-standard"],
+            cwd=root,
+            capture_output=True,
+            check=True,
+        )
+        shutil.rmtree(self.tree, ignore_errors=True)
+        for name in filter(None, listed.stdout.decode().split("\0")):
+            source, target = root / name, self.tree / name
+            if source.is_file():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(source, target)
+        compiled = [sys.executable, "-m", "compileall", "-q", "src", "tests"]
+        subprocess.run(compiled, cwd=self.tree, stdout=subprocess.DEVNULL)
+
+    def judge(self, mutant: Mutant, choice: Choice, seconds: float) -> Result:
+        """Plants the mutant, runs tests until one fails, and takes it out again."""
+        path = self.tree / mutant.module
+        source = path.read_text()
+        tests, exact = choice.tests(mutant.module, mutant.lines(source), seconds)
+        start = time.monotonic()
+        # Compiled code is known by its size and by its time in seconds: not well enough for this.
+        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
+            compiled.unlink()
+        path.write_text(mutant.apply(source))
+        try:
+            killer = self._killer(tests)
+        finally:
+            path.write_text(source)
+        fate = "killed" if killer else "survived"
+        return Result(mutant, fate, exact, time.monotonic() - start, killer)
+
+    def _killer(self, tests: list[Traced]) -> str:
+        """What failed; empty if nothing did."""
+        for mode in MODES:
+            mine = [test for test in tests if test.mode == mode]
+            if not mine:
+                continue
+            limit = 30.0 + 4 * sum(test.seconds for test in mine)
+            answer = self.server(mode).run(self.tree, [test.id for test in mine], limit)
+            if answer["code"] is None:
+                return f"{mode}: out of time"
+            if answer["code"] != 0:
+                return f"{mode}: {_last_words(answer['output'])}"
+        return ""
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            server.close()
+
+
+def _last_words(output: str) -> str:
+    lines = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return lines[-1][:200] if lines else output.strip()[-200:].replace("\n", " ")
+
+
+def in_threads(workers: list[Worker], jobs: list, run) -> None:
+    """run(worker, job) for each job, on whichever worker is free."""
+    waiting: queue.Queue = queue.Queue()
+    for job in jobs:
+        waiting.put(job)
+    errors: list[BaseException] = []
+
+    def work(worker: Worker) -> None:
+        while not errors:
+            try:
+                job = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                run(worker, job)
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(worker,), daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(0.5)
+    if errors:
+        raise errors[0]
+
+
+def cover(workers: list[Worker], kept: Map, rebuild: bool, only: list[str]) -> None:
+    """Brings the map of tests to lines up to date, and says how far it is."""
+    tree = workers[0].tree
+    jobs = kept.every(tree, only) if rebuild else kept.stale(tree, only)
+    done = Counter()
+
+    def make(worker: Worker, job: tuple[str, str]) -> None:
+        said = kept.make(worker.server(job[0]), *job, worker.tree, MAP_SECONDS)
+        done["files"] += 1
+        print(f"map {done['files']}/{len(jobs)}  {job[1]} ({job[0]}): {said}", flush=True)
+
+    in_threads(workers, jobs, make)
+
+
+def equivalents() -> dict[tuple[str, str, str, str], str]:
+    """(module, function, lines gone, lines come) -> why nobody can notice."""
+    listed = tomllib.loads(EQUIVALENT.read_text())["mutant"] if EQUIVALENT.exists() else []
+    names = ("module", "function", "gone", "came")
+    return {tuple(entry[name].strip() for name in names): entry["why"] for entry in listed}
+
+
+def main() -> int:
+    given = _arguments()
+    root = Path.cwd()
+    state = root / STATE
+    os.nice(5)
+    state.mkdir(exist_ok=True)
+    with (state / "lock").open("w") as lock:
+        if fcntl is not None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        return run(given, root, state)
+
+
+def run(given: argparse.Namespace, root: Path, state: Path) -> int:
+    """Everything, where nobody else works in this folder."""
+    workers = [Worker(state / "trees" / str(i), state / "cache") for i in range(given.workers)]
+    for worker in workers:
+        worker.copy(root)
+    kept, tree = Map(state), workers[0].tree
+    try:
+        if not given.no_map:
+            cover(workers, kept, given.rebuild, given.tests)
+        if given.map_only:
+            return 0
+        sources = {
+            str(path.relative_to(tree)): path.read_text()
+            for folder in SCOPE
+            for path in sorted((tree / folder).rglob("*.py"))
+            if not given.modules or any(m in str(path) for m in given.modules)
+        }
+        seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
+        drawn = sample(sources, given.sample, seed)
+        record = state / f"survivors-{seed}-{given.sample}.json"
+        if given.survivors:
+            names = {tuple(name) for name in json.loads(record.read_text())}
+            drawn = [m for m in drawn if _name(m, sources) in names]
+        print(f"seed {seed}: {len(drawn)} mutants of {len(sources)} modules", flush=True)
+        results = judge_all(workers, drawn, sources, kept.tests(tree), given.seconds)
+        left = [r for r in results if r.fate == "survived"]
+        record.write_text(json.dumps([_name(r.mutant, sources) for r in left]))
+        with (state / "results.jsonl").open("a") as log:
+            for result in results:
+                log.write(json.dumps({"seed": seed, **asdict(result)}) + "\n")
+        return report(results, sources, seed, given.least)
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def _name(mutant: Mutant, sources: dict[str, str]) -> tuple[str, str, str, str]:
+    return mutant.module, mutant.function, *mutant.change(sources[mutant.module])
+
+
+def judge_all(workers, drawn, sources, tests: list[Traced], seconds: float) -> list[Result]:
+    """Every mutant's result; prints one line each."""
+    choice, known = Choice(tests), equivalents()
+    results: list[Result] = []
+    start = time.monotonic()
+
+    def judge(worker: Worker, mutant: Mutant) -> None:
+        if _name(mutant, sources) in known:
+            result = Result(mutant, "equivalent")
+        else:
+            result = worker.judge(mutant, choice, seconds)
+        results.append(result)
+        fates = Counter(r.fate for r in results)
+        took = time.monotonic() - start
+        left = took / len(results) * (len(drawn) - len(results))
+        print(
+            f"{len(results)}/{len(drawn)}  {fates['killed']} killed, {fates['survived']} survived,"
+            f" {took:.0f} s, about {left:.0f} s left  {result.fate:8} {mutant.module}:{mutant.line}"
+            f" {mutant.operator} ({result.tests} tests, {result.seconds:.0f} s)",
+            flush=True,
+        )
+
+    in_threads(workers, drawn, judge)
+    return results
+
+
+def report(results: list[Result], sources: dict[str, str], seed: int, least: float) -> int:
+    """Prints survivors as diffs and the score; returns the exit code."""
+    for result in sorted(results, key=lambda r: (r.mutant.module, r.mutant.line)):
+        if result.fate == "survived":
+            mutant = result.mutant
+            where = mutant.function or "module level"
+            print(f"\nsurvived: {where}, {mutant.operator}; {result.tests} tests run these lines")
+            print(mutant.diff(sources[mutant.module]), end="")
+    fates = Counter(result.fate for result in results)
+    judged = fates["killed"] + fates["survived"]
+    score = fates["killed"] / judged if judged else 1.0
+    share = fates["equivalent"] / max(1, len(results))
+    print(
+        f"\nseed {seed}: {fates['killed']} of {judged} killed, {score:.1%};"
+        f" {fates['survived']} survived; {fates['equivalent']} listed as equivalent ({share:.1%},"
+        f" at most {MOST_EQUIVALENT:.0%})"
+    )
+    return int(score < least or share > MOST_EQUIVALENT)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="mutation", description=__doc__)
+    add = parser.add_argument
+    add("--sample", type=int, default=60, help="how many mutants")
+    add("--seed", type=int, help="of the sample; drawn and printed by default")
+    add("--modules", nargs="*", default=[], help="only modules whose path holds one of these")
+    add("--workers", type=int, default=os.cpu_count() or 1, help="mutants at a time")
+    add("--seconds", type=float, default=60.0, help="of usual test time, for each mutant")
+    add("--least", type=float, default=0.95, help="exit with 1 below this score")
+    add("--survivors", action="store_true", help="only what survived this seed and size last")
+    add("--map-only", action="store_true", help="only bring the map of tests to lines up to date")
+    add("--no-map", action="store_true", help="use the map as it is")
+    add("--rebuild", action="store_true", help="make the whole map anew")
+    add("--tests", nargs="*", default=[], help="map only test files that begin with one of these")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""Which test runs which line of the host code, kept between runs.
+
+Of each test file one entry: the sources that it saw and, per test, its time and the lines that it
+ran of each. An entry is made anew when its test file, or what tests share, has changed; where a
+source has changed since, its lines are found again by their text.
+"""
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import cache
+from pathlib import Path
+
+FOLDERS = ("tests/pure", "tests/cpu", "tests/compile", "tests/emulated")
+# Tests that start what the interpreted mode runs directly.
+_STARTERS = "test_every_check_passes_in_the_interpreter"
+# Tests that take longer say little for their time.
+SLOWEST_S = 30.0
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A test that passes on the unchanged sources. lines: module -> those that it runs."""
+
+    mode: str
+    id: str
+    seconds: float
+    lines: dict[str, frozenset[int]]
+
+    @property
+    def file(self) -> str:
+        return self.id.split("::")[0]
+
+
+class Tracer:
+    """A pytest plugin: the lines that each test runs under a tree's src, its time and outcome."""
+
+    def __init__(self, tree: Path, path: Path):
+        import coverage
+
+        self._src, self._tree, self._path = tree / "src", tree, path
+        self._cover = coverage.Coverage(
+            data_file=None, source=[str(self._src)], omit=["*/kernels/*", "*/emulator/*"]
+        )
+        self._seconds: dict[str, float] = {}
+        self._failed: set[str] = set()
+        self._cover.start()
+
+    def pytest_runtest_logstart(self, nodeid, location):
+        self._cover.switch_context(nodeid)
+
+    def pytest_runtest_logreport(self, report):
+        self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
+        if report.outcome != "passed":
+            self._failed.add(report.nodeid)
+
+    def pytest_runtest_logfinish(self, nodeid, location):
+        self._cover.switch_context("")
+
+    def pytest_sessionfinish(self, session):
+        self._cover.stop()
+        data = self._cover.get_data()
+        lines: dict[str, dict[str, list[int]]] = {}
+        for file in data.measured_files():
+            module = os.path.relpath(file, self._tree)
+            for line, contexts in data.contexts_by_lineno(file).items():
+                for context in contexts:
+                    lines.setdefault(context, {}).setdefault(module, []).append(line)
+        tests = {
+            test: {"seconds": seconds, "lines": lines.get(test, {})}
+            for test, seconds in self._seconds.items()
+            if test not in self._failed
+        }
+        self._path.write_text(json.dumps({"tests": tests, "failed": sorted(self._failed)}))
+
+
+class Map:
+    """The entries under a folder."""
+
+    def __init__(self, folder: Path):
+        self._entries, self._sources = folder / "map", folder / "sources"
+        for made in (self._entries, self._sources):
+            made.mkdir(parents=True, exist_ok=True)
+
+    def stale(self, tree: Path, wanted: Iterable[str] = ()) -> list[tuple[str, str]]:
+        """(mode, test file) of the entries that are missing or of another test file."""
+        found = []
+        for mode, file in self.every(tree, wanted):
+            path = self._path(mode, file)
+            digest = _digest((tree / file).read_text())
+            if not path.exists() or json.loads(path.read_text())["digest"] != digest:
+                found.append((mode, file))
+        return found
+
+    def every(self, tree: Path, wanted: Iterable[str] = ()) -> list[tuple[str, str]]:
+        """(mode, test file) of every entry that there is to be."""
+        found = []
+        for file in test_files(tree):
+            if wanted and not any(file.startswith(prefix) for prefix in wanted):
+                continue
+            found.append(("plain", file))
+            if "support.interpreted" in (tree / file).read_text():
+                found.append(("interpreted", file))
+        return found
+
+    def _path(self, mode: str, file: str) -> Path:
+        return self._entries / f"{mode}-{file.replace('/', '.')}.json"
+
+    def make(self, server, mode: str, file: str, tree: Path, seconds: float) -> str:
+        """Makes an entry; returns what there is to say about it."""
+        traced = self._entries / f"{os.getpid()}-{mode}.tmp"
+        start = time.monotonic()
+        answer = server.run(tree, [file, "-k", f"not {_STARTERS}"], seconds, traced)
+        entry = {"tests": {}, "failed": []}
+        if traced.exists():
+            entry = json.loads(traced.read_text())
+            traced.unlink()
+        modules = {module for test in entry["tests"].values() for module in test["lines"]}
+        entry["sources"] = {module: self._keep(tree / module) for module in sorted(modules)}
+        entry["digest"] = _digest((tree / file).read_text())
+        self._path(mode, file).write_text(json.dumps(entry))
+        said = f"{len(entry['tests'])} tests in {time.monotonic() - start:.0f} s"
+        if answer["code"] is None:
+            return said + f", over {seconds:.0f} s"
+        return said + (f", {len(entry['failed'])} not passed" if entry["failed"] else "")
+
+    def _keep(self, path: Path) -> str:
+        text = path.read_text()
+        digest = _digest(text)
+        (self._sources / digest).write_text(text)
+        return digest
+
+    def tests(self, tree: Path) -> list[Traced]:
+        """Every test of the map, its lines as they are numbered in the tree."""
+        found = []
+        for file in test_files(tree):
+            for mode in ("plain", "interpreted"):
+                path = self._path(mode, file)
+                if path.exists():
+                    found += self._tests(json.loads(path.read_text()), mode, tree)
+        return found
+
+    def _tests(self, entry: dict, mode: str, tree: Path) -> list[Traced]:
+        places = {
+            module: self._numbers(digest, tree / module)
+            for module, digest in entry["sources"].items()
+            if (tree / module).exists()
+        }
+        found = []
+        for name, test in entry["tests"].items():
+            if name.endswith(_STARTERS) or test["seconds"] > SLOWEST_S:
+                continue
+            lines = {
+                module: frozenset(places[module].get(line, 0) for line in ran)
+                for module, ran in test["lines"].items()
+                if module in places
+            }
+            found.append(Traced(mode, name, test["seconds"], lines))
+        return found
+
+    def _numbers(self, digest: str, path: Path) -> dict[int, int]:
+        return _numbers((self._sources / digest).read_text(), path.read_text())
+
+
+@cache
+def _numbers(old: str, new: str) -> dict[int, int]:
+    """Old line numbers -> new ones; a line that is gone has none."""
+    before, after = old.splitlines(), new.splitlines()
+    if before == after:
+        return {n: n for n in range(1, len(before) + 1)}
+    found = {}
+    for a, b, size in SequenceMatcher(None, before, after, False).get_matching_blocks():
+        found |= {a + i + 1: b + i + 1 for i in range(size)}
+    return found
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def test_files(tree: Path) -> list[str]:
+    """The test files that take part."""
+    return [
+        str(path.relative_to(tree))
+        for folder in FOLDERS
+        for path in sorted((tree / folder).glob("test_*.py"))
+    ]
+
+
+class Choice:
+    """Tests for a place in the sources."""
+
+    def __init__(self, tests: list[Traced]):
+        self._by_module: dict[str, list[Traced]] = {}
+        for test in tests:
+            for module in test.lines:
+                self._by_module.setdefault(module, []).append(test)
+        self._all = tests
+
+    def tests(self, module: str, lines: set[int], seconds: float) -> tuple[list[Traced], int]:
+        """What to run, in order, within so many seconds of their usual time; and how many of them
+        run the lines themselves. Then follow tests that run anything of the module: a cached
+        function, and what is at module level, runs for a test that did not first call it."""
+        near = self._by_module.get(module, [])
+        exact = [t for t in near if not t.lines[module].isdisjoint(lines)]
+        first = _in_turn(exact)
+        names = {(t.mode, t.id) for t in exact}
+        rest = _in_turn([t for t in near if (t.mode, t.id) not in names])
+        chosen, spent = [], 0.0
+        for test in first:
+            if spent + test.seconds <= seconds or not chosen:
+                chosen.append(test)
+                spent += test.seconds
+        count = len(chosen)
+        share = seconds if not count else seconds / 3
+        spent = 0.0
+        for test in rest:
+            if spent + test.seconds <= share:
+                chosen.append(test)
+                spent += test.seconds
+        return chosen, count
+
+
+def _in_turn(tests: list[Traced]) -> list[Traced]:
+    """The fastest of each file, then the second of each, and so on: unlike tests come early."""
+    by_file: dict[tuple[str, str], list[Traced]] = {}
+    for test in tests:
+        by_file.setdefault((test.mode, test.file), []).append(test)
+    ranked = []
+    for found in by_file.values():
+        found.sort(key=lambda t: t.seconds)
+        ranked += [(rank, test.seconds, test) for rank, test in enumerate(found)]
+    return [test for *_, test in sorted(ranked, key=lambda r: r[:2])]

@@ -1,0 +1,135 @@
+"""Runs of tests that start at once: a process that has imported torch forks for each.
+
+    python -m mutation.server
+
+reads one request a line from its input and answers each with one line, both JSON. It imports
+nothing of heedful, so that each run imports the sources of its own tree.
+"""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+MODES = ("plain", "interpreted")
+_PRELOADED = ("numpy", "torch", "torch.testing", "triton", "triton.experimental.gluon")
+_PRELOADED += ("hypothesis", "pytest", "typer", "rich", "coverage")
+
+
+class Server:
+    """One such process. mode: "interpreted" runs kernels in Triton's interpreter."""
+
+    def __init__(self, mode: str, cache: Path):
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "HEED"))}
+        environment |= {
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "HEEDFUL_CACHE_DIR": str(cache),
+        }
+        if mode == "interpreted":
+            environment["TRITON_INTERPRET"] = "1"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "mutation.server"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, tree: Path, tests: list[str], seconds: float, trace: Path | None = None) -> dict:
+        """Runs tests of a tree until the first fails, or with `trace` all of them, and writes there
+        what each ran. Returns {"code": pytest's exit code or None where time ran out, "seconds",
+        "output"}."""
+        request = {"tree": str(tree), "tests": tests, "seconds": seconds}
+        request["trace"] = str(trace) if trace else ""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError("a test server died; its errors are above")
+        return json.loads(answer)
+
+    def close(self) -> None:
+        """Ends the process."""
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def serve() -> None:
+    for name in _PRELOADED:
+        with contextlib.suppress(ImportError):
+            __import__(name)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        answers.write(json.dumps(_fork(request)) + "\n")
+        answers.flush()
+
+
+def _fork(request: dict) -> dict:
+    start = time.monotonic()
+    log = Path(request["tree"]) / ".mutation-output"
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setsid()
+            _become(request, log)
+        finally:
+            os._exit(70)
+    deadline = start + request["seconds"]
+    pause, done = 0.01, 0
+    while not done and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(0.1, pause * 1.3)
+        done, status = os.waitpid(child, os.WNOHANG)
+    # What the tests started dies with them.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+    if not done:
+        os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status) if done else None
+    output = log.read_text(errors="replace")[-4000:] if log.exists() else ""
+    return {"code": code, "seconds": time.monotonic() - start, "output": output}
+
+
+def _become(request: dict, log: Path) -> None:
+    """Runs pytest in this process, which does not return."""
+    import pytest
+
+    tree = request["tree"]
+    os.chdir(tree)
+    paths = [f"{tree}/src", f"{tree}/tests"]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    sys.path[:0] = paths
+    handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdin = io.StringIO()
+    options = ["--rootdir", tree, "--tb=line", "--no-header", "-W", "ignore"]
+    for name in ("cacheprovider", "xdist", "faulthandler"):
+        options += ["-p", f"no:{name}"]
+    plugins = []
+    if request["trace"]:
+        from mutation.covering import Tracer
+
+        plugins.append(Tracer(Path(tree), Path(request["trace"])))
+    else:
+        options.append("-x")
+    code = pytest.main([*options, *request["tests"]], plugins=plugins)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(int(code))
+
+
+if __name__ == "__main__":
+    serve()
