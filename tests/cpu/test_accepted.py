@@ -463,6 +463,31 @@ def test_quantisation_takes_numpys_numbers():
     assert same(heedful.quantize_kv(x, "int8", np.int64(4), np.bool_(True)), want)
 
 
+def test_a_split_of_the_keys_on_a_cpu_is_what_explain_says():
+    q, k, v = dense()
+    for splits, line in ((0, ""), (1, ""), (3, "splits    3")):
+        keywords = {"num_splits": splits, "return_lse": True}
+        lines = heedful.explain(heedful.flash_attn_func, q, k, v, **keywords).splitlines()
+        assert "forward   cpu [run]" in lines
+        assert [found for found in lines if found.startswith("splits")] == [line] * bool(line)
+
+
+def test_a_split_call_has_gradients_and_compiles():
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 300, 2, 16, requires_grad=True) for _ in range(3)]
+
+    def attention(q, k, v):
+        return heedful.flash_attn_func(q, k, v, causal=True, num_splits=3)
+
+    got, want = compiled(attention)(*tensors), attention(*tensors)
+    assert torch.equal(got, want)
+    assert same(*(torch.autograd.grad(out.square().sum(), tensors) for out in (got, want)))
+    whole = heedful.flash_attn_func(*tensors, causal=True)
+    # Sums in another order: equal to roundings, not to the bit.
+    torch.testing.assert_close(got, whole)
+    assert not torch.equal(got, whole)
+
+
 def shards(tensors: Any, heads: int, group: int):
     """A call cut in two by batch, by heads and by rows, with where each part begins."""
     q, k, v = tensors

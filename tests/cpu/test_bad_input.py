@@ -181,7 +181,7 @@ BAD = [
     (dense, {"num_splits": np.bool_(True)}, "num_splits", TypeError),
     (dense, {"num_splits": np.float64(2)}, "num_splits", TypeError),
     (dense, {"num_splits": torch.tensor(2, device="meta")}, "num_splits", TypeError),
-    (dense, {"num_splits": 3}, "split", ValueError),
+    (dense, {"num_splits": 3, "backend": "sdpa"}, "split", ValueError),
     (dense, {"q_descale": torch.ones(2, 2)}, "q_descale", ValueError),
     (dense, {"k_descale": torch.ones(2, 2)}, "k_descale", ValueError),
     (dense, {"v_descale": torch.ones(())}, "v_descale", ValueError),

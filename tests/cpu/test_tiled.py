@@ -43,6 +43,7 @@ CHOICES: dict[str, Any] = dict(
     seqlen_k=[0, 1],
     batch=[0, 5],
     head_dim=[1, 128],
+    num_splits=[2, 100],
 )
 ALL: dict[str, Any] = dict(
     softcap=4.0, alibi="bh", bias="hqk", sink=True, dropout_p=0.15, window=(60, 3, 2)
@@ -82,6 +83,75 @@ def test_several_tiles_are_within_budget(case, dtype):
 @pytest.mark.parametrize("case", QUANTISED, ids=str)
 def test_quantised_keys_and_values_are_within_budget(case):
     run(cpu, case)
+
+
+SPLIT = [
+    *variants(
+        replace(LONG, num_splits=3),
+        causal=[False, True],
+        window=[(99, 20, 5), (30, 0)],
+        sink=[True],
+        dropout_p=[0.2],
+        heads_k=[2],
+        dtype=["float16", "bfloat16"],
+        scale=[8.0],
+        return_probs=[True],
+        seqlen_q=[1],
+        seqlen_k=[0, 64, 65],
+    ),
+    Case(**ALL, varlen="qk", used="qk", heads_q=4, num_splits=2, seqlen_k=300),
+    Case(page_size=16, used="k", seqlen_k=500, num_splits=4, backward=False),
+    Case(kv_dtype="int8", kv_group=8, kv_shift=True, backward=False, seqlen_k=300, num_splits=4),
+]
+
+
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+def test_a_split_of_the_keys_is_within_budget(case):
+    run(cpu, case)
+
+
+@pytest.mark.parametrize("scores", [blocks.SHORT, 0], ids=["torchs-threads", "own-threads"])
+@pytest.mark.parametrize("num_splits", [2, 3, 7])
+def test_a_split_sequence_does_not_depend_on_the_rest_of_the_batch(num_splits, scores, monkeypatch):
+    """Nor on how many heads share a tile, nor on which thread ends last."""
+    monkeypatch.setattr(blocks, "SHORT", scores)
+    lengths = (700, 64, 0, 401)
+    case = Case(batch=4, seqlen_q=70, seqlen_k=700, heads_q=4, head_dim=16, used="k", sink=True)
+    built = build(replace(case, num_splits=num_splits, lens_k=lengths, causal=True))
+    out, lse, _ = cpu.forward(built.problem, built.x)
+    alone = replace(built.problem, batch=1)
+    for b in range(4):
+        own = [
+            None if t is None or name == "sink" else t[b : b + 1]
+            for name, t in built.x._asdict().items()
+        ]
+        x = Operands(*own)._replace(sink=built.x.sink)
+        out_b, lse_b, _ = cpu.forward(alone, x)
+        assert torch.equal(out_b[0], out[b]) and torch.equal(lse_b[0], lse[b])
+    for size in (1, 64 * 1024):
+        monkeypatch.setattr(blocks, "SCORES_PER_TILE", size)
+        again = cpu.forward(built.problem, built.x)
+        assert torch.equal(again[0], out) and torch.equal(again[1], lse)
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (150, 0), (150, 20, 90)])
+def test_a_split_cuts_each_sequences_keys_into_even_parts(window):
+    """Every key tile that is visited, once and in order; no part is more than a unit longer."""
+    case = Case(batch=1, seqlen_q=900, seqlen_k=1000, heads_q=1, heads_k=1, window=window)
+    built = build(replace(case, backward=False))
+    (block,) = blocks.blocks(built.problem, built.x, apart=True)
+    for rows in blocks.query_tiles(block):
+        whole = list(blocks.key_tiles(block, rows))
+        keys = [(key, masked) for cols, masked in whole for key in cols]
+        units = sum(-(-len(cols) // blocks.UNIT) for cols, _ in whole)
+        for splits in (0, 1, 2, 3, 5, 16, 1000):
+            parts = tiled_forward.parts_of_keys(whole, splits)
+            found = [(key, masked) for part in parts for cols, masked in part for key in cols]
+            assert found == keys
+            sizes = [sum(-(-len(c) // blocks.UNIT) for c, _ in part) for part in parts]
+            share = -(-units // max(1, splits))
+            assert max(sizes) == share and sizes[:-1] == [share] * (len(parts) - 1)
+            assert len(parts) == max(1, -(-units // max(1, share))) <= max(1, splits)
 
 
 RANDOM: dict[str, Any] = dict(

@@ -291,7 +291,7 @@ ROWS: tuple[KernelRow, ...] = (
         "forward",
         {"cpu": "run"},
         (*_FLOATS, *_FP8),
-        _EVERY_FEATURE - {"split_kv"},
+        _EVERY_FEATURE,
         kv_dtypes=_QUANTIZED,
         least=(("torch", (2, 11)),),
     ),

@@ -152,8 +152,13 @@ def _takes_part(kernel: str, problem, forward: str, backward: str | None) -> boo
 
 
 def _splits(row: KernelRow, chosen: dict[str, ConfigRow], problem, device) -> int:
+    if "split_kv" not in row.features:
+        return 1
     found = chosen.get(f"{row.backend}.forward")
-    if found is None or "split_kv" not in row.features or problem.return_probs:
+    if found is None:
+        # A CPU chooses no splits: its threads share what there is.
+        return max(1, problem.num_splits)
+    if problem.return_probs:
         return 1
     config = found.config
     return choose_splits(problem, device, config.block_m, config.block_n, config.pack(problem))

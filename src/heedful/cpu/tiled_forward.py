@@ -4,11 +4,13 @@
 Dimension key as in blocks.py.
 """
 
+import threading
+
 import torch
 
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
-from heedful.cpu.blocks import Block, blocks, key_tiles, query_tiles, worth_threads
+from heedful.cpu.blocks import UNIT, Block, blocks, key_tiles, query_tiles, worth_threads
 from heedful.cpu.scores import Tiles, exp_
 from heedful.cpu.workers import for_each
 from heedful.reference.philox import keep_scale
@@ -43,57 +45,142 @@ def forward(
         shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
         probs = torch.zeros(shape, dtype=out.dtype)
 
-    def work(tiles: Tiles, item: tuple[Block, range]) -> None:
-        _attend(tiles, *item, out, lse)
+    def work(tiles: Tiles, item: tuple[_Split, int]) -> None:
+        split, part = item
+        if not split.attend(tiles, part, out, lse):
+            return
         if probs is not None:
-            _write_probs(tiles, *item, lse, probs)
+            _write_probs(tiles, split.block, split.rows, lse, probs)
 
     # Under a causal mask the last rows see most keys: first, so that threads end together.
     order = reversed if problem.mask.right >= 0 else iter
     groups = [
-        [(block, rows) for rows in order(list(query_tiles(block)))]
+        [
+            (split, part)
+            for split in (_Split(block, rows) for rows in order(list(query_tiles(block))))
+            for part in range(len(split.parts))
+        ]
         for block in blocks(problem, x, apart=True)
     ]
     for_each(groups, work, lambda: Tiles(problem, x), worth_threads(problem))
     return out, lse, probs
 
 
-def _attend(tiles: Tiles, block: Block, rows: range, out: torch.Tensor, lse: torch.Tensor) -> None:
-    """All keys of one query tile: writes its rows of out and lse."""
+KeyTiles = list[tuple[range, bool]]
+
+
+class _Split:
+    """A query tile and its keys, in as many parts as `num_splits` says, but no empty ones. A part
+    is an online softmax of its own; who finishes the last merges them all, in order.
+
+    Parts depend on the sequence's own length alone, so that no neighbour changes a bit.
+    """
+
+    def __init__(self, block: Block, rows: range):
+        self.block, self.rows = block, rows
+        tiles = list(key_tiles(block, rows))
+        self.parts = parts_of_keys(tiles, block.problem.num_splits)
+        self._lock = threading.Lock()
+        self._done: dict[int, tuple[torch.Tensor, ...]] = {}
+
+    def attend(self, tiles: Tiles, part: int, out: torch.Tensor, lse: torch.Tensor) -> bool:
+        """The keys of one part; whether the tile's rows of out and lse are now written."""
+        state = _attend(tiles, self.block, self.rows, self.parts[part], has_sink=part == 0)
+        if len(self.parts) > 1:
+            # What is in scratch will be written over by the next part.
+            kept = tuple(x.clone() for x in state)
+            with self._lock:
+                self._done[part] = kept
+                if len(self._done) < len(self.parts):
+                    return False
+            state = _merged(tiles, [self._done[index] for index in range(len(self.parts))])
+        _store(tiles, self.block, self.rows, *state, out, lse)
+        return True
+
+
+def parts_of_keys(tiles: KeyTiles, num_splits: int) -> list[KeyTiles]:
+    """Key tiles in runs of about as many UNITs each, cut within a tile where they must be; at least
+    one run, which may be empty, and at most `num_splits`."""
+    units = sum(-(-len(cols) // UNIT) for cols, _ in tiles)
+    share = -(-units // max(1, num_splits))
+    parts: list[KeyTiles] = [[]]
+    room = share
+    for cols, masked in tiles:
+        while cols:
+            if not room:
+                parts.append([])
+                room = share
+            head = cols[: room * UNIT]
+            parts[-1].append((head, masked))
+            cols, room = cols[len(head) :], room - -(-len(head) // UNIT)
+    return parts
+
+
+def _attend(
+    tiles: Tiles, block: Block, rows: range, keys: KeyTiles, has_sink: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """These keys of one query tile: (m, l, acc) in scratch, where acc / l is the output and
+    m + log(l) the lse."""
     problem, scratch = tiles.problem, tiles.scratch
     tiles.hold_keys(block)
     q = tiles.load_q(block, rows)
     acc = scratch.take("acc", *q.shape[:2], problem.head_dim_v)
     sink = None
-    if tiles.x.sink is not None:
+    if tiles.x.sink is not None and has_sink:
         per_head = block.split(tiles.x.sink[None].expand(problem.batch, -1))
         sink = per_head[..., None].repeat_interleave(len(rows), -1).to(scratch.dtype)
         sink = sink.reshape(block.heads, -1, 1)
     state = q, acc, sink
-    all_keys = _with_a_key_first(block, rows)
-    if all_keys:
-        m, l_sum = _by_first_maximum(tiles, block, rows, all_keys, *state)
+    ordered = _with_a_key_first(block, rows, keys)
+    if ordered:
+        m, l_sum = _by_first_maximum(tiles, block, rows, ordered, *state)
         # In this order a row with a NaN counts as too large: the other way has it there as well.
         if not l_sum.max().item() <= MOST:
             kept = [x.clone() for x in (m, l_sum, acc)]
             fits = kept[1] <= MOST
-            m, l_sum = _by_running_maximum(tiles, block, rows, *state)
+            m, l_sum = _by_running_maximum(tiles, block, rows, keys, *state)
             # Row by row, or a row's bits would depend on which others share its tile.
             for x, old in zip((m, l_sum, acc), kept, strict=True):
                 torch.where(fits, old, x, out=x)
     else:
-        m, l_sum = _by_running_maximum(tiles, block, rows, *state)
+        m, l_sum = _by_running_maximum(tiles, block, rows, keys, *state)
+    return m, l_sum, acc
+
+
+def _merged(
+    tiles: Tiles, parts: list[tuple[torch.Tensor, ...]]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(m, l, acc) of all parts, in the first's tensors. Products and sums are rounded one by one,
+    so that bits do not depend on a row's place in a tile."""
+    m, l_sum, acc = parts[0]
+    top = m.clone()
+    for other, *_ in parts[1:]:
+        torch.maximum(top, other, out=top)
+    weight = tiles.scratch.take("largest", *m.shape)
+    for index, (own, l_part, acc_part) in enumerate(parts):
+        torch.sub(own, top, out=weight)
+        exp_(weight)
+        l_part.mul_(weight)
+        acc_part.mul_(weight)
+        if index:
+            l_sum.add_(l_part)
+            acc.add_(acc_part)
+    return top, l_sum, acc
+
+
+def _store(tiles: Tiles, block: Block, rows: range, m, l_sum, acc, out, lse) -> None:
+    """A query tile's rows of out and lse, from all its keys."""
     lse_rows = block.rows(lse)[..., rows.start : rows.stop]
     # In a row without keys l is 0, its logarithm -inf, and acc 0.
     lse_rows.copy_((m.double() + l_sum.double().log()).view(lse_rows.shape))
     acc.div_(l_sum.clamp_(min=torch.finfo(l_sum.dtype).tiny))
-    if problem.dropout_p > 0:
-        acc.mul_(keep_scale(problem.dropout_p))
+    if tiles.problem.dropout_p > 0:
+        acc.mul_(keep_scale(tiles.problem.dropout_p))
     block.store_queries(out, rows, acc)
 
 
 def _by_first_maximum(
-    tiles: Tiles, block: Block, rows: range, all_keys: list[tuple[range, bool]], q, acc, sink
+    tiles: Tiles, block: Block, rows: range, all_keys: KeyTiles, q, acc, sink
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums probabilities and their products with values by the largest scores of the first of
     `all_keys`: no later tile needs a pass over its scores to find theirs, nor a rescaling.
@@ -124,10 +211,10 @@ def _by_first_maximum(
     return m, l_sum
 
 
-def _with_a_key_first(block: Block, rows: range) -> list[tuple[range, bool]]:
-    """The key tiles of queries `rows`, first one of which the position leaves each row a key; none
-    if there is none."""
-    tiles, mask = list(key_tiles(block, rows)), block.problem.mask
+def _with_a_key_first(block: Block, rows: range, tiles: KeyTiles) -> KeyTiles:
+    """These key tiles of queries `rows`, first one of which the position leaves each row a key;
+    none if there is none."""
+    mask = block.problem.mask
     off = mask.offset(block.len_q, block.len_k)
     for number, (cols, _) in enumerate(tiles):
         first_row = mask.right < 0 or rows.start + off + mask.right >= cols.start
@@ -138,7 +225,7 @@ def _with_a_key_first(block: Block, rows: range) -> list[tuple[range, bool]]:
 
 
 def _by_running_maximum(
-    tiles: Tiles, block: Block, rows: range, q, acc, sink
+    tiles: Tiles, block: Block, rows: range, keys: KeyTiles, q, acc, sink
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The online softmax as published: returns (m, l), both (B G, R M, 1), and sets acc."""
     m, l_sum, total, largest = (
@@ -151,7 +238,7 @@ def _by_running_maximum(
         # The sink is a key whose value is zero.
         torch.gt(sink, -torch.inf, out=l_sum)
         torch.maximum(m, sink, out=m)
-    for cols, masked in key_tiles(block, rows):
+    for cols, masked in keys:
         s = tiles.scores(block, rows, cols, masked, q, tiles.load_k(block, cols))
         torch.maximum(m, _largest(s, out=largest), out=largest)
         p = exp_(s.sub_(largest))
