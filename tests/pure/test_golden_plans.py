@@ -37,6 +37,69 @@ PROBLEMS = [
 ]
 
 
+# Every tile: of each head dim at which one ends, of each condition that picks one.
+DIMS = (16, 64, 65, 128, 129, 192, 193, 256, 257, 512)
+CONDITIONS: dict[str, dict] = {
+    "plain": {},
+    "float32": {"dtype": "float32"},
+    "causal": {"causal": True},
+    "window": {"mask": MaskSpec.of(True, (100, 0))},
+    "left window": {"mask": MaskSpec.of(False, (100, -1))},
+    "one burden": {"dropout_p": 0.1},
+    "burdened": {"dropout_p": 0.1, "bias": True, "bias_grad": True},
+    "unaligned": {"aligned": False},
+    "tree": {"tree_mask": True, "needs_grad": False},
+    "slopes": {"alibi": True},
+    "packed": {"total_q": 9000, "total_k": 9000, "causal": True},
+    "grouped decode": {"seqlen_q": 1, "heads_k": 4, "needs_grad": False},
+    "grouped few": {"seqlen_q": 9, "heads_k": 4, "needs_grad": False},
+    "grouped more": {"seqlen_q": 64, "heads_k": 4, "needs_grad": False},
+    "65 rows": {"seqlen_q": 65},
+    "128 rows": {"seqlen_q": 128},
+    "129 rows": {"seqlen_q": 129},
+    "pages": {"page_size": 16, "used_k": True, "needs_grad": False},
+    "small grid": {"batch": 1, "seqlen_q": 1024, "seqlen_k": 1024, "heads_q": 8},
+    "small grid, given splits": {
+        **{"batch": 1, "seqlen_q": 1024, "seqlen_k": 1024, "heads_q": 8},
+        **{"num_splits": 2, "needs_grad": False},
+    },
+    "probabilities": {"return_probs": True, "needs_grad": False},
+    "fp8": {"dtype": "float8_e4m3fn", "needs_grad": False},
+    "fp8 causal": {"dtype": "float8_e4m3fn", "causal": True, "needs_grad": False},
+    "fp8 fnuz": {"dtype": "float8_e4m3fnuz", "needs_grad": False},
+}
+
+
+def tiles(device) -> list[str]:
+    """By kernel and tile, the conditions and head dims that it is for."""
+    users: dict[str, dict[str, list[str]]] = {}
+    for name, facts in CONDITIONS.items():
+        for dim in DIMS:
+            base = {"batch": 4, "seqlen_q": 4096, "seqlen_k": 4096, "heads_q": 16}
+            problem = dense(**{**base, "head_dim": dim, "needs_grad": True, **facts})
+            for backend in (None, "cdna", "portable"):
+                for said in kernels(problem, device, backend):
+                    dims = users.setdefault(said, {}).setdefault(name, [])
+                    dims += [str(dim)] * (str(dim) not in dims)
+    return [
+        f"  {said}: " + "; ".join(f"{name} {' '.join(dims)}" for name, dims in uses.items())
+        for said, uses in users.items()
+    ]
+
+
+def kernels(problem: AttentionProblem, device, backend: str | None) -> list[str]:
+    try:
+        chosen = plan(problem, device, backend=backend)
+    except ValueError:
+        return []
+    found = [f"{chosen.num_splits} splits"] if chosen.num_splits > 1 else []
+    for kernel, c in chosen.configs.items():
+        extra = "".join(f" {key}={value}" for key, value in c.extra)
+        tile = f"{c.block_m}x{c.block_n}x{c.num_warps}x{c.num_stages}"
+        found.append(f"{kernel} {tile}{extra} ({chosen.measured[kernel]})")
+    return found
+
+
 def line(problem: AttentionProblem, device) -> str:
     """One plan, or why there is none."""
     try:
@@ -58,6 +121,9 @@ def table() -> str:
     for problem in PROBLEMS:
         lines.append(problem.key())
         lines += [f"  {name}: {line(problem, device)}" for name, device in devices]
+    for device in KNOWN.values():
+        lines.append(str(device))
+        lines += tiles(device) if device.name in DEVICES else []
     return "\n".join(lines) + "\n"
 
 

@@ -71,11 +71,12 @@ _FAR = 0x7FFF0000
 @dataclass
 class Place:
     """Where an operand lies: its address and its strides in elements, by axis. map: as TMA sees
-    it, if it does."""
+    it, if it does. promise: what the compiler was told that the address is a multiple of."""
 
     address: int
     strides: dict[str, int] = field(default_factory=dict)
     map: Map | None = None
+    promise: int = 1
 
 
 def role(launch: Launch) -> str:
@@ -108,7 +109,7 @@ def places(launch: Launch) -> dict[str, Place]:
             _same_numbers(launch, parameter, value)
         else:
             assert value is not None, f"{parameter}: no tensor map was put in place"
-            found[name] = Place(value)
+            found[name] = Place(value, promise=launch.promises.get(parameter, 1))
     for parameter, value in launch.arguments.items():
         if parameter.startswith("stride_"):
             name, axis = _stride(launch, parameter)
@@ -169,3 +170,30 @@ def _same_numbers(launch: Launch, parameter: str, value: Map) -> None:
     for part in ("shape", "strides"):
         for axis, number in enumerate(getattr(value, part)):
             assert launch.arguments[f"{parameter}.{part}[{axis}]"] == number, (parameter, part)
+
+
+def described(launch: Launch) -> list[str]:
+    """A launch in words that do not depend on addresses or on the order of anything."""
+    lines = [f"  {role(launch)} {launch.grid} {_words(launch.options)}"]
+    for name, place in sorted(places(launch).items()):
+        promised = "*16" if place.promise == 16 else ""
+        view = ""
+        if place.map is not None:
+            view = f" map {place.map.shape} {place.map.strides} box {place.map.box}"
+        lines.append(f"    {name}{promised} {_words(place.strides)}{view}")
+    beside = [name for name in launch.arguments if "[" not in name and name not in launch.memory]
+    numbers = {name: launch.arguments[name] for name in beside if not name.startswith("stride_")}
+    wide = sorted(name for name in beside if launch.types[name] == "i64")
+    lines.append(f"    numbers {_words(numbers)}")
+    lines.append(f"    64 bits {' '.join(wide)}")
+    lines.append(
+        f"    constants {_words({k: v for k, v in launch.constants.items() if v is not None})}"
+    )
+    return lines
+
+
+def _words(facts: dict) -> str:
+    return " ".join(
+        f"{name}={value:.7g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in sorted(facts.items())
+    )

@@ -56,7 +56,8 @@ class Launch:
     """One launch as the driver saw it.
 
     arguments: parameter -> its value in the buffer: a number, an address, or a Map.
-    memory: parameters that are addresses or maps. constants: compile-time values, None for absent
+    memory: parameters that are addresses or maps. promises: what the compiler was told that each is
+    a multiple of. constants: compile-time values, None for absent
     operands. options: of the compiler.
     """
 
@@ -66,6 +67,7 @@ class Launch:
     arguments: dict[str, Any]
     memory: frozenset[str]
     types: dict[str, str]
+    promises: dict[str, int]
     constants: dict[str, Any]
     options: dict[str, Any]
     device: Any
@@ -139,8 +141,8 @@ class Gpu:
             arguments[parameter.name] = self._read(parameter, buffer)
         assert code.call is not None
         call = code.call
-        for name, argument in call.arguments.items():
-            promised = promise(argument)
+        promises = {name: promise(argument) for name, argument in call.arguments.items()}
+        for name, promised in promises.items():
             value = arguments[name]
             assert promised == 1 or value % promised == 0, (
                 f"{name} {value}: no multiple of {promised}"
@@ -153,6 +155,7 @@ class Gpu:
             arguments,
             frozenset(memory),
             types,
+            promises,
             dict(call.constants),
             dict(call.options),
             index,
