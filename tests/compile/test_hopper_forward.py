@@ -52,6 +52,16 @@ def test_every_config_compiles_and_fits_an_sm(row, causal):
     assert registers + row.config.get("producer_regs") <= 512  # of 65536, by 128 threads
 
 
+HOPPER_ROWS = [row for row in configs.ROWS if row.kernel == "hopper.forward"]
+
+
+@pytest.mark.parametrize("row", HOPPER_ROWS, ids=lambda r: f"d{r.max_dim}-{r.config.block_m}")
+def test_each_consumer_has_slots_of_queries_of_its_own(row):
+    """A consumer that does not see each phase of a slot's barrier may take one for the next."""
+    consumers = row.config.block_m // 64
+    assert row.config.get("q_slots", consumers) % consumers == 0
+
+
 def whole(problem):
     """The forward's calls and scratch under the planner's choice."""
     chosen = plan.plan(problem, DEVICE, backend="hopper")

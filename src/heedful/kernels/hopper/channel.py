@@ -166,19 +166,6 @@ class Channel:
         barrier.wait(self.full.index(at.slot), at.parity, pred)
 
     @gluon.jit
-    def wait_among(self, at, consumers: gl.constexpr):
-        """As `wait`, in a ring whose tiles go to `consumers` consumers in turn.
-
-        A parity tells a phase from the one before it, and no further. Where a slot serves several
-        consumers, one that runs ahead may find the slot still in the phase before the last one,
-        and take that for its own tile. So it first waits for the tile of the consumer before it.
-        Where each consumer has slots of its own, it sees every phase.
-        """
-        if self.full.shape[0] % consumers != 0:
-            barrier.wait(self.full.index(at.slot), at.parity ^ 1)
-        barrier.wait(self.full.index(at.slot), at.parity)
-
-    @gluon.jit
     def tile(self, at):
         """A tile, or of three boxes the first two."""
         if self.tails is None:

@@ -313,7 +313,7 @@ def consumer(outputs, q, slots, deal, shape, WORKER: gl.constexpr):
         whole = program_keys(shape, tile, split)
         keys = consumer_keys(shape, tile, row, whole)
         place = at_q.slot if shape.OUT_IN_Q else gl.to_tensor(WORKER)
-        q.wait_among(at_q, shape.CONSUMERS)
+        q.wait(at_q)
         if steps_of(shape, keys) > 0:
             at = skip(slots, at, whole.end - keys.end, shape, WORKER)
             acc, m_M, l_M, at = attend(q, slots, at_q, at, keys, shape, tile, row, WORKER)
@@ -495,6 +495,10 @@ def forward(
         IS_LEFT,
         HAS_SOFTCAP,
     )
+    # A parity tells a phase from the next, and no further. A slot that served several consumers
+    # would pass phases that one of them never waits for: far ahead, it would take the phase before
+    # last for its own.
+    gl.static_assert(Q_SLOTS % CONSUMERS == 0)
     q = Channel.allocate(q_desc, Q_SLOTS, 1, TAIL_D)
     if block_table is None:
         k = Channel.allocate(k_desc, K_STAGES, CONSUMERS, TAIL_D)

@@ -360,7 +360,7 @@ def consumer(outputs, scales, all_sums, q, slots, deal, shape, WORKER: gl.conste
         keys = key_range(shape, tile, row, ROWS)
         factors = scales.of_scores(tile, shape.HAS_SOFTCAP)
         v_scale = scales.of_values(tile)
-        q.wait_among(at_q, shape.CONSUMERS)
+        q.wait(at_q)
         if keys.end > keys.begin:
             at = skip(slots, at, whole.end - keys.end, shape, WORKER)
             last_second = visits_last_second(shape, whole)
@@ -505,6 +505,10 @@ def forward(
         stride_vdb,
         stride_vdh,
     )
+    # A parity tells a phase from the next, and no further. A slot that served several consumers
+    # would pass phases that one of them never waits for: far ahead, it would take the phase before
+    # last for its own.
+    gl.static_assert(Q_SLOTS % CONSUMERS == 0)
     q = Channel.allocate(q_desc, Q_SLOTS, 1)
     # At D256 keys are looked at no more once their scores are there, and memory holds two slots:
     # too few to keep keys as long as values.
