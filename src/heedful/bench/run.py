@@ -2,20 +2,27 @@
 
 import datetime
 import platform
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 
 import heedful
 from heedful.bench import machine, timing
 from heedful.bench.cases import Case
-from heedful.bench.check import Checker, Results
+from heedful.bench.check import Checker
+from heedful.bench.exact import Results
 from heedful.bench.peers import Forward, Inputs, Peer, draw
 from heedful.bench.timing import Spread
 
 # Arguments of host timing are rotated over so many sets, so that nothing is reused by accident.
 HOST_SETS = 256
+# Of these, the results of so many are looked at, in turn with those of the first.
+WATCHED_SETS = 3
+# Calls whose results are looked at before any is timed: what is kept from call to call shows then.
+CALLS_BEFORE = 3
 # The first of these that has a figure is what ratios are over.
 BASES = ("bf16", "cudnn", "flash", "sdpa", "math")
 
@@ -59,22 +66,15 @@ def measure(
     if case.host and device.type == "cpu":
         reason = "on a CPU the host's time is the kernel's"
         return Outcome(case, None, [Figure(peer.name, missing=reason) for peer in peers])
-    ready, refused = _prepare(case, peers, device)
+    trial = Trial(case, device)
+    for peer in peers:
+        trial.enter(peer)
     bases = ("sdpa", *bases) if case.host else bases
-    base = next((name for name in bases if name in ready), None)
     before = machine.clocks() if device.type == "cuda" else {}
-    if case.host:
-        calls = {name: _host_call(case, forward, device) for name, forward in ready.items()}
-        times = timing.interleaved_host(calls, HOST_SETS, device, rounds)
-    else:
-        inputs = draw(case, device)
-        calls = {name: _call(case, forward, inputs) for name, forward in ready.items()}
-        times = timing.interleaved(calls, device, rounds)
+    times = trial.times(rounds)
     after = machine.clocks() if device.type == "cuda" else {}
-    figures = [
-        refused[peer.name] if peer.name in refused else _figure(peer.name, times, base)
-        for peer in peers
-    ]
+    base = next((name for name in bases if name in times), None)
+    figures = [trial.refused.get(peer.name) or _figure(peer.name, times, base) for peer in peers]
     return Outcome(case, base, figures, (before, after))
 
 
@@ -83,75 +83,104 @@ def _figure(name: str, times: dict[str, list[float]], base: str | None) -> Figur
     return Figure(name, Spread.of(times[name]), ratio)
 
 
-def _prepare(
-    case: Case, peers: list[Peer], device: torch.device
-) -> tuple[dict[str, Forward], dict[str, Figure]]:
-    """The peers whose result is right, and for the others why they have no figure."""
-    inputs = draw(case, device)
-    checker = None
-    ready: dict[str, Forward] = {}
-    refused: dict[str, Figure] = {}
-    for peer in peers:
-        reason, wrong = peer.why_not(case, device), False
-        if reason is None:
-            try:
-                forward = peer.make(case, inputs)
-                if case.compiled:
-                    torch._dynamo.reset()
-                    forward = torch.compile(forward)
-                got = _results(case, forward, inputs)
-                checker = checker or Checker(case, inputs)
-                reason = checker.why_wrong(got)
-                wrong = reason is not None
-            except Exception as error:  # whatever a peer raises is its reason
-                reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-                wrong = peer.name.startswith("heedful")
-        if reason is None:
-            ready[peer.name] = forward
-        else:
-            refused[peer.name] = Figure(peer.name, missing=reason, wrong=wrong)
-        if device.type == "cuda":
+@dataclass(frozen=True)
+class Call:
+    """One call on one set of inputs. run: what is checked and what is timed, the same object.
+    results: what it returned, by name."""
+
+    run: Callable[[], Any]
+    results: Callable[[Any], Results]
+
+
+def call_of(case: Case, forward: Forward, inputs: Inputs) -> Call:
+    """The call that a case is about: a forward, or a backward on a kept forward."""
+    backward = case.direction == "backward"
+    q, k, v = (x.detach().requires_grad_(case.grad or backward) for x in inputs[:3])
+    if not backward:
+        return Call(lambda: forward(q, k, v), lambda out: Results(out.detach()))
+    out = forward(q, k, v)
+    return Call(
+        lambda: torch.autograd.grad(out, (q, k, v), inputs.dout, retain_graph=True),
+        lambda gradients: Results(out.detach(), *gradients),
+    )
+
+
+def _spoil(returned: Any) -> None:
+    """NaN into what a call returned: what the next one leaves unwritten, or hands out again, is
+    then no number."""
+    for tensor in returned if isinstance(returned, tuple) else (returned,):
+        if tensor is not None:
+            tensor.detach().fill_(torch.nan)
+
+
+class Trial:
+    """The peers of one case: each is checked before it is timed and after every round, on what the
+    timed calls themselves returned.
+
+    refused: figures of those that cannot run the case or have computed it wrong.
+    """
+
+    def __init__(self, case: Case, device: torch.device):
+        self.case, self.device = case, device
+        self.refused: dict[str, Figure] = {}
+        self._calls: dict[str, list[Call]] = {}
+        seeds = range(HOST_SETS if case.host else 1)
+        self._inputs = [draw(case, device, seed) for seed in seeds]
+        drawn = random.Random(0).sample(seeds[1:], WATCHED_SETS) if case.host else []
+        self._watched = [0, *drawn]
+        self._checkers: dict[int, Checker] = {}
+
+    def enter(self, peer: Peer) -> None:
+        """Takes a peer in whose results are right, or notes why it has no figure."""
+        reason = peer.why_not(self.case, self.device)
+        if reason is not None:
+            self.refused[peer.name] = Figure(peer.name, missing=reason)
+            return
+        try:
+            forward = peer.make(self.case, self._inputs[0])
+            if self.case.compiled:
+                torch._dynamo.reset()
+                forward = torch.compile(forward)
+            calls = [call_of(self.case, forward, inputs) for inputs in self._inputs]
+            for _ in range(CALLS_BEFORE):
+                for number in self._watched:
+                    self._inspect(peer.name, calls, number, calls[number].run())
+            self._calls[peer.name] = calls
+        except Exception as error:  # whatever a peer raises is its reason
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            wrong = peer.name.startswith("heedful")
+            self.refused.setdefault(peer.name, Figure(peer.name, missing=reason, wrong=wrong))
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
-    return ready, refused
 
+    def times(self, rounds: int) -> dict[str, list[float]]:
+        """Microseconds of a call, round by round, of every peer that was right to the end."""
 
-def _leaves(inputs: Inputs, grad: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q, k, v = (x.detach().requires_grad_(grad) for x in inputs[:3])
-    return q, k, v
+        def inspect(name: str, number: int, returned: Any) -> None:
+            self._inspect(name, self._calls[name], number, returned)
 
+        ready = {name: own for name, own in self._calls.items() if name not in self.refused}
+        if self.case.host:
+            sets = {name: [call.run for call in own] for name, own in ready.items()}
+            times = timing.interleaved_host(sets, self.device, rounds, self._watched, inspect)
+        else:
+            calls = {name: own[0].run for name, own in ready.items()}
+            times = timing.interleaved(
+                calls, self.device, rounds, lambda name, returned: inspect(name, 0, returned)
+            )
+        return {name: own for name, own in times.items() if name not in self.refused}
 
-def _results(case: Case, forward: Forward, inputs: Inputs) -> Results:
-    """What a peer computes, once; a backward's gradients too."""
-    if case.direction == "forward":
-        with torch.set_grad_enabled(case.grad):
-            return Results(forward(*_leaves(inputs, case.grad)).detach())
-    leaves = _leaves(inputs, True)
-    out = forward(*leaves)
-    return Results(out.detach(), *torch.autograd.grad(out, leaves, inputs.dout))
-
-
-def _call(case: Case, forward: Forward, inputs: Inputs) -> Callable[[], object]:
-    """One timed call: a forward without a graph, or a backward on a kept forward."""
-    if case.direction == "forward":
-        leaves = _leaves(inputs, False)
-        return lambda: forward(*leaves)
-    leaves = _leaves(inputs, True)
-    out = forward(*leaves)
-    return lambda: torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
-
-
-def _host_call(case: Case, forward: Forward, device: torch.device) -> Callable[[int], object]:
-    """One call on the argument set of a number."""
-    sets = [draw(case, device, seed) for seed in range(HOST_SETS)]
-    if case.direction == "forward":
-        leaves = [_leaves(inputs, case.grad) for inputs in sets]
-
-        def call(index: int) -> object:
-            return forward(*leaves[index])
-
-        return call
-    calls = [_call(case, forward, inputs) for inputs in sets]
-    return lambda index: calls[index]()
+    def _inspect(self, name: str, calls: list[Call], number: int, returned: Any) -> None:
+        """Refuses a peer for a wrong result of its call on the inputs of a number."""
+        if name in self.refused:
+            return
+        if number not in self._checkers:
+            self._checkers[number] = Checker(self.case, self._inputs[number])
+        reason = self._checkers[number].why_wrong(calls[number].results(returned))
+        if reason is not None:
+            self.refused[name] = Figure(name, missing=reason, wrong=True)
+        else:
+            _spoil(returned)
 
 
 def records(outcome: Outcome, device: torch.device) -> Iterator[dict]:

@@ -1,9 +1,11 @@
 """Interleaved timing: A B A B ..., so that heat, clocks and neighbours meet every peer alike."""
 
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -34,36 +36,63 @@ def ratios(base: list[float], other: list[float]) -> Spread:
 
 
 def interleaved(
-    calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int
+    calls: Mapping[str, Callable[[], Any]],
+    device: torch.device,
+    rounds: int,
+    inspect: Callable[[str, Any], None],
 ) -> dict[str, list[float]]:
-    """Microseconds of one call of each, a figure per round: the median of that round's calls."""
+    """Microseconds of one call of each, a figure per round: the median of that round's calls.
+
+    inspect: is given, after each turn, the name of whose it was and what one of its timed calls
+    returned, drawn anew each time.
+    """
     _check_rounds(rounds)
     clock = _gpu_clock(device) if device.type == "cuda" else _cpu_clock
     counts = {name: _calls_a_round(clock, call) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
+    chosen = random.Random(0)
     for _ in range(rounds):
         for name, call in calls.items():
-            times[name].append(statistics.median(clock(call, counts[name])) * 1e6)
+            seconds, kept = clock(call, counts[name], chosen.randrange(counts[name]))
+            times[name].append(statistics.median(seconds) * 1e6)
+            inspect(name, kept)
+            del kept
     return times
 
 
 def interleaved_host(
-    calls: Mapping[str, Callable[[int], object]], sets: int, device: torch.device, rounds: int
+    calls: Mapping[str, Sequence[Callable[[], Any]]],
+    device: torch.device,
+    rounds: int,
+    watched: Sequence[int],
+    inspect: Callable[[str, int, Any], None],
 ) -> dict[str, list[float]]:
     """Microseconds that the host spends in one call, the device never waited for inside a round.
-    A call is given the number of the argument set to use: every set once a round."""
+
+    calls: of each name one a set of arguments, every one of which is made once a round. inspect: is
+    given, after each turn, whose it was, the number of one call of those `watched`, and what that
+    returned.
+    """
     _check_rounds(rounds)
     times: dict[str, list[float]] = {name: [] for name in calls}
+    chosen = random.Random(0)
     for round_ in range(-1, rounds):  # the first is a warm-up
-        for name, call in calls.items():
+        for name, sets in calls.items():
+            number = chosen.choice(watched)
+            before, call, after = sets[:number], sets[number], sets[number + 1 :]
             _synchronize(device)
             start = time.perf_counter()
-            for index in range(sets):
-                call(index)
+            for other in before:
+                other()
+            kept = call()
+            for other in after:
+                other()
             taken = time.perf_counter() - start
             if round_ >= 0:
-                times[name].append(taken / sets * 1e6)
+                times[name].append(taken / len(sets) * 1e6)
             _synchronize(device)
+            inspect(name, number, kept)
+            del kept
     return times
 
 
@@ -77,28 +106,32 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _calls_a_round(clock: Callable, call: Callable[[], object]) -> int:
-    seconds = statistics.median(clock(call, LEAST_CALLS))
-    return max(LEAST_CALLS, min(MOST_CALLS, round(ROUND_SECONDS / max(seconds, 1e-9))))
+def _calls_a_round(clock: Callable, call: Callable[[], Any]) -> int:
+    seconds, _ = clock(call, LEAST_CALLS, 0)
+    median = statistics.median(seconds)
+    return max(LEAST_CALLS, min(MOST_CALLS, round(ROUND_SECONDS / max(median, 1e-9))))
 
 
-def _cpu_clock(call: Callable[[], object], count: int) -> list[float]:
-    """Seconds of each of `count` calls."""
-    seconds = []
-    for _ in range(count):
+def _cpu_clock(call: Callable[[], Any], count: int, keep: int) -> tuple[list[float], Any]:
+    """Seconds of each of `count` calls, and what call number `keep` returned."""
+    seconds, kept = [], None
+    for number in range(count):
         start = time.perf_counter()
-        call()
+        result = call()
         seconds.append(time.perf_counter() - start)
-    return seconds
+        if number == keep:
+            kept = result
+        del result
+    return seconds, kept
 
 
-def _gpu_clock(device: torch.device) -> Callable[[Callable[[], object], int], list[float]]:
+def _gpu_clock(device: torch.device) -> Callable[..., tuple[list[float], Any]]:
     """A clock with a cold L2 before each call, on CUDA events."""
     properties = torch.cuda.get_device_properties(device)
     size = FLUSH_TIMES_L2 * max(properties.L2_cache_size, 64 * 1024 * 1024)
     flushed = torch.empty(size, dtype=torch.int8, device=device)
 
-    def clock(call: Callable[[], object], count: int) -> list[float]:
+    def clock(call: Callable[[], Any], count: int, keep: int) -> tuple[list[float], Any]:
         # The device sleeps while the host queues the call, or the host's own time would be in it.
         start = time.perf_counter()
         call()
@@ -106,13 +139,17 @@ def _gpu_clock(device: torch.device) -> Callable[[Callable[[], object], int], li
         torch.cuda.synchronize(device)
         cycles = int(min(2 * queued_s + 50e-6, 5e-3) * 2e9)
         events = [[torch.cuda.Event(enable_timing=True) for _ in "be"] for _ in range(count)]
-        for begin, end in events:
+        kept = None
+        for number, (begin, end) in enumerate(events):
             flushed.zero_()
             torch.cuda._sleep(cycles)
             begin.record()
-            call()
+            result = call()
             end.record()
+            if number == keep:
+                kept = result
+            del result
         torch.cuda.synchronize(device)
-        return [begin.elapsed_time(end) * 1e-3 for begin, end in events]
+        return [begin.elapsed_time(end) * 1e-3 for begin, end in events], kept
 
     return clock
