@@ -1,0 +1,215 @@
+"""A golden table of gates: what each problem asks for, and why each kernel does not take it. Each
+fact is given on both sides of the bound at which a gate turns.
+
+After a change that is meant: WRITE_GOLDEN_GATES=1 pytest tests/pure/test_golden_gates.py
+"""
+
+import math
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from heedful.core.capability import ROWS, Toolchain
+from heedful.core.device import by_name
+from heedful.core.mask import MaskSpec
+from heedful.core.plan import plan
+from heedful.core.problem import AttentionProblem
+from heedful.core.splits import choose_splits
+
+GOLDEN = Path(__file__).with_name("golden_gates.txt")
+DEVICES = ["H200", "A100", "RTX 3090", "RTX 4090", "B200", "MI300X", "MI355X", "CPU"]
+GRAD = {"needs_grad": True}
+FP8 = {"dtype": "float8_e4m3fn"}
+
+FACTS: list[dict] = [
+    {},
+    {"batch": 0},
+    {"seqlen_q": 0},
+    {"seqlen_k": 0},
+    {"total_q": 0, "total_k": 0},
+    {"seqlen_k": 383},
+    {"seqlen_k": 384},
+    {"head_dim": 1},
+    {"head_dim": 8},
+    {"head_dim": 12},
+    {"head_dim": 16, **FP8},
+    {"head_dim": 24, **FP8},
+    {"head_dim": 64},
+    {"head_dim": 128, "head_dim_v": 64},
+    {"head_dim": 192},
+    {"head_dim": 256},
+    {"head_dim": 257, **GRAD},
+    {"head_dim": 264},
+    {"head_dim": 64, "head_dim_v": 264},
+    {"head_dim": 256, "dtype": "float32", **GRAD},
+    {"head_dim": 264, "dtype": "float32", **GRAD},
+    {"head_dim": 64, "head_dim_v": 257, "dtype": "float32", **GRAD},
+    {"dtype": "float16"},
+    {"dtype": "float32"},
+    FP8,
+    {"dtype": "float8_e4m3fnuz"},
+    {"dtype": "float8_e5m2"},
+    {**FP8, "out_dtype": "float16"},
+    {**FP8, "out_dtype": "float32"},
+    {**FP8, "out_dtype": "float8_e4m3fn"},
+    {**FP8, **GRAD},
+    {"out_dtype": "float32"},
+    {"kv_dtype": "int8"},
+    {"kv_dtype": "int4", "kv_group": 32},
+    {"kv_dtype": "int8", "kv_group": 32, "kv_shift": True},
+    {"kv_dtype": "int8", "kv_shift": True},
+    {"kv_dtype": "float8_e4m3fn"},
+    {"kv_dtype": "float8_e4m3fnuz"},
+    {"kv_dtype": "float8_e5m2"},
+    {"scale": 0.0},
+    {"scale": -1.0},
+    {"softcap": 5.0},
+    {"dropout_p": 0.1},
+    {"dropout_p": 0.1, "dropout_origin": (1, 2, 3, 4)},
+    {"dropout_p": 0.1, "dropout_origin": (1, 2, 3, 5)},
+    {"dropout_origin": (1, 2, 3, 5)},
+    {"alibi": True},
+    {"bias": True},
+    {"bias": True, "bias_grad": True, **GRAD},
+    {"sink": True},
+    {"tree_mask": True},
+    {"causal": True},
+    {"causal": True, "seqlen_q": 511},
+    {"mask": MaskSpec.of(True, shift=1)},
+    {"mask": MaskSpec.of(False, shift=1)},
+    {"mask": MaskSpec.of(True, bottom_right=False)},
+    {"mask": MaskSpec.of(True, bottom_right=False), "seqlen_q": 511},
+    {"mask": MaskSpec.of(False, (5, 3))},
+    {"mask": MaskSpec.of(False, (5, 3, 1))},
+    {"total_q": 900, "total_k": 900, **GRAD},
+    {"total_k": 900},
+    {"used_q": True},
+    {"used_k": True},
+    {"used_k": True, "even_rows": False},
+    {"even_rows": False},
+    {"page_size": 16, "used_k": True},
+    {"page_size": 17, "used_k": True},
+    {"page_size": 16, "used_k": True, **GRAD},
+    {"page_size": 16, "used_k": True, "leftpad_k": True},
+    {"kv_batch_idx": True},
+    {"kv_batch_idx": True, **GRAD},
+    {"leftpad_k": True},
+    {"heads_k": 2},
+    {"return_lse": True},
+    {"return_probs": True},
+    {"return_probs": True, "num_splits": 2},
+    {"return_probs": True, "num_splits": 1},
+    {"num_splits": 2},
+    GRAD,
+    {"deterministic": True},
+    {"deterministic": True, **GRAD},
+    {"aligned": False},
+]
+
+
+def problem(facts: dict) -> AttentionProblem:
+    base = {"batch": 2, "seqlen_q": 512, "seqlen_k": 512, "heads_q": 4}
+    return AttentionProblem.dense(**{**base, **facts})
+
+
+def reasons(facts: dict) -> list[str]:
+    """What is said of a problem, by kernel and device; devices that say the same together."""
+    asked = problem(facts)
+    lines = [f"{facts}: {asked.key()}", f"  asks for {' '.join(sorted(asked.features())) or '-'}"]
+    flops, moved = (
+        f"{f()} forward, {f(backward=True)} backward" for f in (asked.flops, asked.bytes)
+    )
+    lines.append(f"  flops: {flops}; bytes: {moved}")
+    for row in ROWS:
+        said: dict[str, list[str]] = {}
+        for name in DEVICES:
+            device = by_name(name)
+            if row.level(device) is not None:
+                why = "; ".join(row.why_not(asked, device)) or "takes it"
+                said.setdefault(why, []).append(name)
+        lines += [
+            f"  {row.backend} {row.direction} {row.dtypes[0]}, {', '.join(names)}: {why}"
+            for why, names in said.items()
+        ]
+    return lines
+
+
+def table() -> str:
+    return "\n".join(line for facts in FACTS for line in reasons(facts)) + "\n"
+
+
+def test_gates_are_those_of_the_golden_table():
+    if os.environ.get("WRITE_GOLDEN_GATES"):
+        GOLDEN.write_text(table())
+    assert table() == GOLDEN.read_text()
+
+
+@pytest.mark.parametrize(
+    "triton, torch, takes",
+    [
+        ((3, 5), (2, 11), {"cpu", "sdpa"}),
+        ((3, 6), (2, 11), {"cpu", "sdpa", "portable", "hopper"}),
+        ((3, 8), (2, 11), {"cpu", "sdpa", "portable", "hopper"}),
+        ((3, 9), (2, 10), {"portable", "hopper", "hopper fp8", "cdna"}),
+        ((3, 9), (2, 11), {"cpu", "sdpa", "portable", "hopper", "hopper fp8", "cdna"}),
+        (None, (2, 11), {"cpu", "sdpa"}),
+    ],
+)
+def test_kernels_want_their_tools(triton, torch, takes):
+    tools = Toolchain(triton, torch)
+    found = set()
+    for row in ROWS:
+        name = {"hopper": "H200", "portable": "H200", "cdna": "MI355X"}.get(row.backend, "CPU")
+        asked = problem(FP8 if row.dtypes[0] == "float8_e4m3fn" else {})
+        if row.direction == "forward" and not row.why_not(asked, by_name(name), tools):
+            found.add(row.backend + " fp8" * (asked.dtype == FP8["dtype"]))
+    assert found == takes
+
+
+def test_a_pack_stands_for_triton_and_for_nothing_else():
+    asked, device = problem({}), by_name("H200")
+    packed = Toolchain(None, (2, 11), packs=frozenset({"portable"}))
+    assert plan(asked, device, packed).backend == "portable"
+    with pytest.raises(ValueError, match="needs torch >= 2.11"):
+        plan(asked, by_name("CPU"), Toolchain(None, (2, 10), packs=frozenset({"cpu", "sdpa"})))
+
+
+@pytest.mark.parametrize("validated, backend", [((), "portable"), (("cdna",), "cdna")])
+def test_a_kernel_that_nobody_ran_is_chosen_where_it_was_validated(validated, backend):
+    tools = Toolchain(validated=frozenset(validated))
+    chosen = plan(problem({}), by_name("MI300X"), tools)
+    assert (chosen.backend, chosen.level) == (backend, "emulated")
+    assert plan(problem({}), by_name("MI300X"), tools, "cdna").backend == "cdna"
+
+
+def splits_by_trying(programs: int, tiles: int, units: int, combine: int) -> int:
+    """As `choose_splits` says of itself, longhand: deal tiles to parts and parts to units."""
+    if not programs or 2 * programs > units or tiles < 4:
+        return 1
+    times = {}
+    for parts in range(1, min(128, tiles // 2) + 1):
+        share = math.ceil(tiles / parts)
+        waves = math.ceil(programs * parts / units)
+        times[parts] = waves * share + (combine if parts > 1 else 0)
+    worth = [parts for parts, time in times.items() if 0.95 * time <= min(times.values())]
+    return math.ceil(tiles / math.ceil(tiles / worth[0]))
+
+
+def test_splits_are_the_fewest_that_are_within_a_twentieth_of_the_fastest():
+    rng, seen = random.Random(0), set()
+    for _ in range(3000):
+        rows, block_n = rng.choice((16, 64, 128)), rng.choice((16, 64, 128))
+        heads_k, group, pack = rng.choice((1, 2, 7)), rng.choice((1, 3)), rng.choice((1, 4))
+        batch, length = rng.choice((0, 1, 2, 33)), rng.choice((1, 16, 17, 63, 64, 65, 300))
+        keys, dim = rng.choice((0, 63, 64, 65, 512, 1000, 9000, 100_000)), rng.choice((32, 256))
+        asked = AttentionProblem.dense(batch, length, keys, heads_k * group, heads_k, head_dim=dim)
+        device = by_name("H200").live(units=rng.choice((1, 7, 132, 304)))
+        heads = heads_k if pack > 1 else heads_k * group
+        programs = batch * heads * math.ceil(length * pack / rows)
+        combine = 32768 // (block_n * dim)
+        want = splits_by_trying(programs, math.ceil(keys / block_n), device.units, combine)
+        assert choose_splits(asked, device, rows, block_n, pack) == want
+        seen.add(want)
+    assert len(seen) > 20
