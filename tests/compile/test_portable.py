@@ -248,6 +248,22 @@ def test_plain_tiles_of_sm_90_do_not_spill(dim, mask, direction):
     compile_within_limits("sm_90", variants("sm_90", [row]))
 
 
+WIDER_KEYS: list[dict] = [
+    {},
+    {"mask": "causal", "storage": "paged", "group": 3},
+    {"mask": "window", "bias": True},
+    {"mask": "causal", "aligned": False, "dtype": "float16"},
+]
+
+
+@pytest.mark.parametrize("features", WIDER_KEYS, ids=lambda row: "-".join(row) or "plain")
+@pytest.mark.parametrize("arch", ("sm_90", "gfx942", "gfx950"))
+def test_keys_of_576_beside_values_of_512_compile_within_the_limits_of(arch, features):
+    row = {name: values[0] for name, values in FACTORS.items()}
+    row |= {"dims": (576, 512), **features}
+    compile_within_limits(arch, variants(arch, [row]))
+
+
 def test_a_new_length_compiles_nothing():
     row = {name: values[-1] for name, values in FACTORS.items()}
     row |= {"storage": "dense", "aligned": True, "backward": True}

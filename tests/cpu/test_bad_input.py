@@ -123,6 +123,8 @@ BAD = [
     (dense, {"q": torch.randn(2, 5, 0, 16)}, "q", ValueError),
     (dense, {"q": torch.randn(2, 5, 4, 0), "k": torch.randn(2, 7, 2, 0)}, "q", ValueError),
     (dense, {"v": torch.randn(2, 7, 2, 1000)}, "v", ValueError),
+    (dense, {"v": torch.randn(2, 7, 2, 576)}, "v", ValueError),
+    (dense, {"q": torch.randn(2, 5, 4, 577), "k": torch.randn(2, 7, 2, 577)}, "q", ValueError),
     (dense, {"v": torch.randn(2, 6, 2, 8)}, "v", ValueError),
     (dense, {"v": torch.randn(2, 7, 1, 8)}, "v", ValueError),
     (dense, {"k": torch.randn(2, 7, 2, 16, device="meta")}, "k", ValueError),

@@ -10,6 +10,8 @@ pytest.importorskip("triton")
 import torch
 
 import heedful
+from heedful.core.operands import Operands
+from heedful.core.problem import AttentionProblem
 from support import api, budget, standin
 from support.cases import Case, build
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
@@ -63,6 +65,39 @@ def test_appending_to_a_cache_and_attending_is_what_the_cpu_does():
         got = step(None)
     for ours, theirs in zip(got, want, strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=8 * torch.finfo(torch.float32).eps)
+
+
+@interpreted
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_decoding_from_a_latent_cache_is_within_the_budget(num_splits):
+    """Keys of 576, the values their first 512 (MLA): appended once, read from where they are."""
+    values = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 1, 4, 576, generator=values).half()
+    new = torch.randn(2, 1, 1, 576, generator=values).half()
+    pages = torch.randn(12, 16, 1, 576, generator=values).half()
+    table = torch.randperm(12, generator=values).view(2, 6).int()
+    lengths = torch.tensor([70, 15], dtype=torch.int32)
+
+    def step(backend):
+        cache = pages.clone()
+        out = heedful.flash_attn_with_kvcache(
+            *(q, cache, cache[..., :512], new, new[..., :512]),
+            cache_seqlens=lengths,
+            block_table=table,
+            causal=True,
+            num_splits=num_splits,
+            backend=backend,
+        )
+        return out, cache
+
+    _, want = step("cpu")
+    with standin.gpu(interprets=True) as gpu:
+        out, cache = step(None)
+    assert gpu.launches and torch.equal(cache, want)
+    x = Operands(q, cache, cache[..., :512], seqused_k=lengths + 1, block_table=table)
+    sizes = {"head_dim_v": 512, "page_size": 16, "used_k": True, "causal": True}
+    problem = AttentionProblem.dense(2, 1, 96, 4, 1, 576, "float16", **sizes)
+    api.assert_agrees(out, problem, x)
 
 
 @starts_interpreter

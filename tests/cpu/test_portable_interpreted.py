@@ -28,7 +28,12 @@ from support.interpreted import interpreted, pass_in_the_interpreter, starts_int
 TILES = TileConfig(16, 16)
 KERNELS = {row.kernel: TILES for row in ROWS if row.kernel.startswith("portable.")}
 
+WIDER_KEYS = Case(head_dim=576, head_dim_v=512, dtype="float16", heads_q=3, heads_k=1)
 FORWARD_ONLY = (
+    replace(WIDER_KEYS, causal=True),
+    replace(WIDER_KEYS, page_size=5, window=(20, 0), sink=True),
+    replace(WIDER_KEYS, varlen="qk", used="k", layout="offset", bias="k"),
+    replace(WIDER_KEYS, head_dim=513, head_dim_v=64, dropout_p=0.3, tree_mask=True),
     Case(page_size=7),
     Case(page_size=5, leftpad_k=True, causal=True),
     Case(kv_batch_idx=True, leftpad_k=True),

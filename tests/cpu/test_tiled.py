@@ -154,6 +154,24 @@ def test_a_split_cuts_each_sequences_keys_into_even_parts(window):
             assert len(parts) == max(1, -(-units // max(1, share))) <= max(1, splits)
 
 
+WIDER_KEYS = Case(head_dim=576, head_dim_v=512, heads_q=4, heads_k=1, causal=True)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *variants(WIDER_KEYS, dtype=["float32", "float16", "bfloat16"], head_dim=[513]),
+        replace(WIDER_KEYS, varlen="qk", sink=True, bias="k", dtype="bfloat16"),
+        replace(WIDER_KEYS, page_size=16, used="k", num_splits=2, seqlen_k=300, dtype="float16"),
+        replace(WIDER_KEYS, kv_dtype="int8", kv_group=32, dtype="bfloat16", backward=False),
+        replace(WIDER_KEYS, seqlen_q=300, seqlen_k=600, batch=1, dtype="float16"),
+    ],
+    ids=str,
+)
+def test_keys_wider_than_any_value_are_within_budget(case):
+    run(cpu, case)
+
+
 RANDOM: dict[str, Any] = dict(
     deadline=None, suppress_health_check=list(HealthCheck), print_blob=True
 )

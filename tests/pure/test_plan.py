@@ -68,6 +68,40 @@ def test_uneven_rows_matter_where_lengths_do():
     assert "multiples of their row strides" in explain(chosen)
 
 
+def wider_keys(**facts):
+    return dense(1, 4, 512, 8, 1, head_dim=576, head_dim_v=512, **facts)
+
+
+@pytest.mark.parametrize("name", ["H200", "MI300X", "MI355X", "A100", "CPU"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_keys_of_576_beside_values_of_512_have_a_forward_everywhere(name, dtype):
+    chosen = plan(wider_keys(dtype=dtype, causal=True, page_size=16, used_k=True), by_name(name))
+    assert chosen.backend == ("cpu" if name == "CPU" else "portable")
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"dtype": "float32"}, "head_dim 576 of float32: takes up to 512"),
+        ({"needs_grad": True}, "portable: head_dim 576: takes up to 512"),
+        ({"kv_dtype": "int8"}, "head_dim 576 of a quantised cache: takes up to 512"),
+        ({"return_probs": True, "dropout_p": 0.1}, "head_dim 576 with returned probabilities"),
+    ],
+    ids=str,
+)
+def test_what_no_gpu_kernel_does_with_wider_keys_is_a_reason(facts, reason):
+    """A CPU does it all."""
+    with pytest.raises(ValueError, match=reason):
+        plan(wider_keys(**facts), by_name("H200"))
+    assert plan(wider_keys(**facts), by_name("CPU")).backend == "cpu"
+
+
+def test_values_are_never_wider_than_512():
+    for dim, dim_v in ((577, 512), (576, 513), (576, 576)):
+        with pytest.raises(ValueError, match="must have a head_dim of 1 to"):
+            dense(1, 4, 512, 8, head_dim=dim, head_dim_v=dim_v)
+
+
 def test_explain_names_problem_device_choice_and_rejections():
     text = explain(plan(dense(1, 64, 64, 8, causal=True), by_name("MI355X")))
     for word in ("1x64x64", "causal", "MI355X", "gfx950", "rejected  cpu forward"):

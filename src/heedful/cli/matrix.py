@@ -1,8 +1,8 @@
 """The support matrix, read off the capability rows: for the screen and for the documentation."""
 
-from heedful.core.capability import LEVELS, ROWS, KernelRow
+from heedful.core.capability import LEVELS, ROWS, KernelRow, wider_keys_than_values
 from heedful.core.device import KNOWN
-from heedful.core.problem import FEATURES
+from heedful.core.problem import FEATURES, MAX_HEAD_DIM_V
 
 _SHORT = {
     "bfloat16": "bf16",
@@ -43,7 +43,10 @@ def dtype_words(row: KernelRow) -> str:
 
 def dim_words(row: KernelRow) -> str:
     multiple = f", multiples of {row.dim_multiple}" if row.dim_multiple > 1 else ""
-    return f"1 to {row.max_dim}{multiple}"
+    if row.max_dim <= MAX_HEAD_DIM_V:
+        return f"1 to {row.max_dim}{multiple}"
+    narrow = " of 16 bits" if wider_keys_than_values in row.gates else ""
+    return f"1 to {MAX_HEAD_DIM_V}, Q and K{narrow} to {row.max_dim}{multiple}"
 
 
 def least_words(row: KernelRow) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from heedful.core.device import DeviceSpec
-from heedful.core.problem import FEATURES, ITEM_BITS, MAX_HEAD_DIM, AttentionProblem
+from heedful.core.problem import FEATURES, ITEM_BITS, MAX_HEAD_DIM, MAX_HEAD_DIM_V, AttentionProblem
 
 LEVELS = {
     "run": "measured on that hardware",
@@ -38,7 +38,7 @@ class KernelRow:
 
     levels: architecture -> support level; "nvidia:*" stands for NVIDIA parts not listed.
     features: what it takes beyond plain dense attention.
-    dims: head dims of QK and V: at most, and a multiple of.
+    max_dim, dim_multiple: head dims of QK and V: at most (V MAX_HEAD_DIM_V), and a multiple of.
     by_default: whether the planner may choose it unasked.
     gates: further conditions, each a function that returns a reason or None.
     """
@@ -49,7 +49,7 @@ class KernelRow:
     dtypes: tuple[str, ...]
     features: frozenset[str]
     kv_dtypes: tuple[str, ...] = ()
-    max_dim: int = MAX_HEAD_DIM
+    max_dim: int = MAX_HEAD_DIM_V
     dim_multiple: int = 1
     least: tuple[tuple[str, tuple[int, ...]], ...] = ()
     by_default: bool = True
@@ -132,6 +132,19 @@ def _wide_float32(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     wide = max(problem.head_dim, problem.head_dim_v) > 256 and problem.dtype == "float32"
     if wide and device.shared_bytes < 128 * 1024 and device.vendor == "nvidia":
         return "float32 head dims over 256 need 128 KiB of shared memory"
+    return None
+
+
+def wider_keys_than_values(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """What is past MAX_HEAD_DIM_V of Q and K is a product of its own, of 16-bit keys as stored."""
+    if problem.head_dim <= MAX_HEAD_DIM_V:
+        return None
+    if ITEM_BITS[problem.dtype] != 16:
+        return f"head_dim {problem.head_dim} of {problem.dtype}: takes up to {MAX_HEAD_DIM_V}"
+    if problem.quantized_kv:
+        return f"head_dim {problem.head_dim} of a quantised cache: takes up to {MAX_HEAD_DIM_V}"
+    if problem.return_probs:
+        return f"head_dim {problem.head_dim} with returned probabilities"
     return None
 
 
@@ -263,8 +276,9 @@ ROWS: tuple[KernelRow, ...] = (
         _FLOATS,
         _EVERY_FEATURE,
         kv_dtypes=_QUANTIZED,
+        max_dim=MAX_HEAD_DIM,
         least=(("triton", (3, 6)),),
-        gates=(_whole_probs, _scales_of_groups, _fp8_conversion),
+        gates=(_whole_probs, _scales_of_groups, _fp8_conversion, wider_keys_than_values),
     ),
     KernelRow(
         "portable",
@@ -293,6 +307,7 @@ ROWS: tuple[KernelRow, ...] = (
         (*_FLOATS, *_FP8),
         _EVERY_FEATURE,
         kv_dtypes=_QUANTIZED,
+        max_dim=MAX_HEAD_DIM,
         least=(("torch", (2, 11)),),
     ),
     KernelRow(
@@ -301,6 +316,7 @@ ROWS: tuple[KernelRow, ...] = (
         {"cpu": "run"},
         _FLOATS,
         _EVERY_FEATURE,
+        max_dim=MAX_HEAD_DIM,
         least=(("torch", (2, 11)),),
     ),
 )

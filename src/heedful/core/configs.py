@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from heedful.core.device import DeviceSpec
-from heedful.core.problem import AttentionProblem
+from heedful.core.problem import MAX_HEAD_DIM_V, AttentionProblem
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +78,20 @@ def _always(problem: AttentionProblem) -> bool:
     return True
 
 
+def _wider_keys(problem: AttentionProblem) -> bool:
+    """Head dims of Q and K that no value has (MLA's 576): their rest is a product of its own."""
+    return problem.head_dim > MAX_HEAD_DIM_V
+
+
+def _wider_keys_burdened(problem: AttentionProblem) -> bool:
+    return _wider_keys(problem) and (problem.bias or _burdens(problem) > 1)
+
+
 _H200 = "H200, 2026-11-20, Triton 3.6: fastest without spills of those tried"
 _NO_SPILLS = "sm_90, Triton 3.9: largest tried that compiles without spills; not timed"
 _NO_SPILLS_EITHER = "sm_80 and sm_90, Triton 3.9: compiles without spills; not timed"
 _FITS = "fits shared memory and registers when compiled; not timed"
+_WIDER = "sm_80 and sm_90, Triton 3.9: compiles without spills in those tried; not timed"
 _AMD = "compiled for gfx942 and gfx950: no spills, LDS within 64 KiB; not timed"
 _SMALL = "small enough for 64 KiB of shared memory; not timed"
 _NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
@@ -90,6 +100,10 @@ _CDNA = ("gfx942", "gfx950", "gfx90a")
 
 # kernel, architectures, condition, where from: {largest head dim: (rows, keys, warps, stages)}
 _PORTABLE = (
+    ("forward", ("sm_90", *_NVIDIA), _wider_keys_burdened, _WIDER, {576: (16, 16, 8, 1)}),
+    ("forward", ("sm_90", *_NVIDIA), _wider_keys, _WIDER, {576: (32, 16, 8, 1)}),
+    ("forward", _CDNA, _wider_keys, _AMD, {576: (32, 16, 4, 1)}),
+    ("forward", ("*",), _wider_keys, _SMALL, {576: (16, 16, 4, 1)}),
     ("forward", ("*",), _float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
     ("backward_keys", ("*",), _float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
     ("backward_queries", ("*",), _float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),

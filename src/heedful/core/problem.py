@@ -17,7 +17,8 @@ ITEM_BITS = {
     "int8": 8,
     "int4": 4,
 }
-MAX_HEAD_DIM = 512
+# Of V and the output; of Q and K, which MLA makes wider than V by its rotary part.
+MAX_HEAD_DIM_V, MAX_HEAD_DIM = 512, 576
 NO_SCALE = 1e-30  # stands for all that is nearer to 0
 
 
@@ -198,9 +199,12 @@ class AttentionProblem:
                 "q must have a whole multiple of k's heads,"
                 f" got {self.heads_q} query and {self.heads_k} key heads"
             )
-        for name, dim in (("q", self.head_dim), ("v", self.head_dim_v)):
-            if not 1 <= dim <= MAX_HEAD_DIM:
-                raise ValueError(f"{name} must have a head_dim of 1 to {MAX_HEAD_DIM}, got {dim}")
+        for name, dim, most in (
+            ("q", self.head_dim, MAX_HEAD_DIM),
+            ("v", self.head_dim_v, MAX_HEAD_DIM_V),
+        ):
+            if not 1 <= dim <= most:
+                raise ValueError(f"{name} must have a head_dim of 1 to {most}, got {dim}")
         for name in ("dtype", "kv_dtype", "out_dtype"):
             if getattr(self, name) not in ITEM_BITS:
                 raise ValueError(

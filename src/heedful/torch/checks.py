@@ -12,7 +12,13 @@ from torch import Tensor
 
 from heedful.core.mask import MaskSpec
 from heedful.core.operands import Operands
-from heedful.core.problem import ITEM_BITS, MAX_HEAD_DIM, AttentionProblem, default_out_dtype
+from heedful.core.problem import (
+    ITEM_BITS,
+    MAX_HEAD_DIM,
+    MAX_HEAD_DIM_V,
+    AttentionProblem,
+    default_out_dtype,
+)
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
@@ -330,9 +336,12 @@ def _check_shapes(x: Operands, options: Options, sizes: _Sizes, kv_dtype: str) -
             f" block_table is given, got {x.k.shape[0]}"
         )
     packing = 2 if kv_dtype == "int4" else 1
-    for name, dim in (("q", sizes.head_dim), (v_name, sizes.head_dim_v)):
-        if not 1 <= dim <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} must have a head_dim of 1 to {MAX_HEAD_DIM}, got {dim}")
+    for name, dim, most in (
+        ("q", sizes.head_dim, MAX_HEAD_DIM),
+        (v_name, sizes.head_dim_v, MAX_HEAD_DIM_V),
+    ):
+        if not 1 <= dim <= most:
+            raise ValueError(f"{name} must have a head_dim of 1 to {most}, got {dim}")
     if x.k.shape[-1] * packing != sizes.head_dim:
         raise ValueError(
             f"{k_name} must have q's head_dim {sizes.head_dim}"

@@ -174,6 +174,7 @@ def attention_forward(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     KV_GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
     HAS_LEFT: tl.constexpr,
@@ -189,7 +190,10 @@ def attention_forward(
     scale multiplies q k^T; IS_ADJUSTED: scores pass through softcap, ALiBi or bias, or the scale
     is not positive, so that the maximum must be taken after them.
     IS_QUAD: columns of the dropout mask come in aligned fours.
+    BLOCK_R: above 0, columns R of q and k that BLOCK_D leaves: a product of their own.
     """
+    MAIN_DIM: tl.constexpr = HEAD_DIM if BLOCK_R == 0 else BLOCK_D
+    REST_DIM: tl.constexpr = HEAD_DIM - MAIN_DIM
     IS_EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     DTYPE: tl.constexpr = tl.bfloat16 if q.dtype.element_ty.is_fp8() else q.dtype.element_ty
     split = tl.program_id(1)
@@ -222,7 +226,10 @@ def attention_forward(
     h = h.to(tl.int64)
     g = g.to(tl.int64)
     q += b * stride_qb + h * stride_qh + token_q * stride_qm
-    q_MD = load_rows(q, stride_qm, row0, len_q, HEAD_DIM, BLOCK_M, BLOCK_D, True).to(DTYPE)
+    q_MD = load_rows(q, stride_qm, row0, len_q, MAIN_DIM, BLOCK_M, BLOCK_D, True).to(DTYPE)
+    if BLOCK_R > 0:
+        q += BLOCK_D
+        q_MR = load_rows(q, stride_qm, row0, len_q, REST_DIM, BLOCK_M, BLOCK_R, True).to(DTYPE)
     kv_b = b
     if kv_batch_idx is not None:
         kv_b = tl.load(kv_batch_idx + b).to(tl.int64)
@@ -300,7 +307,7 @@ def attention_forward(
                 k_shift,
                 stride_kdb,
                 stride_kdn,
-                HEAD_DIM,
+                MAIN_DIM,
                 BLOCK_N,
                 BLOCK_D,
                 KV_GROUP,
@@ -309,6 +316,29 @@ def attention_forward(
                 DTYPE,
             )
             s_MN = product_of_rows(q_MD, k_ND, PRECISION, IS_EXACT)
+            if BLOCK_R > 0:
+                k_NR = load_keys(
+                    k + BLOCK_D,
+                    stride_kb,
+                    stride_kn,
+                    block_table,
+                    page_size,
+                    token_k,
+                    col0,
+                    len_k,
+                    k_descale,
+                    k_shift,
+                    stride_kdb,
+                    stride_kdn,
+                    REST_DIM,
+                    BLOCK_N,
+                    BLOCK_R,
+                    KV_GROUP,
+                    IS_INT4,
+                    masked == 1,
+                    DTYPE,
+                )
+                s_MN = plus_product(s_MN, q_MR, tl.trans(k_NR), PRECISION, IS_EXACT)
             cols_N = col0 + tl.arange(0, BLOCK_N)
             distance_MN = cols_N[None, :] - (rows_M + off)[:, None]
             if IS_ADJUSTED:

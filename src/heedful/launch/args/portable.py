@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from heedful.core.configs import TileConfig
 from heedful.core.plan import Plan
-from heedful.core.problem import ITEM_BITS, AttentionProblem
+from heedful.core.problem import ITEM_BITS, MAX_HEAD_DIM_V, AttentionProblem
 from heedful.launch.spec import (
     Argument,
     BufferSpec,
@@ -206,9 +206,16 @@ def _dims(call: CallBuilder, problem: AttentionProblem) -> dict[str, object]:
     return {
         "HEAD_DIM": problem.head_dim,
         "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D": pow2(problem.head_dim, least),
+        "BLOCK_D": min(pow2(problem.head_dim, least), MAX_HEAD_DIM_V),
         "BLOCK_E": pow2(problem.head_dim_v, least),
     }
+
+
+def _rest_of_dims(call: CallBuilder, problem: AttentionProblem) -> int:
+    """Columns of a second product for dims of Q and K that BLOCK_D leaves: 576 would fill little
+    more than half of the next power of two."""
+    rest = problem.head_dim - MAX_HEAD_DIM_V
+    return pow2(rest, 16 if call.divisor > 1 else _UNALIGNED_WIDTH) if rest > 0 else 0
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -279,6 +286,7 @@ def _forward_call(
         config,
         **constants,
         **_dims(call, problem),
+        BLOCK_R=_rest_of_dims(call, problem),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         KV_GROUP=problem.kv_group,
