@@ -9,7 +9,7 @@ import torch
 import heedful.torch as heedful
 from support.api import results
 from support.budget import check
-from support.cases import Case, build, variants
+from support.cases import Case, build, twins, variants
 
 pytestmark = pytest.mark.gpu
 
@@ -38,7 +38,7 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("case", CALLS, ids=str)
+@pytest.mark.parametrize("case", twins(CALLS, "float16", "float32"), ids=str)
 def test_public_calls_agree_with_the_oracle(case):
     built = build(case, "cuda")
     check(built, results(built), "cuda")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support.budget import run
-from support.cases import Case, variants
+from support.cases import Case, twins, variants
 from support.hopper import ON_HOPPER
 from support.prepared import Prepared
 from support.variants import problems, sample
@@ -178,32 +178,41 @@ KEYS_IN_PARTS = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def in_float16(cases):
+    """The cases, and in the slow tier their twins in float16, whose budget is narrower."""
+    known = set(cases)
+    return [
+        case if case in known else pytest.param(case, marks=pytest.mark.slow)
+        for case in twins(cases, "float16")
+    ]
+
+
+@pytest.mark.parametrize("case", in_float16(CASES), ids=str)
 def test_a_case_is_within_its_error_budget(case):
     run(Prepared("hopper"), case, "cuda")
 
 
-@pytest.mark.parametrize("case", MANY_TILES, ids=str)
+@pytest.mark.parametrize("case", in_float16(MANY_TILES), ids=str)
 def test_programs_that_draw_their_tiles_compute_each(case):
     run(Prepared("hopper"), case, "cuda")
 
 
-@pytest.mark.parametrize("case", STORED, ids=str)
+@pytest.mark.parametrize("case", in_float16(STORED), ids=str)
 def test_what_a_sequence_does_not_use_of_its_storage_is_never_used(case):
     run(Prepared("hopper"), case, "cuda")
 
 
-@pytest.mark.parametrize("case", SCORES, ids=str)
+@pytest.mark.parametrize("case", in_float16(SCORES), ids=str)
 def test_terms_and_dropout_are_within_their_error_budgets(case):
     run(Prepared("hopper"), case, "cuda")
 
 
-@pytest.mark.parametrize("case", FIRST_KEYS, ids=str)
+@pytest.mark.parametrize("case", in_float16(FIRST_KEYS), ids=str)
 def test_leading_keys_stay_visible_beside_a_window(case):
     run(Prepared("hopper"), case, "cuda")
 
 
-@pytest.mark.parametrize("case", KEYS_IN_PARTS, ids=str)
+@pytest.mark.parametrize("case", in_float16(KEYS_IN_PARTS), ids=str)
 def test_split_keys_merge_to_the_whole(case):
     run(Prepared("hopper"), case, "cuda")
 

@@ -9,7 +9,7 @@ import torch
 from heedful.core.problem import AttentionProblem
 from heedful.torch import backends
 from support import budget
-from support.cases import Case, build
+from support.cases import Case, build, twins
 from support.prepared import Prepared
 
 pytestmark = pytest.mark.gpu
@@ -40,10 +40,9 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_whole_tiles_are_within_the_budget(case, dtype):
-    budget.run(Prepared("portable"), replace(case, dtype=dtype), "cuda")
+@pytest.mark.parametrize("case", twins(CASES, "float16", "float32"), ids=str)
+def test_whole_tiles_are_within_the_budget(case):
+    budget.run(Prepared("portable"), case, "cuda")
 
 
 @pytest.mark.parametrize("causal", (False, True))

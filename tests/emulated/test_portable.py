@@ -33,7 +33,9 @@ SCHEDULES = ("lockstep", "round-robin", "delay:each", "delay:halves", "random:0-
 
 
 @pytest.mark.parametrize("arch", TARGETS)
-@pytest.mark.parametrize("case", [BASE, replace(BASE, causal=True), *COMBINED], ids=str)
+@pytest.mark.parametrize(
+    "case", [BASE, replace(BASE, causal=True, dtype="float16"), *COMBINED], ids=str
+)
 def test_forward_is_within_budget(arch, case):
     run(Emulated(arch), case)
 

@@ -1,13 +1,25 @@
 """The error budget lets an honest kernel pass and catches a wrong one; the twin is attention."""
 
+from dataclasses import replace
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
 
 from heedful.core.operands import Gradients
 from heedful.reference import eager
-from support.budget import backend_results, check, oracle_results, run, twin_results
-from support.cases import LAYOUTS, Case, build, variants
+from heedful.reference.budget import Results, judge
+from heedful.reference.convert import as_numpy
+from support.budget import (
+    backend_results,
+    check,
+    oracle_results,
+    run,
+    twin_errors,
+    twin_results,
+)
+from support.cases import LAYOUTS, Case, build, damages, twins, variants
 
 BASE = Case(heads_q=4, seqlen_q=19, seqlen_k=23, head_dim=16)
 FEATURES = [
@@ -132,3 +144,41 @@ def test_layouts_hold_the_same_values(layout):
     assert torch.equal(plain.x.q, other.x.q) and other.x.q.stride(-1) == 1
     assert other.problem.aligned == (layout != "offset")
     assert (other.x.q.stride() == plain.x.q.stride()) == (layout == "contiguous")
+
+
+EDGES = [
+    Case(batch=1, seqlen_q=9, seqlen_k=keys, heads_q=1, heads_k=1, causal=True, backward=False)
+    for keys in (53, 300, 600)
+]
+
+
+@cache
+def worst_errors(case: Case):
+    """The twin's errors over all draws."""
+    *_, errors = twin_errors(case)
+    return errors
+
+
+def spoilt(case: Case, name: str) -> list[str]:
+    """What the budget says of eager PyTorch on a damaged problem."""
+    built = build(case)
+    wrong = damages(built)[name]
+    found = eager.forward(wrong.problem, wrong.x)
+    got = Results(*(as_numpy(result) for result in found))
+    judged = judge(got, oracle_results(built), case.dtype, [worst_errors(case)])
+    return [judgement.wrong for judgement in judged.values() if judgement.wrong]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("case", EDGES, ids=str)
+def test_an_edge_the_diagonal_or_the_scale_wrong_is_out_of_budget(case, dtype):
+    case = replace(case, dtype=dtype)
+    passed = [name for name in damages(build(case)) if not spoilt(case, name)]
+    assert not passed
+
+
+def test_bfloat16_needs_its_twins():
+    """What passes there: every grid in bfloat16 is one in another dtype too."""
+    case = replace(EDGES[1], dtype="bfloat16")
+    assert not spoilt(case, "scale 0.8 % too large")
+    assert {twin.dtype for twin in twins([case], "float16")} == {"bfloat16", "float16"}

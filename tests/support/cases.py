@@ -5,6 +5,7 @@ Neutral to backend and device: CPU, Triton interpreter, emulator and GPU tests d
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -329,3 +330,40 @@ def _used_tokens(problem: AttentionProblem, x: Operands) -> tuple[torch.Tensor, 
 def variants(base: Case, **choices) -> list[Case]:
     """One case per given value, each differing from `base` in that one feature."""
     return [replace(base, **{name: value}) for name, values in choices.items() for value in values]
+
+
+def twins(cases: Iterable[Case], *dtypes: str) -> list[Case]:
+    """Every case, and those in bfloat16 in these dtypes too: its budget is so wide that a scale off
+    by 0.8 % or two keys lost of 300 pass."""
+    found: dict[Case, None] = {}
+    for case in cases:
+        more = dtypes if case.dtype == "bfloat16" else ()
+        found |= dict.fromkeys((case, *(replace(case, dtype=dtype) for dtype in more)))
+    return list(found)
+
+
+def damages(built: Built) -> dict[str, Built]:
+    """The problem of a dense, causal case as a kernel sees it that has an edge, the diagonal or the
+    scale wrong: each must be out of budget in float16 and float32."""
+    x, problem = built.x, built.problem
+    keys = problem.seqlen_k
+
+    def fewer(rows: slice, kept_shift: int) -> Built:
+        cut = x._replace(k=x.k[:, rows], v=x.v[:, rows])
+        # The diagonal stays where it was: keys are counted from the first that is left.
+        mask = replace(problem.mask, shift=problem.mask.shift + kept_shift)
+        changed = replace(problem, seqlen_k=cut.k.shape[1], mask=mask)
+        return replace(built, problem=changed, x=cut)
+
+    def given(**facts) -> Built:
+        return replace(built, problem=replace(problem, **facts))
+
+    return {
+        "last key lost": fewer(slice(keys - 1), 1),
+        "last two keys lost": fewer(slice(keys - 2), 2),
+        "first key lost": fewer(slice(1, None), 0),
+        "diagonal one key to the right": given(mask=replace(problem.mask, shift=1)),
+        "diagonal one key to the left": given(mask=replace(problem.mask, shift=-1)),
+        "scale 0.8 % too large": given(scale=problem.scale * 1.008),
+        "scale 0.8 % too small": given(scale=problem.scale * 0.992),
+    }
