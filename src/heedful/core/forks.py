@@ -1,11 +1,21 @@
-"""Locks that a forked child may use: another thread of the parent may hold one at the fork, and in
-the child nobody would ever release it."""
+"""What a forked child may not go on with as it is: locks that another thread of the parent held,
+which nobody will release, and the threads of libraries, which did not come along.
+
+The thread that called fork is the only one in the child, and its libraries take its threads for
+alive: OpenMP, and so torch on a CPU, waits for them for ever. Threads made in the child are well.
+"""
 
 import os
 import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
 from weakref import WeakSet
 
 _locks: WeakSet = WeakSet()
+# In a forked child: the thread that came along.
+_stranded: int | None = None
+_helper: SimpleQueue | None = None
 
 
 def new_lock() -> threading.Lock:
@@ -16,11 +26,45 @@ def new_lock() -> threading.Lock:
     return lock
 
 
-def _free() -> None:
+def is_stranded() -> bool:
+    """Whether this is the thread that came into a forked child."""
+    return _stranded is not None and _stranded == threading.get_ident()
+
+
+def on_own_thread(function: Callable, *arguments) -> Any:
+    """function(*arguments), on a thread made in this process if the calling one is stranded. What
+    belongs to a thread, such as torch's modes, the caller passes on."""
+    global _helper
+    if not is_stranded():
+        return function(*arguments)
+    if _helper is None:
+        _helper = SimpleQueue()
+        threading.Thread(target=_serve, args=(_helper,), name="heedful", daemon=True).start()
+    done: SimpleQueue = SimpleQueue()
+    _helper.put((function, arguments, done))
+    result, error = done.get()
+    if error is not None:
+        raise error
+    return result
+
+
+def _serve(tasks: SimpleQueue) -> None:
+    while True:
+        function, arguments, done = tasks.get()
+        try:
+            done.put((function(*arguments), None))
+        except BaseException as error:
+            done.put((None, error))
+        del function, arguments, done
+
+
+def _after_fork() -> None:
+    global _stranded, _helper
+    _stranded, _helper = threading.get_ident(), None
     # As the standard library does for its own locks.
     for lock in list(_locks):
         lock._at_fork_reinit()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_free)
+    os.register_at_fork(after_in_child=_after_fork)

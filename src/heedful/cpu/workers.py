@@ -10,29 +10,23 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 import torch
 
+from heedful.core import forks
+
 Item = TypeVar("Item")
 State = TypeVar("State")
 
-_lock = threading.Lock()
-_pools: dict[int, ThreadPoolExecutor] = {}
-_is_forked = False
-
-
-def _forget() -> None:
-    """Threads do not survive a fork, and a lock may be left held: a child makes its own."""
-    global _lock, _is_forked
-    _lock, _is_forked = threading.Lock(), True
-    _pools.clear()
-
+_lock = forks.new_lock()
+_pools: dict[int, "_Pool"] = {}
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    # Threads do not survive a fork: a child makes its own.
+    os.register_at_fork(after_in_child=_pools.clear)
 
 
 def for_each(
@@ -48,23 +42,23 @@ def for_each(
     the longest: items of a group may so share what a state holds.
 
     Groups run in order on the calling thread unless `parallel` and torch.get_num_threads() > 1 and
-    there are two items. A forked child takes a thread of its own in any case: an operation on
-    torch's, which did not survive, may wait for them for ever. The first exception is raised when
-    all threads have stopped.
+    there are two items, or where no thread can be had. The thread that came into a forked child
+    leaves them to others in any case: an operation on torch's, which did not come along, may wait
+    for them for ever. The first exception is raised when all threads have stopped.
     """
-    queue = _Queue(groups)
-    threads = min(torch.get_num_threads(), len(queue)) if parallel or _is_forked else 1
-    if threads <= 1 and not _is_forked:
+    queue, stranded = _Queue(groups), forks.is_stranded()
+    threads = min(torch.get_num_threads(), len(queue)) if parallel or stranded else 1
+    pool = _pool() if threads > 1 or stranded else None
+    if pool is None:
         _drain(queue, work, new_state)
         return
-    pool, inference = _pool(), torch.is_inference_mode_enabled()
+    inference = torch.is_inference_mode_enabled()
 
     def drain() -> None:
         with torch.inference_mode(inference), torch.no_grad():
             _drain(queue, work, new_state)
 
-    running = [pool.submit(drain) for _ in range(threads)]
-    errors = [future.exception() for future in running]
+    errors = pool.run(drain, threads)
     for error in filter(None, errors):
         raise error
 
@@ -103,22 +97,60 @@ def _drain(queue: _Queue[Item], work, new_state) -> None:
             work(state, item)
 
 
-def _pool() -> ThreadPoolExecutor:
-    """As many threads as torch uses, each set to one intra-operation thread."""
+class _Pool:
+    """Threads that wait for work, of one intra-operation thread each, for as long as the process
+    lives. concurrent.futures' are no good: they take no work once the main thread has ended, while
+    a thread that outlives it may still call."""
+
+    def __init__(self, threads: int):
+        """Raises RuntimeError where the system has no more threads to give."""
+        self._tasks: SimpleQueue = SimpleQueue()
+        ready: SimpleQueue = SimpleQueue()
+        started = 0
+        try:
+            for _ in range(threads):
+                make = threading.Thread(
+                    target=self._serve, args=(ready,), name="heedful-cpu", daemon=True
+                )
+                make.start()
+                started += 1
+        except RuntimeError:
+            for _ in range(started):
+                self._tasks.put(None)
+            raise
+        for _ in range(threads):
+            ready.get()
+
+    def _serve(self, ready: SimpleQueue) -> None:
+        torch.get_num_threads()  # makes torch set this thread up, which would undo what follows
+        torch.set_num_threads(1)
+        ready.put(None)
+        while (task := self._tasks.get()) is not None:
+            work, done = task
+            try:
+                work()
+                done.put(None)
+            except BaseException as error:
+                done.put(error)
+            del task, work, done
+
+    def run(self, work: Callable[[], None], times: int) -> list[BaseException | None]:
+        """Runs work() that many times at once; what each raised, when all have ended."""
+        done: SimpleQueue = SimpleQueue()
+        for _ in range(times):
+            self._tasks.put((work, done))
+        return [done.get() for _ in range(times)]
+
+
+def _pool() -> _Pool | None:
+    """As many threads as torch uses; None where they cannot be had."""
     threads = torch.get_num_threads()
     with _lock:
         if threads not in _pools:
-            started = threading.Barrier(threads + 1)
-            pool = ThreadPoolExecutor(threads, "heedful-cpu", _single_threaded)
-            for _ in range(threads):
-                pool.submit(started.wait)
-            started.wait()
+            try:
+                _pools[threads] = _Pool(threads)
+            except RuntimeError:
+                return None
             # set_num_threads also sets what threads begin with that torch has not seen yet.
             torch.set_num_threads(threads)
-            _pools[threads] = pool
         return _pools[threads]
-
-
-def _single_threaded() -> None:
-    torch.get_num_threads()  # makes torch set this thread up, which would undo what follows
-    torch.set_num_threads(1)

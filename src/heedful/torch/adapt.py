@@ -8,6 +8,7 @@ from torch import Tensor
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.torch.checks import FLOATS
+from heedful.torch.forked import on_own_thread
 
 _ROWS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 _ROWS += ("kv_batch_idx", "leftpad_k", "block_table", "sink")
@@ -65,7 +66,7 @@ def _expansions(x: Operands, problem: AttentionProblem) -> list[Step]:
 
 def _copy(index: int) -> Step:
     def step(fields: list) -> None:
-        fields[index] = fields[index].contiguous()
+        fields[index] = on_own_thread(fields[index].contiguous)
 
     return step
 
@@ -95,7 +96,7 @@ def _has_dense_rows(tensor: Tensor) -> bool:
 
 def dense_rows(tensor: Tensor) -> Tensor:
     """The tensor, copied if its last dim has another stride than 1."""
-    return tensor if _has_dense_rows(tensor) else tensor.contiguous()
+    return tensor if _has_dense_rows(tensor) else on_own_thread(tensor.contiguous)
 
 
 def _is_expanded(tensor: Tensor) -> bool:
@@ -151,7 +152,9 @@ def autocast(tensors: tuple, device_type: str) -> tuple:
     """q, k, v and bias, the first four, in autocast's dtype; fp8, float64 and None stay."""
     dtype = torch.get_autocast_dtype(device_type)
     cast = (
-        t.to(dtype) if isinstance(t, Tensor) and t.dtype in FLOATS and t.dtype != dtype else t
+        on_own_thread(t.to, dtype)
+        if isinstance(t, Tensor) and t.dtype in FLOATS and t.dtype != dtype
+        else t
         for t in tensors
     )
     return tuple(cast)

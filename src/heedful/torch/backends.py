@@ -19,6 +19,7 @@ from heedful.launch.record import note
 from heedful.launch.spec import BufferSpec
 from heedful.torch.device import device_spec, toolchain
 from heedful.torch.execute import Executable, allocator, buffer_spec, current_device
+from heedful.torch.forked import check_device, on_own_thread
 
 
 def prepare(
@@ -29,9 +30,11 @@ def prepare(
 ):
     """The runner of a problem on the device of `x.q`.
 
-    Raises ValueError, with every reason, where no kernel or not the named one can run it.
+    Raises ValueError, with every reason, where no kernel or not the named one can run it,
+    RuntimeError for a GPU in a child of a process that used it.
     """
     device = x.q.device
+    check_device(device)
     chosen = plan(
         problem,
         device_spec(device),
@@ -55,14 +58,15 @@ class CpuRunner:
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None)."""
-        return self._forward.forward(self.plan.problem, x, out)
+        return on_own_thread(self._forward.forward, self.plan.problem, x, out)
 
     def bind(self, out: torch.Tensor | None = None) -> None:
         """There is nothing to compile."""
 
     def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
         """Gradients of the inputs for the cotangents of out and lse."""
-        return self._backward.backward(self.plan.problem, x, out, lse, dout, dlse)
+        given = (x, out, lse, dout, dlse)
+        return on_own_thread(self._backward.backward, self.plan.problem, *given)
 
 
 def _cpu_module(backend: str):

@@ -14,6 +14,7 @@ from heedful.core.plan import Plan
 from heedful.launch.args import portable_cache
 from heedful.torch.adapt import dense_rows
 from heedful.torch.execute import Executable, allocator, buffer_spec, current_device
+from heedful.torch.forked import on_own_thread
 
 
 class Update(NamedTuple):
@@ -71,7 +72,7 @@ def updater(x: Operands, update: Update, advance: bool, plan: Plan):
 
 
 def _update_plainly(advance: bool, x: Operands, update: Update, start: Tensor) -> Operands:
-    return update_cache(x, update, start, advance)
+    return on_own_thread(update_cache, x, update, start, advance)
 
 
 class DeviceUpdate:

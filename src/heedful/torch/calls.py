@@ -4,6 +4,7 @@ The first call of a kind is validated and planned; every later one with the same
 arguments costs a key and a look-up.
 """
 
+import os
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from heedful.torch.adapt import (
 )
 from heedful.torch.checks import Options, check_seed, check_tensors, describe
 from heedful.torch.dispatch import any_autocast, bare_apply, same_metadata
+from heedful.torch.forked import on_own_thread
 from heedful.torch.plain import is_same, plain_options, plain_seed
 from heedful.torch.values import INDICES, check_values
 
@@ -70,6 +72,9 @@ class Generations:
 
 # A training run has tens of kinds of calls; varlen lengths make it thousands.
 CALLS = Generations(4096)
+if hasattr(os, "register_at_fork"):
+    # A child plans its calls anew: what it may not do, or must do elsewhere, is found then.
+    os.register_at_fork(after_in_child=CALLS.clear)
 
 
 class Explain(str):
@@ -158,7 +163,7 @@ class Call:
 def _dense_forward(forward, x: Operands, out: Tensor | None):
     """A forward whose own output may have any strides; ours are dense, as flash-attn's are."""
     result, lse, probs = forward(x, out)
-    return result if out is not None else result.contiguous(), lse, probs
+    return result if out is not None else on_own_thread(result.contiguous), lse, probs
 
 
 def make_seed(seed, device: torch.device) -> Tensor:
@@ -340,7 +345,7 @@ def _backward(ctx, dout, dlse):
     grads = gradients(ctx.call, _new(Operands, x), out, lse, dout, dlse)
     dbias = grads.dbias
     if dbias is not None:
-        dbias = bias_gradient(dbias, ctx.bias)
+        dbias = on_own_thread(bias_gradient, dbias, ctx.bias)
     return None, None, None, grads.dq, grads.dk, grads.dv, dbias, grads.dsink
 
 
@@ -349,7 +354,7 @@ _backward_once = once_differentiable(_backward)
 
 def gradients(call: Call, x: Operands, out, lse, dout, dlse):
     """The runner's backward on cotangents as autograd gives them: any strides, or None."""
-    dout = torch.zeros_like(out) if dout is None else dense_rows(dout)
+    dout = on_own_thread(torch.zeros_like, out) if dout is None else dense_rows(dout)
     if dlse is not None:
-        dlse = dlse.contiguous()
+        dlse = on_own_thread(dlse.contiguous)
     return call.runner.backward(x, out, lse, dout, dlse)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from heedful.core.forks import new_lock
+
 REGION_BYTES = 1 << 18
 # Beyond this a call had better fill its own.
 MOST_BYTES = REGION_BYTES // 16
@@ -26,7 +28,7 @@ class Zeros:
 
     def __init__(self, align: int, new_region: Callable[[], torch.Tensor]):
         """new_region: makes the region, of REGION_BYTES, at the first take."""
-        self.lock = threading.Lock()
+        self.lock = new_lock()
         self._align, self._new_region = align, new_region
         self._next = self._end = 0
         self._region: torch.Tensor | None = None

@@ -4,10 +4,12 @@ Calls hold the GIL (PyDLL): each takes about a microsecond and none waits for th
 """
 
 import ctypes
+import os
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 
 from heedful.launch.artifact import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES, Artifact
+from heedful.launch.driver.forked import FORKED
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -35,8 +37,13 @@ class Config(ctypes.Structure):
     ]
 
 
+_forked = False
+
+
 @cache
 def _library() -> ctypes.PyDLL:
+    if _forked:
+        raise RuntimeError(FORKED)
     library = ctypes.PyDLL("libcuda.so.1")
     library.cuGetErrorString.argtypes = [c_int, POINTER(c_char_p)]
     library.cuModuleLoadData.argtypes = [POINTER(c_void_p), c_char_p]
@@ -118,11 +125,26 @@ class Slot:
             check(code)
 
 
-def _launch(*arguments) -> int:
+def _bind_launch(*arguments) -> int:
     """Binds cuLaunchKernelEx on first use; later calls go straight to it."""
     global _launch
     _launch = _library().cuLaunchKernelEx
     return _launch(*arguments)
+
+
+_launch = _bind_launch
+
+
+def _after_fork() -> None:
+    """The driver that the parent used works in no child: some calls fail, some may not return."""
+    global _forked, _launch
+    if _library.cache_info().currsize:
+        _forked, _launch = True, _bind_launch
+        _library.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class TensorMapEncoder:

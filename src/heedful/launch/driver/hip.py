@@ -4,16 +4,23 @@ Nobody has run this on silicon yet: rows that use it are at most `emulated`.
 """
 
 import ctypes
+import os
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
 from functools import cache
 
 from heedful.launch.artifact import Artifact
+from heedful.launch.driver.forked import FORKED
 
 BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 3  # HIP_LAUNCH_PARAM_*
 
 
+_forked = False
+
+
 @cache
 def _library() -> ctypes.PyDLL:
+    if _forked:
+        raise RuntimeError(FORKED)
     library = ctypes.PyDLL("libamdhip64.so")
     library.hipGetErrorString.argtypes = [c_int]
     library.hipGetErrorString.restype = c_char_p
@@ -58,3 +65,15 @@ class Slot:
     def launch(self, stream: int) -> None:
         """Launches with the buffer's arguments on a raw stream of the current device."""
         check(_library().hipModuleLaunchKernel(*self._head, stream, None, self._extra))
+
+
+def _after_fork() -> None:
+    """As in the CUDA driver."""
+    global _forked
+    if _library.cache_info().currsize:
+        _forked = True
+        _library.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
