@@ -21,7 +21,7 @@ from heedful.torch.cache_update import (
 from heedful.torch.calls import CALLS, Call, out_key, tensor_key, tensor_keys
 from heedful.torch.checks import FLOATS, Options, describe
 from heedful.torch.dispatch import any_autocast, needs_dispatcher, same_metadata
-<<<<<<< HEAD
+from heedful.torch.forked import on_own_thread
 from heedful.torch.kvcache_checks import (
     check_apart,
     check_int_length,
@@ -29,10 +29,6 @@ from heedful.torch.kvcache_checks import (
     check_update,
     plain_update,
 )
-=======
-from heedful.torch.forked import on_own_thread
-from heedful.torch.kvcache_checks import check_apart, check_int_length, check_prefix, check_update
->>>>>>> 3195031 (Forked children: locks are free, CPU calls leave dead threads alone, GPUs are refused with the way out; threads that outlive main may call)
 from heedful.torch.merge import merge_attn_states
 from heedful.torch.plain import WHOLE, is_same, plain_options, plain_window
 from heedful.torch.values import check_range

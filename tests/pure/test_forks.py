@@ -1,0 +1,149 @@
+"""A forked child is not held up by what threads of its parent held, and drivers that its parent
+used say so."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import heedful
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
+    env = {**os.environ, "PYTHONPATH": str(Path(heedful.__file__).parents[1])}
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+
+
+_COMPILING = """
+import os, signal, sys, threading, time, types
+from heedful.core.device import by_name
+from heedful.core.plan import plan
+from heedful.core.problem import AttentionProblem
+from heedful.launch import compiler, identity, record
+from heedful.launch.artifact import Artifact
+from heedful.launch.spec import KernelCall, KernelRef
+
+os.environ["HEEDFUL_CACHE_DIR"] = sys.argv[1]
+identity.triton_version = lambda: "3.9.0"
+parent, begun, done = os.getpid(), threading.Event(), threading.Event()
+call = KernelCall(KernelRef("heedful.kernels.portable.combine", "f"), (1, 1, 1), {}, {})
+
+def compile_artifact(call, arch):
+    begun.set()
+    if os.getpid() == parent:
+        assert done.wait(60)
+    return Artifact(b"code", "", "k", arch, 4, 32, 0, 1, (), 0)
+
+stub = types.ModuleType("triton_compat")
+stub.compile_artifact = compile_artifact
+sys.modules["heedful.launch.triton_compat"] = stub
+thread = threading.Thread(target=compiler.artifact, args=(call, "sm_90"))
+thread.start()
+begun.wait()
+# As another thread may be anywhere at the fork.
+for lock in (compiler._guard, record._lock):
+    lock.acquire()
+child = os.fork()
+if child == 0:
+    signal.alarm(40)
+    # Another architecture: the parent compiles the first under a lock among processes.
+    assert compiler.artifact(call, sys.argv[2]).code == b"code"
+    with record.record(os.path.join(sys.argv[1], "list.json")):
+        record.note(plan(AttentionProblem.dense(1, 8, 8, 1), by_name("H200")), "forward", {})
+    os._exit(0)
+for lock in (compiler._guard, record._lock):
+    lock.release()
+if sys.argv[2] == "sm_90":
+    time.sleep(1.0)
+    done.set()
+assert os.waitpid(child, 0)[1] == 0
+done.set()
+thread.join()
+"""
+
+
+@needs_fork
+@pytest.mark.parametrize("arch", ["sm_90", "sm_80"])
+def test_a_child_forked_while_a_thread_compiles_gets_kernels(tmp_path, arch):
+    done = run(_COMPILING, str(tmp_path), arch)
+    assert done.returncode == 0, done.stderr
+
+
+_DRIVER = """
+import ctypes, os, sys
+from importlib import import_module
+from types import SimpleNamespace
+from heedful.launch.artifact import Artifact
+
+class Library:
+    def __getattr__(self, name):
+        def call(*args):
+            calls.append(name)
+            return 0
+        call.argtypes = call.restype = None
+        setattr(self, name, call)
+        return call
+
+calls = []
+ctypes.PyDLL = lambda name: Library()
+driver = import_module(f"heedful.launch.driver.{sys.argv[1]}")
+artifact = Artifact(b"code", "", "k", "t", 4, 32, 0, 1, (), 8)
+
+def launch(slot=None):
+    (slot or driver.Slot(artifact, ctypes.c_void_p(1), 0, (1, 1, 1), bytes(8))).launch(0)
+
+def refused(work):
+    before = len(calls)
+    try:
+        work()
+    except RuntimeError as error:
+        return "forked" in str(error) and "spawn" in str(error) and len(calls) == before
+    return False
+
+if "unused" in sys.argv:
+    slot = None
+else:
+    driver.load(artifact, 0)
+    slot = driver.Slot(artifact, ctypes.c_void_p(1), 0, (1, 1, 1), bytes(8))
+    launch(slot)
+child = os.fork()
+if child == 0:
+    if "unused" in sys.argv:
+        driver.load(artifact, 0)
+        launch()
+        os._exit(0)
+    fine = refused(lambda: driver.load(artifact, 0)) and refused(launch)
+    os._exit(0 if fine and refused(lambda: launch(slot)) else 3)
+assert os.waitpid(child, 0)[1] == 0
+driver.load(artifact, 0)
+launch(slot)
+"""
+
+
+@needs_fork
+@pytest.mark.parametrize("driver", ["cuda", "hip"])
+@pytest.mark.parametrize("used", ["used", "unused"])
+def test_a_driver_that_the_parent_used_is_refused_in_a_child_and_any_other_is_not(driver, used):
+    done = run(_DRIVER, driver, used)
+    assert done.returncode == 0, done.stderr
+
+
+# These live no longer than a call, whose threads are the caller's or the backend's own.
+OF_A_CALL = {"cpu/workers.py", "cpu/tiled_forward.py"}
+
+
+def test_locks_that_outlive_a_call_are_those_that_a_fork_frees():
+    root = Path(heedful.__file__).parent
+    made = re.compile(r"\b(R?Lock|Condition|Semaphore|ThreadPoolExecutor)\(\)?")
+    found = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if made.search(path.read_text()) and "kernels" not in path.parts
+    }
+    assert found - {"core/forks.py"} == OF_A_CALL
