@@ -9,6 +9,11 @@ import torch.nn.functional as F
 
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
+from heedful.cpu import tiled_forward
+
+# Keys that a row sees, at or above which torch finds its largest score by vectors alone: more than
+# any machine's vector of float32 holds.
+VECTORS = 64
 
 
 def forward(
@@ -27,4 +32,19 @@ def forward(
         scale=problem.scale,
         enable_gqa=problem.group > 1,
     ).transpose(1, 2)
+    seen = min(problem.seqlen_k, problem.seqlen_q) if problem.mask.causal else problem.seqlen_k
+    if seen < VECTORS and not result[..., 0].all():
+        result = _with_nan(problem, x, result)
     return (result if out is None else out.copy_(result)), None, None
+
+
+def _with_nan(problem: AttentionProblem, x: Operands, result: torch.Tensor) -> torch.Tensor:
+    """The result with NaN in rows all of whose scores are NaN.
+
+    Torch finds the largest of scores that fill no vector by comparisons, which a NaN loses: it then
+    takes such a row for one without keys, and gives it 0. Torch 2.13 does.
+    """
+    if not (x.q.isnan().any() or x.k.isnan().any()):
+        return result
+    tiled, _, _ = tiled_forward.forward(problem, x)
+    return torch.where((result == 0).all(-1, keepdim=True), tiled, result)
