@@ -20,7 +20,7 @@ try:
 except ImportError:
     fcntl = None
 
-from mutation.covering import Choice, Map, Traced
+from mutation.covering import Choice, Map, Traced, test_files
 from mutation.mutants import Mutant, sample
 from mutation.server import MODES, Server
 
@@ -200,7 +200,9 @@ def run(given: argparse.Namespace, root: Path, state: Path) -> int:
             names = {tuple(name) for name in json.loads(record.read_text())}
             drawn = [m for m in drawn if _name(m, sources) in names]
         print(f"seed {seed}: {len(drawn)} mutants of {len(sources)} modules", flush=True)
-        results = judge_all(workers, drawn, sources, kept.tests(tree), given.seconds)
+        texts = {file: (tree / file).read_text() for file in test_files(tree)}
+        choice = Choice(kept.tests(tree), texts)
+        results = judge_all(workers, drawn, sources, choice, given.seconds)
         left = [r for r in results if r.fate == "survived"]
         record.write_text(json.dumps([_name(r.mutant, sources) for r in left]))
         with (state / "results.jsonl").open("a") as log:
@@ -216,9 +218,9 @@ def _name(mutant: Mutant, sources: dict[str, str]) -> tuple[str, str, str, str]:
     return mutant.module, mutant.function, *mutant.change(sources[mutant.module])
 
 
-def judge_all(workers, drawn, sources, tests: list[Traced], seconds: float) -> list[Result]:
+def judge_all(workers, drawn, sources, choice: Choice, seconds: float) -> list[Result]:
     """Every mutant's result; prints one line each."""
-    choice, known = Choice(tests), equivalents()
+    known = equivalents()
     results: list[Result] = []
     start = time.monotonic()
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from functools import cache
@@ -48,6 +48,7 @@ class Tracer:
         )
         self._seconds: dict[str, float] = {}
         self._failed: set[str] = set()
+        self._skipped: set[str] = set()
         self._cover.start()
 
     def pytest_runtest_logstart(self, nodeid, location):
@@ -55,7 +56,9 @@ class Tracer:
 
     def pytest_runtest_logreport(self, report):
         self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
-        if report.outcome != "passed":
+        if report.outcome == "skipped":
+            self._skipped.add(report.nodeid)
+        elif report.outcome != "passed":
             self._failed.add(report.nodeid)
 
     def pytest_runtest_logfinish(self, nodeid, location):
@@ -73,7 +76,7 @@ class Tracer:
         tests = {
             test: {"seconds": seconds, "lines": lines.get(test, {})}
             for test, seconds in self._seconds.items()
-            if test not in self._failed
+            if test not in self._failed | self._skipped
         }
         self._path.write_text(json.dumps({"tests": tests, "failed": sorted(self._failed)}))
 
@@ -91,8 +94,8 @@ class Map:
         found = []
         for mode, file in self.every(tree, wanted):
             path = self._path(mode, file)
-            digest = _digest((tree / file).read_text())
-            if not path.exists() or json.loads(path.read_text())["digest"] != digest:
+            entry = json.loads(path.read_text()) if path.exists() else {"digest": ""}
+            if entry["digest"] != _digest((tree / file).read_text()) or entry["failed"]:
                 found.append((mode, file))
         return found
 
@@ -126,7 +129,7 @@ class Map:
         said = f"{len(entry['tests'])} tests in {time.monotonic() - start:.0f} s"
         if answer["code"] is None:
             return said + f", over {seconds:.0f} s"
-        return said + (f", {len(entry['failed'])} not passed" if entry["failed"] else "")
+        return said + (f", {len(entry['failed'])} failed" if entry["failed"] else "")
 
     def _keep(self, path: Path) -> str:
         text = path.read_text()
@@ -192,24 +195,29 @@ def test_files(tree: Path) -> list[str]:
 
 
 class Choice:
-    """Tests for a place in the sources."""
+    """Tests for a place in the sources. texts: of test files, by path."""
 
-    def __init__(self, tests: list[Traced]):
+    def __init__(self, tests: list[Traced], texts: Mapping[str, str] | None = None):
         self._by_module: dict[str, list[Traced]] = {}
         for test in tests:
             for module in test.lines:
                 self._by_module.setdefault(module, []).append(test)
-        self._all = tests
+        self._all, self._texts = tests, texts or {}
 
     def tests(self, module: str, lines: set[int], seconds: float) -> tuple[list[Traced], int]:
         """What to run, in order, within so many seconds of their usual time; and how many of them
         run the lines themselves. Then follow tests that run anything of the module: a cached
-        function, and what is at module level, runs for a test that did not first call it."""
+        function, and what is at module level, runs for a test that did not first call it. Then
+        those of files that name the module: they may start processes, which are not traced."""
         near = self._by_module.get(module, [])
         exact = [t for t in near if not t.lines[module].isdisjoint(lines)]
         first = _in_turn(exact)
         names = {(t.mode, t.id) for t in exact}
         rest = _in_turn([t for t in near if (t.mode, t.id) not in names])
+        names |= {(t.mode, t.id) for t in rest}
+        stem = Path(module).stem
+        naming = {file for file, text in self._texts.items() if stem in text}
+        rest += _in_turn([t for t in self._all if t.file in naming and (t.mode, t.id) not in names])
         chosen, spent = [], 0.0
         for test in first:
             if spent + test.seconds <= seconds or not chosen:
