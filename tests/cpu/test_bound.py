@@ -277,3 +277,13 @@ def test_scratch_within_its_limit_and_no_more(monkeypatch):
                 with pytest.raises(ValueError, match="HEEDFUL_WORKSPACE_LIMIT_MB"):
                     attend(q, k, k, num_splits=4, backend="portable")
                 assert not gpu.launches
+
+
+@pytest.mark.parametrize(
+    "device, vendor", [("H200", "nvidia"), ("B200", "nvidia"), ("MI355X", "amd")]
+)
+def test_the_driver_is_the_vendors(device, vendor):
+    q = some(1, 3, 2, 64)
+    with standin.gpu(device) as gpu:
+        attend(q, q, q)
+    assert gpu.vendors == {vendor}

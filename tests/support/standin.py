@@ -85,8 +85,9 @@ class _Code(Artifact):
 class Gpu:
     """The machine, and the driver that its launches go to.
 
-    launches: all so far. stream: the current one's handle. capturing: whether a graph is captured.
-    loads: artifacts loaded. encoded: tensor maps encoded, in order.
+    launches: all so far. vendors: whose drivers were asked for. stream: the current one's handle.
+    capturing: whether a graph is captured. loads: artifacts loaded. encoded: maps encoded, in
+    order.
     """
 
     interprets: bool = False
@@ -94,9 +95,14 @@ class Gpu:
     capturing: bool = False
     launches: list[Launch] = field(default_factory=list)
     loads: list[Artifact] = field(default_factory=list)
+    vendors: set[str] = field(default_factory=set)
     encoded: list[Map] = field(default_factory=list)
     before_launch: Any = None
     _lock: Any = field(default_factory=threading.RLock)
+
+    def driver(self, vendor: str) -> "Gpu":
+        self.vendors.add(vendor)
+        return self
 
     def compile(self, call: KernelCall, arch: str) -> Artifact:
         """An artifact laid out as the compiler lays it out, in the kernel function's own order."""
@@ -263,7 +269,7 @@ def gpu(
                 if attribute in vars(module) and vars(module)[attribute] is not value:
                     put(module, attribute, value)
         put(torch.cuda, "device", lambda _: nullcontext())
-        put(bound, "driver", lambda vendor: machine)
+        put(bound, "driver", machine.driver)
         put(bound, "compile_call", machine.compile)
         put(bound, "_functions", {})
         put(zeros, "_of_stream", {})

@@ -1,0 +1,214 @@
+"""What is compiled ahead of time, inspected or handed to a foreign launcher is what a call runs."""
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from heedful.core.device import by_name
+from heedful.core.plan import plan
+from heedful.launch import buffers, foreign, prebuild, record
+from heedful.launch.artifact import lay_out
+from heedful.launch.programs import program
+from heedful.launch.spec import BufferSpec, Pointer, Scalar
+from heedful.torch.execute import buffer_spec
+from support import api, standin
+from support.cases import Case, build, variants
+
+BASE = Case(heads_q=4, dtype="bfloat16", seqlen_q=40, seqlen_k=64, head_dim=64)
+CASES = [
+    BASE,
+    replace(BASE, backward=False),
+    *variants(
+        BASE, bias=["bhqk"], alibi=["bh"], sink=[True], dropout_p=[0.5], varlen=["qk"], used=["qk"]
+    ),
+    *variants(
+        replace(BASE, backward=False),
+        tree_mask=[True],
+        leftpad_k=[True],
+        return_probs=[True],
+        kv_dtype=["int8", "float8_e5m2"],
+        head_dim_v=[32],
+    ),
+    replace(BASE, backward=False, kv_dtype="int8", kv_group=16, kv_shift=True),
+    replace(BASE, backward=False, kv_dtype="int4", kv_group=32),
+    replace(BASE, backward=False, kv_dtype="int8", kv_group=16, page_size=16),
+    replace(BASE, backward=False, kv_batch_idx=True),
+    replace(BASE, backward=False, dtype="float8_e4m3fn"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_arrays_that_nobody_made_are_like_those_of_a_plain_call(case):
+    built = build(case)
+    given = {name: buffer_spec(t) for name, t in built.x._asdict().items() if t is not None}
+    given |= {"out": replace(given["q"], dtype=built.problem.out_dtype)}
+    shape = (*given["q"].shape[:-1], built.problem.head_dim_v)
+    given["out"] = BufferSpec.contiguous(shape, built.problem.out_dtype)
+    made = buffers.forward(built.problem)
+    if case.dtype.startswith("float8"):
+        # Descales are the caller's to give, or not.
+        given = {name: spec for name, spec in given.items() if "descale" not in name}
+    for name in ("lse", "probs"):
+        made.pop(name, None)
+    assert set(made) == set(given)
+    for name, spec in made.items():
+        want = given[name]
+        if name in ("k", "v", "k_descale", "k_shift", "v_descale", "v_shift") and case.page_size:
+            # A cache has more pages than its sequences need.
+            want = BufferSpec.contiguous((spec.shape[0], *want.shape[1:]), want.dtype)
+        if case.kv_batch_idx and name in ("k", "v"):
+            want = BufferSpec.contiguous((case.batch, *want.shape[1:]), want.dtype)
+        if name in ("alibi_slopes", "q_descale"):
+            want = BufferSpec.contiguous(want.shape, want.dtype)
+        dtype = "int4" if case.kv_dtype == "int4" and name in "kv" else want.dtype
+        assert spec == replace(want, dtype=dtype, aligned=True), name
+
+
+@pytest.mark.parametrize(
+    "facts, lse, probs",
+    [
+        ({}, False, False),
+        ({"return_lse": True}, True, False),
+        ({"needs_grad": True}, True, False),
+        ({"return_probs": True}, True, True),
+    ],
+)
+def test_results_are_there_where_somebody_reads_them(facts, lse, probs):
+    problem = replace(build(replace(BASE, backward=False)).problem, **facts)
+    made = buffers.forward(problem)
+    assert ("lse" in made, "probs" in made) == (lse, probs)
+    if lse:
+        assert made["lse"] == BufferSpec.contiguous((2, 4, 40), "float32")
+    if probs:
+        assert made["probs"] == BufferSpec.contiguous((2, 4, 40, 64), "bfloat16")
+
+
+@pytest.mark.parametrize("case", [BASE, replace(BASE, bias="bhqk", sink=True)], ids=str)
+def test_gradients_lie_as_what_they_are_of(case):
+    made = buffers.backward(build(case).problem)
+    pairs = {"dq": "q", "dk": "k", "dv": "v", "dout": "out"}
+    pairs |= {"dbias": "bias", "dsink": "sink"} if case.bias else {}
+    for gradient, of in pairs.items():
+        assert made[gradient] == made[of]
+    assert "probs" not in made and made["lse"].dtype == "float32"
+    assert set(made) - set(pairs) - set(pairs.values()) == {"lse"}
+
+
+@pytest.mark.parametrize("device, backend", [("H200", "hopper"), ("B200", "portable")])
+def test_a_recording_holds_the_kernels_that_ran_and_no_other(device, backend, tmp_path):
+    """A call's own kernels, forward and backward, are those that its list has compiled."""
+    case = replace(BASE, layout="packed", causal=True)
+    with standin.gpu(device) as gpu, record.record(tmp_path / "list.json"):
+        api.results(build(case), backend=backend)
+    entries = record.load(tmp_path / "list.json")
+    assert [entry.direction for entry in entries] == ["forward", "backward"]
+    kernels, backends = prebuild.kernels(entries, [by_name(device)], None)
+    assert "portable" in backends
+    ran = {(launch.kernel.module, launch.kernel.function) for launch in gpu.launches}
+    listed = {(call.kernel.module, call.kernel.function) for call, _ in kernels.values()}
+    assert listed == ran
+    assert {arch for _, arch in kernels.values()} == {by_name(device).arch}
+    constants = [launch.constants for launch in gpu.launches]
+    assert all(dict(call.constants) in constants for call, _ in kernels.values())
+
+
+def test_a_recording_ends_with_its_block(tmp_path):
+    with standin.gpu("B200"):
+        with record.record(tmp_path / "outer.json"):
+            with record.record(tmp_path / "inner.json"):
+                api.results(build(replace(BASE, backward=False)))
+            api.results(build(replace(BASE, backward=False, causal=True)))
+        api.results(build(replace(BASE, backward=False, sink=True)))
+    outer, inner = (record.load(tmp_path / f"{name}.json") for name in ("outer", "inner"))
+    assert [entry.problem.mask.causal for entry in inner] == [False]
+    assert [entry.problem.mask.causal for entry in outer] == [False, True]
+
+
+def test_an_entry_is_planned_for_the_device_that_it_was_seen_on(tmp_path):
+    small = by_name("H200").live(units=16)
+    problem = build(replace(BASE, backward=False, seqlen_q=1, seqlen_k=4000, batch=1)).problem
+    entry = record.Entry(problem, device=small)
+    assert record.Entry.from_json(entry.to_json()) == entry
+
+    def grids(seen, device):
+        found, _ = prebuild.kernels([replace(entry, device=seen)], [device])
+        return sorted(call.grid for call, _ in found.values())
+
+    assert grids(small, by_name("H200")) == grids(None, small) != grids(None, by_name("H200"))
+    # Figures of another architecture say nothing.
+    assert grids(by_name("MI300X"), by_name("H200")) == grids(None, by_name("H200"))
+
+
+def test_a_list_by_hand_may_leave_out_what_is_usual(tmp_path):
+    sizes = {"batch": 1, "seqlen_q": 8, "seqlen_k": 16, "heads_q": 2}
+    facts = {"problem": {**sizes, "mask": {"right": 0}, "dropout_origin": [1, 2, 3, 4]}}
+    entry = record.Entry.from_json(facts)
+    assert (entry.direction, entry.buffers, entry.device) == ("forward", None, None)
+    assert entry.problem.mask.causal and entry.problem.dropout_origin == (1, 2, 3, 4)
+    spec = {"shape": [1, 2], "strides": [2, 1], "dtype": "float16"}
+    entry = record.Entry.from_json({**facts, "buffers": {"q": spec}, "direction": "backward"})
+    assert entry.buffers == {"q": BufferSpec((1, 2), (2, 1), "float16")}
+    with pytest.raises(ValueError, match="direction must be one of.*'sideways'"):
+        record.Entry.from_json({**facts, "direction": "sideways"})
+
+
+def test_cpu_problems_have_nothing_to_compile():
+    entry = record.Entry(build(BASE).problem)
+    with pytest.raises(ValueError, match="nothing to compile"):
+        prebuild.kernels([entry], [by_name("CPU")])
+    chosen = plan(entry.problem, by_name("CPU"))
+    with pytest.raises(ValueError, match="'cpu', which has no kernels to launch"):
+        program(chosen, "backward")
+
+
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+def test_a_foreign_launcher_is_given_what_the_driver_is(backend, monkeypatch):
+    built = build(replace(BASE, backward=False, causal=True, sink=True))
+    chosen = plan(built.problem, by_name("H200"), backend=backend)
+    made = program(chosen, "forward")
+    stub = standin.Gpu()
+
+    def compiled(call, arch):
+        artifact = stub.compile(call, arch)
+        for name, meta in artifact.tensor_maps.items():
+            meta |= {"elem_type": 9, "elem_size": 2, "swizzle": 3, "name": name}
+        return artifact
+
+    monkeypatch.setattr(foreign, "artifact", compiled)
+    told = foreign.describe(made, "sm_90")
+    assert told.workspaces == made.workspaces
+    for launch, call in zip(told.launches, made.calls, strict=True):
+        assert launch.grid == call.grid
+        flat = [p for p in launch.artifact.parameters if not p.name.startswith("scratch[")]
+        assert len(flat) == len(launch.parameters)
+        for parameter, given in zip(flat, launch.parameters, strict=True):
+            argument: Any = call.arguments[parameter.name.split(".")[0]]
+            if isinstance(given, foreign.TensorMapParameter):
+                meta = (given.element_type, given.element_bytes, given.swizzle)
+                assert meta == (9, 2, 3) and given.box == argument.block
+                facts = (given.buffer, given.shape, given.strides)
+                assert facts == (argument.buffer, argument.shape, argument.strides)
+            elif "." in parameter.name:
+                part, axis = parameter.name.split(".")[1].rstrip("]").split("[")
+                value = getattr(argument, part)[int(axis)]
+                assert given == Scalar(value, "i32" if part == "shape" else "i64")
+            else:
+                assert isinstance(given, (Pointer, Scalar)) and given == argument
+
+
+def test_every_type_has_its_size_and_is_aligned_by_it():
+    kinds = ["i8", "i1", "i32", "u8", "fp32", "i8", "i64", "*bf16", "u8"]
+    parameters, size = lay_out([(f"p{i}", kind) for i, kind in enumerate(kinds)], {})
+    assert [p.offset for p in parameters] == [0, 1, 4, 8, 12, 16, 24, 32, 40, 48, 56]
+    assert [p.name for p in parameters[-2:]] == ["scratch[0]", "scratch[1]"]
+    assert size == 64
+
+
+@pytest.mark.parametrize("base, offset", [(0, 64), (0x210, 48), (8, 56)])
+def test_a_tensor_map_is_aligned_in_the_memory_that_the_kernel_sees(base, offset):
+    parameters, _ = lay_out([("n", "i32"), ("d", "tensordesc<bf16[8]>")], {"d": 1}, base)
+    assert [p.offset for p in parameters[:4]] == [0, offset, offset + 128, offset + 136]
+    assert asdict(parameters[1]) == {"name": "d", "type": "tensormap", "offset": offset}
