@@ -3,7 +3,7 @@
 Pure: it never queries a device, so it is tested for an MI355X on a laptop.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from heedful.core import capability, configs
 from heedful.core.capability import KernelRow, Toolchain
@@ -126,6 +126,20 @@ def _rows(direction: str, dtype: str) -> list[KernelRow]:
         ):
             kept[row.backend] = row
     return list(kept.values())
+
+
+def stored_as(plan: Plan, **facts: bool) -> Plan:
+    """The plan for tensors stored otherwise, of which its backward makes no reason against it.
+
+    facts: aligned and even_rows, as in AttentionProblem.
+    """
+    problem = replace(plan.problem, **facts)
+    if problem == plan.problem:
+        return plan
+    tiles = _configs(problem, plan.device, plan.backend, plan.backward)
+    return replace(
+        plan, problem=problem, configs={kernel: row.config for kernel, row in tiles.items()}
+    )
 
 
 def _configs(problem, device, forward: str, backward: str | None) -> dict[str, ConfigRow]:

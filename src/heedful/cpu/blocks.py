@@ -67,7 +67,9 @@ class Scratch:
         if buffer is None or buffer.numel() < whole_vectors(size):
             # Not as a tensor of inference mode, which a later call outside it could not write to.
             with torch.inference_mode(False):
-                buffer = self._buffers[key] = torch.empty(whole_vectors(size), dtype=key[1])
+                buffer = self._buffers[key] = torch.empty(
+                    whole_vectors(size), dtype=key[1], device="cpu"
+                )
         with torch.inference_mode(False):
             taken = self._taken[key] = buffer[:size].view(shape)
         return taken
@@ -83,6 +85,11 @@ class Scratch:
         while by_size and self.bytes > limit:
             largest = by_size.pop()
             del self._buffers[largest], self._taken[largest]
+
+    def clear(self) -> None:
+        """Gives all buffers back."""
+        self._buffers.clear()
+        self._taken.clear()
 
 
 @dataclass
@@ -210,7 +217,10 @@ class Block:
         """Where keys `cols` of a scattered sequence are: (page, slot) of each."""
         if self._tokens is None:
             assert self.seq is not None
-            runs = [torch.arange(token, token + n) for token, n in self.seq.k_spans]
+            runs = [
+                torch.arange(token, token + n, dtype=torch.int64, device="cpu")
+                for token, n in self.seq.k_spans
+            ]
             self._tokens = torch.cat(runs)
         tokens, page_size = self._tokens[cols.start : cols.stop], storage.shape[1]
         return tokens // page_size, tokens % page_size

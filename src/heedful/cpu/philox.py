@@ -34,13 +34,14 @@ def keep_tile(
     origin: (batch, head, row, column) added to the indices, each modulo 2^32.
     """
     batch, head, row = (
-        (torch.arange(r.start, r.stop) + o) & WORD
+        (torch.arange(r.start, r.stop, dtype=torch.int64, device="cpu") + o) & WORD
         for r, o in zip((batches, heads, rows), origin[:3], strict=True)
     )
     # One block of four words serves four columns; a column index is modulo 2^32, a block's 2^30.
     first = cols.start + origin[3]
     last = first + len(cols)
-    block = torch.arange(first >> 2, (last + 3) >> 2) & (WORD >> 2)
+    block = torch.arange(first >> 2, (last + 3) >> 2, dtype=torch.int64, device="cpu")
+    block &= WORD >> 2
     counter = (block, row[:, None], head[:, None, None], batch[:, None, None, None])
     words = torch.stack(torch.broadcast_tensors(*philox4x32(key_words(seed), counter)), -1)
     return words.flatten(-2)[..., first & 3 :][..., : len(cols)] < keep_threshold(dropout_p)

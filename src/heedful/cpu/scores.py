@@ -73,7 +73,11 @@ class Tiles:
         return self
 
     def __exit__(self, *error) -> None:
-        self.scratch.trim(KEPT)
+        if error[0] is None:
+            self.scratch.trim(KEPT)
+        else:
+            # What went wrong may have left its mark on tensors that later calls would take.
+            self.scratch.clear()
 
     def hold_keys(self, block: Block) -> None:
         """Has keys and values of the block loaded once, not by every query tile that sees them, if
@@ -256,8 +260,8 @@ class Tiles:
     def _distance(self, block: Block, rows: range, cols: range) -> torch.Tensor:
         """j - i - off of every score of the tile, in scratch precision, (M, N)."""
         off = self.problem.mask.offset(block.len_q, block.len_k)
-        i = torch.arange(rows.start, rows.stop, dtype=self.scratch.dtype)
-        j = torch.arange(cols.start, cols.stop, dtype=self.scratch.dtype)
+        i = torch.arange(rows.start, rows.stop, dtype=self.scratch.dtype, device="cpu")
+        j = torch.arange(cols.start, cols.stop, dtype=self.scratch.dtype, device="cpu")
         return (j - off) - i[:, None]
 
     def _sides(self, block: Block, rows: range, cols: range) -> tuple[int, int]:
@@ -281,7 +285,7 @@ class Tiles:
         mask, (distance, first) = self.problem.mask, self._sides(block, rows, cols)
         key = distance, first, len(rows), len(cols)
         if key not in self._hidden:
-            hidden = torch.full(key[2:], -torch.inf, dtype=self.scratch.dtype)
+            hidden = torch.full(key[2:], -torch.inf, dtype=self.scratch.dtype, device="cpu")
             hidden.triu_(mask.right - distance + 1 if mask.right >= 0 else len(cols))
             if mask.left >= 0 and first < len(cols):
                 earlier = torch.full_like(hidden[:, first:], -torch.inf)
@@ -294,7 +298,7 @@ class Tiles:
     def _hidden_by_tree(self, block: Block, rows: range, cols: range) -> torch.Tensor:
         """Which scores tree_mask hides: bool (B, 1, 1, M, N)."""
         b, old = block.batches, block.len_k - block.len_q
-        hidden = torch.zeros(len(b), len(rows), len(cols), dtype=torch.bool)
+        hidden = torch.zeros(len(b), len(rows), len(cols), dtype=torch.bool, device="cpu")
         new = range(max(cols.start, old), max(cols.stop, old))
         seen = self.x.tree_mask[b.start : b.stop, rows.start : rows.stop]
         hidden[..., new.start - cols.start :] = ~seen[..., new.start - old : new.stop - old]

@@ -52,7 +52,7 @@ def backward(
     dbias = None
     if problem.bias_grad:
         own = own_shape(tuple(x.bias.shape), x.bias.stride())
-        dbias = torch.zeros(own, dtype=torch.promote_types(x.q.dtype, torch.float32))
+        dbias = torch.zeros(own, dtype=torch.promote_types(x.q.dtype, torch.float32), device="cpu")
     sink_parts: dict[int, tuple[range, torch.Tensor]] = {}
 
     def work(tiles: Tiles, item: tuple[int, Block]) -> None:
@@ -72,7 +72,7 @@ def backward(
     for_each(groups, work, lambda: Tiles(problem, x), parallel)
     dsink = None
     if x.sink is not None:
-        dsink = torch.zeros(problem.heads_q, dtype=torch.float64)
+        dsink = torch.zeros(problem.heads_q, dtype=torch.float64, device="cpu")
         for number in sorted(sink_parts):
             heads, part = sink_parts[number]
             dsink[heads.start : heads.stop] += part
@@ -101,7 +101,7 @@ class _BlockBackward:
         size = block.heads * tiles.problem.group * block.len_q * dims * tiles.scratch.dtype.itemsize
         self.holds = size <= HELD
         self.held: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.dsink = torch.zeros(len(block.query_heads), dtype=torch.float64)
+        self.dsink = torch.zeros(len(block.query_heads), dtype=torch.float64, device="cpu")
 
     def prepare(self, out, lse, dlse) -> None:
         """delta = rowsum(dO * O) - dlse of every query tile, the tiles themselves if they are held,
@@ -120,7 +120,7 @@ class _BlockBackward:
             if self.holds:
                 self.held.append(self._pair(index, do))
             size = (block.heads, group * len(rows), dim)
-            self.dq.append(torch.zeros(size, dtype=tiles.scratch.dtype))
+            self.dq.append(torch.zeros(size, dtype=tiles.scratch.dtype, device="cpu"))
             if tiles.x.sink is not None:
                 h = block.query_heads
                 sink = tiles.x.sink[h.start : h.stop].view(1, len(block.kv_heads), group, 1)

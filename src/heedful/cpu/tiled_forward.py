@@ -36,14 +36,14 @@ def forward(
     """
     if out is None:
         shape = (*x.q.shape[:-1], problem.head_dim_v)
-        out = torch.empty(shape, dtype=getattr(torch, problem.out_dtype))
-    lse = torch.full(problem.lse_shape, -torch.inf)
+        out = torch.empty(shape, dtype=getattr(torch, problem.out_dtype), device="cpu")
+    lse = torch.full(problem.lse_shape, -torch.inf, dtype=torch.float32, device="cpu")
     if problem.varlen_q or problem.used_q:
         out.zero_()
     probs = None
     if problem.return_probs:
         shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-        probs = torch.zeros(shape, dtype=out.dtype)
+        probs = torch.zeros(shape, dtype=out.dtype, device="cpu")
 
     def work(tiles: Tiles, item: tuple[_Split, int]) -> None:
         split, part = item

@@ -11,7 +11,7 @@ from heedful.torch.checks import FLOATS
 from heedful.torch.forked import on_own_thread
 
 _ROWS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
-_ROWS += ("kv_batch_idx", "leftpad_k", "block_table", "sink")
+_ROWS += ("kv_batch_idx", "leftpad_k", "block_table", "sink", "alibi_slopes", "tree_mask")
 _SCALES = ("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
 _INDEX = {name: index for index, name in enumerate(Operands._fields)}
 _new = tuple.__new__
@@ -31,9 +31,11 @@ def adapt(x: Operands, steps: tuple[Step, ...]) -> Operands:
 def adaptations(x: Operands, problem: AttentionProblem) -> tuple[Step, ...]:
     """What checked tensors lack to be what Operands says: expansion by strides of 0; copies of q,
     k, v and small tensors whose last dim is not contiguous."""
+    # Scales per head have a stride for it; those of groups of values are rows.
+    rows = _ROWS + (_SCALES if problem.kv_group else ())
     steps = [
         _copy(_INDEX[name])
-        for name in _ROWS
+        for name in rows
         if (tensor := getattr(x, name)) is not None and not _has_dense_rows(tensor)
     ]
     if x.block_table is not None and x.cu_seqlens_q is not None:

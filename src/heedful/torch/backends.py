@@ -5,6 +5,8 @@ compiled kernels with their arguments in place.
 """
 
 import importlib
+from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 
 import torch
@@ -12,14 +14,18 @@ import torch
 from heedful.core import settings
 from heedful.core.log import decision
 from heedful.core.operands import Gradients, Operands, own_shape
-from heedful.core.plan import Plan, plan
+from heedful.core.plan import Plan, plan, stored_as
 from heedful.core.problem import AttentionProblem
 from heedful.launch.programs import program
 from heedful.launch.record import note
 from heedful.launch.spec import BufferSpec
+from heedful.torch.adapt import storage
 from heedful.torch.device import device_spec, toolchain
 from heedful.torch.execute import Executable, allocator, buffer_spec, current_device
 from heedful.torch.forked import check_device, on_own_thread
+
+# (x, out, lse, dout, dlse=None) -> gradients of the inputs, for one layout of all these.
+Backward = Callable[..., Gradients]
 
 
 def prepare(
@@ -64,9 +70,12 @@ class CpuRunner:
         """There is nothing to compile."""
 
     def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
-        """Gradients of the inputs for the cotangents of out and lse."""
-        given = (x, out, lse, dout, dlse)
-        return on_own_thread(self._backward.backward, self.plan.problem, *given)
+        """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
+        return self.backward_of(x, out, lse, dout, dlse)(x, out, lse, dout, dlse)
+
+    def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
+        """The backward on tensors laid out like these."""
+        return partial(on_own_thread, self._backward.backward, self.plan.problem)
 
 
 def _cpu_module(backend: str):
@@ -88,11 +97,9 @@ class GpuRunner:
         out_dtype = getattr(torch, problem.out_dtype)
         self._new_out = allocator(self._out_shape, out_dtype, q.device)
         self._new_lse = allocator(problem.lse_shape, torch.float32, q.device)
-        self._new_gradients = [allocator(t.shape, t.dtype, q.device) for t in x[:3]]
         self._probs_shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
         self._wants_lse = problem.return_lse or problem.needs_grad or problem.return_probs
         self._forwards: dict[tuple, Executable] = {}
-        self._backwards: dict[tuple, Executable] = {}
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None)."""
@@ -131,41 +138,59 @@ class GpuRunner:
             given["lse"] = dense(problem.lse_shape, "float32")
         if problem.return_probs:
             given["probs"] = dense(self._probs_shape, problem.out_dtype)
-        self._forwards[key] = self._bind("forward", given)
+        self._forwards[key] = _bind(self.plan, "forward", {**self._buffers, **given}, self._device)
         return self._forwards[key]
 
     def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
         """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
-        if current_device() != self._device.index:
-            with torch.cuda.device(self._device):
-                return self.backward(x, out, lse, dout, dlse)
-        problem = self.plan.problem
-        dq, dk, dv = (new() for new in self._new_gradients)
-        dbias = dsink = None
-        tensors = [*self._pick(x), out, lse, dout, dq, dk, dv]
-        if problem.bias_grad:
-            shape = own_shape(x.bias.shape, x.bias.stride())
-            dbias = torch.empty(shape, dtype=x.bias.dtype, device=dq.device)
-            tensors.append(dbias)
-        if x.sink is not None:
-            dsink = torch.empty_like(x.sink)
-            tensors.append(dsink)
-        if dlse is not None:
-            tensors.append(dlse)
-        key = (out.stride(), dout.stride(), dout.data_ptr() % 16, dlse is None)
-        run = self._backwards.get(key)
-        if run is None:
-            optional = {"dbias": dbias, "dsink": dsink, "dlse": dlse}
-            given = {"out": out, "lse": lse, "dout": dout, "dq": dq, "dk": dk, "dv": dv}
-            given |= {name: t for name, t in optional.items() if t is not None}
-            specs = {name: buffer_spec(t) for name, t in given.items()}
-            run = self._backwards[key] = self._bind("backward", specs)
-        run(tensors)
-        return Gradients(dq, dk, dv, dbias, dsink)
+        return self.backward_of(x, out, lse, dout, dlse)(x, out, lse, dout, dlse)
 
-    def _bind(self, direction: str, given: dict[str, BufferSpec]) -> Executable:
-        """The executable that takes the inputs and then what is given, in that order."""
-        buffers = {**self._buffers, **given}
-        note(self.plan, direction, buffers)
-        made = program(self.plan, direction, buffers)
-        return Executable(made, self.plan.device.arch, self._device, [*self._inputs, *given])
+    def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
+        """The backward on tensors laid out like these, which need not lie as the forward's."""
+        return GpuBackward(self.plan, x, out, lse, dout, dlse)
+
+
+class GpuBackward:
+    """The backward of a plan on tensors laid out like those that it is made with."""
+
+    def __init__(self, plan: Plan, x: Operands, out, lse, dout, dlse):
+        self._device, self._index = x.q.device, x.q.device.index
+        inputs = {name: t for name, t in zip(Operands._fields, x, strict=True) if t is not None}
+        self._pick = itemgetter(*(Operands._fields.index(name) for name in inputs))
+        given = {**inputs, "out": out, "lse": lse, "dout": dout}
+        if dlse is not None:
+            given["dlse"] = dlse
+        self._has_dsink = x.sink is not None
+        like = {"dq": x.q, "dk": x.k, "dv": x.v}
+        if plan.problem.bias_grad:
+            own = own_shape(tuple(x.bias.shape), x.bias.stride())
+            like["dbias"] = x.bias[tuple(slice(size) for size in own)]
+        if self._has_dsink:
+            like["dsink"] = x.sink
+        self._new = [allocator(t.shape, t.dtype, self._device) for t in like.values()]
+        buffers = {name: buffer_spec(tensor) for name, tensor in given.items()}
+        for name, tensor in like.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            buffers[name] = BufferSpec.contiguous(tuple(tensor.shape), dtype)
+        plan = stored_as(plan, **storage(*x[:3], out))
+        self._run = _bind(plan, "backward", buffers, self._device)
+
+    def __call__(self, x, out, lse, dout, dlse=None) -> Gradients:
+        """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
+        if current_device() != self._index:
+            with torch.cuda.device(self._device):
+                return self(x, out, lse, dout, dlse)
+        gradients = [new() for new in self._new]
+        cotangents = (dout,) if dlse is None else (dout, dlse)
+        self._run([*self._pick(x), out, lse, *cotangents, *gradients])
+        dq, dk, dv, *more = gradients
+        dsink = more.pop() if self._has_dsink else None
+        return Gradients(dq, dk, dv, more.pop() if more else None, dsink)
+
+
+def _bind(
+    plan: Plan, direction: str, buffers: dict[str, BufferSpec], device: torch.device
+) -> Executable:
+    """The executable of a plan that takes these buffers, in this order."""
+    note(plan, direction, buffers)
+    return Executable(program(plan, direction, buffers), plan.device.arch, device, list(buffers))

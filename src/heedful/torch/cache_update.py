@@ -148,9 +148,11 @@ def append_kv(
     (rows, capacity, G, dim) picked by cache_batch_idx (B,), or pages through block_table.
     """
     batch, seqlen = k.shape[:2]
-    position = cache_seqlens[:, None] + torch.arange(seqlen, device=k.device)
+    position = cache_seqlens[:, None] + torch.arange(seqlen, dtype=torch.int64, device=k.device)
     if block_table is None:
-        row = torch.arange(batch, device=k.device) if cache_batch_idx is None else cache_batch_idx
+        row = cache_batch_idx
+        if row is None:
+            row = torch.arange(batch, dtype=torch.int64, device=k.device)
         where = (row[:, None].expand(position.shape).long(), position.long())
     else:
         page_size = k_cache.shape[1]
@@ -172,7 +174,7 @@ def rotate(
     half = cos.shape[1]
     position = start.long()[:, None]
     if advance:
-        position = position + torch.arange(x.shape[1], device=x.device)
+        position = position + torch.arange(x.shape[1], dtype=torch.int64, device=x.device)
     c, s = (table[position].float()[:, :, None] for table in (cos, sin))
     turned = x[..., : 2 * half].float()
     if interleaved:

@@ -22,13 +22,20 @@ from heedful.torch.adapt import (
     autocast,
     bias_gradient,
     copies,
-    dense_rows,
     storage,
 )
-from heedful.torch.checks import Options, check_seed, check_tensors, describe
+from heedful.torch.checks import (
+    Options,
+    check_constants,
+    check_seed,
+    check_tensors,
+    describe,
+    wanting,
+)
 from heedful.torch.dispatch import any_autocast, bare_apply, same_metadata
 from heedful.torch.forked import on_own_thread
 from heedful.torch.plain import is_same, plain_options, plain_seed
+from heedful.torch.saved import Backwards
 from heedful.torch.values import INDICES, check_values
 
 # Operands beyond q, k and v where there are none.
@@ -97,9 +104,12 @@ class Call:
     steps: what the caller's tensors lack to be operands. plain: they go to the kernels as they
     are, unchecked. bare: they are q, k and v alone. results: 0 out, 1 with lse, 2 with the
     probabilities too. wants_grad, fits(q, k, v): whether tensors are of this kind, addresses aside.
+    backwards: of what the forward saves; None where nothing wants a gradient. wanting: whether an
+    operand requires a gradient that is not computed.
     """
 
     __slots__ = (
+        "backwards",
         "bare",
         "checks",
         "dropout",
@@ -111,6 +121,7 @@ class Call:
         "results",
         "runner",
         "steps",
+        "wanting",
         "wants_grad",
     )
 
@@ -145,14 +156,27 @@ class Call:
             self.forward = partial(_dense_forward, self.runner.forward)
         indexed = any(getattr(x, name) is not None for name in INDICES)
         self.checks = indexed and self.runner.plan.device.vendor == "cpu"
-        self.plain = not (self.steps or self.dropout or self.checks)
+        self.wanting = bool(wanting(x))
+        self.plain = not (self.steps or self.dropout or self.checks or self.wanting)
         self.bare = not (self.steps or self.dropout) and all(t is None for t in x[3:])
         self.results = 2 if options.return_attn_probs else 1 if options.return_lse else 0
+        self.backwards: Backwards | None = None
+        if problem.needs_grad:
+            saved = x if x.seed is not None else x._replace(seed=given.seed)
+            self.backwards = Backwards(problem, self.runner.backward_of, saved)
 
     def operands(self, x: Operands, seed) -> Operands:
         """The operands of this very call, where they are not the caller's tensors alone."""
-        if self.dropout:
-            x = x._replace(seed=make_seed(seed, x.q.device))
+        return self.laid_out(self.seeded(x, seed))
+
+    def seeded(self, x: Operands, seed) -> Operands:
+        """The caller's tensors, with the Philox key of this very call among them."""
+        return x._replace(seed=make_seed(seed, x.q.device)) if self.dropout else x
+
+    def laid_out(self, x: Operands) -> Operands:
+        """The operands of the caller's tensors, their values checked where that is possible."""
+        if self.wanting and is_grad_enabled():
+            check_constants(x)
         if self.steps:
             x = adapt(x, self.steps)
         if self.checks:
@@ -305,14 +329,17 @@ class Attention(Function):
     def forward(ctx, call: Call, x: Operands, seed, q, k, v, bias, sink):
         """q, k, v, bias and sink, those of x, are arguments for autograd to see."""
         ctx.set_materialize_grads(False)
+        given = x
         if not call.plain:
-            x = call.operands(x, seed)
+            given = call.seeded(x, seed)
+            x = call.laid_out(given)
         out, lse, probs = call.forward(x, None)
         ctx.call, ctx.bias = call, None if bias is None else bias.shape
+        # As the caller gave them: no hook is to store what a stride of 0 repeats.
         if call.bare:
             ctx.save_for_backward(q, k, v, out, lse)
         else:
-            ctx.save_for_backward(*x, out, lse)
+            ctx.save_for_backward(*given, out, lse)
         if call.results == 0:
             return out
         if call.results == 1:
@@ -342,7 +369,7 @@ def _backward(ctx, dout, dlse):
     *x, out, lse = ctx.saved_tensors
     if ctx.call.bare:
         x += ABSENT
-    grads = gradients(ctx.call, _new(Operands, x), out, lse, dout, dlse)
+    grads = ctx.call.backwards(_new(Operands, x), out, lse, dout, dlse)
     dbias = grads.dbias
     if dbias is not None:
         dbias = on_own_thread(bias_gradient, dbias, ctx.bias)
@@ -350,11 +377,3 @@ def _backward(ctx, dout, dlse):
 
 
 _backward_once = once_differentiable(_backward)
-
-
-def gradients(call: Call, x: Operands, out, lse, dout, dlse):
-    """The runner's backward on cotangents as autograd gives them: any strides, or None."""
-    dout = on_own_thread(torch.zeros_like, out) if dout is None else dense_rows(dout)
-    if dlse is not None:
-        dlse = on_own_thread(dlse.contiguous)
-    return call.runner.backward(x, out, lse, dout, dlse)

@@ -30,6 +30,8 @@ QUANTIZED = {
     torch.int8: "int8",
     torch.uint8: "int4",
 }
+# Operands of floating point that have no gradient.
+CONSTANTS = ("alibi_slopes", "q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
 
 
 class Options(NamedTuple):
@@ -433,10 +435,27 @@ def _check_score_operands(x: Operands, options: Options, sizes: _Sizes, needs_gr
         check_dtype("dropout_seed", x.seed, torch.int64)
         if x.seed.numel() != 1:
             raise ValueError(f"dropout_seed must have one element, got {tuple(x.seed.shape)}")
-    for operand in ("alibi_slopes", "q_descale", "k_descale", "v_descale", "k_shift", "v_shift"):
+    if needs_grad:
+        check_constants(x)
+
+
+def wanting(x: Operands) -> str:
+    """The operand that requires a gradient though none is computed for it; "" if there is none."""
+    for operand in CONSTANTS:
         tensor = getattr(x, operand)
-        if needs_grad and tensor is not None and tensor.requires_grad:
-            raise ValueError(f"{operand} must not require a gradient, as none is computed for it")
+        if tensor is not None and tensor.requires_grad:
+            return operand
+    return ""
+
+
+def check_constants(x: Operands) -> None:
+    """ValueError where a gradient is wanted that is not computed."""
+    operand = wanting(x)
+    if operand:
+        raise ValueError(
+            f"{operand} must not require a gradient, as none is computed for it, got one that does"
+            f" (pass {operand}.detach(), or call under torch.no_grad())"
+        )
 
 
 def _check_scales(x: Operands, options: Options, sizes: _Sizes, dtype: str, kv_dtype: str) -> int:

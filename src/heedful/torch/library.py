@@ -14,9 +14,16 @@ from torch.compiler import is_compiling
 from heedful.core.operands import Operands
 from heedful.torch.adapt import autocast, bias_gradient
 from heedful.torch.batching import attention_vmap, backward_vmap, inference_vmap
-from heedful.torch.calls import CALLS, Call, find, gradients, make_seed, tensor_keys
+from heedful.torch.calls import CALLS, Call, find, make_seed, tensor_keys
 from heedful.torch.calls import attend as eager_attend
-from heedful.torch.checks import Options, check_out, check_seed, check_tensors, describe
+from heedful.torch.checks import (
+    Options,
+    check_constants,
+    check_out,
+    check_seed,
+    check_tensors,
+    describe,
+)
 from heedful.torch.dispatch import nested_gradients, transforms_active
 from heedful.torch.plain import plain_options, plain_seed
 
@@ -72,6 +79,8 @@ def attend(q, k, v, extras: tuple | None, options: tuple, out=None, seed=None):
     wants_grad = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (x.q, x.k, x.v, x.bias, x.sink)
     )
+    if torch.is_grad_enabled():
+        check_constants(x)
     if given.dropout_p > 0:
         x = x._replace(seed=make_seed(seed, q.device))
     if out is not None:
@@ -196,7 +205,8 @@ def _backward(dout, dlse, out, lse, *args):
     *args, bias_grad, kv_grad = args
     x, options = _split(tuple(args))
     call = _call(x, options, True, bias_grad)
-    grads = gradients(call, call.operands(x, x.seed), out, lse, dout, dlse)
+    assert call.backwards is not None
+    grads = call.backwards(x, out, lse, dout, dlse)
     dbias = x.q.new_empty(0)
     if x.bias is not None and grads.dbias is not None:
         dbias = bias_gradient(grads.dbias, x.bias.shape).contiguous()

@@ -84,5 +84,7 @@ def _check_table(x: Operands) -> None:
     used = x.block_table.new_ones(x.block_table.shape, dtype=torch.bool)
     if x.seqused_k is not None:
         ends = x.seqused_k if x.leftpad_k is None else x.seqused_k + x.leftpad_k
-        used = torch.arange(pages, device=used.device) * page_size < ends[:, None]
+        used = (
+            torch.arange(pages, dtype=torch.int64, device=used.device) * page_size < ends[:, None]
+        )
     check_range("block_table", x.block_table[used], 0, x.k.shape[0] - 1)

@@ -1,0 +1,138 @@
+"""The backward of a call on what autograd saved for it.
+
+Hooks on saved tensors (activation offload, checkpoints, compression) may give back the same values
+in other memory, with other strides. What a backward is bound to is therefore what it is given, and
+not what its forward was given.
+"""
+
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from heedful.core.operands import Gradients, Operands
+from heedful.core.problem import AttentionProblem
+from heedful.torch.adapt import Step, adapt, adaptations, dense_rows
+from heedful.torch.backends import Backward
+from heedful.torch.dispatch import same_metadata
+from heedful.torch.forked import on_own_thread
+
+# A hook that gives back another layout each time is not to fill the memory.
+_MOST_LAYOUTS = 64
+
+
+class _Layout(NamedTuple):
+    """What is needed for saved tensors and a cotangent of one layout.
+
+    fits(*tensors): whether tensors are of this layout, addresses aside. steps: from the caller's
+    tensors to operands. is_dense: whether rows of out and the whole lse are contiguous.
+    """
+
+    fits: Any
+    steps: tuple[Step, ...]
+    run: Backward
+    is_dense: bool
+
+
+class Backwards:
+    """The backward of one kind of call: one for each layout of what autograd gives it."""
+
+    def __init__(self, problem: AttentionProblem, backward_of, x: Operands):
+        """backward_of(x, out, lse, dout, dlse): the backward on tensors laid out like these. x: the
+        caller's tensors, and a Philox key where there is one."""
+        self._problem, self._backward_of, self._device = problem, backward_of, x.q.device
+        present = [index for index, tensor in enumerate(x) if tensor is not None]
+        self._pick = itemgetter(*present)
+        self._names = (*(Operands._fields[index] for index in present), "out", "lse")
+        out_kind = (*x.q.shape[:-1], problem.head_dim_v), getattr(torch, problem.out_dtype)
+        kinds = [(tuple(t.shape), t.dtype) for t in self._pick(x)]
+        self._kinds = (*kinds, out_kind, (problem.lse_shape, torch.float32))
+        # Of a backward without and with a cotangent of the lse.
+        self._latest: list[_Layout | None] = [None, None]
+        self._layouts: dict[tuple, _Layout] = {}
+
+    def __call__(self, x: Operands, out: Tensor, lse: Tensor, dout, dlse=None) -> Gradients:
+        """Gradients of the operands. x: the caller's tensors, as they were saved. dout, dlse: as
+        autograd gives them: any strides, or None.
+
+        Raises ValueError where a hook restored other tensors than were saved.
+        """
+        dout = on_own_thread(torch.zeros_like, out) if dout is None else dense_rows(dout)
+        if dlse is not None:
+            dlse = on_own_thread(dlse.contiguous)
+        tensors = (*self._pick(x), out, lse, dout)
+        layout = self._latest[dlse is not None]
+        # No kernel is promised anything about where small operands begin.
+        bases = x[0].data_ptr() | x[1].data_ptr() | x[2].data_ptr() | out.data_ptr()
+        if layout is None or (bases | dout.data_ptr()) & 15 or not layout.fits(*tensors):
+            layout = self._find(tensors, x, dlse)
+        if layout.steps:
+            x = adapt(x, layout.steps)
+        if not layout.is_dense:
+            out, lse = dense_rows(out), lse.contiguous()
+        return layout.run(x, out, lse, dout, dlse)
+
+    def _find(self, tensors: tuple[Tensor, ...], x: Operands, dlse: Tensor | None) -> _Layout:
+        """The layout of tensors that are not like the last ones."""
+        key = (dlse is None, *[_key(tensor) for tensor in tensors])
+        layout = self._layouts.get(key)
+        slot = dlse is not None
+        if layout is None:
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[key] = self._new(tensors, x, dlse)
+        elif layout is self._latest[slot]:
+            # Of the same layout all the same: some are one tensor that were two, or the like.
+            layout = self._layouts[key] = layout._replace(fits=_guard(tensors))
+        if all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
+            self._latest[slot] = layout
+        return layout
+
+    def _new(self, tensors: tuple[Tensor, ...], x: Operands, dlse: Tensor | None) -> _Layout:
+        for name, tensor, kind in zip(self._names, tensors, self._kinds, strict=False):
+            check_restored(name, tensor, *kind, self._device)
+        steps, (out, lse, dout) = adaptations(x, self._problem), tensors[-3:]
+        dense = dense_rows(out), lse.contiguous()
+        run = self._backward_of(adapt(x, steps), *dense, dout, dlse)
+        is_dense = dense[0] is out and lse.is_contiguous()
+        return _Layout(_guard(tensors), steps, run, is_dense)
+
+
+def _guard(tensors: tuple[Tensor, ...]):
+    """A function that tells whether tensors have these ones' metadata, and are one where these are:
+    torch's guards want each but once."""
+    first = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
+    indices = sorted(first.values())
+    check = same_metadata(*(tensors[index] for index in indices))
+    if len(indices) == len(tensors):
+        return check
+    repeats = [(index, first[id(tensor)]) for index, tensor in enumerate(tensors)]
+    repeats = [(index, other) for index, other in repeats if index != other]
+    distinct = itemgetter(*indices)
+
+    def fits(*others: Tensor) -> bool:
+        for index, other in repeats:
+            if others[index] is not others[other]:
+                return False
+        return check(*distinct(others))
+
+    return fits
+
+
+def _key(tensor: Tensor) -> tuple:
+    """What a backward may depend on of a saved tensor."""
+    facts = (tensor.shape, tensor.dtype, tensor.device, tensor.layout)
+    return *facts, tensor.stride(), tensor.data_ptr() % 16 == 0
+
+
+def check_restored(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """ValueError unless a hook gave back a tensor of the kind that was saved."""
+    got = tuple(tensor.shape), tensor.dtype, tensor.device
+    if tensor.layout != torch.strided or got != (tuple(shape), dtype, device):
+        raise ValueError(
+            f"{name} must come back from a saved-tensor hook as it was saved, {tuple(shape)}"
+            f" {dtype} on {device}, got {got[0]} {got[1]} on {got[2]}"
+        )
