@@ -15,7 +15,7 @@ from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
 
-FOLDERS = ("tests/pure", "tests/cpu", "tests/compile", "tests/emulated")
+FOLDERS = ("tests/pure", "tests/cpu", "tests/compile")
 # Tests that start what the interpreted mode runs directly.
 _STARTERS = "test_every_check_passes_in_the_interpreter"
 # Tests that take longer say little for their time.
