@@ -41,6 +41,22 @@ PAIRS = [
     ("global_store_dwordx2 v1, v[4:5], s[4:5]", "v_mov_b32_e32 v5, 0", 0),
     ("buffer_store_dwordx4 v[4:7], v1, s[8:11], s3 offen", "v_mov_b32_e32 v5, 0", 1),
     ("v_add_u32_e32 v3, v1, v1", "v_add_u32_e32 v2, v3, v1", 0),
+    ("v_dot2_f32_f16 v3, v4, v5, v6", "v_add_f32_e32 v2, v3, v1", 3),
+    ("v_dot2_f32_f16 v3, v4, v5, v6", "v_mov_b32_e32 v3, 0", 3),
+    ("v_dot2_f32_f16 v3, v4, v5, v6", "v_dot2_f32_f16 v7, v4, v5, v3", 0),
+    ("v_dot2_f32_f16 v10, v4, v5, v6", f"v_mfma_f32_32x32x8_bf16 {WIDE}", 3),
+    ("v_mov_b32_e32 v3, 0", "v_readfirstlane_b32 s9, v3", 1),
+    ("v_mov_b32_e32 v3, 0", "v_writelane_b32 v3, s9, 3", 0),
+    ("v_lshrrev_b32_sdwa v3, v1, v1 dst_sel:BYTE_1", "v_mov_b32_e32 v3, 0", 1),
+    ("v_readfirstlane_b32 s8, v1", "v_writelane_b32 v2, s9, s8", 4),
+    ("v_readfirstlane_b32 s8, v1", "buffer_load_dword v2, v1, s[8:11], 0 offen", 5),
+    ("v_cmpx_lt_u32_e32 vcc, 5, v1", f"v_mfma_f32_32x32x8_bf16 {WIDE}", 4),
+    ("v_cmpx_lt_u32_e32 vcc, 5, v1", "v_readfirstlane_b32 s9, v2", 4),
+    ("v_cmpx_lt_u32_e32 vcc, 5, v1", "v_add_u32_e32 v2, v3, v1", 0),
+    ("global_store_dwordx3 v1, v[4:6], s[4:5]", "v_mov_b32_e32 v6, 0", 2),
+    ("buffer_store_dwordx4 v[4:7], v1, s[8:11], 0 offen", "v_mov_b32_e32 v5, 0", 2),
+    ("s_mov_b32 m0, s8", "global_load_dword v2, v1, s[4:5]", 0),
+    ("s_mov_b32 s7, s8", "global_load_lds_dword v1, s[4:5]", 0),
 ]
 
 
@@ -73,6 +89,73 @@ def test_mfma_results_need_as_long_as_their_passes(arch, name, use):
     assert not found(f"{name} {operands}", needed, use, arch)
     (violation,) = found(f"{name} {operands}", needed - 1, use, arch)
     assert violation.needed == needed
+
+
+# Passes, by shape and format: (instruction, passes, kind). Of narrow formats ("xdl") a result is
+# there after its passes and 3 more, 4 on gfx950 but for two passes; of float32 after 2 more.
+PRODUCTS = [
+    ("v_mfma_f32_4x4x1_16b_f32 v[20:23], v10, v12, v[20:23]", 2, "float32"),
+    ("v_mfma_f32_16x16x4_f32 v[20:23], v10, v12, v[20:23]", 8, "float32"),
+    ("v_mfma_f32_32x32x2_f32 v[20:35], v10, v12, v[20:35]", 16, "float32"),
+    ("v_mfma_f32_4x4x4_16b_bf16 v[20:23], v[10:11], v[12:13], v[20:23]", 2, "xdl"),
+    ("v_mfma_f32_16x16x16_bf16 v[20:23], v[10:11], v[12:13], v[20:23]", 4, "xdl"),
+    (f"v_mfma_f32_32x32x8_bf16 {WIDE}", 8, "xdl"),
+    (f"v_mfma_i32_32x32x16_i8 {WIDE}", 8, "xdl"),
+    ("v_mfma_f32_16x16x128_f8f6f4 v[20:23], v[0:7], v[8:15], v[20:23]", 8, "xdl"),
+    ("v_mfma_f32_16x16x128_f8f6f4 v[20:23], v[0:3], v[8:11], v[20:23] cbsz:4 blgp:4", 4, "xdl"),
+]
+XDL_INPUT = "v_mfma_f32_16x16x16_bf16 v[60:63], v[20:21], v[70:71], v[60:63]"
+XDL_ADDEND = "v_mfma_f32_16x16x16_bf16 v[22:25], v[64:65], v[70:71], v[22:25]"
+FLOAT_INPUT = "v_mfma_f32_16x16x4_f32 v[60:63], v20, v70, v[60:63]"
+FLOAT_ADDEND = "v_mfma_f32_16x16x4_f32 v[22:25], v64, v70, v[22:25]"
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+@pytest.mark.parametrize(("product", "passes", "kind"), PRODUCTS)
+def test_products_of_every_length_need_their_passes_and_what_their_unit_adds(
+    product, passes, kind, arch
+):
+    newer = arch == "gfx950" and passes != 2
+    ready = passes + (3 + newer if kind == "xdl" else 2)
+    needed = {"v_add_f32_e32 v60, v21, v1": ready, "v_mov_b32_e32 v21, 0": ready}
+    needed |= {"global_store_dword v1, v21, s[4:5]": ready, XDL_INPUT: ready, FLOAT_INPUT: ready}
+    if kind == "xdl":
+        needed |= {XDL_ADDEND: passes + 1 + (arch == "gfx950"), FLOAT_ADDEND: passes + 1 + newer}
+    else:
+        needed |= {XDL_ADDEND: 0, FLOAT_ADDEND: passes}
+    for consumer, states in needed.items():
+        assert not violations_after(product, states, consumer, arch)
+        if states:
+            (violation,) = violations_after(product, states - 1, consumer, arch)
+            assert (violation.needed, violation.found) == (states, states - 1)
+
+
+DOUBLE = "v_mfma_f64_16x16x4_f64 v[20:27], v[10:11], v[12:13], v[20:27]"
+DOUBLES = [
+    # (consumer, on gfx942, on gfx950)
+    ("v_add_f32_e32 v60, v21, v1", 11, 19),
+    ("v_mov_b32_e32 v21, 0", 11, 11),
+    ("global_store_dword v1, v21, s[4:5]", 18, 18),
+    (XDL_INPUT, 11, 19),
+    (XDL_ADDEND, 0, 0),
+    ("v_mfma_f64_16x16x4_f64 v[22:29], v[64:65], v[70:71], v[22:29]", 9, 17),
+    ("v_mfma_f64_16x16x4_f64 v[60:67], v[20:21], v[70:71], v[60:67]", 11, 19),
+    (DOUBLE, 0, 0),
+]
+
+
+@pytest.mark.parametrize(("consumer", "older", "newer"), DOUBLES)
+def test_float64_products_need_their_own_distances(consumer, older, newer):
+    for arch, states in (("gfx942", older), ("gfx950", newer)):
+        assert not violations_after(DOUBLE, states, consumer, arch)
+        if states:
+            assert violations_after(DOUBLE, states - 1, consumer, arch)
+
+
+def violations_after(producer: str, gap: int, consumer: str, arch: str):
+    """What is found with so many wait states between the two."""
+    nops = [f"s_nop {min(8, gap - done) - 1}" for done in range(0, gap, 8)]
+    return decode(kernel([producer, *nops, consumer], arch=arch)).violations
 
 
 def test_accumulating_onto_the_same_block_needs_nothing_and_onto_a_shifted_one_does():
