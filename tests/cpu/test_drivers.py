@@ -107,6 +107,7 @@ def slot(artifact=ARTIFACT, module=cuda, template=TEMPLATE):
 
 def test_a_launch_has_the_grid_the_warps_the_memory_and_the_arguments(library):
     made = slot()
+    assert made.address % 64 == 0
     made.buffer[0:8] = (123456789).to_bytes(8, "little")
     made.launch(0xABC)
     assert library.names() == ["cuLaunchKernelEx"]

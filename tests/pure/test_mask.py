@@ -1,6 +1,7 @@
 """MaskSpec: tile ranges against brute force, and what bad arguments say."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -101,3 +102,66 @@ def test_leading_keys_stay_visible_left_of_the_window_but_never_ahead_of_the_dia
 def test_bad_masks_are_named(causal, window, error, says):
     with pytest.raises(error, match=says):
         MaskSpec.of(causal, window)
+
+
+def brute_keys(mask: MaskSpec, row: int, rows: int, tile: int, lq: int, lk: int):
+    """By key tile: whether any, and whether every query of these rows sees any, every key of it."""
+    found = {}
+    for start in range(0, lk, tile):
+        seen = [
+            mask.visible(i, j, lq, lk)
+            for i in range(row, min(row + rows, lq))
+            for j in range(start, min(start + tile, lk))
+        ]
+        found[start // tile] = (any(seen), bool(seen) and all(seen) and start + tile <= lk)
+    return found
+
+
+SMALL_MASKS = [
+    MaskSpec.of(causal, window, bottom_right=aligned, shift=shift)
+    for causal in (False, True)
+    for window in ((-1, -1), (0, 0), (2, 1), (3, -1), (-1, 2), (1, 0, 2), (0, 2, 5))
+    for aligned in (True, False)
+    for shift in (0, -4, 3)
+]
+
+
+@pytest.mark.parametrize("lq, lk", [(5, 9), (9, 5), (1, 8), (6, 6), (4, 0), (0, 4), (3, 1)])
+def test_ranges_are_no_wider_and_no_narrower_than_what_is_seen(lq, lk):
+    for mask, tile, row, rows in product(SMALL_MASKS, (1, 2, 4), (0, 1, 4, 7), (1, 3)):
+        got = mask.key_range(row, rows, tile, lq, lk)
+        seen = brute_keys(mask, row, rows, tile, lq, lk)
+        visible = [t for t, (some, _) in seen.items() if some]
+        visited = [*range(got.first_end), *range(got.begin, got.end)]
+        # A hole between the leading keys and the window is visited by no one; each end is exact.
+        assert set(visible) <= set(visited), (mask, tile, row, rows)
+        if visible:
+            assert (visited[0], visited[-1]) == (visible[0], visible[-1])
+        full = [t for t, (_, every) in seen.items() if every]
+        # Leading keys are not called fully visible.
+        if not mask.first:
+            assert full == list(range(got.full_begin, got.full_end))
+        assert set(full) >= set(range(got.full_begin, got.full_end))
+        assert 0 <= got.first_end <= got.begin <= got.full_begin <= got.full_end <= got.end
+        col, cols = row, rows
+        queries = [
+            i
+            for i in range(lq)
+            if any(mask.visible(i, j, lq, lk) for j in range(col, min(col + cols, lk)))
+        ]
+        first, last = mask.query_range(col, cols, tile, lq, lk)
+        if queries:
+            assert first <= queries[0] // tile and last > queries[-1] // tile
+        if col >= lk or not lq:
+            assert (first, last) == (0, 0)
+        if queries and not mask.first:
+            assert (first, last) == (queries[0] // tile, queries[-1] // tile + 1)
+
+
+@pytest.mark.parametrize("mask", SMALL_MASKS, ids=str)
+def test_visible_pairs_are_counted_exactly(mask):
+    for lq, lk in product((0, 1, 5, 9), (0, 1, 4, 8)):
+        pairs = sum(mask.visible(i, j, lq, lk) for i in range(lq) for j in range(lk))
+        assert mask.count_visible(lq, lk) == pairs
+        assert mask.causal == (mask.left < 0 and mask.right == 0)
+        assert mask.bounded or pairs == lq * lk

@@ -97,9 +97,9 @@ class Worker:
             mine = [test for test in tests if test.mode == mode]
             if not mine:
                 continue
-            limit = 30.0 + 4 * sum(test.seconds for test in mine)
+            limit = 20.0 + 3 * sum(test.seconds for test in mine)
             answer = self.server(mode).run(self.tree, [test.id for test in mine], limit)
-            if answer["code"] is None:
+            if answer["code"] is None or answer["code"] < 0:
                 return f"{mode}: out of time"
             if answer["code"] != 0:
                 return f"{mode}: {_last_words(answer['output'])}"
