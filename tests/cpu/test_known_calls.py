@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import heedful
 from heedful.torch.calls import CALLS
@@ -134,6 +135,23 @@ def test_a_call_with_one_tensor_changed_is_launched_as_if_it_were_the_first(make
     assert_independent(make, before, before | {name: CHANGES[change](before[name])})
 
 
+class Onlooker(TorchDispatchMode):
+    """Sees every operator, and changes nothing: calls go through torch's dispatcher."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+THROUGH_DISPATCHER = [p for p in PAIRS if p.values[0] in (dense, packed)]
+
+
+@pytest.mark.parametrize("make, name, change", THROUGH_DISPATCHER)
+def test_so_it_is_of_operators(make, name, change):
+    before = make()
+    with Onlooker():
+        assert_independent(make, before, before | {name: CHANGES[change](before[name])})
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "window": {"window_size": (7, 5)},
@@ -171,3 +189,22 @@ def assert_independent(make, before: dict, after: dict) -> None:
             for index in order:
                 again = told(make, (before, after)[index], gpu)
                 assert again == alone[index]
+
+
+@pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
+def test_the_backward_of_a_compiled_call_draws_with_the_seed_of_its_forward(as_tensor):
+    """One graph, and one known call, for all seeds."""
+    q, k, v = (torch.randn(1, 9, 2, 8, requires_grad=True) for _ in range(3))
+
+    def call(seed):
+        return heedful.flash_attn_func(q, k, v, dropout_p=0.5, dropout_seed=seed)
+
+    compiled = torch.compile(call, backend="aot_eager")
+    for number in (3, 4, 3, 2**40 + 3):
+        seed = torch.tensor([number]) if as_tensor else number
+        results = []
+        for function in (call, compiled):
+            out = function(seed)
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        for eager, graph in zip(*results, strict=True):
+            assert torch.equal(eager, graph)

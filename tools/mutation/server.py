@@ -46,8 +46,10 @@ class Server:
 
     def run(self, tree: Path, tests: list[str], seconds: float, trace: Path | None = None) -> dict:
         """Runs tests of a tree until the first fails, or with `trace` all of them, and writes there
-        what each ran; at most so many seconds of processor time. Returns {"code": pytest's exit code or None where time ran out, "seconds",
-        "output"}."""
+        what each ran; for at most so many seconds of processor time.
+
+        Returns {"code": pytest's exit code or None where time ran out, "seconds", "output"}.
+        """
         request = {"tree": str(tree), "tests": tests, "seconds": seconds}
         request["trace"] = str(trace) if trace else ""
         assert self._process.stdin and self._process.stdout
