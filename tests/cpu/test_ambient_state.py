@@ -323,6 +323,30 @@ def test_a_gradient_that_is_not_computed_is_refused_where_torch_compiles():
         function(q, q, q, alibi_slopes=slopes)
 
 
+def test_the_operator_itself_refuses_a_gradient_that_is_not_computed():
+    """Called past the public functions, as graphs of others do."""
+    q, slopes = randn(2, 9, 4, 8, grad=True), torch.rand(4)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(module, _):
+        graphs.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    torch.compile(heedful.flash_attn_func, fullgraph=True, backend=keep)(
+        q, q, q, alibi_slopes=slopes
+    )
+    (graph,) = graphs
+    tensors = [q, slopes.requires_grad_()]
+    given = [
+        next(t for t in tensors if t.shape == n.meta["example_value"].shape)
+        for n in graph.graph.nodes
+        if n.op == "placeholder"
+    ]
+    with pytest.raises(ValueError, match="alibi_slopes must not require a gradient"):
+        graph(*given)
+
+
 def breaks_inside():
     """A kernel that fails halfway, in a state that its scratch may take on."""
     q = randn(2, 9, 4, 8, grad=True)

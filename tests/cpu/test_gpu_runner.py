@@ -100,6 +100,46 @@ def test_decoding_from_a_latent_cache_is_within_the_budget(num_splits):
     api.assert_agrees(out, problem, x)
 
 
+def call_with_slopes(slopes):
+    q, k, v = (torch.arange(2 * 19 * 4 * 16).view(2, 19, 4, 16).sin() + i for i in range(3))
+    return heedful.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)
+
+
+def call_with_a_tree(tree):
+    q, k, v = (torch.arange(2 * 19 * 4 * 16).view(2, 19, 4, 16).sin() + i for i in range(3))
+    return heedful.flash_attn_with_kvcache(q, k, v, tree_mask=tree)
+
+
+def call_with_scales(scales):
+    stored = torch.arange(2 * 19 * 4 * 16).view(2, 19, 4, 16).fmod(200).sub(100).to(torch.int8)
+    q = torch.arange(2 * 4 * 16).view(2, 1, 4, 16).sin()
+    return heedful.flash_attn_with_kvcache(q, stored, stored, k_descale=scales, v_descale=scales)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("call", "operand"),
+    [
+        (call_with_slopes, torch.rand(8)[::2]),
+        (call_with_slopes, torch.rand(2, 8)[:, ::2]),
+        (call_with_slopes, torch.rand(4, 2).T),
+        (call_with_slopes, torch.rand(1).expand(4)),
+        (call_with_a_tree, (torch.rand(1, 19, 38) > 0.3)[..., ::2]),
+        (call_with_a_tree, (torch.rand(2, 19, 19) > 0.3).mT),
+        (call_with_scales, torch.rand(2, 8)[:, ::2]),
+        (call_with_scales, torch.rand(2, 19, 4, 4)[..., ::2]),
+    ],
+)
+def test_small_operands_may_have_any_strides(call, operand):
+    want = call(operand.contiguous())
+    with standin.gpu(interprets=True, tiles=(16, 16)):
+        assert torch.equal(call(operand), call(operand.contiguous()))
+        got = call(operand)
+    # As many roundings as a score has terms, and its weights as keys.
+    slack = 64 * torch.finfo(torch.float32).eps * want.abs().max()
+    assert ((got - want).abs() <= slack).all()
+
+
 @starts_interpreter
 def test_every_check_passes_in_the_interpreter():
     pass_in_the_interpreter(__file__)

@@ -452,10 +452,15 @@ def check_constants(x: Operands) -> None:
     """ValueError where a gradient is wanted that is not computed."""
     operand = wanting(x)
     if operand:
-        raise ValueError(
-            f"{operand} must not require a gradient, as none is computed for it, got one that does"
-            f" (pass {operand}.detach(), or call under torch.no_grad())"
-        )
+        raise no_gradient(operand)
+
+
+def no_gradient(operand: str) -> ValueError:
+    """What to raise where the gradient of one of CONSTANTS is wanted."""
+    return ValueError(
+        f"{operand} must not require a gradient, as none is computed for it, got one that does"
+        f" (pass {operand}.detach(), or call under torch.no_grad())"
+    )
 
 
 def _check_scales(x: Operands, options: Options, sizes: _Sizes, dtype: str, kv_dtype: str) -> int:

@@ -17,12 +17,14 @@ from heedful.torch.batching import attention_vmap, backward_vmap, inference_vmap
 from heedful.torch.calls import CALLS, Call, find, make_seed, tensor_keys
 from heedful.torch.calls import attend as eager_attend
 from heedful.torch.checks import (
+    CONSTANTS,
     Options,
     check_constants,
     check_out,
     check_seed,
     check_tensors,
     describe,
+    no_gradient,
 )
 from heedful.torch.dispatch import nested_gradients, transforms_active
 from heedful.torch.plain import plain_options, plain_seed
@@ -228,6 +230,9 @@ def _backward_fake(dout, dlse, out, lse, *args):
 
 def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
+    for name, needed in zip(Operands._fields, ctx.needs_input_grad, strict=False):
+        if needed and name in CONSTANTS:
+            raise no_gradient(name)
     out, lse, probs = output
     ctx.mark_non_differentiable(probs)
     ctx.save_for_backward(out, lse, *inputs[:_COUNT])
