@@ -17,6 +17,7 @@ import heedful.torch as typed
 from heedful.core.operands import Operands
 from heedful.torch import calls
 from heedful.torch.calls import CALLS
+from heedful.torch.pages import added_up, gathered, page_numbers
 from heedful.torch.plain import plain_length
 from support.api import results
 from support.budget import check
@@ -486,6 +487,50 @@ def test_a_split_call_has_gradients_and_compiles():
     # Sums in another order: equal to roundings, not to the bit.
     torch.testing.assert_close(got, whole)
     assert not torch.equal(got, whole)
+
+
+def test_keys_in_pages_have_gradients():
+    """Those of the gathered keys, in the pages that they came from; compiled too."""
+    torch.manual_seed(0)
+    q, pages_k, pages_v = (torch.randn(s) for s in ((9, 4, 16), (5, 4, 2, 16), (5, 4, 2, 8)))
+    bounds, used, table = ints(0, 4, 9), ints(7, 5), ints(3, 1, 0, 4).view(2, 2)
+
+    def paged(q, k, v):
+        return heedful.flash_attn_varlen_func(
+            q, k, v, bounds, None, 5, 8, causal=True, block_table=table, seqused_k=used
+        )
+
+    def gathered(q, k, v):
+        k, v = (torch.cat([t[3], t[1, :3], t[0], t[4, :1]]) for t in (k, v))
+        return heedful.flash_attn_varlen_func(q, k, v, bounds, ints(0, 7, 12), 5, 8, causal=True)
+
+    tensors = [t.requires_grad_() for t in (q, pages_k, pages_v)]
+    want = [torch.autograd.grad(gathered(*tensors).square().sum(), tensors)]
+    want += [torch.autograd.grad(gathered(*tensors).square().sum(), tensors[:1])]
+    for attention in (paged, compiled(paged)):
+        for grads, leaves in zip(want, (tensors, tensors[:1]), strict=True):
+            got = torch.autograd.grad(attention(*tensors).square().sum(), leaves)
+            for a, b in zip(got, grads, strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def test_pages_are_gathered_and_their_gradients_added_up():
+    """Page 1 twice, page 3 never; no number past a sequence's end is looked at, and none in use
+    leads out of the cache."""
+    pages = torch.arange(4 * 2 * 1 * 3.0).view(4, 2, 1, 3)
+    table = ints(1, 2, 99, 1, 0, -5, 77, -1, 2).view(3, 3)
+    x = Operands(None, pages, pages, seqused_k=ints(3, 4, 2), block_table=table)
+    numbers = page_numbers(x, 5)
+    assert numbers.tolist() == [[1, 2, 0], [1, 0, 0], [3, 0, 0]]
+    rows = gathered(pages, numbers)
+    assert torch.equal(rows[0, :4], pages[1:3].flatten(0, 1))
+    grad = torch.zeros_like(rows)
+    grad[0, :3], grad[1, :4], grad[2, :2] = 1.0, 10.0, 100.0
+    total = added_up(grad, numbers, pages)
+    assert total[:, :, 0, 0].tolist() == [[10, 10], [11, 11], [1, 0], [100, 100]]
+    empty = page_numbers(x._replace(k=pages[:0], seqused_k=ints(0, 0, 0)), 5)
+    assert not gathered(pages[:0], empty).any() and not added_up(grad, empty, pages[:0]).numel()
+    assert page_numbers(x, 0).shape == (3, 0)
 
 
 def shards(tensors: Any, heads: int, group: int):

@@ -65,6 +65,8 @@ VARLEN = [
     Case(varlen="qk", page_size=4, causal=True, heads_q=4, backward=False, batch=3),
     Case(varlen="q", page_size=7, used="k", backward=False, batch=3),
     Case(varlen="q", page_size=64, used="qk", causal=True, backward=False, batch=3),
+    Case(varlen="qk", page_size=4, causal=True, heads_q=4, batch=3),
+    Case(varlen="q", page_size=7, used="k", batch=3, sink=True, bias="bhqk"),
 ]
 
 

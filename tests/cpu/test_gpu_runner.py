@@ -2,12 +2,14 @@
 `support.standin`."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import heedful
 from heedful.core.operands import Operands
@@ -24,6 +26,11 @@ CASES = (
     replace(BASE, varlen="qk", used="qk", batch=3, causal=True),
     replace(BASE, dropout_p=0.3, return_probs=True),
     replace(BASE, page_size=4, backward=False),
+    replace(BASE, varlen="qk", page_size=4, batch=3, causal=True),
+    replace(BASE, varlen="q", page_size=7, used="k", layout="packed", sink=True),
+    replace(
+        BASE, varlen="q", page_size=64, used="qk", bias="hk", dropout_p=0.3, deterministic=True
+    ),
     replace(BASE, page_size=4, backward=False, num_splits=3, seqlen_k=70, leftpad_k=True),
     replace(BASE, kv_dtype="int8", kv_group=8, kv_shift=True, backward=False),
 )
@@ -65,6 +72,67 @@ def test_appending_to_a_cache_and_attending_is_what_the_cpu_does():
         got = step(None)
     for ours, theirs in zip(got, want, strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=8 * torch.finfo(torch.float32).eps)
+
+
+def shared_pages(grad: str = "qkv") -> Any:
+    """Two sequences that begin with the same two pages, and numbers of no page past their ends."""
+    values = torch.Generator().manual_seed(0)
+    shapes = ((9, 4, 16), (6, 4, 2, 16), (6, 4, 2, 16))
+    q, k, v = (torch.randn(shape, generator=values) for shape in shapes)
+    for name, tensor in zip("qkv", (q, k, v), strict=True):
+        tensor.requires_grad_(name in grad)
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32)
+    used = torch.tensor([10, 13], dtype=torch.int32)
+    table = torch.tensor([[3, 1, 4, -7], [3, 1, 0, 5]], dtype=torch.int32)
+    return (q, k, v), (bounds, None, 5, 16), {"seqused_k": used, "block_table": table}
+
+
+@interpreted
+@pytest.mark.parametrize("grad", ["qkv", "q", "kv", "qv"])
+def test_a_page_that_sequences_share_gets_the_sum_of_their_gradients(grad):
+    tensors, lengths, keywords = shared_pages(grad)
+    leaves = [tensor for tensor in tensors if tensor.requires_grad]
+
+    def attend(backend):
+        out = heedful.flash_attn_varlen_func(
+            *tensors, *lengths, causal=True, backend=backend, **keywords
+        )
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    want = attend("cpu")
+    with standin.gpu(interprets=True) as gpu:
+        got = attend(None)
+    assert gpu.launches
+    for ours, theirs in zip(got, want, strict=True):
+        # Sums of 13 keys or of 9 queries, each rounded to float32 a few times.
+        atol = 64 * torch.finfo(torch.float32).eps * theirs.abs().max().item()
+        assert torch.allclose(ours, theirs, rtol=0, atol=atol)
+
+
+@interpreted
+def test_no_gradient_the_size_of_the_cache_is_made_where_only_queries_want_one():
+    tensors, lengths, keywords = shared_pages("q")
+    _, k, v = tensors
+    with standin.gpu(interprets=True):
+        out = heedful.flash_attn_varlen_func(*tensors, *lengths, **keywords)
+        with Shapes() as made:
+            out.sum().backward()
+    assert made.shapes and k.shape not in made.shapes and v.shape not in made.shapes
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of all that operations return."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes: set[torch.Size] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(tensor, torch.Tensor):
+                self.shapes.add(tensor.shape)
+        return made
 
 
 @interpreted

@@ -1,6 +1,7 @@
 """The planner: pure decisions with reasons, for devices that are not here."""
 
 import struct
+from dataclasses import replace
 
 import pytest
 
@@ -10,6 +11,7 @@ from heedful.core.device import KNOWN, DeviceSpec, by_name
 from heedful.core.plan import explain, plan
 from heedful.core.problem import FEATURES, AttentionProblem
 from heedful.core.splits import choose_splits
+from heedful.launch.programs import program
 
 dense = AttentionProblem.dense
 
@@ -66,6 +68,19 @@ def test_uneven_rows_matter_where_lengths_do():
     chosen = plan(cache, by_name("H200"))
     assert chosen.backend == "portable"
     assert "multiples of their row strides" in explain(chosen)
+
+
+@pytest.mark.parametrize("name", ["H200", "MI300X", "A100"])
+def test_keys_in_pages_have_a_backward_that_gathers_them(name):
+    paged = dense(2, 64, 512, 8, page_size=16, used_k=True, total_q=100, needs_grad=True)
+    chosen = plan(paged, by_name(name))
+    assert chosen.backward == "portable"
+    assert "pages into dense keys" in explain(chosen)
+    calls = program(chosen, "backward").calls
+    assert calls == program(plan(paged.gathered(), by_name(name)), "backward").calls
+    assert not any("block_table" in call.arguments for call in calls)
+    assert "dense keys" not in explain(plan(replace(paged, needs_grad=False), by_name(name)))
+    assert "dense keys" not in explain(plan(paged, by_name("CPU")))
 
 
 def wider_keys(**facts):

@@ -40,6 +40,7 @@ class KernelRow:
     features: what it takes beyond plain dense attention.
     max_dim, dim_multiple: head dims of QK and V: at most (V MAX_HEAD_DIM_V), and a multiple of.
     by_default: whether the planner may choose it unasked.
+    gathers_pages: it takes keys in pages as dense copies, see torch/pages.py.
     gates: further conditions, each a function that returns a reason or None.
     """
 
@@ -53,6 +54,7 @@ class KernelRow:
     dim_multiple: int = 1
     least: tuple[tuple[str, tuple[int, ...]], ...] = ()
     by_default: bool = True
+    gathers_pages: bool = False
     gates: tuple[Callable[[AttentionProblem, DeviceSpec], str | None], ...] = ()
 
     def level(self, device: DeviceSpec) -> str | None:
@@ -285,8 +287,9 @@ ROWS: tuple[KernelRow, ...] = (
         "backward",
         _PORTABLE_LEVELS,
         _FLOATS,
-        # Gradients of a cache are nobody's: a page or row may serve several sequences.
-        _EVERY_FEATURE - {"paged", "kv_batch_idx"},
+        # Only calls that record no gradient pick cache rows by index.
+        _EVERY_FEATURE - {"kv_batch_idx"},
+        gathers_pages=True,
         least=(("triton", (3, 6)),),
         gates=(_wide_float32,),
     ),

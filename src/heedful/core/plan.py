@@ -70,6 +70,8 @@ def plan(
             "backward", problem, device, toolchain, backend if has_own else None
         )
         rejected += more
+        if problem.page_size and backward.gathers_pages:
+            notes += ("the backward copies each sequence's pages into dense keys first",)
     tiles = _configs(problem, device, forward.backend, backward.backend if backward else None)
     return Plan(
         problem,

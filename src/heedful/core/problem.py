@@ -3,7 +3,7 @@ kernel runs, and how, is here; what only the kernel reads (addresses, strides) i
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from heedful.core.mask import MaskSpec
 
@@ -188,6 +188,10 @@ class AttentionProblem:
         ragged = self.used_k or self.leftpad_k or self.page_size
         if ragged and not self.varlen_k and not self.even_rows:
             yield "uneven_rows"
+
+    def gathered(self) -> "AttentionProblem":
+        """The same call on dense keys that were copied out of their pages."""
+        return replace(self, page_size=0, total_k=None, used_k=True, even_rows=True)
 
     def validate(self) -> None:
         """Raises ValueError naming the argument for figures no attention call can have."""

@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 
 from heedful.core.plan import Plan
 from heedful.core.problem import ITEM_BITS
@@ -21,12 +22,15 @@ FP8_ARGUMENTS = {"hopper": "heedful.launch.args.hopper_fp8"}
 def program(plan: Plan, direction: str, buffers: Mapping[str, BufferSpec] | None = None) -> Program:
     """The kernel launches of one direction of a plan.
 
-    buffers: the arrays at hand, by name; those of a contiguous call if None.
+    buffers: the arrays at hand, by name; those of a contiguous call if None. For the backward, keys
+    in pages have been gathered into dense ones (see torch/pages.py).
     Raises ValueError for a backend that launches no kernels (cpu, sdpa).
     """
     backend = plan.backend if direction == "forward" else plan.backward
     if backend not in ARGUMENTS:
         raise ValueError(f"the {direction} runs on {backend!r}, which has no kernels to launch")
+    if direction == "backward" and plan.problem.page_size:
+        plan = replace(plan, problem=plan.problem.gathered())
     if buffers is None:
         buffers = getattr(canonical, direction)(plan.problem)
     is_fp8 = ITEM_BITS[plan.problem.dtype] == 8

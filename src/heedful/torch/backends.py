@@ -6,6 +6,7 @@ compiled kernels with their arguments in place.
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 
@@ -23,8 +24,10 @@ from heedful.torch.adapt import storage
 from heedful.torch.device import device_spec, toolchain
 from heedful.torch.execute import Executable, allocator, buffer_spec, current_device
 from heedful.torch.forked import check_device, on_own_thread
+from heedful.torch.pages import backward_of_pages
 
-# (x, out, lse, dout, dlse=None) -> gradients of the inputs, for one layout of all these.
+# (x, out, lse, dout, dlse=None, kv_grad=True) -> gradients of the inputs, for one layout of all
+# these. kv_grad: whether those of k and v are wanted; they may be None if not.
 Backward = Callable[..., Gradients]
 
 
@@ -75,7 +78,11 @@ class CpuRunner:
 
     def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
         """The backward on tensors laid out like these."""
-        return partial(on_own_thread, self._backward.backward, self.plan.problem)
+        return partial(self._gradients, self._backward.backward, self.plan.problem)
+
+    @staticmethod
+    def _gradients(backward, problem, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
+        return on_own_thread(backward, problem, x, out, lse, dout, dlse)
 
 
 def _cpu_module(backend: str):
@@ -147,7 +154,28 @@ class GpuRunner:
 
     def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
         """The backward on tensors laid out like these, which need not lie as the forward's."""
+        if self.plan.problem.page_size:
+            return GatheredBackward(self.plan)
         return GpuBackward(self.plan, x, out, lse, dout, dlse)
+
+
+class GatheredBackward:
+    """The backward of a plan whose keys lie in pages, on dense copies of them."""
+
+    def __init__(self, plan: Plan):
+        self._plan = replace(plan, problem=plan.problem.gathered())
+        self._dense: GpuBackward | None = None
+
+    def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
+        """Gradients of the inputs, those of k and v in their pages, or None without kv_grad."""
+        given = (out, lse, dout, dlse)
+        return backward_of_pages(self._run, x, self._plan.problem.seqlen_k, kv_grad, *given)
+
+    def _run(self, rows: Operands, *given) -> Gradients:
+        """The backward on gathered rows, which lie the same each time."""
+        if self._dense is None:
+            self._dense = GpuBackward(self._plan, rows, *given)
+        return self._dense(rows, *given)
 
 
 class GpuBackward:
@@ -175,8 +203,9 @@ class GpuBackward:
         plan = stored_as(plan, **storage(*x[:3], out))
         self._run = _bind(plan, "backward", buffers, self._device)
 
-    def __call__(self, x, out, lse, dout, dlse=None) -> Gradients:
-        """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
+    def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
+        """Gradients of the inputs for the cotangents of out and lse (None is zero); those of k and
+        v in any case."""
         if current_device() != self._index:
             with torch.cuda.device(self._device):
                 return self(x, out, lse, dout, dlse)

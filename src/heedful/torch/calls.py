@@ -369,7 +369,8 @@ def _backward(ctx, dout, dlse):
     *x, out, lse = ctx.saved_tensors
     if ctx.call.bare:
         x += ABSENT
-    grads = ctx.call.backwards(_new(Operands, x), out, lse, dout, dlse)
+    kv_grad = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
+    grads = ctx.call.backwards(_new(Operands, x), out, lse, dout, dlse, kv_grad)
     dbias = grads.dbias
     if dbias is not None:
         dbias = on_own_thread(bias_gradient, dbias, ctx.bias)

@@ -52,9 +52,12 @@ class Backwards:
         self._latest: list[_Layout | None] = [None, None]
         self._layouts: dict[tuple, _Layout] = {}
 
-    def __call__(self, x: Operands, out: Tensor, lse: Tensor, dout, dlse=None) -> Gradients:
+    def __call__(
+        self, x: Operands, out: Tensor, lse: Tensor, dout, dlse=None, kv_grad: bool = True
+    ) -> Gradients:
         """Gradients of the operands. x: the caller's tensors, as they were saved. dout, dlse: as
-        autograd gives them: any strides, or None.
+        autograd gives them: any strides, or None. kv_grad: whether those of k and v are wanted;
+        they may be None if not.
 
         Raises ValueError where a hook restored other tensors than were saved.
         """
@@ -71,7 +74,7 @@ class Backwards:
             x = adapt(x, layout.steps)
         if not layout.is_dense:
             out, lse = dense_rows(out), lse.contiguous()
-        return layout.run(x, out, lse, dout, dlse)
+        return layout.run(x, out, lse, dout, dlse, kv_grad)
 
     def _find(self, tensors: tuple[Tensor, ...], x: Operands, dlse: Tensor | None) -> _Layout:
         """The layout of tensors that are not like the last ones."""
