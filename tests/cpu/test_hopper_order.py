@@ -42,12 +42,15 @@ def order(lengths_q: list[int], lengths_k: list[int] | None = None):
     arrays = {
         name: torch.full(shapes[name], UNTOUCHED, dtype=torch.int32) for name in ("order", "drawn")
     }
+    results = {"out": (sum(lengths_q), 4, 64), "partial_lse": shapes.get("partial_lse", (1,))}
+    arrays |= {name: torch.full(shape, torch.nan) for name, shape in results.items()}
     for name, lengths in (("cu_seqlens_q", lengths_q), ("cu_seqlens_k", lengths_k)):
         if lengths is not None:
             arrays[name] = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     interpret(Program(whole.calls[:1], ()), arrays)
     count, entries = int(arrays["order"][0]), arrays["order"][1:].reshape(-1, 2)
     assert (entries[count:] == UNTOUCHED).all()
+    assert all(arrays[name].isnan().all() for name in results)
     rows = chosen.configs["hopper.forward"].block_m
     return entries[:count].tolist(), rows, int(arrays["drawn"][0])
 

@@ -100,6 +100,13 @@ TABLE = {
     "pack": Setting(
         "HEEDFUL_PACK", _folder, None, "folder of a pack of compiled kernels to load at start"
     ),
+    "check_pages": Setting(
+        "HEEDFUL_CHECK_PAGES",
+        _boolean,
+        False,
+        "1: check page numbers and lengths of calls with a block_table, which waits for the GPU and"
+        " refuses graph capture; read at the first call of a kind",
+    ),
     "log": Setting(
         "HEEDFUL_LOG",
         _level,

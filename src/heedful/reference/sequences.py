@@ -42,7 +42,7 @@ def _ints(array: Any) -> list:
 
 
 def sequences(problem: AttentionProblem, x: Operands) -> Iterator[Sequence]:
-    """Each sequence of the batch in turn; lengths are those actually used.
+    """Each sequence of the batch in turn; lengths are those actually used, 0 for one below 0.
 
     Raises ValueError for block_table together with kv_batch_idx: a table is per sequence already.
     """
@@ -57,14 +57,15 @@ def sequences(problem: AttentionProblem, x: Operands) -> Iterator[Sequence]:
             q_token, room_q = cu_q[b], cu_q[b + 1] - cu_q[b]
         pad = leftpad[b] if leftpad else 0
         room_k = (cu_k[b + 1] - cu_k[b] if cu_k else _stored_keys(x)) - pad
-        len_k = used_k[b] if used_k else room_k
+        len_k = max(0, used_k[b] if used_k else room_k)
         if table:
             spans = _page_spans(table[b], x.k.shape[1], pad, len_k)
         elif cu_k:
             spans = ((cu_k[b] + pad, len_k),)
         else:
             spans = (((rows[b] if rows else b) * x.k.shape[1] + pad, len_k),)
-        yield Sequence(b, q_token, used_q[b] if used_q else room_q, len_k, spans)
+        len_q = max(0, used_q[b]) if used_q else room_q
+        yield Sequence(b, q_token, len_q, len_k, spans)
 
 
 def _stored_keys(x: Operands) -> int:

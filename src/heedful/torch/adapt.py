@@ -129,11 +129,11 @@ def storage(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> dict[str, bo
 
 
 def _has_even_rows(tensor: Tensor) -> bool:
-    """Whether the row stride divides the batch stride of (B, S, H, D), with 31 bits for a row."""
+    """Whether the row stride divides the batch stride of (B, S, H, D), with 30 bits for a row."""
     if tensor.ndim != 4 or tensor.shape[0] <= 1 or tensor.shape[1] <= 1:
         return True
     batch, row = tensor.stride()[:2]
-    return row > 0 and not batch % row and batch // row * tensor.shape[0] < 1 << 31
+    return row > 0 and not batch % row and batch // row * tensor.shape[0] < 1 << 30
 
 
 def _are_aligned(*tensors: Tensor | None) -> bool:

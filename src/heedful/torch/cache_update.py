@@ -44,23 +44,26 @@ def with_used(x: Operands, used: Tensor) -> Operands:
 
 
 def used_keys(x: Operands, start: Tensor, new: int) -> Tensor:
-    """Keys that each sequence has once `new` ones are written from `start` in its storage on."""
-    used = start + new if new else start
+    """Keys that each sequence has once `new` ones are written from `start` in its storage on; none,
+    0 or less, where `start` is negative."""
+    used = torch.where(start < 0, start, start + new) if new else start
     return used if x.leftpad_k is None else used - x.leftpad_k
 
 
-def update_cache(x: Operands, update: Update, start: Tensor, advance: bool) -> Operands:
+def update_cache(
+    x: Operands, update: Update, start: Tensor, advance: bool, sees_values: bool = False
+) -> Operands:
     """Writes the new keys and values into the cache, in plain torch; returns x with q rotated.
 
     start: int32 (B,), where they go in each sequence's storage. advance: whether queries have a
-    position each, or all that of the first new key.
+    position each, or all that of the first new key. sees_values: as `append_kv` has it.
     """
     k, v, cos, sin, _, interleaved, _ = update
     if cos is not None:
         position = start + update.position0 if update.position0 else start
         k = rotate(k, cos, sin, position, interleaved)
         x = x._replace(q=rotate(x.q, cos, sin, position, interleaved, advance))
-    append_kv(x.k, x.v, k, v, start, x.kv_batch_idx, x.block_table)
+    append_kv(x.k, x.v, k, v, start, x.kv_batch_idx, x.block_table, sees_values)
     return x
 
 
@@ -72,7 +75,7 @@ def updater(x: Operands, update: Update, advance: bool, plan: Plan):
 
 
 def _update_plainly(advance: bool, x: Operands, update: Update, start: Tensor) -> Operands:
-    return on_own_thread(update_cache, x, update, start, advance)
+    return on_own_thread(update_cache, x, update, start, advance, True)
 
 
 class DeviceUpdate:
@@ -141,25 +144,54 @@ def append_kv(
     cache_seqlens: Tensor,
     cache_batch_idx: Tensor | None,
     block_table: Tensor | None,
+    sees_values: bool = False,
 ) -> None:
     """Writes k and v (B, S, G, dim) behind the tokens that each sequence has in its cache.
 
-    cache_seqlens: (B,) storage position of a sequence's first new token. Caches: rows
-    (rows, capacity, G, dim) picked by cache_batch_idx (B,), or pages through block_table.
+    cache_seqlens: (B,) storage position of a sequence's first new token; a sequence of negative
+    length gets none. Caches: rows (rows, capacity, G, dim) picked by cache_batch_idx (B,), or pages
+    through block_table. What would lie outside of them is dropped. sees_values: whether tensors may
+    be looked into, which neither a graph nor a transform allows.
     """
+    if not (k.numel() and k_cache.numel()):
+        return
     batch, seqlen = k.shape[:2]
-    position = cache_seqlens[:, None] + torch.arange(seqlen, dtype=torch.int64, device=k.device)
+    position = cache_seqlens.long()[:, None] + torch.arange(
+        seqlen, dtype=torch.int64, device=k.device
+    )
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    kept = (cache_seqlens[:, None] >= 0) & (position < capacity)
+    position = position.clamp(0, capacity - 1)
     if block_table is None:
         row = cache_batch_idx
         if row is None:
             row = torch.arange(batch, dtype=torch.int64, device=k.device)
-        where = (row[:, None].expand(position.shape).long(), position.long())
+        entry = row[:, None].expand(position.shape).long()
     else:
-        page_size = k_cache.shape[1]
-        page = block_table.gather(1, (position // page_size).long())
-        where = (page.long(), (position % page_size).long())
-    k_cache.index_put_(where, k)
-    v_cache.index_put_(where, v)
+        entry = block_table.gather(1, position // k_cache.shape[1]).long()
+        position = position % k_cache.shape[1]
+    last = k_cache.shape[0] - 1
+    kept = (kept & (entry >= 0) & (entry <= last)).flatten()
+    where = entry.clamp(0, last).flatten(), position.flatten()
+    tokens = k.flatten(0, 1), v.flatten(0, 1)
+    if not (sees_values and bool(kept.all())):
+        where, tokens = _only_kept(kept, where, tokens, (k_cache, v_cache))
+    k_cache.index_put_(where, tokens[0])
+    v_cache.index_put_(where, tokens[1])
+
+
+def _only_kept(kept: Tensor, where: tuple, tokens: tuple, caches: tuple) -> tuple[tuple, tuple]:
+    """Places and tokens in which those that are not `kept` repeat the first that is. So many are
+    written as there are, without a look at how many that is. If none is kept, they write what is
+    there."""
+    # With a dim, or a graph would want to know its number.
+    first = kept.int().argmax(0, keepdim=True)
+    places = tuple(torch.where(kept, axis, axis[first]) for axis in where)
+    found = []
+    for token, cache in zip(tokens, caches, strict=True):
+        instead = torch.where(kept.any(), token[first], cache[where[0][first], where[1][first]])
+        found.append(torch.where(kept[:, None, None], token, instead))
+    return places, tuple(found)
 
 
 def rotate(
@@ -175,6 +207,8 @@ def rotate(
     position = start.long()[:, None]
     if advance:
         position = position + torch.arange(x.shape[1], dtype=torch.int64, device=x.device)
+    # Sequences of negative length, or beyond the storage, have no position: any will do.
+    position = position.clamp(0, max(0, cos.shape[0] - 1))
     c, s = (table[position].float()[:, :, None] for table in (cos, sin))
     turned = x[..., : 2 * half].float()
     if interleaved:

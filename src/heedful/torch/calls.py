@@ -13,6 +13,7 @@ from torch import Tensor, is_autocast_enabled, is_grad_enabled
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from heedful.core import settings
 from heedful.core.operands import Operands
 from heedful.core.plan import Plan
 from heedful.torch import backends
@@ -155,7 +156,8 @@ class Call:
         if self.runner.plan.backend == "sdpa":
             self.forward = partial(_dense_forward, self.runner.forward)
         indexed = any(getattr(x, name) is not None for name in INDICES)
-        self.checks = indexed and self.runner.plan.device.vendor == "cpu"
+        wanted = x.block_table is not None and settings.get("check_pages")
+        self.checks = indexed and (self.runner.plan.device.vendor == "cpu" or wanted)
         self.wanting = bool(wanting(x))
         self.plain = not (self.steps or self.dropout or self.checks or self.wanting)
         self.bare = not (self.steps or self.dropout) and all(t is None for t in x[3:])

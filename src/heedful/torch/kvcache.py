@@ -31,7 +31,7 @@ from heedful.torch.kvcache_checks import (
 )
 from heedful.torch.merge import merge_attn_states
 from heedful.torch.plain import WHOLE, is_same, plain_options, plain_window
-from heedful.torch.values import check_range
+from heedful.torch.values import check_room
 
 _new = tuple.__new__
 _UNBOUNDED = (-1, -1)
@@ -86,7 +86,8 @@ def flash_attn_with_kvcache(
             at positions cache_seqlens, cache_seqlens + 1, ..., queries too if causal or windowed;
             otherwise all queries at position cache_seqlens. Only with k and v.
         cache_seqlens: int, or int32 (batch,): tokens in the cache, without the new ones. Default:
-            the whole cache is used.
+            the whole cache is used. In a tensor, a negative length is that of no sequence (a padded
+            row): nothing is written or read for it, and its rows of out are 0.
         cache_batch_idx: int32 (batch,): which row of the cache belongs to each sequence.
         cache_leftpad: int32 (batch,): where in its row a sequence begins.
         block_table: int32 (batch, pages): where the pages of each sequence are.
@@ -109,7 +110,9 @@ def flash_attn_with_kvcache(
 
     Raises:
         TypeError, ValueError: naming the argument, before the cache or out is written. Values on a
-        GPU (lengths, indices) are not read back: they are the caller's promise.
+        GPU (lengths, indices, page numbers) are not read back: a wrong one reads other rows of the
+        cache, never memory outside of it, and writes nothing. HEEDFUL_CHECK_PAGES=1 checks them in
+        calls with a block_table, which waits for the device.
 
     Source: signature of flash_attn 2.x; cascade inference of FlashInfer for shared_prefix.
     """
@@ -323,8 +326,9 @@ def _run(call: CacheCall, x: Operands, update: Update, out):
     if update.cache_seqlens is not None:
         start = _start(update, x)
         if call.checks:
-            check_range("cache_seqlens", start, 0, call.capacity - call.new)
-        x = with_used(x, start if call.counts else used_keys(x, start, call.new))
+            check_room("cache_seqlens", start, call.capacity - call.new)
+        counted_later = call.counts and not call.attention.checks
+        x = with_used(x, start if counted_later else used_keys(x, start, call.new))
     sink = x.sink
     if call.prefix is not None:
         x = x._replace(sink=None)

@@ -29,13 +29,20 @@ def tile_of(pid, heads, row_blocks, IS_CAUSAL: gl.constexpr):
 
 
 @gluon.jit
+def within(value, low, high):
+    """The value, or the bound beyond which it is."""
+    return gl.minimum(gl.maximum(value, low), high)
+
+
+@gluon.jit
 def sequence(b, cu_seqlens, seqlen):
-    """(first token as 64 bits, length) of sequence b."""
+    """(first token as 64 bits, length) of sequence b. seqlen: the length of every sequence, or of
+    packed ones all together, beyond which none reaches whatever cu_seqlens says."""
     token = b.to(gl.int64) * 0
     length = seqlen
     if cu_seqlens is not None:
-        begin = gl.load(cu_seqlens + b)
-        length = gl.load(cu_seqlens + b + 1) - begin
+        begin = within(gl.load(cu_seqlens + b), 0, seqlen)
+        length = within(gl.load(cu_seqlens + b + 1), begin, seqlen) - begin
         token += begin
     return token, length
 

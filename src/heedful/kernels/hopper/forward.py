@@ -383,6 +383,7 @@ def forward(
     k_rows,
     v_rows,
     page_size,
+    entries,
     dim_v,
     packed,
     heads,
@@ -390,6 +391,7 @@ def forward(
     seqlen_q,
     seqlen_k,
     total_q,
+    longest_k,
     row_blocks,
     tiles,
     section,
@@ -418,6 +420,7 @@ def forward(
     IS_LEFT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
     IS_RAGGED: gl.constexpr,
+    NO_PAGE: gl.constexpr,
 ):
     """out = softmax(scale q k^T + terms + mask) v over (batch, head, row, dim) tensor maps.
 
@@ -435,9 +438,11 @@ def forward(
         block_table,
         stride_table,
         page_size,
+        entries,
         k_rows,
         v_rows,
         IS_RAGGED,
+        NO_PAGE,
     )
     terms = Terms(
         alibi_ptr,
@@ -448,6 +453,7 @@ def forward(
         stride_biasm,
         stride_biasn,
         per_unit,
+        longest_k,
     )
     # A look at the sums afterwards needs scores again: cheap to have only where nothing is loaded
     # for them, and seldom only where they do not grow from tile to tile, as ALiBi makes them up to

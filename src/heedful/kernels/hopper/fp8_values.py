@@ -7,6 +7,8 @@ once, in device memory, before the attention kernel: N keys, E v dim, W words of
 import triton
 import triton.language as tl
 
+from heedful.kernels.portable.sequences import within
+
 
 @triton.jit
 def turned(row0, row1, row2, row3, BYTE: tl.constexpr):
@@ -19,14 +21,16 @@ def turned(row0, row1, row2, row3, BYTE: tl.constexpr):
 
 
 @triton.jit
-def sequence_at(cu_k, block, batch, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
-    """The packed sequence that has this block of positions: the last that begins there or ahead."""
+def sequence_at(cu_k, block, batch, total, BLOCK_N: tl.constexpr, BLOCK_B: tl.constexpr):
+    """The packed sequence that has this block of positions: the last that begins there or ahead,
+    or the first."""
     ahead = 0
     for first in range(0, batch, BLOCK_B):
         other_B = first + tl.arange(0, BLOCK_B)
-        begins_B = tl.load(cu_k + other_B, mask=other_B < batch, other=0) // BLOCK_N + other_B
+        starts_B = within(tl.load(cu_k + other_B, mask=other_B < batch, other=0), 0, total)
+        begins_B = starts_B // BLOCK_N + other_B
         ahead += tl.sum(((begins_B <= block) & (other_B < batch)).to(tl.int32), 0)
-    return ahead - 1
+    return tl.maximum(ahead - 1, 0)
 
 
 @triton.jit
@@ -54,7 +58,7 @@ def turn_values(
     attention kernel holds probabilities (see fp8_softmax.py). Positions past a sequence are zeros
     up to a multiple of BLOCK_N. The sequence b of packed ones, which begins at token c, begins at
     position (c // BLOCK_N + b) * BLOCK_N. drawn: of the attention kernel's pieces of work none yet
-    (see deal.py).
+    (see deal.py). seqlen_k: N, or T.
     """
     if drawn is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
         if tl.program_id(0) == 0:
@@ -66,9 +70,9 @@ def turn_values(
     length, base = seqlen_k, 0
     v_ptr += head.to(tl.int64) * stride_vh
     if cu_k is not None:
-        b = sequence_at(cu_k, block, batch, BLOCK_N, BLOCK_B)
-        start = tl.load(cu_k + b)
-        length = tl.load(cu_k + b + 1) - start
+        b = sequence_at(cu_k, block, batch, seqlen_k, BLOCK_N, BLOCK_B)
+        start = within(tl.load(cu_k + b), 0, seqlen_k)
+        length = within(tl.load(cu_k + b + 1), start, seqlen_k) - start
         base = (start // BLOCK_N + b) * BLOCK_N
         block -= base // BLOCK_N
         v_ptr += start.to(tl.int64) * stride_vn
@@ -77,7 +81,8 @@ def turn_values(
         v_ptr += b.to(tl.int64) * stride_vb
         out_ptr += (b * heads_k + head).to(tl.int64) * dim_v * padded_k
     first = block * BLOCK_N
-    if first >= length:
+    # A block before the first sequence has no keys either.
+    if (first < 0) | (first >= length):
         return
     words_N = tl.arange(0, BLOCK_N // 4)
     words_E = tl.arange(0, BLOCK_E // 4)

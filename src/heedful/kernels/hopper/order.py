@@ -1,46 +1,91 @@
 """The tiles of packed sequences, those of the longest sequence first, for queries of one head.
 
 Lengths are known on the device alone. A tile of the attention kernel finds its sequence here, so
-that no tile is empty, and those that end last are short. B sequences.
+that no tile is empty, and those that end last are short. Tokens of no sequence have no tile: their
+results are written here. B sequences.
 """
 
 import triton
 import triton.language as tl
 
+from heedful.kernels.portable.sequences import within
+from heedful.kernels.portable.unused import clear_gaps
+
 
 @triton.jit
-def lengths(cu_seqlens, sequence_B, batch):
-    """Tokens of each sequence, 0 past the last."""
+def lengths(cu_seqlens, sequence_B, batch, total):
+    """Tokens of each sequence, 0 past the last; as `schedule.sequence` has them."""
     inside_B = sequence_B < batch
+    starts_B = within(tl.load(cu_seqlens + sequence_B, mask=inside_B, other=0), 0, total)
     ends_B = tl.load(cu_seqlens + sequence_B + 1, mask=inside_B, other=0)
-    return ends_B - tl.load(cu_seqlens + sequence_B, mask=inside_B, other=0)
+    return within(ends_B, starts_B, total) - starts_B
 
 
-@triton.jit(do_not_specialize=["batch"])
-def order_tiles(cu_q, cu_k, order, drawn, batch, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["total_q", "total_k", "batch", "heads", "capacity"])
+def order_tiles(
+    cu_q,
+    cu_k,
+    order,
+    drawn,
+    out,
+    lse,
+    stride_om,
+    stride_oh,
+    total_q,
+    total_k,
+    batch,
+    heads,
+    capacity,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
     """order: how many tiles of ROWS queries there are, then two numbers for each: its sequence, and
     which tile is that sequence's first. drawn: of all pieces of work none yet (see deal.py).
+    out (total_q, heads, DIM), lse (heads, total_q): see `clear_gaps`; either may be None.
 
     A program a sequence, which all look at all lengths: keys decide, or queries if keys are dense.
+    The programs behind those clear. capacity: tiles that `order` has room for, which sequences that
+    overlap would exceed.
     """
     mine = tl.program_id(0)
+    if mine >= batch:
+        clear_gaps(
+            out,
+            lse,
+            cu_q,
+            stride_om,
+            stride_oh,
+            total_q,
+            total_q,
+            batch,
+            heads,
+            mine - batch,
+            tl.num_programs(0) - batch,
+            DIM,
+            BLOCK_E,
+        )
+        return
     cu_size = cu_q if cu_k is None else cu_k
-    size = lengths(cu_size, mine, batch)
+    total = total_q if cu_k is None else total_k
+    size = lengths(cu_size, mine, batch, total)
     before_B = tl.zeros([BLOCK], tl.int32)
     all_B = tl.zeros([BLOCK], tl.int32)
     for start in range(0, batch, BLOCK):
         other_B = start + tl.arange(0, BLOCK)
-        tiles_B = tl.cdiv(lengths(cu_q, other_B, batch), ROWS)
-        size_B = lengths(cu_size, other_B, batch)
+        tiles_B = tl.cdiv(lengths(cu_q, other_B, batch, total_q), ROWS)
+        size_B = lengths(cu_size, other_B, batch, total)
         is_before_B = (size_B > size) | ((size_B == size) & (other_B < mine))
         before_B += tl.where(is_before_B, tiles_B, 0)
         all_B += tiles_B
-    first = tl.sum(before_B, 0)
+    first = tl.sum(before_B.to(tl.int64), 0)
     if mine == 0:
-        tl.store(order, tl.sum(all_B, 0))
+        tl.store(order, tl.minimum(tl.sum(all_B.to(tl.int64), 0), capacity))
         tl.store(drawn, 0)
-    tiles = tl.cdiv(lengths(cu_q, mine, batch), ROWS)
-    entries = order + 1 + 2 * first.to(tl.int64)
+    tiles = tl.cdiv(lengths(cu_q, mine, batch, total_q), ROWS)
+    tiles = tl.minimum(tiles, tl.maximum(capacity - first, 0))
+    entries = order + 1 + 2 * first
     for start in range(0, tiles, BLOCK):
         tile_B = start + tl.arange(0, BLOCK)
         tl.store(entries + 2 * tile_B, mine, mask=tile_B < tiles)

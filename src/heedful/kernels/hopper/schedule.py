@@ -46,13 +46,29 @@ class Tile:
 
 
 @gluon.jit
+def within(value, low, high):
+    """The value, or the bound beyond which it is."""
+    return gl.minimum(gl.maximum(value, low), high)
+
+
+@gluon.jit
 def sequence(cu_seqlens, batch, seqlen):
-    """Where a sequence begins among packed tokens, and its length."""
+    """Where a sequence begins among packed tokens, and its length; `seqlen`, or of packed tokens so
+    many at most, whatever cu_seqlens says."""
     if cu_seqlens is None:
         return gl.to_tensor(0), seqlen
     else:
-        start = gl.load(cu_seqlens + batch)
-        return start, gl.load(cu_seqlens + batch + 1) - start
+        start = within(gl.load(cu_seqlens + batch), 0, seqlen)
+        return start, within(gl.load(cu_seqlens + batch + 1), start, seqlen) - start
+
+
+@gluon.jit
+def stored_queries(shape):
+    """Queries of every sequence, or packed ones of all."""
+    if shape.cu_q is None:
+        return shape.seqlen_q
+    else:
+        return shape.total_q
 
 
 @gluon.jit
@@ -110,14 +126,14 @@ def decode(shape, index):
         entry = shape.order + 1 + 2 * (index // heads)
         batch = gl.load(entry)
         index -= gl.load(entry + 1) * heads
-        row_blocks = gl.cdiv(sequence(shape.cu_q, batch, 0)[1], ROWS * shape.CONSUMERS)
+        row_blocks = gl.cdiv(sequence(shape.cu_q, batch, shape.total_q)[1], ROWS * shape.CONSUMERS)
     head, block = in_sections(index, row_blocks, heads, shape.section, shape.sections)
     if shape.IS_RIGHT:
         block = row_blocks - 1 - block
     if shape.order is None:
         batch = head // shape.heads
         head -= batch * shape.heads
-    start_q, len_q = sequence(shape.cu_q, batch, shape.seqlen_q)
+    start_q, len_q = sequence(shape.cu_q, batch, stored_queries(shape))
     start_k, len_k = sequence(shape.cu_k, batch, shape.seqlen_k)
     off = shape.shift + shape.align * (len_k - len_q)
     row = block * (ROWS * shape.CONSUMERS)

@@ -5,16 +5,21 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from heedful.kernels.hopper.compat import aggregate, optional, reinterpret, tma_load
-from heedful.kernels.hopper.schedule import Tile, box
+from heedful.kernels.hopper.schedule import Tile, box, within
 
 
 @aggregate
 class Storage:
     """Where sequences lie beyond dense and packed rows; what a call lacks is None.
 
-    used_q, used_k, leftpad_k, kv_batch_idx, block_table: as in core.operands. k_rows, v_rows: from
-    one batch entry or page of K or V to the next, in rows of its map. IS_RAGGED: K and V are mapped
-    as packed tokens, so that reads end with each sequence (see `schedule.box`).
+    used_q, used_k, leftpad_k, kv_batch_idx, block_table: as in core.operands. entries: how many
+    batch entries there are for kv_batch_idx. k_rows, v_rows: from one batch entry or page of K or V
+    to the next, in rows of its map. IS_RAGGED: K and V are mapped as packed tokens, so that reads
+    end with each sequence (see `schedule.box`). NO_PAGE: a power of two that no page reaches.
+
+    Whatever values these arrays hold, what is read lies within the caller's tensors: lengths end
+    with the storage, a batch entry that does not exist is the first or the last, and a page that
+    does not exist is zeros or another page.
     """
 
     used_q: gl.tensor | gl.constexpr
@@ -24,9 +29,11 @@ class Storage:
     block_table: gl.tensor | gl.constexpr
     stride_table: gl.tensor | gl.constexpr
     page_size: gl.tensor | gl.constexpr
+    entries: gl.tensor | gl.constexpr
     k_rows: gl.tensor | gl.constexpr
     v_rows: gl.tensor | gl.constexpr
     IS_RAGGED: gl.constexpr
+    NO_PAGE: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -38,9 +45,11 @@ class Storage:
         block_table,
         stride_table,
         page_size,
+        entries,
         k_rows,
         v_rows,
         IS_RAGGED,
+        NO_PAGE,
     ):
         self.used_q = optional(used_q)
         self.used_k = optional(used_k)
@@ -49,9 +58,11 @@ class Storage:
         self.block_table = optional(block_table)
         self.stride_table = optional(stride_table)
         self.page_size = optional(page_size)
+        self.entries = optional(entries)
         self.k_rows = optional(k_rows)
         self.v_rows = optional(v_rows)
         self.IS_RAGGED = gl.constexpr(IS_RAGGED)
+        self.NO_PAGE = gl.constexpr(NO_PAGE)
 
 
 @gluon.jit
@@ -71,16 +82,22 @@ def trim_to_storage(shape, storage, tile):
     kv_batch = tile.batch
     off = tile.off
     if storage.used_q is not None:
-        len_q = gl.minimum(len_q, gl.load(storage.used_q + tile.batch))
+        len_q = within(gl.load(storage.used_q + tile.batch), 0, len_q)
     if storage.leftpad_k is not None:
-        pad = gl.load(storage.leftpad_k + tile.batch)
+        pad = within(gl.load(storage.leftpad_k + tile.batch), 0, len_k)
         start_k += pad
         len_k -= pad
     if storage.used_k is not None:
-        len_k = gl.minimum(len_k, gl.load(storage.used_k + tile.batch))
+        len_k = within(gl.load(storage.used_k + tile.batch), 0, len_k)
     if storage.kv_batch_idx is not None:
-        kv_batch = gl.load(storage.kv_batch_idx + tile.batch)
-    if storage.used_q is not None or storage.used_k is not None or storage.leftpad_k is not None:
+        kv_batch = within(gl.load(storage.kv_batch_idx + tile.batch), 0, storage.entries - 1)
+    if shape.terms.longest_k is not None:
+        # A bias has no more rows and keys than that.
+        len_q = gl.minimum(len_q, shape.seqlen_q)
+        len_k = gl.minimum(len_k, shape.terms.longest_k)
+    SAME_Q: gl.constexpr = storage.used_q is None
+    SAME_K: gl.constexpr = storage.used_k is None and storage.leftpad_k is None
+    if not (SAME_Q and SAME_K and shape.terms.longest_k is None):
         off = shape.shift + shape.align * (len_k - len_q)
     return Tile(
         tile.batch,
@@ -160,13 +177,15 @@ def load_pages(channel, desc, shape, tile, rows_each, col, at):
     DOWN: gl.constexpr = channel.rows // ROWS
     ACROSS: gl.constexpr = channel.dim // WIDTH
     BOXES: gl.constexpr = channel.boxes.shape[0] * ACROSS * DOWN
-    # All reads of the table are under way before the first is needed.
+    # All reads of the table are under way before the first is needed. Past the keys in use the last
+    # page is read again: of it, too, those rows are past the end of the map.
     pages = ()
+    firsts = ()
     table = storage.block_table + tile.batch.to(gl.int64) * storage.stride_table
     for i in gl.static_range(DOWN):
-        row = col + i * ROWS
-        place = gl.minimum(row, gl.maximum(tile.len_k - 1, 0)) // storage.page_size
+        place = gl.minimum(col + i * ROWS, tile.len_k - 1) // storage.page_size
         pages = pages + (gl.load(table + place),)
+        firsts = firsts + (place * storage.page_size,)
     full = channel.full.index(at.slot)
     mbarrier.wait(channel.empty.index(at.slot), at.parity ^ 1)
     mbarrier.expect(full, channel.rows * channel.dim * (desc.dtype.primitive_bitwidth // 8))
@@ -175,11 +194,12 @@ def load_pages(channel, desc, shape, tile, rows_each, col, at):
     dtype: gl.constexpr = desc.dtype
     boxes = reinterpret(channel.boxes, dtype, shape_of_boxes, layout)
     for i in gl.static_range(DOWN):
-        row = col + i * ROWS
-        first = row - row % storage.page_size
-        used = gl.minimum(gl.maximum(tile.len_k - first, 0), storage.page_size)
+        used = gl.minimum(tile.len_k - firsts[i], storage.page_size)
+        # Of a number that is no page's these bits are past the end of the map, or another page's. A
+        # bound known to the compiler takes no register: the producer has few.
+        start = (pages[i] & (storage.NO_PAGE - 1)) * rows_each
+        where = box(True, 0, tile.kv_head, start, used, col + i * ROWS - firsts[i])
         for c in gl.static_range(ACROSS):
-            where = box(True, 0, tile.kv_head, pages[i] * rows_each, used, row - first)
             index = (at.slot * ACROSS + c) * DOWN + i
             tma_load(
                 desc,

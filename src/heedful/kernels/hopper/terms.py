@@ -13,7 +13,8 @@ from heedful.kernels.hopper.compat import aggregate, optional
 @aggregate
 class Terms:
     """alibi: slopes (B, H); bias: (B, H, M, N), a stride of 0 where it repeats; each may be None.
-    per_unit: raw scores in one unit of the logits."""
+    per_unit: raw scores in one unit of the logits. longest_k: keys that a bias has, where sequences
+    might be said to have more, else None."""
 
     alibi: gl.tensor | gl.constexpr
     stride_alibib: gl.tensor | gl.constexpr
@@ -23,6 +24,7 @@ class Terms:
     stride_biasm: gl.tensor | gl.constexpr
     stride_biasn: gl.tensor | gl.constexpr
     per_unit: gl.tensor | gl.constexpr
+    longest_k: gl.tensor | gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
@@ -35,6 +37,7 @@ class Terms:
         stride_biasm,
         stride_biasn,
         per_unit,
+        longest_k,
     ):
         self.alibi = optional(alibi)
         self.stride_alibib = optional(stride_alibib)
@@ -44,6 +47,7 @@ class Terms:
         self.stride_biasm = optional(stride_biasm)
         self.stride_biasn = optional(stride_biasn)
         self.per_unit = optional(per_unit)
+        self.longest_k = optional(longest_k)
 
 
 @gluon.jit

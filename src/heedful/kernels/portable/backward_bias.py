@@ -31,6 +31,8 @@ LENGTHS = [
     "batch",
     "heads_q",
     "heads_k",
+    "longest_q",
+    "longest_k",
     "own_b",
     "own_h",
     "own_m",
@@ -99,6 +101,8 @@ def bias_gradients(
     batch,
     heads_q,
     heads_k,
+    longest_q,
+    longest_k,
     own_b,
     own_h,
     own_m,
@@ -131,8 +135,8 @@ def bias_gradients(
     at_h = pid // tiles_n // tiles_m % own_h
     at_b = pid // tiles_n // tiles_m // own_h
     # How many score tiles, heads and sequences one element stands for.
-    over_n = tl.where(own_n == 1, tl.cdiv(seqlen_k, BLOCK_N), 1)
-    over_m = tl.where(own_m == 1, tl.cdiv(seqlen_q, BLOCK_M), 1)
+    over_n = tl.where(own_n == 1, tl.cdiv(longest_k, BLOCK_N), 1)
+    over_m = tl.where(own_m == 1, tl.cdiv(longest_q, BLOCK_M), 1)
     over_h = tl.where(own_h == 1, heads_q, 1)
     over_b = tl.where(own_b == 1, batch, 1)
     acc_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -147,6 +151,8 @@ def bias_gradients(
         g = h // (heads_q // heads_k)
         token_q, len_q, _ = query_sequence(b, cu_seqlens_q, seqused_q, seqlen_q)
         token_k, len_k, _ = key_sequence(b, cu_seqlens_k, seqused_k, leftpad_k, seqlen_k)
+        len_q = tl.minimum(len_q, longest_q)
+        len_k = tl.minimum(len_k, longest_k)
         if row0 < len_q and col0 < len_k:
             off = bottom_right * (len_k - len_q) + shift
             q_MD = load_rows(

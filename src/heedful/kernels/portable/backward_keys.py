@@ -43,6 +43,8 @@ LENGTHS = [
     "batch",
     "heads_q",
     "heads_k",
+    "longest_q",
+    "longest_k",
     "section",
     "tiles",
 ]
@@ -112,6 +114,8 @@ def key_gradients(
     batch,
     heads_q,
     heads_k,
+    longest_q,
+    longest_k,
     section,
     tiles,
     HEAD_DIM: tl.constexpr,
@@ -140,6 +144,9 @@ def key_gradients(
     col0 = tile * BLOCK_N
     if col0 >= stored_k:
         return
+    if bias is not None:
+        len_q = tl.minimum(len_q, longest_q)
+        len_k = tl.minimum(len_k, longest_k)
     last = tl.minimum(col0 + BLOCK_N, len_k) - 1
     off = bottom_right * (len_k - len_q) + shift
     begin, full_begin, full_end, end = query_tiles(

@@ -45,6 +45,8 @@ LENGTHS = [
     "batch",
     "heads_q",
     "heads_k",
+    "longest_q",
+    "longest_k",
     "section",
     "tiles",
 ]
@@ -118,6 +120,8 @@ def query_gradients(
     batch,
     heads_q,
     heads_k,
+    longest_q,
+    longest_k,
     section,
     tiles,
     HEAD_DIM: tl.constexpr,
@@ -147,6 +151,9 @@ def query_gradients(
     row0 = tile * BLOCK_M
     if row0 >= stored_q:
         return
+    if bias is not None:
+        len_q = tl.minimum(len_q, longest_q)
+        len_k = tl.minimum(len_k, longest_k)
     last = tl.minimum(row0 + BLOCK_M, len_q) - 1
     off = bottom_right * (len_k - len_q) + shift
     first_end, begin, full_begin, full_end, end = key_tiles(

@@ -25,6 +25,7 @@ from heedful.kernels.portable.scores import (
     visible,
 )
 from heedful.kernels.portable.sequences import (
+    cache_row,
     head_of,
     key_sequence,
     key_tiles,
@@ -33,6 +34,7 @@ from heedful.kernels.portable.sequences import (
     query_sequence,
     store_rows,
 )
+from heedful.kernels.portable.unused import clear_gaps
 
 
 @triton.jit
@@ -83,6 +85,9 @@ LENGTHS = [
     "batch",
     "heads_q",
     "heads_k",
+    "longest_q",
+    "longest_k",
+    "entries",
     "page_size",
     "section",
     "num_splits",
@@ -164,6 +169,9 @@ def attention_forward(
     batch,
     heads_q,
     heads_k,
+    longest_q,
+    longest_k,
+    entries,
     page_size,
     section,
     num_splits,
@@ -187,6 +195,8 @@ def attention_forward(
 ):
     """out (.., M, H, E) and lse (B, H, M), or float32 partial ones with a leading split.
 
+    seqlen_q, seqlen_k: as in `query_sequence`. longest_q, longest_k: rows and keys of a bias.
+    entries: batch entries or pages of the cache.
     scale multiplies q k^T; IS_ADJUSTED: scores pass through softcap, ALiBi or bias, or the scale
     is not positive, so that the maximum must be taken after them.
     IS_QUAD: columns of the dropout mask come in aligned fours.
@@ -204,8 +214,27 @@ def attention_forward(
     token_q, len_q, stored_q = query_sequence(b, cu_seqlens_q, seqused_q, seqlen_q)
     token_k, len_k, _ = key_sequence(b, cu_seqlens_k, seqused_k, leftpad_k, seqlen_k)
     row0 = tile * BLOCK_M
+    if cu_seqlens_q is not None:
+        clear_gaps(
+            out + split * stride_os,
+            lse if lse is None else lse + split * stride_ls,
+            cu_seqlens_q,
+            stride_om,
+            stride_oh,
+            stride_lh,
+            seqlen_q,
+            batch,
+            heads_q,
+            tl.program_id(0),
+            tl.num_programs(0),
+            HEAD_DIM_V,
+            BLOCK_E,
+        )
     if row0 >= stored_q:
         return
+    if bias is not None:
+        len_q = tl.minimum(len_q, longest_q)
+        len_k = tl.minimum(len_k, longest_k)
     last = tl.minimum(row0 + BLOCK_M, len_q) - 1
     off = bottom_right * (len_k - len_q) + shift
     first_end, begin, full_begin, full_end, end = key_tiles(
@@ -230,9 +259,7 @@ def attention_forward(
     if BLOCK_R > 0:
         q += BLOCK_D
         q_MR = load_rows(q, stride_qm, row0, len_q, REST_DIM, BLOCK_M, BLOCK_R, True).to(DTYPE)
-    kv_b = b
-    if kv_batch_idx is not None:
-        kv_b = tl.load(kv_batch_idx + b).to(tl.int64)
+    kv_b = cache_row(kv_batch_idx, b, entries)
     k += g * stride_kh
     v += g * stride_vh
     if block_table is None:
@@ -300,6 +327,7 @@ def attention_forward(
                 stride_kn,
                 block_table,
                 page_size,
+                entries,
                 token_k,
                 col0,
                 len_k,
@@ -323,6 +351,7 @@ def attention_forward(
                     stride_kn,
                     block_table,
                     page_size,
+                    entries,
                     token_k,
                     col0,
                     len_k,
@@ -404,6 +433,7 @@ def attention_forward(
                 stride_vn,
                 block_table,
                 page_size,
+                entries,
                 token_k,
                 col0,
                 len_k,

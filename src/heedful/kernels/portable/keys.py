@@ -5,13 +5,16 @@ quantised cache. Shapes: N key rows, D head dim.
 import triton
 import triton.language as tl
 
-from heedful.kernels.portable.sequences import load_rows, wide
+from heedful.kernels.portable.sequences import load_rows, wide, within
 
 
 @triton.jit
-def storage_rows(rows, block_table, page_size, stride_page, stride_row):
-    """Element offsets of storage rows `rows` of the sequence whose page list `block_table` is."""
-    page = tl.load(block_table + rows // page_size).to(tl.int64)
+def storage_rows(rows, block_table, page_size, entries, stride_page, stride_row):
+    """Element offsets of storage rows `rows` of the sequence whose page list `block_table` is.
+
+    A number that none of the `entries` pages has stands for the first or the last page.
+    """
+    page = within(tl.load(block_table + rows // page_size), 0, entries - 1).to(tl.int64)
     return page * stride_page + wide(rows % page_size) * stride_row
 
 
@@ -22,6 +25,7 @@ def load_keys(
     stride_row,
     block_table,
     page_size,
+    entries,
     token,
     row0,
     count,
@@ -40,7 +44,7 @@ def load_keys(
     """Keys (or values) [row0, row0 + ROWS) of a sequence in DTYPE, zeros past `count`.
 
     base, descale, shift: already at the kv head, and at the sequence unless paged.
-    token: the sequence's first row in its storage.
+    token: the sequence's first row in its storage. entries: pages that there are.
     """
     if block_table is None and KV_GROUP == 0:
         start = base + token * stride_row
@@ -54,10 +58,12 @@ def load_keys(
         offsets = wide(place) * stride_row
         d_offsets = wide(place) * stride_drow
     else:
-        offsets = storage_rows(place, block_table, page_size, stride_page, stride_row)
+        offsets = storage_rows(place, block_table, page_size, entries, stride_page, stride_row)
         d_offsets = offsets
         if KV_GROUP > 0:
-            d_offsets = storage_rows(place, block_table, page_size, stride_dpage, stride_drow)
+            d_offsets = storage_rows(
+                place, block_table, page_size, entries, stride_dpage, stride_drow
+            )
     ok = (rows < count)[:, None] & (dims < DIM)[None, :]
     if IS_INT4:
         packed = tl.load(base + offsets[:, None] + (dims // 2)[None, :], mask=ok, other=0)

@@ -5,8 +5,7 @@ al. 2021). Shapes: B batch, S new tokens, G kv heads, N rows of a tile, D head d
 import triton
 import triton.language as tl
 
-from heedful.kernels.portable.keys import storage_rows
-from heedful.kernels.portable.sequences import load_rows, store_rows, wide
+from heedful.kernels.portable.sequences import load_rows, store_rows, wide, within
 
 
 @triton.jit
@@ -56,7 +55,11 @@ def scatter_rows(base, tile, offsets, exists, DIM: tl.constexpr, BLOCK: tl.const
     tl.store(base + offsets[:, None] + dims[None, :], tile.to(base.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["seqlen", "heads", "tiles", "page_size", "half", "position0"])
+SIZES = ["seqlen", "heads", "tiles", "capacity", "entries", "page_size"]
+ROTARY = ["half", "positions", "position0"]
+
+
+@triton.jit(do_not_specialize=[*SIZES, *ROTARY])
 def append_keys(
     k_new,
     v_new,
@@ -86,8 +89,11 @@ def append_keys(
     seqlen,
     heads,
     tiles,
+    capacity,
+    entries,
     page_size,
     half,
+    positions,
     position0,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -100,21 +106,25 @@ def append_keys(
     the caches behind the cache_seqlens (B,) rows that each sequence has, and into seqused (B,) the
     keys that it has then.
 
-    position0: added to a key's place in the cache to make its rotary position.
+    A negative length is that of no sequence: nothing is written and there are no keys. Neither is
+    anything written past a sequence's `capacity` rows, nor into one of the cache's `entries` pages
+    or batch entries that it does not have.
+    position0: added to a key's place in the cache to make its rotary position, one of `positions`.
     """
     row0 = (tl.program_id(0) % tiles) * BLOCK_N
     b = wide(tl.program_id(0) // tiles // heads)
     g = wide(tl.program_id(0) // tiles % heads)
     rows_N = row0 + tl.arange(0, BLOCK_N)
-    exists_N = rows_N < seqlen
-    # Rows past the last are never stored; their address repeats the last row's, which exists.
     start = tl.load(cache_seqlens + b)
-    place_N = start + tl.minimum(rows_N, seqlen - 1)
+    # Rows past the last repeat it, and are never stored.
+    place_N = tl.where(start < 0, -1, start + tl.minimum(rows_N, seqlen - 1))
+    exists_N = (rows_N < seqlen) & (place_N >= 0) & (place_N < capacity)
+    place_N = tl.maximum(tl.minimum(place_N, capacity - 1), 0)
     if row0 + g == 0:
         used = start + seqlen
         if leftpad_k is not None:
             used -= tl.load(leftpad_k + b)
-        tl.store(seqused + b, used)
+        tl.store(seqused + b, tl.where(start < 0, 0, used))
     k_new += b * stride_knb + g * stride_knh
     v_new += b * stride_vnb + g * stride_vnh
     if rotary_cos is None:
@@ -127,7 +137,7 @@ def append_keys(
             seqlen,
             rotary_cos,
             rotary_sin,
-            place_N + position0,
+            within(place_N + position0, 0, positions - 1),
             stride_posn,
             half,
             HEAD_DIM,
@@ -138,21 +148,23 @@ def append_keys(
     v_NE = load_rows(v_new, stride_vnn, row0, seqlen, HEAD_DIM_V, BLOCK_N, BLOCK_E, True)
     k += g * stride_kh
     v += g * stride_vh
-    if block_table is None:
-        cache_b = b
-        if kv_batch_idx is not None:
-            cache_b = wide(tl.load(kv_batch_idx + b))
-        k_offsets_N = cache_b * stride_kb + wide(place_N) * stride_kn
-        v_offsets_N = cache_b * stride_vb + wide(place_N) * stride_vn
+    entry_N = tl.zeros([BLOCK_N], tl.int64)
+    if block_table is not None:
+        entry_N += tl.load(block_table + b * stride_tableb + place_N // page_size)
+        place_N = place_N % page_size
+    elif kv_batch_idx is not None:
+        entry_N += tl.load(kv_batch_idx + b)
     else:
-        block_table += b * stride_tableb
-        k_offsets_N = storage_rows(place_N, block_table, page_size, stride_kb, stride_kn)
-        v_offsets_N = storage_rows(place_N, block_table, page_size, stride_vb, stride_vn)
+        entry_N += b
+    exists_N &= (entry_N >= 0) & (entry_N < entries)
+    row_N = wide(place_N)
+    k_offsets_N = entry_N * stride_kb + row_N * stride_kn
+    v_offsets_N = entry_N * stride_vb + row_N * stride_vn
     scatter_rows(k, k_ND, k_offsets_N, exists_N, HEAD_DIM, BLOCK_D)
     scatter_rows(v, v_NE, v_offsets_N, exists_N, HEAD_DIM_V, BLOCK_E)
 
 
-@triton.jit(do_not_specialize=["seqlen", "heads", "tiles", "half", "position0", "advance"])
+@triton.jit(do_not_specialize=["seqlen", "heads", "tiles", *ROTARY, "advance"])
 def rotate_queries(
     q,
     rotary_cos,
@@ -170,6 +182,7 @@ def rotate_queries(
     heads,
     tiles,
     half,
+    positions,
     position0,
     advance,
     HEAD_DIM: tl.constexpr,
@@ -189,7 +202,7 @@ def rotate_queries(
         seqlen,
         rotary_cos,
         rotary_sin,
-        tl.load(cache_seqlens + b) + position0 + advance * rows_M,
+        within(tl.load(cache_seqlens + b) + position0 + advance * rows_M, 0, positions - 1),
         stride_posn,
         half,
         HEAD_DIM,

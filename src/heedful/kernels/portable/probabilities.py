@@ -14,7 +14,13 @@ from heedful.kernels.portable.scores import (
     probabilities,
     product_of_rows,
 )
-from heedful.kernels.portable.sequences import key_sequence, load_rows, query_sequence, wide
+from heedful.kernels.portable.sequences import (
+    cache_row,
+    key_sequence,
+    load_rows,
+    query_sequence,
+    wide,
+)
 
 LENGTHS = [
     "left",
@@ -32,6 +38,9 @@ LENGTHS = [
     "batch",
     "heads_q",
     "heads_k",
+    "longest_q",
+    "longest_k",
+    "entries",
     "page_size",
     "tiles_m",
     "tiles_n",
@@ -99,6 +108,9 @@ def signed_probabilities(
     batch,
     heads_q,
     heads_k,
+    longest_q,
+    longest_k,
+    entries,
     page_size,
     tiles_m,
     tiles_n,
@@ -128,12 +140,13 @@ def signed_probabilities(
     g = h // (heads_q // heads_k)
     token_q, len_q, _ = query_sequence(b, cu_seqlens_q, seqused_q, seqlen_q)
     token_k, len_k, _ = key_sequence(b, cu_seqlens_k, seqused_k, leftpad_k, seqlen_k)
+    # There is room for no more.
+    len_q = tl.minimum(len_q, longest_q)
+    len_k = tl.minimum(len_k, longest_k)
     if row0 >= len_q or col0 >= len_k:
         return
     off = bottom_right * (len_k - len_q) + shift
-    kv_b = b
-    if kv_batch_idx is not None:
-        kv_b = wide(tl.load(kv_batch_idx + b))
+    kv_b = cache_row(kv_batch_idx, b, entries)
     k += g * stride_kh
     if block_table is None:
         k += kv_b * stride_kb
@@ -159,6 +172,7 @@ def signed_probabilities(
         stride_kn,
         block_table,
         page_size,
+        entries,
         token_k,
         col0,
         len_k,

@@ -29,17 +29,27 @@ def head_of(pid, tiles, section, total, IS_LONGEST_LAST: tl.constexpr):
 
 
 @triton.jit
+def within(value, low, high):
+    """The value, or the bound beyond which it is."""
+    return tl.minimum(tl.maximum(value, low), high)
+
+
+@triton.jit
 def query_sequence(b, cu_seqlens, seqused, seqlen):
-    """(first token, used length, stored length) of sequence b on the query side."""
+    """(first token, used length, stored length) of sequence b on the query side.
+
+    seqlen: rows that each sequence has in storage, or packed tokens of all. Whatever values the
+    arrays hold, a sequence lies within these: what is read and written through it exists.
+    """
     token = tl.zeros([], tl.int64)
     stored = seqlen
     if cu_seqlens is not None:
-        begin = tl.load(cu_seqlens + b)
-        stored = tl.load(cu_seqlens + b + 1) - begin
+        begin = within(tl.load(cu_seqlens + b), 0, seqlen)
+        stored = within(tl.load(cu_seqlens + b + 1), begin, seqlen) - begin
         token += begin
     used = stored
     if seqused is not None:
-        used = tl.minimum(tl.load(seqused + b), stored)
+        used = within(tl.load(seqused + b), 0, stored)
     return token, used, stored
 
 
@@ -48,13 +58,20 @@ def key_sequence(b, cu_seqlens, seqused, leftpad, seqlen):
     """(first row, used length, rows from there on) of sequence b's storage on the key side."""
     token, used, stored = query_sequence(b, cu_seqlens, seqused, seqlen)
     if leftpad is not None:
-        pad = tl.load(leftpad + b)
+        pad = within(tl.load(leftpad + b), 0, stored)
         token += pad
         stored -= pad
-        if seqused is None:
-            used = stored
         used = tl.minimum(used, stored)
     return token, used, stored
+
+
+@triton.jit
+def cache_row(kv_batch_idx, b, entries):
+    """Which of a cache's `entries` rows sequence b uses, as 64 bits: one that exists."""
+    row = b
+    if kv_batch_idx is not None:
+        row = within(tl.load(kv_batch_idx + b), 0, entries - 1)
+    return row.to(tl.int64)
 
 
 @triton.jit

@@ -1,5 +1,5 @@
 """Storage that belongs to no sequence: packed tokens past a sequence's used length, between
-sequences and behind the last, and rows before a left-padded one.
+sequences, before the first and behind the last, and rows before a left-padded one.
 
 The attention kernels write rows of their tiles alone, so that they need not keep addresses for
 this alive through their loops. Shapes: B batch, H heads, N rows, D and E head dims.
@@ -8,7 +8,7 @@ this alive through their loops. Shapes: B batch, H heads, N rows, D and E head d
 import triton
 import triton.language as tl
 
-from heedful.kernels.portable.sequences import key_sequence, store_rows, wide
+from heedful.kernels.portable.sequences import key_sequence, store_rows, wide, within
 
 
 @triton.jit
@@ -28,7 +28,81 @@ def fill_rows(
         store_rows(base, tile, stride_row, row0, end, DIM, ROWS, BLOCK)
 
 
-@triton.jit(do_not_specialize=["seqlen", "total", "batch", "heads"])
+# Rows that a program clears at a time.
+GAP_ROWS = tl.constexpr(16)
+
+
+@triton.jit
+def clear_gaps(
+    out,
+    lse,
+    cu_seqlens,
+    stride_n,
+    stride_h,
+    stride_lh,
+    total,
+    batch,
+    heads,
+    share,
+    shares,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes what packed rows before the first sequence and behind the last have: zeros into out
+    (total, heads, DIM), -inf into lse (heads, total); either may be None. Each of `shares` programs
+    has its share."""
+    before = within(tl.load(cu_seqlens), 0, total)
+    behind = within(tl.load(cu_seqlens + batch), before, total)
+    gaps = before + (total - behind)
+    dims = tl.arange(0, BLOCK)
+    for piece in range(share, tl.cdiv(gaps, GAP_ROWS) * heads, shares):
+        h = wide(piece % heads)
+        rows = piece // heads * GAP_ROWS + tl.arange(0, GAP_ROWS)
+        exists = rows < gaps
+        tokens = wide(tl.where(rows < before, rows, rows - before + behind))
+        if out is not None:
+            ptrs = out + h * stride_h + tokens[:, None] * stride_n + dims[None, :]
+            zero = tl.zeros([GAP_ROWS, BLOCK], out.dtype.element_ty)
+            tl.store(ptrs, zero, mask=exists[:, None] & (dims < DIM)[None, :])
+        if lse is not None:
+            nothing = tl.full([GAP_ROWS], float("-inf"), tl.float32)
+            tl.store(lse + h * stride_lh + tokens, nothing, mask=exists)
+
+
+@triton.jit(do_not_specialize=["total", "batch", "heads"])
+def clear_outside(
+    cu_seqlens,
+    out,
+    lse,
+    stride_om,
+    stride_oh,
+    stride_lh,
+    total,
+    batch,
+    heads,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`clear_gaps`, beside attention kernels that do not clear any."""
+    share, shares = tl.program_id(0), tl.num_programs(0)
+    clear_gaps(
+        out,
+        lse,
+        cu_seqlens,
+        stride_om,
+        stride_oh,
+        stride_lh,
+        total,
+        batch,
+        heads,
+        share,
+        shares,
+        DIM,
+        BLOCK,
+    )
+
+
+@triton.jit(do_not_specialize=["seqlen", "batch", "heads"])
 def clear_unused(
     cu_seqlens,
     seqused,
@@ -42,7 +116,6 @@ def clear_unused(
     stride_yn,
     stride_yh,
     seqlen,
-    total,
     batch,
     heads,
     DIM_X: tl.constexpr,
@@ -56,15 +129,19 @@ def clear_unused(
     b = wide(tl.program_id(0) // heads)
     h = wide(tl.program_id(0) % heads)
     token, used, room = key_sequence(b, cu_seqlens, seqused, leftpad, seqlen)
-    if cu_seqlens is not None and b + 1 == batch:
-        room = (total - token).to(tl.int32)
+    before = token
+    if cu_seqlens is not None:
+        if b > 0:
+            before = token - within(tl.load(cu_seqlens + b), 0, seqlen)
+        if b + 1 == batch:
+            room = (seqlen - token).to(tl.int32)
     x += b * stride_xb + h * stride_xh + token * stride_xn
     fill_rows(x, stride_xn, used, room, DIM_X, BLOCK_N, BLOCK_X, 0.0)
     if y is not None:
         y += b * stride_yb + h * stride_yh + token * stride_yn
         fill_rows(y, stride_yn, used, room, DIM_Y, BLOCK_N, BLOCK_Y, FILL_Y)
-    if leftpad is not None:
-        pad = tl.load(leftpad + b)
-        fill_rows(x - pad * stride_xn, stride_xn, 0, pad, DIM_X, BLOCK_N, BLOCK_X, 0.0)
-        if y is not None:
-            fill_rows(y - pad * stride_yn, stride_yn, 0, pad, DIM_Y, BLOCK_N, BLOCK_Y, FILL_Y)
+    x -= before * stride_xn
+    fill_rows(x, stride_xn, 0, before, DIM_X, BLOCK_N, BLOCK_X, 0.0)
+    if y is not None:
+        y -= before * stride_yn
+        fill_rows(y, stride_yn, 0, before, DIM_Y, BLOCK_N, BLOCK_Y, FILL_Y)

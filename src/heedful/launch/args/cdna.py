@@ -32,15 +32,17 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, and lse if there is such a buffer; several splits of the keys give partial results,
     which the portable merge combines."""
     splits = max(1, plan.num_splits)
+    # Tokens of no sequence have no program of the attention kernel.
+    cleared = [portable.clear_outside_call(problem, buffers)] if problem.varlen_q else []
     if splits == 1:
-        return Program((_call(problem, plan, buffers, "out", "lse", 1),))
+        return Program((_call(problem, plan, buffers, "out", "lse", 1), *cleared))
     workspaces = (
         Workspace("partial_out", _parts(splits, buffers["out"].shape)),
         Workspace("partial_lse", _parts(splits, problem.lse_shape)),
     )
     buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
     call = _call(problem, plan, buffers, "partial_out", "partial_lse", splits)
-    return Program((call, *portable.combine(buffers).calls), workspaces)
+    return Program((call, *portable.combine(buffers).calls, *cleared), workspaces)
 
 
 def _parts(splits: int, shape: tuple[int, ...]) -> BufferSpec:
@@ -86,8 +88,8 @@ def _call(
         far |= {f"stride_{name[0]}db": step_b, f"stride_{name[0]}dg": step_g}
     arguments |= {name: Scalar(value, "i64") for name, value in far.items()}
     numbers = {
-        "seqlen_q": problem.seqlen_q,
-        "seqlen_k": problem.seqlen_k,
+        "seqlen_q": problem.total_q if problem.varlen_q else problem.seqlen_q,
+        "seqlen_k": portable.stored_keys(buffers, 0),
         "heads_q": problem.heads_q,
         "heads": heads,
         "group": problem.group,

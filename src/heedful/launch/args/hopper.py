@@ -40,15 +40,13 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
             Workspace("partial_lse", _dense_parts(splits, problem.lse_shape)),
         )
     buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
-    calls = [work.order_call(problem, plan, buffers)] if problem.varlen_q else []
+    results = {"lse": "partial_lse"} if splits > 1 else {"out": "out", "lse": "lse"}
+    calls = [work.order_call(problem, plan, buffers, results)] if problem.varlen_q else []
     calls.append(_forward_call(problem, plan, buffers, splits))
     if splits > 1:
         # The first split has the sink: a merge would give it to rows that are not in use, too.
         parts = {name: spec for name, spec in buffers.items() if name != "sink"}
         calls += portable.combine(parts).calls
-    # Of packed queries, rows past the lengths used, which a backward would read the lse of.
-    if problem.varlen_q and (problem.used_q or problem.needs_grad):
-        calls.append(portable.clear_call(problem, buffers, "q", "out", "lse"))
     return Program(tuple(calls), tuple(workspaces))
 
 
@@ -77,7 +75,7 @@ def _forward_call(
         bias_ptr="bias",
         seed_ptr="seed" if _has_dropout(problem) else "",
     )
-    call.ints(seqlen_k=_stored_keys(problem, buffers))
+    call.ints(seqlen_k=portable.stored_keys(buffers, problem.page_size))
     first = problem.mask.first
     call.ints_if(first > 0, first=min(first, FAR))
     call.ints_if(pack > 1, packed=problem.group)
@@ -124,13 +122,6 @@ def page_rows(page_size: int) -> int:
     return page_size & -page_size
 
 
-def _stored_keys(problem: AttentionProblem, buffers: Buffers) -> int:
-    """Keys that a sequence's storage has room for, where no cu_seqlens_k says otherwise."""
-    if problem.page_size:
-        return buffers["block_table"].shape[1] * problem.page_size
-    return problem.seqlen_k if problem.varlen_k else buffers["k"].shape[1]
-
-
 def _add_storage(call: Call, problem: AttentionProblem) -> None:
     """Arguments that say where keys lie, beyond their map."""
     if problem.page_size and "cu_seqlens_k" in call.buffers:
@@ -142,6 +133,8 @@ def _add_storage(call: Call, problem: AttentionProblem) -> None:
     if not is_batched:
         # Packed: there is one batch entry.
         call.constants |= {"k_rows": 0, "v_rows": 0}
+    call.ints_if(problem.kv_batch_idx, entries=call.buffers["k"].shape[0])
+    call.constants["NO_PAGE"] = maps.no_page(call.buffers) if problem.page_size else None
     table = call.buffers.get("block_table")
     call.strides_if(table is not None, stride_table=table.strides[0] if table else 0)
     call.ints_if(table is not None, page_size=problem.page_size)
@@ -175,6 +168,9 @@ def _add_terms(call: Call, problem: AttentionProblem) -> None:
         call.floats(per_unit=1.0 / (problem.softcap if problem.softcap > 0 else problem.scale))
     else:
         call.constants["per_unit"] = None
+    # Dense sequences are as long as the bias says.
+    may_differ = problem.varlen_q or problem.varlen_k or problem.page_size
+    call.ints_if(bool(problem.bias and may_differ), longest_k=problem.seqlen_k)
     alibi, bias = (call.buffers.get(name) for name in ("alibi_slopes", "bias"))
     call.strides_if(alibi is not None, stride_alibib=alibi.strides[0] if alibi else 0)
     strides = (0, 0, 0, 0)

@@ -7,6 +7,7 @@ from heedful.launch.args import hopper_maps as maps
 from heedful.launch.args import hopper_work as work
 from heedful.launch.args.hopper_maps import CONSUMER_ROWS, tile_dim
 from heedful.launch.args.hopper_work import Buffers, Call
+from heedful.launch.args.portable import stored_keys
 from heedful.launch.spec import (
     Argument,
     BufferSpec,
@@ -47,7 +48,8 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         workspaces.append(Workspace("turn_counts", counts, zeroed=True))
     workspaces.append(Workspace("turned_v", turned))
     buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
-    calls = [work.order_call(problem, plan, buffers)] if problem.varlen_q else []
+    results = {"out": "out", "lse": "lse"}
+    calls = [work.order_call(problem, plan, buffers, results)] if problem.varlen_q else []
     if not turns_itself:
         calls.append(_turn(problem, buffers))
     return Program((*calls, _attend(problem, plan, buffers)), tuple(workspaces))
@@ -86,7 +88,10 @@ def _turn(problem: AttentionProblem, buffers: Buffers) -> KernelCall:
         "stride_vh": Scalar(v.strides[-2], "i64", 16),
     }
     call.ints(
-        heads_k=problem.heads_k, seqlen_k=problem.seqlen_k, blocks=blocks, batch=problem.batch
+        heads_k=problem.heads_k,
+        seqlen_k=stored_keys(buffers, 0),
+        blocks=blocks,
+        batch=problem.batch,
     )
     constants = call.constants | {
         "BLOCK_N": TURN_KEYS,
@@ -107,7 +112,7 @@ def _attend(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCa
     call.pointers(
         lse_ptr="lse", q_descale="q_descale", k_descale="k_descale", v_descale="v_descale"
     )
-    call.ints(seqlen_k=problem.seqlen_k, **_descale_strides(buffers))
+    call.ints(seqlen_k=stored_keys(buffers, 0), **_descale_strides(buffers))
     ref = KernelRef("heedful.kernels.hopper.fp8", "forward", "gluon")
     constants = call.constants | _variant(problem, config)
     grid = work.grid(problem, plan)

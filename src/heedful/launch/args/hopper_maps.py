@@ -4,6 +4,8 @@ Dense tensors are mapped as (batch, head, row, dim). Packed sequences need rows 
 to read as zeros and never to be written, from one map for all: see `packed_map`.
 """
 
+from collections.abc import Mapping
+
 from heedful.launch.spec import BufferSpec, item_bytes
 from heedful.launch.spec import TensorMap as Map
 
@@ -61,18 +63,37 @@ def packed_map(name: str, spec: BufferSpec, rows: int, dim: int) -> Map:
     2^30 (2^34 - s) + e s + (2^30 - n + r) s = 2^64 + (e - n + r) s elements, and addresses wrap.
     The trick is that of Triton's `tools/ragged_tma.py`.
 
-    (B, S, H, D) is seen so too, its batch entries `rows_between` rows apart.
+    (B, S, H, D) is seen so too, its batch entries `rows_between` rows apart. What would end behind
+    the last of them is out of bounds.
     """
     tokens, heads = row_stride(spec), stride(spec, -2)
-    far = 0x7FFF0000
+    far = end = 0x7FFF0000
+    if len(spec.shape) == 4:
+        end = max(0, spec.shape[0] - 1) * rows_between(spec) + spec.shape[1] + 1
     return Map(
         name,
         spec.dtype,
-        (far, far, spec.shape[-2], 1 << 30, spec.shape[-1]),
+        (far, end, spec.shape[-2], 1 << 30, spec.shape[-1]),
         ((1 << 34) - tokens, tokens, heads, tokens, 1),
         (1, 1, 1, rows, dim),
         layout(spec, 5, dim),
     )
+
+
+# What most caches have fewer pages than: kernels are compiled for it.
+MANY_PAGES = 1 << 20
+
+
+def no_page(buffers: Mapping[str, BufferSpec]) -> int:
+    """A power of two that no page of k and v reaches; rows of so many pages have 31-bit numbers.
+    There is one, since the planner has seen to it that those of all pages have 30 bits."""
+    pages = buffers["k"].shape[0]
+    rows = max(1, *(rows_between(buffers[name]) for name in ("k", "v")))
+    most = 1 << ((1 << 31) // rows).bit_length() - 1
+    found = min(most, max(MANY_PAGES, 1 << max(0, pages - 1).bit_length()))
+    if found < pages:
+        raise ValueError(f"k_cache must have at most 2^30 rows in all, got {pages} x {rows}")
+    return found
 
 
 def row_stride(spec: BufferSpec) -> int:

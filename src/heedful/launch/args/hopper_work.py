@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from heedful.core.configs import TileConfig
 from heedful.core.plan import Plan
 from heedful.core.problem import ITEM_BITS, AttentionProblem
-from heedful.launch.args.portable import heads_in_l2
+from heedful.launch.args import hopper_maps as maps
+from heedful.launch.args.portable import heads_in_l2, pow2
 from heedful.launch.spec import (
     Argument,
     BufferSpec,
@@ -16,6 +17,7 @@ from heedful.launch.spec import (
     Pointer,
     Scalar,
     Workspace,
+    item_bytes,
 )
 
 Buffers = Mapping[str, BufferSpec]
@@ -141,15 +143,39 @@ def sections(problem: AttentionProblem, plan: Plan) -> dict[str, int]:
     return {"section": width, "sections": max(0, heads - last) // width}
 
 
-def order_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
-    """What comes ahead of the attention kernel for packed queries: their tiles put in order."""
-    call = Call(buffers)
+def order_call(
+    problem: AttentionProblem, plan: Plan, buffers: Buffers, results: Mapping[str, str]
+) -> KernelCall:
+    """What comes ahead of the attention kernel for packed queries: their tiles put in order, and
+    tokens of no sequence cleared in `results`, the buffers of "out" and "lse" or one of them, the
+    lse perhaps one for each split of the keys."""
+    config, call = plan.configs["hopper.forward"], Call(buffers)
     call.pointers(cu_q="cu_seqlens_q", cu_k="cu_seqlens_k", order="order", drawn="drawn")
-    call.ints(batch=problem.batch)
-    rows = plan.configs["hopper.forward"].block_m
-    constants = call.constants | {"ROWS": rows, "BLOCK": ORDER_BLOCK}
+    call.pointers(lse=results.get("lse", ""))
+    out = buffers[results["out"]] if "out" in results else None
+    call.constants |= {"out": None}
+    if out is not None:
+        del call.constants["out"]
+        call.arguments["out"] = Pointer(results["out"], out.dtype)
+    # Maps want rows and heads that begin at multiples of 16 bytes.
+    divisor = maps.STRIDE_BYTES // item_bytes(problem.out_dtype)
+    row, head = (maps.stride(out, axis) if out is not None else 0 for axis in (-3, -2))
+    call.strides_if(out is not None, divisor, stride_om=row, stride_oh=head)
+    total_q = buffers["q"].shape[0]
+    call.ints(
+        total_q=total_q,
+        total_k=buffers["k"].shape[0],
+        batch=problem.batch,
+        # Those of every split lie one after the other.
+        heads=problem.heads_q * (1 if out is not None else max(1, plan.num_splits)),
+        capacity=head_tiles(problem, config),
+    )
+    dim = problem.head_dim_v
+    constants = call.constants | {"ROWS": config.block_m, "BLOCK": ORDER_BLOCK}
+    constants |= {"DIM": dim, "BLOCK_E": pow2(dim)}
     ref = KernelRef("heedful.kernels.hopper.order", "order_tiles")
-    return KernelCall(ref, (problem.batch, 1, 1), call.arguments, constants, {"num_warps": 4})
+    grid = (problem.batch + plan.device.units, 1, 1)
+    return KernelCall(ref, grid, call.arguments, constants, {"num_warps": 4})
 
 
 def is_ragged(problem: AttentionProblem) -> bool:

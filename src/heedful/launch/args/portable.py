@@ -27,6 +27,8 @@ Arguments = dict[str, Argument]
 # Bounds that stand for "farther than any sequence reaches", small enough to be added to two
 # lengths in 32 bits.
 FAR = 1 << 29
+# Programs that share what lies outside of all packed sequences: about one for each unit of a GPU.
+CLEARING_PROGRAMS = 128
 # In-tile offsets are 32-bit: rows of a tile (at most 256) times a stride below this.
 WIDE_STRIDE = 1 << 22
 
@@ -180,20 +182,26 @@ def _drop_scale(problem: AttentionProblem) -> float:
 
 
 def _lengths(call: CallBuilder, problem: AttentionProblem, buffers: Buffers) -> None:
-    """Arguments that say where sequences lie."""
+    """Arguments that say where sequences lie, and how far any can reach."""
     call.vectors("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
-    stored_k = problem.seqlen_k
-    if "block_table" in buffers:
-        stored_k = buffers["block_table"].shape[1] * problem.page_size
-    elif "cu_seqlens_k" not in buffers:
-        stored_k = buffers["k"].shape[1]
     call.ints(
-        seqlen_q=problem.seqlen_q,
-        seqlen_k=stored_k,
+        seqlen_q=buffers["q"].shape[0] if problem.varlen_q else problem.seqlen_q,
+        seqlen_k=stored_keys(buffers, problem.page_size),
         batch=problem.batch,
         heads_q=problem.heads_q,
         heads_k=problem.heads_k,
+        longest_q=problem.seqlen_q,
+        longest_k=problem.seqlen_k,
     )
+
+
+def stored_keys(buffers: Buffers, page_size: int) -> int:
+    """Keys that each sequence has room for in storage, or packed ones all together. A cache without
+    pages or rows has room for none."""
+    k = buffers["k"].shape
+    if len(k) == 3 or not k[0]:
+        return k[0]
+    return buffers["block_table"].shape[1] * page_size if page_size else k[1]
 
 
 # Triton 3.6 miscompiles WGMMA over a 32-wide 16-bit tile that was loaded element by element (keys
@@ -234,8 +242,11 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
         calls.append(_forward_call(problem, plan, buffers, "partial_out", "partial_lse", splits))
         calls.append(_combine_call(buffers, "partial_out", "partial_lse", sink=None))
-    # Of packed queries, rows past the lengths used, which a backward would read the lse of.
-    if problem.varlen_q and (problem.used_q or problem.needs_grad):
+    if problem.varlen_q and not problem.batch:
+        # Without sequences there are no tiles, and all tokens are nobody's.
+        calls.append(clear_outside_call(problem, buffers))
+    elif problem.varlen_q and problem.used_q:
+        # Rows past a used length may lie beyond the longest sequence, where tiles end.
         calls.append(clear_call(problem, buffers, "q", "out", "lse"))
     if "probs" in buffers:
         if "lse" not in buffers:
@@ -274,7 +285,11 @@ def _forward_call(
     call.strides("l", "bh", _lse_strides(lse_shape))
     call.strides("l", "s", [BufferSpec.contiguous((1, *lse_shape), "float32").strides[0]])
     tiles = -(-problem.seqlen_q // config.block_m)
+    if problem.varlen_q:
+        # Programs without a tile clear tokens of no sequence.
+        tiles = max(1, tiles)
     call.ints(
+        entries=buffers["k"].shape[0],
         page_size=problem.page_size,
         section=heads_in_l2(problem, plan),
         num_splits=splits,
@@ -292,6 +307,22 @@ def _forward_call(
         KV_GROUP=problem.kv_group,
         IS_INT4=problem.kv_dtype == "int4",
     )
+
+
+def clear_outside_call(problem: AttentionProblem, buffers: Buffers) -> KernelCall:
+    """Zeros in out, and -inf in lse, for packed tokens before the first sequence and behind the
+    last, beside attention kernels that write rows of sequences alone."""
+    call = CallBuilder("unused", "clear_outside", buffers, ("out",))
+    call.tensors(out="out")
+    call.arguments["cu_seqlens"] = Pointer("cu_seqlens_q", "int32", False)
+    call.vectors("lse")
+    total, heads, dim = buffers["out"].shape
+    _, row, head = _token_strides(buffers["out"])
+    call.strides("o", "mh", (row, head), call.divisor)
+    call.strides("l", "h", [_lse_strides(problem.lse_shape)[1]])
+    call.ints(total=total, batch=problem.batch, heads=heads)
+    config = TileConfig(0, 16, num_warps=4, num_stages=1)
+    return call.build((CLEARING_PROGRAMS, 1, 1), config, DIM=dim, BLOCK=pow2(dim))
 
 
 def clear_call(
@@ -316,13 +347,8 @@ def clear_call(
     elif y is not None and y in buffers:
         dim_y, strides_y = buffers[y].shape[-1], _token_strides(buffers[y])
     call.strides("y", "bnh", strides_y)
-    packed = problem.total_q if side == "q" else problem.total_k
-    call.ints(
-        seqlen=problem.seqlen_q if side == "q" else buffers["k"].shape[1],
-        total=packed or 0,
-        batch=problem.batch,
-        heads=heads,
-    )
+    packed = problem.varlen_q if side == "q" else problem.varlen_k
+    call.ints(seqlen=buffers[x].shape[0 if packed else 1], batch=problem.batch, heads=heads)
     config = TileConfig(0, 16, num_warps=4, num_stages=1)
     return call.build(
         (problem.batch * heads, 1, 1),
@@ -407,7 +433,12 @@ def _probs_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Kern
     call.strides("p", "bhm", buffers["probs"].strides[:3])
     tiles_m = -(-problem.seqlen_q // config.block_m)
     tiles_n = -(-problem.seqlen_k // config.block_n)
-    call.ints(page_size=problem.page_size, tiles_m=tiles_m, tiles_n=tiles_n)
+    call.ints(
+        entries=buffers["k"].shape[0],
+        page_size=problem.page_size,
+        tiles_m=tiles_m,
+        tiles_n=tiles_n,
+    )
     dims = {
         name: value
         for name, value in _dims(call, problem).items()

@@ -1,7 +1,7 @@
 """Programs that change a KV cache, and queries with it, before attention."""
 
 from heedful.core.configs import TileConfig
-from heedful.launch.args.portable import Buffers, CallBuilder, pow2
+from heedful.launch.args.portable import Buffers, CallBuilder, pow2, stored_keys
 from heedful.launch.spec import KernelCall, Program
 
 # Values a program moves per tensor: 8 KiB of float32, so that 4 warps hold a tile in registers.
@@ -12,7 +12,8 @@ def append_kv(
     buffers: Buffers, page_size: int = 0, interleaved: bool = True, position0: int = 0
 ) -> Program:
     """Writes k_new and v_new (B, S, G, dim) into the caches k and v, in place, and the number of
-    keys that each sequence has then into seqused (B,).
+    keys that each sequence has then into seqused (B,). What lies outside of the caches is dropped;
+    a sequence of negative length gets nothing and has no keys.
 
     buffers: k_new, v_new, k, v, seqused, cache_seqlens (B,): the storage row of each sequence's
     first new token; rotary_cos and rotary_sin (positions, rotary_dim / 2), block_table,
@@ -33,7 +34,14 @@ def append_kv(
     _rotary_arguments(call, buffers, position0)
     block = max(1, _TILE // pow2(max(dim, dim_v)))
     tiles = -(-seqlen // block)
-    call.ints(seqlen=seqlen, heads=heads, tiles=tiles, page_size=page_size)
+    call.ints(
+        seqlen=seqlen,
+        heads=heads,
+        tiles=tiles,
+        capacity=stored_keys(buffers, page_size),
+        entries=buffers["k"].shape[0],
+        page_size=page_size,
+    )
     config = TileConfig(0, block, num_warps=4, num_stages=1)
     built = call.build(
         (tiles * batch * heads, 1, 1),
@@ -83,4 +91,8 @@ def _rotary_arguments(call: CallBuilder, buffers: Buffers, position0: int) -> No
     if cos is not None and buffers["rotary_sin"].strides != cos.strides:
         raise ValueError("rotary_sin must have the strides of rotary_cos")
     call.strides("pos", "n", [cos.strides[0] if cos else 0])
-    call.ints(half=cos.shape[1] if cos else 0, position0=position0)
+    call.ints(
+        half=cos.shape[1] if cos else 0,
+        positions=cos.shape[0] if cos else 0,
+        position0=position0,
+    )
