@@ -16,6 +16,7 @@ _ROLES = {
     "forward": "forward",
     "combine_splits": "merge",
     "clear_unused": "clear",
+    "clear_outside": "clear outside",
     "signed_probabilities": "probabilities",
     "query_gradients": "query gradients",
     "key_gradients": "key gradients",
