@@ -7,6 +7,7 @@ and what is written there is NaN no more. They run in a process of their own: se
 """
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,7 @@ from support.interpreted import interpreted, pass_in_the_interpreter, starts_int
 TILES = TileConfig(16, 16)
 KERNELS = {row.kernel: TILES for row in ROWS if row.kernel.startswith("portable.")}
 INF = float("inf")
+Named = dict[str, Any]
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -46,7 +48,7 @@ def forward(problem: AttentionProblem, num_splits: int = 1, **tensors: torch.Ten
         "out": Fenced.like(torch.full((*q.shape[:-1], problem.head_dim_v), 7.0)),
         "lse": Fenced.like(torch.full(problem.lse_shape, 7.0)),
     }
-    given = {**tensors, **{name: fenced.inside for name, fenced in results.items()}}
+    given: Named = {**tensors, **{name: fenced.inside for name, fenced in results.items()}}
     specs = {name: buffer_spec(tensor) for name, tensor in given.items()}
     interpret(portable.forward(problem, chosen, specs), given)
     for fenced in results.values():
@@ -72,7 +74,7 @@ def test_pages_that_do_not_exist_give_what_the_nearest_that_does_gives(num_split
     q, used = randn(3, 2, 2, 16), ints(30, 17, 32)
     table = ints(2, -1, 5, 6, 0, 1, 7, 3, -2, 3, 4, 8).view(3, 4)
     problem = cache_problem(3, 2, 32, page_size=page_size, causal=True)
-    given = {"q": q, "k": k.inside, "v": v.inside, "seqused_k": used}
+    given: Named = {"q": q, "k": k.inside, "v": v.inside, "seqused_k": used}
     got = forward(problem, num_splits, **given, block_table=table)
     want = forward(problem, num_splits, **given, block_table=table.clamp(0, pages - 1))
     for a, b in zip(got, want, strict=True):
@@ -88,10 +90,10 @@ def test_scales_of_pages_that_do_not_exist_are_those_of_the_nearest():
     )
     scales = [Fenced.like(torch.rand(pages, page_size, 1, 2)) for _ in range(4)]
     names = ("k_descale", "v_descale", "k_shift", "v_shift")
-    given = {name: fenced.inside for name, fenced in zip(names, scales, strict=True)}
+    given: Named = {name: fenced.inside for name, fenced in zip(names, scales, strict=True)}
     given |= {"q": randn(1, 1, 2, 16), "k": k.inside, "v": v.inside, "seqused_k": ints(32)}
     table = ints(-1, 4, 2, 5).view(1, 4)
-    facts = {"kv_dtype": "int8", "kv_group": 8, "kv_shift": True}
+    facts: dict[str, Any] = {"kv_dtype": "int8", "kv_group": 8, "kv_shift": True}
     problem = cache_problem(1, 1, 32, page_size=page_size, **facts)
     got, _ = forward(problem, **given, block_table=table)
     want, _ = forward(problem, **given, block_table=table.clamp(0, pages - 1))
@@ -104,7 +106,7 @@ def test_entries_past_a_length_are_never_looked_up():
     k, v = randn(4, 8, 1, 16), randn(4, 8, 1, 16)
     table = ints(1, 2, 2**31 - 1, 3, -(2**31), 2**30).view(2, 3)
     problem = cache_problem(2, 1, 24, page_size=8)
-    given = {"q": randn(2, 1, 2, 16), "k": k, "v": v, "seqused_k": ints(16, 5)}
+    given: Named = {"q": randn(2, 1, 2, 16), "k": k, "v": v, "seqused_k": ints(16, 5)}
     got, _ = forward(problem, **given, block_table=table)
     want, _ = forward(problem, **given, block_table=ints(1, 2, 0, 3, 0, 0).view(2, 3))
     assert torch.equal(got, want)
@@ -116,7 +118,12 @@ def test_entries_past_a_length_are_never_looked_up():
 def test_lengths_below_one_read_nothing_and_give_zeros(num_splits, sink):
     nothing = torch.full((4, 24, 1, 16), torch.nan)
     lengths = ints(-1, 0, -(2**31), -7)
-    given = {"q": randn(4, 3, 2, 16), "k": nothing, "v": nothing, "seqused_k": lengths}
+    given: Named = {
+        "q": randn(4, 3, 2, 16),
+        "k": nothing,
+        "v": nothing,
+        "seqused_k": lengths,
+    }
     logits = randn(2)
     given |= {"sink": logits} if sink else {}
     problem = cache_problem(4, 3, 24, sink=sink)
@@ -129,7 +136,7 @@ def test_lengths_below_one_read_nothing_and_give_zeros(num_splits, sink):
 @interpreted
 def test_lengths_beyond_the_storage_end_with_it():
     k, v = Fenced.like(randn(2, 24, 1, 16)), Fenced.like(randn(2, 24, 1, 16))
-    given = {"q": randn(2, 2, 2, 16), "k": k.inside, "v": v.inside}
+    given: Named = {"q": randn(2, 2, 2, 16), "k": k.inside, "v": v.inside}
     problem = cache_problem(2, 2, 24)
     got = forward(problem, **given, seqused_k=ints(31, 2**31 - 1))
     want = forward(problem, **given, seqused_k=ints(24, 24))
@@ -140,7 +147,12 @@ def test_lengths_beyond_the_storage_end_with_it():
 @interpreted
 def test_rows_and_padding_outside_of_the_cache_are_the_nearest_inside():
     k, v = Fenced.like(randn(3, 24, 1, 16)), Fenced.like(randn(3, 24, 1, 16))
-    given = {"q": randn(4, 1, 2, 16), "k": k.inside, "v": v.inside, "seqused_k": ints(20, 9, 24, 9)}
+    given: Named = {
+        "q": randn(4, 1, 2, 16),
+        "k": k.inside,
+        "v": v.inside,
+        "seqused_k": ints(20, 9, 24, 9),
+    }
     problem = cache_problem(4, 1, 24, kv_batch_idx=True, leftpad_k=True)
     got = forward(problem, **given, kv_batch_idx=ints(-1, 3, 1, 9), leftpad_k=ints(-2, 20, 25, 3))
     want = forward(problem, **given, kv_batch_idx=ints(0, 2, 1, 2), leftpad_k=ints(0, 20, 24, 3))
@@ -148,7 +160,7 @@ def test_rows_and_padding_outside_of_the_cache_are_the_nearest_inside():
         assert not a.isnan().any() and torch.equal(a, b)
 
 
-PACKED = dict(head_dim=16, dtype="float32", total_q=40, total_k=40)
+PACKED: Named = dict(head_dim=16, dtype="float32", total_q=40, total_k=40)
 BOUNDS = {
     "before": (9, 20, 30, 40),
     "behind": (0, 11, 20, 31),
@@ -196,7 +208,7 @@ def test_gradients_of_impossible_bounds_stay_inside(bounds):
     problem = replace(problem, bias_grad=True, seqlen_q=12, seqlen_k=12)
     x = {name: Fenced.like(randn(40, 2, 16)) for name in "qkv"}
     x |= {"bias": Fenced.like(randn(3, 2, 12, 12)), "dout": Fenced.like(randn(40, 2, 16))}
-    given = {name: fenced.inside for name, fenced in x.items()}
+    given: Named = {name: fenced.inside for name, fenced in x.items()}
     given |= {"cu_seqlens_q": cu, "cu_seqlens_k": cu}
     inputs = {name: t for name, t in given.items() if name != "dout"}
     given["out"], given["lse"] = forward(problem, **inputs)
@@ -242,7 +254,7 @@ def test_new_tokens_that_have_no_place_are_dropped_and_the_others_written(kind):
     for b, length in enumerate(lengths.tolist()):
         for i in range(new if length >= 0 else 0):
             entry, at = divmod(length + i, page_size or 24)
-            entry = places.view(3, -1)[b, entry].item() if length + i < 24 else -1
+            entry = int(places.view(3, -1)[b, entry]) if length + i < 24 else -1
             if 0 <= entry < shape[0]:
                 want[0][entry, at], want[1][entry, at] = k_new[b, i], v_new[b, i]
     plain = Fenced.like(x["k"]), Fenced.like(x["v"])

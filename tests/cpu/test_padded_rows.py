@@ -1,12 +1,15 @@
 """Sequences of length 0 and below, page numbers that do not exist, tokens of no sequence: what the
 public functions make of them on a CPU, and what is told when they are checked."""
 
+from typing import Any
+
 import pytest
 import torch
 
 import heedful.torch as heedful
 from heedful.core import settings
 from heedful.torch.values import check_pages, refuse_capture
+from support import standin
 
 INF = float("inf")
 
@@ -40,7 +43,12 @@ def test_a_padded_row_reads_and_writes_nothing(new, page_size, rotary, sink):
     k_cache, v_cache, table = caches(page_size)
     lengths = ints(-1, 7, -5)
     q, k, v = (torch.randn(3, max(1, new), heads, 16) for heads in (4, 2, 2))
-    arguments = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "cache_seqlens": lengths}
+    arguments: dict[str, Any] = {
+        "q": q,
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "cache_seqlens": lengths,
+    }
     arguments |= {"sink": torch.randn(4)} if sink else {}
     if new:
         arguments |= {"k": k, "v": v}
@@ -100,7 +108,7 @@ def test_used_lengths_below_zero_are_those_of_empty_sequences(paged):
     keys = torch.randn(6, 5, 2, 16) if paged else k
     cu, used = ints(0, 10, 20, 30), ints(-1, 4, -8)
     table = {"block_table": torch.arange(6).int().view(3, 2)} if paged else {}
-    arguments = {"seqused_k": used, "return_lse": True, **table}
+    arguments: dict[str, Any] = {"seqused_k": used, "return_lse": True, **table}
     out, lse = heedful.flash_attn_varlen_func(q, keys, keys, cu, cu, 10, 10, **arguments)
     assert (out[:10] == 0).all() and (out[20:] == 0).all() and (out[10:20] != 0).all()
     assert (lse[:, :10] == -INF).all() and (lse[:, 20:] == -INF).all()
@@ -127,7 +135,11 @@ def test_packed_tokens_of_no_sequence_are_zeros_and_minus_infinity():
 def test_entries_past_a_length_may_hold_anything():
     k_cache, v_cache, table = caches(8)
     assert table is not None
-    arguments = {"q": torch.randn(3, 1, 4, 16), "k_cache": k_cache, "v_cache": v_cache}
+    arguments: dict[str, Any] = {
+        "q": torch.randn(3, 1, 4, 16),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+    }
     arguments |= {"cache_seqlens": ints(8, 0, 17), "block_table": table}
     want = decode(**arguments)
     table[0, 1:], table[1] = -1, 2**30
@@ -140,7 +152,11 @@ def test_a_page_that_does_not_exist_is_named_by_row_and_entry(wrong):
     k_cache, v_cache, table = caches(8)
     assert table is not None
     table[2, 1] = wrong
-    arguments = {"q": torch.randn(3, 1, 4, 16), "k_cache": k_cache, "v_cache": v_cache}
+    arguments: dict[str, Any] = {
+        "q": torch.randn(3, 1, 4, 16),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+    }
     with pytest.raises(ValueError, match=rf"0 to 8 .*got {wrong} in row 2, entry 1$"):
         decode(**arguments, cache_seqlens=ints(8, 8, 9), block_table=table)
     decode(**arguments, cache_seqlens=ints(8, 8, 8), block_table=table)
@@ -155,6 +171,33 @@ def test_pages_are_checked_from_the_first_key_in_use_to_the_last():
         begin[row], end[row] = first, last
         with pytest.raises(ValueError, match=f"got 9 in row {row}, entry {entry}$"):
             check_pages(table, 4, 2, begin, end)
+
+
+@pytest.mark.parametrize("new", [0, 2])
+def test_on_a_gpu_pages_are_checked_if_asked_and_before_anything_is_launched(monkeypatch, new):
+    pytest.importorskip("triton")
+    k_cache, v_cache, table = caches(8)
+    assert table is not None
+    table[2, 1] = -1
+    arguments: dict[str, Any] = {
+        "q": torch.randn(3, 2, 4, 16),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+    }
+    arguments |= {name: torch.randn(3, new, 2, 16) for name in ("k", "v") if new}
+    lengths = ints(8, 8, 9 - new)
+    for asked in ("0", "1"):
+        monkeypatch.setenv("HEEDFUL_CHECK_PAGES", asked)
+        with standin.gpu() as gpu:
+            if asked == "0":
+                decode(**arguments, cache_seqlens=lengths, block_table=table)
+                assert gpu.launches
+                continue
+            with pytest.raises(ValueError, match="got -1 in row 2, entry 1"):
+                decode(**arguments, cache_seqlens=lengths, block_table=table)
+            assert not gpu.launches
+            decode(**arguments, cache_seqlens=lengths - 1, block_table=table)
+            assert gpu.launches
 
 
 def test_checking_pages_is_off_unless_asked_for_and_no_part_of_a_graph(monkeypatch):

@@ -1,6 +1,8 @@
 """On a GPU nothing outside of the caller's tensors is touched, whatever page numbers, indices and
 lengths say, and every packed token has a result. Caches lie within larger tensors of NaN."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -56,7 +58,7 @@ def test_pages_that_do_not_exist_read_the_cache_or_nothing(
         n if n < 0 or n > 99 else pages + n for n in numbers
     )
     q, lengths = randn(3, rows, 8, 128), ints(*[each * page_size - n for n in (0, 7, 11)])
-    keywords = {"cache_seqlens": lengths, "num_splits": num_splits}
+    keywords: dict[str, Any] = {"cache_seqlens": lengths, "num_splits": num_splits}
     keywords |= {"backend": backend, "return_softmax_lse": True}
     out, lse = heedful.flash_attn_with_kvcache(q, k.inside, v.inside, block_table=table, **keywords)
     assert out.isfinite().all() and lse.isfinite().all()
@@ -70,7 +72,7 @@ def test_pages_that_do_not_exist_read_the_cache_or_nothing(
 def test_pages_past_a_length_are_not_looked_up(backend):
     k, v, q = randn(6, 16, 2, 64), randn(6, 16, 2, 64), randn(2, 1, 4, 64)
     table = ints(1, 2, 3, 4, 5, 0).view(2, 3)
-    keywords = {"cache_seqlens": ints(16, 33), "backend": backend}
+    keywords: dict[str, Any] = {"cache_seqlens": ints(16, 33), "backend": backend}
     want = heedful.flash_attn_with_kvcache(q, k, v, block_table=table, **keywords)
     table[0, 1:] = 2**31 - 1
     got = heedful.flash_attn_with_kvcache(q, k, v, block_table=table, **keywords)
@@ -83,7 +85,7 @@ def test_pages_past_a_length_are_not_looked_up(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_lengths_below_one_read_nothing_and_give_zeros(backend, rows, num_splits, page_size, sink):
     nothing = torch.full((4, 1024, 2, 64), torch.nan, device="cuda").bfloat16()
-    keywords = {}
+    keywords: dict[str, Any] = {}
     if page_size:
         nothing = nothing.view(-1, page_size, 2, 64)
         keywords["block_table"] = torch.full((4, 64), -1, device="cuda").int()
@@ -145,7 +147,7 @@ def test_new_tokens_that_have_no_place_are_dropped(page_size, rotary):
         table = ints(5, 0, 3, 8, 1, 2, 4, 6, 7, 9, 10, 11, 2**31 - 1, 12, 0).view(5, 3)
     else:
         rows = ints(0, 1, 2, 3, 9)
-    keywords = {}
+    keywords: dict[str, Any] = {}
     if rotary:
         # Turns of nothing: positions beyond the tables must not be looked up.
         cos, sin = (Fenced.like(x(capacity, 16), "cuda") for x in (torch.ones, torch.zeros))
@@ -183,7 +185,8 @@ def test_packed_tokens_of_no_sequence_are_zeros_and_minus_infinity(backend, fact
     if facts == "fp8" and backend == "portable":
         pytest.skip("8-bit inputs run on hopper kernels")
     q, k, v = (randn(total, 4, 64, dtype=dtype) for _ in range(3))
-    cu, keywords = ints(*bounds), {"causal": facts == "causal"}
+    cu = ints(*bounds)
+    keywords: dict[str, Any] = {"causal": facts == "causal"}
     if facts == "splits":
         keywords["num_splits"] = 3
     if facts == "used":
@@ -216,7 +219,7 @@ def test_bounds_that_cannot_be_stay_in_the_tensors(backend, facts, bounds):
         pytest.skip("8-bit inputs run on hopper kernels")
     total = 1000
     q, k, v = (fenced(total, 4, 64).inside for _ in range(3))
-    keywords = {"causal": facts == "causal", "backend": backend}
+    keywords: dict[str, Any] = {"causal": facts == "causal", "backend": backend}
     if facts == "bias":
         # Its rows and keys are fewer than those of the sequences.
         keywords["bias"] = fenced(3, 4, 96, 120).inside

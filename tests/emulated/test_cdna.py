@@ -13,7 +13,7 @@ from emulated.edited import run_edited
 from heedful.core.problem import ITEM_BITS
 from heedful.kernels.cdna import softmax
 from support.budget import run
-from support.cases import Built, Case
+from support.cases import Built, Case, build
 
 # Keys for four turns of the hot loop and two with a mask; multiples of nothing.
 BASE = Case(
@@ -87,6 +87,25 @@ def test_every_shape_is_within_budget_under_many_schedules(arch, case):
     # Waves meet in one way, whatever numbers they carry.
     met = case.dtype == "float16"
     run(cdna(arch, SCHEDULES[:1] if met else MANY_SCHEDULES), case)
+
+
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize(
+    "bounds", [(5, 40, 60), (0, 60, 70), (50, -9, 2**31 - 1)], ids=["before", "behind", "outside"]
+)
+def test_packed_tokens_of_no_sequence_have_results_and_bounds_end_with_the_storage(arch, bounds):
+    """The emulator finds what is read or written outside of an array."""
+    case = replace(BASE, varlen="q", batch=2, lens_q=(35, 35), head_dim=64)
+    built = build(case)
+    cu = torch.tensor(bounds, dtype=torch.int32)
+    x = built.x._replace(cu_seqlens_q=cu)
+    poisoned = torch.full_like(x.q, torch.nan)
+    out, lse, _ = cdna(arch).forward(built.problem, x, poisoned)
+    assert out.isfinite().all() and not lse.isnan().any()
+    first, *_, last = cu.clamp(0, len(x.q)).tolist()
+    for tokens in (slice(0, first), slice(last, None)):
+        assert (out[tokens] == 0).all() and (lse[:, tokens] == -math.inf).all()
+    assert lse[:, first:last].isfinite().all()
 
 
 def test_reads_of_lds_meet_no_bank_twice_on_cdna4():
