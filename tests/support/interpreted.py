@@ -13,7 +13,11 @@ import pytest
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="runs in the interpreting process")
-starts_interpreter = pytest.mark.skipif(INTERPRETING, reason="starts the interpreting process")
+# Set where somebody runs the test files in both kinds of processes himself.
+APART = "TEST_INTERPRETER_APART"
+starts_interpreter = pytest.mark.skipif(
+    INTERPRETING or APART in os.environ, reason="starts the interpreting process"
+)
 
 
 def pass_in_the_interpreter(file: str) -> None:

@@ -16,8 +16,6 @@ from functools import cache
 from pathlib import Path
 
 FOLDERS = ("tests/pure", "tests/cpu", "tests/compile")
-# Tests that start what the interpreted mode runs directly.
-_STARTERS = "test_every_check_passes_in_the_interpreter"
 # Tests that take longer say little for their time.
 SLOWEST_S = 30.0
 
@@ -117,7 +115,7 @@ class Map:
         """Makes an entry; returns what there is to say about it."""
         traced = self._entries / f"{os.getpid()}-{mode}.tmp"
         start = time.monotonic()
-        answer = server.run(tree, [file, "-k", f"not {_STARTERS}"], seconds, traced)
+        answer = server.run(tree, [file], seconds, traced)
         entry = {"tests": {}, "failed": []}
         if traced.exists():
             entry = json.loads(traced.read_text())
@@ -155,7 +153,7 @@ class Map:
         }
         found = []
         for name, test in entry["tests"].items():
-            if name.endswith(_STARTERS) or test["seconds"] > SLOWEST_S:
+            if test["seconds"] > SLOWEST_S:
                 continue
             lines = {
                 module: frozenset(places[module].get(line, 0) for line in ran)

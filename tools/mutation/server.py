@@ -33,6 +33,8 @@ class Server:
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
             "HEEDFUL_CACHE_DIR": str(cache),
+            # Each mode runs its own (tests/support/interpreted.py).
+            "TEST_INTERPRETER_APART": "1",
         }
         if mode == "interpreted":
             environment["TRITON_INTERPRET"] = "1"
