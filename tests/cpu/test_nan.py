@@ -1,5 +1,7 @@
 """A NaN among queries or keys is seen in every result that it takes part in, and in no other."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -34,7 +36,8 @@ def test_nan_is_passed_on_in_16_bits(size, place, dtype):
 @places
 def test_nan_passes_every_way_of_making_scores(size, place):
     sink = torch.tensor([0.5, -0.5])
-    for more in ({"sink": sink}, {"softcap": 2.0}, {"softmax_scale": -0.3}):
+    ways: list[dict[str, Any]] = [{"sink": sink}, {"softcap": 2.0}, {"softmax_scale": -0.3}]
+    for more in ways:
         assert_passed_on(size, place, "cpu", **more)
         assert_passed_on(size, place, None, **more)
 

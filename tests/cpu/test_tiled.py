@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heedful import cpu
 from heedful.core.operands import Operands
-from heedful.cpu import blocks, tiled_forward
+from heedful.cpu import blocks, philox, tiled_forward
 from heedful.cpu.philox import keep_tile
 from heedful.reference.philox import keep_mask
 from support.budget import backend_results, check, run
@@ -198,6 +198,14 @@ def test_dropout_mask_is_numpys_bit_for_bit(p, origin):
     tile = keep_tile(-77, p, range(1, 3), range(2, 5), range(33, 70), range(17, 83), origin)
     for got, whole in zip(tile.numpy(), want[1:], strict=True):
         assert (got == whole[2:5, 33:70, 17:83]).all()
+
+
+@pytest.mark.parametrize("chunk", [1, 60, 1000])
+def test_dropout_mask_does_not_depend_on_how_much_is_made_at_a_time(chunk, monkeypatch):
+    ranges = range(2, 4), range(1, 4), range(5, 38), range(2, 71)
+    want = keep_tile(123, 0.4, *ranges)
+    monkeypatch.setattr(philox, "CHUNK", chunk)
+    assert torch.equal(keep_tile(123, 0.4, *ranges), want)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -4,20 +4,37 @@ import torch
 
 from heedful.reference.philox import MULTIPLIERS, ROUNDS, WEYL, WORD, keep_threshold, key_words
 
+# Words that are made at a time: the six tensors of a round stay in the inner caches. One core of an
+# AMD EPYC, torch 2.13, 22 November 2026: 4 ns a score, 9 to 16 with four times as many.
+CHUNK = 64 * 1024
+
 
 def philox4x32(key: tuple[int, int], counter: tuple) -> tuple[torch.Tensor, ...]:
-    """Ten rounds on int64 tensors that hold 32-bit words; the four broadcast together."""
+    """Ten rounds on int64 tensors that hold 32-bit words; the four broadcast together. The second
+    and the fourth of the words that come out have other bits above 32."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
+    whole = torch.broadcast_shapes(*(word.shape for word in counter))
+    spare: list[torch.Tensor] = []
     for _ in range(ROUNDS):
         # The product wraps in int64, which leaves its 64 bits right, and >> copies the sign: what
         # is above a word is cut off once, before the next product needs the word alone.
-        wide0, wide1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
-        c0 = ((wide1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(WORD)
-        c2 = ((wide0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(WORD)
+        if all(word.shape == whole for word in (c0, c1, c2, c3)):
+            # All four were made here: from now on their memory goes round.
+            spare = spare or [torch.empty_like(c0), torch.empty_like(c2)]
+            wide0 = torch.mul(c0, MULTIPLIERS[0], out=spare[0])
+            wide1 = torch.mul(c2, MULTIPLIERS[1], out=spare[1])
+            spare = [c1, c3]
+            c0 = torch.bitwise_right_shift(wide1, 32, out=c0).bitwise_xor_(c1)
+            c2 = torch.bitwise_right_shift(wide0, 32, out=c2).bitwise_xor_(c3)
+        else:
+            wide0, wide1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+            c0, c2 = (wide1 >> 32) ^ c1, (wide0 >> 32) ^ c3
+        c0.bitwise_xor_(k0).bitwise_and_(WORD)
+        c2.bitwise_xor_(k1).bitwise_and_(WORD)
         c1, c3 = wide1, wide0
         k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
-    return c0, c1 & WORD, c2, c3 & WORD
+    return c0, c1, c2, c3
 
 
 def keep_tile(
@@ -42,6 +59,15 @@ def keep_tile(
     last = first + len(cols)
     block = torch.arange(first >> 2, (last + 3) >> 2, dtype=torch.int64, device="cpu")
     block &= WORD >> 2
-    counter = (block, row[:, None], head[:, None, None], batch[:, None, None, None])
-    words = torch.stack(torch.broadcast_tensors(*philox4x32(key_words(seed), counter)), -1)
-    return words.flatten(-2)[..., first & 3 :][..., : len(cols)] < keep_threshold(dropout_p)
+    key, threshold = key_words(seed), keep_threshold(dropout_p)
+    shape = (len(batch), len(head), len(row), len(block), 4)
+    keep = torch.empty(shape, dtype=torch.bool, device="cpu")
+    a_row = len(batch) * len(head) * len(block)
+    step = max(1, CHUNK // max(1, a_row))
+    for begin in range(0, len(row), step):
+        part = row[begin : begin + step, None]
+        counter = (block, part, head[:, None, None], batch[:, None, None, None])
+        for place, word in enumerate(philox4x32(key, counter)):
+            word = word & WORD if place % 2 else word
+            torch.lt(word, threshold, out=keep[:, :, begin : begin + step, :, place])
+    return keep.flatten(-2)[..., first & 3 :][..., : len(cols)]
