@@ -11,6 +11,8 @@ where `off` is the diagonal offset: `len_k - len_q + shift` when aligned bottom 
 
 from dataclasses import dataclass
 
+from heedful.core.numbers import truth, whole, wholes
+
 
 @dataclass(frozen=True, slots=True)
 class KeyRange:
@@ -50,25 +52,24 @@ class MaskSpec:
 
         Raises TypeError or ValueError naming the argument.
         """
-        if not isinstance(causal, bool):
-            raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+        causal = truth("causal", causal)
         if not isinstance(window_size, (tuple, list)) or len(window_size) not in (2, 3):
             raise ValueError(
                 "window_size must be (left, right) or (left, right, first), each an int,"
                 f" got {window_size!r}"
             )
-        if not all(isinstance(w, int) and not isinstance(w, bool) for w in window_size):
-            raise TypeError(f"window_size must hold ints, got {tuple(window_size)!r}")
+        window_size = wholes("window_size", window_size)
         left, right, first = (*window_size, 0)[:3]
         if left < -1 or right < -1:
             raise ValueError(
-                f"window_size bounds must be >= -1 (-1 = unbounded), got {tuple(window_size)}"
+                f"window_size bounds must be >= -1 (-1 = unbounded), got {window_size}"
             )
         if first < 0:
             raise ValueError(f"window_size[2] must be >= 0 leading keys, got {first}")
         # Without a left bound the leading keys are visible anyway: one spelling, one kernel.
         first = first if left >= 0 else 0
-        return cls(left, 0 if causal else right, first, bottom_right, shift)
+        bottom_right = truth("bottom_right", bottom_right)
+        return cls(left, 0 if causal else right, first, bottom_right, whole("shift", shift))
 
     @property
     def bounded(self) -> bool:

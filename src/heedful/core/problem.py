@@ -4,8 +4,10 @@ kernel runs, and how, is here; what only the kernel reads (addresses, strides) i
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from heedful.core.mask import MaskSpec
+from heedful.core.numbers import real, truth, whole, wholes
 
 ITEM_BITS = {
     "float32": 32,
@@ -107,16 +109,21 @@ class AttentionProblem:
         causal: bool = False,
         **facts,
     ) -> "AttentionProblem":
-        """A plain problem from few words, for the command line, benchmarks and tests."""
+        """A plain problem from few words, for the command line, benchmarks and tests; numbers may
+        be NumPy's.
+
+        Raises TypeError or ValueError naming the argument.
+        """
         heads_k = heads_q if heads_k is None else heads_k
+        head_dim = whole("head_dim", head_dim)
+        facts |= {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+        facts |= {"heads_q": heads_q, "heads_k": heads_k, "head_dim": head_dim, "dtype": dtype}
         facts.setdefault("head_dim_v", head_dim)
         facts.setdefault("kv_dtype", dtype)
         facts.setdefault("out_dtype", default_out_dtype(dtype))
         facts.setdefault("scale", 1.0 / math.sqrt(head_dim) if head_dim > 0 else 1.0)
         facts.setdefault("mask", MaskSpec.of(causal))
-        problem = cls(
-            batch, heads_q, heads_k, seqlen_q, seqlen_k, head_dim=head_dim, dtype=dtype, **facts
-        )
+        problem = cls(**{name: _plain(name, value) for name, value in facts.items()})
         problem.validate()
         return problem
 
@@ -269,6 +276,21 @@ def _mask_words(mask: MaskSpec) -> str:
     words = f"window={mask.left},{mask.right}" + (f",{mask.first}" if mask.first else "")
     words += "" if mask.bottom_right else ",top-left"
     return words + (f",shift={mask.shift}" if mask.shift else "")
+
+
+_KINDS = {field.name: field.type for field in fields(AttentionProblem)}
+
+
+def _plain(name: str, value) -> Any:
+    """A fact as plain Python has it. Raises TypeError naming it."""
+    kind = _KINDS.get(name)
+    if kind is int or (kind == int | None and value is not None):
+        return whole(name, value)
+    if kind is float:
+        return real(name, value)
+    if kind is bool:
+        return truth(name, value)
+    return wholes(name, value) if name == "dropout_origin" else value
 
 
 # What a call can ask of a kernel, in the words that reasons and the documentation use.

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from heedful.core.numbers import truth, wholes
+
 # Names of element types: ours (as torch and NumPy have them) -> Triton's.
 TRITON_TYPES = {
     "float32": "fp32",
@@ -39,6 +41,12 @@ class BufferSpec:
     strides: tuple[int, ...]
     dtype: str
     aligned: bool = True
+
+    def __post_init__(self):
+        # NumPy's numbers read like Python's, and make other keys and no JSON.
+        for name in ("shape", "strides"):
+            object.__setattr__(self, name, wholes(name, getattr(self, name)))
+        object.__setattr__(self, "aligned", truth("aligned", self.aligned))
 
     @classmethod
     def contiguous(cls, shape: tuple[int, ...], dtype: str) -> "BufferSpec":
