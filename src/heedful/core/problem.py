@@ -281,7 +281,7 @@ def _mask_words(mask: MaskSpec) -> str:
 _KINDS = {field.name: field.type for field in fields(AttentionProblem)}
 
 
-def _plain(name: str, value) -> Any:
+def _plain(name: str, value: Any) -> Any:
     """A fact as plain Python has it. Raises TypeError naming it."""
     kind = _KINDS.get(name)
     if kind is int or (kind == int | None and value is not None):
