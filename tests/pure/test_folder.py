@@ -244,7 +244,7 @@ with Folder(sys.argv[1], private=False) as folder, folder.lock("l", 60.0):
     print("held", flush=True)
     if "die" in sys.argv:
         os._exit(0)
-    time.sleep(120)
+    time.sleep(30)
 """
 
 

@@ -284,7 +284,9 @@ _KINDS = {field.name: field.type for field in fields(AttentionProblem)}
 def _plain(name: str, value: Any) -> Any:
     """A fact as plain Python has it. Raises TypeError naming it."""
     kind = _KINDS.get(name)
-    if kind is int or (kind == int | None and value is not None):
+    if value is None and kind == int | None:
+        return None
+    if kind in (int, int | None):
         return whole(name, value)
     if kind is float:
         return real(name, value)
