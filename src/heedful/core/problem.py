@@ -284,6 +284,8 @@ _KINDS = {field.name: field.type for field in fields(AttentionProblem)}
 def _plain(name: str, value: Any) -> Any:
     """A fact as plain Python has it. Raises TypeError naming it."""
     kind = _KINDS.get(name)
+    if name == "dropout_origin":
+        return wholes(name, value)
     if value is None and kind == int | None:
         return None
     if kind in (int, int | None):
@@ -292,7 +294,7 @@ def _plain(name: str, value: Any) -> Any:
         return real(name, value)
     if kind is bool:
         return truth(name, value)
-    return wholes(name, value) if name == "dropout_origin" else value
+    return value
 
 
 # What a call can ask of a kernel, in the words that reasons and the documentation use.
