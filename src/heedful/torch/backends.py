@@ -210,8 +210,12 @@ class GpuBackward:
             with torch.cuda.device(self._device):
                 return self(x, out, lse, dout, dlse)
         gradients = [new() for new in self._new]
-        cotangents = (dout,) if dlse is None else (dout, dlse)
-        self._run([*self._pick(x), out, lse, *cotangents, *gradients])
+        tensors = [*self._pick(x), out, lse, dout]
+        if dlse is not None:
+            tensors.append(dlse)
+        self._run(tensors + gradients)
+        if len(gradients) == 3:
+            return Gradients(*gradients)
         dq, dk, dv, *more = gradients
         dsink = more.pop() if self._has_dsink else None
         return Gradients(dq, dk, dv, more.pop() if more else None, dsink)

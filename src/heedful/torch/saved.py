@@ -26,13 +26,14 @@ class _Layout(NamedTuple):
     """What is needed for saved tensors and a cotangent of one layout.
 
     fits(*tensors): whether tensors are of this layout, addresses aside. steps: from the caller's
-    tensors to operands. is_dense: whether rows of out and the whole lse are contiguous.
+    tensors to operands. is_plain: whether there are none, and rows of out and the whole lse are
+    contiguous.
     """
 
     fits: Any
     steps: tuple[Step, ...]
     run: Backward
-    is_dense: bool
+    is_plain: bool
 
 
 class Backwards:
@@ -70,10 +71,8 @@ class Backwards:
         bases = x[0].data_ptr() | x[1].data_ptr() | x[2].data_ptr() | out.data_ptr()
         if layout is None or (bases | dout.data_ptr()) & 15 or not layout.fits(*tensors):
             layout = self._find(tensors, x, dlse)
-        if layout.steps:
-            x = adapt(x, layout.steps)
-        if not layout.is_dense:
-            out, lse = dense_rows(out), lse.contiguous()
+        if not layout.is_plain:
+            x, out, lse = adapt(x, layout.steps), dense_rows(out), lse.contiguous()
         return layout.run(x, out, lse, dout, dlse, kv_grad)
 
     def _find(self, tensors: tuple[Tensor, ...], x: Operands, dlse: Tensor | None) -> _Layout:
@@ -98,8 +97,8 @@ class Backwards:
         steps, (out, lse, dout) = adaptations(x, self._problem), tensors[-3:]
         dense = dense_rows(out), lse.contiguous()
         run = self._backward_of(adapt(x, steps), *dense, dout, dlse)
-        is_dense = dense[0] is out and lse.is_contiguous()
-        return _Layout(_guard(tensors), steps, run, is_dense)
+        is_plain = not steps and dense[0] is out and lse.is_contiguous()
+        return _Layout(_guard(tensors), steps, run, is_plain)
 
 
 def _guard(tensors: tuple[Tensor, ...]):
