@@ -3,6 +3,7 @@ each peer is asked for."""
 
 import dataclasses
 import sys
+import time
 import types
 
 import pytest
@@ -49,7 +50,7 @@ class Device:
             monkeypatch.setattr(torch.cuda, name, stand_in)
         empty = torch.empty
 
-        def allocated(size, dtype=None, device=None):
+        def allocated(size, *, dtype: torch.dtype, device=None):
             self.flushed.append(size * dtype.itemsize)
             made = empty(1, dtype=dtype)
             monkeypatch.setattr(made, "zero_", lambda: self.log.append("flush"), raising=False)
@@ -91,7 +92,7 @@ def test_a_small_cache_is_flushed_by_64_mib_times_four(monkeypatch):
 
 def test_a_cpus_clock_gives_seconds_of_each_call_and_what_one_returned(monkeypatch):
     now = iter([1.0, 1.5, 2.0, 2.25, 3.0, 3.125])
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(now))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
     results = iter("abc")
     assert timing._cpu_clock(lambda: next(results), 3, 1) == ([0.5, 0.25, 0.125], "b")
 
@@ -114,7 +115,7 @@ def test_calls_fill_a_peers_share_of_a_round(seconds, calls):
 
 def test_host_time_is_that_of_one_call(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
     def call():
         now[0] += 2e-6
@@ -175,6 +176,7 @@ def test_a_range_reaches_from_the_slowest_round_to_the_fastest():
     (figure, _) = outcome(dense(), heedful=10.0, flash=20.0).figures
     middle = report.value(dense(), figure)
     below, above = report._range(dense(), figure)
+    assert middle is not None
     assert (below, above) == (pytest.approx(middle / 2), pytest.approx(middle))
 
 
