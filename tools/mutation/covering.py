@@ -202,11 +202,14 @@ class Choice:
                 self._by_module.setdefault(module, []).append(test)
         self._all, self._texts = tests, texts or {}
 
-    def tests(self, module: str, lines: set[int], seconds: float) -> tuple[list[Traced], int]:
+    def tests(
+        self, module: str, lines: set[int], seconds: float, wide=False
+    ) -> tuple[list[Traced], int]:
         """What to run, in order, within so many seconds of their usual time; and how many of them
         run the lines themselves. Then follow tests that run anything of the module: a cached
         function, and what is at module level, runs for a test that did not first call it. Then
-        those of files that name the module: they may start processes, which are not traced."""
+        those of files that name the module: they may start processes, which are not traced. wide:
+        as many of these as of the others, for what runs when the module is imported."""
         near = self._by_module.get(module, [])
         exact = [t for t in near if not t.lines[module].isdisjoint(lines)]
         first = _in_turn(exact)
@@ -222,7 +225,7 @@ class Choice:
                 chosen.append(test)
                 spent += test.seconds
         count = len(chosen)
-        share = seconds if not count else seconds / 3
+        share = seconds if wide or not count else seconds / 3
         spent = 0.0
         for test in rest:
             if spent + test.seconds <= share:

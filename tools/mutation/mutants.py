@@ -286,13 +286,14 @@ class _Finder(ast.NodeVisitor):
         pieces = sorted([*node.args, *node.keywords], key=self.span)
         texts = [self.text(piece) for piece in pieces]
         changes = []
+        commutes = isinstance(node.func, ast.Name) and node.func.id in ("min", "max")
         if pieces and not isinstance(node.args[0] if node.args else None, ast.GeneratorExp):
             whole = self.span(pieces[0])[0], self.span(pieces[-1])[1]
             for index, piece in enumerate(pieces):
                 rest = texts[:index] + texts[index + 1 :]
                 if isinstance(piece, ast.keyword):
                     changes.append((*whole, ", ".join(rest)))
-                elif index and not isinstance(piece, ast.Starred) and piece in node.args:
+                elif index and not isinstance(piece, ast.Starred) and not commutes:
                     swapped = [*texts]
                     swapped[index - 1 : index + 1] = texts[index], texts[index - 1]
                     changes.append((*whole, ", ".join(swapped)))
