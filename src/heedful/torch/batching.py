@@ -6,10 +6,12 @@ from torch import Tensor
 
 from heedful.core.operands import Operands
 from heedful.torch.checks import Options
+from heedful.torch.dispatch import untraced
 
 _COUNT = len(Operands._fields)
 
 
+@untraced
 def attention_vmap(info, in_dims, *args):
     """The rule of heedful::attention_v2."""
     x, options = Operands._make(args[:_COUNT]), Options._make(args[_COUNT:-1])
@@ -21,12 +23,14 @@ def attention_vmap(info, in_dims, *args):
     return (_unfold(out, info.batch_size), _unfold(lse, info.batch_size), probs), (0, 0, None)
 
 
+@untraced
 def inference_vmap(op, info, in_dims, *args):
     """The rule of an overload of heedful::inference, whose batches nothing tells apart."""
     folded = [_fold(t, dim, info.batch_size) for t, dim in zip(args[:3], in_dims, strict=False)]
     return _unfold(op(*folded, *args[3:]), info.batch_size), 0
 
 
+@untraced
 def backward_vmap(info, in_dims, *args):
     """The rule of heedful::attention_v2_backward."""
     x, options = Operands._make(args[4 : 4 + _COUNT]), Options._make(args[4 + _COUNT : -2])
@@ -42,6 +46,12 @@ def backward_vmap(info, in_dims, *args):
     dq, dk, dv, dbias, dsink = op(*folded, *args[7:])
     grads = (_unfold(grad, size) for grad in (dq, dk, dv))
     return (*grads, dbias, dsink), (0, 0, 0, None, None)
+
+
+@untraced
+def second_backward_vmap(info, in_dims, grad, shape, dtype):
+    """The rule of heedful::second_backward, whose value nobody sees."""
+    return torch.ops.heedful.second_backward.default(grad, shape, dtype), None
 
 
 def _joins(x: Operands, dims: tuple, options: Options) -> bool:

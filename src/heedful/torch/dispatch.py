@@ -3,17 +3,35 @@
 The only users of torch's private names for that.
 """
 
+from contextlib import contextmanager, nullcontext
+
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import (
+    _FrameAction,
+    _FrameExecStrategy,
+    set_code_exec_strategy,
+)
 from torch._C._dynamo.guards import TensorGuards
-from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._C._functorch import (
+    get_single_level_autograd_function_allowed,
+    set_single_level_autograd_function_allowed,
+)
 from torch.autograd import Function, forward_ad
+from torch.autograd.function import _SingleLevelFunction as OneLevelFunction
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 _transforms_active = torch._C._are_functorch_transforms_active
 _modes_active = torch._C._len_torch_dispatch_stack
 _OWN = (Tensor, Parameter)
+_PLAIN = {
+    (torch._C.DispatchKeySet(own) | torch._C.DispatchKeySet(autograd)).raw_repr()
+    for own, autograd in (
+        (torch._C.DispatchKey.CPU, torch._C.DispatchKey.AutogradCPU),
+        (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.AutogradCUDA),
+    )
+}
 
 # Whether any device has autocast on: a fifth of the time of torch.is_autocast_enabled(type).
 any_autocast = torch._C._is_any_autocast_enabled
@@ -33,15 +51,69 @@ def same_metadata(*tensors: Tensor):
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
-def transforms_active() -> bool:
-    """Whether a functorch transform (vmap, grad, ...) is under way, outside of torch.compile."""
-    return not is_compiling() and _transforms_active()
+def is_plain(keyset) -> bool:
+    """Whether a kernel of the Autograd key was called with tensors of a device that autograd alone
+    looks at: no transform, no mode, no subclass, no tracer, no forward-mode AD. (Compiled code with
+    forward-mode AD in it was traced with tensors that are not plain.)"""
+    return keyset.raw_repr() in _PLAIN and forward_ad._current_level < 0
 
 
-def nested_gradients() -> bool:
-    """Whether a torch.func.grad runs within another."""
-    kinds = [interpreter.key() for interpreter in get_interpreter_stack() or ()]
-    return kinds.count(TransformType.Grad) > 1
+def wants_gradients(args) -> bool:
+    """Whether the level that the dispatcher is at records what happens to these arguments."""
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
+
+
+def untraced(function):
+    """Keeps torch.compile out of a kernel of an operator and all that it calls, which Dynamo would
+    compile too where it left its caller to Python. Takes no time per call, unlike
+    torch.compiler.disable."""
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(function.__code__, skip)
+    return function
+
+
+def has_tangent(args) -> bool:
+    """Whether forward-mode AD wants the derivative along one of the tensors among these."""
+    return torch._C._is_fwd_grad_enabled() and any(
+        isinstance(arg, Tensor) and torch._VF._unpack_dual(arg, level=0)[1] is not None
+        for arg in args
+    )
+
+
+def below_autograd(op, args: tuple):
+    """Calls an operator as a kernel of the Autograd key does in the end: past that key."""
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
+def record(function: type[OneLevelFunction], op, args: tuple, plain: bool):
+    """`function.apply(below, *args)` from within a kernel of the Autograd key, where `below` calls
+    the operator past that key. plain: see is_plain.
+
+    There the dispatcher unwraps and wraps the tensors of each functorch transform, as for torch's
+    own operators, so that the function sees one level; which apply() wants to be told.
+    """
+    # The function's forward has both modes off, which outer levels must not see.
+    forward_mode = torch._C._is_fwd_grad_enabled()
+    outer_modes = nullcontext() if plain else _both_modes(forward_mode)
+
+    def below(*args):
+        with outer_modes:
+            return below_autograd(op, args)
+
+    before = get_single_level_autograd_function_allowed()
+    set_single_level_autograd_function_allowed(True)
+    try:
+        # The C base class has it, which stubs do not say.
+        return function.apply(below, *args)  # pyright: ignore[reportAttributeAccessIssue]
+    finally:
+        set_single_level_autograd_function_allowed(before)
+
+
+@contextmanager
+def _both_modes(forward_mode: bool):
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(forward_mode):
+        yield
 
 
 def needs_dispatcher(q, k, v) -> bool:

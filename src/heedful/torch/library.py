@@ -7,26 +7,28 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.compiler import is_compiling
 
 from heedful.core.operands import Operands
 from heedful.torch.adapt import autocast, bias_gradient
-from heedful.torch.batching import attention_vmap, backward_vmap, inference_vmap
+from heedful.torch.autograd_rules import attention_autograd, backward_autograd, inference_autograd
+from heedful.torch.batching import (
+    attention_vmap,
+    backward_vmap,
+    inference_vmap,
+    second_backward_vmap,
+)
 from heedful.torch.calls import CALLS, Call, find, make_seed, tensor_keys
 from heedful.torch.calls import attend as eager_attend
 from heedful.torch.checks import (
-    CONSTANTS,
     Options,
     check_constants,
     check_out,
     check_seed,
     check_tensors,
     describe,
-    no_gradient,
 )
-from heedful.torch.dispatch import nested_gradients, transforms_active
+from heedful.torch.dispatch import needs_dispatcher, untraced
 from heedful.torch.plain import plain_options, plain_seed
 
 _OPERANDS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Operands._fields)
@@ -49,6 +51,11 @@ LIBRARY.define(
     f"attention_v2_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
     f" {_OPTIONS}, bool bias_grad, bool kv_grad)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+# A gradient's gradient, which raises when it is computed: it can be traced where nobody wants it.
+LIBRARY.define(
+    "second_backward(Tensor grad, SymInt[] shape, ScalarType dtype) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 # Dense attention of which nothing but the output is wanted. The dispatcher takes as long for each
@@ -87,7 +94,7 @@ def attend(q, k, v, extras: tuple | None, options: tuple, out=None, seed=None):
         x = x._replace(seed=make_seed(seed, q.device))
     if out is not None:
         check_out(out, x, (*x.q.shape[:-1], x.v.shape[-1]), wants_grad)
-    if out is None and not wants_grad and _is_bare(x, given) and not transforms_active():
+    if out is None and not wants_grad and _is_bare(x, given):
         return torch.ops.heedful.inference.options(
             *x[:3],
             given.softmax_scale,
@@ -97,8 +104,7 @@ def attend(q, k, v, extras: tuple | None, options: tuple, out=None, seed=None):
             given.num_splits,
             given.backend,
         )
-    op = Transformed.apply if transforms_active() else torch.ops.heedful.attention_v2
-    result, lse, probs = op(*x, *given, wants_grad)
+    result, lse, probs = torch.ops.heedful.attention_v2.default(*x, *given, wants_grad)
     if out is not None:
         result = out.copy_(result)
     if given.return_attn_probs:
@@ -148,6 +154,7 @@ def _call(x: Operands, options: Options, needs_grad: bool, bias_grad: bool) -> C
     return call or find(key, x, options, (needs_grad, bias_grad), seed=x.seed)
 
 
+@untraced
 def _attention(*args):
     x, options = _split(args[:-1])
     call = _call(x, options, args[-1], False)
@@ -181,12 +188,31 @@ def _inference_options(
 _USUAL = {causal: _inference_options(causal=causal) for causal in (False, True)}
 
 
+@untraced
 def _inference(q, k, v, causal=False):
     return eager_attend(q, k, v, None, _USUAL[causal])
 
 
+@untraced
 def _inference_with(q, k, v, *args):
     return eager_attend(q, k, v, None, _inference_options(*args))
+
+
+@untraced
+def _inference_autograd(q, k, v, causal=False):
+    if not needs_dispatcher(q, k, v):
+        # To dispatch it again takes a fifth of its time, and this is differentiable too.
+        return eager_attend(q, k, v, None, _USUAL[causal])
+    args = q, k, v, causal
+    return inference_autograd(torch.ops.heedful.inference.default, _USUAL[causal], args)
+
+
+@untraced
+def _inference_with_autograd(q, k, v, *args):
+    options = _inference_options(*args)
+    if not needs_dispatcher(q, k, v):
+        return eager_attend(q, k, v, None, options)
+    return inference_autograd(torch.ops.heedful.inference.options, options, (q, k, v, *args))
 
 
 def _inference_fake(q, k, v, causal=False):
@@ -203,6 +229,7 @@ def _empty_out(q, k, v, options: tuple):
     return q.new_empty((*q.shape[:-1], problem.head_dim_v), dtype=out_dtype)
 
 
+@untraced
 def _backward(dout, dlse, out, lse, *args):
     *args, bias_grad, kv_grad = args
     x, options = _split(tuple(args))
@@ -228,57 +255,15 @@ def _backward_fake(dout, dlse, out, lse, *args):
     )
 
 
-def _setup_context(ctx, inputs, output):
-    ctx.set_materialize_grads(False)
-    for name, needed in zip(Operands._fields, ctx.needs_input_grad, strict=False):
-        if needed and name in CONSTANTS:
-            raise no_gradient(name)
-    out, lse, probs = output
-    ctx.mark_non_differentiable(probs)
-    ctx.save_for_backward(out, lse, *inputs[:_COUNT])
-    ctx.options = inputs[_COUNT:-1]
-
-
-def _attention_backward(ctx, dout, dlse, dprobs):
-    out, lse, *x = ctx.saved_tensors
-    needs = dict(zip(Operands._fields, ctx.needs_input_grad, strict=False))
-    none = (None,) * (len(ctx.needs_input_grad) - _COUNT)
-    if dout is None and dlse is None:
-        return (None,) * _COUNT + none
-    dout = torch.zeros_like(out) if dout is None else dout
-    dq, dk, dv, dbias, dsink = torch.ops.heedful.attention_v2_backward(
-        dout, dlse, out, lse, *x, *ctx.options, needs["bias"], needs["k"] or needs["v"]
-    )
-    dk, dv = (grad if needs[name] else None for name, grad in (("k", dk), ("v", dv)))
-    grads = Operands(
-        dq, dk, dv, dbias if needs["bias"] else None, sink=dsink if needs["sink"] else None
-    )
-    return *grads, *none
-
-
-class Transformed(Function):
-    """Attention under functorch transforms, which do not see into an operator's own autograd."""
-
-    generate_vmap_rule = True
-    setup_context = staticmethod(_setup_context)
-
-    @staticmethod
-    def forward(*args):
-        return torch.ops.heedful.attention_v2(*args)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        if nested_gradients():
-            # The outer gradient would take these for constants.
-            _no_double_backward(ctx)
-        return _attention_backward(ctx, *grads)
-
-
-def _no_double_backward(ctx, *grads):
+def _second_backward(grad, shape, dtype):
     raise RuntimeError(
-        "trying to differentiate twice a function that was marked with @once_differentiable"
+        "trying to differentiate twice a function that was marked with @once_differentiable:"
+        " heedful's attention has no second derivative"
     )
+
+
+def _second_backward_fake(grad, shape, dtype):
+    return grad.new_empty(shape, dtype=dtype)
 
 
 def _overload(name: str):
@@ -290,6 +275,7 @@ def _overload(name: str):
 def _autocasting(name: str, count: int, device_type: str):
     """An operator under autocast: its first `count` tensors in its dtype."""
 
+    @untraced
     def cast(*args):
         with torch.autocast(device_type, enabled=False):
             return _overload(name)(*autocast(args[:count], device_type), *args[count:])
@@ -299,18 +285,23 @@ def _autocasting(name: str, count: int, device_type: str):
 
 LIBRARY.impl("attention_v2", _attention, "CompositeExplicitAutograd")
 LIBRARY.impl("attention_v2_backward", _backward, "CompositeExplicitAutograd")
+LIBRARY.impl("second_backward", _second_backward, "CompositeExplicitAutograd")
 LIBRARY.impl("inference", _inference, "CompositeExplicitAutograd")
 LIBRARY.impl("inference.options", _inference_with, "CompositeExplicitAutograd")
 torch.library.register_fake("heedful::attention_v2", _attention_fake, lib=LIBRARY)
 torch.library.register_fake("heedful::attention_v2_backward", _backward_fake, lib=LIBRARY)
+torch.library.register_fake("heedful::second_backward", _second_backward_fake, lib=LIBRARY)
 torch.library.register_fake("heedful::inference", _inference_fake, lib=LIBRARY)
 torch.library.register_fake("heedful::inference.options", _inference_with_fake, lib=LIBRARY)
-torch.library.register_autograd(
-    "heedful::attention_v2", _attention_backward, setup_context=_setup_context, lib=LIBRARY
-)
-torch.library.register_autograd("heedful::attention_v2_backward", _no_double_backward, lib=LIBRARY)
 torch.library.register_vmap("heedful::attention_v2", attention_vmap, lib=LIBRARY)
 torch.library.register_vmap("heedful::attention_v2_backward", backward_vmap, lib=LIBRARY)
+torch.library.register_vmap("heedful::second_backward", second_backward_vmap, lib=LIBRARY)
+LIBRARY.impl("attention_v2", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
+LIBRARY.impl(
+    "attention_v2_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
+)
+LIBRARY.impl("inference", _inference_autograd, "Autograd")
+LIBRARY.impl("inference.options", _inference_with_autograd, "Autograd")
 for _name in ("inference", "inference.options"):
     _rule = partial(inference_vmap, _overload(_name))
     torch.library.register_vmap(f"heedful::{_name}", _rule, lib=LIBRARY)

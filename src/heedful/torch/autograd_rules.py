@@ -1,0 +1,119 @@
+"""What the operators do at the dispatcher's Autograd key, where every differentiation comes by:
+eager autograd, torch.func at each of its levels, and what torch.compile makes of either.
+
+torch.library.register_autograd would serve the first alone: the function that it makes refuses
+functorch, and an operator without a rule gives zero gradients. So one that is called for its
+output alone has a rule too: whoever calls it need not know whether somebody differentiates, which
+torch.compile cannot tell while it traces a transform.
+"""
+
+import torch
+from torch import Tensor
+
+from heedful.core.operands import Operands
+from heedful.torch.checks import Options, check_constants
+from heedful.torch.dispatch import (
+    OneLevelFunction,
+    below_autograd,
+    has_tangent,
+    is_plain,
+    record,
+    untraced,
+    wants_gradients,
+)
+
+_COUNT = len(Operands._fields)
+_ABSENT = (None,) * (_COUNT - 3)
+
+
+@untraced
+def attention_autograd(run, keyset, *args):
+    """The rule of heedful::attention_v2, which `run` computes."""
+    return _differentiable(Attention, run, torch.ops.heedful.attention_v2.default, keyset, args)
+
+
+@untraced
+def backward_autograd(run, keyset, *args):
+    """The rule of heedful::attention_v2_backward, which `run` computes."""
+    op = torch.ops.heedful.attention_v2_backward.default
+    return _differentiable(Backward, run, op, keyset, args)
+
+
+def inference_autograd(op, options: tuple, args: tuple):
+    """The rule of an overload of heedful::inference where others than autograd look on.
+
+    options: the fields of Options that its arguments stand for.
+    """
+    _refuse_tangents(args)
+    if not wants_gradients(args):
+        return below_autograd(op, args)
+    return torch.ops.heedful.attention_v2.default(*args[:3], *_ABSENT, *options, True)[0]
+
+
+def _differentiable(function: type[OneLevelFunction], run, op, keyset, args: tuple):
+    plain = is_plain(keyset)
+    if not plain:
+        _refuse_tangents(args)
+    if wants_gradients(args):
+        return record(function, op, args, plain)
+    return run(*args) if plain else below_autograd(op, args)
+
+
+def _refuse_tangents(args) -> None:
+    if has_tangent(args):
+        raise NotImplementedError(
+            "heedful's attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian,"
+            " torch.autograd.forward_ad); reverse mode has grad, vjp and jacrev"
+        )
+
+
+class Attention(OneLevelFunction):
+    """Attention at one level of differentiation."""
+
+    @staticmethod
+    def forward(ctx, below, *args):
+        check_constants(Operands(*args[:_COUNT]))
+        # Whoever called could not know of the level that wants gradients.
+        out, lse, probs = below(*args[:-1], True)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(probs)
+        ctx.save_for_backward(out, lse, *args[:_COUNT])
+        ctx.options = args[_COUNT:-1]
+        return out, lse, probs
+
+    @staticmethod
+    @untraced
+    def backward(ctx, dout, dlse, dprobs):
+        none = (None,) * (len(Options._fields) + 1)
+        if dout is None and dlse is None:
+            return (None,) * (1 + _COUNT) + none
+        out, lse, *x = ctx.saved_tensors
+        needs = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=False))
+        dout = torch.zeros_like(out) if dout is None else dout
+        dq, dk, dv, dbias, dsink = torch.ops.heedful.attention_v2_backward.default(
+            dout, dlse, out, lse, *x, *ctx.options, needs["bias"], needs["k"] or needs["v"]
+        )
+        grads = Operands(dq, dk, dv, bias=dbias, sink=dsink)
+        wanted = (grad if needs[name] else None for name, grad in grads._asdict().items())
+        return None, *wanted, *none
+
+
+class Backward(OneLevelFunction):
+    """The gradients at one level of differentiation, which are not differentiable themselves."""
+
+    @staticmethod
+    def forward(ctx, below, *args):
+        ctx.like = [(a.shape, a.dtype) if isinstance(a, Tensor) else None for a in args]
+        return below(*args)
+
+    @staticmethod
+    @untraced
+    def backward(ctx, *grads):
+        # Raises where this is computed, but not where it is only traced: torch.compile traces the
+        # gradients of all that it returns.
+        raising = torch.ops.heedful.second_backward.default
+        wanted = (
+            raising(grads[0], *like) if needed else None
+            for needed, like in zip(ctx.needs_input_grad[1:], ctx.like, strict=True)
+        )
+        return None, *wanted
