@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import heedful.torch as heedful
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 BOUNDS = torch.tensor((0, 2, 5), dtype=torch.int32)
 
 
@@ -127,6 +128,8 @@ BROKEN = pytest.param(False, marks=pytest.mark.slow)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_a_compiled_transform_gives_what_it_gives_uncompiled(transform, call, backend, fullgraph):
     transform, lead = transform
+    if transform is TRANSFORMS["jacrev"][0] and call in (lse, varlen) and TORCH < (2, 13):
+        pytest.skip("Dynamo raises on jacrev of two outputs, whatever computes them")
     tensors = samples(*lead)
     function = transform(call)
     assert_same(compiled(function, backend, fullgraph)(*tensors), function(*tensors))
@@ -224,6 +227,8 @@ def test_a_second_derivative_raises(outer, call, way):
 
     with pytest.raises(Exception, match="no second derivative"):
         ways(outer(total))[way](*tensors)
+    # An error leaves no level of a transform behind.
+    assert not torch._C._are_functorch_transforms_active()
 
 
 @pytest.mark.parametrize("way", range(3), ids=["uncompiled", "eager", "aot_eager"])

@@ -18,6 +18,7 @@ from heedful.torch.dispatch import (
     has_tangent,
     is_plain,
     record,
+    transforms_active,
     untraced,
     wants_gradients,
 )
@@ -98,6 +99,14 @@ class Attention(OneLevelFunction):
         return None, *wanted, *none
 
 
+def no_second_derivative() -> RuntimeError:
+    """What to raise where gradients are differentiated."""
+    return RuntimeError(
+        "trying to differentiate twice a function that was marked with @once_differentiable:"
+        " heedful's attention has no second derivative"
+    )
+
+
 class Backward(OneLevelFunction):
     """The gradients at one level of differentiation, which are not differentiable themselves."""
 
@@ -109,8 +118,10 @@ class Backward(OneLevelFunction):
     @staticmethod
     @untraced
     def backward(ctx, *grads):
-        # Raises where this is computed, but not where it is only traced: torch.compile traces the
-        # gradients of all that it returns.
+        if transforms_active():
+            raise no_second_derivative()
+        # torch.compile traces the gradients of all that it returns, wanted or not: this raises
+        # where it is computed.
         raising = torch.ops.heedful.second_backward.default
         wanted = (
             raising(grads[0], *like) if needed else None

@@ -48,12 +48,6 @@ def backward_vmap(info, in_dims, *args):
     return (*grads, dbias, dsink), (0, 0, 0, None, None)
 
 
-@untraced
-def second_backward_vmap(info, in_dims, grad, shape, dtype):
-    """The rule of heedful::second_backward, whose value nobody sees."""
-    return torch.ops.heedful.second_backward.default(grad, shape, dtype), None
-
-
 def _joins(x: Operands, dims: tuple, options: Options) -> bool:
     """Whether the mapped dim may be part of the batch: nothing of the call tells batches apart."""
     if options.kind != "dense" or options.dropout_p > 0 or any(d is not None for d in dims[3:]):

@@ -22,7 +22,8 @@ from torch.autograd.function import _SingleLevelFunction as OneLevelFunction
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
-_transforms_active = torch._C._are_functorch_transforms_active
+# Whether a functorch transform (vmap, grad, ...) is under way.
+transforms_active = torch._C._are_functorch_transforms_active
 _modes_active = torch._C._len_torch_dispatch_stack
 _OWN = (Tensor, Parameter)
 _PLAIN = {
@@ -124,7 +125,7 @@ def needs_dispatcher(q, k, v) -> bool:
         or type(q) not in _OWN
         or type(k) not in _OWN
         or type(v) not in _OWN
-        or _transforms_active()
+        or transforms_active()
         or _modes_active() > 0
         or forward_ad._current_level >= 0
         or q.is_meta

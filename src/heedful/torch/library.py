@@ -11,12 +11,16 @@ from torch.compiler import is_compiling
 
 from heedful.core.operands import Operands
 from heedful.torch.adapt import autocast, bias_gradient
-from heedful.torch.autograd_rules import attention_autograd, backward_autograd, inference_autograd
+from heedful.torch.autograd_rules import (
+    attention_autograd,
+    backward_autograd,
+    inference_autograd,
+    no_second_derivative,
+)
 from heedful.torch.batching import (
     attention_vmap,
     backward_vmap,
     inference_vmap,
-    second_backward_vmap,
 )
 from heedful.torch.calls import CALLS, Call, find, make_seed, tensor_keys
 from heedful.torch.calls import attend as eager_attend
@@ -256,10 +260,7 @@ def _backward_fake(dout, dlse, out, lse, *args):
 
 
 def _second_backward(grad, shape, dtype):
-    raise RuntimeError(
-        "trying to differentiate twice a function that was marked with @once_differentiable:"
-        " heedful's attention has no second derivative"
-    )
+    raise no_second_derivative()
 
 
 def _second_backward_fake(grad, shape, dtype):
@@ -295,7 +296,6 @@ torch.library.register_fake("heedful::inference", _inference_fake, lib=LIBRARY)
 torch.library.register_fake("heedful::inference.options", _inference_with_fake, lib=LIBRARY)
 torch.library.register_vmap("heedful::attention_v2", attention_vmap, lib=LIBRARY)
 torch.library.register_vmap("heedful::attention_v2_backward", backward_vmap, lib=LIBRARY)
-torch.library.register_vmap("heedful::second_backward", second_backward_vmap, lib=LIBRARY)
 LIBRARY.impl("attention_v2", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
 LIBRARY.impl(
     "attention_v2_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
