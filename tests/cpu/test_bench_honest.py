@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from heedful.bench import run
+from heedful.bench import run, timing
 from heedful.bench.cases import Case
 from heedful.bench.peers import PEERS, Forward, Inputs, Peer
 from heedful.bench.run import Figure, measure
@@ -266,6 +266,48 @@ def test_a_right_decode_step_gets_its_figure(sizes, dtype):
         assert found.time_us is not None, found
 
 
+def host(direction: str = "forward", grad: bool = False) -> Case:
+    problem = AttentionProblem.dense(1, 20, 20, 2, 2, 16, dtype="float32", needs_grad=grad)
+    return Case("overhead", problem, direction, host=True, grad=grad)
+
+
+def tried(case: Case, one: Peer) -> run.Trial:
+    trial = run.Trial(case, CPU)
+    trial.enter(one)
+    return trial
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_call_on_other_tensors_that_answers_for_the_first_gets_no_figure(
+    direction, grad, monkeypatch
+):
+    """So is a launch that keeps the addresses of its first call."""
+    monkeypatch.setattr(run, "HOST_SETS", 12)
+    case = host(direction, grad or direction == "backward")
+    original = PEERS["heedful"]
+
+    def make(case: Case, inputs: Inputs) -> Forward:
+        forward, first = original.make(case, inputs), inputs[:3]
+        return lambda q, k, v: forward(
+            *(a + (b - b.detach()) for a, b in zip(first, (q, k, v), strict=True))
+        )
+
+    stale = tried(case, dataclasses.replace(original, name="stale", make=make))
+    assert_refused(stale.refused["stale"], "error")
+    right = tried(case, original)
+    assert not right.refused and len(right.times(5)["heedful"]) == 5
+    assert not right.refused
+
+
+def test_host_calls_that_go_wrong_while_they_are_timed_get_no_figure(monkeypatch):
+    monkeypatch.setattr(run, "HOST_SETS", 12)
+    trial = tried(host(), peer(Counted(lambda out: out * 1.02, 40)))
+    assert not trial.refused
+    assert trial.times(5) == {}
+    assert_refused(trial.refused["broken"], "out")
+
+
 class Watched(torch.autograd.Function):
     """Notes forwards and backwards in the order in which they run."""
 
@@ -285,7 +327,7 @@ class Watched(torch.autograd.Function):
 def test_what_is_timed_is_the_direction_of_the_case(direction, monkeypatch):
     log, timed = [], []
     watched = peer(lambda out: Watched.apply(log, out))
-    clock = run.timing._cpu_clock
+    clock = timing._cpu_clock
 
     def listening(*args):
         del log[:]
@@ -293,7 +335,7 @@ def test_what_is_timed_is_the_direction_of_the_case(direction, monkeypatch):
         timed.append(list(log))
         return made
 
-    monkeypatch.setattr(run.timing, "_cpu_clock", listening)
+    monkeypatch.setattr(timing, "_cpu_clock", listening)
     assert figure(dense(direction), watched).time_us is not None
     # Five rounds, and what finds out how many calls a round takes.
     assert len(timed) == 6 and all(len(calls) >= 3 for calls in timed)
