@@ -7,7 +7,7 @@ import torch
 
 from support import standin
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
-from support.numbers import PLACES, SIZES, assert_passed_on
+from support.nan import PLACES, SIZES, assert_passed_on
 
 sizes = pytest.mark.parametrize("size", SIZES, ids=str)
 places = pytest.mark.parametrize("place", PLACES, ids=str)

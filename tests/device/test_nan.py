@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from support.numbers import PLACES, SIZES, assert_passed_on
+from support.nan import PLACES, SIZES, assert_passed_on
 
 pytestmark = pytest.mark.gpu
 

@@ -39,7 +39,8 @@ def store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, shape, v_scale):
         factor_M = gl.exp2(m_M - shift_M)
         l_M = l_M * factor_M + gl.exp2(sink - shift_M)
         m_M = top_M
-    seen_M = (l_M != 0.0) & (m_M != float("-inf"))
+    # A sum that is NaN is seen, whatever the maximum made of it: the result is NaN, not 0.
+    seen_M = ((l_M > 0.0) & (m_M > float("-inf"))) | (l_M != l_M)
     inverse_M = gl.where(seen_M, factor_M / l_M, 0.0) * v_scale
     # The output takes the place of sums, which other threads may still be reading.
     tma.store_wait(0)
