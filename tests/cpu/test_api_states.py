@@ -173,3 +173,39 @@ def test_explain_runs_nothing_and_writes_nothing():
         heedful.explain(heedful.flash_attn_func, new, new, new, softcap=-1.0)
     with pytest.raises(TypeError, match="function must be an attention function"):
         heedful.explain(lambda *args, backend: None, new)
+
+
+@pytest.mark.parametrize(
+    "arguments, argument, kind",
+    [
+        (("x", "int8"), "x", TypeError),
+        ((torch.ones(2, 3, dtype=torch.int8), "int8"), "x", TypeError),
+        ((torch.ones(2, 3), "int3"), "dtype", ValueError),
+        ((torch.ones(2, 3), "int4"), "x", ValueError),
+        ((torch.ones(2, 4), "int8", 3), "group_size", ValueError),
+        ((torch.ones(2, 4), "int8", 2.0), "group_size", TypeError),
+        ((torch.ones(2, 4), "int8", 2, 1), "asymmetric", TypeError),
+    ],
+)
+def test_bad_quantisation_names_the_argument(arguments, argument, kind):
+    with pytest.raises(kind, match=f"^{argument} "):
+        heedful.quantize_kv(*arguments)
+
+
+EIGHTS = torch.ones(2, 4, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    "arguments, argument, kind",
+    [
+        ((torch.ones(2, 4), torch.ones(2, 1)), "packed", TypeError),
+        ((EIGHTS, torch.ones(2, 1).half()), "scale", TypeError),
+        ((EIGHTS, torch.ones(2, 3)), "scale", ValueError),
+        ((EIGHTS, torch.ones(3, 1)), "scale", ValueError),
+        ((EIGHTS, torch.ones(2, 1), torch.ones(2, 2)), "shift", ValueError),
+        ((EIGHTS, torch.ones(2, 1), None, torch.int8), "dtype", TypeError),
+    ],
+)
+def test_bad_dequantisation_names_the_argument(arguments, argument, kind):
+    with pytest.raises(kind, match=f"^{argument} "):
+        heedful.dequantize_kv(*arguments)

@@ -64,7 +64,6 @@ _KVCACHE_NAMES = {
     "seqused_k": "cache_seqlens",
     "kv_batch_idx": "cache_batch_idx",
     "leftpad_k": "cache_leftpad",
-    "return_lse": "return_softmax_lse",
 }
 _LAYOUTS = {
     ("q", "dense"): "(batch, seqlen_q, heads_q, head_dim)",
@@ -81,7 +80,7 @@ _LAYOUTS = {
 
 
 def argument_name(operand: str, kind: str) -> str:
-    """The public argument that an operand or option comes from."""
+    """The public argument that an operand comes from."""
     if operand == "seed":
         return "dropout_seed"
     return _KVCACHE_NAMES.get(operand, operand) if kind == "kvcache" else operand
@@ -223,14 +222,14 @@ def wrong_type(name: str, wanted: str, value) -> NoReturn:
     raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}{shown}")
 
 
-def check_tensor(name: str, value, device: torch.device | None = None) -> None:
-    """TypeError unless a dense tensor, ValueError unless on `device`."""
+def check_tensor(name: str, value, device: torch.device | None = None, like: str = "q") -> None:
+    """TypeError unless a dense tensor, ValueError unless on `device`, that of `like`."""
     if not isinstance(value, Tensor):
         wrong_type(name, "a torch.Tensor", value)
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
     if device is not None and value.device != device:
-        raise ValueError(f"{name} must be on {device} like q, got {value.device}")
+        raise ValueError(f"{name} must be on {device} like {like}, got {value.device}")
 
 
 def check_shape(name: str, tensor: Tensor, shape: tuple, words: str) -> None:
@@ -385,8 +384,8 @@ def _check_lengths(x: Operands, options: Options, sizes: _Sizes) -> None:
     """The int32 tensors that say where sequences lie."""
     for operand in ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"):
         _check_int_vector(operand, x, options, sizes.batch)
-    for operand in ("kv_batch_idx", "leftpad_k"):
-        _check_int_vector(operand, x, options, sizes.batch)
+    _check_int_vector("kv_batch_idx", x, options, sizes.batch)
+    _check_int_vector("leftpad_k", x, options, sizes.batch)
 
 
 def _check_int_vector(operand: str, x: Operands, options: Options, batch: int) -> None:
@@ -424,13 +423,9 @@ def _check_score_operands(x: Operands, options: Options, sizes: _Sizes, needs_gr
         check_shape("sink", x.sink, (sizes.heads_q,), "(heads_q,)")
     if x.tree_mask is not None:
         check_dtype("tree_mask", x.tree_mask, torch.bool)
-        square = (sizes.seqlen_q, sizes.seqlen_q)
-        if x.tree_mask.dim() != 3 or x.tree_mask.shape[0] != 1:
-            check_shape(
-                "tree_mask", x.tree_mask, (sizes.batch, *square), "(batch or 1, q_len, q_len)"
-            )
-        else:
-            check_shape("tree_mask", x.tree_mask, (1, *square), "(batch or 1, q_len, q_len)")
+        batch = 1 if x.tree_mask.shape[:1] == (1,) else sizes.batch
+        shape = (batch, sizes.seqlen_q, sizes.seqlen_q)
+        check_shape("tree_mask", x.tree_mask, shape, "(batch or 1, q_len, q_len)")
     if x.seed is not None:
         check_dtype("dropout_seed", x.seed, torch.int64)
         if x.seed.numel() != 1:

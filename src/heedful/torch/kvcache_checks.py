@@ -108,7 +108,7 @@ def _check_rotary(x: Operands, problem: AttentionProblem, update) -> None:
     for name in ("rotary_cos", "rotary_sin"):
         table = getattr(update, name)
         check_tensor(name, table, x.q.device)
-        check_dtype(name, table, *{x.q.dtype, torch.float32})
+        check_dtype(name, table, *dict.fromkeys((x.q.dtype, torch.float32)))
         if table.dim() != 2:
             raise ValueError(
                 f"{name} must be (positions, rotary_dim / 2), got shape {tuple(table.shape)}"
@@ -147,8 +147,10 @@ def _prefix_length(prefix) -> int:
 
 def check_prefix(x: Operands, problem: AttentionProblem, prefix: Any) -> None:
     """TypeError or ValueError for a shared_prefix that does not fit the call."""
-    if not isinstance(prefix, tuple) or len(prefix) != 2:
-        _wrong_prefix(f"a tuple (k, v), got {type(prefix).__name__}")
+    if not isinstance(prefix, tuple):
+        raise TypeError(f"shared_prefix must be a tuple (k, v), got {type(prefix).__name__}")
+    if len(prefix) != 2:
+        raise TypeError(f"shared_prefix must be a tuple (k, v), got a tuple of {len(prefix)}")
     if problem.mask.bounded and not problem.mask.causal:
         _refuse("window_size", "no kernel knows each sequence's distance to the prefix")
     if problem.alibi:
@@ -162,12 +164,12 @@ def check_prefix(x: Operands, problem: AttentionProblem, prefix: Any) -> None:
         check_dtype(name, part, x.q.dtype)
         if part.dim() == 4 and part.shape[0] == 1:
             part = part[0]
-        length = part.shape[0] if length is None and part.dim() else length
+        if part.dim() != 3:
+            raise ValueError(
+                f"{name} must be (prefix_len, heads_k, head_dim), got shape {tuple(part.shape)}"
+            )
+        length = part.shape[0] if length is None else length
         check_shape(name, part, (length, problem.heads_k, dim), "(prefix_len, heads_k, head_dim)")
-
-
-def _wrong_prefix(words: str) -> NoReturn:
-    raise TypeError(f"shared_prefix must be {words}")
 
 
 def _refuse(what: str, why: str) -> NoReturn:

@@ -41,12 +41,12 @@ def merge_attn_states(
         )
     if outs.shape[0] < 1:
         raise ValueError("outs must hold at least one part, got 0")
-    check_tensor("lses", lses, outs.device)
+    check_tensor("lses", lses, outs.device, like="outs")
     *lead, rows, heads, _ = outs.shape
     words = "(parts, batch, heads, seqlen)" if outs.dim() == 5 else "(parts, heads, tokens)"
     check_shape("lses", lses, (*lead, heads, rows), words)
     if sink is not None:
-        check_tensor("sink", sink, outs.device)
+        check_tensor("sink", sink, outs.device, like="outs")
         check_dtype("sink", sink, torch.float32)
         check_shape("sink", sink, (heads,), "(heads,)")
     return merged(outs, lses, sink)
