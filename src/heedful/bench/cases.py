@@ -86,8 +86,8 @@ class Case:
     def kv_bytes(self) -> int:
         """Keys and values, read once: what bounds a decode step."""
         p = self.problem
-        rows = p.batch * p.seqlen_k * p.heads_k
-        return rows * (p.head_dim + p.head_dim_v) * ITEM_BITS[p.kv_dtype] // 8
+        tokens = sum(self.lengths) or p.batch * p.seqlen_k
+        return tokens * p.heads_k * (p.head_dim + p.head_dim_v) * ITEM_BITS[p.kv_dtype] // 8
 
 
 _DENSE = (

@@ -229,11 +229,9 @@ def _bars(axis, title: str, outcomes: list[Outcome], peers: list[str]) -> None:
             if figure is None or height is None:
                 continue
             x = column + (place - (len(present) - 1) / 2) * width
-            axis.bar(x, height, width * 0.92, color=_colour(peer, peers), zorder=2)
+            axis.bar(x, height, width * 0.92, color=_colour(peer, peers))
             below, above = _range(outcome.case, figure)
-            axis.errorbar(
-                x, height, yerr=[[below], [above]], color="#333333", lw=0.8, capsize=2, zorder=3
-            )
+            axis.errorbar(x, height, yerr=[[below], [above]], color="#333333", capsize=2)
             axis.annotate(
                 _digits(height),
                 (x, height + above),
@@ -242,15 +240,15 @@ def _bars(axis, title: str, outcomes: list[Outcome], peers: list[str]) -> None:
                 ha="center",
                 fontsize=6.5,
                 rotation=90 if len(present) * len(outcomes) > 12 else 0,
-                zorder=4,
             )
-    axis.set_title(title, fontsize=10, loc="left", fontweight="bold")
+    axis.set_title(title, loc="left", fontweight="bold")
     axis.set_xticks(range(len(outcomes)), [_label(o.case) for o in outcomes], fontsize=8)
     axis.set_ylabel(unit(outcomes[0].case))
     if unit(outcomes[0].case) == "us" and len(outcomes) > 1:
         axis.set_yscale("log")
     axis.margins(y=0.15)
-    axis.grid(axis="y", color="#e5e5e5", zorder=0)
+    axis.grid(axis="y", color="#e5e5e5")
+    axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
 
 
