@@ -144,8 +144,8 @@ def test_keys_and_values_are_counted_once_in_their_own_size():
 
 
 def test_packed_keys_and_values_are_counted_by_token():
-    facts = {"total_q": 100, "total_k": 100}
-    case = Case("shapes", AttentionProblem.dense(3, 70, 70, 6, 2, 16, **facts), lengths=(9, 70, 21))
+    problem = AttentionProblem.dense(3, 70, 70, 6, 2, 16, total_q=100, total_k=100)
+    case = Case("shapes", problem, lengths=(9, 70, 21))
     assert case.kv_bytes() == 100 * 2 * (16 + 16) * 2
 
 

@@ -4,14 +4,17 @@ them, or nothing where it does not."""
 import builtins
 import io
 import platform
+import shutil
 import subprocess
 import sys
 import types
 from datetime import UTC, datetime, timedelta
+from importlib import metadata
 
 import pytest
 import torch
 
+import heedful
 from heedful.bench import machine, run
 from heedful.core.capability import Toolchain
 
@@ -24,8 +27,8 @@ class Tools:
     def __init__(self, monkeypatch):
         self.texts: dict[str, str | Exception | int] = {}
         self.asked: list[list[str]] = []
-        monkeypatch.setattr(machine.shutil, "which", lambda name: name in self.texts or None)
-        monkeypatch.setattr(machine.subprocess, "run", self.run)
+        monkeypatch.setattr(shutil, "which", lambda name: name in self.texts or None)
+        monkeypatch.setattr(subprocess, "run", self.run)
 
     def run(self, command, *, capture_output, text, timeout):
         assert capture_output and text and 0 < timeout <= 60
@@ -87,7 +90,7 @@ def test_a_driver_that_cannot_be_asked_is_none(tools, answer):
 
 
 def test_the_commit_is_that_of_the_sources_and_marked_where_they_changed(tools, monkeypatch):
-    answers = {"rev-parse": "0123456789ab", "status": ""}
+    answers: dict[str, str | None] = {"rev-parse": "0123456789ab", "status": ""}
     tools.texts["git"] = ""
 
     def ask(command):
@@ -172,7 +175,7 @@ def test_a_version_is_that_of_the_package_that_can_be_imported(monkeypatch):
     assert machine.version("pytest") == pytest.__version__
     assert machine.version("no-such-package-here") is None
     asked = []
-    monkeypatch.setattr(machine.metadata, "version", lambda name: asked.append(name) or "1.2")
+    monkeypatch.setattr(metadata, "version", lambda name: asked.append(name) or "1.2")
     # Of a distribution whose module has another name, that module says whether it is there.
     assert machine.version("some-package", "json") == "1.2" and asked == ["some-package"]
     assert machine.version("json", "no_such_module_here") is None
@@ -191,7 +194,7 @@ def test_what_lies_beside_a_figure(monkeypatch):
     monkeypatch.setattr(machine, "driver", lambda: "nvidia 580")
     facts = run.surroundings(CPU)
     assert facts["versions"] == {
-        "heedful": run.heedful.__version__,
+        "heedful": heedful.__version__,
         "torch": "2.13",
         "triton": "3.9",
         "flash-attn": "2.8",

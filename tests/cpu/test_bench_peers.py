@@ -25,19 +25,20 @@ from heedful.core.problem import AttentionProblem
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-def dense(group: str = "forward", len_q=40, len_k=40, heads=(4, 2), dim=16, **facts) -> Case:
-    facts = {"dtype": "float32"} | facts
-    return Case(group, AttentionProblem.dense(2, len_q, len_k, *heads, dim, **facts))
+def dense(group: str = "forward", len_q=40, len_k=40, heads=(4, 2), **facts) -> Case:
+    made: dict[str, Any] = {"dtype": "float32"} | facts
+    return Case(group, AttentionProblem.dense(2, len_q, len_k, heads[0], heads[1], 16, **made))
 
 
 def windowed(left: int = 7, right: int = 0) -> Case:
     return dense(mask=MaskSpec.of(False, (left, right)))
 
 
-def packed(lengths=(9, 30, 1), causal=True, **facts) -> Case:
-    facts |= {"total_q": sum(lengths), "total_k": sum(lengths), "causal": causal}
-    longest, facts = max(lengths), {"dtype": "float32"} | facts
-    problem = AttentionProblem.dense(len(lengths), longest, longest, 4, 2, 16, **facts)
+def packed(lengths=(9, 30, 1), causal=True) -> Case:
+    longest = max(lengths)
+    made: dict[str, Any] = {"dtype": "float32", "causal": causal}
+    made |= {"total_q": sum(lengths), "total_k": sum(lengths)}
+    problem = AttentionProblem.dense(len(lengths), longest, longest, 4, 2, 16, **made)
     return Case("shapes", problem, lengths=lengths)
 
 
@@ -330,15 +331,15 @@ def sdpa(monkeypatch):
         yield
         forced.remove(backend)
 
-    def call(q, k, v, **options):
-        calls.append((list(forced), options))
+    def call(q, k, v, **options: Any):
+        calls.append((list(forced), dict(options)))
         assert q.shape[1] == 4 and k.shape[1] == v.shape[1]  # heads first
         mask = options.get("attn_mask")
         if isinstance(mask, CausalBias):
-            options = options | {"attn_mask": mask._materialize()}
+            options["attn_mask"] = mask._materialize()
         return right(q, k, v, **options)
 
-    monkeypatch.setattr(peers.F, "scaled_dot_product_attention", call)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", call)
     monkeypatch.setattr("torch.nn.attention.sdpa_kernel", kernel)
     return calls
 

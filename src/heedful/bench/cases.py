@@ -112,7 +112,7 @@ _SHAPES = (
     ((4, 4096, 4096, 16, 16, 128), {"dtype": "float16"}),
 )
 _HEADS = {64: 32, 128: 16, 256: 8}
-_WINDOW = (1023, 0)
+_WINDOW = MaskSpec(left=1023, right=0)
 _DECODE = (
     (1, 1, 8192, 32, 8, 128),
     (1, 1, 131072, 32, 8, 128),
@@ -160,7 +160,7 @@ def _cases(group: str, dtype: str, scale: float) -> Iterator[Case]:
                 yield from (case(shape, causal, problem=facts) for causal in (False, True))
             for dim, heads in _HEADS.items():
                 size = (1, 16384, 16384, heads, heads, dim)
-                yield case(size, problem={"mask": MaskSpec.of(True, _WINDOW)})
+                yield case(size, problem={"mask": _WINDOW})
             lengths = _packed_lengths()
             longest, total = max(lengths), sum(lengths)
             for dim, heads in _HEADS.items():

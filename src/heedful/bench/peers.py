@@ -248,7 +248,7 @@ def _bare_flash(case: Case, inputs: Inputs) -> Forward:
     """SDPA's FlashAttention-2 where SDPA itself has no word for what it can do."""
     p, packed = case.problem, _packing(case, inputs.q.device) if case.lengths else {}
     starts = packed.get("cu_seqlens_q")
-    longest = packed.get("max_seqlen_q", p.seqlen_q), packed.get("max_seqlen_k", p.seqlen_k)
+    longest = p.seqlen_q, p.seqlen_k
     window = {}
     if case.is_windowed:
         window = {"window_size_left": p.mask.left, "window_size_right": p.mask.right}
