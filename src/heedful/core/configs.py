@@ -263,6 +263,7 @@ _D128_UNEVEN: dict[str, Any] = {
     "lazy": 2,
     "out_in_q": True,
     "producer_regs": 32,
+    "q_slots": 4,
     "v_stages": 5,
 }
 _D192: dict[str, Any] = {**_D128, "out_in_q": True}

@@ -71,13 +71,24 @@ def pair_of_boxes(boxes, index, rows: gl.constexpr, dim: gl.constexpr):
     return reinterpret(boxes, boxes.dtype, [pairs, rows, dim], layout).index(index)
 
 
+@gluon.constexpr_function
+def full_barriers(stages, takers):
+    """How many barriers tell that a tile is there, in a ring whose tiles go to `takers` in turn.
+
+    A parity tells a phase of a barrier from the one before it, and no further. So who waits at a
+    barrier must see each of its phases. Of a multiple of `takers` barriers each has one taker.
+    """
+    return -(-stages // takers) * takers
+
+
 @aggregate
 class Channel:
     """`stages` tiles of `rows` x `dim` filled by TMA and read by `readers` warpgroups.
 
     A tile is written as a (1, ..., 1, rows, dim) box, or one whose rows are spread over dims, and
     read as (rows, dim). One of 192 columns is three boxes of 64: two beside each other in `boxes`,
-    read as one, and a third in `tails`, else None.
+    read as one, and a third in `tails`, else None. full: as many as there are slots; or more, where
+    tiles go to several takers in turn, see `full_barriers`, and they have a cursor of their own.
     """
 
     boxes: gl.shared_memory_descriptor
@@ -97,7 +108,13 @@ class Channel:
         self.dim = gl.constexpr(dim)
 
     @gluon.jit
-    def allocate(desc, stages: gl.constexpr, readers: gl.constexpr, HAS_TAIL: gl.constexpr = False):
+    def allocate(
+        desc,
+        stages: gl.constexpr,
+        readers: gl.constexpr,
+        HAS_TAIL: gl.constexpr = False,
+        takers: gl.constexpr = 1,
+    ):
         shape: gl.constexpr = desc.block_type.shape
         each: gl.constexpr = 2 if HAS_TAIL else 1
         boxes = allocate_boxes(desc, each * stages)
@@ -105,7 +122,7 @@ class Channel:
         if HAS_TAIL:
             tails = allocate_boxes(desc, stages)
         dim: gl.constexpr = shape[-1] * each
-        return Channel.over(boxes, stages, readers, box_rows(shape), dim, tails)
+        return Channel.over(boxes, stages, readers, box_rows(shape), dim, tails, takers)
 
     @gluon.jit
     def beside(desc, other):
@@ -135,19 +152,30 @@ class Channel:
         rows: gl.constexpr,
         dim: gl.constexpr,
         tails=None,
+        takers: gl.constexpr = 1,
     ):
         """The ring of these boxes, its barriers ready."""
-        full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+        fulls: gl.constexpr = full_barriers(stages, takers)
+        full = gl.allocate_shared_memory(gl.int64, [fulls, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-        for slot in gl.static_range(stages):
+        for slot in gl.static_range(fulls):
             mbarrier.init(full.index(slot), count=1)
-            mbarrier.init(empty.index(slot), count=readers)
+            if slot < stages:
+                mbarrier.init(empty.index(slot), count=readers)
         return Channel(boxes, tails, full, empty, rows, dim)
 
     @gluon.jit
-    def load(self, desc, coordinates, at):
+    def told(self, at, at_full):
+        """Where the barrier is that tells of the tile at `at`."""
+        if self.full.shape[0] == self.empty.shape[0]:
+            return at
+        else:
+            return at_full
+
+    @gluon.jit
+    def load(self, desc, coordinates, at, at_full=None):
         """Waits until slot `at` is free and starts filling it."""
-        full = self.full.index(at.slot)
+        full = self.full.index(self.told(at, at_full).slot)
         mbarrier.wait(self.empty.index(at.slot), at.parity ^ 1)
         if self.tails is None:
             mbarrier.expect(full, desc.block_type.nbytes)

@@ -112,6 +112,7 @@ def placed(shape, place: gl.constexpr):
 def producer(q_desc, k_desc, v_desc, q, slots, deal, shape):
     """Feeds every tile's queries, and its keys and values from the last to the first."""
     at_q = Cursor.start(shape.Q_SLOTS)
+    at_full = Cursor.start(q.full.shape[0])
     at = slots.start()
     k_rows = shape.storage.k_rows
     v_rows = shape.storage.v_rows
@@ -130,8 +131,9 @@ def producer(q_desc, k_desc, v_desc, q, slots, deal, shape):
             at = at.after_keys()
         for place in gl.static_range(shape.CONSUMERS):
             row = tile.row + placed(shape, place) * ROWS
-            q.load(q_desc, queries_at(shape, tile, row), at_q)
+            q.load(q_desc, queries_at(shape, tile, row), at_q, at_full)
             at_q = at_q.next()
+            at_full = at_full.next()
         for step in range(1, steps):
             next_col = key_tile(shape, keys, step) * shape.BLOCK_N
             load_keys_and_values(slots, k_desc, v_desc, shape, tile, next_col, col, at)
@@ -303,6 +305,7 @@ def consumer(outputs, q, slots, deal, shape, WORKER: gl.constexpr):
     row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
     at = slots.start()
     at_q = Cursor(gl.to_tensor(placed(shape, WORKER)), gl.to_tensor(0), shape.Q_SLOTS)
+    at_full = Cursor(gl.to_tensor(placed(shape, WORKER)), gl.to_tensor(0), q.full.shape[0])
     at_deal = Cursor.start(DEAL_SLOTS)
     if WORKER == shape.CONSUMERS - 1:
         pass_turn(shape, WORKER)
@@ -313,7 +316,7 @@ def consumer(outputs, q, slots, deal, shape, WORKER: gl.constexpr):
         whole = program_keys(shape, tile, split)
         keys = consumer_keys(shape, tile, row, whole)
         place = at_q.slot if shape.OUT_IN_Q else gl.to_tensor(WORKER)
-        q.wait(at_q)
+        q.wait(q.told(at_q, at_full))
         if steps_of(shape, keys) > 0:
             at = skip(slots, at, whole.end - keys.end, shape, WORKER)
             acc, m_M, l_M, at = attend(q, slots, at_q, at, keys, shape, tile, row, WORKER)
@@ -331,6 +334,7 @@ def consumer(outputs, q, slots, deal, shape, WORKER: gl.constexpr):
             tma.store_wait(0)
             q.release(at_q)
         at_q = at_q.ahead(shape.CONSUMERS)
+        at_full = at_full.ahead(shape.CONSUMERS)
         at_deal = at_deal.next()
         index = deal.follow(index, at_deal)
     tma.store_wait(0)
@@ -501,11 +505,7 @@ def forward(
         IS_LEFT,
         HAS_SOFTCAP,
     )
-    # A parity tells a phase from the next, and no further. A slot that served several consumers
-    # would pass phases that one of them never waits for: far ahead, it would take the phase before
-    # last for its own.
-    gl.static_assert(Q_SLOTS % CONSUMERS == 0)
-    q = Channel.allocate(q_desc, Q_SLOTS, 1, TAIL_D)
+    q = Channel.allocate(q_desc, Q_SLOTS, 1, TAIL_D, CONSUMERS)
     if block_table is None:
         k = Channel.allocate(k_desc, K_STAGES, CONSUMERS, TAIL_D)
         if AS_ONE:

@@ -505,9 +505,7 @@ def forward(
         stride_vdb,
         stride_vdh,
     )
-    # A parity tells a phase from the next, and no further. A slot that served several consumers
-    # would pass phases that one of them never waits for: far ahead, it would take the phase before
-    # last for its own.
+    # Each consumer has slots of its own, see `channel.full_barriers`.
     gl.static_assert(Q_SLOTS % CONSUMERS == 0)
     q = Channel.allocate(q_desc, Q_SLOTS, 1)
     # At D256 keys are looked at no more once their scores are there, and memory holds two slots:
