@@ -10,7 +10,8 @@ from heedful.torch.calls import attend
 from heedful.torch.dispatch import needs_dispatcher
 from heedful.torch.plain import WHOLE, plain_length, plain_origin, plain_window
 
-# The very default is known without a look at what it holds.
+# The default needs no look at what it holds. It is known by value: Dynamo of torch 2.11 cannot
+# trace a comparison of identities.
 _UNBOUNDED = (-1, -1)
 
 
@@ -88,9 +89,9 @@ def flash_attn_func(
 
     Source: FlashAttention-2 (Dao 2023); signature of flash_attn 2.x.
     """
-    if window_size is not _UNBOUNDED:
+    if window_size.__class__ is not tuple or window_size != _UNBOUNDED:
         window_size = plain_window(window_size)
-    if dropout_origin is not WHOLE:
+    if dropout_origin.__class__ is not tuple or dropout_origin != WHOLE:
         dropout_origin = plain_origin(dropout_origin)
     options = (
         "dense",
@@ -188,9 +189,9 @@ def flash_attn_varlen_func(
         TypeError, ValueError: naming the argument, before anything is launched or written. Values
         on a GPU (lengths, page numbers) are not read back: they are the caller's promise.
     """
-    if window_size is not _UNBOUNDED:
+    if window_size.__class__ is not tuple or window_size != _UNBOUNDED:
         window_size = plain_window(window_size)
-    if dropout_origin is not WHOLE:
+    if dropout_origin.__class__ is not tuple or dropout_origin != WHOLE:
         dropout_origin = plain_origin(dropout_origin)
     if max_seqlen_q.__class__ is not int:
         max_seqlen_q = plain_length("max_seqlen_q", max_seqlen_q, _most_rows(q, bias, -2))

@@ -116,7 +116,7 @@ def flash_attn_with_kvcache(
 
     Source: signature of flash_attn 2.x; cascade inference of FlashInfer for shared_prefix.
     """
-    if window_size is not _UNBOUNDED:
+    if window_size.__class__ is not tuple or window_size != _UNBOUNDED:
         window_size = plain_window(window_size)
     options = (
         "kvcache",
