@@ -31,6 +31,7 @@ EACH = {
     "a = -b": {"a = b"},
     "a = b[c:d]": {"a = b[:d]", "a = b[c:]"},
     "a = min(b, c)": {"a = max(b, c)"},
+    "a = b.transpose(c, d)": set(),
     "a = [b for b in c if d]": {"a = [b for b in c if (not (d))]"},
     "if a == b:\n    c": {"if a != b:\n    c"},
     "if a:\n    raise B": {"if (not (a)):\n    raise B", "if a:\n    pass"},

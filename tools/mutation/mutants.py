@@ -286,7 +286,8 @@ class _Finder(ast.NodeVisitor):
         pieces = sorted([*node.args, *node.keywords], key=self.span)
         texts = [self.text(piece) for piece in pieces]
         changes = []
-        commutes = isinstance(node.func, ast.Name) and node.func.id in ("min", "max")
+        called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        commutes = called in ("min", "max", "transpose")
         if pieces and not isinstance(node.args[0] if node.args else None, ast.GeneratorExp):
             whole = self.span(pieces[0])[0], self.span(pieces[-1])[1]
             for index, piece in enumerate(pieces):

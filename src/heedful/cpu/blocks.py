@@ -26,10 +26,15 @@ def inner_cache() -> int:
         return 0
 
 
-# Scores of one tile. Measured on 2 cores each, torch 2.13:
+# Measured on 2 cores each, torch 2.13:
 # AMD EPYC (Zen 5, 1 MiB; 20 November 2026): half as many take 5 to 20 % longer on two threads.
 # Intel Xeon (2 MiB; 21 November 2026): half as many up to 20 % longer, a quarter up to 30 %.
-SCORES_PER_TILE = (1024 if inner_cache() >= 2 << 20 else 256) * 1024
+def scores_per_tile(cache: int) -> int:
+    """Scores of one tile, by the bytes of a core's second-level cache."""
+    return (1024 if cache >= 2 << 20 else 256) * 1024
+
+
+SCORES_PER_TILE = scores_per_tile(inner_cache())
 # Its sides. On either, fewer keys take longer; more take longer under a causal mask.
 ROWS, KEYS = 512, 256
 # Scores of a call that is over before threads of our own get going, see `worth_threads`.
@@ -122,7 +127,7 @@ class Block:
     def seen(self) -> range:
         """The keys from the first to the last that any of the block's queries sees by position."""
         found = self.problem.mask.key_range(0, self.len_q, UNIT, self.len_q, self.len_k)
-        begin = 0 if found.first_end > found.first_begin else found.begin * UNIT
+        begin = 0 if found.first_end else found.begin * UNIT
         return range(begin, max(begin, min(found.end * UNIT, self.len_k)))
 
     def rows_that_see(self, rows: range, cols: range) -> range:
@@ -313,7 +318,7 @@ def key_tiles(block: Block, rows: range) -> Iterator[tuple[range, bool]]:
         # Nothing is hidden of the last keys, which fill no UNIT.
         full_end = end
     parts = (
-        (found.first_begin * UNIT, min(found.first_end * UNIT, block.len_k), True),
+        (0, min(found.first_end * UNIT, block.len_k), True),
         (begin, full_begin, True),
         (full_begin, full_end, False),
         (full_end, end, True),

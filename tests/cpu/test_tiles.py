@@ -1,0 +1,579 @@
+"""How the CPU backend cuts a call up: blocks, tiles, scratch. Nothing is left out, nothing is done
+twice, and what the mask hides is not visited."""
+
+import threading
+from dataclasses import replace
+from itertools import groupby, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from heedful import cpu
+from heedful.core.mask import MaskSpec
+from heedful.cpu import blocks, philox, scores, tiled_backward, tiled_forward, workers
+from heedful.cpu.blocks import KEYS, ROWS, UNIT, Block, Scratch
+from heedful.cpu.scores import Tiles
+from support.budget import run
+from support.cases import Case, build
+
+# Masks by their bounds, each aligned at both ends, and lengths that fill units or do not.
+BOUNDS = [(-1, -1), (-1, 0), (-1, 70), (0, 0), (70, 0), (200, 30), (130, -1), (90, 5, 70)]
+BOUNDS += [(300, 0, 1), (-1, 3, 40), (64, 0, 200), (64, 64, 64)]
+LENGTHS = [(300, 300), (130, 600), (600, 130), (1, 257), (256, 1), (1100, 64), (70, 513)]
+MASKS = [
+    replace(MaskSpec(*bounds), bottom_right=bottom_right, shift=shift)
+    for bounds, (bottom_right, shift) in product(BOUNDS, [(True, 0), (False, 0), (True, -40)])
+]
+
+
+def block_of(mask: MaskSpec, len_q: int, len_k: int, heads_q: int = 1) -> Block:
+    case = Case(batch=1, seqlen_q=len_q, seqlen_k=len_k, heads_q=heads_q, heads_k=1, head_dim=1)
+    built = build(replace(case, backward=False))
+    problem = replace(built.problem, mask=mask)
+    return Block(problem, built.x, range(1), range(1), len_q, len_k)
+
+
+def visible(block: Block) -> torch.Tensor:
+    """Which keys each query sees by position, bool (len_q, len_k)."""
+    mask = block.problem.mask
+    i, j = torch.arange(block.len_q)[:, None], torch.arange(block.len_k)
+    distance = j - i - mask.offset(block.len_q, block.len_k)
+    right = torch.ones_like(distance, dtype=torch.bool)
+    left = right.clone()
+    if mask.right >= 0:
+        right = distance <= mask.right
+    if mask.left >= 0:
+        left = (distance >= -mask.left) | (j < mask.first)
+    return right & left
+
+
+def span(which: torch.Tensor) -> range:
+    """From the first to the last that is set."""
+    found = which.nonzero().flatten().tolist()
+    return range(found[0], found[-1] + 1) if found else range(0)
+
+
+every_mask = pytest.mark.parametrize("mask", MASKS, ids=str)
+
+
+@every_mask
+def test_key_tiles_are_all_keys_that_are_seen_and_hardly_more(mask):
+    for len_q, len_k in LENGTHS:
+        block = block_of(mask, len_q, len_k)
+        whole = visible(block)
+        for rows in blocks.query_tiles(block):
+            seen = whole[rows.start : rows.stop]
+            tiles = list(blocks.key_tiles(block, rows))
+            keys = [key for cols, _ in tiles for key in cols]
+            assert keys == sorted(set(keys)) and all(0 <= key < len_k for key in keys)
+            assert set(seen.any(0).nonzero().flatten().tolist()) <= set(keys)
+            for cols, masked in tiles:
+                assert 0 < len(cols) <= KEYS
+                for start in range(cols.start, cols.stop, UNIT):
+                    part = seen[:, start : min(start + UNIT, cols.stop)]
+                    # No unit is visited for nothing, but beside keys that no window hides.
+                    assert part.any() or (mask.first and mask.left >= 0)
+                    if not masked:
+                        assert part.all()
+                    elif not mask.bounded:
+                        raise AssertionError("nothing is hidden")
+                    elif start >= mask.first and start + UNIT <= len_k:
+                        # Where the position hides nothing, no pass over the scores is made.
+                        assert not part.all()
+            # Tiles are as long as may be: leading keys, and the mask's edges, have their own.
+            assert len(tiles) <= -(-len(keys) // KEYS) + 3
+
+
+@every_mask
+def test_the_keys_that_a_block_holds_are_those_that_any_query_sees(mask):
+    for len_q, len_k in LENGTHS:
+        block = block_of(mask, len_q, len_k)
+        want, got = span(visible(block).any(0)), block.seen()
+        if not want:
+            assert len(got) <= UNIT
+            continue
+        assert got.start <= want.start < want.stop <= got.stop <= len_k
+        assert want.start - got.start < UNIT and got.stop - want.stop < UNIT
+        for rows in blocks.query_tiles(block):
+            for cols, _ in blocks.key_tiles(block, rows):
+                assert got.start <= cols.start and cols.stop <= got.stop
+
+
+@every_mask
+def test_only_queries_that_see_a_tile_of_keys_are_multiplied_with_it(mask):
+    for len_q, len_k in LENGTHS:
+        block = block_of(mask, len_q, len_k)
+        whole = visible(block)
+        for rows, cols in product(blocks._parts(len_q, 200), blocks._parts(len_k, 100)):
+            want = span(whole[rows.start : rows.stop, cols.start : cols.stop].any(1))
+            got = block.rows_that_see(rows, cols)
+            if mask.first and mask.left >= 0 and cols.start < mask.first < cols.stop:
+                assert not want or set(range(rows.start, rows.stop)) >= set(got)
+                assert {rows.start + i for i in want} <= set(got)
+            else:
+                assert [i - rows.start for i in got] == list(want)
+            # Of a group that is folded into rows, a part of the queries is no slice.
+            folded = block_of(mask, len_q, len_k, heads_q=2)
+            assert folded.rows_that_see(rows, cols) == rows
+
+
+@every_mask
+def test_a_backward_visits_each_pair_of_tiles_that_see_each_other_once(mask):
+    for len_q, len_k in LENGTHS:
+        block = block_of(mask, len_q, len_k)
+        whole = visible(block)
+        tiles = Tiles(block.problem, block.x)
+        dout = torch.zeros(1, len_q, 1, 1)
+        pass_ = tiled_backward._BlockBackward(tiles, block, dout, None)
+        parts = list(tiled_backward._parts(len_k))
+        assert [key for cols in parts for key in cols] == list(range(len_k))
+        assert all(len(cols) == KEYS for cols in parts[:-1]) and len(parts[-1]) <= KEYS
+        for cols in parts:
+            found = dict(pass_._query_tiles(cols))
+            for index, rows in enumerate(pass_.rows):
+                part = whole[rows.start : rows.stop, cols.start : cols.stop]
+                if index not in found:
+                    assert not part.any()
+                elif not found[index]:
+                    assert part.all()
+                elif cols.stop % UNIT == 0 and not (mask.first and mask.left >= 0):
+                    assert not part.all()
+                if index in found and not mask.first:
+                    assert part.any()
+
+
+@every_mask
+def test_the_first_tile_has_a_key_for_each_row_or_there_is_no_first(mask):
+    for len_q, len_k in LENGTHS:
+        block = block_of(mask, len_q, len_k)
+        whole = visible(replace(block, problem=replace(block.problem, mask=replace(mask, first=0))))
+        for rows in blocks.query_tiles(block):
+            tiles = list(blocks.key_tiles(block, rows))
+            ordered = tiled_forward._with_a_key_first(block, rows, tiles)
+            good = [
+                number
+                for number, (cols, _) in enumerate(tiles)
+                if whole[rows.start : rows.stop, cols.start : cols.stop].any(1).all()
+            ]
+            if not good:
+                assert ordered == []
+            else:
+                first = good[0]
+                assert ordered == [tiles[first], *tiles[:first], *tiles[first + 1 :]]
+
+
+def test_sides_of_tiles_are_whole_units():
+    assert ROWS % UNIT == 0 and KEYS % UNIT == 0 and UNIT % 16 == 0
+    # Torch's kernels take up to 64 elements at a time.
+    assert blocks.VECTOR % 64 == 0
+    for count in range(200):
+        assert 0 <= blocks.whole_vectors(count) - count < blocks.VECTOR
+        assert blocks.whole_vectors(count) % blocks.VECTOR == 0
+
+
+def test_a_group_is_folded_into_the_rows_of_a_tile():
+    for group, rows in ((1, 512), (2, 256), (3, 170), (512, 1), (1000, 1)):
+        problem = build(Case(heads_q=group, heads_k=1, head_dim=1, backward=False)).problem
+        assert blocks.query_rows(problem) == rows
+        block = block_of(MaskSpec(), 700, 10, group)
+        tiles = list(blocks.query_tiles(block))
+        assert [row for tile in tiles for row in tile] == list(range(700))
+        assert {len(tile) for tile in tiles[:-1]} <= {rows}
+
+
+# Blocks.
+
+
+def problem_of(batch, len_q, len_k, heads, group=1, **facts):
+    case = Case(batch=batch, seqlen_q=1, seqlen_k=1, heads_q=1, heads_k=1, head_dim=1)
+    problem = build(replace(case, backward=False)).problem
+    sizes = {"batch": batch, "seqlen_q": len_q, "seqlen_k": len_k}
+    return replace(problem, heads_q=heads * group, heads_k=heads, **sizes, **facts)
+
+
+def test_threads_of_our_own_are_for_more_scores_than_four_million():
+    assert not blocks.worth_threads(problem_of(1, 1024, 1024, 4))
+    assert blocks.worth_threads(problem_of(1, 1024, 1025, 4))
+    for more in ((2, 1024, 1024, 4), (1, 2048, 1024, 4), (1, 1024, 1024, 2, 4)):
+        assert blocks.worth_threads(problem_of(*more))
+
+
+SIZES = [
+    (1, 64, 64, 8),
+    (4, 512, 512, 8),
+    (2, 4096, 4096, 4, 4),
+    (64, 700, 300, 2),
+    (1, 1, 9000, 32),
+]
+SIZES += [(3, 2048, 8, 40), (16, 1300, 1300, 12, 3), (0, 5, 5, 2), (2, 0, 7, 2), (2, 7, 0, 2)]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_as_many_heads_share_a_tile_as_leave_every_thread_work(size, apart, threads):
+    torch.set_num_threads(threads)
+    problem = problem_of(*size)
+    batch, len_q, len_k, heads_k = size[:4]
+    count = blocks._matrices(problem, len_q, len_k, apart)
+    rows = min(len_q, blocks.query_rows(problem))
+    tile = max(1, rows * problem.group * min(len_k, KEYS))
+    tiles = len_q // max(1, rows)
+
+    def fits(count: int) -> bool:
+        if not blocks.worth_threads(problem):
+            # Torch's threads share a tile.
+            return count * tile <= blocks.SCORES_PER_TILE * threads and count <= batch * heads_k
+        small = count * tile <= blocks.SCORES_PER_TILE
+        # Two pieces of work a thread, at least: query tiles of blocks, or half of them at a time.
+        pieces = batch * heads_k * (tiles if apart else 2) // (2 * threads)
+        return small and count <= pieces
+
+    assert count >= 1 and (count == 1 or fits(count)) and not fits(count + 1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(batch=3, seqlen_q=70, seqlen_k=90, heads_q=6, heads_k=3, head_dim=4),
+        Case(batch=5, seqlen_q=700, seqlen_k=600, heads_q=5, heads_k=5, head_dim=4),
+        Case(batch=3, varlen="qk", heads_q=4, head_dim=4),
+        Case(batch=3, used="k", head_dim=4),
+        Case(batch=3, page_size=16, heads_q=4, head_dim=4, backward=False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("most", [1, 100_000, 10**9])
+@pytest.mark.parametrize("apart", [False, True])
+def test_every_head_of_every_sequence_is_in_one_block(case, most, apart, monkeypatch):
+    monkeypatch.setattr(blocks, "SCORES_PER_TILE", most)
+    built = build(case)
+    problem = built.problem
+    found = list(blocks.blocks(problem, built.x, apart))
+    places = [(b, h) for block in found for b in block.batches for h in block.kv_heads]
+    assert sorted(places) == [(b, h) for b in range(case.batch) for h in range(problem.heads_k)]
+    for block in found:
+        assert block.heads == len(block.batches) * len(block.kv_heads)
+        first, last = block.kv_heads.start * problem.group, block.kv_heads.stop * problem.group
+        assert block.query_heads == range(first, last)
+        assert (block.seq is None) == (not blocks.is_scattered(built.x))
+        if block.seq is not None:
+            assert len(block.batches) == 1
+            assert (block.len_q, block.len_k) == (block.seq.len_q, block.seq.len_k)
+    if most == 1:
+        assert all(block.heads == 1 for block in found)
+    elif most == 10**9 and not blocks.is_scattered(built.x) and not blocks.worth_threads(problem):
+        assert len(found) == 1
+
+
+# Scratch.
+
+
+def test_scratch_is_used_again_and_grows_to_the_largest():
+    scratch = Scratch(torch.float32)
+    one = scratch.take("a", 3, 5)
+    assert one.shape == (3, 5) and one.is_contiguous() and one.dtype == torch.float32
+    assert scratch.take("a", 3, 5) is one and scratch.bytes == 64 * 4
+    for size in (64, 1, 0, 15, 60):
+        again = scratch.take("a", size)
+        assert again.shape == (size,) and again.data_ptr() in (one.data_ptr(), 0)
+    assert scratch.bytes == 64 * 4
+    larger = scratch.take("a", 65)
+    assert larger.untyped_storage().nbytes() == 128 * 4 == scratch.bytes
+    assert larger.data_ptr() != one.data_ptr()
+    other, low = scratch.take("b", 65), scratch.take("a", 65, dtype=torch.bfloat16)
+    assert len({t.data_ptr() for t in (larger, other, low)}) == 3
+    assert low.dtype == torch.bfloat16 and scratch.bytes == 2 * 128 * 4 + 128 * 2
+    assert scratch.take("a", 65) is larger
+
+
+def test_scratch_gives_its_largest_buffers_back_first():
+    scratch = Scratch(torch.float32)
+    sizes = {"a": 64, "b": 640, "c": 128, "d": 320}
+    kept = {name: scratch.take(name, size) for name, size in sizes.items()}
+    scratch.trim(sum(sizes.values()) * 4)
+    assert all(scratch.take(name, size) is kept[name] for name, size in sizes.items())
+    scratch.trim((64 + 128 + 320) * 4)
+    assert scratch.bytes == (64 + 128 + 320) * 4 and scratch.take("d", 320) is kept["d"]
+    scratch.trim((64 + 128 + 320) * 4 - 1)
+    assert scratch.bytes == (64 + 128) * 4
+    assert scratch.take("a", 64) is kept["a"] and scratch.take("c", 128) is kept["c"]
+    scratch.trim(0)
+    assert scratch.bytes == 0 and scratch.take("a", 64) is not kept["a"]
+    scratch.clear()
+    assert scratch.bytes == 0 and scratch.take("a", 64).shape == (64,)
+    scratch.trim(10)
+    assert scratch.bytes == 0
+
+
+def test_what_inference_mode_made_can_be_written_outside_it():
+    scratch = Scratch(torch.float32)
+    with torch.inference_mode():
+        made = scratch.take("a", 5)
+    assert not made.is_inference() and not scratch.take("a", 4).is_inference()
+
+
+def test_an_error_leaves_no_scratch(monkeypatch):
+    built = build(Case(backward=False))
+    cpu.forward(built.problem, built.x)
+    assert scores._scratch_of_thread(False).bytes > 0
+    with pytest.raises(KeyError), Tiles(built.problem, built.x):
+        raise KeyError("in the middle")
+    assert scores._scratch_of_thread(False).bytes == 0
+
+
+def test_each_thread_and_precision_has_scratch_of_its_own():
+    single, double = (scores._scratch_of_thread(is_double) for is_double in (False, True))
+    assert (single.dtype, double.dtype) == (torch.float32, torch.float64)
+    assert scores._scratch_of_thread(False) is single is not double
+    found = []
+    thread = threading.Thread(target=lambda: found.append(scores._scratch_of_thread(False)))
+    thread.start()
+    thread.join()
+    assert found[0] is not single
+
+
+def test_sixteen_mebibytes_are_kept_from_call_to_call():
+    built = build(Case(backward=False))
+    with Tiles(built.problem, built.x) as tiles:
+        tiles.scratch.take("small", 1 << 20)
+        tiles.scratch.take("large", 6 << 20)
+    assert 4 << 20 <= tiles.scratch.bytes < 16 << 20
+    with Tiles(built.problem, built.x) as tiles:
+        tiles.scratch.clear()
+        tiles.scratch.take("all", 4 << 20)
+    assert tiles.scratch.bytes == 16 << 20
+    tiles.scratch.clear()
+
+
+# Caches.
+
+
+@pytest.mark.parametrize(
+    ("text", "cache"), [("1024K\n", 1 << 20), ("2048K", 2 << 20), ("many", 0), (None, 0)]
+)
+def test_a_cores_cache_is_what_linux_tells(text, cache, monkeypatch):
+    asked = []
+
+    def read(path):
+        asked.append(str(path))
+        if text is None:
+            raise FileNotFoundError(path)
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert blocks.inner_cache() == cache
+    assert asked == ["/sys/devices/system/cpu/cpu0/cache/index2/size"]
+
+
+def test_a_large_cache_holds_a_larger_tile():
+    kib = 1024
+    for cache in (0, kib * kib, 2 * kib * kib - 1):
+        assert blocks.scores_per_tile(cache) == 256 * kib
+    for cache in (2 * kib * kib, 4 * kib * kib):
+        assert blocks.scores_per_tile(cache) == 1024 * kib
+    assert blocks.SCORES_PER_TILE in (256 * kib, 1024 * kib)
+
+
+# What is held, remembered or made in pieces changes no bit, and is made as seldom as may be.
+
+FEATURES: dict[str, Any] = dict(window=(150, 20, 30), sink=True)
+LONG = Case(batch=2, seqlen_q=1300, seqlen_k=1100, heads_q=2, heads_k=2, head_dim=8, **FEATURES)
+
+
+def everything(built) -> list[torch.Tensor]:
+    out, lse, _ = cpu.forward(built.problem, built.x)
+    grads = cpu.backward(built.problem, built.x, out, lse, built.dout, built.dlse)
+    return [t for t in (out, lse, *grads) if t is not None]
+
+
+@pytest.mark.parametrize("case", [LONG, replace(LONG, dtype="bfloat16", varlen="qk")], ids=str)
+def test_what_is_held_of_keys_queries_and_masks_changes_no_bit(case, monkeypatch):
+    built = build(case)
+    want = everything(built)
+    for module, name, value in (
+        (scores, "HELD", 0),
+        (tiled_backward, "HELD", 0),
+        (scores, "REMEMBERED_MASKS", 1),
+        (scores, "KEPT", 0),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(module, name, value)
+            for one, other in zip(everything(built), want, strict=True):
+                assert torch.equal(one, other), name
+
+
+def test_keys_of_a_block_are_loaded_once_where_several_query_tiles_see_them(monkeypatch):
+    reads = []
+    read = Tiles._read
+
+    def noted(tiles, block, cols, name, *how, **more):
+        reads.append((block.batches, block.kv_heads, name, cols))
+        return read(tiles, block, cols, name, *how, **more)
+
+    monkeypatch.setattr(Tiles, "_read", noted)
+    built = build(replace(LONG, backward=False, window=(-1, 0)))
+    cpu.forward(built.problem, built.x)
+    assert len(reads) == len(set(reads)) and {cols for *_, cols in reads} == {range(0, 1100)}
+    # Of one query tile, each tile of keys is read where it is needed.
+    reads.clear()
+    short = build(replace(LONG, backward=False, window=(-1, 0), seqlen_q=512))
+    cpu.forward(short.problem, short.x)
+    assert max(len(cols) for *_, cols in reads) == KEYS
+    # Too many keys are not held.
+    reads.clear()
+    monkeypatch.setattr(scores, "HELD", 1100 * 16 * 4 - 1)
+    cpu.forward(built.problem, built.x)
+    assert max(len(cols) for *_, cols in reads) <= KEYS
+
+
+def test_64_mebibytes_of_a_block_are_held():
+    assert scores.HELD == 64 * 2**20
+
+
+def test_masks_of_the_diagonal_are_made_once(monkeypatch):
+    made = []
+    full = torch.full
+    monkeypatch.setattr(torch, "full", lambda *a, **more: made.append(a) or full(*a, **more))
+    case = Case(
+        batch=1, seqlen_q=4096, seqlen_k=4096, heads_q=1, heads_k=1, head_dim=1, causal=True
+    )
+    built = build(replace(case, backward=False))
+    with Tiles(built.problem, built.x) as tiles:
+        (block,) = blocks.blocks(built.problem, built.x, apart=False)
+        for rows in blocks.query_tiles(block):
+            for cols, masked in blocks.key_tiles(block, rows):
+                if masked:
+                    tiles._hidden_by_position(block, rows, cols)
+        # One for each of the two key tiles on the diagonal of a query tile.
+        assert len(made) == 2
+        for size in range(1, 20):
+            tiles._hidden_by_position(block, range(size), range(3))
+            assert len(tiles._hidden) <= 8
+
+
+def test_products_add_a_column_last_where_it_is_exact():
+    built = build(Case(backward=False))
+    tiles = Tiles(built.problem, built.x)
+    double = Tiles(built.problem, built.x)
+    double.scratch = Scratch(torch.float64)
+
+    def folds(rows, cols, depth, tiles=tiles):
+        a, b = torch.empty(1, rows, depth), torch.empty(1, cols, depth)
+        return tiles.is_folded(a, b)
+
+    assert folds(64, 64, 256) and folds(512, 256, 2)
+    assert not folds(63, 64, 256) and not folds(64, 63, 256) and not folds(64, 64, 257)
+    assert not folds(64, 64, 256, double)
+
+
+@pytest.mark.parametrize("hardware", [False, True])
+def test_bfloat16_is_within_budget_with_and_without_its_products(hardware, monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: hardware)
+    case = Case(seqlen_q=90, seqlen_k=300, heads_q=4, dtype="bfloat16", causal=True, sink=True)
+    built = build(case)
+    low = Tiles(built.problem, built.x).low
+    assert low is (torch.bfloat16 if hardware else None)
+    for other in (case, replace(case, dropout_p=0.2), replace(case, num_splits=2)):
+        run(cpu, other)
+    for dtype in ("float16", "float32"):
+        plain = build(replace(case, dtype=dtype))
+        assert Tiles(plain.problem, plain.x).low is None
+
+
+def test_bits_of_a_power_do_not_depend_on_its_place():
+    scratch = Scratch(torch.float32)
+    values = torch.linspace(-20, 3, 200)
+    whole = scores.exp_(scratch.take("a", 200).copy_(values)).clone()
+    torch.testing.assert_close(whole, values.exp(), rtol=4e-6, atol=0)
+    for count in (1, 7, 63, 64, 65, 100, 130):
+        for start in (0, 3, 70):
+            part = scores.exp_(scratch.take("b", count).copy_(values[start : start + count]))
+            assert torch.equal(part, whole[start : start + count])
+
+
+def test_four_bit_values_come_low_nibble_first_and_signed():
+    packed = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    want = [n - 16 if n > 7 else n for byte in range(256) for n in (byte & 15, byte >> 4)]
+    got = scores.unpack_int4(packed)
+    assert got.dtype == torch.int8 and got.shape == (2, 256) and got.flatten().tolist() == want
+
+
+def test_a_dropout_mask_is_made_in_pieces_of_bounded_size(monkeypatch):
+    sizes = []
+    words = philox.philox4x32
+
+    def noted(key, counter):
+        made = words(key, counter)
+        sizes.append(made[0].numel())
+        return made
+
+    monkeypatch.setattr(philox, "philox4x32", noted)
+    monkeypatch.setattr(philox, "CHUNK", 1000)
+    philox.keep_tile(1, 0.5, range(2), range(3), range(50), range(40))
+    # 60 words a row of all heads: sixteen rows at a time.
+    assert sizes == [960, 960, 960, 120]
+    sizes.clear()
+    philox.keep_tile(1, 0.5, range(2), range(3), range(2), range(4000))
+    assert sizes == [6000, 6000]
+    assert philox.keep_tile(1, 0.5, range(0), range(3), range(2), range(5)).shape == (0, 3, 2, 5)
+
+
+# Threads.
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    """What each pass gives to threads: (groups, whether in parallel)."""
+    given = []
+
+    def noted(groups, work, new_state, parallel):
+        groups = list(groups)
+        given.append((groups, parallel))
+        workers.for_each(groups, work, new_state, parallel)
+
+    monkeypatch.setattr(tiled_forward, "for_each", noted)
+    monkeypatch.setattr(tiled_backward, "for_each", noted)
+    return given
+
+
+def test_rows_that_see_most_keys_come_first(groups):
+    for window, down in (((-1, 0), True), ((-1, -1), False), ((90, -1), False)):
+        built = build(replace(LONG, backward=False, window=window, num_splits=2))
+        cpu.forward(built.problem, built.x)
+        for group in groups.pop()[0]:
+            tiles = [split.rows.start for split, _ in group]
+            order = [start for start, _ in groupby(tiles)]
+            assert order == sorted(set(tiles), reverse=down) and len(order) == 3
+            # The parts of a tile follow each other in order.
+            for split, own in groupby(group, key=lambda item: item[0]):
+                assert [part for _, part in own] == list(range(len(split.parts)))
+
+
+SHARED = [
+    dict(bias="hqk"),
+    dict(kv_batch_idx=True),
+    dict(page_size=16),
+]
+
+
+@pytest.mark.parametrize("features", [{}, *SHARED, dict(bias="hqk", grads=False)], ids=str)
+def test_blocks_that_add_to_the_same_gradient_take_turns(features, groups, monkeypatch):
+    monkeypatch.setattr(blocks, "SHORT", 0)
+    grads = features.pop("grads", True)
+    built = build(Case(batch=2, head_dim=8, heads_q=4, heads_k=2, **features))
+    problem = replace(built.problem, bias_grad=bool(features.get("bias")) and grads)
+    everything(replace(built, problem=problem))
+    (_, forward), (_, backward) = groups
+    features["grads"] = grads
+    assert forward is True
+    alone = problem.bias_grad or "kv_batch_idx" in features or "page_size" in features
+    assert backward is not alone
+
+
+def test_short_calls_are_left_to_torchs_threads(groups):
+    built = build(Case())
+    everything(built)
+    assert [parallel for _, parallel in groups] == [False, False]
