@@ -6,6 +6,7 @@ After a change that is meant: WRITE_GOLDEN_PLANS=1 pytest tests/pure/test_golden
 import os
 from pathlib import Path
 
+from heedful.core import configs
 from heedful.core.device import KNOWN
 from heedful.core.mask import MaskSpec
 from heedful.core.plan import plan
@@ -37,37 +38,64 @@ PROBLEMS = [
 ]
 
 
-# Every tile: of each head dim at which one ends, of each condition that picks one.
-DIMS = (16, 64, 65, 128, 129, 192, 193, 256, 257, 512)
+# Every tile: of each head dim at which one ends, on both sides, of each condition that picks one.
+DIMS = (1, 64, 65, 128, 129, 192, 193, 256, 257, 512, 513, 576)
+GRID: dict = {"batch": 1, "seqlen_q": 1024, "seqlen_k": 1024, "heads_q": 8}
 CONDITIONS: dict[str, dict] = {
     "plain": {},
+    "narrow values": {"head_dim_v": 64},
+    "values of 128": {"head_dim_v": 128},
+    "values of 129": {"head_dim_v": 129},
     "float32": {"dtype": "float32"},
     "causal": {"causal": True},
     "window": {"mask": MaskSpec.of(True, (100, 0))},
     "left window": {"mask": MaskSpec.of(False, (100, -1))},
+    "diagonal": {"mask": MaskSpec.of(False, (0, -1))},
+    "window in pages": {"mask": MaskSpec.of(True, (100, 0)), "page_size": 16, "used_k": True},
     "one burden": {"dropout_p": 0.1},
-    "burdened": {"dropout_p": 0.1, "bias": True, "bias_grad": True},
+    "bias": {"bias": True},
+    "two burdens": {"dropout_p": 0.1, "tree_mask": True},
+    "three burdens": {"dropout_p": 0.1, "bias": True, "tree_mask": True},
+    "burdened float32": {"dropout_p": 0.1, "bias": True, "dtype": "float32"},
     "unaligned": {"aligned": False},
-    "tree": {"tree_mask": True, "needs_grad": False},
+    "tree": {"tree_mask": True},
     "slopes": {"alibi": True},
     "packed": {"total_q": 9000, "total_k": 9000, "causal": True},
-    "grouped decode": {"seqlen_q": 1, "heads_k": 4, "needs_grad": False},
-    "grouped few": {"seqlen_q": 9, "heads_k": 4, "needs_grad": False},
-    "grouped more": {"seqlen_q": 64, "heads_k": 4, "needs_grad": False},
+    "packed, no mask": {"total_q": 9000, "total_k": 9000},
+    "grouped decode": {"seqlen_q": 1, "heads_k": 4},
+    "grouped, all of one tile": {"seqlen_q": 16, "heads_k": 4},
+    "grouped, a row more": {"seqlen_q": 17, "heads_k": 4},
+    "grouped by three, all of one tile": {"seqlen_q": 16, "heads_q": 12, "heads_k": 4},
+    "grouped by three, a row more": {"seqlen_q": 17, "heads_q": 12, "heads_k": 4},
+    "grouped by two": {"seqlen_q": 64, "heads_k": 8},
+    "grouped by 64": {"seqlen_q": 2, "heads_q": 64, "heads_k": 1},
+    "grouped by 65": {"seqlen_q": 2, "heads_q": 65, "heads_k": 1},
+    "grouped slopes": {"seqlen_q": 1, "heads_k": 4, "alibi": True},
+    "grouped and dropped": {"seqlen_q": 1, "heads_k": 4, "dropout_p": 0.1},
+    "grouped and packed": {"seqlen_q": 1, "heads_k": 4, "total_q": 4, "total_k": 9000},
+    "64 rows": {"seqlen_q": 64},
+    "grouped, 64 rows": {"seqlen_q": 64, "heads_k": 4},
     "65 rows": {"seqlen_q": 65},
+    "grouped, 65 rows": {"seqlen_q": 65, "heads_k": 4},
     "128 rows": {"seqlen_q": 128},
     "129 rows": {"seqlen_q": 129},
-    "pages": {"page_size": 16, "used_k": True, "needs_grad": False},
-    "small grid": {"batch": 1, "seqlen_q": 1024, "seqlen_k": 1024, "heads_q": 8},
-    "small grid, given splits": {
-        **{"batch": 1, "seqlen_q": 1024, "seqlen_k": 1024, "heads_q": 8},
-        **{"num_splits": 2, "needs_grad": False},
-    },
-    "probabilities": {"return_probs": True, "needs_grad": False},
-    "fp8": {"dtype": "float8_e4m3fn", "needs_grad": False},
-    "fp8 causal": {"dtype": "float8_e4m3fn", "causal": True, "needs_grad": False},
-    "fp8 fnuz": {"dtype": "float8_e4m3fnuz", "needs_grad": False},
+    "pages": {"page_size": 16, "used_k": True},
+    "small grid": GRID,
+    "small grid, given splits": {**GRID, "num_splits": 2},
+    "small grid, one split": {**GRID, "num_splits": 1},
+    "small grid, most keys": {**GRID, "seqlen_k": 2048},
+    "a key more": {**GRID, "seqlen_k": 2049},
+    "small grid, most tiles": {**GRID, "batch": 3, "heads_q": 11, "seqlen_q": 256},
+    "a head more": {**GRID, "batch": 1, "heads_q": 67, "seqlen_q": 129, "seqlen_k": 1024},
+    "a row more": {**GRID, "batch": 3, "heads_q": 11, "seqlen_q": 257},
+    "fp8": {"dtype": "float8_e4m3fn"},
+    "fp8 causal": {"dtype": "float8_e4m3fn", "causal": True},
+    "fp8 fnuz": {"dtype": "float8_e4m3fnuz"},
+    "fp8 of few rows": {"dtype": "float8_e4m3fn", "seqlen_q": 1},
 }
+# Beside the known devices: an architecture of AMD's that has tiles, and one that nobody has heard
+# of.
+ARCHS = ("gfx90a", "sm_75")
 
 
 def tiles(device) -> list[str]:
@@ -76,28 +104,27 @@ def tiles(device) -> list[str]:
     for name, facts in CONDITIONS.items():
         for dim in DIMS:
             base = {"batch": 4, "seqlen_q": 4096, "seqlen_k": 4096, "heads_q": 16}
-            problem = dense(**{**base, "head_dim": dim, "needs_grad": True, **facts})
-            for backend in (None, "cdna", "portable"):
-                for said in kernels(problem, device, backend):
-                    dims = users.setdefault(said, {}).setdefault(name, [])
-                    dims += [str(dim)] * (str(dim) not in dims)
+            base |= {"head_dim": dim, "head_dim_v": min(dim, 512)}
+            problem = dense(**{**base, **facts})
+            for kernel in dict.fromkeys(row.kernel for row in configs.ROWS):
+                said = f"{kernel} {tile(kernel, problem, device)}"
+                users.setdefault(said, {}).setdefault(name, []).append(str(dim))
     return [
         f"  {said}: " + "; ".join(f"{name} {' '.join(dims)}" for name, dims in uses.items())
-        for said, uses in users.items()
+        for said, uses in sorted(users.items())
+        if not said.endswith("none")
     ]
 
 
-def kernels(problem: AttentionProblem, device, backend: str | None) -> list[str]:
+def tile(kernel: str, problem: AttentionProblem, device) -> str:
     try:
-        chosen = plan(problem, device, backend=backend)
-    except ValueError:
-        return []
-    found = [f"{chosen.num_splits} splits"] if chosen.num_splits > 1 else []
-    for kernel, c in chosen.configs.items():
-        extra = "".join(f" {key}={value}" for key, value in c.extra)
-        tile = f"{c.block_m}x{c.block_n}x{c.num_warps}x{c.num_stages}"
-        found.append(f"{kernel} {tile}{extra} ({chosen.measured[kernel]})")
-    return found
+        row = configs.choose(kernel, problem, device)
+    except LookupError:
+        return "none"
+    c = row.config
+    extra = "".join(f" {key}={value}" for key, value in c.extra)
+    packed = f" by {c.pack(problem)}" if c.pack(problem) != 1 else ""
+    return f"{c.block_m}x{c.block_n}x{c.num_warps}x{c.num_stages}{extra}{packed} ({row.measured})"
 
 
 def line(problem: AttentionProblem, device) -> str:
@@ -121,9 +148,13 @@ def table() -> str:
     for problem in PROBLEMS:
         lines.append(problem.key())
         lines += [f"  {name}: {line(problem, device)}" for name, device in devices]
-    for device in KNOWN.values():
-        lines.append(str(device))
-        lines += tiles(device) if device.name in DEVICES else []
+    lines += map(str, KNOWN.values())
+    strange = [KNOWN["A100"].live(name=arch, arch=arch) for arch in ARCHS]
+    by_tiles: dict[tuple[str, ...], list[str]] = {}
+    for device in (*KNOWN.values(), *strange):
+        by_tiles.setdefault(tuple(tiles(device)), []).append(device.name)
+    for found, names in by_tiles.items():
+        lines += [f"tiles of {', '.join(names)}", *found]
     return "\n".join(lines) + "\n"
 
 

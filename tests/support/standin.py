@@ -13,6 +13,7 @@ is recorded only computes nothing: outputs keep the poison that all new memory i
 
 import ctypes
 import importlib
+import re
 import struct
 import sys
 import threading
@@ -111,6 +112,8 @@ class Gpu:
         assert given == set(names), f"{call.kernel.function}: {sorted(given ^ set(names))}"
         order = [name for name in names if name in call.arguments]
         maps = {n: a for n, a in call.arguments.items() if isinstance(a, TensorMap)}
+        for argument in maps.values():
+            _assert_layout_of_box(argument)
         types = [(name, call.arguments[name].type) for name in order]
         parameters, size = lay_out(types, {name: len(a.shape) for name, a in maps.items()})
         metas = {name: {"elem_size": 0, "block_size": list(a.block)} for name, a in maps.items()}
@@ -204,6 +207,17 @@ class _Encoder:
         with self._gpu._lock:
             self._gpu.encoded.append(Map(base, *self._facts))
             return struct.pack("<Q120x", len(self._gpu.encoded))
+
+
+def _assert_layout_of_box(argument: TensorMap) -> None:
+    """AssertionError unless the layout in shared memory is that of the map's own box: of its rank
+    and element type, swizzled over as much of a row of it as 128 bytes hold."""
+    given = dict(re.findall(r"(\w+)=(\w+)", argument.layout))
+    bits = 8 * getattr(torch, argument.dtype).itemsize
+    assert argument.layout.startswith("NVMMASharedLayout("), argument
+    assert int(given["rank"]) == len(argument.block), argument
+    assert int(given["element_bitwidth"]) == bits, argument
+    assert int(given["swizzle_byte_width"]) == min(128, argument.block[-1] * bits // 8), argument
 
 
 def _parameters(ref: KernelRef) -> list[str]:

@@ -3,6 +3,7 @@
 The planner, the tests and docs/support-matrix.md are all made from ROWS.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,10 @@ LEVELS = {
 }
 
 
+# Behind every version there is.
+_NEWEST = (sys.maxsize,)
+
+
 @dataclass(frozen=True, slots=True)
 class Toolchain:
     """Versions at hand, as int tuples; None is absent. The default stands for the newest.
@@ -25,9 +30,9 @@ class Toolchain:
     validated: backends that passed `heedful validate` on this device, and may be chosen unasked.
     """
 
-    triton: tuple[int, ...] | None = (99,)
-    torch: tuple[int, ...] | None = (99,)
-    jax: tuple[int, ...] | None = (99,)
+    triton: tuple[int, ...] | None = _NEWEST
+    torch: tuple[int, ...] | None = _NEWEST
+    jax: tuple[int, ...] | None = _NEWEST
     packs: frozenset[str] = frozenset()
     validated: frozenset[str] = frozenset()
 

@@ -63,7 +63,7 @@ def _burdens(problem: AttentionProblem) -> int:
     """How many features hold a register or an address per score; loads of single elements count
     twice, since none of them can be copied asynchronously."""
     per_score = (problem.bias, problem.dropout_p > 0, problem.tree_mask)
-    return sum(per_score) + 2 * (not problem.aligned)
+    return sum((*per_score, not problem.aligned, not problem.aligned))
 
 
 def _one_burden(problem: AttentionProblem) -> bool:

@@ -1,0 +1,305 @@
+"""A golden table of what kernels are given for problems that are worked out from figures alone: on
+both sides of each bound, and of sizes that no test has the memory for. Of each problem only what
+differs from the plain one is told.
+
+After a change that is meant: WRITE_GOLDEN_PROGRAMS=1 pytest tests/cpu/test_golden_programs.py
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from heedful.core.device import by_name
+from heedful.core.mask import MaskSpec
+from heedful.core.plan import plan
+from heedful.core.problem import AttentionProblem
+from heedful.launch import buffers as canonical
+from heedful.launch.bound import BoundProgram
+from heedful.launch.programs import program
+from heedful.launch.spec import BufferSpec
+from support import launches, standin
+
+GOLDEN = Path(__file__).with_name("golden_launches") / "programs.txt"
+BASE = {"batch": 2, "seqlen_q": 200, "seqlen_k": 300, "heads_q": 8, "heads_k": 4, "head_dim": 128}
+GRAD = {"needs_grad": True}
+PACKED = {"total_q": 330, "total_k": 510}
+ONE = {"batch": 1, "heads_q": 1, "heads_k": 1}
+DECODE = {"seqlen_q": 1, "seqlen_k": 4000, "used_k": True}
+CAUSAL = {"mask": MaskSpec.of(True)}
+BIAS = {"bias": True, "bias_grad": True, **GRAD}
+FP8 = {"dtype": "float8_e4m3fn"}
+FAR = 2**29
+# Facts, and arrays that lie otherwise than a contiguous call's: their strides, or unaligned.
+Asked = tuple[dict, dict[str, tuple[int, ...] | None]]
+
+
+def plain(*facts: dict) -> list[Asked]:
+    return [(f, {}) for f in facts]
+
+
+def sizes(**choices: Iterable) -> list[dict]:
+    return [{name: value} for name, values in choices.items() for value in values]
+
+
+SCORES = plain(
+    {},
+    *({"mask": MaskSpec(*m)} for m in ((0, 5), (5, 0), (-1, 0), (0, -1), (3, 4, 2), (3, 4, 1))),
+    *({"mask": MaskSpec(*m)} for m in ((FAR + 1, FAR + 2), (FAR - 1, FAR - 2), (FAR * 2, 0, FAR))),
+    *({"mask": MaskSpec(9, 9, FAR + 3)} for _ in (1,)),
+    *({"mask": MaskSpec(-1, 0, 0, False, s)} for s in (-FAR - 1, -FAR + 1, FAR - 1, FAR + 1)),
+    *sizes(softcap=(0.5, 30.0), scale=(-0.2, 1e-40), dtype=("float16", "float32")),
+    *sizes(dropout_p=(2.0**-34, 2.0**-32, 0.25, 1.0)),
+    *(
+        {"dropout_p": 0.25, "dropout_origin": o}
+        for o in ((2**31, 2**32 - 1, 5, 6), (1, 2, 3, 8), (0, 2**32, 2**33 + 7, 12), (4, 4, 4, 5))
+    ),
+    {"alibi": True, "softcap": 0.5},
+    {"alibi": True, **ONE},
+    {"sink": True, "return_lse": True},
+    {"return_lse": True},
+    {"return_probs": True},
+    {"out_dtype": "float32"},
+)
+TERMS: list[Asked] = [
+    ({"bias": True, "seqlen_k": 304}, {}),
+    ({"bias": True, "seqlen_k": 304}, {"bias": (0, 304 * 200, 0, 1)}),
+    ({"bias": True, "seqlen_k": 304}, {"bias": (8, 4, 304, 1)}),
+    ({"bias": True, "seqlen_k": 304}, {"bias": None}),
+    ({"bias": True}, {"bias": (1, 2, 3, 4)}),
+    ({"bias": True, **ONE, "seqlen_q": 1, "seqlen_k": 8}, {}),
+    ({"bias": True, "softcap": 3.0, "total_k": 510}, {}),
+    ({"bias": True, **PACKED}, {}),
+    ({"alibi": True}, {"alibi_slopes": (0, 1)}),
+    ({"tree_mask": True, "seqlen_q": 5}, {}),
+    ({"tree_mask": True, **ONE, "seqlen_q": 5}, {}),
+    ({"tree_mask": True, "seqlen_q": 1}, {}),
+]
+LENGTHS = plain(
+    PACKED,
+    {**PACKED, "batch": 0},
+    {**PACKED, "seqlen_q": 0},
+    {**PACKED, **CAUSAL, "heads_q": 12},
+    {**PACKED, **CAUSAL, "return_lse": True, "num_splits": 3},
+    {**PACKED, "used_q": True, "return_lse": True},
+    {**PACKED, "used_k": True, "batch": 300, "total_q": 6000},
+    *sizes(total_k=(510,), total_q=(330,), used_q=(True,), used_k=(True,), leftpad_k=(True,)),
+    *sizes(kv_batch_idx=(True,), batch=(0, 1), seqlen_q=(1, 63, 64, 65), seqlen_k=(1, 2, 63)),
+    {"total_q": 330, "used_k": True, "page_size": 16},
+    {"total_q": 330, "used_k": True, "page_size": 16, "mask": MaskSpec.of(True, (50, 0))},
+    *({"page_size": p, "used_k": True, "seqlen_k": 310} for p in (1, 16, 17, 48, 64, 256)),
+    {"page_size": 16, "used_k": True, "leftpad_k": True},
+    {**ONE, "seqlen_q": 1, "seqlen_k": 1},
+    {"page_size": 16, "used_k": True, **ONE, "seqlen_k": 16},
+)
+DIMS = plain(
+    *sizes(head_dim=(8, 12, 16, 40, 64, 72, 129, 136, 192, 193, 200, 256, 264, 512)),
+    *(
+        {"head_dim": d, "head_dim_v": e}
+        for d, e in ((192, 128), (192, 64), (192, 136), (128, 192), (64, 192), (136, 72), (64, 256))
+    ),
+    {"head_dim": 192, "page_size": 16, "used_k": True},
+    *(
+        {"head_dim": d, "head_dim_v": e, "heads_k": 1}
+        for d, e in ((513, 16), (528, 512), (529, 64), (576, 512), (544, 512))
+    ),
+    *({"head_dim": 192, "head_dim_v": e, "num_splits": 2} for e in (128, 192)),
+)
+CACHES = plain(
+    *({**DECODE, "kv_dtype": d} for d in ("int8", "float8_e5m2")),
+    *({**DECODE, "kv_dtype": "int4", "kv_group": g, "kv_shift": True} for g in (16, 32)),
+    {**DECODE, "kv_dtype": "int8", "kv_group": 64, "page_size": 16},
+    {**DECODE, "kv_dtype": "int8", "kv_group": 16, "kv_shift": True, "return_probs": True},
+    {**DECODE, "return_probs": True, "page_size": 16},
+)
+WORK = plain(
+    *({**DECODE, "heads_q": q, "heads_k": k} for q, k in ((8, 1), (4, 2), (6, 2), (5, 5), (2, 2))),
+    *({**DECODE, "heads_q": 8, "heads_k": 1, "num_splits": n} for n in (1, 2, 7)),
+    *({"num_splits": n} for n in (1, 2, 3)),
+    {"num_splits": 2, "sink": True, "return_lse": True},
+    {"num_splits": 2, **ONE, "seqlen_q": 1, "return_lse": True},
+    {"num_splits": 2, "head_dim": 64, "seqlen_q": 31},
+    {"num_splits": 2, "head_dim": 256},
+    {"num_splits": 2, "head_dim": 512},
+    # Heads whose keys fill half of L2.
+    *({"heads_k": 8, "heads_q": 8, "seqlen_k": n} for n in (10_000, 20_000, 30_720, 30_721)),
+    *({"seqlen_k": n} for n in (61_440, 61_441, 200_000)),
+    *({"seqlen_k": n, "head_dim": 64, "head_dim_v": 256} for n in (20_000, 60_000)),
+    {"seqlen_k": 90_000, "kv_dtype": "int8", "heads_k": 8},
+    {"seqlen_k": 0},
+    # Tiles in sections, and dealt out.
+    *(
+        {**CAUSAL, "batch": b, "heads_q": h, "heads_k": h, "seqlen_q": n, "seqlen_k": k}
+        for b, h, n, k in (
+            (1, 132, 129, 129),
+            (1, 66, 256, 256),
+            (1, 67, 256, 256),
+            (1, 1, 132 * 128, 5000),
+            (1, 1, 133 * 128, 5000),
+            (4, 32, 896, 896),
+            (4, 32, 897, 897),
+            (4, 32, 1024, 1024),
+            (4, 32, 1025, 1025),
+            (2, 8, 4096, 4096),
+            (1, 3, 9000, 9000),
+            (3, 100, 150, 60_000),
+            (3, 100, 150, 6000),
+        )
+    ),
+    *({**CAUSAL, "seqlen_q": 4096, "seqlen_k": 4096, fact: True} for fact in ("used_q", "used_k")),
+    {**CAUSAL, "seqlen_q": 4096, "seqlen_k": 4096, "leftpad_k": True},
+    {"seqlen_q": 4096, "seqlen_k": 4096, "batch": 4},
+    {**CAUSAL, "seqlen_q": 4096, "head_dim": 64, "alibi": True},
+    {"mask": MaskSpec.of(True, (64, 0)), "seqlen_q": 4096, "head_dim": 64},
+)
+EIGHT_BITS = plain(
+    *({**FP8, "seqlen_q": n, "heads_q": 4} for n in (1023, 1024, 1025)),
+    *({**FP8, "seqlen_q": n, "heads_q": 8, "seqlen_k": k} for n, k in ((511, 1), (512, 1024))),
+    *({**FP8, "seqlen_q": 2048, "seqlen_k": k, "batch": 3} for k in (1025, 2048, 2049)),
+    *({**FP8, "seqlen_q": 2048, "head_dim": d} for d in (64, 80, 256)),
+    *({**FP8, "seqlen_q": 2048, "total_k": 510} for _ in (1,)),
+    {**FP8, **PACKED, "seqlen_q": 2000, "total_q": 2100},
+    {**FP8, **PACKED, **CAUSAL, "return_lse": True},
+    {**FP8, **CAUSAL, "seqlen_q": 3000, "heads_q": 64},
+    {**FP8, "mask": MaskSpec.of(False, (0, 3)), "softcap": 0.5},
+    {**FP8, "return_lse": True, "heads_q": 6, "heads_k": 6},
+)
+LAID_OUT: list[Asked] = [
+    ({}, {"q": (2**30, 2**22 - 8, 128, 1)}),
+    ({}, {"q": (2**30, 2**22, 128, 1)}),
+    ({}, {"k": (2**40, -(2**22), 128, 1)}),
+    ({}, {"q": None}),
+    ({}, {"v": (200000, 600, 130, 1)}),
+    ({}, {"out": (204800 * 8, 8 * 1024, 1024, 1)}),
+    (ONE, {"q": (3, 128, 7, 1), "k": (5, 136, 3, 1), "v": (9, 128, 1, 1)}),
+    ({**ONE, "seqlen_q": 1, "seqlen_k": 1}, {"q": (3, 5, 7, 1), "out": (1, 1, 1, 1)}),
+    ({"batch": 3, "seqlen_k": 1, "used_k": True}, {"k": (512 * 9, 0, 128, 1)}),
+    ({"batch": 3, "seqlen_k": 1, "used_k": True}, {"k": (0, 0, 128, 1), "v": (0, 1, 128, 1)}),
+    ({"batch": 3, "used_k": True}, {"k": (512 * 900, 1024, 128, 1)}),
+    ({**GRAD}, {"q": (25600 * 8, 1032, 129, 1)}),
+    ({**GRAD, "head_dim": 72}, {}),
+    ({**GRAD, **PACKED}, {"lse": None}),
+]
+GRADIENTS = plain(
+    GRAD,
+    {**GRAD, **PACKED},
+    {**GRAD, "total_k": 510},
+    {**GRAD, **PACKED, "used_k": True, "used_q": True},
+    {**GRAD, "leftpad_k": True, "used_k": True},
+    {**GRAD, "sink": True, "heads_k": 8},
+    {**GRAD, "sink": True, **PACKED},
+    BIAS,
+    {**BIAS, "dtype": "float32", **ONE},
+    {**GRAD, "seqlen_k": 40_000},
+    {**GRAD, "page_size": 16, "used_k": True},
+    {**GRAD, "head_dim": 40, "head_dim_v": 24},
+    {**GRAD, **CAUSAL, "dropout_p": 0.5, "dropout_origin": (1, 2, 3, 5)},
+)
+CDNA = plain(
+    {},
+    *sizes(head_dim=(64,), batch=(1,), num_splits=(1, 2, 5), seqlen_q=(1, 257), dtype=("float16",)),
+    *({"mask": MaskSpec(-1, 0, 0, False, s)} for s in (-FAR - 1, 0, FAR + 1)),
+    CAUSAL,
+    {**ONE, "return_lse": True},
+    {"return_lse": True, "num_splits": 2, "total_q": 330},
+    {"total_k": 5000},
+    {"total_q": 330, "total_k": 5000, "return_lse": True},
+    {"scale": 0.3},
+) + [
+    ({}, {"q": (2**30, 2**22 - 8, 128, 1)}),
+    ({}, {"q": (2**30, 2**22, 128, 1)}),
+    ({}, {"v": (2**30, -(2**22), 128, 1)}),
+    (ONE, {"q": (3, 128, 7, 1), "k": (5, 136, 3, 1), "out": (9, 128, 8, 1)}),
+]
+TABLE: dict[tuple[str, str], list[Asked]] = {
+    ("H200", "hopper"): [*SCORES, *TERMS, *LENGTHS, *DIMS, *WORK, *EIGHT_BITS, *LAID_OUT],
+    ("B200", "portable"): [*SCORES, *TERMS, *LENGTHS, *DIMS, *CACHES, *WORK, *LAID_OUT, *GRADIENTS],
+    ("MI300X", "cdna"): [({"seqlen_k": 500, **facts}, laid) for facts, laid in CDNA],
+    ("MI355X", "cdna"): plain({"seqlen_k": 500}, {"seqlen_k": 500, **FP8}),
+}
+
+
+def told(device: str, backend: str, asked: Asked) -> list[str]:
+    """What the kernels of a problem are given, forward and backward, and their scratch; or why
+    there are none."""
+    facts, laid = asked
+    spec = by_name(device)
+    try:
+        problem = AttentionProblem.dense(**{**BASE, **facts})
+        chosen = plan(problem, spec, backend=backend)
+        lines = given("forward", chosen, problem, laid, device)
+        if problem.needs_grad:
+            lines += given("backward", chosen, problem.gathered(), laid, device)
+    except ValueError as error:
+        return [f"none: {str(error).split(': ', 1)[-1]}"]
+    return lines
+
+
+def given(direction: str, chosen, problem: AttentionProblem, laid: dict, device: str) -> list[str]:
+    if not chosen.problem.page_size:
+        problem = chosen.problem
+    arrays = getattr(canonical, direction)(problem if direction == "backward" else chosen.problem)
+    for name, strides in laid.items():
+        if name in arrays:
+            arrays[name] = lying(arrays[name], strides)
+    made = program(chosen, direction, arrays)
+    lines = [
+        f"scratch {w.name} {w.buffer.shape} {w.buffer.dtype} zeroed={w.zeroed}".replace(", ", ",")
+        for w in made.workspaces
+    ]
+    names = [*arrays, *(w.name for w in made.workspaces)]
+    addresses = [4096 * (i + 1) for i in range(len(names))]
+    with standin.gpu(device) as gpu:
+        BoundProgram(made, by_name(device).arch, 0, names).run(addresses, 0)
+    for launch in gpu.launches:
+        role, *more = [line.strip() for line in launches.described(launch)]
+        name = launches.role(launch)
+        # Words, of which those that have commas have no blanks.
+        words = role.removeprefix(name).replace(", ", ",").split()
+        lines += [f"{name}: {word}" for word in words]
+        for line in more:
+            about, *words = line.replace(", ", ",").split()
+            about = "" if about in ("numbers", "constants") else f"{about} "
+            lines += [f"{name}: {about}{word}" for word in words]
+    return lines
+
+
+def lying(spec: BufferSpec, strides: tuple[int, ...] | None) -> BufferSpec:
+    return replace(spec, aligned=False) if strides is None else replace(spec, strides=strides)
+
+
+def key(word: str) -> str:
+    return word.split("=")[0]
+
+
+def table() -> str:
+    lines = []
+    for (device, backend), problems in TABLE.items():
+        usual: list[str] = []
+        for asked in problems:
+            found = told(device, backend, asked)
+            lines.append(f"{device} {backend} {asked[0]} {asked[1] or ''}")
+            if not usual:
+                usual = found
+                lines += [f"  {word}" for word in found]
+                continue
+            new = [word for word in found if word not in usual]
+            keys = {key(word) for word in found}
+            gone = [key(word) for word in usual if key(word) not in keys]
+            lines.append("  " + "; ".join(new))
+            # All that an absent launch would be given is absent, too.
+            roles = {word.split(": ")[0] for word in found}
+            lost = [word for word in gone if word.split(": ")[0] in roles]
+            lines += [f"  without {', '.join(lost)}"] * bool(lost)
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def test_what_kernels_are_given_is_that_of_the_golden_table():
+    found = table()
+    if os.environ.get("WRITE_GOLDEN_PROGRAMS"):
+        GOLDEN.write_text(found)
+    assert found == GOLDEN.read_text()
