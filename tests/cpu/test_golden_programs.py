@@ -48,9 +48,9 @@ def sizes(**choices: Iterable) -> list[dict]:
 
 SCORES = plain(
     {},
-    *({"mask": MaskSpec(*m)} for m in ((0, 5), (5, 0), (-1, 0), (0, -1), (3, 4, 2), (3, 4, 1))),
-    *({"mask": MaskSpec(*m)} for m in ((FAR + 1, FAR + 2), (FAR - 1, FAR - 2), (FAR * 2, 0, FAR))),
-    *({"mask": MaskSpec(9, 9, FAR + 3)} for _ in (1,)),
+    *({"mask": MaskSpec(m, n)} for m, n in ((0, 5), (5, 0), (-1, 0), (0, -1))),
+    *({"mask": MaskSpec(3, 4, first)} for first in (1, 2, FAR + 3)),
+    *({"mask": MaskSpec(m, n)} for m, n in ((FAR + 1, FAR + 2), (FAR - 1, FAR - 2))),
     *({"mask": MaskSpec(-1, 0, 0, False, s)} for s in (-FAR - 1, -FAR + 1, FAR - 1, FAR + 1)),
     *sizes(softcap=(0.5, 30.0), scale=(-0.2, 1e-40), dtype=("float16", "float32")),
     *sizes(dropout_p=(2.0**-34, 2.0**-32, 0.25, 1.0)),
@@ -84,6 +84,9 @@ LENGTHS = plain(
     {**PACKED, "batch": 0},
     {**PACKED, "seqlen_q": 0},
     {**PACKED, **CAUSAL, "heads_q": 12},
+    {**PACKED, **CAUSAL, "heads_q": 9, "heads_k": 9},
+    *({**PACKED, "head_dim": d, "return_lse": True} for d in (8, 72)),
+    {**PACKED, "page_size": 16},
     {**PACKED, **CAUSAL, "return_lse": True, "num_splits": 3},
     {**PACKED, "used_q": True, "return_lse": True},
     {**PACKED, "used_k": True, "batch": 300, "total_q": 6000},
@@ -123,6 +126,19 @@ WORK = plain(
     {"num_splits": 2, "sink": True, "return_lse": True},
     {"num_splits": 2, **ONE, "seqlen_q": 1, "return_lse": True},
     {"num_splits": 2, "head_dim": 64, "seqlen_q": 31},
+    {"num_splits": 2, "head_dim": 8, "return_lse": True},
+    {**DECODE, "seqlen_q": 64, "heads_q": 8, "heads_k": 1},
+    {**DECODE, "seqlen_q": 60, "heads_q": 6, "heads_k": 2},
+    *(
+        {"seqlen_q": 4096, "seqlen_k": 4096, "batch": 4, "head_dim": d, "head_dim_v": e, "bias": b}
+        for d, e, b in (
+            *((192, 128, False), (192, 192, False), (192, 64, False), (192, 256, False)),
+            *((256, 256, False), (256, 128, False), (128, 192, False), (128, 64, False)),
+            *((64, 64, False), (64, 128, False), (128, 128, True), (256, 256, True)),
+        )
+    ),
+    {**CAUSAL, "seqlen_q": 4096, "seqlen_k": 4096, "mask": MaskSpec.of(True, (64, 0))},
+    {"seqlen_q": 4096, "mask": MaskSpec.of(True, (64, 0)), "head_dim_v": 192},
     {"num_splits": 2, "head_dim": 256},
     {"num_splits": 2, "head_dim": 512},
     # Heads whose keys fill half of L2.
@@ -164,6 +180,7 @@ EIGHT_BITS = plain(
     *({**FP8, "seqlen_q": 2048, "total_k": 510} for _ in (1,)),
     {**FP8, **PACKED, "seqlen_q": 2000, "total_q": 2100},
     {**FP8, **PACKED, **CAUSAL, "return_lse": True},
+    {**FP8, **PACKED, **CAUSAL, "heads_q": 3, "heads_k": 3},
     {**FP8, **CAUSAL, "seqlen_q": 3000, "heads_q": 64},
     {**FP8, "mask": MaskSpec.of(False, (0, 3)), "softcap": 0.5},
     {**FP8, "return_lse": True, "heads_q": 6, "heads_k": 6},

@@ -116,6 +116,8 @@ def places(launch: Launch) -> dict[str, Place]:
             name, axis = _stride(launch, parameter)
             if name in found:
                 found[name].strides[axis] = value
+            elif name != "lse":
+                assert value == 0, f"{parameter} of what is not there"
     return found
 
 
@@ -146,8 +148,8 @@ def _from_log2(given: dict) -> dict[str, float]:
 def _stride(launch: Launch, parameter: str) -> tuple[str, str]:
     """The operand and axis of a stride."""
     name = parameter.removeprefix("stride_")
-    if name in _PREFIXES:
-        return _PREFIXES[name], "b"
+    if name == "table":
+        return "block_table", "b"
     prefix, axis = name[:-1], name[-1].replace("g", "h")
     if prefix == "p":
         return ("partial_out" if role(launch) == "merge" else "probs"), axis
@@ -184,9 +186,11 @@ def described(launch: Launch) -> list[str]:
         lines.append(f"    {name}{promised} {_words(place.strides)}{view}")
     beside = [name for name in launch.arguments if "[" not in name and name not in launch.memory]
     numbers = {name: launch.arguments[name] for name in beside if not name.startswith("stride_")}
+    promised = {n: p for n, p in launch.promises.items() if p > 1 and n not in launch.memory}
     wide = sorted(name for name in beside if launch.types[name] == "i64")
     lines.append(f"    numbers {_words(numbers)}")
     lines.append(f"    64 bits {' '.join(wide)}")
+    lines.append(f"    multiples {_words(promised)}")
     lines.append(
         f"    constants {_words({k: v for k, v in launch.constants.items() if v is not None})}"
     )

@@ -227,6 +227,10 @@ class AttentionProblem:
             raise ValueError(f"softcap must be finite and >= 0 (0 = off), got {self.softcap}")
         if not 0.0 <= self.dropout_p <= 1.0:
             raise ValueError(f"dropout_p must be within [0, 1], got {self.dropout_p}")
+        if len(self.dropout_origin) != 4:
+            raise ValueError(
+                f"dropout_origin must be (batch, head, row, column), got {self.dropout_origin}"
+            )
         if self.num_splits < 0:
             raise ValueError(
                 f"num_splits must be >= 0, got {self.num_splits}"

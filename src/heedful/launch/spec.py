@@ -46,6 +46,10 @@ class BufferSpec:
         # NumPy's numbers read like Python's, and make other keys and no JSON.
         for name in ("shape", "strides"):
             object.__setattr__(self, name, wholes(name, getattr(self, name)))
+        if len(self.strides) != len(self.shape):
+            raise ValueError(
+                f"strides must be as many as dims, got {self.strides} for shape {self.shape}"
+            )
         object.__setattr__(self, "aligned", truth("aligned", self.aligned))
 
     @classmethod
@@ -58,11 +62,20 @@ class BufferSpec:
         return cls(tuple(shape), tuple(reversed(strides)), dtype)
 
     @property
+    def steps(self) -> tuple[int, ...]:
+        """The strides, but 0 for a dim of one element, which is never stepped over."""
+        return tuple(map(_step, self.shape, self.strides))
+
+    @property
     def nbytes(self) -> int:
         count = 1
         for size in self.shape:
             count *= size
         return count * item_bytes(self.dtype)
+
+
+def _step(size: int, stride: int) -> int:
+    return stride if size > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ WIDE_STRIDE = 1 << 23
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, and lse if there is such a buffer; several splits of the keys give partial results,
     which the portable merge combines."""
-    splits = max(1, plan.num_splits)
+    splits = plan.num_splits
     # Tokens of no sequence have no program of the attention kernel.
     cleared = [portable.clear_outside_call(problem, buffers)] if problem.varlen_q else []
     if splits == 1:
@@ -113,8 +113,7 @@ def _call(
 def _strides(prefix: str, axes: str, spec: BufferSpec) -> dict[str, Argument]:
     """Batch, row and head strides of (B, S, H, D) or (T, H, D); a row's is 32-bit, for offsets
     within a tile, and a dim of one element is never stepped over."""
-    pairs = zip(spec.shape[:-1], spec.strides[:-1], strict=True)
-    *batch, row, head = (stride if size > 1 else 0 for size, stride in pairs)
+    *batch, row, head, _ = spec.steps
     most = WIDE_STRIDE // item_bytes(spec.dtype)
     if abs(row) >= most:
         raise ValueError(f"{prefix} must have a row stride below {most} elements, got {row}")

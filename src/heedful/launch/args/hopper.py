@@ -32,7 +32,7 @@ def has_tails(problem: AttentionProblem) -> tuple[bool, bool]:
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, and lse if there is such a buffer; several splits of the keys give partial results,
     which the portable merge combines."""
-    splits = max(1, plan.num_splits)
+    splits = plan.num_splits
     workspaces = work.deal_workspaces(problem, plan, zeroed=True)
     if splits > 1:
         workspaces += (
@@ -126,18 +126,15 @@ def _add_storage(call: Call, problem: AttentionProblem) -> None:
     """Arguments that say where keys lie, beyond their map."""
     if problem.page_size and "cu_seqlens_k" in call.buffers:
         raise ValueError("cu_seqlens_k beside block_table must come as seqused_k")
-    is_batched = work.is_ragged(problem) and not problem.varlen_k
-    for name in ("k", "v"):
-        rows = maps.rows_between(call.buffers[name]) if is_batched else 0
-        call.ints_if(is_batched, **{f"{name}_rows": rows})
-    if not is_batched:
+    if work.is_ragged(problem) and not problem.varlen_k:
+        call.ints(**{f"{n}_rows": maps.rows_between(call.buffers[n]) for n in ("k", "v")})
+    else:
         # Packed: there is one batch entry.
         call.constants |= {"k_rows": 0, "v_rows": 0}
     call.ints_if(problem.kv_batch_idx, entries=call.buffers["k"].shape[0])
     call.constants["NO_PAGE"] = maps.no_page(call.buffers) if problem.page_size else None
-    table = call.buffers.get("block_table")
-    call.strides_if(table is not None, stride_table=table.strides[0] if table else 0)
-    call.ints_if(table is not None, page_size=problem.page_size)
+    call.strides_of("block_table", stride_table=0)
+    call.ints_if("block_table" in call.buffers, page_size=problem.page_size)
 
 
 def _has_dropout(problem: AttentionProblem) -> bool:
@@ -153,9 +150,8 @@ def _wrapped(word: int) -> int:
 def _add_dropout(call: Call, problem: AttentionProblem) -> None:
     has, keep = _has_dropout(problem), 1.0 - problem.dropout_p
     call.ints_if(has, drop_threshold=_wrapped(int(keep * 2.0**32)))
-    names = ("origin_b", "origin_h", "origin_m", "origin_n")
-    origin = (_wrapped(o) for o in problem.dropout_origin)
-    call.ints_if(has, **dict(zip(names, origin, strict=True)))
+    b, h, m, n = (_wrapped(o) for o in problem.dropout_origin)
+    call.ints_if(has, origin_b=b, origin_h=h, origin_m=m, origin_n=n)
     if has:
         call.floats(drop_scale=1.0 / keep if keep > 0 else 0.0)
     else:
@@ -171,25 +167,18 @@ def _add_terms(call: Call, problem: AttentionProblem) -> None:
     # Dense sequences are as long as the bias says.
     may_differ = problem.varlen_q or problem.varlen_k or problem.page_size
     call.ints_if(bool(problem.bias and may_differ), longest_k=problem.seqlen_k)
-    alibi, bias = (call.buffers.get(name) for name in ("alibi_slopes", "bias"))
-    call.strides_if(alibi is not None, stride_alibib=alibi.strides[0] if alibi else 0)
-    strides = (0, 0, 0, 0)
-    divisor = 1
-    if bias is not None:
-        pairs = zip(bias.shape, bias.strides, strict=True)
-        strides = tuple(stride if size > 1 else 0 for size, stride in pairs)
-        # Neighbouring keys are then one load.
-        if bias.aligned and strides[3] == 1 and all(s % 8 == 0 for s in strides[:3]):
-            divisor = 8
-            call.arguments["bias_ptr"] = Pointer("bias", bias.dtype, True)
-    names = ("stride_biasb", "stride_biash", "stride_biasm", "stride_biasn")
-    values = dict(zip(names, strides, strict=True))
-    last = values.pop("stride_biasn")
-    call.strides_if(bias is not None, divisor, **values)
-    if divisor > 1:
+    call.strides_of("alibi_slopes", stride_alibib=0)
+    bias = call.buffers.get("bias")
+    b, h, m, n = bias.steps if bias else (0, 0, 0, 0)
+    # Neighbouring keys are then one load.
+    is_wide = bool(bias and bias.aligned and n == 1 and all(s % 8 == 0 for s in (b, h, m)))
+    if bias and is_wide:
+        call.arguments["bias_ptr"] = Pointer("bias", bias.dtype, True)
+    has, divisor = bias is not None, 8 if is_wide else 1
+    call.strides_if(has, divisor, stride_biasb=b, stride_biash=h, stride_biasm=m)
+    call.strides_if(has and not is_wide, stride_biasn=n)
+    if is_wide:
         call.constants["stride_biasn"] = 1
-    else:
-        call.strides_if(bias is not None, stride_biasn=last)
 
 
 def _results_fit(problem: AttentionProblem) -> bool:

@@ -69,6 +69,15 @@ class Call:
         else:
             self.constants |= dict.fromkeys(values)
 
+    def strides_of(self, name: str, **axes: int) -> None:
+        """64-bit strides of a small array, parameter = axis, where it is there."""
+        spec = self.buffers.get(name)
+        if spec is None:
+            self.constants |= dict.fromkeys(axes)
+        else:
+            values = {parameter: spec.strides[axis] for parameter, axis in axes.items()}
+            self.strides_if(True, **values)
+
 
 def add_common(call: Call, problem: AttentionProblem, plan: Plan) -> None:
     """Adds what every call has: sizes, mask, scales, and how its work is dealt out."""
@@ -114,7 +123,7 @@ def tiles(problem: AttentionProblem, config: TileConfig) -> int:
 
 def work(problem: AttentionProblem, plan: Plan) -> int:
     """Tiles times the splits of their keys."""
-    return tiles(problem, plan.configs["hopper.forward"]) * max(1, plan.num_splits)
+    return tiles(problem, plan.configs["hopper.forward"]) * plan.num_splits
 
 
 def sections(problem: AttentionProblem, plan: Plan) -> dict[str, int]:
@@ -135,7 +144,7 @@ def sections(problem: AttentionProblem, plan: Plan) -> dict[str, int]:
     few = SECTION_FP8 if ITEM_BITS[problem.dtype] == 8 else SECTION
     if problem.varlen_q:
         return {"section": few, "sections": (heads - 1) // few}
-    blocks = max(1, tiles(problem, config) // heads)
+    blocks = tiles(problem, config) // heads
     last = -(-LAST_WAVES * plan.device.units // blocks)
     # Of many keys and few queries tiles are of about one length in any case.
     last = min(last, max(few, heads_in_l2(problem, plan)))
@@ -147,27 +156,27 @@ def order_call(
     problem: AttentionProblem, plan: Plan, buffers: Buffers, results: Mapping[str, str]
 ) -> KernelCall:
     """What comes ahead of the attention kernel for packed queries: their tiles put in order, and
-    tokens of no sequence cleared in `results`, the buffers of "out" and "lse" or one of them, the
-    lse perhaps one for each split of the keys."""
+    tokens of no sequence cleared in `results`, the buffers of "lse", perhaps one for each split of
+    the keys, and of "out" or none."""
     config, call = plan.configs["hopper.forward"], Call(buffers)
     call.pointers(cu_q="cu_seqlens_q", cu_k="cu_seqlens_k", order="order", drawn="drawn")
-    call.pointers(lse=results.get("lse", ""))
+    call.pointers(lse=results["lse"])
     out = buffers[results["out"]] if "out" in results else None
-    call.constants |= {"out": None}
-    if out is not None:
-        del call.constants["out"]
+    if out is None:
+        call.constants |= dict.fromkeys(("out", "stride_om", "stride_oh"))
+    else:
         call.arguments["out"] = Pointer(results["out"], out.dtype)
-    # Maps want rows and heads that begin at multiples of 16 bytes.
-    divisor = maps.STRIDE_BYTES // item_bytes(problem.out_dtype)
-    row, head = (maps.stride(out, axis) if out is not None else 0 for axis in (-3, -2))
-    call.strides_if(out is not None, divisor, stride_om=row, stride_oh=head)
+        # Maps want rows and heads that begin at multiples of 16 bytes.
+        divisor = maps.STRIDE_BYTES // item_bytes(problem.out_dtype)
+        row, head = (maps.stride(out, axis) for axis in (0, 1))
+        call.strides_if(True, divisor, stride_om=row, stride_oh=head)
     total_q = buffers["q"].shape[0]
     call.ints(
         total_q=total_q,
         total_k=buffers["k"].shape[0],
         batch=problem.batch,
         # Those of every split lie one after the other.
-        heads=problem.heads_q * (1 if out is not None else max(1, plan.num_splits)),
+        heads=problem.heads_q * (1 if out is not None else plan.num_splits),
         capacity=head_tiles(problem, config),
     )
     dim = problem.head_dim_v

@@ -55,7 +55,7 @@ class CallBuilder:
         specs = [buffers[name] for name in tensors if name in buffers]
         self.divisor = 1
         if all(spec.aligned for spec in specs):
-            strides = [s for spec in specs for s in _outer_strides(spec)]
+            strides = [s for spec in specs for s in spec.steps[:-1]]
             fits = (d for d in (16, 8) if all(s % d == 0 for s in strides))
             self.divisor = next(fits, 1)
 
@@ -86,7 +86,7 @@ class CallBuilder:
 
     def row_strides(self, prefix: str, name: str, row: str) -> None:
         """Batch, row and head strides of a (B, S, H, D) or (T, H, D) tensor."""
-        strides = _token_strides(self.buffers[name]) if name in self.buffers else (0, 0, 0)
+        strides = _token_strides(self.buffers[name])
         self.strides(prefix, f"b{row}h", strides, self.divisor)
 
     def ints(self, **values: int) -> None:
@@ -100,16 +100,9 @@ class CallBuilder:
         return KernelCall(self.ref, grid, self.arguments, {**self.constants, **constants}, options)
 
 
-def _outer_strides(spec: BufferSpec) -> tuple[int, ...]:
-    """Strides that matter: the last dim's is 1, and a dim of one element is never stepped over."""
-    pairs = zip(spec.shape[:-1], spec.strides[:-1], strict=True)
-    return tuple(stride for size, stride in pairs if size > 1)
-
-
 def _token_strides(spec: BufferSpec) -> tuple[int, int, int]:
     """(batch, row, head) strides; packed tokens have no batch, pages are the batch."""
-    pairs = zip(spec.shape[:-1], spec.strides[:-1], strict=True)
-    *batch, row, head = (stride if size > 1 else 0 for size, stride in pairs)
+    *batch, row, head, _ = spec.steps
     return batch[0] if batch else 0, row, head
 
 
@@ -143,14 +136,10 @@ def _scores(call: CallBuilder, problem: AttentionProblem) -> dict[str, object]:
     threshold = min(int(keep * 2.0**32), 2**32 - 1)
     call.floats(scale=problem.scale, softcap=problem.softcap)
     call.ints(drop_threshold=_wrapped(threshold))
-    origin = (_wrapped(o) for o in problem.dropout_origin)
-    call.ints(**dict(zip(("origin_b", "origin_h", "origin_m", "origin_n"), origin, strict=True)))
+    b, h, m, n = (_wrapped(o) for o in problem.dropout_origin)
+    call.ints(origin_b=b, origin_h=h, origin_m=m, origin_n=n)
     bias = call.buffers.get("bias")
-    strides = (0, 0, 0, 0)
-    if bias is not None:
-        pairs = zip(bias.shape, bias.strides, strict=True)
-        strides = tuple(stride if size > 1 else 0 for size, stride in pairs)
-    call.strides("bias", "bhmn", strides)
+    call.strides("bias", "bhmn", bias.steps if bias else (0, 0, 0, 0))
     alibi = call.buffers.get("alibi_slopes")
     call.strides("alibi", "b", [alibi.strides[0] if alibi else 0])
     tree = call.buffers.get("tree_mask")
@@ -228,7 +217,7 @@ def _rest_of_dims(call: CallBuilder, problem: AttentionProblem) -> int:
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, lse (if there is such a buffer) and probs (likewise)."""
-    splits = max(1, plan.num_splits)
+    splits = plan.num_splits
     workspaces: tuple[Workspace, ...] = ()
     calls = []
     if splits == 1:
@@ -565,8 +554,8 @@ def _bias_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers
     call.vectors("dbias")
     dbias = buffers["dbias"]
     call.strides("db", "bhmn", dbias.strides)
-    own = dict(zip(("own_b", "own_h", "own_m", "own_n"), dbias.shape, strict=True))
-    call.ints(**own)
-    tiles_m, tiles_n = -(-own["own_m"] // config.block_m), -(-own["own_n"] // config.block_n)
-    grid = (tiles_m * tiles_n * own["own_b"] * own["own_h"], 1, 1)
+    b, h, m, n = dbias.shape
+    call.ints(own_b=b, own_h=h, own_m=m, own_n=n)
+    tiles_m, tiles_n = -(-m // config.block_m), -(-n // config.block_n)
+    grid = (tiles_m * tiles_n * b * h, 1, 1)
     return call.build(grid, config, **constants, BLOCK_M=config.block_m, BLOCK_N=config.block_n)
