@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 import torch
 
+import heedful
+from heedful.cpu import sdpa
 from support import standin
+from support.cases import Case, build
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 from support.nan import PLACES, SIZES, assert_passed_on
 
@@ -42,11 +45,11 @@ def test_nan_passes_every_way_of_making_scores(size, place):
         assert_passed_on(size, place, None, **more)
 
 
-@pytest.mark.parametrize("size", [(4, 3), (4, 4), (1, 1)])
+@pytest.mark.parametrize("size", [(4, 3), (4, 4), (1, 1), (9, 12)])
 def test_nan_changes_no_bit_of_other_rows(size):
-    import heedful
-
-    q, k, v = (torch.randn(3, n, 2, 16) for n in (size[0], size[1], size[1]))
+    q, k, v = (torch.randn(3, n, 2, 128) for n in (size[0], size[1], size[1]))
+    # Zeros that are right, in part of a row and in whole ones.
+    v[0, ..., 0] = 0.0
     v[2] = 0.0
     want = heedful.flash_attn_func(q, k, v)
     q = q.clone()
@@ -58,6 +61,18 @@ def test_nan_changes_no_bit_of_other_rows(size):
         same[1, 0, 1] = False
         assert torch.equal(got[same], want[same]) and got[1, 0, 1].isnan().all()
     assert given is got
+
+
+def test_nan_is_passed_on_where_the_mask_leaves_few_of_many_keys():
+    """As SDPA aligns a causal mask: the first queries see the first keys alone."""
+    case = Case(causal=True, bottom_right=False, seqlen_q=4, seqlen_k=100, backward=False)
+    built = build(case)
+    q = built.x.q.clone()
+    q[1, 2, 1] = torch.nan
+    out, _, _ = sdpa.forward(built.problem, built.x._replace(q=q))
+    want = torch.zeros(out.shape[:-1], dtype=torch.bool)
+    want[1, 2, 1] = True
+    assert torch.equal(out.isnan().all(-1), want) and torch.equal(out.isnan().any(-1), want)
 
 
 @interpreted

@@ -200,6 +200,14 @@ def test_dropout_mask_is_numpys_bit_for_bit(p, origin):
         assert (got == whole[2:5, 33:70, 17:83]).all()
 
 
+@pytest.mark.parametrize("first", range(4))
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_dropout_tile_may_begin_and_end_anywhere_in_a_block_of_columns(first, count):
+    want = keep_mask(9, 0.5, 1, 3, 40, 20)[:, :, 8 + first : 8 + first + count]
+    cols = range(8 + first, 8 + first + count)
+    assert (keep_tile(9, 0.5, range(1, 2), range(3), range(40), cols)[0].numpy() == want).all()
+
+
 @pytest.mark.parametrize("chunk", [1, 60, 1000])
 def test_dropout_mask_does_not_depend_on_how_much_is_made_at_a_time(chunk, monkeypatch):
     ranges = range(2, 4), range(1, 4), range(5, 38), range(2, 71)

@@ -77,6 +77,20 @@ def test_an_error_reaches_the_caller(threads):
         for_each([range(9)], work, contextlib.nullcontext)
 
 
+@pytest.mark.parametrize("wrong", [0, 1] * 5)
+def test_an_error_of_any_thread_reaches_the_caller(wrong):
+    torch.set_num_threads(2)
+    meet = threading.Barrier(2, timeout=60)
+
+    def work(state, item):
+        meet.wait()  # one item a thread
+        if item == wrong:
+            raise KeyError("one of two")
+
+    with pytest.raises(KeyError, match="one of two"):
+        for_each([[0], [1]], work, contextlib.nullcontext)
+
+
 def test_inference_tensors_can_be_written():
     torch.set_num_threads(2)
     built = build(CASE)

@@ -11,7 +11,7 @@ from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.cpu import tiled_forward
 
-# Keys that a row sees, at or above which torch finds its largest score by vectors alone: more than
+# Keys at or above which torch finds a row's largest score by vectors alone: more than
 # any machine's vector of float32 holds.
 VECTORS = 64
 
@@ -32,8 +32,7 @@ def forward(
         scale=problem.scale,
         enable_gqa=problem.group > 1,
     ).transpose(1, 2)
-    seen = min(problem.seqlen_k, problem.seqlen_q) if problem.mask.causal else problem.seqlen_k
-    if seen < VECTORS and not result[..., 0].all():
+    if problem.seqlen_k < VECTORS and not result[..., 0].all():
         result = _with_nan(problem, x, result)
     return (result if out is None else out.copy_(result)), None, None
 
