@@ -160,7 +160,7 @@ def test_rotary_tables_may_be_as_short_as_the_positions_and_as_wide_as_the_heads
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_rotary_tables_may_be_float32_beside_fewer_bits(dtype):
-    given = {n: t.to(dtype) for n, t in cache().items()} | {"cache_seqlens": 3}
+    given: dict[str, Any] = {n: t.to(dtype) for n, t in cache().items()} | {"cache_seqlens": 3}
     angle = torch.randint(0, 2, (12, 4)).float()
     results = []
     for kind in (dtype, torch.float32):
