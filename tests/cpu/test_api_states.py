@@ -185,6 +185,13 @@ def test_explain_runs_nothing_and_writes_nothing():
         ((torch.ones(2, 4), "int8", 3), "group_size", ValueError),
         ((torch.ones(2, 4), "int8", 2.0), "group_size", TypeError),
         ((torch.ones(2, 4), "int8", 2, 1), "asymmetric", TypeError),
+        ((torch.ones(2, 4), "int8", 0), "group_size", ValueError),
+        ((torch.ones(2, 4), "int8", -2), "group_size", ValueError),
+        ((torch.ones(2, 4), "int8", 8), "group_size", ValueError),
+        ((torch.ones(2, 0), "int8"), "x", ValueError),
+        ((torch.ones(()), "int8"), "x", ValueError),
+        ((torch.ones(2, 4).double(), "int8"), "x", TypeError),
+        ((torch.ones(2, 4), torch.uint8), "dtype", ValueError),
     ],
 )
 def test_bad_quantisation_names_the_argument(arguments, argument, kind):
@@ -204,6 +211,13 @@ EIGHTS = torch.ones(2, 4, dtype=torch.int8)
         ((EIGHTS, torch.ones(3, 1)), "scale", ValueError),
         ((EIGHTS, torch.ones(2, 1), torch.ones(2, 2)), "shift", ValueError),
         ((EIGHTS, torch.ones(2, 1), None, torch.int8), "dtype", TypeError),
+        (([1], torch.ones(2, 1)), "packed", TypeError),
+        ((EIGHTS, 1.0), "scale", TypeError),
+        ((EIGHTS, torch.ones(2, 0)), "scale", ValueError),
+        ((EIGHTS, torch.ones(2)), "scale", ValueError),
+        ((EIGHTS, torch.ones(2, 1), 1.0), "shift", TypeError),
+        ((EIGHTS, torch.ones(2, 1), torch.ones(2, 1).half()), "shift", TypeError),
+        ((EIGHTS, torch.ones(2, 1), torch.ones(2, 4)), "shift", ValueError),
     ],
 )
 def test_bad_dequantisation_names_the_argument(arguments, argument, kind):

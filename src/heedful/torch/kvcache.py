@@ -259,9 +259,9 @@ def describe_update(x: Operands, options: Options, update: Update, out: Tensor |
     if isinstance(lengths, Tensor):
         x = x._replace(seqused_k=lengths)
     problem = describe(x, options, out=out)
-    check_update(x, problem, update)
     if update.shared_prefix is not None:
         check_prefix(x, problem, update.shared_prefix)
+    check_update(x, problem, update)
     return problem
 
 

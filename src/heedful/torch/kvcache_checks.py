@@ -23,7 +23,8 @@ _WHOLE_NUMBERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8
 def check_update(x: Operands, problem: AttentionProblem, update) -> None:
     """TypeError or ValueError for new keys, lengths or rotary tables that do not fit the cache.
 
-    x: the caller's tensors, its lengths in seqused_k if they are a tensor. update: kvcache.Update.
+    x: the caller's tensors, its lengths in seqused_k if they are a tensor. update: kvcache.Update,
+    its shared prefix checked.
     """
     _both_or_none("k", update.k, "v", update.v)
     _both_or_none("rotary_cos", update.rotary_cos, "rotary_sin", update.rotary_sin)
@@ -122,8 +123,7 @@ def _check_rotary(x: Operands, problem: AttentionProblem, update) -> None:
         )
     # Queries may be more than the new keys, and then stand past the end of the cache.
     beyond = max(0, problem.seqlen_q - update.k.shape[1]) if problem.mask.bounded else 0
-    prefix = 0 if update.shared_prefix is None else _prefix_length(update.shared_prefix)
-    positions = problem.seqlen_k + beyond + prefix
+    positions = problem.seqlen_k + beyond + update.position0
     if cos.shape[0] < positions:
         raise ValueError(
             f"rotary_cos must have a row for each of the cache's {positions} positions,"
@@ -138,11 +138,6 @@ def check_apart(k_cache: Tensor, v_cache: Tensor) -> None:
             "rotary_cos must be None where v_cache shares the memory of k_cache (v would overwrite"
             " the rotated keys), got a tensor"
         )
-
-
-def _prefix_length(prefix) -> int:
-    usable = isinstance(prefix, tuple) and prefix and isinstance(prefix[0], Tensor)
-    return prefix[0].shape[-3] if usable and prefix[0].dim() >= 3 else 0
 
 
 def check_prefix(x: Operands, problem: AttentionProblem, prefix: Any) -> None:
