@@ -311,7 +311,7 @@ def attend(q, k, v, extras: tuple | None, options: tuple, out=None, seed=None):
         return out
     if call.results == 1:
         return out, lse
-    return out, lse, q.new_empty(0) if probs is None else probs
+    return out, lse, out.new_empty(0) if probs is None else probs
 
 
 def out_key(out, *inputs: Tensor) -> tuple:
@@ -346,7 +346,7 @@ class Attention(Function):
             return out
         if call.results == 1:
             return out, lse
-        probs = q.new_empty(0) if probs is None else probs
+        probs = out.new_empty(0) if probs is None else probs
         ctx.mark_non_differentiable(probs)
         return out, lse, probs
 

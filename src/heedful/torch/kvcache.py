@@ -405,13 +405,16 @@ def _autocast(q: Tensor, k_cache: Tensor, update: Update):
 
 def _traced(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, out):
     """As `_eager`, in operations that torch.compile and functorch see."""
+    real = isinstance(q, Tensor) and isinstance(k_cache, Tensor) and q.device.type != "meta"
+    if real and is_autocast_enabled(q.device.type):
+        q, update = _autocast(q, k_cache, update)
+        # Their dtypes are known now, and not those that operators would cast them to.
+        with torch.autocast(q.device.type, enabled=False):
+            return _traced(q, k_cache, v_cache, extras, options, update, out)
     update = plain_update(update, q)
     given, x = plain_options(options), Operands(q, k_cache, v_cache, *extras)
     if not is_compiling():
         describe_update(x, given, update, out)
-    if q.device.type != "meta" and is_autocast_enabled(q.device.type):
-        q, update = _autocast(q, k_cache, update)
-        x = x._replace(q=q)
     new = 0 if update.k is None else update.k.shape[1]
     if update.cache_seqlens is not None:
         if not isinstance(update.cache_seqlens, Tensor):

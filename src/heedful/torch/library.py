@@ -163,7 +163,7 @@ def _attention(*args):
     x, options = _split(args[:-1])
     call = _call(x, options, args[-1], False)
     out, lse, probs = call.forward(call.operands(x, x.seed), None)
-    return out.contiguous(), lse, x.q.new_empty(0) if probs is None else probs
+    return out.contiguous(), lse, out.new_empty(0) if probs is None else probs
 
 
 def _attention_fake(*args):
