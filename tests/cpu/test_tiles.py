@@ -577,3 +577,80 @@ def test_short_calls_are_left_to_torchs_threads(groups):
     built = build(Case())
     everything(built)
     assert [parallel for _, parallel in groups] == [False, False]
+
+
+# Precision and memory.
+
+
+def test_sums_by_another_maximum_are_far_from_overflow():
+    """Values may reach 2^95, and no more."""
+    largest = torch.finfo(torch.float32).max
+    assert tiled_forward.MOST * 2.0**95 <= largest < tiled_forward.MOST * 2.0**96
+
+
+def test_query_tiles_are_held_up_to_a_limit(monkeypatch):
+    built = build(Case(batch=2, seqlen_q=600, seqlen_k=40, heads_q=4, heads_k=2, head_dim=24))
+    tiles = Tiles(built.problem, built.x)
+    (block,) = blocks.blocks(built.problem, built.x, apart=False)
+    size = 2 * 4 * 600 * (24 + 24) * 4
+    for limit, holds in ((size, True), (size - 1, False)):
+        monkeypatch.setattr(tiled_backward, "HELD", limit)
+        pass_ = tiled_backward._BlockBackward(tiles, block, built.dout, None)
+        assert pass_.holds is holds
+        assert built.dout is not None and built.dlse is not None
+        out, lse, _ = cpu.forward(built.problem, built.x)
+        pass_.prepare(out, lse, built.dlse)
+        assert len(pass_.held) == (len(pass_.rows) if holds else 0)
+
+
+def test_keys_are_held_up_to_a_limit(monkeypatch):
+    built = build(replace(LONG, backward=False, window=(-1, 0)))
+    block = next(blocks.blocks(built.problem, built.x, apart=False))
+    size = block.heads * 1100 * (8 + 8) * 4
+    for limit, seen in ((size, range(0, 1100)), (size - 1, range(0))):
+        monkeypatch.setattr(scores, "HELD", limit)
+        tiles = Tiles(built.problem, built.x)
+        tiles.hold_keys(block)
+        assert tiles._seen == seen
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "heads_first", "packed", "offset"])
+def test_gradients_are_contiguous_whatever_their_operands_are(layout):
+    built = build(Case(layout=layout, heads_q=4, bias="hqk"))
+    out, lse, _ = cpu.forward(built.problem, built.x)
+    assert built.dout is not None
+    grads = cpu.backward(built.problem, built.x, out, lse, built.dout, built.dlse)
+    for grad, operand in zip(grads[:3], built.x[:3], strict=True):
+        assert grad.is_contiguous() and grad.shape == operand.shape and grad.dtype == operand.dtype
+
+
+@pytest.mark.parametrize(("real", "shape"), [("hqk", (1, 2, 37, 53)), ("bk", (2, 1, 1, 53))])
+def test_a_bias_has_its_gradient_where_it_has_elements(real, shape):
+    built = build(Case(bias=real, dtype="bfloat16"))
+    out, lse, _ = cpu.forward(built.problem, built.x)
+    assert built.dout is not None
+    grads = cpu.backward(built.problem, built.x, out, lse, built.dout, built.dlse)
+    assert grads.dbias is not None and tuple(grads.dbias.shape) == shape
+    assert grads.dbias.dtype == built.x.bias.dtype
+
+
+def test_sdpa_asks_for_a_second_opinion_only_of_rows_that_may_be_nan(monkeypatch):
+    from heedful.cpu import sdpa
+
+    asked = []
+    right = tiled_forward.forward
+    monkeypatch.setattr(tiled_forward, "forward", lambda *a: asked.append(1) or right(*a))
+    for len_q, len_k, causal in ((3, 3, False), (70, 3, True), (3, 63, False)):
+        case = Case(seqlen_q=len_q, seqlen_k=len_k, causal=causal, bottom_right=False)
+        built = build(replace(case, backward=False))
+        zeros = built.x._replace(v=torch.zeros_like(built.x.v))
+        for x in (built.x, zeros):
+            given = torch.full_like(built.x.q, torch.nan)
+            out, lse, probs = sdpa.forward(built.problem, x, given)
+            assert out is given and lse is None and probs is None and not out.isnan().any()
+        assert not asked
+        for name in ("q", "k"):
+            whole = torch.full_like(getattr(built.x, name), torch.nan)
+            out, _, _ = sdpa.forward(built.problem, built.x._replace(**{name: whole}))
+            assert out.isnan().all()
+        asked.clear()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from heedful import cpu
-from heedful.cpu import scores
+from heedful.cpu import scores, workers
 from heedful.cpu.workers import for_each
 from support.cases import Case, build
 
@@ -131,3 +131,129 @@ def test_a_forked_child_makes_threads_of_its_own():
     child.start()
     assert queue.get(timeout=60) == want
     child.join()
+
+
+class State:
+    """Notes who enters and leaves it, and what is done in between."""
+
+    log: list = []
+
+    def __enter__(self):
+        self.log.append(("enter", threading.get_ident()))
+        return self
+
+    def __exit__(self, *error):
+        self.log.append(("leave", threading.get_ident()))
+
+    def work(self, item):
+        self.log.append((item, threading.get_ident()))
+
+
+@pytest.fixture
+def log(monkeypatch):
+    monkeypatch.setattr(State, "log", [])
+    return State.log
+
+
+@pytest.mark.parametrize(
+    ("groups", "more"),
+    [([[0, 1], [], [2, 3, 4]], {"parallel": False}), ([[0]], {}), ([[], []], {}), ([], {})],
+)
+def test_without_need_of_threads_the_caller_does_all_in_order(groups, more, log):
+    torch.set_num_threads(3)
+    for_each(groups, State.work, State, **more)
+    items = [item for group in groups for item in group]
+    assert log == [(what, threading.get_ident()) for what in ("enter", *items, "leave")]
+
+
+def test_each_thread_has_one_state_from_its_first_item_to_its_last(log):
+    torch.set_num_threads(3)
+    for_each([[number] for number in range(40)], State.work, State)
+    by_thread: dict[int, list] = {}
+    for what, thread in log:
+        by_thread.setdefault(thread, []).append(what)
+    assert len(by_thread) <= 3 and threading.get_ident() not in by_thread
+    for own in by_thread.values():
+        # A thread that was quick may have taken another's turn as well.
+        marks = [what for what in own if isinstance(what, str)]
+        assert marks == ["enter", "leave"] * (len(marks) // 2)
+        assert (own[0], own[-1]) == ("enter", "leave")
+    assert [what for what, _ in log].count("enter") == 3
+    assert sorted(what for what, _ in log if not isinstance(what, str)) == list(range(40))
+    # No more threads than items take part.
+    del log[:]
+    for_each([[0], [1]], State.work, State)
+    assert [what for what, _ in log].count("enter") == 2
+
+
+def test_an_error_is_raised_when_all_have_stopped():
+    torch.set_num_threads(2)
+    meet, ended = threading.Barrier(2, timeout=60), []
+
+    def work(state, item):
+        meet.wait()
+        if item == 0:
+            raise KeyError("zero")
+        torch.mm(torch.randn(300, 300), torch.randn(300, 300))
+        ended.append(item)
+
+    with pytest.raises(KeyError, match="zero"):
+        for_each([[0], [1]], work, contextlib.nullcontext)
+    assert ended == [1]
+
+
+def test_modes_of_the_caller_are_those_of_the_threads():
+    torch.set_num_threads(2)
+    found = []
+
+    def work(state, item):
+        found.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+
+    for inference in (False, True):
+        with torch.inference_mode(inference), torch.enable_grad():
+            for_each([[0], [1], [2]], work, contextlib.nullcontext)
+        assert found == [(inference, False)] * 3
+        del found[:]
+
+
+def test_threads_are_made_once_for_each_number(monkeypatch):
+    monkeypatch.setattr(workers, "_pools", {})
+    torch.set_num_threads(2)
+    two = workers._pool()
+    assert workers._pool() is two and torch.get_num_threads() == 2
+    torch.set_num_threads(3)
+    assert workers._pool() is not two and torch.get_num_threads() == 3
+    torch.set_num_threads(2)
+    assert workers._pool() is two
+
+
+def test_threads_do_not_hold_the_process_up_and_are_named():
+    made = []
+    pool = workers._Pool(2)
+    assert pool.run(lambda: made.append(threading.current_thread()), 5) == [None] * 5
+    assert len(made) == 5 and all(thread.daemon for thread in made)
+    assert {thread.name for thread in made} == {"heedful-cpu"}
+
+
+def test_where_threads_run_out_those_that_began_end_and_the_caller_works(monkeypatch, log):
+    torch.set_num_threads(3)
+    monkeypatch.setattr(workers, "_pools", {})
+    began, plain = [], threading.Thread
+
+    class Few(threading.Thread):
+        def start(self):
+            if len(began) == 2:
+                raise RuntimeError("can't start new thread")
+            began.append(self)
+            super().start()
+
+    monkeypatch.setattr(threading, "Thread", Few)
+    for_each([[0], [1], [2]], State.work, State)
+    assert log == [(what, threading.get_ident()) for what in ("enter", 0, 1, 2, "leave")]
+    for thread in began:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(began) == 2 and workers._pools == {}
+    # Another time there may be more.
+    monkeypatch.setattr(threading, "Thread", plain)
+    assert workers._pool() is not None
