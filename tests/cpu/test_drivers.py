@@ -266,6 +266,18 @@ def test_hip_raises_the_drivers_words(library, monkeypatch):
         slot(module=hip).launch(0)
 
 
+@pytest.mark.parametrize("module, vendor", [(cuda, "CUDA"), (hip, "HIP")])
+def test_an_error_that_the_driver_has_no_words_for_is_unknown(module, vendor, monkeypatch):
+    silent = Library()
+    monkeypatch.setattr(silent, "_answer", lambda name, arguments: None)
+    monkeypatch.setattr(module, "_library", lambda: silent)
+    module.check(0)
+    assert not silent.calls
+    monkeypatch.setattr(silent, "hipGetErrorString", lambda code: None, raising=False)
+    with pytest.raises(RuntimeError, match=f"{vendor} error 3: unknown"):
+        module.check(3)
+
+
 def test_a_vendor_has_its_driver():
     assert driver.driver("nvidia") is cuda and driver.driver("amd") is hip
     with pytest.raises(ValueError, match="cpu"):

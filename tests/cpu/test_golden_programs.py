@@ -19,9 +19,10 @@ from heedful.core.mask import MaskSpec
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.launch import buffers as canonical
+from heedful.launch.args import portable_cache
 from heedful.launch.bound import BoundProgram
 from heedful.launch.programs import program
-from heedful.launch.spec import BufferSpec
+from heedful.launch.spec import BufferSpec, Program
 from support import launches, standin
 
 GOLDEN = Path(__file__).with_name("golden_launches") / "programs.txt"
@@ -240,6 +241,71 @@ TABLE: dict[tuple[str, str], list[Asked]] = {
 }
 
 
+# A cache's own launches: sizes of k_new (B, S, G, D), facts, and arrays as above.
+CACHE: list[tuple[str, dict, dict[str, tuple[int, ...] | None]]] = [
+    ("append", {}, {}),
+    *(("append", facts, {}) for facts in ({"pages": 16}, {"pages": 48}, {"rows": True})),
+    *(
+        ("append", {"dim": d, "dim_v": e}, {})
+        for d, e in ((12, 8), (64, 256), (512, 64), (576, 512))
+    ),
+    ("append", {"rotary": 64, "interleaved": False, "position0": 5}, {}),
+    ("append", {"rotary": 16, "leftpad": True, "seqlen": 40}, {}),
+    ("append", {"rotary": 64}, {"rotary_cos": (40, 1), "rotary_sin": (40, 1)}),
+    ("append", {"rotary": 64}, {"rotary_cos": (40, 1)}),
+    ("append", {}, {"k_new": None, "v": (99_999, 333, 129, 1)}),
+    ("append", {"pages": 16}, {"block_table": (100, 1)}),
+    ("append", {"batch": 0}, {}),
+    ("rotate", {"rotary": 64}, {}),
+    ("rotate", {"rotary": 32, "interleaved": False, "advance": False, "position0": 7}, {}),
+    *(
+        ("rotate", {"rotary": 32, "dim": d, "seqlen": n}, {})
+        for d, n in ((512, 9), (64, 33), (64, 32))
+    ),
+    ("rotate", {"rotary": 32}, {"q": None, "rotated": (10_000, 2**22, 130, 1)}),
+    ("rotate", {"rotary": 32, "batch": 1, "seqlen": 1}, {}),
+]
+
+
+def cache_told(
+    what: str,
+    laid: dict,
+    batch: int = 3,
+    seqlen: int = 20,
+    dim: int = 128,
+    dim_v: int = 0,
+    pages: int = 0,
+    rows: bool = False,
+    leftpad: bool = False,
+    rotary: int = 0,
+    position0: int = 0,
+    **flags: bool,
+) -> list[str]:
+    make, heads = BufferSpec.contiguous, 4
+    arrays = {"cache_seqlens": make((batch,), "int32")}
+    if rotary:
+        arrays |= {f"rotary_{name}": make((300, rotary // 2), "float32") for name in ("cos", "sin")}
+    tensors = {"q": dim, "rotated": dim}
+    if what == "append":
+        tensors = {"k_new": dim, "v_new": dim_v or dim}
+        storage = (40, pages) if pages else (batch + rows, 310)
+        for name in ("k", "v"):
+            arrays[name] = make((*storage, heads, tensors[f"{name}_new"]), "bfloat16")
+        arrays["seqused"] = make((batch,), "int32")
+        arrays |= {"block_table": make((batch, 7), "int32")} if pages else {}
+        arrays |= {"kv_batch_idx": make((batch,), "int32")} if rows else {}
+        arrays |= {"leftpad_k": make((batch,), "int32")} if leftpad else {}
+        flags |= {"page_size": pages}
+    arrays |= {name: make((batch, seqlen, heads, d), "bfloat16") for name, d in tensors.items()}
+    arrays |= {name: lying(arrays[name], strides) for name, strides in laid.items()}
+    function = portable_cache.append_kv if what == "append" else portable_cache.rotary
+    try:
+        made = function(arrays, position0=position0, **flags)
+    except ValueError as error:
+        return [f"none: {error}"]
+    return launched(made, [*arrays], "B200")
+
+
 def told(device: str, backend: str, asked: Asked) -> list[str]:
     """What the kernels of a problem are given, forward and backward, and their scratch; or why
     there are none."""
@@ -263,12 +329,16 @@ def given(direction: str, chosen, problem: AttentionProblem, laid: dict, device:
     for name, strides in laid.items():
         if name in arrays:
             arrays[name] = lying(arrays[name], strides)
-    made = program(chosen, direction, arrays)
+    return launched(program(chosen, direction, arrays), [*arrays], device)
+
+
+def launched(made: Program, names: list[str], device: str) -> list[str]:
+    """Scratch and launches, word by word."""
     lines = [
         f"scratch {w.name} {w.buffer.shape} {w.buffer.dtype} zeroed={w.zeroed}".replace(", ", ",")
         for w in made.workspaces
     ]
-    names = [*arrays, *(w.name for w in made.workspaces)]
+    names += [w.name for w in made.workspaces]
     addresses = [4096 * (i + 1) for i in range(len(names))]
     with standin.gpu(device) as gpu:
         BoundProgram(made, by_name(device).arch, 0, names).run(addresses, 0)
@@ -280,7 +350,11 @@ def given(direction: str, chosen, problem: AttentionProblem, laid: dict, device:
         lines += [f"{name}: {word}" for word in words]
         for line in more:
             about, *words = line.replace(", ", ",").split()
-            about = "" if about in ("numbers", "constants") else f"{about} "
+            if about in ("numbers", "constants"):
+                about = ""
+            else:
+                lines.append(f"{name}: {about}")
+                about += " "
             lines += [f"{name}: {about}{word}" for word in words]
     return lines
 
@@ -296,23 +370,29 @@ def key(word: str) -> str:
 def table() -> str:
     lines = []
     for (device, backend), problems in TABLE.items():
-        usual: list[str] = []
-        for asked in problems:
-            found = told(device, backend, asked)
-            lines.append(f"{device} {backend} {asked[0]} {asked[1] or ''}")
-            if not usual:
-                usual = found
-                lines += [f"  {word}" for word in found]
-                continue
-            new = [word for word in found if word not in usual]
-            keys = {key(word) for word in found}
-            gone = [key(word) for word in usual if key(word) not in keys]
-            lines.append("  " + "; ".join(new))
-            # All that an absent launch would be given is absent, too.
-            roles = {word.split(": ")[0] for word in found}
-            lost = [word for word in gone if word.split(": ")[0] in roles]
-            lines += [f"  without {', '.join(lost)}"] * bool(lost)
+        found = [(f"{f} {laid or ''}", told(device, backend, (f, laid))) for f, laid in problems]
+        lines += differing(f"{device} {backend}", found)
+    for what in ("append", "rotate"):
+        asked = [(facts, laid) for name, facts, laid in CACHE if name == what]
+        found = [(f"{f} {laid or ''}", cache_told(what, laid, **f)) for f, laid in asked]
+        lines += differing(what, found)
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def differing(title: str, told: list[tuple[str, list[str]]]) -> list[str]:
+    """The first in full, and of the others what differs from it."""
+    usual = told[0][1]
+    lines = [f"{title} {told[0][0]}", *(f"  {word}" for word in usual)]
+    for asked, found in told[1:]:
+        lines.append(f"{title} {asked}")
+        lines.append("  " + "; ".join(word for word in found if word not in usual))
+        keys = {key(word) for word in found}
+        gone = [key(word) for word in usual if key(word) not in keys]
+        # All that an absent launch would be given is absent, too.
+        roles = {word.split(": ")[0] for word in found}
+        lost = [word for word in gone if word.split(": ")[0] in roles]
+        lines += [f"  without {', '.join(lost)}"] * bool(lost)
+    return lines
 
 
 def test_what_kernels_are_given_is_that_of_the_golden_table():

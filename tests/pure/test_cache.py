@@ -1,5 +1,6 @@
 """The disk cache and packs: shared, crash-safe, bounded, and careful about what they load."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -330,6 +331,33 @@ def test_a_pack_gives_back_what_was_put_in(tmp_path, no_packs):
     assert packs.find("key") == artifact()
     assert packs.find("other") is None
     assert packs.backends() == {"portable"}
+
+
+def test_the_pack_that_the_environment_names_is_loaded_unasked_and_once(
+    tmp_path, no_packs, monkeypatch
+):
+    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable"})
+    monkeypatch.setenv("HEEDFUL_PACK", str(tmp_path / "pack"))
+    packs.load_default.cache_clear()
+    try:
+        assert packs.backends() == {"portable"}
+        assert packs.find("key") == artifact()
+        packs._loaded.clear()
+        assert packs.find("key") is None
+        packs.load_default.cache_clear()
+        assert packs.find("key") == artifact()
+    finally:
+        packs.load_default.cache_clear()
+
+
+def test_a_manifest_says_what_each_kernel_is(tmp_path, no_packs):
+    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable", "hopper"})
+    manifest = json.loads((tmp_path / "pack" / packs.MANIFEST).read_text())
+    assert manifest["backends"] == ["hopper", "portable"] and manifest["format"] == 1
+    facts = manifest["kernels"]["key"]
+    content = (tmp_path / "pack" / "key.kernel").read_bytes()
+    assert facts.pop("sha256") == hashlib.sha256(content).hexdigest()
+    assert facts == {"target": "cuda:90", "symbol": "kernel", "toolchain": "triton 3.9.0"}
 
 
 def test_a_packed_kernel_that_was_changed_is_refused(tmp_path, no_packs):

@@ -5,11 +5,13 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 import heedful
+from heedful.core import forks
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
 
@@ -73,6 +75,43 @@ thread.join()
 def test_a_child_forked_while_a_thread_compiles_gets_kernels(tmp_path, arch):
     done = run(_COMPILING, str(tmp_path), arch)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def stranded(monkeypatch):
+    """This thread as one that came into a forked child."""
+    for name in ("_stranded", "_helper"):
+        monkeypatch.setattr(forks, name, None)
+    assert not forks.is_stranded()
+    forks._after_fork()
+
+
+def test_a_stranded_thread_has_its_work_done_by_one_that_is_not(stranded):
+    assert forks.is_stranded()
+    found = [forks.on_own_thread(lambda *a: (a, threading.get_ident()), 1, 2) for _ in range(2)]
+    assert found[0] == found[1] and found[0][0] == (1, 2)
+    assert found[0][1] != threading.get_ident()
+    assert forks.on_own_thread(lambda: forks.is_stranded()) is False
+    helper = next(t for t in threading.enumerate() if t.ident == found[0][1])
+    # The process ends without it.
+    assert helper.daemon and helper.name == "heedful"
+
+
+def test_what_fails_on_another_thread_fails_for_the_caller_and_the_next_goes_on(stranded):
+    with pytest.raises(ZeroDivisionError):
+        forks.on_own_thread(lambda: 1 // 0)
+    assert forks.on_own_thread(max, 3, 4) == 4
+
+
+def test_a_thread_that_was_made_here_does_its_own_work():
+    assert forks.on_own_thread(threading.get_ident) == threading.get_ident()
+
+
+def test_a_lock_that_was_held_at_the_fork_is_free_in_the_child(stranded):
+    lock = forks.new_lock()
+    assert lock.acquire() and lock.locked()
+    forks._after_fork()
+    assert not lock.locked()
 
 
 _DRIVER = """

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 
 from heedful.core import capability, configs
-from heedful.core.capability import ROWS, Toolchain
+from heedful.core.capability import ROWS, KernelRow, Toolchain
 from heedful.core.device import KNOWN, DeviceSpec, by_name
+from heedful.core.mask import MaskSpec
 from heedful.core.plan import explain, plan
 from heedful.core.problem import FEATURES, AttentionProblem
 from heedful.core.splits import choose_splits
@@ -178,13 +179,175 @@ def test_flops_count_visible_pairs_and_match_the_usual_formula():
         ({"dropout_p": 1.5}, "dropout_p"),
         ({"num_splits": -1}, "num_splits"),
         ({"scale": float("nan")}, "softmax_scale"),
-        ({"batch": -1}, "batch"),
+        ({"batch": -1}, "batch must be >= 0, got -1"),
+        ({"seqlen_q": -1}, "seqlen_q must be >= 0, got -1"),
+        ({"seqlen_k": -1}, "seqlen_k must be >= 0, got -1"),
+        ({"heads_k": 0}, "whole multiple"),
+        ({"heads_q": 0, "heads_k": 1}, "whole multiple"),
+        ({"head_dim": 577, "head_dim_v": 8}, "q must have a head_dim of 1 to 576, got 577"),
+        ({"head_dim": 8, "head_dim_v": 513}, "v must have a head_dim of 1 to 512, got 513"),
+        ({"head_dim": 8, "head_dim_v": 0}, "v must have a head_dim of 1 to 512, got 0"),
+        ({"kv_dtype": "int3"}, "kv_dtype must be one of float32, .*, got int3"),
+        ({"out_dtype": "int3"}, "out_dtype must be one of float32, .*, got int3"),
+        ({"scale": float("inf")}, "softmax_scale must be finite"),
+        ({"softcap": float("inf")}, "softcap must be finite and >= 0"),
+        ({"softcap": float("nan")}, "softcap must be finite and >= 0"),
+        ({"dropout_p": -0.01}, r"dropout_p must be within \[0, 1\]"),
+        ({"dropout_p": float("nan")}, r"dropout_p must be within \[0, 1\]"),
+        ({"dropout_origin": (0, 0, 0)}, r"dropout_origin must be \(batch, head, row, column\)"),
+        ({"dropout_origin": (0,) * 5}, r"dropout_origin must be \(batch, head, row, column\)"),
     ],
 )
 def test_impossible_problems_are_named(facts, says):
     base = {"batch": 1, "seqlen_q": 8, "seqlen_k": 8, "heads_q": 4}
     with pytest.raises(ValueError, match=says):
         dense(**{**base, **facts})
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        *({name: 0} for name in ("batch", "seqlen_q", "seqlen_k")),
+        {"heads_q": 1, "heads_k": 1},
+        {"heads_q": 4, "heads_k": 4},
+        {"head_dim": 1},
+        {"head_dim": 576, "head_dim_v": 512},
+        {"dropout_p": 0.0},
+        {"dropout_p": 1.0},
+        {"softcap": 0.0},
+        {"num_splits": 0},
+        {"scale": -2.0},
+    ],
+    ids=str,
+)
+def test_the_least_and_the_largest_figures_are_problems(facts):
+    made = dense(**{"batch": 1, "seqlen_q": 8, "seqlen_k": 8, "heads_q": 4, **facts})
+    assert {name: getattr(made, name) for name in facts} == facts
+
+
+def test_what_is_left_out_of_a_problem_is_the_usual():
+    made = dense(1, 8, 9, 6)
+    assert (made.heads_k, made.head_dim, made.head_dim_v) == (6, 128, 128)
+    assert {made.dtype, made.kv_dtype, made.out_dtype} == {"bfloat16"}
+    assert dense(1, 8, 8, 1, head_dim=16).scale == 0.25
+    assert dense(1, 8, 8, 1, head_dim=1).scale == 1.0
+    assert (made.softcap, made.dropout_p, made.dropout_origin) == (0.0, 0.0, (0, 0, 0, 0))
+    assert made.mask == MaskSpec() and not made.mask.bounded
+    assert made.aligned and made.even_rows and not made.features()
+    for dtype in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"):
+        assert dense(1, 8, 8, 1, dtype=dtype).out_dtype == "bfloat16"
+    assert dense(1, 8, 8, 1, dtype="float16").out_dtype == "float16"
+    with pytest.raises(TypeError, match="^head_dim must be an int"):
+        dense(1, 8, 8, 1, head_dim="64")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_scale_counts_from_the_least_that_stands_for_all_nearer_to_zero():
+    for scale, taken in ((2e-30, 2e-30), (-2e-30, -2e-30), (1.5e-30, 1.5e-30), (9e-31, 1e-30)):
+        assert dense(1, 8, 8, 1, scale=scale).scale == taken
+
+
+def test_the_log_sum_exp_of_packed_queries_has_no_batch():
+    assert dense(3, 8, 9, 4).lse_shape == (3, 4, 8)
+    assert dense(3, 8, 9, 4, total_q=20).lse_shape == (4, 20)
+    assert dense(3, 8, 9, 4, total_q=0).lse_shape == (4, 0)
+
+
+def test_gathered_keys_are_dense_and_as_long_as_is_used():
+    paged = dense(2, 8, 64, 4, page_size=16, total_k=100, even_rows=False)
+    dense_keys = paged.gathered()
+    changed = {"page_size": 0, "total_k": None, "used_k": True, "even_rows": True}
+    assert dense_keys == replace(paged, **changed)
+
+
+def test_every_feature_has_words_and_a_problem_that_asks_for_it():
+    base = {"batch": 1, "seqlen_q": 8, "seqlen_k": 8, "heads_q": 4, "head_dim": 64}
+    asks: dict[str, dict] = {
+        name: {name: True}
+        for name in (
+            *("alibi", "bias", "sink", "tree_mask", "kv_batch_idx", "leftpad_k"),
+            *("return_lse", "return_probs", "bias_grad"),
+        )
+    }
+    asks |= {
+        "causal": {"causal": True},
+        "window": {"mask": MaskSpec(3, 3)},
+        "first_keys": {"mask": MaskSpec(3, 3, 1)},
+        "diagonal": {"mask": MaskSpec(-1, 0, 0, False)},
+        "softcap": {"softcap": 0.5},
+        "dropout": {"dropout_p": 0.1},
+        "varlen": {"total_q": 4},
+        "seqused": {"used_q": True},
+        "paged": {"page_size": 1, "even_rows": True},
+        "gqa": {"heads_k": 2},
+        "head_dims_differ": {"head_dim_v": 32},
+        "fp8": {"dtype": "float8_e4m3fn"},
+        "quantized_kv": {"kv_dtype": "int8"},
+        "split_kv": {"num_splits": 2},
+        "backward": {"needs_grad": True},
+        "deterministic": {"needs_grad": True, "deterministic": True},
+        "unaligned": {"aligned": False},
+        "uneven_rows": {"even_rows": False, "used_k": True},
+    }
+    assert set(asks) == set(FEATURES)
+    implied = {"first_keys": {"window"}, "diagonal": {"causal"}, "deterministic": {"backward"}}
+    implied |= {"uneven_rows": {"seqused"}}
+    for name, facts in asks.items():
+        assert dense(**{**base, **facts}).features() == {name} | implied.get(name, set())
+        assert FEATURES[name].strip()
+
+
+def test_a_pack_of_kernels_stands_for_triton_and_other_tools_are_still_asked_for():
+    row = KernelRow(
+        *("mine", "forward", {"cpu": "run"}, ("bfloat16",), frozenset()),
+        least=(("triton", (3, 6)), ("torch", (2, 11))),
+    )
+    packed = Toolchain(None, (2, 10), packs=frozenset({"mine"}))
+    why = row.why_not(dense(1, 8, 8, 1), by_name("CPU"), packed)
+    assert why == ["needs torch >= 2.11, got 2.10"]
+    other = replace(packed, packs=frozenset({"other"}))
+    why = row.why_not(dense(1, 8, 8, 1), by_name("CPU"), other)
+    assert why == ["needs triton >= 3.6, which is not installed", "needs torch >= 2.11, got 2.10"]
+
+
+@pytest.mark.parametrize("shared, takes", [(128 * 1024 - 1, False), (128 * 1024, True)])
+def test_wide_float32_gradients_need_128_kib_of_shared_memory(shared, takes):
+    wide = dense(1, 64, 64, 1, head_dim=264, dtype="float32", needs_grad=True)
+    device = by_name("A100").live(shared_bytes=shared)
+    if takes:
+        assert plan(wide, device).backward == "portable"
+    else:
+        with pytest.raises(ValueError, match="128 KiB of shared memory"):
+            plan(wide, device)
+
+
+@pytest.mark.parametrize(
+    "said", ["MI355X", "mi355x", " mi355x ", "RTX 4090", "rtx-4090", "Rtx_4090"]
+)
+def test_a_device_is_known_by_its_name_however_it_is_written(said):
+    assert by_name(said).name == ("MI355X" if "35" in said else "RTX 4090")
+
+
+@pytest.mark.parametrize(
+    "arch, first, vendor",
+    [
+        ("sm_90", "H200", "nvidia"),
+        ("gfx950", "MI350X", "amd"),
+        ("cpu", "CPU", "cpu"),
+        ("SM-80", "A100", "nvidia"),
+    ],
+)
+def test_an_architecture_stands_for_its_first_device(arch, first, vendor):
+    assert (by_name(arch).name, by_name(arch).vendor) == (first, vendor)
+
+
+def test_an_unknown_device_is_named_with_those_that_are_known():
+    with pytest.raises(ValueError, match="unknown device 'H300'; known: H200, H100, .*CPU, or"):
+        by_name("H300")
+
+
+def test_a_live_device_has_the_figures_that_were_read_and_the_others_of_the_table():
+    live = by_name("H200").live(units=16, l2_bytes=5)
+    assert live == replace(by_name("H200"), units=16, l2_bytes=5)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.0, 1e-50, -1e-50])

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 
 import heedful
-from heedful.core import settings
+from heedful.core import log, settings
+from heedful.core.device import by_name
+from heedful.core.plan import explain, plan
+from heedful.core.problem import AttentionProblem
 
 
 @pytest.fixture
@@ -31,6 +34,59 @@ def test_a_wrong_value_is_named_with_its_variable(clean, monkeypatch):
         monkeypatch.setenv(settings.TABLE[name].variable, text)
         with pytest.raises(ValueError, match=f"{settings.TABLE[name].variable}='{text}'"):
             settings.get(name)
+
+
+MIB = 1024 * 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "unset", "texts"),
+    [
+        ("backend", None, {"cpu": "cpu"}),
+        ("workspace_limit", None, {"0": 0, "1": MIB, "300": 300 * MIB}),
+        ("cache_limit", 2048 * MIB, {"0": 0, "7": 7 * MIB}),
+        ("cache_read_only", False, {"1": True, "TRUE": True, "yes": True, "on": True}),
+        ("cache_read_only", False, {"0": False, "false": False, "No": False, "off": False}),
+        ("check_pages", False, {"1": True, "0": False}),
+        ("pack", None, {"/a/b": Path("/a/b")}),
+        ("cache_dir", None, {"/a/b": Path("/a/b")}),
+        ("log", "warning", {"DEBUG": "debug", "info": "info", "warning": "warning"}),
+        ("log", "warning", {"Error": "error"}),
+    ],
+)
+def test_texts_stand_for_values_and_none_for_the_default(clean, monkeypatch, name, unset, texts):
+    if name != "cache_dir":
+        assert settings.get(name) == unset
+    for text, value in texts.items():
+        monkeypatch.setenv(settings.TABLE[name].variable, text)
+        assert settings.get(name) == value and settings.is_set(name)
+
+
+@pytest.mark.parametrize("name", ["workspace_limit", "cache_limit"])
+@pytest.mark.parametrize("text", ["-1", "1.5", "many"])
+def test_a_size_is_a_number_of_mib_from_0_on(clean, monkeypatch, name, text):
+    monkeypatch.setenv(settings.TABLE[name].variable, text)
+    with pytest.raises(ValueError, match=f"^{settings.TABLE[name].variable}='{text}': "):
+        settings.get(name)
+
+
+def test_variables_are_heedfuls_and_each_is_explained():
+    for name, setting in settings.TABLE.items():
+        assert setting.variable.startswith(f"HEEDFUL_{name.upper()}")
+        assert setting.variable.removeprefix(f"HEEDFUL_{name.upper()}") in ("", "_MB")
+        assert setting.help
+
+
+@pytest.mark.skipif(os.name == "nt", reason="homes are found another way there")
+def test_without_home_in_the_environment_it_is_that_of_the_users_entry(clean, monkeypatch):
+    import pwd
+    from types import SimpleNamespace
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir=f"/entry/{uid}"))
+    assert settings.get("cache_dir") == Path(f"/entry/{os.getuid()}/.cache/heedful")
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_dir=""))
+    assert settings.get("cache_dir") is None
 
 
 @pytest.mark.parametrize(
@@ -104,6 +160,49 @@ def test_a_user_without_a_home_or_an_entry_gets_kernels_and_one_warning(tmp_path
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("set HEEDFUL_CACHE_DIR") == 1 == len(done.stderr.splitlines())
+
+
+_CONFIGURED = """
+import logging, sys
+if "configured" in sys.argv:
+    logging.basicConfig()
+import heedful.core.log
+log = logging.getLogger("heedful")
+print(len(log.handlers), logging.getLevelName(log.level))
+heedful.core.log.configure()
+print(len(log.handlers))
+"""
+
+
+@pytest.mark.parametrize("how, handlers", [("configured", 0), ("not", 1)])
+def test_a_level_prints_only_where_the_application_has_configured_nothing(how, handlers):
+    env = {**os.environ, "HEEDFUL_LOG": "Info"}
+    env["PYTHONPATH"] = str(Path(heedful.__file__).parents[1])
+    command = [sys.executable, "-c", _CONFIGURED, how]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.stdout.split() == [str(handlers), "INFO", str(handlers)], done.stderr
+
+
+@pytest.mark.parametrize(
+    "facts, backend, said",
+    [
+        ({}, None, "-> hopper"),
+        ({"needs_grad": True}, None, "-> hopper, backward portable"),
+        ({"num_splits": 2}, "portable", "-> portable, 2 splits"),
+        ({"num_splits": 1}, "portable", "-> portable"),
+    ],
+)
+def test_decisions_are_told_at_level_info_and_in_full_at_debug(facts, backend, said, caplog):
+    chosen = plan(AttentionProblem.dense(1, 64, 64, 8, **facts), by_name("H200"), backend=backend)
+    with caplog.at_level("WARNING", "heedful"):
+        log.decision(chosen)
+    assert not caplog.records
+    with caplog.at_level("INFO", "heedful"):
+        log.decision(chosen)
+    assert caplog.messages == [f"[{chosen.problem.key()}] {said}"]
+    with caplog.at_level("DEBUG", "heedful"):
+        log.decision(chosen)
+    assert caplog.messages[1:] == [f"planned\n{explain(chosen)}"]
 
 
 @pytest.mark.parametrize(("value", "handlers"), [("", 0), ("info", 1)])
