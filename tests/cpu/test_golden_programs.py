@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -279,7 +280,7 @@ def cache_told(
     leftpad: bool = False,
     rotary: int = 0,
     position0: int = 0,
-    **flags: bool,
+    **flags: int,
 ) -> list[str]:
     make, heads = BufferSpec.contiguous, 4
     arrays = {"cache_seqlens": make((batch,), "int32")}
@@ -298,7 +299,7 @@ def cache_told(
         flags |= {"page_size": pages}
     arrays |= {name: make((batch, seqlen, heads, d), "bfloat16") for name, d in tensors.items()}
     arrays |= {name: lying(arrays[name], strides) for name, strides in laid.items()}
-    function = portable_cache.append_kv if what == "append" else portable_cache.rotary
+    function: Any = portable_cache.append_kv if what == "append" else portable_cache.rotary
     try:
         made = function(arrays, position0=position0, **flags)
     except ValueError as error:
