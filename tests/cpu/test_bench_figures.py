@@ -205,7 +205,8 @@ def test_other_rows_are_compared_in_other_heads():
 def test_rows_are_told_apart_by_how_many_keys_they_see():
     from heedful.bench.check import _band
 
-    for mask in (MaskSpec.of(True), MaskSpec.of(True, (20, 0)), MaskSpec.of(False)):
+    for bounds in ((-1, 0), (20, 0), (-1, -1), (0, 0), (3, 5), (20, -1), (0, -1)):
+        mask = MaskSpec(*bounds)
         problem = AttentionProblem.dense(1, 70, 90, 1, 1, 16, dtype="float32", mask=mask)
         rows = torch.arange(70)
         seen = [sum(mask.visible(i, j, 70, 90) for j in range(90)) for i in range(70)]
