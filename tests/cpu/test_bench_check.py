@@ -199,6 +199,7 @@ def test_rows_are_computed_in_blocks_of_bounded_size(monkeypatch):
     inputs = draw(case, CPU)
     q, dout = (x[0, :, :2].transpose(0, 1) for x in (inputs.q, inputs.dout))
     x = exact.Operands(q, inputs.k[0, :, 0], inputs.v[0, :, 0], dout)
+    assert exact.BLOCK_BYTES == 512 * 2**20
     sizes = []
     softmax = exact._Head._softmax
     monkeypatch.setattr(

@@ -104,6 +104,14 @@ def test_no_cpu_kernel_takes_packed_sequences_or_windows():
         assert PEERS["flash"].why_not(case, CUDA) is None
 
 
+def test_sixteen_gibibytes_of_scores_are_the_most():
+    for keys, reason in ((16384, None), (16385, "would hold 16 GiB of scores")):
+        problem = AttentionProblem.dense(2, 16384, keys, 8, 8, 64)
+        assert PEERS["math"].why_not(Case("forward", problem), CUDA) == reason
+        # Others hold none.
+        assert PEERS["sdpa"].why_not(Case("forward", problem), CUDA) is None
+
+
 def test_flex_has_no_backward_on_a_cpu():
     backward = dataclasses.replace(dense(), direction="backward")
     flex = PEERS["flex"]

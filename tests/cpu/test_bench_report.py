@@ -326,6 +326,8 @@ def test_a_picture_can_be_read(drawn):
 def test_labels_of_many_bars_stand_upright(drawn):
     many = [outcome(dense(), figure("heedful", 8.0), figure("flash", 9.0))] * 7
     assert {text.get_rotation() for text in drawn(many).axes[0].texts} == {90}
+    one = [outcome(dense(), figure("heedful", 8.0))] * 13
+    assert {text.get_rotation() for text in drawn(one).axes[0].texts} == {90}
     assert {text.get_rotation() for text in drawn(many[:6]).axes[0].texts} == {0}
 
 

@@ -35,6 +35,8 @@ def peer(name: str, make=PEERS["math"].make) -> Peer:
 
 def test_base_ratios_come_from_the_first_that_was_timed():
     assert BASES == ("bf16", "cudnn", "flash", "sdpa", "math")
+    # As docs/benchmarks.md says of host time.
+    assert run.HOST_SETS == 256
 
 
 class Stub:

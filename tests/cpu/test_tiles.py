@@ -434,7 +434,7 @@ def test_64_mebibytes_of_a_block_are_held():
 
 
 def test_masks_of_the_diagonal_are_made_once(monkeypatch):
-    made = []
+    made, kept = [], []
     full = torch.full
     monkeypatch.setattr(torch, "full", lambda *a, **more: made.append(a) or full(*a, **more))
     case = Case(
@@ -451,7 +451,8 @@ def test_masks_of_the_diagonal_are_made_once(monkeypatch):
         assert len(made) == 2
         for size in range(1, 20):
             tiles._hidden_by_position(block, range(size), range(3))
-            assert len(tiles._hidden) <= 8
+            kept.append(len(tiles._hidden))
+    assert max(kept) == 8
 
 
 def test_products_add_a_column_last_where_it_is_exact():
@@ -516,6 +517,13 @@ def test_a_dropout_mask_is_made_in_pieces_of_bounded_size(monkeypatch):
     # 60 words a row of all heads: sixteen rows at a time.
     assert sizes == [960, 960, 960, 120]
     sizes.clear()
+    philox.keep_tile(1, 0.5, range(2), range(3), range(1), range(4000))
+    monkeypatch.undo()
+    monkeypatch.setattr(philox, "philox4x32", noted)
+    philox.keep_tile(1, 0.5, range(1), range(1), range(70_000), range(4))
+    assert sizes == [6000, 65536, 70_000 - 65536]
+    sizes.clear()
+    monkeypatch.setattr(philox, "CHUNK", 1000)
     philox.keep_tile(1, 0.5, range(2), range(3), range(2), range(4000))
     assert sizes == [6000, 6000]
     assert philox.keep_tile(1, 0.5, range(0), range(3), range(2), range(5)).shape == (0, 3, 2, 5)
@@ -612,6 +620,13 @@ def test_keys_are_held_up_to_a_limit(monkeypatch):
         tiles = Tiles(built.problem, built.x)
         tiles.hold_keys(block)
         assert tiles._seen == seen
+    monkeypatch.undo()
+    with Tiles(built.problem, built.x) as tiles:
+        tiles.hold_keys(block)
+        one = tiles.load_k(block, range(256, 512))
+        assert tiles.load_k(block, range(256, 512)) is one
+        tiles.hold_keys(block)
+        assert tiles.load_k(block, range(256, 512)) is one
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "heads_first", "packed", "offset"])
@@ -632,6 +647,37 @@ def test_a_bias_has_its_gradient_where_it_has_elements(real, shape):
     grads = cpu.backward(built.problem, built.x, out, lse, built.dout, built.dlse)
     assert grads.dbias is not None and tuple(grads.dbias.shape) == shape
     assert grads.dbias.dtype == built.x.bias.dtype
+
+
+def test_only_splits_keep_what_a_part_made(groups):
+    for splits, kept in ((1, 0), (2, 2)):
+        built = build(Case(backward=False, seqlen_k=300, num_splits=splits))
+        cpu.forward(built.problem, built.x)
+        ((own, _),) = groups
+        assert {len(split._done) for group in own for split, _ in group} == {kept}
+        groups.clear()
+
+
+def test_sdpa_needs_no_second_opinion_where_a_row_fills_a_vector(monkeypatch):
+    from heedful.cpu import sdpa
+
+    asked = []
+    monkeypatch.setattr(sdpa, "_with_nan", lambda problem, x, out: asked.append(1) or out)
+    for len_q, len_k, causal, asks in (
+        (9, 63, False, 1),
+        (9, 64, False, 0),
+        (63, 200, True, 0),
+        (64, 200, True, 0),
+        (200, 63, True, 1),
+        (200, 64, True, 0),
+    ):
+        case = Case(seqlen_q=len_q, seqlen_k=len_k, causal=causal, bottom_right=False)
+        built = build(replace(case, backward=False))
+        sdpa.forward(built.problem, built.x)
+        assert not asked
+        sdpa.forward(built.problem, built.x._replace(v=torch.zeros_like(built.x.v)))
+        assert len(asked) == asks, (len_q, len_k)
+        asked.clear()
 
 
 def test_sdpa_asks_for_a_second_opinion_only_of_rows_that_may_be_nan(monkeypatch):
