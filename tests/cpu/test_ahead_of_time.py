@@ -1,5 +1,7 @@
 """What is compiled ahead of time, inspected or handed to a foreign launcher is what a call runs."""
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -153,6 +155,111 @@ def test_a_list_by_hand_may_leave_out_what_is_usual(tmp_path):
     assert entry.buffers == {"q": BufferSpec((1, 2), (2, 1), "float16")}
     with pytest.raises(ValueError, match="direction must be one of.*'sideways'"):
         record.Entry.from_json({**facts, "direction": "sideways"})
+
+
+LISTED = {"batch": 1, "seqlen_q": 8, "seqlen_k": 16, "heads_q": 2}
+
+
+@pytest.mark.parametrize(
+    "content, says",
+    [
+        ("{", "is not JSON"),
+        ("[]", 'must be an object with "format": 1'),
+        ({"format": 2, "problems": []}, 'must be an object with "format": 1'),
+        ({"problems": []}, 'must be an object with "format": 1'),
+        ({"format": 1, "problems": [{}]}, "problem 0: 'problem'"),
+        (
+            {"format": 1, "problems": [{"problem": LISTED}, {"problem": {**LISTED, "batch": -1}}]},
+            "problem 1: batch must be >= 0",
+        ),
+        ({"format": 1, "problems": [{"problem": {**LISTED, "colour": 1}}]}, "problem 0: .*colour"),
+        (
+            {"format": 1, "problems": [{"problem": {**LISTED, "dropout_origin": [1, 2]}}]},
+            "problem 0: dropout_origin must be",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_list_is_said_with_its_place(tmp_path, content, says):
+    path = tmp_path / "list.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(ValueError, match=f"{path}.*{says}"):
+        record.load(path)
+
+
+def test_a_list_may_be_empty_and_keeps_everything_of_its_entries(tmp_path):
+    path = tmp_path / "list.json"
+    path.write_text('{"format": 1}')
+    assert record.load(path) == []
+    built = build(replace(BASE, window=(5, 0, 2), dropout_p=0.5, backward=False))
+    specs = {"q": BufferSpec((1, 2), (9, 1), "float16", aligned=False)}
+    entries = [
+        record.Entry(built.problem),
+        record.Entry(built.problem, "backward", specs, by_name("H200").live(units=7)),
+    ]
+    record.save(path, entries)
+    assert record.load(path) == entries
+
+
+def test_nothing_is_noted_where_nobody_records(monkeypatch):
+    monkeypatch.setattr(record, "Entry", None)
+    record.note(None, "forward", {})  # pyright: ignore[reportArgumentType]
+
+
+def test_a_recording_is_written_though_the_calls_inside_fail(tmp_path):
+    path = tmp_path / "list.json"
+    with standin.gpu("B200"):
+        with pytest.raises(ZeroDivisionError), record.record(path):
+            api.results(build(replace(BASE, backward=False)))
+            raise ZeroDivisionError
+        api.results(build(replace(BASE, backward=False, causal=True)))
+    assert len(record.load(path)) == 1
+
+
+def test_gradients_are_planned_for_and_a_backend_may_be_named():
+    problem = build(replace(BASE, backward=False)).problem
+    assert not problem.needs_grad
+    for direction, names in {"forward": {"hopper"}, "backward": {"portable"}}.items():
+        found, backends = prebuild.kernels([record.Entry(problem, direction)], [by_name("H200")])
+        assert backends == names
+        functions = {call.kernel.function for call, _ in found.values()}
+        assert ("query_gradients" in functions) == (direction == "backward")
+    _, backends = prebuild.kernels([record.Entry(problem)], [by_name("H200")], "portable")
+    assert backends == {"portable"}
+
+
+@pytest.mark.parametrize("jobs, workers", [(1, 1), (0, 1), (99, 3), (2, 2)])
+def test_every_kernel_is_compiled_once_into_a_pack_by_as_many_as_are_of_use(
+    tmp_path, monkeypatch, jobs, workers
+):
+    made, said, asked = [], [], []
+
+    def compile_now(call, arch):
+        made.append((call.kernel.function, arch))
+        return replace(standin.Gpu().compile(call, arch), call=None)
+
+    def pool(count, mp_context):
+        asked.append((count, mp_context.get_start_method()))
+        return ThreadPoolExecutor(count)
+
+    monkeypatch.setattr(prebuild, "_compile", compile_now)
+    monkeypatch.setattr(prebuild, "ProcessPoolExecutor", pool)
+    written = {}
+    monkeypatch.setattr(prebuild, "write_pack", lambda *given: written.update(given=given))
+    problem = build(BASE).problem
+    entries = [record.Entry(problem, d) for d in ("forward", "backward", "forward")]
+    devices, folder = [by_name("B200")], tmp_path / "pack"
+    count = prebuild.prebuild(entries, devices, folder, jobs, progress=lambda *g: said.append(g))
+    assert count == 3 and asked == [(workers, "spawn")]
+    functions = ["attention_forward", "key_gradients", "query_gradients"]
+    assert sorted(made) == [(name, "sm_100") for name in functions]
+    assert [numbers[:2] for numbers in said] == [(1, 3), (2, 3), (3, 3)]
+    assert sorted(name for *_, name in said) == functions
+    where, packed, backends = written["given"]
+    assert where == folder and backends == {"portable"}
+    assert {key: a.symbol for key, a in packed.items()} == {
+        key: call.kernel.function
+        for key, (call, _) in prebuild.kernels(entries, devices)[0].items()
+    }
 
 
 def test_cpu_problems_have_nothing_to_compile():
