@@ -74,6 +74,73 @@ def test_appending_to_a_cache_and_attending_is_what_the_cpu_does():
         assert torch.allclose(ours, theirs, rtol=0, atol=8 * torch.finfo(torch.float32).eps)
 
 
+def columns_apart(t: torch.Tensor) -> torch.Tensor:
+    """The same values; the last dim has stride 2."""
+    return torch.stack([t, t], -1)[..., 0]
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+ANGLE = torch.rand(40, 4)
+ROTARY = {"rotary_cos": ANGLE.cos(), "rotary_sin": ANGLE.sin()}
+TURNED = {"rotary_cos": columns_apart(ANGLE.cos()), "rotary_sin": columns_apart(ANGLE.sin())}
+PREFIX = {"shared_prefix": (torch.rand(5, 2, 16), torch.rand(5, 2, 16)), "causal": True}
+STEPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "int": {"cache_seqlens": 3},
+    "no sequence": {"cache_seqlens": ints(-1, 5)},
+    "rows": {"cache_batch_idx": ints(2, 0), "cache_leftpad": ints(1, 2)},
+    "pads apart": {"cache_leftpad": columns_apart(ints(1, 2))},
+    "rotary": ROTARY,
+    "rotary halves": {**ROTARY, "rotary_interleaved": False},
+    "rotary causal": {**ROTARY, "causal": True},
+    "rotary causal halves": {**ROTARY, "causal": True, "rotary_interleaved": False},
+    "rotary window": {**TURNED, "window_size": (3, 0)},
+    "prefix": {**PREFIX, "return_softmax_lse": True},
+    "prefix rotary": {**PREFIX, **ROTARY, "sink": torch.rand(4)},
+    "pages": {"block_table": ints(4, 1, 5, 0, 3, 2).view(2, 3), **ROTARY, "causal": True},
+    "nothing new": {"k": torch.rand(2, 0, 2, 16), "v": torch.rand(2, 0, 2, 16), **ROTARY},
+}
+
+
+@interpreted
+@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_over_a_cache_is_what_the_cpu_does(name, strided):
+    """Again, too, on other numbers."""
+    values = torch.Generator().manual_seed(0)
+    keywords = dict(STEPS[name])
+    pages = "block_table" in keywords
+    rows = 6 if pages else 3 if "cache_batch_idx" in keywords else 2
+    capacity = 4 if pages else 12
+
+    def step(given, caches, backend):
+        stored = [cache.clone() for cache in caches]
+        out = heedful.flash_attn_with_kvcache(
+            given["q"], *stored, **{n: given[n] for n in given if n != "q"}, backend=backend
+        )
+        return *(out if isinstance(out, tuple) else (out,)), *stored
+
+    calls = []
+    for _ in range(2):
+        given = {n: torch.randn(2, 2, 2, 16, generator=values) for n in "kv"}
+        given["q"] = torch.randn(2, 2, 4, 16, generator=values)
+        given = {n: columns_apart(t) if strided else t for n, t in given.items()}
+        given |= {"cache_seqlens": ints(4, 0), **keywords}
+        caches = [torch.randn(rows, capacity, 2, 16, generator=values) for _ in "kv"]
+        calls.append((given, caches))
+    wants = [step(*call, "cpu") for call in calls]
+    with standin.gpu(interprets=True, tiles=(16, 16)):
+        gots = [step(*call, None) for call in calls]
+    for got, want in zip(gots, wants, strict=True):
+        for ours, theirs in zip(got, want, strict=True):
+            # As many roundings as a score has terms, and its weights as keys.
+            atol = 64 * torch.finfo(torch.float32).eps * theirs.abs().nan_to_num(posinf=0).max()
+            assert torch.allclose(ours, theirs, rtol=0, atol=atol.item())
+
+
 def shared_pages(grad: str = "qkv") -> Any:
     """Two sequences that begin with the same two pages, and numbers of no page past their ends."""
     values = torch.Generator().manual_seed(0)

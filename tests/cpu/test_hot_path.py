@@ -3,11 +3,12 @@
 import contextlib
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 import heedful
-from heedful.torch import backends, calls, kvcache
+from heedful.torch import api, backends, calls, kvcache
 
 
 class Exceptions:
@@ -88,6 +89,48 @@ def test_decode_steps_of_other_kinds_are_not_taken_for_the_last():
     for _ in range(3):
         for kind, want in zip(kinds, wanted, strict=True):
             assert torch.equal(decode(**kind), want), kind
+
+
+Q = torch.randn(1, 16, 2, 8)
+BOUNDS = torch.tensor([0, 16], dtype=torch.int32)
+FUNCTIONS = {
+    "dense": lambda **more: heedful.flash_attn_func(Q, Q, Q, **more),
+    "packed": lambda **more: heedful.flash_attn_varlen_func(
+        Q[0], Q[0], Q[0], BOUNDS, BOUNDS, 16, 16, **more
+    ),
+    "cache": lambda **more: heedful.flash_attn_with_kvcache(Q, Q, Q, **more),
+}
+SEQUENCES = [
+    ("window_size", [3, 1]),
+    ("window_size", np.array([3, 1])),
+    ("window_size", torch.tensor([3, 1])),
+    ("dropout_origin", [1, 2, 3, 8]),
+    ("dropout_origin", np.array([1, 2, 3, 8])),
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(("name", "value"), SEQUENCES)
+def test_sequences_of_any_kind_raise_nothing_inside(function, name, value):
+    """They are made plain before they are part of a key, where none of them can be."""
+    if function == "cache" and name == "dropout_origin":
+        pytest.skip("a cache call drops nothing")
+    call = FUNCTIONS[function]
+    call(**{name: value})
+    with Exceptions() as seen:
+        call(**{name: value})
+    # Nobody raises what ends a generator that `any` has seen enough of.
+    assert not [error for error in seen.raised if not error.startswith("GeneratorExit")]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_defaults_are_known_without_a_look_at_what_they_hold(function, monkeypatch):
+    for module in (api, kvcache):
+        for name in ("plain_window", "plain_origin", "plain_length"):
+            monkeypatch.setattr(module, name, refuse, raising=False)
+    FUNCTIONS[function]()
+    with pytest.raises(AssertionError, match="looked up"):
+        FUNCTIONS[function](window_size=[3, 1])
 
 
 def test_the_counter_of_exceptions_sees_caught_ones():
