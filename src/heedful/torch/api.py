@@ -10,8 +10,8 @@ from heedful.torch.calls import attend
 from heedful.torch.dispatch import needs_dispatcher
 from heedful.torch.plain import WHOLE, plain_length, plain_origin, plain_window
 
-# The default needs no look at what it holds. It is known by value: Dynamo of torch 2.11 cannot
-# trace a comparison of identities.
+# The default needs no look at what it holds. It is known by identity, as (-1.0, -1) equals it, and
+# not where a call is traced: Dynamo of torch 2.11 cannot compare identities.
 _UNBOUNDED = (-1, -1)
 
 
@@ -89,9 +89,10 @@ def flash_attn_func(
 
     Source: FlashAttention-2 (Dao 2023); signature of flash_attn 2.x.
     """
-    if window_size.__class__ is not tuple or window_size != _UNBOUNDED:
+    dispatched = needs_dispatcher(q, k, v)
+    if dispatched or window_size is not _UNBOUNDED:
         window_size = plain_window(window_size)
-    if dropout_origin.__class__ is not tuple or dropout_origin != WHOLE:
+    if dispatched or dropout_origin is not WHOLE:
         dropout_origin = plain_origin(dropout_origin)
     options = (
         "dense",
@@ -120,7 +121,7 @@ def flash_attn_func(
         extras = None
     else:
         extras = (bias, alibi_slopes, sink, *_DENSE, q_descale, k_descale, v_descale, None, None)
-    run = library.attend if needs_dispatcher(q, k, v) else attend
+    run = library.attend if dispatched else attend
     return run(q, k, v, extras, options, out, dropout_seed)
 
 
@@ -189,9 +190,10 @@ def flash_attn_varlen_func(
         TypeError, ValueError: naming the argument, before anything is launched or written. Values
         on a GPU (lengths, page numbers) are not read back: they are the caller's promise.
     """
-    if window_size.__class__ is not tuple or window_size != _UNBOUNDED:
+    dispatched = needs_dispatcher(q, k, v)
+    if dispatched or window_size is not _UNBOUNDED:
         window_size = plain_window(window_size)
-    if dropout_origin.__class__ is not tuple or dropout_origin != WHOLE:
+    if dispatched or dropout_origin is not WHOLE:
         dropout_origin = plain_origin(dropout_origin)
     if max_seqlen_q.__class__ is not int:
         max_seqlen_q = plain_length("max_seqlen_q", max_seqlen_q, _most_rows(q, bias, -2))
@@ -233,7 +235,7 @@ def flash_attn_varlen_func(
         None,
         None,
     )
-    run = library.attend if needs_dispatcher(q, k, v) else attend
+    run = library.attend if dispatched else attend
     return run(q, k, v, extras, options, out, dropout_seed)
 
 

@@ -116,7 +116,8 @@ def flash_attn_with_kvcache(
 
     Source: signature of flash_attn 2.x; cascade inference of FlashInfer for shared_prefix.
     """
-    if window_size.__class__ is not tuple or window_size != _UNBOUNDED:
+    dispatched = needs_dispatcher(q, k_cache, v_cache)
+    if dispatched or window_size is not _UNBOUNDED:
         window_size = plain_window(window_size)
     options = (
         "kvcache",
@@ -154,7 +155,7 @@ def flash_attn_with_kvcache(
         v_shift,
     )
     update = Update(k, v, rotary_cos, rotary_sin, cache_seqlens, rotary_interleaved, shared_prefix)
-    if needs_dispatcher(q, k_cache, v_cache):
+    if dispatched:
         with torch.no_grad():
             return _traced(q, k_cache, v_cache, extras, options, update, out)
     return _eager(q, k_cache, v_cache, extras, options, update, out)
