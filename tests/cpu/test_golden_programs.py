@@ -202,6 +202,16 @@ LAID_OUT: list[Asked] = [
     ({**GRAD}, {"q": (25600 * 8, 1032, 129, 1)}),
     ({**GRAD, "head_dim": 72}, {}),
     ({**GRAD, **PACKED}, {"lse": None}),
+    # One array alone off 16 bytes.
+    *(
+        ({"num_splits": n, "return_lse": True}, {name: None})
+        for n in (1, 2)
+        for name in ("q", "k", "v", "out")
+    ),
+    *(({"return_probs": True}, {name: None}) for name in ("q", "k", "v", "out")),
+    *(({**GRAD}, {f"{d}{name}": None}) for d in ("", "d") for name in ("q", "k", "v", "out")),
+    *((PACKED, {name: None}) for name in ("q", "out")),
+    *(({**GRAD, **PACKED}, {name: None}) for name in ("dq", "dk", "dv")),
 ]
 GRADIENTS = plain(
     GRAD,
@@ -257,6 +267,7 @@ CACHE: list[tuple[str, dict, dict[str, tuple[int, ...] | None]]] = [
     ("append", {}, {"k_new": None, "v": (99_999, 333, 129, 1)}),
     ("append", {"pages": 16}, {"block_table": (100, 1)}),
     ("append", {"batch": 0}, {}),
+    *(("append", {}, {name: None}) for name in ("k_new", "v_new", "k", "v")),
     ("rotate", {"rotary": 64}, {}),
     ("rotate", {"rotary": 32, "interleaved": False, "advance": False, "position0": 7}, {}),
     *(
@@ -265,6 +276,7 @@ CACHE: list[tuple[str, dict, dict[str, tuple[int, ...] | None]]] = [
     ),
     ("rotate", {"rotary": 32}, {"q": None, "rotated": (10_000, 2**22, 130, 1)}),
     ("rotate", {"rotary": 32, "batch": 1, "seqlen": 1}, {}),
+    *(("rotate", {"rotary": 64}, {name: None}) for name in ("q", "rotated")),
 ]
 
 
@@ -279,7 +291,6 @@ def cache_told(
     rows: bool = False,
     leftpad: bool = False,
     rotary: int = 0,
-    position0: int = 0,
     **flags: int,
 ) -> list[str]:
     make, heads = BufferSpec.contiguous, 4
@@ -296,12 +307,12 @@ def cache_told(
         arrays |= {"block_table": make((batch, 7), "int32")} if pages else {}
         arrays |= {"kv_batch_idx": make((batch,), "int32")} if rows else {}
         arrays |= {"leftpad_k": make((batch,), "int32")} if leftpad else {}
-        flags |= {"page_size": pages}
+        flags |= {"page_size": pages} if pages else {}
     arrays |= {name: make((batch, seqlen, heads, d), "bfloat16") for name, d in tensors.items()}
     arrays |= {name: lying(arrays[name], strides) for name, strides in laid.items()}
     function: Any = portable_cache.append_kv if what == "append" else portable_cache.rotary
     try:
-        made = function(arrays, position0=position0, **flags)
+        made = function(arrays, **flags)
     except ValueError as error:
         return [f"none: {error}"]
     return launched(made, [*arrays], "B200")

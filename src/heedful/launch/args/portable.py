@@ -95,8 +95,14 @@ class CallBuilder:
     def floats(self, **values: float) -> None:
         self.arguments.update((name, Scalar(value, "fp32")) for name, value in values.items())
 
-    def build(self, grid: tuple[int, int, int], config: TileConfig, **constants) -> KernelCall:
-        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    def build(
+        self, grid: tuple[int, int, int], config: TileConfig | None = None, **constants
+    ) -> KernelCall:
+        """The call. config: of a kernel that has tuned tiles; others have 4 warps and no loop that
+        is worth a pipeline."""
+        options = {"num_warps": 4, "num_stages": 1}
+        if config is not None:
+            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         return KernelCall(self.ref, grid, self.arguments, {**self.constants, **constants}, options)
 
 
@@ -310,8 +316,7 @@ def clear_outside_call(problem: AttentionProblem, buffers: Buffers) -> KernelCal
     call.strides("o", "mh", (row, head), call.divisor)
     call.strides("l", "h", [_lse_strides(problem.lse_shape)[1]])
     call.ints(total=total, batch=problem.batch, heads=heads)
-    config = TileConfig(0, 16, num_warps=4, num_stages=1)
-    return call.build((CLEARING_PROGRAMS, 1, 1), config, DIM=dim, BLOCK=pow2(dim))
+    return call.build((CLEARING_PROGRAMS, 1, 1), DIM=dim, BLOCK=pow2(dim))
 
 
 def clear_call(
@@ -338,13 +343,11 @@ def clear_call(
     call.strides("y", "bnh", strides_y)
     packed = problem.varlen_q if side == "q" else problem.varlen_k
     call.ints(seqlen=buffers[x].shape[0 if packed else 1], batch=problem.batch, heads=heads)
-    config = TileConfig(0, 16, num_warps=4, num_stages=1)
     return call.build(
         (problem.batch * heads, 1, 1),
-        config,
         DIM_X=dim,
         DIM_Y=dim_y,
-        BLOCK_N=config.block_n,
+        BLOCK_N=16,
         BLOCK_X=pow2(dim),
         BLOCK_Y=pow2(dim_y, 1),
         FILL_Y=float("-inf") if y == "lse" else 0.0,
@@ -396,13 +399,12 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
     call.strides("l", "bh", _lse_strides(lse.shape[1:]))
     block_e = pow2(dim)
     # 8 KiB of float32 per program keep the accumulator within 16 registers of 4 warps.
-    block_m = max(1, min(64, 2048 // block_e))
+    block_m = min(64, 2048 // block_e)
     tiles = -(-rows // block_m)
     call.ints(rows=rows, heads=heads, splits=splits, tiles=tiles)
     # One axis: the others end at 65,535, which sequences times heads can pass.
     grid = (tiles * batch * heads, 1, 1)
-    config = TileConfig(block_m, 0, num_warps=4, num_stages=1)
-    return call.build(grid, config, HEAD_DIM_V=dim, BLOCK_M=block_m, BLOCK_E=block_e)
+    return call.build(grid, HEAD_DIM_V=dim, BLOCK_M=block_m, BLOCK_E=block_e)
 
 
 def _probs_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
@@ -483,8 +485,7 @@ def _sink_gradients_call(buffers: Buffers) -> KernelCall:
     call.vectors("sink", "lse", "delta", "dsink")
     call.strides("l", "bh", _lse_strides(lse.shape))
     call.ints(rows=rows, batch=batch)
-    config = TileConfig(1024, 0, num_warps=4, num_stages=1)
-    return call.build((buffers["sink"].shape[0], 1, 1), config, BLOCK_M=config.block_m)
+    return call.build((buffers["sink"].shape[0], 1, 1), BLOCK_M=1024)
 
 
 def _gradient_call(

@@ -1,6 +1,5 @@
 """Programs that change a KV cache, and queries with it, before attention."""
 
-from heedful.core.configs import TileConfig
 from heedful.launch.args.portable import Buffers, CallBuilder, pow2, stored_keys
 from heedful.launch.spec import KernelCall, Program
 
@@ -32,7 +31,7 @@ def append_kv(
     table = buffers.get("block_table")
     call.strides("table", "b", [table.strides[0] if table else 0])
     _rotary_arguments(call, buffers, position0)
-    block = max(1, _TILE // pow2(max(dim, dim_v)))
+    block = _TILE // pow2(max(dim, dim_v))
     tiles = -(-seqlen // block)
     call.ints(
         seqlen=seqlen,
@@ -42,10 +41,8 @@ def append_kv(
         entries=buffers["k"].shape[0],
         page_size=page_size,
     )
-    config = TileConfig(0, block, num_warps=4, num_stages=1)
     built = call.build(
         (tiles * batch * heads, 1, 1),
-        config,
         HEAD_DIM=dim,
         HEAD_DIM_V=dim_v,
         BLOCK_N=block,
@@ -70,13 +67,11 @@ def rotary(
     call.row_strides("q", "q", "m")
     call.row_strides("r", "rotated", "m")
     _rotary_arguments(call, buffers, position0)
-    block = max(1, _TILE // pow2(dim))
+    block = _TILE // pow2(dim)
     tiles = -(-seqlen // block)
     call.ints(seqlen=seqlen, heads=heads, tiles=tiles, advance=int(advance))
-    config = TileConfig(block, 0, num_warps=4, num_stages=1)
     built: KernelCall = call.build(
         (tiles * batch * heads, 1, 1),
-        config,
         HEAD_DIM=dim,
         BLOCK_M=block,
         BLOCK_D=pow2(dim),
