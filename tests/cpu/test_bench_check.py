@@ -25,10 +25,17 @@ def dense(direction="forward", sizes=(2, 40, 50, 4, 2, 16), **facts) -> Case:
     return Case("forward", AttentionProblem.dense(*sizes, **facts), direction)
 
 
-def packed() -> Case:
-    lengths = (33, 1, 70)
+def packed(lengths: tuple[int, ...] = (33, 1, 70)) -> Case:
+    total, longest = sum(lengths), max(lengths)
     problem = AttentionProblem.dense(
-        3, 70, 70, 4, 2, 16, dtype="float32", total_q=104, total_k=104, causal=True
+        len(lengths),
+        longest,
+        longest,
+        *(4, 2, 16),
+        dtype="float32",
+        total_q=total,
+        total_k=total,
+        causal=True,
     )
     return Case("shapes", problem, lengths=lengths)
 
@@ -168,9 +175,11 @@ def test_so_many_inputs_are_drawn_that_a_budget_rests_on_sixteen(batch, heads, d
 
 
 def test_the_rarest_length_decides_how_many_are_drawn():
-    case = packed()
-    checker = Checker(case, draw(case, CPU))
-    assert len(checker.groups) == 3 and checker._most_draws == 8
+    for lengths, groups in (((33, 1, 70), 3), ((9, 9, 20, 9), 2), ((20, 9, 9), 2)):
+        checker = Checker(packed(lengths), draw(packed(lengths), CPU))
+        assert len(checker.groups) == groups and checker._most_draws == 8
+    even = Checker(packed((9, 9)), draw(packed((9, 9)), CPU))
+    assert len(even.groups) == 1 and even._most_draws == 4
 
 
 def test_every_checker_of_a_case_compares_the_same_rows():
