@@ -27,15 +27,9 @@ def dense(direction="forward", sizes=(2, 40, 50, 4, 2, 16), **facts) -> Case:
 
 def packed(lengths: tuple[int, ...] = (33, 1, 70)) -> Case:
     total, longest = sum(lengths), max(lengths)
+    sizes = (len(lengths), longest, longest, 4, 2, 16)
     problem = AttentionProblem.dense(
-        len(lengths),
-        longest,
-        longest,
-        *(4, 2, 16),
-        dtype="float32",
-        total_q=total,
-        total_k=total,
-        causal=True,
+        *sizes, dtype="float32", causal=True, total_q=total, total_k=total
     )
     return Case("shapes", problem, lengths=lengths)
 
