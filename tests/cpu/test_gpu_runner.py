@@ -131,9 +131,9 @@ def test_a_step_over_a_cache_is_what_the_cpu_does(name, strided):
         given |= {"cache_seqlens": ints(4, 0), **keywords}
         caches = [torch.randn(rows, capacity, 2, 16, generator=values) for _ in "kv"]
         calls.append((given, caches))
-    wants = [step(*call, "cpu") for call in calls]
+    wants = [step(given, caches, "cpu") for given, caches in calls]
     with standin.gpu(interprets=True, tiles=(16, 16)):
-        gots = [step(*call, None) for call in calls]
+        gots = [step(given, caches, None) for given, caches in calls]
     for got, want in zip(gots, wants, strict=True):
         for ours, theirs in zip(got, want, strict=True):
             # As many roundings as a score has terms, and its weights as keys.

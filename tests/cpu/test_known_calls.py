@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import heedful
+from heedful.torch import backends
 from heedful.torch.calls import CALLS
 from support import launches, standin
 
@@ -189,6 +190,29 @@ def assert_independent(make, before: dict, after: dict) -> None:
             for index in order:
                 again = told(make, (before, after)[index], gpu)
                 assert again == alone[index]
+
+
+@pytest.mark.parametrize("change", [None, strided, unaligned])
+def test_outputs_of_one_layout_are_bound_once(change, monkeypatch):
+    """Wherever they lie."""
+    given: dict[str, Any] = plain() | {"backend": "portable"}
+
+    def out():
+        made = torch.empty(B, M, H, D, dtype=DTYPE)
+        return change(made) if change else made
+
+    outs = [out() for _ in range(4)]
+    with standin.gpu():
+        heedful.flash_attn_func(**given, out=outs[0])
+
+        def refuse(*_):
+            raise AssertionError("bound again")
+
+        monkeypatch.setattr(backends, "_bind", refuse)
+        for again in outs[1:]:
+            assert heedful.flash_attn_func(**given, out=again) is again
+        with pytest.raises(AssertionError, match="bound again"):
+            heedful.flash_attn_func(**given)
 
 
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
