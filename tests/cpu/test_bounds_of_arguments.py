@@ -174,6 +174,15 @@ def test_rotary_tables_may_be_float32_beside_fewer_bits(dtype):
         decode(**given, rotary_cos=angle.double(), rotary_sin=angle.double())
 
 
+def test_rotary_tables_may_turn_a_single_pair():
+    given = cache(cache_seqlens=3)
+    tables = {"rotary_cos": torch.zeros(12, 1), "rotary_sin": torch.ones(12, 1)}
+    decode(**given, **tables)
+    turned = torch.stack([-given["k"][..., 1], given["k"][..., 0]], -1)
+    same(given["k_cache"][:, 3:5, :, :2], turned)
+    same(given["k_cache"][:, 3:5, :, 2:], given["k"][..., 2:])
+
+
 def test_a_tree_may_be_one_for_all_or_one_for_each():
     tree = torch.ones(1, 2, 2).tril().bool()
     given = cache(cache_seqlens=4)

@@ -215,6 +215,24 @@ def test_outputs_of_one_layout_are_bound_once(change, monkeypatch):
             heedful.flash_attn_func(**given)
 
 
+@pytest.mark.parametrize("change", [None, strided, unaligned])
+def test_a_step_that_writes_binds_its_attention_once(change, monkeypatch):
+    """Before it writes, for the very output that it is given."""
+    bound = []
+    bind = backends._bind
+
+    def noted(*given):
+        bound.append(given)
+        return bind(*given)
+
+    monkeypatch.setattr(backends, "_bind", noted)
+    out = torch.empty(B, 1, H, D, dtype=DTYPE)
+    with standin.gpu():
+        given: dict[str, Any] = appended() | {"out": change(out) if change else out}
+        heedful.flash_attn_with_kvcache(**given, backend="portable")
+    assert len(bound) == 1
+
+
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])
 def test_the_backward_of_a_compiled_call_draws_with_the_seed_of_its_forward(as_tensor):
     """One graph, and one known call, for all seeds."""
