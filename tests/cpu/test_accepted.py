@@ -207,27 +207,6 @@ def test_one_and_true_and_halves_are_told_apart_in_a_window():
             heedful.flash_attn_func(*tensors, dropout_origin=(*wrong, 0, 0))
 
 
-@pytest.mark.parametrize("window", [(-1.0, -1), (-1, -1.0), (np.float64(-1), -1), (-1, -1, False)])
-def test_what_equals_a_default_is_not_taken_for_it(window):
-    """Not after a call with the default either."""
-    q, k, v = dense()
-    flat, bounds = [t[0] for t in (q, k, v)], (ints(0, 9), ints(0, 12), 9, 12)
-    calls = [
-        lambda **more: heedful.flash_attn_func(q, k, v, **more),
-        lambda **more: heedful.flash_attn_varlen_func(*flat, *bounds, **more),
-        lambda **more: heedful.flash_attn_with_kvcache(q, k, v, **more),
-    ]
-    for call in calls:
-        call(window_size=(-1, -1, 0))
-        call()
-        with pytest.raises(TypeError, match="window_size"):
-            call(window_size=window)
-    for call in calls[:2]:
-        for zero in (False, 0.0, np.bool_(False)):
-            with pytest.raises(TypeError, match=r"dropout_origin\[1\]"):
-                call(dropout_origin=(0, zero, 0, 0))
-
-
 def test_plain_python_values_cost_no_second_look(monkeypatch):
     """Neither ints for floats, nor a window, nor an origin."""
     tensors = dense()

@@ -1,7 +1,9 @@
 """The eager path around the kernels: what is remembered of a call, and what is not."""
 
 import threading
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -186,3 +188,24 @@ def test_a_call_is_not_taken_for_the_last_one_with_the_same_options():
         heedful.flash_attn_func(q, k, v, backend="cpu")
         with pytest.raises((TypeError, ValueError)):
             heedful.flash_attn_func(q, bad, v, backend="cpu")
+
+
+@pytest.mark.parametrize("window", [(-1.0, -1), (-1, -1.0), (np.float64(-1), -1), (-1, -1, False)])
+def test_what_equals_a_default_is_not_taken_for_it(window):
+    """Not after a call with the default either."""
+    q, k, v = torch.randn(2, 9, 4, 16), *torch.randn(2, 2, 12, 2, 16)
+    flat, bounds = [t[0] for t in (q, k, v)], (ints(0, 9), ints(0, 12), 9, 12)
+    calls: list[Any] = [
+        lambda **more: heedful.flash_attn_func(q, k, v, **more),
+        lambda **more: heedful.flash_attn_varlen_func(*flat, *bounds, **more),
+        lambda **more: heedful.flash_attn_with_kvcache(q, k, v, **more),
+    ]
+    for call in calls:
+        call(window_size=(-1, -1, 0))
+        call()
+        with pytest.raises(TypeError, match="window_size"):
+            call(window_size=window)
+    for call in calls[:2]:
+        for zero in (False, 0.0, np.bool_(False)):
+            with pytest.raises(TypeError, match=r"dropout_origin\[1\]"):
+                call(dropout_origin=(0, zero, 0, 0))
