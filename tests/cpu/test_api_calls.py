@@ -195,7 +195,7 @@ def test_what_equals_a_default_is_not_taken_for_it(window):
     """Not after a call with the default either."""
     q, k, v = torch.randn(2, 9, 4, 16), *torch.randn(2, 2, 12, 2, 16)
     flat: Any = [t[0] for t in (q, k, v)]
-    bounds = (ints(0, 9), ints(0, 12), 9, 12)
+    bounds: Any = (ints(0, 9), ints(0, 12), 9, 12)
     calls: list[Any] = [
         lambda **more: heedful.flash_attn_func(q, k, v, **more),
         lambda **more: heedful.flash_attn_varlen_func(*flat, *bounds, **more),
