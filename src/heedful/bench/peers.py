@@ -288,10 +288,10 @@ def _flex_make(case: Case, inputs: Inputs) -> Forward:
         shift = p.seqlen_k - p.seqlen_q
         mask = create_block_mask(
             lambda b, h, i, j: j <= i + shift,
-            None,
-            None,
-            p.seqlen_q,
-            p.seqlen_k,
+            B=None,
+            H=None,
+            Q_LEN=p.seqlen_q,
+            KV_LEN=p.seqlen_k,
             device=str(inputs.q.device),
         )
 
