@@ -11,7 +11,9 @@ pytest.importorskip("triton")
 
 from heedful.core.device import by_name
 from heedful.core.plan import plan
+from heedful.core.problem import AttentionProblem
 from heedful.launch import buffers, foreign, prebuild, record
+from heedful.launch.args import portable
 from heedful.launch.artifact import lay_out
 from heedful.launch.programs import program
 from heedful.launch.spec import BufferSpec, Pointer, Scalar
@@ -260,6 +262,35 @@ def test_every_kernel_is_compiled_once_into_a_pack_by_as_many_as_are_of_use(
         key: call.kernel.function
         for key, (call, _) in prebuild.kernels(entries, devices)[0].items()
     }
+
+
+def test_what_no_portable_kernel_does_is_refused_before_anything_is_launched():
+    facts = {"head_dim": 64, "return_probs": True, "needs_grad": True}
+    problem = AttentionProblem.dense(1, 64, 64, 2, **facts)
+    chosen = plan(problem, by_name("B200"))
+    given = buffers.forward(problem)
+    given.pop("lse")
+    with pytest.raises(ValueError, match="probs need lse"):
+        portable.forward(problem, chosen, given)
+    table = BufferSpec.contiguous((1, 4), "int32")
+    for name in ("block_table", "kv_batch_idx"):
+        with pytest.raises(ValueError, match=f"portable backward takes no {name}"):
+            portable.backward(problem, chosen, {**buffers.backward(problem), name: table})
+
+
+def test_shifts_of_a_cache_lie_as_its_scales_do():
+    grouped = AttentionProblem.dense(
+        1, 4, 64, 2, head_dim=64, kv_dtype="int8", kv_group=16, kv_shift=True
+    )
+    chosen = plan(grouped, by_name("B200"))
+    given = buffers.forward(grouped)
+    assert portable.forward(grouped, chosen, given).calls
+    for name in ("k", "v"):
+        moved = replace(given[f"{name}_shift"], strides=(512, 16, 4, 1))
+        with pytest.raises(ValueError, match=f"{name}_shift must have the strides of {name}_desc"):
+            portable.forward(grouped, chosen, {**given, f"{name}_shift": moved})
+    with pytest.raises(ValueError, match="need a scale per group"):
+        portable.forward(replace(grouped, kv_group=0), chosen, given)
 
 
 def test_cpu_problems_have_nothing_to_compile():

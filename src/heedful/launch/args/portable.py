@@ -62,11 +62,7 @@ class CallBuilder:
     def tensors(self, **names: str) -> None:
         """Parameters that take a tensor's address: parameter = buffer name."""
         for parameter, name in names.items():
-            if name in self.buffers:
-                spec = self.buffers[name]
-                self.arguments[parameter] = Pointer(name, spec.dtype, self.divisor > 1)
-            else:
-                self.constants[parameter] = None
+            self.arguments[parameter] = Pointer(name, self.buffers[name].dtype, self.divisor > 1)
 
     def vectors(self, *names: str) -> None:
         """Small operands, read element by element: no promise about their address."""
