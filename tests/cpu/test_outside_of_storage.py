@@ -267,8 +267,9 @@ def test_new_tokens_that_have_no_place_are_dropped_and_the_others_written(kind):
     table = x.get("block_table")
     for sees_values in (True, False):
         twins = [Fenced.like(fenced.inside) for fenced in plain]
-        caches = (fenced.inside for fenced in twins)
-        append_kv(*caches, k_new, v_new, lengths, x.get("kv_batch_idx"), table, sees_values)
+        keys, values = (fenced.inside for fenced in twins)
+        rows = x.get("kv_batch_idx")
+        append_kv(keys, values, k_new, v_new, lengths, rows, table, sees_values)
         for fenced, expected in zip(twins, want, strict=True):
             fenced.assert_whole()
             assert torch.equal(fenced.inside, expected)

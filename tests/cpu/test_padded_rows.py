@@ -96,7 +96,7 @@ def test_a_compiled_call_treats_padded_rows_as_an_eager_one(page_size):
 
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
     for lengths in (ints(-1, 7, 0), ints(-1, -4, -9), ints(3, 22, 5)):
-        eager, traced = ([t.clone() for t in (k_cache, v_cache)] for _ in range(2))
+        eager, traced = ((k_cache.clone(), v_cache.clone()) for _ in range(2))
         for got, want in zip(compiled(*traced, lengths), step(*eager, lengths), strict=True):
             assert torch.equal(got, want)
         assert all(torch.equal(a, b) for a, b in zip(traced, eager, strict=True))

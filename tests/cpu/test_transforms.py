@@ -161,12 +161,12 @@ def test_inductor_gives_gradients_of_transforms(call, mapped):
         return vjp(lambda q, k, v: call(q, k, v, None), q, k, v)[1](cotangents)
 
     tensors = samples(*((3,) if mapped else ()))[:3]
-    function = vmap(gradients) if mapped else gradients
+    function: Any = vmap(gradients) if mapped else gradients
     own: Any = vmap(call) if mapped else call
     likes = own(*tensors, tensors[0])
     cotangents = tree_map(torch.randn_like, likes)
-    want = function(*tensors, cotangents)
-    assert_same(compiled(function, "inductor")(*tensors, cotangents), want)
+    given = (*tensors, cotangents)
+    assert_same(compiled(function, "inductor")(*given), function(*given))
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

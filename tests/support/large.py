@@ -21,7 +21,7 @@ from heedful.core.mask import MaskSpec
 from heedful.reference.budget import Error, allowed, rounding
 from heedful.reference.eager import as_operand, twin_dtype
 
-PROBLEMS_EACH, MOSTLY_EMPTY, MANY_TILES = 34, 9, 7
+PROBLEMS_EACH, MOSTLY_EMPTY, MANY_TILES = 38, 9, 7
 MOST_FLOPS = 1e12
 MOST_BYTES = 4e9
 MOST_TOKENS = 100_000

@@ -18,10 +18,12 @@ from torch._C._functorch import (
     set_single_level_autograd_function_allowed,
 )
 from torch.autograd import Function, forward_ad
-from torch.autograd.function import _SingleLevelFunction as OneLevelFunction
+from torch.autograd.function import _SingleLevelFunction
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
+# A Function of the functorch level that is at work alone, which `Function` hides.
+OneLevelFunction = _SingleLevelFunction
 # Whether a functorch transform (vmap, grad, ...) is under way.
 transforms_active = torch._C._are_functorch_transforms_active
 _modes_active = torch._C._len_torch_dispatch_stack
