@@ -203,6 +203,13 @@ _PORTABLE = (
     ),
     (
         "forward",
+        _WARP_PRODUCTS,
+        _one_burden,
+        _NO_SPILLS_EITHER,
+        {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 4, 2), 512: (32, 16, 8, 1)},
+    ),
+    (
+        "forward",
         _NVIDIA,
         _always,
         _FITS,
