@@ -109,7 +109,10 @@ def test_a_rounds_figure_is_the_median_of_its_calls_in_microseconds(monkeypatch)
 
 @pytest.mark.parametrize(("seconds", "calls"), [(1e-5, 50), (2e-3, 10), (0.1, 3)])
 def test_calls_fill_a_peers_share_of_a_round(seconds, calls):
-    clock = lambda call, count, keep: ([seconds] * count, None)  # noqa: E731
+
+    def clock(call, count, keep):
+        return [seconds] * count, None
+
     assert timing._calls_a_round(clock, lambda: None) == calls
 
 
@@ -263,7 +266,10 @@ def test_the_flash_packages_are_asked_for_the_cases_problem(case, library):
 
 
 def test_peers_that_nobody_named():
-    names = lambda case, where: [p.name for p in defaults(case, torch.device(where))]  # noqa: E731
+
+    def names(case, where):
+        return [peer.name for peer in defaults(case, torch.device(where))]
+
     case, host = dense(), cases("overhead")[0]
     assert "sdpa" not in names(case, "cuda") and "sdpa" in names(host, "cuda")
     assert {"flex", "math", "fa3", "fa4", "cudnn"} <= set(names(case, "cuda"))

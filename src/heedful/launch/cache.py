@@ -37,8 +37,9 @@ class DiskCache:
         self._limit, self._read_only = limit_bytes, read_only
         self._said: set[str] = set()
         self.why_not: str | None = None
+        # Opened once, so that what is wrong with it is said at once.
         with self._open() or nullcontext():
-            """Says at once what is wrong with it, if anything is."""
+            pass
 
     def _open(self) -> Folder | None:
         """The folder, looked at anew each time: it may have been put in place since."""

@@ -65,12 +65,6 @@ def plain_window(window_size: Any) -> tuple[int, ...]:
 
     Raises TypeError, or ValueError where it is no sequence.
     """
-    if window_size.__class__ is tuple:
-        for bound in window_size:
-            if bound.__class__ is not int:
-                break
-        else:
-            return window_size
     return _ints("window_size", window_size, "(left, right) or (left, right, first), each an int")
 
 
