@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from heedful.core.arrays import ArraySpec
 from heedful.core.device import by_name
 from heedful.core.plan import plan
 from heedful.core.problem import ITEM_BITS, AttentionProblem
@@ -16,7 +17,6 @@ from heedful.inspector.mix import Mix
 from heedful.launch import buffers
 from heedful.launch.args import cdna
 from heedful.launch.programs import program
-from heedful.launch.spec import BufferSpec
 
 DEVICES = {"gfx942": "MI300X", "gfx950": "MI355X"}
 E4M3 = {"gfx942": "float8_e4m3fnuz", "gfx950": "float8_e4m3fn"}
@@ -53,7 +53,7 @@ def inspected(arch, dim, dtype, causal) -> Inspection:
     chosen = plan(problem, by_name(DEVICES[arch]), backend="cdna")
     arrays = buffers.forward(problem)
     if ITEM_BITS[dtype] == 8:
-        descale = BufferSpec.contiguous((1, 2), "float32")
+        descale = ArraySpec.contiguous((1, 2), "float32")
         arrays |= {name: descale for name in cdna.DESCALES}
     block_n = chosen.configs["cdna.forward"].block_n
     made = program(chosen, "forward", arrays)

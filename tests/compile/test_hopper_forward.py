@@ -7,6 +7,7 @@ import pytest
 from triton.experimental.gluon import language as gl
 
 from heedful.core import configs, plan
+from heedful.core.arrays import ArraySpec
 from heedful.core.configs import ConfigRow, TileConfig
 from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
@@ -16,7 +17,7 @@ from heedful.kernels.hopper import recheck
 from heedful.kernels.hopper.channel import full_barriers
 from heedful.launch import buffers, compiler, programs
 from heedful.launch.args import hopper
-from heedful.launch.spec import BufferSpec, Scalar, TensorMap
+from heedful.launch.spec import Scalar, TensorMap
 from support.loops import bare_loop, each_loop
 
 DEVICE = by_name("H200")
@@ -233,9 +234,9 @@ def test_the_plain_variant_has_no_argument_of_a_feature_that_it_lacks():
 def test_maps_of_rows_reach_every_batch_entry():
     """Row r of a sequence of n in batch entry b is address b stride_b + r stride_row, modulo 2^64
     bytes, however the batch lies; rows past n are past the map."""
-    dense = BufferSpec.contiguous((3, 700, 4, 128), "bfloat16")
-    heads_first = BufferSpec((3, 700, 4, 128), (700 * 512, 128, 700 * 128, 1), "bfloat16")
-    padded = BufferSpec((3, 700, 4, 128), (900 * 640, 640, 160, 1), "bfloat16")
+    dense = ArraySpec.contiguous((3, 700, 4, 128), "bfloat16")
+    heads_first = ArraySpec((3, 700, 4, 128), (700 * 512, 128, 700 * 128, 1), "bfloat16")
+    padded = ArraySpec((3, 700, 4, 128), (900 * 640, 640, 160, 1), "bfloat16")
     for spec in (dense, heads_first, padded):
         problem = AttentionProblem.dense(3, 9, 700, 4, head_dim=128, used_k=True)
         chosen = Plan(problem, DEVICE, "hopper", "run", configs={"hopper.forward": PLAIN.config})

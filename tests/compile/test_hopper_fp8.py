@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from heedful.core.arrays import ArraySpec
 from heedful.core.device import by_name
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.inspector.nvidia import inspect_cubin
 from heedful.launch import buffers, compiler, programs
-from heedful.launch.spec import BufferSpec
 from support.loops import bare_loop, each_loop
 
 DEVICE = by_name("H200")
@@ -23,7 +23,7 @@ def calls(head_dim: int = 128, sizes=(2, 300, 333, 8, 4), **facts):
     arrays = buffers.forward(problem)
     for name in "qkv":
         shape = (problem.batch, problem.heads_k)
-        arrays[f"{name}_descale"] = BufferSpec.contiguous(shape, "float32")
+        arrays[f"{name}_descale"] = ArraySpec.contiguous(shape, "float32")
     chosen = plan(problem, DEVICE, backend="hopper")
     return programs.program(chosen, "forward", arrays).calls
 

@@ -18,13 +18,14 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
+from heedful.core.arrays import ArraySpec  # noqa: E402
 from heedful.core.device import by_name  # noqa: E402
 from heedful.core.mask import MaskSpec  # noqa: E402
 from heedful.core.plan import Plan, plan  # noqa: E402
 from heedful.core.problem import AttentionProblem  # noqa: E402
 from heedful.launch import buffers  # noqa: E402
 from heedful.launch.args import portable, portable_cache  # noqa: E402
-from heedful.launch.spec import BufferSpec, KernelCall, Pointer  # noqa: E402
+from heedful.launch.spec import KernelCall, Pointer  # noqa: E402
 from heedful.launch.triton_compat import compile_kernel  # noqa: E402
 
 TARGETS = ("sm_90", "gfx942", "sm_80", "gfx950")
@@ -133,12 +134,12 @@ def problem_of(row: dict) -> AttentionProblem:
     )
 
 
-def buffers_of(problem: AttentionProblem, direction: str) -> dict[str, BufferSpec]:
+def buffers_of(problem: AttentionProblem, direction: str) -> dict[str, ArraySpec]:
     """Dense arrays of the problem's shapes, with a cotangent of the log-sum-exp."""
     made = getattr(buffers, direction)(problem)
     if direction == "backward":
         made["dlse"] = made["lse"]
-    return {name: replace(spec, aligned=problem.aligned) for name, spec in made.items()}
+    return {name: spec._replace(aligned=problem.aligned) for name, spec in made.items()}
 
 
 def calls_of(problem: AttentionProblem, chosen: Plan) -> list[KernelCall]:
@@ -280,13 +281,13 @@ def test_a_new_length_compiles_nothing():
 
 @pytest.mark.parametrize("arch", ("sm_90", "gfx942"))
 def test_cache_kernels_compile_for(arch):
-    tables = BufferSpec.contiguous((4096, 32), "float32")
-    new = BufferSpec.contiguous((2, 5, 4, 128), "bfloat16")
-    pages = BufferSpec.contiguous((64, 16, 4, 128), "bfloat16")
-    lengths = BufferSpec.contiguous((2,), "int32")
+    tables = ArraySpec.contiguous((4096, 32), "float32")
+    new = ArraySpec.contiguous((2, 5, 4, 128), "bfloat16")
+    pages = ArraySpec.contiguous((64, 16, 4, 128), "bfloat16")
+    lengths = ArraySpec.contiguous((2,), "int32")
     shared = {"rotary_cos": tables, "rotary_sin": tables, "cache_seqlens": lengths}
     append = {"k_new": new, "v_new": new, "k": pages, "v": pages, "seqused": lengths, **shared}
-    append["block_table"] = BufferSpec.contiguous((2, 32), "int32")
+    append["block_table"] = ArraySpec.contiguous((2, 32), "int32")
     calls = portable_cache.append_kv(append, page_size=16).calls
     calls += portable_cache.rotary({"q": new, "rotated": new, **shared}).calls
     compile_within_limits(arch, [(call.kernel.function, call) for call in calls])

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from heedful.core.arrays import ArraySpec
 from heedful.core.device import by_name
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
@@ -16,7 +17,7 @@ from heedful.launch import buffers, foreign, prebuild, record
 from heedful.launch.args import portable
 from heedful.launch.artifact import lay_out
 from heedful.launch.programs import program
-from heedful.launch.spec import BufferSpec, Pointer, Scalar
+from heedful.launch.spec import Pointer, Scalar
 from heedful.torch.execute import buffer_spec
 from support import api, standin
 from support.cases import Case, build, variants
@@ -48,9 +49,9 @@ CASES = [
 def test_arrays_that_nobody_made_are_like_those_of_a_plain_call(case):
     built = build(case)
     given = {name: buffer_spec(t) for name, t in built.x._asdict().items() if t is not None}
-    given |= {"out": replace(given["q"], dtype=built.problem.out_dtype)}
+    given |= {"out": given["q"]._replace(dtype=built.problem.out_dtype)}
     shape = (*given["q"].shape[:-1], built.problem.head_dim_v)
-    given["out"] = BufferSpec.contiguous(shape, built.problem.out_dtype)
+    given["out"] = ArraySpec.contiguous(shape, built.problem.out_dtype)
     made = buffers.forward(built.problem)
     if case.dtype.startswith("float8"):
         # Descales are the caller's to give, or not.
@@ -62,13 +63,13 @@ def test_arrays_that_nobody_made_are_like_those_of_a_plain_call(case):
         want = given[name]
         if name in ("k", "v", "k_descale", "k_shift", "v_descale", "v_shift") and case.page_size:
             # A cache has more pages than its sequences need.
-            want = BufferSpec.contiguous((spec.shape[0], *want.shape[1:]), want.dtype)
+            want = ArraySpec.contiguous((spec.shape[0], *want.shape[1:]), want.dtype)
         if case.kv_batch_idx and name in ("k", "v"):
-            want = BufferSpec.contiguous((case.batch, *want.shape[1:]), want.dtype)
+            want = ArraySpec.contiguous((case.batch, *want.shape[1:]), want.dtype)
         if name in ("alibi_slopes", "q_descale"):
-            want = BufferSpec.contiguous(want.shape, want.dtype)
+            want = ArraySpec.contiguous(want.shape, want.dtype)
         dtype = "int4" if case.kv_dtype == "int4" and name in "kv" else want.dtype
-        assert spec == replace(want, dtype=dtype, aligned=True), name
+        assert spec == want._replace(dtype=dtype, aligned=True), name
 
 
 @pytest.mark.parametrize(
@@ -85,9 +86,9 @@ def test_results_are_there_where_somebody_reads_them(facts, lse, probs):
     made = buffers.forward(problem)
     assert ("lse" in made, "probs" in made) == (lse, probs)
     if lse:
-        assert made["lse"] == BufferSpec.contiguous((2, 4, 40), "float32")
+        assert made["lse"] == ArraySpec.contiguous((2, 4, 40), "float32")
     if probs:
-        assert made["probs"] == BufferSpec.contiguous((2, 4, 40, 64), "bfloat16")
+        assert made["probs"] == ArraySpec.contiguous((2, 4, 40, 64), "bfloat16")
 
 
 @pytest.mark.parametrize("case", [BASE, replace(BASE, bias="bhqk", sink=True)], ids=str)
@@ -154,7 +155,7 @@ def test_a_list_by_hand_may_leave_out_what_is_usual(tmp_path):
     assert entry.problem.mask.causal and entry.problem.dropout_origin == (1, 2, 3, 4)
     spec = {"shape": [1, 2], "strides": [2, 1], "dtype": "float16"}
     entry = record.Entry.from_json({**facts, "buffers": {"q": spec}, "direction": "backward"})
-    assert entry.buffers == {"q": BufferSpec((1, 2), (2, 1), "float16")}
+    assert entry.buffers == {"q": ArraySpec((1, 2), (2, 1), "float16")}
     with pytest.raises(ValueError, match="direction must be one of.*'sideways'"):
         record.Entry.from_json({**facts, "direction": "sideways"})
 
@@ -193,7 +194,7 @@ def test_a_list_may_be_empty_and_keeps_everything_of_its_entries(tmp_path):
     path.write_text('{"format": 1}')
     assert record.load(path) == []
     built = build(replace(BASE, window=(5, 0, 2), dropout_p=0.5, backward=False))
-    specs = {"q": BufferSpec((1, 2), (9, 1), "float16", aligned=False)}
+    specs = {"q": ArraySpec((1, 2), (9, 1), "float16", aligned=False)}
     entries = [
         record.Entry(built.problem),
         record.Entry(built.problem, "backward", specs, by_name("H200").live(units=7)),
@@ -272,7 +273,7 @@ def test_what_no_portable_kernel_does_is_refused_before_anything_is_launched():
     given.pop("lse")
     with pytest.raises(ValueError, match="probs need lse"):
         portable.forward(problem, chosen, given)
-    table = BufferSpec.contiguous((1, 4), "int32")
+    table = ArraySpec.contiguous((1, 4), "int32")
     for name in ("block_table", "kv_batch_idx"):
         with pytest.raises(ValueError, match=f"portable backward takes no {name}"):
             portable.backward(problem, chosen, {**buffers.backward(problem), name: table})
@@ -286,7 +287,7 @@ def test_shifts_of_a_cache_lie_as_its_scales_do():
     given = buffers.forward(grouped)
     assert portable.forward(grouped, chosen, given).calls
     for name in ("k", "v"):
-        moved = replace(given[f"{name}_shift"], strides=(512, 16, 4, 1))
+        moved = given[f"{name}_shift"]._replace(strides=(512, 16, 4, 1))
         with pytest.raises(ValueError, match=f"{name}_shift must have the strides of {name}_desc"):
             portable.forward(grouped, chosen, {**given, f"{name}_shift": moved})
     with pytest.raises(ValueError, match="need a scale per group"):

@@ -14,9 +14,10 @@ import torch
 
 import heedful
 from heedful.core import forks
+from heedful.core.arrays import ArraySpec
 from heedful.core.device import KNOWN
 from heedful.core.operands import Operands
-from heedful.launch.spec import BufferSpec, Program, Workspace
+from heedful.launch.spec import Program, Workspace
 from heedful.torch import backends, cache_update, device, execute, forked, zeros
 from heedful.torch.values import check_values
 from heedful.validation import record
@@ -137,11 +138,11 @@ def test_a_buffer_is_its_tensors_metadata(offset):
     begin = offset + (-storage.data_ptr() // 2) % 8
     tensor = storage[begin : begin + 24].view(2, 12)[:, :4]
     spec = execute.buffer_spec(tensor)
-    assert spec == BufferSpec((2, 4), (12, 1), "float16", offset % 8 == 0)
+    assert spec == ArraySpec((2, 4), (12, 1), "float16", offset % 8 == 0)
 
 
 def workspace(nbytes: int, zeroed: bool = False) -> Workspace:
-    return Workspace(f"of {nbytes}", BufferSpec.contiguous((nbytes,), "uint8"), zeroed)
+    return Workspace(f"of {nbytes}", ArraySpec.contiguous((nbytes,), "uint8"), zeroed)
 
 
 @pytest.fixture

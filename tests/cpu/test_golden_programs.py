@@ -7,7 +7,6 @@ After a change that is meant: WRITE_GOLDEN_PROGRAMS=1 pytest tests/cpu/test_gold
 
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from heedful.core.arrays import ArraySpec
 from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
 from heedful.core.plan import plan
@@ -23,7 +23,7 @@ from heedful.launch import buffers as canonical
 from heedful.launch.args import portable_cache
 from heedful.launch.bound import BoundProgram
 from heedful.launch.programs import program
-from heedful.launch.spec import BufferSpec, Program
+from heedful.launch.spec import Program
 from support import launches, standin
 
 GOLDEN = Path(__file__).with_name("golden_launches") / "programs.txt"
@@ -293,7 +293,7 @@ def cache_told(
     rotary: int = 0,
     **flags: int,
 ) -> list[str]:
-    make, heads = BufferSpec.contiguous, 4
+    make, heads = ArraySpec.contiguous, 4
     arrays = {"cache_seqlens": make((batch,), "int32")}
     if rotary:
         arrays |= {f"rotary_{name}": make((300, rotary // 2), "float32") for name in ("cos", "sin")}
@@ -371,8 +371,8 @@ def launched(made: Program, names: list[str], device: str) -> list[str]:
     return lines
 
 
-def lying(spec: BufferSpec, strides: tuple[int, ...] | None) -> BufferSpec:
-    return replace(spec, aligned=False) if strides is None else replace(spec, strides=strides)
+def lying(spec: ArraySpec, strides: tuple[int, ...] | None) -> ArraySpec:
+    return spec._replace(aligned=False) if strides is None else spec._replace(strides=strides)
 
 
 def key(word: str) -> str:

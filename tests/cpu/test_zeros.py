@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from heedful.launch.spec import BufferSpec, Program, Workspace
+from heedful.core.arrays import ArraySpec
+from heedful.launch.spec import Program, Workspace
 from heedful.torch import execute, zeros
 
 # More than a region has room for, several times.
@@ -73,7 +74,7 @@ def stream(monkeypatch):
 
 def counting(counters: int = COUNTERS) -> execute.Executable:
     """A program that counts from zero."""
-    scratch = Workspace("drawn", BufferSpec.contiguous((counters,), "int32"), zeroed=True)
+    scratch = Workspace("drawn", ArraySpec.contiguous((counters,), "int32"), zeroed=True)
     return execute.Executable(Program((), (scratch,)), "sm_90", torch.device("cpu"), [])
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 import pytest
 
 from heedful.core import numbers
+from heedful.core.arrays import ArraySpec
 from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
 from heedful.core.plan import explain, plan
@@ -13,7 +14,6 @@ from heedful.core.problem import AttentionProblem
 from heedful.launch import identity, record
 from heedful.launch.buffers import forward
 from heedful.launch.programs import program
-from heedful.launch.spec import BufferSpec
 
 np = pytest.importorskip("numpy")
 
@@ -85,9 +85,7 @@ def test_the_kernels_of_numpys_numbers_are_the_same_kernels():
     for facts in (FACTS[0], numpys(FACTS[0])):
         problem = AttentionProblem.dense(**facts)
         specs = {
-            name: BufferSpec(
-                tuple(np.array(b.shape)), tuple(np.array(b.strides)), b.dtype, np.True_
-            )
+            name: ArraySpec(tuple(np.array(b.shape)), tuple(np.array(b.strides)), b.dtype, np.True_)
             for name, b in forward(problem).items()
         }
         chosen = plan(problem, by_name("MI300X"))

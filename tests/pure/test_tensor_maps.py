@@ -2,16 +2,16 @@
 
 import pytest
 
+from heedful.core.arrays import ArraySpec
 from heedful.core.operands import own_shape
 from heedful.core.problem import AttentionProblem
 from heedful.launch.args import hopper
 from heedful.launch.args import hopper_maps as maps
-from heedful.launch.spec import BufferSpec
 
 
-def pages_of(pages: int, rows: int) -> BufferSpec:
+def pages_of(pages: int, rows: int) -> ArraySpec:
     """Pages that begin so many rows apart."""
-    return BufferSpec((pages, 16, 2, 64), (rows * 128, 128, 64, 1), "bfloat16")
+    return ArraySpec((pages, 16, 2, 64), (rows * 128, 128, 64, 1), "bfloat16")
 
 
 @pytest.mark.parametrize("rows", [16, 17, 1000, 1024, 2**14])
@@ -65,7 +65,7 @@ def test_more_rows_than_have_numbers_are_refused(pages, fits):
 def test_rows_follow_one_another_within_batch_entries_and_from_one_to_the_next(
     shape, strides, row, between
 ):
-    spec = BufferSpec(shape, strides, "bfloat16")
+    spec = ArraySpec(shape, strides, "bfloat16")
     assert maps.row_stride(spec) == row
     if between is not None:
         assert maps.rows_between(spec) == between
@@ -73,14 +73,14 @@ def test_rows_follow_one_another_within_batch_entries_and_from_one_to_the_next(
 
 def test_a_stride_that_is_not_stepped_over_is_one_that_tma_takes():
     for dtype, least in (("bfloat16", 8), ("float8_e4m3fn", 16), ("float32", 4)):
-        spec = BufferSpec((1, 3, 1, 1), (5, 7, 9, 1), dtype)
+        spec = ArraySpec((1, 3, 1, 1), (5, 7, 9, 1), dtype)
         assert [maps.stride(spec, axis) for axis in range(4)] == [least, 7, least, 1]
         assert [maps.stride(spec, axis - 4) for axis in range(4)] == [least, 7, least, 1]
 
 
 def test_a_map_of_rows_alone_ends_behind_the_last_batch_entry():
     for batch, end in ((0, 17), (1, 17), (2, 37), (5, 97)):
-        spec = BufferSpec((batch, 16, 2, 64), (20 * 128, 128, 64, 1), "bfloat16")
+        spec = ArraySpec((batch, 16, 2, 64), (20 * 128, 128, 64, 1), "bfloat16")
         assert maps.packed_map("k", spec, 64, 64).shape[1] == end
 
 
@@ -103,12 +103,12 @@ def test_head_dims_of_three_boxes_have_a_third_unless_they_lie_in_pages(dim, has
 
 def test_arrays_have_a_stride_for_each_dim():
     with pytest.raises(ValueError, match=r"strides must be as many as dims, got \(2, 1\)"):
-        BufferSpec((2, 3, 4), (2, 1), "float32")
+        ArraySpec((2, 3, 4), (2, 1), "float32")
     with pytest.raises(ValueError):
         own_shape((2, 3), (1,))
 
 
 def test_steps_are_the_strides_that_are_stepped_over():
-    spec = BufferSpec((1, 2, 0, 3), (9, 8, 7, 6), "float32")
+    spec = ArraySpec((1, 2, 0, 3), (9, 8, 7, 6), "float32")
     assert spec.steps == (0, 8, 0, 6)
     assert spec.nbytes == 0

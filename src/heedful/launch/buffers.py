@@ -3,15 +3,15 @@
 For compiling ahead of time, for inspection and for front ends that have no tensors yet.
 """
 
+from heedful.core.arrays import ArraySpec
 from heedful.core.problem import AttentionProblem
-from heedful.launch.spec import BufferSpec
 
-Buffers = dict[str, BufferSpec]
+Buffers = dict[str, ArraySpec]
 
 
 def inputs(problem: AttentionProblem) -> Buffers:
     """Every operand that the problem says it has, by Operands' names."""
-    p, make = problem, BufferSpec.contiguous
+    p, make = problem, ArraySpec.contiguous
     tokens_q = (p.total_q,) if p.total_q is not None else (p.batch, p.seqlen_q)
     buffers = {"q": make((*tokens_q, p.heads_q, p.head_dim), p.dtype)}
     storage = _kv_storage(p)
@@ -53,12 +53,12 @@ def forward(problem: AttentionProblem) -> Buffers:
     """Inputs and outputs of the forward."""
     buffers = inputs(problem)
     shape = (*buffers["q"].shape[:-1], problem.head_dim_v)
-    buffers["out"] = BufferSpec.contiguous(shape, problem.out_dtype)
+    buffers["out"] = ArraySpec.contiguous(shape, problem.out_dtype)
     if problem.return_lse or problem.needs_grad or problem.return_probs:
-        buffers["lse"] = BufferSpec.contiguous(problem.lse_shape, "float32")
+        buffers["lse"] = ArraySpec.contiguous(problem.lse_shape, "float32")
     if problem.return_probs:
         scores = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-        buffers["probs"] = BufferSpec.contiguous(scores, problem.out_dtype)
+        buffers["probs"] = ArraySpec.contiguous(scores, problem.out_dtype)
     return buffers
 
 
@@ -66,7 +66,7 @@ def backward(problem: AttentionProblem) -> Buffers:
     """Inputs and outputs of the backward, with no cotangent for the log-sum-exp."""
     buffers = forward(problem)
     buffers.pop("probs", None)
-    buffers["lse"] = BufferSpec.contiguous(problem.lse_shape, "float32")
+    buffers["lse"] = ArraySpec.contiguous(problem.lse_shape, "float32")
     buffers["dout"] = buffers["out"]
     for name in ("q", "k", "v"):
         buffers[f"d{name}"] = buffers[name]

@@ -4,10 +4,11 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import replace
 
+from heedful.core.arrays import ArraySpec
 from heedful.core.plan import Plan
 from heedful.core.problem import ITEM_BITS
 from heedful.launch import buffers as canonical
-from heedful.launch.spec import BufferSpec, Program
+from heedful.launch.spec import Program
 
 # Backend -> module with `forward` and `backward`, each (problem, plan, buffers) -> Program.
 ARGUMENTS = {
@@ -19,7 +20,7 @@ ARGUMENTS = {
 FP8_ARGUMENTS = {"hopper": "heedful.launch.args.hopper_fp8"}
 
 
-def program(plan: Plan, direction: str, buffers: Mapping[str, BufferSpec] | None = None) -> Program:
+def program(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec] | None = None) -> Program:
     """The kernel launches of one direction of a plan.
 
     buffers: the arrays at hand, by name; those of a contiguous call if None. For the backward, keys

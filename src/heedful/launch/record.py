@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from heedful.core.arrays import ArraySpec
 from heedful.core.device import DeviceSpec
 from heedful.core.forks import new_lock
 from heedful.core.mask import MaskSpec
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
-from heedful.launch.spec import BufferSpec
 
 FORMAT = 1
 DIRECTIONS = ("forward", "backward")
@@ -29,13 +29,13 @@ class Entry:
 
     problem: AttentionProblem
     direction: str = "forward"
-    buffers: Mapping[str, BufferSpec] | None = None
+    buffers: Mapping[str, ArraySpec] | None = None
     device: DeviceSpec | None = None
 
     def to_json(self) -> dict:
         facts = {"problem": asdict(self.problem), "direction": self.direction}
         if self.buffers is not None:
-            facts["buffers"] = {name: asdict(spec) for name, spec in self.buffers.items()}
+            facts["buffers"] = {name: _facts(spec) for name, spec in self.buffers.items()}
         if self.device is not None:
             facts["device"] = asdict(self.device)
         return facts
@@ -61,8 +61,13 @@ class Entry:
         )
 
 
-def _buffer(facts: dict) -> BufferSpec:
-    return BufferSpec(
+def _facts(spec: ArraySpec) -> dict:
+    """What a list says of an array: not where it was."""
+    return {name: getattr(spec, name) for name in ("shape", "strides", "dtype", "aligned")}
+
+
+def _buffer(facts: dict) -> ArraySpec:
+    return ArraySpec(
         tuple(facts["shape"]), tuple(facts["strides"]), facts["dtype"], facts.get("aligned", True)
     )
 
@@ -71,7 +76,7 @@ _lock = new_lock()
 _recorders: list[dict[str, Entry]] = []
 
 
-def note(plan: Plan, direction: str, buffers: Mapping[str, BufferSpec]) -> None:
+def note(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec]) -> None:
     """Called wherever a program is bound: adds it to every recording under way."""
     if not _recorders:
         return

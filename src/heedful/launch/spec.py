@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from heedful.core.numbers import truth, wholes
+from heedful.core.arrays import ArraySpec
 
 # Names of element types: ours (as torch and NumPy have them) -> Triton's.
 TRITON_TYPES = {
@@ -24,58 +24,6 @@ TRITON_TYPES = {
     "int4": "u8",
     "bool": "i1",
 }
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
-
-
-def item_bytes(dtype: str) -> int:
-    """Bytes of one stored element."""
-    return ITEM_BYTES.get(dtype, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class BufferSpec:
-    """An array that a kernel reads or writes: shape, strides in elements, dtype, and whether its
-    address is a multiple of 16 bytes."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    aligned: bool = True
-
-    def __post_init__(self):
-        # NumPy's numbers read like Python's, and make other keys and no JSON.
-        for name in ("shape", "strides"):
-            object.__setattr__(self, name, wholes(name, getattr(self, name)))
-        if len(self.strides) != len(self.shape):
-            raise ValueError(
-                f"strides must be as many as dims, got {self.strides} for shape {self.shape}"
-            )
-        object.__setattr__(self, "aligned", truth("aligned", self.aligned))
-
-    @classmethod
-    def contiguous(cls, shape: tuple[int, ...], dtype: str) -> "BufferSpec":
-        """A dense row-major array, as scratch is."""
-        strides, step = [], 1
-        for size in reversed(shape):
-            strides.append(step)
-            step *= max(size, 1)
-        return cls(tuple(shape), tuple(reversed(strides)), dtype)
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The strides, but 0 for a dim of one element, which is never stepped over."""
-        return tuple(map(_step, self.shape, self.strides))
-
-    @property
-    def nbytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * item_bytes(self.dtype)
-
-
-def _step(size: int, stride: int) -> int:
-    return stride if size > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +117,7 @@ class Workspace:
     """Scratch that a program needs for its own duration; `zeroed` if it must start as zeros."""
 
     name: str
-    buffer: BufferSpec
+    buffer: ArraySpec
     zeroed: bool = False
 
 

@@ -13,13 +13,13 @@ from operator import itemgetter
 import torch
 
 from heedful.core import settings
+from heedful.core.arrays import ArraySpec
 from heedful.core.log import decision
 from heedful.core.operands import Gradients, Operands, own_shape
 from heedful.core.plan import Plan, plan, stored_as
 from heedful.core.problem import AttentionProblem
 from heedful.launch.programs import program
 from heedful.launch.record import note
-from heedful.launch.spec import BufferSpec
 from heedful.torch.adapt import storage
 from heedful.torch.device import device_spec, toolchain
 from heedful.torch.execute import Executable, allocator, buffer_spec, current_device
@@ -137,7 +137,7 @@ class GpuRunner:
             self._bind_forward(key, out)
 
     def _bind_forward(self, key: tuple, out: torch.Tensor | None) -> Executable:
-        problem, dense = self.plan.problem, BufferSpec.contiguous
+        problem, dense = self.plan.problem, ArraySpec.contiguous
         given = {"out": dense(self._out_shape, problem.out_dtype)}
         if out is not None:
             given["out"] = buffer_spec(out)
@@ -199,7 +199,7 @@ class GpuBackward:
         buffers = {name: buffer_spec(tensor) for name, tensor in given.items()}
         for name, tensor in like.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
-            buffers[name] = BufferSpec.contiguous(tuple(tensor.shape), dtype)
+            buffers[name] = ArraySpec.contiguous(tuple(tensor.shape), dtype)
         plan = stored_as(plan, **storage(*x[:3], out))
         self._run = _bind(plan, "backward", buffers, self._device)
 
@@ -222,7 +222,7 @@ class GpuBackward:
 
 
 def _bind(
-    plan: Plan, direction: str, buffers: dict[str, BufferSpec], device: torch.device
+    plan: Plan, direction: str, buffers: dict[str, ArraySpec], device: torch.device
 ) -> Executable:
     """The executable of a plan that takes these buffers, in this order."""
     note(plan, direction, buffers)

@@ -7,8 +7,9 @@ import torch
 from torch._C._dynamo import guards
 
 from heedful.core import settings
+from heedful.core.arrays import ArraySpec
 from heedful.launch.bound import BoundProgram
-from heedful.launch.spec import BufferSpec, Program, Workspace
+from heedful.launch.spec import Program, Workspace
 from heedful.torch import zeros
 
 # Scratch regions start on lines that every load width and TMA accept.
@@ -37,14 +38,14 @@ Allocator = Callable[[], torch.Tensor]
 def allocator(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Allocator:
     """Makes uninitialised dense tensors of one kind. A GPU must be the current one."""
     if device.type == "cuda" and _empty_strided is not None:
-        strides = BufferSpec.contiguous(tuple(shape), "").strides
+        strides = ArraySpec.contiguous(tuple(shape), "").strides
         return partial(_empty_strided, tuple(shape), strides, dtype)
     return partial(torch.empty, tuple(shape), dtype=dtype, device=device)
 
 
-def buffer_spec(tensor: torch.Tensor) -> BufferSpec:
+def buffer_spec(tensor: torch.Tensor) -> ArraySpec:
     """Shape, strides, dtype and alignment of a tensor."""
-    return BufferSpec(
+    return ArraySpec(
         tuple(tensor.shape),
         tensor.stride(),
         str(tensor.dtype).removeprefix("torch."),

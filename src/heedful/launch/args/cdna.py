@@ -3,22 +3,13 @@
 import math
 from collections.abc import Mapping
 
+from heedful.core.arrays import ArraySpec, item_bytes
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.launch.args import portable
-from heedful.launch.spec import (
-    Argument,
-    BufferSpec,
-    KernelCall,
-    KernelRef,
-    Pointer,
-    Program,
-    Scalar,
-    Workspace,
-    item_bytes,
-)
+from heedful.launch.spec import Argument, KernelCall, KernelRef, Pointer, Program, Scalar, Workspace
 
-Buffers = Mapping[str, BufferSpec]
+Buffers = Mapping[str, ArraySpec]
 
 MODULES = {"gfx942": "heedful.kernels.cdna3.forward", "gfx950": "heedful.kernels.cdna4.forward"}
 DESCALES = ("q_descale", "k_descale", "v_descale")
@@ -45,8 +36,8 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     return Program((call, *portable.combine(buffers).calls, *cleared), workspaces)
 
 
-def _parts(splits: int, shape: tuple[int, ...]) -> BufferSpec:
-    return BufferSpec.contiguous((splits, *shape), "float32")
+def _parts(splits: int, shape: tuple[int, ...]) -> ArraySpec:
+    return ArraySpec.contiguous((splits, *shape), "float32")
 
 
 def _call(
@@ -68,7 +59,7 @@ def _call(
             constants[parameter] = None
     arguments["scale_log2"] = Scalar(problem.scale * math.log2(math.e), "fp32")
     spec, lead = buffers[out], int(splits > 1)
-    part = BufferSpec(spec.shape[lead:], spec.strides[lead:], spec.dtype)
+    part = ArraySpec(spec.shape[lead:], spec.strides[lead:], spec.dtype)
     for prefix, axes, tensor in (
         ("q", "bmh", buffers["q"]),
         ("k", "bnh", buffers["k"]),
@@ -110,7 +101,7 @@ def _call(
     return KernelCall(ref, grid, arguments, constants, {"num_warps": config.num_warps})
 
 
-def _strides(prefix: str, axes: str, spec: BufferSpec) -> dict[str, Argument]:
+def _strides(prefix: str, axes: str, spec: ArraySpec) -> dict[str, Argument]:
     """Batch, row and head strides of (B, S, H, D) or (T, H, D); a row's is 32-bit, for offsets
     within a tile, and a dim of one element is never stepped over."""
     *batch, row, head, _ = spec.steps

@@ -1,5 +1,6 @@
 """Programs of the Hopper forward for 16-bit inputs: argument order, scratch, variants."""
 
+from heedful.core.arrays import ArraySpec
 from heedful.core.configs import TileConfig
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
@@ -8,15 +9,7 @@ from heedful.launch.args import hopper_work as work
 from heedful.launch.args import portable
 from heedful.launch.args.hopper_maps import CONSUMER_ROWS, tile_dim
 from heedful.launch.args.hopper_work import FAR, Buffers, Call
-from heedful.launch.spec import (
-    Argument,
-    BufferSpec,
-    KernelCall,
-    KernelRef,
-    Pointer,
-    Program,
-    Workspace,
-)
+from heedful.launch.spec import Argument, KernelCall, KernelRef, Pointer, Program, Workspace
 
 SWIZZLE = maps.SWIZZLE_BYTES // 2  # elements that one swizzled row of shared memory holds
 
@@ -50,8 +43,8 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     return Program(tuple(calls), tuple(workspaces))
 
 
-def _dense_parts(splits: int, shape: tuple[int, ...]) -> BufferSpec:
-    return BufferSpec.contiguous((splits, *shape), "float32")
+def _dense_parts(splits: int, shape: tuple[int, ...]) -> ArraySpec:
+    return ArraySpec.contiguous((splits, *shape), "float32")
 
 
 def _forward_call(

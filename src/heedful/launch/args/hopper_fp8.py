@@ -1,5 +1,6 @@
 """Programs of the Hopper fp8 forward: V is turned into scratch, then attention runs over it."""
 
+from heedful.core.arrays import ArraySpec
 from heedful.core.configs import TileConfig
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
@@ -10,7 +11,6 @@ from heedful.launch.args.hopper_work import Buffers, Call
 from heedful.launch.args.portable import stored_keys
 from heedful.launch.spec import (
     Argument,
-    BufferSpec,
     KernelCall,
     KernelRef,
     Pointer,
@@ -44,7 +44,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     workspaces = work.deal_workspaces(problem, plan, zeroed=turns_itself)
     if turns_itself:
         chunks = problem.batch * problem.heads_k * -(-problem.seqlen_k // TURN_CHUNK)
-        counts = BufferSpec.contiguous((1 + chunks,), "int32")
+        counts = ArraySpec.contiguous((1 + chunks,), "int32")
         workspaces.append(Workspace("turn_counts", counts, zeroed=True))
     workspaces.append(Workspace("turned_v", turned))
     buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
@@ -63,14 +63,14 @@ def _turns_itself(problem: AttentionProblem, config: TileConfig) -> bool:
     return bool(config.get("turns")) and rows >= TURN_ROWS and not is_packed
 
 
-def _turned(problem: AttentionProblem) -> BufferSpec:
+def _turned(problem: AttentionProblem) -> ArraySpec:
     """V with keys innermost: (B, G, E, positions); packed, (1, G, E, positions)."""
     if problem.total_k is None:
         batch, positions = problem.batch, -(-problem.seqlen_k // TURN_KEYS) * TURN_KEYS
     else:
         batch, positions = 1, (problem.total_k // TURN_KEYS + problem.batch) * TURN_KEYS
     shape = (batch, problem.heads_k, problem.head_dim_v, positions)
-    return BufferSpec.contiguous(shape, problem.kv_dtype)
+    return ArraySpec.contiguous(shape, problem.kv_dtype)
 
 
 def _turn(problem: AttentionProblem, buffers: Buffers) -> KernelCall:

@@ -6,7 +6,7 @@ to read as zeros and never to be written, from one map for all: see `packed_map`
 
 from collections.abc import Mapping
 
-from heedful.launch.spec import BufferSpec, item_bytes
+from heedful.core.arrays import ArraySpec, item_bytes
 from heedful.launch.spec import TensorMap as Map
 
 CONSUMER_ROWS = 64
@@ -22,7 +22,7 @@ def tile_dim(dim: int) -> int:
     return next(width for width in TILE_DIMS if dim <= width)
 
 
-def layout(spec: BufferSpec, rank: int, width: int) -> str:
+def layout(spec: ArraySpec, rank: int, width: int) -> str:
     """The layout of a TMA box `width` elements wide, swizzled as widely as that allows."""
     item = item_bytes(spec.dtype)
     return (
@@ -32,7 +32,7 @@ def layout(spec: BufferSpec, rank: int, width: int) -> str:
     )
 
 
-def dense_map(name: str, spec: BufferSpec, rows: int, dim: int) -> Map:
+def dense_map(name: str, spec: ArraySpec, rows: int, dim: int) -> Map:
     """(B, S, H, D) seen as (B, H, S, D): reads past a sequence are zeros, writes are dropped."""
     order = (0, 2, 1, 3)
     shape = tuple(spec.shape[axis] for axis in order)
@@ -40,7 +40,7 @@ def dense_map(name: str, spec: BufferSpec, rows: int, dim: int) -> Map:
     return Map(name, spec.dtype, shape, strides, (1, 1, rows, dim), layout(spec, 4, dim))
 
 
-def grouped_map(name: str, spec: BufferSpec, group: int, pack: int, dim: int) -> Map:
+def grouped_map(name: str, spec: ArraySpec, group: int, pack: int, dim: int) -> Map:
     """(B, S, H, D) seen as (B, G, S, H / G, D): boxes of all query heads of a KV head, `pack` rows
     a position; rows beyond the group are out of bounds."""
     batch, heads = spec.shape[0], spec.shape[2] // group
@@ -55,7 +55,7 @@ def grouped_map(name: str, spec: BufferSpec, group: int, pack: int, dim: int) ->
     )
 
 
-def packed_map(name: str, spec: BufferSpec, rows: int, dim: int) -> Map:
+def packed_map(name: str, spec: ArraySpec, rows: int, dim: int) -> Map:
     """(T, H, D) seen as (2^30, end, H, row, D), so that every sequence ends where it ends.
 
     Row r of a sequence of n that ends at token e is row 2^30 - n + r of the fourth dimension: past
@@ -84,7 +84,7 @@ def packed_map(name: str, spec: BufferSpec, rows: int, dim: int) -> Map:
 MANY_PAGES = 1 << 20
 
 
-def no_page(buffers: Mapping[str, BufferSpec]) -> int:
+def no_page(buffers: Mapping[str, ArraySpec]) -> int:
     """A power of two that no page of k and v reaches; rows of so many pages have 31-bit numbers.
     There is one, since the planner has seen to it that those of all pages have 30 bits."""
     pages = buffers["k"].shape[0]
@@ -96,7 +96,7 @@ def no_page(buffers: Mapping[str, BufferSpec]) -> int:
     return found
 
 
-def row_stride(spec: BufferSpec) -> int:
+def row_stride(spec: ArraySpec) -> int:
     """The stride of the rows of (B, S, H, D) or (T, H, D), of which a batch entry's is a multiple
     if there is one row in each."""
     if len(spec.shape) == 4 and spec.shape[1] == 1 and spec.shape[0] > 1:
@@ -104,7 +104,7 @@ def row_stride(spec: BufferSpec) -> int:
     return stride(spec, -3)
 
 
-def stride(spec: BufferSpec, axis: int) -> int:
+def stride(spec: ArraySpec, axis: int) -> int:
     """A stride in elements; that of a dim of one element may be anything."""
     axis %= len(spec.shape)
     if spec.shape[axis] > 1 or axis == len(spec.shape) - 1:
@@ -112,11 +112,11 @@ def stride(spec: BufferSpec, axis: int) -> int:
     return _least_stride(spec)
 
 
-def _least_stride(spec: BufferSpec) -> int:
+def _least_stride(spec: ArraySpec) -> int:
     return STRIDE_BYTES // item_bytes(spec.dtype)
 
 
-def rows_between(spec: BufferSpec) -> int:
+def rows_between(spec: ArraySpec) -> int:
     """Rows from one batch entry or page of (B, S, H, D) to the next, for a map of rows alone. A
     whole number, as the planner has seen to (`AttentionProblem.even_rows`)."""
     return 0 if spec.shape[0] == 1 else spec.strides[0] // row_stride(spec)

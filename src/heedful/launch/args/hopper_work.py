@@ -4,23 +4,15 @@ that its kernels share."""
 import math
 from collections.abc import Mapping
 
+from heedful.core.arrays import ArraySpec, item_bytes
 from heedful.core.configs import TileConfig
 from heedful.core.plan import Plan
 from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.launch.args import hopper_maps as maps
 from heedful.launch.args.portable import heads_in_l2, pow2
-from heedful.launch.spec import (
-    Argument,
-    BufferSpec,
-    KernelCall,
-    KernelRef,
-    Pointer,
-    Scalar,
-    Workspace,
-    item_bytes,
-)
+from heedful.launch.spec import Argument, KernelCall, KernelRef, Pointer, Scalar, Workspace
 
-Buffers = Mapping[str, BufferSpec]
+Buffers = Mapping[str, ArraySpec]
 
 # Stands for "farther than any sequence reaches"; sums of three stay within 32 bits.
 FAR = 1 << 29
@@ -210,11 +202,11 @@ def deal_workspaces(problem: AttentionProblem, plan: Plan, zeroed: bool) -> list
     `zeroed`, and the tiles of packed queries, whose order kernel begins the count, too."""
     found: list[Workspace] = []
     if deal(problem, plan) == "drawn":
-        one = BufferSpec.contiguous((1,), "int32")
+        one = ArraySpec.contiguous((1,), "int32")
         found.append(Workspace("drawn", one, zeroed=zeroed and not problem.varlen_q))
     if problem.varlen_q:
         entries = 1 + 2 * head_tiles(problem, plan.configs["hopper.forward"])
-        found.append(Workspace("order", BufferSpec.contiguous((entries,), "int32")))
+        found.append(Workspace("order", ArraySpec.contiguous((entries,), "int32")))
     return found
 
 

@@ -7,21 +7,13 @@ of a merge have their own few names, each beside its function.
 
 from collections.abc import Iterable, Mapping
 
+from heedful.core.arrays import ArraySpec
 from heedful.core.configs import TileConfig
 from heedful.core.plan import Plan
 from heedful.core.problem import ITEM_BITS, MAX_HEAD_DIM_V, AttentionProblem
-from heedful.launch.spec import (
-    Argument,
-    BufferSpec,
-    KernelCall,
-    KernelRef,
-    Pointer,
-    Program,
-    Scalar,
-    Workspace,
-)
+from heedful.launch.spec import Argument, KernelCall, KernelRef, Pointer, Program, Scalar, Workspace
 
-Buffers = Mapping[str, BufferSpec]
+Buffers = Mapping[str, ArraySpec]
 Arguments = dict[str, Argument]
 
 # Bounds that stand for "farther than any sequence reaches", small enough to be added to two
@@ -102,7 +94,7 @@ class CallBuilder:
         return KernelCall(self.ref, grid, self.arguments, {**self.constants, **constants}, options)
 
 
-def _token_strides(spec: BufferSpec) -> tuple[int, int, int]:
+def _token_strides(spec: ArraySpec) -> tuple[int, int, int]:
     """(batch, row, head) strides; packed tokens have no batch, pages are the batch."""
     *batch, row, head, _ = spec.steps
     return batch[0] if batch else 0, row, head
@@ -110,7 +102,7 @@ def _token_strides(spec: BufferSpec) -> tuple[int, int, int]:
 
 def _lse_strides(shape: tuple[int, ...]) -> tuple[int, int]:
     """(batch, head) strides of a dense (B, H, S) or (H, T) float32 array."""
-    strides = BufferSpec.contiguous(shape, "float32").strides
+    strides = ArraySpec.contiguous(shape, "float32").strides
     return (0, strides[0]) if len(shape) == 2 else (strides[0], strides[1])
 
 
@@ -227,8 +219,8 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     else:
         out, lse = buffers["out"], problem.lse_shape
         workspaces = (
-            Workspace("partial_out", BufferSpec.contiguous((splits, *out.shape), "float32")),
-            Workspace("partial_lse", BufferSpec.contiguous((splits, *lse), "float32")),
+            Workspace("partial_out", ArraySpec.contiguous((splits, *out.shape), "float32")),
+            Workspace("partial_lse", ArraySpec.contiguous((splits, *lse), "float32")),
         )
         buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
         calls.append(_forward_call(problem, plan, buffers, "partial_out", "partial_lse", splits))
@@ -269,12 +261,12 @@ def _forward_call(
     call.strides("table", "b", [table.strides[0] if table else 0])
     lead = splits > 1
     spec = buffers[out]
-    part = BufferSpec(spec.shape[lead:], spec.strides[lead:], spec.dtype)
+    part = ArraySpec(spec.shape[lead:], spec.strides[lead:], spec.dtype)
     call.strides("o", "bmh", _token_strides(part), call.divisor)
     call.strides("o", "s", [spec.strides[0] if lead else 0], call.divisor)
     lse_shape = problem.lse_shape
     call.strides("l", "bh", _lse_strides(lse_shape))
-    call.strides("l", "s", [BufferSpec.contiguous((1, *lse_shape), "float32").strides[0]])
+    call.strides("l", "s", [ArraySpec.contiguous((1, *lse_shape), "float32").strides[0]])
     tiles = -(-problem.seqlen_q // config.block_m)
     if problem.varlen_q:
         # Programs without a tile clear tokens of no sequence.
@@ -387,7 +379,7 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
     else:
         call.vectors("sink")
     call.vectors("lse")
-    one = BufferSpec(spec.shape[1:], spec.strides[1:], spec.dtype)
+    one = ArraySpec(spec.shape[1:], spec.strides[1:], spec.dtype)
     call.strides("p", "s", [spec.strides[0]], call.divisor)
     call.strides("p", "bmh", _token_strides(one), call.divisor)
     call.row_strides("o", "out", "m")
@@ -451,7 +443,7 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
     for name in ("block_table", "kv_batch_idx"):
         if name in buffers:
             raise ValueError(f"the portable backward takes no {name}")
-    delta = Workspace("delta", BufferSpec.contiguous(problem.lse_shape, "float32"))
+    delta = Workspace("delta", ArraySpec.contiguous(problem.lse_shape, "float32"))
     buffers = {**buffers, "delta": delta.buffer}
     calls = [
         # First, since it also makes delta.
@@ -469,7 +461,7 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
     return Program(tuple(calls), (delta,))
 
 
-def _flat_rows(spec: BufferSpec) -> tuple[int, int]:
+def _flat_rows(spec: ArraySpec) -> tuple[int, int]:
     """(batch, rows) of an lse; packed sequences are one."""
     return (1, spec.shape[1]) if len(spec.shape) == 2 else (spec.shape[0], spec.shape[2])
 
