@@ -15,7 +15,7 @@ from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.inspector import Inspection, of_program
 from heedful.inspector.mix import Mix
 from heedful.launch import buffers
-from heedful.launch.args import cdna
+from heedful.launch.bind import cdna
 from heedful.launch.programs import program
 
 DEVICES = {"gfx942": "MI300X", "gfx950": "MI355X"}

@@ -13,15 +13,15 @@ from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
-from heedful.kernels.hopper import recheck
-from heedful.kernels.hopper.channel import full_barriers
+from heedful.kernels.hopper import speculative_softmax
+from heedful.kernels.hopper.pipeline import full_barriers
 from heedful.launch import buffers, compiler, programs
-from heedful.launch.args import hopper
+from heedful.launch.bind import hopper
 from heedful.launch.spec import Scalar, TensorMap
 from support.loops import bare_loop, each_loop
 
 DEVICE = by_name("H200")
-_EXTRA = (("consumer_regs", 240), ("ordered", True), ("producer_regs", 24))
+_EXTRA = (("consumer_regs", 240), ("pingpong", True), ("producer_regs", 24))
 PLAIN = ConfigRow("hopper.forward", ("sm_90",), 128, TileConfig(128, 128, 4, 2, _EXTRA), "tests")
 _KINDS = [
     AttentionProblem.dense(2, rows, 2000, 8, 4, head_dim=64, bias=bias, alibi=rows < 40)
@@ -61,12 +61,12 @@ HOPPER_ROWS = [row for row in configs.ROWS if row.kernel == "hopper.forward"]
 def test_each_barrier_that_tells_of_queries_is_one_consumers(row):
     """Who does not see each phase of a barrier may take one for the next."""
     consumers = row.config.block_m // 64
-    slots = row.config.get("q_slots", consumers)
+    stages = row.config.get("q_stages", consumers)
     if row.when(AttentionProblem.dense(1, 1, 1, 1, dtype="float8_e4m3fn")):
-        assert slots % consumers == 0
-    waits = [tile % full_barriers(slots, consumers) for tile in range(20 * consumers)]
+        assert stages % consumers == 0
+    waits = [tile % full_barriers(stages, consumers) for tile in range(20 * consumers)]
     of_each = [set(waits[consumer::consumers]) for consumer in range(consumers)]
-    assert sum(map(len, of_each)) == len(set().union(*of_each)) >= slots
+    assert sum(map(len, of_each)) == len(set().union(*of_each)) >= stages
 
 
 def whole(problem):
@@ -83,28 +83,28 @@ def test_packed_queries_take_a_program_an_sm_however_long_the_longest_is(dim, ca
         problem = AttentionProblem.dense(
             50, longest, longest, 8, head_dim=dim, causal=causal, total_q=101_000, total_k=101_000
         )
-        order, attend = whole(problem).calls
+        schedule, attention = whole(problem).calls
         # A program a sequence, and one an SM for tokens of no sequence.
-        assert order.grid == (50 + DEVICE.units, 1, 1) and attend.grid == (DEVICE.units, 1, 1)
-    compiler.artifact(order, DEVICE.arch)
-    assert compiler.artifact(attend, DEVICE.arch).shared_bytes <= DEVICE.shared_bytes
+        assert schedule.grid == (50 + DEVICE.units, 1, 1) and attention.grid == (DEVICE.units, 1, 1)
+    compiler.artifact(schedule, DEVICE.arch)
+    assert compiler.artifact(attention, DEVICE.arch).shared_bytes <= DEVICE.shared_bytes
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_many_tiles_of_unlike_length_are_drawn_and_others_are_not(dim):
-    def draws(seqlen_q, seqlen_k, **facts):
+def test_many_tiles_of_unlike_length_take_the_dynamic_scheduler_and_others_do_not(dim):
+    def is_dynamic(seqlen_q, seqlen_k, **facts):
         program = whole(
             AttentionProblem.dense(2, seqlen_q, seqlen_k, heads_q=16, head_dim=dim, **facts)
         )
         assert program.calls[0].grid == (DEVICE.units, 1, 1)
-        return [(w.name, w.zeroed) for w in program.workspaces] == [("drawn", True)]
+        return [(w.name, w.zeroed) for w in program.workspaces] == [("tile_counter", True)]
 
     long = (4096, 4096)
     causal = whole(AttentionProblem.dense(2, *long, heads_q=16, head_dim=dim, causal=True))
     made = compiler.artifact(causal.calls[0], DEVICE.arch)
     assert made.shared_bytes <= DEVICE.shared_bytes
-    assert draws(*long, causal=True) and draws(*long, mask=MaskSpec.of(True, (1000, 0)))
-    assert draws(1100, 1100, causal=True) and not draws(*long)
+    assert is_dynamic(*long, causal=True) and is_dynamic(*long, mask=MaskSpec.of(True, (1000, 0)))
+    assert is_dynamic(1100, 1100, causal=True) and not is_dynamic(*long)
     few = whole(AttentionProblem.dense(1, 1000, 1000, heads_q=16, head_dim=dim, causal=True))
     assert few.calls[0].grid[0] <= DEVICE.units and not few.workspaces
 
@@ -114,10 +114,12 @@ def values(call, *names):
 
 
 def in_order(call):
-    """The row blocks of a call's tiles as `schedule.in_sections` numbers them."""
-    section, sections, blocks, tiles = values(call, "section", "sections", "row_blocks", "tiles")
-    for first in [section * i for i in range(sections + 1)]:
-        width = section if first < section * sections else tiles // blocks - first
+    """The row blocks of a call's tiles as `tile_scheduler.l2_swizzle` numbers them."""
+    l2_heads, l2_groups, blocks, tiles = values(
+        call, "l2_heads", "l2_groups", "row_blocks", "tiles"
+    )
+    for first in [l2_heads * i for i in range(l2_groups + 1)]:
+        width = l2_heads if first < l2_heads * l2_groups else tiles // blocks - first
         yield from (block for block in reversed(range(blocks)) for _ in range(width))
 
 
@@ -128,8 +130,8 @@ def in_order(call):
     [(1, 16384, 16), (2, 8192, 16), (4, 4096, 16), (16, 1024, 32), (7, 1300, 24), (3, 5000, 13)],
     ids=lambda sizes: "x".join(map(str, sizes)),
 )
-def test_programs_that_draw_causal_tiles_end_at_about_the_same_time(sizes, dim, dtype):
-    """Within a tenth of the mean, above which sections of a few heads alone are by up to 15 %."""
+def test_programs_of_the_dynamic_scheduler_end_at_about_the_same_time(sizes, dim, dtype):
+    """Within a tenth of the mean, above which groups of a few heads alone are by up to 15 %."""
     batch, length, heads = sizes
     problem = AttentionProblem.dense(
         batch, length, length, heads, head_dim=dim, dtype=dtype, out_dtype="bfloat16", causal=True
@@ -150,12 +152,12 @@ def test_programs_that_draw_causal_tiles_end_at_about_the_same_time(sizes, dim, 
 def test_no_more_heads_are_worked_on_side_by_side_than_l2_has_room_for():
     """A part of a long prompt: 512 queries on 65536 keys, 32 MiB of K and V for each head."""
     problem = AttentionProblem.dense(4, 512, 65536, heads_q=16, head_dim=128, causal=True)
-    assert values(whole(problem).calls[-1], "section", "sections") == (4, 15)
+    assert values(whole(problem).calls[-1], "l2_heads", "l2_groups") == (4, 15)
 
 
 @each_loop
 def test_what_few_steps_need_is_outside_of_the_loop_that_counts(head_dim, mask, lse):
-    """Masks, and what an alarm is answered with: jumped over they would cost every step. What
+    """Masks, and what an overflow takes: jumped over they would cost every step. What
     remains is an FFMA, an exponential and an addition for each of a thread's scores, and four
     branches: the waits for values and keys, of which the last may be none, and the loop's own."""
     facts = {"head_dim": head_dim, "mask": mask, "return_lse": lse}
@@ -217,9 +219,11 @@ def test_up_to_192_columns_are_loaded_as_boxes_of_64(dims, facts):
         assert not is_thirds or descriptor.block[-1] == 64
 
 
-def test_sums_may_grow_as_far_as_their_type_allows_before_a_warp_looks_again():
+def test_sums_may_grow_as_far_as_their_type_allows_before_a_warp_rescales():
     """A limit that is too low is not wrong, only slow: the scores are then computed twice."""
-    limits = {str(dtype): recheck.sum_limit(dtype) for dtype in (gl.bfloat16, gl.float16)}
+    limits = {
+        str(dtype): speculative_softmax.sum_limit(dtype) for dtype in (gl.bfloat16, gl.float16)
+    }
     floats = {name: struct.unpack("f", struct.pack("I", bits))[0] for name, bits in limits.items()}
     assert floats == {"bf16": 2.0**32, "fp16": 2.0**12}
 
@@ -227,7 +231,7 @@ def test_sums_may_grow_as_far_as_their_type_allows_before_a_warp_looks_again():
 def test_the_plain_variant_has_no_argument_of_a_feature_that_it_lacks():
     plain = {"q_desc", "k_desc", "v_desc", "out_desc", "lse_ptr", "scale_log2", "softcap_scale"}
     plain |= {"heads", "group", "seqlen_q", "seqlen_k", "total_q", "row_blocks", "tiles"}
-    plain |= {"section", "sections"}
+    plain |= {"l2_heads", "l2_groups"}
     assert set(planned(PLAIN).arguments) == plain | {"left", "right", "shift", "align"}
 
 
@@ -263,7 +267,7 @@ def test_packed_heads_are_neighbours_of_one_tile():
     (call,) = hopper.forward(problem, chosen, buffers.forward(problem)).calls
     descriptor = call.arguments["q_desc"]
     assert isinstance(descriptor, TensorMap)
-    assert call.constants["PACK"] == 4 and descriptor.block == (1, 1, 16, 4, 128)
+    assert call.constants["PACK_GQA"] == 4 and descriptor.block == (1, 1, 16, 4, 128)
     assert descriptor.shape == (2, 2, 10, 3, 128)
     assert descriptor.strides == (10 * 6 * 128, 3 * 128, 6 * 128, 128, 1)
 

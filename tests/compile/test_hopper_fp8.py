@@ -16,7 +16,7 @@ DEVICE = by_name("H200")
 
 
 def calls(head_dim: int = 128, sizes=(2, 300, 333, 8, 4), **facts):
-    """The launches of a problem with descales: V's turning, unless the attention does it itself,
+    """The launches of a problem with descales: V's transpose, unless the attention does it itself,
     then the attention."""
     facts = {"dtype": "float8_e4m3fn", "out_dtype": "bfloat16", "return_lse": True, **facts}
     problem = AttentionProblem.dense(*sizes, head_dim=head_dim, **facts)
@@ -39,7 +39,7 @@ def test_every_head_dim_compiles_and_fits_an_sm(head_dim, causal):
 SHORT, LONG = (2, 300, 333, 8, 4), (2, 4096, 4096, 16, 16)
 
 
-@pytest.mark.parametrize("sizes", [SHORT, LONG], ids=["turned-ahead", "turned-inside"])
+@pytest.mark.parametrize("sizes", [SHORT, LONG], ids=["transposed-ahead", "transposed-inside"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_unmasked_kernels_do_not_spill(head_dim, sizes):
     *_, call = calls(head_dim, sizes, return_lse=False)
@@ -48,30 +48,30 @@ def test_unmasked_kernels_do_not_spill(head_dim, sizes):
     assert inspect_cubin(made.code).stack_bytes == 0
 
 
-def test_the_attention_kernel_turns_v_where_that_is_hidden():
+def test_the_attention_kernel_transposes_v_where_that_is_hidden():
     """Not of packed sequences, for few queries, or at D256, whose shared memory is full."""
 
-    def turns_itself(head_dim=128, sizes=LONG, **facts):
+    def transposes_itself(head_dim=128, sizes=LONG, **facts):
         problem = AttentionProblem.dense(
             *sizes, head_dim=head_dim, dtype="float8_e4m3fn", out_dtype="bfloat16", **facts
         )
         program = programs.program(plan(problem, DEVICE, backend="hopper"), "forward")
         names = [call.kernel.function for call in program.calls]
         zeroed = [w.name for w in program.workspaces if w.zeroed]
-        assert ("turn_counts" in zeroed) == ("turn_values" not in names)
-        return "turn_values" not in names
+        assert ("v_t_counts" in zeroed) == ("transpose_v" not in names)
+        return "transpose_v" not in names
 
-    assert turns_itself() and turns_itself(64) and turns_itself(causal=True)
-    assert turns_itself(sizes=(2, 256, 4096, 16, 4))
-    assert not turns_itself(256) and not turns_itself(total_q=4000, total_k=4000)
-    assert not turns_itself(sizes=(2, 512, 4096, 16, 16))
+    assert transposes_itself() and transposes_itself(64) and transposes_itself(causal=True)
+    assert transposes_itself(sizes=(2, 256, 4096, 16, 4))
+    assert not transposes_itself(256) and not transposes_itself(total_q=4000, total_k=4000)
+    assert not transposes_itself(sizes=(2, 512, 4096, 16, 16))
 
 
 @each_loop
 def test_what_few_steps_need_is_outside_of_the_loop_that_counts(head_dim, mask, lse):
-    """Flushes, masks, and what an alarm is answered with: jumped over or predicated they would cost
+    """Promotions, masks, and what an overflow takes: jumped over or predicated they would cost
     every step. What remains is an FFMA, an exponential and an addition for each of a thread's 64
-    scores, and two branches: the wait for a slot, and the loop's own."""
+    scores, and two branches: the wait for a stage, and the loop's own."""
     *_, call = calls(head_dim, LONG, mask=mask, return_lse=lse)
     loop = bare_loop(call, DEVICE)
     assert loop.wgmma == (head_dim + 128) // 32
@@ -92,18 +92,18 @@ def test_packed_sequences_compile_and_fit_an_sm():
         assert compiler.artifact(call, DEVICE.arch).shared_bytes <= DEVICE.shared_bytes
 
 
-def test_packed_and_dense_sequences_are_turned_to_whole_blocks():
+def test_packed_and_dense_sequences_are_transposed_to_whole_blocks():
     """Dense: a multiple of 128 positions; packed: room for each sequence to begin at one."""
     problem = AttentionProblem.dense(3, 300, 333, 8, 4, dtype="float8_e4m3fn", out_dtype="float32")
     packed = replace(problem, total_q=500, total_k=700)
     found = []
     for p in (problem, packed):
         scratch = programs.program(plan(p, DEVICE, backend="hopper"), "forward").workspaces
-        found += [w.buffer.shape for w in scratch if w.name == "turned_v"]
+        found += [w.buffer.shape for w in scratch if w.name == "v_t"]
     assert found == [(3, 4, 128, 384), (1, 4, 128, (700 // 128 + 3) * 128)]
 
 
-def test_a_turning_kernel_begins_the_count_of_tiles_drawn():
+def test_a_transpose_kernel_begins_the_tile_counter():
     """So that no launch of its own clears it. Without such a kernel the allocator does."""
 
     def found(*sizes, head_dim=128, **facts):
@@ -116,15 +116,15 @@ def test_a_turning_kernel_begins_the_count_of_tiles_drawn():
             **facts,
         )
         program = programs.program(plan(problem, DEVICE, backend="hopper"), "forward")
-        takers = [c.kernel.function for c in program.calls if "drawn" in c.arguments]
-        is_zeroed = any(w.name == "drawn" and w.zeroed for w in program.workspaces)
+        takers = [c.kernel.function for c in program.calls if "tile_counter" in c.arguments]
+        is_zeroed = any(w.name == "tile_counter" and w.zeroed for w in program.workspaces)
         assert program.calls[-1].grid[0] == DEVICE.units
         return takers, is_zeroed
 
     long, short, packed = (2, 4096, 4096), (2, 2048, 2048), {"total_q": 4000, "total_k": 4000}
     few = (16, 512, 4096)
-    assert found(*long, **packed) == (["order_tiles", "turn_values", "forward"], False)
-    assert found(*few, causal=True) == (["turn_values", "forward"], False)
+    assert found(*long, **packed) == (["schedule_varlen_tiles", "transpose_v", "forward"], False)
+    assert found(*few, causal=True) == (["transpose_v", "forward"], False)
     assert found(*long, causal=True) == (["forward"], True)
     assert found(*long, head_dim=64, causal=True) == (["forward"], True)
     assert found(*short, causal=True) == (["forward"], True)

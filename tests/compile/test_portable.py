@@ -24,7 +24,7 @@ from heedful.core.mask import MaskSpec  # noqa: E402
 from heedful.core.plan import Plan, plan  # noqa: E402
 from heedful.core.problem import AttentionProblem  # noqa: E402
 from heedful.launch import buffers  # noqa: E402
-from heedful.launch.args import portable, portable_cache  # noqa: E402
+from heedful.launch.bind import portable, portable_cache  # noqa: E402
 from heedful.launch.spec import KernelCall, Pointer  # noqa: E402
 from heedful.launch.triton_compat import compile_kernel  # noqa: E402
 
@@ -139,7 +139,7 @@ def buffers_of(problem: AttentionProblem, direction: str) -> dict[str, ArraySpec
     made = getattr(buffers, direction)(problem)
     if direction == "backward":
         made["dlse"] = made["lse"]
-    return {name: spec._replace(aligned=problem.aligned) for name, spec in made.items()}
+    return {name: replace(spec, aligned=problem.aligned) for name, spec in made.items()}
 
 
 def calls_of(problem: AttentionProblem, chosen: Plan) -> list[KernelCall]:

@@ -14,8 +14,8 @@ from heedful.core.device import by_name
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.launch import buffers, foreign, prebuild, record
-from heedful.launch.args import portable
 from heedful.launch.artifact import lay_out
+from heedful.launch.bind import portable
 from heedful.launch.programs import program
 from heedful.launch.spec import Pointer, Scalar
 from heedful.torch.execute import buffer_spec

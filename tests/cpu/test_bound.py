@@ -250,10 +250,10 @@ def test_each_call_counts_in_bytes_of_its_own_unless_a_graph_is_captured():
         counted()
         gpu.stream = 9
         counted()
-    drawn = [addresses(launch)["drawn"] for launch in gpu.launches]
-    assert len(set(drawn)) == 5
-    assert drawn[1] - drawn[0] == drawn[3] - drawn[1] == 256
-    assert all(address % 64 == 0 for address in drawn[:2])
+    counters = [addresses(launch)["tile_counter"] for launch in gpu.launches]
+    assert len(set(counters)) == 5
+    assert counters[1] - counters[0] == counters[3] - counters[1] == 256
+    assert all(address % 64 == 0 for address in counters[:2])
 
 
 def test_scratch_within_its_limit_and_no_more(monkeypatch):

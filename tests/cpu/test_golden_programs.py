@@ -20,7 +20,7 @@ from heedful.core.mask import MaskSpec
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.launch import buffers as canonical
-from heedful.launch.args import portable_cache
+from heedful.launch.bind import portable_cache
 from heedful.launch.bound import BoundProgram
 from heedful.launch.programs import program
 from heedful.launch.spec import Program

@@ -20,7 +20,7 @@ from heedful.core.device import by_name
 from heedful.core.plan import Plan, plan
 from heedful.core.problem import AttentionProblem
 from heedful.launch import buffers, programs
-from heedful.launch.args import portable, portable_cache
+from heedful.launch.bind import portable, portable_cache
 from heedful.launch.interpret import interpret
 from heedful.launch.spec import Program
 from heedful.torch.cache_update import append_kv
@@ -302,20 +302,20 @@ def order(bounds: torch.Tensor, total: int, num_splits: int = 1, dtype: str = "b
     specs = given | {w.name: w.buffer for w in whole.workspaces}
     arrays = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
     fences = {}
-    for name in ("order", "drawn", "out", "lse", "partial_lse"):
+    for name in ("varlen_tiles", "tile_counter", "out", "lse", "partial_lse"):
         if name in specs:
             kind = torch.int32 if specs[name].dtype == "int32" else torch.float32
             fences[name] = Fenced.like(torch.full(specs[name].shape, 7, dtype=kind))
             arrays[name] = fences[name].inside
     first = replace(whole.calls[0])
-    assert first.kernel.function == "order_tiles"
+    assert first.kernel.function == "schedule_varlen_tiles"
     interpret(Program((first,), ()), arrays)
     for fenced in fences.values():
         fenced.assert_whole()
     lse = arrays["partial_lse" if num_splits > 1 else "lse"]
-    count = int(arrays["order"][0])
-    assert 0 <= count <= (len(arrays["order"]) - 1) // 2
-    return arrays["order"][1:].view(-1, 2)[:count], arrays["out"], lse
+    count = int(arrays["varlen_tiles"][0])
+    assert 0 <= count <= (len(arrays["varlen_tiles"]) - 1) // 2
+    return arrays["varlen_tiles"][1:].view(-1, 2)[:count], arrays["out"], lse
 
 
 @interpreted

@@ -16,7 +16,7 @@ from heedful.core.configs import ROWS, TileConfig
 from heedful.core.device import by_name
 from heedful.core.operands import Gradients, own_shape
 from heedful.core.plan import Plan
-from heedful.launch.args import portable, portable_cache
+from heedful.launch.bind import portable, portable_cache
 from heedful.launch.interpret import interpret
 from heedful.torch.cache_update import append_kv, rotate
 from heedful.torch.execute import buffer_spec
@@ -82,7 +82,7 @@ BOTH_WAYS = (
 
 
 class Interpreted:
-    """Programs of `launch.args.portable` run by the interpreter, as the budget's `Backend`."""
+    """Programs of `launch.bind.portable` run by the interpreter, as the budget's `Backend`."""
 
     def __init__(self, num_splits: int = 1):
         self.num_splits = num_splits

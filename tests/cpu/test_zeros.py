@@ -74,7 +74,7 @@ def stream(monkeypatch):
 
 def counting(counters: int = COUNTERS) -> execute.Executable:
     """A program that counts from zero."""
-    scratch = Workspace("drawn", ArraySpec.contiguous((counters,), "int32"), zeroed=True)
+    scratch = Workspace("tile_counter", ArraySpec.contiguous((counters,), "int32"), zeroed=True)
     return execute.Executable(Program((), (scratch,)), "sm_90", torch.device("cpu"), [])
 
 

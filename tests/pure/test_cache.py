@@ -353,7 +353,7 @@ def test_the_pack_that_the_environment_names_is_loaded_unasked_and_once(
 def test_a_manifest_says_what_each_kernel_is(tmp_path, no_packs):
     packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable", "hopper"})
     manifest = json.loads((tmp_path / "pack" / packs.MANIFEST).read_text())
-    assert manifest["backends"] == ["hopper", "portable"] and manifest["format"] == 1
+    assert manifest["backends"] == ["hopper", "portable"] and manifest["format"] == packs.FORMAT
     facts = manifest["kernels"]["key"]
     content = (tmp_path / "pack" / "key.kernel").read_bytes()
     assert facts.pop("sha256") == hashlib.sha256(content).hexdigest()

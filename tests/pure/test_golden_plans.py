@@ -52,11 +52,11 @@ CONDITIONS: dict[str, dict] = {
     "left window": {"mask": MaskSpec.of(False, (100, -1))},
     "diagonal": {"mask": MaskSpec.of(False, (0, -1))},
     "window in pages": {"mask": MaskSpec.of(True, (100, 0)), "page_size": 16, "used_k": True},
-    "one burden": {"dropout_p": 0.1},
+    "some pressure": {"dropout_p": 0.1},
     "bias": {"bias": True},
-    "two burdens": {"dropout_p": 0.1, "tree_mask": True},
-    "three burdens": {"dropout_p": 0.1, "bias": True, "tree_mask": True},
-    "burdened float32": {"dropout_p": 0.1, "bias": True, "dtype": "float32"},
+    "high pressure": {"dropout_p": 0.1, "tree_mask": True},
+    "higher pressure": {"dropout_p": 0.1, "bias": True, "tree_mask": True},
+    "high pressure float32": {"dropout_p": 0.1, "bias": True, "dtype": "float32"},
     "unaligned": {"aligned": False},
     "tree": {"tree_mask": True},
     "slopes": {"alibi": True},
@@ -123,7 +123,7 @@ def tile(kernel: str, problem: AttentionProblem, device) -> str:
         return "none"
     c = row.config
     extra = "".join(f" {key}={value}" for key, value in c.extra)
-    packed = f" by {c.pack(problem)}" if c.pack(problem) != 1 else ""
+    packed = f" by {c.pack_gqa(problem)}" if c.pack_gqa(problem) != 1 else ""
     return f"{c.block_m}x{c.block_n}x{c.num_warps}x{c.num_stages}{extra}{packed} ({row.measured})"
 
 

@@ -5,8 +5,8 @@ import pytest
 from heedful.core.arrays import ArraySpec
 from heedful.core.operands import own_shape
 from heedful.core.problem import AttentionProblem
-from heedful.launch.args import hopper
-from heedful.launch.args import hopper_maps as maps
+from heedful.launch.bind import hopper
+from heedful.launch.bind import hopper_maps as maps
 
 
 def pages_of(pages: int, rows: int) -> ArraySpec:

@@ -24,19 +24,19 @@ _ROLES = {
     "sink_gradients": "sink gradients",
     "append_keys": "append",
     "rotate_queries": "rotate",
-    "order_tiles": "order",
-    "turn_values": "turn",
+    "schedule_varlen_tiles": "schedule",
+    "transpose_v": "transpose",
 }
 # Parameters that are not called as their operand is.
 _OPERANDS = {
     "q_desc": "q",
     "k_desc": "k",
     "v_desc": "v",
-    "raw_v_desc": "raw v",
+    "v_t_desc": "v_t map",
     "out_desc": "out",
     "sink_ptr": "sink",
     "lse_ptr": "lse",
-    "parts_ptr": "partial_out",
+    "partial_ptr": "partial_out",
     "alibi_ptr": "alibi_slopes",
     "bias_ptr": "bias",
     "seed_ptr": "seed",

@@ -26,10 +26,10 @@ class TileConfig:
         """The value of an extra."""
         return dict(self.extra).get(name, default)
 
-    def pack(self, problem: AttentionProblem) -> int:
+    def pack_gqa(self, problem: AttentionProblem) -> int:
         """Rows of a tile that one query position takes: above 1, the query heads of a KV head lie
         beside each other in a tile, in as many rows as the next power of two."""
-        return 1 << (problem.group - 1).bit_length() if self.get("pack", False) else 1
+        return 1 << (problem.group - 1).bit_length() if self.get("pack_gqa", False) else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,19 +59,19 @@ def _float32(problem: AttentionProblem) -> bool:
     return problem.dtype == "float32"
 
 
-def _burdens(problem: AttentionProblem) -> int:
+def _register_pressure(problem: AttentionProblem) -> int:
     """How many features hold a register or an address per score; loads of single elements count
     twice, since none of them can be copied asynchronously."""
     per_score = (problem.bias, problem.dropout_p > 0, problem.tree_mask)
     return sum((*per_score, not problem.aligned, not problem.aligned))
 
 
-def _one_burden(problem: AttentionProblem) -> bool:
-    return _burdens(problem) == 1
+def _some_pressure(problem: AttentionProblem) -> bool:
+    return _register_pressure(problem) == 1
 
 
-def _burdened(problem: AttentionProblem) -> bool:
-    return _burdens(problem) > 1
+def _high_pressure(problem: AttentionProblem) -> bool:
+    return _register_pressure(problem) > 1
 
 
 def _always(problem: AttentionProblem) -> bool:
@@ -83,8 +83,8 @@ def _wider_keys(problem: AttentionProblem) -> bool:
     return problem.head_dim > MAX_HEAD_DIM_V
 
 
-def _wider_keys_burdened(problem: AttentionProblem) -> bool:
-    return _wider_keys(problem) and (problem.bias or _burdens(problem) > 1)
+def _wider_keys_under_pressure(problem: AttentionProblem) -> bool:
+    return _wider_keys(problem) and (problem.bias or _register_pressure(problem) > 1)
 
 
 _H200 = "H200, 2026-11-20, Triton 3.6: fastest without spills of those tried"
@@ -100,7 +100,7 @@ _CDNA = ("gfx942", "gfx950", "gfx90a")
 
 # kernel, architectures, condition, where from: {largest head dim: (rows, keys, warps, stages)}
 _PORTABLE = (
-    ("forward", ("sm_90", *_NVIDIA), _wider_keys_burdened, _WIDER, {576: (16, 16, 8, 1)}),
+    ("forward", ("sm_90", *_NVIDIA), _wider_keys_under_pressure, _WIDER, {576: (16, 16, 8, 1)}),
     ("forward", ("sm_90", *_NVIDIA), _wider_keys, _WIDER, {576: (32, 16, 8, 1)}),
     ("forward", _CDNA, _wider_keys, _AMD, {576: (32, 16, 4, 1)}),
     ("forward", ("*",), _wider_keys, _SMALL, {576: (16, 16, 4, 1)}),
@@ -108,19 +108,19 @@ _PORTABLE = (
     ("backward_keys", ("*",), _float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
     ("backward_queries", ("*",), _float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
     ("scores", ("*",), _float32, _FITS, {512: (16, 16, 4, 1)}),
-    ("scores", ("*",), _burdened, _NO_SPILLS, {512: (16, 16, 4, 1)}),
+    ("scores", ("*",), _high_pressure, _NO_SPILLS, {512: (16, 16, 4, 1)}),
     ("scores", ("*",), _always, _NO_SPILLS, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
     (
         "forward",
         ("sm_90", *_WARP_PRODUCTS),
-        _burdened,
+        _high_pressure,
         _NO_SPILLS_EITHER,
         {128: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
     ),
     (
         "forward",
         ("sm_90",),
-        _one_burden,
+        _some_pressure,
         _NO_SPILLS,
         {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (128, 16, 8, 3), 512: (32, 16, 8, 1)},
     ),
@@ -134,14 +134,14 @@ _PORTABLE = (
     (
         "backward_keys",
         ("sm_90", *_WARP_PRODUCTS),
-        _burdened,
+        _high_pressure,
         _NO_SPILLS_EITHER,
         {64: (16, 32, 4, 2), 512: (16, 16, 8, 1)},
     ),
     (
         "backward_keys",
         ("sm_90",),
-        _one_burden,
+        _some_pressure,
         _NO_SPILLS,
         {64: (32, 64, 4, 3), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2), 512: (16, 16, 8, 1)},
     ),
@@ -155,14 +155,14 @@ _PORTABLE = (
     (
         "backward_queries",
         ("sm_90", *_WARP_PRODUCTS),
-        _burdened,
+        _high_pressure,
         _NO_SPILLS_EITHER,
         {64: (32, 32, 8, 1), 128: (16, 16, 8, 1), 256: (32, 16, 4, 2), 512: (16, 32, 8, 1)},
     ),
     (
         "backward_queries",
         ("sm_90",),
-        _one_burden,
+        _some_pressure,
         _NO_SPILLS,
         {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (128, 16, 8, 2), 512: (16, 32, 8, 1)},
     ),
@@ -176,7 +176,7 @@ _PORTABLE = (
     (
         "forward",
         _CDNA,
-        _burdened,
+        _high_pressure,
         _AMD,
         {128: (32, 32, 4, 1), 512: (32, 16, 4, 1)},
     ),
@@ -204,7 +204,7 @@ _PORTABLE = (
     (
         "forward",
         _WARP_PRODUCTS,
-        _one_burden,
+        _some_pressure,
         _NO_SPILLS_EITHER,
         {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 4, 2), 512: (32, 16, 8, 1)},
     ),
@@ -238,8 +238,8 @@ _H200_GLUON = "H200, 2026-11-20, Triton 3.9: fastest of those tried"
 _LEAST_SPILLS = "sm_90, Triton 3.9: fewest spills of those compiled; others not timed"
 
 
-def _burdened_or_one(problem: AttentionProblem) -> bool:
-    return _burdens(problem) > 0
+def _any_pressure(problem: AttentionProblem) -> bool:
+    return _register_pressure(problem) > 0
 
 
 def _no_pages(problem: AttentionProblem) -> bool:
@@ -259,18 +259,23 @@ def _hopper(
     return ConfigRow("hopper.forward", ("sm_90",), max_dim, config, measured, when)
 
 
-_D64: dict[str, Any] = {"consumer_regs": 112, "lazy": 2, "producer_regs": 32, "v_stages": 6}
-_D64_FOUR: dict[str, Any] = {**_D64, "q_slots": 8}
-# Under ALiBi scores are looked at first, and turns keep products and softmax apart.
-_D64_TURNS: dict[str, Any] = {**_D64, "ordered": True}
-_D128: dict[str, Any] = {"consumer_regs": 240, "ordered": True, "producer_regs": 24}
-_D128_LATE: dict[str, Any] = {**_D128, "lazy": 2, "v_stages": 2}
+_D64: dict[str, Any] = {
+    "consumer_regs": 112,
+    "rescale": "speculative",
+    "producer_regs": 32,
+    "v_stages": 6,
+}
+_D64_FOUR: dict[str, Any] = {**_D64, "q_stages": 8}
+# Under ALiBi references rescale by a threshold, and ping-pong keeps products and softmax apart.
+_D64_PINGPONG: dict[str, Any] = {**_D64, "pingpong": True}
+_D128: dict[str, Any] = {"consumer_regs": 240, "pingpong": True, "producer_regs": 24}
+_D128_SPECULATIVE: dict[str, Any] = {**_D128, "rescale": "speculative", "v_stages": 2}
 _D128_UNEVEN: dict[str, Any] = {
     "consumer_regs": 160,
-    "lazy": 2,
+    "rescale": "speculative",
     "out_in_q": True,
     "producer_regs": 32,
-    "q_slots": 4,
+    "q_stages": 4,
     "v_stages": 5,
 }
 _D192: dict[str, Any] = {**_D128, "out_in_q": True}
@@ -283,23 +288,23 @@ def _fp8(problem: AttentionProblem) -> bool:
 
 _FP8_D64: dict[str, Any] = {
     "consumer_regs": 160,
-    "late": True,
-    "looks_last": True,
+    "rescale": "speculative",
+    "votes_last": True,
     "producer_regs": 32,
-    "q_slots": 6,
-    "turns": True,
+    "q_stages": 6,
+    "transposes_v": True,
 }
 _FP8_D128: dict[str, Any] = {
     "consumer_regs": 240,
-    "late": True,
+    "rescale": "speculative",
     "producer_regs": 24,
-    "q_slots": 4,
+    "q_stages": 4,
     "sums_in_regs": True,
-    "turns": True,
+    "transposes_v": True,
 }
 # In cycles 1.5 to 2.5 % fewer for masked calls, for those without a mask 3 % more (H200,
 # 2026-11-22, Triton 3.9): docs/hopper-fp8.md.
-_FP8_D128_MASKED: dict[str, Any] = {**_FP8_D128, "hears_ahead": True, "looks_last": True}
+_FP8_D128_MASKED: dict[str, Any] = {**_FP8_D128, "prefetches_tile": True, "votes_last": True}
 _FP8_D256: dict[str, Any] = {"consumer_regs": 240, "producer_regs": 24}
 
 
@@ -322,9 +327,9 @@ _GLUON_CDNA = ("gfx942", "gfx950")
 def _packs(problem: AttentionProblem) -> bool:
     """Whether query heads may share a tile, and few rows are in use without. What is added to the
     scores or drawn for them goes by head; packed sequences' maps have no dim to spare."""
-    terms = problem.alibi or problem.bias or problem.dropout_p > 0
+    score_mods = problem.alibi or problem.bias or problem.dropout_p > 0
     few = problem.seqlen_q <= 64 and 1 < problem.group <= 64
-    return few and not (terms or problem.varlen_q)
+    return few and not (score_mods or problem.varlen_q)
 
 
 def _packs_in_one(problem: AttentionProblem) -> bool:
@@ -361,13 +366,18 @@ def _slopes(problem: AttentionProblem) -> bool:
     return problem.alibi
 
 
-_ONE: dict[str, Any] = {"pack": True, "producer_regs": 24}
-_TWO: dict[str, Any] = {"consumer_regs": 240, "ordered": True, "pack": True, "producer_regs": 24}
+_ONE: dict[str, Any] = {"pack_gqa": True, "producer_regs": 24}
+_TWO: dict[str, Any] = {
+    "consumer_regs": 240,
+    "pingpong": True,
+    "pack_gqa": True,
+    "producer_regs": 24,
+}
 _ALONE: dict[str, Any] = {"producer_regs": 24}
 
 ROWS: list[ConfigRow] = [
-    _hopper(128, (128, 64, 4, 3), _burdened_or_one, _LEAST_SPILLS, **_D128),
-    _hopper(256, (128, 32, 4, 2), _burdened_or_one, _LEAST_SPILLS, **_D256),
+    _hopper(128, (128, 64, 4, 3), _any_pressure, _LEAST_SPILLS, **_D128),
+    _hopper(256, (128, 32, 4, 2), _any_pressure, _LEAST_SPILLS, **_D256),
     _hopper(64, (192, 128, 4, 4), _fp8, **_FP8_D64),
     _hopper(128, (128, 128, 4, 4), _fp8_masked, **_FP8_D128_MASKED),
     _hopper(128, (128, 128, 4, 4), _fp8, **_FP8_D128),
@@ -385,13 +395,13 @@ ROWS: list[ConfigRow] = [
     _hopper(128, (64, 128, 4, 2), _small_grid, _LEAST_SPILLS, **_ALONE),
     _hopper(256, (64, 64, 4, 2), _small_grid, _LEAST_SPILLS, **_ALONE),
     _hopper(64, (128, 128, 4, 4), _two_tiles_of_rows, _LEAST_SPILLS, **_D128),
-    _hopper(64, (256, 64, 4, 6), _slopes, **_D64_TURNS),
-    # Keys and values as one: windows and packed causal calls - 1.2 % of the cycles, causal ones 0,
-    # those without a mask + 2.5 % (H200, 2026-11-22).
-    _hopper(64, (256, 64, 4, 6), _uneven_masks, **_D64_FOUR, as_one=True),
+    _hopper(64, (256, 64, 4, 6), _slopes, **_D64_PINGPONG),
+    # Keys and values that share stages: windows and packed causal calls - 1.2 % of the
+    # cycles, causal ones 0, those without a mask + 2.5 % (H200, 2026-11-22).
+    _hopper(64, (256, 64, 4, 6), _uneven_masks, **_D64_FOUR, kv_share_stages=True),
     _hopper(64, (256, 64, 4, 6), **_D64_FOUR),
     _hopper(128, (192, 64, 4, 5), _uneven, **_D128_UNEVEN),
-    _hopper(128, (128, 128, 4, 3), **_D128_LATE),
+    _hopper(128, (128, 128, 4, 3), **_D128_SPECULATIVE),
     _hopper(192, (128, 128, 4, 2), _narrow_values, **_D192),
     _hopper(192, (128, 64, 4, 3), _no_pages, **_D192, v_stages=2),
     _hopper(256, (128, 64, 4, 2), **_D256),

@@ -28,7 +28,7 @@ class Plan:
 
     backend, level: of the forward; backward, backward_level: of the backward, None without one.
     configs: kernel name ("portable.forward", ...) -> its tiles; measured: where from.
-    num_splits: in how many parts the keys are split, 1 = not.
+    num_splits: how many splits of the keys there are, 1 = not split.
     notes: what a user may want to know (copies made, settings that took part).
     """
 
@@ -177,7 +177,7 @@ def _splits(row: KernelRow, chosen: dict[str, ConfigRow], problem, device) -> in
     if problem.return_probs:
         return 1
     config = found.config
-    return choose_splits(problem, device, config.block_m, config.block_n, config.pack(problem))
+    return choose_splits(problem, device, config.block_m, config.block_n, config.pack_gqa(problem))
 
 
 def explain(plan: Plan) -> str:

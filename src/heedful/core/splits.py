@@ -1,4 +1,4 @@
-"""How many parts to split the keys in, so that a small grid fills the device.
+"""How many splits of the keys to make, so that a small grid fills the device.
 
 A pure function of figures: the same problem on the same device always splits the same way.
 """
@@ -19,10 +19,10 @@ COMBINE_VALUES = 32768
 def choose_splits(
     problem: AttentionProblem, device: DeviceSpec, rows: int, block_n: int, pack: int = 1
 ) -> int:
-    """The number of parts: 1 where the grid of row tiles fills the device by itself.
+    """The number of splits: 1 where the grid of row tiles fills the device by itself.
 
     rows: query rows that one program takes. pack: rows that one position takes, above 1 those of
-    all query heads of a KV head. A wave of programs takes one slot per unit; the time
+    all query heads of a KV head. A wave of programs takes one place per unit; the time
     of n splits is waves(n) * tiles per split, and of the combine from two on; the fewest splits
     within WORTH of the best win.
     """

@@ -17,7 +17,7 @@ from heedful.launch.artifact import Artifact
 from heedful.launch.folder import Folder, NotTrusted
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 
 # Kernel key -> the pack's folder and the digest of the kernel's file there.
 _loaded: dict[str, tuple[Path, str]] = {}
@@ -74,7 +74,9 @@ def read_manifest(content: bytes) -> tuple[dict[str, str], list[str]]:
         raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         found = manifest.get("format") if isinstance(manifest, dict) else None
-        raise ValueError(f"has format {found}, wanted {FORMAT}")
+        raise ValueError(
+            f"has format {found}, wanted {FORMAT}: prebuild it with this version of heedful"
+        )
     try:
         digests = {key: str(facts["sha256"]) for key, facts in manifest["kernels"].items()}
         return digests, [str(name) for name in manifest["backends"]]

@@ -12,12 +12,12 @@ from heedful.launch.spec import Program
 
 # Backend -> module with `forward` and `backward`, each (problem, plan, buffers) -> Program.
 ARGUMENTS = {
-    "portable": "heedful.launch.args.portable",
-    "hopper": "heedful.launch.args.hopper",
-    "cdna": "heedful.launch.args.cdna",
+    "portable": "heedful.launch.bind.portable",
+    "hopper": "heedful.launch.bind.hopper",
+    "cdna": "heedful.launch.bind.cdna",
 }
 # The same for calls whose queries are fp8, where they have kernels of their own.
-FP8_ARGUMENTS = {"hopper": "heedful.launch.args.hopper_fp8"}
+FP8_ARGUMENTS = {"hopper": "heedful.launch.bind.hopper_fp8"}
 
 
 def program(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec] | None = None) -> Program:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from heedful.core.operands import Operands
 from heedful.core.plan import Plan
-from heedful.launch.args import portable_cache
+from heedful.launch.bind import portable_cache
 from heedful.torch.adapt import dense_rows
 from heedful.torch.execute import Executable, allocator, buffer_spec, current_device
 from heedful.torch.forked import on_own_thread

@@ -8,344 +8,141 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     tma,
-    warpgroup_mma_wait,
 )
 
-from heedful.kernels.hopper.channel import Channel, Cursor, allocate_boxes
-from heedful.kernels.hopper.chunks import (
-    finish_output,
-    no_output,
-    queue_output,
-    queue_scores,
-    scale_output,
+from heedful.kernels.hopper.block_range import (
+    consumer_n_block_range,
+    n_block_at,
+    n_block_count,
+    program_n_block_range,
 )
 from heedful.kernels.hopper.compat import HAS_INLINE_ASM
-from heedful.kernels.hopper.deal import DEAL_SLOTS, Deal
-from heedful.kernels.hopper.dropout import Dropout, drop
-from heedful.kernels.hopper.masking import hide_outside
-from heedful.kernels.hopper.output import Outputs, store_nothing, store_rows
-from heedful.kernels.hopper.pairs import from_pairs, to_pairs
-from heedful.kernels.hopper.recheck import (
-    exponentials,
-    headroom,
-    must_redo,
-    redo,
-    rescore,
-    sum_limit,
-)
-from heedful.kernels.hopper.schedule import ROWS, needs_mask, next_masked
+from heedful.kernels.hopper.dropout import Dropout
+from heedful.kernels.hopper.epilogue import Outputs, store_empty, store_rows
+from heedful.kernels.hopper.kv_pipeline import KVPipeline
+from heedful.kernels.hopper.mainloop import mainloop
+from heedful.kernels.hopper.mma import ROWS, no_output
+from heedful.kernels.hopper.pingpong import pingpong_arrive, skip, skip_all
+from heedful.kernels.hopper.pipeline import Pipeline, PipelineState, allocate_boxes
+from heedful.kernels.hopper.score_mods import ScoreMods
 from heedful.kernels.hopper.sequences import (
     Storage,
     load_keys,
     load_keys_and_values,
-    position,
     queries_at,
+    query_position,
 )
 from heedful.kernels.hopper.shape import Shape
-from heedful.kernels.hopper.slots import Slots
-from heedful.kernels.hopper.softmax import (
-    lane_sums,
-    lazy_limit,
-    softmax_first,
-    softmax_lazy,
-    softmax_step,
-)
-from heedful.kernels.hopper.terms import Terms, add_terms, cap, load_bias
-from heedful.kernels.hopper.turns import pass_turn, skip, skip_all, take_turn
-from heedful.kernels.hopper.work import (
-    consumer_keys,
-    count,
-    hear,
-    key_tile,
-    program_keys,
-    steps_of,
-    take,
-    tell,
+from heedful.kernels.hopper.tile_scheduler import (
+    SCHEDULER_STAGES,
+    TileScheduler,
+    commit_work_tile,
+    count_work_tiles,
+    current_work_tile,
+    work_tile_at,
 )
 
 
 @gluon.jit
-def hide_keys(s_MN, keys, shape, tile, row, j, HIDDEN: gl.constexpr = float("-inf")):
-    """Scores of query rows from `row` and key tile j, or what became of them, with the unseen ones
-    at HIDDEN."""
-    col = j * shape.BLOCK_N
-    M: gl.constexpr = s_MN.shape[0]
-    layout: gl.constexpr = s_MN.type.layout
-    stop_M = gl.full([M], 0, gl.int32, gl.SliceLayout(1, layout)) + (tile.len_k - col)
-    place_M = position(shape, gl.arange(0, M, layout=gl.SliceLayout(1, layout)))
-    diagonal_M = place_M + (position(shape, row) + tile.off - col)
-    if shape.IS_RIGHT:
-        stop_M = gl.minimum(stop_M, diagonal_M + (shape.right + 1))
-    if not shape.IS_LEFT:
-        return hide_outside(s_MN, None, stop_M, HIDDEN)
-    elif shape.first is None:
-        # Most tiles that a bound of a window crosses the other does not.
-        if j >= keys.full_end:
-            s_MN = hide_outside(s_MN, None, stop_M, HIDDEN)
-        if j < keys.full_begin:
-            s_MN = hide_outside(s_MN, diagonal_M - shape.left, None, HIDDEN)
-        return s_MN
-    else:
-        N: gl.constexpr = s_MN.shape[1]
-        key_N = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
-        within_MN = key_N[None, :] >= (diagonal_M - shape.left)[:, None]
-        within_MN = within_MN | (key_N < shape.first - col)[None, :]
-        return gl.where(within_MN & (key_N[None, :] < stop_M[:, None]), s_MN, HIDDEN)
+def q_stage_of(shape, place: gl.constexpr):
+    """Which consumer's queries come in this place, and the other way round: with ping-pong by
+    number, else those that see the last key tile first."""
+    return place if shape.PINGPONG else shape.CONSUMERS - 1 - place
 
 
 @gluon.jit
-def hide_if_needed(s_MN, keys, shape, tile, row, j):
-    """Scores of key tile j with the unseen ones at -inf, untouched if there are none."""
-    if needs_mask(keys, j):
-        s_MN = hide_keys(s_MN, keys, shape, tile, row, j)
-    return s_MN
-
-
-@gluon.jit
-def placed(shape, place: gl.constexpr):
-    """Which consumer's queries come in this place, and the other way round: in order of turns, or
-    those that see the last key tile first."""
-    return place if shape.ORDERED else shape.CONSUMERS - 1 - place
-
-
-@gluon.jit
-def producer(q_desc, k_desc, v_desc, q, slots, deal, shape):
+def producer(q_desc, k_desc, v_desc, q, kv, scheduler, shape):
     """Feeds every tile's queries, and its keys and values from the last to the first."""
-    at_q = Cursor.start(shape.Q_SLOTS)
-    at_full = Cursor.start(q.full.shape[0])
-    at = slots.start()
+    q_state = PipelineState.start(shape.Q_STAGES)
+    q_full_state = PipelineState.start(q.full.shape[0])
+    kv_state = kv.start()
     k_rows = shape.storage.k_rows
     v_rows = shape.storage.v_rows
-    at_deal = Cursor.start(DEAL_SLOTS)
+    scheduler_state = PipelineState.start(SCHEDULER_STAGES)
     index = gl.program_id(0)
-    while index < deal.count:
-        tile, split = take(shape, index)
-        tell(shape, deal, index, tile, split, at_deal)
-        at_deal = at_deal.next()
-        keys = program_keys(shape, tile, split)
-        steps = steps_of(shape, keys)
-        col = key_tile(shape, keys, 0) * shape.BLOCK_N
+    while index < scheduler.count:
+        tile, split = work_tile_at(shape, index)
+        commit_work_tile(shape, scheduler, index, tile, split, scheduler_state)
+        scheduler_state = scheduler_state.next()
+        blocks = program_n_block_range(shape, tile, split)
+        steps = n_block_count(shape, blocks)
+        col = n_block_at(shape, blocks, 0) * shape.BLOCK_N
         # Keys run one tile ahead of values, as the consumers take them.
         if steps > 0:
-            load_keys(slots.k, k_desc, shape, tile, k_rows, col, at.k)
-            at = at.after_keys()
+            load_keys(kv.k, k_desc, shape, tile, k_rows, col, kv_state.k)
+            kv_state = kv_state.after_keys()
         for place in gl.static_range(shape.CONSUMERS):
-            row = tile.row + placed(shape, place) * ROWS
-            q.load(q_desc, queries_at(shape, tile, row), at_q, at_full)
-            at_q = at_q.next()
-            at_full = at_full.next()
+            row = tile.row + q_stage_of(shape, place) * ROWS
+            q.load(q_desc, queries_at(shape, tile, row), q_state, q_full_state)
+            q_state = q_state.next()
+            q_full_state = q_full_state.next()
         for step in range(1, steps):
-            next_col = key_tile(shape, keys, step) * shape.BLOCK_N
-            load_keys_and_values(slots, k_desc, v_desc, shape, tile, next_col, col, at)
-            at = at.next()
+            next_col = n_block_at(shape, blocks, step) * shape.BLOCK_N
+            load_keys_and_values(kv, k_desc, v_desc, shape, tile, next_col, col, kv_state)
+            kv_state = kv_state.next()
             col = next_col
         if steps > 0:
-            load_keys(slots.v, v_desc, shape, tile, v_rows, col, at.values())
-            at = at.after_values()
-        index = deal.draw(index)
-    deal.tell((deal.count,), at_deal)
+            load_keys(kv.v, v_desc, shape, tile, v_rows, col, kv_state.values())
+            kv_state = kv_state.after_values()
+        index = scheduler.advance(index)
+    scheduler.producer_commit((scheduler.count,), scheduler_state)
 
 
 @gluon.jit
-def start_bias(shape, tile, row, j):
-    """The bias of key tile j on its way to registers, 0 without one."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.BLOCK_N, 16])
-    return load_bias(shape.terms, tile, row, j * shape.BLOCK_N, ROWS, shape.BLOCK_N, layout)
-
-
-@gluon.jit
-def modify(s_MN, bias_MN, shape, tile, row, j):
-    """Scores of key tile j with softcap, ALiBi and bias, before the mask."""
-    if shape.HAS_SOFTCAP:
-        s_MN = cap(s_MN, shape.softcap_scale)
-    return add_terms(s_MN, bias_MN, shape.terms, tile, row, j * shape.BLOCK_N)
-
-
-@gluon.jit
-def attend(
-    q,
-    slots,
-    at_q,
-    at,
-    keys,
-    shape,
-    tile,
-    row,
-    WORKER: gl.constexpr,
-):
-    """Streams the keys of `keys` (at least one) past one consumer's rows.
-
-    The scores of a tile and the output of the tile before are computed while the exponentials of
-    this one run. Returns the unnormalised output, maximum, row sums, and the next place.
-    """
-    dtype: gl.constexpr = q.boxes.dtype
-    BLOCK_N: gl.constexpr = shape.BLOCK_N
-    MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
-    # A bias can hide keys as a mask can.
-    HIDES: gl.constexpr = MASKED or shape.terms.bias is not None
-    LIMIT: gl.constexpr = lazy_limit(dtype)
-    LATE: gl.constexpr = shape.LAZY == 2
-    HEAD: gl.constexpr = headroom(dtype) if LATE else 0.0
-    k, v = slots.k, slots.v
-    acc = no_output(v)
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
-
-    slots.wait(at)
-    take_turn(shape, WORKER)
-    s_MN = queue_scores(q, k, at_q, at.k, BLOCK_N)
-    pass_turn(shape, WORKER)
-    j = key_tile(shape, keys, 0)
-    bias_MN = start_bias(shape, tile, row, j)
-    s_MN = warpgroup_mma_wait(0, deps=[s_MN])
-    slots.release_keys_after_mma(at)
-    s_MN = modify(s_MN, bias_MN, shape, tile, row, j)
-    if needs_mask(keys, j):
-        s_MN = hide_keys(s_MN, keys, shape, tile, row, j)
-    p_MN, m_M = softmax_first(s_MN, shape.scale_log2, HEAD)
-    sums_ML = lane_sums(p_MN)
-    l_ML = sums_ML
-    p_MN = drop(p_MN, shape.dropout, tile, row, j * BLOCK_N)
-    p_MJ = to_pairs(p_MN, dtype)
-    at_before = at
-    at = at.after_keys()
-    steps = steps_of(shape, keys)
-    slots.wait(at, steps > 1)
-    before_ML = l_ML
-    moved = gl.to_tensor(0)
-    step = gl.to_tensor(1)
-    while step < steps:
-        # What few steps need is outside of the loop below: jumped over it would cost every step.
-        last = steps - 1
-        if LATE and MASKED:
-            last = gl.minimum(last, next_masked(keys, step))
-        goes = step <= last
-        while goes:
-            p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
-            take_turn(shape, WORKER)
-            s_MN = queue_scores(q, k, at_q, at.k, BLOCK_N)
-            slots.wait_for_values(at)
-            acc = queue_output(p_dot_MN, v, at.values(), acc)
-            pass_turn(shape, WORKER)
-            j = key_tile(shape, keys, step)
-            bias_MN = start_bias(shape, tile, row, j)
-            s_MN = warpgroup_mma_wait(len(acc), deps=[s_MN])
-            slots.release_keys_after_mma(at)
-            # That these scores are there means that every warp is done with the tile before.
-            slots.release_kept_after_mma(at_before)
-            s_MN = modify(s_MN, bias_MN, shape, tile, row, j)
-            if LATE:
-                p_MN, sums_ML = exponentials(s_MN, m_M, shape.scale_log2)
-                before_ML = l_ML
-                l_ML = l_ML + sums_ML
-                moved = must_redo(sums_ML, sum_limit(dtype))
-            else:
-                if MASKED:
-                    s_MN = hide_if_needed(s_MN, keys, shape, tile, row, j)
-                if shape.LAZY:
-                    p_MN, m_M, l_ML, alpha_M, moved = softmax_lazy(
-                        s_MN, m_M, l_ML, shape.scale_log2, LIMIT, HIDES
-                    )
-                else:
-                    p_MN, m_M, l_ML, alpha_M = softmax_step(
-                        s_MN, m_M, l_ML, shape.scale_log2, HIDES
-                    )
-                    moved = gl.to_tensor(1)
-                p_MN = drop(p_MN, shape.dropout, tile, row, j * BLOCK_N)
-            at_before = at
-            at = at.next()
-            # A wait loop ends a basic block: else ptxas would hoist the wait below over the
-            # exponentials.
-            slots.wait(at, step + 1 < steps)
-            acc = finish_output(acc)
-            slots.release_values_after_mma(at_before)
-            if not LATE:  # noqa: SIM102  (known when compiling, and `and` is not)
-                if moved != 0:
-                    acc = scale_output(acc, alpha_M)
-            p_MJ = to_pairs(p_MN, dtype)
-            # Without a mask the loop around this one ends here too, and `step < last`, which says
-            # the same, has LLVM make one loop of the two.
-            goes = step < last if MASKED else step + 1 < steps
-            if LATE:
-                goes = goes & (moved == 0)
-            step += 1
-        if LATE:
-            if MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
-                if needs_mask(keys, j):
-                    p_MN = hide_keys(p_MN, keys, shape, tile, row, j, 0.0)
-                    sums_ML = lane_sums(p_MN)
-                    l_ML = before_ML + sums_ML
-                    moved = must_redo(sums_ML, sum_limit(dtype))
-                    p_MJ = to_pairs(p_MN, dtype)
-            if moved != 0:
-                s_MN = rescore(q, k, at_q, at_before.k, s_MN.type)
-                s_MN = modify(s_MN, bias_MN, shape, tile, row, j)
-                if MASKED:
-                    s_MN = hide_if_needed(s_MN, keys, shape, tile, row, j)
-                p_MN, sums_ML, m_M, before_ML, alpha_M = redo(
-                    s_MN, m_M, before_ML, shape.scale_log2, HIDES, HEAD
-                )
-                l_ML = before_ML + sums_ML
-                p_MJ = to_pairs(p_MN, dtype)
-                acc = scale_output(acc, alpha_M)
-    slots.wait_for_values(at)
-    p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
-    acc = finish_output(queue_output(p_dot_MN, v, at.values(), acc))
-    slots.release_kept_after_mma(at_before)
-    if not shape.OUT_IN_Q:
-        q.release_after_mma(at_q)
-    slots.release_last_values_after_mma(at)
-    return acc, m_M, gl.sum(l_ML, 1), at.after_values()
-
-
-@gluon.jit
-def consumer(outputs, q, slots, deal, shape, WORKER: gl.constexpr):
-    """Computes rows [64 WORKER, 64 WORKER + 64) of every tile of this program."""
-    E: gl.constexpr = slots.v.dim
+def consumer(outputs, q, kv, scheduler, shape, CONSUMER: gl.constexpr):
+    """Computes rows [64 CONSUMER, 64 CONSUMER + 64) of every tile of this program."""
+    E: gl.constexpr = kv.v.dim
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, o_layout)
-    at = slots.start()
-    at_q = Cursor(gl.to_tensor(placed(shape, WORKER)), gl.to_tensor(0), shape.Q_SLOTS)
-    at_full = Cursor(gl.to_tensor(placed(shape, WORKER)), gl.to_tensor(0), q.full.shape[0])
-    at_deal = Cursor.start(DEAL_SLOTS)
-    if WORKER == shape.CONSUMERS - 1:
-        pass_turn(shape, WORKER)
-    index = deal.follow(gl.program_id(0) - gl.num_programs(0), at_deal)
-    while index < deal.count:
-        tile, split = hear(shape, deal, index, at_deal)
-        row = tile.row + WORKER * ROWS
-        whole = program_keys(shape, tile, split)
-        keys = consumer_keys(shape, tile, row, whole)
-        place = at_q.slot if shape.OUT_IN_Q else gl.to_tensor(WORKER)
-        q.wait(q.told(at_q, at_full))
-        if steps_of(shape, keys) > 0:
-            at = skip(slots, at, whole.end - keys.end, shape, WORKER)
-            acc, m_M, l_M, at = attend(q, slots, at_q, at, keys, shape, tile, row, WORKER)
-            at = skip(slots, at, keys.begin - whole.begin, shape, WORKER)
+    kv_state = kv.start()
+    q_state = PipelineState(
+        gl.to_tensor(q_stage_of(shape, CONSUMER)), gl.to_tensor(0), shape.Q_STAGES
+    )
+    q_full_state = PipelineState(
+        gl.to_tensor(q_stage_of(shape, CONSUMER)), gl.to_tensor(0), q.full.shape[0]
+    )
+    scheduler_state = PipelineState.start(SCHEDULER_STAGES)
+    if CONSUMER == shape.CONSUMERS - 1:
+        pingpong_arrive(shape, CONSUMER)
+    index = scheduler.get_current_work(gl.program_id(0) - gl.num_programs(0), scheduler_state)
+    while index < scheduler.count:
+        tile, split = current_work_tile(shape, scheduler, index, scheduler_state)
+        row = tile.row + CONSUMER * ROWS
+        program_blocks = program_n_block_range(shape, tile, split)
+        blocks = consumer_n_block_range(shape, tile, row, program_blocks)
+        place = q_state.index if shape.OUT_IN_Q else gl.to_tensor(CONSUMER)
+        q.consumer_wait(q.barrier_state(q_state, q_full_state))
+        if n_block_count(shape, blocks) > 0:
+            kv_state = skip(kv, kv_state, program_blocks.end - blocks.end, shape, CONSUMER)
+            acc, m_M, l_M, kv_state = mainloop(
+                q, kv, q_state, kv_state, blocks, shape, tile, row, CONSUMER
+            )
+            kv_state = skip(kv, kv_state, blocks.begin - program_blocks.begin, shape, CONSUMER)
             m_M = gl.convert_layout(m_M, row_layout)
             l_M = gl.convert_layout(l_M, row_layout)
             store_rows(outputs, acc, m_M, l_M, tile, row, split, shape, place)
         else:
-            at = skip_all(slots, at, steps_of(shape, whole), shape, WORKER)
+            kv_state = skip_all(kv, kv_state, n_block_count(shape, program_blocks), shape, CONSUMER)
             if not shape.OUT_IN_Q:
-                q.release(at_q)
-            if position(shape, row) < tile.stored_q:
-                store_nothing(outputs, no_output(slots.v), tile, row, split, shape, place)
+                q.consumer_release(q_state)
+            if query_position(shape, row) < tile.stored_q:
+                store_empty(outputs, no_output(kv.v), tile, row, split, shape, place)
         if shape.OUT_IN_Q:
             tma.store_wait(0)
-            q.release(at_q)
-        at_q = at_q.ahead(shape.CONSUMERS)
-        at_full = at_full.ahead(shape.CONSUMERS)
-        at_deal = at_deal.next()
-        index = deal.follow(index, at_deal)
+            q.consumer_release(q_state)
+        q_state = q_state.ahead(shape.CONSUMERS)
+        q_full_state = q_full_state.ahead(shape.CONSUMERS)
+        scheduler_state = scheduler_state.next()
+        index = scheduler.get_current_work(index, scheduler_state)
     tma.store_wait(0)
 
 
 @gluon.constexpr_function
-def _look(lazy, is_plain):
-    """LAZY of a variant: inline assembly does both looks, and the late one takes plain scores."""
+def _rescale(wanted, is_plain):
+    """RESCALE of a variant: both votes are inline assembly, and speculation wants plain scores."""
     if not HAS_INLINE_ASM:
-        return 0
-    return lazy if is_plain else min(lazy, 1)
+        return "exact"
+    return "threshold" if wanted == "speculative" and not is_plain else wanted
 
 
 @gluon.jit
@@ -359,8 +156,8 @@ def forward(
     seed_ptr,
     cu_q,
     cu_k,
-    order,
-    drawn,
+    varlen_tiles,
+    tile_counter,
     used_q,
     used_k,
     leftpad_k,
@@ -368,7 +165,7 @@ def forward(
     block_table,
     out_desc,
     lse_ptr,
-    parts_ptr,
+    partial_ptr,
     scale_log2,
     softcap_scale,
     per_unit,
@@ -389,7 +186,7 @@ def forward(
     page_size,
     entries,
     dim_v,
-    packed,
+    packed_heads,
     heads,
     group,
     seqlen_q,
@@ -398,8 +195,8 @@ def forward(
     longest_k,
     row_blocks,
     tiles,
-    section,
-    sections,
+    l2_heads,
+    l2_groups,
     left,
     right,
     shift,
@@ -409,30 +206,31 @@ def forward(
     BLOCK_N: gl.constexpr,
     TAIL_D: gl.constexpr,
     TAIL_E: gl.constexpr,
-    PACK: gl.constexpr,
+    PACK_GQA: gl.constexpr,
     CONSUMERS: gl.constexpr,
-    Q_SLOTS: gl.constexpr,
+    Q_STAGES: gl.constexpr,
     K_STAGES: gl.constexpr,
     V_STAGES: gl.constexpr,
-    AS_ONE: gl.constexpr,
+    KV_SHARE_STAGES: gl.constexpr,
     CONSUMER_REGS: gl.constexpr,
     PRODUCER_REGS: gl.constexpr,
     OUT_IN_Q: gl.constexpr,
-    ORDERED: gl.constexpr,
-    LAZY: gl.constexpr,
+    PINGPONG: gl.constexpr,
+    RESCALE: gl.constexpr,
     IS_RIGHT: gl.constexpr,
     IS_LEFT: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
     IS_RAGGED: gl.constexpr,
     NO_PAGE: gl.constexpr,
 ):
-    """out = softmax(scale q k^T + terms + mask) v over (batch, head, row, dim) tensor maps.
+    """out = softmax(scale q k^T + score mods + mask) v over (batch, head, row, dim) tensor maps.
 
     TAIL_D, TAIL_E: whether a tile of queries or keys, of values or results is 192 columns.
-    AS_ONE: keys and values share slots, see slots.py.
-    LAZY: 0 moves a row's maximum with every tile; 1 looks at scores first, 2 at sums afterwards.
-    What a call lacks is None. parts_ptr: results of each of `splits` parts of the keys, which then
-    go there and to an lse with a leading split, and `out` is left alone.
+    KV_SHARE_STAGES: see kv_pipeline.py.
+    RESCALE: "exact" moves a row's maximum with every tile; "threshold" looks at scores first,
+    "speculative" at sums afterwards. What a call lacks is None. partial_ptr: split-KV partials of
+    each of `splits` splits, which then go there and to an lse with a leading split, and `out` is
+    left alone.
     """
     storage = Storage(
         used_q,
@@ -448,7 +246,7 @@ def forward(
         IS_RAGGED,
         NO_PAGE,
     )
-    terms = Terms(
+    score_mods = ScoreMods(
         alibi_ptr,
         stride_alibib,
         bias_ptr,
@@ -459,15 +257,14 @@ def forward(
         per_unit,
         longest_k,
     )
-    # A look at the sums afterwards needs scores again: cheap to have only where nothing is loaded
-    # for them, and seldom only where they do not grow from tile to tile, as ALiBi makes them up to
-    # the diagonal.
+    # Speculation may need scores again: cheap to have only where nothing is loaded for them, and
+    # seldom only where they do not grow from tile to tile, as ALiBi makes them up to the diagonal.
     ALIKE: gl.constexpr = bias_ptr is None and alibi_ptr is None
     PLAIN: gl.constexpr = ALIKE and seed_ptr is None and not TAIL_D
-    LOOK: gl.constexpr = _look(LAZY, PLAIN)
+    RESCALE_AS: gl.constexpr = _rescale(RESCALE, PLAIN)
     dropout = Dropout(seed_ptr, drop_threshold, drop_scale, origin_b, origin_h, origin_m, origin_n)
-    if order is not None:
-        tiles = gl.load(order) * heads
+    if varlen_tiles is not None:
+        tiles = gl.load(varlen_tiles) * heads
     shape = Shape(
         scale_log2,
         softcap_scale,
@@ -478,8 +275,8 @@ def forward(
         total_q,
         row_blocks,
         tiles,
-        section,
-        sections,
+        l2_heads,
+        l2_groups,
         left,
         right,
         shift,
@@ -487,66 +284,66 @@ def forward(
         first,
         splits,
         dim_v,
-        packed,
+        packed_heads,
         cu_q,
         cu_k,
-        order,
+        varlen_tiles,
         storage,
-        terms,
+        score_mods,
         dropout,
         BLOCK_N,
-        PACK,
+        PACK_GQA,
         CONSUMERS,
-        Q_SLOTS,
+        Q_STAGES,
         OUT_IN_Q,
-        ORDERED,
-        LOOK,
+        PINGPONG,
+        RESCALE_AS,
         IS_RIGHT,
         IS_LEFT,
         HAS_SOFTCAP,
     )
-    q = Channel.allocate(q_desc, Q_SLOTS, 1, TAIL_D, CONSUMERS)
+    q = Pipeline.allocate(q_desc, Q_STAGES, 1, TAIL_D, CONSUMERS)
     if block_table is None:
-        k = Channel.allocate(k_desc, K_STAGES, CONSUMERS, TAIL_D)
-        if AS_ONE:
+        k = Pipeline.allocate(k_desc, K_STAGES, CONSUMERS, TAIL_D)
+        if KV_SHARE_STAGES:
             gl.static_assert(K_STAGES == V_STAGES and not TAIL_E)
-            v = Channel.beside(v_desc, k)
+            v = Pipeline.beside(v_desc, k)
         else:
-            v = Channel.allocate(v_desc, V_STAGES, CONSUMERS, TAIL_E)
+            v = Pipeline.allocate(v_desc, V_STAGES, CONSUMERS, TAIL_E)
     else:
-        gl.static_assert(not AS_ONE)
+        gl.static_assert(not KV_SHARE_STAGES)
         D: gl.constexpr = q_desc.block_type.shape[-1]
         E: gl.constexpr = out_desc.block_type.shape[-1]
-        k = Channel.of_tiles(k_desc.dtype, BLOCK_N, D, K_STAGES, CONSUMERS)
-        v = Channel.of_tiles(v_desc.dtype, BLOCK_N, E, V_STAGES, CONSUMERS)
-    slots = Slots.of(k, v, AS_ONE, LOOK == 2)
+        k = Pipeline.of_tiles(k_desc.dtype, BLOCK_N, D, K_STAGES, CONSUMERS)
+        v = Pipeline.of_tiles(v_desc.dtype, BLOCK_N, E, V_STAGES, CONSUMERS)
+    kv = KVPipeline.of(k, v, KV_SHARE_STAGES, RESCALE_AS == "speculative")
     o = None
     o_tails = None
     if OUT_IN_Q:
         o = q.boxes
         if TAIL_E:
             o_tails = q.tails
-    elif parts_ptr is None:
-        each: gl.constexpr = slots.v.dim // out_desc.block_type.shape[-1]
+    elif partial_ptr is None:
+        each: gl.constexpr = kv.v.dim // out_desc.block_type.shape[-1]
         o = allocate_boxes(out_desc, each * CONSUMERS)
         if TAIL_E:
             o_tails = allocate_boxes(out_desc, CONSUMERS)
-    deal = Deal.of(count(shape), drawn, CONSUMERS)
+    scheduler = TileScheduler.of(count_work_tiles(shape), tile_counter, CONSUMERS)
     fence_async_shared()
-    outputs = Outputs(out_desc, o, o_tails, lse_ptr, sink_ptr, parts_ptr)
-    feed = (q_desc, k_desc, v_desc, q, slots, deal, shape)
+    outputs = Outputs(out_desc, o, o_tails, lse_ptr, sink_ptr, partial_ptr)
+    feed = (q_desc, k_desc, v_desc, q, kv, scheduler, shape)
     # A partition is compiled on its own, so that each consumer must be spelled out.
     if CONSUMERS == 1:
         gl.warp_specialize(
-            [(consumer, (outputs, q, slots, deal, shape, 0)), (producer, feed)],
+            [(consumer, (outputs, q, kv, scheduler, shape, 0)), (producer, feed)],
             [1],
             [PRODUCER_REGS],
         )
     elif CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (consumer, (outputs, q, slots, deal, shape, 0)),
-                (consumer, (outputs, q, slots, deal, shape, 1)),
+                (consumer, (outputs, q, kv, scheduler, shape, 0)),
+                (consumer, (outputs, q, kv, scheduler, shape, 1)),
                 (producer, feed),
             ],
             [4, 1],
@@ -555,9 +352,9 @@ def forward(
     elif CONSUMERS == 3:
         gl.warp_specialize(
             [
-                (consumer, (outputs, q, slots, deal, shape, 0)),
-                (consumer, (outputs, q, slots, deal, shape, 1)),
-                (consumer, (outputs, q, slots, deal, shape, 2)),
+                (consumer, (outputs, q, kv, scheduler, shape, 0)),
+                (consumer, (outputs, q, kv, scheduler, shape, 1)),
+                (consumer, (outputs, q, kv, scheduler, shape, 2)),
                 (producer, feed),
             ],
             [4, 4, 1],
@@ -566,10 +363,10 @@ def forward(
     else:
         gl.warp_specialize(
             [
-                (consumer, (outputs, q, slots, deal, shape, 0)),
-                (consumer, (outputs, q, slots, deal, shape, 1)),
-                (consumer, (outputs, q, slots, deal, shape, 2)),
-                (consumer, (outputs, q, slots, deal, shape, 3)),
+                (consumer, (outputs, q, kv, scheduler, shape, 0)),
+                (consumer, (outputs, q, kv, scheduler, shape, 1)),
+                (consumer, (outputs, q, kv, scheduler, shape, 2)),
+                (consumer, (outputs, q, kv, scheduler, shape, 3)),
                 (producer, feed),
             ],
             [4, 4, 4, 1],

@@ -5,7 +5,97 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from heedful.kernels.hopper.compat import aggregate, optional, reinterpret, tma_load
-from heedful.kernels.hopper.schedule import Tile, box, within
+
+
+@aggregate
+class WorkTile:
+    """One block of query rows of one head; start_q, start_k: where its sequence lies if packed.
+
+    len_q, len_k: what is used of it; stored_q: query rows in storage, which all get a result.
+    kv_batch: which batch entry its keys are in.
+    """
+
+    batch: gl.tensor
+    head: gl.tensor
+    kv_head: gl.tensor
+    row: gl.tensor
+    start_q: gl.tensor
+    start_k: gl.tensor
+    len_q: gl.tensor
+    len_k: gl.tensor
+    off: gl.tensor
+    stored_q: gl.tensor
+    kv_batch: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(
+        self, batch, head, kv_head, row, start_q, start_k, len_q, len_k, off, stored_q, kv_batch
+    ):
+        self.batch = batch
+        self.head = head
+        self.kv_head = kv_head
+        self.row = row
+        self.start_q = start_q
+        self.start_k = start_k
+        self.len_q = len_q
+        self.len_k = len_k
+        self.off = off
+        self.stored_q = stored_q
+        self.kv_batch = kv_batch
+
+
+@gluon.jit
+def within(value, low, high):
+    """The value, or the bound beyond which it is."""
+    return gl.minimum(gl.maximum(value, low), high)
+
+
+@gluon.jit
+def sequence(cu_seqlens, batch, seqlen):
+    """Where a sequence begins among packed tokens, and its length; `seqlen`, or of packed tokens so
+    many at most, whatever cu_seqlens says."""
+    if cu_seqlens is None:
+        return gl.to_tensor(0), seqlen
+    else:
+        start = within(gl.load(cu_seqlens + batch), 0, seqlen)
+        return start, within(gl.load(cu_seqlens + batch + 1), start, seqlen) - start
+
+
+@gluon.jit
+def stored_queries(shape):
+    """Queries of every sequence, or packed ones of all."""
+    if shape.cu_q is None:
+        return shape.seqlen_q
+    else:
+        return shape.total_q
+
+
+@gluon.jit
+def box(IS_PACKED: gl.constexpr, batch, head, start, length, row):
+    """Coordinates of rows from `row` of one head, in a map that ends with the sequence.
+
+    Dense: (batch, head, row, 0). Packed sequences share one map; that rows past the end of each
+    are still zeros when read and dropped when written takes a dimension that ends at 2^30 and one
+    whose stride wraps around 2^64 bytes (see heedful.launch.bind.hopper_maps).
+    """
+    if IS_PACKED:
+        return [1 << 30, start + length, head, (1 << 30) - length + row, 0]
+    else:
+        return [batch, head, row, 0]
+
+
+@gluon.jit
+def packed_rows_at(shape, tile, row):
+    """Coordinates of query or output rows."""
+    packed: gl.constexpr = shape.cu_q is not None
+    return box(packed, tile.batch, tile.head, tile.start_q, tile.len_q, row)
+
+
+@gluon.jit
+def packed_keys_at(shape, tile, col):
+    """Coordinates of keys or values."""
+    packed: gl.constexpr = shape.cu_k is not None
+    return box(packed, tile.batch, tile.kv_head, tile.start_k, tile.len_k, col)
 
 
 @aggregate
@@ -15,7 +105,7 @@ class Storage:
     used_q, used_k, leftpad_k, kv_batch_idx, block_table: as in core.operands. entries: how many
     batch entries there are for kv_batch_idx. k_rows, v_rows: from one batch entry or page of K or V
     to the next, in rows of its map. IS_RAGGED: K and V are mapped as packed tokens, so that reads
-    end with each sequence (see `schedule.box`). NO_PAGE: a power of two that no page reaches.
+    end with each sequence (see `box`). NO_PAGE: a power of two that no page reaches.
 
     Whatever values these arrays hold, what is read lies within the caller's tensors: lengths end
     with the storage, a batch entry that does not exist is the first or the last, and a page that
@@ -91,15 +181,15 @@ def trim_to_storage(shape, storage, tile):
         len_k = within(gl.load(storage.used_k + tile.batch), 0, len_k)
     if storage.kv_batch_idx is not None:
         kv_batch = within(gl.load(storage.kv_batch_idx + tile.batch), 0, storage.entries - 1)
-    if shape.terms.longest_k is not None:
+    if shape.score_mods.longest_k is not None:
         # A bias has no more rows and keys than that.
         len_q = gl.minimum(len_q, shape.seqlen_q)
-        len_k = gl.minimum(len_k, shape.terms.longest_k)
+        len_k = gl.minimum(len_k, shape.score_mods.longest_k)
     SAME_Q: gl.constexpr = storage.used_q is None
     SAME_K: gl.constexpr = storage.used_k is None and storage.leftpad_k is None
-    if not (SAME_Q and SAME_K and shape.terms.longest_k is None):
+    if not (SAME_Q and SAME_K and shape.score_mods.longest_k is None):
         off = shape.shift + shape.align * (len_k - len_q)
-    return Tile(
+    return WorkTile(
         tile.batch,
         tile.head,
         tile.kv_head,
@@ -115,19 +205,19 @@ def trim_to_storage(shape, storage, tile):
 
 
 @gluon.jit
-def position(shape, row):
+def query_position(shape, row):
     """Which query of its sequence a row of a tile is."""
-    if shape.PACK == 1:
+    if shape.PACK_GQA == 1:
         return row
     else:
-        return row // shape.PACK
+        return row // shape.PACK_GQA
 
 
 @gluon.jit
 def queries_at(shape, tile, row):
     """Coordinates of query or output rows, those that are not in use among them."""
-    if shape.PACK > 1:
-        return [tile.batch, tile.head, row // shape.PACK, 0, 0]
+    if shape.PACK_GQA > 1:
+        return [tile.batch, tile.head, row // shape.PACK_GQA, 0, 0]
     else:
         packed: gl.constexpr = shape.cu_q is not None
         return box(packed, tile.batch, tile.head, tile.start_q, tile.stored_q, row)
@@ -145,28 +235,28 @@ def keys_at(shape, tile, rows_each, col):
 
 
 @gluon.jit
-def load_keys(channel, desc, shape, tile, rows_each, col, at):
-    """Waits until slot `at` is free and starts filling it with keys or values from `col` on."""
+def load_keys(pipeline, desc, shape, tile, rows_each, col, state):
+    """Waits until stage `state` is free and starts filling it with keys or values from `col` on."""
     if shape.storage.block_table is None:
-        channel.load(desc, keys_at(shape, tile, rows_each, col), at)
+        pipeline.load(desc, keys_at(shape, tile, rows_each, col), state)
     else:
-        load_pages(channel, desc, shape, tile, rows_each, col, at)
+        load_pages(pipeline, desc, shape, tile, rows_each, col, state)
 
 
 @gluon.jit
-def load_keys_and_values(slots, k_desc, v_desc, shape, tile, k_col, v_col, at):
+def load_keys_and_values(kv, k_desc, v_desc, shape, tile, k_col, v_col, state):
     """As load_keys, keys from `k_col` and values from `v_col` on."""
     storage = shape.storage
     if storage.block_table is None:
         k_at = keys_at(shape, tile, storage.k_rows, k_col)
-        slots.load(k_desc, k_at, v_desc, keys_at(shape, tile, storage.v_rows, v_col), at)
+        kv.load(k_desc, k_at, v_desc, keys_at(shape, tile, storage.v_rows, v_col), state)
     else:
-        load_pages(slots.k, k_desc, shape, tile, storage.k_rows, k_col, at.k)
-        load_pages(slots.v, v_desc, shape, tile, storage.v_rows, v_col, at.values())
+        load_pages(kv.k, k_desc, shape, tile, storage.k_rows, k_col, state.k)
+        load_pages(kv.v, v_desc, shape, tile, storage.v_rows, v_col, state.values())
 
 
 @gluon.jit
-def load_pages(channel, desc, shape, tile, rows_each, col, at):
+def load_pages(pipeline, desc, shape, tile, rows_each, col, state):
     """As load_keys, from pages: boxes of as many rows as the map has, 64 columns wide each.
 
     Rows past the keys in use are past the end of the map, which fills them with zeros.
@@ -174,9 +264,9 @@ def load_pages(channel, desc, shape, tile, rows_each, col, at):
     storage = shape.storage
     ROWS: gl.constexpr = desc.block_type.shape[3]
     WIDTH: gl.constexpr = desc.block_type.shape[4]
-    DOWN: gl.constexpr = channel.rows // ROWS
-    ACROSS: gl.constexpr = channel.dim // WIDTH
-    BOXES: gl.constexpr = channel.boxes.shape[0] * ACROSS * DOWN
+    DOWN: gl.constexpr = pipeline.rows // ROWS
+    ACROSS: gl.constexpr = pipeline.dim // WIDTH
+    BOXES: gl.constexpr = pipeline.boxes.shape[0] * ACROSS * DOWN
     # All reads of the table are under way before the first is needed. Past the keys in use the last
     # page is read again: of it, too, those rows are past the end of the map.
     pages = ()
@@ -186,13 +276,12 @@ def load_pages(channel, desc, shape, tile, rows_each, col, at):
         place = gl.minimum(col + i * ROWS, tile.len_k - 1) // storage.page_size
         pages = pages + (gl.load(table + place),)
         firsts = firsts + (place * storage.page_size,)
-    full = channel.full.index(at.slot)
-    mbarrier.wait(channel.empty.index(at.slot), at.parity ^ 1)
-    mbarrier.expect(full, channel.rows * channel.dim * (desc.dtype.primitive_bitwidth // 8))
+    full = pipeline.producer_acquire(state, state)
+    mbarrier.expect(full, pipeline.rows * pipeline.dim * (desc.dtype.primitive_bitwidth // 8))
     shape_of_boxes: gl.constexpr = [BOXES, 1, 1, 1, ROWS, WIDTH]
     layout: gl.constexpr = desc.layout
     dtype: gl.constexpr = desc.dtype
-    boxes = reinterpret(channel.boxes, dtype, shape_of_boxes, layout)
+    boxes = reinterpret(pipeline.boxes, dtype, shape_of_boxes, layout)
     for i in gl.static_range(DOWN):
         used = gl.minimum(tile.len_k - firsts[i], storage.page_size)
         # Of a number that is no page's these bits are past the end of the map, or another page's. A
@@ -200,7 +289,7 @@ def load_pages(channel, desc, shape, tile, rows_each, col, at):
         start = (pages[i] & (storage.NO_PAGE - 1)) * rows_each
         where = box(True, 0, tile.kv_head, start, used, col + i * ROWS - firsts[i])
         for c in gl.static_range(ACROSS):
-            index = (at.slot * ACROSS + c) * DOWN + i
+            index = (state.index * ACROSS + c) * DOWN + i
             tma_load(
                 desc,
                 [where[0], where[1], where[2], where[3], c * WIDTH],

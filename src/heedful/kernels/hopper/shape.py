@@ -5,20 +5,21 @@ from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.compat import aggregate, optional
 from heedful.kernels.hopper.dropout import Dropout
+from heedful.kernels.hopper.score_mods import ScoreMods
 from heedful.kernels.hopper.sequences import Storage
-from heedful.kernels.hopper.terms import Terms
 
 
 @aggregate
 class Shape:
     """Sizes of one call at run time, and the variant of the kernel. Key j is visible to query i iff
     -left <= j - i - off <= right with off = shift + align * (len_k - len_q), or j < first and
-    j - i - off <= right. first, splits: None where there are none. order: the tiles of packed
-    queries (order.py), `tiles` of them; else None, and row_blocks for each head.
+    j - i - off <= right. first, splits: None where there are none. varlen_tiles: those of
+    packed queries (varlen_scheduler.py), `tiles` of them; else None, and row_blocks for each head.
 
-    Q_SLOTS: tiles of 64 queries that shared memory has room for, at least one for each consumer.
-    PACK: rows of a tile that share a position. Above 1, `heads` are KV heads, `group` is 1, and
-    row r is position r // PACK of query head r % PACK of `packed` that share a KV head.
+    Q_STAGES: tiles of 64 queries that shared memory has room for, at least one for each consumer.
+    PACK_GQA: rows of a tile that share a position. Above 1, `heads` are KV heads, `group` is 1, and
+    row r is position r // PACK_GQA of query head r % PACK_GQA of `packed_heads` that share a KV
+    head.
     """
 
     scale_log2: gl.tensor
@@ -30,8 +31,8 @@ class Shape:
     total_q: gl.tensor
     row_blocks: gl.tensor
     tiles: gl.tensor
-    section: gl.tensor
-    sections: gl.tensor
+    l2_heads: gl.tensor
+    l2_groups: gl.tensor
     left: gl.tensor
     right: gl.tensor
     shift: gl.tensor
@@ -39,20 +40,20 @@ class Shape:
     first: gl.tensor | gl.constexpr
     splits: gl.tensor | gl.constexpr
     dim_v: gl.tensor | gl.constexpr
-    packed: gl.tensor | gl.constexpr
+    packed_heads: gl.tensor | gl.constexpr
     cu_q: gl.tensor | gl.constexpr
     cu_k: gl.tensor | gl.constexpr
-    order: gl.tensor | gl.constexpr
+    varlen_tiles: gl.tensor | gl.constexpr
     storage: Storage
-    terms: Terms
+    score_mods: ScoreMods
     dropout: Dropout
     BLOCK_N: gl.constexpr
-    PACK: gl.constexpr
+    PACK_GQA: gl.constexpr
     CONSUMERS: gl.constexpr
-    Q_SLOTS: gl.constexpr
+    Q_STAGES: gl.constexpr
     OUT_IN_Q: gl.constexpr
-    ORDERED: gl.constexpr
-    LAZY: gl.constexpr
+    PINGPONG: gl.constexpr
+    RESCALE: gl.constexpr
     IS_RIGHT: gl.constexpr
     IS_LEFT: gl.constexpr
     HAS_SOFTCAP: gl.constexpr
@@ -69,8 +70,8 @@ class Shape:
         total_q,
         row_blocks,
         tiles,
-        section,
-        sections,
+        l2_heads,
+        l2_groups,
         left,
         right,
         shift,
@@ -78,20 +79,20 @@ class Shape:
         first,
         splits,
         dim_v,
-        packed,
+        packed_heads,
         cu_q,
         cu_k,
-        order,
+        varlen_tiles,
         storage,
-        terms,
+        score_mods,
         dropout,
         BLOCK_N,
-        PACK,
+        PACK_GQA,
         CONSUMERS,
-        Q_SLOTS,
+        Q_STAGES,
         OUT_IN_Q,
-        ORDERED,
-        LAZY,
+        PINGPONG,
+        RESCALE,
         IS_RIGHT,
         IS_LEFT,
         HAS_SOFTCAP,
@@ -105,8 +106,8 @@ class Shape:
         self.total_q = total_q
         self.row_blocks = row_blocks
         self.tiles = tiles
-        self.section = section
-        self.sections = sections
+        self.l2_heads = l2_heads
+        self.l2_groups = l2_groups
         self.left = left
         self.right = right
         self.shift = shift
@@ -114,20 +115,20 @@ class Shape:
         self.first = optional(first)
         self.splits = optional(splits)
         self.dim_v = optional(dim_v)
-        self.packed = optional(packed)
+        self.packed_heads = optional(packed_heads)
         self.cu_q = optional(cu_q)
         self.cu_k = optional(cu_k)
-        self.order = optional(order)
+        self.varlen_tiles = optional(varlen_tiles)
         self.storage = storage
-        self.terms = terms
+        self.score_mods = score_mods
         self.dropout = dropout
         self.BLOCK_N = gl.constexpr(BLOCK_N)
-        self.PACK = gl.constexpr(PACK)
+        self.PACK_GQA = gl.constexpr(PACK_GQA)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
-        self.Q_SLOTS = gl.constexpr(Q_SLOTS)
+        self.Q_STAGES = gl.constexpr(Q_STAGES)
         self.OUT_IN_Q = gl.constexpr(OUT_IN_Q)
-        self.ORDERED = gl.constexpr(ORDERED)
-        self.LAZY = gl.constexpr(LAZY)
+        self.PINGPONG = gl.constexpr(PINGPONG)
+        self.RESCALE = gl.constexpr(RESCALE)
         self.IS_RIGHT = gl.constexpr(IS_RIGHT)
         self.IS_LEFT = gl.constexpr(IS_LEFT)
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)

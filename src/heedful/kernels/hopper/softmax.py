@@ -33,11 +33,11 @@ def softmax_first(s_MN, scale_log2, HEAD: gl.constexpr):
 
 
 @gluon.jit
-def softmax_step(s_MN, m_M, l_ML, scale_log2, MAY_HIDE_ROWS: gl.constexpr):
+def softmax_exact(s_MN, m_M, l_ML, scale_log2, MAY_MASK_ROWS: gl.constexpr):
     """One more tile: p, new maximum, new sums, and what the output so far must be scaled by."""
     new_m_M = gl.maximum(m_M, gl.max(s_MN, 1) * scale_log2)
     shift_M = new_m_M
-    if MAY_HIDE_ROWS:
+    if MAY_MASK_ROWS:
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
         shift_M = gl.where(new_m_M == float("-inf"), 0.0, new_m_M)
     alpha_M = gl.exp2(m_M - shift_M)
@@ -47,14 +47,14 @@ def softmax_step(s_MN, m_M, l_ML, scale_log2, MAY_HIDE_ROWS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def lazy_limit(dtype):
+def threshold_limit(dtype):
     """How far above its row's reference a score may be, in log2, as the bits of a float32: p must
     stay finite in `dtype`, and a sum of p v in float32."""
     return 0x42000000 if dtype == gl.bfloat16 else 0x41400000  # 32.0, 12.0
 
 
 @gluon.constexpr_function
-def _any_above(outputs, inputs):
+def _vote_above(outputs, inputs):
     """Assembly: does any lane of the warp hold a value above the limit? As integers, non-negative
     floats keep their order and negative ones are all below, and sm_90 takes three at a time."""
     flag = outputs[0][0]
@@ -74,13 +74,13 @@ def _any_above(outputs, inputs):
 
 
 @gluon.jit
-def softmax_lazy(
+def softmax_threshold(
     s_MN,
     m_M,
     l_ML,
     scale_log2,
     LIMIT: gl.constexpr,
-    MAY_HIDE_ROWS: gl.constexpr,
+    MAY_MASK_ROWS: gl.constexpr,
 ):
     """One more tile against an old maximum, which moves only where a score passes it by far.
 
@@ -89,23 +89,25 @@ def softmax_lazy(
     the warp moved its maximum: only then must the output so far be scaled.
     """
     shift_M = m_M
-    if MAY_HIDE_ROWS:
+    if MAY_MASK_ROWS:
         unset_M = m_M == float("-inf")
         shift_M = gl.where(unset_M, 0.0, m_M)
     x_MN = s_MN * scale_log2 - shift_M[:, None]
     bits_MN = x_MN.to(gl.int32, bitcast=True)
-    if MAY_HIDE_ROWS:
-        # A row that has seen no key has nothing to compare with: always look.
+    if MAY_MASK_ROWS:
+        # A row that has seen no key has nothing to compare with: always rescale.
         force_M = gl.where(unset_M, 0x7FFFFFFF, 0)
-        moved = inline_asm(
-            _any_above, ("=r", "r", "r", "r"), [bits_MN, force_M, LIMIT], gl.int32, is_pure=True
+        must_rescale = inline_asm(
+            _vote_above, ("=r", "r", "r", "r"), [bits_MN, force_M, LIMIT], gl.int32, is_pure=True
         )
     else:
-        moved = inline_asm(_any_above, ("=r", "r", "r"), [bits_MN, LIMIT], gl.int32, is_pure=True)
+        must_rescale = inline_asm(
+            _vote_above, ("=r", "r", "r"), [bits_MN, LIMIT], gl.int32, is_pure=True
+        )
     alpha_M = gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
-    if moved != 0:
+    if must_rescale != 0:
         delta_M = gl.max(x_MN, 1)
-        if MAY_HIDE_ROWS:
+        if MAY_MASK_ROWS:
             m_M = gl.where(unset_M, delta_M, m_M + gl.maximum(delta_M, 0.0))
             delta_M = gl.where(
                 unset_M & (delta_M > float("-inf")), delta_M, gl.maximum(delta_M, 0.0)
@@ -119,4 +121,4 @@ def softmax_lazy(
         l_ML = scale_rows(l_ML, alpha_M)
     p_MN = gl.exp2(x_MN)
     l_ML = l_ML + lane_sums(p_MN)
-    return p_MN, m_M, l_ML, alpha_M, moved
+    return p_MN, m_M, l_ML, alpha_M, must_rescale

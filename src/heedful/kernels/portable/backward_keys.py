@@ -45,7 +45,7 @@ LENGTHS = [
     "heads_k",
     "longest_q",
     "longest_k",
-    "section",
+    "l2_heads",
     "tiles",
 ]
 
@@ -116,7 +116,7 @@ def key_gradients(
     heads_k,
     longest_q,
     longest_k,
-    section,
+    l2_heads,
     tiles,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -136,7 +136,7 @@ def key_gradients(
     """dk (B, N, G, D) and dv (B, N, G, E); rows past the used length are zero."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     IS_EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
-    tile, bg = head_of(tl.program_id(0), tiles, section, batch * heads_k, False)
+    tile, bg = head_of(tl.program_id(0), tiles, l2_heads, batch * heads_k, False)
     b = bg // heads_k
     g = bg % heads_k
     token_q, len_q, _ = query_sequence(b, cu_seqlens_q, seqused_q, seqlen_q)

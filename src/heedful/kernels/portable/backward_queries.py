@@ -47,7 +47,7 @@ LENGTHS = [
     "heads_k",
     "longest_q",
     "longest_k",
-    "section",
+    "l2_heads",
     "tiles",
 ]
 
@@ -122,7 +122,7 @@ def query_gradients(
     heads_k,
     longest_q,
     longest_k,
-    section,
+    l2_heads,
     tiles,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -142,7 +142,7 @@ def query_gradients(
     as lse, of the rows within it."""
     DTYPE: tl.constexpr = q.dtype.element_ty
     IS_EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
-    tile, bh = head_of(tl.program_id(0), tiles, section, batch * heads_q, HAS_RIGHT)
+    tile, bh = head_of(tl.program_id(0), tiles, l2_heads, batch * heads_q, HAS_RIGHT)
     b = bh // heads_q
     h = bh % heads_q
     g = h // (heads_q // heads_k)

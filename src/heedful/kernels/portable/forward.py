@@ -89,7 +89,7 @@ LENGTHS = [
     "longest_k",
     "entries",
     "page_size",
-    "section",
+    "l2_heads",
     "num_splits",
     "tiles",
 ]
@@ -173,7 +173,7 @@ def attention_forward(
     longest_k,
     entries,
     page_size,
-    section,
+    l2_heads,
     num_splits,
     tiles,
     HEAD_DIM: tl.constexpr,
@@ -207,7 +207,7 @@ def attention_forward(
     IS_EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
     DTYPE: tl.constexpr = tl.bfloat16 if q.dtype.element_ty.is_fp8() else q.dtype.element_ty
     split = tl.program_id(1)
-    tile, bh = head_of(tl.program_id(0), tiles, section, batch * heads_q, HAS_RIGHT)
+    tile, bh = head_of(tl.program_id(0), tiles, l2_heads, batch * heads_q, HAS_RIGHT)
     b = bh // heads_q
     h = bh % heads_q
     g = h // (heads_q // heads_k)

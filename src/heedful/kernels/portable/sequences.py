@@ -14,14 +14,14 @@ def wide(index):
 
 
 @triton.jit
-def head_of(pid, tiles, section, total, IS_LONGEST_LAST: tl.constexpr):
-    """(tile, flat head) of a program: heads go in sections whose keys fit in L2 together, and in
-    a section the tiles with most work start first."""
-    per_section = section * tiles
-    index = pid // per_section
-    begin = index * section
-    width = tl.minimum(section, total - begin)
-    within = pid - index * per_section
+def head_of(pid, tiles, l2_heads, total, IS_LONGEST_LAST: tl.constexpr):
+    """(tile, flat head) of a program: heads go in groups whose keys fit in L2 together, and in
+    a group the tiles with most work start first."""
+    per_group = l2_heads * tiles
+    index = pid // per_group
+    begin = index * l2_heads
+    width = tl.minimum(l2_heads, total - begin)
+    within = pid - index * per_group
     tile = within // width
     if IS_LONGEST_LAST:
         tile = tiles - 1 - tile

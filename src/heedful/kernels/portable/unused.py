@@ -55,9 +55,9 @@ def clear_gaps(
     behind = within(tl.load(cu_seqlens + batch), before, total)
     gaps = before + (total - behind)
     dims = tl.arange(0, BLOCK)
-    for piece in range(share, tl.cdiv(gaps, GAP_ROWS) * heads, shares):
-        h = wide(piece % heads)
-        rows = piece // heads * GAP_ROWS + tl.arange(0, GAP_ROWS)
+    for block in range(share, tl.cdiv(gaps, GAP_ROWS) * heads, shares):
+        h = wide(block % heads)
+        rows = block // heads * GAP_ROWS + tl.arange(0, GAP_ROWS)
         exists = rows < gaps
         tokens = wide(tl.where(rows < before, rows, rows - before + behind))
         if out is not None:

@@ -1,6 +1,6 @@
 """Products over tiles whose width is not a power of two: 192 columns as 128 and 64.
 
-See channel.py for how such a tile lies in memory. Outputs are tuples of as many parts.
+See pipeline.py for how such a tile lies in memory. Outputs are tuples of as many parts.
 
 M query rows, N keys, D qk columns of one part, E value columns of one part.
 """
@@ -9,20 +9,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from heedful.kernels.hopper.schedule import ROWS
 from heedful.kernels.hopper.softmax import scale_rows
+
+ROWS: gl.constexpr = gl.constexpr(64)  # query rows of one consumer: what one WGMMA takes
 
 
 @gluon.jit
-def queue_scores(q, k, at_q, at_k, BLOCK_N: gl.constexpr):
+def queue_scores(q, k, q_state, k_state, BLOCK_N: gl.constexpr):
     """Starts q k^T of one tile of keys."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     s_MN = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-    k_DN = k.tile(at_k).permute((1, 0))
-    s_MN = warpgroup_mma(q.tile(at_q), k_DN, s_MN, use_acc=False, is_async=True)
+    k_DN = k.tile(k_state).permute((1, 0))
+    s_MN = warpgroup_mma(q.tile(q_state), k_DN, s_MN, use_acc=False, is_async=True)
     if k.tails is not None:
-        k_DN = k.tail(at_k).permute((1, 0))
-        s_MN = warpgroup_mma(q.tail(at_q), k_DN, s_MN, is_async=True)
+        k_DN = k.tail(k_state).permute((1, 0))
+        s_MN = warpgroup_mma(q.tail(q_state), k_DN, s_MN, is_async=True)
     return s_MN
 
 
@@ -40,12 +41,12 @@ def no_output(v):
 
 
 @gluon.jit
-def queue_output(p_MN, v, at_v, acc):
+def queue_output(p_MN, v, v_state, acc):
     """Starts adding p times one tile of values to every part of the output."""
-    out = (warpgroup_mma(p_MN, v.tile(at_v), acc[0], is_async=True),)
+    out = (warpgroup_mma(p_MN, v.tile(v_state), acc[0], is_async=True),)
     if v.tails is not None:
         p_MN = gl.convert_layout(p_MN, gl.DotOperandLayout(0, acc[1].type.layout, 2))
-        out = out + (warpgroup_mma(p_MN, v.tail(at_v), acc[1], is_async=True),)
+        out = out + (warpgroup_mma(p_MN, v.tail(v_state), acc[1], is_async=True),)
     return out
 
 

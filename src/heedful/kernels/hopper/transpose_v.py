@@ -1,10 +1,10 @@
-"""V turned by warps that the attention kernel has to spare, while its consumers are at work.
+"""V transposed by warps that the attention kernel has to spare, while its consumers are at work.
 
 The registers of a warpgroup are given out together, so that beside the producer's warp three more
-cost nothing. Two of them draw pieces of V from a counter, in the order in which the attention wants
-them, turn them as `fp8_values.py` does, and count what is ready; the producer waits for that count.
-A piece that was drawn is always being worked on, and turning waits for nothing but its own loads,
-so that programs which have not begun yet hold up no other.
+cost nothing. Two of them take tiles of V from a counter, in the order in which the attention wants
+them, transpose them as `transpose_v_kernel.py` does, and count what is ready; the producer waits
+for that count. A tile that was taken is always being worked on, and transposing waits for nothing
+but its own loads, so that programs which have not begun yet hold up no other.
 
 N keys, E v dim.
 """
@@ -12,52 +12,52 @@ N keys, E v dim.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.hopper.channel import Cursor
 from heedful.kernels.hopper.compat import aggregate, inline_asm
-from heedful.kernels.hopper.schedule import in_sections
+from heedful.kernels.hopper.pipeline import PipelineState
+from heedful.kernels.hopper.tile_scheduler import l2_swizzle
 
-# A piece is this many keys times this many dims; keys [CHUNK_N n, CHUNK_N (n + 1)) of a head are
+# A tile is this many keys times this many dims; keys [CHUNK_N n, CHUNK_N (n + 1)) of a head are
 # counted together.
-PIECE_N: gl.constexpr = gl.constexpr(128)
-PIECE_E: gl.constexpr = gl.constexpr(64)
+V_TILE_N: gl.constexpr = gl.constexpr(128)
+V_TILE_E: gl.constexpr = gl.constexpr(64)
 CHUNK_N: gl.constexpr = gl.constexpr(1024)
-# Pieces as they lie: one that is turned, and the next.
-RAW_SLOTS: gl.constexpr = gl.constexpr(2)
-TURN_WARPS: gl.constexpr = gl.constexpr(2)
+# Tiles as they lie: one that is transposed, and the next.
+RAW_STAGES: gl.constexpr = gl.constexpr(2)
+TRANSPOSE_WARPS: gl.constexpr = gl.constexpr(2)
 
 
 @aggregate
-class Turning:
-    """What there is to turn: (B, G, N, E) into `turned`, (B, G, dim_v, padded_k).
+class VTranspose:
+    """What there is to transpose: (B, G, N, E) into `v_t`, (B, G, dim_v, padded_k).
 
-    counts: how many pieces were drawn, then how many of each head's chunks are ready; all begin
-    at 0. section, sections: KV heads that the attention works on side by side, see `in_sections`.
+    counts: how many tiles were taken, then how many of each head's chunks are ready; all begin
+    at 0. l2_heads, l2_groups: KV heads that the attention works on side by side, see `l2_swizzle`.
     """
 
-    turned: gl.tensor
+    v_t: gl.tensor
     counts: gl.tensor
     heads_k: gl.tensor
-    section: gl.tensor
-    sections: gl.tensor
+    l2_heads: gl.tensor
+    l2_groups: gl.tensor
     dim_v: gl.tensor
     padded_k: gl.tensor
-    pieces: gl.tensor
+    v_tiles: gl.tensor
     E: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, turned, counts, heads_k, section, sections, dim_v, padded_k, pieces, E):
-        self.turned = turned
+    def __init__(self, v_t, counts, heads_k, l2_heads, l2_groups, dim_v, padded_k, v_tiles, E):
+        self.v_t = v_t
         self.counts = counts
         self.heads_k = heads_k
-        self.section = section
-        self.sections = sections
+        self.l2_heads = l2_heads
+        self.l2_groups = l2_groups
         self.dim_v = dim_v
         self.padded_k = padded_k
-        self.pieces = pieces
+        self.v_tiles = v_tiles
         self.E = gl.constexpr(E)
 
     @gluon.jit
-    def draw(self):
+    def advance(self):
         return gl.atomic_add(self.counts, 1, sem="relaxed")
 
     @gluon.jit
@@ -71,7 +71,7 @@ class Turning:
         """Returns once the chunk with this key may be loaded."""
         begin = key // CHUNK_N * CHUNK_N
         keys = gl.minimum(self.padded_k - begin, CHUNK_N)
-        expected = keys // PIECE_N * (self.E // PIECE_E)
+        expected = keys // V_TILE_N * (self.E // V_TILE_E)
         inline_asm(
             "{ .reg .pred early; .reg .b32 n;\n"
             "AGAIN: ld.acquire.gpu.global.b32 n, [$0]; setp.lt.s32 early, n, $1;\n"
@@ -82,23 +82,23 @@ class Turning:
 
     @gluon.jit
     def place(self, index):
-        """Head, first key and first dim of a piece: the pieces of a block of keys are neighbours,
-        the heads of a section take turns, and blocks go from the last to the first."""
-        PIECES: gl.constexpr = self.E // PIECE_E
-        blocks = self.padded_k // PIECE_N
-        dim = index % PIECES * PIECE_E
-        heads = self.pieces // (blocks * PIECES)
-        head, step = in_sections(index // PIECES, blocks, heads, self.section, self.sections)
-        return head, (blocks - 1 - step) * PIECE_N, dim
+        """Head, first key and first dim of a tile: the tiles of a block of keys are neighbours,
+        the heads of a group alternate, and blocks go from the last to the first."""
+        V_TILES: gl.constexpr = self.E // V_TILE_E
+        blocks = self.padded_k // V_TILE_N
+        dim = index % V_TILES * V_TILE_E
+        heads = self.v_tiles // (blocks * V_TILES)
+        head, step = l2_swizzle(index // V_TILES, blocks, heads, self.l2_heads, self.l2_groups)
+        return head, (blocks - 1 - step) * V_TILE_N, dim
 
 
 @gluon.constexpr_function
-def _turn_piece(_, inputs):
+def _transpose_tile(_, inputs):
     """Assembly, and not tensors: index arithmetic that LLVM finds in several roles it moves ahead
     of them all, where it takes registers from each.
 
     `ldmatrix` hands lane 4q + w a word of four dims from each of the keys 16a + 8h + 2t + b, where
-    q is 4a + t: what position q of turned words wants. Each of the two
+    q is 4a + t: what position q of transposed words wants. Each of the two
     warps takes every other 16 dims.
     """
     ((box,), (out,), (padded_k,), (dims,)) = inputs
@@ -120,13 +120,13 @@ def _turn_piece(_, inputs):
         f"add.u64 to, {out}, offset; and.b32 r0, lane, 28; cvt.u64.u32 offset, r0;",
         "add.u64 to, to, offset;",
     ]
-    strips = PIECE_N.value // 32
+    strips = V_TILE_N.value // 32
     for half in range(2):
         if half:
             lines += [
-                f"sub.u32 from, from, {PIECE_N.value * PIECE_E.value}; xor.b32 from, from, 32;",
+                f"sub.u32 from, from, {V_TILE_N.value * V_TILE_E.value}; xor.b32 from, from, 32;",
                 "shl.b64 offset, pitch, 5; add.u64 to, to, offset;",
-                f"sub.u64 to, to, {PIECE_N.value}; add.u32 x, x, 32;",
+                f"sub.u64 to, to, {V_TILE_N.value}; add.u32 x, x, 32;",
             ]
         lines += [
             f"setp.lt.s32 inside, x, {dims}; mov.b32 strip, 0;",
@@ -142,23 +142,23 @@ def _turn_piece(_, inputs):
                 "@inside st.global.b32 [at], column; add.u64 at, at, pitch;",
             ]
         lines += [
-            f"add.u32 from, from, {32 * PIECE_E.value}; add.u64 to, to, 32;",
+            f"add.u32 from, from, {32 * V_TILE_E.value}; add.u64 to, to, 32;",
             f"add.u32 strip, strip, 1; setp.lt.u32 more, strip, {strips}; @more bra STRIP{half};",
         ]
     return "{ " + "\n".join(lines) + " }"
 
 
 @gluon.jit
-def turn_piece(turning, box, head, key, dim):
-    """Writes a piece, which lies in shared memory (PIECE_N, PIECE_E), with its keys innermost."""
-    out = turning.turned + (head.to(gl.int64) * turning.dim_v + dim) * turning.padded_k + key
+def transpose_tile(transpose, box, head, key, dim):
+    """Writes a tile, which lies in shared memory (V_TILE_N, V_TILE_E), with its keys innermost."""
+    out = transpose.v_t + (head.to(gl.int64) * transpose.dim_v + dim) * transpose.padded_k + key
     kinds: gl.constexpr = "r,l,r,r,~{memory}"
-    inline_asm(_turn_piece, kinds, [box, out, turning.padded_k, turning.dim_v - dim])
+    inline_asm(_transpose_tile, kinds, [box, out, transpose.padded_k, transpose.dim_v - dim])
 
 
 @gluon.jit
-def report(counter):
-    """Counts a piece, once every thread's part of it can be loaded by TMA anywhere."""
+def count_ready(counter):
+    """Counts a tile, once every thread's part of it can be loaded by TMA anywhere."""
     inline_asm("fence.proxy.async.global;", "~{memory}")
     gl.barrier()
     inline_asm(
@@ -170,37 +170,37 @@ def report(counter):
 
 
 @gluon.jit
-def fetch(turning, desc, raw, index, at):
-    """Starts loading a piece, if there is one of this number, and says where it is."""
-    head, key, dim = turning.place(index)
-    if index < turning.pieces:
-        batch = head // turning.heads_k
-        raw.load(desc, [batch, head - batch * turning.heads_k, key, dim], at)
+def load_v_tile(transpose, desc, raw, index, state):
+    """Starts loading a tile, if there is one of this number, and says where it is."""
+    head, key, dim = transpose.place(index)
+    if index < transpose.v_tiles:
+        batch = head // transpose.heads_k
+        raw.load(desc, [batch, head - batch * transpose.heads_k, key, dim], state)
     return head, key, dim
 
 
 @gluon.jit
-def turner(desc, turning, raw):
-    """Turns pieces until all are drawn. The next is loaded meanwhile."""
-    at = Cursor.start(RAW_SLOTS)
-    index = turning.draw()
-    head, key, dim = fetch(turning, desc, raw, index, at)
-    while index < turning.pieces:
-        at_now, head_now, key_now, dim_now = at, head, key, dim
-        at = at.next()
-        index = turning.draw()
-        head, key, dim = fetch(turning, desc, raw, index, at)
-        raw.wait(at_now)
-        turn_piece(turning, raw.boxes.index(at_now.slot), head_now, key_now, dim_now)
-        raw.release(at_now)
-        report(turning.chunk(head_now, key_now))
+def transpose_v(desc, transpose, raw):
+    """Transposes tiles until all are taken. The next is loaded meanwhile."""
+    state = PipelineState.start(RAW_STAGES)
+    index = transpose.advance()
+    head, key, dim = load_v_tile(transpose, desc, raw, index, state)
+    while index < transpose.v_tiles:
+        state_now, head_now, key_now, dim_now = state, head, key, dim
+        state = state.next()
+        index = transpose.advance()
+        head, key, dim = load_v_tile(transpose, desc, raw, index, state)
+        raw.consumer_wait(state_now)
+        transpose_tile(transpose, raw.boxes.index(state_now.index), head_now, key_now, dim_now)
+        raw.consumer_release(state_now)
+        count_ready(transpose.chunk(head_now, key_now))
 
 
 @gluon.jit
-def wait_for_turner(turning, tile, col, is_first, BLOCK_N: gl.constexpr):
-    """Where the attention kernel turns V itself: waits until the values from key `col` on are
+def wait_for_v_t(transpose, tile, col, is_first, BLOCK_N: gl.constexpr):
+    """Where the attention kernel transposes V itself: waits until the values from key `col` on are
     ready. Of values that are loaded in order, the first ones and those of another chunk than the
     ones before them have anything to wait for."""
-    if turning is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
+    if transpose is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
         if is_first | ((col + BLOCK_N) % CHUNK_N == 0):
-            turning.wait(tile.batch * turning.heads_k + tile.kv_head, col)
+            transpose.wait(tile.batch * transpose.heads_k + tile.kv_head, col)

@@ -1,4 +1,4 @@
-"""How one fp8 consumer's rows leave the chip: output.py, with a factor, through memory of sums.
+"""How one fp8 consumer's rows leave the chip: epilogue.py, with a factor, through memory of sums.
 
 M query rows, E v dim.
 """
@@ -8,8 +8,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from heedful.kernels.hopper.compat import aggregate, optional, tma_store
-from heedful.kernels.hopper.output import LN2, LOG2E
-from heedful.kernels.hopper.schedule import ROWS, rows_at
+from heedful.kernels.hopper.epilogue import LN2, LOG2E
+from heedful.kernels.hopper.mma import ROWS
+from heedful.kernels.hopper.sequences import packed_rows_at
 from heedful.kernels.hopper.softmax import scale_rows
 
 
@@ -47,7 +48,7 @@ def store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, shape, v_scale):
     gl.barrier()
     o_smem.store(scale_rows(acc_ME, inverse_M).to(outputs.desc.dtype).reshape(o_smem.shape))
     fence_async_shared()
-    tma_store(outputs.desc, rows_at(shape, tile, row), o_smem)
+    tma_store(outputs.desc, packed_rows_at(shape, tile, row), o_smem)
     if outputs.lse is not None:
         lse_M = gl.where(seen_M, (m_M + gl.log2(l_M)) * LN2, float("-inf"))
         rows_M = row + gl.arange(0, ROWS, layout=lse_M.type.layout)

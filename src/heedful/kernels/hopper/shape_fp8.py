@@ -4,21 +4,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.compat import aggregate, optional
-from heedful.kernels.hopper.schedule import ROWS
+from heedful.kernels.hopper.mma import ROWS
 
-# Sequences of packed keys begin at multiples of this in turned values.
-TURN_N: gl.constexpr = gl.constexpr(128)
+# Packed sequences begin at multiples of this in V transposed.
+V_T_BLOCK: gl.constexpr = gl.constexpr(128)
 
 
 @aggregate
 class Fp8Shape:
     """Sizes of one call at run time, and the variant of the kernel. Key j is visible to query i iff
-    -left <= j - i - off <= right with off = shift + align * (len_k - len_q). order: as in Shape.
-    FLUSH: key tiles between two flushes of the accumulators into float32 sums, in registers
-    (SUMS_IN_REGS) or shared memory. LATE: exponentials before it is known whether references move,
-    see fp8_recheck.py; LOOKS_LAST: which is then asked behind the wait for P V, amid the packing of
-    P. HEARS_AHEAD: consumers hear of the next tile while their last P V runs. VISITS_SECOND: see
-    `visits_last_second`."""
+    -left <= j - i - off <= right with off = shift + align * (len_k - len_q). varlen_tiles: as in
+    Shape.
+    PROMOTION_INTERVAL: key tiles between two promotions of the accumulators to float32 sums, in
+    registers (SUMS_IN_REGS) or shared memory. RESCALE: "threshold" or "speculative", see
+    speculative_softmax_fp8.py; VOTES_LAST: the overflow vote then comes behind the wait for P V,
+    amid the packing of P. PREFETCHES_TILE: consumers get the next work tile while their last P V
+    runs. VISITS_SECOND: see `visits_last_second`."""
 
     heads: gl.tensor
     group: gl.tensor
@@ -27,26 +28,26 @@ class Fp8Shape:
     total_q: gl.tensor
     row_blocks: gl.tensor
     tiles: gl.tensor
-    section: gl.tensor
-    sections: gl.tensor
+    l2_heads: gl.tensor
+    l2_groups: gl.tensor
     left: gl.tensor
     right: gl.tensor
     shift: gl.tensor
     align: gl.tensor
     cu_q: gl.tensor | gl.constexpr
     cu_k: gl.tensor | gl.constexpr
-    order: gl.tensor | gl.constexpr
+    varlen_tiles: gl.tensor | gl.constexpr
     splits: gl.constexpr
     storage: gl.constexpr
     BLOCK_N: gl.constexpr
     CONSUMERS: gl.constexpr
-    Q_SLOTS: gl.constexpr
-    FLUSH: gl.constexpr
-    LATE: gl.constexpr
-    LOOKS_LAST: gl.constexpr
-    HEARS_AHEAD: gl.constexpr
+    Q_STAGES: gl.constexpr
+    PROMOTION_INTERVAL: gl.constexpr
+    RESCALE: gl.constexpr
+    VOTES_LAST: gl.constexpr
+    PREFETCHES_TILE: gl.constexpr
     SUMS_IN_REGS: gl.constexpr
-    ORDERED: gl.constexpr
+    PINGPONG: gl.constexpr
     IS_RIGHT: gl.constexpr
     IS_LEFT: gl.constexpr
     HAS_SOFTCAP: gl.constexpr
@@ -62,24 +63,24 @@ class Fp8Shape:
         total_q,
         row_blocks,
         tiles,
-        section,
-        sections,
+        l2_heads,
+        l2_groups,
         left,
         right,
         shift,
         align,
         cu_q,
         cu_k,
-        order,
+        varlen_tiles,
         BLOCK_N,
         CONSUMERS,
-        Q_SLOTS,
-        FLUSH,
-        LATE,
-        LOOKS_LAST,
-        HEARS_AHEAD,
+        Q_STAGES,
+        PROMOTION_INTERVAL,
+        RESCALE,
+        VOTES_LAST,
+        PREFETCHES_TILE,
         SUMS_IN_REGS,
-        ORDERED,
+        PINGPONG,
         IS_RIGHT,
         IS_LEFT,
         HAS_SOFTCAP,
@@ -91,39 +92,42 @@ class Fp8Shape:
         self.total_q = total_q
         self.row_blocks = row_blocks
         self.tiles = tiles
-        self.section = section
-        self.sections = sections
+        self.l2_heads = l2_heads
+        self.l2_groups = l2_groups
         self.left = left
         self.right = right
         self.shift = shift
         self.align = align
         self.cu_q = optional(cu_q)
         self.cu_k = optional(cu_k)
-        self.order = optional(order)
+        self.varlen_tiles = optional(varlen_tiles)
         # Keys are never split here, and lie densely or packed.
         self.splits = gl.constexpr(None)
         self.storage = gl.constexpr(None)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.CONSUMERS = gl.constexpr(CONSUMERS)
-        self.Q_SLOTS = gl.constexpr(Q_SLOTS)
-        self.FLUSH = gl.constexpr(FLUSH)
-        self.LATE = gl.constexpr(LATE)
-        assert LATE or not LOOKS_LAST, "a look before the exponentials cannot be the last"
-        self.LOOKS_LAST = gl.constexpr(LOOKS_LAST)
-        self.HEARS_AHEAD = gl.constexpr(HEARS_AHEAD)
+        self.Q_STAGES = gl.constexpr(Q_STAGES)
+        self.PROMOTION_INTERVAL = gl.constexpr(PROMOTION_INTERVAL)
+        self.RESCALE = gl.constexpr(RESCALE)
+        speculative = RESCALE == "speculative"
+        assert speculative or not VOTES_LAST, "a vote before the exponentials cannot be the last"
+        self.VOTES_LAST = gl.constexpr(VOTES_LAST)
+        self.PREFETCHES_TILE = gl.constexpr(PREFETCHES_TILE)
         self.SUMS_IN_REGS = gl.constexpr(SUMS_IN_REGS)
-        self.ORDERED = gl.constexpr(ORDERED)
+        self.PINGPONG = gl.constexpr(PINGPONG)
         self.IS_RIGHT = gl.constexpr(IS_RIGHT)
         self.IS_LEFT = gl.constexpr(IS_LEFT)
         self.HAS_SOFTCAP = gl.constexpr(HAS_SOFTCAP)
         is_masked = IS_RIGHT or IS_LEFT
-        self.VISITS_SECOND = gl.constexpr(LATE and is_masked and CONSUMERS * ROWS.value <= BLOCK_N)
+        self.VISITS_SECOND = gl.constexpr(
+            speculative and is_masked and CONSUMERS * ROWS.value <= BLOCK_N
+        )
 
 
 @gluon.jit
 def values_at(shape, tile, col):
-    """Coordinates of turned values (batch, kv_head, dim, position)."""
+    """Coordinates of V transposed (batch, kv_head, dim, position)."""
     if shape.cu_k is None:
         return [tile.batch, tile.kv_head, 0, col]
     else:
-        return [0, tile.kv_head, 0, (tile.start_k // TURN_N + tile.batch) * TURN_N + col]
+        return [0, tile.kv_head, 0, (tile.start_k // V_T_BLOCK + tile.batch) * V_T_BLOCK + col]

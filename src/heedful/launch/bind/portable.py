@@ -110,8 +110,8 @@ def heads_in_l2(problem: AttentionProblem, plan: Plan) -> int:
     """Query heads whose keys and values together fill half of L2."""
     dims = problem.head_dim + problem.head_dim_v
     head_bytes = max(1, problem.seqlen_k * dims * ITEM_BITS[problem.kv_dtype] // 8)
-    section = problem.group * max(1, plan.device.l2_bytes // 2 // head_bytes)
-    return max(1, min(section, problem.batch * problem.heads_q))
+    l2_heads = problem.group * max(1, plan.device.l2_bytes // 2 // head_bytes)
+    return max(1, min(l2_heads, problem.batch * problem.heads_q))
 
 
 def _precision(problem: AttentionProblem) -> str:
@@ -274,7 +274,7 @@ def _forward_call(
     call.ints(
         entries=buffers["k"].shape[0],
         page_size=problem.page_size,
-        section=heads_in_l2(problem, plan),
+        l2_heads=heads_in_l2(problem, plan),
         num_splits=splits,
         tiles=tiles,
     )
@@ -512,8 +512,8 @@ def _key_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers)
     call, constants = _gradient_call(problem, buffers, ("backward_keys", "key_gradients"), outputs)
     longest = problem.seqlen_k if problem.varlen_k else buffers["k"].shape[1]
     tiles = -(-longest // config.block_n)
-    section = max(1, heads_in_l2(problem, plan) // problem.group)
-    call.ints(section=section, tiles=tiles)
+    l2_heads = max(1, heads_in_l2(problem, plan) // problem.group)
+    call.ints(l2_heads=l2_heads, tiles=tiles)
     grid = (tiles * problem.batch * problem.heads_k, 1, 1)
     constants["IS_GQA"] = problem.group > 1
     return call.build(grid, config, **constants, BLOCK_M=config.block_m, BLOCK_N=config.block_n)
@@ -532,7 +532,7 @@ def _query_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffer
     # (batch, head, row): any strides, as autograd hands them out.
     call.strides("dl", "bhm", strides)
     tiles = -(-problem.seqlen_q // config.block_m)
-    call.ints(section=heads_in_l2(problem, plan), tiles=tiles)
+    call.ints(l2_heads=heads_in_l2(problem, plan), tiles=tiles)
     grid = (tiles * problem.batch * problem.heads_q, 1, 1)
     return call.build(grid, config, **constants, BLOCK_M=config.block_m, BLOCK_N=config.block_n)
 

@@ -1,6 +1,6 @@
-"""Exponentials first, and only then a look whether they were safe.
+"""Speculative softmax: exponentials first, and only then a vote whether they were safe.
 
-Scores are scored against a row's old reference m as p = 2^(s - m), without a look at the maximum:
+Scores are scored against a row's old reference m as p = 2^(s - m), without the new maximum:
 the sums of p, which the softmax needs anyway, show whether any p is too large. A warp that finds
 one (or a row without a reference) computes its scores once more, from the tile that is still in
 shared memory, and moves its references. With room above the maximum that happens next to never, and
@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.compat import inline_asm
-from heedful.kernels.hopper.softmax import _any_above, lane_sums, scale_rows
+from heedful.kernels.hopper.softmax import _vote_above, lane_sums, scale_rows
 
 
 @gluon.constexpr_function
@@ -39,19 +39,21 @@ def exponentials(s_MN, m_M, scale_log2):
 
 
 @gluon.jit
-def must_redo(sums_ML, LIMIT: gl.constexpr):
+def overflow_vote(sums_ML, LIMIT: gl.constexpr):
     """Whether a warp has a sum above the limit, or NaN."""
     bits_ML = sums_ML.to(gl.int32, bitcast=True)
-    return inline_asm(_any_above, ("=r", "r", "r"), [bits_ML, LIMIT], gl.int32, is_pure=True)
+    return inline_asm(_vote_above, ("=r", "r", "r"), [bits_ML, LIMIT], gl.int32, is_pure=True)
 
 
 @gluon.jit
-def redo(s_MN, m_M, l_ML, scale_log2, MAY_HIDE_ROWS: gl.constexpr, HEAD: gl.constexpr):
+def rescale_from_scores(
+    s_MN, m_M, l_ML, scale_log2, MAY_MASK_ROWS: gl.constexpr, HEAD: gl.constexpr
+):
     """One more tile with a new reference: p, its sums, the reference, the sums before, and what
     these and the output so far were scaled by."""
     new_m_M = gl.maximum(m_M, gl.max(s_MN, 1) * scale_log2 + HEAD)
     shift_M = new_m_M
-    if MAY_HIDE_ROWS:
+    if MAY_MASK_ROWS:
         shift_M = gl.where(new_m_M == float("-inf"), 0.0, new_m_M)
     alpha_M = gl.exp2(m_M - shift_M)
     p_MN = gl.exp2(s_MN * scale_log2 - shift_M[:, None])
@@ -94,9 +96,9 @@ def _warp_scores(dim, keys, kind):
 
 
 @gluon.jit
-def rescore(q, k, at_q, at_k, s_type: gl.constexpr):
+def rescore(q, k, q_state, k_state, s_type: gl.constexpr):
     """The scores of one tile once more, by every warp for itself."""
     kind: gl.constexpr = "bf16" if q.boxes.dtype == gl.bfloat16 else "f16"
     text: gl.constexpr = _warp_scores(q.dim, k.rows, kind)
-    tiles = [q.boxes.index(at_q.slot), k.boxes.index(at_k.slot)]
+    tiles = [q.boxes.index(q_state.index), k.boxes.index(k_state.index)]
     return inline_asm(text, ("=&f", "r", "r"), tiles, s_type)

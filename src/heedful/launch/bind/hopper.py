@@ -4,11 +4,11 @@ from heedful.core.arrays import ArraySpec
 from heedful.core.configs import TileConfig
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
-from heedful.launch.args import hopper_maps as maps
-from heedful.launch.args import hopper_work as work
-from heedful.launch.args import portable
-from heedful.launch.args.hopper_maps import CONSUMER_ROWS, tile_dim
-from heedful.launch.args.hopper_work import FAR, Buffers, Call
+from heedful.launch.bind import hopper_maps as maps
+from heedful.launch.bind import hopper_scheduler as scheduler
+from heedful.launch.bind import portable
+from heedful.launch.bind.hopper_maps import CONSUMER_ROWS, tile_dim
+from heedful.launch.bind.hopper_scheduler import FAR, Buffers, Call
 from heedful.launch.spec import Argument, KernelCall, KernelRef, Pointer, Program, Workspace
 
 SWIZZLE = maps.SWIZZLE_BYTES // 2  # elements that one swizzled row of shared memory holds
@@ -26,24 +26,28 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, and lse if there is such a buffer; several splits of the keys give partial results,
     which the portable merge combines."""
     splits = plan.num_splits
-    workspaces = work.deal_workspaces(problem, plan, zeroed=True)
+    workspaces = scheduler.scheduler_workspaces(problem, plan, zeroed=True)
     if splits > 1:
         workspaces += (
-            Workspace("partial_out", _dense_parts(splits, buffers["out"].shape)),
-            Workspace("partial_lse", _dense_parts(splits, problem.lse_shape)),
+            Workspace("partial_out", _dense_partials(splits, buffers["out"].shape)),
+            Workspace("partial_lse", _dense_partials(splits, problem.lse_shape)),
         )
     buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
     results = {"lse": "partial_lse"} if splits > 1 else {"out": "out", "lse": "lse"}
-    calls = [work.order_call(problem, plan, buffers, results)] if problem.varlen_q else []
+    calls = (
+        [scheduler.varlen_scheduler_call(problem, plan, buffers, results)]
+        if problem.varlen_q
+        else []
+    )
     calls.append(_forward_call(problem, plan, buffers, splits))
     if splits > 1:
         # The first split has the sink: a merge would give it to rows that are not in use, too.
-        parts = {name: spec for name, spec in buffers.items() if name != "sink"}
-        calls += portable.combine(parts).calls
+        operands = {name: spec for name, spec in buffers.items() if name != "sink"}
+        calls += portable.combine(operands).calls
     return Program(tuple(calls), tuple(workspaces))
 
 
-def _dense_parts(splits: int, shape: tuple[int, ...]) -> ArraySpec:
+def _dense_partials(splits: int, shape: tuple[int, ...]) -> ArraySpec:
     return ArraySpec.contiguous((splits, *shape), "float32")
 
 
@@ -51,14 +55,14 @@ def _forward_call(
     problem: AttentionProblem, plan: Plan, buffers: Buffers, splits: int
 ) -> KernelCall:
     config = plan.configs["hopper.forward"]
-    pack = config.pack(problem)
+    pack = config.pack_gqa(problem)
     is_split = splits > 1
     call = Call(buffers)
     call.arguments |= _maps(problem, config, buffers)
-    work.add_common(call, problem, plan)
+    scheduler.add_common(call, problem, plan)
     call.pointers(
         lse_ptr="partial_lse" if is_split else "lse",
-        parts_ptr="partial_out" if is_split else "",
+        partial_ptr="partial_out" if is_split else "",
         used_q="seqused_q",
         used_k="seqused_k",
         leftpad_k="leftpad_k",
@@ -71,15 +75,15 @@ def _forward_call(
     call.ints(seqlen_k=portable.stored_keys(buffers, problem.page_size))
     first = problem.mask.first
     call.ints_if(first > 0, first=min(first, FAR))
-    call.ints_if(pack > 1, packed=problem.group)
+    call.ints_if(pack > 1, packed_heads=problem.group)
     call.ints_if(is_split, splits=splits, dim_v=problem.head_dim_v)
-    _add_terms(call, problem)
+    _add_score_mods(call, problem)
     _add_dropout(call, problem)
     _add_storage(call, problem)
     ref = KernelRef("heedful.kernels.hopper.forward", "forward", "gluon")
     constants = call.constants | _variant(problem, config, is_split)
-    constants["IS_RAGGED"] = work.is_ragged(problem)
-    grid = work.grid(problem, plan)
+    constants["IS_RAGGED"] = scheduler.is_ragged(problem)
+    grid = scheduler.grid(problem, plan)
     return KernelCall(ref, grid, call.arguments, constants, {"num_warps": 4})
 
 
@@ -91,7 +95,7 @@ def _maps(problem: AttentionProblem, config: TileConfig, buffers: Buffers) -> di
     # Where the queries are boxes of 64 columns the results, which may take their place, are too.
     out_dim = SWIZZLE if in_e or (in_d and v_dim == 128) else v_dim
     q_dim, v_dim = SWIZZLE if in_d else q_dim, SWIZZLE if in_e else v_dim
-    pack = config.pack(problem)
+    pack = config.pack_gqa(problem)
     found: dict[str, Argument] = {}
     make_q = maps.packed_map if problem.varlen_q else maps.dense_map
     for name, dim in (("q", q_dim), ("out", out_dim)):
@@ -104,7 +108,7 @@ def _maps(problem: AttentionProblem, config: TileConfig, buffers: Buffers) -> di
     if problem.page_size:
         # Pages are filled box by box: rows that divide a page, and as wide as the swizzle.
         rows, q_dim, v_dim = min(rows, page_rows(problem.page_size)), SWIZZLE, SWIZZLE
-    make_k = maps.packed_map if work.is_ragged(problem) else maps.dense_map
+    make_k = maps.packed_map if scheduler.is_ragged(problem) else maps.dense_map
     for name, dim in (("k", q_dim), ("v", v_dim)):
         found[f"{name}_desc"] = make_k(name, buffers[name], rows, dim)
     return found
@@ -119,7 +123,7 @@ def _add_storage(call: Call, problem: AttentionProblem) -> None:
     """Arguments that say where keys lie, beyond their map."""
     if problem.page_size and "cu_seqlens_k" in call.buffers:
         raise ValueError("cu_seqlens_k beside block_table must come as seqused_k")
-    if work.is_ragged(problem) and not problem.varlen_k:
+    if scheduler.is_ragged(problem) and not problem.varlen_k:
         call.ints(**{f"{n}_rows": maps.rows_between(call.buffers[n]) for n in ("k", "v")})
     else:
         # Packed: there is one batch entry.
@@ -151,7 +155,7 @@ def _add_dropout(call: Call, problem: AttentionProblem) -> None:
         call.constants["drop_scale"] = None
 
 
-def _add_terms(call: Call, problem: AttentionProblem) -> None:
+def _add_score_mods(call: Call, problem: AttentionProblem) -> None:
     """ALiBi and bias: their strides, and what a unit of the logits is in raw scores."""
     if problem.alibi or problem.bias:
         call.floats(per_unit=1.0 / (problem.softcap if problem.softcap > 0 else problem.scale))
@@ -189,18 +193,18 @@ def _variant(problem: AttentionProblem, config: TileConfig, is_split: bool) -> d
         "BLOCK_N": config.block_n,
         "TAIL_D": in_d,
         "TAIL_E": in_e,
-        "PACK": config.pack(problem),
+        "PACK_GQA": config.pack_gqa(problem),
         "CONSUMERS": config.block_m // CONSUMER_ROWS,
-        "Q_SLOTS": config.get("q_slots", config.block_m // CONSUMER_ROWS),
+        "Q_STAGES": config.get("q_stages", config.block_m // CONSUMER_ROWS),
         "K_STAGES": config.num_stages,
         "V_STAGES": config.get("v_stages", config.num_stages),
-        "AS_ONE": config.get("as_one", False),
+        "KV_SHARE_STAGES": config.get("kv_share_stages", False),
         "CONSUMER_REGS": config.get("consumer_regs"),
         "PRODUCER_REGS": config.get("producer_regs"),
-        # Of another width, the output does not fit where the queries were; parts take no such way.
+        # Of another width, the output does not fit where queries were; partials take no such way.
         "OUT_IN_Q": config.get("out_in_q", False) and not is_split and _results_fit(problem),
-        "ORDERED": config.get("ordered", False),
-        "LAZY": config.get("lazy", True),
+        "PINGPONG": config.get("pingpong", False),
+        "RESCALE": config.get("rescale", "threshold"),
         "IS_RIGHT": problem.mask.right >= 0,
         "IS_LEFT": problem.mask.left >= 0,
         "HAS_SOFTCAP": problem.softcap > 0,

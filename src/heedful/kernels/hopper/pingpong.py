@@ -1,4 +1,4 @@
-"""Turns between consumers: one queues its matrix products while another is in its softmax.
+"""Ping-pong between consumers: one queues its matrix products while another is in its softmax.
 
 Named barriers from 8 on, one a consumer: it waits at its own, and the one before it arrives there.
 """
@@ -8,13 +8,13 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def take_turn(shape, WORKER: gl.constexpr):
+def pingpong_sync(shape, CONSUMER: gl.constexpr):
     """Waits until the consumer before this one has queued its matrix products."""
-    if shape.ORDERED:
+    if shape.PINGPONG:
         gl.inline_asm_elementwise(
             "bar.sync $1, 256; mov.u32 $0, 0;",
             "=r,r",
-            [gl.to_tensor(8 + WORKER)],
+            [gl.to_tensor(8 + CONSUMER)],
             gl.int32,
             False,
             1,
@@ -22,13 +22,13 @@ def take_turn(shape, WORKER: gl.constexpr):
 
 
 @gluon.jit
-def pass_turn(shape, WORKER: gl.constexpr):
+def pingpong_arrive(shape, CONSUMER: gl.constexpr):
     """Lets the next consumer queue its matrix products."""
-    if shape.ORDERED:
+    if shape.PINGPONG:
         gl.inline_asm_elementwise(
             "bar.arrive $1, 256; mov.u32 $0, 0;",
             "=r,r",
-            [gl.to_tensor(8 + (WORKER + 1) % shape.CONSUMERS)],
+            [gl.to_tensor(8 + (CONSUMER + 1) % shape.CONSUMERS)],
             gl.int32,
             False,
             1,
@@ -36,19 +36,19 @@ def pass_turn(shape, WORKER: gl.constexpr):
 
 
 @gluon.jit
-def skip(slots, at, count, shape, WORKER: gl.constexpr):
+def skip(kv, kv_state, count, shape, CONSUMER: gl.constexpr):
     """Passes over tiles that other consumers of this program need and this one does not."""
     for _ in range(count):
-        take_turn(shape, WORKER)
-        pass_turn(shape, WORKER)
-        at = slots.skip(at)
-    return at
+        pingpong_sync(shape, CONSUMER)
+        pingpong_arrive(shape, CONSUMER)
+        kv_state = kv.skip(kv_state)
+    return kv_state
 
 
 @gluon.jit
-def skip_all(slots, at, count, shape, WORKER: gl.constexpr):
+def skip_all(kv, kv_state, count, shape, CONSUMER: gl.constexpr):
     """Passes over all tiles that this program works on: there may be none."""
-    at = skip(slots, at, count, shape, WORKER)
+    kv_state = skip(kv, kv_state, count, shape, CONSUMER)
     if count > 0:
-        at = slots.skip_last_values(at)
-    return at
+        kv_state = kv.skip_last_values(kv_state)
+    return kv_state

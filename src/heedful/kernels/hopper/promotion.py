@@ -1,7 +1,7 @@
 """float32 sums of the output in shared memory, each thread's own values in a column of its own.
 
 No thread reads what another wrote, which Triton cannot know: through its own loads and stores a
-warpgroup would wait for itself three times a flush, and move 8 bytes at a time instead of 16.
+warpgroup would wait for itself three times a promotion, and move 8 bytes at a time instead of 16.
 """
 
 from triton.experimental import gluon

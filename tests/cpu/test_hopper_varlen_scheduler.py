@@ -13,7 +13,7 @@ from heedful.core.device import by_name
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.launch import buffers, programs
-from heedful.launch.args import hopper_work
+from heedful.launch.bind import hopper_scheduler
 from heedful.launch.interpret import interpret
 from heedful.launch.spec import Program
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
@@ -37,10 +37,11 @@ def order(lengths_q: list[int], lengths_k: list[int] | None = None):
     )
     chosen = plan(problem, by_name("H200"), backend="hopper")
     whole = programs.program(chosen, "forward", buffers.forward(problem))
-    assert whole.calls[0].kernel.function == "order_tiles"
+    assert whole.calls[0].kernel.function == "schedule_varlen_tiles"
     shapes = {w.name: w.buffer.shape for w in whole.workspaces}
     arrays = {
-        name: torch.full(shapes[name], UNTOUCHED, dtype=torch.int32) for name in ("order", "drawn")
+        name: torch.full(shapes[name], UNTOUCHED, dtype=torch.int32)
+        for name in ("varlen_tiles", "tile_counter")
     }
     results = {"out": (sum(lengths_q), 4, 64), "partial_lse": shapes.get("partial_lse", (1,))}
     arrays |= {name: torch.full(shape, torch.nan) for name, shape in results.items()}
@@ -48,11 +49,11 @@ def order(lengths_q: list[int], lengths_k: list[int] | None = None):
         if lengths is not None:
             arrays[name] = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     interpret(Program(whole.calls[:1], ()), arrays)
-    count, entries = int(arrays["order"][0]), arrays["order"][1:].reshape(-1, 2)
+    count, entries = int(arrays["varlen_tiles"][0]), arrays["varlen_tiles"][1:].reshape(-1, 2)
     assert (entries[count:] == UNTOUCHED).all()
     assert all(arrays[name].isnan().all() for name in results)
     rows = chosen.configs["hopper.forward"].block_m
-    return entries[:count].tolist(), rows, int(arrays["drawn"][0])
+    return entries[:count].tolist(), rows, int(arrays["tile_counter"][0])
 
 
 def expected(sizes: list[int], lengths_q: list[int], rows: int) -> list[list[int]]:
@@ -89,7 +90,7 @@ def test_queries_decide_where_keys_are_dense():
 
 @interpreted
 def test_more_sequences_than_a_program_looks_at_at_once(monkeypatch):
-    monkeypatch.setattr(hopper_work, "ORDER_BLOCK", 16)
+    monkeypatch.setattr(hopper_scheduler, "SCHEDULER_BLOCK", 16)
     lengths = [(37 * b) % 500 for b in range(70)]
     tiles, rows, _ = order(lengths, lengths)
     assert tiles == expected(lengths, lengths, rows)

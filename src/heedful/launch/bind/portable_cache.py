@@ -1,6 +1,6 @@
 """Programs that change a KV cache, and queries with it, before attention."""
 
-from heedful.launch.args.portable import Buffers, CallBuilder, pow2, stored_keys
+from heedful.launch.bind.portable import Buffers, CallBuilder, pow2, stored_keys
 from heedful.launch.spec import KernelCall, Program
 
 # Values a program moves per tensor: 8 KiB of float32, so that 4 warps hold a tile in registers.

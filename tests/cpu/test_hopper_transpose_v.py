@@ -13,7 +13,7 @@ from heedful.core.device import by_name
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.launch import programs
-from heedful.launch.args import hopper_fp8
+from heedful.launch.bind import hopper_fp8
 from heedful.launch.interpret import interpret
 from heedful.launch.spec import Program
 from heedful.torch.execute import buffer_spec
@@ -22,11 +22,11 @@ from support.interpreted import interpreted, pass_in_the_interpreter, starts_int
 BLOCK = 128
 
 
-def turn(v: torch.Tensor, batch: int, seqlen_k: int, cu_k: torch.Tensor | None = None):
-    """(B, G, E, positions) as the turning kernel leaves it, 0x7F (NaN) where it wrote none."""
+def transposed(v: torch.Tensor, batch: int, seqlen_k: int, cu_k: torch.Tensor | None = None):
+    """(B, G, E, positions) as the transpose kernel leaves it, 0x7F (NaN) where it wrote none."""
     total = None if cu_k is None else v.shape[0]
     heads, dim = v.shape[-2:]
-    # Of few queries, so that the attention kernel does not turn V itself.
+    # Of few queries, so that the attention kernel does not transpose V itself.
     problem = AttentionProblem.dense(
         batch,
         1,
@@ -45,14 +45,14 @@ def turn(v: torch.Tensor, batch: int, seqlen_k: int, cu_k: torch.Tensor | None =
     specs |= {"q": specs["v"], "k": specs["v"], "out": specs["v"]}
     whole = programs.program(plan(problem, by_name("H200"), backend="hopper"), "forward", specs)
     shapes = {w.name: w.buffer.shape for w in whole.workspaces}
-    out = torch.full(shapes["turned_v"], 0x7F, dtype=torch.uint8)
+    out = torch.full(shapes["v_t"], 0x7F, dtype=torch.uint8)
     arrays = {name: t.view(torch.uint8) if t is v else t for name, t in tensors.items()}
-    arrays |= {"turned_v": out}
-    if "drawn" in shapes:
-        arrays["drawn"] = torch.full((1,), -7, dtype=torch.int32)
-    calls = [call for call in whole.calls if call.kernel.function == "turn_values"]
+    arrays |= {"v_t": out}
+    if "tile_counter" in shapes:
+        arrays["tile_counter"] = torch.full((1,), -7, dtype=torch.int32)
+    calls = [call for call in whole.calls if call.kernel.function == "transpose_v"]
     interpret(Program(tuple(calls), ()), arrays)
-    assert "drawn" not in shapes or arrays["drawn"].item() == 0
+    assert "tile_counter" not in shapes or arrays["tile_counter"].item() == 0
     return out
 
 
@@ -73,17 +73,17 @@ def drawn(*shape: int) -> torch.Tensor:
 @interpreted
 @pytest.mark.parametrize("length", [1, 16, 128, 200, 384])
 @pytest.mark.parametrize("dim", [16, 64, 80, 256])
-def test_dense_values_are_turned_in_operand_order_and_padded_with_zeros(length, dim):
+def test_dense_values_are_transposed_in_operand_order_and_padded_with_zeros(length, dim):
     v = drawn(2, length, 3, dim)
-    got = turn(v, 2, length)
+    got = transposed(v, 2, length)
     for b in range(2):
         assert torch.equal(got[b], expected(v[b]))
 
 
 @interpreted
-def test_strided_values_are_turned_like_dense_ones():
+def test_strided_values_are_transposed_like_dense_ones():
     v = drawn(2, 5, 150, 96).transpose(1, 2)[:, :140, 1:4, 16:80]
-    assert torch.equal(turn(v, 2, 140), turn(v.clone(), 2, 140))
+    assert torch.equal(transposed(v, 2, 140), transposed(v.clone(), 2, 140))
 
 
 @interpreted
@@ -93,14 +93,14 @@ def test_packed_sequences_begin_at_blocks_and_read_nothing_of_their_neighbours()
 
 @interpreted
 def test_more_packed_sequences_than_a_program_looks_at_at_once(monkeypatch):
-    monkeypatch.setattr(hopper_fp8, "TURN_SEQUENCES", 4)
+    monkeypatch.setattr(hopper_fp8, "TRANSPOSE_SEQUENCES", 4)
     check_packed([40, 0, 0, 300, 0, 129, 1, 0, 0, 0, 60])
 
 
 def check_packed(lengths: list[int]) -> None:
     cu_k = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     v = drawn(sum(lengths), 2, 64)
-    got = turn(v, len(lengths), max(lengths), cu_k)
+    got = transposed(v, len(lengths), max(lengths), cu_k)
     for b, length in enumerate(lengths):
         begin = int(cu_k[b])
         at = (begin // BLOCK + b) * BLOCK

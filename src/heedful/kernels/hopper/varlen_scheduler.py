@@ -14,7 +14,7 @@ from heedful.kernels.portable.unused import clear_gaps
 
 @triton.jit
 def lengths(cu_seqlens, sequence_B, batch, total):
-    """Tokens of each sequence, 0 past the last; as `schedule.sequence` has them."""
+    """Tokens of each sequence, 0 past the last; as `sequences.sequence` has them."""
     inside_B = sequence_B < batch
     starts_B = within(tl.load(cu_seqlens + sequence_B, mask=inside_B, other=0), 0, total)
     ends_B = tl.load(cu_seqlens + sequence_B + 1, mask=inside_B, other=0)
@@ -22,11 +22,11 @@ def lengths(cu_seqlens, sequence_B, batch, total):
 
 
 @triton.jit(do_not_specialize=["total_q", "total_k", "batch", "heads", "capacity"])
-def order_tiles(
+def schedule_varlen_tiles(
     cu_q,
     cu_k,
-    order,
-    drawn,
+    varlen_tiles,
+    tile_counter,
     out,
     lse,
     stride_om,
@@ -41,13 +41,14 @@ def order_tiles(
     DIM: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """order: how many tiles of ROWS queries there are, then two numbers for each: its sequence, and
-    which tile is that sequence's first. drawn: of all pieces of work none yet (see deal.py).
-    out (total_q, heads, DIM), lse (heads, total_q): see `clear_gaps`; either may be None.
+    """varlen_tiles: how many tiles of ROWS queries there are, then two numbers for each: its
+    sequence, and which tile is that sequence's first. tile_counter: begins at 0
+    (tile_scheduler.py). out (total_q, heads, DIM), lse (heads, total_q): see `clear_gaps`; either
+    may be None.
 
     A program a sequence, which all look at all lengths: keys decide, or queries if keys are dense.
-    The programs behind those clear. capacity: tiles that `order` has room for, which sequences that
-    overlap would exceed.
+    The programs behind those clear. capacity: tiles that `varlen_tiles` has room for, which
+    sequences that overlap would exceed.
     """
     mine = tl.program_id(0)
     if mine >= batch:
@@ -81,11 +82,11 @@ def order_tiles(
         all_B += tiles_B
     first = tl.sum(before_B.to(tl.int64), 0)
     if mine == 0:
-        tl.store(order, tl.minimum(tl.sum(all_B.to(tl.int64), 0), capacity))
-        tl.store(drawn, 0)
+        tl.store(varlen_tiles, tl.minimum(tl.sum(all_B.to(tl.int64), 0), capacity))
+        tl.store(tile_counter, 0)
     tiles = tl.cdiv(lengths(cu_q, mine, batch, total_q), ROWS)
     tiles = tl.minimum(tiles, tl.maximum(capacity - first, 0))
-    entries = order + 1 + 2 * first
+    entries = varlen_tiles + 1 + 2 * first
     for start in range(0, tiles, BLOCK):
         tile_B = start + tl.arange(0, BLOCK)
         tl.store(entries + 2 * tile_B, mine, mask=tile_B < tiles)

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-from heedful.kernels.hopper import recheck
+from heedful.kernels.hopper import speculative_softmax
 
 WARPS, LANES, ROWS, SLAB = 4, 32, 64, 64
 THREADS = WARPS * LANES
@@ -126,7 +126,7 @@ def test_the_second_scores_are_those_of_the_product_in_the_layout_of_its_accumul
     memory = np.concatenate([np.full(512, np.nan), swizzled(q), swizzled(k)])
     q_at, k_at = 1024, 1024 + 2 * q.size
     outputs = keys // 2
-    text = recheck._warp_scores(dim, keys, "bf16")
+    text = speculative_softmax._warp_scores(dim, keys, "bf16")
     inputs = {f"${outputs}": np.full(THREADS, q_at), f"${outputs + 1}": np.full(THREADS, k_at)}
     registers = execute(text, inputs, memory)
     thread = np.arange(THREADS)

@@ -1,8 +1,8 @@
-"""Exponentials first, and only then a look whether e4m3 could hold them: recheck.py, for fp8.
+"""Speculative softmax in fp8: exponentials first, then a vote whether e4m3 could hold them.
 
 A p over 448 saturates in silence. Sums of p over 16 keys of one lane, which the softmax needs
 anyway, bound it: none is above 448 while no sum is. References are set where a row's maximum has
-p = 16, so that 16 equal scores make no false alarm, and a true one moves the reference.
+p = 16, so that 16 equal scores make no false overflow, and a true one moves the reference.
 
 M query rows, N keys, L lanes that share a row, C sums of a lane's row.
 """
@@ -11,8 +11,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.compat import inline_asm
-from heedful.kernels.hopper.fp8_softmax import TOP_LOG2, part_sums, reference, shift_of
-from heedful.kernels.hopper.softmax import _any_above, scale_rows
+from heedful.kernels.hopper.softmax import _vote_above, scale_rows
+from heedful.kernels.hopper.softmax_fp8 import TOP_LOG2, part_sums, reference, shift_of
 
 # As the bits of float32: the largest e4m3, and what p may be for its row to be scaled.
 E4M3_BITS: gl.constexpr = gl.constexpr(0x43E00000)  # 448
@@ -28,15 +28,15 @@ def exponentials(s_MN, m_M, scale_log2):
 
 
 @gluon.jit
-def any_above(sums_MCL, LIMIT_BITS: gl.constexpr):
+def overflow_vote(sums_MCL, LIMIT_BITS: gl.constexpr):
     """Whether a warp has a sum above the limit, or NaN."""
     bits_MCL = sums_MCL.to(gl.int32, bitcast=True)
     kinds: gl.constexpr = ("=r", "r", "r")
-    return inline_asm(_any_above, kinds, [bits_MCL, LIMIT_BITS], gl.int32, is_pure=True)
+    return inline_asm(_vote_above, kinds, [bits_MCL, LIMIT_BITS], gl.int32, is_pure=True)
 
 
 @gluon.jit
-def redo(s_MN, m_M, l_ML, scale_log2):
+def rescale_from_scores(s_MN, m_M, l_ML, scale_log2):
     """One more tile with a new reference: p, its sums, the reference, the sums before, and what
     these and the output so far were scaled by."""
     new_m_M = gl.maximum(m_M, reference(s_MN, scale_log2))
@@ -47,8 +47,8 @@ def redo(s_MN, m_M, l_ML, scale_log2):
 
 
 @gluon.jit
-def rescale(p_MN, m_M, l_ML):
-    """As `redo`, from the p of the old reference, all of which are finite."""
+def rescale_from_probabilities(p_MN, m_M, l_ML):
+    """As `rescale_from_scores`, from the p of the old reference, all of which are finite."""
     risen_M = gl.maximum(gl.log2(gl.max(p_MN, 1)) - TOP_LOG2, 0.0)
     alpha_M = gl.exp2(-risen_M)
     p_MN = p_MN * alpha_M[:, None]
@@ -58,7 +58,7 @@ def rescale(p_MN, m_M, l_ML):
 @gluon.constexpr_function
 def _warp_scores(dim, keys):
     """Assembly: each warp's 16 queries times all keys of a tile. Both lie in slabs of up to 128
-    columns, whose 16-byte pieces TMA has swizzled by the row: see recheck.py."""
+    columns, whose 16-byte pieces TMA has swizzled by the row: see speculative_softmax.py."""
     width = min(dim, 128)
     steps = width // 32
     scores = [f"${i}" for i in range(keys // 2)]
@@ -95,8 +95,8 @@ def _warp_scores(dim, keys):
 
 
 @gluon.jit
-def rescore(q, k, at_q, at_k, s_type: gl.constexpr):
+def rescore(q, k, q_state, k_state, s_type: gl.constexpr):
     """The scores of one tile once more, by every warp for itself."""
     text: gl.constexpr = _warp_scores(q.dim, k.rows)
-    tiles = [q.boxes.index(at_q.slot), k.boxes.index(at_k.slot)]
+    tiles = [q.boxes.index(q_state.index), k.boxes.index(k_state.index)]
     return inline_asm(text, ("=&f", "r", "r"), tiles, s_type)

@@ -1,7 +1,9 @@
 """V as fp8 matrix products want it: keys innermost.
 
-fp8 WGMMA takes shared-memory operands K-major alone, and V lies (key, dim). Each KV head is turned
-once, in device memory, before the attention kernel: N keys, E v dim, W words of four bytes.
+fp8 WGMMA takes shared-memory operands K-major alone, and V lies (key, dim). Each KV head is
+transposed once, in device memory, before the attention kernel.
+
+N keys, E v dim, W words of four bytes.
 """
 
 import triton
@@ -11,7 +13,7 @@ from heedful.kernels.portable.sequences import within
 
 
 @triton.jit
-def turned(row0, row1, row2, row3, BYTE: tl.constexpr):
+def transposed_word(row0, row1, row2, row3, BYTE: tl.constexpr):
     """Byte BYTE of four words, as one word."""
     shift: tl.constexpr = 8 * BYTE
     word = (row0 >> shift) & 0xFF
@@ -34,11 +36,11 @@ def sequence_at(cu_k, block, batch, total, BLOCK_N: tl.constexpr, BLOCK_B: tl.co
 
 
 @triton.jit
-def turn_values(
+def transpose_v(
     v_ptr,
     cu_k,
     out_ptr,
-    drawn,
+    tile_counter,
     heads_k,
     seqlen_k,
     blocks,
@@ -55,14 +57,14 @@ def turn_values(
     """v (B, N, G, E), or packed (T, G, E), -> out (B, G, E, padded_k), or (G, E, padded_k).
 
     Of every 16 keys, position 4t + 2h + b takes key 8h + 2t + b: the order in which a lane of an
-    attention kernel holds probabilities (see fp8_softmax.py). Positions past a sequence are zeros
+    attention kernel holds probabilities (see softmax_fp8.py). Positions past a sequence are zeros
     up to a multiple of BLOCK_N. The sequence b of packed ones, which begins at token c, begins at
-    position (c // BLOCK_N + b) * BLOCK_N. drawn: of the attention kernel's pieces of work none yet
-    (see deal.py). seqlen_k: N, or T.
+    position (c // BLOCK_N + b) * BLOCK_N. tile_counter: the attention kernel's, begins at 0
+    (see tile_scheduler.py). seqlen_k: N, or T.
     """
-    if drawn is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
+    if tile_counter is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
         if tl.program_id(0) == 0:
-            tl.store(drawn, 0)
+            tl.store(tile_counter, 0)
     block = tl.program_id(0) % blocks
     head = tl.program_id(0) // blocks
     b = head // heads_k
@@ -99,6 +101,6 @@ def turn_values(
     column_N = (base + first) // 4 + words_N
     for byte in tl.static_range(4):
         dim_E = words_E * 4 + byte
-        word_EN = tl.trans(turned(rows[0], rows[1], rows[2], rows[3], byte))
+        word_EN = tl.trans(transposed_word(rows[0], rows[1], rows[2], rows[3], byte))
         at_EN = dim_E[:, None].to(tl.int64) * (padded_k // 4) + column_N[None, :]
         tl.store(out_words + at_EN, word_EN, mask=inside_E[:, None])

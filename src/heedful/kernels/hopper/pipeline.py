@@ -1,4 +1,4 @@
-"""Rings of tiles in shared memory, each slot with a full and an empty barrier."""
+"""Rings of tiles in shared memory, each stage with a full and an empty barrier."""
 
 import math
 
@@ -11,36 +11,38 @@ from heedful.kernels.hopper.compat import aggregate, optional, reinterpret, tma_
 
 
 @aggregate
-class Cursor:
-    """Which slot of a ring is next, and the parity of the pass through it."""
+class PipelineState:
+    """Which stage of a ring is next, and the phase of the pass through it."""
 
-    slot: gl.tensor
-    parity: gl.tensor
+    index: gl.tensor
+    phase: gl.tensor
     stages: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, slot, parity, stages):
-        self.slot = slot
-        self.parity = parity
+    def __init__(self, index, phase, stages):
+        self.index = index
+        self.phase = phase
         self.stages = gl.constexpr(stages)
 
     @gluon.jit
     def start(stages: gl.constexpr):
-        return Cursor(gl.to_tensor(0), gl.to_tensor(0), stages)
+        return PipelineState(gl.to_tensor(0), gl.to_tensor(0), stages)
 
     @gluon.jit
     def next(self):
-        slot = self.slot + 1
-        wraps = slot == self.stages
-        return Cursor(gl.where(wraps, 0, slot), self.parity ^ gl.where(wraps, 1, 0), self.stages)
+        index = self.index + 1
+        wraps = index == self.stages
+        return PipelineState(
+            gl.where(wraps, 0, index), self.phase ^ gl.where(wraps, 1, 0), self.stages
+        )
 
     @gluon.jit
     def ahead(self, count: gl.constexpr):
-        """The slot `count` further on, at most once around."""
-        slot = self.slot + count
-        wraps = slot >= self.stages
-        slot = gl.where(wraps, slot - self.stages, slot)
-        return Cursor(slot, self.parity ^ gl.where(wraps, 1, 0), self.stages)
+        """The stage `count` further on, at most once around."""
+        index = self.index + count
+        wraps = index >= self.stages
+        index = gl.where(wraps, index - self.stages, index)
+        return PipelineState(index, self.phase ^ gl.where(wraps, 1, 0), self.stages)
 
 
 @gluon.constexpr_function
@@ -73,22 +75,23 @@ def pair_of_boxes(boxes, index, rows: gl.constexpr, dim: gl.constexpr):
 
 @gluon.constexpr_function
 def full_barriers(stages, takers):
-    """How many barriers tell that a tile is there, in a ring whose tiles go to `takers` in turn.
+    """How many full barriers there are in a ring whose tiles go round robin to `takers`.
 
-    A parity tells a phase of a barrier from the one before it, and no further. So who waits at a
+    One bit tells a phase of a barrier from the one before it, and no further. So who waits at a
     barrier must see each of its phases. Of a multiple of `takers` barriers each has one taker.
     """
     return -(-stages // takers) * takers
 
 
 @aggregate
-class Channel:
+class Pipeline:
     """`stages` tiles of `rows` x `dim` filled by TMA and read by `readers` warpgroups.
 
     A tile is written as a (1, ..., 1, rows, dim) box, or one whose rows are spread over dims, and
     read as (rows, dim). One of 192 columns is three boxes of 64: two beside each other in `boxes`,
-    read as one, and a third in `tails`, else None. full: as many as there are slots; or more, where
-    tiles go to several takers in turn, see `full_barriers`, and they have a cursor of their own.
+    read as one, and a third in `tails`, else None. full: as many as there are stages; or more,
+    where tiles go round robin to several takers, see `full_barriers`, which then have a state of
+    their own.
     """
 
     boxes: gl.shared_memory_descriptor
@@ -122,14 +125,14 @@ class Channel:
         if HAS_TAIL:
             tails = allocate_boxes(desc, stages)
         dim: gl.constexpr = shape[-1] * each
-        return Channel.over(boxes, stages, readers, box_rows(shape), dim, tails, takers)
+        return Pipeline.over(boxes, stages, readers, box_rows(shape), dim, tails, takers)
 
     @gluon.jit
     def beside(desc, other):
-        """Tiles that share the slots of another ring, and its barriers."""
+        """Tiles that share the stages of another ring, and its barriers."""
         shape: gl.constexpr = desc.block_type.shape
         boxes = allocate_boxes(desc, other.full.shape[0])
-        return Channel(boxes, None, other.full, other.empty, box_rows(shape), shape[-1])
+        return Pipeline(boxes, None, other.full, other.empty, box_rows(shape), shape[-1])
 
     @gluon.jit
     def of_tiles(
@@ -142,7 +145,7 @@ class Channel:
         """Tiles that several boxes fill, see `sequences.load_pages`."""
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, dim], dtype)
         boxes = gl.allocate_shared_memory(dtype, [stages, rows, dim], layout)
-        return Channel.over(boxes, stages, readers, rows, dim)
+        return Pipeline.over(boxes, stages, readers, rows, dim)
 
     @gluon.jit
     def over(
@@ -158,59 +161,65 @@ class Channel:
         fulls: gl.constexpr = full_barriers(stages, takers)
         full = gl.allocate_shared_memory(gl.int64, [fulls, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
-        for slot in gl.static_range(fulls):
-            mbarrier.init(full.index(slot), count=1)
-            if slot < stages:
-                mbarrier.init(empty.index(slot), count=readers)
-        return Channel(boxes, tails, full, empty, rows, dim)
+        for index in gl.static_range(fulls):
+            mbarrier.init(full.index(index), count=1)
+            if index < stages:
+                mbarrier.init(empty.index(index), count=readers)
+        return Pipeline(boxes, tails, full, empty, rows, dim)
 
     @gluon.jit
-    def told(self, at, at_full):
-        """Where the barrier is that tells of the tile at `at`."""
+    def barrier_state(self, state, full_state):
+        """Where the full barrier of the tile at `state` is."""
         if self.full.shape[0] == self.empty.shape[0]:
-            return at
+            return state
         else:
-            return at_full
+            return full_state
 
     @gluon.jit
-    def load(self, desc, coordinates, at, at_full=None):
-        """Waits until slot `at` is free and starts filling it."""
-        full = self.full.index(self.told(at, at_full).slot)
-        mbarrier.wait(self.empty.index(at.slot), at.parity ^ 1)
+    def producer_acquire(self, state, full_state):
+        """Waits until stage `state` is free, and returns its full barrier."""
+        full = self.full.index(full_state.index)
+        mbarrier.wait(self.empty.index(state.index), state.phase ^ 1)
+        return full
+
+    @gluon.jit
+    def load(self, desc, coordinates, state, full_state=None):
+        """Waits until stage `state` is free and starts filling it."""
+        full = self.producer_acquire(state, self.barrier_state(state, full_state))
         if self.tails is None:
             mbarrier.expect(full, desc.block_type.nbytes)
-            tma_load(desc, coordinates, full, self.boxes.index(at.slot))
+            tma_load(desc, coordinates, full, self.boxes.index(state.index))
         else:
             WIDTH: gl.constexpr = desc.block_type.shape[-1]
             mbarrier.expect(full, 3 * desc.block_type.nbytes)
-            tma_load(desc, coordinates, full, self.boxes.index(2 * at.slot))
+            tma_load(desc, coordinates, full, self.boxes.index(2 * state.index))
             columns = coordinates[:-1] + [WIDTH]
-            tma_load(desc, columns, full, self.boxes.index(2 * at.slot + 1))
+            tma_load(desc, columns, full, self.boxes.index(2 * state.index + 1))
             columns = coordinates[:-1] + [2 * WIDTH]
-            tma_load(desc, columns, full, self.tails.index(at.slot))
+            tma_load(desc, columns, full, self.tails.index(state.index))
 
     @gluon.jit
-    def wait(self, at, pred=True):
-        barrier.wait(self.full.index(at.slot), at.parity, pred)
+    def consumer_wait(self, state, pred=True):
+        barrier.wait(self.full.index(state.index), state.phase, pred)
 
     @gluon.jit
-    def tile(self, at):
+    def tile(self, state):
         """A tile, or of three boxes the first two."""
         if self.tails is None:
-            return matrix(self.boxes.index(at.slot), self.rows, self.dim)
+            return matrix(self.boxes.index(state.index), self.rows, self.dim)
         else:
-            return pair_of_boxes(self.boxes, at.slot, self.rows, self.dim)
+            return pair_of_boxes(self.boxes, state.index, self.rows, self.dim)
 
     @gluon.jit
-    def tail(self, at):
+    def tail(self, state):
         """The third box of a tile."""
-        return matrix(self.tails.index(at.slot), self.rows, self.dim // 2)
+        return matrix(self.tails.index(state.index), self.rows, self.dim // 2)
 
     @gluon.jit
-    def release_after_mma(self, at):
-        """Frees a slot that only finished matrix products of this warpgroup have read."""
-        barrier.arrive_after_mma(self.empty.index(at.slot))
+    def consumer_release_after_mma(self, state):
+        """Frees a stage that only finished matrix products of this warpgroup have read."""
+        barrier.arrive_after_mma(self.empty.index(state.index))
 
     @gluon.jit
-    def release(self, at):
-        mbarrier.arrive(self.empty.index(at.slot), count=1)
+    def consumer_release(self, state):
+        mbarrier.arrive(self.empty.index(state.index), count=1)

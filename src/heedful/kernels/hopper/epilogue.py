@@ -1,4 +1,4 @@
-"""How one consumer's rows leave the chip: normalised through TMA, or as one part of several.
+"""How one consumer's rows leave the chip: normalised through TMA, or as split-KV partials.
 
 M query rows, E v dim.
 """
@@ -7,11 +7,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from heedful.kernels.hopper.channel import pair_of_boxes
-from heedful.kernels.hopper.chunks import scale_output
 from heedful.kernels.hopper.compat import aggregate, optional, tma_store
-from heedful.kernels.hopper.schedule import ROWS
-from heedful.kernels.hopper.sequences import position, queries_at
+from heedful.kernels.hopper.mma import ROWS, scale_output
+from heedful.kernels.hopper.pipeline import pair_of_boxes
+from heedful.kernels.hopper.sequences import queries_at, query_position
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -21,8 +20,8 @@ LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
 class Outputs:
     """Where results go, and the sink logits that enter them; lse and sink may be None.
 
-    parts: where the keys are split, float32 results of each split (split, batch, row, head, dim),
-    dense, and lse has a leading split too; else None.
+    partials: where the keys are split, float32 results of each split, dense (split, batch, row,
+    head, dim), and lse has a leading split too; else None.
     """
 
     desc: tma.tensor_descriptor
@@ -30,16 +29,16 @@ class Outputs:
     tails: gl.shared_memory_descriptor | gl.constexpr
     lse: gl.tensor | gl.constexpr
     sink: gl.tensor | gl.constexpr
-    parts: gl.tensor | gl.constexpr
+    partials: gl.tensor | gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, desc, boxes, tails, lse, sink, parts):
+    def __init__(self, desc, boxes, tails, lse, sink, partials):
         self.desc = desc
         self.boxes = optional(boxes)
         self.tails = optional(tails)
         self.lse = optional(lse)
         self.sink = optional(sink)
-        self.parts = optional(parts)
+        self.partials = optional(partials)
 
 
 @gluon.jit
@@ -54,44 +53,44 @@ def first_token(shape, tile):
 @gluon.jit
 def all_heads(shape):
     """Query heads of the call."""
-    if shape.PACK == 1:
+    if shape.PACK_GQA == 1:
         return shape.heads
     else:
-        return shape.heads * shape.packed
+        return shape.heads * shape.packed_heads
 
 
 @gluon.jit
 def head_of(shape, tile, row, layout: gl.constexpr):
     """The query head of rows from `row` on: one, or where heads are packed one for each row, at
     most the call's last."""
-    if shape.PACK == 1:
+    if shape.PACK_GQA == 1:
         return tile.head
     else:
-        within_M = (row + gl.arange(0, ROWS, layout=layout)) % shape.PACK
-        return tile.head * shape.packed + gl.minimum(within_M, shape.packed - 1)
+        within_M = (row + gl.arange(0, ROWS, layout=layout)) % shape.PACK_GQA
+        return tile.head * shape.packed_heads + gl.minimum(within_M, shape.packed_heads - 1)
 
 
 @gluon.jit
 def is_row(shape, row, end, layout: gl.constexpr):
     """Which rows from `row` on are a query before `end` of a head that exists."""
     rows_M = row + gl.arange(0, ROWS, layout=layout)
-    if shape.PACK == 1:
+    if shape.PACK_GQA == 1:
         return rows_M < end
     else:
-        return (rows_M // shape.PACK < end) & (rows_M % shape.PACK < shape.packed)
+        return (rows_M // shape.PACK_GQA < end) & (rows_M % shape.PACK_GQA < shape.packed_heads)
 
 
 @gluon.jit
 def store_lse(outputs, lse_M, tile, row, split, shape):
     """Writes the log-sum-exp of rows from `row` on."""
     layout: gl.constexpr = lse_M.type.layout
-    place_M = position(shape, row + gl.arange(0, ROWS, layout=layout))
+    place_M = query_position(shape, row + gl.arange(0, ROWS, layout=layout))
     head = head_of(shape, tile, row, layout)
     if shape.cu_q is not None:
         base = head.to(gl.int64) * shape.total_q + tile.start_q
     else:
         base = (tile.batch * all_heads(shape) + head).to(gl.int64) * shape.seqlen_q
-    if outputs.parts is not None:
+    if outputs.partials is not None:
         base += split.to(gl.int64) * shape.total_q * all_heads(shape)
     if shape.storage.used_q is not None:
         lse_M = gl.where(place_M < tile.len_q, lse_M, float("-inf"))
@@ -100,14 +99,14 @@ def store_lse(outputs, lse_M, tile, row, split, shape):
 
 
 @gluon.jit
-def store_part(outputs, acc_ME, tile, row, split, shape, first: gl.constexpr):
+def store_partial(outputs, acc_ME, tile, row, split, shape, first: gl.constexpr):
     """Writes one split's normalised rows, columns from `first` on, in float32."""
     layout: gl.constexpr = gl.SliceLayout(1, acc_ME.type.layout)
     dims_E = first + gl.arange(0, acc_ME.shape[1], layout=gl.SliceLayout(0, acc_ME.type.layout))
     heads = all_heads(shape)
     token = split.to(gl.int64) * shape.total_q + first_token(shape, tile)
-    base = outputs.parts + (token + position(shape, row)) * heads * shape.dim_v
-    place_M = position(shape, gl.arange(0, ROWS, layout=layout))
+    base = outputs.partials + (token + query_position(shape, row)) * heads * shape.dim_v
+    place_M = query_position(shape, gl.arange(0, ROWS, layout=layout))
     row_M = (place_M * heads + head_of(shape, tile, row, layout)) * shape.dim_v
     mask_M = is_row(shape, row, tile.len_q, layout)
     mask_ME = mask_M[:, None] & (dims_E < shape.dim_v)[None, :]
@@ -161,7 +160,7 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, shape, place):
     factor_M = gl.full(l_M.shape, 1.0, gl.float32, layout)
     if outputs.sink is not None:
         sink = gl.load(outputs.sink + head_of(shape, tile, row, layout)) * LOG2E
-        if outputs.parts is not None:
+        if outputs.partials is not None:
             # It enters once.
             sink = gl.where(split == 0, sink, float("-inf"))
         top_M = gl.maximum(m_M, sink)
@@ -175,10 +174,10 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, shape, place):
     if shape.dropout.seed is not None:
         inverse_M *= shape.dropout.scale
     out = scale_output(acc, inverse_M)
-    if outputs.parts is not None:
-        store_part(outputs, out[0], tile, row, split, shape, 0)
+    if outputs.partials is not None:
+        store_partial(outputs, out[0], tile, row, split, shape, 0)
         if len(out) > 1:
-            store_part(outputs, out[1], tile, row, split, shape, out[0].shape[1])
+            store_partial(outputs, out[1], tile, row, split, shape, out[0].shape[1])
     else:
         if shape.storage.used_q is not None:
             # Rows in storage that are not in use may hold anything, NaN too.
@@ -191,12 +190,12 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, shape, place):
 
 
 @gluon.jit
-def store_nothing(outputs, acc, tile, row, split, shape, place):
+def store_empty(outputs, acc, tile, row, split, shape, place):
     """Writes what rows that saw no key have: `acc`, zeros; a log-sum-exp of -inf, or the sink."""
     row_layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     none_M = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-    if outputs.parts is not None and outputs.sink is None:
-        # The merge gives such a part no weight, whatever it holds.
+    if outputs.partials is not None and outputs.sink is None:
+        # The merge gives such a partial no weight, whatever it holds.
         store_lse(outputs, none_M, tile, row, split, shape)
     else:
         zero_M = gl.zeros([ROWS], gl.float32, row_layout)

@@ -7,14 +7,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.compat import inline_asm
-from heedful.kernels.hopper.softmax import _any_above, scale_rows
+from heedful.kernels.hopper.softmax import _vote_above, scale_rows
 
 # The largest probability of a row whose maximum has just been looked up, as a power of two: exact,
 # so that a row that sees one key returns its value unrounded.
 TOP_LOG2: gl.constexpr = gl.constexpr(4.0)
 LIMIT_BITS: gl.constexpr = gl.constexpr(0x410CEAED)  # log2 448, of the largest e4m3, as a float32
-# Keys of a row of which a lane adds up its quarter for one look, see fp8_recheck.py.
-LOOK_N: gl.constexpr = gl.constexpr(64)
+# Keys of a row of which a lane adds up its quarter for one vote, see speculative_softmax_fp8.py.
+VOTE_N: gl.constexpr = gl.constexpr(64)
 
 
 @gluon.jit
@@ -22,7 +22,7 @@ def to_words(p_MN):
     """Non-negative float32 values in the layout of a product's result -> e4m3, (M, J / 4, 4) words.
 
     Of 16 keys, a lane holds 2t, 2t + 1, 8 + 2t, 9 + 2t of a result, and 4t to 4t + 3 of an operand.
-    So it hands its own over as those: the keys of V are stored in that order (see fp8_values.py).
+    So it hands its own over as those: V's keys are stored in that order (transpose_v_kernel.py).
     As bytes, P would cross the loop's end one by one, to be put together again there.
     """
     M: gl.constexpr = p_MN.shape[0]
@@ -64,8 +64,8 @@ def from_words(words, layout: gl.constexpr):
 def part_sums(p_MN):
     """Sums over those of each 64 keys that one lane holds, (M, C, L)."""
     M: gl.constexpr = p_MN.shape[0]
-    C: gl.constexpr = p_MN.shape[1] // LOOK_N
-    return gl.sum(gl.sum(p_MN.reshape([M, C, LOOK_N // 8, 4, 2]), 4), 2)
+    C: gl.constexpr = p_MN.shape[1] // VOTE_N
+    return gl.sum(gl.sum(p_MN.reshape([M, C, VOTE_N // 8, 4, 2]), 4), 2)
 
 
 @gluon.jit
@@ -85,13 +85,13 @@ def reference(s_MN, scale_log2):
 
 
 @gluon.jit
-def vote(x_MN, unset_M, MAY_HIDE_ROWS: gl.constexpr):
+def threshold_vote(x_MN, unset_M, MAY_MASK_ROWS: gl.constexpr):
     """Whether any exponent of this warp's leaves e4m3, or any row has nothing to compare with."""
     bits_MN = x_MN.to(gl.int32, bitcast=True)
-    if MAY_HIDE_ROWS:
+    if MAY_MASK_ROWS:
         force_M = gl.where(unset_M, 0x7FFFFFFF, 0)
         return inline_asm(
-            _any_above,
+            _vote_above,
             ("=r", "r", "r", "r"),
             [bits_MN, force_M, LIMIT_BITS],
             gl.int32,
@@ -99,25 +99,25 @@ def vote(x_MN, unset_M, MAY_HIDE_ROWS: gl.constexpr):
         )
     else:
         return inline_asm(
-            _any_above, ("=r", "r", "r"), [bits_MN, LIMIT_BITS], gl.int32, is_pure=True
+            _vote_above, ("=r", "r", "r"), [bits_MN, LIMIT_BITS], gl.int32, is_pure=True
         )
 
 
 @gluon.jit
-def softmax_careful(s_MN, m_M, l_ML, scale_log2, MAY_HIDE_ROWS: gl.constexpr):
-    """One more tile against old references, with a look at the scores before the exponentials.
+def softmax_threshold(s_MN, m_M, l_ML, scale_log2, MAY_MASK_ROWS: gl.constexpr):
+    """One more tile against old references, with a vote on the scores before the exponentials.
 
     Returns p, references, sums of p, what the output so far is to be scaled by, and whether this
     warp moved any reference: only then must it be scaled.
     """
     unset_M = m_M == float("-inf")
-    shift_M = gl.where(unset_M, 0.0, m_M) if MAY_HIDE_ROWS else m_M
+    shift_M = gl.where(unset_M, 0.0, m_M) if MAY_MASK_ROWS else m_M
     x_MN = s_MN * scale_log2 - shift_M[:, None]
-    moved = vote(x_MN, unset_M, MAY_HIDE_ROWS)
+    must_rescale = threshold_vote(x_MN, unset_M, MAY_MASK_ROWS)
     alpha_M = gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
-    if moved != 0:
+    if must_rescale != 0:
         delta_M = gl.max(x_MN, 1) - TOP_LOG2
-        if MAY_HIDE_ROWS:
+        if MAY_MASK_ROWS:
             risen_M = gl.maximum(delta_M, 0.0)
             m_M = gl.where(unset_M, delta_M, m_M + risen_M)
             alpha_M = gl.where(unset_M, 1.0, gl.exp2(-risen_M))
@@ -129,4 +129,4 @@ def softmax_careful(s_MN, m_M, l_ML, scale_log2, MAY_HIDE_ROWS: gl.constexpr):
         x_MN = x_MN - delta_M[:, None]
         l_ML = scale_rows(l_ML, alpha_M)
     p_MN = gl.exp2(x_MN)
-    return p_MN, m_M, l_ML + gl.sum(part_sums(p_MN), 1), alpha_M, moved
+    return p_MN, m_M, l_ML + gl.sum(part_sums(p_MN), 1), alpha_M, must_rescale

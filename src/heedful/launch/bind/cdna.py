@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from heedful.core.arrays import ArraySpec, item_bytes
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
-from heedful.launch.args import portable
+from heedful.launch.bind import portable
 from heedful.launch.spec import Argument, KernelCall, KernelRef, Pointer, Program, Scalar, Workspace
 
 Buffers = Mapping[str, ArraySpec]

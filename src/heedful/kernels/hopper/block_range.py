@@ -1,0 +1,162 @@
+"""Which key tiles (n-blocks) the rows of a tile see, and in which order they are visited.
+
+Keys are visited from the last tile to the first. Visit numbers count from there, over all that the
+tile's rows see, so that a sequence is split by its own length alone.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.hopper.compat import aggregate, optional
+from heedful.kernels.hopper.mma import ROWS
+from heedful.kernels.hopper.sequences import query_position
+
+
+@aggregate
+class NBlockRange:
+    """Key tiles [begin, end) that some rows see; all but [full_begin, full_end) need a mask.
+
+    With leading keys that stay visible beside a window, tiles [0, first_end) are visited after
+    these, and of all visits `visits` from number `skipped` on; else these three are None.
+    """
+
+    begin: gl.tensor
+    full_begin: gl.tensor
+    full_end: gl.tensor
+    end: gl.tensor
+    first_end: gl.tensor | gl.constexpr
+    skipped: gl.tensor | gl.constexpr
+    visits: gl.tensor | gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, begin, full_begin, full_end, end, first_end=None, skipped=None, visits=None):
+        self.begin = begin
+        self.full_begin = full_begin
+        self.full_end = full_end
+        self.end = end
+        self.first_end = optional(first_end)
+        self.skipped = optional(skipped)
+        self.visits = optional(visits)
+
+
+@gluon.jit
+def n_block_range(shape, tile, row, rows: gl.constexpr):
+    """The key tiles of queries [row, row + rows), as core.mask.MaskSpec.key_range has them."""
+    last = gl.minimum(row + rows, tile.len_q) - 1
+    stop_first = tile.len_k
+    stop_last = tile.len_k
+    if shape.IS_RIGHT:
+        stop_first = gl.maximum(gl.minimum(tile.len_k, row + tile.off + shape.right + 1), 0)
+        stop_last = gl.maximum(gl.minimum(tile.len_k, last + tile.off + shape.right + 1), 0)
+    end = gl.where(last < row, 0, gl.cdiv(stop_last, shape.BLOCK_N))
+    begin = end * 0
+    full_begin = begin
+    if shape.IS_LEFT:
+        begin = gl.minimum(gl.maximum(row + tile.off - shape.left, 0) // shape.BLOCK_N, end)
+        full_begin = gl.cdiv(gl.maximum(last + tile.off - shape.left, 0), shape.BLOCK_N)
+    return NBlockRange(begin, full_begin, stop_first // shape.BLOCK_N, end)
+
+
+@gluon.jit
+def needs_mask(blocks, j):
+    """Whether key tile j is hidden from any row in part."""
+    return (j >= blocks.full_end) | (j < blocks.full_begin)
+
+
+@gluon.jit
+def next_masked(blocks, step):
+    """Of visits from the last key tile to the first, the first from number `step` on whose tile
+    needs a mask; a number past the last if none does."""
+    right = blocks.end - 1 - blocks.full_end
+    left = blocks.end - blocks.full_begin
+    if blocks.skipped is not None:
+        right -= blocks.skipped
+        left -= blocks.skipped
+    return gl.where(step <= right, step, gl.maximum(step, left))
+
+
+@gluon.jit
+def visits_last_second(shape, program_blocks):
+    """Whether the last key tile is visited after the one before it, because rows see it in part
+    and that one as a whole: what each row sees first is what its exponentials refer to, and of few
+    keys the maximum is soon exceeded. All rows of a program must agree, whose key tiles these are;
+    more rows than a tile has keys never see the last but one as a whole."""
+    if shape.VISITS_SECOND:
+        before = program_blocks.end - 2
+        sees_all = (before >= program_blocks.full_begin) & (before + 1 == program_blocks.full_end)
+        return (before >= program_blocks.begin) & sees_all
+    else:
+        return gl.to_tensor(False)
+
+
+@gluon.jit
+def visited_n_block(blocks, step, last_second):
+    """The key tile of a visit: from the last to the first, the last but one perhaps ahead."""
+    return gl.where(last_second & (step < 2), blocks.end - 2 + step, blocks.end - 1 - step)
+
+
+@gluon.jit
+def n_block_count(shape, blocks):
+    """How many key tiles are visited."""
+    if shape.first is None:
+        return blocks.end - blocks.begin
+    else:
+        return blocks.visits
+
+
+@gluon.jit
+def n_block_at(shape, blocks, step):
+    """The key tile visited in this step."""
+    if shape.first is None:
+        return blocks.end - 1 - step
+    else:
+        visit = blocks.skipped + step
+        before = blocks.end - blocks.begin
+        later = blocks.first_end - 1 - (visit - before)
+        return gl.where(visit < before, blocks.end - 1 - visit, later)
+
+
+@gluon.jit
+def program_n_block_range(shape, tile, split):
+    """The key tiles that all consumers of a program visit together."""
+    ROWS_OF_ALL: gl.constexpr = shape.CONSUMERS * ROWS // shape.PACK_GQA
+    place = query_position(shape, tile.row)
+    blocks = n_block_range(shape, tile, place, ROWS_OF_ALL)
+    visits = blocks.end - blocks.begin
+    first_end = gl.to_tensor(0)
+    if shape.first is not None:
+        seen = gl.minimum(shape.first, tile.len_k)
+        if shape.IS_RIGHT:
+            last = gl.minimum(place + ROWS_OF_ALL, tile.len_q) - 1
+            seen = gl.minimum(seen, gl.maximum(last + tile.off + shape.right + 1, 0))
+        first_end = gl.minimum(gl.cdiv(seen, shape.BLOCK_N), blocks.begin)
+        visits += first_end
+    skipped = gl.to_tensor(0)
+    if shape.splits is not None:
+        each = gl.cdiv(visits, shape.splits)
+        skipped = gl.minimum(split * each, visits)
+        visits = gl.minimum(skipped + each, visits) - skipped
+    if shape.first is not None:
+        return NBlockRange(
+            blocks.begin, blocks.full_begin, blocks.full_end, blocks.end, first_end, skipped, visits
+        )
+    elif shape.splits is not None:
+        end = blocks.end - skipped
+        return NBlockRange(end - visits, blocks.full_begin, blocks.full_end, end)
+    else:
+        return blocks
+
+
+@gluon.jit
+def consumer_n_block_range(shape, tile, row, program_blocks):
+    """Of a program's key tiles, those that one consumer's rows from `row` on see."""
+    if shape.first is not None:
+        # They see leading and later keys, with others between: too much to keep apart.
+        return program_blocks
+    else:
+        blocks = n_block_range(shape, tile, query_position(shape, row), ROWS // shape.PACK_GQA)
+        if shape.splits is not None:
+            end = gl.maximum(gl.minimum(blocks.end, program_blocks.end), program_blocks.begin)
+            begin = gl.minimum(gl.maximum(blocks.begin, program_blocks.begin), end)
+            blocks = NBlockRange(begin, blocks.full_begin, blocks.full_end, end)
+        return blocks

@@ -1,0 +1,191 @@
+"""The mainloop of one consumer: scores, softmax, and the output of the tile before.
+
+B batch, H query head, M query rows, N keys, D qk dim, E v dim, L lanes that share a row.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    warpgroup_mma_wait,
+)
+
+from heedful.kernels.hopper.block_range import n_block_at, n_block_count, needs_mask, next_masked
+from heedful.kernels.hopper.dropout import drop
+from heedful.kernels.hopper.mask import apply_mask, apply_mask_if_needed
+from heedful.kernels.hopper.mma import (
+    ROWS,
+    finish_output,
+    no_output,
+    queue_output,
+    queue_scores,
+    scale_output,
+)
+from heedful.kernels.hopper.pairs import from_pairs, to_pairs
+from heedful.kernels.hopper.pingpong import pingpong_arrive, pingpong_sync
+from heedful.kernels.hopper.score_mods import add_alibi_and_bias, apply_softcap, load_bias
+from heedful.kernels.hopper.softmax import (
+    lane_sums,
+    softmax_exact,
+    softmax_first,
+    softmax_threshold,
+    threshold_limit,
+)
+from heedful.kernels.hopper.speculative_softmax import (
+    exponentials,
+    headroom,
+    overflow_vote,
+    rescale_from_scores,
+    rescore,
+    sum_limit,
+)
+
+
+@gluon.jit
+def start_bias(shape, tile, row, j):
+    """The bias of key tile j on its way to registers, 0 without one."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.BLOCK_N, 16])
+    return load_bias(shape.score_mods, tile, row, j * shape.BLOCK_N, ROWS, shape.BLOCK_N, layout)
+
+
+@gluon.jit
+def apply_score_mods(s_MN, bias_MN, shape, tile, row, j):
+    """Scores of key tile j with softcap, ALiBi and bias, before the mask."""
+    if shape.HAS_SOFTCAP:
+        s_MN = apply_softcap(s_MN, shape.softcap_scale)
+    return add_alibi_and_bias(s_MN, bias_MN, shape.score_mods, tile, row, j * shape.BLOCK_N)
+
+
+@gluon.jit
+def mainloop(
+    q,
+    kv,
+    q_state,
+    kv_state,
+    blocks,
+    shape,
+    tile,
+    row,
+    CONSUMER: gl.constexpr,
+):
+    """Streams the keys of `blocks` (at least one) past one consumer's rows.
+
+    The scores of a tile and the output of the tile before are computed while the exponentials of
+    this one run. Returns the unnormalised output, maximum, row sums, and the next KV state.
+    """
+    dtype: gl.constexpr = q.boxes.dtype
+    BLOCK_N: gl.constexpr = shape.BLOCK_N
+    MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
+    # A bias can mask keys too.
+    MASKS_ROWS: gl.constexpr = MASKED or shape.score_mods.bias is not None
+    LIMIT: gl.constexpr = threshold_limit(dtype)
+    SPECULATIVE: gl.constexpr = shape.RESCALE == "speculative"
+    HEAD: gl.constexpr = headroom(dtype) if SPECULATIVE else 0.0
+    k, v = kv.k, kv.v
+    acc = no_output(v)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
+
+    kv.consumer_wait(kv_state)
+    pingpong_sync(shape, CONSUMER)
+    s_MN = queue_scores(q, k, q_state, kv_state.k, BLOCK_N)
+    pingpong_arrive(shape, CONSUMER)
+    j = n_block_at(shape, blocks, 0)
+    bias_MN = start_bias(shape, tile, row, j)
+    s_MN = warpgroup_mma_wait(0, deps=[s_MN])
+    kv.consumer_release_k(kv_state)
+    s_MN = apply_score_mods(s_MN, bias_MN, shape, tile, row, j)
+    if needs_mask(blocks, j):
+        s_MN = apply_mask(s_MN, blocks, shape, tile, row, j)
+    p_MN, m_M = softmax_first(s_MN, shape.scale_log2, HEAD)
+    sums_ML = lane_sums(p_MN)
+    l_ML = sums_ML
+    p_MN = drop(p_MN, shape.dropout, tile, row, j * BLOCK_N)
+    p_MJ = to_pairs(p_MN, dtype)
+    kv_before = kv_state
+    kv_state = kv_state.after_keys()
+    steps = n_block_count(shape, blocks)
+    kv.consumer_wait(kv_state, steps > 1)
+    before_ML = l_ML
+    must_rescale = gl.to_tensor(0)
+    step = gl.to_tensor(1)
+    while step < steps:
+        # What few steps need is outside of the loop below: jumped over it would cost every step.
+        last = steps - 1
+        if SPECULATIVE and MASKED:
+            last = gl.minimum(last, next_masked(blocks, step))
+        goes = step <= last
+        while goes:
+            p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
+            pingpong_sync(shape, CONSUMER)
+            s_MN = queue_scores(q, k, q_state, kv_state.k, BLOCK_N)
+            kv.consumer_wait_v(kv_state)
+            acc = queue_output(p_dot_MN, v, kv_state.values(), acc)
+            pingpong_arrive(shape, CONSUMER)
+            j = n_block_at(shape, blocks, step)
+            bias_MN = start_bias(shape, tile, row, j)
+            s_MN = warpgroup_mma_wait(len(acc), deps=[s_MN])
+            kv.consumer_release_k(kv_state)
+            # That these scores are there means that every warp is done with the tile before.
+            kv.consumer_release_kept_k(kv_before)
+            s_MN = apply_score_mods(s_MN, bias_MN, shape, tile, row, j)
+            if SPECULATIVE:
+                p_MN, sums_ML = exponentials(s_MN, m_M, shape.scale_log2)
+                before_ML = l_ML
+                l_ML = l_ML + sums_ML
+                must_rescale = overflow_vote(sums_ML, sum_limit(dtype))
+            else:
+                if MASKED:
+                    s_MN = apply_mask_if_needed(s_MN, blocks, shape, tile, row, j)
+                if shape.RESCALE == "threshold":
+                    p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
+                        s_MN, m_M, l_ML, shape.scale_log2, LIMIT, MASKS_ROWS
+                    )
+                else:
+                    p_MN, m_M, l_ML, alpha_M = softmax_exact(
+                        s_MN, m_M, l_ML, shape.scale_log2, MASKS_ROWS
+                    )
+                    must_rescale = gl.to_tensor(1)
+                p_MN = drop(p_MN, shape.dropout, tile, row, j * BLOCK_N)
+            kv_before = kv_state
+            kv_state = kv_state.next()
+            # A wait loop ends a basic block: else ptxas would hoist the wait below over the
+            # exponentials.
+            kv.consumer_wait(kv_state, step + 1 < steps)
+            acc = finish_output(acc)
+            kv.consumer_release_v(kv_before)
+            if not SPECULATIVE:  # noqa: SIM102  (known when compiling, and `and` is not)
+                if must_rescale != 0:
+                    acc = scale_output(acc, alpha_M)
+            p_MJ = to_pairs(p_MN, dtype)
+            # Without a mask the loop around this one ends here too, and `step < last`, which says
+            # the same, has LLVM make one loop of the two.
+            goes = step < last if MASKED else step + 1 < steps
+            if SPECULATIVE:
+                goes = goes & (must_rescale == 0)
+            step += 1
+        if SPECULATIVE:
+            if MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
+                if needs_mask(blocks, j):
+                    p_MN = apply_mask(p_MN, blocks, shape, tile, row, j, 0.0)
+                    sums_ML = lane_sums(p_MN)
+                    l_ML = before_ML + sums_ML
+                    must_rescale = overflow_vote(sums_ML, sum_limit(dtype))
+                    p_MJ = to_pairs(p_MN, dtype)
+            if must_rescale != 0:
+                s_MN = rescore(q, k, q_state, kv_before.k, s_MN.type)
+                s_MN = apply_score_mods(s_MN, bias_MN, shape, tile, row, j)
+                if MASKED:
+                    s_MN = apply_mask_if_needed(s_MN, blocks, shape, tile, row, j)
+                p_MN, sums_ML, m_M, before_ML, alpha_M = rescale_from_scores(
+                    s_MN, m_M, before_ML, shape.scale_log2, MASKS_ROWS, HEAD
+                )
+                l_ML = before_ML + sums_ML
+                p_MJ = to_pairs(p_MN, dtype)
+                acc = scale_output(acc, alpha_M)
+    kv.consumer_wait_v(kv_state)
+    p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
+    acc = finish_output(queue_output(p_dot_MN, v, kv_state.values(), acc))
+    kv.consumer_release_kept_k(kv_before)
+    if not shape.OUT_IN_Q:
+        q.consumer_release_after_mma(q_state)
+    kv.consumer_release_last_v(kv_state)
+    return acc, m_M, gl.sum(l_ML, 1), kv_state.after_values()

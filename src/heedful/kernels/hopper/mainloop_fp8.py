@@ -1,0 +1,296 @@
+"""The mainloop of one fp8 consumer: P in e4m3, and output sums promoted to float32.
+
+M query rows, N keys, D qk dim, E v dim, L lanes that share a row, C sums of a lane's row.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from heedful.kernels.hopper.block_range import needs_mask, next_masked, visited_n_block
+from heedful.kernels.hopper.mask import mask_outside
+from heedful.kernels.hopper.mma import ROWS
+from heedful.kernels.hopper.pingpong import pingpong_arrive, pingpong_sync
+from heedful.kernels.hopper.promotion import cleared, store_sums, with_sums
+from heedful.kernels.hopper.score_mods import apply_softcap
+from heedful.kernels.hopper.softmax import scale_rows
+from heedful.kernels.hopper.softmax_fp8 import (
+    from_words,
+    part_sums,
+    reference,
+    shift_of,
+    softmax_threshold,
+    to_words,
+)
+from heedful.kernels.hopper.speculative_softmax_fp8 import (
+    E4M3_BITS,
+    FINITE_BITS,
+    exponentials,
+    overflow_vote,
+    rescale_from_probabilities,
+    rescale_from_scores,
+    rescore,
+)
+
+
+@gluon.jit
+def apply_mask(x_MN, shape, tile, row, col, FILL: gl.constexpr):
+    """Query rows from `row` and keys from `col`, with the unseen ones at FILL."""
+    M: gl.constexpr = x_MN.shape[0]
+    rows: gl.constexpr = gl.SliceLayout(1, x_MN.type.layout)
+    stop_M = gl.full([M], 0, gl.int32, rows) + (tile.len_k - col)
+    diagonal_M = gl.arange(0, M, layout=rows) + (row + tile.off - col)
+    if shape.IS_RIGHT:
+        stop_M = gl.minimum(stop_M, diagonal_M + (shape.right + 1))
+    start_M = None
+    if shape.IS_LEFT:
+        start_M = diagonal_M - shape.left
+    return mask_outside(x_MN, start_M, stop_M, FILL)
+
+
+@gluon.jit
+def apply_score_mods(s_MN, where, j, factors, MAY_MASK: gl.constexpr):
+    """Raw scores of key tile j under softcap, with unseen keys masked if there may be any.
+    where: blocks, shape, tile, row. factors: as Scales.of_scores gives them."""
+    blocks, shape, tile, row = where
+    softcap_scale, scale_log2 = factors
+    if shape.HAS_SOFTCAP:
+        s_MN = apply_softcap(s_MN, softcap_scale)
+    if MAY_MASK:
+        is_partial = needs_mask(blocks, j)
+        if is_partial:
+            # At the infinity that the scale, which may be negative, makes -inf.
+            if scale_log2 < 0.0:
+                s_MN = apply_mask(s_MN, shape, tile, row, j * shape.BLOCK_N, float("inf"))
+            else:
+                s_MN = apply_mask(s_MN, shape, tile, row, j * shape.BLOCK_N, float("-inf"))
+    return s_MN
+
+
+@gluon.jit
+def queue_scores(q, k, q_state, kv_state, BLOCK_N: gl.constexpr):
+    """Starts q k^T of one tile of keys."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+    s_MN = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+    k_DN = k.tile(kv_state).permute((1, 0))
+    return warpgroup_mma(q.tile(q_state), k_DN, s_MN, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def queue_output(words, v, kv_state, acc_ME, adds):
+    """Starts p, packed in words, times one tile of values: added to the output, or in its place."""
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_ME.type.layout, 4)
+    p_MN = from_words(words, p_layout)
+    v_NE = v.tile(kv_state).permute((1, 0))
+    return warpgroup_mma(p_MN, v_NE, acc_ME, use_acc=adds, is_async=True)
+
+
+@gluon.jit
+def resolve_overflow(
+    q, k, q_state, kv_state, p_MN, sums_MCL, m_M, l_ML, where, j, factors, MASKED: gl.constexpr
+):
+    """What a warp does about sums above the limit: p, its sums, references, the sums before, and
+    what these and the output so far are scaled by. Scores only if p has become infinite."""
+    if overflow_vote(sums_MCL, FINITE_BITS) == 0:
+        p_MN, sums_ML, m_M, l_ML, alpha_M = rescale_from_probabilities(p_MN, m_M, l_ML)
+    else:
+        s_MN = rescore(q, k, q_state, kv_state, p_MN.type)
+        s_MN = apply_score_mods(s_MN, where, j, factors, MASKED)
+        _, scale_log2 = factors
+        p_MN, sums_ML, m_M, l_ML, alpha_M = rescale_from_scores(s_MN, m_M, l_ML, scale_log2)
+    return p_MN, sums_ML, m_M, l_ML, alpha_M
+
+
+@gluon.jit
+def promote(sums, acc_ME, sum_ME, m_M, base_M, products, shape):
+    """Every PROMOTION_INTERVAL products, promotes accumulators to float32 sums and their base."""
+    if products % shape.PROMOTION_INTERVAL == 0:
+        if shape.SUMS_IN_REGS:
+            sum_ME = sum_ME + acc_ME
+        else:
+            # The first time there is nothing to add to, but the last output to wait for.
+            if products > shape.PROMOTION_INTERVAL:
+                acc_ME = with_sums(sums, acc_ME, m_M, base_M)
+            else:
+                tma.store_wait(0)
+                gl.barrier()
+            store_sums(sums, acc_ME)
+            base_M = m_M
+    return acc_ME, sum_ME, base_M
+
+
+@gluon.jit
+def mainloop(
+    q,
+    kv,
+    sums,
+    q_state,
+    kv_state,
+    blocks,
+    last_second,
+    shape,
+    tile,
+    row,
+    factors,
+    CONSUMER: gl.constexpr,
+):
+    """Streams the keys of `keys` (at least one) past one consumer's rows.
+
+    The scores of a tile and the output of the tile before are computed while the exponentials of
+    this one run. Returns with the last product on its way: what `finish` needs of it, references,
+    row sums, and the next KV state.
+    """
+    BLOCK_N: gl.constexpr = shape.BLOCK_N
+    MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
+    # Behind the innermost loop, ahead of masks and rescaling: as one block it costs fewer jumps.
+    PROMOTES_NEARBY: gl.constexpr = shape.SUMS_IN_REGS and MASKED
+    SPECULATIVE: gl.constexpr = shape.RESCALE == "speculative"
+    where = (blocks, shape, tile, row)
+    _, scale_log2 = factors
+    k, v = kv.k, kv.v
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v.rows, 32])
+    acc_ME = cleared(ROWS, v.rows, o_layout)
+    sum_ME = acc_ME
+    if shape.SUMS_IN_REGS:
+        sum_ME = cleared(ROWS, v.rows, o_layout)
+    steps = blocks.end - blocks.begin
+    j = visited_n_block(blocks, 0, last_second)
+
+    kv.consumer_wait(kv_state)
+    pingpong_sync(shape, CONSUMER)
+    s_MN = queue_scores(q, k, q_state, kv_state.k, BLOCK_N)
+    pingpong_arrive(shape, CONSUMER)
+    s_MN = warpgroup_mma_wait(0, deps=[s_MN])
+    kv.consumer_release_k(kv_state)
+    # Without a mask, the last tile alone can have keys past the end.
+    s_MN = apply_score_mods(s_MN, where, j, factors, True)
+    m_M = reference(s_MN, scale_log2)
+    base_M = m_M
+    p_MN = gl.exp2(s_MN * scale_log2 - shift_of(m_M)[:, None])
+    sums_MCL = part_sums(p_MN)
+    l_ML = gl.sum(sums_MCL, 1)
+    words = to_words(p_MN)
+    before_ML = l_ML
+    kv_before = kv_state
+    kv_state = kv_state.after_keys()
+    kv.consumer_wait(kv_state, steps > 1)
+    must_rescale = gl.to_tensor(0)
+    alpha_M = gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
+    step = gl.to_tensor(1)
+    while step < steps:
+        # What few steps need is outside of the loop below: jumped over it would cost every step.
+        # So it ends before the next of them, `last`.
+        last = steps - 1
+        if SPECULATIVE and MASKED:
+            # The last key tile is visited at step 1 if not at 0.
+            masked = next_masked(blocks, step)
+            last = gl.minimum(last, gl.where(last_second & (step == 1), 1, masked))
+        goes = step <= last
+        while goes:
+            counts = gl.to_tensor(True)
+            while counts:
+                if not SPECULATIVE:
+                    words = to_words(p_MN)
+                pingpong_sync(shape, CONSUMER)
+                s_MN = queue_scores(q, k, q_state, kv_state.k, BLOCK_N)
+                kv.consumer_wait_v(kv_state)
+                acc_ME = queue_output(
+                    words, v, kv_state.values(), acc_ME, (step - 1) % shape.PROMOTION_INTERVAL != 0
+                )
+                pingpong_arrive(shape, CONSUMER)
+                s_MN = warpgroup_mma_wait(1, deps=[s_MN])
+                kv.consumer_release_k(kv_state)
+                # That these scores are there means that every warp is done with the stage before.
+                kv.consumer_release_kept_k(kv_before)
+                j = blocks.end - 1 - step
+                if SPECULATIVE:
+                    s_MN = apply_score_mods(s_MN, where, j, factors, False)
+                    p_MN, sums_MCL = exponentials(s_MN, m_M, scale_log2)
+                    before_ML = l_ML
+                    l_ML = l_ML + gl.sum(sums_MCL, 1)
+                    if not shape.VOTES_LAST:
+                        must_rescale = overflow_vote(sums_MCL, E4M3_BITS)
+                    words = to_words(p_MN)
+                else:
+                    s_MN = apply_score_mods(s_MN, where, j, factors, MASKED)
+                    p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
+                        s_MN, m_M, l_ML, scale_log2, MASKED
+                    )
+                kv_before = kv_state
+                kv_state = kv_state.next()
+                # A wait loop ends a basic block: else ptxas would hoist the wait below over the
+                # exponentials.
+                kv.consumer_wait(kv_state, step + 1 < steps)
+                acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
+                if shape.VOTES_LAST:
+                    must_rescale = overflow_vote(sums_MCL, E4M3_BITS)
+                kv.consumer_release_v(kv_before)
+                counts = (
+                    (must_rescale == 0) & (step < last) & (step % shape.PROMOTION_INTERVAL != 0)
+                )
+                step += 1
+            if PROMOTES_NEARBY:
+                acc_ME, sum_ME, base_M = promote(sums, acc_ME, sum_ME, m_M, base_M, step - 1, shape)
+                goes = (must_rescale == 0) & (step <= last)
+            else:
+                goes = gl.to_tensor(False)
+        if SPECULATIVE:
+            j = visited_n_block(blocks, step - 1, last_second)
+            if MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
+                if needs_mask(blocks, j):
+                    p_MN = apply_mask(p_MN, shape, tile, row, j * BLOCK_N, 0.0)
+                    sums_MCL = part_sums(p_MN)
+                    l_ML = before_ML + gl.sum(sums_MCL, 1)
+                    must_rescale = overflow_vote(sums_MCL, E4M3_BITS)
+                    words = to_words(p_MN)
+            if must_rescale != 0:
+                k_before = kv_before.k
+                p_MN, sums_ML, m_M, before_ML, alpha_M = resolve_overflow(
+                    q,
+                    k,
+                    q_state,
+                    k_before,
+                    p_MN,
+                    sums_MCL,
+                    m_M,
+                    before_ML,
+                    where,
+                    j,
+                    factors,
+                    MASKED,
+                )
+                l_ML = before_ML + sums_ML
+                words = to_words(p_MN)
+                acc_ME = scale_rows(acc_ME, alpha_M)
+                if shape.SUMS_IN_REGS:
+                    sum_ME = scale_rows(sum_ME, alpha_M)
+        elif must_rescale != 0:
+            acc_ME = scale_rows(acc_ME, alpha_M)
+        if not PROMOTES_NEARBY:
+            acc_ME, sum_ME, base_M = promote(sums, acc_ME, sum_ME, m_M, base_M, step - 1, shape)
+    if not SPECULATIVE:
+        words = to_words(p_MN)
+    kv.consumer_wait_v(kv_state)
+    adds = (steps - 1) % shape.PROMOTION_INTERVAL != 0
+    running_ME = queue_output(words, v, kv_state.values(), acc_ME, adds)
+    return (running_ME, sum_ME, base_M, kv_before), m_M, l_ML, kv_state
+
+
+@gluon.jit
+def finish(q, kv, sums, q_state, kv_state, rest, m_M, blocks, shape):
+    """The unnormalised output: waits for the last product, frees what it read, adds the sums."""
+    running_ME, sum_ME, base_M, kv_before = rest
+    acc_ME = warpgroup_mma_wait(0, deps=[running_ME])
+    kv.consumer_release_kept_k(kv_before)
+    q.consumer_release_after_mma(q_state)
+    kv.consumer_release_last_v(kv_state)
+    if shape.SUMS_IN_REGS:
+        return acc_ME + sum_ME
+    else:
+        if blocks.end - blocks.begin > shape.PROMOTION_INTERVAL:
+            acc_ME = with_sums(sums, acc_ME, m_M, base_M)
+        return acc_ME
