@@ -435,7 +435,11 @@ BAD = [
     (prefix, {"shared_prefix": (torch.ones(4, 2, 16),) * 3}, "shared_prefix", TypeError),
     (
         long_rotary,
-        {"rotary_cos": torch.ones(16, 4), "rotary_sin": torch.ones(16, 4)},
+        {
+            "rotary_cos": torch.ones(16, 4),
+            "rotary_sin": torch.ones(16, 4),
+            "cache_seqlens": ints(3, 11),
+        },
         "rotary_cos",
     ),
     (pages, {"k_cache": torch.ones(6, 0, 2, 16), "v_cache": torch.ones(6, 0, 2, 8)}, "k_cache"),

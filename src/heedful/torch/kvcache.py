@@ -26,7 +26,9 @@ from heedful.torch.kvcache_checks import (
     check_apart,
     check_int_length,
     check_prefix,
+    check_turned_length,
     check_update,
+    last_turned_length,
     plain_update,
 )
 from heedful.torch.merge import merge_attn_states
@@ -84,7 +86,8 @@ def flash_attn_with_kvcache(
             writes their scales.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), q's dtype or float32. Keys are rotated
             at positions cache_seqlens, cache_seqlens + 1, ..., queries too if causal or windowed;
-            otherwise all queries at position cache_seqlens. Only with k and v.
+            otherwise all queries at position cache_seqlens. Only with k and v. There are as many
+            positions at least as the cache holds; and queries stand at none past the last.
         cache_seqlens: int, or int32 (batch,): tokens in the cache, without the new ones. Default:
             the whole cache is used. In a tensor, a negative length is that of no sequence (a padded
             row): nothing is written or read for it, and its rows of out are 0.
@@ -165,9 +168,10 @@ class CacheCall:
     """What one kind of call over a cache needs each time.
 
     attention, prefix: of the cache, and of the shared prefix where there is one. new: tokens that
-    are appended. update(x, update, start): writes them; None where there are none. counts: whether
-    it also counts the keys with them. records: whether autograd would record what torch does here,
-    which nobody wants. aligned: whether all tensors begin at multiples of 16 bytes.
+    are appended. turned: `last_turned_length`, where lengths that leave room for the new tokens may
+    exceed it, else None. update(x, update, start): writes them; None where there are none. counts:
+    whether it also counts the keys with them. records: whether autograd would record what torch
+    does here, which nobody wants. aligned: whether all tensors begin at multiples of 16 bytes.
     """
 
     __slots__ = (
@@ -182,6 +186,7 @@ class CacheCall:
         "prefix",
         "records",
         "returns_lse",
+        "turned",
         "update",
     )
 
@@ -193,6 +198,8 @@ class CacheCall:
             x = x._replace(seqused_k=_length_like(update, x.q))
         self.new = 0 if update.k is None else update.k.shape[1]
         self.capacity = problem.seqlen_k
+        last = last_turned_length(update, problem.seqlen_q, problem.mask.bounded)
+        self.turned = last if last is not None and last < self.capacity - self.new else None
         self.returns_lse = options.return_lse
         self.prefix: Call | None = None
         tensors = (*x, *update[:4], *(update.shared_prefix or ()), out)
@@ -315,6 +322,8 @@ def _eager(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, o
             CALLS.put(key, call)
     if whole:
         check_int_length(lengths, call.new, call.capacity)
+        if call.turned is not None:
+            check_turned_length(lengths, call.turned, update)
     if call.records and torch.is_grad_enabled():
         with torch.no_grad():
             return _run(call, x, update, out)
@@ -336,6 +345,8 @@ def _run(call: CacheCall, x: Operands, update: Update, out):
     attention = call.attention
     if not attention.plain:
         x = attention.operands(x, None)
+    if call.turned is not None and attention.checks and start is not None and start.numel():
+        check_turned_length(int(start.max()), call.turned, update)
     if call.update is not None and start is not None:
         x = call.update(x, update, start)
     if call.prefix is not None:
@@ -417,14 +428,17 @@ def _traced(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, 
     if not is_compiling():
         describe_update(x, given, update, out)
     new = 0 if update.k is None else update.k.shape[1]
+    advance = given.causal or tuple(given.window_size[:2]) != (-1, -1)
     if update.cache_seqlens is not None:
         if not isinstance(update.cache_seqlens, Tensor):
             pages = 1 if x.block_table is None else x.block_table.shape[1]
             check_int_length(update.cache_seqlens, new, pages * x.k.shape[1])
+            last = last_turned_length(update, q.shape[1], advance)
+            if last is not None:
+                check_turned_length(update.cache_seqlens, last, update)
         start = _start(update, x)
         x = x._replace(seqused_k=used_keys(x, start, new))
         if update.k is not None:
-            advance = given.causal or tuple(given.window_size[:2]) != (-1, -1)
             x = update_cache(x, update, start, advance)
     if update.shared_prefix is None:
         return library.attend(*x[:3], x[3:], options, out)

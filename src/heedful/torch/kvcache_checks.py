@@ -65,6 +65,32 @@ def check_int_length(length: int, new: int, capacity: int) -> None:
     )
 
 
+def last_turned_length(update, q_len: int, advance: bool) -> int | None:
+    """The most tokens before the new ones that leave a row of the rotary tables to each query; None
+    where queries need no rows of their own.
+
+    Queries may be more than the new keys, and then stand past those, though not past the tables.
+    update: kvcache.Update. advance: whether queries have a position each.
+    """
+    if update.rotary_cos is None or not advance:
+        return None
+    return update.rotary_cos.shape[0] - update.position0 - q_len
+
+
+def check_turned_length(length: int, last: int, update) -> None:
+    """ValueError where a query stands past the rotary tables. last: of `last_turned_length`."""
+    if length <= last:
+        return
+    if is_compiling():
+        # As in `check_int_length`.
+        raise ValueError("rotary_cos must have a row for each of the queries' positions")
+    rows = update.rotary_cos.shape[0]
+    raise ValueError(
+        f"rotary_cos must have a row for each of the queries' {rows + length - last} positions,"
+        f" got {rows}"
+    )
+
+
 def _both_or_none(name: str, value: Any, other_name: str, other: Any) -> None:
     if (value is None) != (other is None):
         missing, given = (name, other_name) if value is None else (other_name, name)
@@ -121,14 +147,15 @@ def _check_rotary(x: Operands, problem: AttentionProblem, update) -> None:
             f"rotary_cos must have 1 to {problem.head_dim // 2} columns (head_dim"
             f" {problem.head_dim} / 2), got {cos.shape[1]}"
         )
-    # Queries may be more than the new keys, and then stand past the end of the cache.
-    beyond = max(0, problem.seqlen_q - update.k.shape[1]) if problem.mask.bounded else 0
-    positions = problem.seqlen_k + beyond + update.position0
+    positions = problem.seqlen_k + update.position0
     if cos.shape[0] < positions:
         raise ValueError(
             f"rotary_cos must have a row for each of the cache's {positions} positions,"
             f" got {cos.shape[0]}"
         )
+    last = last_turned_length(update, problem.seqlen_q, problem.mask.bounded)
+    if last is not None:
+        check_turned_length(0, last, update)
 
 
 def check_apart(k_cache: Tensor, v_cache: Tensor) -> None:
