@@ -44,11 +44,8 @@ def planned(row, **facts):
     return call
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"d{row.max_dim}-{row.config.block_m}")
-def test_every_config_compiles_and_fits_an_sm(row, causal):
-    made = compiler.artifact(planned(row, causal=causal), DEVICE.arch)
-    assert made.shared_bytes <= DEVICE.shared_bytes
+def test_the_registers_of_every_config_fit_an_sm(row):
     # One consumer alone gets what the producer leaves.
     registers = row.config.get("consumer_regs", 0) * row.config.block_m // 64
     assert registers + row.config.get("producer_regs") <= 512  # of 65536, by 128 threads
@@ -166,40 +163,6 @@ def test_what_few_steps_need_is_outside_of_the_loop_that_counts(head_dim, mask, 
     assert isinstance(keys, int)
     assert (loop.mufu, loop.floats) == (keys // 2, keys)
     assert loop.counts["BRA"] <= 4
-
-
-FEATURES = {
-    "lengths": {"used_q": True, "used_k": True, "leftpad_k": True, "kv_batch_idx": True},
-    "leading-keys": {"mask": MaskSpec.of(True, (40, -1, 4))},
-    "alibi": {"alibi": True},
-    "bias": {"bias": True},
-    "dropout": {"dropout_p": 0.1},
-    "pages": {"page_size": 16, "used_k": True},
-    "splits": {"num_splits": 3},
-    "many": {
-        "mask": MaskSpec.of(True, (40, -1, 4)),
-        "bias": True,
-        "alibi": True,
-        "dropout_p": 0.1,
-        "softcap": 5.0,
-        "sink": True,
-        "used_k": True,
-        "page_size": 64,
-        "num_splits": 2,
-    },
-}
-
-
-@pytest.mark.parametrize("rows", [300, 3])
-@pytest.mark.parametrize("facts", FEATURES.values(), ids=FEATURES)
-def test_every_feature_compiles_under_its_own_config(facts, rows):
-    problem = AttentionProblem.dense(
-        2, rows, 3000, 8, 4, head_dim=128, return_lse=True, **{"num_splits": 1, **facts}
-    )
-    chosen = plan.plan(problem, DEVICE, backend="hopper")
-    first, *rest = hopper.forward(problem, chosen, buffers.forward(problem)).calls
-    assert compiler.artifact(first, DEVICE.arch).shared_bytes <= DEVICE.shared_bytes
-    assert [call.kernel.function for call in rest] == ["combine_splits"] * (chosen.num_splits > 1)
 
 
 @pytest.mark.parametrize("facts", [{}, {"num_splits": 3}, {"page_size": 32, "used_k": True}])

@@ -122,6 +122,16 @@ def parse_sass(text: str) -> tuple[list[Instruction], dict[str, int], list[tuple
     return code, labels, branches
 
 
+def encodings(text: str) -> list[str]:
+    """The words of the machine code in a listing, in order."""
+    return re.findall(r"/\* (0x[0-9a-f]+) \*/$", text, re.M)
+
+
+def opcode(instruction: Instruction) -> str:
+    """What an instruction does, with its modifiers and without operands: LDG.E.128."""
+    return _parts(instruction.text)[1].split()[0]
+
+
 def _parts(text: str) -> tuple[str, str]:
     """An instruction's predicate, if any, and the rest."""
     if not text.startswith("@"):
@@ -135,7 +145,7 @@ def measure(code: Sequence[Instruction]) -> Sass:
     sass = Sass()
     for each in code:
         predicate, instruction = _parts(each.text)
-        name = instruction.split()[0].split(".")[0]
+        name = opcode(each).split(".")[0]
         sass.instructions += 1
         sass.issue_cycles += each.cycles
         sass.counts[name] += 1
@@ -173,30 +183,45 @@ def hot_loop(
     return code[start:end]
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The first kernel of a cubin, disassembled. usage: REG, STACK, LOCAL and SHARED."""
+
+    name: str
+    usage: dict[str, int]
+    text: str
+
+
+def disassemble(cubin: bytes) -> Listing:
+    """What cuobjdump and nvdisasm say of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        usage, text = (
+            _run("cuobjdump", "-res-usage", file.name),
+            _run("nvdisasm", "-c", "-hex", file.name),
+        )
+    facts = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
+    name = re.search(r"Function (\S+):", usage)
+    return Listing(name[1] if name else "", facts, text)
+
+
 def inspect_cubin(cubin: bytes, *, shared_bytes: int = 0, label: str = "") -> NvidiaInspection:
     """Inspect the first kernel of a cubin.
 
     Args:
         shared_bytes: dynamic shared memory of the launch, which the cubin does not say.
     """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage, listing = (
-            _run("cuobjdump", "-res-usage", file.name),
-            _run("nvdisasm", "-c", "-hex", file.name),
-        )
-    facts = {k: int(v) for k, v in re.findall(r"\b(REG|STACK|LOCAL|SHARED):(\d+)", usage)}
-    name = re.search(r"Function (\S+):", usage)
-    code, labels, branches = parse_sass(listing)
+    found = disassemble(cubin)
+    code, labels, branches = parse_sass(found.text)
     loop = hot_loop(code, labels, branches)
     return NvidiaInspection(
-        name=name[1] if name else "",
-        label=label or (name[1] if name else ""),
-        registers=facts.get("REG", 0),
-        stack_bytes=facts.get("STACK", 0),
-        local_bytes=facts.get("LOCAL", 0),
-        shared_bytes=shared_bytes or facts.get("SHARED", 0),
+        name=found.name,
+        label=label or found.name,
+        registers=found.usage.get("REG", 0),
+        stack_bytes=found.usage.get("STACK", 0),
+        local_bytes=found.usage.get("LOCAL", 0),
+        shared_bytes=shared_bytes or found.usage.get("SHARED", 0),
         whole=measure(code),
         loop=measure(loop) if loop is not None else None,
     )

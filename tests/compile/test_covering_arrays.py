@@ -1,0 +1,102 @@
+"""The covering arrays meet what they are said to, and their kernels compile within the limits.
+
+`make test` compiles each problem for one target of its array, the slow tier for all of them.
+"""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from heedful.core import capability, configs
+from heedful.core.device import by_name
+from heedful.core.plan import plan
+from heedful.core.problem import ITEM_BITS
+from heedful.inspector import Inspection, of_artifact
+from heedful.launch import compiler
+from machine_code.arrays import ARRAYS, DEVICES
+from machine_code.covering import deal, pairs, possible_pairs
+from support.arrays import variants
+
+# Arrays of attention kernels with a table of tiles of their own: backend, whether of 8-bit queries.
+FAMILIES = {"hopper": ("hopper", False), "fp8": ("hopper", True), "cdna": ("cdna", None)}
+# Those that the default tests compile, in so many items each: test_portable.py has its own, and
+# merges of splits come with the others.
+SHARES = {"hopper": 4, "fp8": 2, "cdna": 1, "append": 1, "rotary": 1, "unused": 1}
+SHARED = [(name, share) for name, shares in SHARES.items() for share in range(shares)]
+SLOW = [
+    (name, t)
+    for name in ("cdna", "quantised", "append", "rotary", "combine", "unused")
+    for t in ARRAYS[name].targets
+]
+
+
+def problems(name: str, target: str):
+    """Every problem of an array, with its plan."""
+    device = by_name(DEVICES[target])
+    for row in ARRAYS[name].rows:
+        one = ARRAYS[name].launched(row, target)
+        for entry in one.entries:
+            yield plan(entry.problem, device, backend=one.backend)
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_every_possible_pair_of_values_is_met(name):
+    array = ARRAYS[name]
+    assert all(map(array.possible, array.rows))
+    met = set().union(*(pairs(row, array.factors) for row in array.rows))
+    assert met == possible_pairs(array.factors, array.possible)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_dtype_and_feature_that_a_kernel_takes_is_met(name):
+    backend, is_fp8 = FAMILIES[name]
+    (row,) = (
+        row
+        for row in capability.rows("forward")
+        if row.backend == backend and is_fp8 in (None, ITEM_BITS[row.dtypes[0]] == 8)
+    )
+    met = [chosen.problem for t in ARRAYS[name].targets for chosen in problems(name, t)]
+    # Where the diagonal lies is a number; a gradient of the bias belongs to the backward.
+    unseen = {"diagonal", "backward", "deterministic", "bias_grad"}
+    features = set().union(*(problem.features() for problem in met))
+    assert features - {"fp8"} == row.features - unseen
+    assert {problem.dtype for problem in met} == set(row.dtypes)
+
+
+@pytest.mark.parametrize("kernel", ["hopper.forward", "cdna.forward"])
+def test_every_row_of_the_config_table_is_met(kernel):
+    chosen = [p for name in FAMILIES for t in ARRAYS[name].targets for p in problems(name, t)]
+    met = {id(configs.choose(kernel, p.problem, p.device)) for p in chosen if kernel in p.configs}
+    unmet = [row for row in configs.ROWS if row.kernel == kernel and id(row) not in met]
+    assert not unmet
+
+
+def compile_within_limits(target: str, named) -> None:
+    """Compiles all; reports every kernel over the limits of its target, not just the first."""
+    limit, wrong = by_name(target).shared_bytes, []
+    for name, call in named:
+        made = compiler.artifact(call, target)
+        if made.shared_bytes > limit:
+            wrong.append(f"{name}: {made.shared_bytes} bytes of shared memory, {limit} fit")
+        if "cdna" not in call.kernel.module:
+            continue
+        found = of_artifact(made)
+        assert isinstance(found, Inspection)
+        used = found.resources
+        if used.vgpr_spills or used.sgpr_spills or used.scratch_bytes:
+            wrong.append(f"{name}: {used}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(("name", "share"), SHARED)
+def test_each_problem_compiles_for_a_target(name, share):
+    array = ARRAYS[name]
+    for target, rows in deal(array.rows, array.targets).items():
+        compile_within_limits(target, variants(array, target, rows[share :: SHARES[name]]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "target"), SLOW)
+def test_every_problem_compiles_for(name, target):
+    array = ARRAYS[name]
+    compile_within_limits(target, variants(array, target, array.rows))
