@@ -63,6 +63,7 @@ bench: $(READY) ## time heedful against its peers
 
 docs: $(READY) ## write the generated pages of docs/ anew
 	$(RUN) heedful.cli support --markdown docs/support-matrix.md
+	$(PY) tools/draw_docs.py
 
 clean: ## remove .venv and everything generated
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .mutation demo-output bench-output

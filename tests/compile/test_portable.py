@@ -60,7 +60,7 @@ def spilled_bytes(compiled) -> int:
 
 def takes_float32(call: KernelCall) -> bool:
     """Whether its products are of float32, whose operands lie in registers whole: those spill at
-    wide heads whatever the tile (docs/measured-facts.md)."""
+    wide heads whatever the tile (docs/lab/portable.md)."""
     q = call.arguments.get("q")
     return isinstance(q, Pointer) and q.dtype == "float32"
 

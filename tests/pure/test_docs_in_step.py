@@ -1,17 +1,48 @@
-"""The documentation says what the code says."""
+"""The documentation says what the code says, in few words, and its links lead somewhere."""
 
 import re
 from pathlib import Path
 
+import pytest
+
+import draw_docs
 from heedful.cli import COMMANDS, matrix
 from heedful.core import settings
 from heedful.core.capability import ROWS
 
 ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+LAB, DECISIONS = DOCS / "lab", DOCS / "decisions"
+# Of each kernel family, and of the tools for kernels without their GPU.
+FAMILIES = ["hopper-forward", "hopper-fp8", "cdna", "portable", "cpu"]
+FAMILIES += ["emulator", "inspector", "launching"]
+
+
+def name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks of code and diagrams."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    return re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)
+
+
+def words(page: Path) -> int:
+    """Words of a page's prose and tables; the targets of links are none."""
+    return len(re.findall(r"\w[\w'./-]*", re.sub(r"\]\([^)]*\)", "]", prose(page))))
+
+
+def anchors(page: Path) -> set[str]:
+    """What can stand behind a `#`: a page's headings as GitHub spells them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in plain}
 
 
 def test_support_matrix_page_is_what_the_capability_rows_say():
-    page = (ROOT / "docs" / "support-matrix.md").read_text(encoding="utf-8")
+    page = (DOCS / "support-matrix.md").read_text(encoding="utf-8")
     assert page == matrix.markdown(), "run `make docs`"
 
 
@@ -26,29 +57,116 @@ def test_support_matrix_states_every_level_of_every_row():
         assert sorted(cell for cell in cells if cell != "-") == sorted(listed)
 
 
+def test_every_drawn_page_is_what_its_tables_say():
+    drawn = draw_docs.pages()
+    for path, text in drawn.items():
+        assert path.read_text(encoding="utf-8") == text, f"{name(path)}: run `make docs`"
+    assert set(LAB.rglob("*.md")) == {path for path in drawn if path.parent == LAB}
+
+
+def test_every_table_of_the_lab_is_drawn_and_says_when_and_where():
+    folders = {path.stem for path in draw_docs.pages() if path.parent == LAB} - {"README"}
+    tables = sorted(LAB.rglob("*.csv"))
+    assert {path.parent.name for path in tables} == folders
+    for path in tables:
+        table = draw_docs.read(path)
+        dates = [row["date"] for row in table.rows] if "date" in table.columns else []
+        for date in dates or [table.head["date"]]:
+            assert re.search(r"\b20\d\d-\d\d-\d\d\b", date), f"{name(path)}: no date in {date!r}"
+
+
+@pytest.mark.parametrize(
+    ("cell", "is_one"),
+    [("", True), ("1.08", True), ("-3 %", True), ("+1..2 %", True), ("-4..-1", True)]
+    + [("332 -> 314", True), ("1.0 -> 1.1 %", True), ("- 3 %", False), ("about 3", False)]
+    + [("1,2", False), ("1.", False), ("3 us", False)],
+)
+def test_measurements_are_numbers_ranges_and_changes(cell, is_one):
+    assert draw_docs.is_measurement(cell) is is_one
+
+
+def test_a_table_that_lacks_something_is_refused(tmp_path):
+    head = "# title: T\n# device: D\n# date: 2026-01-01\n# versions: V\n# numbers: x\n"
+    path = tmp_path / "t.csv"
+    path.write_text(f"{head}a,x\nb,1.5\n")
+    assert draw_docs.read(path).rows == [{"a": "b", "x": "1.5"}]
+    for bad in (f"{head}a,x\nb,fast\n", f"{head}a,y\nb,1\n", f"{head}a,x\nb\n"):
+        path.write_text(bad)
+        with pytest.raises(ValueError, match=r"t\.csv"):
+            draw_docs.read(path)
+    for key in ("title", "device", "date", "versions"):
+        path.write_text(re.sub(f"# {key}: .*\n", "", head) + "a,x\nb,1\n")
+        with pytest.raises(ValueError, match=f"says no {key}"):
+            draw_docs.read(path)
+
+
 def test_every_command_of_the_documentation_exists():
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+    for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        for name in re.findall(r"^\s*(?:\$ )?heedful ([a-z]+)", text, re.MULTILINE):
-            assert name in COMMANDS, f"{page.name} shows `heedful {name}`"
+        for command in re.findall(r"^\s*(?:\$ )?heedful ([a-z]+)", text, re.MULTILINE):
+            assert command in COMMANDS, f"{name(page)} shows `heedful {command}`"
 
 
 def test_every_environment_variable_of_the_documentation_exists():
     known = {setting.variable for setting in settings.TABLE.values()}
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in PAGES:
         named = set(re.findall(r"HEEDFUL_[A-Z_]+", page.read_text(encoding="utf-8")))
-        assert named <= known, f"{page.name} names {named - known}"
+        assert named <= known, f"{name(page)} names {named - known}"
 
 
-def test_the_index_links_every_page_and_no_page_links_into_the_void():
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
-    links = {}
-    for page in pages:
-        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-        targets = re.findall(r"\]\((?!https?:|#)([^)#\s]+)", text)
-        links[page] = {(page.parent / target).resolve() for target in targets}
-        for target in links[page]:
-            assert target.exists(), f"{page.name} links to {target.name}, which is not there"
-    index = ROOT / "docs" / "index.md"
-    unlinked = {page for page in (ROOT / "docs").glob("*.md") if page != index} - links[index]
-    assert not unlinked, f"docs/index.md does not link {sorted(page.name for page in unlinked)}"
+def test_no_page_links_into_the_void():
+    link = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+    for page in PAGES:
+        for target, anchor in link.findall(prose(page)):
+            found = (page.parent / target).resolve() if target else page
+            assert found.exists(), f"{name(page)} links to {target}, which is not there"
+            assert not anchor or anchor in anchors(found), f"{name(page)}: no #{anchor}"
+
+
+def test_every_page_can_be_reached_from_the_index():
+    reached, new = set(), {DOCS / "index.md"}
+    while new:
+        reached |= new
+        links = {
+            (page.parent / target).resolve()
+            for page in new
+            for target in re.findall(r"\]\((?!https?:)([^)#\s]+\.md)", prose(page))
+        }
+        new = links - reached
+    unreached = set(DOCS.rglob("*.md")) - reached
+    assert not unreached, f"no way to {sorted(map(name, unreached))}"
+
+
+def test_every_file_that_a_page_names_exists():
+    """But for pages of the lab, which speak of the day of their measurements."""
+    places = [ROOT, ROOT / "src" / "heedful", ROOT / "src" / "heedful" / "kernels"]
+    for page in PAGES:
+        if LAB in page.parents:
+            continue
+        for path in re.findall(r"`([\w./-]+\.(?:py|toml|md))`", prose(page)):
+            alone = "/" not in path and any(ROOT.glob(f"src/heedful/**/{path}"))
+            assert alone or any((place / path).exists() for place in places), (
+                f"{name(page)} names {path}"
+            )
+
+
+def test_every_page_that_the_code_names_exists():
+    folders = [ROOT / folder for folder in ("src", "tests", "tools")]
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
+        for page in re.findall(r"\bdocs/[\w/-]+\.\w+", path.read_text(encoding="utf-8")):
+            assert (ROOT / page).exists(), f"{name(path)} names {page}"
+
+
+def test_pages_are_short():
+    limits = {f"docs/{family}.md": 1000 for family in FAMILIES} | {"docs/architecture.md": 1300}
+    limits |= {name(path): 200 for path in DECISIONS.glob("[0-9]*.md")}
+    for page, most in limits.items():
+        assert words(ROOT / page) <= most, f"{page} has more than {most} words"
+
+
+def test_a_decision_has_a_number_a_context_a_choice_and_evidence():
+    for number, path in enumerate(sorted(DECISIONS.glob("[0-9]*.md")), 1):
+        text = path.read_text(encoding="utf-8")
+        assert text.startswith(f"# {number:03d}. ") and path.name.startswith(f"{number:03d}-")
+        parts = re.findall(r"^\*\*(\w+)\.\*\*", text, re.MULTILINE)
+        assert parts == ["Context", "Choice", "Evidence"], name(path)

@@ -71,7 +71,8 @@ class Report:
         schedule: the orders of the waves that were tried.
         instructions: wave-instructions executed. seconds: wall time.
         executed: wave-instructions by pc; `count_at` sums them by source text.
-        bank_conflicts: extra LDS cycles by pc under the first schedule, a model (see docs/amd.md).
+        bank_conflicts: extra LDS cycles by pc under the first schedule, by a model: see
+            docs/emulator.md.
         barriers: barriers passed, summed over workgroups.
     """
 

@@ -18,7 +18,7 @@ Buffers = Mapping[str, ArraySpec]
 FAR = 1 << 29
 SCHEDULER_BLOCK = 1024  # sequences that a program of the varlen scheduler looks at at once
 # Heads of a group under a mask; how often the tiles of the last one fill the device; of heads
-# with fewer tiles all are as large (H200, 2026-11-22, docs/hopper-forward.md).
+# with fewer tiles all are as large (H200, 2026-11-22, docs/lab/hopper-forward.md).
 L2_HEADS, L2_HEADS_FP8 = 4, 2
 LAST_WAVES = 2
 L2_GROUP_BLOCKS = 8
