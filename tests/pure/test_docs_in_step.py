@@ -23,6 +23,10 @@ def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+def sources() -> list[Path]:
+    return [path for folder in ("src", "tests", "tools") for path in (ROOT / folder).rglob("*.py")]
+
+
 def prose(page: Path) -> str:
     """A page without its blocks of code and diagrams."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -150,9 +154,20 @@ def test_every_file_that_a_page_names_exists():
             )
 
 
+def test_every_name_that_a_page_shows_exists():
+    """But for those of other libraries, and for pages of the lab, which speak of their day."""
+    texts = [path.read_text(encoding="utf-8") for path in sources()]
+    known = set(re.findall(r"\w+", "\n".join([*texts, (ROOT / "Makefile").read_text()])))
+    for page in PAGES:
+        if LAB in page.parents or page.name == "porting.md":
+            continue
+        shown = re.findall(r"`([A-Za-z_][\w.]*)(?:\(.*?\))?`", prose(page))
+        named = {word for names in shown for word in names.split(".") if word}
+        assert named <= known, f"{name(page)} names {named - known}"
+
+
 def test_every_page_that_the_code_names_exists():
-    folders = [ROOT / folder for folder in ("src", "tests", "tools")]
-    for path in (path for folder in folders for path in folder.rglob("*.py")):
+    for path in sources():
         for page in re.findall(r"\bdocs/[\w/-]+\.\w+", path.read_text(encoding="utf-8")):
             assert (ROOT / page).exists(), f"{name(path)} names {page}"
 
