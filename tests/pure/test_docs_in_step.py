@@ -179,6 +179,15 @@ def test_pages_are_short():
         assert words(ROOT / page) <= most, f"{page} has more than {most} words"
 
 
+def test_the_readme_says_the_speeds_of_the_lab():
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    table = draw_docs.read(LAB / "hopper-forward" / "070-peers.csv")
+    for peer, words in (("cuDNN", "cuDNN"), ("FA4", "FlashAttention-4")):
+        ratios = [row[f"{mask} / {peer}"] for row in table.rows for mask in ("full", "causal")]
+        assert len(ratios) == 20
+        assert f"{min(ratios)} to {max(ratios)} times {words}" in text
+
+
 def test_a_decision_has_a_number_a_context_a_choice_and_evidence():
     for number, path in enumerate(sorted(DECISIONS.glob("[0-9]*.md")), 1):
         text = path.read_text(encoding="utf-8")
