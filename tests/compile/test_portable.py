@@ -61,8 +61,8 @@ def spilled_bytes(compiled) -> int:
 def takes_float32(call: KernelCall) -> bool:
     """Whether its products are of float32, whose operands lie in registers whole: those spill at
     wide heads whatever the tile (docs/lab/portable.md)."""
-    q = call.arguments.get("q")
-    return isinstance(q, Pointer) and q.dtype == "float32"
+    given = call.arguments.values()
+    return any(isinstance(a, Pointer) and (a.buffer, a.dtype) == ("q", "float32") for a in given)
 
 
 def compile_within_limits(arch: str, named: list[tuple[str, KernelCall]]) -> None:

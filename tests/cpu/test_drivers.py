@@ -101,8 +101,8 @@ def library(monkeypatch):
     return made
 
 
-def slot(artifact=ARTIFACT, module=cuda, template=TEMPLATE):
-    return module.Slot(artifact, ctypes.c_void_p(FUNCTION), 1, GRID, template)
+def slot(artifact=ARTIFACT, module=cuda, template=TEMPLATE, programmatic=False):
+    return module.Slot(artifact, ctypes.c_void_p(FUNCTION), 1, GRID, template, programmatic)
 
 
 def test_a_launch_has_the_grid_the_warps_the_memory_and_the_arguments(library):
@@ -238,6 +238,24 @@ def test_a_tensor_map_that_cannot_be_raises(library):
     library.codes["cuTensorMapEncodeTiled"] = [1]
     with pytest.raises(RuntimeError, match="CUDA error 1: bad luck"):
         cuda.TensorMapEncoder(META, (3, 5, 7), (1000, 200, 1)).encode(0)
+
+
+@pytest.mark.parametrize("cluster, sizes", [(1, []), (2, [(4, (2, 1, 1))])])
+def test_a_programmatic_launch_is_one_beside_a_cluster(library, cluster, sizes):
+    slot(replace(ARTIFACT, cluster=cluster), programmatic=True).launch(0)
+    (launched,) = library.launched
+    # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    assert launched["attributes"] == [*sizes, (6, (1, 0, 0))]
+
+
+@pytest.mark.parametrize("facts", [{"cluster": 2}, {"programmatic": True}], ids=str)
+@pytest.mark.parametrize(
+    "module, target, said", [(hip, "hip:gfx950", "HIP has neither"), (cuda, "cuda:80", "9.0")]
+)
+def test_a_launch_that_a_driver_cannot_make_is_refused(library, module, target, said, facts):
+    artifact = replace(ARTIFACT, target=target, cluster=facts.get("cluster", 1))
+    with pytest.raises(ValueError, match=said):
+        slot(artifact, module, programmatic=facts.get("programmatic", False))
 
 
 def test_hip_is_told_the_same(library):

@@ -1,6 +1,7 @@
 """How kernels are given to Triton, and what is kept of what it makes: a stub stands for the
 compiler."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from heedful.core.problem import AttentionProblem
 from heedful.launch import triton_compat as compat
 from heedful.launch.artifact import Parameter
 from heedful.launch.programs import program
-from heedful.launch.spec import KernelCall, Pointer, Scalar, TensorMap
+from heedful.launch.spec import KernelCall, Pointer, Scalar, TensorMap, leaves
 
 
 def some_call(device: str = "H200", backend: str = "portable", **facts) -> KernelCall:
@@ -25,7 +26,33 @@ def some_call(device: str = "H200", backend: str = "portable", **facts) -> Kerne
 
 
 def names(call: KernelCall) -> list[str]:
-    return list(compat.function(call.kernel).arg_names)
+    """The leaves of the kernel's parameters, in its order."""
+    parameters = compat.function(call.kernel).arg_names
+    return [leaf for name in parameters for leaf, *_ in leaves(name, call.parameters[name])]
+
+
+def at(signature: dict, path: tuple[int, ...]) -> Any:
+    """What a signature, whose groups are tuples, has in this place."""
+    found = list(signature.values())[path[0]]
+    for index in path[1:]:
+        found = found[index]
+    return found
+
+
+def paths(call: KernelCall) -> dict[str, tuple[int, ...]]:
+    """Where each leaf is: the position of its parameter, then of its field in each group."""
+    found = {}
+
+    def visit(name: str, value: Any, path: tuple[int, ...]) -> None:
+        if not hasattr(value, "_fields"):
+            found[name] = path
+            return
+        for position, (field, item) in enumerate(value._asdict().items()):
+            visit(f"{name}.{field}", item, (*path, position))
+
+    for position, name in enumerate(compat.function(call.kernel).arg_names):
+        visit(name, call.parameters[name], (position,))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -59,38 +86,39 @@ def test_the_version_is_its_first_two_numbers():
 def test_every_parameter_is_given_its_type_its_value_or_its_promise(device, backend, facts):
     call = some_call(device, backend, **facts)
     made = compat.source(call)
-    order = names(call)
-    assert list(made.signature) == order
+    assert list(made.signature) == list(compat.function(call.kernel).arg_names)
     assert type(made).__name__ == ("GluonASTSource" if backend == "hopper" else "ASTSource")
     promised = {}
-    for position, name in enumerate(order):
+    for name, path in paths(call).items():
         if name in call.constants:
-            assert made.signature[name] == "constexpr"
-            assert made.constants[(position,)] == call.constants[name]
+            assert at(made.signature, path) == "constexpr"
+            assert made.constants[path] == call.constants[name]
             continue
         argument = call.arguments[name]
-        assert made.signature[name] == argument.type and (position,) not in made.constants
+        assert at(made.signature, path) == argument.type and path not in made.constants
         aligned = isinstance(argument, Pointer) and argument.aligned
         multiple = 16 if aligned else getattr(argument, "divisor", 1)
         if multiple > 1:
-            promised[(position,)] = [["tt.divisibility", multiple]]
+            promised[path] = [["tt.divisibility", multiple]]
     assert made.attrs == promised
     assert len(made.constants) == len(call.constants)
 
 
 def test_a_call_that_names_other_parameters_is_refused():
     call = some_call()
-    lost = next(iter(call.arguments))
-    arguments = {name: a for name, a in call.arguments.items() if name != lost}
-    wrong = KernelCall(call.kernel, call.grid, {**arguments, "spare": Scalar(1)}, call.constants)
-    with pytest.raises(TypeError, match=rf"missing \['{lost}'\], unknown \['spare'\]"):
+    given = {name: value for name, value in call.parameters.items() if name != "mask"}
+    wrong = replace(call, parameters={**given, "spare": Scalar(1)})
+    with pytest.raises(TypeError, match=r"missing \['mask'\], unknown \['spare'\]"):
         compat.source(wrong)
     with pytest.raises(TypeError, match=r"missing \[\], unknown \['spare'\]"):
-        compat.source(
-            KernelCall(
-                call.kernel, call.grid, {**call.arguments, "spare": Scalar(1)}, call.constants
-            )
-        )
+        compat.source(replace(call, parameters={**call.parameters, "spare": Scalar(1)}))
+
+
+def test_a_group_of_another_class_than_the_kernel_declares_is_refused():
+    call = some_call()
+    wrong = {**call.parameters, "mask": call.parameters["mods"]}
+    with pytest.raises(TypeError, match="mask must be .*Mask.*got .*ScoreMods"):
+        compat.source(replace(call, parameters=wrong))
 
 
 @pytest.fixture
@@ -160,6 +188,14 @@ def test_what_the_compiler_says_of_clusters_and_scratch_is_kept(compiled):
     assert (made.cluster, made.scratch_bytes) == (2, 640)
     compiled.metadata.global_scratch_size = None
     assert compat.compile_artifact(call, "sm_90").scratch_bytes == 0
+
+
+def test_a_cluster_is_asked_of_the_compiler(compiled):
+    call = replace(some_call(), cluster=2)
+    compiled.answer.asm = {"cubin": b"", "ptx": as_ptx(declared(call))}
+    compat.compile_artifact(call, "sm_90")
+    ((_, _, options),) = compiled.asked
+    assert options == {"enable_fp_fusion": True, "num_ctas": 2, **call.options}
 
 
 def test_amds_code_is_kept_without_a_look_at_its_text(compiled):

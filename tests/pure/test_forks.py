@@ -34,7 +34,7 @@ from heedful.launch.spec import KernelCall, KernelRef
 os.environ["HEEDFUL_CACHE_DIR"] = sys.argv[1]
 identity.triton_version = lambda: "3.9.0"
 parent, begun, done = os.getpid(), threading.Event(), threading.Event()
-call = KernelCall(KernelRef("heedful.kernels.portable.combine", "f"), (1, 1, 1), {}, {})
+call = KernelCall(KernelRef("heedful.kernels.portable.combine", "f"), (1, 1, 1), {})
 
 def compile_artifact(call, arch):
     begun.set()

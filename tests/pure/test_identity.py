@@ -24,8 +24,9 @@ CALL = KernelCall(
         "n": Scalar(100),
         "stride": Scalar(64, "i64", 8),
         "map": TensorMap("x", "bfloat16", (128, 64), (64, 1), (64, 64), "layout"),
+        "BLOCK": 64,
+        "IS_CAUSAL": False,
     },
-    {"BLOCK": 64, "IS_CAUSAL": False},
     {"num_warps": 4, "num_stages": 2},
 )
 ARCH = "sm_90"
@@ -72,7 +73,7 @@ def changed(**facts) -> KernelCall:
 
 
 def argument(name: str, given) -> KernelCall:
-    return changed(arguments={**CALL.arguments, name: given})
+    return changed(parameters={**CALL.parameters, name: given})
 
 
 DIFFERENT = {
@@ -87,9 +88,10 @@ DIFFERENT = {
     "stages": (changed(options={**CALL.options, "num_stages": 3}), ARCH),
     "new option": (changed(options={**CALL.options, "maxnreg": 128}), ARCH),
     "lost option": (changed(options={"num_warps": 4}), ARCH),
-    "constant": (changed(constants={**CALL.constants, "BLOCK": 128}), ARCH),
-    "flag": (changed(constants={**CALL.constants, "IS_CAUSAL": True}), ARCH),
-    "absent operand": (changed(constants={**CALL.constants, "y_ptr": None}), ARCH),
+    "constant": (argument("BLOCK", 128), ARCH),
+    "flag": (argument("IS_CAUSAL", True), ARCH),
+    "absent operand": (argument("y_ptr", None), ARCH),
+    "cluster": (changed(cluster=2), ARCH),
     "dtype": (argument("x_ptr", Pointer("x", "float16")), ARCH),
     "alignment": (argument("x_ptr", Pointer("x", "bfloat16", aligned=False)), ARCH),
     "scalar type": (argument("n", Scalar(100, "i64")), ARCH),
@@ -99,6 +101,7 @@ DIFFERENT = {
 }
 SAME = {
     "grid": changed(grid=(1, 1, 1)),
+    "programmatic launch": changed(programmatic=True),
     "value of a scalar": argument("n", Scalar(7)),
     "name of a buffer": argument("x_ptr", Pointer("y", "bfloat16")),
     "shape of a map": argument("map", replace(CALL.arguments["map"], shape=(999, 64))),
@@ -224,7 +227,7 @@ _KEYS = """
 import sys
 from heedful.launch import identity
 from heedful.launch.spec import KernelCall, KernelRef
-call = KernelCall(KernelRef(sys.argv[1], "f"), (1, 1, 1), {}, {})
+call = KernelCall(KernelRef(sys.argv[1], "f"), (1, 1, 1), {})
 print(identity.kernel_key(call, "sm_90"), identity.cache_key(call, "sm_90"))
 """
 

@@ -66,6 +66,11 @@ _PREFIXES = {
     "pos": "rotary_cos",
     "pl": "partial_lse",
 }
+# Leaves of groups that are not called as their operand is.
+_LEAVES = {"alibi": "alibi_slopes", "tree": "tree_mask", "table": "block_table"}
+_LEAVES |= {"batch_idx": "kv_batch_idx"}
+# Rows of these are query rows.
+_OF_QUERIES = {"q", "out", "lse", "dout", "dq", "dlse", "rotated", "partial_out"}
 _FAR = 0x7FFF0000
 
 
@@ -104,7 +109,7 @@ def places(launch: Launch) -> dict[str, Place]:
     for parameter in launch.memory:
         if parameter.startswith("scratch["):
             continue
-        name, value = _OPERANDS.get(parameter, parameter), launch.arguments[parameter]
+        name, value = _operand(parameter), launch.arguments[parameter]
         if isinstance(value, Map):
             found[name] = Place(value.address, _map_strides(value), value)
             _same_numbers(launch, parameter, value)
@@ -112,7 +117,7 @@ def places(launch: Launch) -> dict[str, Place]:
             assert value is not None, f"{parameter}: no tensor map was put in place"
             found[name] = Place(value, promise=launch.promises.get(parameter, 1))
     for parameter, value in launch.arguments.items():
-        if parameter.startswith("stride_"):
+        if parameter.split(".")[-1].startswith("stride_"):
             name, axis = _stride(launch, parameter)
             if name in found:
                 found[name].strides[axis] = value
@@ -121,10 +126,24 @@ def places(launch: Launch) -> dict[str, Place]:
     return found
 
 
+def _operand(parameter: str) -> str:
+    """The operand of an address: io.q.ptr, descales.k.shift, mods.alibi, or a flat name."""
+    *groups, leaf = parameter.split(".")
+    if not groups:
+        return _OPERANDS.get(parameter, parameter)
+    if groups[0] == "descales":
+        return f"{groups[1]}_{'descale' if leaf == 'ptr' else leaf}"
+    if leaf == "ptr":
+        return groups[-1]
+    return _OPERANDS.get(leaf, _LEAVES.get(leaf, leaf))
+
+
 def number(launch: Launch, name: str) -> Any:
     """A number that the kernel was given: scale, softcap, heads_q, heads_k, shift, bottom_right,
     left, right (-1 is unbounded), and any other by the parameter's name. None if it is absent."""
-    given = {**launch.constants, **launch.arguments}
+    given: dict[str, Any] = {}
+    for parameter, value in {**launch.constants, **launch.arguments}.items():
+        given.setdefault(parameter.split(".")[-1], value)
     if name in ("left", "right"):
         return -1 if given[name] in (-1, 1 << 29) else given[name]
     if name == "bottom_right" and "align" in given:
@@ -147,7 +166,11 @@ def _from_log2(given: dict) -> dict[str, float]:
 
 def _stride(launch: Launch, parameter: str) -> tuple[str, str]:
     """The operand and axis of a stride."""
-    name = parameter.removeprefix("stride_")
+    *groups, name = parameter.split(".")
+    name = name.removeprefix("stride_")
+    if len(name) == 1:
+        operand = _operand(".".join((*groups, "ptr")))
+        return operand, "m" if name == "n" and operand in _OF_QUERIES else name
     if name == "table":
         return "block_table", "b"
     prefix, axis = name[:-1], name[-1].replace("g", "h")
@@ -185,7 +208,7 @@ def described(launch: Launch) -> list[str]:
             view = f" map {place.map.shape} {place.map.strides} box {place.map.box}"
         lines.append(f"    {name}{promised} {_words(place.strides)}{view}")
     beside = [name for name in launch.arguments if "[" not in name and name not in launch.memory]
-    numbers = {name: launch.arguments[name] for name in beside if not name.startswith("stride_")}
+    numbers = {name: launch.arguments[name] for name in beside if "stride_" not in name}
     promised = {n: p for n, p in launch.promises.items() if p > 1 and n not in launch.memory}
     wide = sorted(name for name in beside if launch.types[name] == "i64")
     lines.append(f"    numbers {_words(numbers)}")

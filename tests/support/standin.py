@@ -31,7 +31,18 @@ from heedful.core.configs import TileConfig
 from heedful.core.device import by_name
 from heedful.launch import bound
 from heedful.launch.artifact import Artifact, lay_out
-from heedful.launch.spec import TRITON_TYPES, KernelCall, KernelRef, TensorMap, promise
+from heedful.launch.interpret import run_call
+from heedful.launch.spec import (
+    TRITON_TYPES,
+    KernelCall,
+    KernelRef,
+    Pointer,
+    Scalar,
+    TensorMap,
+    leaves,
+    map_leaves,
+    promise,
+)
 from heedful.torch import backends, cache_update, device, execute, zeros
 from heedful.torch.calls import CALLS
 
@@ -108,9 +119,10 @@ class Gpu:
     def compile(self, call: KernelCall, arch: str) -> Artifact:
         """An artifact laid out as the compiler lays it out, in the kernel function's own order."""
         names = _parameters(call.kernel)
-        given = set(call.arguments) | set(call.constants)
+        given = set(call.parameters)
         assert given == set(names), f"{call.kernel.function}: {sorted(given ^ set(names))}"
-        order = [name for name in names if name in call.arguments]
+        in_order = [leaf for name in names for leaf, *_ in leaves(name, call.parameters[name])]
+        order = [name for name in in_order if name in call.arguments]
         maps = {n: a for n, a in call.arguments.items() if isinstance(a, TensorMap)}
         for argument in maps.values():
             _assert_layout_of_box(argument)
@@ -125,7 +137,7 @@ class Gpu:
             num_warps=4,
             warp_size=32,
             shared_bytes=0,
-            cluster=1,
+            cluster=call.cluster,
             parameters=tuple(parameters),
             parameter_bytes=size,
             tensor_maps=metas,
@@ -136,7 +148,7 @@ class Gpu:
         self.loads.append(artifact)
         return artifact
 
-    def Slot(self, artifact, function, index, grid, template):
+    def Slot(self, artifact, function, index, grid, template, programmatic=False):
         return _Slot(self, artifact, index, grid, template)
 
     def TensorMapEncoder(self, meta, shape, strides):
@@ -173,7 +185,7 @@ class Gpu:
         with self._lock:
             self.launches.append(launch)
             if self.interprets:
-                _interpret(launch)
+                _interpret(call, launch)
 
     def _read(self, parameter, buffer: bytes):
         if parameter.type == "tensormap":
@@ -224,18 +236,21 @@ def _parameters(ref: KernelRef) -> list[str]:
     return list(getattr(importlib.import_module(ref.module), ref.function).arg_names)
 
 
-def _interpret(launch: Launch) -> None:
-    """Runs the kernel on the memory at the launch's addresses."""
+def _interpret(call: KernelCall, launch: Launch) -> None:
+    """Runs the kernel on the memory at the launch's addresses, with the numbers that were read."""
     if 0 in launch.grid:
         return
-    values = dict(launch.constants)
-    for name, value in launch.arguments.items():
-        if name.startswith("scratch["):
-            continue
-        assert launch.types[name] != "tensormap", f"{name}: the interpreter takes no tensor maps"
-        values[name] = _pointer(launch.types[name], value) if name in launch.memory else value
-    kernel = getattr(importlib.import_module(launch.kernel.module), launch.kernel.function)
-    kernel[launch.grid](**values)
+
+    def read(name: str, leaf: object, _path) -> object:
+        """The leaf as the argument buffer says; an address is named by itself."""
+        if isinstance(leaf, Pointer):
+            return replace(leaf, buffer=name)
+        return replace(leaf, value=launch.arguments[name]) if isinstance(leaf, Scalar) else leaf
+
+    pointers = (name for name, leaf in call.arguments.items() if isinstance(leaf, Pointer))
+    arrays = {name: _pointer(launch.types[name], launch.arguments[name]) for name in pointers}
+    parameters = {name: map_leaves(name, x, read) for name, x in call.parameters.items()}
+    run_call(replace(call, parameters=parameters), arrays)
 
 
 def _pointer(kind: str, address: int) -> torch.Tensor:

@@ -31,6 +31,11 @@ class BoundKernel:
         self.artifact = compile_call(call, arch)
         if self.artifact.scratch_bytes:
             raise RuntimeError(f"{call.kernel.function}: compiler scratch is not supported")
+        if self.artifact.cluster != call.cluster:
+            raise RuntimeError(
+                f"{call.kernel.function} is compiled for clusters of {self.artifact.cluster}, "
+                f"the launch asks for {call.cluster}"
+            )
         self._driver = driver("nvidia" if arch.startswith("sm_") else "amd")
         key = (device, arch, call.variant)
         if key not in _functions:
@@ -69,7 +74,12 @@ class BoundKernel:
             except IndexError:
                 continue
         return self._driver.Slot(
-            self.artifact, self._function, self._device, self._call.grid, self._template
+            self.artifact,
+            self._function,
+            self._device,
+            self._call.grid,
+            self._template,
+            self._call.programmatic,
         )
 
     def run(self, addresses: Sequence[int], stream: int) -> None:

@@ -32,11 +32,13 @@ ForeignParameter = Pointer | Scalar | TensorMapParameter
 @dataclass(frozen=True, slots=True)
 class ForeignLaunch:
     """One kernel launch. The compiler's two trailing scratch pointers are not in `parameters`:
-    a launcher passes them null (`artifact.scratch_bytes` is 0)."""
+    a launcher passes them null (`artifact.scratch_bytes` is 0). programmatic: as
+    KernelCall's; the cluster is the artifact's."""
 
     artifact: Artifact
     grid: tuple[int, int, int]
     parameters: tuple[ForeignParameter, ...]
+    programmatic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def describe(program: Program, arch: str) -> ForeignProgram:
                 parameters += _tensor_map(argument, compiled.tensor_maps[name])
             else:
                 parameters.append(argument)
-        launches.append(ForeignLaunch(compiled, call.grid, tuple(parameters)))
+        launches.append(ForeignLaunch(compiled, call.grid, tuple(parameters), call.programmatic))
     return ForeignProgram(tuple(launches), program.workspaces)
 
 

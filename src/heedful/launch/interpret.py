@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from heedful.launch.spec import Pointer, Program, Scalar
+from heedful.launch.spec import KernelCall, Pointer, Program, Scalar, TensorMap, map_leaves
 
 
 def interpret(program: Program, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,15 +32,26 @@ def interpret(program: Program, tensors: Mapping[str, Any]) -> dict[str, Any]:
     for call in program.calls:
         if 0 in call.grid:
             continue
-        kernel = getattr(import_module(call.kernel.module), call.kernel.function)
-        values: dict[str, Any] = dict(call.constants)
-        for name, argument in call.arguments.items():
-            match argument:
-                case Pointer(buffer=buffer):
-                    values[name] = arrays[buffer]
-                case Scalar(value=value):
-                    values[name] = value
-                case _:
-                    raise TypeError(f"{name}: the interpreter takes pointers and scalars only")
-        kernel[call.grid](**values)
+        run_call(call, arrays)
     return scratch
+
+
+def run_call(call: KernelCall, arrays: Mapping[str, Any]) -> None:
+    """Interprets one launch on the arrays of its buffers. Launches are in order, so that how one is
+    queued (cluster, programmatic) does not matter."""
+    from triton.language import constexpr
+
+    def value_of(name: str, leaf: object, path: tuple[int, ...]) -> Any:
+        match leaf:
+            case Pointer(buffer=buffer):
+                return arrays[buffer]
+            case Scalar(value=value):
+                return value
+            case TensorMap():
+                raise TypeError(f"{name}: the interpreter takes pointers and scalars only")
+        # The interpreter makes a tensor of every bare number within a group.
+        return constexpr(leaf) if path and leaf is not None else leaf
+
+    kernel = getattr(import_module(call.kernel.module), call.kernel.function)
+    values = {name: map_leaves(name, x, value_of) for name, x in call.parameters.items()}
+    kernel[call.grid](**values)

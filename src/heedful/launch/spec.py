@@ -3,11 +3,13 @@ scratch they need. Running, compiling ahead of time, inspecting and emulating al
 same `Program`, so they all compile exactly the same thing. Framework-neutral, no triton imported.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from typing import Any, get_args, get_type_hints
 
 from heedful.core.arrays import ArraySpec
+from heedful.kernels.args import Kind
 
 # Names of element types: ours (as torch and NumPy have them) -> Triton's.
 TRITON_TYPES = {
@@ -82,23 +84,130 @@ class KernelRef:
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One kernel launch. `arguments` and `constants` together name every parameter of the kernel;
-    an absent operand is a constant None. options: num_warps, num_stages and other compile options.
+    """One kernel launch.
+
+    parameters: what each parameter of the kernel is given: a group of `kernels.args`, an argument,
+    or a constant, which for an absent operand is None.
+    options: num_warps, num_stages and other compile options.
+    cluster: programs that share their shared memory. programmatic: the launch may begin before the
+    one before it has ended; the kernel waits where it has to (programmatic dependent launch).
+
+    Raises TypeError for a leaf that its field does not declare.
     """
 
     kernel: KernelRef
     grid: tuple[int, int, int]
-    arguments: Mapping[str, Argument]
-    constants: Mapping[str, object]
+    parameters: Mapping[str, Any]
     options: Mapping[str, object] = field(default_factory=dict)
+    cluster: int = 1
+    programmatic: bool = False
+    # The leaves by dotted names: what is given at run time, and what the kernel is compiled for.
+    arguments: Mapping[str, Argument] = field(init=False)
+    constants: Mapping[str, object] = field(init=False)
+
+    def __post_init__(self):
+        if self.cluster < 1:
+            raise ValueError(f"cluster must be >= 1, got {self.cluster}")
+        arguments: dict[str, Argument] = {}
+        constants: dict[str, object] = {}
+        for name, leaf, kind in self._leaves():
+            if isinstance(leaf, Argument):
+                _check_kind(name, leaf, kind)
+                arguments[name] = leaf
+            else:
+                constants[name] = leaf
+        object.__setattr__(self, "arguments", arguments)
+        object.__setattr__(self, "constants", constants)
+
+    def _leaves(self) -> Iterator[tuple[str, Any, Kind | None]]:
+        for name, value in self.parameters.items():
+            yield from leaves(name, value)
 
     @cached_property
     def variant(self) -> tuple:
-        """What the compiled code depends on, besides target and toolchain: run-time values and
-        the grid are not part of it."""
+        """What the compiled code depends on, besides target and toolchain: run-time values, the
+        grid and how the launch is queued are not part of it."""
         arguments = tuple((name, a.type, promise(a)) for name, a in self.arguments.items())
         constants = tuple(sorted(self.constants.items(), key=lambda item: item[0]))
-        return self.kernel, arguments, constants, tuple(sorted(self.options.items()))
+        options = tuple(sorted(self.options.items()))
+        return self.kernel, arguments, constants, options, self.cluster
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names of the buffers whose contents before the launch matter."""
+        return self._buffers(Kind.READ, Kind.READ_AND_WRITTEN)
+
+    @property
+    def writes(self) -> frozenset[str]:
+        """Names of the buffers that the kernel writes."""
+        return self._buffers(Kind.WRITTEN, Kind.READ_AND_WRITTEN)
+
+    def _buffers(self, *kinds: Kind) -> frozenset[str]:
+        found = set()
+        for name, leaf, kind in self._leaves():
+            if isinstance(leaf, Pointer | TensorMap):
+                if kind is None:
+                    raise TypeError(f"{name}: declared neither as read nor as written")
+                if kind in kinds:
+                    found.add(leaf.buffer)
+        return frozenset(found)
+
+
+def _check_kind(name: str, leaf: Argument, kind: Kind | None) -> None:
+    """TypeError if a field that holds this kind of leaf holds another."""
+    if kind is not None and isinstance(leaf, Scalar) is not (kind is Kind.NUMBER):
+        raise TypeError(f"{name} is declared as {kind.value}, got {leaf}")
+
+
+@cache
+def declared(group: type) -> tuple[tuple[str, Kind | None, type | None], ...]:
+    """(name, what is said of it, the class of a nested group) of every field of a group."""
+    found = []
+    for name, hint in get_type_hints(group, include_extras=True).items():
+        kind = next((x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Kind)), None)
+        inner = get_args(hint)[0] if kind is not None else hint
+        found.append((name, kind, inner if hasattr(inner, "_fields") else None))
+    return tuple(found)
+
+
+def leaves(
+    name: str, value: Any, kind: Kind | None = None
+) -> Iterator[tuple[str, Any, Kind | None]]:
+    """(dotted name, leaf, what it is declared as) of every leaf of a parameter, in order. Outside
+    of a group nothing is declared.
+
+    Raises TypeError for a group of another class than its field's, or that the kernel's declaration
+    does not say to be read or written.
+    """
+    if not is_group(value):
+        yield name, value, kind
+        return
+    for (field_name, own, inner), item in zip(declared(type(value)), value, strict=True):
+        if (inner is not None or is_group(item)) and item is not None and type(item) is not inner:
+            raise TypeError(f"{name}.{field_name} must be {inner}, got {type(item)}")
+        if inner is None and own is None and kind is None:
+            raise TypeError(f"{name}.{field_name} must be declared as read, written or both")
+        yield from leaves(f"{name}.{field_name}", item, own or kind)
+
+
+def is_group(value: object) -> bool:
+    """Whether a parameter is a group of others (a NamedTuple)."""
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def map_leaves(
+    name: str,
+    value: Any,
+    make: Callable[[str, Any, tuple[int, ...]], Any],
+    path: tuple[int, ...] = (),
+) -> Any:
+    """The parameter with make(dotted name, leaf, path) in place of each leaf."""
+    if not is_group(value):
+        return make(name, value, path)
+    fields = enumerate(zip(value._fields, value, strict=True))
+    return type(value)(
+        *(map_leaves(f"{name}.{field}", leaf, make, (*path, i)) for i, (field, leaf) in fields)
+    )
 
 
 def promise(argument: Argument) -> int:

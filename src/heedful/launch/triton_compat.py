@@ -5,14 +5,25 @@ Works alike with Triton 3.6 and 3.9.
 
 import importlib
 import re
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from heedful.launch.artifact import PARAMETER_BASE, Artifact, lay_out, size_of
-from heedful.launch.spec import KernelCall, KernelRef, TensorMap, promise
+from heedful.launch.spec import (
+    Argument,
+    KernelCall,
+    KernelRef,
+    TensorMap,
+    is_group,
+    leaves,
+    map_leaves,
+    promise,
+)
 
 VERSION = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
 
@@ -39,26 +50,29 @@ def function(ref: KernelRef):
 def source(call: KernelCall):
     """The kernel with its signature, as Triton's compiler takes it.
 
-    Raises TypeError if the call does not name exactly the kernel's parameters.
+    Raises TypeError if the call does not name exactly the kernel's parameters, or has another group
+    than the kernel declares.
     """
     kernel = function(call.kernel)
-    names = list(kernel.arg_names)
-    given = {**call.arguments, **call.constants}
-    if set(given) != set(names):
-        missing, extra = set(names) - set(given), set(given) - set(names)
+    given = call.parameters
+    if set(given) != set(kernel.arg_names):
+        missing, extra = set(kernel.arg_names) - set(given), set(given) - set(kernel.arg_names)
         raise TypeError(
             f"{call.kernel.function}: missing {sorted(missing)}, unknown {sorted(extra)}"
         )
+    _check_groups(call, kernel.fn.__annotations__)
     signature, constants, attributes = {}, {}, {}
-    for position, name in enumerate(names):
-        if name in call.constants:
-            signature[name] = "constexpr"
-            constants[(position,)] = call.constants[name]
-            continue
-        argument = call.arguments[name]
-        signature[name] = argument.type
-        if promise(argument) > 1:
-            attributes[(position,)] = [["tt.divisibility", promise(argument)]]
+
+    def bind(_name: str, leaf: object, path: tuple[int, ...]) -> str:
+        if not isinstance(leaf, Argument):
+            constants[path] = leaf
+            return "constexpr"
+        if promise(leaf) > 1:
+            attributes[path] = [["tt.divisibility", promise(leaf)]]
+        return leaf.type
+
+    for position, name in enumerate(kernel.arg_names):
+        signature[name] = map_leaves(name, given[name], bind, (position,))
     if call.kernel.dialect == "gluon":
         from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -66,10 +80,20 @@ def source(call: KernelCall):
     return ASTSource(kernel, signature, constants, attributes)
 
 
+def _check_groups(call: KernelCall, declared: Mapping[str, Any]) -> None:
+    """TypeError unless each group is of the class that the kernel's parameter is annotated with."""
+    for name, value in call.parameters.items():
+        wanted = declared.get(name)
+        if is_group(value) and type(value) is not wanted:
+            raise TypeError(f"{call.kernel.function}: {name} must be {wanted}, got {type(value)}")
+
+
 def compile_kernel(call: KernelCall, arch: str):
     """Triton's CompiledKernel for one call on an architecture: no GPU needed."""
     target = parse_target(arch)
     options = {"enable_fp_fusion": True, **call.options}
+    if call.cluster > 1:
+        options["num_ctas"] = call.cluster
     src = source(call)
     try:
         return triton.compile(src, target=target, options=options)
@@ -83,7 +107,8 @@ def compile_artifact(call: KernelCall, arch: str) -> Artifact:
     target, metadata = parse_target(arch), compiled.metadata
     nvidia = target.backend == "cuda"
     maps = {name: a for name, a in call.arguments.items() if isinstance(a, TensorMap)}
-    order = [name for name in function(call.kernel).arg_names if name in call.arguments]
+    in_order = (leaves(name, call.parameters[name]) for name in function(call.kernel).arg_names)
+    order = [name for group in in_order for name, *_ in group if name in call.arguments]
     types = [(name, call.arguments[name].type) for name in order]
     parameters, size = lay_out(
         types,

@@ -98,7 +98,7 @@ def _call(
     }
     ref = KernelRef(MODULES[plan.device.arch], "forward", "gluon")
     grid = (row_blocks * heads, splits, 1)
-    return KernelCall(ref, grid, arguments, constants, {"num_warps": config.num_warps})
+    return KernelCall(ref, grid, {**arguments, **constants}, {"num_warps": config.num_warps})
 
 
 def _strides(prefix: str, axes: str, spec: ArraySpec) -> dict[str, Argument]:

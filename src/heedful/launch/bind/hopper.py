@@ -84,7 +84,7 @@ def _forward_call(
     constants = call.constants | _variant(problem, config, is_split)
     constants["IS_RAGGED"] = scheduler.is_ragged(problem)
     grid = scheduler.grid(problem, plan)
-    return KernelCall(ref, grid, call.arguments, constants, {"num_warps": 4})
+    return KernelCall(ref, grid, {**call.arguments, **constants}, {"num_warps": 4})
 
 
 def _maps(problem: AttentionProblem, config: TileConfig, buffers: Buffers) -> dict[str, Argument]:

@@ -104,7 +104,7 @@ def _transpose_call(problem: AttentionProblem, buffers: Buffers) -> KernelCall:
     }
     grid = (blocks * problem.heads_k * v_t.shape[0], 1, 1)
     ref = KernelRef("heedful.kernels.hopper.transpose_v_kernel", "transpose_v")
-    return KernelCall(ref, grid, call.arguments, constants, {"num_warps": 4})
+    return KernelCall(ref, grid, {**call.arguments, **constants}, {"num_warps": 4})
 
 
 def _forward_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
@@ -120,7 +120,7 @@ def _forward_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Ke
     ref = KernelRef("heedful.kernels.hopper.forward_fp8", "forward", "gluon")
     constants = call.constants | _variant(problem, config)
     grid = scheduler.grid(problem, plan)
-    return KernelCall(ref, grid, call.arguments, constants, {"num_warps": 4})
+    return KernelCall(ref, grid, {**call.arguments, **constants}, {"num_warps": 4})
 
 
 def _maps(problem: AttentionProblem, config: TileConfig, buffers: Buffers) -> dict[str, Argument]:

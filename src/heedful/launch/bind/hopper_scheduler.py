@@ -181,7 +181,7 @@ def varlen_scheduler_call(
     constants |= {"DIM": dim, "BLOCK_E": pow2(dim)}
     ref = KernelRef("heedful.kernels.hopper.varlen_scheduler", "schedule_varlen_tiles")
     grid = (problem.batch + plan.device.units, 1, 1)
-    return KernelCall(ref, grid, call.arguments, constants, {"num_warps": 4})
+    return KernelCall(ref, grid, {**call.arguments, **constants}, {"num_warps": 4})
 
 
 def is_ragged(problem: AttentionProblem) -> bool:

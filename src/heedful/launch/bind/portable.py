@@ -5,24 +5,37 @@ Absent ones are missing from the mapping and become a constant None. The kernels
 of a merge have their own few names, each beside its function.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from heedful.core.arrays import ArraySpec
 from heedful.core.configs import TileConfig
 from heedful.core.plan import Plan
 from heedful.core.problem import ITEM_BITS, MAX_HEAD_DIM_V, AttentionProblem
-from heedful.launch.spec import Argument, KernelCall, KernelRef, Pointer, Program, Scalar, Workspace
+from heedful.kernels.args import ForwardIO, Tile, TileOrder
+from heedful.launch.bind import groups
+from heedful.launch.bind.groups import (
+    FAR,
+    WIDE_STRIDE,
+    Buffers,
+    lse_strides,
+    stored_keys,
+    token_strides,
+    wrapped,
+)
+from heedful.launch.spec import (
+    Argument,
+    KernelCall,
+    KernelRef,
+    Pointer,
+    Program,
+    Scalar,
+    Workspace,
+)
 
-Buffers = Mapping[str, ArraySpec]
 Arguments = dict[str, Argument]
 
-# Bounds that stand for "farther than any sequence reaches", small enough to be added to two
-# lengths in 32 bits.
-FAR = 1 << 29
 # Programs that share what lies outside of all packed sequences: about one for each unit of a GPU.
 CLEARING_PROGRAMS = 128
-# In-tile offsets are 32-bit: rows of a tile (at most 256) times a stride below this.
-WIDE_STRIDE = 1 << 22
 
 
 def pow2(n: int, least: int = 16) -> int:
@@ -30,9 +43,14 @@ def pow2(n: int, least: int = 16) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
-def _wrapped(word: int) -> int:
-    """A 32-bit word as the signed integer of the same bits."""
-    return (word & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
+def shared_divisor(buffers: Buffers, names: Iterable[str]) -> int:
+    """What all strides of these tensors are multiples of, so that a kernel has an aligned and an
+    unaligned variant and not one per stride; 1 where an address is not aligned."""
+    specs = [buffers[name] for name in names if name in buffers]
+    strides = [s for spec in specs for s in spec.steps[:-1]]
+    if not all(spec.aligned for spec in specs):
+        return 1
+    return next((d for d in (16, 8) if all(s % d == 0 for s in strides)), 1)
 
 
 class CallBuilder:
@@ -44,12 +62,7 @@ class CallBuilder:
         self.buffers = buffers
         self.arguments: Arguments = {}
         self.constants: dict[str, object] = {}
-        specs = [buffers[name] for name in tensors if name in buffers]
-        self.divisor = 1
-        if all(spec.aligned for spec in specs):
-            strides = [s for spec in specs for s in spec.steps[:-1]]
-            fits = (d for d in (16, 8) if all(s % d == 0 for s in strides))
-            self.divisor = next(fits, 1)
+        self.divisor = shared_divisor(buffers, tensors)
 
     def tensors(self, **names: str) -> None:
         """Parameters that take a tensor's address: parameter = buffer name."""
@@ -74,7 +87,7 @@ class CallBuilder:
 
     def row_strides(self, prefix: str, name: str, row: str) -> None:
         """Batch, row and head strides of a (B, S, H, D) or (T, H, D) tensor."""
-        strides = _token_strides(self.buffers[name])
+        strides = token_strides(self.buffers[name])
         self.strides(prefix, f"b{row}h", strides, self.divisor)
 
     def ints(self, **values: int) -> None:
@@ -91,19 +104,8 @@ class CallBuilder:
         options = {"num_warps": 4, "num_stages": 1}
         if config is not None:
             options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-        return KernelCall(self.ref, grid, self.arguments, {**self.constants, **constants}, options)
-
-
-def _token_strides(spec: ArraySpec) -> tuple[int, int, int]:
-    """(batch, row, head) strides; packed tokens have no batch, pages are the batch."""
-    *batch, row, head, _ = spec.steps
-    return batch[0] if batch else 0, row, head
-
-
-def _lse_strides(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(batch, head) strides of a dense (B, H, S) or (H, T) float32 array."""
-    strides = ArraySpec.contiguous(shape, "float32").strides
-    return (0, strides[0]) if len(shape) == 2 else (strides[0], strides[1])
+        parameters = {**self.arguments, **self.constants, **constants}
+        return KernelCall(self.ref, grid, parameters, options)
 
 
 def heads_in_l2(problem: AttentionProblem, plan: Plan) -> int:
@@ -129,8 +131,8 @@ def _scores(call: CallBuilder, problem: AttentionProblem) -> dict[str, object]:
     # A probability that rounds to certainty drops nothing; its threshold 2^32 has no 32-bit word.
     threshold = min(int(keep * 2.0**32), 2**32 - 1)
     call.floats(scale=problem.scale, softcap=problem.softcap)
-    call.ints(drop_threshold=_wrapped(threshold))
-    b, h, m, n = (_wrapped(o) for o in problem.dropout_origin)
+    call.ints(drop_threshold=wrapped(threshold))
+    b, h, m, n = (wrapped(o) for o in problem.dropout_origin)
     call.ints(origin_b=b, origin_h=h, origin_m=m, origin_n=n)
     bias = call.buffers.get("bias")
     call.strides("bias", "bhmn", bias.steps if bias else (0, 0, 0, 0))
@@ -178,15 +180,6 @@ def _lengths(call: CallBuilder, problem: AttentionProblem, buffers: Buffers) -> 
     )
 
 
-def stored_keys(buffers: Buffers, page_size: int) -> int:
-    """Keys that each sequence has room for in storage, or packed ones all together. A cache without
-    pages or rows has room for none."""
-    k = buffers["k"].shape
-    if len(k) == 3 or not k[0]:
-        return k[0]
-    return buffers["block_table"].shape[1] * page_size if page_size else k[1]
-
-
 # Triton 3.6 miscompiles WGMMA over a 32-wide 16-bit tile that was loaded element by element (keys
 # from the 16th on are wrong; H200, 2026-11-20; right with 3.9): unaligned tiles are at least this.
 _UNALIGNED_WIDTH = 64
@@ -202,11 +195,20 @@ def _dims(call: CallBuilder, problem: AttentionProblem) -> dict[str, object]:
     }
 
 
-def _rest_of_dims(call: CallBuilder, problem: AttentionProblem) -> int:
-    """Columns of a second product for dims of Q and K that BLOCK_D leaves: 576 would fill little
-    more than half of the next power of two."""
+def _tile(problem: AttentionProblem, config: TileConfig, divisor: int) -> Tile:
+    """Block sizes. BLOCK_R: 576 would fill little more than half of the next power of two."""
+    least = 16 if divisor > 1 else _UNALIGNED_WIDTH
     rest = problem.head_dim - MAX_HEAD_DIM_V
-    return pow2(rest, 16 if call.divisor > 1 else _UNALIGNED_WIDTH) if rest > 0 else 0
+    return Tile(
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=min(pow2(problem.head_dim, least), MAX_HEAD_DIM_V),
+        BLOCK_E=pow2(problem.head_dim_v, least),
+        BLOCK_R=pow2(rest, least) if rest > 0 else 0,
+        PRECISION=_precision(problem),
+    )
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -242,54 +244,32 @@ def _forward_call(
     problem: AttentionProblem, plan: Plan, buffers: Buffers, out: str, lse: str, splits: int
 ) -> KernelCall:
     config = plan.configs["portable.forward"]
-    call = CallBuilder("forward", "attention_forward", buffers, ("q", "k", "v", out))
-    call.tensors(q="q", k="k", v="v", out=out)
-    call.vectors("sink", "block_table", "kv_batch_idx")
-    call.vectors("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
-    if lse in buffers:
-        call.arguments["lse"] = Pointer(lse, "float32", False)
-    else:
-        call.constants["lse"] = None
-    constants = _scores(call, problem)
-    call.floats(drop_scale=_drop_scale(problem))
-    _lengths(call, problem, buffers)
-    call.row_strides("q", "q", "m")
-    call.row_strides("k", "k", "n")
-    call.row_strides("v", "v", "n")
-    _descale_strides(call, problem, "kv")
-    table = buffers.get("block_table")
-    call.strides("table", "b", [table.strides[0] if table else 0])
-    lead = splits > 1
-    spec = buffers[out]
-    part = ArraySpec(spec.shape[lead:], spec.strides[lead:], spec.dtype)
-    call.strides("o", "bmh", _token_strides(part), call.divisor)
-    call.strides("o", "s", [spec.strides[0] if lead else 0], call.divisor)
-    lse_shape = problem.lse_shape
-    call.strides("l", "bh", _lse_strides(lse_shape))
-    call.strides("l", "s", [ArraySpec.contiguous((1, *lse_shape), "float32").strides[0]])
+    divisor = shared_divisor(buffers, ("q", "k", "v", out))
+    is_split = splits > 1
     tiles = -(-problem.seqlen_q // config.block_m)
     if problem.varlen_q:
         # Programs without a tile clear tokens of no sequence.
         tiles = max(1, tiles)
-    call.ints(
-        entries=buffers["k"].shape[0],
-        page_size=problem.page_size,
-        l2_heads=heads_in_l2(problem, plan),
-        num_splits=splits,
-        tiles=tiles,
-    )
+    parameters = {
+        "io": ForwardIO(
+            *(groups.rows(buffers, name, divisor) for name in "qkv"),
+            out=groups.split_rows(buffers, out, is_split, divisor),
+            lse=groups.split_row_vector(buffers, lse, is_split),
+        ),
+        "sequences": groups.sequences(problem, buffers),
+        "shape": groups.shape(problem),
+        "mask": groups.mask(problem, buffers),
+        "mods": groups.score_mods(problem, buffers),
+        "dropout": groups.dropout(problem, buffers),
+        "cache": groups.kv_layout(problem, buffers),
+        "descales": groups.descales(problem, buffers),
+        "order": TileOrder(*map(Scalar, (tiles, heads_in_l2(problem, plan), splits))),
+        "tile": _tile(problem, config, divisor),
+    }
+    ref = KernelRef("heedful.kernels.portable.forward", "attention_forward")
     grid = (tiles * problem.batch * problem.heads_q, splits, 1)
-    return call.build(
-        grid,
-        config,
-        **constants,
-        **_dims(call, problem),
-        BLOCK_R=_rest_of_dims(call, problem),
-        BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n,
-        KV_GROUP=problem.kv_group,
-        IS_INT4=problem.kv_dtype == "int4",
-    )
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return KernelCall(ref, grid, parameters, options)
 
 
 def clear_outside_call(problem: AttentionProblem, buffers: Buffers) -> KernelCall:
@@ -300,9 +280,9 @@ def clear_outside_call(problem: AttentionProblem, buffers: Buffers) -> KernelCal
     call.arguments["cu_seqlens"] = Pointer("cu_seqlens_q", "int32", False)
     call.vectors("lse")
     total, heads, dim = buffers["out"].shape
-    _, row, head = _token_strides(buffers["out"])
+    _, row, head = token_strides(buffers["out"])
     call.strides("o", "mh", (row, head), call.divisor)
-    call.strides("l", "h", [_lse_strides(problem.lse_shape)[1]])
+    call.strides("l", "h", [lse_strides(problem.lse_shape)[1]])
     call.ints(total=total, batch=problem.batch, heads=heads)
     return call.build((CLEARING_PROGRAMS, 1, 1), DIM=dim, BLOCK=pow2(dim))
 
@@ -324,10 +304,10 @@ def clear_call(
     call.row_strides("x", x, "n")
     dim_y, strides_y = 1, (0, 0, 0)
     if y == "lse" and y in buffers:
-        batch, head = _lse_strides(problem.lse_shape)
+        batch, head = lse_strides(problem.lse_shape)
         strides_y = (batch, 1, head)
     elif y is not None and y in buffers:
-        dim_y, strides_y = buffers[y].shape[-1], _token_strides(buffers[y])
+        dim_y, strides_y = buffers[y].shape[-1], token_strides(buffers[y])
     call.strides("y", "bnh", strides_y)
     packed = problem.varlen_q if side == "q" else problem.varlen_k
     call.ints(seqlen=buffers[x].shape[0 if packed else 1], batch=problem.batch, heads=heads)
@@ -352,8 +332,8 @@ def _descale_strides(call: CallBuilder, problem: AttentionProblem, tensors: str)
         descale, shift = (call.buffers.get(f"{name}_{what}") for what in ("descale", "shift"))
         strides = (0, 0, 0)
         if descale is not None and problem.kv_group:
-            strides = _token_strides(descale)
-            if shift is not None and _token_strides(shift) != strides:
+            strides = token_strides(descale)
+            if shift is not None and token_strides(shift) != strides:
                 raise ValueError(f"{name}_shift must have the strides of {name}_descale")
         elif descale is not None:
             strides = (descale.strides[0], 0, descale.strides[1])
@@ -381,10 +361,10 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
     call.vectors("lse")
     one = ArraySpec(spec.shape[1:], spec.strides[1:], spec.dtype)
     call.strides("p", "s", [spec.strides[0]], call.divisor)
-    call.strides("p", "bmh", _token_strides(one), call.divisor)
+    call.strides("p", "bmh", token_strides(one), call.divisor)
     call.row_strides("o", "out", "m")
     call.strides("pl", "sbh", (lse.strides[0], 0 if packed else lse.strides[1], lse.strides[-2]))
-    call.strides("l", "bh", _lse_strides(lse.shape[1:]))
+    call.strides("l", "bh", lse_strides(lse.shape[1:]))
     block_e = pow2(dim)
     # 8 KiB of float32 per program keep the accumulator within 16 registers of 4 warps.
     block_m = min(64, 2048 // block_e)
@@ -408,7 +388,7 @@ def _probs_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Kern
     _descale_strides(call, problem, "k")
     table = buffers.get("block_table")
     call.strides("table", "b", [table.strides[0] if table else 0])
-    call.strides("l", "bh", _lse_strides(problem.lse_shape))
+    call.strides("l", "bh", lse_strides(problem.lse_shape))
     call.strides("p", "bhm", buffers["probs"].strides[:3])
     tiles_m = -(-problem.seqlen_q // config.block_m)
     tiles_n = -(-problem.seqlen_k // config.block_n)
@@ -471,7 +451,7 @@ def _sink_gradients_call(buffers: Buffers) -> KernelCall:
     batch, rows = _flat_rows(lse)
     call = CallBuilder("backward_rows", "sink_gradients", buffers, ())
     call.vectors("sink", "lse", "delta", "dsink")
-    call.strides("l", "bh", _lse_strides(lse.shape))
+    call.strides("l", "bh", lse_strides(lse.shape))
     call.ints(rows=rows, batch=batch)
     return call.build((buffers["sink"].shape[0], 1, 1), BLOCK_M=1024)
 
@@ -502,7 +482,7 @@ def _gradient_call(
         call.row_strides(prefix, name, row)
     for name, row in more.items():
         call.row_strides("o" if name == "out" else name, name, row)
-    call.strides("l", "bh", _lse_strides(problem.lse_shape))
+    call.strides("l", "bh", lse_strides(problem.lse_shape))
     return call, {**constants, **_dims(call, problem)}
 
 

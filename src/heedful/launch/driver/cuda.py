@@ -12,7 +12,8 @@ from heedful.launch.artifact import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES, Artifact
 from heedful.launch.driver.forked import FORKED
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+# CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+CLUSTER_DIMENSION, PROGRAMMATIC = 4, 6
 BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0  # CU_LAUNCH_PARAM_*
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 STATIC_SHARED_LIMIT = 48 * 1024
@@ -82,13 +83,40 @@ def load(artifact: Artifact, device: int) -> c_void_p:
     return function
 
 
+def _attributes(artifact: Artifact, programmatic: bool) -> "ctypes.Array[_Attribute]":
+    """The attributes of a launch. Raises ValueError for those that the architecture lacks."""
+    values: dict[int, tuple[int, ...]] = {}
+    if artifact.cluster > 1:
+        values[CLUSTER_DIMENSION] = (artifact.cluster, 1, 1)
+    if programmatic:
+        values[PROGRAMMATIC] = (1,)
+    if values and int(artifact.target.partition(":")[2]) < 90:
+        raise ValueError(
+            "clusters and programmatic launches need compute capability 9.0, "
+            f"{artifact.symbol} is compiled for {artifact.target}"
+        )
+    made = (_Attribute * len(values))()
+    for attribute, (number, value) in zip(made, values.items(), strict=True):
+        attribute.id = number
+        attribute.value[: len(value)] = value
+    return made
+
+
 class Slot:
     """An argument buffer with everything that one launch passes to the driver; used by one thread
     at a time."""
 
     __slots__ = ("buffer", "config", "address", "_arguments", "_device", "_keep")
 
-    def __init__(self, artifact: Artifact, function: c_void_p, device: int, grid, template: bytes):
+    def __init__(
+        self,
+        artifact: Artifact,
+        function: c_void_p,
+        device: int,
+        grid,
+        template: bytes,
+        programmatic: bool = False,
+    ):
         # Tensor maps must sit on 64 bytes in the buffer as they do in parameter space.
         maps = (p.offset for p in artifact.parameters if p.type == "tensormap")
         raw = ctypes.create_string_buffer(len(template) + TENSOR_MAP_ALIGN)
@@ -104,12 +132,10 @@ class Slot:
         self.config.grid[:] = (grid[0] * artifact.cluster, grid[1], grid[2])
         self.config.block[:] = (artifact.num_warps * artifact.warp_size, 1, 1)
         self.config.shared_bytes = artifact.shared_bytes
-        attributes = (_Attribute * 1)()
-        if artifact.cluster > 1:
-            attributes[0].id = CLUSTER_DIMENSION
-            attributes[0].value[:3] = (artifact.cluster, 1, 1)
+        attributes = _attributes(artifact, programmatic)
+        if len(attributes):
             self.config.attributes = attributes
-            self.config.num_attributes = 1
+        self.config.num_attributes = len(attributes)
         self._arguments = (byref(self.config), function, None, extra)
         self._keep = (raw, size, attributes)
         self._device = device

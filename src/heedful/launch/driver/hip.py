@@ -51,7 +51,19 @@ class Slot:
 
     __slots__ = ("buffer", "address", "_head", "_extra", "_keep")
 
-    def __init__(self, artifact: Artifact, function: c_void_p, device: int, grid, template: bytes):
+    def __init__(
+        self,
+        artifact: Artifact,
+        function: c_void_p,
+        device: int,
+        grid,
+        template: bytes,
+        programmatic: bool = False,
+    ):
+        if programmatic or artifact.cluster > 1:
+            raise ValueError(
+                f"HIP has neither clusters nor programmatic launches: {artifact.symbol}"
+            )
         self.buffer = ctypes.create_string_buffer(template, len(template))
         self.address = ctypes.addressof(self.buffer)
         size = ctypes.c_size_t(len(template))

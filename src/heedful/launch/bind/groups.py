@@ -1,0 +1,242 @@
+"""The groups of kernel arguments (`kernels.args`) filled from a problem and its arrays: one
+function a group, for every family of kernels.
+
+Operands that a call lacks, and their strides, are None.
+"""
+
+from collections.abc import Mapping
+
+from heedful.core.arrays import ArraySpec
+from heedful.core.problem import AttentionProblem
+from heedful.kernels.args import (
+    Descale,
+    Descales,
+    Dropout,
+    KVLayout,
+    Mask,
+    Rows,
+    RowVector,
+    ScoreArray,
+    ScoreMods,
+    Sequences,
+    Shape,
+    SplitRows,
+    SplitRowVector,
+)
+from heedful.launch.spec import Pointer, Scalar
+
+Buffers = Mapping[str, ArraySpec]
+
+# Bounds that stand for "farther than any sequence reaches", small enough to be added to two
+# lengths in 32 bits.
+FAR = 1 << 29
+# In-tile offsets are 32-bit: rows of a tile (at most 256) times a stride below this.
+WIDE_STRIDE = 1 << 22
+
+
+def wrapped(word: int) -> int:
+    """A 32-bit word as the signed integer of the same bits."""
+    return (word & 0xFFFFFFFF ^ 0x80000000) - 0x80000000
+
+
+def pointer(buffers: Buffers, name: str, aligned: bool = False) -> Pointer | None:
+    """The address of an array, or None. aligned: promised to be a multiple of 16 bytes."""
+    spec = buffers.get(name)
+    return None if spec is None else Pointer(name, spec.dtype, aligned)
+
+
+def number(value: float) -> Scalar:
+    """A 32-bit number."""
+    return Scalar(value, "fp32")
+
+
+def stride(value: int, divisor: int = 1) -> Scalar:
+    """A 64-bit stride."""
+    return Scalar(value, "i64", divisor)
+
+
+def row_stride(value: int, divisor: int = 1) -> Scalar:
+    """A stride of rows: of 32 bits if offsets within a tile stay within them."""
+    return Scalar(value, "i32" if abs(value) < WIDE_STRIDE else "i64", divisor)
+
+
+def token_strides(spec: ArraySpec) -> tuple[int, int, int]:
+    """(batch, row, head) strides; packed tokens have no batch, pages are the batch."""
+    *batch, row, head, _ = spec.steps
+    return batch[0] if batch else 0, row, head
+
+
+def lse_strides(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(batch, head) strides of a dense (B, H, S) or (H, T) float32 array."""
+    strides = ArraySpec.contiguous(shape, "float32").strides
+    return (0, strides[0]) if len(shape) == 2 else (strides[0], strides[1])
+
+
+def rows(buffers: Buffers, name: str, divisor: int = 1) -> Rows:
+    """A (B, S, H, D) or (T, H, D) tensor whose strides are all multiples of `divisor`; one above 1
+    promises an aligned address, too."""
+    b, n, h = token_strides(buffers[name])
+    strides = stride(b, divisor), row_stride(n, divisor), stride(h, divisor)
+    return Rows(pointer(buffers, name, divisor > 1), *strides)
+
+
+def split_rows(buffers: Buffers, name: str, is_split: bool, divisor: int = 1) -> SplitRows:
+    """`rows` of an array that has a leading dim of splits, or of a whole one."""
+    spec, lead = buffers[name], int(is_split)
+    one = ArraySpec(spec.shape[lead:], spec.strides[lead:], spec.dtype)
+    b, n, h = token_strides(one)
+    s = spec.strides[0] if is_split else 0
+    strides = stride(b, divisor), row_stride(n, divisor), stride(h, divisor)
+    return SplitRows(pointer(buffers, name, divisor > 1), stride(s, divisor), *strides)
+
+
+def row_vector(buffers: Buffers, name: str) -> RowVector:
+    """A dense float32 (B, H, S) or (H, T) array."""
+    spec = buffers.get(name)
+    if spec is None:
+        return RowVector(None, None, None)
+    return RowVector(pointer(buffers, name), *map(stride, lse_strides(spec.shape)))
+
+
+def split_row_vector(buffers: Buffers, name: str, is_split: bool) -> SplitRowVector:
+    """`row_vector` of an array that has a leading dim of splits, or of a whole one."""
+    spec = buffers.get(name)
+    if spec is None:
+        return SplitRowVector(None, None, None, None)
+    b, h = lse_strides(spec.shape[int(is_split) :])
+    s = spec.strides[0] if is_split else 0
+    return SplitRowVector(pointer(buffers, name), stride(s), stride(b), stride(h))
+
+
+def score_array(buffers: Buffers, name: str) -> ScoreArray:
+    """A (B, H, M, N) array with any strides."""
+    spec = buffers.get(name)
+    if spec is None:
+        return ScoreArray(None, None, None, None, None)
+    b, h, m, n = spec.steps
+    return ScoreArray(pointer(buffers, name), stride(b), stride(h), row_stride(m), row_stride(n))
+
+
+def stored_keys(buffers: Buffers, page_size: int) -> int:
+    """Keys that each sequence has room for in storage, or packed ones all together. A cache without
+    pages or rows has room for none."""
+    k = buffers["k"].shape
+    if len(k) == 3 or not k[0]:
+        return k[0]
+    return buffers["block_table"].shape[1] * page_size if page_size else k[1]
+
+
+def sequences(problem: AttentionProblem, buffers: Buffers) -> Sequences:
+    """Where sequences lie, and how far any can reach."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
+    seqlen_q = buffers["q"].shape[0] if problem.varlen_q else problem.seqlen_q
+    seqlen_k = stored_keys(buffers, problem.page_size)
+    return Sequences(*(pointer(buffers, n) for n in names), Scalar(seqlen_q), Scalar(seqlen_k))
+
+
+def shape(problem: AttentionProblem) -> Shape:
+    """Sizes of the whole call."""
+    p = problem
+    return Shape(*map(Scalar, (p.batch, p.heads_q, p.heads_k, p.seqlen_q, p.seqlen_k)))
+
+
+def mask(problem: AttentionProblem, buffers: Buffers) -> Mask:
+    """Which keys a query sees. A side without a bound reaches FAR."""
+    given = problem.mask
+    tree = buffers.get("tree_mask")
+    # One tree for all sequences comes with a batch of 1.
+    batch_stride = tree.strides[0] if tree and tree.shape[0] > 1 else 0
+    return Mask(
+        left=Scalar(min(given.left, FAR) if given.left >= 0 else FAR),
+        right=Scalar(min(given.right, FAR) if given.right >= 0 else FAR),
+        first=Scalar(min(given.first, FAR)),
+        bottom_right=Scalar(int(given.bottom_right)),
+        shift=Scalar(max(-FAR, min(given.shift, FAR))),
+        tree=pointer(buffers, "tree_mask"),
+        stride_treeb=stride(batch_stride) if tree else None,
+        stride_treem=row_stride(tree.strides[1]) if tree else None,
+        HAS_LEFT=given.left >= 0,
+        HAS_RIGHT=given.right >= 0,
+    )
+
+
+def score_mods(problem: AttentionProblem, buffers: Buffers) -> ScoreMods:
+    """What makes scores of raw products."""
+    alibi = buffers.get("alibi_slopes")
+    return ScoreMods(
+        scale=number(problem.scale),
+        softcap=number(problem.softcap),
+        alibi=pointer(buffers, "alibi_slopes"),
+        stride_alibib=stride(alibi.strides[0]) if alibi else None,
+        bias=score_array(buffers, "bias"),
+        sink=pointer(buffers, "sink"),
+        HAS_SOFTCAP=problem.softcap > 0,
+        # The maximum commutes with a positive scale alone; float32 has the digits that folding the
+        # scale into the exponent loses.
+        IS_ADJUSTED=bool(
+            problem.softcap > 0
+            or problem.alibi
+            or problem.bias
+            or problem.scale <= 0
+            or problem.dtype == "float32"
+        ),
+    )
+
+
+def has_dropout(problem: AttentionProblem) -> bool:
+    """Whether any probability is dropped: one that rounds to certainty drops nothing, and its
+    threshold 2^32 has no 32-bit word."""
+    return (1.0 - problem.dropout_p) * 2.0**32 < 2.0**32
+
+
+def dropout(problem: AttentionProblem, buffers: Buffers) -> Dropout:
+    """Which probabilities are dropped, and what the others are multiplied by: at p = 1 none is
+    kept."""
+    keep = 1.0 - problem.dropout_p
+    scale = number(1.0 / keep if keep > 0 else 0.0)
+    if not has_dropout(problem):
+        return Dropout(None, None, scale, None, None, None, None, IS_ON=False, IS_QUAD=False)
+    origin = problem.dropout_origin
+    return Dropout(
+        pointer(buffers, "seed"),
+        Scalar(wrapped(int(keep * 2.0**32))),
+        scale,
+        *(Scalar(wrapped(o)) for o in origin),
+        IS_ON=True,
+        IS_QUAD=origin[3] % 4 == 0,
+    )
+
+
+def kv_layout(problem: AttentionProblem, buffers: Buffers) -> KVLayout:
+    """Where keys lie in a cache."""
+    table, k = buffers.get("block_table"), buffers["k"]
+    is_cache = table is not None or "kv_batch_idx" in buffers
+    return KVLayout(
+        table=pointer(buffers, "block_table"),
+        stride_tableb=stride(table.strides[0]) if table else None,
+        page_size=Scalar(problem.page_size) if table else None,
+        entries=Scalar(k.shape[0]) if is_cache else None,
+        batch_idx=pointer(buffers, "kv_batch_idx"),
+    )
+
+
+def descales(problem: AttentionProblem, buffers: Buffers) -> Descales:
+    """Descales of (B, G), or beside the keys as (.., rows, G, groups)."""
+    if problem.kv_shift and not problem.kv_group:
+        raise ValueError("k_shift and v_shift need a scale per group of a key (kv_group > 0)")
+    q, k, v = (_descale(problem, buffers, name) for name in "qkv")
+    return Descales(q, k, v, KV_GROUP=problem.kv_group, IS_INT4=problem.kv_dtype == "int4")
+
+
+def _descale(problem: AttentionProblem, buffers: Buffers, name: str) -> Descale:
+    spec, moved = (buffers.get(f"{name}_{what}") for what in ("descale", "shift"))
+    if spec is None:
+        return Descale(None, None, None, None, None)
+    pointers = pointer(buffers, f"{name}_descale"), pointer(buffers, f"{name}_shift")
+    if name == "q" or not problem.kv_group:
+        b, h = spec.strides
+        return Descale(*pointers, stride(b), None, stride(h))
+    if moved is not None and token_strides(moved) != token_strides(spec):
+        raise ValueError(f"{name}_shift must have the strides of {name}_descale")
+    b, n, h = token_strides(spec)
+    return Descale(*pointers, stride(b), row_stride(n), stride(h))

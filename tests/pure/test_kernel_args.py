@@ -1,0 +1,125 @@
+"""Groups of kernel arguments: what is declared, how a call is made of them, and what it writes."""
+
+from typing import Any
+
+import pytest
+
+from heedful.core.device import by_name
+from heedful.core.mask import MaskSpec
+from heedful.core.plan import plan
+from heedful.core.problem import AttentionProblem
+from heedful.kernels import args
+from heedful.kernels.args import Kind, Mask, Rows
+from heedful.launch.programs import program
+from heedful.launch.spec import (
+    KernelCall,
+    KernelRef,
+    Pointer,
+    Scalar,
+    declared,
+    leaves,
+    map_leaves,
+)
+
+GROUPS = [x for x in vars(args).values() if isinstance(x, type) and hasattr(x, "_fields")]
+MOST_FIELDS, MOST_PARAMETERS = 12, 20
+REF = KernelRef("heedful.kernels.portable.forward", "attention_forward")
+NARROW = Rows(Pointer("q", "float16"), Scalar(1, "i64"), Scalar(2), Scalar(3, "i64"))
+
+
+def forward_call(**facts) -> KernelCall:
+    problem = AttentionProblem.dense(2, 64, 512, 4, head_dim=64, return_lse=True, **facts)
+    return program(plan(problem, by_name("B200"), backend="portable"), "forward").calls[0]
+
+
+def call_of(**parameters: Any) -> KernelCall:
+    return KernelCall(REF, (1, 1, 1), parameters)
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
+def test_every_field_of_a_group_says_what_it_holds(group):
+    assert len(group._fields) <= MOST_FIELDS and group.__doc__
+    for name, kind, inner in declared(group):
+        # What is read or written of an array is said where the array is used.
+        assert kind is not None or inner is not None or name == "ptr", name
+        assert (kind is Kind.CONSTANT) == name.isupper(), name
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=lambda group: group.__name__)
+def test_a_leaf_that_is_missing_misspelt_or_given_twice_is_a_type_error(group):
+    given = dict.fromkeys(group._fields)
+    first, *_ = given
+    with pytest.raises(TypeError, match="missing"):
+        group(**{name: None for name in given if name != first})
+    with pytest.raises(TypeError, match="unexpected"):
+        group(**given, misspelt=None)
+    with pytest.raises(TypeError, match="multiple values"):
+        group(None, **given)
+
+
+def test_leaves_have_dotted_names_in_order():
+    call = forward_call(mask=MaskSpec.of(True))
+    assert len(call.parameters) <= MOST_PARAMETERS
+    names = [name for x in call.parameters.items() for name, *_ in leaves(*x)]
+    assert names[:5] == ["io.q.ptr", "io.q.stride_b", "io.q.stride_n", "io.q.stride_h", "io.k.ptr"]
+    assert len(set(names)) == len(names)
+    assert set(names) == set(call.arguments) | set(call.constants)
+    assert not set(call.arguments) & set(call.constants)
+    assert call.arguments["mask.right"] == Scalar(0) and call.constants["mask.HAS_RIGHT"] is True
+    assert call.constants["mods.bias.ptr"] is None
+
+
+def test_leaves_are_replaced_where_they_are():
+    call = forward_call()
+    seen = {}
+    io = map_leaves(
+        "io", call.parameters["io"], lambda name, leaf, path: seen.setdefault(path, name)
+    )
+    assert type(io) is type(call.parameters["io"]) and io.v.stride_n == "io.v.stride_n"
+    assert seen[(2, 2)] == "io.v.stride_n"
+
+
+def test_a_call_writes_what_its_groups_declare():
+    call = forward_call()
+    assert call.writes == {"out", "lse"} and call.reads == {"q", "k", "v"}
+
+
+def test_what_a_loose_address_is_for_is_not_guessed():
+    call = call_of(x=Pointer("x", "float32"))
+    assert list(call.arguments) == ["x"]
+    for buffers in ("reads", "writes"):
+        with pytest.raises(TypeError, match="x: declared neither as read nor as written"):
+            getattr(call, buffers)
+
+
+def mask(**facts) -> Mask:
+    return Mask(**{**dict.fromkeys(Mask._fields), **facts})
+
+
+@pytest.mark.parametrize(
+    "group, said",
+    [
+        (mask(left=Pointer("x", "int32")), "mask.left is declared as number, got Pointer"),
+        (mask(HAS_LEFT=Scalar(1)), "mask.HAS_LEFT is declared as constant, got Scalar"),
+        (mask(tree=Scalar(1)), "mask.tree is declared as read, got Scalar"),
+        (mask(tree=NARROW), "mask.tree must be None, got .*Rows"),
+        (NARROW, "mask.ptr must be declared as read, written or both"),
+    ],
+    ids=lambda x: type(x).__name__,
+)
+def test_a_leaf_of_another_kind_than_declared_is_a_type_error(group, said):
+    with pytest.raises(TypeError, match=said):
+        call_of(mask=group)
+
+
+def test_a_group_of_another_class_than_its_field_is_a_type_error():
+    io = forward_call().parameters["io"]
+    with pytest.raises(TypeError, match="io.out must be .*SplitRows"):
+        call_of(io=io._replace(out=io.q))
+    # A whole group may be absent.
+    assert call_of(io=io._replace(lse=None)).writes == {"out"}
+
+
+def test_a_cluster_has_at_least_one_program():
+    with pytest.raises(ValueError, match="cluster must be >= 1, got 0"):
+        KernelCall(REF, (1, 1, 1), {}, cluster=0)
