@@ -1,12 +1,15 @@
 """The mutation tool plants what its operators say and draws fair samples."""
 
+import json
+import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from mutation.__main__ import equivalents
-from mutation.covering import Choice, Traced
+from mutation.covering import Choice, Map, Traced
 from mutation.mutants import mutants, parses, sample
 
 ROOT = Path(__file__).parents[2]
@@ -41,6 +44,7 @@ EACH = {
     },
     "@f(1)\nclass A:\n    'x'\n    b: int = c": set(),
     "a = f'{b + c}'": set(),
+    "a = TypeVar('b', bound=c)": set(),
 }
 
 
@@ -77,6 +81,36 @@ def test_tests_that_run_the_lines_come_first_and_unlike_ones_early():
     chosen, exact = Choice(tests).tests("m", {4, 5}, 10.0)
     assert [test.id for test in chosen] == ["a::fast", "b::fast", "a::slow", "c::elsewhere"]
     assert exact == 3
+
+
+class Serves:
+    """A test server that runs one test a file, and ends once as many others run as are expected."""
+
+    def __init__(self, barrier: threading.Barrier):
+        self._barrier = barrier
+
+    def run(self, tree: Path, tests: list[str], seconds: float, trace: Path) -> dict:
+        (file,) = tests
+        trace.write_text(json.dumps({"tests": {file: {"seconds": 0, "lines": {}}}, "failed": []}))
+        self._barrier.wait(10)
+        return {"code": 0}
+
+
+def test_entries_of_the_map_that_are_made_at_the_same_time_stay_apart(tmp_path):
+    files = [f"tests/pure/test_{i}.py" for i in range(4)]
+    (tmp_path / "tests/pure").mkdir(parents=True)
+    for file in files:
+        (tmp_path / file).write_text("")
+    kept, server = Map(tmp_path), Serves(threading.Barrier(len(files)))
+    makes = [partial(kept.make, server, "plain", file, tmp_path, 1) for file in files]
+    threads = [threading.Thread(target=make) for make in makes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for file in files:
+        entry = tmp_path / "map" / f"plain-{file.replace('/', '.')}.json"
+        assert list(json.loads(entry.read_text())["tests"]) == [file]
 
 
 def test_each_equivalent_mutant_is_still_one_of_the_sources():

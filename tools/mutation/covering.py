@@ -113,7 +113,8 @@ class Map:
 
     def make(self, server, mode: str, file: str, tree: Path, seconds: float) -> str:
         """Makes an entry; returns what there is to say about it."""
-        traced = self._entries / f"{os.getpid()}-{mode}.tmp"
+        # Of this entry alone: others are made at the same time.
+        traced = self._path(mode, file).with_suffix(f".{os.getpid()}.tmp")
         start = time.monotonic()
         answer = server.run(tree, [file], seconds, traced)
         entry = {"tests": {}, "failed": []}

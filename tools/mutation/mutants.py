@@ -287,6 +287,8 @@ class _Finder(ast.NodeVisitor):
         texts = [self.text(piece) for piece in pieces]
         changes = []
         called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        if called == "TypeVar":  # Like an annotation.
+            return
         commutes = called in ("min", "max", "transpose")
         if pieces and not isinstance(node.args[0] if node.args else None, ast.GeneratorExp):
             whole = self.span(pieces[0])[0], self.span(pieces[-1])[1]
