@@ -8,11 +8,12 @@ from triton.experimental.gluon import language as gl
 
 from heedful.core import configs, plan
 from heedful.core.arrays import ArraySpec
-from heedful.core.configs import ConfigRow, TileConfig
+from heedful.core.configs import ConfigRow
 from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
+from heedful.core.tiles import HopperForwardConfig
 from heedful.kernels.hopper import speculative_softmax
 from heedful.kernels.hopper.pipeline import full_barriers
 from heedful.launch import buffers, compiler, programs
@@ -21,8 +22,8 @@ from heedful.launch.spec import Scalar, TensorMap
 from support.loops import bare_loop, each_loop
 
 DEVICE = by_name("H200")
-_EXTRA = (("consumer_regs", 240), ("pingpong", True), ("producer_regs", 24))
-PLAIN = ConfigRow("hopper.forward", ("sm_90",), 128, TileConfig(128, 128, 4, 2, _EXTRA), "tests")
+_TILE = HopperForwardConfig(128, 128, 4, 2, consumer_regs=240, pingpong=True)
+PLAIN = ConfigRow("hopper.forward", ("sm_90",), 128, _TILE, "tests")
 _KINDS = [
     AttentionProblem.dense(2, rows, 2000, 8, 4, head_dim=64, bias=bias, alibi=rows < 40)
     for rows in (3000, 100, 50, 30, 10)
@@ -47,8 +48,8 @@ def planned(row, **facts):
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"d{row.max_dim}-{row.config.block_m}")
 def test_the_registers_of_every_config_fit_an_sm(row):
     # One consumer alone gets what the producer leaves.
-    registers = row.config.get("consumer_regs", 0) * row.config.block_m // 64
-    assert registers + row.config.get("producer_regs") <= 512  # of 65536, by 128 threads
+    registers = (row.config.consumer_regs or 0) * row.config.block_m // 64
+    assert registers + row.config.producer_regs <= 512  # of 65536, by 128 threads
 
 
 HOPPER_ROWS = [row for row in configs.ROWS if row.kernel == "hopper.forward"]
@@ -58,7 +59,7 @@ HOPPER_ROWS = [row for row in configs.ROWS if row.kernel == "hopper.forward"]
 def test_each_barrier_that_tells_of_queries_is_one_consumers(row):
     """Who does not see each phase of a barrier may take one for the next."""
     consumers = row.config.block_m // 64
-    stages = row.config.get("q_stages", consumers)
+    stages = row.config.query_stages
     if row.when(AttentionProblem.dense(1, 1, 1, 1, dtype="float8_e4m3fn")):
         assert stages % consumers == 0
     waits = [tile % full_barriers(stages, consumers) for tile in range(20 * consumers)]

@@ -16,7 +16,6 @@ from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.launch import buffers, foreign, prebuild, record
 from heedful.launch.artifact import lay_out
-from heedful.launch.bind import portable
 from heedful.launch.programs import program
 from heedful.launch.spec import Pointer, Scalar
 from heedful.torch.execute import buffer_spec
@@ -273,11 +272,9 @@ def test_what_no_portable_kernel_does_is_refused_before_anything_is_launched():
     given = buffers.forward(problem)
     given.pop("lse")
     with pytest.raises(ValueError, match="probs need lse"):
-        portable.forward(problem, chosen, given)
-    table = ArraySpec.contiguous((1, 4), "int32")
-    for name in ("block_table", "kv_batch_idx"):
-        with pytest.raises(ValueError, match=f"portable backward takes no {name}"):
-            portable.backward(problem, chosen, {**buffers.backward(problem), name: table})
+        program(chosen, "forward", given)
+    with pytest.raises(ValueError, match="does not take cache rows by index"):
+        plan(replace(problem, kv_batch_idx=True), by_name("B200"))
 
 
 def test_shifts_of_a_cache_lie_as_its_scales_do():
@@ -286,13 +283,13 @@ def test_shifts_of_a_cache_lie_as_its_scales_do():
     )
     chosen = plan(grouped, by_name("B200"))
     given = buffers.forward(grouped)
-    assert portable.forward(grouped, chosen, given).calls
+    assert program(chosen, "forward", given).calls
     for name in ("k", "v"):
         moved = given[f"{name}_shift"]._replace(strides=(512, 16, 4, 1))
         with pytest.raises(ValueError, match=f"{name}_shift must have the strides of {name}_desc"):
-            portable.forward(grouped, chosen, {**given, f"{name}_shift": moved})
-    with pytest.raises(ValueError, match="need a scale per group"):
-        portable.forward(replace(grouped, kv_group=0), chosen, given)
+            program(chosen, "forward", {**given, f"{name}_shift": moved})
+    with pytest.raises(ValueError, match="a cache without a scale per group"):
+        plan(replace(grouped, kv_group=0), by_name("B200"))
 
 
 def test_cpu_problems_have_nothing_to_compile():

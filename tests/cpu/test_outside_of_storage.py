@@ -15,10 +15,11 @@ pytest.importorskip("triton")
 
 import torch
 
-from heedful.core.configs import ROWS, TileConfig
+from heedful.core.configs import ROWS
 from heedful.core.device import by_name
 from heedful.core.plan import Plan, plan
 from heedful.core.problem import AttentionProblem
+from heedful.core.tiles import TileConfig
 from heedful.launch import buffers, programs
 from heedful.launch.bind import portable, portable_cache
 from heedful.launch.interpret import interpret
@@ -40,9 +41,8 @@ def ints(*values: int) -> torch.Tensor:
 
 def forward(problem: AttentionProblem, num_splits: int = 1, **tensors: torch.Tensor):
     """(out, lse) of the portable kernels, which write nothing beside them."""
-    chosen = Plan(
-        problem, by_name("H200"), "portable", "run", configs=KERNELS, num_splits=num_splits
-    )
+    problem, is_split = replace(problem, num_splits=num_splits), num_splits > 1
+    chosen = Plan(problem, by_name("H200"), "portable", "run", configs=KERNELS, is_split=is_split)
     q = tensors["q"]
     results = {
         "out": Fenced.like(torch.full((*q.shape[:-1], problem.head_dim_v), 7.0)),

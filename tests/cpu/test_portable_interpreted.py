@@ -12,10 +12,11 @@ pytest.importorskip("triton")
 
 import torch
 
-from heedful.core.configs import ROWS, TileConfig
+from heedful.core.configs import ROWS
 from heedful.core.device import by_name
 from heedful.core.operands import Gradients, own_shape
 from heedful.core.plan import Plan
+from heedful.core.tiles import TileConfig
 from heedful.launch.bind import portable, portable_cache
 from heedful.launch.interpret import interpret
 from heedful.torch.cache_update import append_kv, rotate

@@ -107,6 +107,9 @@ def tiles(device) -> list[str]:
             base |= {"head_dim": dim, "head_dim_v": min(dim, 512)}
             problem = dense(**{**base, **facts})
             for kernel in dict.fromkeys(row.kernel for row in configs.ROWS):
+                is_fp8 = problem.dtype.startswith("float8")
+                if kernel.startswith("hopper.") and ("fp8" in kernel) != is_fp8:
+                    continue
                 said = f"{kernel} {tile(kernel, problem, device)}"
                 users.setdefault(said, {}).setdefault(name, []).append(str(dim))
     return [
@@ -122,9 +125,9 @@ def tile(kernel: str, problem: AttentionProblem, device) -> str:
     except LookupError:
         return "none"
     c = row.config
-    extra = "".join(f" {key}={value}" for key, value in c.extra)
-    packed = f" by {c.pack_gqa(problem)}" if c.pack_gqa(problem) != 1 else ""
-    return f"{c.block_m}x{c.block_n}x{c.num_warps}x{c.num_stages}{extra}{packed} ({row.measured})"
+    rows = c.group_rows(problem)
+    words = f" {c.words()}".rstrip() + (f" by {rows}" if rows != 1 else "")
+    return f"{c.block_m}x{c.block_n}x{c.num_warps}x{c.num_stages}{words} ({row.measured})"
 
 
 def line(problem: AttentionProblem, device) -> str:

@@ -2,10 +2,12 @@
 
 import pytest
 
+from heedful.core import configs
 from heedful.core.arrays import ArraySpec
+from heedful.core.device import by_name
 from heedful.core.operands import own_shape
 from heedful.core.problem import AttentionProblem
-from heedful.launch.bind import hopper
+from heedful.core.tiles import HopperForwardConfig, tile_dim
 from heedful.launch.bind import hopper_maps as maps
 
 
@@ -86,7 +88,7 @@ def test_a_map_of_rows_alone_ends_behind_the_last_batch_entry():
 
 @pytest.mark.parametrize("dim, width", [(1, 64), (64, 64), (65, 128), (128, 128), (129, 256)])
 def test_a_tile_is_the_narrowest_that_holds_the_head_dim(dim, width):
-    assert maps.tile_dim(dim) == width
+    assert tile_dim(dim) == width
 
 
 @pytest.mark.parametrize("dim, has", [(128, False), (129, True), (192, True), (193, False)])
@@ -98,7 +100,11 @@ def test_head_dims_of_three_boxes_have_a_third_unless_they_lie_in_pages(dim, has
             1, 64, 64, 1, head_dim=dims[0], head_dim_v=dims[1], **facts
         )
         has = has and not page_size
-        assert hopper.has_tails(problem) == (has and dims[0] == dim, has and dims[1] == dim)
+        config = configs.choose("hopper.forward", problem, by_name("H200")).config
+        fitted = config.fitted(problem, None)
+        assert isinstance(fitted, HopperForwardConfig)
+        tails = has and dims[0] == dim, has and dims[1] == dim
+        assert (fitted.tail_d, fitted.tail_e) == tails
 
 
 def test_arrays_have_a_stride_for_each_dim():

@@ -27,8 +27,8 @@ import torch
 
 from heedful.core import configs
 from heedful.core.capability import Toolchain
-from heedful.core.configs import TileConfig
 from heedful.core.device import by_name
+from heedful.core.tiles import TileConfig
 from heedful.launch import bound
 from heedful.launch.artifact import Artifact, lay_out
 from heedful.launch.interpret import run_call

@@ -106,9 +106,8 @@ def _tiles(decision: Plan) -> Table:
     for name in ("kernel", "queries x keys", "warps", "stages", "more"):
         table.add_column(name)
     for kernel, config in decision.configs.items():
-        extra = ", ".join(f"{name}={value}" for name, value in config.extra)
         cells = (kernel, f"{config.block_m} x {config.block_n}", config.num_warps)
-        cells += (config.num_stages, extra)
+        cells += (config.num_stages, config.words().replace(" ", ", "))
         table.add_row(*(escape(str(cell)) for cell in cells))
     return table
 

@@ -4,8 +4,8 @@ The planner, the tests and docs/support-matrix.md are all made from ROWS.
 """
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import FEATURES, ITEM_BITS, MAX_HEAD_DIM, MAX_HEAD_DIM_V, AttentionProblem
@@ -47,6 +47,10 @@ class KernelRow:
     by_default: whether the planner may choose it unasked.
     gathers_pages: it takes keys in pages as dense copies, see torch/pages.py.
     gates: further conditions, each a function that returns a reason or None.
+    configs: the kernels with tuned tiles that it launches, in the table of core/configs.py.
+    program: the module whose `forward` and `backward` make its Program; "" launches no kernels.
+    module: the module whose `forward` and `backward` run on the host.
+    code: architecture -> module of the device code, where that differs.
     """
 
     backend: str
@@ -61,6 +65,10 @@ class KernelRow:
     by_default: bool = True
     gathers_pages: bool = False
     gates: tuple[Callable[[AttentionProblem, DeviceSpec], str | None], ...] = ()
+    configs: tuple[str, ...] = ()
+    program: str = ""
+    module: str = ""
+    code: Mapping[str, str] = field(default_factory=dict)
 
     def level(self, device: DeviceSpec) -> str | None:
         """The support level on this device, None where the kernel does not exist for it."""
@@ -242,6 +250,8 @@ ROWS: tuple[KernelRow, ...] = (
         dim_multiple=8,
         least=(("triton", (3, 6)),),
         gates=(_some_tokens, _positive_scale, _out_as_in, _whole_pages, _aligned_draws),
+        configs=("hopper.forward",),
+        program="heedful.launch.bind.hopper",
     ),
     KernelRow(
         "hopper",
@@ -258,6 +268,8 @@ ROWS: tuple[KernelRow, ...] = (
         # For gl.inline_asm.
         least=(("triton", (3, 9)),),
         gates=(_some_tokens, _float_out),
+        configs=("hopper.fp8_forward",),
+        program="heedful.launch.bind.hopper_fp8",
     ),
     KernelRow(
         "cdna",
@@ -275,6 +287,9 @@ ROWS: tuple[KernelRow, ...] = (
         # Not before `heedful validate` has passed on the machine.
         by_default=False,
         gates=(_positive_scale, _out_as_in_or_float, _own_e4m3, _many_keys),
+        configs=("cdna.forward",),
+        program="heedful.launch.bind.cdna",
+        code={"gfx942": "heedful.kernels.cdna3.forward", "gfx950": "heedful.kernels.cdna4.forward"},
     ),
     KernelRow(
         "portable",
@@ -286,6 +301,8 @@ ROWS: tuple[KernelRow, ...] = (
         max_dim=MAX_HEAD_DIM,
         least=(("triton", (3, 6)),),
         gates=(_whole_probs, _scales_of_groups, _fp8_conversion, wider_keys_than_values),
+        configs=("portable.forward", "portable.scores"),
+        program="heedful.launch.bind.portable",
     ),
     KernelRow(
         "portable",
@@ -297,6 +314,8 @@ ROWS: tuple[KernelRow, ...] = (
         gathers_pages=True,
         least=(("triton", (3, 6)),),
         gates=(_wide_float32,),
+        configs=("portable.backward_keys", "portable.backward_queries", "portable.scores"),
+        program="heedful.launch.bind.portable",
     ),
     KernelRow(
         "sdpa",
@@ -307,6 +326,7 @@ ROWS: tuple[KernelRow, ...] = (
         frozenset({"causal", "diagonal", "gqa", "unaligned"}),
         least=(("torch", (2, 11)),),
         gates=(_sdpa_mask,),
+        module="heedful.cpu.sdpa",
     ),
     KernelRow(
         "cpu",
@@ -317,6 +337,7 @@ ROWS: tuple[KernelRow, ...] = (
         kv_dtypes=_QUANTIZED,
         max_dim=MAX_HEAD_DIM,
         least=(("torch", (2, 11)),),
+        module="heedful.cpu",
     ),
     KernelRow(
         "cpu",
@@ -326,6 +347,7 @@ ROWS: tuple[KernelRow, ...] = (
         _EVERY_FEATURE,
         max_dim=MAX_HEAD_DIM,
         least=(("torch", (2, 11)),),
+        module="heedful.cpu",
     ),
 )
 
@@ -333,6 +355,13 @@ ROWS: tuple[KernelRow, ...] = (
 def rows(direction: str) -> list[KernelRow]:
     """The kernels of a direction, best first."""
     return [row for row in ROWS if row.direction == direction]
+
+
+def row(backend: str, direction: str, dtype: str) -> KernelRow:
+    """The kernels of a backend for a direction and a dtype of queries."""
+    return next(
+        r for r in ROWS if (r.backend, r.direction) == (backend, direction) and dtype in r.dtypes
+    )
 
 
 def backends() -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Tuned tiles per kernel and architecture, each with where it was measured.
 
-The first row that fits wins, so special cases stand above general ones.
+The first row that fits wins, so special cases stand above general ones. The row's config is then
+fitted to the problem, so that a plan says all that the problem decides about the code, too.
 """
 
 from collections.abc import Callable
@@ -9,27 +10,13 @@ from typing import Any
 
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import MAX_HEAD_DIM_V, AttentionProblem
-
-
-@dataclass(frozen=True, slots=True)
-class TileConfig:
-    """How one kernel is cut: `block_m` query rows by `block_n` keys; `extra` holds what only that
-    kernel knows (register splits, unrolling, compiler flags), as sorted (name, value) pairs."""
-
-    block_m: int
-    block_n: int
-    num_warps: int = 4
-    num_stages: int = 2
-    extra: tuple[tuple[str, object], ...] = ()
-
-    def get(self, name: str, default=None):
-        """The value of an extra."""
-        return dict(self.extra).get(name, default)
-
-    def pack_gqa(self, problem: AttentionProblem) -> int:
-        """Rows of a tile that one query position takes: above 1, the query heads of a KV head lie
-        beside each other in a tile, in as many rows as the next power of two."""
-        return 1 << (problem.group - 1).bit_length() if self.get("pack_gqa", False) else 1
+from heedful.core.tiles import (
+    CdnaForwardConfig,
+    HopperForwardConfig,
+    HopperFp8Config,
+    PortableConfig,
+    TileConfig,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,65 +238,59 @@ def _narrow_values(problem: AttentionProblem) -> bool:
     return problem.head_dim > 128 >= problem.head_dim_v and _no_pages(problem)
 
 
-def _hopper(
-    max_dim: int, tile: tuple[int, ...], when=_always, measured=_H200_GLUON, **extra
-) -> ConfigRow:
-    """`extra` is what kernels/hopper/forward.py calls by the same names."""
-    config = TileConfig(*tile, extra=tuple(sorted(extra.items())))
+def _hopper(max_dim: int, tile: tuple[int, ...], when=_always, measured=_H200_GLUON, **how):
+    config = HopperForwardConfig(*tile, **how)
     return ConfigRow("hopper.forward", ("sm_90",), max_dim, config, measured, when)
+
+
+def _hopper_fp8(max_dim: int, tile: tuple[int, ...], when=_always, **how):
+    config = HopperFp8Config(*tile, **how)
+    return ConfigRow("hopper.fp8_forward", ("sm_90",), max_dim, config, _H200_GLUON, when)
 
 
 _D64: dict[str, Any] = {
     "consumer_regs": 112,
-    "rescale": "speculative",
     "producer_regs": 32,
+    "rescale": "speculative",
     "v_stages": 6,
 }
 _D64_FOUR: dict[str, Any] = {**_D64, "q_stages": 8}
 # Under ALiBi references rescale by a threshold, and ping-pong keeps products and softmax apart.
 _D64_PINGPONG: dict[str, Any] = {**_D64, "pingpong": True}
-_D128: dict[str, Any] = {"consumer_regs": 240, "pingpong": True, "producer_regs": 24}
+_D128: dict[str, Any] = {"consumer_regs": 240, "pingpong": True}
 _D128_SPECULATIVE: dict[str, Any] = {**_D128, "rescale": "speculative", "v_stages": 2}
 _D128_UNEVEN: dict[str, Any] = {
     "consumer_regs": 160,
-    "rescale": "speculative",
     "out_in_q": True,
     "producer_regs": 32,
     "q_stages": 4,
+    "rescale": "speculative",
     "v_stages": 5,
 }
 _D192: dict[str, Any] = {**_D128, "out_in_q": True}
-_D256: dict[str, Any] = {"consumer_regs": 240, "out_in_q": True, "producer_regs": 24}
-
-
-def _fp8(problem: AttentionProblem) -> bool:
-    return problem.dtype == "float8_e4m3fn"
-
-
+_D256: dict[str, Any] = {"consumer_regs": 240, "out_in_q": True}
 _FP8_D64: dict[str, Any] = {
     "consumer_regs": 160,
-    "rescale": "speculative",
-    "votes_last": True,
     "producer_regs": 32,
     "q_stages": 6,
+    "rescale": "speculative",
     "transposes_v": True,
+    "votes_last": True,
 }
 _FP8_D128: dict[str, Any] = {
     "consumer_regs": 240,
-    "rescale": "speculative",
-    "producer_regs": 24,
-    "q_stages": 4,
     "sums_in_regs": True,
+    "q_stages": 4,
+    "rescale": "speculative",
     "transposes_v": True,
 }
 # In cycles 1.5 to 2.5 % fewer for masked calls, for those without a mask 3 % more (H200,
 # 2026-11-22, Triton 3.9): docs/lab/hopper-fp8.md.
-_FP8_D128_MASKED: dict[str, Any] = {**_FP8_D128, "prefetches_tile": True, "votes_last": True}
-_FP8_D256: dict[str, Any] = {"consumer_regs": 240, "producer_regs": 24}
+_FP8_D128_MASKED: dict[str, Any] = {**_FP8_D128, "votes_last": True, "prefetches_tile": True}
 
 
-def _fp8_masked(problem: AttentionProblem) -> bool:
-    return _fp8(problem) and problem.mask.bounded
+def _masked(problem: AttentionProblem) -> bool:
+    return problem.mask.bounded
 
 
 def _eight_bit(problem: AttentionProblem) -> bool:
@@ -318,7 +299,7 @@ def _eight_bit(problem: AttentionProblem) -> bool:
 
 def _cdna(max_dim: int, tile: tuple[int, int, int, int], when=_always) -> ConfigRow:
     measured = "compiled and emulated for gfx942 and gfx950: no spills; not timed"
-    return ConfigRow("cdna.forward", _GLUON_CDNA, max_dim, TileConfig(*tile), measured, when)
+    return ConfigRow("cdna.forward", _GLUON_CDNA, max_dim, CdnaForwardConfig(*tile), measured, when)
 
 
 _GLUON_CDNA = ("gfx942", "gfx950")
@@ -366,38 +347,28 @@ def _slopes(problem: AttentionProblem) -> bool:
     return problem.alibi
 
 
-_ONE: dict[str, Any] = {"pack_gqa": True, "producer_regs": 24}
-_TWO: dict[str, Any] = {
-    "consumer_regs": 240,
-    "pingpong": True,
-    "pack_gqa": True,
-    "producer_regs": 24,
-}
-_ALONE: dict[str, Any] = {"producer_regs": 24}
+_ONE: dict[str, Any] = {"pack_gqa": True}
+_TWO: dict[str, Any] = {**_D128, "pack_gqa": True}
 
 ROWS: list[ConfigRow] = [
     _hopper(128, (128, 64, 4, 3), _any_pressure, _LEAST_SPILLS, **_D128),
     _hopper(256, (128, 32, 4, 2), _any_pressure, _LEAST_SPILLS, **_D256),
-    _hopper(64, (192, 128, 4, 4), _fp8, **_FP8_D64),
-    _hopper(128, (128, 128, 4, 4), _fp8_masked, **_FP8_D128_MASKED),
-    _hopper(128, (128, 128, 4, 4), _fp8, **_FP8_D128),
-    _hopper(256, (128, 64, 4, 2), _fp8, **_FP8_D256),
     _hopper(64, (64, 128, 4, 4), _packs_in_one, _LEAST_SPILLS, **_ONE),
     _hopper(128, (64, 128, 4, 2), _packs_in_one, _LEAST_SPILLS, **_ONE),
     _hopper(256, (64, 64, 4, 2), _packs_in_one, _LEAST_SPILLS, **_ONE),
     _hopper(64, (128, 128, 4, 4), _packs, _LEAST_SPILLS, **_TWO),
     _hopper(128, (128, 128, 4, 2), _packs, _LEAST_SPILLS, **_TWO),
     _hopper(256, (128, 64, 4, 2), _packs, _LEAST_SPILLS, **_TWO, out_in_q=True),
-    _hopper(64, (64, 128, 4, 4), _few_rows, _LEAST_SPILLS, **_ALONE),
-    _hopper(128, (64, 128, 4, 2), _few_rows, _LEAST_SPILLS, **_ALONE),
-    _hopper(256, (64, 64, 4, 2), _few_rows, _LEAST_SPILLS, **_ALONE),
-    _hopper(64, (64, 128, 4, 4), _small_grid, _LEAST_SPILLS, **_ALONE),
-    _hopper(128, (64, 128, 4, 2), _small_grid, _LEAST_SPILLS, **_ALONE),
-    _hopper(256, (64, 64, 4, 2), _small_grid, _LEAST_SPILLS, **_ALONE),
+    _hopper(64, (64, 128, 4, 4), _few_rows, _LEAST_SPILLS),
+    _hopper(128, (64, 128, 4, 2), _few_rows, _LEAST_SPILLS),
+    _hopper(256, (64, 64, 4, 2), _few_rows, _LEAST_SPILLS),
+    _hopper(64, (64, 128, 4, 4), _small_grid, _LEAST_SPILLS),
+    _hopper(128, (64, 128, 4, 2), _small_grid, _LEAST_SPILLS),
+    _hopper(256, (64, 64, 4, 2), _small_grid, _LEAST_SPILLS),
     _hopper(64, (128, 128, 4, 4), _two_tiles_of_rows, _LEAST_SPILLS, **_D128),
     _hopper(64, (256, 64, 4, 6), _slopes, **_D64_PINGPONG),
-    # Keys and values that share stages: windows and packed causal calls - 1.2 % of the
-    # cycles, causal ones 0, those without a mask + 2.5 % (H200, 2026-11-22).
+    # Keys and values in shared stages: windows and packed causal calls - 1.2 % of the cycles,
+    # causal ones 0, those without a mask + 2.5 % (H200, 2026-11-22).
     _hopper(64, (256, 64, 4, 6), _uneven_masks, **_D64_FOUR, kv_share_stages=True),
     _hopper(64, (256, 64, 4, 6), **_D64_FOUR),
     _hopper(128, (192, 64, 4, 5), _uneven, **_D128_UNEVEN),
@@ -405,10 +376,14 @@ ROWS: list[ConfigRow] = [
     _hopper(192, (128, 128, 4, 2), _narrow_values, **_D192),
     _hopper(192, (128, 64, 4, 3), _no_pages, **_D192, v_stages=2),
     _hopper(256, (128, 64, 4, 2), **_D256),
+    _hopper_fp8(64, (192, 128, 4, 4), **_FP8_D64),
+    _hopper_fp8(128, (128, 128, 4, 4), _masked, **_FP8_D128_MASKED),
+    _hopper_fp8(128, (128, 128, 4, 4), **_FP8_D128),
+    _hopper_fp8(256, (128, 64, 4, 2), consumer_regs=240),
     _cdna(64, (256, 128, 8, 1), _eight_bit),
     _cdna(128, (256, 64, 8, 1)),
     *(
-        ConfigRow(f"portable.{kernel}", archs, max_dim, TileConfig(*tile), measured, when)
+        ConfigRow(f"portable.{kernel}", archs, max_dim, PortableConfig(*tile), measured, when)
         for kernel, archs, when, measured, tiles in _PORTABLE
         for max_dim, tile in tiles.items()
     ),

@@ -9,7 +9,8 @@ MIB = 1024 * KIB
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpec:
-    """One device. Rates are vendor figures for dense arithmetic, for reports, never for gates.
+    """One device. Rates are vendor figures for dense arithmetic, for reports, never for gates; 0 is
+    not known.
 
     arch: the compiler's name of the target: sm_90, gfx950, cpu.
     units: streaming multiprocessors or compute units.
@@ -21,16 +22,25 @@ class DeviceSpec:
     units: int
     shared_bytes: int
     l2_bytes: int
-    dram_bytes_per_s: float
-    bf16_flops: float
+    dram_bytes_per_s: float = 0.0
+    bf16_flops: float = 0.0
 
     @property
     def vendor(self) -> str:
-        return {"sm": "nvidia", "gf": "amd"}.get(self.arch[:2], "cpu")
+        """nvidia, amd or cpu."""
+        return vendor_of(self.arch)
 
     def live(self, **figures) -> "DeviceSpec":
         """This device with figures read from the hardware in place of the table's."""
         return replace(self, **figures)
+
+
+def vendor_of(arch: str) -> str:
+    """nvidia, amd or cpu. Raises ValueError for what is no name of an architecture."""
+    for vendor, prefix in (("nvidia", "sm_"), ("amd", "gfx"), ("cpu", "cpu")):
+        if arch.startswith(prefix):
+            return vendor
+    raise ValueError(f"arch must be sm_*, gfx* or cpu, got {arch!r}")
 
 
 # name: (arch, units, shared bytes per block, L2 bytes, DRAM bytes/s, dense bf16 FLOP/s)
@@ -51,6 +61,13 @@ KNOWN: dict[str, DeviceSpec] = {
         "CPU": ("cpu", 1, 0, 1 * MIB, 5e10, 1e12),
     }.items()
 }
+
+
+def of_arch(arch: str, **figures) -> DeviceSpec:
+    """A device of this architecture: live figures (name, units, shared_bytes, l2_bytes), and the
+    rates of the first known device of that architecture, if there is one."""
+    like = next((spec for spec in KNOWN.values() if spec.arch == arch), None)
+    return DeviceSpec(arch=arch, **figures) if like is None else like.live(**figures)
 
 
 def by_name(name: str) -> DeviceSpec:

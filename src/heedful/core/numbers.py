@@ -5,10 +5,13 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
+from heedful.core.symbols import Symbol
+
 
 def whole(name: str, value: Any) -> int:
-    """The int of anything with `__index__`, but a bool. Raises TypeError naming the argument."""
-    if type(value) is int:
+    """The int of anything with `__index__`, but a bool; a symbol as it is. Raises TypeError naming
+    the argument."""
+    if type(value) is int or type(value) is Symbol:
         return value
     try:
         if isinstance(value, bool):

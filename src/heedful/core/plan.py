@@ -5,12 +5,13 @@ Pure: it never queries a device, so it is tested for an MI355X on a laptop.
 
 from dataclasses import dataclass, field, replace
 
-from heedful.core import capability, configs
+from heedful.core import capability, configs, sizes
 from heedful.core.capability import KernelRow, Toolchain
-from heedful.core.configs import ConfigRow, TileConfig
+from heedful.core.configs import ConfigRow
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import AttentionProblem
-from heedful.core.splits import choose_splits
+from heedful.core.sizes import Lengths, Scheduler, Sizes
+from heedful.core.tiles import HopperConfig, TileConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +25,13 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Plan:
-    """The decision for one problem on one device.
+    """The decision for one problem on one device: all that the code of its kernels depends on.
+    `sizes` has the rest, which lengths change.
 
     backend, level: of the forward; backward, backward_level: of the backward, None without one.
     configs: kernel name ("portable.forward", ...) -> its tiles; measured: where from.
-    num_splits: how many splits of the keys there are, 1 = not split.
+    is_split: whether the keys are split in parts that are merged. scheduler: how the programs of a
+    Hopper forward come by their tiles.
     notes: what a user may want to know (copies made, settings that took part).
     """
 
@@ -40,9 +43,34 @@ class Plan:
     backward_level: str | None = None
     configs: dict[str, TileConfig] = field(default_factory=dict)
     measured: dict[str, str] = field(default_factory=dict)
-    num_splits: int = 1
+    is_split: bool = False
+    scheduler: Scheduler | None = None
     rejected: tuple[Rejection, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def row(self, direction: str) -> KernelRow:
+        """The registered kernels of a direction."""
+        backend = self.backend if direction == "forward" else self.backward
+        return capability.row(backend or self.backend, direction, self.problem.dtype)
+
+    def sizes(
+        self,
+        lengths: Lengths | None = None,
+        direction: str = "forward",
+        stored_k: int | None = None,
+    ) -> Sizes:
+        """Grids, splits and scratch for these lengths, or the problem's own.
+
+        Kernels are right for any lengths. Which tiles are best may depend on them, which is for a
+        plan of their own. stored_k: keys that a sequence has room for, where that is not seqlen_k.
+        """
+        problem = self.problem if lengths is None else replace(self.problem, **lengths._asdict())
+        return sizes.of(self, problem, direction, stored_k)
+
+    @property
+    def num_splits(self) -> int:
+        """How many splits of the problem's own keys there are, 1 = not split."""
+        return sizes.splits_of(self, self.problem)
 
 
 def plan(
@@ -72,7 +100,7 @@ def plan(
         rejected += more
         if problem.page_size and backward.gathers_pages:
             notes += ("the backward copies each sequence's pages into dense keys first",)
-    tiles = _configs(problem, device, forward.backend, backward.backend if backward else None)
+    tiles = _configs(problem, device, toolchain, forward, backward)
     return Plan(
         problem,
         device,
@@ -80,11 +108,11 @@ def plan(
         forward.level(device) or "",
         backward.backend if backward else None,
         backward.level(device) if backward else None,
-        {kernel: row.config for kernel, row in tiles.items()},
-        {kernel: row.measured for kernel, row in tiles.items()},
-        _splits(forward, tiles, problem, device),
-        rejected,
-        notes,
+        {kernel: config for kernel, (config, _) in tiles.items()},
+        {kernel: row.measured for kernel, (_, row) in tiles.items()},
+        **_dealt_out(forward, tiles, problem, device),
+        rejected=rejected,
+        notes=notes,
     )
 
 
@@ -138,46 +166,43 @@ def stored_as(plan: Plan, **facts: bool) -> Plan:
     problem = replace(plan.problem, **facts)
     if problem == plan.problem:
         return plan
-    tiles = _configs(problem, plan.device, plan.backend, plan.backward)
-    return replace(
-        plan, problem=problem, configs={kernel: row.config for kernel, row in tiles.items()}
-    )
+    tiles = _configs(problem, plan.device, None, plan.row("backward"), None)
+    own = {kernel: config for kernel, (config, _) in tiles.items()}
+    return replace(plan, problem=problem, configs=plan.configs | own)
 
 
-def _configs(problem, device, forward: str, backward: str | None) -> dict[str, ConfigRow]:
-    """The config row of every kernel that takes part."""
-    kernels = dict.fromkeys(row.kernel for row in configs.ROWS)
-    return {
-        kernel: configs.choose(kernel, problem, device)
-        for kernel in kernels
-        if _takes_part(kernel, problem, forward, backward)
-    }
+def _configs(
+    problem: AttentionProblem,
+    device: DeviceSpec,
+    toolchain: Toolchain | None,
+    forward: KernelRow,
+    backward: KernelRow | None,
+) -> dict[str, tuple[TileConfig, ConfigRow]]:
+    """The config of every kernel that takes part, fitted to the problem, and where it is from."""
+    kernels = dict.fromkeys((*forward.configs, *(backward.configs if backward else ())))
+    # Made anew, from the log-sum-exp, for the tests and for the gradient of the bias.
+    if "portable.scores" in kernels:
+        del kernels["portable.scores"]
+        if problem.return_probs or problem.bias_grad:
+            kernels["portable.scores"] = None
+    rows = {kernel: configs.choose(kernel, problem, device) for kernel in kernels}
+    triton = (toolchain or Toolchain()).triton
+    return {kernel: (row.config.fitted(problem, triton), row) for kernel, row in rows.items()}
 
 
-def _takes_part(kernel: str, problem, forward: str, backward: str | None) -> bool:
-    """Whether a kernel (backend.name) can be launched by these backends for this problem."""
-    backend, name = kernel.split(".")
-    if name.startswith("backward"):
-        return backend == backward
-    if name == "scores":
-        # Made anew, from the log-sum-exp, for the tests and for the gradient of the bias.
-        return (problem.return_probs and backend == forward) or (
-            problem.bias_grad and backend == backward
-        )
-    return backend == forward
-
-
-def _splits(row: KernelRow, chosen: dict[str, ConfigRow], problem, device) -> int:
-    if "split_kv" not in row.features:
-        return 1
-    found = chosen.get(f"{row.backend}.forward")
-    if found is None:
+def _dealt_out(row: KernelRow, tiles, problem: AttentionProblem, device: DeviceSpec) -> dict:
+    """Whether the keys are split, and who deals out the tiles."""
+    forward = next((tiles[kernel][0] for kernel in row.configs if kernel in tiles), None)
+    splits = 1
+    if "split_kv" in row.features:
         # A CPU chooses no splits: its threads share what there is.
-        return max(1, problem.num_splits)
-    if problem.return_probs:
-        return 1
-    config = found.config
-    return choose_splits(problem, device, config.block_m, config.block_n, config.pack_gqa(problem))
+        splits = max(1, problem.num_splits)
+        if forward is not None:
+            splits = 1 if problem.return_probs else sizes.best_splits(forward, problem, device)
+    facts: dict = {"is_split": splits > 1}
+    if isinstance(forward, HopperConfig):
+        facts["scheduler"] = sizes.scheduler_of(forward, problem, device, splits)
+    return facts
 
 
 def explain(plan: Plan) -> str:
@@ -189,14 +214,33 @@ def explain(plan: Plan) -> str:
     lines.append(f"forward   {plan.backend} [{plan.level}]")
     if plan.backward:
         lines.append(f"backward  {plan.backward} [{plan.backward_level}]")
-    if plan.num_splits > 1:
-        lines.append(f"splits    {plan.num_splits}")
+    found = plan.sizes()
+    if found.num_splits > 1:
+        lines.append(f"splits    {found.num_splits}")
     for kernel, c in plan.configs.items():
-        extra = "".join(f" {name}={value}" for name, value in c.extra)
         lines.append(
             f"tiles     {kernel}: {c.block_m} x {c.block_n}, {c.num_warps} warps,"
-            f" {c.num_stages} stages{extra} ({plan.measured[kernel]})"
+            f" {c.num_stages} stages {c.words()}".rstrip()
+            + f" ({plan.measured[kernel]})"
         )
+    if plan.scheduler:
+        lines.append(f"scheduler {plan.scheduler}")
+    lines += _words_of(found)
+    if plan.backward:
+        lines += _words_of(plan.sizes(direction="backward"))
     lines += [f"note      {note}" for note in plan.notes]
     lines += [f"rejected  {r.backend} {r.direction}: {'; '.join(r.reasons)}" for r in plan.rejected]
     return "\n".join(lines)
+
+
+def _words_of(found: Sizes) -> list[str]:
+    """Grids and scratch, line by line."""
+    lines = []
+    for kernel, launch in found.launches.items():
+        grid = " x ".join(str(size) for size in launch.grid if size != 1) or "1"
+        numbers = "".join(f", {name}={value}" for name, value in launch.numbers.items())
+        lines.append(f"grid      {kernel}: {grid} programs{numbers}")
+    if found.workspaces:
+        words = ", ".join(f"{w.name} {w.buffer.nbytes}" for w in found.workspaces)
+        lines.append(f"scratch   {words} bytes")
+    return lines

@@ -141,6 +141,11 @@ class AttentionProblem:
         return self.total_k is not None
 
     @property
+    def ragged_k(self) -> bool:
+        """Whether keys end where a sequence ends and not where its storage does."""
+        return bool(self.varlen_k or self.used_k or self.leftpad_k or self.page_size)
+
+    @property
     def lse_shape(self) -> tuple[int, ...]:
         if self.total_q is not None:
             return self.heads_q, self.total_q

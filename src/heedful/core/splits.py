@@ -3,8 +3,11 @@
 A pure function of figures: the same problem on the same device always splits the same way.
 """
 
+from functools import lru_cache
+
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import AttentionProblem
+from heedful.core.symbols import opaque
 
 MAX_SPLITS = 128
 # The fewest splits whose time is within this share of the best: each costs the combine a row.
@@ -31,13 +34,18 @@ def choose_splits(
     heads = problem.heads_k if pack > 1 else problem.heads_q
     programs = problem.batch * heads * -(-problem.seqlen_q * pack // rows)
     tiles = -(-problem.seqlen_k // block_n)
-    most = min(MAX_SPLITS, tiles // LEAST_TILES)
-    if programs == 0 or programs * 2 > device.units or most < 2:
+    if programs == 0 or programs * 2 > device.units or tiles < 2 * LEAST_TILES:
         return 1
-    combine = COMBINE_VALUES // (block_n * problem.head_dim)
+    return _best(programs, tiles, device.units, COMBINE_VALUES // (block_n * problem.head_dim))
+
+
+@opaque
+@lru_cache(4096)
+def _best(programs: int, tiles: int, units: int, combine: int) -> int:
+    most = min(MAX_SPLITS, tiles // LEAST_TILES)
 
     def time(splits: int) -> int:
-        waves = -(-programs * splits // device.units)
+        waves = -(-programs * splits // units)
         return waves * -(-tiles // splits) + combine * (splits > 1)
 
     best = min(time(n) for n in range(1, most + 1))

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Sequence
 from operator import itemgetter
 
+from heedful.core.device import vendor_of
 from heedful.launch.artifact import Artifact
 from heedful.launch.compiler import artifact as compile_call
 from heedful.launch.compiler import counters
@@ -36,7 +37,7 @@ class BoundKernel:
                 f"{call.kernel.function} is compiled for clusters of {self.artifact.cluster}, "
                 f"the launch asks for {call.cluster}"
             )
-        self._driver = driver("nvidia" if arch.startswith("sm_") else "amd")
+        self._driver = driver(vendor_of(arch))
         key = (device, arch, call.variant)
         if key not in _functions:
             _functions[key] = self._driver.load(self.artifact, device)

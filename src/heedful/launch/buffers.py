@@ -3,6 +3,8 @@
 For compiling ahead of time, for inspection and for front ends that have no tensors yet.
 """
 
+from collections.abc import Mapping
+
 from heedful.core.arrays import ArraySpec
 from heedful.core.problem import AttentionProblem
 
@@ -88,3 +90,15 @@ def _kv_storage(problem: AttentionProblem) -> tuple[int, ...]:
 def _pages(problem: AttentionProblem) -> int:
     """Pages that the longest sequence needs."""
     return -(-problem.seqlen_k // problem.page_size)
+
+
+def check(problem: AttentionProblem, buffers: Mapping[str, ArraySpec]) -> None:
+    """Raises ValueError for arrays that no kernel of this problem can be given."""
+    if "probs" in buffers and "lse" not in buffers:
+        raise ValueError("probs need lse: the probabilities are made from it")
+    if problem.page_size and "cu_seqlens_k" in buffers:
+        raise ValueError("cu_seqlens_k beside block_table must come as seqused_k")
+    for name in ("k", "v"):
+        descale, shift = (buffers.get(f"{name}_{what}") for what in ("descale", "shift"))
+        if descale is not None and shift is not None and shift.steps != descale.steps:
+            raise ValueError(f"{name}_shift must have the strides of {name}_descale")

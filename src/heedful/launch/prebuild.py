@@ -11,7 +11,7 @@ from heedful.core.plan import plan
 from heedful.launch.artifact import Artifact
 from heedful.launch.identity import kernel_key
 from heedful.launch.packs import write_pack
-from heedful.launch.programs import ARGUMENTS, program
+from heedful.launch.programs import program
 from heedful.launch.record import Entry
 from heedful.launch.spec import KernelCall
 
@@ -32,12 +32,13 @@ def kernels(
             exact = seen if seen is not None and seen.arch == device.arch else device
             needs_grad = entry.problem.needs_grad or entry.direction == "backward"
             chosen = plan(replace(entry.problem, needs_grad=needs_grad), exact, backend=backend)
-            name = chosen.backend if entry.direction == "forward" else chosen.backward
-            if name not in ARGUMENTS:
+            row = chosen.row(entry.direction)
+            if not row.program:
                 raise ValueError(
-                    f"[{entry.problem.key()}] runs on {name!r} on {device.name}: nothing to compile"
+                    f"[{entry.problem.key()}] runs on {row.backend!r} on {device.name}: nothing to"
+                    " compile"
                 )
-            backends.add(name)
+            backends.add(row.backend)
             for call in program(chosen, entry.direction, entry.buffers).calls:
                 found[kernel_key(call, device.arch)] = (call, device.arch)
     return found, backends

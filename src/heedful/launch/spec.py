@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, get_args, get_type_hints
 
-from heedful.core.arrays import ArraySpec
+from heedful.core.sizes import Workspace
 from heedful.kernels.args import Kind
 
 # Names of element types: ours (as torch and NumPy have them) -> Triton's.
@@ -219,15 +219,6 @@ def promise(argument: Argument) -> int:
         case Scalar(divisor=divisor):
             return divisor
     return 1
-
-
-@dataclass(frozen=True, slots=True)
-class Workspace:
-    """Scratch that a program needs for its own duration; `zeroed` if it must start as zeros."""
-
-    name: str
-    buffer: ArraySpec
-    zeroed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from heedful.core.device import vendor_of
 from heedful.launch.artifact import PARAMETER_BASE, Artifact, lay_out, size_of
 from heedful.launch.spec import (
     Argument,
@@ -34,9 +35,10 @@ class CompileError(RuntimeError):
 
 def parse_target(arch: str) -> GPUTarget:
     """Triton's target for our name of an architecture: sm_90, gfx950."""
-    if arch.startswith("sm_"):
+    vendor = vendor_of(arch)
+    if vendor == "nvidia":
         return GPUTarget("cuda", int(arch[3:]), 32)
-    if arch.startswith("gfx"):
+    if vendor == "amd":
         return GPUTarget("hip", arch, 64 if arch.startswith("gfx9") else 32)
     raise ValueError(f"arch must be sm_* or gfx*, got {arch!r}")
 

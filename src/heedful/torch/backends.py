@@ -62,8 +62,9 @@ class CpuRunner:
 
     def __init__(self, plan: Plan):
         self.plan = plan
-        self._forward = _cpu_module(plan.backend)
-        self._backward = _cpu_module(plan.backward or plan.backend)
+        self._forward = importlib.import_module(plan.row("forward").module)
+        backward = plan.row("backward" if plan.backward else "forward")
+        self._backward = importlib.import_module(backward.module)
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None)."""
@@ -83,10 +84,6 @@ class CpuRunner:
     @staticmethod
     def _gradients(backward, problem, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
         return on_own_thread(backward, problem, x, out, lse, dout, dlse)
-
-
-def _cpu_module(backend: str):
-    return importlib.import_module("heedful.cpu.sdpa" if backend == "sdpa" else "heedful.cpu")
 
 
 class GpuRunner:

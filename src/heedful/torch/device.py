@@ -6,7 +6,7 @@ from functools import cache
 import torch
 
 from heedful.core.capability import Toolchain
-from heedful.core.device import KNOWN, DeviceSpec
+from heedful.core.device import KNOWN, DeviceSpec, of_arch
 from heedful.core.installed import numbers, triton_version
 from heedful.launch import packs
 from heedful.validation import record
@@ -26,10 +26,9 @@ def device_spec(device: torch.device) -> DeviceSpec:
     else:
         arch = f"sm_{figures.major}{figures.minor}"
         shared = figures.shared_memory_per_block_optin
-    like = next((spec for spec in KNOWN.values() if spec.arch == arch), KNOWN["H100"])
-    return like.live(
+    return of_arch(
+        arch,
         name=figures.name,
-        arch=arch,
         units=figures.multi_processor_count,
         shared_bytes=shared,
         l2_bytes=figures.L2_cache_size,

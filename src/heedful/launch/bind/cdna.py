@@ -6,12 +6,19 @@ from collections.abc import Mapping
 from heedful.core.arrays import ArraySpec, item_bytes
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
+from heedful.core.sizes import Sizes
 from heedful.launch.bind import portable
-from heedful.launch.spec import Argument, KernelCall, KernelRef, Pointer, Program, Scalar, Workspace
+from heedful.launch.spec import (
+    Argument,
+    KernelCall,
+    KernelRef,
+    Pointer,
+    Program,
+    Scalar,
+)
 
 Buffers = Mapping[str, ArraySpec]
 
-MODULES = {"gfx942": "heedful.kernels.cdna3.forward", "gfx950": "heedful.kernels.cdna4.forward"}
 DESCALES = ("q_descale", "k_descale", "v_descale")
 # Stands for "farther than any sequence reaches"; sums of three stay within 32 bits.
 FAR = 1 << 29
@@ -22,29 +29,20 @@ WIDE_STRIDE = 1 << 23
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, and lse if there is such a buffer; several splits of the keys give partial results,
     which the portable merge combines."""
-    splits = plan.num_splits
+    sizes = plan.sizes()
     # Tokens of no sequence have no program of the attention kernel.
     cleared = [portable.clear_outside_call(problem, buffers)] if problem.varlen_q else []
-    if splits == 1:
-        return Program((_call(problem, plan, buffers, "out", "lse", 1), *cleared))
-    workspaces = (
-        Workspace("partial_out", _parts(splits, buffers["out"].shape)),
-        Workspace("partial_lse", _parts(splits, problem.lse_shape)),
-    )
-    buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
-    call = _call(problem, plan, buffers, "partial_out", "partial_lse", splits)
-    return Program((call, *portable.combine(buffers).calls, *cleared), workspaces)
-
-
-def _parts(splits: int, shape: tuple[int, ...]) -> ArraySpec:
-    return ArraySpec.contiguous((splits, *shape), "float32")
+    if not plan.is_split:
+        return Program((_call(problem, plan, sizes, buffers, "out", "lse"), *cleared))
+    buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
+    call = _call(problem, plan, sizes, buffers, "partial_out", "partial_lse")
+    return Program((call, *portable.combine(buffers).calls, *cleared), sizes.workspaces)
 
 
 def _call(
-    problem: AttentionProblem, plan: Plan, buffers: Buffers, out: str, lse: str, splits: int
+    problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers, out: str, lse: str
 ) -> KernelCall:
-    config = plan.configs["cdna.forward"]
-    row_blocks = -(-problem.seqlen_q // config.block_m)
+    config, launch = plan.configs["cdna.forward"], sizes.launches["cdna.forward"]
     heads = problem.batch * problem.heads_q
     arguments: dict[str, Argument] = {}
     constants: dict[str, object] = {}
@@ -58,7 +56,7 @@ def _call(
         else:
             constants[parameter] = None
     arguments["scale_log2"] = Scalar(problem.scale * math.log2(math.e), "fp32")
-    spec, lead = buffers[out], int(splits > 1)
+    spec, lead = buffers[out], int(plan.is_split)
     part = ArraySpec(spec.shape[lead:], spec.strides[lead:], spec.dtype)
     for prefix, axes, tensor in (
         ("q", "bmh", buffers["q"]),
@@ -67,7 +65,7 @@ def _call(
         ("o", "bmh", part),
     ):
         arguments |= _strides(prefix, axes, tensor)
-    step, *strides = _parts(1, problem.lse_shape).strides
+    step, *strides = ArraySpec.contiguous((1, *problem.lse_shape), "float32").strides
     far = {
         "stride_os": spec.strides[0] if lead else 0,
         "stride_ls": step,
@@ -84,8 +82,8 @@ def _call(
         "heads_q": problem.heads_q,
         "heads": heads,
         "group": problem.group,
-        "row_blocks": row_blocks,
-        "num_splits": splits,
+        **launch.numbers,
+        "num_splits": sizes.num_splits,
         "align": int(problem.mask.bottom_right),
         "shift": max(-FAR, min(problem.mask.shift, FAR)),
     }
@@ -96,9 +94,8 @@ def _call(
         "BLOCK_N": config.block_n,
         "IS_CAUSAL": problem.mask.causal,
     }
-    ref = KernelRef(MODULES[plan.device.arch], "forward", "gluon")
-    grid = (row_blocks * heads, splits, 1)
-    return KernelCall(ref, grid, {**arguments, **constants}, {"num_warps": config.num_warps})
+    ref = KernelRef(plan.row("forward").code[plan.device.arch], "forward", "gluon")
+    return KernelCall(ref, launch.grid, {**arguments, **constants}, {"num_warps": config.num_warps})
 
 
 def _strides(prefix: str, axes: str, spec: ArraySpec) -> dict[str, Argument]:

@@ -222,21 +222,17 @@ def kv_layout(problem: AttentionProblem, buffers: Buffers) -> KVLayout:
 
 def descales(problem: AttentionProblem, buffers: Buffers) -> Descales:
     """Descales of (B, G), or beside the keys as (.., rows, G, groups)."""
-    if problem.kv_shift and not problem.kv_group:
-        raise ValueError("k_shift and v_shift need a scale per group of a key (kv_group > 0)")
     q, k, v = (_descale(problem, buffers, name) for name in "qkv")
     return Descales(q, k, v, KV_GROUP=problem.kv_group, IS_INT4=problem.kv_dtype == "int4")
 
 
 def _descale(problem: AttentionProblem, buffers: Buffers, name: str) -> Descale:
-    spec, moved = (buffers.get(f"{name}_{what}") for what in ("descale", "shift"))
+    spec = buffers.get(f"{name}_descale")
     if spec is None:
         return Descale(None, None, None, None, None)
     pointers = pointer(buffers, f"{name}_descale"), pointer(buffers, f"{name}_shift")
     if name == "q" or not problem.kv_group:
         b, h = spec.strides
         return Descale(*pointers, stride(b), None, stride(h))
-    if moved is not None and token_strides(moved) != token_strides(spec):
-        raise ValueError(f"{name}_shift must have the strides of {name}_descale")
     b, n, h = token_strides(spec)
     return Descale(*pointers, stride(b), row_stride(n), stride(h))

@@ -1,65 +1,47 @@
 """Programs of the Hopper forward for 16-bit inputs: argument order, scratch, variants."""
 
-from heedful.core.arrays import ArraySpec
-from heedful.core.configs import TileConfig
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
+from heedful.core.sizes import Sizes
+from heedful.core.tiles import CONSUMER_ROWS, HopperForwardConfig, tile_dim
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind import hopper_scheduler as scheduler
 from heedful.launch.bind import portable
-from heedful.launch.bind.hopper_maps import CONSUMER_ROWS, tile_dim
 from heedful.launch.bind.hopper_scheduler import FAR, Buffers, Call
-from heedful.launch.spec import Argument, KernelCall, KernelRef, Pointer, Program, Workspace
+from heedful.launch.spec import Argument, KernelCall, KernelRef, Pointer, Program
 
 SWIZZLE = maps.SWIZZLE_BYTES // 2  # elements that one swizzled row of shared memory holds
-
-
-def has_tails(problem: AttentionProblem) -> tuple[bool, bool]:
-    """Whether a tile of queries and keys, and one of values, is three boxes of 64 columns, since a
-    box has a power of two of them. Pages fill tiles of a power of two."""
-    dims = (problem.head_dim, problem.head_dim_v)
-    in_d, in_e = (128 < dim <= 192 and not problem.page_size for dim in dims)
-    return in_d, in_e
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, and lse if there is such a buffer; several splits of the keys give partial results,
     which the portable merge combines."""
-    splits = plan.num_splits
-    workspaces = scheduler.scheduler_workspaces(problem, plan, zeroed=True)
-    if splits > 1:
-        workspaces += (
-            Workspace("partial_out", _dense_partials(splits, buffers["out"].shape)),
-            Workspace("partial_lse", _dense_partials(splits, problem.lse_shape)),
-        )
-    buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
-    results = {"lse": "partial_lse"} if splits > 1 else {"out": "out", "lse": "lse"}
-    calls = (
-        [scheduler.varlen_scheduler_call(problem, plan, buffers, results)]
-        if problem.varlen_q
-        else []
-    )
-    calls.append(_forward_call(problem, plan, buffers, splits))
-    if splits > 1:
+    sizes, config = plan.sizes(), plan.configs["hopper.forward"]
+    assert isinstance(config, HopperForwardConfig)
+    buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
+    results = {"lse": "partial_lse"} if plan.is_split else {"out": "out", "lse": "lse"}
+    calls: list[KernelCall] = []
+    if problem.varlen_q:
+        calls.append(scheduler.varlen_scheduler_call(problem, config, sizes, buffers, results))
+    calls.append(_forward_call(problem, plan, config, sizes, buffers))
+    if plan.is_split:
         # The first split has the sink: a merge would give it to rows that are not in use, too.
         operands = {name: spec for name, spec in buffers.items() if name != "sink"}
         calls += portable.combine(operands).calls
-    return Program(tuple(calls), tuple(workspaces))
-
-
-def _dense_partials(splits: int, shape: tuple[int, ...]) -> ArraySpec:
-    return ArraySpec.contiguous((splits, *shape), "float32")
+    return Program(tuple(calls), sizes.workspaces)
 
 
 def _forward_call(
-    problem: AttentionProblem, plan: Plan, buffers: Buffers, splits: int
+    problem: AttentionProblem,
+    plan: Plan,
+    config: HopperForwardConfig,
+    sizes: Sizes,
+    buffers: Buffers,
 ) -> KernelCall:
-    config = plan.configs["hopper.forward"]
-    pack = config.pack_gqa(problem)
-    is_split = splits > 1
+    is_split, launch = plan.is_split, sizes.launches["hopper.forward"]
     call = Call(buffers)
     call.arguments |= _maps(problem, config, buffers)
-    scheduler.add_common(call, problem, plan)
+    scheduler.add_common(call, problem, config, launch)
     call.pointers(
         lse_ptr="partial_lse" if is_split else "lse",
         partial_ptr="partial_out" if is_split else "",
@@ -75,27 +57,28 @@ def _forward_call(
     call.ints(seqlen_k=portable.stored_keys(buffers, problem.page_size))
     first = problem.mask.first
     call.ints_if(first > 0, first=min(first, FAR))
-    call.ints_if(pack > 1, packed_heads=problem.group)
-    call.ints_if(is_split, splits=splits, dim_v=problem.head_dim_v)
+    call.ints_if(config.group_rows(problem) > 1, packed_heads=problem.group)
+    call.ints_if(is_split, splits=sizes.num_splits, dim_v=problem.head_dim_v)
     _add_score_mods(call, problem)
     _add_dropout(call, problem)
     _add_storage(call, problem)
     ref = KernelRef("heedful.kernels.hopper.forward", "forward", "gluon")
     constants = call.constants | _variant(problem, config, is_split)
-    constants["IS_RAGGED"] = scheduler.is_ragged(problem)
-    grid = scheduler.grid(problem, plan)
-    return KernelCall(ref, grid, {**call.arguments, **constants}, {"num_warps": 4})
+    constants["IS_RAGGED"] = problem.ragged_k
+    return KernelCall(ref, launch.grid, {**call.arguments, **constants}, {"num_warps": 4})
 
 
-def _maps(problem: AttentionProblem, config: TileConfig, buffers: Buffers) -> dict[str, Argument]:
+def _maps(
+    problem: AttentionProblem, config: HopperForwardConfig, buffers: Buffers
+) -> dict[str, Argument]:
     """The tensor maps: of queries and the output as they lie, of keys and values perhaps row by
     row."""
     q_dim, v_dim = tile_dim(problem.head_dim), tile_dim(problem.head_dim_v)
-    in_d, in_e = has_tails(problem)
+    in_d, in_e = config.tail_d, config.tail_e
     # Where the queries are boxes of 64 columns the results, which may take their place, are too.
     out_dim = SWIZZLE if in_e or (in_d and v_dim == 128) else v_dim
     q_dim, v_dim = SWIZZLE if in_d else q_dim, SWIZZLE if in_e else v_dim
-    pack = config.pack_gqa(problem)
+    pack = config.group_rows(problem)
     found: dict[str, Argument] = {}
     make_q = maps.packed_map if problem.varlen_q else maps.dense_map
     for name, dim in (("q", q_dim), ("out", out_dim)):
@@ -108,7 +91,7 @@ def _maps(problem: AttentionProblem, config: TileConfig, buffers: Buffers) -> di
     if problem.page_size:
         # Pages are filled box by box: rows that divide a page, and as wide as the swizzle.
         rows, q_dim, v_dim = min(rows, page_rows(problem.page_size)), SWIZZLE, SWIZZLE
-    make_k = maps.packed_map if scheduler.is_ragged(problem) else maps.dense_map
+    make_k = maps.packed_map if problem.ragged_k else maps.dense_map
     for name, dim in (("k", q_dim), ("v", v_dim)):
         found[f"{name}_desc"] = make_k(name, buffers[name], rows, dim)
     return found
@@ -121,9 +104,7 @@ def page_rows(page_size: int) -> int:
 
 def _add_storage(call: Call, problem: AttentionProblem) -> None:
     """Arguments that say where keys lie, beyond their map."""
-    if problem.page_size and "cu_seqlens_k" in call.buffers:
-        raise ValueError("cu_seqlens_k beside block_table must come as seqused_k")
-    if scheduler.is_ragged(problem) and not problem.varlen_k:
+    if problem.ragged_k and not problem.varlen_k:
         call.ints(**{f"{n}_rows": maps.rows_between(call.buffers[n]) for n in ("k", "v")})
     else:
         # Packed: there is one batch entry.
@@ -178,33 +159,25 @@ def _add_score_mods(call: Call, problem: AttentionProblem) -> None:
         call.constants["stride_biasn"] = 1
 
 
-def _results_fit(problem: AttentionProblem) -> bool:
-    """Whether a consumer's results fit, box by box, where its queries were."""
-    in_d, in_e = has_tails(problem)
-    v_dim = tile_dim(problem.head_dim_v)
-    if in_d:
-        return in_e or v_dim == 128
-    return not in_e and tile_dim(problem.head_dim) == v_dim
-
-
-def _variant(problem: AttentionProblem, config: TileConfig, is_split: bool) -> dict[str, object]:
-    in_d, in_e = has_tails(problem)
+def _variant(
+    problem: AttentionProblem, config: HopperForwardConfig, is_split: bool
+) -> dict[str, object]:
     return {
         "BLOCK_N": config.block_n,
-        "TAIL_D": in_d,
-        "TAIL_E": in_e,
-        "PACK_GQA": config.pack_gqa(problem),
-        "CONSUMERS": config.block_m // CONSUMER_ROWS,
-        "Q_STAGES": config.get("q_stages", config.block_m // CONSUMER_ROWS),
+        "TAIL_D": config.tail_d,
+        "TAIL_E": config.tail_e,
+        "PACK_GQA": config.group_rows(problem),
+        "CONSUMERS": config.consumers,
+        "Q_STAGES": config.query_stages,
         "K_STAGES": config.num_stages,
-        "V_STAGES": config.get("v_stages", config.num_stages),
-        "KV_SHARE_STAGES": config.get("kv_share_stages", False),
-        "CONSUMER_REGS": config.get("consumer_regs"),
-        "PRODUCER_REGS": config.get("producer_regs"),
-        # Of another width, the output does not fit where queries were; partials take no such way.
-        "OUT_IN_Q": config.get("out_in_q", False) and not is_split and _results_fit(problem),
-        "PINGPONG": config.get("pingpong", False),
-        "RESCALE": config.get("rescale", "threshold"),
+        "V_STAGES": config.value_stages,
+        "KV_SHARE_STAGES": config.kv_share_stages,
+        "CONSUMER_REGS": config.consumer_regs,
+        "PRODUCER_REGS": config.producer_regs,
+        # Partial results take no such way.
+        "OUT_IN_Q": config.out_in_q and not is_split,
+        "PINGPONG": config.pingpong,
+        "RESCALE": config.rescale,
         "IS_RIGHT": problem.mask.right >= 0,
         "IS_LEFT": problem.mask.left >= 0,
         "HAS_SOFTCAP": problem.softcap > 0,

@@ -7,19 +7,12 @@ to read as zeros and never to be written, from one map for all: see `packed_map`
 from collections.abc import Mapping
 
 from heedful.core.arrays import ArraySpec, item_bytes
+from heedful.core.tiles import CONSUMER_ROWS
 from heedful.launch.spec import TensorMap as Map
 
-CONSUMER_ROWS = 64
 SWIZZLE_BYTES = 128  # one swizzled row of shared memory
 # What TMA wants strides to be multiples of, those of dims of one element too.
 STRIDE_BYTES = 16
-# Head dims that a shared-memory tile can have; in between, tensor maps fill with zeros.
-TILE_DIMS = (64, 128, 256)
-
-
-def tile_dim(dim: int) -> int:
-    """The width of the shared-memory tile that holds a head dim."""
-    return next(width for width in TILE_DIMS if dim <= width)
 
 
 def layout(spec: ArraySpec, rank: int, width: int) -> str:

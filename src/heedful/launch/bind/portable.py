@@ -8,9 +8,18 @@ of a merge have their own few names, each beside its function.
 from collections.abc import Iterable
 
 from heedful.core.arrays import ArraySpec
-from heedful.core.configs import TileConfig
 from heedful.core.plan import Plan
-from heedful.core.problem import ITEM_BITS, MAX_HEAD_DIM_V, AttentionProblem
+from heedful.core.problem import MAX_HEAD_DIM_V, AttentionProblem
+from heedful.core.sizes import Sizes, ceil_div
+from heedful.core.tiles import (
+    CLEAR_UNUSED,
+    CLEARING_PROGRAMS,
+    SINK_GRADIENTS,
+    RowsConfig,
+    TileConfig,
+    combine_rows,
+    pow2,
+)
 from heedful.kernels.args import ForwardIO, Tile, TileOrder
 from heedful.launch.bind import groups
 from heedful.launch.bind.groups import (
@@ -29,18 +38,9 @@ from heedful.launch.spec import (
     Pointer,
     Program,
     Scalar,
-    Workspace,
 )
 
 Arguments = dict[str, Argument]
-
-# Programs that share what lies outside of all packed sequences: about one for each unit of a GPU.
-CLEARING_PROGRAMS = 128
-
-
-def pow2(n: int, least: int = 16) -> int:
-    """The power of two at or above n: block sizes are powers of two, a dot's at least 16."""
-    return max(least, 1 << (n - 1).bit_length())
 
 
 def shared_divisor(buffers: Buffers, names: Iterable[str]) -> int:
@@ -97,23 +97,12 @@ class CallBuilder:
         self.arguments.update((name, Scalar(value, "fp32")) for name, value in values.items())
 
     def build(
-        self, grid: tuple[int, int, int], config: TileConfig | None = None, **constants
+        self, grid: tuple[int, int, int], config: TileConfig | RowsConfig, **constants
     ) -> KernelCall:
-        """The call. config: of a kernel that has tuned tiles; others have 4 warps and no loop that
-        is worth a pipeline."""
-        options = {"num_warps": 4, "num_stages": 1}
-        if config is not None:
-            options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        """The call, cut as `config` says."""
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
         parameters = {**self.arguments, **self.constants, **constants}
         return KernelCall(self.ref, grid, parameters, options)
-
-
-def heads_in_l2(problem: AttentionProblem, plan: Plan) -> int:
-    """Query heads whose keys and values together fill half of L2."""
-    dims = problem.head_dim + problem.head_dim_v
-    head_bytes = max(1, problem.seqlen_k * dims * ITEM_BITS[problem.kv_dtype] // 8)
-    l2_heads = problem.group * max(1, plan.device.l2_bytes // 2 // head_bytes)
-    return max(1, min(l2_heads, problem.batch * problem.heads_q))
 
 
 def _precision(problem: AttentionProblem) -> str:
@@ -213,19 +202,13 @@ def _tile(problem: AttentionProblem, config: TileConfig, divisor: int) -> Tile:
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, lse (if there is such a buffer) and probs (likewise)."""
-    splits = plan.num_splits
-    workspaces: tuple[Workspace, ...] = ()
-    calls = []
-    if splits == 1:
-        calls.append(_forward_call(problem, plan, buffers, "out", "lse", 1))
+    sizes, calls = plan.sizes(), []
+    if not plan.is_split:
+        calls.append(_forward_call(problem, plan, sizes, buffers, "out", "lse"))
     else:
-        out, lse = buffers["out"], problem.lse_shape
-        workspaces = (
-            Workspace("partial_out", ArraySpec.contiguous((splits, *out.shape), "float32")),
-            Workspace("partial_lse", ArraySpec.contiguous((splits, *lse), "float32")),
-        )
-        buffers = {**buffers, **{w.name: w.buffer for w in workspaces}}
-        calls.append(_forward_call(problem, plan, buffers, "partial_out", "partial_lse", splits))
+        buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
+        call = _forward_call(problem, plan, sizes, buffers, "partial_out", "partial_lse")
+        calls.append(call)
         calls.append(_combine_call(buffers, "partial_out", "partial_lse", sink=None))
     if problem.varlen_q and not problem.batch:
         # Without sequences there are no tiles, and all tokens are nobody's.
@@ -234,27 +217,21 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         # Rows past a used length may lie beyond the longest sequence, where tiles end.
         calls.append(clear_call(problem, buffers, "q", "out", "lse"))
     if "probs" in buffers:
-        if "lse" not in buffers:
-            raise ValueError("probs need lse: the probabilities are made from it")
-        calls.append(_probs_call(problem, plan, buffers))
-    return Program(tuple(calls), workspaces)
+        calls.append(_probs_call(problem, plan, sizes, buffers))
+    return Program(tuple(calls), sizes.workspaces)
 
 
 def _forward_call(
-    problem: AttentionProblem, plan: Plan, buffers: Buffers, out: str, lse: str, splits: int
+    problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers, out: str, lse: str
 ) -> KernelCall:
-    config = plan.configs["portable.forward"]
+    config, launch = plan.configs["portable.forward"], sizes.launches["portable.forward"]
     divisor = shared_divisor(buffers, ("q", "k", "v", out))
-    is_split = splits > 1
-    tiles = -(-problem.seqlen_q // config.block_m)
-    if problem.varlen_q:
-        # Programs without a tile clear tokens of no sequence.
-        tiles = max(1, tiles)
+    numbers = (launch.numbers["tiles"], launch.numbers["l2_heads"], sizes.num_splits)
     parameters = {
         "io": ForwardIO(
             *(groups.rows(buffers, name, divisor) for name in "qkv"),
-            out=groups.split_rows(buffers, out, is_split, divisor),
-            lse=groups.split_row_vector(buffers, lse, is_split),
+            out=groups.split_rows(buffers, out, plan.is_split, divisor),
+            lse=groups.split_row_vector(buffers, lse, plan.is_split),
         ),
         "sequences": groups.sequences(problem, buffers),
         "shape": groups.shape(problem),
@@ -263,13 +240,12 @@ def _forward_call(
         "dropout": groups.dropout(problem, buffers),
         "cache": groups.kv_layout(problem, buffers),
         "descales": groups.descales(problem, buffers),
-        "order": TileOrder(*map(Scalar, (tiles, heads_in_l2(problem, plan), splits))),
+        "order": TileOrder(*map(Scalar, numbers)),
         "tile": _tile(problem, config, divisor),
     }
     ref = KernelRef("heedful.kernels.portable.forward", "attention_forward")
-    grid = (tiles * problem.batch * problem.heads_q, splits, 1)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    return KernelCall(ref, grid, parameters, options)
+    return KernelCall(ref, launch.grid, parameters, options)
 
 
 def clear_outside_call(problem: AttentionProblem, buffers: Buffers) -> KernelCall:
@@ -284,7 +260,7 @@ def clear_outside_call(problem: AttentionProblem, buffers: Buffers) -> KernelCal
     call.strides("o", "mh", (row, head), call.divisor)
     call.strides("l", "h", [lse_strides(problem.lse_shape)[1]])
     call.ints(total=total, batch=problem.batch, heads=heads)
-    return call.build((CLEARING_PROGRAMS, 1, 1), DIM=dim, BLOCK=pow2(dim))
+    return call.build((CLEARING_PROGRAMS, 1, 1), CLEAR_UNUSED, DIM=dim, BLOCK=pow2(dim))
 
 
 def clear_call(
@@ -313,9 +289,10 @@ def clear_call(
     call.ints(seqlen=buffers[x].shape[0 if packed else 1], batch=problem.batch, heads=heads)
     return call.build(
         (problem.batch * heads, 1, 1),
+        CLEAR_UNUSED,
         DIM_X=dim,
         DIM_Y=dim_y,
-        BLOCK_N=16,
+        BLOCK_N=CLEAR_UNUSED.rows,
         BLOCK_X=pow2(dim),
         BLOCK_Y=pow2(dim_y, 1),
         FILL_Y=float("-inf") if y == "lse" else 0.0,
@@ -324,17 +301,12 @@ def clear_call(
 
 def _descale_strides(call: CallBuilder, problem: AttentionProblem, tensors: str) -> None:
     """Descales are (B, G), or lie beside the keys as (.., rows, G, groups)."""
-    if problem.kv_shift and not problem.kv_group:
-        raise ValueError("k_shift and v_shift need a scale per group of a key (kv_group > 0)")
     q = call.buffers.get("q_descale")
     call.strides("qd", "bh", q.strides if q else (0, 0))
     for name in tensors:
-        descale, shift = (call.buffers.get(f"{name}_{what}") for what in ("descale", "shift"))
-        strides = (0, 0, 0)
+        descale, strides = call.buffers.get(f"{name}_descale"), (0, 0, 0)
         if descale is not None and problem.kv_group:
             strides = token_strides(descale)
-            if shift is not None and token_strides(shift) != strides:
-                raise ValueError(f"{name}_shift must have the strides of {name}_descale")
         elif descale is not None:
             strides = (descale.strides[0], 0, descale.strides[1])
         call.strides(f"{name}d", "bnh", strides)
@@ -365,18 +337,18 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
     call.row_strides("o", "out", "m")
     call.strides("pl", "sbh", (lse.strides[0], 0 if packed else lse.strides[1], lse.strides[-2]))
     call.strides("l", "bh", lse_strides(lse.shape[1:]))
-    block_e = pow2(dim)
-    # 8 KiB of float32 per program keep the accumulator within 16 registers of 4 warps.
-    block_m = min(64, 2048 // block_e)
-    tiles = -(-rows // block_m)
+    config = combine_rows(dim)
+    tiles = ceil_div(rows, config.rows)
     call.ints(rows=rows, heads=heads, splits=splits, tiles=tiles)
     # One axis: the others end at 65,535, which sequences times heads can pass.
     grid = (tiles * batch * heads, 1, 1)
-    return call.build(grid, HEAD_DIM_V=dim, BLOCK_M=block_m, BLOCK_E=block_e)
+    return call.build(grid, config, HEAD_DIM_V=dim, BLOCK_M=config.rows, BLOCK_E=pow2(dim))
 
 
-def _probs_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
-    config = plan.configs["portable.scores"]
+def _probs_call(
+    problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers
+) -> KernelCall:
+    config, launch = plan.configs["portable.scores"], sizes.launches["portable.scores"]
     call = CallBuilder("probabilities", "signed_probabilities", buffers, ("q", "k"))
     call.tensors(q="q", k="k")
     call.vectors("block_table", "kv_batch_idx", "q_descale", "k_descale", "k_shift")
@@ -390,21 +362,14 @@ def _probs_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Kern
     call.strides("table", "b", [table.strides[0] if table else 0])
     call.strides("l", "bh", lse_strides(problem.lse_shape))
     call.strides("p", "bhm", buffers["probs"].strides[:3])
-    tiles_m = -(-problem.seqlen_q // config.block_m)
-    tiles_n = -(-problem.seqlen_k // config.block_n)
-    call.ints(
-        entries=buffers["k"].shape[0],
-        page_size=problem.page_size,
-        tiles_m=tiles_m,
-        tiles_n=tiles_n,
-    )
+    call.ints(entries=buffers["k"].shape[0], page_size=problem.page_size, **launch.numbers)
     dims = {
         name: value
         for name, value in _dims(call, problem).items()
         if name in ("HEAD_DIM", "BLOCK_D")
     }
     return call.build(
-        (tiles_m * tiles_n * problem.batch * problem.heads_q, 1, 1),
+        launch.grid,
         config,
         **constants,
         **dims,
@@ -416,19 +381,14 @@ def _probs_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Kern
 
 
 def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
-    """dq, dk, dv, and dbias and dsink where there are such buffers.
-
-    Raises ValueError for keys in pages or picked by index, which have no gradient here.
-    """
-    for name in ("block_table", "kv_batch_idx"):
-        if name in buffers:
-            raise ValueError(f"the portable backward takes no {name}")
-    delta = Workspace("delta", ArraySpec.contiguous(problem.lse_shape, "float32"))
-    buffers = {**buffers, "delta": delta.buffer}
+    """dq, dk, dv, and dbias and dsink where there are such buffers."""
+    stored_k = None if problem.varlen_k else buffers["k"].shape[1]
+    sizes = plan.sizes(direction="backward", stored_k=stored_k)
+    buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
     calls = [
         # First, since it also makes delta.
-        _query_gradients_call(problem, plan, buffers),
-        _key_gradients_call(problem, plan, buffers),
+        _query_gradients_call(problem, plan, sizes, buffers),
+        _key_gradients_call(problem, plan, sizes, buffers),
     ]
     if problem.varlen_q:
         calls.append(clear_call(problem, buffers, "q", "dq", None))
@@ -438,7 +398,7 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
         calls.append(_bias_gradients_call(problem, plan, buffers))
     if "dsink" in buffers:
         calls.append(_sink_gradients_call(buffers))
-    return Program(tuple(calls), (delta,))
+    return Program(tuple(calls), sizes.workspaces)
 
 
 def _flat_rows(spec: ArraySpec) -> tuple[int, int]:
@@ -453,7 +413,8 @@ def _sink_gradients_call(buffers: Buffers) -> KernelCall:
     call.vectors("sink", "lse", "delta", "dsink")
     call.strides("l", "bh", lse_strides(lse.shape))
     call.ints(rows=rows, batch=batch)
-    return call.build((buffers["sink"].shape[0], 1, 1), BLOCK_M=1024)
+    grid = (buffers["sink"].shape[0], 1, 1)
+    return call.build(grid, SINK_GRADIENTS, BLOCK_M=SINK_GRADIENTS.rows)
 
 
 def _gradient_call(
@@ -486,21 +447,24 @@ def _gradient_call(
     return call, {**constants, **_dims(call, problem)}
 
 
-def _key_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
-    config = plan.configs["portable.backward_keys"]
+def _key_gradients_call(
+    problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers
+) -> KernelCall:
+    kernel = "portable.backward_keys"
+    config, launch = plan.configs[kernel], sizes.launches[kernel]
     outputs = {"dk": "n", "dv": "n"}
     call, constants = _gradient_call(problem, buffers, ("backward_keys", "key_gradients"), outputs)
-    longest = problem.seqlen_k if problem.varlen_k else buffers["k"].shape[1]
-    tiles = -(-longest // config.block_n)
-    l2_heads = max(1, heads_in_l2(problem, plan) // problem.group)
-    call.ints(l2_heads=l2_heads, tiles=tiles)
-    grid = (tiles * problem.batch * problem.heads_k, 1, 1)
-    constants["IS_GQA"] = problem.group > 1
-    return call.build(grid, config, **constants, BLOCK_M=config.block_m, BLOCK_N=config.block_n)
+    call.ints(**launch.numbers)
+    constants |= {"IS_GQA": problem.group > 1}
+    constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    return call.build(launch.grid, config, **constants)
 
 
-def _query_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
-    config = plan.configs["portable.backward_queries"]
+def _query_gradients_call(
+    problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers
+) -> KernelCall:
+    kernel = "portable.backward_queries"
+    config, launch = plan.configs[kernel], sizes.launches[kernel]
     tensors = {"out": "m", "dq": "m"}
     function = ("backward_queries", "query_gradients")
     call, constants = _gradient_call(problem, buffers, function, tensors)
@@ -511,10 +475,9 @@ def _query_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffer
         strides = dlse.strides if len(dlse.strides) == 3 else (0, *dlse.strides)
     # (batch, head, row): any strides, as autograd hands them out.
     call.strides("dl", "bhm", strides)
-    tiles = -(-problem.seqlen_q // config.block_m)
-    call.ints(l2_heads=heads_in_l2(problem, plan), tiles=tiles)
-    grid = (tiles * problem.batch * problem.heads_q, 1, 1)
-    return call.build(grid, config, **constants, BLOCK_M=config.block_m, BLOCK_N=config.block_n)
+    call.ints(**launch.numbers)
+    constants |= {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n}
+    return call.build(launch.grid, config, **constants)
 
 
 def _bias_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
@@ -525,6 +488,6 @@ def _bias_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers
     call.strides("db", "bhmn", dbias.strides)
     b, h, m, n = dbias.shape
     call.ints(own_b=b, own_h=h, own_m=m, own_n=n)
-    tiles_m, tiles_n = -(-m // config.block_m), -(-n // config.block_n)
+    tiles_m, tiles_n = ceil_div(m, config.block_m), ceil_div(n, config.block_n)
     grid = (tiles_m * tiles_n * b * h, 1, 1)
     return call.build(grid, config, **constants, BLOCK_M=config.block_m, BLOCK_N=config.block_n)

@@ -1,10 +1,9 @@
 """Programs that change a KV cache, and queries with it, before attention."""
 
-from heedful.launch.bind.portable import Buffers, CallBuilder, pow2, stored_keys
+from heedful.core.sizes import ceil_div
+from heedful.core.tiles import cache_rows, pow2
+from heedful.launch.bind.portable import Buffers, CallBuilder, stored_keys
 from heedful.launch.spec import KernelCall, Program
-
-# Values a program moves per tensor: 8 KiB of float32, so that 4 warps hold a tile in registers.
-_TILE = 2048
 
 
 def append_kv(
@@ -31,8 +30,8 @@ def append_kv(
     table = buffers.get("block_table")
     call.strides("table", "b", [table.strides[0] if table else 0])
     _rotary_arguments(call, buffers, position0)
-    block = _TILE // pow2(max(dim, dim_v))
-    tiles = -(-seqlen // block)
+    config = cache_rows(dim, dim_v)
+    tiles = ceil_div(seqlen, config.rows)
     call.ints(
         seqlen=seqlen,
         heads=heads,
@@ -43,9 +42,10 @@ def append_kv(
     )
     built = call.build(
         (tiles * batch * heads, 1, 1),
+        config,
         HEAD_DIM=dim,
         HEAD_DIM_V=dim_v,
-        BLOCK_N=block,
+        BLOCK_N=config.rows,
         BLOCK_D=pow2(dim),
         BLOCK_E=pow2(dim_v),
         IS_INTERLEAVED=interleaved,
@@ -67,13 +67,14 @@ def rotary(
     call.row_strides("q", "q", "m")
     call.row_strides("r", "rotated", "m")
     _rotary_arguments(call, buffers, position0)
-    block = _TILE // pow2(dim)
-    tiles = -(-seqlen // block)
+    config = cache_rows(dim)
+    tiles = ceil_div(seqlen, config.rows)
     call.ints(seqlen=seqlen, heads=heads, tiles=tiles, advance=int(advance))
     built: KernelCall = call.build(
         (tiles * batch * heads, 1, 1),
+        config,
         HEAD_DIM=dim,
-        BLOCK_M=block,
+        BLOCK_M=config.rows,
         BLOCK_D=pow2(dim),
         IS_INTERLEAVED=interleaved,
     )

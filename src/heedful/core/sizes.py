@@ -1,0 +1,294 @@
+"""What lengths change of a plan: grids, how work is dealt out, splits, scratch.
+
+All pure: numbers in, numbers out. Lengths may be symbols (core/symbols.py), so `smaller` and
+`larger` stand where Python's own min and max would ask which one it is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from heedful.core.arrays import ArraySpec
+from heedful.core.device import DeviceSpec
+from heedful.core.problem import ITEM_BITS, AttentionProblem
+from heedful.core.splits import choose_splits
+from heedful.core.symbols import larger, smaller
+from heedful.core.tiles import (
+    V_T_CHUNK,
+    V_T_KEYS,
+    HopperConfig,
+    HopperFp8Config,
+    TileConfig,
+)
+
+if TYPE_CHECKING:
+    from heedful.core.plan import Plan
+
+# How programs come by their tiles. dynamic: a program for each SM takes its next tile by a counter.
+# static: it takes every n-th. single: a program for each tile.
+Scheduler = Literal["dynamic", "static", "single"]
+
+# The L2 head swizzle: heads of a group under a mask; how often the tiles of the last group fill
+# the device; of heads with fewer tiles all groups are as large (H200, 2026-11-22,
+# docs/lab/hopper-forward.md).
+_L2_HEADS, _L2_HEADS_FP8 = 4, 2
+_LAST_WAVES = 2
+_L2_GROUP_TILES = 8
+
+
+class Lengths(NamedTuple):
+    """What two calls of one kind may differ in, as in AttentionProblem."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int | None = None
+    total_k: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Scratch that a program needs for its own duration; `zeroed` if it must start as zeros."""
+
+    name: str
+    buffer: ArraySpec
+    zeroed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSizes:
+    """One kernel's grid, and the numbers of its work that it is told."""
+
+    grid: tuple[int, int, int]
+    numbers: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What lengths change. num_splits: in how many parts the keys are split, 1 = not. launches: by
+    kernel, those with tuned tiles and what helps them."""
+
+    num_splits: int
+    launches: Mapping[str, LaunchSizes]
+    workspaces: tuple[Workspace, ...] = ()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def of(plan: "Plan", problem: AttentionProblem, direction: str, stored_k: int | None) -> Sizes:
+    """The sizes of one direction of a plan for a problem that differs from its own in lengths."""
+    if direction == "backward":
+        return _backward(plan, problem, problem.seqlen_k if stored_k is None else stored_k)
+    splits, partials = splits_of(plan, problem), ()
+    if plan.is_split:
+        out = (*_tokens(problem), problem.heads_q, problem.head_dim_v)
+        partials = (
+            Workspace("partial_out", ArraySpec.contiguous((splits, *out), "float32")),
+            Workspace("partial_lse", ArraySpec.contiguous((splits, *problem.lse_shape), "float32")),
+        )
+    launches, workspaces = {}, ()
+    for kernel in plan.configs:
+        if kernel in _FORWARD:
+            launches, workspaces = _FORWARD[kernel](plan, problem, splits)
+    if "portable.scores" in plan.configs and problem.return_probs:
+        config = plan.configs["portable.scores"]
+        tiles_m = ceil_div(problem.seqlen_q, config.block_m)
+        tiles_n = ceil_div(problem.seqlen_k, config.block_n)
+        grid = (tiles_m * tiles_n * problem.batch * problem.heads_q, 1, 1)
+        numbers = {"tiles_m": tiles_m, "tiles_n": tiles_n}
+        launches["portable.scores"] = LaunchSizes(grid, numbers)
+    return Sizes(splits, launches, (*workspaces, *partials))
+
+
+def splits_of(plan: "Plan", problem: AttentionProblem) -> int:
+    """In how many parts a split plan splits these lengths."""
+    config = plan.configs.get(f"{plan.backend}.forward")
+    if not plan.is_split:
+        return 1
+    if config is None or problem.num_splits:
+        return problem.num_splits
+    return best_splits(config, problem, plan.device)
+
+
+def best_splits(config: TileConfig, problem: AttentionProblem, device: DeviceSpec) -> int:
+    """As `choose_splits`, for the tiles of a forward."""
+    rows = config.group_rows(problem)
+    return choose_splits(problem, device, config.block_m, config.block_n, rows)
+
+
+def _tokens(problem: AttentionProblem) -> tuple[int, ...]:
+    if problem.total_q is not None:
+        return (problem.total_q,)
+    return problem.batch, problem.seqlen_q
+
+
+def heads_in_l2(problem: AttentionProblem, device: DeviceSpec) -> int:
+    """Query heads whose keys and values together fill half of L2."""
+    dims = problem.head_dim + problem.head_dim_v
+    head_bytes = larger(1, problem.seqlen_k * dims * ITEM_BITS[problem.kv_dtype] // 8)
+    l2_heads = problem.group * larger(1, device.l2_bytes // 2 // head_bytes)
+    return larger(1, smaller(l2_heads, problem.batch * problem.heads_q))
+
+
+# Hopper
+
+
+def scheduler_of(
+    config: HopperConfig, problem: AttentionProblem, device: DeviceSpec, splits: int
+) -> Scheduler:
+    """Dynamic where lengths differ under a mask, and of packed queries, whose tiles only the device
+    can count; static where they hardly do; a program for each tile, which the hardware deals out,
+    where the rest is not known to be faster."""
+    if problem.varlen_q:
+        return "dynamic"
+    if problem.used_q or problem.ragged_k:
+        return "single"
+    is_one_wave = hopper_tiles(config, problem) * splits <= device.units
+    return "dynamic" if problem.mask.bounded and not is_one_wave else "static"
+
+
+def _head_tiles(config: HopperConfig, problem: AttentionProblem) -> int:
+    """Tiles of queries of one head; of packed sequences, whose lengths only the device knows, as
+    many as there can be."""
+    if problem.total_q is not None:
+        return problem.total_q // config.block_m + problem.batch
+    return problem.batch * ceil_div(problem.seqlen_q * config.group_rows(problem), config.block_m)
+
+
+def work_heads(config: HopperConfig, problem: AttentionProblem) -> int:
+    """Heads of one batch entry whose queries have tiles of their own."""
+    return problem.heads_k if config.group_rows(problem) > 1 else problem.heads_q
+
+
+def hopper_tiles(config: HopperConfig, problem: AttentionProblem) -> int:
+    """Tiles of queries of all heads."""
+    return _head_tiles(config, problem) * work_heads(config, problem)
+
+
+def _l2_swizzle(plan: "Plan", config: HopperConfig, problem: AttentionProblem) -> dict[str, int]:
+    """Heads whose tiles are dealt out together, the longest first, and how many such groups come
+    before the last, which takes the heads that remain.
+
+    Unmasked, one after the other, so that K and V stay in L2. Masked, a few, and enough for the
+    last group that its short tiles outlast its longest, as far as L2 has room; where heads have
+    few tiles, as many in all groups. Of packed queries only the device knows the tiles, and the
+    last sequences are short.
+    """
+    heads = work_heads(config, problem)
+    if not problem.varlen_q:
+        heads *= problem.batch
+    if not problem.mask.bounded:
+        return {"l2_heads": 1, "l2_groups": heads - 1}
+    few = _L2_HEADS_FP8 if ITEM_BITS[problem.dtype] == 8 else _L2_HEADS
+    if problem.varlen_q:
+        return {"l2_heads": few, "l2_groups": (heads - 1) // few}
+    tiles = hopper_tiles(config, problem) // heads
+    last = ceil_div(_LAST_WAVES * plan.device.units, tiles)
+    # Of many keys and few queries tiles are of about one length in any case.
+    last = smaller(last, larger(few, heads_in_l2(problem, plan.device)))
+    width = few if tiles >= _L2_GROUP_TILES else last
+    return {"l2_heads": width, "l2_groups": larger(0, heads - last) // width}
+
+
+def _hopper_forward(plan: "Plan", problem: AttentionProblem, splits: int):
+    config = plan.configs[_hopper_kernel(plan)]
+    assert isinstance(config, HopperConfig)
+    tiles = hopper_tiles(config, problem)
+    programs = tiles * splits
+    if plan.scheduler != "single":
+        programs = smaller(programs, plan.device.units)
+    numbers = {
+        "row_blocks": ceil_div(problem.seqlen_q * config.group_rows(problem), config.block_m),
+        "tiles": tiles,
+        **_l2_swizzle(plan, config, problem),
+    }
+    launches = {_hopper_kernel(plan): LaunchSizes((programs, 1, 1), numbers)}
+    workspaces = []
+    if plan.scheduler == "dynamic":
+        # Kernels that come ahead begin the count.
+        ahead = isinstance(config, HopperFp8Config) and not config.transposes_v
+        counter = ArraySpec.contiguous((1,), "int32")
+        workspaces.append(
+            Workspace("tile_counter", counter, zeroed=not (ahead or problem.varlen_q))
+        )
+    if problem.varlen_q:
+        capacity = _head_tiles(config, problem)
+        grid = (problem.batch + plan.device.units, 1, 1)
+        launches["hopper.varlen_scheduler"] = LaunchSizes(grid, {"capacity": capacity})
+        tiles_of = ArraySpec.contiguous((1 + 2 * capacity,), "int32")
+        workspaces.append(Workspace("varlen_tiles", tiles_of))
+    if isinstance(config, HopperFp8Config):
+        more, scratch = _transpose_v(config, problem)
+        launches |= more
+        workspaces += scratch
+    return launches, workspaces
+
+
+def _hopper_kernel(plan: "Plan") -> str:
+    return next(kernel for kernel in plan.configs if kernel.startswith("hopper."))
+
+
+def _transpose_v(config: HopperFp8Config, problem: AttentionProblem):
+    """V with keys innermost: (B, G, E, positions); packed, (1, G, E, positions)."""
+    entries, blocks = problem.batch, ceil_div(problem.seqlen_k, V_T_KEYS)
+    if problem.total_k is not None:
+        entries, blocks = 1, problem.total_k // V_T_KEYS + problem.batch
+    shape = (entries, problem.heads_k, problem.head_dim_v, blocks * V_T_KEYS)
+    workspaces = [Workspace("v_t", ArraySpec.contiguous(shape, problem.kv_dtype))]
+    if config.transposes_v:
+        chunks = problem.batch * problem.heads_k * ceil_div(problem.seqlen_k, V_T_CHUNK)
+        counts = ArraySpec.contiguous((1 + chunks,), "int32")
+        return {}, [Workspace("v_t_counts", counts, zeroed=True), *workspaces]
+    grid = (blocks * problem.heads_k * entries, 1, 1)
+    return {"hopper.transpose_v": LaunchSizes(grid, {"blocks": blocks})}, workspaces
+
+
+# CDNA and portable
+
+
+def _cdna_forward(plan: "Plan", problem: AttentionProblem, splits: int):
+    tiles = ceil_div(problem.seqlen_q, plan.configs["cdna.forward"].block_m)
+    grid = (tiles * problem.batch * problem.heads_q, splits, 1)
+    return {"cdna.forward": LaunchSizes(grid, {"row_blocks": tiles})}, ()
+
+
+def _portable_forward(plan: "Plan", problem: AttentionProblem, splits: int):
+    tiles = ceil_div(problem.seqlen_q, plan.configs["portable.forward"].block_m)
+    if problem.varlen_q:
+        # Programs without a tile clear tokens of no sequence.
+        tiles = larger(1, tiles)
+    grid = (tiles * problem.batch * problem.heads_q, splits, 1)
+    numbers = {"tiles": tiles, "l2_heads": heads_in_l2(problem, plan.device)}
+    return {"portable.forward": LaunchSizes(grid, numbers)}, ()
+
+
+_FORWARD = {
+    "hopper.forward": _hopper_forward,
+    "hopper.fp8_forward": _hopper_forward,
+    "cdna.forward": _cdna_forward,
+    "portable.forward": _portable_forward,
+}
+
+
+def _backward(plan: "Plan", problem: AttentionProblem, stored_k: int) -> Sizes:
+    """Of the portable kernels. The gradient of a bias has the tiles of its own shape."""
+    if "portable.backward_keys" not in plan.configs:
+        return Sizes(1, {})
+    keys, queries = (plan.configs[f"portable.backward_{which}"] for which in ("keys", "queries"))
+    tiles_n = ceil_div(stored_k, keys.block_n)
+    tiles_m = ceil_div(problem.seqlen_q, queries.block_m)
+    l2_heads = heads_in_l2(problem, plan.device)
+    launches = {
+        "portable.backward_queries": LaunchSizes(
+            (tiles_m * problem.batch * problem.heads_q, 1, 1),
+            {"tiles": tiles_m, "l2_heads": l2_heads},
+        ),
+        "portable.backward_keys": LaunchSizes(
+            (tiles_n * problem.batch * problem.heads_k, 1, 1),
+            {"tiles": tiles_n, "l2_heads": larger(1, l2_heads // problem.group)},
+        ),
+    }
+    delta = Workspace("delta", ArraySpec.contiguous(problem.lse_shape, "float32"))
+    return Sizes(1, launches, (delta,))

@@ -1,0 +1,228 @@
+"""Whole numbers that remember how they were worked out.
+
+A call of a kind is planned and bound once with its lengths as symbols. What came out is then a
+function of the lengths: straight-line code that computes every number anew. What was asked about
+the lengths on the way (is there one tile of rows, do the tiles fill the device, is a stride a
+multiple of 8) are the function's guards: lengths that answer otherwise are another case, which is
+planned and bound in turn.
+
+Whatever wants a plain number of a symbol, to hash, index or format it for a compiler, pins it: its
+value becomes a guard. So a case can be too narrow, which shows in `counters`, and never wrong.
+"""
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+
+class Symbol:
+    """A whole number with the expression that it comes from, in terms of a trace's inputs."""
+
+    __slots__ = ("code", "trace", "value")
+
+    def __init__(self, trace: "Trace", value: int, code: str):
+        self.trace, self.value, self.code = trace, value, code
+
+    def __repr__(self) -> str:
+        return repr(self.value)
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value, spec)
+
+    def _pin(self) -> int:
+        self.trace.guard(f"{self.code} == {self.value!r}", True)
+        return self.value
+
+    __int__ = __index__ = __trunc__ = _pin
+
+    def __hash__(self) -> int:
+        return hash(self._pin())
+
+    def __float__(self) -> float:
+        return float(self._pin())
+
+    def __bool__(self) -> bool:
+        return self.trace.guard(f"{self.code} != 0", self.value != 0)
+
+    def bit_length(self) -> Any:
+        return self.trace.node(self.value.bit_length(), f"{self.code}.bit_length()")
+
+    def __neg__(self) -> Any:
+        return self.trace.node(-self.value, f"-{self.code}")
+
+    def __abs__(self) -> Any:
+        return self.trace.node(abs(self.value), f"abs({self.code})")
+
+
+def _binary(name: str, sign: str):
+    compute = getattr(operator, name)
+
+    def forward(self: Symbol, other: Any) -> Any:
+        if type(other) not in (int, Symbol):
+            return NotImplemented
+        return _combined(self.trace, compute, sign, self, other)
+
+    def backward(self: Symbol, other: Any) -> Any:
+        if type(other) is not int:
+            return NotImplemented
+        return _combined(self.trace, compute, sign, other, self)
+
+    return forward, backward
+
+
+def _combined(trace: "Trace", compute, sign: str, a, b):
+    (x, left), (y, right) = map(_parts, (a, b))
+    return trace.node(compute(x, y), f"{left} {sign} {right}")
+
+
+def _parts(number) -> tuple[int, str]:
+    if isinstance(number, Symbol):
+        return number.value, number.code
+    return number, repr(number) if number >= 0 else f"({number})"
+
+
+def _comparison(name: str, sign: str):
+    compute = getattr(operator, name)
+
+    def compare(self: Symbol, other: Any) -> Any:
+        if type(other) not in (int, Symbol):
+            return NotImplemented
+        (x, left), (y, right) = map(_parts, (self, other))
+        return self.trace.guard(f"{left} {sign} {right}", compute(x, y))
+
+    return compare
+
+
+for _name, _sign in (
+    ("add", "+"),
+    ("sub", "-"),
+    ("mul", "*"),
+    ("floordiv", "//"),
+    ("mod", "%"),
+    ("lshift", "<<"),
+    ("rshift", ">>"),
+    ("and_", "&"),
+    ("or_", "|"),
+    ("xor", "^"),
+):
+    _plain = _name.rstrip("_")
+    _forward, _backward = _binary(_name, _sign)
+    setattr(Symbol, f"__{_plain}__", _forward)
+    setattr(Symbol, f"__r{_plain}__", _backward)
+for _name, _sign in (
+    ("eq", "=="),
+    ("ne", "!="),
+    ("lt", "<"),
+    ("le", "<="),
+    ("gt", ">"),
+    ("ge", ">="),
+):
+    setattr(Symbol, f"__{_name}__", _comparison(_name, _sign))
+
+
+class Trace:
+    """What happened to the symbols of one case."""
+
+    def __init__(self):
+        self._inputs: list[str] = []
+        self._named: dict[str, Symbol] = {}
+        # Lines in order: (name, code) gives a number its name, (None, code) is a guard.
+        self._lines: list[tuple[str | None, str]] = []
+        self._asked: dict[str, bool] = {}
+        self._functions: dict[str, Callable] = {}
+
+    def symbols(self, values: Iterable[int]) -> list[Any]:
+        """One more input for each value."""
+        found = []
+        for value in values:
+            name = f"i{len(self._inputs)}"
+            self._inputs.append(name)
+            found.append(Symbol(self, value, name))
+        return found
+
+    def node(self, value: int, code: str) -> Symbol:
+        """The number that `code` gives; the same code is the same number."""
+        found = self._named.get(code)
+        if found is None:
+            name = f"t{len(self._named)}"
+            found = self._named[code] = Symbol(self, value, name)
+            self._lines.append((name, code))
+        return found
+
+    def guard(self, code: str, truth: bool) -> bool:
+        """What was asked, and the answer that this case is for."""
+        if self._asked.setdefault(code, truth) is not truth:
+            raise AssertionError(f"{code} was {not truth} before")
+        line = (None, code if truth else f"not {code}")
+        if line not in self._lines:
+            self._lines.append(line)
+        return truth
+
+    def call(self, function: Callable[..., int], arguments: Sequence[Any]) -> Symbol:
+        """The number that a pure function of whole numbers gives, which is not looked into."""
+        name = f"f_{function.__name__}"
+        self._functions[name] = function
+        values, codes = zip(*map(_parts, arguments), strict=True)
+        return self.node(function(*values), f"{name}({', '.join(codes)})")
+
+    def function(self, outputs: Iterable[Any]) -> Callable[[Sequence[int]], tuple | None]:
+        """The outputs of all symbols' values, in order; None where a guard fails."""
+        returned = [_code(output) for output in outputs]
+        lines = _needed(self._lines, returned)
+        body = [f"    {', '.join(self._inputs)}, = values"] if self._inputs else []
+        for name, code in lines:
+            body.append(f"    {name} = {code}" if name else f"    if not ({code}): return None")
+        body.append(f"    return ({''.join(code + ', ' for code in returned)})")
+        scope: dict[str, Any] = dict(self._functions)
+        exec("def evaluate(values):\n" + "\n".join(body), scope)
+        return scope["evaluate"]
+
+
+def _code(output: Any) -> str:
+    return output.code if isinstance(output, Symbol) else repr(output)
+
+
+def _needed(lines: list[tuple[str | None, str]], returned: list[str]):
+    """The lines that a guard or an output draws on."""
+    wanted, kept = set(), []
+    for code in returned:
+        wanted.update(_names(code))
+    for name, code in reversed(lines):
+        if name is None or name in wanted:
+            kept.append((name, code))
+            wanted.update(_names(code))
+    return kept[::-1]
+
+
+def _names(code: str) -> list[str]:
+    separated = "".join(c if c.isalnum() or c == "_" else " " for c in code)
+    return separated.split()
+
+
+def value_of(number: Any) -> Any:
+    """The plain number behind a symbol, unguarded: for words alone."""
+    return number.value if isinstance(number, Symbol) else number
+
+
+def opaque(function: Callable[..., int]) -> Callable[..., int]:
+    """A pure function of whole numbers that symbols go through as one step."""
+
+    def called(*arguments: int) -> int:
+        for argument in arguments:
+            if isinstance(argument, Symbol):
+                return argument.trace.call(function, arguments)  # pyright: ignore
+        return function(*arguments)
+
+    return called
+
+
+def _smaller(*numbers: int) -> int:
+    return min(numbers)
+
+
+def _larger(*numbers: int) -> int:
+    return max(numbers)
+
+
+# min and max of which no case comes: Python's own ask which is.
+smaller, larger = opaque(_smaller), opaque(_larger)

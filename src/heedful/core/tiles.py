@@ -1,0 +1,219 @@
+"""How kernels are cut: a typed config for each, whose fields are all there are."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Literal, Self
+
+from heedful.core.problem import AttentionProblem
+
+# How a row's maximum moves: with every tile; only where scores pass a threshold; where sums
+# overflowed, after the exponentials.
+Rescale = Literal["exact", "threshold", "speculative"]
+
+CONSUMER_ROWS = 64  # query rows of one consumer warp group
+# Keys whose products add up in the matrix unit's accumulators before float32 takes over: an output
+# all of one sign loses 1 % in 1024 (H200, 2026-11-20), and as much of that in fewer.
+PROMOTION_KEYS = 512
+# Query rows of a KV head from which on warps of its own kernel transpose its values: for 128 keys
+# they take some 3 us, and 128 rows of queries 0.9 us.
+TRANSPOSE_ROWS = 1024
+# Triton from which on Gluon has inline assembly, which looks at scores.
+_INLINE_ASM = (3, 9)
+
+
+@dataclass(frozen=True, slots=True)
+class TileConfig:
+    """How one kernel is cut: `block_m` query rows by `block_n` keys, for so many warps, with loads
+    so many stages ahead."""
+
+    block_m: int
+    block_n: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def group_rows(self, problem: AttentionProblem) -> int:
+        """Rows of a tile that one query position takes: above 1, the query heads of a KV head lie
+        beside each other in a tile, in as many rows as the next power of two."""
+        return 1
+
+    def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
+        """The config with all that the problem and the compiler's version decide."""
+        return self
+
+    def words(self) -> str:
+        """What differs from the defaults beyond the tile, as name=value."""
+        own = [f for f in fields(self) if f.name not in _TILE_FIELDS]
+        found = ((f.name, getattr(self, f.name)) for f in own if getattr(self, f.name) != f.default)
+        return " ".join(f"{name}={value}" for name, value in found)
+
+
+_TILE_FIELDS = frozenset(f.name for f in fields(TileConfig))
+
+
+@dataclass(frozen=True, slots=True)
+class PortableConfig(TileConfig):
+    """A tile of a portable kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class CdnaForwardConfig(TileConfig):
+    """A tile of the CDNA forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class HopperConfig(TileConfig):
+    """What both Hopper forwards have.
+
+    num_stages: of keys. q_stages: tiles of queries of one consumer in flight, 0 = one for each
+    consumer. consumer_regs, producer_regs: registers of a thread, None = what is left. pingpong:
+    consumers take turns at products and softmax. rescale: see Rescale.
+    """
+
+    consumer_regs: int | None = None
+    producer_regs: int = 24
+    q_stages: int = 0
+    pingpong: bool = False
+    rescale: Rescale = "threshold"
+
+    @property
+    def consumers(self) -> int:
+        return self.block_m // CONSUMER_ROWS
+
+    @property
+    def query_stages(self) -> int:
+        return self.q_stages or self.consumers
+
+
+@dataclass(frozen=True, slots=True)
+class HopperForwardConfig(HopperConfig):
+    """A tile of the Hopper forward for 16-bit inputs.
+
+    v_stages: of values, 0 = as of keys. kv_share_stages: keys and values take turns in the same
+    stages. pack_gqa: query heads of a KV head share a tile. out_in_q: results leave through the
+    memory of the queries. tail_d, tail_e: a tile of queries and keys, or one of values, is three
+    boxes of 64 columns, since a box has a power of two of them; pages fill tiles of a power of two.
+    """
+
+    v_stages: int = 0
+    kv_share_stages: bool = False
+    pack_gqa: bool = False
+    out_in_q: bool = False
+    tail_d: bool = False
+    tail_e: bool = False
+
+    @property
+    def value_stages(self) -> int:
+        return self.v_stages or self.num_stages
+
+    def group_rows(self, problem: AttentionProblem) -> int:
+        return 1 << (problem.group - 1).bit_length() if self.pack_gqa else 1
+
+    def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
+        tail_d, tail_e = (
+            128 < dim <= 192 and not problem.page_size
+            for dim in (problem.head_dim, problem.head_dim_v)
+        )
+        # Scores made anew are cheap only where nothing is loaded for them, and seldom only where
+        # they do not grow from tile to tile, as ALiBi makes them up to the diagonal.
+        drops = (1.0 - problem.dropout_p) * 2.0**32 < 2.0**32
+        rescale = self.rescale
+        if rescale == "speculative" and (problem.bias or problem.alibi or drops or tail_d):
+            rescale = "threshold"
+        if triton is not None and triton < _INLINE_ASM:
+            rescale = "exact"
+        fits = _results_fit(problem, tail_d, tail_e)
+        return replace(
+            self,
+            tail_d=tail_d,
+            tail_e=tail_e,
+            rescale=rescale,
+            out_in_q=self.out_in_q and fits,
+        )
+
+
+def _results_fit(problem: AttentionProblem, tail_d: bool, tail_e: bool) -> bool:
+    """Whether a consumer's results fit, box by box, where its queries were."""
+    v_dim = tile_dim(problem.head_dim_v)
+    if tail_d:
+        return tail_e or v_dim == 128
+    return not tail_e and tile_dim(problem.head_dim) == v_dim
+
+
+# Head dims that a shared-memory tile can have; in between, tensor maps fill with zeros.
+TILE_DIMS = (64, 128, 256)
+
+
+def tile_dim(dim: int) -> int:
+    """The width of the shared-memory tile that holds a head dim."""
+    return next(width for width in TILE_DIMS if dim <= width)
+
+
+@dataclass(frozen=True, slots=True)
+class HopperFp8Config(HopperConfig):
+    """A tile of the Hopper forward for fp8 inputs.
+
+    votes_last: whether sums overflowed is asked behind the wait for P V. prefetches_tile: consumers
+    hear of the next work tile while their last P V runs. sums_in_regs: float32 sums are in
+    registers and not in shared memory. transposes_v: its own
+    warps transpose V, and not a kernel ahead of it.
+    """
+
+    votes_last: bool = False
+    prefetches_tile: bool = False
+    sums_in_regs: bool = False
+    transposes_v: bool = False
+
+    @property
+    def promotion_interval(self) -> int:
+        """Key tiles between two promotions."""
+        return PROMOTION_KEYS // self.block_n
+
+    def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
+        # Not of packed sequences, whose blocks are found by search, nor where few queries use what
+        # is transposed, so that to transpose takes longer than they.
+        few = problem.seqlen_q * problem.group < TRANSPOSE_ROWS
+        packed = problem.varlen_k or problem.varlen_q
+        return replace(self, transposes_v=self.transposes_v and not (few or packed))
+
+
+# Kernels of one tile for all devices: what they read and write once is all that counts. Values
+# that 4 warps keep in 16 registers each: 8 KiB of float32.
+_TILE_VALUES = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class RowsConfig:
+    """Rows that one program takes of a kernel without products, with this many warps."""
+
+    rows: int
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+def pow2(n: int, least: int = 16) -> int:
+    """The power of two at or above n: block sizes are powers of two, a dot's at least 16."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def combine_rows(head_dim_v: int) -> RowsConfig:
+    """Of the merge of splits."""
+    return RowsConfig(min(64, _TILE_VALUES // pow2(head_dim_v)))
+
+
+def cache_rows(*dims: int) -> RowsConfig:
+    """Of the kernels that append to a cache, and that rotate queries, of these head dims."""
+    return RowsConfig(_TILE_VALUES // pow2(max(dims)))
+
+
+CLEAR_UNUSED = RowsConfig(16)
+SINK_GRADIENTS = RowsConfig(1024)
+# Programs that share what lies outside of all packed sequences: about one for each unit of a GPU.
+CLEARING_PROGRAMS = 128
+VARLEN_SCHEDULER = RowsConfig(1024)  # sequences that a program looks at at once
+# The kernel that transposes V ahead of fp8 attention: keys of a block, at multiples of which packed
+# sequences begin; packed sequences that a program looks at at once.
+V_T_KEYS = 128
+TRANSPOSE_SEQUENCES = 256
+# Warps that transpose V themselves: boxes of V_T_KEYS x V_T_DIMS; so many keys of a head are
+# reported together.
+V_T_DIMS = 64
+V_T_CHUNK = 1024
