@@ -89,11 +89,12 @@ class Interpreted:
         self.num_splits = num_splits
 
     def _plan(self, problem) -> Plan:
-        facts = {"configs": KERNELS, "num_splits": self.num_splits}
+        facts = {"configs": KERNELS, "is_split": self.num_splits > 1}
         return Plan(problem, by_name("H200"), "portable", "run", **facts)
 
     def _run(self, build, problem, tensors) -> None:
         specs = {name: buffer_spec(tensor) for name, tensor in tensors.items()}
+        problem = replace(problem, num_splits=self.num_splits)
         interpret(build(problem, self._plan(problem), specs), tensors)
 
     def forward(self, problem, x, out):
