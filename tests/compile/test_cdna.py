@@ -54,7 +54,7 @@ def inspected(arch, dim, dtype, causal) -> Inspection:
     arrays = buffers.forward(problem)
     if ITEM_BITS[dtype] == 8:
         descale = ArraySpec.contiguous((1, 2), "float32")
-        arrays |= {name: descale for name in cdna.DESCALES}
+        arrays |= {f"{name}_descale": descale for name in "qkv"}
     block_n = chosen.configs["cdna.forward"].block_n
     made = program(chosen, "forward", arrays)
     (found,) = of_program(made, arch)
@@ -72,7 +72,7 @@ def test_a_row_stride_past_32_bit_offsets_raises():
     problem = AttentionProblem.dense(1, 512, 512, 1)
     chosen = plan(problem, by_name("MI355X"), backend="cdna")
     arrays = buffers.forward(problem)
-    arrays["k"] = replace(arrays["k"], strides=(0, 1 << 22, 128, 1))
+    arrays["k"] = arrays["k"]._replace(strides=(0, 1 << 22, 128, 1))
     with pytest.raises(ValueError, match="k must have a row stride below"):
         cdna.forward(problem, chosen, arrays)
 

@@ -147,7 +147,7 @@ def of_dtype(case: Case, arch: str, dtype: str) -> Case:
 
 def rescalings(backend: Emulated) -> int:
     """How often a wave ran the block in which sums and outputs shrink: it has one exponential."""
-    lines, first = inspect.getsourcelines(softmax.follow.fn)
+    lines, first = inspect.getsourcelines(softmax.rescale.fn)
     (within,) = (n for n, line in enumerate(lines) if "gl.exp2(" in line)
     source = f"softmax.py:{first + within}"
     (report,) = backend.reports

@@ -4,8 +4,8 @@ The planner, the tests and docs/support-matrix.md are all made from ROWS.
 """
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import FEATURES, ITEM_BITS, MAX_HEAD_DIM, MAX_HEAD_DIM_V, AttentionProblem
@@ -50,7 +50,6 @@ class KernelRow:
     configs: the kernels with tuned tiles that it launches, in the table of core/configs.py.
     program: the module whose `forward` and `backward` make its Program; "" launches no kernels.
     module: the module whose `forward` and `backward` run on the host.
-    code: architecture -> module of the device code, where that differs.
     """
 
     backend: str
@@ -68,7 +67,6 @@ class KernelRow:
     configs: tuple[str, ...] = ()
     program: str = ""
     module: str = ""
-    code: Mapping[str, str] = field(default_factory=dict)
 
     def level(self, device: DeviceSpec) -> str | None:
         """The support level on this device, None where the kernel does not exist for it."""
@@ -289,7 +287,6 @@ ROWS: tuple[KernelRow, ...] = (
         gates=(_positive_scale, _out_as_in_or_float, _own_e4m3, _many_keys),
         configs=("cdna.forward",),
         program="heedful.launch.bind.cdna",
-        code={"gfx942": "heedful.kernels.cdna3.forward", "gfx950": "heedful.kernels.cdna4.forward"},
     ),
     KernelRow(
         "portable",

@@ -251,7 +251,7 @@ def _transpose_v(config: HopperFp8Config, problem: AttentionProblem):
 def _cdna_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     tiles = ceil_div(problem.seqlen_q, plan.configs["cdna.forward"].block_m)
     grid = (tiles * problem.batch * problem.heads_q, splits, 1)
-    return {"cdna.forward": LaunchSizes(grid, {"row_blocks": tiles})}, ()
+    return {"cdna.forward": LaunchSizes(grid, {"tiles": tiles})}, ()
 
 
 def _portable_forward(plan: "Plan", problem: AttentionProblem, splits: int):

@@ -61,6 +61,14 @@ def lane_sums(p_MN):
 
 
 @gluon.jit
+def no_keys(M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, MFMA: gl.constexpr):
+    """(base, l, acc) of rows that have seen no key, for tiles of N keys."""
+    base_M = gl.full([M], LOWEST, gl.float32, gl.SliceLayout(1, MFMA))
+    l_ML = lane_sums(gl.zeros([M, N], gl.float32, MFMA))
+    return base_M, l_ML, gl.zeros([M, D], gl.float32, MFMA)
+
+
+@gluon.jit
 def total(l_ML, base_M):
     """Sums of whole rows, where base_M lies."""
     return gl.convert_layout(gl.sum(l_ML, 1), base_M.type.layout)
@@ -78,7 +86,7 @@ def any_lane_above(x_M, LIMIT: gl.constexpr):
 
 
 @gluon.jit
-def follow(base_M, top_M, scale_log2, l_ML, acc_MD, LIFT: gl.constexpr, HIGHEST: gl.constexpr):
+def rescale(base_M, top_M, scale_log2, l_ML, acc_MD, LIFT: gl.constexpr, HIGHEST: gl.constexpr):
     """(base, l, acc) to go on with, where top_M are the largest raw scores of the tile at hand.
 
     LIFT: the logarithm of the largest probability after a rescaling, HIGHEST: that which leads to

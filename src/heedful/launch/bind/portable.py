@@ -184,7 +184,7 @@ def _dims(call: CallBuilder, problem: AttentionProblem) -> dict[str, object]:
     }
 
 
-def _tile(problem: AttentionProblem, config: TileConfig, divisor: int) -> Tile:
+def tile(problem: AttentionProblem, config: TileConfig, divisor: int) -> Tile:
     """Block sizes. BLOCK_R: 576 would fill little more than half of the next power of two."""
     least = 16 if divisor > 1 else _UNALIGNED_WIDTH
     rest = problem.head_dim - MAX_HEAD_DIM_V
@@ -241,7 +241,7 @@ def _forward_call(
         "cache": groups.kv_layout(problem, buffers),
         "descales": groups.descales(problem, buffers),
         "order": TileOrder(*map(Scalar, numbers)),
-        "tile": _tile(problem, config, divisor),
+        "tile": tile(problem, config, divisor),
     }
     ref = KernelRef("heedful.kernels.portable.forward", "attention_forward")
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}

@@ -1,8 +1,8 @@
-"""Attention forward for CDNA4: two groups of four waves, one a stage behind the other.
+"""The main loop of CDNA4: two groups of four waves, one a stage behind the other.
 
-A turn works off one tile of keys in four stages with a barrier after each; while one group keeps
-the matrix units busy, the other reads LDS and computes exponentials. K and V come by loads straight
-to LDS, a tile ahead, each in two buffers; V is read through the transposing LDS loads.
+An iteration works off one tile of keys in four stages with a barrier after each; while one group
+keeps the matrix units busy, the other reads LDS and computes exponentials. K and V come by loads
+straight to LDS, a tile ahead, each in two buffers; V is read through the transposing LDS loads.
 
 Order of accesses, with t the number of a stage (4 i + stage) and the late group at epoch t + 1:
 K of tile i + 1 is asked for in stage 4 i and first read in epoch 4 i + 4. The late group must have
@@ -16,15 +16,9 @@ Shapes: M query rows, N key rows of half a tile, D head dim.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.cdna.fp8 import fp8_operand, side_by_side, split_sign, stored_keys
-from heedful.kernels.cdna.softmax import LOWEST, follow, lane_sums, lift, row_max, slack, total
-from heedful.kernels.cdna.tile import (
-    hide,
-    last_keys,
-    load_queries,
-    store_results,
-    work_of,
-)
+from heedful.kernels.cdna.fp8 import fp8_operand, side_by_side, stored_keys
+from heedful.kernels.cdna.softmax import lane_sums, lift, no_keys, rescale, row_max, slack, total
+from heedful.kernels.cdna.tile import apply_mask, row_offsets
 
 copy = gl.amd.cdna4.async_copy
 
@@ -80,7 +74,7 @@ def direct_layout(shared, warps, dtype):
 
 
 @gluon.jit
-def _fetch(smem, base, stride, tile, len_k, IS_MASKED: gl.constexpr, WIDTH: gl.constexpr = 4):
+def _fetch(smem, base, stride, n_block, len_k, IS_MASKED: gl.constexpr, WIDTH: gl.constexpr = 4):
     """Asks for one tile of K or V; keys from len_k on become zeros. WIDTH: rows in the order of
     `stored_keys`; 4 changes nothing."""
     N: gl.constexpr = smem.shape[0]
@@ -89,10 +83,10 @@ def _fetch(smem, base, stride, tile, len_k, IS_MASKED: gl.constexpr, WIDTH: gl.c
     rows = stored_keys(gl.arange(0, N, gl.SliceLayout(1, LAYOUT)), WIDTH)
     dims = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     # The tile's base takes the 64-bit part, in scalar registers; offsets never change.
-    base += (tile * N).to(gl.int64) * stride
-    offsets = rows[:, None] * stride + dims[None, :]
+    base += (n_block * N).to(gl.int64) * stride
+    offsets = row_offsets(rows, stride, dims)
     if IS_MASKED:
-        mask = (rows < len_k - tile * N)[:, None]
+        mask = (rows < len_k - n_block * N)[:, None]
         copy.buffer_load_to_shared(smem, base, offsets, mask=mask)
     else:
         copy.buffer_load_to_shared(smem, base, offsets)
@@ -100,26 +94,25 @@ def _fetch(smem, base, stride, tile, len_k, IS_MASKED: gl.constexpr, WIDTH: gl.c
 
 
 @gluon.jit
-def _walk(
+def _key_tiles(
     begin,
-    stop,
-    last,
-    q_MD,
+    end,
+    work,
     k,
     v,
     stride_kn,
     stride_vn,
     k_smem,
     v_smem,
+    q_MD,
     last_M,
-    len_k,
     scale_log2,
     base_M,
     l_ML,
     acc_MD,
     IS_MASKED: gl.constexpr,
 ):
-    """Works off tiles [begin, stop); `last` is the last tile there is to fetch."""
+    """Works off key tiles [begin, end)."""
     MFMA: gl.constexpr = acc_MD.type.layout
     M: gl.constexpr = acc_MD.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -134,11 +127,11 @@ def _walk(
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, MFMA, V_WIDTH)
     V_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, V_WIDTH)
     zeros_MN = gl.zeros([M, HALF], gl.float32, MFMA)
-    for i in range(begin, stop):
+    for i in range(begin, end):
         now = i & 1
-        later = gl.minimum(i + 1, last)
+        later = gl.minimum(i + 1, work.end - 1)
         with gl.amd.warp_pipeline_stage("keys", priority=0):
-            _fetch(k_smem.index(1 - now), k, stride_kn, later, len_k, IS_MASKED)
+            _fetch(k_smem.index(1 - now), k, stride_kn, later, work.len_k, IS_MASKED)
             tile = k_smem.index(now)
             ka_DN = copy.load_shared_relaxed(tile.slice(0, HALF).permute([1, 0]), K_OPERAND)
             kb_DN = copy.load_shared_relaxed(tile.slice(HALF, HALF).permute([1, 0]), K_OPERAND)
@@ -147,7 +140,7 @@ def _walk(
             sa_MN = multiply(q_MD, ka_DN, zeros_MN)
             sb_MN = multiply(q_MD, kb_DN, zeros_MN)
         with gl.amd.warp_pipeline_stage("values", priority=0):
-            _fetch(v_smem.index(1 - now), v, stride_vn, later, len_k, IS_MASKED, V_WIDTH)
+            _fetch(v_smem.index(1 - now), v, stride_vn, later, work.len_k, IS_MASKED, V_WIDTH)
             tile = v_smem.index(now)
             if JOINED:
                 v_ND = copy.load_shared_relaxed(tile, V_OPERAND)
@@ -155,10 +148,10 @@ def _walk(
                 va_ND = copy.load_shared_relaxed(tile.slice(0, HALF), V_OPERAND)
                 vb_ND = copy.load_shared_relaxed(tile.slice(HALF, HALF), V_OPERAND)
             if IS_MASKED:
-                sa_MN = hide(sa_MN, last_M - i * BLOCK_N, False)
-                sb_MN = hide(sb_MN, last_M - (i * BLOCK_N + HALF), False)
+                sa_MN = apply_mask(sa_MN, last_M - i * BLOCK_N, False)
+                sb_MN = apply_mask(sb_MN, last_M - (i * BLOCK_N + HALF), False)
             top_M = row_max(gl.maximum(sa_MN, sb_MN))
-            base_M, l_ML, acc_MD = follow(base_M, top_M, scale_log2, l_ML, acc_MD, LIFT, HIGHEST)
+            base_M, l_ML, acc_MD = rescale(base_M, top_M, scale_log2, l_ML, acc_MD, LIFT, HIGHEST)
             xb_MN = sb_MN * scale_log2 - base_M[:, None]
             pa_MN = gl.exp2(sa_MN * scale_log2 - base_M[:, None])
         copy.wait_group(1)
@@ -178,132 +171,36 @@ def _walk(
 
 
 @gluon.jit
-def forward(
-    q,
-    k,
-    v,
-    q_descale,
-    k_descale,
-    v_descale,
-    out,
-    lse,
-    cu_q,
-    cu_k,
-    scale_log2,
-    stride_qb,
-    stride_qm,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_os,
-    stride_ob,
-    stride_om,
-    stride_oh,
-    stride_ls,
-    stride_lb,
-    stride_lh,
-    stride_qdb,
-    stride_qdg,
-    stride_kdb,
-    stride_kdg,
-    stride_vdb,
-    stride_vdg,
-    seqlen_q,
-    seqlen_k,
-    heads_q,
-    heads,
-    group,
-    row_blocks,
-    num_splits,
-    align,
-    shift,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-):
-    """out (.., M, H, D) and, if wanted, lse (B, H, M) of BLOCK_M queries of one head; of several
-    splits of the keys, partial ones with a leading split.
-
-    scale_log2: makes raw scores logits in base 2. q_descale, k_descale, v_descale: float32 (B, G),
-    with fp8. heads: batch times heads_q. group: query heads per KV head. align: 1 puts the diagonal
-    at the last query and key, 0 at the first.
-    """
-    WARPS: gl.constexpr = gl.num_warps()
-    DTYPE: gl.constexpr = k.dtype.element_ty
-    MFMA: gl.constexpr = gl.amd.AMDMFMALayout(
-        version=4, instr_shape=[32, 32, products(DTYPE)], transposed=True, warps_per_cta=[WARPS, 1]
-    )
+def mainloop(work, k, v, q_MD, last_M, scale_log2, MFMA: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(base, sum, acc) of each row after all key tiles of the work tile; k and v are Rows."""
+    HEAD_DIM: gl.constexpr = q_MD.shape[1]
+    DTYPE: gl.constexpr = q_MD.dtype
     K_SHARED: gl.constexpr = keys_layout(MFMA, BLOCK_N, HEAD_DIM, DTYPE)
     V_SHARED: gl.constexpr = values_layout(MFMA, BLOCK_N, HEAD_DIM, DTYPE)
-    work = work_of(
-        cu_q,
-        cu_k,
-        seqlen_q,
-        seqlen_k,
-        heads_q,
-        heads,
-        group,
-        row_blocks,
-        num_splits,
-        align,
-        shift,
-        BLOCK_M,
-        BLOCK_N,
-        IS_CAUSAL,
-    )
-    row0, len_q, len_k = work.row0, work.len_q, work.len_k
-    if row0 >= len_q:
-        return
-    q = work.queries(q, stride_qb, stride_qm, stride_qh)
-    k = work.keys(k, stride_kb, stride_kn, stride_kh)
-    v = work.keys(v, stride_vb, stride_vn, stride_vh)
-    out = work.queries(out + work.split * stride_os, stride_ob, stride_om, stride_oh)
-    if lse is not None:
-        lse = work.queries(lse + work.split * stride_ls, stride_lb, 1, stride_lh)
-
-    q_MD = load_queries(
-        q,
-        stride_qm,
-        row0,
-        len_q,
-        BLOCK_M,
-        HEAD_DIM,
-        gl.DotOperandLayout(0, MFMA, 128 // DTYPE.primitive_bitwidth),
-    )
-    if DTYPE.is_fp8():
-        q_factor = work.factor(q_descale, stride_qdb, stride_qdg)
-        k_factor = work.factor(k_descale, stride_kdb, stride_kdg)
-        scale_log2, q_MD = split_sign(scale_log2 * q_factor * k_factor, q_MD)
+    V_WIDTH: gl.constexpr = values_width(DTYPE)
+    k_ptr = work.keys(k)
+    v_ptr = work.keys(v)
     k_smem = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, HEAD_DIM], K_SHARED)
     v_smem = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, HEAD_DIM], V_SHARED)
-    _fetch(k_smem.index(work.begin & 1), k, stride_kn, work.begin, len_k, True)
-    _fetch(v_smem.index(work.begin & 1), v, stride_vn, work.begin, len_k, True, values_width(DTYPE))
+    first = work.begin & 1
+    _fetch(k_smem.index(first), k_ptr, k.stride_n, work.begin, work.len_k, True)
+    _fetch(v_smem.index(first), v_ptr, v.stride_n, work.begin, work.len_k, True, V_WIDTH)
     copy.wait_group(0)
     gl.barrier()
-    rows_M = row0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MFMA))
-    last_M = last_keys(rows_M, len_k, work.off, IS_CAUSAL)
-    base_M = gl.full([BLOCK_M], LOWEST, gl.float32, gl.SliceLayout(1, MFMA))
-    l_ML = lane_sums(gl.zeros([BLOCK_M, BLOCK_N // 2], gl.float32, MFMA))
-    acc_MD = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, MFMA)
+    base_M, l_ML, acc_MD = no_keys(q_MD.shape[0], BLOCK_N // 2, HEAD_DIM, MFMA)
     for masked in gl.static_range(2):
-        base_M, l_ML, acc_MD = _walk(
-            work.hot if masked else work.begin,
-            work.stop if masked else work.hot,
-            work.stop - 1,
-            q_MD,
-            k,
-            v,
-            stride_kn,
-            stride_vn,
+        base_M, l_ML, acc_MD = _key_tiles(
+            work.full_end if masked else work.begin,
+            work.end if masked else work.full_end,
+            work,
+            k_ptr,
+            v_ptr,
+            k.stride_n,
+            v.stride_n,
             k_smem,
             v_smem,
+            q_MD,
             last_M,
-            len_k,
             scale_log2,
             base_M,
             l_ML,
@@ -312,6 +209,4 @@ def forward(
         )
     # What was asked for ahead must not land in the LDS of the next workgroup.
     copy.wait_group(0)
-    l_M = total(l_ML, base_M)
-    scale = work.factor(v_descale, stride_vdb, stride_vdg)
-    store_results(out, lse, stride_om, row0, len_q, base_M, l_M, acc_MD, scale)
+    return base_M, total(l_ML, base_M), acc_MD

@@ -1,9 +1,9 @@
-"""Attention forward for CDNA3: two groups of four waves, one a stage behind the other.
+"""The main loop of CDNA3: two groups of four waves, one a stage behind the other.
 
-A turn works off one tile of keys in four stages with a barrier after each, as on CDNA4; without
-wide loads straight to LDS, the next tile passes through registers on its way. V is turned there,
-four keys by a few columns a lane, because CDNA3 has no transposing LDS reads: once for all waves,
-where each would else sort single elements.
+An iteration works off one tile of keys in four stages with a barrier after each, as on CDNA4;
+without wide loads straight to LDS, the next tile passes through registers on its way. V is
+transposed there, four keys by a few columns a lane, because CDNA3 has no transposing LDS reads:
+once for all waves, where each would else sort single elements.
 
 Order of accesses, with t the number of a stage (4 i + stage) and the late group at epoch t + 1:
 K of tile i is last read in epoch 4 i + 1, by the late group; K of tile i + 1 is stored from epoch
@@ -18,23 +18,22 @@ import math
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.cdna.fp8 import fp8_operand, split_sign, stored_keys
-from heedful.kernels.cdna.softmax import LOWEST, follow, lane_sums, lift, row_max, slack, total
-from heedful.kernels.cdna.tile import (
-    fetch_layout,
-    hide,
-    last_keys,
-    load_queries,
-    store_results,
-    work_of,
-)
+from heedful.kernels.cdna.fp8 import fp8_operand, stored_keys
+from heedful.kernels.cdna.softmax import lane_sums, lift, no_keys, rescale, row_max, slack, total
+from heedful.kernels.cdna.tile import apply_mask, fetch_layout, row_offsets
+
+
+@gluon.constexpr_function
+def products(dtype):
+    """How many products the matrix unit adds up in one instruction."""
+    return 128 // dtype.primitive_bitwidth
 
 
 @gluon.jit
 def _load(
     base,
     stride,
-    tile,
+    n_block,
     len_k,
     N: gl.constexpr,
     D: gl.constexpr,
@@ -47,10 +46,10 @@ def _load(
     rows = stored_keys(gl.arange(0, N, gl.SliceLayout(1, LAYOUT)), WIDTH)
     dims = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     # The tile's base takes the 64-bit part, in scalar registers; offsets never change.
-    base += (tile * N).to(gl.int64) * stride
-    offsets = rows[:, None] * stride + dims[None, :]
+    base += (n_block * N).to(gl.int64) * stride
+    offsets = row_offsets(rows, stride, dims)
     if IS_MASKED:
-        mask = (rows < len_k - tile * N)[:, None]
+        mask = (rows < len_k - n_block * N)[:, None]
         x_ND = gl.amd.cdna3.buffer_load(base, offsets, mask=mask, other=0.0)
     else:
         x_ND = gl.amd.cdna3.buffer_load(base, offsets)
@@ -86,11 +85,10 @@ def truncation_lift(dtype):
 
 
 @gluon.jit
-def _walk(
+def _key_tiles(
     begin,
-    stop,
-    last,
-    q_MD,
+    end,
+    work,
     k,
     v,
     stride_kn,
@@ -98,16 +96,15 @@ def _walk(
     k_smem,
     v_smem,
     next_v_ND,
+    q_MD,
     last_M,
-    len_k,
     scale_log2,
     base_M,
     l_ML,
     acc_MD,
     IS_MASKED: gl.constexpr,
 ):
-    """Works off tiles [begin, stop); `last` is the last tile there is to load, and
-    next_v_ND the values of tile `begin`."""
+    """Works off key tiles [begin, end); next_v_ND are the values of tile `begin`."""
     MFMA: gl.constexpr = acc_MD.type.layout
     M: gl.constexpr = acc_MD.shape[0]
     N: gl.constexpr = k_smem.shape[0]
@@ -116,28 +113,28 @@ def _walk(
     LIFT: gl.constexpr = truncation_lift(DTYPE)
     HIGHEST: gl.constexpr = lift(DTYPE) + slack(DTYPE)
     K_LOAD: gl.constexpr = fetch_layout(D, gl.num_warps(), DTYPE)
-    V_LOAD: gl.constexpr = turn_layout(N, D, DTYPE)
+    V_LOAD: gl.constexpr = transpose_layout(N, D, DTYPE)
     V_WIDTH: gl.constexpr = values_width(DTYPE)
     # Of p, a lane holds four consecutive keys at a time: as an operand it stays where it is.
     P_OPERAND: gl.constexpr = gl.DotOperandLayout(0, MFMA, V_WIDTH)
     V_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, V_WIDTH)
     K_OPERAND: gl.constexpr = gl.DotOperandLayout(1, MFMA, 128 // DTYPE.primitive_bitwidth)
-    for i in range(begin, stop):
-        later = gl.minimum(i + 1, last)
+    for i in range(begin, end):
+        later = gl.minimum(i + 1, work.end - 1)
         with gl.amd.warp_pipeline_stage("keys", priority=0):
-            next_k_ND = _load(k, stride_kn, later, len_k, N, D, K_LOAD, IS_MASKED)
+            next_k_ND = _load(k, stride_kn, later, work.len_k, N, D, K_LOAD, IS_MASKED)
             k_DN = k_smem.permute([1, 0]).load(K_OPERAND)
             v_smem.store(next_v_ND)
         with gl.amd.warp_pipeline_stage("scores", priority=1):
             s_MN = gl.amd.cdna3.mfma(q_MD, k_DN, gl.zeros([M, N], gl.float32, MFMA))
         with gl.amd.warp_pipeline_stage("values", priority=0):
-            next_v_ND = _load(v, stride_vn, later, len_k, N, D, V_LOAD, IS_MASKED, V_WIDTH)
+            next_v_ND = _load(v, stride_vn, later, work.len_k, N, D, V_LOAD, IS_MASKED, V_WIDTH)
             v_ND = v_smem.load(V_OPERAND)
             k_smem.store(next_k_ND)
             if IS_MASKED:
-                s_MN = hide(s_MN, last_M - i * N, True)
+                s_MN = apply_mask(s_MN, last_M - i * N, True)
             top_M = row_max(s_MN)
-            base_M, l_ML, acc_MD = follow(base_M, top_M, scale_log2, l_ML, acc_MD, LIFT, HIGHEST)
+            base_M, l_ML, acc_MD = rescale(base_M, top_M, scale_log2, l_ML, acc_MD, LIFT, HIGHEST)
             p_MN = gl.exp2(s_MN * scale_log2 - base_M[:, None])
             l_ML += lane_sums(p_MN)
             if DTYPE.is_fp8():
@@ -150,8 +147,8 @@ def _walk(
 
 
 @gluon.constexpr_function
-def turn_layout(rows, dim, dtype):
-    """Who turns which part of V: four keys by a few columns a lane."""
+def transpose_layout(rows, dim, dtype):
+    """Who transposes which part of V: four keys by a few columns a lane."""
     if not dtype.is_fp8():
         return gl.BlockedLayout([4, dim // 32], [2, 32], [8, 1], [1, 0])
     # Sixteen keys by 64 columns a wave, so that its writes meet all banks.
@@ -176,7 +173,7 @@ def keys_layout(rows, dim, dtype):
 
 @gluon.constexpr_function
 def values_layout(rows, dim, dtype):
-    """V in LDS, turned; likewise for sixteen lanes at 8 bytes or, fp8, eight at 16."""
+    """V in LDS, transposed; likewise for sixteen lanes at 8 bytes or, fp8, eight at 16."""
     padding = [[rows, 32], [4 * rows, 16]] if dtype.is_fp8() else [[rows, 4]]
     return gl.PaddedSharedLayout.with_identity_for(padding, [rows, dim], [0, 1])
 
@@ -188,145 +185,43 @@ def values_width(dtype):
 
 
 @gluon.jit
-def forward(
-    q,
-    k,
-    v,
-    q_descale,
-    k_descale,
-    v_descale,
-    out,
-    lse,
-    cu_q,
-    cu_k,
-    scale_log2,
-    stride_qb,
-    stride_qm,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_os,
-    stride_ob,
-    stride_om,
-    stride_oh,
-    stride_ls,
-    stride_lb,
-    stride_lh,
-    stride_qdb,
-    stride_qdg,
-    stride_kdb,
-    stride_kdg,
-    stride_vdb,
-    stride_vdg,
-    seqlen_q,
-    seqlen_k,
-    heads_q,
-    heads,
-    group,
-    row_blocks,
-    num_splits,
-    align,
-    shift,
-    HEAD_DIM: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    IS_CAUSAL: gl.constexpr,
-):
-    """out (.., M, H, D) and, if wanted, lse (B, H, M) of BLOCK_M queries of one head; of several
-    splits of the keys, partial ones with a leading split.
-
-    scale_log2: makes raw scores logits in base 2. q_descale, k_descale, v_descale: float32 (B, G),
-    with fp8. heads: batch times heads_q. group: query heads per KV head. align: 1 puts the diagonal
-    at the last query and key, 0 at the first.
-    """
-    WARPS: gl.constexpr = gl.num_warps()
-    DTYPE: gl.constexpr = k.dtype.element_ty
-    MFMA: gl.constexpr = gl.amd.AMDMFMALayout(
-        version=3,
-        instr_shape=[32, 32, 128 // DTYPE.primitive_bitwidth],
-        transposed=True,
-        warps_per_cta=[WARPS, 1],
-    )
+def mainloop(work, k, v, q_MD, last_M, scale_log2, MFMA: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(base, sum, acc) of each row after all key tiles of the work tile; k and v are Rows."""
+    HEAD_DIM: gl.constexpr = q_MD.shape[1]
+    DTYPE: gl.constexpr = q_MD.dtype
+    K_LOAD: gl.constexpr = fetch_layout(HEAD_DIM, gl.num_warps(), DTYPE)
+    V_LOAD: gl.constexpr = transpose_layout(BLOCK_N, HEAD_DIM, DTYPE)
+    V_WIDTH: gl.constexpr = values_width(DTYPE)
     K_SHARED: gl.constexpr = keys_layout(BLOCK_N, HEAD_DIM, DTYPE)
     V_SHARED: gl.constexpr = values_layout(BLOCK_N, HEAD_DIM, DTYPE)
-    V_WIDTH: gl.constexpr = values_width(DTYPE)
-    work = work_of(
-        cu_q,
-        cu_k,
-        seqlen_q,
-        seqlen_k,
-        heads_q,
-        heads,
-        group,
-        row_blocks,
-        num_splits,
-        align,
-        shift,
-        BLOCK_M,
-        BLOCK_N,
-        IS_CAUSAL,
-    )
-    row0, len_q, len_k = work.row0, work.len_q, work.len_k
-    if row0 >= len_q:
-        return
-    q = work.queries(q, stride_qb, stride_qm, stride_qh)
-    k = work.keys(k, stride_kb, stride_kn, stride_kh)
-    v = work.keys(v, stride_vb, stride_vn, stride_vh)
-    out = work.queries(out + work.split * stride_os, stride_ob, stride_om, stride_oh)
-    if lse is not None:
-        lse = work.queries(lse + work.split * stride_ls, stride_lb, 1, stride_lh)
-
-    q_MD = load_queries(
-        q,
-        stride_qm,
-        row0,
-        len_q,
-        BLOCK_M,
-        HEAD_DIM,
-        gl.DotOperandLayout(0, MFMA, 128 // DTYPE.primitive_bitwidth),
-    )
-    if DTYPE.is_fp8():
-        q_factor = work.factor(q_descale, stride_qdb, stride_qdg)
-        k_factor = work.factor(k_descale, stride_kdb, stride_kdg)
-        scale_log2, q_MD = split_sign(scale_log2 * q_factor * k_factor, q_MD)
-    K_LOAD: gl.constexpr = fetch_layout(HEAD_DIM, WARPS, DTYPE)
-    V_LOAD: gl.constexpr = turn_layout(BLOCK_N, HEAD_DIM, DTYPE)
-    k_ND = _load(k, stride_kn, work.begin, len_k, BLOCK_N, HEAD_DIM, K_LOAD, True)
-    v_ND = _load(v, stride_vn, work.begin, len_k, BLOCK_N, HEAD_DIM, V_LOAD, True, V_WIDTH)
+    k_ptr = work.keys(k)
+    v_ptr = work.keys(v)
+    begin, len_k = work.begin, work.len_k
+    k_ND = _load(k_ptr, k.stride_n, begin, len_k, BLOCK_N, HEAD_DIM, K_LOAD, True)
+    v_ND = _load(v_ptr, v.stride_n, begin, len_k, BLOCK_N, HEAD_DIM, V_LOAD, True, V_WIDTH)
     k_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, HEAD_DIM], K_SHARED)
     k_smem.store(k_ND)
     v_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, HEAD_DIM], V_SHARED)
     gl.barrier()
-    rows_M = row0 + gl.arange(0, BLOCK_M, gl.SliceLayout(1, MFMA))
-    last_M = last_keys(rows_M, len_k, work.off, IS_CAUSAL)
-    base_M = gl.full([BLOCK_M], LOWEST, gl.float32, gl.SliceLayout(1, MFMA))
-    l_ML = lane_sums(gl.zeros([BLOCK_M, BLOCK_N], gl.float32, MFMA))
-    acc_MD = gl.zeros([BLOCK_M, HEAD_DIM], gl.float32, MFMA)
+    base_M, l_ML, acc_MD = no_keys(q_MD.shape[0], BLOCK_N, HEAD_DIM, MFMA)
     for masked in gl.static_range(2):
-        base_M, l_ML, acc_MD, v_ND = _walk(
-            work.hot if masked else work.begin,
-            work.stop if masked else work.hot,
-            work.stop - 1,
-            q_MD,
-            k,
-            v,
-            stride_kn,
-            stride_vn,
+        base_M, l_ML, acc_MD, v_ND = _key_tiles(
+            work.full_end if masked else work.begin,
+            work.end if masked else work.full_end,
+            work,
+            k_ptr,
+            v_ptr,
+            k.stride_n,
+            v.stride_n,
             k_smem,
             v_smem,
             v_ND,
+            q_MD,
             last_M,
-            len_k,
             scale_log2,
             base_M,
             l_ML,
             acc_MD,
             masked == 1,
         )
-    l_M = total(l_ML, base_M)
-    scale = work.factor(v_descale, stride_vdb, stride_vdg) * (1 + mean_loss(DTYPE))
-    store_results(out, lse, stride_om, row0, len_q, base_M, l_M, acc_MD, scale)
+    return base_M, total(l_ML, base_M), acc_MD
