@@ -14,9 +14,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 LAB, DECISIONS = DOCS / "lab", DOCS / "decisions"
-# Of each kernel family, and of the tools for kernels without their GPU.
-FAMILIES = ["hopper-forward", "hopper-fp8", "cdna", "portable", "cpu"]
-FAMILIES += ["emulator", "inspector", "launching"]
+TOOLS = ["emulator", "inspector"]
+FAMILIES = ["hopper-forward", "hopper-fp8", "cdna", "portable", "cpu", "launching", *TOOLS]
 
 
 def name(page: Path) -> str:
@@ -177,6 +176,12 @@ def test_pages_are_short():
     limits |= {name(path): 200 for path in DECISIONS.glob("[0-9]*.md")}
     for page, most in limits.items():
         assert words(ROOT / page) <= most, f"{page} has more than {most} words"
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in TOOLS])
+def test_a_familys_page_has_a_diagram_and_invariants(family):
+    text = (DOCS / f"{family}.md").read_text(encoding="utf-8")
+    assert re.search(r"\n\n {4}\S", text) and "\n## Invariants\n" in text
 
 
 def test_the_readme_says_the_speeds_of_the_lab():
