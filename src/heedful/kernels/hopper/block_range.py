@@ -7,7 +7,7 @@ tile's rows see, so that a sequence is split by its own length alone.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.hopper.compat import aggregate, optional
+from heedful.kernels.hopper.compat import aggregate
 from heedful.kernels.hopper.mma import ROWS
 from heedful.kernels.hopper.sequences import query_position
 
@@ -24,37 +24,29 @@ class NBlockRange:
     full_begin: gl.tensor
     full_end: gl.tensor
     end: gl.tensor
-    first_end: gl.tensor | gl.constexpr
-    skipped: gl.tensor | gl.constexpr
-    visits: gl.tensor | gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, begin, full_begin, full_end, end, first_end=None, skipped=None, visits=None):
-        self.begin = begin
-        self.full_begin = full_begin
-        self.full_end = full_end
-        self.end = end
-        self.first_end = optional(first_end)
-        self.skipped = optional(skipped)
-        self.visits = optional(visits)
+    first_end: gl.tensor | gl.constexpr = None
+    skipped: gl.tensor | gl.constexpr = None
+    visits: gl.tensor | gl.constexpr = None
 
 
 @gluon.jit
-def n_block_range(shape, tile, row, rows: gl.constexpr):
+def n_block_range(params, tile, row, rows: gl.constexpr):
     """The key tiles of queries [row, row + rows), as core.mask.MaskSpec.key_range has them."""
     last = gl.minimum(row + rows, tile.len_q) - 1
     stop_first = tile.len_k
     stop_last = tile.len_k
-    if shape.IS_RIGHT:
-        stop_first = gl.maximum(gl.minimum(tile.len_k, row + tile.off + shape.right + 1), 0)
-        stop_last = gl.maximum(gl.minimum(tile.len_k, last + tile.off + shape.right + 1), 0)
-    end = gl.where(last < row, 0, gl.cdiv(stop_last, shape.BLOCK_N))
+    if params.mask.HAS_RIGHT:
+        stop_first = gl.maximum(gl.minimum(tile.len_k, row + tile.off + params.mask.right + 1), 0)
+        stop_last = gl.maximum(gl.minimum(tile.len_k, last + tile.off + params.mask.right + 1), 0)
+    end = gl.where(last < row, 0, gl.cdiv(stop_last, params.tile.BLOCK_N))
     begin = end * 0
     full_begin = begin
-    if shape.IS_LEFT:
-        begin = gl.minimum(gl.maximum(row + tile.off - shape.left, 0) // shape.BLOCK_N, end)
-        full_begin = gl.cdiv(gl.maximum(last + tile.off - shape.left, 0), shape.BLOCK_N)
-    return NBlockRange(begin, full_begin, stop_first // shape.BLOCK_N, end)
+    if params.mask.HAS_LEFT:
+        begin = gl.minimum(
+            gl.maximum(row + tile.off - params.mask.left, 0) // params.tile.BLOCK_N, end
+        )
+        full_begin = gl.cdiv(gl.maximum(last + tile.off - params.mask.left, 0), params.tile.BLOCK_N)
+    return NBlockRange(begin, full_begin, stop_first // params.tile.BLOCK_N, end)
 
 
 @gluon.jit
@@ -76,12 +68,12 @@ def next_masked(blocks, step):
 
 
 @gluon.jit
-def visits_last_second(shape, program_blocks):
+def visits_last_second(params, program_blocks):
     """Whether the last key tile is visited after the one before it, because rows see it in part
     and that one as a whole: what each row sees first is what its exponentials refer to, and of few
     keys the maximum is soon exceeded. All rows of a program must agree, whose key tiles these are;
     more rows than a tile has keys never see the last but one as a whole."""
-    if shape.VISITS_SECOND:
+    if params.tile.VISITS_SECOND:
         before = program_blocks.end - 2
         sees_all = (before >= program_blocks.full_begin) & (before + 1 == program_blocks.full_end)
         return (before >= program_blocks.begin) & sees_all
@@ -96,18 +88,18 @@ def visited_n_block(blocks, step, last_second):
 
 
 @gluon.jit
-def n_block_count(shape, blocks):
+def n_block_count(params, blocks):
     """How many key tiles are visited."""
-    if shape.first is None:
+    if params.mask.first is None:
         return blocks.end - blocks.begin
     else:
         return blocks.visits
 
 
 @gluon.jit
-def n_block_at(shape, blocks, step):
+def n_block_at(params, blocks, step):
     """The key tile visited in this step."""
-    if shape.first is None:
+    if params.mask.first is None:
         return blocks.end - 1 - step
     else:
         visit = blocks.skipped + step
@@ -117,30 +109,30 @@ def n_block_at(shape, blocks, step):
 
 
 @gluon.jit
-def program_n_block_range(shape, tile, split):
+def program_n_block_range(params, tile, split):
     """The key tiles that all consumers of a program visit together."""
-    ROWS_OF_ALL: gl.constexpr = shape.CONSUMERS * ROWS // shape.PACK_GQA
-    place = query_position(shape, tile.row)
-    blocks = n_block_range(shape, tile, place, ROWS_OF_ALL)
+    ROWS_OF_ALL: gl.constexpr = params.tile.CONSUMERS * ROWS // params.gqa.PACK_GQA
+    place = query_position(params, tile.row)
+    blocks = n_block_range(params, tile, place, ROWS_OF_ALL)
     visits = blocks.end - blocks.begin
     first_end = gl.to_tensor(0)
-    if shape.first is not None:
-        seen = gl.minimum(shape.first, tile.len_k)
-        if shape.IS_RIGHT:
+    if params.mask.first is not None:
+        seen = gl.minimum(params.mask.first, tile.len_k)
+        if params.mask.HAS_RIGHT:
             last = gl.minimum(place + ROWS_OF_ALL, tile.len_q) - 1
-            seen = gl.minimum(seen, gl.maximum(last + tile.off + shape.right + 1, 0))
-        first_end = gl.minimum(gl.cdiv(seen, shape.BLOCK_N), blocks.begin)
+            seen = gl.minimum(seen, gl.maximum(last + tile.off + params.mask.right + 1, 0))
+        first_end = gl.minimum(gl.cdiv(seen, params.tile.BLOCK_N), blocks.begin)
         visits += first_end
     skipped = gl.to_tensor(0)
-    if shape.splits is not None:
-        each = gl.cdiv(visits, shape.splits)
+    if params.split.splits is not None:
+        each = gl.cdiv(visits, params.split.splits)
         skipped = gl.minimum(split * each, visits)
         visits = gl.minimum(skipped + each, visits) - skipped
-    if shape.first is not None:
+    if params.mask.first is not None:
         return NBlockRange(
             blocks.begin, blocks.full_begin, blocks.full_end, blocks.end, first_end, skipped, visits
         )
-    elif shape.splits is not None:
+    elif params.split.splits is not None:
         end = blocks.end - skipped
         return NBlockRange(end - visits, blocks.full_begin, blocks.full_end, end)
     else:
@@ -148,14 +140,16 @@ def program_n_block_range(shape, tile, split):
 
 
 @gluon.jit
-def consumer_n_block_range(shape, tile, row, program_blocks):
+def consumer_n_block_range(params, tile, row, program_blocks):
     """Of a program's key tiles, those that one consumer's rows from `row` on see."""
-    if shape.first is not None:
+    if params.mask.first is not None:
         # They see leading and later keys, with others between: too much to keep apart.
         return program_blocks
     else:
-        blocks = n_block_range(shape, tile, query_position(shape, row), ROWS // shape.PACK_GQA)
-        if shape.splits is not None:
+        blocks = n_block_range(
+            params, tile, query_position(params, row), ROWS // params.gqa.PACK_GQA
+        )
+        if params.split.splits is not None:
             end = gl.maximum(gl.minimum(blocks.end, program_blocks.end), program_blocks.begin)
             begin = gl.minimum(gl.maximum(blocks.begin, program_blocks.begin), end)
             blocks = NBlockRange(begin, blocks.full_begin, blocks.full_end, end)

@@ -5,15 +5,29 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-aggregate = getattr(gluon, "aggregate", None) or tl_core._aggregate
+_aggregate = getattr(gluon, "aggregate", None) or tl_core._aggregate
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
 
-@gluon.constexpr_function
-def optional(value):
-    """A field of an aggregate that may be None or a number known to the compiler."""
-    return gl.constexpr(value) if value is None or isinstance(value, int) else value
+def aggregate(cls):
+    """An aggregate that is made of its fields, in order or by name. Where a field may be a
+    constexpr, it takes None and what else the compiler knows. Triton 3.6 makes no constructors."""
+    names = tuple(cls.__annotations__)
+    defaults = {name: cls.__dict__[name] for name in names if name in cls.__dict__}
+
+    def fill(self, *args, **given):
+        values = {**defaults, **dict(zip(names, args, strict=False)), **given}
+        if len(args) > len(names) or values.keys() != set(names):
+            raise TypeError(f"{cls.__name__} has the fields {names}, got {len(args)} and {given}")
+        for name in names:
+            value = values[name]
+            is_known = not isinstance(value, tl_core.base_value)
+            setattr(self, name, gl.constexpr(value) if is_known else value)
+
+    fill.__triton_builtin__ = True
+    cls.__init__ = fill
+    return _aggregate(cls)
 
 
 _HAS_REINTERPRET: gl.constexpr = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))

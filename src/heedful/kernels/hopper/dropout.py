@@ -6,33 +6,7 @@ M query rows, N keys.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.hopper.compat import aggregate, optional
 from heedful.kernels.portable.philox import philox_words
-
-
-@aggregate
-class Dropout:
-    """seed: address of the 64-bit key, None without dropout. A word below `threshold` keeps its
-    score; `scale`: what kept probabilities are multiplied by. origin_*: index of the call's first
-    score in the whole problem; origin_n is a multiple of 4."""
-
-    seed: gl.tensor | gl.constexpr
-    threshold: gl.tensor | gl.constexpr
-    scale: gl.tensor | gl.constexpr
-    origin_b: gl.tensor | gl.constexpr
-    origin_h: gl.tensor | gl.constexpr
-    origin_m: gl.tensor | gl.constexpr
-    origin_n: gl.tensor | gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, seed, threshold, scale, origin_b, origin_h, origin_m, origin_n):
-        self.seed = optional(seed)
-        self.threshold = optional(threshold)
-        self.scale = optional(scale)
-        self.origin_b = optional(origin_b)
-        self.origin_h = optional(origin_h)
-        self.origin_m = optional(origin_m)
-        self.origin_n = optional(origin_n)
 
 
 @gluon.constexpr_function
@@ -74,7 +48,7 @@ def keep_tile(dropout, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout:
 @gluon.jit
 def drop(p_MN, dropout, tile, row, col):
     """Probabilities with the dropped ones at zero; kept ones are scaled with the output."""
-    if dropout.seed is None:
+    if not dropout.IS_ON:
         return p_MN
     else:
         M: gl.constexpr = p_MN.shape[0]

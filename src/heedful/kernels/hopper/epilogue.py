@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from heedful.kernels.hopper.compat import aggregate, optional, tma_store
+from heedful.kernels.hopper.compat import aggregate, tma_store
 from heedful.kernels.hopper.mma import ROWS, scale_output
 from heedful.kernels.hopper.pipeline import pair_of_boxes
 from heedful.kernels.hopper.sequences import queries_at, query_position
@@ -28,88 +28,83 @@ class Outputs:
     boxes: gl.shared_memory_descriptor | gl.constexpr
     tails: gl.shared_memory_descriptor | gl.constexpr
     lse: gl.tensor | gl.constexpr
-    sink: gl.tensor | gl.constexpr
-    partials: gl.tensor | gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, desc, boxes, tails, lse, sink, partials):
-        self.desc = desc
-        self.boxes = optional(boxes)
-        self.tails = optional(tails)
-        self.lse = optional(lse)
-        self.sink = optional(sink)
-        self.partials = optional(partials)
 
 
 @gluon.jit
-def first_token(shape, tile):
+def first_token(params, tile):
     """The place of a sequence's first query among the tokens of all."""
-    if shape.cu_q is not None:
+    if params.seqs.cu_q is not None:
         return tile.start_q.to(gl.int64)
     else:
-        return tile.batch.to(gl.int64) * shape.seqlen_q
+        return tile.batch.to(gl.int64) * params.seqs.seqlen_q
 
 
 @gluon.jit
-def all_heads(shape):
+def all_heads(params):
     """Query heads of the call."""
-    if shape.PACK_GQA == 1:
-        return shape.heads
+    if params.gqa.PACK_GQA == 1:
+        return params.gqa.heads
     else:
-        return shape.heads * shape.packed_heads
+        return params.gqa.heads * params.gqa.packed_heads
 
 
 @gluon.jit
-def head_of(shape, tile, row, layout: gl.constexpr):
+def head_of(params, tile, row, layout: gl.constexpr):
     """The query head of rows from `row` on: one, or where heads are packed one for each row, at
     most the call's last."""
-    if shape.PACK_GQA == 1:
+    if params.gqa.PACK_GQA == 1:
         return tile.head
     else:
-        within_M = (row + gl.arange(0, ROWS, layout=layout)) % shape.PACK_GQA
-        return tile.head * shape.packed_heads + gl.minimum(within_M, shape.packed_heads - 1)
+        within_M = (row + gl.arange(0, ROWS, layout=layout)) % params.gqa.PACK_GQA
+        return tile.head * params.gqa.packed_heads + gl.minimum(
+            within_M, params.gqa.packed_heads - 1
+        )
 
 
 @gluon.jit
-def is_row(shape, row, end, layout: gl.constexpr):
+def is_row(params, row, end, layout: gl.constexpr):
     """Which rows from `row` on are a query before `end` of a head that exists."""
     rows_M = row + gl.arange(0, ROWS, layout=layout)
-    if shape.PACK_GQA == 1:
+    if params.gqa.PACK_GQA == 1:
         return rows_M < end
     else:
-        return (rows_M // shape.PACK_GQA < end) & (rows_M % shape.PACK_GQA < shape.packed_heads)
+        return (rows_M // params.gqa.PACK_GQA < end) & (
+            rows_M % params.gqa.PACK_GQA < params.gqa.packed_heads
+        )
 
 
 @gluon.jit
-def store_lse(outputs, lse_M, tile, row, split, shape):
+def store_lse(outputs, lse_M, tile, row, split, params):
     """Writes the log-sum-exp of rows from `row` on."""
     layout: gl.constexpr = lse_M.type.layout
-    place_M = query_position(shape, row + gl.arange(0, ROWS, layout=layout))
-    head = head_of(shape, tile, row, layout)
-    if shape.cu_q is not None:
-        base = head.to(gl.int64) * shape.total_q + tile.start_q
+    place_M = query_position(params, row + gl.arange(0, ROWS, layout=layout))
+    head = head_of(params, tile, row, layout)
+    if params.seqs.cu_q is not None:
+        base = head.to(gl.int64) * params.seqs.seqlen_q + tile.start_q
     else:
-        base = (tile.batch * all_heads(shape) + head).to(gl.int64) * shape.seqlen_q
-    if outputs.partials is not None:
-        base += split.to(gl.int64) * shape.total_q * all_heads(shape)
-    if shape.storage.used_q is not None:
+        base = (tile.batch * all_heads(params) + head).to(gl.int64) * params.seqs.seqlen_q
+    if params.split.partials is not None:
+        base += split.to(gl.int64) * params.split.tokens * all_heads(params)
+    if params.seqs.used_q is not None:
         lse_M = gl.where(place_M < tile.len_q, lse_M, float("-inf"))
-    mask_M = is_row(shape, row, tile.stored_q, layout)
+    mask_M = is_row(params, row, tile.stored_q, layout)
     gl.store(outputs.lse + base + place_M, lse_M, mask=mask_M)
 
 
 @gluon.jit
-def store_partial(outputs, acc_ME, tile, row, split, shape, first: gl.constexpr):
+def store_partial(outputs, acc_ME, tile, row, split, params, first: gl.constexpr):
     """Writes one split's normalised rows, columns from `first` on, in float32."""
     layout: gl.constexpr = gl.SliceLayout(1, acc_ME.type.layout)
     dims_E = first + gl.arange(0, acc_ME.shape[1], layout=gl.SliceLayout(0, acc_ME.type.layout))
-    heads = all_heads(shape)
-    token = split.to(gl.int64) * shape.total_q + first_token(shape, tile)
-    base = outputs.partials + (token + query_position(shape, row)) * heads * shape.dim_v
-    place_M = query_position(shape, gl.arange(0, ROWS, layout=layout))
-    row_M = (place_M * heads + head_of(shape, tile, row, layout)) * shape.dim_v
-    mask_M = is_row(shape, row, tile.len_q, layout)
-    mask_ME = mask_M[:, None] & (dims_E < shape.dim_v)[None, :]
+    heads = all_heads(params)
+    token = split.to(gl.int64) * params.split.tokens + first_token(params, tile)
+    base = (
+        params.split.partials + (token + query_position(params, row)) * heads * params.split.dim_v
+    )
+    place_M = query_position(params, gl.arange(0, ROWS, layout=layout))
+    row_M = (place_M * heads + head_of(params, tile, row, layout)) * params.split.dim_v
+    mask_M = is_row(params, row, tile.len_q, layout)
+    mask_ME = mask_M[:, None] & (dims_E < params.split.dim_v)[None, :]
     gl.store(base + row_M[:, None] + dims_E[None, :], acc_ME, mask=mask_ME)
 
 
@@ -154,13 +149,13 @@ def write_rows(outputs, out, at, place):
 
 
 @gluon.jit
-def store_rows(outputs, acc, m_M, l_M, tile, row, split, shape, place):
+def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place):
     """Normalises one consumer's rows and writes them and their log-sum-exp."""
     layout: gl.constexpr = l_M.type.layout
     factor_M = gl.full(l_M.shape, 1.0, gl.float32, layout)
-    if outputs.sink is not None:
-        sink = gl.load(outputs.sink + head_of(shape, tile, row, layout)) * LOG2E
-        if outputs.partials is not None:
+    if params.mods.sink is not None:
+        sink = gl.load(params.mods.sink + head_of(params, tile, row, layout)) * LOG2E
+        if params.split.partials is not None:
             # It enters once.
             sink = gl.where(split == 0, sink, float("-inf"))
         top_M = gl.maximum(m_M, sink)
@@ -171,32 +166,32 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, shape, place):
     # A sum that is NaN is seen: the result is NaN, not 0.
     seen_M = l_M != 0.0
     inverse_M = gl.where(seen_M, factor_M / l_M, 0.0)
-    if shape.dropout.seed is not None:
-        inverse_M *= shape.dropout.scale
+    if params.dropout.IS_ON:
+        inverse_M *= params.dropout.inverse_keep
     out = scale_output(acc, inverse_M)
-    if outputs.partials is not None:
-        store_partial(outputs, out[0], tile, row, split, shape, 0)
+    if params.split.partials is not None:
+        store_partial(outputs, out[0], tile, row, split, params, 0)
         if len(out) > 1:
-            store_partial(outputs, out[1], tile, row, split, shape, out[0].shape[1])
+            store_partial(outputs, out[1], tile, row, split, params, out[0].shape[1])
     else:
-        if shape.storage.used_q is not None:
+        if params.seqs.used_q is not None:
             # Rows in storage that are not in use may hold anything, NaN too.
-            used_M = is_row(shape, row, tile.len_q, layout)
+            used_M = is_row(params, row, tile.len_q, layout)
             out = keep_rows(out, used_M)
-        write_rows(outputs, out, queries_at(shape, tile, row), place)
+        write_rows(outputs, out, queries_at(params, tile, row), place)
     if outputs.lse is not None:
         lse_M = gl.where(seen_M, (m_M + gl.log2(l_M)) * LN2, float("-inf"))
-        store_lse(outputs, lse_M, tile, row, split, shape)
+        store_lse(outputs, lse_M, tile, row, split, params)
 
 
 @gluon.jit
-def store_empty(outputs, acc, tile, row, split, shape, place):
+def store_empty(outputs, acc, tile, row, split, params, place):
     """Writes what rows that saw no key have: `acc`, zeros; a log-sum-exp of -inf, or the sink."""
     row_layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     none_M = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
-    if outputs.partials is not None and outputs.sink is None:
+    if params.split.partials is not None and params.mods.sink is None:
         # The merge gives such a partial no weight, whatever it holds.
-        store_lse(outputs, none_M, tile, row, split, shape)
+        store_lse(outputs, none_M, tile, row, split, params)
     else:
         zero_M = gl.zeros([ROWS], gl.float32, row_layout)
-        store_rows(outputs, acc, none_M, zero_M, tile, row, split, shape, place)
+        store_rows(outputs, acc, none_M, zero_M, tile, row, split, params, place)

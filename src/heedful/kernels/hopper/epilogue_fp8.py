@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from heedful.kernels.hopper.compat import aggregate, optional, tma_store
+from heedful.kernels.hopper.compat import aggregate, tma_store
 from heedful.kernels.hopper.epilogue import LN2, LOG2E
 from heedful.kernels.hopper.mma import ROWS
 from heedful.kernels.hopper.sequences import packed_rows_at
@@ -20,21 +20,14 @@ class Outputs:
 
     desc: tma.tensor_descriptor
     lse: gl.tensor | gl.constexpr
-    sink: gl.tensor | gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, desc, lse, sink):
-        self.desc = desc
-        self.lse = optional(lse)
-        self.sink = optional(sink)
 
 
 @gluon.jit
-def store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, shape, v_scale):
+def store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, params, v_scale):
     """Normalises one consumer's rows and writes them and their log-sum-exp."""
     factor_M = gl.full(l_M.shape, 1.0, gl.float32, l_M.type.layout)
-    if outputs.sink is not None:
-        sink = gl.load(outputs.sink + tile.head) * LOG2E
+    if params.mods.sink is not None:
+        sink = gl.load(params.mods.sink + tile.head) * LOG2E
         top_M = gl.maximum(m_M, sink)
         shift_M = gl.where(top_M == float("-inf"), 0.0, top_M)
         factor_M = gl.exp2(m_M - shift_M)
@@ -48,12 +41,12 @@ def store_rows(outputs, o_smem, acc_ME, m_M, l_M, tile, row, shape, v_scale):
     gl.barrier()
     o_smem.store(scale_rows(acc_ME, inverse_M).to(outputs.desc.dtype).reshape(o_smem.shape))
     fence_async_shared()
-    tma_store(outputs.desc, packed_rows_at(shape, tile, row), o_smem)
+    tma_store(outputs.desc, packed_rows_at(params, tile, row), o_smem)
     if outputs.lse is not None:
         lse_M = gl.where(seen_M, (m_M + gl.log2(l_M)) * LN2, float("-inf"))
         rows_M = row + gl.arange(0, ROWS, layout=lse_M.type.layout)
-        if shape.cu_q is not None:
-            base = tile.head.to(gl.int64) * shape.total_q + tile.start_q
+        if params.seqs.cu_q is not None:
+            base = tile.head.to(gl.int64) * params.seqs.seqlen_q + tile.start_q
         else:
-            base = (tile.batch * shape.heads + tile.head).to(gl.int64) * shape.seqlen_q
+            base = (tile.batch * params.gqa.heads + tile.head).to(gl.int64) * params.seqs.seqlen_q
         gl.store(outputs.lse + base + rows_M, lse_M, mask=rows_M < tile.len_q)

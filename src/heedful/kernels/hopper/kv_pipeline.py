@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from heedful.kernels.hopper.compat import aggregate, optional, tma_load
+from heedful.kernels.hopper.compat import aggregate, tma_load
 from heedful.kernels.hopper.pipeline import Pipeline, PipelineState
 
 
@@ -26,14 +26,8 @@ class KVState:
     """
 
     k: PipelineState
-    v: PipelineState | gl.constexpr
-    IN_STEP: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, k, v=None, IN_STEP=False):
-        self.k = k
-        self.v = optional(v)
-        self.IN_STEP = gl.constexpr(IN_STEP)
+    v: PipelineState | gl.constexpr = None
+    IN_STEP: gl.constexpr = False
 
     @gluon.jit
     def values(self):
@@ -91,13 +85,6 @@ class KVPipeline:
     v: Pipeline
     KV_SHARE_STAGES: gl.constexpr
     KEEPS_K: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, k, v, KV_SHARE_STAGES, KEEPS_K):
-        self.k = k
-        self.v = v
-        self.KV_SHARE_STAGES = gl.constexpr(KV_SHARE_STAGES)
-        self.KEEPS_K = gl.constexpr(KEEPS_K)
 
     @gluon.jit
     def of(k, v, KV_SHARE_STAGES: gl.constexpr, KEEPS_K: gl.constexpr):

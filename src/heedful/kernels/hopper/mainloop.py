@@ -41,18 +41,20 @@ from heedful.kernels.hopper.speculative_softmax import (
 
 
 @gluon.jit
-def start_bias(shape, tile, row, j):
+def start_bias(params, tile, row, j):
     """The bias of key tile j on its way to registers, 0 without one."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, shape.BLOCK_N, 16])
-    return load_bias(shape.score_mods, tile, row, j * shape.BLOCK_N, ROWS, shape.BLOCK_N, layout)
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, params.tile.BLOCK_N, 16])
+    return load_bias(
+        params.mods, tile, row, j * params.tile.BLOCK_N, ROWS, params.tile.BLOCK_N, layout
+    )
 
 
 @gluon.jit
-def apply_score_mods(s_MN, bias_MN, shape, tile, row, j):
+def apply_score_mods(s_MN, bias_MN, params, tile, row, j):
     """Scores of key tile j with softcap, ALiBi and bias, before the mask."""
-    if shape.HAS_SOFTCAP:
-        s_MN = apply_softcap(s_MN, shape.softcap_scale)
-    return add_alibi_and_bias(s_MN, bias_MN, shape.score_mods, tile, row, j * shape.BLOCK_N)
+    if params.mods.HAS_SOFTCAP:
+        s_MN = apply_softcap(s_MN, params.mods.softcap_scale)
+    return add_alibi_and_bias(s_MN, bias_MN, params.mods, tile, row, j * params.tile.BLOCK_N)
 
 
 @gluon.jit
@@ -62,7 +64,7 @@ def mainloop(
     q_state,
     kv_state,
     blocks,
-    shape,
+    params,
     tile,
     row,
     CONSUMER: gl.constexpr,
@@ -73,36 +75,36 @@ def mainloop(
     this one run. Returns the unnormalised output, maximum, row sums, and the next KV state.
     """
     dtype: gl.constexpr = q.boxes.dtype
-    BLOCK_N: gl.constexpr = shape.BLOCK_N
-    MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
+    BLOCK_N: gl.constexpr = params.tile.BLOCK_N
+    MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
     # A bias can mask keys too.
-    MASKS_ROWS: gl.constexpr = MASKED or shape.score_mods.bias is not None
+    MASKS_ROWS: gl.constexpr = MASKED or params.mods.bias.ptr is not None
     LIMIT: gl.constexpr = threshold_limit(dtype)
-    SPECULATIVE: gl.constexpr = shape.RESCALE == "speculative"
+    SPECULATIVE: gl.constexpr = params.tile.RESCALE == "speculative"
     HEAD: gl.constexpr = headroom(dtype) if SPECULATIVE else 0.0
     k, v = kv.k, kv.v
     acc = no_output(v)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
 
     kv.consumer_wait(kv_state)
-    pingpong_sync(shape, CONSUMER)
+    pingpong_sync(params, CONSUMER)
     s_MN = queue_scores(q, k, q_state, kv_state.k, BLOCK_N)
-    pingpong_arrive(shape, CONSUMER)
-    j = n_block_at(shape, blocks, 0)
-    bias_MN = start_bias(shape, tile, row, j)
+    pingpong_arrive(params, CONSUMER)
+    j = n_block_at(params, blocks, 0)
+    bias_MN = start_bias(params, tile, row, j)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
     kv.consumer_release_k(kv_state)
-    s_MN = apply_score_mods(s_MN, bias_MN, shape, tile, row, j)
+    s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
     if needs_mask(blocks, j):
-        s_MN = apply_mask(s_MN, blocks, shape, tile, row, j)
-    p_MN, m_M = softmax_first(s_MN, shape.scale_log2, HEAD)
+        s_MN = apply_mask(s_MN, blocks, params, tile, row, j)
+    p_MN, m_M = softmax_first(s_MN, params.mods.scale_log2, HEAD)
     sums_ML = lane_sums(p_MN)
     l_ML = sums_ML
-    p_MN = drop(p_MN, shape.dropout, tile, row, j * BLOCK_N)
+    p_MN = drop(p_MN, params.dropout, tile, row, j * BLOCK_N)
     p_MJ = to_pairs(p_MN, dtype)
     kv_before = kv_state
     kv_state = kv_state.after_keys()
-    steps = n_block_count(shape, blocks)
+    steps = n_block_count(params, blocks)
     kv.consumer_wait(kv_state, steps > 1)
     before_ML = l_ML
     must_rescale = gl.to_tensor(0)
@@ -115,36 +117,36 @@ def mainloop(
         goes = step <= last
         while goes:
             p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
-            pingpong_sync(shape, CONSUMER)
+            pingpong_sync(params, CONSUMER)
             s_MN = queue_scores(q, k, q_state, kv_state.k, BLOCK_N)
             kv.consumer_wait_v(kv_state)
             acc = queue_output(p_dot_MN, v, kv_state.values(), acc)
-            pingpong_arrive(shape, CONSUMER)
-            j = n_block_at(shape, blocks, step)
-            bias_MN = start_bias(shape, tile, row, j)
+            pingpong_arrive(params, CONSUMER)
+            j = n_block_at(params, blocks, step)
+            bias_MN = start_bias(params, tile, row, j)
             s_MN = warpgroup_mma_wait(len(acc), deps=[s_MN])
             kv.consumer_release_k(kv_state)
             # That these scores are there means that every warp is done with the tile before.
             kv.consumer_release_kept_k(kv_before)
-            s_MN = apply_score_mods(s_MN, bias_MN, shape, tile, row, j)
+            s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
             if SPECULATIVE:
-                p_MN, sums_ML = exponentials(s_MN, m_M, shape.scale_log2)
+                p_MN, sums_ML = exponentials(s_MN, m_M, params.mods.scale_log2)
                 before_ML = l_ML
                 l_ML = l_ML + sums_ML
                 must_rescale = overflow_vote(sums_ML, sum_limit(dtype))
             else:
                 if MASKED:
-                    s_MN = apply_mask_if_needed(s_MN, blocks, shape, tile, row, j)
-                if shape.RESCALE == "threshold":
+                    s_MN = apply_mask_if_needed(s_MN, blocks, params, tile, row, j)
+                if params.tile.RESCALE == "threshold":
                     p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
-                        s_MN, m_M, l_ML, shape.scale_log2, LIMIT, MASKS_ROWS
+                        s_MN, m_M, l_ML, params.mods.scale_log2, LIMIT, MASKS_ROWS
                     )
                 else:
                     p_MN, m_M, l_ML, alpha_M = softmax_exact(
-                        s_MN, m_M, l_ML, shape.scale_log2, MASKS_ROWS
+                        s_MN, m_M, l_ML, params.mods.scale_log2, MASKS_ROWS
                     )
                     must_rescale = gl.to_tensor(1)
-                p_MN = drop(p_MN, shape.dropout, tile, row, j * BLOCK_N)
+                p_MN = drop(p_MN, params.dropout, tile, row, j * BLOCK_N)
             kv_before = kv_state
             kv_state = kv_state.next()
             # A wait loop ends a basic block: else ptxas would hoist the wait below over the
@@ -165,18 +167,18 @@ def mainloop(
         if SPECULATIVE:
             if MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
                 if needs_mask(blocks, j):
-                    p_MN = apply_mask(p_MN, blocks, shape, tile, row, j, 0.0)
+                    p_MN = apply_mask(p_MN, blocks, params, tile, row, j, 0.0)
                     sums_ML = lane_sums(p_MN)
                     l_ML = before_ML + sums_ML
                     must_rescale = overflow_vote(sums_ML, sum_limit(dtype))
                     p_MJ = to_pairs(p_MN, dtype)
             if must_rescale != 0:
                 s_MN = rescore(q, k, q_state, kv_before.k, s_MN.type)
-                s_MN = apply_score_mods(s_MN, bias_MN, shape, tile, row, j)
+                s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
                 if MASKED:
-                    s_MN = apply_mask_if_needed(s_MN, blocks, shape, tile, row, j)
+                    s_MN = apply_mask_if_needed(s_MN, blocks, params, tile, row, j)
                 p_MN, sums_ML, m_M, before_ML, alpha_M = rescale_from_scores(
-                    s_MN, m_M, before_ML, shape.scale_log2, MASKS_ROWS, HEAD
+                    s_MN, m_M, before_ML, params.mods.scale_log2, MASKS_ROWS, HEAD
                 )
                 l_ML = before_ML + sums_ML
                 p_MJ = to_pairs(p_MN, dtype)
@@ -185,7 +187,7 @@ def mainloop(
     p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
     acc = finish_output(queue_output(p_dot_MN, v, kv_state.values(), acc))
     kv.consumer_release_kept_k(kv_before)
-    if not shape.OUT_IN_Q:
+    if not params.tile.OUT_IN_Q:
         q.consumer_release_after_mma(q_state)
     kv.consumer_release_last_v(kv_state)
     return acc, m_M, gl.sum(l_ML, 1), kv_state.after_values()

@@ -38,36 +38,35 @@ from heedful.kernels.hopper.speculative_softmax_fp8 import (
 
 
 @gluon.jit
-def apply_mask(x_MN, shape, tile, row, col, FILL: gl.constexpr):
+def apply_mask(x_MN, params, tile, row, col, FILL: gl.constexpr):
     """Query rows from `row` and keys from `col`, with the unseen ones at FILL."""
     M: gl.constexpr = x_MN.shape[0]
     rows: gl.constexpr = gl.SliceLayout(1, x_MN.type.layout)
     stop_M = gl.full([M], 0, gl.int32, rows) + (tile.len_k - col)
     diagonal_M = gl.arange(0, M, layout=rows) + (row + tile.off - col)
-    if shape.IS_RIGHT:
-        stop_M = gl.minimum(stop_M, diagonal_M + (shape.right + 1))
+    if params.mask.HAS_RIGHT:
+        stop_M = gl.minimum(stop_M, diagonal_M + (params.mask.right + 1))
     start_M = None
-    if shape.IS_LEFT:
-        start_M = diagonal_M - shape.left
+    if params.mask.HAS_LEFT:
+        start_M = diagonal_M - params.mask.left
     return mask_outside(x_MN, start_M, stop_M, FILL)
 
 
 @gluon.jit
-def apply_score_mods(s_MN, where, j, factors, MAY_MASK: gl.constexpr):
+def apply_score_mods(s_MN, blocks, params, tile, row, j, factors, MAY_MASK: gl.constexpr):
     """Raw scores of key tile j under softcap, with unseen keys masked if there may be any.
-    where: blocks, shape, tile, row. factors: as Scales.of_scores gives them."""
-    blocks, shape, tile, row = where
+    factors: as `score_factors` gives them."""
     softcap_scale, scale_log2 = factors
-    if shape.HAS_SOFTCAP:
+    if params.mods.HAS_SOFTCAP:
         s_MN = apply_softcap(s_MN, softcap_scale)
     if MAY_MASK:
         is_partial = needs_mask(blocks, j)
         if is_partial:
             # At the infinity that the scale, which may be negative, makes -inf.
             if scale_log2 < 0.0:
-                s_MN = apply_mask(s_MN, shape, tile, row, j * shape.BLOCK_N, float("inf"))
+                s_MN = apply_mask(s_MN, params, tile, row, j * params.tile.BLOCK_N, float("inf"))
             else:
-                s_MN = apply_mask(s_MN, shape, tile, row, j * shape.BLOCK_N, float("-inf"))
+                s_MN = apply_mask(s_MN, params, tile, row, j * params.tile.BLOCK_N, float("-inf"))
     return s_MN
 
 
@@ -91,7 +90,21 @@ def queue_output(words, v, kv_state, acc_ME, adds):
 
 @gluon.jit
 def resolve_overflow(
-    q, k, q_state, kv_state, p_MN, sums_MCL, m_M, l_ML, where, j, factors, MASKED: gl.constexpr
+    q,
+    k,
+    q_state,
+    kv_state,
+    p_MN,
+    sums_MCL,
+    m_M,
+    l_ML,
+    blocks,
+    params,
+    tile,
+    row,
+    j,
+    factors,
+    MASKED: gl.constexpr,
 ):
     """What a warp does about sums above the limit: p, its sums, references, the sums before, and
     what these and the output so far are scaled by. Scores only if p has become infinite."""
@@ -99,21 +112,21 @@ def resolve_overflow(
         p_MN, sums_ML, m_M, l_ML, alpha_M = rescale_from_probabilities(p_MN, m_M, l_ML)
     else:
         s_MN = rescore(q, k, q_state, kv_state, p_MN.type)
-        s_MN = apply_score_mods(s_MN, where, j, factors, MASKED)
+        s_MN = apply_score_mods(s_MN, blocks, params, tile, row, j, factors, MASKED)
         _, scale_log2 = factors
         p_MN, sums_ML, m_M, l_ML, alpha_M = rescale_from_scores(s_MN, m_M, l_ML, scale_log2)
     return p_MN, sums_ML, m_M, l_ML, alpha_M
 
 
 @gluon.jit
-def promote(sums, acc_ME, sum_ME, m_M, base_M, products, shape):
+def promote(sums, acc_ME, sum_ME, m_M, base_M, products, params):
     """Every PROMOTION_INTERVAL products, promotes accumulators to float32 sums and their base."""
-    if products % shape.PROMOTION_INTERVAL == 0:
-        if shape.SUMS_IN_REGS:
+    if products % params.fp8.PROMOTION_INTERVAL == 0:
+        if params.fp8.SUMS_IN_REGS:
             sum_ME = sum_ME + acc_ME
         else:
             # The first time there is nothing to add to, but the last output to wait for.
-            if products > shape.PROMOTION_INTERVAL:
+            if products > params.fp8.PROMOTION_INTERVAL:
                 acc_ME = with_sums(sums, acc_ME, m_M, base_M)
             else:
                 tma.store_wait(0)
@@ -132,7 +145,7 @@ def mainloop(
     kv_state,
     blocks,
     last_second,
-    shape,
+    params,
     tile,
     row,
     factors,
@@ -144,30 +157,29 @@ def mainloop(
     this one run. Returns with the last product on its way: what `finish` needs of it, references,
     row sums, and the next KV state.
     """
-    BLOCK_N: gl.constexpr = shape.BLOCK_N
-    MASKED: gl.constexpr = shape.IS_RIGHT or shape.IS_LEFT
+    BLOCK_N: gl.constexpr = params.tile.BLOCK_N
+    MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
     # Behind the innermost loop, ahead of masks and rescaling: as one block it costs fewer jumps.
-    PROMOTES_NEARBY: gl.constexpr = shape.SUMS_IN_REGS and MASKED
-    SPECULATIVE: gl.constexpr = shape.RESCALE == "speculative"
-    where = (blocks, shape, tile, row)
+    PROMOTES_NEARBY: gl.constexpr = params.fp8.SUMS_IN_REGS and MASKED
+    SPECULATIVE: gl.constexpr = params.tile.RESCALE == "speculative"
     _, scale_log2 = factors
     k, v = kv.k, kv.v
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v.rows, 32])
     acc_ME = cleared(ROWS, v.rows, o_layout)
     sum_ME = acc_ME
-    if shape.SUMS_IN_REGS:
+    if params.fp8.SUMS_IN_REGS:
         sum_ME = cleared(ROWS, v.rows, o_layout)
     steps = blocks.end - blocks.begin
     j = visited_n_block(blocks, 0, last_second)
 
     kv.consumer_wait(kv_state)
-    pingpong_sync(shape, CONSUMER)
+    pingpong_sync(params, CONSUMER)
     s_MN = queue_scores(q, k, q_state, kv_state.k, BLOCK_N)
-    pingpong_arrive(shape, CONSUMER)
+    pingpong_arrive(params, CONSUMER)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
     kv.consumer_release_k(kv_state)
     # Without a mask, the last tile alone can have keys past the end.
-    s_MN = apply_score_mods(s_MN, where, j, factors, True)
+    s_MN = apply_score_mods(s_MN, blocks, params, tile, row, j, factors, True)
     m_M = reference(s_MN, scale_log2)
     base_M = m_M
     p_MN = gl.exp2(s_MN * scale_log2 - shift_of(m_M)[:, None])
@@ -195,28 +207,32 @@ def mainloop(
             while counts:
                 if not SPECULATIVE:
                     words = to_words(p_MN)
-                pingpong_sync(shape, CONSUMER)
+                pingpong_sync(params, CONSUMER)
                 s_MN = queue_scores(q, k, q_state, kv_state.k, BLOCK_N)
                 kv.consumer_wait_v(kv_state)
                 acc_ME = queue_output(
-                    words, v, kv_state.values(), acc_ME, (step - 1) % shape.PROMOTION_INTERVAL != 0
+                    words,
+                    v,
+                    kv_state.values(),
+                    acc_ME,
+                    (step - 1) % params.fp8.PROMOTION_INTERVAL != 0,
                 )
-                pingpong_arrive(shape, CONSUMER)
+                pingpong_arrive(params, CONSUMER)
                 s_MN = warpgroup_mma_wait(1, deps=[s_MN])
                 kv.consumer_release_k(kv_state)
                 # That these scores are there means that every warp is done with the stage before.
                 kv.consumer_release_kept_k(kv_before)
                 j = blocks.end - 1 - step
                 if SPECULATIVE:
-                    s_MN = apply_score_mods(s_MN, where, j, factors, False)
+                    s_MN = apply_score_mods(s_MN, blocks, params, tile, row, j, factors, False)
                     p_MN, sums_MCL = exponentials(s_MN, m_M, scale_log2)
                     before_ML = l_ML
                     l_ML = l_ML + gl.sum(sums_MCL, 1)
-                    if not shape.VOTES_LAST:
+                    if not params.fp8.VOTES_LAST:
                         must_rescale = overflow_vote(sums_MCL, E4M3_BITS)
                     words = to_words(p_MN)
                 else:
-                    s_MN = apply_score_mods(s_MN, where, j, factors, MASKED)
+                    s_MN = apply_score_mods(s_MN, blocks, params, tile, row, j, factors, MASKED)
                     p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
                         s_MN, m_M, l_ML, scale_log2, MASKED
                     )
@@ -226,15 +242,19 @@ def mainloop(
                 # exponentials.
                 kv.consumer_wait(kv_state, step + 1 < steps)
                 acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
-                if shape.VOTES_LAST:
+                if params.fp8.VOTES_LAST:
                     must_rescale = overflow_vote(sums_MCL, E4M3_BITS)
                 kv.consumer_release_v(kv_before)
                 counts = (
-                    (must_rescale == 0) & (step < last) & (step % shape.PROMOTION_INTERVAL != 0)
+                    (must_rescale == 0)
+                    & (step < last)
+                    & (step % params.fp8.PROMOTION_INTERVAL != 0)
                 )
                 step += 1
             if PROMOTES_NEARBY:
-                acc_ME, sum_ME, base_M = promote(sums, acc_ME, sum_ME, m_M, base_M, step - 1, shape)
+                acc_ME, sum_ME, base_M = promote(
+                    sums, acc_ME, sum_ME, m_M, base_M, step - 1, params
+                )
                 goes = (must_rescale == 0) & (step <= last)
             else:
                 goes = gl.to_tensor(False)
@@ -242,7 +262,7 @@ def mainloop(
             j = visited_n_block(blocks, step - 1, last_second)
             if MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
                 if needs_mask(blocks, j):
-                    p_MN = apply_mask(p_MN, shape, tile, row, j * BLOCK_N, 0.0)
+                    p_MN = apply_mask(p_MN, params, tile, row, j * BLOCK_N, 0.0)
                     sums_MCL = part_sums(p_MN)
                     l_ML = before_ML + gl.sum(sums_MCL, 1)
                     must_rescale = overflow_vote(sums_MCL, E4M3_BITS)
@@ -258,7 +278,10 @@ def mainloop(
                     sums_MCL,
                     m_M,
                     before_ML,
-                    where,
+                    blocks,
+                    params,
+                    tile,
+                    row,
                     j,
                     factors,
                     MASKED,
@@ -266,31 +289,31 @@ def mainloop(
                 l_ML = before_ML + sums_ML
                 words = to_words(p_MN)
                 acc_ME = scale_rows(acc_ME, alpha_M)
-                if shape.SUMS_IN_REGS:
+                if params.fp8.SUMS_IN_REGS:
                     sum_ME = scale_rows(sum_ME, alpha_M)
         elif must_rescale != 0:
             acc_ME = scale_rows(acc_ME, alpha_M)
         if not PROMOTES_NEARBY:
-            acc_ME, sum_ME, base_M = promote(sums, acc_ME, sum_ME, m_M, base_M, step - 1, shape)
+            acc_ME, sum_ME, base_M = promote(sums, acc_ME, sum_ME, m_M, base_M, step - 1, params)
     if not SPECULATIVE:
         words = to_words(p_MN)
     kv.consumer_wait_v(kv_state)
-    adds = (steps - 1) % shape.PROMOTION_INTERVAL != 0
+    adds = (steps - 1) % params.fp8.PROMOTION_INTERVAL != 0
     running_ME = queue_output(words, v, kv_state.values(), acc_ME, adds)
     return (running_ME, sum_ME, base_M, kv_before), m_M, l_ML, kv_state
 
 
 @gluon.jit
-def finish(q, kv, sums, q_state, kv_state, rest, m_M, blocks, shape):
+def finish(q, kv, sums, q_state, kv_state, rest, m_M, blocks, params):
     """The unnormalised output: waits for the last product, frees what it read, adds the sums."""
     running_ME, sum_ME, base_M, kv_before = rest
     acc_ME = warpgroup_mma_wait(0, deps=[running_ME])
     kv.consumer_release_kept_k(kv_before)
     q.consumer_release_after_mma(q_state)
     kv.consumer_release_last_v(kv_state)
-    if shape.SUMS_IN_REGS:
+    if params.fp8.SUMS_IN_REGS:
         return acc_ME + sum_ME
     else:
-        if blocks.end - blocks.begin > shape.PROMOTION_INTERVAL:
+        if blocks.end - blocks.begin > params.fp8.PROMOTION_INTERVAL:
             acc_ME = with_sums(sums, acc_ME, m_M, base_M)
         return acc_ME

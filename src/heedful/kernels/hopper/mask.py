@@ -69,37 +69,37 @@ def mask_outside(s_MN, start_M, stop_M, FILL: gl.constexpr = float("-inf")):
 
 
 @gluon.jit
-def apply_mask(s_MN, keys, shape, tile, row, j, FILL: gl.constexpr = float("-inf")):
+def apply_mask(s_MN, keys, params, tile, row, j, FILL: gl.constexpr = float("-inf")):
     """Scores of query rows from `row` and key tile j, or what became of them, with the unseen ones
     at FILL."""
-    col = j * shape.BLOCK_N
+    col = j * params.tile.BLOCK_N
     M: gl.constexpr = s_MN.shape[0]
     layout: gl.constexpr = s_MN.type.layout
     stop_M = gl.full([M], 0, gl.int32, gl.SliceLayout(1, layout)) + (tile.len_k - col)
-    place_M = query_position(shape, gl.arange(0, M, layout=gl.SliceLayout(1, layout)))
-    diagonal_M = place_M + (query_position(shape, row) + tile.off - col)
-    if shape.IS_RIGHT:
-        stop_M = gl.minimum(stop_M, diagonal_M + (shape.right + 1))
-    if not shape.IS_LEFT:
+    place_M = query_position(params, gl.arange(0, M, layout=gl.SliceLayout(1, layout)))
+    diagonal_M = place_M + (query_position(params, row) + tile.off - col)
+    if params.mask.HAS_RIGHT:
+        stop_M = gl.minimum(stop_M, diagonal_M + (params.mask.right + 1))
+    if not params.mask.HAS_LEFT:
         return mask_outside(s_MN, None, stop_M, FILL)
-    elif shape.first is None:
+    elif params.mask.first is None:
         # Most tiles that a bound of a window crosses the other does not.
         if j >= keys.full_end:
             s_MN = mask_outside(s_MN, None, stop_M, FILL)
         if j < keys.full_begin:
-            s_MN = mask_outside(s_MN, diagonal_M - shape.left, None, FILL)
+            s_MN = mask_outside(s_MN, diagonal_M - params.mask.left, None, FILL)
         return s_MN
     else:
         N: gl.constexpr = s_MN.shape[1]
         key_N = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
-        within_MN = key_N[None, :] >= (diagonal_M - shape.left)[:, None]
-        within_MN = within_MN | (key_N < shape.first - col)[None, :]
+        within_MN = key_N[None, :] >= (diagonal_M - params.mask.left)[:, None]
+        within_MN = within_MN | (key_N < params.mask.first - col)[None, :]
         return gl.where(within_MN & (key_N[None, :] < stop_M[:, None]), s_MN, FILL)
 
 
 @gluon.jit
-def apply_mask_if_needed(s_MN, keys, shape, tile, row, j):
+def apply_mask_if_needed(s_MN, keys, params, tile, row, j):
     """Scores of key tile j with the unseen ones at -inf, untouched if there are none."""
     if needs_mask(keys, j):
-        s_MN = apply_mask(s_MN, keys, shape, tile, row, j)
+        s_MN = apply_mask(s_MN, keys, params, tile, row, j)
     return s_MN

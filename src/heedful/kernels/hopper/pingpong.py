@@ -8,9 +8,9 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def pingpong_sync(shape, CONSUMER: gl.constexpr):
+def pingpong_sync(params, CONSUMER: gl.constexpr):
     """Waits until the consumer before this one has queued its matrix products."""
-    if shape.PINGPONG:
+    if params.tile.PINGPONG:
         gl.inline_asm_elementwise(
             "bar.sync $1, 256; mov.u32 $0, 0;",
             "=r,r",
@@ -22,13 +22,13 @@ def pingpong_sync(shape, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def pingpong_arrive(shape, CONSUMER: gl.constexpr):
+def pingpong_arrive(params, CONSUMER: gl.constexpr):
     """Lets the next consumer queue its matrix products."""
-    if shape.PINGPONG:
+    if params.tile.PINGPONG:
         gl.inline_asm_elementwise(
             "bar.arrive $1, 256; mov.u32 $0, 0;",
             "=r,r",
-            [gl.to_tensor(8 + (CONSUMER + 1) % shape.CONSUMERS)],
+            [gl.to_tensor(8 + (CONSUMER + 1) % params.tile.CONSUMERS)],
             gl.int32,
             False,
             1,
@@ -36,19 +36,19 @@ def pingpong_arrive(shape, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def skip(kv, kv_state, count, shape, CONSUMER: gl.constexpr):
+def skip(kv, kv_state, count, params, CONSUMER: gl.constexpr):
     """Passes over tiles that other consumers of this program need and this one does not."""
     for _ in range(count):
-        pingpong_sync(shape, CONSUMER)
-        pingpong_arrive(shape, CONSUMER)
+        pingpong_sync(params, CONSUMER)
+        pingpong_arrive(params, CONSUMER)
         kv_state = kv.skip(kv_state)
     return kv_state
 
 
 @gluon.jit
-def skip_all(kv, kv_state, count, shape, CONSUMER: gl.constexpr):
+def skip_all(kv, kv_state, count, params, CONSUMER: gl.constexpr):
     """Passes over all tiles that this program works on: there may be none."""
-    kv_state = skip(kv, kv_state, count, shape, CONSUMER)
+    kv_state = skip(kv, kv_state, count, params, CONSUMER)
     if count > 0:
         kv_state = kv.skip_last_values(kv_state)
     return kv_state

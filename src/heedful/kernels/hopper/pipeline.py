@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from heedful.kernels.hopper import barrier
-from heedful.kernels.hopper.compat import aggregate, optional, reinterpret, tma_load
+from heedful.kernels.hopper.compat import aggregate, reinterpret, tma_load
 
 
 @aggregate
@@ -17,12 +17,6 @@ class PipelineState:
     index: gl.tensor
     phase: gl.tensor
     stages: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, index, phase, stages):
-        self.index = index
-        self.phase = phase
-        self.stages = gl.constexpr(stages)
 
     @gluon.jit
     def start(stages: gl.constexpr):
@@ -100,15 +94,6 @@ class Pipeline:
     empty: gl.shared_memory_descriptor
     rows: gl.constexpr
     dim: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, boxes, tails, full, empty, rows, dim):
-        self.boxes = boxes
-        self.tails = optional(tails)
-        self.full = full
-        self.empty = empty
-        self.rows = gl.constexpr(rows)
-        self.dim = gl.constexpr(dim)
 
     @gluon.jit
     def allocate(

@@ -4,7 +4,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from heedful.kernels.hopper.compat import aggregate, optional, reinterpret, tma_load
+from heedful.kernels.hopper.compat import aggregate, reinterpret, tma_load
+
+# Packed sequences begin at multiples of this in V transposed.
+V_T_BLOCK: gl.constexpr = gl.constexpr(128)
 
 
 @aggregate
@@ -27,22 +30,6 @@ class WorkTile:
     stored_q: gl.tensor
     kv_batch: gl.tensor
 
-    @gluon.constexpr_function
-    def __init__(
-        self, batch, head, kv_head, row, start_q, start_k, len_q, len_k, off, stored_q, kv_batch
-    ):
-        self.batch = batch
-        self.head = head
-        self.kv_head = kv_head
-        self.row = row
-        self.start_q = start_q
-        self.start_k = start_k
-        self.len_q = len_q
-        self.len_k = len_k
-        self.off = off
-        self.stored_q = stored_q
-        self.kv_batch = kv_batch
-
 
 @gluon.jit
 def within(value, low, high):
@@ -62,15 +49,6 @@ def sequence(cu_seqlens, batch, seqlen):
 
 
 @gluon.jit
-def stored_queries(shape):
-    """Queries of every sequence, or packed ones of all."""
-    if shape.cu_q is None:
-        return shape.seqlen_q
-    else:
-        return shape.total_q
-
-
-@gluon.jit
 def box(IS_PACKED: gl.constexpr, batch, head, start, length, row):
     """Coordinates of rows from `row` of one head, in a map that ends with the sequence.
 
@@ -85,110 +63,50 @@ def box(IS_PACKED: gl.constexpr, batch, head, start, length, row):
 
 
 @gluon.jit
-def packed_rows_at(shape, tile, row):
+def packed_rows_at(params, tile, row):
     """Coordinates of query or output rows."""
-    packed: gl.constexpr = shape.cu_q is not None
+    packed: gl.constexpr = params.seqs.cu_q is not None
     return box(packed, tile.batch, tile.head, tile.start_q, tile.len_q, row)
 
 
 @gluon.jit
-def packed_keys_at(shape, tile, col):
+def packed_keys_at(params, tile, col):
     """Coordinates of keys or values."""
-    packed: gl.constexpr = shape.cu_k is not None
+    packed: gl.constexpr = params.seqs.cu_k is not None
     return box(packed, tile.batch, tile.kv_head, tile.start_k, tile.len_k, col)
 
 
-@aggregate
-class Storage:
-    """Where sequences lie beyond dense and packed rows; what a call lacks is None.
+@gluon.jit
+def trim(params, tile):
+    """The tile with the lengths that its sequence uses, and where these keys begin.
 
-    used_q, used_k, leftpad_k, kv_batch_idx, block_table: as in core.operands. entries: how many
-    batch entries there are for kv_batch_idx. k_rows, v_rows: from one batch entry or page of K or V
-    to the next, in rows of its map. IS_RAGGED: K and V are mapped as packed tokens, so that reads
-    end with each sequence (see `box`). NO_PAGE: a power of two that no page reaches.
-
-    Whatever values these arrays hold, what is read lies within the caller's tensors: lengths end
-    with the storage, a batch entry that does not exist is the first or the last, and a page that
-    does not exist is zeros or another page.
+    Whatever values lengths and indices hold, what is read lies within the caller's tensors: lengths
+    end with the storage, a batch entry that does not exist is the first or the last, and a page
+    that does not exist is zeros or another page.
     """
-
-    used_q: gl.tensor | gl.constexpr
-    used_k: gl.tensor | gl.constexpr
-    leftpad_k: gl.tensor | gl.constexpr
-    kv_batch_idx: gl.tensor | gl.constexpr
-    block_table: gl.tensor | gl.constexpr
-    stride_table: gl.tensor | gl.constexpr
-    page_size: gl.tensor | gl.constexpr
-    entries: gl.tensor | gl.constexpr
-    k_rows: gl.tensor | gl.constexpr
-    v_rows: gl.tensor | gl.constexpr
-    IS_RAGGED: gl.constexpr
-    NO_PAGE: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(
-        self,
-        used_q,
-        used_k,
-        leftpad_k,
-        kv_batch_idx,
-        block_table,
-        stride_table,
-        page_size,
-        entries,
-        k_rows,
-        v_rows,
-        IS_RAGGED,
-        NO_PAGE,
-    ):
-        self.used_q = optional(used_q)
-        self.used_k = optional(used_k)
-        self.leftpad_k = optional(leftpad_k)
-        self.kv_batch_idx = optional(kv_batch_idx)
-        self.block_table = optional(block_table)
-        self.stride_table = optional(stride_table)
-        self.page_size = optional(page_size)
-        self.entries = optional(entries)
-        self.k_rows = optional(k_rows)
-        self.v_rows = optional(v_rows)
-        self.IS_RAGGED = gl.constexpr(IS_RAGGED)
-        self.NO_PAGE = gl.constexpr(NO_PAGE)
-
-
-@gluon.jit
-def trim(shape, tile):
-    """The tile with the lengths that its sequence uses, and where these keys begin."""
-    if shape.storage is None:
-        return tile
-    else:
-        return trim_to_storage(shape, shape.storage, tile)
-
-
-@gluon.jit
-def trim_to_storage(shape, storage, tile):
     len_q = tile.len_q
     len_k = tile.len_k
     start_k = tile.start_k
     kv_batch = tile.batch
     off = tile.off
-    if storage.used_q is not None:
-        len_q = within(gl.load(storage.used_q + tile.batch), 0, len_q)
-    if storage.leftpad_k is not None:
-        pad = within(gl.load(storage.leftpad_k + tile.batch), 0, len_k)
+    if params.seqs.used_q is not None:
+        len_q = within(gl.load(params.seqs.used_q + tile.batch), 0, len_q)
+    if params.seqs.leftpad_k is not None:
+        pad = within(gl.load(params.seqs.leftpad_k + tile.batch), 0, len_k)
         start_k += pad
         len_k -= pad
-    if storage.used_k is not None:
-        len_k = within(gl.load(storage.used_k + tile.batch), 0, len_k)
-    if storage.kv_batch_idx is not None:
-        kv_batch = within(gl.load(storage.kv_batch_idx + tile.batch), 0, storage.entries - 1)
-    if shape.score_mods.longest_k is not None:
+    if params.seqs.used_k is not None:
+        len_k = within(gl.load(params.seqs.used_k + tile.batch), 0, len_k)
+    if params.kv.batch_idx is not None:
+        kv_batch = within(gl.load(params.kv.batch_idx + tile.batch), 0, params.kv.entries - 1)
+    if params.mods.longest_k is not None:
         # A bias has no more rows and keys than that.
-        len_q = gl.minimum(len_q, shape.seqlen_q)
-        len_k = gl.minimum(len_k, shape.score_mods.longest_k)
-    SAME_Q: gl.constexpr = storage.used_q is None
-    SAME_K: gl.constexpr = storage.used_k is None and storage.leftpad_k is None
-    if not (SAME_Q and SAME_K and shape.score_mods.longest_k is None):
-        off = shape.shift + shape.align * (len_k - len_q)
+        len_q = gl.minimum(len_q, params.mods.longest_q)
+        len_k = gl.minimum(len_k, params.mods.longest_k)
+    SAME_Q: gl.constexpr = params.seqs.used_q is None
+    SAME_K: gl.constexpr = params.seqs.used_k is None and params.seqs.leftpad_k is None
+    if not (SAME_Q and SAME_K and params.mods.longest_k is None):
+        off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
     return WorkTile(
         tile.batch,
         tile.head,
@@ -205,29 +123,29 @@ def trim_to_storage(shape, storage, tile):
 
 
 @gluon.jit
-def query_position(shape, row):
+def query_position(params, row):
     """Which query of its sequence a row of a tile is."""
-    if shape.PACK_GQA == 1:
+    if params.gqa.PACK_GQA == 1:
         return row
     else:
-        return row // shape.PACK_GQA
+        return row // params.gqa.PACK_GQA
 
 
 @gluon.jit
-def queries_at(shape, tile, row):
+def queries_at(params, tile, row):
     """Coordinates of query or output rows, those that are not in use among them."""
-    if shape.PACK_GQA > 1:
-        return [tile.batch, tile.head, row // shape.PACK_GQA, 0, 0]
+    if params.gqa.PACK_GQA > 1:
+        return [tile.batch, tile.head, row // params.gqa.PACK_GQA, 0, 0]
     else:
-        packed: gl.constexpr = shape.cu_q is not None
+        packed: gl.constexpr = params.seqs.cu_q is not None
         return box(packed, tile.batch, tile.head, tile.start_q, tile.stored_q, row)
 
 
 @gluon.jit
-def keys_at(shape, tile, rows_each, col):
+def keys_at(params, tile, rows_each, col):
     """Coordinates of keys or values from `col` on, in a map that has `rows_each` rows a batch
     entry."""
-    if shape.storage.IS_RAGGED:
+    if params.kv_rows.IS_RAGGED:
         start = tile.start_k + tile.kv_batch * rows_each
         return box(True, 0, tile.kv_head, start, tile.len_k, col)
     else:
@@ -235,33 +153,31 @@ def keys_at(shape, tile, rows_each, col):
 
 
 @gluon.jit
-def load_keys(pipeline, desc, shape, tile, rows_each, col, state):
+def load_keys(pipeline, desc, params, tile, rows_each, col, state):
     """Waits until stage `state` is free and starts filling it with keys or values from `col` on."""
-    if shape.storage.block_table is None:
-        pipeline.load(desc, keys_at(shape, tile, rows_each, col), state)
+    if params.kv.table is None:
+        pipeline.load(desc, keys_at(params, tile, rows_each, col), state)
     else:
-        load_pages(pipeline, desc, shape, tile, rows_each, col, state)
+        load_pages(pipeline, desc, params, tile, rows_each, col, state)
 
 
 @gluon.jit
-def load_keys_and_values(kv, k_desc, v_desc, shape, tile, k_col, v_col, state):
+def load_keys_and_values(kv, k_desc, v_desc, params, tile, k_col, v_col, state):
     """As load_keys, keys from `k_col` and values from `v_col` on."""
-    storage = shape.storage
-    if storage.block_table is None:
-        k_at = keys_at(shape, tile, storage.k_rows, k_col)
-        kv.load(k_desc, k_at, v_desc, keys_at(shape, tile, storage.v_rows, v_col), state)
+    if params.kv.table is None:
+        k_at = keys_at(params, tile, params.kv_rows.k_rows, k_col)
+        kv.load(k_desc, k_at, v_desc, keys_at(params, tile, params.kv_rows.v_rows, v_col), state)
     else:
-        load_pages(kv.k, k_desc, shape, tile, storage.k_rows, k_col, state.k)
-        load_pages(kv.v, v_desc, shape, tile, storage.v_rows, v_col, state.values())
+        load_pages(kv.k, k_desc, params, tile, params.kv_rows.k_rows, k_col, state.k)
+        load_pages(kv.v, v_desc, params, tile, params.kv_rows.v_rows, v_col, state.values())
 
 
 @gluon.jit
-def load_pages(pipeline, desc, shape, tile, rows_each, col, state):
+def load_pages(pipeline, desc, params, tile, rows_each, col, state):
     """As load_keys, from pages: boxes of as many rows as the map has, 64 columns wide each.
 
     Rows past the keys in use are past the end of the map, which fills them with zeros.
     """
-    storage = shape.storage
     ROWS: gl.constexpr = desc.block_type.shape[3]
     WIDTH: gl.constexpr = desc.block_type.shape[4]
     DOWN: gl.constexpr = pipeline.rows // ROWS
@@ -271,11 +187,11 @@ def load_pages(pipeline, desc, shape, tile, rows_each, col, state):
     # page is read again: of it, too, those rows are past the end of the map.
     pages = ()
     firsts = ()
-    table = storage.block_table + tile.batch.to(gl.int64) * storage.stride_table
+    table = params.kv.table + tile.batch.to(gl.int64) * params.kv.stride_tableb
     for i in gl.static_range(DOWN):
-        place = gl.minimum(col + i * ROWS, tile.len_k - 1) // storage.page_size
+        place = gl.minimum(col + i * ROWS, tile.len_k - 1) // params.kv.page_size
         pages = pages + (gl.load(table + place),)
-        firsts = firsts + (place * storage.page_size,)
+        firsts = firsts + (place * params.kv.page_size,)
     full = pipeline.producer_acquire(state, state)
     mbarrier.expect(full, pipeline.rows * pipeline.dim * (desc.dtype.primitive_bitwidth // 8))
     shape_of_boxes: gl.constexpr = [BOXES, 1, 1, 1, ROWS, WIDTH]
@@ -283,10 +199,10 @@ def load_pages(pipeline, desc, shape, tile, rows_each, col, state):
     dtype: gl.constexpr = desc.dtype
     boxes = reinterpret(pipeline.boxes, dtype, shape_of_boxes, layout)
     for i in gl.static_range(DOWN):
-        used = gl.minimum(tile.len_k - firsts[i], storage.page_size)
+        used = gl.minimum(tile.len_k - firsts[i], params.kv.page_size)
         # Of a number that is no page's these bits are past the end of the map, or another page's. A
         # bound known to the compiler takes no register: the producer has few.
-        start = (pages[i] & (storage.NO_PAGE - 1)) * rows_each
+        start = (pages[i] & (params.kv_rows.NO_PAGE - 1)) * rows_each
         where = box(True, 0, tile.kv_head, start, used, col + i * ROWS - firsts[i])
         for c in gl.static_range(ACROSS):
             index = (state.index * ACROSS + c) * DOWN + i
@@ -296,3 +212,12 @@ def load_pages(pipeline, desc, shape, tile, rows_each, col, state):
                 full,
                 boxes.index(index),
             )
+
+
+@gluon.jit
+def values_at(params, tile, col):
+    """Coordinates of V transposed (batch, kv_head, dim, position)."""
+    if params.seqs.cu_k is None:
+        return [tile.batch, tile.kv_head, 0, col]
+    else:
+        return [0, tile.kv_head, 0, (tile.start_k // V_T_BLOCK + tile.batch) * V_T_BLOCK + col]

@@ -9,9 +9,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from heedful.kernels.hopper.compat import aggregate, optional
+from heedful.kernels.hopper.compat import aggregate
 from heedful.kernels.hopper.mma import ROWS
-from heedful.kernels.hopper.sequences import WorkTile, sequence, stored_queries, trim
+from heedful.kernels.hopper.sequences import WorkTile, sequence, trim
 
 SCHEDULER_STAGES: gl.constexpr = gl.constexpr(2)
 # Room for a work tile's number and what else is committed.
@@ -33,62 +33,68 @@ def l2_swizzle(index, blocks, heads, width, l2_groups):
 
 
 @gluon.jit
-def decode(shape, index):
+def decode(params, index):
     """Tile `index`: groups of heads, in each of them row blocks from the longest to the shortest.
     Of packed sequences one after the other, in the order of varlen_scheduler.py."""
-    row_blocks = shape.row_blocks
-    heads = shape.heads
+    row_blocks = params.order.row_blocks
+    heads = params.gqa.heads
     batch = gl.to_tensor(0)
-    if shape.varlen_tiles is None:
-        heads = shape.tiles // row_blocks
+    if params.order.varlen_tiles is None:
+        heads = params.order.tiles // row_blocks
     else:
-        entry = shape.varlen_tiles + 1 + 2 * (index // heads)
+        entry = params.order.varlen_tiles + 1 + 2 * (index // heads)
         batch = gl.load(entry)
         index -= gl.load(entry + 1) * heads
-        row_blocks = gl.cdiv(sequence(shape.cu_q, batch, shape.total_q)[1], ROWS * shape.CONSUMERS)
-    head, block = l2_swizzle(index, row_blocks, heads, shape.l2_heads, shape.l2_groups)
-    if shape.IS_RIGHT:
+        row_blocks = gl.cdiv(
+            sequence(params.seqs.cu_q, batch, params.seqs.seqlen_q)[1],
+            ROWS * params.tile.CONSUMERS,
+        )
+    head, block = l2_swizzle(
+        index, row_blocks, heads, params.order.l2_heads, params.order.l2_groups
+    )
+    if params.mask.HAS_RIGHT:
         block = row_blocks - 1 - block
-    if shape.varlen_tiles is None:
-        batch = head // shape.heads
-        head -= batch * shape.heads
-    start_q, len_q = sequence(shape.cu_q, batch, stored_queries(shape))
-    start_k, len_k = sequence(shape.cu_k, batch, shape.seqlen_k)
-    off = shape.shift + shape.align * (len_k - len_q)
-    row = block * (ROWS * shape.CONSUMERS)
-    kv_head = head // shape.group
+    if params.order.varlen_tiles is None:
+        batch = head // params.gqa.heads
+        head -= batch * params.gqa.heads
+    start_q, len_q = sequence(params.seqs.cu_q, batch, params.seqs.seqlen_q)
+    start_k, len_k = sequence(params.seqs.cu_k, batch, params.seqs.seqlen_k)
+    off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
+    row = block * (ROWS * params.tile.CONSUMERS)
+    kv_head = head // params.gqa.group
     return WorkTile(batch, head, kv_head, row, start_q, start_k, len_q, len_k, off, len_q, batch)
 
 
 @aggregate
 class TileScheduler:
-    """Work tiles [0, count). tile_counter: address of how many were taken beyond each program's
-    first; None with a static schedule, and with it the ring of committed tiles."""
+    """Work tiles [0, count), `tiles` of each split. tile_counter: address of how many
+    were taken beyond each program's first; None with a static schedule, and with it the ring of
+    committed tiles."""
 
+    tiles: gl.tensor
     count: gl.tensor
-    tile_counter: gl.tensor | gl.constexpr
-    ring: gl.shared_memory_descriptor | gl.constexpr
-    full: gl.shared_memory_descriptor | gl.constexpr
-    empty: gl.shared_memory_descriptor | gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, count, tile_counter=None, ring=None, full=None, empty=None):
-        self.count = count
-        self.tile_counter = optional(tile_counter)
-        self.ring = optional(ring)
-        self.full = optional(full)
-        self.empty = optional(empty)
+    tile_counter: gl.tensor | gl.constexpr = None
+    ring: gl.shared_memory_descriptor | gl.constexpr = None
+    full: gl.shared_memory_descriptor | gl.constexpr = None
+    empty: gl.shared_memory_descriptor | gl.constexpr = None
 
     @gluon.jit
-    def of(count, tile_counter, consumers: gl.constexpr):
-        """Static if `tile_counter` is None."""
-        if tile_counter is None:
-            return TileScheduler(count)
+    def of(params):
+        """Static if there is no tile counter."""
+        tiles = params.order.tiles
+        if params.order.varlen_tiles is not None:
+            tiles = gl.load(params.order.varlen_tiles) * params.gqa.heads
+        count = tiles
+        if params.split.splits is not None:
+            count = tiles * params.split.splits
+        if params.order.tile_counter is None:
+            return TileScheduler(tiles, count)
         else:
-            return TileScheduler.dynamic(count, tile_counter, consumers)
+            counter = params.order.tile_counter
+            return TileScheduler.dynamic(tiles, count, counter, params.tile.CONSUMERS)
 
     @gluon.jit
-    def dynamic(count, tile_counter, consumers: gl.constexpr):
+    def dynamic(tiles, count, tile_counter, consumers: gl.constexpr):
         layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
         ring = gl.allocate_shared_memory(gl.int32, [SCHEDULER_STAGES * WORK_TILE_WORDS, 1], layout)
         full = gl.allocate_shared_memory(gl.int64, [SCHEDULER_STAGES, 1], mbarrier.MBarrierLayout())
@@ -98,7 +104,7 @@ class TileScheduler:
         for stage in gl.static_range(SCHEDULER_STAGES):
             mbarrier.init(full.index(stage), count=1)
             mbarrier.init(empty.index(stage), count=consumers)
-        return TileScheduler(count, tile_counter, ring, full, empty)
+        return TileScheduler(tiles, count, tile_counter, ring, full, empty)
 
     @gluon.jit
     def advance(self, index):
@@ -141,30 +147,21 @@ class TileScheduler:
 
 
 @gluon.jit
-def count_work_tiles(shape):
-    """How many work tiles there are."""
-    if shape.splits is None:
-        return shape.tiles
-    else:
-        return shape.tiles * shape.splits
-
-
-@gluon.jit
-def work_tile_at(shape, index):
+def work_tile_at(params, scheduler, index):
     """Work tile `index`, and which split of its keys it is. Tiles of one split are
     neighbours, so that those of a head share its keys."""
-    if shape.splits is None:
-        return trim(shape, decode(shape, index)), gl.to_tensor(0)
+    if params.split.splits is None:
+        return trim(params, decode(params, index)), gl.to_tensor(0)
     else:
-        split = index // shape.tiles
-        return trim(shape, decode(shape, index - split * shape.tiles)), split
+        split = index // scheduler.tiles
+        return trim(params, decode(params, index - split * scheduler.tiles)), split
 
 
 @gluon.jit
-def commit_work_tile(shape, scheduler, index, tile, split, state):
+def commit_work_tile(params, scheduler, index, tile, split, state):
     """Commits what `current_work_tile` needs of work tile `index`. Sizes of dense sequences are the
     same in all."""
-    if shape.varlen_tiles is None:
+    if params.order.varlen_tiles is None:
         scheduler.producer_commit((index, split, tile.batch, tile.head, tile.row), state)
     else:
         sizes = (tile.start_q, tile.len_q, tile.len_k, tile.off, tile.stored_q)
@@ -172,22 +169,22 @@ def commit_work_tile(shape, scheduler, index, tile, split, state):
 
 
 @gluon.jit
-def current_work_tile(shape, scheduler, index, state):
+def current_work_tile(params, scheduler, index, state):
     """A consumer's work tile `index`, as `work_tile_at` gives it but for where keys lie."""
     if scheduler.tile_counter is None:
-        return work_tile_at(shape, index)
+        return work_tile_at(params, scheduler, index)
     else:
         split = scheduler.word(1, state)
         batch = scheduler.word(2, state)
         head = scheduler.word(3, state)
         row = scheduler.word(4, state)
-        kv_head = head // shape.group
+        kv_head = head // params.gqa.group
         start_q = gl.to_tensor(0)
-        len_q = shape.seqlen_q
-        len_k = shape.seqlen_k
-        off = shape.shift + shape.align * (len_k - len_q)
+        len_q = params.seqs.seqlen_q
+        len_k = params.seqs.seqlen_k
+        off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
         stored_q = len_q
-        if shape.varlen_tiles is not None:
+        if params.order.varlen_tiles is not None:
             start_q = scheduler.word(5, state)
             len_q = scheduler.word(6, state)
             len_k = scheduler.word(7, state)
@@ -202,9 +199,9 @@ def current_work_tile(shape, scheduler, index, state):
 
 
 @gluon.jit
-def next_work_tile(shape, scheduler, index, state):
+def next_work_tile(params, scheduler, index, state):
     """The number of a consumer's next work tile after `index`, and the tile; behind the last one a
     tile that means nothing."""
     index = scheduler.get_current_work(index, state)
-    tile, _ = current_work_tile(shape, scheduler, gl.minimum(index, scheduler.count - 1), state)
+    tile, _ = current_work_tile(params, scheduler, gl.minimum(index, scheduler.count - 1), state)
     return index, tile

@@ -12,7 +12,8 @@ N keys, E v dim.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.hopper.compat import aggregate, inline_asm
+from heedful.kernels.args import TransposeV
+from heedful.kernels.hopper.compat import inline_asm
 from heedful.kernels.hopper.pipeline import PipelineState
 from heedful.kernels.hopper.tile_scheduler import l2_swizzle
 
@@ -26,70 +27,46 @@ RAW_STAGES: gl.constexpr = gl.constexpr(2)
 TRANSPOSE_WARPS: gl.constexpr = gl.constexpr(2)
 
 
-@aggregate
-class VTranspose:
-    """What there is to transpose: (B, G, N, E) into `v_t`, (B, G, dim_v, padded_k).
+@gluon.jit
+def take(transpose):
+    """The number of the next tile."""
+    return gl.atomic_add(transpose.counts, 1, sem="relaxed")
 
-    counts: how many tiles were taken, then how many of each head's chunks are ready; all begin
-    at 0. l2_heads, l2_groups: KV heads that the attention works on side by side, see `l2_swizzle`.
-    """
 
-    v_t: gl.tensor
-    counts: gl.tensor
-    heads_k: gl.tensor
-    l2_heads: gl.tensor
-    l2_groups: gl.tensor
-    dim_v: gl.tensor
-    padded_k: gl.tensor
-    v_tiles: gl.tensor
-    E: gl.constexpr
+@gluon.jit
+def chunk(transpose, head, key):
+    """The count of what is ready of the chunk with this key."""
+    chunks = gl.cdiv(transpose.padded_k, CHUNK_N)
+    return transpose.counts + 1 + head * chunks + key // CHUNK_N
 
-    @gluon.constexpr_function
-    def __init__(self, v_t, counts, heads_k, l2_heads, l2_groups, dim_v, padded_k, v_tiles, E):
-        self.v_t = v_t
-        self.counts = counts
-        self.heads_k = heads_k
-        self.l2_heads = l2_heads
-        self.l2_groups = l2_groups
-        self.dim_v = dim_v
-        self.padded_k = padded_k
-        self.v_tiles = v_tiles
-        self.E = gl.constexpr(E)
 
-    @gluon.jit
-    def advance(self):
-        return gl.atomic_add(self.counts, 1, sem="relaxed")
+@gluon.jit
+def wait_for_chunk(transpose, head, key):
+    """Returns once the chunk with this key may be loaded."""
+    begin = key // CHUNK_N * CHUNK_N
+    keys = gl.minimum(transpose.padded_k - begin, CHUNK_N)
+    expected = keys // V_TILE_N * (transpose.E // V_TILE_E)
+    inline_asm(
+        "{ .reg .pred early; .reg .b32 n;\n"
+        "AGAIN: ld.acquire.gpu.global.b32 n, [$0]; setp.lt.s32 early, n, $1;\n"
+        "@early bra AGAIN; fence.proxy.async.global; }",
+        "l,r,~{memory}",
+        [chunk(transpose, head, key), expected],
+    )
 
-    @gluon.jit
-    def chunk(self, head, key):
-        """The count of what is ready of the chunk with this key."""
-        chunks = gl.cdiv(self.padded_k, CHUNK_N)
-        return self.counts + 1 + head * chunks + key // CHUNK_N
 
-    @gluon.jit
-    def wait(self, head, key):
-        """Returns once the chunk with this key may be loaded."""
-        begin = key // CHUNK_N * CHUNK_N
-        keys = gl.minimum(self.padded_k - begin, CHUNK_N)
-        expected = keys // V_TILE_N * (self.E // V_TILE_E)
-        inline_asm(
-            "{ .reg .pred early; .reg .b32 n;\n"
-            "AGAIN: ld.acquire.gpu.global.b32 n, [$0]; setp.lt.s32 early, n, $1;\n"
-            "@early bra AGAIN; fence.proxy.async.global; }",
-            "l,r,~{memory}",
-            [self.chunk(head, key), expected],
-        )
-
-    @gluon.jit
-    def place(self, index):
-        """Head, first key and first dim of a tile: the tiles of a block of keys are neighbours,
-        the heads of a group alternate, and blocks go from the last to the first."""
-        V_TILES: gl.constexpr = self.E // V_TILE_E
-        blocks = self.padded_k // V_TILE_N
-        dim = index % V_TILES * V_TILE_E
-        heads = self.v_tiles // (blocks * V_TILES)
-        head, step = l2_swizzle(index // V_TILES, blocks, heads, self.l2_heads, self.l2_groups)
-        return head, (blocks - 1 - step) * V_TILE_N, dim
+@gluon.jit
+def place(transpose, index):
+    """Head, first key and first dim of a tile: the tiles of a block of keys are neighbours, the
+    heads of a group alternate, and blocks go from the last to the first."""
+    V_TILES: gl.constexpr = transpose.E // V_TILE_E
+    blocks = transpose.padded_k // V_TILE_N
+    dim = index % V_TILES * V_TILE_E
+    heads = transpose.tiles // (blocks * V_TILES)
+    head, step = l2_swizzle(
+        index // V_TILES, blocks, heads, transpose.l2_heads, transpose.l2_groups
+    )
+    return head, (blocks - 1 - step) * V_TILE_N, dim
 
 
 @gluon.constexpr_function
@@ -170,30 +147,30 @@ def count_ready(counter):
 
 
 @gluon.jit
-def load_v_tile(transpose, desc, raw, index, state):
+def load_v_tile(transpose, raw, index, state):
     """Starts loading a tile, if there is one of this number, and says where it is."""
-    head, key, dim = transpose.place(index)
-    if index < transpose.v_tiles:
+    head, key, dim = place(transpose, index)
+    if index < transpose.tiles:
         batch = head // transpose.heads_k
-        raw.load(desc, [batch, head - batch * transpose.heads_k, key, dim], state)
+        raw.load(transpose.v, [batch, head - batch * transpose.heads_k, key, dim], state)
     return head, key, dim
 
 
 @gluon.jit
-def transpose_v(desc, transpose, raw):
+def transpose_v(transpose: TransposeV, raw):
     """Transposes tiles until all are taken. The next is loaded meanwhile."""
     state = PipelineState.start(RAW_STAGES)
-    index = transpose.advance()
-    head, key, dim = load_v_tile(transpose, desc, raw, index, state)
-    while index < transpose.v_tiles:
+    index = take(transpose)
+    head, key, dim = load_v_tile(transpose, raw, index, state)
+    while index < transpose.tiles:
         state_now, head_now, key_now, dim_now = state, head, key, dim
         state = state.next()
-        index = transpose.advance()
-        head, key, dim = load_v_tile(transpose, desc, raw, index, state)
+        index = take(transpose)
+        head, key, dim = load_v_tile(transpose, raw, index, state)
         raw.consumer_wait(state_now)
         transpose_tile(transpose, raw.boxes.index(state_now.index), head_now, key_now, dim_now)
         raw.consumer_release(state_now)
-        count_ready(transpose.chunk(head_now, key_now))
+        count_ready(chunk(transpose, head_now, key_now))
 
 
 @gluon.jit
@@ -203,4 +180,4 @@ def wait_for_v_t(transpose, tile, col, is_first, BLOCK_N: gl.constexpr):
     ones before them have anything to wait for."""
     if transpose is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
         if is_first | ((col + BLOCK_N) % CHUNK_N == 0):
-            transpose.wait(tile.batch * transpose.heads_k + tile.kv_head, col)
+            wait_for_chunk(transpose, tile.batch * transpose.heads_k + tile.kv_head, col)

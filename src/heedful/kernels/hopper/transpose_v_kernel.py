@@ -9,6 +9,7 @@ N keys, E v dim, W words of four bytes.
 import triton
 import triton.language as tl
 
+from heedful.kernels.args import TransposeIO, TransposeSizes
 from heedful.kernels.portable.sequences import within
 
 
@@ -37,19 +38,8 @@ def sequence_at(cu_k, block, batch, total, BLOCK_N: tl.constexpr, BLOCK_B: tl.co
 
 @triton.jit
 def transpose_v(
-    v_ptr,
-    cu_k,
-    out_ptr,
-    tile_counter,
-    heads_k,
-    seqlen_k,
-    blocks,
-    batch,
-    dim_v,
-    padded_k,
-    stride_vb,
-    stride_vn,
-    stride_vh,
+    io: TransposeIO,
+    sizes: TransposeSizes,
     BLOCK_N: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_B: tl.constexpr,
@@ -62,26 +52,27 @@ def transpose_v(
     position (c // BLOCK_N + b) * BLOCK_N. tile_counter: the attention kernel's, begins at 0
     (see tile_scheduler.py). seqlen_k: N, or T.
     """
-    if tile_counter is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
+    if io.tile_counter is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
         if tl.program_id(0) == 0:
-            tl.store(tile_counter, 0)
-    block = tl.program_id(0) % blocks
-    head = tl.program_id(0) // blocks
-    b = head // heads_k
-    head -= b * heads_k
-    length, base = seqlen_k, 0
-    v_ptr += head.to(tl.int64) * stride_vh
-    if cu_k is not None:
-        b = sequence_at(cu_k, block, batch, seqlen_k, BLOCK_N, BLOCK_B)
-        start = within(tl.load(cu_k + b), 0, seqlen_k)
-        length = within(tl.load(cu_k + b + 1), start, seqlen_k) - start
+            tl.store(io.tile_counter, 0)
+    block = tl.program_id(0) % sizes.blocks
+    head = tl.program_id(0) // sizes.blocks
+    b = head // sizes.heads_k
+    head -= b * sizes.heads_k
+    length, base = sizes.seqlen_k, 0
+    v_ptr = io.v.ptr + head.to(tl.int64) * io.v.stride_h
+    out_ptr = io.v_t
+    if io.cu_k is not None:
+        b = sequence_at(io.cu_k, block, sizes.batch, sizes.seqlen_k, BLOCK_N, BLOCK_B)
+        start = within(tl.load(io.cu_k + b), 0, sizes.seqlen_k)
+        length = within(tl.load(io.cu_k + b + 1), start, sizes.seqlen_k) - start
         base = (start // BLOCK_N + b) * BLOCK_N
         block -= base // BLOCK_N
-        v_ptr += start.to(tl.int64) * stride_vn
-        out_ptr += head.to(tl.int64) * dim_v * padded_k
+        v_ptr += start.to(tl.int64) * io.v.stride_n
+        out_ptr += head.to(tl.int64) * sizes.dim_v * sizes.padded_k
     else:
-        v_ptr += b.to(tl.int64) * stride_vb
-        out_ptr += (b * heads_k + head).to(tl.int64) * dim_v * padded_k
+        v_ptr += b.to(tl.int64) * io.v.stride_b
+        out_ptr += (b * sizes.heads_k + head).to(tl.int64) * sizes.dim_v * sizes.padded_k
     first = block * BLOCK_N
     # A block before the first sequence has no keys either.
     if (first < 0) | (first >= length):
@@ -89,12 +80,12 @@ def transpose_v(
     words_N = tl.arange(0, BLOCK_N // 4)
     words_E = tl.arange(0, BLOCK_E // 4)
     key_N = first + words_N // 4 * 16 + words_N % 4 * 2
-    inside_E = words_E < dim_v // 4
+    inside_E = words_E < sizes.dim_v // 4
     v_words = v_ptr.to(tl.pointer_type(tl.uint32))
     rows = ()
     for i in tl.static_range(4):
         row_N = key_N + (i & 1) + (i >> 1) * 8
-        at_NE = row_N[:, None].to(tl.int64) * (stride_vn // 4) + words_E[None, :]
+        at_NE = row_N[:, None].to(tl.int64) * (io.v.stride_n // 4) + words_E[None, :]
         inside_NE = (row_N < length)[:, None] & inside_E[None, :]
         rows += (tl.load(v_words + at_NE, mask=inside_NE, other=0),)
     out_words = out_ptr.to(tl.pointer_type(tl.uint32))
@@ -102,5 +93,5 @@ def transpose_v(
     for byte in tl.static_range(4):
         dim_E = words_E * 4 + byte
         word_EN = tl.trans(transposed_word(rows[0], rows[1], rows[2], rows[3], byte))
-        at_EN = dim_E[:, None].to(tl.int64) * (padded_k // 4) + column_N[None, :]
+        at_EN = dim_E[:, None].to(tl.int64) * (sizes.padded_k // 4) + column_N[None, :]
         tl.store(out_words + at_EN, word_EN, mask=inside_E[:, None])

@@ -8,6 +8,7 @@ results are written here. B sequences.
 import triton
 import triton.language as tl
 
+from heedful.kernels.args import VarlenIO, VarlenSizes
 from heedful.kernels.portable.sequences import within
 from heedful.kernels.portable.unused import clear_gaps
 
@@ -21,21 +22,10 @@ def lengths(cu_seqlens, sequence_B, batch, total):
     return within(ends_B, starts_B, total) - starts_B
 
 
-@triton.jit(do_not_specialize=["total_q", "total_k", "batch", "heads", "capacity"])
+@triton.jit
 def schedule_varlen_tiles(
-    cu_q,
-    cu_k,
-    varlen_tiles,
-    tile_counter,
-    out,
-    lse,
-    stride_om,
-    stride_oh,
-    total_q,
-    total_k,
-    batch,
-    heads,
-    capacity,
+    io: VarlenIO,
+    sizes: VarlenSizes,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     DIM: tl.constexpr,
@@ -43,50 +33,49 @@ def schedule_varlen_tiles(
 ):
     """varlen_tiles: how many tiles of ROWS queries there are, then two numbers for each: its
     sequence, and which tile is that sequence's first. tile_counter: begins at 0
-    (tile_scheduler.py). out (total_q, heads, DIM), lse (heads, total_q): see `clear_gaps`; either
-    may be None.
+    (tile_scheduler.py). out, lse: see `clear_gaps`.
 
     A program a sequence, which all look at all lengths: keys decide, or queries if keys are dense.
-    The programs behind those clear. capacity: tiles that `varlen_tiles` has room for, which
-    sequences that overlap would exceed.
+    The programs behind those clear.
     """
     mine = tl.program_id(0)
+    batch, total_q = sizes.batch, sizes.total_q
     if mine >= batch:
         clear_gaps(
-            out,
-            lse,
-            cu_q,
-            stride_om,
-            stride_oh,
+            io.out,
+            io.lse,
+            io.cu_q,
+            io.stride_om,
+            io.stride_oh,
             total_q,
             total_q,
             batch,
-            heads,
+            sizes.heads,
             mine - batch,
             tl.num_programs(0) - batch,
             DIM,
             BLOCK_E,
         )
         return
-    cu_size = cu_q if cu_k is None else cu_k
-    total = total_q if cu_k is None else total_k
+    cu_size = io.cu_q if io.cu_k is None else io.cu_k
+    total = total_q if io.cu_k is None else sizes.total_k
     size = lengths(cu_size, mine, batch, total)
     before_B = tl.zeros([BLOCK], tl.int32)
     all_B = tl.zeros([BLOCK], tl.int32)
     for start in range(0, batch, BLOCK):
         other_B = start + tl.arange(0, BLOCK)
-        tiles_B = tl.cdiv(lengths(cu_q, other_B, batch, total_q), ROWS)
+        tiles_B = tl.cdiv(lengths(io.cu_q, other_B, batch, total_q), ROWS)
         size_B = lengths(cu_size, other_B, batch, total)
         is_before_B = (size_B > size) | ((size_B == size) & (other_B < mine))
         before_B += tl.where(is_before_B, tiles_B, 0)
         all_B += tiles_B
     first = tl.sum(before_B.to(tl.int64), 0)
     if mine == 0:
-        tl.store(varlen_tiles, tl.minimum(tl.sum(all_B.to(tl.int64), 0), capacity))
-        tl.store(tile_counter, 0)
-    tiles = tl.cdiv(lengths(cu_q, mine, batch, total_q), ROWS)
-    tiles = tl.minimum(tiles, tl.maximum(capacity - first, 0))
-    entries = varlen_tiles + 1 + 2 * first
+        tl.store(io.varlen_tiles, tl.minimum(tl.sum(all_B.to(tl.int64), 0), sizes.capacity))
+        tl.store(io.tile_counter, 0)
+    tiles = tl.cdiv(lengths(io.cu_q, mine, batch, total_q), ROWS)
+    tiles = tl.minimum(tiles, tl.maximum(sizes.capacity - first, 0))
+    entries = io.varlen_tiles + 1 + 2 * first
     for start in range(0, tiles, BLOCK):
         tile_B = start + tl.arange(0, BLOCK)
         tl.store(entries + 2 * tile_B, mine, mask=tile_B < tiles)

@@ -1,0 +1,224 @@
+"""The groups of arguments that Hopper kernels alone have, and the kernel ahead of packed queries."""
+
+import math
+from collections.abc import Mapping
+
+from heedful.core.arrays import item_bytes
+from heedful.core.problem import AttentionProblem
+from heedful.core.sizes import LaunchSizes, Sizes, work_heads
+from heedful.core.tiles import (
+    CONSUMER_ROWS,
+    VARLEN_SCHEDULER,
+    HopperConfig,
+    HopperForwardConfig,
+    HopperFp8Config,
+    pow2,
+)
+from heedful.kernels.args import (
+    Gqa,
+    HopperFp8,
+    HopperIO,
+    HopperParams,
+    HopperScoreMods,
+    HopperStages,
+    HopperTile,
+    HopperTileOrder,
+    KVRows,
+    ScoreArray,
+    SplitKV,
+    VarlenIO,
+    VarlenSizes,
+)
+from heedful.launch.bind import groups
+from heedful.launch.bind import hopper_maps as maps
+from heedful.launch.bind.groups import Buffers, number, pointer, stride
+from heedful.launch.spec import KernelCall, KernelRef, Scalar, TensorMap
+
+
+def io(found: Mapping[str, TensorMap], buffers: Buffers, lse: str) -> HopperIO:
+    """found: the maps of q, k, v and out. lse: the buffer of a log-sum-exp, if there is one."""
+    return HopperIO(**found, lse=pointer(buffers, lse))
+
+
+def params(
+    problem: AttentionProblem,
+    config: HopperConfig,
+    launch: LaunchSizes,
+    buffers: Buffers,
+    split: SplitKV,
+) -> HopperParams:
+    """What the roles of a forward share."""
+    mask = groups.mask(problem, buffers)
+    if problem.mask.first == 0:
+        # The kernel visits leading keys only where there are some.
+        mask = mask._replace(first=None)
+    return HopperParams(
+        seqs=groups.sequences(problem, buffers),
+        gqa=_gqa(problem, config),
+        mask=mask,
+        mods=_score_mods(problem, buffers),
+        dropout=groups.dropout(problem, buffers),
+        kv=groups.kv_layout(problem, buffers),
+        kv_rows=_kv_rows(problem, buffers),
+        order=_tile_order(launch, buffers),
+        split=split,
+        stages=_stages(config),
+        tile=_tile(problem, config, is_split=split.partials is not None),
+        fp8=_fp8(problem, config, buffers),
+    )
+
+
+def _gqa(problem: AttentionProblem, config: HopperConfig) -> Gqa:
+    rows = config.group_rows(problem)
+    return Gqa(
+        heads=Scalar(work_heads(config, problem)),
+        group=Scalar(1 if rows > 1 else problem.group),
+        packed_heads=Scalar(problem.group) if rows > 1 else None,
+        PACK_GQA=rows,
+    )
+
+
+def _score_mods(problem: AttentionProblem, buffers: Buffers) -> HopperScoreMods:
+    log2e = math.log2(math.e)
+    scale, softcap_scale = problem.scale * log2e, 0.0
+    if problem.softcap > 0:
+        softcap_scale = 2.0 * log2e * problem.scale / problem.softcap
+        scale = problem.softcap * log2e
+    alibi, has_bias = buffers.get("alibi_slopes"), "bias" in buffers
+    unit = 1.0 / (problem.softcap if problem.softcap > 0 else problem.scale)
+    # Dense sequences are as long as the bias says.
+    may_differ = has_bias and (problem.varlen_q or problem.varlen_k or problem.page_size)
+    return HopperScoreMods(
+        scale_log2=number(scale),
+        softcap_scale=number(softcap_scale),
+        per_unit=number(unit) if alibi or has_bias else None,
+        alibi=pointer(buffers, "alibi_slopes"),
+        stride_alibib=stride(alibi.strides[0]) if alibi else None,
+        bias=_bias(buffers),
+        longest_q=Scalar(problem.seqlen_q) if may_differ else None,
+        longest_k=Scalar(problem.seqlen_k) if may_differ else None,
+        sink=pointer(buffers, "sink"),
+        HAS_SOFTCAP=problem.softcap > 0,
+    )
+
+
+def _bias(buffers: Buffers) -> ScoreArray:
+    bias = buffers.get("bias")
+    if bias is None:
+        return ScoreArray(None, None, None, None, None)
+    b, h, m, n = bias.steps
+    # Neighbouring keys are then one load.
+    is_wide = bias.aligned and n == 1 and all(s % 8 == 0 for s in (b, h, m))
+    strides = (stride(s, 8 if is_wide else 1) for s in (b, h, m))
+    return ScoreArray(pointer(buffers, "bias", is_wide), *strides, 1 if is_wide else stride(n))
+
+
+def _kv_rows(problem: AttentionProblem, buffers: Buffers) -> KVRows:
+    # Packed: there is one batch entry.
+    k_rows, v_rows = 0, 0
+    if problem.ragged_k and not problem.varlen_k:
+        k_rows, v_rows = (Scalar(maps.rows_between(buffers[name])) for name in ("k", "v"))
+    no_page = maps.no_page(buffers) if problem.page_size else None
+    return KVRows(k_rows, v_rows, IS_RAGGED=problem.ragged_k, NO_PAGE=no_page)
+
+
+def _tile_order(launch: LaunchSizes, buffers: Buffers) -> HopperTileOrder:
+    return HopperTileOrder(
+        **{name: Scalar(value) for name, value in launch.numbers.items()},
+        varlen_tiles=pointer(buffers, "varlen_tiles"),
+        tile_counter=pointer(buffers, "tile_counter"),
+    )
+
+
+def split_kv(problem: AttentionProblem, buffers: Buffers, num_splits: int) -> SplitKV:
+    """Partial results, if there is a buffer of them."""
+    if "partial_out" not in buffers:
+        return SplitKV(None, None, None, None)
+    tokens = problem.total_q or problem.batch * problem.seqlen_q
+    numbers = (num_splits, tokens, problem.head_dim_v)
+    return SplitKV(pointer(buffers, "partial_out"), *map(Scalar, numbers))
+
+
+def _stages(config: HopperConfig) -> HopperStages:
+    if isinstance(config, HopperForwardConfig):
+        v_stages, shared = config.value_stages, config.kv_share_stages
+    else:
+        v_stages, shared = config.num_stages, config.rescale == "speculative"
+    return HopperStages(config.query_stages, config.num_stages, v_stages, shared)
+
+
+def _tile(problem: AttentionProblem, config: HopperConfig, is_split: bool) -> HopperTile:
+    is_16_bit = isinstance(config, HopperForwardConfig)
+    visits_second = not is_16_bit and config.rescale == "speculative" and problem.mask.bounded
+    return HopperTile(
+        BLOCK_N=config.block_n,
+        CONSUMERS=config.consumers,
+        TAIL_D=is_16_bit and config.tail_d,
+        TAIL_E=is_16_bit and config.tail_e,
+        # Partial results take no such way.
+        OUT_IN_Q=is_16_bit and config.out_in_q and not is_split,
+        PINGPONG=config.pingpong,
+        RESCALE=config.rescale,
+        V_TRANSPOSED=not is_16_bit,
+        VISITS_SECOND=visits_second and config.consumers * CONSUMER_ROWS <= config.block_n,
+        CONSUMER_REGS=config.consumer_regs,
+        PRODUCER_REGS=config.producer_regs,
+    )
+
+
+def _fp8(problem: AttentionProblem, config: HopperConfig, buffers: Buffers) -> HopperFp8 | None:
+    if not isinstance(config, HopperFp8Config):
+        return None
+    return HopperFp8(
+        descales=groups.descales(problem, buffers),
+        PROMOTION_INTERVAL=config.promotion_interval,
+        SUMS_IN_REGS=config.sums_in_regs,
+        VOTES_LAST=config.votes_last,
+        PREFETCHES_TILE=config.prefetches_tile,
+    )
+
+
+def varlen_call(
+    problem: AttentionProblem,
+    config: HopperConfig,
+    sizes: Sizes,
+    buffers: Buffers,
+    results: Mapping[str, str],
+) -> KernelCall:
+    """What comes ahead of the attention kernel for packed queries: their tiles put in order, and
+    tokens of no sequence cleared in `results`, the buffers of "lse", perhaps one for each split of
+    the keys, and of "out" or none."""
+    launch = sizes.launches["hopper.varlen_scheduler"]
+    out = buffers[results["out"]] if "out" in results else None
+    row = head = None
+    if out is not None:
+        # Maps want rows and heads that begin at multiples of 16 bytes.
+        divisor = maps.STRIDE_BYTES // item_bytes(problem.out_dtype)
+        row, head = (stride(maps.stride(out, axis), divisor) for axis in (0, 1))
+    counts = {
+        "total_q": buffers["q"].shape[0],
+        "total_k": buffers["k"].shape[0],
+        "batch": problem.batch,
+        # Those of every split lie one after the other.
+        "heads": problem.heads_q * (1 if out is not None else sizes.num_splits),
+        **launch.numbers,
+    }
+    parameters = {
+        "io": VarlenIO(
+            cu_q=pointer(buffers, "cu_seqlens_q"),
+            cu_k=pointer(buffers, "cu_seqlens_k"),
+            varlen_tiles=pointer(buffers, "varlen_tiles"),
+            tile_counter=pointer(buffers, "tile_counter"),
+            out=pointer(buffers, results["out"], True) if out is not None else None,
+            lse=pointer(buffers, results["lse"]),
+            stride_om=row,
+            stride_oh=head,
+        ),
+        "sizes": VarlenSizes(**{name: Scalar(value) for name, value in counts.items()}),
+        "ROWS": config.block_m,
+        "BLOCK": VARLEN_SCHEDULER.rows,
+        "DIM": problem.head_dim_v,
+        "BLOCK_E": pow2(problem.head_dim_v),
+    }
+    ref = KernelRef("heedful.kernels.hopper.varlen_scheduler", "schedule_varlen_tiles")
+    return KernelCall(ref, launch.grid, parameters, {"num_warps": VARLEN_SCHEDULER.num_warps})
