@@ -114,7 +114,7 @@ def values(call, *names):
 def in_order(call):
     """The row blocks of a call's tiles as `tile_scheduler.l2_swizzle` numbers them."""
     l2_heads, l2_groups, blocks, tiles = values(
-        call, "l2_heads", "l2_groups", "row_blocks", "tiles"
+        call, *(f"params.order.{name}" for name in ("l2_heads", "l2_groups", "row_blocks", "tiles"))
     )
     for first in [l2_heads * i for i in range(l2_groups + 1)]:
         width = l2_heads if first < l2_heads * l2_groups else tiles // blocks - first
@@ -150,7 +150,10 @@ def test_programs_of_the_dynamic_scheduler_end_at_about_the_same_time(sizes, dim
 def test_no_more_heads_are_worked_on_side_by_side_than_l2_has_room_for():
     """A part of a long prompt: 512 queries on 65536 keys, 32 MiB of K and V for each head."""
     problem = AttentionProblem.dense(4, 512, 65536, heads_q=16, head_dim=128, causal=True)
-    assert values(whole(problem).calls[-1], "l2_heads", "l2_groups") == (4, 15)
+    assert values(whole(problem).calls[-1], "params.order.l2_heads", "params.order.l2_groups") == (
+        4,
+        15,
+    )
 
 
 @each_loop
@@ -160,7 +163,7 @@ def test_what_few_steps_need_is_outside_of_the_loop_that_counts(head_dim, mask, 
     branches: the waits for values and keys, of which the last may be none, and the loop's own."""
     facts = {"head_dim": head_dim, "mask": mask, "return_lse": lse}
     *_, call = whole(AttentionProblem.dense(4, 4096, 4096, 16, **facts)).calls
-    loop, keys = bare_loop(call, DEVICE), call.constants["BLOCK_N"]
+    loop, keys = bare_loop(call, DEVICE), call.constants["params.tile.BLOCK_N"]
     assert isinstance(keys, int)
     assert (loop.mufu, loop.floats) == (keys // 2, keys)
     assert loop.counts["BRA"] <= 4
@@ -176,8 +179,8 @@ def test_up_to_192_columns_are_loaded_as_boxes_of_64(dims, facts):
     call = hopper.forward(problem, chosen, buffers.forward(problem)).calls[0]
     assert compiler.artifact(call, DEVICE.arch).shared_bytes <= DEVICE.shared_bytes
     thirds = [128 < dim <= 192 and not problem.page_size for dim in dims]
-    assert [call.constants["TAIL_D"], call.constants["TAIL_E"]] == thirds
-    for name, is_thirds in zip(("k_desc", "v_desc"), thirds, strict=True):
+    assert [call.constants[f"params.tile.{name}"] for name in ("TAIL_D", "TAIL_E")] == thirds
+    for name, is_thirds in zip(("io.k", "io.v"), thirds, strict=True):
         descriptor = call.arguments[name]
         assert isinstance(descriptor, TensorMap)
         assert not is_thirds or descriptor.block[-1] == 64
@@ -193,10 +196,16 @@ def test_sums_may_grow_as_far_as_their_type_allows_before_a_warp_rescales():
 
 
 def test_the_plain_variant_has_no_argument_of_a_feature_that_it_lacks():
-    plain = {"q_desc", "k_desc", "v_desc", "out_desc", "lse_ptr", "scale_log2", "softcap_scale"}
-    plain |= {"heads", "group", "seqlen_q", "seqlen_k", "total_q", "row_blocks", "tiles"}
-    plain |= {"l2_heads", "l2_groups"}
-    assert set(planned(PLAIN).arguments) == plain | {"left", "right", "shift", "align"}
+    plain = {
+        "io": "q k v out lse",
+        "params.seqs": "seqlen_q seqlen_k",
+        "params.gqa": "heads group",
+        "params.mask": "left right bottom_right shift",
+        "params.mods": "scale_log2 softcap_scale",
+        "params.order": "tiles row_blocks l2_heads l2_groups",
+    }
+    names = {f"{group}.{name}" for group, names in plain.items() for name in names.split()}
+    assert set(planned(PLAIN).arguments) == names
 
 
 def test_maps_of_rows_reach_every_batch_entry():
@@ -210,10 +219,10 @@ def test_maps_of_rows_reach_every_batch_entry():
         chosen = Plan(problem, DEVICE, "hopper", "run", configs={"hopper.forward": PLAIN.config})
         given = {**buffers.forward(problem), "k": spec, "v": spec}
         (call,) = hopper.forward(problem, chosen, given).calls
-        descriptor = call.arguments["k_desc"]
+        descriptor = call.arguments["io.k"]
         assert isinstance(descriptor, TensorMap)
         batch, head, at, length = 2, 3, 123, 300
-        rows = call.arguments["k_rows"]
+        rows = call.arguments["params.kv_rows.k_rows"]
         assert isinstance(rows, Scalar)
         start = batch * int(rows.value)
         coordinates = (1 << 30, start + length, head, (1 << 30) - length + at, 0)
@@ -229,9 +238,9 @@ def test_packed_heads_are_neighbours_of_one_tile():
     problem = AttentionProblem.dense(2, 10, 700, 6, 2, head_dim=128, num_splits=1)
     chosen = plan.plan(problem, DEVICE, backend="hopper")
     (call,) = hopper.forward(problem, chosen, buffers.forward(problem)).calls
-    descriptor = call.arguments["q_desc"]
+    descriptor = call.arguments["io.q"]
     assert isinstance(descriptor, TensorMap)
-    assert call.constants["PACK_GQA"] == 4 and descriptor.block == (1, 1, 16, 4, 128)
+    assert call.constants["params.gqa.PACK_GQA"] == 4 and descriptor.block == (1, 1, 16, 4, 128)
     assert descriptor.shape == (2, 2, 10, 3, 128)
     assert descriptor.strides == (10 * 6 * 128, 3 * 128, 6 * 128, 128, 1)
 
@@ -248,7 +257,7 @@ def test_packed_maps_end_with_each_sequence():
     """Row r of a sequence of n tokens that ends at token e is address (e - n + r) tokens, modulo
     2^64 bytes, and rows past the sequence are past the map."""
     call = planned(PLAIN, total_q=1000, total_k=1000)
-    descriptor = call.arguments["k_desc"]
+    descriptor = call.arguments["io.k"]
     assert isinstance(descriptor, TensorMap)
     tokens = descriptor.strides[3]
     end, length, at = 700, 300, 123

@@ -14,7 +14,7 @@ from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.tiles import RowsConfig
 from heedful.launch import buffers, programs
-from heedful.launch.bind import hopper_scheduler
+from heedful.launch.bind import hopper_groups
 from heedful.launch.interpret import interpret
 from heedful.launch.spec import Program
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
@@ -91,7 +91,7 @@ def test_queries_decide_where_keys_are_dense():
 
 @interpreted
 def test_more_sequences_than_a_program_looks_at_at_once(monkeypatch):
-    monkeypatch.setattr(hopper_scheduler, "VARLEN_SCHEDULER", RowsConfig(16))
+    monkeypatch.setattr(hopper_groups, "VARLEN_SCHEDULER", RowsConfig(16))
     lengths = [(37 * b) % 500 for b in range(70)]
     tiles, rows, _ = order(lengths, lengths)
     assert tiles == expected(lengths, lengths, rows)

@@ -29,19 +29,8 @@ _ROLES = {
 }
 # Parameters that are not called as their operand is.
 _OPERANDS = {
-    "q_desc": "q",
-    "k_desc": "k",
-    "v_desc": "v",
-    "v_t_desc": "v_t map",
-    "out_desc": "out",
-    "sink_ptr": "sink",
-    "lse_ptr": "lse",
-    "partial_ptr": "partial_out",
-    "alibi_ptr": "alibi_slopes",
-    "bias_ptr": "bias",
-    "seed_ptr": "seed",
-    "v_ptr": "v",
-    "out_ptr": "out",
+    "partials": "partial_out",
+    "counts": "v_t_counts",
     "cu_q": "cu_seqlens_q",
     "cu_k": "cu_seqlens_k",
     "used_q": "seqused_q",
@@ -111,6 +100,8 @@ def places(launch: Launch) -> dict[str, Place]:
             continue
         name, value = _operand(parameter), launch.arguments[parameter]
         if isinstance(value, Map):
+            if parameter == "io.v" and launch.kernel.module.endswith("forward_fp8"):
+                name = "v_t map"
             found[name] = Place(value.address, _map_strides(value), value)
             _same_numbers(launch, parameter, value)
         else:
@@ -131,8 +122,8 @@ def _operand(parameter: str) -> str:
     *groups, leaf = parameter.split(".")
     if not groups:
         return _OPERANDS.get(parameter, parameter)
-    if groups[0] == "descales":
-        return f"{groups[1]}_{'descale' if leaf == 'ptr' else leaf}"
+    if "descales" in groups:
+        return f"{groups[-1]}_{'descale' if leaf == 'ptr' else leaf}"
     if leaf == "ptr":
         return groups[-1]
     return _OPERANDS.get(leaf, _LEAVES.get(leaf, leaf))
@@ -146,8 +137,6 @@ def number(launch: Launch, name: str) -> Any:
         given.setdefault(parameter.split(".")[-1], value)
     if name in ("left", "right"):
         return -1 if given[name] in (-1, 1 << 29) else given[name]
-    if name == "bottom_right" and "align" in given:
-        return given["align"]
     if name in ("scale", "softcap") and "scale_log2" in given:
         return _from_log2(given)[name]
     if name in ("heads_q", "heads_k") and name not in given:

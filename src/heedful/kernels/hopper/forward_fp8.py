@@ -185,27 +185,47 @@ def forward(io: HopperIO, params: HopperParams, transpose: TransposeV):
     CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     # A partition is compiled on its own, so that each consumer must be spelled out.
-    if CONSUMERS == 2:
+    if CONSUMERS == 2 and TRANSPOSES:
         gl.warp_specialize(
-            (
+            [
                 (consumer, (outputs, sums, q, kv, scheduler, params, 0)),
                 (consumer, (outputs, sums, q, kv, scheduler, params, 1)),
                 (producer, (io, q, kv, scheduler, transpose, params)),
-            )
-            + (((transpose_v, (transpose, raw)),) if TRANSPOSES else ()),
-            (4, 1) + ((TRANSPOSE_WARPS,) if TRANSPOSES else ()),
-            (CONSUMER_REGS, PRODUCER_REGS) + ((PRODUCER_REGS,) if TRANSPOSES else ()),
+                (transpose_v, (transpose, raw)),
+            ],
+            [4, 1, TRANSPOSE_WARPS],
+            [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
         )
-    else:
+    elif CONSUMERS == 2:
         gl.warp_specialize(
-            (
+            [
+                (consumer, (outputs, sums, q, kv, scheduler, params, 0)),
+                (consumer, (outputs, sums, q, kv, scheduler, params, 1)),
+                (producer, (io, q, kv, scheduler, transpose, params)),
+            ],
+            [4, 1],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )
+    elif TRANSPOSES:
+        gl.warp_specialize(
+            [
                 (consumer, (outputs, sums, q, kv, scheduler, params, 0)),
                 (consumer, (outputs, sums, q, kv, scheduler, params, 1)),
                 (consumer, (outputs, sums, q, kv, scheduler, params, 2)),
                 (producer, (io, q, kv, scheduler, transpose, params)),
-            )
-            + (((transpose_v, (transpose, raw)),) if TRANSPOSES else ()),
-            (4, 4, 1) + ((TRANSPOSE_WARPS,) if TRANSPOSES else ()),
-            (CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS)
-            + ((PRODUCER_REGS,) if TRANSPOSES else ()),
+                (transpose_v, (transpose, raw)),
+            ],
+            [4, 4, 1, TRANSPOSE_WARPS],
+            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (outputs, sums, q, kv, scheduler, params, 0)),
+                (consumer, (outputs, sums, q, kv, scheduler, params, 1)),
+                (consumer, (outputs, sums, q, kv, scheduler, params, 2)),
+                (producer, (io, q, kv, scheduler, transpose, params)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
         )

@@ -233,6 +233,6 @@ def _descale(problem: AttentionProblem, buffers: Buffers, name: str) -> Descale:
     pointers = pointer(buffers, f"{name}_descale"), pointer(buffers, f"{name}_shift")
     if name == "q" or not problem.kv_group:
         b, h = spec.strides
-        return Descale(*pointers, stride(b), None, stride(h))
+        return Descale(*pointers, row_stride(b), None, row_stride(h))
     b, n, h = token_strides(spec)
     return Descale(*pointers, stride(b), row_stride(n), stride(h))

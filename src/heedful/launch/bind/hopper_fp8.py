@@ -34,9 +34,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     return Program(tuple(calls), sizes.workspaces)
 
 
-def _transpose_call(
-    problem: AttentionProblem, launch: LaunchSizes, buffers: Buffers
-) -> KernelCall:
+def _transpose_call(problem: AttentionProblem, launch: LaunchSizes, buffers: Buffers) -> KernelCall:
     v = buffers["v"]
     batch = 0 if problem.varlen_k else v.strides[0]
     strides = (stride(s, 16) for s in (batch, v.strides[-3], v.strides[-2]))

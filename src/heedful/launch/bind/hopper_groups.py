@@ -1,4 +1,4 @@
-"""The groups of arguments that Hopper kernels alone have, and the kernel ahead of packed queries."""
+"""The groups of arguments that only Hopper kernels have, and the kernel ahead of packed queries."""
 
 import math
 from collections.abc import Mapping
@@ -48,16 +48,18 @@ def params(
     split: SplitKV,
 ) -> HopperParams:
     """What the roles of a forward share."""
-    mask = groups.mask(problem, buffers)
+    mask, dropout = groups.mask(problem, buffers), groups.dropout(problem, buffers)
+    # Where there are none, the kernels are compiled without leading keys and dropout.
     if problem.mask.first == 0:
-        # The kernel visits leading keys only where there are some.
         mask = mask._replace(first=None)
+    if not dropout.IS_ON:
+        dropout = dropout._replace(inverse_keep=None)
     return HopperParams(
         seqs=groups.sequences(problem, buffers),
         gqa=_gqa(problem, config),
         mask=mask,
         mods=_score_mods(problem, buffers),
-        dropout=groups.dropout(problem, buffers),
+        dropout=dropout,
         kv=groups.kv_layout(problem, buffers),
         kv_rows=_kv_rows(problem, buffers),
         order=_tile_order(launch, buffers),
