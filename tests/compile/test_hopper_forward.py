@@ -18,6 +18,7 @@ from heedful.kernels.hopper import speculative_softmax
 from heedful.kernels.hopper.pipeline import full_barriers
 from heedful.launch import buffers, compiler, programs
 from heedful.launch.bind import hopper
+from heedful.launch.prebuild import compiling
 from heedful.launch.spec import Scalar, TensorMap
 from support.loops import bare_loop, each_loop
 
@@ -40,7 +41,8 @@ def planned(row, **facts):
     """The forward's attention kernel under a given row of the config table."""
     facts = {"head_dim": row.max_dim, "return_lse": True, **facts}
     problem = AttentionProblem.dense(2, 300, 300, 8, 4, **facts)
-    chosen = Plan(problem, DEVICE, "hopper", "run", configs={"hopper.forward": row.config})
+    config = row.config.fitted(problem, compiling().triton)
+    chosen = Plan(problem, DEVICE, "hopper", "run", configs={"hopper.forward": config})
     *_, call = hopper.forward(problem, chosen, buffers.forward(problem)).calls
     return call
 
@@ -69,7 +71,7 @@ def test_each_barrier_that_tells_of_queries_is_one_consumers(row):
 
 def whole(problem):
     """The forward's calls and scratch under the planner's choice."""
-    chosen = plan.plan(problem, DEVICE, backend="hopper")
+    chosen = plan.plan(problem, DEVICE, compiling(), "hopper")
     return hopper.forward(problem, chosen, buffers.forward(problem))
 
 
@@ -134,9 +136,9 @@ def test_programs_of_the_dynamic_scheduler_end_at_about_the_same_time(sizes, dim
     problem = AttentionProblem.dense(
         batch, length, length, heads, head_dim=dim, dtype=dtype, out_dtype="bfloat16", causal=True
     )
-    chosen = plan.plan(problem, DEVICE, backend="hopper")
+    chosen = plan.plan(problem, DEVICE, compiling(), "hopper")
     *_, call = programs.program(chosen, "forward").calls
-    config = chosen.configs["hopper.forward"]
+    config = next(iter(chosen.configs.values()))
     ends = [0.0] * DEVICE.units
     blocks = list(in_order(call))
     assert sorted(blocks) == sorted(list(range(-(-length // config.block_m))) * batch * heads)
@@ -175,7 +177,7 @@ def test_up_to_192_columns_are_loaded_as_boxes_of_64(dims, facts):
     problem = AttentionProblem.dense(
         2, 300, 3000, 8, 4, head_dim=dims[0], head_dim_v=dims[1], **{"num_splits": 1, **facts}
     )
-    chosen = plan.plan(problem, DEVICE, backend="hopper")
+    chosen = plan.plan(problem, DEVICE, compiling(), "hopper")
     call = hopper.forward(problem, chosen, buffers.forward(problem)).calls[0]
     assert compiler.artifact(call, DEVICE.arch).shared_bytes <= DEVICE.shared_bytes
     thirds = [128 < dim <= 192 and not problem.page_size for dim in dims]
@@ -236,7 +238,7 @@ def test_packed_heads_are_neighbours_of_one_tile():
     """Row r of a tile is position r // 4 of query head r % 4 of its KV head: 3 of them, so that
     every fourth row is past the map."""
     problem = AttentionProblem.dense(2, 10, 700, 6, 2, head_dim=128, num_splits=1)
-    chosen = plan.plan(problem, DEVICE, backend="hopper")
+    chosen = plan.plan(problem, DEVICE, compiling(), "hopper")
     (call,) = hopper.forward(problem, chosen, buffers.forward(problem)).calls
     descriptor = call.arguments["io.q"]
     assert isinstance(descriptor, TensorMap)

@@ -3,6 +3,7 @@
 from heedful.core.device import DeviceSpec, by_name
 from heedful.core.plan import plan
 from heedful.launch.bind import portable_cache
+from heedful.launch.prebuild import compiling
 from heedful.launch.programs import program
 from heedful.launch.spec import KernelCall
 from machine_code.arrays import DEVICES, Array, Launched
@@ -14,7 +15,7 @@ def calls_of(one: Launched, device: DeviceSpec) -> list[KernelCall]:
         return list(getattr(portable_cache, one.cache)(one.arrays, **(one.options or {})).calls)
     found: list[KernelCall] = []
     for entry in one.entries:
-        chosen = plan(entry.problem, device, backend=one.backend)
+        chosen = plan(entry.problem, device, compiling(), one.backend)
         found += program(chosen, entry.direction, entry.buffers).calls[-one.last :]
     return found
 

@@ -34,12 +34,13 @@ def inspect(
     from heedful.inspector import Inspection, command
     from heedful.inspector.tables import to_json
     from heedful.inspector.timeline import timeline_svg
+    from heedful.launch.prebuild import compiling
     from heedful.launch.programs import program
 
     found = []
     try:
         if device is not None:
-            chosen = plan(options.problem(), by_name(device), backend=backend)
+            chosen = plan(options.problem(), by_name(device), compiling(), backend)
             for direction in ("forward", "backward")[: 1 + bool(chosen.backward)]:
                 found += command.of_program(program(chosen, direction), chosen.device.arch)
         found += [command.of_file(path) for path in against or ()]

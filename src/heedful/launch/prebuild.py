@@ -6,7 +6,9 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
 
+from heedful.core.capability import Toolchain
 from heedful.core.device import DeviceSpec
+from heedful.core.installed import numbers, triton_version
 from heedful.core.plan import plan
 from heedful.launch.artifact import Artifact
 from heedful.launch.identity import kernel_key
@@ -14,6 +16,12 @@ from heedful.launch.packs import write_pack
 from heedful.launch.programs import program
 from heedful.launch.record import Entry
 from heedful.launch.spec import KernelCall
+
+
+def compiling() -> Toolchain:
+    """The newest of all, but for the Triton that is here to compile."""
+    found = triton_version()
+    return Toolchain(triton=numbers(found)) if found else Toolchain()
 
 
 def kernels(
@@ -31,7 +39,9 @@ def kernels(
             seen = entry.device
             exact = seen if seen is not None and seen.arch == device.arch else device
             needs_grad = entry.problem.needs_grad or entry.direction == "backward"
-            chosen = plan(replace(entry.problem, needs_grad=needs_grad), exact, backend=backend)
+            chosen = plan(
+                replace(entry.problem, needs_grad=needs_grad), exact, compiling(), backend
+            )
             row = chosen.row(entry.direction)
             if not row.program:
                 raise ValueError(
