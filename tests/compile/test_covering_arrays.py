@@ -13,6 +13,7 @@ from heedful.core.plan import plan
 from heedful.core.problem import ITEM_BITS
 from heedful.inspector import Inspection, of_artifact
 from heedful.launch import compiler
+from heedful.launch.prebuild import compiling
 from machine_code.arrays import ARRAYS, DEVICES
 from machine_code.covering import deal, pairs, possible_pairs
 from support.arrays import variants
@@ -36,7 +37,7 @@ def problems(name: str, target: str):
     for row in ARRAYS[name].rows:
         one = ARRAYS[name].launched(row, target)
         for entry in one.entries:
-            yield plan(entry.problem, device, backend=one.backend)
+            yield plan(entry.problem, device, compiling(), one.backend)
 
 
 @pytest.mark.parametrize("name", ARRAYS)
@@ -63,10 +64,11 @@ def test_every_dtype_and_feature_that_a_kernel_takes_is_met(name):
     assert {problem.dtype for problem in met} == set(row.dtypes)
 
 
-@pytest.mark.parametrize("kernel", ["hopper.forward", "cdna.forward"])
+@pytest.mark.parametrize("kernel", ["hopper.forward", "hopper.fp8_forward", "cdna.forward"])
 def test_every_row_of_the_config_table_is_met(kernel):
     chosen = [p for name in FAMILIES for t in ARRAYS[name].targets for p in problems(name, t)]
     met = {id(configs.choose(kernel, p.problem, p.device)) for p in chosen if kernel in p.configs}
+    assert met
     unmet = [row for row in configs.ROWS if row.kernel == kernel and id(row) not in met]
     assert not unmet
 

@@ -16,7 +16,7 @@ from heedful.core.problem import AttentionProblem
 from heedful.core.tiles import HopperForwardConfig
 from heedful.kernels.hopper import speculative_softmax
 from heedful.kernels.hopper.pipeline import full_barriers
-from heedful.launch import buffers, compiler, programs
+from heedful.launch import buffers, programs
 from heedful.launch.bind import hopper
 from heedful.launch.prebuild import compiling
 from heedful.launch.spec import Scalar, TensorMap
@@ -86,8 +86,6 @@ def test_packed_queries_take_a_program_an_sm_however_long_the_longest_is(dim, ca
         schedule, attention = whole(problem).calls
         # A program a sequence, and one an SM for tokens of no sequence.
         assert schedule.grid == (50 + DEVICE.units, 1, 1) and attention.grid == (DEVICE.units, 1, 1)
-    compiler.artifact(schedule, DEVICE.arch)
-    assert compiler.artifact(attention, DEVICE.arch).shared_bytes <= DEVICE.shared_bytes
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -100,9 +98,6 @@ def test_many_tiles_of_unlike_length_take_the_dynamic_scheduler_and_others_do_no
         return [(w.name, w.zeroed) for w in program.workspaces] == [("tile_counter", True)]
 
     long = (4096, 4096)
-    causal = whole(AttentionProblem.dense(2, *long, heads_q=16, head_dim=dim, causal=True))
-    made = compiler.artifact(causal.calls[0], DEVICE.arch)
-    assert made.shared_bytes <= DEVICE.shared_bytes
     assert is_dynamic(*long, causal=True) and is_dynamic(*long, mask=MaskSpec.of(True, (1000, 0)))
     assert is_dynamic(1100, 1100, causal=True) and not is_dynamic(*long)
     few = whole(AttentionProblem.dense(1, 1000, 1000, heads_q=16, head_dim=dim, causal=True))
@@ -179,7 +174,6 @@ def test_up_to_192_columns_are_loaded_as_boxes_of_64(dims, facts):
     )
     chosen = plan.plan(problem, DEVICE, compiling(), "hopper")
     call = hopper.forward(problem, chosen, buffers.forward(problem)).calls[0]
-    assert compiler.artifact(call, DEVICE.arch).shared_bytes <= DEVICE.shared_bytes
     thirds = [128 < dim <= 192 and not problem.page_size for dim in dims]
     assert [call.constants[f"params.tile.{name}"] for name in ("TAIL_D", "TAIL_E")] == thirds
     for name, is_thirds in zip(("io.k", "io.v"), thirds, strict=True):
