@@ -249,7 +249,7 @@ def test_a_change_of_any_source_that_shapes_code_is_another_kernel(tmp_path):
     for source in (
         "kernels/hopper/forward.py",
         "kernels/hopper/softmax.py",
-        "kernels/portable/philox.py",
+        "kernels/common/philox.py",
         "kernels/cdna/tile.py",
         "launch/triton_compat.py",
         "launch/artifact.py",

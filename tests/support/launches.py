@@ -39,25 +39,17 @@ _OPERANDS = {
 # Prefixes of strides that are not called as their operand is.
 _PREFIXES = {
     "o": "out",
-    "do": "dout",
     "l": "lse",
-    "dl": "dlse",
-    "db": "dbias",
     "alibi": "alibi_slopes",
     "tree": "tree_mask",
     "table": "block_table",
     "qd": "q_descale",
     "kd": "k_descale",
     "vd": "v_descale",
-    "kn": "k_new",
-    "vn": "v_new",
-    "r": "rotated",
-    "pos": "rotary_cos",
-    "pl": "partial_lse",
 }
 # Leaves of groups that are not called as their operand is.
 _LEAVES = {"alibi": "alibi_slopes", "tree": "tree_mask", "table": "block_table"}
-_LEAVES |= {"batch_idx": "kv_batch_idx"}
+_LEAVES |= {"batch_idx": "kv_batch_idx", "cos": "rotary_cos", "sin": "rotary_sin"}
 # Rows of these are query rows.
 _OF_QUERIES = {"q", "out", "lse", "dout", "dq", "dlse", "rotated", "partial_out"}
 _FAR = 0x7FFF0000
@@ -125,7 +117,7 @@ def _operand(parameter: str) -> str:
     if "descales" in groups:
         return f"{groups[-1]}_{'descale' if leaf == 'ptr' else leaf}"
     if leaf == "ptr":
-        return groups[-1]
+        return "rotary_cos" if groups[-1] == "rotary" else groups[-1]
     return _OPERANDS.get(leaf, _LEAVES.get(leaf, leaf))
 
 

@@ -1,4 +1,4 @@
-"""The dropout mask of heedful.kernels.portable.philox, laid out for a warpgroup's scores.
+"""The dropout mask of heedful.kernels.common.philox, laid out for a warpgroup's scores.
 
 M query rows, N keys.
 """
@@ -6,7 +6,7 @@ M query rows, N keys.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.portable.philox import philox_words
+from heedful.kernels.common.philox import philox_words
 
 
 @gluon.constexpr_function

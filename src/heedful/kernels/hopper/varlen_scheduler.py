@@ -8,7 +8,7 @@ results are written here. B sequences.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import VarlenIO, VarlenSizes
+from heedful.kernels.args import SplitRows, SplitRowVector, VarlenIO, VarlenSizes
 from heedful.kernels.portable.sequences import within
 from heedful.kernels.portable.unused import clear_gaps
 
@@ -42,12 +42,10 @@ def schedule_varlen_tiles(
     batch, total_q = sizes.batch, sizes.total_q
     if mine >= batch:
         clear_gaps(
-            io.out,
-            io.lse,
+            SplitRows(io.out, 0, 0, io.stride_om, io.stride_oh),
+            SplitRowVector(io.lse, 0, 0, total_q),
+            0,
             io.cu_q,
-            io.stride_om,
-            io.stride_oh,
-            total_q,
             total_q,
             batch,
             sizes.heads,

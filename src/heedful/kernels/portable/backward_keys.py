@@ -10,9 +10,20 @@ Shapes: B batch, H query heads, G kv heads, M query rows, N key rows, D qk dim, 
 import triton
 import triton.language as tl
 
-from heedful.kernels.portable.philox import keep_tile, seed_words
+from heedful.kernels.args import (
+    Dropout,
+    KeyGradientsIO,
+    Mask,
+    ScoreMods,
+    Sequences,
+    Shape,
+    Tile,
+    TileOrder,
+)
+from heedful.kernels.portable.dropout import dropout_words, keep_tile
 from heedful.kernels.portable.scores import (
     bias_tile,
+    head_mods,
     lse_to_subtract,
     plus_product,
     probabilities,
@@ -20,165 +31,70 @@ from heedful.kernels.portable.scores import (
 )
 from heedful.kernels.portable.sequences import (
     head_of,
-    key_sequence,
     load_rows,
-    query_sequence,
+    place_of,
     query_tiles,
+    row_base,
     store_rows,
 )
 
-LENGTHS = [
-    "left",
-    "right",
-    "first",
-    "bottom_right",
-    "shift",
-    "drop_threshold",
-    "origin_b",
-    "origin_h",
-    "origin_m",
-    "origin_n",
-    "seqlen_q",
-    "seqlen_k",
-    "batch",
-    "heads_q",
-    "heads_k",
-    "longest_q",
-    "longest_k",
-    "l2_heads",
-    "tiles",
-]
+
+@triton.jit
+def visited_rows(index, tiles, IS_MASKED: tl.constexpr):
+    """The query tile of a visit, of those that need a mask or of those that do not."""
+    if IS_MASKED:
+        if index >= tiles.full_begin - tiles.begin:
+            index += tiles.full_end - tiles.full_begin
+        return tiles.begin + index
+    else:
+        return tiles.full_begin + index
 
 
-@triton.jit(do_not_specialize=LENGTHS)
+@triton.jit
 def key_gradients(
-    q,
-    k,
-    v,
-    bias,
-    alibi_slopes,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqused_q,
-    seqused_k,
-    leftpad_k,
-    tree_mask,
-    seed,
-    dout,
-    lse,
-    delta,
-    dk,
-    dv,
-    scale,
-    softcap,
-    left,
-    right,
-    first,
-    bottom_right,
-    shift,
-    drop_threshold,
-    drop_scale,
-    origin_b,
-    origin_h,
-    origin_m,
-    origin_n,
-    stride_qb,
-    stride_qm,
-    stride_qh,
-    stride_kb,
-    stride_kn,
-    stride_kh,
-    stride_vb,
-    stride_vn,
-    stride_vh,
-    stride_biasb,
-    stride_biash,
-    stride_biasm,
-    stride_biasn,
-    stride_alibib,
-    stride_treeb,
-    stride_treem,
-    stride_lb,
-    stride_lh,
-    stride_dob,
-    stride_dom,
-    stride_doh,
-    stride_dkb,
-    stride_dkn,
-    stride_dkh,
-    stride_dvb,
-    stride_dvn,
-    stride_dvh,
-    seqlen_q,
-    seqlen_k,
-    batch,
-    heads_q,
-    heads_k,
-    longest_q,
-    longest_k,
-    l2_heads,
-    tiles,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    PRECISION: tl.constexpr,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_DROPOUT: tl.constexpr,
-    IS_ADJUSTED: tl.constexpr,
+    io: KeyGradientsIO,
+    sequences: Sequences,
+    shape: Shape,
+    mask: Mask,
+    mods: ScoreMods,
+    dropout: Dropout,
+    order: TileOrder,
+    tile: Tile,
     IS_GQA: tl.constexpr,
-    IS_QUAD: tl.constexpr,
 ):
     """dk (B, N, G, D) and dv (B, N, G, E); rows past the used length are zero."""
-    DTYPE: tl.constexpr = q.dtype.element_ty
-    IS_EXACT: tl.constexpr = q.dtype.element_ty == tl.float32
-    tile, bg = head_of(tl.program_id(0), tiles, l2_heads, batch * heads_k, False)
-    b = bg // heads_k
-    g = bg % heads_k
-    token_q, len_q, _ = query_sequence(b, cu_seqlens_q, seqused_q, seqlen_q)
-    token_k, len_k, stored_k = key_sequence(b, cu_seqlens_k, seqused_k, leftpad_k, seqlen_k)
-    col0 = tile * BLOCK_N
-    if col0 >= stored_k:
+    HAS_BIAS: tl.constexpr = mods.bias.ptr is not None
+    DTYPE: tl.constexpr = io.q.ptr.dtype.element_ty
+    IS_EXACT: tl.constexpr = tl.float32 == DTYPE
+    D: tl.constexpr = tile.HEAD_DIM
+    E: tl.constexpr = tile.HEAD_DIM_V
+    M: tl.constexpr = tile.BLOCK_M
+    N: tl.constexpr = tile.BLOCK_N
+    block, bg = head_of(tl.program_id(0), order, shape.batch * shape.heads_k, False)
+    bk, gk = bg // shape.heads_k, bg % shape.heads_k
+    place = place_of(bk, gk, gk, sequences, shape, mask, HAS_BIAS)
+    col0 = block * N
+    if col0 >= place.stored_k:
         return
-    if bias is not None:
-        len_q = tl.minimum(len_q, longest_q)
-        len_k = tl.minimum(len_k, longest_k)
-    last = tl.minimum(col0 + BLOCK_N, len_k) - 1
-    off = bottom_right * (len_k - len_q) + shift
-    begin, full_begin, full_end, end = query_tiles(
-        col0, last, off, len_q, left, right, first, BLOCK_M, HAS_LEFT, HAS_RIGHT
-    )
-    if tree_mask is not None:
-        if last >= len_k - len_q:
-            full_end = full_begin
-        tree_mask += b.to(tl.int64) * stride_treeb
+    tiles = query_tiles(col0, place, mask, tile)
+    b, g, len_q, len_k = place.b, place.g, place.len_q, place.len_k
+    group = shape.heads_q // shape.heads_k
+    q = row_base(io.q, b, 0, place.token_q)
+    dout = row_base(io.dout, b, 0, place.token_q)
+    rows_lse = b * io.lse.stride_b + place.token_q
+    k = row_base(io.k, b, g, place.token_k)
+    v = row_base(io.v, b, g, place.token_k)
+    k_ND = load_rows(k, io.k.stride_n, col0, len_k, D, N, tile.BLOCK_D, True)
+    v_NE = load_rows(v, io.v.stride_n, col0, len_k, E, N, tile.BLOCK_E, True)
+    cols_N = col0 + tl.arange(0, N)
+    words = dropout_words(dropout)
 
-    b = b.to(tl.int64)
-    g = g.to(tl.int64)
-    group = heads_q // heads_k
-    q += b * stride_qb + token_q * stride_qm
-    dout += b * stride_dob + token_q * stride_dom
-    rows_lse = b * stride_lb + token_q
-    k += b * stride_kb + g * stride_kh + token_k * stride_kn
-    v += b * stride_vb + g * stride_vh + token_k * stride_vn
-    k_ND = load_rows(k, stride_kn, col0, len_k, HEAD_DIM, BLOCK_N, BLOCK_D, True)
-    v_NE = load_rows(v, stride_vn, col0, len_k, HEAD_DIM_V, BLOCK_N, BLOCK_E, True)
-    cols_N = col0 + tl.arange(0, BLOCK_N)
-    if HAS_DROPOUT:
-        key0, key1 = seed_words(seed)
-        threshold = drop_threshold.to(tl.uint32, bitcast=True)
-
-    dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_NE = tl.zeros([BLOCK_N, BLOCK_E], tl.float32)
+    dk_ND = tl.zeros([N, tile.BLOCK_D], tl.float32)
+    dv_NE = tl.zeros([N, tile.BLOCK_E], tl.float32)
     for masked in tl.static_range(2):
+        count = tiles.full_end - tiles.full_begin
         if masked == 1:
-            count = full_begin - begin + (end - full_end)
-        else:
-            count = full_end - full_begin
+            count = tiles.full_begin - tiles.begin + (tiles.end - tiles.full_end)
         for visit in range(0, count * group):
             # One loop over heads and tiles: its loads stay in flight from head to head.
             h = g
@@ -186,109 +102,48 @@ def key_gradients(
             if IS_GQA:
                 h = g * group + visit // count
                 index = visit % count
-            if masked == 1:
-                if index >= full_begin - begin:
-                    index += full_end - full_begin
-                row0 = (begin + index) * BLOCK_M
-            else:
-                row0 = (full_begin + index) * BLOCK_M
-            rows_M = row0 + tl.arange(0, BLOCK_M)
-            q_MD = load_rows(
-                q + h * stride_qh,
-                stride_qm,
-                row0,
-                len_q,
-                HEAD_DIM,
-                BLOCK_M,
-                BLOCK_D,
-                masked == 1,
-            )
-            s_NM = product_of_rows(k_ND, q_MD, PRECISION, IS_EXACT)
-            places_M = rows_lse + h * stride_lh + rows_M
-            lse_M = lse_to_subtract(lse, places_M, rows_M < len_q, masked == 1)
-            slope = 0.0
-            if alibi_slopes is not None:
-                slope = tl.load(alibi_slopes + b * stride_alibib + h)
-            bias_NM = 0.0
-            if bias is not None:
-                bias_NM = bias_tile(
-                    bias + b * stride_biasb + h * stride_biash,
-                    stride_biasm,
-                    stride_biasn,
-                    row0,
-                    col0,
-                    len_q,
-                    len_k,
-                    BLOCK_M,
-                    BLOCK_N,
-                    True,
-                )
+            row0 = visited_rows(index, tiles, masked == 1) * M
+            rows_M = row0 + tl.arange(0, M)
+            q_h = q + h * io.q.stride_h
+            q_MD = load_rows(q_h, io.q.stride_n, row0, len_q, D, M, tile.BLOCK_D, masked == 1)
+            s_NM = product_of_rows(k_ND, q_MD, tile.PRECISION, IS_EXACT)
+            places_M = rows_lse + h * io.lse.stride_h + rows_M
+            lse_M = lse_to_subtract(io.lse, places_M, rows_M < len_q, masked == 1)
+            head = head_mods(mods.scale, b, h, mods, mask)
+            bias_NM = bias_tile(row0, col0, place, head, mods, tile, True)
             p_NM, slope_of_cap = probabilities(
                 s_NM,
                 lse_M[None, :],
                 rows_M[None, :],
                 cols_N[:, None],
-                off,
-                len_q,
-                len_k,
-                left,
-                right,
-                first,
-                tree_mask,
-                stride_treem,
-                scale,
-                softcap,
-                slope,
                 bias_NM,
-                HAS_LEFT,
-                HAS_RIGHT,
-                HAS_SOFTCAP,
-                alibi_slopes is not None,
-                bias is not None,
-                IS_ADJUSTED,
+                place,
+                head,
+                mask,
+                mods,
                 IS_EXACT,
                 masked == 1,
             )
-            do_ME = load_rows(
-                dout + h * stride_doh,
-                stride_dom,
-                row0,
-                len_q,
-                HEAD_DIM_V,
-                BLOCK_M,
-                BLOCK_E,
-                masked == 1,
-            )
-            dp_NM = product_of_rows(v_NE, do_ME, PRECISION, IS_EXACT)
+            do_h = dout + h * io.dout.stride_h
+            do_ME = load_rows(do_h, io.dout.stride_n, row0, len_q, E, M, tile.BLOCK_E, masked == 1)
+            dp_NM = product_of_rows(v_NE, do_ME, tile.PRECISION, IS_EXACT)
             kept_NM = p_NM
-            if HAS_DROPOUT:
-                keep_MN = keep_tile(
-                    key0,
-                    key1,
-                    threshold,
-                    origin_m + row0,
-                    origin_n + col0,
-                    origin_h + h,
-                    origin_b + b,
-                    BLOCK_M,
-                    BLOCK_N,
-                    IS_QUAD,
-                )
-                keep_NM = tl.trans(keep_MN)
+            if dropout.IS_ON:
+                keep_NM = tl.trans(keep_tile(words, b, h, row0, col0, dropout, M, N))
                 kept_NM = tl.where(keep_NM, p_NM, 0.0)
-                dp_NM = tl.where(keep_NM, dp_NM * drop_scale, 0.0)
-            dv_NE = plus_product(dv_NE, kept_NM.to(DTYPE), do_ME, PRECISION, IS_EXACT)
+                dp_NM = tl.where(keep_NM, dp_NM * dropout.inverse_keep, 0.0)
+            dv_NE = plus_product(dv_NE, kept_NM.to(DTYPE), do_ME, tile.PRECISION, IS_EXACT)
             if masked == 1:
-                delta_M = tl.load(delta + places_M, mask=rows_M < len_q, other=0.0)
+                delta_M = tl.load(io.delta + places_M, mask=rows_M < len_q, other=0.0)
             else:
-                delta_M = tl.load(delta + places_M)
+                delta_M = tl.load(io.delta + places_M)
             ds_NM = p_NM * (dp_NM - delta_M[None, :]) * slope_of_cap
-            dk_ND = plus_product(dk_ND, ds_NM.to(DTYPE), q_MD, PRECISION, IS_EXACT)
+            dk_ND = plus_product(dk_ND, ds_NM.to(DTYPE), q_MD, tile.PRECISION, IS_EXACT)
 
     used_N = (cols_N < len_k)[:, None]
-    dk_ND = tl.where(used_N, dk_ND * scale, 0.0)
-    dv_NE = tl.where(used_N, dv_NE * drop_scale, 0.0)
-    dk += b * stride_dkb + g * stride_dkh + token_k * stride_dkn
-    dv += b * stride_dvb + g * stride_dvh + token_k * stride_dvn
-    store_rows(dk, dk_ND, stride_dkn, col0, stored_k, HEAD_DIM, BLOCK_N, BLOCK_D)
-    store_rows(dv, dv_NE, stride_dvn, col0, stored_k, HEAD_DIM_V, BLOCK_N, BLOCK_E)
+    dk_ND = tl.where(used_N, dk_ND * mods.scale, 0.0)
+    dv_NE = tl.where(used_N, dv_NE * dropout.inverse_keep, 0.0)
+    dk = row_base(io.dk, b, g, place.token_k)
+    dv = row_base(io.dv, b, g, place.token_k)
+    store_rows(dk, dk_ND, io.dk.stride_n, col0, place.stored_k, D, N, tile.BLOCK_D)
+    store_rows(dv, dv_NE, io.dv.stride_n, col0, place.stored_k, E, N, tile.BLOCK_E)

@@ -7,48 +7,42 @@ exactly as the row sum does. Shapes: H query heads, M query rows, E v dim.
 import triton
 import triton.language as tl
 
+from heedful.kernels.args import RowArray, RowVector, SinkGradientsIO
 from heedful.kernels.portable.scores import LOG2E
 from heedful.kernels.portable.sequences import wide
 
 
 @triton.jit
-def row_deltas(o_ME, do_ME, lse, dlse, stride_dlm, places_M, rows_M, exists_M):
+def row_deltas(o_ME, do_ME, lse: RowVector, dlse: RowArray, place, places_M, rows_M, exists_M):
     """delta (M,) of query rows; 0 in rows that saw nothing, whatever they hold.
 
-    lse is indexed by places_M, dlse by rows_M; dlse may be None.
+    lse is indexed by places_M, dlse, which may be absent, by rows_M.
     """
     delta_M = tl.sum(o_ME.to(tl.float32) * do_ME.to(tl.float32), 1)
-    if dlse is not None:
-        delta_M -= tl.load(dlse + wide(rows_M) * stride_dlm, mask=exists_M, other=0.0)
-    lse_M = tl.load(lse + places_M, mask=exists_M, other=float("-inf"))
+    if dlse.ptr is not None:
+        base = dlse.ptr + (
+            place.b * dlse.stride_b + place.h * dlse.stride_h + place.token_q * dlse.stride_m
+        )
+        delta_M -= tl.load(base + wide(rows_M) * dlse.stride_m, mask=exists_M, other=0.0)
+    lse_M = tl.load(lse.ptr + places_M, mask=exists_M, other=float("-inf"))
     return tl.where(lse_M == float("-inf"), 0.0, delta_M)
 
 
-@triton.jit(do_not_specialize=["rows", "batch"])
-def sink_gradients(
-    sink,
-    lse,
-    delta,
-    dsink,
-    stride_lb,
-    stride_lh,
-    rows,
-    batch,
-    BLOCK_M: tl.constexpr,
-):
+@triton.jit
+def sink_gradients(io: SinkGradientsIO, rows, batch, BLOCK_M: tl.constexpr):
     """dsink (H,): the sink's value is zero, so its score's gradient is -p_sink * delta."""
     h = tl.program_id(0)
-    logit = tl.load(sink + h)
+    logit = tl.load(io.sink + h)
     total_M = tl.zeros([BLOCK_M], tl.float32)
     for b in range(batch):
-        places = wide(b) * stride_lb + wide(h) * stride_lh
+        places = wide(b) * io.lse.stride_b + wide(h) * io.lse.stride_h
         for row0 in range(0, rows, BLOCK_M):
             rows_M = row0 + tl.arange(0, BLOCK_M)
             exists_M = rows_M < rows
-            lse_M = tl.load(lse + places + rows_M, mask=exists_M, other=float("-inf"))
-            delta_M = tl.load(delta + places + rows_M, mask=exists_M, other=0.0)
+            lse_M = tl.load(io.lse.ptr + places + rows_M, mask=exists_M, other=float("-inf"))
+            delta_M = tl.load(io.delta + places + rows_M, mask=exists_M, other=0.0)
             # Rows that are not used have neither keys nor the sink.
             seen_M = lse_M != float("-inf")
             p_M = tl.exp2((logit - tl.where(seen_M, lse_M, 0.0)) * LOG2E)
             total_M += tl.where(seen_M, -p_M * delta_M, 0.0)
-    tl.store(dsink + h, tl.sum(total_M, 0))
+    tl.store(io.dsink + h, tl.sum(total_M, 0))

@@ -22,29 +22,30 @@ from heedful.kernels.args import (
     Tile,
     TileOrder,
 )
-from heedful.kernels.portable.keys import load_keys
-from heedful.kernels.portable.philox import keep_tile, seed_words
+from heedful.kernels.portable.dropout import dropout_words, keep_tile
+from heedful.kernels.portable.keys import Keys, keys_of, load_keys
 from heedful.kernels.portable.scores import (
     LN2,
     LOG2E,
     adjust_scores,
     bias_tile,
+    descaled,
     exponential,
     finite_or_zero,
+    head_mods,
     plus_product,
     product_of_rows,
-    tree_visible,
     visible,
 )
 from heedful.kernels.portable.sequences import (
-    cache_row,
     head_of,
-    key_sequence,
     key_tiles,
     load_rows,
-    masked_tile,
-    query_sequence,
+    masked_count,
+    place_of_queries,
+    row_base,
     store_rows,
+    visited_tile,
 )
 from heedful.kernels.portable.unused import clear_gaps
 
@@ -82,6 +83,138 @@ def softmax_step(
 
 
 @triton.jit
+def raw_scores(
+    q_MD,
+    q_MR,
+    keys,
+    col0,
+    io: ForwardIO,
+    cache: KVLayout,
+    descales: Descales,
+    tile: Tile,
+    IS_MASKED: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+):
+    """q k^T of a tile of keys. q_MR: columns of q that BLOCK_D leaves, if BLOCK_R > 0."""
+    MAIN_DIM: tl.constexpr = tile.HEAD_DIM if tile.BLOCK_R == 0 else tile.BLOCK_D
+    k_ND = load_keys(
+        keys,
+        io.k,
+        descales.k,
+        cache,
+        col0,
+        MAIN_DIM,
+        tile.BLOCK_N,
+        tile.BLOCK_D,
+        descales.KV_GROUP,
+        descales.IS_INT4,
+        IS_MASKED,
+    ).to(q_MD.dtype)
+    s_MN = product_of_rows(q_MD, k_ND, tile.PRECISION, IS_EXACT)
+    if tile.BLOCK_R > 0:
+        k_NR = load_keys(
+            Keys(keys.base + tile.BLOCK_D, keys.pages, keys.groups, keys.token, keys.count),
+            io.k,
+            descales.k,
+            cache,
+            col0,
+            tile.HEAD_DIM - MAIN_DIM,
+            tile.BLOCK_N,
+            tile.BLOCK_R,
+            descales.KV_GROUP,
+            descales.IS_INT4,
+            IS_MASKED,
+        ).to(q_MD.dtype)
+        s_MN = plus_product(s_MN, q_MR, tl.trans(k_NR), tile.PRECISION, IS_EXACT)
+    return s_MN
+
+
+@triton.jit
+def modified_scores(
+    s_MN,
+    row0,
+    col0,
+    place,
+    head,
+    mask: Mask,
+    mods: ScoreMods,
+    tile: Tile,
+    IS_MASKED: tl.constexpr,
+):
+    """Raw products after score modifiers, with those that are not visible at -inf."""
+    rows_M = row0 + tl.arange(0, tile.BLOCK_M)
+    cols_N = col0 + tl.arange(0, tile.BLOCK_N)
+    distance_MN = cols_N[None, :] - (rows_M + place.off)[:, None]
+    if mods.IS_ADJUSTED:
+        bias_MN = bias_tile(row0, col0, place, head, mods, tile, False)
+        s_MN, _gate = adjust_scores(s_MN, distance_MN, bias_MN, head, mods)
+    if IS_MASKED:
+        ok_MN = visible(rows_M[:, None], cols_N[None, :], distance_MN, place, head, mask)
+        s_MN = tl.where(ok_MN, s_MN, float("-inf"))
+    return s_MN
+
+
+@triton.jit
+def first_state(split, place, mods: ScoreMods, tile: Tile):
+    """(maximum, sum, output) of rows that have seen nothing but, in the first split, the sink: one
+    more key whose value is zero."""
+    m_M = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
+    l_M = tl.zeros([tile.BLOCK_M], tl.float32)
+    if mods.sink is not None:
+        logit = tl.where(split == 0, tl.load(mods.sink + place.h), float("-inf"))
+        if not mods.IS_ADJUSTED:
+            logit *= LOG2E
+        m_M = tl.zeros([tile.BLOCK_M], tl.float32) + logit
+        l_M += tl.where(m_M == float("-inf"), 0.0, 1.0)
+    return m_M, l_M, tl.zeros([tile.BLOCK_M, tile.BLOCK_E], tl.float32)
+
+
+@triton.jit
+def store_results(
+    m_M,
+    l_M,
+    acc_ME,
+    factor,
+    split,
+    row0,
+    place,
+    io: ForwardIO,
+    tile: Tile,
+    IS_ADJUSTED: tl.constexpr,
+):
+    """Writes out and lse. Rows of a tile that are stored but not used are written too, as rows that
+    see nothing. factor: of the probabilities' sum."""
+    acc_ME *= (factor / tl.where(l_M == 0.0, 1.0, l_M))[:, None]
+    if not IS_ADJUSTED:
+        m_M *= LN2
+    lse_M = m_M + tl.log2(l_M) * LN2
+    rows_M = row0 + tl.arange(0, tile.BLOCK_M)
+    used_M = rows_M < place.len_q
+    acc_ME = tl.where(used_M[:, None], acc_ME, 0.0)
+    lse_M = tl.where(used_M, lse_M, float("-inf"))
+    base = io.out.ptr + (
+        split * io.out.stride_s
+        + place.b * io.out.stride_b
+        + place.h * io.out.stride_h
+        + place.token_q * io.out.stride_n
+    )
+    if io.lse.ptr is not None:
+        starts = split * io.lse.stride_s + place.b * io.lse.stride_b + place.h * io.lse.stride_h
+        lse = io.lse.ptr + (starts + place.token_q)
+        tl.store(lse + rows_M, lse_M, mask=rows_M < place.stored_q)
+    store_rows(
+        base,
+        acc_ME,
+        io.out.stride_n,
+        row0,
+        place.stored_q,
+        tile.HEAD_DIM_V,
+        tile.BLOCK_M,
+        tile.BLOCK_E,
+    )
+
+
+@triton.jit
 def attention_forward(
     io: ForwardIO,
     sequences: Sequences,
@@ -96,306 +229,92 @@ def attention_forward(
 ):
     """out (.., M, H, E) and lse (B, H, M), or float32 partial ones with a leading split."""
     MAIN_DIM: tl.constexpr = tile.HEAD_DIM if tile.BLOCK_R == 0 else tile.BLOCK_D
-    REST_DIM: tl.constexpr = tile.HEAD_DIM - MAIN_DIM
+    HAS_BIAS: tl.constexpr = mods.bias.ptr is not None
     IS_EXACT: tl.constexpr = io.q.ptr.dtype.element_ty == tl.float32
     IS_FP8: tl.constexpr = io.q.ptr.dtype.element_ty.is_fp8()
     DTYPE: tl.constexpr = tl.bfloat16 if IS_FP8 else io.q.ptr.dtype.element_ty
-    q_ptr, k_ptr, v_ptr, out, lse = io.q.ptr, io.k.ptr, io.v.ptr, io.out.ptr, io.lse.ptr
-    scale, bias, tree, table = mods.scale, mods.bias.ptr, mask.tree, cache.table
-    k_descale, k_shift = descales.k.ptr, descales.k.shift
-    v_descale, v_shift = descales.v.ptr, descales.v.shift
     split = tl.program_id(1)
-    block, bh = head_of(
-        tl.program_id(0), order.tiles, order.l2_heads, shape.batch * shape.heads_q, mask.HAS_RIGHT
-    )
-    b = bh // shape.heads_q
-    h = bh % shape.heads_q
-    g = h // (shape.heads_q // shape.heads_k)
-    token_q, len_q, stored_q = query_sequence(
-        b, sequences.cu_q, sequences.used_q, sequences.seqlen_q
-    )
-    token_k, len_k, _ = key_sequence(
-        b, sequences.cu_k, sequences.used_k, sequences.leftpad_k, sequences.seqlen_k
-    )
+    heads = shape.batch * shape.heads_q
+    block, bh = head_of(tl.program_id(0), order, heads, mask.HAS_RIGHT)
+    place = place_of_queries(bh, sequences, shape, mask, HAS_BIAS)
     row0 = block * tile.BLOCK_M
     if sequences.cu_q is not None:
+        share, shares = tl.program_id(0), tl.num_programs(0)
         clear_gaps(
-            out + split * io.out.stride_s,
-            lse if lse is None else lse + split * io.lse.stride_s,
+            io.out,
+            io.lse,
+            split,
             sequences.cu_q,
-            io.out.stride_n,
-            io.out.stride_h,
-            io.lse.stride_h,
             sequences.seqlen_q,
             shape.batch,
             shape.heads_q,
-            tl.program_id(0),
-            tl.num_programs(0),
+            share,
+            shares,
             tile.HEAD_DIM_V,
             tile.BLOCK_E,
         )
-    if row0 >= stored_q:
+    if row0 >= place.stored_q:
         return
-    if bias is not None:
-        len_q = tl.minimum(len_q, shape.longest_q)
-        len_k = tl.minimum(len_k, shape.longest_k)
-    last = tl.minimum(row0 + tile.BLOCK_M, len_q) - 1
-    off = mask.bottom_right * (len_k - len_q) + mask.shift
-    first_end, begin, full_begin, full_end, end = key_tiles(
-        row0,
-        last,
-        off,
-        len_k,
-        mask.left,
-        mask.right,
-        mask.first,
-        tile.BLOCK_N,
-        mask.HAS_LEFT,
-        mask.HAS_RIGHT,
-    )
-    if tree is not None:
-        full_end = tl.minimum(full_end, tl.maximum(len_k - len_q, 0) // tile.BLOCK_N)
-        full_end = tl.maximum(full_end, full_begin)
-        tree += b.to(tl.int64) * mask.stride_treeb
-    full = full_end - full_begin
-    visits = full + first_end + (full_begin - begin) + (end - full_end)
+    tiles = key_tiles(row0, place, mask, tile)
+    full = tiles.full_end - tiles.full_begin
+    visits = full + masked_count(tiles)
     # A sequence is split by its own length alone, so that no neighbour changes its result.
     per_split = tl.cdiv(visits, order.splits)
     visit_begin = tl.minimum(split * per_split, visits)
     visit_end = tl.minimum(visit_begin + per_split, visits)
 
-    b = b.to(tl.int64)
-    h = h.to(tl.int64)
-    g = g.to(tl.int64)
-    q_ptr += b * io.q.stride_b + h * io.q.stride_h + token_q * io.q.stride_n
-    q_MD = load_rows(
-        q_ptr, io.q.stride_n, row0, len_q, MAIN_DIM, tile.BLOCK_M, tile.BLOCK_D, True
-    ).to(DTYPE)
+    q, stride_n, len_q = row_base(io.q, place.b, place.h, place.token_q), io.q.stride_n, place.len_q
+    q_MD = load_rows(q, stride_n, row0, len_q, MAIN_DIM, tile.BLOCK_M, tile.BLOCK_D, True).to(DTYPE)
+    q_MR = q_MD
     if tile.BLOCK_R > 0:
-        q_ptr += tile.BLOCK_D
-        q_MR = load_rows(
-            q_ptr, io.q.stride_n, row0, len_q, REST_DIM, tile.BLOCK_M, tile.BLOCK_R, True
-        ).to(DTYPE)
-    kv_b = cache_row(cache.batch_idx, b, cache.entries)
-    k_ptr += g * io.k.stride_h
-    v_ptr += g * io.v.stride_h
-    if table is None:
-        k_ptr += kv_b * io.k.stride_b
-        v_ptr += kv_b * io.v.stride_b
-    else:
-        table += kv_b * cache.stride_tableb
-    out_scale = dropout.inverse_keep
-    if descales.q.ptr is not None:
-        scale *= tl.load(descales.q.ptr + b * descales.q.stride_b + g * descales.q.stride_h)
+        REST: tl.constexpr = tile.HEAD_DIM - MAIN_DIM
+        q += tile.BLOCK_D
+        q_MR = load_rows(q, stride_n, row0, len_q, REST, tile.BLOCK_M, tile.BLOCK_R, True).to(DTYPE)
+    keys = keys_of(io.k, descales.k, cache, place, descales.KV_GROUP)
+    values = keys_of(io.v, descales.v, cache, place, descales.KV_GROUP)
+    scale = descaled(mods.scale, descales.q, place)
+    factor = dropout.inverse_keep
     if descales.KV_GROUP == 0:
-        if k_descale is not None:
-            scale *= tl.load(k_descale + b * descales.k.stride_b + g * descales.k.stride_h)
-        if v_descale is not None:
-            out_scale *= tl.load(v_descale + b * descales.v.stride_b + g * descales.v.stride_h)
-    else:
-        k_offset = g * descales.k.stride_h
-        v_offset = g * descales.v.stride_h
-        if table is None:
-            k_offset += kv_b * descales.k.stride_b
-            v_offset += kv_b * descales.v.stride_b
-        k_descale += k_offset
-        v_descale += v_offset
-        if k_shift is not None:
-            k_shift += k_offset
-            v_shift += v_offset
-    slope = 0.0
-    if mods.alibi is not None:
-        slope = tl.load(mods.alibi + b * mods.stride_alibib + h)
-    if bias is not None:
-        bias += b * mods.bias.stride_b + h * mods.bias.stride_h
-    if dropout.IS_ON:
-        key0, key1 = seed_words(dropout.seed)
-        threshold = dropout.threshold.to(tl.uint32, bitcast=True)
-
-    m_M = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
-    l_M = tl.zeros([tile.BLOCK_M], tl.float32)
-    acc_ME = tl.zeros([tile.BLOCK_M, tile.BLOCK_E], tl.float32)
-    if mods.sink is not None:
-        # The sink is one more key whose value is zero: the running softmax begins with it.
-        # Of several splits the first has it.
-        logit = tl.where(split == 0, tl.load(mods.sink + h), float("-inf"))
-        if not mods.IS_ADJUSTED:
-            logit *= LOG2E
-        m_M = tl.zeros([tile.BLOCK_M], tl.float32) + logit
-        l_M += tl.where(m_M == float("-inf"), 0.0, 1.0)
-    rows_M = row0 + tl.arange(0, tile.BLOCK_M)
+        scale = descaled(scale, descales.k, place)
+        factor = descaled(factor, descales.v, place)
+    head = head_mods(scale, place.b, place.h, mods, mask)
+    words = dropout_words(dropout)
+    m_M, l_M, acc_ME = first_state(split, place, mods, tile)
     for masked in tl.static_range(2):
+        visit_from = visit_begin
+        visit_to = tl.minimum(visit_end, full)
         if masked == 1:
             visit_from = tl.maximum(visit_begin, full)
             visit_to = visit_end
-        else:
-            visit_from = visit_begin
-            visit_to = tl.minimum(visit_end, full)
         for visit in range(visit_from, visit_to):
-            if masked == 0:
-                col0 = (visit + full_begin) * tile.BLOCK_N
-            elif mask.HAS_LEFT:
-                col0 = (
-                    masked_tile(visit - full, first_end, begin, full_begin, full_end) * tile.BLOCK_N
-                )
-            else:
-                col0 = (visit - full + full_end) * tile.BLOCK_N
-            k_ND = load_keys(
-                k_ptr,
-                io.k.stride_b,
-                io.k.stride_n,
-                table,
-                cache.page_size,
-                cache.entries,
-                token_k,
-                col0,
-                len_k,
-                k_descale,
-                k_shift,
-                descales.k.stride_b,
-                descales.k.stride_n,
-                MAIN_DIM,
-                tile.BLOCK_N,
-                tile.BLOCK_D,
-                descales.KV_GROUP,
-                descales.IS_INT4,
-                masked == 1,
-                DTYPE,
+            index = visit - full if masked == 1 else visit
+            col0 = visited_tile(index, tiles, mask.HAS_LEFT, masked == 1) * tile.BLOCK_N
+            s_MN = raw_scores(
+                q_MD, q_MR, keys, col0, io, cache, descales, tile, masked == 1, IS_EXACT
             )
-            s_MN = product_of_rows(q_MD, k_ND, tile.PRECISION, IS_EXACT)
-            if tile.BLOCK_R > 0:
-                k_NR = load_keys(
-                    k_ptr + tile.BLOCK_D,
-                    io.k.stride_b,
-                    io.k.stride_n,
-                    table,
-                    cache.page_size,
-                    cache.entries,
-                    token_k,
-                    col0,
-                    len_k,
-                    k_descale,
-                    k_shift,
-                    descales.k.stride_b,
-                    descales.k.stride_n,
-                    REST_DIM,
-                    tile.BLOCK_N,
-                    tile.BLOCK_R,
-                    descales.KV_GROUP,
-                    descales.IS_INT4,
-                    masked == 1,
-                    DTYPE,
-                )
-                s_MN = plus_product(s_MN, q_MR, tl.trans(k_NR), tile.PRECISION, IS_EXACT)
-            cols_N = col0 + tl.arange(0, tile.BLOCK_N)
-            distance_MN = cols_N[None, :] - (rows_M + off)[:, None]
-            if mods.IS_ADJUSTED:
-                bias_MN = 0.0
-                if bias is not None:
-                    bias_MN = bias_tile(
-                        bias,
-                        mods.bias.stride_m,
-                        mods.bias.stride_n,
-                        row0,
-                        col0,
-                        len_q,
-                        len_k,
-                        tile.BLOCK_M,
-                        tile.BLOCK_N,
-                        False,
-                    )
-                s_MN, _gate = adjust_scores(
-                    s_MN,
-                    distance_MN,
-                    scale,
-                    mods.softcap,
-                    slope,
-                    bias_MN,
-                    mods.HAS_SOFTCAP,
-                    mods.alibi is not None,
-                    bias is not None,
-                )
-            if masked == 1:
-                ok_MN = visible(
-                    cols_N[None, :],
-                    distance_MN,
-                    len_k,
-                    mask.left,
-                    mask.right,
-                    mask.first,
-                    mask.HAS_LEFT,
-                    mask.HAS_RIGHT,
-                )
-                if tree is not None:
-                    ok_MN &= tree_visible(
-                        tree,
-                        mask.stride_treem,
-                        rows_M[:, None],
-                        cols_N[None, :],
-                        len_q,
-                        len_k,
-                    )
-                s_MN = tl.where(ok_MN, s_MN, float("-inf"))
+            s_MN = modified_scores(s_MN, row0, col0, place, head, mask, mods, tile, masked == 1)
             p_MN, m_M, l_M, alpha_M = softmax_step(
-                s_MN, m_M, l_M, scale, mods.IS_ADJUSTED, IS_EXACT, masked == 1 or bias is not None
+                s_MN, m_M, l_M, scale, mods.IS_ADJUSTED, IS_EXACT, masked == 1 or HAS_BIAS
             )
             if dropout.IS_ON:
                 keep_MN = keep_tile(
-                    key0,
-                    key1,
-                    threshold,
-                    dropout.origin_m + row0,
-                    dropout.origin_n + col0,
-                    dropout.origin_h + h,
-                    dropout.origin_b + b,
-                    tile.BLOCK_M,
-                    tile.BLOCK_N,
-                    dropout.IS_QUAD,
+                    words, place.b, place.h, row0, col0, dropout, tile.BLOCK_M, tile.BLOCK_N
                 )
                 p_MN = tl.where(keep_MN, p_MN, 0.0)
             v_NE = load_keys(
-                v_ptr,
-                io.v.stride_b,
-                io.v.stride_n,
-                table,
-                cache.page_size,
-                cache.entries,
-                token_k,
+                values,
+                io.v,
+                descales.v,
+                cache,
                 col0,
-                len_k,
-                v_descale,
-                v_shift,
-                descales.v.stride_b,
-                descales.v.stride_n,
                 tile.HEAD_DIM_V,
                 tile.BLOCK_N,
                 tile.BLOCK_E,
                 descales.KV_GROUP,
                 descales.IS_INT4,
                 masked == 1,
-                DTYPE,
-            )
+            ).to(DTYPE)
             acc_ME = plus_product(
                 acc_ME * alpha_M[:, None], p_MN.to(DTYPE), v_NE, tile.PRECISION, IS_EXACT
             )
-
-    acc_ME *= (out_scale / tl.where(l_M == 0.0, 1.0, l_M))[:, None]
-    if not mods.IS_ADJUSTED:
-        m_M *= LN2
-    lse_M = m_M + tl.log2(l_M) * LN2
-    # Rows of a tile that are stored but not used are written too, as rows that see nothing.
-    used_M = rows_M < len_q
-    acc_ME = tl.where(used_M[:, None], acc_ME, 0.0)
-    lse_M = tl.where(used_M, lse_M, float("-inf"))
-    out += (
-        split * io.out.stride_s
-        + b * io.out.stride_b
-        + h * io.out.stride_h
-        + token_q * io.out.stride_n
-    )
-    if lse is not None:
-        lse += split * io.lse.stride_s + b * io.lse.stride_b + h * io.lse.stride_h + token_q
-        tl.store(lse + rows_M, lse_M, mask=rows_M < stored_q)
-    store_rows(
-        out, acc_ME, io.out.stride_n, row0, stored_q, tile.HEAD_DIM_V, tile.BLOCK_M, tile.BLOCK_E
-    )
+    store_results(m_M, l_M, acc_ME, factor, split, row0, place, io, tile, mods.IS_ADJUSTED)

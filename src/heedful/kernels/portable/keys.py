@@ -2,127 +2,117 @@
 quantised cache. Shapes: N key rows, D head dim.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from heedful.kernels.portable.sequences import load_rows, wide, within
+from heedful.kernels.args import Descale, KVLayout, Rows
+from heedful.kernels.portable.sequences import cache_row, load_rows, wide, within
+
+
+class Keys(NamedTuple):
+    """The keys, or values, of a kv head of a sequence. base: where its first row lies, or of pages
+    the kv head of the first; pages, groups: where in their arrays its pages and its descales begin;
+    token: its first row in its storage; count: rows in use."""
+
+    base: Any
+    pages: Any
+    groups: Any
+    token: Any
+    count: Any
 
 
 @triton.jit
-def storage_rows(rows, block_table, page_size, entries, stride_page, stride_row):
-    """Element offsets of storage rows `rows` of the sequence whose page list `block_table` is.
+def keys_of(x: Rows, descale: Descale, cache: KVLayout, place, KV_GROUP: tl.constexpr):
+    """The keys of a place."""
+    entry = cache_row(cache, place.b)
+    base = x.ptr + place.g * x.stride_h
+    pages = 0
+    groups = 0
+    if KV_GROUP > 0:
+        groups = place.g * descale.stride_h
+    if cache.table is not None:
+        pages = entry * cache.stride_tableb
+    else:
+        base += entry * x.stride_b
+        if KV_GROUP > 0:
+            groups += entry * descale.stride_b
+    return Keys(base, pages, groups, place.token_k, place.len_k)
 
-    A number that none of the `entries` pages has stands for the first or the last page.
+
+@triton.jit
+def storage_rows(rows, keys, cache: KVLayout, stride_page, stride_row):
+    """Element offsets of rows of a sequence in pages.
+
+    A number that no page has stands for the first or the last page.
     """
-    page = within(tl.load(block_table + rows // page_size), 0, entries - 1).to(tl.int64)
-    return page * stride_page + wide(rows % page_size) * stride_row
+    page = tl.load(cache.table + keys.pages + rows // cache.page_size)
+    page = within(page, 0, cache.entries - 1).to(tl.int64)
+    return page * stride_page + wide(rows % cache.page_size) * stride_row
 
 
 @triton.jit
 def gather_keys(
-    base,
-    stride_page,
-    stride_row,
-    block_table,
-    page_size,
-    entries,
-    token,
+    keys,
+    x: Rows,
+    descale: Descale,
+    cache: KVLayout,
     row0,
-    count,
-    descale,
-    shift,
-    stride_dpage,
-    stride_drow,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     KV_GROUP: tl.constexpr,
     IS_INT4: tl.constexpr,
-    DTYPE: tl.constexpr,
 ):
     """`load_keys` of rows found one by one: in pages, or quantised in groups of dims."""
     rows = row0 + tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK)
     # Rows past the end are never loaded; their address repeats the last row's, a page that exists.
-    place = token + tl.minimum(rows, count - 1)
-    if block_table is None:
-        offsets = wide(place) * stride_row
-        d_offsets = wide(place) * stride_drow
+    place = keys.token + tl.minimum(rows, keys.count - 1)
+    if cache.table is None:
+        offsets = wide(place) * x.stride_n
     else:
-        offsets = storage_rows(place, block_table, page_size, entries, stride_page, stride_row)
-        d_offsets = offsets
-        if KV_GROUP > 0:
-            d_offsets = storage_rows(
-                place, block_table, page_size, entries, stride_dpage, stride_drow
-            )
-    ok = (rows < count)[:, None] & (dims < DIM)[None, :]
+        offsets = storage_rows(place, keys, cache, x.stride_b, x.stride_n)
+    ok = (rows < keys.count)[:, None] & (dims < DIM)[None, :]
     if IS_INT4:
-        packed = tl.load(base + offsets[:, None] + (dims // 2)[None, :], mask=ok, other=0)
+        packed = tl.load(keys.base + offsets[:, None] + (dims // 2)[None, :], mask=ok, other=0)
         nibble = (packed.to(tl.int32) >> ((dims % 2) * 4)[None, :]) & 15
         # Two's complement of four bits.
         stored = ((nibble ^ 8) - 8).to(tl.float32)
     else:
-        stored = tl.load(base + offsets[:, None] + dims[None, :], mask=ok, other=0.0)
+        stored = tl.load(keys.base + offsets[:, None] + dims[None, :], mask=ok, other=0.0)
     if KV_GROUP > 0:
+        if cache.table is None:
+            d_offsets = wide(place) * descale.stride_n
+        else:
+            d_offsets = storage_rows(place, keys, cache, descale.stride_b, descale.stride_n)
         groups = d_offsets[:, None] + (dims // KV_GROUP)[None, :]
-        value = stored.to(tl.float32) * tl.load(descale + groups, mask=ok, other=0.0)
-        if shift is not None:
-            value += tl.load(shift + groups, mask=ok, other=0.0)
-        stored = value
-    return stored.to(DTYPE)
+        scale = tl.load(descale.ptr + keys.groups + groups, mask=ok, other=0.0)
+        stored = stored.to(tl.float32) * scale
+        if descale.shift is not None:
+            stored += tl.load(descale.shift + keys.groups + groups, mask=ok, other=0.0)
+    return stored
 
 
 @triton.jit
 def load_keys(
-    base,
-    stride_page,
-    stride_row,
-    block_table,
-    page_size,
-    entries,
-    token,
+    keys,
+    x: Rows,
+    descale: Descale,
+    cache: KVLayout,
     row0,
-    count,
-    descale,
-    shift,
-    stride_dpage,
-    stride_drow,
     DIM: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     KV_GROUP: tl.constexpr,
     IS_INT4: tl.constexpr,
     IS_MASKED: tl.constexpr,
-    DTYPE: tl.constexpr,
 ):
-    """Keys (or values) [row0, row0 + ROWS) of a sequence in DTYPE, zeros past `count`.
-
-    base, descale, shift: already at the kv head, and at the sequence unless paged.
-    token: the sequence's first row in its storage. entries: pages that there are.
-    """
-    if block_table is None and KV_GROUP == 0:
-        start = base + token * stride_row
-        tile = load_rows(start, stride_row, row0, count, DIM, ROWS, BLOCK, IS_MASKED)
-        return tile.to(DTYPE)
+    """Keys [row0, row0 + ROWS) as stored or, with descales of groups, in float32; zeros past the
+    sequence."""
+    if cache.table is None and KV_GROUP == 0:
+        start = keys.base + keys.token * x.stride_n
+        return load_rows(start, x.stride_n, row0, keys.count, DIM, ROWS, BLOCK, IS_MASKED)
     else:
-        return gather_keys(
-            base,
-            stride_page,
-            stride_row,
-            block_table,
-            page_size,
-            entries,
-            token,
-            row0,
-            count,
-            descale,
-            shift,
-            stride_dpage,
-            stride_drow,
-            DIM,
-            ROWS,
-            BLOCK,
-            KV_GROUP,
-            IS_INT4,
-            DTYPE,
-        )
+        return gather_keys(keys, x, descale, cache, row0, DIM, ROWS, BLOCK, KV_GROUP, IS_INT4)

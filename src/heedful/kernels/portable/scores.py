@@ -6,15 +6,28 @@ exponent; all others are in natural units, so that (score - maximum) is exact be
 and a lone key has a probability of exactly 1. Shapes: M query rows, N key columns.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from heedful.kernels.args import Descale, Mask, RowVector, ScoreMods, Tile
 from heedful.kernels.portable.sequences import wide
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 # LOG2E less its float32 rounding.
 LOG2E_REST: tl.constexpr = tl.constexpr(1.925963033500e-08)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+class HeadMods(NamedTuple):
+    """The score modifiers of one head of one sequence: scale with descales, slope of ALiBi, and
+    where in their arrays its bias and its tree mask begin."""
+
+    scale: Any
+    slope: Any
+    bias: Any
+    tree: Any
 
 
 @triton.jit
@@ -85,84 +98,85 @@ def tanh(x):
 
 
 @triton.jit
-def bias_tile(
-    bias,
-    stride_m,
-    stride_n,
-    row0,
-    col0,
-    len_q,
-    len_k,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):
-    """Bias of a tile in float32, [M, N] or, transposed, [N, M]. Rows and columns past the sequence
-    repeat its last: their scores are masked or never stored."""
-    rows = tl.minimum(tl.arange(0, BLOCK_M), len_q - 1 - row0)
-    cols = tl.minimum(tl.arange(0, BLOCK_N), len_k - 1 - col0)
-    base = bias + wide(row0) * stride_m + wide(col0) * stride_n
-    if TRANSPOSED:
-        ptrs = base + cols[:, None] * stride_n + rows[None, :] * stride_m
-    else:
-        ptrs = base + rows[:, None] * stride_m + cols[None, :] * stride_n
-    return tl.load(ptrs).to(tl.float32)
+def head_mods(scale, b, h, mods: ScoreMods, mask: Mask):
+    """The score modifiers of query head h in sequence b."""
+    slope = 0.0
+    bias = 0
+    tree = 0
+    if mods.alibi is not None:
+        slope = tl.load(mods.alibi + b * mods.stride_alibib + h)
+    if mods.bias.ptr is not None:
+        bias = b * mods.bias.stride_b + h * mods.bias.stride_h
+    if mask.tree is not None:
+        tree = b * mask.stride_treeb
+    return HeadMods(scale, slope, bias, tree)
 
 
 @triton.jit
-def adjust_scores(
-    s,
-    distance,
-    scale,
-    softcap,
-    slope,
-    b_tile,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
+def descaled(factor, descale: Descale, place):
+    """The factor times a (batch, kv head) descale, if there is one."""
+    if descale.ptr is not None:
+        factor *= tl.load(descale.ptr + place.b * descale.stride_b + place.g * descale.stride_h)
+    return factor
+
+
+@triton.jit
+def bias_tile(row0, col0, place, head, mods: ScoreMods, tile: Tile, TRANSPOSED: tl.constexpr):
+    """Bias of a tile in float32, [M, N] or, transposed, [N, M]; 0 without one. Rows and columns
+    past the sequence repeat its last: their scores are masked or never stored."""
+    if mods.bias.ptr is None:
+        return 0.0
+    else:
+        rows = tl.minimum(tl.arange(0, tile.BLOCK_M), place.len_q - 1 - row0)
+        cols = tl.minimum(tl.arange(0, tile.BLOCK_N), place.len_k - 1 - col0)
+        base = mods.bias.ptr + head.bias
+        base += wide(row0) * mods.bias.stride_m + wide(col0) * mods.bias.stride_n
+        if TRANSPOSED:
+            ptrs = base + cols[:, None] * mods.bias.stride_n + rows[None, :] * mods.bias.stride_m
+        else:
+            ptrs = base + rows[:, None] * mods.bias.stride_m + cols[None, :] * mods.bias.stride_n
+        return tl.load(ptrs).to(tl.float32)
+
+
+@triton.jit
+def adjust_scores(s, distance, b_tile, head, mods: ScoreMods):
     """(scores in natural units, d score / d (s * scale)) of raw products; `distance` is key index
     minus the query's place on the diagonal."""
     slope_of_cap = 1.0
-    if HAS_SOFTCAP:
-        t = tanh(s * (scale / softcap))
+    if mods.HAS_SOFTCAP:
+        t = tanh(s * (head.scale / mods.softcap))
         slope_of_cap = 1.0 - t * t
-        s = t * softcap
+        s = t * mods.softcap
     else:
-        s = s * scale
-    if HAS_ALIBI:
-        s -= slope * tl.abs(distance).to(tl.float32)
-    if HAS_BIAS:
+        s = s * head.scale
+    if mods.alibi is not None:
+        s -= head.slope * tl.abs(distance).to(tl.float32)
+    if mods.bias.ptr is not None:
         s += b_tile
     return s, slope_of_cap
 
 
 @triton.jit
-def visible(
-    cols,
-    distance,
-    len_k,
-    left,
-    right,
-    first,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-):
-    """Which scores exist and are in the window; `cols` and `distance` broadcast."""
-    ok = (cols < len_k) & (distance == distance)
-    if HAS_RIGHT:
-        ok &= distance <= right
-    if HAS_LEFT:
-        ok &= (distance >= -left) | (cols < first)
+def visible(rows, cols, distance, place, head, mask: Mask):
+    """Which scores exist, are in the window and in the tree mask; rows, cols and distance
+    broadcast."""
+    ok = (cols < place.len_k) & (distance == distance)
+    if mask.HAS_RIGHT:
+        ok &= distance <= mask.right
+    if mask.HAS_LEFT:
+        ok &= (distance >= -mask.left) | (cols < mask.first)
+    if mask.tree is not None:
+        ok &= tree_visible(rows, cols, place, head, mask)
     return ok
 
 
 @triton.jit
-def tree_visible(tree, stride_m, rows, cols, len_q, len_k):
+def tree_visible(rows, cols, place, head, mask: Mask):
     """Which scores the tree mask leaves: it covers the last len_q keys, all before are seen."""
-    nodes = cols - (len_k - len_q)
-    inside = (nodes >= 0) & (nodes < len_q) & (rows < len_q)
-    return tl.load(tree + wide(rows) * stride_m + nodes, mask=inside, other=1) != 0
+    nodes = cols - (place.len_k - place.len_q)
+    inside = (nodes >= 0) & (nodes < place.len_q) & (rows < place.len_q)
+    tree = mask.tree + head.tree
+    return tl.load(tree + wide(rows) * mask.stride_treem + nodes, mask=inside, other=1) != 0
 
 
 @triton.jit
@@ -172,12 +186,12 @@ def finite_or_zero(m):
 
 
 @triton.jit
-def lse_to_subtract(lse, offsets, exists, IS_MASKED: tl.constexpr):
+def lse_to_subtract(lse: RowVector, offsets, exists, IS_MASKED: tl.constexpr):
     """LSE; rows that saw nothing or do not exist subtract inf: probability 0."""
     if IS_MASKED:
-        lse_M = tl.load(lse + offsets, mask=exists, other=float("inf"))
+        lse_M = tl.load(lse.ptr + offsets, mask=exists, other=float("inf"))
     else:
-        lse_M = tl.load(lse + offsets)
+        lse_M = tl.load(lse.ptr + offsets)
     return tl.where(lse_M == float("-inf"), float("inf"), lse_M)
 
 
@@ -187,41 +201,23 @@ def probabilities(
     lse,
     rows,
     cols,
-    off,
-    len_q,
-    len_k,
-    left,
-    right,
-    first,
-    tree,
-    stride_tree,
-    scale,
-    softcap,
-    slope,
     b_tile,
-    HAS_LEFT: tl.constexpr,
-    HAS_RIGHT: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    IS_ADJUSTED: tl.constexpr,
+    place,
+    head,
+    mask: Mask,
+    mods: ScoreMods,
     IS_EXACT: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
     """(probabilities, d score / d (s * scale)) of raw products whose LSE is known. rows, cols and
     lse broadcast against s in either orientation."""
-    distance = cols - (rows + off)
+    distance = cols - (rows + place.off)
     slope_of_cap = 1.0
-    if IS_ADJUSTED:
-        s, slope_of_cap = adjust_scores(
-            s, distance, scale, softcap, slope, b_tile, HAS_SOFTCAP, HAS_ALIBI, HAS_BIAS
-        )
+    if mods.IS_ADJUSTED:
+        s, slope_of_cap = adjust_scores(s, distance, b_tile, head, mods)
         p = exponential(s - lse, IS_EXACT)
     else:
-        p = tl.exp2(s * (scale * LOG2E) - lse * LOG2E)
+        p = tl.exp2(s * (head.scale * LOG2E) - lse * LOG2E)
     if IS_MASKED:
-        ok = visible(cols, distance, len_k, left, right, first, HAS_LEFT, HAS_RIGHT)
-        if tree is not None:
-            ok &= tree_visible(tree, stride_tree, rows, cols, len_q, len_k)
-        p = tl.where(ok, p, 0.0)
+        p = tl.where(visible(rows, cols, distance, place, head, mask), p, 0.0)
     return p, slope_of_cap

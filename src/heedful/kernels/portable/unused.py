@@ -8,7 +8,8 @@ this alive through their loops. Shapes: B batch, H heads, N rows, D and E head d
 import triton
 import triton.language as tl
 
-from heedful.kernels.portable.sequences import key_sequence, store_rows, wide, within
+from heedful.kernels.args import ClearOutsideIO, ClearUnusedIO, SplitRows, SplitRowVector
+from heedful.kernels.portable.sequences import row_base, sequence, store_rows, wide, within
 
 
 @triton.jit
@@ -34,12 +35,10 @@ GAP_ROWS = tl.constexpr(16)
 
 @triton.jit
 def clear_gaps(
-    out,
-    lse,
+    out: SplitRows,
+    lse: SplitRowVector,
+    split,
     cu_seqlens,
-    stride_n,
-    stride_h,
-    stride_lh,
     total,
     batch,
     heads,
@@ -49,8 +48,8 @@ def clear_gaps(
     BLOCK: tl.constexpr,
 ):
     """Writes what packed rows before the first sequence and behind the last have: zeros into out
-    (total, heads, DIM), -inf into lse (heads, total); either may be None. Each of `shares` programs
-    has its share."""
+    (total, heads, DIM), -inf into lse (heads, total); either may be absent. Each of
+    `shares` programs has its share."""
     before = within(tl.load(cu_seqlens), 0, total)
     behind = within(tl.load(cu_seqlens + batch), before, total)
     gaps = before + (total - behind)
@@ -60,61 +59,27 @@ def clear_gaps(
         rows = block // heads * GAP_ROWS + tl.arange(0, GAP_ROWS)
         exists = rows < gaps
         tokens = wide(tl.where(rows < before, rows, rows - before + behind))
-        if out is not None:
-            ptrs = out + h * stride_h + tokens[:, None] * stride_n + dims[None, :]
-            zero = tl.zeros([GAP_ROWS, BLOCK], out.dtype.element_ty)
+        if out.ptr is not None:
+            base = out.ptr + split * out.stride_s + h * out.stride_h
+            ptrs = base + tokens[:, None] * out.stride_n + dims[None, :]
+            zero = tl.zeros([GAP_ROWS, BLOCK], out.ptr.dtype.element_ty)
             tl.store(ptrs, zero, mask=exists[:, None] & (dims < DIM)[None, :])
-        if lse is not None:
+        if lse.ptr is not None:
             nothing = tl.full([GAP_ROWS], float("-inf"), tl.float32)
-            tl.store(lse + h * stride_lh + tokens, nothing, mask=exists)
+            starts = lse.ptr + split * lse.stride_s + h * lse.stride_h
+            tl.store(starts + tokens, nothing, mask=exists)
 
 
-@triton.jit(do_not_specialize=["total", "batch", "heads"])
-def clear_outside(
-    cu_seqlens,
-    out,
-    lse,
-    stride_om,
-    stride_oh,
-    stride_lh,
-    total,
-    batch,
-    heads,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+@triton.jit
+def clear_outside(io: ClearOutsideIO, total, batch, heads, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """`clear_gaps`, beside attention kernels that do not clear any."""
     share, shares = tl.program_id(0), tl.num_programs(0)
-    clear_gaps(
-        out,
-        lse,
-        cu_seqlens,
-        stride_om,
-        stride_oh,
-        stride_lh,
-        total,
-        batch,
-        heads,
-        share,
-        shares,
-        DIM,
-        BLOCK,
-    )
+    clear_gaps(io.out, io.lse, 0, io.cu_seqlens, total, batch, heads, share, shares, DIM, BLOCK)
 
 
-@triton.jit(do_not_specialize=["seqlen", "batch", "heads"])
+@triton.jit
 def clear_unused(
-    cu_seqlens,
-    seqused,
-    leftpad,
-    x,
-    y,
-    stride_xb,
-    stride_xn,
-    stride_xh,
-    stride_yb,
-    stride_yn,
-    stride_yh,
+    io: ClearUnusedIO,
     seqlen,
     batch,
     heads,
@@ -128,20 +93,20 @@ def clear_unused(
     """Zeros what no sequence uses of x (B, N, H, D) and writes FILL_Y there in y (B, N, H, E)."""
     b = wide(tl.program_id(0) // heads)
     h = wide(tl.program_id(0) % heads)
-    token, used, room = key_sequence(b, cu_seqlens, seqused, leftpad, seqlen)
+    token, used, room = sequence(b, io.cu_seqlens, io.seqused, io.leftpad, seqlen)
     before = token
-    if cu_seqlens is not None:
+    if io.cu_seqlens is not None:
         if b > 0:
-            before = token - within(tl.load(cu_seqlens + b), 0, seqlen)
+            before = token - within(tl.load(io.cu_seqlens + b), 0, seqlen)
         if b + 1 == batch:
             room = (seqlen - token).to(tl.int32)
-    x += b * stride_xb + h * stride_xh + token * stride_xn
-    fill_rows(x, stride_xn, used, room, DIM_X, BLOCK_N, BLOCK_X, 0.0)
-    if y is not None:
-        y += b * stride_yb + h * stride_yh + token * stride_yn
-        fill_rows(y, stride_yn, used, room, DIM_Y, BLOCK_N, BLOCK_Y, FILL_Y)
-    x -= before * stride_xn
-    fill_rows(x, stride_xn, 0, before, DIM_X, BLOCK_N, BLOCK_X, 0.0)
-    if y is not None:
-        y -= before * stride_yn
-        fill_rows(y, stride_yn, 0, before, DIM_Y, BLOCK_N, BLOCK_Y, FILL_Y)
+    x = row_base(io.x, b, h, token)
+    fill_rows(x, io.x.stride_n, used, room, DIM_X, BLOCK_N, BLOCK_X, 0.0)
+    if io.y.ptr is not None:
+        y = row_base(io.y, b, h, token)
+        fill_rows(y, io.y.stride_n, used, room, DIM_Y, BLOCK_N, BLOCK_Y, FILL_Y)
+    x -= before * io.x.stride_n
+    fill_rows(x, io.x.stride_n, 0, before, DIM_X, BLOCK_N, BLOCK_X, 0.0)
+    if io.y.ptr is not None:
+        y -= before * io.y.stride_n
+        fill_rows(y, io.y.stride_n, 0, before, DIM_Y, BLOCK_N, BLOCK_Y, FILL_Y)

@@ -14,6 +14,8 @@ from heedful.kernels.args import (
     Dropout,
     KVLayout,
     Mask,
+    Rotary,
+    RowArray,
     Rows,
     RowVector,
     ScoreArray,
@@ -106,6 +108,15 @@ def split_row_vector(buffers: Buffers, name: str, is_split: bool) -> SplitRowVec
     b, h = lse_strides(spec.shape[int(is_split) :])
     s = spec.strides[0] if is_split else 0
     return SplitRowVector(pointer(buffers, name), stride(s), stride(b), stride(h))
+
+
+def row_array(buffers: Buffers, name: str) -> RowArray:
+    """A (B, H, S) or (H, T) array with any strides, as autograd hands it out."""
+    spec = buffers.get(name)
+    if spec is None:
+        return RowArray(None, None, None, None)
+    b, h, m = spec.strides if len(spec.strides) == 3 else (0, *spec.strides)
+    return RowArray(pointer(buffers, name), stride(b), stride(h), row_stride(m))
 
 
 def score_array(buffers: Buffers, name: str) -> ScoreArray:
@@ -207,16 +218,33 @@ def dropout(problem: AttentionProblem, buffers: Buffers) -> Dropout:
     )
 
 
-def kv_layout(problem: AttentionProblem, buffers: Buffers) -> KVLayout:
+def kv_layout(page_size: int, buffers: Buffers) -> KVLayout:
     """Where keys lie in a cache."""
-    table, k = buffers.get("block_table"), buffers["k"]
+    table = buffers.get("block_table")
     is_cache = table is not None or "kv_batch_idx" in buffers
     return KVLayout(
         table=pointer(buffers, "block_table"),
         stride_tableb=stride(table.strides[0]) if table else None,
-        page_size=Scalar(problem.page_size) if table else None,
-        entries=Scalar(k.shape[0]) if is_cache else None,
+        page_size=Scalar(page_size) if table else None,
+        entries=Scalar(buffers["k"].shape[0]) if is_cache else None,
         batch_idx=pointer(buffers, "kv_batch_idx"),
+    )
+
+
+def rotary(buffers: Buffers, interleaved: bool, position0: int) -> Rotary:
+    """The tables of rotary positions."""
+    cos = buffers.get("rotary_cos")
+    if cos is None:
+        return Rotary(None, None, None, None, None, None, interleaved)
+    positions, half = cos.shape
+    return Rotary(
+        cos=pointer(buffers, "rotary_cos"),
+        sin=pointer(buffers, "rotary_sin"),
+        stride_n=row_stride(cos.strides[0]),
+        half=Scalar(half),
+        positions=Scalar(positions),
+        position0=Scalar(position0),
+        IS_INTERLEAVED=interleaved,
     )
 
 

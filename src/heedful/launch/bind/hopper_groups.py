@@ -60,7 +60,7 @@ def params(
         mask=mask,
         mods=_score_mods(problem, buffers),
         dropout=dropout,
-        kv=groups.kv_layout(problem, buffers),
+        kv=groups.kv_layout(problem.page_size, buffers),
         kv_rows=_kv_rows(problem, buffers),
         order=_tile_order(launch, buffers),
         split=split,

@@ -2,8 +2,11 @@
 
 from heedful.core.sizes import ceil_div
 from heedful.core.tiles import cache_rows, pow2
-from heedful.launch.bind.portable import Buffers, CallBuilder, stored_keys
-from heedful.launch.spec import KernelCall, Program
+from heedful.kernels.args import AppendIO, RotateIO
+from heedful.launch.bind import groups
+from heedful.launch.bind.groups import Buffers, pointer, stored_keys
+from heedful.launch.bind.portable import kernel_call, shared_divisor
+from heedful.launch.spec import Program, Scalar
 
 
 def append_kv(
@@ -20,37 +23,35 @@ def append_kv(
     """
     batch, seqlen, heads, dim = buffers["k_new"].shape
     dim_v = buffers["v_new"].shape[-1]
-    call = CallBuilder("kvcache", "append_keys", buffers, ("k_new", "v_new", "k", "v"))
-    call.tensors(k_new="k_new", v_new="v_new", k="k", v="v")
-    call.vectors("cache_seqlens", "block_table", "kv_batch_idx", "leftpad_k", "seqused")
-    call.row_strides("kn", "k_new", "n")
-    call.row_strides("vn", "v_new", "n")
-    call.row_strides("k", "k", "n")
-    call.row_strides("v", "v", "n")
-    table = buffers.get("block_table")
-    call.strides("table", "b", [table.strides[0] if table else 0])
-    _rotary_arguments(call, buffers, position0)
+    tensors = ("k_new", "v_new", "k", "v")
+    divisor = shared_divisor(buffers, tensors)
     config = cache_rows(dim, dim_v)
     tiles = ceil_div(seqlen, config.rows)
-    call.ints(
-        seqlen=seqlen,
-        heads=heads,
-        tiles=tiles,
-        capacity=stored_keys(buffers, page_size),
-        entries=buffers["k"].shape[0],
-        page_size=page_size,
-    )
-    built = call.build(
+    cache = groups.kv_layout(page_size, buffers)
+    call = kernel_call(
+        "kvcache.append_keys",
         (tiles * batch * heads, 1, 1),
         config,
+        io=AppendIO(
+            cache_seqlens=pointer(buffers, "cache_seqlens"),
+            leftpad_k=pointer(buffers, "leftpad_k"),
+            seqused=pointer(buffers, "seqused"),
+            **{name: groups.rows(buffers, name, divisor) for name in tensors},
+        ),
+        # Nothing is written to batch entries that the cache lacks, whatever names them.
+        cache=cache._replace(entries=Scalar(buffers["k"].shape[0])),
+        rotary=groups.rotary(buffers, interleaved, position0),
+        seqlen=Scalar(seqlen),
+        heads=Scalar(heads),
+        tiles=Scalar(tiles),
+        capacity=Scalar(stored_keys(buffers, page_size)),
         HEAD_DIM=dim,
         HEAD_DIM_V=dim_v,
         BLOCK_N=config.rows,
         BLOCK_D=pow2(dim),
         BLOCK_E=pow2(dim_v),
-        IS_INTERLEAVED=interleaved,
     )
-    return Program((built,))
+    return Program((call,))
 
 
 def rotary(
@@ -61,34 +62,25 @@ def rotary(
     buffers: q, rotated, cache_seqlens (B,), rotary_cos, rotary_sin.
     """
     batch, seqlen, heads, dim = buffers["q"].shape
-    call = CallBuilder("kvcache", "rotate_queries", buffers, ("q", "rotated"))
-    call.tensors(q="q", rotated="rotated")
-    call.vectors("cache_seqlens")
-    call.row_strides("q", "q", "m")
-    call.row_strides("r", "rotated", "m")
-    _rotary_arguments(call, buffers, position0)
+    divisor = shared_divisor(buffers, ("q", "rotated"))
     config = cache_rows(dim)
     tiles = ceil_div(seqlen, config.rows)
-    call.ints(seqlen=seqlen, heads=heads, tiles=tiles, advance=int(advance))
-    built: KernelCall = call.build(
+    call = kernel_call(
+        "kvcache.rotate_queries",
         (tiles * batch * heads, 1, 1),
         config,
+        io=RotateIO(
+            q=groups.rows(buffers, "q", divisor),
+            cache_seqlens=pointer(buffers, "cache_seqlens"),
+            rotated=groups.rows(buffers, "rotated", divisor),
+        ),
+        rotary=groups.rotary(buffers, interleaved, position0),
+        seqlen=Scalar(seqlen),
+        heads=Scalar(heads),
+        tiles=Scalar(tiles),
+        advance=Scalar(int(advance)),
         HEAD_DIM=dim,
         BLOCK_M=config.rows,
         BLOCK_D=pow2(dim),
-        IS_INTERLEAVED=interleaved,
     )
-    return Program((built,))
-
-
-def _rotary_arguments(call: CallBuilder, buffers: Buffers, position0: int) -> None:
-    call.vectors("rotary_cos", "rotary_sin")
-    cos = buffers.get("rotary_cos")
-    if cos is not None and buffers["rotary_sin"].strides != cos.strides:
-        raise ValueError("rotary_sin must have the strides of rotary_cos")
-    call.strides("pos", "n", [cos.strides[0] if cos else 0])
-    call.ints(
-        half=cos.shape[1] if cos else 0,
-        positions=cos.shape[0] if cos else 0,
-        position0=position0,
-    )
+    return Program((call,))

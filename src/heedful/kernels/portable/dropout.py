@@ -1,4 +1,4 @@
-"""Philox4x32-10 (Salmon et al., SC'11) and the dropout mask drawn from it.
+"""The dropout mask that is drawn from Philox.
 
 Score (row, col) of query head h in sequence b is kept iff word `col & 3` of the counter
 (col >> 2, row, h, b) under the 64-bit seed is below a threshold: the mask depends on indices alone,
@@ -8,29 +8,8 @@ never on tiles. Shapes: M query rows, N key columns.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def philox_words(c0, c1, c2, c3, key0, key1):
-    """The four words of counters (c0, c1, c2, c3), all uint32 and broadcastable."""
-    for _ in tl.static_range(10):
-        hi0 = tl.umulhi(c0, 0xD2511F53)
-        lo0 = c0 * 0xD2511F53
-        hi2 = tl.umulhi(c2, 0xCD9E8D57)
-        lo2 = c2 * 0xCD9E8D57
-        c0 = hi2 ^ c1 ^ key0
-        c1 = lo2
-        c2 = hi0 ^ c3 ^ key1
-        c3 = lo0
-        key0 += 0x9E3779B9
-        key1 += 0xBB67AE85
-    return c0, c1, c2, c3
-
-
-@triton.jit
-def seed_words(seed):
-    """The low and high word of the 64-bit seed at this address."""
-    value = tl.load(seed)
-    return value.to(tl.uint32), (value >> 32).to(tl.uint32)
+from heedful.kernels.args import Dropout
+from heedful.kernels.common.philox import philox_words, seed_words
 
 
 @triton.jit
@@ -77,22 +56,27 @@ def keep_singles(
 
 
 @triton.jit
+def dropout_words(dropout: Dropout):
+    """(both words of the seed, threshold), or zeros without dropout."""
+    if dropout.IS_ON:
+        key0, key1 = seed_words(dropout.seed)
+        return key0, key1, dropout.threshold.to(tl.uint32, bitcast=True)
+    else:
+        return 0, 0, 0
+
+
+@triton.jit
 def keep_tile(
-    key0,
-    key1,
-    threshold,
-    row,
-    col,
-    head,
-    seq,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    IS_QUAD: tl.constexpr,
+    words, b, h, row0, col0, dropout: Dropout, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):
-    """Kept scores [M, N] of the tile from global indices (row, col) on, all modulo 2^32;
-    IS_QUAD: col % 4 == 0."""
-    head = head.to(tl.uint32)
-    seq = seq.to(tl.uint32)
-    if IS_QUAD:
+    """Kept scores [M, N] of the tile from (row0, col0) on of head h in sequence b. Indices in the
+    whole problem are modulo 2^32. words: as `dropout_words` gives them."""
+    key0, key1, threshold = words
+    row = dropout.origin_m + row0
+    col = dropout.origin_n + col0
+    head = (dropout.origin_h + h).to(tl.uint32)
+    seq = (dropout.origin_b + b).to(tl.uint32)
+    if dropout.IS_QUAD:
         return keep_quads(key0, key1, threshold, row, col, head, seq, BLOCK_M, BLOCK_N)
-    return keep_singles(key0, key1, threshold, row, col, head, seq, BLOCK_M, BLOCK_N)
+    else:
+        return keep_singles(key0, key1, threshold, row, col, head, seq, BLOCK_M, BLOCK_N)

@@ -1,0 +1,38 @@
+"""Which keys the queries of a tile see, as `core.mask.MaskSpec.key_range` has them.
+
+A row sees keys [start, stop), and leading keys below `first`. Over rows both bounds grow by one a
+row, so that the first and the last row of a tile bound all.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.args import Mask
+
+
+class KeyBounds(NamedTuple):
+    """Keys [start_first, stop_first) of the first row and [start_last, stop_last) of the last; the
+    stops are at most the sequence's length, and none is below 0."""
+
+    start_first: Any
+    start_last: Any
+    stop_first: Any
+    stop_last: Any
+
+
+@triton.jit
+def key_bounds(row, last, off, len_k, mask: Mask):
+    """The keys that the rows from `row` to `last` see in the window. off: of the diagonal."""
+    start_first = 0
+    start_last = 0
+    stop_first = len_k
+    stop_last = len_k
+    if mask.HAS_RIGHT:
+        stop_first = tl.maximum(tl.minimum(len_k, row + off + mask.right + 1), 0)
+        stop_last = tl.maximum(tl.minimum(len_k, last + off + mask.right + 1), 0)
+    if mask.HAS_LEFT:
+        start_first = tl.maximum(row + off - mask.left, 0)
+        start_last = tl.maximum(last + off - mask.left, 0)
+    return KeyBounds(start_first, start_last, stop_first, stop_last)

@@ -1,0 +1,28 @@
+"""Philox4x32-10 (Salmon et al., SC'11), of which dropout masks are drawn."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def philox_words(c0, c1, c2, c3, key0, key1):
+    """The four words of counters (c0, c1, c2, c3), all uint32 and broadcastable."""
+    for _ in tl.static_range(10):
+        hi0 = tl.umulhi(c0, 0xD2511F53)
+        lo0 = c0 * 0xD2511F53
+        hi2 = tl.umulhi(c2, 0xCD9E8D57)
+        lo2 = c2 * 0xCD9E8D57
+        c0 = hi2 ^ c1 ^ key0
+        c1 = lo2
+        c2 = hi0 ^ c3 ^ key1
+        c3 = lo0
+        key0 += 0x9E3779B9
+        key1 += 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def seed_words(seed):
+    """The low and high word of the 64-bit seed at this address."""
+    value = tl.load(seed)
+    return value.to(tl.uint32), (value >> 32).to(tl.uint32)
