@@ -72,8 +72,12 @@ def gather_keys(
     place = keys.token + tl.minimum(rows, keys.count - 1)
     if cache.table is None:
         offsets = wide(place) * x.stride_n
+        if KV_GROUP > 0:
+            d_offsets = wide(place) * descale.stride_n
     else:
         offsets = storage_rows(place, keys, cache, x.stride_b, x.stride_n)
+        if KV_GROUP > 0:
+            d_offsets = storage_rows(place, keys, cache, descale.stride_b, descale.stride_n)
     ok = (rows < keys.count)[:, None] & (dims < DIM)[None, :]
     if IS_INT4:
         packed = tl.load(keys.base + offsets[:, None] + (dims // 2)[None, :], mask=ok, other=0)
@@ -83,10 +87,6 @@ def gather_keys(
     else:
         stored = tl.load(keys.base + offsets[:, None] + dims[None, :], mask=ok, other=0.0)
     if KV_GROUP > 0:
-        if cache.table is None:
-            d_offsets = wide(place) * descale.stride_n
-        else:
-            d_offsets = storage_rows(place, keys, cache, descale.stride_b, descale.stride_n)
         groups = d_offsets[:, None] + (dims // KV_GROUP)[None, :]
         scale = tl.load(descale.ptr + keys.groups + groups, mask=ok, other=0.0)
         stored = stored.to(tl.float32) * scale
