@@ -65,7 +65,7 @@ def forward(
         factor = work.factor(descales.q) * work.factor(descales.k)
         scale_log2, q_MD = split_sign(scale_log2 * factor, q_MD)
     rows_M = work.row0 + gl.arange(0, tile.BLOCK_M, gl.SliceLayout(1, MFMA))
-    last_M = last_keys(rows_M, work.len_k, work.off, mask.HAS_RIGHT)
+    last_M = last_keys(rows_M, work.len_k, work.off, mask)
     if GENERATION == 3:
         base_M, l_M, acc_MD = cdna3.mainloop(
             work, io.k, io.v, q_MD, last_M, scale_log2, MFMA, tile.BLOCK_N

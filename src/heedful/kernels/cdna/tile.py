@@ -6,6 +6,8 @@ Shapes: M query rows, N key rows, D head dim.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from heedful.kernels.args import Mask
+
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
 
@@ -26,11 +28,11 @@ def row_offsets(rows, stride, dims):
 
 
 @gluon.jit
-def last_keys(rows_M, len_k, off, IS_CAUSAL: gl.constexpr):
+def last_keys(rows_M, len_k, off, mask: Mask):
     """The last key that each row sees, negative if none."""
     last_M = gl.full(rows_M.shape, 0, gl.int32, rows_M.type.layout) + (len_k - 1)
-    if IS_CAUSAL:
-        last_M = gl.minimum(last_M, rows_M + off)
+    if mask.HAS_RIGHT:
+        last_M = gl.minimum(last_M, rows_M + (off + mask.right))
     return last_M
 
 

@@ -3,6 +3,10 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from heedful.kernels.args import Mask, Sequences, Shape, TileOrder
+from heedful.kernels.common.key_range import key_bounds
+from heedful.kernels.common.sequences import sequence
+
 
 @gluon.aggregate
 class WorkTile:
@@ -10,7 +14,8 @@ class WorkTile:
     split; those before `full_end` without a mask.
 
     b, h, g: sequence, query head and KV head, 64-bit. token_q, token_k: where the sequence begins
-    among packed tokens. Key j is visible to query i iff j < len_k and, with a mask, j <= i + off.
+    among packed tokens. Key j is visible to query i iff j < len_k and, with a mask, j <= i + off +
+    right.
     """
 
     b: gl.tensor
@@ -47,7 +52,14 @@ class WorkTile:
 
 
 @gluon.jit
-def work_tile(sequences, shape, mask, order, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def work_tile(
+    sequences: Sequences,
+    shape: Shape,
+    mask: Mask,
+    order: TileOrder,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):
     """The WorkTile of this program.
 
     Heads are dealt round the dies first, so that one head's keys stay in one L2 where their number
@@ -61,13 +73,11 @@ def work_tile(sequences, shape, mask, order, BLOCK_M: gl.constexpr, BLOCK_N: gl.
     b = bh // shape.heads_q
     h = bh % shape.heads_q
     g = h // (shape.heads_q // shape.heads_k)
-    token_q, len_q = sequence(b, sequences.cu_q, sequences.seqlen_q)
-    token_k, len_k = sequence(b, sequences.cu_k, sequences.seqlen_k)
+    token_q, len_q, _ = sequence(b, sequences.cu_q, None, None, sequences.seqlen_q)
+    token_k, len_k, _ = sequence(b, sequences.cu_k, None, None, sequences.seqlen_k)
     row0 = block * BLOCK_M
     off = mask.bottom_right * (len_k - len_q) + mask.shift
-    if mask.HAS_RIGHT:
-        off += mask.right
-    full, end = n_block_range(row0, len_q, len_k, off, BLOCK_M, BLOCK_N, mask.HAS_RIGHT)
+    full, end = n_block_range(row0, len_q, len_k, off, mask, BLOCK_M, BLOCK_N)
     split = gl.program_id(1)
     begin, full_end, end = split_n_blocks(full, end, split, order.splits)
     split = split.to(gl.int64)
@@ -76,39 +86,14 @@ def work_tile(sequences, shape, mask, order, BLOCK_M: gl.constexpr, BLOCK_N: gl.
 
 
 @gluon.jit
-def sequence(b, cu_seqlens, seqlen):
-    """(first token as 64 bits, length) of sequence b. seqlen: the length of every sequence, or of
-    packed ones all together, beyond which none reaches whatever cu_seqlens says."""
-    token = b.to(gl.int64) * 0
-    length = seqlen
-    if cu_seqlens is not None:
-        begin = within(gl.load(cu_seqlens + b), 0, seqlen)
-        length = within(gl.load(cu_seqlens + b + 1), begin, seqlen) - begin
-        token += begin
-    return token, length
-
-
-@gluon.jit
-def within(value, low, high):
-    """The value, or the bound beyond which it is."""
-    return gl.minimum(gl.maximum(value, low), high)
-
-
-@gluon.jit
 def n_block_range(
-    row0, len_q, len_k, off, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, IS_CAUSAL: gl.constexpr
+    row0, len_q, len_k, off, mask: Mask, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
 ):
     """Tiles [0, end) are visible to some row of [row0, row0 + BLOCK_M), those below `full` to
     every row and without a mask."""
-    full = len_k // BLOCK_N
-    end = (len_k + BLOCK_N - 1) // BLOCK_N
-    if IS_CAUSAL:
-        last = gl.minimum(row0 + BLOCK_M, len_q) - 1
-        seen_by_first = gl.maximum(gl.minimum(len_k, row0 + off + 1), 0)
-        seen_by_last = gl.maximum(gl.minimum(len_k, last + off + 1), 0)
-        full = seen_by_first // BLOCK_N
-        end = (seen_by_last + BLOCK_N - 1) // BLOCK_N
-    return full, end
+    last = gl.minimum(row0 + BLOCK_M, len_q) - 1
+    bounds = key_bounds(row0, last, off, len_k, mask)
+    return bounds.stop_first // BLOCK_N, gl.cdiv(bounds.stop_last, BLOCK_N)
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args import TransposeIO, TransposeSizes
-from heedful.kernels.portable.sequences import within
+from heedful.kernels.common.sequences import within
 
 
 @triton.jit

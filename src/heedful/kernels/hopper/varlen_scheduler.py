@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args import SplitRows, SplitRowVector, VarlenIO, VarlenSizes
-from heedful.kernels.portable.sequences import within
+from heedful.kernels.common.sequences import within
 from heedful.kernels.portable.unused import clear_gaps
 
 

@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args import Descale, KVLayout, Rows
-from heedful.kernels.portable.sequences import cache_row, load_rows, wide, within
+from heedful.kernels.common.sequences import within
+from heedful.kernels.portable.sequences import cache_row, load_rows, wide
 
 
 class Keys(NamedTuple):

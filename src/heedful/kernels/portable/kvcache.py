@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args import AppendIO, KVLayout, Rotary, RotateIO, Rows
-from heedful.kernels.portable.sequences import load_rows, row_base, store_rows, wide, within
+from heedful.kernels.common.sequences import within
+from heedful.kernels.portable.sequences import load_rows, row_base, store_rows, wide
 
 
 @triton.jit

@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args import ClearOutsideIO, ClearUnusedIO, SplitRows, SplitRowVector
-from heedful.kernels.portable.sequences import row_base, sequence, store_rows, wide, within
+from heedful.kernels.common.sequences import sequence, within
+from heedful.kernels.portable.sequences import row_base, store_rows, wide
 
 
 @triton.jit
