@@ -14,6 +14,7 @@ class Difference:
     """One kernel of both records.
 
     function: its name, and what its problem has. verdict: one of VERDICTS. said: what else differs.
+    is_loop_same: the hot loop has the same instructions. is_worse: it spills more, or is no more.
     """
 
     key: str
@@ -21,6 +22,7 @@ class Difference:
     verdict: str
     said: tuple[str, ...]
     is_worse: bool
+    is_loop_same: bool = False
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[Difference]:
@@ -69,7 +71,8 @@ def _difference(
     if a.get("loop_order") != b.get("loop_order"):
         said.append("loop in another order")
     is_worse = any(b["spills"][name] > before for name, before in a["spills"].items())
-    return Difference(key, function, _verdict(a, b), tuple(said), is_worse)
+    is_loop_same = a["loop"] == b["loop"]
+    return Difference(key, function, _verdict(a, b), tuple(said), is_worse, is_loop_same)
 
 
 def _verdict(a: dict[str, Any], b: dict[str, Any]) -> str:
@@ -93,8 +96,9 @@ def table(found: list[Difference]) -> str:
     counts: dict[str, Counter] = {}
     for each in found:
         counts.setdefault(each.key.rpartition("/")[0], Counter())[each.verdict] += 1
+        counts[each.key.rpartition("/")[0]]["same loop"] += each.is_loop_same
         counts[each.key.rpartition("/")[0]]["more spills"] += each.is_worse
-    columns = (*VERDICTS, "more spills")
+    columns = (*VERDICTS, "same loop", "more spills")
     lines = [f"| array | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for name, by in sorted(counts.items()):
         lines.append(f"| {name} | {' | '.join(str(by[c] or '') for c in columns)} |")
