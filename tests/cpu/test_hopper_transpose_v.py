@@ -16,7 +16,7 @@ from heedful.launch import programs
 from heedful.launch.bind import hopper_fp8
 from heedful.launch.interpret import interpret
 from heedful.launch.spec import Program
-from heedful.torch.execute import buffer_spec
+from heedful.torch.arrays import array_spec
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
 BLOCK = 128
@@ -39,7 +39,7 @@ def transposed(v: torch.Tensor, batch: int, seqlen_k: int, cu_k: torch.Tensor | 
         total_k=total,
     )
     tensors = {"v": v} if cu_k is None else {"v": v, "cu_seqlens_k": cu_k}
-    specs = {name: buffer_spec(t) for name, t in tensors.items()}
+    specs = {name: array_spec(t) for name, t in tensors.items()}
     if cu_k is not None:
         specs["cu_seqlens_q"] = specs["cu_seqlens_k"]
     specs |= {"q": specs["v"], "k": specs["v"], "out": specs["v"]}

@@ -24,8 +24,8 @@ from heedful.launch import buffers, programs
 from heedful.launch.bind import portable, portable_cache
 from heedful.launch.interpret import interpret
 from heedful.launch.spec import Program
+from heedful.torch.arrays import array_spec
 from heedful.torch.cache_update import append_kv
-from heedful.torch.execute import buffer_spec
 from support.fenced import Fenced
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
@@ -49,7 +49,7 @@ def forward(problem: AttentionProblem, num_splits: int = 1, **tensors: torch.Ten
         "lse": Fenced.like(torch.full(problem.lse_shape, 7.0)),
     }
     given: Named = {**tensors, **{name: fenced.inside for name, fenced in results.items()}}
-    specs = {name: buffer_spec(tensor) for name, tensor in given.items()}
+    specs = {name: array_spec(tensor) for name, tensor in given.items()}
     interpret(portable.forward(problem, chosen, specs), given)
     for fenced in results.values():
         fenced.assert_whole()
@@ -215,7 +215,7 @@ def test_gradients_of_impossible_bounds_stay_inside(bounds):
     outputs = {f"d{name}": Fenced.like(given[name]) for name in ("q", "k", "v", "bias")}
     given |= {name: fenced.inside for name, fenced in outputs.items()}
     chosen = Plan(problem, by_name("H200"), "portable", "run", configs=KERNELS)
-    specs = {name: buffer_spec(tensor) for name, tensor in given.items()}
+    specs = {name: array_spec(tensor) for name, tensor in given.items()}
     interpret(portable.backward(problem, chosen, specs), given)
     for fenced in outputs.values():
         fenced.assert_whole()
@@ -225,7 +225,7 @@ def test_gradients_of_impossible_bounds_stay_inside(bounds):
 def append(x: dict[str, torch.Tensor], page_size: int = 0, position0: int = 0) -> torch.Tensor:
     """Appends in place; returns the keys that each sequence has then."""
     x = {**x, "seqused": torch.full(x["cache_seqlens"].shape, 77, dtype=torch.int32)}
-    specs = {name: buffer_spec(t) for name, t in x.items()}
+    specs = {name: array_spec(t) for name, t in x.items()}
     interpret(portable_cache.append_kv(specs, page_size, True, position0), x)
     return x["seqused"]
 
@@ -281,7 +281,7 @@ def test_rotary_positions_outside_of_the_tables_read_the_nearest():
     tables = {"rotary_cos": cos.inside, "rotary_sin": sin.inside}
     lengths, q = ints(-9, 22, 2**31 - 100), randn(3, 4, 2, 16)
     y = {"q": q, "rotated": torch.full_like(q, 7.0), "cache_seqlens": lengths, **tables}
-    specs = {name: buffer_spec(t) for name, t in y.items()}
+    specs = {name: array_spec(t) for name, t in y.items()}
     interpret(portable_cache.rotary(specs, True, True, 3), y)
     assert y["rotated"].isfinite().all()
     shape = (3, 24, 2, 16)

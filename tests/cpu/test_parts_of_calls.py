@@ -2,7 +2,6 @@
 remembered, what must go through torch's dispatcher, and the backwards of saved tensors.
 """
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +12,12 @@ from torch.func import vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import heedful.torch as typed
+from heedful.core.arrays import ArraySpec
 from heedful.core.operands import Gradients, Operands
+from heedful.core.storage import storage
 from heedful.torch import adapt, api, dispatch
 from heedful.torch import saved as saving
+from heedful.torch.arrays import array_spec
 from heedful.torch.calls import CALLS, Generations, make_seed, out_key, tensor_key
 from heedful.torch.plain import plain_length, plain_seed
 from heedful.torch.saved import Backwards, check_restored
@@ -59,18 +61,13 @@ ROWS = torch.zeros(2, 6, 3, 8)
 def test_alignment_is_that_of_addresses_and_of_strides_that_are_stepped(tensor, is_aligned, place):
     given: list[Any] = [ROWS, ROWS, ROWS, None]
     given[place] = tensor
-    assert adapt.storage(*given)["aligned"] == is_aligned
+    specs = [tensor if tensor is None else array_spec(tensor) for tensor in given]
+    assert storage(*specs)["aligned"] == is_aligned
 
 
-def strided(batch: int, rows: int, batch_stride: int, row_stride: int) -> Any:
-    """The metadata of keys: (batch, rows, 1, 8)."""
-    return SimpleNamespace(
-        ndim=4,
-        shape=(batch, rows, 1, 8),
-        stride=lambda: (batch_stride, row_stride, 8, 1),
-        data_ptr=lambda: 0,
-        element_size=lambda: 4,
-    )
+def strided(batch: int, rows: int, batch_stride: int, row_stride: int) -> ArraySpec:
+    """Keys: (batch, rows, 1, 8)."""
+    return ArraySpec((batch, rows, 1, 8), (batch_stride, row_stride, 8, 1), "float32")
 
 
 @pytest.mark.parametrize(
@@ -91,15 +88,16 @@ def strided(batch: int, rows: int, batch_stride: int, row_stride: int) -> Any:
 )
 @pytest.mark.parametrize("place", [1, 2])
 def test_rows_are_even_where_a_batch_entry_is_a_whole_number_of_them(cache, even, place):
-    given: list[Any] = [ROWS, ROWS, ROWS, None]
+    rows = array_spec(ROWS)
+    given: list[Any] = [rows, rows, rows, None]
     given[place] = cache
-    assert adapt.storage(*given)["even_rows"] == even
-    assert adapt.storage(cache, ROWS, ROWS, cache)["even_rows"]
+    assert storage(*given)["even_rows"] == even
+    assert storage(cache, rows, rows, cache)["even_rows"]
 
 
 def test_packed_keys_have_no_batch_stride():
-    given = [torch.zeros(6, 3, 8).as_strided((6, 3, 8), (1, 7, 1))] * 3
-    assert adapt.storage(given[0], given[1], given[2], None)["even_rows"]
+    packed = ArraySpec((6, 3, 8), (1, 7, 1), "float32")
+    assert storage(packed, packed, packed, None)["even_rows"]
 
 
 def test_only_tensors_without_dense_rows_are_copied_and_named():

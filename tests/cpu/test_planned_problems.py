@@ -445,7 +445,9 @@ def test_a_backend_is_the_one_that_was_named(monkeypatch):
         function()
     assert named == ["cpu", None] * 3
     for name in ("cpu", "sdpa"):
-        assert f"forward   {name}" in heedful.explain(dense, v=K, backend=name)
+        assert f"forward   {name}" in heedful.explain(
+            heedful.flash_attn_func, Q, K, K, backend=name
+        )
 
 
 def test_a_length_as_an_int_is_that_of_each_sequence():

@@ -19,8 +19,8 @@ from heedful.core.plan import Plan
 from heedful.core.tiles import TileConfig
 from heedful.launch.bind import portable, portable_cache
 from heedful.launch.interpret import interpret
+from heedful.torch.arrays import array_spec
 from heedful.torch.cache_update import append_kv, rotate
-from heedful.torch.execute import buffer_spec
 from support import budget
 from support.cases import Case
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
@@ -93,7 +93,7 @@ class Interpreted:
         return Plan(problem, by_name("H200"), "portable", "run", **facts)
 
     def _run(self, build, problem, tensors) -> None:
-        specs = {name: buffer_spec(tensor) for name, tensor in tensors.items()}
+        specs = {name: array_spec(tensor) for name, tensor in tensors.items()}
         problem = replace(problem, num_splits=self.num_splits)
         interpret(build(problem, self._plan(problem), specs), tensors)
 
@@ -175,7 +175,7 @@ def test_append_and_rotation_are_those_of_plain_torch(interleaved, page_size):
     cos, sin = tables.values()
     turned = rotate(k_new, cos, sin, start + 2, interleaved)
     append_kv(want_k, want_v, turned, v_new, start, x.get("kv_batch_idx"), x.get("block_table"))
-    specs = {name: buffer_spec(t) for name, t in x.items()}
+    specs = {name: array_spec(t) for name, t in x.items()}
     interpret(portable_cache.append_kv(specs, page_size, interleaved, position0=2), x)
     assert torch.equal(x["k"], want_k)
     assert torch.equal(x["v"], want_v)
@@ -183,7 +183,7 @@ def test_append_and_rotation_are_those_of_plain_torch(interleaved, page_size):
 
     for advance in (True, False):
         y = {"q": q, "rotated": torch.full_like(q, torch.nan), "cache_seqlens": start, **tables}
-        specs = {name: buffer_spec(t) for name, t in y.items()}
+        specs = {name: array_spec(t) for name, t in y.items()}
         interpret(portable_cache.rotary(specs, interleaved, advance), y)
         assert torch.equal(y["rotated"], rotate(q, cos, sin, start, interleaved, advance))
 

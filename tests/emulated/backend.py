@@ -14,7 +14,7 @@ from heedful.emulator import At, Report, emulate
 from heedful.launch import compiler
 from heedful.launch.programs import program
 from heedful.launch.spec import Pointer, Program, Scalar
-from heedful.torch.execute import buffer_spec
+from heedful.torch.arrays import array_spec
 
 TARGETS = {"gfx942": "MI300X", "gfx950": "MI355X"}
 
@@ -72,7 +72,7 @@ class Emulated:
 
     def _run(self, direction: str, problem, tensors: dict[str, torch.Tensor]):
         chosen = plan(problem, device_of(self.arch), backend=self.backend)
-        buffers = {name: buffer_spec(t) for name, t in tensors.items()}
+        buffers = {name: array_spec(t) for name, t in tensors.items()}
         made = program(chosen, direction, buffers)
         # The forward half of a training case is a forward case too: here it only makes inputs.
         once = direction == "forward" and problem.needs_grad

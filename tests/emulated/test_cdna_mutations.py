@@ -20,7 +20,7 @@ from heedful.emulator.decoder import Code
 from heedful.launch import compiler
 from heedful.launch.programs import program
 from heedful.launch.spec import Pointer, Scalar
-from heedful.torch.execute import buffer_spec
+from heedful.torch.arrays import array_spec
 from support.budget import Error, oracle_results
 from support.cases import Case, build
 
@@ -77,7 +77,7 @@ class Launch:
         self.problem = replace(built.problem, return_lse=True)
         self.inputs = {n: t for n, t in built.x._asdict().items() if t is not None}
         self.truth = oracle_results(built)
-        buffers = {n: buffer_spec(t) for n, t in (self.inputs | self.outputs()).items()}
+        buffers = {n: array_spec(t) for n, t in (self.inputs | self.outputs()).items()}
         made = program(plan(self.problem, device_of(arch), backend="cdna"), "forward", buffers)
         (self.call,) = made.calls
         self.artifact = compiler.artifact(self.call, arch)

@@ -74,7 +74,9 @@ def run(code: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("module", ["heedful", "heedful.core.plan", "heedful.launch.spec"])
+@pytest.mark.parametrize(
+    "module", ["heedful", "heedful.core.plan", "heedful.core.describe_cache", "heedful.launch.spec"]
+)
 def test_importing_brings_no_framework(module):
     loaded = run(f"import {module}, sys; print(*sorted(m.split('.')[0] for m in sys.modules))")
     assert not set(loaded.split()) & FRAMEWORKS

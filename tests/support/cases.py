@@ -14,8 +14,9 @@ import torch
 from heedful.core.mask import MaskSpec
 from heedful.core.operands import Operands
 from heedful.core.problem import ITEM_BITS, AttentionProblem
+from heedful.core.storage import storage
 from heedful.reference.sequences import sequences
-from heedful.torch.adapt import storage
+from heedful.torch.arrays import array_spec
 
 # Another number, another draw of every case (`make test-random`).
 FRESH = int(os.environ.get("TEST_SEED", "0"))
@@ -290,7 +291,7 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
         return_probs=case.return_probs,
         deterministic=case.deterministic,
         num_splits=case.num_splits,
-        **storage(x.q, x.k, x.v, None),
+        **storage(*map(array_spec, (x.q, x.k, x.v)), None),
         dropout_origin=case.dropout_origin,
     )
     problem.validate()

@@ -51,17 +51,19 @@ def inputs(problem: AttentionProblem) -> Buffers:
     return buffers
 
 
+def results(problem: AttentionProblem) -> Buffers:
+    """What the forward makes."""
+    made = {"out": ArraySpec.contiguous(problem.out_shape, problem.out_dtype)}
+    if problem.makes_lse:
+        made["lse"] = ArraySpec.contiguous(problem.lse_shape, "float32")
+    if problem.return_probs:
+        made["probs"] = ArraySpec.contiguous(problem.probs_shape, problem.out_dtype)
+    return made
+
+
 def forward(problem: AttentionProblem) -> Buffers:
     """Inputs and outputs of the forward."""
-    buffers = inputs(problem)
-    shape = (*buffers["q"].shape[:-1], problem.head_dim_v)
-    buffers["out"] = ArraySpec.contiguous(shape, problem.out_dtype)
-    if problem.return_lse or problem.needs_grad or problem.return_probs:
-        buffers["lse"] = ArraySpec.contiguous(problem.lse_shape, "float32")
-    if problem.return_probs:
-        scores = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-        buffers["probs"] = ArraySpec.contiguous(scores, problem.out_dtype)
-    return buffers
+    return inputs(problem) | results(problem)
 
 
 def backward(problem: AttentionProblem) -> Buffers:

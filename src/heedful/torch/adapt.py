@@ -110,46 +110,6 @@ def bias_gradient(dbias: Tensor, shape: tuple) -> Tensor:
     return dbias.sum_to_size((1,) * (4 - len(shape)) + tuple(shape)).reshape(shape)
 
 
-def copies(x: Operands, adapted: Operands) -> list[str]:
-    """What a user should know about the tensors that were copied."""
-    notes = []
-    for name in ("q", "k", "v"):
-        given = getattr(x, name)
-        if getattr(adapted, name) is not given:
-            notes.append(f"{name} is copied: its last dim has stride {given.stride(-1)}")
-    return notes
-
-
-def storage(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None) -> dict[str, bool]:
-    """The problem's facts that are about bases and strides."""
-    return {
-        "aligned": _are_aligned(q, k, v, out),
-        "even_rows": _has_even_rows(k) and _has_even_rows(v),
-    }
-
-
-def _has_even_rows(tensor: Tensor) -> bool:
-    """Whether the row stride divides the batch stride of (B, S, H, D), with 30 bits for a row."""
-    if tensor.ndim != 4 or tensor.shape[0] <= 1 or tensor.shape[1] <= 1:
-        return True
-    batch, row = tensor.stride()[:2]
-    return row > 0 and not batch % row and batch // row * tensor.shape[0] < 1 << 30
-
-
-def _are_aligned(*tensors: Tensor | None) -> bool:
-    """Whether all bases and strides are multiples of 16 bytes."""
-    for tensor in tensors:
-        if tensor is None:
-            continue
-        item = tensor.element_size()
-        if tensor.data_ptr() % 16 or any(
-            stride * item % 16 and size > 1
-            for stride, size in zip(tensor.stride()[:-1], tensor.shape, strict=False)
-        ):
-            return False
-    return True
-
-
 def autocast(tensors: tuple, device_type: str) -> tuple:
     """q, k, v and bias, the first four, in autocast's dtype; fp8, float64 and None stay."""
     dtype = torch.get_autocast_dtype(device_type)

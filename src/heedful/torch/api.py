@@ -5,10 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
+from heedful.core.call import WHOLE, Options, new_operands, new_options
+from heedful.core.operands import Operands
 from heedful.torch import library
 from heedful.torch.calls import attend
 from heedful.torch.dispatch import needs_dispatcher
-from heedful.torch.plain import WHOLE, plain_length, plain_origin, plain_window
+from heedful.torch.plain import plain_length, plain_origin, plain_window
 
 # The default needs no look at what it holds. It is known by identity, as (-1.0, -1) equals it, and
 # not where a call is traced: Dynamo of torch 2.11 cannot compare identities.
@@ -94,23 +96,22 @@ def flash_attn_func(
         window_size = plain_window(window_size)
     if dispatched or dropout_origin is not WHOLE:
         dropout_origin = plain_origin(dropout_origin)
-    options = (
-        "dense",
-        None,
-        None,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        deterministic,
-        return_attn_probs,
-        return_lse,
-        num_splits,
-        backend,
-        dropout_origin,
+    options = (Options if dispatched else new_options)(
+        kind="dense",
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+        num_splits=num_splits,
+        backend=backend,
+        dropout_origin=dropout_origin,
     )
-    if (
+    x = None
+    if not (
         bias is None
         and alibi_slopes is None
         and sink is None
@@ -118,15 +119,19 @@ def flash_attn_func(
         and k_descale is None
         and v_descale is None
     ):
-        extras = None
-    else:
-        extras = (bias, alibi_slopes, sink, *_DENSE, q_descale, k_descale, v_descale, None, None)
+        x = (Operands if dispatched else new_operands)(
+            q=q,
+            k=k,
+            v=v,
+            bias=bias,
+            alibi_slopes=alibi_slopes,
+            sink=sink,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+        )
     run = library.attend if dispatched else attend
-    return run(q, k, v, extras, options, out, dropout_seed)
-
-
-# cu_seqlens to seed, absent from dense calls.
-_DENSE = (None,) * 9
+    return run(q, k, v, x, options, out, dropout_seed)
 
 
 def flash_attn_varlen_func(
@@ -195,48 +200,51 @@ def flash_attn_varlen_func(
         window_size = plain_window(window_size)
     if dispatched or dropout_origin is not WHOLE:
         dropout_origin = plain_origin(dropout_origin)
-    if max_seqlen_q.__class__ is not int:
-        max_seqlen_q = plain_length("max_seqlen_q", max_seqlen_q, _most_rows(q, bias, -2))
-    if max_seqlen_k.__class__ is not int:
-        most = _most_rows(k, bias, -1, block_table)
-        max_seqlen_k = plain_length("max_seqlen_k", max_seqlen_k, most)
-    options = (
-        "varlen",
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        deterministic,
-        return_attn_probs,
-        return_lse,
-        num_splits,
-        backend,
-        dropout_origin,
+    if max_seqlen_q.__class__ is not int or max_seqlen_k.__class__ is not int:
+        lengths = max_seqlen_q, max_seqlen_k
+        max_seqlen_q, max_seqlen_k = plain_lengths(lengths, q, k, bias, block_table)
+    options = (Options if dispatched else new_options)(
+        kind="varlen",
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+        num_splits=num_splits,
+        backend=backend,
+        dropout_origin=dropout_origin,
     )
-    extras = (
-        bias,
-        alibi_slopes,
-        sink,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        seqused_q,
-        seqused_k,
-        block_table,
-        None,
-        None,
-        None,
-        None,
-        q_descale,
-        k_descale,
-        v_descale,
-        None,
-        None,
+    x = (Operands if dispatched else new_operands)(
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        block_table=block_table,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
     )
     run = library.attend if dispatched else attend
-    return run(q, k, v, extras, options, out, dropout_seed)
+    return run(q, k, v, x, options, out, dropout_seed)
+
+
+def plain_lengths(lengths: tuple, q, k, bias, block_table) -> tuple:
+    """max_seqlen_q and max_seqlen_k as ints, those in tensors elsewhere without a read. Raises
+    TypeError."""
+    most = _most_rows(q, bias, -2), _most_rows(k, bias, -1, block_table)
+    names = "max_seqlen_q", "max_seqlen_k"
+    return tuple([plain_length(*given) for given in zip(names, lengths, most, strict=True)])
 
 
 def _most_rows(x, bias, dim: int, block_table=None) -> int:

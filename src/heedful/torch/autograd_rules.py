@@ -10,8 +10,9 @@ torch.compile cannot tell while it traces a transform.
 import torch
 from torch import Tensor
 
+from heedful.core.call import Options, split
 from heedful.core.operands import Operands
-from heedful.torch.checks import Options, check_constants
+from heedful.torch.checks import check_constants
 from heedful.torch.dispatch import (
     OneLevelFunction,
     below_autograd,
@@ -22,9 +23,6 @@ from heedful.torch.dispatch import (
     untraced,
     wants_gradients,
 )
-
-_COUNT = len(Operands._fields)
-_ABSENT = (None,) * (_COUNT - 3)
 
 
 @untraced
@@ -40,15 +38,15 @@ def backward_autograd(run, keyset, *args):
     return _differentiable(Backward, run, op, keyset, args)
 
 
-def inference_autograd(op, options: tuple, args: tuple):
+def inference_autograd(op, options: Options, args: tuple):
     """The rule of an overload of heedful::inference where others than autograd look on.
 
-    options: the fields of Options that its arguments stand for.
+    options: what its arguments after q, k and v stand for.
     """
     _refuse_tangents(args)
     if not wants_gradients(args):
         return below_autograd(op, args)
-    return torch.ops.heedful.attention_v2.default(*args[:3], *_ABSENT, *options, True)[0]
+    return torch.ops.heedful.attention_v2.default(*Operands(*args[:3]), *options, True)[0]
 
 
 def _differentiable(function: type[OneLevelFunction], run, op, keyset, args: tuple):
@@ -73,21 +71,22 @@ class Attention(OneLevelFunction):
 
     @staticmethod
     def forward(ctx, below, *args):
-        check_constants(Operands(*args[:_COUNT]))
+        x, ctx.options, _ = split(args)
+        check_constants(x)
         # Whoever called could not know of the level that wants gradients.
         out, lse, probs = below(*args[:-1], True)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(probs)
-        ctx.save_for_backward(out, lse, *args[:_COUNT])
-        ctx.options = args[_COUNT:-1]
+        ctx.save_for_backward(out, lse, *x)
         return out, lse, probs
 
     @staticmethod
     @untraced
     def backward(ctx, dout, dlse, dprobs):
-        none = (None,) * (len(Options._fields) + 1)
+        # Of the options and needs_grad.
+        none = (None,) * (len(ctx.options) + 1)
         if dout is None and dlse is None:
-            return (None,) * (1 + _COUNT) + none
+            return None, *(None,) * len(Operands._fields), *none
         out, lse, *x = ctx.saved_tensors
         needs = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=False))
         dout = torch.zeros_like(out) if dout is None else dout

@@ -18,11 +18,13 @@ from heedful.core.log import decision
 from heedful.core.operands import Gradients, Operands, own_shape
 from heedful.core.plan import Plan, plan, stored_as
 from heedful.core.problem import AttentionProblem
+from heedful.core.storage import storage
+from heedful.launch import buffers
 from heedful.launch.programs import program
 from heedful.launch.record import note
-from heedful.torch.adapt import storage
+from heedful.torch.arrays import array_spec, dtype_name
 from heedful.torch.device import device_spec, toolchain
-from heedful.torch.execute import Executable, allocator, buffer_spec, current_device
+from heedful.torch.execute import Executable, allocator, current_device
 from heedful.torch.forked import check_device, on_own_thread
 from heedful.torch.pages import backward_of_pages
 
@@ -42,19 +44,23 @@ def prepare(
     Raises ValueError, with every reason, where no kernel or not the named one can run it,
     RuntimeError for a GPU in a child of a process that used it.
     """
-    device = x.q.device
-    check_device(device)
-    chosen = plan(
-        problem,
-        device_spec(device),
-        toolchain(device),
-        backend or settings.get("backend"),
-        notes,
-    )
+    chosen = planned(problem, x.q.device, backend, notes)
     decision(chosen)
     if chosen.device.vendor == "cpu":
         return CpuRunner(chosen)
     return GpuRunner(chosen, x)
+
+
+def planned(
+    problem: AttentionProblem,
+    device: torch.device,
+    backend: str | None = None,
+    notes: tuple[str, ...] = (),
+) -> Plan:
+    """The plan of a problem on a device. Raises as `prepare`."""
+    check_device(device)
+    named = backend or settings.get("backend")
+    return plan(problem, device_spec(device), toolchain(device), named, notes)
 
 
 class CpuRunner:
@@ -96,13 +102,12 @@ class GpuRunner:
         self._device = q.device
         self._inputs = [name for name in Operands._fields if getattr(x, name) is not None]
         self._pick = itemgetter(*(Operands._fields.index(name) for name in self._inputs))
-        self._buffers = {name: buffer_spec(getattr(x, name)) for name in self._inputs}
-        self._out_shape = (*q.shape[:-1], problem.head_dim_v)
+        self._buffers = {name: array_spec(getattr(x, name)) for name in self._inputs}
+        self._results = buffers.results(problem)
         out_dtype = getattr(torch, problem.out_dtype)
-        self._new_out = allocator(self._out_shape, out_dtype, q.device)
+        self._new_out = allocator(problem.out_shape, out_dtype, q.device)
         self._new_lse = allocator(problem.lse_shape, torch.float32, q.device)
-        self._probs_shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-        self._wants_lse = problem.return_lse or problem.needs_grad or problem.return_probs
+        self._makes_lse = problem.makes_lse
         self._forwards: dict[tuple, Executable] = {}
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
@@ -117,11 +122,12 @@ class GpuRunner:
             key = (out.stride(), out.data_ptr() % 16)
         tensors = [*self._pick(x), out]
         lse = probs = None
-        if self._wants_lse:
+        if self._makes_lse:
             lse = self._new_lse()
             tensors.append(lse)
         if self.plan.problem.return_probs:
-            probs = torch.zeros(self._probs_shape, dtype=out.dtype, device=self._device)
+            shape = self.plan.problem.probs_shape
+            probs = torch.zeros(shape, dtype=out.dtype, device=self._device)
             tensors.append(probs)
         run = self._forwards.get(key) or self._bind_forward(key, out)
         run(tensors)
@@ -134,15 +140,10 @@ class GpuRunner:
             self._bind_forward(key, out)
 
     def _bind_forward(self, key: tuple, out: torch.Tensor | None) -> Executable:
-        problem, dense = self.plan.problem, ArraySpec.contiguous
-        given = {"out": dense(self._out_shape, problem.out_dtype)}
+        given = self._buffers | self._results
         if out is not None:
-            given["out"] = buffer_spec(out)
-        if self._wants_lse:
-            given["lse"] = dense(problem.lse_shape, "float32")
-        if problem.return_probs:
-            given["probs"] = dense(self._probs_shape, problem.out_dtype)
-        self._forwards[key] = _bind(self.plan, "forward", {**self._buffers, **given}, self._device)
+            given["out"] = array_spec(out)
+        self._forwards[key] = _bind(self.plan, "forward", given, self._device)
         return self._forwards[key]
 
     def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
@@ -193,12 +194,12 @@ class GpuBackward:
         if self._has_dsink:
             like["dsink"] = x.sink
         self._new = [allocator(t.shape, t.dtype, self._device) for t in like.values()]
-        buffers = {name: buffer_spec(tensor) for name, tensor in given.items()}
+        specs = {name: array_spec(tensor) for name, tensor in given.items()}
         for name, tensor in like.items():
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            buffers[name] = ArraySpec.contiguous(tuple(tensor.shape), dtype)
-        plan = stored_as(plan, **storage(*x[:3], out))
-        self._run = _bind(plan, "backward", buffers, self._device)
+            dtype = dtype_name(tensor.dtype)
+            specs[name] = ArraySpec.contiguous(tuple(tensor.shape), dtype, self._device)
+        plan = stored_as(plan, **storage(specs["q"], specs["k"], specs["v"], specs["out"]))
+        self._run = _bind(plan, "backward", specs, self._device)
 
     def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
         """Gradients of the inputs for the cotangents of out and lse (None is zero); those of k and

@@ -4,19 +4,17 @@ else its elements run one by one."""
 import torch
 from torch import Tensor
 
+from heedful.core.call import Options, split
 from heedful.core.operands import Operands
-from heedful.torch.checks import Options
 from heedful.torch.dispatch import untraced
-
-_COUNT = len(Operands._fields)
 
 
 @untraced
 def attention_vmap(info, in_dims, *args):
     """The rule of heedful::attention_v2."""
-    x, options = Operands._make(args[:_COUNT]), Options._make(args[_COUNT:-1])
+    x, options, _ = split(args)
     op = torch.ops.heedful.attention_v2.default
-    if not _joins(x, in_dims[:_COUNT], options):
+    if not _joins(x, Operands._make(in_dims[: len(x)]), options):
         return _one_by_one(op, info.batch_size, in_dims, args)
     folded = [_fold(t, dim, info.batch_size) for t, dim in zip(x[:3], in_dims, strict=False)]
     out, lse, probs = op(*folded, *args[3:])
@@ -33,12 +31,12 @@ def inference_vmap(op, info, in_dims, *args):
 @untraced
 def backward_vmap(info, in_dims, *args):
     """The rule of heedful::attention_v2_backward."""
-    x, options = Operands._make(args[4 : 4 + _COUNT]), Options._make(args[4 + _COUNT : -2])
+    x, options, (bias_grad, _) = split(args[4:])
     op = torch.ops.heedful.attention_v2_backward.default
     size = info.batch_size
     # The gradient of a sink or a bias sums over the batch, which must not join another's.
-    alone = x.sink is not None or args[-2]
-    if alone or not _joins(x, in_dims[4 : 4 + _COUNT], options):
+    alone = x.sink is not None or bias_grad
+    if alone or not _joins(x, Operands._make(in_dims[4 : 4 + len(x)]), options):
         return _one_by_one(op, size, in_dims, args)
     folded = [
         t if t is None else _fold(t, dim, size) for t, dim in zip(args[:7], in_dims, strict=False)
@@ -48,7 +46,7 @@ def backward_vmap(info, in_dims, *args):
     return (*grads, dbias, dsink), (0, 0, 0, None, None)
 
 
-def _joins(x: Operands, dims: tuple, options: Options) -> bool:
+def _joins(x: Operands, dims: Operands, options: Options) -> bool:
     """Whether the mapped dim may be part of the batch: nothing of the call tells batches apart."""
     if options.kind != "dense" or options.dropout_p > 0 or any(d is not None for d in dims[3:]):
         return False

@@ -4,35 +4,19 @@ value back.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from heedful.core.arrays import ArraySpec
+from heedful.core.call import CacheUpdate
 from heedful.core.operands import Operands
 from heedful.core.plan import Plan
 from heedful.launch.bind import portable_cache
 from heedful.torch.adapt import dense_rows
-from heedful.torch.execute import Executable, allocator, buffer_spec, current_device
+from heedful.torch.arrays import array_spec
+from heedful.torch.execute import Executable, allocator, current_device
 from heedful.torch.forked import on_own_thread
-
-
-class Update(NamedTuple):
-    """What happens to the cache before attention: arguments of flash_attn_with_kvcache."""
-
-    k: Any
-    v: Any
-    rotary_cos: Any
-    rotary_sin: Any
-    cache_seqlens: Any
-    rotary_interleaved: Any
-    shared_prefix: Any
-
-    @property
-    def position0(self) -> int:
-        """Tokens before the cache of every sequence."""
-        return 0 if self.shared_prefix is None else self.shared_prefix[0].shape[-3]
-
 
 _USED = Operands._fields.index("seqused_k")
 _new = tuple.__new__
@@ -51,7 +35,7 @@ def used_keys(x: Operands, start: Tensor, new: int) -> Tensor:
 
 
 def update_cache(
-    x: Operands, update: Update, start: Tensor, advance: bool, sees_values: bool = False
+    x: Operands, update: CacheUpdate, start: Tensor, advance: bool, sees_values: bool = False
 ) -> Operands:
     """Writes the new keys and values into the cache, in plain torch; returns x with q rotated.
 
@@ -67,14 +51,14 @@ def update_cache(
     return x
 
 
-def updater(x: Operands, update: Update, advance: bool, plan: Plan):
+def updater(x: Operands, update: CacheUpdate, advance: bool, plan: Plan):
     """What changes the cache for one kind of call: a function of (x, update, start)."""
     if plan.device.vendor == "cpu":
         return partial(_update_plainly, advance)
     return DeviceUpdate(x, update, advance, plan.device.arch)
 
 
-def _update_plainly(advance: bool, x: Operands, update: Update, start: Tensor) -> Operands:
+def _update_plainly(advance: bool, x: Operands, update: CacheUpdate, start: Tensor) -> Operands:
     return on_own_thread(update_cache, x, update, start, advance, True)
 
 
@@ -82,26 +66,26 @@ class DeviceUpdate:
     """As `update_cache`, for one kind of call on one GPU; compiles when it is made. It also counts
     the keys that there are then, which takes torch a launch of its own."""
 
-    def __init__(self, x: Operands, update: Update, advance: bool, arch: str):
+    def __init__(self, x: Operands, update: CacheUpdate, advance: bool, arch: str):
         self._new_used = allocator((x.q.shape[0],), torch.int32, x.q.device)
         self._new_rotated = allocator(x.q.shape, x.q.dtype, x.q.device)
         self._index = x.q.device.index
         interleaved, position0 = bool(update.rotary_interleaved), update.position0
         start = torch.empty(x.q.shape[0], dtype=torch.int32, device=x.q.device)
         tensors = _named(x, update, start, start)
-        buffers = {name: buffer_spec(tensor) for name, tensor in tensors.items()}
+        buffers = {name: array_spec(tensor) for name, tensor in tensors.items()}
         page_size = x.k.shape[1] if x.block_table is not None else 0
         program = portable_cache.append_kv(buffers, page_size, interleaved, position0)
         self._append = Executable(program, arch, x.q.device, list(tensors))
         self._rotate = None
         if update.rotary_cos is not None:
             turned = {name: buffers[name] for name in ("cache_seqlens", "rotary_cos", "rotary_sin")}
-            turned["q"] = buffer_spec(dense_rows(x.q))
-            turned["rotated"] = buffer_spec(torch.empty(x.q.shape, dtype=x.q.dtype, device="meta"))
+            turned["q"] = array_spec(dense_rows(x.q))
+            turned["rotated"] = ArraySpec.contiguous(x.q.shape, turned["q"].dtype)
             program = portable_cache.rotary(turned, interleaved, advance, position0)
             self._rotate = Executable(program, arch, x.q.device, list(turned))
 
-    def __call__(self, x: Operands, update: Update, start: Tensor) -> Operands:
+    def __call__(self, x: Operands, update: CacheUpdate, start: Tensor) -> Operands:
         if current_device() != self._index:
             with torch.cuda.device(self._index):
                 return self(x, update, start)
@@ -120,7 +104,7 @@ class DeviceUpdate:
         return x._replace(q=rotated)
 
 
-def _named(x: Operands, update: Update, start: Tensor, used: Tensor) -> dict[str, Tensor]:
+def _named(x: Operands, update: CacheUpdate, start: Tensor, used: Tensor) -> dict[str, Tensor]:
     """Tensors by the names that the programs know, rows of the new ones contiguous."""
     tensors = {"k_new": dense_rows(update.k), "v_new": dense_rows(update.v), "k": x.k, "v": x.v}
     tensors |= {"cache_seqlens": start, "seqused": used}

@@ -14,34 +14,26 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from heedful.core import settings
+from heedful.core.call import NUMBERS, Options, bare_operands
+from heedful.core.describe import describe
 from heedful.core.operands import Operands
-from heedful.core.plan import Plan
+from heedful.core.storage import copies
 from heedful.torch import backends
-from heedful.torch.adapt import (
-    adapt,
-    adaptations,
-    autocast,
-    bias_gradient,
-    copies,
-    storage,
-)
+from heedful.torch.adapt import adapt, adaptations, autocast, bias_gradient
 from heedful.torch.checks import (
-    Options,
+    attention_call,
     check_constants,
     check_seed,
-    check_tensors,
-    describe,
+    gradients_wanted,
+    requires_gradients,
     wanting,
 )
-from heedful.torch.dispatch import any_autocast, bare_apply, same_metadata
+from heedful.torch.dispatch import Likeness, any_autocast, bare_apply
 from heedful.torch.forked import on_own_thread
 from heedful.torch.plain import is_same, plain_options, plain_seed
 from heedful.torch.saved import Backwards
 from heedful.torch.values import INDICES, check_values
 
-# Operands beyond q, k and v where there are none.
-ABSENT = (None,) * (len(Operands._fields) - 3)
-_SEED = Operands._fields.index("seed")
 _new = tuple.__new__
 
 
@@ -85,38 +77,25 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=CALLS.clear)
 
 
-class Explain(str):
-    """A backend's name, or "" for none, that asks for the plan in place of the result."""
-
-    __slots__ = ()
-
-
-class Explained(BaseException):
-    """Carries the plan out of a call that was only to be explained."""
-
-    def __init__(self, plan: Plan):
-        super().__init__()
-        self.plan = plan
-
-
 class Call:
     """What one kind of call needs each time.
 
     steps: what the caller's tensors lack to be operands. plain: they go to the kernels as they
     are, unchecked. bare: they are q, k and v alone. results: 0 out, 1 with lse, 2 with the
-    probabilities too. wants_grad, fits(q, k, v): whether tensors are of this kind, addresses aside.
-    backwards: of what the forward saves; None where nothing wants a gradient. wanting: whether an
-    operand requires a gradient that is not computed.
+    probabilities too. wants_grad, like, alike: whether operands are of this kind. backwards: of
+    what the forward saves; None where nothing wants a gradient. wanting: whether an operand
+    requires a gradient that is not computed.
     """
 
     __slots__ = (
+        "alike",
         "backwards",
         "bare",
         "checks",
         "dropout",
-        "fits",
         "forward",
         "kind",
+        "like",
         "plain",
         "problem",
         "results",
@@ -128,29 +107,19 @@ class Call:
 
     def __init__(self, x: Operands, options: Options, grad: tuple[bool, bool], out, seed=None):
         """Raises TypeError or ValueError for a call that cannot be."""
-        check_tensors(x, options)
-        check_seed(seed, x.q.device)
-        if isinstance(seed, Tensor):
-            x = x._replace(seed=seed)
-        problem = describe(x, options, *grad, out)
+        described = attention_call(x, options, grad, out, seed)
+        self.problem = problem = describe(described)
         self.dropout = problem.dropout_p > 0
-        if not self.dropout:
-            x = x._replace(seed=None)
+        x = x._replace(seed=seed if self.dropout and isinstance(seed, Tensor) else None)
         self.steps = adaptations(x, problem)
-        adapted = adapt(x, self.steps)
-        facts = storage(*adapted[:3], out)
-        if not all(facts.values()):
-            problem = describe(x, options, *grad, out, facts)
-        given = adapted
+        given = adapt(x, self.steps)
         if self.dropout and x.seed is None:
-            given = adapted._replace(seed=torch.empty(1, dtype=torch.int64, device=x.q.device))
-        notes = tuple(copies(x, adapted))
-        self.runner = backends.prepare(problem, given, options.backend or None, notes)
-        if isinstance(options.backend, Explain):
-            raise Explained(self.runner.plan)
-        self.problem = problem
+            given = given._replace(seed=torch.empty(1, dtype=torch.int64, device=x.q.device))
+        notes = copies(described.x)
+        self.runner = backends.prepare(problem, given, options.backend, notes)
         self.wants_grad = grad[0]
-        self.fits = same_metadata(x.q, x.k, x.v)
+        self.like = Likeness(x)
+        self.alike = self.like.alike
         self.kind = options.kind
         self.forward = self.runner.forward
         if self.runner.plan.backend == "sdpa":
@@ -161,7 +130,7 @@ class Call:
         self.wanting = bool(wanting(x))
         self.plain = not (self.steps or self.dropout or self.checks or self.wanting)
         self.bare = not (self.steps or self.dropout) and all(t is None for t in x[3:])
-        self.results = 2 if options.return_attn_probs else 1 if options.return_lse else 0
+        self.results = results_of(options)
         self.backwards: Backwards | None = None
         if problem.needs_grad:
             saved = x if x.seed is not None else x._replace(seed=given.seed)
@@ -184,6 +153,20 @@ class Call:
         if self.checks:
             check_values(x, self.problem, self.kind)
         return x
+
+
+def results_of(options: Options) -> int:
+    """How many results a call returns beside out."""
+    return 2 if options.return_attn_probs else 1 if options.return_lse else 0
+
+
+def returned(results: int, out: Tensor, lse: Any, probs: Any) -> Any:
+    """What a public function returns, with this many results beside out."""
+    if results == 0:
+        return out
+    if results == 1:
+        return out, lse
+    return out, lse, out.new_empty(0) if probs is None else probs
 
 
 def _dense_forward(forward, x: Operands, out: Tensor | None):
@@ -234,41 +217,44 @@ def find(key, x: Operands, options: Options, grad: tuple[bool, bool], out=None, 
     return call
 
 
-def attend(q, k, v, extras: tuple | None, options: tuple, out=None, seed=None):
+def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
     """Runs one call on tensors of a real device.
 
-    extras: the fields of Operands after v, None where there are none; options: the fields of
-    Options; seed: dropout_seed as the caller gave it.
+    x: the tensors as the caller gave them, None if they are q, k and v alone. seed: dropout_seed as
+    the caller gave it.
 
     Returns what the public functions return.
     """
     if any_autocast() and is_autocast_enabled(q.device.type):
-        bias = None if extras is None else extras[0]
-        q, k, v, cast = autocast((q, k, v, bias), q.device.type)
-        extras = extras if cast is bias or extras is None else (cast, *extras[1:])
-    wants_grad = bias_grad = False
-    if is_grad_enabled():
-        wants_grad = q.requires_grad or k.requires_grad or v.requires_grad
-        if extras is not None:
-            bias, sink = extras[0], extras[2]
-            bias_grad = isinstance(bias, Tensor) and bias.requires_grad
-            sink_grad = isinstance(sink, Tensor) and sink.requires_grad
-            wants_grad = wants_grad or bias_grad or sink_grad
-    x = _new(Operands, (q, k, v, *(ABSENT if extras is None else extras)))
+        q, k, v, bias = autocast((q, k, v, x and x.bias), q.device.type)
+        x = x and x._replace(q=q, k=k, v=v, bias=bias)
+    records = is_grad_enabled()
+    wants_grad = False
     key = call = None
     try:
-        how = (options, *map(type, options))
-        # Aligned q, k and v alone, like those of the last such call, are known without a key.
-        common = extras is None and out is None and seed is None
-        common = common and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+        # Aligned tensors like those of the last such call are known without a key.
+        common = out is None and seed is None
+        if x is None:
+            how = (records, options, *map(type, options[NUMBERS]))
+            common = common and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+        else:
+            how = (records, options, *map(type, options[NUMBERS] + x[3:]))
         if common:
             call = CALLS.latest.get(how)
-            if call is not None and not (call.wants_grad == wants_grad and call.fits(q, k, v)):
-                call = None
+            if call is not None:
+                if call.alike(q, k, v) if x is None else call.like.fits(x):
+                    wants_grad = call.wants_grad
+                else:
+                    call = None
         if call is None:
+            requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
+            if x is not None and not requires_grad:
+                requires_grad = requires_gradients(x)
+            wants_grad = records and requires_grad
             key = (
-                how,
+                how[1:],
                 wants_grad,
+                requires_grad,
                 q.shape,
                 q.stride(),
                 q.dtype,
@@ -284,12 +270,12 @@ def attend(q, k, v, extras: tuple | None, options: tuple, out=None, seed=None):
                 v.dtype,
                 v.device,
                 v.data_ptr() % 16,
-                None if extras is None else tensor_keys(extras),
+                None if x is None else tensor_keys(x[3:]),
                 None if out is None else out_key(out, q, k, v),
                 None if seed is None else tensor_key(seed),
             )
             call = CALLS.young.get(key)
-            if common and call is not None:
+            if common and call is not None and (x is None or call.like.are_aligned(x)):
                 CALLS.latest[how] = call
     except (TypeError, RuntimeError):
         # An argument that cannot be hashed, or a tensor without plain memory (sparse, ...), is none
@@ -299,19 +285,19 @@ def attend(q, k, v, extras: tuple | None, options: tuple, out=None, seed=None):
     if call is None:
         plain, own_seed = plain_options(options), plain_seed(seed, q.device)
         if not is_same(plain, options) or own_seed is not seed:
-            return attend(q, k, v, extras, tuple(plain), out, own_seed)
-        call = find(key, x, plain, (wants_grad, bias_grad), out, seed)
+            return attend(q, k, v, x, plain, out, own_seed)
+    x = x or bare_operands(q, k, v)
+    if call is None:
+        grad = gradients_wanted(x)
+        wants_grad = grad[0]
+        call = find(key, x, options, grad, out, seed)
     if wants_grad:
         apply = Attention.apply if odd else _apply
         return apply(call, x, seed, q, k, v, x.bias, x.sink)
     if not call.plain:
         x = call.operands(x, seed)
     out, lse, probs = call.forward(x, out)
-    if call.results == 0:
-        return out
-    if call.results == 1:
-        return out, lse
-    return out, lse, out.new_empty(0) if probs is None else probs
+    return out if call.results == 0 else returned(call.results, out, lse, probs)
 
 
 def out_key(out, *inputs: Tensor) -> tuple:
@@ -344,11 +330,9 @@ class Attention(Function):
             ctx.save_for_backward(*given, out, lse)
         if call.results == 0:
             return out
-        if call.results == 1:
-            return out, lse
-        probs = out.new_empty(0) if probs is None else probs
-        ctx.mark_non_differentiable(probs)
-        return out, lse, probs
+        results = returned(call.results, out, lse, probs)
+        ctx.mark_non_differentiable(*results[2:])
+        return results
 
     @staticmethod
     def backward(ctx, dout, dlse=None, dprobs=None):
@@ -369,10 +353,9 @@ def _dependent(cotangent: Tensor) -> Tensor:
 
 def _backward(ctx, dout, dlse):
     *x, out, lse = ctx.saved_tensors
-    if ctx.call.bare:
-        x += ABSENT
+    x = bare_operands(*x) if ctx.call.bare else _new(Operands, x)
     kv_grad = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
-    grads = ctx.call.backwards(_new(Operands, x), out, lse, dout, dlse, kv_grad)
+    grads = ctx.call.backwards(x, out, lse, dout, dlse, kv_grad)
     dbias = grads.dbias
     if dbias is not None:
         dbias = on_own_thread(bias_gradient, dbias, ctx.bias)

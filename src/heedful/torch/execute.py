@@ -43,16 +43,6 @@ def allocator(shape: Sequence[int], dtype: torch.dtype, device: torch.device) ->
     return partial(torch.empty, tuple(shape), dtype=dtype, device=device)
 
 
-def buffer_spec(tensor: torch.Tensor) -> ArraySpec:
-    """Shape, strides, dtype and alignment of a tensor."""
-    return ArraySpec(
-        tuple(tensor.shape),
-        tensor.stride(),
-        str(tensor.dtype).removeprefix("torch."),
-        tensor.data_ptr() % 16 == 0,
-    )
-
-
 class Executable:
     """A program on one device; call it with the tensors named at construction, in that order.
 

@@ -7,35 +7,32 @@ import torch
 from torch import Tensor, is_autocast_enabled
 from torch.compiler import is_compiling
 
+from heedful.core.call import NUMBERS, CacheUpdate, Options, new_operands, new_options, new_update
+from heedful.core.describe_cache import attention_part, check_cache, last_rotated_length
 from heedful.core.operands import Operands
 from heedful.torch import library
 from heedful.torch.adapt import adapt, adaptations, autocast, dense_rows
 from heedful.torch.cache_update import (
     DeviceUpdate,
-    Update,
     update_cache,
     updater,
     used_keys,
     with_used,
 )
 from heedful.torch.calls import CALLS, Call, out_key, tensor_key, tensor_keys
-from heedful.torch.checks import FLOATS, Options, describe
-from heedful.torch.dispatch import any_autocast, needs_dispatcher, same_metadata
-from heedful.torch.forked import on_own_thread
-from heedful.torch.kvcache_checks import (
+from heedful.torch.checks import (
+    FLOATS,
+    cache_call,
     check_apart,
     check_int_length,
-    check_prefix,
-    check_turned_length,
-    check_update,
-    last_turned_length,
-    plain_update,
+    check_rotated_length,
 )
+from heedful.torch.dispatch import Likeness, any_autocast, needs_dispatcher
+from heedful.torch.forked import on_own_thread
 from heedful.torch.merge import merge_attn_states
-from heedful.torch.plain import WHOLE, is_same, plain_options, plain_window
+from heedful.torch.plain import is_same, plain_options, plain_update, plain_window
 from heedful.torch.values import check_room
 
-_new = tuple.__new__
 _UNBOUNDED = (-1, -1)
 
 
@@ -122,60 +119,59 @@ def flash_attn_with_kvcache(
     dispatched = needs_dispatcher(q, k_cache, v_cache)
     if dispatched or window_size is not _UNBOUNDED:
         window_size = plain_window(window_size)
-    options = (
-        "kvcache",
-        None,
-        None,
-        0.0,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        False,
-        False,
-        return_softmax_lse,
-        num_splits,
-        backend,
-        WHOLE,
+    options = (Options if dispatched else new_options)(
+        kind="kvcache",
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        return_lse=return_softmax_lse,
+        num_splits=num_splits,
+        backend=backend,
     )
-    extras = (
-        None,
-        alibi_slopes,
-        sink,
-        None,
-        None,
-        None,
-        None,
-        block_table,
-        cache_batch_idx,
-        cache_leftpad,
-        tree_mask,
-        None,
-        None,
-        k_descale,
-        v_descale,
-        k_shift,
-        v_shift,
+    x = (Operands if dispatched else new_operands)(
+        q=q,
+        k=k_cache,
+        v=v_cache,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        block_table=block_table,
+        kv_batch_idx=cache_batch_idx,
+        leftpad_k=cache_leftpad,
+        tree_mask=tree_mask,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        k_shift=k_shift,
+        v_shift=v_shift,
     )
-    update = Update(k, v, rotary_cos, rotary_sin, cache_seqlens, rotary_interleaved, shared_prefix)
+    update = (CacheUpdate if dispatched else new_update)(
+        k=k,
+        v=v,
+        rotary_cos=rotary_cos,
+        rotary_sin=rotary_sin,
+        cache_seqlens=cache_seqlens,
+        rotary_interleaved=rotary_interleaved,
+        shared_prefix=shared_prefix,
+    )
     if dispatched:
         with torch.no_grad():
-            return _traced(q, k_cache, v_cache, extras, options, update, out)
-    return _eager(q, k_cache, v_cache, extras, options, update, out)
+            return _traced(x, options, update, out)
+    return _eager(x, options, update, out)
 
 
 class CacheCall:
     """What one kind of call over a cache needs each time.
 
     attention, prefix: of the cache, and of the shared prefix where there is one. new: tokens that
-    are appended. turned: `last_turned_length`, where lengths that leave room for the new tokens may
-    exceed it, else None. update(x, update, start): writes them; None where there are none. counts:
-    whether it also counts the keys with them. records: whether autograd would record what torch
-    does here, which nobody wants. aligned: whether all tensors begin at multiples of 16 bytes.
+    are appended. rotated: `last_rotated_length`, where lengths that leave room for the new tokens
+    may exceed it, else None. update(x, update, start): writes them; None where there are none.
+    counts: whether it also counts the keys with them. records: whether autograd would record what
+    torch does here, which nobody wants. aligned: whether all tensors begin at multiples of 16
+    bytes.
     """
 
     __slots__ = (
-        "_alike",
+        "_like",
         "_share",
         "aligned",
         "attention",
@@ -186,20 +182,20 @@ class CacheCall:
         "prefix",
         "records",
         "returns_lse",
-        "turned",
+        "rotated",
         "update",
     )
 
-    def __init__(self, x: Operands, options: Options, update: Update, out: Tensor | None):
+    def __init__(self, x: Operands, options: Options, update: CacheUpdate, out: Tensor | None):
         """Raises TypeError or ValueError for a call that cannot be."""
         asked = x
-        problem = describe_update(x, options, update, out)
+        problem = check_cache(*cache_call(x, options, update, out))
         if update.cache_seqlens is not None:
             x = x._replace(seqused_k=_length_like(update, x.q))
         self.new = 0 if update.k is None else update.k.shape[1]
         self.capacity = problem.seqlen_k
-        last = last_turned_length(update, problem.seqlen_q, problem.mask.bounded)
-        self.turned = last if last is not None and last < self.capacity - self.new else None
+        last = last_rotated_length(update, problem.seqlen_q, problem.mask.bounded)
+        self.rotated = last if last is not None and last < self.capacity - self.new else None
         self.returns_lse = options.return_lse
         self.prefix: Call | None = None
         tensors = (*x, *update[:4], *(update.shared_prefix or ()), out)
@@ -209,12 +205,10 @@ class CacheCall:
             check_apart(x.k, x.v)
             # Attention gets the rotated q, which is dense.
             x = x._replace(q=torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device))
-        if update.shared_prefix is None:
-            self.attention = Call(x, options, (False, False), out)
-        else:
-            # The sink enters once, in the merge, and parts are merged by their lse.
-            part = x._replace(sink=None)
-            self.attention = Call(part, options._replace(return_lse=True), (False, False), None)
+        part, part_options = attention_part(x, options, update)
+        whole_out = out if update.shared_prefix is None else None
+        self.attention = Call(part, part_options, (False, False), whole_out)
+        if update.shared_prefix is not None:
             prefix = _prefix_operands(x.q, update.shared_prefix)
             self.prefix = Call(prefix, _prefix_options(options), (False, False), None)
         plan = self.attention.runner.plan
@@ -232,64 +226,36 @@ class CacheCall:
             if self.prefix is not None:
                 self.prefix.runner.bind()
         self.counts = isinstance(self.update, DeviceUpdate)
-        present = _present(asked, update)
-        self.aligned = _bases_are_aligned(present)
-        self._alike = same_metadata(*present)
+        given = asked + update[:5]
+        self._like = Likeness(given)
+        self.aligned = self._like.are_aligned(given)
         self._share = x.k.data_ptr() == x.v.data_ptr()
 
-    def fits(self, x: Operands, update: Update) -> bool:
-        """Whether aligned tensors are of this kind, given that they are there where this call's
-        were."""
-        present = _present(x, update)
+    def fits(self, x: Operands, update: CacheUpdate) -> bool:
+        """Whether aligned tensors, without a shared prefix, are of this kind, given that they are
+        there where this call's were."""
         share = x.k.data_ptr() == x.v.data_ptr()
-        return share == self._share and _bases_are_aligned(present) and self._alike(*present)
+        return share == self._share and self._like.fits(x + update[:5])
 
 
-def _present(x: Operands, update: Update) -> list[Tensor]:
-    """All tensors of a call without a shared prefix."""
-    tensors = [tensor for tensor in (*x, *update[:5]) if tensor is not None]
-    if isinstance(update.cache_seqlens, int):
-        tensors.pop()
-    return tensors
-
-
-def _bases_are_aligned(tensors: list[Tensor]) -> bool:
-    """Whether all begin at multiples of 16 bytes."""
-    bits = 0
-    for tensor in tensors:
-        bits |= tensor.data_ptr()
-    return not bits & 15
-
-
-def describe_update(x: Operands, options: Options, update: Update, out: Tensor | None):
-    """The problem of the call, once all that it says about the cache is checked too."""
-    lengths = update.cache_seqlens
-    if isinstance(lengths, Tensor):
-        x = x._replace(seqused_k=lengths)
-    problem = describe(x, options, out=out)
-    if update.shared_prefix is not None:
-        check_prefix(x, problem, update.shared_prefix)
-    check_update(x, problem, update)
-    return problem
-
-
-def _length_like(update: Update, q: Tensor) -> Tensor:
+def _length_like(update: CacheUpdate, q: Tensor) -> Tensor:
     lengths = update.cache_seqlens
     if isinstance(lengths, Tensor):
         return lengths
     return torch.empty(q.shape[0], dtype=torch.int32, device=q.device)
 
 
-def _eager(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, out):
+def _eager(x: Operands, options: Options, update: CacheUpdate, out):
+    q, k_cache, v_cache = x.q, x.k, x.v
     device = q.device
     if any_autocast() and is_autocast_enabled(device.type):
         q, update = _autocast(q, k_cache, update)
+        x = x._replace(q=q)
     lengths, prefix = update.cache_seqlens, update.shared_prefix
     whole = isinstance(lengths, int)
-    x = _new(Operands, (q, k_cache, v_cache, *extras))
     key = call = None
     try:
-        how = (options, update.rotary_interleaved, *map(type, (*options, *extras, *update)))
+        how = (options, update.rotary_interleaved, *map(type, options[NUMBERS] + x[3:] + update))
         # Tensors like those of the last such call are known without a key.
         common = out is None and prefix is None
         if common:
@@ -299,7 +265,7 @@ def _eager(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, o
         if call is None:
             key = (
                 how,
-                tensor_keys((q, k_cache, v_cache, *extras, *update[:4])),
+                tensor_keys((*x, *update[:4])),
                 None if whole or lengths is None else tensor_key(lengths),
                 update.rotary_cos is not None and k_cache.data_ptr() == v_cache.data_ptr(),
                 None if prefix is None else _prefix_key(prefix),
@@ -316,21 +282,21 @@ def _eager(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, o
     if call is None:
         plain, own_update = plain_options(options), plain_update(update, q)
         if not is_same(plain, options) or own_update is not update:
-            return _eager(q, k_cache, v_cache, extras, tuple(plain), own_update, out)
+            return _eager(x, plain, own_update, out)
         call = CacheCall(x, plain, update, out)
         if key is not None:
             CALLS.put(key, call)
     if whole:
         check_int_length(lengths, call.new, call.capacity)
-        if call.turned is not None:
-            check_turned_length(lengths, call.turned, update)
+        if call.rotated is not None:
+            check_rotated_length(lengths, call.rotated, update)
     if call.records and torch.is_grad_enabled():
         with torch.no_grad():
             return _run(call, x, update, out)
     return _run(call, x, update, out)
 
 
-def _run(call: CacheCall, x: Operands, update: Update, out):
+def _run(call: CacheCall, x: Operands, update: CacheUpdate, out):
     """One call on real tensors: nothing is written before everything is known to be right."""
     start = None
     if update.cache_seqlens is not None:
@@ -345,8 +311,8 @@ def _run(call: CacheCall, x: Operands, update: Update, out):
     attention = call.attention
     if not attention.plain:
         x = attention.operands(x, None)
-    if call.turned is not None and attention.checks and start is not None and start.numel():
-        check_turned_length(int(start.max()), call.turned, update)
+    if call.rotated is not None and attention.checks and start is not None and start.numel():
+        check_rotated_length(int(start.max()), call.rotated, update)
     if call.update is not None and start is not None:
         x = call.update(x, update, start)
     if call.prefix is not None:
@@ -356,7 +322,7 @@ def _run(call: CacheCall, x: Operands, update: Update, out):
     return (out, lse) if call.returns_lse else out
 
 
-def _start(update: Update, x: Operands) -> Tensor:
+def _start(update: CacheUpdate, x: Operands) -> Tensor:
     """Where new tokens go in each sequence's storage."""
     start = update.cache_seqlens
     if not isinstance(start, Tensor):
@@ -400,7 +366,7 @@ def _prefix_key(prefix) -> tuple:
     return tensor_keys(prefix)
 
 
-def _autocast(q: Tensor, k_cache: Tensor, update: Update):
+def _autocast(q: Tensor, k_cache: Tensor, update: CacheUpdate):
     """Under autocast q, k and v take the cache's dtype, which stays as it is, or autocast's own
     where the cache is quantised."""
     if k_cache.dtype not in FLOATS:
@@ -415,37 +381,35 @@ def _autocast(q: Tensor, k_cache: Tensor, update: Update):
     return q, update._replace(k=k, v=v)
 
 
-def _traced(q, k_cache, v_cache, extras: tuple, options: tuple, update: Update, out):
+def _traced(x: Operands, options: Options, update: CacheUpdate, out):
     """As `_eager`, in operations that torch.compile and functorch see."""
+    q, k_cache = x.q, x.k
     real = isinstance(q, Tensor) and isinstance(k_cache, Tensor) and q.device.type != "meta"
     if real and is_autocast_enabled(q.device.type):
         q, update = _autocast(q, k_cache, update)
         # Their dtypes are known now, and not those that operators would cast them to.
         with torch.autocast(q.device.type, enabled=False):
-            return _traced(q, k_cache, v_cache, extras, options, update, out)
-    update = plain_update(update, q)
-    given, x = plain_options(options), Operands(q, k_cache, v_cache, *extras)
+            return _traced(x._replace(q=q), options, update, out)
+    update, given = plain_update(update, q), plain_options(options)
     if not is_compiling():
-        describe_update(x, given, update, out)
+        check_cache(*cache_call(x, given, update, out))
     new = 0 if update.k is None else update.k.shape[1]
     advance = given.causal or tuple(given.window_size[:2]) != (-1, -1)
     if update.cache_seqlens is not None:
         if not isinstance(update.cache_seqlens, Tensor):
             pages = 1 if x.block_table is None else x.block_table.shape[1]
             check_int_length(update.cache_seqlens, new, pages * x.k.shape[1])
-            last = last_turned_length(update, q.shape[1], advance)
+            last = last_rotated_length(update, q.shape[1], advance)
             if last is not None:
-                check_turned_length(update.cache_seqlens, last, update)
+                check_rotated_length(update.cache_seqlens, last, update)
         start = _start(update, x)
         x = x._replace(seqused_k=used_keys(x, start, new))
         if update.k is not None:
             x = update_cache(x, update, start, advance)
     if update.shared_prefix is None:
-        return library.attend(*x[:3], x[3:], options, out)
-    # The sink enters once, in the merge, and parts are merged by their lse.
-    with_lse = given._replace(return_lse=True)
-    part, lse, *_ = library.attend(*x[:3], x._replace(sink=None)[3:], with_lse)
+        return library.attend(*x[:3], x, options, out)
+    part, lse, *_ = library.attend(*x[:3], *attention_part(x, given, update))
     y = _prefix_operands(x.q, update.shared_prefix)
-    first, first_lse, *_ = library.attend(*y[:3], y[3:], _prefix_options(given))
+    first, first_lse, *_ = library.attend(*y[:3], None, _prefix_options(given))
     merged, lse = _merged(first, first_lse, part, lse, x.sink, out)
     return (merged, lse) if given.return_lse else merged

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from heedful.core.call import Options, split
+from heedful.core.describe import check, check_out
 from heedful.core.operands import Operands
 from heedful.torch.adapt import autocast, bias_gradient
+from heedful.torch.arrays import abstract_spec
 from heedful.torch.autograd_rules import (
     attention_autograd,
     backward_autograd,
@@ -22,26 +25,45 @@ from heedful.torch.batching import (
     backward_vmap,
     inference_vmap,
 )
-from heedful.torch.calls import CALLS, Call, find, make_seed, tensor_keys
+from heedful.torch.calls import (
+    CALLS,
+    Call,
+    find,
+    make_seed,
+    results_of,
+    returned,
+    tensor_keys,
+)
 from heedful.torch.calls import attend as eager_attend
 from heedful.torch.checks import (
-    Options,
+    attention_call,
     check_constants,
-    check_out,
+    check_own_out,
     check_seed,
     check_tensors,
-    describe,
+    gradients_wanted,
 )
 from heedful.torch.dispatch import needs_dispatcher, untraced
 from heedful.torch.plain import plain_options, plain_seed
 
 _OPERANDS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Operands._fields)
-_OPTIONS = (
-    "str kind, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float dropout_p, float? softmax_scale,"
-    " bool causal, int[] window_size, float softcap, bool deterministic, bool return_attn_probs,"
-    " bool return_lse, int num_splits, str? backend, int[] dropout_origin"
-)
-_COUNT = len(Operands._fields)
+_TYPES = {
+    "kind": "str",
+    "max_seqlen_q": "SymInt?",
+    "max_seqlen_k": "SymInt?",
+    "dropout_p": "float",
+    "softmax_scale": "float?",
+    "causal": "bool",
+    "window_size": "int[]",
+    "softcap": "float",
+    "deterministic": "bool",
+    "return_attn_probs": "bool",
+    "return_lse": "bool",
+    "num_splits": "int",
+    "backend": "str?",
+    "dropout_origin": "int[]",
+}
+_OPTIONS = ", ".join(f"{_TYPES[name]} {name}" for name in Options._fields)
 
 # torch.compile keeps its code on disk under the names of operators: once released, a new schema
 # wants a new name.
@@ -76,60 +98,54 @@ LIBRARY.define(
 )
 
 
-def attend(q, k, v, extras: tuple | None, options: tuple, out=None, seed=None):
+def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
     """As `calls.attend`, through the dispatcher."""
-    if extras is None:
+    if x is None:
         if out is None and seed is None and is_compiling() and _is_usual(q, k, v, options):
-            return torch.ops.heedful.inference.default(q, k, v, options[5])
-        extras = (None,) * (_COUNT - 3)
-    given, x = Options(*options), Operands(q, k, v, *extras)
-    check_tensors(x, given)
-    given, seed = plain_options(options), plain_seed(seed, q.device)
-    check_seed(seed, q.device)
-    device = q.device.type
+            return torch.ops.heedful.inference.default(q, k, v, options.causal)
+        x = Operands(q, k, v)
+    check_tensors(x, options)
+    given, seed = plain_options(options), plain_seed(seed, x.q.device)
+    check_seed(seed, x.q.device)
+    device = x.q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         x = Operands._make((*autocast(x[:4], device), *x[4:]))
-    wants_grad = torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (x.q, x.k, x.v, x.bias, x.sink)
-    )
+    wants_grad, _ = gradients_wanted(x)
     if torch.is_grad_enabled():
         check_constants(x)
     if given.dropout_p > 0:
-        x = x._replace(seed=make_seed(seed, q.device))
+        x = x._replace(seed=make_seed(seed, x.q.device))
     if out is not None:
-        check_out(out, x, (*x.q.shape[:-1], x.v.shape[-1]), wants_grad)
+        check_own_out(out, x.q, wants_grad)
+        check_out(*map(abstract_spec, (out, x.q, x.v)))
     if out is None and not wants_grad and _is_bare(x, given):
-        return torch.ops.heedful.inference.options(
-            *x[:3],
-            given.softmax_scale,
-            given.causal,
-            given.window_size,
-            given.softcap,
-            given.num_splits,
-            given.backend,
-        )
+        return torch.ops.heedful.inference.options(*x[:3], *_inference_arguments(given))
     result, lse, probs = torch.ops.heedful.attention_v2.default(*x, *given, wants_grad)
     if out is not None:
         result = out.copy_(result)
-    if given.return_attn_probs:
-        return result, lse, probs
-    return (result, lse) if given.return_lse else result
+    return returned(results_of(given), result, lse, probs)
 
 
-def _is_usual(q, k, v, options: tuple) -> bool:
+def _is_usual(q, k, v, given: Options) -> bool:
     """Whether a compiled call wants the output alone, and but for `causal` has no options.
 
     The compiled code looks again, at each call, at every value that was looked at in here: literals
     cost nothing.
     """
-    causal = options[5]
     return (
         isinstance(q, Tensor)
         and isinstance(k, Tensor)
         and isinstance(v, Tensor)
-        and (causal is True or causal is False)
-        and options[:5] == ("dense", None, None, 0.0, None)
-        and options[6:] == ((-1, -1), 0.0, False, False, False, 0, None, (0, 0, 0, 0))
+        and (given.causal is True or given.causal is False)
+        and given.kind == "dense"
+        and given.dropout_p == 0.0
+        and given.softmax_scale is None
+        and given.window_size == (-1, -1)
+        and given.softcap == 0.0
+        and (given.deterministic, given.return_attn_probs, given.return_lse) == (False,) * 3
+        and given.num_splits == 0
+        and given.backend is None
+        and given.dropout_origin == (0, 0, 0, 0)
         and not (
             torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
         )
@@ -138,12 +154,7 @@ def _is_usual(q, k, v, options: tuple) -> bool:
 
 def _is_bare(x: Operands, given: Options) -> bool:
     """Whether q, k and v are all that goes in and out all that comes out."""
-    wanted = given.return_attn_probs or given.return_lse
-    return given.kind == "dense" and not wanted and all(t is None for t in x[3:])
-
-
-def _split(args: tuple) -> tuple[Operands, Options]:
-    return Operands(*args[:_COUNT]), Options(*args[_COUNT:])
+    return given.kind == "dense" and results_of(given) == 0 and all(t is None for t in x[3:])
 
 
 def _call(x: Operands, options: Options, needs_grad: bool, bias_grad: bool) -> Call:
@@ -160,36 +171,37 @@ def _call(x: Operands, options: Options, needs_grad: bool, bias_grad: bool) -> C
 
 @untraced
 def _attention(*args):
-    x, options = _split(args[:-1])
-    call = _call(x, options, args[-1], False)
+    x, options, (needs_grad,) = split(args)
+    call = _call(x, options, needs_grad, False)
     out, lse, probs = call.forward(call.operands(x, x.seed), None)
     return out.contiguous(), lse, out.new_empty(0) if probs is None else probs
 
 
 def _attention_fake(*args):
-    x, options = _split(args[:-1])
-    problem = describe(x, options, needs_grad=args[-1])
+    x, options, (needs_grad,) = split(args)
+    problem = check(attention_call(x, options, (needs_grad, False), spec=abstract_spec))
     out_dtype = getattr(torch, problem.out_dtype)
-    out = x.q.new_empty((*x.q.shape[:-1], problem.head_dim_v), dtype=out_dtype)
-    lse = x.q.new_empty(problem.lse_shape, dtype=torch.float32)
-    probs_shape = (0,)
-    if problem.return_probs:
-        probs_shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-    return out, lse, x.q.new_empty(probs_shape, dtype=out_dtype)
-
-
-def _inference_options(
-    softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, num_splits=0, backend=None
-) -> tuple:
-    """The fields of Options."""
-    window = tuple(window_size)
     return (
-        *("dense", None, None, 0.0, softmax_scale, causal, window, softcap),
-        *(False, False, False, num_splits, backend, (0, 0, 0, 0)),
+        x.q.new_empty(problem.out_shape, dtype=out_dtype),
+        x.q.new_empty(problem.lse_shape, dtype=torch.float32),
+        x.q.new_empty(problem.probs_shape if problem.return_probs else 0, dtype=out_dtype),
     )
 
 
-_USUAL = {causal: _inference_options(causal=causal) for causal in (False, True)}
+# Arguments of heedful::inference.options after v: all else is as usual.
+_INFERENCE = ("softmax_scale", "causal", "window_size", "softcap", "num_splits", "backend")
+
+
+def _inference_arguments(given: Options) -> tuple:
+    return tuple([getattr(given, name) for name in _INFERENCE])
+
+
+def _inference_options(*args) -> Options:
+    options = Options(kind="dense", **dict(zip(_INFERENCE, args, strict=True)))
+    return options._replace(window_size=tuple(options.window_size))
+
+
+_USUAL = {causal: Options(kind="dense", causal=causal) for causal in (False, True)}
 
 
 @untraced
@@ -227,16 +239,14 @@ def _inference_with_fake(q, k, v, *args):
     return _empty_out(q, k, v, _inference_options(*args))
 
 
-def _empty_out(q, k, v, options: tuple):
-    problem = describe(Operands(q, k, v), Options(*options))
-    out_dtype = getattr(torch, problem.out_dtype)
-    return q.new_empty((*q.shape[:-1], problem.head_dim_v), dtype=out_dtype)
+def _empty_out(q, k, v, options: Options):
+    problem = check(attention_call(Operands(q, k, v), options, spec=abstract_spec))
+    return q.new_empty(problem.out_shape, dtype=getattr(torch, problem.out_dtype))
 
 
 @untraced
 def _backward(dout, dlse, out, lse, *args):
-    *args, bias_grad, kv_grad = args
-    x, options = _split(tuple(args))
+    x, options, (bias_grad, kv_grad) = split(args)
     call = _call(x, options, True, bias_grad)
     assert call.backwards is not None
     grads = call.backwards(x, out, lse, dout, dlse, kv_grad)
@@ -249,7 +259,7 @@ def _backward(dout, dlse, out, lse, *args):
 
 
 def _backward_fake(dout, dlse, out, lse, *args):
-    x, (bias_grad, kv_grad) = Operands(*args[:_COUNT]), args[-2:]
+    x, _, (bias_grad, kv_grad) = split(args)
     empty = x.q.new_empty
     return (
         empty(x.q.shape),

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from heedful.torch.checks import FLOATS, check_dtype, check_shape, check_tensor
+from heedful.core.describe import FLOATS, check_shape
+from heedful.torch.checks import check_dtype, check_tensor
 
 
 def merge_attn_states(
@@ -33,7 +34,7 @@ def merge_attn_states(
     """
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
     check_dtype("outs", outs, *FLOATS)
-    check_dtype("lses", lses, torch.float32)
+    check_dtype("lses", lses, "float32")
     if outs.dim() not in (4, 5):
         raise ValueError(
             "outs must be (parts, batch, seqlen, heads, head_dim) or (parts, tokens, heads,"
@@ -44,11 +45,11 @@ def merge_attn_states(
     check_tensor("lses", lses, outs.device, like="outs")
     *lead, rows, heads, _ = outs.shape
     words = "(parts, batch, heads, seqlen)" if outs.dim() == 5 else "(parts, heads, tokens)"
-    check_shape("lses", lses, (*lead, heads, rows), words)
+    check_shape("lses", lses.shape, (*lead, heads, rows), words)
     if sink is not None:
         check_tensor("sink", sink, outs.device, like="outs")
-        check_dtype("sink", sink, torch.float32)
-        check_shape("sink", sink, (heads,), "(heads,)")
+        check_dtype("sink", sink, "float32")
+        check_shape("sink", sink.shape, (heads,), "(heads,)")
     return merged(outs, lses, sink)
 
 

@@ -11,11 +11,19 @@ from torch import Tensor
 from heedful.torch.api import flash_attn_func, flash_attn_varlen_func
 from heedful.torch.checks import check_tensor
 
+_LAYOUTS = {
+    ("qkv", False): "(batch, seqlen, 3, heads, head_dim)",
+    ("kv", False): "(batch, seqlen_k, 2, heads_k, head_dim)",
+    ("qkv", True): "(total, 3, heads, head_dim)",
+    ("kv", True): "(total_k, 2, heads_k, head_dim)",
+}
 
-def _unpacked(name: str, tensor, layout: str, parts: int) -> tuple[Tensor, ...]:
+
+def _unpacked(name: str, tensor, varlen: bool = False) -> tuple[Tensor, ...]:
     """The parts along the third dim from the end; ValueError naming the argument."""
+    layout = _LAYOUTS[name, varlen]
     check_tensor(name, tensor)
-    if tensor.dim() != layout.count(",") + 1 or tensor.shape[-3] != parts:
+    if tensor.dim() != layout.count(",") + 1 or tensor.shape[-3] != len(name):
         raise ValueError(f"{name} must be {layout}, got shape {tuple(tensor.shape)}")
     return tensor.unbind(-3)
 
@@ -40,7 +48,7 @@ def flash_attn_qkvpacked_func(
 
     Returns, Raises: as flash_attn_func.
     """
-    q, k, v = _unpacked("qkv", qkv, "(batch, seqlen, 3, heads, head_dim)", 3)
+    q, k, v = _unpacked("qkv", qkv)
     return flash_attn_func(
         q,
         k,
@@ -79,7 +87,7 @@ def flash_attn_kvpacked_func(
 
     Returns, Raises: as flash_attn_func.
     """
-    k, v = _unpacked("kv", kv, "(batch, seqlen_k, 2, heads_k, head_dim)", 2)
+    k, v = _unpacked("kv", kv)
     return flash_attn_func(
         q,
         k,
@@ -119,7 +127,7 @@ def flash_attn_varlen_qkvpacked_func(
 
     Returns, Raises: as flash_attn_varlen_func.
     """
-    q, k, v = _unpacked("qkv", qkv, "(total, 3, heads, head_dim)", 3)
+    q, k, v = _unpacked("qkv", qkv, True)
     return flash_attn_varlen_func(
         q,
         k,
@@ -166,7 +174,7 @@ def flash_attn_varlen_kvpacked_func(
 
     Returns, Raises: as flash_attn_varlen_func.
     """
-    k, v = _unpacked("kv", kv, "(total_k, 2, heads_k, head_dim)", 2)
+    k, v = _unpacked("kv", kv, True)
     return flash_attn_varlen_func(
         q,
         k,
@@ -185,3 +193,24 @@ def flash_attn_varlen_kvpacked_func(
         return_attn_probs,
         **keywords,
     )
+
+
+# Which function each packed form stands for.
+STANDS_FOR = {
+    flash_attn_qkvpacked_func: flash_attn_func,
+    flash_attn_kvpacked_func: flash_attn_func,
+    flash_attn_varlen_qkvpacked_func: flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func: flash_attn_varlen_func,
+}
+
+
+def unpacked_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, by name, of the function that a packed form with these stands for."""
+    given = dict(given)
+    varlen = "cu_seqlens" in given or "cu_seqlens_q" in given
+    for name in ("cu_seqlens", "max_seqlen"):
+        if name in given:
+            given[f"{name}_q"] = given[f"{name}_k"] = given.pop(name)
+    name = "qkv" if "qkv" in given else "kv"
+    parts = _unpacked(name, given.pop(name), varlen)
+    return {**given, **dict(zip(name, parts, strict=True))}

@@ -1,23 +1,22 @@
-"""Arguments that stand for plain Python values: numbers of NumPy or in small tensors, windows as
-any sequence, lengths in tensors.
+"""Arguments that stand for plain Python values, where they are tensors or symbols of torch's: all
+else is `core.numbers`.
 
 Calls are known by the values and types of their arguments. Only plain values are kept in such a
 key, so these functions run where a type is unusual, or where a key is not known yet.
 """
 
 import operator
-from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
 from torch import SymFloat, SymInt, Tensor
 from torch.compiler import is_compiling
 
-from heedful.torch.checks import Options, wrong_type
+from heedful.core import call, numbers
+from heedful.core.call import CacheUpdate, Options
+from heedful.core.numbers import wrong_type
 
-# Where a call that is no shard begins in its dropout mask.
-WHOLE = (0, 0, 0, 0)
-_LARGEST_ORIGIN = 2**32 - 1
+_WHOLE_NUMBERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 
 
 def plain_int(name: str, value: Any, wanted: str = "an int") -> Any:
@@ -25,10 +24,8 @@ def plain_int(name: str, value: Any, wanted: str = "an int") -> Any:
     integer. Raises TypeError."""
     if type(value) is int or isinstance(value, SymInt):
         return value
-    try:
-        return operator.index(_item(name, value, wanted))
-    except TypeError:
-        wrong_type(name, wanted, value)
+    _check_readable(name, value, wanted)
+    return numbers.whole(name, value, wanted)
 
 
 def plain_float(name: str, value: Any) -> Any:
@@ -38,14 +35,8 @@ def plain_float(name: str, value: Any) -> Any:
         return value
     if type(value) is int and is_compiling():
         return value
-    wanted = "a float"
-    item = _item(name, value, wanted)
-    if not (hasattr(type(item), "__float__") or hasattr(type(item), "__index__")):
-        wrong_type(name, wanted, value)
-    try:
-        real = float(item)
-    except OverflowError:
-        raise ValueError(f"{name} must be finite, got an int beyond the range of floats") from None
+    _check_readable(name, value, "a float")
+    real = numbers.real(name, value)
     return value if type(value) is int else real
 
 
@@ -53,28 +44,23 @@ def plain_flag(name: str, value: Any) -> bool:
     """The bool that `value` is, also NumPy's or one in a CPU tensor. Raises TypeError."""
     if type(value) is bool:
         return value
-    item = _only_element(name, value, "a bool") if _is_array(value) else value
+    _check_readable(name, value, "a bool")
+    item = numbers.element(name, value, "a bool")
     if type(item) is not bool:
         wrong_type(name, "a bool", value)
     return item
 
 
 def plain_window(window_size: Any) -> tuple[int, ...]:
-    """The tuple of ints that `window_size` stands for: any sequence, array or CPU tensor of
-    anything with `__index__`. Its length and range are left to MaskSpec.
-
-    Raises TypeError, or ValueError where it is no sequence.
-    """
-    return _ints("window_size", window_size, "(left, right) or (left, right, first), each an int")
+    """The tuple of ints that `window_size` stands for, as `core.call.plain_window` has it."""
+    _check_near("window_size", window_size, call.WINDOW)
+    return call.plain_window(window_size, plain_int)
 
 
 def plain_origin(origin: Any) -> tuple[int, ...]:
-    """The four ints that `dropout_origin` stands for. Raises TypeError or ValueError."""
-    wanted = f"(batch, head, row, column), each an int from 0 to {_LARGEST_ORIGIN}"
-    plain = _ints("dropout_origin", origin, wanted)
-    if len(plain) != 4 or not all(0 <= place <= _LARGEST_ORIGIN for place in plain):
-        raise ValueError(f"dropout_origin must be {wanted}, got {origin!r:.100}")
-    return plain
+    """The four ints that `dropout_origin` stands for, as `core.call.plain_origin` has it."""
+    _check_near("dropout_origin", origin, call.ORIGIN)
+    return call.plain_origin(origin, plain_int)
 
 
 def plain_length(name: str, value: Any, bound: int) -> int:
@@ -109,36 +95,27 @@ def plain_seed(seed: Any, device: torch.device) -> int | Tensor | None:
     return seed.to(torch.int64)
 
 
-def plain_options(options: tuple) -> Options:
-    """The fields of Options with a plain value each, the very one where it is plain already.
+def plain_options(given: Options) -> Options:
+    """The options with a plain value each, the very one where it is plain already. Raises TypeError
+    or ValueError naming the argument."""
+    _check_near("window_size", given.window_size, call.WINDOW)
+    _check_near("dropout_origin", given.dropout_origin, call.ORIGIN)
+    return call.plain_options(given, plain_int, plain_float, plain_flag)
 
-    Raises TypeError or ValueError naming the argument.
-    """
-    given = Options(*options)
-    returns = "return_softmax_lse" if given.kind == "kvcache" else "return_lse"
-    scale = given.softmax_scale
-    plain = Options(
-        given.kind,
-        given.max_seqlen_q,
-        given.max_seqlen_k,
-        plain_float("dropout_p", given.dropout_p),
-        None if scale is None else plain_float("softmax_scale", scale),
-        plain_flag("causal", given.causal),
-        plain_window(given.window_size),
-        plain_float("softcap", given.softcap),
-        plain_flag("deterministic", given.deterministic),
-        plain_flag("return_attn_probs", given.return_attn_probs),
-        plain_flag(returns, given.return_lse),
-        plain_int("num_splits", given.num_splits),
-        given.backend,
-        plain_origin(given.dropout_origin),
-    )
-    if given.backend is not None and not isinstance(given.backend, str):
-        wrong_type("backend", "a str or None", given.backend)
-    if given.kind == "varlen":
-        lengths = {name: plain_int(name, getattr(given, name)) for name in _LENGTHS}
-        plain = plain._replace(**lengths)
-    return plain
+
+def plain_update(update: CacheUpdate, q: Tensor) -> CacheUpdate:
+    """The update with plain values for whatever stands for them; itself if it has those already.
+    TypeError naming the argument. A length in a tensor without dims is that of every sequence."""
+    lengths, interleaved = update.cache_seqlens, update.rotary_interleaved
+    if not isinstance(lengths, Tensor):
+        if lengths is not None:
+            lengths = plain_int("cache_seqlens", lengths, "an int, an int32 tensor or None")
+    elif lengths.dim() == 0 and lengths.dtype in _WHOLE_NUMBERS and q.dim():
+        lengths = lengths.to(torch.int32).expand(q.shape[0])
+    interleaved = plain_flag("rotary_interleaved", interleaved)
+    if lengths is update.cache_seqlens and interleaved is update.rotary_interleaved:
+        return update
+    return update._replace(cache_seqlens=lengths, rotary_interleaved=interleaved)
 
 
 def is_same(plain: tuple, given: tuple) -> bool:
@@ -146,53 +123,18 @@ def is_same(plain: tuple, given: tuple) -> bool:
     return all(map(operator.is_, plain, given))
 
 
-_LENGTHS = ("max_seqlen_q", "max_seqlen_k")
+def _check_near(name: str, value: Any, wanted: str) -> None:
+    """TypeError for a tensor elsewhere than on a CPU, which would have to be waited for."""
+    if isinstance(value, Tensor) and value.device.type != "cpu":
+        wrong_type(name, f"{wanted} (a tensor elsewhere would have to be waited for)", value)
 
 
-def _is_array(value: Any) -> bool:
-    """Whether it is a tensor, or an array or scalar as NumPy has them."""
-    return isinstance(value, Tensor) or (hasattr(value, "dtype") and hasattr(value, "item"))
-
-
-def _item(name: str, value: Any, wanted: str) -> Any:
-    """What is in an array of one element; all else as it is. TypeError for bools."""
-    item = _only_element(name, value, wanted) if _is_array(value) else value
-    if isinstance(item, bool):
-        wrong_type(name, wanted, value)
-    return item
-
-
-def _only_element(name: str, value: Any, wanted: str) -> Any:
+def _check_readable(name: str, value: Any, wanted: str) -> None:
+    """TypeError or ValueError for a tensor whose element is not to be read."""
     if isinstance(value, Tensor):
         if value.requires_grad and torch.is_grad_enabled():
             raise ValueError(
                 f"{name} must not require a gradient, as none is computed for it (detach it),"
                 " got a tensor that does"
             )
-        if value.device.type != "cpu":
-            wrong_type(name, f"{wanted} (a tensor elsewhere would have to be waited for)", value)
-    try:
-        return value.item()
-    except (RuntimeError, ValueError):
-        # More or fewer elements than one, or a tensor without values (fake, under vmap).
-        wrong_type(name, wanted, value)
-
-
-def _ints(name: str, values: Any, wanted: str) -> tuple[int, ...]:
-    """A tuple of ints, `values` itself if it is one. ValueError unless a sequence, TypeError unless
-    of ints."""
-    if values.__class__ is tuple:
-        for value in values:
-            if value.__class__ is not int:
-                break
-        else:
-            return values
-    if isinstance(values, Tensor) and values.device.type != "cpu":
-        wrong_type(name, f"{wanted} (a tensor elsewhere would have to be waited for)", values)
-    if isinstance(values, (str, bytes, Mapping, Set)):
-        raise ValueError(f"{name} must be {wanted}, got {values!r:.100}")
-    try:
-        items = tuple(values)
-    except TypeError:
-        raise ValueError(f"{name} must be {wanted}, got {values!r:.100}") from None
-    return tuple([plain_int(f"{name}[{index}]", item) for index, item in enumerate(items)])
+        _check_near(name, value, wanted)

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from heedful.torch.checks import FLOATS, check_dtype, check_shape, check_tensor
+from heedful.core.describe import check_shape
+from heedful.torch.arrays import dtype_name
+from heedful.torch.checks import FLOATS, check_dtype, check_tensor
 from heedful.torch.plain import plain_flag, plain_int
 
 # Storage -> the largest magnitude it is used for; int4 and int8 are symmetric around 0.
@@ -39,7 +41,7 @@ def quantize_kv(
     Source: per-group KV quantisation as in xFormers' split-K decode; KIVI (Liu et al. 2024).
     """
     check_tensor("x", x)
-    check_dtype("x", x, *FLOATS)
+    check_dtype("x", x, *map(dtype_name, FLOATS))
     name = str(dtype).removeprefix("torch.")
     if name not in _TOP:
         raise ValueError(f"dtype must be one of {', '.join(_TOP)}, got {dtype}")
@@ -90,10 +92,9 @@ def dequantize_kv(
         TypeError, ValueError: naming the argument.
     """
     check_tensor("packed", packed)
-    stored_types = [torch.uint8 if name == "int4" else getattr(torch, name) for name in _TOP]
-    check_dtype("packed", packed, *stored_types)
+    check_dtype("packed", packed, *("uint8" if name == "int4" else name for name in _TOP))
     check_tensor("scale", scale)
-    check_dtype("scale", scale, torch.float32)
+    check_dtype("scale", scale, "float32")
     if dtype not in FLOATS:
         raise TypeError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
     values = _unpack_int4(packed) if packed.dtype == torch.uint8 else packed.float()
@@ -103,12 +104,12 @@ def dequantize_kv(
             f" got shape {tuple(scale.shape)}"
         )
     shape = (*packed.shape[:-1], scale.shape[-1])
-    check_shape("scale", scale, shape, "(..., groups)")
+    check_shape("scale", scale.shape, shape, "(..., groups)")
     values = values.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]
     if shift is not None:
         check_tensor("shift", shift)
-        check_dtype("shift", shift, torch.float32)
-        check_shape("shift", shift, shape, "of scale")
+        check_dtype("shift", shift, "float32")
+        check_shape("shift", shift.shape, shape, "of scale")
         values = values + shift[..., None]
     return values.flatten(-2).to(dtype)
 

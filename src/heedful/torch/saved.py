@@ -46,7 +46,7 @@ class Backwards:
         present = [index for index, tensor in enumerate(x) if tensor is not None]
         self._pick = itemgetter(*present)
         self._names = (*(Operands._fields[index] for index in present), "out", "lse")
-        out_kind = (*x.q.shape[:-1], problem.head_dim_v), getattr(torch, problem.out_dtype)
+        out_kind = problem.out_shape, getattr(torch, problem.out_dtype)
         kinds = [(tuple(t.shape), t.dtype) for t in self._pick(x)]
         self._kinds = (*kinds, out_kind, (problem.lse_shape, torch.float32))
         # Of a backward without and with a cotangent of the lse.
@@ -86,7 +86,7 @@ class Backwards:
             layout = self._layouts[key] = self._new(tensors, x, dlse)
         elif layout is self._latest[slot]:
             # Of the same layout all the same: some are one tensor that were two, or the like.
-            layout = self._layouts[key] = layout._replace(fits=_guard(tensors))
+            layout = self._layouts[key] = layout._replace(fits=same_metadata(*tensors))
         if all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
             self._latest[slot] = layout
         return layout
@@ -98,28 +98,7 @@ class Backwards:
         dense = dense_rows(out), lse.contiguous()
         run = self._backward_of(adapt(x, steps), *dense, dout, dlse)
         is_plain = not steps and dense[0] is out and lse.is_contiguous()
-        return _Layout(_guard(tensors), steps, run, is_plain)
-
-
-def _guard(tensors: tuple[Tensor, ...]):
-    """A function that tells whether tensors have these ones' metadata, and are one where these are:
-    torch's guards want each but once."""
-    first = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
-    indices = sorted(first.values())
-    check = same_metadata(*(tensors[index] for index in indices))
-    if len(indices) == len(tensors):
-        return check
-    repeats = [(index, first[id(tensor)]) for index, tensor in enumerate(tensors)]
-    repeats = [(index, other) for index, other in repeats if index != other]
-    distinct = itemgetter(*indices)
-
-    def fits(*others: Tensor) -> bool:
-        for index, other in repeats:
-            if others[index] is not others[other]:
-                return False
-        return check(*distinct(others))
-
-    return fits
+        return _Layout(same_metadata(*tensors), steps, run, is_plain)
 
 
 def _key(tensor: Tensor) -> tuple:

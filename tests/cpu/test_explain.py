@@ -1,0 +1,149 @@
+"""`explain` says what a call would do: of each attention function, in each of its forms, it shows
+the plan that the call itself makes, and runs nothing for it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import heedful.torch as typed
+from heedful.core.plan import explain as words
+from heedful.torch import backends
+from heedful.torch.calls import CALLS
+
+heedful: Any = typed
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def rows(*shape: int, grad: bool = False, dtype=torch.float32) -> torch.Tensor:
+    return torch.randn(shape, requires_grad=grad).to(dtype)
+
+
+BOUNDS = {"cu_seqlens_q": ints(0, 2, 5), "cu_seqlens_k": ints(0, 3, 7)}
+LENGTHS = {"max_seqlen_q": 3, "max_seqlen_k": 4}
+CACHE = {"q": rows(2, 1, 4, 16), "k_cache": rows(2, 12, 2, 16), "v_cache": rows(2, 12, 2, 8)}
+NEW = {"k": rows(2, 1, 2, 16), "v": rows(2, 1, 2, 8), "cache_seqlens": ints(3, 9)}
+TABLES = {"rotary_cos": rows(16, 4), "rotary_sin": rows(16, 4)}
+DENSE = {"q": rows(2, 5, 4, 16), "k": rows(2, 7, 2, 16), "v": rows(2, 7, 2, 8)}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("flash_attn_func", DENSE),
+    ("flash_attn_func", {**DENSE, "causal": True, "return_lse": True, "sink": torch.zeros(4)}),
+    ("flash_attn_func", {**DENSE, "q": rows(2, 5, 4, 16, grad=True), "bias": rows(5, 7)}),
+    ("flash_attn_func", {**DENSE, "bias": rows(5, 7, grad=True), "softcap": 3}),
+    ("flash_attn_func", {**DENSE, "q": rows(2, 5, 16, 4).mT, "window_size": [3, 1]}),
+    ("flash_attn_func", {**DENSE, "dropout_p": 0.5, "dropout_seed": torch.tensor(5)}),
+    ("flash_attn_func", {**DENSE, "out": torch.zeros(2, 5, 4, 8), "num_splits": 2}),
+    ("flash_attn_func", {**DENSE, "backend": "sdpa", "v": rows(2, 7, 2, 16)}),
+    (
+        "flash_attn_varlen_func",
+        {"q": rows(5, 4, 16), "k": rows(7, 2, 16), "v": rows(7, 2, 8), **BOUNDS, **LENGTHS},
+    ),
+    (
+        "flash_attn_varlen_func",
+        {
+            **{"q": rows(5, 4, 16), "k": rows(5, 4, 2, 16), "v": rows(5, 4, 2, 8)},
+            **{**BOUNDS, "cu_seqlens_k": None, "seqused_k": ints(3, 4)},
+            **{"max_seqlen_q": torch.tensor(3), "max_seqlen_k": torch.tensor(4)},
+            "block_table": ints(1, 3).view(2, 1),
+        },
+    ),
+    ("flash_attn_qkvpacked_func", {"qkv": rows(2, 5, 3, 4, 16), "causal": True}),
+    ("flash_attn_kvpacked_func", {"q": rows(2, 5, 4, 16), "kv": rows(2, 7, 2, 2, 16)}),
+    (
+        "flash_attn_varlen_qkvpacked_func",
+        {"qkv": rows(5, 3, 4, 16), "cu_seqlens": ints(0, 2, 5), "max_seqlen": 3, "sink": rows(4)},
+    ),
+    (
+        "flash_attn_varlen_kvpacked_func",
+        {"q": rows(5, 4, 16), "kv": rows(7, 2, 2, 16), **BOUNDS, **LENGTHS},
+    ),
+    ("flash_attn_with_kvcache", CACHE),
+    ("flash_attn_with_kvcache", {**CACHE, "cache_seqlens": 5, "causal": True}),
+    ("flash_attn_with_kvcache", {**CACHE, "cache_seqlens": torch.tensor(5), "num_splits": 2}),
+    ("flash_attn_with_kvcache", {**CACHE, **NEW, "return_softmax_lse": True}),
+    ("flash_attn_with_kvcache", {**CACHE, **NEW, **TABLES, "q": rows(2, 1, 16, 4).mT}),
+    (
+        "flash_attn_with_kvcache",
+        {**CACHE, **NEW, "shared_prefix": (rows(4, 2, 16), rows(4, 2, 8)), "sink": torch.zeros(4)},
+    ),
+]
+IDS = [f"{name}-{number}" for number, (name, _) in enumerate(CASES)]
+
+
+def of_the_call(function, arguments: dict[str, Any], monkeypatch) -> str:
+    """The plan that is made first where the call is run."""
+    plans, prepare = [], backends.prepare
+
+    def seen(*given):
+        runner = prepare(*given)
+        plans.append(runner.plan)
+        return runner
+
+    CALLS.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(backends, "prepare", seen)
+        function(**arguments)
+    return words(plans[0])
+
+
+@pytest.mark.parametrize(("name", "arguments"), CASES, ids=IDS)
+def test_what_is_explained_is_the_plan_of_the_call(name, arguments, monkeypatch):
+    function = getattr(heedful, name)
+    text = heedful.explain(function, **arguments)
+    assert text == of_the_call(function, arguments, monkeypatch)
+
+
+@pytest.mark.parametrize(("name", "arguments"), CASES, ids=IDS)
+def test_nothing_is_run_or_kept_for_it(name, arguments, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("ran")
+
+    tensors = [value for value in arguments.values() if isinstance(value, torch.Tensor)]
+    before = [tensor._version for tensor in tensors]
+    CALLS.clear()
+    monkeypatch.setattr(backends, "prepare", refuse)
+    heedful.explain(getattr(heedful, name), **arguments)
+    assert len(CALLS) == 0 and [tensor._version for tensor in tensors] == before
+
+
+@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_with_kvcache"])
+def test_autocast_is_part_of_the_plan(name, monkeypatch):
+    arguments = DENSE if name == "flash_attn_func" else {**CACHE, "q": CACHE["q"].half()}
+    function = getattr(heedful, name)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        text = heedful.explain(function, **arguments)
+        assert text == of_the_call(function, arguments, monkeypatch)
+    assert ("bfloat16" if name == "flash_attn_func" else "float32") in text
+
+
+@pytest.mark.parametrize(("name", "arguments"), CASES[:4] + CASES[14:18], ids=str)
+def test_fake_tensors_are_explained_as_aligned_ones(name, arguments):
+    function = getattr(heedful, name)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = {
+            key: mode.from_tensor(value) if isinstance(value, torch.Tensor) else value
+            for key, value in arguments.items()
+        }
+    assert heedful.explain(function, **fake) == heedful.explain(function, **arguments)
+
+
+def test_what_no_device_would_run_is_refused_as_in_the_call():
+    with pytest.raises(ValueError, match="^q must be on a CPU, CUDA or ROCm device, got meta"):
+        heedful.explain(heedful.flash_attn_func, *(torch.empty(1, 5, 2, 8, device="meta"),) * 3)
+    with pytest.raises(TypeError, match="missing a required argument: 'v'"):
+        heedful.explain(heedful.flash_attn_func, DENSE["q"], DENSE["k"])
+    with pytest.raises(TypeError, match="unexpected keyword argument 'no_such'"):
+        heedful.explain(heedful.flash_attn_qkvpacked_func, rows(2, 5, 3, 4, 16), no_such=1)
+    for bad, name in (({"q": None}, "q"), ({"causal": 1}, "causal"), ({"v": rows(2, 7, 2)}, "v")):
+        with pytest.raises((TypeError, ValueError), match=f"^{name} must be"):
+            heedful.explain(heedful.flash_attn_func, **{**DENSE, **bad})
+    slopes = torch.zeros(4, requires_grad=True)
+    with pytest.raises(ValueError, match="^alibi_slopes must not require a gradient"):
+        grad = {**DENSE, "q": rows(2, 5, 4, 16, grad=True), "alibi_slopes": slopes}
+        heedful.explain(heedful.flash_attn_func, **grad)
+    with pytest.raises(ValueError, match="^cache_seqlens must lie between 0 and 12"):
+        heedful.explain(heedful.flash_attn_with_kvcache, **CACHE, cache_seqlens=13)
