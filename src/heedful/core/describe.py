@@ -7,7 +7,7 @@ error names the argument, what came and what is wanted. Shapes may hold symbols.
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from heedful.core.arrays import ArraySpec
@@ -19,10 +19,9 @@ from heedful.core.problem import (
     MAX_HEAD_DIM,
     MAX_HEAD_DIM_V,
     AttentionProblem,
-    Lengths,
     default_out_dtype,
 )
-from heedful.core.storage import SCALES, dense_rows, has_dense_rows, storage
+from heedful.core.storage import dense_rows, has_dense_rows, storage
 
 FLOATS = ("float16", "bfloat16", "float32")
 FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
@@ -34,7 +33,8 @@ QUANTIZED = {
     "int8": "int8",
     "uint8": "int4",
 }
-_FIRST_SCALE, _NO_SCALES = -len(SCALES), (None,) * len(SCALES)
+_SCALES = ("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
+_FIRST_SCALE, _NO_SCALES = -len(_SCALES), (None,) * len(_SCALES)
 _LENGTHS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "kv_batch_idx", "leftpad_k")
 _LAYOUTS = {
     ("q", "dense"): "(batch, seqlen_q, heads_q, head_dim)",
@@ -50,116 +50,70 @@ _LAYOUTS = {
 }
 
 
+_mask = lru_cache(256, typed=True)(MaskSpec.of)
+
+
 def describe(call: AttentionCall) -> AttentionProblem:
     """The problem of a call, with everything about it checked, stored as kernels will get it.
 
     Raises TypeError or ValueError.
     """
-    problem = check(call)
-    facts = storage(*(dense_rows(spec) for spec in call.x[:3]), call.out)
-    return problem if all(facts.values()) else replace(problem, **facts)
+    q, k, v = (dense_rows(spec) for spec in call.x[:3])
+    return check(call, **storage(q, k, v, call.out))
 
 
-def check(call: AttentionCall) -> AttentionProblem:
-    """As `describe`, of a call whose arrays have no memory: they are taken to be stored as
-    usual."""
+def check(call: AttentionCall, aligned: bool = True, even_rows: bool = True) -> AttentionProblem:
+    """As `describe`, of a call whose arrays have no memory: how they are stored is given."""
     x, options = call.x, call.options
-    mask = _check_arguments(x, options)
     _check_ranks(x, options)
     sizes = _Sizes.of(x, options)
+    _check_arguments(x, options)
     dtype, kv_dtype = _check_dtypes(call)
-    kv_group = _check_sizes(call, sizes, dtype, kv_dtype)
+    _check_shapes(x, options, sizes, kv_dtype)
+    _check_lengths(x, options, sizes)
+    _check_score_operands(x, sizes)
+    if call.out is not None:
+        if call.needs_grad:
+            raise no_out()
+        check_out(call.out, x.q, x.v)
+    scale, varlen, packed_k = options.softmax_scale, options.kind == "varlen", len(x.k.shape) == 3
+    drops, probs = options.dropout_p > 0, options.return_attn_probs
     problem = AttentionProblem(
         *sizes,
         dtype=dtype,
         kv_dtype=kv_dtype,
         out_dtype=default_out_dtype(dtype) if call.out is None else call.out.dtype,
-        scale=_scale(options, sizes),
-        mask=mask,
-        kv_group=kv_group,
+        scale=1.0 / math.sqrt(sizes.head_dim) if scale is None else scale,
+        mask=_mask(options.causal, tuple(options.window_size)),
+        softcap=options.softcap,
+        dropout_p=options.dropout_p,
+        total_q=x.q.shape[0] if varlen else None,
+        total_k=x.k.shape[0] if packed_k else None,
+        used_q=x.seqused_q is not None,
+        # Lengths of paged sequences are taken from cu_seqlens_k where seqused_k is absent.
+        used_k=x.seqused_k is not None or (varlen and not packed_k),
+        page_size=x.k.shape[1] if x.block_table is not None else 0,
+        alibi=x.alibi_slopes is not None,
+        bias=x.bias is not None,
+        sink=x.sink is not None,
+        tree_mask=x.tree_mask is not None,
+        kv_batch_idx=x.kv_batch_idx is not None,
+        leftpad_k=x.leftpad_k is not None,
+        kv_group=_check_scales(x, options, sizes, dtype, kv_dtype),
+        kv_shift=x.k_shift is not None,
         needs_grad=call.needs_grad,
         bias_grad=call.bias_grad,
-        **_presence(x, options),
-        **_asked(options),
+        return_lse=options.return_lse or probs,
+        return_probs=probs and drops,
+        deterministic=options.deterministic,
+        num_splits=options.num_splits,
+        aligned=aligned,
+        even_rows=even_rows,
+        # Without a mask to draw, all places are one: the same plan and kernels.
+        dropout_origin=tuple(options.dropout_origin) if drops else (0, 0, 0, 0),
     )
     problem.validate()
     return problem
-
-
-def describe_again(call: AttentionCall, problem: AttentionProblem) -> AttentionProblem:
-    """As `describe`, of a call of the same kind as one with this problem, of which lengths alone
-    are checked: in a third of its time."""
-    x, options = call.x, call.options
-    sizes = _Sizes.of(x, options)
-    _check_sizes(call, sizes, problem.dtype, problem.kv_dtype)
-    return problem.at(
-        Lengths(
-            sizes.batch,
-            sizes.seqlen_q,
-            sizes.seqlen_k,
-            None if problem.total_q is None else x.q.shape[0],
-            None if problem.total_k is None else x.k.shape[0],
-        )
-    )
-
-
-def _check_sizes(call: AttentionCall, sizes: "_Sizes", dtype: str, kv_dtype: str) -> int:
-    """All that lengths take part in; returns the values that share a scale."""
-    x, options = call.x, call.options
-    if options.kind == "varlen":
-        for name in ("max_seqlen_q", "max_seqlen_k"):
-            value = getattr(options, name)
-            if value < 0:
-                raise ValueError(f"{name} must be >= 0, got {value}")
-    _check_shapes(x, options, sizes, kv_dtype)
-    _check_lengths(x, options, sizes)
-    _check_score_operands(x, sizes)
-    kv_group = _check_scales(x, options, sizes, dtype, kv_dtype)
-    if call.out is not None:
-        if call.needs_grad:
-            raise no_out()
-        check_out(call.out, x.q, x.v)
-    return kv_group
-
-
-def _scale(options: Options, sizes: "_Sizes") -> float:
-    if options.softmax_scale is None:
-        return 1.0 / math.sqrt(sizes.head_dim)
-    return options.softmax_scale
-
-
-def _presence(x: Operands, options: Options) -> dict[str, Any]:
-    """Facts of the problem that are whether an operand is there, and how it is stored."""
-    packed_k = len(x.k.shape) == 3
-    return {
-        "total_q": x.q.shape[0] if options.kind == "varlen" else None,
-        "total_k": x.k.shape[0] if packed_k else None,
-        "used_q": x.seqused_q is not None,
-        # Lengths of paged sequences are taken from cu_seqlens_k where seqused_k is absent.
-        "used_k": x.seqused_k is not None or (options.kind == "varlen" and not packed_k),
-        "page_size": x.k.shape[1] if x.block_table is not None else 0,
-        "alibi": x.alibi_slopes is not None,
-        "bias": x.bias is not None,
-        "sink": x.sink is not None,
-        "tree_mask": x.tree_mask is not None,
-        "kv_batch_idx": x.kv_batch_idx is not None,
-        "leftpad_k": x.leftpad_k is not None,
-        "kv_shift": x.k_shift is not None,
-    }
-
-
-def _asked(options: Options) -> dict[str, Any]:
-    """Facts of the problem that are plain values."""
-    return {
-        "softcap": options.softcap,
-        "dropout_p": options.dropout_p,
-        "return_lse": options.return_lse or options.return_attn_probs,
-        "return_probs": options.return_attn_probs and options.dropout_p > 0,
-        "deterministic": options.deterministic,
-        "num_splits": options.num_splits,
-        # Without a mask to draw, all places are one: the same plan and kernels.
-        "dropout_origin": tuple(options.dropout_origin) if options.dropout_p > 0 else (0, 0, 0, 0),
-    }
 
 
 class _Sizes(NamedTuple):
@@ -186,14 +140,18 @@ class _Sizes(NamedTuple):
         return cls(batch, q[-2], k[-2], seqlen_q, seqlen_k, q[-1], head_dim_v(x.v))
 
 
-def _check_arguments(x: Operands, options: Options) -> MaskSpec:
-    """The mask, and what must be given."""
-    paged = x.block_table is not None and x.seqused_k is not None
-    if options.kind == "varlen" and x.cu_seqlens_k is None and not paged:
+def _check_arguments(x: Operands, options: Options) -> None:
+    """What a packed call must be given."""
+    if options.kind != "varlen":
+        return
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        value = getattr(options, name)
+        if value < 0:
+            raise ValueError(f"{name} must be >= 0, got {value}")
+    if x.cu_seqlens_k is None and (x.block_table is None or x.seqused_k is None):
         raise ValueError(
             "cu_seqlens_k must be given, got None (only block_table with seqused_k does without it)"
         )
-    return MaskSpec.of(options.causal, options.window_size)
 
 
 def check_device(name: str, device: Any, wanted: Any, like: str = "q") -> None:
@@ -389,7 +347,7 @@ def _check_scales(x: Operands, options: Options, sizes: _Sizes, dtype: str, kv_d
     if x[_FIRST_SCALE:] == _NO_SCALES:
         return 0
     quantized = kv_dtype != dtype
-    for operand in SCALES:
+    for operand in _SCALES:
         spec = getattr(x, operand)
         if spec is None:
             continue
