@@ -20,7 +20,7 @@ from heedful.core.tiles import PortableConfig
 from heedful.launch import interpret
 from heedful.launch.bind import portable, portable_cache
 from heedful.launch.spec import KernelCall, Program
-from heedful.torch.execute import buffer_spec
+from heedful.torch.arrays import array_spec
 from support.cases import Built, Case, build
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
@@ -86,7 +86,7 @@ def check(made: Program, arrays: dict[str, torch.Tensor]) -> set[str]:
 
 
 def specs_of(arrays: dict[str, torch.Tensor]) -> dict[str, ArraySpec]:
-    return {name: buffer_spec(tensor) for name, tensor in arrays.items()}
+    return {name: array_spec(tensor) for name, tensor in arrays.items()}
 
 
 def forward(built: Built, splits: int = 1) -> tuple[set[str], dict[str, torch.Tensor]]:
