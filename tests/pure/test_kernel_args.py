@@ -101,6 +101,7 @@ def mask(**facts) -> Mask:
     [
         (mask(left=Pointer("x", "int32")), "mask.left is declared as number, got Pointer"),
         (mask(HAS_LEFT=Scalar(1)), "mask.HAS_LEFT is declared as constant, got Scalar"),
+        (mask(HAS_LEFT=Pointer("x", "i32")), "mask.HAS_LEFT is declared as constant, got Pointer"),
         (mask(tree=Scalar(1)), "mask.tree is declared as read, got Scalar"),
         (mask(tree=NARROW), "mask.tree must be None, got .*Rows"),
         (NARROW, "mask.ptr must be declared as read, written or both"),

@@ -3,7 +3,7 @@ scratch they need. Running, compiling ahead of time, inspecting and emulating al
 same `Program`, so they all compile exactly the same thing. Framework-neutral, no triton imported.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, get_args, get_type_hints
@@ -71,6 +71,9 @@ class TensorMap:
 
 
 Argument = Pointer | Scalar | TensorMap
+_ARGUMENTS = frozenset((Pointer, Scalar, TensorMap))
+# Dotted name, leaf, and what it is declared as.
+Leaf = tuple[str, Any, Kind | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +113,8 @@ class KernelCall:
             raise ValueError(f"cluster must be >= 1, got {self.cluster}")
         arguments: dict[str, Argument] = {}
         constants: dict[str, object] = {}
-        for name, leaf, kind in self._leaves():
-            if isinstance(leaf, Argument):
+        for name, leaf, kind in self._leaves:
+            if type(leaf) in _ARGUMENTS:
                 _check_kind(name, leaf, kind)
                 arguments[name] = leaf
             else:
@@ -119,9 +122,9 @@ class KernelCall:
         object.__setattr__(self, "arguments", arguments)
         object.__setattr__(self, "constants", constants)
 
-    def _leaves(self) -> Iterator[tuple[str, Any, Kind | None]]:
-        for name, value in self.parameters.items():
-            yield from leaves(name, value)
+    @cached_property
+    def _leaves(self) -> list[Leaf]:
+        return [leaf for name, value in self.parameters.items() for leaf in leaves(name, value)]
 
     @cached_property
     def variant(self) -> tuple:
@@ -144,7 +147,7 @@ class KernelCall:
 
     def _buffers(self, *kinds: Kind) -> frozenset[str]:
         found = set()
-        for name, leaf, kind in self._leaves():
+        for name, leaf, kind in self._leaves:
             if isinstance(leaf, Pointer | TensorMap):
                 if kind is None:
                     raise TypeError(f"{name}: declared neither as read nor as written")
@@ -155,7 +158,9 @@ class KernelCall:
 
 def _check_kind(name: str, leaf: Argument, kind: Kind | None) -> None:
     """TypeError if a field that holds this kind of leaf holds another."""
-    if kind is not None and isinstance(leaf, Scalar) is not (kind is Kind.NUMBER):
+    if kind is None:
+        return
+    if kind is Kind.CONSTANT or isinstance(leaf, Scalar) is not (kind is Kind.NUMBER):
         raise TypeError(f"{name} is declared as {kind.value}, got {leaf}")
 
 
@@ -170,24 +175,28 @@ def declared(group: type) -> tuple[tuple[str, Kind | None, type | None], ...]:
     return tuple(found)
 
 
-def leaves(
-    name: str, value: Any, kind: Kind | None = None
-) -> Iterator[tuple[str, Any, Kind | None]]:
-    """(dotted name, leaf, what it is declared as) of every leaf of a parameter, in order. Outside
-    of a group nothing is declared.
+def leaves(name: str, value: Any, kind: Kind | None = None) -> list[Leaf]:
+    """Every leaf of a parameter, in order. Outside of a group nothing is declared.
 
     Raises TypeError for a group of another class than its field's, or that the kernel's declaration
     does not say to be read or written.
     """
     if not is_group(value):
-        yield name, value, kind
-        return
+        return [(name, value, kind)]
+    found: list[Leaf] = []
     for (field_name, own, inner), item in zip(declared(type(value)), value, strict=True):
-        if (inner is not None or is_group(item)) and item is not None and type(item) is not inner:
-            raise TypeError(f"{name}.{field_name} must be {inner}, got {type(item)}")
-        if inner is None and own is None and kind is None:
-            raise TypeError(f"{name}.{field_name} must be declared as read, written or both")
-        yield from leaves(f"{name}.{field_name}", item, own or kind)
+        path = f"{name}.{field_name}"
+        if inner is None and not isinstance(item, tuple):
+            if own is None and kind is None:
+                raise TypeError(f"{path} must be declared as read, written or both")
+            found.append((path, item, own or kind))
+        elif item is None:
+            found.append((path, None, own or kind))
+        elif type(item) is inner:
+            found += leaves(path, item, own or kind)
+        else:
+            raise TypeError(f"{path} must be {inner}, got {type(item)}")
+    return found
 
 
 def is_group(value: object) -> bool:
