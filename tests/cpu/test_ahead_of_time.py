@@ -318,7 +318,8 @@ def test_a_foreign_launcher_is_given_what_the_driver_is(backend, monkeypatch):
     told = foreign.describe(made, "sm_90")
     assert told.workspaces == made.workspaces
     for launch, call in zip(told.launches, made.calls, strict=True):
-        assert launch.grid == call.grid
+        assert (launch.grid, launch.programmatic) == (call.grid, call.programmatic)
+        assert (launch.reads, launch.writes) == ({"q", "k", "v", "sink"}, {"out"})
         flat = [p for p in launch.artifact.parameters if not p.name.startswith("scratch[")]
         assert len(flat) == len(launch.parameters)
         for parameter, given in zip(flat, launch.parameters, strict=True):

@@ -32,12 +32,16 @@ ForeignParameter = Pointer | Scalar | TensorMapParameter
 @dataclass(frozen=True, slots=True)
 class ForeignLaunch:
     """One kernel launch. The compiler's two trailing scratch pointers are not in `parameters`:
-    a launcher passes them null (`artifact.scratch_bytes` is 0). programmatic: as
-    KernelCall's; the cluster is the artifact's."""
+    a launcher passes them null (`artifact.scratch_bytes` is 0).
+
+    reads, writes: names of the buffers whose contents before the launch matter, and of those that
+    the kernel writes. programmatic: as KernelCall's; the cluster is the artifact's."""
 
     artifact: Artifact
     grid: tuple[int, int, int]
     parameters: tuple[ForeignParameter, ...]
+    reads: frozenset[str]
+    writes: frozenset[str]
     programmatic: bool = False
 
 
@@ -60,7 +64,10 @@ def describe(program: Program, arch: str) -> ForeignProgram:
                 parameters += _tensor_map(argument, compiled.tensor_maps[name])
             else:
                 parameters.append(argument)
-        launches.append(ForeignLaunch(compiled, call.grid, tuple(parameters), call.programmatic))
+        access = (call.reads, call.writes)
+        launches.append(
+            ForeignLaunch(compiled, call.grid, tuple(parameters), *access, call.programmatic)
+        )
     return ForeignProgram(tuple(launches), program.workspaces)
 
 
