@@ -201,7 +201,11 @@ class _Slot:
 
     def __init__(self, gpu: Gpu, code, index, grid, template: bytes):
         self.buffer = ctypes.create_string_buffer(template, len(template))
-        self._gpu, self._what = gpu, (code, index, grid)
+        self._gpu, self._what, self.owner = gpu, (code, index, grid), None
+
+    def load(self, grid, template: bytes) -> None:
+        self.buffer[:] = template
+        self._what = (*self._what[:2], grid)
 
     def launch(self, stream: int) -> None:
         if self._gpu.before_launch is not None:

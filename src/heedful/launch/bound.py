@@ -1,11 +1,14 @@
-"""A program bound to a device: loaded kernels with argument buffers filled in but for addresses.
+"""A program bound to a device: loaded kernels, and the numbers of their argument buffers.
 
-Running it costs, per kernel, packing the addresses and one driver call. Safe under threads: each
-launch takes a buffer of its own from a pool.
+What is compiled, loaded and worked out about a buffer's layout is of a kind; numbers alone differ
+between calls of a kind, packed by one struct. Running costs, per kernel, packing the addresses and
+one driver call. Safe under threads: each launch takes a buffer of its own from a pool, which all
+calls of the kind share.
 """
 
 import struct
 from collections.abc import Sequence
+from functools import partial
 from operator import itemgetter
 
 from heedful.core.device import vendor_of
@@ -19,14 +22,15 @@ from heedful.launch.spec import KernelCall, Pointer, Program, Scalar, TensorMap
 _MOST_MAPS = 4096
 _pack_map = struct.Struct("128s").pack_into
 
-_FORMATS = {"i1": "<?", "i32": "<i", "i64": "<q", "fp32": "<f"}
+_FORMATS = {"i1": "?", "i32": "i", "i64": "q", "fp32": "f"}
 
 # (device index, arch, variant) -> function handle in that device's context.
 _functions: dict[tuple, object] = {}
 
 
-class BoundKernel:
-    """One kernel of a program. `names`: the order in which run() is given buffer addresses."""
+class KernelKind:
+    """One kernel of a program, compiled and loaded, for calls that differ in numbers alone: its
+    lengths may be symbols. `names`: the order in which run() is given buffer addresses."""
 
     def __init__(self, call: KernelCall, arch: str, device: int, names: Sequence[str]):
         self.artifact = compile_call(call, arch)
@@ -41,54 +45,80 @@ class BoundKernel:
         key = (device, arch, call.variant)
         if key not in _functions:
             _functions[key] = self._driver.load(self.artifact, device)
-        self._function = _functions[key]
-        self._call, self._device, self._empty = call, device, 0 in call.grid
-        self._template = _template(call, self.artifact)
+        self._function, self._device = _functions[key], device
+        self._programmatic = call.programmatic
         offsets = {p.name: p.offset for p in self.artifact.parameters}
         pointers = sorted(
             (offsets[name], names.index(a.buffer))
             for name, a in call.arguments.items()
             if isinstance(a, Pointer)
         )
-        self._runs = [
+        self.runs = [
             (struct.Struct(f"<{len(run)}Q").pack_into, run[0][0], _getter([i for _, i in run]))
             for run in _contiguous(pointers)
         ]
-        # Encoding asks the driver, which takes ten times as long as looking up what it said.
-        self._maps = [
+        self.template = _packer(call, self.artifact)
+        # Of each tensor map: makes its encoder of (shape, strides); places of these among the
+        # numbers, of the map in the buffer, and of its array among the addresses.
+        self.maps = [
             (
-                {},
-                self._driver.TensorMapEncoder(self.artifact.tensor_maps[name], a.shape, a.strides),
+                partial(self._driver.TensorMapEncoder, self.artifact.tensor_maps[name]),
+                *(slice(places[0], places[-1] + 1) for places in _map_places(call, name)),
                 offsets[name],
                 names.index(a.buffer),
             )
             for name, a in call.arguments.items()
             if isinstance(a, TensorMap)
         ]
-        self._pool: list = []
+        self.pool: list = []
 
-    def _take(self):
-        """A free argument buffer. Another thread may empty the pool between look and take."""
-        while self._pool:
+    def take(self, kernel: "BoundKernel"):
+        """A free argument buffer with the kernel's numbers in place. Another thread may empty the
+        pool between look and take."""
+        while self.pool:
             try:
-                return self._pool.pop()
+                slot = self.pool.pop()
             except IndexError:
                 continue
-        return self._driver.Slot(
+            if slot.owner is not kernel:
+                slot.load(kernel.grid, kernel.template)
+                slot.owner = kernel
+            return slot
+        slot = self._driver.Slot(
             self.artifact,
             self._function,
             self._device,
-            self._call.grid,
-            self._template,
-            self._call.programmatic,
+            kernel.grid,
+            kernel.template,
+            self._programmatic,
         )
+        slot.owner = kernel
+        return slot
+
+
+class BoundKernel:
+    """A kernel with all its numbers: everything but addresses. Many share a kind."""
+
+    __slots__ = ("_empty", "_kind", "_maps", "grid", "template")
+
+    def __init__(self, kind: KernelKind, numbers: Sequence[int | float]):
+        """numbers: as `numbers_of` orders them."""
+        self._kind, self.grid = kind, tuple(numbers[:3])
+        self._empty = 0 in self.grid
+        self.template = kind.template(numbers)
+        # Encoding asks the driver, which takes ten times as long as looking up what it said.
+        self._maps = [
+            ({}, make(numbers[shape], numbers[strides]), offset, index)
+            for make, shape, strides, offset, index in kind.maps
+        ]
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
         """Launches on a raw stream; the device must be current."""
         if self._empty:
             return
-        slot = self._take()
-        for pack_into, offset, pick in self._runs:
+        kind = self._kind
+        slot = kind.take(self)
+        for pack_into, offset, pick in kind.runs:
             pack_into(slot.buffer, offset, *pick(addresses))
         for known, encoder, offset, index in self._maps:
             address = addresses[index]
@@ -99,15 +129,33 @@ class BoundKernel:
                 encoded = known[address] = encoder.encode(address)
             _pack_map(slot.buffer, offset, encoded)
         slot.launch(stream)
-        self._pool.append(slot)
+        kind.pool.append(slot)
         counters["launches"] += 1
+
+
+class ProgramKind:
+    """Every kernel of a program, for calls that differ in numbers alone. Compiles and loads on
+    construction."""
+
+    def __init__(self, program: Program, arch: str, device: int, names: Sequence[str]):
+        self._kernels = []
+        end = 0
+        for call in program.calls:
+            begin, end = end, end + len(numbers_of(call))
+            kernel = KernelKind(call, arch, device, names)
+            self._kernels.append((kernel, slice(begin, end)))
+
+    def bind(self, numbers: Sequence[int | float]) -> list[BoundKernel]:
+        """The kernels with their numbers, those of each call after those of the one before."""
+        return [BoundKernel(kind, numbers[own]) for kind, own in self._kernels]
 
 
 class BoundProgram:
     """Every kernel of a program in order. Compiles and loads on construction."""
 
     def __init__(self, program: Program, arch: str, device: int, names: Sequence[str]):
-        self.kernels = [BoundKernel(call, arch, device, names) for call in program.calls]
+        numbers = [number for call in program.calls for number in numbers_of(call)]
+        self.kernels = ProgramKind(program, arch, device, names).bind(numbers)
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
         """Launches all kernels on a raw stream with the addresses of the named buffers."""
@@ -115,20 +163,59 @@ class BoundProgram:
             kernel.run(addresses, stream)
 
 
-def _template(call: KernelCall, artifact: Artifact) -> bytes:
-    """The argument buffer with every scalar in place and every address zero."""
-    template = bytearray(artifact.parameter_bytes)
-    offsets = {p.name: (p.offset, p.type) for p in artifact.parameters}
-    for name, argument in call.arguments.items():
+def numbers_of(call: KernelCall) -> list[int | float]:
+    """All that a launch's buffer and grid hold but addresses: the grid, then each number and each
+    tensor map's shape and strides, in the order of the arguments."""
+    numbers: list[int | float] = [*call.grid]
+    for argument in call.arguments.values():
         match argument:
             case Scalar(value=value):
-                offset, kind = offsets[name]
-                struct.pack_into(_FORMATS[kind], template, offset, value)
+                numbers.append(value)
             case TensorMap(shape=shape, strides=strides):
-                for part, values, kind in (("shape", shape, "<i"), ("strides", strides, "<q")):
-                    for i, value in enumerate(values):
-                        struct.pack_into(kind, template, offsets[f"{name}.{part}[{i}]"][0], value)
-    return bytes(template)
+                numbers += (*shape, *strides)
+    return numbers
+
+
+def _map_places(call: KernelCall, wanted: str) -> tuple[range, range]:
+    """Where the shape and the strides of a tensor map are among the numbers."""
+    place = len(call.grid)
+    for name, argument in call.arguments.items():
+        if isinstance(argument, Scalar):
+            place += 1
+        elif isinstance(argument, TensorMap):
+            rank = len(argument.shape)
+            if name == wanted:
+                return range(place, place + rank), range(place + rank, place + 2 * rank)
+            place += 2 * rank
+    raise KeyError(wanted)
+
+
+def _packer(call: KernelCall, artifact: Artifact):
+    """A function from the numbers to the argument buffer with every address zero."""
+    places: dict[str, int] = {}
+    place = len(call.grid)
+    for name, argument in call.arguments.items():
+        match argument:
+            case Scalar():
+                places[name] = place
+                place += 1
+            case TensorMap(shape=shape):
+                for part in ("shape", "strides"):
+                    for i in range(len(shape)):
+                        places[f"{name}.{part}[{i}]"] = place
+                        place += 1
+    layout, indices, position = "<", [], 0
+    for parameter in sorted(artifact.parameters, key=lambda p: p.offset):
+        if parameter.name in places:
+            layout += f"{parameter.offset - position}x{_FORMATS[parameter.type]}"
+            position = parameter.offset + struct.calcsize("<" + _FORMATS[parameter.type])
+            indices.append(places[parameter.name])
+    layout += f"{artifact.parameter_bytes - position}x"
+    pack = struct.Struct(layout).pack
+    if not indices:
+        return lambda numbers: pack()
+    pick = _getter(indices)
+    return lambda numbers: pack(*pick(numbers))
 
 
 def _contiguous(pointers: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -106,7 +106,16 @@ class Slot:
     """An argument buffer with everything that one launch passes to the driver; used by one thread
     at a time."""
 
-    __slots__ = ("buffer", "config", "address", "_arguments", "_device", "_keep")
+    __slots__ = (
+        "address",
+        "buffer",
+        "config",
+        "owner",
+        "_arguments",
+        "_cluster",
+        "_device",
+        "_keep",
+    )
 
     def __init__(
         self,
@@ -122,14 +131,14 @@ class Slot:
         raw = ctypes.create_string_buffer(len(template) + TENSOR_MAP_ALIGN)
         start = -(ctypes.addressof(raw) + next(maps, 0)) % TENSOR_MAP_ALIGN
         self.buffer = (ctypes.c_char * len(template)).from_buffer(raw, start)
-        self.buffer[:] = template
         self.address = ctypes.addressof(self.buffer)
         size = ctypes.c_size_t(len(template))
         extra = (c_void_p * 5)(
             BUFFER_POINTER, self.address, BUFFER_SIZE, ctypes.addressof(size), END
         )
         self.config = Config()
-        self.config.grid[:] = (grid[0] * artifact.cluster, grid[1], grid[2])
+        self._cluster = artifact.cluster
+        self.load(grid, template)
         self.config.block[:] = (artifact.num_warps * artifact.warp_size, 1, 1)
         self.config.shared_bytes = artifact.shared_bytes
         attributes = _attributes(artifact, programmatic)
@@ -139,6 +148,11 @@ class Slot:
         self._arguments = (byref(self.config), function, None, extra)
         self._keep = (raw, size, attributes)
         self._device = device
+
+    def load(self, grid, template: bytes) -> None:
+        """Puts other numbers in place."""
+        self.buffer[:] = template
+        self.config.grid[:] = (grid[0] * self._cluster, grid[1], grid[2])
 
     def launch(self, stream: int) -> None:
         """Launches with the buffer's arguments on a raw stream of the device, which is current."""
@@ -177,22 +191,33 @@ class TensorMapEncoder:
     """Makes the 128-byte descriptor of one argument for any base address."""
 
     def __init__(self, meta: dict, shape: tuple[int, ...], strides: tuple[int, ...]):
-        rank, item = len(shape), meta["elem_size"]
-        dims = (c_uint64 * rank)(*reversed(shape))
-        steps = (c_uint64 * rank)(*(s * item for s in reversed(strides[:-1])))
-        box = (c_uint32 * rank)(*reversed(meta["block_size"]))
-        ones = (c_uint32 * rank)(*([1] * rank))
-        self._head, self._tail = (
-            (c_int(meta["elem_type"]), c_uint32(rank)),
-            (dims, steps, box, ones),
-        )
-        self._flags = (0, c_int(meta["swizzle"]), _L2_PROMOTION_128B, 0)
+        kind = meta["elem_type"], meta["swizzle"], meta["elem_size"], tuple(meta["block_size"])
+        self._facts = _map_facts(*kind)
+        item = meta["elem_size"]
+        self._dims, self._steps = shape[::-1], [s * item for s in strides[-2::-1]]
 
     def encode(self, base: int) -> bytes:
         """The descriptor of the array at `base`, a function of the address alone."""
-        raw = ctypes.create_string_buffer(TENSOR_MAP_BYTES + TENSOR_MAP_ALIGN)
+        head, (dims, steps), tail = self._facts
+        raw = _map_bytes()
         start = ctypes.addressof(raw)
         start += -start % TENSOR_MAP_ALIGN
+        sizes = dims(*self._dims), steps(*self._steps)
         encode = _library().cuTensorMapEncodeTiled
-        check(encode(c_void_p(start), *self._head, c_void_p(base), *self._tail, *self._flags))
+        check(encode(c_void_p(start), *head, c_void_p(base), *sizes, *tail))
         return ctypes.string_at(start, TENSOR_MAP_BYTES)
+
+
+_map_bytes = ctypes.c_char * (TENSOR_MAP_BYTES + TENSOR_MAP_ALIGN)
+
+
+@cache
+def _map_facts(kind: int, swizzle: int, item: int, block: tuple[int, ...]) -> tuple:
+    """What all tensor maps of one box share, as the driver takes it: element type and rank; types
+    of the dims and steps; box and flags."""
+    rank = len(block)
+    box = (c_uint32 * rank)(*reversed(block))
+    ones = (c_uint32 * rank)(*([1] * rank))
+    types = c_uint64 * rank, c_uint64 * max(1, rank - 1)
+    flags = (0, c_int(swizzle), _L2_PROMOTION_128B, 0)
+    return (c_int(kind), c_uint32(rank)), types, (box, ones, *flags)

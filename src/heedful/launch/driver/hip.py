@@ -49,7 +49,7 @@ def load(artifact: Artifact, device: int) -> c_void_p:
 class Slot:
     """An argument buffer and what one launch passes with it; used by one thread at a time."""
 
-    __slots__ = ("buffer", "address", "_head", "_extra", "_keep")
+    __slots__ = ("buffer", "address", "owner", "_function", "_head", "_extra", "_keep", "_tail")
 
     def __init__(
         self,
@@ -71,8 +71,14 @@ class Slot:
             BUFFER_POINTER, self.address, BUFFER_SIZE, ctypes.addressof(size), END
         )
         threads = artifact.num_warps * artifact.warp_size
-        self._head = (function, *grid, threads, 1, 1, artifact.shared_bytes)
+        self._function, self._tail = function, (threads, 1, 1, artifact.shared_bytes)
         self._keep = size
+        self.load(grid, template)
+
+    def load(self, grid, template: bytes) -> None:
+        """Puts other numbers in place."""
+        self.buffer[:] = template
+        self._head = (self._function, *grid, *self._tail)
 
     def launch(self, stream: int) -> None:
         """Launches with the buffer's arguments on a raw stream of the current device."""
