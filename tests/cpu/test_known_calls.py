@@ -208,7 +208,7 @@ def test_outputs_of_one_layout_are_bound_once(change, monkeypatch):
         def refuse(*_):
             raise AssertionError("bound again")
 
-        monkeypatch.setattr(backends, "_bind", refuse)
+        monkeypatch.setattr(backends.GpuRunner, "_bind_forward", refuse)
         for again in outs[1:]:
             assert heedful.flash_attn_func(**given, out=again) is again
         with pytest.raises(AssertionError, match="bound again"):

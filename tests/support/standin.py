@@ -309,8 +309,9 @@ def gpu(
         put(zeros, "unpooled", lambda nbytes, where: _poisoned((nbytes,), torch.uint8, where)())
         if tiles is not None:
             put(configs, "choose", _with_tiles(configs.choose, TileConfig(*tiles)))
-        CALLS.clear()
-        stack.callback(CALLS.clear)
+        for known in (CALLS, backends.FORWARDS):
+            known.clear()
+            stack.callback(known.clear)
         yield machine
 
 

@@ -5,6 +5,7 @@ compiled kernels with their arguments in place.
 """
 
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -19,13 +20,19 @@ from heedful.core.operands import Gradients, Operands, own_shape
 from heedful.core.plan import Plan, plan, stored_as
 from heedful.core.problem import AttentionProblem
 from heedful.core.storage import storage
-from heedful.launch import buffers
+from heedful.launch import packs
+from heedful.launch.buffers import results
 from heedful.launch.programs import program
 from heedful.launch.record import note
-from heedful.torch.arrays import array_spec, dtype_name
 from heedful.torch.device import device_spec, toolchain
-from heedful.torch.execute import Executable, allocator, current_device
+from heedful.torch.execute import (
+    Executable,
+    ExecutableKind,
+    allocator,
+    current_device,
+)
 from heedful.torch.forked import check_device, on_own_thread
+from heedful.torch.kinds import Kinds, of_call, of_tensor, with_numbers
 from heedful.torch.pages import backward_of_pages
 
 # (x, out, lse, dout, dlse=None, kv_grad=True) -> gradients of the inputs, for one layout of all
@@ -44,11 +51,27 @@ def prepare(
     Raises ValueError, with every reason, where no kernel or not the named one can run it,
     RuntimeError for a GPU in a child of a process that used it.
     """
-    chosen = planned(problem, x.q.device, backend, notes)
-    decision(chosen)
-    if chosen.device.vendor == "cpu":
+    device = x.q.device
+    check_device(device)
+    if device_spec(device).vendor == "cpu":
+        chosen = planned(problem, device, backend, notes)
+        decision(chosen)
         return CpuRunner(chosen)
-    return GpuRunner(chosen, x)
+    tensors = {name: t for name, t in zip(Operands._fields, x, strict=True) if t is not None}
+    kind, values = of_call(problem, tensors)
+
+    def make(numbers) -> Case:
+        traced, specs = with_numbers(problem, kind[2:], numbers)
+        chosen = planned(traced, device, backend, notes)
+        case = Case(chosen, "forward", specs | results(traced), device)
+        told = replace(chosen, problem=problem)
+        decision(told)
+        note(told, "forward", with_numbers(problem, kind[2:], values)[1] | results(problem))
+        return case
+
+    key = (kind, device, backend or settings.get("backend"), notes, packs.backends())
+    case, numbers = FORWARDS.find(key, values, make)
+    return GpuRunner(case, numbers, problem, x, kind[2:], values)
 
 
 def planned(
@@ -61,6 +84,26 @@ def planned(
     check_device(device)
     named = backend or settings.get("backend")
     return plan(problem, device_spec(device), toolchain(device), named, notes)
+
+
+FORWARDS = Kinds()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=FORWARDS.clear)
+
+
+class Case:
+    """One direction of calls of one kind that answer alike what is asked about their lengths.
+
+    plan: of lengths that may be symbols. outputs: the numbers of its program. backwards, outs:
+    kinds of a forward's backward, and of itself into given memory.
+    """
+
+    def __init__(self, chosen: Plan, direction: str, specs: dict, device: torch.device):
+        self.plan = chosen
+        self.backwards, self.outs = Kinds(), Kinds()
+        made = program(chosen, direction, specs)
+        self._executable = ExecutableKind(made, chosen.device.arch, device, list(specs))
+        self.outputs, self.bind = self._executable.outputs, self._executable.bind
 
 
 class CpuRunner:
@@ -93,22 +136,24 @@ class CpuRunner:
 
 
 class GpuRunner:
-    """Runs Triton and Gluon programs. Programs are bound on first use, one per layout of the
-    tensors that the caller chooses after planning (out, dout)."""
+    """Runs Triton and Gluon programs, for one set of lengths of a kind. Programs are bound on first
+    use, one per layout of the tensors that the caller chooses after planning (out)."""
 
-    def __init__(self, plan: Plan, x: Operands):
-        self.plan = plan
-        problem, q = plan.problem, x.q
-        self._device = q.device
-        self._inputs = [name for name in Operands._fields if getattr(x, name) is not None]
-        self._pick = itemgetter(*(Operands._fields.index(name) for name in self._inputs))
-        self._buffers = {name: array_spec(getattr(x, name)) for name in self._inputs}
-        self._results = buffers.results(problem)
-        out_dtype = getattr(torch, problem.out_dtype)
-        self._new_out = allocator(problem.out_shape, out_dtype, q.device)
-        self._new_lse = allocator(problem.lse_shape, torch.float32, q.device)
-        self._makes_lse = problem.makes_lse
+    def __init__(self, case: Case, numbers, problem: AttentionProblem, x: Operands, kinds, values):
+        """kinds, values: of the operands, and of all lengths, by which the case was found."""
+        self.problem, self._case, self._numbers = problem, case, numbers
+        self._kinds, self._values = kinds, values
+        self._device = device = x.q.device
+        self._pick = itemgetter(*(i for i, tensor in enumerate(x) if tensor is not None))
+        self._new_out = allocator(problem.out_shape, getattr(torch, problem.out_dtype), device)
+        self._new_lse = None
+        if problem.makes_lse:
+            self._new_lse = allocator(problem.lse_shape, torch.float32, device)
         self._forwards: dict[tuple, Executable] = {}
+
+    @property
+    def plan(self) -> Plan:
+        return replace(self._case.plan, problem=self.problem)
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None)."""
@@ -122,11 +167,11 @@ class GpuRunner:
             key = (out.stride(), out.data_ptr() % 16)
         tensors = [*self._pick(x), out]
         lse = probs = None
-        if self._makes_lse:
+        if self._new_lse is not None:
             lse = self._new_lse()
             tensors.append(lse)
-        if self.plan.problem.return_probs:
-            shape = self.plan.problem.probs_shape
+        if self.problem.return_probs:
+            shape = self.problem.probs_shape
             probs = torch.zeros(shape, dtype=out.dtype, device=self._device)
             tensors.append(probs)
         run = self._forwards.get(key) or self._bind_forward(key, out)
@@ -140,11 +185,26 @@ class GpuRunner:
             self._bind_forward(key, out)
 
     def _bind_forward(self, key: tuple, out: torch.Tensor | None) -> Executable:
-        given = self._buffers | self._results
-        if out is not None:
-            given["out"] = array_spec(out)
-        self._forwards[key] = _bind(self.plan, "forward", given, self._device)
-        return self._forwards[key]
+        case, numbers = self._case, self._numbers
+        if key and out is not None:
+            case, numbers = self._into(out)
+        self._forwards[key] = found = case.bind(numbers)
+        return found
+
+    def _into(self, out: torch.Tensor) -> tuple[Case, tuple]:
+        """The case of the forward into this memory, and its numbers."""
+        own, sizes = of_tensor("out", out)
+        kinds, values, problem = (*self._kinds, own), [*self._values, *sizes], self.problem
+
+        def make(numbers) -> Case:
+            note(self.plan, "forward", results(problem) | with_numbers(problem, kinds, values)[1])
+            traced, specs = with_numbers(problem, kinds, numbers)
+            chosen = replace(self._case.plan, problem=traced)
+            return Case(
+                chosen, "forward", specs | results(traced) | {"out": specs["out"]}, self._device
+            )
+
+        return self._case.outs.find((own,), values, make)
 
     def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
         """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
@@ -152,16 +212,16 @@ class GpuRunner:
 
     def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
         """The backward on tensors laid out like these, which need not lie as the forward's."""
-        if self.plan.problem.page_size:
-            return GatheredBackward(self.plan)
-        return GpuBackward(self.plan, x, out, lse, dout, dlse)
+        if self.problem.page_size:
+            return GatheredBackward(self.plan, self._case)
+        return GpuBackward(self.plan, self._case.backwards, x, out, lse, dout, dlse)
 
 
 class GatheredBackward:
     """The backward of a plan whose keys lie in pages, on dense copies of them."""
 
-    def __init__(self, plan: Plan):
-        self._plan = replace(plan, problem=plan.problem.gathered())
+    def __init__(self, plan: Plan, case: Case):
+        self._plan, self._kinds = replace(plan, problem=plan.problem.gathered()), case.backwards
         self._dense: GpuBackward | None = None
 
     def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
@@ -172,14 +232,15 @@ class GatheredBackward:
     def _run(self, rows: Operands, *given) -> Gradients:
         """The backward on gathered rows, which lie the same each time."""
         if self._dense is None:
-            self._dense = GpuBackward(self._plan, rows, *given)
+            self._dense = GpuBackward(self._plan, self._kinds, rows, *given)
         return self._dense(rows, *given)
 
 
 class GpuBackward:
     """The backward of a plan on tensors laid out like those that it is made with."""
 
-    def __init__(self, plan: Plan, x: Operands, out, lse, dout, dlse):
+    def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse):
+        """kinds: of backwards of the forward's case."""
         self._device, self._index = x.q.device, x.q.device.index
         inputs = {name: t for name, t in zip(Operands._fields, x, strict=True) if t is not None}
         self._pick = itemgetter(*(Operands._fields.index(name) for name in inputs))
@@ -194,12 +255,26 @@ class GpuBackward:
         if self._has_dsink:
             like["dsink"] = x.sink
         self._new = [allocator(t.shape, t.dtype, self._device) for t in like.values()]
-        specs = {name: array_spec(tensor) for name, tensor in given.items()}
-        for name, tensor in like.items():
-            dtype = dtype_name(tensor.dtype)
-            specs[name] = ArraySpec.contiguous(tuple(tensor.shape), dtype, self._device)
-        plan = stored_as(plan, **storage(specs["q"], specs["k"], specs["v"], specs["out"]))
-        self._run = _bind(plan, "backward", specs, self._device)
+        kind, values = of_call(plan.problem, given)
+
+        def described(numbers) -> tuple[Plan, dict[str, ArraySpec]]:
+            problem, specs = with_numbers(plan.problem, kind[2:], numbers)
+            facts = storage(specs["q"], specs["k"], specs["v"], specs["out"])
+            made = {name: specs[name[1:]] for name in like}
+            if "dbias" in made:
+                shape, strides, *_ = bias = made["dbias"]
+                made["dbias"] = bias._replace(shape=own_shape(shape, strides))
+            specs |= {n: ArraySpec.contiguous(spec.shape, spec.dtype) for n, spec in made.items()}
+            return stored_as(replace(plan, problem=problem), **facts), specs
+
+        def make(numbers) -> Case:
+            chosen, specs = described(values)
+            note(chosen, "backward", specs)
+            chosen, specs = described(numbers)
+            return Case(chosen, "backward", specs, self._device)
+
+        case, numbers = kinds.find(kind, values, make)
+        self._run = case.bind(numbers)
 
     def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
         """Gradients of the inputs for the cotangents of out and lse (None is zero); those of k and
@@ -217,11 +292,3 @@ class GpuBackward:
         dq, dk, dv, *more = gradients
         dsink = more.pop() if self._has_dsink else None
         return Gradients(dq, dk, dv, more.pop() if more else None, dsink)
-
-
-def _bind(
-    plan: Plan, direction: str, buffers: dict[str, ArraySpec], device: torch.device
-) -> Executable:
-    """The executable of a plan that takes these buffers, in this order."""
-    note(plan, direction, buffers)
-    return Executable(program(plan, direction, buffers), plan.device.arch, device, list(buffers))

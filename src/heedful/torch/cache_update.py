@@ -76,14 +76,14 @@ class DeviceUpdate:
         buffers = {name: array_spec(tensor) for name, tensor in tensors.items()}
         page_size = x.k.shape[1] if x.block_table is not None else 0
         program = portable_cache.append_kv(buffers, page_size, interleaved, position0)
-        self._append = Executable(program, arch, x.q.device, list(tensors))
+        self._append = Executable.of(program, arch, x.q.device, list(tensors))
         self._rotate = None
         if update.rotary_cos is not None:
             turned = {name: buffers[name] for name in ("cache_seqlens", "rotary_cos", "rotary_sin")}
             turned["q"] = array_spec(dense_rows(x.q))
             turned["rotated"] = ArraySpec.contiguous(x.q.shape, turned["q"].dtype)
             program = portable_cache.rotary(turned, interleaved, advance, position0)
-            self._rotate = Executable(program, arch, x.q.device, list(turned))
+            self._rotate = Executable.of(program, arch, x.q.device, list(turned))
 
     def __call__(self, x: Operands, update: CacheUpdate, start: Tensor) -> Operands:
         if current_device() != self._index:

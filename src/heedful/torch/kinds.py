@@ -1,0 +1,94 @@
+"""What was planned and bound for kinds of calls, whose lengths are values.
+
+A kind is all of a call but its lengths, and the sizes and strides that follow from them. Of a kind
+there are cases, one for each set of answers to what was asked about the lengths: see core/symbols.
+Lengths that were never seen cost the evaluation of a case, and neither a plan nor a program.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+
+from heedful.core.arrays import ArraySpec
+from heedful.core.problem import AttentionProblem, Lengths
+from heedful.core.symbols import Trace
+from heedful.torch.arrays import dtype_name
+
+_new = tuple.__new__
+# Cases of one kind, and kinds, that are kept. A kind has a few cases: sizes of one, tiles, splits.
+_MOST_CASES, _MOST_KINDS = 64, 256
+# Rows of heads and head dims, which are no lengths.
+_ROWS = frozenset(("q", "k", "v", "out", "dout", "dq", "dk", "dv"))
+
+_lengths = attrgetter(*Lengths._fields)
+_rest = attrgetter(*(f.name for f in fields(AttentionProblem) if f.name not in Lengths._fields))
+
+
+class Kinds:
+    """Cases by kind. `find` makes what is not there yet."""
+
+    def __init__(self):
+        self._cases: dict[tuple, list[tuple[Callable, Any]]] = {}
+
+    def find(self, key: tuple, values: Sequence[int], make: Callable) -> tuple[Any, tuple]:
+        """The case of these values, and its numbers for them.
+
+        make(symbols): a new case, whose `outputs` are the numbers.
+        """
+        cases = self._cases.get(key, ())
+        for evaluate, case in cases:
+            numbers = evaluate(values)
+            if numbers is not None:
+                return case, numbers
+        trace = Trace()
+        case = make(trace.symbols(values))
+        evaluate = trace.function(case.outputs)
+        if len(self._cases) >= _MOST_KINDS:
+            self._cases.clear()
+        # A list of its own: others may go through the one before.
+        self._cases[key] = [(evaluate, case), *cases[: _MOST_CASES - 1]]
+        return case, evaluate(values)
+
+    def clear(self) -> None:
+        self._cases.clear()
+
+
+def of_tensor(name: str, tensor: Tensor) -> tuple[tuple, tuple[int, ...]]:
+    """What of an operand is of its kind, and the sizes and strides that lengths may change."""
+    shape, strides = tensor.shape, tensor.stride()
+    moving = len(shape) - 2 if name in _ROWS else len(shape)
+    kind = (name, tensor.dtype, tensor.data_ptr() % 16 == 0, shape[moving:], strides[-1:], moving)
+    return kind, (*shape[:moving], *strides[:-1])
+
+
+def of_call(problem: AttentionProblem, tensors: Mapping[str, Tensor]) -> tuple[tuple, list[int]]:
+    """What of a problem on these tensors is of its kind, and what lengths may change."""
+    lengths = _lengths(problem)
+    values = [length or 0 for length in lengths]
+    kinds = []
+    for name, tensor in tensors.items():
+        own, sizes = of_tensor(name, tensor)
+        kinds.append(own)
+        values += sizes
+    totals = lengths[3] is not None, lengths[4] is not None
+    return (totals, _rest(problem), *kinds), values
+
+
+def with_numbers(
+    problem: AttentionProblem, kinds: Iterable[tuple], numbers: Iterable[Any]
+) -> tuple[AttentionProblem, dict[str, ArraySpec]]:
+    """The problem and the arrays of these kinds with other lengths: the numbers of `of_call`."""
+    rest = iter(numbers)
+    lengths = (next(rest) for _ in Lengths._fields)
+    pairs = zip(problem.lengths, lengths, strict=True)
+    problem = problem.at(Lengths(*(None if old is None else new for old, new in pairs)))
+    specs = {}
+    for name, dtype, aligned, kept, last, moving in kinds:
+        shape = (*(next(rest) for _ in range(moving)), *kept)
+        strides = (*(next(rest) for _ in shape[1:]), *last)
+        # Symbols need no look at whether they are whole.
+        specs[name] = _new(ArraySpec, (shape, strides, dtype_name(dtype), aligned, None))
+    return problem, specs
