@@ -155,9 +155,9 @@ def bound(monkeypatch):
 
     def program(_, arch, index, names):
         order[:] = arch, index, names
-        return SimpleNamespace(kernels=[run], run=None)
+        return SimpleNamespace(bind=lambda _: [run])
 
-    monkeypatch.setattr(execute, "BoundProgram", program)
+    monkeypatch.setattr(execute, "ProgramKind", program)
     monkeypatch.setattr(execute, "current_device", lambda: None)
     monkeypatch.setattr(execute, "raw_stream", lambda index: 5 if index is None else -1)
     monkeypatch.setattr(execute, "_is_capturing", lambda: False)
@@ -179,7 +179,7 @@ CPU = torch.device("cpu")
 def test_scratch_lies_in_lines_of_its_own_behind_the_tensors(bound):
     """Workspaces that begin anywhere, then those that begin with zeros."""
     spaces = (workspace(1), workspace(64, True), workspace(256), workspace(257), workspace(9, True))
-    run = execute.Executable(Program((), spaces), "sm_90", CPU, ["x", "y"])
+    run = execute.Executable.of(Program((), spaces), "sm_90", CPU, ["x", "y"])
     assert bound.order == ["sm_90", None, ["x", "y", "of 1", "of 256", "of 257", "of 64", "of 9"]]
     tensors = [torch.zeros(3), torch.zeros(4)]
     run(tensors)
@@ -197,7 +197,7 @@ def test_scratch_lies_in_lines_of_its_own_behind_the_tensors(bound):
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_call_that_counts_in_much_fills_its_own(bound, more):
     size = zeros.MOST_BYTES - 256 + 256 * more
-    run = execute.Executable(
+    run = execute.Executable.of(
         Program((), (workspace(256, True), workspace(size, True))), "", CPU, []
     )
     run([])
@@ -208,11 +208,11 @@ def test_a_call_that_counts_in_much_fills_its_own(bound, more):
 def test_the_limit_of_scratch_holds_all_of_it_and_not_a_byte_less(bound, monkeypatch):
     program = Program((), (workspace(2**19), workspace(2**19, True)))
     monkeypatch.setenv("HEEDFUL_WORKSPACE_LIMIT_MB", "1")
-    execute.Executable(program, "", CPU, [])
+    execute.Executable.of(program, "", CPU, [])
     larger = Program((), (workspace(2**19), workspace(2**19 + 1, True)))
     words = f"allows {2**20} bytes of scratch, this call needs {2**20 + 256}"
     with pytest.raises(ValueError, match=words):
-        execute.Executable(larger, "", CPU, [])
+        execute.Executable.of(larger, "", CPU, [])
 
 
 def test_a_stream_is_filled_again_only_where_its_region_has_no_room():

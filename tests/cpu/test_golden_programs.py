@@ -21,7 +21,7 @@ from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.launch import buffers as canonical
 from heedful.launch.bind import portable_cache
-from heedful.launch.bound import BoundProgram
+from heedful.launch.bound import ProgramKind, numbers_of
 from heedful.launch.programs import program
 from heedful.launch.spec import Program
 from support import launches, standin
@@ -353,7 +353,9 @@ def launched(made: Program, names: list[str], device: str) -> list[str]:
     names += [w.name for w in made.workspaces]
     addresses = [4096 * (i + 1) for i in range(len(names))]
     with standin.gpu(device) as gpu:
-        BoundProgram(made, by_name(device).arch, 0, names).run(addresses, 0)
+        numbers = [number for call in made.calls for number in numbers_of(call)]
+        for kernel in ProgramKind(made, by_name(device).arch, 0, names).bind(numbers):
+            kernel.run(addresses, 0)
     for launch in gpu.launches:
         role, *more = [line.strip() for line in launches.described(launch)]
         name = launches.role(launch)

@@ -219,13 +219,13 @@ def test_outputs_of_one_layout_are_bound_once(change, monkeypatch):
 def test_a_step_that_writes_binds_its_attention_once(change, monkeypatch):
     """Before it writes, for the very output that it is given."""
     bound = []
-    bind = backends._bind
+    bind = backends.GpuRunner._bind_forward
 
     def noted(*given):
         bound.append(given)
         return bind(*given)
 
-    monkeypatch.setattr(backends, "_bind", noted)
+    monkeypatch.setattr(backends.GpuRunner, "_bind_forward", noted)
     out = torch.empty(B, 1, H, D, dtype=DTYPE)
     with standin.gpu():
         given: dict[str, Any] = appended() | {"out": change(out) if change else out}

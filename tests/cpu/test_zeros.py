@@ -58,8 +58,8 @@ def stream(monkeypatch):
             time.sleep(0.01)
         fake.queue.append(addresses[-1])
 
-    bound = SimpleNamespace(kernels=[SimpleNamespace(run=run)])
-    monkeypatch.setattr(execute, "BoundProgram", lambda *_: bound)
+    bound = SimpleNamespace(bind=lambda _: [SimpleNamespace(run=run)])
+    monkeypatch.setattr(execute, "ProgramKind", lambda *_: bound)
     monkeypatch.setattr(execute, "current_device", lambda: None)
     monkeypatch.setattr(execute, "raw_stream", lambda _: 0)
     monkeypatch.setattr(execute, "_is_capturing", lambda: False)
@@ -75,7 +75,7 @@ def stream(monkeypatch):
 def counting(counters: int = COUNTERS) -> execute.Executable:
     """A program that counts from zero."""
     scratch = Workspace("tile_counter", ArraySpec.contiguous((counters,), "int32"), zeroed=True)
-    return execute.Executable(Program((), (scratch,)), "sm_90", torch.device("cpu"), [])
+    return execute.Executable.of(Program((), (scratch,)), "sm_90", torch.device("cpu"), [])
 
 
 def test_every_call_counts_from_zero_in_one_region(stream):

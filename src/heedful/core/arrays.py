@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple
 
 from heedful.core.numbers import truth, wholes
+from heedful.core.symbols import if_above, larger
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
 
@@ -47,7 +48,7 @@ class ArraySpec(_Fields):
         strides, step = [], 1
         for size in reversed(shape):
             strides.append(step)
-            step *= max(size, 1)
+            step *= larger(size, 1)
         return cls(tuple(shape), tuple(reversed(strides)), dtype, device=device)
 
     @property
@@ -69,4 +70,4 @@ class ArraySpec(_Fields):
 
 
 def _step(size: int, stride: int) -> int:
-    return stride if size > 1 else 0
+    return if_above(size, 1, stride, 0)

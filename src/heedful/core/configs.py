@@ -10,6 +10,7 @@ from typing import Any
 
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import MAX_HEAD_DIM_V, AttentionProblem
+from heedful.core.symbols import opaque
 from heedful.core.tiles import (
     CdnaForwardConfig,
     HopperForwardConfig,
@@ -331,7 +332,12 @@ def _small_grid(problem: AttentionProblem) -> bool:
     be worth splitting: 1024 x 1024 of 4 heads took 27 us in 8 splits (2026-11-20). Not where the
     caller decides on the splits."""
     tiles = problem.batch * problem.heads_q * -(-problem.seqlen_q // 128)
-    return tiles <= 66 and problem.seqlen_k <= 2048 and problem.num_splits == 0
+    return problem.num_splits == 0 and bool(_are_few(tiles, problem.seqlen_k))
+
+
+@opaque
+def _are_few(tiles: int, keys: int) -> bool:
+    return tiles <= 66 and keys <= 2048
 
 
 def _uneven(problem: AttentionProblem) -> bool:

@@ -12,7 +12,7 @@ from heedful.core.arrays import ArraySpec
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.core.splits import choose_splits
-from heedful.core.symbols import larger, smaller
+from heedful.core.symbols import if_above, larger, smaller
 from heedful.core.tiles import (
     V_T_CHUNK,
     V_T_KEYS,
@@ -145,8 +145,10 @@ def scheduler_of(
         return "dynamic"
     if problem.used_q or problem.ragged_k:
         return "single"
+    if not problem.mask.bounded:
+        return "static"
     is_one_wave = hopper_tiles(config, problem) * splits <= device.units
-    return "dynamic" if problem.mask.bounded and not is_one_wave else "static"
+    return "static" if is_one_wave else "dynamic"
 
 
 def _head_tiles(config: HopperConfig, problem: AttentionProblem) -> int:
@@ -188,7 +190,7 @@ def _l2_swizzle(plan: "Plan", config: HopperConfig, problem: AttentionProblem) -
     last = ceil_div(_LAST_WAVES * plan.device.units, tiles)
     # Of many keys and few queries tiles are of about one length in any case.
     last = smaller(last, larger(few, heads_in_l2(problem, plan.device)))
-    width = few if tiles >= _L2_GROUP_TILES else last
+    width = if_above(_L2_GROUP_TILES, tiles, last, few)
     return {"l2_heads": width, "l2_groups": larger(0, heads - last) // width}
 
 

@@ -34,8 +34,6 @@ def choose_splits(
     heads = problem.heads_k if pack > 1 else problem.heads_q
     programs = problem.batch * heads * -(-problem.seqlen_q * pack // rows)
     tiles = -(-problem.seqlen_k // block_n)
-    if programs == 0 or programs * 2 > device.units or tiles < 2 * LEAST_TILES:
-        return 1
     return _best(programs, tiles, device.units, COMBINE_VALUES // (block_n * problem.head_dim))
 
 
@@ -43,6 +41,8 @@ def choose_splits(
 @lru_cache(4096)
 def _best(programs: int, tiles: int, units: int, combine: int) -> int:
     most = min(MAX_SPLITS, tiles // LEAST_TILES)
+    if programs == 0 or programs * 2 > units or most < 2:
+        return 1
 
     def time(splits: int) -> int:
         waves = -(-programs * splits // units)

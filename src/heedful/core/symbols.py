@@ -224,5 +224,9 @@ def _larger(*numbers: int) -> int:
     return max(numbers)
 
 
-# min and max of which no case comes: Python's own ask which is.
-smaller, larger = opaque(_smaller), opaque(_larger)
+def _if_above(a: int, b: int, then: int, otherwise: int) -> int:
+    return then if a > b else otherwise
+
+
+# min, max and a choice of which no case comes: Python's own ask which it is.
+smaller, larger, if_above = opaque(_smaller), opaque(_larger), opaque(_if_above)

@@ -150,19 +150,6 @@ class ProgramKind:
         return [BoundKernel(kind, numbers[own]) for kind, own in self._kernels]
 
 
-class BoundProgram:
-    """Every kernel of a program in order. Compiles and loads on construction."""
-
-    def __init__(self, program: Program, arch: str, device: int, names: Sequence[str]):
-        numbers = [number for call in program.calls for number in numbers_of(call)]
-        self.kernels = ProgramKind(program, arch, device, names).bind(numbers)
-
-    def run(self, addresses: Sequence[int], stream: int) -> None:
-        """Launches all kernels on a raw stream with the addresses of the named buffers."""
-        for kernel in self.kernels:
-            kernel.run(addresses, stream)
-
-
 def numbers_of(call: KernelCall) -> list[int | float]:
     """All that a launch's buffer and grid hold but addresses: the grid, then each number and each
     tensor map's shape and strides, in the order of the arguments."""

@@ -7,6 +7,7 @@ to read as zeros and never to be written, from one map for all: see `packed_map`
 from collections.abc import Mapping
 
 from heedful.core.arrays import ArraySpec, item_bytes
+from heedful.core.symbols import if_above
 from heedful.core.tiles import CONSUMER_ROWS
 from heedful.launch.spec import TensorMap as Map
 
@@ -100,9 +101,9 @@ def row_stride(spec: ArraySpec) -> int:
 def stride(spec: ArraySpec, axis: int) -> int:
     """A stride in elements; that of a dim of one element may be anything."""
     axis %= len(spec.shape)
-    if spec.shape[axis] > 1 or axis == len(spec.shape) - 1:
+    if axis == len(spec.shape) - 1:
         return spec.strides[axis]
-    return _least_stride(spec)
+    return if_above(spec.shape[axis], 1, spec.strides[axis], _least_stride(spec))
 
 
 def _least_stride(spec: ArraySpec) -> int:

@@ -1,0 +1,173 @@
+"""Lengths are values, not kinds: a call whose lengths alone are new plans and compiles nothing, and
+launches what a call that is planned for its lengths launches."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+import heedful
+from heedful.launch import bound
+from heedful.torch import backends, execute
+from heedful.torch.calls import CALLS
+from support import standin
+
+HALF = torch.bfloat16
+# Around tiles of rows, few rows, keys of a split, page ends, and 384 keys.
+EDGES = (1, 2, 16, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 383, 384, 385, 2048)
+
+
+def length(draw: random.Random, most: int = 2300) -> int:
+    return draw.choice(EDGES) if draw.random() < 0.4 else draw.randrange(1, most)
+
+
+def empty(*shape: int, dtype=HALF) -> torch.Tensor:
+    """Memory that nobody touches, so that thousands of calls take no time."""
+    return torch.empty(shape, dtype=dtype)
+
+
+def dense(draw: random.Random, **options):
+    batch, heads_k = draw.choice((1, 2, 3)), 2
+    rows, keys = length(draw), length(draw)
+    q = empty(batch, rows, 4, 64)
+    k, v = (empty(batch, keys, heads_k, 64) for _ in range(2))
+    return heedful.flash_attn_func(q, k, v, **options)
+
+
+def transposed(draw: random.Random):
+    """Heads before rows, whose strides follow from lengths."""
+    rows, keys = length(draw), length(draw)
+    q, k, v = (empty(2, 4, n, 64).transpose(1, 2) for n in (rows, keys, keys))
+    return heedful.flash_attn_func(q, k, v, causal=True)
+
+
+def packed(draw: random.Random, **options):
+    lengths = [length(draw, 700) for _ in range(draw.randrange(1, 6))]
+    total, longest = sum(lengths), max(lengths)
+    bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    q, k, v = (empty(total, heads, 64) for heads in (4, 2, 2))
+    return heedful.flash_attn_varlen_func(
+        q, k, v, bounds, bounds, longest, longest, causal=True, **options
+    )
+
+
+def decode(draw: random.Random):
+    batch, keys = draw.choice((1, 2, 5)), length(draw, 9000)
+    q, k, v = empty(batch, 1, 8, 128), *(empty(batch, keys, 2, 128) for _ in range(2))
+    used = torch.ones(batch, dtype=torch.int32)
+    return heedful.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, causal=True)
+
+
+def pages(draw: random.Random):
+    batch, many = draw.choice((1, 2, 5)), draw.randrange(1, 300)
+    q, k, v = empty(batch, 1, 8, 128), *(empty(many * batch, 16, 2, 128) for _ in range(2))
+    table = torch.zeros(batch, many, dtype=torch.int32)
+    used = torch.ones(batch, dtype=torch.int32)
+    return heedful.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, block_table=table)
+
+
+def eight_bit(draw: random.Random):
+    rows, keys = length(draw), length(draw)
+    q, k, v = (empty(2, n, 4, 128, dtype=torch.float8_e4m3fn) for n in (rows, keys, keys))
+    return heedful.flash_attn_func(q, k, v, causal=True)
+
+
+CALLS_OF: dict[str, tuple[str, Callable[..., Any]]] = {
+    "dense": ("H200", dense),
+    "dense causal": ("H200", lambda draw: dense(draw, causal=True)),
+    "dense with lse": ("H200", lambda draw: dense(draw, causal=True, return_lse=True)),
+    "window": ("H200", lambda draw: dense(draw, window_size=(100, 0))),
+    "heads first": ("H200", transposed),
+    "packed": ("H200", packed),
+    "decode": ("H200", decode),
+    "pages": ("H200", pages),
+    "fp8": ("H200", eight_bit),
+    "portable dense": ("B200", dense),
+    "portable packed": ("B200", packed),
+    "portable decode": ("B200", decode),
+    "portable pages": ("B200", pages),
+    "cdna dense": ("MI300X", lambda draw: dense(draw, backend="cdna")),
+}
+
+
+def forget() -> None:
+    """As in a process that has seen no call."""
+    for known in (CALLS, backends.FORWARDS):
+        known.clear()
+
+
+def unlaid(monkeypatch) -> None:
+    """Outputs and scratch that nobody touches either."""
+
+    def allocator(shape, dtype, _):
+        return lambda: torch.empty(tuple(shape), dtype=dtype)
+
+    for module in (backends, execute):
+        monkeypatch.setattr(module, "allocator", allocator)
+
+
+def facts(launch: standin.Launch) -> tuple:
+    """All of a launch but where its arrays lie."""
+    numbers = {}
+    for name, value in launch.arguments.items():
+        if isinstance(value, standin.Map):
+            numbers[name] = (value.shape, value.strides, value.box)
+        elif name not in launch.memory:
+            numbers[name] = value
+    rest = launch.types, launch.promises, launch.constants, launch.options
+    return launch.kernel, launch.grid, numbers, *rest
+
+
+@pytest.mark.parametrize("name", CALLS_OF)
+def test_new_lengths_launch_what_a_plan_of_their_own_launches(name, monkeypatch):
+    device, call = CALLS_OF[name]
+    with standin.gpu(device) as gpu:
+        unlaid(monkeypatch)
+
+        def launched(seed: int) -> list[tuple]:
+            before = len(gpu.launches)
+            try:
+                call(random.Random(seed))
+            except ValueError as error:
+                return [("refused", str(error))]
+            return [facts(launch) for launch in gpu.launches[before:]]
+
+        of_kinds = [launched(seed) for seed in range(120)]
+        for seed in range(0, 120, 3):
+            forget()
+            assert launched(seed) == of_kinds[seed], seed
+
+
+@pytest.mark.parametrize("name", CALLS_OF)
+def test_lengths_never_seen_before_plan_and_compile_nothing(name, monkeypatch):
+    """Of 5,000, once as many have shown which cases there are."""
+    device, call = CALLS_OF[name]
+    planned, compiled = [], []
+    with standin.gpu(device) as gpu:
+        unlaid(monkeypatch)
+        monkeypatch.setattr(gpu, "take", lambda *_: None)
+        plan, compile_call = backends.plan, bound.compile_call
+        monkeypatch.setattr(backends, "plan", lambda *a: planned.append(a) or plan(*a))
+        monkeypatch.setattr(
+            bound, "compile_call", lambda *a: compiled.append(a) or compile_call(*a)
+        )
+
+        def calls(seeds) -> None:
+            for seed in seeds:
+                before = len(planned)
+                try:
+                    call(random.Random(seed))
+                except ValueError:
+                    # What no kernel takes is said anew each time.
+                    del planned[before:]
+
+        calls(range(2500))
+        known = len(planned), len(compiled)
+        calls(range(10_000, 15_000))
+    assert (len(planned), len(compiled)) == known
+    assert known[0] <= 24
