@@ -125,14 +125,14 @@ def forget() -> None:
         known.clear()
 
 
-def unlaid(monkeypatch) -> None:
+def unlaid(patch) -> None:
     """Outputs and scratch that nobody touches either."""
 
     def allocator(shape, dtype, _):
         return lambda: torch.empty(tuple(shape), dtype=dtype)
 
     for module in (backends, execute):
-        monkeypatch.setattr(module, "allocator", allocator)
+        patch.setattr(module, "allocator", allocator)
 
 
 def facts(launch: standin.Launch) -> tuple:
@@ -150,8 +150,8 @@ def facts(launch: standin.Launch) -> tuple:
 @pytest.mark.parametrize("name", CALLS_OF)
 def test_new_lengths_launch_what_a_plan_of_their_own_launches(name, monkeypatch):
     device, call = CALLS_OF[name]
-    with standin.gpu(device) as gpu:
-        unlaid(monkeypatch)
+    with standin.gpu(device) as gpu, monkeypatch.context() as patch:
+        unlaid(patch)
 
         def launched(seed: int) -> list[tuple]:
             before = len(gpu.launches)
@@ -173,14 +173,12 @@ def test_lengths_never_seen_before_plan_and_compile_nothing(name, monkeypatch):
     device, call = CALLS_OF[name]
     count = 5_000 if name in ("dense causal", "packed") else 500
     planned, compiled = [], []
-    with standin.gpu(device) as gpu:
-        unlaid(monkeypatch)
-        monkeypatch.setattr(gpu, "take", lambda *_: None)
+    with standin.gpu(device) as gpu, monkeypatch.context() as patch:
+        unlaid(patch)
+        patch.setattr(gpu, "take", lambda *_: None)
         plan, compile_call = backends.plan, bound.compile_call
-        monkeypatch.setattr(backends, "plan", lambda *a: planned.append(a) or plan(*a))
-        monkeypatch.setattr(
-            bound, "compile_call", lambda *a: compiled.append(a) or compile_call(*a)
-        )
+        patch.setattr(backends, "plan", lambda *a: planned.append(a) or plan(*a))
+        patch.setattr(bound, "compile_call", lambda *a: compiled.append(a) or compile_call(*a))
 
         def calls(seeds) -> None:
             for seed in seeds:
