@@ -9,8 +9,8 @@ from heedful.core import capability, configs, sizes
 from heedful.core.capability import KernelRow, Toolchain
 from heedful.core.configs import ConfigRow
 from heedful.core.device import DeviceSpec
-from heedful.core.problem import AttentionProblem
-from heedful.core.sizes import Lengths, Scheduler, Sizes
+from heedful.core.problem import AttentionProblem, Lengths
+from heedful.core.sizes import Scheduler, Sizes
 from heedful.core.tiles import HopperConfig, TileConfig
 
 
@@ -64,7 +64,7 @@ class Plan:
         Kernels are right for any lengths. Which tiles are best may depend on them, which is for a
         plan of their own. stored_k: keys that a sequence has room for, where that is not seqlen_k.
         """
-        problem = self.problem if lengths is None else replace(self.problem, **lengths._asdict())
+        problem = self.problem if lengths is None else self.problem.at(lengths)
         return sizes.of(self, problem, direction, stored_k)
 
     @property

@@ -4,7 +4,7 @@ kernel runs, and how, is here; what only the kernel reads (addresses, strides) i
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from heedful.core.mask import MaskSpec
 from heedful.core.numbers import real, truth, whole, wholes
@@ -27,6 +27,16 @@ NO_SCALE = 1e-30  # stands for all that is nearer to 0
 def default_out_dtype(dtype: str) -> str:
     """The dtype of an output that nobody chose: that of the inputs, bfloat16 of 8-bit ones."""
     return "bfloat16" if ITEM_BITS.get(dtype) == 8 else dtype
+
+
+class Lengths(NamedTuple):
+    """What two calls of one kind may differ in, as in AttentionProblem."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    total_q: int | None = None
+    total_k: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +135,17 @@ class AttentionProblem:
         facts.setdefault("mask", MaskSpec.of(causal))
         problem = cls(**{name: _plain(name, value) for name, value in facts.items()})
         problem.validate()
+        return problem
+
+    @property
+    def lengths(self) -> Lengths:
+        return Lengths(self.batch, self.seqlen_q, self.seqlen_k, self.total_q, self.total_k)
+
+    def at(self, lengths: Lengths) -> "AttentionProblem":
+        """The same problem of other lengths, in a third of the time of `replace`."""
+        problem = object.__new__(AttentionProblem)
+        for name, put, get in _SLOTS:
+            put(problem, getattr(lengths, name) if name else get(self))
         return problem
 
     @property
@@ -301,6 +322,12 @@ def _mask_words(mask: MaskSpec) -> str:
     return words + (f",shift={mask.shift}" if mask.shift else "")
 
 
+# Of each field: its name if it is one of Lengths, and how it is written and read.
+_SLOTS = [
+    (field.name if field.name in Lengths._fields else "", slot.__set__, slot.__get__)
+    for field in fields(AttentionProblem)
+    for slot in [getattr(AttentionProblem, field.name)]
+]
 _KINDS = {field.name: field.type for field in fields(AttentionProblem)}
 
 

@@ -6,7 +6,7 @@ All pure: numbers in, numbers out. Lengths may be symbols (core/symbols.py), so 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal
 
 from heedful.core.arrays import ArraySpec
 from heedful.core.device import DeviceSpec
@@ -34,16 +34,6 @@ Scheduler = Literal["dynamic", "static", "single"]
 _L2_HEADS, _L2_HEADS_FP8 = 4, 2
 _LAST_WAVES = 2
 _L2_GROUP_TILES = 8
-
-
-class Lengths(NamedTuple):
-    """What two calls of one kind may differ in, as in AttentionProblem."""
-
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    total_q: int | None = None
-    total_k: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
