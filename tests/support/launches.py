@@ -92,7 +92,7 @@ def places(launch: Launch) -> dict[str, Place]:
             continue
         name, value = _operand(parameter), launch.arguments[parameter]
         if isinstance(value, Map):
-            if parameter == "io.v" and launch.kernel.module.endswith("forward_fp8"):
+            if parameter == "io.v" and launch.constants.get("params.tile.V_TRANSPOSED"):
                 name = "v_t map"
             found[name] = Place(value.address, _map_strides(value), value)
             _same_numbers(launch, parameter, value)

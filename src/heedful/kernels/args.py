@@ -314,7 +314,8 @@ class HopperTile(NamedTuple):
     """TAIL_D, TAIL_E: whether a tile of queries or keys, of values or results is 192 columns.
     OUT_IN_Q: results leave through memory of queries. RESCALE: "exact" moves a row's maximum with
     every tile; "threshold" looks at scores first, "speculative" at sums afterwards. V_TRANSPOSED:
-    values lie with keys innermost. VISITS_SECOND: see `block_range.visits_last_second`."""
+    values lie with keys innermost. VISITS_SECOND: see `block_range.visits_last_second`.
+    PREFETCHES_TILE: consumers get the next work tile while their last P V runs."""
 
     BLOCK_N: Const
     CONSUMERS: Const
@@ -325,6 +326,7 @@ class HopperTile(NamedTuple):
     RESCALE: Const
     V_TRANSPOSED: Const
     VISITS_SECOND: Const
+    PREFETCHES_TILE: Const
     CONSUMER_REGS: Const
     PRODUCER_REGS: Const
 
@@ -332,14 +334,12 @@ class HopperTile(NamedTuple):
 class HopperFp8(NamedTuple):
     """PROMOTION_INTERVAL: key tiles between two promotions of the accumulators to float32 sums, in
     registers (SUMS_IN_REGS) or shared memory. VOTES_LAST: the overflow vote comes behind the wait
-    for P V, amid the packing of P. PREFETCHES_TILE: consumers get the next work tile while their
-    last P V runs."""
+    for P V, amid the packing of P."""
 
     descales: Descales
     PROMOTION_INTERVAL: Const
     SUMS_IN_REGS: Const
     VOTES_LAST: Const
-    PREFETCHES_TILE: Const
 
 
 class HopperParams(NamedTuple):

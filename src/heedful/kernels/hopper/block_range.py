@@ -16,8 +16,9 @@ from heedful.kernels.hopper.sequences import query_position
 class NBlockRange:
     """Key tiles [begin, end) that some rows see; all but [full_begin, full_end) need a mask.
 
+    swaps: whether the last two are visited in the other order, see `visits_last_second`.
     With leading keys that stay visible beside a window, tiles [0, first_end) are visited after
-    these, and of all visits `visits` from number `skipped` on; else these three are None.
+    these, and of all visits `visits` from number `skipped` on; else these are None.
     """
 
     begin: gl.tensor
@@ -27,6 +28,7 @@ class NBlockRange:
     first_end: gl.tensor | gl.constexpr = None
     skipped: gl.tensor | gl.constexpr = None
     visits: gl.tensor | gl.constexpr = None
+    swaps: gl.tensor | gl.constexpr = None
 
 
 @gluon.jit
@@ -50,6 +52,14 @@ def n_block_range(params, tile, row, rows: gl.constexpr):
 
 
 @gluon.jit
+def with_swaps(blocks, swaps):
+    """The range in that order."""
+    return NBlockRange(
+        blocks.begin, blocks.full_begin, blocks.full_end, blocks.end, None, None, None, swaps
+    )
+
+
+@gluon.jit
 def needs_mask(blocks, j):
     """Whether key tile j is hidden from any row in part."""
     return (j >= blocks.full_end) | (j < blocks.full_begin)
@@ -64,27 +74,22 @@ def next_masked(blocks, step):
     if blocks.skipped is not None:
         right -= blocks.skipped
         left -= blocks.skipped
-    return gl.where(step <= right, step, gl.maximum(step, left))
+    found = gl.where(step <= right, step, gl.maximum(step, left))
+    if blocks.swaps is not None:
+        # The last key tile is visited at step 1 if not at 0.
+        found = gl.where(blocks.swaps & (step == 1), 1, found)
+    return found
 
 
 @gluon.jit
-def visits_last_second(params, program_blocks):
+def visits_last_second(blocks):
     """Whether the last key tile is visited after the one before it, because rows see it in part
     and that one as a whole: what each row sees first is what its exponentials refer to, and of few
     keys the maximum is soon exceeded. All rows of a program must agree, whose key tiles these are;
     more rows than a tile has keys never see the last but one as a whole."""
-    if params.tile.VISITS_SECOND:
-        before = program_blocks.end - 2
-        sees_all = (before >= program_blocks.full_begin) & (before + 1 == program_blocks.full_end)
-        return (before >= program_blocks.begin) & sees_all
-    else:
-        return gl.to_tensor(False)
-
-
-@gluon.jit
-def visited_n_block(blocks, step, last_second):
-    """The key tile of a visit: from the last to the first, the last but one perhaps ahead."""
-    return gl.where(last_second & (step < 2), blocks.end - 2 + step, blocks.end - 1 - step)
+    before = blocks.end - 2
+    sees_all = (before >= blocks.full_begin) & (before + 1 == blocks.full_end)
+    return (before >= blocks.begin) & sees_all
 
 
 @gluon.jit
@@ -100,7 +105,11 @@ def n_block_count(params, blocks):
 def n_block_at(params, blocks, step):
     """The key tile visited in this step."""
     if params.mask.first is None:
-        return blocks.end - 1 - step
+        in_order = blocks.end - 1 - step
+        if blocks.swaps is None:
+            return in_order
+        else:
+            return gl.where(blocks.swaps & (step < 2), blocks.end - 2 + step, in_order)
     else:
         visit = blocks.skipped + step
         before = blocks.end - blocks.begin
@@ -135,6 +144,8 @@ def program_n_block_range(params, tile, split):
     elif params.split.splits is not None:
         end = blocks.end - skipped
         return NBlockRange(end - visits, blocks.full_begin, blocks.full_end, end)
+    elif params.tile.VISITS_SECOND:
+        return with_swaps(blocks, visits_last_second(blocks))
     else:
         return blocks
 
@@ -152,5 +163,8 @@ def consumer_n_block_range(params, tile, row, program_blocks):
         if params.split.splits is not None:
             end = gl.maximum(gl.minimum(blocks.end, program_blocks.end), program_blocks.begin)
             begin = gl.minimum(gl.maximum(blocks.begin, program_blocks.begin), end)
-            blocks = NBlockRange(begin, blocks.full_begin, blocks.full_end, end)
-        return blocks
+            return NBlockRange(begin, blocks.full_begin, blocks.full_end, end)
+        elif params.tile.VISITS_SECOND:
+            return with_swaps(blocks, program_blocks.swaps)
+        else:
+            return blocks

@@ -7,10 +7,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from heedful.kernels.hopper.compat import aggregate, tma_store
+from heedful.kernels.hopper.compat import aggregate, reinterpret, tma_store
 from heedful.kernels.hopper.mma import ROWS, scale_output
-from heedful.kernels.hopper.pipeline import pair_of_boxes
+from heedful.kernels.hopper.pipeline import allocate_boxes, pair_of_boxes
+from heedful.kernels.hopper.promotion import allocate_sums
 from heedful.kernels.hopper.sequences import queries_at, query_position
+from heedful.kernels.hopper.softmax import shift_of
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
@@ -18,16 +20,44 @@ LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 @aggregate
 class Outputs:
-    """Where results go, and the sink logits that enter them; lse and sink may be None.
-
-    partials: where the keys are split, float32 results of each split, dense (split, batch, row,
-    head, dim), and lse has a leading split too; else None.
-    """
+    """Where results go. boxes, tails: memory that they leave through, in boxes of `desc`; without
+    boxes it is that of `sums`, the float32 sums of every fp8 consumer. lse may be None."""
 
     desc: tma.tensor_descriptor
-    boxes: gl.shared_memory_descriptor | gl.constexpr
-    tails: gl.shared_memory_descriptor | gl.constexpr
     lse: gl.tensor | gl.constexpr
+    boxes: gl.shared_memory_descriptor | gl.constexpr = None
+    tails: gl.shared_memory_descriptor | gl.constexpr = None
+    sums: gl.shared_memory_descriptor | gl.constexpr = None
+
+    @gluon.jit
+    def allocate(io, q, kv, params):
+        CONSUMERS: gl.constexpr = params.tile.CONSUMERS
+        TAIL_E: gl.constexpr = params.tile.TAIL_E
+        boxes = None
+        tails = None
+        sums = None
+        if params.tile.V_TRANSPOSED:
+            KEPT: gl.constexpr = io.out.dtype if params.fp8.SUMS_IN_REGS else gl.float32
+            sums = allocate_sums(CONSUMERS, kv.v.rows, KEPT)
+        elif params.tile.OUT_IN_Q:
+            boxes = q.boxes
+            if TAIL_E:
+                tails = q.tails
+        elif params.split.partials is None:
+            EACH: gl.constexpr = kv.v.dim // io.out.block_type.shape[-1]
+            boxes = allocate_boxes(io.out, EACH * CONSUMERS)
+            if TAIL_E:
+                tails = allocate_boxes(io.out, CONSUMERS)
+        return Outputs(io.out, io.lse, boxes, tails, sums)
+
+    @gluon.jit
+    def box(self, place):
+        """Memory of one consumer's rows."""
+        if self.sums is None:
+            return self.boxes.index(place)
+        else:
+            shape: gl.constexpr = self.desc.block_type.shape
+            return reinterpret(self.sums.index(place), self.desc.dtype, shape, self.desc.layout)
 
 
 @gluon.jit
@@ -92,7 +122,7 @@ def store_lse(outputs, lse_M, tile, row, split, params):
 
 
 @gluon.jit
-def store_partial(outputs, acc_ME, tile, row, split, params, first: gl.constexpr):
+def store_partial(acc_ME, tile, row, split, params, first: gl.constexpr):
     """Writes one split's normalised rows, columns from `first` on, in float32."""
     layout: gl.constexpr = gl.SliceLayout(1, acc_ME.type.layout)
     dims_E = first + gl.arange(0, acc_ME.shape[1], layout=gl.SliceLayout(0, acc_ME.type.layout))
@@ -131,8 +161,11 @@ def write_rows(outputs, out, at, place):
     WIDTH: gl.constexpr = desc.block_type.shape[-1]
     E: gl.constexpr = out[0].shape[1]
     tma.store_wait(0)
+    if outputs.sums is not None:
+        # The output takes the place of sums, which other threads may still be reading.
+        gl.barrier()
     if WIDTH == E:
-        box = outputs.boxes.index(place)
+        box = outputs.box(place)
         box.store(out[0].to(dtype).reshape(box.shape))
         fence_async_shared()
         tma_store(desc, at, box)
@@ -149,34 +182,46 @@ def write_rows(outputs, out, at, place):
 
 
 @gluon.jit
-def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place):
-    """Normalises one consumer's rows and writes them and their log-sum-exp."""
-    layout: gl.constexpr = l_M.type.layout
-    factor_M = gl.full(l_M.shape, 1.0, gl.float32, layout)
+def with_sink(m_M, l_M, tile, row, split, params):
+    """Maximum and sum of rows with the sink's logit, and what the outputs so far are scaled by."""
+    factor_M = gl.full(l_M.shape, 1.0, gl.float32, l_M.type.layout)
     if params.mods.sink is not None:
-        sink = gl.load(params.mods.sink + head_of(params, tile, row, layout)) * LOG2E
+        head = head_of(params, tile, row, l_M.type.layout)
+        sink = gl.load(params.mods.sink + head) * LOG2E
         if params.split.partials is not None:
             # It enters once.
             sink = gl.where(split == 0, sink, float("-inf"))
         top_M = gl.maximum(m_M, sink)
-        shift_M = gl.where(top_M == float("-inf"), 0.0, top_M)
+        shift_M = shift_of(top_M)
         factor_M = gl.exp2(m_M - shift_M)
         l_M = l_M * factor_M + gl.exp2(sink - shift_M)
         m_M = top_M
-    # A sum that is NaN is seen: the result is NaN, not 0.
+    return m_M, l_M, factor_M
+
+
+@gluon.jit
+def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor):
+    """Normalises one consumer's rows and writes them and their log-sum-exp. v_factor: of fp8
+    values."""
+    m_M, l_M, factor_M = with_sink(m_M, l_M, tile, row, split, params)
+    # A sum that is NaN is seen, whatever the maximum made of it: the result is NaN, not 0.
     seen_M = l_M != 0.0
+    if params.tile.V_TRANSPOSED:
+        seen_M = ((l_M > 0.0) & (m_M > float("-inf"))) | (l_M != l_M)
     inverse_M = gl.where(seen_M, factor_M / l_M, 0.0)
+    if params.tile.V_TRANSPOSED:
+        inverse_M *= v_factor
     if params.dropout.IS_ON:
         inverse_M *= params.dropout.inverse_keep
     out = scale_output(acc, inverse_M)
     if params.split.partials is not None:
-        store_partial(outputs, out[0], tile, row, split, params, 0)
+        store_partial(out[0], tile, row, split, params, 0)
         if len(out) > 1:
-            store_partial(outputs, out[1], tile, row, split, params, out[0].shape[1])
+            store_partial(out[1], tile, row, split, params, out[0].shape[1])
     else:
         if params.seqs.used_q is not None:
             # Rows in storage that are not in use may hold anything, NaN too.
-            used_M = is_row(params, row, tile.len_q, layout)
+            used_M = is_row(params, row, tile.len_q, l_M.type.layout)
             out = keep_rows(out, used_M)
         write_rows(outputs, out, queries_at(params, tile, row), place)
     if outputs.lse is not None:
@@ -185,7 +230,7 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place):
 
 
 @gluon.jit
-def store_empty(outputs, acc, tile, row, split, params, place):
+def store_empty(outputs, acc, tile, row, split, params, place, v_factor):
     """Writes what rows that saw no key have: `acc`, zeros; a log-sum-exp of -inf, or the sink."""
     row_layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
     none_M = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
@@ -194,4 +239,4 @@ def store_empty(outputs, acc, tile, row, split, params, place):
         store_lse(outputs, none_M, tile, row, split, params)
     else:
         zero_M = gl.zeros([ROWS], gl.float32, row_layout)
-        store_rows(outputs, acc, none_M, zero_M, tile, row, split, params, place)
+        store_rows(outputs, acc, none_M, zero_M, tile, row, split, params, place, v_factor)

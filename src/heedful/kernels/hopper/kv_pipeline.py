@@ -87,9 +87,28 @@ class KVPipeline:
     KEEPS_K: gl.constexpr
 
     @gluon.jit
-    def of(k, v, KV_SHARE_STAGES: gl.constexpr, KEEPS_K: gl.constexpr):
-        """With shared stages `v` is a ring beside `k`, see `Pipeline.beside`."""
-        return KVPipeline(k, v, KV_SHARE_STAGES, KV_SHARE_STAGES or KEEPS_K)
+    def allocate(io, params):
+        """With shared stages `v` is a ring beside `k`, see `Pipeline.beside`. Speculation reads
+        keys again."""
+        CONSUMERS: gl.constexpr = params.tile.CONSUMERS
+        SHARES: gl.constexpr = params.stages.KV_SHARE_STAGES
+        K_STAGES: gl.constexpr = params.stages.K_STAGES
+        V_STAGES: gl.constexpr = params.stages.V_STAGES
+        if params.kv.table is None:
+            k = Pipeline.allocate(io.k, K_STAGES, CONSUMERS, params.tile.TAIL_D)
+            if SHARES:
+                gl.static_assert(K_STAGES == V_STAGES and not params.tile.TAIL_E)
+                v = Pipeline.beside(io.v, k)
+            else:
+                v = Pipeline.allocate(io.v, V_STAGES, CONSUMERS, params.tile.TAIL_E)
+        else:
+            gl.static_assert(not SHARES)
+            D: gl.constexpr = io.q.block_type.shape[-1]
+            E: gl.constexpr = io.out.block_type.shape[-1]
+            k = Pipeline.of_tiles(io.k.dtype, params.tile.BLOCK_N, D, K_STAGES, CONSUMERS)
+            v = Pipeline.of_tiles(io.v.dtype, params.tile.BLOCK_N, E, V_STAGES, CONSUMERS)
+        KEEPS_K: gl.constexpr = SHARES or params.tile.RESCALE == "speculative"
+        return KVPipeline(k, v, SHARES, KEEPS_K)
 
     @gluon.jit
     def start(self):

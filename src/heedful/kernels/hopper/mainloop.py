@@ -24,16 +24,16 @@ from heedful.kernels.hopper.pairs import from_pairs, to_pairs
 from heedful.kernels.hopper.pingpong import pingpong_arrive, pingpong_sync
 from heedful.kernels.hopper.score_mods import add_alibi_and_bias, apply_softcap, load_bias
 from heedful.kernels.hopper.softmax import (
+    exponentials,
     lane_sums,
+    shift_of,
     softmax_exact,
-    softmax_first,
     softmax_threshold,
     threshold_limit,
+    vote_above,
 )
 from heedful.kernels.hopper.speculative_softmax import (
-    exponentials,
     headroom,
-    overflow_vote,
     rescale_from_scores,
     rescore,
     sum_limit,
@@ -55,6 +55,22 @@ def apply_score_mods(s_MN, bias_MN, params, tile, row, j):
     if params.mods.HAS_SOFTCAP:
         s_MN = apply_softcap(s_MN, params.mods.softcap_scale)
     return add_alibi_and_bias(s_MN, bias_MN, params.mods, tile, row, j * params.tile.BLOCK_N)
+
+
+@gluon.jit
+def resolve_overflow(q, k, q_state, k_state, bias_MN, m_M, l_ML, blocks, params, tile, row, j):
+    """What a warp does about sums above the limit, from scores made anew: p, references, the sums
+    before, and what these and the output so far are scaled by."""
+    dtype: gl.constexpr = q.boxes.dtype
+    BLOCK_N: gl.constexpr = params.tile.BLOCK_N
+    MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
+    s_MN = rescore(q, k, q_state, k_state, BLOCK_N)
+    s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
+    if MASKED:
+        s_MN = apply_mask_if_needed(s_MN, blocks, params, tile, row, j)
+    scale_log2 = params.mods.scale_log2
+    top_M = gl.max(s_MN, 1) * scale_log2 + headroom(dtype)
+    return rescale_from_scores(s_MN, top_M, m_M, l_ML, scale_log2, MASKED)
 
 
 @gluon.jit
@@ -82,8 +98,9 @@ def mainloop(
     LIMIT: gl.constexpr = threshold_limit(dtype)
     SPECULATIVE: gl.constexpr = params.tile.RESCALE == "speculative"
     HEAD: gl.constexpr = headroom(dtype) if SPECULATIVE else 0.0
+    SUM_LIMIT: gl.constexpr = sum_limit(dtype)
     k, v = kv.k, kv.v
-    acc = no_output(v)
+    acc = no_output(v, params)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
 
     kv.consumer_wait(kv_state)
@@ -97,9 +114,9 @@ def mainloop(
     s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
     if needs_mask(blocks, j):
         s_MN = apply_mask(s_MN, blocks, params, tile, row, j)
-    p_MN, m_M = softmax_first(s_MN, params.mods.scale_log2, HEAD)
-    sums_ML = lane_sums(p_MN)
-    l_ML = sums_ML
+    m_M = gl.max(s_MN, 1) * params.mods.scale_log2 + HEAD
+    p_MN = exponentials(s_MN, shift_of(m_M), params.mods.scale_log2)
+    l_ML = lane_sums(p_MN)
     p_MN = drop(p_MN, params.dropout, tile, row, j * BLOCK_N)
     p_MJ = to_pairs(p_MN, dtype)
     kv_before = kv_state
@@ -130,10 +147,11 @@ def mainloop(
             kv.consumer_release_kept_k(kv_before)
             s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
             if SPECULATIVE:
-                p_MN, sums_ML = exponentials(s_MN, m_M, params.mods.scale_log2)
+                p_MN = exponentials(s_MN, m_M, params.mods.scale_log2)
+                sums_ML = lane_sums(p_MN)
                 before_ML = l_ML
                 l_ML = l_ML + sums_ML
-                must_rescale = overflow_vote(sums_ML, sum_limit(dtype))
+                must_rescale = vote_above(sums_ML, SUM_LIMIT)
             else:
                 if MASKED:
                     s_MN = apply_mask_if_needed(s_MN, blocks, params, tile, row, j)
@@ -141,6 +159,7 @@ def mainloop(
                     p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
                         s_MN, m_M, l_ML, params.mods.scale_log2, LIMIT, MASKS_ROWS
                     )
+                    l_ML = l_ML + lane_sums(p_MN)
                 else:
                     p_MN, m_M, l_ML, alpha_M = softmax_exact(
                         s_MN, m_M, l_ML, params.mods.scale_log2, MASKS_ROWS
@@ -170,17 +189,24 @@ def mainloop(
                     p_MN = apply_mask(p_MN, blocks, params, tile, row, j, 0.0)
                     sums_ML = lane_sums(p_MN)
                     l_ML = before_ML + sums_ML
-                    must_rescale = overflow_vote(sums_ML, sum_limit(dtype))
+                    must_rescale = vote_above(sums_ML, SUM_LIMIT)
                     p_MJ = to_pairs(p_MN, dtype)
             if must_rescale != 0:
-                s_MN = rescore(q, k, q_state, kv_before.k, s_MN.type)
-                s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
-                if MASKED:
-                    s_MN = apply_mask_if_needed(s_MN, blocks, params, tile, row, j)
-                p_MN, sums_ML, m_M, before_ML, alpha_M = rescale_from_scores(
-                    s_MN, m_M, before_ML, params.mods.scale_log2, MASKS_ROWS, HEAD
+                p_MN, m_M, before_ML, alpha_M = resolve_overflow(
+                    q,
+                    k,
+                    q_state,
+                    kv_before.k,
+                    bias_MN,
+                    m_M,
+                    before_ML,
+                    blocks,
+                    params,
+                    tile,
+                    row,
+                    j,
                 )
-                l_ML = before_ML + sums_ML
+                l_ML = before_ML + lane_sums(p_MN)
                 p_MJ = to_pairs(p_MN, dtype)
                 acc = scale_output(acc, alpha_M)
     kv.consumer_wait_v(kv_state)
@@ -190,4 +216,4 @@ def mainloop(
     if not params.tile.OUT_IN_Q:
         q.consumer_release_after_mma(q_state)
     kv.consumer_release_last_v(kv_state)
-    return acc, m_M, gl.sum(l_ML, 1), kv_state.after_values()
+    return acc, m_M, l_ML, kv_state.after_values()

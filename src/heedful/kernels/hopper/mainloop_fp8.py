@@ -11,45 +11,34 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from heedful.kernels.hopper.block_range import needs_mask, next_masked, visited_n_block
-from heedful.kernels.hopper.mask import mask_outside
-from heedful.kernels.hopper.mma import ROWS
+from heedful.kernels.hopper.block_range import n_block_at, n_block_count, needs_mask, next_masked
+from heedful.kernels.hopper.mask import apply_mask
+from heedful.kernels.hopper.mma import ROWS, queue_scores, scores_layout
 from heedful.kernels.hopper.pingpong import pingpong_arrive, pingpong_sync
 from heedful.kernels.hopper.promotion import cleared, store_sums, with_sums
 from heedful.kernels.hopper.score_mods import apply_softcap
-from heedful.kernels.hopper.softmax import scale_rows
+from heedful.kernels.hopper.softmax import (
+    exponentials,
+    scale_rows,
+    shift_of,
+    softmax_threshold,
+    vote_above,
+)
 from heedful.kernels.hopper.softmax_fp8 import (
+    E4M3_BITS,
+    FINITE_BITS,
+    LIMIT_BITS,
+    TOP_LOG2,
     from_words,
     part_sums,
     reference,
-    shift_of,
-    softmax_threshold,
     to_words,
 )
-from heedful.kernels.hopper.speculative_softmax_fp8 import (
-    E4M3_BITS,
-    FINITE_BITS,
-    exponentials,
-    overflow_vote,
+from heedful.kernels.hopper.speculative_softmax import (
     rescale_from_probabilities,
     rescale_from_scores,
     rescore,
 )
-
-
-@gluon.jit
-def apply_mask(x_MN, params, tile, row, col, FILL: gl.constexpr):
-    """Query rows from `row` and keys from `col`, with the unseen ones at FILL."""
-    M: gl.constexpr = x_MN.shape[0]
-    rows: gl.constexpr = gl.SliceLayout(1, x_MN.type.layout)
-    stop_M = gl.full([M], 0, gl.int32, rows) + (tile.len_k - col)
-    diagonal_M = gl.arange(0, M, layout=rows) + (row + tile.off - col)
-    if params.mask.HAS_RIGHT:
-        stop_M = gl.minimum(stop_M, diagonal_M + (params.mask.right + 1))
-    start_M = None
-    if params.mask.HAS_LEFT:
-        start_M = diagonal_M - params.mask.left
-    return mask_outside(x_MN, start_M, stop_M, FILL)
 
 
 @gluon.jit
@@ -64,19 +53,10 @@ def apply_score_mods(s_MN, blocks, params, tile, row, j, factors, MAY_MASK: gl.c
         if is_partial:
             # At the infinity that the scale, which may be negative, makes -inf.
             if scale_log2 < 0.0:
-                s_MN = apply_mask(s_MN, params, tile, row, j * params.tile.BLOCK_N, float("inf"))
+                s_MN = apply_mask(s_MN, blocks, params, tile, row, j, float("inf"))
             else:
-                s_MN = apply_mask(s_MN, params, tile, row, j * params.tile.BLOCK_N, float("-inf"))
+                s_MN = apply_mask(s_MN, blocks, params, tile, row, j)
     return s_MN
-
-
-@gluon.jit
-def queue_scores(q, k, q_state, kv_state, BLOCK_N: gl.constexpr):
-    """Starts q k^T of one tile of keys."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
-    s_MN = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
-    k_DN = k.tile(kv_state).permute((1, 0))
-    return warpgroup_mma(q.tile(q_state), k_DN, s_MN, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -90,31 +70,22 @@ def queue_output(words, v, kv_state, acc_ME, adds):
 
 @gluon.jit
 def resolve_overflow(
-    q,
-    k,
-    q_state,
-    kv_state,
-    p_MN,
-    sums_MCL,
-    m_M,
-    l_ML,
-    blocks,
-    params,
-    tile,
-    row,
-    j,
-    factors,
-    MASKED: gl.constexpr,
+    q, k, q_state, k_state, p_MN, sums_MCL, m_M, l_ML, blocks, params, tile, row, j, factors
 ):
     """What a warp does about sums above the limit: p, its sums, references, the sums before, and
-    what these and the output so far are scaled by. Scores only if p has become infinite."""
-    if overflow_vote(sums_MCL, FINITE_BITS) == 0:
-        p_MN, sums_ML, m_M, l_ML, alpha_M = rescale_from_probabilities(p_MN, m_M, l_ML)
+    what these and the output so far are scaled by. Scores are made anew only if p has become
+    infinite."""
+    MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
+    if vote_above(sums_MCL, FINITE_BITS) == 0:
+        p_MN, m_M, l_ML, alpha_M = rescale_from_probabilities(p_MN, m_M, l_ML)
+        sums_ML = gl.sum(part_sums(p_MN), 1)
     else:
-        s_MN = rescore(q, k, q_state, kv_state, p_MN.type)
+        s_MN = rescore(q, k, q_state, k_state, params.tile.BLOCK_N)
         s_MN = apply_score_mods(s_MN, blocks, params, tile, row, j, factors, MASKED)
         _, scale_log2 = factors
-        p_MN, sums_ML, m_M, l_ML, alpha_M = rescale_from_scores(s_MN, m_M, l_ML, scale_log2)
+        top_M = reference(s_MN, scale_log2)
+        p_MN, m_M, l_ML, alpha_M = rescale_from_scores(s_MN, top_M, m_M, l_ML, scale_log2, True)
+        sums_ML = gl.sum(part_sums(p_MN), 1)
     return p_MN, sums_ML, m_M, l_ML, alpha_M
 
 
@@ -137,21 +108,20 @@ def promote(sums, acc_ME, sum_ME, m_M, base_M, products, params):
 
 
 @gluon.jit
-def mainloop(
+def mainloop_fp8(
     q,
     kv,
     sums,
     q_state,
     kv_state,
     blocks,
-    last_second,
     params,
     tile,
     row,
     factors,
     CONSUMER: gl.constexpr,
 ):
-    """Streams the keys of `keys` (at least one) past one consumer's rows.
+    """Streams the keys of `blocks` (at least one) past one consumer's rows.
 
     The scores of a tile and the output of the tile before are computed while the exponentials of
     this one run. Returns with the last product on its way: what `finish` needs of it, references,
@@ -164,13 +134,13 @@ def mainloop(
     SPECULATIVE: gl.constexpr = params.tile.RESCALE == "speculative"
     _, scale_log2 = factors
     k, v = kv.k, kv.v
-    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, v.rows, 32])
+    o_layout: gl.constexpr = scores_layout(v.boxes.dtype, v.rows)
     acc_ME = cleared(ROWS, v.rows, o_layout)
     sum_ME = acc_ME
     if params.fp8.SUMS_IN_REGS:
         sum_ME = cleared(ROWS, v.rows, o_layout)
-    steps = blocks.end - blocks.begin
-    j = visited_n_block(blocks, 0, last_second)
+    steps = n_block_count(params, blocks)
+    j = n_block_at(params, blocks, 0)
 
     kv.consumer_wait(kv_state)
     pingpong_sync(params, CONSUMER)
@@ -182,7 +152,7 @@ def mainloop(
     s_MN = apply_score_mods(s_MN, blocks, params, tile, row, j, factors, True)
     m_M = reference(s_MN, scale_log2)
     base_M = m_M
-    p_MN = gl.exp2(s_MN * scale_log2 - shift_of(m_M)[:, None])
+    p_MN = exponentials(s_MN, shift_of(m_M), scale_log2)
     sums_MCL = part_sums(p_MN)
     l_ML = gl.sum(sums_MCL, 1)
     words = to_words(p_MN)
@@ -198,9 +168,7 @@ def mainloop(
         # So it ends before the next of them, `last`.
         last = steps - 1
         if SPECULATIVE and MASKED:
-            # The last key tile is visited at step 1 if not at 0.
-            masked = next_masked(blocks, step)
-            last = gl.minimum(last, gl.where(last_second & (step == 1), 1, masked))
+            last = gl.minimum(last, next_masked(blocks, step))
         goes = step <= last
         while goes:
             counts = gl.to_tensor(True)
@@ -225,17 +193,19 @@ def mainloop(
                 j = blocks.end - 1 - step
                 if SPECULATIVE:
                     s_MN = apply_score_mods(s_MN, blocks, params, tile, row, j, factors, False)
-                    p_MN, sums_MCL = exponentials(s_MN, m_M, scale_log2)
+                    p_MN = exponentials(s_MN, m_M, scale_log2)
+                    sums_MCL = part_sums(p_MN)
                     before_ML = l_ML
                     l_ML = l_ML + gl.sum(sums_MCL, 1)
                     if not params.fp8.VOTES_LAST:
-                        must_rescale = overflow_vote(sums_MCL, E4M3_BITS)
+                        must_rescale = vote_above(sums_MCL, E4M3_BITS)
                     words = to_words(p_MN)
                 else:
                     s_MN = apply_score_mods(s_MN, blocks, params, tile, row, j, factors, MASKED)
                     p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
-                        s_MN, m_M, l_ML, scale_log2, MASKED
+                        s_MN, m_M, l_ML, scale_log2, LIMIT_BITS, MASKED, TOP_LOG2
                     )
+                    l_ML = l_ML + gl.sum(part_sums(p_MN), 1)
                 kv_before = kv_state
                 kv_state = kv_state.next()
                 # A wait loop ends a basic block: else ptxas would hoist the wait below over the
@@ -243,7 +213,7 @@ def mainloop(
                 kv.consumer_wait(kv_state, step + 1 < steps)
                 acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
                 if params.fp8.VOTES_LAST:
-                    must_rescale = overflow_vote(sums_MCL, E4M3_BITS)
+                    must_rescale = vote_above(sums_MCL, E4M3_BITS)
                 kv.consumer_release_v(kv_before)
                 counts = (
                     (must_rescale == 0)
@@ -259,21 +229,20 @@ def mainloop(
             else:
                 goes = gl.to_tensor(False)
         if SPECULATIVE:
-            j = visited_n_block(blocks, step - 1, last_second)
+            j = n_block_at(params, blocks, step - 1)
             if MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
                 if needs_mask(blocks, j):
-                    p_MN = apply_mask(p_MN, params, tile, row, j * BLOCK_N, 0.0)
+                    p_MN = apply_mask(p_MN, blocks, params, tile, row, j, 0.0)
                     sums_MCL = part_sums(p_MN)
                     l_ML = before_ML + gl.sum(sums_MCL, 1)
-                    must_rescale = overflow_vote(sums_MCL, E4M3_BITS)
+                    must_rescale = vote_above(sums_MCL, E4M3_BITS)
                     words = to_words(p_MN)
             if must_rescale != 0:
-                k_before = kv_before.k
                 p_MN, sums_ML, m_M, before_ML, alpha_M = resolve_overflow(
                     q,
                     k,
                     q_state,
-                    k_before,
+                    kv_before.k,
                     p_MN,
                     sums_MCL,
                     m_M,
@@ -284,7 +253,6 @@ def mainloop(
                     row,
                     j,
                     factors,
-                    MASKED,
                 )
                 l_ML = before_ML + sums_ML
                 words = to_words(p_MN)
@@ -312,8 +280,8 @@ def finish(q, kv, sums, q_state, kv_state, rest, m_M, blocks, params):
     q.consumer_release_after_mma(q_state)
     kv.consumer_release_last_v(kv_state)
     if params.fp8.SUMS_IN_REGS:
-        return acc_ME + sum_ME
+        return (acc_ME + sum_ME,)
     else:
-        if blocks.end - blocks.begin > params.fp8.PROMOTION_INTERVAL:
+        if n_block_count(params, blocks) > params.fp8.PROMOTION_INTERVAL:
             acc_ME = with_sums(sums, acc_ME, m_M, base_M)
-        return acc_ME
+        return (acc_ME,)

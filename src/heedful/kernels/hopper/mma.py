@@ -14,10 +14,16 @@ from heedful.kernels.hopper.softmax import scale_rows
 ROWS: gl.constexpr = gl.constexpr(64)  # query rows of one consumer: what one WGMMA takes
 
 
+@gluon.constexpr_function
+def scores_layout(dtype, keys):
+    """That of a product of queries and keys of this type."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 256 // dtype.primitive_bitwidth])
+
+
 @gluon.jit
 def queue_scores(q, k, q_state, k_state, BLOCK_N: gl.constexpr):
     """Starts q k^T of one tile of keys."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    layout: gl.constexpr = scores_layout(q.boxes.dtype, BLOCK_N)
     s_MN = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
     k_DN = k.tile(k_state).permute((1, 0))
     s_MN = warpgroup_mma(q.tile(q_state), k_DN, s_MN, use_acc=False, is_async=True)
@@ -28,10 +34,10 @@ def queue_scores(q, k, q_state, k_state, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def no_output(v):
+def no_output(v, params):
     """An output of zeros, in as many parts as a tile of values has."""
-    E: gl.constexpr = v.dim
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E, 16])
+    E: gl.constexpr = v.rows if params.tile.V_TRANSPOSED else v.dim
+    layout: gl.constexpr = scores_layout(v.boxes.dtype, E)
     acc = (gl.zeros([ROWS, E], gl.float32, layout),)
     if v.tails is not None:
         E1: gl.constexpr = v.dim // 2

@@ -63,20 +63,6 @@ def box(IS_PACKED: gl.constexpr, batch, head, start, length, row):
 
 
 @gluon.jit
-def packed_rows_at(params, tile, row):
-    """Coordinates of query or output rows."""
-    packed: gl.constexpr = params.seqs.cu_q is not None
-    return box(packed, tile.batch, tile.head, tile.start_q, tile.len_q, row)
-
-
-@gluon.jit
-def packed_keys_at(params, tile, col):
-    """Coordinates of keys or values."""
-    packed: gl.constexpr = params.seqs.cu_k is not None
-    return box(packed, tile.batch, tile.kv_head, tile.start_k, tile.len_k, col)
-
-
-@gluon.jit
 def trim(params, tile):
     """The tile with the lengths that its sequence uses, and where these keys begin.
 
@@ -153,28 +139,50 @@ def keys_at(params, tile, rows_each, col):
 
 
 @gluon.jit
-def load_keys(pipeline, desc, params, tile, rows_each, col, state):
-    """Waits until stage `state` is free and starts filling it with keys or values from `col` on."""
-    if params.kv.table is None:
-        pipeline.load(desc, keys_at(params, tile, rows_each, col), state)
+def values_at(params, tile, col):
+    """Coordinates of values from `col` on; transposed ones: (batch, kv_head, dim, position)."""
+    if not params.tile.V_TRANSPOSED:
+        return keys_at(params, tile, params.kv_rows.v_rows, col)
+    elif params.seqs.cu_k is None:
+        return [tile.batch, tile.kv_head, 0, col]
     else:
-        load_pages(pipeline, desc, params, tile, rows_each, col, state)
+        return [0, tile.kv_head, 0, (tile.start_k // V_T_BLOCK + tile.batch) * V_T_BLOCK + col]
 
 
 @gluon.jit
-def load_keys_and_values(kv, k_desc, v_desc, params, tile, k_col, v_col, state):
-    """As load_keys, keys from `k_col` and values from `v_col` on."""
+def load_k(io, kv, params, tile, col, kv_state):
+    """Waits until there is room and starts filling it with keys from `col` on."""
+    rows = params.kv_rows.k_rows
+    if params.kv.table is None:
+        kv.k.load(io.k, keys_at(params, tile, rows, col), kv_state.k)
+    else:
+        load_pages(kv.k, io.k, params, tile, rows, col, kv_state.k)
+
+
+@gluon.jit
+def load_v(io, kv, params, tile, col, kv_state):
+    """As load_k, values."""
+    if params.kv.table is None:
+        kv.v.load(io.v, values_at(params, tile, col), kv_state.values())
+    else:
+        load_pages(kv.v, io.v, params, tile, params.kv_rows.v_rows, col, kv_state.values())
+
+
+@gluon.jit
+def load_k_and_v(io, kv, params, tile, k_col, v_col, kv_state):
+    """As load_k and load_v, which may share a stage."""
     if params.kv.table is None:
         k_at = keys_at(params, tile, params.kv_rows.k_rows, k_col)
-        kv.load(k_desc, k_at, v_desc, keys_at(params, tile, params.kv_rows.v_rows, v_col), state)
+        kv.load(io.k, k_at, io.v, values_at(params, tile, v_col), kv_state)
     else:
-        load_pages(kv.k, k_desc, params, tile, params.kv_rows.k_rows, k_col, state.k)
-        load_pages(kv.v, v_desc, params, tile, params.kv_rows.v_rows, v_col, state.values())
+        load_k(io, kv, params, tile, k_col, kv_state)
+        load_v(io, kv, params, tile, v_col, kv_state)
 
 
 @gluon.jit
 def load_pages(pipeline, desc, params, tile, rows_each, col, state):
-    """As load_keys, from pages: boxes of as many rows as the map has, 64 columns wide each.
+    """Waits until stage `state` is free and starts filling it with keys or values from `col` on,
+    from pages: boxes of as many rows as the map has, 64 columns wide each.
 
     Rows past the keys in use are past the end of the map, which fills them with zeros.
     """
@@ -212,12 +220,3 @@ def load_pages(pipeline, desc, params, tile, rows_each, col, state):
                 full,
                 boxes.index(index),
             )
-
-
-@gluon.jit
-def values_at(params, tile, col):
-    """Coordinates of V transposed (batch, kv_head, dim, position)."""
-    if params.seqs.cu_k is None:
-        return [tile.batch, tile.kv_head, 0, col]
-    else:
-        return [0, tile.kv_head, 0, (tile.start_k // V_T_BLOCK + tile.batch) * V_T_BLOCK + col]

@@ -25,25 +25,28 @@ def scale_rows(x_ME, alpha_M):
 
 
 @gluon.jit
-def softmax_first(s_MN, scale_log2, HEAD: gl.constexpr):
-    """The first tile: p and a reference `HEAD` above the row maximum, in units of log2."""
-    m_M = gl.max(s_MN, 1) * scale_log2 + HEAD
-    shift_M = gl.where(m_M == float("-inf"), 0.0, m_M)
-    return gl.exp2(s_MN * scale_log2 - shift_M[:, None]), m_M
+def shift_of(m_M, MAY_MASK_ROWS: gl.constexpr = True):
+    """What to subtract for a reference: of a row that may have seen no key it is -inf, and
+    -inf - -inf is NaN."""
+    if MAY_MASK_ROWS:
+        m_M = gl.where(m_M == float("-inf"), 0.0, m_M)
+    return m_M
+
+
+@gluon.jit
+def exponentials(s_MN, shift_M, scale_log2):
+    """p against a reference: infinite where it overflows, infinite or NaN in a row without one."""
+    return gl.exp2(s_MN * scale_log2 - shift_M[:, None])
 
 
 @gluon.jit
 def softmax_exact(s_MN, m_M, l_ML, scale_log2, MAY_MASK_ROWS: gl.constexpr):
     """One more tile: p, new maximum, new sums, and what the output so far must be scaled by."""
     new_m_M = gl.maximum(m_M, gl.max(s_MN, 1) * scale_log2)
-    shift_M = new_m_M
-    if MAY_MASK_ROWS:
-        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        shift_M = gl.where(new_m_M == float("-inf"), 0.0, new_m_M)
+    shift_M = shift_of(new_m_M, MAY_MASK_ROWS)
     alpha_M = gl.exp2(m_M - shift_M)
-    p_MN = gl.exp2(s_MN * scale_log2 - shift_M[:, None])
-    l_ML = scale_rows(l_ML, alpha_M) + lane_sums(p_MN)
-    return p_MN, new_m_M, l_ML, alpha_M
+    p_MN = exponentials(s_MN, shift_M, scale_log2)
+    return p_MN, new_m_M, scale_rows(l_ML, alpha_M) + lane_sums(p_MN), alpha_M
 
 
 @gluon.constexpr_function
@@ -74,51 +77,55 @@ def _vote_above(outputs, inputs):
 
 
 @gluon.jit
+def vote_above(values, LIMIT_BITS: gl.constexpr):
+    """Whether a warp has a value above the limit, or NaN."""
+    bits = values.to(gl.int32, bitcast=True)
+    kinds: gl.constexpr = ("=r", "r", "r")
+    return inline_asm(_vote_above, kinds, [bits, LIMIT_BITS], gl.int32, is_pure=True)
+
+
+@gluon.jit
 def softmax_threshold(
     s_MN,
     m_M,
     l_ML,
     scale_log2,
-    LIMIT: gl.constexpr,
+    LIMIT_BITS: gl.constexpr,
     MAY_MASK_ROWS: gl.constexpr,
+    TOP: gl.constexpr = 0.0,
 ):
-    """One more tile against an old maximum, which moves only where a score passes it by far.
+    """One more tile against old references, which move only where a score passes one by far; its p
+    is then 2^TOP.
 
     p = 2^(s - m) may then exceed 1, by at most 2^LIMIT: floats keep their relative precision, so
-    nothing is lost. The test is a warp's own, and so is the branch. As softmax_step, with whether
-    the warp moved its maximum: only then must the output so far be scaled.
+    nothing is lost. The vote is a warp's own, and so is the branch. Returns p, references, the sums
+    before, what they and the output so far are scaled by, and whether the warp moved any reference:
+    only then must the output be scaled.
     """
-    shift_M = m_M
-    if MAY_MASK_ROWS:
-        unset_M = m_M == float("-inf")
-        shift_M = gl.where(unset_M, 0.0, m_M)
-    x_MN = s_MN * scale_log2 - shift_M[:, None]
-    bits_MN = x_MN.to(gl.int32, bitcast=True)
+    x_MN = s_MN * scale_log2 - shift_of(m_M, MAY_MASK_ROWS)[:, None]
     if MAY_MASK_ROWS:
         # A row that has seen no key has nothing to compare with: always rescale.
+        unset_M = m_M == float("-inf")
         force_M = gl.where(unset_M, 0x7FFFFFFF, 0)
-        must_rescale = inline_asm(
-            _vote_above, ("=r", "r", "r", "r"), [bits_MN, force_M, LIMIT], gl.int32, is_pure=True
-        )
+        bits_MN = x_MN.to(gl.int32, bitcast=True)
+        kinds: gl.constexpr = ("=r", "r", "r", "r")
+        operands = [bits_MN, force_M, LIMIT_BITS]
+        must_rescale = inline_asm(_vote_above, kinds, operands, gl.int32, is_pure=True)
     else:
-        must_rescale = inline_asm(
-            _vote_above, ("=r", "r", "r"), [bits_MN, LIMIT], gl.int32, is_pure=True
-        )
+        must_rescale = vote_above(x_MN, LIMIT_BITS)
     alpha_M = gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
     if must_rescale != 0:
         delta_M = gl.max(x_MN, 1)
+        if TOP != 0.0:
+            delta_M -= TOP
+        risen_M = gl.maximum(delta_M, 0.0)
         if MAY_MASK_ROWS:
-            m_M = gl.where(unset_M, delta_M, m_M + gl.maximum(delta_M, 0.0))
-            delta_M = gl.where(
-                unset_M & (delta_M > float("-inf")), delta_M, gl.maximum(delta_M, 0.0)
-            )
-            alpha_M = gl.where(unset_M, 1.0, gl.exp2(-delta_M))
+            m_M = gl.where(unset_M, delta_M, m_M + risen_M)
+            alpha_M = gl.where(unset_M, 1.0, gl.exp2(-risen_M))
+            risen_M = gl.where(unset_M & (delta_M > float("-inf")), delta_M, risen_M)
         else:
-            delta_M = gl.maximum(delta_M, 0.0)
-            m_M += delta_M
-            alpha_M = gl.exp2(-delta_M)
-        x_MN = x_MN - delta_M[:, None]
+            m_M += risen_M
+            alpha_M = gl.exp2(-risen_M)
+        x_MN = x_MN - risen_M[:, None]
         l_ML = scale_rows(l_ML, alpha_M)
-    p_MN = gl.exp2(x_MN)
-    l_ML = l_ML + lane_sums(p_MN)
-    return p_MN, m_M, l_ML, alpha_M, must_rescale
+    return gl.exp2(x_MN), m_M, l_ML, alpha_M, must_rescale

@@ -6,14 +6,15 @@ M query rows, N keys, J words of four keys, L lanes that share a row, C sums of 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.hopper.compat import inline_asm
-from heedful.kernels.hopper.softmax import _vote_above, scale_rows
-
 # The largest probability of a row whose maximum has just been looked up, as a power of two: exact,
 # so that a row that sees one key returns its value unrounded.
 TOP_LOG2: gl.constexpr = gl.constexpr(4.0)
-LIMIT_BITS: gl.constexpr = gl.constexpr(0x410CEAED)  # log2 448, of the largest e4m3, as a float32
-# Keys of a row of which a lane adds up its quarter for one vote, see speculative_softmax_fp8.py.
+# As the bits of float32: log2 of the largest e4m3, that number, and what p may be for its row to be
+# scaled.
+LIMIT_BITS: gl.constexpr = gl.constexpr(0x410CEAED)  # log2 448
+E4M3_BITS: gl.constexpr = gl.constexpr(0x43E00000)  # 448
+FINITE_BITS: gl.constexpr = gl.constexpr(0x7B800000)  # 2^120
+# Keys of a row of which a lane adds up its quarter for one vote, see speculative_softmax.py.
 VOTE_N: gl.constexpr = gl.constexpr(64)
 
 
@@ -69,12 +70,6 @@ def part_sums(p_MN):
 
 
 @gluon.jit
-def shift_of(m_M):
-    """What to subtract for a reference: -inf is that of a row which has seen no key."""
-    return gl.where(m_M == float("-inf"), 0.0, m_M)
-
-
-@gluon.jit
 def reference(s_MN, scale_log2):
     """What puts the largest p of each row at 2^TOP_LOG2, -inf where all keys are hidden."""
     if scale_log2 < 0.0:
@@ -82,51 +77,3 @@ def reference(s_MN, scale_log2):
     else:
         top_M = gl.max(s_MN, 1)
     return top_M * scale_log2 - TOP_LOG2
-
-
-@gluon.jit
-def threshold_vote(x_MN, unset_M, MAY_MASK_ROWS: gl.constexpr):
-    """Whether any exponent of this warp's leaves e4m3, or any row has nothing to compare with."""
-    bits_MN = x_MN.to(gl.int32, bitcast=True)
-    if MAY_MASK_ROWS:
-        force_M = gl.where(unset_M, 0x7FFFFFFF, 0)
-        return inline_asm(
-            _vote_above,
-            ("=r", "r", "r", "r"),
-            [bits_MN, force_M, LIMIT_BITS],
-            gl.int32,
-            is_pure=True,
-        )
-    else:
-        return inline_asm(
-            _vote_above, ("=r", "r", "r"), [bits_MN, LIMIT_BITS], gl.int32, is_pure=True
-        )
-
-
-@gluon.jit
-def softmax_threshold(s_MN, m_M, l_ML, scale_log2, MAY_MASK_ROWS: gl.constexpr):
-    """One more tile against old references, with a vote on the scores before the exponentials.
-
-    Returns p, references, sums of p, what the output so far is to be scaled by, and whether this
-    warp moved any reference: only then must it be scaled.
-    """
-    unset_M = m_M == float("-inf")
-    shift_M = gl.where(unset_M, 0.0, m_M) if MAY_MASK_ROWS else m_M
-    x_MN = s_MN * scale_log2 - shift_M[:, None]
-    must_rescale = threshold_vote(x_MN, unset_M, MAY_MASK_ROWS)
-    alpha_M = gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
-    if must_rescale != 0:
-        delta_M = gl.max(x_MN, 1) - TOP_LOG2
-        if MAY_MASK_ROWS:
-            risen_M = gl.maximum(delta_M, 0.0)
-            m_M = gl.where(unset_M, delta_M, m_M + risen_M)
-            alpha_M = gl.where(unset_M, 1.0, gl.exp2(-risen_M))
-            delta_M = gl.where(unset_M & (delta_M > float("-inf")), delta_M, risen_M)
-        else:
-            delta_M = gl.maximum(delta_M, 0.0)
-            m_M += delta_M
-            alpha_M = gl.exp2(-delta_M)
-        x_MN = x_MN - delta_M[:, None]
-        l_ML = scale_rows(l_ML, alpha_M)
-    p_MN = gl.exp2(x_MN)
-    return p_MN, m_M, l_ML + gl.sum(part_sums(p_MN), 1), alpha_M, must_rescale

@@ -78,7 +78,7 @@ def _transpose_tile(_, inputs):
     q is 4a + t: what position q of transposed words wants. Each of the two
     warps takes every other 16 dims.
     """
-    ((box,), (out,), (padded_k,), (dims,)) = inputs
+    box, out, padded_k, dims = (operand[0] for operand in inputs)
     lines = [
         ".reg .b32 lane, x, strip, from, r<4>, low<2>, high<2>, column;",
         ".reg .b64 to, at, pitch, offset; .reg .pred inside, more;",
@@ -174,10 +174,13 @@ def transpose_v(transpose: TransposeV, raw):
 
 
 @gluon.jit
-def wait_for_v_t(transpose, tile, col, is_first, BLOCK_N: gl.constexpr):
+def wait_for_v_t(transpose, params, tile, blocks, step, col):
     """Where the attention kernel transposes V itself: waits until the values from key `col` on are
-    ready. Of values that are loaded in order, the first ones and those of another chunk than the
-    ones before them have anything to wait for."""
-    if transpose is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
-        if is_first | ((col + BLOCK_N) % CHUNK_N == 0):
+    ready, which come with this step's keys. Of values that are loaded in order, the first ones and
+    those of another chunk than the ones before them have anything to wait for."""
+    if transpose is not None:
+        is_first = step == 1
+        if blocks.swaps is not None:
+            is_first = is_first | (blocks.swaps & (step == 2))
+        if is_first | ((col + params.tile.BLOCK_N) % CHUNK_N == 0):
             wait_for_chunk(transpose, tile.batch * transpose.heads_k + tile.kv_head, col)

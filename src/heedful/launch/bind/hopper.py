@@ -44,6 +44,7 @@ def _forward_call(
     parameters = {
         "io": hopper_groups.io(_maps(problem, config, buffers), buffers, lse),
         "params": hopper_groups.params(problem, config, launch, buffers, split),
+        "transpose": None,
     }
     ref = KernelRef("heedful.kernels.hopper.forward", "forward", "gluon")
     return KernelCall(ref, launch.grid, parameters, {"num_warps": 4})

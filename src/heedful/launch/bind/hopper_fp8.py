@@ -75,7 +75,7 @@ def _forward_call(
         "params": hopper_groups.params(problem, config, launch, buffers, split),
         "transpose": _transpose(problem, launch, buffers) if config.transposes_v else None,
     }
-    ref = KernelRef("heedful.kernels.hopper.forward_fp8", "forward", "gluon")
+    ref = KernelRef("heedful.kernels.hopper.forward", "forward", "gluon")
     return KernelCall(ref, launch.grid, parameters, {"num_warps": 4})
 
 

@@ -162,6 +162,7 @@ def _tile(problem: AttentionProblem, config: HopperConfig, is_split: bool) -> Ho
         PINGPONG=config.pingpong,
         RESCALE=config.rescale,
         V_TRANSPOSED=not is_16_bit,
+        PREFETCHES_TILE=isinstance(config, HopperFp8Config) and config.prefetches_tile,
         VISITS_SECOND=visits_second and config.consumers * CONSUMER_ROWS <= config.block_n,
         CONSUMER_REGS=config.consumer_regs,
         PRODUCER_REGS=config.producer_regs,
@@ -176,7 +177,6 @@ def _fp8(problem: AttentionProblem, config: HopperConfig, buffers: Buffers) -> H
         PROMOTION_INTERVAL=config.promotion_interval,
         SUMS_IN_REGS=config.sums_in_regs,
         VOTES_LAST=config.votes_last,
-        PREFETCHES_TILE=config.prefetches_tile,
     )
 
 
