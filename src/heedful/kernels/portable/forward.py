@@ -132,6 +132,7 @@ def raw_scores(
 @triton.jit
 def modified_scores(
     s_MN,
+    rows_M,
     row0,
     col0,
     place,
@@ -142,7 +143,6 @@ def modified_scores(
     IS_MASKED: tl.constexpr,
 ):
     """Raw products after score modifiers, with those that are not visible at -inf."""
-    rows_M = row0 + tl.arange(0, tile.BLOCK_M)
     cols_N = col0 + tl.arange(0, tile.BLOCK_N)
     distance_MN = cols_N[None, :] - (rows_M + place.off)[:, None]
     if mods.IS_ADJUSTED:
@@ -176,6 +176,7 @@ def store_results(
     acc_ME,
     factor,
     split,
+    rows_M,
     row0,
     place,
     io: ForwardIO,
@@ -188,7 +189,6 @@ def store_results(
     if not IS_ADJUSTED:
         m_M *= LN2
     lse_M = m_M + tl.log2(l_M) * LN2
-    rows_M = row0 + tl.arange(0, tile.BLOCK_M)
     used_M = rows_M < place.len_q
     acc_ME = tl.where(used_M[:, None], acc_ME, 0.0)
     lse_M = tl.where(used_M, lse_M, float("-inf"))
@@ -280,6 +280,7 @@ def attention_forward(
     head = head_mods(scale, place.b, place.h, mods, mask)
     words = dropout_words(dropout)
     m_M, l_M, acc_ME = first_state(split, place, mods, tile)
+    rows_M = row0 + tl.arange(0, tile.BLOCK_M)
     for masked in tl.static_range(2):
         visit_from = visit_begin
         visit_to = tl.minimum(visit_end, full)
@@ -292,7 +293,9 @@ def attention_forward(
             s_MN = raw_scores(
                 q_MD, q_MR, keys, col0, io, cache, descales, tile, masked == 1, IS_EXACT
             )
-            s_MN = modified_scores(s_MN, row0, col0, place, head, mask, mods, tile, masked == 1)
+            s_MN = modified_scores(
+                s_MN, rows_M, row0, col0, place, head, mask, mods, tile, masked == 1
+            )
             p_MN, m_M, l_M, alpha_M = softmax_step(
                 s_MN, m_M, l_M, scale, mods.IS_ADJUSTED, IS_EXACT, masked == 1 or HAS_BIAS
             )
@@ -317,4 +320,4 @@ def attention_forward(
             acc_ME = plus_product(
                 acc_ME * alpha_M[:, None], p_MN.to(DTYPE), v_NE, tile.PRECISION, IS_EXACT
             )
-    store_results(m_M, l_M, acc_ME, factor, split, row0, place, io, tile, mods.IS_ADJUSTED)
+    store_results(m_M, l_M, acc_ME, factor, split, rows_M, row0, place, io, tile, mods.IS_ADJUSTED)

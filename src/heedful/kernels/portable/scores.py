@@ -22,7 +22,7 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 class HeadMods(NamedTuple):
     """The score modifiers of one head of one sequence: scale with descales, slope of ALiBi, and
-    where in their arrays its bias and its tree mask begin."""
+    where its bias and its tree mask begin; 0 for what there is not."""
 
     scale: Any
     slope: Any
@@ -106,9 +106,9 @@ def head_mods(scale, b, h, mods: ScoreMods, mask: Mask):
     if mods.alibi is not None:
         slope = tl.load(mods.alibi + b * mods.stride_alibib + h)
     if mods.bias.ptr is not None:
-        bias = b * mods.bias.stride_b + h * mods.bias.stride_h
+        bias = mods.bias.ptr + (b * mods.bias.stride_b + h * mods.bias.stride_h)
     if mask.tree is not None:
-        tree = b * mask.stride_treeb
+        tree = mask.tree + b * mask.stride_treeb
     return HeadMods(scale, slope, bias, tree)
 
 
@@ -129,8 +129,7 @@ def bias_tile(row0, col0, place, head, mods: ScoreMods, tile: Tile, TRANSPOSED: 
     else:
         rows = tl.minimum(tl.arange(0, tile.BLOCK_M), place.len_q - 1 - row0)
         cols = tl.minimum(tl.arange(0, tile.BLOCK_N), place.len_k - 1 - col0)
-        base = mods.bias.ptr + head.bias
-        base += wide(row0) * mods.bias.stride_m + wide(col0) * mods.bias.stride_n
+        base = head.bias + wide(row0) * mods.bias.stride_m + wide(col0) * mods.bias.stride_n
         if TRANSPOSED:
             ptrs = base + cols[:, None] * mods.bias.stride_n + rows[None, :] * mods.bias.stride_m
         else:
@@ -175,8 +174,8 @@ def tree_visible(rows, cols, place, head, mask: Mask):
     """Which scores the tree mask leaves: it covers the last len_q keys, all before are seen."""
     nodes = cols - (place.len_k - place.len_q)
     inside = (nodes >= 0) & (nodes < place.len_q) & (rows < place.len_q)
-    tree = mask.tree + head.tree
-    return tl.load(tree + wide(rows) * mask.stride_treem + nodes, mask=inside, other=1) != 0
+    places = head.tree + wide(rows) * mask.stride_treem + nodes
+    return tl.load(places, mask=inside, other=1) != 0
 
 
 @triton.jit
