@@ -178,6 +178,14 @@ def test_the_hot_loop_is_the_innermost_one_with_products():
     assert [x.text.split(".")[0] for x in found] == ["QGMMA", "SYNCS", "@!P0 BRA `(", "@P1 BRA `("]
 
 
+def test_what_few_steps_need_behind_a_hot_loop_is_none_of_it():
+    """It returns to where the loop begins, by a branch of its own."""
+    step = (".L_step:", "HGMMA.64x64x16.F32.BF16 R24, gdesc[UR4], RZ", "@P1 BRA `(.L_step)")
+    again = ("@P2 BRA `(.L_out)", "HMMA.16816.F32.BF16 R0, R4, R8, R0", "BRA `(.L_step)")
+    found = hot_loop(*parse_sass(listing(*step, *again, ".L_out:", "EXIT"))) or []
+    assert [x.text.split(".")[0] for x in found] == ["HGMMA", "@P1 BRA `("]
+
+
 @pytest.mark.parametrize("shape", ["HGMMA.64x128x16.F32.BF16", "QGMMA.64x128x32.F32.E4M3.E4M3"])
 def test_a_wgmma_takes_the_cycles_that_the_device_does(shape):
     """Nsight Compute, H200, 2 x 8192, 16 heads, D128 on 132 SMs: 4.19e6 HGMMA kept the matrix unit

@@ -168,15 +168,20 @@ def hot_loop(
     code: list[Instruction], labels: dict[str, int], branches: list[tuple[int, str]]
 ) -> list[Instruction] | None:
     """Of the innermost loops with products the one with the most; without any, the longest loop."""
-    ends: dict[int, int] = {}
+    products = [_WGMMA.match(_parts(each.text)[1]) is not None for each in code]
+    closed: dict[int, list[int]] = {}
     for at, to in branches:
         start = labels.get(to, at + 1)
         if start <= at:
-            ends[start] = max(at + 1, ends.get(start, 0))
-    products = [_WGMMA.match(_parts(each.text)[1]) is not None for each in code]
-    loops = {(a, b): sum(products[a:b]) for a, b in ends.items()}
-    if not any(loops.values()):
-        return max((code[a:b] for a, b in loops), key=len, default=None)
+            closed.setdefault(start, []).append(at + 1)
+    if not any(any(products[a:b]) for a, ends in closed.items() for b in ends):
+        return max((code[a:b] for a, ends in closed.items() for b in ends), key=len, default=None)
+    # Of the branches back to one place the first that closes all of its products: what lies behind
+    # is where steps go that few need.
+    loops: dict[tuple[int, int], int] = {}
+    for a, ends in closed.items():
+        count, b = max((sum(products[a:b]), -b) for b in ends)
+        loops[a, -b] = count
     busy = [bounds for bounds, count in loops.items() if count]
     inner = [(a, b) for a, b in busy if not any(a < c and d <= b for c, d in busy)]
     start, end = max(inner, key=lambda bounds: (loops[bounds], bounds[0] - bounds[1]))
