@@ -74,17 +74,35 @@ def resolve_overflow(q, k, q_state, k_state, bias_MN, m_M, l_ML, blocks, params,
 
 
 @gluon.jit
-def mainloop(
-    q,
-    kv,
-    q_state,
-    kv_state,
-    blocks,
-    params,
-    tile,
-    row,
-    CONSUMER: gl.constexpr,
-):
+def first_scores(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.constexpr):
+    """Scores of the first key tile, masked, with its bias and its number."""
+    kv.consumer_wait(kv_state)
+    pingpong_sync(params, CONSUMER)
+    s_MN = queue_scores(q, kv.k, q_state, kv_state.k, params.tile.BLOCK_N)
+    pingpong_arrive(params, CONSUMER)
+    j = n_block_at(params, blocks, 0)
+    bias_MN = start_bias(params, tile, row, j)
+    s_MN = warpgroup_mma_wait(0, deps=[s_MN])
+    kv.consumer_release_k(kv_state)
+    s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
+    if needs_mask(blocks, j):
+        s_MN = apply_mask(s_MN, blocks, params, tile, row, j)
+    return s_MN, bias_MN, j
+
+
+@gluon.jit
+def queue_step(q, kv, q_state, kv_state, p_MN, acc, params, CONSUMER: gl.constexpr):
+    """Starts the scores of one key tile and the output of the tile before."""
+    pingpong_sync(params, CONSUMER)
+    s_MN = queue_scores(q, kv.k, q_state, kv_state.k, params.tile.BLOCK_N)
+    kv.consumer_wait_v(kv_state)
+    acc = queue_output(p_MN, kv.v, kv_state.values(), acc)
+    pingpong_arrive(params, CONSUMER)
+    return s_MN, acc
+
+
+@gluon.jit
+def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.constexpr):
     """Streams the keys of `blocks` (at least one) past one consumer's rows.
 
     The scores of a tile and the output of the tile before are computed while the exponentials of
@@ -103,17 +121,7 @@ def mainloop(
     acc = no_output(v, params)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
 
-    kv.consumer_wait(kv_state)
-    pingpong_sync(params, CONSUMER)
-    s_MN = queue_scores(q, k, q_state, kv_state.k, BLOCK_N)
-    pingpong_arrive(params, CONSUMER)
-    j = n_block_at(params, blocks, 0)
-    bias_MN = start_bias(params, tile, row, j)
-    s_MN = warpgroup_mma_wait(0, deps=[s_MN])
-    kv.consumer_release_k(kv_state)
-    s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
-    if needs_mask(blocks, j):
-        s_MN = apply_mask(s_MN, blocks, params, tile, row, j)
+    s_MN, bias_MN, j = first_scores(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER)
     m_M = gl.max(s_MN, 1) * params.mods.scale_log2 + HEAD
     p_MN = exponentials(s_MN, shift_of(m_M), params.mods.scale_log2)
     l_ML = lane_sums(p_MN)
@@ -134,11 +142,7 @@ def mainloop(
         goes = step <= last
         while goes:
             p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
-            pingpong_sync(params, CONSUMER)
-            s_MN = queue_scores(q, k, q_state, kv_state.k, BLOCK_N)
-            kv.consumer_wait_v(kv_state)
-            acc = queue_output(p_dot_MN, v, kv_state.values(), acc)
-            pingpong_arrive(params, CONSUMER)
+            s_MN, acc = queue_step(q, kv, q_state, kv_state, p_dot_MN, acc, params, CONSUMER)
             j = n_block_at(params, blocks, step)
             bias_MN = start_bias(params, tile, row, j)
             s_MN = warpgroup_mma_wait(len(acc), deps=[s_MN])

@@ -108,48 +108,66 @@ def promote(sums, acc_ME, sum_ME, m_M, base_M, products, params):
 
 
 @gluon.jit
-def mainloop_fp8(
-    q,
-    kv,
-    sums,
-    q_state,
-    kv_state,
-    blocks,
-    params,
-    tile,
-    row,
-    factors,
-    CONSUMER: gl.constexpr,
+def first_scores(
+    q, kv, q_state, kv_state, blocks, params, tile, row, j, factors, CONSUMER: gl.constexpr
 ):
-    """Streams the keys of `blocks` (at least one) past one consumer's rows.
+    """Scores of the first key tile, j, masked."""
+    kv.consumer_wait(kv_state)
+    pingpong_sync(params, CONSUMER)
+    s_MN = queue_scores(q, kv.k, q_state, kv_state.k, params.tile.BLOCK_N)
+    pingpong_arrive(params, CONSUMER)
+    s_MN = warpgroup_mma_wait(0, deps=[s_MN])
+    kv.consumer_release_k(kv_state)
+    # Without a mask, the last tile alone can have keys past the end.
+    return apply_score_mods(s_MN, blocks, params, tile, row, j, factors, True)
 
-    The scores of a tile and the output of the tile before are computed while the exponentials of
-    this one run. Returns with the last product on its way: what `finish` needs of it, references,
-    row sums, and the next KV state.
-    """
-    BLOCK_N: gl.constexpr = params.tile.BLOCK_N
+
+@gluon.jit
+def cleared_output(v, params):
+    """Accumulators, and the float32 sums in registers, if they are there."""
+    layout: gl.constexpr = scores_layout(v.boxes.dtype, v.rows)
+    acc_ME = cleared(ROWS, v.rows, layout)
+    sum_ME = acc_ME
+    if params.fp8.SUMS_IN_REGS:
+        sum_ME = cleared(ROWS, v.rows, layout)
+    return acc_ME, sum_ME
+
+
+@gluon.jit
+def queue_step(
+    q, kv, q_state, kv_state, kv_before, words, acc_ME, adds, params, CONSUMER: gl.constexpr
+):
+    """Scores of one key tile, once they are there, and the output of the tile before on its way."""
+    pingpong_sync(params, CONSUMER)
+    s_MN = queue_scores(q, kv.k, q_state, kv_state.k, params.tile.BLOCK_N)
+    kv.consumer_wait_v(kv_state)
+    acc_ME = queue_output(words, kv.v, kv_state.values(), acc_ME, adds)
+    pingpong_arrive(params, CONSUMER)
+    s_MN = warpgroup_mma_wait(1, deps=[s_MN])
+    kv.consumer_release_k(kv_state)
+    # That these scores are there means that every warp is done with the stage before.
+    kv.consumer_release_kept_k(kv_before)
+    return s_MN, acc_ME
+
+
+@gluon.jit
+def mainloop_fp8(
+    q, kv, sums, q_state, kv_state, blocks, params, tile, row, factors, CONSUMER: gl.constexpr
+):
+    """Streams the keys of `blocks` (at least one) past one consumer's rows, as `mainloop` does.
+    Returns with the last product on its way: what `finish` needs of it, references, row sums, and
+    the next KV state."""
+    INTERVAL: gl.constexpr = params.fp8.PROMOTION_INTERVAL
     MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
     # Behind the innermost loop, ahead of masks and rescaling: as one block it costs fewer jumps.
     PROMOTES_NEARBY: gl.constexpr = params.fp8.SUMS_IN_REGS and MASKED
     SPECULATIVE: gl.constexpr = params.tile.RESCALE == "speculative"
     _, scale_log2 = factors
     k, v = kv.k, kv.v
-    o_layout: gl.constexpr = scores_layout(v.boxes.dtype, v.rows)
-    acc_ME = cleared(ROWS, v.rows, o_layout)
-    sum_ME = acc_ME
-    if params.fp8.SUMS_IN_REGS:
-        sum_ME = cleared(ROWS, v.rows, o_layout)
+    acc_ME, sum_ME = cleared_output(v, params)
     steps = n_block_count(params, blocks)
     j = n_block_at(params, blocks, 0)
-
-    kv.consumer_wait(kv_state)
-    pingpong_sync(params, CONSUMER)
-    s_MN = queue_scores(q, k, q_state, kv_state.k, BLOCK_N)
-    pingpong_arrive(params, CONSUMER)
-    s_MN = warpgroup_mma_wait(0, deps=[s_MN])
-    kv.consumer_release_k(kv_state)
-    # Without a mask, the last tile alone can have keys past the end.
-    s_MN = apply_score_mods(s_MN, blocks, params, tile, row, j, factors, True)
+    s_MN = first_scores(q, kv, q_state, kv_state, blocks, params, tile, row, j, factors, CONSUMER)
     m_M = reference(s_MN, scale_log2)
     base_M = m_M
     p_MN = exponentials(s_MN, shift_of(m_M), scale_log2)
@@ -175,21 +193,10 @@ def mainloop_fp8(
             while counts:
                 if not SPECULATIVE:
                     words = to_words(p_MN)
-                pingpong_sync(params, CONSUMER)
-                s_MN = queue_scores(q, k, q_state, kv_state.k, BLOCK_N)
-                kv.consumer_wait_v(kv_state)
-                acc_ME = queue_output(
-                    words,
-                    v,
-                    kv_state.values(),
-                    acc_ME,
-                    (step - 1) % params.fp8.PROMOTION_INTERVAL != 0,
+                adds = (step - 1) % INTERVAL != 0
+                s_MN, acc_ME = queue_step(
+                    q, kv, q_state, kv_state, kv_before, words, acc_ME, adds, params, CONSUMER
                 )
-                pingpong_arrive(params, CONSUMER)
-                s_MN = warpgroup_mma_wait(1, deps=[s_MN])
-                kv.consumer_release_k(kv_state)
-                # That these scores are there means that every warp is done with the stage before.
-                kv.consumer_release_kept_k(kv_before)
                 j = blocks.end - 1 - step
                 if SPECULATIVE:
                     s_MN = apply_score_mods(s_MN, blocks, params, tile, row, j, factors, False)
@@ -215,11 +222,7 @@ def mainloop_fp8(
                 if params.fp8.VOTES_LAST:
                     must_rescale = vote_above(sums_MCL, E4M3_BITS)
                 kv.consumer_release_v(kv_before)
-                counts = (
-                    (must_rescale == 0)
-                    & (step < last)
-                    & (step % params.fp8.PROMOTION_INTERVAL != 0)
-                )
+                counts = (must_rescale == 0) & (step < last) & (step % INTERVAL != 0)
                 step += 1
             if PROMOTES_NEARBY:
                 acc_ME, sum_ME, base_M = promote(
@@ -233,10 +236,9 @@ def mainloop_fp8(
             if MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
                 if needs_mask(blocks, j):
                     p_MN = apply_mask(p_MN, blocks, params, tile, row, j, 0.0)
-                    sums_MCL = part_sums(p_MN)
+                    sums_MCL, words = part_sums(p_MN), to_words(p_MN)
                     l_ML = before_ML + gl.sum(sums_MCL, 1)
                     must_rescale = vote_above(sums_MCL, E4M3_BITS)
-                    words = to_words(p_MN)
             if must_rescale != 0:
                 p_MN, sums_ML, m_M, before_ML, alpha_M = resolve_overflow(
                     q,
@@ -266,7 +268,7 @@ def mainloop_fp8(
     if not SPECULATIVE:
         words = to_words(p_MN)
     kv.consumer_wait_v(kv_state)
-    adds = (steps - 1) % params.fp8.PROMOTION_INTERVAL != 0
+    adds = (steps - 1) % INTERVAL != 0
     running_ME = queue_output(words, v, kv_state.values(), acc_ME, adds)
     return (running_ME, sum_ME, base_M, kv_before), m_M, l_ML, kv_state
 
