@@ -7,6 +7,7 @@ tile's rows see, so that a sequence is split by its own length alone.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.hopper.compat import aggregate
 from heedful.kernels.hopper.mma import ROWS
 from heedful.kernels.hopper.sequences import query_position
@@ -35,20 +36,14 @@ class NBlockRange:
 def n_block_range(params, tile, row, rows: gl.constexpr):
     """The key tiles of queries [row, row + rows), as core.mask.MaskSpec.key_range has them."""
     last = gl.minimum(row + rows, tile.len_q) - 1
-    stop_first = tile.len_k
-    stop_last = tile.len_k
-    if params.mask.HAS_RIGHT:
-        stop_first = gl.maximum(gl.minimum(tile.len_k, row + tile.off + params.mask.right + 1), 0)
-        stop_last = gl.maximum(gl.minimum(tile.len_k, last + tile.off + params.mask.right + 1), 0)
-    end = gl.where(last < row, 0, gl.cdiv(stop_last, params.tile.BLOCK_N))
+    bounds = key_bounds(row, last, tile.off, tile.len_k, params.mask)
+    end = gl.where(last < row, 0, gl.cdiv(bounds.stop_last, params.tile.BLOCK_N))
     begin = end * 0
     full_begin = begin
     if params.mask.HAS_LEFT:
-        begin = gl.minimum(
-            gl.maximum(row + tile.off - params.mask.left, 0) // params.tile.BLOCK_N, end
-        )
-        full_begin = gl.cdiv(gl.maximum(last + tile.off - params.mask.left, 0), params.tile.BLOCK_N)
-    return NBlockRange(begin, full_begin, stop_first // params.tile.BLOCK_N, end)
+        begin = gl.minimum(bounds.start_first // params.tile.BLOCK_N, end)
+        full_begin = gl.cdiv(bounds.start_last, params.tile.BLOCK_N)
+    return NBlockRange(begin, full_begin, bounds.stop_first // params.tile.BLOCK_N, end)
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ M query rows, N keys.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.common.philox import philox_words
+from heedful.kernels.common.philox import philox_words, seed_words
 
 
 @gluon.constexpr_function
@@ -22,7 +22,7 @@ def quads_layout(M, N):
 def keep_tile(dropout, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
     """Which scores of rows from `row` and keys from `col` are kept: one draw per 4 keys."""
     quads: gl.constexpr = quads_layout(M, N)
-    seed = gl.load(dropout.seed)
+    key0, key1 = seed_words(dropout.seed)
     rows_M = gl.arange(0, M, layout=gl.SliceLayout(1, quads)) + (row + dropout.origin_m)
     quad_N = gl.arange(0, N // 4, layout=gl.SliceLayout(0, quads)) * 4 + (col + dropout.origin_n)
     zero_MN = gl.zeros([M, N // 4], gl.uint32, quads)
@@ -31,8 +31,8 @@ def keep_tile(dropout, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout:
         zero_MN + rows_M.to(gl.uint32)[:, None],
         zero_MN + (tile.head + dropout.origin_h).to(gl.uint32),
         zero_MN + (tile.batch + dropout.origin_b).to(gl.uint32),
-        seed.to(gl.uint32),
-        (seed >> 32).to(gl.uint32),
+        key0,
+        key1,
     )
     threshold = dropout.threshold.to(gl.uint32)
     # A byte each, and only then the turn: the words themselves would be four times as many.
