@@ -17,8 +17,10 @@ def aggregate(cls):
     defaults = {name: cls.__dict__[name] for name in names if name in cls.__dict__}
 
     def fill(self, *args, **given):
-        values = {**defaults, **dict(zip(names, args, strict=False)), **given}
-        if len(args) > len(names) or values.keys() != set(names):
+        in_order = dict(zip(names, args, strict=False))
+        values = {**defaults, **in_order, **given}
+        is_twice = len(args) > len(names) or in_order.keys() & given.keys()
+        if is_twice or values.keys() != set(names):
             raise TypeError(f"{cls.__name__} has the fields {names}, got {len(args)} and {given}")
         for name in names:
             value = values[name]
