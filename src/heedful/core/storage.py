@@ -19,9 +19,11 @@ def dense_rows(spec: ArraySpec) -> ArraySpec:
 def copies(x: Operands) -> tuple[str, ...]:
     """What a user should know about the arrays that are copied."""
     return tuple(
-        f"{name} is copied: its last dim has stride {spec.strides[-1]}"
-        for name, spec in zip("qkv", x[:3], strict=True)
-        if not has_dense_rows(spec)
+        [
+            f"{name} is copied: its last dim has stride {spec.strides[-1]}"
+            for name, spec in zip("qkv", x[:3], strict=True)
+            if not has_dense_rows(spec)
+        ]
     )
 
 

@@ -32,7 +32,7 @@ from heedful.torch.dispatch import Likeness, any_autocast, bare_apply
 from heedful.torch.forked import on_own_thread
 from heedful.torch.plain import is_same, plain_options, plain_seed
 from heedful.torch.saved import Backwards
-from heedful.torch.values import INDICES, check_values
+from heedful.torch.values import check_values, indices
 
 _new = tuple.__new__
 
@@ -110,26 +110,29 @@ class Call:
         described = attention_call(x, options, grad, out, seed)
         self.problem = problem = describe(described)
         self.dropout = problem.dropout_p > 0
-        x = x._replace(seed=seed if self.dropout and isinstance(seed, Tensor) else None)
+        own_seed = seed if self.dropout and isinstance(seed, Tensor) else None
+        if x.seed is not own_seed:
+            x = x._replace(seed=own_seed)
         self.steps = adaptations(x, problem)
-        given = adapt(x, self.steps)
+        given = adapt(x, self.steps) if self.steps else x
         if self.dropout and x.seed is None:
             given = given._replace(seed=torch.empty(1, dtype=torch.int64, device=x.q.device))
         notes = copies(described.x)
         self.runner = backends.prepare(problem, given, options.backend, notes)
+        plan = self.runner.plan
         self.wants_grad = grad[0]
         self.like = Likeness(x)
         self.alike = self.like.alike
         self.kind = options.kind
         self.forward = self.runner.forward
-        if self.runner.plan.backend == "sdpa":
+        if plan.backend == "sdpa":
             self.forward = partial(_dense_forward, self.runner.forward)
-        indexed = any(getattr(x, name) is not None for name in INDICES)
         wanted = x.block_table is not None and settings.get("check_pages")
-        self.checks = indexed and (self.runner.plan.device.vendor == "cpu" or wanted)
+        on_cpu = plan.device.vendor == "cpu"
+        self.checks = wanted or (on_cpu and any(i is not None for i in indices(x)))
         self.wanting = bool(wanting(x))
         self.plain = not (self.steps or self.dropout or self.checks or self.wanting)
-        self.bare = not (self.steps or self.dropout) and all(t is None for t in x[3:])
+        self.bare = not (self.steps or self.dropout) and all([t is None for t in x[3:]])
         self.results = results_of(options)
         self.backwards: Backwards | None = None
         if problem.needs_grad:

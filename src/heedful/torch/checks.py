@@ -90,9 +90,10 @@ def check_tensors(x: Operands, options: Options) -> None:
     """Every operand a dense tensor on q's device, or absent where it may be."""
     needed = ("k", "v", "cu_seqlens_q") if options.kind == "varlen" else ("k", "v")
     check_tensor("q", x.q)
+    device = x.q.device
     for operand, value in zip(Operands._fields, x, strict=True):
         if value is not None or operand in needed:
-            check_tensor(argument_name(operand, options.kind), value, x.q.device)
+            check_tensor(argument_name(operand, options.kind), value, device)
 
 
 def check_dtype(name: str, tensor: Tensor, *wanted: str) -> None:

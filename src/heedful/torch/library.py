@@ -109,7 +109,8 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
     check_seed(seed, x.q.device)
     device = x.q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
-        x = Operands._make((*autocast(x[:4], device), *x[4:]))
+        q, k, v, bias = autocast((x.q, x.k, x.v, x.bias), device)
+        x = x._replace(q=q, k=k, v=v, bias=bias)
     wants_grad, _ = gradients_wanted(x)
     if torch.is_grad_enabled():
         check_constants(x)

@@ -2,6 +2,8 @@
 made for calls with pages, if HEEDFUL_CHECK_PAGES asks for it.
 """
 
+from operator import attrgetter
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 
 # Operands whose values say where to read.
-INDICES = (
+indices = attrgetter(
     "cu_seqlens_q",
     "cu_seqlens_k",
     "seqused_q",
