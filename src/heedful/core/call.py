@@ -73,7 +73,6 @@ class AttentionCall(NamedTuple):
     out: ArraySpec | None = None
 
 
-_new = tuple.__new__
 # As the classes, in less than half the time of a call of a class.
 new_options = MethodType(Options.__new__, Options)
 new_operands = MethodType(Operands.__new__, Operands)
@@ -81,13 +80,8 @@ new_update = MethodType(CacheUpdate.__new__, CacheUpdate)
 
 # Those of the options that may equal one of another type, as 1 does True and 1.0.
 NUMBERS = slice(Options._fields.index("dropout_p"), Options._fields.index("backend"))
-_ABSENT = (None,) * (len(Operands._fields) - 3)
-
-
-def bare_operands(q: Any, k: Any, v: Any) -> Operands:
-    """As Operands(q, k, v), in a third of the time."""
-    return _new(Operands, (q, k, v, *_ABSENT))
-
+# Operands after q, k and v where there are none.
+ABSENT = (None,) * (len(Operands._fields) - 3)
 
 # What flash_attn_with_kvcache calls things, where that differs from our own names.
 _KVCACHE_NAMES = {

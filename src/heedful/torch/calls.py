@@ -14,7 +14,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from heedful.core import settings
-from heedful.core.call import NUMBERS, Options, bare_operands
+from heedful.core.call import ABSENT, NUMBERS, Options
 from heedful.core.describe import describe
 from heedful.core.operands import Operands
 from heedful.core.storage import copies
@@ -209,6 +209,29 @@ def tensor_keys(tensors) -> tuple:
     return (*[None if tensor is None else tensor_key(tensor) for tensor in tensors],)
 
 
+def call_key(q, k, v, x: Operands | None, out, seed, bases: int) -> tuple:
+    """What a plan may depend on of the tensors of a call, as `attend` has them. bases: 0
+    where q, k and v begin at multiples of 16 bytes."""
+    return (
+        q.shape,
+        q.stride(),
+        q.dtype,
+        q.device,
+        k.shape,
+        k.stride(),
+        k.dtype,
+        k.device,
+        v.shape,
+        v.stride(),
+        v.dtype,
+        v.device,
+        bases and (q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16),
+        None if x is None else tensor_keys(x[3:]),
+        None if out is None else out_key(out, q, k, v),
+        None if seed is None else tensor_key(seed),
+    )
+
+
 def find(key, x: Operands, options: Options, grad: tuple[bool, bool], out=None, seed=None) -> Call:
     """The call of a key that is not among the young: from the old ones, or made now. Without a key
     it is made and not kept."""
@@ -236,10 +259,10 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
     key = call = None
     try:
         # Aligned tensors like those of the last such call are known without a key.
-        common = out is None and seed is None
+        bases = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
+        common = not bases and out is None and seed is None
         if x is None:
             how = (records, options, *map(type, options[NUMBERS]))
-            common = common and not (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
         else:
             how = (records, options, *map(type, options[NUMBERS] + x[3:]))
         if common:
@@ -254,29 +277,7 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
             if x is not None and not requires_grad:
                 requires_grad = requires_gradients(x)
             wants_grad = records and requires_grad
-            key = (
-                how[1:],
-                wants_grad,
-                requires_grad,
-                q.shape,
-                q.stride(),
-                q.dtype,
-                q.device,
-                q.data_ptr() % 16,
-                k.shape,
-                k.stride(),
-                k.dtype,
-                k.device,
-                k.data_ptr() % 16,
-                v.shape,
-                v.stride(),
-                v.dtype,
-                v.device,
-                v.data_ptr() % 16,
-                None if x is None else tensor_keys(x[3:]),
-                None if out is None else out_key(out, q, k, v),
-                None if seed is None else tensor_key(seed),
-            )
+            key = (how, requires_grad, call_key(q, k, v, x, out, seed, bases))
             call = CALLS.young.get(key)
             if common and call is not None and (x is None or call.like.are_aligned(x)):
                 CALLS.latest[how] = call
@@ -289,7 +290,8 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
         plain, own_seed = plain_options(options), plain_seed(seed, q.device)
         if not is_same(plain, options) or own_seed is not seed:
             return attend(q, k, v, x, plain, out, own_seed)
-    x = x or bare_operands(q, k, v)
+    if x is None:
+        x = _new(Operands, (q, k, v, *ABSENT))
     if call is None:
         grad = gradients_wanted(x)
         wants_grad = grad[0]
@@ -356,9 +358,10 @@ def _dependent(cotangent: Tensor) -> Tensor:
 
 def _backward(ctx, dout, dlse):
     *x, out, lse = ctx.saved_tensors
-    x = bare_operands(*x) if ctx.call.bare else _new(Operands, x)
+    if ctx.call.bare:
+        x += ABSENT
     kv_grad = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
-    grads = ctx.call.backwards(x, out, lse, dout, dlse, kv_grad)
+    grads = ctx.call.backwards(_new(Operands, x), out, lse, dout, dlse, kv_grad)
     dbias = grads.dbias
     if dbias is not None:
         dbias = on_own_thread(bias_gradient, dbias, ctx.bias)

@@ -170,9 +170,10 @@ def needs_dispatcher(q, k, v) -> bool:
     subclass wants to see this call, or q, k, v are no tensors of a device at all."""
     return (
         is_compiling()
-        or type(q) not in OWN
-        or type(k) not in OWN
-        or type(v) not in OWN
+        or not (
+            q.__class__ is k.__class__ is v.__class__ is Tensor
+            or (type(q) in OWN and type(k) in OWN and type(v) in OWN)
+        )
         or transforms_active()
         or _modes_active() > 0
         or forward_ad._current_level >= 0
