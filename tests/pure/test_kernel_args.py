@@ -10,6 +10,7 @@ from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.kernels import args
 from heedful.kernels.args import Kind, Mask, Rows
+from heedful.launch import buffers
 from heedful.launch.programs import program
 from heedful.launch.spec import (
     KernelCall,
@@ -84,12 +85,61 @@ def test_a_call_writes_what_its_groups_declare():
     assert call.writes == {"out", "lse"} and call.reads == {"q", "k", "v"}
 
 
+FACTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"mask": MaskSpec.of(True), "sink": True},
+    "packed": {"total_q": 150, "total_k": 1000, "used_q": True},
+    "split": {"num_splits": 3},
+    "packed and split": {"total_q": 150, "total_k": 1000, "num_splits": 2},
+    "gradients": {"needs_grad": True, "sink": True, "bias": True, "bias_grad": True},
+}
+
+
+@pytest.mark.parametrize("facts", FACTS, ids=str)
+@pytest.mark.parametrize(
+    "device, backend, dtype",
+    [
+        ("B200", "portable", "bfloat16"),
+        ("H200", "hopper", "bfloat16"),
+        ("H200", "hopper", "float8_e4m3fn"),
+        ("MI300X", "cdna", "bfloat16"),
+        ("MI355X", "cdna", "bfloat16"),
+    ],
+)
+def test_nothing_is_read_that_was_not_given_zeroed_or_written(device, backend, dtype, facts):
+    problem = AttentionProblem.dense(
+        2, 1500, 2048, 8, 4, 128, dtype, return_lse=True, **FACTS[facts]
+    )
+    try:
+        chosen = plan(problem, by_name(device), backend=backend)
+    except ValueError:
+        pytest.skip("not a problem of this backend")
+    for direction in ("forward", "backward")[: 1 + problem.needs_grad]:
+        arrays = getattr(buffers, direction)(problem)
+        made = program(chosen, direction, arrays)
+        results = {"out", "lse"} if direction == "forward" else {n for n in arrays if n[0] == "d"}
+        results -= {"dout", "dlse"}
+        known = set(arrays) - results
+        known |= {workspace.name for workspace in made.workspaces if workspace.zeroed}
+        scratch = {workspace.name for workspace in made.workspaces}
+        # What no sequence uses of results or partials is cleared beside what attention writes.
+        cleared = {"clear_outside", "clear_unused", "schedule_varlen_tiles"}
+        for call in made.calls:
+            partly = results | scratch if call.kernel.function in cleared else set()
+            # Warps of the fp8 kernel transpose V for the others.
+            own = call.writes & {"v_t"}
+            assert call.reads <= known | partly | own, call.kernel.function
+            known |= call.writes
+        written = frozenset().union(*(call.writes for call in made.calls))
+        assert results <= written <= results | scratch
+
+
 def test_what_a_loose_address_is_for_is_not_guessed():
     call = call_of(x=Pointer("x", "float32"))
     assert list(call.arguments) == ["x"]
-    for buffers in ("reads", "writes"):
+    for access in ("reads", "writes"):
         with pytest.raises(TypeError, match="x: declared neither as read nor as written"):
-            getattr(call, buffers)
+            getattr(call, access)
 
 
 def mask(**facts) -> Mask:
