@@ -27,8 +27,15 @@ _ROLES = {
     "schedule_varlen_tiles": "schedule",
     "transpose_v": "transpose",
 }
-# Parameters that are not called as their operand is.
+# Leaves of groups that are not called as their operand is.
 _OPERANDS = {
+    "o": "out",
+    "alibi": "alibi_slopes",
+    "tree": "tree_mask",
+    "table": "block_table",
+    "batch_idx": "kv_batch_idx",
+    "cos": "rotary_cos",
+    "sin": "rotary_sin",
     "partials": "partial_out",
     "counts": "v_t_counts",
     "cu_q": "cu_seqlens_q",
@@ -36,20 +43,6 @@ _OPERANDS = {
     "used_q": "seqused_q",
     "used_k": "seqused_k",
 }
-# Prefixes of strides that are not called as their operand is.
-_PREFIXES = {
-    "o": "out",
-    "l": "lse",
-    "alibi": "alibi_slopes",
-    "tree": "tree_mask",
-    "table": "block_table",
-    "qd": "q_descale",
-    "kd": "k_descale",
-    "vd": "v_descale",
-}
-# Leaves of groups that are not called as their operand is.
-_LEAVES = {"alibi": "alibi_slopes", "tree": "tree_mask", "table": "block_table"}
-_LEAVES |= {"batch_idx": "kv_batch_idx", "cos": "rotary_cos", "sin": "rotary_sin"}
 # Rows of these are query rows.
 _OF_QUERIES = {"q", "out", "lse", "dout", "dq", "dlse", "rotated", "partial_out"}
 _FAR = 0x7FFF0000
@@ -101,24 +94,19 @@ def places(launch: Launch) -> dict[str, Place]:
             found[name] = Place(value, promise=launch.promises.get(parameter, 1))
     for parameter, value in launch.arguments.items():
         if parameter.split(".")[-1].startswith("stride_"):
-            name, axis = _stride(launch, parameter)
-            if name in found:
-                found[name].strides[axis] = value
-            elif name != "lse":
-                assert value == 0, f"{parameter} of what is not there"
+            name, axis = _stride(parameter)
+            found[name].strides[axis] = value
     return found
 
 
 def _operand(parameter: str) -> str:
-    """The operand of an address: io.q.ptr, descales.k.shift, mods.alibi, or a flat name."""
+    """The operand of an address: io.q.ptr, descales.k.shift, mods.alibi."""
     *groups, leaf = parameter.split(".")
-    if not groups:
-        return _OPERANDS.get(parameter, parameter)
     if "descales" in groups:
         return f"{groups[-1]}_{'descale' if leaf == 'ptr' else leaf}"
     if leaf == "ptr":
         return "rotary_cos" if groups[-1] == "rotary" else groups[-1]
-    return _OPERANDS.get(leaf, _LEAVES.get(leaf, leaf))
+    return _OPERANDS.get(leaf, leaf)
 
 
 def number(launch: Launch, name: str) -> Any:
@@ -145,21 +133,14 @@ def _from_log2(given: dict) -> dict[str, float]:
     return {"scale": given["softcap_scale"] * softcap / (2 * log2e), "softcap": softcap}
 
 
-def _stride(launch: Launch, parameter: str) -> tuple[str, str]:
-    """The operand and axis of a stride."""
+def _stride(parameter: str) -> tuple[str, str]:
+    """The operand and axis of a stride: io.q.stride_n, mods.stride_alibib."""
     *groups, name = parameter.split(".")
     name = name.removeprefix("stride_")
-    if len(name) == 1:
-        operand = _operand(".".join((*groups, "ptr")))
-        return operand, "m" if name == "n" and operand in _OF_QUERIES else name
-    if name == "table":
-        return "block_table", "b"
-    prefix, axis = name[:-1], name[-1].replace("g", "h")
-    if prefix == "p":
-        return ("partial_out" if role(launch) == "merge" else "probs"), axis
-    if prefix == "o" and role(launch) == "forward" and "out" not in launch.memory:
-        return "out", axis
-    return _PREFIXES.get(prefix, prefix), axis
+    if len(name) > 1:
+        return _OPERANDS.get(name[:-1], name[:-1]), name[-1]
+    operand = _operand(".".join((*groups, "ptr")))
+    return operand, "m" if name == "n" and operand in _OF_QUERIES else name
 
 
 def _map_strides(value: Map) -> dict[str, int]:
