@@ -121,7 +121,7 @@ CALLS_OF: dict[str, tuple[str, Callable[..., Any]]] = {
 
 def forget() -> None:
     """As in a process that has seen no call."""
-    for known in (CALLS, backends.FORWARDS):
+    for known in (CALLS, backends.FAMILIES):
         known.clear()
 
 

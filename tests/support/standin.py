@@ -309,7 +309,7 @@ def gpu(
         put(zeros, "unpooled", lambda nbytes, where: _poisoned((nbytes,), torch.uint8, where)())
         if tiles is not None:
             put(configs, "choose", _with_tiles(configs.choose, TileConfig(*tiles)))
-        for known in (CALLS, backends.FORWARDS):
+        for known in (CALLS, backends.FAMILIES):
             known.clear()
             stack.callback(known.clear)
         yield machine

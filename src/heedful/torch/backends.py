@@ -6,7 +6,7 @@ compiled kernels with their arguments in place.
 
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -32,7 +32,7 @@ from heedful.torch.execute import (
     current_device,
 )
 from heedful.torch.forked import check_device, on_own_thread
-from heedful.torch.kinds import Kinds, of_call, of_tensor, with_numbers
+from heedful.torch.kinds import Cases, Kinds, of_call, of_tensor, with_numbers
 from heedful.torch.pages import backward_of_pages
 
 # (x, out, lse, dout, dlse=None, kv_grad=True) -> gradients of the inputs, for one layout of all
@@ -59,19 +59,10 @@ def prepare(
         return CpuRunner(chosen)
     tensors = {name: t for name, t in zip(Operands._fields, x, strict=True) if t is not None}
     kind, values = of_call(problem, tensors)
-
-    def make(numbers) -> Case:
-        traced, specs = with_numbers(problem, kind[2:], numbers)
-        chosen = planned(traced, device, backend, notes)
-        case = Case(chosen, "forward", specs | results(traced), device)
-        told = replace(chosen, problem=problem)
-        decision(told)
-        note(told, "forward", with_numbers(problem, kind[2:], values)[1] | results(problem))
-        return case
-
-    key = (kind, device, backend or settings.get("backend"), notes, packs.backends())
-    case, numbers = FORWARDS.find(key, values, make)
-    return GpuRunner(case, numbers, problem, x, kind[2:], values)
+    how = device, backend, notes
+    key = (kind, how, settings.get("backend"), packs.backends())
+    pick = itemgetter(*(i for i, tensor in enumerate(x) if tensor is not None))
+    return FAMILIES.of(key, lambda: Family(kind[2:], how, pick)).runner(problem, values)
 
 
 def planned(
@@ -86,9 +77,36 @@ def planned(
     return plan(problem, device_spec(device), toolchain(device), named, notes)
 
 
-FORWARDS = Kinds()
+FAMILIES = Kinds()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=FORWARDS.clear)
+    os.register_at_fork(after_in_child=FAMILIES.clear)
+
+
+class Family:
+    """Runners of calls of one kind, on a GPU."""
+
+    __slots__ = ("_cases", "_how", "kinds", "pick")
+
+    def __init__(self, kinds: tuple, how: tuple, pick: Callable[[Operands], tuple]):
+        """kinds: of the operands; pick: those that are there. how: device, backend, notes."""
+        self.kinds, self._how, self.pick, self._cases = kinds, how, pick, Cases()
+
+    def runner(self, problem: AttentionProblem, values: Sequence[int]) -> "GpuRunner":
+        """The runner of a problem. values: all that lengths may change of it and its operands."""
+        device, backend, notes = self._how
+
+        def make(numbers) -> Case:
+            traced, specs = with_numbers(problem, self.kinds, numbers)
+            chosen = planned(traced, device, backend, notes)
+            case = Case(chosen, "forward", specs | results(traced), device)
+            told = replace(chosen, problem=problem)
+            decision(told)
+            _, given = with_numbers(problem, self.kinds, values)
+            note(told, "forward", given | results(problem))
+            return case
+
+        case, numbers = self._cases.find(values, make)
+        return GpuRunner(self, device, case, numbers, problem, values)
 
 
 class Case:
@@ -139,12 +157,11 @@ class GpuRunner:
     """Runs Triton and Gluon programs, for one set of lengths of a kind. Programs are bound on first
     use, one per layout of the tensors that the caller chooses after planning (out)."""
 
-    def __init__(self, case: Case, numbers, problem: AttentionProblem, x: Operands, kinds, values):
-        """kinds, values: of the operands, and of all lengths, by which the case was found."""
+    def __init__(self, family: Family, device, case: Case, numbers, problem, values):
+        """values: as `Family.runner` has them, numbers: what the case makes of them."""
         self.problem, self._case, self._numbers = problem, case, numbers
-        self._kinds, self._values = kinds, values
-        self._device = device = x.q.device
-        self._pick = itemgetter(*(i for i, tensor in enumerate(x) if tensor is not None))
+        self.family, self._values, self._device = family, values, device
+        self._pick = family.pick
         self._new_out = allocator(problem.out_shape, getattr(torch, problem.out_dtype), device)
         self._new_lse = None
         if problem.makes_lse:
@@ -194,7 +211,8 @@ class GpuRunner:
     def _into(self, out: torch.Tensor) -> tuple[Case, tuple]:
         """The case of the forward into this memory, and its numbers."""
         own, sizes = of_tensor("out", out)
-        kinds, values, problem = (*self._kinds, own), [*self._values, *sizes], self.problem
+        kinds, problem = (*self.family.kinds, own), self.problem
+        values = [*self._values, *sizes]
 
         def make(numbers) -> Case:
             note(self.plan, "forward", results(problem) | with_numbers(problem, kinds, values)[1])
@@ -204,7 +222,7 @@ class GpuRunner:
                 chosen, "forward", specs | results(traced) | {"out": specs["out"]}, self._device
             )
 
-        return self._case.outs.find((own,), values, make)
+        return self._case.outs.of(own).find(values, make)
 
     def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
         """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
@@ -273,7 +291,7 @@ class GpuBackward:
             chosen, specs = described(numbers)
             return Case(chosen, "backward", specs, self._device)
 
-        case, numbers = kinds.find(kind, values, make)
+        case, numbers = kinds.of(kind).find(values, make)
         self._run = case.bind(numbers)
 
     def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:

@@ -27,33 +27,41 @@ _lengths = attrgetter(*Lengths._fields)
 _rest = attrgetter(*(f.name for f in fields(AttentionProblem) if f.name not in Lengths._fields))
 
 
-class Kinds:
-    """Cases by kind. `find` makes what is not there yet."""
+class Cases:
+    """Those of one kind. `find` makes what is not there yet."""
+
+    __slots__ = ("_found",)
 
     def __init__(self):
-        self._cases: dict[tuple, list[tuple[Callable, Any]]] = {}
+        self._found: tuple[tuple[Callable, Any], ...] = ()
 
-    def find(self, key: tuple, values: Sequence[int], make: Callable) -> tuple[Any, tuple]:
+    def find(self, values: Sequence[int], make: Callable[[list], Any]) -> tuple[Any, tuple]:
         """The case of these values, and its numbers for them.
 
         make(symbols): a new case, whose `outputs` are the numbers.
         """
-        cases = self._cases.get(key, ())
-        for evaluate, case in cases:
+        for evaluate, case in self._found:
             numbers = evaluate(values)
             if numbers is not None:
                 return case, numbers
         trace = Trace()
         case = make(trace.symbols(values))
         evaluate = trace.function(case.outputs)
-        if len(self._cases) >= _MOST_KINDS:
-            self._cases.clear()
-        # A list of its own: others may go through the one before.
-        self._cases[key] = [(evaluate, case), *cases[: _MOST_CASES - 1]]
+        self._found = ((evaluate, case), *self._found[: _MOST_CASES - 1])
         return case, evaluate(values)
 
-    def clear(self) -> None:
-        self._cases.clear()
+
+class Kinds(dict):
+    """Cases, or what else is of a kind, by its key; forgotten where there are too many."""
+
+    def of(self, key: tuple, make: Callable[[], Any] = Cases) -> Any:
+        """What is of this kind, made if it is not there."""
+        found = self.get(key)
+        if found is None:
+            if len(self) >= _MOST_KINDS:
+                self.clear()
+            found = self[key] = make()
+        return found
 
 
 def of_tensor(name: str, tensor: Tensor) -> tuple[tuple, tuple[int, ...]]:
