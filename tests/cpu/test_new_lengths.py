@@ -15,7 +15,7 @@ import torch
 import heedful
 from heedful.launch import bound
 from heedful.torch import backends, execute
-from heedful.torch.calls import CALLS
+from heedful.torch.calls import CALLS, KINDS
 from support import standin
 
 HALF = torch.bfloat16
@@ -121,7 +121,7 @@ CALLS_OF: dict[str, tuple[str, Callable[..., Any]]] = {
 
 def forget() -> None:
     """As in a process that has seen no call."""
-    for known in (CALLS, backends.FAMILIES):
+    for known in (CALLS, KINDS, backends.FAMILIES):
         known.clear()
 
 

@@ -44,7 +44,7 @@ from heedful.launch.spec import (
     promise,
 )
 from heedful.torch import backends, cache_update, device, execute, zeros
-from heedful.torch.calls import CALLS
+from heedful.torch.calls import CALLS, KINDS
 
 # A machine without kernels of its own vendor's kind: the portable ones are its first choice.
 PORTABLE_GPU = "B200"
@@ -204,7 +204,7 @@ class _Slot:
         self._gpu, self._what, self.owner = gpu, (code, index, grid), None
 
     def load(self, grid, template: bytes) -> None:
-        self.buffer[:] = template
+        self.buffer.raw = template
         self._what = (*self._what[:2], grid)
 
     def launch(self, stream: int) -> None:
@@ -309,7 +309,7 @@ def gpu(
         put(zeros, "unpooled", lambda nbytes, where: _poisoned((nbytes,), torch.uint8, where)())
         if tiles is not None:
             put(configs, "choose", _with_tiles(configs.choose, TileConfig(*tiles)))
-        for known in (CALLS, backends.FAMILIES):
+        for known in (CALLS, KINDS, backends.FAMILIES):
             known.clear()
             stack.callback(known.clear)
         yield machine

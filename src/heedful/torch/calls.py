@@ -5,7 +5,9 @@ arguments costs a key and a look-up.
 """
 
 import os
+from collections.abc import Sequence
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -14,10 +16,12 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from heedful.core import settings
-from heedful.core.call import ABSENT, NUMBERS, Options
+from heedful.core.call import ABSENT, NUMBERS, AttentionCall, Options
 from heedful.core.describe import describe
 from heedful.core.operands import Operands
+from heedful.core.problem import AttentionProblem, Lengths
 from heedful.core.storage import copies
+from heedful.launch import packs
 from heedful.torch import backends
 from heedful.torch.adapt import adapt, adaptations, autocast, bias_gradient
 from heedful.torch.checks import (
@@ -30,6 +34,7 @@ from heedful.torch.checks import (
 )
 from heedful.torch.dispatch import Likeness, any_autocast, bare_apply
 from heedful.torch.forked import on_own_thread
+from heedful.torch.kinds import Kinds, of_tensor, with_sizes
 from heedful.torch.plain import is_same, plain_options, plain_seed
 from heedful.torch.saved import Backwards
 from heedful.torch.values import check_values, indices
@@ -121,8 +126,7 @@ class Call:
         self.runner = backends.prepare(problem, given, options.backend, notes)
         plan = self.runner.plan
         self.wants_grad = grad[0]
-        self.like = Likeness(x)
-        self.alike = self.like.alike
+        self.like = self.alike = None
         self.kind = options.kind
         self.forward = self.runner.forward
         if plan.backend == "sdpa":
@@ -138,6 +142,25 @@ class Call:
         if problem.needs_grad:
             saved = x if x.seed is not None else x._replace(seed=given.seed)
             self.backwards = Backwards(problem, self.runner.backward_of, saved)
+
+    def at(self, problem: AttentionProblem, runner, x: Operands) -> "Call":
+        """The same call of other lengths, with its own runner. x: the caller's tensors."""
+        call = object.__new__(Call)
+        for put, get in _SHARED:
+            put(call, get(self))
+        call.problem, call.runner, call.forward = problem, runner, runner.forward
+        call.like = call.alike = call.backwards = None
+        if problem.needs_grad:
+            call.backwards = Backwards(problem, runner.backward_of, x)
+        return call
+
+    def is_aligned(self, x: Operands) -> bool:
+        """Whether operands of this call begin at multiples of 16 bytes. Makes `like`, which takes
+        longer than a call that never comes again should."""
+        if self.like is None:
+            self.like = Likeness(x)
+            self.alike = self.like.alike
+        return self.like.are_aligned(x)
 
     def operands(self, x: Operands, seed) -> Operands:
         """The operands of this very call, where they are not the caller's tensors alone."""
@@ -156,6 +179,14 @@ class Call:
         if self.checks:
             check_values(x, self.problem, self.kind)
         return x
+
+
+_SHARED = [
+    (slot.__set__, slot.__get__)
+    for name in Call.__slots__
+    if name not in ("alike", "backwards", "forward", "like", "problem", "runner")
+    for slot in [getattr(Call, name)]
+]
 
 
 def results_of(options: Options) -> int:
@@ -235,12 +266,77 @@ def call_key(q, k, v, x: Operands | None, out, seed, bases: int) -> tuple:
 def find(key, x: Operands, options: Options, grad: tuple[bool, bool], out=None, seed=None) -> Call:
     """The call of a key that is not among the young: from the old ones, or made now. Without a key
     it is made and not kept."""
-    call = None if key is None else CALLS.find(key)
+    if key is None:
+        return Call(x, options, grad, out, seed)
+    call = CALLS.find(key)
     if call is None:
-        call = Call(x, options, grad, out, seed)
-        if key is not None:
-            CALLS.put(key, call)
+        is_common = out is None and seed is None and not options.dropout_p
+        call = (is_common and _of_kind(x, options, grad)) or Call(x, options, grad, out, seed)
+        CALLS.put(key, call)
     return call
+
+
+class CallCase:
+    """Calls of one kind that answer alike what is asked about their lengths when they are checked.
+    outputs: the lengths of the problem."""
+
+    def __init__(self, x: Operands, options: Options, grad: tuple[bool, bool], described):
+        """described: the call, of lengths that may be symbols."""
+        self.call = Call(x, options, grad, None)
+        lengths = describe(described).lengths
+        self.outputs = [0 if length is None else length for length in lengths]
+        self._absent = [length is None for length in lengths]
+
+    def at(self, numbers: Sequence[int], values: Sequence[int], x: Operands) -> Call:
+        """The call of other lengths. values: the sizes of its operands."""
+        pairs = zip(numbers, self._absent, strict=True)
+        lengths = Lengths(*(None if absent else n for n, absent in pairs))
+        problem = self.call.problem.at(lengths)
+        return self.call.at(problem, self.call.runner.family.runner(problem, values), x)
+
+
+# Operands that are expanded to a call's lengths, or that are no operands of most calls.
+_ADAPTED = ("bias", "alibi_slopes", "tree_mask", "seed", "q_descale", "k_descale", "v_descale")
+_ADAPTED += ("k_shift", "v_shift")
+_adapted = itemgetter(*(Operands._fields.index(name) for name in _ADAPTED))
+_OPERANDS = tuple(enumerate(Operands._fields))
+_LONGEST = slice(1, 3)  # of Options
+KINDS = Kinds()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=KINDS.clear)
+
+
+def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool]) -> Call | None:
+    """The call, if lengths alone tell it from calls that were checked and planned before. None
+    where it is not of a kind that is known so: on a CPU, and of operands that are adapted."""
+    is_adapted = any([operand is not None for operand in _adapted(x)])
+    if is_adapted or backends.device_spec(x.q.device).vendor == "cpu":
+        return None
+    kinds, sizes = [], []
+    for index, name in _OPERANDS:
+        tensor = x[index]
+        if tensor is not None:
+            if not isinstance(tensor, Tensor) or tensor.stride()[-1:] != (1,):
+                return None
+            kind, own = of_tensor(name, tensor)
+            kinds.append((kind, tensor.device, tensor.requires_grad))
+            sizes += own
+    if x.block_table is not None and x.cu_seqlens_q is not None:
+        return None
+    how = settings.get("backend"), settings.get("check_pages"), packs.backends()
+    cases = KINDS.of((options[0], options[3:], grad, how, *kinds))
+    longest = [value or 0 for value in options[_LONGEST]]
+
+    def make(numbers) -> CallCase:
+        rest = iter(numbers)
+        given = options._replace(max_seqlen_q=next(rest), max_seqlen_k=next(rest))
+        specs = {
+            kind[0]: with_sizes(kind, rest)._replace(device=device) for kind, device, _ in kinds
+        }
+        return CallCase(x, options, grad, AttentionCall(Operands(**specs), given, *grad))
+
+    case, numbers = cases.find(longest + sizes, make)
+    return case.at(numbers, [*numbers, *sizes], x)
 
 
 def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
@@ -279,8 +375,9 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
             wants_grad = records and requires_grad
             key = (how, requires_grad, call_key(q, k, v, x, out, seed, bases))
             call = CALLS.young.get(key)
-            if common and call is not None and (x is None or call.like.are_aligned(x)):
-                CALLS.latest[how] = call
+            if common and call is not None:
+                if call.is_aligned(x or _new(Operands, (q, k, v, *ABSENT))):
+                    CALLS.latest[how] = call
     except (TypeError, RuntimeError):
         # An argument that cannot be hashed, or a tensor without plain memory (sparse, ...), is none
         # that we take: the checks will say which.

@@ -5,7 +5,7 @@ there are cases, one for each set of answers to what was asked about the lengths
 Lengths that were never seen cost the evaluation of a case, and neither a plan nor a program.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter
 from typing import Any
@@ -93,10 +93,13 @@ def with_numbers(
     lengths = (next(rest) for _ in Lengths._fields)
     pairs = zip(problem.lengths, lengths, strict=True)
     problem = problem.at(Lengths(*(None if old is None else new for old, new in pairs)))
-    specs = {}
-    for name, dtype, aligned, kept, last, moving in kinds:
-        shape = (*(next(rest) for _ in range(moving)), *kept)
-        strides = (*(next(rest) for _ in shape[1:]), *last)
-        # Symbols need no look at whether they are whole.
-        specs[name] = _new(ArraySpec, (shape, strides, dtype_name(dtype), aligned, None))
-    return problem, specs
+    return problem, {kind[0]: with_sizes(kind, rest) for kind in kinds}
+
+
+def with_sizes(kind: tuple, numbers: Iterator[Any]) -> ArraySpec:
+    """The array of this kind whose sizes and strides are the next of the numbers."""
+    _, dtype, aligned, kept, last, moving = kind
+    shape = (*(next(numbers) for _ in range(moving)), *kept)
+    strides = (*(next(numbers) for _ in shape[1:]), *last)
+    # Symbols need no look at whether they are whole.
+    return _new(ArraySpec, (shape, strides, dtype_name(dtype), aligned, None))

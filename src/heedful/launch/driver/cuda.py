@@ -151,7 +151,7 @@ class Slot:
 
     def load(self, grid, template: bytes) -> None:
         """Puts other numbers in place."""
-        self.buffer[:] = template
+        self.buffer.raw = template
         self.config.grid[:] = (grid[0] * self._cluster, grid[1], grid[2])
 
     def launch(self, stream: int) -> None:

@@ -77,7 +77,7 @@ class Slot:
 
     def load(self, grid, template: bytes) -> None:
         """Puts other numbers in place."""
-        self.buffer[:] = template
+        self.buffer.raw = template
         self._head = (self._function, *grid, *self._tail)
 
     def launch(self, stream: int) -> None:
