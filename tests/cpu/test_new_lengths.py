@@ -178,7 +178,9 @@ def test_lengths_never_seen_before_plan_and_compile_nothing(name, monkeypatch):
         patch.setattr(gpu, "take", lambda *_: None)
         plan, compile_call = backends.plan, bound.compile_call
         patch.setattr(backends, "plan", lambda *a: planned.append(a) or plan(*a))
-        patch.setattr(bound, "compile_call", lambda *a: variants.add(a[0].variant) or compile_call(*a))
+        patch.setattr(
+            bound, "compile_call", lambda *a: variants.add(a[0].variant) or compile_call(*a)
+        )
 
         def calls(seeds) -> None:
             for seed in seeds:
