@@ -375,9 +375,9 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
             wants_grad = records and requires_grad
             key = (how, requires_grad, call_key(q, k, v, x, out, seed, bases))
             call = CALLS.young.get(key)
-            if common and call is not None:
-                if call.is_aligned(x or _new(Operands, (q, k, v, *ABSENT))):
-                    CALLS.latest[how] = call
+            given = x or _new(Operands, (q, k, v, *ABSENT))
+            if common and call is not None and call.is_aligned(given):
+                CALLS.latest[how] = call
     except (TypeError, RuntimeError):
         # An argument that cannot be hashed, or a tensor without plain memory (sparse, ...), is none
         # that we take: the checks will say which.
