@@ -1,5 +1,6 @@
 """A built case through the public PyTorch functions, as a user would call them."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,18 @@ from heedful.reference import eager, oracle
 from heedful.reference.convert import as_numpy, operands_as_numpy
 from support.budget import DRAWS, Error, Results, assert_sound, over_budget
 from support.cases import Built
+
+
+def dense() -> Any:
+    """Small q, k and v with two query heads a KV head, and values of another head dim."""
+    torch.manual_seed(0)
+    return torch.randn(2, 9, 4, 16), torch.randn(2, 12, 2, 16), torch.randn(2, 12, 2, 8)
+
+
+def compiled(function) -> Callable[..., Any]:
+    """The function as one graph of torch.compile, for any sizes."""
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
 
 
 def results(built: Built, **more) -> Results:

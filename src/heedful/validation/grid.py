@@ -150,22 +150,9 @@ def build(entry: Entry, device: torch.device, draw: int = 0) -> Built:
     if entry.kv_dtype:
         shapes = ((*rows_k, heads_k, dim), (*rows_k, heads_k, dim_v))
         k, v = (torch.randint(-127, 128, s, generator=values).to(torch.int8) for s in shapes)
-        for name in ("k_descale", "v_descale"):
-            modifiers[name] = (torch.rand((batch, heads_k), generator=values) + 0.5) / 75
     else:
         k, v = normal(*rows_k, heads_k, dim), normal(*rows_k, heads_k, dim_v)
-    if entry.dtype in _FP8:
-        for name in ("q_descale", "k_descale", "v_descale"):
-            modifiers[name] = torch.rand((batch, heads_k), generator=values) + 0.5
-    if entry.alibi:
-        slopes = torch.rand((1, heads_q), generator=values) * 0.3
-        modifiers["alibi_slopes"] = slopes.expand(batch, heads_q)
-    if entry.bias:
-        modifiers["bias"] = normal(batch, heads_q, seqlen_q, seqlen_k)
-    if entry.sink:
-        modifiers["sink"] = normal(heads_q, of=torch.float32)
-    if facts.get("dropout_p"):
-        modifiers["seed"] = torch.tensor([0x9E3779B97F4A7C15 % 2**63], dtype=torch.int64)
+    modifiers |= _modifiers(entry, batch, values)
     has_backward = not (entry.page_size or entry.kv_dtype or entry.dtype in _FP8)
     problem = AttentionProblem(
         batch=batch,
@@ -194,6 +181,29 @@ def build(entry: Entry, device: torch.device, draw: int = 0) -> Built:
     dlse = normal(*problem.lse_shape, of=torch.float32) if has_backward else None
     moved = Operands(*(None if t is None else _to(t, device) for t in x))
     return Built(problem, moved, *(None if t is None else t.to(device) for t in (dout, dlse)))
+
+
+def _modifiers(entry: Entry, batch: int, values: torch.Generator) -> dict[str, torch.Tensor]:
+    """The operands of an entry that change scores, scale stored values or drop probabilities."""
+    _, seqlen_q, seqlen_k, heads_q, heads_k, _ = entry.shape
+    made: dict[str, torch.Tensor] = {}
+    if entry.kv_dtype:
+        for name in ("k_descale", "v_descale"):
+            made[name] = (torch.rand((batch, heads_k), generator=values) + 0.5) / 75
+    if entry.dtype in _FP8:
+        for name in ("q_descale", "k_descale", "v_descale"):
+            made[name] = torch.rand((batch, heads_k), generator=values) + 0.5
+    if entry.alibi:
+        slopes = torch.rand((1, heads_q), generator=values) * 0.3
+        made["alibi_slopes"] = slopes.expand(batch, heads_q)
+    if entry.bias:
+        bias = torch.randn((batch, heads_q, seqlen_q, seqlen_k), generator=values)
+        made["bias"] = bias.to(getattr(torch, entry.dtype))
+    if entry.sink:
+        made["sink"] = torch.randn(heads_q, generator=values)
+    if dict(entry.facts).get("dropout_p"):
+        made["seed"] = torch.tensor([0x9E3779B97F4A7C15 % 2**63], dtype=torch.int64)
+    return made
 
 
 def _to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
