@@ -120,7 +120,7 @@ def test_autocast_is_part_of_the_plan(name, monkeypatch):
     assert ("bfloat16" if name == "flash_attn_func" else "float32") in text
 
 
-@pytest.mark.parametrize(("name", "arguments"), CASES[:4] + CASES[14:18], ids=str)
+@pytest.mark.parametrize(("name", "arguments"), CASES[:4] + CASES[14:18], ids=IDS[:4] + IDS[14:18])
 def test_fake_tensors_are_explained_as_aligned_ones(name, arguments):
     function = getattr(heedful, name)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
