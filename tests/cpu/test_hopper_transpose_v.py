@@ -1,4 +1,4 @@
-"""V turned for fp8 products, run by Triton's interpreter: every position takes its key.
+"""V transposed for fp8 products, run by Triton's interpreter: every position takes its key.
 
 They run in a process of their own: see `support.interpreted`.
 """

@@ -54,7 +54,7 @@ CASES = [
         window=((40, -1), (64, 128), (0, -1), (100, 300)),
         head_dim=(64, 128),
     ),
-    # Several flushes of the accumulators, with references that move in between.
+    # Several promotions of the accumulators, with references that move in between.
     *(
         replace(BASE, seqlen_q=70, seqlen_k=sk, head_dim=dim, scale=1.0, causal=causal)
         for sk in (1153, 2500)
@@ -227,7 +227,7 @@ def test_scores_that_climb_never_saturate(dim, rise, causal):
 def test_v_turned_by_the_attention_kernel_gives_the_bits_that_v_turned_ahead_gives(
     dims, keys, heads
 ):
-    """Few rows of queries have V turned ahead, many have the attention kernel turn it."""
+    """Few rows of queries have V transposed ahead, many have the attention kernel do it."""
     import heedful
 
     (heads_q, heads_k), rows = heads, 1024
@@ -248,7 +248,7 @@ def test_twenty_runs_are_bit_equal():
     import heedful
 
     torch.manual_seed(0)
-    # Long enough for tiles to be drawn.
+    # Long enough for the dynamic scheduler.
     q, k, v = (torch.randn(2, 2500, 8, 128, device="cuda").to(E4M3) for _ in range(3))
     outs = [heedful.flash_attn_func(q, k, v, causal=True, backend="hopper") for _ in range(20)]
     assert all(torch.equal(out, outs[0]) for out in outs)

@@ -1,7 +1,7 @@
 """As alone.py, on kernels whose consumers have a warp that lags.
 
 In program i, warp i mod 16 sleeps before it waits at a barrier, for longer than memory takes to
-refill a slot: what the others may not do without it, they do here.
+refill a stage: what the others may not do without it, they do here.
 """
 
 from triton.experimental import gluon

@@ -152,7 +152,7 @@ class HopperFp8Config(HopperConfig):
     """A tile of the Hopper forward for fp8 inputs.
 
     votes_last: whether sums overflowed is asked behind the wait for P V. prefetches_tile: consumers
-    hear of the next work tile while their last P V runs. sums_in_regs: float32 sums are in
+    get the next work tile while their last P V runs. sums_in_regs: float32 sums are in
     registers and not in shared memory. transposes_v: its own
     warps transpose V, and not a kernel ahead of it.
     """

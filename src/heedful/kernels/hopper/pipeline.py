@@ -68,13 +68,13 @@ def pair_of_boxes(boxes, index, rows: gl.constexpr, dim: gl.constexpr):
 
 
 @gluon.constexpr_function
-def full_barriers(stages, takers):
-    """How many full barriers there are in a ring whose tiles go round robin to `takers`.
+def full_barriers(stages, consumers):
+    """How many full barriers there are in a ring whose tiles go round robin to `consumers`.
 
     One bit tells a phase of a barrier from the one before it, and no further. So who waits at a
-    barrier must see each of its phases. Of a multiple of `takers` barriers each has one taker.
+    barrier must see each of its phases. Of a multiple of `consumers` each barrier has one consumer.
     """
-    return -(-stages // takers) * takers
+    return -(-stages // consumers) * consumers
 
 
 @aggregate
@@ -84,7 +84,7 @@ class Pipeline:
     A tile is written as a (1, ..., 1, rows, dim) box, or one whose rows are spread over dims, and
     read as (rows, dim). One of 192 columns is three boxes of 64: two beside each other in `boxes`,
     read as one, and a third in `tails`, else None. full: as many as there are stages; or more,
-    where tiles go round robin to several takers, see `full_barriers`, which then have a state of
+    where tiles go round robin to several consumers, see `full_barriers`, which then have a state of
     their own.
     """
 
@@ -101,7 +101,7 @@ class Pipeline:
         stages: gl.constexpr,
         readers: gl.constexpr,
         HAS_TAIL: gl.constexpr = False,
-        takers: gl.constexpr = 1,
+        consumers: gl.constexpr = 1,
     ):
         shape: gl.constexpr = desc.block_type.shape
         each: gl.constexpr = 2 if HAS_TAIL else 1
@@ -110,7 +110,7 @@ class Pipeline:
         if HAS_TAIL:
             tails = allocate_boxes(desc, stages)
         dim: gl.constexpr = shape[-1] * each
-        return Pipeline.over(boxes, stages, readers, box_rows(shape), dim, tails, takers)
+        return Pipeline.over(boxes, stages, readers, box_rows(shape), dim, tails, consumers)
 
     @gluon.jit
     def beside(desc, other):
@@ -140,10 +140,10 @@ class Pipeline:
         rows: gl.constexpr,
         dim: gl.constexpr,
         tails=None,
-        takers: gl.constexpr = 1,
+        consumers: gl.constexpr = 1,
     ):
         """The ring of these boxes, its barriers ready."""
-        fulls: gl.constexpr = full_barriers(stages, takers)
+        fulls: gl.constexpr = full_barriers(stages, consumers)
         full = gl.allocate_shared_memory(gl.int64, [fulls, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
         for index in gl.static_range(fulls):
