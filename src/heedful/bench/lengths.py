@@ -1,0 +1,106 @@
+"""Host time of calls whose lengths are known, and of calls whose lengths alone are new.
+
+    python -m heedful.bench.lengths
+
+Every new call has lengths that this process has not seen. Figures are medians, in microseconds, and
+shares of SDPA's host time on the same GPU. Results are checked by tests, not here: what is timed is
+what the host does.
+"""
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from heedful import flash_attn_func, flash_attn_varlen_func
+
+CALLS = 400
+# Of a length that is drawn; calls that show which cases there are come first.
+LEAST, MOST = 512, 2048
+HEADS, DIM = 8, 64
+Call = Callable[[], Any]
+
+
+def _drawn(count: int, seed: int) -> Iterator[int]:
+    draw = random.Random(seed)
+    return (draw.randrange(LEAST, MOST) for _ in range(count))
+
+
+def dense(length: int, device: torch.device, grad: bool = False) -> Call:
+    """A causal call of one sequence."""
+    q, k, v = (_empty(device, grad, 1, length, HEADS, DIM) for _ in range(3))
+    return lambda: flash_attn_func(q, k, v, causal=True)
+
+
+def packed(length: int, device: torch.device, grad: bool = False) -> Call:
+    """A causal call of three packed sequences, the longest of this length."""
+    lengths = [length, length // 2, 77]
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    q, k, v = (_empty(device, grad, sum(lengths), HEADS, DIM) for _ in range(3))
+    return lambda: flash_attn_varlen_func(q, k, v, bounds, bounds, length, length, causal=True)
+
+
+def sdpa(length: int, device: torch.device) -> Call:
+    """PyTorch's own call, which has no kinds."""
+    q, k, v = (_empty(device, False, 1, HEADS, length, DIM) for _ in range(3))
+    return lambda: scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def _empty(device: torch.device, grad: bool, *shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16, device=device, requires_grad=grad)
+
+
+def with_backward(call: Call) -> Call:
+    """The call, and the gradients of its result."""
+
+    def both() -> None:
+        out = call()
+        out.backward(out.detach())
+
+    return both
+
+
+def median_us(calls: list[Call], device: torch.device) -> float:
+    """Microseconds of the host in one call; the device is waited for between them."""
+    taken = []
+    for call in calls:
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken) * 1e6
+
+
+def known_and_new(make: Callable[[int], Call], device: torch.device) -> tuple[float, float]:
+    """The time of a call that comes again and again, and of calls of lengths never seen."""
+    median_us([make(length) for length in _drawn(CALLS, seed=0)], device)
+    known = make(LEAST)
+    times = median_us([known] * CALLS, device)
+    return times, median_us([make(length) for length in _drawn(CALLS, seed=1)], device)
+
+
+def main() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    base = median_us([sdpa(LEAST, device)] * CALLS, device)
+    say = sys.stdout.write
+    say(f"SDPA forward: {base:.1f} us\n")
+    for name, make in (("dense", dense), ("packed", packed)):
+        for grad in (False, True):
+
+            def call(length: int, make=make, grad=grad) -> Call:
+                made = make(length, device, grad)
+                return with_backward(made) if grad else made
+
+            known, new = known_and_new(call, device)
+            words = f"{name} forward" + " and backward" * grad
+            say(f"{words}: known {known:.1f} us ({known / base:.2f} of SDPA's forward),")
+            say(f" new {new:.1f} us ({new / base:.2f}; {new / known:.2f} of known)\n")
+
+
+if __name__ == "__main__":
+    main()
