@@ -11,8 +11,6 @@ import heedful
 ROOT = Path(heedful.__file__).parent
 KERNELS = ROOT / "kernels"
 MOST_PARAMETERS, MOST_LINES, MOST_FILE_LINES = 20, 120, 600
-# The Hopper main loops are schedules written out.
-SHORT = [path for path in sorted(KERNELS.rglob("*.py")) if path.parent.name != "hopper"]
 
 
 def is_jit(node: ast.FunctionDef) -> bool:
@@ -47,7 +45,7 @@ def test_device_code_takes_few_parameters(path):
     assert {n: count for n, count in found.items() if count > MOST_PARAMETERS} == {}
 
 
-@pytest.mark.parametrize("path", SHORT, ids=name)
+@pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=name)
 def test_bodies_of_device_code_are_short(path):
     found = {f.name: body_lines(f) for f in device_functions(path)}
     assert {n: count for n, count in found.items() if count > MOST_LINES} == {}
