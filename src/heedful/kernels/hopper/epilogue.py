@@ -184,9 +184,10 @@ def write_rows(outputs, out, at, place):
 @gluon.jit
 def with_sink(m_M, l_M, tile, row, split, params):
     """Maximum and sum of rows with the sink's logit, and what the outputs so far are scaled by."""
-    factor_M = gl.full(l_M.shape, 1.0, gl.float32, l_M.type.layout)
+    layout: gl.constexpr = l_M.type.layout
+    factor_M = gl.full(l_M.shape, 1.0, gl.float32, layout)
     if params.mods.sink is not None:
-        head = head_of(params, tile, row, l_M.type.layout)
+        head = head_of(params, tile, row, layout)
         sink = gl.load(params.mods.sink + head) * LOG2E
         if params.split.partials is not None:
             # It enters once.
@@ -214,6 +215,7 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor
     if params.dropout.IS_ON:
         inverse_M *= params.dropout.inverse_keep
     out = scale_output(acc, inverse_M)
+    layout: gl.constexpr = l_M.type.layout
     if params.split.partials is not None:
         store_partial(out[0], tile, row, split, params, 0)
         if len(out) > 1:
@@ -221,7 +223,7 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor
     else:
         if params.seqs.used_q is not None:
             # Rows in storage that are not in use may hold anything, NaN too.
-            used_M = is_row(params, row, tile.len_q, l_M.type.layout)
+            used_M = is_row(params, row, tile.len_q, layout)
             out = keep_rows(out, used_M)
         write_rows(outputs, out, queries_at(params, tile, row), place)
     if outputs.lse is not None:
