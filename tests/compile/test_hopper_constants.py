@@ -1,5 +1,7 @@
 """What the Hopper kernels and the host both know, and what aggregates are made of."""
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("triton.experimental.gluon")
@@ -21,11 +23,11 @@ def test_the_device_cuts_rows_and_v_as_the_planner_does():
 @aggregate
 class Pair:
     first: gl.constexpr
-    second: gl.constexpr = None
+    second: gl.constexpr = gl.constexpr(None)
 
 
 def test_an_aggregate_is_made_of_its_fields_by_order_or_name():
-    made = Pair(1)
+    made: Any = Pair(1)
     assert made.first.value == 1 and made.second.value is None
     made = Pair(1, second=2)
     assert made.second.value == 2

@@ -136,7 +136,7 @@ def test_a_new_length_compiles_nothing():
         sizes = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "batch": batch}
         problem = replace(problem, **sizes)
         chosen = plan(problem, by_name("sm_90"), backend="portable")
-        chosen = replace(chosen, num_splits=1)
+        chosen = replace(chosen, is_split=False)
         programs = (program(chosen, direction) for direction in ("forward", "backward"))
         seen.add(tuple(call.variant for made in programs for call in made.calls))
     assert len(seen) == 1

@@ -16,7 +16,7 @@ from heedful.core.arrays import ArraySpec
 from heedful.core.configs import ROWS
 from heedful.core.device import by_name
 from heedful.core.plan import Plan
-from heedful.core.tiles import PortableConfig
+from heedful.core.tiles import PortableConfig, TileConfig
 from heedful.launch import interpret
 from heedful.launch.bind import portable, portable_cache
 from heedful.launch.spec import KernelCall, Program
@@ -24,7 +24,9 @@ from heedful.torch.arrays import array_spec
 from support.cases import Built, Case, build
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
-SMALL = {row.kernel: PortableConfig(16, 16) for row in ROWS if row.kernel.startswith("portable.")}
+SMALL: dict[str, TileConfig] = {
+    row.kernel: PortableConfig(16, 16) for row in ROWS if row.kernel.startswith("portable.")
+}
 PACKED = Case(
     batch=2,
     seqlen_q=20,

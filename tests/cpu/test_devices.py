@@ -17,7 +17,8 @@ from heedful.core import forks
 from heedful.core.arrays import ArraySpec
 from heedful.core.device import KNOWN
 from heedful.core.operands import Operands
-from heedful.launch.spec import Program, Workspace
+from heedful.core.sizes import Workspace
+from heedful.launch.spec import Program
 from heedful.torch import backends, cache_update, device, execute, forked, zeros
 from heedful.torch.arrays import array_spec
 from heedful.torch.values import check_values

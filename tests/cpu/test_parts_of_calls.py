@@ -61,7 +61,7 @@ ROWS = torch.zeros(2, 6, 3, 8)
 def test_alignment_is_that_of_addresses_and_of_strides_that_are_stepped(tensor, is_aligned, place):
     given: list[Any] = [ROWS, ROWS, ROWS, None]
     given[place] = tensor
-    specs = [tensor if tensor is None else array_spec(tensor) for tensor in given]
+    specs: list[Any] = [tensor if tensor is None else array_spec(tensor) for tensor in given]
     assert storage(*specs)["aligned"] == is_aligned
 
 

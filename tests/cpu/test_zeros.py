@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from heedful.core.arrays import ArraySpec
-from heedful.launch.spec import Program, Workspace
+from heedful.core.sizes import Workspace
+from heedful.launch.spec import Program
 from heedful.torch import execute, zeros
 
 # More than a region has room for, several times.

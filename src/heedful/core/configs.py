@@ -235,16 +235,20 @@ def _no_pages(problem: AttentionProblem) -> bool:
     return not problem.page_size
 
 
+# Rows, keys, warps, stages.
+_Tile = tuple[int, int, int, int]
+
+
 def _narrow_values(problem: AttentionProblem) -> bool:
     return problem.head_dim > 128 >= problem.head_dim_v and _no_pages(problem)
 
 
-def _hopper(max_dim: int, tile: tuple[int, ...], when=_always, measured=_H200_GLUON, **how):
+def _hopper(max_dim: int, tile: _Tile, when=_always, measured=_H200_GLUON, **how):
     config = HopperForwardConfig(*tile, **how)
     return ConfigRow("hopper.forward", ("sm_90",), max_dim, config, measured, when)
 
 
-def _hopper_fp8(max_dim: int, tile: tuple[int, ...], when=_always, **how):
+def _hopper_fp8(max_dim: int, tile: _Tile, when=_always, **how):
     config = HopperFp8Config(*tile, **how)
     return ConfigRow("hopper.fp8_forward", ("sm_90",), max_dim, config, _H200_GLUON, when)
 

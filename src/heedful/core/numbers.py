@@ -15,7 +15,7 @@ def wrong_type(name: str, wanted: str, value: Any) -> NoReturn:
     raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}{shown}")
 
 
-def whole(name: str, value: Any, wanted: str = "an int") -> int:
+def whole(name: str, value: Any, wanted: str = "an int") -> Any:
     """The int of anything with `__index__`, or of an array of one integer, but no bool; a symbol as
     it is. Raises TypeError naming the argument."""
     if type(value) is int or type(value) is Symbol:

@@ -169,10 +169,13 @@ class HopperFp8Config(HopperConfig):
 
     def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
         # Not of packed sequences, whose blocks are found by search, nor where few queries use what
-        # is transposed, so that to transpose takes longer than they.
+        # is transposed, so that to transpose takes longer than they. Float32 results of wide
+        # values leave no room for tiles that wait to be transposed.
         few = problem.seqlen_q * problem.group < TRANSPOSE_ROWS
         packed = problem.varlen_k or problem.varlen_q
-        return replace(self, transposes_v=self.transposes_v and not (few or packed))
+        wide = problem.out_dtype == "float32" and problem.head_dim_v > 64
+        own = self.transposes_v and not (few or packed or wide)
+        return replace(self, transposes_v=own)
 
 
 # Kernels of one tile for all devices: what they read and write once is all that counts. Values

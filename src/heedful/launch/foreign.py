@@ -6,9 +6,10 @@ code object and an ordered parameter list can use it.
 
 from dataclasses import dataclass
 
+from heedful.core.sizes import Workspace
 from heedful.launch.artifact import Artifact
 from heedful.launch.compiler import artifact
-from heedful.launch.spec import Pointer, Program, Scalar, TensorMap, Workspace
+from heedful.launch.spec import Pointer, Program, Scalar, TensorMap
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ def program(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec] | None 
         raise ValueError(f"the {direction} runs on {row.backend!r}, which has no kernels to launch")
     if direction == "backward" and plan.problem.page_size:
         plan = replace(plan, problem=plan.problem.gathered())
-    if buffers is None:
-        buffers = getattr(canonical, direction)(plan.problem)
-    canonical.check(plan.problem, buffers)
-    return getattr(importlib.import_module(row.program), direction)(plan.problem, plan, buffers)
+    given = getattr(canonical, direction)(plan.problem) if buffers is None else buffers
+    canonical.check(plan.problem, given)
+    return getattr(importlib.import_module(row.program), direction)(plan.problem, plan, given)

@@ -23,6 +23,7 @@ from heedful.core.problem import AttentionProblem, Lengths
 from heedful.core.storage import copies
 from heedful.launch import packs
 from heedful.torch import backends
+from heedful.torch import device as devices
 from heedful.torch.adapt import adapt, adaptations, autocast, bias_gradient
 from heedful.torch.checks import (
     attention_call,
@@ -290,9 +291,10 @@ class CallCase:
     def at(self, numbers: Sequence[int], values: Sequence[int], x: Operands) -> Call:
         """The call of other lengths. values: the sizes of its operands."""
         pairs = zip(numbers, self._absent, strict=True)
-        lengths = Lengths(*(None if absent else n for n, absent in pairs))
+        lengths = Lengths._make(None if absent else n for n, absent in pairs)
         problem = self.call.problem.at(lengths)
-        return self.call.at(problem, self.call.runner.family.runner(problem, values), x)
+        runner: Any = self.call.runner  # of a GPU: `_of_kind` knows no other
+        return self.call.at(problem, runner.family.runner(problem, values), x)
 
 
 # Operands that are expanded to a call's lengths, or that are no operands of most calls.
@@ -310,7 +312,7 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool]) -> Call | N
     """The call, if lengths alone tell it from calls that were checked and planned before. None
     where it is not of a kind that is known so: on a CPU, and of operands that are adapted."""
     is_adapted = any([operand is not None for operand in _adapted(x)])
-    if is_adapted or backends.device_spec(x.q.device).vendor == "cpu":
+    if is_adapted or devices.device_spec(x.q.device).vendor == "cpu":
         return None
     kinds, sizes = [], []
     for index, name in _OPERANDS:

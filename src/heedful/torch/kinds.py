@@ -35,7 +35,7 @@ class Cases:
     def __init__(self):
         self._found: tuple[tuple[Callable, Any], ...] = ()
 
-    def find(self, values: Sequence[int], make: Callable[[list], Any]) -> tuple[Any, tuple]:
+    def find(self, values: Sequence[int], make: Callable[[list], Any]) -> tuple[Any, Any]:
         """The case of these values, and its numbers for them.
 
         make(symbols): a new case, whose `outputs` are the numbers.
@@ -92,7 +92,7 @@ def with_numbers(
     rest = iter(numbers)
     lengths = (next(rest) for _ in Lengths._fields)
     pairs = zip(problem.lengths, lengths, strict=True)
-    problem = problem.at(Lengths(*(None if old is None else new for old, new in pairs)))
+    problem = problem.at(Lengths._make(None if old is None else new for old, new in pairs))
     return problem, {kind[0]: with_sizes(kind, rest) for kind in kinds}
 
 

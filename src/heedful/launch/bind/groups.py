@@ -142,7 +142,8 @@ def sequences(problem: AttentionProblem, buffers: Buffers) -> Sequences:
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
     seqlen_q = buffers["q"].shape[0] if problem.varlen_q else problem.seqlen_q
     seqlen_k = stored_keys(buffers, problem.page_size)
-    return Sequences(*(pointer(buffers, n) for n in names), Scalar(seqlen_q), Scalar(seqlen_k))
+    pointers = (pointer(buffers, n) for n in names)
+    return Sequences._make((*pointers, Scalar(seqlen_q), Scalar(seqlen_k)))
 
 
 def shape(problem: AttentionProblem) -> Shape:

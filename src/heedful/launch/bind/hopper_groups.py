@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from heedful.core.arrays import item_bytes
 from heedful.core.problem import AttentionProblem
@@ -112,7 +113,8 @@ def _bias(buffers: Buffers) -> ScoreArray:
     # Neighbouring keys are then one load.
     is_wide = bias.aligned and n == 1 and all(s % 8 == 0 for s in (b, h, m))
     strides = (stride(s, 8 if is_wide else 1) for s in (b, h, m))
-    return ScoreArray(pointer(buffers, "bias", is_wide), *strides, 1 if is_wide else stride(n))
+    last = 1 if is_wide else stride(n)
+    return ScoreArray._make((pointer(buffers, "bias", is_wide), *strides, last))
 
 
 def _kv_rows(problem: AttentionProblem, buffers: Buffers) -> KVRows:
@@ -169,7 +171,7 @@ def _tile(problem: AttentionProblem, config: HopperConfig, is_split: bool) -> Ho
     )
 
 
-def _fp8(problem: AttentionProblem, config: HopperConfig, buffers: Buffers) -> HopperFp8 | None:
+def _fp8(problem: AttentionProblem, config: HopperConfig, buffers: Buffers) -> Any:
     if not isinstance(config, HopperFp8Config):
         return None
     return HopperFp8(
