@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 import torch
 
 from heedful.bench import lengths
+from heedful.core.plan import plan
 from heedful.torch import backends
 from support import standin
 
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 def test_calls_that_are_timed_as_new_are_of_known_kinds(make, grad, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(lengths, "CALLS", 12)
-    planned, plan = [], backends.plan
+    planned = []
     monkeypatch.setattr(backends, "plan", lambda *a: planned.append(a) or plan(*a))
     with standin.gpu("H200") as gpu:
 

@@ -13,7 +13,9 @@ pytest.importorskip("triton")
 import torch
 
 import heedful
+from heedful.core.plan import plan
 from heedful.launch import bound
+from heedful.launch.compiler import artifact as compile_call
 from heedful.torch import backends, execute
 from heedful.torch.calls import CALLS, KINDS
 from support import standin
@@ -176,7 +178,6 @@ def test_lengths_never_seen_before_plan_and_compile_nothing(name, monkeypatch):
     with standin.gpu(device) as gpu, monkeypatch.context() as patch:
         unlaid(patch)
         patch.setattr(gpu, "take", lambda *_: None)
-        plan, compile_call = backends.plan, bound.compile_call
         patch.setattr(backends, "plan", lambda *a: planned.append(a) or plan(*a))
         patch.setattr(
             bound, "compile_call", lambda *a: variants.add(a[0].variant) or compile_call(*a)

@@ -291,7 +291,7 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
         return_probs=case.return_probs,
         deterministic=case.deterministic,
         num_splits=case.num_splits,
-        **storage(*map(array_spec, (x.q, x.k, x.v)), None),
+        **storage(array_spec(x.q), array_spec(x.k), array_spec(x.v), None),
         dropout_origin=case.dropout_origin,
     )
     problem.validate()
