@@ -84,7 +84,7 @@ def test_a_pack_from_another_machine_serves_with_no_compilation(tmp_path, argume
     if not pack:
         pytest.skip(
             "HEEDFUL_TEST_PACK names no pack: heedful prebuild tests/device/pack.json"
-            " --device H200 --out PACK, on any machine"
+            " --device H200 --backend portable --out PACK, on any machine"
         )
     told = finish(start(tmp_path, *arguments, HEEDFUL_PACK=pack))
     assert told["pack_hits"] == told["launches"] == 1
