@@ -13,16 +13,18 @@ from pathlib import Path
 
 import pytest
 
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
-from heedful.core.device import by_name  # noqa: E402
-from heedful.core.plan import plan  # noqa: E402
-from heedful.launch.programs import program  # noqa: E402
-from heedful.launch.spec import KernelCall, Pointer  # noqa: E402
-from heedful.launch.triton_compat import compile_kernel  # noqa: E402
-from machine_code.arrays import ARRAYS, portable_problem  # noqa: E402
-from machine_code.covering import deal  # noqa: E402
-from support import arrays  # noqa: E402
+import triton
+
+from heedful.core.device import by_name
+from heedful.core.plan import plan
+from heedful.launch.programs import program
+from heedful.launch.spec import KernelCall, Pointer
+from heedful.launch.triton_compat import compile_kernel
+from machine_code.arrays import ARRAYS, portable_problem
+from machine_code.covering import deal
+from support import arrays
 
 TARGETS = ("sm_90", "gfx942", "sm_80", "gfx950")
 OTHER_TARGETS = ("sm_86", "sm_89", "sm_100", "sm_120")

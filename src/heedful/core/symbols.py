@@ -6,8 +6,8 @@ the lengths on the way (is there one tile of rows, do the tiles fill the device,
 multiple of 8) are the function's guards: lengths that answer otherwise are another case, which is
 planned and bound in turn.
 
-Whatever wants a plain number of a symbol, to hash, index or format it for a compiler, pins it: its
-value becomes a guard. So a case can be too narrow, which shows in `counters`, and never wrong.
+Whatever wants a plain number of a symbol, to hash it or to index with it, pins it: its value
+becomes a guard. So a case can be too narrow, which costs plans for more lengths, and never wrong.
 """
 
 import operator
@@ -151,11 +151,12 @@ class Trace:
 
     def guard(self, code: str, truth: bool) -> bool:
         """What was asked, and the answer that this case is for."""
-        if self._asked.setdefault(code, truth) is not truth:
-            raise AssertionError(f"{code} was {not truth} before")
-        line = (None, code if truth else f"not {code}")
-        if line not in self._lines:
-            self._lines.append(line)
+        before = self._asked.get(code)
+        if before is None:
+            self._asked[code] = truth
+            self._lines.append((None, code if truth else f"not {code}"))
+        elif before is not truth:
+            raise AssertionError(f"{code} was {before} before")
         return truth
 
     def call(self, function: Callable[..., int], arguments: Sequence[Any]) -> Symbol:

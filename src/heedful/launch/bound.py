@@ -7,7 +7,7 @@ calls of the kind share.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from operator import itemgetter
 
@@ -57,13 +57,14 @@ class KernelKind:
             (struct.Struct(f"<{len(run)}Q").pack_into, run[0][0], _getter([i for _, i in run]))
             for run in _contiguous(pointers)
         ]
-        self.template = _packer(call, self.artifact)
+        places = _places(call)
+        self.template = _packer(places, self.artifact)
         # Of each tensor map: makes its encoder of (shape, strides); places of these among the
         # numbers, of the map in the buffer, and of its array among the addresses.
         self.maps = [
             (
                 partial(self._driver.TensorMapEncoder, self.artifact.tensor_maps[name]),
-                *(slice(places[0], places[-1] + 1) for places in _map_places(call, name)),
+                *_halves(places[name]),
                 offsets[name],
                 names.index(a.buffer),
             )
@@ -163,40 +164,44 @@ def numbers_of(call: KernelCall) -> list[int | float]:
     return numbers
 
 
-def _map_places(call: KernelCall, wanted: str) -> tuple[range, range]:
-    """Where the shape and the strides of a tensor map are among the numbers."""
-    place = len(call.grid)
-    for name, argument in call.arguments.items():
-        if isinstance(argument, Scalar):
-            place += 1
-        elif isinstance(argument, TensorMap):
-            rank = len(argument.shape)
-            if name == wanted:
-                return range(place, place + rank), range(place + rank, place + 2 * rank)
-            place += 2 * rank
-    raise KeyError(wanted)
-
-
-def _packer(call: KernelCall, artifact: Artifact):
-    """A function from the numbers to the argument buffer with every address zero."""
-    places: dict[str, int] = {}
-    place = len(call.grid)
+def _places(call: KernelCall) -> dict[str, slice]:
+    """Where the one number of a scalar, and the many of a tensor map, are among the numbers."""
+    places, end = {}, len(call.grid)
     for name, argument in call.arguments.items():
         match argument:
             case Scalar():
-                places[name] = place
-                place += 1
+                count = 1
             case TensorMap(shape=shape):
-                for part in ("shape", "strides"):
-                    for i in range(len(shape)):
-                        places[f"{name}.{part}[{i}]"] = place
-                        place += 1
+                count = 2 * len(shape)
+            case _:
+                continue
+        places[name] = slice(end, end + count)
+        end += count
+    return places
+
+
+def _halves(place: slice) -> tuple[slice, slice]:
+    """A tensor map's shape and its strides."""
+    middle = (place.start + place.stop) // 2
+    return slice(place.start, middle), slice(middle, place.stop)
+
+
+def _packer(places: Mapping[str, slice], artifact: Artifact):
+    """A function from the numbers to the argument buffer with every address zero."""
+    of_parameter = {}
+    for name, place in places.items():
+        if place.stop - place.start == 1:
+            of_parameter[name] = place.start
+            continue
+        for part, half in zip(("shape", "strides"), _halves(place), strict=True):
+            for i, index in enumerate(range(half.start, half.stop)):
+                of_parameter[f"{name}.{part}[{i}]"] = index
     layout, indices, position = "<", [], 0
     for parameter in sorted(artifact.parameters, key=lambda p: p.offset):
-        if parameter.name in places:
+        if parameter.name in of_parameter:
             layout += f"{parameter.offset - position}x{_FORMATS[parameter.type]}"
             position = parameter.offset + struct.calcsize("<" + _FORMATS[parameter.type])
-            indices.append(places[parameter.name])
+            indices.append(of_parameter[parameter.name])
     layout += f"{artifact.parameter_bytes - position}x"
     pack = struct.Struct(layout).pack
     if not indices:

@@ -377,9 +377,10 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
             wants_grad = records and requires_grad
             key = (how, requires_grad, call_key(q, k, v, x, out, seed, bases))
             call = CALLS.young.get(key)
-            given = x or _new(Operands, (q, k, v, *ABSENT))
-            if common and call is not None and call.is_aligned(given):
-                CALLS.latest[how] = call
+            if common and call is not None:
+                given = _new(Operands, (q, k, v, *ABSENT)) if x is None else x
+                if call.is_aligned(given):
+                    CALLS.latest[how] = call
     except (TypeError, RuntimeError):
         # An argument that cannot be hashed, or a tensor without plain memory (sparse, ...), is none
         # that we take: the checks will say which.
