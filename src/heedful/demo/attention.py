@@ -45,17 +45,23 @@ def with_sdpa() -> Attend:
 
 def with_math() -> Attend:
     """PyTorch's unfused attention: the same formula, summed and rounded in another order."""
+    return with_backend(SDPBackend.MATH)
 
-    def unfused(q, k, v):
-        with sdpa_kernel(SDPBackend.MATH):
+
+def with_backend(backend: SDPBackend) -> Attend:
+    """PyTorch's attention by one of its kernels."""
+
+    def attend(q, k, v):
+        with sdpa_kernel(backend):
             return _sdpa(q, k, v)
 
-    return _rotated(unfused)
+    return _rotated(attend)
 
 
 def _sdpa(q, k, v):
     heads_first = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+    shared = {"enable_gqa": True} if k.shape[2] < q.shape[2] else {}
+    return F.scaled_dot_product_attention(*heads_first, is_causal=True, **shared).transpose(1, 2)
 
 
 class CachedAttention:

@@ -10,17 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# attend(layer, q, k, v): causal attention of one layer, rotary embedding included, on
-# (B, S, H, D), giving (B, S, H, D).
+# attend(layer, q, k, v): causal attention of one layer, rotary embedding included, on q
+# (B, S, H, D) and k, v of as many heads or fewer, giving (B, S, H, D).
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
 class ModelSize:
+    """heads_k: heads of keys and values, each shared by a group of query heads; 0 is `heads`."""
+
     layers: int
     heads: int
     head_dim: int
     context: int
+    heads_k: int = 0
 
     @property
     def width(self) -> int:
@@ -32,17 +35,19 @@ class Block(nn.Module):
 
     def __init__(self, size: ModelSize, layer: int):
         super().__init__()
-        self.layer, self.heads = layer, size.heads
+        self.layer = layer
+        self.head_counts = (size.heads, *(size.heads_k or size.heads,) * 2)
+        self.head_dim = size.head_dim
         width = size.width
         self.norm_attention, self.norm_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.qkv = nn.Linear(width, sum(self.head_counts) * size.head_dim, bias=False)
         self.project = nn.Linear(width, width, bias=False)
         self.widen = nn.Linear(width, 4 * width, bias=False)
         self.narrow = nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x_BSC: torch.Tensor, attend: Attend) -> torch.Tensor:
-        qkv = self.qkv(self.norm_attention(x_BSC)).unflatten(-1, (3, self.heads, -1))
-        out_BSHD = attend(self.layer, *qkv.unbind(2))
+        qkv = self.qkv(self.norm_attention(x_BSC)).unflatten(-1, (-1, self.head_dim))
+        out_BSHD = attend(self.layer, *qkv.split(self.head_counts, 2))
         x_BSC = x_BSC + self.project(out_BSHD.flatten(2))
         hidden = F.gelu(self.widen(self.norm_mlp(x_BSC)), approximate="tanh")
         return x_BSC + self.narrow(hidden)

@@ -1,0 +1,90 @@
+"""Training with heedful beside training with the kernels of PyTorch's SDPA.
+
+    python -m heedful.bench.training [STEPS]
+
+A GPT of 12 layers learns the text of `heedful demo` from the same weights with each attention, one
+step each in turn. Times are of whole steps: the host's part, all layers and the optimizer are in
+them. How far SDPA's FlashAttention-2 strays from its cuDNN measures the noise of the losses.
+"""
+
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch.nn.attention import SDPBackend
+
+from heedful.demo import attention, text, training
+from heedful.demo.agreement import Distance, differences
+from heedful.demo.model import ModelSize
+from heedful.demo.training import Recipe, Run
+
+RECIPE = Recipe(ModelSize(12, 8, 128, 8192, heads_k=2), 1, 300, 6e-4, torch.bfloat16, None)
+ROUNDS = 10
+# The first steps compile.
+WARM_UP = 5
+OURS, CUDNN, FLASH = "heedful", "cudnn", "flash"
+
+
+class Ratio(NamedTuple):
+    """Of the median steps of two runs: over all rounds, and of the round where it is least."""
+
+    median: float
+    least: float
+
+
+def ratio(theirs: Sequence[float], ours: Sequence[float]) -> Ratio:
+    """How much faster `ours` is, from seconds of steps taken in turn. Raises ValueError where there
+    are fewer steps than rounds."""
+    least, counts = WARM_UP + ROUNDS, (len(theirs), len(ours))
+    if min(counts) < least or len(set(counts)) > 1:
+        raise ValueError(f"want as many steps of both, at least {least}; got {counts}")
+    steps = len(ours) - WARM_UP
+    edges = [WARM_UP + steps * i // ROUNDS for i in range(ROUNDS + 1)]
+    rounds = [
+        statistics.median(theirs[a:b]) / statistics.median(ours[a:b])
+        for a, b in zip(edges, edges[1:], strict=False)
+    ]
+    return Ratio(statistics.median(rounds), min(rounds))
+
+
+def strayed(one: Run, other: Run) -> Distance:
+    """How far the losses of two runs are apart."""
+    return Distance.over(differences(one.losses, other.losses))
+
+
+def main(recipe: Recipe = RECIPE) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    source = text.load()
+    attentions = {
+        OURS: attention.with_heedful(recipe.backend),
+        CUDNN: attention.with_backend(SDPBackend.CUDNN_ATTENTION),
+        FLASH: attention.with_backend(SDPBackend.FLASH_ATTENTION),
+    }
+    runs = training.start(recipe, len(source.vocabulary), attentions, {}, device)
+    for _ in training.train(recipe, source, runs, device):
+        pass
+    report(recipe, runs)
+
+
+def report(recipe: Recipe, runs: dict[str, Run]) -> None:
+    """Prints the speed of each run, and how far its losses are from those with cuDNN."""
+    say = sys.stdout.write
+    for name, run in runs.items():
+        found = ratio(run.seconds, runs[OURS].seconds)
+        apart = strayed(run, runs[CUDNN])
+        ended = run.losses[-1] if math.isfinite(run.losses[-1]) else math.nan
+        say(f"{name}: {run.tokens_per_s(recipe):,.0f} tokens/s,")
+        say(f" heedful {found.median:.3f} times as fast (least round {found.least:.3f});")
+        say(f" loss {ended:.4f}, from cuDNN's at most {apart.largest:.2e}, RMS {apart.rms:.2e}\n")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        import dataclasses
+
+        main(dataclasses.replace(RECIPE, steps=int(sys.argv[1])))
+    else:
+        main()

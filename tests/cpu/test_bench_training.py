@@ -1,0 +1,52 @@
+"""The benchmark of training: what it computes from steps, and that it trains what it says."""
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from heedful.bench import training as bench
+from heedful.demo import attention, text, training
+from heedful.demo.model import GPT, ModelSize
+
+SIZE = ModelSize(2, 4, 8, 24, heads_k=2)
+RECIPE = dataclasses.replace(bench.RECIPE, size=SIZE, steps=16, dtype=torch.float32, backend="cpu")
+
+
+def test_a_ratio_is_of_median_steps_and_its_least_of_one_round():
+    ours = [9.0] * bench.WARM_UP + [1.0] * 100
+    theirs = [1.0] * bench.WARM_UP + [1.2] * 90 + [0.9] * 10
+    assert bench.ratio(theirs, ours) == pytest.approx((1.2, 0.9))
+
+
+def test_too_few_or_unlike_numbers_of_steps_give_no_ratio():
+    with pytest.raises(ValueError, match="at least 15"):
+        bench.ratio([1.0] * 14, [1.0] * 14)
+    with pytest.raises(ValueError, match="as many steps"):
+        bench.ratio([1.0] * 20, [1.0] * 21)
+
+
+def test_a_model_of_fewer_key_heads_trains_alike_with_heedful_and_sdpa(capsys):
+    source, device = text.load(), torch.device("cpu")
+    attentions = {
+        bench.OURS: attention.with_heedful("cpu"),
+        bench.CUDNN: attention.with_math(),
+        bench.FLASH: attention.with_sdpa(),
+    }
+    runs = training.start(RECIPE, len(source.vocabulary), attentions, {}, device)
+    for _ in training.train(RECIPE, source, runs, device):
+        pass
+    bound = 3 * bench.strayed(runs[bench.FLASH], runs[bench.CUDNN]).largest
+    rounding = 2.0**-23 * max(runs[bench.CUDNN].losses)
+    assert bench.strayed(runs[bench.OURS], runs[bench.CUDNN]).largest <= bound + rounding
+    bench.report(RECIPE, runs)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == [bench.OURS, bench.CUDNN, bench.FLASH]
+
+
+def test_heads_of_keys_shrink_the_projection():
+    whole = GPT(dataclasses.replace(SIZE, heads_k=0), 10).blocks[0].qkv.out_features
+    assert (whole, GPT(SIZE, 10).blocks[0].qkv.out_features) == (3 * 32, 32 + 2 * 16)
