@@ -459,6 +459,90 @@ class KeyGradientsIO(NamedTuple):
     dv: Out[Rows]
 
 
+class HopperBackwardIO(NamedTuple):
+    """q, k, v, dout, dk and dv are tensor maps. delta lies as lse does. dq_accum: float32 sums of dq
+    in tiles of BLOCK_M rows, see `hopper.backward_sums`. turns: of each such tile, how many key
+    tiles have been added to it; None if they are added in any order."""
+
+    q: In[Ptr]
+    k: In[Ptr]
+    v: In[Ptr]
+    dout: In[Ptr]
+    lse: In[RowVector]
+    delta: In[Ptr]
+    dk: Out[Ptr]
+    dv: Out[Ptr]
+    dq_accum: InOut[Ptr]
+    turns: InOut[Ptr]
+
+
+class HopperBackwardSizes(NamedTuple):
+    """group: query heads of a KV head. scale: of raw scores. accum_rows: rows of a query head in
+    dq_accum, those of every sequence rounded up to tiles."""
+
+    heads_k: Num
+    group: Num
+    scale: Num
+    accum_rows: Num
+
+
+class HopperBackwardOrder(NamedTuple):
+    """tiles: work tiles, each a key tile of a KV head; key_blocks: of one head. l2_heads, l2_groups:
+    KV heads, as in HopperTileOrder. varlen_tiles: of packed keys, see varlen_scheduler.py.
+    tile_counter: how many tiles have been drawn, None if programs have theirs by number."""
+
+    tiles: Num
+    key_blocks: Num
+    l2_heads: Num
+    l2_groups: Num
+    varlen_tiles: In[Ptr]
+    tile_counter: InOut[Ptr]
+
+
+class HopperBackwardTile(NamedTuple):
+    """A step is BLOCK_M queries x BLOCK_N keys, 64 of the keys for each consumer. *_STAGES: tiles
+    that shared memory has room for. DQ_LATE: dQ of a step is made in the next step."""
+
+    BLOCK_M: Const
+    BLOCK_N: Const
+    Q_STAGES: Const
+    DO_STAGES: Const
+    DS_STAGES: Const
+    DQ_LATE: Const
+    CONSUMER_REGS: Const
+    PRODUCER_REGS: Const
+
+
+class HopperBackwardParams(NamedTuple):
+    """All that the roles of a Hopper backward share."""
+
+    seqs: Sequences
+    sizes: HopperBackwardSizes
+    mask: Mask
+    mods: HopperScoreMods
+    dropout: Dropout
+    order: HopperBackwardOrder
+    tile: HopperBackwardTile
+
+
+class BackwardPrologueIO(NamedTuple):
+    """delta lies as lse does. turns, tile_counter: begin at 0; may be None."""
+
+    out: In[Rows]
+    dout: In[Rows]
+    lse: In[RowVector]
+    dlse: In[RowArray]
+    delta: Out[Ptr]
+    dq_accum: Out[Ptr]
+    turns: Out[Ptr]
+    tile_counter: Out[Ptr]
+
+
+class BackwardEpilogueIO(NamedTuple):
+    dq_accum: In[Ptr]
+    dq: Out[Rows]
+
+
 class BiasGradientsIO(NamedTuple):
     """delta lies as lse does."""
 

@@ -38,3 +38,26 @@ def arrive_after_mma(bar):
         )
     else:
         mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def arrive_each_warp(bar):
+    """One arrival of each warp, behind what its threads have done: four of a warpgroup."""
+    inline_asm(
+        "{ .reg .pred first; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 first, t, 0;\n"
+        "bar.warp.sync 0xffffffff;\n"
+        "@first mbarrier.arrive.shared::cta.b64 _, [$0]; }",
+        "r,~{memory}",
+        [bar],
+    )
+
+
+@gluon.jit
+def arrive_lane(bar):
+    """One arrival of a warp."""
+    inline_asm(
+        "{ .reg .pred first; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 first, t, 0;\n"
+        "@first mbarrier.arrive.shared::cta.b64 _, [$0]; }",
+        "r,~{memory}",
+        [bar],
+    )

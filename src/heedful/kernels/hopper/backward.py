@@ -1,0 +1,34 @@
+"""Attention backward: dK and dV of every key tile, and dQ summed over key tiles in float32.
+
+A program has two consumer warpgroups of 64 keys each, a warp that loads, and a warp that adds the
+sums of dQ to global memory. backward_prologue.py comes ahead, backward_epilogue.py behind.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from heedful.kernels.args import HopperBackwardIO, HopperBackwardParams
+from heedful.kernels.hopper.backward_consumer import backward_consumer
+from heedful.kernels.hopper.backward_producer import backward_adder, backward_producer
+from heedful.kernels.hopper.backward_shared import BackwardShared
+
+
+@gluon.jit
+def backward(io: HopperBackwardIO, params: HopperBackwardParams):
+    """dk, dv of (batch, head, row, dim) tensor maps, and dq_accum, cleared before, with dq less its
+    scale added to it."""
+    CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
+    PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
+    shared = BackwardShared.allocate(io, params)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (backward_consumer, (io, shared, params, 0)),
+            (backward_consumer, (io, shared, params, 1)),
+            (backward_producer, (io, shared, params)),
+            (backward_adder, (io, shared, params)),
+        ],
+        [4, 1, 1],
+        [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
+    )

@@ -1,0 +1,232 @@
+"""The mainloop of one consumer of the Hopper backward: 64 keys, past which queries stream.
+
+Scores are made transposed, so that P and dS are left operands from registers in dV and dK. dS goes
+through shared memory for dQ alone, which each consumer makes a half of. The scores of a step are
+made under dK and dQ of the step before, and its exponentials under these.
+
+M query rows, N keys (64), D qk dim, E v dim.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from heedful.kernels.hopper import barrier
+from heedful.kernels.hopper.backward_mask import hide_queries
+from heedful.kernels.hopper.backward_shared import CONSUMERS
+from heedful.kernels.hopper.backward_sums import put_dq
+from heedful.kernels.hopper.backward_tile import is_masked
+from heedful.kernels.hopper.compat import inline_asm
+from heedful.kernels.hopper.mma import ROWS, scores_layout
+from heedful.kernels.hopper.pairs import from_pairs, to_pairs
+from heedful.kernels.hopper.pipeline import PipelineState, matrix
+
+
+@gluon.jit
+def keys_of(boxes, CONSUMER: gl.constexpr):
+    """One consumer's keys or values as (N, D). The compiler is not to know where they are: it would
+    work out ahead of the loop what each product is told of it, and keep it in registers."""
+    place = inline_asm("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(CONSUMER)], gl.int32)
+    return matrix(boxes.index(place), ROWS, boxes.shape[-1])
+
+
+@gluon.jit
+def queue_rows(boxes, ring, state, CONSUMER: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Starts k q^T or v do^T of one consumer's keys and a tile of queries."""
+    layout: gl.constexpr = scores_layout(boxes.dtype, BLOCK_M)
+    x_NM = gl.zeros([ROWS, BLOCK_M], gl.float32, layout)
+    right = ring.tile(state).permute((1, 0))
+    return warpgroup_mma(keys_of(boxes, CONSUMER), right, x_NM, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def queue_dq(shared, ds_state, CONSUMER: gl.constexpr):
+    """Starts one consumer's share of dQ: half of the columns, or of 128 queries the half of the
+    rows."""
+    M: gl.constexpr = shared.ds.shape[2]
+    D: gl.constexpr = shared.k.shape[-1]
+    COLS: gl.constexpr = D if M > ROWS else D // CONSUMERS
+    layout: gl.constexpr = scores_layout(shared.k.dtype, COLS)
+    dq = gl.zeros([ROWS, COLS], gl.float32, layout)
+    for i in gl.static_range(CONSUMERS):
+        left = shared.ds.index(ds_state.index * CONSUMERS + i)
+        right = keys_of(shared.k, i)
+        if M > ROWS:
+            left = left.slice(CONSUMER * ROWS, ROWS, dim=1)
+        else:
+            right = right.slice(CONSUMER * COLS, COLS, dim=1)
+        dq = warpgroup_mma(left.permute((1, 0)), right, dq, use_acc=i > 0, is_async=True)
+    return dq
+
+
+@gluon.jit
+def probabilities(s_NM, lse_M, params):
+    """P of raw scores."""
+    return gl.exp2(s_NM * params.mods.scale_log2 - lse_M[None, :])
+
+
+@gluon.jit
+def stage_of(visit, stages: gl.constexpr):
+    """Where a ring of a power of two stages is in a visit: all advance with each. One number takes
+    less registers than a state of each ring."""
+    return PipelineState(visit % stages, (visit // stages) & 1, stages)
+
+
+@gluon.jit
+def first_probabilities(shared, visit, blocks, params, tile, CONSUMER: gl.constexpr):
+    """P and dP of a work tile's first visit."""
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    columns: gl.constexpr = gl.SliceLayout(0, scores_layout(shared.k.dtype, BLOCK_M))
+    q_state = stage_of(visit, params.tile.Q_STAGES)
+    shared.q.consumer_wait(q_state)
+    s_NM = queue_rows(shared.k, shared.q, q_state, CONSUMER, BLOCK_M)
+    lse_M = shared.lse.index(q_state.index).load(columns)
+    s_NM = warpgroup_mma_wait(0, deps=[s_NM])
+    p_NM = probabilities(s_NM, lse_M, params)
+    if is_masked(blocks, blocks.begin):
+        p_NM = hide_queries(p_NM, params, tile, blocks.begin, CONSUMER)
+    p_NJ = to_pairs(p_NM, shared.k.dtype)
+    dp_NM = queue_dp(shared, visit, params, CONSUMER)
+    return p_NJ, warpgroup_mma_wait(0, deps=[dp_NM])
+
+
+@gluon.jit
+def queue_dp(shared, visit, params, CONSUMER: gl.constexpr):
+    """Starts a visit's dP."""
+    do_state = stage_of(visit, params.tile.DO_STAGES)
+    shared.do.consumer_wait(do_state)
+    return queue_rows(shared.v, shared.do, do_state, CONSUMER, params.tile.BLOCK_M)
+
+
+@gluon.jit
+def score_gradients(shared, p_NJ, dp_NM, dv, visit, params, CONSUMER: gl.constexpr):
+    """dS of a visit, stored for dQ, under dV."""
+    dtype: gl.constexpr = shared.k.dtype
+    layout: gl.constexpr = scores_layout(dtype, params.tile.BLOCK_M)
+    operand: gl.constexpr = gl.DotOperandLayout(0, scores_layout(dtype, shared.v.shape[-1]), 2)
+    do_state = stage_of(visit, params.tile.DO_STAGES)
+    ds_state = stage_of(visit, params.tile.DS_STAGES)
+    left = from_pairs(p_NJ, dtype, operand)
+    dv = warpgroup_mma(left, shared.do.tile(do_state), dv, is_async=True)
+    delta_M = shared.delta.index(do_state.index).load(gl.SliceLayout(0, layout))
+    p_NM = from_pairs(p_NJ, dtype, layout).to(gl.float32)
+    ds_NM = (p_NM * (dp_NM - delta_M[None, :])).to(dtype)
+    # Who stores in this stage has waited for the other's dS of the visit before, which came behind
+    # the other's dQ of the visit before that.
+    shared.ds.index(ds_state.index * CONSUMERS + CONSUMER).store(ds_NM)
+    fence_async_shared()
+    barrier.arrive_each_warp(shared.ds_full.index(ds_state.index))
+    return ds_NM, dv
+
+
+@gluon.jit
+def send_dq(shared, dq, visit, CONSUMER: gl.constexpr):
+    """Hands a consumer's share of dQ to the warp that adds it."""
+    barrier.wait(shared.dq_empty.index(CONSUMER), (visit & 1) ^ 1)
+    put_dq(dq, shared.dq.index(CONSUMER))
+    barrier.arrive_each_warp(shared.dq_full.index(CONSUMER))
+
+
+@gluon.jit
+def step(
+    shared,
+    visit,
+    p_NJ,
+    dp_NM,
+    dk,
+    dv,
+    blocks,
+    params,
+    tile,
+    block,
+    CONSUMER: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """One visit, whose P and dP are there, and those of the next, to query tile
+    `block`, which MASKED hides."""
+    dtype: gl.constexpr = shared.k.dtype
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    q_state = stage_of(visit, params.tile.Q_STAGES)
+    next_q = stage_of(visit + 1, params.tile.Q_STAGES)
+    ds_state = stage_of(visit, params.tile.DS_STAGES)
+    ds_NM, dv = score_gradients(shared, p_NJ, dp_NM, dv, visit, params, CONSUMER)
+    shared.q.consumer_wait(next_q)
+    s_NM = queue_rows(shared.k, shared.q, next_q, CONSUMER, BLOCK_M)
+    dv = warpgroup_mma_wait(1, deps=[dv])
+    shared.do.consumer_release_after_mma(stage_of(visit, params.tile.DO_STAGES))
+    left = gl.convert_layout(ds_NM, operand)
+    dk = warpgroup_mma(left, shared.q.tile(q_state), dk, is_async=True)
+    lse_M = shared.lse.index(next_q.index).load(gl.SliceLayout(0, ds_NM.type.layout))
+    s_NM = warpgroup_mma_wait(1, deps=[s_NM])
+    p_NM = probabilities(s_NM, lse_M, params)
+    if MASKED:
+        p_NM = hide_queries(p_NM, params, tile, block, CONSUMER)
+    p_NJ = to_pairs(p_NM, dtype)
+    barrier.wait(shared.ds_full.index(ds_state.index), ds_state.phase)
+    dq = queue_dq(shared, ds_state, CONSUMER)
+    dk = warpgroup_mma_wait(CONSUMERS, deps=[dk])
+    shared.q.consumer_release_after_mma(q_state)
+    dp_NM = queue_dp(shared, visit + 1, params, CONSUMER)
+    dq = warpgroup_mma_wait(1, deps=[dq])
+    send_dq(shared, dq, visit, CONSUMER)
+    # What is under way at the end of a loop's turn would be copied, which takes waiting for it.
+    dp_NM = warpgroup_mma_wait(0, deps=[dp_NM])
+    return p_NJ, dp_NM, dk, dv
+
+
+@gluon.jit
+def last_step(shared, visit, p_NJ, dp_NM, dk, dv, params, CONSUMER: gl.constexpr):
+    """The last visit of a work tile."""
+    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    q_state = stage_of(visit, params.tile.Q_STAGES)
+    ds_state = stage_of(visit, params.tile.DS_STAGES)
+    ds_NM, dv = score_gradients(shared, p_NJ, dp_NM, dv, visit, params, CONSUMER)
+    dv = warpgroup_mma_wait(0, deps=[dv])
+    shared.do.consumer_release_after_mma(stage_of(visit, params.tile.DO_STAGES))
+    left = gl.convert_layout(ds_NM, operand)
+    dk = warpgroup_mma(left, shared.q.tile(q_state), dk, is_async=True)
+    barrier.wait(shared.ds_full.index(ds_state.index), ds_state.phase)
+    dq = queue_dq(shared, ds_state, CONSUMER)
+    dq, dk = warpgroup_mma_wait(0, deps=[dq, dk])
+    shared.q.consumer_release_after_mma(q_state)
+    send_dq(shared, dq, visit, CONSUMER)
+    return dk, dv
+
+
+@gluon.jit
+def backward_mainloop(shared, visit, blocks, params, tile, CONSUMER: gl.constexpr):
+    """dK and dV, not scaled, of one consumer's keys, of at least one visit, numbers from `visit`
+    on."""
+    D: gl.constexpr = shared.k.shape[-1]
+    E: gl.constexpr = shared.v.shape[-1]
+    dtype: gl.constexpr = shared.k.dtype
+    dk = gl.zeros([ROWS, D], gl.float32, scores_layout(dtype, D))
+    dv = gl.zeros([ROWS, E], gl.float32, scores_layout(dtype, E))
+    p_NJ, dp_NM = first_probabilities(shared, visit, blocks, params, tile, CONSUMER)
+    last = visit + (blocks.end - blocks.begin) * params.sizes.group - 1
+    block = blocks.begin
+    while visit < last:
+        block += 1
+        block = gl.where(block == blocks.end, blocks.begin, block)
+        # Masked visits are outside of the loop.
+        stop = gl.minimum(visit + blocks.full_end - block, last)
+        stop = gl.where(is_masked(blocks, block), visit, stop)
+        if stop > visit:
+            block += stop - visit - 1
+            for at in range(visit, stop):
+                p_NJ, dp_NM, dk, dv = step(
+                    shared, at, p_NJ, dp_NM, dk, dv, blocks, params, tile, block, CONSUMER, False
+                )
+            visit = stop
+        else:
+            p_NJ, dp_NM, dk, dv = step(
+                shared, visit, p_NJ, dp_NM, dk, dv, blocks, params, tile, block, CONSUMER, True
+            )
+            visit += 1
+    dk, dv = last_step(shared, visit, p_NJ, dp_NM, dk, dv, params, CONSUMER)
+    return dk, dv, visit + 1

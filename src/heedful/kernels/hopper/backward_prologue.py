@@ -1,0 +1,67 @@
+"""What comes ahead of the Hopper backward: delta of every query row, and cleared sums.
+
+delta = rowsum(out * dout) - dlse, 0 in rows that saw nothing or are not in use. Shapes: M query
+rows, E v dim.
+"""
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.args import BackwardPrologueIO, Sequences
+from heedful.kernels.common.sequences import sequence
+from heedful.kernels.portable.backward_rows import row_deltas
+from heedful.kernels.portable.sequences import Place, load_rows, row_base, wide
+
+
+@triton.jit
+def accum_begin(b, x: Sequences, BLOCK_M: tl.constexpr):
+    """A sequence's first row in dq_accum, as `hopper.backward_tile.accum_begin` has it."""
+    if x.cu_q is not None:
+        token, _, _ = sequence(b, x.cu_q, None, None, x.seqlen_q)
+        return (token // BLOCK_M + b) * BLOCK_M
+    else:
+        return wide(b) * (tl.cdiv(x.seqlen_q, BLOCK_M) * BLOCK_M)
+
+
+@triton.jit
+def backward_prologue(
+    io: BackwardPrologueIO,
+    sequences: Sequences,
+    heads,
+    blocks,
+    accum_rows,
+    BLOCK_M: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """delta, laid out as lse; zeros in dq_accum, turns and tile_counter. A program each for
+    BLOCK_M rows of a query head; blocks: of the longest sequence. HEAD_DIM: columns of dq_accum."""
+    pid = tl.program_id(0)
+    if io.tile_counter is not None:
+        if pid == 0:
+            tl.store(io.tile_counter, 0)
+    row0 = (pid % blocks) * BLOCK_M
+    h = wide(pid // blocks % heads)
+    b = wide(pid // blocks // heads)
+    token, len_q, stored_q = sequence(b, sequences.cu_q, sequences.used_q, None, sequences.seqlen_q)
+    if row0 >= stored_q:
+        return
+    accum_row = h * accum_rows + accum_begin(b, sequences, BLOCK_M) + row0
+    sums = io.dq_accum + accum_row * HEAD_DIM
+    PART: tl.constexpr = HEAD_DIM if HEAD_DIM & (HEAD_DIM - 1) == 0 else HEAD_DIM // 3
+    for part in tl.static_range(HEAD_DIM // PART):
+        at = sums + part * BLOCK_M * PART + tl.arange(0, BLOCK_M * PART)
+        tl.store(at, tl.zeros([BLOCK_M * PART], tl.float32))
+    if io.turns is not None:
+        tl.store(io.turns + accum_row // BLOCK_M, 0)
+    rows_M = row0 + tl.arange(0, BLOCK_M)
+    out = row_base(io.out, b, h, token)
+    dout = row_base(io.dout, b, h, token)
+    o_ME = load_rows(out, io.out.stride_n, row0, len_q, HEAD_DIM_V, BLOCK_M, BLOCK_E, True)
+    do_ME = load_rows(dout, io.dout.stride_n, row0, len_q, HEAD_DIM_V, BLOCK_M, BLOCK_E, True)
+    zero = wide(0)
+    place = Place(b, h, zero, token, len_q, stored_q, zero, zero, zero, zero)
+    places_M = b * io.lse.stride_b + h * io.lse.stride_h + token + rows_M
+    delta_M = row_deltas(o_ME, do_ME, io.lse, io.dlse, place, places_M, rows_M, rows_M < len_q)
+    tl.store(io.delta + places_M, delta_M, mask=rows_M < stored_q)

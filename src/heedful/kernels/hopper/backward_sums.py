@@ -1,0 +1,52 @@
+"""Sums of dQ on their way to float32 global memory, in the order in which registers hold them.
+
+A consumer's share of a query tile's dQ is a product of 64 rows. Each thread stores four of its
+numbers at a time, 16 bytes beside those of its neighbours, and a warp of its own adds the whole as
+one block of memory (cp.reduce.async.bulk). So a block of dq_accum, one query tile of one head, lies
+in this order, from the outermost: share, four columns of two, warp, eight rows, four pairs of
+columns, first or second eight rows, two columns. backward_epilogue.py puts it right.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.hopper.compat import inline_asm
+from heedful.kernels.hopper.promotion import store_sums
+
+
+@gluon.jit
+def allocate_dq(SHARES: gl.constexpr, NUMBERS: gl.constexpr):
+    """Memory for every consumer's share of dQ, aligned as dK wants it, which leaves through it."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([NUMBERS // 32, 32], gl.float32)
+    return gl.allocate_shared_memory(gl.float32, [SHARES, NUMBERS // 32, 32], layout)
+
+
+@gluon.jit
+def put_dq(dq, place):
+    """Stores a consumer's share, visible to bulk copies once it is synchronised."""
+    store_sums(place, dq)
+    inline_asm("fence.proxy.async.shared::cta;", "~{memory}", [])
+
+
+@gluon.jit
+def add_block(address, place, NUMBERS: gl.constexpr):
+    """One thread adds a share to global memory."""
+    inline_asm(
+        "{ .reg .pred first; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 first, t, 0;\n"
+        "@first cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [$0], [$1], $2;\n"
+        "@first cp.async.bulk.commit_group; }",
+        "l,r,n,~{memory}",
+        [address, place, NUMBERS * 4],
+    )
+
+
+@gluon.jit
+def wait_until_read():
+    """Waits until all blocks have been read from shared memory."""
+    inline_asm("cp.async.bulk.wait_group.read 0;", "~{memory}", [])
+
+
+@gluon.jit
+def wait_until_added():
+    """Waits until all blocks have been added."""
+    inline_asm("cp.async.bulk.wait_group 0;", "~{memory}", [])

@@ -1,0 +1,130 @@
+"""Work tiles of the Hopper backward: a key tile of a KV head, past which the queries that see it
+stream, of every query head that shares it.
+
+M query rows, N keys.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.hopper.compat import aggregate
+from heedful.kernels.hopper.sequences import sequence, within
+from heedful.kernels.hopper.tile_scheduler import l2_swizzle
+
+
+@aggregate
+class KeyTile:
+    """Keys from `col` of one KV head; start_q, start_k: where its sequence lies if packed.
+
+    len_q, len_k: what is used of it; stored_q, stored_k: rows in storage. off: how far the diagonal
+    is moved. accum_row: the sequence's first row in dq_accum.
+    """
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    col: gl.tensor
+    start_q: gl.tensor
+    start_k: gl.tensor
+    len_q: gl.tensor
+    len_k: gl.tensor
+    stored_q: gl.tensor
+    stored_k: gl.tensor
+    off: gl.tensor
+    accum_row: gl.tensor
+
+
+@aggregate
+class MBlockRange:
+    """Query tiles [begin, end) that see some of the keys; all but [full_begin, full_end) need a
+    mask."""
+
+    begin: gl.tensor
+    full_begin: gl.tensor
+    full_end: gl.tensor
+    end: gl.tensor
+
+
+@gluon.jit
+def accum_begin(params, batch, start_q):
+    """A sequence's first row in dq_accum: each has its rows rounded up to tiles."""
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    if params.seqs.cu_q is not None:
+        return (start_q // BLOCK_M + batch) * BLOCK_M
+    else:
+        return batch * (gl.cdiv(params.seqs.seqlen_q, BLOCK_M) * BLOCK_M)
+
+
+@gluon.jit
+def key_tile(params, index):
+    """Work tile `index`: groups of KV heads, in each of them key tiles from the first, which
+    causal queries see longest."""
+    key_blocks = params.order.key_blocks
+    heads = params.order.tiles // key_blocks
+    batch = gl.to_tensor(0)
+    if params.order.varlen_tiles is not None:
+        heads = params.sizes.heads_k
+        entry = params.order.varlen_tiles + 1 + 2 * (index // heads)
+        batch = gl.load(entry)
+        index -= gl.load(entry + 1) * heads
+        length = sequence(params.seqs.cu_k, batch, params.seqs.seqlen_k)[1]
+        key_blocks = gl.cdiv(length, params.tile.BLOCK_N)
+    head, block = l2_swizzle(
+        index, key_blocks, heads, params.order.l2_heads, params.order.l2_groups
+    )
+    if params.order.varlen_tiles is None:
+        batch = head // params.sizes.heads_k
+        head -= batch * params.sizes.heads_k
+    start_q, stored_q = sequence(params.seqs.cu_q, batch, params.seqs.seqlen_q)
+    start_k, stored_k = sequence(params.seqs.cu_k, batch, params.seqs.seqlen_k)
+    len_q = stored_q
+    len_k = stored_k
+    if params.seqs.used_q is not None:
+        len_q = within(gl.load(params.seqs.used_q + batch), 0, len_q)
+    if params.seqs.used_k is not None:
+        len_k = within(gl.load(params.seqs.used_k + batch), 0, len_k)
+    if params.mods.longest_k is not None:
+        # A bias has no more rows and keys than that.
+        len_q = gl.minimum(len_q, params.mods.longest_q)
+        len_k = gl.minimum(len_k, params.mods.longest_k)
+    off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
+    col = block * params.tile.BLOCK_N
+    row = accum_begin(params, batch, start_q)
+    return KeyTile(
+        batch, head, col, start_q, start_k, len_q, len_k, stored_q, stored_k, off, row
+    )
+
+
+@gluon.jit
+def m_block_range(params, tile):
+    """Query tiles that see any of a tile's keys, and those whose queries all see all of them. Rows
+    past the last query have no say: their probabilities are 0 by their log-sum-exp."""
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    BLOCK_N: gl.constexpr = params.tile.BLOCK_N
+    col = tile.col
+    last = gl.minimum(col + BLOCK_N, tile.len_k) - 1
+    begin = gl.to_tensor(0)
+    end = gl.where(last < col, 0, gl.cdiv(tile.len_q, BLOCK_M))
+    full_begin = begin
+    full_end = end
+    if params.mask.HAS_RIGHT:
+        diagonal = tile.off + params.mask.right
+        begin = gl.minimum(gl.maximum(col - diagonal, 0) // BLOCK_M, end)
+        full_begin = gl.cdiv(gl.maximum(last - diagonal, 0), BLOCK_M)
+        full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
+    if params.mask.HAS_LEFT:
+        diagonal = tile.off - params.mask.left
+        stop = gl.maximum(gl.minimum(tile.len_q, last - diagonal + 1), 0)
+        end = gl.maximum(gl.minimum(gl.cdiv(stop, BLOCK_M), end), begin)
+        full_begin = gl.minimum(full_begin, end)
+        stop = gl.maximum(col - diagonal + 1, 0)
+        full_end = gl.where(stop < tile.len_q, stop // BLOCK_M, end)
+    full_end = gl.minimum(gl.maximum(full_end, full_begin), end)
+    # Keys past the last one must be hidden from every query.
+    full_end = gl.where(col + BLOCK_N > tile.len_k, full_begin, full_end)
+    return MBlockRange(begin, full_begin, full_end, end)
+
+
+@gluon.jit
+def is_masked(blocks, block):
+    """Whether a query tile needs a mask."""
+    return (block < blocks.full_begin) | (block >= blocks.full_end)
