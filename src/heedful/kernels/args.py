@@ -460,9 +460,9 @@ class KeyGradientsIO(NamedTuple):
 
 
 class HopperBackwardIO(NamedTuple):
-    """q, k, v, dout, dk and dv are tensor maps. delta lies as lse does. dq_accum: float32 sums of dq
-    in tiles of BLOCK_M rows, see `hopper.backward_sums`. turns: of each such tile, how many key
-    tiles have been added to it; None if they are added in any order."""
+    """q, k, v, dout, dk and dv are tensor maps. delta lies as lse does. dq_accum: sums of dq in
+    tiles of BLOCK_M rows, see `hopper.backward_sums`. turns: of each such tile, how many key tiles
+    have been added to it; None if they are added in any order."""
 
     q: In[Ptr]
     k: In[Ptr]
@@ -487,9 +487,10 @@ class HopperBackwardSizes(NamedTuple):
 
 
 class HopperBackwardOrder(NamedTuple):
-    """tiles: work tiles, each a key tile of a KV head; key_blocks: of one head. l2_heads, l2_groups:
-    KV heads, as in HopperTileOrder. varlen_tiles: of packed keys, see varlen_scheduler.py.
-    tile_counter: how many tiles have been drawn, None if programs have theirs by number."""
+    """tiles: work tiles, each a key tile of a KV head; key_blocks: of one head. l2_heads and
+    l2_groups: of KV heads, as in HopperTileOrder. varlen_tiles: of packed keys, see
+    varlen_scheduler.py. tile_counter: how many tiles have been drawn, None if programs have theirs
+    by number."""
 
     tiles: Num
     key_blocks: Num
@@ -501,14 +502,13 @@ class HopperBackwardOrder(NamedTuple):
 
 class HopperBackwardTile(NamedTuple):
     """A step is BLOCK_M queries x BLOCK_N keys, 64 of the keys for each consumer. *_STAGES: tiles
-    that shared memory has room for. DQ_LATE: dQ of a step is made in the next step."""
+    that shared memory has room for, powers of two."""
 
     BLOCK_M: Const
     BLOCK_N: Const
     Q_STAGES: Const
     DO_STAGES: Const
     DS_STAGES: Const
-    DQ_LATE: Const
     CONSUMER_REGS: Const
     PRODUCER_REGS: Const
 

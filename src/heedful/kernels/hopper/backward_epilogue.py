@@ -6,7 +6,7 @@ M query rows, D qk dim.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import BackwardEpilogueIO, Sequences
+from heedful.kernels.args import BackwardEpilogueIO, HopperBackwardSizes, Sequences
 from heedful.kernels.common.sequences import sequence
 from heedful.kernels.hopper.backward_prologue import accum_begin
 from heedful.kernels.portable.sequences import row_base, store_rows, wide
@@ -24,33 +24,34 @@ def load_share(sums, ROWS: tl.constexpr, COLS: tl.constexpr):
 @triton.jit
 def backward_epilogue(
     io: BackwardEpilogueIO,
-    sequences: Sequences,
-    heads,
-    blocks,
-    accum_rows,
-    scale,
+    seqs: Sequences,
+    sizes: HopperBackwardSizes,
+    q_blocks,
     BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    SHARES: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ):
     """dq (B, M, H, D), zeros in rows past the used length. A program each for BLOCK_M rows of a
-    query head, as in the prologue. SHARES: of two, halves of 128 rows, or of the columns of 64."""
+    query head, as in the prologue. Consumers' shares are halves of 128 rows, or of the columns of
+    64. D: columns of dq, of BLOCK_D in dq_accum."""
     pid = tl.program_id(0)
-    row0 = (pid % blocks) * BLOCK_M
-    h = wide(pid // blocks % heads)
-    b = wide(pid // blocks // heads)
-    token, len_q, stored_q = sequence(b, sequences.cu_q, sequences.used_q, None, sequences.seqlen_q)
+    row0 = (pid % q_blocks) * BLOCK_M
+    heads = sizes.heads_k * sizes.group
+    h = wide(pid // q_blocks % heads)
+    b = wide(pid // q_blocks // heads)
+    token, len_q, stored_q = sequence(b, seqs.cu_q, seqs.used_q, None, seqs.seqlen_q)
     if row0 >= stored_q:
         return
-    accum_row = h * accum_rows + accum_begin(b, sequences, BLOCK_M) + row0
-    sums = io.dq_accum + accum_row * HEAD_DIM
+    accum_row = h * sizes.accum_rows + accum_begin(b, seqs, BLOCK_M) + row0
+    sums = io.dq_accum + accum_row * BLOCK_D
     dq = row_base(io.dq, b, h, token)
     ROWS: tl.constexpr = 64
-    COLS: tl.constexpr = HEAD_DIM * BLOCK_M // (ROWS * SHARES)
+    SHARES: tl.constexpr = 2
+    COLS: tl.constexpr = BLOCK_D * BLOCK_M // (ROWS * SHARES)
     for share in tl.static_range(SHARES):
         dq_MD = load_share(sums + share * ROWS * COLS, ROWS, COLS)
         row = row0 + (share * ROWS if BLOCK_M > ROWS else 0)
         col = 0 if BLOCK_M > ROWS else share * COLS
         used_M = row + tl.arange(0, ROWS) < len_q
-        dq_MD = tl.where(used_M[:, None], dq_MD * scale, 0.0)
-        store_rows(dq + col, dq_MD, io.dq.stride_n, row, stored_q, COLS, ROWS, COLS)
+        dq_MD = tl.where(used_M[:, None], dq_MD * sizes.scale, 0.0)
+        store_rows(dq + col, dq_MD, io.dq.stride_n, row, stored_q, D - col, ROWS, COLS)

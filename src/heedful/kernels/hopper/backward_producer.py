@@ -48,9 +48,7 @@ def load_keys(desc, boxes, full, params, tile):
     PACKED: gl.constexpr = params.seqs.cu_k is not None
     mbarrier.expect(full.index(0), CONSUMERS * desc.block_type.nbytes)
     for i in gl.static_range(CONSUMERS):
-        at = box(
-            PACKED, tile.batch, tile.kv_head, tile.start_k, tile.stored_k, tile.col + i * ROWS
-        )
+        at = box(PACKED, tile.batch, tile.kv_head, tile.start_k, tile.stored_k, tile.col + i * ROWS)
         tma_load(desc, at, full.index(0), boxes.index(i))
 
 

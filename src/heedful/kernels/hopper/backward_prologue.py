@@ -7,7 +7,7 @@ rows, E v dim.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import BackwardPrologueIO, Sequences
+from heedful.kernels.args import BackwardPrologueIO, HopperBackwardSizes, Sequences
 from heedful.kernels.common.sequences import sequence
 from heedful.kernels.portable.backward_rows import row_deltas
 from heedful.kernels.portable.sequences import Place, load_rows, row_base, wide
@@ -26,31 +26,30 @@ def accum_begin(b, x: Sequences, BLOCK_M: tl.constexpr):
 @triton.jit
 def backward_prologue(
     io: BackwardPrologueIO,
-    sequences: Sequences,
-    heads,
-    blocks,
-    accum_rows,
+    seqs: Sequences,
+    sizes: HopperBackwardSizes,
+    q_blocks,
     BLOCK_M: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
     """delta, laid out as lse; zeros in dq_accum, turns and tile_counter. A program each for
-    BLOCK_M rows of a query head; blocks: of the longest sequence. HEAD_DIM: columns of dq_accum."""
+    BLOCK_M rows of a query head, q_blocks of the longest sequence. D: columns of dq_accum."""
     pid = tl.program_id(0)
-    if io.tile_counter is not None:
-        if pid == 0:
-            tl.store(io.tile_counter, 0)
-    row0 = (pid % blocks) * BLOCK_M
-    h = wide(pid // blocks % heads)
-    b = wide(pid // blocks // heads)
-    token, len_q, stored_q = sequence(b, sequences.cu_q, sequences.used_q, None, sequences.seqlen_q)
+    if io.tile_counter is not None and pid == 0:
+        tl.store(io.tile_counter, 0)
+    row0 = (pid % q_blocks) * BLOCK_M
+    heads = sizes.heads_k * sizes.group
+    h = wide(pid // q_blocks % heads)
+    b = wide(pid // q_blocks // heads)
+    token, len_q, stored_q = sequence(b, seqs.cu_q, seqs.used_q, None, seqs.seqlen_q)
     if row0 >= stored_q:
         return
-    accum_row = h * accum_rows + accum_begin(b, sequences, BLOCK_M) + row0
-    sums = io.dq_accum + accum_row * HEAD_DIM
-    PART: tl.constexpr = HEAD_DIM if HEAD_DIM & (HEAD_DIM - 1) == 0 else HEAD_DIM // 3
-    for part in tl.static_range(HEAD_DIM // PART):
+    accum_row = h * sizes.accum_rows + accum_begin(b, seqs, BLOCK_M) + row0
+    sums = io.dq_accum + accum_row * D
+    PART: tl.constexpr = D if D & (D - 1) == 0 else D // 3
+    for part in tl.static_range(D // PART):
         at = sums + part * BLOCK_M * PART + tl.arange(0, BLOCK_M * PART)
         tl.store(at, tl.zeros([BLOCK_M * PART], tl.float32))
     if io.turns is not None:
@@ -58,8 +57,8 @@ def backward_prologue(
     rows_M = row0 + tl.arange(0, BLOCK_M)
     out = row_base(io.out, b, h, token)
     dout = row_base(io.dout, b, h, token)
-    o_ME = load_rows(out, io.out.stride_n, row0, len_q, HEAD_DIM_V, BLOCK_M, BLOCK_E, True)
-    do_ME = load_rows(dout, io.dout.stride_n, row0, len_q, HEAD_DIM_V, BLOCK_M, BLOCK_E, True)
+    o_ME = load_rows(out, io.out.stride_n, row0, len_q, E, BLOCK_M, BLOCK_E, True)
+    do_ME = load_rows(dout, io.dout.stride_n, row0, len_q, E, BLOCK_M, BLOCK_E, True)
     zero = wide(0)
     place = Place(b, h, zero, token, len_q, stored_q, zero, zero, zero, zero)
     places_M = b * io.lse.stride_b + h * io.lse.stride_h + token + rows_M

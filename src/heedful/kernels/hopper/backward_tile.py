@@ -89,9 +89,7 @@ def key_tile(params, index):
     off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
     col = block * params.tile.BLOCK_N
     row = accum_begin(params, batch, start_q)
-    return KeyTile(
-        batch, head, col, start_q, start_k, len_q, len_k, stored_q, stored_k, off, row
-    )
+    return KeyTile(batch, head, col, start_q, start_k, len_q, len_k, stored_q, stored_k, off, row)
 
 
 @gluon.jit
