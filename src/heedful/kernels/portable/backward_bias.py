@@ -18,7 +18,6 @@ from heedful.kernels.args import (
 )
 from heedful.kernels.portable.dropout import dropout_words, keep_tile
 from heedful.kernels.portable.scores import (
-    bias_tile,
     head_mods,
     lse_to_subtract,
     probabilities,
@@ -50,26 +49,13 @@ def score_gradients(
     k = row_base(io.k, b, g, place.token_k)
     q_MD = load_rows(q, io.q.stride_n, row0, len_q, D, M, tile.BLOCK_D, True)
     k_ND = load_rows(k, io.k.stride_n, col0, len_k, D, N, tile.BLOCK_D, True)
-    s_MN = product_of_rows(q_MD, k_ND, tile.PRECISION, IS_EXACT)
     rows_M = row0 + tl.arange(0, M)
-    cols_N = col0 + tl.arange(0, N)
     places_M = b * io.lse.stride_b + h * io.lse.stride_h + place.token_q + rows_M
     lse_M = lse_to_subtract(io.lse, places_M, rows_M < len_q, True)
     delta_M = tl.load(io.delta + places_M, mask=rows_M < len_q, other=0.0)
     head = head_mods(mods.scale, b, h, mods, mask)
-    bias_MN = bias_tile(row0, col0, place, head, mods, tile, False)
-    p_MN, _kept = probabilities(
-        s_MN,
-        lse_M[:, None],
-        rows_M[:, None],
-        cols_N[None, :],
-        bias_MN,
-        place,
-        head,
-        mask,
-        mods,
-        IS_EXACT,
-        True,
+    p_MN, _slope = probabilities(
+        q_MD, k_ND, lse_M, row0, col0, place, head, mask, mods, tile, True, False
     )
     dout = row_base(io.dout, b, h, place.token_q)
     v = row_base(io.v, b, g, place.token_k)

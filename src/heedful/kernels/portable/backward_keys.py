@@ -22,7 +22,6 @@ from heedful.kernels.args import (
 )
 from heedful.kernels.portable.dropout import dropout_words, keep_tile
 from heedful.kernels.portable.scores import (
-    bias_tile,
     head_mods,
     lse_to_subtract,
     plus_product,
@@ -106,23 +105,11 @@ def key_gradients(
             rows_M = row0 + tl.arange(0, M)
             q_h = q + h * io.q.stride_h
             q_MD = load_rows(q_h, io.q.stride_n, row0, len_q, D, M, tile.BLOCK_D, masked == 1)
-            s_NM = product_of_rows(k_ND, q_MD, tile.PRECISION, IS_EXACT)
             places_M = rows_lse + h * io.lse.stride_h + rows_M
             lse_M = lse_to_subtract(io.lse, places_M, rows_M < len_q, masked == 1)
             head = head_mods(mods.scale, b, h, mods, mask)
-            bias_NM = bias_tile(row0, col0, place, head, mods, tile, True)
             p_NM, slope_of_cap = probabilities(
-                s_NM,
-                lse_M[None, :],
-                rows_M[None, :],
-                cols_N[:, None],
-                bias_NM,
-                place,
-                head,
-                mask,
-                mods,
-                IS_EXACT,
-                masked == 1,
+                q_MD, k_ND, lse_M, row0, col0, place, head, mask, mods, tile, masked == 1, True
             )
             do_h = dout + h * io.dout.stride_h
             do_ME = load_rows(do_h, io.dout.stride_n, row0, len_q, E, M, tile.BLOCK_E, masked == 1)

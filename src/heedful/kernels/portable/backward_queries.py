@@ -23,7 +23,6 @@ from heedful.kernels.args import (
 from heedful.kernels.portable.backward_rows import row_deltas
 from heedful.kernels.portable.dropout import dropout_words, keep_tile
 from heedful.kernels.portable.scores import (
-    bias_tile,
     head_mods,
     lse_to_subtract,
     plus_product,
@@ -92,22 +91,9 @@ def query_gradients(
         count = masked_count(tiles) if masked == 1 else tiles.full_end - tiles.full_begin
         for visit in range(0, count):
             col0 = visited_tile(visit, tiles, mask.HAS_LEFT, masked == 1) * N
-            cols_N = col0 + tl.arange(0, N)
             k_ND = load_rows(k, io.k.stride_n, col0, len_k, D, N, tile.BLOCK_D, masked == 1)
-            s_MN = product_of_rows(q_MD, k_ND, tile.PRECISION, IS_EXACT)
-            bias_MN = bias_tile(row0, col0, place, head, mods, tile, False)
             p_MN, slope_of_cap = probabilities(
-                s_MN,
-                lse_M[:, None],
-                rows_M[:, None],
-                cols_N[None, :],
-                bias_MN,
-                place,
-                head,
-                mask,
-                mods,
-                IS_EXACT,
-                masked == 1,
+                q_MD, k_ND, lse_M, row0, col0, place, head, mask, mods, tile, masked == 1, False
             )
             v_NE = load_rows(v, io.v.stride_n, col0, len_k, E, N, tile.BLOCK_E, masked == 1)
             dp_MN = product_of_rows(do_ME, v_NE, tile.PRECISION, IS_EXACT)

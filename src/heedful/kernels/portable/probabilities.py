@@ -20,12 +20,10 @@ from heedful.kernels.args import (
 from heedful.kernels.portable.dropout import dropout_words, keep_tile
 from heedful.kernels.portable.keys import keys_of, load_keys
 from heedful.kernels.portable.scores import (
-    bias_tile,
     descaled,
     head_mods,
     lse_to_subtract,
     probabilities,
-    product_of_rows,
 )
 from heedful.kernels.portable.sequences import load_rows, place_of_queries, row_base, wide
 
@@ -46,7 +44,6 @@ def signed_probabilities(
 ):
     """probs (B, H, M, N): probabilities before dropout, negative where it drops them. Storage
     past the lengths used is left as it is."""
-    IS_EXACT: tl.constexpr = io.q.ptr.dtype.element_ty == tl.float32
     IS_FP8: tl.constexpr = io.q.ptr.dtype.element_ty.is_fp8()
     DTYPE: tl.constexpr = tl.bfloat16 if IS_FP8 else io.q.ptr.dtype.element_ty
     D: tl.constexpr = tile.HEAD_DIM
@@ -84,18 +81,8 @@ def signed_probabilities(
     exists_M = rows_M < len_q
     rows_lse = place.b * io.lse.stride_b + place.h * io.lse.stride_h + place.token_q
     lse_M = lse_to_subtract(io.lse, rows_lse + rows_M, exists_M, True)
-    p_MN, _ = probabilities(
-        product_of_rows(q_MD, k_ND, tile.PRECISION, IS_EXACT),
-        lse_M[:, None],
-        rows_M[:, None],
-        cols_N[None, :],
-        bias_tile(row0, col0, place, head, mods, tile, False),
-        place,
-        head,
-        mask,
-        mods,
-        IS_EXACT,
-        True,
+    p_MN, _slope = probabilities(
+        q_MD, k_ND, lse_M, row0, col0, place, head, mask, mods, tile, True, False
     )
     if dropout.IS_ON:
         words = dropout_words(dropout)

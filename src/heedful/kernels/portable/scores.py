@@ -196,23 +196,34 @@ def lse_to_subtract(lse: RowVector, offsets, exists, IS_MASKED: tl.constexpr):
 
 @triton.jit
 def probabilities(
-    s,
-    lse,
-    rows,
-    cols,
-    b_tile,
+    q_MD,
+    k_ND,
+    lse_M,
+    row0,
+    col0,
     place,
     head,
     mask: Mask,
     mods: ScoreMods,
-    IS_EXACT: tl.constexpr,
+    tile: Tile,
     IS_MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
 ):
-    """(probabilities, d score / d (s * scale)) of raw products whose LSE is known. rows, cols and
-    lse broadcast against s in either orientation."""
+    """(probabilities, d score / d (s * scale)) of a tile whose LSE is known, [M, N] or, transposed,
+    [N, M]."""
+    IS_EXACT: tl.constexpr = q_MD.dtype == tl.float32
+    rows_M = row0 + tl.arange(0, tile.BLOCK_M)
+    cols_N = col0 + tl.arange(0, tile.BLOCK_N)
+    if TRANSPOSED:
+        s = product_of_rows(k_ND, q_MD, tile.PRECISION, IS_EXACT)
+        rows, cols, lse = rows_M[None, :], cols_N[:, None], lse_M[None, :]
+    else:
+        s = product_of_rows(q_MD, k_ND, tile.PRECISION, IS_EXACT)
+        rows, cols, lse = rows_M[:, None], cols_N[None, :], lse_M[:, None]
     distance = cols - (rows + place.off)
     slope_of_cap = 1.0
     if mods.IS_ADJUSTED:
+        b_tile = bias_tile(row0, col0, place, head, mods, tile, TRANSPOSED)
         s, slope_of_cap = adjust_scores(s, distance, b_tile, head, mods)
         p = exponential(s - lse, IS_EXACT)
     else:
