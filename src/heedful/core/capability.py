@@ -302,6 +302,23 @@ ROWS: tuple[KernelRow, ...] = (
         program="heedful.launch.bind.portable",
     ),
     KernelRow(
+        "hopper",
+        "backward",
+        {"sm_90": "run"},
+        ("bfloat16", "float16"),
+        frozenset(
+            {"causal", "window", "diagonal", "sink", "gqa", "head_dims_differ", "return_lse"}
+            | {"backward"}
+        ),
+        max_dim=128,
+        dim_multiple=8,
+        # For gl.inline_asm: sums of dQ leave by cp.reduce.async.bulk.
+        least=(("triton", (3, 9)),),
+        gates=(_some_tokens, _positive_scale, _out_as_in),
+        configs=("hopper.backward", "portable.scores"),
+        program="heedful.launch.bind.hopper_backward",
+    ),
+    KernelRow(
         "portable",
         "backward",
         _PORTABLE_LEVELS,

@@ -13,6 +13,7 @@ from heedful.core.problem import MAX_HEAD_DIM_V, AttentionProblem
 from heedful.core.symbols import opaque
 from heedful.core.tiles import (
     CdnaForwardConfig,
+    HopperBackwardConfig,
     HopperForwardConfig,
     HopperFp8Config,
     PortableConfig,
@@ -253,6 +254,11 @@ def _hopper_fp8(max_dim: int, tile: _Tile, when=_always, **how):
     return ConfigRow("hopper.fp8_forward", ("sm_90",), max_dim, config, _H200_GLUON, when)
 
 
+def _hopper_backward(max_dim: int, tile: _Tile, when=_always, measured=_H200_GLUON, **how):
+    config = HopperBackwardConfig(*tile, **how)
+    return ConfigRow("hopper.backward", ("sm_90",), max_dim, config, measured, when)
+
+
 _D64: dict[str, Any] = {
     "consumer_regs": 112,
     "producer_regs": 32,
@@ -390,6 +396,8 @@ ROWS: list[ConfigRow] = [
     _hopper_fp8(128, (128, 128, 4, 4), _masked, **_FP8_D128_MASKED),
     _hopper_fp8(128, (128, 128, 4, 4), **_FP8_D128),
     _hopper_fp8(256, (128, 64, 4, 2), consumer_regs=240),
+    _hopper_backward(64, (128, 128, 4, 2)),
+    _hopper_backward(128, (64, 128, 4, 2)),
     _cdna(64, (256, 128, 8, 1), _eight_bit),
     _cdna(128, (256, 64, 8, 1)),
     *(

@@ -82,8 +82,8 @@ def plan(
 ) -> Plan:
     """The best kernels for `problem` on `device`.
 
-    backend: use this one; ValueError with every reason if it cannot. A backend that has no
-    backward of its own leaves the backward to the next one. Raises ValueError where no kernel can.
+    backend: use this one; ValueError with every reason if it cannot. A backend whose backward
+    cannot leaves the backward to the next one. Raises ValueError where no kernel can.
     """
     if backend is not None and backend not in capability.backends():
         raise ValueError(
@@ -93,10 +93,11 @@ def plan(
     forward, rejected = _choose("forward", problem, device, toolchain, backend)
     backward = None
     if problem.needs_grad:
-        has_own = any(row.backend == backend for row in capability.rows("backward"))
-        backward, more = _choose(
-            "backward", problem, device, toolchain, backend if has_own else None
+        own = any(
+            row.backend == backend and not row.why_not(problem, device, toolchain)
+            for row in capability.rows("backward")
         )
+        backward, more = _choose("backward", problem, device, toolchain, backend if own else None)
         rejected += more
         if problem.page_size and backward.gathers_pages:
             notes += ("the backward copies each sequence's pages into dense keys first",)

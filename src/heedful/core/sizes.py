@@ -16,9 +16,11 @@ from heedful.core.symbols import if_above, larger, smaller
 from heedful.core.tiles import (
     V_T_CHUNK,
     V_T_KEYS,
+    HopperBackwardConfig,
     HopperConfig,
     HopperFp8Config,
     TileConfig,
+    tile_dim,
 )
 
 if TYPE_CHECKING:
@@ -265,7 +267,11 @@ _FORWARD = {
 
 
 def _backward(plan: "Plan", problem: AttentionProblem, stored_k: int) -> Sizes:
-    """Of the portable kernels. The gradient of a bias has the tiles of its own shape."""
+    """The gradient of a bias has the tiles of its own shape."""
+    delta = Workspace("delta", ArraySpec.contiguous(problem.lse_shape, "float32"))
+    if "hopper.backward" in plan.configs:
+        launches, workspaces = _hopper_backward(plan, problem, stored_k)
+        return Sizes(1, launches, (delta, *workspaces))
     if "portable.backward_keys" not in plan.configs:
         return Sizes(1, {})
     keys, queries = (plan.configs[f"portable.backward_{which}"] for which in ("keys", "queries"))
@@ -282,5 +288,40 @@ def _backward(plan: "Plan", problem: AttentionProblem, stored_k: int) -> Sizes:
             {"tiles": tiles_n, "l2_heads": larger(1, l2_heads // problem.group)},
         ),
     }
-    delta = Workspace("delta", ArraySpec.contiguous(problem.lse_shape, "float32"))
     return Sizes(1, launches, (delta,))
+
+
+def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
+    """A work tile is a key tile of a KV head. Sums of dQ have rows for whole tiles of queries; of
+    packed ones, whose lengths only the device knows, for as many as there can be."""
+    config = plan.configs["hopper.backward"]
+    assert isinstance(config, HopperBackwardConfig)
+    rows = config.block_m
+    q_blocks, key_blocks = (
+        ceil_div(problem.seqlen_q, rows),
+        ceil_div(stored_k, config.block_n),
+    )
+    blocks = problem.batch * q_blocks
+    if problem.total_q is not None:
+        blocks = problem.total_q // rows + problem.batch
+    head_tiles = problem.batch * key_blocks
+    if problem.total_k is not None:
+        head_tiles = problem.total_k // config.block_n + problem.batch
+    tiles = head_tiles * problem.heads_k
+    heads = larger(1, heads_in_l2(problem, plan.device) // problem.group)
+    groups = (problem.heads_k * (1 if problem.varlen_k else problem.batch) - 1) // heads
+    launches = {
+        "hopper.backward_prologue": LaunchSizes(
+            (q_blocks * problem.batch * problem.heads_q, 1, 1), {"q_blocks": q_blocks}
+        ),
+        "hopper.backward": LaunchSizes(
+            (tiles, 1, 1),
+            {"tiles": tiles, "key_blocks": key_blocks, "l2_heads": heads, "l2_groups": groups},
+        ),
+    }
+    dims = (problem.heads_q, blocks * rows, tile_dim(problem.head_dim))
+    workspaces = [Workspace("dq_accum", ArraySpec.contiguous(dims, "float32"))]
+    if problem.deterministic:
+        turns = ArraySpec.contiguous((problem.heads_q * blocks,), "int32")
+        workspaces.append(Workspace("turns", turns))
+    return launches, workspaces

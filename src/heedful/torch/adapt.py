@@ -101,6 +101,18 @@ def dense_rows(tensor: Tensor) -> Tensor:
     return tensor if _has_dense_rows(tensor) else on_own_thread(tensor.contiguous)
 
 
+def is_mappable(tensor: Tensor) -> bool:
+    """Whether a tensor map can be made of rows: base and strides are multiples of 16 bytes, and no
+    element stands for several."""
+    steps = 0
+    for size, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        if size > 1:
+            if step <= 0:
+                return False
+            steps |= step
+    return not (tensor.data_ptr() | steps * tensor.element_size()) & 15
+
+
 def _is_expanded(tensor: Tensor) -> bool:
     return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, are_deterministic_algorithms_enabled
 
 from heedful.core.call import WHOLE, Options, new_operands, new_options
 from heedful.core.operands import Operands
@@ -61,7 +61,8 @@ def flash_attn_func(
         softcap: > 0 bounds the scores (Gemma 2).
         alibi_slopes: float32, (heads_q,) or (batch, heads_q): adds -slope * |distance to the
             diagonal| (Press et al. 2022).
-        deterministic: the gradients are equal bit for bit from run to run.
+        deterministic: the gradients are equal bit for bit from run to run; implied by
+            torch.use_deterministic_algorithms.
         return_attn_probs: for tests: also return the probabilities, see below.
         bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable.
         sink: float32 (heads_q,), a logit that takes part in every softmax without a value
@@ -96,6 +97,8 @@ def flash_attn_func(
         window_size = plain_window(window_size)
     if dispatched or dropout_origin is not WHOLE:
         dropout_origin = plain_origin(dropout_origin)
+    if deterministic is False and are_deterministic_algorithms_enabled():
+        deterministic = True
     options = (Options if dispatched else new_options)(
         kind="dense",
         dropout_p=dropout_p,
@@ -200,6 +203,8 @@ def flash_attn_varlen_func(
         window_size = plain_window(window_size)
     if dispatched or dropout_origin is not WHOLE:
         dropout_origin = plain_origin(dropout_origin)
+    if deterministic is False and are_deterministic_algorithms_enabled():
+        deterministic = True
     if max_seqlen_q.__class__ is not int or max_seqlen_k.__class__ is not int:
         lengths = max_seqlen_q, max_seqlen_k
         max_seqlen_q, max_seqlen_k = plain_lengths(lengths, q, k, bias, block_table)

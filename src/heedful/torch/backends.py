@@ -24,6 +24,7 @@ from heedful.launch import packs
 from heedful.launch.buffers import results
 from heedful.launch.programs import program
 from heedful.launch.record import note
+from heedful.torch.adapt import is_mappable
 from heedful.torch.device import device_spec, toolchain
 from heedful.torch.execute import (
     Executable,
@@ -260,6 +261,11 @@ class GpuBackward:
     def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse):
         """kinds: of backwards of the forward's case."""
         self._device, self._index = x.q.device, x.q.device.index
+        self._copied = ()
+        if "unaligned" not in plan.row("backward").features:
+            rows = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}
+            self._copied = tuple(name for name, t in rows.items() if not is_mappable(t))
+        x, dout = self._mappable(x, dout)
         inputs = {name: t for name, t in zip(Operands._fields, x, strict=True) if t is not None}
         self._pick = itemgetter(*(Operands._fields.index(name) for name in inputs))
         given = {**inputs, "out": out, "lse": lse, "dout": dout}
@@ -300,6 +306,8 @@ class GpuBackward:
         if current_device() != self._index:
             with torch.cuda.device(self._device):
                 return self(x, out, lse, dout, dlse)
+        if self._copied:
+            x, dout = self._mappable(x, dout)
         gradients = [new() for new in self._new]
         tensors = [*self._pick(x), out, lse, dout]
         if dlse is not None:
@@ -310,3 +318,16 @@ class GpuBackward:
         dq, dk, dv, *more = gradients
         dsink = more.pop() if self._has_dsink else None
         return Gradients(dq, dk, dv, more.pop() if more else None, dsink)
+
+    def _mappable(self, x: Operands, dout: torch.Tensor) -> tuple[Operands, torch.Tensor]:
+        """These, with copies of what the kernels' tensor maps cannot be made of."""
+        if not self._copied:
+            return x, dout
+        copies = {
+            name: torch.clone(getattr(x, name), memory_format=torch.contiguous_format)
+            for name in self._copied
+            if name != "dout"
+        }
+        if "dout" in self._copied:
+            dout = torch.clone(dout, memory_format=torch.contiguous_format)
+        return x._replace(**copies), dout

@@ -49,18 +49,10 @@ def params(
     split: SplitKV,
 ) -> HopperParams:
     """What the roles of a forward share."""
-    mask, dropout = groups.mask(problem, buffers), groups.dropout(problem, buffers)
-    # Where there are none, the kernels are compiled without leading keys and dropout.
-    if problem.mask.first == 0:
-        mask = mask._replace(first=None)
-    if not dropout.IS_ON:
-        dropout = dropout._replace(inverse_keep=None)
     return HopperParams(
         seqs=groups.sequences(problem, buffers),
         gqa=_gqa(problem, config),
-        mask=mask,
-        mods=_score_mods(problem, buffers),
-        dropout=dropout,
+        **scores(problem, buffers),
         kv=groups.kv_layout(problem.page_size, buffers),
         kv_rows=_kv_rows(problem, buffers),
         order=_tile_order(launch, buffers),
@@ -69,6 +61,17 @@ def params(
         tile=_tile(problem, config, is_split=split.partials is not None),
         fp8=_fp8(problem, config, buffers),
     )
+
+
+def scores(problem: AttentionProblem, buffers: Buffers) -> dict[str, Any]:
+    """What is done to scores. Where there are none, the kernels are compiled without leading keys
+    and dropout."""
+    mask, dropout = groups.mask(problem, buffers), groups.dropout(problem, buffers)
+    if problem.mask.first == 0:
+        mask = mask._replace(first=None)
+    if not dropout.IS_ON:
+        dropout = dropout._replace(inverse_keep=None)
+    return {"mask": mask, "mods": _score_mods(problem, buffers), "dropout": dropout}
 
 
 def _gqa(problem: AttentionProblem, config: HopperConfig) -> Gqa:

@@ -271,7 +271,14 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
         # First, since it also makes delta.
         _query_gradients_call(problem, plan, sizes, buffers),
         _key_gradients_call(problem, plan, sizes, buffers),
+        *calls_beside(problem, plan, buffers),
     ]
+    return Program(tuple(calls), sizes.workspaces)
+
+
+def calls_beside(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> list[KernelCall]:
+    """What is left of a backward once delta, and dq, dk and dv of all sequences, are there."""
+    calls = []
     if problem.varlen_q:
         calls.append(clear_call(problem, buffers, "q", "dq", None))
     if problem.varlen_k or problem.leftpad_k:
@@ -280,7 +287,7 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
         calls.append(_bias_gradients_call(problem, plan, buffers))
     if "dsink" in buffers:
         calls.append(_sink_gradients_call(buffers))
-    return Program(tuple(calls), sizes.workspaces)
+    return calls
 
 
 def _sink_gradients_call(buffers: Buffers) -> KernelCall:

@@ -1,0 +1,148 @@
+"""Programs of the Hopper backward: delta and cleared sums of dQ, then dK, dV and those sums, then
+dQ from them."""
+
+from heedful.core.plan import Plan
+from heedful.core.problem import AttentionProblem
+from heedful.core.sizes import Sizes
+from heedful.core.tiles import CONSUMER_ROWS, HopperBackwardConfig, pow2, tile_dim
+from heedful.kernels.args import (
+    BackwardEpilogueIO,
+    BackwardPrologueIO,
+    HopperBackwardIO,
+    HopperBackwardOrder,
+    HopperBackwardParams,
+    HopperBackwardSizes,
+    HopperBackwardTile,
+)
+from heedful.launch.bind import groups, hopper_groups, portable
+from heedful.launch.bind import hopper_maps as maps
+from heedful.launch.bind.groups import Buffers, number, pointer
+from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
+
+# Of the kernels that go by rows: what they read and write once is all that counts.
+_ROWS_WARPS = 4
+
+
+def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
+    """dq, dk, dv, and dbias and dsink where there are such buffers."""
+    stored_k = None if problem.varlen_k else buffers["k"].shape[1]
+    sizes, config = plan.sizes(direction="backward", stored_k=stored_k), _config(plan)
+    buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
+    calls = [
+        _prologue_call(problem, config, sizes, buffers),
+        _backward_call(problem, config, sizes, buffers),
+        _epilogue_call(problem, config, sizes, buffers),
+    ]
+    calls += portable.calls_beside(problem, plan, buffers)
+    return Program(tuple(calls), sizes.workspaces)
+
+
+def _config(plan: Plan) -> HopperBackwardConfig:
+    config = plan.configs["hopper.backward"]
+    assert isinstance(config, HopperBackwardConfig)
+    return config
+
+
+def _rows_call(name: str, launch_sizes: Sizes, **parameters) -> KernelCall:
+    """A kernel that goes by tiles of query rows."""
+    launch = launch_sizes.launches["hopper.backward_prologue"]
+    ref = KernelRef(f"heedful.kernels.hopper.backward_{name}", f"backward_{name}")
+    parameters["q_blocks"] = Scalar(launch.numbers["q_blocks"])
+    return KernelCall(ref, launch.grid, parameters, {"num_warps": _ROWS_WARPS})
+
+
+def _sizes(problem: AttentionProblem, buffers: Buffers) -> HopperBackwardSizes:
+    return HopperBackwardSizes(
+        heads_k=Scalar(problem.heads_k),
+        group=Scalar(problem.group),
+        scale=number(problem.scale),
+        accum_rows=Scalar(buffers["dq_accum"].shape[1]),
+    )
+
+
+def _prologue_call(
+    problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
+) -> KernelCall:
+    divisor = portable.shared_divisor(buffers, ("out", "dout"))
+    return _rows_call(
+        "prologue",
+        sizes,
+        io=BackwardPrologueIO(
+            out=groups.rows(buffers, "out", divisor),
+            dout=groups.rows(buffers, "dout", divisor),
+            lse=groups.row_vector(buffers, "lse"),
+            dlse=groups.row_array(buffers, "dlse"),
+            delta=pointer(buffers, "delta"),
+            dq_accum=pointer(buffers, "dq_accum", True),
+            turns=pointer(buffers, "turns"),
+            tile_counter=pointer(buffers, "tile_counter"),
+        ),
+        seqs=groups.sequences(problem, buffers),
+        sizes=_sizes(problem, buffers),
+        BLOCK_M=config.block_m,
+        D=tile_dim(problem.head_dim),
+        E=problem.head_dim_v,
+        BLOCK_E=pow2(problem.head_dim_v),
+    )
+
+
+def _epilogue_call(
+    problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
+) -> KernelCall:
+    return _rows_call(
+        "epilogue",
+        sizes,
+        io=BackwardEpilogueIO(
+            dq_accum=pointer(buffers, "dq_accum", True), dq=groups.rows(buffers, "dq", 8)
+        ),
+        seqs=groups.sequences(problem, buffers),
+        sizes=_sizes(problem, buffers),
+        BLOCK_M=config.block_m,
+        D=problem.head_dim,
+        BLOCK_D=tile_dim(problem.head_dim),
+    )
+
+
+def _backward_call(
+    problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
+) -> KernelCall:
+    launch = sizes.launches["hopper.backward"]
+    dims = {"q": problem.head_dim, "k": problem.head_dim, "v": problem.head_dim_v}
+    dims |= {"dout": problem.head_dim_v, "dk": problem.head_dim, "dv": problem.head_dim_v}
+    rows = {"q": config.block_m, "dout": config.block_m, "k": config.block_n, "v": config.block_n}
+    found = {}
+    for name, dim in dims.items():
+        is_ragged = problem.varlen_q if name in ("q", "dout") else problem.ragged_k
+        make = maps.packed_map if is_ragged else maps.dense_map
+        found[name] = make(name, buffers[name], rows.get(name, CONSUMER_ROWS), tile_dim(dim))
+    parameters = {
+        "io": HopperBackwardIO(
+            **found,
+            lse=groups.row_vector(buffers, "lse"),
+            delta=pointer(buffers, "delta"),
+            dq_accum=pointer(buffers, "dq_accum", True),
+            turns=pointer(buffers, "turns"),
+        ),
+        "params": HopperBackwardParams(
+            seqs=groups.sequences(problem, buffers),
+            sizes=_sizes(problem, buffers),
+            **hopper_groups.scores(problem, buffers),
+            order=HopperBackwardOrder(
+                **{name: Scalar(value) for name, value in launch.numbers.items()},
+                varlen_tiles=pointer(buffers, "varlen_tiles"),
+                tile_counter=pointer(buffers, "tile_counter"),
+            ),
+            tile=HopperBackwardTile(
+                BLOCK_M=config.block_m,
+                BLOCK_N=config.block_n,
+                Q_STAGES=config.num_stages,
+                DO_STAGES=config.dout_stages,
+                DS_STAGES=config.ds_stages,
+                DQ_LATE=config.dq_late,
+                CONSUMER_REGS=config.consumer_regs,
+                PRODUCER_REGS=config.producer_regs,
+            ),
+        ),
+    }
+    ref = KernelRef("heedful.kernels.hopper.backward", "backward", "gluon")
+    return KernelCall(ref, launch.grid, parameters, {"num_warps": 4})
