@@ -280,8 +280,8 @@ class Made:
         self.made: list[tuple] = []
         self.runs: list[tuple[int, tuple]] = []
         x, *_ = saved()
-        problem = dense_problem(*x[:3], sink=True, needs_grad=True)
-        self.call = Backwards(problem, self.backward_of, x)
+        self.problem = dense_problem(*x[:3], sink=True, needs_grad=True)
+        self.call = Backwards(self, x)
 
     def backward_of(self, *given):
         number = len(self.made)

@@ -18,7 +18,7 @@ from heedful.core.arrays import ArraySpec
 from heedful.core.log import decision
 from heedful.core.operands import Gradients, Operands, own_shape
 from heedful.core.plan import Plan, plan, stored_as
-from heedful.core.problem import AttentionProblem
+from heedful.core.problem import AttentionProblem, Lengths
 from heedful.core.storage import storage
 from heedful.launch import packs
 from heedful.launch.buffers import results
@@ -86,35 +86,43 @@ if hasattr(os, "register_at_fork"):
 class Family:
     """Runners of calls of one kind, on a GPU."""
 
-    __slots__ = ("_cases", "_how", "kinds", "pick")
+    __slots__ = ("_cases", "_how", "device", "kinds", "pick")
 
     def __init__(self, kinds: tuple, how: tuple, pick: Callable[[Operands], tuple]):
         """kinds: of the operands; pick: those that are there. how: device, backend, notes."""
         self.kinds, self._how, self.pick, self._cases = kinds, how, pick, Cases()
+        self.device = how[0]
 
     def runner(self, problem: AttentionProblem, values: Sequence[int]) -> "GpuRunner":
         """The runner of a problem. values: all that lengths may change of it and its operands."""
-        device, backend, notes = self._how
 
         def make(numbers) -> Case:
-            traced, specs = with_numbers(problem, self.kinds, numbers)
-            chosen = planned(traced, device, backend, notes)
-            case = Case(chosen, "forward", specs | results(traced), device)
-            told = replace(chosen, problem=problem)
+            case = self.case(problem, numbers)
+            told = replace(case.plan, problem=problem)
             decision(told)
             _, given = with_numbers(problem, self.kinds, values)
             note(told, "forward", given | results(problem))
             return case
 
         case, numbers = self._cases.find(values, make)
-        return GpuRunner(self, device, case, numbers, problem, values)
+        return GpuRunner(
+            self, case, numbers, problem, problem.lengths, values[len(Lengths._fields) :]
+        )
+
+    def case(self, problem: AttentionProblem, numbers: Sequence) -> "Case":
+        """A case of a problem with these numbers, which may be symbols."""
+        device, backend, notes = self._how
+        traced, specs = with_numbers(problem, self.kinds, numbers)
+        chosen = planned(traced, device, backend, notes)
+        return Case(chosen, "forward", specs | results(traced), device)
 
 
 class Case:
     """One direction of calls of one kind that answer alike what is asked about their lengths.
 
-    plan: of lengths that may be symbols. outputs: the numbers of its program. backwards, outs:
-    kinds of a forward's backward, and of itself into given memory.
+    plan: of lengths that may be symbols. outputs: the shapes of out and lse, of `out_dims` and
+    `lse_dims` sizes, then the numbers of the program. backwards, outs: kinds of a forward's
+    backward, and of itself into given memory.
     """
 
     def __init__(self, chosen: Plan, direction: str, specs: dict, device: torch.device):
@@ -122,14 +130,21 @@ class Case:
         self.backwards, self.outs = Kinds(), Kinds()
         made = program(chosen, direction, specs)
         self._executable = ExecutableKind(made, chosen.device.arch, device, list(specs))
-        self.outputs, self.bind = self._executable.outputs, self._executable.bind
+        problem = chosen.problem
+        shapes = (problem.out_shape, problem.lse_shape if problem.makes_lse else ())
+        self.out_dims, self.lse_dims = map(len, shapes)
+        self.outputs = [*shapes[0], *shapes[1], *self._executable.outputs]
+
+    def bind(self, numbers: Sequence[int | float]) -> Executable:
+        """The program with these numbers, in the order of `outputs`."""
+        return self._executable.bind(numbers[self.out_dims + self.lse_dims :])
 
 
 class CpuRunner:
     """Runs on CPU tensors."""
 
     def __init__(self, plan: Plan):
-        self.plan = plan
+        self.plan, self.problem = plan, plan.problem
         self._forward = importlib.import_module(plan.row("forward").module)
         backward = plan.row("backward" if plan.backward else "forward")
         self._backward = importlib.import_module(backward.module)
@@ -158,16 +173,23 @@ class GpuRunner:
     """Runs Triton and Gluon programs, for one set of lengths of a kind. Programs are bound on first
     use, one per layout of the tensors that the caller chooses after planning (out)."""
 
-    def __init__(self, family: Family, device, case: Case, numbers, problem, values):
-        """values: as `Family.runner` has them, numbers: what the case makes of them."""
-        self.problem, self._case, self._numbers = problem, case, numbers
-        self.family, self._values, self._device = family, values, device
+    def __init__(self, family: Family, case: Case, numbers, like, lengths: Lengths, sizes):
+        """like: a problem that differs in lengths alone. sizes: what lengths may change of the
+        operands. numbers: what the case makes of both."""
+        self._case, self._numbers, self._like, self._lengths = case, numbers, like, lengths
+        self.family, self._sizes, self._device = family, sizes, family.device
         self._pick = family.pick
-        self._new_out = allocator(problem.out_shape, getattr(torch, problem.out_dtype), device)
+        middle, end = case.out_dims, case.out_dims + case.lse_dims
+        self._new_out = allocator(numbers[:middle], getattr(torch, like.out_dtype), self._device)
         self._new_lse = None
-        if problem.makes_lse:
-            self._new_lse = allocator(problem.lse_shape, torch.float32, device)
+        if case.lse_dims:
+            self._new_lse = allocator(numbers[middle:end], torch.float32, self._device)
         self._forwards: dict[tuple, Executable] = {}
+
+    @property
+    def problem(self) -> AttentionProblem:
+        # Most calls of new lengths never ask.
+        return self._like.at(self._lengths)
 
     @property
     def plan(self) -> Plan:
@@ -188,7 +210,7 @@ class GpuRunner:
         if self._new_lse is not None:
             lse = self._new_lse()
             tensors.append(lse)
-        if self.problem.return_probs:
+        if self._like.return_probs:
             shape = self.problem.probs_shape
             probs = torch.zeros(shape, dtype=out.dtype, device=self._device)
             tensors.append(probs)
@@ -213,7 +235,7 @@ class GpuRunner:
         """The case of the forward into this memory, and its numbers."""
         own, sizes = of_tensor("out", out)
         kinds, problem = (*self.family.kinds, own), self.problem
-        values = [*self._values, *sizes]
+        values = [*(length or 0 for length in self._lengths), *self._sizes, *sizes]
 
         def make(numbers) -> Case:
             note(self.plan, "forward", results(problem) | with_numbers(problem, kinds, values)[1])
@@ -231,7 +253,7 @@ class GpuRunner:
 
     def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
         """The backward on tensors laid out like these, which need not lie as the forward's."""
-        if self.problem.page_size:
+        if self._like.page_size:
             return GatheredBackward(self.plan, self._case)
         return GpuBackward(self.plan, self._case.backwards, x, out, lse, dout, dlse)
 

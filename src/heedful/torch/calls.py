@@ -35,7 +35,7 @@ from heedful.torch.checks import (
 )
 from heedful.torch.dispatch import Likeness, any_autocast, bare_apply
 from heedful.torch.forked import on_own_thread
-from heedful.torch.kinds import Kinds, of_tensor, with_sizes
+from heedful.torch.kinds import Cases, Kinds, of_tensor, with_sizes
 from heedful.torch.plain import is_same, plain_options, plain_seed
 from heedful.torch.saved import Backwards
 from heedful.torch.values import check_values, indices
@@ -103,7 +103,6 @@ class Call:
         "kind",
         "like",
         "plain",
-        "problem",
         "results",
         "runner",
         "steps",
@@ -114,7 +113,7 @@ class Call:
     def __init__(self, x: Operands, options: Options, grad: tuple[bool, bool], out, seed=None):
         """Raises TypeError or ValueError for a call that cannot be."""
         described = attention_call(x, options, grad, out, seed)
-        self.problem = problem = describe(described)
+        problem = describe(described)
         self.dropout = problem.dropout_p > 0
         own_seed = seed if self.dropout and isinstance(seed, Tensor) else None
         if x.seed is not own_seed:
@@ -142,17 +141,21 @@ class Call:
         self.backwards: Backwards | None = None
         if problem.needs_grad:
             saved = x if x.seed is not None else x._replace(seed=given.seed)
-            self.backwards = Backwards(problem, self.runner.backward_of, saved)
+            self.backwards = Backwards(self.runner, saved)
 
-    def at(self, problem: AttentionProblem, runner, x: Operands) -> "Call":
+    @property
+    def problem(self) -> AttentionProblem:
+        return self.runner.problem
+
+    def at(self, runner, x: Operands) -> "Call":
         """The same call of other lengths, with its own runner. x: the caller's tensors."""
         call = object.__new__(Call)
         for put, get in _SHARED:
             put(call, get(self))
-        call.problem, call.runner, call.forward = problem, runner, runner.forward
+        call.runner, call.forward = runner, runner.forward
         call.like = call.alike = call.backwards = None
-        if problem.needs_grad:
-            call.backwards = Backwards(problem, runner.backward_of, x)
+        if self.backwards is not None:
+            call.backwards = Backwards(runner, x)
         return call
 
     def is_aligned(self, x: Operands) -> bool:
@@ -185,7 +188,7 @@ class Call:
 _SHARED = [
     (slot.__set__, slot.__get__)
     for name in Call.__slots__
-    if name not in ("alike", "backwards", "forward", "like", "problem", "runner")
+    if name not in ("alike", "backwards", "forward", "like", "runner")
     for slot in [getattr(Call, name)]
 ]
 
@@ -264,37 +267,43 @@ def call_key(q, k, v, x: Operands | None, out, seed, bases: int) -> tuple:
     )
 
 
-def find(key, x: Operands, options: Options, grad: tuple[bool, bool], out=None, seed=None) -> Call:
+def find(
+    key, x: Operands, options: Options, grad: tuple[bool, bool], out=None, seed=None, base=None
+) -> Call:
     """The call of a key that is not among the young: from the old ones, or made now. Without a key
-    it is made and not kept."""
+    it is made and not kept. base: see `LATEST`."""
     if key is None:
         return Call(x, options, grad, out, seed)
     call = CALLS.find(key)
     if call is None:
         is_common = out is None and seed is None and not options.dropout_p
-        call = (is_common and _of_kind(x, options, grad)) or Call(x, options, grad, out, seed)
+        call = is_common and _of_kind(x, options, grad, base)
+        call = call or Call(x, options, grad, out, seed)
         CALLS.put(key, call)
     return call
 
 
 class CallCase:
-    """Calls of one kind that answer alike what is asked about their lengths when they are checked.
-    outputs: the lengths of the problem."""
+    """Calls of one kind that answer alike what is asked about their lengths when they are checked
+    and planned. outputs: the lengths of the problem, then those of the forward's case."""
 
-    def __init__(self, x: Operands, options: Options, grad: tuple[bool, bool], described):
-        """described: the call, of lengths that may be symbols."""
-        self.call = Call(x, options, grad, None)
-        lengths = describe(described).lengths
-        self.outputs = [0 if length is None else length for length in lengths]
-        self._absent = [length is None for length in lengths]
+    def __init__(self, x: Operands, options: Options, grad: tuple[bool, bool], described, sizes):
+        """described: the call, of lengths that may be symbols; sizes: of its operands."""
+        self._call = Call(x, options, grad, None)
+        problem = describe(described)
+        self._absent = [length is None for length in problem.lengths]
+        lengths = [0 if length is None else length for length in problem.lengths]
+        self._family = self._call.runner.family  # of a GPU: `_of_kind` knows no other
+        self._like, self._case = self._call.problem, self._family.case(problem, lengths + sizes)
+        self.outputs = lengths + self._case.outputs
 
-    def at(self, numbers: Sequence[int], values: Sequence[int], x: Operands) -> Call:
-        """The call of other lengths. values: the sizes of its operands."""
-        pairs = zip(numbers, self._absent, strict=True)
-        lengths = Lengths._make(None if absent else n for n, absent in pairs)
-        problem = self.call.problem.at(lengths)
-        runner: Any = self.call.runner  # of a GPU: `_of_kind` knows no other
-        return self.call.at(problem, runner.family.runner(problem, values), x)
+    def at(self, numbers: Sequence[int], sizes: Sequence[int], x: Operands) -> Call:
+        """The call of other lengths. sizes: of its operands."""
+        pairs = zip(numbers, self._absent, strict=False)
+        lengths = Lengths._make([None if absent else n for n, absent in pairs])
+        own = numbers[len(lengths) :]
+        runner = backends.GpuRunner(self._family, self._case, own, self._like, lengths, sizes)
+        return self._call.at(runner, x)
 
 
 # Operands that are expanded to a call's lengths, or that are no operands of most calls.
@@ -304,11 +313,52 @@ _adapted = itemgetter(*(Operands._fields.index(name) for name in _ADAPTED))
 _OPERANDS = tuple(enumerate(Operands._fields))
 _LONGEST = slice(1, 3)  # of Options
 KINDS = Kinds()
+# Options, with the types of their values, that hold plain values alone.
+PLAIN = Kinds()
+# Of options but for the longest lengths, with the types of their values and of the operands: the
+# kind of the last calls.
+LATEST = Kinds()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=KINDS.clear)
+    os.register_at_fork(after_in_child=LATEST.clear)
 
 
-def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool]) -> Call | None:
+class LatestKind:
+    """The kind of the last calls with the same options, known again without a key, and its calls
+    by their sizes."""
+
+    __slots__ = ("_calls", "_cases", "_likeness", "_moving", "_packs")
+
+    def __init__(self, cases: Cases, moving: Sequence[int], values: Sequence[Any]):
+        """values: operands of a call. moving: of each, how many dims lengths may change."""
+        self._cases, self._moving, self._packs = cases, moving, packs.backends()
+        self._likeness, self._calls = Likeness(values, moving), Kinds()
+
+    def find(self, values: Operands, longest: Sequence[Any], how) -> Call | None:
+        """The call of operands of this kind; None if they are not, or are of no case that is there.
+        longest: of the options. how: where a call that came before is the latest of."""
+        if not self._likeness.fits(values) or packs.backends() != self._packs:
+            return None
+        tensors = self._likeness.pick(values)
+        key = (longest, *[t.shape for t in tensors], *[t.stride() for t in tensors])
+        call = self._calls.get(key)
+        if call is None:
+            sizes = [length or 0 for length in longest]
+            for tensor, moving in zip(tensors, self._moving, strict=True):
+                sizes += tensor.shape[:moving]
+                sizes += tensor.stride()[:-1]
+            known = self._cases.known(sizes)
+            if known is None:
+                return None
+            case, numbers = known
+            call = case.at(numbers, sizes[len(longest) :], values)
+            self._calls.of(key, lambda: call)
+        elif call.is_aligned(values):
+            CALLS.latest[how] = call
+        return call
+
+
+def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) -> Call | None:
     """The call, if lengths alone tell it from calls that were checked and planned before. None
     where it is not of a kind that is known so: on a CPU, and of operands that are adapted."""
     is_adapted = any([operand is not None for operand in _adapted(x)])
@@ -330,15 +380,21 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool]) -> Call | N
     longest = [value or 0 for value in options[_LONGEST]]
 
     def make(numbers) -> CallCase:
-        rest = iter(numbers)
-        given = options._replace(max_seqlen_q=next(rest), max_seqlen_k=next(rest))
+        longest_q, longest_k, *own = numbers
+        rest = iter(own)
+        given = options._replace(max_seqlen_q=longest_q, max_seqlen_k=longest_k)
         specs = {
             kind[0]: with_sizes(kind, rest)._replace(device=device) for kind, device, _ in kinds
         }
-        return CallCase(x, options, grad, AttentionCall(Operands(**specs), given, *grad))
+        described = AttentionCall(Operands(**specs), given, *grad)
+        return CallCase(x, options, grad, described, own)
 
     case, numbers = cases.find(longest + sizes, make)
-    return case.at(numbers, [*numbers, *sizes], x)
+    distinct = len({id(operand) for operand in x if operand is not None}) == len(kinds)
+    if base is not None and distinct and all([kind[2] for kind, _, _ in kinds]):
+        LATEST.of(base, lambda: None)
+        LATEST[base] = LatestKind(cases, [kind[-1] for kind, _, _ in kinds], x)
+    return case.at(numbers, sizes, x)
 
 
 def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
@@ -354,22 +410,24 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
         x = x and x._replace(q=q, k=k, v=v, bias=bias)
     records = is_grad_enabled()
     wants_grad = False
-    key = call = None
+    key = call = base = None
+    common = False
     try:
         # Aligned tensors like those of the last such call are known without a key.
         bases = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
         common = not bases and out is None and seed is None
-        if x is None:
-            how = (records, options, *map(type, options[NUMBERS]))
-        else:
-            how = (records, options, *map(type, options[NUMBERS] + x[3:]))
+        types = map(type, options[NUMBERS] if x is None else options[NUMBERS] + x[3:])
+        longest = options[_LONGEST]
+        base = (records, options[0], options[3:], *types)
+        how = (base, longest)
         if common:
             call = CALLS.latest.get(how)
-            if call is not None:
-                if call.alike(q, k, v) if x is None else call.like.fits(x):
-                    wants_grad = call.wants_grad
-                else:
-                    call = None
+            if call is not None and not (call.alike(q, k, v) if x is None else call.like.fits(x)):
+                call = None
+            if call is None and (kind := LATEST.get(base)) is not None:
+                given = _new(Operands, (q, k, v, *ABSENT)) if x is None else x
+                call = kind.find(given, longest, how)
+            wants_grad = call is not None and call.wants_grad
         if call is None:
             requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
             if x is not None and not requires_grad:
@@ -386,16 +444,18 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
         # that we take: the checks will say which.
         key = call = None
     odd = key is None and call is None
-    if call is None:
+    if call is None and (odd or seed is not None or base not in PLAIN):
         plain, own_seed = plain_options(options), plain_seed(seed, q.device)
         if not is_same(plain, options) or own_seed is not seed:
             return attend(q, k, v, x, plain, out, own_seed)
+        if not odd:
+            PLAIN.of(base, lambda: True)
     if x is None:
         x = _new(Operands, (q, k, v, *ABSENT))
     if call is None:
         grad = gradients_wanted(x)
         wants_grad = grad[0]
-        call = find(key, x, options, grad, out, seed)
+        call = find(key, x, options, grad, out, seed, base if common else None)
     if wants_grad:
         apply = Attention.apply if odd else _apply
         return apply(call, x, seed, q, k, v, x.bias, x.sink)

@@ -73,28 +73,38 @@ def same_metadata(*tensors: Tensor):
     return fits
 
 
+def _same_kind(tensors: Sequence[Tensor], moving: Sequence[int]):
+    """As `same_metadata`, but for sizes and strides that lengths may change."""
+    sizes = [[None] * n + [*t.shape[n:]] for t, n in zip(tensors, moving, strict=True)]
+    strides = [[None] * (t.dim() - 1) + [*t.stride()[-1:]] for t in tensors]
+    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    return guards.check
+
+
 class Likeness:
     """Tells tensors like those that it is made of: all begin at multiples of 16 bytes, and
     `alike(*tensors)`, of those that are there, is true."""
 
-    __slots__ = ("_pick", "alike")
+    __slots__ = ("alike", "pick")
 
-    def __init__(self, values: Sequence[Any]):
-        """values: tensors, and whatever else is in its place each time."""
+    def __init__(self, values: Sequence[Any], moving: Sequence[int] | None = None):
+        """values: tensors, and whatever else is in its place each time. moving: of each tensor, of
+        how many dims the sizes may differ; strides may of all but the last. Then none are one."""
         places = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
-        self._pick = itemgetter(*places)
-        self.alike = same_metadata(*self._pick(values))
+        self.pick = itemgetter(*places)
+        tensors = self.pick(values)
+        self.alike = same_metadata(*tensors) if moving is None else _same_kind(tensors, moving)
 
     def are_aligned(self, values: Sequence[Any]) -> bool:
         """Whether all tensors, which are where they were, begin at multiples of 16 bytes."""
         bits = 0
-        for tensor in self._pick(values):
+        for tensor in self.pick(values):
             bits |= tensor.data_ptr()
         return not bits & 15
 
     def fits(self, values: Sequence[Any]) -> bool:
         """Whether tensors, which are where they were, are like those, and aligned."""
-        tensors, bits = self._pick(values), 0
+        tensors, bits = self.pick(values), 0
         for tensor in tensors:
             bits |= tensor.data_ptr()
         return not bits & 15 and self.alike(*tensors)

@@ -35,15 +35,22 @@ class Cases:
     def __init__(self):
         self._found: tuple[tuple[Callable, Any], ...] = ()
 
+    def known(self, values: Sequence[int]) -> tuple[Any, Any] | None:
+        """The case of these values, and its numbers for them, if it is there."""
+        for evaluate, case in self._found:
+            numbers = evaluate(values)
+            if numbers is not None:
+                return case, numbers
+        return None
+
     def find(self, values: Sequence[int], make: Callable[[list], Any]) -> tuple[Any, Any]:
         """The case of these values, and its numbers for them.
 
         make(symbols): a new case, whose `outputs` are the numbers.
         """
-        for evaluate, case in self._found:
-            numbers = evaluate(values)
-            if numbers is not None:
-                return case, numbers
+        known = self.known(values)
+        if known is not None:
+            return known
         trace = Trace()
         case = make(trace.symbols(values))
         evaluate = trace.function(case.outputs)

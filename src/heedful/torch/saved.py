@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from heedful.core.operands import Gradients, Operands
-from heedful.core.problem import AttentionProblem
 from heedful.torch.adapt import Step, adapt, adaptations, dense_rows
 from heedful.torch.backends import Backward
 from heedful.torch.dispatch import same_metadata
@@ -39,16 +38,13 @@ class _Layout(NamedTuple):
 class Backwards:
     """The backward of one kind of call: one for each layout of what autograd gives it."""
 
-    def __init__(self, problem: AttentionProblem, backward_of, x: Operands):
-        """backward_of(x, out, lse, dout, dlse): the backward on tensors laid out like these. x: the
-        caller's tensors, and a Philox key where there is one."""
-        self._problem, self._backward_of, self._device = problem, backward_of, x.q.device
+    def __init__(self, runner, x: Operands):
+        """runner: of the forward. x: the caller's tensors, and a Philox key where there is one."""
+        self._runner, self._device = runner, x.q.device
         present = [index for index, tensor in enumerate(x) if tensor is not None]
         self._pick = itemgetter(*present)
         self._names = (*(Operands._fields[index] for index in present), "out", "lse")
-        out_kind = problem.out_shape, getattr(torch, problem.out_dtype)
-        kinds = [(tuple(t.shape), t.dtype) for t in self._pick(x)]
-        self._kinds = (*kinds, out_kind, (problem.lse_shape, torch.float32))
+        self._kinds = [(t.shape, t.dtype) for t in self._pick(x)]
         # Of a backward without and with a cotangent of the lse.
         self._latest: list[_Layout | None] = [None, None]
         self._layouts: dict[tuple, _Layout] = {}
@@ -92,11 +88,14 @@ class Backwards:
         return layout
 
     def _new(self, tensors: tuple[Tensor, ...], x: Operands, dlse: Tensor | None) -> _Layout:
-        for name, tensor, kind in zip(self._names, tensors, self._kinds, strict=False):
+        problem = self._runner.problem
+        out_kind = problem.out_shape, getattr(torch, problem.out_dtype)
+        kinds = (*self._kinds, out_kind, (problem.lse_shape, torch.float32))
+        for name, tensor, kind in zip(self._names, tensors, kinds, strict=False):
             check_restored(name, tensor, *kind, self._device)
-        steps, (out, lse, dout) = adaptations(x, self._problem), tensors[-3:]
+        steps, (out, lse, dout) = adaptations(x, problem), tensors[-3:]
         dense = dense_rows(out), lse.contiguous()
-        run = self._backward_of(adapt(x, steps), *dense, dout, dlse)
+        run = self._runner.backward_of(adapt(x, steps), *dense, dout, dlse)
         is_plain = not steps and dense[0] is out and lse.is_contiguous()
         return _Layout(same_metadata(*tensors), steps, run, is_plain)
 
