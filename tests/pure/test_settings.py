@@ -187,7 +187,7 @@ def test_a_level_prints_only_where_the_application_has_configured_nothing(how, h
     "facts, backend, said",
     [
         ({}, None, "-> hopper"),
-        ({"needs_grad": True}, None, "-> hopper, backward portable"),
+        ({"needs_grad": True}, None, "-> hopper, backward hopper"),
         ({"num_splits": 2}, "portable", "-> portable, 2 splits"),
         ({"num_splits": 1}, "portable", "-> portable"),
     ],

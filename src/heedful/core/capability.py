@@ -306,10 +306,7 @@ ROWS: tuple[KernelRow, ...] = (
         "backward",
         {"sm_90": "run"},
         ("bfloat16", "float16"),
-        frozenset(
-            {"causal", "window", "diagonal", "sink", "gqa", "head_dims_differ", "return_lse"}
-            | {"backward"}
-        ),
+        frozenset({"causal", "window", "diagonal", "sink", "gqa", "return_lse", "backward"}),
         max_dim=128,
         dim_multiple=8,
         # For gl.inline_asm: sums of dQ leave by cp.reduce.async.bulk.

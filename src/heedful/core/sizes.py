@@ -36,6 +36,9 @@ Scheduler = Literal["dynamic", "static", "single"]
 _L2_HEADS, _L2_HEADS_FP8 = 4, 2
 _LAST_WAVES = 2
 _L2_GROUP_TILES = 8
+# Of the backward, whose key tiles share queries, their gradients and sums of dQ: how much of L2, in
+# percent, these are to fill.
+_L2_SHARE = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,8 +311,11 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     if problem.total_k is not None:
         head_tiles = problem.total_k // config.block_n + problem.batch
     tiles = head_tiles * problem.heads_k
-    heads = larger(1, heads_in_l2(problem, plan.device) // problem.group)
-    groups = (problem.heads_k * (1 if problem.varlen_k else problem.batch) - 1) // heads
+    all_heads = problem.heads_k * (1 if problem.varlen_k else problem.batch)
+    row = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
+    head_bytes = larger(1, problem.seqlen_q * problem.group * row)
+    heads = larger(1, smaller(plan.device.l2_bytes * _L2_SHARE // 100 // head_bytes, all_heads))
+    groups = (all_heads - 1) // heads
     launches = {
         "hopper.backward_prologue": LaunchSizes(
             (q_blocks * problem.batch * problem.heads_q, 1, 1), {"q_blocks": q_blocks}

@@ -182,20 +182,14 @@ class HopperFp8Config(HopperConfig):
 class HopperBackwardConfig(TileConfig):
     """A tile of the Hopper backward: a step of `block_m` queries, past `block_n` keys that stay.
 
-    num_stages: of queries. dout_stages, ds_stages: of their gradients, and of those of the scores.
-    dq_late: a step's share of dQ is made in the step behind it. consumer_regs, producer_regs:
-    registers of a thread.
+    num_stages: of queries. dout_stages, ds_stages: of the output's gradients, and of those of the
+    scores. consumer_regs, producer_regs: registers of a thread.
     """
 
     dout_stages: int = 2
     ds_stages: int = 2
-    dq_late: bool = False
     consumer_regs: int = 240
     producer_regs: int = 24
-
-    @property
-    def consumers(self) -> int:
-        return self.block_n // CONSUMER_ROWS
 
 
 # Kernels of one tile for all devices: what they read and write once is all that counts. Values

@@ -63,7 +63,8 @@ def prepare(
     how = device, backend, notes
     key = (kind, how, settings.get("backend"), packs.backends())
     pick = itemgetter(*(i for i, tensor in enumerate(x) if tensor is not None))
-    return FAMILIES.of(key, lambda: Family(kind[2:], how, pick)).runner(problem, values)
+    family = FAMILIES.of(key, lambda: Family(kind[2:], how, pick))
+    return family.runner(problem, problem.lengths, values)
 
 
 def planned(
@@ -93,28 +94,25 @@ class Family:
         self.kinds, self._how, self.pick, self._cases = kinds, how, pick, Cases()
         self.device = how[0]
 
-    def runner(self, problem: AttentionProblem, values: Sequence[int]) -> "GpuRunner":
-        """The runner of a problem. values: all that lengths may change of it and its operands."""
+    def runner(self, like: AttentionProblem, lengths: Lengths, values: list[int]) -> "GpuRunner":
+        """The runner of a problem of these lengths. values: all that they may change of it and its
+        operands."""
+        found = self._cases.known(values)
+        if found is None:
+            problem = like.at(lengths)
+            found = self._cases.find(values, lambda made: self._case(problem, values, made))
+        return GpuRunner(self, *found, like, lengths, values)
 
-        def make(numbers) -> Case:
-            case = self.case(problem, numbers)
-            told = replace(case.plan, problem=problem)
-            decision(told)
-            _, given = with_numbers(problem, self.kinds, values)
-            note(told, "forward", given | results(problem))
-            return case
-
-        case, numbers = self._cases.find(values, make)
-        return GpuRunner(
-            self, case, numbers, problem, problem.lengths, values[len(Lengths._fields) :]
-        )
-
-    def case(self, problem: AttentionProblem, numbers: Sequence) -> "Case":
-        """A case of a problem with these numbers, which may be symbols."""
+    def _case(self, problem: AttentionProblem, values: Sequence[int], numbers: Sequence) -> "Case":
         device, backend, notes = self._how
         traced, specs = with_numbers(problem, self.kinds, numbers)
         chosen = planned(traced, device, backend, notes)
-        return Case(chosen, "forward", specs | results(traced), device)
+        case = Case(chosen, "forward", specs | results(traced), device)
+        told = replace(chosen, problem=problem)
+        decision(told)
+        _, given = with_numbers(problem, self.kinds, values)
+        note(told, "forward", given | results(problem))
+        return case
 
 
 class Case:
@@ -173,11 +171,11 @@ class GpuRunner:
     """Runs Triton and Gluon programs, for one set of lengths of a kind. Programs are bound on first
     use, one per layout of the tensors that the caller chooses after planning (out)."""
 
-    def __init__(self, family: Family, case: Case, numbers, like, lengths: Lengths, sizes):
-        """like: a problem that differs in lengths alone. sizes: what lengths may change of the
-        operands. numbers: what the case makes of both."""
+    def __init__(self, family: Family, case: Case, numbers, like, lengths: Lengths, values):
+        """like: a problem that differs in lengths alone. values: as `Family.runner` has them;
+        numbers: what the case makes of them."""
         self._case, self._numbers, self._like, self._lengths = case, numbers, like, lengths
-        self.family, self._sizes, self._device = family, sizes, family.device
+        self.family, self._values, self._device = family, values, family.device
         self._pick = family.pick
         middle, end = case.out_dims, case.out_dims + case.lse_dims
         self._new_out = allocator(numbers[:middle], getattr(torch, like.out_dtype), self._device)
@@ -235,7 +233,7 @@ class GpuRunner:
         """The case of the forward into this memory, and its numbers."""
         own, sizes = of_tensor("out", out)
         kinds, problem = (*self.family.kinds, own), self.problem
-        values = [*(length or 0 for length in self._lengths), *self._sizes, *sizes]
+        values = [*self._values, *sizes]
 
         def make(numbers) -> Case:
             note(self.plan, "forward", results(problem) | with_numbers(problem, kinds, values)[1])

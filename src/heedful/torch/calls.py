@@ -284,26 +284,22 @@ def find(
 
 
 class CallCase:
-    """Calls of one kind that answer alike what is asked about their lengths when they are checked
-    and planned. outputs: the lengths of the problem, then those of the forward's case."""
+    """Calls of one kind that answer alike what is asked about their lengths when they are checked.
+    outputs: the lengths of the problem."""
 
-    def __init__(self, x: Operands, options: Options, grad: tuple[bool, bool], described, sizes):
-        """described: the call, of lengths that may be symbols; sizes: of its operands."""
+    def __init__(self, x: Operands, options: Options, grad: tuple[bool, bool], described):
+        """described: the call, of lengths that may be symbols."""
         self._call = Call(x, options, grad, None)
-        problem = describe(described)
-        self._absent = [length is None for length in problem.lengths]
-        lengths = [0 if length is None else length for length in problem.lengths]
         self._family = self._call.runner.family  # of a GPU: `_of_kind` knows no other
-        self._like, self._case = self._call.problem, self._family.case(problem, lengths + sizes)
-        self.outputs = lengths + self._case.outputs
+        self._like, lengths = self._call.problem, describe(described).lengths
+        self.outputs = [0 if length is None else length for length in lengths]
+        self._absent = [length is None for length in lengths]
 
     def at(self, numbers: Sequence[int], sizes: Sequence[int], x: Operands) -> Call:
         """The call of other lengths. sizes: of its operands."""
-        pairs = zip(numbers, self._absent, strict=False)
+        pairs = zip(numbers, self._absent, strict=True)
         lengths = Lengths._make([None if absent else n for n, absent in pairs])
-        own = numbers[len(lengths) :]
-        runner = backends.GpuRunner(self._family, self._case, own, self._like, lengths, sizes)
-        return self._call.at(runner, x)
+        return self._call.at(self._family.runner(self._like, lengths, [*numbers, *sizes]), x)
 
 
 # Operands that are expanded to a call's lengths, or that are no operands of most calls.
@@ -380,14 +376,12 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) 
     longest = [value or 0 for value in options[_LONGEST]]
 
     def make(numbers) -> CallCase:
-        longest_q, longest_k, *own = numbers
-        rest = iter(own)
-        given = options._replace(max_seqlen_q=longest_q, max_seqlen_k=longest_k)
+        rest = iter(numbers)
+        given = options._replace(max_seqlen_q=next(rest), max_seqlen_k=next(rest))
         specs = {
             kind[0]: with_sizes(kind, rest)._replace(device=device) for kind, device, _ in kinds
         }
-        described = AttentionCall(Operands(**specs), given, *grad)
-        return CallCase(x, options, grad, described, own)
+        return CallCase(x, options, grad, AttentionCall(Operands(**specs), given, *grad))
 
     case, numbers = cases.find(longest + sizes, make)
     distinct = len({id(operand) for operand in x if operand is not None}) == len(kinds)

@@ -107,14 +107,16 @@ def _backward_call(
     problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
 ) -> KernelCall:
     launch = sizes.launches["hopper.backward"]
-    dims = {"q": problem.head_dim, "k": problem.head_dim, "v": problem.head_dim_v}
-    dims |= {"dout": problem.head_dim_v, "dk": problem.head_dim, "dv": problem.head_dim_v}
-    rows = {"q": config.block_m, "dout": config.block_m, "k": config.block_n, "v": config.block_n}
+    dims = dict.fromkeys(("q", "k", "dk"), problem.head_dim)
+    dims |= dict.fromkeys(("v", "dout", "dv"), problem.head_dim_v)
     found = {}
     for name, dim in dims.items():
-        is_ragged = problem.varlen_q if name in ("q", "dout") else problem.ragged_k
+        of_queries = name in ("q", "dout")
+        is_ragged = problem.varlen_q if of_queries else problem.ragged_k
         make = maps.packed_map if is_ragged else maps.dense_map
-        found[name] = make(name, buffers[name], rows.get(name, CONSUMER_ROWS), tile_dim(dim))
+        # Keys have a box for each consumer.
+        rows = config.block_m if of_queries else CONSUMER_ROWS
+        found[name] = make(name, buffers[name], rows, tile_dim(dim))
     parameters = {
         "io": HopperBackwardIO(
             **found,
@@ -138,7 +140,6 @@ def _backward_call(
                 Q_STAGES=config.num_stages,
                 DO_STAGES=config.dout_stages,
                 DS_STAGES=config.ds_stages,
-                DQ_LATE=config.dq_late,
                 CONSUMER_REGS=config.consumer_regs,
                 PRODUCER_REGS=config.producer_regs,
             ),
