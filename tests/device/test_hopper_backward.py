@@ -1,0 +1,188 @@
+"""The Hopper backward against the float64 oracle: lengths around tile edges, masks, storage; and
+what autograd, graphs and the compiler make of it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import heedful
+from heedful.core import capability
+from heedful.core.plan import plan
+from heedful.torch.device import device_spec, toolchain
+from support.budget import run
+from support.cases import Case, build, twins, variants
+from support.hopper import ON_HOPPER, WITH_TRITON_3_9
+from support.prepared import Prepared
+
+pytestmark = [*ON_HOPPER, WITH_TRITON_3_9]
+
+BASE = Case(dtype="bfloat16", head_dim=64, heads_q=4, heads_k=2, num_splits=1)
+LENGTHS = [(1, 1), (64, 128), (193, 127), (257, 129), (300, 1), (37, 700), (511, 513)]
+
+CASES = [
+    *(
+        replace(BASE, seqlen_q=sq, seqlen_k=sk, causal=causal, head_dim=dim)
+        for sq, sk in LENGTHS
+        for causal in (False, True)
+        for dim in (64, 128)
+    ),
+    *(replace(BASE, seqlen_q=200, seqlen_k=333, head_dim=dim) for dim in (8, 40, 72, 96, 120)),
+    *variants(
+        replace(BASE, seqlen_q=200, seqlen_k=333),
+        head_dim=(128,),
+        heads_k=(1, 4),
+        layout=("heads_first", "packed"),
+        window=((-1, 0), (0, 0), (40, 0), (64, 128), (300, -1), (-1, 20)),
+        bottom_right=(False,),
+        shift=(250, -250),
+        sink=(True,),
+        lse_grad=(False,),
+        scale=(8.0,),
+    ),
+    *(
+        replace(BASE, batch=4, heads_q=16, seqlen_q=700, seqlen_k=2100, head_dim=dim, window=w)
+        for dim in (64, 128)
+        for w in ((-1, -1), (-1, 0), (100, 0), (200, 300))
+    ),
+]
+
+
+def check(case: Case) -> None:
+    reasons = capability.row("hopper", "backward", case.dtype).why_not(
+        build(case).problem, device_spec(torch.device("cuda")), toolchain()
+    )
+    assert not reasons
+    run(Prepared("hopper"), case, "cuda")
+
+
+@pytest.mark.parametrize("case", twins(CASES, "float16"), ids=str)
+def test_gradients_are_within_their_error_budget(case):
+    check(case)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@settings(max_examples=20)
+@given(data=st.data())
+def test_gradients_of_random_lengths_are_within_their_error_budget(head_dim, causal, data):
+    draw = data.draw
+    heads_k = draw(st.sampled_from((1, 2, 3)))
+    check(
+        replace(
+            BASE,
+            head_dim=head_dim,
+            causal=causal,
+            batch=draw(st.integers(1, 3)),
+            heads_k=heads_k,
+            heads_q=heads_k * draw(st.sampled_from((1, 2, 5))),
+            seqlen_q=draw(st.integers(1, 700)),
+            seqlen_k=draw(st.integers(1, 700)),
+            window=draw(st.sampled_from(((-1, -1), (70, 0), (200, 30), (-1, 100)))),
+        )
+    )
+
+
+def leaves(*shape: int, count: int = 3, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    drawn = torch.randn(count, *shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+    return [x.clone().requires_grad_() for x in drawn]
+
+
+def gradients(call, inputs, dout=None) -> list[torch.Tensor]:
+    out = call(*inputs)
+    return list(torch.autograd.grad(out, inputs, torch.ones_like(out) if dout is None else dout))
+
+
+def assert_same(got, want) -> None:
+    """dk and dv bit for bit; dq but for the order of its sums, which may round otherwise."""
+    assert all(torch.equal(a, b) for a, b in zip(got[1:], want[1:], strict=True))
+    largest = want[0].abs().max().item()
+    assert (got[0] - want[0]).abs().max().item() <= torch.finfo(torch.bfloat16).eps * largest
+
+
+def attend(q, k, v):
+    return heedful.flash_attn_func(q, k, v, causal=True, backend="hopper")
+
+
+def test_cotangents_that_no_tensor_map_can_have_are_copied():
+    inputs = leaves(2, 300, 4, 64)
+    dout = torch.randn(1, 300, 1, 64, device="cuda", dtype=torch.bfloat16)
+    odd = torch.randn(2, 300, 4, 65, device="cuda", dtype=torch.bfloat16)[..., :64]
+    for given_ in (dout.expand(2, 300, 4, 64), odd):
+        got = gradients(attend, inputs, given_)
+        want = gradients(attend, inputs, given_.contiguous())
+        assert_same(got, want)
+
+
+def test_tensors_restored_with_other_strides_have_the_same_gradients():
+    x = torch.randn(2, 300, 3 * 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    (want,) = torch.autograd.grad(attend(*x.chunk(3, 2)).sum(), x)
+    with torch.autograd.graph.save_on_cpu():
+        (got,) = torch.autograd.grad(attend(*x.chunk(3, 2)).sum(), x)
+    assert_same(got.chunk(3, 2), want.chunk(3, 2))
+
+
+def test_keys_and_values_have_the_same_bits_in_every_run():
+    """Their sums have one order; those of dq, which key tiles add, may not."""
+    inputs = leaves(2, 1000, 8, 128)
+    first = gradients(attend, inputs)
+    for _ in range(10):
+        again = gradients(attend, inputs)
+        assert all(torch.equal(a, b) for a, b in zip(first[1:], again[1:], strict=True))
+
+
+def test_a_captured_backward_computes_anew_in_each_replay():
+    inputs = leaves(2, 500, 4, 64)
+    gradients(attend, inputs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = gradients(attend, inputs)
+    for seed in (1, 2):
+        with torch.no_grad():
+            for x, new in zip(inputs, leaves(2, 500, 4, 64, seed=seed), strict=True):
+                x.copy_(new)
+        graph.replay()
+        assert_same(captured, gradients(attend, inputs))
+
+
+def test_a_compiled_forward_and_backward_are_those_of_eager():
+    inputs = leaves(2, 500, 4, 64)
+    compiled = torch.compile(attend, fullgraph=True)
+    assert_same(gradients(compiled, inputs), gradients(attend, inputs))
+
+
+def test_a_backward_takes_no_more_memory_than_it_says():
+    """Gradients, delta, the sums of dq with whole tiles, and 4 MiB."""
+    inputs = leaves(2, 4000, 8, 128)
+    out = attend(*inputs)
+    dout = torch.ones_like(out)
+    torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = torch.autograd.grad(out, inputs, dout)
+    peak = torch.cuda.max_memory_allocated() - before
+    problem = build(BASE).problem
+    chosen = plan(
+        replace(
+            problem,
+            batch=2,
+            seqlen_q=4000,
+            seqlen_k=4000,
+            heads_q=8,
+            heads_k=8,
+            head_dim=128,
+            head_dim_v=128,
+            needs_grad=True,
+        ),
+        device_spec(torch.device("cuda")),
+        toolchain(),
+        "hopper",
+    )
+    scratch = sum(w.buffer.nbytes for w in chosen.sizes(direction="backward").workspaces)
+    rows = 2 * 4032 * 8
+    assert scratch <= rows * 128 * 4 + 2 * 4000 * 8 * 4 + 2**20
+    assert peak <= sum(g.numel() * g.element_size() for g in grads) + scratch + 4 * 2**20
