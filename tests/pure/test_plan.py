@@ -42,7 +42,7 @@ def test_every_kernel_that_was_not_chosen_says_why():
     chosen = plan(dense(1, 64, 64, 8, needs_grad=True), by_name("H200"))
     told = {(r.backend, r.direction) for r in chosen.rejected if r.reasons}
     told |= {(chosen.backend, "forward"), (chosen.backward, "backward")}
-    assert told == {(row.backend, row.direction) for row in ROWS}
+    assert told == {(row.backend, row.direction) for row in ROWS if row.serves("torch")}
 
 
 def test_a_missing_or_old_triton_is_a_reason():

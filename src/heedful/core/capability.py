@@ -18,6 +18,8 @@ LEVELS = {
 }
 
 
+# Whose call of compiled kernels takes machine code and tensor maps.
+JAX_ON_GPUS = (0, 11, 1)
 # Behind every version there is.
 _NEWEST = (sys.maxsize,)
 
@@ -28,6 +30,7 @@ class Toolchain:
 
     packs: backends with kernels in a loaded pack, which need no Triton.
     validated: backends that passed `heedful validate` on this device, and may be chosen unasked.
+    framework: whose arrays a call has, "torch" or "jax".
     """
 
     triton: tuple[int, ...] | None = _NEWEST
@@ -35,6 +38,7 @@ class Toolchain:
     jax: tuple[int, ...] | None = _NEWEST
     packs: frozenset[str] = frozenset()
     validated: frozenset[str] = frozenset()
+    framework: str = "torch"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class KernelRow:
     configs: the kernels with tuned tiles that it launches, in the table of core/configs.py.
     program: the module whose `forward` and `backward` make its Program; "" launches no kernels.
     module: the module whose `forward` and `backward` run on the host.
+    framework: whose calls it takes, "" for any; the planner names no other's to a caller.
     """
 
     backend: str
@@ -67,6 +72,7 @@ class KernelRow:
     configs: tuple[str, ...] = ()
     program: str = ""
     module: str = ""
+    framework: str = ""
 
     def level(self, device: DeviceSpec) -> str | None:
         """The support level on this device, None where the kernel does not exist for it."""
@@ -95,12 +101,21 @@ class KernelRow:
             reason = gate(problem, device)
             if reason:
                 reasons.append(reason)
-        reasons += self._lacking_tools(toolchain or Toolchain())
+        toolchain = toolchain or Toolchain()
+        if not self.serves(toolchain.framework):
+            reasons.append(f"takes {self.framework} calls alone")
+        reasons += self._lacking_tools(toolchain, device)
         return reasons
 
-    def _lacking_tools(self, toolchain: Toolchain) -> list[str]:
-        reasons = []
-        for tool, least in self.least:
+    def serves(self, framework: str) -> bool:
+        """Whether it takes calls of this framework."""
+        return self.framework in ("", framework)
+
+    def _lacking_tools(self, toolchain: Toolchain, device: DeviceSpec) -> list[str]:
+        reasons, wanted_tools = [], self.least
+        if toolchain.framework == "jax" and device.vendor != "cpu":
+            wanted_tools += (("jax", JAX_ON_GPUS),)
+        for tool, least in wanted_tools:
             if tool == "triton" and self.backend in toolchain.packs:
                 continue
             have = getattr(toolchain, tool)
@@ -338,6 +353,7 @@ ROWS: tuple[KernelRow, ...] = (
         least=(("torch", (2, 11)),),
         gates=(_sdpa_mask,),
         module="heedful.cpu.sdpa",
+        framework="torch",
     ),
     KernelRow(
         "cpu",
@@ -349,6 +365,7 @@ ROWS: tuple[KernelRow, ...] = (
         max_dim=MAX_HEAD_DIM,
         least=(("torch", (2, 11)),),
         module="heedful.cpu",
+        framework="torch",
     ),
     KernelRow(
         "cpu",
@@ -359,6 +376,30 @@ ROWS: tuple[KernelRow, ...] = (
         max_dim=MAX_HEAD_DIM,
         least=(("torch", (2, 11)),),
         module="heedful.cpu",
+        framework="torch",
+    ),
+    KernelRow(
+        "scan",
+        "forward",
+        {"cpu": "run"},
+        (*_FLOATS, *_FP8),
+        _EVERY_FEATURE,
+        kv_dtypes=_QUANTIZED,
+        max_dim=MAX_HEAD_DIM,
+        least=(("jax", (0, 10)),),
+        module="heedful.jax.tiled",
+        framework="jax",
+    ),
+    KernelRow(
+        "scan",
+        "backward",
+        {"cpu": "run"},
+        _FLOATS,
+        _EVERY_FEATURE,
+        max_dim=MAX_HEAD_DIM,
+        least=(("jax", (0, 10)),),
+        module="heedful.jax.tiled",
+        framework="jax",
     ),
 )
 

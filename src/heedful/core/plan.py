@@ -124,6 +124,8 @@ def _choose(direction, problem, device, toolchain, backend) -> tuple[KernelRow, 
         reasons = row.why_not(problem, device, toolchain)
         if row.backend == backend:
             named += reasons
+        elif not row.serves((toolchain or Toolchain()).framework):
+            continue
         if not reasons and backend is not None and row.backend != backend:
             reasons = [f"backend={backend!r} was asked for"]
         unasked = row.by_default or (toolchain is not None and row.backend in toolchain.validated)

@@ -107,6 +107,13 @@ TABLE = {
         "1: check page numbers and lengths of calls with a block_table, which waits for the GPU and"
         " refuses graph capture; read at the first call of a kind",
     ),
+    "device": Setting(
+        "HEEDFUL_DEVICE",
+        str,
+        None,
+        "the device that JAX programs are compiled for, such as H200, where they are exported for a"
+        " GPU that is not here",
+    ),
     "log": Setting(
         "HEEDFUL_LOG",
         _level,

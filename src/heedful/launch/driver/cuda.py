@@ -15,6 +15,9 @@ MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 CLUSTER_DIMENSION, PROGRAMMATIC = 4, 6
 BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0  # CU_LAUNCH_PARAM_*
+# CU_DEVICE_ATTRIBUTE_*: what the planner wants to know.
+_FIGURES = {"units": 16, "shared_bytes": 97, "l2_bytes": 38}
+_MAJOR, _MINOR = 75, 76
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 STATIC_SHARED_LIMIT = 48 * 1024
 
@@ -70,6 +73,23 @@ def enter(device: int) -> None:
     check(library.cuDeviceGet(byref(handle), c_int(device)))
     check(library.cuDevicePrimaryCtxRetain(byref(context), handle))
     check(library.cuCtxSetCurrent(context))
+
+
+def figures(device: int) -> dict:
+    """Name, arch and the figures of a device that DeviceSpec wants, without a framework."""
+    library, handle, name = _library(), c_int(), ctypes.create_string_buffer(256)
+    check(library.cuInit(c_uint(0)))
+    check(library.cuDeviceGet(byref(handle), c_int(device)))
+    check(library.cuDeviceGetName(name, c_int(len(name)), handle))
+
+    def attribute(number: int) -> int:
+        value = c_int()
+        check(library.cuDeviceGetAttribute(byref(value), c_int(number), handle))
+        return value.value
+
+    found = {figure: attribute(number) for figure, number in _FIGURES.items()}
+    arch = f"sm_{attribute(_MAJOR)}{attribute(_MINOR)}"
+    return {"name": name.value.decode(), "arch": arch, **found}
 
 
 def load(artifact: Artifact, device: int) -> c_void_p:

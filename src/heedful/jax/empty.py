@@ -1,0 +1,19 @@
+"""Memory without contents, as XLA allocates it.
+
+`jax.lax.empty` has no name: of two that are alike XLA makes one, and then a copy.
+"""
+
+from typing import Any
+
+import jax
+from jax import Array
+
+# XLA's word for it, on GPUs as on TPUs.
+TARGET = "AllocateBuffer"
+
+
+def empty(shape: tuple[int, ...], dtype: Any, name: str) -> Array:
+    """An array whose contents are whatever is there; name: what tells it from others."""
+    made = jax.ShapeDtypeStruct(shape, dtype)
+    call = jax.ffi.ffi_call(TARGET, made, custom_call_api_version=1, legacy_backend_config=name)
+    return call()

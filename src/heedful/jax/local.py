@@ -1,0 +1,56 @@
+"""One device's attention: the planner's choice of kernels, and their run."""
+
+from typing import Any
+
+from jax import Array
+
+from heedful.core import settings
+from heedful.core.log import decision
+from heedful.core.operands import Gradients, Operands
+from heedful.core.plan import Plan, plan
+from heedful.core.problem import AttentionProblem
+from heedful.jax import device, tiled
+
+
+def planned(platform: str, problem: AttentionProblem, backend: str | None) -> Plan:
+    """The plan of a problem on the devices of a platform. Raises ValueError with every reason where
+    no kernel, or not the named one, can run it."""
+    spec = device.device_spec(platform)
+    named = backend or settings.get("backend")
+    chosen = plan(problem, spec, device.toolchain(spec), named)
+    decision(chosen)
+    return chosen
+
+
+def forward(
+    platform: str,
+    problem: AttentionProblem,
+    x: Operands,
+    origin: Array | None,
+    backend: str | None,
+) -> tuple:
+    """(out, lse or None, probs or None)."""
+    chosen = planned(platform, problem, backend)
+    if chosen.device.vendor == "cpu":
+        out, lse, probs = tiled.forward(problem, x, origin)
+        return out, lse if problem.makes_lse else None, probs
+    from heedful.jax import gpu
+
+    return gpu.forward(chosen, x, origin)
+
+
+def backward(
+    platform: str,
+    problem: AttentionProblem,
+    x: Operands,
+    origin: Array | None,
+    saved: list[Any],
+    backend: str | None,
+) -> Gradients:
+    """Gradients of the operands. saved: out, lse, dout, dlse or None."""
+    chosen = planned(platform, problem, backend)
+    if chosen.device.vendor == "cpu":
+        return tiled.backward(problem, x, *saved, origin=origin)
+    from heedful.jax import gpu
+
+    return gpu.backward(chosen, x, origin, saved)

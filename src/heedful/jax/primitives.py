@@ -1,0 +1,247 @@
+"""The two primitives of attention, forward and backward: what they are of, how they batch, and what
+they become on each platform.
+
+Operands are arrays as `heedful.core.operands` has them, but that dims which repeat have size 1, and
+that a seed is uint32 (2,).
+"""
+
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax
+from jax import numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from heedful.core.arrays import ArraySpec
+from heedful.core.batching import joins
+from heedful.core.call import AttentionCall, Options
+from heedful.core.describe import describe
+from heedful.core.operands import Gradients, Operands
+from heedful.core.problem import AttentionProblem
+from heedful.jax import local, sharding
+from heedful.jax.arrays import array_spec
+
+PLATFORMS = ("cpu", "cuda", "rocm")
+# What stands behind the operands of a backward.
+SAVED = ("out", "lse", "dout", "dlse")
+
+
+class Static(NamedTuple):
+    """What is known of a primitive's call beside its arrays.
+
+    names: of its arrays in order: operands, "origin" if that is an array, and of a backward those
+    of SAVED. needs_grad, bias_grad: as AttentionCall's.
+    """
+
+    names: tuple[str, ...]
+    options: Options
+    needs_grad: bool = False
+    bias_grad: bool = False
+
+    def named(self, arrays) -> dict[str, Any]:
+        return dict(zip(self.names, arrays, strict=True))
+
+    def operands(self, arrays) -> Operands:
+        """The operands alone."""
+        given = self.named(arrays)
+        return Operands(**{n: given.get(n) for n in Operands._fields})
+
+
+@lru_cache(4096)
+def problem_of(specs: Operands, options: Options, needs_grad: bool, bias_grad: bool):
+    """The problem of operands with these ArraySpecs."""
+    return describe(AttentionCall(specs, options, needs_grad, bias_grad))
+
+
+def problem(static: Static, arrays) -> AttentionProblem:
+    """The problem of a primitive's call."""
+    x = static.operands(arrays)
+    specs = Operands._make([None if array is None else array_spec(array) for array in x])
+    if x.seed is not None:
+        specs = specs._replace(seed=ArraySpec.contiguous((1,), "int64"))
+    return problem_of(specs, static.options, static.needs_grad, static.bias_grad)
+
+
+def forward(
+    x: Operands,
+    origin: Array | None,
+    options: Options,
+    needs_grad: bool = False,
+    bias_grad: bool = False,
+) -> tuple:
+    """out; lse where somebody wants it; probs where the options ask."""
+    given = _given(x, origin)
+    static = Static(tuple(given), options, needs_grad, bias_grad)
+    return tuple(forward_p.bind(*given.values(), static=static))
+
+
+def backward(
+    x: Operands, origin: Array | None, out, lse, dout, dlse, options: Options, bias_grad: bool
+) -> Gradients:
+    """Gradients of the operands for the cotangents of out and lse; dlse may be None."""
+    given = _given(x, origin)
+    saved = zip(SAVED, (out, lse, dout, dlse), strict=True)
+    given |= {name: array for name, array in saved if array is not None}
+    static = Static(tuple(given), options, True, bias_grad)
+    grads = list(backward_p.bind(*given.values(), static=static))
+    dq, dk, dv = grads[:3]
+    dsink = grads.pop() if x.sink is not None else None
+    return Gradients(dq, dk, dv, grads[3] if bias_grad else None, dsink)
+
+
+def _given(x: Operands, origin: Array | None) -> dict[str, Array]:
+    given = {name: array for name, array in x._asdict().items() if array is not None}
+    return given if origin is None else {**given, "origin": origin}
+
+
+forward_p = Primitive("heedful_attention")
+backward_p = Primitive("heedful_attention_backward")
+for _primitive in (forward_p, backward_p):
+    _primitive.multiple_results = True
+
+
+def _impl(primitive, *arrays, static: Static):
+    return _compiled(primitive, static)(*arrays)
+
+
+@lru_cache(1024)
+def _compiled(primitive, static: Static):
+    return jax.jit(partial(primitive.bind, static=static))
+
+
+def _result(shape: tuple[int, ...], dtype: Any, like) -> Any:
+    """The type of a result: it varies over the mesh as what it is made from does."""
+    made = jax.core.ShapedArray(shape, jnp.dtype(dtype))
+    return sharding.varying_like(made, like)
+
+
+def _forward_type(*types, static: Static):
+    found = problem(static, types)
+    results = [_result(found.out_shape, found.out_dtype, types)]
+    if found.makes_lse:
+        results.append(_result(found.lse_shape, "float32", types))
+    if found.return_probs:
+        results.append(_result(found.probs_shape, found.out_dtype, types))
+    return results
+
+
+def _backward_type(*types, static: Static):
+    given = static.named(types)
+    wanted = ["q", "k", "v"] + ["bias"] * static.bias_grad + ["sink"] * ("sink" in given)
+    return [_result(given[name].shape, given[name].dtype, types) for name in wanted]
+
+
+def _no_derivative(primals, tangents, *, static: Static):
+    raise RuntimeError(
+        "trying to differentiate twice a function that is differentiable once: heedful's attention"
+        " has no second derivative"
+    )
+
+
+# vmap
+
+
+def _batched(primitive, arrays, dims, *, static: Static):
+    """A mapped dim joins the batch, or its elements are computed one after the other."""
+    size = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
+    mapped = dict(zip(static.names, (d is not None for d in dims), strict=True))
+    shapes = {
+        name: _without(array.shape, dim)
+        for name, array, dim in zip(static.names, arrays, dims, strict=True)
+    }
+    own = Operands(*(shapes.get(name) for name in Operands._fields))
+    # Gradients of a sink or a bias sum over the batch, which must not join another's.
+    alone = primitive is backward_p and ("sink" in shapes or static.bias_grad)
+    flags = [mapped.get(name, False) for name in Operands._fields]
+    if alone or "origin" in shapes or not joins(own, flags, static.options):
+        return _one_by_one(primitive, arrays, dims, static)
+    folded = ("q", "k", "v", *SAVED)
+    joined = [
+        _fold(array, dim, size) if name in folded else array
+        for name, array, dim in zip(static.names, arrays, dims, strict=True)
+    ]
+    results = primitive.bind(*joined, static=static)
+    return [r.reshape(size, -1, *r.shape[1:]) if r.size else _empty(r, size) for r in results], [
+        0
+    ] * len(results)
+
+
+def _without(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
+    return tuple(n for i, n in enumerate(shape) if i != dim)
+
+
+def _fold(array: Array, dim: int | None, size: int) -> Array:
+    """(batch, ...) with a mapped dim somewhere, or without one -> (size * batch, ...)."""
+    if dim is None:
+        array = jnp.broadcast_to(array, (size, *array.shape))
+    else:
+        array = jnp.moveaxis(array, dim, 0)
+    return array.reshape(size * array.shape[1], *array.shape[2:])
+
+
+def _empty(result: Array, size: int) -> Array:
+    batch = result.shape[0] // size if size else 0
+    return jnp.zeros((size, batch, *result.shape[1:]), result.dtype)
+
+
+def _one_by_one(primitive, arrays, dims, static: Static):
+    mapped = [
+        jnp.moveaxis(array, dim, 0)
+        for array, dim in zip(arrays, dims, strict=True)
+        if dim is not None
+    ]
+
+    def one(own):
+        rest = iter(own)
+        whole = [a if d is None else next(rest) for a, d in zip(arrays, dims, strict=True)]
+        return primitive.bind(*whole, static=static)
+
+    results = lax.map(one, mapped)
+    return results, [0] * len(results)
+
+
+# Platforms
+
+
+def _lower(primitive, run, platform: str, context, *values, static: Static):
+    """What a primitive becomes: a part of itself on each device, or the computation."""
+    context = sharding.unvaried(context)
+    if sharding.is_spread(context):
+        fun = sharding.spread(primitive, static, problem(static, context.avals_in))
+    else:
+        fun = partial(run, platform, static)
+    return mlir.lower_fun(fun, multiple_results=True)(context, *values)
+
+
+def _run_forward(platform: str, static: Static, *arrays):
+    given = static.named(arrays)
+    found = problem(static, arrays)
+    results = local.forward(
+        platform, found, static.operands(arrays), given.get("origin"), static.options.backend
+    )
+    return [result for result in results if result is not None]
+
+
+def _run_backward(platform: str, static: Static, *arrays):
+    given = static.named(arrays)
+    found = problem(static, arrays)
+    saved = [given.get(name) for name in SAVED]
+    x, backend = static.operands(arrays), static.options.backend
+    grads = local.backward(platform, found, x, given.get("origin"), saved, backend)
+    return [grad for grad in grads if grad is not None]
+
+
+for _primitive, _type, _run in (
+    (forward_p, _forward_type, _run_forward),
+    (backward_p, _backward_type, _run_backward),
+):
+    _primitive.def_impl(partial(_impl, _primitive))
+    _primitive.def_abstract_eval(_type)
+    batching.primitive_batchers[_primitive] = partial(_batched, _primitive)
+    ad.primitive_jvps[_primitive] = _no_derivative
+    for _platform in PLATFORMS:
+        mlir.register_lowering(
+            _primitive, partial(_lower, _primitive, _run, _platform), platform=_platform
+        )
