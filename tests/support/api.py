@@ -77,6 +77,7 @@ def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
         )
     keywords |= {
         "dropout_p": case.dropout_p,
+        "dropout_origin": case.dropout_origin,
         "deterministic": case.deterministic,
         "bias": leaves.get("bias"),
         "dropout_seed": x.seed,

@@ -1,6 +1,6 @@
 """The tiled JAX backend behind the interface of `support.budget.run`, on torch tensors."""
 
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import jax
 import ml_dtypes

@@ -4,5 +4,15 @@ Nothing is written in place: `flash_attn_with_kvcache` returns the caches. Seeds
 """
 
 from heedful.jax.api import flash_attn_func, flash_attn_varlen_func
+from heedful.jax.kvcache import flash_attn_with_kvcache
+from heedful.jax.merge import merge_attn_states
+from heedful.jax.quant import dequantize_kv, quantize_kv
 
-__all__ = ["flash_attn_func", "flash_attn_varlen_func"]
+__all__ = [
+    "dequantize_kv",
+    "flash_attn_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "merge_attn_states",
+    "quantize_kv",
+]

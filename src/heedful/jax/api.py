@@ -158,8 +158,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), which may be traced: sequence b's storage is
             tokens cu_seqlens[b] to cu_seqlens[b + 1]. Zero-length sequences are fine. cu_seqlens_k
             may be None with block_table and seqused_k.
-        max_seqlen_q, max_seqlen_k: ints, at least the longest sequence. They cannot be traced: grids
-            are part of the compiled program.
+        max_seqlen_q, max_seqlen_k: ints, at least the longest sequence. They cannot be traced:
+            grids are part of the compiled program.
         block_table: int32 (batch, pages): where the pages of each sequence are; any page size.
         seqused_q, seqused_k: int32 (batch,): how many tokens of its storage a sequence uses; the
             rest is never read, and gives 0 with lse -inf.

@@ -89,8 +89,6 @@ def adapted(x: Operands) -> Operands:
     x = Operands._make([None if array is None else jnp.asarray(array) for array in x])
     if x.bias is not None:
         x = x._replace(bias=x.bias.reshape((1,) * (4 - x.bias.ndim) + x.bias.shape))
-    if x.alibi_slopes is not None and x.alibi_slopes.ndim == 1:
-        x = x._replace(alibi_slopes=x.alibi_slopes[None])
     if x.block_table is not None and x.cu_seqlens_k is not None:
         # Pages are found through the table: of cu_seqlens_k only the lengths matter.
         used = x.seqused_k

@@ -1,18 +1,12 @@
 """Attention over several devices: each computes the batch entries and the heads that it has.
 
-Under shard_map the caller says who has what. Under jit with sharded inputs a partitioning rule does:
-batch and KV heads may be spread, all else is gathered.
+Under shard_map the caller says who has what. Under jit with sharded inputs a partitioning rule
+does: batch and KV heads may be spread, all else is gathered.
 """
 
-from functools import lru_cache
 from typing import Any
 
 import jax
-from jax import numpy as jnp
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
-
-from heedful.core.problem import AttentionProblem
 
 
 def varying_like(made: Any, types) -> Any:

@@ -13,6 +13,7 @@ from jax import numpy as jnp
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.jax.philox import keep_tile
+from heedful.jax.quant import unpack_int4
 
 # Sides of a tile of scores. Fixed, so that a sequence's bits do not depend on its batch.
 ROWS, KEYS = 128, 256
@@ -138,7 +139,7 @@ class Sequence:
         p, x = self.problem, self.x
         stored = self._stored(getattr(x, name), cols)
         if p.kv_dtype == "int4":
-            stored = _unpack_int4(stored)
+            stored = unpack_int4(stored)
         tile = stored.astype(jnp.float32)
         for what, apply in (("descale", jnp.multiply), ("shift", jnp.add)):
             factor = getattr(x, f"{name}_{what}", None)
@@ -263,13 +264,6 @@ def _per_head(scale: Array, b: Array, problem: AttentionProblem) -> Array:
     if scale.size == 1 and scale.ndim < 2:
         return jnp.broadcast_to(scale.reshape(1, 1), (problem.heads_k, 1))
     return jnp.broadcast_to(scale, (problem.batch, problem.heads_k))[b][:, None]
-
-
-def _unpack_int4(packed: Array) -> Array:
-    """uint8 (..., dim / 2) -> int8 (..., dim), the even value from the low nibble."""
-    nibbles = jnp.stack([packed & 0xF, packed >> 4], -1)
-    flat = nibbles.reshape(*packed.shape[:-1], -1)
-    return lax.bitcast_convert_type(flat ^ jnp.uint8(8), jnp.int8) - jnp.int8(8)
 
 
 def each_sequence(batch: int, body, state):

@@ -1,0 +1,215 @@
+"""What happens to a KV cache before attention: new keys and values go in, and rotary positions are
+applied. A primitive: on a GPU it is two programs, elsewhere plain JAX."""
+
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array, lax
+from jax import numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from heedful.core.arrays import ArraySpec
+from heedful.core.call import CacheUpdate
+from heedful.core.operands import Operands
+from heedful.core.problem import AttentionProblem
+from heedful.jax import sharding
+from heedful.jax.arrays import array_spec
+
+PLATFORMS = ("cpu", "cuda", "rocm")
+_PLACES = ("block_table", "kv_batch_idx", "leftpad_k")
+_TABLES = ("rotary_cos", "rotary_sin")
+
+
+class Static(NamedTuple):
+    """What is known of an update beside its arrays.
+
+    names: of its arrays in order. page_size: 0 without pages. interleaved: how rotary pairs lie.
+    advance: whether queries have a position each. position0: tokens before the cache.
+    """
+
+    names: tuple[str, ...]
+    page_size: int
+    interleaved: bool
+    advance: bool
+    position0: int
+
+    def named(self, arrays) -> dict[str, Any]:
+        return dict(zip(self.names, arrays, strict=True))
+
+
+def extended(x: Operands, update: CacheUpdate, start: Array, problem: AttentionProblem) -> Operands:
+    """x with the new tokens in its caches, seqused_k counting them, and q at its positions.
+
+    start: int32 (B,), where they go in each sequence's storage.
+    """
+    arrays = {"k_new": update.k, "v_new": update.v, "k": x.k, "v": x.v, "cache_seqlens": start}
+    arrays |= {name: getattr(x, name) for name in _PLACES}
+    if update.rotary_cos is not None:
+        arrays |= {name: getattr(update, name) for name in _TABLES} | {"q": x.q}
+    given = {name: jnp.asarray(a) for name, a in arrays.items() if a is not None}
+    static = _static(tuple(given), update, problem)
+    k, v, used, *rotated = update_p.bind(*map(lax.stop_gradient, given.values()), static=static)
+    return x._replace(k=k, v=v, seqused_k=used, q=rotated[0] if rotated else x.q)
+
+
+def rotated_only(
+    x: Operands, update: CacheUpdate, start: Array, problem: AttentionProblem
+) -> Array:
+    """q at its positions, where there are no new tokens to write."""
+    static = _static((), update, problem)
+    cos, sin = jnp.asarray(update.rotary_cos), jnp.asarray(update.rotary_sin)
+    position = start + static.position0
+    return rotate(x.q, cos, sin, position, static.interleaved, static.advance)
+
+
+def _static(names: tuple[str, ...], update: CacheUpdate, problem: AttentionProblem) -> Static:
+    page_size, advance = problem.page_size, problem.mask.bounded
+    return Static(names, page_size, update.rotary_interleaved, advance, update.position0)
+
+
+update_p = Primitive("heedful_cache_update")
+update_p.multiple_results = True
+
+
+@lru_cache(1024)
+def _compiled(static: Static):
+    return jax.jit(partial(update_p.bind, static=static))
+
+
+def _type(*types, static: Static):
+    given = static.named(types)
+    results = [(given["k"].shape, given["k"].dtype), (given["v"].shape, given["v"].dtype)]
+    results.append((given["cache_seqlens"].shape, jnp.dtype("int32")))
+    if "q" in given:
+        results.append((given["q"].shape, given["q"].dtype))
+    return [sharding.varying_like(jax.core.ShapedArray(*made), types) for made in results]
+
+
+def _batched(arrays, dims, *, static: Static):
+    mapped = [jnp.moveaxis(a, d, 0) for a, d in zip(arrays, dims, strict=True) if d is not None]
+
+    def one(own):
+        rest = iter(own)
+        whole = [a if d is None else next(rest) for a, d in zip(arrays, dims, strict=True)]
+        return update_p.bind(*whole, static=static)
+
+    results = lax.map(one, mapped)
+    return results, [0] * len(results)
+
+
+def _lower(platform: str, context, *values, static: Static):
+    context = sharding.unvaried(context)
+    fun = partial(_on_cpu if platform == "cpu" else partial(_on_gpu, platform), static)
+    return mlir.lower_fun(fun, multiple_results=True)(context, *values)
+
+
+def _no_derivative(primals, tangents, *, static: Static):
+    raise NotImplementedError("heedful's update of a KV cache has no derivative")
+
+
+update_p.def_impl(lambda *arrays, static: _compiled(static)(*arrays))
+update_p.def_abstract_eval(_type)
+batching.primitive_batchers[update_p] = _batched
+ad.primitive_jvps[update_p] = _no_derivative
+for _platform in PLATFORMS:
+    mlir.register_lowering(update_p, partial(_lower, _platform), platform=_platform)
+
+
+# GPUs
+
+
+def _on_gpu(platform: str, static: Static, *arrays):
+    from heedful.jax import gpu
+    from heedful.jax.device import device_spec
+    from heedful.launch.bind import portable_cache
+
+    arch, given = device_spec(platform).arch, static.named(arrays)
+    q = given.pop("q", None)
+    specs = {name: array_spec(array) for name, array in given.items()}
+    used = {"seqused": specs["cache_seqlens"]}
+    how = static.page_size, static.interleaved, static.position0
+    made = portable_cache.append_kv(specs | used, *how)
+    done = gpu.run(made, arch, given, used | {n: specs[n] for n in "kv"}, "append")
+    results = [done["k"], done["v"], done["seqused"]]
+    if q is None:
+        return results
+    turned = {name: given[name] for name in ("cache_seqlens", *_TABLES)} | {"q": q}
+    specs = {name: array_spec(array) for name, array in turned.items()}
+    rotated = {"rotated": ArraySpec.contiguous(q.shape, specs["q"].dtype)}
+    made = portable_cache.rotary(
+        specs | rotated, static.interleaved, static.advance, static.position0
+    )
+    return [*results, gpu.run(made, arch, turned, rotated, "rotate")["rotated"]]
+
+
+# Elsewhere
+
+
+def _on_cpu(static: Static, *arrays):
+    given = static.named(arrays)
+    k, v, start = given["k_new"], given["v_new"], given["cache_seqlens"]
+    leftpad = given.get("leftpad_k")
+    used = jnp.where(start < 0, start, start + k.shape[1])
+    results = [used if leftpad is None else used - leftpad]
+    if "rotary_cos" in given:
+        tables = given["rotary_cos"], given["rotary_sin"], start + static.position0
+        k = rotate(k, *tables, static.interleaved)
+        if "q" in given:
+            results.append(rotate(given["q"], *tables, static.interleaved, static.advance))
+    where, kept = _places(given, static.page_size, k.shape[1])
+    caches = [_written(given[n], new, where, kept) for n, new in (("k", k), ("v", v))]
+    return [*caches, *results]
+
+
+def _places(given: dict[str, Array], page_size: int, new: int) -> tuple[tuple, Array]:
+    """(entry, row) of each new token in its cache, and whether it lies there: (B, new)."""
+    start, cache = given["cache_seqlens"], given["k"]
+    position = start[:, None] + jnp.arange(new, dtype=jnp.int32)
+    table = given.get("block_table")
+    capacity = cache.shape[1] * (1 if table is None else table.shape[1])
+    kept = (start[:, None] >= 0) & (position < capacity)
+    position = jnp.clip(position, 0, capacity - 1)
+    if table is None:
+        row = given.get("kv_batch_idx")
+        row = jnp.arange(start.shape[0], dtype=jnp.int32) if row is None else row
+        entry = jnp.broadcast_to(row[:, None], position.shape)
+    else:
+        entry = jnp.take_along_axis(table, position // page_size, axis=1)
+        position = position % page_size
+    return (entry, position), kept & (entry >= 0) & (entry < cache.shape[0])
+
+
+def _written(cache: Array, tokens: Array, where: tuple, kept: Array) -> Array:
+    entry, position = where
+    # An entry that the cache lacks is dropped.
+    entry = jnp.where(kept, entry, cache.shape[0])
+    return cache.at[entry, position].set(tokens, mode="drop")
+
+
+def rotate(
+    x: Array, cos: Array, sin: Array, start: Array, interleaved: bool, advance: bool = True
+) -> Array:
+    """Rotary position embedding (Su et al. 2021) of the first 2 * cos.shape[1] dims of each head.
+
+    x: (B, S, heads, D). cos, sin: (positions, rotary_dim / 2). start: int (B,), the position of
+    each sequence's first token; the next ones follow, or have the same if not advance.
+    interleaved: pairs are neighbours (GPT-J), else halves (GPT-NeoX). Computed in float32.
+    """
+    half = cos.shape[1]
+    position = start[:, None]
+    if advance:
+        position = position + jnp.arange(x.shape[1], dtype=jnp.int32)
+    # Sequences of negative length, or beyond the storage, have no position: any will do.
+    position = jnp.clip(position, 0, max(0, cos.shape[0] - 1))
+    c, s = (table[position].astype(jnp.float32)[:, :, None] for table in (cos, sin))
+    turned = x[..., : 2 * half].astype(jnp.float32)
+    if interleaved:
+        first, second = turned[..., 0::2], turned[..., 1::2]
+    else:
+        first, second = turned[..., :half], turned[..., half:]
+    pair = (first * c - second * s, first * s + second * c)
+    joined = jnp.stack(pair, -1) if interleaved else jnp.concatenate(pair, -1)
+    turned = joined.reshape(turned.shape)
+    return jnp.concatenate([turned.astype(x.dtype), x[..., 2 * half :]], -1)

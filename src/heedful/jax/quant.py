@@ -1,0 +1,125 @@
+"""Quantised keys and values: value = stored * scale + shift, one scale per group of values."""
+
+from typing import Any
+
+from jax import Array, lax
+from jax import numpy as jnp
+
+from heedful.core.describe import FLOATS, check_dtype, check_shape
+from heedful.jax.arrays import check_array, dtype_name
+from heedful.jax.plain import plain_flag, plain_int
+
+# Storage -> the largest magnitude it is used for; int4 and int8 are symmetric around 0.
+_TOP = {
+    "int4": 7,
+    "int8": 127,
+    "float8_e4m3fn": 448,
+    "float8_e4m3fnuz": 240,
+    "float8_e5m2": 57344,
+}
+
+
+def quantize_kv(
+    x: Array, dtype: Any, group_size: int | None = None, asymmetric: bool = False
+) -> tuple[Array, Array, Array | None]:
+    """Keys or values in few bits, for the caches of flash_attn_with_kvcache.
+
+    Args:
+        x: (..., head_dim), float16, bfloat16 or float32.
+        dtype: "int4" (two a byte, the even one in the low bits), "int8" or a float8, as a name or
+            a dtype.
+        group_size: consecutive values of a head that share a scale; default: the whole head.
+        asymmetric: also subtract the middle of each group's range, which is returned as shift.
+
+    Returns:
+        packed: (..., head_dim) of that dtype, for int4 uint8 (..., head_dim / 2).
+        scale: float32 (..., head_dim / group_size).
+        shift: as scale, or None.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: per-group KV quantisation as in xFormers' split-K decode; KIVI (Liu et al. 2024).
+    """
+    check_array("x", x)
+    check_dtype("x", dtype_name(x.dtype), *FLOATS)
+    name = dtype if isinstance(dtype, str) else dtype_name(dtype)
+    if name not in _TOP:
+        raise ValueError(f"dtype must be one of {', '.join(_TOP)}, got {dtype}")
+    if x.ndim < 1 or x.shape[-1] < 1:
+        raise ValueError(f"x must be (..., head_dim), got shape {tuple(x.shape)}")
+    dim = x.shape[-1]
+    size = dim if group_size is None else plain_int("group_size", group_size, "an int or None")
+    if size < 1 or dim % size:
+        raise ValueError(f"group_size must divide head_dim {dim}, got {size}")
+    if name == "int4" and dim % 2:
+        raise ValueError(f"x must have an even head_dim for int4, got {dim}")
+    asymmetric = plain_flag("asymmetric", asymmetric)
+    groups = lax.stop_gradient(jnp.asarray(x)).astype(jnp.float32)
+    groups = groups.reshape(*x.shape[:-1], dim // size, size)
+    shift = None
+    if asymmetric:
+        shift = (groups.min(-1) + groups.max(-1)) / 2
+        groups = groups - shift[..., None]
+    scale = jnp.abs(groups).max(-1) / _TOP[name]
+    scale = jnp.where(scale > 0, scale, 1.0)
+    stored = jnp.clip(groups / scale[..., None], -_TOP[name], _TOP[name]).reshape(x.shape)
+    if name == "int4":
+        whole = lax.bitcast_convert_type(jnp.round(stored).astype(jnp.int8), jnp.uint8)
+        nibbles = whole & 0xF
+        return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scale, shift
+    if name == "int8":
+        stored = jnp.round(stored)
+    return stored.astype(jnp.dtype(name)), scale, shift
+
+
+def dequantize_kv(
+    packed: Array, scale: Array, shift: Array | None = None, dtype: Any = jnp.float32
+) -> Array:
+    """What quantize_kv's result stands for: packed * scale + shift.
+
+    Args:
+        packed: (..., head_dim) int8 or float8, or uint8 (..., head_dim / 2), two int4 a byte.
+        scale: float32 (..., groups), each for head_dim / groups consecutive values.
+        shift: as scale, or None.
+        dtype: of the result: float16, bfloat16 or float32.
+
+    Returns:
+        (..., head_dim).
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    check_array("packed", packed)
+    stored = dtype_name(packed.dtype)
+    check_dtype("packed", stored, *("uint8" if name == "int4" else name for name in _TOP))
+    check_array("scale", scale)
+    check_dtype("scale", dtype_name(scale.dtype), "float32")
+    name = dtype if isinstance(dtype, str) else dtype_name(dtype)
+    if name not in FLOATS:
+        raise TypeError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
+    packed = jnp.asarray(packed)
+    values = unpack_int4(packed) if stored == "uint8" else packed
+    values = values.astype(jnp.float32)
+    dim = values.shape[-1]
+    if scale.ndim != packed.ndim or scale.shape[-1] < 1 or dim % scale.shape[-1]:
+        raise ValueError(
+            f"scale must be (..., groups) with groups that divide {dim},"
+            f" got shape {tuple(scale.shape)}"
+        )
+    shape = (*packed.shape[:-1], scale.shape[-1])
+    check_shape("scale", scale.shape, shape, "(..., groups)")
+    groups = values.reshape(*shape, dim // scale.shape[-1]) * scale[..., None]
+    if shift is not None:
+        check_array("shift", shift)
+        check_dtype("shift", dtype_name(shift.dtype), "float32")
+        check_shape("shift", shift.shape, shape, "of scale")
+        groups = groups + shift[..., None]
+    return groups.reshape(values.shape).astype(jnp.dtype(name))
+
+
+def unpack_int4(packed: Array) -> Array:
+    """uint8 (..., dim / 2) -> int8 (..., dim), the even value from the low nibble."""
+    nibbles = jnp.stack([packed & 0xF, packed >> 4], -1)
+    flat = nibbles.reshape(*packed.shape[:-1], -1)
+    return lax.bitcast_convert_type(flat ^ jnp.uint8(8), jnp.int8) - jnp.int8(8)
