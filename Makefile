@@ -29,6 +29,7 @@ $(VENV)/.ready: pyproject.toml tools/set-up.sh
 
 test: lint ## lint, types and the default tests (what CI runs)
 	$(RUN) pytest -n $(WORKERS) --dist worksteal $(ARGS)
+	$(if $(VENV),tools/jax_calls.sh $(VENV)-jax)
 
 test-slow: $(READY) ## every test, the long grids too
 	$(RUN) pytest -n $(WORKERS) --dist worksteal --run-slow $(ARGS)
@@ -66,4 +67,4 @@ docs: $(READY) ## write the generated pages of docs/ anew
 	$(PY) tools/draw_docs.py
 
 clean: ## remove .venv and everything generated
-	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .mutation demo-output bench-output
+	rm -rf .venv .venv-jax .pytest_cache .ruff_cache .hypothesis .mutation demo-output bench-output

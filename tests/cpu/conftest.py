@@ -1,8 +1,13 @@
 """CPU tests use small tensors, which more threads only slow down: on a machine that other
 processes keep busy, a parallel loop waits whole time slices for its last thread."""
 
+import os
+
 import pytest
 import torch
+
+# Devices that JAX's tests spread work over; read when JAX is first used.
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from heedful.core.call import WHOLE, AttentionCall, Options, argument_name
 from heedful.core.describe import describe
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
-from heedful.jax import primitives
+from heedful.jax import primitives, sharding
 from heedful.jax.arrays import array_spec, check_array
 from heedful.jax.plain import origin_words, plain_options, seed_words
 
@@ -101,6 +101,7 @@ def adapted(x: Operands) -> Operands:
 def computed(x: Operands, options: Options, origin: Array | None = None) -> tuple:
     """The results of a checked call of adapted arrays."""
     count = 3 if options.return_attn_probs else 2 if options.return_lse else 1
+    x, origin = sharding.alike((x, origin))
     given = Differentiable(x.q, x.k, x.v, x.bias, x.sink)
     rest = x._replace(q=None, k=None, v=None, bias=None, sink=None)
     results = _attention(options, given, rest, origin)

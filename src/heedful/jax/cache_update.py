@@ -16,6 +16,7 @@ from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.jax import sharding
 from heedful.jax.arrays import array_spec
+from heedful.jax.private import wants_devices
 
 PLATFORMS = ("cpu", "cuda", "rocm")
 _PLACES = ("block_table", "kv_batch_idx", "leftpad_k")
@@ -49,6 +50,7 @@ def extended(x: Operands, update: CacheUpdate, start: Array, problem: AttentionP
     if update.rotary_cos is not None:
         arrays |= {name: getattr(update, name) for name in _TABLES} | {"q": x.q}
     given = {name: jnp.asarray(a) for name, a in arrays.items() if a is not None}
+    given = sharding.alike(given)
     static = _static(tuple(given), update, problem)
     k, v, used, *rotated = update_p.bind(*map(lax.stop_gradient, given.values()), static=static)
     return x._replace(k=k, v=v, seqused_k=used, q=rotated[0] if rotated else x.q)
@@ -101,8 +103,31 @@ def _batched(arrays, dims, *, static: Static):
 
 def _lower(platform: str, context, *values, static: Static):
     context = sharding.unvaried(context)
+    if sharding.is_spread(context):
+        fun = _spread(static, context)
+        return mlir.lower_fun(fun, multiple_results=True)(context, *values)
     fun = partial(_on_cpu if platform == "cpu" else partial(_on_gpu, platform), static)
     return mlir.lower_fun(fun, multiple_results=True)(context, *values)
+
+
+def _spread(static: Static, context):
+    """As XLA may share it among devices: by heads, and by batch where each entry has a cache."""
+    shapes = {n: a.shape for n, a in zip(static.names, context.avals_in, strict=True)}
+    shared = "block_table" in shapes or "kv_batch_idx" in shapes
+    heads = shapes["k"][-2]
+    group = shapes["q"][-2] // heads if "q" in shapes else 1
+    results = [(n, shapes[n]) for n in ("k", "v", "cache_seqlens")]
+    results += [("q", shapes["q"])] if "q" in shapes else []
+    rule = sharding.Rule(
+        static.names,
+        tuple(shapes.values()),
+        tuple(results),
+        sharding.Layout(True, shared, heads, group),
+        lambda given: update_p.bind(*given.values(), static=static),
+        # Every device writes to the whole of a cache that batch entries share.
+        whole=(sharding.BATCH,) if shared else (),
+    )
+    return rule.spread()
 
 
 def _no_derivative(primals, tangents, *, static: Static):
@@ -113,6 +138,7 @@ update_p.def_impl(lambda *arrays, static: _compiled(static)(*arrays))
 update_p.def_abstract_eval(_type)
 batching.primitive_batchers[update_p] = _batched
 ad.primitive_jvps[update_p] = _no_derivative
+wants_devices(update_p)
 for _platform in PLATFORMS:
     mlir.register_lowering(update_p, partial(_lower, _platform), platform=_platform)
 

@@ -22,6 +22,7 @@ from heedful.core.operands import Gradients, Operands
 from heedful.core.problem import AttentionProblem
 from heedful.jax import local, sharding
 from heedful.jax.arrays import array_spec
+from heedful.jax.private import wants_devices
 
 PLATFORMS = ("cpu", "cuda", "rocm")
 # What stands behind the operands of a backward.
@@ -209,10 +210,51 @@ def _lower(primitive, run, platform: str, context, *values, static: Static):
     """What a primitive becomes: a part of itself on each device, or the computation."""
     context = sharding.unvaried(context)
     if sharding.is_spread(context):
-        fun = sharding.spread(primitive, static, problem(static, context.avals_in))
+        fun = _spread(primitive, static, context)
     else:
         fun = partial(run, platform, static)
     return mlir.lower_fun(fun, multiple_results=True)(context, *values)
+
+
+def _spread(primitive, static: Static, context):
+    """The primitive as XLA may share it among devices: each runs it on its part."""
+    found = problem(static, context.avals_in)
+    shapes = dict(zip(static.names, (a.shape for a in context.avals_in), strict=True))
+    made = _RESULTS[primitive](static, found)
+    results = tuple(zip(made, (a.shape for a in context.avals_out), strict=True))
+    more = _places(static, found)
+    shapes |= {name: array.shape for name, array in more.items()}
+    dense = not found.varlen_q
+    shared = bool(found.page_size or found.kv_batch_idx or found.varlen_k)
+    layout = sharding.Layout(dense, shared, found.heads_k, found.group)
+
+    def run(given: dict[str, Array]):
+        if "origin" in given:
+            given["origin"] = sharding.shifted(given)
+        return primitive.bind(*given.values(), static=static._replace(names=tuple(given)))
+
+    rule = sharding.Rule(tuple(shapes), tuple(shapes.values()), results, layout, run)
+    return lambda *arrays: rule.spread()(*arrays, *more.values())
+
+
+def _places(static: Static, found: AttentionProblem) -> dict[str, Array]:
+    """Arrays by which a device knows its part of the dropout mask; the function that is spread may
+    have no constants."""
+    if not found.dropout_p > 0:
+        return {}
+    own = {"origin": jnp.array(found.dropout_origin, jnp.uint32)}
+    own = {} if "origin" in static.names else own
+    return own | sharding.places(found.batch, found.heads_q)
+
+
+_RESULTS = {
+    forward_p: lambda static, found: (
+        ["out"] + ["lse"] * found.makes_lse + ["probs"] * found.return_probs
+    ),
+    backward_p: lambda static, found: (
+        ["dq", "dk", "dv"] + ["dbias"] * static.bias_grad + ["dsink"] * found.sink
+    ),
+}
 
 
 def _run_forward(platform: str, static: Static, *arrays):
@@ -241,6 +283,7 @@ for _primitive, _type, _run in (
     _primitive.def_abstract_eval(_type)
     batching.primitive_batchers[_primitive] = partial(_batched, _primitive)
     ad.primitive_jvps[_primitive] = _no_derivative
+    wants_devices(_primitive)
     for _platform in PLATFORMS:
         mlir.register_lowering(
             _primitive, partial(_lower, _primitive, _run, _platform), platform=_platform

@@ -4,17 +4,49 @@ Under shard_map the caller says who has what. Under jit with sharded inputs a pa
 does: batch and KV heads may be spread, all else is gathered.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax import Array
+from jax import numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding, PartitionSpec
+
+# Labels of dims that may be spread: batch, KV heads, and query heads by their KV head.
+BATCH, HEADS, GROUPED = "b", "g", "(g r)"
+# Operands with a dim for the batch alone.
+_LENGTHS = ("seqused_q", "seqused_k", "leftpad_k", "kv_batch_idx", "cache_seqlens", "seqused")
+_SCALES = ("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
+
+
+def varies_over(array: Any) -> frozenset[str]:
+    """The manual mesh axes, those of shard_map, over which an array or its type varies."""
+    kind = array if hasattr(array, "manual_axis_type") else jax.typeof(array)
+    return getattr(kind.manual_axis_type, "varying", frozenset())
+
+
+def alike(tree: Any) -> Any:
+    """Arrays that all vary over the axes that any of them does, as a primitive wants them."""
+    axes = frozenset().union(*map(varies_over, jax.tree.leaves(tree)))
+    if not axes:
+        return tree
+
+    def varied(array):
+        missing = tuple(axes - varies_over(array))
+        return jax.lax.pcast(array, missing, to="varying") if missing else array
+
+    return jax.tree.map(varied, tree)
 
 
 def varying_like(made: Any, types) -> Any:
-    """The type of a result as varying over manual mesh axes as that of the operands."""
-    marked = [t for t in types if getattr(getattr(t, "mat", None), "varying", None)]
-    if not marked:
+    """The type of a result as varying over manual mesh axes as those of the operands do."""
+    like = max(types, key=lambda kind: len(varies_over(kind)))
+    if not varies_over(like):
         return made
-    return made.update(manual_axis_type=max((t.mat for t in marked), key=lambda m: len(m.varying)))
+    sharding = NamedSharding(like.sharding.mesh, PartitionSpec())
+    return made.update(sharding=sharding, manual_axis_type=like.manual_axis_type)
 
 
 def unvaried(context: Any) -> Any:
@@ -30,3 +62,179 @@ def is_spread(context: Any) -> bool:
     if hasattr(axes, "manual_axes"):
         return set(axes.manual_axes) != set(axes.mesh.axis_names)
     return getattr(axes, "num_devices", 1) > 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the dims of a call's arrays belong together.
+
+    dense: q is (batch, rows, heads, dim), not packed. shared: keys are not one row of storage a
+    batch entry. group: query heads a KV head.
+    """
+
+    dense: bool
+    shared: bool
+    heads_k: int
+    group: int
+
+    @property
+    def query_heads(self) -> str:
+        return GROUPED if self.group > 1 else HEADS
+
+    def labels(self, name: str, shape: tuple[int, ...]) -> list[str]:
+        """One for each dim; "" for one that has no say."""
+        own = self._labels(name, len(shape))
+        whole = {HEADS: self.heads_k, GROUPED: self.heads_k * self.group}
+        # A dim of 1 is repeated, and stays where it is.
+        found = []
+        for label, n in zip(own, shape, strict=True):
+            fits = n == whole[label] if label in (HEADS, GROUPED) else n > 1
+            found.append(label if fits else "")
+        return found
+
+    def _labels(self, name: str, rank: int) -> list[str]:
+        heads, batch = self.query_heads, BATCH if self.dense else ""
+        keys = batch if not self.shared else ""
+        if name in ("q", "out", "dout", "dq", "rotated"):
+            return [batch, "", heads, ""][-rank:] if self.dense else ["", heads, ""]
+        if name in ("k_new", "v_new"):
+            return [BATCH, "", HEADS, ""]
+        if name in ("k", "v", "dk", "dv"):
+            return [keys, "", HEADS, ""] if rank == 4 else ["", HEADS, ""]
+        if name in ("lse", "dlse"):
+            return [batch, heads, ""] if rank == 3 else [heads, ""]
+        if name in ("bias", "probs", "dbias"):
+            return [BATCH, heads, "", ""]
+        if name in ("alibi_slopes", "sink", "dsink", "head_index"):
+            return [BATCH, heads][-rank:]
+        if name in _LENGTHS or name == "batch_index":
+            return [BATCH if self.dense or name not in ("seqused_q", "seqused_k") else ""]
+        if name in _SCALES:
+            if rank > 2:
+                return [*[keys, "", HEADS, ""][-rank:]]
+            return [BATCH if self.dense else "", HEADS][2 - rank :]
+        if name in ("block_table", "tree_mask"):
+            return [BATCH if self.dense else "", *[""] * (rank - 1)]
+        return [""] * rank
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What XLA is told of a call over several devices.
+
+    names, shapes: of its arrays; results: likewise. layout: see above. run: computes the results of
+    arrays by name. whole: labels that may not be spread.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[str, tuple[int, ...]], ...]
+    layout: Layout
+    run: Callable[[dict[str, Array]], list[Array]]
+    whole: tuple[str, ...] = ()
+
+    def spread(self) -> Callable[..., list[Array]]:
+        """The computation as XLA may share it among devices."""
+
+        def computed(*arrays):
+            return tuple(self.run(dict(zip(self.names, arrays, strict=True))))
+
+        fun = custom_partitioning(computed)
+        text, sizes, alone = self._text()
+        fun.def_partition(
+            partition=self._partition,
+            infer_sharding_from_operands=self._infer,
+            sharding_rule=text,
+            need_replication_factors=alone,
+            **sizes,
+        )
+        return fun
+
+    def _text(self) -> tuple[str, dict[str, int], tuple[str, ...]]:
+        """The rule as Shardy reads it, sizes of compound factors, and factors that stay whole."""
+        # In the order in which they appear, as Shardy wants them.
+        fresh, alone = iter(range(10**6)), {}
+
+        def words(name, shape):
+            labels = []
+            for label in self.layout.labels(name, shape):
+                if not label or label in self.whole:
+                    label = f"w{next(fresh)}"
+                    alone[label] = None
+                elif label == GROUPED:
+                    alone["r"] = None
+                labels.append(label)
+            return " ".join(labels)
+
+        given = ", ".join(map(words, self.names, self.shapes))
+        made = ", ".join(words(*result) for result in self.results)
+        # KV heads have a whole dim of their own, that of k, which tells their number.
+        sizes = {"r": self.layout.group} if "r" in alone else {}
+        return f"{given} -> {made}", sizes, tuple(alone)
+
+    def _axes(self, arg_shapes) -> dict[str, Any]:
+        """Mesh axes by label, from how q lies, as far as they divide what they spread."""
+        index = self.names.index("q" if "q" in self.names else "k_new")
+        given, mesh = arg_shapes[index], arg_shapes[index].sharding.mesh
+        spec = (*given.sharding.spec, *[None] * len(given.shape))[: len(given.shape)]
+        found: dict[str, Any] = {}
+        for label, axes in zip(
+            self.layout.labels(self.names[index], given.shape), spec, strict=True
+        ):
+            if not label or label in self.whole or axes is None:
+                continue
+            names = axes if isinstance(axes, tuple) else (axes,)
+            count = 1
+            for name in names:
+                count *= mesh.shape[name]
+            if label == BATCH or self.layout.heads_k % count == 0:
+                found[BATCH if label == BATCH else HEADS] = names
+        return found
+
+    def _sharding(self, mesh, axes: dict[str, Any], name: str, shape) -> NamedSharding:
+        labels = self.layout.labels(name, shape)
+        keys = [HEADS if label == GROUPED else label for label in labels]
+        return NamedSharding(mesh, PartitionSpec(*(axes.get(key) for key in keys)))
+
+    def _infer(self, mesh, arg_shapes, result_shapes):
+        axes = self._axes(arg_shapes)
+        return tuple(self._sharding(mesh, axes, *result) for result in self.results)
+
+    def _partition(self, mesh, arg_shapes, result_shapes):
+        axes = self._axes(arg_shapes)
+        given = tuple(map(lambda n, s: self._sharding(mesh, axes, n, s), self.names, self.shapes))
+
+        def part(*arrays):
+            made = self.run(dict(zip(self.names, arrays, strict=True)))
+            pairs = zip(self.results, made, strict=True)
+            return tuple(self._summed(n, s, a, axes) for (n, s), a in pairs)
+
+        return mesh, part, self._infer(mesh, arg_shapes, result_shapes), given
+
+    def _summed(self, name: str, shape, array: Array, axes: dict[str, Any]) -> Array:
+        """Gradients of what several devices have are sums over those."""
+        if name not in ("dbias", "dsink"):
+            return array
+        labels = self.layout.labels(name, shape)
+        has = {HEADS if label == GROUPED else label for label in labels}
+        for key, names in axes.items():
+            if key not in has:
+                array = jax.lax.psum(array, names)
+        return array
+
+
+def places(batch: int, heads: int) -> dict[str, Array]:
+    """Arrays that tell a device which batch entries and heads it has, once they are spread."""
+    return {
+        "batch_index": jnp.arange(batch, dtype=jnp.uint32),
+        "head_index": jnp.arange(heads, dtype=jnp.uint32),
+    }
+
+
+def shifted(given: dict[str, Array]) -> Array:
+    """The dropout origin of a device's part. given: that of the whole, and those of `places`, which
+    are taken out."""
+    batch, head = given.pop("batch_index"), given.pop("head_index")
+    zero = jnp.zeros(1, jnp.uint32)
+    first = [index[:1] if index.size else zero for index in (batch, head)]
+    return given["origin"] + jnp.concatenate([*first, zero, zero])

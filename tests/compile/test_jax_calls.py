@@ -1,0 +1,242 @@
+"""JAX's programs for GPUs that are not here: a call for each kernel, with the machine code that
+the PyTorch path launches. No torch: also run by a Python that has JAX's GPU plugin
+(tools/jax_calls.sh).
+"""
+
+import re
+import zlib
+from functools import partial
+
+import pytest
+
+jax = pytest.importorskip("jax")
+from jax import numpy as jnp  # noqa: E402
+
+from heedful.core.capability import JAX_ON_GPUS  # noqa: E402
+from heedful.core.device import by_name  # noqa: E402
+from heedful.core.plan import plan  # noqa: E402
+from heedful.core.problem import AttentionProblem  # noqa: E402
+from heedful.jax import (  # noqa: E402
+    device,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    gpu,
+    triton_call,
+)
+from heedful.launch.compiler import artifact  # noqa: E402
+from heedful.launch.foreign import TensorMapParameter  # noqa: E402
+from heedful.launch.programs import program  # noqa: E402
+from heedful.launch.spec import Scalar  # noqa: E402
+from support import wire  # noqa: E402
+
+BF16 = jnp.bfloat16
+ROWS = {"q": (2, 96, 4, 64), "k": (2, 160, 2, 64), "v": (2, 160, 2, 64)}
+
+
+def shaped(*shape: int, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+QKV = [shaped(*shape) for shape in ROWS.values()]
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    """Planned for an H200, with a jax that can call kernels, whatever version is here."""
+    monkeypatch.setenv("HEEDFUL_DEVICE", "H200")
+    monkeypatch.setattr(device, "_jax_version", lambda: JAX_ON_GPUS)
+
+
+def lowered(function, *types, platform: str = "cuda") -> str:
+    """The program of a call, as text. What JAX keeps of such a call may be for another device."""
+    jax.clear_caches()
+    traced = jax.jit(function).trace(*types)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def calls(function, *types, platform: str = "cuda", monkeypatch) -> list[wire.Call]:
+    """The kernel calls of a program, read back."""
+    seen = []
+    made = triton_call.opaque
+
+    def keep(*args):
+        seen.append(made(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(triton_call, "opaque", keep)
+    text = lowered(function, *types, platform=platform)
+    assert text.count(f"@{triton_call.TARGET}(") == len(seen)
+    return [wire.Call(opaque) for opaque in seen]
+
+
+CAUSAL = partial(flash_attn_func, causal=True)
+
+
+def test_a_forward_is_one_call_of_the_code_that_torch_launches(monkeypatch):
+    (call,) = calls(CAUSAL, *QKV, monkeypatch=monkeypatch)
+    problem = AttentionProblem.dense(2, 96, 160, 4, 2, 64, causal=True)
+    chosen = plan(problem, by_name("H200"))
+    (launch,) = program(chosen, "forward").calls
+    compiled = artifact(launch, "sm_90")
+    assert chosen.backend == "hopper"
+    assert call.code == compiled.code
+    assert call.grid == launch.grid
+    assert call.kernel[wire.NUM_WARPS] == [compiled.num_warps]
+    assert call.kernel[wire.SHARED] == [compiled.shared_bytes]
+    assert call.kernel[wire.CAPABILITY] == [90]
+
+
+def test_codes_are_told_apart_where_jaxlib_looks_for_a_loaded_kernel(monkeypatch):
+    """It goes by name, shared memory, target and the text in place of PTX."""
+    one, other = (calls(f, *QKV, monkeypatch=monkeypatch)[0] for f in (CAUSAL, flash_attn_func))
+    assert one.kernel[wire.KERNEL_NAME] == other.kernel[wire.KERNEL_NAME]
+    assert one.code != other.code and one.kernel[wire.PTX] != other.kernel[wire.PTX]
+    assert len(one.kernel[wire.PTX][0]) == 64
+
+
+def test_what_must_be_zero_is_zeroed_by_the_call(monkeypatch):
+    """The tile counter of packed sequences is begun by the kernel before; that of a causal mask
+    over several waves starts at zero."""
+    rows = [shaped(4, 4096, 16, 64)] * 3
+    (call,) = calls(CAUSAL, *rows, monkeypatch=monkeypatch)
+    assert call.zeroed() == [4]
+
+
+def test_gradients_are_calls_whose_arrays_come_from_xla(monkeypatch):
+    def loss(q, k, v, bias, sink):
+        out = flash_attn_func(q, k, v, bias=bias, sink=sink, dropout_p=0.1, dropout_seed=1)
+        return out.astype(jnp.float32).sum()
+
+    types = (*QKV, shaped(4, 96, 160), shaped(4, dtype=jnp.float32))
+    made = calls(jax.grad(loss, range(5)), *types, monkeypatch=monkeypatch)
+    assert len(made) == 5
+    text = lowered(jax.grad(loss, range(5)), *types)
+    names = re.findall(r'@AllocateBuffer\(\).*?backend_config = "(\w+)"', text)
+    # No two alike within a program: XLA would make them one, and copy.
+    assert {"dq", "dk", "dv"} <= set(names)
+    assert "output_operand_alias" in text
+
+
+def test_packed_and_cached_calls_build(monkeypatch):
+    bounds = shaped(4, dtype=jnp.int32)
+    packed = [shaped(200, heads, 64) for heads in (4, 2, 2)]
+    fun = lambda q, k, v, b: flash_attn_varlen_func(q, k, v, b, b, 96, 96, causal=True)  # noqa: E731
+    assert len(calls(fun, *packed, bounds, monkeypatch=monkeypatch)) == 2
+    cache = [shaped(7, 16, 2, 64)] * 2
+    new = [shaped(2, 1, heads, 64) for heads in (4, 2, 2)]
+    table, lengths = shaped(2, 3, dtype=jnp.int32), shaped(2, dtype=jnp.int32)
+
+    def step(q, k, v, kc, vc, table, lengths):
+        return flash_attn_with_kvcache(
+            q, kc, vc, k, v, cache_seqlens=lengths, block_table=table, causal=True
+        )
+
+    made = calls(step, *new, *cache, table, lengths, monkeypatch=monkeypatch)
+    assert [call.name for call in made][0] == "append_keys"
+
+
+@pytest.mark.parametrize(("name", "target"), [("MI300X", "gfx942"), ("MI355X", "gfx950")])
+def test_calls_for_amd_carry_their_code_objects(name, target, monkeypatch):
+    monkeypatch.setenv("HEEDFUL_DEVICE", name)
+    made = calls(CAUSAL, *QKV, platform="rocm", monkeypatch=monkeypatch)
+    assert all(call.code[:4] == b"\x7fELF" and target.encode() in call.code for call in made)
+
+
+def test_an_older_jaxlib_is_refused_with_the_reason(monkeypatch):
+    monkeypatch.setattr(device, "_jax_version", lambda: (0, 11, 0))
+    with pytest.raises(ValueError, match="needs jax >= 0.11.1, got 0.11.0"):
+        lowered(CAUSAL, *QKV)
+
+
+def test_without_a_device_the_message_says_how_to_name_one(monkeypatch):
+    monkeypatch.delenv("HEEDFUL_DEVICE")
+    with pytest.raises(ValueError, match="HEEDFUL_DEVICE must name the device"):
+        lowered(CAUSAL, *QKV)
+
+
+def test_more_scratch_than_allowed_raises(monkeypatch):
+    monkeypatch.setenv("HEEDFUL_WORKSPACE_LIMIT_MB", "0")
+    with pytest.raises(ValueError, match="HEEDFUL_WORKSPACE_LIMIT_MB allows 0 bytes"):
+        lowered(partial(flash_attn_func, num_splits=3), *QKV)
+
+
+SLOTS = {
+    "results stand last": (("q", "k", "out", "lse"), {"out", "lse"}, set(), ("q", "k"), {}),
+    "a result before an input": (("q", "out", "k"), {"out"}, set(), ("q", "out", "k"), {1: 0}),
+    "written in place": (("cache", "new"), {"cache"}, {"cache"}, ("cache", "new"), {0: 0}),
+    "twice, last": (("v", "v_t", "q", "v_t", "n"), {"v_t", "n"}, set(), ("v", "v_t", "q"), {1: 0}),
+    "alive and last": (("q", "out"), {"out"}, {"out"}, ("q", "out"), {1: 0}),
+}
+
+
+@pytest.mark.parametrize("name", SLOTS)
+def test_arrays_become_operands_and_results_in_the_order_of_parameters(name):
+    order, writes, live, operands, aliases = SLOTS[name]
+    found = gpu.slots(order, frozenset(writes), frozenset({"q", "k", "v", "new"} | live))
+    assert found.operands == operands
+    assert {i: found.results.index(operands[i]) for i in aliases} == aliases == found.aliases
+    # jaxlib hands out operands, then results.
+    assert (found.operands + found.results)[: len(order)] == order
+
+
+def test_an_array_written_twice_in_the_middle_is_refused():
+    with pytest.raises(RuntimeError, match="more than one operand"):
+        gpu.slots(("out", "out", "q"), frozenset({"out"}), frozenset({"q"}))
+
+
+def _plugin():
+    """jaxlib's own encoder, which the GPU plugin brings."""
+    from jaxlib import gpu_triton
+
+    return gpu_triton if hasattr(gpu_triton, "create_tma_descriptor_parameter") else None
+
+
+@pytest.mark.skipif(_plugin() is None, reason="needs jax-cuda13-plugin (Python >= 3.12)")
+def test_messages_are_those_of_jaxlibs_encoder_but_for_the_machine_code(monkeypatch):
+    theirs = []
+    made = triton_call.message
+
+    def compare(launch, name, zeroed):
+        ours = made(launch, name, zeroed)
+        theirs.append((ours, _theirs(_plugin(), launch, name, zeroed)))
+        return ours
+
+    monkeypatch.setattr(triton_call, "message", compare)
+    lowered(CAUSAL, *QKV)
+    bounds = shaped(4, dtype=jnp.int32)
+    packed = [shaped(200, heads, 64) for heads in (4, 2, 2)]
+    lowered(lambda q, k, v, b: flash_attn_varlen_func(q, k, v, b, b, 96, 96), *packed, bounds)
+    lowered(CAUSAL, *[shaped(2, 256, 4, 128, dtype=jnp.float8_e4m3fn)] * 3)
+    lowered(jax.grad(lambda *a: CAUSAL(*a, window_size=(9, 0)).astype(jnp.float32).sum()), *QKV)
+    assert len(theirs) >= 7
+    for ours, others in theirs:
+        one, other = (wire.Call(zlib.compress(data)) for data in (ours, others))
+        assert one.kernel.pop(wire.IMAGE)
+        assert vars(one) == vars(other)
+
+
+def _theirs(plugin, launch, name: str, zeroed) -> bytes:
+    parameters = []
+    for index, p in enumerate(launch.parameters):
+        if isinstance(p, TensorMapParameter):
+            parameters.append(
+                plugin.create_tma_descriptor_parameter(
+                    elem_type=p.element_type,
+                    swizzle=p.swizzle,
+                    shape=list(p.shape),
+                    strides=list(p.strides),
+                    block_shape=list(p.box),
+                    oob_fill=0,
+                )
+            )
+        elif isinstance(p, Scalar):
+            value = float(p.value) if p.type == "fp32" else p.value
+            parameters.append(plugin.create_scalar_parameter(value, p.type))
+        else:
+            divisor = 16 if p.aligned else 0
+            parameters.append(plugin.create_array_parameter(zeroed.get(index, 0), divisor))
+    a = launch.artifact
+    how = a.num_warps, a.cluster, a.shared_bytes, triton_call.digest(a), "", 90
+    kernel = plugin.TritonKernel(a.symbol, *how)
+    return plugin.TritonKernelCall(kernel, *launch.grid, parameters).to_proto(name, b"")
