@@ -136,6 +136,21 @@ def test_packed_and_cached_calls_build(monkeypatch):
     assert [call.name for call in made][0] == "append_keys"
 
 
+def test_a_traced_dropout_origin_is_read_from_memory(monkeypatch):
+    """One program serves all shards: the seed's array holds the origin too, and no number does."""
+
+    def run(q, k, v, place):
+        origin = (place, 2 * place, 0, 0)
+        return flash_attn_func(q, k, v, dropout_p=0.1, dropout_seed=1, dropout_origin=origin)
+
+    place = shaped(dtype=jnp.int32)
+    (known,) = calls(partial(run, place=1), *QKV, monkeypatch=monkeypatch)
+    (traced,) = calls(run, *QKV, place, monkeypatch=monkeypatch)
+    count = lambda call: sum(field == wire.I32 for field, _ in call.parameters)  # noqa: E731
+    assert count(known) - count(traced) == 4
+    assert "tensor<10xui32>" in lowered(run, *QKV, place)
+
+
 @pytest.mark.parametrize(("name", "target"), [("MI300X", "gfx942"), ("MI355X", "gfx950")])
 def test_calls_for_amd_carry_their_code_objects(name, target, monkeypatch):
     monkeypatch.setenv("HEEDFUL_DEVICE", name)

@@ -89,10 +89,10 @@ def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
     }
     q, k, v = (leaves[name] for name in "qkv")
     if not problem.varlen_q:
-        return heedful.flash_attn_func(q, k, v, **keywords, **more)
+        return heedful.flash_attn_func(q, k, v, **(keywords | more))
     keywords |= {name: getattr(x, name) for name in ("block_table", "seqused_q", "seqused_k")}
     bounds = (x.cu_seqlens_q, x.cu_seqlens_k, problem.seqlen_q, problem.seqlen_k)
-    return heedful.flash_attn_varlen_func(q, k, v, *bounds, **keywords, **more)
+    return heedful.flash_attn_varlen_func(q, k, v, *bounds, **(keywords | more))
 
 
 def is_cache_call(built: Built) -> bool:

@@ -17,7 +17,6 @@ def joins(shapes: Operands, mapped: Sequence[bool], options: Options) -> bool:
     if shapes.bias is not None and len(shapes.bias) == 4 and shapes.bias[0] > 1:
         return False
     if shapes.alibi_slopes is not None and len(shapes.alibi_slopes) > 1:
-        # Of its batch of 1, all heads are the same in every batch.
-        return shapes.alibi_slopes[0] == 1
+        return False
     scales = (shapes.q_descale, shapes.k_descale, shapes.v_descale)
     return all(scale is None or math.prod(scale) == 1 for scale in scales)

@@ -10,7 +10,7 @@ from jax import numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from heedful.core.arrays import ArraySpec
-from heedful.core.call import WHOLE, AttentionCall, Options, argument_name
+from heedful.core.call import AttentionCall, Options, argument_name
 from heedful.core.describe import describe
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
@@ -47,7 +47,7 @@ def attend(x: Operands, options: Options, seed: Any = None) -> Any:
 def run(x: Operands, options: Options, seed: Any = None) -> tuple:
     """(out,), (out, lse) or (out, lse, probs), as the options ask."""
     origin, words = origin_words(options.dropout_origin)
-    options = plain_options(options._replace(dropout_origin=WHOLE if origin is None else origin))
+    options = plain_options(options._replace(dropout_origin=origin))
     check_arrays(x, options)
     seed = None if seed is None else seed_words(seed)
     check_call(x, options, seed)

@@ -56,20 +56,28 @@ def plain_update(update: CacheUpdate, batch: int) -> CacheUpdate:
     return update._replace(cache_seqlens=lengths, rotary_interleaved=interleaved)
 
 
+# Stands for a column that is not known, of which no kernel may take it to be a multiple of 4.
+_ANY_COLUMN = 1
+
+
 def origin_words(origin: Any) -> tuple[Any, Array | None]:
-    """dropout_origin as plain ints, or, where it is traced, (None, uint32 (4,)).
+    """dropout_origin as plain ints and None or, where it is traced, what kernels may rely on of it,
+    which is its column, and uint32 (4,).
 
     Raises TypeError or ValueError naming the argument.
     """
     parts = origin if isinstance(origin, (tuple, list)) else [origin]
     if not any(map(is_traced, parts)):
         return origin, None
+    column = _ANY_COLUMN
+    if len(parts) == 4 and not is_traced(parts[3]):
+        column = numbers.whole("dropout_origin[3]", parts[3])
     words = jnp.stack(list(map(_word, parts))) if isinstance(origin, (tuple, list)) else origin
     if words.shape != (4,) or not jnp.issubdtype(words.dtype, jnp.integer):
         raise ValueError(
             f"dropout_origin must be {call.ORIGIN}, got a traced {words.dtype} {words.shape}"
         )
-    return None, words.astype(jnp.uint32)
+    return (0, 0, 0, column), words.astype(jnp.uint32)
 
 
 def _word(part: Any) -> Array:

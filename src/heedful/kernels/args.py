@@ -145,7 +145,7 @@ class ScoreMods(NamedTuple):
 class Dropout(NamedTuple):
     """threshold: Philox words below it are kept, as the signed integer of its bits.
     inverse_keep: what kept probabilities are multiplied by. origin_*: added to the indices that a
-    word is drawn for.
+    word is drawn for; None where they are four numbers in memory behind the seed.
 
     IS_QUAD: columns of the mask come in aligned fours.
     """

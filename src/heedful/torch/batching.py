@@ -4,6 +4,7 @@ else its elements run one by one."""
 import torch
 from torch import Tensor
 
+from heedful.core.batching import joins
 from heedful.core.call import Options, split
 from heedful.core.operands import Operands
 from heedful.torch.dispatch import untraced
@@ -47,15 +48,12 @@ def backward_vmap(info, in_dims, *args):
 
 
 def _joins(x: Operands, dims: Operands, options: Options) -> bool:
-    """Whether the mapped dim may be part of the batch: nothing of the call tells batches apart."""
-    if options.kind != "dense" or options.dropout_p > 0 or any(d is not None for d in dims[3:]):
-        return False
-    if x.bias is not None and x.bias.dim() == 4 and x.bias.shape[0] > 1:
-        return False
-    if x.alibi_slopes is not None and x.alibi_slopes.dim() > 1:
-        return False
-    scales = (x.q_descale, x.k_descale, x.v_descale)
-    return all(scale is None or scale.numel() == 1 for scale in scales)
+    """Whether the mapped dim may be part of the batch. dims: where it is, None if nowhere."""
+    own = [
+        None if t is None else tuple(n for i, n in enumerate(t.shape) if i != d)
+        for t, d in zip(x, dims, strict=True)
+    ]
+    return joins(Operands(*own), [d is not None for d in dims], options)
 
 
 def _fold(tensor: Tensor, dim: int | None, size: int) -> Tensor:

@@ -26,3 +26,15 @@ def seed_words(seed):
     """The low and high word of the 64-bit seed at this address."""
     value = tl.load(seed)
     return value.to(tl.uint32), (value >> 32).to(tl.uint32)
+
+
+@triton.jit
+def origin_of(dropout):
+    """(batch, head, row, column) of the call's first score in the whole problem: numbers of the
+    launch or, where one program serves several shards, what stands behind the seed."""
+    if dropout.origin_b is None:
+        place = dropout.seed + 1
+        b, h = tl.load(place).to(tl.int32), tl.load(place + 1).to(tl.int32)
+        return b, h, tl.load(place + 2).to(tl.int32), tl.load(place + 3).to(tl.int32)
+    else:
+        return dropout.origin_b, dropout.origin_h, dropout.origin_m, dropout.origin_n

@@ -6,7 +6,7 @@ M query rows, N keys.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.common.philox import philox_words, seed_words
+from heedful.kernels.common.philox import origin_of, philox_words, seed_words
 
 
 @gluon.constexpr_function
@@ -23,14 +23,15 @@ def keep_tile(dropout, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout:
     """Which scores of rows from `row` and keys from `col` are kept: one draw per 4 keys."""
     quads: gl.constexpr = quads_layout(M, N)
     key0, key1 = seed_words(dropout.seed)
-    rows_M = gl.arange(0, M, layout=gl.SliceLayout(1, quads)) + (row + dropout.origin_m)
-    quad_N = gl.arange(0, N // 4, layout=gl.SliceLayout(0, quads)) * 4 + (col + dropout.origin_n)
+    origin_b, origin_h, origin_m, origin_n = origin_of(dropout)
+    rows_M = gl.arange(0, M, layout=gl.SliceLayout(1, quads)) + (row + origin_m)
+    quad_N = gl.arange(0, N // 4, layout=gl.SliceLayout(0, quads)) * 4 + (col + origin_n)
     zero_MN = gl.zeros([M, N // 4], gl.uint32, quads)
     w0, w1, w2, w3 = philox_words(
         zero_MN + (quad_N.to(gl.uint32) >> 2)[None, :],
         zero_MN + rows_M.to(gl.uint32)[:, None],
-        zero_MN + (tile.head + dropout.origin_h).to(gl.uint32),
-        zero_MN + (tile.batch + dropout.origin_b).to(gl.uint32),
+        zero_MN + (tile.head + origin_h).to(gl.uint32),
+        zero_MN + (tile.batch + origin_b).to(gl.uint32),
         key0,
         key1,
     )

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args import Dropout
-from heedful.kernels.common.philox import philox_words, seed_words
+from heedful.kernels.common.philox import origin_of, philox_words, seed_words
 
 
 @triton.jit
@@ -72,10 +72,11 @@ def keep_tile(
     """Kept scores [M, N] of the tile from (row0, col0) on of head h in sequence b. Indices in the
     whole problem are modulo 2^32. words: as `dropout_words` gives them."""
     key0, key1, threshold = words
-    row = dropout.origin_m + row0
-    col = dropout.origin_n + col0
-    head = (dropout.origin_h + h).to(tl.uint32)
-    seq = (dropout.origin_b + b).to(tl.uint32)
+    origin_b, origin_h, origin_m, origin_n = origin_of(dropout)
+    row = origin_m + row0
+    col = origin_n + col0
+    head = (origin_h + h).to(tl.uint32)
+    seq = (origin_b + b).to(tl.uint32)
     if dropout.IS_QUAD:
         return keep_quads(key0, key1, threshold, row, col, head, seq, BLOCK_M, BLOCK_N)
     else:

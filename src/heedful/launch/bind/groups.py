@@ -209,11 +209,13 @@ def dropout(problem: AttentionProblem, buffers: Buffers) -> Dropout:
     if not has_dropout(problem):
         return Dropout(None, None, scale, None, None, None, None, IS_ON=False, IS_QUAD=False)
     origin = problem.dropout_origin
+    # Behind the seed, where it is for the device to say which shard this is.
+    is_read = "seed" in buffers and buffers["seed"].shape == (5,)
     return Dropout(
         pointer(buffers, "seed"),
         Scalar(wrapped(int(keep * 2.0**32))),
         scale,
-        *(Scalar(wrapped(o)) for o in origin),
+        *(None if is_read else Scalar(wrapped(o)) for o in origin),
         IS_ON=True,
         IS_QUAD=origin[3] % 4 == 0,
     )
