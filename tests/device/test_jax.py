@@ -10,7 +10,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 import numpy as np  # noqa: E402
+from jax import numpy as jnp  # noqa: E402
 
+import heedful  # noqa: E402
+import heedful.jax  # noqa: E402
+import heedful.torch  # noqa: E402
 from support import api, jax_api  # noqa: E402
 from support.budget import check  # noqa: E402
 from support.cases import Case, build, twins, variants  # noqa: E402
@@ -94,3 +98,84 @@ def test_a_call_over_a_cache_gives_the_bits_of_the_pytorch_path(case):
     check(built, got, "cuda")
     for name, array in want.present().items():
         np.testing.assert_array_equal(getattr(got, name), array, err_msg=name)
+
+
+needs_gpu = pytest.mark.skipif(not _supports_jax(), reason="JAX sees no GPU")
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def bits(array) -> np.ndarray:
+    return np.asarray(array.astype(jnp.float32))
+
+
+@needs_gpu
+@pytest.mark.parametrize("column", [0, 3])
+@pytest.mark.parametrize("backend", ["portable", "hopper", None])
+def test_a_traced_dropout_origin_draws_the_mask_of_a_known_one(backend, column):
+    """As shards under shard_map have it: the origin comes from device memory."""
+    if backend == "hopper" and column:
+        pytest.skip("that kernel takes multiples of 4")
+    q, k, v = (jax_api.as_jax(t) for t in (drawn(2, 130, 4, 64), *(drawn(2, 200, 2, 64),) * 2))
+
+    def run(q, k, v, head):
+        origin = (5, head, 2 * head, column)
+        more = {"dropout_p": 0.4, "dropout_seed": 2**40 + 1, "dropout_origin": origin}
+        return heedful.jax.flash_attn_func(q, k, v, causal=True, backend=backend, **more)
+
+    traced = jax.jit(run)(q, k, v, jnp.int32(7))
+    known = jax.jit(lambda q, k, v: run(q, k, v, 7))(q, k, v)
+    np.testing.assert_array_equal(bits(traced), bits(known))
+    half = jax.jit(run)(q[:, :, 2:], k[:, :, 1:], v[:, :, 1:], jnp.int32(9))
+    if column == 0:
+        assert half.shape == (2, 130, 2, 64)
+
+
+@needs_gpu
+def test_one_compiler_run_serves_both_frameworks():
+    q = drawn(1, 300, 2, 96)
+    heedful.torch.flash_attn_func(q, q, q, window_size=(77, 0))
+    before = heedful.counters["compiles"] + heedful.counters["disk_hits"]
+    x = jax_api.as_jax(q)
+    jax.jit(lambda q: heedful.jax.flash_attn_func(q, q, q, window_size=(77, 0)))(x)
+    assert heedful.counters["compiles"] + heedful.counters["disk_hits"] == before
+
+
+@needs_gpu
+def test_donated_caches_are_extended_in_place_and_others_stay_as_they_are():
+    q, k, v = drawn(3, 2, 8, 64), drawn(3, 2, 2, 64), drawn(3, 2, 2, 64)
+    caches = drawn(5, 64, 2, 64), drawn(5, 64, 2, 64)
+    lengths = torch.tensor([3, -1, 20], dtype=torch.int32, device="cuda")
+    more = {
+        "k": k,
+        "v": v,
+        "cache_seqlens": lengths,
+        "cache_batch_idx": torch.tensor([4, 0, 2], dtype=torch.int32, device="cuda"),
+        "rotary_cos": torch.randn(64, 8, device="cuda"),
+        "rotary_sin": torch.randn(64, 8, device="cuda"),
+    }
+    given = {name: jax_api.as_jax(t) for name, t in more.items()}
+    query, old_k, old_v = map(jax_api.as_jax, (q, *caches))
+
+    def run(kc, vc, q, given):
+        return heedful.jax.flash_attn_with_kvcache(q, kc, vc, causal=True, **given)
+
+    copied = jax.jit(run)(old_k, old_v, query, given)
+    np.testing.assert_array_equal(bits(old_k), caches[0].float().cpu().numpy())
+    address = old_k.unsafe_buffer_pointer()
+    donated = jax.jit(run, donate_argnums=(0, 1))(old_k, old_v, query, given)
+    assert donated[1].unsafe_buffer_pointer() == address
+    want = heedful.torch.flash_attn_with_kvcache(q, *caches, causal=True, **more)
+    for results in (copied, donated):
+        for got, tensor in zip(results, (want, *caches), strict=True):
+            np.testing.assert_array_equal(bits(got), tensor.float().cpu().numpy())
+
+
+@needs_gpu
+def test_out_of_memory_is_an_exception():
+    x = jax.ShapeDtypeStruct((64, 2**18, 64, 128), jnp.bfloat16)
+    with pytest.raises(Exception, match="RESOURCE_EXHAUSTED|[Oo]ut of memory"):
+        fun = jax.jit(lambda s: heedful.jax.flash_attn_func(*(jnp.full(x.shape, s, x.dtype),) * 3))
+        jax.block_until_ready(fun(1.0))

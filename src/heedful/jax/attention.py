@@ -17,6 +17,7 @@ from heedful.core.problem import AttentionProblem
 from heedful.jax import primitives, sharding
 from heedful.jax.arrays import array_spec, check_array
 from heedful.jax.plain import origin_words, plain_options, seed_words
+from heedful.jax.primitives import Static
 
 # Names that jax.checkpoint's policies know what the backward wants by.
 OUT_NAME, LSE_NAME = "heedful_out", "heedful_lse"
@@ -44,8 +45,9 @@ def attend(x: Operands, options: Options, seed: Any = None) -> Any:
     return results[0] if len(results) == 1 else results
 
 
-def run(x: Operands, options: Options, seed: Any = None) -> tuple:
-    """(out,), (out, lse) or (out, lse, probs), as the options ask."""
+def run(x: Operands, options: Options, seed: Any = None, top_left: bool = False) -> tuple:
+    """(out,), (out, lse) or (out, lse, probs), as the options ask. top_left: whether the mask's
+    diagonal begins at the first query and key."""
     origin, words = origin_words(options.dropout_origin)
     options = plain_options(options._replace(dropout_origin=origin))
     check_arrays(x, options)
@@ -60,7 +62,7 @@ def run(x: Operands, options: Options, seed: Any = None) -> tuple:
         x = x._replace(seed=seed)
     else:
         words = None
-    return computed(adapted(x), options, words)
+    return computed(adapted(x), options, words, top_left)
 
 
 def check_arrays(x: Operands, options: Options) -> None:
@@ -98,25 +100,27 @@ def adapted(x: Operands) -> Operands:
     return x
 
 
-def computed(x: Operands, options: Options, origin: Array | None = None) -> tuple:
+def computed(
+    x: Operands, options: Options, origin: Array | None = None, top_left: bool = False
+) -> tuple:
     """The results of a checked call of adapted arrays."""
     count = 3 if options.return_attn_probs else 2 if options.return_lse else 1
     x, origin = sharding.alike((x, origin))
     given = Differentiable(x.q, x.k, x.v, x.bias, x.sink)
     rest = x._replace(q=None, k=None, v=None, bias=None, sink=None)
-    results = _attention(options, given, rest, origin)
+    results = _attention(Static((), options, top_left=top_left), given, rest, origin)
     if count == 3 and len(results) == 2:
         results = (*results, jnp.zeros((0,), results[0].dtype))
     return results
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(options: Options, given: Differentiable, rest: Operands, origin) -> tuple:
+def _attention(asked: Static, given: Differentiable, rest: Operands, origin) -> tuple:
     x = rest._replace(**given._asdict())
-    return _returned(options, primitives.forward(x, origin, options))
+    return _returned(asked.options, primitives.forward(x, origin, asked))
 
 
-def _forward(options: Options, given, rest, origin):
+def _forward(asked: Static, given, rest, origin):
     """As `_attention`, with what the backward wants."""
     values, perturbed = _parted((given, rest, origin))
     given, rest, origin = values
@@ -128,21 +132,22 @@ def _forward(options: Options, given, rest, origin):
             )
     bias_grad = bool(perturbed[0].bias)
     x = rest._replace(**given._asdict())
-    out, lse, *probs = primitives.forward(x, origin, options, True, bias_grad)
+    asked = asked._replace(needs_grad=True, bias_grad=bias_grad)
+    out, lse, *probs = primitives.forward(x, origin, asked)
     out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
     # A tuple without items has no arrays: it tells the backward without being one.
     kept = x, origin, out, lse, () if bias_grad else None
-    return _returned(options, (out, lse, *probs)), kept
+    return _returned(asked.options, (out, lse, *probs)), kept
 
 
-def _backward(options: Options, kept, cotangents):
+def _backward(asked: Static, kept, cotangents):
     x, origin, out, lse, bias_grad = kept
     dout, dlse = (*(None if _is_zero(c) else c for c in cotangents), None)[:2]
     if dout is None and dlse is None:
         return None, None, None
     dout = jnp.zeros(out.shape, out.dtype) if dout is None else dout
-    wants_bias = bias_grad is not None
-    grads = primitives.backward(x, origin, out, lse, dout, dlse, options, wants_bias)
+    asked = asked._replace(needs_grad=True, bias_grad=bias_grad is not None)
+    grads = primitives.backward(x, origin, out, lse, dout, dlse, asked)
     return Differentiable(grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink), None, None
 
 

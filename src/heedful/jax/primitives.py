@@ -5,6 +5,7 @@ Operands are arrays as `heedful.core.operands` has them, but that dims which rep
 that a seed is uint32 (2,).
 """
 
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -33,13 +34,15 @@ class Static(NamedTuple):
     """What is known of a primitive's call beside its arrays.
 
     names: of its arrays in order: operands, "origin" if that is an array, and of a backward those
-    of SAVED. needs_grad, bias_grad: as AttentionCall's.
+    of SAVED. needs_grad, bias_grad: as AttentionCall's. top_left: whether the mask's diagonal
+    begins at the first query and key.
     """
 
     names: tuple[str, ...]
     options: Options
     needs_grad: bool = False
     bias_grad: bool = False
+    top_left: bool = False
 
     def named(self, arrays) -> dict[str, Any]:
         return dict(zip(self.names, arrays, strict=True))
@@ -51,9 +54,10 @@ class Static(NamedTuple):
 
 
 @lru_cache(4096)
-def problem_of(specs: Operands, options: Options, needs_grad: bool, bias_grad: bool):
+def _problem_of(specs: Operands, static: Static) -> AttentionProblem:
     """The problem of operands with these ArraySpecs."""
-    return describe(AttentionCall(specs, options, needs_grad, bias_grad))
+    found = describe(AttentionCall(specs, static.options, static.needs_grad, static.bias_grad))
+    return replace(found, mask=replace(found.mask, bottom_right=not static.top_left))
 
 
 def problem(static: Static, arrays) -> AttentionProblem:
@@ -62,34 +66,27 @@ def problem(static: Static, arrays) -> AttentionProblem:
     specs = Operands._make([None if array is None else array_spec(array) for array in x])
     if x.seed is not None:
         specs = specs._replace(seed=ArraySpec.contiguous((1,), "int64"))
-    return problem_of(specs, static.options, static.needs_grad, static.bias_grad)
+    return _problem_of(specs, static._replace(names=()))
 
 
-def forward(
-    x: Operands,
-    origin: Array | None,
-    options: Options,
-    needs_grad: bool = False,
-    bias_grad: bool = False,
-) -> tuple:
-    """out; lse where somebody wants it; probs where the options ask."""
+def forward(x: Operands, origin: Array | None, asked: Static) -> tuple:
+    """out; lse where somebody wants it; probs where the options ask. asked: without names."""
     given = _given(x, origin)
-    static = Static(tuple(given), options, needs_grad, bias_grad)
+    static = asked._replace(names=tuple(given))
     return tuple(forward_p.bind(*given.values(), static=static))
 
 
-def backward(
-    x: Operands, origin: Array | None, out, lse, dout, dlse, options: Options, bias_grad: bool
-) -> Gradients:
-    """Gradients of the operands for the cotangents of out and lse; dlse may be None."""
+def backward(x: Operands, origin: Array | None, out, lse, dout, dlse, asked: Static) -> Gradients:
+    """Gradients of the operands for the cotangents of out and lse; dlse may be None. asked: as of
+    the forward."""
     given = _given(x, origin)
     saved = zip(SAVED, (out, lse, dout, dlse), strict=True)
     given |= {name: array for name, array in saved if array is not None}
-    static = Static(tuple(given), options, True, bias_grad)
+    static = asked._replace(names=tuple(given))
     grads = list(backward_p.bind(*given.values(), static=static))
     dq, dk, dv = grads[:3]
     dsink = grads.pop() if x.sink is not None else None
-    return Gradients(dq, dk, dv, grads[3] if bias_grad else None, dsink)
+    return Gradients(dq, dk, dv, grads[3] if asked.bias_grad else None, dsink)
 
 
 def _given(x: Operands, origin: Array | None) -> dict[str, Array]:
