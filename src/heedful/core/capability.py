@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import FEATURES, ITEM_BITS, MAX_HEAD_DIM, MAX_HEAD_DIM_V, AttentionProblem
+from heedful.core.symbols import opaque
 
 LEVELS = {
     "run": "measured on that hardware",
@@ -50,7 +51,8 @@ class KernelRow:
     max_dim, dim_multiple: head dims of QK and V: at most (V MAX_HEAD_DIM_V), and a multiple of.
     by_default: whether the planner may choose it unasked.
     gathers_pages: it takes keys in pages as dense copies, see torch/pages.py.
-    gates: further conditions, each a function that returns a reason or None.
+    gates: further conditions, each a function that returns a reason or None. unasked: those that
+        count only where no kernel is asked for by name.
     configs: the kernels with tuned tiles that it launches, in the table of core/configs.py.
     program: the module whose `forward` and `backward` make its Program; "" launches no kernels.
     module: the module whose `forward` and `backward` run on the host.
@@ -69,6 +71,7 @@ class KernelRow:
     by_default: bool = True
     gathers_pages: bool = False
     gates: tuple[Callable[[AttentionProblem, DeviceSpec], str | None], ...] = ()
+    unasked: tuple[Callable[[AttentionProblem, DeviceSpec], str | None], ...] = ()
     configs: tuple[str, ...] = ()
     program: str = ""
     module: str = ""
@@ -224,6 +227,36 @@ def _many_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return f"seqlen_k {problem.seqlen_k}: takes 384 and more" if short else None
 
 
+DECODE_ROWS = 64  # of a KV head, that one tile takes
+
+
+def _few_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    rows = problem.seqlen_q * problem.group
+    if rows > DECODE_ROWS:
+        return f"{rows} query rows of a KV head: takes up to {DECODE_ROWS}"
+    return None
+
+
+def _fills_by_whole_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Of 16-bit keys of one length, of which each KV head of a sequence is enough for a place of
+    the device, the Hopper forward reads 64 x 8192 as fast, 16 x 16384 for 32 rows in 253 us and
+    not 269 (H200, 2026-11-23). Where it would split them, or lengths differ, decode is faster."""
+    if device.arch != "sm_90" or ITEM_BITS[problem.dtype] == 8:
+        return None
+    if problem.quantized_kv or problem.tree_mask or problem.page_size % 16:
+        return None
+    if problem.ragged_k or problem.varlen_q:
+        return None
+    if _are_enough(problem.batch * problem.heads_k, device.units):
+        return "hopper is preferred for as many KV heads of one length as fill the device"
+    return None
+
+
+@opaque
+def _are_enough(heads: int, units: int) -> bool:
+    return 2 * heads > units
+
+
 def _sdpa_mask(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     mask = problem.mask
     if mask.causal and mask.shift:
@@ -248,6 +281,25 @@ _PORTABLE_LEVELS = {
 
 # In order of preference.
 ROWS: tuple[KernelRow, ...] = (
+    KernelRow(
+        "decode",
+        "forward",
+        _PORTABLE_LEVELS,
+        ("bfloat16", "float16", *_FP8),
+        frozenset(
+            {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "alibi"}
+            | {"tree_mask", "varlen", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
+            | {"head_dims_differ", "return_lse", "split_kv", "uneven_rows"}
+        ),
+        kv_dtypes=_QUANTIZED,
+        max_dim=256,
+        dim_multiple=8,
+        least=(("triton", (3, 6)),),
+        gates=(_few_rows, _float_out, _scales_of_groups, _fp8_conversion),
+        unasked=(_fills_by_whole_heads,),
+        configs=("decode.forward",),
+        program="heedful.launch.bind.decode",
+    ),
     KernelRow(
         "hopper",
         "forward",

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from heedful.core.device import DeviceSpec
-from heedful.core.problem import MAX_HEAD_DIM_V, AttentionProblem
+from heedful.core.problem import ITEM_BITS, MAX_HEAD_DIM_V, AttentionProblem
 from heedful.core.symbols import opaque
 from heedful.core.tiles import (
     CdnaForwardConfig,
+    DecodeConfig,
     HopperBackwardConfig,
     HopperForwardConfig,
     HopperFp8Config,
@@ -363,6 +364,33 @@ def _slopes(problem: AttentionProblem) -> bool:
     return problem.alibi
 
 
+def _decode(
+    archs: tuple[str, ...],
+    max_dim: int,
+    rows: int,
+    tile: tuple[int, int, int],
+    bits: int = 16,
+    paged: bool | None = None,
+    **how,
+) -> ConfigRow:
+    """For up to `rows` query rows of a KV head and caches of at most so many bits a value, in pages
+    or not or both (None); tile: keys, warps, stages."""
+
+    def when(problem: AttentionProblem) -> bool:
+        fits = ITEM_BITS[problem.kv_dtype] <= bits and paged in (None, problem.page_size > 0)
+        return fits and problem.seqlen_q * problem.group <= rows
+
+    measured = _FITS
+    if "sm_90" in archs:
+        measured = _H200_DECODE if rows == 16 and max_dim == 128 else _NO_SPILLS
+    elif archs == _CDNA:
+        measured = _AMD
+    config = DecodeConfig(rows, *tile, **how)
+    return ConfigRow("decode.forward", archs, max_dim, config, measured, when)
+
+
+_H200_DECODE = "H200, 2026-11-23, Triton 3.9: fastest of those tried"
+
 _ONE: dict[str, Any] = {"pack_gqa": True}
 _TWO: dict[str, Any] = {**_D128, "pack_gqa": True}
 
@@ -400,6 +428,40 @@ ROWS: list[ConfigRow] = [
     _hopper_backward(128, (64, 128, 4, 2)),
     _cdna(64, (256, 128, 8, 1), _eight_bit),
     _cdna(128, (256, 64, 8, 1)),
+    # Page numbers are loaded two stages ahead of keys: as many again. 64 rows are a WGMMA's, which
+    # takes its keys from shared memory: fewer stages, for two programs of an SM.
+    *(
+        _decode(("sm_90",), dim, rows, (keys, 4, 2 * stages - 1), bits, paged, asm=True)
+        if paged
+        else _decode(("sm_90",), dim, rows, (keys, 4, stages), bits, paged, asm=True)
+        for dim, bits, keys in (
+            (64, 8, 256),
+            (64, 16, 128),
+            (128, 8, 128),
+            (128, 16, 64),
+            (256, 8, 64),
+            (256, 16, 32),
+        )
+        for rows, stages in ((16, 3), (32, 3), (64, 2))
+        for paged in (True, False)
+    ),
+    # Programs of a compute unit: as many as registers leave room for.
+    *(_decode(_CDNA, 128, rows, (16, 4, 1), bits=8, programs=4) for rows in (16,)),
+    *(
+        _decode(_CDNA, dim, rows, (32, 4, 1), programs=programs)
+        for dim in (128, 256)
+        for rows, programs in ((16, 3), (32, 2), (64, 2))
+    ),
+    *(
+        _decode(_NVIDIA, dim, rows, (keys, 4, 2))
+        for dim, keys in ((128, 64), (256, 32))
+        for rows in (16, 32, 64)
+    ),
+    *(
+        _decode(("*",), dim, rows, (keys, 4, 1))
+        for dim, keys in ((128, 64), (256, 32))
+        for rows in (16, 32, 64)
+    ),
     *(
         ConfigRow(f"portable.{kernel}", archs, max_dim, PortableConfig(*tile), measured, when)
         for kernel, archs, when, measured, tiles in _PORTABLE

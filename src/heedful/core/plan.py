@@ -11,7 +11,7 @@ from heedful.core.configs import ConfigRow
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import AttentionProblem, Lengths
 from heedful.core.sizes import Scheduler, Sizes
-from heedful.core.tiles import HopperConfig, TileConfig
+from heedful.core.tiles import DecodeConfig, HopperConfig, TileConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,11 @@ def _choose(direction, problem, device, toolchain, backend) -> tuple[KernelRow, 
     """The first row that can, and the rejections on the way."""
     chosen, rejected, named = None, [], []
     for row in _rows(direction, problem.dtype):
-        reasons = row.why_not(problem, device, toolchain)
+        # Asked first: most problems are another kernel's, and need no look at the rest.
+        reasons = []
+        if backend is None:
+            reasons = [r for gate in row.unasked if (r := gate(problem, device))]
+        reasons = reasons or row.why_not(problem, device, toolchain)
         if row.backend == backend:
             named += reasons
         elif not row.serves((toolchain or Toolchain()).framework):
@@ -202,6 +206,9 @@ def _dealt_out(row: KernelRow, tiles, problem: AttentionProblem, device: DeviceS
         splits = max(1, problem.num_splits)
         if forward is not None:
             splits = 1 if problem.return_probs else sizes.best_splits(forward, problem, device)
+    if isinstance(forward, DecodeConfig):
+        # Its programs share the keys by themselves.
+        return {}
     facts: dict = {"is_split": splits > 1}
     if isinstance(forward, HopperConfig):
         facts["scheduler"] = sizes.scheduler_of(forward, problem, device, splits)

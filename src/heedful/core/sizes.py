@@ -16,10 +16,12 @@ from heedful.core.symbols import if_above, larger, smaller
 from heedful.core.tiles import (
     V_T_CHUNK,
     V_T_KEYS,
+    DecodeConfig,
     HopperBackwardConfig,
     HopperConfig,
     HopperFp8Config,
     TileConfig,
+    pow2,
     tile_dim,
 )
 
@@ -100,6 +102,8 @@ def of(plan: "Plan", problem: AttentionProblem, direction: str, stored_k: int | 
 def splits_of(plan: "Plan", problem: AttentionProblem) -> int:
     """In how many parts a split plan splits these lengths."""
     config = plan.configs.get(f"{plan.backend}.forward")
+    if isinstance(config, DecodeConfig):
+        return max(1, problem.num_splits)
     if not plan.is_split:
         return 1
     if config is None or problem.num_splits:
@@ -261,7 +265,43 @@ def _portable_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     return {"portable.forward": LaunchSizes(grid, numbers)}, ()
 
 
+# Columns of partial results: four values of each of 16 words at least.
+LEAST_COLUMNS = 64
+
+
+def decode_tiles(config: DecodeConfig, problem: AttentionProblem) -> int:
+    """Tiles of rows of a KV head; of packed sequences, of all of them, as many as there can be."""
+    if problem.total_q is not None:
+        return problem.total_q * problem.group // config.block_m + problem.batch
+    return ceil_div(problem.seqlen_q * problem.group, config.block_m)
+
+
+def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
+    """Programs for the whole device, unless there is less to do. Scratch for two parts of each, or
+    for all of a tile of rows that is split in a given number."""
+    config = plan.configs["decode.forward"]
+    assert isinstance(config, DecodeConfig)
+    tiles = decode_tiles(config, problem)
+    units = tiles * problem.heads_k * (1 if problem.total_q is not None else problem.batch)
+    parts = ceil_div(larger(1, problem.seqlen_k), config.block_n * config.least_tiles)
+    if problem.num_splits:
+        parts = smaller(parts, problem.num_splits)
+    programs = smaller(plan.device.units * config.programs, units * parts)
+    numbers = {"tiles": tiles}
+    launches = {"decode.forward": LaunchSizes((programs, 1, 1), numbers)}
+    if problem.num_splits == 1:
+        return launches, ()
+    slots = units * problem.num_splits if problem.num_splits else 2 * programs
+    dim = pow2(problem.head_dim_v, LEAST_COLUMNS)
+    return launches, (
+        Workspace("partial_out", ArraySpec.contiguous((slots, config.block_m, dim), "float32")),
+        Workspace("partial_lse", ArraySpec.contiguous((slots, config.block_m), "float32")),
+        Workspace("counts", ArraySpec.contiguous((units,), "int32"), zeroed=True),
+    )
+
+
 _FORWARD = {
+    "decode.forward": _decode_forward,
     "hopper.forward": _hopper_forward,
     "hopper.fp8_forward": _hopper_forward,
     "cdna.forward": _cdna_forward,

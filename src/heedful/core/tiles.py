@@ -54,6 +54,26 @@ class PortableConfig(TileConfig):
     """A tile of a portable kernel."""
 
 
+MERGE_ROWS = 8  # of a decode's tile, whose parts are merged at once (decode_merge.py)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig(TileConfig):
+    """A tile of the decode kernel, whose rows are the query heads of a KV head at each position.
+
+    programs: for each unit of the device. least_tiles: tiles of keys of a program at least.
+    overhead: what a part costs beside its keys, in tiles of keys. asm: stored values of 8 and 4
+    bits are converted by PTX, of sm_90 on. merge_values: of all parts, that each of 32 threads of
+    a warp merges at once.
+    """
+
+    programs: int = 2
+    least_tiles: int = 2
+    overhead: int = 1
+    asm: bool = False
+    merge_values: int = 32
+
+
 @dataclass(frozen=True, slots=True)
 class CdnaForwardConfig(TileConfig):
     """A tile of the CDNA forward."""

@@ -159,13 +159,20 @@ def adjust_scores(s, distance, b_tile, head, mods: ScoreMods):
 def visible(rows, cols, distance, place, head, mask: Mask):
     """Which scores exist, are in the window and in the tree mask; rows, cols and distance
     broadcast."""
+    ok = in_window(cols, distance, place, mask)
+    if mask.tree is not None:
+        ok &= tree_visible(rows, cols, place, head, mask)
+    return ok
+
+
+@triton.jit
+def in_window(cols, distance, place, mask: Mask):
+    """Which scores exist and are in the window."""
     ok = (cols < place.len_k) & (distance == distance)
     if mask.HAS_RIGHT:
         ok &= distance <= mask.right
     if mask.HAS_LEFT:
         ok &= (distance >= -mask.left) | (cols < mask.first)
-    if mask.tree is not None:
-        ok &= tree_visible(rows, cols, place, head, mask)
     return ok
 
 

@@ -1,0 +1,389 @@
+"""Attention of few queries over many keys: a KV head is read once, for all query heads and
+positions that share it, by programs that have even shares of all keys.
+
+See decode_work.py for the shares, decode_cache.py for how keys and values are read,
+decode_merge.py for how results leave.
+
+Shapes: B batch, H query heads, G kv heads, M rows (position, head of the KV head), N key rows,
+D qk dim, E v dim, W words.
+"""
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.args import (
+    DecodeTile,
+    DecodeWork,
+    Descales,
+    ForwardIO,
+    KVLayout,
+    Mask,
+    ScoreMods,
+    Sequences,
+    Shape,
+)
+from heedful.kernels.portable.decode_cache import (
+    dequantized,
+    group_values,
+    load_words,
+    row_places,
+    value_of_words,
+)
+from heedful.kernels.portable.decode_merge import finish_piece
+from heedful.kernels.portable.decode_work import (
+    facts,
+    next_piece,
+    place_at,
+    sequence_length,
+    share_of,
+    span_of,
+    unit_length,
+)
+from heedful.kernels.portable.scores import (
+    LOG2E,
+    HeadMods,
+    adjust_scores,
+    descaled,
+    finite_or_zero,
+    in_window,
+    tree_visible,
+)
+from heedful.kernels.portable.unused import clear_gaps
+
+
+@triton.jit
+def load_queries(q, rows_M, pos_M, head_M, place, DTYPE: tl.constexpr, tile: DecodeTile):
+    """The queries of a tile as a tuple: of each slice of a row, each value of its words."""
+    base = q.ptr + place.b * q.stride_b + place.token_q * q.stride_n
+    at_M = pos_M.to(tl.int64) * q.stride_n + head_M * q.stride_h
+    parts = ()
+    for s in tl.static_range(tile.SLICES_D):
+        for i in tl.static_range(tile.VALUES):
+            dims = (s * tile.BLOCK_D + tl.arange(0, tile.BLOCK_D)) * tile.VALUES + i
+            ok = (pos_M < place.len_q)[:, None] & (dims < tile.HEAD_DIM)[None, :]
+            part = tl.load(base + at_M[:, None] + dims[None, :], mask=ok, other=0.0)
+            parts = parts + (part.to(DTYPE),)
+    return parts
+
+
+@triton.jit
+def raw_scores(
+    q, sums, io: ForwardIO, descales: Descales, entry, row, exists, g, tile, DTYPE: tl.constexpr
+):
+    """q k^T of a tile of keys. sums: of each slice of the queries, for shifts; may be empty."""
+    BY_SLICE: tl.constexpr = descales.KV_GROUP > 0 and (
+        descales.KV_GROUP * tile.SLICES_D == tile.HEAD_DIM
+    )
+    STORED: tl.constexpr = io.k.ptr.dtype.element_ty
+    s_MN = tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tl.float32)
+    for s in tl.static_range(tile.SLICES_D):
+        words = load_words(
+            io.k,
+            entry,
+            row,
+            exists,
+            g,
+            s * tile.BLOCK_D,
+            tile.HEAD_DIM,
+            tile.BLOCK_D,
+            tile.VALUES,
+        )
+        part_MN = tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tl.float32)
+        for i in tl.static_range(tile.VALUES):
+            k_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERTS_BY_PTX, i)
+            if descales.KV_GROUP > 0 and not BY_SLICE:
+                k_NW = dequantized(
+                    k_NW,
+                    descales.k,
+                    entry,
+                    row,
+                    exists,
+                    g,
+                    i,
+                    descales.KV_GROUP,
+                    tile.HEAD_DIM,
+                    tile.VALUES,
+                )
+            part_MN = tl.dot(q[s * tile.VALUES + i], tl.trans(k_NW), part_MN)
+        if BY_SLICE:
+            scale_N = group_values(descales.k.ptr, descales.k, entry, row, exists, g, s)
+            part_MN *= scale_N[None, :]
+            if descales.k.shift is not None:
+                shift_N = group_values(descales.k.shift, descales.k, entry, row, exists, g, s)
+                part_MN += sums[s][:, None] * shift_N[None, :]
+            s_MN += part_MN
+        else:
+            s_MN = part_MN
+    return s_MN
+
+
+@triton.jit
+def add_values(
+    acc,
+    shifted,
+    p_MN,
+    alpha_M,
+    io: ForwardIO,
+    descales: Descales,
+    entry,
+    row,
+    exists,
+    g,
+    tile,
+    DTYPE: tl.constexpr,
+):
+    """(acc, shifted) of what was there times alpha, and p times a tile of values. shifted: p times
+    shifts, of each slice, summed over keys but for those of a tile."""
+    BY_SLICE: tl.constexpr = descales.KV_GROUP > 0 and (
+        descales.KV_GROUP * tile.SLICES_E == tile.HEAD_DIM_V
+    )
+    STORED: tl.constexpr = io.v.ptr.dtype.element_ty
+    more = ()
+    more_shifted = ()
+    for s in tl.static_range(tile.SLICES_E):
+        words = load_words(
+            io.v,
+            entry,
+            row,
+            exists,
+            g,
+            s * tile.BLOCK_E,
+            tile.HEAD_DIM_V,
+            tile.BLOCK_E,
+            tile.VALUES,
+        )
+        scaled_MN = p_MN
+        if BY_SLICE:
+            scale_N = group_values(descales.v.ptr, descales.v, entry, row, exists, g, s)
+            scaled_MN = p_MN * scale_N[None, :]
+            if descales.v.shift is not None:
+                shift_N = group_values(descales.v.shift, descales.v, entry, row, exists, g, s)
+                total_MN = shifted[s] * alpha_M[:, None] + p_MN * shift_N[None, :]
+                more_shifted = more_shifted + (total_MN,)
+        for i in tl.static_range(tile.VALUES):
+            v_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERTS_BY_PTX, i)
+            if descales.KV_GROUP > 0 and not BY_SLICE:
+                v_NW = dequantized(
+                    v_NW,
+                    descales.v,
+                    entry,
+                    row,
+                    exists,
+                    g,
+                    i,
+                    descales.KV_GROUP,
+                    tile.HEAD_DIM_V,
+                    tile.VALUES,
+                )
+            old = acc[s * tile.VALUES + i] * alpha_M[:, None]
+            more = more + (tl.dot(scaled_MN.to(DTYPE), v_NW, old),)
+    return more, more_shifted
+
+
+@triton.jit
+def softmax_step(s_MN, m_M, scale, IS_ADJUSTED: tl.constexpr):
+    """(probabilities, new maximum in base 2, factor for what was summed before). Scores are raw, or
+    IS_ADJUSTED and in natural units."""
+    unit = LOG2E
+    if not IS_ADJUSTED:
+        unit = scale * LOG2E
+    new_M = tl.maximum(m_M, tl.max(s_MN, 1) * unit)
+    base_M = finite_or_zero(new_M)
+    return tl.exp2(s_MN * unit - base_M[:, None]), new_M, tl.exp2(m_M - base_M)
+
+
+@triton.jit
+def tree_visit(span, place, tile: DecodeTile):
+    """The first visit of a key tile that the tree mask, which is over the last keys, may cover."""
+    block = tl.maximum(place.len_k - place.len_q, 0) // tile.BLOCK_N
+    before = tl.minimum(block, span.first_end)
+    return tl.where(block < span.begin, before, block - span.begin + span.first_end)
+
+
+@triton.jit
+def stream_keys(
+    q,
+    start,
+    stop,
+    span,
+    pos_M,
+    place,
+    head,
+    io: ForwardIO,
+    mask: Mask,
+    mods: ScoreMods,
+    cache: KVLayout,
+    descales: Descales,
+    tile: DecodeTile,
+    DTYPE: tl.constexpr,
+):
+    """(maximum in base 2, sum, outputs) of visits [start, stop)."""
+    SHIFTS_K: tl.constexpr = descales.k.shift is not None
+    SHIFTS_V: tl.constexpr = descales.v.shift is not None and (
+        descales.KV_GROUP * tile.SLICES_E == tile.HEAD_DIM_V
+    )
+    m_M = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
+    # Few rows are spread over warps by keys: they are summed over those of a tile at the end alone.
+    SUMS_LATE: tl.constexpr = tile.BLOCK_M < 64
+    l_M = tl.zeros([tile.BLOCK_M], tl.float32)
+    l_MN = tl.zeros([tile.BLOCK_M, tile.BLOCK_N if SUMS_LATE else 1], tl.float32)
+    acc = ()
+    sums = ()
+    shifted = ()
+    for _ in tl.static_range(tile.SLICES_E * tile.VALUES):
+        acc = acc + (tl.zeros([tile.BLOCK_M, tile.BLOCK_E], tl.float32),)
+    if SHIFTS_K:
+        for s in tl.static_range(tile.SLICES_D):
+            total_M = tl.zeros([tile.BLOCK_M], tl.float32)
+            for i in tl.static_range(tile.VALUES):
+                total_M += tl.sum(q[s * tile.VALUES + i].to(tl.float32), 1)
+            sums = sums + (total_M,)
+    if SHIFTS_V:
+        for _ in tl.static_range(tile.SLICES_E):
+            shifted = shifted + (tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tl.float32),)
+    # Those that the tree covers come last; nobody else pays for looking into it.
+    first_tree = stop
+    if mask.tree is not None:
+        first_tree = tree_visit(span, place, tile)
+    for in_tree in tl.static_range(1 if mask.tree is None else 2):
+        visit_from = start
+        visit_to = tl.minimum(stop, first_tree)
+        if in_tree == 1:
+            visit_from = tl.maximum(start, first_tree)
+            visit_to = stop
+        for visit in range(visit_from, visit_to):
+            block = visit
+            if mask.HAS_LEFT:
+                block = tl.where(visit < span.first_end, visit, visit - span.first_end + span.begin)
+            cols_N = block * tile.BLOCK_N + tl.arange(0, tile.BLOCK_N)
+            exists_N = cols_N < place.len_k
+            entry, row_N = row_places(cols_N, exists_N, place, cache)
+            s_MN = raw_scores(q, sums, io, descales, entry, row_N, exists_N, place.g, tile, DTYPE)
+            distance_MN = cols_N[None, :] - (pos_M + place.off)[:, None]
+            if mods.IS_ADJUSTED:
+                s_MN, _gate = adjust_scores(s_MN, distance_MN, 0.0, head, mods)
+            ok_MN = in_window(cols_N[None, :], distance_MN, place, mask)
+            if in_tree == 1:
+                ok_MN &= tree_visible(pos_M[:, None], cols_N[None, :], place, head, mask)
+            s_MN = tl.where(ok_MN, s_MN, float("-inf"))
+            p_MN, m_M, alpha_M = softmax_step(s_MN, m_M, head.scale, mods.IS_ADJUSTED)
+            if SUMS_LATE:
+                l_MN = l_MN * alpha_M[:, None] + p_MN
+            else:
+                l_M = l_M * alpha_M + tl.sum(p_MN, 1)
+            acc, shifted = add_values(
+                acc,
+                shifted,
+                p_MN,
+                alpha_M,
+                io,
+                descales,
+                entry,
+                row_N,
+                exists_N,
+                place.g,
+                tile,
+                DTYPE,
+            )
+    if SHIFTS_V:
+        moved = ()
+        for s in tl.static_range(tile.SLICES_E):
+            for i in tl.static_range(tile.VALUES):
+                total_M = tl.sum(shifted[s], 1)
+                moved = moved + (acc[s * tile.VALUES + i] + total_M[:, None],)
+        acc = moved
+    return m_M, l_M + tl.sum(l_MN, 1), acc
+
+
+@triton.jit
+def decode(
+    io: ForwardIO,
+    sequences: Sequences,
+    shape: Shape,
+    mask: Mask,
+    mods: ScoreMods,
+    cache: KVLayout,
+    descales: Descales,
+    work: DecodeWork,
+    tile: DecodeTile,
+):
+    """out (.., M, H, E) and lse (B, H, M). Programs share the keys, see decode_work.py."""
+    IN: tl.constexpr = io.q.ptr.dtype.element_ty
+    DTYPE: tl.constexpr = tl.bfloat16 if IN.is_fp8() else IN
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    group = shape.heads_q // shape.heads_k
+    if sequences.cu_q is not None:
+        clear_gaps(
+            io.out,
+            io.lse,
+            0,
+            sequences.cu_q,
+            sequences.seqlen_q,
+            shape.batch,
+            shape.heads_q,
+            pid,
+            programs,
+            tile.HEAD_DIM_V,
+            tile.BLOCK_E * tile.VALUES * tile.SLICES_E,
+        )
+    x, end, share, b, base = share_of(pid, programs, sequences, shape, mask, work, tile)
+    while x < end:
+        token_q, len_q, stored_q, token_k, len_k, stored_k, off = facts(b, sequences, mask)
+        tiles, visits, length = sequence_length(
+            len_q, stored_q, len_k, off, shape, mask, work, tile
+        )
+        if x < base + length:
+            unit = (x - base) // unit_length(visits, work)
+            g = unit // tiles
+            row0 = (unit - g * tiles) * tile.BLOCK_M
+            index = (token_q * group // tile.BLOCK_M).to(tl.int32) + b
+            if sequences.cu_q is None:
+                index = b * work.tiles
+            index = index * shape.heads_k + unit
+            piece = next_piece(
+                x, end, share, base + unit * unit_length(visits, work), index, visits, work
+            )
+            x = piece.next
+            if piece.start < piece.stop:
+                place = place_at(b, g, token_q, len_q, stored_q, token_k, len_k, stored_k, off)
+                rows_M = row0 + tl.arange(0, tile.BLOCK_M)
+                pos_M = rows_M // group
+                head_M = g * group + rows_M % group
+                scale = descaled(mods.scale, descales.q, place)
+                factor = 1.0
+                if descales.KV_GROUP == 0:
+                    scale = descaled(scale, descales.k, place)
+                    factor = descaled(factor, descales.v, place)
+                slope = 0.0
+                tree = 0
+                if mods.alibi is not None:
+                    slopes = mods.alibi + place.b * mods.stride_alibib + head_M
+                    slope = tl.load(slopes)[:, None]
+                if mask.tree is not None:
+                    tree = mask.tree + place.b * mask.stride_treeb
+                head = HeadMods(scale, slope, 0, tree)
+                last = tl.minimum((row0 + tile.BLOCK_M - 1) // group, len_q - 1)
+                span = span_of(row0 // group, last, len_k, off, mask, tile)
+                q = load_queries(io.q, rows_M, pos_M, head_M, place, DTYPE, tile)
+                m_M, l_M, acc = stream_keys(
+                    q,
+                    tl.minimum(piece.start, span.visits),
+                    tl.minimum(piece.stop, span.visits),
+                    span,
+                    pos_M,
+                    place,
+                    head,
+                    io,
+                    mask,
+                    mods,
+                    cache,
+                    descales,
+                    tile,
+                    DTYPE,
+                )
+                finish_piece(
+                    m_M, l_M, acc, factor, piece, row0, group, place, io, mods.sink, work, tile
+                )
+        else:
+            base += length
+            b += 1

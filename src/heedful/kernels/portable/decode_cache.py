@@ -1,0 +1,214 @@
+"""Keys and values of a cache as operands of products: loaded in words of 16 bits, of which each
+holds one value, two of 8 bits or four of 4 bits.
+
+Values of a word are apart: value i of all words of a row is one operand. So nothing moves between
+threads, and the queries' dims are taken in the same order. Shapes: N key rows, W words.
+"""
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.args import Descale, KVLayout, Rows
+from heedful.kernels.common.sequences import within
+from heedful.kernels.portable.sequences import cache_row, wide
+
+
+@triton.constexpr_function
+def conversion(values, kind, is_bf16, i):
+    """PTX that makes numbers of value i of two words. kind: of 8 bits, "int8", "e4m3" or "e5m2".
+
+    An integer u >= 0 in the lowest bits of 1024 (float16) or 128 (bfloat16) is that much more; a
+    sign is a bias of its own. PTX converts floats of 8 bits to float16 alone.
+    """
+    if values == 4:
+        type_, magic = ("bf16x2", "0x43084308") if is_bf16 else ("f16x2", "0x64086408")
+        return (
+            f"{{ .reg .b32 t, m; shr.b32 t, $1, {4 * i}; and.b32 t, t, 0x000F000F;"
+            f" xor.b32 t, t, {magic}; mov.b32 m, {magic}; sub.{type_} $0, t, m; }}"
+        )
+    if kind != "int8":
+        select = "0x4431" if i else "0x4420"
+        start = (
+            f"{{ .reg .b32 t; .reg .b16 c, u; mov.b32 t, $1; prmt.b32 t, t, 0, {select};"
+            f" mov.b32 {{c, u}}, t; cvt.rn.f16x2.{kind}x2 t, c;"
+        )
+        if not is_bf16:
+            return start + " mov.b32 $0, t; }"
+        return (
+            start + " .reg .b16 x, y; .reg .f32 f, g; mov.b32 {x, y}, t;"
+            " cvt.f32.f16 f, x; cvt.f32.f16 g, y; cvt.rn.bf16x2.f32 $0, g, f; }"
+        )
+    if is_bf16:
+        # 128 and the lowest seven bits, less 128, or 256 where the sign is set.
+        return (
+            f"{{ .reg .b32 t, a, b; shr.b32 t, $1, {8 * i}; and.b32 a, t, 0x007F007F;"
+            " or.b32 a, a, 0x43004300; and.b32 b, t, 0x00800080; or.b32 b, b, 0x43004300;"
+            " sub.bf16x2 $0, a, b; }"
+        )
+    return (
+        f"{{ .reg .b32 t, m; shr.b32 t, $1, {8 * i}; and.b32 t, t, 0x00FF00FF;"
+        " xor.b32 t, t, 0x64806480; mov.b32 m, 0x64806480; sub.f16x2 $0, t, m; }"
+    )
+
+
+@triton.constexpr_function
+def kind_of(stored):
+    """The name of an 8-bit type in `conversion`."""
+    if not stored.is_fp8():
+        return "int8"
+    return "e5m2" if "e5" in str(stored) else "e4m3"
+
+
+@triton.jit
+def value_of_words(
+    words,
+    VALUES: tl.constexpr,
+    STORED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    CONVERTS_BY_PTX: tl.constexpr,
+    i: tl.constexpr,
+):
+    """Value i of every word. STORED: the type of values; int4 is said by VALUES."""
+    if VALUES == 1:
+        return words.to(DTYPE)
+    elif CONVERTS_BY_PTX:
+        IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
+        text: tl.constexpr = conversion(VALUES, kind_of(STORED), IS_BF16, i)
+        if IS_BF16:
+            return tl.inline_asm_elementwise(
+                text, "=r,r", [words], tl.bfloat16, is_pure=True, pack=2
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                text, "=r,r", [words], tl.float16, is_pure=True, pack=2
+            )
+    elif VALUES == 4:
+        nibbles = ((words.to(tl.int32) >> (4 * i)) & 15) ^ 8
+        return (nibbles - 8).to(tl.float32).to(DTYPE)
+    elif STORED.is_fp8():
+        bits = ((words >> (8 * i)) & 255).to(tl.uint8)
+        return bits.to(STORED, bitcast=True).to(tl.float32).to(DTYPE)
+    else:
+        # Signed: shifted up, and down again.
+        return ((words << (8 - 8 * i)) >> 8).to(tl.float32).to(DTYPE)
+
+
+@triton.jit
+def word_pointer(ptr, VALUES: tl.constexpr):
+    """The same address, of 16-bit words."""
+    if VALUES == 1:
+        return ptr
+    else:
+        return ptr.to(tl.pointer_type(tl.int16))
+
+
+@triton.jit
+def in_words(stride, BITS: tl.constexpr):
+    """A stride of stored elements, in words."""
+    if BITS == 8:
+        return stride // 2
+    else:
+        return stride
+
+
+@triton.jit
+def row_places(cols, exists, place, cache: KVLayout):
+    """(page or batch entry, row in it) of keys `cols` of a sequence. A number that no page has
+    stands for the first or the last page."""
+    rows = place.token_k + cols
+    if cache.table is None:
+        return cache_row(cache, place.b), wide(rows)
+    else:
+        table = cache.table + place.b * cache.stride_tableb
+        page = tl.load(table + rows // cache.page_size, mask=exists, other=0)
+        return within(page, 0, cache.entries - 1).to(tl.int64), wide(rows % cache.page_size)
+
+
+@triton.jit
+def load_words(
+    x: Rows,
+    entry,
+    row,
+    exists,
+    g,
+    slice_words,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """Words [N, BLOCK] of rows of KV head g, from word `slice_words` on; zeros where no row
+    exists, and past DIM values."""
+    BITS: tl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth
+    base = word_pointer(x.ptr, VALUES) + g * in_words(x.stride_h, BITS) + slice_words
+    at = entry * in_words(x.stride_b, BITS) + row * in_words(x.stride_n, BITS)
+    words = tl.arange(0, BLOCK)
+    ptrs = base + at[:, None] + words[None, :]
+    if DIM == BLOCK * VALUES:
+        return tl.load(ptrs, mask=exists[:, None], other=0)
+    else:
+        inside = slice_words * VALUES + words * VALUES < DIM
+        return tl.load(ptrs, mask=exists[:, None] & inside[None, :], other=0)
+
+
+@triton.jit
+def group_values(x, descale: Descale, entry, row, exists, g, index):
+    """What descale array `x` has for group `index` of rows of KV head g."""
+    at = entry * descale.stride_b + row * descale.stride_n + (g * descale.stride_h + index)
+    return tl.load(x + at, mask=exists, other=0.0)
+
+
+@triton.jit
+def of_each_value(
+    x,
+    descale: Descale,
+    entry,
+    row,
+    exists,
+    g,
+    i: tl.constexpr,
+    KV_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """[N, BLOCK] what descale array `x` has for value i of each word of rows of KV head g."""
+    at = entry * descale.stride_b + row * descale.stride_n + g * descale.stride_h
+    WORDS: tl.constexpr = KV_GROUP // VALUES
+    # Words of a group have one scale, which is loaded once.
+    SPREADS: tl.constexpr = KV_GROUP % VALUES == 0 and BLOCK % max(WORDS, 1) == 0
+    if SPREADS:
+        GROUPS: tl.constexpr = BLOCK // WORDS
+        groups = tl.arange(0, GROUPS)
+        ok = exists[:, None] & (groups < DIM // KV_GROUP)[None, :]
+        found = tl.load(x + (at[:, None] + groups[None, :]), mask=ok, other=0.0)
+        N: tl.constexpr = found.shape[0]
+        return tl.reshape(tl.broadcast_to(found[:, :, None], [N, GROUPS, WORDS]), [N, BLOCK])
+    else:
+        dims = tl.arange(0, BLOCK) * VALUES + i
+        ok = exists[:, None] & (dims < DIM)[None, :]
+        return tl.load(x + (at[:, None] + (dims // KV_GROUP)[None, :]), mask=ok, other=0.0)
+
+
+@triton.jit
+def dequantized(
+    values,
+    descale: Descale,
+    entry,
+    row,
+    exists,
+    g,
+    i: tl.constexpr,
+    KV_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """Value i of each word times its own scale, and its shift."""
+    BLOCK: tl.constexpr = values.shape[1]
+    found = values.to(tl.float32) * of_each_value(
+        descale.ptr, descale, entry, row, exists, g, i, KV_GROUP, DIM, BLOCK, VALUES
+    )
+    if descale.shift is not None:
+        found += of_each_value(
+            descale.shift, descale, entry, row, exists, g, i, KV_GROUP, DIM, BLOCK, VALUES
+        )
+    return found.to(values.dtype)

@@ -1,0 +1,159 @@
+"""How the results of a piece leave: whole ones at once, partial ones to scratch, from where the
+program that finishes a unit's last part merges them.
+
+Shapes: M rows, P parts, W words.
+"""
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.args import DecodeTile, DecodeWork, ForwardIO
+from heedful.kernels.portable.scores import LN2, LOG2E, finite_or_zero
+from heedful.kernels.portable.sequences import wide
+
+# Rows that are merged at once, at most.
+MERGE_ROWS = tl.constexpr(8)
+
+
+@triton.jit
+def store_whole(
+    m_M,
+    l_M,
+    acc,
+    factor,
+    row0,
+    group,
+    place,
+    io: ForwardIO,
+    sink,
+    ROWS: tl.constexpr,
+    tile: DecodeTile,
+):
+    """Writes out and lse of `ROWS` rows from `row0` on, whose maxima are in base 2, with the sink.
+    Rows that are stored but not used are 0 and -inf."""
+    rows_M = row0 + tl.arange(0, ROWS)
+    pos_M = rows_M // group
+    head_M = place.g * group + rows_M % group
+    stored_M = pos_M < place.stored_q
+    used_M = pos_M < place.len_q
+    old_M = tl.full([ROWS], 1.0, tl.float32)
+    if sink is not None:
+        logit_M = tl.load(sink + head_M) * LOG2E
+        top_M = tl.maximum(m_M, logit_M)
+        base_M = finite_or_zero(top_M)
+        old_M = tl.exp2(m_M - base_M)
+        l_M = l_M * old_M + tl.exp2(logit_M - base_M)
+        m_M = top_M
+    inverse_M = old_M * factor / tl.where(l_M == 0.0, 1.0, l_M)
+    at_M = place.b * io.out.stride_b + (place.token_q + pos_M) * io.out.stride_n
+    out = io.out.ptr + (at_M + head_M * io.out.stride_h)[:, None]
+    for s in tl.static_range(tile.SLICES_E):
+        for i in tl.static_range(tile.VALUES):
+            dims = (s * tile.BLOCK_E + tl.arange(0, tile.BLOCK_E)) * tile.VALUES + i
+            part = acc[s * tile.VALUES + i] * inverse_M[:, None]
+            part = tl.where(used_M[:, None], part, 0.0).to(io.out.ptr.dtype.element_ty)
+            tl.store(
+                out + dims[None, :],
+                part,
+                mask=stored_M[:, None] & (dims < tile.HEAD_DIM_V)[None, :],
+            )
+    if io.lse.ptr is not None:
+        lse_M = tl.where(used_M, (m_M + tl.log2(l_M)) * LN2, float("-inf"))
+        lse = io.lse.ptr + place.b * io.lse.stride_b + place.token_q
+        tl.store(lse + head_M * io.lse.stride_h + pos_M, lse_M, mask=stored_M)
+
+
+@triton.jit
+def merged(piece, row, M: tl.constexpr, work: DecodeWork, tile: DecodeTile):
+    """(maximum in base 2, sum, outputs) of all parts of M rows from `row` on of a unit's, in their
+    order."""
+    COLUMNS: tl.constexpr = tile.SLICES_E * tile.VALUES * tile.BLOCK_E
+    rows = row + tl.arange(0, M)
+    words = tl.arange(0, tile.BLOCK_E)
+    m_M = tl.full([M], float("-inf"), tl.float32)
+    l_M = tl.zeros([M], tl.float32)
+    acc = ()
+    for _ in tl.static_range(tile.SLICES_E * tile.VALUES):
+        acc = acc + (tl.zeros([M, tile.BLOCK_E], tl.float32),)
+    # Parts are near each other: 32 bits reach from the first.
+    first = wide(piece.rest) * tile.BLOCK_M
+    partial_lse = work.partial_lse + first
+    partial_out = work.partial_out + first * COLUMNS
+    for begin in range(0, piece.parts, work.MERGE_PARTS):
+        part_P = begin + tl.arange(0, work.MERGE_PARTS)
+        exists_P = part_P < piece.parts
+        slot_P = piece.step * part_P + tl.where(part_P == 0, piece.first - piece.rest, 0)
+        row_PM = slot_P[:, None] * tile.BLOCK_M + rows[None, :]
+        lse_PM = tl.load(
+            partial_lse + row_PM,
+            mask=exists_P[:, None],
+            other=float("-inf"),
+            cache_modifier=".cg",
+        )
+        new_M = tl.maximum(m_M, tl.max(lse_PM, 0))
+        base_M = finite_or_zero(new_M)
+        old_M = tl.exp2(m_M - base_M)
+        weight_PM = tl.exp2(lse_PM - base_M[None, :])
+        l_M = l_M * old_M + tl.sum(weight_PM, 0)
+        m_M = new_M
+        more = ()
+        for j in tl.static_range(tile.SLICES_E * tile.VALUES):
+            at_PMW = (row_PM * COLUMNS + j * tile.BLOCK_E)[:, :, None] + words[None, None, :]
+            part_PMW = tl.load(
+                partial_out + at_PMW,
+                mask=exists_P[:, None, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            total_MW = tl.sum(part_PMW * weight_PM[:, :, None], 0)
+            more = more + (acc[j] * old_M[:, None] + total_MW,)
+        acc = more
+    return m_M, l_M, acc
+
+
+@triton.jit
+def store_part(m_M, l_M, acc, piece, work: DecodeWork, tile: DecodeTile):
+    """Writes a part's own normalised results, and its log-sum-exp in base 2."""
+    COLUMNS: tl.constexpr = tile.SLICES_E * tile.VALUES * tile.BLOCK_E
+    rows = tl.arange(0, tile.BLOCK_M)
+    words = tl.arange(0, tile.BLOCK_E)
+    row_M = wide(piece.slot) * tile.BLOCK_M + rows
+    inverse_M = 1.0 / tl.where(l_M == 0.0, 1.0, l_M)
+    kept_M = rows < tile.ROWS
+    for j in tl.static_range(tile.SLICES_E * tile.VALUES):
+        at_MW = (row_M * COLUMNS + j * tile.BLOCK_E)[:, None] + words[None, :]
+        tl.store(work.partial_out + at_MW, acc[j] * inverse_M[:, None], mask=kept_M[:, None])
+    tl.store(work.partial_lse + row_M, m_M + tl.log2(l_M), mask=kept_M)
+
+
+@triton.jit
+def finish_piece(
+    m_M,
+    l_M,
+    acc,
+    factor,
+    piece,
+    row0,
+    group,
+    place,
+    io: ForwardIO,
+    sink,
+    work: DecodeWork,
+    tile: DecodeTile,
+):
+    """What becomes of a piece's results. factor: of values."""
+    if work.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
+        store_whole(m_M, l_M, acc, factor, row0, group, place, io, sink, tile.BLOCK_M, tile)
+    elif piece.parts == 1:
+        store_whole(m_M, l_M, acc, factor, row0, group, place, io, sink, tile.BLOCK_M, tile)
+    else:
+        store_part(m_M, l_M, acc, piece, work, tile)
+        # All threads' results, before the count says that they are there.
+        tl.debug_barrier()
+        done = tl.atomic_add(work.counts + piece.index, 1, sem="acq_rel", scope="gpu")
+        if done == piece.parts - 1:
+            tl.debug_barrier()
+            M: tl.constexpr = tile.ROWS if tile.ROWS < MERGE_ROWS else MERGE_ROWS
+            for row in range(0, tile.ROWS, M):
+                top_M, sum_M, out = merged(piece, row, M, work, tile)
+                store_whole(top_M, sum_M, out, factor, row0 + row, group, place, io, sink, M, tile)

@@ -1,0 +1,199 @@
+"""How the keys of a decode are dealt out: every program finds its own share, from lengths that only
+the device knows.
+
+A unit is one tile of query rows of one KV head of one sequence, over all key tiles that its
+sequence's queries see: its visits. Units stand in a line, by sequence, head, tile; each is as long
+as its visits, and OVERHEAD for what it costs beside. The line is cut into one share for each
+program. A unit that several shares have a part of is merged by who finishes its last part.
+
+Without `splits` the line is cut evenly, wherever that is: no program is idle, and a unit has as few
+parts as there can be. With `splits` a unit is cut in so many parts by its own visits alone, so that
+its result does not depend on what else is in the batch; a program has the parts that begin in its
+share.
+
+Shapes: B sequences.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.args import DecodeTile, DecodeWork, Mask, Sequences, Shape
+from heedful.kernels.common.key_range import key_bounds
+from heedful.kernels.common.sequences import sequence
+from heedful.kernels.portable.sequences import Place, wide
+
+# Sequences that a program looks at at once.
+LOOKS = tl.constexpr(512)
+
+
+class Span(NamedTuple):
+    """The key tiles that some rows visit: [0, first_end), then [begin, ..), `visits` in all."""
+
+    first_end: Any
+    begin: Any
+    visits: Any
+
+
+class Piece(NamedTuple):
+    """Visits [start, stop) of a unit. index: of the unit; parts: how many there are of it; slot:
+    where its partial results go; first, step: slots of part 0, and of part i > 0 at first + step
+    * i. next: where on the line the program goes on."""
+
+    start: Any
+    stop: Any
+    index: Any
+    parts: Any
+    slot: Any
+    first: Any
+    rest: Any
+    step: Any
+    next: Any
+
+
+@triton.jit
+def facts(b, x: Sequences, mask: Mask):
+    """(first token, rows in use, rows in storage) of the queries, then of the keys, and how far the
+    diagonal is moved, of sequence b, or of many."""
+    token_q, len_q, stored_q = sequence(b, x.cu_q, x.used_q, None, x.seqlen_q)
+    token_k, len_k, stored_k = sequence(b, x.cu_k, x.used_k, x.leftpad_k, x.seqlen_k)
+    off = mask.bottom_right * (len_k - len_q) + mask.shift
+    return token_q, len_q, stored_q, token_k, len_k, stored_k, off
+
+
+@triton.jit
+def span_of(row, last, len_k, off, mask: Mask, tile: DecodeTile):
+    """The key tiles that queries [row, last] visit, at least one."""
+    bounds = key_bounds(row, last, off, len_k, mask)
+    end = tl.cdiv(bounds.stop_last, tile.BLOCK_N)
+    begin = end * 0
+    first_end = begin
+    if mask.HAS_LEFT:
+        begin = tl.minimum(bounds.start_first // tile.BLOCK_N, end)
+        seen = tl.minimum(mask.first, bounds.stop_last)
+        first_end = tl.minimum(tl.cdiv(seen, tile.BLOCK_N), begin)
+    return Span(first_end, begin, tl.maximum(end - begin + first_end, 1))
+
+
+@triton.jit
+def part_visits(visits, work: DecodeWork):
+    """Visits of each part, where a unit is cut by its own visits."""
+    return tl.cdiv(visits, work.splits)
+
+
+@triton.jit
+def unit_length(visits, work: DecodeWork):
+    """How long a unit is on the line."""
+    if work.splits is None:
+        return visits + work.OVERHEAD
+    else:
+        return visits + work.OVERHEAD * tl.cdiv(visits, part_visits(visits, work))
+
+
+@triton.jit
+def sequence_length(len_q, stored_q, len_k, off, shape: Shape, mask: Mask, work, tile: DecodeTile):
+    """(tiles of rows of a KV head, visits, length on the line) of a sequence, or of many."""
+    group = shape.heads_q // shape.heads_k
+    tiles = tl.cdiv(stored_q * group, tile.BLOCK_M)
+    visits = span_of(0, len_q - 1, len_k, off, mask, tile).visits
+    return tiles, visits, tiles * shape.heads_k * unit_length(visits, work)
+
+
+@triton.jit
+def lengths_of(b_B, x: Sequences, shape: Shape, mask: Mask, work: DecodeWork, tile: DecodeTile):
+    """How long sequences are on the line; 0 past the last."""
+    inside_B = b_B < shape.batch
+    b_B = tl.minimum(b_B, shape.batch - 1)
+    _tq, len_q, stored_q, _tk, len_k, _sk, off = facts(b_B, x, mask)
+    _tiles, _visits, length = sequence_length(len_q, stored_q, len_k, off, shape, mask, work, tile)
+    return tl.where(inside_B, length, 0)
+
+
+@triton.jit
+def share_of(pid, programs, x: Sequences, shape: Shape, mask: Mask, work, tile: DecodeTile):
+    """(begin, end, length of each share, sequence that `begin` is in, where that begins)."""
+    if work.IS_UNIFORM:
+        each = tl.sum(lengths_of(tl.arange(0, 1), x, shape, mask, work, tile), 0)
+        total = each * shape.batch
+    else:
+        each = 0
+        total = 0
+        for b0 in range(0, shape.batch, LOOKS):
+            b_B = b0 + tl.arange(0, LOOKS)
+            total += tl.sum(lengths_of(b_B, x, shape, mask, work, tile), 0)
+    share = tl.maximum(tl.cdiv(total, programs), work.least)
+    begin = tl.minimum(pid * share, total)
+    end = tl.minimum(begin + share, total)
+    if work.IS_UNIFORM:
+        b = begin // tl.maximum(each, 1)
+        base = b * each
+    else:
+        b = 0
+        base = 0
+        before = 0
+        for b0 in range(0, shape.batch, LOOKS):
+            length_B = lengths_of(b0 + tl.arange(0, LOOKS), x, shape, mask, work, tile)
+            end_B = before + tl.cumsum(length_B, 0)
+            before += tl.sum(length_B, 0)
+            is_before_B = (end_B <= begin) & (b0 + tl.arange(0, LOOKS) < shape.batch)
+            b += tl.sum(is_before_B.to(tl.int32), 0)
+            base += tl.sum(tl.where(is_before_B, length_B, 0), 0)
+    return begin, end, share, b, base
+
+
+@triton.jit
+def place_at(b, g, token_q, len_q, stored_q, token_k, len_k, stored_k, off):
+    """A place of all query heads of KV head g; `h` is its first."""
+    return Place(
+        b=wide(b),
+        h=wide(0),
+        g=wide(g),
+        token_q=token_q,
+        len_q=len_q,
+        stored_q=stored_q,
+        token_k=token_k,
+        len_k=len_k,
+        stored_k=stored_k,
+        off=off,
+    )
+
+
+@triton.jit
+def next_piece(x, end, share, unit_begin, index, visits, work: DecodeWork):
+    """The piece at `x` of the unit that begins at `unit_begin`; none if start == stop."""
+    if work.splits is None:
+        keys = unit_begin + work.OVERHEAD
+        start = tl.maximum(x - keys, 0)
+        stop = tl.maximum(tl.minimum(end - keys, visits), start)
+        own = x // share
+        first = keys // share
+        parts = (keys + visits - 1) // share - first + 1
+        # A program has one part that is not a unit's first at most, and one that is, with others
+        # behind: two slots.
+        slot = 2 * own + tl.where(own == first, 1, 0)
+        return Piece(
+            start,
+            stop,
+            index,
+            parts,
+            slot,
+            2 * first + 1,
+            2 * first,
+            2,
+            tl.minimum(end, keys + visits),
+        )
+    else:
+        each = part_visits(visits, work)
+        length = each + work.OVERHEAD
+        parts = tl.cdiv(visits, each)
+        part = tl.cdiv(x - unit_begin, length)
+        begin = unit_begin + part * length
+        is_own = (part < parts) & (begin < end)
+        start = part * each
+        stop = tl.where(is_own, tl.minimum(start + each, visits), start)
+        # Behind the last part of the unit the next one begins.
+        behind = tl.minimum(begin + length, unit_begin + visits + work.OVERHEAD * parts)
+        slot = index * work.splits + part
+        first = index * work.splits
+        return Piece(start, stop, index, parts, slot, first, first, 1, behind)

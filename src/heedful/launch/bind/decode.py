@@ -1,0 +1,125 @@
+"""Programs of the decode kernel."""
+
+from heedful.core.plan import Plan
+from heedful.core.problem import ITEM_BITS, AttentionProblem
+from heedful.core.sizes import Sizes
+from heedful.core.tiles import MERGE_ROWS, DecodeConfig, pow2
+from heedful.kernels.args import DecodeTile, DecodeWork, ForwardIO, KVLayout
+from heedful.launch.bind import groups
+from heedful.launch.bind.groups import Buffers, pointer
+from heedful.launch.bind.portable import (
+    clear_call,
+    clear_outside_call,
+    kernel_call,
+    shared_divisor,
+)
+from heedful.launch.spec import KernelCall, Program, Scalar
+
+# One query of four heads, the most common step.
+FEWEST_ROWS = 4
+
+
+def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
+    """out, and lse if there is such a buffer."""
+    sizes, config = plan.sizes(), plan.configs["decode.forward"]
+    assert isinstance(config, DecodeConfig)
+    if problem.varlen_q and not problem.batch:
+        return Program((clear_outside_call(problem, buffers),), sizes.workspaces)
+    buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
+    calls = [_call(problem, plan, config, sizes, buffers)]
+    if problem.varlen_q and problem.used_q:
+        # Rows past a used length may lie beyond the longest sequence.
+        calls.append(clear_call(problem, buffers, "q", "out", "lse"))
+    return Program(tuple(calls), sizes.workspaces)
+
+
+def _call(
+    problem: AttentionProblem, plan: Plan, config: DecodeConfig, sizes: Sizes, buffers: Buffers
+) -> KernelCall:
+    launch = sizes.launches["decode.forward"]
+    divisor = shared_divisor(buffers, ("q", "k", "v", "out"))
+    return kernel_call(
+        "decode.decode",
+        launch.grid,
+        config,
+        io=ForwardIO(
+            *(groups.rows(buffers, name, divisor) for name in "qkv"),
+            out=groups.split_rows(buffers, "out", False, divisor),
+            lse=groups.split_row_vector(buffers, "lse", False),
+        ),
+        sequences=groups.sequences(problem, buffers),
+        shape=groups.shape(problem),
+        mask=groups.mask(problem, buffers),
+        mods=groups.score_mods(problem, buffers),
+        cache=_cache(problem, buffers),
+        descales=groups.descales(problem, buffers),
+        work=_work(problem, config, buffers, launch.numbers["tiles"]),
+        tile=_tile(problem, config),
+    )
+
+
+def _cache(problem: AttentionProblem, buffers: Buffers) -> KVLayout:
+    """Pages of a power of two keys are known when compiling: a division less for each key."""
+    cache = groups.kv_layout(problem.page_size, buffers)
+    size = problem.page_size
+    return cache._replace(page_size=size) if size and size & (size - 1) == 0 else cache
+
+
+def _work(
+    problem: AttentionProblem, config: DecodeConfig, buffers: Buffers, tiles: int
+) -> DecodeWork:
+    words = _words(problem, problem.head_dim_v, slices(problem, problem.head_dim_v))
+    rows = min(_rows(problem, config), MERGE_ROWS)
+    merged = config.merge_values * 32 * config.num_warps // (rows * words)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
+    return DecodeWork(
+        partial_out=pointer(buffers, "partial_out", True),
+        partial_lse=pointer(buffers, "partial_lse", True),
+        counts=pointer(buffers, "counts", True),
+        splits=Scalar(problem.num_splits) if problem.num_splits else None,
+        tiles=Scalar(tiles),
+        least=Scalar(config.least_tiles + config.overhead),
+        IS_UNIFORM=not any(name in buffers for name in names),
+        OVERHEAD=config.overhead,
+        MERGE_PARTS=max(1, min(32, merged)),
+    )
+
+
+def _tile(problem: AttentionProblem, config: DecodeConfig) -> DecodeTile:
+    slices_d, slices_e = (slices(problem, d) for d in (problem.head_dim, problem.head_dim_v))
+    return DecodeTile(
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        BLOCK_D=_words(problem, problem.head_dim, slices_d),
+        BLOCK_E=_words(problem, problem.head_dim_v, slices_e),
+        SLICES_D=slices_d,
+        SLICES_E=slices_e,
+        VALUES=values(problem),
+        ROWS=_rows(problem, config),
+        CONVERTS_BY_PTX=config.asm,
+    )
+
+
+def _rows(problem: AttentionProblem, config: DecodeConfig) -> int:
+    """The fewest that are worth their own case of lengths, or the tile's."""
+    return FEWEST_ROWS if problem.seqlen_q * problem.group <= FEWEST_ROWS else config.block_m
+
+
+def values(problem: AttentionProblem) -> int:
+    """Stored values of a word."""
+    return 16 // ITEM_BITS[problem.kv_dtype]
+
+
+def _words(problem: AttentionProblem, dim: int, slices: int) -> int:
+    return pow2(-(-dim // (slices * values(problem))))
+
+
+def slices(problem: AttentionProblem, dim: int) -> int:
+    """How many products a row of keys or values is: one for each scale, if each has 16 words."""
+    group, each = problem.kv_group, values(problem)
+    words = group // each
+    if not group or group >= dim or group % each or words < 16 or words & (words - 1):
+        return 1
+    return dim // group

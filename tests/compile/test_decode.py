@@ -1,0 +1,125 @@
+"""The decode kernel compiles for GPUs that are not here, without spills: on AMD anywhere, on NVIDIA
+in the loop over keys."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+
+from heedful.core.arrays import ArraySpec
+from heedful.core.device import by_name
+from heedful.core.mask import MaskSpec
+from heedful.core.plan import plan
+from heedful.core.problem import AttentionProblem
+from heedful.inspector.nvidia import disassemble, measure, parse_sass
+from heedful.launch.bind import decode
+from heedful.launch.triton_compat import compile_kernel
+
+TARGETS = ("sm_80", "sm_90", "gfx942", "gfx950")
+FP8 = {"gfx942": "float8_e4m3fnuz"}
+# Name: facts of the problem beside 4 sequences of 4096 keys, 32 heads over 8.
+PROBLEMS = {
+    "plain": {},
+    "lengths": {"used_k": True, "sink": True},
+    "pages": {"used_k": True, "page_size": 16},
+    "odd pages": {"used_k": True, "page_size": 24, "mask": "window"},
+    "tree": {"seqlen_q": 4, "tree_mask": True},
+    "narrow": {"head_dim": 64},
+    "wide": {"head_dim": 256},
+    "four": {"seqlen_q": 8, "causal": True},
+    "sixteen": {"seqlen_q": 16, "causal": True, "softcap": 20.0},
+    "fp8": {"kv_dtype": "fp8"},
+    "int8": {"kv_dtype": "int8", "kv_group": 128},
+    "int8 shifted": {"kv_dtype": "int8", "kv_group": 128, "kv_shift": True, "page_size": 64},
+    "int4": {"kv_dtype": "int4", "kv_group": 128},
+    "int4 groups": {"kv_dtype": "int4", "kv_group": 32},
+    "parts": {"num_splits": 4, "used_k": True},
+    "whole": {"num_splits": 1},
+}
+
+
+def problem_of(name: str, arch: str) -> AttentionProblem:
+    facts = dict(PROBLEMS[name])
+    if facts.get("kv_dtype") == "fp8":
+        facts["kv_dtype"] = FP8.get(arch, "float8_e4m3fn")
+    if facts.get("mask") == "window":
+        facts["mask"] = MaskSpec(left=1000, right=0)
+    if facts.get("page_size"):
+        facts["used_k"] = True
+    return AttentionProblem.dense(4, facts.pop("seqlen_q", 1), 4096, 32, 8, **facts)
+
+
+def buffers_of(problem: AttentionProblem) -> dict[str, ArraySpec]:
+    """What a call of the problem has, dense."""
+    p, dense = problem, ArraySpec.contiguous
+    stored, divisor = ("uint8", 2) if p.kv_dtype == "int4" else (p.kv_dtype, 1)
+    lead = (512, p.page_size) if p.page_size else (p.batch, p.seqlen_k)
+    made = {
+        "q": dense((p.batch, p.seqlen_q, p.heads_q, p.head_dim), p.dtype),
+        "k": dense((*lead, p.heads_k, p.head_dim // divisor), stored),
+        "v": dense((*lead, p.heads_k, p.head_dim_v // divisor), stored),
+        "out": dense(p.out_shape, p.out_dtype),
+    }
+    if p.page_size:
+        made["block_table"] = dense((p.batch, p.seqlen_k // p.page_size), "int32")
+    if p.used_k:
+        made["seqused_k"] = dense((p.batch,), "int32")
+    if p.sink:
+        made["sink"] = dense((p.heads_q,), "float32")
+    if p.tree_mask:
+        made["tree_mask"] = dense((p.batch, p.seqlen_q, p.seqlen_q), "bool")
+    if p.quantized_kv:
+        for name, dim in (("k", p.head_dim), ("v", p.head_dim_v)):
+            shape = (*lead, p.heads_k, dim // p.kv_group) if p.kv_group else (p.batch, p.heads_k)
+            made[f"{name}_descale"] = dense(shape, "float32")
+            if p.kv_shift:
+                made[f"{name}_shift"] = dense(shape, "float32")
+    return made
+
+
+def compiled(name: str, arch: str):
+    problem = problem_of(name, arch)
+    chosen = plan(problem, by_name(arch), backend="decode")
+    (call,) = decode.forward(problem, chosen, buffers_of(problem)).calls
+    return compile_kernel(call, arch)
+
+
+def spills_over_keys(cubin: bytes) -> int:
+    """Of the innermost loops with products, whichever unit makes them."""
+    code, labels, branches = parse_sass(disassemble(cubin).text)
+    loops = {(labels[to], at + 1) for at, to in branches if labels.get(to, at + 1) <= at}
+    found = {bounds: measure(code[slice(*bounds)]) for bounds in loops}
+    busy = {b for b, sass in found.items() if sass.wgmma or sass.counts["HMMA"]}
+    inner = [b for b in busy if not any(b[0] <= c[0] and c[1] <= b[1] and b != c for c in busy)]
+    assert inner
+    return sum(found[bounds].spills for bounds in inner)
+
+
+def count(text: str, word: str) -> int:
+    """A number of an AMD kernel's metadata."""
+    found = re.search(rf"\.{word}:\s+(\d+)", text)
+    assert found, word
+    return int(found[1])
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("arch", TARGETS)
+def test_decode_compiles_without_spills(arch, name):
+    if arch == "sm_80" and name == "fp8":
+        pytest.skip("sm_80 converts no fp8")
+    found = compiled(name, arch)
+    assert found.metadata.shared <= by_name(arch).shared_bytes
+    if arch.startswith("sm_"):
+        assert not spills_over_keys(found.asm["cubin"])
+    else:
+        text = found.asm["amdgcn"]
+        assert count(text, "vgpr_spill_count") == 0
+        assert count(text, "private_segment_fixed_size") == 0
+
+
+@pytest.mark.parametrize("arch", ("gfx942", "gfx950"))
+def test_an_fp8_cache_leaves_room_for_four_waves_of_a_simd(arch):
+    """xFormers' split-K kernel has 108 registers, and was faster than its bfloat16 twin once it
+    spilled none: two waves and more hide each other's loads."""
+    assert count(compiled("fp8", arch).asm["amdgcn"], "vgpr_count") <= 128

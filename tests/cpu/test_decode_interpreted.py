@@ -1,0 +1,96 @@
+"""The decode kernel computes what the oracle computes: its programs, run by Triton's interpreter.
+bfloat16 is left to GPU tests; the interpreter is wrong for it.
+
+They run in a process of their own: see `support.interpreted`.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from heedful.core.device import by_name
+from heedful.core.plan import Plan
+from heedful.core.tiles import DecodeConfig
+from heedful.launch.bind import decode
+from heedful.launch.interpret import interpret
+from heedful.torch.arrays import array_spec
+from support import budget
+from support.cases import Case
+from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+
+# Small tiles, so that short sequences have full, masked and skipped ones.
+TILES = DecodeConfig(16, 16, programs=1, least_tiles=1, key_groups=2)
+UNITS = 5
+PLAIN = Case(dtype="float16", backward=False, seqlen_q=3, seqlen_k=203, heads_q=6)
+CASES = (
+    PLAIN,
+    replace(PLAIN, seqlen_q=1, heads_q=8, head_dim=64, head_dim_v=128),
+    replace(PLAIN, causal=True, used="k", batch=5),
+    replace(PLAIN, causal=True, seqlen_q=9, heads_q=8, sink=True),
+    replace(PLAIN, window=(60, 0), used="k", batch=4),
+    replace(PLAIN, window=(50, 3, 20), used="k", seqlen_q=8),
+    replace(PLAIN, softcap=3.0, alibi="bh", sink=True),
+    replace(PLAIN, scale=-0.3),
+    replace(PLAIN, tree_mask=True, used="k"),
+    replace(PLAIN, page_size=7, batch=3, causal=True),
+    replace(PLAIN, page_size=16, leftpad_k=True, batch=3),
+    replace(PLAIN, kv_batch_idx=True, leftpad_k=True, used="k"),
+    replace(PLAIN, varlen="q", used="k", batch=4, causal=True),
+    replace(PLAIN, varlen="qk", used="q", batch=4, causal=True, sink=True),
+    replace(PLAIN, varlen="qk", batch=7, seqlen_q=11, seqlen_k=90),
+    replace(PLAIN, varlen="q", page_size=4, batch=3),
+    replace(PLAIN, seqlen_k=0),
+    replace(PLAIN, seqlen_q=0),
+    replace(PLAIN, batch=0),
+    replace(PLAIN, batch=0, varlen="qk"),
+    replace(PLAIN, head_dim=40, head_dim_v=24),
+    replace(PLAIN, layout="heads_first"),
+    replace(PLAIN, layout="packed"),
+    replace(PLAIN, kv_dtype="int8"),
+    replace(PLAIN, kv_dtype="int8", head_dim=64, kv_group=64, used="k"),
+    replace(PLAIN, kv_dtype="int8", head_dim=64, kv_group=64, kv_shift=True, page_size=5),
+    replace(PLAIN, kv_dtype="int8", head_dim=64, head_dim_v=96, kv_group=32, kv_shift=True),
+    replace(PLAIN, kv_dtype="int8", kv_group=8, kv_shift=True),
+    replace(PLAIN, kv_dtype="int4", head_dim=64, kv_group=64, kv_shift=True),
+    replace(PLAIN, kv_dtype="int4", head_dim=128, kv_group=64),
+    replace(PLAIN, kv_dtype="int4", kv_group=16, page_size=4),
+    replace(PLAIN, kv_dtype="float8_e4m3fn", page_size=16, causal=True),
+    replace(PLAIN, kv_dtype="float8_e5m2", head_dim=48, tree_mask=True),
+)
+
+
+class Interpreted:
+    """The programs of `launch.bind.decode` run by the interpreter, as the budget's `Backend`."""
+
+    def __init__(self, num_splits: int = 0):
+        self.num_splits = num_splits
+
+    def forward(self, problem, x, out):
+        """(out, lse, None)."""
+        tensors = {name: t for name, t in x._asdict().items() if t is not None}
+        tensors |= {"out": out, "lse": torch.full(problem.lse_shape, torch.nan)}
+        specs = {name: array_spec(tensor) for name, tensor in tensors.items()}
+        problem = replace(problem, num_splits=self.num_splits)
+        device = replace(by_name("MI300X"), units=UNITS)
+        plan = Plan(problem, device, "decode", "run", configs={"decode.forward": TILES})
+        scratch = interpret(decode.forward(problem, plan, specs), tensors)
+        if self.num_splits > 1:
+            # Whatever the lengths, parts are a sequence's own: see the test of invariance.
+            assert "counts" in scratch
+        return out, tensors["lse"], None
+
+
+@interpreted
+@pytest.mark.parametrize("num_splits", (0, 1, 3))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_decode_is_within_the_budget(case, num_splits):
+    budget.run(Interpreted(num_splits), case)
+
+
+@starts_interpreter
+def test_every_check_passes_in_the_interpreter():
+    pass_in_the_interpreter(__file__)

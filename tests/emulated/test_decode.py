@@ -1,0 +1,42 @@
+"""The decode kernel, as compiled for CDNA3 and CDNA4, computes attention within the error budget
+and without a finding; who finishes the last part of a unit merges them."""
+
+from dataclasses import replace
+
+import pytest
+
+from emulated.backend import TARGETS, Emulated
+from support.budget import run
+from support.cases import Case
+
+BASE = Case(
+    batch=2,
+    seqlen_q=3,
+    seqlen_k=331,
+    heads_q=4,
+    heads_k=1,
+    head_dim=64,
+    dtype="bfloat16",
+    backward=False,
+)
+CASES = [
+    BASE,
+    replace(BASE, causal=True, dtype="float16", used="k", sink=True),
+    replace(BASE, page_size=16, tree_mask=True),
+    replace(BASE, varlen="qk", used="qk", batch=3, window=(90, 0)),
+    replace(BASE, kv_batch_idx=True, leftpad_k=True, head_dim=128, seqlen_q=1),
+    replace(BASE, kv_dtype="int8", kv_group=64, kv_shift=True),
+    replace(BASE, kv_dtype="int4", kv_group=32, page_size=5),
+]
+
+
+@pytest.mark.parametrize("num_splits", (0, 2))
+@pytest.mark.parametrize("arch", TARGETS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_decode_is_within_budget(arch, case, num_splits):
+    run(Emulated(arch, "decode"), replace(case, num_splits=num_splits))
+
+
+@pytest.mark.parametrize("arch, kind", (("gfx942", "float8_e4m3fnuz"), ("gfx950", "float8_e4m3fn")))
+def test_an_fp8_cache_is_within_budget(arch, kind):
+    run(Emulated(arch, "decode"), replace(BASE, kv_dtype=kind))
