@@ -232,8 +232,8 @@ def pow2(n: int, least: int = 16) -> int:
 
 
 def combine_rows(head_dim_v: int) -> RowsConfig:
-    """Of the merge of splits."""
-    return RowsConfig(min(64, _TILE_VALUES // pow2(head_dim_v)))
+    """Of the merge of splits, of which a program loads eight at once."""
+    return RowsConfig(max(1, min(16, _TILE_VALUES // 2 // pow2(head_dim_v))))
 
 
 def cache_rows(*dims: int) -> RowsConfig:

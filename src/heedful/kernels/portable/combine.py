@@ -1,5 +1,5 @@
 """Merging partial attention results over disjoint keys: out = sum_s w_s out_s / sum_s w_s with
-w_s = exp(lse_s), plus the sink logit once. Shapes: M query rows, E v dim.
+w_s = exp(lse_s), plus the sink logit once. Shapes: S splits, M query rows, E v dim.
 """
 
 import triton
@@ -7,7 +7,10 @@ import triton.language as tl
 
 from heedful.kernels.args import CombineIO
 from heedful.kernels.portable.scores import LN2, exponential, finite_or_zero
-from heedful.kernels.portable.sequences import load_rows, row_base, store_rows, wide
+from heedful.kernels.portable.sequences import row_base, store_rows, wide
+
+# Splits that a program loads at once: none waits for the one before it.
+SPLITS = tl.constexpr(8)
 
 
 @triton.jit
@@ -25,28 +28,32 @@ def combine_splits(
     row0 = (tl.program_id(0) % tiles) * BLOCK_M
     b = wide(tl.program_id(0) // tiles // heads)
     h = wide(tl.program_id(0) // tiles % heads)
-    partial_out = row_base(io.partial_out, b, h, 0)
+    partial_out = row_base(io.partial_out, b, h, row0)
     partial_lse = io.partial_lse.ptr + (b * io.partial_lse.stride_b + h * io.partial_lse.stride_h)
     rows_M = row0 + tl.arange(0, BLOCK_M)
+    dims_E = tl.arange(0, BLOCK_E)
+    exists_ME = (rows_M < rows)[:, None] & (dims_E < HEAD_DIM_V)[None, :]
+    at_ME = tl.arange(0, BLOCK_M)[:, None] * io.partial_out.stride_n + dims_E[None, :]
     m_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_M = tl.zeros([BLOCK_M], tl.float32)
     acc_ME = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    for split in range(splits):
-        place = wide(split)
-        lse = partial_lse + place * io.partial_lse.stride_s
-        lse_M = tl.load(lse + rows_M, mask=rows_M < rows, other=float("-inf"))
-        part = partial_out + place * io.partial_out.stride_s
-        part_ME = load_rows(
-            part, io.partial_out.stride_n, row0, rows, HEAD_DIM_V, BLOCK_M, BLOCK_E, True
-        )
-        new_M = tl.maximum(m_M, lse_M)
+    for split0 in range(0, splits, SPLITS):
+        split_S = split0 + tl.arange(0, SPLITS)
+        exists_S = split_S < splits
+        lse_SM = partial_lse + (split_S * io.partial_lse.stride_s)[:, None] + rows_M[None, :]
+        ok_SM = exists_S[:, None] & (rows_M < rows)[None, :]
+        lse_SM = tl.load(lse_SM, mask=ok_SM, other=float("-inf"))
+        part_SME = partial_out + (split_S * io.partial_out.stride_s)[:, None, None]
+        ok_SME = exists_S[:, None, None] & exists_ME[None, :, :]
+        part_SME = tl.load(part_SME + at_ME[None, :, :], mask=ok_SME, other=0.0).to(tl.float32)
+        new_M = tl.maximum(m_M, tl.max(lse_SM, 0))
         base_M = finite_or_zero(new_M)
         old_M = exponential(m_M - base_M, True)
-        w_M = exponential(lse_M - base_M, True)
+        w_SM = exponential(lse_SM - base_M[None, :], True)
         # A part that saw no key weighs 0 whatever it holds.
-        part_ME = tl.where((w_M == 0.0)[:, None], 0.0, part_ME.to(tl.float32))
-        acc_ME = acc_ME * old_M[:, None] + part_ME * w_M[:, None]
-        l_M = l_M * old_M + w_M
+        part_SME = tl.where((w_SM == 0.0)[:, :, None], 0.0, part_SME * w_SM[:, :, None])
+        acc_ME = acc_ME * old_M[:, None] + tl.sum(part_SME, 0)
+        l_M = l_M * old_M + tl.sum(w_SM, 0)
         m_M = new_M
     if io.sink is not None:
         sink_M = tl.zeros([BLOCK_M], tl.float32) + tl.load(io.sink + h)
