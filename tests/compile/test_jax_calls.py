@@ -18,6 +18,7 @@ from heedful.core.plan import plan  # noqa: E402
 from heedful.core.problem import AttentionProblem  # noqa: E402
 from heedful.jax import (  # noqa: E402
     device,
+    empty,
     flash_attn_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
@@ -149,6 +150,17 @@ def test_a_traced_dropout_origin_is_read_from_memory(monkeypatch):
     count = lambda call: sum(field == wire.I32 for field, _ in call.parameters)  # noqa: E731
     assert count(known) - count(traced) == 4
     assert "tensor<10xui32>" in lowered(run, *QKV, place)
+
+
+def test_a_program_for_a_gpu_is_exported_where_there_is_none():
+    pytest.importorskip("flatbuffers")
+    names = (triton_call.TARGET, empty.TARGET)
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
+    fun = jax.jit(partial(CAUSAL, window_size=(9, 0), return_lse=True))
+    exported = jax.export.export(fun, platforms=["cuda"], disabled_checks=checks)(*QKV)
+    again = jax.export.deserialize(exported.serialize())
+    assert again.platforms == ("cuda",) and again.out_avals == exported.out_avals
+    assert triton_call.TARGET in again.mlir_module()
 
 
 @pytest.mark.parametrize(("name", "target"), [("MI300X", "gfx942"), ("MI355X", "gfx950")])

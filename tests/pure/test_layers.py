@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
 EXCEPTIONS: dict[str, set[str]] = {
     "launch/triton_compat.py": {"triton"},
     "launch/interpret.py": {"triton", "torch"},
+    "demo/in_jax.py": {"jax", "numpy"},
     "reference/budget.py": {"torch", "numpy"},
     "reference/eager.py": {"torch", "numpy"},
     "reference/convert.py": {"torch", "numpy"},

@@ -3,12 +3,10 @@
 import math
 from collections import Counter
 from dataclasses import dataclass
-from pydoc_data.topics import topics
 
 import torch
 
-# The last part is kept from training.
-HELD_OUT = 0.1
+from heedful.demo.topics import HELD_OUT, numbered
 
 
 @dataclass(frozen=True)
@@ -35,10 +33,8 @@ class Text:
 
 def load() -> Text:
     """All help topics, one after the other, in the order of their names."""
-    whole = "\n\n".join(topics[name] for name in sorted(topics))
-    vocabulary = "".join(sorted(set(whole)))
-    number = {character: i for i, character in enumerate(vocabulary)}
-    tokens = torch.tensor([number[character] for character in whole])
+    vocabulary, numbers = numbered()
+    tokens = torch.tensor(numbers)
     cut = int(len(tokens) * (1 - HELD_OUT))
     return Text(vocabulary, tokens[:cut], tokens[cut:])
 
