@@ -21,6 +21,7 @@ HOMES = {
     "hopper-fp8": ["kernels/hopper"],
     "portable": ["kernels/portable", "kernels/common"],
     "cpu": ["cpu"],
+    "jax": ["jax"],
 }
 TOOLS = ["emulator", "inspector"]
 FAMILIES = ["hopper-forward", "hopper-fp8", "cdna", "portable", "cpu", "launching", *TOOLS]
