@@ -1,0 +1,194 @@
+"""The decode kernel on a GPU: its error budgets, and what shares of the keys may not change."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import heedful.torch as heedful
+from support.budget import run
+from support.cases import Case
+from support.prepared import Prepared
+from support.variants import FRESH
+
+pytestmark = pytest.mark.gpu
+
+PLAIN = Case(dtype="bfloat16", backward=False, seqlen_q=3, seqlen_k=603, heads_q=6, head_dim=128)
+CASES = (
+    PLAIN,
+    replace(PLAIN, causal=True, used="k", batch=5, dtype="float16"),
+    replace(PLAIN, seqlen_q=9, heads_q=8, causal=True, sink=True),
+    replace(PLAIN, seqlen_q=16, heads_q=8, causal=True),
+    replace(PLAIN, window=(300, 0), used="k"),
+    replace(PLAIN, window=(90, 5, 40), used="k", seqlen_q=7),
+    replace(PLAIN, softcap=3.0, alibi="bh"),
+    replace(PLAIN, tree_mask=True, used="k"),
+    replace(PLAIN, page_size=7, batch=3),
+    replace(PLAIN, page_size=16, leftpad_k=True),
+    replace(PLAIN, varlen="q", used="k", batch=4, causal=True),
+    replace(PLAIN, varlen="qk", used="q", batch=4),
+    replace(PLAIN, head_dim=64),
+    replace(PLAIN, head_dim=256),
+    replace(PLAIN, head_dim=96, head_dim_v=40),
+    replace(PLAIN, kv_dtype="int8"),
+    replace(PLAIN, kv_dtype="int8", kv_group=128, kv_shift=True, page_size=5),
+    replace(PLAIN, kv_dtype="int8", kv_group=64),
+    replace(PLAIN, kv_dtype="int4", kv_group=128),
+    replace(PLAIN, kv_dtype="int4", kv_group=32, kv_shift=True),
+    replace(PLAIN, kv_dtype="int4", kv_group=64, dtype="float16"),
+    replace(PLAIN, kv_dtype="float8_e4m3fn"),
+    replace(PLAIN, kv_dtype="float8_e4m3fn", dtype="float16", page_size=16),
+    replace(PLAIN, kv_dtype="float8_e5m2"),
+)
+
+
+@pytest.mark.parametrize("num_splits", (0, 3))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_decode_is_within_its_error_budget(case, num_splits):
+    run(Prepared("decode"), replace(case, num_splits=num_splits), "cuda")
+
+
+def variants(count: int) -> list[Case]:
+    """Cases that differ in what the kernel is compiled for."""
+    rng = random.Random(FRESH)
+    found: dict[str, Case] = {}
+    while len(found) < count:
+        case = _variant(rng)
+        found.setdefault(str(case), case)
+    return list(found.values())
+
+
+def _variant(rng: random.Random) -> Case:
+    kv = rng.choice(("", "", "", "int8", "int4", "float8_e4m3fn"))
+    dim = rng.choice((64, 128, 128, 256))
+    group = rng.choice((dim, 32, 16)) if kv.startswith("int") else 0
+    varlen = rng.choice(("", "", "q", "qk")) if not kv else ""
+    paged = "k" not in varlen and rng.random() < 0.4
+    return replace(
+        PLAIN,
+        head_dim=dim,
+        dtype=rng.choice(("bfloat16", "bfloat16", "float16")),
+        causal=rng.random() < 0.5,
+        window=rng.choice(((-1, -1), (-1, -1), (200, 0), (90, 4, 30))),
+        softcap=rng.choice((0.0, 0.0, 8.0)),
+        alibi=rng.choice(("", "", "bh")),
+        sink=rng.random() < 0.3,
+        tree_mask=not varlen and rng.random() < 0.2,
+        varlen=varlen,
+        used=rng.choice(("", "k", "k")),
+        page_size=16 if paged else 0,
+        kv_batch_idx=not paged and "k" not in varlen and rng.random() < 0.2,
+        leftpad_k=rng.random() < 0.2,
+        kv_dtype=kv,
+        kv_group=group,
+        kv_shift=bool(group) and rng.random() < 0.4,
+        layout=rng.choice(("contiguous", "contiguous", "heads_first")),
+    )
+
+
+@st.composite
+def problems(draw, variant: Case) -> Case:
+    """A problem of at most 64 rows of a KV head, lengths of 0 and 1 among them."""
+    group = draw(st.sampled_from((1, 2, 4, 5)))
+    heads_k = draw(st.integers(1, 3))
+    longest = draw(st.sampled_from((1, 17, 300, 2500)))
+    return replace(
+        variant,
+        batch=draw(st.integers(1, 6)),
+        heads_k=heads_k,
+        heads_q=heads_k * group,
+        seqlen_q=draw(st.integers(1, 64 // group if variant.tree_mask else 12)),
+        seqlen_k=draw(st.integers(1, longest)),
+        page_size=draw(st.sampled_from((1, 7, 16, 64))) if variant.page_size else 0,
+        num_splits=draw(st.sampled_from((0, 0, 1, 4))),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+VARIANTS = variants(60)
+
+
+@pytest.mark.parametrize("variant", VARIANTS[:10], ids=str)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_a_random_problem_is_within_its_error_budget(variant, data):
+    run(Prepared("decode"), data.draw(problems(variant)), "cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS[10:], ids=str)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_two_thousand_random_problems_are_within_their_error_budgets(variant, data):
+    run(Prepared("decode"), data.draw(problems(variant)), "cuda")
+
+
+def pages(batch: int, longest: int, size: int = 16):
+    """Shuffled pages for that many keys of each sequence."""
+    many = -(-longest // size)
+    k, v = (
+        torch.randn(batch * many, size, 2, 128, device="cuda", dtype=torch.bfloat16)
+        for _ in range(2)
+    )
+    table = torch.randperm(batch * many, device="cuda").int().view(batch, many)
+    return k, v, table
+
+
+def test_a_replayed_graph_reads_lengths_and_tables_anew():
+    k, v, table = pages(6, 5000)
+    q = torch.randn(6, 2, 8, 128, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.tensor([5000, 3, 700, 0, 64, 2000], dtype=torch.int32, device="cuda")
+
+    def step():
+        return heedful.flash_attn_with_kvcache(
+            q, k, v, cache_seqlens=lengths, block_table=table, causal=True
+        )
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    draw = random.Random(0)
+    for _ in range(20):
+        new = [draw.choice((0, 1, 2, draw.randrange(5000), 5000, -1)) for _ in range(6)]
+        lengths.copy_(torch.tensor(new, dtype=torch.int32))
+        table.copy_(table[torch.randperm(6)])
+        graph.replay()
+        assert torch.equal(out, step())
+
+
+@pytest.mark.parametrize("num_splits", (1, 8))
+def test_with_splits_given_a_sequence_has_the_same_bits_in_any_batch(num_splits):
+    k, v, table = pages(9, 9000)
+    q = torch.randn(9, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.tensor([9000, 1, 64, 700, 8999, 0, 129, 3000, 17], device="cuda").int()
+
+    def call(which):
+        return heedful.flash_attn_with_kvcache(
+            q[which],
+            k,
+            v,
+            cache_seqlens=lengths[which],
+            block_table=table[which],
+            num_splits=num_splits,
+            return_softmax_lse=True,
+            backend="decode",
+        )
+
+    whole = call(torch.arange(9, device="cuda"))
+    for which in ([0], [3], [8, 0], [4, 4, 4, 4], [7, 5, 2], list(range(8, -1, -1))):
+        index = torch.tensor(which, device="cuda")
+        for got, want in zip(call(index), whole, strict=True):
+            assert torch.equal(got, want[index])
+
+
+def test_many_parts_are_merged_whatever_the_order_they_end_in():
+    """More parts of a unit than are merged at once; fifty runs, of which each counts from zero."""
+    q = torch.randn(1, 1, 4, 128, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(1, 40000, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    first = heedful.flash_attn_with_kvcache(q, k, v, backend="decode")
+    for _ in range(50):
+        assert torch.equal(heedful.flash_attn_with_kvcache(q, k, v, backend="decode"), first)
