@@ -23,7 +23,7 @@ from support.cases import Case
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
 # Small tiles, so that short sequences have full, masked and skipped ones.
-TILES = DecodeConfig(16, 16, programs=1, least_tiles=1, key_groups=2)
+TILES = DecodeConfig(16, 16, programs=1, least_tiles=1)
 UNITS = 5
 PLAIN = Case(dtype="float16", backward=False, seqlen_q=3, seqlen_k=203, heads_q=6)
 CASES = (

@@ -277,16 +277,17 @@ def decode_tiles(config: DecodeConfig, problem: AttentionProblem) -> int:
 
 
 def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
-    """Programs for the whole device, unless there is less to do. Scratch for two parts of each, or
-    for all of a tile of rows that is split in a given number."""
-    config = plan.configs["decode.forward"]
+    """Programs for the whole device, as many for each KV head, unless there is less to do. Scratch
+    for two parts of each, or for all of a tile of rows that is split in a given number."""
+    config, heads = plan.configs["decode.forward"], problem.heads_k
     assert isinstance(config, DecodeConfig)
     tiles = decode_tiles(config, problem)
-    units = tiles * problem.heads_k * (1 if problem.total_q is not None else problem.batch)
+    units = tiles * (1 if problem.total_q is not None else problem.batch)
     parts = ceil_div(larger(1, problem.seqlen_k), config.block_n * config.least_tiles)
     if problem.num_splits:
         parts = smaller(parts, problem.num_splits)
-    programs = smaller(plan.device.units * config.programs, units * parts)
+    shares = smaller(larger(1, plan.device.units * config.programs // heads), units * parts)
+    programs, units = shares * heads, units * heads
     numbers = {"tiles": tiles}
     launches = {"decode.forward": LaunchSizes((programs, 1, 1), numbers)}
     if problem.num_splits == 1:

@@ -68,8 +68,8 @@ class DecodeConfig(TileConfig):
     """
 
     programs: int = 2
-    least_tiles: int = 2
-    overhead: int = 1
+    least_tiles: int = 4
+    overhead: int = 0
     asm: bool = False
     merge_values: int = 32
 

@@ -227,7 +227,7 @@ class ForwardIO(NamedTuple):
 class DecodeWork(NamedTuple):
     """How work is dealt out, see portable/decode_work.py. splits: parts of a tile's keys, or None
     where programs share all keys evenly; tiles: of rows of a KV head; least: key tiles of a
-    program. A part that is not the whole leaves float32 results in `partial_out` (slots, rows, dim)
+    share. A part that is not the whole leaves float32 results in `partial_out` (slots, rows, dim)
     and `partial_lse` (slots, rows), and counts itself in `counts`, one for each tile of rows of
     each KV head, which begin at 0.
 

@@ -326,23 +326,23 @@ def decode(
             tile.HEAD_DIM_V,
             tile.BLOCK_E * tile.VALUES * tile.SLICES_E,
         )
-    x, end, share, b, base = share_of(pid, programs, sequences, shape, mask, work, tile)
+    heads = shape.heads_k
+    g = pid % heads
+    x, end, share, b, base = share_of(
+        pid // heads, programs // heads, sequences, shape, mask, work, tile
+    )
     while x < end:
         token_q, len_q, stored_q, token_k, len_k, stored_k, off = facts(b, sequences, mask)
-        tiles, visits, length = sequence_length(
-            len_q, stored_q, len_k, off, shape, mask, work, tile
-        )
+        visits, length = sequence_length(len_q, stored_q, len_k, off, shape, mask, work, tile)
         if x < base + length:
             unit = (x - base) // unit_length(visits, work)
-            g = unit // tiles
-            row0 = (unit - g * tiles) * tile.BLOCK_M
+            unit_begin = base + unit * unit_length(visits, work)
+            row0 = unit * tile.BLOCK_M
             index = (token_q * group // tile.BLOCK_M).to(tl.int32) + b
             if sequences.cu_q is None:
                 index = b * work.tiles
-            index = index * shape.heads_k + unit
-            piece = next_piece(
-                x, end, share, base + unit * unit_length(visits, work), index, visits, work
-            )
+            index = (index + unit) * heads + g
+            piece = next_piece(x, end, share, unit_begin, index, visits, g, heads, work)
             x = piece.next
             if piece.start < piece.stop:
                 place = place_at(b, g, token_q, len_q, stored_q, token_k, len_k, stored_k, off)

@@ -2,9 +2,13 @@
 the device knows.
 
 A unit is one tile of query rows of one KV head of one sequence, over all key tiles that its
-sequence's queries see: its visits. Units stand in a line, by sequence, head, tile; each is as long
-as its visits, and OVERHEAD for what it costs beside. The line is cut into one share for each
-program. A unit that several shares have a part of is merged by who finishes its last part.
+sequence's queries see: its visits. Units of a head stand in a line, by sequence and tile; each is
+as long as its visits, and OVERHEAD for what it costs beside. The line is cut into shares, and every
+head has a program for each. A unit that several shares have a part of is merged by who finishes its
+last part.
+
+Neighbours among programs have the same share of all heads: what they read at a time lies side by
+side. Rows of one head alone, 64 bytes of every 512, would be read at half the speed.
 
 Without `splits` the line is cut evenly, wherever that is: no program is idle, and a unit has as few
 parts as there can be. With `splits` a unit is cut in so many parts by its own visits alone, so that
@@ -93,11 +97,11 @@ def unit_length(visits, work: DecodeWork):
 
 @triton.jit
 def sequence_length(len_q, stored_q, len_k, off, shape: Shape, mask: Mask, work, tile: DecodeTile):
-    """(tiles of rows of a KV head, visits, length on the line) of a sequence, or of many."""
+    """(visits, length on a head's line) of a sequence, or of many."""
     group = shape.heads_q // shape.heads_k
     tiles = tl.cdiv(stored_q * group, tile.BLOCK_M)
     visits = span_of(0, len_q - 1, len_k, off, mask, tile).visits
-    return tiles, visits, tiles * shape.heads_k * unit_length(visits, work)
+    return visits, tiles * unit_length(visits, work)
 
 
 @triton.jit
@@ -106,13 +110,14 @@ def lengths_of(b_B, x: Sequences, shape: Shape, mask: Mask, work: DecodeWork, ti
     inside_B = b_B < shape.batch
     b_B = tl.minimum(b_B, shape.batch - 1)
     _tq, len_q, stored_q, _tk, len_k, _sk, off = facts(b_B, x, mask)
-    _tiles, _visits, length = sequence_length(len_q, stored_q, len_k, off, shape, mask, work, tile)
+    _visits, length = sequence_length(len_q, stored_q, len_k, off, shape, mask, work, tile)
     return tl.where(inside_B, length, 0)
 
 
 @triton.jit
-def share_of(pid, programs, x: Sequences, shape: Shape, mask: Mask, work, tile: DecodeTile):
-    """(begin, end, length of each share, sequence that `begin` is in, where that begins)."""
+def share_of(number, shares, x: Sequences, shape: Shape, mask: Mask, work, tile: DecodeTile):
+    """(begin, end, length of each share, sequence that `begin` is in, where that begins) of one
+    share of a head's line."""
     if work.IS_UNIFORM:
         each = tl.sum(lengths_of(tl.arange(0, 1), x, shape, mask, work, tile), 0)
         total = each * shape.batch
@@ -122,8 +127,8 @@ def share_of(pid, programs, x: Sequences, shape: Shape, mask: Mask, work, tile: 
         for b0 in range(0, shape.batch, LOOKS):
             b_B = b0 + tl.arange(0, LOOKS)
             total += tl.sum(lengths_of(b_B, x, shape, mask, work, tile), 0)
-    share = tl.maximum(tl.cdiv(total, programs), work.least)
-    begin = tl.minimum(pid * share, total)
+    share = tl.maximum(tl.cdiv(total, shares), work.least)
+    begin = tl.minimum(number * share, total)
     end = tl.minimum(begin + share, total)
     if work.IS_UNIFORM:
         b = begin // tl.maximum(each, 1)
@@ -160,8 +165,9 @@ def place_at(b, g, token_q, len_q, stored_q, token_k, len_k, stored_k, off):
 
 
 @triton.jit
-def next_piece(x, end, share, unit_begin, index, visits, work: DecodeWork):
-    """The piece at `x` of the unit that begins at `unit_begin`; none if start == stop."""
+def next_piece(x, end, share, unit_begin, index, visits, g, heads, work: DecodeWork):
+    """The piece at `x` of the unit of KV head g that begins at `unit_begin`; none if start ==
+    stop."""
     if work.splits is None:
         keys = unit_begin + work.OVERHEAD
         start = tl.maximum(x - keys, 0)
@@ -171,16 +177,16 @@ def next_piece(x, end, share, unit_begin, index, visits, work: DecodeWork):
         parts = (keys + visits - 1) // share - first + 1
         # A program has one part that is not a unit's first at most, and one that is, with others
         # behind: two slots.
-        slot = 2 * own + tl.where(own == first, 1, 0)
+        slot = (2 * own + tl.where(own == first, 1, 0)) * heads + g
         return Piece(
             start,
             stop,
             index,
             parts,
             slot,
-            2 * first + 1,
-            2 * first,
-            2,
+            (2 * first + 1) * heads + g,
+            2 * first * heads + g,
+            2 * heads,
             tl.minimum(end, keys + visits),
         )
     else:
