@@ -134,7 +134,7 @@ def test_a_recording_ends_with_its_block(tmp_path):
 
 def test_an_entry_is_planned_for_the_device_that_it_was_seen_on(tmp_path):
     small = by_name("H200").live(units=8)
-    problem = build(replace(BASE, backward=False, seqlen_q=1, seqlen_k=4000, batch=1)).problem
+    problem = build(replace(BASE, backward=False, seqlen_q=1, seqlen_k=9000, batch=1)).problem
     entry = record.Entry(problem, device=small)
     assert record.Entry.from_json(entry.to_json()) == entry
 

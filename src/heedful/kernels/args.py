@@ -11,75 +11,24 @@ reads and writes it, or because it writes a part and keeps the rest. Said of a g
 the `Ptr` in it. What must start at zero is said by a `Workspace`.
 """
 
-from enum import Enum
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
-T = TypeVar("T")
-
-
-class Kind(Enum):
-    """What a field holds."""
-
-    NUMBER = "number"
-    CONSTANT = "constant"
-    READ = "read"
-    WRITTEN = "written"
-    READ_AND_WRITTEN = "read and written"
-
-
-Num = Annotated[Any, Kind.NUMBER]
-Const = Annotated[Any, Kind.CONSTANT]
-Ptr = Any
-In = Annotated[T, Kind.READ]
-Out = Annotated[T, Kind.WRITTEN]
-InOut = Annotated[T, Kind.READ_AND_WRITTEN]
-
-
-class Rows(NamedTuple):
-    """A (batch, row, head, dim) tensor whose dims lie side by side; of packed rows stride_b is
-    0."""
-
-    ptr: Ptr
-    stride_b: Num
-    stride_n: Num
-    stride_h: Num
-
-
-class SplitRows(NamedTuple):
-    """Rows, and the stride from one split's to the next."""
-
-    ptr: Ptr
-    stride_s: Num
-    stride_b: Num
-    stride_n: Num
-    stride_h: Num
-
-
-class RowVector(NamedTuple):
-    """A (batch, head, row) array whose rows lie side by side; of packed rows stride_b is 0."""
-
-    ptr: Ptr
-    stride_b: Num
-    stride_h: Num
-
-
-class SplitRowVector(NamedTuple):
-    """A row vector, and the stride from one split's to the next."""
-
-    ptr: Ptr
-    stride_s: Num
-    stride_b: Num
-    stride_h: Num
-
-
-class ScoreArray(NamedTuple):
-    """A (batch, head, query row, key row) array."""
-
-    ptr: Ptr
-    stride_b: Num
-    stride_h: Num
-    stride_m: Num
-    stride_n: Num
+from heedful.kernels.arg_kinds import (
+    Const,
+    In,
+    InOut,
+    Num,
+    Out,
+    Ptr,
+    Rows,
+    RowVector,
+    ScoreArray,
+    SplitRows,
+    SplitRowVector,
+)
+from heedful.kernels.arg_kinds import Kind as Kind
+from heedful.kernels.args_decode import DecodeTile as DecodeTile
+from heedful.kernels.args_decode import DecodeWork as DecodeWork
 
 
 class Sequences(NamedTuple):
@@ -222,47 +171,6 @@ class ForwardIO(NamedTuple):
     v: In[Rows]
     out: Out[SplitRows]
     lse: Out[SplitRowVector]
-
-
-class DecodeWork(NamedTuple):
-    """How work is dealt out, see portable/decode_work.py. splits: parts of a tile's keys, or None
-    where programs share all keys evenly; tiles: of rows of a KV head; least: key tiles of a
-    share. A part that is not the whole leaves float32 results in `partial_out` (slots, rows, dim)
-    and `partial_lse` (slots, rows), and counts itself in `counts`, one for each tile of rows of
-    each KV head, which begin at 0.
-
-    IS_UNIFORM: all sequences are as long as their storage. OVERHEAD: what a part costs beside its
-    keys, in key tiles. MERGE_PARTS: parts that are merged at once.
-    """
-
-    partial_out: Out[Ptr]
-    partial_lse: Out[Ptr]
-    counts: InOut[Ptr]
-    splits: Num
-    tiles: Num
-    least: Num
-    IS_UNIFORM: Const
-    OVERHEAD: Const
-    MERGE_PARTS: Const
-
-
-class DecodeTile(NamedTuple):
-    """VALUES: stored values of a 16-bit word of the cache: 1, 2 (8 bits each) or 4. A row of keys
-    or values is SLICES of BLOCK words, each a product of its own: several where each has its own
-    scale. ROWS: a power of two that a tile's rows are within. CONVERTS_BY_PTX: how stored values
-    become numbers."""
-
-    HEAD_DIM: Const
-    HEAD_DIM_V: Const
-    BLOCK_M: Const
-    BLOCK_N: Const
-    BLOCK_D: Const
-    BLOCK_E: Const
-    SLICES_D: Const
-    SLICES_E: Const
-    VALUES: Const
-    ROWS: Const
-    CONVERTS_BY_PTX: Const
 
 
 class HopperIO(NamedTuple):

@@ -1,0 +1,46 @@
+"""The groups that only the decode kernel has: see args.py, from where they are imported."""
+
+from typing import NamedTuple
+
+from heedful.kernels.arg_kinds import Const, InOut, Num, Out, Ptr
+
+
+class DecodeWork(NamedTuple):
+    """How work is dealt out, see portable/decode_work.py. splits: parts of a tile's keys, or None
+    where programs share all keys evenly; tiles: of rows of a KV head; least: key tiles of a
+    share. A part that is not the whole leaves float32 results in `partial_out` (slots, rows, dim)
+    and `partial_lse` (slots, rows), and counts itself in `counts`, one for each tile of rows of
+    each KV head, which begin at 0.
+
+    IS_UNIFORM: all sequences are as long as their storage. OVERHEAD: what a part costs beside its
+    keys, in key tiles. MERGE_PARTS: parts that are merged at once.
+    """
+
+    partial_out: Out[Ptr]
+    partial_lse: Out[Ptr]
+    counts: InOut[Ptr]
+    splits: Num
+    tiles: Num
+    least: Num
+    IS_UNIFORM: Const
+    OVERHEAD: Const
+    MERGE_PARTS: Const
+
+
+class DecodeTile(NamedTuple):
+    """VALUES: stored values of a 16-bit word of the cache: 1, 2 (8 bits each) or 4. A row of keys
+    or values is SLICES of BLOCK words, each a product of its own: several where each has its own
+    scale. ROWS: a power of two that a tile's rows are within. CONVERTS_BY_PTX: how stored values
+    become numbers."""
+
+    HEAD_DIM: Const
+    HEAD_DIM_V: Const
+    BLOCK_M: Const
+    BLOCK_N: Const
+    BLOCK_D: Const
+    BLOCK_E: Const
+    SLICES_D: Const
+    SLICES_E: Const
+    VALUES: Const
+    ROWS: Const
+    CONVERTS_BY_PTX: Const
