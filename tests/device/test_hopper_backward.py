@@ -49,6 +49,37 @@ CASES = [
     ),
 ]
 
+SMALL = replace(BASE, seqlen_q=200, seqlen_k=333)
+MORE = [
+    replace(SMALL, head_dim=dim, heads_k=heads_k, **mods)
+    for dim, heads_k in ((64, 2), (128, 1), (256, 2), (192, 4))
+    for mods in (
+        {"dropout_p": 0.3, "head_dim_v": min(dim, 128)},
+        {
+            "dropout_p": 0.1,
+            "causal": True,
+            "dropout_origin": (1, 2, 3, 8),
+            "head_dim_v": min(dim, 128),
+        },
+        {"varlen": "qk", "batch": 4},
+        {"varlen": "qk", "batch": 4, "causal": True},
+        {"varlen": "qk", "batch": 5, "window": (60, 30)},
+        {"varlen": "q", "batch": 3, "causal": True},
+        {"varlen": "k", "batch": 3},
+    )
+]
+WIDE = [
+    replace(SMALL, head_dim=dim, head_dim_v=dim_v, heads_k=heads_k, **mods)
+    for dim, dim_v, heads_k in ((256, 256, 2), (192, 192, 1), (192, 128, 4), (136, 200, 2))
+    for mods in (
+        {},
+        {"causal": True},
+        {"causal": True, "seqlen_q": 333, "seqlen_k": 200},
+        {"window": (60, 30)},
+        {"batch": 4, "heads_k": 4, "heads_q": 16, "seqlen_q": 700, "seqlen_k": 2100},
+    )
+]
+
 
 def check(case: Case) -> None:
     reasons = capability.row("hopper", "backward", case.dtype).why_not(
@@ -60,6 +91,16 @@ def check(case: Case) -> None:
 
 @pytest.mark.parametrize("case", twins(CASES, "float16"), ids=str)
 def test_gradients_are_within_their_error_budget(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", twins(MORE, "float16"), ids=str)
+def test_gradients_with_dropout_and_of_packed_sequences_are_within_their_budget(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", twins(WIDE, "float16"), ids=str)
+def test_gradients_of_wide_heads_are_within_their_budget(case):
     check(case)
 
 

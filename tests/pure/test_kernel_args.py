@@ -8,7 +8,7 @@ from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
-from heedful.kernels import args
+from heedful.kernels import args, backward_args
 from heedful.kernels.args import Kind, Mask, Rows
 from heedful.launch import buffers
 from heedful.launch.programs import program
@@ -22,7 +22,8 @@ from heedful.launch.spec import (
     map_leaves,
 )
 
-GROUPS = [x for x in vars(args).values() if isinstance(x, type) and hasattr(x, "_fields")]
+DECLARED = {**vars(args), **vars(backward_args)}
+GROUPS = [x for x in DECLARED.values() if isinstance(x, type) and hasattr(x, "_fields")]
 MOST_FIELDS, MOST_PARAMETERS = 12, 20
 REF = KernelRef("heedful.kernels.portable.forward", "attention_forward")
 NARROW = Rows(Pointer("q", "float16"), Scalar(1, "i64"), Scalar(2), Scalar(3, "i64"))

@@ -22,6 +22,7 @@ _ROLES = {
     "key_gradients": "key gradients",
     "backward_prologue": "prepare gradients",
     "backward": "gradients",
+    "backward_wide": "gradients",
     "backward_epilogue": "finish query gradients",
     "bias_gradients": "bias gradients",
     "sink_gradients": "sink gradients",

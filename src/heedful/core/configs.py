@@ -255,6 +255,10 @@ def _hopper_fp8(max_dim: int, tile: _Tile, when=_always, **how):
     return ConfigRow("hopper.fp8_forward", ("sm_90",), max_dim, config, _H200_GLUON, when)
 
 
+def _drops(problem: AttentionProblem) -> bool:
+    return problem.dropout_p > 0
+
+
 def _hopper_backward(max_dim: int, tile: _Tile, when=_always, measured=_H200_GLUON, **how):
     config = HopperBackwardConfig(*tile, **how)
     return ConfigRow("hopper.backward", ("sm_90",), max_dim, config, measured, when)
@@ -424,8 +428,10 @@ ROWS: list[ConfigRow] = [
     _hopper_fp8(128, (128, 128, 4, 4), _masked, **_FP8_D128_MASKED),
     _hopper_fp8(128, (128, 128, 4, 4), **_FP8_D128),
     _hopper_fp8(256, (128, 64, 4, 2), consumer_regs=240),
+    _hopper_backward(64, (64, 128, 4, 2), _drops, _FITS),
     _hopper_backward(64, (128, 128, 4, 2)),
     _hopper_backward(128, (64, 128, 4, 2)),
+    _hopper_backward(256, (64, 64, 4, 2)),
     _cdna(64, (256, 128, 8, 1), _eight_bit),
     _cdna(128, (256, 64, 8, 1)),
     # Page numbers are loaded two stages ahead of keys: as many again. 64 rows are a WGMMA's, which

@@ -21,8 +21,8 @@ from heedful.core.tiles import (
     HopperConfig,
     HopperFp8Config,
     TileConfig,
+    backward_dim,
     pow2,
-    tile_dim,
 )
 
 if TYPE_CHECKING:
@@ -366,9 +366,11 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
             {"tiles": tiles, "key_blocks": key_blocks, "l2_heads": heads, "l2_groups": groups},
         ),
     }
-    dims = (problem.heads_q, blocks * rows, tile_dim(problem.head_dim))
+    dims = (problem.heads_q, blocks * rows, backward_dim(problem.head_dim))
     workspaces = [Workspace("dq_accum", ArraySpec.contiguous(dims, "float32"))]
-    if problem.deterministic:
-        turns = ArraySpec.contiguous((problem.heads_q * blocks,), "int32")
-        workspaces.append(Workspace("turns", turns))
+    if problem.varlen_k:
+        grid = (problem.batch + plan.device.units, 1, 1)
+        launches["hopper.varlen_scheduler"] = LaunchSizes(grid, {"capacity": head_tiles})
+        tiles_of = ArraySpec.contiguous((1 + 2 * head_tiles,), "int32")
+        workspaces.append(Workspace("varlen_tiles", tiles_of))
     return launches, workspaces

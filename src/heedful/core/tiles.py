@@ -211,6 +211,16 @@ class HopperBackwardConfig(TileConfig):
     consumer_regs: int = 240
     producer_regs: int = 24
 
+    @property
+    def is_wide(self) -> bool:
+        """Whether consumers share keys, and each makes one gradient of them."""
+        return self.block_n == CONSUMER_ROWS
+
+
+def backward_dim(dim: int) -> int:
+    """Columns of a tile of the Hopper backward."""
+    return pow2(dim, 64)
+
 
 # Kernels of one tile for all devices: what they read and write once is all that counts. Values
 # that 4 warps keep in 16 registers each: 8 KiB of float32.

@@ -2,16 +2,12 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from heedful.kernels.args import HopperBackwardIO, HopperBackwardParams
+from heedful.kernels.backward_args import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.backward_mainloop import backward_mainloop
-from heedful.kernels.hopper.backward_tile import key_tile, m_block_range
+from heedful.kernels.hopper.backward_tile import key_tile, m_block_range, work_tiles
 from heedful.kernels.hopper.compat import reinterpret, tma_store
 from heedful.kernels.hopper.mma import ROWS, scores_layout
 from heedful.kernels.hopper.sequences import box
@@ -33,57 +29,62 @@ def store_rows(desc, memory, x_ND, params, tile, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
-    """dV leaves through the memory of values, which no other consumer reads, and dK through that
-    of dQ."""
-    if params.dropout.IS_ON:
-        dv *= params.dropout.inverse_keep
-    store_rows(io.dv, shared.v.index(CONSUMER), dv, params, tile, CONSUMER)
-    barrier.wait(shared.dq_empty.index(CONSUMER), (visit & 1) ^ 1)
-    shape: gl.constexpr = io.dk.block_type.shape
-    memory = reinterpret(shared.dq.index(CONSUMER), io.dk.dtype, shape, io.dk.layout)
-    store_rows(io.dk, memory, dk * params.sizes.scale, params, tile, CONSUMER)
-    tma.store_wait(0)
+def outlet(shared, desc, first: gl.constexpr, CONSUMER: gl.constexpr):
+    """Memory for gradients of one consumer's keys: that of its share of dQ, which one fills or two
+    do."""
+    shape: gl.constexpr = desc.block_type.shape
+    share = shared.dq.index(CONSUMER)
+    BYTES: gl.constexpr = share.shape[0] * share.shape[1] * 4
+    FIT: gl.constexpr = BYTES // desc.block_type.nbytes
+    boxes = reinterpret(share, desc.dtype, [FIT] + shape, desc.layout)
+    return boxes.index(0 if first else FIT - 1)
 
 
 @gluon.jit
-def store_no_gradients(io, shared, params, tile, CONSUMER: gl.constexpr):
-    """Zeros, for keys that no query sees."""
+def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
+    """Writes dV and dK, through the memory of dQ once that has been added."""
     D: gl.constexpr = io.dk.block_type.shape[-1]
     E: gl.constexpr = io.dv.block_type.shape[-1]
-    shape: gl.constexpr = io.dk.block_type.shape
-    dk = gl.zeros([ROWS, D], gl.float32, scores_layout(io.dk.dtype, D))
-    dv = gl.zeros([ROWS, E], gl.float32, scores_layout(io.dv.dtype, E))
-    memory = reinterpret(shared.dq.index(CONSUMER), io.dk.dtype, shape, io.dk.layout)
-    store_rows(io.dk, memory, dk, params, tile, CONSUMER)
-    tma.store_wait(0)
-    gl.barrier()
-    shape_v: gl.constexpr = io.dv.block_type.shape
-    memory_v = reinterpret(shared.dq.index(CONSUMER), io.dv.dtype, shape_v, io.dv.layout)
-    store_rows(io.dv, memory_v, dv, params, tile, CONSUMER)
+    BYTES: gl.constexpr = shared.dq.shape[1] * shared.dq.shape[2] * 4
+    if params.dropout.IS_ON:
+        dv *= params.dropout.inverse_keep
+    barrier.wait(shared.dq_empty.index(CONSUMER), (visit & 1) ^ 1)
+    store_rows(io.dv, outlet(shared, io.dv, True, CONSUMER), dv, params, tile, CONSUMER)
+    if BYTES < 2 * ROWS * (D + E):
+        tma.store_wait(0)
+        gl.barrier()
+    dk *= params.sizes.scale
+    store_rows(io.dk, outlet(shared, io.dk, False, CONSUMER), dk, params, tile, CONSUMER)
     tma.store_wait(0)
     gl.barrier()
 
 
 @gluon.jit
 def backward_consumer(
-    io: HopperBackwardIO, shared, params: HopperBackwardParams, CONSUMER: gl.constexpr
+    io: HopperBackwardIO,
+    shared,
+    params: HopperBackwardParams,
+    CONSUMER: gl.constexpr,
 ):
-    """Gradients of one consumer's keys of each work tile."""
+    """Gradients of one consumer's keys of each work tile; zeros if no query sees any."""
+    D: gl.constexpr = shared.k.shape[-1]
+    E: gl.constexpr = shared.v.shape[-1]
     visit = gl.to_tensor(0)
     kv_phase = gl.to_tensor(0)
     index = gl.program_id(0)
-    while index < params.order.tiles:
+    tiles = work_tiles(params)
+    while index < tiles:
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
         if blocks.end > blocks.begin:
             barrier.wait(shared.k_full.index(0), kv_phase)
             barrier.wait(shared.v_full.index(0), kv_phase)
             dk, dv, visit = backward_mainloop(shared, visit, blocks, params, tile, CONSUMER)
-            store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER)
             kv_phase ^= 1
-            mbarrier.arrive(shared.kv_empty.index(0), count=1)
+            store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER)
+            mbarrier.arrive(shared.k_empty.index(0), count=1)
         else:
-            barrier.wait(shared.dq_empty.index(CONSUMER), (visit & 1) ^ 1)
-            store_no_gradients(io, shared, params, tile, CONSUMER)
+            dk = gl.zeros([ROWS, D], gl.float32, scores_layout(io.dk.dtype, D))
+            dv = gl.zeros([ROWS, E], gl.float32, scores_layout(io.dv.dtype, E))
+            store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER)
         index += gl.num_programs(0)

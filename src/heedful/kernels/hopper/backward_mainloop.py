@@ -16,13 +16,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from heedful.kernels.hopper import barrier
-from heedful.kernels.hopper.backward_mask import hide_queries
+from heedful.kernels.hopper.backward_scores import (
+    kept_probabilities,
+    queued_probabilities,
+    score_gradients,
+)
 from heedful.kernels.hopper.backward_shared import CONSUMERS
 from heedful.kernels.hopper.backward_sums import put_dq
 from heedful.kernels.hopper.backward_tile import is_masked
-from heedful.kernels.hopper.compat import inline_asm
+from heedful.kernels.hopper.compat import opaque
 from heedful.kernels.hopper.mma import ROWS, scores_layout
-from heedful.kernels.hopper.pairs import from_pairs, to_pairs
 from heedful.kernels.hopper.pipeline import PipelineState, matrix
 
 
@@ -30,8 +33,7 @@ from heedful.kernels.hopper.pipeline import PipelineState, matrix
 def keys_of(boxes, CONSUMER: gl.constexpr):
     """One consumer's keys or values as (N, D). The compiler is not to know where they are: it would
     work out ahead of the loop what each product is told of it, and keep it in registers."""
-    place = inline_asm("mov.b32 $0, $1;", "=r,r", [gl.to_tensor(CONSUMER)], gl.int32)
-    return matrix(boxes.index(place), ROWS, boxes.shape[-1])
+    return matrix(boxes.index(opaque(gl.to_tensor(CONSUMER))), ROWS, boxes.shape[-1])
 
 
 @gluon.jit
@@ -64,34 +66,10 @@ def queue_dq(shared, ds_state, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def probabilities(s_NM, lse_M, params):
-    """P of raw scores."""
-    return gl.exp2(s_NM * params.mods.scale_log2 - lse_M[None, :])
-
-
-@gluon.jit
 def stage_of(visit, stages: gl.constexpr):
     """Where a ring of a power of two stages is in a visit: all advance with each. One number takes
     less registers than a state of each ring."""
     return PipelineState(visit % stages, (visit // stages) & 1, stages)
-
-
-@gluon.jit
-def first_probabilities(shared, visit, blocks, params, tile, CONSUMER: gl.constexpr):
-    """P and dP of a work tile's first visit."""
-    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
-    columns: gl.constexpr = gl.SliceLayout(0, scores_layout(shared.k.dtype, BLOCK_M))
-    q_state = stage_of(visit, params.tile.Q_STAGES)
-    shared.q.consumer_wait(q_state)
-    s_NM = queue_rows(shared.k, shared.q, q_state, CONSUMER, BLOCK_M)
-    lse_M = shared.lse.index(q_state.index).load(columns)
-    s_NM = warpgroup_mma_wait(0, deps=[s_NM])
-    p_NM = probabilities(s_NM, lse_M, params)
-    if is_masked(blocks, blocks.begin):
-        p_NM = hide_queries(p_NM, params, tile, blocks.begin, CONSUMER)
-    p_NJ = to_pairs(p_NM, shared.k.dtype)
-    dp_NM = queue_dp(shared, visit, params, CONSUMER)
-    return p_NJ, warpgroup_mma_wait(0, deps=[dp_NM])
 
 
 @gluon.jit
@@ -103,18 +81,32 @@ def queue_dp(shared, visit, params, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def score_gradients(shared, p_NJ, dp_NM, dv, visit, params, CONSUMER: gl.constexpr):
-    """dS of a visit, stored for dQ, under dV."""
+def first_probabilities(shared, visit, blocks, params, tile, CONSUMER: gl.constexpr):
+    """What is queued of a work tile's first visit, and its dP."""
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     dtype: gl.constexpr = shared.k.dtype
-    layout: gl.constexpr = scores_layout(dtype, params.tile.BLOCK_M)
-    operand: gl.constexpr = gl.DotOperandLayout(0, scores_layout(dtype, shared.v.shape[-1]), 2)
+    q_state = stage_of(visit, params.tile.Q_STAGES)
+    shared.q.consumer_wait(q_state)
+    s_NM = queue_rows(shared.k, shared.q, q_state, CONSUMER, BLOCK_M)
+    lse_M = shared.lse.index(q_state.index).load(gl.SliceLayout(0, scores_layout(dtype, BLOCK_M)))
+    s_NM = warpgroup_mma_wait(0, deps=[s_NM])
+    queued = queued_probabilities(s_NM, lse_M, blocks, params, tile, 0, dtype, CONSUMER, True)
+    dp_NM = queue_dp(shared, visit, params, CONSUMER)
+    return queued, warpgroup_mma_wait(0, deps=[dp_NM])
+
+
+@gluon.jit
+def queue_dv(shared, queued, dp_NM, dv, visit, params, CONSUMER: gl.constexpr):
+    """Starts a visit's dV, and makes its dS meanwhile, which is stored for dQ."""
+    dtype: gl.constexpr = shared.k.dtype
+    layout: gl.constexpr = dp_NM.type.layout
+    operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
     do_state = stage_of(visit, params.tile.DO_STAGES)
     ds_state = stage_of(visit, params.tile.DS_STAGES)
-    left = from_pairs(p_NJ, dtype, operand)
+    left = kept_probabilities(queued, params, dtype, operand)
     dv = warpgroup_mma(left, shared.do.tile(do_state), dv, is_async=True)
     delta_M = shared.delta.index(do_state.index).load(gl.SliceLayout(0, layout))
-    p_NM = from_pairs(p_NJ, dtype, layout).to(gl.float32)
-    ds_NM = (p_NM * (dp_NM - delta_M[None, :])).to(dtype)
+    ds_NM = score_gradients(queued, dp_NM, delta_M, params, dtype)
     # Who stores in this stage has waited for the other's dS of the visit before, which came behind
     # the other's dQ of the visit before that.
     shared.ds.index(ds_state.index * CONSUMERS + CONSUMER).store(ds_NM)
@@ -135,38 +127,36 @@ def send_dq(shared, dq, visit, CONSUMER: gl.constexpr):
 def step(
     shared,
     visit,
-    p_NJ,
+    queued,
     dp_NM,
     dk,
     dv,
     blocks,
     params,
     tile,
-    block,
+    number,
     CONSUMER: gl.constexpr,
     MASKED: gl.constexpr,
 ):
-    """One visit, whose P and dP are there, and those of the next, to query tile
-    `block`, which MASKED hides."""
+    """One visit, whose probabilities and dP are there, and those of the next: that of this number
+    in the work tile, which MASKED hides in part."""
     dtype: gl.constexpr = shared.k.dtype
-    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     q_state = stage_of(visit, params.tile.Q_STAGES)
     next_q = stage_of(visit + 1, params.tile.Q_STAGES)
     ds_state = stage_of(visit, params.tile.DS_STAGES)
-    ds_NM, dv = score_gradients(shared, p_NJ, dp_NM, dv, visit, params, CONSUMER)
+    ds_NM, dv = queue_dv(shared, queued, dp_NM, dv, visit, params, CONSUMER)
     shared.q.consumer_wait(next_q)
-    s_NM = queue_rows(shared.k, shared.q, next_q, CONSUMER, BLOCK_M)
+    s_NM = queue_rows(shared.k, shared.q, next_q, CONSUMER, params.tile.BLOCK_M)
     dv = warpgroup_mma_wait(1, deps=[dv])
     shared.do.consumer_release_after_mma(stage_of(visit, params.tile.DO_STAGES))
     left = gl.convert_layout(ds_NM, operand)
     dk = warpgroup_mma(left, shared.q.tile(q_state), dk, is_async=True)
     lse_M = shared.lse.index(next_q.index).load(gl.SliceLayout(0, ds_NM.type.layout))
     s_NM = warpgroup_mma_wait(1, deps=[s_NM])
-    p_NM = probabilities(s_NM, lse_M, params)
-    if MASKED:
-        p_NM = hide_queries(p_NM, params, tile, block, CONSUMER)
-    p_NJ = to_pairs(p_NM, dtype)
+    queued = queued_probabilities(
+        s_NM, lse_M, blocks, params, tile, number, dtype, CONSUMER, MASKED
+    )
     barrier.wait(shared.ds_full.index(ds_state.index), ds_state.phase)
     dq = queue_dq(shared, ds_state, CONSUMER)
     dk = warpgroup_mma_wait(CONSUMERS, deps=[dk])
@@ -176,16 +166,17 @@ def step(
     send_dq(shared, dq, visit, CONSUMER)
     # What is under way at the end of a loop's turn would be copied, which takes waiting for it.
     dp_NM = warpgroup_mma_wait(0, deps=[dp_NM])
-    return p_NJ, dp_NM, dk, dv
+    return queued, dp_NM, dk, dv
 
 
 @gluon.jit
-def last_step(shared, visit, p_NJ, dp_NM, dk, dv, params, CONSUMER: gl.constexpr):
+def last_step(shared, visit, queued, dp_NM, dk, dv, params, CONSUMER: gl.constexpr):
     """The last visit of a work tile."""
     operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     q_state = stage_of(visit, params.tile.Q_STAGES)
     ds_state = stage_of(visit, params.tile.DS_STAGES)
-    ds_NM, dv = score_gradients(shared, p_NJ, dp_NM, dv, visit, params, CONSUMER)
+    barrier.arrive_after_mma(shared.v_empty.index(0))
+    ds_NM, dv = queue_dv(shared, queued, dp_NM, dv, visit, params, CONSUMER)
     dv = warpgroup_mma_wait(0, deps=[dv])
     shared.do.consumer_release_after_mma(stage_of(visit, params.tile.DO_STAGES))
     left = gl.convert_layout(ds_NM, operand)
@@ -199,6 +190,15 @@ def last_step(shared, visit, p_NJ, dp_NM, dk, dv, params, CONSUMER: gl.constexpr
 
 
 @gluon.jit
+def full_run(blocks, number, last):
+    """How many visits from this number to the last need no mask."""
+    count = blocks.end - blocks.begin
+    block = blocks.begin + number % count
+    run = gl.where(is_masked(blocks, block), 0, blocks.full_end - block)
+    return gl.minimum(run, last - number + 1)
+
+
+@gluon.jit
 def backward_mainloop(shared, visit, blocks, params, tile, CONSUMER: gl.constexpr):
     """dK and dV, not scaled, of one consumer's keys, of at least one visit, numbers from `visit`
     on."""
@@ -207,26 +207,23 @@ def backward_mainloop(shared, visit, blocks, params, tile, CONSUMER: gl.constexp
     dtype: gl.constexpr = shared.k.dtype
     dk = gl.zeros([ROWS, D], gl.float32, scores_layout(dtype, D))
     dv = gl.zeros([ROWS, E], gl.float32, scores_layout(dtype, E))
-    p_NJ, dp_NM = first_probabilities(shared, visit, blocks, params, tile, CONSUMER)
-    last = visit + (blocks.end - blocks.begin) * params.sizes.group - 1
-    block = blocks.begin
-    while visit < last:
-        block += 1
-        block = gl.where(block == blocks.end, blocks.begin, block)
+    queued, dp = first_probabilities(shared, visit, blocks, params, tile, CONSUMER)
+    last = (blocks.end - blocks.begin) * params.sizes.group - 1
+    number = gl.to_tensor(0)
+    while number < last:
         # Masked visits are outside of the loop.
-        stop = gl.minimum(visit + blocks.full_end - block, last)
-        stop = gl.where(is_masked(blocks, block), visit, stop)
-        if stop > visit:
-            block += stop - visit - 1
-            for at in range(visit, stop):
-                p_NJ, dp_NM, dk, dv = step(
-                    shared, at, p_NJ, dp_NM, dk, dv, blocks, params, tile, block, CONSUMER, False
-                )
-            visit = stop
-        else:
-            p_NJ, dp_NM, dk, dv = step(
-                shared, visit, p_NJ, dp_NM, dk, dv, blocks, params, tile, block, CONSUMER, True
+        run = full_run(blocks, number + 1, last)
+        for _ in range(run):
+            number += 1
+            queued, dp, dk, dv = step(
+                shared, visit, queued, dp, dk, dv, blocks, params, tile, number, CONSUMER, False
             )
             visit += 1
-    dk, dv = last_step(shared, visit, p_NJ, dp_NM, dk, dv, params, CONSUMER)
+        if run == 0:
+            number += 1
+            queued, dp, dk, dv = step(
+                shared, visit, queued, dp, dk, dv, blocks, params, tile, number, CONSUMER, True
+            )
+            visit += 1
+    dk, dv = last_step(shared, visit, queued, dp, dk, dv, params, CONSUMER)
     return dk, dv, visit + 1

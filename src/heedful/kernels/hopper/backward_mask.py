@@ -37,11 +37,11 @@ def _in_place(queries, bounds):
 
 
 @gluon.jit
-def hide_queries(p_NM, params, tile, block, CONSUMER: gl.constexpr):
-    """Probabilities with 0 where a query does not see a key, or a key is past the last."""
+def hide_queries(p_NM, params, tile, row, CONSUMER: gl.constexpr):
+    """Probabilities of queries from `row` on with 0 where one does not see a key, or a key is past
+    the last."""
     M: gl.constexpr = p_NM.shape[1]
     layout: gl.constexpr = gl.SliceLayout(1, p_NM.type.layout)
-    row = block * params.tile.BLOCK_M
     key_N = tile.col + CONSUMER * ROWS + gl.arange(0, ROWS, layout=layout)
     start_N = gl.full([ROWS], 0, gl.int32, layout)
     if params.mask.HAS_RIGHT:

@@ -7,11 +7,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from heedful.kernels.args import HopperBackwardIO, HopperBackwardParams
+from heedful.kernels.backward_args import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.backward_shared import CONSUMERS
 from heedful.kernels.hopper.backward_sums import add_block, wait_until_read
-from heedful.kernels.hopper.backward_tile import key_tile, m_block_range
+from heedful.kernels.hopper.backward_tile import (
+    key_tile,
+    m_block_range,
+    query_tile,
+    work_tiles,
+)
 from heedful.kernels.hopper.compat import tma_load
 from heedful.kernels.hopper.mma import ROWS
 from heedful.kernels.hopper.pipeline import PipelineState
@@ -21,19 +26,23 @@ LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def query_head(params, tile, visit, count):
-    """The query head of a visit, of `count` to a head."""
-    return tile.kv_head * params.sizes.group + visit // count
-
-
-@gluon.jit
-def load_row(ptr, io, params, tile, head, row, other):
+def load_numbers(ptr, io, params, tile, head, row, other):
     """Numbers of query rows from `row` on out of an array that lies as lse does."""
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     base = ptr + tile.batch.to(gl.int64) * io.lse.stride_b + head.to(gl.int64) * io.lse.stride_h
     rows_M = row + gl.arange(0, BLOCK_M, layout=layout)
     return gl.load(base + tile.start_q + rows_M, mask=rows_M < tile.len_q, other=other)
+
+
+@gluon.jit
+def queries_of(io, params, tile, blocks, visit):
+    """A visit's query head and first row, and the rows' lse and delta on their way."""
+    head, block = query_tile(params, tile, blocks, visit)
+    row = block * params.tile.BLOCK_M
+    lse_M = load_numbers(io.lse.ptr, io, params, tile, head, row, float("-inf"))
+    delta_M = load_numbers(io.delta, io, params, tile, head, row, 0.0)
+    return head, row, lse_M, delta_M
 
 
 @gluon.jit
@@ -46,14 +55,15 @@ def base_2(lse_M):
 def load_keys(desc, boxes, full, params, tile):
     """Starts loading a work tile's keys or values."""
     PACKED: gl.constexpr = params.seqs.cu_k is not None
-    mbarrier.expect(full.index(0), CONSUMERS * desc.block_type.nbytes)
-    for i in gl.static_range(CONSUMERS):
+    BOXES: gl.constexpr = params.tile.BLOCK_N // ROWS
+    mbarrier.expect(full.index(0), BOXES * desc.block_type.nbytes)
+    for i in gl.static_range(BOXES):
         at = box(PACKED, tile.batch, tile.kv_head, tile.start_k, tile.stored_k, tile.col + i * ROWS)
         tma_load(desc, at, full.index(0), boxes.index(i))
 
 
 @gluon.jit
-def load_queries(desc, ring, numbers, x_M, params, tile, head, row, state):
+def load_rows(desc, ring, numbers, x_M, params, tile, head, row, state):
     """Loads a tile of q or dout once there is room for it, beside it the rows' numbers x_M."""
     PACKED: gl.constexpr = params.seqs.cu_q is not None
     full = ring.producer_acquire(state, state)
@@ -64,42 +74,48 @@ def load_queries(desc, ring, numbers, x_M, params, tile, head, row, state):
 
 
 @gluon.jit
+def load_tile(io, shared, params, tile, blocks, visits, states, kv_phase):
+    """Loads a work tile's keys and values, and its queries in the order of visits."""
+    q_state, do_state = states
+    head, row, lse_M, delta_M = queries_of(io, params, tile, blocks, 0)
+    for visit in range(visits):
+        # What consumers of the tile before are done with first comes first.
+        if visit == 0:
+            barrier.wait(shared.v_empty.index(0), kv_phase ^ 1)
+            load_keys(io.v, shared.v, shared.v_full, params, tile)
+        load_rows(io.q, shared.q, shared.lse, base_2(lse_M), params, tile, head, row, q_state)
+        if visit == 0:
+            barrier.wait(shared.k_empty.index(0), kv_phase ^ 1)
+            load_keys(io.k, shared.k, shared.k_full, params, tile)
+        load_rows(io.dout, shared.do, shared.delta, delta_M, params, tile, head, row, do_state)
+        q_state = q_state.next()
+        do_state = do_state.next()
+        # The next rows' numbers are on their way while stages are awaited.
+        following = gl.minimum(visit + 1, visits - 1)
+        head, row, lse_M, delta_M = queries_of(io, params, tile, blocks, following)
+    return q_state, do_state
+
+
+@gluon.jit
 def backward_producer(io: HopperBackwardIO, shared, params: HopperBackwardParams):
-    """Feeds every work tile's keys and values, and its queries in the order of visits."""
-    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
-    q_state = PipelineState.start(params.tile.Q_STAGES)
-    do_state = PipelineState.start(params.tile.DO_STAGES)
+    """Loads what every work tile of the program needs."""
+    states = PipelineState.start(params.tile.Q_STAGES), PipelineState.start(params.tile.DO_STAGES)
     kv_phase = gl.to_tensor(0)
     index = gl.program_id(0)
-    while index < params.order.tiles:
+    tiles = work_tiles(params)
+    while index < tiles:
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
-        count = blocks.end - blocks.begin
-        visits = count * params.sizes.group
+        visits = (blocks.end - blocks.begin) * params.sizes.group
         if visits > 0:
-            barrier.wait(shared.kv_empty.index(0), kv_phase ^ 1)
+            states = load_tile(io, shared, params, tile, blocks, visits, states, kv_phase)
+            kv_phase ^= 1
+        elif params.tile.BLOCK_N == ROWS:
+            # Of wide heads' keys consumers always wait for the memory.
+            barrier.wait(shared.v_empty.index(0), kv_phase ^ 1)
+            load_keys(io.v, shared.v, shared.v_full, params, tile)
+            barrier.wait(shared.k_empty.index(0), kv_phase ^ 1)
             load_keys(io.k, shared.k, shared.k_full, params, tile)
-            head = query_head(params, tile, 0, count)
-            row = blocks.begin * BLOCK_M
-            lse_M = load_row(io.lse.ptr, io, params, tile, head, row, float("-inf"))
-            delta_M = load_row(io.delta, io, params, tile, head, row, 0.0)
-            for visit in range(visits):
-                load_queries(
-                    io.q, shared.q, shared.lse, base_2(lse_M), params, tile, head, row, q_state
-                )
-                if visit == 0:
-                    load_keys(io.v, shared.v, shared.v_full, params, tile)
-                load_queries(
-                    io.dout, shared.do, shared.delta, delta_M, params, tile, head, row, do_state
-                )
-                # The next rows' numbers are on their way while stages are awaited.
-                following = gl.minimum(visit + 1, visits - 1)
-                head = query_head(params, tile, following, count)
-                row = (blocks.begin + following % count) * BLOCK_M
-                lse_M = load_row(io.lse.ptr, io, params, tile, head, row, float("-inf"))
-                delta_M = load_row(io.delta, io, params, tile, head, row, 0.0)
-                q_state = q_state.next()
-                do_state = do_state.next()
             kv_phase ^= 1
         index += gl.num_programs(0)
 
@@ -111,14 +127,13 @@ def backward_adder(io: HopperBackwardIO, shared, params: HopperBackwardParams):
     SHARE: gl.constexpr = BLOCK_M * io.q.block_type.shape[-1] // CONSUMERS
     phase = gl.to_tensor(0)
     index = gl.program_id(0)
-    while index < params.order.tiles:
+    tiles = work_tiles(params)
+    while index < tiles:
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
-        count = blocks.end - blocks.begin
-        for visit in range(count * params.sizes.group):
-            head = query_head(params, tile, visit, count)
-            row = tile.accum_row + (blocks.begin + visit % count) * BLOCK_M
-            place = head.to(gl.int64) * params.sizes.accum_rows + row
+        for visit in range((blocks.end - blocks.begin) * params.sizes.group):
+            head, block = query_tile(params, tile, blocks, visit)
+            place = head.to(gl.int64) * params.sizes.accum_rows + tile.accum_row + block * BLOCK_M
             address = io.dq_accum + place * (SHARE * CONSUMERS // BLOCK_M)
             for i in gl.static_range(CONSUMERS):
                 barrier.wait(shared.dq_full.index(i), phase)

@@ -25,8 +25,8 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 class BackwardShared:
     """k, v: a box of 64 keys for each consumer. q, do: rings of query tiles, beside each of which
     lie lse in base 2, delta. ds: of each step a box for each consumer, keys by queries.
-    dq: each consumer's share. Full and empty barriers: k_full, v_full and kv_empty of a work tile,
-    ds_full of a step, dq_full and dq_empty of a share.
+    dq: each consumer's share. Full and empty barriers: of k and v of a work tile, ds_full of a
+    step, dq_full and dq_empty of a share.
     """
 
     k: gl.shared_memory_descriptor
@@ -39,7 +39,8 @@ class BackwardShared:
     dq: gl.shared_memory_descriptor
     k_full: gl.shared_memory_descriptor
     v_full: gl.shared_memory_descriptor
-    kv_empty: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
@@ -48,6 +49,9 @@ class BackwardShared:
     def allocate(io, params):
         BLOCK_M: gl.constexpr = params.tile.BLOCK_M
         D: gl.constexpr = io.q.block_type.shape[-1]
+        SHARE: gl.constexpr = BLOCK_M * D // CONSUMERS
+        # dK and dV leave through memory of dQ.
+        OUT: gl.constexpr = max(io.dk.block_type.nbytes, io.dv.block_type.nbytes) // 4
         q = Pipeline.allocate(io.q, params.tile.Q_STAGES, CONSUMERS)
         do = Pipeline.allocate(io.dout, params.tile.DO_STAGES, CONSUMERS)
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -65,9 +69,10 @@ class BackwardShared:
             lse,
             delta,
             ds,
-            allocate_dq(CONSUMERS, BLOCK_M * D // CONSUMERS),
+            allocate_dq(CONSUMERS, SHARE if SHARE > OUT else OUT),
             barriers(1, 1),
             barriers(1, 1),
+            barriers(1, CONSUMERS),
             barriers(1, CONSUMERS),
             barriers(params.tile.DS_STAGES, CONSUMERS * 4),
             barriers(CONSUMERS, 4),

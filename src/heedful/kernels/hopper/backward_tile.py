@@ -55,6 +55,15 @@ def accum_begin(params, batch, start_q):
 
 
 @gluon.jit
+def work_tiles(params):
+    """How many work tiles there are."""
+    if params.order.varlen_tiles is None:
+        return params.order.tiles
+    else:
+        return gl.load(params.order.varlen_tiles) * params.sizes.heads_k
+
+
+@gluon.jit
 def key_tile(params, index):
     """Work tile `index`: groups of KV heads, in each of them key tiles from the first, which
     causal queries see longest."""
@@ -126,3 +135,11 @@ def m_block_range(params, tile):
 def is_masked(blocks, block):
     """Whether a query tile needs a mask."""
     return (block < blocks.full_begin) | (block >= blocks.full_end)
+
+
+@gluon.jit
+def query_tile(params, tile, blocks, number):
+    """Query head and query tile of a work tile's visit, by its number."""
+    count = blocks.end - blocks.begin
+    ahead = number // count
+    return tile.kv_head * params.sizes.group + ahead, blocks.begin + number - ahead * count

@@ -47,3 +47,9 @@ def reinterpret(memory, dtype: gl.constexpr, shape: gl.constexpr, layout: gl.con
 # gl.inline_asm came with 3.9: it sees a thread's registers and returns scalars.
 HAS_INLINE_ASM: gl.constexpr = gl.constexpr(hasattr(gl, "inline_asm"))
 inline_asm = getattr(gl, "inline_asm", None)
+
+
+@gluon.jit
+def opaque(number):
+    """The number, of which the compiler is not to know where it came from."""
+    return inline_asm("mov.b32 $0, $1;", "=r,r", [number], gl.int32)

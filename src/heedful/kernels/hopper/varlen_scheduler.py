@@ -33,7 +33,7 @@ def schedule_varlen_tiles(
 ):
     """varlen_tiles: how many tiles of ROWS queries there are, then two numbers for each: its
     sequence, and which tile is that sequence's first. tile_counter: begins at 0
-    (tile_scheduler.py). out, lse: see `clear_gaps`.
+    (tile_scheduler.py); may be None. out, lse: see `clear_gaps`.
 
     A program a sequence, which all look at all lengths: keys decide, or queries if keys are dense.
     The programs behind those clear.
@@ -70,7 +70,8 @@ def schedule_varlen_tiles(
     first = tl.sum(before_B.to(tl.int64), 0)
     if mine == 0:
         tl.store(io.varlen_tiles, tl.minimum(tl.sum(all_B.to(tl.int64), 0), sizes.capacity))
-        tl.store(io.tile_counter, 0)
+        if io.tile_counter is not None:
+            tl.store(io.tile_counter, 0)
     tiles = tl.cdiv(lengths(io.cu_q, mine, batch, total_q), ROWS)
     tiles = tl.minimum(tiles, tl.maximum(sizes.capacity - first, 0))
     entries = io.varlen_tiles + 1 + 2 * first

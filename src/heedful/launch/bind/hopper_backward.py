@@ -4,8 +4,15 @@ dQ from them."""
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.sizes import Sizes
-from heedful.core.tiles import CONSUMER_ROWS, HopperBackwardConfig, pow2, tile_dim
-from heedful.kernels.args import (
+from heedful.core.tiles import (
+    CONSUMER_ROWS,
+    VARLEN_SCHEDULER,
+    HopperBackwardConfig,
+    backward_dim,
+    pow2,
+)
+from heedful.kernels.args import VarlenIO, VarlenSizes
+from heedful.kernels.backward_args import (
     BackwardEpilogueIO,
     BackwardPrologueIO,
     HopperBackwardIO,
@@ -28,7 +35,8 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
     stored_k = None if problem.varlen_k else buffers["k"].shape[1]
     sizes, config = plan.sizes(direction="backward", stored_k=stored_k), _config(plan)
     buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
-    calls = [
+    calls = [_schedule_call(problem, config, sizes, buffers)] if problem.varlen_k else []
+    calls += [
         _prologue_call(problem, config, sizes, buffers),
         _backward_call(problem, config, sizes, buffers),
         _epilogue_call(problem, config, sizes, buffers),
@@ -60,6 +68,39 @@ def _sizes(problem: AttentionProblem, buffers: Buffers) -> HopperBackwardSizes:
     )
 
 
+def _schedule_call(
+    problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
+) -> KernelCall:
+    """The key tiles of packed sequences, those whose keys the most queries see first."""
+    launch = sizes.launches["hopper.varlen_scheduler"]
+    counts = {
+        "total_q": buffers["k"].shape[0],
+        "total_k": buffers["q"].shape[0],
+        "batch": problem.batch,
+        "heads": problem.heads_k,
+        **launch.numbers,
+    }
+    parameters = {
+        "io": VarlenIO(
+            cu_q=pointer(buffers, "cu_seqlens_k"),
+            cu_k=pointer(buffers, "cu_seqlens_q"),
+            varlen_tiles=pointer(buffers, "varlen_tiles"),
+            tile_counter=None,
+            out=None,
+            lse=None,
+            stride_om=None,
+            stride_oh=None,
+        ),
+        "sizes": VarlenSizes(**{name: Scalar(value) for name, value in counts.items()}),
+        "ROWS": config.block_n,
+        "BLOCK": VARLEN_SCHEDULER.rows,
+        "DIM": problem.head_dim,
+        "BLOCK_E": pow2(problem.head_dim),
+    }
+    ref = KernelRef("heedful.kernels.hopper.varlen_scheduler", "schedule_varlen_tiles")
+    return KernelCall(ref, launch.grid, parameters, {"num_warps": VARLEN_SCHEDULER.num_warps})
+
+
 def _prologue_call(
     problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
 ) -> KernelCall:
@@ -74,13 +115,11 @@ def _prologue_call(
             dlse=groups.row_array(buffers, "dlse"),
             delta=pointer(buffers, "delta"),
             dq_accum=pointer(buffers, "dq_accum", True),
-            turns=pointer(buffers, "turns"),
-            tile_counter=pointer(buffers, "tile_counter"),
         ),
         seqs=groups.sequences(problem, buffers),
         sizes=_sizes(problem, buffers),
         BLOCK_M=config.block_m,
-        D=tile_dim(problem.head_dim),
+        D=backward_dim(problem.head_dim),
         E=problem.head_dim_v,
         BLOCK_E=pow2(problem.head_dim_v),
     )
@@ -99,7 +138,7 @@ def _epilogue_call(
         sizes=_sizes(problem, buffers),
         BLOCK_M=config.block_m,
         D=problem.head_dim,
-        BLOCK_D=tile_dim(problem.head_dim),
+        BLOCK_D=backward_dim(problem.head_dim),
     )
 
 
@@ -112,18 +151,17 @@ def _backward_call(
     found = {}
     for name, dim in dims.items():
         of_queries = name in ("q", "dout")
-        is_ragged = problem.varlen_q if of_queries else problem.ragged_k
+        is_ragged = problem.varlen_q if of_queries else problem.varlen_k
         make = maps.packed_map if is_ragged else maps.dense_map
         # Keys have a box for each consumer.
         rows = config.block_m if of_queries else CONSUMER_ROWS
-        found[name] = make(name, buffers[name], rows, tile_dim(dim))
+        found[name] = make(name, buffers[name], rows, backward_dim(dim))
     parameters = {
         "io": HopperBackwardIO(
             **found,
             lse=groups.row_vector(buffers, "lse"),
             delta=pointer(buffers, "delta"),
             dq_accum=pointer(buffers, "dq_accum", True),
-            turns=pointer(buffers, "turns"),
         ),
         "params": HopperBackwardParams(
             seqs=groups.sequences(problem, buffers),
@@ -132,7 +170,6 @@ def _backward_call(
             order=HopperBackwardOrder(
                 **{name: Scalar(value) for name, value in launch.numbers.items()},
                 varlen_tiles=pointer(buffers, "varlen_tiles"),
-                tile_counter=pointer(buffers, "tile_counter"),
             ),
             tile=HopperBackwardTile(
                 BLOCK_M=config.block_m,
@@ -145,5 +182,6 @@ def _backward_call(
             ),
         ),
     }
-    ref = KernelRef("heedful.kernels.hopper.backward", "backward", "gluon")
+    name = "backward_wide" if config.is_wide else "backward"
+    ref = KernelRef(f"heedful.kernels.hopper.{name}", name, "gluon")
     return KernelCall(ref, launch.grid, parameters, {"num_warps": 4})

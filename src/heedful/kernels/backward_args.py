@@ -1,0 +1,97 @@
+"""What the kernels of the Hopper backward are given, declared as in `kernels.args`."""
+
+from typing import NamedTuple
+
+from heedful.kernels.args import (
+    Const,
+    Dropout,
+    HopperScoreMods,
+    In,
+    InOut,
+    Mask,
+    Num,
+    Out,
+    Ptr,
+    RowArray,
+    Rows,
+    RowVector,
+    Sequences,
+)
+
+
+class HopperBackwardIO(NamedTuple):
+    """q, k, v, dout, dk and dv are tensor maps. delta lies as lse does. dq_accum: sums of dq in
+    tiles of BLOCK_M rows, see `hopper.backward_sums`."""
+
+    q: In[Ptr]
+    k: In[Ptr]
+    v: In[Ptr]
+    dout: In[Ptr]
+    lse: In[RowVector]
+    delta: In[Ptr]
+    dk: Out[Ptr]
+    dv: Out[Ptr]
+    dq_accum: InOut[Ptr]
+
+
+class HopperBackwardSizes(NamedTuple):
+    """group: query heads of a KV head. scale: of raw scores. accum_rows: rows of a query head in
+    dq_accum, those of every sequence rounded up to tiles."""
+
+    heads_k: Num
+    group: Num
+    scale: Num
+    accum_rows: Num
+
+
+class HopperBackwardOrder(NamedTuple):
+    """tiles: work tiles, each a key tile of a KV head; key_blocks: of one head. l2_heads and
+    l2_groups: of KV heads, as in HopperTileOrder. varlen_tiles: of packed keys, see
+    varlen_scheduler.py."""
+
+    tiles: Num
+    key_blocks: Num
+    l2_heads: Num
+    l2_groups: Num
+    varlen_tiles: In[Ptr]
+
+
+class HopperBackwardTile(NamedTuple):
+    """A step is BLOCK_M queries x BLOCK_N keys, 64 of the keys for each consumer. *_STAGES: tiles
+    that shared memory has room for, powers of two."""
+
+    BLOCK_M: Const
+    BLOCK_N: Const
+    Q_STAGES: Const
+    DO_STAGES: Const
+    DS_STAGES: Const
+    CONSUMER_REGS: Const
+    PRODUCER_REGS: Const
+
+
+class HopperBackwardParams(NamedTuple):
+    """All that the roles of a Hopper backward share."""
+
+    seqs: Sequences
+    sizes: HopperBackwardSizes
+    mask: Mask
+    mods: HopperScoreMods
+    dropout: Dropout
+    order: HopperBackwardOrder
+    tile: HopperBackwardTile
+
+
+class BackwardPrologueIO(NamedTuple):
+    """delta lies as lse does."""
+
+    out: In[Rows]
+    dout: In[Rows]
+    lse: In[RowVector]
+    dlse: In[RowArray]
+    delta: Out[Ptr]
+    dq_accum: Out[Ptr]
+
+
+class BackwardEpilogueIO(NamedTuple):
+    dq_accum: In[Ptr]
+    dq: Out[Rows]

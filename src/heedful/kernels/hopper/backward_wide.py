@@ -1,0 +1,254 @@
+"""Attention backward of wide heads: one consumer makes S and dV, the other dP and dK.
+
+64 keys stay, and each consumer has all of one gradient in registers. Probabilities and dS cross
+over through shared memory. Each consumer makes a half of dQ, 64 columns at a time, and adds it to
+global memory from registers: there is no shared memory left to add it from.
+
+M query rows, N keys (64), D qk dim, E v dim, J pairs of neighbouring queries.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from heedful.kernels.backward_args import HopperBackwardIO, HopperBackwardParams
+from heedful.kernels.hopper import barrier
+from heedful.kernels.hopper.backward_consumer import store_rows
+from heedful.kernels.hopper.backward_mainloop import queue_rows, stage_of
+from heedful.kernels.hopper.backward_producer import backward_producer
+from heedful.kernels.hopper.backward_scores import kept_probabilities, queued_probabilities
+from heedful.kernels.hopper.backward_shared import CONSUMERS, barriers
+from heedful.kernels.hopper.backward_sums import add_registers
+from heedful.kernels.hopper.backward_tile import (
+    key_tile,
+    m_block_range,
+    query_tile,
+    work_tiles,
+)
+from heedful.kernels.hopper.compat import aggregate, inline_asm, opaque
+from heedful.kernels.hopper.mma import ROWS, scores_layout
+from heedful.kernels.hopper.pairs import from_pairs
+from heedful.kernels.hopper.pipeline import Pipeline, allocate_boxes, matrix
+
+CROSSING_STAGES: gl.constexpr = gl.constexpr(2)
+
+
+@aggregate
+class WideShared:
+    """As BackwardShared. p, ds: probabilities and dS of two visits, keys by queries, p_full and
+    ds_full for each."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    q: Pipeline
+    do: Pipeline
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    p: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    p_full: gl.shared_memory_descriptor
+    ds_full: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def allocate(io, params):
+        BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+        q = Pipeline.allocate(io.q, params.tile.Q_STAGES, CONSUMERS)
+        do = Pipeline.allocate(io.dout, params.tile.DO_STAGES, CONSUMERS)
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        lse = gl.allocate_shared_memory(gl.float32, [params.tile.Q_STAGES, BLOCK_M], plain)
+        delta = gl.allocate_shared_memory(gl.float32, [params.tile.DO_STAGES, BLOCK_M], plain)
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], io.q.dtype)
+        return WideShared(
+            allocate_boxes(io.k, 1),
+            allocate_boxes(io.v, 1),
+            q,
+            do,
+            lse,
+            delta,
+            gl.allocate_shared_memory(io.q.dtype, [CROSSING_STAGES, ROWS, BLOCK_M], layout),
+            gl.allocate_shared_memory(io.q.dtype, [CROSSING_STAGES, ROWS, BLOCK_M], layout),
+            barriers(1, 1),
+            barriers(1, 1),
+            barriers(1, CONSUMERS),
+            barriers(1, CONSUMERS),
+            barriers(CROSSING_STAGES, 4),
+            barriers(CROSSING_STAGES, 4),
+        )
+
+
+@gluon.jit
+def sync_consumers():
+    """Waits for the other consumer."""
+    inline_asm("bar.sync 8, 256;", "~{memory}", [])
+
+
+@gluon.jit
+def add_dq(io, shared, params, tile, blocks, number, crossing, CONSUMER: gl.constexpr):
+    """Makes one consumer's half of a visit's dQ and adds it to global memory."""
+    D: gl.constexpr = shared.k.shape[-1]
+    HALF: gl.constexpr = D // CONSUMERS
+    COLS: gl.constexpr = 64
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    layout: gl.constexpr = scores_layout(shared.k.dtype, COLS)
+    head, block = query_tile(params, tile, blocks, number)
+    row = head.to(gl.int64) * params.sizes.accum_rows + tile.accum_row + block * BLOCK_M
+    address = io.dq_accum + row * D + CONSUMER * (BLOCK_M * HALF)
+    left = shared.ds.index(crossing.index).permute((1, 0))
+    keys = matrix(shared.k.index(opaque(gl.to_tensor(0))), ROWS, D)
+    for part in gl.static_range(HALF // COLS):
+        dq = gl.zeros([ROWS, COLS], gl.float32, layout)
+        right = keys.slice(CONSUMER * HALF + part * COLS, COLS, dim=1)
+        dq = warpgroup_mma(left, right, dq, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=[dq])
+        add_registers(address + part * (BLOCK_M * COLS), dq)
+
+
+@gluon.jit
+def queue_scores(shared, visit, params):
+    """Starts a visit's S."""
+    q_state = stage_of(visit, params.tile.Q_STAGES)
+    shared.q.consumer_wait(q_state)
+    return queue_rows(shared.k, shared.q, q_state, 0, params.tile.BLOCK_M)
+
+
+@gluon.jit
+def value_gradients(io, shared, visit, blocks, params, tile, visits):
+    """dV of a work tile: the consumer that makes probabilities."""
+    E: gl.constexpr = shared.v.shape[-1]
+    dtype: gl.constexpr = shared.k.dtype
+    layout: gl.constexpr = scores_layout(dtype, params.tile.BLOCK_M)
+    dv = gl.zeros([ROWS, E], gl.float32, scores_layout(dtype, E))
+    operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    for number in range(visits):
+        q_state = stage_of(visit, params.tile.Q_STAGES)
+        do_state = stage_of(visit, params.tile.DO_STAGES)
+        crossing = stage_of(visit, CROSSING_STAGES)
+        s_NM = queue_scores(shared, visit, params)
+        lse_M = shared.lse.index(q_state.index).load(gl.SliceLayout(0, layout))
+        s_NM = warpgroup_mma_wait(0, deps=[s_NM])
+        shared.q.consumer_release(q_state)
+        queued = queued_probabilities(s_NM, lse_M, blocks, params, tile, number, dtype, 0, True)
+        shared.p.index(crossing.index).store(from_pairs(queued[0], dtype, layout))
+        barrier.arrive_each_warp(shared.p_full.index(crossing.index))
+        shared.do.consumer_wait(do_state)
+        left = kept_probabilities(queued, params, dtype, operand)
+        dv = warpgroup_mma(left, shared.do.tile(do_state), dv, is_async=True)
+        barrier.wait(shared.ds_full.index(crossing.index), crossing.phase)
+        dv = warpgroup_mma_wait(0, deps=[dv])
+        shared.do.consumer_release(do_state)
+        add_dq(io, shared, params, tile, blocks, number, crossing, 0)
+        visit += 1
+    return dv, visit
+
+
+@gluon.jit
+def key_gradients(io, shared, visit, blocks, params, tile, visits):
+    """dK of a work tile, less the scale: the consumer that makes dS."""
+    D: gl.constexpr = shared.k.shape[-1]
+    dtype: gl.constexpr = shared.k.dtype
+    layout: gl.constexpr = scores_layout(dtype, params.tile.BLOCK_M)
+    dk = gl.zeros([ROWS, D], gl.float32, scores_layout(dtype, D))
+    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    pairs: gl.constexpr = gl.SliceLayout(0, layout)
+    for number in range(visits):
+        q_state = stage_of(visit, params.tile.Q_STAGES)
+        do_state = stage_of(visit, params.tile.DO_STAGES)
+        crossing = stage_of(visit, CROSSING_STAGES)
+        shared.do.consumer_wait(do_state)
+        dp_NM = queue_rows(shared.v, shared.do, do_state, 0, params.tile.BLOCK_M)
+        delta_M = shared.delta.index(do_state.index).load(pairs)
+        dp_NM = warpgroup_mma_wait(0, deps=[dp_NM])
+        shared.do.consumer_release(do_state)
+        barrier.wait(shared.p_full.index(crossing.index), crossing.phase)
+        p_NM = shared.p.index(crossing.index).load(layout)
+        ds_NM = crossed_gradients(p_NM, dp_NM, delta_M, params, dtype)
+        shared.ds.index(crossing.index).store(ds_NM)
+        fence_async_shared()
+        barrier.arrive_each_warp(shared.ds_full.index(crossing.index))
+        shared.q.consumer_wait(q_state)
+        left = gl.convert_layout(ds_NM, operand)
+        dk = warpgroup_mma(left, shared.q.tile(q_state), dk, is_async=True)
+        dk = warpgroup_mma_wait(0, deps=[dk])
+        shared.q.consumer_release(q_state)
+        add_dq(io, shared, params, tile, blocks, number, crossing, 1)
+        visit += 1
+    return dk, visit
+
+
+@gluon.jit
+def crossed_gradients(p_NM, dp_NM, delta_M, params, dtype: gl.constexpr):
+    """dS from probabilities that came through shared memory, those that are dropped with their
+    sign set."""
+    p_NM = p_NM.to(gl.float32)
+    if params.dropout.IS_ON:
+        dp_NM = gl.where(p_NM > 0.0, dp_NM * params.dropout.inverse_keep, 0.0)
+        p_NM = gl.abs(p_NM)
+    return (p_NM * (dp_NM - delta_M[None, :])).to(dtype)
+
+
+@gluon.jit
+def wide_consumer(
+    io: HopperBackwardIO,
+    shared,
+    params: HopperBackwardParams,
+    CONSUMER: gl.constexpr,
+):
+    """dV (consumer 0) or dK (1) of each work tile; zeros if no query sees any key."""
+    visit = gl.to_tensor(0)
+    kv_phase = gl.to_tensor(0)
+    index = gl.program_id(0)
+    tiles = work_tiles(params)
+    while index < tiles:
+        tile = key_tile(params, index)
+        blocks = m_block_range(params, tile)
+        visits = (blocks.end - blocks.begin) * params.sizes.group
+        # Gradients leave through the memory of keys and values, so that these are waited for even
+        # where nothing is made of them.
+        barrier.wait(shared.k_full.index(0), kv_phase)
+        barrier.wait(shared.v_full.index(0), kv_phase)
+        kv_phase ^= 1
+        if CONSUMER == 0:
+            dv, visit = value_gradients(io, shared, visit, blocks, params, tile, visits)
+            if params.dropout.IS_ON:
+                dv *= params.dropout.inverse_keep
+            # The other has read all values, and all keys.
+            sync_consumers()
+            store_rows(io.dv, shared.v.index(0), dv, params, tile, 0)
+        else:
+            dk, visit = key_gradients(io, shared, visit, blocks, params, tile, visits)
+            dk *= params.sizes.scale
+            sync_consumers()
+            store_rows(io.dk, shared.k.index(0), dk, params, tile, 0)
+        tma.store_wait(0)
+        sync_consumers()
+        mbarrier.arrive(shared.k_empty.index(0), count=1)
+        mbarrier.arrive(shared.v_empty.index(0), count=1)
+        index += gl.num_programs(0)
+
+
+@gluon.jit
+def backward_wide(io: HopperBackwardIO, params: HopperBackwardParams):
+    """As backward.backward."""
+    CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
+    PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
+    shared = WideShared.allocate(io, params)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (wide_consumer, (io, shared, params, 0)),
+            (wide_consumer, (io, shared, params, 1)),
+            (backward_producer, (io, shared, params)),
+        ],
+        [4, 1],
+        [CONSUMER_REGS, PRODUCER_REGS],
+    )

@@ -1,0 +1,56 @@
+"""The Hopper backward compiled for sm_90 without a GPU: what is in the loop that counts."""
+
+from collections import Counter
+
+import pytest
+
+from heedful.core.device import by_name
+from heedful.core.plan import plan
+from heedful.core.problem import AttentionProblem
+from heedful.inspector.nvidia import disassemble, opcode, parse_sass
+from heedful.launch import compiler
+from heedful.launch.prebuild import compiling
+from heedful.launch.programs import program
+
+DEVICE = by_name("H200")
+# A thread may reload a few numbers of the work tile a turn; of a tensor it has 16 at least.
+MOST_RELOADS = 4
+
+
+def main_call(**facts):
+    problem = AttentionProblem.dense(2, 4096, 4096, 8, 4, needs_grad=True, return_lse=True, **facts)
+    calls = program(plan(problem, DEVICE, compiling(), "hopper"), "backward").calls
+    return next(c for c in calls if c.kernel.function in ("backward", "backward_wide"))
+
+
+# Waits that fail go on behind the code and jump back: loops to the eye, and longer than any.
+LONGEST_STEP = 1000
+
+
+def step_loops(code, labels, branches) -> list[Counter]:
+    """What instructions are in each consumer's loop over steps without a mask."""
+    loops = {(labels[to], at) for at, to in branches if labels.get(to, at + 1) <= at}
+    counts = [Counter(opcode(i).split(".")[0] for i in code[a : b + 1]) for a, b in loops]
+    return [c for c in counts if c["HGMMA"] >= 24 and c.total() < LONGEST_STEP]
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_products_are_under_way_together_and_tensors_are_not_spilled(head_dim, causal):
+    """An assembler that runs out of registers waits for every product by itself."""
+    call = main_call(head_dim=head_dim, causal=causal)
+    made = compiler.artifact(call, DEVICE.arch)
+    assert made.shared_bytes <= DEVICE.shared_bytes
+    listing = disassemble(made.code)
+    loops = step_loops(*parse_sass(listing.text))
+    assert len(loops) >= 2
+    for loop in loops:
+        assert loop["WARPGROUP"] < loop["HGMMA"]
+        assert loop["STL"] + loop["LDL"] <= MOST_RELOADS
+
+
+def test_sums_of_dq_leave_as_blocks_of_memory_or_four_numbers_at_a_time():
+    narrow = disassemble(compiler.artifact(main_call(head_dim=128), DEVICE.arch).code).text
+    assert "UBLKRED" in narrow and "REDG" not in narrow
+    wide = disassemble(compiler.artifact(main_call(head_dim=256), DEVICE.arch).code).text
+    assert "F32x4" in wide and "UBLKRED" not in wide
