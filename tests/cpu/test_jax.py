@@ -144,7 +144,7 @@ def test_second_derivatives_and_forward_mode_raise():
         jax.jvp(fun, (q,), (q,))
 
 
-def mesh_of_four() -> jax.sharding.Mesh:
+def mesh_of_four():
     """Batch and heads over two devices each."""
     return jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("b", "h"))
 
@@ -255,7 +255,9 @@ def test_bad_calls_raise_what_the_pytorch_function_raises(name):
     if callable(more):
         given, more = more(*given), {}
     as_tensors = [as_torch(t.astype("float32")).to(getattr(torch, str(t.dtype))) for t in given]
-    tensors = {n: torch.as_tensor(a) if hasattr(a, "shape") else a for n, a in more.items()}
+    tensors: dict[str, Any] = {
+        n: torch.as_tensor(a) if hasattr(a, "shape") else a for n, a in more.items()
+    }
     with pytest.raises((TypeError, ValueError)) as theirs:
         ht.flash_attn_func(*as_tensors, **tensors)
     with pytest.raises((TypeError, ValueError)) as ours:
@@ -283,9 +285,10 @@ def test_dropout_wants_a_seed_and_takes_it_in_every_form():
     words = jnp.array([5, 2**31], jnp.uint32)
     for form in (words, np.array([seed - 2**64]), np.uint64(seed)):
         equal(run(dropout_seed=form), want)
-    theirs = ht.flash_attn_func(
-        *map(as_torch, (q, k, v)), dropout_p=0.5, dropout_seed=seed, return_attn_probs=True
-    )[2]
+    tensors: list[Any] = [as_torch(t) for t in (q, k, v)]
+    theirs = ht.flash_attn_func(*tensors, dropout_p=0.5, dropout_seed=seed, return_attn_probs=True)[
+        2
+    ]
     ours = run(dropout_seed=seed, return_attn_probs=True)[2]
     np.testing.assert_array_equal(np.signbit(ours), np.signbit(theirs.numpy()))
     key = jax.random.key(0)
@@ -306,7 +309,8 @@ def test_backends_are_chosen_by_name_or_raise_every_reason(monkeypatch):
     with pytest.raises(ValueError, match="takes torch calls alone"):
         hj.flash_attn_func(*given, backend="cpu")
     with pytest.raises(ValueError, match="takes jax calls alone"):
-        ht.flash_attn_func(*map(as_torch, given), backend="scan")
+        q, k, v = map(as_torch, given)
+        ht.flash_attn_func(q, k, v, backend="scan")
 
 
 def test_export_round_trip_gives_the_same_bits():

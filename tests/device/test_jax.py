@@ -103,7 +103,7 @@ def test_a_call_over_a_cache_gives_the_bits_of_the_pytorch_path(case):
 needs_gpu = pytest.mark.skipif(not _supports_jax(), reason="JAX sees no GPU")
 
 
-def drawn(*shape: int) -> torch.Tensor:
+def drawn(*shape: int):
     return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
 
 

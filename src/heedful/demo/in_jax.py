@@ -62,7 +62,7 @@ def new_weights(size: Size, vocabulary: int, key: Array) -> Weights:
     return weights
 
 
-def losses(weights: Weights, size: Size, tokens_BS: Array, next_BS: Array) -> Array:
+def losses(weights: Weights, size: Size, tokens_BS: Any, next_BS: Any) -> Array:
     """Cross entropy of every character in nats, (B, S)."""
     x_BSC = weights["characters.weight"][tokens_BS]
     for layer in range(size.layers):
@@ -149,6 +149,6 @@ def _say(line: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description="trains the demo's GPT in JAX")
     parser.add_argument("--steps", type=int, default=200)
     main(parser.parse_args().steps)

@@ -5,6 +5,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax import Array
+from jax import numpy as jnp
+from jax.core import Tracer
 
 from heedful.core.arrays import ArraySpec
 from heedful.core.numbers import wrong_type
@@ -22,7 +24,7 @@ def array_spec(array: Any) -> ArraySpec:
 
 def is_traced(value: Any) -> bool:
     """Whether it has no value yet."""
-    return isinstance(value, jax.core.Tracer)
+    return isinstance(value, Tracer)
 
 
 def check_array(name: str, value: Any) -> None:
@@ -32,4 +34,4 @@ def check_array(name: str, value: Any) -> None:
 
 
 def _is_key(dtype: Any) -> bool:
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -108,7 +108,7 @@ def computed(
     x, origin = sharding.alike((x, origin))
     given = Differentiable(x.q, x.k, x.v, x.bias, x.sink)
     rest = x._replace(q=None, k=None, v=None, bias=None, sink=None)
-    results = _attention(Static((), options, top_left=top_left), given, rest, origin)
+    results: Any = _attention(Static((), options, top_left=top_left), given, rest, origin)
     if count == 3 and len(results) == 2:
         results = (*results, jnp.zeros((0,), results[0].dtype))
     return results

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array, lax
 from jax import numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -86,7 +87,7 @@ def _type(*types, static: Static):
     results.append((given["cache_seqlens"].shape, jnp.dtype("int32")))
     if "q" in given:
         results.append((given["q"].shape, given["q"].dtype))
-    return [sharding.varying_like(jax.core.ShapedArray(*made), types) for made in results]
+    return [sharding.varying_like(ShapedArray(*made), types) for made in results]
 
 
 def _batched(arrays, dims, *, static: Static):

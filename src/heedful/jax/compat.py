@@ -138,7 +138,11 @@ def _padded(q, k, v, cu_q: Array, cu_k: Any, keywords: dict[str, Any]) -> tuple[
         check_shape(name, bounds.shape, (batch + 1,), "(batch + 1,)")
         used[f"seqused_{side[0]}"] = jnp.asarray(bounds[1:] - bounds[:-1])
         rooms.append(jnp.arange(batch + 1, dtype=jnp.int32) * seqlen)
-    rows = [jnp.asarray(a).reshape(-1, *a.shape[2:]) for a in (q, k, v)]
-    out, lse = api.flash_attn_varlen_func(*rows, *rooms, seqlen_q, k.shape[1], **used, **keywords)
+    rows_q, rows_k, rows_v = (jnp.asarray(a).reshape(-1, *a.shape[2:]) for a in (q, k, v))
+    room_q, room_k = rooms
+    longest = seqlen_q, k.shape[1]
+    out, lse = api.flash_attn_varlen_func(
+        rows_q, rows_k, rows_v, room_q, room_k, *longest, **used, **keywords
+    )
     lse = lse.reshape(heads, batch, seqlen_q).transpose(1, 0, 2)
     return out.reshape(*q.shape[:-1], v.shape[-1]), lse

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import Array, lax
 from jax import numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -111,7 +112,7 @@ def _compiled(primitive, static: Static):
 
 def _result(shape: tuple[int, ...], dtype: Any, like) -> Any:
     """The type of a result: it varies over the mesh as what it is made from does."""
-    made = jax.core.ShapedArray(shape, jnp.dtype(dtype))
+    made = ShapedArray(shape, jnp.dtype(dtype))
     return sharding.varying_like(made, like)
 
 

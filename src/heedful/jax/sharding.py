@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax import Array
 from jax import numpy as jnp
+from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -51,8 +52,8 @@ def varying_like(made: Any, types) -> Any:
 
 def unvaried(context: Any) -> Any:
     """A lowering context whose operands vary over no axis: what is lowered is one device's part."""
-    plain = [jax.core.ShapedArray(a.shape, a.dtype) for a in context.avals_in]
-    results = [jax.core.ShapedArray(a.shape, a.dtype) for a in context.avals_out]
+    plain = [ShapedArray(a.shape, a.dtype) for a in context.avals_in]
+    results = [ShapedArray(a.shape, a.dtype) for a in context.avals_out]
     return context.replace(avals_in=plain, avals_out=results)
 
 
@@ -150,7 +151,7 @@ class Rule:
         )
         return fun
 
-    def _text(self) -> tuple[str, dict[str, int], tuple[str, ...]]:
+    def _text(self) -> tuple[str, dict[str, Any], tuple[str, ...]]:
         """The rule as Shardy reads it, sizes of compound factors, and factors that stay whole."""
         # In the order in which they appear, as Shardy wants them.
         fresh, alone = iter(range(10**6)), {}

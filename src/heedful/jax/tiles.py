@@ -72,7 +72,8 @@ class Sequence:
     def offset(self) -> Array:
         """The diagonal's."""
         mask = self.problem.mask
-        return mask.shift + (self.len_k - self.len_q if mask.bottom_right else 0)
+        shift = jnp.int32(mask.shift)
+        return shift + self.len_k - self.len_q if mask.bottom_right else shift
 
     def rows(self, first, count: int) -> Array:
         """Indices of the queries of a tile."""
