@@ -204,6 +204,17 @@ def test_sharded_inputs_of_jit_are_computed_where_they_are(heads):
     assert "all-gather" not in text and "all-to-all" not in text
 
 
+def test_arrays_whose_sharding_is_part_of_their_type_are_taken():
+    """As jax.make_mesh makes them unless it is told otherwise."""
+    mesh = jax.make_mesh((2, 2), ("b", "h"))
+    with jax.set_mesh(mesh):
+        given = inputs(4, 19, 8)
+        rows = [put(mesh, t, "b", None, "h") for t in given]
+        run = jax.jit(lambda q, k, v: hj.flash_attn_func(q, k, v, causal=True) + q)
+        got = np.asarray(run(*rows))
+    equal(got, np.asarray(run(*given)))
+
+
 def test_sharded_inputs_that_cannot_stay_are_gathered():
     """Two KV heads over four devices."""
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("h",))

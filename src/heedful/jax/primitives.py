@@ -211,7 +211,8 @@ def _lower(primitive, run, platform: str, context, *values, static: Static):
         fun = _spread(primitive, static, context)
     else:
         fun = partial(run, platform, static)
-    return mlir.lower_fun(fun, multiple_results=True)(context, *values)
+    with sharding.on_one_device():
+        return mlir.lower_fun(fun, multiple_results=True)(context, *values)
 
 
 def _spread(primitive, static: Static, context):

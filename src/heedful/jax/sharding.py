@@ -13,7 +13,7 @@ from jax import Array
 from jax import numpy as jnp
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 # Labels of dims that may be spread: batch, KV heads, and query heads by their KV head.
 BATCH, HEADS, GROUPED = "b", "g", "(g r)"
@@ -55,6 +55,11 @@ def unvaried(context: Any) -> Any:
     plain = [ShapedArray(a.shape, a.dtype) for a in context.avals_in]
     results = [ShapedArray(a.shape, a.dtype) for a in context.avals_out]
     return context.replace(avals_in=plain, avals_out=results)
+
+
+def on_one_device():
+    """A context for what one device computes: no mesh, whatever is set around the program."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
 
 
 def is_spread(context: Any) -> bool:
@@ -206,7 +211,8 @@ class Rule:
         given = tuple(map(lambda n, s: self._sharding(mesh, axes, n, s), self.names, self.shapes))
 
         def part(*arrays):
-            made = self.run(dict(zip(self.names, arrays, strict=True)))
+            with on_one_device():
+                made = self.run(dict(zip(self.names, arrays, strict=True)))
             pairs = zip(self.results, made, strict=True)
             return tuple(self._summed(n, s, a, axes) for (n, s), a in pairs)
 
