@@ -19,12 +19,14 @@ SOURCES = ROOT / "src" / "heedful"
 HOMES = {
     "hopper-forward": ["kernels/hopper"],
     "hopper-fp8": ["kernels/hopper"],
+    "hopper-backward": ["kernels/hopper"],
     "portable": ["kernels/portable", "kernels/common"],
     "cpu": ["cpu"],
     "jax": ["jax"],
 }
 TOOLS = ["emulator", "inspector"]
-FAMILIES = ["hopper-forward", "hopper-fp8", "cdna", "portable", "cpu", "launching", *TOOLS]
+FAMILIES = ["hopper-forward", "hopper-fp8", "hopper-backward", "cdna", "portable", "cpu"]
+FAMILIES += ["launching", *TOOLS]
 
 
 def name(page: Path) -> str:
