@@ -2,6 +2,7 @@
 and which of several operands counts."""
 
 import inspect
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ pytest.importorskip("torch")
 
 import torch
 
-import heedful
+import heedful.torch as typed
 from heedful.bench import lengths, training
 from heedful.core import settings
 from heedful.core.arrays import ITEM_BYTES, ArraySpec
@@ -20,6 +21,8 @@ from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.core.storage import storage
 from heedful.torch import library
 from heedful.torch.kinds import _MOST_KINDS, Kinds
+
+heedful: Any = typed
 
 
 def test_dtypes_are_as_wide_as_those_of_torch():
