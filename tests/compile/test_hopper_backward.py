@@ -11,6 +11,7 @@ from heedful.inspector.nvidia import disassemble, opcode, parse_sass
 from heedful.launch import compiler
 from heedful.launch.prebuild import compiling
 from heedful.launch.programs import program
+from support.hopper import whole_backward
 
 DEVICE = by_name("H200")
 # A thread may reload a few numbers of the work tile a turn; of a tensor it has 16 at least.
@@ -19,7 +20,8 @@ MOST_RELOADS = 4
 
 def main_call(**facts):
     problem = AttentionProblem.dense(2, 4096, 4096, 8, 4, needs_grad=True, return_lse=True, **facts)
-    calls = program(plan(problem, DEVICE, compiling(), "hopper"), "backward").calls
+    with whole_backward():
+        calls = program(plan(problem, DEVICE, compiling(), "hopper"), "backward").calls
     return next(c for c in calls if c.kernel.function in ("backward", "backward_wide"))
 
 

@@ -14,7 +14,7 @@ from heedful.core.plan import plan
 from heedful.torch.device import device_spec, toolchain
 from support.budget import run
 from support.cases import Case, build, twins, variants
-from support.hopper import ON_HOPPER, WITH_TRITON_3_9
+from support.hopper import ON_HOPPER, WITH_TRITON_3_9, whole_backward
 from support.prepared import Prepared
 
 pytestmark = [*ON_HOPPER, WITH_TRITON_3_9]
@@ -82,11 +82,14 @@ WIDE = [
 
 
 def check(case: Case) -> None:
-    reasons = capability.row("hopper", "backward", case.dtype).why_not(
-        build(case).problem, device_spec(torch.device("cuda")), toolchain()
-    )
-    assert not reasons
-    run(Prepared("hopper"), case, "cuda")
+    with whole_backward():
+        reasons = capability.row("hopper", "backward", case.dtype).why_not(
+            build(case).problem, device_spec(torch.device("cuda")), toolchain()
+        )
+        assert not reasons
+        prepared = Prepared("hopper")
+        run(prepared, case, "cuda")
+        assert prepared.plan.backward == "hopper"
 
 
 @pytest.mark.parametrize("case", twins(CASES, "float16"), ids=str)

@@ -12,6 +12,12 @@ class Prepared:
         self.backend = backend
         self._runner = None
 
+    @property
+    def plan(self):
+        """That of the forward that ran last."""
+        assert self._runner is not None
+        return self._runner.plan
+
     def forward(self, problem, x, out):
         """(out, lse, probs)."""
         # The budget reads the log-sum-exp of every case.

@@ -20,13 +20,13 @@ from heedful.kernels.arg_kinds import (
     Num,
     Out,
     Ptr,
-    Rows,
-    RowVector,
-    ScoreArray,
-    SplitRows,
-    SplitRowVector,
 )
 from heedful.kernels.arg_kinds import Kind as Kind
+from heedful.kernels.arg_kinds import Rows as Rows
+from heedful.kernels.arg_kinds import RowVector as RowVector
+from heedful.kernels.arg_kinds import ScoreArray as ScoreArray
+from heedful.kernels.arg_kinds import SplitRows as SplitRows
+from heedful.kernels.arg_kinds import SplitRowVector as SplitRowVector
 from heedful.kernels.args_decode import DecodeTile as DecodeTile
 from heedful.kernels.args_decode import DecodeWork as DecodeWork
 

@@ -290,7 +290,8 @@ class CallCase:
     def __init__(self, x: Operands, options: Options, grad: tuple[bool, bool], described):
         """described: the call, of lengths that may be symbols."""
         self._call = Call(x, options, grad, None)
-        self._family = self._call.runner.family  # of a GPU: `_of_kind` knows no other
+        runner: Any = self._call.runner  # of a GPU: `_of_kind` knows no other
+        self._family = runner.family
         self._like, lengths = self._call.problem, describe(described).lengths
         self.outputs = [0 if length is None else length for length in lengths]
         self._absent = [length is None for length in lengths]
@@ -404,7 +405,8 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
         x = x and x._replace(q=q, k=k, v=v, bias=bias)
     records = is_grad_enabled()
     wants_grad = False
-    key = call = base = None
+    key = call = None
+    base: Any = None
     common = False
     try:
         # Aligned tensors like those of the last such call are known without a key.

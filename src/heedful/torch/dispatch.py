@@ -75,8 +75,8 @@ def same_metadata(*tensors: Tensor):
 
 def _same_kind(tensors: Sequence[Tensor], moving: Sequence[int]):
     """As `same_metadata`, but for sizes and strides that lengths may change."""
-    sizes = [[None] * n + [*t.shape[n:]] for t, n in zip(tensors, moving, strict=True)]
-    strides = [[None] * (t.dim() - 1) + [*t.stride()[-1:]] for t in tensors]
+    sizes: Any = [[None] * n + [*t.shape[n:]] for t, n in zip(tensors, moving, strict=True)]
+    strides: Any = [[None] * (t.dim() - 1) + [*t.stride()[-1:]] for t in tensors]
     guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     return guards.check
 
