@@ -262,15 +262,18 @@ BAD: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_calls_raise_what_the_pytorch_function_raises(name):
-    given, more = inputs(), BAD[name]
-    if callable(more):
-        given, more = more(*given), {}
-    as_tensors = [as_torch(t.astype("float32")).to(getattr(torch, str(t.dtype))) for t in given]
-    tensors: dict[str, Any] = {
+    given: Any = inputs()
+    more: dict[str, Any] = {}
+    if callable(BAD[name]):
+        given = BAD[name](*given)
+    else:
+        more = BAD[name]
+    q, k, v = (as_torch(t.astype("float32")).to(getattr(torch, str(t.dtype))) for t in given)
+    converted: dict[str, Any] = {
         n: torch.as_tensor(a) if hasattr(a, "shape") else a for n, a in more.items()
     }
     with pytest.raises((TypeError, ValueError)) as theirs:
-        ht.flash_attn_func(*as_tensors, **tensors)
+        ht.flash_attn_func(q, k, v, **converted)
     with pytest.raises((TypeError, ValueError)) as ours:
         hj.flash_attn_func(*given, **more)
     assert (ours.type, str(ours.value)) == (theirs.type, str(theirs.value))

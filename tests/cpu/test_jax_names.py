@@ -27,7 +27,7 @@ def close(one, other) -> None:
 
 
 OURS, THEIRS = hj.dot_product_attention, jax.nn.dot_product_attention
-LENGTHS = {
+LENGTHS: dict[str, Any] = {
     "query_seq_lengths": jnp.array([11, 3, 7], jnp.int32),
     "key_value_seq_lengths": jnp.array([17, 9, 1], jnp.int32),
 }
@@ -109,8 +109,8 @@ def test_compat_differentiates_the_log_sum_exp():
 def test_compat_takes_packed_and_padded_sequences():
     q, k, v = inputs()
     rows = [t.reshape(-1, *t.shape[2:]) for t in (q, k, v)]
-    bounds_q, bounds_k = (jnp.arange(4, dtype=jnp.int32) * n for n in (11, 17))
-    out, lse = compat.flash_attn_varlen(*rows, bounds_q, bounds_k, return_lse=True, causal=True)
+    bounds = [jnp.arange(4, dtype=jnp.int32) * n for n in (11, 17)]
+    out, lse = compat.flash_attn_varlen(*rows, *bounds, return_lse=True, causal=True)
     whole = hj.flash_attn_func(q, k, v, causal=True)
     close(out.reshape(whole.shape), whole)
     used_q, used_k = jnp.array([0, 11, 14, 21]), jnp.array([0, 17, 26, 27])

@@ -177,5 +177,6 @@ def test_donated_caches_are_extended_in_place_and_others_stay_as_they_are():
 def test_out_of_memory_is_an_exception():
     x = jax.ShapeDtypeStruct((64, 2**18, 64, 128), jnp.bfloat16)
     with pytest.raises(Exception, match="RESOURCE_EXHAUSTED|[Oo]ut of memory"):
-        fun = jax.jit(lambda s: heedful.jax.flash_attn_func(*(jnp.full(x.shape, s, x.dtype),) * 3))
+        large = lambda s: jnp.full(x.shape, s, x.dtype)  # noqa: E731
+        fun = jax.jit(lambda s: heedful.jax.flash_attn_func(large(s), large(s), large(s)))
         jax.block_until_ready(fun(1.0))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jax import Array
+from jax.typing import ArrayLike
 
 from heedful.core.call import WHOLE, Options
 from heedful.core.operands import Operands
@@ -33,7 +34,7 @@ def flash_attn_func(
     q_descale: Array | None = None,
     k_descale: Array | None = None,
     v_descale: Array | None = None,
-    dropout_seed: int | Array | None = None,
+    dropout_seed: ArrayLike | None = None,
     dropout_origin: Sequence[int] | Array = WHOLE,
     backend: str | None = None,
 ) -> Any:
@@ -141,7 +142,7 @@ def flash_attn_varlen_func(
     q_descale: Array | None = None,
     k_descale: Array | None = None,
     v_descale: Array | None = None,
-    dropout_seed: int | Array | None = None,
+    dropout_seed: ArrayLike | None = None,
     dropout_origin: Sequence[int] | Array = WHOLE,
     backend: str | None = None,
 ) -> Any:

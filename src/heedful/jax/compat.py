@@ -8,6 +8,7 @@ from typing import Any
 
 from jax import Array
 from jax import numpy as jnp
+from jax.typing import ArrayLike
 
 from heedful.core.describe import check_dtype, check_pair, check_shape
 from heedful.jax import api
@@ -30,7 +31,7 @@ def flash_attn_func(
     cu_seqlens_q: Array | None = None,
     cu_seqlens_kv: Array | None = None,
     *,
-    dropout_seed: int | Array | None = None,
+    dropout_seed: ArrayLike | None = None,
 ) -> tuple:
     """Attention of (batch, seqlen, heads, head_dim) arrays; arguments as heedful.jax's function of
     this name has them.
@@ -86,7 +87,7 @@ def flash_attn_varlen(
     deterministic: bool = False,
     return_lse: bool = False,
     *,
-    dropout_seed: int | Array | None = None,
+    dropout_seed: ArrayLike | None = None,
 ) -> tuple:
     """Attention of packed (tokens, heads, head_dim) arrays; arguments as heedful.jax's
     flash_attn_varlen_func has them.
