@@ -1,5 +1,7 @@
 """Groups of kernel arguments: what is declared, how a call is made of them, and what it writes."""
 
+import importlib
+import pkgutil
 from typing import Any
 
 import pytest
@@ -8,8 +10,9 @@ from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
-from heedful.kernels import args, backward_args
-from heedful.kernels.args import Kind, Mask, Rows
+from heedful.kernels import args
+from heedful.kernels.args.kinds import Kind, Rows
+from heedful.kernels.args.shared import Mask
 from heedful.launch import buffers
 from heedful.launch.programs import program
 from heedful.launch.spec import (
@@ -22,8 +25,17 @@ from heedful.launch.spec import (
     map_leaves,
 )
 
-DECLARED = {**vars(args), **vars(backward_args)}
-GROUPS = [x for x in DECLARED.values() if isinstance(x, type) and hasattr(x, "_fields")]
+MODULES = [
+    importlib.import_module(f"{args.__name__}.{module.name}")
+    for module in pkgutil.iter_modules(args.__path__)
+]
+GROUPS = {
+    x
+    for module in MODULES
+    for x in vars(module).values()
+    if isinstance(x, type) and hasattr(x, "_fields")
+}
+GROUPS = sorted(GROUPS, key=lambda group: group.__name__)
 MOST_FIELDS, MOST_PARAMETERS = 12, 20
 REF = KernelRef("heedful.kernels.portable.forward", "attention_forward")
 NARROW = Rows(Pointer("q", "float16"), Scalar(1, "i64"), Scalar(2), Scalar(3, "i64"))

@@ -9,7 +9,7 @@ from functools import cache, cached_property
 from typing import Any, get_args, get_type_hints
 
 from heedful.core.sizes import Workspace
-from heedful.kernels.args import Kind
+from heedful.kernels.args.kinds import Kind
 
 # Names of element types: ours (as torch and NumPy have them) -> Triton's.
 TRITON_TYPES = {

@@ -8,15 +8,7 @@ Shapes: M query rows, N key rows, D head dim.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.args import (
-    Descales,
-    ForwardIO,
-    Mask,
-    Sequences,
-    Shape,
-    Tile,
-    TileOrder,
-)
+from heedful.kernels.args.shared import Descales, ForwardIO, Mask, Sequences, Shape, Tile, TileOrder
 from heedful.kernels.cdna.fp8 import split_sign
 from heedful.kernels.cdna.tile import last_keys, load_queries, store_results
 from heedful.kernels.cdna.work_tile import work_tile

@@ -6,7 +6,7 @@ Shapes: M query rows, N key rows, D head dim.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.args import Mask
+from heedful.kernels.args.shared import Mask
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.args import Mask, Sequences, Shape, TileOrder
+from heedful.kernels.args.shared import Mask, Sequences, Shape, TileOrder
 from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.common.sequences import sequence
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import Mask
+from heedful.kernels.args.shared import Mask
 
 
 class KeyBounds(NamedTuple):

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from heedful.kernels.backward_args import HopperBackwardIO, HopperBackwardParams
+from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper.backward_consumer import backward_consumer
 from heedful.kernels.hopper.backward_producer import backward_adder, backward_producer
 from heedful.kernels.hopper.backward_shared import BackwardShared

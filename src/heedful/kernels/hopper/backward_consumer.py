@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from heedful.kernels.backward_args import HopperBackwardIO, HopperBackwardParams
+from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.backward_mainloop import backward_mainloop
 from heedful.kernels.hopper.backward_tile import key_tile, m_block_range, work_tiles

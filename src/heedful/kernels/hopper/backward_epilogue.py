@@ -6,8 +6,8 @@ M query rows, D qk dim.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import Sequences
-from heedful.kernels.backward_args import BackwardEpilogueIO, HopperBackwardSizes
+from heedful.kernels.args.hopper_backward import BackwardEpilogueIO, HopperBackwardSizes
+from heedful.kernels.args.shared import Sequences
 from heedful.kernels.common.sequences import sequence
 from heedful.kernels.hopper.backward_prologue import accum_begin
 from heedful.kernels.portable.sequences import row_base, store_rows, wide

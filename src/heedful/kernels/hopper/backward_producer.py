@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from heedful.kernels.backward_args import HopperBackwardIO, HopperBackwardParams
+from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.backward_shared import CONSUMERS
 from heedful.kernels.hopper.backward_sums import add_block, wait_until_read

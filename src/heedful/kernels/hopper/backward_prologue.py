@@ -7,8 +7,8 @@ rows, E v dim.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import Sequences
-from heedful.kernels.backward_args import BackwardPrologueIO, HopperBackwardSizes
+from heedful.kernels.args.hopper_backward import BackwardPrologueIO, HopperBackwardSizes
+from heedful.kernels.args.shared import Sequences
 from heedful.kernels.common.sequences import sequence
 from heedful.kernels.portable.backward_rows import row_deltas
 from heedful.kernels.portable.sequences import Place, load_rows, row_base, wide

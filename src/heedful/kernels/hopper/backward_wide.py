@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from heedful.kernels.backward_args import HopperBackwardIO, HopperBackwardParams
+from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.backward_consumer import store_rows
 from heedful.kernels.hopper.backward_mainloop import queue_rows, stage_of

@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from heedful.kernels.args import HopperParams
+from heedful.kernels.args.hopper import HopperParams
 from heedful.kernels.hopper.block_range import (
     consumer_n_block_range,
     n_block_count,

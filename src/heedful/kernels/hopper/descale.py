@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.args import Descale
+from heedful.kernels.args.shared import Descale
 
 
 @gluon.jit

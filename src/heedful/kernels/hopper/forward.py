@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from heedful.kernels.args import HopperIO, HopperParams, TransposeV
+from heedful.kernels.args.hopper import HopperIO, HopperParams, TransposeV
 from heedful.kernels.hopper.consumer import consumer
 from heedful.kernels.hopper.epilogue import Outputs
 from heedful.kernels.hopper.kv_pipeline import KVPipeline

@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.args import HopperIO, HopperParams, TransposeV
+from heedful.kernels.args.hopper import HopperIO, HopperParams, TransposeV
 from heedful.kernels.hopper.block_range import n_block_at, n_block_count, program_n_block_range
 from heedful.kernels.hopper.mma import ROWS
 from heedful.kernels.hopper.pipeline import PipelineState

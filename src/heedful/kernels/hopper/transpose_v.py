@@ -12,7 +12,7 @@ N keys, E v dim.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.args import TransposeV
+from heedful.kernels.args.hopper import TransposeV
 from heedful.kernels.hopper.compat import inline_asm
 from heedful.kernels.hopper.pipeline import PipelineState
 from heedful.kernels.hopper.tile_scheduler import l2_swizzle

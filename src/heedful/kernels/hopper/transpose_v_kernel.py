@@ -9,7 +9,7 @@ N keys, E v dim, W words of four bytes.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import TransposeIO, TransposeSizes
+from heedful.kernels.args.hopper import TransposeIO, TransposeSizes
 from heedful.kernels.common.sequences import within
 
 

@@ -8,7 +8,8 @@ results are written here. B sequences.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import SplitRows, SplitRowVector, VarlenIO, VarlenSizes
+from heedful.kernels.args.hopper import VarlenIO, VarlenSizes
+from heedful.kernels.args.kinds import SplitRows, SplitRowVector
 from heedful.kernels.common.sequences import within
 from heedful.kernels.portable.unused import clear_gaps
 

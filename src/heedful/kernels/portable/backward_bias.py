@@ -6,16 +6,8 @@ Shapes: B batch, H query heads, G kv heads, M query rows, N key rows, D qk dim, 
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import (
-    BiasGradientsIO,
-    Dropout,
-    Mask,
-    OwnShape,
-    ScoreMods,
-    Sequences,
-    Shape,
-    Tile,
-)
+from heedful.kernels.args.portable import BiasGradientsIO, OwnShape
+from heedful.kernels.args.shared import Dropout, Mask, ScoreMods, Sequences, Shape, Tile
 from heedful.kernels.portable.dropout import dropout_words, keep_tile
 from heedful.kernels.portable.scores import (
     head_mods,

@@ -10,16 +10,8 @@ Shapes: B batch, H query heads, G kv heads, M query rows, N key rows, D qk dim, 
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import (
-    Dropout,
-    Mask,
-    QueryGradientsIO,
-    ScoreMods,
-    Sequences,
-    Shape,
-    Tile,
-    TileOrder,
-)
+from heedful.kernels.args.portable import QueryGradientsIO
+from heedful.kernels.args.shared import Dropout, Mask, ScoreMods, Sequences, Shape, Tile, TileOrder
 from heedful.kernels.portable.backward_rows import row_deltas
 from heedful.kernels.portable.dropout import dropout_words, keep_tile
 from heedful.kernels.portable.scores import (

@@ -7,7 +7,8 @@ exactly as the row sum does. Shapes: H query heads, M query rows, E v dim.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import RowArray, RowVector, SinkGradientsIO
+from heedful.kernels.args.kinds import RowArray, RowVector
+from heedful.kernels.args.portable import SinkGradientsIO
 from heedful.kernels.portable.scores import LOG2E
 from heedful.kernels.portable.sequences import wide
 

@@ -5,7 +5,7 @@ w_s = exp(lse_s), plus the sink logit once. Shapes: S splits, M query rows, E v 
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import CombineIO
+from heedful.kernels.args.portable import CombineIO
 from heedful.kernels.portable.scores import LN2, exponential, finite_or_zero
 from heedful.kernels.portable.sequences import row_base, store_rows, wide
 

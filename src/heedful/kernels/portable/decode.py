@@ -11,9 +11,8 @@ D qk dim, E v dim, W words.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import (
-    DecodeTile,
-    DecodeWork,
+from heedful.kernels.args.decode import DecodeTile, DecodeWork
+from heedful.kernels.args.shared import (
     Descales,
     ForwardIO,
     KVLayout,

@@ -8,7 +8,8 @@ threads, and the queries' dims are taken in the same order. Shapes: N key rows, 
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import Descale, KVLayout, Rows
+from heedful.kernels.args.kinds import Rows
+from heedful.kernels.args.shared import Descale, KVLayout
 from heedful.kernels.common.sequences import within
 from heedful.kernels.portable.sequences import cache_row, wide
 

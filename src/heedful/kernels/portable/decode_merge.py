@@ -7,7 +7,8 @@ Shapes: M rows, P parts, W words.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import DecodeTile, DecodeWork, ForwardIO
+from heedful.kernels.args.decode import DecodeTile, DecodeWork
+from heedful.kernels.args.shared import ForwardIO
 from heedful.kernels.portable.scores import LN2, LOG2E, finite_or_zero
 from heedful.kernels.portable.sequences import wide
 

@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import DecodeTile, DecodeWork, Mask, Sequences, Shape
+from heedful.kernels.args.decode import DecodeTile, DecodeWork
+from heedful.kernels.args.shared import Mask, Sequences, Shape
 from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.common.sequences import sequence
 from heedful.kernels.portable.sequences import Place, wide

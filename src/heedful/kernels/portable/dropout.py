@@ -8,7 +8,7 @@ never on tiles. Shapes: M query rows, N key columns.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import Dropout
+from heedful.kernels.args.shared import Dropout
 from heedful.kernels.common.philox import origin_of, philox_words, seed_words
 
 

@@ -10,7 +10,7 @@ Shapes: B batch, H query heads, G kv heads, M query rows, N key rows, D qk dim, 
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import (
+from heedful.kernels.args.shared import (
     Descales,
     Dropout,
     ForwardIO,

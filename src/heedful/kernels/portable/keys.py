@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import Descale, KVLayout, Rows
+from heedful.kernels.args.kinds import Rows
+from heedful.kernels.args.shared import Descale, KVLayout
 from heedful.kernels.common.sequences import within
 from heedful.kernels.portable.sequences import cache_row, load_rows, wide
 

@@ -5,7 +5,9 @@ al. 2021). Shapes: B batch, S new tokens, G kv heads, N rows of a tile, D head d
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import AppendIO, KVLayout, Rotary, RotateIO, Rows
+from heedful.kernels.args.kinds import Rows
+from heedful.kernels.args.portable import AppendIO, Rotary, RotateIO
+from heedful.kernels.args.shared import KVLayout
 from heedful.kernels.common.sequences import within
 from heedful.kernels.portable.sequences import load_rows, row_base, store_rows, wide
 

@@ -6,12 +6,12 @@ Shapes: B batch, H query heads, G kv heads, M query rows, N key rows, D qk dim.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import (
+from heedful.kernels.args.portable import ProbabilitiesIO
+from heedful.kernels.args.shared import (
     Descales,
     Dropout,
     KVLayout,
     Mask,
-    ProbabilitiesIO,
     ScoreMods,
     Sequences,
     Shape,

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import Descale, Mask, RowVector, ScoreMods, Tile
+from heedful.kernels.args.kinds import RowVector
+from heedful.kernels.args.shared import Descale, Mask, ScoreMods, Tile
 from heedful.kernels.portable.sequences import wide
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)

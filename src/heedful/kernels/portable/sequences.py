@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import KVLayout, Mask, Rows, Sequences, Shape, Tile, TileOrder
+from heedful.kernels.args.kinds import Rows
+from heedful.kernels.args.shared import KVLayout, Mask, Sequences, Shape, Tile, TileOrder
 from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.common.sequences import sequence, within
 

@@ -8,7 +8,8 @@ this alive through their loops. Shapes: B batch, H heads, N rows, D and E head d
 import triton
 import triton.language as tl
 
-from heedful.kernels.args import ClearOutsideIO, ClearUnusedIO, SplitRows, SplitRowVector
+from heedful.kernels.args.kinds import SplitRows, SplitRowVector
+from heedful.kernels.args.portable import ClearOutsideIO, ClearUnusedIO
 from heedful.kernels.common.sequences import sequence, within
 from heedful.kernels.portable.sequences import row_base, store_rows, wide
 

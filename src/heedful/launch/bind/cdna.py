@@ -6,7 +6,7 @@ from heedful.core.arrays import ArraySpec, item_bytes
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.sizes import Sizes
-from heedful.kernels.args import ForwardIO, TileOrder
+from heedful.kernels.args.shared import ForwardIO, TileOrder
 from heedful.launch.bind import groups, portable
 from heedful.launch.bind.groups import Buffers
 from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar

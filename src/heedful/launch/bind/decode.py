@@ -4,7 +4,8 @@ from heedful.core.plan import Plan
 from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.core.sizes import Sizes
 from heedful.core.tiles import MERGE_ROWS, DecodeConfig, pow2
-from heedful.kernels.args import DecodeTile, DecodeWork, ForwardIO, KVLayout
+from heedful.kernels.args.decode import DecodeTile, DecodeWork
+from heedful.kernels.args.shared import ForwardIO, KVLayout
 from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, pointer
 from heedful.launch.bind.portable import (

@@ -8,22 +8,24 @@ from collections.abc import Mapping
 
 from heedful.core.arrays import ArraySpec
 from heedful.core.problem import AttentionProblem
-from heedful.kernels.args import (
+from heedful.kernels.args.kinds import (
+    RowArray,
+    Rows,
+    RowVector,
+    ScoreArray,
+    SplitRows,
+    SplitRowVector,
+)
+from heedful.kernels.args.portable import Rotary
+from heedful.kernels.args.shared import (
     Descale,
     Descales,
     Dropout,
     KVLayout,
     Mask,
-    Rotary,
-    RowArray,
-    Rows,
-    RowVector,
-    ScoreArray,
     ScoreMods,
     Sequences,
     Shape,
-    SplitRows,
-    SplitRowVector,
 )
 from heedful.launch.spec import Pointer, Scalar
 

@@ -11,8 +11,8 @@ from heedful.core.tiles import (
     backward_dim,
     pow2,
 )
-from heedful.kernels.args import VarlenIO, VarlenSizes
-from heedful.kernels.backward_args import (
+from heedful.kernels.args.hopper import VarlenIO, VarlenSizes
+from heedful.kernels.args.hopper_backward import (
     BackwardEpilogueIO,
     BackwardPrologueIO,
     HopperBackwardIO,

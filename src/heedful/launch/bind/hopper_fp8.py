@@ -12,7 +12,8 @@ from heedful.core.tiles import (
     HopperFp8Config,
     tile_dim,
 )
-from heedful.kernels.args import Rows, TransposeIO, TransposeSizes, TransposeV
+from heedful.kernels.args.hopper import TransposeIO, TransposeSizes, TransposeV
+from heedful.kernels.args.kinds import Rows
 from heedful.launch.bind import groups, hopper_groups
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, pointer, stride

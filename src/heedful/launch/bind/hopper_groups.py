@@ -15,7 +15,7 @@ from heedful.core.tiles import (
     HopperFp8Config,
     pow2,
 )
-from heedful.kernels.args import (
+from heedful.kernels.args.hopper import (
     Gqa,
     HopperFp8,
     HopperIO,
@@ -25,11 +25,11 @@ from heedful.kernels.args import (
     HopperTile,
     HopperTileOrder,
     KVRows,
-    ScoreArray,
     SplitKV,
     VarlenIO,
     VarlenSizes,
 )
+from heedful.kernels.args.kinds import ScoreArray
 from heedful.launch.bind import groups
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, number, pointer, stride

@@ -20,21 +20,19 @@ from heedful.core.tiles import (
     combine_rows,
     pow2,
 )
-from heedful.kernels.args import (
+from heedful.kernels.args.kinds import Rows
+from heedful.kernels.args.portable import (
     BiasGradientsIO,
     ClearOutsideIO,
     ClearUnusedIO,
     CombineIO,
-    ForwardIO,
     KeyGradientsIO,
     OwnShape,
     ProbabilitiesIO,
     QueryGradientsIO,
-    Rows,
     SinkGradientsIO,
-    Tile,
-    TileOrder,
 )
+from heedful.kernels.args.shared import ForwardIO, Tile, TileOrder
 from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, pointer
 from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar

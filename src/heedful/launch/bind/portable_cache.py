@@ -2,7 +2,7 @@
 
 from heedful.core.sizes import ceil_div
 from heedful.core.tiles import cache_rows, pow2
-from heedful.kernels.args import AppendIO, RotateIO
+from heedful.kernels.args.portable import AppendIO, RotateIO
 from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, pointer, stored_keys
 from heedful.launch.bind.portable import kernel_call, shared_divisor

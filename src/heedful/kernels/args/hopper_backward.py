@@ -1,22 +1,10 @@
-"""What the kernels of the Hopper backward are given, declared as in `kernels.args`."""
+"""Groups of the Hopper backward."""
 
 from typing import NamedTuple
 
-from heedful.kernels.args import (
-    Const,
-    Dropout,
-    HopperScoreMods,
-    In,
-    InOut,
-    Mask,
-    Num,
-    Out,
-    Ptr,
-    RowArray,
-    Rows,
-    RowVector,
-    Sequences,
-)
+from heedful.kernels.args.hopper import HopperScoreMods
+from heedful.kernels.args.kinds import Const, In, InOut, Num, Out, Ptr, RowArray, Rows, RowVector
+from heedful.kernels.args.shared import Dropout, Mask, Sequences
 
 
 class HopperBackwardIO(NamedTuple):

@@ -1,8 +1,8 @@
-"""The groups that only the decode kernel has: see args.py, from where they are imported."""
+"""Groups of the decode kernel."""
 
 from typing import NamedTuple
 
-from heedful.kernels.arg_kinds import Const, InOut, Num, Out, Ptr
+from heedful.kernels.args.kinds import Const, InOut, Num, Out, Ptr
 
 
 class DecodeWork(NamedTuple):

@@ -1,5 +1,4 @@
-"""What fields of groups hold, and the groups that stand for one array each: see args.py, from where
-all are imported."""
+"""What fields of groups hold, and the groups that stand for one array each."""
 
 from enum import Enum
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -70,3 +69,12 @@ class ScoreArray(NamedTuple):
     stride_h: Num
     stride_m: Num
     stride_n: Num
+
+
+class RowArray(NamedTuple):
+    """A (batch, head, row) array with any strides."""
+
+    ptr: Ptr
+    stride_b: Num
+    stride_h: Num
+    stride_m: Num

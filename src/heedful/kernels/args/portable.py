@@ -1,0 +1,142 @@
+"""Groups of the portable kernels around the forward: gradients, probabilities, splits, caches."""
+
+from typing import NamedTuple
+
+from heedful.kernels.args.kinds import (
+    Const,
+    In,
+    InOut,
+    Num,
+    Out,
+    Ptr,
+    RowArray,
+    Rows,
+    RowVector,
+    ScoreArray,
+    SplitRows,
+    SplitRowVector,
+)
+
+
+class QueryGradientsIO(NamedTuple):
+    """delta lies as lse does."""
+
+    q: In[Rows]
+    k: In[Rows]
+    v: In[Rows]
+    out: In[Rows]
+    dout: In[Rows]
+    lse: In[RowVector]
+    dlse: In[RowArray]
+    delta: Out[Ptr]
+    dq: Out[Rows]
+
+
+class KeyGradientsIO(NamedTuple):
+    """delta lies as lse does."""
+
+    q: In[Rows]
+    k: In[Rows]
+    v: In[Rows]
+    dout: In[Rows]
+    lse: In[RowVector]
+    delta: In[Ptr]
+    dk: Out[Rows]
+    dv: Out[Rows]
+
+
+class BiasGradientsIO(NamedTuple):
+    """delta lies as lse does."""
+
+    q: In[Rows]
+    k: In[Rows]
+    v: In[Rows]
+    dout: In[Rows]
+    lse: In[RowVector]
+    delta: In[Ptr]
+    dbias: Out[ScoreArray]
+
+
+class SinkGradientsIO(NamedTuple):
+    """delta lies as lse does; sink and dsink: (H,)."""
+
+    sink: In[Ptr]
+    lse: In[RowVector]
+    delta: In[Ptr]
+    dsink: Out[Ptr]
+
+
+class ProbabilitiesIO(NamedTuple):
+    """What no sequence uses of probs is left as it is."""
+
+    q: In[Rows]
+    k: In[Rows]
+    lse: In[RowVector]
+    probs: InOut[ScoreArray]
+
+
+class CombineIO(NamedTuple):
+    partial_out: In[SplitRows]
+    partial_lse: In[SplitRowVector]
+    sink: In[Ptr]
+    out: Out[Rows]
+    lse: Out[RowVector]
+
+
+class ClearOutsideIO(NamedTuple):
+    """Tokens of sequences are left as they are."""
+
+    cu_seqlens: In[Ptr]
+    out: InOut[SplitRows]
+    lse: InOut[SplitRowVector]
+
+
+class ClearUnusedIO(NamedTuple):
+    """Rows that a sequence uses are left as they are."""
+
+    cu_seqlens: In[Ptr]
+    seqused: In[Ptr]
+    leftpad: In[Ptr]
+    x: InOut[Rows]
+    y: InOut[Rows]
+
+
+class AppendIO(NamedTuple):
+    """cache_seqlens, leftpad_k, seqused: (B,). All other rows of the cache are left as they are."""
+
+    k_new: In[Rows]
+    v_new: In[Rows]
+    cache_seqlens: In[Ptr]
+    leftpad_k: In[Ptr]
+    k: InOut[Rows]
+    v: InOut[Rows]
+    seqused: Out[Ptr]
+
+
+class RotateIO(NamedTuple):
+    """cache_seqlens: (B,)."""
+
+    q: In[Rows]
+    cache_seqlens: In[Ptr]
+    rotated: Out[Rows]
+
+
+class Rotary(NamedTuple):
+    """Tables of (positions, half). position0: added to a row's place in the cache."""
+
+    cos: In[Ptr]
+    sin: In[Ptr]
+    stride_n: Num
+    half: Num
+    positions: Num
+    position0: Num
+    IS_INTERLEAVED: Const
+
+
+class OwnShape(NamedTuple):
+    """The shape of a bias, each size 1 or the scores'."""
+
+    b: Num
+    h: Num
+    m: Num
+    n: Num
