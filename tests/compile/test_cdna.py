@@ -15,7 +15,6 @@ from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.inspector import Inspection, of_program
 from heedful.inspector.mix import Mix
 from heedful.launch import buffers
-from heedful.launch.bind import cdna
 from heedful.launch.programs import program
 
 DEVICES = {"gfx942": "MI300X", "gfx950": "MI355X"}
@@ -66,15 +65,6 @@ def hot_loop(found) -> Mix:
     """What runs again and again for each tile of keys."""
     assert isinstance(found, Inspection) and found.loop is not None
     return found.loop
-
-
-def test_a_row_stride_past_32_bit_offsets_raises():
-    problem = AttentionProblem.dense(1, 512, 512, 1)
-    chosen = plan(problem, by_name("MI355X"), backend="cdna")
-    arrays = buffers.forward(problem)
-    arrays["k"] = arrays["k"]._replace(strides=(0, 1 << 22, 128, 1))
-    with pytest.raises(ValueError, match="k must have a row stride below"):
-        cdna.forward(problem, chosen, arrays)
 
 
 def portable(variant):

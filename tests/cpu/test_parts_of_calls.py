@@ -100,6 +100,34 @@ def test_packed_keys_have_no_batch_stride():
     assert storage(packed, packed, packed, None)["even_rows"]
 
 
+FAR_ROWS = 1 << 22  # elements of 2 bytes: 8 MiB
+
+
+@pytest.mark.parametrize(
+    ("spec", "near"),
+    [
+        (ArraySpec((2, 6, 1, 8), (8, FAR_ROWS, 8, 1), "float16"), False),
+        (ArraySpec((2, 6, 1, 8), (8, FAR_ROWS - 8, 8, 1), "float16"), True),
+        (ArraySpec((2, 6, 1, 8), (8, -FAR_ROWS, 8, 1), "float16"), False),
+        (ArraySpec((2, 6, 1, 8), (8, FAR_ROWS // 2, 8, 1), "float32"), False),
+        (ArraySpec((2, 6, 1, 8), (8, 2 * FAR_ROWS - 16, 8, 1), "float8_e4m3fn"), True),
+        # A row alone is not stepped over, and batches and heads lie where they like.
+        (ArraySpec((2, 1, 1, 8), (8, FAR_ROWS, 8, 1), "float16"), True),
+        (ArraySpec((2, 6, 2, 8), (FAR_ROWS, 8, FAR_ROWS, 1), "float16"), True),
+        (ArraySpec((6, 1, 8), (FAR_ROWS, 8, 1), "float16"), False),
+        (ArraySpec((6, 2, 8), (8, FAR_ROWS, 1), "float16"), True),
+        (ArraySpec((6, 8), (FAR_ROWS, 1), "float16"), True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("place", range(4))
+def test_rows_are_near_where_a_tile_of_them_is_within_32_bits(spec, near, place):
+    rows = array_spec(ROWS)
+    given: list[Any] = [rows, rows, rows, None]
+    given[place] = spec
+    assert storage(*given)["near_rows"] == near
+
+
 def test_only_tensors_without_dense_rows_are_copied_and_named():
     q, k, v = (torch.randn(1, 5, 2, 8) for _ in range(3))
     every_other = torch.stack([q, q], -1)[..., 0]

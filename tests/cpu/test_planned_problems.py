@@ -113,6 +113,13 @@ def uneven(tensor: Tensor) -> Tensor:
     return room[:, : tensor[0].numel()].view(tensor.shape).copy_(tensor)
 
 
+def far(tensor: torch.Tensor) -> torch.Tensor:
+    """With rows 8 MiB apart."""
+    batch, rows, heads, dim = tensor.shape
+    room = tensor.new_empty(batch, rows, (8 << 20) // tensor.element_size())
+    return room[..., : heads * dim].view(tensor.shape)
+
+
 # (keywords of a call, the facts that they change)
 COMMON: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({}, {}),
@@ -145,6 +152,7 @@ OWN: list[tuple[Callable, dict[str, Any], dict[str, Any]]] = [
     (dense, {"v": unaligned(V)}, {"aligned": False}),
     (dense, {"out": unaligned(torch.zeros(2, 5, 4, 32))}, {"aligned": False}),
     (dense, {"out": torch.zeros(2, 5, 4, 32)}, {}),
+    *((dense, {name: far(t)}, {"near_rows": False}) for name, t in (("q", Q), ("k", K), ("v", V))),
     (
         dense,
         {"q": Q.half(), "k": K.half(), "v": V.half()},

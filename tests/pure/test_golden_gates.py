@@ -89,6 +89,8 @@ FACTS: list[dict] = [
     {"used_k": True},
     {"used_k": True, "even_rows": False},
     {"even_rows": False},
+    {"near_rows": False},
+    {"heads_q": 1 << 14},
     {"page_size": 16, "used_k": True},
     {"page_size": 17, "used_k": True},
     {"page_size": 16, "used_k": True, **GRAD},

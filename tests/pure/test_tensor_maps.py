@@ -6,7 +6,9 @@ from heedful.core import configs
 from heedful.core.arrays import ArraySpec
 from heedful.core.device import by_name
 from heedful.core.operands import own_shape
+from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
+from heedful.core.storage import storage
 from heedful.core.tiles import HopperForwardConfig, tile_dim
 from heedful.launch.bind import hopper_maps as maps
 
@@ -38,14 +40,19 @@ def test_one_page_of_any_size_has_a_number_that_is_no_page():
     assert maps.no_page(buffers) == 2**20
 
 
-@pytest.mark.parametrize("pages, fits", [(2**21, True), (2**21 + 1, False)])
-def test_more_rows_than_have_numbers_are_refused(pages, fits):
-    buffers = {name: pages_of(pages, 2**10) for name in "kv"}
-    if fits:
-        assert maps.no_page(buffers) == pages
+@pytest.mark.parametrize("pages", [2**20 - 1, 2**20])
+def test_more_rows_than_have_numbers_are_refused_by_the_plan(pages):
+    """And those that are taken have a number that is no page."""
+    cache = pages_of(pages, 2**10)
+    q = ArraySpec.contiguous((1, 1, 2, 64), "bfloat16")
+    facts = storage(q, cache, cache, None)
+    problem = AttentionProblem.dense(1, 1, 64, 2, head_dim=64, page_size=16, used_k=True, **facts)
+    if pages * 2**10 < 2**30:
+        plan(problem, by_name("H200"), backend="hopper")
+        assert maps.no_page({"k": cache, "v": cache}) > pages
     else:
-        with pytest.raises(ValueError, match="at most 2\\^30 rows in all, got 2097153 x 1024"):
-            maps.no_page(buffers)
+        with pytest.raises(ValueError, match="or 2\\^30 rows"):
+            plan(problem, by_name("H200"), backend="hopper")
 
 
 @pytest.mark.parametrize(

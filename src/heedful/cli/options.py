@@ -64,6 +64,7 @@ class ProblemOptions:
     uneven_rows: Annotated[
         bool, _option("batch strides of K or V no multiples of row strides", "--uneven-rows")
     ] = False
+    far_rows: Annotated[bool, _option("rows 8 MiB apart or more", "--far-rows")] = False
 
     def problem(self) -> AttentionProblem:
         """Raises ValueError naming the option's argument."""
@@ -83,6 +84,7 @@ class ProblemOptions:
             "needs_grad": self.backward or self.bias_grad,
             "aligned": not self.unaligned,
             "even_rows": not self.uneven_rows,
+            "near_rows": not self.far_rows,
         }
         same = ("alibi", "bias", "sink", "bias_grad", "deterministic")
         facts.update({name: getattr(self, name) for name in same})

@@ -8,7 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from heedful.core.device import DeviceSpec
-from heedful.core.problem import FEATURES, ITEM_BITS, MAX_HEAD_DIM, MAX_HEAD_DIM_V, AttentionProblem
+from heedful.core.problem import (
+    FEATURES,
+    ITEM_BITS,
+    MAX_HEAD_DIM,
+    MAX_HEAD_DIM_V,
+    NEAR_BYTES,
+    AttentionProblem,
+)
 from heedful.core.symbols import opaque
 
 LEVELS = {
@@ -222,6 +229,14 @@ def _out_as_in_or_float(problem: AttentionProblem, device: DeviceSpec) -> str | 
     return _out_as_in(problem, device)
 
 
+def _near_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Buffer instructions reach 2^31 bytes from a tile's base, 256 rows of NEAR_BYTES; partial
+    results of splits are dense rows of float32."""
+    if problem.near_rows and 4 * problem.heads_q * problem.head_dim_v < NEAR_BYTES:
+        return None
+    return f"rows of Q, K, V or the output {NEAR_BYTES >> 20} MiB apart or more"
+
+
 def _many_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     short = problem.seqlen_k < 384
     return f"seqlen_k {problem.seqlen_k}: takes 384 and more" if short else None
@@ -351,7 +366,7 @@ ROWS: tuple[KernelRow, ...] = (
         least=(("triton", (3, 9)),),
         # Not before `heedful validate` has passed on the machine.
         by_default=False,
-        gates=(_positive_scale, _out_as_in_or_float, _own_e4m3, _many_keys),
+        gates=(_positive_scale, _out_as_in_or_float, _own_e4m3, _many_keys, _near_rows),
         configs=("cdna.forward",),
         program="heedful.launch.bind.cdna",
     ),

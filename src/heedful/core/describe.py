@@ -62,8 +62,8 @@ def describe(call: AttentionCall) -> AttentionProblem:
     return check(call, **storage(q, k, v, call.out))
 
 
-def check(call: AttentionCall, aligned: bool = True, even_rows: bool = True) -> AttentionProblem:
-    """As `describe`, of a call whose arrays have no memory: how they are stored is given."""
+def check(call: AttentionCall, **stored: bool) -> AttentionProblem:
+    """As `describe`, of a call whose arrays have no memory. stored: the facts of `storage`."""
     x, options = call.x, call.options
     _check_ranks(x, options)
     sizes = _Sizes.of(x, options)
@@ -107,10 +107,9 @@ def check(call: AttentionCall, aligned: bool = True, even_rows: bool = True) -> 
         return_probs=probs and drops,
         deterministic=options.deterministic,
         num_splits=options.num_splits,
-        aligned=aligned,
-        even_rows=even_rows,
         # Without a mask to draw, all places are one: the same plan and kernels.
         dropout_origin=tuple(options.dropout_origin) if drops else (0, 0, 0, 0),
+        **stored,
     )
     problem.validate()
     return problem

@@ -168,7 +168,7 @@ def _rows(direction: str, dtype: str) -> list[KernelRow]:
 def stored_as(plan: Plan, **facts: bool) -> Plan:
     """The plan for tensors stored otherwise, of which its backward makes no reason against it.
 
-    facts: aligned and even_rows, as in AttentionProblem.
+    facts: those of `core.storage`, as in AttentionProblem.
     """
     problem = replace(plan.problem, **facts)
     if problem == plan.problem:

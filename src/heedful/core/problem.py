@@ -22,6 +22,7 @@ ITEM_BITS = {
 # Of V and the output; of Q and K, which MLA makes wider than V by its rotary part.
 MAX_HEAD_DIM_V, MAX_HEAD_DIM = 512, 576
 NO_SCALE = 1e-30  # stands for all that is nearer to 0
+NEAR_BYTES = 1 << 23
 
 
 def default_out_dtype(dtype: str) -> str:
@@ -59,7 +60,8 @@ class AttentionProblem:
     deterministic: the backward must be bit-equal from run to run.
     num_splits: 0 = choose, 1 = do not split the keys, n = split them in n.
     aligned: all bases and strides are multiples of 16 bytes.
-    even_rows: batch entries or pages of K and V begin whole numbers of rows apart.
+    even_rows: batch entries or pages of K and V begin whole numbers of rows apart, fewer than 2^30.
+    near_rows: rows of Q, K, V and the output begin less than NEAR_BYTES apart.
     dropout_origin: (batch, head, row, column) of this call's first score in the whole problem, so
         that a shard draws the mask that the unsharded call would.
     """
@@ -99,6 +101,7 @@ class AttentionProblem:
     num_splits: int = 0
     aligned: bool = True
     even_rows: bool = True
+    near_rows: bool = True
     dropout_origin: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     def __post_init__(self):
@@ -375,7 +378,7 @@ FEATURES = {
     "bias_grad": "gradient of the bias",
     "deterministic": "deterministic backward",
     "unaligned": "bases or strides off 16 bytes",
-    "uneven_rows": "batch strides of K or V that are no multiples of their row strides",
+    "uneven_rows": "batch strides of K or V that are no multiples of row strides, or 2^30 rows",
 }
 
 # Facts that are features by themselves.

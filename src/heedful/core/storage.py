@@ -2,6 +2,7 @@
 
 from heedful.core.arrays import ArraySpec, item_bytes
 from heedful.core.operands import Operands
+from heedful.core.problem import NEAR_BYTES
 
 
 def has_dense_rows(spec: ArraySpec) -> bool:
@@ -33,7 +34,17 @@ def storage(q: ArraySpec, k: ArraySpec, v: ArraySpec, out: ArraySpec | None) -> 
     return {
         "aligned": aligned and (out is None or _is_aligned(out)),
         "even_rows": _has_even_rows(k) and _has_even_rows(v),
+        "near_rows": _are_near(q, k, v, *([out] if out is not None else [])),
     }
+
+
+def _are_near(*specs: ArraySpec) -> bool:
+    """Whether rows of all these begin less than NEAR_BYTES, a power of two, apart."""
+    apart = 0
+    for spec in specs:
+        if len(spec.shape) > 2 and spec.shape[-3] > 1:
+            apart |= abs(spec.strides[-3]) * item_bytes(spec.dtype)
+    return apart < NEAR_BYTES
 
 
 def _has_even_rows(spec: ArraySpec) -> bool:

@@ -12,8 +12,6 @@ from heedful.launch.bind.groups import Buffers
 from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
 
 GENERATIONS = {"gfx942": 3, "gfx950": 4}
-# Buffer instructions reach 2^31 bytes from a tile's base: 256 rows of this many bytes.
-WIDE_STRIDE = 1 << 23
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -33,8 +31,6 @@ def _call(
     problem: AttentionProblem, plan: Plan, sizes: Sizes, buffers: Buffers, out: str, lse: str
 ) -> KernelCall:
     config, launch = plan.configs["cdna.forward"], sizes.launches["cdna.forward"]
-    for name in ("q", "k", "v", out):
-        _check_row_stride(name, buffers[name])
     parameters = {
         "io": ForwardIO(
             *(groups.rows(buffers, name, _divisor(buffers[name])) for name in "qkv"),
@@ -61,11 +57,3 @@ def _call(
 def _divisor(spec: ArraySpec) -> int:
     """Of strides: loads are 16 bytes wide, as the gate promises."""
     return 16 // min(item_bytes(spec.dtype), 2)
-
-
-def _check_row_stride(name: str, spec: ArraySpec) -> None:
-    """ValueError for rows so far apart that offsets within a tile take more than 32 bits."""
-    most = WIDE_STRIDE // item_bytes(spec.dtype)
-    _, row, _ = groups.token_strides(spec)
-    if abs(row) >= most:
-        raise ValueError(f"{name} must have a row stride below {most} elements, got {row}")

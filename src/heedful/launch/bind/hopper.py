@@ -37,8 +37,6 @@ def _forward_call(
     buffers: Buffers,
     lse: str,
 ) -> KernelCall:
-    if problem.page_size and "cu_seqlens_k" in buffers:
-        raise ValueError("cu_seqlens_k beside block_table must come as seqused_k")
     launch = sizes.launches["hopper.forward"]
     split = hopper_groups.split_kv(problem, buffers, sizes.num_splits)
     parameters = {
