@@ -37,10 +37,14 @@ def step_loops(code, labels, branches) -> list[Counter]:
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_products_are_under_way_together_and_tensors_are_not_spilled(head_dim, causal):
-    """An assembler that runs out of registers waits for every product by itself."""
-    call = main_call(head_dim=head_dim, causal=causal)
+@pytest.mark.parametrize(
+    "head_dim, in_order", [(64, False), (64, True), (128, False), (128, True), (256, False)]
+)
+def test_products_are_under_way_together_and_tensors_are_not_spilled(head_dim, in_order, causal):
+    """An assembler that runs out of registers waits for every product by itself. In order: work
+    tiles are drawn, and added to dQ in turns."""
+    call = main_call(head_dim=head_dim, causal=causal, deterministic=in_order)
+    assert (call.grid[0] == DEVICE.units) == in_order
     made = compiler.artifact(call, DEVICE.arch)
     assert made.shared_bytes <= DEVICE.shared_bytes
     listing = disassemble(made.code)

@@ -209,6 +209,13 @@ def _aligned_draws(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None
 
 
+def _any_order_if_wide(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Of wide heads consumers add to dQ themselves, and take no turns."""
+    if problem.deterministic and max(problem.head_dim, problem.head_dim_v) > 128:
+        return "a deterministic backward of head dims above 128"
+    return None
+
+
 def _out_as_in(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None if problem.out_dtype == problem.dtype else f"out of {problem.out_dtype}"
 
@@ -389,13 +396,13 @@ ROWS: tuple[KernelRow, ...] = (
         {"sm_90": "run"},
         ("bfloat16", "float16"),
         # Its kernels do more that compiles and that no GPU has run: sinks, other diagonals, packed
-        # sequences, dropout, head dims above 128 (tests/support/hopper.py).
+        # sequences, dropout, head dims above 128, one order of sums (tests/support/hopper.py).
         frozenset({"causal", "window", "gqa", "return_lse", "backward"}),
         max_dim=128,
         dim_multiple=8,
         # For gl.inline_asm: sums of dQ leave by cp.reduce.async.bulk.
         least=(("triton", (3, 9)),),
-        gates=(_some_tokens, _positive_scale, _out_as_in),
+        gates=(_some_tokens, _positive_scale, _out_as_in, _any_order_if_wide),
         configs=("hopper.backward", "portable.scores"),
         program="heedful.launch.bind.hopper_backward",
     ),

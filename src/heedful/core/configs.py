@@ -259,6 +259,14 @@ def _drops(problem: AttentionProblem) -> bool:
     return problem.dropout_p > 0
 
 
+def _in_order(problem: AttentionProblem) -> bool:
+    return problem.deterministic
+
+
+def _drops_in_order(problem: AttentionProblem) -> bool:
+    return _drops(problem) and _in_order(problem)
+
+
 def _hopper_backward(max_dim: int, tile: _Tile, when=_always, measured=_H200_GLUON, **how):
     config = HopperBackwardConfig(*tile, **how)
     return ConfigRow("hopper.backward", ("sm_90",), max_dim, config, measured, when)
@@ -428,6 +436,10 @@ ROWS: list[ConfigRow] = [
     _hopper_fp8(128, (128, 128, 4, 4), _masked, **_FP8_D128_MASKED),
     _hopper_fp8(128, (128, 128, 4, 4), **_FP8_D128),
     _hopper_fp8(256, (128, 64, 4, 2), consumer_regs=240),
+    # In one order a tile may wait for those of lower number, which must have begun: they are drawn.
+    _hopper_backward(64, (64, 128, 4, 2), _drops_in_order, _FITS, draws=True),
+    _hopper_backward(64, (128, 128, 4, 2), _in_order, _FITS, draws=True),
+    _hopper_backward(128, (64, 128, 4, 2), _in_order, _FITS, draws=True),
     _hopper_backward(64, (64, 128, 4, 2), _drops, _FITS),
     _hopper_backward(64, (128, 128, 4, 2)),
     _hopper_backward(128, (64, 128, 4, 2)),

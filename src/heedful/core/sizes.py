@@ -357,17 +357,24 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     head_bytes = larger(1, problem.seqlen_q * problem.group * row)
     heads = larger(1, smaller(plan.device.l2_bytes * _L2_SHARE // 100 // head_bytes, all_heads))
     groups = (all_heads - 1) // heads
+    programs = smaller(tiles, plan.device.units) if config.draws else tiles
     launches = {
         "hopper.backward_prologue": LaunchSizes(
             (q_blocks * problem.batch * problem.heads_q, 1, 1), {"q_blocks": q_blocks}
         ),
         "hopper.backward": LaunchSizes(
-            (tiles, 1, 1),
+            (programs, 1, 1),
             {"tiles": tiles, "key_blocks": key_blocks, "l2_heads": heads, "l2_groups": groups},
         ),
     }
     dims = (problem.heads_q, blocks * rows, backward_dim(problem.head_dim))
     workspaces = [Workspace("dq_accum", ArraySpec.contiguous(dims, "float32"))]
+    if config.draws:
+        # The prologue clears both.
+        workspaces.append(Workspace("tile_counter", ArraySpec.contiguous((1,), "int32")))
+    if problem.deterministic:
+        turns = ArraySpec.contiguous((problem.heads_q * blocks,), "int32")
+        workspaces.append(Workspace("turns", turns))
     if problem.varlen_k:
         grid = (problem.batch + plan.device.units, 1, 1)
         launches["hopper.varlen_scheduler"] = LaunchSizes(grid, {"capacity": head_tiles})

@@ -203,13 +203,15 @@ class HopperBackwardConfig(TileConfig):
     """A tile of the Hopper backward: a step of `block_m` queries, past `block_n` keys that stay.
 
     num_stages: of queries. dout_stages, ds_stages: of the output's gradients, and of those of the
-    scores. consumer_regs, producer_regs: registers of a thread.
+    scores. consumer_regs, producer_regs: registers of a thread. draws: programs for the units of
+    the device draw their work tiles; else each work tile has a program.
     """
 
     dout_stages: int = 2
     ds_stages: int = 2
     consumer_regs: int = 240
     producer_regs: int = 24
+    draws: bool = False
 
     @property
     def is_wide(self) -> bool:

@@ -35,13 +35,17 @@ class HopperBackwardSizes(NamedTuple):
 class HopperBackwardOrder(NamedTuple):
     """tiles: work tiles, each a key tile of a KV head; key_blocks: of one head. l2_heads and
     l2_groups: of KV heads, as in HopperTileOrder. varlen_tiles: of packed keys, see
-    varlen_scheduler.py."""
+    varlen_scheduler.py. tile_counter: how many work tiles have been drawn; None with a program for
+    each. turns: of every tile of queries in dq_accum, how many key tiles have been added to it;
+    None where their order is free."""
 
     tiles: Num
     key_blocks: Num
     l2_heads: Num
     l2_groups: Num
     varlen_tiles: In[Ptr]
+    tile_counter: InOut[Ptr]
+    turns: InOut[Ptr]
 
 
 class HopperBackwardTile(NamedTuple):
@@ -70,7 +74,7 @@ class HopperBackwardParams(NamedTuple):
 
 
 class BackwardPrologueIO(NamedTuple):
-    """delta lies as lse does."""
+    """delta lies as lse does. tile_counter, turns: as in HopperBackwardOrder, to begin at 0."""
 
     out: In[Rows]
     dout: In[Rows]
@@ -78,6 +82,8 @@ class BackwardPrologueIO(NamedTuple):
     dlse: In[RowArray]
     delta: Out[Ptr]
     dq_accum: Out[Ptr]
+    tile_counter: Out[Ptr]
+    turns: Out[Ptr]
 
 
 class BackwardEpilogueIO(NamedTuple):

@@ -7,10 +7,17 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.backward_mainloop import backward_mainloop
-from heedful.kernels.hopper.backward_tile import key_tile, m_block_range, work_tiles
+from heedful.kernels.hopper.backward_tile import (
+    key_tile,
+    m_block_range,
+    next_index,
+    stride_before,
+)
 from heedful.kernels.hopper.compat import reinterpret, tma_store
 from heedful.kernels.hopper.mma import ROWS, scores_layout
+from heedful.kernels.hopper.pipeline import PipelineState
 from heedful.kernels.hopper.sequences import box
+from heedful.kernels.hopper.tile_scheduler import SCHEDULER_STAGES, TileScheduler
 
 
 @gluon.jit
@@ -63,6 +70,7 @@ def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.conste
 def backward_consumer(
     io: HopperBackwardIO,
     shared,
+    scheduler: TileScheduler,
     params: HopperBackwardParams,
     CONSUMER: gl.constexpr,
 ):
@@ -71,9 +79,9 @@ def backward_consumer(
     E: gl.constexpr = shared.v.shape[-1]
     visit = gl.to_tensor(0)
     kv_phase = gl.to_tensor(0)
-    index = gl.program_id(0)
-    tiles = work_tiles(params)
-    while index < tiles:
+    scheduler_state = PipelineState.start(SCHEDULER_STAGES)
+    index = next_index(scheduler, stride_before(), scheduler_state)
+    while index < scheduler.count:
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
         if blocks.end > blocks.begin:
@@ -87,4 +95,5 @@ def backward_consumer(
             dk = gl.zeros([ROWS, D], gl.float32, scores_layout(io.dk.dtype, D))
             dv = gl.zeros([ROWS, E], gl.float32, scores_layout(io.dv.dtype, E))
             store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER)
-        index += gl.num_programs(0)
+        scheduler_state = scheduler_state.next()
+        index = next_index(scheduler, index, scheduler_state)

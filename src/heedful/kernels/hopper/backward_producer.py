@@ -10,17 +10,25 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.backward_shared import CONSUMERS
-from heedful.kernels.hopper.backward_sums import add_block, wait_until_read
+from heedful.kernels.hopper.backward_sums import (
+    add_block,
+    end_turn,
+    wait_for_turn,
+    wait_until_read,
+)
 from heedful.kernels.hopper.backward_tile import (
     key_tile,
     m_block_range,
+    next_index,
     query_tile,
-    work_tiles,
+    stride_before,
+    turn_of,
 )
 from heedful.kernels.hopper.compat import tma_load
 from heedful.kernels.hopper.mma import ROWS
 from heedful.kernels.hopper.pipeline import PipelineState
 from heedful.kernels.hopper.sequences import box
+from heedful.kernels.hopper.tile_scheduler import SCHEDULER_STAGES, TileScheduler
 
 LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
@@ -97,13 +105,17 @@ def load_tile(io, shared, params, tile, blocks, visits, states, kv_phase):
 
 
 @gluon.jit
-def backward_producer(io: HopperBackwardIO, shared, params: HopperBackwardParams):
-    """Loads what every work tile of the program needs."""
+def backward_producer(
+    io: HopperBackwardIO, shared, scheduler: TileScheduler, params: HopperBackwardParams
+):
+    """Draws work tiles, tells the other warps of them, and loads what they need."""
     states = PipelineState.start(params.tile.Q_STAGES), PipelineState.start(params.tile.DO_STAGES)
+    scheduler_state = PipelineState.start(SCHEDULER_STAGES)
     kv_phase = gl.to_tensor(0)
-    index = gl.program_id(0)
-    tiles = work_tiles(params)
-    while index < tiles:
+    index = scheduler.draw(stride_before())
+    while index < scheduler.count:
+        scheduler.producer_commit((index,), scheduler_state)
+        scheduler_state = scheduler_state.next()
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
         visits = (blocks.end - blocks.begin) * params.sizes.group
@@ -117,28 +129,40 @@ def backward_producer(io: HopperBackwardIO, shared, params: HopperBackwardParams
             barrier.wait(shared.k_empty.index(0), kv_phase ^ 1)
             load_keys(io.k, shared.k, shared.k_full, params, tile)
             kv_phase ^= 1
-        index += gl.num_programs(0)
+        # Not before all is loaded: who draws at a tile's beginning draws in the order in which
+        # programs began theirs, and gets the longest after the longest.
+        index = scheduler.draw(index)
+    scheduler.producer_commit((scheduler.count,), scheduler_state)
 
 
 @gluon.jit
-def backward_adder(io: HopperBackwardIO, shared, params: HopperBackwardParams):
+def backward_adder(
+    io: HopperBackwardIO, shared, scheduler: TileScheduler, params: HopperBackwardParams
+):
     """Adds consumers' shares of dQ to global memory in the order of visits."""
+    TAKES_TURNS: gl.constexpr = params.order.turns is not None
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     SHARE: gl.constexpr = BLOCK_M * io.q.block_type.shape[-1] // CONSUMERS
     phase = gl.to_tensor(0)
-    index = gl.program_id(0)
-    tiles = work_tiles(params)
-    while index < tiles:
+    scheduler_state = PipelineState.start(SCHEDULER_STAGES)
+    index = next_index(scheduler, stride_before(), scheduler_state)
+    while index < scheduler.count:
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
         for visit in range((blocks.end - blocks.begin) * params.sizes.group):
             head, block = query_tile(params, tile, blocks, visit)
             place = head.to(gl.int64) * params.sizes.accum_rows + tile.accum_row + block * BLOCK_M
             address = io.dq_accum + place * (SHARE * CONSUMERS // BLOCK_M)
+            if TAKES_TURNS:
+                turn = params.order.turns + place // BLOCK_M
+                wait_for_turn(turn, turn_of(params, tile, block))
             for i in gl.static_range(CONSUMERS):
                 barrier.wait(shared.dq_full.index(i), phase)
                 add_block(address + i * SHARE, shared.dq.index(i), SHARE)
                 wait_until_read()
                 barrier.arrive_lane(shared.dq_empty.index(i))
+            if TAKES_TURNS:
+                end_turn(turn)
             phase ^= 1
-        index += gl.num_programs(0)
+        scheduler_state = scheduler_state.next()
+        index = next_index(scheduler, index, scheduler_state)

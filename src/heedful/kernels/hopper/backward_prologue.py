@@ -35,9 +35,11 @@ def backward_prologue(
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """delta, laid out as lse; zeros in dq_accum. A program each for
+    """delta, laid out as lse; zeros in dq_accum, turns and tile_counter. A program each for
     BLOCK_M rows of a query head, q_blocks of the longest sequence. D: columns of dq_accum."""
     pid = tl.program_id(0)
+    if io.tile_counter is not None and pid == 0:
+        tl.store(io.tile_counter, 0)
     row0 = (pid % q_blocks) * BLOCK_M
     heads = sizes.heads_k * sizes.group
     h = wide(pid // q_blocks % heads)
@@ -51,6 +53,8 @@ def backward_prologue(
     for part in tl.static_range(D // PART):
         at = sums + part * BLOCK_M * PART + tl.arange(0, BLOCK_M * PART)
         tl.store(at, tl.zeros([BLOCK_M * PART], tl.float32))
+    if io.turns is not None:
+        tl.store(io.turns + accum_row // BLOCK_M, 0)
     rows_M = row0 + tl.arange(0, BLOCK_M)
     out = row_base(io.out, b, h, token)
     dout = row_base(io.dout, b, h, token)

@@ -46,6 +46,30 @@ def wait_until_read():
     inline_asm("cp.async.bulk.wait_group.read 0;", "~{memory}", [])
 
 
+@gluon.jit
+def wait_for_turn(turn, number):
+    """Waits until `number` blocks have been added where this warp's next one belongs."""
+    inline_asm(
+        "{ .reg .pred done; .reg .b32 t;\n"
+        "AGAIN: ld.acquire.gpu.global.b32 t, [$0]; setp.ge.s32 done, t, $1;\n"
+        "@!done bra.uni AGAIN;\nfence.proxy.async; }",
+        "l,r,~{memory}",
+        [turn, number],
+    )
+
+
+@gluon.jit
+def end_turn(turn):
+    """Waits until this thread's blocks have been added, and lets the next one be."""
+    inline_asm(
+        "{ .reg .pred first; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 first, t, 0;\n"
+        "cp.async.bulk.wait_group 0; fence.proxy.async;\n"
+        "@first red.release.gpu.global.add.s32 [$0], 1; }",
+        "l,~{memory}",
+        [turn],
+    )
+
+
 @gluon.constexpr_function
 def _add_registers(outputs, inputs):
     """Assembly: adds four numbers at a time to this thread's column in global memory."""

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.compat import aggregate
 from heedful.kernels.hopper.sequences import sequence, within
-from heedful.kernels.hopper.tile_scheduler import l2_swizzle
+from heedful.kernels.hopper.tile_scheduler import TileScheduler, l2_swizzle
 
 
 @aggregate
@@ -64,9 +64,52 @@ def work_tiles(params):
 
 
 @gluon.jit
+def work_scheduler(params, READERS: gl.constexpr):
+    """Work tiles, of which so many warpgroups and warps are told by the producer."""
+    tiles = work_tiles(params)
+    if params.order.tile_counter is None:
+        return TileScheduler(tiles, tiles)
+    else:
+        return TileScheduler.dynamic(tiles, tiles, params.order.tile_counter, READERS)
+
+
+@gluon.jit
+def stride_before():
+    """What comes a stride before a program's first work tile."""
+    return gl.program_id(0) - gl.num_programs(0)
+
+
+@gluon.jit
+def next_index(scheduler, index, state):
+    """The work tile after `index` of who is told of them."""
+    index = scheduler.get_current_work(index, state)
+    if scheduler.tile_counter is not None:
+        scheduler.consumer_release(state)
+    return index
+
+
+@gluon.jit
+def turn_of(params, tile, block):
+    """How many key tiles are added to a query tile before this one: of those that it visits, from
+    the last under a diagonal, else from the first. Any of its rows counts, even past the last, as
+    in `m_block_range`."""
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    BLOCK_N: gl.constexpr = params.tile.BLOCK_N
+    own = tile.col // BLOCK_N
+    if params.mask.HAS_RIGHT:
+        last_key = block * BLOCK_M + BLOCK_M - 1 + tile.off + params.mask.right
+        return gl.minimum(last_key, tile.len_k - 1) // BLOCK_N - own
+    elif params.mask.HAS_LEFT:
+        first_key = block * BLOCK_M + tile.off - params.mask.left
+        return own - gl.maximum(first_key, 0) // BLOCK_N
+    else:
+        return own
+
+
+@gluon.jit
 def key_tile(params, index):
     """Work tile `index`: groups of KV heads, in each of them key tiles from the first, which
-    causal queries see longest."""
+    causal queries see longest; where they take turns, from the one whose turn is first."""
     key_blocks = params.order.key_blocks
     heads = params.order.tiles // key_blocks
     batch = gl.to_tensor(0)
@@ -80,6 +123,9 @@ def key_tile(params, index):
     head, block = l2_swizzle(
         index, key_blocks, heads, params.order.l2_heads, params.order.l2_groups
     )
+    # Under a diagonal the last keys are added first.
+    if params.order.turns is not None and params.mask.HAS_RIGHT:
+        block = key_blocks - 1 - block
     if params.order.varlen_tiles is None:
         batch = head // params.sizes.heads_k
         head -= batch * params.sizes.heads_k

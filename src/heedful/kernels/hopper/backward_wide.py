@@ -28,13 +28,16 @@ from heedful.kernels.hopper.backward_sums import add_registers
 from heedful.kernels.hopper.backward_tile import (
     key_tile,
     m_block_range,
+    next_index,
     query_tile,
-    work_tiles,
+    stride_before,
+    work_scheduler,
 )
 from heedful.kernels.hopper.compat import aggregate, inline_asm, opaque
 from heedful.kernels.hopper.mma import ROWS, scores_layout
 from heedful.kernels.hopper.pairs import from_pairs
-from heedful.kernels.hopper.pipeline import Pipeline, allocate_boxes, matrix
+from heedful.kernels.hopper.pipeline import Pipeline, PipelineState, allocate_boxes, matrix
+from heedful.kernels.hopper.tile_scheduler import SCHEDULER_STAGES, TileScheduler
 
 CROSSING_STAGES: gl.constexpr = gl.constexpr(2)
 
@@ -200,15 +203,16 @@ def crossed_gradients(p_NM, dp_NM, delta_M, params, dtype: gl.constexpr):
 def wide_consumer(
     io: HopperBackwardIO,
     shared,
+    scheduler: TileScheduler,
     params: HopperBackwardParams,
     CONSUMER: gl.constexpr,
 ):
     """dV (consumer 0) or dK (1) of each work tile; zeros if no query sees any key."""
     visit = gl.to_tensor(0)
     kv_phase = gl.to_tensor(0)
-    index = gl.program_id(0)
-    tiles = work_tiles(params)
-    while index < tiles:
+    scheduler_state = PipelineState.start(SCHEDULER_STAGES)
+    index = next_index(scheduler, stride_before(), scheduler_state)
+    while index < scheduler.count:
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
         visits = (blocks.end - blocks.begin) * params.sizes.group
@@ -233,7 +237,8 @@ def wide_consumer(
         sync_consumers()
         mbarrier.arrive(shared.k_empty.index(0), count=1)
         mbarrier.arrive(shared.v_empty.index(0), count=1)
-        index += gl.num_programs(0)
+        scheduler_state = scheduler_state.next()
+        index = next_index(scheduler, index, scheduler_state)
 
 
 @gluon.jit
@@ -242,12 +247,13 @@ def backward_wide(io: HopperBackwardIO, params: HopperBackwardParams):
     CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     shared = WideShared.allocate(io, params)
+    scheduler = work_scheduler(params, CONSUMERS)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (wide_consumer, (io, shared, params, 0)),
-            (wide_consumer, (io, shared, params, 1)),
-            (backward_producer, (io, shared, params)),
+            (wide_consumer, (io, shared, scheduler, params, 0)),
+            (wide_consumer, (io, shared, scheduler, params, 1)),
+            (backward_producer, (io, shared, scheduler, params)),
         ],
         [4, 1],
         [CONSUMER_REGS, PRODUCER_REGS],

@@ -115,6 +115,8 @@ def _prologue_call(
             dlse=groups.row_array(buffers, "dlse"),
             delta=pointer(buffers, "delta"),
             dq_accum=pointer(buffers, "dq_accum", True),
+            tile_counter=pointer(buffers, "tile_counter"),
+            turns=pointer(buffers, "turns"),
         ),
         seqs=groups.sequences(problem, buffers),
         sizes=_sizes(problem, buffers),
@@ -170,6 +172,8 @@ def _backward_call(
             order=HopperBackwardOrder(
                 **{name: Scalar(value) for name, value in launch.numbers.items()},
                 varlen_tiles=pointer(buffers, "varlen_tiles"),
+                tile_counter=pointer(buffers, "tile_counter"),
+                turns=pointer(buffers, "turns"),
             ),
             tile=HopperBackwardTile(
                 BLOCK_M=config.block_m,
