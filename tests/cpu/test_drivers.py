@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib.util
+import struct
 from dataclasses import replace
 
 import pytest
@@ -220,14 +221,14 @@ META = {"elem_size": 2, "elem_type": 9, "swizzle": 3, "block_size": [1, 64, 128]
 
 
 def test_a_tensor_map_is_encoded_innermost_first_with_strides_in_bytes(library):
-    encoder = cuda.TensorMapEncoder(META, (3, 5, 7), (1000, 200, 1))
-    assert encoder.encode(0xF00) == bytes(range(128))
+    encoder = cuda.TensorMapEncoder(META)
+    assert encoder.encode((3, 5, 7), (1000, 200, 1), 0xF00) == bytes(range(128))
     (call,) = library.calls
     name, where, kind, rank, base, dims, steps, box, ones, *flags = call
     assert name == "cuTensorMapEncodeTiled" and where.value % 64 == 0
     assert (kind.value, rank.value, base.value) == (9, 3, 0xF00)
-    assert tuple(dims) == (7, 5, 3)
-    assert tuple(steps)[:2] == (400, 2000)
+    assert struct.unpack("3Q", dims) == (7, 5, 3)
+    assert struct.unpack("2Q", steps) == (400, 2000)
     assert tuple(box) == (128, 64, 1)
     assert tuple(ones) == (1, 1, 1)
     interleave, swizzle, promotion, fill = (getattr(f, "value", f) for f in flags)
@@ -237,7 +238,7 @@ def test_a_tensor_map_is_encoded_innermost_first_with_strides_in_bytes(library):
 def test_a_tensor_map_that_cannot_be_raises(library):
     library.codes["cuTensorMapEncodeTiled"] = [1]
     with pytest.raises(RuntimeError, match="CUDA error 1: bad luck"):
-        cuda.TensorMapEncoder(META, (3, 5, 7), (1000, 200, 1)).encode(0)
+        cuda.TensorMapEncoder(META).encode((3, 5, 7), (1000, 200, 1), 0)
 
 
 @pytest.mark.parametrize("cluster, sizes", [(1, []), (2, [(4, (2, 1, 1))])])

@@ -17,7 +17,7 @@ from heedful.core.plan import plan
 from heedful.launch import bound
 from heedful.launch.compiler import artifact as compile_call
 from heedful.torch import backends, execute
-from heedful.torch.calls import CALLS, KINDS
+from heedful.torch.calls import CALLS, KINDS, LATEST
 from support import standin
 
 HALF = torch.bfloat16
@@ -123,7 +123,7 @@ CALLS_OF: dict[str, tuple[str, Callable[..., Any]]] = {
 
 def forget() -> None:
     """As in a process that has seen no call."""
-    for known in (CALLS, KINDS, backends.FAMILIES):
+    for known in (CALLS, KINDS, LATEST, backends.FAMILIES):
         known.clear()
 
 
@@ -197,3 +197,69 @@ def test_lengths_never_seen_before_plan_and_compile_nothing(name, monkeypatch):
         calls(range(10_000, 10_000 + count))
     assert (len(planned), len(variants)) == known
     assert known[0] <= 24
+
+
+def forward_of(length: int) -> torch.Tensor:
+    """Of self-attention whose q, k and v want gradients."""
+    q, k, v = (empty(2, length, 4, 64).requires_grad_() for _ in range(3))
+    return heedful.flash_attn_func(q, k, v, causal=True)
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> Iterator[standin.Gpu]:
+    """On which other lengths than any of a test's were differentiated before."""
+    with standin.gpu("H200") as made, monkeypatch.context() as patch:
+        unlaid(patch)
+        out = forward_of(777)
+        out.backward(torch.empty_like(out))
+        yield made
+
+
+def launched_by(gpu: standin.Gpu, run: Callable[[], Any]) -> list[tuple]:
+    before = len(gpu.launches)
+    run()
+    return [facts(launch) for launch in gpu.launches[before:]]
+
+
+def test_lengths_that_come_again_launch_the_same_backward(gpu):
+    outs = [forward_of(500) for _ in range(4)]
+    times = [launched_by(gpu, lambda o=o: o.backward(torch.empty_like(o))) for o in outs]
+    assert times == times[:1] * 4
+    forget()
+    out = forward_of(500)
+    assert launched_by(gpu, lambda: out.backward(torch.empty_like(out))) == times[0]
+
+
+@pytest.mark.parametrize("expanded", [(0,), (1,), (0, 1, 2)])
+def test_a_cotangent_of_new_lengths_that_no_map_can_be_made_of_is_copied(gpu, expanded):
+    def backward(length: int) -> list[tuple]:
+        out = forward_of(length)
+        shape = [1 if dim in expanded else size for dim, size in enumerate(out.shape)]
+        dout = torch.zeros(shape, dtype=HALF).expand(out.shape)
+        return launched_by(gpu, lambda: out.backward(dout))
+
+    again = backward(500)
+    forget()
+    assert backward(500) == again
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_a_hook_that_restores_other_lengths_of_a_new_call_is_told(gpu, place):
+    """Of q, k, v, out and lse."""
+    saved = []
+
+    def restore(number: int) -> torch.Tensor:
+        tensor = saved[number]
+        if number != place:
+            return tensor
+        longer = 2 if number == 4 else 1
+        return tensor.new_empty([n + (dim == longer) for dim, n in enumerate(tensor.shape)])
+
+    def keep(tensor: torch.Tensor) -> int:
+        saved.append(tensor)
+        return len(saved) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, restore):
+        out = forward_of(500)
+    with pytest.raises(ValueError, match="must come back from a saved-tensor hook"):
+        out.backward(torch.empty_like(out))

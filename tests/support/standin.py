@@ -151,8 +151,8 @@ class Gpu:
     def Slot(self, artifact, function, index, grid, template, programmatic=False):
         return _Slot(self, artifact, index, grid, template)
 
-    def TensorMapEncoder(self, meta, shape, strides):
-        return _Encoder(self, meta, shape, strides)
+    def TensorMapEncoder(self, meta):
+        return _Encoder(self, meta)
 
     def take(self, code: _Code, index, grid, buffer: bytes, stream: int) -> None:
         """A launch: reads the buffer, records it, and runs the kernel if that is asked for."""
@@ -216,12 +216,12 @@ class _Slot:
 class _Encoder:
     """Tensor maps that are numbers of what was encoded, from 1."""
 
-    def __init__(self, gpu: Gpu, meta: dict, shape, strides):
-        self._gpu, self._facts = gpu, (tuple(shape), tuple(strides), tuple(meta["block_size"]))
+    def __init__(self, gpu: Gpu, meta: dict):
+        self._gpu, self._box = gpu, tuple(meta["block_size"])
 
-    def encode(self, base: int) -> bytes:
+    def encode(self, shape, strides, base: int) -> bytes:
         with self._gpu._lock:
-            self._gpu.encoded.append(Map(base, *self._facts))
+            self._gpu.encoded.append(Map(base, tuple(shape), tuple(strides), self._box))
             return struct.pack("<Q120x", len(self._gpu.encoded))
 
 

@@ -1,5 +1,7 @@
 """How the arrays of a call are stored, as kernels get them."""
 
+from collections.abc import Sequence
+
 from heedful.core.arrays import ArraySpec, item_bytes
 from heedful.core.operands import Operands
 from heedful.core.problem import NEAR_BYTES
@@ -54,6 +56,18 @@ def _has_even_rows(spec: ArraySpec) -> bool:
         return True
     batch, row = spec.strides[:2]
     return row > 0 and not batch % row and batch // row * shape[0] < 1 << 30
+
+
+def are_mappable(shape: Sequence[int], strides: Sequence[int], item: int) -> bool:
+    """Whether a tensor map can be made of rows, as far as strides say: they are multiples of 16
+    bytes, and no element stands for several. item: bytes of one."""
+    steps = 0
+    for axis in range(len(shape) - 1):
+        if shape[axis] > 1:
+            if strides[axis] <= 0:
+                return False
+            steps |= strides[axis]
+    return not steps * item % 16
 
 
 def _is_aligned(spec: ArraySpec) -> bool:

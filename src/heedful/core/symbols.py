@@ -70,7 +70,16 @@ def _binary(name: str, sign: str):
     return forward, backward
 
 
+# What a number is not changed by, on its right and on its left.
+_NEUTRAL = {"+": 0, "-": 0, "*": 1, "//": 1, "<<": 0, ">>": 0, "|": 0, "^": 0}
+_NEUTRAL_LEFT = {"+": 0, "*": 1, "|": 0, "^": 0}
+
+
 def _combined(trace: "Trace", compute, sign: str, a, b):
+    if type(b) is int and b == _NEUTRAL.get(sign):
+        return a
+    if type(a) is int and a == _NEUTRAL_LEFT.get(sign):
+        return b
     (x, left), (y, right) = map(_parts, (a, b))
     return trace.node(compute(x, y), f"{left} {sign} {right}")
 
@@ -217,17 +226,23 @@ def opaque(function: Callable[..., int]) -> Callable[..., int]:
     return called
 
 
-def _smaller(*numbers: int) -> int:
-    return min(numbers)
+def if_above(a: int, b: int, then: int, otherwise: int) -> int:
+    """`then` where a > b, else `otherwise`. No case comes of it, as one would of Python's own `if`:
+    both stay in the function."""
+    chosen = then if value_of(a) > value_of(b) else otherwise
+    symbols = [number for number in (a, b) if isinstance(number, Symbol)]
+    if not symbols:
+        return chosen
+    (_, left), (_, right), (_, yes), (_, no) = map(_parts, (a, b, then, otherwise))
+    code = f"{yes} if {left} > {right} else {no}"
+    return symbols[0].trace.node(value_of(chosen), code)  # pyright: ignore[reportReturnType]
 
 
-def _larger(*numbers: int) -> int:
-    return max(numbers)
+def larger(a: int, b: int) -> int:
+    """max, of which no case comes."""
+    return if_above(a, b, a, b)
 
 
-def _if_above(a: int, b: int, then: int, otherwise: int) -> int:
-    return then if a > b else otherwise
-
-
-# min, max and a choice of which no case comes: Python's own ask which it is.
-smaller, larger, if_above = opaque(_smaller), opaque(_larger), opaque(_if_above)
+def smaller(a: int, b: int) -> int:
+    """min, of which no case comes."""
+    return if_above(a, b, b, a)

@@ -8,7 +8,6 @@ calls of the kind share.
 
 import struct
 from collections.abc import Mapping, Sequence
-from functools import partial
 from operator import itemgetter
 
 from heedful.core.device import vendor_of
@@ -59,11 +58,11 @@ class KernelKind:
         ]
         places = _places(call)
         self.template = _packer(places, self.artifact)
-        # Of each tensor map: makes its encoder of (shape, strides); places of these among the
-        # numbers, of the map in the buffer, and of its array among the addresses.
+        # Of each tensor map: makes it; places of its shape and strides among the numbers, of
+        # the map in the buffer, and of its array among the addresses.
         self.maps = [
             (
-                partial(self._driver.TensorMapEncoder, self.artifact.tensor_maps[name]),
+                self._driver.TensorMapEncoder(self.artifact.tensor_maps[name]).encode,
                 *_halves(places[name]),
                 offsets[name],
                 names.index(a.buffer),
@@ -100,18 +99,16 @@ class KernelKind:
 class BoundKernel:
     """A kernel with all its numbers: everything but addresses. Many share a kind."""
 
-    __slots__ = ("_empty", "_kind", "_maps", "grid", "template")
+    __slots__ = ("_empty", "_kind", "_maps", "_numbers", "grid", "template")
 
     def __init__(self, kind: KernelKind, numbers: Sequence[int | float]):
         """numbers: as `numbers_of` orders them."""
         self._kind, self.grid = kind, tuple(numbers[:3])
         self._empty = 0 in self.grid
-        self.template = kind.template(numbers)
-        # Encoding asks the driver, which takes ten times as long as looking up what it said.
-        self._maps = [
-            ({}, make(numbers[shape], numbers[strides]), offset, index)
-            for make, shape, strides, offset, index in kind.maps
-        ]
+        self.template, self._numbers = kind.template(numbers), numbers
+        # By address. Encoding asks the driver, which takes ten times as long as looking up what it
+        # said.
+        self._maps = [({}, *place) for place in kind.maps]
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
         """Launches on a raw stream; the device must be current."""
@@ -121,13 +118,14 @@ class BoundKernel:
         slot = kind.take(self)
         for pack_into, offset, pick in kind.runs:
             pack_into(slot.buffer, offset, *pick(addresses))
-        for known, encoder, offset, index in self._maps:
+        for known, encode, shape, strides, offset, index in self._maps:
             address = addresses[index]
             encoded = known.get(address)
             if encoded is None:
                 if len(known) >= _MOST_MAPS:
                     known.clear()
-                encoded = known[address] = encoder.encode(address)
+                numbers = self._numbers
+                encoded = known[address] = encode(numbers[shape], numbers[strides], address)
             _pack_map(slot.buffer, offset, encoded)
         slot.launch(stream)
         kind.pool.append(slot)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
+from heedful.core.storage import are_mappable
 from heedful.torch.checks import FLOATS
 from heedful.torch.forked import on_own_thread
 
@@ -104,13 +105,8 @@ def dense_rows(tensor: Tensor) -> Tensor:
 def is_mappable(tensor: Tensor) -> bool:
     """Whether a tensor map can be made of rows: base and strides are multiples of 16 bytes, and no
     element stands for several."""
-    steps = 0
-    for size, step in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
-        if size > 1:
-            if step <= 0:
-                return False
-            steps |= step
-    return not (tensor.data_ptr() | steps * tensor.element_size()) & 15
+    aligned = tensor.data_ptr() % 16 == 0
+    return aligned and are_mappable(tensor.shape, tensor.stride(), tensor.element_size())
 
 
 def _is_expanded(tensor: Tensor) -> bool:

@@ -14,26 +14,22 @@ from operator import itemgetter
 import torch
 
 from heedful.core import settings
-from heedful.core.arrays import ArraySpec
+from heedful.core.arrays import ArraySpec, item_bytes
 from heedful.core.log import decision
 from heedful.core.operands import Gradients, Operands, own_shape
 from heedful.core.plan import Plan, plan, stored_as
 from heedful.core.problem import AttentionProblem, Lengths
-from heedful.core.storage import storage
+from heedful.core.storage import are_mappable, storage
 from heedful.launch import packs
 from heedful.launch.buffers import results
 from heedful.launch.programs import program
 from heedful.launch.record import note
 from heedful.torch.adapt import is_mappable
 from heedful.torch.device import device_spec, toolchain
-from heedful.torch.execute import (
-    Executable,
-    ExecutableKind,
-    allocator,
-    current_device,
-)
+from heedful.torch.dispatch import Likeness
+from heedful.torch.execute import Executable, ExecutableKind, allocator, current_device
 from heedful.torch.forked import check_device, on_own_thread
-from heedful.torch.kinds import Cases, Kinds, of_call, of_tensor, with_numbers
+from heedful.torch.kinds import Cases, Kinds, of_call, of_tensor, sizes_of, with_numbers
 from heedful.torch.pages import backward_of_pages
 
 # (x, out, lse, dout, dlse=None, kv_grad=True) -> gradients of the inputs, for one layout of all
@@ -120,12 +116,14 @@ class Case:
 
     plan: of lengths that may be symbols. outputs: the shapes of out and lse, of `out_dims` and
     `lse_dims` sizes, then the numbers of the program. backwards, outs: kinds of a forward's
-    backward, and of itself into given memory.
+    backward, and of itself into given memory. latest: by whether lse has a cotangent, the likeness
+    of what the last backward was given, and that backward.
     """
 
     def __init__(self, chosen: Plan, direction: str, specs: dict, device: torch.device):
         self.plan = chosen
         self.backwards, self.outs = Kinds(), Kinds()
+        self.latest: dict[bool, tuple[Likeness, GpuBackward]] = {}
         made = program(chosen, direction, specs)
         self._executable = ExecutableKind(made, chosen.device.arch, device, list(specs))
         problem = chosen.problem
@@ -157,6 +155,12 @@ class CpuRunner:
     def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
         """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
         return self.backward_of(x, out, lse, dout, dlse)(x, out, lse, dout, dlse)
+
+    def backward_like(self, tensors: Sequence[torch.Tensor], has_dlse: bool) -> None:
+        """There is nothing to find again."""
+
+    def keep_backward(self, run: Backward, tensors, has_dlse: bool) -> None:
+        """Nor to keep."""
 
     def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
         """The backward on tensors laid out like these."""
@@ -255,6 +259,28 @@ class GpuRunner:
             return GatheredBackward(self.plan, self._case)
         return GpuBackward(self.plan, self._case.backwards, x, out, lse, dout, dlse)
 
+    def backward_like(self, tensors: Sequence[torch.Tensor], has_dlse: bool) -> Backward | None:
+        """The backward on tensors from which lengths alone tell those of the last one; None if it
+        is not known so.
+
+        tensors: the operands, of the shapes that the forward was given, then out, lse, dout, and
+        dlse if it is there.
+        """
+        latest, case, numbers = self._case.latest.get(has_dlse), self._case, self._numbers
+        if latest is None or not latest[0].fits(tensors):
+            return None
+        out, lse = tensors[-3 - has_dlse : -1 - has_dlse]
+        end = case.out_dims + case.lse_dims
+        if (*out.shape, *lse.shape) != (*numbers[:end],):
+            return None
+        return latest[1].at(self._lengths, tensors)
+
+    def keep_backward(self, run: Backward, tensors, has_dlse: bool) -> None:
+        """Makes a backward on these operands and the rest the last one, if it can be found again
+        without a look at anything else."""
+        if isinstance(run, GpuBackward) and run.moving:
+            self._case.latest[has_dlse] = Likeness(tensors, run.moving), run
+
 
 class GatheredBackward:
     """The backward of a plan whose keys lie in pages, on dense copies of them."""
@@ -276,15 +302,18 @@ class GatheredBackward:
 
 
 class GpuBackward:
-    """The backward of a plan on tensors laid out like those that it is made with."""
+    """The backward of a plan on tensors laid out like those that it is made with.
+
+    moving: of each tensor, how many dims lengths may change; empty where operands are copied, or
+    have gradients besides dq, dk and dv.
+    """
 
     def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse):
         """kinds: of backwards of the forward's case."""
         self._device, self._index = x.q.device, x.q.device.index
-        self._copied = ()
-        if "unaligned" not in plan.row("backward").features:
-            rows = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}
-            self._copied = tuple(name for name, t in rows.items() if not is_mappable(t))
+        mapped = () if "unaligned" in plan.row("backward").features else ("q", "k", "v", "dout")
+        rows = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}
+        self._copied = tuple(name for name in mapped if not is_mappable(rows[name]))
         x, dout = self._mappable(x, dout)
         inputs = {name: t for name, t in zip(Operands._fields, x, strict=True) if t is not None}
         self._pick = itemgetter(*(Operands._fields.index(name) for name in inputs))
@@ -303,6 +332,9 @@ class GpuBackward:
 
         def described(numbers) -> tuple[Plan, dict[str, ArraySpec]]:
             problem, specs = with_numbers(plan.problem, kind[2:], numbers)
+            for name in mapped:
+                shape, strides, dtype, *_ = specs[name]
+                assert are_mappable(shape, strides, item_bytes(dtype)), name
             facts = storage(specs["q"], specs["k"], specs["v"], specs["out"])
             made = {name: specs[name[1:]] for name in like}
             if "dbias" in made:
@@ -317,8 +349,26 @@ class GpuBackward:
             chosen, specs = described(numbers)
             return Case(chosen, "backward", specs, self._device)
 
-        case, numbers = kinds.of(kind).find(values, make)
+        self._cases = kinds.of(kind)
+        case, numbers = self._cases.find(values, make)
         self._run = case.bind(numbers)
+        is_simple = not self._copied and len(like) == 3
+        self.moving = [moving for *_, moving in kind[2:]] if is_simple else []
+
+    def at(self, lengths: Lengths, tensors: Sequence[torch.Tensor]) -> "GpuBackward | None":
+        """The backward of other lengths on such tensors; None if it is of no case that is there."""
+        values = [length or 0 for length in lengths]
+        for tensor, moving in zip(tensors, self.moving, strict=True):
+            values += sizes_of(tensor, moving)
+        known = self._cases.known(values)
+        if known is None:
+            return None
+        case, numbers = known
+        made = object.__new__(GpuBackward)
+        made.__dict__.update(self.__dict__)
+        made._new = [allocator(t.shape, t.dtype, self._device) for t in tensors[:3]]
+        made._run = case.bind(numbers)
+        return made
 
     def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
         """Gradients of the inputs for the cotangents of out and lse (None is zero); those of k and

@@ -35,7 +35,7 @@ from heedful.torch.checks import (
 )
 from heedful.torch.dispatch import Likeness, any_autocast, bare_apply
 from heedful.torch.forked import on_own_thread
-from heedful.torch.kinds import Cases, Kinds, of_tensor, with_sizes
+from heedful.torch.kinds import Cases, Kinds, of_tensor, sizes_of, with_sizes
 from heedful.torch.plain import is_same, plain_options, plain_seed
 from heedful.torch.saved import Backwards
 from heedful.torch.values import check_values, indices
@@ -155,7 +155,7 @@ class Call:
         call.runner, call.forward = runner, runner.forward
         call.like = call.alike = call.backwards = None
         if self.backwards is not None:
-            call.backwards = Backwards(runner, x)
+            call.backwards = self.backwards.at(runner, x)
         return call
 
     def is_aligned(self, x: Operands) -> bool:
@@ -336,14 +336,12 @@ class LatestKind:
         longest: of the options. how: where a call that came before is the latest of."""
         if not self._likeness.fits(values) or packs.backends() != self._packs:
             return None
-        tensors = self._likeness.pick(values)
-        key = (longest, *[t.shape for t in tensors], *[t.stride() for t in tensors])
+        sizes = [length or 0 for length in longest]
+        for tensor, moving in zip(self._likeness.pick(values), self._moving, strict=True):
+            sizes += sizes_of(tensor, moving)
+        key = (longest, *sizes)
         call = self._calls.get(key)
         if call is None:
-            sizes = [length or 0 for length in longest]
-            for tensor, moving in zip(tensors, self._moving, strict=True):
-                sizes += tensor.shape[:moving]
-                sizes += tensor.stride()[:-1]
             known = self._cases.known(sizes)
             if known is None:
                 return None
@@ -385,8 +383,7 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) 
         return CallCase(x, options, grad, AttentionCall(Operands(**specs), given, *grad))
 
     case, numbers = cases.find(longest + sizes, make)
-    distinct = len({id(operand) for operand in x if operand is not None}) == len(kinds)
-    if base is not None and distinct and all([kind[2] for kind, _, _ in kinds]):
+    if base is not None and all([kind[2] for kind, _, _ in kinds]):
         LATEST.of(base, lambda: None)
         LATEST[base] = LatestKind(cases, [kind[-1] for kind, _, _ in kinds], x)
     return case.at(numbers, sizes, x)

@@ -55,10 +55,20 @@ def same_metadata(*tensors: Tensor):
     """A function that tells whether tensors have these ones' types, shapes, strides, dtypes and
     devices, require gradients where these do, and are one where these are. Made for torch.compile's
     guards, which want each but once; a fourth of the time of making a key and looking it up."""
+    return _same_kind(tensors, None)
+
+
+def _same_kind(tensors: Sequence[Tensor], moving: Sequence[int] | None):
+    """As `same_metadata`, but for sizes and strides that lengths may change: see Likeness."""
     first = {id(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
     indices = sorted(first.values())
     unique = [tensors[index] for index in indices]
-    guards = TensorGuards(*unique, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    sizes: Any = None
+    strides: Any = None
+    if moving is not None:
+        sizes = [[None] * moving[i] + [*tensors[i].shape[moving[i] :]] for i in indices]
+        strides = [[None] * (t.dim() - 1) + [*t.stride()[-1:]] for t in unique]
+    guards = TensorGuards(*unique, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     if len(indices) == len(tensors):
         return guards.check
     repeats = [(index, first[id(tensor)]) for index, tensor in enumerate(tensors)]
@@ -73,14 +83,6 @@ def same_metadata(*tensors: Tensor):
     return fits
 
 
-def _same_kind(tensors: Sequence[Tensor], moving: Sequence[int]):
-    """As `same_metadata`, but for sizes and strides that lengths may change."""
-    sizes: Any = [[None] * n + [*t.shape[n:]] for t, n in zip(tensors, moving, strict=True)]
-    strides: Any = [[None] * (t.dim() - 1) + [*t.stride()[-1:]] for t in tensors]
-    guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    return guards.check
-
-
 class Likeness:
     """Tells tensors like those that it is made of: all begin at multiples of 16 bytes, and
     `alike(*tensors)`, of those that are there, is true."""
@@ -89,11 +91,11 @@ class Likeness:
 
     def __init__(self, values: Sequence[Any], moving: Sequence[int] | None = None):
         """values: tensors, and whatever else is in its place each time. moving: of each tensor, of
-        how many dims the sizes may differ; strides may of all but the last. Then none are one."""
+        how many dims the sizes may differ; strides may of all but the last."""
         places = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
         self.pick = itemgetter(*places)
         tensors = self.pick(values)
-        self.alike = same_metadata(*tensors) if moving is None else _same_kind(tensors, moving)
+        self.alike = _same_kind(tensors, moving)
 
     def are_aligned(self, values: Sequence[Any]) -> bool:
         """Whether all tensors, which are where they were, begin at multiples of 16 bytes."""

@@ -106,14 +106,17 @@ class Executable:
         """counts: regions of scratch, and zeroed ones; sizes: of both, in bytes."""
         self._index, self._device = device.index, device
         plain, zeroed = counts
-        self._places, size = _places(sizes[:plain])
-        self._zeroed_places, self._zeroed_size = _places(sizes[plain : plain + zeroed])
+        self._scratch = self._zeroed_scratch = None
+        size = self._zeroed_size = 0
+        # Most programs have none, and most lengths come once.
+        if plain:
+            self._places, size = _places(sizes[:plain])
+            self._scratch = allocator((size,), torch.uint8, device)
+        if zeroed:
+            self._zeroed_places, self._zeroed_size = _places(sizes[plain : plain + zeroed])
+            self._zeroed_scratch = allocator((self._zeroed_size,), torch.uint8, device)
         if plain or zeroed:
             _check_scratch(size + self._zeroed_size)
-        self._scratch = allocator((size,), torch.uint8, device) if plain else None
-        self._zeroed_scratch = None
-        if zeroed:
-            self._zeroed_scratch = allocator((self._zeroed_size,), torch.uint8, device)
         self._run = kernels[0].run if len(kernels) == 1 else partial(_run_all, tuple(kernels))
 
     @classmethod

@@ -76,7 +76,12 @@ def of_tensor(name: str, tensor: Tensor) -> tuple[tuple, tuple[int, ...]]:
     shape, strides = tensor.shape, tensor.stride()
     moving = len(shape) - 2 if name in _ROWS else len(shape)
     kind = (name, tensor.dtype, tensor.data_ptr() % 16 == 0, shape[moving:], strides[-1:], moving)
-    return kind, (*shape[:moving], *strides[:-1])
+    return kind, sizes_of(tensor, moving)
+
+
+def sizes_of(tensor: Tensor, moving: int) -> tuple[int, ...]:
+    """What lengths may change of an operand of `moving` dims that they may."""
+    return (*tensor.shape[:moving], *tensor.stride()[:-1])
 
 
 def of_call(problem: AttentionProblem, tensors: Mapping[str, Tensor]) -> tuple[tuple, list[int]]:

@@ -24,9 +24,9 @@ _MOST_LAYOUTS = 64
 class _Layout(NamedTuple):
     """What is needed for saved tensors and a cotangent of one layout.
 
-    fits(*tensors): whether tensors are of this layout, addresses aside. steps: from the caller's
-    tensors to operands. is_plain: whether there are none, and rows of out and the whole lse are
-    contiguous.
+    fits(*tensors): whether tensors are of this layout, addresses aside; `_never` in one that came
+    but once. steps: from the caller's tensors to operands. is_plain: whether there are none, and
+    rows of out and the whole lse are contiguous.
     """
 
     fits: Any
@@ -35,19 +35,34 @@ class _Layout(NamedTuple):
     is_plain: bool
 
 
+def _never(*_: Tensor) -> bool:
+    return False
+
+
 class Backwards:
     """The backward of one kind of call: one for each layout of what autograd gives it."""
 
     def __init__(self, runner, x: Operands):
         """runner: of the forward. x: the caller's tensors, and a Philox key where there is one."""
-        self._runner, self._device = runner, x.q.device
+        self._device = x.q.device
         present = [index for index, tensor in enumerate(x) if tensor is not None]
         self._pick = itemgetter(*present)
         self._names = (*(Operands._fields[index] for index in present), "out", "lse")
+        self._begin(runner, x)
+
+    def _begin(self, runner, x: Operands) -> None:
+        self._runner = runner
         self._kinds = [(t.shape, t.dtype) for t in self._pick(x)]
         # Of a backward without and with a cotangent of the lse.
         self._latest: list[_Layout | None] = [None, None]
         self._layouts: dict[tuple, _Layout] = {}
+
+    def at(self, runner, x: Operands) -> "Backwards":
+        """Those of the same call of other lengths."""
+        made = object.__new__(Backwards)
+        made._device, made._pick, made._names = self._device, self._pick, self._names
+        made._begin(runner, x)
+        return made
 
     def __call__(
         self, x: Operands, out: Tensor, lse: Tensor, dout, dlse=None, kv_grad: bool = True
@@ -73,9 +88,13 @@ class Backwards:
 
     def _find(self, tensors: tuple[Tensor, ...], x: Operands, dlse: Tensor | None) -> _Layout:
         """The layout of tensors that are not like the last ones."""
+        slot = dlse is not None
+        layout = self._like_others(tensors, dlse)
+        if layout is not None:
+            self._latest[slot] = layout
+            return layout
         key = (dlse is None, *[_key(tensor) for tensor in tensors])
         layout = self._layouts.get(key)
-        slot = dlse is not None
         if layout is None:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
@@ -87,6 +106,21 @@ class Backwards:
             self._latest[slot] = layout
         return layout
 
+    def _like_others(self, tensors: tuple[Tensor, ...], dlse: Tensor | None) -> _Layout | None:
+        """The layout, if lengths alone tell it from that of another call. Its guards take longer
+        to make than what comes but once is worth."""
+        slot = dlse is not None
+        latest = self._latest[slot]
+        if latest is not None and latest.fits is not _never:
+            return None
+        for tensor, (shape, _) in zip(tensors, self._kinds, strict=False):
+            if tensor.shape != shape:
+                return None
+        run = self._runner.backward_like((*tensors, dlse) if slot else tensors, slot)
+        if run is None:
+            return None
+        return _Layout(_never if latest is None else same_metadata(*tensors), (), run, True)
+
     def _new(self, tensors: tuple[Tensor, ...], x: Operands, dlse: Tensor | None) -> _Layout:
         problem = self._runner.problem
         out_kind = problem.out_shape, getattr(torch, problem.out_dtype)
@@ -97,6 +131,9 @@ class Backwards:
         dense = dense_rows(out), lse.contiguous()
         run = self._runner.backward_of(adapt(x, steps), *dense, dout, dlse)
         is_plain = not steps and dense[0] is out and lse.is_contiguous()
+        if is_plain:
+            given = tensors if dlse is None else (*tensors, dlse)
+            self._runner.keep_backward(run, given, dlse is not None)
         return _Layout(same_metadata(*tensors), steps, run, is_plain)
 
 

@@ -5,7 +5,9 @@ Calls hold the GIL (PyDLL): each takes about a microsecond and none waits for th
 
 import ctypes
 import os
-from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
+import struct
+from collections.abc import Sequence
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_void_p
 from functools import cache
 
 from heedful.launch.artifact import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES, Artifact
@@ -208,36 +210,27 @@ if hasattr(os, "register_at_fork"):
 
 
 class TensorMapEncoder:
-    """Makes the 128-byte descriptor of one argument for any base address."""
+    """Makes the 128-byte descriptors of one argument."""
 
-    def __init__(self, meta: dict, shape: tuple[int, ...], strides: tuple[int, ...]):
-        kind = meta["elem_type"], meta["swizzle"], meta["elem_size"], tuple(meta["block_size"])
-        self._facts = _map_facts(*kind)
-        item = meta["elem_size"]
-        self._dims, self._steps = shape[::-1], [s * item for s in strides[-2::-1]]
+    def __init__(self, meta: dict):
+        self._item, block = meta["elem_size"], meta["block_size"]
+        rank = len(block)
+        self._dims, self._steps = (struct.Struct(f"{n}Q").pack for n in (rank, rank - 1))
+        box, ones = ((c_uint32 * rank)(*sizes) for sizes in (reversed(block), [1] * rank))
+        self._head = c_int(meta["elem_type"]), c_uint32(rank)
+        self._tail = box, ones, 0, c_int(meta["swizzle"]), _L2_PROMOTION_128B, 0
 
-    def encode(self, base: int) -> bytes:
-        """The descriptor of the array at `base`, a function of the address alone."""
-        head, (dims, steps), tail = self._facts
+    def encode(self, shape: Sequence[int], strides: Sequence[int], base: int) -> bytes:
+        """The descriptor of the array of this shape and these strides, in elements, at `base`."""
         raw = _map_bytes()
         start = ctypes.addressof(raw)
         start += -start % TENSOR_MAP_ALIGN
-        sizes = dims(*self._dims), steps(*self._steps)
+        item = self._item
+        # Innermost first; bytes are passed as where they begin.
+        sizes = self._dims(*shape[::-1]), self._steps(*[s * item for s in strides[-2::-1]])
         encode = _library().cuTensorMapEncodeTiled
-        check(encode(c_void_p(start), *head, c_void_p(base), *sizes, *tail))
+        check(encode(c_void_p(start), *self._head, c_void_p(base), *sizes, *self._tail))
         return ctypes.string_at(start, TENSOR_MAP_BYTES)
 
 
 _map_bytes = ctypes.c_char * (TENSOR_MAP_BYTES + TENSOR_MAP_ALIGN)
-
-
-@cache
-def _map_facts(kind: int, swizzle: int, item: int, block: tuple[int, ...]) -> tuple:
-    """What all tensor maps of one box share, as the driver takes it: element type and rank; types
-    of the dims and steps; box and flags."""
-    rank = len(block)
-    box = (c_uint32 * rank)(*reversed(block))
-    ones = (c_uint32 * rank)(*([1] * rank))
-    types = c_uint64 * rank, c_uint64 * max(1, rank - 1)
-    flags = (0, c_int(swizzle), _L2_PROMOTION_128B, 0)
-    return (c_int(kind), c_uint32(rank)), types, (box, ones, *flags)
