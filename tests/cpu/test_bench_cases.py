@@ -13,6 +13,8 @@ DENSE = [
     for dim, heads in ((64, "32/32"), (128, "16/16"), (256, "8/8"))
     for size in ("16x1024x1024", "4x4096x4096", "1x16384x16384")
 ] + ["4x8192x8192 h64/8 d128"]
+FEW = ["4x8192x8192 h32/8", "1x8192x8192 h32/8", "1x8192x8192 h8/2"]
+FEW = [f"{shape} d128 bfloat16" for shape in FEW]
 OTHER = ["h32/4 d128 bfloat16", "h16/16 d96 bfloat16", "h8/8 d192 bfloat16"]
 OTHER += ["h16/16 d192/128 bfloat16", "h16/16 d128 float16"]
 MODELS = ["h32/32 d64 bfloat16", "h16/16 d128 bfloat16", "h8/8 d256 bfloat16"]
@@ -29,6 +31,7 @@ def both(shapes: list[str], words: str) -> list[str]:
 NAMES = {
     "forward": both([f"{shape} bfloat16" for shape in DENSE], "forward "),
     "backward": both([f"{shape} bfloat16" for shape in DENSE], "backward "),
+    "kv_heads": both(FEW, "backward "),
     "splits": [
         "forward 1x40000x40000 h2/2 d64 bfloat16",
         "forward 1x128x65535 h16/16 d64 bfloat16",

@@ -19,8 +19,14 @@ from heedful.bench.cases import PAGE, Case, cases
 from heedful.bench.check import Checker
 from heedful.bench.exact import Results
 from heedful.bench.peers import PEERS, defaults, draw, find
+from heedful.bench.run import call_of
+from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
 from heedful.core.problem import AttentionProblem
+from heedful.launch.identity import kernel_key
+from heedful.launch.prebuild import kernels
+from heedful.launch.record import Entry
+from support import standin
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -510,3 +516,18 @@ def test_flashinfer_is_planned_once_for_the_pages_of_a_cache(monkeypatch):
     result(PEERS["flashinfer"], dense("decode", 1, 64, dtype="bfloat16"))
     dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     assert plans == [(4, 2, 16, PAGE, dtypes)]
+
+
+@pytest.mark.parametrize("name", ["heedful", "heedful:hopper+draws=1"])
+def test_kernels_compiled_beforehand_are_those_that_calls_load(name):
+    pytest.importorskip("triton")
+    problem = AttentionProblem.dense(2, 300, 300, 4, 2, 128, causal=True, needs_grad=True)
+    case = Case("backward", problem, "backward")
+    peer = find(name)
+    with standin.gpu("H200") as gpu:
+        inputs = draw(case, CPU)
+        call_of(case, peer.make(case, inputs), inputs).run()
+        loaded = {kernel_key(made.call, "sm_90") for made in gpu.loads}
+    spec, backend = by_name("H200"), name.partition(":")[2] or None
+    entries = [Entry(problem, direction, None, spec) for direction in ("forward", "backward")]
+    assert loaded and loaded == set(kernels(entries, [spec], backend)[0])

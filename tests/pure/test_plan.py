@@ -9,7 +9,7 @@ from heedful.core import capability, configs
 from heedful.core.capability import ROWS, KernelRow, Toolchain
 from heedful.core.device import KNOWN, DeviceSpec, by_name
 from heedful.core.mask import MaskSpec
-from heedful.core.plan import explain, plan
+from heedful.core.plan import explain, plan, stored_as
 from heedful.core.problem import FEATURES, AttentionProblem
 from heedful.core.splits import choose_splits
 from heedful.launch.programs import program
@@ -380,3 +380,56 @@ def test_the_key_tells_problems_apart_and_reads_like_the_problem():
     }
     assert len(keys) == 5
     assert dense(1, 64, 64, 8, causal=True).key() == "1x64x64 h8/8 d128 bfloat16 causal"
+
+
+TRAINING = dense(1, 8192, 8192, 32, 8, 128, causal=True, needs_grad=True)
+
+
+def test_options_behind_a_backends_name_are_in_the_plan_and_said_to_be_chosen():
+    chosen = plan(TRAINING, by_name("H200"), backend="hopper+draws=1+last_waves=2")
+    assert chosen.backend == chosen.backward == "hopper"
+    words = explain(chosen)
+    assert "draws=True last_waves=2 (chosen by hand)" in words
+    assert "hopper.backward: 132 programs" in words
+    # Stored otherwise, as a backward finds its cotangents, it is the same.
+    again = stored_as(chosen, even_rows=False)
+    assert again.problem != chosen.problem
+    assert again.configs["hopper.backward"] == chosen.configs["hopper.backward"]
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("hopper+draw=1", "options draws=NUMBER"),
+        ("hopper+draws", "options draws=NUMBER"),
+        ("hopper+draws=-1", "options draws=NUMBER"),
+        ("portable+draws=1", "options none"),
+        ("tpu+draws=1", "backend must be one of"),
+    ],
+)
+def test_options_that_a_backend_has_not_are_refused(name, words):
+    with pytest.raises(ValueError, match=words):
+        plan(TRAINING, by_name("H200"), backend=name)
+
+
+def test_options_of_kernels_that_take_no_part_are_refused():
+    with pytest.raises(ValueError, match="no kernel of this call has the option 'draws'"):
+        plan(replace(TRAINING, needs_grad=False), by_name("H200"), backend="hopper+draws=1")
+
+
+def test_under_a_mask_the_last_group_of_heads_fills_the_device():
+    """Its short tiles outlast its longest; without a mask groups are alike."""
+    for problem in (TRAINING, replace(TRAINING, mask=MaskSpec())):
+        found = {}
+        for waves in (0, 2):
+            chosen = plan(problem, by_name("H200"), backend=f"hopper+draws=1+last_waves={waves}")
+            found[waves] = chosen.sizes(direction="backward").launches["hopper.backward"].numbers
+        last = 8 - found[2]["l2_groups"] * found[2]["l2_heads"]
+        if problem.mask.bounded:
+            assert last * found[2]["key_blocks"] >= 2 * 132
+        else:
+            assert found[2] == found[0]
+
+
+def test_a_deterministic_backward_is_not_the_hopper_kernels_until_a_gpu_has_run_it():
+    assert plan(replace(TRAINING, deterministic=True), by_name("H200")).backward == "portable"

@@ -103,6 +103,8 @@ _SPLITS = (
     (1, 32768, 32768, 8, 8, 64),
     (8, 8192, 8192, 16, 16, 64),
 )
+# Few KV heads: work tiles of a causal backward are few and unlike.
+_KV_HEADS = ((4, 8192, 8192, 32, 8, 128), (1, 8192, 8192, 32, 8, 128), (1, 8192, 8192, 8, 2, 128))
 # What models have beside those: (shape, facts).
 _SHAPES = (
     ((4, 4096, 4096, 32, 4, 128), {}),
@@ -128,6 +130,7 @@ _CPU = ((1, 512, 512, 8, 8, 64), (1, 2048, 2048, 4, 4, 64), (2, 1024, 1024, 8, 2
 GROUPS = {
     "forward": "training and prefill shapes, forward",
     "backward": "the same shapes, backward",
+    "kv_heads": "backward with few KV heads",
     "splits": "few queries or heads over long keys",
     "shapes": "other head dims, fp16, a window, packed sequences of unlike length",
     "decode": "one new token, or four, over a KV cache",
@@ -153,6 +156,8 @@ def _cases(group: str, dtype: str, scale: float) -> Iterator[Case]:
     match group:
         case "forward" | "backward":
             yield from (case(shape, causal, group) for shape in _DENSE for causal in (False, True))
+        case "kv_heads":
+            yield from (case(s, causal, "backward") for s in _KV_HEADS for causal in (False, True))
         case "splits":
             yield from (case(shape) for shape in _SPLITS)
         case "shapes":

@@ -30,6 +30,9 @@ def bench(
     input_scale: Annotated[float, typer.Option(help="q and k are normal values times this")] = 1.0,
     rounds: Annotated[int, typer.Option(min=5, help="interleaved rounds")] = 7,
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1, cpu")] = None,
+    compilers: Annotated[
+        int, typer.Option("--jobs", "-j", min=0, help="first compile our kernels, so many at once")
+    ] = 0,
     json_lines: Annotated[Path | None, typer.Option(help="append a record a figure here")] = None,
     png: Annotated[Path | None, typer.Option(help="draw the figures here")] = None,
     listing: Annotated[bool, typer.Option("--list", help="list cases and peers, run none")] = False,
@@ -55,6 +58,8 @@ def bench(
         return
     if not chosen:
         fail(f"no case of {names} has {match!r} in its name; see --list")
+    if compilers and where.type == "cuda":
+        _compile_first(chosen, named, where, compilers)
     outcomes = _run(chosen, named, where, rounds, base, json_lines)
     _report(outcomes, where, png)
     if any(figure.wrong for outcome in outcomes for figure in outcome.figures):
@@ -66,6 +71,30 @@ def _list(chosen: list[Case], peers: "dict[str, Peer]") -> None:
         out.print(f"[bold]{case.group}[/]  {case.name}")
     for peer in peers.values():
         out.print(f"[bold]{peer.name}[/]: {peer.words}")
+
+
+def _compile_first(chosen: list[Case], named: "list[Peer] | None", where, jobs: int) -> None:
+    """heedful's kernels of all cases, as they or the peers' names choose them, into the cache."""
+    from heedful.bench.peers import defaults
+    from heedful.launch.prebuild import compile_all, kernels
+    from heedful.launch.record import Entry
+    from heedful.torch.device import device_spec
+
+    spec, wanted = device_spec(where), {}
+    for case in chosen:
+        directions = dict.fromkeys(("forward", case.direction))
+        for peer in named if named is not None else defaults(case, where):
+            name, _, backend = peer.name.partition(":")
+            if name != "heedful" or peer.why_not(case, where) is not None:
+                continue
+            for direction in directions:
+                entry = Entry(case.problem, direction, None, spec)
+                try:
+                    wanted |= kernels([entry], [spec], backend or None)[0]
+                except ValueError:  # compiled when it is called, or refused then
+                    continue
+    err.print(f"compiling {len(wanted)} kernels, {jobs} at once")
+    compile_all(list(wanted.values()), jobs)
 
 
 def _run(

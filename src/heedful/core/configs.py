@@ -4,8 +4,8 @@ The first row that fits wins, so special cases stand above general ones. The row
 fitted to the problem, so that a plan says all that the problem decides about the code, too.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from heedful.core.device import DeviceSpec
@@ -486,6 +486,22 @@ ROWS: list[ConfigRow] = [
         for max_dim, tile in tiles.items()
     ),
 ]
+
+
+# What may be chosen by hand, to be measured: backend="hopper+draws=1" (core/plan.py).
+OPTIONS = {"hopper.backward": ("draws", "last_waves")}
+
+
+def by_hand(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem) -> ConfigRow:
+    """A row with these of its kernel's options. Raises ValueError for what cannot be."""
+    own = {name: value for name, value in chosen.items() if name in OPTIONS.get(row.kernel, ())}
+    if not own:
+        return row
+    types = {f.name: type(f.default) for f in fields(row.config)}
+    made = {name: types[name](value) for name, value in own.items()}
+    if problem.deterministic and not made.get("draws", True):
+        raise ValueError("backend: a deterministic backward draws its tiles, got draws=0")
+    return replace(row, config=replace(row.config, **made), measured="chosen by hand")
 
 
 def choose(kernel: str, problem: AttentionProblem, device: DeviceSpec) -> ConfigRow:

@@ -3,6 +3,7 @@
 Pure: it never queries a device, so it is tested for an MI355X on a laptop.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from heedful.core import capability, configs, sizes
@@ -31,7 +32,7 @@ class Plan:
     backend, level: of the forward; backward, backward_level: of the backward, None without one.
     configs: kernel name ("portable.forward", ...) -> its tiles; measured: where from.
     is_split: whether the keys are split in parts that are merged. scheduler: how the programs of a
-    Hopper forward come by their tiles.
+    Hopper forward come by their tiles. by_hand: options that a backend's name carried.
     notes: what a user may want to know (copies made, settings that took part).
     """
 
@@ -45,6 +46,7 @@ class Plan:
     measured: dict[str, str] = field(default_factory=dict)
     is_split: bool = False
     scheduler: Scheduler | None = None
+    by_hand: Mapping[str, int] = field(default_factory=dict)
     rejected: tuple[Rejection, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -83,12 +85,10 @@ def plan(
     """The best kernels for `problem` on `device`.
 
     backend: use this one; ValueError with every reason if it cannot. A backend whose backward
-    cannot leaves the backward to the next one. Raises ValueError where no kernel can.
+    cannot leaves the backward to the next one. Raises ValueError where no kernel can. Options of
+    its kernels that are to be measured go behind its name: "hopper+draws=1+last_waves=2".
     """
-    if backend is not None and backend not in capability.backends():
-        raise ValueError(
-            f"backend must be one of {', '.join(capability.backends())} or None, got {backend!r}"
-        )
+    backend, by_hand = _named(backend)
     problem.validate()
     forward, rejected = _choose("forward", problem, device, toolchain, backend)
     backward = None
@@ -101,7 +101,10 @@ def plan(
         rejected += more
         if problem.page_size and backward.gathers_pages:
             notes += ("the backward copies each sequence's pages into dense keys first",)
-    tiles = _configs(problem, device, toolchain, forward, backward)
+    tiles = _configs(problem, device, toolchain, forward, backward, by_hand)
+    for option in by_hand:
+        if not any(option in configs.OPTIONS.get(kernel, ()) for kernel in tiles):
+            raise ValueError(f"backend: no kernel of this call has the option {option!r}")
     return Plan(
         problem,
         device,
@@ -112,9 +115,28 @@ def plan(
         {kernel: config for kernel, (config, _) in tiles.items()},
         {kernel: row.measured for kernel, (_, row) in tiles.items()},
         **_dealt_out(forward, tiles, problem, device),
+        by_hand=by_hand,
         rejected=rejected,
         notes=notes,
     )
+
+
+def _named(backend: str | None) -> tuple[str | None, dict[str, int]]:
+    """A backend's name, and the options behind it."""
+    if backend is None:
+        return None, {}
+    name, *given = backend.split("+")
+    if name not in capability.backends():
+        raise ValueError(
+            f"backend must be one of {', '.join(capability.backends())} or None, got {backend!r}"
+        )
+    known = [o for kernel, own in configs.OPTIONS.items() if kernel.startswith(name) for o in own]
+    options = dict(text.partition("=")[::2] for text in given)
+    for option, value in options.items():
+        if option not in known or not value.isdecimal():
+            words = ", ".join(f"{o}=NUMBER" for o in known) or "none"
+            raise ValueError(f"backend {name!r} has the options {words}, got {backend!r}")
+    return name, {option: int(value) for option, value in options.items()}
 
 
 def _choose(direction, problem, device, toolchain, backend) -> tuple[KernelRow, tuple]:
@@ -173,7 +195,7 @@ def stored_as(plan: Plan, **facts: bool) -> Plan:
     problem = replace(plan.problem, **facts)
     if problem == plan.problem:
         return plan
-    tiles = _configs(problem, plan.device, None, plan.row("backward"), None)
+    tiles = _configs(problem, plan.device, None, plan.row("backward"), None, plan.by_hand)
     own = {kernel: config for kernel, (config, _) in tiles.items()}
     return replace(plan, problem=problem, configs=plan.configs | own)
 
@@ -184,6 +206,7 @@ def _configs(
     toolchain: Toolchain | None,
     forward: KernelRow,
     backward: KernelRow | None,
+    by_hand: Mapping[str, int],
 ) -> dict[str, tuple[TileConfig, ConfigRow]]:
     """The config of every kernel that takes part, fitted to the problem, and where it is from."""
     kernels = dict.fromkeys((*forward.configs, *(backward.configs if backward else ())))
@@ -193,6 +216,8 @@ def _configs(
         if problem.return_probs or problem.bias_grad:
             kernels["portable.scores"] = None
     rows = {kernel: configs.choose(kernel, problem, device) for kernel in kernels}
+    if by_hand:
+        rows = {k: configs.by_hand(row, by_hand, problem) for k, row in rows.items()}
     triton = (toolchain or Toolchain()).triton
     return {kernel: (row.config.fitted(problem, triton), row) for kernel, row in rows.items()}
 

@@ -356,7 +356,10 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     row = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
     head_bytes = larger(1, problem.seqlen_q * problem.group * row)
     heads = larger(1, smaller(plan.device.l2_bytes * _L2_SHARE // 100 // head_bytes, all_heads))
-    groups = (all_heads - 1) // heads
+    last = ceil_div(config.last_waves * plan.device.units, key_blocks)
+    if not problem.mask.bounded or problem.varlen_k:
+        last = 0
+    groups = larger(0, all_heads - larger(1, last)) // heads
     programs = smaller(tiles, plan.device.units) if config.draws else tiles
     launches = {
         "hopper.backward_prologue": LaunchSizes(

@@ -204,7 +204,9 @@ class HopperBackwardConfig(TileConfig):
 
     num_stages: of queries. dout_stages, ds_stages: of the output's gradients, and of those of the
     scores. consumer_regs, producer_regs: registers of a thread. draws: programs for the units of
-    the device draw their work tiles; else each work tile has a program.
+    the device draw their work tiles; else each work tile has a program. last_waves: under a mask,
+    how often the tiles of the last L2 group are to fill the device, so that its short tiles outlast
+    its longest; 0: groups are alike.
     """
 
     dout_stages: int = 2
@@ -212,6 +214,7 @@ class HopperBackwardConfig(TileConfig):
     consumer_regs: int = 240
     producer_regs: int = 24
     draws: bool = False
+    last_waves: int = 0
 
     @property
     def is_wide(self) -> bool:

@@ -1,10 +1,11 @@
 """Compiling lists of problems into packs, in parallel, for any targets, with no GPU."""
 
 import multiprocessing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from heedful.core.capability import Toolchain
 from heedful.core.device import DeviceSpec
@@ -54,6 +55,12 @@ def kernels(
     return found, backends
 
 
+def compile_all(calls: list[tuple[KernelCall, str]], jobs: int) -> None:
+    """Compiles kernels into this user's cache, so many at once. Raises what the compiler raises."""
+    for _ in _compiled(dict(enumerate(calls)), jobs):
+        pass
+
+
 def prebuild(
     entries: list[Entry],
     devices: list[DeviceSpec],
@@ -69,16 +76,23 @@ def prebuild(
     """
     wanted, backends = kernels(entries, devices, backend)
     made: dict[str, Artifact] = {}
+    for key, artifact in _compiled(wanted, jobs):
+        made[key] = artifact
+        progress(len(made), len(wanted), wanted[key][0].kernel.function)
+    write_pack(folder, made, backends)
+    return len(made)
+
+
+def _compiled(
+    wanted: Mapping[Any, tuple[KernelCall, str]], jobs: int
+) -> Iterator[tuple[Any, Artifact]]:
+    """Kernels by their keys, as they are done."""
     # spawn: a forked copy of a process with threads or a GPU context is not safe to compile in.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max(1, min(jobs, len(wanted))), mp_context=context) as pool:
         waiting = {pool.submit(_compile, *item): key for key, item in wanted.items()}
         for future in as_completed(waiting):
-            key = waiting[future]
-            made[key] = future.result()
-            progress(len(made), len(wanted), wanted[key][0].kernel.function)
-    write_pack(folder, made, backends)
-    return len(made)
+            yield waiting[future], future.result()
 
 
 def _compile(call: KernelCall, arch: str) -> Artifact:
