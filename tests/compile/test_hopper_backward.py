@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from heedful.core.device import by_name
-from heedful.core.plan import plan
+from heedful.core.plan import explain, plan
 from heedful.core.problem import AttentionProblem
 from heedful.inspector.nvidia import disassemble, opcode, parse_sass
 from heedful.launch import compiler
@@ -18,10 +18,10 @@ DEVICE = by_name("H200")
 MOST_RELOADS = 4
 
 
-def main_call(**facts):
+def main_call(backend="hopper", **facts):
     problem = AttentionProblem.dense(2, 4096, 4096, 8, 4, needs_grad=True, return_lse=True, **facts)
     with whole_backward():
-        calls = program(plan(problem, DEVICE, compiling(), "hopper"), "backward").calls
+        calls = program(plan(problem, DEVICE, compiling(), backend), "backward").calls
     return next(c for c in calls if c.kernel.function in ("backward", "backward_wide"))
 
 
@@ -53,6 +53,41 @@ def test_products_are_under_way_together_and_tensors_are_not_spilled(head_dim, i
     for loop in loops:
         assert loop["WARPGROUP"] < loop["HGMMA"]
         assert loop["STL"] + loop["LDL"] <= MOST_RELOADS
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_ds_is_stored_without_barriers_of_the_warpgroup(head_dim):
+    call = main_call("hopper+stmatrix=1", head_dim=head_dim)
+    loops = step_loops(*parse_sass(disassemble(compiler.artifact(call, DEVICE.arch).code).text))
+    assert len(loops) >= 2
+    for loop in loops:
+        assert loop["BAR"] == 0 and loop["STSM"] == head_dim_stores(head_dim)
+        assert loop["WARPGROUP"] < loop["HGMMA"]
+        assert loop["STL"] + loop["LDL"] <= MOST_RELOADS
+
+
+def head_dim_stores(head_dim: int) -> int:
+    """Stores of a step's dS: 16 queries each, of 64 or at head dim 64 of 128."""
+    return {64: 8, 128: 4}[head_dim]
+
+
+@pytest.mark.parametrize(
+    "facts, options",
+    [({"head_dim": 128, "deterministic": True}, "draws=0"), ({"head_dim": 256}, "stmatrix=1")],
+)
+def test_options_that_a_call_cannot_have_are_refused(facts, options):
+    with pytest.raises(ValueError, match=options.partition("=")[0]):
+        main_call(f"hopper+{options}", **facts)
+
+
+def test_wide_heads_have_no_room_for_the_mask_of_dropout():
+    problem = AttentionProblem.dense(2, 512, 512, 8, 4, 256, needs_grad=True, dropout_p=0.1)
+    with whole_backward():
+        chosen = plan(problem, DEVICE, compiling(), "hopper")
+    assert chosen.backward == "portable"
+    assert "the backward of dropout with Q, K and V above 128" in explain(chosen)
+    artifact = compiler.artifact(main_call(head_dim=256, head_dim_v=128, dropout_p=0.1), "sm_90")
+    assert artifact.shared_bytes <= DEVICE.shared_bytes
 
 
 def test_sums_of_dq_leave_as_blocks_of_memory_or_four_numbers_at_a_time():

@@ -69,7 +69,7 @@ MORE = [
     )
 ]
 WIDE = [
-    replace(SMALL, head_dim=dim, head_dim_v=dim_v, heads_k=heads_k, **mods)
+    replace(SMALL, **({"head_dim": dim, "head_dim_v": dim_v, "heads_k": heads_k} | mods))
     for dim, dim_v, heads_k in ((256, 256, 2), (192, 192, 1), (192, 128, 4), (136, 200, 2))
     for mods in (
         {},
@@ -81,13 +81,13 @@ WIDE = [
 ]
 
 
-def check(case: Case) -> None:
+def check(case: Case, backend: str = "hopper") -> None:
     with whole_backward():
         reasons = capability.row("hopper", "backward", case.dtype).why_not(
             build(case).problem, device_spec(torch.device("cuda")), toolchain()
         )
         assert not reasons
-        prepared = Prepared("hopper")
+        prepared = Prepared(backend)
         run(prepared, case, "cuda")
         assert prepared.plan.backward == "hopper"
 
@@ -105,6 +105,41 @@ def test_gradients_with_dropout_and_of_packed_sequences_are_within_their_budget(
 @pytest.mark.parametrize("case", twins(WIDE, "float16"), ids=str)
 def test_gradients_of_wide_heads_are_within_their_budget(case):
     check(case)
+
+
+# More work tiles than the device has places, and lengths that leave some of them without a step.
+MANY = [
+    replace(BASE, batch=4, heads_q=16, heads_k=heads_k, seqlen_q=sq, seqlen_k=sk, **mods)
+    for heads_k, sq, sk in ((8, 700, 2100), (4, 2100, 700))
+    for mods in ({"causal": True}, {}, {"window": (200, 30)}, {"window": (90, -1)})
+]
+MANY += [replace(BASE, batch=5, heads_q=16, seqlen_q=900, seqlen_k=900, varlen="qk", causal=True)]
+VARIANTS = [
+    *((dim, f"hopper+draws=1+last_waves={waves}") for dim in (64, 128, 256) for waves in (0, 2)),
+    *((dim, "hopper+stmatrix=1") for dim in (64, 128)),
+]
+
+
+@pytest.mark.parametrize("case", MANY, ids=str)
+@pytest.mark.parametrize("head_dim, backend", VARIANTS)
+def test_gradients_of_variants_are_within_their_error_budget(head_dim, backend, case):
+    check(replace(case, head_dim=head_dim), backend)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("case", MANY, ids=str)
+def test_gradients_in_one_order_are_within_their_budget_and_the_same_in_every_run(case, head_dim):
+    case = replace(case, head_dim=head_dim, deterministic=True)
+    check(case)
+    built, found = build(case, "cuda"), []
+    with whole_backward():
+        prepared = Prepared("hopper")
+        for _ in range(20):
+            out, lse, _ = prepared.forward(built.problem, built.x, None)
+            found.append(prepared.backward(built.problem, built.x, out, lse, built.dout))
+    for again in found[1:]:
+        for got, want in zip(again, found[0], strict=True):
+            assert got is want or torch.equal(got, want)
 
 
 @pytest.mark.parametrize("causal", [False, True])

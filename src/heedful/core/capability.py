@@ -209,6 +209,13 @@ def _aligned_draws(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None
 
 
+def _room_for_dropout(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """What a mask's exchange between threads takes, 3.5 KiB, is more than the tiles leave."""
+    if problem.dropout_p > 0 and min(problem.head_dim, problem.head_dim_v) > 128:
+        return "the backward of dropout with Q, K and V above 128"
+    return None
+
+
 def _any_order_if_wide(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     """Of wide heads consumers add to dQ themselves, and take no turns."""
     if problem.deterministic and max(problem.head_dim, problem.head_dim_v) > 128:
@@ -402,7 +409,8 @@ ROWS: tuple[KernelRow, ...] = (
         dim_multiple=8,
         # For gl.inline_asm: sums of dQ leave by cp.reduce.async.bulk.
         least=(("triton", (3, 9)),),
-        gates=(_some_tokens, _positive_scale, _out_as_in, _any_order_if_wide),
+        gates=(_some_tokens, _positive_scale, _out_as_in, _aligned_draws)
+        + (_any_order_if_wide, _room_for_dropout),
         configs=("hopper.backward", "portable.scores"),
         program="heedful.launch.bind.hopper_backward",
     ),

@@ -489,7 +489,7 @@ ROWS: list[ConfigRow] = [
 
 
 # What may be chosen by hand, to be measured: backend="hopper+draws=1" (core/plan.py).
-OPTIONS = {"hopper.backward": ("draws", "last_waves")}
+OPTIONS = {"hopper.backward": ("draws", "last_waves", "stmatrix")}
 
 
 def by_hand(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem) -> ConfigRow:
@@ -501,7 +501,10 @@ def by_hand(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem
     made = {name: types[name](value) for name, value in own.items()}
     if problem.deterministic and not made.get("draws", True):
         raise ValueError("backend: a deterministic backward draws its tiles, got draws=0")
-    return replace(row, config=replace(row.config, **made), measured="chosen by hand")
+    config = replace(row.config, **made)
+    if isinstance(config, HopperBackwardConfig) and config.is_wide and config.stmatrix:
+        raise ValueError("backend: with wide heads there is no option stmatrix")
+    return replace(row, config=config, measured="chosen by hand")
 
 
 def choose(kernel: str, problem: AttentionProblem, device: DeviceSpec) -> ConfigRow:

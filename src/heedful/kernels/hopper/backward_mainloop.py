@@ -26,6 +26,7 @@ from heedful.kernels.hopper.backward_sums import put_dq
 from heedful.kernels.hopper.backward_tile import is_masked
 from heedful.kernels.hopper.compat import opaque
 from heedful.kernels.hopper.mma import ROWS, scores_layout
+from heedful.kernels.hopper.pairs import from_pairs, store_pairs, to_pairs
 from heedful.kernels.hopper.pipeline import PipelineState, matrix
 
 
@@ -109,7 +110,14 @@ def queue_dv(shared, queued, dp_NM, dv, visit, params, CONSUMER: gl.constexpr):
     ds_NM = score_gradients(queued, dp_NM, delta_M, params, dtype)
     # Who stores in this stage has waited for the other's dS of the visit before, which came behind
     # the other's dQ of the visit before that.
-    shared.ds.index(ds_state.index * CONSUMERS + CONSUMER).store(ds_NM)
+    place = shared.ds.index(ds_state.index * CONSUMERS + CONSUMER)
+    if params.tile.STMATRIX:
+        ds_NJ = to_pairs(ds_NM, dtype)
+        store_pairs(place, ds_NJ)
+        ds_NM = from_pairs(ds_NJ, dtype, operand)
+    else:
+        ds_NM = ds_NM.to(dtype)
+        place.store(ds_NM)
     fence_async_shared()
     barrier.arrive_each_warp(shared.ds_full.index(ds_state.index))
     return ds_NM, dv
@@ -152,7 +160,7 @@ def step(
     shared.do.consumer_release_after_mma(stage_of(visit, params.tile.DO_STAGES))
     left = gl.convert_layout(ds_NM, operand)
     dk = warpgroup_mma(left, shared.q.tile(q_state), dk, is_async=True)
-    lse_M = shared.lse.index(next_q.index).load(gl.SliceLayout(0, ds_NM.type.layout))
+    lse_M = shared.lse.index(next_q.index).load(gl.SliceLayout(0, dp_NM.type.layout))
     s_NM = warpgroup_mma_wait(1, deps=[s_NM])
     queued = queued_probabilities(
         s_NM, lse_M, blocks, params, tile, number, dtype, CONSUMER, MASKED

@@ -134,7 +134,7 @@ def kept_probabilities(queued, params, dtype: gl.constexpr, layout: gl.constexpr
 
 @gluon.jit
 def score_gradients(queued, dp_NM, delta_M, params, dtype: gl.constexpr):
-    """dS of raw scores, less the scale."""
+    """dS of raw scores, less the scale, in float32."""
     layout: gl.constexpr = dp_NM.type.layout
     p_NM = from_pairs(queued[0], dtype, layout).to(gl.float32)
     if params.dropout.IS_ON:
@@ -143,4 +143,4 @@ def score_gradients(queued, dp_NM, delta_M, params, dtype: gl.constexpr):
     ds_NM = p_NM * (dp_NM - delta_M[None, :])
     if params.mods.HAS_SOFTCAP:
         ds_NM *= from_pairs(queued[1], dtype, layout).to(gl.float32)
-    return ds_NM.to(dtype)
+    return ds_NM
