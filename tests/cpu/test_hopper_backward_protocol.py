@@ -14,6 +14,7 @@ from heedful.kernels.hopper import backward_consumer as consumer_file
 from heedful.kernels.hopper import backward_mainloop as mainloop_file
 from heedful.kernels.hopper import backward_producer as producer_file
 from heedful.kernels.hopper import backward_tile as tile_file
+from heedful.kernels.hopper import sequences
 from heedful.kernels.hopper.pipeline import Pipeline
 from heedful.kernels.hopper.tile_scheduler import TileScheduler
 from support.hosted import (
@@ -118,7 +119,7 @@ class Device:
             ),
         )
         # Of each share of each query tile, the key tiles that were added to it, in order.
-        self.added: dict[tuple, list] = {}
+        self.added: dict[int, list] = {}
         self.stored: list = []
 
     # What stands in for copies and products.
@@ -147,7 +148,7 @@ class Device:
     def mainloop(self, shared, visit, blocks, params, tile, CONSUMER):
         host = self.host
         stage_of, query_tile = map(host.turned, (mainloop_file.stage_of, tile_file.query_tile))
-        box = host.turned(producer_file.box)
+        box = host.turned(sequences.box)
         visits = (blocks.end - blocks.begin) * params.sizes.group
         for number in range(visits):
             state = stage_of(visit, STAGES)
@@ -306,12 +307,11 @@ class Device:
             assert order == sorted(order, reverse=s.right is not None)
 
 
-CAUSAL = {"right": 0}
 DENSE = [
     Sizes(((200, 500),)),
-    Sizes(((200, 500),), **CAUSAL),
-    Sizes(((500, 200),), **CAUSAL),
-    Sizes(((130, 130), (130, 130)), **CAUSAL, l2_heads=3),
+    Sizes(((200, 500),), right=0),
+    Sizes(((500, 200),), right=0),
+    Sizes(((130, 130), (130, 130)), right=0, l2_heads=3),
     Sizes(((300, 600),), left=100),
     Sizes(((300, 600),), left=70, right=40, heads_k=1),
     Sizes(((64, 128),), heads_k=1),
@@ -319,7 +319,7 @@ DENSE = [
 ]
 PACKED = [
     Sizes(((200, 300), (64, 0), (0, 200), (130, 257)), packed=True),
-    Sizes(((300, 200), (100, 400), (1, 1)), packed=True, **CAUSAL, l2_heads=2),
+    Sizes(((300, 200), (100, 400), (1, 1)), packed=True, right=0, l2_heads=2),
 ]
 
 

@@ -403,6 +403,7 @@ def test_options_behind_a_backends_name_are_in_the_plan_and_said_to_be_chosen():
         ("hopper+draw=1", "options draws=NUMBER"),
         ("hopper+draws", "options draws=NUMBER"),
         ("hopper+draws=-1", "options draws=NUMBER"),
+        ("hopper+draws=1+draws=0", "options draws=NUMBER"),
         ("portable+draws=1", "options none"),
         ("tpu+draws=1", "backend must be one of"),
     ],

@@ -131,12 +131,14 @@ def _named(backend: str | None) -> tuple[str | None, dict[str, int]]:
             f"backend must be one of {', '.join(capability.backends())} or None, got {backend!r}"
         )
     known = [o for kernel, own in configs.OPTIONS.items() if kernel.startswith(name) for o in own]
-    options = dict(text.partition("=")[::2] for text in given)
-    for option, value in options.items():
-        if option not in known or not value.isdecimal():
+    options: dict[str, int] = {}
+    for text in given:
+        option, _, value = text.partition("=")
+        if option not in known or option in options or not value.isdecimal():
             words = ", ".join(f"{o}=NUMBER" for o in known) or "none"
             raise ValueError(f"backend {name!r} has the options {words}, got {backend!r}")
-    return name, {option: int(value) for option, value in options.items()}
+        options[option] = int(value)
+    return name, options
 
 
 def _choose(direction, problem, device, toolchain, backend) -> tuple[KernelRow, tuple]:
