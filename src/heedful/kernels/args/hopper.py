@@ -73,12 +73,12 @@ class HopperTileOrder(NamedTuple):
 
 
 class SplitKV(NamedTuple):
-    """partials: dense float32 results of each split, (splits, tokens, head, dim_v), in place of
-    `out`. None without splits."""
+    """partials: dense float32 results of each split, (splits, batch, row, head, dim_v), in place of
+    `out`; batch is absent, and None, of packed queries. None without splits."""
 
     partials: Out[Ptr]
     splits: Num
-    tokens: Num
+    batch: Num
     dim_v: Num
 
 
@@ -126,17 +126,17 @@ class HopperFp8(NamedTuple):
 
 class HopperParams(NamedTuple):
     """All that the roles of a Hopper forward share. Of packed queries seqs.seqlen_q counts the
-    tokens of all."""
+    tokens of all. Spills of kernels with splits and biases depend on the order (Triton 3.9)."""
 
     seqs: Sequences
-    gqa: Gqa
-    mask: Mask
     mods: HopperScoreMods
     dropout: Dropout
-    kv: KVLayout
-    kv_rows: KVRows
-    order: HopperTileOrder
     split: SplitKV
+    kv: KVLayout
+    order: HopperTileOrder
+    kv_rows: KVRows
+    gqa: Gqa
+    mask: Mask
     stages: HopperStages
     tile: HopperTile
     fp8: HopperFp8

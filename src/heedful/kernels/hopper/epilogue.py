@@ -61,12 +61,18 @@ class Outputs:
 
 
 @gluon.jit
-def first_token(params, tile):
-    """The place of a sequence's first query among the tokens of all."""
-    if params.seqs.cu_q is not None:
-        return tile.start_q.to(gl.int64)
+def entry_of(params, tile, split):
+    """The batch entry of a work tile in dense results: packed sequences are one together, and those
+    of splits follow each other."""
+    if params.split.partials is not None:
+        if params.seqs.cu_q is not None:
+            return split
+        else:
+            return split * params.split.batch + tile.batch
+    elif params.seqs.cu_q is not None:
+        return gl.to_tensor(0)
     else:
-        return tile.batch.to(gl.int64) * params.seqs.seqlen_q
+        return tile.batch
 
 
 @gluon.jit
@@ -109,12 +115,10 @@ def store_lse(outputs, lse_M, tile, row, split, params):
     layout: gl.constexpr = lse_M.type.layout
     place_M = query_position(params, row + gl.arange(0, ROWS, layout=layout))
     head = head_of(params, tile, row, layout)
+    entry = entry_of(params, tile, split)
+    base = (entry * all_heads(params) + head).to(gl.int64) * params.seqs.seqlen_q
     if params.seqs.cu_q is not None:
-        base = head.to(gl.int64) * params.seqs.seqlen_q + tile.start_q
-    else:
-        base = (tile.batch * all_heads(params) + head).to(gl.int64) * params.seqs.seqlen_q
-    if params.split.partials is not None:
-        base += split.to(gl.int64) * params.split.tokens * all_heads(params)
+        base += tile.start_q
     if params.seqs.used_q is not None:
         lse_M = gl.where(place_M < tile.len_q, lse_M, float("-inf"))
     mask_M = is_row(params, row, tile.stored_q, layout)
@@ -127,12 +131,15 @@ def store_partial(acc_ME, tile, row, split, params, first: gl.constexpr):
     layout: gl.constexpr = gl.SliceLayout(1, acc_ME.type.layout)
     dims_E = first + gl.arange(0, acc_ME.shape[1], layout=gl.SliceLayout(0, acc_ME.type.layout))
     heads = all_heads(params)
-    token = split.to(gl.int64) * params.split.tokens + first_token(params, tile)
+    token = entry_of(params, tile, split).to(gl.int64) * params.seqs.seqlen_q
+    if params.seqs.cu_q is not None:
+        token += tile.start_q
     base = (
         params.split.partials + (token + query_position(params, row)) * heads * params.split.dim_v
     )
     place_M = query_position(params, gl.arange(0, ROWS, layout=layout))
-    row_M = (place_M * heads + head_of(params, tile, row, layout)) * params.split.dim_v
+    row_M = place_M * (heads * params.split.dim_v)
+    row_M += head_of(params, tile, row, layout) * params.split.dim_v
     mask_M = is_row(params, row, tile.len_q, layout)
     mask_ME = mask_M[:, None] & (dims_E < params.split.dim_v)[None, :]
     gl.store(base + row_M[:, None] + dims_E[None, :], acc_ME, mask=mask_ME)

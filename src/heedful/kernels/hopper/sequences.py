@@ -85,11 +85,12 @@ def trim(params, tile):
         len_k = within(gl.load(params.seqs.used_k + tile.batch), 0, len_k)
     if params.kv.batch_idx is not None:
         kv_batch = within(gl.load(params.kv.batch_idx + tile.batch), 0, params.kv.entries - 1)
-    if params.mods.longest_k is not None:
-        # A bias has no more rows and keys than that.
+    # A bias has no more rows and keys than that.
+    if params.mods.longest_q is not None:
         len_q = gl.minimum(len_q, params.mods.longest_q)
+    if params.mods.longest_k is not None:
         len_k = gl.minimum(len_k, params.mods.longest_k)
-    SAME_Q: gl.constexpr = params.seqs.used_q is None
+    SAME_Q: gl.constexpr = params.seqs.used_q is None and params.mods.longest_q is None
     SAME_K: gl.constexpr = params.seqs.used_k is None and params.seqs.leftpad_k is None
     if not (SAME_Q and SAME_K and params.mods.longest_k is None):
         off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
@@ -215,8 +216,5 @@ def load_pages(pipeline, desc, params, tile, rows_each, col, state):
         for c in gl.static_range(ACROSS):
             index = (state.index * ACROSS + c) * DOWN + i
             tma_load(
-                desc,
-                [where[0], where[1], where[2], where[3], c * WIDTH],
-                full,
-                boxes.index(index),
+                desc, [where[0], where[1], where[2], where[3], c * WIDTH], full, boxes.index(index)
             )

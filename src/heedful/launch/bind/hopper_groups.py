@@ -15,20 +15,7 @@ from heedful.core.tiles import (
     HopperFp8Config,
     pow2,
 )
-from heedful.kernels.args.hopper import (
-    Gqa,
-    HopperFp8,
-    HopperIO,
-    HopperParams,
-    HopperScoreMods,
-    HopperStages,
-    HopperTile,
-    HopperTileOrder,
-    KVRows,
-    SplitKV,
-    VarlenIO,
-    VarlenSizes,
-)
+from heedful.kernels.args import hopper as args
 from heedful.kernels.args.kinds import ScoreArray
 from heedful.launch.bind import groups
 from heedful.launch.bind import hopper_maps as maps
@@ -36,9 +23,9 @@ from heedful.launch.bind.groups import Buffers, number, pointer, stride
 from heedful.launch.spec import KernelCall, KernelRef, Scalar, TensorMap
 
 
-def io(found: Mapping[str, TensorMap], buffers: Buffers, lse: str) -> HopperIO:
+def io(found: Mapping[str, TensorMap], buffers: Buffers, lse: str) -> args.HopperIO:
     """found: the maps of q, k, v and out. lse: the buffer of a log-sum-exp, if there is one."""
-    return HopperIO(**found, lse=pointer(buffers, lse))
+    return args.HopperIO(**found, lse=pointer(buffers, lse))
 
 
 def params(
@@ -46,10 +33,10 @@ def params(
     config: HopperConfig,
     launch: LaunchSizes,
     buffers: Buffers,
-    split: SplitKV,
-) -> HopperParams:
+    split: args.SplitKV,
+) -> args.HopperParams:
     """What the roles of a forward share."""
-    return HopperParams(
+    return args.HopperParams(
         seqs=groups.sequences(problem, buffers),
         gqa=_gqa(problem, config),
         **scores(problem, buffers),
@@ -74,9 +61,9 @@ def scores(problem: AttentionProblem, buffers: Buffers) -> dict[str, Any]:
     return {"mask": mask, "mods": _score_mods(problem, buffers), "dropout": dropout}
 
 
-def _gqa(problem: AttentionProblem, config: HopperConfig) -> Gqa:
+def _gqa(problem: AttentionProblem, config: HopperConfig) -> args.Gqa:
     rows = config.group_rows(problem)
-    return Gqa(
+    return args.Gqa(
         heads=Scalar(work_heads(config, problem)),
         group=Scalar(1 if rows > 1 else problem.group),
         packed_heads=Scalar(problem.group) if rows > 1 else None,
@@ -84,7 +71,7 @@ def _gqa(problem: AttentionProblem, config: HopperConfig) -> Gqa:
     )
 
 
-def _score_mods(problem: AttentionProblem, buffers: Buffers) -> HopperScoreMods:
+def _score_mods(problem: AttentionProblem, buffers: Buffers) -> args.HopperScoreMods:
     log2e = math.log2(math.e)
     scale, softcap_scale = problem.scale * log2e, 0.0
     if problem.softcap > 0:
@@ -94,14 +81,14 @@ def _score_mods(problem: AttentionProblem, buffers: Buffers) -> HopperScoreMods:
     unit = 1.0 / (problem.softcap if problem.softcap > 0 else problem.scale)
     # Dense sequences are as long as the bias says.
     may_differ = has_bias and (problem.varlen_q or problem.varlen_k or problem.page_size)
-    return HopperScoreMods(
+    return args.HopperScoreMods(
         scale_log2=number(scale),
         softcap_scale=number(softcap_scale),
         per_unit=number(unit) if alibi or has_bias else None,
         alibi=pointer(buffers, "alibi_slopes"),
         stride_alibib=stride(alibi.strides[0]) if alibi else None,
         bias=_bias(buffers),
-        longest_q=Scalar(problem.seqlen_q) if may_differ else None,
+        longest_q=Scalar(problem.seqlen_q) if has_bias and problem.varlen_q else None,
         longest_k=Scalar(problem.seqlen_k) if may_differ else None,
         sink=pointer(buffers, "sink"),
         HAS_SOFTCAP=problem.softcap > 0,
@@ -120,44 +107,47 @@ def _bias(buffers: Buffers) -> ScoreArray:
     return ScoreArray._make((pointer(buffers, "bias", is_wide), *strides, last))
 
 
-def _kv_rows(problem: AttentionProblem, buffers: Buffers) -> KVRows:
+def _kv_rows(problem: AttentionProblem, buffers: Buffers) -> args.KVRows:
     # Packed: there is one batch entry.
     k_rows, v_rows = 0, 0
     if problem.ragged_k and not problem.varlen_k:
         k_rows, v_rows = (Scalar(maps.rows_between(buffers[name])) for name in ("k", "v"))
     no_page = maps.no_page(buffers) if problem.page_size else None
-    return KVRows(k_rows, v_rows, IS_RAGGED=problem.ragged_k, NO_PAGE=no_page)
+    return args.KVRows(k_rows, v_rows, IS_RAGGED=problem.ragged_k, NO_PAGE=no_page)
 
 
-def _tile_order(launch: LaunchSizes, buffers: Buffers) -> HopperTileOrder:
-    return HopperTileOrder(
+def _tile_order(launch: LaunchSizes, buffers: Buffers) -> args.HopperTileOrder:
+    return args.HopperTileOrder(
         **{name: Scalar(value) for name, value in launch.numbers.items()},
         varlen_tiles=pointer(buffers, "varlen_tiles"),
         tile_counter=pointer(buffers, "tile_counter"),
     )
 
 
-def split_kv(problem: AttentionProblem, buffers: Buffers, num_splits: int) -> SplitKV:
+def split_kv(problem: AttentionProblem, buffers: Buffers, num_splits: int) -> args.SplitKV:
     """Partial results, if there is a buffer of them."""
     if "partial_out" not in buffers:
-        return SplitKV(None, None, None, None)
-    tokens = problem.total_q or problem.batch * problem.seqlen_q
-    numbers = (num_splits, tokens, problem.head_dim_v)
-    return SplitKV(pointer(buffers, "partial_out"), *map(Scalar, numbers))
+        return args.SplitKV(None, None, None, None)
+    return args.SplitKV(
+        partials=pointer(buffers, "partial_out"),
+        splits=Scalar(num_splits),
+        batch=None if problem.varlen_q else Scalar(problem.batch),
+        dim_v=Scalar(problem.head_dim_v),
+    )
 
 
-def _stages(config: HopperConfig) -> HopperStages:
+def _stages(config: HopperConfig) -> args.HopperStages:
     if isinstance(config, HopperForwardConfig):
         v_stages, shared = config.value_stages, config.kv_share_stages
     else:
         v_stages, shared = config.num_stages, config.rescale == "speculative"
-    return HopperStages(config.query_stages, config.num_stages, v_stages, shared)
+    return args.HopperStages(config.query_stages, config.num_stages, v_stages, shared)
 
 
-def _tile(problem: AttentionProblem, config: HopperConfig, is_split: bool) -> HopperTile:
+def _tile(problem: AttentionProblem, config: HopperConfig, is_split: bool) -> args.HopperTile:
     is_16_bit = isinstance(config, HopperForwardConfig)
     visits_second = not is_16_bit and config.rescale == "speculative" and problem.mask.bounded
-    return HopperTile(
+    return args.HopperTile(
         BLOCK_N=config.block_n,
         CONSUMERS=config.consumers,
         TAIL_D=is_16_bit and config.tail_d,
@@ -177,7 +167,7 @@ def _tile(problem: AttentionProblem, config: HopperConfig, is_split: bool) -> Ho
 def _fp8(problem: AttentionProblem, config: HopperConfig, buffers: Buffers) -> Any:
     if not isinstance(config, HopperFp8Config):
         return None
-    return HopperFp8(
+    return args.HopperFp8(
         descales=groups.descales(problem, buffers),
         PROMOTION_INTERVAL=config.promotion_interval,
         SUMS_IN_REGS=config.sums_in_regs,
@@ -211,7 +201,7 @@ def varlen_call(
         **launch.numbers,
     }
     parameters = {
-        "io": VarlenIO(
+        "io": args.VarlenIO(
             cu_q=pointer(buffers, "cu_seqlens_q"),
             cu_k=pointer(buffers, "cu_seqlens_k"),
             varlen_tiles=pointer(buffers, "varlen_tiles"),
@@ -221,7 +211,7 @@ def varlen_call(
             stride_om=row,
             stride_oh=head,
         ),
-        "sizes": VarlenSizes(**{name: Scalar(value) for name, value in counts.items()}),
+        "sizes": args.VarlenSizes(**{name: Scalar(value) for name, value in counts.items()}),
         "ROWS": config.block_m,
         "BLOCK": VARLEN_SCHEDULER.rows,
         "DIM": problem.head_dim_v,
