@@ -58,14 +58,8 @@ def forward(
         scale_log2, q_MD = split_sign(scale_log2 * factor, q_MD)
     rows_M = work.row0 + gl.arange(0, tile.BLOCK_M, gl.SliceLayout(1, MFMA))
     last_M = last_keys(rows_M, work.len_k, work.off, mask)
-    if GENERATION == 3:
-        base_M, l_M, acc_MD = cdna3.mainloop(
-            work, io.k, io.v, q_MD, last_M, scale_log2, MFMA, tile.BLOCK_N
-        )
-    else:
-        base_M, l_M, acc_MD = cdna4.mainloop(
-            work, io.k, io.v, q_MD, last_M, scale_log2, MFMA, tile.BLOCK_N
-        )
+    mainloop: gl.constexpr = cdna3.mainloop if GENERATION == 3 else cdna4.mainloop
+    base_M, l_M, acc_MD = mainloop(work, io.k, io.v, q_MD, last_M, scale_log2, MFMA, tile.BLOCK_N)
     scale = work.factor(descales.v)
     if GENERATION == 3:
         scale *= 1 + cdna3.mean_loss(DTYPE)

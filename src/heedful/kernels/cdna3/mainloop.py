@@ -31,18 +31,13 @@ def products(dtype):
 
 @gluon.jit
 def _load(
-    base,
-    stride,
-    n_block,
-    len_k,
-    N: gl.constexpr,
-    D: gl.constexpr,
-    LAYOUT: gl.constexpr,
-    IS_MASKED: gl.constexpr,
-    WIDTH: gl.constexpr = 4,
+    x, n_block, len_k, LAYOUT: gl.constexpr, IS_MASKED: gl.constexpr, WIDTH: gl.constexpr = 4
 ):
-    """One tile of K or V in registers; keys from len_k on are zeros. WIDTH: rows in the order of
-    `stored_keys`; 4 changes nothing."""
+    """One tile of K or V in registers; keys from len_k on are zeros. x: (base, stride, place in
+    LDS). WIDTH: rows in the order of `stored_keys`; 4 changes nothing."""
+    base, stride, smem = x
+    N: gl.constexpr = smem.shape[0]
+    D: gl.constexpr = smem.shape[1]
     rows = stored_keys(gl.arange(0, N, gl.SliceLayout(1, LAYOUT)), WIDTH)
     dims = gl.arange(0, D, gl.SliceLayout(0, LAYOUT))
     # The tile's base takes the 64-bit part, in scalar registers; offsets never change.
@@ -85,26 +80,13 @@ def truncation_lift(dtype):
 
 
 @gluon.jit
-def _key_tiles(
-    begin,
-    end,
-    work,
-    k,
-    v,
-    stride_kn,
-    stride_vn,
-    k_smem,
-    v_smem,
-    next_v_ND,
-    q_MD,
-    last_M,
-    scale_log2,
-    base_M,
-    l_ML,
-    acc_MD,
-    IS_MASKED: gl.constexpr,
-):
-    """Works off key tiles [begin, end); next_v_ND are the values of tile `begin`."""
+def _key_tiles(work, k, v, next_v_ND, q_MD, last_M, scale_log2, state, IS_MASKED: gl.constexpr):
+    """Works off the key tiles that need a mask, or those before. k, v: as `_load` takes them.
+    next_v_ND: values of the first tile. state: (base, sums, acc) of each row."""
+    k_smem, v_smem = k[2], v[2]
+    base_M, l_ML, acc_MD = state
+    begin = work.full_end if IS_MASKED else work.begin
+    end = work.end if IS_MASKED else work.full_end
     MFMA: gl.constexpr = acc_MD.type.layout
     M: gl.constexpr = acc_MD.shape[0]
     N: gl.constexpr = k_smem.shape[0]
@@ -122,13 +104,13 @@ def _key_tiles(
     for i in range(begin, end):
         later = gl.minimum(i + 1, work.end - 1)
         with gl.amd.warp_pipeline_stage("keys", priority=0):
-            next_k_ND = _load(k, stride_kn, later, work.len_k, N, D, K_LOAD, IS_MASKED)
+            next_k_ND = _load(k, later, work.len_k, K_LOAD, IS_MASKED)
             k_DN = k_smem.permute([1, 0]).load(K_OPERAND)
             v_smem.store(next_v_ND)
         with gl.amd.warp_pipeline_stage("scores", priority=1):
             s_MN = gl.amd.cdna3.mfma(q_MD, k_DN, gl.zeros([M, N], gl.float32, MFMA))
         with gl.amd.warp_pipeline_stage("values", priority=0):
-            next_v_ND = _load(v, stride_vn, later, work.len_k, N, D, V_LOAD, IS_MASKED, V_WIDTH)
+            next_v_ND = _load(v, later, work.len_k, V_LOAD, IS_MASKED, V_WIDTH)
             v_ND = v_smem.load(V_OPERAND)
             k_smem.store(next_k_ND)
             if IS_MASKED:
@@ -143,7 +125,7 @@ def _key_tiles(
                 p_MN = gl.convert_layout(truncated(p_MN, DTYPE), P_OPERAND)
         with gl.amd.warp_pipeline_stage("output", priority=1):
             acc_MD = gl.amd.cdna3.mfma(p_MN, v_ND, acc_MD)
-    return base_M, l_ML, acc_MD, next_v_ND
+    return (base_M, l_ML, acc_MD), next_v_ND
 
 
 @gluon.constexpr_function
@@ -194,34 +176,18 @@ def mainloop(work, k, v, q_MD, last_M, scale_log2, MFMA: gl.constexpr, BLOCK_N: 
     V_WIDTH: gl.constexpr = values_width(DTYPE)
     K_SHARED: gl.constexpr = keys_layout(BLOCK_N, HEAD_DIM, DTYPE)
     V_SHARED: gl.constexpr = values_layout(BLOCK_N, HEAD_DIM, DTYPE)
-    k_ptr = work.keys(k)
-    v_ptr = work.keys(v)
-    begin, len_k = work.begin, work.len_k
-    k_ND = _load(k_ptr, k.stride_n, begin, len_k, BLOCK_N, HEAD_DIM, K_LOAD, True)
-    v_ND = _load(v_ptr, v.stride_n, begin, len_k, BLOCK_N, HEAD_DIM, V_LOAD, True, V_WIDTH)
     k_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, HEAD_DIM], K_SHARED)
-    k_smem.store(k_ND)
     v_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, HEAD_DIM], V_SHARED)
+    keys = work.keys(k), k.stride_n, k_smem
+    values = work.keys(v), v.stride_n, v_smem
+    k_ND = _load(keys, work.begin, work.len_k, K_LOAD, True)
+    v_ND = _load(values, work.begin, work.len_k, V_LOAD, True, V_WIDTH)
+    k_smem.store(k_ND)
     gl.barrier()
-    base_M, l_ML, acc_MD = no_keys(q_MD.shape[0], BLOCK_N, HEAD_DIM, MFMA)
+    state = no_keys(q_MD.shape[0], BLOCK_N, HEAD_DIM, MFMA)
     for masked in gl.static_range(2):
-        base_M, l_ML, acc_MD, v_ND = _key_tiles(
-            work.full_end if masked else work.begin,
-            work.end if masked else work.full_end,
-            work,
-            k_ptr,
-            v_ptr,
-            k.stride_n,
-            v.stride_n,
-            k_smem,
-            v_smem,
-            v_ND,
-            q_MD,
-            last_M,
-            scale_log2,
-            base_M,
-            l_ML,
-            acc_MD,
-            masked == 1,
+        state, v_ND = _key_tiles(
+            work, keys, values, v_ND, q_MD, last_M, scale_log2, state, masked == 1
         )
+    base_M, l_ML, acc_MD = state
     return base_M, total(l_ML, base_M), acc_MD

@@ -74,9 +74,11 @@ def direct_layout(shared, warps, dtype):
 
 
 @gluon.jit
-def _fetch(smem, base, stride, n_block, len_k, IS_MASKED: gl.constexpr, WIDTH: gl.constexpr = 4):
-    """Asks for one tile of K or V; keys from len_k on become zeros. WIDTH: rows in the order of
-    `stored_keys`; 4 changes nothing."""
+def _fetch(x, stage, n_block, len_k, IS_MASKED: gl.constexpr, WIDTH: gl.constexpr = 4):
+    """Asks for one tile of K or V; keys from len_k on become zeros. x: (base, stride, two stages in
+    LDS). WIDTH: rows in the order of `stored_keys`; 4 changes nothing."""
+    base, stride, stages = x
+    smem = stages.index(stage)
     N: gl.constexpr = smem.shape[0]
     D: gl.constexpr = smem.shape[1]
     LAYOUT: gl.constexpr = direct_layout(smem.type.layout, gl.num_warps(), smem.dtype)
@@ -94,25 +96,13 @@ def _fetch(smem, base, stride, n_block, len_k, IS_MASKED: gl.constexpr, WIDTH: g
 
 
 @gluon.jit
-def _key_tiles(
-    begin,
-    end,
-    work,
-    k,
-    v,
-    stride_kn,
-    stride_vn,
-    k_smem,
-    v_smem,
-    q_MD,
-    last_M,
-    scale_log2,
-    base_M,
-    l_ML,
-    acc_MD,
-    IS_MASKED: gl.constexpr,
-):
-    """Works off key tiles [begin, end)."""
+def _key_tiles(work, k, v, q_MD, last_M, scale_log2, state, IS_MASKED: gl.constexpr):
+    """Works off the key tiles that need a mask, or those before. k, v: as `_fetch` takes them.
+    state: (base, sums, acc) of each row."""
+    k_smem, v_smem = k[2], v[2]
+    base_M, l_ML, acc_MD = state
+    begin = work.full_end if IS_MASKED else work.begin
+    end = work.end if IS_MASKED else work.full_end
     MFMA: gl.constexpr = acc_MD.type.layout
     M: gl.constexpr = acc_MD.shape[0]
     BLOCK_N: gl.constexpr = k_smem.shape[1]
@@ -131,7 +121,7 @@ def _key_tiles(
         now = i & 1
         later = gl.minimum(i + 1, work.end - 1)
         with gl.amd.warp_pipeline_stage("keys", priority=0):
-            _fetch(k_smem.index(1 - now), k, stride_kn, later, work.len_k, IS_MASKED)
+            _fetch(k, 1 - now, later, work.len_k, IS_MASKED)
             tile = k_smem.index(now)
             ka_DN = copy.load_shared_relaxed(tile.slice(0, HALF).permute([1, 0]), K_OPERAND)
             kb_DN = copy.load_shared_relaxed(tile.slice(HALF, HALF).permute([1, 0]), K_OPERAND)
@@ -140,7 +130,7 @@ def _key_tiles(
             sa_MN = multiply(q_MD, ka_DN, zeros_MN)
             sb_MN = multiply(q_MD, kb_DN, zeros_MN)
         with gl.amd.warp_pipeline_stage("values", priority=0):
-            _fetch(v_smem.index(1 - now), v, stride_vn, later, work.len_k, IS_MASKED, V_WIDTH)
+            _fetch(v, 1 - now, later, work.len_k, IS_MASKED, V_WIDTH)
             tile = v_smem.index(now)
             if JOINED:
                 v_ND = copy.load_shared_relaxed(tile, V_OPERAND)
@@ -178,35 +168,18 @@ def mainloop(work, k, v, q_MD, last_M, scale_log2, MFMA: gl.constexpr, BLOCK_N: 
     K_SHARED: gl.constexpr = keys_layout(MFMA, BLOCK_N, HEAD_DIM, DTYPE)
     V_SHARED: gl.constexpr = values_layout(MFMA, BLOCK_N, HEAD_DIM, DTYPE)
     V_WIDTH: gl.constexpr = values_width(DTYPE)
-    k_ptr = work.keys(k)
-    v_ptr = work.keys(v)
     k_smem = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, HEAD_DIM], K_SHARED)
     v_smem = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, HEAD_DIM], V_SHARED)
-    first = work.begin & 1
-    _fetch(k_smem.index(first), k_ptr, k.stride_n, work.begin, work.len_k, True)
-    _fetch(v_smem.index(first), v_ptr, v.stride_n, work.begin, work.len_k, True, V_WIDTH)
+    keys = work.keys(k), k.stride_n, k_smem
+    values = work.keys(v), v.stride_n, v_smem
+    _fetch(keys, work.begin & 1, work.begin, work.len_k, True)
+    _fetch(values, work.begin & 1, work.begin, work.len_k, True, V_WIDTH)
     copy.wait_group(0)
     gl.barrier()
-    base_M, l_ML, acc_MD = no_keys(q_MD.shape[0], BLOCK_N // 2, HEAD_DIM, MFMA)
+    state = no_keys(q_MD.shape[0], BLOCK_N // 2, HEAD_DIM, MFMA)
     for masked in gl.static_range(2):
-        base_M, l_ML, acc_MD = _key_tiles(
-            work.full_end if masked else work.begin,
-            work.end if masked else work.full_end,
-            work,
-            k_ptr,
-            v_ptr,
-            k.stride_n,
-            v.stride_n,
-            k_smem,
-            v_smem,
-            q_MD,
-            last_M,
-            scale_log2,
-            base_M,
-            l_ML,
-            acc_MD,
-            masked == 1,
-        )
+        state = _key_tiles(work, keys, values, q_MD, last_M, scale_log2, state, masked == 1)
     # What was asked for ahead must not land in the LDS of the next workgroup.
     copy.wait_group(0)
+    base_M, l_ML, acc_MD = state
     return base_M, total(l_ML, base_M), acc_MD

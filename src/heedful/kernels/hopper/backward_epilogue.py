@@ -55,4 +55,4 @@ def backward_epilogue(
         col = 0 if BLOCK_M > ROWS else share * COLS
         used_M = row + tl.arange(0, ROWS) < len_q
         dq_MD = tl.where(used_M[:, None], dq_MD * sizes.scale, 0.0)
-        store_rows(dq + col, dq_MD, io.dq.stride_n, row, stored_q, D - col, ROWS, COLS)
+        store_rows(dq + col, dq_MD, io.dq.stride_n, row, stored_q, D - col)

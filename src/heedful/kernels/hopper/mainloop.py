@@ -5,9 +5,7 @@ B batch, H query head, M query rows, N keys, D qk dim, E v dim, L lanes that sha
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
 from heedful.kernels.hopper.block_range import n_block_at, n_block_count, needs_mask, next_masked
 from heedful.kernels.hopper.dropout import drop
@@ -58,13 +56,13 @@ def apply_score_mods(s_MN, bias_MN, params, tile, row, j):
 
 
 @gluon.jit
-def resolve_overflow(q, k, q_state, k_state, bias_MN, m_M, l_ML, blocks, params, tile, row, j):
+def resolve_overflow(q, kv, q_state, kv_state, bias_MN, m_M, l_ML, blocks, params, tile, row, j):
     """What a warp does about sums above the limit, from scores made anew: p, references, the sums
     before, and what these and the output so far are scaled by."""
     dtype: gl.constexpr = q.boxes.dtype
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
     MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
-    s_MN = rescore(q, k, q_state, k_state, BLOCK_N)
+    s_MN = rescore(q, kv.k, q_state, kv_state.k, BLOCK_N)
     s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
     if MASKED:
         s_MN = apply_mask_if_needed(s_MN, blocks, params, tile, row, j)
@@ -117,8 +115,7 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
     SPECULATIVE: gl.constexpr = params.tile.RESCALE == "speculative"
     HEAD: gl.constexpr = headroom(dtype) if SPECULATIVE else 0.0
     SUM_LIMIT: gl.constexpr = sum_limit(dtype)
-    k, v = kv.k, kv.v
-    acc = no_output(v, params)
+    acc = no_output(kv.v, params)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
 
     s_MN, bias_MN, j = first_scores(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER)
@@ -197,25 +194,14 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
                     p_MJ = to_pairs(p_MN, dtype)
             if must_rescale != 0:
                 p_MN, m_M, before_ML, alpha_M = resolve_overflow(
-                    q,
-                    k,
-                    q_state,
-                    kv_before.k,
-                    bias_MN,
-                    m_M,
-                    before_ML,
-                    blocks,
-                    params,
-                    tile,
-                    row,
-                    j,
+                    q, kv, q_state, kv_before, bias_MN, m_M, before_ML, blocks, params, tile, row, j
                 )
                 l_ML = before_ML + lane_sums(p_MN)
                 p_MJ = to_pairs(p_MN, dtype)
                 acc = scale_output(acc, alpha_M)
     kv.consumer_wait_v(kv_state)
     p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
-    acc = finish_output(queue_output(p_dot_MN, v, kv_state.values(), acc))
+    acc = finish_output(queue_output(p_dot_MN, kv.v, kv_state.values(), acc))
     kv.consumer_release_kept_k(kv_before)
     if not params.tile.OUT_IN_Q:
         q.consumer_release_after_mma(q_state)

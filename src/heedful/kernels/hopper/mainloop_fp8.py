@@ -5,11 +5,7 @@ M query rows, N keys, D qk dim, E v dim, L lanes that share a row, C sums of a l
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from heedful.kernels.hopper.block_range import n_block_at, n_block_count, needs_mask, next_masked
 from heedful.kernels.hopper.mask import apply_mask

@@ -8,31 +8,24 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
+def _at_barrier(DOES: gl.constexpr, barrier):
+    """DOES: what two consumers do there, in PTX."""
+    WORDS: gl.constexpr = f"{DOES} $1, 256; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(WORDS, "=r,r", [gl.to_tensor(barrier)], gl.int32, False, 1)
+
+
+@gluon.jit
 def pingpong_sync(params, CONSUMER: gl.constexpr):
     """Waits until the consumer before this one has queued its matrix products."""
     if params.tile.PINGPONG:
-        gl.inline_asm_elementwise(
-            "bar.sync $1, 256; mov.u32 $0, 0;",
-            "=r,r",
-            [gl.to_tensor(8 + CONSUMER)],
-            gl.int32,
-            False,
-            1,
-        )
+        _at_barrier("bar.sync", 8 + CONSUMER)
 
 
 @gluon.jit
 def pingpong_arrive(params, CONSUMER: gl.constexpr):
     """Lets the next consumer queue its matrix products."""
     if params.tile.PINGPONG:
-        gl.inline_asm_elementwise(
-            "bar.arrive $1, 256; mov.u32 $0, 0;",
-            "=r,r",
-            [gl.to_tensor(8 + (CONSUMER + 1) % params.tile.CONSUMERS)],
-            gl.int32,
-            False,
-            1,
-        )
+        _at_barrier("bar.arrive", 8 + (CONSUMER + 1) % params.tile.CONSUMERS)
 
 
 @gluon.jit

@@ -46,8 +46,7 @@ def decode(params, index):
         batch = gl.load(entry)
         index -= gl.load(entry + 1) * heads
         row_blocks = gl.cdiv(
-            sequence(params.seqs.cu_q, batch, params.seqs.seqlen_q)[1],
-            ROWS * params.tile.CONSUMERS,
+            sequence(params.seqs.cu_q, batch, params.seqs.seqlen_q)[1], ROWS * params.tile.CONSUMERS
         )
     head, block = l2_swizzle(
         index, row_blocks, heads, params.order.l2_heads, params.order.l2_groups

@@ -124,5 +124,5 @@ def key_gradients(
     dv_NE = tl.where(used_N, dv_NE * dropout.inverse_keep, 0.0)
     dk = row_base(io.dk, b, g, place.token_k)
     dv = row_base(io.dv, b, g, place.token_k)
-    store_rows(dk, dk_ND, io.dk.stride_n, col0, place.stored_k, D, N, tile.BLOCK_D)
-    store_rows(dv, dv_NE, io.dv.stride_n, col0, place.stored_k, E, N, tile.BLOCK_E)
+    store_rows(dk, dk_ND, io.dk.stride_n, col0, place.stored_k, D)
+    store_rows(dv, dv_NE, io.dv.stride_n, col0, place.stored_k, E)

@@ -97,4 +97,4 @@ def query_gradients(
 
     dq_MD = tl.where(exists_M[:, None], dq_MD * mods.scale, 0.0)
     dq = row_base(io.dq, b, h, place.token_q)
-    store_rows(dq, dq_MD, io.dq.stride_n, row0, place.stored_q, D, M, tile.BLOCK_D)
+    store_rows(dq, dq_MD, io.dq.stride_n, row0, place.stored_q, D)

@@ -65,7 +65,7 @@ def combine_splits(
         m_M = new_M
     acc_ME *= (1.0 / tl.where(l_M == 0.0, 1.0, l_M))[:, None]
     out = row_base(io.out, b, h, 0)
-    store_rows(out, acc_ME, io.out.stride_n, row0, rows, HEAD_DIM_V, BLOCK_M, BLOCK_E)
+    store_rows(out, acc_ME, io.out.stride_n, row0, rows, HEAD_DIM_V)
     if io.lse.ptr is not None:
         lse_out = io.lse.ptr + (b * io.lse.stride_b + h * io.lse.stride_h)
         tl.store(lse_out + rows_M, m_M + tl.log2(l_M) * LN2, mask=rows_M < rows)

@@ -13,46 +13,35 @@ from heedful.kernels.common.philox import origin_of, philox_words, seed_words
 
 
 @triton.jit
-def keep_quads(
-    key0, key1, threshold, row, col, head, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
-    """Kept scores of the tile from (row, col) on, with col % 4 == 0: one draw per 4 columns."""
-    rows_M = (row + tl.arange(0, BLOCK_M)).to(tl.uint32)
-    quads_N = (col + 4 * tl.arange(0, BLOCK_N // 4)).to(tl.uint32) >> 2
-    zero_MN = tl.zeros([BLOCK_M, BLOCK_N // 4], tl.uint32)
-    w0, w1, w2, w3 = philox_words(
-        zero_MN + quads_N[None, :],
-        zero_MN + rows_M[:, None],
-        zero_MN + head,
-        zero_MN + seq,
-        key0,
-        key1,
-    )
-    # join adds an innermost axis, so [.., x, y] holds word 2 * x + y.
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    return tl.reshape(words, [BLOCK_M, BLOCK_N]) < threshold
+def draw(words, cols_N, rows_M, head, seq):
+    """The four Philox words of each row and fourth column."""
+    key0, key1, _ = words
+    zero_MN = tl.zeros([rows_M.shape[0], cols_N.shape[0]], tl.uint32)
+    places = zero_MN + cols_N[None, :], zero_MN + rows_M[:, None], zero_MN + head, zero_MN + seq
+    return philox_words(*places, key0, key1)
 
 
 @triton.jit
-def keep_singles(
-    key0, key1, threshold, row, col, head, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):
+def keep_quads(words, row, col, head, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Kept scores of the tile from (row, col) on, with col % 4 == 0: one draw per 4 columns."""
+    rows_M = (row + tl.arange(0, BLOCK_M)).to(tl.uint32)
+    quads_N = (col + 4 * tl.arange(0, BLOCK_N // 4)).to(tl.uint32) >> 2
+    w0, w1, w2, w3 = draw(words, quads_N, rows_M, head, seq)
+    # join adds an innermost axis, so [.., x, y] holds word 2 * x + y.
+    drawn = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.reshape(drawn, [BLOCK_M, BLOCK_N]) < words[2]
+
+
+@triton.jit
+def keep_singles(words, row, col, head, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Kept scores of the tile from (row, col) on for any col: one draw per score."""
     rows_M = (row + tl.arange(0, BLOCK_M)).to(tl.uint32)
     cols_N = (col + tl.arange(0, BLOCK_N)).to(tl.uint32)
-    zero_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.uint32)
-    w0, w1, w2, w3 = philox_words(
-        zero_MN + (cols_N >> 2)[None, :],
-        zero_MN + rows_M[:, None],
-        zero_MN + head,
-        zero_MN + seq,
-        key0,
-        key1,
-    )
-    which_MN = zero_MN + (cols_N & 3)[None, :]
+    w0, w1, w2, w3 = draw(words, cols_N >> 2, rows_M, head, seq)
+    which_MN = (cols_N & 3)[None, :]
     low = tl.where(which_MN == 0, w0, w1)
     high = tl.where(which_MN == 2, w2, w3)
-    return tl.where(which_MN < 2, low, high) < threshold
+    return tl.where(which_MN < 2, low, high) < words[2]
 
 
 @triton.jit
@@ -71,13 +60,12 @@ def keep_tile(
 ):
     """Kept scores [M, N] of the tile from (row0, col0) on of head h in sequence b. Indices in the
     whole problem are modulo 2^32. words: as `dropout_words` gives them."""
-    key0, key1, threshold = words
     origin_b, origin_h, origin_m, origin_n = origin_of(dropout)
     row = origin_m + row0
     col = origin_n + col0
     head = (origin_h + h).to(tl.uint32)
     seq = (origin_b + b).to(tl.uint32)
     if dropout.IS_QUAD:
-        return keep_quads(key0, key1, threshold, row, col, head, seq, BLOCK_M, BLOCK_N)
+        return keep_quads(words, row, col, head, seq, BLOCK_M, BLOCK_N)
     else:
-        return keep_singles(key0, key1, threshold, row, col, head, seq, BLOCK_M, BLOCK_N)
+        return keep_singles(words, row, col, head, seq, BLOCK_M, BLOCK_N)

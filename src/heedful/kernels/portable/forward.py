@@ -52,28 +52,22 @@ from heedful.kernels.portable.unused import clear_gaps
 
 @triton.jit
 def softmax_step(
-    s_MN,
-    m_M,
-    l_M,
-    scale,
-    IS_ADJUSTED: tl.constexpr,
-    IS_EXACT: tl.constexpr,
-    IS_SAFE: tl.constexpr,
+    s_MN, m_M, l_M, scale, mods: ScoreMods, IS_EXACT: tl.constexpr, IS_SAFE: tl.constexpr
 ):
     """(probabilities, new maximum, new sum, factor for what was summed before).
 
-    IS_ADJUSTED: scores and maximum are in natural units; else scores are raw, the maximum is in
-    log2 units, and the scale is folded into the exponent.
+    mods.IS_ADJUSTED: scores and maximum are in natural units; else scores are raw, the maximum is
+    in log2 units, and the scale is folded into the exponent.
     IS_SAFE: a row may have seen no key yet.
     """
     top_M = tl.max(s_MN, 1)
-    if not IS_ADJUSTED:
+    if not mods.IS_ADJUSTED:
         top_M = top_M * (scale * LOG2E)
     new_M = tl.maximum(m_M, top_M)
     base_M = new_M
     if IS_SAFE:
         base_M = finite_or_zero(new_M)
-    if IS_ADJUSTED:
+    if mods.IS_ADJUSTED:
         p_MN = exponential(s_MN - base_M[:, None], IS_EXACT)
         alpha_M = exponential(m_M - base_M, IS_EXACT)
     else:
@@ -98,32 +92,14 @@ def raw_scores(
     """q k^T of a tile of keys. q_MR: columns of q that BLOCK_D leaves, if BLOCK_R > 0."""
     MAIN_DIM: tl.constexpr = tile.HEAD_DIM if tile.BLOCK_R == 0 else tile.BLOCK_D
     k_ND = load_keys(
-        keys,
-        io.k,
-        descales.k,
-        cache,
-        col0,
-        MAIN_DIM,
-        tile.BLOCK_N,
-        tile.BLOCK_D,
-        descales.KV_GROUP,
-        descales.IS_INT4,
-        IS_MASKED,
+        keys, io.k, descales.k, cache, descales, tile, col0, MAIN_DIM, tile.BLOCK_D, IS_MASKED
     ).to(q_MD.dtype)
     s_MN = product_of_rows(q_MD, k_ND, tile.PRECISION, IS_EXACT)
     if tile.BLOCK_R > 0:
+        REST: tl.constexpr = tile.HEAD_DIM - MAIN_DIM
+        rest = Keys(keys.base + tile.BLOCK_D, keys.pages, keys.groups, keys.token, keys.count)
         k_NR = load_keys(
-            Keys(keys.base + tile.BLOCK_D, keys.pages, keys.groups, keys.token, keys.count),
-            io.k,
-            descales.k,
-            cache,
-            col0,
-            tile.HEAD_DIM - MAIN_DIM,
-            tile.BLOCK_N,
-            tile.BLOCK_R,
-            descales.KV_GROUP,
-            descales.IS_INT4,
-            IS_MASKED,
+            rest, io.k, descales.k, cache, descales, tile, col0, REST, tile.BLOCK_R, IS_MASKED
         ).to(q_MD.dtype)
         s_MN = plus_product(s_MN, q_MR, tl.trans(k_NR), tile.PRECISION, IS_EXACT)
     return s_MN
@@ -202,16 +178,7 @@ def store_results(
         starts = split * io.lse.stride_s + place.b * io.lse.stride_b + place.h * io.lse.stride_h
         lse = io.lse.ptr + (starts + place.token_q)
         tl.store(lse + rows_M, lse_M, mask=rows_M < place.stored_q)
-    store_rows(
-        base,
-        acc_ME,
-        io.out.stride_n,
-        row0,
-        place.stored_q,
-        tile.HEAD_DIM_V,
-        tile.BLOCK_M,
-        tile.BLOCK_E,
-    )
+    store_rows(base, acc_ME, io.out.stride_n, row0, place.stored_q, tile.HEAD_DIM_V)
 
 
 @triton.jit
@@ -229,6 +196,7 @@ def attention_forward(
 ):
     """out (.., M, H, E) and lse (B, H, M), or float32 partial ones with a leading split."""
     MAIN_DIM: tl.constexpr = tile.HEAD_DIM if tile.BLOCK_R == 0 else tile.BLOCK_D
+    E: tl.constexpr = tile.HEAD_DIM_V
     HAS_BIAS: tl.constexpr = mods.bias.ptr is not None
     IS_EXACT: tl.constexpr = io.q.ptr.dtype.element_ty == tl.float32
     IS_FP8: tl.constexpr = io.q.ptr.dtype.element_ty.is_fp8()
@@ -240,18 +208,9 @@ def attention_forward(
     row0 = block * tile.BLOCK_M
     if sequences.cu_q is not None:
         share, shares = tl.program_id(0), tl.num_programs(0)
+        cu_q, total, batch, heads_q = sequences.cu_q, sequences.seqlen_q, shape.batch, shape.heads_q
         clear_gaps(
-            io.out,
-            io.lse,
-            split,
-            sequences.cu_q,
-            sequences.seqlen_q,
-            shape.batch,
-            shape.heads_q,
-            share,
-            shares,
-            tile.HEAD_DIM_V,
-            tile.BLOCK_E,
+            io.out, io.lse, split, cu_q, total, batch, heads_q, share, shares, E, tile.BLOCK_E
         )
     if row0 >= place.stored_q:
         return
@@ -297,7 +256,7 @@ def attention_forward(
                 s_MN, rows_M, row0, col0, place, head, mask, mods, tile, masked == 1
             )
             p_MN, m_M, l_M, alpha_M = softmax_step(
-                s_MN, m_M, l_M, scale, mods.IS_ADJUSTED, IS_EXACT, masked == 1 or HAS_BIAS
+                s_MN, m_M, l_M, scale, mods, IS_EXACT, masked == 1 or HAS_BIAS
             )
             if dropout.IS_ON:
                 keep_MN = keep_tile(
@@ -305,17 +264,7 @@ def attention_forward(
                 )
                 p_MN = tl.where(keep_MN, p_MN, 0.0)
             v_NE = load_keys(
-                values,
-                io.v,
-                descales.v,
-                cache,
-                col0,
-                tile.HEAD_DIM_V,
-                tile.BLOCK_N,
-                tile.BLOCK_E,
-                descales.KV_GROUP,
-                descales.IS_INT4,
-                masked == 1,
+                values, io.v, descales.v, cache, descales, tile, col0, E, tile.BLOCK_E, masked == 1
             ).to(DTYPE)
             acc_ME = plus_product(
                 acc_ME * alpha_M[:, None], p_MN.to(DTYPE), v_NE, tile.PRECISION, IS_EXACT

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args.kinds import Rows
-from heedful.kernels.args.shared import Descale, KVLayout
+from heedful.kernels.args.shared import Descale, Descales, KVLayout, Tile
 from heedful.kernels.common.sequences import within
 from heedful.kernels.portable.sequences import cache_row, load_rows, wide
 
@@ -60,15 +60,15 @@ def gather_keys(
     x: Rows,
     descale: Descale,
     cache: KVLayout,
+    descales: Descales,
+    tile: Tile,
     row0,
     DIM: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    KV_GROUP: tl.constexpr,
-    IS_INT4: tl.constexpr,
 ):
     """`load_keys` of rows found one by one: in pages, or quantised in groups of dims."""
-    rows = row0 + tl.arange(0, ROWS)
+    KV_GROUP: tl.constexpr = descales.KV_GROUP
+    rows = row0 + tl.arange(0, tile.BLOCK_N)
     dims = tl.arange(0, BLOCK)
     # Rows past the end are never loaded; their address repeats the last row's, a page that exists.
     place = keys.token + tl.minimum(rows, keys.count - 1)
@@ -81,7 +81,7 @@ def gather_keys(
         if KV_GROUP > 0:
             d_offsets = storage_rows(place, keys, cache, descale.stride_b, descale.stride_n)
     ok = (rows < keys.count)[:, None] & (dims < DIM)[None, :]
-    if IS_INT4:
+    if descales.IS_INT4:
         packed = tl.load(keys.base + offsets[:, None] + (dims // 2)[None, :], mask=ok, other=0)
         nibble = (packed.to(tl.int32) >> ((dims % 2) * 4)[None, :]) & 15
         # Two's complement of four bits.
@@ -103,18 +103,17 @@ def load_keys(
     x: Rows,
     descale: Descale,
     cache: KVLayout,
+    descales: Descales,
+    tile: Tile,
     row0,
     DIM: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    KV_GROUP: tl.constexpr,
-    IS_INT4: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Keys [row0, row0 + ROWS) as stored or, with descales of groups, in float32; zeros past the
-    sequence."""
-    if cache.table is None and KV_GROUP == 0:
+    """A tile of keys from row0 on as stored or, with descales of groups, in float32; zeros past the
+    sequence. descale: of these, k's or v's."""
+    if cache.table is None and descales.KV_GROUP == 0:
         start = keys.base + keys.token * x.stride_n
-        return load_rows(start, x.stride_n, row0, keys.count, DIM, ROWS, BLOCK, IS_MASKED)
+        return load_rows(start, x.stride_n, row0, keys.count, DIM, tile.BLOCK_N, BLOCK, IS_MASKED)
     else:
-        return gather_keys(keys, x, descale, cache, row0, DIM, ROWS, BLOCK, KV_GROUP, IS_INT4)
+        return gather_keys(keys, x, descale, cache, descales, tile, row0, DIM, BLOCK)

@@ -51,9 +51,9 @@ def rotated_rows(
 
 
 @triton.jit
-def scatter_rows(base, tile, offsets, exists, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def scatter_rows(base, tile, offsets, exists, DIM: tl.constexpr):
     """Stores a tile's first DIM columns at one element offset per row."""
-    dims = tl.arange(0, BLOCK)
+    dims = tl.arange(0, tile.shape[1])
     mask = exists[:, None] & (dims < DIM)[None, :]
     tl.store(base + offsets[:, None] + dims[None, :], tile.to(base.dtype.element_ty), mask=mask)
 
@@ -118,8 +118,8 @@ def append_keys(
     v_offsets_N = entry_N * io.v.stride_b + row_N * io.v.stride_n
     k = io.k.ptr + g * io.k.stride_h
     v = io.v.ptr + g * io.v.stride_h
-    scatter_rows(k, k_ND, k_offsets_N, exists_N, HEAD_DIM, BLOCK_D)
-    scatter_rows(v, v_NE, v_offsets_N, exists_N, HEAD_DIM_V, BLOCK_E)
+    scatter_rows(k, k_ND, k_offsets_N, exists_N, HEAD_DIM)
+    scatter_rows(v, v_NE, v_offsets_N, exists_N, HEAD_DIM_V)
 
 
 @triton.jit
@@ -143,4 +143,4 @@ def rotate_queries(
     q = row_base(io.q, b, h, 0)
     x_MD = rotated_rows(q, io.q, row0, seqlen, places_M, rotary, HEAD_DIM, BLOCK_M, BLOCK_D)
     rotated = row_base(io.rotated, b, h, 0)
-    store_rows(rotated, x_MD, io.rotated.stride_n, row0, seqlen, HEAD_DIM, BLOCK_M, BLOCK_D)
+    store_rows(rotated, x_MD, io.rotated.stride_n, row0, seqlen, HEAD_DIM)

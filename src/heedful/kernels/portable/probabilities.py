@@ -19,12 +19,7 @@ from heedful.kernels.args.shared import (
 )
 from heedful.kernels.portable.dropout import dropout_words, keep_tile
 from heedful.kernels.portable.keys import keys_of, load_keys
-from heedful.kernels.portable.scores import (
-    descaled,
-    head_mods,
-    lse_to_subtract,
-    probabilities,
-)
+from heedful.kernels.portable.scores import descaled, head_mods, lse_to_subtract, probabilities
 from heedful.kernels.portable.sequences import load_rows, place_of_queries, row_base, wide
 
 
@@ -63,19 +58,9 @@ def signed_probabilities(
     head = head_mods(scale, place.b, place.h, mods, mask)
     q = row_base(io.q, place.b, place.h, place.token_q)
     q_MD = load_rows(q, io.q.stride_n, row0, len_q, D, M, tile.BLOCK_D, True).to(DTYPE)
-    k_ND = load_keys(
-        keys_of(io.k, descales.k, cache, place, descales.KV_GROUP),
-        io.k,
-        descales.k,
-        cache,
-        col0,
-        D,
-        N,
-        tile.BLOCK_D,
-        descales.KV_GROUP,
-        descales.IS_INT4,
-        True,
-    ).to(DTYPE)
+    keys = keys_of(io.k, descales.k, cache, place, descales.KV_GROUP)
+    k_ND = load_keys(keys, io.k, descales.k, cache, descales, tile, col0, D, tile.BLOCK_D, True)
+    k_ND = k_ND.to(DTYPE)
     rows_M = row0 + tl.arange(0, M)
     cols_N = col0 + tl.arange(0, N)
     exists_M = rows_M < len_q

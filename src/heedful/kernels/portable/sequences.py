@@ -72,18 +72,7 @@ def place_of(b, h, g, x: Sequences, shape: Shape, mask: Mask, IS_BOUNDED: tl.con
         len_q = tl.minimum(len_q, shape.longest_q)
         len_k = tl.minimum(len_k, shape.longest_k)
     off = mask.bottom_right * (len_k - len_q) + mask.shift
-    return Place(
-        b=wide(b),
-        h=wide(h),
-        g=wide(g),
-        token_q=token_q,
-        len_q=len_q,
-        stored_q=stored_q,
-        token_k=token_k,
-        len_k=len_k,
-        stored_k=stored_k,
-        off=off,
-    )
+    return Place(wide(b), wide(h), wide(g), token_q, len_q, stored_q, token_k, len_k, stored_k, off)
 
 
 @triton.jit
@@ -232,20 +221,11 @@ def load_rows(
 
 
 @triton.jit
-def store_rows(
-    base,
-    tile,
-    stride_row,
-    row0,
-    count,
-    DIM: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def store_rows(base, tile, stride_row, row0, count, DIM: tl.constexpr):
     """Stores a tile's first DIM columns at rows [row0, count)."""
     base += wide(row0) * stride_row
-    rows = tl.arange(0, ROWS)
-    dims = tl.arange(0, BLOCK)
+    rows = tl.arange(0, tile.shape[0])
+    dims = tl.arange(0, tile.shape[1])
     ptrs = base + rows[:, None] * stride_row + dims[None, :]
     mask = (rows < count - row0)[:, None] & (dims < DIM)[None, :]
     tl.store(ptrs, tile.to(base.dtype.element_ty), mask=mask)

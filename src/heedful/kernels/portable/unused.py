@@ -28,7 +28,7 @@ def fill_rows(
     """Writes VALUE into rows [begin, end)."""
     tile = tl.full([ROWS, BLOCK], VALUE, tl.float32)
     for row0 in range(begin, end, ROWS):
-        store_rows(base, tile, stride_row, row0, end, DIM, ROWS, BLOCK)
+        store_rows(base, tile, stride_row, row0, end, DIM)
 
 
 # Rows that a program clears at a time.
