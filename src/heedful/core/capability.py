@@ -6,6 +6,7 @@ The planner, the tests and docs/support-matrix.md are all made from ROWS.
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import (
@@ -295,6 +296,19 @@ def _sdpa_mask(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None
 
 
+def _on_cpus(
+    backend: str, framework: str, least: tuple[int, ...], module: str
+) -> tuple[KernelRow, ...]:
+    """The rows of a framework's own backend for CPUs, which takes every call."""
+    common: dict[str, Any] = {"max_dim": MAX_HEAD_DIM, "least": ((framework, least),)}
+    common |= {"module": module, "framework": framework}
+    here, dtypes = {"cpu": "run"}, (*_FLOATS, *_FP8)
+    return (
+        KernelRow(backend, "forward", here, dtypes, _EVERY_FEATURE, _QUANTIZED, **common),
+        KernelRow(backend, "backward", here, _FLOATS, _EVERY_FEATURE, **common),
+    )
+
+
 _PORTABLE_LEVELS = {
     "sm_90": "run",
     "sm_80": "compile-only",
@@ -439,52 +453,8 @@ ROWS: tuple[KernelRow, ...] = (
         module="heedful.cpu.sdpa",
         framework="torch",
     ),
-    KernelRow(
-        "cpu",
-        "forward",
-        {"cpu": "run"},
-        (*_FLOATS, *_FP8),
-        _EVERY_FEATURE,
-        kv_dtypes=_QUANTIZED,
-        max_dim=MAX_HEAD_DIM,
-        least=(("torch", (2, 11)),),
-        module="heedful.cpu",
-        framework="torch",
-    ),
-    KernelRow(
-        "cpu",
-        "backward",
-        {"cpu": "run"},
-        _FLOATS,
-        _EVERY_FEATURE,
-        max_dim=MAX_HEAD_DIM,
-        least=(("torch", (2, 11)),),
-        module="heedful.cpu",
-        framework="torch",
-    ),
-    KernelRow(
-        "scan",
-        "forward",
-        {"cpu": "run"},
-        (*_FLOATS, *_FP8),
-        _EVERY_FEATURE,
-        kv_dtypes=_QUANTIZED,
-        max_dim=MAX_HEAD_DIM,
-        least=(("jax", (0, 10)),),
-        module="heedful.jax.tiled",
-        framework="jax",
-    ),
-    KernelRow(
-        "scan",
-        "backward",
-        {"cpu": "run"},
-        _FLOATS,
-        _EVERY_FEATURE,
-        max_dim=MAX_HEAD_DIM,
-        least=(("jax", (0, 10)),),
-        module="heedful.jax.tiled",
-        framework="jax",
-    ),
+    *_on_cpus("cpu", "torch", (2, 11), "heedful.cpu"),
+    *_on_cpus("scan", "jax", (0, 10), "heedful.jax.tiled"),
 )
 
 

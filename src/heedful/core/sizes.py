@@ -341,10 +341,7 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     config = plan.configs["hopper.backward"]
     assert isinstance(config, HopperBackwardConfig)
     rows = config.block_m
-    q_blocks, key_blocks = (
-        ceil_div(problem.seqlen_q, rows),
-        ceil_div(stored_k, config.block_n),
-    )
+    q_blocks, key_blocks = (ceil_div(problem.seqlen_q, rows), ceil_div(stored_k, config.block_n))
     blocks = problem.batch * q_blocks
     if problem.total_q is not None:
         blocks = problem.total_q // rows + problem.batch

@@ -142,11 +142,7 @@ class HopperForwardConfig(HopperConfig):
             rescale = "exact"
         fits = _results_fit(problem, tail_d, tail_e)
         return replace(
-            self,
-            tail_d=tail_d,
-            tail_e=tail_e,
-            rescale=rescale,
-            out_in_q=self.out_in_q and fits,
+            self, tail_d=tail_d, tail_e=tail_e, rescale=rescale, out_in_q=self.out_in_q and fits
         )
 
 

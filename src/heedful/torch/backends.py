@@ -38,10 +38,7 @@ Backward = Callable[..., Gradients]
 
 
 def prepare(
-    problem: AttentionProblem,
-    x: Operands,
-    backend: str | None = None,
-    notes: tuple[str, ...] = (),
+    problem: AttentionProblem, x: Operands, backend: str | None = None, notes: tuple[str, ...] = ()
 ):
     """The runner of a problem on the device of `x.q`.
 

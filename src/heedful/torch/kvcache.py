@@ -12,13 +12,7 @@ from heedful.core.describe_cache import attention_part, check_cache, last_rotate
 from heedful.core.operands import Operands
 from heedful.torch import library
 from heedful.torch.adapt import adapt, adaptations, autocast, dense_rows
-from heedful.torch.cache_update import (
-    DeviceUpdate,
-    update_cache,
-    updater,
-    used_keys,
-    with_used,
-)
+from heedful.torch.cache_update import DeviceUpdate, update_cache, updater, used_keys, with_used
 from heedful.torch.calls import CALLS, Call, out_key, tensor_key, tensor_keys
 from heedful.torch.checks import (
     FLOATS,
@@ -216,10 +210,7 @@ class CacheCall:
         self.update = None
         if update.k is not None:
             self.update = updater(
-                adapt(given, adaptations(given, problem)),
-                update,
-                problem.mask.bounded,
-                plan,
+                adapt(given, adaptations(given, problem)), update, problem.mask.bounded, plan
             )
             # What cannot be compiled must fail before the cache is written.
             self.attention.runner.bind(out if self.prefix is None else None)

@@ -20,20 +20,8 @@ from heedful.torch.autograd_rules import (
     inference_autograd,
     no_second_derivative,
 )
-from heedful.torch.batching import (
-    attention_vmap,
-    backward_vmap,
-    inference_vmap,
-)
-from heedful.torch.calls import (
-    CALLS,
-    Call,
-    find,
-    make_seed,
-    results_of,
-    returned,
-    tensor_keys,
-)
+from heedful.torch.batching import attention_vmap, backward_vmap, inference_vmap
+from heedful.torch.calls import CALLS, Call, find, make_seed, results_of, returned, tensor_keys
 from heedful.torch.calls import attend as eager_attend
 from heedful.torch.checks import (
     attention_call,
@@ -68,34 +56,24 @@ _OPTIONS = ", ".join(f"{_TYPES[name]} {name}" for name in Options._fields)
 # torch.compile keeps its code on disk under the names of operators: once released, a new schema
 # wants a new name.
 LIBRARY = torch.library.Library("heedful", "DEF")
-LIBRARY.define(
+_SCHEMAS = (
     f"attention_v2({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
     " -> (Tensor out, Tensor lse, Tensor probs)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-LIBRARY.define(
     f"attention_v2_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
     f" {_OPTIONS}, bool bias_grad, bool kv_grad)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-# A gradient's gradient, which raises when it is computed: it can be traced where nobody wants it.
-LIBRARY.define(
+    # A gradient's gradient, which raises when it is computed: it can be traced where nobody wants
+    # it.
     "second_backward(Tensor grad, SymInt[] shape, ScalarType dtype) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-# Dense attention of which nothing but the output is wanted. The dispatcher takes as long for each
-# argument as for a tenth of the call, so that inference is not to pass 34 of them, and is to pass
-# four where all else is as usual.
-LIBRARY.define(
+    # Dense attention of which nothing but the output is wanted. The dispatcher takes as long for
+    # each argument as for a tenth of the call, so that inference is not to pass 34 of them, and is
+    # to pass four where all else is as usual.
     "inference(Tensor q, Tensor k, Tensor v, bool causal=False) -> Tensor out",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-LIBRARY.define(
     "inference.options(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal,"
     " int[] window_size, float softcap, int num_splits, str? backend) -> Tensor out",
-    tags=(torch.Tag.pt2_compliant_tag,),
 )
+for _schema in _SCHEMAS:
+    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
@@ -295,16 +273,15 @@ def _autocasting(name: str, count: int, device_type: str):
     return cast
 
 
-LIBRARY.impl("attention_v2", _attention, "CompositeExplicitAutograd")
-LIBRARY.impl("attention_v2_backward", _backward, "CompositeExplicitAutograd")
-LIBRARY.impl("second_backward", _second_backward, "CompositeExplicitAutograd")
-LIBRARY.impl("inference", _inference, "CompositeExplicitAutograd")
-LIBRARY.impl("inference.options", _inference_with, "CompositeExplicitAutograd")
-torch.library.register_fake("heedful::attention_v2", _attention_fake, lib=LIBRARY)
-torch.library.register_fake("heedful::attention_v2_backward", _backward_fake, lib=LIBRARY)
-torch.library.register_fake("heedful::second_backward", _second_backward_fake, lib=LIBRARY)
-torch.library.register_fake("heedful::inference", _inference_fake, lib=LIBRARY)
-torch.library.register_fake("heedful::inference.options", _inference_with_fake, lib=LIBRARY)
+for _name, _kernel, _fake in (
+    ("attention_v2", _attention, _attention_fake),
+    ("attention_v2_backward", _backward, _backward_fake),
+    ("second_backward", _second_backward, _second_backward_fake),
+    ("inference", _inference, _inference_fake),
+    ("inference.options", _inference_with, _inference_with_fake),
+):
+    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"heedful::{_name}", _fake, lib=LIBRARY)
 torch.library.register_vmap("heedful::attention_v2", attention_vmap, lib=LIBRARY)
 torch.library.register_vmap("heedful::attention_v2_backward", backward_vmap, lib=LIBRARY)
 LIBRARY.impl("attention_v2", partial(attention_autograd, _attention), "Autograd", with_keyset=True)

@@ -49,20 +49,8 @@ def flash_attn_qkvpacked_func(
     Returns, Raises: as flash_attn_func.
     """
     q, k, v = _unpacked("qkv", qkv)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **keywords,
-    )
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return flash_attn_func(q, k, v, *options, return_attn_probs, **keywords)
 
 
 def flash_attn_kvpacked_func(
@@ -88,20 +76,8 @@ def flash_attn_kvpacked_func(
     Returns, Raises: as flash_attn_func.
     """
     k, v = _unpacked("kv", kv)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **keywords,
-    )
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return flash_attn_func(q, k, v, *options, return_attn_probs, **keywords)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -128,24 +104,9 @@ def flash_attn_varlen_qkvpacked_func(
     Returns, Raises: as flash_attn_varlen_func.
     """
     q, k, v = _unpacked("qkv", qkv, True)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **keywords,
-    )
+    where = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return flash_attn_varlen_func(q, k, v, *where, *options, return_attn_probs, **keywords)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -175,24 +136,9 @@ def flash_attn_varlen_kvpacked_func(
     Returns, Raises: as flash_attn_varlen_func.
     """
     k, v = _unpacked("kv", kv, True)
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        deterministic,
-        return_attn_probs,
-        **keywords,
-    )
+    where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return flash_attn_varlen_func(q, k, v, *where, *options, return_attn_probs, **keywords)
 
 
 # Which function each packed form stands for.

@@ -9,13 +9,7 @@ from heedful.torch.checks import FLOATS, check_dtype, check_tensor
 from heedful.torch.plain import plain_flag, plain_int
 
 # Storage -> the largest magnitude it is used for; int4 and int8 are symmetric around 0.
-_TOP = {
-    "int4": 7,
-    "int8": 127,
-    "float8_e4m3fn": 448,
-    "float8_e4m3fnuz": 240,
-    "float8_e5m2": 57344,
-}
+_TOP = {"int4": 7, "int8": 127, "float8_e4m3fn": 448, "float8_e4m3fnuz": 240, "float8_e5m2": 57344}
 
 
 def quantize_kv(
@@ -72,10 +66,7 @@ def quantize_kv(
 
 
 def dequantize_kv(
-    packed: Tensor,
-    scale: Tensor,
-    shift: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
+    packed: Tensor, scale: Tensor, shift: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """What quantize_kv's result stands for: packed * scale + shift.
 

@@ -42,9 +42,7 @@ def _call(
         "mask": groups.mask(problem, buffers),
         "descales": groups.descales(problem, buffers),
         "order": TileOrder(
-            tiles=Scalar(launch.numbers["tiles"]),
-            l2_heads=None,
-            splits=Scalar(sizes.num_splits),
+            tiles=Scalar(launch.numbers["tiles"]), l2_heads=None, splits=Scalar(sizes.num_splits)
         ),
         "tile": portable.tile(problem, config, _divisor(buffers["q"])),
         "scale_log2": groups.number(problem.scale * math.log2(math.e)),

@@ -8,25 +8,8 @@ from collections.abc import Mapping
 
 from heedful.core.arrays import ArraySpec
 from heedful.core.problem import AttentionProblem
-from heedful.kernels.args.kinds import (
-    RowArray,
-    Rows,
-    RowVector,
-    ScoreArray,
-    SplitRows,
-    SplitRowVector,
-)
+from heedful.kernels.args import kinds, shared
 from heedful.kernels.args.portable import Rotary
-from heedful.kernels.args.shared import (
-    Descale,
-    Descales,
-    Dropout,
-    KVLayout,
-    Mask,
-    ScoreMods,
-    Sequences,
-    Shape,
-)
 from heedful.launch.spec import Pointer, Scalar
 
 Buffers = Mapping[str, ArraySpec]
@@ -47,6 +30,11 @@ def pointer(buffers: Buffers, name: str, aligned: bool = False) -> Pointer | Non
     """The address of an array, or None. aligned: promised to be a multiple of 16 bytes."""
     spec = buffers.get(name)
     return None if spec is None else Pointer(name, spec.dtype, aligned)
+
+
+def scalars(**values: int) -> dict[str, Scalar]:
+    """32-bit whole numbers by name."""
+    return {name: Scalar(value) for name, value in values.items()}
 
 
 def number(value: float) -> Scalar:
@@ -76,58 +64,60 @@ def lse_strides(shape: tuple[int, ...]) -> tuple[int, int]:
     return (0, strides[0]) if len(shape) == 2 else (strides[0], strides[1])
 
 
-def rows(buffers: Buffers, name: str, divisor: int = 1) -> Rows:
+def rows(buffers: Buffers, name: str, divisor: int = 1) -> kinds.Rows:
     """A (B, S, H, D) or (T, H, D) tensor whose strides are all multiples of `divisor`; one above 1
     promises an aligned address, too."""
     b, n, h = token_strides(buffers[name])
     strides = stride(b, divisor), row_stride(n, divisor), stride(h, divisor)
-    return Rows(pointer(buffers, name, divisor > 1), *strides)
+    return kinds.Rows(pointer(buffers, name, divisor > 1), *strides)
 
 
-def split_rows(buffers: Buffers, name: str, is_split: bool, divisor: int = 1) -> SplitRows:
+def split_rows(buffers: Buffers, name: str, is_split: bool, divisor: int = 1) -> kinds.SplitRows:
     """`rows` of an array that has a leading dim of splits, or of a whole one."""
     spec, lead = buffers[name], int(is_split)
     one = ArraySpec(spec.shape[lead:], spec.strides[lead:], spec.dtype)
     b, n, h = token_strides(one)
     s = spec.strides[0] if is_split else 0
     strides = stride(b, divisor), row_stride(n, divisor), stride(h, divisor)
-    return SplitRows(pointer(buffers, name, divisor > 1), stride(s, divisor), *strides)
+    return kinds.SplitRows(pointer(buffers, name, divisor > 1), stride(s, divisor), *strides)
 
 
-def row_vector(buffers: Buffers, name: str) -> RowVector:
+def row_vector(buffers: Buffers, name: str) -> kinds.RowVector:
     """A dense float32 (B, H, S) or (H, T) array."""
     spec = buffers.get(name)
     if spec is None:
-        return RowVector(None, None, None)
-    return RowVector(pointer(buffers, name), *map(stride, lse_strides(spec.shape)))
+        return kinds.RowVector(None, None, None)
+    return kinds.RowVector(pointer(buffers, name), *map(stride, lse_strides(spec.shape)))
 
 
-def split_row_vector(buffers: Buffers, name: str, is_split: bool) -> SplitRowVector:
+def split_row_vector(buffers: Buffers, name: str, is_split: bool) -> kinds.SplitRowVector:
     """`row_vector` of an array that has a leading dim of splits, or of a whole one."""
     spec = buffers.get(name)
     if spec is None:
-        return SplitRowVector(None, None, None, None)
+        return kinds.SplitRowVector(None, None, None, None)
     b, h = lse_strides(spec.shape[int(is_split) :])
     s = spec.strides[0] if is_split else 0
-    return SplitRowVector(pointer(buffers, name), stride(s), stride(b), stride(h))
+    return kinds.SplitRowVector(pointer(buffers, name), stride(s), stride(b), stride(h))
 
 
-def row_array(buffers: Buffers, name: str) -> RowArray:
+def row_array(buffers: Buffers, name: str) -> kinds.RowArray:
     """A (B, H, S) or (H, T) array with any strides, as autograd hands it out."""
     spec = buffers.get(name)
     if spec is None:
-        return RowArray(None, None, None, None)
+        return kinds.RowArray(None, None, None, None)
     b, h, m = spec.strides if len(spec.strides) == 3 else (0, *spec.strides)
-    return RowArray(pointer(buffers, name), stride(b), stride(h), row_stride(m))
+    return kinds.RowArray(pointer(buffers, name), stride(b), stride(h), row_stride(m))
 
 
-def score_array(buffers: Buffers, name: str) -> ScoreArray:
+def score_array(buffers: Buffers, name: str) -> kinds.ScoreArray:
     """A (B, H, M, N) array with any strides."""
     spec = buffers.get(name)
     if spec is None:
-        return ScoreArray(None, None, None, None, None)
+        return kinds.ScoreArray(None, None, None, None, None)
     b, h, m, n = spec.steps
-    return ScoreArray(pointer(buffers, name), stride(b), stride(h), row_stride(m), row_stride(n))
+    return kinds.ScoreArray(
+        pointer(buffers, name), stride(b), stride(h), row_stride(m), row_stride(n)
+    )
 
 
 def stored_keys(buffers: Buffers, page_size: int) -> int:
@@ -139,28 +129,28 @@ def stored_keys(buffers: Buffers, page_size: int) -> int:
     return buffers["block_table"].shape[1] * page_size if page_size else k[1]
 
 
-def sequences(problem: AttentionProblem, buffers: Buffers) -> Sequences:
+def sequences(problem: AttentionProblem, buffers: Buffers) -> shared.Sequences:
     """Where sequences lie, and how far any can reach."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
     seqlen_q = buffers["q"].shape[0] if problem.varlen_q else problem.seqlen_q
     seqlen_k = stored_keys(buffers, problem.page_size)
     pointers = (pointer(buffers, n) for n in names)
-    return Sequences._make((*pointers, Scalar(seqlen_q), Scalar(seqlen_k)))
+    return shared.Sequences._make((*pointers, Scalar(seqlen_q), Scalar(seqlen_k)))
 
 
-def shape(problem: AttentionProblem) -> Shape:
+def shape(problem: AttentionProblem) -> shared.Shape:
     """Sizes of the whole call."""
     p = problem
-    return Shape(*map(Scalar, (p.batch, p.heads_q, p.heads_k, p.seqlen_q, p.seqlen_k)))
+    return shared.Shape(*map(Scalar, (p.batch, p.heads_q, p.heads_k, p.seqlen_q, p.seqlen_k)))
 
 
-def mask(problem: AttentionProblem, buffers: Buffers) -> Mask:
+def mask(problem: AttentionProblem, buffers: Buffers) -> shared.Mask:
     """Which keys a query sees. A side without a bound reaches FAR."""
     given = problem.mask
     tree = buffers.get("tree_mask")
     # One tree for all sequences comes with a batch of 1.
     batch_stride = tree.strides[0] if tree and tree.shape[0] > 1 else 0
-    return Mask(
+    return shared.Mask(
         left=Scalar(min(given.left, FAR) if given.left >= 0 else FAR),
         right=Scalar(min(given.right, FAR) if given.right >= 0 else FAR),
         first=Scalar(min(given.first, FAR)),
@@ -174,10 +164,10 @@ def mask(problem: AttentionProblem, buffers: Buffers) -> Mask:
     )
 
 
-def score_mods(problem: AttentionProblem, buffers: Buffers) -> ScoreMods:
+def score_mods(problem: AttentionProblem, buffers: Buffers) -> shared.ScoreMods:
     """What makes scores of raw products."""
     alibi = buffers.get("alibi_slopes")
-    return ScoreMods(
+    return shared.ScoreMods(
         scale=number(problem.scale),
         softcap=number(problem.softcap),
         alibi=pointer(buffers, "alibi_slopes"),
@@ -203,17 +193,17 @@ def has_dropout(problem: AttentionProblem) -> bool:
     return (1.0 - problem.dropout_p) * 2.0**32 < 2.0**32
 
 
-def dropout(problem: AttentionProblem, buffers: Buffers) -> Dropout:
+def dropout(problem: AttentionProblem, buffers: Buffers) -> shared.Dropout:
     """Which probabilities are dropped, and what the others are multiplied by: at p = 1 none is
     kept."""
     keep = 1.0 - problem.dropout_p
     scale = number(1.0 / keep if keep > 0 else 0.0)
     if not has_dropout(problem):
-        return Dropout(None, None, scale, None, None, None, None, IS_ON=False, IS_QUAD=False)
+        return shared.Dropout(None, None, scale, None, None, None, None, IS_ON=False, IS_QUAD=False)
     origin = problem.dropout_origin
     # Behind the seed, where it is for the device to say which shard this is.
     is_read = "seed" in buffers and buffers["seed"].shape == (5,)
-    return Dropout(
+    return shared.Dropout(
         pointer(buffers, "seed"),
         Scalar(wrapped(int(keep * 2.0**32))),
         scale,
@@ -223,11 +213,11 @@ def dropout(problem: AttentionProblem, buffers: Buffers) -> Dropout:
     )
 
 
-def kv_layout(page_size: int, buffers: Buffers) -> KVLayout:
+def kv_layout(page_size: int, buffers: Buffers) -> shared.KVLayout:
     """Where keys lie in a cache."""
     table = buffers.get("block_table")
     is_cache = table is not None or "kv_batch_idx" in buffers
-    return KVLayout(
+    return shared.KVLayout(
         table=pointer(buffers, "block_table"),
         stride_tableb=stride(table.strides[0]) if table else None,
         page_size=Scalar(page_size) if table else None,
@@ -253,19 +243,19 @@ def rotary(buffers: Buffers, interleaved: bool, position0: int) -> Rotary:
     )
 
 
-def descales(problem: AttentionProblem, buffers: Buffers) -> Descales:
+def descales(problem: AttentionProblem, buffers: Buffers) -> shared.Descales:
     """Descales of (B, G), or beside the keys as (.., rows, G, groups)."""
     q, k, v = (_descale(problem, buffers, name) for name in "qkv")
-    return Descales(q, k, v, KV_GROUP=problem.kv_group, IS_INT4=problem.kv_dtype == "int4")
+    return shared.Descales(q, k, v, KV_GROUP=problem.kv_group, IS_INT4=problem.kv_dtype == "int4")
 
 
-def _descale(problem: AttentionProblem, buffers: Buffers, name: str) -> Descale:
+def _descale(problem: AttentionProblem, buffers: Buffers, name: str) -> shared.Descale:
     spec = buffers.get(f"{name}_descale")
     if spec is None:
-        return Descale(None, None, None, None, None)
+        return shared.Descale(None, None, None, None, None)
     pointers = pointer(buffers, f"{name}_descale"), pointer(buffers, f"{name}_shift")
     if name == "q" or not problem.kv_group:
         b, h = spec.strides
-        return Descale(*pointers, row_stride(b), None, row_stride(h))
+        return shared.Descale(*pointers, row_stride(b), None, row_stride(h))
     b, n, h = token_strides(spec)
-    return Descale(*pointers, stride(b), row_stride(n), stride(h))
+    return shared.Descale(*pointers, stride(b), row_stride(n), stride(h))

@@ -31,11 +31,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
 
 
 def _forward_call(
-    problem: AttentionProblem,
-    config: HopperForwardConfig,
-    sizes: Sizes,
-    buffers: Buffers,
-    lse: str,
+    problem: AttentionProblem, config: HopperForwardConfig, sizes: Sizes, buffers: Buffers, lse: str
 ) -> KernelCall:
     launch = sizes.launches["hopper.forward"]
     split = hopper_groups.split_kv(problem, buffers, sizes.num_splits)

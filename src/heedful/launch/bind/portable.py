@@ -20,21 +20,11 @@ from heedful.core.tiles import (
     combine_rows,
     pow2,
 )
+from heedful.kernels.args import portable as args
 from heedful.kernels.args.kinds import Rows
-from heedful.kernels.args.portable import (
-    BiasGradientsIO,
-    ClearOutsideIO,
-    ClearUnusedIO,
-    CombineIO,
-    KeyGradientsIO,
-    OwnShape,
-    ProbabilitiesIO,
-    QueryGradientsIO,
-    SinkGradientsIO,
-)
 from heedful.kernels.args.shared import ForwardIO, Tile, TileOrder
 from heedful.launch.bind import groups
-from heedful.launch.bind.groups import Buffers, pointer
+from heedful.launch.bind.groups import Buffers, pointer, scalars
 from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
 
 # Triton 3.6 miscompiles WGMMA over a 32-wide 16-bit tile that was loaded element by element (keys
@@ -139,8 +129,7 @@ def _forward_call(
 
 
 def _order(numbers: Mapping[str, int], splits: int = 1) -> TileOrder:
-    tiles, l2_heads = numbers["tiles"], numbers["l2_heads"]
-    return TileOrder(Scalar(tiles), Scalar(l2_heads), Scalar(splits))
+    return TileOrder(**scalars(**numbers, splits=splits))
 
 
 def clear_outside_call(problem: AttentionProblem, buffers: Buffers) -> KernelCall:
@@ -152,14 +141,12 @@ def clear_outside_call(problem: AttentionProblem, buffers: Buffers) -> KernelCal
         "unused.clear_outside",
         (CLEARING_PROGRAMS, 1, 1),
         CLEAR_UNUSED,
-        io=ClearOutsideIO(
+        io=args.ClearOutsideIO(
             cu_seqlens=pointer(buffers, "cu_seqlens_q"),
             out=groups.split_rows(buffers, "out", False, divisor),
             lse=groups.split_row_vector(buffers, "lse", False),
         ),
-        total=Scalar(total),
-        batch=Scalar(problem.batch),
-        heads=Scalar(heads),
+        **scalars(total=total, batch=problem.batch, heads=heads),
         DIM=dim,
         BLOCK=pow2(dim),
     )
@@ -182,16 +169,14 @@ def clear_call(
         "unused.clear_unused",
         (problem.batch * heads, 1, 1),
         CLEAR_UNUSED,
-        io=ClearUnusedIO(
+        io=args.ClearUnusedIO(
             cu_seqlens=pointer(buffers, f"cu_seqlens_{side}"),
             seqused=pointer(buffers, f"seqused_{side}"),
             leftpad=pointer(buffers, "leftpad_k") if side == "k" else None,
             x=groups.rows(buffers, x, divisor),
             y=rows_y,
         ),
-        seqlen=Scalar(buffers[x].shape[0 if packed else 1]),
-        batch=Scalar(problem.batch),
-        heads=Scalar(heads),
+        **scalars(seqlen=buffers[x].shape[0 if packed else 1], batch=problem.batch, heads=heads),
         DIM_X=dim,
         DIM_Y=dim_y,
         BLOCK_N=CLEAR_UNUSED.rows,
@@ -219,17 +204,14 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
         # One axis: the others end at 65,535, which sequences times heads can pass.
         (tiles * batch * heads, 1, 1),
         config,
-        io=CombineIO(
+        io=args.CombineIO(
             partial_out=groups.split_rows(buffers, part, True, divisor),
             partial_lse=groups.split_row_vector(buffers, part_lse, True),
             sink=None if sink is None else pointer(buffers, sink),
             out=groups.rows(buffers, "out", divisor),
             lse=groups.row_vector(buffers, "lse"),
         ),
-        rows=Scalar(rows),
-        heads=Scalar(heads),
-        splits=Scalar(splits),
-        tiles=Scalar(tiles),
+        **scalars(rows=rows, heads=heads, splits=splits, tiles=tiles),
         HEAD_DIM_V=dim,
         BLOCK_M=config.rows,
         BLOCK_E=pow2(dim),
@@ -246,7 +228,7 @@ def _probs_call(
         "probabilities.signed_probabilities",
         launch.grid,
         config,
-        io=ProbabilitiesIO(
+        io=args.ProbabilitiesIO(
             q=groups.rows(buffers, "q", divisor),
             k=groups.rows(buffers, "k", divisor),
             lse=groups.row_vector(buffers, "lse"),
@@ -254,8 +236,7 @@ def _probs_call(
         ),
         cache=groups.kv_layout(problem.page_size, buffers),
         descales=descales._replace(v=None),
-        tiles_m=Scalar(launch.numbers["tiles_m"]),
-        tiles_n=Scalar(launch.numbers["tiles_n"]),
+        **scalars(**launch.numbers),
         **_scores(problem, config, buffers, divisor),
     )
 
@@ -296,14 +277,13 @@ def _sink_gradients_call(buffers: Buffers) -> KernelCall:
         "backward_rows.sink_gradients",
         (buffers["sink"].shape[0], 1, 1),
         SINK_GRADIENTS,
-        io=SinkGradientsIO(
+        io=args.SinkGradientsIO(
             pointer(buffers, "sink"),
             groups.row_vector(buffers, "lse"),
             pointer(buffers, "delta"),
             pointer(buffers, "dsink"),
         ),
-        rows=Scalar(rows),
-        batch=Scalar(batch),
+        **scalars(rows=rows, batch=batch),
         BLOCK_M=SINK_GRADIENTS.rows,
     )
 
@@ -318,7 +298,7 @@ def _key_gradients_call(
         "backward_keys.key_gradients",
         launch.grid,
         config,
-        io=KeyGradientsIO(
+        io=args.KeyGradientsIO(
             lse=groups.row_vector(buffers, "lse"),
             delta=pointer(buffers, "delta"),
             **{name: groups.rows(buffers, name, divisor) for name in tensors},
@@ -339,7 +319,7 @@ def _query_gradients_call(
         "backward_queries.query_gradients",
         launch.grid,
         config,
-        io=QueryGradientsIO(
+        io=args.QueryGradientsIO(
             lse=groups.row_vector(buffers, "lse"),
             dlse=groups.row_array(buffers, "dlse"),
             delta=pointer(buffers, "delta"),
@@ -359,12 +339,12 @@ def _bias_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers
         "backward_bias.bias_gradients",
         (tiles * b * h, 1, 1),
         config,
-        io=BiasGradientsIO(
+        io=args.BiasGradientsIO(
             lse=groups.row_vector(buffers, "lse"),
             delta=pointer(buffers, "delta"),
             dbias=groups.score_array(buffers, "dbias"),
             **{name: groups.rows(buffers, name, divisor) for name in tensors},
         ),
-        own=OwnShape(*map(Scalar, (b, h, m, n))),
+        own=args.OwnShape(*map(Scalar, (b, h, m, n))),
         **_scores(problem, config, buffers, divisor),
     )

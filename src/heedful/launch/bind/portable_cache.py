@@ -4,7 +4,7 @@ from heedful.core.sizes import ceil_div
 from heedful.core.tiles import cache_rows, pow2
 from heedful.kernels.args.portable import AppendIO, RotateIO
 from heedful.launch.bind import groups
-from heedful.launch.bind.groups import Buffers, pointer, stored_keys
+from heedful.launch.bind.groups import Buffers, pointer, scalars, stored_keys
 from heedful.launch.bind.portable import kernel_call, shared_divisor
 from heedful.launch.spec import Program, Scalar
 
@@ -41,9 +41,7 @@ def append_kv(
         # Nothing is written to batch entries that the cache lacks, whatever names them.
         cache=cache._replace(entries=Scalar(buffers["k"].shape[0])),
         rotary=groups.rotary(buffers, interleaved, position0),
-        seqlen=Scalar(seqlen),
-        heads=Scalar(heads),
-        tiles=Scalar(tiles),
+        **scalars(seqlen=seqlen, heads=heads, tiles=tiles),
         capacity=Scalar(stored_keys(buffers, page_size)),
         HEAD_DIM=dim,
         HEAD_DIM_V=dim_v,
@@ -75,10 +73,7 @@ def rotary(
             rotated=groups.rows(buffers, "rotated", divisor),
         ),
         rotary=groups.rotary(buffers, interleaved, position0),
-        seqlen=Scalar(seqlen),
-        heads=Scalar(heads),
-        tiles=Scalar(tiles),
-        advance=Scalar(int(advance)),
+        **scalars(seqlen=seqlen, heads=heads, tiles=tiles, advance=int(advance)),
         HEAD_DIM=dim,
         BLOCK_M=config.rows,
         BLOCK_D=pow2(dim),
