@@ -1,5 +1,7 @@
 """How arrays are seen by TMA: every row of every sequence and page is found, and nothing else."""
 
+from typing import Any
+
 import pytest
 
 from heedful.core import configs
@@ -45,7 +47,7 @@ def test_more_rows_than_have_numbers_are_refused_by_the_plan(pages):
     """And those that are taken have a number that is no page."""
     cache = pages_of(pages, 2**10)
     q = ArraySpec.contiguous((1, 1, 2, 64), "bfloat16")
-    facts = storage(q, cache, cache, None)
+    facts: dict[str, Any] = {**storage(q, cache, cache, None)}
     problem = AttentionProblem.dense(1, 1, 64, 2, head_dim=64, page_size=16, used_k=True, **facts)
     if pages * 2**10 < 2**30:
         plan(problem, by_name("H200"), backend="hopper")
