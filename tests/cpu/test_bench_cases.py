@@ -1,12 +1,18 @@
 """What a benchmark times is what its tables say, in the words and numbers of those tables."""
 
 import dataclasses
+from unittest import mock
 
 import pytest
+import torch
 
 from heedful.bench.cases import GROUPS, PAGE, Case, cases
+from heedful.bench.peers import find
+from heedful.cli.bench import _compile_first
 from heedful.core.mask import MaskSpec
 from heedful.core.problem import AttentionProblem
+from heedful.launch import prebuild
+from support import standin
 
 DENSE = [
     f"{size} h{heads} d{dim}"
@@ -167,3 +173,17 @@ def test_a_name_tells_what_sets_a_case_apart():
     window = dataclasses.replace(plain.problem, mask=MaskSpec.of(False, (0, 4)))
     assert Case("forward", window).shape.endswith("float32 window 1")
     assert Case("forward", window).is_windowed and not plain.is_windowed
+
+
+@pytest.mark.parametrize("options", ["draws=1", "draws=1+last_waves=2"])
+def test_kernels_of_all_named_peers_are_compiled_beforehand(options):
+    pytest.importorskip("triton")
+    peers = [find("heedful"), find(f"heedful:hopper+{options}"), find("cudnn")]
+    with standin.gpu("H200"), mock.patch.object(prebuild, "compile_all") as compiled:
+        _compile_first(cases("kv_heads"), peers, torch.device("cpu"), 3)
+    (calls, jobs), _ = compiled.call_args
+    assert jobs == 3
+    made = [c.arguments for c, _ in calls if c.kernel.function == "backward"]
+    # Full and causal, drawn and not; lengths and heads are numbers.
+    assert len(made) == 4
+    assert sum("params.order.tile_counter" in arguments for arguments in made) == 2
