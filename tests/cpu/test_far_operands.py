@@ -88,7 +88,7 @@ def test_a_call_and_its_gradients_are_those_of_operands_nearby(dims):
         assert torch.equal(got, near_results()[result]), result
 
 
-def decode(**changed: int) -> tuple[Tensor, ...]:
+def decode(backend: str, **changed: int) -> tuple[Tensor, ...]:
     """A token appended to paged caches and attended over: out, and what was appended."""
     values = torch.Generator().manual_seed(0)
 
@@ -102,7 +102,7 @@ def decode(**changed: int) -> tuple[Tensor, ...]:
     for name, dim in changed.items():
         made[name] = far(made[name], dim)
     with standin.gpu(interprets=True, tiles=(16, 16)):
-        out = attend_cache(**made, causal=True)
+        out = attend_cache(**made, causal=True, backend=backend)
     pages = [made[name][[1, 2], [1, 1]] for name in ("k_cache", "v_cache")]
     return out, *pages
 
@@ -117,8 +117,9 @@ def decode(**changed: int) -> tuple[Tensor, ...]:
     ],
     ids=str,
 )
-def test_pages_and_new_keys_are_found_and_written_far_away(dims):
-    for got, want in zip(decode(**dims), decode(), strict=True):
+@pytest.mark.parametrize("backend", ["decode", "portable"])
+def test_pages_and_new_keys_are_found_and_written_far_away(backend, dims):
+    for got, want in zip(decode(backend, **dims), decode(backend), strict=True):
         assert torch.equal(got, want)
 
 

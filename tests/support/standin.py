@@ -282,7 +282,7 @@ def gpu(
     name: str = "", interprets: bool = False, tiles: tuple[int, int] | None = None
 ) -> Iterator[Gpu]:
     """While it is open, CPU tensors are this GPU's (a known device's name; by default one that the
-    portable kernels serve). tiles: of every kernel, in place of the tuned ones."""
+    portable kernels serve). tiles: of every kernel that has such, in place of the tuned ones."""
     machine, spec = Gpu(interprets), by_name(name or PORTABLE_GPU)
     stand_ins = {
         "device_spec": lambda _: spec,
@@ -317,7 +317,8 @@ def gpu(
 
 def _with_tiles(choose, tiles: TileConfig):
     def chosen(kernel, problem, spec):
-        return replace(choose(kernel, problem, spec), config=tiles)
+        made = choose(kernel, problem, spec)
+        return replace(made, config=tiles) if isinstance(made.config, TileConfig) else made
 
     return chosen
 

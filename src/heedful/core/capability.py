@@ -267,15 +267,27 @@ def _few_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None
 
 
+def _is_for_hopper(problem: AttentionProblem, device: DeviceSpec) -> bool:
+    """Whether the Hopper forward would take what the decode kernel leaves."""
+    if device.arch != "sm_90" or ITEM_BITS[problem.dtype] == 8:
+        return False
+    return not (problem.quantized_kv or problem.tree_mask or problem.page_size % 16)
+
+
+def _many_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Decode's products are those of one warp. Of more than 32 rows of a KV head it was not timed
+    beside the Hopper forward, whose products are a warpgroup's."""
+    rows = problem.seqlen_q * problem.group
+    if rows > 32 and _is_for_hopper(problem, device):
+        return f"hopper is preferred for {rows} query rows of a KV head: more than 32"
+    return None
+
+
 def _fills_by_whole_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     """Of 16-bit keys of one length, of which each KV head of a sequence is enough for a place of
     the device, the Hopper forward reads 64 x 8192 as fast, 16 x 16384 for 32 rows in 253 us and
     not 269 (H200, 2026-11-23). Where it would split them, or lengths differ, decode is faster."""
-    if device.arch != "sm_90" or ITEM_BITS[problem.dtype] == 8:
-        return None
-    if problem.quantized_kv or problem.tree_mask or problem.page_size % 16:
-        return None
-    if problem.ragged_k or problem.varlen_q:
+    if not _is_for_hopper(problem, device) or problem.ragged_k or problem.varlen_q:
         return None
     if _are_enough(problem.batch * problem.heads_k, device.units):
         return "hopper is preferred for as many KV heads of one length as fill the device"
@@ -339,7 +351,7 @@ ROWS: tuple[KernelRow, ...] = (
         dim_multiple=8,
         least=(("triton", (3, 6)),),
         gates=(_few_rows, _float_out, _scales_of_groups, _fp8_conversion),
-        unasked=(_fills_by_whole_heads,),
+        unasked=(_many_rows, _fills_by_whole_heads),
         configs=("decode.forward",),
         program="heedful.launch.bind.decode",
     ),

@@ -58,10 +58,10 @@ class Verdict:
 
 
 def backends_of(device: torch.device) -> list[str]:
-    """Every backend with a kernel for this device's architecture, best first."""
+    """Every backend of PyTorch with a kernel for this device's architecture, best first."""
     spec = device_spec(device)
-    found = [row.backend for row in capability.ROWS if row.level(spec) is not None]
-    return list(dict.fromkeys(found))
+    rows = [row for row in capability.ROWS if row.serves("torch")]
+    return list(dict.fromkeys(row.backend for row in rows if row.level(spec) is not None))
 
 
 def gated(device: torch.device) -> frozenset[str]:
