@@ -30,9 +30,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("num_splits", (0, 2))
-@pytest.mark.parametrize("arch", TARGETS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+def grid() -> list:
+    """Every case split and not: on one of the targets each by default."""
+    return [
+        pytest.param(arch, case, splits, marks=[pytest.mark.slow] * ((i + j + k) % 2))
+        for i, case in enumerate(CASES)
+        for j, arch in enumerate(TARGETS)
+        for k, splits in enumerate((0, 2))
+    ]
+
+
+@pytest.mark.parametrize("arch, case, num_splits", grid(), ids=str)
 def test_decode_is_within_budget(arch, case, num_splits):
     run(Emulated(arch, "decode"), replace(case, num_splits=num_splits))
 

@@ -28,7 +28,7 @@ import torch
 from heedful.core import configs
 from heedful.core.capability import Toolchain
 from heedful.core.device import by_name
-from heedful.core.tiles import TileConfig
+from heedful.core.tiles import DecodeConfig, TileConfig
 from heedful.launch import bound
 from heedful.launch.artifact import Artifact, lay_out
 from heedful.launch.interpret import run_call
@@ -318,7 +318,8 @@ def gpu(
 def _with_tiles(choose, tiles: TileConfig):
     def chosen(kernel, problem, spec):
         made = choose(kernel, problem, spec)
-        return replace(made, config=tiles) if isinstance(made.config, TileConfig) else made
+        has_own = isinstance(made.config, DecodeConfig)
+        return made if has_own else replace(made, config=tiles)
 
     return chosen
 
