@@ -1,0 +1,149 @@
+"""What comes ahead of the Hopper backward and behind it, run by Triton's interpreter: delta, what
+is cleared, and dQ out of sums that lie in the order of registers.
+
+They run in a process of their own: see `support.interpreted`.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from heedful.core.device import by_name
+from heedful.core.plan import plan
+from heedful.core.problem import AttentionProblem
+from heedful.launch import buffers, programs
+from heedful.launch.interpret import interpret
+from heedful.launch.spec import Program
+from support.hopper import whole_backward
+from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+
+HEADS = 4
+SCALE = 0.25
+UNTOUCHED = 7
+
+
+def whole(head_dim: int, lengths: list[int], packed: bool, deterministic: bool = False):
+    """A problem, its plan and its backward."""
+    total = sum(lengths) if packed else None
+    problem = AttentionProblem.dense(
+        *(len(lengths), max(lengths), max(lengths), HEADS, 2, head_dim),
+        dtype="float16",
+        needs_grad=True,
+        total_q=total,
+        total_k=total,
+        deterministic=deterministic,
+    )
+    problem = replace(problem, scale=SCALE)
+    with whole_backward():
+        chosen = plan(problem, by_name("H200"), backend="hopper")
+        assert chosen.backward == "hopper"
+        made = programs.program(chosen, "backward", buffers.backward(problem))
+    return problem, chosen.configs["hopper.backward"], made
+
+
+def call_of(made: Program, function: str) -> Program:
+    """That of a kernel alone."""
+    (call,) = (c for c in made.calls if c.kernel.function == function)
+    return Program((call,), ())
+
+
+def in_registers(rows: torch.Tensor, block_m: int) -> torch.Tensor:
+    """A query tile's sums as consumers' threads store them: halves of 128 rows, or of the columns
+    of 64; each thread in turn four of its numbers of a product, thread after thread."""
+    halves = rows.split(64, 0) if block_m == 128 else rows.split(rows.shape[1] // 2, 1)
+    stored = []
+    for half in halves:
+        of_threads = []
+        for thread in range(128):
+            row = thread // 32 * 16 + thread % 32 // 4
+            column = torch.arange(half.shape[1] // 8)[:, None] * 8 + thread % 4 * 2
+            first = half[row, column + torch.arange(2)]
+            second = half[row + 8, column + torch.arange(2)]
+            of_threads.append(torch.cat((first, second), 1))
+        stored.append(torch.stack(of_threads, 1).flatten())
+    return torch.cat(stored)
+
+
+LENGTHS = [([200, 200], False), ([130, 1, 0, 257], True)]
+
+
+@interpreted
+@pytest.mark.parametrize("lengths, packed", LENGTHS, ids=["dense", "packed"])
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 128, 136, 192, 200, 256])
+def test_dq_is_put_in_order_scaled_and_rounded(head_dim, lengths, packed):
+    torch.manual_seed(head_dim)
+    problem, config, made = whole(head_dim, lengths, packed)
+    (accum,) = (w.buffer.shape for w in made.workspaces if w.name == "dq_accum")
+    sums = torch.full(accum, torch.nan)
+    want = torch.randn(sum(lengths), HEADS, head_dim)
+    start, first = 0, 0
+    for b, length in enumerate(lengths):
+        if packed:
+            first = (start // config.block_m + b) * config.block_m
+        blocks = -(-length // config.block_m)
+        rows = torch.zeros(HEADS, blocks * config.block_m, accum[-1])
+        rows[:, :length, :head_dim] = want[start : start + length].transpose(0, 1)
+        for head in range(HEADS):
+            for block in range(blocks):
+                at = first + block * config.block_m
+                tile = rows[head, block * config.block_m : (block + 1) * config.block_m]
+                place = sums[head, at : at + config.block_m]
+                place.copy_(in_registers(tile, config.block_m).view_as(place))
+        start += length
+        first += blocks * config.block_m
+    arrays = {"dq_accum": sums, "dq": torch.full((sum(lengths), HEADS, head_dim), torch.nan).half()}
+    if packed:
+        starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        arrays |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    else:
+        arrays["dq"] = arrays["dq"].view(*problem.out_shape)
+    interpret(call_of(made, "backward_epilogue"), arrays)
+    assert torch.equal(arrays["dq"].view(want.shape), (want * SCALE).half())
+
+
+@interpreted
+@pytest.mark.parametrize("lengths, packed", LENGTHS, ids=["dense", "packed"])
+@pytest.mark.parametrize("head_dim, deterministic", [(64, True), (128, True), (200, False)])
+def test_delta_is_made_and_sums_turns_and_counter_are_cleared(
+    head_dim, deterministic, lengths, packed
+):
+    torch.manual_seed(head_dim)
+    problem, config, made = whole(head_dim, lengths, packed, deterministic)
+    shapes = {w.name: w.buffer for w in made.workspaces}
+    arrays = {
+        name: torch.full(shapes[name].shape, UNTOUCHED, dtype=getattr(torch, shapes[name].dtype))
+        for name in ("delta", "dq_accum", "turns", "tile_counter")
+        if name in shapes
+    }
+    assert ("turns" in arrays, "tile_counter" in arrays) == (deterministic, deterministic)
+    arrays["out"] = torch.randn(problem.out_shape).half()
+    arrays["dout"] = torch.randn(problem.out_shape).half()
+    arrays["lse"] = torch.randn(problem.lse_shape)
+    if packed:
+        starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        arrays |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    interpret(call_of(made, "backward_prologue"), arrays)
+    want = (arrays["out"].float() * arrays["dout"].float()).sum(-1).movedim(-1, -2)
+    torch.testing.assert_close(arrays["delta"], want)
+    used = torch.zeros(shapes["dq_accum"].shape[1] // config.block_m, dtype=torch.bool)
+    start = first = 0
+    for b, length in enumerate(lengths):
+        first = start // config.block_m + b if packed else first
+        used[first : first - (-length // config.block_m)] = True
+        start += length
+        first -= -length // config.block_m
+    cleared = arrays["dq_accum"].view(HEADS, len(used), -1)
+    assert not cleared[:, used].any() and (cleared[:, ~used] == UNTOUCHED).all()
+    if deterministic:
+        assert arrays["tile_counter"].item() == 0
+        turns = arrays["turns"].view(HEADS, len(used))
+        assert not turns[:, used].any() and (turns[:, ~used] == UNTOUCHED).all()
+
+
+@starts_interpreter
+def test_every_check_passes_in_the_interpreter():
+    pass_in_the_interpreter(__file__)
