@@ -15,10 +15,12 @@ from heedful.core.problem import AttentionProblem
 from heedful.inspector.nvidia import disassemble, measure, parse_sass
 from heedful.launch.bind import decode
 from heedful.launch.triton_compat import compile_kernel
+from support.decode import wide_decode
 
 TARGETS = ("sm_80", "sm_90", "gfx942", "gfx950")
 FP8 = {"gfx942": "float8_e4m3fnuz"}
 # Name: facts of the problem beside 4 sequences of 4096 keys, 32 heads over 8.
+MLA = {"heads_k": 1, "head_dim": 576, "head_dim_v": 512, "v_in_k": True, "used_k": True}
 PROBLEMS = {
     "plain": {},
     "lengths": {"used_k": True, "sink": True},
@@ -36,7 +38,11 @@ PROBLEMS = {
     "int4 groups": {"kv_dtype": "int4", "kv_group": 32},
     "parts": {"num_splits": 4, "used_k": True},
     "whole": {"num_splits": 1},
+    "MLA, 16 heads": {**MLA, "heads_q": 16, "page_size": 64},
+    "MLA, 128 heads": {**MLA, "heads_q": 128, "causal": True, "seqlen_q": 2},
 }
+# Where the loop over keys reloads what it keeps: tiles of 64 rows by 512 of outputs.
+RELOADS = {("MLA, 128 heads", "sm_90"): 32}
 
 
 def problem_of(name: str, arch: str) -> AttentionProblem:
@@ -47,7 +53,8 @@ def problem_of(name: str, arch: str) -> AttentionProblem:
         facts["mask"] = MaskSpec(left=1000, right=0)
     if facts.get("page_size"):
         facts["used_k"] = True
-    return AttentionProblem.dense(4, facts.pop("seqlen_q", 1), 4096, 32, 8, **facts)
+    heads = facts.pop("heads_q", 32), facts.pop("heads_k", 8)
+    return AttentionProblem.dense(4, facts.pop("seqlen_q", 1), 4096, *heads, **facts)
 
 
 def buffers_of(problem: AttentionProblem) -> dict[str, ArraySpec]:
@@ -80,7 +87,8 @@ def buffers_of(problem: AttentionProblem) -> dict[str, ArraySpec]:
 
 def compiled(name: str, arch: str):
     problem = problem_of(name, arch)
-    chosen = plan(problem, by_name(arch), backend="decode")
+    with wide_decode():
+        chosen = plan(problem, by_name(arch), backend="decode")
     (call,) = decode.forward(problem, chosen, buffers_of(problem)).calls
     return compile_kernel(call, arch)
 
@@ -111,7 +119,7 @@ def test_decode_compiles_without_spills(arch, name):
     found = compiled(name, arch)
     assert found.metadata.shared <= by_name(arch).shared_bytes
     if arch.startswith("sm_"):
-        assert not spills_over_keys(found.asm["cubin"])
+        assert spills_over_keys(found.asm["cubin"]) <= RELOADS.get((name, arch), 0)
     else:
         text = found.asm["amdgcn"]
         assert count(text, "vgpr_spill_count") == 0

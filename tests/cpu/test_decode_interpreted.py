@@ -26,6 +26,16 @@ from support.interpreted import interpreted, pass_in_the_interpreter, starts_int
 TILES = DecodeConfig(16, 16, programs=1, least_tiles=1)
 UNITS = 5
 PLAIN = Case(dtype="float16", backward=False, seqlen_q=3, seqlen_k=203, heads_q=6)
+MLA = replace(
+    PLAIN,
+    v_in_k=True,
+    seqlen_q=2,
+    heads_q=16,
+    heads_k=1,
+    head_dim=576,
+    head_dim_v=512,
+    seqlen_k=131,
+)
 CASES = (
     PLAIN,
     replace(PLAIN, seqlen_q=1, heads_q=8, head_dim=64, head_dim_v=128),
@@ -60,6 +70,16 @@ CASES = (
     replace(PLAIN, kv_dtype="int4", kv_group=16, page_size=4),
     replace(PLAIN, kv_dtype="float8_e4m3fn", page_size=16, causal=True),
     replace(PLAIN, kv_dtype="float8_e5m2", head_dim=48, tree_mask=True),
+    # Two tiles of rows and more, that read the same keys.
+    replace(PLAIN, seqlen_q=9, heads_q=8, causal=True, used="k", batch=3),
+    replace(PLAIN, seqlen_q=21, window=(60, 0), used="k", tree_mask=True),
+    replace(MLA, used="k", batch=3, causal=True),
+    replace(MLA, page_size=1, sink=True),
+    replace(MLA, page_size=64, heads_q=40, causal=True),
+    replace(MLA, seqlen_q=1, layout="offset", window=(90, 0)),
+    replace(MLA, head_dim=128, head_dim_v=128),
+    replace(MLA, head_dim=80, head_dim_v=64, kv_dtype="int8"),
+    replace(MLA, head_dim=100, head_dim_v=96, heads_q=4),
 )
 
 

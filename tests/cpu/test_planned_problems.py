@@ -161,6 +161,10 @@ OWN: list[tuple[Callable, dict[str, Any], dict[str, Any]]] = [
     (dense, {"bias": torch.randn(2, 4, 5, 7)}, {"bias": True}),
     (decode, {"k_cache": uneven(K)}, {"even_rows": False}),
     (decode, {"v_cache": uneven(V)}, {"even_rows": False}),
+    (decode, {"v_cache": K[..., :32]}, {"v_in_k": True}),
+    (decode, {"v_cache": K[..., 32:]}, {}),
+    # Another function's calls are not known by where their tensors lie.
+    (dense, {"v": K[..., :32]}, {}),
     (decode, {"cache_seqlens": ints(3, 2)}, {"used_k": True}),
     (decode, {"cache_batch_idx": ints(1, 0)}, {"kv_batch_idx": True}),
     (decode, {"cache_leftpad": ints(1, 0)}, {"leftpad_k": True}),
@@ -196,6 +200,20 @@ def test_nothing_is_recorded_where_gradients_are_off(function, keywords, facts):
     assert not problem.needs_grad and not problem.bias_grad
 
 
+def test_values_apart_are_not_taken_from_keys_that_others_lay_in():
+    """Calls that differ in nothing but where v lies have plans of their own, whoever came first."""
+    view, apart = K[..., :32], torch.randn_like(K)[..., :32]
+    assert view.stride() == apart.stride()
+    with planned() as found:
+        for v in (view, apart, view, apart, apart, view):
+            decode(v_cache=v)
+    assert [problem.v_in_k for problem, _ in found] == [True, False]
+    with planned() as found:
+        for v in (apart, view, apart):
+            decode(v_cache=v, out=torch.empty(2, 5, 4, 32))
+    assert [problem.v_in_k for problem, _ in found] == [False, True]
+
+
 class Onlooker(TorchDispatchMode):
     """Sees every operator, and changes nothing: calls go through torch's dispatcher."""
 
@@ -206,12 +224,12 @@ class Onlooker(TorchDispatchMode):
 @pytest.mark.parametrize(("function", "keywords", "facts"), ASKED, ids=words)
 def test_torchs_dispatcher_plans_the_same(function, keywords, facts):
     """Of an operator the log-sum-exp may be a result in any case, and nothing is written in place;
-    whether the bias has a gradient is known in its backward."""
+    whether the bias has a gradient is known in its backward, and that V lies in K is not known."""
     keywords = {name: value for name, value in keywords.items() if name != "out"}
     eager, its_x = the_plan(function, **keywords)
     with Onlooker():
         problem, x = the_plan(function, **keywords)
-    usual: dict[str, Any] = {"return_lse": True, "bias_grad": False}
+    usual: dict[str, Any] = {"return_lse": True, "bias_grad": False, "v_in_k": False}
     if not eager.needs_grad:
         usual["deterministic"] = False
     got, want = (replace(each, **usual) for each in (problem, eager))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import heedful.torch as heedful
 from support.budget import run
 from support.cases import Case
+from support.decode import wide_decode
 from support.prepared import Prepared
 from support.variants import FRESH
 
@@ -106,6 +107,45 @@ def problems(draw, variant: Case) -> Case:
         num_splits=draw(st.sampled_from((0, 0, 1, 4))),
         seed=draw(st.integers(0, 2**16)),
     )
+
+
+MLA = replace(
+    PLAIN, heads_q=16, heads_k=1, head_dim=576, head_dim_v=512, v_in_k=True, used="k", seqlen_q=1
+)
+WIDE = (
+    MLA,
+    replace(MLA, seqlen_q=2, heads_q=128, causal=True, batch=3),
+    replace(MLA, seqlen_q=4, page_size=1, causal=True),
+    replace(MLA, seqlen_q=3, heads_q=40, page_size=64, sink=True, dtype="float16"),
+    replace(MLA, page_size=16, batch=5, window=(300, 0)),
+    replace(MLA, seqlen_q=16, heads_q=128, causal=True, page_size=64),
+    replace(MLA, layout="heads_first", softcap=20.0),
+    # Narrow heads whose values are all of their keys.
+    replace(MLA, head_dim=128, head_dim_v=128, heads_k=2),
+    replace(MLA, head_dim=192, head_dim_v=128, kv_dtype="float8_e4m3fn"),
+)
+
+
+@pytest.mark.parametrize("num_splits", (0, 1, 3))
+@pytest.mark.parametrize("case", WIDE, ids=str)
+def test_values_that_lie_in_keys_are_within_the_error_budget(case, num_splits):
+    with wide_decode():
+        run(Prepared("decode"), replace(case, num_splits=num_splits), "cuda")
+
+
+def test_a_call_over_latent_vectors_runs_the_decode_kernel():
+    latent = torch.randn(40, 64, 1, 576, device="cuda", dtype=torch.bfloat16)
+    q = torch.randn(4, 1, 128, 576, device="cuda", dtype=torch.bfloat16)
+    table = torch.randperm(40, device="cuda").int().view(4, 10)
+    lengths = torch.tensor([640, 1, 0, 333], dtype=torch.int32, device="cuda")
+    given = {"cache_seqlens": lengths, "block_table": table}
+    with wide_decode():
+        text = heedful.explain(
+            heedful.flash_attn_with_kvcache, q, latent, latent[..., :512], **given
+        )
+        assert "forward   decode" in text
+        got = heedful.flash_attn_with_kvcache(q, latent, latent[..., :512], **given)
+    assert got[0].any() and not got[2].any()
 
 
 VARIANTS = variants(60)

@@ -19,6 +19,7 @@ BASE = Case(
     dtype="bfloat16",
     backward=False,
 )
+MLA = replace(BASE, batch=1, seqlen_k=75, head_dim=576, head_dim_v=512, v_in_k=True)
 CASES = [
     BASE,
     replace(BASE, causal=True, dtype="float16", used="k", sink=True),
@@ -27,6 +28,9 @@ CASES = [
     replace(BASE, kv_batch_idx=True, leftpad_k=True, head_dim=128, seqlen_q=1),
     replace(BASE, kv_dtype="int8", kv_group=64, kv_shift=True),
     replace(BASE, kv_dtype="int4", kv_group=32, page_size=5),
+    # Values that lie in keys: 80 rows are two tiles.
+    replace(MLA, heads_q=40, seqlen_q=2, causal=True, page_size=16),
+    replace(MLA, heads_q=8, seqlen_q=1, used="k", dtype="float16"),
 ]
 
 

@@ -20,6 +20,15 @@ from heedful.core.splits import choose_splits
 
 GOLDEN = Path(__file__).with_name("golden_gates.txt")
 DEVICES = ["H200", "A100", "RTX 3090", "RTX 4090", "B200", "MI300X", "MI355X", "CPU"]
+MLA = {"heads_k": 1, "head_dim": 576, "head_dim_v": 512, "v_in_k": True, "seqlen_q": 2}
+MLA_FACTS: list[dict] = [
+    {},
+    {"v_in_k": False},
+    {"heads_q": 2048},
+    {"kv_dtype": "int8"},
+    {"head_dim_v": 256},
+    {"head_dim": 320, "head_dim_v": 320},
+]
 GRAD = {"needs_grad": True}
 FP8 = {"dtype": "float8_e4m3fn"}
 
@@ -108,6 +117,7 @@ FACTS: list[dict] = [
     {"deterministic": True},
     {"deterministic": True, **GRAD},
     {"aligned": False},
+    *({**MLA, **facts} for facts in MLA_FACTS),
 ]
 
 

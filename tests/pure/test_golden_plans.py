@@ -29,6 +29,10 @@ PROBLEMS = [
     dense(1, 128, 65535, 16, head_dim=64),
     dense(1, 1, 131072, 32, 8),
     dense(64, 1, 8192, 32, 8, used_k=True, page_size=16),
+    *(
+        dense(64, 1, 8192, heads, 1, 576, head_dim_v=512, v_in_k=True, used_k=True, page_size=64)
+        for heads in (16, 128)
+    ),
     dense(8, 512, 512, 16, total_q=3000, total_k=3000, causal=True, needs_grad=True),
     dense(1, 16384, 16384, 16, mask=MaskSpec.of(True, (1024, 0)), needs_grad=True),
     dense(2, 512, 512, 16, softcap=30.0, alibi=True, bias=True, sink=True, dropout_p=0.1),

@@ -30,7 +30,8 @@ class Case:
     window: as flash-attn's window_size, a third element is `first`. alibi: "", "h" or "bh".
     bias: the dims that it really has, of "bhqk" ("" = no bias, "k" = a key bias).
     varlen: "", "q", "k" or "qk"; used: the same for seqused. layout: one of LAYOUTS, how q, k and v
-    lie in memory. kv_dtype: of a quantised cache, with kv_group values a scale.
+    lie in memory. v_in_k: v is the first columns of k. kv_dtype: of a quantised cache, with
+    kv_group values a scale.
     lens_q, lens_k: the lengths used; drawn from the seed, zero among them, when not given.
     """
 
@@ -62,6 +63,7 @@ class Case:
     kv_dtype: str = ""
     kv_group: int = 0
     kv_shift: bool = False
+    v_in_k: bool = False
     layout: str = "contiguous"
     backward: bool = True
     lse_grad: bool = True
@@ -113,7 +115,10 @@ def build(case: Case, device: torch.device | str = "cpu", draw: int = 0) -> Buil
     _poison(problem, x, dout, dlse)
     moved = (None if t is None else _to(t, device) for t in x)
     dout, dlse = (None if t is None else _to(t, device) for t in (dout, dlse))
-    return Built(case, problem, Operands(*moved), dout, dlse)
+    x = Operands(*moved)
+    if case.v_in_k:
+        x = x._replace(v=x.k[..., : problem.head_dim_v])
+    return Built(case, problem, x, dout, dlse)
 
 
 def _to(tensor: torch.Tensor, device) -> torch.Tensor:
@@ -195,6 +200,8 @@ def _arrays(case: Case, x: Operands, values: torch.Generator) -> dict:
             scales = torch.rand((case.batch, case.heads_k), generator=values) + 0.5
             made[f"{name}_descale"] = scales
     made |= {name: _laid_out(made[name], case.layout) for name in ("q", "k", "v")}
+    if case.v_in_k:
+        made["v"] = made["k"][..., :dim_v]
     made |= _score_arrays(case, values)
     return made
 
@@ -291,6 +298,7 @@ def _problem(case: Case, x: Operands) -> AttentionProblem:
         return_probs=case.return_probs,
         deterministic=case.deterministic,
         num_splits=case.num_splits,
+        v_in_k=case.v_in_k,
         **storage(array_spec(x.q), array_spec(x.k), array_spec(x.v), None),
         dropout_origin=case.dropout_origin,
     )

@@ -65,6 +65,7 @@ class ProblemOptions:
         bool, _option("batch strides of K or V no multiples of row strides", "--uneven-rows")
     ] = False
     far_rows: Annotated[bool, _option("rows 8 MiB apart or more", "--far-rows")] = False
+    v_in_k: Annotated[bool, _option("V is a view of K's first columns", "--v-in-k")] = False
 
     def problem(self) -> AttentionProblem:
         """Raises ValueError naming the option's argument."""
@@ -85,6 +86,7 @@ class ProblemOptions:
             "aligned": not self.unaligned,
             "even_rows": not self.uneven_rows,
             "near_rows": not self.far_rows,
+            "v_in_k": self.v_in_k,
         }
         same = ("alibi", "bias", "sink", "bias_grad", "deterministic")
         facts.update({name: getattr(self, name) for name in same})

@@ -63,7 +63,7 @@ class AttentionCall(NamedTuple):
 
     x: ArraySpecs, laid out as the caller gave them. needs_grad, bias_grad: whether a backward will
     follow, and whether it is to give the bias's gradient. out: where the result goes, if the caller
-    says so.
+    says so. v_in_k: v is a view of the first columns of k.
     """
 
     x: Operands
@@ -71,6 +71,7 @@ class AttentionCall(NamedTuple):
     needs_grad: bool = False
     bias_grad: bool = False
     out: ArraySpec | None = None
+    v_in_k: bool = False
 
 
 # As the classes, in less than half the time of a call of a class.

@@ -260,10 +260,37 @@ def _many_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
 DECODE_ROWS = 64  # of a KV head, that one tile takes
 
 
+# Row tiles of wide heads whose values lie in their keys: what reads them once is worth more.
+WIDE_TILES = 32
+WIDE_DIM, WIDE_REST = 256, 64  # a wider head is wide, and this is what keys may have past values
+
+
 def _few_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     rows = problem.seqlen_q * problem.group
-    if rows > DECODE_ROWS:
-        return f"{rows} query rows of a KV head: takes up to {DECODE_ROWS}"
+    most = DECODE_ROWS * (WIDE_TILES if problem.v_in_k and problem.head_dim > WIDE_DIM else 1)
+    if rows > most:
+        return f"{rows} query rows of a KV head: takes up to {most}"
+    return None
+
+
+def _wide_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Of head dims above 256 a row is read once: values lie in it."""
+    dim, dim_v = problem.head_dim, problem.head_dim_v
+    if max(dim, dim_v) <= WIDE_DIM:
+        return None
+    if not problem.v_in_k:
+        return f"head_dim {dim}: above {WIDE_DIM} takes a V that is a view of K"
+    if ITEM_BITS[problem.kv_dtype] != 16:
+        return f"head_dim {dim}: above {WIDE_DIM} takes caches of 16 bits"
+    if dim_v not in (256, 512) or dim - dim_v > WIDE_REST:
+        return f"head_dim {dim}: above {WIDE_DIM} takes {WIDE_REST} more than V's 256 or 512"
+    return None
+
+
+def untried_wide_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    dim = problem.head_dim
+    if dim > WIDE_DIM and device.arch == "sm_90":
+        return f"head_dim {dim} on sm_90, where no GPU has run it"
     return None
 
 
@@ -271,7 +298,8 @@ def _is_for_hopper(problem: AttentionProblem, device: DeviceSpec) -> bool:
     """Whether the Hopper forward would take what the decode kernel leaves."""
     if device.arch != "sm_90" or ITEM_BITS[problem.dtype] == 8:
         return False
-    return not (problem.quantized_kv or problem.tree_mask or problem.page_size % 16)
+    wide = max(problem.head_dim, problem.head_dim_v) > WIDE_DIM
+    return not (wide or problem.quantized_kv or problem.tree_mask or problem.page_size % 16)
 
 
 def _many_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
@@ -347,10 +375,13 @@ ROWS: tuple[KernelRow, ...] = (
             | {"head_dims_differ", "return_lse", "split_kv", "uneven_rows"}
         ),
         kv_dtypes=_QUANTIZED,
-        max_dim=256,
+        max_dim=MAX_HEAD_DIM,
         dim_multiple=8,
         least=(("triton", (3, 6)),),
-        gates=(_few_rows, _float_out, _scales_of_groups, _fp8_conversion),
+        gates=(
+            *(_few_rows, _wide_heads, untried_wide_heads),
+            *(_float_out, _scales_of_groups, _fp8_conversion),
+        ),
         unasked=(_many_rows, _fills_by_whole_heads),
         configs=("decode.forward",),
         program="heedful.launch.bind.decode",

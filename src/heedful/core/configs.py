@@ -384,11 +384,14 @@ def _decode(
 
     def when(problem: AttentionProblem) -> bool:
         fits = ITEM_BITS[problem.kv_dtype] <= bits and paged in (None, problem.page_size > 0)
-        return fits and problem.seqlen_q * problem.group <= rows
+        # Of more, which are tiles of 64, the planner takes those that it can.
+        return fits and (rows == 64 or problem.seqlen_q * problem.group <= rows)
 
     measured = _FITS
     if "sm_90" in archs:
         measured = _H200_DECODE if rows == 16 and max_dim == 128 else _NO_SPILLS
+        if rows == 64 and max_dim == 576:
+            measured = _LEAST_SPILLS
     elif archs == _CDNA:
         measured = _AMD
     config = DecodeConfig(rows, *tile, **how)
@@ -472,6 +475,17 @@ ROWS: list[ConfigRow] = [
     *(
         _decode(("*",), dim, rows, (keys, 4, 1))
         for dim, keys in ((128, 64), (256, 32))
+        for rows in (16, 32, 64)
+    ),
+    # Keys of 512 + 64, whose values lie in them.
+    *(
+        _decode(("sm_90",), 576, rows, (32, warps, 2 * stages - 1 if paged else stages), 16, paged)
+        for rows, warps, stages in ((16, 4, 3), (32, 4, 3), (64, 8, 2))
+        for paged in (True, False)
+    ),
+    *(
+        _decode(archs, 576, rows, (16, warps if rows == 64 else 4, stages), programs=1)
+        for archs, warps, stages in ((_CDNA, 4, 1), (_NVIDIA, 8, 2), (("*",), 8, 1))
         for rows in (16, 32, 64)
     ),
     *(

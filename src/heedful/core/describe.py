@@ -107,6 +107,7 @@ def check(call: AttentionCall, **stored: bool) -> AttentionProblem:
         return_probs=probs and drops,
         deterministic=options.deterministic,
         num_splits=options.num_splits,
+        v_in_k=call.v_in_k,
         # Without a mask to draw, all places are one: the same plan and kernels.
         dropout_origin=tuple(options.dropout_origin) if drops else (0, 0, 0, 0),
         **stored,

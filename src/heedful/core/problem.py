@@ -62,6 +62,7 @@ class AttentionProblem:
     aligned: all bases and strides are multiples of 16 bytes.
     even_rows: batch entries or pages of K and V begin whole numbers of rows apart, fewer than 2^30.
     near_rows: rows of Q, K, V and the output begin less than NEAR_BYTES apart.
+    v_in_k: V is a view of the first head_dim_v values of each row of K (MLA).
     dropout_origin: (batch, head, row, column) of this call's first score in the whole problem, so
         that a shard draws the mask that the unsharded call would.
     """
@@ -102,6 +103,7 @@ class AttentionProblem:
     aligned: bool = True
     even_rows: bool = True
     near_rows: bool = True
+    v_in_k: bool = False
     dropout_origin: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     def __post_init__(self):

@@ -277,17 +277,20 @@ def decode_tiles(config: DecodeConfig, problem: AttentionProblem) -> int:
 
 
 def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
-    """Programs for the whole device, as many for each KV head, unless there is less to do. Scratch
-    for two parts of each, or for all of a tile of rows that is split in a given number."""
+    """Programs for the whole device, as many for each line of units, unless there is less to do.
+    Scratch for two parts of each, or for all of a tile of rows that is split in a given number."""
     config, heads = plan.configs["decode.forward"], problem.heads_k
     assert isinstance(config, DecodeConfig)
     tiles = decode_tiles(config, problem)
-    units = tiles * (1 if problem.total_q is not None else problem.batch)
+    # Lines of a KV head, and units of a line.
+    rows, units = (1, tiles) if problem.total_q is not None else (tiles, problem.batch)
     parts = ceil_div(larger(1, problem.seqlen_k), config.block_n * config.least_tiles)
     if problem.num_splits:
         parts = smaller(parts, problem.num_splits)
-    shares = smaller(larger(1, plan.device.units * config.programs // heads), units * parts)
-    programs, units = shares * heads, units * heads
+    lines = rows * heads
+    places = plan.device.units * config.programs // larger(1, lines)
+    shares = smaller(larger(1, places), units * parts)
+    programs, units = shares * lines, units * lines
     numbers = {"tiles": tiles}
     launches = {"decode.forward": LaunchSizes((programs, 1, 1), numbers)}
     if problem.num_splits == 1:

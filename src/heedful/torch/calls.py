@@ -110,9 +110,20 @@ class Call:
         "wants_grad",
     )
 
-    def __init__(self, x: Operands, options: Options, grad: tuple[bool, bool], out, seed=None):
-        """Raises TypeError or ValueError for a call that cannot be."""
-        described = attention_call(x, options, grad, out, seed)
+    def __init__(
+        self,
+        x: Operands,
+        options: Options,
+        grad: tuple[bool, bool],
+        out,
+        seed=None,
+        v_in_k: bool = False,
+    ):
+        """v_in_k: v lies in k, as the caller's key for this call says.
+
+        Raises TypeError or ValueError for a call that cannot be.
+        """
+        described = attention_call(x, options, grad, out, seed)._replace(v_in_k=v_in_k)
         problem = describe(described)
         self.dropout = problem.dropout_p > 0
         own_seed = seed if self.dropout and isinstance(seed, Tensor) else None

@@ -73,6 +73,13 @@ def cache_call(
     return call, update._replace(**specs)
 
 
+def lies_in(v: Tensor, k: Tensor) -> bool:
+    """Whether v is a view of the first columns of k, as a cache of latent vectors has it (MLA)."""
+    if v.shape[-1] > k.shape[-1] or v.shape[:-1] != k.shape[:-1] or not v.numel():
+        return False
+    return v.stride() == k.stride() and v.dtype == k.dtype and v.data_ptr() == k.data_ptr()
+
+
 _TENSORS = ("k", "v", "rotary_cos", "rotary_sin")
 
 

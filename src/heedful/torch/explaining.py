@@ -22,8 +22,14 @@ from heedful.core.storage import copies
 from heedful.torch.api import flash_attn_func, flash_attn_varlen_func, plain_lengths
 from heedful.torch.arrays import abstract_spec, array_spec, dtype_name
 from heedful.torch.backends import planned
-from heedful.torch.checks import attention_call, cache_call, check_tensors, gradients_wanted
-from heedful.torch.dispatch import OWN
+from heedful.torch.checks import (
+    attention_call,
+    cache_call,
+    check_tensors,
+    gradients_wanted,
+    lies_in,
+)
+from heedful.torch.dispatch import OWN, needs_dispatcher
 from heedful.torch.kvcache import flash_attn_with_kvcache
 from heedful.torch.packed import STANDS_FOR, unpacked_arguments
 from heedful.torch.plain import plain_options, plain_seed, plain_update
@@ -110,7 +116,7 @@ def _cache_call(given: dict[str, Any]) -> AttentionCall:
         # Attention gets the rotated q, which is dense.
         x = x._replace(q=ArraySpec.contiguous(x.q.shape, x.q.dtype, x.q.device))
     out = call.out if specs.shared_prefix is None else None
-    return AttentionCall(x, options, out=out)
+    return AttentionCall(x, options, out=out, v_in_k=_lies_in(given["v_cache"], given["k_cache"]))
 
 
 def _spec(tensor: Tensor) -> ArraySpec:
@@ -119,6 +125,11 @@ def _spec(tensor: Tensor) -> ArraySpec:
         return (array_spec if type(tensor) in OWN else abstract_spec)(tensor)
     except RuntimeError:
         return abstract_spec(tensor)
+
+
+def _lies_in(v: Tensor, k: Tensor) -> bool:
+    """As `lies_in`; tensors without an address, and calls that are traced, are not known to."""
+    return not needs_dispatcher(v, k, k) and lies_in(v, k)
 
 
 def _autocast_dtype(q: Tensor) -> torch.dtype | None:

@@ -20,6 +20,7 @@ from heedful.torch.checks import (
     check_apart,
     check_int_length,
     check_rotated_length,
+    lies_in,
 )
 from heedful.torch.dispatch import Likeness, any_autocast, needs_dispatcher
 from heedful.torch.forked import on_own_thread
@@ -71,7 +72,8 @@ def flash_attn_with_kvcache(
         k_cache: (batch_cache, capacity, heads_k, head_dim), or with block_table (num_pages,
             page_size, heads_k, head_dim), any page size. In q's dtype, or quantised: int8, float8,
             or uint8 with two int4 a byte (head_dim / 2 bytes). Last dim contiguous.
-        v_cache: as k_cache, with head_dim_v; it may be a view of k_cache (MLA).
+        v_cache: as k_cache, with head_dim_v; it may be a view of k_cache's first columns (MLA), which are
+            then read once.
         k, v: (batch, new_len, heads_k, head_dim | head_dim_v) in the caches' dtype, written at
             positions cache_seqlens on. For a quantised cache they come quantised, and the caller
             writes their scales.
@@ -201,7 +203,8 @@ class CacheCall:
             x = x._replace(q=torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device))
         part, part_options = attention_part(x, options, update)
         whole_out = out if update.shared_prefix is None else None
-        self.attention = Call(part, part_options, (False, False), whole_out)
+        in_k = lies_in(x.v, x.k)
+        self.attention = Call(part, part_options, (False, False), whole_out, v_in_k=in_k)
         if update.shared_prefix is not None:
             prefix = _prefix_operands(x.q, update.shared_prefix)
             self.prefix = Call(prefix, _prefix_options(options), (False, False), None)
@@ -258,7 +261,7 @@ def _eager(x: Operands, options: Options, update: CacheUpdate, out):
                 how,
                 tensor_keys((*x, *update[:4])),
                 None if whole or lengths is None else tensor_key(lengths),
-                update.rotary_cos is not None and k_cache.data_ptr() == v_cache.data_ptr(),
+                k_cache.data_ptr() == v_cache.data_ptr(),
                 None if prefix is None else _prefix_key(prefix),
                 None if out is None else out_key(out, q, k_cache, v_cache),
             )

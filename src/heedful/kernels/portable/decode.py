@@ -25,6 +25,7 @@ from heedful.kernels.portable.decode_cache import (
     dequantized,
     group_values,
     load_words,
+    rest_words,
     row_places,
     value_of_words,
 )
@@ -52,7 +53,8 @@ from heedful.kernels.portable.unused import clear_gaps
 
 @triton.jit
 def load_queries(q, rows_M, pos_M, head_M, place, DTYPE: tl.constexpr, tile: DecodeTile):
-    """The queries of a tile as a tuple: of each slice of a row, each value of its words."""
+    """The queries of a tile as a tuple: of each slice of a row, each value of its words; then those
+    of what keys have past the values that lie in them."""
     base = q.ptr + place.b * q.stride_b + place.token_q * q.stride_n
     at_M = pos_M.to(tl.int64) * q.stride_n + head_M * q.stride_h
     parts = ()
@@ -62,31 +64,51 @@ def load_queries(q, rows_M, pos_M, head_M, place, DTYPE: tl.constexpr, tile: Dec
             ok = (pos_M < place.len_q)[:, None] & (dims < tile.HEAD_DIM)[None, :]
             part = tl.load(base + at_M[:, None] + dims[None, :], mask=ok, other=0.0)
             parts = parts + (part.to(DTYPE),)
+    REST: tl.constexpr = rest_words(tile.V_IN_K, tile.HEAD_DIM, tile.HEAD_DIM_V, tile.VALUES)
+    if REST > 0:
+        for i in tl.static_range(tile.VALUES):
+            dims = (tile.BLOCK_D + tl.arange(0, REST)) * tile.VALUES + i
+            ok = (pos_M < place.len_q)[:, None] & (dims < tile.HEAD_DIM)[None, :]
+            part = tl.load(base + at_M[:, None] + dims[None, :], mask=ok, other=0.0)
+            parts = parts + (part.to(DTYPE),)
     return parts
 
 
 @triton.jit
 def raw_scores(
-    q, sums, io: ForwardIO, descales: Descales, entry, row, exists, g, tile, DTYPE: tl.constexpr
+    q,
+    shared,
+    sums,
+    io: ForwardIO,
+    descales: Descales,
+    entry,
+    row,
+    exists,
+    g,
+    tile,
+    DTYPE: tl.constexpr,
 ):
-    """q k^T of a tile of keys. sums: of each slice of the queries, for shifts; may be empty."""
+    """q k^T of a tile of keys. shared: words that are values too, or None. sums: of each slice of
+    the queries, for shifts; may be empty."""
     BY_SLICE: tl.constexpr = descales.KV_GROUP > 0 and (
         descales.KV_GROUP * tile.SLICES_D == tile.HEAD_DIM
     )
     STORED: tl.constexpr = io.k.ptr.dtype.element_ty
     s_MN = tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tl.float32)
     for s in tl.static_range(tile.SLICES_D):
-        words = load_words(
-            io.k,
-            entry,
-            row,
-            exists,
-            g,
-            s * tile.BLOCK_D,
-            tile.HEAD_DIM,
-            tile.BLOCK_D,
-            tile.VALUES,
-        )
+        words = shared
+        if shared is None:
+            words = load_words(
+                io.k,
+                entry,
+                row,
+                exists,
+                g,
+                s * tile.BLOCK_D,
+                tile.HEAD_DIM,
+                tile.BLOCK_D,
+                tile.VALUES,
+            )
         part_MN = tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tl.float32)
         for i in tl.static_range(tile.VALUES):
             k_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERTS_BY_PTX, i)
@@ -113,12 +135,21 @@ def raw_scores(
             s_MN += part_MN
         else:
             s_MN = part_MN
+    REST: tl.constexpr = rest_words(tile.V_IN_K, tile.HEAD_DIM, tile.HEAD_DIM_V, tile.VALUES)
+    if REST > 0:
+        words = load_words(
+            io.k, entry, row, exists, g, tile.BLOCK_D, tile.HEAD_DIM, REST, tile.VALUES
+        )
+        for i in tl.static_range(tile.VALUES):
+            k_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERTS_BY_PTX, i)
+            s_MN = tl.dot(q[tile.VALUES + i], tl.trans(k_NW), s_MN)
     return s_MN
 
 
 @triton.jit
 def add_values(
     acc,
+    shared,
     shifted,
     p_MN,
     alpha_M,
@@ -131,8 +162,9 @@ def add_values(
     tile,
     DTYPE: tl.constexpr,
 ):
-    """(acc, shifted) of what was there times alpha, and p times a tile of values. shifted: p times
-    shifts, of each slice, summed over keys but for those of a tile."""
+    """(acc, shifted) of what was there times alpha, and p times a tile of values. shared: words
+    that are keys too, or None. shifted: p times shifts, of each slice, summed over keys but for
+    those of a tile."""
     BY_SLICE: tl.constexpr = descales.KV_GROUP > 0 and (
         descales.KV_GROUP * tile.SLICES_E == tile.HEAD_DIM_V
     )
@@ -140,17 +172,19 @@ def add_values(
     more = ()
     more_shifted = ()
     for s in tl.static_range(tile.SLICES_E):
-        words = load_words(
-            io.v,
-            entry,
-            row,
-            exists,
-            g,
-            s * tile.BLOCK_E,
-            tile.HEAD_DIM_V,
-            tile.BLOCK_E,
-            tile.VALUES,
-        )
+        words = shared
+        if shared is None:
+            words = load_words(
+                io.v,
+                entry,
+                row,
+                exists,
+                g,
+                s * tile.BLOCK_E,
+                tile.HEAD_DIM_V,
+                tile.BLOCK_E,
+                tile.VALUES,
+            )
         scaled_MN = p_MN
         if BY_SLICE:
             scale_N = group_values(descales.v.ptr, descales.v, entry, row, exists, g, s)
@@ -257,7 +291,16 @@ def stream_keys(
             cols_N = block * tile.BLOCK_N + tl.arange(0, tile.BLOCK_N)
             exists_N = cols_N < place.len_k
             entry, row_N = row_places(cols_N, exists_N, place, cache)
-            s_MN = raw_scores(q, sums, io, descales, entry, row_N, exists_N, place.g, tile, DTYPE)
+            shared = None
+            if tile.V_IN_K:
+                # Values are the first of a row of keys.
+                V: tl.constexpr = tile.HEAD_DIM_V
+                shared = load_words(
+                    io.k, entry, row_N, exists_N, place.g, 0, V, tile.BLOCK_D, tile.VALUES
+                )
+            s_MN = raw_scores(
+                q, shared, sums, io, descales, entry, row_N, exists_N, place.g, tile, DTYPE
+            )
             distance_MN = cols_N[None, :] - (pos_M + place.off)[:, None]
             if mods.IS_ADJUSTED:
                 s_MN, _gate = adjust_scores(s_MN, distance_MN, 0.0, head, mods)
@@ -272,6 +315,7 @@ def stream_keys(
                 l_M = l_M * alpha_M + tl.sum(p_MN, 1)
             acc, shifted = add_values(
                 acc,
+                shared,
                 shifted,
                 p_MN,
                 alpha_M,
@@ -326,22 +370,30 @@ def decode(
             tile.BLOCK_E * tile.VALUES * tile.SLICES_E,
         )
     heads = shape.heads_k
-    g = pid % heads
+    lines = heads
+    if sequences.cu_q is None:
+        lines = heads * work.tiles
+    line = pid % lines
+    g = line % heads
     x, end, share, b, base = share_of(
-        pid // heads, programs // heads, sequences, shape, mask, work, tile
+        pid // lines, programs // lines, sequences, shape, mask, work, tile
     )
     while x < end:
         token_q, len_q, stored_q, token_k, len_k, stored_k, off = facts(b, sequences, mask)
-        visits, length = sequence_length(len_q, stored_q, len_k, off, shape, mask, work, tile)
+        visits, length = sequence_length(
+            len_q, stored_q, len_k, off, sequences, shape, mask, work, tile
+        )
         if x < base + length:
             unit = (x - base) // unit_length(visits, work)
             unit_begin = base + unit * unit_length(visits, work)
-            row0 = unit * tile.BLOCK_M
+            row_tile = unit
             index = (token_q * group // tile.BLOCK_M).to(tl.int32) + b
             if sequences.cu_q is None:
+                row_tile = line // heads
                 index = b * work.tiles
-            index = (index + unit) * heads + g
-            piece = next_piece(x, end, share, unit_begin, index, visits, g, heads, work)
+            row0 = row_tile * tile.BLOCK_M
+            index = (index + row_tile) * heads + g
+            piece = next_piece(x, end, share, unit_begin, index, visits, line, lines, work)
             x = piece.next
             if piece.start < piece.stop:
                 place = place_at(b, g, token_q, len_q, stored_q, token_k, len_k, stored_k, off)

@@ -94,6 +94,16 @@ def value_of_words(
         return ((words << (8 - 8 * i)) >> 8).to(tl.float32).to(DTYPE)
 
 
+@triton.constexpr_function
+def rest_words(v_in_k, head_dim, head_dim_v, values):
+    """Words of a row of keys past the values that lie in it, as a product takes them; 0 for none,
+    and where values are apart."""
+    words = -(-(head_dim - head_dim_v) // values)
+    if not v_in_k or not words:
+        return 0
+    return max(16, 1 << (words - 1).bit_length())
+
+
 @triton.jit
 def word_pointer(ptr, VALUES: tl.constexpr):
     """The same address, of 16-bit words."""

@@ -2,13 +2,15 @@
 the device knows.
 
 A unit is one tile of query rows of one KV head of one sequence, over all key tiles that its
-sequence's queries see: its visits. Units of a head stand in a line, by sequence and tile; each is
-as long as its visits, and OVERHEAD for what it costs beside. The line is cut into shares, and every
-head has a program for each. A unit that several shares have a part of is merged by who finishes its
-last part.
+sequence's queries see: its visits. Units of a head and row tile stand in a line, by sequence; those
+of packed queries, of which sequences have more or fewer, in one line of the head. Each is as long
+as its visits, and OVERHEAD for what it costs beside. The line is cut into shares, and every line
+has a program for each. A unit that several shares have a part of is merged by who finishes its last
+part.
 
 Neighbours among programs have the same share of all heads: what they read at a time lies side by
-side. Rows of one head alone, 64 bytes of every 512, would be read at half the speed.
+side. Rows of one head alone, 64 bytes of every 512, would be read at half the speed. And so do row
+tiles of a head: the second finds in the cache what the first reads.
 
 Without `splits` the line is cut evenly, wherever that is: no program is idle, and a unit has as few
 parts as there can be. With `splits` a unit is cut in so many parts by its own visits alone, so that
@@ -97,12 +99,15 @@ def unit_length(visits, work: DecodeWork):
 
 
 @triton.jit
-def sequence_length(len_q, stored_q, len_k, off, shape: Shape, mask: Mask, work, tile: DecodeTile):
-    """(visits, length on a head's line) of a sequence, or of many."""
-    group = shape.heads_q // shape.heads_k
-    tiles = tl.cdiv(stored_q * group, tile.BLOCK_M)
+def sequence_length(
+    len_q, stored_q, len_k, off, x: Sequences, shape: Shape, mask: Mask, work, tile: DecodeTile
+):
+    """(visits, length on a line) of a sequence, or of many."""
     visits = span_of(0, len_q - 1, len_k, off, mask, tile).visits
-    return visits, tiles * unit_length(visits, work)
+    length = unit_length(visits, work)
+    if x.cu_q is not None:
+        length *= tl.cdiv(stored_q * (shape.heads_q // shape.heads_k), tile.BLOCK_M)
+    return visits, length
 
 
 @triton.jit
@@ -111,14 +116,14 @@ def lengths_of(b_B, x: Sequences, shape: Shape, mask: Mask, work: DecodeWork, ti
     inside_B = b_B < shape.batch
     b_B = tl.minimum(b_B, shape.batch - 1)
     _tq, len_q, stored_q, _tk, len_k, _sk, off = facts(b_B, x, mask)
-    _visits, length = sequence_length(len_q, stored_q, len_k, off, shape, mask, work, tile)
+    _visits, length = sequence_length(len_q, stored_q, len_k, off, x, shape, mask, work, tile)
     return tl.where(inside_B, length, 0)
 
 
 @triton.jit
 def share_of(number, shares, x: Sequences, shape: Shape, mask: Mask, work, tile: DecodeTile):
     """(begin, end, length of each share, sequence that `begin` is in, where that begins) of one
-    share of a head's line."""
+    share of a line."""
     if work.IS_UNIFORM:
         each = tl.sum(lengths_of(tl.arange(0, 1), x, shape, mask, work, tile), 0)
         total = each * shape.batch
@@ -166,9 +171,8 @@ def place_at(b, g, token_q, len_q, stored_q, token_k, len_k, stored_k, off):
 
 
 @triton.jit
-def next_piece(x, end, share, unit_begin, index, visits, g, heads, work: DecodeWork):
-    """The piece at `x` of the unit of KV head g that begins at `unit_begin`; none if start ==
-    stop."""
+def next_piece(x, end, share, unit_begin, index, visits, line, lines, work: DecodeWork):
+    """The piece at `x` of the unit of a line that begins at `unit_begin`; none if start == stop."""
     if work.splits is None:
         keys = unit_begin + work.OVERHEAD
         start = tl.maximum(x - keys, 0)
@@ -178,16 +182,16 @@ def next_piece(x, end, share, unit_begin, index, visits, g, heads, work: DecodeW
         parts = (keys + visits - 1) // share - first + 1
         # A program has one part that is not a unit's first at most, and one that is, with others
         # behind: two slots.
-        slot = (2 * own + tl.where(own == first, 1, 0)) * heads + g
+        slot = (2 * own + tl.where(own == first, 1, 0)) * lines + line
         return Piece(
             start,
             stop,
             index,
             parts,
             slot,
-            (2 * first + 1) * heads + g,
-            2 * first * heads + g,
-            2 * heads,
+            (2 * first + 1) * lines + line,
+            2 * first * lines + line,
+            2 * lines,
             tl.minimum(end, keys + visits),
         )
     else:

@@ -88,19 +88,29 @@ def _work(
 
 def _tile(problem: AttentionProblem, config: DecodeConfig) -> DecodeTile:
     slices_d, slices_e = (slices(problem, d) for d in (problem.head_dim, problem.head_dim_v))
+    once = loads_once(problem)
+    words_e = _words(problem, problem.head_dim_v, slices_e)
     return DecodeTile(
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
-        BLOCK_D=_words(problem, problem.head_dim, slices_d),
-        BLOCK_E=_words(problem, problem.head_dim_v, slices_e),
+        BLOCK_D=words_e if once else _words(problem, problem.head_dim, slices_d),
+        BLOCK_E=words_e,
         SLICES_D=slices_d,
         SLICES_E=slices_e,
         VALUES=values(problem),
         ROWS=_rows(problem, config),
         CONVERTS_BY_PTX=config.asm,
+        V_IN_K=once,
     )
+
+
+def loads_once(problem: AttentionProblem) -> bool:
+    """Whether values are taken from keys: they are there, a power of two of them, and no group has
+    a scale of its own."""
+    dim = problem.head_dim_v
+    return problem.v_in_k and not problem.kv_group and dim >= 64 and not dim & (dim - 1)
 
 
 def _rows(problem: AttentionProblem, config: DecodeConfig) -> int:
