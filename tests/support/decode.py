@@ -21,3 +21,11 @@ def wide_decode() -> Iterator[None]:
     with mock.patch.object(capability, "ROWS", rows):
         yield
     backends.FAMILIES.clear()
+
+
+if __name__ == "__main__":
+    from heedful.bench import steps
+
+    # PYTHONPATH=src:tests python -m support.decode MLA
+    with wide_decode():
+        steps.main()

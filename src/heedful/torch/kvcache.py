@@ -72,8 +72,8 @@ def flash_attn_with_kvcache(
         k_cache: (batch_cache, capacity, heads_k, head_dim), or with block_table (num_pages,
             page_size, heads_k, head_dim), any page size. In q's dtype, or quantised: int8, float8,
             or uint8 with two int4 a byte (head_dim / 2 bytes). Last dim contiguous.
-        v_cache: as k_cache, with head_dim_v; it may be a view of k_cache's first columns (MLA), which are
-            then read once.
+        v_cache: as k_cache, with head_dim_v; it may be a view of the first columns of k_cache
+            (MLA), which are then read once.
         k, v: (batch, new_len, heads_k, head_dim | head_dim_v) in the caches' dtype, written at
             positions cache_seqlens on. For a quantised cache they come quantised, and the caller
             writes their scales.

@@ -1,0 +1,382 @@
+"""Decode steps over caches of every kind, beside a plain read of the same bytes and FlashInfer.
+
+    python -m heedful.bench.steps [WORDS]
+
+One new token of each sequence. WORDS: only steps whose name has them. Every result is checked
+against float64 before it is timed and after each round; what is wrong or missing gets its reason
+and no figure. Rounds are interleaved, each call has a cold L2.
+
+A read is the fastest of those tried here: what no step can be faster than. Bars are shares of its
+speed.
+"""
+
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from heedful import dequantize_kv, flash_attn_varlen_func, flash_attn_with_kvcache, quantize_kv
+from heedful.bench import timing
+from heedful.bench.cases import Case
+from heedful.bench.exact import Operands, eager, exact
+from heedful.core.mask import MaskSpec
+from heedful.core.problem import ITEM_BITS, AttentionProblem
+from heedful.reference.budget import Error, allowed
+
+ROUNDS = 7
+Call = Callable[[], Tensor]
+# Sequences whose rows are compared, at most.
+WATCHED = 4
+WORKSPACE_BYTES = 256 * 1024**2
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """lengths: keys of each sequence. heads: of queries and keys. dims: of keys and values; of MLA
+    values are the first of the keys. page: keys of a page, which lie shuffled; 0 = not paged.
+    stored: the dtype of a quantised cache, "" = bfloat16. prefix: keys before those of every
+    sequence. window: keys that are seen, 0 = all. bar: share of a read's speed that is asked for.
+    """
+
+    name: str
+    lengths: tuple[int, ...]
+    heads: tuple[int, int] = (32, 8)
+    dims: tuple[int, int] = (128, 128)
+    page: int = 0
+    stored: str = ""
+    prefix: int = 0
+    window: int = 0
+    bar: float = 0.0
+
+    @property
+    def is_mla(self) -> bool:
+        return self.dims[0] != self.dims[1]
+
+    def kv_bytes(self) -> int:
+        """Keys, values and their scales that are seen, read once."""
+        tokens = sum(min(n, self.window or n) for n in self.lengths) + self.prefix
+        values = self.dims[0] if self.is_mla else sum(self.dims)
+        row = values * ITEM_BITS[self.stored or "bfloat16"] // 8
+        return tokens * self.heads[1] * (row + (8 if self.stored else 0))
+
+    def case(self) -> Case:
+        """What the reference computes, of one length."""
+        mask = MaskSpec.of(False, (self.window - 1, 0)) if self.window else MaskSpec()
+        longest = max(self.lengths) + self.prefix
+        (dim, dim_v), (heads, heads_k) = self.dims, self.heads
+        shape = (len(self.lengths), 1, longest, heads, heads_k, dim)
+        return Case("decode", AttentionProblem.dense(*shape, head_dim_v=dim_v, mask=mask))
+
+
+def ragged_lengths(count: int = 128, median: int = 4096, sigma: float = 1.2) -> tuple[int, ...]:
+    """Log-normal lengths of 100 to 65536 keys, the same each time."""
+    drawn = random.Random(0)
+    return tuple(
+        min(max(round(drawn.lognormvariate(math.log(median), sigma)), 100), 65536)
+        for _ in range(count)
+    )
+
+
+_CACHE = (8192,) * 64  # 2 GiB in bfloat16
+_LATENT: dict[str, Any] = {"dims": (576, 512), "page": 64}
+STEPS = (
+    Step("1 x 8192", (8192,)),
+    Step("8 x 8192", (8192,) * 8, bar=0.90),
+    Step("64 x 8192", _CACHE, bar=0.98),
+    Step("64 x 8192, pages of 16", _CACHE, page=16, bar=0.93),
+    Step("64 x 8192, pages of 1", _CACHE, page=1),
+    Step("64 x 8192, e4m3", _CACHE, stored="float8_e4m3fn", bar=0.90),
+    Step("64 x 8192, int8", _CACHE, stored="int8", bar=0.85),
+    Step("64 x 8192, int4", _CACHE, stored="int4", bar=0.70),
+    Step("64 x 8192, int4, pages of 16", _CACHE, stored="int4", page=16),
+    Step("128 log-normal", ragged_lengths(), page=16, bar=0.90),
+    Step("MLA 64 x 8192, 16 heads", _CACHE, heads=(16, 1), **_LATENT, bar=0.90),
+    Step("MLA 64 x 8192, 128 heads", _CACHE, heads=(128, 1), **_LATENT),
+    Step("prefix 16384 + 64 x 512", (512,) * 64, prefix=16384),
+    Step("16 x 131072, window 1024", (131072,) * 16, window=1024),
+    Step("16 x 1024", (1024,) * 16),
+)
+# What issue and targets ask of one step beside another: (step, peer, step, peer, most of its time).
+PAIRS = (
+    ("64 x 8192, pages of 16", "heedful", "64 x 8192", "heedful", 1.05),
+    ("64 x 8192, e4m3", "heedful", "64 x 8192", "heedful", 1.0),
+    ("64 x 8192, int8", "heedful", "64 x 8192", "heedful", 1.0),
+    ("64 x 8192, int4", "heedful", "64 x 8192", "heedful", 1.0),
+    ("prefix 16384 + 64 x 512", "heedful", "prefix 16384 + 64 x 512", "repeated", 0.1),
+    ("16 x 131072, window 1024", "heedful", "16 x 1024", "heedful", 1.1),
+)
+
+
+class Tensors(NamedTuple):
+    """q (B, 1, H, D); k, v (B, N, G, ..) or (pages, page, G, ..) as stored, with a scale a row;
+    table (B, pages), used (B,); prefix: (N, G, ..) of keys and values."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+    table: Tensor | None
+    used: Tensor
+    prefix: tuple[Tensor, Tensor] | None
+
+
+def draw(step: Step, device: torch.device, seed: int = 0) -> Tensors:
+    """Normal values; pages in an order of their own."""
+    generator = torch.Generator(device).manual_seed(seed)
+    (dim, dim_v), (heads, heads_k), batch = step.dims, step.heads, len(step.lengths)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    longest, table = max(step.lengths), None
+    lead = (batch, longest)
+    if step.page:
+        counts = [-(-n // step.page) for n in step.lengths]
+        order = torch.randperm(sum(counts), generator=generator, device=device).int()
+        table = torch.zeros(batch, max(counts), dtype=torch.int32, device=device)
+        for row, own in zip(table, order.split(counts), strict=True):
+            row[: len(own)] = own
+        lead = (sum(counts), step.page)
+    q = normal(batch, 1, heads, dim)
+    k, k_scale = _stored(step, normal(*lead, heads_k, dim))
+    v, v_scale = k[..., :dim_v], None
+    if not step.is_mla:
+        v, v_scale = _stored(step, normal(*lead, heads_k, dim_v))
+    used = torch.tensor(step.lengths, dtype=torch.int32, device=device)
+    prefix = None
+    if step.prefix:
+        prefix = (normal(step.prefix, heads_k, dim), normal(step.prefix, heads_k, dim_v))
+    return Tensors(q, k, v, k_scale, v_scale, table, used, prefix)
+
+
+def _stored(step: Step, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    if not step.stored:
+        return x, None
+    packed, scale, _ = quantize_kv(x, step.stored)
+    return packed, scale
+
+
+def sequence(step: Step, t: Tensors, number: int) -> tuple[Tensor, Tensor]:
+    """Keys (N, G, D) and values (N, G, E) of a sequence, the prefix first."""
+    found = []
+    for which, x, scale in ((0, t.k, t.k_scale), (1, t.v, t.v_scale)):
+        place = number if t.table is None else t.table[number]
+        own = x[place].flatten(0, -3)[: step.lengths[number]]
+        if scale is not None:
+            own = dequantize_kv(own, scale[place].flatten(0, -3)[: step.lengths[number]])
+        found.append(own if t.prefix is None else torch.cat((t.prefix[which], own)))
+    return found[0], found[1]
+
+
+class Checker:
+    """The reference of some sequences of a step: the first, the last, the shortest, the longest."""
+
+    def __init__(self, step: Step, t: Tensors):
+        lengths = step.lengths
+        ends = (0, len(lengths) - 1, lengths.index(min(lengths)), lengths.index(max(lengths)))
+        self._parts: list[tuple[int, slice, Tensor, Tensor]] = []
+        self._shape = (*t.q.shape[:-1], step.dims[1])
+        row, group, case = torch.zeros(1, dtype=torch.long), step.heads[0] // step.heads[1], None
+        row, case = row.to(t.q.device), step.case()
+        for number in dict.fromkeys(ends[:WATCHED]):
+            k, v = sequence(step, t, number)
+            for g in range(step.heads[1]):
+                heads = slice(g * group, (g + 1) * group)
+                x = Operands(t.q[number, :, heads].transpose(0, 1), k[:, g], v[:, g])
+                truth, twin = (of(case, x, row, row).out for of in (exact, eager))
+                assert truth is not None and twin is not None
+                self._parts.append((number, heads, truth[:, 0], twin[:, 0].double()))
+        twins = [_error(twin - truth) for _, _, truth, twin in self._parts]
+        half_eps = torch.finfo(torch.bfloat16).eps / 2
+        sizes = [_error(truth) for _, _, truth, _ in self._parts]
+        size = Error(max(e.largest for e in sizes), max(e.rms for e in sizes))
+        once = Error(half_eps * size.largest, half_eps * size.rms)
+        worst = Error(max(e.largest for e in twins), max(e.rms for e in twins))
+        self._budget = allowed("out", worst, once)
+
+    def why_wrong(self, out: Tensor) -> str | None:
+        """What is no result or outside of its budget, or None."""
+        if tuple(out.shape) != self._shape:
+            return f"out has shape {tuple(out.shape)}, not {self._shape}"
+        if not out.isfinite().all():
+            return "out is not finite"
+        for number, heads, truth, _ in self._parts:
+            error = _error(out[number, 0, heads].double() - truth)
+            if not error.within(self._budget):
+                return f"sequence {number}: {error} exceeds {self._budget}"
+        return None
+
+
+def _error(difference: Tensor) -> Error:
+    return Error(float(difference.abs().max()), float(difference.square().mean().sqrt()))
+
+
+# Who is timed: each gives its call, or the reason why it has none.
+
+
+def heedful(step: Step, t: Tensors) -> Call:
+    window = (step.window - 1, 0) if step.window else (-1, -1)
+    return lambda: flash_attn_with_kvcache(
+        t.q,
+        t.k,
+        t.v,
+        cache_seqlens=t.used,
+        block_table=t.table,
+        window_size=window,
+        k_descale=t.k_scale,
+        v_descale=t.v_scale,
+        shared_prefix=t.prefix,
+    )
+
+
+def repeated(step: Step, t: Tensors) -> Call | str:
+    """Our packed sequences, the prefix repeated before each."""
+    if t.prefix is None:
+        return "is for shared prefixes"
+    parts = [sequence(step, t, number) for number in range(len(step.lengths))]
+    k, v = (torch.cat(own) for own in zip(*parts, strict=True))
+    device, lengths = t.q.device, [n + step.prefix for n in step.lengths]
+    cu_k = torch.tensor([0, *lengths], device=device).cumsum(0).int()
+    cu_q = torch.arange(len(lengths) + 1, dtype=torch.int32, device=device)
+    q, longest = t.q[:, 0], max(lengths)
+    return lambda: flash_attn_varlen_func(q, k, v, cu_q, cu_k, 1, longest)[:, None]
+
+
+def flashinfer(step: Step, t: Tensors) -> Call | str:
+    """FlashInfer over the same pages, or contiguous ones of 16: MLA's wrapper, or that of prefill,
+    which takes groups of heads by tensor cores (https://docs.flashinfer.ai/api/attention.html)."""
+    if t.q.device.type != "cuda":
+        return "needs a GPU"
+    if step.stored or step.prefix:
+        return "is not timed on scales of rows or prefixes"
+    try:
+        library = import_module("flashinfer")
+    except ImportError as error:
+        return f"{type(error).__name__}: {error}"
+    page = step.page or 16
+    if any(n % page for n in step.lengths) and not step.page:
+        return f"is timed on whole pages of {page}"
+    device, batch = t.q.device, len(step.lengths)
+    counts = [-(-n // page) for n in step.lengths]
+    bounds = torch.tensor([0, *counts], device=device).cumsum(0).int()
+    places = torch.arange(sum(counts), dtype=torch.int32, device=device)
+    if t.table is not None:
+        places = torch.cat([row[:n] for row, n in zip(t.table, counts, strict=True)])
+    k, v = (x.reshape(-1, page, *x.shape[2:]) for x in (t.k, t.v))
+    cu_q = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    space = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    (heads, heads_k), (dim, dim_v), dtype = step.heads, step.dims, t.q.dtype
+    if step.is_mla:
+        wrapper = library.mla.BatchMLAPagedAttentionWrapper(space)
+        size = (heads, dim_v, dim - dim_v, page, False, dim**-0.5, dtype, dtype)
+        wrapper.plan(cu_q, bounds, places, t.used, *size)
+        q = t.q[:, 0]
+        given = q[..., :dim_v], q[..., dim_v:], k[:, :, 0, :dim_v], k[:, :, 0, dim_v:]
+        parts = [x.contiguous() for x in given]
+        return lambda: wrapper.run(*parts)[:, None]
+    wrapper = library.BatchPrefillWithPagedKVCacheWrapper(space, "NHD")
+    last = t.used - (bounds.diff() - 1) * page
+    left = step.window - 1 if step.window else -1
+    more = {"window_left": left, "q_data_type": dtype, "kv_data_type": dtype}
+    size = (heads, heads_k, dim, page)
+    wrapper.plan(cu_q, bounds, places, last, *size, causal=bool(step.window), **more)
+    return lambda: wrapper.run(t.q[:, 0], (k, v))[:, None]
+
+
+PEERS: dict[str, Callable[[Step, Tensors], Call | str]] = {
+    "heedful": heedful,
+    "repeated": repeated,
+    "flashinfer": flashinfer,
+}
+
+
+def reads(step: Step, device: torch.device) -> Iterator[tuple[str, Call]]:
+    """Plain reads of as many bytes."""
+    words = torch.ones(step.kv_bytes() // 4, dtype=torch.float32, device=device)
+    yield "torch.sum", lambda: torch.sum(words)
+    if device.type == "cuda":
+        from heedful.bench.reader import read_words
+
+        yield "Triton", lambda: read_words(words)
+
+
+class Row(NamedTuple):
+    """Microseconds by peer, "read" among them, and why there are none of others."""
+
+    step: Step
+    times: dict[str, timing.Spread]
+    missing: dict[str, str]
+
+
+def measure(step: Step, device: torch.device, rounds: int = ROUNDS) -> Row:
+    """Times what is right."""
+    t = draw(step, device)
+    checker, calls, missing = Checker(step, t), {}, {}
+    for name, make in PEERS.items():
+        try:
+            call = make(step, t)
+            reason = call if isinstance(call, str) else checker.why_wrong(call())
+        except Exception as error:  # whatever a peer raises is its reason
+            call, reason = "", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        if reason is not None:
+            missing[name] = reason
+        elif not isinstance(call, str):
+            calls[name] = call
+    readers = dict(reads(step, device))
+
+    def inspect(name: str, returned: Any) -> None:
+        reason = None if name in readers else checker.why_wrong(returned)
+        if reason is not None:
+            missing[name] = reason
+
+    times = timing.interleaved(calls | readers, device, rounds, inspect)
+    spreads = {name: timing.Spread.of(own) for name, own in times.items()}
+    read = min((spreads.pop(name) for name in readers), key=lambda spread: spread.median)
+    right = {name: spread for name, spread in spreads.items() if name not in missing}
+    return Row(step, {**right, "read": read}, missing)
+
+
+def lines(row: Row) -> Iterator[str]:
+    """A row in words."""
+    size, read = row.step.kv_bytes(), row.times["read"].median
+    yield f"{row.step.name}: {size / 1e9:.3f} GB"
+    for name, time in row.times.items():
+        speed = f"{size / time.median / 1e3:.0f} GB/s, {read / time.median:.3f} of a read"
+        yield f"  {name}: {time.median:.1f} us ({time.low:.1f} to {time.high:.1f}), {speed}"
+    for name, reason in row.missing.items():
+        yield f"  {name}: none ({reason})"
+    if row.step.bar:
+        own = row.times.get("heedful")
+        share = f"{read / own.median:.3f}" if own else "none"
+        yield f"  bar: {row.step.bar:.2f} of a read, is {share}"
+
+
+def pairs(rows: list[Row]) -> Iterator[str]:
+    """Bars of one step beside another, of those that were timed."""
+    times = {(row.step.name, peer): time for row in rows for peer, time in row.times.items()}
+    for step, peer, other, beside, most in PAIRS:
+        if (step, peer) in times and (other, beside) in times:
+            share = times[step, peer].median / times[other, beside].median
+            yield f"{step}, {peer} / {other}, {beside}: {share:.3f} of its time, bar {most:.2f}"
+
+
+def main() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    rows, words = [], " ".join(sys.argv[1:])
+    for step in STEPS:
+        if words in step.name:
+            rows.append(measure(step, device))
+            sys.stdout.write("\n".join(lines(rows[-1])) + "\n")
+            torch.cuda.empty_cache()
+    sys.stdout.write("\n".join(pairs(rows)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
