@@ -59,11 +59,10 @@ class Step:
         return self.dims[0] != self.dims[1]
 
     def kv_bytes(self) -> int:
-        """Keys, values and their scales that are seen, read once."""
+        """Keys and values that are seen, read once; their scales come on top."""
         tokens = sum(min(n, self.window or n) for n in self.lengths) + self.prefix
         values = self.dims[0] if self.is_mla else sum(self.dims)
-        row = values * ITEM_BITS[self.stored or "bfloat16"] // 8
-        return tokens * self.heads[1] * (row + (8 if self.stored else 0))
+        return tokens * self.heads[1] * values * ITEM_BITS[self.stored or "bfloat16"] // 8
 
     def case(self) -> Case:
         """What the reference computes, of one length."""
