@@ -32,6 +32,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     "launch/triton_compat.py": {"triton"},
     "launch/interpret.py": {"triton", "torch"},
     "demo/in_jax.py": {"jax", "numpy"},
+    "bench/reader.py": {"torch", "triton"},
     "reference/budget.py": {"torch", "numpy"},
     "reference/eager.py": {"torch", "numpy"},
     "reference/convert.py": {"torch", "numpy"},
