@@ -16,6 +16,7 @@ from heedful.bench.steps import (
     ragged_lengths,
     sequence,
 )
+from heedful.bench.timing import Spread
 
 CPU = torch.device("cpu")
 NAMES = [step.name for step in STEPS]
@@ -99,7 +100,7 @@ def test_pages_lie_shuffled_and_hold_their_sequence():
 def test_pairs_are_shares_of_time():
     def row(name: str, us: float) -> steps.Row:
         step = next(step for step in STEPS if step.name == name)
-        return steps.Row(step, {"heedful": steps.timing.Spread(us, us, us)}, {})
+        return steps.Row(step, {"heedful": Spread(us, us, us)}, {})
 
     (said,) = steps.pairs([row("64 x 8192", 100.0), row("64 x 8192, int8", 60.0)])
     assert said.endswith("0.600 of its time, bar 1.00")

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -138,7 +139,7 @@ def test_a_call_over_latent_vectors_runs_the_decode_kernel():
     q = torch.randn(4, 1, 128, 576, device="cuda", dtype=torch.bfloat16)
     table = torch.randperm(40, device="cuda").int().view(4, 10)
     lengths = torch.tensor([640, 1, 0, 333], dtype=torch.int32, device="cuda")
-    given = {"cache_seqlens": lengths, "block_table": table}
+    given: Any = {"cache_seqlens": lengths, "block_table": table}
     with wide_decode():
         text = heedful.explain(
             heedful.flash_attn_with_kvcache, q, latent, latent[..., :512], **given

@@ -1,5 +1,7 @@
 """A kernel that reads memory and does nothing else: the bound of all that must read as much."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -19,5 +21,6 @@ def read_words(words: torch.Tensor) -> torch.Tensor:
     """Sums of 8192 float32 each: (programs,)."""
     programs = triton.cdiv(words.numel(), WORDS)
     sums = torch.empty(programs, dtype=torch.float32, device=words.device)
-    _read[(programs,)](words, sums, words.numel(), WORDS=WORDS, num_warps=8)
+    launch: Any = _read[(programs,)]
+    launch(words, sums, words.numel(), WORDS=WORDS, num_warps=8)
     return sums
