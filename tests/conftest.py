@@ -24,13 +24,23 @@ settings.register_profile("fresh", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("heedful")
 
 
+# Set where long grids are run, too.
+RUN_SLOW = "TEST_RUN_SLOW"
+
+
 def pytest_addoption(parser):
     parser.addoption("--run-slow", action="store_true", help="run the long grids too")
 
 
+def pytest_configure(config):
+    if config.getoption("--run-slow"):
+        # Also of the processes that tests start.
+        os.environ[RUN_SLOW] = "1"
+
+
 def pytest_collection_modifyitems(config, items):
     skip_slow = pytest.mark.skip(reason="a long grid: --run-slow or -m slow")
-    wants_slow = config.getoption("--run-slow") or config.getoption("-m").strip() == "slow"
+    wants_slow = config.getoption("-m").strip() == "slow" or RUN_SLOW in os.environ
     gpu_reason = None
     for item in items:
         if item.get_closest_marker("gpu"):

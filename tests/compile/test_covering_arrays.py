@@ -1,6 +1,7 @@
 """The covering arrays meet what they are said to, and their kernels compile within the limits.
 
-`make test` compiles each problem for one target of its array, the slow tier for all of them.
+`make test` compiles each problem for one target of its array, of Hopper's the first share; the slow
+tier compiles all of them for all targets.
 """
 
 import pytest
@@ -20,10 +21,14 @@ from support.arrays import variants
 
 # Arrays of attention kernels with a table of tiles of their own: backend, whether of 8-bit queries.
 FAMILIES = {"hopper": ("hopper", False), "fp8": ("hopper", True), "cdna": ("cdna", None)}
-# Those that the default tests compile, in so many items each: test_portable.py has its own, and
-# merges of splits come with the others.
+# Those that are compiled, in so many items each, the first by default: a Hopper kernel takes five
+# seconds. test_portable.py has its own, and merges of splits come with the others.
 SHARES = {"hopper": 4, "fp8": 2, "cdna": 1, "append": 1, "rotary": 1, "unused": 1}
-SHARED = [(name, share) for name, shares in SHARES.items() for share in range(shares)]
+SHARED = [
+    pytest.param(name, share, marks=[pytest.mark.slow] * (share > 0))
+    for name, shares in SHARES.items()
+    for share in range(shares)
+]
 SLOW = [
     (name, t)
     for name in ("cdna", "quantised", "append", "rotary", "combine", "unused")

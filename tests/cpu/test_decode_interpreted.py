@@ -20,6 +20,7 @@ from heedful.launch.interpret import interpret
 from heedful.torch.arrays import array_spec
 from support import budget
 from support.cases import Case
+from support.grids import in_turns
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
 # Small tiles, so that short sequences have full, masked and skipped ones.
@@ -107,21 +108,12 @@ class Interpreted:
         raise AssertionError("decoding has no backward")
 
 
-def grid() -> list:
-    """Every case with each way of splitting it: one of them by default."""
-    return [
-        pytest.param(case, splits, marks=[pytest.mark.slow] * ((number + place) % 3 != 0))
-        for number, case in enumerate(CASES)
-        for place, splits in enumerate((0, 1, 3))
-    ]
-
-
 @interpreted
-@pytest.mark.parametrize("case, num_splits", grid(), ids=str)
+@pytest.mark.parametrize("case, num_splits", in_turns(CASES, (0, 1, 3)), ids=str)
 def test_decode_is_within_the_budget(case, num_splits):
     budget.run(Interpreted(num_splits), case)
 
 
 @starts_interpreter
-def test_every_check_passes_in_the_interpreter(pytestconfig):
-    pass_in_the_interpreter(__file__, pytestconfig.getoption("--run-slow"))
+def test_every_check_passes_in_the_interpreter():
+    pass_in_the_interpreter(__file__)

@@ -9,6 +9,7 @@ import heedful
 from heedful.cpu import sdpa
 from support import standin
 from support.cases import Case, build
+from support.grids import in_turns
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 from support.nan import PLACES, SIZES, assert_passed_on
 
@@ -76,9 +77,9 @@ def test_nan_is_passed_on_where_the_mask_leaves_few_of_many_keys():
 
 
 @interpreted
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("causal", [False, True])
-@places
+@pytest.mark.parametrize(
+    "place, causal, num_splits", in_turns(PLACES, (False, True), (1, 3)), ids=str
+)
 def test_portable_kernels_pass_nan_on(place, causal, num_splits):
     with standin.gpu(interprets=True, tiles=(16, 16)):
         for size in SIZES:

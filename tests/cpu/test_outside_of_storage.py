@@ -27,6 +27,7 @@ from heedful.launch.spec import Program
 from heedful.torch.arrays import array_spec
 from heedful.torch.cache_update import append_kv
 from support.fenced import Fenced
+from support.grids import in_turns
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
 TILES = TileConfig(16, 16)
@@ -173,9 +174,7 @@ BOUNDS = {
 
 
 @interpreted
-@pytest.mark.parametrize("bounds", BOUNDS)
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("sink", [False, True], ids=["plain", "sink"])
+@pytest.mark.parametrize("bounds, num_splits, sink", in_turns(BOUNDS, (1, 3), (False, True)))
 def test_every_packed_token_has_a_result_and_those_of_no_sequence_zeros(bounds, num_splits, sink):
     cu = ints(*BOUNDS[bounds])
     tensors = [Fenced.like(randn(40, 2, 16)) for _ in range(3)]
@@ -319,8 +318,7 @@ def order(bounds: torch.Tensor, total: int, num_splits: int = 1, dtype: str = "b
 
 
 @interpreted
-@pytest.mark.parametrize("num_splits", [1, 3])
-@pytest.mark.parametrize("bounds", BOUNDS)
+@pytest.mark.parametrize("bounds, num_splits", in_turns(BOUNDS, (1, 3)))
 def test_hopper_clears_tokens_of_no_sequence_and_tells_of_tiles_that_exist(bounds, num_splits):
     total, cu = 4000, ints(*BOUNDS[bounds]).long() * 100
     cu = cu.clamp(-(2**31), 2**31 - 1).int()

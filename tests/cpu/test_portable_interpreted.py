@@ -23,6 +23,7 @@ from heedful.torch.arrays import array_spec
 from heedful.torch.cache_update import append_kv, rotate
 from support import budget
 from support.cases import Case
+from support.grids import in_turns
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
 # Small tiles, so that short sequences have full, masked and skipped ones.
@@ -131,8 +132,7 @@ def test_forward_and_gradients_are_within_the_budget(case):
 
 
 @interpreted
-@pytest.mark.parametrize("num_splits", (1, 3))
-@pytest.mark.parametrize("case", FORWARD_ONLY, ids=str)
+@pytest.mark.parametrize("case, num_splits", in_turns(FORWARD_ONLY, (1, 3)), ids=str)
 def test_forward_is_within_the_budget(case, num_splits):
     budget.run(Interpreted(num_splits), replace(case, backward=False))
 

@@ -8,6 +8,7 @@ import pytest
 from emulated.backend import TARGETS, Emulated
 from support.budget import run
 from support.cases import Case
+from support.grids import in_turns
 
 BASE = Case(
     batch=2,
@@ -34,18 +35,8 @@ CASES = [
 ]
 
 
-def grid() -> list:
-    """Every case split and not: on one of the targets each by default."""
-    return [
-        pytest.param(arch, case, splits, marks=[pytest.mark.slow] * ((i + j + k) % 2))
-        for i, case in enumerate(CASES)
-        for j, arch in enumerate(TARGETS)
-        for k, splits in enumerate((0, 2))
-    ]
-
-
-@pytest.mark.parametrize("arch, case, num_splits", grid(), ids=str)
-def test_decode_is_within_budget(arch, case, num_splits):
+@pytest.mark.parametrize("case, arch, num_splits", in_turns(CASES, TARGETS, (0, 2)), ids=str)
+def test_decode_is_within_budget(case, arch, num_splits):
     run(Emulated(arch, "decode"), replace(case, num_splits=num_splits))
 
 

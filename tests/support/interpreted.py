@@ -20,11 +20,9 @@ starts_interpreter = pytest.mark.skipif(
 )
 
 
-def pass_in_the_interpreter(file: str, run_slow: bool = False) -> None:
-    """AssertionError, with what pytest printed, unless every check of the file passes there.
-    run_slow: those of long grids too."""
+def pass_in_the_interpreter(file: str) -> None:
+    """AssertionError, with what pytest printed, unless every check of the file passes there."""
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", file]
-    command += ["--run-slow"] * run_slow
     # Under xdist's variables the inner run would take itself for a worker.
     kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")}
     done = subprocess.run(

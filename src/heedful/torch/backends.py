@@ -301,8 +301,8 @@ class GatheredBackward:
 class GpuBackward:
     """The backward of a plan on tensors laid out like those that it is made with.
 
-    moving: of each tensor, how many dims lengths may change; empty where operands are copied, or
-    have gradients besides dq, dk and dv.
+    moving: of each tensor, how many dims lengths may change; empty where operands are copied or
+    begin elsewhere than at multiples of 16 bytes, or have gradients besides dq, dk and dv.
     """
 
     def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse):
@@ -349,7 +349,8 @@ class GpuBackward:
         self._cases = kinds.of(kind)
         case, numbers = self._cases.find(values, make)
         self._run = case.bind(numbers)
-        is_simple = not self._copied and len(like) == 3
+        aligned = all([aligned for _, _, aligned, *_ in kind[2:]])
+        is_simple = aligned and not self._copied and len(like) == 3
         self.moving = [moving for *_, moving in kind[2:]] if is_simple else []
 
     def at(self, lengths: Lengths, tensors: Sequence[torch.Tensor]) -> "GpuBackward | None":

@@ -1,0 +1,28 @@
+"""Grids of which a part runs by default, and the rest where long grids are asked for."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def in_turns(first: Iterable[Any], *others: Collection[Any]) -> list:
+    """Parameters of the whole product. By default each value of `first` comes once, and meets the
+    others' values in turns; the rest is slow."""
+    found = []
+    for number, value in enumerate(first):
+        combinations: list[tuple[tuple, bool]] = [((value,), True)]
+        turn = number
+        for axis in others:
+            chosen = turn % len(axis)
+            turn = turn // len(axis) + number
+            combinations = [
+                ((*values, x), by_default and place == chosen)
+                for values, by_default in combinations
+                for place, x in enumerate(axis)
+            ]
+        found += [
+            pytest.param(*values, marks=[] if by_default else [pytest.mark.slow])
+            for values, by_default in combinations
+        ]
+    return found
