@@ -20,6 +20,8 @@ from support.prepared import Prepared
 pytestmark = [*ON_HOPPER, WITH_TRITON_3_9]
 
 BASE = Case(dtype="bfloat16", head_dim=64, heads_q=4, heads_k=2, num_splits=1)
+# More work tiles than the device has places.
+TILES = {"batch": 3, "heads_q": 8, "heads_k": 4, "seqlen_q": 300, "seqlen_k": 2100}
 LENGTHS = [(1, 1), (64, 128), (193, 127), (257, 129), (300, 1), (37, 700), (511, 513)]
 
 CASES = [
@@ -43,7 +45,7 @@ CASES = [
         scale=(8.0,),
     ),
     *(
-        replace(BASE, batch=4, heads_q=16, seqlen_q=700, seqlen_k=2100, head_dim=dim, window=w)
+        replace(BASE, **TILES, head_dim=dim, window=w)
         for dim in (64, 128)
         for w in ((-1, -1), (-1, 0), (100, 0), (200, 300))
     ),
@@ -76,7 +78,7 @@ WIDE = [
         {"causal": True},
         {"causal": True, "seqlen_q": 333, "seqlen_k": 200},
         {"window": (60, 30)},
-        {"batch": 4, "heads_k": 4, "heads_q": 16, "seqlen_q": 700, "seqlen_k": 2100},
+        TILES,
     )
 ]
 
@@ -107,13 +109,13 @@ def test_gradients_of_wide_heads_are_within_their_budget(case):
     check(case)
 
 
-# More work tiles than the device has places, and lengths that leave some of them without a step.
+# Of many work tiles, some without a step.
 MANY = [
-    replace(BASE, batch=4, heads_q=16, heads_k=heads_k, seqlen_q=sq, seqlen_k=sk, **mods)
-    for heads_k, sq, sk in ((8, 700, 2100), (4, 2100, 700))
+    replace(BASE, **(TILES | lengths), **mods)
+    for lengths in ({}, {"batch": 4, "heads_k": 8, "seqlen_q": 900, "seqlen_k": 700})
     for mods in ({"causal": True}, {}, {"window": (200, 30)}, {"window": (90, -1)})
 ]
-MANY += [replace(BASE, batch=5, heads_q=16, seqlen_q=900, seqlen_k=900, varlen="qk", causal=True)]
+MANY += [replace(BASE, batch=8, heads_q=8, seqlen_q=600, seqlen_k=600, varlen="qk", causal=True)]
 VARIANTS = [
     *((dim, f"hopper+draws=1+last_waves={waves}") for dim in (64, 128, 256) for waves in (0, 2)),
     *((dim, "hopper+stmatrix=1") for dim in (64, 128)),

@@ -159,10 +159,10 @@ def judge(
 def oracle_results(problem: AttentionProblem, x: Operands, dout=None, dlse=None) -> Results:
     """The float64 truth for torch tensors; without gradients where dout is None."""
     arrays = operands_as_numpy(x)
-    results = oracle.forward(problem, arrays)
     if dout is None:
-        return Results(*results)
-    return Results(*results, *oracle.backward(problem, arrays, as_numpy(dout), as_numpy(dlse)))
+        return Results(*oracle.forward(problem, arrays))
+    out, lse, probs, grads = oracle.both(problem, arrays, as_numpy(dout), as_numpy(dlse))
+    return Results(out, lse, probs, *grads)
 
 
 def twin_results(problem: AttentionProblem, x: Operands, dout=None, dlse=None) -> Results:

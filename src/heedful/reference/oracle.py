@@ -7,6 +7,7 @@ B batch, S seqlen, T tokens, H query head, G kv head, M query rows of one sequen
 D qk dim, E v dim.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -32,21 +33,10 @@ def forward(
 
     Raises ValueError where block_table meets kv_batch_idx.
     """
-    q_THD = _tokens(x.q, packed=x.q.ndim == 3)
-    out_THE = np.zeros((*q_THD.shape[:2], problem.head_dim_v))
-    lse_HT = np.full((problem.heads_q, len(q_THD)), -np.inf)
-    probs = None
-    if problem.return_probs:
-        probs = np.zeros((problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k))
-    for seq in sequences(problem, x):
-        c = _sequence_forward(problem, x, seq)
-        rows = slice(seq.q_token, seq.q_token + seq.len_q)
-        out_THE[rows] = ((c.p_HMN * c.drop_HMN) @ c.v_HNE).swapaxes(0, 1)
-        lse_HT[:, rows] = c.lse_HM
-        if probs is not None:
-            signed = np.where(c.drop_HMN > 0, c.p_HMN, -c.p_HMN) if problem.dropout_p else c.p_HMN
-            probs[seq.batch, :, : seq.len_q, : seq.len_k] = signed
-    return out_THE.reshape(*x.q.shape[:-1], problem.head_dim_v), _lse_shaped(problem, lse_HT), probs
+    out = _Forward(problem, x)
+    for block in _blocks(problem, x):
+        out.add(block)
+    return out.results()
 
 
 def backward(problem: AttentionProblem, x: Operands, dout, dlse=None) -> Gradients:
@@ -59,51 +49,30 @@ def backward(problem: AttentionProblem, x: Operands, dout, dlse=None) -> Gradien
 
     Raises ValueError for quantised inputs, which have no gradient.
     """
-    if x.q_descale is not None or x.k_descale is not None or x.v_descale is not None:
-        raise ValueError("gradients need q, k and v without descales")
-    q_THD = _tokens(x.q, packed=x.q.ndim == 3)
-    dout_THE = np.asarray(dout, np.float64).reshape(*q_THD.shape[:2], problem.head_dim_v)
-    dlse_shape = (problem.heads_q, len(q_THD))
-    if dlse is None:
-        dlse_HT = np.zeros(dlse_shape)
-    else:
-        dlse = np.asarray(dlse, np.float64)
-        dlse_HT = dlse if dlse.ndim == 2 else dlse.swapaxes(0, 1).reshape(dlse_shape)
-    dq, dk, dv = (np.zeros(a.shape) for a in (x.q, x.k, x.v))
-    dq_THD, dk_TGD, dv_TGE = dq.reshape(q_THD.shape), _flat(dk), _flat(dv)
-    bias_shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-    dbias = np.zeros(bias_shape) if problem.bias_grad else None
-    dsink = None if x.sink is None else np.zeros(problem.heads_q)
-    for seq in sequences(problem, x):
-        c = _sequence_forward(problem, x, seq)
-        rows = slice(seq.q_token, seq.q_token + seq.len_q)
-        do_HME, dlse_HM1 = dout_THE[rows].swapaxes(0, 1), dlse_HT[:, rows, None]
-        dp_HMN = c.drop_HMN * (do_HME @ c.v_HNE.swapaxes(1, 2))
-        delta_HM1 = (c.p_HMN * dp_HMN).sum(-1, keepdims=True)
-        ds_HMN = c.p_HMN * (dp_HMN - delta_HM1 + dlse_HM1)
-        dqk_HMN = ds_HMN * c.slope_HMN
-        dq_THD[rows] = (dqk_HMN @ c.k_HND).swapaxes(0, 1)
-        dk_HND = dqk_HMN.swapaxes(1, 2) @ c.q_HMD
-        dv_HNE = (c.p_HMN * c.drop_HMN).swapaxes(1, 2) @ do_HME
-        keys = _key_tokens(seq)
-        np.add.at(dk_TGD, keys, _sum_group(problem, dk_HND))
-        np.add.at(dv_TGE, keys, _sum_group(problem, dv_HNE))
-        if dbias is not None:
-            dbias[seq.batch, :, : seq.len_q, : seq.len_k] = ds_HMN
-        if dsink is not None:
-            sink_H1 = np.asarray(x.sink, np.float64)[:, None]
-            p_sink_HM1 = np.exp(sink_H1 - _finite(c.lse_HM))[..., None]
-            dsink += (p_sink_HM1 * (dlse_HM1 - delta_HM1)).sum((1, 2))
-    if dbias is not None:
-        for axis, size in enumerate(own_shape(x.bias.shape, x.bias.strides)):
-            if size == 1:
-                dbias = dbias.sum(axis, keepdims=True)
-    return Gradients(dq, dk, dv, dbias, dsink)
+    grads = _Backward(problem, x, dout, dlse)
+    for block in _blocks(problem, x):
+        grads.add(block)
+    return grads.results()
 
 
-class _SequenceForward(NamedTuple):
-    """What forward and backward share: slope is d s / d (q k^T), drop the dropout's factor."""
+def both(problem: AttentionProblem, x: Operands, dout, dlse=None):
+    """`forward` and `backward` with the probabilities worked out once."""
+    out, grads = _Forward(problem, x), _Backward(problem, x, dout, dlse)
+    for block in _blocks(problem, x):
+        out.add(block)
+        grads.add(block)
+    return *out.results(), grads.results()
 
+
+class _Block(NamedTuple):
+    """The heads of some KV heads of one sequence: what forward and backward share.
+
+    heads, kv_heads: which they are. slope is d s / d (q k^T), drop the dropout's factor.
+    """
+
+    seq: Sequence
+    heads: slice
+    kv_heads: slice
     q_HMD: np.ndarray
     k_HND: np.ndarray
     v_HNE: np.ndarray
@@ -112,9 +81,108 @@ class _SequenceForward(NamedTuple):
     lse_HM: np.ndarray
     drop_HMN: np.ndarray | float
 
+    @property
+    def rows(self) -> slice:
+        """Its queries, among the tokens of all sequences."""
+        return slice(self.seq.q_token, self.seq.q_token + self.seq.len_q)
 
-def _sequence_forward(problem: AttentionProblem, x: Operands, seq: Sequence) -> _SequenceForward:
-    q_HMD, k_HND, v_HNE = _gather(problem, x, seq)
+
+class _Forward:
+    """The results of a forward, filled block by block."""
+
+    def __init__(self, problem: AttentionProblem, x: Operands):
+        self._problem, self._shape = problem, (*x.q.shape[:-1], problem.head_dim_v)
+        tokens = len(_tokens(x.q, packed=x.q.ndim == 3))
+        self._out_THE = np.zeros((tokens, problem.heads_q, problem.head_dim_v))
+        self._lse_HT = np.full((problem.heads_q, tokens), -np.inf)
+        self._probs = None
+        if problem.return_probs:
+            shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+            self._probs = np.zeros(shape)
+
+    def add(self, c: _Block) -> None:
+        out_HME = (c.p_HMN * c.drop_HMN) @ c.v_HNE
+        self._out_THE[c.rows, c.heads] = out_HME.swapaxes(0, 1)
+        self._lse_HT[c.heads, c.rows] = c.lse_HM
+        if self._probs is not None:
+            dropout = self._problem.dropout_p
+            signed = np.where(c.drop_HMN > 0, c.p_HMN, -c.p_HMN) if dropout else c.p_HMN
+            self._probs[c.seq.batch, c.heads, : c.seq.len_q, : c.seq.len_k] = signed
+
+    def results(self):
+        lse = _lse_shaped(self._problem, self._lse_HT)
+        return self._out_THE.reshape(self._shape), lse, self._probs
+
+
+class _Backward:
+    """The gradients, filled block by block."""
+
+    def __init__(self, problem: AttentionProblem, x: Operands, dout, dlse):
+        if x.q_descale is not None or x.k_descale is not None or x.v_descale is not None:
+            raise ValueError("gradients need q, k and v without descales")
+        self._problem, self._x = problem, x
+        tokens, heads = len(_tokens(x.q, packed=x.q.ndim == 3)), problem.heads_q
+        self._dout_THE = np.asarray(dout, np.float64).reshape(tokens, heads, problem.head_dim_v)
+        self._dlse_HT = np.zeros((heads, tokens))
+        if dlse is not None:
+            dlse = np.asarray(dlse, np.float64)
+            flat = dlse if dlse.ndim == 2 else dlse.swapaxes(0, 1)
+            self._dlse_HT = flat.reshape(heads, tokens)
+        self._dq, self._dk, self._dv = (np.zeros(a.shape) for a in (x.q, x.k, x.v))
+        shape = (problem.batch, heads, problem.seqlen_q, problem.seqlen_k)
+        self._dbias = np.zeros(shape) if problem.bias_grad else None
+        self._dsink = None if x.sink is None else np.zeros(heads)
+
+    def add(self, c: _Block) -> None:
+        do_HME = self._dout_THE[c.rows, c.heads].swapaxes(0, 1)
+        dlse_HM1 = self._dlse_HT[c.heads, c.rows, None]
+        dp_HMN = c.drop_HMN * (do_HME @ c.v_HNE.swapaxes(1, 2))
+        delta_HM1 = (c.p_HMN * dp_HMN).sum(-1, keepdims=True)
+        ds_HMN = c.p_HMN * (dp_HMN - delta_HM1 + dlse_HM1)
+        dqk_HMN = ds_HMN * c.slope_HMN
+        dq_THD = _tokens(self._dq, packed=self._dq.ndim == 3)
+        dq_THD[c.rows, c.heads] = (dqk_HMN @ c.k_HND).swapaxes(0, 1)
+        dk_HND = dqk_HMN.swapaxes(1, 2) @ c.q_HMD
+        dv_HNE = (c.p_HMN * c.drop_HMN).swapaxes(1, 2) @ do_HME
+        keys = _key_tokens(c.seq)
+        for grad, one_HND in ((self._dk, dk_HND), (self._dv, dv_HNE)):
+            np.add.at(_flat(grad)[:, c.kv_heads], keys, _sum_group(self._problem, one_HND))
+        if self._dbias is not None:
+            self._dbias[c.seq.batch, c.heads, : c.seq.len_q, : c.seq.len_k] = ds_HMN
+        if self._dsink is not None:
+            sink_H1 = np.asarray(self._x.sink, np.float64)[c.heads, None]
+            p_sink_HM1 = np.exp(sink_H1 - _finite(c.lse_HM))[..., None]
+            self._dsink[c.heads] += (p_sink_HM1 * (dlse_HM1 - delta_HM1)).sum((1, 2))
+
+    def results(self) -> Gradients:
+        dbias = self._dbias
+        if dbias is not None:
+            for axis, size in enumerate(own_shape(self._x.bias.shape, self._x.bias.strides)):
+                if size == 1:
+                    dbias = dbias.sum(axis, keepdims=True)
+        return Gradients(self._dq, self._dk, self._dv, dbias, self._dsink)
+
+
+# Scores of a block: few enough that its arrays stay in a core's cache.
+_BLOCK_SCORES = 1 << 18
+
+
+def _blocks(problem: AttentionProblem, x: Operands) -> Iterator[_Block]:
+    """Every sequence and head once, as many KV heads at a time as a cache holds."""
+    for seq in sequences(problem, x):
+        shared = (visible(problem, x, seq), *_gather(problem, x, seq))
+        scores = max(1, problem.group * seq.len_q * seq.len_k)
+        count = max(1, _BLOCK_SCORES // scores)
+        for first in range(0, problem.heads_k, count):
+            kv_heads = slice(first, min(first + count, problem.heads_k))
+            yield _block(problem, x, seq, kv_heads, *shared)
+
+
+def _block(problem: AttentionProblem, x: Operands, seq: Sequence, kv_heads: slice, seen, q, k, v):
+    """A block of `_blocks`. seen (M, N); q (H, M, D), k (G, N, D), v (G, N, E) of all heads."""
+    heads = slice(kv_heads.start * problem.group, kv_heads.stop * problem.group)
+    q_HMD = q[heads]
+    k_HND, v_HNE = (np.repeat(a[kv_heads], problem.group, axis=0) for a in (k, v))
     s_HMN = (q_HMD @ k_HND.swapaxes(1, 2)) * problem.scale
     slope_HMN = problem.scale
     if problem.softcap > 0:
@@ -123,22 +191,23 @@ def _sequence_forward(problem: AttentionProblem, x: Operands, seq: Sequence) -> 
         slope_HMN = problem.scale * (1 - tanh_HMN**2)
     i, j = np.arange(seq.len_q)[:, None], np.arange(seq.len_k)[None, :]
     if x.alibi_slopes is not None:
-        slopes = np.asarray(x.alibi_slopes, np.float64)[seq.batch, :, None, None]
+        slopes = np.asarray(x.alibi_slopes, np.float64)[seq.batch, heads, None, None]
         s_HMN = s_HMN - slopes * np.abs(i + problem.mask.offset(seq.len_q, seq.len_k) - j)
     if x.bias is not None:
         full = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-        bias = np.broadcast_to(x.bias, full)[seq.batch, :, : seq.len_q, : seq.len_k]
+        bias = np.broadcast_to(x.bias, full)[seq.batch, heads, : seq.len_q, : seq.len_k]
         s_HMN = s_HMN + np.asarray(bias, np.float64)
-    s_HMN = np.where(visible(problem, x, seq), s_HMN, -np.inf)
-    lse_HM = _logsumexp(s_HMN, x.sink)
+    s_HMN = np.where(seen, s_HMN, -np.inf)
+    lse_HM = _logsumexp(s_HMN, None if x.sink is None else x.sink[heads])
     p_HMN = np.exp(s_HMN - _finite(lse_HM)[..., None])
     drop_HMN = 1.0
     if problem.dropout_p > 0:
-        sizes = (problem.heads_q, seq.len_q, seq.len_k)
+        sizes = (heads.stop - heads.start, seq.len_q, seq.len_k)
         seed, p = int(np.asarray(x.seed).reshape(-1)[0]), problem.dropout_p
-        keep = keep_mask(seed, p, seq.batch, *sizes, problem.dropout_origin)
-        drop_HMN = keep * keep_scale(p)
-    return _SequenceForward(q_HMD, k_HND, v_HNE, slope_HMN, p_HMN, lse_HM, drop_HMN)
+        batch, head, row, col = problem.dropout_origin
+        origin = (batch, head + heads.start, row, col)
+        drop_HMN = keep_mask(seed, p, seq.batch, *sizes, origin) * keep_scale(p)
+    return _Block(seq, heads, kv_heads, q_HMD, k_HND, v_HNE, slope_HMN, p_HMN, lse_HM, drop_HMN)
 
 
 def visible(problem: AttentionProblem, x: Operands, seq: Sequence) -> np.ndarray:
@@ -163,15 +232,14 @@ def visible(problem: AttentionProblem, x: Operands, seq: Sequence) -> np.ndarray
 
 
 def _gather(problem: AttentionProblem, x: Operands, seq: Sequence):
-    """q (H, M, D), k (H, N, D), v (H, N, E) of one sequence: real values, heads repeated."""
-    keys, group = _key_tokens(seq), problem.group
+    """q (H, M, D), k (G, N, D), v (G, N, E) of one sequence: real values."""
+    keys = _key_tokens(seq)
     q = _tokens(x.q, packed=x.q.ndim == 3)[seq.q_token : seq.q_token + seq.len_q]
     q = np.asarray(q, np.float64)
     if x.q_descale is not None:
-        q = q * np.repeat(np.asarray(x.q_descale, np.float64)[seq.batch], group)[:, None]
+        q = q * np.repeat(np.asarray(x.q_descale, np.float64)[seq.batch], problem.group)[:, None]
     k = _dequantized(problem, x.k, x.k_descale, x.k_shift, seq.batch, keys)
     v = _dequantized(problem, x.v, x.v_descale, x.v_shift, seq.batch, keys)
-    k, v = (np.repeat(a, group, axis=1) for a in (k, v))
     return tuple(a.swapaxes(0, 1) for a in (q, k, v))
 
 
@@ -222,8 +290,9 @@ def _finite(a: np.ndarray) -> np.ndarray:
 
 def _sum_group(problem: AttentionProblem, grad_HND) -> np.ndarray:
     """Gradients of the query heads of each kv head added up: (N, G, dim)."""
-    _, n, dim = grad_HND.shape
-    return grad_HND.reshape(problem.heads_k, problem.group, n, dim).sum(1).swapaxes(0, 1)
+    heads, n, dim = grad_HND.shape
+    grouped = grad_HND.reshape(heads // problem.group, problem.group, n, dim)
+    return grouped.sum(1).swapaxes(0, 1)
 
 
 def _lse_shaped(problem: AttentionProblem, lse_HT) -> np.ndarray:
