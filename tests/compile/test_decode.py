@@ -15,7 +15,6 @@ from heedful.core.problem import AttentionProblem
 from heedful.inspector.nvidia import disassemble, measure, parse_sass
 from heedful.launch.bind import decode
 from heedful.launch.triton_compat import compile_kernel
-from support.decode import wide_decode
 
 TARGETS = ("sm_80", "sm_90", "gfx942", "gfx950")
 FP8 = {"gfx942": "float8_e4m3fnuz"}
@@ -87,8 +86,7 @@ def buffers_of(problem: AttentionProblem) -> dict[str, ArraySpec]:
 
 def compiled(name: str, arch: str):
     problem = problem_of(name, arch)
-    with wide_decode():
-        chosen = plan(problem, by_name(arch), backend="decode")
+    chosen = plan(problem, by_name(arch), backend="decode")
     (call,) = decode.forward(problem, chosen, buffers_of(problem)).calls
     return compile_kernel(call, arch)
 

@@ -36,15 +36,24 @@ def step_loops(code, labels, branches) -> list[Counter]:
     return [c for c in counts if c["HGMMA"] >= 24 and c.total() < LONGEST_STEP]
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+FULL_AND_CAUSAL = ((64, "drawn"), (128, "drawn"), (256, "own"))
+CAUSAL = ((64, "own"), (64, "in turns"), (128, "own"), (128, "in turns"))
+
+
 @pytest.mark.parametrize(
-    "head_dim, in_order", [(64, False), (64, True), (128, False), (128, True), (256, False)]
+    "head_dim, tiles, causal",
+    [
+        *((*which, causal) for which in FULL_AND_CAUSAL for causal in (False, True)),
+        *((*which, True) for which in CAUSAL),
+    ],
 )
-def test_products_are_under_way_together_and_tensors_are_not_spilled(head_dim, in_order, causal):
-    """An assembler that runs out of registers waits for every product by itself. In order: work
-    tiles are drawn, and added to dQ in turns."""
-    call = main_call(head_dim=head_dim, causal=causal, deterministic=in_order)
-    assert (call.grid[0] == DEVICE.units) == in_order
+def test_products_are_under_way_together_and_tensors_are_not_spilled(head_dim, tiles, causal):
+    """An assembler that runs out of registers waits for every product by itself. tiles: they have
+    programs of their own or are drawn; in turns, drawn tiles are added to dQ in order."""
+    backend = "hopper+draws=0" if tiles == "own" else "hopper"
+    in_turns = tiles == "in turns"
+    call = main_call(backend, head_dim=head_dim, causal=causal, deterministic=in_turns)
+    assert (call.grid[0] == DEVICE.units) == (tiles != "own")
     made = compiler.artifact(call, DEVICE.arch)
     assert made.shared_bytes <= DEVICE.shared_bytes
     listing = disassemble(made.code)
@@ -55,29 +64,9 @@ def test_products_are_under_way_together_and_tensors_are_not_spilled(head_dim, i
         assert loop["STL"] + loop["LDL"] <= MOST_RELOADS
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_ds_is_stored_without_barriers_of_the_warpgroup(head_dim):
-    call = main_call("hopper+stmatrix=1", head_dim=head_dim)
-    loops = step_loops(*parse_sass(disassemble(compiler.artifact(call, DEVICE.arch).code).text))
-    assert len(loops) >= 2
-    for loop in loops:
-        assert loop["BAR"] == 0 and loop["STSM"] == head_dim_stores(head_dim)
-        assert loop["WARPGROUP"] < loop["HGMMA"]
-        assert loop["STL"] + loop["LDL"] <= MOST_RELOADS
-
-
-def head_dim_stores(head_dim: int) -> int:
-    """Stores of a step's dS: 16 queries each, of 64 or at head dim 64 of 128."""
-    return {64: 8, 128: 4}[head_dim]
-
-
-@pytest.mark.parametrize(
-    "facts, options",
-    [({"head_dim": 128, "deterministic": True}, "draws=0"), ({"head_dim": 256}, "stmatrix=1")],
-)
-def test_options_that_a_call_cannot_have_are_refused(facts, options):
-    with pytest.raises(ValueError, match=options.partition("=")[0]):
-        main_call(f"hopper+{options}", **facts)
+def test_options_that_a_call_cannot_have_are_refused():
+    with pytest.raises(ValueError, match="draws"):
+        main_call("hopper+draws=0", head_dim=128, deterministic=True)
 
 
 def test_wide_heads_have_no_room_for_the_mask_of_dropout():

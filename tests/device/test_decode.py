@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 import heedful.torch as heedful
 from support.budget import run
 from support.cases import Case
-from support.decode import wide_decode
 from support.prepared import Prepared
 from support.variants import FRESH
 
@@ -130,8 +129,7 @@ WIDE = (
 @pytest.mark.parametrize("num_splits", (0, 1, 3))
 @pytest.mark.parametrize("case", WIDE, ids=str)
 def test_values_that_lie_in_keys_are_within_the_error_budget(case, num_splits):
-    with wide_decode():
-        run(Prepared("decode"), replace(case, num_splits=num_splits), "cuda")
+    run(Prepared("decode"), replace(case, num_splits=num_splits), "cuda")
 
 
 def test_a_call_over_latent_vectors_runs_the_decode_kernel():
@@ -140,12 +138,9 @@ def test_a_call_over_latent_vectors_runs_the_decode_kernel():
     table = torch.randperm(40, device="cuda").int().view(4, 10)
     lengths = torch.tensor([640, 1, 0, 333], dtype=torch.int32, device="cuda")
     given: Any = {"cache_seqlens": lengths, "block_table": table}
-    with wide_decode():
-        text = heedful.explain(
-            heedful.flash_attn_with_kvcache, q, latent, latent[..., :512], **given
-        )
-        assert "forward   decode" in text
-        got = heedful.flash_attn_with_kvcache(q, latent, latent[..., :512], **given)
+    text = heedful.explain(heedful.flash_attn_with_kvcache, q, latent, latent[..., :512], **given)
+    assert "forward   decode" in text
+    got = heedful.flash_attn_with_kvcache(q, latent, latent[..., :512], **given)
     assert got[0].any() and not got[2].any()
 
 

@@ -118,7 +118,7 @@ MANY = [
 MANY += [replace(BASE, batch=8, heads_q=8, seqlen_q=600, seqlen_k=600, varlen="qk", causal=True)]
 VARIANTS = [
     *((dim, f"hopper+draws=1+last_waves={waves}") for dim in (64, 128, 256) for waves in (0, 2)),
-    *((dim, "hopper+stmatrix=1") for dim in (64, 128)),
+    *((dim, "hopper+draws=0+last_waves=0") for dim in (64, 128)),
 ]
 
 

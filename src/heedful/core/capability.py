@@ -210,6 +210,14 @@ def _aligned_draws(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None
 
 
+def _tiles_of_both_dims(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Tiles of one width up to 128 columns; wide ones are of 256, or of 256 and 128."""
+    dim, dim_v = problem.head_dim, problem.head_dim_v
+    if dim != dim_v and not (dim > 128 and dim_v > 64):
+        return f"the backward of head dims {dim} and {dim_v}: takes equal ones, or above 128 and 64"
+    return None
+
+
 def _room_for_dropout(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     """What a mask's exchange between threads takes, 3.5 KiB, is more than the tiles leave."""
     if problem.dropout_p > 0 and min(problem.head_dim, problem.head_dim_v) > 128:
@@ -257,12 +265,11 @@ def _many_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return f"seqlen_k {problem.seqlen_k}: takes 384 and more" if short else None
 
 
-DECODE_ROWS = 64  # of a KV head, that one tile takes
-
-
-# Row tiles of wide heads whose values lie in their keys: what reads them once is worth more.
-WIDE_TILES = 32
-WIDE_DIM, WIDE_REST = 256, 64  # a wider head is wide, and this is what keys may have past values
+# Of the decode kernel: query rows of a KV head in a tile; above which head dim a head is wide; how
+# many columns its keys may have past its values; and how many tiles of rows it may have, since no
+# other kernel reads keys once that are values too.
+DECODE_ROWS = 64
+WIDE_DIM, WIDE_REST, WIDE_TILES = 256, 64, 32
 
 
 def _few_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
@@ -284,13 +291,6 @@ def _wide_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
         return f"head_dim {dim}: above {WIDE_DIM} takes caches of 16 bits"
     if dim_v not in (256, 512) or dim - dim_v > WIDE_REST:
         return f"head_dim {dim}: above {WIDE_DIM} takes {WIDE_REST} more than V's 256 or 512"
-    return None
-
-
-def untried_wide_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    dim = problem.head_dim
-    if dim > WIDE_DIM and device.arch == "sm_90":
-        return f"head_dim {dim} on sm_90, where no GPU has run it"
     return None
 
 
@@ -378,10 +378,7 @@ ROWS: tuple[KernelRow, ...] = (
         max_dim=MAX_HEAD_DIM,
         dim_multiple=8,
         least=(("triton", (3, 6)),),
-        gates=(
-            *(_few_rows, _wide_heads, untried_wide_heads),
-            *(_float_out, _scales_of_groups, _fp8_conversion),
-        ),
+        gates=(_few_rows, _wide_heads, _float_out, _scales_of_groups, _fp8_conversion),
         unasked=(_many_rows, _fills_by_whole_heads),
         configs=("decode.forward",),
         program="heedful.launch.bind.decode",
@@ -459,15 +456,17 @@ ROWS: tuple[KernelRow, ...] = (
         "backward",
         {"sm_90": "run"},
         ("bfloat16", "float16"),
-        # Its kernels do more that compiles and that no GPU has run: sinks, other diagonals, packed
-        # sequences, dropout, head dims above 128, one order of sums (tests/support/hopper.py).
-        frozenset({"causal", "window", "gqa", "return_lse", "backward"}),
-        max_dim=128,
+        # Not "deterministic": its kernels do it, and no GPU has run it (tests/support/hopper.py).
+        frozenset(
+            {"causal", "window", "diagonal", "sink", "dropout", "varlen", "gqa"}
+            | {"head_dims_differ", "return_lse", "backward"}
+        ),
+        max_dim=256,
         dim_multiple=8,
         # For gl.inline_asm: sums of dQ leave by cp.reduce.async.bulk.
         least=(("triton", (3, 9)),),
         gates=(_some_tokens, _positive_scale, _out_as_in, _aligned_draws)
-        + (_any_order_if_wide, _room_for_dropout),
+        + (_tiles_of_both_dims, _any_order_if_wide, _room_for_dropout),
         configs=("hopper.backward", "portable.scores"),
         program="heedful.launch.bind.hopper_backward",
     ),

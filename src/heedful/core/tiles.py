@@ -202,8 +202,7 @@ class HopperBackwardConfig(TileConfig):
     scores. consumer_regs, producer_regs: registers of a thread. draws: programs for the units of
     the device draw their work tiles; else each work tile has a program. last_waves: under a mask,
     how often the tiles of the last L2 group are to fill the device, so that its short tiles outlast
-    its longest; 0: groups are alike. stmatrix: dS is stored by
-    stmatrix, around which the compiler puts no barriers; not by wide heads.
+    its longest; 0: groups are alike.
     """
 
     dout_stages: int = 2
@@ -212,7 +211,6 @@ class HopperBackwardConfig(TileConfig):
     producer_regs: int = 24
     draws: bool = False
     last_waves: int = 0
-    stmatrix: bool = False
 
     @property
     def is_wide(self) -> bool:

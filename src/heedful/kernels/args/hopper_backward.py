@@ -50,15 +50,13 @@ class HopperBackwardOrder(NamedTuple):
 
 class HopperBackwardTile(NamedTuple):
     """A step is BLOCK_M queries x BLOCK_N keys, 64 of the keys for each consumer. *_STAGES: tiles
-    that shared memory has room for, powers of two. STMATRIX: dS is stored without barriers of the
-    warpgroup."""
+    that shared memory has room for, powers of two."""
 
     BLOCK_M: Const
     BLOCK_N: Const
     Q_STAGES: Const
     DO_STAGES: Const
     DS_STAGES: Const
-    STMATRIX: Const
     CONSUMER_REGS: Const
     PRODUCER_REGS: Const
 

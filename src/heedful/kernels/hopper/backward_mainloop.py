@@ -26,7 +26,6 @@ from heedful.kernels.hopper.backward_sums import put_dq
 from heedful.kernels.hopper.backward_tile import is_masked
 from heedful.kernels.hopper.compat import opaque
 from heedful.kernels.hopper.mma import ROWS, scores_layout
-from heedful.kernels.hopper.pairs import from_pairs, store_pairs, to_pairs
 from heedful.kernels.hopper.pipeline import PipelineState, matrix
 
 
@@ -107,17 +106,10 @@ def queue_dv(shared, queued, dp_NM, dv, visit, params, CONSUMER: gl.constexpr):
     left = kept_probabilities(queued, params, dtype, operand)
     dv = warpgroup_mma(left, shared.do.tile(do_state), dv, is_async=True)
     delta_M = shared.delta.index(do_state.index).load(gl.SliceLayout(0, layout))
-    ds_NM = score_gradients(queued, dp_NM, delta_M, params, dtype)
+    ds_NM = score_gradients(queued, dp_NM, delta_M, params, dtype).to(dtype)
     # Who stores in this stage has waited for the other's dS of the visit before, which came behind
     # the other's dQ of the visit before that.
-    place = shared.ds.index(ds_state.index * CONSUMERS + CONSUMER)
-    if params.tile.STMATRIX:
-        ds_NJ = to_pairs(ds_NM, dtype)
-        store_pairs(place, ds_NJ)
-        ds_NM = from_pairs(ds_NJ, dtype, operand)
-    else:
-        ds_NM = ds_NM.to(dtype)
-        place.store(ds_NM)
+    shared.ds.index(ds_state.index * CONSUMERS + CONSUMER).store(ds_NM)
     fence_async_shared()
     barrier.arrive_each_warp(shared.ds_full.index(ds_state.index))
     return ds_NM, dv

@@ -181,7 +181,6 @@ def _backward_call(
                 Q_STAGES=config.num_stages,
                 DO_STAGES=config.dout_stages,
                 DS_STAGES=config.ds_stages,
-                STMATRIX=config.stmatrix,
                 CONSUMER_REGS=config.consumer_regs,
                 PRODUCER_REGS=config.producer_regs,
             ),
