@@ -206,6 +206,7 @@ EIGHTS = torch.ones(2, 4, dtype=torch.int8)
     "arguments, argument, kind",
     [
         ((torch.ones(2, 4), torch.ones(2, 1)), "packed", TypeError),
+        ((EIGHTS[0, 0], torch.ones(1)), "packed", ValueError),
         ((EIGHTS, torch.ones(2, 1).half()), "scale", TypeError),
         ((EIGHTS, torch.ones(2, 3)), "scale", ValueError),
         ((EIGHTS, torch.ones(3, 1)), "scale", ValueError),

@@ -5,18 +5,10 @@ from typing import Any
 from jax import Array, lax
 from jax import numpy as jnp
 
-from heedful.core.describe import FLOATS, check_dtype, check_shape
+from heedful.core.describe import FLOATS, check_dtype
+from heedful.core.quant import QUANT_MAX, check_packed, check_quantize, check_scale
 from heedful.jax.arrays import check_array, dtype_name
 from heedful.jax.plain import plain_flag, plain_int
-
-# Storage -> the largest magnitude it is used for; int4 and int8 are symmetric around 0.
-_TOP = {
-    "int4": 7,
-    "int8": 127,
-    "float8_e4m3fn": 448,
-    "float8_e4m3fnuz": 240,
-    "float8_e5m2": 57344,
-}
 
 
 def quantize_kv(
@@ -42,18 +34,10 @@ def quantize_kv(
     Source: per-group KV quantisation as in xFormers' split-K decode; KIVI (Liu et al. 2024).
     """
     check_array("x", x)
-    check_dtype("x", dtype_name(x.dtype), *FLOATS)
     name = dtype if isinstance(dtype, str) else dtype_name(dtype)
-    if name not in _TOP:
-        raise ValueError(f"dtype must be one of {', '.join(_TOP)}, got {dtype}")
-    if x.ndim < 1 or x.shape[-1] < 1:
-        raise ValueError(f"x must be (..., head_dim), got shape {tuple(x.shape)}")
+    size = None if group_size is None else plain_int("group_size", group_size, "an int or None")
+    size = check_quantize(x.shape, dtype_name(x.dtype), name, dtype, size)
     dim = x.shape[-1]
-    size = dim if group_size is None else plain_int("group_size", group_size, "an int or None")
-    if size < 1 or dim % size:
-        raise ValueError(f"group_size must divide head_dim {dim}, got {size}")
-    if name == "int4" and dim % 2:
-        raise ValueError(f"x must have an even head_dim for int4, got {dim}")
     asymmetric = plain_flag("asymmetric", asymmetric)
     groups = lax.stop_gradient(jnp.asarray(x)).astype(jnp.float32)
     groups = groups.reshape(*x.shape[:-1], dim // size, size)
@@ -61,9 +45,9 @@ def quantize_kv(
     if asymmetric:
         shift = (groups.min(-1) + groups.max(-1)) / 2
         groups = groups - shift[..., None]
-    scale = jnp.abs(groups).max(-1) / _TOP[name]
+    scale = jnp.abs(groups).max(-1) / QUANT_MAX[name]
     scale = jnp.where(scale > 0, scale, 1.0)
-    stored = jnp.clip(groups / scale[..., None], -_TOP[name], _TOP[name]).reshape(x.shape)
+    stored = jnp.clip(groups / scale[..., None], -QUANT_MAX[name], QUANT_MAX[name]).reshape(x.shape)
     if name == "int4":
         whole = lax.bitcast_convert_type(jnp.round(stored).astype(jnp.int8), jnp.uint8)
         nibbles = whole & 0xF
@@ -92,7 +76,7 @@ def dequantize_kv(
     """
     check_array("packed", packed)
     stored = dtype_name(packed.dtype)
-    check_dtype("packed", stored, *("uint8" if name == "int4" else name for name in _TOP))
+    check_packed(packed.shape, stored)
     check_array("scale", scale)
     check_dtype("scale", dtype_name(scale.dtype), "float32")
     name = dtype if isinstance(dtype, str) else dtype_name(dtype)
@@ -102,18 +86,12 @@ def dequantize_kv(
     values = unpack_int4(packed) if stored == "uint8" else packed
     values = values.astype(jnp.float32)
     dim = values.shape[-1]
-    if scale.ndim != packed.ndim or scale.shape[-1] < 1 or dim % scale.shape[-1]:
-        raise ValueError(
-            f"scale must be (..., groups) with groups that divide {dim},"
-            f" got shape {tuple(scale.shape)}"
-        )
-    shape = (*packed.shape[:-1], scale.shape[-1])
-    check_shape("scale", scale.shape, shape, "(..., groups)")
-    groups = values.reshape(*shape, dim // scale.shape[-1]) * scale[..., None]
     if shift is not None:
         check_array("shift", shift)
         check_dtype("shift", dtype_name(shift.dtype), "float32")
-        check_shape("shift", shift.shape, shape, "of scale")
+    check_scale(packed.shape, dim, scale.shape, None if shift is None else shift.shape)
+    groups = values.reshape(*scale.shape, dim // scale.shape[-1]) * scale[..., None]
+    if shift is not None:
         groups = groups + shift[..., None]
     return groups.reshape(values.shape).astype(jnp.dtype(name))
 

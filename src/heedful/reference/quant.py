@@ -6,7 +6,7 @@ int4 packs two values a byte, two's complement, the even one in the low nibble.
 
 import numpy as np
 
-QUANT_MAX = {"int8": 127, "int4": 7, "float8_e4m3fn": 448, "float8_e4m3fnuz": 240}
+from heedful.core.quant import QUANT_MAX
 
 
 def unpack_int4(packed: np.ndarray) -> np.ndarray:

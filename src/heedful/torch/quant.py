@@ -3,13 +3,10 @@
 import torch
 from torch import Tensor
 
-from heedful.core.describe import check_shape
+from heedful.core.quant import QUANT_MAX, check_packed, check_quantize, check_scale
 from heedful.torch.arrays import dtype_name
 from heedful.torch.checks import FLOATS, check_dtype, check_tensor
 from heedful.torch.plain import plain_flag, plain_int
-
-# Storage -> the largest magnitude it is used for; int4 and int8 are symmetric around 0.
-_TOP = {"int4": 7, "int8": 127, "float8_e4m3fn": 448, "float8_e4m3fnuz": 240, "float8_e5m2": 57344}
 
 
 def quantize_kv(
@@ -35,28 +32,19 @@ def quantize_kv(
     Source: per-group KV quantisation as in xFormers' split-K decode; KIVI (Liu et al. 2024).
     """
     check_tensor("x", x)
-    check_dtype("x", x, *map(dtype_name, FLOATS))
     name = str(dtype).removeprefix("torch.")
-    if name not in _TOP:
-        raise ValueError(f"dtype must be one of {', '.join(_TOP)}, got {dtype}")
-    if x.dim() < 1 or x.shape[-1] < 1:
-        raise ValueError(f"x must be (..., head_dim), got shape {tuple(x.shape)}")
-    dim = x.shape[-1]
-    size = dim if group_size is None else plain_int("group_size", group_size, "an int or None")
-    if size < 1 or dim % size:
-        raise ValueError(f"group_size must divide head_dim {dim}, got {size}")
-    if name == "int4" and dim % 2:
-        raise ValueError(f"x must have an even head_dim for int4, got {dim}")
+    size = None if group_size is None else plain_int("group_size", group_size, "an int or None")
+    size = check_quantize(tuple(x.shape), dtype_name(x.dtype), name, dtype, size)
     asymmetric = plain_flag("asymmetric", asymmetric)
-    groups = x.detach().float().unflatten(-1, (dim // size, size))
+    groups = x.detach().float().unflatten(-1, (x.shape[-1] // size, size))
     shift = None
     if asymmetric:
         low, high = groups.aminmax(dim=-1)
         shift = (low + high) / 2
         groups = groups - shift[..., None]
-    scale = groups.abs().amax(-1) / _TOP[name]
+    scale = groups.abs().amax(-1) / QUANT_MAX[name]
     scale = torch.where(scale > 0, scale, 1.0)
-    stored = (groups / scale[..., None]).clamp(-_TOP[name], _TOP[name]).flatten(-2)
+    stored = (groups / scale[..., None]).clamp(-QUANT_MAX[name], QUANT_MAX[name]).flatten(-2)
     if name == "int4":
         nibbles = stored.round().to(torch.int8).view(torch.uint8) & 0xF
         return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scale, shift
@@ -83,24 +71,18 @@ def dequantize_kv(
         TypeError, ValueError: naming the argument.
     """
     check_tensor("packed", packed)
-    check_dtype("packed", packed, *("uint8" if name == "int4" else name for name in _TOP))
+    check_packed(packed.shape, dtype_name(packed.dtype))
     check_tensor("scale", scale)
     check_dtype("scale", scale, "float32")
     if dtype not in FLOATS:
         raise TypeError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
     values = _unpack_int4(packed) if packed.dtype == torch.uint8 else packed.float()
-    if scale.dim() != packed.dim() or scale.shape[-1] < 1 or values.shape[-1] % scale.shape[-1]:
-        raise ValueError(
-            f"scale must be (..., groups) with groups that divide {values.shape[-1]},"
-            f" got shape {tuple(scale.shape)}"
-        )
-    shape = (*packed.shape[:-1], scale.shape[-1])
-    check_shape("scale", scale.shape, shape, "(..., groups)")
-    values = values.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]
     if shift is not None:
         check_tensor("shift", shift)
         check_dtype("shift", shift, "float32")
-        check_shape("shift", shift.shape, shape, "of scale")
+    check_scale(packed.shape, values.shape[-1], scale.shape, None if shift is None else shift.shape)
+    values = values.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]
+    if shift is not None:
         values = values + shift[..., None]
     return values.flatten(-2).to(dtype)
 
