@@ -1,6 +1,10 @@
 """JAX's calls on a GPU: the very kernels of the PyTorch path, to the bit."""
 
 import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -171,6 +175,78 @@ def test_donated_caches_are_extended_in_place_and_others_stay_as_they_are():
     for results in (copied, donated):
         for got, tensor in zip(results, (want, *caches), strict=True):
             np.testing.assert_array_equal(bits(got), tensor.float().cpu().numpy())
+
+
+@needs_gpu
+def test_threads_of_different_shapes_get_their_own_results():
+    def one(number: int) -> bool:
+        x = drawn(1, 64 * (number + 1), 4, 64)
+        fun = jax.jit(lambda x: heedful.jax.flash_attn_func(x, x, x, causal=True))
+        found = [bits(fun(jax_api.as_jax(x))) for _ in range(10)]
+        want = heedful.torch.flash_attn_func(x, x, x, causal=True).float().cpu().numpy()
+        return all(np.array_equal(got, want) for got in found)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(one, range(16)))
+
+
+@needs_gpu
+def test_a_program_of_two_variants_of_one_kernel_runs_both():
+    x = drawn(1, 300, 4, 64)
+
+    def both(x):
+        call = heedful.jax.flash_attn_func
+        return call(x, x, x, causal=True), call(x, x, x, window_size=(20, 5), softcap=3.0)
+
+    call = heedful.torch.flash_attn_func
+    wanted = call(x, x, x, causal=True), call(x, x, x, window_size=(20, 5), softcap=3.0)
+    for got, want in zip(jax.jit(both)(jax_api.as_jax(x)), wanted, strict=True):
+        np.testing.assert_array_equal(bits(got), want.float().cpu().numpy())
+
+
+@needs_gpu
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs two GPUs")
+def test_a_program_that_alternates_two_devices_is_right():
+    x = drawn(1, 300, 4, 64)
+    want = heedful.torch.flash_attn_func(x, x, x, causal=True).float().cpu().numpy()
+    fun = jax.jit(lambda x: heedful.jax.flash_attn_func(x, x, x, causal=True))
+    found = [fun(jax.device_put(jax_api.as_jax(x), d)) for _ in range(10) for d in jax.devices()]
+    for got in found:
+        np.testing.assert_array_equal(bits(got), want)
+
+
+def trained(folder, name: str, flags: str) -> tuple[dict[str, np.ndarray], str]:
+    """Weights after some steps of twelve layers in a process of its own, and what it says."""
+    result = folder / f"{name}.npz"
+    environment = os.environ | {
+        "XLA_FLAGS": f"{flags} --xla_dump_to={folder / name} --xla_dump_hlo_module_re=.*step.*",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+    script = [sys.executable, str(Path(__file__).with_name("jax_step.py")), str(result)]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return dict(np.load(result)), done.stdout
+
+
+@needs_gpu
+def test_a_captured_step_has_the_bits_of_one_that_is_not(tmp_path):
+    plain, _ = trained(tmp_path, "plain", "--xla_gpu_enable_command_buffer=")
+    captured, _ = trained(tmp_path, "captured", "--xla_gpu_graph_min_graph_size=1")
+    dumped = "".join(path.read_text() for path in (tmp_path / "captured").glob("*after_opt*.txt"))
+    assert "command_buffer" in dumped
+    assert plain.keys() == captured.keys()
+    for name, weights in plain.items():
+        np.testing.assert_array_equal(captured[name], weights)
+
+
+@needs_gpu
+def test_a_second_process_compiles_nothing(tmp_path):
+    _, first = trained(tmp_path, "first", "")
+    _, second = trained(tmp_path, "second", "")
+    assert "misses 0" not in first
+    assert "misses 0" in second and "compiles 0" in second
 
 
 @needs_gpu

@@ -1,0 +1,215 @@
+"""JAX's calls beside PyTorch's, which run the same kernels, and beside JAX's own attention.
+
+    python -m heedful.bench.in_jax [WORDS]
+
+WORDS: only cases whose name has them. Device time is the wall clock of one program over CALLS sets
+of inputs, by JAX under jit, by PyTorch as a replayed CUDA graph, so that nobody's dispatch counts.
+Host time is what a jitted call takes until it returns. What is timed is checked against float64
+first. Rounds are interleaved.
+"""
+
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+# Beside torch, which wants memory too; before JAX is imported.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import torch
+from jax import numpy as jnp
+from torch import Tensor
+
+import heedful
+import heedful.jax
+from heedful.bench.cases import Case, cases
+from heedful.bench.check import Checker
+from heedful.bench.exact import Results
+from heedful.bench.peers import Inputs, draw
+from heedful.bench.timing import Spread, ratios
+
+CALLS = 6
+ROUNDS = 5
+HOST_SETS = 256
+Run = Callable[[], Any]
+
+
+class Way(NamedTuple):
+    """One way to make a case's calls. run: makes all of them and waits; first: what the first of
+    them computes, by name."""
+
+    run: Run
+    first: Callable[[], Results]
+
+
+def attention(name: str, causal: bool) -> Callable[..., Any]:
+    """(q, k, v) to the output, under JAX: "heedful", or an implementation of JAX's own."""
+    if name == "heedful":
+        return lambda q, k, v: heedful.jax.flash_attn_func(q, k, v, causal=causal)
+    return lambda q, k, v: jax.nn.dot_product_attention(
+        q, k, v, is_causal=causal, implementation=name
+    )
+
+
+def step(name: str, case: Case) -> Callable[..., tuple]:
+    """(q, k, v, dout) to the output, with dq, dk and dv where the case is a backward."""
+    attend = attention(name, case.problem.mask.causal)
+
+    def forward(q, k, v, dout):
+        return (attend(q, k, v),)
+
+    def backward(q, k, v, dout):
+        out, pull = jax.vjp(attend, q, k, v)
+        return (out, *pull(dout))
+
+    return backward if case.direction == "backward" else forward
+
+
+def in_jax(name: str, case: Case, sets: Sequence[Inputs]) -> Way:
+    """All sets in one program."""
+    one = step(name, case)
+    arrays = [tuple(map(jax.dlpack.from_dlpack, inputs)) for inputs in sets]
+    program = jax.jit(lambda sets: [one(*arrays) for arrays in sets])
+
+    def first() -> Results:
+        return Results(*map(torch.from_dlpack, program(arrays)[0]))
+
+    return Way(lambda: jax.block_until_ready(program(arrays)), first)
+
+
+def in_torch(case: Case, sets: Sequence[Inputs]) -> Way:
+    """All sets in a CUDA graph; on a CPU one after the other."""
+
+    def one(q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> tuple[Tensor, ...]:
+        causal = case.problem.mask.causal
+        if case.direction != "backward":
+            return (heedful.flash_attn_func(q, k, v, causal=causal),)
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        out = heedful.flash_attn_func(q, k, v, causal=causal)
+        return (out.detach(), *torch.autograd.grad(out, (q, k, v), dout))
+
+    def first() -> Results:
+        return Results(*one(*sets[0]))
+
+    def every() -> list:
+        return [one(*inputs) for inputs in sets]
+
+    if sets[0].q.device.type == "cpu":
+        return Way(every, first)
+    every()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = every()
+
+    def run() -> list:
+        graph.replay()
+        torch.cuda.synchronize()
+        return kept
+
+    return Way(run, first)
+
+
+def microseconds(run: Run, calls: int) -> float:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) / calls * 1e6
+
+
+def measure(
+    case: Case, device: torch.device, own: str, rounds: int = ROUNDS
+) -> dict[str, list[float] | str]:
+    """Microseconds of a call by way, round by round; or why there are none."""
+    sets = [draw(case, device, seed) for seed in range(CALLS)]
+    checker = Checker(case, sets[0])
+    makers: dict[str, Callable[[], Way]] = {
+        "PyTorch": lambda: in_torch(case, sets),
+        "JAX": lambda: in_jax("heedful", case, sets),
+        own: lambda: in_jax(own, case, sets),
+    }
+    ways: dict[str, Way] = {}
+    found: dict[str, list[float] | str] = {}
+    for name, make in makers.items():
+        try:
+            way = make()
+            wrong = checker.why_wrong(way.first())
+            way.run()
+        except Exception as error:  # a peer's own errors have any type
+            wrong = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if wrong:
+            found[name] = wrong
+        else:
+            ways[name] = way
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            times[name].append(microseconds(way.run, CALLS))
+    return {**found, **times}
+
+
+def dispatch(device: torch.device, own: str, rounds: int = ROUNDS, sets: int = HOST_SETS):
+    """Microseconds of the host by (way, with gradients): what a jitted call takes to return."""
+    case = next(case for case in cases("overhead") if case.direction == "forward")
+    drawn = [tuple(map(jax.dlpack.from_dlpack, draw(case, device, seed))) for seed in range(sets)]
+    calls = {}
+    for name in ("heedful", own):
+        attend = attention(name, case.problem.mask.causal)
+
+        def loss(q, k, v, attend=attend):
+            return attend(q, k, v).astype(jnp.float32).sum()
+
+        calls[name, False] = jax.jit(attend)
+        calls[name, True] = jax.jit(jax.grad(loss, (0, 1, 2)))
+    times: dict[tuple[str, bool], list[float]] = {which: [] for which in calls}
+    for round_ in range(-1, rounds):  # the first is a warm-up
+        for which, call in calls.items():
+            kept = []
+            taken = microseconds(lambda c=call, k=kept: k.extend(c(*a[:3]) for a in drawn), sets)
+            jax.block_until_ready(kept)
+            if round_ >= 0:
+                times[which].append(taken)
+    return times
+
+
+def _line(case: Case, found: dict[str, list[float] | str], own: str) -> str:
+    words = [f"{case.name:52s}"]
+    for name, times in found.items():
+        words.append(f"{name} {times if isinstance(times, str) else _us(times)};")
+    for base, other in (("PyTorch", "JAX"), (own, "JAX")):
+        both = found[base], found[other]
+        if not any(isinstance(times, str) for times in both):
+            spread = ratios(*both)
+            words.append(f"{base} / {other} {spread.median:.3f}")
+    return " ".join(words)
+
+
+def _us(times: list[float]) -> str:
+    return f"{Spread.of(times).median:.1f} us"
+
+
+def main(words: str) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    say = sys.stdout.write
+    say(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, jax {jax.__version__}\n")
+    logs = []
+    for group in ("forward", "backward"):
+        for case in cases(group):
+            if words in case.name:
+                found = measure(case, device, "cudnn")
+                say(_line(case, found, "cudnn") + "\n")
+                sys.stdout.flush()
+                mine, theirs = found["JAX"], found["cudnn"]
+                if group == "forward" and not isinstance(mine, str) and not isinstance(theirs, str):
+                    logs.append(ratios(theirs, mine).median)
+    if logs:
+        mean = statistics.geometric_mean(logs)
+        say(f"forward: {mean:.3f} of cuDNN's speed, least {min(logs):.3f}\n")
+    for (name, grad), times in dispatch(device, "cudnn").items():
+        say(f"dispatch {name}{' with gradients' * grad}: {_us(times)}\n")
+
+
+if __name__ == "__main__":
+    main(" ".join(sys.argv[1:]))
