@@ -22,7 +22,8 @@ def model(weights, x):
         mean = (x.astype(jnp.float32) ** 2).mean(-1, keepdims=True)
         normed = (x / jnp.sqrt(mean + 1e-6)).astype(x.dtype)
         packed = (normed @ into).reshape(BATCH, ROWS, 3 * HEADS, DIM)
-        out = heedful.jax.flash_attn_func(*jnp.split(packed, 3, 2), causal=True, deterministic=True)
+        q, k, v = jnp.split(packed, 3, 2)
+        out = heedful.jax.flash_attn_func(q, k, v, causal=True, deterministic=True)
         x = x + out.reshape(BATCH, ROWS, WIDTH) @ back
     return x
 

@@ -119,10 +119,15 @@ def microseconds(run: Run, calls: int) -> float:
     return (time.perf_counter() - start) / calls * 1e6
 
 
-def measure(
-    case: Case, device: torch.device, own: str, rounds: int = ROUNDS
-) -> dict[str, list[float] | str]:
-    """Microseconds of a call by way, round by round; or why there are none."""
+class Measured(NamedTuple):
+    """By way: microseconds of a call, round by round; or why there are none."""
+
+    times: dict[str, list[float]]
+    missing: dict[str, str]
+
+
+def measure(case: Case, device: torch.device, own: str, rounds: int = ROUNDS) -> Measured:
+    """PyTorch's calls, ours under JAX, and those of `own`, an implementation of JAX's."""
     sets = [draw(case, device, seed) for seed in range(CALLS)]
     checker = Checker(case, sets[0])
     makers: dict[str, Callable[[], Way]] = {
@@ -131,7 +136,7 @@ def measure(
         own: lambda: in_jax(own, case, sets),
     }
     ways: dict[str, Way] = {}
-    found: dict[str, list[float] | str] = {}
+    missing: dict[str, str] = {}
     for name, make in makers.items():
         try:
             way = make()
@@ -140,14 +145,14 @@ def measure(
         except Exception as error:  # a peer's own errors have any type
             wrong = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         if wrong:
-            found[name] = wrong
+            missing[name] = wrong
         else:
             ways[name] = way
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, way in ways.items():
             times[name].append(microseconds(way.run, CALLS))
-    return {**found, **times}
+    return Measured(times, missing)
 
 
 def dispatch(device: torch.device, own: str, rounds: int = ROUNDS, sets: int = HOST_SETS):
@@ -174,15 +179,14 @@ def dispatch(device: torch.device, own: str, rounds: int = ROUNDS, sets: int = H
     return times
 
 
-def _line(case: Case, found: dict[str, list[float] | str], own: str) -> str:
+def _line(case: Case, found: Measured, own: str) -> str:
     words = [f"{case.name:52s}"]
-    for name, times in found.items():
-        words.append(f"{name} {times if isinstance(times, str) else _us(times)};")
-    for base, other in (("PyTorch", "JAX"), (own, "JAX")):
-        both = found[base], found[other]
-        if not any(isinstance(times, str) for times in both):
-            spread = ratios(*both)
-            words.append(f"{base} / {other} {spread.median:.3f}")
+    words += [f"{name} {_us(times)};" for name, times in found.times.items()]
+    words += [f"{name}: {why};" for name, why in found.missing.items()]
+    for base in ("PyTorch", own):
+        if base in found.times and "JAX" in found.times:
+            spread = ratios(found.times[base], found.times["JAX"])
+            words.append(f"{base} / JAX {spread.median:.3f}")
     return " ".join(words)
 
 
@@ -201,9 +205,8 @@ def main(words: str) -> None:
                 found = measure(case, device, "cudnn")
                 say(_line(case, found, "cudnn") + "\n")
                 sys.stdout.flush()
-                mine, theirs = found["JAX"], found["cudnn"]
-                if group == "forward" and not isinstance(mine, str) and not isinstance(theirs, str):
-                    logs.append(ratios(theirs, mine).median)
+                if group == "forward" and {"JAX", "cudnn"} <= found.times.keys():
+                    logs.append(ratios(found.times["cudnn"], found.times["JAX"]).median)
     if logs:
         mean = statistics.geometric_mean(logs)
         say(f"forward: {mean:.3f} of cuDNN's speed, least {min(logs):.3f}\n")

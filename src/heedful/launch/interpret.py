@@ -5,11 +5,18 @@ float32 and float16 only: its bfloat16 dot multiplies bit patterns.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from importlib import import_module
+from types import FunctionType
 from typing import Any
 
+from heedful.core.forks import new_lock
 from heedful.launch.spec import KernelCall, Pointer, Program, Scalar, TensorMap, map_leaves
+
+# The interpreter keeps a launch's place in its grid for the whole process.
+_one_launch = new_lock()
 
 
 def interpret(program: Program, tensors: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,4 +61,38 @@ def run_call(call: KernelCall, arrays: Mapping[str, Any]) -> None:
 
     kernel = getattr(import_module(call.kernel.module), call.kernel.function)
     values = {name: map_leaves(name, x, value_of) for name, x in call.parameters.items()}
-    kernel[call.grid](**values)
+    with _one_launch, _patched_once():
+        kernel[call.grid](**values)
+
+
+@contextmanager
+def _patched_once() -> Iterator[None]:
+    """While it is open, the language is patched once. Triton patches all of it anew for every call
+    of a function within a kernel, which takes half of the time."""
+    from triton.runtime import interpreter
+
+    patch, done = interpreter._patch_lang, set()
+
+    def patch_new(function: FunctionType) -> Any:
+        """What the launch, whose own call is the first, restores at its end."""
+        modules = _language_modules(function)
+        if modules <= done:
+            return None
+        done.update(modules)
+        return patch(function)
+
+    interpreter._patch_lang = patch_new
+    try:
+        yield
+    finally:
+        interpreter._patch_lang = patch
+
+
+@cache
+def _language_modules(function: FunctionType) -> frozenset[str]:
+    """Which of Triton's modules a function sees; those are patched for it."""
+    from triton import language
+
+    seen = (language, language.core)
+    found = function.__globals__.values()
+    return frozenset(m.__name__ for m in seen if any(value is m for value in found))
