@@ -33,6 +33,7 @@ EXCEPTIONS: dict[str, set[str]] = {
     "launch/interpret.py": {"triton", "torch"},
     "demo/in_jax.py": {"jax", "numpy"},
     "bench/reader.py": {"torch", "triton"},
+    "bench/in_jax.py": {"torch", "jax"},
     "reference/budget.py": {"torch", "numpy"},
     "reference/eager.py": {"torch", "numpy"},
     "reference/convert.py": {"torch", "numpy"},

@@ -49,8 +49,9 @@ def attention(name: str, causal: bool) -> Callable[..., Any]:
     """(q, k, v) to the output, under JAX: "heedful", or an implementation of JAX's own."""
     if name == "heedful":
         return lambda q, k, v: heedful.jax.flash_attn_func(q, k, v, causal=causal)
+    own: Any = name
     return lambda q, k, v: jax.nn.dot_product_attention(
-        q, k, v, is_causal=causal, implementation=name
+        q, k, v, is_causal=causal, implementation=own
     )
 
 
