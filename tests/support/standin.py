@@ -45,6 +45,7 @@ from heedful.launch.spec import (
 )
 from heedful.torch import backends, cache_update, device, execute, zeros
 from heedful.torch.calls import CALLS, KINDS, LATEST
+from heedful.torch.merge import MERGES
 
 # A machine without kernels of its own vendor's kind: the portable ones are its first choice.
 PORTABLE_GPU = "B200"
@@ -309,7 +310,7 @@ def gpu(
         put(zeros, "unpooled", lambda nbytes, where: _poisoned((nbytes,), torch.uint8, where)())
         if tiles is not None:
             put(configs, "choose", _with_tiles(configs.choose, TileConfig(*tiles)))
-        for known in (CALLS, KINDS, LATEST, backends.FAMILIES):
+        for known in (CALLS, KINDS, LATEST, MERGES, backends.FAMILIES):
             known.clear()
             stack.callback(known.clear)
         yield machine

@@ -7,11 +7,13 @@ import torch
 from torch import Tensor, is_autocast_enabled
 from torch.compiler import is_compiling
 
+from heedful.core.arrays import ArraySpec
 from heedful.core.call import NUMBERS, CacheUpdate, Options, new_operands, new_options, new_update
 from heedful.core.describe_cache import attention_part, check_cache, last_rotated_length
 from heedful.core.operands import Operands
 from heedful.torch import library
 from heedful.torch.adapt import adapt, adaptations, autocast, dense_rows
+from heedful.torch.arrays import array_spec
 from heedful.torch.cache_update import DeviceUpdate, update_cache, updater, used_keys, with_used
 from heedful.torch.calls import CALLS, Call, out_key, tensor_key, tensor_keys
 from heedful.torch.checks import (
@@ -24,7 +26,7 @@ from heedful.torch.checks import (
 )
 from heedful.torch.dispatch import Likeness, any_autocast, needs_dispatcher
 from heedful.torch.forked import on_own_thread
-from heedful.torch.merge import merge_attn_states
+from heedful.torch.merge import DeviceMerge, merge_attn_states
 from heedful.torch.plain import is_same, plain_options, plain_update, plain_window
 from heedful.torch.values import check_room
 
@@ -158,8 +160,8 @@ def flash_attn_with_kvcache(
 class CacheCall:
     """What one kind of call over a cache needs each time.
 
-    attention, prefix: of the cache, and of the shared prefix where there is one. new: tokens that
-    are appended. rotated: `last_rotated_length`, where lengths that leave room for the new tokens
+    attention, prefix: of the cache, and of the shared prefix where there is one; merge: what puts
+    their results together on a GPU, None on a CPU. new: tokens that are appended. rotated: `last_rotated_length`, where lengths that leave room for the new tokens
     may exceed it, else None. update(x, update, start): writes them; None where there are none.
     counts: whether it also counts the keys with them. records: whether autograd would record what
     torch does here, which nobody wants. aligned: whether all tensors begin at multiples of 16
@@ -174,6 +176,7 @@ class CacheCall:
         "capacity",
         "checks",
         "counts",
+        "merge",
         "new",
         "prefix",
         "records",
@@ -209,6 +212,9 @@ class CacheCall:
             prefix = _prefix_operands(x.q, update.shared_prefix)
             self.prefix = Call(prefix, _prefix_options(options), (False, False), None)
         plan = self.attention.runner.plan
+        self.merge = None
+        if self.prefix is not None and plan.device.vendor != "cpu" and x.q.numel():
+            self.merge = _device_merge(problem, asked.sink, out, x.q.device)
         self.checks = plan.device.vendor == "cpu"
         self.update = None
         if update.k is not None:
@@ -310,7 +316,7 @@ def _run(call: CacheCall, x: Operands, update: CacheUpdate, out):
     if call.update is not None and start is not None:
         x = call.update(x, update, start)
     if call.prefix is not None:
-        out, lse = _with_prefix(attention, call.prefix, x, update.shared_prefix, sink, out)
+        out, lse = _with_prefix(call, call.prefix, x, update.shared_prefix, sink, out)
     else:
         out, lse, _ = attention.forward(x, out)
     return (out, lse) if call.returns_lse else out
@@ -325,22 +331,52 @@ def _start(update: CacheUpdate, x: Operands) -> Tensor:
     return dense_rows(start)
 
 
-def _with_prefix(attention: Call, before: Call, x: Operands, prefix, sink, out):
+def _with_prefix(call: CacheCall, before: Call, x: Operands, prefix, sink, out):
     """The attention over the cache and that over the prefix before it, merged."""
-    part, lse, _ = attention.forward(x, None)
+    part, lse, _ = call.attention.forward(x, None)
     y = _prefix_operands(x.q, prefix)
     if not before.plain:
         y = before.operands(y, None)
     first, first_lse, _ = before.forward(y, None)
-    return on_own_thread(_merged, first, first_lse, part, lse, sink, out)
+    if call.merge is None:
+        return on_own_thread(_merged, first, first_lse, part, lse, sink, out)
+    first, first_lse = _of_sequences(first, first_lse, part)
+    tensors = {"partial_out": first[None], "partial_lse": first_lse[None]}
+    tensors |= {"apart_out": part, "apart_lse": lse.contiguous()}
+    if sink is not None:
+        tensors["sink"] = sink.contiguous()
+    return call.merge(tensors, out)
+
+
+def _device_merge(problem, sink: Tensor | None, out: Tensor | None, device) -> DeviceMerge:
+    """What merges the results of the cache with those of the prefix, all of which are dense."""
+    batch, rows, heads, dim = problem.out_shape
+    part = ArraySpec.contiguous(problem.out_shape, problem.out_dtype)
+    lse = ArraySpec.contiguous(problem.lse_shape, "float32")
+    strides = 0, rows, batch * rows, 1
+    specs = {
+        "partial_out": ArraySpec.contiguous((1, *problem.out_shape), problem.out_dtype),
+        "partial_lse": ArraySpec((1, *problem.lse_shape), strides, "float32"),
+        "apart_out": part,
+        "apart_lse": lse,
+    }
+    if sink is not None:
+        specs["sink"] = ArraySpec.contiguous((heads,), "float32")
+    if out is not None:
+        specs["out"] = array_spec(out)
+    return DeviceMerge(specs, device)
+
+
+def _of_sequences(first: Tensor, first_lse: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
+    """Views by sequences of the results of a batch that was seen as one sequence."""
+    batch, q_len, heads, _ = part.shape
+    return first.view(part.shape), first_lse.view(heads, batch, q_len).transpose(0, 1)
 
 
 def _merged(first: Tensor, first_lse: Any, part: Tensor, lse: Any, sink, out):
     """out and lse of two parts, the first of which saw the batch as one sequence."""
-    batch, q_len, heads, _ = part.shape
-    first_lse = first_lse.view(heads, batch, q_len).transpose(0, 1)
-    outs = torch.stack([first.view(part.shape), part])
-    merged, lse = merge_attn_states(outs, torch.stack([first_lse, lse]), sink)
+    first, first_lse = _of_sequences(first, first_lse, part)
+    merged, lse = merge_attn_states([first, part], [first_lse, lse], sink)
     return merged if out is None else out.copy_(merged), lse
 
 

@@ -1,12 +1,22 @@
 """Partial attention results of one query over disjoint keys, put together."""
 
+import os
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from heedful.core.arrays import ArraySpec
 from heedful.core.describe import FLOATS, check_shape
+from heedful.launch.bind import portable
+from heedful.torch.adapt import dense_rows
+from heedful.torch.arrays import array_spec
 from heedful.torch.checks import check_dtype, check_tensor
+from heedful.torch.device import device_spec
+from heedful.torch.dispatch import needs_dispatcher, wants_gradients
+from heedful.torch.execute import Executable, allocator, current_device
+from heedful.torch.forked import check_device
+from heedful.torch.kinds import Kinds
 
 
 def merge_attn_states(
@@ -50,7 +60,65 @@ def merge_attn_states(
         check_tensor("sink", sink, outs.device, like="outs")
         check_dtype("sink", sink, "float32")
         check_shape("sink", sink.shape, (heads,), "(heads,)")
-    return merged(outs, lses, sink)
+    given = (outs, lses) if sink is None else (outs, lses, sink)
+    if (
+        needs_dispatcher(outs, lses, given[-1])
+        or wants_gradients(given)
+        or not outs.numel()
+        or device_spec(outs.device).vendor == "cpu"
+    ):
+        return merged(outs, lses, sink)
+    return _launched(outs, lses, sink)
+
+
+# What merges stacks of one kind.
+MERGES = Kinds()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=MERGES.clear)
+
+
+def _launched(outs: Tensor, lses: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `merged`, by one kernel of a GPU."""
+    tensors = {"partial_out": dense_rows(outs), "partial_lse": dense_rows(lses)}
+    if sink is not None:
+        tensors["sink"] = sink.contiguous()
+    specs = {name: array_spec(tensor) for name, tensor in tensors.items()}
+    return MERGES.of(tuple(specs.items()), lambda: DeviceMerge(specs, outs.device))(tensors)
+
+
+class DeviceMerge:
+    """As `merged`, for arrays of one kind on one GPU; compiles when it is made.
+
+    specs: partial_out and partial_lse are stacks. apart_out and apart_lse are one part more, if
+    they are there; sink and out may be, too.
+    """
+
+    def __init__(self, specs: dict[str, ArraySpec], device: torch.device):
+        check_device(device)
+        _, *shape = specs["partial_out"].shape
+        _, *lse_shape = specs["partial_lse"].shape
+        out = ArraySpec.contiguous(tuple(shape), specs["partial_out"].dtype)
+        lse = ArraySpec.contiguous(tuple(lse_shape), "float32")
+        buffers = {"out": out, **specs, "lse": lse}
+        self._index = device.index
+        self._names = [name for name in buffers if name not in ("out", "lse")]
+        arch = device_spec(device).arch
+        program = portable.combine(buffers)
+        self._merge = Executable.of(program, arch, device, [*self._names, "out", "lse"])
+        self._new_out = allocator(shape, getattr(torch, out.dtype), device)
+        self._new_lse = allocator(lse_shape, torch.float32, device)
+
+    def __call__(
+        self, tensors: dict[str, Tensor], out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """tensors: by the names of `specs`, all but `out`, which is made if it is None."""
+        if current_device() != self._index:
+            with torch.cuda.device(self._index):
+                return self(tensors, out)
+        lse = self._new_lse()
+        out = self._new_out() if out is None else out
+        self._merge([*(tensors[name] for name in self._names), out, lse])
+        return out, lse
 
 
 def merged(outs: Tensor, lses: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:

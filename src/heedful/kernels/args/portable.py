@@ -76,8 +76,12 @@ class ProbabilitiesIO(NamedTuple):
 
 
 class CombineIO(NamedTuple):
+    """apart_out, apart_lse: one more part, which does not lie where the others do, or absent."""
+
     partial_out: In[SplitRows]
     partial_lse: In[SplitRowVector]
+    apart_out: In[Rows]
+    apart_lse: In[RowVector]
     sink: In[Ptr]
     out: Out[Rows]
     lse: Out[RowVector]

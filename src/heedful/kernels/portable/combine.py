@@ -9,8 +9,18 @@ from heedful.kernels.args.portable import CombineIO
 from heedful.kernels.portable.scores import LN2, exponential, finite_or_zero
 from heedful.kernels.portable.sequences import row_base, store_rows, wide
 
-# Splits that a program loads at once: none waits for the one before it.
-SPLITS = tl.constexpr(8)
+
+@triton.jit
+def with_parts(m_M, l_M, acc_ME, lse_SM, part_SME):
+    """(maximum, sum, outputs) of what was merged before and of S parts more."""
+    new_M = tl.maximum(m_M, tl.max(lse_SM, 0))
+    base_M = finite_or_zero(new_M)
+    old_M = exponential(m_M - base_M, True)
+    w_SM = exponential(lse_SM - base_M[None, :], True)
+    # A part that saw no key weighs 0 whatever it holds.
+    part_SME = tl.where((w_SM == 0.0)[:, :, None], 0.0, part_SME * w_SM[:, :, None])
+    acc_ME = acc_ME * old_M[:, None] + tl.sum(part_SME, 0)
+    return new_M, l_M * old_M + tl.sum(w_SM, 0), acc_ME
 
 
 @triton.jit
@@ -23,8 +33,11 @@ def combine_splits(
     HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
-    """out (B, M, H, E) and lse (B, H, M) of partial results with a leading split axis."""
+    """out (B, M, H, E) and lse (B, H, M) of partial results with a leading split axis, and of one
+    part that lies apart if there is one. BLOCK_S: splits that are loaded at once, so that none
+    waits for the one before it."""
     row0 = (tl.program_id(0) % tiles) * BLOCK_M
     b = wide(tl.program_id(0) // tiles // heads)
     h = wide(tl.program_id(0) // tiles % heads)
@@ -32,29 +45,29 @@ def combine_splits(
     partial_lse = io.partial_lse.ptr + (b * io.partial_lse.stride_b + h * io.partial_lse.stride_h)
     rows_M = row0 + tl.arange(0, BLOCK_M)
     dims_E = tl.arange(0, BLOCK_E)
-    exists_ME = (rows_M < rows)[:, None] & (dims_E < HEAD_DIM_V)[None, :]
+    exists_M = rows_M < rows
+    exists_ME = exists_M[:, None] & (dims_E < HEAD_DIM_V)[None, :]
     at_ME = tl.arange(0, BLOCK_M)[:, None] * io.partial_out.stride_n + dims_E[None, :]
     m_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_M = tl.zeros([BLOCK_M], tl.float32)
     acc_ME = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
-    for split0 in range(0, splits, SPLITS):
-        split_S = split0 + tl.arange(0, SPLITS)
+    for split0 in range(0, splits, BLOCK_S):
+        split_S = split0 + tl.arange(0, BLOCK_S)
         exists_S = split_S < splits
         lse_SM = partial_lse + (split_S * io.partial_lse.stride_s)[:, None] + rows_M[None, :]
-        ok_SM = exists_S[:, None] & (rows_M < rows)[None, :]
+        ok_SM = exists_S[:, None] & exists_M[None, :]
         lse_SM = tl.load(lse_SM, mask=ok_SM, other=float("-inf"))
         part_SME = partial_out + (split_S * io.partial_out.stride_s)[:, None, None]
         ok_SME = exists_S[:, None, None] & exists_ME[None, :, :]
         part_SME = tl.load(part_SME + at_ME[None, :, :], mask=ok_SME, other=0.0).to(tl.float32)
-        new_M = tl.maximum(m_M, tl.max(lse_SM, 0))
-        base_M = finite_or_zero(new_M)
-        old_M = exponential(m_M - base_M, True)
-        w_SM = exponential(lse_SM - base_M[None, :], True)
-        # A part that saw no key weighs 0 whatever it holds.
-        part_SME = tl.where((w_SM == 0.0)[:, :, None], 0.0, part_SME * w_SM[:, :, None])
-        acc_ME = acc_ME * old_M[:, None] + tl.sum(part_SME, 0)
-        l_M = l_M * old_M + tl.sum(w_SM, 0)
-        m_M = new_M
+        m_M, l_M, acc_ME = with_parts(m_M, l_M, acc_ME, lse_SM, part_SME)
+    if io.apart_out.ptr is not None:
+        apart_out = row_base(io.apart_out, b, h, row0)
+        at_ME = tl.arange(0, BLOCK_M)[:, None] * io.apart_out.stride_n + dims_E[None, :]
+        part_ME = tl.load(apart_out + at_ME, mask=exists_ME, other=0.0).to(tl.float32)
+        apart_lse = io.apart_lse.ptr + (b * io.apart_lse.stride_b + h * io.apart_lse.stride_h)
+        lse_M = tl.load(apart_lse + rows_M, mask=exists_M, other=float("-inf"))
+        m_M, l_M, acc_ME = with_parts(m_M, l_M, acc_ME, lse_M[None, :], part_ME[None, :, :])
     if io.sink is not None:
         sink_M = tl.zeros([BLOCK_M], tl.float32) + tl.load(io.sink + h)
         new_M = tl.maximum(m_M, sink_M)

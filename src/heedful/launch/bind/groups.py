@@ -58,10 +58,9 @@ def token_strides(spec: ArraySpec) -> tuple[int, int, int]:
     return batch[0] if batch else 0, row, head
 
 
-def lse_strides(shape: tuple[int, ...]) -> tuple[int, int]:
-    """(batch, head) strides of a dense (B, H, S) or (H, T) float32 array."""
-    strides = ArraySpec.contiguous(shape, "float32").strides
-    return (0, strides[0]) if len(shape) == 2 else (strides[0], strides[1])
+def lse_strides(spec: ArraySpec) -> tuple[int, int]:
+    """(batch, head) strides of a (B, H, S) or (H, T) array."""
+    return (0, spec.strides[0]) if len(spec.shape) == 2 else spec.strides[:2]
 
 
 def rows(buffers: Buffers, name: str, divisor: int = 1) -> kinds.Rows:
@@ -83,11 +82,11 @@ def split_rows(buffers: Buffers, name: str, is_split: bool, divisor: int = 1) ->
 
 
 def row_vector(buffers: Buffers, name: str) -> kinds.RowVector:
-    """A dense float32 (B, H, S) or (H, T) array."""
+    """A float32 (B, H, S) or (H, T) array whose rows lie side by side."""
     spec = buffers.get(name)
     if spec is None:
         return kinds.RowVector(None, None, None)
-    return kinds.RowVector(pointer(buffers, name), *map(stride, lse_strides(spec.shape)))
+    return kinds.RowVector(pointer(buffers, name), *map(stride, lse_strides(spec)))
 
 
 def split_row_vector(buffers: Buffers, name: str, is_split: bool) -> kinds.SplitRowVector:
@@ -95,7 +94,8 @@ def split_row_vector(buffers: Buffers, name: str, is_split: bool) -> kinds.Split
     spec = buffers.get(name)
     if spec is None:
         return kinds.SplitRowVector(None, None, None, None)
-    b, h = lse_strides(spec.shape[int(is_split) :])
+    lead = int(is_split)
+    b, h = lse_strides(ArraySpec(spec.shape[lead:], spec.strides[lead:], spec.dtype))
     s = spec.strides[0] if is_split else 0
     return kinds.SplitRowVector(pointer(buffers, name), stride(s), stride(b), stride(h))
 

@@ -18,6 +18,7 @@ from heedful.core.tiles import (
     RowsConfig,
     TileConfig,
     combine_rows,
+    combine_splits_at_once,
     pow2,
 )
 from heedful.kernels.args import portable as args
@@ -188,7 +189,9 @@ def clear_call(
 
 def combine(buffers: Buffers) -> Program:
     """Merges partial_out (S, B, M, H, E) or (S, T, H, E) and partial_lse (S, B, H, M) or (S, H, T)
-    into out and, if there is such a buffer, lse; `sink` enters once."""
+    into out and, if there is such a buffer, lse; `sink` enters once. apart_out (B, M, H, E) and
+    apart_lse (B, H, M), if there are such buffers, are one part more. Rows of an lse lie side by
+    side."""
     return Program((_combine_call(buffers, "partial_out", "partial_lse", sink="sink"),))
 
 
@@ -196,8 +199,11 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
     spec = buffers[part]
     splits, *_, heads, dim = spec.shape
     batch, rows = (1, spec.shape[1]) if len(spec.shape) == 4 else spec.shape[1:3]
-    divisor = shared_divisor(buffers, (part, "out"))
-    config = combine_rows(dim)
+    apart, apart_out = "apart_out" in buffers, Rows(None, None, None, None)
+    divisor = shared_divisor(buffers, (part, "out", "apart_out") if apart else (part, "out"))
+    if apart:
+        apart_out = groups.rows(buffers, "apart_out", divisor)
+    config = combine_rows(dim, rows)
     tiles = ceil_div(rows, config.rows)
     return kernel_call(
         "combine.combine_splits",
@@ -207,6 +213,8 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
         io=args.CombineIO(
             partial_out=groups.split_rows(buffers, part, True, divisor),
             partial_lse=groups.split_row_vector(buffers, part_lse, True),
+            apart_out=apart_out,
+            apart_lse=groups.row_vector(buffers, "apart_lse"),
             sink=None if sink is None else pointer(buffers, sink),
             out=groups.rows(buffers, "out", divisor),
             lse=groups.row_vector(buffers, "lse"),
@@ -215,6 +223,7 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
         HEAD_DIM_V=dim,
         BLOCK_M=config.rows,
         BLOCK_E=pow2(dim),
+        BLOCK_S=combine_splits_at_once(dim, config),
     )
 
 
