@@ -242,19 +242,15 @@ def pow2(n: int, least: int = 16) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
-def combine_rows(head_dim_v: int, rows: int) -> RowsConfig:
-    """Of the merge of splits of so many query rows of a head."""
-    most = max(1, min(16, _TILE_VALUES // 2 // pow2(head_dim_v)))
-    # One query, and a few that were drafted: more splits at once in place of rows that are not.
-    for few in (1, 4):
-        if few < most and rows <= few:
-            return RowsConfig(few)
-    return RowsConfig(most)
-
-
-def combine_splits_at_once(head_dim_v: int, config: RowsConfig) -> int:
-    """Splits of which the merge loads a tile of rows at once: 64 values a thread."""
-    return max(8, min(64, 4 * _TILE_VALUES // (config.rows * pow2(head_dim_v))))
+def combine_rows(head_dim_v: int, rows: int, splits: int) -> tuple[RowsConfig, int]:
+    """Of the merge of splits of so many query rows of a head, and splits that it loads at once."""
+    dim = pow2(head_dim_v)
+    if rows > 1:
+        return RowsConfig(max(1, min(16, _TILE_VALUES // 2 // dim))), 8
+    if splits == 1:
+        return RowsConfig(1, num_warps=1 if dim <= 512 else 4), 1
+    # More splits in place of rows that are not there: 64 values a thread at most.
+    return RowsConfig(1), max(8, min(64, 4 * _TILE_VALUES // dim))
 
 
 def cache_rows(*dims: int) -> RowsConfig:

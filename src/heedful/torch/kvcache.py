@@ -161,11 +161,11 @@ class CacheCall:
     """What one kind of call over a cache needs each time.
 
     attention, prefix: of the cache, and of the shared prefix where there is one; merge: what puts
-    their results together on a GPU, None on a CPU. new: tokens that are appended. rotated: `last_rotated_length`, where lengths that leave room for the new tokens
-    may exceed it, else None. update(x, update, start): writes them; None where there are none.
-    counts: whether it also counts the keys with them. records: whether autograd would record what
-    torch does here, which nobody wants. aligned: whether all tensors begin at multiples of 16
-    bytes.
+    their results together on a GPU, None on a CPU. new: tokens that are appended. rotated:
+    `last_rotated_length`, where lengths that leave room for the new tokens may exceed it, else
+    None. update(x, update, start): writes them; None where there are none. counts: whether it also
+    counts the keys with them. records: whether autograd would record what torch does here, which
+    nobody wants. aligned: whether all tensors begin at multiples of 16 bytes.
     """
 
     __slots__ = (

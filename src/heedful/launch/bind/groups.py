@@ -60,7 +60,8 @@ def token_strides(spec: ArraySpec) -> tuple[int, int, int]:
 
 def lse_strides(spec: ArraySpec) -> tuple[int, int]:
     """(batch, head) strides of a (B, H, S) or (H, T) array."""
-    return (0, spec.strides[0]) if len(spec.shape) == 2 else spec.strides[:2]
+    b, h = (0, spec.strides[0]) if len(spec.shape) == 2 else spec.strides[:2]
+    return b, h
 
 
 def rows(buffers: Buffers, name: str, divisor: int = 1) -> kinds.Rows:

@@ -18,7 +18,6 @@ from heedful.core.tiles import (
     RowsConfig,
     TileConfig,
     combine_rows,
-    combine_splits_at_once,
     pow2,
 )
 from heedful.kernels.args import portable as args
@@ -203,7 +202,7 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
     divisor = shared_divisor(buffers, (part, "out", "apart_out") if apart else (part, "out"))
     if apart:
         apart_out = groups.rows(buffers, "apart_out", divisor)
-    config = combine_rows(dim, rows)
+    config, at_once = combine_rows(dim, rows, splits)
     tiles = ceil_div(rows, config.rows)
     return kernel_call(
         "combine.combine_splits",
@@ -223,7 +222,7 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
         HEAD_DIM_V=dim,
         BLOCK_M=config.rows,
         BLOCK_E=pow2(dim),
-        BLOCK_S=combine_splits_at_once(dim, config),
+        BLOCK_S=at_once,
     )
 
 
