@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 from heedful.core.arrays import ArraySpec
+from heedful.core.capability import Toolchain
 from heedful.core.device import by_name
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
@@ -351,3 +352,10 @@ def test_a_tensor_map_is_aligned_in_the_memory_that_the_kernel_sees(base, offset
     parameters, _ = lay_out([("n", "i32"), ("d", "tensordesc<bf16[8]>")], {"d": 1}, base)
     assert [p.offset for p in parameters[:4]] == [0, offset, offset + 128, offset + 136]
     assert asdict(parameters[1]) == {"name": "d", "type": "tensormap", "offset": offset}
+
+
+def test_what_is_compiled_is_planned_for_the_triton_that_compiles_it(monkeypatch):
+    monkeypatch.setattr(prebuild, "triton_version", lambda: "3.6.1")
+    assert prebuild.compiling() == Toolchain(triton=(3, 6, 1))
+    monkeypatch.setattr(prebuild, "triton_version", lambda: None)
+    assert prebuild.compiling() == Toolchain()

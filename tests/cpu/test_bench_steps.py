@@ -71,6 +71,19 @@ def test_what_is_no_result_is_said():
     assert checker.why_wrong(out() * torch.nan) == "out is not finite"
 
 
+def test_what_turns_wrong_while_it_is_timed_gets_no_figure(monkeypatch):
+    interleaved = steps.timing.interleaved
+
+    def spoiled(calls, device, rounds, inspect):
+        times = interleaved(calls, device, rounds, lambda name, returned: None)
+        inspect("heedful", calls["heedful"]() * torch.nan)
+        return times
+
+    monkeypatch.setattr(steps.timing, "interleaved", spoiled)
+    row = measure(small(STEPS[0]), CPU, rounds=5)
+    assert "heedful" not in row.times and row.missing["heedful"] == "out is not finite"
+
+
 def test_bytes_are_those_that_a_step_must_read():
     plain = next(step for step in STEPS if step.name == "64 x 8192")
     assert plain.kv_bytes() == 64 * 8192 * 8 * 256 * 2

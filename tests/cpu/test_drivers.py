@@ -28,6 +28,10 @@ GRID = (5, 3, 2)
 FUNCTION = 0x77
 
 
+# CU_DEVICE_ATTRIBUTE_*, by their numbers in cuda.h.
+ATTRIBUTES = {16: 84, 38: 6 << 20, 75: 8, 76: 6, 97: 101376}
+
+
 def deref(pointer):
     """What a byref or a pointer points to."""
     return getattr(pointer, "_obj", pointer)
@@ -55,6 +59,11 @@ class Library:
     def _answer(self, name: str, arguments: tuple) -> None:
         if name in ("cuModuleGetFunction", "hipModuleGetFunction"):
             deref(arguments[0]).value = FUNCTION
+        if name == "cuDeviceGetAttribute":
+            value, number, _ = arguments
+            deref(value).value = ATTRIBUTES[number.value]
+        if name == "cuDeviceGetName":
+            arguments[0].value = b"NVIDIA RTX A6000"
         if name == "cuGetErrorString":
             deref(arguments[1]).value = b"bad luck"
         if name == "cuLaunchKernelEx":
@@ -122,6 +131,16 @@ def test_a_launch_has_the_grid_the_warps_the_memory_and_the_arguments(library):
         "attributes": [],
         "function": FUNCTION,
         "bytes": (123456789).to_bytes(8, "little") + TEMPLATE[8:],
+    }
+
+
+def test_the_planner_is_told_the_figures_of_a_device_without_a_framework(library):
+    assert cuda.figures(0) == {
+        "name": "NVIDIA RTX A6000",
+        "arch": "sm_86",
+        "units": 84,
+        "shared_bytes": 101376,
+        "l2_bytes": 6 << 20,
     }
 
 

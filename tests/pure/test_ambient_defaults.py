@@ -9,6 +9,7 @@ import heedful
 
 ROOT = Path(heedful.__file__).parent
 FILES = sorted(path for part in ("torch", "cpu") for path in (ROOT / part).glob("*.py"))
+BENCH = sorted((ROOT / "bench").glob("*.py"))
 # torch functions that take both from the defaults unless they are told.
 FACTORIES = (
     *("arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace"),
@@ -41,6 +42,11 @@ def _factories(call: ast.Call) -> list[tuple[str, set]]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_every_new_tensor_says_its_dtype_and_device(path):
     assert unsaid(path.read_text()) == []
+
+
+@pytest.mark.parametrize("path", BENCH, ids=lambda path: path.name)
+def test_what_is_timed_lies_where_it_says(path):
+    assert [words for words in unsaid(path.read_text()) if words.endswith("device")] == []
 
 
 def test_what_is_left_unsaid_is_found():

@@ -16,6 +16,7 @@ import heedful
 from heedful.launch import packs, store
 from heedful.launch.artifact import Artifact, Parameter
 from heedful.launch.cache import DiskCache
+from heedful.launch.folder import Folder
 
 GIB = 1 << 30
 
@@ -117,6 +118,20 @@ def test_the_least_recently_used_entries_go_when_the_limit_is_passed(tmp_path):
         os.utime(tmp_path / "kernels" / f"{key}.kernel", (stamp, stamp))
     small.get_or_make("d", lambda: artifact(b"x" * 1000))
     assert [key for key in "abcd" if small.get(key)] == ["b", "c", "d"]
+
+
+def test_an_entry_that_another_process_drops_meanwhile_does_not_end_the_trimming(
+    tmp_path, monkeypatch
+):
+    size, names = len(store.dump("a", artifact(b"x" * 1000))), Folder.names
+    small = cache(tmp_path, limit=2 * size)
+    for age, key in enumerate("ab"):
+        small.get_or_make(key, lambda: artifact(b"x" * 1000))
+        stamp = time.time() - 1000 + age
+        os.utime(tmp_path / "kernels" / f"{key}.kernel", (stamp, stamp))
+    monkeypatch.setattr(Folder, "names", lambda self: ["gone.kernel", *names(self)])
+    small.get_or_make("c", lambda: artifact(b"x" * 1000))
+    assert [key for key in "abc" if small.get(key)] == ["b", "c"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="modes are POSIX")
@@ -420,10 +435,11 @@ def test_a_manifest_that_names_another_kernels_file_does_not_load_it(tmp_path, n
         "not json",
         "[]",
         json.dumps({"format": 99}),
-        json.dumps({"format": 1}),
-        json.dumps({"format": 1, "kernels": {"k": {}}, "backends": []}),
-        json.dumps({"format": 1, "kernels": [], "backends": []}),
-        json.dumps({"format": 1, "kernels": {}, "backends": 3}),
+        json.dumps({"format": packs.FORMAT}),
+        json.dumps({"format": packs.FORMAT, "kernels": {}}),
+        json.dumps({"format": packs.FORMAT, "kernels": {"k": {}}, "backends": []}),
+        json.dumps({"format": packs.FORMAT, "kernels": [], "backends": []}),
+        json.dumps({"format": packs.FORMAT, "kernels": {}, "backends": 3}),
     ],
 )
 def test_a_folder_without_a_good_manifest_is_no_pack(tmp_path, no_packs, text):

@@ -265,3 +265,28 @@ def test_a_child_forked_under_a_lock_does_not_go_on_holding_it(tmp_path, caplog)
     holder.communicate(timeout=60)
     with Folder(tmp_path, private=False) as folder, folder.lock("l", 20.0):
         assert "is held" not in caplog.text
+
+
+ALL_USERS, FEW_USERS = "0 0 4294967295\n", "0 100000 65536\n"
+
+
+@pytest.mark.parametrize(
+    "files, user",
+    [
+        ({"/proc/self/uid_map": ALL_USERS, "/proc/sys/kernel/overflowuid": "65534"}, None),
+        ({"/proc/self/uid_map": FEW_USERS, "/proc/sys/kernel/overflowuid": "65534"}, 65534),
+        ({"/proc/self/uid_map": FEW_USERS, "/proc/sys/kernel/overflowuid": "none"}, None),
+        ({"/proc/self/uid_map": FEW_USERS}, None),
+        ({}, None),
+    ],
+)
+def test_users_from_outside_of_the_namespace_are_those_that_the_kernel_names(
+    monkeypatch, files, user
+):
+    def read_text(path: Path) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(str(path))
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert folders._unknown_user.__wrapped__() == user

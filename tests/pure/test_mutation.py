@@ -78,9 +78,32 @@ def test_tests_that_run_the_lines_come_first_and_unlike_ones_early():
 
     tests = [made("a::slow", 2.0, 5), made("a::fast", 1.0, 5), made("b::fast", 3.0, 5)]
     tests += [made("c::elsewhere", 0.1, 9), made("d::endless", 99.0, 5)]
-    chosen, exact = Choice(tests).tests("m", {4, 5}, 10.0)
+    chosen, exact = Choice(tests).tests("m", {4, 5}, 20.0)
     assert [test.id for test in chosen] == ["a::fast", "b::fast", "a::slow", "c::elsewhere"]
     assert exact == 3
+
+
+def test_where_time_is_short_the_fastest_of_those_that_run_the_lines_are_run():
+    def made(name, seconds):
+        return Traced("plain", name, seconds, {"m": frozenset({5})})
+
+    tests = [made(f"{file}::slow", 4.0) for file in "abc"]
+    tests += [made(f"d::{n:02d}", 0.1) for n in range(30)]
+    chosen, _ = Choice(tests).tests("m", {5}, 10.0)
+    assert len([test for test in chosen if test.file == "d"]) == 30
+    assert [test.id for test in chosen][:2] == ["d::00", "a::slow"]
+
+
+def test_what_runs_at_import_is_tested_by_tests_of_little_else_first():
+    def made(name, *others, mine=1):
+        lines = {"m": frozenset(range(mine)), "n": frozenset(range(*others))}
+        return Traced("plain", name, 1.0, lines)
+
+    tests = [made(f"{file}::all", 1000) for file in "abcdef"] + [made("f::own", 3, mine=30)]
+    chosen, exact = Choice(tests).tests("m", {900}, 4.0, wide=True)
+    assert exact == 0 and [test.id for test in chosen][0] == "f::own"
+    # Elsewhere unlike tests come first.
+    assert Choice(tests).tests("m", {900}, 4.0)[0][0].id == "a::all"
 
 
 class Serves:

@@ -302,6 +302,8 @@ def test_every_feature_has_words_and_a_problem_that_asks_for_it():
         "uneven_rows": {"even_rows": False, "used_k": True},
     }
     assert set(asks) == set(FEATURES)
+    for mask in (MaskSpec(-1, 0, 0, False), MaskSpec(-1, 0, shift=3), MaskSpec(-1, 0, shift=-3)):
+        assert dense(**base, mask=mask).features() == {"causal", "diagonal"}
     implied = {"first_keys": {"window"}, "diagonal": {"causal"}, "deterministic": {"backward"}}
     implied |= {"uneven_rows": {"seqused"}}
     for name, facts in asks.items():

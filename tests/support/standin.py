@@ -70,8 +70,8 @@ class Launch:
 
     arguments: parameter -> its value in the buffer: a number, an address, or a Map.
     memory: parameters that are addresses or maps. promises: what the compiler was told that each is
-    a multiple of. constants: compile-time values, None for absent
-    operands. options: of the compiler.
+    a multiple of. constants: compile-time values, None for absent operands. options: of the
+    compiler. cluster, programmatic: as KernelCall's.
     """
 
     kernel: KernelRef
@@ -85,6 +85,8 @@ class Launch:
     options: dict[str, Any]
     device: Any
     thread: int
+    cluster: int
+    programmatic: bool
 
 
 @dataclass(frozen=True)
@@ -150,12 +152,12 @@ class Gpu:
         return artifact
 
     def Slot(self, artifact, function, index, grid, template, programmatic=False):
-        return _Slot(self, artifact, index, grid, template)
+        return _Slot(self, artifact, index, grid, template, programmatic)
 
     def TensorMapEncoder(self, meta):
         return _Encoder(self, meta)
 
-    def take(self, code: _Code, index, grid, buffer: bytes, stream: int) -> None:
+    def take(self, code: _Code, index, grid, buffer: bytes, stream: int, programmatic: bool):
         """A launch: reads the buffer, records it, and runs the kernel if that is asked for."""
         arguments, types = {}, {}
         for parameter in code.parameters:
@@ -182,6 +184,8 @@ class Gpu:
             dict(call.options),
             index,
             threading.get_ident(),
+            code.cluster,
+            programmatic,
         )
         with self._lock:
             self.launches.append(launch)
@@ -200,9 +204,10 @@ class Gpu:
 class _Slot:
     """The argument buffer of one launch, as the drivers' own."""
 
-    def __init__(self, gpu: Gpu, code, index, grid, template: bytes):
+    def __init__(self, gpu: Gpu, code, index, grid, template: bytes, programmatic: bool):
         self.buffer = ctypes.create_string_buffer(template, len(template))
         self._gpu, self._what, self.owner = gpu, (code, index, grid), None
+        self._programmatic = programmatic
 
     def load(self, grid, template: bytes) -> None:
         self.buffer.raw = template
@@ -211,7 +216,7 @@ class _Slot:
     def launch(self, stream: int) -> None:
         if self._gpu.before_launch is not None:
             self._gpu.before_launch(self)
-        self._gpu.take(*self._what, self.buffer.raw, stream)
+        self._gpu.take(*self._what, self.buffer.raw, stream, self._programmatic)
 
 
 class _Encoder:

@@ -210,29 +210,45 @@ class Choice:
         run the lines themselves. Then follow tests that run anything of the module: a cached
         function, and what is at module level, runs for a test that did not first call it. Then
         those of files that name the module: they may start processes, which are not traced. wide:
-        as many of these as of the others, for what runs when the module is imported."""
+        as many of these as of the others, for what runs when the module is imported; half of
+        their time is for tests of little but this module."""
         near = self._by_module.get(module, [])
         exact = [t for t in near if not t.lines[module].isdisjoint(lines)]
         first = _in_turn(exact)
         names = {(t.mode, t.id) for t in exact}
         rest = _in_turn([t for t in near if (t.mode, t.id) not in names])
+        if wide:
+            about = _within(
+                sorted(rest, key=lambda t: (-_focus(t, module), t.seconds)), seconds / 2
+            )
+            mine = {(t.mode, t.id) for t in about}
+            rest = about + [t for t in rest if (t.mode, t.id) not in mine]
         names |= {(t.mode, t.id) for t in rest}
         stem = Path(module).stem
         naming = {file for file, text in self._texts.items() if stem in text}
         rest += _in_turn([t for t in self._all if t.file in naming and (t.mode, t.id) not in names])
-        chosen, spent = [], 0.0
-        for test in first:
-            if spent + test.seconds <= seconds or not chosen:
-                chosen.append(test)
-                spent += test.seconds
-        count = len(chosen)
-        share = seconds if wide or not count else seconds / 3
-        spent = 0.0
-        for test in rest:
-            if spent + test.seconds <= share:
-                chosen.append(test)
-                spent += test.seconds
-        return chosen, count
+        # Unlike tests early; then as many as there is time for, which are the fastest.
+        chosen = _within(first, seconds / 2) or first[:1]
+        early = {(t.mode, t.id) for t in chosen}
+        left = [t for t in exact if (t.mode, t.id) not in early]
+        chosen += _within(sorted(left, key=lambda t: t.seconds), seconds / 2)
+        share = seconds if wide or not chosen else seconds / 3
+        return chosen + _within(rest, share), len(chosen)
+
+
+def _within(tests: Iterable[Traced], seconds: float) -> list[Traced]:
+    """Those of them, in order, that their usual time leaves room for."""
+    chosen, spent = [], 0.0
+    for test in tests:
+        if spent + test.seconds <= seconds:
+            chosen.append(test)
+            spent += test.seconds
+    return chosen
+
+
+def _focus(test: Traced, module: str) -> float:
+    """How much of what a test runs is of this module."""
+    return len(test.lines[module]) / sum(len(lines) for lines in test.lines.values())
 
 
 def _in_turn(tests: list[Traced]) -> list[Traced]:

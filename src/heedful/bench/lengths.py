@@ -40,7 +40,8 @@ def dense(length: int, device: torch.device, grad: bool = False) -> Call:
 def packed(length: int, device: torch.device, grad: bool = False) -> Call:
     """A causal call of three packed sequences, the longest of this length."""
     lengths = [length, length // 2, 77]
-    bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
+    bounds = torch.tensor([0, *lengths], dtype=torch.int32, device=device)
+    bounds = bounds.cumsum(0, dtype=torch.int32)
     q, k, v = (_empty(device, grad, sum(lengths), HEADS, DIM) for _ in range(3))
     return lambda: flash_attn_varlen_func(q, k, v, bounds, bounds, length, length, causal=True)
 

@@ -182,8 +182,8 @@ class Checker:
         ends = (0, len(lengths) - 1, lengths.index(min(lengths)), lengths.index(max(lengths)))
         self._parts: list[tuple[int, slice, Tensor, Tensor]] = []
         self._shape = (*t.q.shape[:-1], step.dims[1])
-        row, group, case = torch.zeros(1, dtype=torch.long), step.heads[0] // step.heads[1], None
-        row, case = row.to(t.q.device), step.case()
+        row = torch.zeros(1, dtype=torch.long, device=t.q.device)
+        group, case = step.heads[0] // step.heads[1], step.case()
         for number in dict.fromkeys(ends[:WATCHED]):
             k, v = sequence(step, t, number)
             for g in range(step.heads[1]):

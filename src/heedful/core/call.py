@@ -49,7 +49,7 @@ class CacheUpdate(NamedTuple):
     rotary_cos: Any = None
     rotary_sin: Any = None
     cache_seqlens: Any = None
-    rotary_interleaved: Any = True
+    rotary_interleaved: Any = None
     shared_prefix: Any = None
 
     @property
