@@ -54,6 +54,15 @@ def test_products_are_under_way_together_and_tensors_are_not_spilled(head_dim, t
     in_turns = tiles == "in turns"
     call = main_call(backend, head_dim=head_dim, causal=causal, deterministic=in_turns)
     assert (call.grid[0] == DEVICE.units) == (tiles != "own")
+    assert_step_is_sound(call)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_the_slope_of_a_cap_of_scores_has_its_registers(head_dim):
+    assert_step_is_sound(main_call(head_dim=head_dim, causal=True, softcap=30.0))
+
+
+def assert_step_is_sound(call) -> None:
     made = compiler.artifact(call, DEVICE.arch)
     assert made.shared_bytes <= DEVICE.shared_bytes
     listing = disassemble(made.code)

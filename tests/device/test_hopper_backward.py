@@ -63,6 +63,7 @@ MORE = [
             "dropout_origin": (1, 2, 3, 8),
             "head_dim_v": min(dim, 128),
         },
+        {"softcap": 5.0, "causal": True, "head_dim_v": min(dim, 128)},
         {"varlen": "qk", "batch": 4},
         {"varlen": "qk", "batch": 4, "causal": True},
         {"varlen": "qk", "batch": 5, "window": (60, 30)},

@@ -254,16 +254,21 @@ def _drops(problem: AttentionProblem) -> bool:
     return problem.dropout_p > 0
 
 
+def _holds_more(problem: AttentionProblem) -> bool:
+    """Than probabilities until dP is there: what was dropped, or how much of a score a cap left."""
+    return _drops(problem) or problem.softcap > 0
+
+
 def _in_order(problem: AttentionProblem) -> bool:
     return problem.deterministic
 
 
-def _drops_in_order(problem: AttentionProblem) -> bool:
-    return _drops(problem) and _in_order(problem)
+def _holds_more_in_order(problem: AttentionProblem) -> bool:
+    return _holds_more(problem) and _in_order(problem)
 
 
 def _one_length(problem: AttentionProblem) -> bool:
-    return not (problem.varlen_q or problem.varlen_k or _drops(problem))
+    return not (problem.varlen_q or problem.varlen_k or _holds_more(problem))
 
 
 def _hopper_backward(max_dim: int, tile: _Tile, when=_always, measured=_H200_LATER, **how):
@@ -440,10 +445,10 @@ ROWS: list[ConfigRow] = [
     _hopper_fp8(128, (128, 128, 4, 4), **_FP8_D128),
     _hopper_fp8(256, (128, 64, 4, 2), consumer_regs=240),
     # In one order a tile may wait for those of lower number, which must have begun: they are drawn.
-    _hopper_backward(64, (64, 128, 4, 2), _drops_in_order, _FITS, draws=True),
+    _hopper_backward(64, (64, 128, 4, 2), _holds_more_in_order, _FITS, draws=True),
     _hopper_backward(64, (128, 128, 4, 2), _in_order, _FITS, draws=True),
     _hopper_backward(128, (64, 128, 4, 2), _in_order, _FITS, draws=True),
-    _hopper_backward(64, (64, 128, 4, 2), _drops, _FITS),
+    _hopper_backward(64, (64, 128, 4, 2), _holds_more, _FITS),
     _hopper_backward(64, (128, 128, 4, 2), _one_length, **_DRAWN),
     _hopper_backward(128, (64, 128, 4, 2), _one_length, **_DRAWN),
     _hopper_backward(64, (128, 128, 4, 2)),
