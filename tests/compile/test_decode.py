@@ -129,3 +129,16 @@ def test_an_fp8_cache_leaves_room_for_four_waves_of_a_simd(arch):
     """xFormers' split-K kernel has 108 registers, and was faster than its bfloat16 twin once it
     spilled none: two waves and more hide each other's loads."""
     assert count(compiled("fp8", arch).asm["amdgcn"], "vgpr_count") <= 128
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_stored_integers_leave_room_for_three_programs_of_an_sm(name):
+    """65,536 registers are 170 of each of 3 * 128 threads."""
+    problem = problem_of(name, "sm_90")
+    chosen = plan(problem, by_name("sm_90"), backend="decode+programs=3+registers=168")
+    (call,) = decode.forward(problem, chosen, buffers_of(problem)).calls
+    found = compile_kernel(call, "sm_90")
+    assert disassemble(found.asm["cubin"]).usage["REG"] <= 168
+    assert spills_over_keys(found.asm["cubin"]) == 0
+    # 1 KiB of each program is the system's.
+    assert 3 * (found.metadata.shared + 1024) <= 228 * 1024

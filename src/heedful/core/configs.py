@@ -510,7 +510,10 @@ ROWS: list[ConfigRow] = [
 
 
 # What may be chosen by hand, to be measured: backend="hopper+draws=1" (core/plan.py).
-OPTIONS = {"hopper.backward": ("draws", "last_waves")}
+OPTIONS = {
+    "hopper.backward": ("draws", "last_waves"),
+    "decode.forward": ("programs", "registers"),
+}
 
 
 def by_hand(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem) -> ConfigRow:

@@ -1,5 +1,7 @@
 """Programs of the decode kernel."""
 
+from dataclasses import replace
+
 from heedful.core.plan import Plan
 from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.core.sizes import Sizes
@@ -39,7 +41,7 @@ def _call(
 ) -> KernelCall:
     launch = sizes.launches["decode.forward"]
     divisor = shared_divisor(buffers, ("q", "k", "v", "out"))
-    return kernel_call(
+    call = kernel_call(
         "decode.decode",
         launch.grid,
         config,
@@ -57,6 +59,9 @@ def _call(
         work=_work(problem, config, buffers, launch.numbers["tiles"]),
         tile=_tile(problem, config),
     )
+    if config.registers and plan.device.vendor == "nvidia":
+        call = replace(call, options={**call.options, "maxnreg": config.registers})
+    return call
 
 
 def _cache(problem: AttentionProblem, buffers: Buffers) -> KVLayout:
