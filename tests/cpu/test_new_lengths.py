@@ -15,7 +15,6 @@ import torch
 import heedful
 from heedful.core.plan import plan
 from heedful.launch import bound
-from heedful.launch.compiler import artifact as compile_call
 from heedful.torch import backends, execute
 from heedful.torch.calls import CALLS, KINDS, LATEST
 from support import standin
@@ -180,9 +179,8 @@ def test_lengths_never_seen_before_plan_and_compile_nothing(name, monkeypatch):
         unlaid(patch)
         patch.setattr(gpu, "take", lambda *_: None)
         patch.setattr(backends, "plan", lambda *a: planned.append(a) or plan(*a))
-        patch.setattr(
-            bound, "compile_call", lambda *a: variants.add(a[0].variant) or compile_call(*a)
-        )
+        compiled = bound.compile_call
+        patch.setattr(bound, "compile_call", lambda *a: variants.add(a[0].variant) or compiled(*a))
 
         def calls(seeds) -> None:
             for seed in seeds:
