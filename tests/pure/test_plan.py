@@ -399,6 +399,19 @@ def test_options_behind_a_backends_name_are_in_the_plan_and_said_to_be_chosen():
     assert again.configs["hopper.backward"] == chosen.configs["hopper.backward"]
 
 
+def test_programs_of_decode_may_be_chosen_by_hand():
+    step = dense(64, 1, 8192, 32, 8, 128)
+    chosen = plan(step, by_name("H200"), backend="decode+programs=3+registers=168+merge_values=128")
+    assert "programs=3 merge_values=128 registers=168 (chosen by hand)" in explain(chosen).replace(
+        "asm=True ", ""
+    )
+    usual = plan(step, by_name("H200"), backend="decode").sizes().launches["decode.forward"].grid
+    assert chosen.sizes().launches["decode.forward"].grid[0] > usual[0]
+    for option in ("programs=0", "merge_values=24", "merge_values=0", "merge_stages=0"):
+        with pytest.raises(ValueError, match=f"backend: {option.split('=')[0]} must be"):
+            plan(step, by_name("H200"), backend=f"decode+{option}")
+
+
 @pytest.mark.parametrize(
     "name, words",
     [

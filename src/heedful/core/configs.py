@@ -512,7 +512,7 @@ ROWS: list[ConfigRow] = [
 # What may be chosen by hand, to be measured: backend="hopper+draws=1" (core/plan.py).
 OPTIONS = {
     "hopper.backward": ("draws", "last_waves"),
-    "decode.forward": ("programs", "registers"),
+    "decode.forward": ("programs", "registers", "merge_values", "merge_stages"),
 }
 
 
@@ -525,6 +525,11 @@ def by_hand(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem
     made = {name: types[name](value) for name, value in own.items()}
     if problem.deterministic and not made.get("draws", True):
         raise ValueError("backend: a deterministic backward draws its tiles, got draws=0")
+    for name in ("programs", "merge_values", "merge_stages"):
+        value = made.get(name, 1)
+        if value < 1 or value & (value - 1) and name == "merge_values":
+            words = "a power of two" if name == "merge_values" else "at least 1"
+            raise ValueError(f"backend: {name} must be {words}, got {value}")
     return replace(row, config=replace(row.config, **made), measured="chosen by hand")
 
 

@@ -64,7 +64,8 @@ class DecodeConfig(TileConfig):
     programs: for each unit of the device. least_tiles: tiles of keys of a program at least.
     overhead: what a part costs beside its keys, in tiles of keys. asm: stored values of 8 and 4
     bits are converted by PTX, of sm_90 on. merge_values: of all parts, that each of 32 threads of
-    a warp merges at once. registers: of a thread at most, of NVIDIA parts alone; 0 = the compiler's
+    a warp merges at once; merge_stages: how often so many are on their way, as many as loads take
+    longer than sums. registers: of a thread at most, of NVIDIA parts alone; 0 = the compiler's
     choice.
     """
 
@@ -73,6 +74,7 @@ class DecodeConfig(TileConfig):
     overhead: int = 0
     asm: bool = False
     merge_values: int = 32
+    merge_stages: int = 1
     registers: int = 0
 
 

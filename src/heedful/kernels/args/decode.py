@@ -13,7 +13,8 @@ class DecodeWork(NamedTuple):
     each KV head, which begin at 0.
 
     IS_UNIFORM: all sequences are as long as their storage. OVERHEAD: what a part costs beside its
-    keys, in key tiles. MERGE_PARTS: parts that are merged at once.
+    keys, in key tiles. MERGE_PARTS: parts that are merged at once; MERGE_STAGES: how often so many
+    are on their way.
     """
 
     partial_out: Out[Ptr]
@@ -25,6 +26,7 @@ class DecodeWork(NamedTuple):
     IS_UNIFORM: Const
     OVERHEAD: Const
     MERGE_PARTS: Const
+    MERGE_STAGES: Const
 
 
 class DecodeTile(NamedTuple):

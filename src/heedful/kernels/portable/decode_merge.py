@@ -80,7 +80,7 @@ def merged(piece, row, M: tl.constexpr, work: DecodeWork, tile: DecodeTile):
     first = wide(piece.rest) * tile.BLOCK_M
     partial_lse = work.partial_lse + first
     partial_out = work.partial_out + first * COLUMNS
-    for begin in range(0, piece.parts, work.MERGE_PARTS):
+    for begin in tl.range(0, piece.parts, work.MERGE_PARTS, num_stages=work.MERGE_STAGES):
         part_P = begin + tl.arange(0, work.MERGE_PARTS)
         exists_P = part_P < piece.parts
         slot_P = piece.step * part_P + tl.where(part_P == 0, piece.first - piece.rest, 0)

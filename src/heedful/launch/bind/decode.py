@@ -88,6 +88,7 @@ def _work(
         IS_UNIFORM=not any(name in buffers for name in names),
         OVERHEAD=config.overhead,
         MERGE_PARTS=max(1, min(32, merged)),
+        MERGE_STAGES=config.merge_stages,
     )
 
 
