@@ -51,3 +51,15 @@ def test_heads_of_keys_shrink_the_projection():
     sizes = (dataclasses.replace(SIZE, heads_k=0), SIZE)
     widths = [GPT(size, 10).get_parameter("blocks.0.qkv.weight").shape[0] for size in sizes]
     assert widths == [3 * 32, 32 + 2 * 16]
+
+
+def test_a_run_that_has_diverged_is_said_to_have(capsys):
+    source, device = text.load(), torch.device("cpu")
+    attentions = {bench.OURS: attention.with_math(), bench.CUDNN: attention.with_math()}
+    runs = training.start(RECIPE, len(source.vocabulary), attentions, {}, device)
+    for name, run in runs.items():
+        run.seconds[:] = [1.0] * 20
+        run.losses[:] = [3.0] * 19 + [2.0 if name == bench.CUDNN else float("inf")]
+    bench.report(RECIPE, runs)
+    ours, theirs = capsys.readouterr().out.splitlines()
+    assert "loss nan" in ours and "loss 2.0000" in theirs

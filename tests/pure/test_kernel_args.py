@@ -187,3 +187,10 @@ def test_a_group_of_another_class_than_its_field_is_a_type_error():
 def test_a_cluster_has_at_least_one_program():
     with pytest.raises(ValueError, match="cluster must be >= 1, got 0"):
         KernelCall(REF, (1, 1, 1), {}, cluster=0)
+
+
+def test_a_group_holds_groups_where_it_says_so_and_nowhere_else():
+    with pytest.raises(TypeError, match=r"^x\.ptr must be "):
+        leaves("x", NARROW._replace(ptr=(1, 2)), Kind.READ)
+    with pytest.raises(TypeError, match=r"^x\.ptr must be declared as read, written or both$"):
+        leaves("x", NARROW)

@@ -449,3 +449,26 @@ def test_under_a_mask_the_last_group_of_heads_fills_the_device():
 
 def test_a_deterministic_backward_is_not_the_hopper_kernels_until_a_gpu_has_run_it():
     assert plan(replace(TRAINING, deterministic=True), by_name("H200")).backward == "portable"
+
+
+def test_the_sizes_of_a_plan_are_those_of_its_own_forward_unless_more_is_said():
+    problem = dense(2, 300, 500, 8, 4, 64, causal=True, needs_grad=True)
+    chosen = plan(problem, by_name("H200"))
+    assert chosen.sizes() == chosen.sizes(problem.lengths, "forward", problem.seqlen_k)
+    assert chosen.sizes() != chosen.sizes(direction="backward")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("share", [3, 7, 12])
+def test_queries_cotangents_and_sums_of_a_group_of_heads_fill_their_share_of_the_cache(
+    head_dim, share
+):
+    """40 % of L2: of each row Q and dO in 16 bits, and dQ in 32."""
+    device = by_name("H200")
+    row = 2 * head_dim + 2 * head_dim + 4 * head_dim
+    rows = device.l2_bytes * 40 // 100 // (share * 2 * row)
+    problem = dense(4, rows, 4096, 64, 32, head_dim, needs_grad=True)
+    for longer, heads in ((0, share), (1, share - 1)):
+        chosen = plan(replace(problem, seqlen_q=rows + longer), device, backend="hopper")
+        numbers = chosen.sizes(direction="backward").launches["hopper.backward"].numbers
+        assert numbers["l2_heads"] == heads
