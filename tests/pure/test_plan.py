@@ -403,13 +403,17 @@ def test_programs_of_decode_may_be_chosen_by_hand():
     step = dense(64, 1, 8192, 32, 8, 128)
     chosen = plan(step, by_name("H200"), backend="decode+programs=3+registers=168+merge_values=128")
     assert "programs=3 merge_values=128 registers=168 (chosen by hand)" in explain(chosen).replace(
-        "asm=True ", ""
+        "conversion=1 ", ""
     )
     usual = plan(step, by_name("H200"), backend="decode").sizes().launches["decode.forward"].grid
     assert chosen.sizes().launches["decode.forward"].grid[0] > usual[0]
     for option in ("programs=0", "merge_values=24", "merge_values=0", "merge_stages=0"):
         with pytest.raises(ValueError, match=f"backend: {option.split('=')[0]} must be"):
             plan(step, by_name("H200"), backend=f"decode+{option}")
+    for device, most in (("H200", 2), ("MI300X", 0), ("B200", 0)):
+        plan(step, by_name(device), backend=f"decode+conversion={most}")
+        with pytest.raises(ValueError, match=f"conversion must be at most {most} here"):
+            plan(step, by_name(device), backend=f"decode+conversion={most + 1}")
 
 
 @pytest.mark.parametrize(

@@ -459,9 +459,9 @@ ROWS: list[ConfigRow] = [
     # Page numbers are loaded two stages ahead of keys: as many again. 64 rows are a WGMMA's, which
     # takes its keys from shared memory: fewer stages, for two programs of an SM.
     *(
-        _decode(("sm_90",), dim, rows, (keys, 4, 2 * stages - 1), bits, paged, asm=True)
+        _decode(("sm_90",), dim, rows, (keys, 4, 2 * stages - 1), bits, paged, conversion=1)
         if paged
-        else _decode(("sm_90",), dim, rows, (keys, 4, stages), bits, paged, asm=True)
+        else _decode(("sm_90",), dim, rows, (keys, 4, stages), bits, paged, conversion=1)
         for dim, bits, keys in (
             (64, 8, 256),
             (64, 16, 128),
@@ -512,7 +512,7 @@ ROWS: list[ConfigRow] = [
 # What may be chosen by hand, to be measured: backend="hopper+draws=1" (core/plan.py).
 OPTIONS = {
     "hopper.backward": ("draws", "last_waves"),
-    "decode.forward": ("programs", "registers", "merge_values", "merge_stages"),
+    "decode.forward": ("conversion", "programs", "registers", "merge_values", "merge_stages"),
 }
 
 
@@ -530,6 +530,11 @@ def by_hand(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem
         if value < 1 or value & (value - 1) and name == "merge_values":
             words = "a power of two" if name == "merge_values" else "at least 1"
             raise ValueError(f"backend: {name} must be {words}, got {value}")
+    most = 2 if row.archs == ("sm_90",) else 0
+    if made.get("conversion", 0) > most:
+        raise ValueError(
+            f"backend: conversion must be at most {most} here, got {made['conversion']}"
+        )
     return replace(row, config=replace(row.config, **made), measured="chosen by hand")
 
 

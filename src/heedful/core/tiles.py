@@ -62,17 +62,17 @@ class DecodeConfig(TileConfig):
     """A tile of the decode kernel, whose rows are the query heads of a KV head at each position.
 
     programs: for each unit of the device. least_tiles: tiles of keys of a program at least.
-    overhead: what a part costs beside its keys, in tiles of keys. asm: stored values of 8 and 4
-    bits are converted by PTX, of sm_90 on. merge_values: of all parts, that each of 32 threads of
-    a warp merges at once; merge_stages: how often so many are on their way, as many as loads take
-    longer than sums. registers: of a thread at most, of NVIDIA parts alone; 0 = the compiler's
-    choice.
+    overhead: what a part costs beside its keys, in tiles of keys. conversion: of stored values of 8
+    and 4 bits: 0 the compiler's, 1 by PTX, of sm_90 on, 2 of integers by a permutation and an fma.
+    merge_values: of all parts, that each of 32 threads of a warp merges at once; merge_stages: how
+    often so many are on their way, as many as loads take longer than sums. registers: of a thread
+    at most, of NVIDIA parts alone; 0 = the compiler's choice.
     """
 
     programs: int = 2
     least_tiles: int = 4
     overhead: int = 0
-    asm: bool = False
+    conversion: int = 0
     merge_values: int = 32
     merge_stages: int = 1
     registers: int = 0

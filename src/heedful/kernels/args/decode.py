@@ -32,9 +32,9 @@ class DecodeWork(NamedTuple):
 class DecodeTile(NamedTuple):
     """VALUES: stored values of a 16-bit word of the cache: 1, 2 (8 bits each) or 4. A row of keys
     or values is SLICES of BLOCK words, each a product of its own: several where each has its own
-    scale. ROWS: a power of two that a tile's rows are within. CONVERTS_BY_PTX: how stored values
-    become numbers. V_IN_K: values are the first HEAD_DIM_V of each row of keys, BLOCK_D words, and
-    are loaded as such alone."""
+    scale. ROWS: a power of two that a tile's rows are within. CONVERSION: how stored values
+    become numbers (decode_cache.py). V_IN_K: values are the first HEAD_DIM_V of each row of keys,
+    BLOCK_D words, and are loaded as such alone."""
 
     HEAD_DIM: Const
     HEAD_DIM_V: Const
@@ -46,5 +46,5 @@ class DecodeTile(NamedTuple):
     SLICES_E: Const
     VALUES: Const
     ROWS: Const
-    CONVERTS_BY_PTX: Const
+    CONVERSION: Const
     V_IN_K: Const

@@ -27,6 +27,7 @@ from heedful.kernels.portable.decode_cache import (
     load_words,
     rest_words,
     row_places,
+    unit_of,
     value_of_words,
 )
 from heedful.kernels.portable.decode_merge import finish_piece
@@ -94,6 +95,7 @@ def raw_scores(
         descales.KV_GROUP * tile.SLICES_D == tile.HEAD_DIM
     )
     STORED: tl.constexpr = io.k.ptr.dtype.element_ty
+    UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
     s_MN = tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tl.float32)
     for s in tl.static_range(tile.SLICES_D):
         words = shared
@@ -111,7 +113,7 @@ def raw_scores(
             )
         part_MN = tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tl.float32)
         for i in tl.static_range(tile.VALUES):
-            k_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERTS_BY_PTX, i)
+            k_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERSION, i)
             if descales.KV_GROUP > 0 and not BY_SLICE:
                 k_NW = dequantized(
                     k_NW,
@@ -124,6 +126,7 @@ def raw_scores(
                     descales.KV_GROUP,
                     tile.HEAD_DIM,
                     tile.VALUES,
+                    UNIT,
                 )
             part_MN = tl.dot(q[s * tile.VALUES + i], tl.trans(k_NW), part_MN)
         if BY_SLICE:
@@ -141,7 +144,7 @@ def raw_scores(
             io.k, entry, row, exists, g, tile.BLOCK_D, tile.HEAD_DIM, REST, tile.VALUES
         )
         for i in tl.static_range(tile.VALUES):
-            k_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERTS_BY_PTX, i)
+            k_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERSION, i)
             s_MN = tl.dot(q[tile.VALUES + i], tl.trans(k_NW), s_MN)
     return s_MN
 
@@ -169,6 +172,7 @@ def add_values(
         descales.KV_GROUP * tile.SLICES_E == tile.HEAD_DIM_V
     )
     STORED: tl.constexpr = io.v.ptr.dtype.element_ty
+    UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
     more = ()
     more_shifted = ()
     for s in tl.static_range(tile.SLICES_E):
@@ -194,7 +198,7 @@ def add_values(
                 total_MN = shifted[s] * alpha_M[:, None] + p_MN * shift_N[None, :]
                 more_shifted = more_shifted + (total_MN,)
         for i in tl.static_range(tile.VALUES):
-            v_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERTS_BY_PTX, i)
+            v_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERSION, i)
             if descales.KV_GROUP > 0 and not BY_SLICE:
                 v_NW = dequantized(
                     v_NW,
@@ -207,6 +211,7 @@ def add_values(
                     descales.KV_GROUP,
                     tile.HEAD_DIM_V,
                     tile.VALUES,
+                    UNIT,
                 )
             old = acc[s * tile.VALUES + i] * alpha_M[:, None]
             more = more + (tl.dot(scaled_MN.to(DTYPE), v_NW, old),)
@@ -251,6 +256,8 @@ def stream_keys(
     DTYPE: tl.constexpr,
 ):
     """(maximum in base 2, sum, outputs) of visits [start, stop)."""
+    STORED: tl.constexpr = io.k.ptr.dtype.element_ty
+    UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
     SHIFTS_K: tl.constexpr = descales.k.shift is not None
     SHIFTS_V: tl.constexpr = descales.v.shift is not None and (
         descales.KV_GROUP * tile.SLICES_E == tile.HEAD_DIM_V
@@ -270,7 +277,7 @@ def stream_keys(
             total_M = tl.zeros([tile.BLOCK_M], tl.float32)
             for i in tl.static_range(tile.VALUES):
                 total_M += tl.sum(q[s * tile.VALUES + i].to(tl.float32), 1)
-            sums = sums + (total_M,)
+            sums = sums + (total_M / UNIT,)
     if SHIFTS_V:
         for _ in tl.static_range(tile.SLICES_E):
             shifted = shifted + (tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tl.float32),)
@@ -332,7 +339,7 @@ def stream_keys(
         moved = ()
         for s in tl.static_range(tile.SLICES_E):
             for i in tl.static_range(tile.VALUES):
-                total_M = tl.sum(shifted[s], 1)
+                total_M = tl.sum(shifted[s], 1) / UNIT
                 moved = moved + (acc[s * tile.VALUES + i] + total_M[:, None],)
         acc = moved
     return m_M, l_M + tl.sum(l_MN, 1), acc
@@ -353,6 +360,8 @@ def decode(
     """out (.., M, H, E) and lse (B, H, M). Programs share the keys, see decode_work.py."""
     IN: tl.constexpr = io.q.ptr.dtype.element_ty
     DTYPE: tl.constexpr = tl.bfloat16 if IN.is_fp8() else IN
+    STORED: tl.constexpr = io.k.ptr.dtype.element_ty
+    UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
     pid, programs = tl.program_id(0), tl.num_programs(0)
     group = shape.heads_q // shape.heads_k
     if sequences.cu_q is not None:
@@ -400,8 +409,8 @@ def decode(
                 rows_M = row0 + tl.arange(0, tile.BLOCK_M)
                 pos_M = rows_M // group
                 head_M = g * group + rows_M % group
-                scale = descaled(mods.scale, descales.q, place)
-                factor = 1.0
+                scale = descaled(mods.scale * UNIT, descales.q, place)
+                factor = UNIT
                 if descales.KV_GROUP == 0:
                     scale = descaled(scale, descales.k, place)
                     factor = descaled(factor, descales.v, place)

@@ -13,6 +13,12 @@ from heedful.kernels.args.shared import Descale, KVLayout
 from heedful.kernels.common.sequences import within
 from heedful.kernels.portable.sequences import cache_row, wide
 
+# How stored values become numbers: by what the compiler has, by the PTX of `conversion`, or of
+# integers by that of `conversion_by_fma`.
+PLAIN, PTX, FMA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# What bfloat16 that `conversion_by_fma` makes lack.
+INTEGER_UNIT = tl.constexpr(64.0)
+
 
 @triton.constexpr_function
 def conversion(values, kind, is_bf16, i):
@@ -53,11 +59,68 @@ def conversion(values, kind, is_bf16, i):
 
 
 @triton.constexpr_function
+def conversion_by_fma(values, is_bf16, i):
+    """As `conversion`, of integers, by a permutation of bytes and one fma for two values.
+
+    The sign of an integer becomes a bias, which the last instruction takes off. In the lowest bits
+    of 1024 an integer u >= 0 is that much more of a float16. The lowest eight bits of a bfloat16
+    that is 0 else are u * 2^-133, subnormal or not; the largest power of two makes that u / 64.
+    """
+    if values == 2:
+        # Bytes of a word, each below zeros or what makes a float16 of at least 1024.
+        above, select = ("0", "0x4341" if i else "0x4240"), "0x7371" if i else "0x7270"
+        if is_bf16:
+            return (
+                "{ .reg .b32 t; xor.b32 t, $1, 0x80808080;"
+                f" prmt.b32 t, t, {above[0]}, {above[1]};"
+                " .reg .b32 a, c; mov.b32 a, 0x7F007F00; mov.b32 c, 0xC000C000;"
+                " fma.rn.bf16x2 $0, t, a, c; }"
+            )
+        return (
+            "{ .reg .b32 t; xor.b32 t, $1, 0x80808080;"
+            f" prmt.b32 t, t, 0x64646464, {select};"
+            " .reg .b32 m; mov.b32 m, 0x64806480; sub.f16x2 $0, t, m; }"
+        )
+    # Four bits above others that are 0 count sixteen times.
+    start = "{ .reg .b32 t, a, c; xor.b32 t, $1, 0x88888888;"
+    start += (" shr.b32 t, t, 8;" if i >= 2 else "") + " and.b32 t, t,"
+    start += " 0x00F000F0;" if i % 2 else " 0x000F000F;"
+    if is_bf16:
+        by, less, type_ = "0x7D007D00" if i % 2 else "0x7F007F00", "0xBE00BE00", "bf16x2"
+    else:
+        start += " or.b32 t, t, 0x64006400;"
+        by, less = ("0x2C002C00", "0xD480D480") if i % 2 else ("0x3C003C00", "0xE408E408")
+        type_ = "f16x2"
+    return f"{start} mov.b32 a, {by}; mov.b32 c, {less}; fma.rn.{type_} $0, t, a, c; }}"
+
+
+@triton.constexpr_function
+def is_by_fma(values, stored, how):
+    """Whether `conversion_by_fma` makes numbers of what is stored."""
+    return how == FMA.value and (values == 4 or (values == 2 and not stored.is_fp8()))
+
+
+@triton.constexpr_function
+def unit_of(values, stored, dtype, how):
+    """What scores and results of stored values, as they become numbers, are to be multiplied by."""
+    is_short = is_by_fma(values, stored, how) and dtype == tl.bfloat16
+    return INTEGER_UNIT.value if is_short else 1.0
+
+
+@triton.constexpr_function
 def kind_of(stored):
     """The name of an 8-bit type in `conversion`."""
     if not stored.is_fp8():
         return "int8"
     return "e5m2" if "e5" in str(stored) else "e4m3"
+
+
+@triton.constexpr_function
+def assembly(values, stored, is_bf16, how, i):
+    """The PTX of value i of two words."""
+    if is_by_fma(values, stored, how):
+        return conversion_by_fma(values, is_bf16, i)
+    return conversion(values, kind_of(stored), is_bf16, i)
 
 
 @triton.jit
@@ -66,15 +129,15 @@ def value_of_words(
     VALUES: tl.constexpr,
     STORED: tl.constexpr,
     DTYPE: tl.constexpr,
-    CONVERTS_BY_PTX: tl.constexpr,
+    CONVERSION: tl.constexpr,
     i: tl.constexpr,
 ):
     """Value i of every word. STORED: the type of values; int4 is said by VALUES."""
     if VALUES == 1:
         return words.to(DTYPE)
-    elif CONVERTS_BY_PTX:
+    elif CONVERSION:
         IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
-        text: tl.constexpr = conversion(VALUES, kind_of(STORED), IS_BF16, i)
+        text: tl.constexpr = assembly(VALUES, STORED, IS_BF16, CONVERSION, i)
         if IS_BF16:
             return tl.inline_asm_elementwise(
                 text, "=r,r", [words], tl.bfloat16, is_pure=True, pack=2
@@ -212,14 +275,16 @@ def dequantized(
     KV_GROUP: tl.constexpr,
     DIM: tl.constexpr,
     VALUES: tl.constexpr,
+    UNIT: tl.constexpr,
 ):
-    """Value i of each word times its own scale, and its shift."""
+    """Value i of each word times its own scale, and its shift over UNIT."""
     BLOCK: tl.constexpr = values.shape[1]
     found = values.to(tl.float32) * of_each_value(
         descale.ptr, descale, entry, row, exists, g, i, KV_GROUP, DIM, BLOCK, VALUES
     )
     if descale.shift is not None:
-        found += of_each_value(
+        shift = of_each_value(
             descale.shift, descale, entry, row, exists, g, i, KV_GROUP, DIM, BLOCK, VALUES
         )
+        found += shift / UNIT
     return found.to(values.dtype)

@@ -107,7 +107,7 @@ def _tile(problem: AttentionProblem, config: DecodeConfig) -> DecodeTile:
         SLICES_E=slices_e,
         VALUES=values(problem),
         ROWS=_rows(problem, config),
-        CONVERTS_BY_PTX=config.asm,
+        CONVERSION=config.conversion,
         V_IN_K=once,
     )
 
