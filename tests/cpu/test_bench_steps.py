@@ -53,6 +53,12 @@ def test_a_step_is_right_and_gets_its_figures(step):
     assert "of a read" in text and text.startswith(step.name)
 
 
+def test_a_backend_that_is_named_is_timed_beside_our_choice():
+    row = measure(small(STEPS[0]), CPU, rounds=5, backends=["cpu", "decode"])
+    assert "heedful:cpu" in row.times
+    assert "no kernel for cpu" in row.missing["heedful:decode"]
+
+
 @pytest.mark.parametrize("step", STEPS, ids=NAMES)
 def test_a_step_that_loses_a_key_is_found(step):
     step = small(step)

@@ -1,8 +1,9 @@
 """Decode steps over caches of every kind, beside a plain read of the same bytes and FlashInfer.
 
-    python -m heedful.bench.steps [WORDS]
+    python -m heedful.bench.steps [WORDS] [decode decode+conversion=2 ...]
 
-One new token of each sequence. WORDS: only steps whose name has them. Every result is checked
+One new token of each sequence. WORDS: only steps whose name has them; of those that begin as a
+backend does, each is timed beside our own choice. Every result is checked
 against float64 before it is timed and after each round; what is wrong or missing gets its reason
 and no figure. Rounds are interleaved, each call has a cold L2.
 
@@ -13,8 +14,9 @@ speed.
 import math
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ from heedful.reference.budget import Error, allowed
 
 ROUNDS = 7
 Call = Callable[[], Tensor]
+BACKENDS = ("decode", "hopper", "portable")
 # Sequences whose rows are compared, at most.
 WATCHED = 4
 WORKSPACE_BYTES = 256 * 1024**2
@@ -220,7 +223,7 @@ def _error(difference: Tensor) -> Error:
 # Who is timed: each gives its call, or the reason why it has none.
 
 
-def heedful(step: Step, t: Tensors) -> Call:
+def heedful(step: Step, t: Tensors, backend: str | None = None) -> Call:
     window = (step.window - 1, 0) if step.window else (-1, -1)
     return lambda: flash_attn_with_kvcache(
         t.q,
@@ -232,6 +235,7 @@ def heedful(step: Step, t: Tensors) -> Call:
         k_descale=t.k_scale,
         v_descale=t.v_scale,
         shared_prefix=t.prefix,
+        backend=backend,
     )
 
 
@@ -314,11 +318,14 @@ class Row(NamedTuple):
     missing: dict[str, str]
 
 
-def measure(step: Step, device: torch.device, rounds: int = ROUNDS) -> Row:
-    """Times what is right."""
+def measure(
+    step: Step, device: torch.device, rounds: int = ROUNDS, backends: Sequence[str] = ()
+) -> Row:
+    """Times what is right, these backends of ours too."""
     t = draw(step, device)
     checker, calls, missing = Checker(step, t), {}, {}
-    for name, make in PEERS.items():
+    more = {f"heedful:{name}": partial(heedful, backend=name) for name in backends}
+    for name, make in (PEERS | more).items():
         try:
             call = make(step, t)
             reason = call if isinstance(call, str) else checker.why_wrong(call())
@@ -368,10 +375,11 @@ def pairs(rows: list[Row]) -> Iterator[str]:
 
 def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    rows, words = [], " ".join(sys.argv[1:])
+    rows, backends = [], [word for word in sys.argv[1:] if word.split("+")[0] in BACKENDS]
+    words = " ".join(word for word in sys.argv[1:] if word not in backends)
     for step in STEPS:
         if words in step.name:
-            rows.append(measure(step, device))
+            rows.append(measure(step, device, backends=backends))
             sys.stdout.write("\n".join(lines(rows[-1])) + "\n")
             torch.cuda.empty_cache()
     sys.stdout.write("\n".join(pairs(rows)) + "\n")
