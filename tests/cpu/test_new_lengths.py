@@ -15,7 +15,7 @@ import torch
 import heedful
 from heedful.core.plan import plan
 from heedful.launch import bound
-from heedful.torch import backends, execute
+from heedful.torch import backends, calls, execute
 from heedful.torch.calls import CALLS, KINDS, LATEST
 from support import standin
 
@@ -262,3 +262,22 @@ def test_a_hook_that_restores_other_lengths_of_a_new_call_is_told(gpu, place):
         out = forward_of(500)
     with pytest.raises(ValueError, match="must come back from a saved-tensor hook"):
         out.backward(torch.empty_like(out))
+
+
+@pytest.mark.parametrize("name", ["dense causal", "packed", "dense gradients", "packed gradients"])
+def test_calls_of_lengths_never_seen_are_not_described(name, monkeypatch):
+    device, call = CALLS_OF[name]
+    described = []
+    with standin.gpu(device) as gpu, monkeypatch.context() as patch:
+        unlaid(patch)
+        patch.setattr(gpu, "take", lambda *_: None)
+        describe = calls.attention_call
+        patch.setattr(
+            calls, "attention_call", lambda *a, **k: described.append(a) or describe(*a, **k)
+        )
+        for seed in range(1000):
+            call(random.Random(seed))
+        known = len(described)
+        for seed in range(10_000, 10_300):
+            call(random.Random(seed))
+    assert len(described) == known <= 24
