@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from heedful.bench import steps
+from heedful.bench import steps, timing
 from heedful.bench.steps import (
     PAIRS,
     PEERS,
@@ -78,14 +78,14 @@ def test_what_is_no_result_is_said():
 
 
 def test_what_turns_wrong_while_it_is_timed_gets_no_figure(monkeypatch):
-    interleaved = steps.timing.interleaved
+    interleaved = timing.interleaved
 
     def spoiled(calls, device, rounds, inspect):
         times = interleaved(calls, device, rounds, lambda name, returned: None)
         inspect("heedful", calls["heedful"]() * torch.nan)
         return times
 
-    monkeypatch.setattr(steps.timing, "interleaved", spoiled)
+    monkeypatch.setattr(timing, "interleaved", spoiled)
     row = measure(small(STEPS[0]), CPU, rounds=5)
     assert "heedful" not in row.times and row.missing["heedful"] == "out is not finite"
 

@@ -1,6 +1,7 @@
 """The PTX that makes numbers of stored integers, executed here for every word there is."""
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,14 +38,15 @@ def is_representable(x: np.ndarray, kind: str) -> bool:
 def prmt(a: np.ndarray, b: int, select: int) -> np.ndarray:
     both = a.astype(np.uint64) | np.uint64(b << 32)
     picked = [(both >> np.uint64(8 * (select >> 4 * i & 7))) & np.uint64(255) for i in range(4)]
-    return sum(byte << np.uint64(8 * i) for i, byte in enumerate(picked)).astype(np.int64)
+    found = [byte << np.uint64(8 * i) for i, byte in enumerate(picked)]
+    return np.sum(found, axis=0).astype(np.int64)
 
 
 def executed(text: str, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The two results of the instructions, as numbers. words: of 32 bits."""
     registers: dict = {"$1": words}
 
-    def value(name: str):
+    def value(name: str) -> Any:
         return int(name, 0) if re.match(r"-?\d", name) else registers[name]
 
     for line in text.strip("{} ").split(";"):

@@ -4,6 +4,7 @@ import ctypes
 import importlib.util
 import struct
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -63,7 +64,8 @@ class Library:
             value, number, _ = arguments
             deref(value).value = ATTRIBUTES[number.value]
         if name == "cuDeviceGetName":
-            arguments[0].value = b"NVIDIA RTX A6000"
+            name_buffer: Any = arguments[0]
+            name_buffer.value = b"NVIDIA RTX A6000"
         if name == "cuGetErrorString":
             deref(arguments[1]).value = b"bad luck"
         if name == "cuLaunchKernelEx":

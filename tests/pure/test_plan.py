@@ -2,6 +2,7 @@
 
 import struct
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -273,7 +274,7 @@ def test_gathered_keys_are_dense_and_as_long_as_is_used():
 
 
 def test_every_feature_has_words_and_a_problem_that_asks_for_it():
-    base = {"batch": 1, "seqlen_q": 8, "seqlen_k": 8, "heads_q": 4, "head_dim": 64}
+    base: dict[str, Any] = dict(batch=1, seqlen_q=8, seqlen_k=8, heads_q=4, head_dim=64)
     asks: dict[str, dict] = {
         name: {name: True}
         for name in (

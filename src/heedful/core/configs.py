@@ -522,7 +522,7 @@ def by_hand(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem
     if not own:
         return row
     types = {f.name: type(f.default) for f in fields(row.config)}
-    made = {name: types[name](value) for name, value in own.items()}
+    made: dict[str, Any] = {name: types[name](value) for name, value in own.items()}
     if problem.deterministic and not made.get("draws", True):
         raise ValueError("backend: a deterministic backward draws its tiles, got draws=0")
     for name in ("programs", "merge_values", "merge_stages"):
