@@ -430,3 +430,11 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_cache_as_it_was(monkeypatch
     with pytest.raises(RuntimeError, match="no compiler"):
         heedful.flash_attn_with_kvcache(q, cache[0], cache[1], q, q, cache_seqlens=lengths)
     assert not cache.any()
+
+
+def test_a_shared_prefix_is_refused_beside_queries_of_fp8():
+    low = torch.float8_e4m3fn
+    q, k = torch.randn(2, 3, 4, 16).to(low), torch.randn(2, 12, 2, 16).to(low)
+    prefix = torch.randn(4, 2, 16), torch.randn(4, 2, 16)
+    with pytest.raises(ValueError, match="^shared_prefix must be None beside fp8 q "):
+        heedful.flash_attn_with_kvcache(q, k, k, shared_prefix=prefix)

@@ -11,6 +11,7 @@ import heedful.torch as typed
 from heedful.core.plan import explain as words
 from heedful.torch import backends
 from heedful.torch.calls import CALLS
+from support import standin
 
 heedful: Any = typed
 
@@ -147,3 +148,12 @@ def test_what_no_device_would_run_is_refused_as_in_the_call():
         heedful.explain(heedful.flash_attn_func, **grad)
     with pytest.raises(ValueError, match="^cache_seqlens must lie between 0 and 12"):
         heedful.explain(heedful.flash_attn_with_kvcache, **CACHE, cache_seqlens=13)
+
+
+def test_values_that_lie_in_keys_are_explained_as_such():
+    latent, q = torch.zeros(2, 64, 1, 576).half(), torch.zeros(2, 1, 16, 576).half()
+    apart = latent[..., :512].clone()
+    with standin.gpu("H200"):
+        call = heedful.flash_attn_with_kvcache
+        assert "forward   decode" in heedful.explain(call, q, latent, latent[..., :512])
+        assert "forward   portable" in heedful.explain(call, q, latent, apart)

@@ -19,6 +19,7 @@ from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.torch import backends
 from heedful.torch.calls import CALLS
+from heedful.torch.checks import lies_in
 
 heedful: Any = typed
 
@@ -212,6 +213,38 @@ def test_values_apart_are_not_taken_from_keys_that_others_lay_in():
         for v in (apart, view, apart):
             decode(v_cache=v, out=torch.empty(2, 5, 4, 32))
     assert [problem.v_in_k for problem, _ in found] == [False, True]
+
+
+def test_values_lie_in_keys_as_their_first_columns_alone():
+    assert lies_in(K[..., :32], K) and lies_in(K, K)
+    for v, k in (
+        (K[..., 1:33], K),
+        (K[:, :-1, :, :32], K),
+        (K[..., :32].contiguous(), K),
+        (K[..., :32].view(torch.int32), K),
+        (K, K[..., :32]),
+        (K[:0], K[:0]),
+    ):
+        assert not lies_in(v, k)
+
+
+@pytest.mark.parametrize("function", [dense, varlen])
+def test_torchs_deterministic_algorithms_are_asked_of_the_call(function):
+    assert not problem_of(function).deterministic
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert problem_of(function).deterministic
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def test_what_is_planned_is_told_once_a_kind(caplog):
+    with caplog.at_level("INFO", "heedful"), planned():
+        for _ in range(3):
+            dense(softcap=11.0)
+    told = [record.message for record in caplog.records if "-> cpu" in record.message]
+    assert len(told) == 1
 
 
 class Onlooker(TorchDispatchMode):
