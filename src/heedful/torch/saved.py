@@ -116,6 +116,9 @@ class Backwards:
         for tensor, (shape, _) in zip(tensors, self._kinds, strict=False):
             if tensor.shape != shape:
                 return None
+        # The lse is read as it was made, and its deltas lie as it does.
+        if not tensors[-2].is_contiguous():
+            return None
         run = self._runner.backward_like((*tensors, dlse) if slot else tensors, slot)
         if run is None:
             return None
