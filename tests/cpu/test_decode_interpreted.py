@@ -5,16 +5,22 @@ They run in a process of their own: see `support.interpreted`.
 """
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
 pytest.importorskip("triton")
 
 import torch
+import triton
+import triton.language as tl
 
 from heedful.core.device import by_name
 from heedful.core.plan import Plan
 from heedful.core.tiles import DecodeConfig
+from heedful.kernels.portable import decode as kernel
+from heedful.kernels.portable.decode import fitted
+from heedful.kernels.portable.decode_cache import value_of_words
 from heedful.launch.bind import decode
 from heedful.launch.interpret import interpret
 from heedful.torch.arrays import array_spec
@@ -112,6 +118,53 @@ class Interpreted:
 @pytest.mark.parametrize("case, num_splits", in_turns(CASES, (0, 1, 3)), ids=str)
 def test_decode_is_within_the_budget(case, num_splits):
     budget.run(Interpreted(num_splits), case)
+
+
+@triton.jit
+def as_the_compiler_does(
+    words,
+    VALUES: tl.constexpr,
+    STORED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    CONVERSION: tl.constexpr,
+    i: tl.constexpr,
+):
+    """`value_of_words` without PTX, which the interpreter does not know."""
+    return value_of_words(words, VALUES, STORED, DTYPE, 0, i)
+
+
+@interpreted
+@pytest.mark.parametrize("mods", [{}, {"softcap": 3.0}, {"alibi": "bh"}, {"scale": 300.0}], ids=str)
+def test_products_with_stored_floats_are_exact_in_float16(mods):
+    case = Case(dtype="float8_e4m3fn", backward=False, seqlen_q=3, seqlen_k=103, heads_q=6, **mods)
+    with (
+        mock.patch.object(kernel, "value_of_words", as_the_compiler_does),
+        mock.patch(f"{__name__}.TILES", replace(TILES, conversion=2)),
+    ):
+        budget.run(Interpreted(), case)
+
+
+@triton.jit
+def fit(x, out, factors, M: tl.constexpr, D: tl.constexpr):
+    at = tl.arange(0, M)[:, None] * D + tl.arange(0, D)[None, :]
+    parts, times = fitted((tl.load(x + at), tl.load(x + M * D + at)), M)
+    for i in tl.static_range(2):
+        tl.store(out + i * M * D + at, parts[i])
+    tl.store(factors + tl.arange(0, M)[:, None], times)
+
+
+@interpreted
+def test_a_row_of_any_size_fits_float16_with_its_digits():
+    sizes = torch.tensor([1e-38, 1e-30, 6e-8, 1.0, 300.0, 7e4, 1e30, 3e38])
+    rows = torch.randn(2, 8, 16, generator=torch.manual_seed(0)).clamp(-1, 1)
+    rows[0, :, 0], rows[:, 3] = 1.0, rows[:, 3] * 0
+    x = (rows * sizes[:, None]).bfloat16().float()
+    out, factors = torch.empty(2, 8, 16, dtype=torch.float16), torch.empty(8, 1)
+    fit[1,](x, out, factors, 8, 16)
+    error = (out.double() * factors.double() - x.double()).abs()
+    # Of a subnormal of float16, where the largest of a row is at least 1.
+    assert (error <= 2.0**-25 * x.double().abs().amax((0, 2))[:, None]).all()
+    assert out.abs().max() < 4
 
 
 @starts_interpreter

@@ -43,6 +43,10 @@ CASES = (
     replace(PLAIN, kv_dtype="float8_e4m3fn"),
     replace(PLAIN, kv_dtype="float8_e4m3fn", dtype="float16", page_size=16),
     replace(PLAIN, kv_dtype="float8_e5m2"),
+    replace(PLAIN, kv_dtype="float8_e4m3fn", kv_group=128, page_size=16),
+    replace(PLAIN, kv_dtype="float8_e4m3fn", kv_group=32),
+    replace(PLAIN, kv_dtype="float8_e4m3fn", softcap=3.0, alibi="bh", used="k"),
+    replace(PLAIN, kv_dtype="float8_e4m3fn", dtype="float8_e4m3fn"),
 )
 
 
@@ -124,6 +128,17 @@ WIDE = (
     replace(MLA, head_dim=128, head_dim_v=128, heads_k=2),
     replace(MLA, head_dim=192, head_dim_v=128, kv_dtype="float8_e4m3fn"),
 )
+
+
+@pytest.mark.parametrize("size", (2.0**20, 2.0**-20))
+def test_queries_that_float16_cannot_hold_meet_stored_floats_alike(size):
+    q = torch.randn(2, 1, 8, 128, device="cuda").bfloat16()
+    k, v = (torch.randn(2, 500, 2, 128, device="cuda").to(torch.float8_e4m3fn) for _ in "kv")
+
+    def attend(q, scale):
+        return heedful.flash_attn_with_kvcache(q, k, v, softmax_scale=scale, backend="decode")
+
+    assert torch.equal(attend(q, 0.1), attend(q * size, 0.1 / size))
 
 
 @pytest.mark.parametrize("num_splits", (0, 1, 3))

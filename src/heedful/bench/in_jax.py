@@ -2,10 +2,10 @@
 
     python -m heedful.bench.in_jax [WORDS]
 
-WORDS: only cases whose name has them. Device time is the wall clock of one program over CALLS sets
-of inputs, by JAX under jit, by PyTorch as a replayed CUDA graph, so that nobody's dispatch counts.
-Host time is what a jitted call takes until it returns. What is timed is checked against float64
-first. Rounds are interleaved.
+WORDS: only cases whose name has them. Device time is how long kernels, memsets and copies of a call
+run, as CUPTI records them, of one program over CALLS sets of inputs: by JAX under jit, by PyTorch
+as a replayed CUDA graph. Host time is what a jitted call takes until it returns. What is timed is
+checked against float64 first. Rounds are interleaved.
 """
 
 import os
@@ -22,6 +22,8 @@ import jax
 import torch
 from jax import numpy as jnp
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 import heedful
 import heedful.jax
@@ -120,10 +122,35 @@ def microseconds(run: Run, calls: int) -> float:
     return (time.perf_counter() - start) / calls * 1e6
 
 
+class Spent(NamedTuple):
+    """What a call keeps the device busy with."""
+
+    us: float
+    kernels: float
+    memsets: float
+    copies: float
+
+
+def spent(run: Run, calls: int, device: torch.device) -> Spent:
+    """Of one of so many calls; on a CPU the time of the host."""
+    if device.type == "cpu":
+        return Spent(microseconds(run, calls), 0, 0, 0)
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        run()
+    events = [e for e in recorded.events() or () if e.device_type == DeviceType.CUDA]
+    memsets = sum(event.name.startswith("Memset") for event in events)
+    copies = sum(event.name.startswith("Memcpy") for event in events)
+    kernels = len(events) - memsets - copies
+    total = sum(event.time_range.elapsed_us() for event in events)
+    return Spent(total / calls, kernels / calls, memsets / calls, copies / calls)
+
+
 class Measured(NamedTuple):
-    """By way: microseconds of a call, round by round; or why there are none."""
+    """By way: microseconds of a call, round by round, and what it launches; or why there are
+    none."""
 
     times: dict[str, list[float]]
+    launches: dict[str, Spent]
     missing: dict[str, str]
 
 
@@ -150,10 +177,12 @@ def measure(case: Case, device: torch.device, own: str, rounds: int = ROUNDS) ->
         else:
             ways[name] = way
     times: dict[str, list[float]] = {name: [] for name in ways}
+    launches = {}
     for _ in range(rounds):
         for name, way in ways.items():
-            times[name].append(microseconds(way.run, CALLS))
-    return Measured(times, missing)
+            launches[name] = spent(way.run, CALLS, device)
+            times[name].append(launches[name].us)
+    return Measured(times, launches, missing)
 
 
 def dispatch(device: torch.device, own: str, rounds: int = ROUNDS, sets: int = HOST_SETS):
@@ -182,13 +211,24 @@ def dispatch(device: torch.device, own: str, rounds: int = ROUNDS, sets: int = H
 
 def _line(case: Case, found: Measured, own: str) -> str:
     words = [f"{case.name:52s}"]
-    words += [f"{name} {_us(times)};" for name, times in found.times.items()]
+    words += [f"{name} {_us(times)}{_beside(found, name)};" for name, times in found.times.items()]
     words += [f"{name}: {why};" for name, why in found.missing.items()]
     for base in ("PyTorch", own):
         if base in found.times and "JAX" in found.times:
             spread = ratios(found.times[base], found.times["JAX"])
             words.append(f"{base} / JAX {spread.median:.3f}")
     return " ".join(words)
+
+
+def _beside(found: Measured, name: str) -> str:
+    """How much more than PyTorch launches, of the same kernels."""
+    if name != "JAX" or "PyTorch" not in found.launches:
+        return ""
+    own, theirs = found.launches[name], found.launches["PyTorch"]
+    kinds = ("kernels", "memsets", "copies")
+    more = [(kind, getattr(own, kind) - getattr(theirs, kind)) for kind in kinds]
+    words = ", ".join(f"{count:+.3g} {kind}" for kind, count in more if count)
+    return f" ({words})" if words else ""
 
 
 def _us(times: list[float]) -> str:

@@ -458,10 +458,25 @@ ROWS: list[ConfigRow] = [
     _cdna(128, (256, 64, 8, 1)),
     # Page numbers are loaded two stages ahead of keys: as many again. 64 rows are a WGMMA's, which
     # takes its keys from shared memory: fewer stages, for two programs of an SM.
+    # Of 4 bits, instructions bound it and not bytes: more warps, of fewer registers.
     *(
-        _decode(("sm_90",), dim, rows, (keys, 4, 2 * stages - 1), bits, paged, conversion=1)
+        _decode(
+            ("sm_90",),
+            128,
+            16,
+            (128, 4, stages),
+            4,
+            paged,
+            conversion=2,
+            programs=3,
+            registers=168,
+        )
+        for stages, paged in ((5, True), (3, False))
+    ),
+    *(
+        _decode(("sm_90",), dim, rows, (keys, 4, 2 * stages - 1), bits, paged, conversion=2)
         if paged
-        else _decode(("sm_90",), dim, rows, (keys, 4, stages), bits, paged, conversion=1)
+        else _decode(("sm_90",), dim, rows, (keys, 4, stages), bits, paged, conversion=2)
         for dim, bits, keys in (
             (64, 8, 256),
             (64, 16, 128),
@@ -492,8 +507,15 @@ ROWS: list[ConfigRow] = [
     ),
     # Keys of 512 + 64, whose values lie in them.
     *(
-        _decode(("sm_90",), 576, rows, (32, warps, 2 * stages - 1 if paged else stages), 16, paged)
-        for rows, warps, stages in ((16, 4, 3), (32, 4, 3), (64, 8, 2))
+        _decode(
+            ("sm_90",),
+            576,
+            rows,
+            (32, warps, 2 * stages - 1 if paged else stages),
+            paged=paged,
+            merge_values=merge_values,
+        )
+        for rows, warps, stages, merge_values in ((16, 4, 3, 128), (32, 4, 3, 32), (64, 8, 2, 32))
         for paged in (True, False)
     ),
     *(

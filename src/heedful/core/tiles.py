@@ -63,7 +63,8 @@ class DecodeConfig(TileConfig):
 
     programs: for each unit of the device. least_tiles: tiles of keys of a program at least.
     overhead: what a part costs beside its keys, in tiles of keys. conversion: of stored values of 8
-    and 4 bits: 0 the compiler's, 1 by PTX, of sm_90 on, 2 of integers by a permutation and an fma.
+    and 4 bits: 0 the compiler's, 1 by PTX, of sm_90 on, 2 by the fewest instructions: of integers a
+    permutation and an fma, of floats to float16.
     merge_values: of all parts, that each of 32 threads of a warp merges at once; merge_stages: how
     often so many are on their way, as many as loads take longer than sums. registers: of a thread
     at most, of NVIDIA parts alone; 0 = the compiler's choice.

@@ -4,6 +4,7 @@ Works alike with Triton 3.6 and 3.9.
 """
 
 import importlib
+import os
 import re
 from collections.abc import Mapping
 from functools import cache
@@ -90,10 +91,19 @@ def _check_groups(call: KernelCall, declared: Mapping[str, Any]) -> None:
             raise TypeError(f"{call.kernel.function}: {name} must be {wanted}, got {type(value)}")
 
 
+def _keeps_lines() -> bool:
+    """Whether machine code is to carry its PTX and source lines, as a profiler's source view wants
+    it. They are three quarters of its size, which JAX hashes at every call."""
+    return os.environ.get("TRITON_DISABLE_LINE_INFO", "").lower() in ("0", "false", "off")
+
+
 def compile_kernel(call: KernelCall, arch: str):
     """Triton's CompiledKernel for one call on an architecture: no GPU needed."""
     target = parse_target(arch)
     options = {"enable_fp_fusion": True, **call.options}
+    if target.backend == "cuda" and not _keeps_lines():
+        asked = options.get("ptx_options") or triton.knobs.nvidia.ptxas_options or ""
+        options["ptx_options"] = f"{asked} -suppress-debug-info".strip()
     if call.cluster > 1:
         options["num_ctas"] = call.cluster
     src = source(call)

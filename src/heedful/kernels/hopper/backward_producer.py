@@ -12,6 +12,7 @@ from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.backward_shared import CONSUMERS
 from heedful.kernels.hopper.backward_sums import (
     add_block,
+    blocks_added,
     end_turn,
     wait_for_turn,
     wait_until_read,
@@ -149,20 +150,28 @@ def backward_adder(
     while index < scheduler.count:
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
-        for visit in range((blocks.end - blocks.begin) * params.sizes.group):
+        visits = (blocks.end - blocks.begin) * params.sizes.group
+        last_turn = params.order.turns
+        for visit in range(visits):
             head, block = query_tile(params, tile, blocks, visit)
             place = head.to(gl.int64) * params.sizes.accum_rows + tile.accum_row + block * BLOCK_M
             address = io.dq_accum + place * (SHARE * CONSUMERS // BLOCK_M)
             if TAKES_TURNS:
                 turn = params.order.turns + place // BLOCK_M
-                wait_for_turn(turn, turn_of(params, tile, block))
+                # The visit before is being added while this one's turn is looked at.
+                found = blocks_added(turn)
+                if visit > 0:
+                    end_turn(last_turn)
+                wait_for_turn(turn, found, turn_of(params, tile, block))
+                last_turn = turn
             for i in gl.static_range(CONSUMERS):
                 barrier.wait(shared.dq_full.index(i), phase)
                 add_block(address + i * SHARE, shared.dq.index(i), SHARE)
                 wait_until_read()
                 barrier.arrive_lane(shared.dq_empty.index(i))
-            if TAKES_TURNS:
-                end_turn(turn)
             phase ^= 1
+        if TAKES_TURNS:  # noqa: SIM102  (known when compiling, and `and` is not)
+            if visits > 0:
+                end_turn(last_turn)
         scheduler_state = scheduler_state.next()
         index = next_index(scheduler, index, scheduler_state)

@@ -125,6 +125,16 @@ def queue_scores(shared, visit, params):
 
 
 @gluon.jit
+def crossing_probabilities(queued, params, dtype: gl.constexpr, layout: gl.constexpr):
+    """What dS is made of: probabilities, times the slope of the cap where scores have one."""
+    p_NM = from_pairs(queued[0], dtype, layout)
+    if params.mods.HAS_SOFTCAP:
+        slope_NM = from_pairs(queued[1], dtype, layout).to(gl.float32)
+        p_NM = (p_NM.to(gl.float32) * slope_NM).to(dtype)
+    return p_NM
+
+
+@gluon.jit
 def value_gradients(io, shared, visit, blocks, params, tile, visits):
     """dV of a work tile: the consumer that makes probabilities."""
     E: gl.constexpr = shared.v.shape[-1]
@@ -141,7 +151,7 @@ def value_gradients(io, shared, visit, blocks, params, tile, visits):
         s_NM = warpgroup_mma_wait(0, deps=[s_NM])
         shared.q.consumer_release(q_state)
         queued = queued_probabilities(s_NM, lse_M, blocks, params, tile, number, dtype, 0, True)
-        shared.p.index(crossing.index).store(from_pairs(queued[0], dtype, layout))
+        shared.p.index(crossing.index).store(crossing_probabilities(queued, params, dtype, layout))
         barrier.arrive_each_warp(shared.p_full.index(crossing.index))
         shared.do.consumer_wait(do_state)
         left = kept_probabilities(queued, params, dtype, operand)

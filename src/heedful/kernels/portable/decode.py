@@ -25,6 +25,7 @@ from heedful.kernels.portable.decode_cache import (
     dequantized,
     group_values,
     load_words,
+    operand_type,
     rest_words,
     row_places,
     unit_of,
@@ -53,9 +54,29 @@ from heedful.kernels.portable.unused import clear_gaps
 
 
 @triton.jit
-def load_queries(q, rows_M, pos_M, head_M, place, DTYPE: tl.constexpr, tile: DecodeTile):
+def fitted(parts, BLOCK_M: tl.constexpr):
+    """(parts of queries in float16, what each row was divided by [M, 1]): a power of two, after
+    which the largest of a row is below 4."""
+    size_M = tl.zeros([BLOCK_M], tl.float32)
+    for n in tl.static_range(len(parts)):
+        size_M = tl.maximum(size_M, tl.max(tl.abs(parts[n].to(tl.float32)), 1))
+    # Its exponent, of which both the power and its inverse are normal numbers.
+    bits_M = size_M.to(tl.int32, bitcast=True) & 0x7F800000
+    bits_M = tl.minimum(tl.maximum(bits_M, 1 << 23), 253 << 23)
+    inverse_M = ((254 << 23) - bits_M).to(tl.float32, bitcast=True)
+    made = ()
+    for n in tl.static_range(len(parts)):
+        made = made + ((parts[n].to(tl.float32) * inverse_M[:, None]).to(tl.float16),)
+    return made, bits_M.to(tl.float32, bitcast=True)[:, None]
+
+
+@triton.jit
+def load_queries(
+    q, rows_M, pos_M, head_M, place, DTYPE: tl.constexpr, KEYS: tl.constexpr, tile: DecodeTile
+):
     """The queries of a tile as a tuple: of each slice of a row, each value of its words; then those
-    of what keys have past the values that lie in them."""
+    of what keys have past the values that lie in them. And what scores are to be multiplied by:
+    numbers [M] where DTYPE is not KEYS, the type in which they are multiplied."""
     base = q.ptr + place.b * q.stride_b + place.token_q * q.stride_n
     at_M = pos_M.to(tl.int64) * q.stride_n + head_M * q.stride_h
     parts = ()
@@ -72,7 +93,29 @@ def load_queries(q, rows_M, pos_M, head_M, place, DTYPE: tl.constexpr, tile: Dec
             ok = (pos_M < place.len_q)[:, None] & (dims < tile.HEAD_DIM)[None, :]
             part = tl.load(base + at_M[:, None] + dims[None, :], mask=ok, other=0.0)
             parts = parts + (part.to(DTYPE),)
-    return parts
+    times = 1.0
+    if DTYPE != KEYS:
+        parts, times = fitted(parts, tile.BLOCK_M)
+    return parts, times
+
+
+@triton.jit
+def head_of(times, head_M, place, mask: Mask, mods: ScoreMods, descales: Descales):
+    """(score modifiers of the rows of a tile, whose products with keys are to be multiplied by
+    `times`; what their results are to be multiplied by)."""
+    scale = descaled(mods.scale, descales.q, place) * times
+    factor = 1.0
+    if descales.KV_GROUP == 0:
+        scale = descaled(scale, descales.k, place)
+        factor = descaled(factor, descales.v, place)
+    slope = 0.0
+    tree = 0
+    if mods.alibi is not None:
+        slopes = mods.alibi + place.b * mods.stride_alibib + head_M
+        slope = tl.load(slopes)[:, None]
+    if mask.tree is not None:
+        tree = mask.tree + place.b * mask.stride_treeb
+    return HeadMods(scale, slope, 0, tree), factor
 
 
 @triton.jit
@@ -87,7 +130,6 @@ def raw_scores(
     exists,
     g,
     tile,
-    DTYPE: tl.constexpr,
 ):
     """q k^T of a tile of keys. shared: words that are values too, or None. sums: of each slice of
     the queries, for shifts; may be empty."""
@@ -95,6 +137,7 @@ def raw_scores(
         descales.KV_GROUP * tile.SLICES_D == tile.HEAD_DIM
     )
     STORED: tl.constexpr = io.k.ptr.dtype.element_ty
+    DTYPE: tl.constexpr = q[0].dtype
     UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
     s_MN = tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tl.float32)
     for s in tl.static_range(tile.SLICES_D):
@@ -221,11 +264,17 @@ def add_values(
 @triton.jit
 def softmax_step(s_MN, m_M, scale, IS_ADJUSTED: tl.constexpr):
     """(probabilities, new maximum in base 2, factor for what was summed before). Scores are raw, or
-    IS_ADJUSTED and in natural units."""
+    IS_ADJUSTED and in natural units; scale: a number, or one a row [M, 1]."""
     unit = LOG2E
     if not IS_ADJUSTED:
         unit = scale * LOG2E
-    new_M = tl.maximum(m_M, tl.max(s_MN, 1) * unit)
+    top_M = tl.max(s_MN, 1)
+    if unit.type.is_block():
+        top_M = top_M[:, None] * unit
+        top_M = tl.reshape(top_M, m_M.shape)
+    else:
+        top_M *= unit
+    new_M = tl.maximum(m_M, top_M)
     base_M = finite_or_zero(new_M)
     return tl.exp2(s_MN * unit - base_M[:, None]), new_M, tl.exp2(m_M - base_M)
 
@@ -258,6 +307,10 @@ def stream_keys(
     """(maximum in base 2, sum, outputs) of visits [start, stop)."""
     STORED: tl.constexpr = io.k.ptr.dtype.element_ty
     UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
+    HAS_SCALES: tl.constexpr = descales.KV_GROUP > 0
+    OF_VALUES: tl.constexpr = operand_type(
+        tile.VALUES, io.v.ptr.dtype.element_ty, DTYPE, tile.CONVERSION, HAS_SCALES
+    )
     SHIFTS_K: tl.constexpr = descales.k.shift is not None
     SHIFTS_V: tl.constexpr = descales.v.shift is not None and (
         descales.KV_GROUP * tile.SLICES_E == tile.HEAD_DIM_V
@@ -305,9 +358,7 @@ def stream_keys(
                 shared = load_words(
                     io.k, entry, row_N, exists_N, place.g, 0, V, tile.BLOCK_D, tile.VALUES
                 )
-            s_MN = raw_scores(
-                q, shared, sums, io, descales, entry, row_N, exists_N, place.g, tile, DTYPE
-            )
+            s_MN = raw_scores(q, shared, sums, io, descales, entry, row_N, exists_N, place.g, tile)
             distance_MN = cols_N[None, :] - (pos_M + place.off)[:, None]
             if mods.IS_ADJUSTED:
                 s_MN, _gate = adjust_scores(s_MN, distance_MN, 0.0, head, mods)
@@ -333,7 +384,7 @@ def stream_keys(
                 exists_N,
                 place.g,
                 tile,
-                DTYPE,
+                OF_VALUES,
             )
     if SHIFTS_V:
         moved = ()
@@ -362,6 +413,11 @@ def decode(
     DTYPE: tl.constexpr = tl.bfloat16 if IN.is_fp8() else IN
     STORED: tl.constexpr = io.k.ptr.dtype.element_ty
     UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
+    # Scales of whole slices come after the products.
+    HAS_SCALES: tl.constexpr = descales.KV_GROUP > 0 and (
+        descales.KV_GROUP * tile.SLICES_D != tile.HEAD_DIM
+    )
+    KEYS: tl.constexpr = operand_type(tile.VALUES, STORED, DTYPE, tile.CONVERSION, HAS_SCALES)
     pid, programs = tl.program_id(0), tl.num_programs(0)
     group = shape.heads_q // shape.heads_k
     if sequences.cu_q is not None:
@@ -409,22 +465,10 @@ def decode(
                 rows_M = row0 + tl.arange(0, tile.BLOCK_M)
                 pos_M = rows_M // group
                 head_M = g * group + rows_M % group
-                scale = descaled(mods.scale * UNIT, descales.q, place)
-                factor = UNIT
-                if descales.KV_GROUP == 0:
-                    scale = descaled(scale, descales.k, place)
-                    factor = descaled(factor, descales.v, place)
-                slope = 0.0
-                tree = 0
-                if mods.alibi is not None:
-                    slopes = mods.alibi + place.b * mods.stride_alibib + head_M
-                    slope = tl.load(slopes)[:, None]
-                if mask.tree is not None:
-                    tree = mask.tree + place.b * mask.stride_treeb
-                head = HeadMods(scale, slope, 0, tree)
                 last = tl.minimum((row0 + tile.BLOCK_M - 1) // group, len_q - 1)
                 span = span_of(row0 // group, last, len_k, off, mask, tile)
-                q = load_queries(io.q, rows_M, pos_M, head_M, place, DTYPE, tile)
+                q, times = load_queries(io.q, rows_M, pos_M, head_M, place, DTYPE, KEYS, tile)
+                head, factor = head_of(times * UNIT, head_M, place, mask, mods, descales)
                 m_M, l_M, acc = stream_keys(
                     q,
                     tl.minimum(piece.start, span.visits),
@@ -442,7 +486,18 @@ def decode(
                     DTYPE,
                 )
                 finish_piece(
-                    m_M, l_M, acc, factor, piece, row0, group, place, io, mods.sink, work, tile
+                    m_M,
+                    l_M,
+                    acc,
+                    factor * UNIT,
+                    piece,
+                    row0,
+                    group,
+                    place,
+                    io,
+                    mods.sink,
+                    work,
+                    tile,
                 )
         else:
             base += length

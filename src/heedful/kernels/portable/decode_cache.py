@@ -13,8 +13,8 @@ from heedful.kernels.args.shared import Descale, KVLayout
 from heedful.kernels.common.sequences import within
 from heedful.kernels.portable.sequences import cache_row, wide
 
-# How stored values become numbers: by what the compiler has, by the PTX of `conversion`, or of
-# integers by that of `conversion_by_fma`.
+# How stored values become numbers: by what the compiler has, by the PTX of `conversion`, or by the
+# fewest instructions: of integers `conversion_by_fma`, of floats float16, see `operand_type`.
 PLAIN, PTX, FMA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # What bfloat16 that `conversion_by_fma` makes lack.
 INTEGER_UNIT = tl.constexpr(64.0)
@@ -105,6 +105,17 @@ def unit_of(values, stored, dtype, how):
     """What scores and results of stored values, as they become numbers, are to be multiplied by."""
     is_short = is_by_fma(values, stored, how) and dtype == tl.bfloat16
     return INTEGER_UNIT.value if is_short else 1.0
+
+
+@triton.constexpr_function
+def operand_type(values, stored, dtype, how, has_scales):
+    """The type of keys or values in a product, and of what they meet there; dtype: that of plain
+    ones. Floats of 8 bits become float16 by two instructions, and are it exactly; on their way to
+    bfloat16 three more follow. has_scales: what they meet was multiplied by scales of rows, or they
+    were by scales of groups, which may be outside of float16's range."""
+    if how == FMA.value and values == 2 and stored.is_fp8() and not has_scales:
+        return tl.float16
+    return dtype
 
 
 @triton.constexpr_function
