@@ -11,7 +11,6 @@ from heedful.inspector.nvidia import disassemble, opcode, parse_sass
 from heedful.launch import compiler
 from heedful.launch.prebuild import compiling
 from heedful.launch.programs import program
-from support.hopper import whole_backward
 
 DEVICE = by_name("H200")
 # A thread may reload a few numbers of the work tile a turn; of a tensor it has 16 at least.
@@ -20,8 +19,7 @@ MOST_RELOADS = 4
 
 def main_call(backend="hopper", **facts):
     problem = AttentionProblem.dense(2, 4096, 4096, 8, 4, needs_grad=True, return_lse=True, **facts)
-    with whole_backward():
-        calls = program(plan(problem, DEVICE, compiling(), backend), "backward").calls
+    calls = program(plan(problem, DEVICE, compiling(), backend), "backward").calls
     return next(c for c in calls if c.kernel.function in ("backward", "backward_wide"))
 
 
@@ -80,8 +78,7 @@ def test_options_that_a_call_cannot_have_are_refused():
 
 def test_wide_heads_have_no_room_for_the_mask_of_dropout():
     problem = AttentionProblem.dense(2, 512, 512, 8, 4, 256, needs_grad=True, dropout_p=0.1)
-    with whole_backward():
-        chosen = plan(problem, DEVICE, compiling(), "hopper")
+    chosen = plan(problem, DEVICE, compiling(), "hopper")
     assert chosen.backward == "portable"
     assert "the backward of dropout with Q, K and V above 128" in explain(chosen)
     artifact = compiler.artifact(main_call(head_dim=256, head_dim_v=128, dropout_p=0.1), "sm_90")

@@ -32,7 +32,7 @@ from support.hosted import (
 
 BLOCK_M, BLOCK_N, GROUP, DIM = 64, 128, 2, 128
 STAGES = 2
-ROLES = ("consumer 0", "consumer 1", "producer", "adder")
+ROLES = ("consumer 0", "consumer 1", "producer", "adder 0", "adder 1")
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class Device:
 
     def __post_init__(self):
         s = self.sizes
+        self.adders = 2 if self.in_turns else 1
+        self.names = ROLES[: 3 + self.adders]
         self.machine = Machine(self.seed)
         self.key_blocks = [-(-keys // BLOCK_N) for _, keys in s.lengths]
         self.q_blocks = [-(-rows // BLOCK_M) for rows, _ in s.lengths]
@@ -166,7 +168,7 @@ class Device:
             self.wait(shared.dq_empty.index(CONSUMER), (visit & 1) ^ 1)
             key_tile = (int(tile.batch), int(tile.kv_head), int(tile.col) // BLOCK_N)
             self.content(shared, CONSUMER).store((key_tile, int(head), int(block), CONSUMER))
-            self.arrive(shared.dq_full.index(CONSUMER), 4)
+            self.arrive(shared.dq_full.index(int(visit) % self.adders * 2 + CONSUMER), 4)
             visit += 1
         return None, None, visit
 
@@ -188,7 +190,7 @@ class Device:
             init=lambda bar, count: bar.__init__(count),
             MBarrierLayout=lambda: None,
         )
-        numbers = Numbers(self.machine, lambda role: role // len(ROLES), self.programs)
+        numbers = Numbers(self.machine, lambda role: role // len(self.names), self.programs)
         self.host = Host(
             {
                 "gl": numbers,
@@ -209,7 +211,7 @@ class Device:
         )
         roles, names = [], []
         for program in range(self.programs):
-            for name, role in zip(ROLES, self.roles(), strict=True):
+            for name, role in zip(self.names, self.roles(), strict=True):
                 roles.append(role)
                 names.append(f"{name} of program {program}")
         self.machine.run(roles, names)
@@ -246,7 +248,7 @@ class Device:
             v_full=barriers(1, 1),
             k_empty=barriers(1, 2),
             v_empty=barriers(1, 2),
-            dq_full=barriers(2, 4),
+            dq_full=barriers(2 * self.adders, 4),
             dq_empty=barriers(2, 1),
         )
         tiles = host.turned(tile_file.work_tiles)(p)
@@ -254,7 +256,7 @@ class Device:
             scheduler = scheduler_of(tiles, tiles)
         else:
             words = Row(*(Place() for _ in range(2 * 12)))
-            full, empty = barriers(2, 1), barriers(2, len(ROLES) - 1)
+            full, empty = barriers(2, 1), barriers(2, len(self.names) - 1)
             scheduler = scheduler_of(tiles, tiles, p.order.tile_counter, words, full, empty)
         consumer = host.turned(consumer_file.backward_consumer)
         producer = host.turned(producer_file.backward_producer)
@@ -263,7 +265,10 @@ class Device:
             lambda: consumer(io, shared, scheduler, p, 0),
             lambda: consumer(io, shared, scheduler, p, 1),
             lambda: producer(io, shared, scheduler, p),
-            lambda: adder(io, shared, scheduler, p),
+            *(
+                lambda which=which: adder(io, shared, scheduler, p, which)
+                for which in range(self.adders)
+            ),
         )
 
     def check(self):

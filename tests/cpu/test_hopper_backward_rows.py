@@ -18,7 +18,6 @@ from heedful.core.problem import AttentionProblem
 from heedful.launch import buffers, programs
 from heedful.launch.interpret import interpret
 from heedful.launch.spec import Program
-from support.hopper import whole_backward
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
 HEADS = 4
@@ -38,10 +37,9 @@ def whole(head_dim: int, lengths: list[int], packed: bool, deterministic: bool =
         deterministic=deterministic,
     )
     problem = replace(problem, scale=SCALE)
-    with whole_backward():
-        chosen = plan(problem, by_name("H200"), backend="hopper")
-        assert chosen.backward == "hopper"
-        made = programs.program(chosen, "backward", buffers.backward(problem))
+    chosen = plan(problem, by_name("H200"), backend="hopper")
+    assert chosen.backward == "hopper"
+    made = programs.program(chosen, "backward", buffers.backward(problem))
     return problem, chosen.configs["hopper.backward"], made
 
 

@@ -14,7 +14,7 @@ from heedful.core.plan import plan
 from heedful.torch.device import device_spec, toolchain
 from support.budget import run
 from support.cases import Case, build, twins, variants
-from support.hopper import ON_HOPPER, WITH_TRITON_3_9, whole_backward
+from support.hopper import ON_HOPPER, WITH_TRITON_3_9
 from support.prepared import Prepared
 
 pytestmark = [*ON_HOPPER, WITH_TRITON_3_9]
@@ -85,14 +85,13 @@ WIDE = [
 
 
 def check(case: Case, backend: str = "hopper") -> None:
-    with whole_backward():
-        reasons = capability.row("hopper", "backward", case.dtype).why_not(
-            build(case).problem, device_spec(torch.device("cuda")), toolchain()
-        )
-        assert not reasons
-        prepared = Prepared(backend)
-        run(prepared, case, "cuda")
-        assert prepared.plan.backward == "hopper"
+    reasons = capability.row("hopper", "backward", case.dtype).why_not(
+        build(case).problem, device_spec(torch.device("cuda")), toolchain()
+    )
+    assert not reasons
+    prepared = Prepared(backend)
+    run(prepared, case, "cuda")
+    assert prepared.plan.backward == "hopper"
 
 
 @pytest.mark.parametrize("case", twins(CASES, "float16"), ids=str)
@@ -135,11 +134,10 @@ def test_gradients_in_one_order_are_within_their_budget_and_the_same_in_every_ru
     case = replace(case, head_dim=head_dim, deterministic=True)
     check(case)
     built, found = build(case, "cuda"), []
-    with whole_backward():
-        prepared = Prepared("hopper")
-        for _ in range(20):
-            out, lse, _ = prepared.forward(built.problem, built.x, None)
-            found.append(prepared.backward(built.problem, built.x, out, lse, built.dout))
+    prepared = Prepared("hopper")
+    for _ in range(20):
+        out, lse, _ = prepared.forward(built.problem, built.x, None)
+        found.append(prepared.backward(built.problem, built.x, out, lse, built.dout))
     for again in found[1:]:
         for got, want in zip(again, found[0], strict=True):
             assert got is want or torch.equal(got, want)

@@ -456,10 +456,9 @@ ROWS: tuple[KernelRow, ...] = (
         "backward",
         {"sm_90": "run"},
         ("bfloat16", "float16"),
-        # Not "deterministic": its kernels do it, and no GPU has run it (tests/support/hopper.py).
         frozenset(
-            {"causal", "window", "diagonal", "sink", "dropout", "varlen", "gqa"}
-            | {"head_dims_differ", "return_lse", "backward"}
+            {"causal", "window", "diagonal", "softcap", "sink", "dropout", "varlen", "gqa"}
+            | {"head_dims_differ", "return_lse", "backward", "deterministic"}
         ),
         max_dim=256,
         dim_multiple=8,

@@ -41,6 +41,8 @@ _L2_GROUP_TILES = 8
 # Of the backward, whose key tiles share queries, their gradients and sums of dQ: how much of L2, in
 # percent, these are to fill.
 _L2_SHARE = 40
+# Heads whose key tiles begin together where they take turns: in each only one at a time begins.
+_HEADS_IN_TURN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +357,10 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     all_heads = problem.heads_k * (1 if problem.varlen_k else problem.batch)
     row = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
     head_bytes = larger(1, problem.seqlen_q * problem.group * row)
-    heads = larger(1, smaller(plan.device.l2_bytes * _L2_SHARE // 100 // head_bytes, all_heads))
+    heads = plan.device.l2_bytes * _L2_SHARE // 100 // head_bytes
+    if problem.deterministic:
+        heads = larger(heads, _HEADS_IN_TURN)
+    heads = larger(1, smaller(heads, all_heads))
     last = ceil_div(config.last_waves * plan.device.units, key_blocks)
     if not problem.mask.bounded or problem.varlen_k:
         last = 0

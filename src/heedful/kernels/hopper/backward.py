@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper.backward_consumer import backward_consumer
 from heedful.kernels.hopper.backward_producer import backward_adder, backward_producer
-from heedful.kernels.hopper.backward_shared import CONSUMERS, BackwardShared
+from heedful.kernels.hopper.backward_shared import CONSUMERS, BackwardShared, adders
 from heedful.kernels.hopper.backward_tile import work_scheduler
 
 
@@ -22,16 +22,30 @@ def backward(io: HopperBackwardIO, params: HopperBackwardParams):
     CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     shared = BackwardShared.allocate(io, params)
-    # The warp that adds is told of work tiles, too.
-    scheduler = work_scheduler(params, CONSUMERS + 1)
+    # Warps that add are told of work tiles, too.
+    scheduler = work_scheduler(params, CONSUMERS + adders(params))
     fence_async_shared()
-    gl.warp_specialize(
-        [
-            (backward_consumer, (io, shared, scheduler, params, 0)),
-            (backward_consumer, (io, shared, scheduler, params, 1)),
-            (backward_producer, (io, shared, scheduler, params)),
-            (backward_adder, (io, shared, scheduler, params)),
-        ],
-        [4, 1, 1],
-        [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
-    )
+    ADDERS: gl.constexpr = adders(params)
+    if ADDERS == 1:
+        gl.warp_specialize(
+            [
+                (backward_consumer, (io, shared, scheduler, params, 0)),
+                (backward_consumer, (io, shared, scheduler, params, 1)),
+                (backward_producer, (io, shared, scheduler, params)),
+                (backward_adder, (io, shared, scheduler, params, 0)),
+            ],
+            [4, 1, 1],
+            [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (backward_consumer, (io, shared, scheduler, params, 0)),
+                (backward_consumer, (io, shared, scheduler, params, 1)),
+                (backward_producer, (io, shared, scheduler, params)),
+                (backward_adder, (io, shared, scheduler, params, 0)),
+                (backward_adder, (io, shared, scheduler, params, 1)),
+            ],
+            [4, 1, 1, 1],
+            [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS],
+        )

@@ -21,7 +21,7 @@ from heedful.kernels.hopper.backward_scores import (
     queued_probabilities,
     score_gradients,
 )
-from heedful.kernels.hopper.backward_shared import CONSUMERS
+from heedful.kernels.hopper.backward_shared import CONSUMERS, adders
 from heedful.kernels.hopper.backward_sums import put_dq
 from heedful.kernels.hopper.backward_tile import is_masked
 from heedful.kernels.hopper.compat import opaque
@@ -116,11 +116,12 @@ def queue_dv(shared, queued, dp_NM, dv, visit, params, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def send_dq(shared, dq, visit, CONSUMER: gl.constexpr):
+def send_dq(shared, dq, visit, params, CONSUMER: gl.constexpr):
     """Hands a consumer's share of dQ to the warp that adds it."""
+    ADDERS: gl.constexpr = adders(params)
     barrier.wait(shared.dq_empty.index(CONSUMER), (visit & 1) ^ 1)
     put_dq(dq, shared.dq.index(CONSUMER))
-    barrier.arrive_each_warp(shared.dq_full.index(CONSUMER))
+    barrier.arrive_each_warp(shared.dq_full.index(visit % ADDERS * CONSUMERS + CONSUMER))
 
 
 @gluon.jit
@@ -163,7 +164,7 @@ def step(
     shared.q.consumer_release_after_mma(q_state)
     dp_NM = queue_dp(shared, visit + 1, params, CONSUMER)
     dq = warpgroup_mma_wait(1, deps=[dq])
-    send_dq(shared, dq, visit, CONSUMER)
+    send_dq(shared, dq, visit, params, CONSUMER)
     # What is under way at the end of a loop's turn would be copied, which takes waiting for it.
     dp_NM = warpgroup_mma_wait(0, deps=[dp_NM])
     return queued, dp_NM, dk, dv
@@ -185,7 +186,7 @@ def last_step(shared, visit, queued, dp_NM, dk, dv, params, CONSUMER: gl.constex
     dq = queue_dq(shared, ds_state, CONSUMER)
     dq, dk = warpgroup_mma_wait(0, deps=[dq, dk])
     shared.q.consumer_release_after_mma(q_state)
-    send_dq(shared, dq, visit, CONSUMER)
+    send_dq(shared, dq, visit, params, CONSUMER)
     return dk, dv
 
 

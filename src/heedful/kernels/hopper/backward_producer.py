@@ -9,10 +9,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
-from heedful.kernels.hopper.backward_shared import CONSUMERS
+from heedful.kernels.hopper.backward_shared import CONSUMERS, adders
 from heedful.kernels.hopper.backward_sums import (
     add_block,
-    blocks_added,
     end_turn,
     wait_for_turn,
     wait_until_read,
@@ -138,40 +137,42 @@ def backward_producer(
 
 @gluon.jit
 def backward_adder(
-    io: HopperBackwardIO, shared, scheduler: TileScheduler, params: HopperBackwardParams
+    io: HopperBackwardIO,
+    shared,
+    scheduler: TileScheduler,
+    params: HopperBackwardParams,
+    ADDER: gl.constexpr,
 ):
-    """Adds consumers' shares of dQ to global memory in the order of visits."""
+    """Adds consumers' shares of dQ to global memory, in the order of those visits that are its
+    own: of `adders` warps each has every so many."""
+    ADDERS: gl.constexpr = adders(params)
     TAKES_TURNS: gl.constexpr = params.order.turns is not None
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     SHARE: gl.constexpr = BLOCK_M * io.q.block_type.shape[-1] // CONSUMERS
     phase = gl.to_tensor(0)
+    first = gl.to_tensor(ADDER)
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)
     index = next_index(scheduler, stride_before(), scheduler_state)
     while index < scheduler.count:
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
         visits = (blocks.end - blocks.begin) * params.sizes.group
-        last_turn = params.order.turns
-        for visit in range(visits):
+        for visit in range(first, visits, ADDERS):
             head, block = query_tile(params, tile, blocks, visit)
             place = head.to(gl.int64) * params.sizes.accum_rows + tile.accum_row + block * BLOCK_M
             address = io.dq_accum + place * (SHARE * CONSUMERS // BLOCK_M)
             if TAKES_TURNS:
                 turn = params.order.turns + place // BLOCK_M
-                # The visit before is being added while this one's turn is looked at.
-                found = blocks_added(turn)
-                if visit > 0:
-                    end_turn(last_turn)
-                wait_for_turn(turn, found, turn_of(params, tile, block))
-                last_turn = turn
+                wait_for_turn(turn, turn_of(params, tile, block))
             for i in gl.static_range(CONSUMERS):
-                barrier.wait(shared.dq_full.index(i), phase)
+                barrier.wait(shared.dq_full.index(ADDER * CONSUMERS + i), phase)
                 add_block(address + i * SHARE, shared.dq.index(i), SHARE)
                 wait_until_read()
                 barrier.arrive_lane(shared.dq_empty.index(i))
+            if TAKES_TURNS:
+                end_turn(turn)
             phase ^= 1
-        if TAKES_TURNS:  # noqa: SIM102  (known when compiling, and `and` is not)
-            if visits > 0:
-                end_turn(last_turn)
+        # Who adds goes on alternating in the next work tile.
+        first = (first + visits) % ADDERS
         scheduler_state = scheduler_state.next()
         index = next_index(scheduler, index, scheduler_state)

@@ -21,12 +21,19 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     return made
 
 
+@gluon.constexpr_function
+def adders(params):
+    """Warps that add dQ to global memory, visits in turn: two where they wait for turns, which
+    takes longer than a visit."""
+    return 1 if params.order.turns is None else 2
+
+
 @aggregate
 class BackwardShared:
     """k, v: a box of 64 keys for each consumer. q, do: rings of query tiles, beside each of which
     lie lse in base 2, delta. ds: of each step a box for each consumer, keys by queries.
     dq: each consumer's share. Full and empty barriers: of k and v of a work tile, ds_full of a
-    step, dq_full and dq_empty of a share.
+    step, dq_empty of a share, dq_full of a share for each warp that adds.
     """
 
     k: gl.shared_memory_descriptor
@@ -75,6 +82,6 @@ class BackwardShared:
             barriers(1, CONSUMERS),
             barriers(1, CONSUMERS),
             barriers(params.tile.DS_STAGES, CONSUMERS * 4),
-            barriers(CONSUMERS, 4),
+            barriers(CONSUMERS * adders(params), 4),
             barriers(CONSUMERS, 1),
         )

@@ -47,21 +47,14 @@ def wait_until_read():
 
 
 @gluon.jit
-def blocks_added(turn):
-    """How many blocks have been added so far where `turn` counts them."""
-    return inline_asm("ld.acquire.gpu.global.b32 $0, [$1];", "=r,l,~{memory}", [turn], gl.int32)
-
-
-@gluon.jit
-def wait_for_turn(turn, found, number):
-    """Waits until `number` blocks have been added where this warp's next one belongs; `found` were
-    when it was looked."""
+def wait_for_turn(turn, number):
+    """Waits until `number` blocks have been added where this warp's next one belongs."""
     inline_asm(
-        "{ .reg .pred done; .reg .b32 t; setp.ge.s32 done, $1, $2; @done bra.uni DONE;\n"
-        "AGAIN: ld.acquire.gpu.global.b32 t, [$0]; setp.ge.s32 done, t, $2;\n"
-        "@!done bra.uni AGAIN;\nDONE: fence.proxy.async; }",
-        "l,r,r,~{memory}",
-        [turn, found, number],
+        "{ .reg .pred done; .reg .b32 t;\n"
+        "AGAIN: ld.acquire.gpu.global.b32 t, [$0]; setp.ge.s32 done, t, $1;\n"
+        "@!done bra.uni AGAIN;\nfence.proxy.async; }",
+        "l,r,~{memory}",
+        [turn, number],
     )
 
 
