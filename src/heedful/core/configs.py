@@ -402,7 +402,7 @@ def _decode(
 
     measured = _FITS
     if "sm_90" in archs:
-        measured = _H200_LATER if rows == 16 and max_dim == 128 else _NO_SPILLS
+        measured = _H200_LATER if rows == 16 and max_dim in (128, 576) else _NO_SPILLS
         if rows == 64 and max_dim == 576:
             measured = _LEAST_SPILLS
     elif archs == _CDNA:
