@@ -1,7 +1,7 @@
 """The covering arrays meet what they are said to, and their kernels compile within the limits.
 
-`make test` compiles each problem for one target of its array, of Hopper's the first share; the slow
-tier compiles all of them for all targets.
+`make test` compiles a few problems that together have every feature value, each for one target of
+its array; the slow tier compiles all of them for all targets.
 """
 
 import pytest
@@ -16,24 +16,14 @@ from heedful.inspector import Inspection, of_artifact
 from heedful.launch import compiler
 from heedful.launch.prebuild import compiling
 from machine_code.arrays import ARRAYS, DEVICES
-from machine_code.covering import deal, pairs, possible_pairs
+from machine_code.covering import deal, each_value, pairs, possible_pairs
 from support.arrays import variants
 
 # Arrays of attention kernels with a table of tiles of their own: backend, whether of 8-bit queries.
 FAMILIES = {"hopper": ("hopper", False), "fp8": ("hopper", True), "cdna": ("cdna", None)}
-# Those that are compiled, in so many items each, the first by default: a Hopper kernel takes five
-# seconds. test_portable.py has its own, and merges of splits come with the others.
-SHARES = {"hopper": 4, "fp8": 2, "cdna": 1, "append": 1, "rotary": 1, "unused": 1}
-SHARED = [
-    pytest.param(name, share, marks=[pytest.mark.slow] * (share > 0))
-    for name, shares in SHARES.items()
-    for share in range(shares)
-]
-SLOW = [
-    (name, t)
-    for name in ("cdna", "quantised", "append", "rotary", "combine", "unused")
-    for t in ARRAYS[name].targets
-]
+# Those that are compiled. test_portable.py has its own, and merges of splits come with the others.
+COMPILED = ("hopper", "fp8", "cdna", "append", "rotary", "unused")
+SLOW = [(name, t) for name in (*COMPILED, "quantised", "combine") for t in ARRAYS[name].targets]
 
 
 def problems(name: str, target: str):
@@ -95,11 +85,26 @@ def compile_within_limits(target: str, named) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(("name", "share"), SHARED)
-def test_each_problem_compiles_for_a_target(name, share):
+def test_a_few_rows_have_every_value():
+    rows = [
+        {"a": 1, "b": 1},
+        {"a": 1, "b": 2},
+        {"a": 2, "b": 1},
+        {"a": 3, "b": 2},
+        {"a": 3, "b": 1},
+    ]
+    assert each_value(rows) == [rows[0], rows[2], rows[3]]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_each_feature_value_compiles_for_a_target(name):
     array = ARRAYS[name]
-    for target, rows in deal(array.rows, array.targets).items():
-        compile_within_limits(target, variants(array, target, rows[share :: SHARES[name]]))
+    few = each_value(array.rows)
+    assert set().union(*(row.items() for row in few)) == {
+        item for row in array.rows for item in row.items()
+    }
+    for target, rows in deal(few, array.targets).items():
+        compile_within_limits(target, variants(array, target, rows))
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from heedful.emulator import decode
 from heedful.emulator.asm import Instruction
 from heedful.emulator.dataflow import is_dma
 from heedful.emulator.decoder import Code
+from support.grids import in_turns
 
 SCHEDULES = ("lockstep", "delay:each", "random:0-3")
 KINDS = (
@@ -125,8 +126,7 @@ def missed(name: str, kind: str, at_most: int) -> list[str]:
     return [code.program.code[pc].where() for pc, t in survivors if not equivalent(name, pc, t)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", names()[:2])
+@pytest.mark.parametrize("kind, name", in_turns(KINDS, names()[:2]), ids=str)
 def test_some_mutants_are_caught_or_equivalent(name, kind):
     assert baseline(name)[2].report.clean
     assert not missed(name, kind, at_most=3)

@@ -11,6 +11,7 @@ from emulated.compiled import Launch, names
 from heedful.emulator import decode
 from support.budget import run
 from support.cases import Case
+from support.grids import in_turns
 
 # Longer than one tile of queries and two of keys, and a multiple of nothing.
 BASE = Case(
@@ -32,10 +33,10 @@ TRAINING = replace(BASE, backward=True, head_dim=32, causal=True)
 SCHEDULES = ("lockstep", "round-robin", "delay:each", "delay:halves", "random:0-9")
 
 
-@pytest.mark.parametrize("arch", TARGETS)
-@pytest.mark.parametrize(
-    "case", [BASE, replace(BASE, causal=True, dtype="float16"), *COMBINED], ids=str
-)
+FORWARDS = [BASE, replace(BASE, causal=True, dtype="float16"), *COMBINED]
+
+
+@pytest.mark.parametrize("case, arch", in_turns(FORWARDS, TARGETS), ids=str)
 def test_forward_is_within_budget(arch, case):
     run(Emulated(arch), case)
 

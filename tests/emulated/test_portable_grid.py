@@ -9,6 +9,7 @@ import pytest
 from emulated.backend import TARGETS, Emulated
 from support.budget import run
 from support.cases import Case
+from support.grids import in_turns
 
 # Two tiles of keys or more, multiples of nothing.
 FORWARD = Case(
@@ -155,8 +156,7 @@ def test_the_grid_has_150_cases_over_both_targets():
     assert len(distinct) * len(TARGETS) >= 150
 
 
-@pytest.mark.parametrize("arch", TARGETS)
-@pytest.mark.parametrize("name", CHEAP)
+@pytest.mark.parametrize("name, arch", in_turns(CHEAP, TARGETS), ids=str)
 def test_a_case_is_within_budget_and_the_same_under_every_schedule(arch, name):
     run(Emulated(arch, schedules=SCHEDULES), GRID[name])
 

@@ -61,3 +61,14 @@ def deal(rows: Iterable[Row], targets: tuple[str, ...]) -> dict[str, list[Row]]:
         dealt[target].append(row)
         met[target] |= row.items()
     return dealt
+
+
+def each_value(rows: Iterable[Row]) -> list[Row]:
+    """A few of the rows, in their order, which together have every value that one of them has."""
+    rows = list(rows)
+    missing, chosen = set().union(*(row.items() for row in rows)), set()
+    while missing:
+        best = max(range(len(rows)), key=lambda i: len(missing & rows[i].items()))
+        missing -= rows[best].items()
+        chosen.add(best)
+    return [row for index, row in enumerate(rows) if index in chosen]
