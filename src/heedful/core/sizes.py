@@ -41,7 +41,8 @@ _L2_GROUP_TILES = 8
 # Of the backward, whose key tiles share queries, their gradients and sums of dQ: how much of L2, in
 # percent, these are to fill.
 _L2_SHARE = 40
-# Heads whose key tiles begin together where they take turns: in each only one at a time begins.
+# Unmasked heads whose key tiles begin together where they take turns: in each only one at a time
+# begins. Under a diagonal they all begin, and more heads are slower (docs/lab/hopper-backward.md).
 _HEADS_IN_TURN = 4
 
 
@@ -358,7 +359,7 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     row = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
     head_bytes = larger(1, problem.seqlen_q * problem.group * row)
     heads = plan.device.l2_bytes * _L2_SHARE // 100 // head_bytes
-    if problem.deterministic:
+    if problem.deterministic and not problem.mask.bounded:
         heads = larger(heads, _HEADS_IN_TURN)
     heads = larger(1, smaller(heads, all_heads))
     last = ceil_div(config.last_waves * plan.device.units, key_blocks)
