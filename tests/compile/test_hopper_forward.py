@@ -24,7 +24,7 @@ from support.loops import bare_loop, each_loop
 
 DEVICE = by_name("H200")
 _TILE = HopperForwardConfig(128, 128, 4, 2, consumer_regs=240, pingpong=True)
-PLAIN = ConfigRow("hopper.forward", ("sm_90",), 128, _TILE, "tests")
+PLAIN = ConfigRow("hopper.forward", ("sm_90",), 128, _TILE, "tests", lambda problem: True)
 _KINDS = [
     AttentionProblem.dense(2, rows, 2000, 8, 4, head_dim=64, bias=bias, alibi=rows < 40)
     for rows in (3000, 100, 50, 30, 10)

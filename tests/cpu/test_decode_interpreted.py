@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from heedful.bench import reader
 from heedful.core.device import by_name
 from heedful.core.plan import Plan
 from heedful.core.tiles import DecodeConfig
@@ -165,6 +166,15 @@ def test_a_row_of_any_size_fits_float16_with_its_digits():
     # Of a subnormal of float16, where the largest of a row is at least 1.
     assert (error <= 2.0**-25 * x.double().abs().amax((0, 2))[:, None]).all()
     assert out.abs().max() < 4
+
+
+@interpreted
+@pytest.mark.parametrize("count", [1, 8192, 8193, 3 * 8192 - 5])
+def test_what_is_read_is_summed_up_8192_words_at_a_time(count):
+    words = torch.randint(-8, 9, (count + 1,)).float()
+    # One word more lies behind those that are read.
+    found = reader.read_words(words[:count])
+    assert found.tolist() == [part.sum().item() for part in words[:count].split(8192)]
 
 
 @starts_interpreter

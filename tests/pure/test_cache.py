@@ -264,6 +264,17 @@ def test_the_use_of_an_entry_is_noted(tmp_path):
     assert path.stat().st_mtime > stamp
 
 
+def test_what_another_process_made_while_the_lock_was_waited_for_is_taken(tmp_path, monkeypatch):
+    lock = Folder.lock
+
+    def late(folder, name, patience):
+        folder.write("k.kernel", store.dump("k", artifact()))
+        return lock(folder, name, patience)
+
+    monkeypatch.setattr(Folder, "lock", late)
+    assert cache(tmp_path).get_or_make("k", refuse) == (artifact(), False)
+
+
 _WRITER = """
 import sys
 from heedful.launch import store

@@ -124,6 +124,21 @@ def test_a_link_of_ours_is_followed_and_what_it_leads_to_is_checked(tmp_path, ta
         Folder(tmp_path / "link" / "cache")
 
 
+def test_a_link_that_is_put_where_a_folder_is_to_be_made_is_followed_as_one(tmp_path, monkeypatch):
+    Folder(tmp_path / "ours", create=True).__exit__()
+    mkdir = os.mkdir
+
+    def late(name, mode, *, dir_fd):
+        if name == "cache":
+            os.symlink("ours", tmp_path / "cache")
+        mkdir(name, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "mkdir", late)
+    with Folder(tmp_path / "cache", create=True) as folder:
+        folder.write("x", b"here")
+    assert (tmp_path / "ours" / "x").read_bytes() == b"here"
+
+
 def test_links_in_a_circle_end(tmp_path):
     os.symlink("b", tmp_path / "a")
     os.symlink("a", tmp_path / "b")

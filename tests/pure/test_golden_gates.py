@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from heedful.core.capability import ROWS, Toolchain
+import heedful
+from heedful.core.capability import ROWS, KernelRow, Toolchain
 from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
 from heedful.core.plan import plan
@@ -148,14 +149,41 @@ def reasons(facts: dict) -> list[str]:
     return lines
 
 
+def kernel(row: KernelRow) -> str:
+    """What a kernel is beside its gates: where it is, what it needs, and by which name it is asked
+    for."""
+    needs = [f"{tool} {'.'.join(map(str, version))}" for tool, version in row.least]
+    facts = {
+        "levels": ", ".join(f"{arch} {level}" for arch, level in row.levels.items()),
+        "dtypes": ", ".join(row.dtypes),
+        "caches": ", ".join(row.kv_dtypes),
+        "needs": ", ".join(needs),
+        "tiles": ", ".join(row.configs),
+        "module": row.program or row.module,
+        "calls of": row.framework,
+        "unasked": "" if row.by_default else "never",
+        "pages": "as copies" if row.gathers_pages else "",
+    }
+    words = "; ".join(f"{name} {fact}" for name, fact in facts.items() if fact)
+    return f"{row.backend} {row.direction}: {words}"
+
+
 def table() -> str:
-    return "\n".join(line for facts in FACTS for line in reasons(facts)) + "\n"
+    lines = [line for facts in FACTS for line in reasons(facts)]
+    return "\n".join([*map(kernel, ROWS), *lines]) + "\n"
 
 
 def test_gates_are_those_of_the_golden_table():
     if os.environ.get("WRITE_GOLDEN_GATES"):
         GOLDEN.write_text(table())
     assert table() == GOLDEN.read_text()
+
+
+def test_every_kernel_is_where_the_table_says():
+    package = Path(heedful.__file__).parents[1]
+    for row in ROWS:
+        path = package.joinpath(*(row.program or row.module).split("."))
+        assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), row.module
 
 
 @pytest.mark.parametrize(

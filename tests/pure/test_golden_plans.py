@@ -4,6 +4,7 @@ After a change that is meant: WRITE_GOLDEN_PLANS=1 pytest tests/pure/test_golden
 """
 
 import os
+from functools import cache
 from pathlib import Path
 
 from heedful.core import configs
@@ -96,21 +97,45 @@ CONDITIONS: dict[str, dict] = {
     "fp8 causal": {"dtype": "float8_e4m3fn", "causal": True},
     "fp8 fnuz": {"dtype": "float8_e4m3fnuz"},
     "fp8 of few rows": {"dtype": "float8_e4m3fn", "seqlen_q": 1},
+    "softcap": {"softcap": 30.0},
+    "in order": {"deterministic": True},
+    "packed, in order": {"total_q": 9000, "total_k": 9000, "deterministic": True},
+    "dropped, in order": {"dropout_p": 0.1, "deterministic": True},
+    "softcap, in order": {"softcap": 30.0, "deterministic": True},
+}
+# Decode's tiles go by the query rows of a KV head, by the bits of what is stored and by pages.
+STORED = ("bfloat16", "float8_e4m3fn", "int8", "int4")
+DECODES: dict[str, dict] = {
+    f"{queries * group} rows of {stored}{' in pages' * paged}": {
+        "seqlen_q": queries,
+        "heads_q": group,
+        "heads_k": 1,
+        "page_size": 16 * paged,
+        "used_k": True,
+        "kv_dtype": stored,
+    }
+    for queries, group in ((1, 16), (1, 17), (2, 16), (3, 11), (1, 64), (5, 13))
+    for stored in STORED
+    for paged in (False, True)
 }
 # Beside the known devices: an architecture of AMD's that has tiles, and one that nobody has heard
 # of.
 ARCHS = ("gfx90a", "sm_75")
+SHOWN: set[int] = set()  # rows of tiles, by id
 
 
 def tiles(device) -> list[str]:
     """By kernel and tile, the conditions and head dims that it is for."""
     users: dict[str, dict[str, list[str]]] = {}
-    for name, facts in CONDITIONS.items():
+    kernels = list(dict.fromkeys(row.kernel for row in configs.ROWS))
+    cases = [(name, facts, kernels) for name, facts in CONDITIONS.items()]
+    cases += [(name, facts, ["decode.forward"]) for name, facts in DECODES.items()]
+    for name, facts, asked in cases:
         for dim in DIMS:
             base = {"batch": 4, "seqlen_q": 4096, "seqlen_k": 4096, "heads_q": 16}
             base |= {"head_dim": dim, "head_dim_v": min(dim, 512)}
             problem = dense(**{**base, **facts})
-            for kernel in dict.fromkeys(row.kernel for row in configs.ROWS):
+            for kernel in asked:
                 is_fp8 = problem.dtype.startswith("float8")
                 if kernel.startswith("hopper.") and ("fp8" in kernel) != is_fp8:
                     continue
@@ -128,6 +153,7 @@ def tile(kernel: str, problem: AttentionProblem, device) -> str:
         row = configs.choose(kernel, problem, device)
     except LookupError:
         return "none"
+    SHOWN.add(id(row))
     c = row.config
     rows = c.group_rows(problem)
     words = f" {c.words()}".rstrip() + (f" by {rows}" if rows != 1 else "")
@@ -150,6 +176,7 @@ def line(problem: AttentionProblem, device) -> str:
     return ", ".join(words)
 
 
+@cache
 def table() -> str:
     lines, devices = [], [(name, KNOWN[name]) for name in DEVICES]
     for problem in PROBLEMS:
@@ -169,3 +196,11 @@ def test_plans_are_those_of_the_golden_table():
     if os.environ.get("WRITE_GOLDEN_PLANS"):
         GOLDEN.write_text(table())
     assert table() == GOLDEN.read_text()
+
+
+def test_every_row_of_tiles_is_one_that_the_table_shows():
+    """So that none may change unseen, and none is left that another hides."""
+    table()
+    assert len(SHOWN) > 150
+    hidden = [row for row in configs.ROWS if id(row) not in SHOWN]
+    assert not [(row.kernel, row.archs, row.max_dim) for row in hidden]

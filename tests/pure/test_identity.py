@@ -152,6 +152,11 @@ TELLING = [
     "DISABLE_PTXAS_OPT",
     "DISABLE_MMA_V3",
     "PTXAS_OPTIONS",
+    "NVPTX_ENABLE_DUMP",
+    "LLVM_IR_ENABLE_DUMP",
+    "MLIR_ENABLE_REMARK",
+    "USE_IR_LOC",
+    "DISABLE_FAST_REDUCTION",
     "ALLOW_LHS_TMEM_LAYOUT_CONVERSION",
 ]
 
@@ -185,7 +190,26 @@ def test_an_assembler_that_was_replaced_under_its_name_is_another(compiles, monk
     assert got()[0] == "compiles"
 
 
-@pytest.mark.parametrize("name", ["TRITON_CACHE_DIR", "TRITON_HOME", "TRITON_DUMP_DIR", "HOME"])
+PLACES = [
+    "HOME",
+    "TRITON_HOME",
+    "TRITON_CACHE_DIR",
+    "TRITON_CACHE_MANAGER",
+    "TRITON_REDIS_HOST",
+    "TRITON_REMOTE_CACHE_BACKEND",
+    "TRITON_PRINT_AUTOTUNING",
+    "TRITON_DUMP_DIR",
+    "TRITON_LIBCUDA_PATH",
+    "TRITON_LIBHIP_PATH",
+    "TRITON_INTERPRET",
+    "TRITON_DEFAULT_BACKEND",
+    "TRITON_CUDACRT_PATH",
+    "TRITON_CUDART_PATH",
+    "TRITON_PROTON_DISABLE",
+]
+
+
+@pytest.mark.parametrize("name", PLACES)
 def test_where_the_compiler_keeps_its_things_does_not_matter(compiles, name, monkeypatch):
     got()
     restart()

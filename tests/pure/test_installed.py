@@ -68,6 +68,23 @@ def test_a_build_of_a_distribution_is_told_from_another(site):
     assert installed.triton_version() == "3.5.0+git0123"
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "triton",
+        "triton-rocm",
+        "pytorch-triton-rocm",
+        "pytorch-triton",
+        "pytorch-triton-xpu",
+        "triton-windows",
+    ],
+)
+def test_builds_are_told_apart_of_every_distribution_that_is_known(site, name):
+    distribution(site, name, "3.5.0+git0123")
+    module(site, "__version__ = '3.5.0'\n")
+    assert installed.triton_version() == "3.5.0+git0123"
+
+
 def test_of_distributions_installed_over_one_another_the_one_with_the_files_counts(site):
     distribution(site, "triton", "3.6.0")
     distribution(site, "pytorch-triton-rocm", "3.7.0+rocm")

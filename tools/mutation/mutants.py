@@ -289,7 +289,7 @@ class _Finder(ast.NodeVisitor):
         called = getattr(node.func, "attr", getattr(node.func, "id", ""))
         if called == "TypeVar":  # Like an annotation.
             return
-        commutes = called in ("min", "max", "transpose")
+        commutes = called in ("min", "max", "minimum", "maximum", "transpose")
         if pieces and not isinstance(node.args[0] if node.args else None, ast.GeneratorExp):
             whole = self.span(pieces[0])[0], self.span(pieces[-1])[1]
             for index, piece in enumerate(pieces):

@@ -5,7 +5,7 @@ fitted to the problem, so that a plan says all that the problem decides about th
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from heedful.core.device import DeviceSpec
@@ -33,7 +33,7 @@ class ConfigRow:
     max_dim: int
     config: TileConfig
     measured: str
-    when: Callable[[AttentionProblem], bool] = field(default=lambda problem: True)
+    when: Callable[[AttentionProblem], bool]
 
     def fits(self, problem: AttentionProblem, device: DeviceSpec) -> bool:
         dim = max(problem.head_dim, problem.head_dim_v)

@@ -20,7 +20,7 @@ COMBINE_VALUES = 32768
 
 
 def choose_splits(
-    problem: AttentionProblem, device: DeviceSpec, rows: int, block_n: int, pack: int = 1
+    problem: AttentionProblem, device: DeviceSpec, rows: int, block_n: int, pack: int
 ) -> int:
     """The number of splits: 1 where the grid of row tiles fills the device by itself.
 
