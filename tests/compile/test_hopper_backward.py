@@ -38,12 +38,17 @@ FULL_AND_CAUSAL = ((64, "drawn"), (128, "drawn"), (256, "own"))
 CAUSAL = ((64, "own"), (64, "in turns"), (128, "own"), (128, "in turns"))
 
 
+VARIANTS = [
+    *((*which, causal) for which in FULL_AND_CAUSAL for causal in (False, True)),
+    *((*which, True) for which in CAUSAL),
+]
+# Each head dim, mask and way of dealing tiles: it takes six seconds to compile one, six to read it.
+DEFAULT = {(64, "drawn", True), (128, "drawn", False), (128, "in turns", True), (256, "own", False)}
+
+
 @pytest.mark.parametrize(
     "head_dim, tiles, causal",
-    [
-        *((*which, causal) for which in FULL_AND_CAUSAL for causal in (False, True)),
-        *((*which, True) for which in CAUSAL),
-    ],
+    [pytest.param(*v, marks=[] if v in DEFAULT else [pytest.mark.slow]) for v in VARIANTS],
 )
 def test_products_are_under_way_together_and_tensors_are_not_spilled(head_dim, tiles, causal):
     """An assembler that runs out of registers waits for every product by itself. tiles: they have
@@ -55,7 +60,7 @@ def test_products_are_under_way_together_and_tensors_are_not_spilled(head_dim, t
     assert_step_is_sound(call)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_the_slope_of_a_cap_of_scores_has_its_registers(head_dim):
     assert_step_is_sound(main_call(head_dim=head_dim, causal=True, softcap=30.0))
 

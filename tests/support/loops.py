@@ -7,16 +7,22 @@ from heedful.core.mask import MaskSpec
 from heedful.inspector.nvidia import Sass, inspect_cubin
 from heedful.launch import compiler
 from heedful.launch.spec import KernelCall
+from support.grids import in_turns
 
 MASKS = {"full": MaskSpec(), "causal": MaskSpec.of(True), "window": MaskSpec.of(True, (1023, 0))}
 
 
 def each_loop(test):
-    """Gives a test the head dims, masks and results whose loops are meant to be bare."""
-    slow = pytest.param(True, marks=pytest.mark.slow)
-    test = pytest.mark.parametrize("lse", [False, slow], ids=["", "lse"])(test)
-    test = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)(test)
-    return pytest.mark.parametrize("head_dim", [64, 128])(test)
+    """Gives a test the head dims, masks and results whose loops are meant to be bare: by default
+    each mask, with the others in turns."""
+    names = {spec: name for name, spec in MASKS.items()}
+    every = in_turns(MASKS.values(), (64, 128), (False, True))
+
+    def name(value) -> str:
+        is_flag = isinstance(value, bool)
+        return ("lse" if value else "out") if is_flag else names.get(value, str(value))
+
+    return pytest.mark.parametrize("mask, head_dim, lse", every, ids=name)(test)
 
 
 def bare_loop(call: KernelCall, device: DeviceSpec) -> Sass:
