@@ -46,3 +46,48 @@ def test_dispatch_is_timed_with_and_without_gradients():
     found = in_jax.dispatch(CPU, "xla", rounds=2, sets=3)
     assert set(found) == {(name, grad) for name in ("heedful", "xla") for grad in (False, True)}
     assert all(len(times) == 2 for times in found.values())
+
+
+def test_every_training_shape_is_beside_cudnn_and_so_is_the_host(monkeypatch, capsys):
+    gpu = torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"device {device.index}")
+    asked = []
+
+    def measure(case, device, own):
+        asked.append((case.name, device, own))
+        alike = in_jax.Spent(0, 2, 1, 0)
+        if case.problem.mask.causal:
+            times = {"PyTorch": [1.0, 3.0, 2.0], "JAX": [4.0, 4.0, 4.0]}
+            launches = {"PyTorch": alike, "JAX": in_jax.Spent(0, 3, 0, 0)}
+            return in_jax.Measured(times, launches, {own: "is not for this"})
+        times = {"PyTorch": [2.0], "JAX": [4.0 if case.problem.head_dim == 64 else 1.0], own: [2.0]}
+        return in_jax.Measured(times, dict.fromkeys(times, alike), {})
+
+    def dispatch(device, own):
+        assert (device, own) == (gpu, "cudnn")
+        return {("heedful", False): [5.0, 7.0, 6.0], ("cudnn", True): [9.0]}
+
+    monkeypatch.setattr(in_jax, "measure", measure)
+    monkeypatch.setattr(in_jax, "dispatch", dispatch)
+    in_jax.main("1x16384")
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("device 3, torch ")
+    assert {(device, own) for _, device, own in asked} == {(gpu, "cudnn")}
+    names = [name for name, *_ in asked]
+    assert [name.split()[0] for name in names] == ["forward"] * 6 + ["backward"] * 6
+    assert all("1x16384" in name for name in names)
+    plain, causal = (lines[at].removeprefix(f"{names[at]:52s} ") for at in (0, 1))
+    assert plain == (
+        "PyTorch 2.0 us; JAX 4.0 us; cudnn 2.0 us; PyTorch / JAX 0.500 cudnn / JAX 0.500"
+    )
+    assert causal == (
+        "PyTorch 2.0 us; JAX 4.0 us (+1 kernels, -1 memsets); cudnn: is not for this;"
+        " PyTorch / JAX 0.500"
+    )
+    # Of 0.5, 2 and 2.
+    assert lines[12:] == [
+        "forward: 1.260 of cuDNN's speed, least 0.500",
+        "dispatch heedful: 6.0 us",
+        "dispatch cudnn with gradients: 9.0 us",
+    ]

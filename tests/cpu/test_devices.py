@@ -317,8 +317,10 @@ def test_the_planner_is_told_the_live_figures(monkeypatch):
     assert (unknown.arch, unknown.bf16_flops, unknown.dram_bytes_per_s) == ("sm_990", 0, 0)
 
 
-def test_a_cpu_has_as_many_units_as_torch_has_threads_and_others_are_refused():
-    assert device.device_spec.__wrapped__(CPU).units == torch.get_num_threads()
+@pytest.mark.parametrize("threads", [1, 77])
+def test_a_cpu_has_as_many_units_as_torch_has_threads_and_others_are_refused(threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert device.device_spec.__wrapped__(CPU).units == threads
     assert device.device_spec.__wrapped__(CPU).arch == KNOWN["CPU"].arch
     with pytest.raises(ValueError, match="q must be on a CPU, CUDA or ROCm device, got mps"):
         device.device_spec(torch.device("mps"))

@@ -121,6 +121,15 @@ def test_autocast_is_part_of_the_plan(name, monkeypatch):
     assert ("bfloat16" if name == "flash_attn_func" else "float32") in text
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+def test_autocast_leaves_8_bits_and_its_own_dtype_alone(dtype):
+    """Strides too: of rows that lie apart."""
+    x = torch.zeros(1, 9, 2, 32).to(dtype)[..., :16]
+    text = heedful.explain(heedful.flash_attn_func, x, x, x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert heedful.explain(heedful.flash_attn_func, x, x, x) == text
+
+
 @pytest.mark.parametrize(("name", "arguments"), CASES[:4] + CASES[14:18], ids=IDS[:4] + IDS[14:18])
 def test_fake_tensors_are_explained_as_aligned_ones(name, arguments):
     function = getattr(heedful, name)

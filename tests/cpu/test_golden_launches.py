@@ -6,6 +6,7 @@ After a change that is meant: WRITE_GOLDEN_LAUNCHES=1 pytest tests/cpu/test_gold
 
 import os
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 import numpy as np
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 from support import api, launches, standin
 from support.cases import FRESH, Built, Case, build
@@ -69,6 +71,21 @@ EIGHT_BITS = (
     replace(FP8, varlen="qk", causal=True, sink=True),
     replace(FP8, heads_q=2, heads_k=2, softcap=9.0, seqlen_q=2048, seqlen_k=2048, batch=1),
 )
+DECODES = (
+    *(replace(DECODE, **{name: True}) for name in ("causal", "sink", "leftpad_k", "kv_batch_idx")),
+    # Each of what lengths come from, alone.
+    replace(DECODE, used=""),
+    replace(DECODE, used="", leftpad_k=True),
+    replace(DECODE, num_splits=5, seqlen_q=3),
+    replace(DECODE, page_size=16, head_dim=128),
+    replace(DECODE, page_size=48, head_dim=256, head_dim_v=40),
+    replace(DECODE, window=(70, 0), softcap=9.0, alibi="bh"),
+    replace(DECODE, kv_dtype="int8", kv_group=16, kv_shift=True),
+    replace(DECODE, kv_dtype="int4", kv_group=32, head_dim=128),
+    replace(DECODE, kv_dtype="int4", head_dim=128, page_size=16),
+    replace(DECODE, kv_dtype="float8_e4m3fn", page_size=16),
+    replace(DECODE, heads_q=48, heads_k=1, head_dim=128),
+)
 CDNA = (
     replace(HALF, seqlen_k=512),
     replace(HALF, seqlen_k=512, causal=True, head_dim=128, layout="packed"),
@@ -77,6 +94,8 @@ CDNA = (
 )
 DEVICES: dict[tuple[str, str], tuple[Case, ...]] = {
     ("H200", "hopper"): (*SCORES, *LENGTHS, *EIGHT_BITS),
+    ("RTX 4090", "decode"): DECODES,
+    ("MI300X", "decode"): DECODES[:8],
     ("B200", "portable"): (*SCORES, *LENGTHS),
     ("MI355X", "cdna"): (*CDNA, FP8),
     ("MI300X", "cdna"): (*CDNA, replace(FP8, dtype="float8_e4m3fnuz", causal=True)),
@@ -90,7 +109,14 @@ def told(built: Built, backend: str, device: str) -> list[str]:
             api.results(built, backend=backend)
         except ValueError as error:
             return [f"  none: {str(error).split(': ', 1)[-1]}"]
+    assert all(is_gluon(launch) == (launch.kernel.dialect == "gluon") for launch in gpu.launches)
+    assert {launch.kernel.dialect for launch in gpu.launches} <= {"gluon", "triton"}
     return [line for launch in gpu.launches for line in launches.described(launch)]
+
+
+def is_gluon(launch: standin.Launch) -> bool:
+    kernel = getattr(import_module(launch.kernel.module), launch.kernel.function)
+    return isinstance(kernel, GluonJITFunction)
 
 
 def table(device: str, backend: str) -> str:
@@ -104,7 +130,7 @@ def table(device: str, backend: str) -> str:
 def test_launches_are_those_of_the_golden_table(device, backend):
     if FRESH:
         pytest.skip("the table is of the cases that `make test` draws")
-    path = GOLDEN / f"{device}.txt"
+    path = GOLDEN / f"{device} {backend}.txt"
     found = table(device, backend)
     if os.environ.get("WRITE_GOLDEN_LAUNCHES"):
         path.parent.mkdir(exist_ok=True)

@@ -35,6 +35,7 @@ EACH = {
     "a = b[c:d]": {"a = b[:d]", "a = b[c:]"},
     "a = min(b, c)": {"a = max(b, c)"},
     "a = b.transpose(c, d)": set(),
+    "a = maximum(b, c) or minimum(b, c)": {"a = maximum(b, c) and minimum(b, c)"},
     "a = [b for b in c if d]": {"a = [b for b in c if (not (d))]"},
     "if a == b:\n    c": {"if a != b:\n    c"},
     "if a:\n    raise B": {"if (not (a)):\n    raise B", "if a:\n    pass"},

@@ -452,6 +452,13 @@ def test_under_a_mask_the_last_group_of_heads_fills_the_device():
             assert found[2] == found[0]
 
 
+def test_lengths_of_none_leave_every_head_in_one_group():
+    chosen = plan(TRAINING, by_name("H200"))
+    lengths = TRAINING.lengths._replace(seqlen_q=0)
+    numbers = chosen.sizes(lengths, "backward").launches["hopper.backward"].numbers
+    assert numbers["l2_heads"] == TRAINING.heads_k * TRAINING.batch
+
+
 def test_a_deterministic_backward_is_the_hopper_kernel_s_and_draws_its_tiles():
     chosen = plan(replace(TRAINING, deterministic=True), by_name("H200"))
     assert chosen.backward == "hopper"

@@ -14,6 +14,7 @@ from support.standin import Launch, Map
 _ROLES = {
     "attention_forward": "forward",
     "forward": "forward",
+    "decode": "forward",
     "combine_splits": "merge",
     "clear_unused": "clear",
     "clear_outside": "clear outside",

@@ -25,7 +25,7 @@ def dump(key: str, artifact: Artifact) -> bytes:
     facts = asdict(artifact)
     blobs = {"code": facts.pop("code"), "text": zlib.compress(facts.pop("text").encode())}
     facts["blobs"] = [[n, len(b), hashlib.sha256(b).hexdigest()] for n, b in blobs.items()]
-    header = json.dumps({"key": key, **facts}, sort_keys=True).encode()
+    header = json.dumps({"key": key, **facts}).encode()
     first = f"{MAGIC} {hashlib.sha256(header).hexdigest()}\n".encode()
     return b"".join((first, header, b"\n", *blobs.values()))
 

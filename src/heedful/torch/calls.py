@@ -314,9 +314,9 @@ class CallCase:
         return self._call.at(self._family.runner(self._like, lengths, [*numbers, *sizes]), x)
 
 
-# Operands that are expanded to a call's lengths, or that are no operands of most calls.
+# Operands that are expanded to a call's lengths, or that are no operands of most calls. Shifts come
+# with descales.
 _ADAPTED = ("bias", "alibi_slopes", "tree_mask", "seed", "q_descale", "k_descale", "v_descale")
-_ADAPTED += ("k_shift", "v_shift")
 _adapted = itemgetter(*(Operands._fields.index(name) for name in _ADAPTED))
 _OPERANDS = tuple(enumerate(Operands._fields))
 _LONGEST = slice(1, 3)  # of Options

@@ -64,7 +64,7 @@ class Slot:
             raise ValueError(
                 f"HIP has neither clusters nor programmatic launches: {artifact.symbol}"
             )
-        self.buffer = ctypes.create_string_buffer(template, len(template))
+        self.buffer = ctypes.create_string_buffer(len(template))
         self.address = ctypes.addressof(self.buffer)
         size = ctypes.c_size_t(len(template))
         self._extra = (c_void_p * 5)(
