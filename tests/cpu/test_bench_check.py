@@ -61,6 +61,18 @@ def test_right_results_pass_rows_without_keys_too(direction, sizes, mask):
             assert want.dtype == torch.float64 and want.isfinite().all()
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_every_tensor_of_a_check_lies_on_the_device_that_is_named(direction):
+    case = dense(direction)
+    with torch.device("meta"):
+        inputs = draw(case, CPU)
+        checker = Checker(case, inputs)
+    right = truth(case, inputs)
+    with torch.device("meta"):
+        assert checker.why_wrong(right) is None
+        assert "out" in str(checker.why_wrong(right._replace(out=right.out + 1)))
+
+
 def test_what_no_budget_excuses_is_said_by_name():
     forward, backward = dense(), dense("backward")
     inputs = draw(forward, CPU)

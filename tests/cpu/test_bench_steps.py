@@ -59,6 +59,17 @@ def test_a_backend_that_is_named_is_timed_beside_our_choice():
     assert "no kernel for cpu" in row.missing["heedful:decode"]
 
 
+@pytest.mark.parametrize("fact", ["page", "prefix", "stored", "window"])
+def test_every_tensor_of_a_step_lies_on_the_device_that_is_named(fact):
+    step = small(next(step for step in STEPS if getattr(step, fact)))
+    with torch.device("meta"):
+        t = draw(step, CPU)
+        checker = Checker(step, t)
+        assert checker.why_wrong(steps.heedful(step, t)()) is None
+        again = steps.repeated(step, t)
+        assert isinstance(again, str) or checker.why_wrong(again()) is None
+
+
 @pytest.mark.parametrize("step", STEPS, ids=NAMES)
 def test_a_step_that_loses_a_key_is_found(step):
     step = small(step)

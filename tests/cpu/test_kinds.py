@@ -6,8 +6,21 @@ import pytest
 
 pytest.importorskip("torch")
 
+import torch
+
 from heedful.torch import kinds
-from heedful.torch.kinds import Cases, Kinds
+from heedful.torch.kinds import Cases, Kinds, of_tensor
+
+
+def test_heads_and_their_dims_tell_kinds_apart_and_lengths_do_not():
+    def kind(name: str, *shape: int):
+        return of_tensor(name, torch.empty(shape))[0]
+
+    for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
+        assert kind(name, 2, 9, 4, 16) == kind(name, 3, 8, 4, 16)
+        assert len({kind(name, 2, 9, *rest) for rest in ((4, 16), (5, 16), (4, 8))}) == 3
+        assert kind(name, 9, 4, 16) == kind(name, 8, 4, 16) != kind(name, 9, 5, 16)
+    assert kind("seqused_k", 2) == kind("seqused_k", 3)
 
 
 def test_a_kind_keeps_so_many_cases_and_forgets_the_oldest():

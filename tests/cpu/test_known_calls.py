@@ -215,6 +215,17 @@ def test_outputs_of_one_layout_are_bound_once(change, monkeypatch):
             heedful.flash_attn_func(**given)
 
 
+@pytest.mark.parametrize("names", ["q", "k", "v", "qkv"])
+def test_tensors_as_far_from_a_multiple_of_16_are_one_call_wherever_they_lie(names):
+    given = plain()
+    made = [given | {name: unaligned(given[name]) for name in names} for _ in range(5)]
+    with standin.gpu():
+        CALLS.clear()
+        for again in made:
+            heedful.flash_attn_func(**again)
+        assert len(CALLS) == 1
+
+
 @pytest.mark.parametrize("change", [None, strided, unaligned])
 def test_a_step_that_writes_binds_its_attention_once(change, monkeypatch):
     """Before it writes, for the very output that it is given."""

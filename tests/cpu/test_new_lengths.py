@@ -15,7 +15,7 @@ import torch
 import heedful
 from heedful.core.plan import plan
 from heedful.launch import bound
-from heedful.torch import backends, calls, execute
+from heedful.torch import backends, calls, execute, saved
 from heedful.torch.calls import CALLS, KINDS, LATEST
 from support import standin
 
@@ -227,6 +227,29 @@ def test_lengths_that_come_again_launch_the_same_backward(gpu):
     forget()
     out = forward_of(500)
     assert launched_by(gpu, lambda: out.backward(torch.empty_like(out))) == times[0]
+
+
+def test_gradients_of_log_sum_exps_of_new_lengths_launch_the_same_backward(gpu):
+    def backward(length: int) -> list[tuple]:
+        q, k, v = (empty(2, length, 4, 64).requires_grad_() for _ in range(3))
+        results = heedful.flash_attn_func(q, k, v, causal=True, return_lse=True)
+        cotangents = [torch.zeros_like(result) for result in results]
+        return launched_by(gpu, lambda: torch.autograd.backward(results, cotangents))
+
+    known = [backward(length) for length in (700, 500, 300)]
+    for length, launched in zip((700, 500, 300), known, strict=True):
+        forget()
+        assert backward(length) == launched
+
+
+def test_a_backward_of_new_lengths_is_known_without_a_look_at_each_tensor(gpu, monkeypatch):
+    out = forward_of(500)
+
+    def refuse(*_):
+        raise AssertionError("checked anew")
+
+    monkeypatch.setattr(saved, "check_restored", refuse)
+    out.backward(torch.zeros_like(out))
 
 
 @pytest.mark.parametrize("expanded", [(0,), (1,), (0, 1, 2)])

@@ -15,7 +15,7 @@ import heedful.torch as typed
 from heedful.core.arrays import ArraySpec
 from heedful.core.operands import Gradients, Operands
 from heedful.core.storage import storage
-from heedful.torch import adapt, api, dispatch
+from heedful.torch import adapt, api, checks, dispatch
 from heedful.torch import saved as saving
 from heedful.torch.arrays import array_spec
 from heedful.torch.calls import CALLS, Generations, make_seed, out_key, tensor_key
@@ -457,3 +457,17 @@ def test_one_tensor_in_two_places_is_another_layout_than_two(monkeypatch):
     assert backward(x, *given[1:]) == 0
     with pytest.raises(TypeError):
         backward(*given)
+
+
+@pytest.mark.parametrize("length, new, capacity", [(-1, 0, 4), (5, 0, 4), (4, 1, 4), (0, 5, 4)])
+def test_traced_code_refuses_lengths_outside_of_the_cache_too(length, new, capacity, monkeypatch):
+    """In words without numbers, which a tracer has none of."""
+    monkeypatch.setattr(checks, "is_compiling", lambda: True)
+    with pytest.raises(ValueError, match="within the cache, with room for the new tokens$"):
+        checks.check_int_length(length, new, capacity)
+
+
+@pytest.mark.parametrize("length, new, capacity", [(0, 0, 4), (4, 0, 4), (3, 1, 4), (0, 4, 4)])
+def test_traced_code_takes_lengths_up_to_the_cache_s_own(length, new, capacity, monkeypatch):
+    monkeypatch.setattr(checks, "is_compiling", lambda: True)
+    checks.check_int_length(length, new, capacity)

@@ -226,7 +226,7 @@ class CacheCall:
             if self.prefix is not None:
                 self.prefix.runner.bind()
         self.counts = isinstance(self.update, DeviceUpdate)
-        given = asked + update[:5]
+        given = asked + update
         self._like = Likeness(given)
         self.aligned = self._like.are_aligned(given)
         self._share = x.k.data_ptr() == x.v.data_ptr()
@@ -235,7 +235,7 @@ class CacheCall:
         """Whether aligned tensors, without a shared prefix, are of this kind, given that they are
         there where this call's were."""
         share = x.k.data_ptr() == x.v.data_ptr()
-        return share == self._share and self._like.fits(x + update[:5])
+        return share == self._share and self._like.fits(x + update)
 
 
 def _length_like(update: CacheUpdate, q: Tensor) -> Tensor:
