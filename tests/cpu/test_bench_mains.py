@@ -1,5 +1,7 @@
 """The commands that print figures of a GPU: what they time, on which device, and what they say."""
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch")
@@ -73,7 +75,8 @@ def test_new_lengths_are_beside_sdpa_of_the_least_length_on_the_current_device(
 def test_new_lengths_are_drawn_apart_from_those_that_show_which_cases_there_are(monkeypatch):
     timed = []
     monkeypatch.setattr(lengths, "median_us", lambda calls, device: timed.append(calls) or 1.0)
-    assert lengths.known_and_new(lambda length: length, GPU) == (1.0, 1.0)
+    itself: Any = lambda length: length  # noqa: E731
+    assert lengths.known_and_new(itself, GPU) == (1.0, 1.0)
     first, known, new = timed
     assert known == [512] * 400 and len(first) == len(new) == 400
     for drawn in (first, new):
@@ -112,8 +115,9 @@ def test_training_is_beside_two_kernels_of_sdpa_from_the_same_start(current, mon
 
     def start(recipe, vocabulary, attentions, controls, device):
         begun.append((attentions, controls, device))
-        model: torch.nn.Module = torch.nn.Linear(1, 1)
-        runs = {name: Run(name, model, attend, None) for name, attend in attentions.items()}
+        model: Any = torch.nn.Linear(1, 1)
+        optimizer: Any = None
+        runs = {name: Run(name, model, attend, optimizer) for name, attend in attentions.items()}
         for number, run in enumerate(runs.values()):
             run.seconds += [9.0] * 5 + [2.0 + number] * 295
             run.losses += [3.0] * 299 + [2.0 - number / 4]

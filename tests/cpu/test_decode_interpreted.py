@@ -131,7 +131,7 @@ def as_the_compiler_does(
     i: tl.constexpr,
 ):
     """`value_of_words` without PTX, which the interpreter does not know."""
-    return value_of_words(words, VALUES, STORED, DTYPE, 0, i)
+    return value_of_words(words, VALUES, STORED, DTYPE, tl.constexpr(0), i)
 
 
 @interpreted
@@ -149,8 +149,8 @@ def test_products_with_stored_floats_are_exact_in_float16(mods):
 def fit(x, out, factors, M: tl.constexpr, D: tl.constexpr):
     at = tl.arange(0, M)[:, None] * D + tl.arange(0, D)[None, :]
     parts, times = fitted((tl.load(x + at), tl.load(x + M * D + at)), M)
-    for i in tl.static_range(2):
-        tl.store(out + i * M * D + at, parts[i])
+    tl.store(out + at, parts[0])
+    tl.store(out + M * D + at, parts[1])
     tl.store(factors + tl.arange(0, M)[:, None], times)
 
 
@@ -161,7 +161,7 @@ def test_a_row_of_any_size_fits_float16_with_its_digits():
     rows[0, :, 0], rows[:, 3] = 1.0, rows[:, 3] * 0
     x = (rows * sizes[:, None]).bfloat16().float()
     out, factors = torch.empty(2, 8, 16, dtype=torch.float16), torch.empty(8, 1)
-    fit[1,](x, out, factors, 8, 16)
+    fit[1,](x, out, factors, tl.constexpr(8), tl.constexpr(16))
     error = (out.double() * factors.double() - x.double()).abs()
     # Of a subnormal of float16, where the largest of a row is at least 1.
     assert (error <= 2.0**-25 * x.double().abs().amax((0, 2))[:, None]).all()

@@ -9,6 +9,7 @@ from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 from torch.utils._pytree import tree_leaves, tree_map
 
 import heedful.torch as heedful
+from support.grids import in_turns
 
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 BOUNDS = torch.tensor((0, 2, 5), dtype=torch.int32)
@@ -119,15 +120,16 @@ def compiled(function, backend, fullgraph=True) -> Callable[..., Any]:
     return torch.compile(function, backend=backend, fullgraph=fullgraph)
 
 
+# Each transform of each call, with the two backends in turns; graphs that break are slow.
+SQUARE = [f"{transform} {call}" for transform in TRANSFORMS for call in CALLS]
 BROKEN = pytest.param(False, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("fullgraph", [True, BROKEN], ids=["fullgraph", "graphs"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_a_compiled_transform_gives_what_it_gives_uncompiled(transform, call, backend, fullgraph):
-    transform, lead = transform
+@pytest.mark.parametrize("which, backend", in_turns(SQUARE, ("eager", "aot_eager")))
+def test_a_compiled_transform_gives_what_it_gives_uncompiled(which, backend, fullgraph):
+    name, call = which.split()
+    (transform, lead), call = TRANSFORMS[name], CALLS[call]
     if transform is TRANSFORMS["jacrev"][0] and call in (lse, varlen) and TORCH < (2, 13):
         pytest.skip("Dynamo raises on jacrev of two outputs, whatever computes them")
     tensors = samples(*lead)
@@ -216,10 +218,12 @@ def test_forward_mode_raises_in_a_dual_level():
             torch.ops.heedful.inference(q, k, v)
 
 
-@pytest.mark.parametrize("way", range(3), ids=["uncompiled", "eager", "aot_eager"])
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-@pytest.mark.parametrize("outer", [grad, jacrev])
-def test_a_second_derivative_raises(outer, call, way):
+OUTER = {"grad": grad, "jacrev": jacrev}
+
+
+@pytest.mark.parametrize("name, way, outer", in_turns(CALLS, range(3), OUTER))
+def test_a_second_derivative_raises(name, way, outer):
+    call, outer = CALLS[name], OUTER[outer]
     tensors = samples()
 
     def total(*tensors):

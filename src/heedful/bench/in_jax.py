@@ -22,7 +22,6 @@ import jax
 import torch
 from jax import numpy as jnp
 from torch import Tensor
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import heedful
@@ -137,7 +136,7 @@ def spent(run: Run, calls: int, device: torch.device) -> Spent:
         return Spent(microseconds(run, calls), 0, 0, 0)
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         run()
-    events = [e for e in recorded.events() or () if e.device_type == DeviceType.CUDA]
+    events = [e for e in recorded.events() or () if e.device_type.name == "CUDA"]
     memsets = sum(event.name.startswith("Memset") for event in events)
     copies = sum(event.name.startswith("Memcpy") for event in events)
     kernels = len(events) - memsets - copies

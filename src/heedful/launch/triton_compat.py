@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -102,7 +103,7 @@ def compile_kernel(call: KernelCall, arch: str):
     target = parse_target(arch)
     options = {"enable_fp_fusion": True, **call.options}
     if target.backend == "cuda" and not _keeps_lines():
-        asked = options.get("ptx_options") or triton.knobs.nvidia.ptxas_options or ""
+        asked = options.get("ptx_options") or knobs.nvidia.ptxas_options or ""
         options["ptx_options"] = f"{asked} -suppress-debug-info".strip()
     if call.cluster > 1:
         options["num_ctas"] = call.cluster
