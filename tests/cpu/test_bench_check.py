@@ -68,6 +68,7 @@ def test_every_tensor_of_a_check_lies_on_the_device_that_is_named(direction):
         inputs = draw(case, CPU)
         checker = Checker(case, inputs)
     right = truth(case, inputs)
+    assert right.out is not None
     with torch.device("meta"):
         assert checker.why_wrong(right) is None
         assert "out" in str(checker.why_wrong(right._replace(out=right.out + 1)))

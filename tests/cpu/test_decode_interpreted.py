@@ -149,8 +149,9 @@ def test_products_with_stored_floats_are_exact_in_float16(mods):
 def fit(x, out, factors, M: tl.constexpr, D: tl.constexpr):
     at = tl.arange(0, M)[:, None] * D + tl.arange(0, D)[None, :]
     parts, times = fitted((tl.load(x + at), tl.load(x + M * D + at)), M)
-    tl.store(out + at, parts[0])
-    tl.store(out + M * D + at, parts[1])
+    first, second = parts  # pyright: ignore[reportAssignmentType]
+    tl.store(out + at, first)
+    tl.store(out + M * D + at, second)
     tl.store(factors + tl.arange(0, M)[:, None], times)
 
 

@@ -218,7 +218,9 @@ def test_outputs_of_one_layout_are_bound_once(change, monkeypatch):
 @pytest.mark.parametrize("names", ["q", "k", "v", "qkv"])
 def test_tensors_as_far_from_a_multiple_of_16_are_one_call_wherever_they_lie(names):
     given = plain()
-    made = [given | {name: unaligned(given[name]) for name in names} for _ in range(5)]
+    made: list[dict[str, Any]] = [
+        given | {name: unaligned(given[name]) for name in names} for _ in range(5)
+    ]
     with standin.gpu():
         CALLS.clear()
         for again in made:
