@@ -121,6 +121,10 @@ def test_a_group_of_another_class_than_the_kernel_declares_is_refused():
         compat.source(replace(call, parameters=wrong))
 
 
+# What the compiler is asked beside a call's own options.
+ASKED = {"enable_fp_fusion": True, "ptx_options": "-suppress-debug-info"}
+
+
 @pytest.fixture
 def compiled(monkeypatch):
     """What the stub was asked, and what it answers."""
@@ -167,7 +171,7 @@ def test_what_the_compiler_made_is_kept_with_what_a_launch_needs(compiled):
     made = compat.compile_artifact(call, "sm_90")
     ((source, target, options),) = compiled.asked
     assert (target.backend, target.arch) == ("cuda", 90)
-    assert options == {"enable_fp_fusion": True, **call.options}
+    assert options == {**ASKED, **call.options}
     assert source.signature == compat.source(call).signature
     assert (made.code, made.text) == (b"machine code", compiled.answer.asm["ptx"])
     facts = (made.symbol, made.target, made.num_warps, made.warp_size, made.shared_bytes)
@@ -195,7 +199,38 @@ def test_a_cluster_is_asked_of_the_compiler(compiled):
     compiled.answer.asm = {"cubin": b"", "ptx": as_ptx(declared(call))}
     compat.compile_artifact(call, "sm_90")
     ((_, _, options),) = compiled.asked
-    assert options == {"enable_fp_fusion": True, "num_ctas": 2, **call.options}
+    assert options == {**ASKED, "num_ctas": 2, **call.options}
+
+
+@pytest.mark.parametrize(
+    "kept, ptxas, own, wanted",
+    [
+        (None, None, None, "-suppress-debug-info"),
+        ("1", None, None, "-suppress-debug-info"),
+        ("0", None, None, None),
+        ("False", None, None, None),
+        ("off", "--verbose", None, None),
+        (None, "--verbose", None, "--verbose -suppress-debug-info"),
+        (None, "--verbose", "-O1", "-O1 -suppress-debug-info"),
+    ],
+)
+def test_machine_code_carries_source_lines_only_where_they_are_asked_for(
+    compiled, kept, ptxas, own, wanted, monkeypatch
+):
+    monkeypatch.delenv("TRITON_DISABLE_LINE_INFO", raising=False)
+    if kept is not None:
+        monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", kept)
+    monkeypatch.setattr(triton.knobs.nvidia, "ptxas_options", ptxas)
+    call = some_call()
+    call = replace(call, options={**call.options, **({"ptx_options": own} if own else {})})
+    compat.compile_kernel(call, "sm_90")
+    assert compiled.asked[-1][2].get("ptx_options") == wanted
+
+
+def test_amds_compiler_is_told_nothing_of_ptx_and_fusion_may_be_forbidden(compiled):
+    call = some_call("MI300X")
+    compat.compile_kernel(replace(call, options={"enable_fp_fusion": False}), "gfx942")
+    assert compiled.asked[-1][2] == {"enable_fp_fusion": False}
 
 
 def test_amds_code_is_kept_without_a_look_at_its_text(compiled):

@@ -1,5 +1,6 @@
 """Environment variables: typed, and of no effect where they are empty; a home that is not there."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -181,6 +182,21 @@ def test_a_level_prints_only_where_the_application_has_configured_nothing(how, h
     command = [sys.executable, "-c", _CONFIGURED, how]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.stdout.split() == [str(handlers), "INFO", str(handlers)], done.stderr
+
+
+def test_where_nothing_is_configured_lines_begin_with_the_loggers_name(monkeypatch):
+    monkeypatch.setenv("HEEDFUL_LOG", "info")
+    monkeypatch.setattr(log.log, "handlers", [])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    level = log.log.level
+    try:
+        log.configure()
+        (handler,) = log.log.handlers
+        assert log.log.level == logging.INFO
+    finally:
+        log.log.setLevel(level)
+    said = logging.LogRecord("heedful.cache", logging.INFO, "", 0, "%s is off", ("it",), None)
+    assert handler.format(said) == "heedful.cache: it is off"
 
 
 @pytest.mark.parametrize(
