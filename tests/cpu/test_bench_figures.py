@@ -5,6 +5,7 @@ import dataclasses
 import sys
 import time
 import types
+from typing import Any
 
 import pytest
 import torch
@@ -283,3 +284,12 @@ def test_scores_that_would_not_fit_are_not_made():
     assert PEERS["math"].why_not(big, torch.device("cuda")) == "would hold 64 GiB of scores"
     fits = Case("forward", AttentionProblem.dense(1, 16384, 16384, 16, 16, 64))
     assert PEERS["math"].why_not(fits, torch.device("cuda")) is None
+
+
+def test_the_device_is_waited_for_around_a_turn_of_host_calls_and_never_within(monkeypatch):
+    seen: list[Any] = []
+    gpu = torch.device("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "synchronize", seen.append)
+    calls = {"ours": [lambda: seen.append("call")] * 3}
+    timing.interleaved_host(calls, gpu, 5, [1], lambda *_: seen.append("look"))
+    assert seen == [gpu, "call", "call", "call", gpu, "look"] * 6

@@ -1,5 +1,7 @@
 """Parts that are merged on a GPU, its kernel interpreted: see `support.standin`."""
 
+from typing import Any
+
 import pytest
 
 pytest.importorskip("triton")
@@ -120,6 +122,18 @@ def test_a_shared_prefix_costs_its_attention_and_one_merge(given):
             assert launched[-1] == "combine_splits" and launched[0] == "decode", launched
             assert "attention_forward" in launched or "forward" in " ".join(launched), launched
             assert len(launched) <= 4, launched
+
+
+@pytest.mark.parametrize("mapped", range(3), ids=["outs", "lses", "sink"])
+def test_parts_under_a_transform_are_merged_by_torchs_operations(mapped):
+    given: list[Any] = [*drawn((3, 2, 5, 4, 16), True, 0)]
+    given[mapped] = torch.stack([given[mapped], 2 * given[mapped]])
+    dims = tuple(0 if index == mapped else None for index in range(3))
+    with standin.gpu() as machine:
+        results = torch.vmap(heedful.merge_attn_states, in_dims=dims)(*given)
+        assert not machine.launches
+    wanted = torch.vmap(merged, in_dims=dims)(*given)
+    assert all(torch.equal(*pair) for pair in zip(results, wanted, strict=True))
 
 
 @starts_interpreter

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("triton")
 
 import triton
+from triton import knobs
 
 from heedful.core.device import by_name
 from heedful.core.plan import plan
@@ -220,7 +221,7 @@ def test_machine_code_carries_source_lines_only_where_they_are_asked_for(
     monkeypatch.delenv("TRITON_DISABLE_LINE_INFO", raising=False)
     if kept is not None:
         monkeypatch.setenv("TRITON_DISABLE_LINE_INFO", kept)
-    monkeypatch.setattr(triton.knobs.nvidia, "ptxas_options", ptxas)
+    monkeypatch.setattr(knobs.nvidia, "ptxas_options", ptxas)
     call = some_call()
     call = replace(call, options={**call.options, **({"ptx_options": own} if own else {})})
     compat.compile_kernel(call, "sm_90")
