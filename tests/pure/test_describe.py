@@ -115,6 +115,39 @@ def test_a_bad_call_over_a_cache_is_refused_by_name(changes, words):
         check_cache(*cached(**changes))
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"k": spec(2, 12, 2, 16), "v": spec(2, 12, 2, 8)},
+        {"rotary_cos": spec(12, 1), "rotary_sin": spec(12, 1)},
+        {"rotary_cos": spec(12, 8), "rotary_sin": spec(12, 8)},
+        {"shared_prefix": (spec(4, 2, 16), spec(4, 2, 8))},
+        {"shared_prefix": (spec(1, 4, 2, 16), spec(1, 4, 2, 8))},
+    ],
+)
+def test_what_just_fits_a_cache_is_taken(changes):
+    assert check_cache(*cached(**changes)).seqlen_k == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rotary_cos": spec(12, 0), "rotary_sin": spec(12, 0)}, "rotary_cos must have 1 to 8 "),
+        ({"rotary_cos": spec(12, 9), "rotary_sin": spec(12, 9)}, "rotary_cos must have 1 to 8 "),
+        ({"rotary_cos": spec(12, 4), "rotary_sin": spec(12, 3)}, "rotary_sin must have shape"),
+        ({"rotary_cos": spec(48), "rotary_sin": spec(48)}, "rotary_cos must be .positions"),
+        ({"k": spec(2, 2, 16), "v": spec(2, 2, 8)}, "k must be .batch, new_len"),
+        ({"v": spec(2, 2, 2, 8)}, "v must have shape"),
+        ({"cache_seqlens": None}, "cache_seqlens must be given with k and v"),
+        ({"shared_prefix": (spec(2, 4, 2, 16),) * 2}, r"shared_prefix\[0\] must be"),
+        ({"shared_prefix": (spec(4, 2, 16), spec(3, 2, 8))}, r"shared_prefix\[1\] must have shape"),
+    ],
+)
+def test_what_just_does_not_fit_a_cache_is_refused_by_name(changes, words):
+    with pytest.raises(ValueError, match=f"^{words}"):
+        check_cache(*cached(**changes))
+
+
 def test_a_length_must_leave_room_for_the_new_tokens():
     check_int_length(11, 1, 12)
     with pytest.raises(ValueError, match="between 0 and 11 "):
