@@ -7,7 +7,12 @@ import pytest
 import torch
 
 # Devices that JAX's tests spread work over; read when JAX is first used.
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=4")
+# Each program runs once or twice: half of the time went into optimising it.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    " --xla_llvm_disable_expensive_passes=true",
+)
 
 
 @pytest.fixture(autouse=True)

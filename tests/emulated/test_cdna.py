@@ -14,6 +14,7 @@ from heedful.core.problem import ITEM_BITS
 from heedful.kernels.cdna import softmax
 from support.budget import run
 from support.cases import Built, Case, build
+from support.grids import in_turns
 
 # Keys for four turns of the hot loop and two with a mask; multiples of nothing.
 BASE = Case(
@@ -74,8 +75,7 @@ def cdna(arch, schedules=("lockstep",)) -> Emulated:
     return Emulated(arch, "cdna", schedules)
 
 
-@pytest.mark.parametrize("arch", TARGETS)
-@pytest.mark.parametrize("case", [*CASES, *NARROW], ids=str)
+@pytest.mark.parametrize("case, arch", in_turns([*CASES, *NARROW], TARGETS), ids=str)
 def test_forward_is_within_budget_under_every_kind_of_schedule(arch, case):
     run(cdna(arch, SCHEDULES), case)
 

@@ -12,6 +12,7 @@ from emulated.backend import Emulated
 from emulated.edited import run_edited
 from support.budget import backend_results, oracle_results, run
 from support.cases import Case, build
+from support.grids import in_turns
 
 DTYPES = {"gfx942": "float8_e4m3fnuz", "gfx950": "float8_e4m3fn"}
 # Seven tiles of 64 keys or four of 128; multiples of nothing.
@@ -51,8 +52,7 @@ def of_target(case: Case, arch: str) -> Case:
     return replace(case, dtype=DTYPES[arch])
 
 
-@pytest.mark.parametrize("arch", DTYPES)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case, arch", in_turns(CASES, list(DTYPES)), ids=str)
 def test_forward_is_within_budget_under_every_kind_of_schedule(arch, case):
     run(Emulated(arch, "cdna", SCHEDULES), of_target(case, arch))
 
