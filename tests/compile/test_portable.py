@@ -26,6 +26,7 @@ from heedful.launch.triton_compat import compile_kernel
 from machine_code.arrays import ARRAYS, portable_problem
 from machine_code.covering import deal, each_value
 from support import arrays
+from support.grids import in_turns
 
 TARGETS = ("sm_90", "gfx942", "sm_80", "gfx950")
 OTHER_TARGETS = ("sm_86", "sm_89", "sm_100", "sm_120")
@@ -113,9 +114,12 @@ def test_every_variant_compiles_within_the_limits_of(arch):
     compile_within_limits(arch, variants(arch, ARRAY.rows))
 
 
-@pytest.mark.parametrize("direction", ("forward", "backward"))
-@pytest.mark.parametrize("mask", ("full", "causal"))
-@pytest.mark.parametrize("dim", (64, 128, 256, 512))
+DIRECTIONS, MASKS = ("forward", "backward"), ("full", "causal")
+
+
+@pytest.mark.parametrize(
+    "dim, direction, mask", in_turns((64, 128, 256, 512), DIRECTIONS, MASKS), ids=str
+)
 def test_plain_tiles_of_sm_90_do_not_spill(dim, mask, direction):
     row = {name: values[0] for name, values in ARRAY.factors.items()}
     row |= {"dims": (dim, dim), "mask": mask, "backward": direction == "backward"}
@@ -130,8 +134,13 @@ WIDER_KEYS: list[dict] = [
 ]
 
 
-@pytest.mark.parametrize("features", WIDER_KEYS, ids=lambda row: "-".join(row) or "plain")
-@pytest.mark.parametrize("arch", ("sm_90", "gfx942", "gfx950"))
+def words(value: dict | str) -> str:
+    return "-".join(value) or "plain" if isinstance(value, dict) else value
+
+
+@pytest.mark.parametrize(
+    "features, arch", in_turns(WIDER_KEYS, ("sm_90", "gfx942", "gfx950")), ids=words
+)
 def test_keys_of_576_beside_values_of_512_compile_within_the_limits_of(arch, features):
     row = {name: values[0] for name, values in ARRAY.factors.items()}
     row |= {"dims": (576, 512), **features}
