@@ -16,6 +16,7 @@ from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from support import api, budget, standin
 from support.cases import Case, build
+from support.grids import in_turns
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
 BASE = Case(seqlen_q=19, seqlen_k=27, head_dim=16, heads_q=4)
@@ -106,8 +107,7 @@ STEPS: dict[str, dict[str, Any]] = {
 
 
 @interpreted
-@pytest.mark.parametrize("strided", [False, True], ids=["dense", "strided"])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name, strided", in_turns(STEPS, (False, True)), ids=str)
 def test_a_step_over_a_cache_is_what_the_cpu_does(name, strided):
     """Again, too, on other numbers."""
     values = torch.Generator().manual_seed(0)
