@@ -35,7 +35,10 @@ def step_loops(code, labels, branches) -> list[Counter]:
 
 
 FULL_AND_CAUSAL = ((64, "drawn"), (128, "drawn"), (256, "own"))
-CAUSAL = ((64, "own"), (64, "in turns"), (128, "own"), (128, "in turns"))
+CAUSAL = (
+    *((dim, tiles) for dim in (64, 128) for tiles in ("own", "in turns", "split")),
+    (128, "split in turns"),
+)
 
 
 VARIANTS = [
@@ -43,7 +46,12 @@ VARIANTS = [
     *((*which, True) for which in CAUSAL),
 ]
 # Each head dim, mask and way of dealing tiles: it takes six seconds to compile one, six to read it.
-DEFAULT = {(64, "drawn", True), (128, "drawn", False), (128, "in turns", True), (256, "own", False)}
+DEFAULT = {
+    (64, "drawn", True),
+    (128, "drawn", False),
+    (128, "split in turns", True),
+    (256, "own", False),
+}
 
 
 @pytest.mark.parametrize(
@@ -52,9 +60,11 @@ DEFAULT = {(64, "drawn", True), (128, "drawn", False), (128, "in turns", True), 
 )
 def test_products_are_under_way_together_and_tensors_are_not_spilled(head_dim, tiles, causal):
     """An assembler that runs out of registers waits for every product by itself. tiles: they have
-    programs of their own or are drawn; in turns, drawn tiles are added to dQ in order."""
+    programs of their own or are drawn; in turns, drawn tiles are added to dQ in order; split, each
+    consumer hands its gradients on."""
     backend = "hopper+draws=0" if tiles == "own" else "hopper"
-    in_turns = tiles == "in turns"
+    backend += "+splits=2" if "split" in tiles else ""
+    in_turns = "in turns" in tiles
     call = main_call(backend, head_dim=head_dim, causal=causal, deterministic=in_turns)
     assert (call.grid[0] == DEVICE.units) == (tiles != "own")
     assert_step_is_sound(call)

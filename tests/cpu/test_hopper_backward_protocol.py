@@ -1,5 +1,5 @@
 """Who waits for whom in the Hopper backward: its producers, consumers and adders as threads, with
-work tiles drawn from a counter, dealt out by number, and added to dQ in turns.
+work tiles drawn from a counter, dealt out by number, split, and added to dQ in turns.
 
 The loops, the index arithmetic, the rings and the tile scheduler are the kernels' own code. Of the
 main loop, which products fill, there are the waits and arrivals.
@@ -49,7 +49,7 @@ class Sizes:
 
 @dataclass
 class Device:
-    """programs: that are at work at once. draws, in_turns: as the kernel's variants."""
+    """programs: that are at work at once. draws, in_turns, splits: as the kernel's variants."""
 
     sizes: Sizes
     programs: int
@@ -57,6 +57,7 @@ class Device:
     in_turns: bool
     seed: int
     instead: dict = field(default_factory=dict)
+    splits: int = 1
 
     def __post_init__(self):
         s = self.sizes
@@ -68,7 +69,7 @@ class Device:
         batch = len(s.lengths)
         tiles = sum(self.key_blocks) * s.heads_k
         if not self.draws:
-            self.programs = min(self.programs, tiles)
+            self.programs = min(self.programs, tiles * self.splits)
         self.starts = [[0], [0]]
         for pair in s.lengths:
             for starts, n in zip(self.starts, pair, strict=True):
@@ -115,6 +116,8 @@ class Device:
                 varlen_tiles=varlen,
                 tile_counter=Pointer([0]) if self.draws else None,
                 turns=Pointer(self.turns) if self.in_turns else None,
+                partials=Pointer([]) if self.splits > 1 else None,
+                splits=Int(self.splits),
             ),
             tile=SimpleNamespace(
                 BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, Q_STAGES=STAGES, DO_STAGES=STAGES
@@ -151,8 +154,8 @@ class Device:
         host = self.host
         stage_of, query_tile = map(host.turned, (mainloop_file.stage_of, tile_file.query_tile))
         box = host.turned(sequences.box)
-        visits = (blocks.end - blocks.begin) * params.sizes.group
-        for number in range(visits):
+        first, end = map(int, host.turned(tile_file.visit_range)(params, tile, blocks))
+        for number in range(first, end):
             state = stage_of(visit, STAGES)
             head, block = query_tile(params, tile, blocks, Int(number))
             packed = params.seqs.cu_q is not None
@@ -161,7 +164,7 @@ class Device:
             for name, ring in (("q", shared.q), ("dout", shared.do)):
                 ring.consumer_wait(state)
                 assert ring.boxes.index(state.index).content == (name, at)
-            if number == visits - 1:
+            if number == end - 1:
                 self.arrive(shared.v_empty.index(0))
             shared.do.consumer_release_after_mma(state)
             shared.q.consumer_release_after_mma(state)
@@ -175,9 +178,11 @@ class Device:
     def content(self, shared, consumer):
         return shared.dq.index(consumer)
 
-    def store_gradients(self, io, shared, dk, dv, params, tile, visit, CONSUMER):
-        self.wait(shared.dq_empty.index(CONSUMER), (visit & 1) ^ 1)
-        self.stored.append((int(tile.batch), int(tile.kv_head), int(tile.col) // BLOCK_N, CONSUMER))
+    def finish(self, io, shared, dk, dv, params, tile, visit, CONSUMER):
+        if params.order.partials is None:
+            self.wait(shared.dq_empty.index(CONSUMER), (visit & 1) ^ 1)
+        key_tile = (int(tile.batch), int(tile.kv_head), int(tile.col) // BLOCK_N)
+        self.stored.append((*key_tile, CONSUMER, int(tile.split)))
 
     def run(self):
         barrier = SimpleNamespace(
@@ -204,7 +209,7 @@ class Device:
                 "wait_for_turn": self.wait_for_turn,
                 "end_turn": self.end_turn,
                 "backward_mainloop": self.mainloop,
-                "store_gradients": self.store_gradients,
+                "finish": self.finish,
                 "scores_layout": lambda dtype, columns: None,
                 **self.instead,
             }
@@ -272,15 +277,16 @@ class Device:
         )
 
     def check(self):
-        """Every key tile is stored once by each consumer, and added to the query tiles that see
-        it."""
+        """Every split of a key tile is stored once by each consumer, and key tiles are added to the
+        query tiles that see them."""
         s = self.sizes
         tiles = {
-            (b, head, block, consumer)
+            (b, head, block, consumer, split)
             for b, blocks in enumerate(self.key_blocks)
             for head in range(s.heads_k)
             for block in range(blocks)
             for consumer in (0, 1)
+            for split in range(self.splits)
         }
         assert sorted(self.stored) == sorted(tiles)
         for b, (rows, keys) in enumerate(s.lengths):
@@ -330,13 +336,31 @@ PACKED = [
 
 @pytest.mark.parametrize("sizes", DENSE + PACKED, ids=str)
 @pytest.mark.parametrize(
-    "programs, draws, in_turns",
-    [(99, False, False), (3, True, False), (3, True, True), (99, True, True)],
-    ids=["one-each", "drawn", "in-turns", "more-programs-than-tiles"],
+    "programs, draws, in_turns, splits",
+    [
+        (99, False, False, 1),
+        (3, True, False, 1),
+        (3, True, True, 1),
+        (99, True, True, 1),
+        (3, True, False, 3),
+        (5, True, True, 2),
+        (99, True, True, 5),
+    ],
+    ids=[
+        "one-each",
+        "drawn",
+        "in-turns",
+        "more-programs-than-tiles",
+        "split",
+        "split-in-turns",
+        "split-more-than-visits",
+    ],
 )
 @pytest.mark.parametrize("seed", range(3))
-def test_every_tile_is_made_once_and_nobody_waits_for_ever(sizes, programs, draws, in_turns, seed):
-    device = Device(sizes, min(programs, 14), draws, in_turns, seed)
+def test_every_tile_is_made_once_and_nobody_waits_for_ever(
+    sizes, programs, draws, in_turns, splits, seed
+):
+    device = Device(sizes, min(programs, 14), draws, in_turns, seed, splits=splits)
     if not draws:
         device.programs = sum(device.key_blocks) * sizes.heads_k
     device.run()

@@ -119,6 +119,7 @@ MANY += [replace(BASE, batch=8, heads_q=8, seqlen_q=600, seqlen_k=600, varlen="q
 VARIANTS = [
     *((dim, f"hopper+draws=1+last_waves={waves}") for dim in (64, 128, 256) for waves in (0, 2)),
     *((dim, "hopper+draws=0+last_waves=0") for dim in (64, 128)),
+    *((dim, f"hopper+splits={splits}") for dim in (64, 128) for splits in (2, 5)),
 ]
 
 
@@ -128,13 +129,16 @@ def test_gradients_of_variants_are_within_their_error_budget(head_dim, backend, 
     check(replace(case, head_dim=head_dim), backend)
 
 
+@pytest.mark.parametrize("backend", ["hopper", "hopper+splits=3"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("case", MANY, ids=str)
-def test_gradients_in_one_order_are_within_their_budget_and_the_same_in_every_run(case, head_dim):
+def test_gradients_in_one_order_are_within_their_budget_and_the_same_in_every_run(
+    case, head_dim, backend
+):
     case = replace(case, head_dim=head_dim, deterministic=True)
-    check(case)
+    check(case, backend)
     built, found = build(case, "cuda"), []
-    prepared = Prepared("hopper")
+    prepared = Prepared(backend)
     for _ in range(20):
         out, lse, _ = prepared.forward(built.problem, built.x, None)
         found.append(prepared.backward(built.problem, built.x, out, lse, built.dout))

@@ -393,7 +393,7 @@ def test_options_behind_a_backends_name_are_in_the_plan_and_said_to_be_chosen():
     chosen = plan(TRAINING, by_name("H200"), backend="hopper+draws=1+last_waves=2")
     assert chosen.backend == chosen.backward == "hopper"
     words = explain(chosen)
-    assert "draws=True last_waves=2 (chosen by hand)" in words
+    assert "draws=True last_waves=2 splits=0 (chosen by hand)" in words
     assert "hopper.backward: 132 programs" in words
     # Stored otherwise, as a backward finds its cotangents, it is the same.
     again = stored_as(chosen, even_rows=False)

@@ -278,7 +278,7 @@ def _hopper_backward(max_dim: int, tile: _Tile, when=_always, measured=_H200_LAT
 
 # 1.06 times as fast as a program for each tile at 16 x 1024, 1.02 at 4 x 4096; a larger last group
 # of heads 1.13 at 1 x 8192, 32/8 causal. Dropout and packed sequences were not timed.
-_DRAWN: dict[str, Any] = {"draws": True, "last_waves": 2}
+_DRAWN: dict[str, Any] = {"draws": True, "last_waves": 2, "splits": 0}
 _D64: dict[str, Any] = {
     "consumer_regs": 112,
     "producer_regs": 32,
@@ -446,13 +446,14 @@ ROWS: list[ConfigRow] = [
     _hopper_fp8(256, (128, 64, 4, 2), consumer_regs=240),
     # In one order a tile may wait for those of lower number, which must have begun: they are drawn.
     _hopper_backward(64, (64, 128, 4, 2), _holds_more_in_order, _FITS, draws=True),
-    _hopper_backward(64, (128, 128, 4, 2), _in_order, _FITS, draws=True),
-    _hopper_backward(128, (64, 128, 4, 2), _in_order, _FITS, draws=True),
+    _hopper_backward(64, (128, 128, 4, 2), _in_order, _FITS, draws=True, splits=0),
+    _hopper_backward(128, (64, 128, 4, 2), _in_order, _FITS, draws=True, splits=0),
     _hopper_backward(64, (64, 128, 4, 2), _holds_more, _FITS),
     _hopper_backward(64, (128, 128, 4, 2), _one_length, **_DRAWN),
     _hopper_backward(128, (64, 128, 4, 2), _one_length, **_DRAWN),
     _hopper_backward(64, (128, 128, 4, 2)),
     _hopper_backward(128, (64, 128, 4, 2)),
+    _hopper_backward(256, (64, 64, 4, 2), _one_length, splits=0),
     _hopper_backward(256, (64, 64, 4, 2)),
     _cdna(64, (256, 128, 8, 1), _eight_bit),
     _cdna(128, (256, 64, 8, 1)),
@@ -533,7 +534,7 @@ ROWS: list[ConfigRow] = [
 
 # What may be chosen by hand, to be measured: backend="hopper+draws=1" (core/plan.py).
 OPTIONS = {
-    "hopper.backward": ("draws", "last_waves"),
+    "hopper.backward": ("draws", "last_waves", "splits"),
     "decode.forward": ("conversion", "programs", "registers", "merge_values", "merge_stages"),
 }
 

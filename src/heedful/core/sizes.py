@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Literal
 from heedful.core.arrays import ArraySpec
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import ITEM_BITS, AttentionProblem
-from heedful.core.splits import choose_splits
+from heedful.core.splits import choose_backward_splits, choose_splits
 from heedful.core.symbols import if_above, larger, smaller
 from heedful.core.tiles import (
+    CONSUMER_ROWS,
     V_T_CHUNK,
     V_T_KEYS,
     DecodeConfig,
@@ -341,6 +342,23 @@ def _backward(plan: "Plan", problem: AttentionProblem, stored_k: int) -> Sizes:
     return Sizes(1, launches, (delta,))
 
 
+def _backward_splits(
+    config: HopperBackwardConfig,
+    problem: AttentionProblem,
+    device: DeviceSpec,
+    tiles: int,
+    q_blocks: int,
+) -> int:
+    """In how many parts the visits of a key tile are split. Of packed sequences only the device
+    knows the tiles."""
+    if config.splits:
+        return config.splits
+    if problem.varlen_q or problem.varlen_k:
+        return 1
+    is_triangle = problem.mask.right >= 0 and problem.mask.left < 0
+    return choose_backward_splits(tiles, q_blocks * problem.group, device.units, is_triangle)
+
+
 def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     """A work tile is a key tile of a KV head. Sums of dQ have rows for whole tiles of queries; of
     packed ones, whose lengths only the device knows, for as many as there can be."""
@@ -362,20 +380,33 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     if problem.deterministic and not problem.mask.bounded:
         heads = larger(heads, _HEADS_IN_TURN)
     heads = larger(1, smaller(heads, all_heads))
-    last = ceil_div(config.last_waves * plan.device.units, key_blocks)
+    splits = _backward_splits(config, problem, plan.device, tiles, q_blocks)
+    last = ceil_div(config.last_waves * plan.device.units, key_blocks * splits)
     if not problem.mask.bounded or problem.varlen_k:
         last = 0
     groups = larger(0, all_heads - larger(1, last)) // heads
-    programs = smaller(tiles, plan.device.units) if config.draws else tiles
+    programs = tiles * splits
+    if config.draws:
+        programs = smaller(programs, plan.device.units)
+    rows_programs = q_blocks * problem.batch * problem.heads_q
     launches = {
-        "hopper.backward_prologue": LaunchSizes(
-            (q_blocks * problem.batch * problem.heads_q, 1, 1), {"q_blocks": q_blocks}
-        ),
+        "hopper.backward_prologue": LaunchSizes((rows_programs, 1, 1), {"q_blocks": q_blocks}),
         "hopper.backward": LaunchSizes(
             (programs, 1, 1),
-            {"tiles": tiles, "key_blocks": key_blocks, "l2_heads": heads, "l2_groups": groups},
+            {
+                "tiles": tiles,
+                "key_blocks": key_blocks,
+                "l2_heads": heads,
+                "l2_groups": groups,
+                "splits": splits,
+            },
         ),
     }
+    numbers = {"q_blocks": q_blocks}
+    if splits > 1:
+        numbers["k_blocks"] = ceil_div(stored_k, CONSUMER_ROWS)
+        rows_programs += numbers["k_blocks"] * problem.batch * problem.heads_k
+    launches["hopper.backward_epilogue"] = LaunchSizes((rows_programs, 1, 1), numbers)
     dims = (problem.heads_q, blocks * rows, backward_dim(problem.head_dim))
     workspaces = [Workspace("dq_accum", ArraySpec.contiguous(dims, "float32"))]
     if config.draws:
@@ -384,6 +415,10 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     if problem.deterministic:
         turns = ArraySpec.contiguous((problem.heads_q * blocks,), "int32")
         workspaces.append(Workspace("turns", turns))
+    if splits > 1:
+        columns = backward_dim(problem.head_dim) + backward_dim(problem.head_dim_v)
+        dims = (splits, problem.heads_k, head_tiles * config.block_n, columns)
+        workspaces.append(Workspace("partials", ArraySpec.contiguous(dims, "float32")))
     if problem.varlen_k:
         grid = (problem.batch + plan.device.units, 1, 1)
         launches["hopper.varlen_scheduler"] = LaunchSizes(grid, {"capacity": head_tiles})

@@ -10,6 +10,7 @@ from heedful.core.problem import AttentionProblem
 from heedful.core.symbols import opaque
 
 MAX_SPLITS = 128
+MAX_BACKWARD_SPLITS = 16
 # The fewest splits whose time is within this share of the best: each costs the combine a row.
 WORTH = 0.95
 # The combine reads and writes partial results: not for fewer key tiles than this a split.
@@ -35,6 +36,41 @@ def choose_splits(
     programs = problem.batch * heads * -(-problem.seqlen_q * pack // rows)
     tiles = -(-problem.seqlen_k // block_n)
     return _best(programs, tiles, device.units, COMBINE_VALUES // (block_n * problem.head_dim))
+
+
+# What a work tile of the Hopper backward costs beside its visits, in visits: for keys, values and
+# results; of split visits, for results in float32 that are summed later, too. The fewest splits
+# whose time is within this share of the best (docs/lab/hopper-backward.md).
+TILE_VISITS, SPLIT_VISITS = 2, 6
+BACKWARD_WORTH = 0.9
+
+
+@opaque
+@lru_cache(4096)
+def choose_backward_splits(tiles: int, visits: int, units: int, is_triangle: bool) -> int:
+    """In how many parts to split the visits of a key tile, so that work tiles fill the device
+    evenly.
+
+    tiles: key tiles of all heads. visits: of one that every query sees. is_triangle: tiles are of
+    any length up to the longest, as under a diagonal, and drawn from the longest; else they are
+    alike, and fill the device in waves.
+    """
+
+    def time(splits: int) -> float:
+        beside = SPLIT_VISITS if splits > 1 else TILE_VISITS
+        programs = tiles * splits
+        if not is_triangle:
+            return -(-programs // units) * (-(-visits // splits) + beside)
+        longest = visits / splits
+        times = [longest + beside, programs * (longest / 2 + beside) / units]
+        if units < programs <= 2 * units:
+            # Who drew the shortest of the first wave draws the longest of the second.
+            times.append(2 * (longest * (1 - units / programs) + beside))
+        return max(times)
+
+    most = max(1, min(MAX_BACKWARD_SPLITS, visits))
+    best = min(time(n) for n in range(1, most + 1))
+    return next(n for n in range(1, most + 1) if time(n) * BACKWARD_WORTH <= best)
 
 
 @opaque

@@ -207,7 +207,8 @@ class HopperBackwardConfig(TileConfig):
     scores. consumer_regs, producer_regs: registers of a thread. draws: programs for the units of
     the device draw their work tiles; else each work tile has a program. last_waves: under a mask,
     how often the tiles of the last L2 group are to fill the device, so that its short tiles outlast
-    its longest; 0: groups are alike.
+    its longest; 0: groups are alike. splits: in how many parts the visits of a key tile are split,
+    each a work tile; 0: as many as even out the schedule.
     """
 
     dout_stages: int = 2
@@ -216,6 +217,7 @@ class HopperBackwardConfig(TileConfig):
     producer_regs: int = 24
     draws: bool = False
     last_waves: int = 0
+    splits: int = 1
 
     @property
     def is_wide(self) -> bool:

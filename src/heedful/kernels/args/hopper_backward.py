@@ -37,7 +37,10 @@ class HopperBackwardOrder(NamedTuple):
     l2_groups: of KV heads, as in HopperTileOrder. varlen_tiles: of packed keys, see
     varlen_scheduler.py. tile_counter: how many work tiles have been drawn; None with a program for
     each. turns: of every tile of queries in dq_accum, how many key tiles have been added to it;
-    None where their order is free."""
+    None where their order is free. splits: parts in which the visits of a key tile are split, work
+    tiles of their own. partials: dV and dK of each split, KV head and 64 keys, in the order of
+    `hopper.backward_sums`; partial_rows: keys of a head in them, those of every sequence rounded
+    up to tiles. All None if not split."""
 
     tiles: Num
     key_blocks: Num
@@ -46,6 +49,9 @@ class HopperBackwardOrder(NamedTuple):
     varlen_tiles: In[Ptr]
     tile_counter: InOut[Ptr]
     turns: InOut[Ptr]
+    splits: Num
+    partials: Out[Ptr]
+    partial_rows: Num
 
 
 class HopperBackwardTile(NamedTuple):
@@ -87,5 +93,10 @@ class BackwardPrologueIO(NamedTuple):
 
 
 class BackwardEpilogueIO(NamedTuple):
+    """partials: as in HopperBackwardOrder; without them dk and dv are None, too."""
+
     dq_accum: In[Ptr]
     dq: Out[Rows]
+    partials: In[Ptr]
+    dk: Out[Rows]
+    dv: Out[Rows]

@@ -7,10 +7,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.backward_mainloop import backward_mainloop
+from heedful.kernels.hopper.backward_sums import store_registers
 from heedful.kernels.hopper.backward_tile import (
+    is_visited,
     key_tile,
     m_block_range,
     next_index,
+    partial_row,
     stride_before,
 )
 from heedful.kernels.hopper.compat import reinterpret, tma_store
@@ -53,8 +56,6 @@ def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.conste
     D: gl.constexpr = io.dk.block_type.shape[-1]
     E: gl.constexpr = io.dv.block_type.shape[-1]
     BYTES: gl.constexpr = shared.dq.shape[1] * shared.dq.shape[2] * 4
-    if params.dropout.IS_ON:
-        dv *= params.dropout.inverse_keep
     barrier.wait(shared.dq_empty.index(CONSUMER), (visit & 1) ^ 1)
     store_rows(io.dv, outlet(shared, io.dv, True, CONSUMER), dv, params, tile, CONSUMER)
     if BYTES < 2 * ROWS * (D + E):
@@ -64,6 +65,29 @@ def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.conste
     store_rows(io.dk, outlet(shared, io.dk, False, CONSUMER), dk, params, tile, CONSUMER)
     tma.store_wait(0)
     gl.barrier()
+
+
+@gluon.jit
+def store_partial(
+    x_ND, BEFORE: gl.constexpr, COLS: gl.constexpr, params, tile, CONSUMER: gl.constexpr
+):
+    """Stores one gradient of one consumer's keys, as it is in registers, for the epilogue: behind
+    BEFORE columns of COLS that these keys have."""
+    row = partial_row(params, tile) + CONSUMER * ROWS
+    store_registers(params.order.partials + row * COLS + BEFORE * ROWS, x_ND)
+
+
+@gluon.jit
+def finish(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
+    """Writes dV and dK, or what one split of the visits adds to them."""
+    COLS: gl.constexpr = dk.shape[1] + dv.shape[1]
+    if params.dropout.IS_ON:
+        dv *= params.dropout.inverse_keep
+    if params.order.partials is None:
+        store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER)
+    else:
+        store_partial(dv, 0, COLS, params, tile, CONSUMER)
+        store_partial(dk * params.sizes.scale, dv.shape[1], COLS, params, tile, CONSUMER)
 
 
 @gluon.jit
@@ -84,16 +108,16 @@ def backward_consumer(
     while index < scheduler.count:
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
-        if blocks.end > blocks.begin:
+        if is_visited(params, tile, blocks):
             barrier.wait(shared.k_full.index(0), kv_phase)
             barrier.wait(shared.v_full.index(0), kv_phase)
             dk, dv, visit = backward_mainloop(shared, visit, blocks, params, tile, CONSUMER)
             kv_phase ^= 1
-            store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER)
+            finish(io, shared, dk, dv, params, tile, visit, CONSUMER)
             mbarrier.arrive(shared.k_empty.index(0), count=1)
         else:
             dk = gl.zeros([ROWS, D], gl.float32, scores_layout(io.dk.dtype, D))
             dv = gl.zeros([ROWS, E], gl.float32, scores_layout(io.dv.dtype, E))
-            store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER)
+            finish(io, shared, dk, dv, params, tile, visit, CONSUMER)
         scheduler_state = scheduler_state.next()
         index = next_index(scheduler, index, scheduler_state)

@@ -1,6 +1,7 @@
-"""dQ out of its float32 sums: scaled, rounded, and in order again.
+"""dQ out of its float32 sums: scaled, rounded, and in order again. Where visits of key tiles are
+split, dK and dV out of what each split made, too.
 
-M query rows, D qk dim.
+M query rows, N keys, D qk dim, E v dim.
 """
 
 import triton
@@ -11,6 +12,9 @@ from heedful.kernels.args.shared import Sequences
 from heedful.kernels.common.sequences import sequence
 from heedful.kernels.hopper.backward_prologue import accum_begin
 from heedful.kernels.portable.sequences import row_base, store_rows, wide
+
+# Of a product, whose sums lie together.
+ROWS: tl.constexpr = tl.constexpr(64)
 
 
 @triton.jit
@@ -23,30 +27,25 @@ def load_share(sums, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def backward_epilogue(
+def query_gradients(
     io: BackwardEpilogueIO,
     seqs: Sequences,
     sizes: HopperBackwardSizes,
-    q_blocks,
+    b,
+    h,
+    row0,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """dq (B, M, H, D), zeros in rows past the used length. A program each for BLOCK_M rows of a
-    query head, as in the prologue. Consumers' shares are halves of 128 rows, or of the columns of
-    64. D: columns of dq, of BLOCK_D in dq_accum."""
-    pid = tl.program_id(0)
-    row0 = (pid % q_blocks) * BLOCK_M
-    heads = sizes.heads_k * sizes.group
-    h = wide(pid // q_blocks % heads)
-    b = wide(pid // q_blocks // heads)
+    """dq of BLOCK_M rows of a query head. Consumers' shares are halves of 128 rows, or of the
+    columns of 64."""
     token, len_q, stored_q = sequence(b, seqs.cu_q, seqs.used_q, None, seqs.seqlen_q)
     if row0 >= stored_q:
         return
-    accum_row = h * sizes.accum_rows + accum_begin(b, seqs, BLOCK_M) + row0
+    accum_row = h * sizes.accum_rows + accum_begin(b, seqs.cu_q, seqs.seqlen_q, BLOCK_M) + row0
     sums = io.dq_accum + accum_row * BLOCK_D
     dq = row_base(io.dq, b, h, token)
-    ROWS: tl.constexpr = 64
     SHARES: tl.constexpr = 2
     COLS: tl.constexpr = BLOCK_D * BLOCK_M // (ROWS * SHARES)
     for share in tl.static_range(SHARES):
@@ -56,3 +55,83 @@ def backward_epilogue(
         used_M = row + tl.arange(0, ROWS) < len_q
         dq_MD = tl.where(used_M[:, None], dq_MD * sizes.scale, 0.0)
         store_rows(dq + col, dq_MD, io.dq.stride_n, row, stored_q, D - col)
+
+
+@triton.jit
+def sum_of_splits(partial, splits, stride, COLS: tl.constexpr):
+    """One gradient of 64 keys, splits added in their order."""
+    x_NC = load_share(partial, ROWS, COLS)
+    for split in range(1, splits):
+        x_NC += load_share(partial + split * stride, ROWS, COLS)
+    return x_NC
+
+
+@triton.jit
+def key_gradients(
+    io: BackwardEpilogueIO,
+    seqs: Sequences,
+    sizes: HopperBackwardSizes,
+    b,
+    h,
+    row0,
+    splits,
+    partial_rows,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """dk and dv of 64 keys of a KV head."""
+    token, len_k, stored_k = sequence(b, seqs.cu_k, seqs.used_k, None, seqs.seqlen_k)
+    if row0 >= stored_k:
+        return
+    row = h * partial_rows + accum_begin(b, seqs.cu_k, seqs.seqlen_k, BLOCK_N) + row0
+    partial = io.partials + row * (BLOCK_D + BLOCK_E)
+    stride = wide(sizes.heads_k) * partial_rows * (BLOCK_D + BLOCK_E)
+    used_N = (row0 + tl.arange(0, ROWS) < len_k)[:, None]
+    dv_NE = sum_of_splits(partial, splits, stride, BLOCK_E)
+    dv_NE = tl.where(used_N, dv_NE, 0.0)
+    store_rows(row_base(io.dv, b, h, token), dv_NE, io.dv.stride_n, row0, stored_k, E)
+    dk_ND = sum_of_splits(partial + ROWS * BLOCK_E, splits, stride, BLOCK_D)
+    dk_ND = tl.where(used_N, dk_ND, 0.0)
+    store_rows(row_base(io.dk, b, h, token), dk_ND, io.dk.stride_n, row0, stored_k, D)
+
+
+@triton.jit
+def backward_epilogue(
+    io: BackwardEpilogueIO,
+    seqs: Sequences,
+    sizes: HopperBackwardSizes,
+    q_blocks,
+    k_blocks,
+    splits,
+    partial_rows,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """dq (B, M, H, D), and of splits dk (B, N, G, D) and dv (B, N, G, E); zeros in rows past the
+    used length. Of each sequence a program for BLOCK_M rows of a query head, q_blocks of the
+    longest one, behind them one for 64 keys of a KV head, k_blocks. BLOCK_M, BLOCK_N: tiles that
+    sequences are rounded up to. D, E: columns of the results, of BLOCK_D, BLOCK_E in the sums."""
+    heads = sizes.heads_k * sizes.group
+    of_queries = q_blocks * heads
+    programs = of_queries
+    if io.partials is not None:
+        programs += k_blocks * sizes.heads_k
+    b = wide(tl.program_id(0) // programs)
+    pid = tl.program_id(0) % programs
+    if io.partials is not None and pid >= of_queries:
+        pid -= of_queries
+        h = wide(pid // k_blocks)
+        row0 = pid % k_blocks * ROWS
+        key_gradients(
+            io, seqs, sizes, b, h, row0, splits, partial_rows, BLOCK_N, D, BLOCK_D, E, BLOCK_E
+        )
+        return
+    h = wide(pid // q_blocks)
+    query_gradients(io, seqs, sizes, b, h, pid % q_blocks * BLOCK_M, BLOCK_M, D, BLOCK_D)

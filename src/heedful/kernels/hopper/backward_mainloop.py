@@ -23,7 +23,7 @@ from heedful.kernels.hopper.backward_scores import (
 )
 from heedful.kernels.hopper.backward_shared import CONSUMERS, adders
 from heedful.kernels.hopper.backward_sums import put_dq
-from heedful.kernels.hopper.backward_tile import is_masked
+from heedful.kernels.hopper.backward_tile import is_masked, visit_range
 from heedful.kernels.hopper.compat import opaque
 from heedful.kernels.hopper.mma import ROWS, scores_layout
 from heedful.kernels.hopper.pipeline import PipelineState, matrix
@@ -81,7 +81,7 @@ def queue_dp(shared, visit, params, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def first_probabilities(shared, visit, blocks, params, tile, CONSUMER: gl.constexpr):
+def first_probabilities(shared, visit, blocks, params, tile, number, CONSUMER: gl.constexpr):
     """What is queued of a work tile's first visit, and its dP."""
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     dtype: gl.constexpr = shared.k.dtype
@@ -90,7 +90,7 @@ def first_probabilities(shared, visit, blocks, params, tile, CONSUMER: gl.conste
     s_NM = queue_rows(shared.k, shared.q, q_state, CONSUMER, BLOCK_M)
     lse_M = shared.lse.index(q_state.index).load(gl.SliceLayout(0, scores_layout(dtype, BLOCK_M)))
     s_NM = warpgroup_mma_wait(0, deps=[s_NM])
-    queued = queued_probabilities(s_NM, lse_M, blocks, params, tile, 0, dtype, CONSUMER, True)
+    queued = queued_probabilities(s_NM, lse_M, blocks, params, tile, number, dtype, CONSUMER, True)
     dp_NM = queue_dp(shared, visit, params, CONSUMER)
     return queued, warpgroup_mma_wait(0, deps=[dp_NM])
 
@@ -201,16 +201,17 @@ def full_run(blocks, number, last):
 
 @gluon.jit
 def backward_mainloop(shared, visit, blocks, params, tile, CONSUMER: gl.constexpr):
-    """dK and dV, not scaled, of one consumer's keys, of at least one visit, numbers from `visit`
-    on."""
+    """dK and dV, not scaled, of one consumer's keys: of a work tile's visits, at least one.
+    visit: how many came before, in all work tiles."""
     D: gl.constexpr = shared.k.shape[-1]
     E: gl.constexpr = shared.v.shape[-1]
     dtype: gl.constexpr = shared.k.dtype
     dk = gl.zeros([ROWS, D], gl.float32, scores_layout(dtype, D))
     dv = gl.zeros([ROWS, E], gl.float32, scores_layout(dtype, E))
-    queued, dp = first_probabilities(shared, visit, blocks, params, tile, CONSUMER)
-    last = (blocks.end - blocks.begin) * params.sizes.group - 1
-    number = gl.to_tensor(0)
+    first, end = visit_range(params, tile, blocks)
+    queued, dp = first_probabilities(shared, visit, blocks, params, tile, first, CONSUMER)
+    last = end - 1
+    number = first
     while number < last:
         # Masked visits are outside of the loop.
         run = full_run(blocks, number + 1, last)

@@ -23,6 +23,7 @@ from heedful.kernels.hopper.backward_tile import (
     query_tile,
     stride_before,
     turn_of,
+    visit_range,
 )
 from heedful.kernels.hopper.compat import tma_load
 from heedful.kernels.hopper.mma import ROWS
@@ -82,24 +83,24 @@ def load_rows(desc, ring, numbers, x_M, params, tile, head, row, state):
 
 
 @gluon.jit
-def load_tile(io, shared, params, tile, blocks, visits, states, kv_phase):
+def load_tile(io, shared, params, tile, blocks, first, end, states, kv_phase):
     """Loads a work tile's keys and values, and its queries in the order of visits."""
     q_state, do_state = states
-    head, row, lse_M, delta_M = queries_of(io, params, tile, blocks, 0)
-    for visit in range(visits):
+    head, row, lse_M, delta_M = queries_of(io, params, tile, blocks, first)
+    for visit in range(first, end):
         # What consumers of the tile before are done with first comes first.
-        if visit == 0:
+        if visit == first:
             barrier.wait(shared.v_empty.index(0), kv_phase ^ 1)
             load_keys(io.v, shared.v, shared.v_full, params, tile)
         load_rows(io.q, shared.q, shared.lse, base_2(lse_M), params, tile, head, row, q_state)
-        if visit == 0:
+        if visit == first:
             barrier.wait(shared.k_empty.index(0), kv_phase ^ 1)
             load_keys(io.k, shared.k, shared.k_full, params, tile)
         load_rows(io.dout, shared.do, shared.delta, delta_M, params, tile, head, row, do_state)
         q_state = q_state.next()
         do_state = do_state.next()
         # The next rows' numbers are on their way while stages are awaited.
-        following = gl.minimum(visit + 1, visits - 1)
+        following = gl.minimum(visit + 1, end - 1)
         head, row, lse_M, delta_M = queries_of(io, params, tile, blocks, following)
     return q_state, do_state
 
@@ -118,9 +119,9 @@ def backward_producer(
         scheduler_state = scheduler_state.next()
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
-        visits = (blocks.end - blocks.begin) * params.sizes.group
-        if visits > 0:
-            states = load_tile(io, shared, params, tile, blocks, visits, states, kv_phase)
+        first, end = visit_range(params, tile, blocks)
+        if end > first:
+            states = load_tile(io, shared, params, tile, blocks, first, end, states, kv_phase)
             kv_phase ^= 1
         elif params.tile.BLOCK_N == ROWS:
             # Of wide heads' keys consumers always wait for the memory.
@@ -150,14 +151,14 @@ def backward_adder(
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     SHARE: gl.constexpr = BLOCK_M * io.q.block_type.shape[-1] // CONSUMERS
     phase = gl.to_tensor(0)
-    first = gl.to_tensor(ADDER)
+    ahead = gl.to_tensor(ADDER)
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)
     index = next_index(scheduler, stride_before(), scheduler_state)
     while index < scheduler.count:
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
-        visits = (blocks.end - blocks.begin) * params.sizes.group
-        for visit in range(first, visits, ADDERS):
+        first, end = visit_range(params, tile, blocks)
+        for visit in range(first + ahead, end, ADDERS):
             head, block = query_tile(params, tile, blocks, visit)
             place = head.to(gl.int64) * params.sizes.accum_rows + tile.accum_row + block * BLOCK_M
             address = io.dq_accum + place * (SHARE * CONSUMERS // BLOCK_M)
@@ -173,6 +174,6 @@ def backward_adder(
                 end_turn(turn)
             phase ^= 1
         # Who adds goes on alternating in the next work tile.
-        first = (first + visits) % ADDERS
+        ahead = (ahead + end - first) % ADDERS
         scheduler_state = scheduler_state.next()
         index = next_index(scheduler, index, scheduler_state)

@@ -15,13 +15,14 @@ from heedful.kernels.portable.sequences import Place, load_rows, row_base, wide
 
 
 @triton.jit
-def accum_begin(b, x: Sequences, BLOCK_M: tl.constexpr):
-    """A sequence's first row in dq_accum, as `hopper.backward_tile.accum_begin` has it."""
-    if x.cu_q is not None:
-        token, _, _ = sequence(b, x.cu_q, None, None, x.seqlen_q)
-        return (token // BLOCK_M + b) * BLOCK_M
+def accum_begin(b, cu_seqlens, seqlen, BLOCK: tl.constexpr):
+    """A sequence's first row where each has its rows rounded up to tiles, as
+    `hopper.backward_tile.accum_begin` has it."""
+    if cu_seqlens is not None:
+        token, _, _ = sequence(b, cu_seqlens, None, None, seqlen)
+        return (token // BLOCK + b) * BLOCK
     else:
-        return wide(b) * (tl.cdiv(x.seqlen_q, BLOCK_M) * BLOCK_M)
+        return wide(b) * (tl.cdiv(seqlen, BLOCK) * BLOCK)
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def backward_prologue(
     token, len_q, stored_q = sequence(b, seqs.cu_q, seqs.used_q, None, seqs.seqlen_q)
     if row0 >= stored_q:
         return
-    accum_row = h * sizes.accum_rows + accum_begin(b, seqs, BLOCK_M) + row0
+    accum_row = h * sizes.accum_rows + accum_begin(b, seqs.cu_q, seqs.seqlen_q, BLOCK_M) + row0
     sums = io.dq_accum + accum_row * D
     PART: tl.constexpr = D if D & (D - 1) == 0 else D // 3
     for part in tl.static_range(D // PART):

@@ -71,18 +71,34 @@ def end_turn(turn):
 
 
 @gluon.constexpr_function
-def _add_registers(outputs, inputs):
-    """Assembly: adds four numbers at a time to this thread's column in global memory."""
+def _each_four(operation, inputs):
+    """Assembly: does this to four numbers at a time and this thread's column in global memory."""
     values, place = inputs[0], inputs[1][0]
     lines = ["{ .reg .b32 t; .reg .b64 a; mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4;"]
     lines.append(f"cvt.u64.u32 a, t; add.u64 a, a, {place};")
     for i in range(0, len(values), 4):
         four = ", ".join(values[i : i + 4])
-        lines.append(f"red.relaxed.gpu.global.add.v4.f32 [a+{4 * 128 * i}], {{{four}}};")
+        lines.append(f"{operation}.v4.f32 [a+{4 * 128 * i}], {{{four}}};")
     return " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _add_registers(outputs, inputs):
+    return _each_four("red.relaxed.gpu.global.add", inputs)
+
+
+@gluon.constexpr_function
+def _store_registers(outputs, inputs):
+    return _each_four("st.global", inputs)
 
 
 @gluon.jit
 def add_registers(address, dq):
     """Adds 64 rows to global memory, in the order in which `put_dq` stores them."""
     inline_asm(_add_registers, ("f", "l"), [dq, address])
+
+
+@gluon.jit
+def store_registers(address, x):
+    """Stores 64 rows in global memory, in the order in which `put_dq` stores them."""
+    inline_asm(_store_registers, ("f", "l"), [x, address])

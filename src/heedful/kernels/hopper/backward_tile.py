@@ -17,7 +17,7 @@ class KeyTile:
     """Keys from `col` of one KV head; start_q, start_k: where its sequence lies if packed.
 
     len_q, len_k: what is used of it; stored_q, stored_k: rows in storage. off: how far the diagonal
-    is moved. accum_row: the sequence's first row in dq_accum.
+    is moved. accum_row: the sequence's first row in dq_accum. split: which of its visits' splits.
     """
 
     batch: gl.tensor
@@ -31,6 +31,7 @@ class KeyTile:
     stored_k: gl.tensor
     off: gl.tensor
     accum_row: gl.tensor
+    split: gl.tensor
 
 
 @aggregate
@@ -45,22 +46,32 @@ class MBlockRange:
 
 
 @gluon.jit
-def accum_begin(params, batch, start_q):
-    """A sequence's first row in dq_accum: each has its rows rounded up to tiles."""
-    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
-    if params.seqs.cu_q is not None:
-        return (start_q // BLOCK_M + batch) * BLOCK_M
+def accum_begin(batch, start, cu_seqlens, seqlen, BLOCK: gl.constexpr):
+    """A sequence's first row in dq_accum, or in partials: each has its rows rounded up to tiles."""
+    if cu_seqlens is not None:
+        return (start // BLOCK + batch) * BLOCK
     else:
-        return batch * (gl.cdiv(params.seqs.seqlen_q, BLOCK_M) * BLOCK_M)
+        return batch * (gl.cdiv(seqlen, BLOCK) * BLOCK)
+
+
+@gluon.jit
+def partial_row(params, tile):
+    """A work tile's first row in partials."""
+    seqs = params.seqs
+    begin = accum_begin(tile.batch, tile.start_k, seqs.cu_k, seqs.seqlen_k, params.tile.BLOCK_N)
+    head = tile.split.to(gl.int64) * params.sizes.heads_k + tile.kv_head
+    return head * params.order.partial_rows + begin + tile.col
 
 
 @gluon.jit
 def work_tiles(params):
     """How many work tiles there are."""
-    if params.order.varlen_tiles is None:
-        return params.order.tiles
-    else:
-        return gl.load(params.order.varlen_tiles) * params.sizes.heads_k
+    tiles = params.order.tiles
+    if params.order.varlen_tiles is not None:
+        tiles = gl.load(params.order.varlen_tiles) * params.sizes.heads_k
+    if params.order.partials is not None:
+        tiles *= params.order.splits
+    return tiles
 
 
 @gluon.jit
@@ -109,7 +120,12 @@ def turn_of(params, tile, block):
 @gluon.jit
 def key_tile(params, index):
     """Work tile `index`: groups of KV heads, in each of them key tiles from the first, which
-    causal queries see longest; where they take turns, from the one whose turn is first."""
+    causal queries see longest; where they take turns, from the one whose turn is first. Splits of a
+    key tile's visits are neighbours, which share its keys."""
+    split = gl.to_tensor(0)
+    if params.order.partials is not None:
+        split = index % params.order.splits
+        index //= params.order.splits
     key_blocks = params.order.key_blocks
     heads = params.order.tiles // key_blocks
     batch = gl.to_tensor(0)
@@ -143,8 +159,21 @@ def key_tile(params, index):
         len_k = gl.minimum(len_k, params.mods.longest_k)
     off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
     col = block * params.tile.BLOCK_N
-    row = accum_begin(params, batch, start_q)
-    return KeyTile(batch, head, col, start_q, start_k, len_q, len_k, stored_q, stored_k, off, row)
+    row = accum_begin(batch, start_q, params.seqs.cu_q, params.seqs.seqlen_q, params.tile.BLOCK_M)
+    return KeyTile(
+        batch,
+        head,
+        col,
+        start_q,
+        start_k,
+        len_q,
+        len_k,
+        stored_q,
+        stored_k,
+        off,
+        row,
+        split,
+    )
 
 
 @gluon.jit
@@ -181,6 +210,28 @@ def m_block_range(params, tile):
 def is_masked(blocks, block):
     """Whether a query tile needs a mask."""
     return (block < blocks.full_begin) | (block >= blocks.full_end)
+
+
+@gluon.jit
+def visit_range(params, tile, blocks):
+    """Numbers [first, end) of a work tile's visits: query tiles of all heads that see its keys, or
+    one split of them."""
+    first = gl.to_tensor(0)
+    end = (blocks.end - blocks.begin) * params.sizes.group
+    if params.order.partials is not None:
+        first = end * tile.split // params.order.splits
+        end = end * (tile.split + 1) // params.order.splits
+    return first, end
+
+
+@gluon.jit
+def is_visited(params, tile, blocks):
+    """Whether a work tile has visits."""
+    if params.order.partials is None:
+        return blocks.end > blocks.begin
+    else:
+        first, end = visit_range(params, tile, blocks)
+        return end > first
 
 
 @gluon.jit

@@ -19,7 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
-from heedful.kernels.hopper.backward_consumer import store_rows
+from heedful.kernels.hopper.backward_consumer import store_partial, store_rows
 from heedful.kernels.hopper.backward_mainloop import queue_rows, stage_of
 from heedful.kernels.hopper.backward_producer import backward_producer
 from heedful.kernels.hopper.backward_scores import kept_probabilities, queued_probabilities
@@ -31,6 +31,7 @@ from heedful.kernels.hopper.backward_tile import (
     next_index,
     query_tile,
     stride_before,
+    visit_range,
     work_scheduler,
 )
 from heedful.kernels.hopper.compat import aggregate, inline_asm, opaque
@@ -135,14 +136,14 @@ def crossing_probabilities(queued, params, dtype: gl.constexpr, layout: gl.const
 
 
 @gluon.jit
-def value_gradients(io, shared, visit, blocks, params, tile, visits):
+def value_gradients(io, shared, visit, blocks, params, tile, first, end):
     """dV of a work tile: the consumer that makes probabilities."""
     E: gl.constexpr = shared.v.shape[-1]
     dtype: gl.constexpr = shared.k.dtype
     layout: gl.constexpr = scores_layout(dtype, params.tile.BLOCK_M)
     dv = gl.zeros([ROWS, E], gl.float32, scores_layout(dtype, E))
     operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
-    for number in range(visits):
+    for number in range(first, end):
         q_state = stage_of(visit, params.tile.Q_STAGES)
         do_state = stage_of(visit, params.tile.DO_STAGES)
         crossing = stage_of(visit, CROSSING_STAGES)
@@ -165,7 +166,7 @@ def value_gradients(io, shared, visit, blocks, params, tile, visits):
 
 
 @gluon.jit
-def key_gradients(io, shared, visit, blocks, params, tile, visits):
+def key_gradients(io, shared, visit, blocks, params, tile, first, end):
     """dK of a work tile, less the scale: the consumer that makes dS."""
     D: gl.constexpr = shared.k.shape[-1]
     dtype: gl.constexpr = shared.k.dtype
@@ -173,7 +174,7 @@ def key_gradients(io, shared, visit, blocks, params, tile, visits):
     dk = gl.zeros([ROWS, D], gl.float32, scores_layout(dtype, D))
     operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     pairs: gl.constexpr = gl.SliceLayout(0, layout)
-    for number in range(visits):
+    for number in range(first, end):
         q_state = stage_of(visit, params.tile.Q_STAGES)
         do_state = stage_of(visit, params.tile.DO_STAGES)
         crossing = stage_of(visit, CROSSING_STAGES)
@@ -210,6 +211,16 @@ def crossed_gradients(p_NM, dp_NM, delta_M, params, dtype: gl.constexpr):
 
 
 @gluon.jit
+def store_wide(desc, memory, x_ND, BEFORE: gl.constexpr, shared, params, tile):
+    """Writes one gradient of a key tile, or what one split of the visits adds to it."""
+    if params.order.partials is None:
+        store_rows(desc, memory, x_ND, params, tile, 0)
+    else:
+        COLS: gl.constexpr = shared.k.shape[-1] + shared.v.shape[-1]
+        store_partial(x_ND, BEFORE, COLS, params, tile, 0)
+
+
+@gluon.jit
 def wide_consumer(
     io: HopperBackwardIO,
     shared,
@@ -225,24 +236,24 @@ def wide_consumer(
     while index < scheduler.count:
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
-        visits = (blocks.end - blocks.begin) * params.sizes.group
+        first, end = visit_range(params, tile, blocks)
         # Gradients leave through the memory of keys and values, so that these are waited for even
         # where nothing is made of them.
         barrier.wait(shared.k_full.index(0), kv_phase)
         barrier.wait(shared.v_full.index(0), kv_phase)
         kv_phase ^= 1
         if CONSUMER == 0:
-            dv, visit = value_gradients(io, shared, visit, blocks, params, tile, visits)
+            dv, visit = value_gradients(io, shared, visit, blocks, params, tile, first, end)
             if params.dropout.IS_ON:
                 dv *= params.dropout.inverse_keep
             # The other has read all values, and all keys.
             sync_consumers()
-            store_rows(io.dv, shared.v.index(0), dv, params, tile, 0)
+            store_wide(io.dv, shared.v.index(0), dv, 0, shared, params, tile)
         else:
-            dk, visit = key_gradients(io, shared, visit, blocks, params, tile, visits)
+            dk, visit = key_gradients(io, shared, visit, blocks, params, tile, first, end)
             dk *= params.sizes.scale
             sync_consumers()
-            store_rows(io.dk, shared.k.index(0), dk, params, tile, 0)
+            store_wide(io.dk, shared.k.index(0), dk, shared.v.shape[-1], shared, params, tile)
         tma.store_wait(0)
         sync_consumers()
         mbarrier.arrive(shared.k_empty.index(0), count=1)

@@ -52,10 +52,10 @@ def _config(plan: Plan) -> HopperBackwardConfig:
 
 
 def _rows_call(name: str, launch_sizes: Sizes, **parameters) -> KernelCall:
-    """A kernel that goes by tiles of query rows."""
-    launch = launch_sizes.launches["hopper.backward_prologue"]
+    """A kernel that goes by tiles of rows."""
+    launch = launch_sizes.launches[f"hopper.backward_{name}"]
     ref = KernelRef(f"heedful.kernels.hopper.backward_{name}", f"backward_{name}")
-    parameters["q_blocks"] = Scalar(launch.numbers["q_blocks"])
+    parameters |= {count: Scalar(value) for count, value in launch.numbers.items()}
     return KernelCall(ref, launch.grid, parameters, {"num_warps": _ROWS_WARPS})
 
 
@@ -130,24 +130,44 @@ def _prologue_call(
 def _epilogue_call(
     problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
 ) -> KernelCall:
+    is_split = "partials" in buffers
     return _rows_call(
         "epilogue",
         sizes,
         io=BackwardEpilogueIO(
-            dq_accum=pointer(buffers, "dq_accum", True), dq=groups.rows(buffers, "dq", 8)
+            dq_accum=pointer(buffers, "dq_accum", True),
+            dq=groups.rows(buffers, "dq", 8),
+            partials=pointer(buffers, "partials", True),
+            dk=groups.rows(buffers, "dk", 8) if is_split else None,
+            dv=groups.rows(buffers, "dv", 8) if is_split else None,
         ),
         seqs=groups.sequences(problem, buffers),
         sizes=_sizes(problem, buffers),
+        **{"k_blocks": None, **_splits(sizes, buffers)},
         BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
         D=problem.head_dim,
         BLOCK_D=backward_dim(problem.head_dim),
+        E=problem.head_dim_v,
+        BLOCK_E=backward_dim(problem.head_dim_v),
     )
+
+
+def _splits(sizes: Sizes, buffers: Buffers) -> dict[str, Scalar | None]:
+    """In how many parts visits of key tiles are split, and the keys of a head in each; None if they
+    are not."""
+    if "partials" not in buffers:
+        return {"splits": None, "partial_rows": None}
+    splits = sizes.launches["hopper.backward"].numbers["splits"]
+    return {"splits": Scalar(splits), "partial_rows": Scalar(buffers["partials"].shape[2])}
 
 
 def _backward_call(
     problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
 ) -> KernelCall:
     launch = sizes.launches["hopper.backward"]
+    numbers = {**launch.numbers}
+    del numbers["splits"]
     dims = dict.fromkeys(("q", "k", "dk"), problem.head_dim)
     dims |= dict.fromkeys(("v", "dout", "dv"), problem.head_dim_v)
     found = {}
@@ -170,10 +190,12 @@ def _backward_call(
             sizes=_sizes(problem, buffers),
             **hopper_groups.scores(problem, buffers),
             order=HopperBackwardOrder(
-                **{name: Scalar(value) for name, value in launch.numbers.items()},
+                **{name: Scalar(value) for name, value in numbers.items()},
                 varlen_tiles=pointer(buffers, "varlen_tiles"),
                 tile_counter=pointer(buffers, "tile_counter"),
                 turns=pointer(buffers, "turns"),
+                partials=pointer(buffers, "partials", True),
+                **_splits(sizes, buffers),
             ),
             tile=HopperBackwardTile(
                 BLOCK_M=config.block_m,

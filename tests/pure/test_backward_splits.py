@@ -1,0 +1,106 @@
+"""In how many parts the visits of a key tile of the Hopper backward are split, against what was
+measured: docs/lab/hopper-backward/028-splits.csv."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from heedful.core.device import by_name
+from heedful.core.mask import MaskSpec
+from heedful.core.plan import plan
+from heedful.core.problem import AttentionProblem
+from heedful.core.splits import choose_backward_splits
+from heedful.launch.prebuild import compiling
+
+LAB = Path(__file__).parents[2] / "docs/lab/hopper-backward/028-splits.csv"
+DEVICE = by_name("H200")
+RECORDED = [1, 2, 3, 4, 8]
+# Rows were timed to about 4 %, those under 30 us, most of which is launches, to 10 %.
+WORST = 1.1
+
+
+def rows() -> list[list[str]]:
+    lines = [line for line in LAB.read_text().splitlines() if not line.startswith("#")]
+    return list(csv.reader(lines))[1:]
+
+
+def problem(shape: str, heads: str, dim: str, mask: str) -> AttentionProblem:
+    batch, length = map(int, shape.split(" x "))
+    heads_q, heads_k = map(int, heads.split("/"))
+    return AttentionProblem.dense(
+        batch,
+        length,
+        length,
+        heads_q,
+        heads_k,
+        int(dim),
+        dtype="bfloat16",
+        causal=mask == "causal",
+        needs_grad=True,
+    )
+
+
+def sizes(wanted: AttentionProblem, backend: str = "hopper"):
+    return plan(wanted, DEVICE, compiling(), backend).sizes(direction="backward")
+
+
+def splits(wanted: AttentionProblem, backend: str = "hopper") -> int:
+    return sizes(wanted, backend).launches["hopper.backward"].numbers["splits"]
+
+
+def time_of(count: int, times: dict[int, float]) -> float:
+    """As recorded, or between two that were."""
+    if count in times:
+        return times[count]
+    below = max(n for n in times if n < count)
+    above = min(n for n in times if n > count)
+    share = (count - below) / (above - below)
+    return times[below] + share * (times[above] - times[below])
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: " ".join(row[:4]))
+def test_what_is_chosen_is_near_the_best_that_was_recorded(row):
+    times = dict(zip([*RECORDED, int(row[9])], map(float, row[4:9] + row[10:]), strict=True))
+    assert time_of(splits(problem(*row[:4])), times) <= WORST * min(times.values())
+
+
+def test_tiles_that_fill_the_device_are_not_split():
+    for visits in (8, 64, 1024):
+        for is_triangle in (False, True):
+            assert choose_backward_splits(132 * 16, visits, 132, is_triangle) == 1
+
+
+@pytest.mark.parametrize("tiles, visits", [(0, 64), (64, 0), (0, 0)])
+def test_nothing_to_do_is_not_split(tiles, visits):
+    assert choose_backward_splits(tiles, visits, 132, False) == 1
+
+
+def test_no_split_is_without_a_visit_of_a_whole_tile():
+    for visits in range(1, 20):
+        for is_triangle in (False, True):
+            assert 1 <= choose_backward_splits(1, visits, 132, is_triangle) <= visits
+
+
+def test_scratch_and_programs_are_those_of_all_splits():
+    wanted = problem("2 x 1000", "8/2", "64", "full")
+    whole, split = sizes(wanted, "hopper+splits=1"), sizes(wanted, "hopper+splits=3")
+    scratch = {w.name: w.buffer.shape for w in split.workspaces}
+    assert scratch.pop("partials") == (3, 2, 2 * 1024, 64 + 64)
+    assert scratch == {w.name: w.buffer.shape for w in whole.workspaces}
+    assert whole.launches["hopper.backward"].grid == (32, 1, 1)
+    assert split.launches["hopper.backward"].grid == (96, 1, 1)
+    # The epilogue has programs for 64 keys of a KV head, too.
+    epilogues = [s.launches["hopper.backward_epilogue"] for s in (whole, split)]
+    assert [e.grid[0] for e in epilogues] == [2 * 8 * 8, 2 * 8 * 8 + 2 * 2 * 16]
+
+
+def test_a_window_is_no_triangle_and_packed_sequences_are_not_split():
+    long = problem("1 x 4096", "8/2", "128", "causal")
+    windowed = AttentionProblem.dense(
+        1, 4096, 4096, 8, 2, 128, mask=MaskSpec.of(True, (512, 0)), needs_grad=True
+    )
+    packed = AttentionProblem.dense(
+        4, 4096, 4096, 8, 2, 128, total_q=4096, total_k=4096, causal=True, needs_grad=True
+    )
+    assert [splits(p) for p in (long, windowed, packed)] == [4, 2, 1]
