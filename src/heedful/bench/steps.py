@@ -33,7 +33,7 @@ from heedful.reference.budget import Error, allowed
 
 ROUNDS = 7
 Call = Callable[[], Tensor]
-BACKENDS = ("decode", "hopper", "portable")
+BACKENDS = ("decode", "hopper", "mla", "portable")
 # Sequences whose rows are compared, at most.
 WATCHED = 4
 WORKSPACE_BYTES = 256 * 1024**2

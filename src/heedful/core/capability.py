@@ -294,6 +294,21 @@ def _wide_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None
 
 
+# Of the MLA decode: columns of V, and the most of K.
+LATENT_DIM, LATENT_KEY_DIM = 512, 576
+
+
+def _values_in_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """What is past the values in a row of keys, a box of 64 columns, is where probabilities go."""
+    dim, dim_v = problem.head_dim, problem.head_dim_v
+    if not (dim_v == LATENT_DIM and LATENT_DIM < dim <= LATENT_KEY_DIM):
+        words = f"{LATENT_DIM} and K of up to {LATENT_KEY_DIM - LATENT_DIM} columns more"
+        return f"head dims {dim} and {dim_v}: takes V of {words}"
+    if not problem.v_in_k:
+        return "takes a V that is a view of K"
+    return None
+
+
 def _is_for_hopper(problem: AttentionProblem, device: DeviceSpec) -> bool:
     """Whether the Hopper forward would take what the decode kernel leaves."""
     if device.arch != "sm_90" or ITEM_BITS[problem.dtype] == 8:
@@ -364,6 +379,25 @@ _PORTABLE_LEVELS = {
 
 # In order of preference.
 ROWS: tuple[KernelRow, ...] = (
+    KernelRow(
+        "mla",
+        "forward",
+        {"sm_90": "compile-only"},
+        ("bfloat16", "float16"),
+        frozenset(
+            {"causal", "diagonal", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
+            | {"head_dims_differ", "return_lse", "split_kv"}
+        ),
+        max_dim=LATENT_KEY_DIM,
+        dim_multiple=8,
+        # For gl.inline_asm.
+        least=(("triton", (3, 9)),),
+        by_default=False,
+        gates=(_values_in_keys, _some_tokens, _positive_scale, _out_as_in, _whole_pages)
+        + (_few_rows,),
+        configs=("mla.forward",),
+        program="heedful.launch.bind.mla",
+    ),
     KernelRow(
         "decode",
         "forward",

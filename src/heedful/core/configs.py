@@ -17,6 +17,7 @@ from heedful.core.tiles import (
     HopperBackwardConfig,
     HopperForwardConfig,
     HopperFp8Config,
+    MlaConfig,
     PortableConfig,
     TileConfig,
 )
@@ -524,6 +525,14 @@ ROWS: list[ConfigRow] = [
         for archs, warps, stages in ((_CDNA, 4, 1), (_NVIDIA, 8, 2), (("*",), 8, 1))
         for rows in (16, 32, 64)
     ),
+    ConfigRow(
+        "mla.forward",
+        ("sm_90",),
+        576,
+        MlaConfig(64, 128, programs=1, least_tiles=2),
+        _FITS,
+        _always,
+    ),
     *(
         ConfigRow(f"portable.{kernel}", archs, max_dim, PortableConfig(*tile), measured, when)
         for kernel, archs, when, measured, tiles in _PORTABLE
@@ -536,6 +545,7 @@ ROWS: list[ConfigRow] = [
 OPTIONS = {
     "hopper.backward": ("draws", "last_waves", "splits"),
     "decode.forward": ("conversion", "programs", "registers", "merge_values", "merge_stages"),
+    "mla.forward": ("in_turn", "merge_values", "overhead", "least_tiles"),
 }
 
 

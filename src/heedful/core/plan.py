@@ -12,7 +12,7 @@ from heedful.core.configs import ConfigRow
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import AttentionProblem, Lengths
 from heedful.core.sizes import Scheduler, Sizes
-from heedful.core.tiles import DecodeConfig, HopperConfig, TileConfig
+from heedful.core.tiles import HopperConfig, SharedKeysConfig, TileConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +233,7 @@ def _dealt_out(row: KernelRow, tiles, problem: AttentionProblem, device: DeviceS
         splits = max(1, problem.num_splits)
         if forward is not None:
             splits = 1 if problem.return_probs else sizes.best_splits(forward, problem, device)
-    if isinstance(forward, DecodeConfig):
+    if isinstance(forward, SharedKeysConfig):
         # Its programs share the keys by themselves.
         return {}
     facts: dict = {"is_split": splits > 1}

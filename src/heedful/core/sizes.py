@@ -21,6 +21,8 @@ from heedful.core.tiles import (
     HopperBackwardConfig,
     HopperConfig,
     HopperFp8Config,
+    MlaConfig,
+    SharedKeysConfig,
     TileConfig,
     backward_dim,
     pow2,
@@ -106,7 +108,7 @@ def of(plan: "Plan", problem: AttentionProblem, direction: str, stored_k: int | 
 def splits_of(plan: "Plan", problem: AttentionProblem) -> int:
     """In how many parts a split plan splits these lengths."""
     config = plan.configs.get(f"{plan.backend}.forward")
-    if isinstance(config, DecodeConfig):
+    if isinstance(config, SharedKeysConfig):
         return max(1, problem.num_splits)
     if not plan.is_split:
         return 1
@@ -308,7 +310,41 @@ def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     )
 
 
+def _even_shares(places, batch):
+    """Shares of a line of `batch` units: whole ones for each, or as many parts of each, where that
+    leaves less than a sixteenth of the places idle. Equal lengths then have fewer parts."""
+    batch = larger(1, batch)
+    few = ceil_div(batch, ceil_div(batch, places))
+    shares = if_above(batch, places, few, places // batch * batch)
+    return if_above(16 * shares, 15 * places, shares, places)
+
+
+def _mla_forward(plan: "Plan", problem: AttentionProblem, splits: int):
+    """As of the decode kernel; each half of the columns has slots and counts of its own."""
+    config = plan.configs["mla.forward"]
+    assert isinstance(config, MlaConfig)
+    tiles = ceil_div(problem.seqlen_q * problem.group, config.block_m)
+    lines = larger(1, tiles * problem.heads_k)
+    parts = ceil_div(larger(1, problem.seqlen_k), config.block_n * config.least_tiles)
+    if problem.num_splits:
+        parts = smaller(parts, problem.num_splits)
+    places = larger(1, plan.device.units * config.programs // lines)
+    shares = smaller(_even_shares(places, problem.batch), problem.batch * parts)
+    programs, units = shares * lines, problem.batch * lines
+    launches = {"mla.forward": LaunchSizes((programs, 1, 1), {"tiles": tiles})}
+    if problem.num_splits == 1:
+        return launches, ()
+    slots = 2 * (units * problem.num_splits if problem.num_splits else 2 * programs)
+    dim = problem.head_dim_v // 2
+    return launches, (
+        Workspace("partial_out", ArraySpec.contiguous((slots, config.block_m, dim), "float32")),
+        Workspace("partial_lse", ArraySpec.contiguous((slots, config.block_m), "float32")),
+        Workspace("counts", ArraySpec.contiguous((2 * units,), "int32"), zeroed=True),
+    )
+
+
 _FORWARD = {
+    "mla.forward": _mla_forward,
     "decode.forward": _decode_forward,
     "hopper.forward": _hopper_forward,
     "hopper.fp8_forward": _hopper_forward,

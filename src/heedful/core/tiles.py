@@ -58,11 +58,23 @@ MERGE_ROWS = 8  # of a decode's tile, whose parts are merged at once (decode_mer
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeConfig(TileConfig):
-    """A tile of the decode kernel, whose rows are the query heads of a KV head at each position.
+class SharedKeysConfig(TileConfig):
+    """A tile of a kernel whose programs share the keys of all sequences by themselves.
 
     programs: for each unit of the device. least_tiles: tiles of keys of a program at least.
-    overhead: what a part costs beside its keys, in tiles of keys. conversion: of stored values of 8
+    overhead: what a part costs beside its keys, in tiles of keys.
+    """
+
+    programs: int = 2
+    least_tiles: int = 4
+    overhead: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig(SharedKeysConfig):
+    """A tile of the decode kernel, whose rows are the query heads of a KV head at each position.
+
+    conversion: of stored values of 8
     and 4 bits: 0 the compiler's, 1 by PTX, of sm_90 on, 2 by the fewest instructions: of integers a
     permutation and an fma, of floats to float16.
     merge_values: of all parts, that each of 32 threads of a warp merges at once; merge_stages: how
@@ -70,13 +82,24 @@ class DecodeConfig(TileConfig):
     at most, of NVIDIA parts alone; 0 = the compiler's choice.
     """
 
-    programs: int = 2
-    least_tiles: int = 4
-    overhead: int = 0
     conversion: int = 0
     merge_values: int = 32
     merge_stages: int = 1
     registers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MlaConfig(SharedKeysConfig):
+    """A tile of the MLA decode: 64 query rows by 128 keys, 64 for each of two consumers.
+
+    merge_values: of all parts, that a thread merges at once. in_turn: the second consumer queues
+    its scores behind those of the first. consumer_regs, producer_regs: registers of a thread.
+    """
+
+    merge_values: int = 128
+    in_turn: bool = True
+    consumer_regs: int = 240
+    producer_regs: int = 24
 
 
 @dataclass(frozen=True, slots=True)

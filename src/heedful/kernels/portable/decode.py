@@ -33,6 +33,7 @@ from heedful.kernels.portable.decode_cache import (
 )
 from heedful.kernels.portable.decode_merge import finish_piece
 from heedful.kernels.portable.decode_work import (
+    LOOKS,
     facts,
     next_piece,
     place_at,
@@ -441,7 +442,15 @@ def decode(
     line = pid % lines
     g = line % heads
     x, end, share, b, base = share_of(
-        pid // lines, programs // lines, sequences, shape, mask, work, tile
+        pid // lines,
+        programs // lines,
+        tl.arange(0, 1),
+        tl.arange(0, LOOKS),
+        sequences,
+        shape,
+        mask,
+        work,
+        tile,
     )
     while x < end:
         token_q, len_q, stored_q, token_k, len_k, stored_k, off = facts(b, sequences, mask)

@@ -121,18 +121,19 @@ def lengths_of(b_B, x: Sequences, shape: Shape, mask: Mask, work: DecodeWork, ti
 
 
 @triton.jit
-def share_of(number, shares, x: Sequences, shape: Shape, mask: Mask, work, tile: DecodeTile):
+def share_of(
+    number, shares, first_B, looks_B, x: Sequences, shape: Shape, mask: Mask, work, tile: DecodeTile
+):
     """(begin, end, length of each share, sequence that `begin` is in, where that begins) of one
-    share of a line."""
+    share of a line. first_B: 0; looks_B: 0 to LOOKS - 1, in any layout."""
     if work.IS_UNIFORM:
-        each = tl.sum(lengths_of(tl.arange(0, 1), x, shape, mask, work, tile), 0)
+        each = tl.sum(lengths_of(first_B, x, shape, mask, work, tile), 0)
         total = each * shape.batch
     else:
         each = 0
         total = 0
         for b0 in range(0, shape.batch, LOOKS):
-            b_B = b0 + tl.arange(0, LOOKS)
-            total += tl.sum(lengths_of(b_B, x, shape, mask, work, tile), 0)
+            total += tl.sum(lengths_of(b0 + looks_B, x, shape, mask, work, tile), 0)
     share = tl.maximum(tl.cdiv(total, shares), work.least)
     begin = tl.minimum(number * share, total)
     end = tl.minimum(begin + share, total)
@@ -144,10 +145,10 @@ def share_of(number, shares, x: Sequences, shape: Shape, mask: Mask, work, tile:
         base = 0
         before = 0
         for b0 in range(0, shape.batch, LOOKS):
-            length_B = lengths_of(b0 + tl.arange(0, LOOKS), x, shape, mask, work, tile)
+            length_B = lengths_of(b0 + looks_B, x, shape, mask, work, tile)
             end_B = before + tl.cumsum(length_B, 0)
             before += tl.sum(length_B, 0)
-            is_before_B = (end_B <= begin) & (b0 + tl.arange(0, LOOKS) < shape.batch)
+            is_before_B = (end_B <= begin) & (b0 + looks_B < shape.batch)
             b += tl.sum(is_before_B.to(tl.int32), 0)
             base += tl.sum(tl.where(is_before_B, length_B, 0), 0)
     return begin, end, share, b, base

@@ -1,0 +1,44 @@
+"""Groups of the MLA decode kernel."""
+
+from typing import NamedTuple
+
+from heedful.kernels.args.decode import DecodeWork
+from heedful.kernels.args.hopper import KVRows
+from heedful.kernels.args.kinds import Const, In, Num, Out, Ptr, Rows, SplitRows, SplitRowVector
+from heedful.kernels.args.shared import KVLayout, Mask, Sequences, Shape
+
+
+class MlaIO(NamedTuple):
+    """k: a tensor map of keys, in boxes of 64 columns."""
+
+    q: In[Rows]
+    k: In[Ptr]
+    out: Out[SplitRows]
+    lse: Out[SplitRowVector]
+
+
+class MlaTile(NamedTuple):
+    """HEAD_DIM: of queries and keys. BLOCK_M: query rows, 64. BLOCK_N: keys of a step, 128. ROWS: a
+    power of two that a tile's rows are within. IN_TURN: the second consumer queues its scores
+    behind those of the first."""
+
+    HEAD_DIM: Const
+    BLOCK_M: Const
+    BLOCK_N: Const
+    ROWS: Const
+    IN_TURN: Const
+    CONSUMER_REGS: Const
+    PRODUCER_REGS: Const
+
+
+class MlaParams(NamedTuple):
+    """What the roles of a program share. Raw scores times scale_log2 are logits in base 2."""
+
+    seqs: Sequences
+    shape: Shape
+    mask: Mask
+    kv: KVLayout
+    kv_rows: KVRows
+    work: DecodeWork
+    tile: MlaTile
+    scale_log2: Num

@@ -1,0 +1,47 @@
+"""Attention of few queries over latent vectors (MLA), whose first 512 columns are values: one warp
+that loads keys and two consumer warpgroups, each of which has half of the output's columns.
+
+Programs share the keys as those of the portable decode do, see portable/decode_work.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from heedful.kernels.args.mla import MlaIO, MlaParams
+from heedful.kernels.hopper.mla_consumer import mla_consumer
+from heedful.kernels.hopper.mla_producer import mla_producer
+from heedful.kernels.hopper.mla_shared import MlaShared, Share
+from heedful.kernels.portable.decode_work import LOOKS, share_of
+
+
+@gluon.jit
+def mla(io: MlaIO, params: MlaParams):
+    """out (B, M, H, E) and lse (B, H, M)."""
+    CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
+    PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
+    shared = MlaShared.allocate(io.k.dtype)
+    lines = params.shape.heads_k * params.work.tiles
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    x, end, each, b, base = share_of(
+        gl.program_id(0) // lines,
+        gl.num_programs(0) // lines,
+        gl.arange(0, 1, layout=layout),
+        gl.arange(0, LOOKS, layout=layout),
+        params.seqs,
+        params.shape,
+        params.mask,
+        params.work,
+        params.tile,
+    )
+    share = Share(x, end, each, b, base)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (mla_consumer, (io, shared, share, params, 0)),
+            (mla_consumer, (io, shared, share, params, 1)),
+            (mla_producer, (io, shared, share, params)),
+        ],
+        [4, 1],
+        [CONSUMER_REGS, PRODUCER_REGS],
+    )

@@ -1,0 +1,230 @@
+"""The consumers of the MLA decode: each has one of a step's two blocks of keys, of which it makes
+probabilities, and 256 of the 512 columns of the output, to which it adds both blocks' values.
+
+    consumer 0   S0          softmax 0   P0 V0 left               P1 V1 left
+    consumer 1         S1                P0 V0 right  softmax 1   P1 V1 right
+    matrix unit  S0    S1                P0 V0                    P1 V1
+
+So the first block's keys are given back while the second block's are still in use, and are
+there again when that is done. References of rows go from block to block with the probabilities.
+
+M query rows, N keys of a block, E value columns of a consumer, L lanes that share a row.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from heedful.kernels.common.key_range import key_bounds
+from heedful.kernels.hopper import barrier
+from heedful.kernels.hopper.compat import opaque
+from heedful.kernels.hopper.mask import mask_outside
+from heedful.kernels.hopper.mla_results import finish_piece
+from heedful.kernels.hopper.mla_shared import (
+    BOXES,
+    HALF,
+    KEYS,
+    VALUE_BOXES,
+    WIDTH,
+    box_in_turn,
+    look,
+)
+from heedful.kernels.hopper.mma import ROWS, scores_layout
+from heedful.kernels.hopper.pingpong import _at_barrier
+from heedful.kernels.hopper.softmax import (
+    lane_sums,
+    scale_rows,
+    softmax_threshold,
+    threshold_limit,
+    vote_above,
+)
+
+TURN_BARRIER: gl.constexpr = gl.constexpr(8)
+
+
+@gluon.jit
+def load_columns(io, params, piece, first: gl.constexpr, COLUMNS: gl.constexpr):
+    """Queries of a tile from column `first` on; zeros past the rows in use and the last column."""
+    LANES: gl.constexpr = COLUMNS // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    group = params.shape.heads_q // params.shape.heads_k
+    rows_M = piece.row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    dims_D = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    pos_M = rows_M // group
+    head_M = piece.g * group + rows_M % group
+    at_M = pos_M.to(gl.int64) * io.q.stride_n + head_M * io.q.stride_h
+    base = io.q.ptr + piece.b.to(gl.int64) * io.q.stride_b
+    ok_MD = (pos_M < piece.len_q)[:, None] & (dims_D < params.tile.HEAD_DIM)[None, :]
+    return gl.load(base + at_M[:, None] + dims_D[None, :], mask=ok_MD, other=0.0)
+
+
+@gluon.jit
+def load_queries(io, shared, params, piece, pieces, CONSUMER: gl.constexpr):
+    """The queries of a piece in shared memory, of which each consumer loads a part."""
+    phase = pieces & 1
+    q_ME = load_columns(io, params, piece, CONSUMER * HALF, HALF)
+    barrier.wait(shared.q_empty.index(0), phase ^ 1)
+    shared.q.index(CONSUMER).store(q_ME)
+    if CONSUMER == 0:
+        rest = load_columns(io, params, piece, VALUE_BOXES * WIDTH, WIDTH)
+        shared.q_rest.index(0).store(rest)
+    fence_async_shared()
+    barrier.arrive_each_warp(shared.q_full.index(0))
+    barrier.wait(shared.q_full.index(0), phase)
+
+
+@gluon.jit
+def queue_box(
+    shared, phase, zero, s_MN, use_acc: gl.constexpr, BLOCK: gl.constexpr, BOX: gl.constexpr
+):
+    """Starts what a box of keys adds to its block's scores, once it is there."""
+    barrier.wait(shared.full(BLOCK, BOX), phase)
+    k_DN = shared.k_box(BLOCK, BOX, zero).permute((1, 0))
+    return warpgroup_mma(shared.q_box(BOX, zero), k_DN, s_MN, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit
+def queue_scores(shared, phase, zero, BLOCK: gl.constexpr):
+    """Starts q k^T of a block, box by box."""
+    dtype: gl.constexpr = shared.q.dtype
+    s_MN = gl.zeros([ROWS, KEYS], gl.float32, scores_layout(dtype, KEYS))
+    for turn in gl.static_range(BOXES):
+        s_MN = queue_box(shared, phase, zero, s_MN, turn > 0, BLOCK, box_in_turn(BLOCK, turn))
+    return s_MN
+
+
+@gluon.jit
+def masked(s_MN, params, piece, least_stop, col):
+    """Scores of keys from `col` on, with those that a row does not see at -inf."""
+    if col + KEYS > least_stop:
+        layout: gl.constexpr = gl.SliceLayout(1, s_MN.type.layout)
+        stop_M = gl.full([ROWS], 0, gl.int32, layout) + piece.len_k
+        if params.mask.HAS_RIGHT:
+            group = params.shape.heads_q // params.shape.heads_k
+            pos_M = (piece.row0 + gl.arange(0, ROWS, layout=layout)) // group
+            stop_M = gl.minimum(stop_M, pos_M + (piece.off + params.mask.right + 1))
+        s_MN = mask_outside(s_MN, None, stop_M - col)
+    return s_MN
+
+
+@gluon.jit
+def follow(acc, m_M, l_ML, top):
+    """Output, references and sums of a consumer once it has taken the references of the other's
+    block, which are never lower."""
+    top_M = top.load(m_M.type.layout)
+    must_rescale = vote_above(top_M - m_M, 0)
+    if must_rescale != 0:
+        # A row without a reference has nothing to be scaled.
+        alpha_M = gl.where(m_M == float("-inf"), 1.0, gl.exp2(m_M - top_M))
+        acc = scale_rows(acc, alpha_M)
+        l_ML = scale_rows(l_ML, alpha_M)
+    return acc, top_M, l_ML
+
+
+@gluon.jit
+def publish(shared, p_MN, m_M, BLOCK: gl.constexpr):
+    """A block's probabilities and references for the other consumer."""
+    shared.rest.index(BLOCK).store(p_MN)
+    shared.top.index(BLOCK).store(m_M)
+    fence_async_shared()
+    barrier.arrive_each_warp(shared.p_full.index(BLOCK))
+
+
+@gluon.jit
+def first_step(shared, params, piece, least_stop, col, phase, acc, m_M, l_ML):
+    """One step of consumer 0."""
+    dtype: gl.constexpr = shared.q.dtype
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    zero = opaque(0)
+    s_MN = queue_scores(shared, phase, zero, 0)
+    if params.tile.IN_TURN:
+        _at_barrier("bar.arrive", TURN_BARRIER)
+    s_MN = warpgroup_mma_wait(0, deps=[s_MN])
+    s_MN = masked(s_MN, params, piece, least_stop, col)
+    p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
+        s_MN, m_M, l_ML, params.scale_log2, threshold_limit(dtype), True
+    )
+    l_ML = l_ML + lane_sums(p_MN)
+    p_MN = p_MN.to(dtype)
+    publish(shared, p_MN, m_M, 0)
+    if must_rescale != 0:
+        acc = scale_rows(acc, alpha_M)
+    p_MN = gl.convert_layout(p_MN, p_layout)
+    acc = warpgroup_mma(p_MN, shared.half(0, 0, zero), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier.arrive_after_mma(shared.empty(0, 0))
+    barrier.wait(shared.p_full.index(1), phase)
+    acc, m_M, l_ML = follow(acc, m_M, l_ML, shared.top.index(1))
+    acc = warpgroup_mma(shared.rest.index(1 + zero), shared.half(1, 0, zero), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier.arrive_after_mma(shared.empty(1, 1))
+    return acc, m_M, l_ML
+
+
+@gluon.jit
+def second_step(shared, params, piece, least_stop, col, phase, acc, m_M, l_ML):
+    """One step of consumer 1."""
+    dtype: gl.constexpr = shared.q.dtype
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    if params.tile.IN_TURN:
+        _at_barrier("bar.sync", TURN_BARRIER)
+    zero = opaque(0)
+    s_MN = queue_scores(shared, phase, zero, 1)
+    barrier.wait(shared.p_full.index(0), phase)
+    acc, m_M, l_ML = follow(acc, m_M, l_ML, shared.top.index(0))
+    acc = warpgroup_mma(shared.rest.index(zero), shared.half(0, 1, zero), acc, is_async=True)
+    s_MN = warpgroup_mma_wait(1, deps=[s_MN])
+    s_MN = masked(s_MN, params, piece, least_stop, col + KEYS)
+    p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
+        s_MN, m_M, l_ML, params.scale_log2, threshold_limit(dtype), True
+    )
+    l_ML = l_ML + lane_sums(p_MN)
+    p_MN = p_MN.to(dtype)
+    publish(shared, p_MN, m_M, 1)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier.arrive_after_mma(shared.empty(0, 1))
+    if must_rescale != 0:
+        acc = scale_rows(acc, alpha_M)
+    p_MN = gl.convert_layout(p_MN, p_layout)
+    acc = warpgroup_mma(p_MN, shared.half(1, 1, zero), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    barrier.arrive_after_mma(shared.empty(1, 0))
+    return acc, m_M, l_ML
+
+
+@gluon.jit
+def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
+    """Columns [256 CONSUMER, 256 CONSUMER + 256) of all pieces of a program."""
+    dtype: gl.constexpr = shared.q.dtype
+    s_layout: gl.constexpr = scores_layout(dtype, KEYS)
+    visit = gl.to_tensor(0)
+    pieces = gl.to_tensor(0)
+    while share.x < share.end:
+        piece, share = look(share, params)
+        if piece.start < piece.stop:
+            load_queries(io, shared, params, piece, pieces, CONSUMER)
+            group = params.shape.heads_q // params.shape.heads_k
+            row = piece.row0 // group
+            least_stop = key_bounds(row, row, piece.off, piece.len_k, params.mask).stop_first
+            acc = gl.zeros([ROWS, HALF], gl.float32, scores_layout(dtype, HALF))
+            m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
+            l_ML = lane_sums(gl.zeros([ROWS, KEYS], gl.float32, s_layout))
+            for number in range(piece.start, piece.stop):
+                col = number * params.tile.BLOCK_N
+                phase = visit & 1
+                if CONSUMER == 0:
+                    acc, m_M, l_ML = first_step(
+                        shared, params, piece, least_stop, col, phase, acc, m_M, l_ML
+                    )
+                else:
+                    acc, m_M, l_ML = second_step(
+                        shared, params, piece, least_stop, col, phase, acc, m_M, l_ML
+                    )
+                visit += 1
+            barrier.arrive_after_mma(shared.q_empty.index(0))
+            finish_piece(io, shared, params, piece, pieces, acc, m_M, l_ML, CONSUMER)
+            pieces += 1

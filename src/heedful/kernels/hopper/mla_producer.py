@@ -1,0 +1,108 @@
+"""The warp of the MLA decode that loads keys, box by box, as soon as a box is free."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from heedful.kernels.hopper.compat import reinterpret, tma_load
+from heedful.kernels.hopper.mla_shared import (
+    BLOCKS,
+    BOXES,
+    KEYS,
+    VALUE_BOXES,
+    WIDTH,
+    box_in_turn,
+    look,
+)
+from heedful.kernels.hopper.sequences import box, within
+
+
+@gluon.jit
+def rows_at(params, piece, batch, col):
+    """Coordinates of keys from `col` on, but for the columns."""
+    if params.kv_rows.IS_RAGGED:
+        start = piece.token_k.to(gl.int32) + batch * params.kv_rows.k_rows
+        return box(True, 0, piece.g, start, piece.len_k, col)
+    else:
+        return box(False, batch, piece.g, 0, 0, col)
+
+
+@gluon.jit
+def page_at(params, piece, page, place, col):
+    """Coordinates of keys from `col` on, which are in this page, the sequence's `place`th, but for
+    the columns. Past the keys in use they are past the end of the map."""
+    first = place * params.kv.page_size
+    used = gl.minimum(piece.len_k - first, params.kv.page_size)
+    # Of a number that is no page's these bits are past the end of the map, or another page's.
+    start = (page & (params.kv_rows.NO_PAGE - 1)) * params.kv_rows.k_rows
+    return box(True, 0, piece.g, start, used, col - first)
+
+
+@gluon.jit
+def load_box(
+    io,
+    shared,
+    params,
+    piece,
+    batch,
+    col,
+    pages,
+    places,
+    BLOCK: gl.constexpr,
+    BOX: gl.constexpr,
+):
+    """Starts filling a box with 64 keys from `col` on; pages: their numbers, places: in the
+    sequence, of each of the map's boxes."""
+    HEIGHT: gl.constexpr = io.k.block_type.shape[-2]
+    DOWN: gl.constexpr = KEYS // HEIGHT
+    shape: gl.constexpr = io.k.block_type.shape
+    full = shared.full(BLOCK, BOX)
+    mbarrier.expect(full, KEYS * WIDTH * 2)
+    parts = reinterpret(shared.k_box(BLOCK, BOX), io.k.dtype, [DOWN] + shape, io.k.layout)
+    for i in gl.static_range(DOWN):
+        if params.kv.table is not None:
+            at = page_at(params, piece, pages[i], places[i], col + i * HEIGHT)
+        else:
+            at = rows_at(params, piece, batch, col + i * HEIGHT)
+        tma_load(io.k, at[:-1] + [BOX * WIDTH], full, parts.index(i))
+
+
+@gluon.jit
+def load_block(io, shared, params, piece, batch, col, phase, BLOCK: gl.constexpr):
+    """Loads 64 keys from `col` on, each half once it is free."""
+    HEIGHT: gl.constexpr = io.k.block_type.shape[-2]
+    DOWN: gl.constexpr = KEYS // HEIGHT
+    pages = ()
+    places = ()
+    if params.kv.table is not None:
+        # Page numbers are on their way before there is room.
+        table = params.kv.table + piece.b.to(gl.int64) * params.kv.stride_tableb
+        last = gl.maximum(piece.len_k - 1, 0)
+        for i in gl.static_range(DOWN):
+            place = gl.minimum(col + i * HEIGHT, last) // params.kv.page_size
+            pages = pages + (gl.load(table + place),)
+            places = places + (place,)
+    for turn in gl.static_range(BOXES):
+        if turn == 0:
+            mbarrier.wait(shared.empty(BLOCK, 0), phase ^ 1)
+        if turn == VALUE_BOXES // 2:
+            mbarrier.wait(shared.empty(BLOCK, 1), phase ^ 1)
+        load_box(
+            io, shared, params, piece, batch, col, pages, places, BLOCK, box_in_turn(BLOCK, turn)
+        )
+
+
+@gluon.jit
+def mla_producer(io, shared, share, params):
+    """Loads the keys of all pieces of a program."""
+    visit = gl.to_tensor(0)
+    while share.x < share.end:
+        piece, share = look(share, params)
+        batch = piece.b
+        if params.kv.batch_idx is not None:
+            batch = within(gl.load(params.kv.batch_idx + batch), 0, params.kv.entries - 1)
+        for number in range(piece.start, piece.stop):
+            col = number * params.tile.BLOCK_N
+            for block in gl.static_range(BLOCKS):
+                load_block(io, shared, params, piece, batch, col + block * KEYS, visit & 1, block)
+            visit += 1

@@ -1,0 +1,140 @@
+"""How the results of a piece of the MLA decode leave, as portable/decode_merge.py has it: whole ones
+at once, partial ones to scratch, from where the last to finish a part merges them.
+
+Each consumer has its half of the columns to itself: slots, counts and merges of its own. Only sums of
+rows are exchanged.
+
+M query rows, P parts, E value columns of a consumer.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.hopper import barrier
+from heedful.kernels.hopper.compat import opaque
+from heedful.kernels.hopper.epilogue import LN2
+from heedful.kernels.hopper.mla_shared import HALF
+from heedful.kernels.hopper.mma import ROWS
+from heedful.kernels.hopper.softmax import scale_rows, shift_of
+
+
+@gluon.jit
+def all_sums(shared, l_ML, pieces, layout: gl.constexpr, CONSUMER: gl.constexpr):
+    """Sums of rows over both consumers' blocks, whose references are the same by now."""
+    l_M = gl.convert_layout(gl.sum(l_ML, 1), layout)
+    shared.sums.index(CONSUMER).store(l_M)
+    barrier.arrive_each_warp(shared.sums_full.index(0))
+    barrier.wait(shared.sums_full.index(0), pieces & 1)
+    return l_M + shared.sums.index(1 - CONSUMER).load(layout)
+
+
+@gluon.jit
+def store_whole(io, params, piece, row, x_ME, m_M, l_M, CONSUMER: gl.constexpr):
+    """Writes a consumer's columns of rows from `row` on, whose maxima are in base 2, and of the
+    first consumer the log-sum-exp. Rows that are stored but not used are 0 and -inf."""
+    layout: gl.constexpr = x_ME.type.layout
+    group = params.shape.heads_q // params.shape.heads_k
+    rows_M = row + gl.arange(0, x_ME.shape[0], layout=gl.SliceLayout(1, layout))
+    dims_E = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+    pos_M = rows_M // group
+    head_M = piece.g * group + rows_M % group
+    used_M = pos_M < piece.len_q
+    inverse_M = gl.where(used_M & (l_M != 0.0), 1.0 / l_M, 0.0)
+    x_ME = gl.where(used_M[:, None], x_ME * inverse_M[:, None], 0.0)
+    at_M = pos_M.to(gl.int64) * io.out.stride_n + head_M * io.out.stride_h
+    out = io.out.ptr + piece.b.to(gl.int64) * io.out.stride_b + CONSUMER * HALF
+    stored_M = pos_M < piece.stored_q
+    values = x_ME.to(io.out.ptr.dtype.element_ty)
+    gl.store(out + at_M[:, None] + dims_E[None, :], values, mask=stored_M[:, None])
+    if io.lse.ptr is not None and CONSUMER == 0:
+        lse_M = gl.where(used_M, (m_M + gl.log2(l_M)) * LN2, float("-inf"))
+        lse = io.lse.ptr + piece.b.to(gl.int64) * io.lse.stride_b
+        gl.store(lse + head_M * io.lse.stride_h + pos_M, lse_M, mask=stored_M)
+
+
+@gluon.jit
+def slot_row(slot, CONSUMER: gl.constexpr):
+    """The first row of a consumer's slot."""
+    return (slot.to(gl.int64) * 2 + CONSUMER) * ROWS
+
+
+@gluon.jit
+def store_part(params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr):
+    """Writes a part's own normalised results, and its log-sum-exp in base 2."""
+    layout: gl.constexpr = acc.type.layout
+    rows_M = opaque(0) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    dims_E = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+    acc = scale_rows(acc, 1.0 / gl.where(l_M == 0.0, 1.0, l_M))
+    first = slot_row(piece.work.slot, CONSUMER)
+    kept_M = rows_M < params.tile.ROWS
+    out = params.work.partial_out + first * HALF
+    gl.store(out + (rows_M * HALF)[:, None] + dims_E[None, :], acc, mask=kept_M[:, None])
+    gl.store(params.work.partial_lse + first + rows_M, m_M + gl.log2(l_M), mask=kept_M)
+
+
+@gluon.jit
+def merged(params, piece, row, M: gl.constexpr, CONSUMER: gl.constexpr):
+    """(outputs, maximum in base 2, sum) of all parts of M rows from `row` on, in their order."""
+    P: gl.constexpr = params.work.MERGE_PARTS
+    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+    of_rows: gl.constexpr = gl.SliceLayout(2, layout)
+    one: gl.constexpr = gl.SliceLayout(0, layout)
+    rows_M = row + gl.arange(0, M, layout=gl.SliceLayout(0, of_rows))
+    part_P = gl.arange(0, P, layout=gl.SliceLayout(1, of_rows))
+    dims_E = gl.arange(0, HALF, layout=gl.SliceLayout(0, one))
+    m_M = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, one))
+    l_M = gl.zeros([M], gl.float32, gl.SliceLayout(1, one))
+    acc = gl.zeros([M, HALF], gl.float32, one)
+    work = piece.work
+    for begin in range(0, work.parts, P):
+        number_P = begin + part_P
+        exists_P = number_P < work.parts
+        slot_P = gl.where(number_P == 0, work.first, work.rest + work.step * number_P)
+        row_PM = slot_row(slot_P, CONSUMER)[:, None] + rows_M[None, :]
+        lse_PM = gl.load(
+            params.work.partial_lse + row_PM,
+            mask=exists_P[:, None],
+            other=float("-inf"),
+            cache_modifier=".cg",
+        )
+        at_PME = gl.expand_dims(row_PM * HALF, 2) + gl.expand_dims(dims_E[None, :], 0)
+        part_PME = gl.load(
+            params.work.partial_out + at_PME,
+            mask=gl.expand_dims(exists_P[:, None], 2),
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_M = gl.maximum(m_M, gl.convert_layout(gl.max(lse_PM, 0), m_M.type.layout))
+        shift_M = shift_of(new_M)
+        shift_PM = gl.convert_layout(shift_M, rows_M.type.layout)
+        old_M = gl.exp2(m_M - shift_M)
+        weight_PM = gl.exp2(lse_PM - shift_PM[None, :])
+        l_M = l_M * old_M + gl.convert_layout(gl.sum(weight_PM, 0), l_M.type.layout)
+        acc = acc * old_M[:, None] + gl.sum(part_PME * gl.expand_dims(weight_PM, 2), 0)
+        m_M = new_M
+    return acc, m_M, l_M
+
+
+@gluon.jit
+def finish_piece(io, shared, params, piece, pieces, acc, m_M, l_ML, CONSUMER: gl.constexpr):
+    """What becomes of a piece's results."""
+    rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    m_M = gl.convert_layout(m_M, rows)
+    l_M = all_sums(shared, l_ML, pieces, rows, CONSUMER)
+    row0 = opaque(piece.row0)
+    if params.work.partial_out is None:
+        store_whole(io, params, piece, row0, acc, m_M, l_M, CONSUMER)
+    elif piece.work.parts == 1:
+        store_whole(io, params, piece, row0, acc, m_M, l_M, CONSUMER)
+    else:
+        store_part(params, piece, acc, m_M, l_M, CONSUMER)
+        # All threads' results, before the count says that they are there.
+        gl.barrier()
+        count = params.work.counts + 2 * piece.work.index + CONSUMER
+        done = gl.atomic_add(count, 1, sem="acq_rel", scope="gpu")
+        if done == piece.work.parts - 1:
+            gl.barrier()
+            M: gl.constexpr = min(params.tile.ROWS, 16)
+            for row in range(0, params.tile.ROWS, M):
+                out, top_M, sum_M = merged(params, piece, row, M, CONSUMER)
+                store_whole(io, params, piece, row0 + row, out, top_M, sum_M, CONSUMER)

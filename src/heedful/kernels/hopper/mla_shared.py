@@ -1,0 +1,192 @@
+"""Shared memory of the MLA decode, who waits for what in it, and which keys a program has.
+
+A step has two blocks of 64 keys, each of nine boxes of 64 columns: eight of values, in a left half
+and a right half, and the rest, which is key alone. A block's rest is where its probabilities go, as
+soon as its scores are there.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from heedful.kernels.hopper.compat import aggregate, reinterpret
+from heedful.kernels.hopper.mma import ROWS
+from heedful.kernels.portable.decode_work import facts, next_piece, sequence_length
+
+KEYS: gl.constexpr = gl.constexpr(64)  # of a block
+BLOCKS: gl.constexpr = gl.constexpr(2)  # of a step, one for each consumer
+WIDTH: gl.constexpr = gl.constexpr(64)  # columns of a box
+VALUE_BOXES: gl.constexpr = gl.constexpr(8)
+BOXES: gl.constexpr = gl.constexpr(9)
+HALF: gl.constexpr = gl.constexpr(256)  # columns of values of a consumer
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers, ready."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(COUNT):
+        mbarrier.init(made.index(index), count=ARRIVALS)
+    return made
+
+
+@gluon.constexpr_function
+def box_in_turn(block, place):
+    """The boxes of a block in the order in which they are released, loaded and waited for: first the
+    half of the consumer whose block it is, whose product with it is the first, then the other and
+    the rest."""
+    half = VALUE_BOXES // 2
+    return (place + half * block) % VALUE_BOXES if place < VALUE_BOXES else VALUE_BOXES
+
+
+@aggregate
+class MlaShared:
+    """q, q_rest: queries, 256 columns by 256 and the rest. values: of a block a left half and a
+    right one. rest: of a block the other keys, then its probabilities. top: of a block, references
+    of rows; sums: of each consumer, at the end of a piece.
+
+    k_full: of a box. k_empty: of a block the half that is released first, then the other with its
+    rest. p_full: of a block's probabilities. q_full, q_empty, sums_full: of a piece.
+    """
+
+    q: gl.shared_memory_descriptor
+    q_rest: gl.shared_memory_descriptor
+    values: gl.shared_memory_descriptor
+    rest: gl.shared_memory_descriptor
+    top: gl.shared_memory_descriptor
+    sums: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    p_full: gl.shared_memory_descriptor
+    q_full: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    sums_full: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def allocate(dtype: gl.constexpr):
+        wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], dtype)
+        narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        WARPS: gl.constexpr = 4
+        return MlaShared(
+            gl.allocate_shared_memory(dtype, [2, ROWS, HALF], wide),
+            gl.allocate_shared_memory(dtype, [1, ROWS, WIDTH], narrow),
+            gl.allocate_shared_memory(dtype, [2 * BLOCKS, KEYS, HALF], wide),
+            gl.allocate_shared_memory(dtype, [BLOCKS, KEYS, WIDTH], narrow),
+            gl.allocate_shared_memory(gl.float32, [BLOCKS, ROWS], plain),
+            gl.allocate_shared_memory(gl.float32, [2, ROWS], plain),
+            barriers(BLOCKS * BOXES, 1),
+            barriers(2 * BLOCKS, 1),
+            barriers(BLOCKS, WARPS),
+            barriers(1, 2 * WARPS),
+            barriers(1, 2),
+            barriers(1, 2 * WARPS),
+        )
+
+    @gluon.jit
+    def q_box(self, BOX: gl.constexpr, zero=0):
+        """Columns of queries: (rows, 64). zero: of which the compiler does not know that, so that
+        it keeps no address in a register over the loop."""
+        if BOX == VALUE_BOXES:
+            return self.q_rest.index(zero)
+        else:
+            return boxes_of(self.q).index(BOX + zero)
+
+    @gluon.jit
+    def k_box(self, BLOCK: gl.constexpr, BOX: gl.constexpr, zero=0):
+        """Columns of a block of keys: (keys, 64)."""
+        if BOX == VALUE_BOXES:
+            return self.rest.index(BLOCK + zero)
+        else:
+            return boxes_of(self.values).index(BLOCK * VALUE_BOXES + BOX + zero)
+
+    @gluon.jit
+    def half(self, BLOCK: gl.constexpr, CONSUMER: gl.constexpr, zero=0):
+        """A consumer's half of a block of values: (keys, 256)."""
+        return self.values.index(2 * BLOCK + CONSUMER + zero)
+
+    @gluon.jit
+    def full(self, BLOCK: gl.constexpr, BOX: gl.constexpr):
+        return self.k_full.index(BLOCK * BOXES + BOX)
+
+    @gluon.jit
+    def empty(self, BLOCK: gl.constexpr, IS_SECOND: gl.constexpr):
+        return self.k_empty.index(2 * BLOCK + IS_SECOND)
+
+
+@gluon.jit
+def boxes_of(tiles):
+    """Tiles of 256 columns as boxes of 64."""
+    ROWS_OF: gl.constexpr = tiles.shape[1]
+    COUNT: gl.constexpr = tiles.shape[0] * tiles.shape[2] // WIDTH
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_OF, WIDTH], tiles.dtype)
+    return reinterpret(tiles, tiles.dtype, [COUNT, ROWS_OF, WIDTH], layout)
+
+
+class Share(NamedTuple):
+    """A program's share of a line, see portable/decode_work.py: where on the line it is and ends,
+    the sequence there, and where that begins."""
+
+    x: Any
+    end: Any
+    each: Any
+    b: Any
+    base: Any
+
+
+class Piece(NamedTuple):
+    """What a program does next: visits [start, stop), perhaps none, of 128 keys of sequence b for
+    rows from row0 on of KV head g. The rest as in portable/decode_work.py."""
+
+    start: Any
+    stop: Any
+    b: Any
+    g: Any
+    row0: Any
+    len_q: Any
+    stored_q: Any
+    token_k: Any
+    len_k: Any
+    off: Any
+    work: Any
+
+
+@gluon.jit
+def look(share, params):
+    """(the piece where the share is, the share behind it)."""
+    line = gl.program_id(0) % (params.shape.heads_k * params.work.tiles)
+    lines = params.shape.heads_k * params.work.tiles
+    g = line % params.shape.heads_k
+    row_tile = line // params.shape.heads_k
+    _token_q, len_q, stored_q, token_k, len_k, _stored_k, off = facts(
+        share.b, params.seqs, params.mask
+    )
+    visits, length = sequence_length(
+        len_q,
+        stored_q,
+        len_k,
+        off,
+        params.seqs,
+        params.shape,
+        params.mask,
+        params.work,
+        params.tile,
+    )
+    is_here = share.x < share.base + length
+    index = (share.b * params.work.tiles + row_tile) * params.shape.heads_k + g
+    work = next_piece(
+        share.x, share.end, share.each, share.base, index, visits, line, lines, params.work
+    )
+    stop = gl.where(is_here, work.stop, work.start)
+    row0 = row_tile * params.tile.BLOCK_M
+    piece = Piece(work.start, stop, share.b, g, row0, len_q, stored_q, token_k, len_k, off, work)
+    behind = Share(
+        gl.where(is_here, work.next, share.x),
+        share.end,
+        share.each,
+        gl.where(is_here, share.b, share.b + 1),
+        gl.where(is_here, share.base, share.base + length),
+    )
+    return piece, behind

@@ -1,0 +1,105 @@
+"""Programs of the MLA decode."""
+
+import math
+
+from heedful.core.plan import Plan
+from heedful.core.problem import AttentionProblem
+from heedful.core.sizes import Sizes
+from heedful.core.tiles import MlaConfig
+from heedful.kernels.args.decode import DecodeWork
+from heedful.kernels.args.hopper import KVRows
+from heedful.kernels.args.mla import MlaIO, MlaParams, MlaTile
+from heedful.launch.bind import groups
+from heedful.launch.bind import hopper_maps as maps
+from heedful.launch.bind.groups import Buffers, pointer
+from heedful.launch.bind.hopper import SWIZZLE, page_rows
+from heedful.launch.bind.portable import shared_divisor
+from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar, TensorMap
+
+BLOCK_KEYS = 64  # of a consumer
+MERGE_ROWS = 16  # of a tile, that are merged at once
+
+
+def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
+    """out, and lse if there is such a buffer."""
+    sizes, config = plan.sizes(), plan.configs["mla.forward"]
+    assert isinstance(config, MlaConfig)
+    buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
+    return Program((_call(problem, config, sizes, buffers),), sizes.workspaces)
+
+
+def _call(
+    problem: AttentionProblem, config: MlaConfig, sizes: Sizes, buffers: Buffers
+) -> KernelCall:
+    launch = sizes.launches["mla.forward"]
+    divisor = shared_divisor(buffers, ("q", "out"))
+    parameters = {
+        "io": MlaIO(
+            q=groups.rows(buffers, "q", divisor),
+            k=_map(problem, buffers),
+            out=groups.split_rows(buffers, "out", False, divisor),
+            lse=groups.split_row_vector(buffers, "lse", False),
+        ),
+        "params": MlaParams(
+            seqs=groups.sequences(problem, buffers),
+            shape=groups.shape(problem),
+            mask=groups.mask(problem, buffers),
+            kv=groups.kv_layout(problem.page_size, buffers),
+            kv_rows=_kv_rows(problem, buffers),
+            work=_work(problem, config, buffers, launch.numbers["tiles"]),
+            tile=_tile(problem, config),
+            scale_log2=groups.number(problem.scale * math.log2(math.e)),
+        ),
+    }
+    ref = KernelRef("heedful.kernels.hopper.mla", "mla", "gluon")
+    return KernelCall(ref, launch.grid, parameters, {"num_warps": config.num_warps})
+
+
+def _map(problem: AttentionProblem, buffers: Buffers) -> TensorMap:
+    """Keys in boxes of 64 columns, of rows that divide a page."""
+    rows = BLOCK_KEYS
+    if problem.page_size:
+        rows = min(rows, page_rows(problem.page_size))
+    make = maps.packed_map if problem.ragged_k else maps.dense_map
+    return make("k", buffers["k"], rows, SWIZZLE)
+
+
+def _kv_rows(problem: AttentionProblem, buffers: Buffers) -> KVRows:
+    rows = Scalar(maps.rows_between(buffers["k"])) if problem.ragged_k else 0
+    no_page = maps.no_page({**buffers, "v": buffers["k"]}) if problem.page_size else None
+    return KVRows(rows, None, IS_RAGGED=problem.ragged_k, NO_PAGE=no_page)
+
+
+def _rows(problem: AttentionProblem) -> int:
+    """A power of two that rows of a tile are within: as few as are merged at once, or all."""
+    return MERGE_ROWS if problem.seqlen_q * problem.group <= MERGE_ROWS else 64
+
+
+def _work(problem: AttentionProblem, config: MlaConfig, buffers: Buffers, tiles: int) -> DecodeWork:
+    half = problem.head_dim_v // 2
+    merged = config.merge_values * 32 * config.num_warps // (MERGE_ROWS * half)
+    names = ("seqused_q", "seqused_k", "leftpad_k")
+    return DecodeWork(
+        partial_out=pointer(buffers, "partial_out", True),
+        partial_lse=pointer(buffers, "partial_lse", True),
+        counts=pointer(buffers, "counts", True),
+        splits=Scalar(problem.num_splits) if problem.num_splits else None,
+        tiles=Scalar(tiles),
+        least=Scalar(config.least_tiles + config.overhead),
+        IS_UNIFORM=not any(name in buffers for name in names),
+        OVERHEAD=config.overhead,
+        MERGE_PARTS=max(1, min(32, merged)),
+        MERGE_STAGES=1,
+    )
+
+
+def _tile(problem: AttentionProblem, config: MlaConfig) -> MlaTile:
+    return MlaTile(
+        HEAD_DIM=problem.head_dim,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        ROWS=_rows(problem),
+        IN_TURN=config.in_turn,
+        CONSUMER_REGS=config.consumer_regs,
+        PRODUCER_REGS=config.producer_regs,
+    )
