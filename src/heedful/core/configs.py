@@ -412,6 +412,15 @@ def _decode(
     return ConfigRow("decode.forward", archs, max_dim, config, measured, when)
 
 
+def _small_pages(problem: AttentionProblem) -> bool:
+    return problem.page_size % 64 > 0
+
+
+def _mla(when: Callable[[AttentionProblem], bool], **how) -> ConfigRow:
+    config = MlaConfig(64, 128, programs=1, least_tiles=2, **how)
+    return ConfigRow("mla.forward", ("sm_90",), 576, config, _NO_SPILLS, when)
+
+
 _ONE: dict[str, Any] = {"pack_gqa": True}
 _TWO: dict[str, Any] = {**_D128, "pack_gqa": True}
 
@@ -525,14 +534,9 @@ ROWS: list[ConfigRow] = [
         for archs, warps, stages in ((_CDNA, 4, 1), (_NVIDIA, 8, 2), (("*",), 8, 1))
         for rows in (16, 32, 64)
     ),
-    ConfigRow(
-        "mla.forward",
-        ("sm_90",),
-        576,
-        MlaConfig(64, 128, programs=1, least_tiles=2),
-        _FITS,
-        _always,
-    ),
+    # Of pages of fewer keys than a block the producer holds more numbers.
+    _mla(_small_pages, consumer_regs=232, producer_regs=40),
+    _mla(_always),
     *(
         ConfigRow(f"portable.{kernel}", archs, max_dim, PortableConfig(*tile), measured, when)
         for kernel, archs, when, measured, tiles in _PORTABLE

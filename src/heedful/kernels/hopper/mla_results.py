@@ -1,8 +1,8 @@
-"""How the results of a piece of the MLA decode leave, as portable/decode_merge.py has it: whole ones
-at once, partial ones to scratch, from where the last to finish a part merges them.
+"""How the results of a piece of the MLA decode leave, as portable/decode_merge.py has it: whole
+ones at once, partial ones to scratch, from where the last to finish a part merges them.
 
-Each consumer has its half of the columns to itself: slots, counts and merges of its own. Only sums of
-rows are exchanged.
+Each consumer has its half of the columns to itself: slots, counts and merges of its own. Only sums
+of rows are exchanged.
 
 M query rows, P parts, E value columns of a consumer.
 """
@@ -122,7 +122,7 @@ def finish_piece(io, shared, params, piece, pieces, acc, m_M, l_ML, CONSUMER: gl
     m_M = gl.convert_layout(m_M, rows)
     l_M = all_sums(shared, l_ML, pieces, rows, CONSUMER)
     row0 = opaque(piece.row0)
-    if params.work.partial_out is None:
+    if params.work.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
         store_whole(io, params, piece, row0, acc, m_M, l_M, CONSUMER)
     elif piece.work.parts == 1:
         store_whole(io, params, piece, row0, acc, m_M, l_M, CONSUMER)

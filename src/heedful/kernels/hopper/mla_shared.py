@@ -34,9 +34,8 @@ def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.constexpr_function
 def box_in_turn(block, place):
-    """The boxes of a block in the order in which they are released, loaded and waited for: first the
-    half of the consumer whose block it is, whose product with it is the first, then the other and
-    the rest."""
+    """The boxes of a block in the order in which they are released, loaded and waited for: the half
+    of the consumer whose block it is, whose product with it comes first, the other, the rest."""
     half = VALUE_BOXES // 2
     return (place + half * block) % VALUE_BOXES if place < VALUE_BOXES else VALUE_BOXES
 

@@ -1,0 +1,70 @@
+"""The MLA decode compiles for Hopper without spills in the loop over keys, its products and loads
+those that it is made for."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from compile.test_decode import buffers_of
+from heedful.core.device import by_name
+from heedful.core.plan import plan
+from heedful.core.problem import AttentionProblem
+from heedful.inspector.nvidia import disassemble, measure, parse_sass
+from heedful.launch.bind import mla
+from heedful.launch.triton_compat import VERSION, compile_kernel
+
+pytestmark = pytest.mark.skipif(VERSION < (3, 9), reason="gl.inline_asm came with Triton 3.9")
+
+# Name: facts of the problem beside 4 sequences of 4096 latent vectors.
+PROBLEMS = {
+    "16 heads": {"heads_q": 16, "page_size": 64},
+    "128 heads": {"heads_q": 128, "page_size": 64},
+    "four tokens": {"heads_q": 128, "seqlen_q": 4, "causal": True, "used_q": True},
+    "one length": {"heads_q": 128, "dtype": "float16", "used_k": False},
+    "pages of 16": {"heads_q": 40, "page_size": 16, "num_splits": 3},
+    "whole": {"heads_q": 128, "num_splits": 1, "page_size": 64},
+}
+
+
+def sass_of(name: str):
+    facts = {"seqlen_q": 1, "used_k": True, **PROBLEMS[name]}
+    heads = facts.pop("heads_q"), 1
+    problem = AttentionProblem.dense(
+        4,
+        facts.pop("seqlen_q"),
+        4096,
+        *heads,
+        head_dim=576,
+        head_dim_v=512,
+        v_in_k=True,
+        **facts,
+    )
+    buffers = buffers_of(problem)
+    (call,) = mla.forward(problem, plan(problem, by_name("H200"), backend="mla"), buffers).calls
+    return parse_sass(disassemble(compile_kernel(call, "sm_90").asm["cubin"]).text)
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_both_loops_over_keys_have_a_step_of_products_and_no_spill(name):
+    code, labels, branches = sass_of(name)
+    loops = {(labels[to], at + 1) for at, to in branches if labels.get(to, at + 1) <= at}
+    found = {bounds: measure(code[slice(*bounds)]) for bounds in loops}
+    # Nine boxes of scores, and two halves of values, of four products each.
+    steps = [b for b, sass in found.items() if sass.wgmma == 4 * (9 + 2)]
+    # Blocks out of line jump back, too, over more than a loop.
+    first, second = sorted(steps, key=lambda b: b[1] - b[0])[:2]
+    assert first[1] <= second[0] or second[1] <= first[0]
+    # Where pages are smaller than a block the producer has some of the consumers' registers.
+    most = 3 if name == "pages of 16" else 0
+    assert found[first].spills + found[second].spills <= most
+
+
+def test_keys_come_by_tensor_maps_and_products_run_into_each_other():
+    code, _, _ = sass_of("128 heads")
+    words = [instruction.text for instruction in code]
+    # Two blocks of nine boxes.
+    assert sum("UTMALDG" in text for text in words) == 18
+    products = [text for text in words if "HGMMA" in text or "WARPGROUP.DEPBAR" in text]
+    assert sum("HGMMA" in text for text in products) == 2 * 44
+    # Where products are serialised each has a wait behind it.
+    assert sum("DEPBAR" in text for text in products) == 2 * 3
