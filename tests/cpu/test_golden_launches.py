@@ -86,6 +86,15 @@ DECODES = (
     replace(DECODE, kv_dtype="float8_e4m3fn", page_size=16),
     replace(DECODE, heads_q=48, heads_k=1, head_dim=128),
 )
+LATENT = replace(DECODE, heads_q=16, heads_k=1, head_dim=576, head_dim_v=512, v_in_k=True)
+MLA = (
+    LATENT,
+    replace(LATENT, used=""),
+    replace(LATENT, heads_q=128, seqlen_q=2, causal=True, page_size=64),
+    replace(LATENT, page_size=48, num_splits=3, used="qk"),
+    replace(LATENT, kv_batch_idx=True, num_splits=1),
+    replace(LATENT, leftpad_k=True, shift=-3, causal=True, layout="heads_first"),
+)
 CDNA = (
     replace(HALF, seqlen_k=512),
     replace(HALF, seqlen_k=512, causal=True, head_dim=128, layout="packed"),
@@ -93,6 +102,7 @@ CDNA = (
     replace(FORWARD, seqlen_k=4096, num_splits=4),
 )
 DEVICES: dict[tuple[str, str], tuple[Case, ...]] = {
+    ("H200", "mla"): MLA,
     ("H200", "hopper"): (*SCORES, *LENGTHS, *EIGHT_BITS),
     ("RTX 4090", "decode"): DECODES,
     ("MI300X", "decode"): DECODES[:8],

@@ -74,6 +74,16 @@ def pages(draw: random.Random):
     return heedful.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, block_table=table)
 
 
+def latent(draw: random.Random):
+    batch, many = draw.choice((1, 2, 5, 66, 200)), draw.randrange(1, 300)
+    q, k = empty(batch, draw.choice((1, 2)), 64, 576), empty(many * 4, 64, 1, 576)
+    table = torch.zeros(batch, many, dtype=torch.int32)
+    used = torch.ones(batch, dtype=torch.int32)
+    return heedful.flash_attn_with_kvcache(
+        q, k, k[..., :512], cache_seqlens=used, block_table=table, backend="mla"
+    )
+
+
 def eight_bit(draw: random.Random):
     rows, keys = length(draw), length(draw)
     q, k, v = (empty(2, n, 4, 128, dtype=torch.float8_e4m3fn) for n in (rows, keys, keys))
@@ -109,6 +119,7 @@ CALLS_OF: dict[str, tuple[str, Callable[..., Any]]] = {
     "packed": ("H200", packed),
     "decode": ("H200", decode),
     "pages": ("H200", pages),
+    "latent": ("H200", latent),
     "fp8": ("H200", eight_bit),
     "portable dense": ("B200", dense),
     "portable packed": ("B200", packed),

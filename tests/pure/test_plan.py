@@ -401,6 +401,39 @@ def test_options_behind_a_backends_name_are_in_the_plan_and_said_to_be_chosen():
     assert again.configs["hopper.backward"] == chosen.configs["hopper.backward"]
 
 
+def latent(batch: int, seqlen: int, heads: int, **facts):
+    return dense(batch, 1, seqlen, heads, 1, 576, head_dim_v=512, v_in_k=True, used_k=True, **facts)
+
+
+@pytest.mark.parametrize(
+    "batch, heads, programs",
+    [
+        # Whole units, a unit's halves, and where that would leave places idle as many as fit.
+        (64, 128, 2 * 64),
+        (64, 16, 2 * 64),
+        (128, 128, 2 * 64),
+        (1, 16, 32),
+        (50, 128, 2 * 66),
+        (132, 64, 132),
+    ],
+)
+def test_mla_cuts_equal_sequences_in_equal_parts_where_that_fills_the_device(
+    batch, heads, programs
+):
+    chosen = plan(latent(batch, 8192, heads), by_name("H200"), backend="mla")
+    launch = chosen.sizes().launches["mla.forward"]
+    assert launch.grid == (programs, 1, 1) and launch.numbers == {"tiles": -(-heads // 64)}
+
+
+def test_each_half_of_mla_has_scratch_of_its_own():
+    chosen = plan(latent(3, 4096, 128, num_splits=4), by_name("H200"), backend="mla")
+    made = {w.name: w for w in chosen.sizes().workspaces}
+    assert made["partial_out"].buffer.shape == (2 * 3 * 2 * 4, 64, 256)
+    assert made["counts"].buffer.shape == (2 * 3 * 2,) and made["counts"].zeroed
+    whole = plan(latent(3, 4096, 128, num_splits=1), by_name("H200"), backend="mla")
+    assert not whole.sizes().workspaces
+
+
 def test_programs_of_decode_may_be_chosen_by_hand():
     step = dense(64, 1, 8192, 32, 8, 128)
     chosen = plan(step, by_name("H200"), backend="decode+programs=3+registers=168+merge_values=128")

@@ -15,6 +15,7 @@ _ROLES = {
     "attention_forward": "forward",
     "forward": "forward",
     "decode": "forward",
+    "mla": "forward",
     "combine_splits": "merge",
     "clear_unused": "clear",
     "clear_outside": "clear outside",
