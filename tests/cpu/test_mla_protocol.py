@@ -1,0 +1,539 @@
+"""Who waits for whom in the MLA decode: its producer and its consumers as threads, and a row of one
+number through all that they do with references, probabilities and halves of the output.
+
+The loops, the shares, the boxes and their barriers, what a consumer does in a step and how one follows
+the other's references are the kernel's own code. A block of keys has one score, a half of its
+values one number. A product reads shared memory from when it is queued until it is waited for.
+"""
+
+import math
+import random
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton")
+
+from heedful.kernels.hopper import mla_consumer as consumer_file
+from heedful.kernels.hopper import mla_producer as producer_file
+from heedful.kernels.hopper import mla_results as results_file
+from heedful.kernels.hopper import mla_shared as shared_file
+from heedful.kernels.portable import decode_work
+from support.hosted import (
+    Barrier,
+    Deadlock,
+    Host,
+    Int,
+    Machine,
+    Numbers,
+    Place,
+    Pointer,
+    Row,
+    barriers,
+)
+
+KEYS = shared_file.KEYS.value
+BOXES = shared_file.BOXES.value
+STEP = 2 * KEYS
+ROLES = ("consumer 0", "consumer 1", "producer")
+FAR = 1 << 30
+
+
+class Float(float):
+    """A number in place of a tensor."""
+
+    type = SimpleNamespace(layout=None)
+    shape = (1, 1)
+
+    def to(self, dtype):
+        return self
+
+
+def _of(name: str):
+    base = getattr(float, name)
+    return lambda self, other: Float(base(self, float(other)))
+
+
+for _name in ("add", "radd", "sub", "rsub", "mul", "rmul"):
+    setattr(Float, f"__{_name}__", _of(f"__{_name}__"))
+
+
+class Floats(Numbers):
+    """Numbers, and tensors of one."""
+
+    SliceLayout = DotOperandLayout = staticmethod(lambda *args: None)
+
+    @staticmethod
+    def zeros(shape, dtype, layout):
+        return Float(0.0)
+
+    @staticmethod
+    def full(shape, value, dtype, layout):
+        return Float(value)
+
+    @staticmethod
+    def sum(x, axis):
+        return Float(x)
+
+    @staticmethod
+    def convert_layout(x, layout):
+        return x
+
+    @staticmethod
+    def exp2(x):
+        return Float(2.0**x)
+
+    @staticmethod
+    def cast(x, dtype):
+        return Int(x)
+
+    @staticmethod
+    def where(condition, a, b):
+        made = a if condition else b
+        return made if isinstance(made, Float) else (Int if isinstance(made, int) else Float)(made)
+
+
+class Half:
+    """Boxes beside each other."""
+
+    def __init__(self, *boxes: Place):
+        self.boxes = boxes
+
+    def store(self, content):
+        for box in self.boxes:
+            box.store(content)
+
+    @property
+    def content(self):
+        return tuple(box.content for box in self.boxes)
+
+
+class Turned:
+    """A box, seen with keys innermost."""
+
+    def __init__(self, box):
+        self.box = box
+
+    @property
+    def content(self):
+        return self.box.content
+
+
+Place.permute = lambda self, order: Turned(self)  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Those of a block, of so many columns so far, with the queries of a piece."""
+
+    rows: tuple
+    columns: tuple
+    piece: tuple
+
+
+@dataclass(frozen=True)
+class Product:
+    """One that is queued: what it reads, and what that was."""
+
+    operands: tuple
+    contents: tuple
+
+    def check(self):
+        now = tuple(operand.content for operand in self.operands)
+        assert now == self.contents, "memory changed under a product that reads it"
+
+
+@dataclass
+class Device:
+    """lengths: keys of each sequence. splits: parts of each, or None. programs: at work at once.
+    seed: of turns and of values."""
+
+    lengths: tuple[int, ...]
+    programs: int
+    seed: int
+    splits: int | None = None
+    heads: int = 16
+    overhead: int = 0
+    page: int = 0
+    in_turn: bool = True
+    instead: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.machine = Machine(self.seed)
+        drawn = random.Random(self.seed)
+        longest = max(1, *self.lengths)
+        self.stored = -(-longest // (self.page or 1)) * (self.page or 1)
+        rows = len(self.lengths) * self.stored
+        # Of blocks of 64 keys as they are asked for; far apart, so that references rise.
+        self.scores = [drawn.uniform(-100, 100) for _ in range(rows)]
+        self.values = [drawn.uniform(-1, 1) for _ in range(2 * rows)]
+        self.tiles = -(-self.heads // 64)
+        # Pages lie in the order of sequences: their numbers are their places.
+        many = self.stored // self.page if self.page else 0
+        table = Pointer(list(range(many * len(self.lengths)))) if self.page else None
+        work = decode_work.DecodeWork(
+            partial_out=None if self.splits == 1 else 0,
+            partial_lse=None,
+            counts=None,
+            splits=None if self.splits is None else Int(self.splits),
+            tiles=Int(self.tiles),
+            least=Int(1 + self.overhead),
+            IS_UNIFORM=False,
+            OVERHEAD=self.overhead,
+            MERGE_PARTS=4,
+            MERGE_STAGES=1,
+        )
+        self.params = SimpleNamespace(
+            seqs=SimpleNamespace(
+                cu_q=None,
+                cu_k=None,
+                used_q=None,
+                used_k=Pointer(list(self.lengths)),
+                leftpad_k=None,
+                seqlen_q=Int(1),
+                seqlen_k=Int(self.stored),
+            ),
+            shape=SimpleNamespace(
+                batch=Int(len(self.lengths)), heads_q=Int(self.heads), heads_k=Int(1)
+            ),
+            mask=SimpleNamespace(
+                shift=Int(0), bottom_right=Int(1), HAS_LEFT=False, HAS_RIGHT=False, right=Int(0)
+            ),
+            kv=SimpleNamespace(
+                table=table,
+                stride_tableb=Int(many),
+                page_size=Int(self.page or 1),
+                batch_idx=None,
+                entries=None,
+            ),
+            kv_rows=SimpleNamespace(
+                IS_RAGGED=True, k_rows=Int(self.page or self.stored), NO_PAGE=1 << 20
+            ),
+            work=work,
+            tile=SimpleNamespace(BLOCK_M=64, BLOCK_N=STEP, IN_TURN=self.in_turn, ROWS=64),
+            scale_log2=Float(1.0),
+        )
+        # By (sequence, row tile, half): pieces with their results.
+        self.results: dict[tuple, list] = {}
+        self.arrived: set[int] = set()
+        self.queues: dict[int, list[Product]] = {}
+        self.at_work: dict[int, Scores] = {}
+
+    # What stands in for copies, products and the softmax.
+
+    def wait(self, bar: Barrier, parity, pred=True):
+        self.machine.until(lambda: bar.has_completed(int(parity)))
+
+    def arrive(self, bar: Barrier, count=1):
+        self.machine.until(lambda: True)
+        bar.arrive(count)
+
+    def load(self, desc, at, bar, part):
+        """A box, or a part of one, of rows from the place that the map has for these numbers."""
+        far, end, _head, row, column = map(int, at)
+        assert far == FAR
+        height = self.height
+        here = end + row - FAR
+        # Rows past the end of the map are zeros.
+        rows = tuple(here + i if row + i < FAR else None for i in range(height))
+        part.add((rows, column))
+        bar.complete(KEYS * 64 * 2 // (KEYS // height))
+
+    @property
+    def height(self) -> int:
+        return min(KEYS, self.page & -self.page) if self.page else KEYS
+
+    def parts_of(self, box, dtype, shape, layout):
+        """A box as parts of fewer rows."""
+        count = KEYS // self.height
+        box.parts = [None] * count
+
+        def adder(i):
+            def add(content):
+                box.parts[i] = content
+                if all(part is not None for part in box.parts):
+                    rows = tuple(row for part in box.parts for row in part[0])
+                    (column,) = {part[1] for part in box.parts}
+                    box.store(("keys", rows, column))
+
+            return SimpleNamespace(add=add)
+
+        box.store(None)
+        return Row(*(adder(i) for i in range(count)))
+
+    def mma(self, a, b, acc, use_acc=True, is_async=True):
+        """Queues a product. Of scores acc counts what was read, of the output it adds up."""
+        queue = self.queues.setdefault(self.machine.now, [])
+        operands = tuple(x for x in (a, b) if not isinstance(x, Float))
+        queue.append(Product(operands, tuple(x.content for x in operands)))
+        self.machine.until(lambda: True)
+        if isinstance(b, Turned):
+            return self.add_scores(a, b, acc, use_acc)
+        kinds = [box[0] for box in b.content]
+        assert kinds == ["keys"] * 4
+        rows = {box[1] for box in b.content}
+        columns = [box[2] for box in b.content]
+        assert len(rows) == 1 and columns in ([0, 64, 128, 192], [256, 320, 384, 448])
+        (rows,) = rows
+        p = a
+        if not isinstance(a, Float):
+            kind, of, p = a.content
+            assert (kind, of) == ("p", rows)
+        return Float(acc + p * self.value(rows, columns[0] // 256))
+
+    def add_scores(self, q, k, acc, use_acc):
+        kind, rows, column = k.content
+        assert kind == "keys" and q.content[:2] == ("q", column)
+        seen = acc if use_acc else Scores(rows, (), q.content[2])
+        assert seen.rows == rows and seen.piece == q.content[2]
+        return Scores(rows, (*seen.columns, column), seen.piece)
+
+    def mma_wait(self, count, deps):
+        queue = self.queues.setdefault(self.machine.now, [])
+        self.machine.until(lambda: True)
+        while len(queue) > count:
+            queue.pop(0).check()
+        (dep,) = deps
+        if isinstance(dep, Scores):
+            assert sorted(dep.columns) == [64 * i for i in range(BOXES)]
+        return dep
+
+    def key_of(self, rows):
+        """What a block's score and values are those of: its first key, or None."""
+        return rows[0]
+
+    def value(self, rows, half):
+        row = self.key_of(rows)
+        return 0.0 if row is None else self.values[2 * row + half]
+
+    def masked(self, s, params, piece, least_stop, col):
+        assert (col + KEYS > least_stop) == (s.rows[-1] is None)
+        return s
+
+    def softmax(self, s, m, total, scale, limit, may_mask):
+        self.at_work[self.machine.now] = s
+        row = self.key_of(s.rows)
+        x = -math.inf if row is None else self.scores[row]
+        top = m
+        if x - m > 32 or m == -math.inf:
+            top = Float(max(x, m))
+        alpha = 1.0 if m == -math.inf else 2.0 ** (m - top)
+        p = Float(0.0 if row is None else 2.0 ** (x - top))
+        return p, top, Float(total * alpha), Float(alpha), int(alpha != 1.0)
+
+    def publish(self, shared, p, m, BLOCK):
+        shared.rest.index(BLOCK).store(("p", self.at_work[self.machine.now].rows, Float(p)))
+        shared.top.index(BLOCK).store(m)
+        self.arrive(shared.p_full.index(BLOCK), 4)
+
+    def at_barrier(self, does, barrier):
+        program = self.machine.now // len(ROLES)
+        if does == "bar.arrive":
+            assert program not in self.arrived, "arrives before the other has gone on"
+            self.arrived.add(program)
+        else:
+            self.machine.until(lambda: program in self.arrived)
+            self.arrived.remove(program)
+
+    def load_columns(self, io, params, piece, first, columns):
+        made = Float(first)
+        made.piece = (int(piece.b), int(piece.row0), int(piece.start))
+        return made
+
+    def finish(self, io, shared, params, piece, pieces, acc, m, total, CONSUMER):
+        sums = self.host.turned(results_file.all_sums)(shared, total, pieces, None, CONSUMER)
+        key = (int(piece.b), int(piece.row0), CONSUMER)
+        assert self.at_work[self.machine.now].piece == (*key[:2], int(piece.start))
+        place = (int(piece.start), int(piece.stop), int(piece.work.parts))
+        self.results.setdefault(key, []).append((*place, float(acc), float(m), float(sums)))
+
+    def run(self):
+        numbers = Floats(self.machine, lambda role: role // len(ROLES), self.programs)
+        self.host = Host(
+            {
+                "gl": numbers,
+                "tl": numbers,
+                "barrier": SimpleNamespace(
+                    wait=self.wait, arrive_after_mma=self.arrive, arrive_each_warp=self.arrive_4
+                ),
+                "mbarrier": SimpleNamespace(
+                    wait=self.wait, expect=lambda bar, nbytes: bar.arrive(1, nbytes)
+                ),
+                "tma_load": self.load,
+                "reinterpret": self.parts_of,
+                "boxes_of": lambda tiles: tiles.boxes,
+                "warpgroup_mma": self.mma,
+                "warpgroup_mma_wait": self.mma_wait,
+                "softmax_threshold": self.softmax,
+                "masked": self.masked,
+                "publish": self.publish,
+                "lane_sums": lambda p: Float(p),
+                "scale_rows": lambda x, alpha: Float(x * alpha),
+                "vote_above": lambda x, limit: int(x != 0.0),
+                "threshold_limit": lambda dtype: None,
+                "scores_layout": lambda dtype, columns: None,
+                "fence_async_shared": lambda: None,
+                "opaque": Int,
+                "load_columns": self.load_columns,
+                "finish_piece": self.finish,
+                "_at_barrier": self.at_barrier,
+                **self.instead,
+            }
+        )
+        roles, names = [], []
+        for program in range(self.programs):
+            for name, role in zip(ROLES, self.roles(program), strict=True):
+                roles.append(role)
+                names.append(f"{name} of program {program}")
+        self.machine.run(roles, names)
+        assert not any(self.queues.values())
+
+    def arrive_4(self, bar):
+        self.arrive(bar, 4)
+
+    def shares(self, program):
+        """As portable/decode_work.py has it, of which other tests are."""
+        p, host = self.params, self.host
+        facts, length_of = map(host.turned, (decode_work.facts, decode_work.sequence_length))
+        lengths = []
+        for b in range(len(self.lengths)):
+            _tq, len_q, stored_q, _tk, len_k, _sk, off = facts(Int(b), p.seqs, p.mask)
+            args = (p.seqs, p.shape, p.mask, p.work, p.tile)
+            lengths.append(int(length_of(len_q, stored_q, len_k, off, *args)[1]))
+        number, count = program // self.tiles, self.programs // self.tiles
+        each = max(-(-sum(lengths) // count), int(p.work.least))
+        x = min(number * each, sum(lengths))
+        base = b = 0
+        while b < len(lengths) and base + lengths[b] <= x:
+            base, b = base + lengths[b], b + 1
+        ints = map(Int, (x, min(x + each, sum(lengths)), each, b, base))
+        return shared_file.Share(*ints)
+
+    def roles(self, program):
+        host, p = self.host, self.params
+        io = SimpleNamespace(
+            k=SimpleNamespace(
+                block_type=SimpleNamespace(shape=[1, 1, 1, self.height, 64]),
+                dtype=None,
+                layout=None,
+            )
+        )
+        q = [Query(64 * i) for i in range(BOXES)]
+        boxes = [Place() for _ in range(16)]
+        halves = Row(*(Half(*boxes[i : i + 4]) for i in range(0, 16, 4)), boxes=Row(*boxes))
+        queries = Row(Queries(q[:4]), Queries(q[4:8]), boxes=Row(*q), dtype=None)
+        rest = Row(Place(), Place())
+        made = host.turned(shared_file.MlaShared)(
+            queries,
+            Row(q[8]),
+            halves,
+            rest,
+            Row(Place(), Place()),
+            Row(Place(), Place()),
+            barriers(2 * BOXES, 1),
+            barriers(4, 1),
+            barriers(2, 4),
+            barriers(1, 8),
+            barriers(1, 2),
+            barriers(1, 8),
+        )
+        consumer = host.turned(consumer_file.mla_consumer)
+        producer = host.turned(producer_file.mla_producer)
+        share = self.shares(program)
+        return (
+            lambda: consumer(io, made, share, p, 0),
+            lambda: consumer(io, made, share, p, 1),
+            lambda: producer(io, made, share, p),
+        )
+
+    def check(self):
+        """Every sequence's pieces are all its steps, once, and their results merge to its own."""
+        for b, length in enumerate(self.lengths):
+            steps = max(1, -(-length // STEP))
+            keys = [b * self.stored + key for key in range(0, length, KEYS)]
+            top = max((self.scores[key] for key in keys), default=0.0)
+            weights = [2.0 ** (self.scores[key] - top) for key in keys]
+            for tile in range(self.tiles):
+                for half in (0, 1):
+                    pieces = sorted(self.results.pop((b, 64 * tile, half)))
+                    assert [piece[0] for piece in pieces] == [0, *(p[1] for p in pieces[:-1])]
+                    assert pieces[-1][1] == steps
+                    assert {piece[2] for piece in pieces} == {len(pieces)}
+                    total = sum(p[5] * 2.0 ** (p[4] - top) for p in pieces if p[5])
+                    out = sum(p[3] * 2.0 ** (p[4] - top) for p in pieces if p[5])
+                    assert total == pytest.approx(sum(weights))
+                    values = [self.values[2 * key + half] for key in keys]
+                    assert out == pytest.approx(
+                        sum(w * v for w, v in zip(weights, values, strict=True)), abs=1e-12
+                    )
+        assert not self.results
+
+
+class Query(Place):
+    def __init__(self, column: int):
+        super().__init__()
+        self.column = column
+
+    def store(self, content):
+        self.content = ("q", self.column, content.piece)
+
+
+class Queries:
+    def __init__(self, boxes):
+        self.boxes = boxes
+
+    def store(self, content):
+        for box in self.boxes:
+            box.store(content)
+
+
+CASES = {
+    "one length": Device((1000, 1000, 1000), 3, 0),
+    "whole sequences": Device((700, 64, 65, 300), 2, 0, splits=1),
+    "parts": Device((700, 1, 0, 300), 3, 0, splits=3),
+    "uneven": Device((1500, 0, 1, 127, 128, 129, 600), 4, 0),
+    "one sequence": Device((3000,), 5, 0),
+    "tiles of rows": Device((900, 130), 4, 0, heads=128),
+    "pages": Device((900, 130, 0), 3, 0, page=64),
+    "small pages": Device((500, 77, 1), 2, 0, page=48),
+    "a part costs": Device((1500, 300, 20), 3, 0, overhead=2),
+    "no turns": Device((900, 300), 2, 0, in_turn=False),
+}
+
+
+@pytest.mark.parametrize("device", CASES.values(), ids=CASES)
+def test_both_halves_of_all_results_are_those_of_the_values_whoever_is_slow(device):
+    for seed in range(4):
+        found = replace(device, seed=seed)
+        found.run()
+        found.check()
+
+
+def test_a_box_that_is_released_early_is_seen():
+    """The first consumer gives its half of a block back before its product is done."""
+
+    def wait_late(device):
+        def wait(count, deps):
+            made = deps[0]
+            if isinstance(made, Scores):
+                return device.mma_wait(count, deps)
+            return made
+
+        return wait
+
+    def try_seed(seed):
+        device = Device((1500, 1500), 2, seed)
+        device.instead = {"warpgroup_mma_wait": wait_late(device)}
+        device.run()
+
+    with pytest.raises(AssertionError, match="memory changed"):
+        for seed in range(20):
+            try_seed(seed)
+
+
+def test_a_consumer_that_releases_nothing_is_a_deadlock():
+    device = Device((1500,), 1, 0)
+    device.arrive = lambda bar, count=1: count > 1 and Device.arrive(device, bar, count)
+    with pytest.raises(Deadlock):
+        device.run()
