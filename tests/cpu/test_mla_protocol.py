@@ -1,9 +1,9 @@
 """Who waits for whom in the MLA decode: its producer and its consumers as threads, and a row of one
 number through all that they do with references, probabilities and halves of the output.
 
-The loops, the shares, the boxes and their barriers, what a consumer does in a step and how one follows
-the other's references are the kernel's own code. A block of keys has one score, a half of its
-values one number. A product reads shared memory from when it is queued until it is waited for.
+The loops, the shares, the boxes and their barriers, what a consumer does in a step and how one
+follows the other's references are the kernel's own code. A block of keys has one score, a half of
+its values one number. A product reads shared memory from when it is queued until it is waited for.
 """
 
 import math
@@ -211,7 +211,7 @@ class Device:
                 IS_RAGGED=True, k_rows=Int(self.page or self.stored), NO_PAGE=1 << 20
             ),
             work=work,
-            tile=SimpleNamespace(BLOCK_M=64, BLOCK_N=STEP, IN_TURN=self.in_turn, ROWS=64),
+            tile=SimpleNamespace(BLOCK_M=64, BLOCK_N=STEP, IN_TURN=self.in_turn, ROWS=64, AHEAD=0),
             scale_log2=Float(1.0),
         )
         # By (sequence, row tile, half): pieces with their results.

@@ -9,10 +9,11 @@ from heedful.kernels.args.shared import KVLayout, Mask, Sequences, Shape
 
 
 class MlaIO(NamedTuple):
-    """k: a tensor map of keys, in boxes of 64 columns."""
+    """k: a tensor map of keys, in boxes of 64 columns; k_rows: the same as they lie."""
 
     q: In[Rows]
     k: In[Ptr]
+    k_rows: In[Rows]
     out: Out[SplitRows]
     lse: Out[SplitRowVector]
 
@@ -20,13 +21,15 @@ class MlaIO(NamedTuple):
 class MlaTile(NamedTuple):
     """HEAD_DIM: of queries and keys. BLOCK_M: query rows, 64. BLOCK_N: keys of a step, 128. ROWS: a
     power of two that a tile's rows are within. IN_TURN: the second consumer queues its scores
-    behind those of the first."""
+    behind those of the first. AHEAD: steps from the one that is loaded to the one whose keys are
+    fetched into L2; 0 = none."""
 
     HEAD_DIM: Const
     BLOCK_M: Const
     BLOCK_N: Const
     ROWS: Const
     IN_TURN: Const
+    AHEAD: Const
     CONSUMER_REGS: Const
     PRODUCER_REGS: Const
 
