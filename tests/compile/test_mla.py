@@ -49,13 +49,13 @@ def test_both_loops_over_keys_have_a_step_of_products_and_no_spill(name):
     code, labels, branches = sass_of(name)
     loops = {(labels[to], at + 1) for at, to in branches if labels.get(to, at + 1) <= at}
     found = {bounds: measure(code[slice(*bounds)]) for bounds in loops}
-    # Nine boxes of scores, and two halves of values, of four products each.
-    steps = [b for b, sass in found.items() if sass.wgmma == 4 * (9 + 2)]
+    # Nine boxes of scores, and two quarters of both blocks, of four products each.
+    steps = [b for b, sass in found.items() if sass.wgmma == 4 * (9 + 2 * 2)]
     # Blocks out of line jump back, too, over more than a loop.
     first, second = sorted(steps, key=lambda b: b[1] - b[0])[:2]
     assert first[1] <= second[0] or second[1] <= first[0]
     # Where pages are smaller than a block the producer has some of the consumers' registers.
-    most = 3 if name == "pages of 16" else 0
+    most = 3 if name == "pages of 16" else 1
     assert found[first].spills + found[second].spills <= most
 
 
@@ -65,6 +65,6 @@ def test_keys_come_by_tensor_maps_and_products_run_into_each_other():
     # Two blocks of nine boxes.
     assert sum("UTMALDG" in text for text in words) == 18
     products = [text for text in words if "HGMMA" in text or "WARPGROUP.DEPBAR" in text]
-    assert sum("HGMMA" in text for text in products) == 2 * 44
+    assert sum("HGMMA" in text for text in products) == 2 * 52
     # Where products are serialised each has a wait behind it.
-    assert sum("DEPBAR" in text for text in products) == 2 * 3
+    assert sum("DEPBAR" in text for text in products) == 2 * 5

@@ -94,7 +94,7 @@ class Floats(Numbers):
         return made if isinstance(made, Float) else (Int if isinstance(made, int) else Float)(made)
 
 
-class Half:
+class Quarter:
     """Boxes beside each other."""
 
     def __init__(self, *boxes: Place):
@@ -271,10 +271,10 @@ class Device:
         if isinstance(b, Turned):
             return self.add_scores(a, b, acc, use_acc)
         kinds = [box[0] for box in b.content]
-        assert kinds == ["keys"] * 4
+        assert kinds == ["keys"] * 2
         rows = {box[1] for box in b.content}
         columns = [box[2] for box in b.content]
-        assert len(rows) == 1 and columns in ([0, 64, 128, 192], [256, 320, 384, 448])
+        assert len(rows) == 1 and columns[0] % 128 == 0 and columns[1] == columns[0] + 64
         (rows,) = rows
         p = a
         if not isinstance(a, Float):
@@ -346,7 +346,9 @@ class Device:
         key = (int(piece.b), int(piece.row0), CONSUMER)
         assert self.at_work[self.machine.now].piece == (*key[:2], int(piece.start))
         place = (int(piece.start), int(piece.stop), int(piece.work.parts))
-        self.results.setdefault(key, []).append((*place, float(acc), float(m), float(sums)))
+        out, same = map(float, acc)
+        assert out == same
+        self.results.setdefault(key, []).append((*place, out, float(m), float(sums)))
 
     def run(self):
         numbers = Floats(self.machine, lambda role: role // len(ROLES), self.programs)
@@ -421,18 +423,18 @@ class Device:
         )
         q = [Query(64 * i) for i in range(BOXES)]
         boxes = [Place() for _ in range(16)]
-        halves = Row(*(Half(*boxes[i : i + 4]) for i in range(0, 16, 4)), boxes=Row(*boxes))
+        quarters = Row(*(Quarter(*boxes[i : i + 2]) for i in range(0, 16, 2)), boxes=Row(*boxes))
         queries = Row(Queries(q[:4]), Queries(q[4:8]), boxes=Row(*q), dtype=None)
         rest = Row(Place(), Place())
         made = host.turned(shared_file.MlaShared)(
             queries,
             Row(q[8]),
-            halves,
+            quarters,
             rest,
             Row(Place(), Place()),
             Row(Place(), Place()),
             barriers(2 * BOXES, 1),
-            barriers(4, 1),
+            barriers(8, 1),
             barriers(2, 4),
             barriers(1, 8),
             barriers(1, 2),

@@ -28,12 +28,13 @@ from heedful.kernels.hopper.mla_shared import (
     BOXES,
     HALF,
     KEYS,
+    QUARTER,
     VALUE_BOXES,
     WIDTH,
     box_in_turn,
     look,
 )
-from heedful.kernels.hopper.mma import ROWS, scores_layout
+from heedful.kernels.hopper.mma import ROWS, scale_output, scores_layout
 from heedful.kernels.hopper.pingpong import _at_barrier
 from heedful.kernels.hopper.softmax import (
     lane_sums,
@@ -120,7 +121,7 @@ def follow(acc, m_M, l_ML, top):
     if must_rescale != 0:
         # A row without a reference has nothing to be scaled.
         alpha_M = gl.where(m_M == float("-inf"), 1.0, gl.exp2(m_M - top_M))
-        acc = scale_rows(acc, alpha_M)
+        acc = scale_output(acc, alpha_M)
         l_ML = scale_rows(l_ML, alpha_M)
     return acc, top_M, l_ML
 
@@ -135,10 +136,28 @@ def publish(shared, p_MN, m_M, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def queue_values(shared, zero, p, acc, BLOCK: gl.constexpr, CONSUMER: gl.constexpr):
+    """Starts adding p times both quarters of a consumer's half of a block."""
+    first = warpgroup_mma(p, shared.quarter(BLOCK, CONSUMER, 0, zero), acc[0], is_async=True)
+    second = warpgroup_mma(p, shared.quarter(BLOCK, CONSUMER, 1, zero), acc[1], is_async=True)
+    return first, second
+
+
+@gluon.jit
+def finish_values(shared, acc, BLOCK: gl.constexpr, TURN: gl.constexpr):
+    """The output once both quarters are added, which are released one after the other."""
+    first = warpgroup_mma_wait(1, deps=[acc[0]])
+    barrier.arrive_after_mma(shared.empty(BLOCK, TURN))
+    second = warpgroup_mma_wait(0, deps=[acc[1]])
+    barrier.arrive_after_mma(shared.empty(BLOCK, TURN + 1))
+    return first, second
+
+
+@gluon.jit
 def first_step(shared, params, piece, least_stop, col, phase, acc, m_M, l_ML):
     """One step of consumer 0."""
     dtype: gl.constexpr = shared.q.dtype
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     zero = opaque(0)
     s_MN = queue_scores(shared, phase, zero, 0)
     if params.tile.IN_TURN:
@@ -152,16 +171,13 @@ def first_step(shared, params, piece, least_stop, col, phase, acc, m_M, l_ML):
     p_MN = p_MN.to(dtype)
     publish(shared, p_MN, m_M, 0)
     if must_rescale != 0:
-        acc = scale_rows(acc, alpha_M)
-    p_MN = gl.convert_layout(p_MN, p_layout)
-    acc = warpgroup_mma(p_MN, shared.half(0, 0, zero), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    barrier.arrive_after_mma(shared.empty(0, 0))
+        acc = scale_output(acc, alpha_M)
+    acc = queue_values(shared, zero, gl.convert_layout(p_MN, p_layout), acc, 0, 0)
+    acc = finish_values(shared, acc, 0, 0)
     barrier.wait(shared.p_full.index(1), phase)
     acc, m_M, l_ML = follow(acc, m_M, l_ML, shared.top.index(1))
-    acc = warpgroup_mma(shared.rest.index(1 + zero), shared.half(1, 0, zero), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    barrier.arrive_after_mma(shared.empty(1, 1))
+    acc = queue_values(shared, zero, shared.rest.index(1 + zero), acc, 1, 0)
+    acc = finish_values(shared, acc, 1, 2)
     return acc, m_M, l_ML
 
 
@@ -169,15 +185,15 @@ def first_step(shared, params, piece, least_stop, col, phase, acc, m_M, l_ML):
 def second_step(shared, params, piece, least_stop, col, phase, acc, m_M, l_ML):
     """One step of consumer 1."""
     dtype: gl.constexpr = shared.q.dtype
-    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     if params.tile.IN_TURN:
         _at_barrier("bar.sync", TURN_BARRIER)
     zero = opaque(0)
     s_MN = queue_scores(shared, phase, zero, 1)
     barrier.wait(shared.p_full.index(0), phase)
     acc, m_M, l_ML = follow(acc, m_M, l_ML, shared.top.index(0))
-    acc = warpgroup_mma(shared.rest.index(zero), shared.half(0, 1, zero), acc, is_async=True)
-    s_MN = warpgroup_mma_wait(1, deps=[s_MN])
+    acc = queue_values(shared, zero, shared.rest.index(zero), acc, 0, 1)
+    s_MN = warpgroup_mma_wait(2, deps=[s_MN])
     s_MN = masked(s_MN, params, piece, least_stop, col + KEYS)
     p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
         s_MN, m_M, l_ML, params.scale_log2, threshold_limit(dtype), True
@@ -185,14 +201,11 @@ def second_step(shared, params, piece, least_stop, col, phase, acc, m_M, l_ML):
     l_ML = l_ML + lane_sums(p_MN)
     p_MN = p_MN.to(dtype)
     publish(shared, p_MN, m_M, 1)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    barrier.arrive_after_mma(shared.empty(0, 1))
+    acc = finish_values(shared, acc, 0, 2)
     if must_rescale != 0:
-        acc = scale_rows(acc, alpha_M)
-    p_MN = gl.convert_layout(p_MN, p_layout)
-    acc = warpgroup_mma(p_MN, shared.half(1, 1, zero), acc, is_async=True)
-    acc = warpgroup_mma_wait(0, deps=[acc])
-    barrier.arrive_after_mma(shared.empty(1, 0))
+        acc = scale_output(acc, alpha_M)
+    acc = queue_values(shared, zero, gl.convert_layout(p_MN, p_layout), acc, 1, 1)
+    acc = finish_values(shared, acc, 1, 0)
     return acc, m_M, l_ML
 
 
@@ -210,7 +223,9 @@ def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
             group = params.shape.heads_q // params.shape.heads_k
             row = piece.row0 // group
             least_stop = key_bounds(row, row, piece.off, piece.len_k, params.mask).stop_first
-            acc = gl.zeros([ROWS, HALF], gl.float32, scores_layout(dtype, HALF))
+            quarter: gl.constexpr = scores_layout(dtype, QUARTER)
+            none = gl.zeros([ROWS, QUARTER], gl.float32, quarter)
+            acc = (none, none)
             m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
             l_ML = lane_sums(gl.zeros([ROWS, KEYS], gl.float32, s_layout))
             for number in range(piece.start, piece.stop):

@@ -69,7 +69,7 @@ def load_box(
 
 @gluon.jit
 def load_block(io, shared, params, piece, batch, col, phase, BLOCK: gl.constexpr):
-    """Loads 64 keys from `col` on, each half once it is free."""
+    """Loads 64 keys from `col` on, each quarter once it is free."""
     HEIGHT: gl.constexpr = io.k.block_type.shape[-2]
     DOWN: gl.constexpr = KEYS // HEIGHT
     pages = ()
@@ -83,10 +83,8 @@ def load_block(io, shared, params, piece, batch, col, phase, BLOCK: gl.constexpr
             pages = pages + (gl.load(table + place),)
             places = places + (place,)
     for turn in gl.static_range(BOXES):
-        if turn == 0:
-            mbarrier.wait(shared.empty(BLOCK, 0), phase ^ 1)
-        if turn == VALUE_BOXES // 2:
-            mbarrier.wait(shared.empty(BLOCK, 1), phase ^ 1)
+        if turn % 2 == 0 and turn < VALUE_BOXES:
+            mbarrier.wait(shared.empty(BLOCK, turn // 2), phase ^ 1)
         load_box(
             io, shared, params, piece, batch, col, pages, places, BLOCK, box_in_turn(BLOCK, turn)
         )

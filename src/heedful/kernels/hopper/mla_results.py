@@ -13,9 +13,9 @@ from triton.experimental.gluon import language as gl
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.compat import opaque
 from heedful.kernels.hopper.epilogue import LN2
-from heedful.kernels.hopper.mla_shared import HALF
-from heedful.kernels.hopper.mma import ROWS
-from heedful.kernels.hopper.softmax import scale_rows, shift_of
+from heedful.kernels.hopper.mla_shared import HALF, QUARTER, QUARTERS
+from heedful.kernels.hopper.mma import ROWS, scale_output
+from heedful.kernels.hopper.softmax import shift_of
 
 
 @gluon.jit
@@ -29,27 +29,34 @@ def all_sums(shared, l_ML, pieces, layout: gl.constexpr, CONSUMER: gl.constexpr)
 
 
 @gluon.jit
-def store_whole(io, params, piece, row, x_ME, m_M, l_M, CONSUMER: gl.constexpr):
-    """Writes a consumer's columns of rows from `row` on, whose maxima are in base 2, and of the
-    first consumer the log-sum-exp. Rows that are stored but not used are 0 and -inf."""
+def store_whole(io, params, piece, row, x_ME, m_M, l_M, FIRST: gl.constexpr):
+    """Writes columns from FIRST on of rows from `row` on, whose maxima are in base 2, and beside
+    the first column the log-sum-exp. Rows that are stored but not used are 0 and -inf."""
     layout: gl.constexpr = x_ME.type.layout
     group = params.shape.heads_q // params.shape.heads_k
     rows_M = row + gl.arange(0, x_ME.shape[0], layout=gl.SliceLayout(1, layout))
-    dims_E = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
+    dims_E = gl.arange(0, x_ME.shape[1], layout=gl.SliceLayout(0, layout))
     pos_M = rows_M // group
     head_M = piece.g * group + rows_M % group
     used_M = pos_M < piece.len_q
     inverse_M = gl.where(used_M & (l_M != 0.0), 1.0 / l_M, 0.0)
     x_ME = gl.where(used_M[:, None], x_ME * inverse_M[:, None], 0.0)
     at_M = pos_M.to(gl.int64) * io.out.stride_n + head_M * io.out.stride_h
-    out = io.out.ptr + piece.b.to(gl.int64) * io.out.stride_b + CONSUMER * HALF
+    out = io.out.ptr + piece.b.to(gl.int64) * io.out.stride_b + FIRST
     stored_M = pos_M < piece.stored_q
     values = x_ME.to(io.out.ptr.dtype.element_ty)
     gl.store(out + at_M[:, None] + dims_E[None, :], values, mask=stored_M[:, None])
-    if io.lse.ptr is not None and CONSUMER == 0:
+    if io.lse.ptr is not None and FIRST == 0:
         lse_M = gl.where(used_M, (m_M + gl.log2(l_M)) * LN2, float("-inf"))
         lse = io.lse.ptr + piece.b.to(gl.int64) * io.lse.stride_b
         gl.store(lse + head_M * io.lse.stride_h + pos_M, lse_M, mask=stored_M)
+
+
+@gluon.jit
+def store_quarters(io, params, piece, row, acc, m_M, l_M, FIRST: gl.constexpr):
+    """Writes a consumer's columns, from FIRST on."""
+    for which in gl.static_range(QUARTERS):
+        store_whole(io, params, piece, row, acc[which], m_M, l_M, FIRST + which * QUARTER)
 
 
 @gluon.jit
@@ -61,14 +68,16 @@ def slot_row(slot, CONSUMER: gl.constexpr):
 @gluon.jit
 def store_part(params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr):
     """Writes a part's own normalised results, and its log-sum-exp in base 2."""
-    layout: gl.constexpr = acc.type.layout
+    layout: gl.constexpr = acc[0].type.layout
     rows_M = opaque(0) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    dims_E = gl.arange(0, HALF, layout=gl.SliceLayout(0, layout))
-    acc = scale_rows(acc, 1.0 / gl.where(l_M == 0.0, 1.0, l_M))
+    dims_E = gl.arange(0, QUARTER, layout=gl.SliceLayout(0, layout))
+    acc = scale_output(acc, 1.0 / gl.where(l_M == 0.0, 1.0, l_M))
     first = slot_row(piece.work.slot, CONSUMER)
     kept_M = rows_M < params.tile.ROWS
     out = params.work.partial_out + first * HALF
-    gl.store(out + (rows_M * HALF)[:, None] + dims_E[None, :], acc, mask=kept_M[:, None])
+    for which in gl.static_range(QUARTERS):
+        at_ME = (rows_M * HALF)[:, None] + (which * QUARTER + dims_E)[None, :]
+        gl.store(out + at_ME, acc[which], mask=kept_M[:, None])
     gl.store(params.work.partial_lse + first + rows_M, m_M + gl.log2(l_M), mask=kept_M)
 
 
@@ -118,14 +127,15 @@ def merged(params, piece, row, M: gl.constexpr, CONSUMER: gl.constexpr):
 @gluon.jit
 def finish_piece(io, shared, params, piece, pieces, acc, m_M, l_ML, CONSUMER: gl.constexpr):
     """What becomes of a piece's results."""
-    rows: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
+    rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+    FIRST: gl.constexpr = CONSUMER * HALF
     m_M = gl.convert_layout(m_M, rows)
     l_M = all_sums(shared, l_ML, pieces, rows, CONSUMER)
     row0 = opaque(piece.row0)
     if params.work.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
-        store_whole(io, params, piece, row0, acc, m_M, l_M, CONSUMER)
+        store_quarters(io, params, piece, row0, acc, m_M, l_M, FIRST)
     elif piece.work.parts == 1:
-        store_whole(io, params, piece, row0, acc, m_M, l_M, CONSUMER)
+        store_quarters(io, params, piece, row0, acc, m_M, l_M, FIRST)
     else:
         store_part(params, piece, acc, m_M, l_M, CONSUMER)
         # All threads' results, before the count says that they are there.
@@ -137,4 +147,4 @@ def finish_piece(io, shared, params, piece, pieces, acc, m_M, l_ML, CONSUMER: gl
             M: gl.constexpr = min(params.tile.ROWS, 16)
             for row in range(0, params.tile.ROWS, M):
                 out, top_M, sum_M = merged(params, piece, row, M, CONSUMER)
-                store_whole(io, params, piece, row0 + row, out, top_M, sum_M, CONSUMER)
+                store_whole(io, params, piece, row0 + row, out, top_M, sum_M, FIRST)

@@ -1,8 +1,8 @@
 """Shared memory of the MLA decode, who waits for what in it, and which keys a program has.
 
 A step has two blocks of 64 keys, each of nine boxes of 64 columns: eight of values, in a left half
-and a right half, and the rest, which is key alone. A block's rest is where its probabilities go, as
-soon as its scores are there.
+and a right half of two quarters each, and the rest, which is key alone. A block's rest is where its
+probabilities go, as soon as its scores are there.
 """
 
 from typing import Any, NamedTuple
@@ -21,6 +21,8 @@ WIDTH: gl.constexpr = gl.constexpr(64)  # columns of a box
 VALUE_BOXES: gl.constexpr = gl.constexpr(8)
 BOXES: gl.constexpr = gl.constexpr(9)
 HALF: gl.constexpr = gl.constexpr(256)  # columns of values of a consumer
+QUARTER: gl.constexpr = gl.constexpr(128)  # of which a product takes so many, and frees two boxes
+QUARTERS: gl.constexpr = gl.constexpr(2)  # of a half
 
 
 @gluon.jit
@@ -42,12 +44,12 @@ def box_in_turn(block, place):
 
 @aggregate
 class MlaShared:
-    """q, q_rest: queries, 256 columns by 256 and the rest. values: of a block a left half and a
-    right one. rest: of a block the other keys, then its probabilities. top: of a block, references
-    of rows; sums: of each consumer, at the end of a piece.
+    """q, q_rest: queries, 256 columns by 256 and the rest. values: of a block four quarters. rest:
+    of a block the other keys, then its probabilities. top: of a block, references of rows; sums: of
+    each consumer, at the end of a piece.
 
-    k_full: of a box. k_empty: of a block the half that is released first, then the other with its
-    rest. p_full: of a block's probabilities. q_full, q_empty, sums_full: of a piece.
+    k_full: of a box. k_empty: of a block four, in the order of `box_in_turn`; the last has the
+    rest, too. p_full: of a block's probabilities. q_full, q_empty, sums_full: of a piece.
     """
 
     q: gl.shared_memory_descriptor
@@ -66,18 +68,19 @@ class MlaShared:
     @gluon.jit
     def allocate(dtype: gl.constexpr):
         wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], dtype)
+        quarter: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, QUARTER], dtype)
         narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         WARPS: gl.constexpr = 4
         return MlaShared(
             gl.allocate_shared_memory(dtype, [2, ROWS, HALF], wide),
             gl.allocate_shared_memory(dtype, [1, ROWS, WIDTH], narrow),
-            gl.allocate_shared_memory(dtype, [2 * BLOCKS, KEYS, HALF], wide),
+            gl.allocate_shared_memory(dtype, [2 * QUARTERS * BLOCKS, KEYS, QUARTER], quarter),
             gl.allocate_shared_memory(dtype, [BLOCKS, KEYS, WIDTH], narrow),
             gl.allocate_shared_memory(gl.float32, [BLOCKS, ROWS], plain),
             gl.allocate_shared_memory(gl.float32, [2, ROWS], plain),
             barriers(BLOCKS * BOXES, 1),
-            barriers(2 * BLOCKS, 1),
+            barriers(2 * QUARTERS * BLOCKS, 1),
             barriers(BLOCKS, WARPS),
             barriers(1, 2 * WARPS),
             barriers(1, 2),
@@ -102,22 +105,23 @@ class MlaShared:
             return boxes_of(self.values).index(BLOCK * VALUE_BOXES + BOX + zero)
 
     @gluon.jit
-    def half(self, BLOCK: gl.constexpr, CONSUMER: gl.constexpr, zero=0):
-        """A consumer's half of a block of values: (keys, 256)."""
-        return self.values.index(2 * BLOCK + CONSUMER + zero)
+    def quarter(self, BLOCK: gl.constexpr, CONSUMER: gl.constexpr, WHICH: gl.constexpr, zero=0):
+        """A quarter of a block of values, of those of a consumer's half: (keys, 128)."""
+        return self.values.index(QUARTERS * (2 * BLOCK + CONSUMER) + WHICH + zero)
 
     @gluon.jit
     def full(self, BLOCK: gl.constexpr, BOX: gl.constexpr):
         return self.k_full.index(BLOCK * BOXES + BOX)
 
     @gluon.jit
-    def empty(self, BLOCK: gl.constexpr, IS_SECOND: gl.constexpr):
-        return self.k_empty.index(2 * BLOCK + IS_SECOND)
+    def empty(self, BLOCK: gl.constexpr, TURN: gl.constexpr):
+        """Of the boxes from place 2 TURN on in `box_in_turn`."""
+        return self.k_empty.index(2 * QUARTERS * BLOCK + TURN)
 
 
 @gluon.jit
 def boxes_of(tiles):
-    """Tiles of 256 columns as boxes of 64."""
+    """Wide tiles as boxes of 64 columns."""
     ROWS_OF: gl.constexpr = tiles.shape[1]
     COUNT: gl.constexpr = tiles.shape[0] * tiles.shape[2] // WIDTH
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_OF, WIDTH], tiles.dtype)
