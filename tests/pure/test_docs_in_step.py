@@ -20,12 +20,13 @@ HOMES = {
     "hopper-forward": ["kernels/hopper"],
     "hopper-fp8": ["kernels/hopper"],
     "hopper-backward": ["kernels/hopper"],
+    "mla": ["kernels/hopper"],
     "portable": ["kernels/portable", "kernels/common"],
     "cpu": ["cpu"],
     "jax": ["jax"],
 }
 TOOLS = ["emulator", "inspector"]
-FAMILIES = ["hopper-forward", "hopper-fp8", "hopper-backward", "cdna", "portable", "cpu"]
+FAMILIES = ["hopper-forward", "hopper-fp8", "hopper-backward", "mla", "cdna", "portable", "cpu"]
 FAMILIES += ["launching", *TOOLS]
 
 
