@@ -382,7 +382,7 @@ ROWS: tuple[KernelRow, ...] = (
     KernelRow(
         "mla",
         "forward",
-        {"sm_90": "compile-only"},
+        {"sm_90": "run"},
         ("bfloat16", "float16"),
         frozenset(
             {"causal", "diagonal", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
@@ -392,7 +392,6 @@ ROWS: tuple[KernelRow, ...] = (
         dim_multiple=8,
         # For gl.inline_asm.
         least=(("triton", (3, 9)),),
-        by_default=False,
         gates=(_values_in_keys, _some_tokens, _positive_scale, _out_as_in, _whole_pages)
         + (_few_rows,),
         configs=("mla.forward",),

@@ -418,7 +418,8 @@ def _small_pages(problem: AttentionProblem) -> bool:
 
 def _mla(when: Callable[[AttentionProblem], bool], **how) -> ConfigRow:
     config = MlaConfig(64, 128, programs=1, least_tiles=2, **how)
-    return ConfigRow("mla.forward", ("sm_90",), 576, config, _NO_SPILLS, when)
+    measured = _NO_SPILLS if how else _H200_LATER
+    return ConfigRow("mla.forward", ("sm_90",), 576, config, measured, when)
 
 
 _ONE: dict[str, Any] = {"pack_gqa": True}
