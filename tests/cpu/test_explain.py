@@ -164,5 +164,7 @@ def test_values_that_lie_in_keys_are_explained_as_such():
     apart = latent[..., :512].clone()
     with standin.gpu("H200"):
         call = heedful.flash_attn_with_kvcache
-        assert "forward   decode" in heedful.explain(call, q, latent, latent[..., :512])
+        assert "forward   mla" in heedful.explain(call, q, latent, latent[..., :512])
         assert "forward   portable" in heedful.explain(call, q, latent, apart)
+    with standin.gpu("B200"):
+        assert "forward   decode" in heedful.explain(call, q, latent, latent[..., :512])
