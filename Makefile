@@ -15,8 +15,11 @@ PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 RUN := PYTHONPATH=src $(PY) -m
 SAMPLE ?= 60
 
+# Tests start hundreds of processes: compiled once, modules are not compiled in each.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
-.PHONY: help set-up test test-slow test-gpu test-random test-mutation lint format demo bench docs clean
+.PHONY: help set-up test jax-calls test-slow test-gpu test-random test-mutation lint format demo bench docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -27,9 +30,14 @@ $(VENV)/.ready: pyproject.toml tools/set-up.sh
 	tools/set-up.sh $(VENV) $(PYTHON)
 	@touch $@
 
-test: lint ## lint, types and the default tests (what CI runs)
+# The set-ups, the type checker and JAX's tests take a core each: two side by side, then all workers.
+test: ## lint, types and the default tests (what CI runs)
+	$(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) \
+		lint $(if $(VENV),jax-calls)
 	$(RUN) pytest -n $(WORKERS) --dist worksteal $(ARGS)
-	$(if $(VENV),tools/jax_calls.sh $(VENV)-jax)
+
+jax-calls:
+	tools/jax_calls.sh $(VENV)-jax
 
 test-slow: $(READY) ## every test, the long grids too
 	$(RUN) pytest -n $(WORKERS) --dist worksteal --run-slow $(ARGS)
