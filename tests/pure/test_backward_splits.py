@@ -2,6 +2,7 @@
 measured: docs/lab/hopper-backward/028-splits.csv."""
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,7 @@ def test_scratch_and_programs_are_those_of_all_splits():
     assert [e.grid[0] for e in epilogues] == [2 * 8 * 8, 2 * 8 * 8 + 2 * 2 * 16]
 
 
-def test_a_window_is_no_triangle_and_packed_sequences_are_not_split():
+def test_a_window_is_no_triangle_and_packed_sequences_are_one():
     long = problem("1 x 4096", "8/2", "128", "causal")
     windowed = AttentionProblem.dense(
         1, 4096, 4096, 8, 2, 128, mask=MaskSpec.of(True, (512, 0)), needs_grad=True
@@ -103,4 +104,5 @@ def test_a_window_is_no_triangle_and_packed_sequences_are_not_split():
     packed = AttentionProblem.dense(
         4, 4096, 4096, 8, 2, 128, total_q=4096, total_k=4096, causal=True, needs_grad=True
     )
-    assert [splits(p) for p in (long, windowed, packed)] == [4, 2, 1]
+    assert [splits(p) for p in (long, windowed, packed)] == [4, 2, 4]
+    assert splits(replace(packed, mask=MaskSpec.of(False))) == 4

@@ -387,13 +387,12 @@ def _backward_splits(
     tiles: int,
     q_blocks: int,
 ) -> int:
-    """In how many parts the visits of a key tile are split. Of packed sequences only the device
-    knows the tiles."""
+    """In how many parts the visits of a key tile are split. Packed sequences have at least `tiles`,
+    of any length up to the longest's, whatever the mask."""
     if config.splits:
         return config.splits
-    if problem.varlen_q or problem.varlen_k:
-        return 1
     is_triangle = problem.mask.right >= 0 and problem.mask.left < 0
+    is_triangle |= problem.varlen_q or problem.varlen_k
     return choose_backward_splits(tiles, q_blocks * problem.group, device.units, is_triangle)
 
 
@@ -418,7 +417,10 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     if problem.deterministic and not problem.mask.bounded:
         heads = larger(heads, _HEADS_IN_TURN)
     heads = larger(1, smaller(heads, all_heads))
-    splits = _backward_splits(config, problem, plan.device, tiles, q_blocks)
+    least_tiles = tiles
+    if problem.total_k is not None:
+        least_tiles = problem.total_k // config.block_n * problem.heads_k
+    splits = _backward_splits(config, problem, plan.device, least_tiles, q_blocks)
     last = ceil_div(config.last_waves * plan.device.units, key_blocks * splits)
     if not problem.mask.bounded or problem.varlen_k:
         last = 0
