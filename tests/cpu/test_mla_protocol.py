@@ -94,7 +94,7 @@ class Floats(Numbers):
         return made if isinstance(made, Float) else (Int if isinstance(made, int) else Float)(made)
 
 
-class Quarter:
+class Part:
     """Boxes beside each other."""
 
     def __init__(self, *boxes: Place):
@@ -156,7 +156,8 @@ class Device:
     heads: int = 16
     overhead: int = 0
     page: int = 0
-    in_turn: bool = True
+    columns: int = 128
+    turn: int = 2
     instead: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -211,7 +212,9 @@ class Device:
                 IS_RAGGED=True, k_rows=Int(self.page or self.stored), NO_PAGE=1 << 20
             ),
             work=work,
-            tile=SimpleNamespace(BLOCK_M=64, BLOCK_N=STEP, IN_TURN=self.in_turn, ROWS=64, AHEAD=0),
+            tile=SimpleNamespace(
+                BLOCK_M=64, BLOCK_N=STEP, COLUMNS=self.columns, TURN=self.turn, ROWS=64
+            ),
             scale_log2=Float(1.0),
         )
         # By (sequence, row tile, half): pieces with their results.
@@ -271,10 +274,11 @@ class Device:
         if isinstance(b, Turned):
             return self.add_scores(a, b, acc, use_acc)
         kinds = [box[0] for box in b.content]
-        assert kinds == ["keys"] * 2
+        assert kinds == ["keys"] * (self.columns // 64)
         rows = {box[1] for box in b.content}
         columns = [box[2] for box in b.content]
-        assert len(rows) == 1 and columns[0] % 128 == 0 and columns[1] == columns[0] + 64
+        assert len(rows) == 1 and columns[0] % self.columns == 0
+        assert columns == [columns[0] + 64 * i for i in range(len(columns))]
         (rows,) = rows
         p = a
         if not isinstance(a, Float):
@@ -346,8 +350,7 @@ class Device:
         key = (int(piece.b), int(piece.row0), CONSUMER)
         assert self.at_work[self.machine.now].piece == (*key[:2], int(piece.start))
         place = (int(piece.start), int(piece.stop), int(piece.work.parts))
-        out, same = map(float, acc)
-        assert out == same
+        (out,) = set(map(float, acc))
         self.results.setdefault(key, []).append((*place, out, float(m), float(sums)))
 
     def run(self):
@@ -423,22 +426,25 @@ class Device:
         )
         q = [Query(64 * i) for i in range(BOXES)]
         boxes = [Place() for _ in range(16)]
-        quarters = Row(*(Quarter(*boxes[i : i + 2]) for i in range(0, 16, 2)), boxes=Row(*boxes))
+        each = self.columns // 64
+        parts = [Part(*boxes[i : i + each]) for i in range(0, 16, each)]
+        values = Row(*parts, boxes=Row(*boxes))
         queries = Row(Queries(q[:4]), Queries(q[4:8]), boxes=Row(*q), dtype=None)
         rest = Row(Place(), Place())
         made = host.turned(shared_file.MlaShared)(
             queries,
             Row(q[8]),
-            quarters,
+            values,
             rest,
             Row(Place(), Place()),
             Row(Place(), Place()),
             barriers(2 * BOXES, 1),
-            barriers(8, 1),
+            barriers(16 // each, 1),
             barriers(2, 4),
             barriers(1, 8),
             barriers(1, 2),
             barriers(1, 8),
+            self.columns,
         )
         consumer = host.turned(consumer_file.mla_consumer)
         producer = host.turned(producer_file.mla_producer)
@@ -500,7 +506,9 @@ CASES = {
     "pages": Device((900, 130, 0), 3, 0, page=64),
     "small pages": Device((500, 77, 1), 2, 0, page=48),
     "a part costs": Device((1500, 300, 20), 3, 0, overhead=2),
-    "no turns": Device((900, 300), 2, 0, in_turn=False),
+    "halves": Device((900, 300), 2, 0, columns=256),
+    "at once": Device((900, 300), 2, 0, turn=BOXES),
+    "one after the other": Device((900, 300), 2, 0, turn=0),
 }
 
 

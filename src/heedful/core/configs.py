@@ -543,7 +543,7 @@ ROWS: list[ConfigRow] = [
 OPTIONS = {
     "hopper.backward": ("draws", "last_waves", "splits"),
     "decode.forward": ("conversion", "programs", "registers", "merge_values", "merge_stages"),
-    "mla.forward": ("in_turn", "ahead", "even", "merge_values", "overhead", "least_tiles"),
+    "mla.forward": ("columns", "turn", "merge_values", "overhead", "least_tiles"),
 }
 
 

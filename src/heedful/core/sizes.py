@@ -329,9 +329,7 @@ def _mla_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     if problem.num_splits:
         parts = smaller(parts, problem.num_splits)
     places = larger(1, plan.device.units * config.programs // lines)
-    if config.even:
-        places = _even_shares(places, problem.batch)
-    shares = smaller(places, problem.batch * parts)
+    shares = smaller(_even_shares(places, problem.batch), problem.batch * parts)
     programs, units = shares * lines, problem.batch * lines
     launches = {"mla.forward": LaunchSizes((programs, 1, 1), {"tiles": tiles})}
     if problem.num_splits == 1:

@@ -92,17 +92,15 @@ class DecodeConfig(SharedKeysConfig):
 class MlaConfig(SharedKeysConfig):
     """A tile of the MLA decode: 64 query rows by 128 keys, 64 for each of two consumers.
 
-    merge_values: of all parts, that a thread merges at once. in_turn: the second consumer queues
-    its scores behind those of the first. ahead: steps from the one that is loaded to the one whose
-    keys are fetched into L2, 0 = none. even: sequences of one length are cut in as many parts each,
-    where that leaves few units of the device idle. consumer_regs, producer_regs: registers of a
-    thread.
+    merge_values: of all parts, that a thread merges at once. columns: of values in one product, 128
+    or 256, which are released together. turn: boxes of 64 columns of the first consumer's scores
+    that are left when the second queues its own; 9 = all. consumer_regs, producer_regs: registers
+    of a thread.
     """
 
     merge_values: int = 128
-    in_turn: bool = True
-    ahead: int = 1
-    even: bool = True
+    columns: int = 128
+    turn: int = 2
     consumer_regs: int = 240
     producer_regs: int = 24
 

@@ -9,27 +9,26 @@ from heedful.kernels.args.shared import KVLayout, Mask, Sequences, Shape
 
 
 class MlaIO(NamedTuple):
-    """k: a tensor map of keys, in boxes of 64 columns; k_rows: the same as they lie."""
+    """k: a tensor map of keys, in boxes of 64 columns."""
 
     q: In[Rows]
     k: In[Ptr]
-    k_rows: In[Rows]
     out: Out[SplitRows]
     lse: Out[SplitRowVector]
 
 
 class MlaTile(NamedTuple):
     """HEAD_DIM: of queries and keys. BLOCK_M: query rows, 64. BLOCK_N: keys of a step, 128. ROWS: a
-    power of two that a tile's rows are within. IN_TURN: the second consumer queues its scores
-    behind those of the first. AHEAD: steps from the one that is loaded to the one whose keys are
-    fetched into L2; 0 = none."""
+    power of two that a tile's rows are within. COLUMNS: of values in one product, which are
+    released together. TURN: boxes of the first consumer's scores that are left when the second
+    queues its own; 9 = all."""
 
     HEAD_DIM: Const
     BLOCK_M: Const
     BLOCK_N: Const
     ROWS: Const
-    IN_TURN: Const
-    AHEAD: Const
+    COLUMNS: Const
+    TURN: Const
     CONSUMER_REGS: Const
     PRODUCER_REGS: Const
 

@@ -20,7 +20,7 @@ def mla(io: MlaIO, params: MlaParams):
     """out (B, M, H, E) and lse (B, H, M)."""
     CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
-    shared = MlaShared.allocate(io.k.dtype)
+    shared = MlaShared.allocate(io.k.dtype, params.tile.COLUMNS)
     lines = params.shape.heads_k * params.work.tiles
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     x, end, each, b, base = share_of(

@@ -28,7 +28,6 @@ from heedful.kernels.hopper.mla_shared import (
     BOXES,
     HALF,
     KEYS,
-    QUARTER,
     VALUE_BOXES,
     WIDTH,
     box_in_turn,
@@ -137,20 +136,23 @@ def publish(shared, p_MN, m_M, BLOCK: gl.constexpr):
 
 @gluon.jit
 def queue_values(shared, zero, p, acc, BLOCK: gl.constexpr, CONSUMER: gl.constexpr):
-    """Starts adding p times both quarters of a consumer's half of a block."""
-    first = warpgroup_mma(p, shared.quarter(BLOCK, CONSUMER, 0, zero), acc[0], is_async=True)
-    second = warpgroup_mma(p, shared.quarter(BLOCK, CONSUMER, 1, zero), acc[1], is_async=True)
-    return first, second
+    """Starts adding p times each part of a consumer's half of a block."""
+    out = ()
+    for which in gl.static_range(len(acc)):
+        v_NE = shared.part(BLOCK, CONSUMER, which, zero)
+        out = out + (warpgroup_mma(p, v_NE, acc[which], is_async=True),)
+    return out
 
 
 @gluon.jit
-def finish_values(shared, acc, BLOCK: gl.constexpr, TURN: gl.constexpr):
-    """The output once both quarters are added, which are released one after the other."""
-    first = warpgroup_mma_wait(1, deps=[acc[0]])
-    barrier.arrive_after_mma(shared.empty(BLOCK, TURN))
-    second = warpgroup_mma_wait(0, deps=[acc[1]])
-    barrier.arrive_after_mma(shared.empty(BLOCK, TURN + 1))
-    return first, second
+def finish_values(shared, acc, BLOCK: gl.constexpr, CONSUMER: gl.constexpr):
+    """The output once all parts are added, which are released one after the other."""
+    first: gl.constexpr = 0 if BLOCK == CONSUMER else len(acc)
+    out = ()
+    for which in gl.static_range(len(acc)):
+        out = out + (warpgroup_mma_wait(len(acc) - 1 - which, deps=[acc[which]]),)
+        barrier.arrive_after_mma(shared.empty(BLOCK, first + which))
+    return out
 
 
 @gluon.jit
@@ -160,8 +162,9 @@ def first_step(shared, params, piece, least_stop, col, phase, acc, m_M, l_ML):
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     zero = opaque(0)
     s_MN = queue_scores(shared, phase, zero, 0)
-    if params.tile.IN_TURN:
-        _at_barrier("bar.arrive", TURN_BARRIER)
+    if params.tile.TURN < BOXES:
+        s_MN = warpgroup_mma_wait(params.tile.TURN, deps=[s_MN])
+    _at_barrier("bar.arrive", TURN_BARRIER)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
     s_MN = masked(s_MN, params, piece, least_stop, col)
     p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
@@ -177,7 +180,7 @@ def first_step(shared, params, piece, least_stop, col, phase, acc, m_M, l_ML):
     barrier.wait(shared.p_full.index(1), phase)
     acc, m_M, l_ML = follow(acc, m_M, l_ML, shared.top.index(1))
     acc = queue_values(shared, zero, shared.rest.index(1 + zero), acc, 1, 0)
-    acc = finish_values(shared, acc, 1, 2)
+    acc = finish_values(shared, acc, 1, 0)
     return acc, m_M, l_ML
 
 
@@ -186,14 +189,15 @@ def second_step(shared, params, piece, least_stop, col, phase, acc, m_M, l_ML):
     """One step of consumer 1."""
     dtype: gl.constexpr = shared.q.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
-    if params.tile.IN_TURN:
-        _at_barrier("bar.sync", TURN_BARRIER)
+    # Else the matrix unit would take both blocks' scores in turns, and have nothing to do during
+    # the first softmax.
+    _at_barrier("bar.sync", TURN_BARRIER)
     zero = opaque(0)
     s_MN = queue_scores(shared, phase, zero, 1)
     barrier.wait(shared.p_full.index(0), phase)
     acc, m_M, l_ML = follow(acc, m_M, l_ML, shared.top.index(0))
     acc = queue_values(shared, zero, shared.rest.index(zero), acc, 0, 1)
-    s_MN = warpgroup_mma_wait(2, deps=[s_MN])
+    s_MN = warpgroup_mma_wait(len(acc), deps=[s_MN])
     s_MN = masked(s_MN, params, piece, least_stop, col + KEYS)
     p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
         s_MN, m_M, l_ML, params.scale_log2, threshold_limit(dtype), True
@@ -201,12 +205,21 @@ def second_step(shared, params, piece, least_stop, col, phase, acc, m_M, l_ML):
     l_ML = l_ML + lane_sums(p_MN)
     p_MN = p_MN.to(dtype)
     publish(shared, p_MN, m_M, 1)
-    acc = finish_values(shared, acc, 0, 2)
+    acc = finish_values(shared, acc, 0, 1)
     if must_rescale != 0:
         acc = scale_output(acc, alpha_M)
     acc = queue_values(shared, zero, gl.convert_layout(p_MN, p_layout), acc, 1, 1)
-    acc = finish_values(shared, acc, 1, 0)
+    acc = finish_values(shared, acc, 1, 1)
     return acc, m_M, l_ML
+
+
+@gluon.jit
+def no_output(dtype: gl.constexpr, COLUMNS: gl.constexpr):
+    """A consumer's half of an output of zeros, in parts."""
+    acc = ()
+    for _ in gl.static_range(HALF // COLUMNS):
+        acc = acc + (gl.zeros([ROWS, COLUMNS], gl.float32, scores_layout(dtype, COLUMNS)),)
+    return acc
 
 
 @gluon.jit
@@ -223,9 +236,7 @@ def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
             group = params.shape.heads_q // params.shape.heads_k
             row = piece.row0 // group
             least_stop = key_bounds(row, row, piece.off, piece.len_k, params.mask).stop_first
-            quarter: gl.constexpr = scores_layout(dtype, QUARTER)
-            none = gl.zeros([ROWS, QUARTER], gl.float32, quarter)
-            acc = (none, none)
+            acc = no_output(dtype, params.tile.COLUMNS)
             m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
             l_ML = lane_sums(gl.zeros([ROWS, KEYS], gl.float32, s_layout))
             for number in range(piece.start, piece.stop):

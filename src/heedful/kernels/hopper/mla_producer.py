@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from heedful.kernels.hopper.compat import inline_asm, reinterpret, tma_load
+from heedful.kernels.hopper.compat import reinterpret, tma_load
 from heedful.kernels.hopper.mla_shared import (
     BLOCKS,
     BOXES,
@@ -69,7 +69,7 @@ def load_box(
 
 @gluon.jit
 def load_block(io, shared, params, piece, batch, col, phase, BLOCK: gl.constexpr):
-    """Loads 64 keys from `col` on, each quarter once it is free."""
+    """Loads 64 keys from `col` on, each part once it is free."""
     HEIGHT: gl.constexpr = io.k.block_type.shape[-2]
     DOWN: gl.constexpr = KEYS // HEIGHT
     pages = ()
@@ -82,37 +82,13 @@ def load_block(io, shared, params, piece, batch, col, phase, BLOCK: gl.constexpr
             place = gl.minimum(col + i * HEIGHT, last) // params.kv.page_size
             pages = pages + (gl.load(table + place),)
             places = places + (place,)
+    EACH: gl.constexpr = params.tile.COLUMNS // WIDTH
     for turn in gl.static_range(BOXES):
-        if turn % 2 == 0 and turn < VALUE_BOXES:
-            mbarrier.wait(shared.empty(BLOCK, turn // 2), phase ^ 1)
+        if turn % EACH == 0 and turn < VALUE_BOXES:
+            mbarrier.wait(shared.empty(BLOCK, turn // EACH), phase ^ 1)
         load_box(
             io, shared, params, piece, batch, col, pages, places, BLOCK, box_in_turn(BLOCK, turn)
         )
-
-
-@gluon.jit
-def fetch_step(io, params, piece, batch, col):
-    """Starts fetching the keys of a step from `col` on, whose rows lie side by side, into L2."""
-    HEIGHT: gl.constexpr = io.k.block_type.shape[-2]
-    ROW_BYTES: gl.constexpr = params.tile.HEAD_DIM * 2
-    for i in gl.static_range(BLOCKS * KEYS // HEIGHT):
-        row = col + i * HEIGHT
-        rows = gl.minimum(piece.len_k - row, HEIGHT)
-        if rows > 0:
-            entry = batch
-            place = piece.token_k.to(gl.int32) + row
-            if params.kv.table is not None:
-                table = params.kv.table + piece.b.to(gl.int64) * params.kv.stride_tableb
-                page = gl.load(table + row // params.kv.page_size)
-                entry = within(page, 0, params.kv.entries - 1)
-                place = row % params.kv.page_size
-            at = entry.to(gl.int64) * io.k_rows.stride_b + place.to(gl.int64) * io.k_rows.stride_n
-            inline_asm(
-                "{ .reg .pred first; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 first, t, 0;\n"
-                "@first cp.async.bulk.prefetch.L2.global [$0], $1; }",
-                "l,r,~{memory}",
-                [(io.k_rows.ptr + at).to(gl.int64), rows * ROW_BYTES],
-            )
 
 
 @gluon.jit
@@ -128,8 +104,4 @@ def mla_producer(io, shared, share, params):
             col = number * params.tile.BLOCK_N
             for block in gl.static_range(BLOCKS):
                 load_block(io, shared, params, piece, batch, col + block * KEYS, visit & 1, block)
-            if params.tile.AHEAD > 0:
-                ahead = number + params.tile.AHEAD
-                if ahead < piece.stop:
-                    fetch_step(io, params, piece, batch, ahead * params.tile.BLOCK_N)
             visit += 1

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.compat import opaque
 from heedful.kernels.hopper.epilogue import LN2
-from heedful.kernels.hopper.mla_shared import HALF, QUARTER, QUARTERS
+from heedful.kernels.hopper.mla_shared import HALF
 from heedful.kernels.hopper.mma import ROWS, scale_output
 from heedful.kernels.hopper.softmax import shift_of
 
@@ -53,10 +53,12 @@ def store_whole(io, params, piece, row, x_ME, m_M, l_M, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def store_quarters(io, params, piece, row, acc, m_M, l_M, FIRST: gl.constexpr):
+def store_parts(io, params, piece, row, acc, m_M, l_M, FIRST: gl.constexpr):
     """Writes a consumer's columns, from FIRST on."""
-    for which in gl.static_range(QUARTERS):
-        store_whole(io, params, piece, row, acc[which], m_M, l_M, FIRST + which * QUARTER)
+    for which in gl.static_range(len(acc)):
+        store_whole(
+            io, params, piece, row, acc[which], m_M, l_M, FIRST + which * acc[which].shape[1]
+        )
 
 
 @gluon.jit
@@ -70,13 +72,14 @@ def store_part(params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr):
     """Writes a part's own normalised results, and its log-sum-exp in base 2."""
     layout: gl.constexpr = acc[0].type.layout
     rows_M = opaque(0) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
-    dims_E = gl.arange(0, QUARTER, layout=gl.SliceLayout(0, layout))
+    COLUMNS: gl.constexpr = acc[0].shape[1]
+    dims_E = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     acc = scale_output(acc, 1.0 / gl.where(l_M == 0.0, 1.0, l_M))
     first = slot_row(piece.work.slot, CONSUMER)
     kept_M = rows_M < params.tile.ROWS
     out = params.work.partial_out + first * HALF
-    for which in gl.static_range(QUARTERS):
-        at_ME = (rows_M * HALF)[:, None] + (which * QUARTER + dims_E)[None, :]
+    for which in gl.static_range(len(acc)):
+        at_ME = (rows_M * HALF)[:, None] + (which * COLUMNS + dims_E)[None, :]
         gl.store(out + at_ME, acc[which], mask=kept_M[:, None])
     gl.store(params.work.partial_lse + first + rows_M, m_M + gl.log2(l_M), mask=kept_M)
 
@@ -133,9 +136,9 @@ def finish_piece(io, shared, params, piece, pieces, acc, m_M, l_ML, CONSUMER: gl
     l_M = all_sums(shared, l_ML, pieces, rows, CONSUMER)
     row0 = opaque(piece.row0)
     if params.work.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
-        store_quarters(io, params, piece, row0, acc, m_M, l_M, FIRST)
+        store_parts(io, params, piece, row0, acc, m_M, l_M, FIRST)
     elif piece.work.parts == 1:
-        store_quarters(io, params, piece, row0, acc, m_M, l_M, FIRST)
+        store_parts(io, params, piece, row0, acc, m_M, l_M, FIRST)
     else:
         store_part(params, piece, acc, m_M, l_M, CONSUMER)
         # All threads' results, before the count says that they are there.

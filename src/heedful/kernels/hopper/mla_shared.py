@@ -1,8 +1,8 @@
 """Shared memory of the MLA decode, who waits for what in it, and which keys a program has.
 
 A step has two blocks of 64 keys, each of nine boxes of 64 columns: eight of values, in a left half
-and a right half of two quarters each, and the rest, which is key alone. A block's rest is where its
-probabilities go, as soon as its scores are there.
+and a right half, and the rest, which is key alone. A block's rest is where its probabilities go, as
+soon as its scores are there. A product takes a part of a half, and frees its boxes.
 """
 
 from typing import Any, NamedTuple
@@ -21,8 +21,6 @@ WIDTH: gl.constexpr = gl.constexpr(64)  # columns of a box
 VALUE_BOXES: gl.constexpr = gl.constexpr(8)
 BOXES: gl.constexpr = gl.constexpr(9)
 HALF: gl.constexpr = gl.constexpr(256)  # columns of values of a consumer
-QUARTER: gl.constexpr = gl.constexpr(128)  # of which a product takes so many, and frees two boxes
-QUARTERS: gl.constexpr = gl.constexpr(2)  # of a half
 
 
 @gluon.jit
@@ -44,11 +42,11 @@ def box_in_turn(block, place):
 
 @aggregate
 class MlaShared:
-    """q, q_rest: queries, 256 columns by 256 and the rest. values: of a block four quarters. rest:
-    of a block the other keys, then its probabilities. top: of a block, references of rows; sums: of
-    each consumer, at the end of a piece.
+    """q, q_rest: queries, 256 columns by 256 and the rest. values: of a block parts of `columns`.
+    rest: of a block the other keys, then its probabilities. top: of a block, references of rows;
+    sums: of each consumer, at the end of a piece.
 
-    k_full: of a box. k_empty: of a block four, in the order of `box_in_turn`; the last has the
+    k_full: of a box. k_empty: of a part, in the order of `box_in_turn`; the last of a block has the
     rest, too. p_full: of a block's probabilities. q_full, q_empty, sums_full: of a piece.
     """
 
@@ -64,27 +62,30 @@ class MlaShared:
     q_full: gl.shared_memory_descriptor
     q_empty: gl.shared_memory_descriptor
     sums_full: gl.shared_memory_descriptor
+    columns: gl.constexpr
 
     @gluon.jit
-    def allocate(dtype: gl.constexpr):
+    def allocate(dtype: gl.constexpr, COLUMNS: gl.constexpr):
         wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], dtype)
-        quarter: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, QUARTER], dtype)
+        part: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, COLUMNS], dtype)
+        PARTS: gl.constexpr = BLOCKS * 2 * HALF // COLUMNS
         narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         WARPS: gl.constexpr = 4
         return MlaShared(
             gl.allocate_shared_memory(dtype, [2, ROWS, HALF], wide),
             gl.allocate_shared_memory(dtype, [1, ROWS, WIDTH], narrow),
-            gl.allocate_shared_memory(dtype, [2 * QUARTERS * BLOCKS, KEYS, QUARTER], quarter),
+            gl.allocate_shared_memory(dtype, [PARTS, KEYS, COLUMNS], part),
             gl.allocate_shared_memory(dtype, [BLOCKS, KEYS, WIDTH], narrow),
             gl.allocate_shared_memory(gl.float32, [BLOCKS, ROWS], plain),
             gl.allocate_shared_memory(gl.float32, [2, ROWS], plain),
             barriers(BLOCKS * BOXES, 1),
-            barriers(2 * QUARTERS * BLOCKS, 1),
+            barriers(PARTS, 1),
             barriers(BLOCKS, WARPS),
             barriers(1, 2 * WARPS),
             barriers(1, 2),
             barriers(1, 2 * WARPS),
+            COLUMNS,
         )
 
     @gluon.jit
@@ -105,9 +106,9 @@ class MlaShared:
             return boxes_of(self.values).index(BLOCK * VALUE_BOXES + BOX + zero)
 
     @gluon.jit
-    def quarter(self, BLOCK: gl.constexpr, CONSUMER: gl.constexpr, WHICH: gl.constexpr, zero=0):
-        """A quarter of a block of values, of those of a consumer's half: (keys, 128)."""
-        return self.values.index(QUARTERS * (2 * BLOCK + CONSUMER) + WHICH + zero)
+    def part(self, BLOCK: gl.constexpr, CONSUMER: gl.constexpr, WHICH: gl.constexpr, zero=0):
+        """A part of a consumer's half of a block of values: (keys, columns)."""
+        return self.values.index((2 * BLOCK + CONSUMER) * (HALF // self.columns) + WHICH + zero)
 
     @gluon.jit
     def full(self, BLOCK: gl.constexpr, BOX: gl.constexpr):
@@ -115,8 +116,8 @@ class MlaShared:
 
     @gluon.jit
     def empty(self, BLOCK: gl.constexpr, TURN: gl.constexpr):
-        """Of the boxes from place 2 TURN on in `box_in_turn`."""
-        return self.k_empty.index(2 * QUARTERS * BLOCK + TURN)
+        """Of a block's part number TURN in `box_in_turn`."""
+        return self.k_empty.index(BLOCK * (2 * HALF // self.columns) + TURN)
 
 
 @gluon.jit

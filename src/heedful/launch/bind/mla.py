@@ -37,7 +37,6 @@ def _call(
         "io": MlaIO(
             q=groups.rows(buffers, "q", divisor),
             k=_map(problem, buffers),
-            k_rows=groups.rows(buffers, "k", shared_divisor(buffers, ("k",))),
             out=groups.split_rows(buffers, "out", False, divisor),
             lse=groups.split_row_vector(buffers, "lse", False),
         ),
@@ -48,7 +47,7 @@ def _call(
             kv=groups.kv_layout(problem.page_size, buffers),
             kv_rows=_kv_rows(problem, buffers),
             work=_work(problem, config, buffers, launch.numbers["tiles"]),
-            tile=_tile(problem, config, buffers),
+            tile=_tile(problem, config),
             scale_log2=groups.number(problem.scale * math.log2(math.e)),
         ),
     }
@@ -94,17 +93,14 @@ def _work(problem: AttentionProblem, config: MlaConfig, buffers: Buffers, tiles:
     )
 
 
-def _tile(problem: AttentionProblem, config: MlaConfig, buffers: Buffers) -> MlaTile:
-    # What is fetched ahead is one stretch of memory.
-    _, row, _ = groups.token_strides(buffers["k"])
-    is_dense = problem.heads_k == 1 and row == problem.head_dim
+def _tile(problem: AttentionProblem, config: MlaConfig) -> MlaTile:
     return MlaTile(
         HEAD_DIM=problem.head_dim,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         ROWS=_rows(problem),
-        IN_TURN=config.in_turn,
-        AHEAD=config.ahead if is_dense else 0,
+        COLUMNS=config.columns,
+        TURN=config.turn,
         CONSUMER_REGS=config.consumer_regs,
         PRODUCER_REGS=config.producer_regs,
     )
