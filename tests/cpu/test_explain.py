@@ -160,7 +160,7 @@ def test_what_no_device_would_run_is_refused_as_in_the_call():
 
 
 def test_values_that_lie_in_keys_are_explained_as_such():
-    latent, q = torch.zeros(2, 64, 1, 576).half(), torch.zeros(2, 1, 16, 576).half()
+    latent, q = torch.zeros(2, 64, 1, 576).half(), torch.zeros(2, 1, 32, 576).half()
     apart = latent[..., :512].clone()
     with standin.gpu("H200"):
         call = heedful.flash_attn_with_kvcache

@@ -425,6 +425,16 @@ def test_mla_cuts_equal_sequences_in_equal_parts_where_that_fills_the_device(
     assert launch.grid == (programs, 1, 1) and launch.numbers == {"tiles": -(-heads // 64)}
 
 
+@pytest.mark.parametrize(
+    "heads, keys, backend",
+    [(16, 8192, "mla"), (16, 8191, "decode"), (17, 64, "mla"), (128, 1024, "mla")],
+)
+def test_few_rows_over_few_latent_keys_are_left_to_the_decode_kernel(heads, keys, backend):
+    step = latent(4, keys, heads)
+    assert plan(step, by_name("H200")).backend == backend
+    assert plan(step, by_name("H200"), backend="mla").backend == "mla"
+
+
 def test_each_half_of_mla_has_scratch_of_its_own():
     chosen = plan(latent(3, 4096, 128, num_splits=4), by_name("H200"), backend="mla")
     made = {w.name: w for w in chosen.sizes().workspaces}

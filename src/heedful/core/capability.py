@@ -309,6 +309,28 @@ def _values_in_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None
     return None
 
 
+# Rows of a KV head up to which, and keys below which, the decode kernel is as fast: its tiles have
+# 16 rows and not 64, and a step of the MLA kernel is 128 keys.
+FEW_LATENT_ROWS, FEW_LATENT_KEYS = 16, 8192
+
+
+def _few_latent_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """16 heads over 64 x 1024 keys take 43.6 us and not 41.4, over 1 x 8192 they take 32.6 and not
+    49.6 (H200, 2026-11-23); between the two nothing was timed."""
+    if problem.seqlen_q * problem.group > FEW_LATENT_ROWS:
+        return None
+    if _are_few_keys(problem.seqlen_k):
+        return (
+            f"decode is preferred for {FEW_LATENT_ROWS} rows over less than {FEW_LATENT_KEYS} keys"
+        )
+    return None
+
+
+@opaque
+def _are_few_keys(keys: int) -> bool:
+    return keys < FEW_LATENT_KEYS
+
+
 def _is_for_hopper(problem: AttentionProblem, device: DeviceSpec) -> bool:
     """Whether the Hopper forward would take what the decode kernel leaves."""
     if device.arch != "sm_90" or ITEM_BITS[problem.dtype] == 8:
@@ -394,6 +416,7 @@ ROWS: tuple[KernelRow, ...] = (
         least=(("triton", (3, 9)),),
         gates=(_values_in_keys, _some_tokens, _positive_scale, _out_as_in, _whole_pages)
         + (_few_rows,),
+        unasked=(_few_latent_keys,),
         configs=("mla.forward",),
         program="heedful.launch.bind.mla",
     ),

@@ -99,8 +99,8 @@ class MlaConfig(SharedKeysConfig):
     """
 
     merge_values: int = 128
-    columns: int = 128
-    turn: int = 2
+    columns: int = 256
+    turn: int = 9
     consumer_regs: int = 240
     producer_regs: int = 24
 
