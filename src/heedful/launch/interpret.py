@@ -7,6 +7,7 @@ float32 and float16 only: its bfloat16 dot multiplies bit patterns.
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from types import FunctionType
@@ -67,11 +68,16 @@ def run_call(call: KernelCall, arrays: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _patched_once() -> Iterator[None]:
-    """While it is open, the language is patched once. Triton patches all of it anew for every call
-    of a function within a kernel, which takes half of the time."""
+    """While it is open, the language is patched once, and what is not asserted is not computed.
+    Triton patches all of it anew for every call of a function within a kernel, which takes half of
+    the time. Without debug it drops the assertion that no sum of integers overflows after it has
+    computed what would be asserted, a third of the rest; its compilers leave that out, too."""
+    from triton.language import dtype
     from triton.runtime import interpreter
 
     patch, done = interpreter._patch_lang, set()
+    builder, numpy_dtype = interpreter.interpreter_builder, interpreter._get_np_dtype
+    options, of_scalar = builder.options, cache(numpy_dtype)
 
     def patch_new(function: FunctionType) -> Any:
         """What the launch, whose own call is the first, restores at its end."""
@@ -81,11 +87,19 @@ def _patched_once() -> Iterator[None]:
         done.update(modules)
         return patch(function)
 
+    def known_dtype(kind: Any) -> Any:
+        """Asked of scalars, the interpreter makes a table of all each time."""
+        return of_scalar(kind) if type(kind) is dtype else numpy_dtype(kind)
+
     interpreter._patch_lang = patch_new
+    interpreter._get_np_dtype = known_dtype
+    builder.options = replace(options, sanitize_overflow=options.debug)
     try:
         yield
     finally:
         interpreter._patch_lang = patch
+        interpreter._get_np_dtype = numpy_dtype
+        builder.options = options
 
 
 @cache
