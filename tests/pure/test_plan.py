@@ -435,6 +435,15 @@ def test_few_rows_over_few_latent_keys_are_left_to_the_decode_kernel(heads, keys
     assert plan(step, by_name("H200"), backend="mla").backend == "mla"
 
 
+def test_how_mla_adds_values_may_be_chosen_by_hand():
+    step = latent(64, 8192, 128)
+    chosen = plan(step, by_name("H200"), backend="mla+columns=128+turn=2")
+    assert "columns=128 turn=2 (chosen by hand)" in explain(chosen)
+    for option in ("columns=64", "turn=10", "least_tiles=0", "merge_values=24"):
+        with pytest.raises(ValueError, match=f"backend: {option.split('=')[0]} must be"):
+            plan(step, by_name("H200"), backend=f"mla+{option}")
+
+
 def test_each_half_of_mla_has_scratch_of_its_own():
     chosen = plan(latent(3, 4096, 128, num_splits=4), by_name("H200"), backend="mla")
     made = {w.name: w for w in chosen.sizes().workspaces}

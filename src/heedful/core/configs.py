@@ -556,7 +556,11 @@ def by_hand(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem
     made: dict[str, Any] = {name: types[name](value) for name, value in own.items()}
     if problem.deterministic and not made.get("draws", True):
         raise ValueError("backend: a deterministic backward draws its tiles, got draws=0")
-    for name in ("programs", "merge_values", "merge_stages"):
+    if made.get("columns", 256) not in (128, 256):
+        raise ValueError(f"backend: columns must be 128 or 256, got {made['columns']}")
+    if made.get("turn", 9) > 9:
+        raise ValueError(f"backend: turn must be at most 9, got {made['turn']}")
+    for name in ("programs", "merge_values", "merge_stages", "least_tiles"):
         value = made.get(name, 1)
         if value < 1 or value & (value - 1) and name == "merge_values":
             words = "a power of two" if name == "merge_values" else "at least 1"
