@@ -26,6 +26,12 @@ PROBLEMS = {
     # As it may be chosen by hand.
     "quarters in turn": {"heads_q": 128, "page_size": 64, "backend": "mla+columns=128+turn=2"},
 }
+# It takes ten seconds to compile one. By default: each dtype, mask, way of telling lengths, size of
+# pages within and beyond a block, and part of the registers.
+DEFAULT = ("128 heads", "four tokens", "one length", "pages of 16")
+BY_DEFAULT = [
+    pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in PROBLEMS
+]
 
 
 def sass_of(name: str):
@@ -46,7 +52,7 @@ def sass_of(name: str):
     return parse_sass(disassemble(compile_kernel(call, "sm_90").asm["cubin"]).text)
 
 
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize("name", BY_DEFAULT)
 def test_both_loops_over_keys_have_a_step_of_products_and_no_spill(name):
     code, labels, branches = sass_of(name)
     loops = {(labels[to], at + 1) for at, to in branches if labels.get(to, at + 1) <= at}
