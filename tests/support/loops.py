@@ -16,7 +16,7 @@ def each_loop(test):
     """Gives a test the head dims, masks and results whose loops are meant to be bare: by default
     each mask, with the others in turns."""
     names = {spec: name for name, spec in MASKS.items()}
-    every = in_turns(MASKS.values(), (64, 128), (False, True))
+    every = in_turns(MASKS.values(), (128, 64), (False, True))
 
     def name(value) -> str:
         is_flag = isinstance(value, bool)
