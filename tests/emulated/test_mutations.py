@@ -21,6 +21,7 @@ from heedful.emulator.decoder import Code
 from support.grids import in_turns
 
 SCHEDULES = ("lockstep", "delay:each", "random:0-3")
+LONG = pytest.mark.slow
 KINDS = (
     "barrier dropped",
     "waitcnt dropped",
@@ -101,20 +102,22 @@ def equivalent(name: str, pc: int, text: str) -> bool:
     return True
 
 
-def test_the_second_opinion_finds_races_and_none_in_the_right_kernels():
-    for name in names():
-        launch, code, right = baseline(name)
+@pytest.mark.parametrize(
+    "name", [*names()[:1], *(pytest.param(n, marks=LONG) for n in names()[1:])]
+)
+def test_the_second_opinion_finds_races_and_none_in_the_right_kernels(name):
+    launch, code, right = baseline(name)
+    with recorded() as trace:
+        launch.run(code)
+    assert not trace.conflicts()
+    barriers = list(mutants(code, "barrier dropped", right.report.executed))
+    found = 0
+    for pc, text in barriers:
         with recorded() as trace:
-            launch.run(code)
-        assert not trace.conflicts()
-        barriers = list(mutants(code, "barrier dropped", right.report.executed))
-        found = 0
-        for pc, text in barriers:
-            with recorded() as trace:
-                report = launch.run(code.replaced(pc, text)).report
-            assert bool(trace.conflicts()) == ("lds-race" in report.kinds())
-            found += not report.clean
-        assert found
+            report = launch.run(code.replaced(pc, text)).report
+        assert bool(trace.conflicts()) == ("lds-race" in report.kinds())
+        found += not report.clean
+    assert found
 
 
 def missed(name: str, kind: str, at_most: int) -> list[str]:
