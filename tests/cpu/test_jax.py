@@ -149,7 +149,7 @@ def mesh_of_four():
     return jax.sharding.Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("b", "h"))
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_shards_draw_their_part_of_the_dropout_mask(check_vma):
     """Batch and heads over four devices: output and gradients to the bit, gradients of what is on
     all devices summed."""
@@ -184,7 +184,9 @@ def put(mesh, array, *axes):
     )
 
 
-@pytest.mark.parametrize("heads", [2, 8], ids=["mha", "gqa"])
+@pytest.mark.parametrize(
+    "heads", [pytest.param(2, marks=pytest.mark.slow, id="mha"), pytest.param(8, id="gqa")]
+)
 def test_sharded_inputs_of_jit_are_computed_where_they_are(heads):
     """By a partitioning rule: nothing is gathered, the dropout mask is that of the whole, and
     gradients of shared operands are summed."""

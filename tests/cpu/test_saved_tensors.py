@@ -108,13 +108,17 @@ def packed():
 
 
 CALLS = [plain, grouped, with_everything, with_a_whole_bias, packed]
-# The interpreter is slow.
+# The interpreter is slow: there one call meets each layout, the others what torch's own hooks do.
 PAIRS = [
     (call, restore)
     for call in CALLS
     for restore in LAYOUTS
-    if not INTERPRETING or call is plain or restore in (dense, expanded)
+    if not INTERPRETING
+    or call is plain
+    or restore is dense
+    or (call, restore) == (with_everything, expanded)
 ]
+OFFLOADED = [with_everything] if INTERPRETING else CALLS
 
 
 def gradients(function, leaves, keywords, context=None) -> list[torch.Tensor]:
@@ -152,7 +156,7 @@ def test_gradients_do_not_depend_on_the_layout_that_a_hook_restores(call, restor
     assert_same(gradients(*given), want)
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", OFFLOADED)
 def test_gradients_are_the_same_with_activations_offloaded(call, machine):
     given = call()
     want = gradients(*given)
