@@ -28,10 +28,6 @@ settings.load_profile("heedful")
 # Set where long grids are run, too.
 RUN_SLOW = "TEST_RUN_SLOW"
 
-# Tests make garbage by the million objects and hold little of it: Python's own limits (700 objects,
-# each generation ten times the one before) take a fifth of the time of what torch compiles.
-gc.set_threshold(50_000, 20, 20)
-
 
 def pytest_addoption(parser):
     parser.addoption("--run-slow", action="store_true", help="run the long grids too")
@@ -45,7 +41,8 @@ def pytest_configure(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection(session):
-    """Modules and test items live to the end: nobody is to look for garbage among them."""
+    """Modules and test items live to the end: nobody is to look for garbage among them, which took
+    a tenth of the time of what torch compiles."""
     gc.disable()
     try:
         return (yield)
