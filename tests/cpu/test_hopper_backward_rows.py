@@ -1,5 +1,5 @@
 """What comes ahead of the Hopper backward and behind it, run by Triton's interpreter: delta, what
-is cleared, and dQ out of sums that lie in the order of registers.
+is cleared, and dQ, dK and dV out of sums that lie in the order of registers.
 
 They run in a process of their own: see `support.interpreted`.
 """
@@ -25,8 +25,10 @@ SCALE = 0.25
 UNTOUCHED = 7
 
 
-def whole(head_dim: int, lengths: list[int], packed: bool, deterministic: bool = False):
-    """A problem, its plan and its backward."""
+def whole(
+    head_dim: int, lengths: list[int], packed: bool, deterministic: bool = False, splits: int = 1
+):
+    """A problem, its plan and its backward, whose key tiles are split in so many parts."""
     total = sum(lengths) if packed else None
     problem = AttentionProblem.dense(
         *(len(lengths), max(lengths), max(lengths), HEADS, 2, head_dim),
@@ -37,8 +39,7 @@ def whole(head_dim: int, lengths: list[int], packed: bool, deterministic: bool =
         deterministic=deterministic,
     )
     problem = replace(problem, scale=SCALE)
-    # Gradients of whole key tiles: what splits of them hand on has tests of its own.
-    chosen = plan(problem, by_name("H200"), backend="hopper+splits=1")
+    chosen = plan(problem, by_name("H200"), backend=f"hopper+splits={splits}")
     assert chosen.backward == "hopper"
     made = programs.program(chosen, "backward", buffers.backward(problem))
     return problem, chosen.configs["hopper.backward"], made
@@ -50,21 +51,24 @@ def call_of(made: Program, function: str) -> Program:
     return Program((call,), ())
 
 
-def in_registers(rows: torch.Tensor, block_m: int) -> torch.Tensor:
-    """A query tile's sums as consumers' threads store them: halves of 128 rows, or of the columns
-    of 64; each thread in turn four of its numbers of a product, thread after thread."""
+def in_registers(product: torch.Tensor) -> torch.Tensor:
+    """64 rows as a consumer's threads store them: each thread in turn four of its numbers of a
+    product, thread after thread."""
+    of_threads = []
+    for thread in range(128):
+        row = thread // 32 * 16 + thread % 32 // 4
+        column = torch.arange(product.shape[1] // 8)[:, None] * 8 + thread % 4 * 2
+        first = product[row, column + torch.arange(2)]
+        second = product[row + 8, column + torch.arange(2)]
+        of_threads.append(torch.cat((first, second), 1))
+    return torch.stack(of_threads, 1).flatten()
+
+
+def shares(rows: torch.Tensor, block_m: int) -> torch.Tensor:
+    """A query tile's sums as both consumers store them: halves of 128 rows, or of the columns of
+    64."""
     halves = rows.split(64, 0) if block_m == 128 else rows.split(rows.shape[1] // 2, 1)
-    stored = []
-    for half in halves:
-        of_threads = []
-        for thread in range(128):
-            row = thread // 32 * 16 + thread % 32 // 4
-            column = torch.arange(half.shape[1] // 8)[:, None] * 8 + thread % 4 * 2
-            first = half[row, column + torch.arange(2)]
-            second = half[row + 8, column + torch.arange(2)]
-            of_threads.append(torch.cat((first, second), 1))
-        stored.append(torch.stack(of_threads, 1).flatten())
-    return torch.cat(stored)
+    return torch.cat([in_registers(half) for half in halves])
 
 
 LENGTHS = [([200, 200], False), ([130, 1, 0, 257], True)]
@@ -91,7 +95,7 @@ def test_dq_is_put_in_order_scaled_and_rounded(head_dim, lengths, packed):
                 at = first + block * config.block_m
                 tile = rows[head, block * config.block_m : (block + 1) * config.block_m]
                 place = sums[head, at : at + config.block_m]
-                place.copy_(in_registers(tile, config.block_m).view_as(place))
+                place.copy_(shares(tile, config.block_m).view_as(place))
         start += length
         first += blocks * config.block_m
     arrays = {"dq_accum": sums, "dq": torch.full((sum(lengths), HEADS, head_dim), torch.nan).half()}
@@ -102,6 +106,52 @@ def test_dq_is_put_in_order_scaled_and_rounded(head_dim, lengths, packed):
         arrays["dq"] = arrays["dq"].view(*problem.out_shape)
     interpret(call_of(made, "backward_epilogue"), arrays)
     assert torch.equal(arrays["dq"].view(want.shape), (want * SCALE).half())
+
+
+@interpreted
+@pytest.mark.parametrize("lengths, packed", LENGTHS, ids=["dense", "packed"])
+@pytest.mark.parametrize("head_dim, splits", [(40, 3), (128, 2), (200, 2)])
+def test_splits_of_dk_and_dv_are_added_and_rounded(head_dim, splits, lengths, packed):
+    torch.manual_seed(head_dim)
+    problem, config, made = whole(head_dim, lengths, packed, splits=splits)
+    shapes = {w.name: w.buffer.shape for w in made.workspaces}
+    partials = torch.full(shapes["partials"], torch.nan)
+    columns = partials.shape[-1] // 2
+    # dV, dK of each split.
+    wanted = torch.randn(2, splits, sum(lengths), 2, head_dim)
+    start, first = 0, 0
+    for b, length in enumerate(lengths):
+        if packed:
+            first = (start // config.block_n + b) * config.block_n
+        padded = -(-length // config.block_n) * config.block_n
+        rows = torch.zeros(2, splits, 2, padded, columns)
+        own = wanted[:, :, start : start + length].transpose(2, 3)
+        rows[:, :, :, :length, :head_dim] = own
+        for split in range(splits):
+            for head in range(2):
+                for at in range(0, padded, 64):
+                    products = [in_registers(x[split, head, at : at + 64]) for x in rows]
+                    place = partials[split, head, first + at : first + at + 64]
+                    place.copy_(torch.cat(products).view_as(place))
+        start += length
+        first += padded
+    shape = (sum(lengths), 2, head_dim) if packed else (len(lengths), max(lengths), 2, head_dim)
+    arrays = {
+        "dq_accum": torch.zeros(shapes["dq_accum"]),
+        "dq": torch.empty(problem.out_shape).half(),
+        "partials": partials,
+        "dk": torch.full(shape, torch.nan).half(),
+        "dv": torch.full(shape, torch.nan).half(),
+    }
+    if packed:
+        starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+        arrays |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    interpret(call_of(made, "backward_epilogue"), arrays)
+    for name, of_splits in zip(("dv", "dk"), wanted, strict=True):
+        sums = of_splits[0]
+        for more in of_splits[1:]:
+            sums = sums + more
+        assert torch.equal(arrays[name].view(sums.shape), sums.half())
 
 
 @interpreted
