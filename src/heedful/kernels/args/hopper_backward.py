@@ -93,7 +93,7 @@ class BackwardPrologueIO(NamedTuple):
 
 
 class BackwardEpilogueIO(NamedTuple):
-    """partials: as in HopperBackwardOrder; without them dk and dv are None, too."""
+    """partials: as in HopperBackwardOrder; without them there are no dk and dv either."""
 
     dq_accum: In[Ptr]
     dq: Out[Rows]

@@ -21,6 +21,7 @@ from heedful.kernels.args.hopper_backward import (
     HopperBackwardSizes,
     HopperBackwardTile,
 )
+from heedful.kernels.args.kinds import Rows
 from heedful.launch.bind import groups, hopper_groups, portable
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, number, pointer
@@ -130,7 +131,9 @@ def _prologue_call(
 def _epilogue_call(
     problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
 ) -> KernelCall:
-    is_split = "partials" in buffers
+    of_keys = [Rows(None, None, None, None)] * 2
+    if "partials" in buffers:
+        of_keys = [groups.rows(buffers, name, 8) for name in ("dk", "dv")]
     return _rows_call(
         "epilogue",
         sizes,
@@ -138,8 +141,8 @@ def _epilogue_call(
             dq_accum=pointer(buffers, "dq_accum", True),
             dq=groups.rows(buffers, "dq", 8),
             partials=pointer(buffers, "partials", True),
-            dk=groups.rows(buffers, "dk", 8) if is_split else None,
-            dv=groups.rows(buffers, "dv", 8) if is_split else None,
+            dk=of_keys[0],
+            dv=of_keys[1],
         ),
         seqs=groups.sequences(problem, buffers),
         sizes=_sizes(problem, buffers),
