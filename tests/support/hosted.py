@@ -117,7 +117,8 @@ class Row:
         self.__dict__.update(facts)
 
     def index(self, i):
-        return self._items[int(i)]
+        # A constexpr gives out as an index what it holds: an Int, which Python wants no longer.
+        return self._items[int(i.value if isinstance(i, gl.constexpr) else i)]
 
 
 def barriers(count: int, arrivals: int) -> Row:
