@@ -31,6 +31,7 @@ from support.hosted import (
     Place,
     Pointer,
     Row,
+    Turned,
     barriers,
 )
 
@@ -109,20 +110,6 @@ class Part:
     @property
     def content(self):
         return tuple(box.content for box in self.boxes)
-
-
-class Turned:
-    """A box, seen with keys innermost."""
-
-    def __init__(self, box):
-        self.box = box
-
-    @property
-    def content(self):
-        return self.box.content
-
-
-Place.permute = lambda self, order: Turned(self)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

@@ -137,6 +137,20 @@ class Place:
     def load(self, layout):
         return self.content
 
+    def permute(self, order) -> "Turned":
+        return Turned(self)
+
+
+class Turned:
+    """A box, seen with other dims innermost."""
+
+    def __init__(self, box: Place):
+        self.box = box
+
+    @property
+    def content(self) -> Any:
+        return self.box.content
+
 
 class Pointer:
     """An address among numbers of global memory."""

@@ -2,23 +2,14 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from heedful.kernels.hopper.backward_sums import allocate_dq
+from heedful.kernels.hopper.barrier import barriers
 from heedful.kernels.hopper.compat import aggregate
 from heedful.kernels.hopper.mma import ROWS
 from heedful.kernels.hopper.pipeline import Pipeline, allocate_boxes
 
 CONSUMERS: gl.constexpr = gl.constexpr(2)
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers, ready."""
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(COUNT):
-        mbarrier.init(made.index(index), count=ARRIVALS)
-    return made
 
 
 @gluon.constexpr_function

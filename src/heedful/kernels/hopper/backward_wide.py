@@ -23,7 +23,7 @@ from heedful.kernels.hopper.backward_consumer import store_partial, store_rows
 from heedful.kernels.hopper.backward_mainloop import queue_rows, stage_of
 from heedful.kernels.hopper.backward_producer import backward_producer
 from heedful.kernels.hopper.backward_scores import kept_probabilities, queued_probabilities
-from heedful.kernels.hopper.backward_shared import CONSUMERS, barriers
+from heedful.kernels.hopper.backward_shared import CONSUMERS
 from heedful.kernels.hopper.backward_sums import add_registers
 from heedful.kernels.hopper.backward_tile import (
     key_tile,
@@ -34,6 +34,7 @@ from heedful.kernels.hopper.backward_tile import (
     visit_range,
     work_scheduler,
 )
+from heedful.kernels.hopper.barrier import barriers
 from heedful.kernels.hopper.compat import aggregate, inline_asm, opaque
 from heedful.kernels.hopper.mma import ROWS, scores_layout
 from heedful.kernels.hopper.pairs import from_pairs

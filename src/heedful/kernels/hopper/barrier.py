@@ -12,6 +12,15 @@ from heedful.kernels.hopper.compat import HAS_INLINE_ASM, inline_asm
 
 
 @gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers, ready."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(COUNT):
+        mbarrier.init(made.index(index), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
 def wait(bar, parity, pred=True):
     """Waits until `bar` has completed the phase of this parity, if `pred`."""
     if HAS_INLINE_ASM:

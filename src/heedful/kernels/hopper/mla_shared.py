@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from heedful.kernels.hopper.barrier import barriers
 from heedful.kernels.hopper.compat import aggregate, reinterpret
 from heedful.kernels.hopper.mma import ROWS
 from heedful.kernels.portable.decode_work import facts, next_piece, sequence_length
@@ -21,15 +21,6 @@ WIDTH: gl.constexpr = gl.constexpr(64)  # columns of a box
 VALUE_BOXES: gl.constexpr = gl.constexpr(8)
 BOXES: gl.constexpr = gl.constexpr(9)
 HALF: gl.constexpr = gl.constexpr(256)  # columns of values of a consumer
-
-
-@gluon.jit
-def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """Barriers, ready."""
-    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for index in gl.static_range(COUNT):
-        mbarrier.init(made.index(index), count=ARRIVALS)
-    return made
 
 
 @gluon.constexpr_function

@@ -5,7 +5,7 @@ from dataclasses import replace
 from heedful.core.plan import Plan
 from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.core.sizes import Sizes
-from heedful.core.tiles import MERGE_ROWS, DecodeConfig, pow2
+from heedful.core.tiles import MERGE_ROWS, DecodeConfig, MlaConfig, pow2
 from heedful.kernels.args.decode import DecodeTile, DecodeWork
 from heedful.kernels.args.shared import ForwardIO, KVLayout
 from heedful.launch.bind import groups
@@ -75,8 +75,21 @@ def _work(
     problem: AttentionProblem, config: DecodeConfig, buffers: Buffers, tiles: int
 ) -> DecodeWork:
     words = _words(problem, problem.head_dim_v, slices(problem, problem.head_dim_v))
-    rows = min(_rows(problem, config), MERGE_ROWS)
-    merged = config.merge_values * 32 * config.num_warps // (rows * words)
+    at_once = min(_rows(problem, config), MERGE_ROWS) * words
+    return shared_work(problem, config, buffers, tiles, at_once, config.merge_stages)
+
+
+def shared_work(
+    problem: AttentionProblem,
+    config: DecodeConfig | MlaConfig,
+    buffers: Buffers,
+    tiles: int,
+    at_once: int,
+    merge_stages: int = 1,
+) -> DecodeWork:
+    """The work of kernels whose programs share the keys. at_once: values of one part
+    that are merged at once."""
+    merged = config.merge_values * 32 * config.num_warps // at_once
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
     return DecodeWork(
         partial_out=pointer(buffers, "partial_out", True),
@@ -88,7 +101,7 @@ def _work(
         IS_UNIFORM=not any(name in buffers for name in names),
         OVERHEAD=config.overhead,
         MERGE_PARTS=max(1, min(32, merged)),
-        MERGE_STAGES=config.merge_stages,
+        MERGE_STAGES=merge_stages,
     )
 
 

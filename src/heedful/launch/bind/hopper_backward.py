@@ -169,8 +169,6 @@ def _backward_call(
     problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
 ) -> KernelCall:
     launch = sizes.launches["hopper.backward"]
-    numbers = {**launch.numbers}
-    del numbers["splits"]
     dims = dict.fromkeys(("q", "k", "dk"), problem.head_dim)
     dims |= dict.fromkeys(("v", "dout", "dv"), problem.head_dim_v)
     found = {}
@@ -193,12 +191,12 @@ def _backward_call(
             sizes=_sizes(problem, buffers),
             **hopper_groups.scores(problem, buffers),
             order=HopperBackwardOrder(
-                **{name: Scalar(value) for name, value in numbers.items()},
+                **{name: Scalar(value) for name, value in launch.numbers.items()}
+                | _splits(sizes, buffers),
                 varlen_tiles=pointer(buffers, "varlen_tiles"),
                 tile_counter=pointer(buffers, "tile_counter"),
                 turns=pointer(buffers, "turns"),
                 partials=pointer(buffers, "partials", True),
-                **_splits(sizes, buffers),
             ),
             tile=HopperBackwardTile(
                 BLOCK_M=config.block_m,

@@ -6,18 +6,18 @@ from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.sizes import Sizes
 from heedful.core.tiles import MlaConfig
-from heedful.kernels.args.decode import DecodeWork
 from heedful.kernels.args.hopper import KVRows
 from heedful.kernels.args.mla import MlaIO, MlaParams, MlaTile
 from heedful.launch.bind import groups
 from heedful.launch.bind import hopper_maps as maps
-from heedful.launch.bind.groups import Buffers, pointer
+from heedful.launch.bind.decode import shared_work
+from heedful.launch.bind.groups import Buffers
 from heedful.launch.bind.hopper import SWIZZLE, page_rows
 from heedful.launch.bind.portable import shared_divisor
 from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar, TensorMap
 
 BLOCK_KEYS = 64  # of a consumer
-MERGE_ROWS = 16  # of a tile, that are merged at once
+ROWS_AT_ONCE = 16  # of a tile, whose parts are merged at once (mla_results.py)
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -46,7 +46,13 @@ def _call(
             mask=groups.mask(problem, buffers),
             kv=groups.kv_layout(problem.page_size, buffers),
             kv_rows=_kv_rows(problem, buffers),
-            work=_work(problem, config, buffers, launch.numbers["tiles"]),
+            work=shared_work(
+                problem,
+                config,
+                buffers,
+                launch.numbers["tiles"],
+                ROWS_AT_ONCE * (problem.head_dim_v // 2),
+            ),
             tile=_tile(problem, config),
             scale_log2=groups.number(problem.scale * math.log2(math.e)),
         ),
@@ -72,25 +78,7 @@ def _kv_rows(problem: AttentionProblem, buffers: Buffers) -> KVRows:
 
 def _rows(problem: AttentionProblem) -> int:
     """A power of two that rows of a tile are within: as few as are merged at once, or all."""
-    return MERGE_ROWS if problem.seqlen_q * problem.group <= MERGE_ROWS else 64
-
-
-def _work(problem: AttentionProblem, config: MlaConfig, buffers: Buffers, tiles: int) -> DecodeWork:
-    half = problem.head_dim_v // 2
-    merged = config.merge_values * 32 * config.num_warps // (MERGE_ROWS * half)
-    names = ("seqused_q", "seqused_k", "leftpad_k")
-    return DecodeWork(
-        partial_out=pointer(buffers, "partial_out", True),
-        partial_lse=pointer(buffers, "partial_lse", True),
-        counts=pointer(buffers, "counts", True),
-        splits=Scalar(problem.num_splits) if problem.num_splits else None,
-        tiles=Scalar(tiles),
-        least=Scalar(config.least_tiles + config.overhead),
-        IS_UNIFORM=not any(name in buffers for name in names),
-        OVERHEAD=config.overhead,
-        MERGE_PARTS=max(1, min(32, merged)),
-        MERGE_STAGES=1,
-    )
+    return ROWS_AT_ONCE if problem.seqlen_q * problem.group <= ROWS_AT_ONCE else 64
 
 
 def _tile(problem: AttentionProblem, config: MlaConfig) -> MlaTile:
