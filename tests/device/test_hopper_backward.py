@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 import heedful
 from heedful.core import capability
+from heedful.core.device import of_arch
 from heedful.core.plan import plan
 from heedful.torch.device import device_spec, toolchain
 from support.budget import run
 from support.cases import Case, build, twins, variants
 from support.hopper import ON_HOPPER, WITH_TRITON_3_9
 from support.prepared import Prepared
+from support.variants import problems, sample
 
 pytestmark = [*ON_HOPPER, WITH_TRITON_3_9]
 
@@ -167,6 +169,54 @@ def test_gradients_of_random_lengths_are_within_their_error_budget(head_dim, cau
             window=draw(st.sampled_from(((-1, -1), (70, 0), (200, 30), (-1, 100)))),
         )
     )
+
+
+def _takes(case: Case) -> bool:
+    """Whether the row takes a case, and a tensor map can have its storage."""
+    row = capability.row("hopper", "backward", case.dtype)
+    return not row.why_not(build(case).problem, of_arch("sm_90"))
+
+
+def _random_variants(count: int) -> list[Case]:
+    """What the backward is compiled for, of the whole feature product."""
+    left_out = {
+        "page_size": 0,
+        "num_splits": 0,
+        "used": "",
+        "alibi": "",
+        "bias": "",
+        "tree_mask": False,
+        "leftpad_k": False,
+        "kv_batch_idx": False,
+        "backward": True,
+    }
+    drawn = sample(6 * count, seed=5, dtypes=("float16", "bfloat16"))
+    found = {str(case): case for case in (replace(v, **left_out) for v in drawn)}
+    return [case for case in found.values() if _takes(case)][:count]
+
+
+# 50 x 40 problems, many tiles of keys and queries and hardly any.
+RANDOM, EACH = _random_variants(50), 40
+
+
+def check_random(variant: Case, data) -> None:
+    case = data.draw(problems(variant, longest=400).filter(_takes))
+    run(Prepared("hopper"), case, "cuda")
+
+
+@pytest.mark.parametrize("variant", RANDOM[:3], ids=str)
+@settings(max_examples=EACH)
+@given(data=st.data())
+def test_gradients_of_a_random_problem_are_within_their_error_budget(variant, data):
+    check_random(variant, data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", RANDOM[3:], ids=str)
+@settings(max_examples=EACH)
+@given(data=st.data())
+def test_gradients_of_two_thousand_random_problems_are_within_their_error_budgets(variant, data):
+    check_random(variant, data)
 
 
 def leaves(*shape: int, count: int = 3, seed: int = 0) -> list[torch.Tensor]:
