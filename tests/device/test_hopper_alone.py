@@ -24,7 +24,7 @@ def test_a_warp_that_lags_misses_no_phase_of_a_barrier(facts, tmp_path):
     command = [sys.executable, str(LAGGING), str(file), json.dumps(facts)]
     # A call that hangs is killed with its process.
     subprocess.run(command, env=alone.environment(**caches), check=True, timeout=120)
-    assert torch.equal(torch.load(file), alone.call(**facts).cpu())
+    assert torch.equal(torch.load(file), alone.result(**facts).cpu())
 
 
 @pytest.mark.slow
@@ -42,4 +42,4 @@ def test_memcheck_finds_no_error(facts, tmp_path):
     )
     assert run.returncode == 0, run.stdout[-4000:]
     assert "ERROR SUMMARY: 0 errors" in run.stdout
-    assert torch.equal(torch.load(file), alone.call(**facts).cpu())
+    assert torch.equal(torch.load(file), alone.result(**facts).cpu())

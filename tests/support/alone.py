@@ -2,7 +2,7 @@
 
     python alone.py FILE '{"dtype": "bfloat16", "head_dim": 64, ...}'
 
-writes the call's output to FILE.
+writes the call's output, or its gradients, to FILE.
 """
 
 import json
@@ -25,31 +25,63 @@ KINDS = [
     *(("bfloat16", dim) for dim in (64, 128, 192, 256)),
     *(("float8_e4m3fn", dim) for dim in (64, 128, 256)),
 ]
-# What `call` takes, by name.
+# Ways of the backward: dQ is added in any order or in one, visits of a key tile are split.
+WAYS = {
+    "gradients": {},
+    "in-order": {"deterministic": True},
+    "split": {"backend": "hopper+splits=2"},
+}
+# What `call` and `gradients` take, by name.
 GRIDS = {
     f"{dtype}-d{dim}-{mask}": {"dtype": dtype, "head_dim": dim, **facts}
     for dtype, dim in KINDS
     for mask, facts in MASKS.items()
+} | {
+    f"{way}-d{dim}-{mask}": {"dtype": "bfloat16", "head_dim": dim, "grad": True, **how, **facts}
+    for way, how in WAYS.items()
+    for dim in (64, 128, 256)
+    for mask, facts in MASKS.items()
 }
 
 
-def call(
-    dtype: str, head_dim: int, packed: bool = False, keys: int = 1100, **options
-) -> torch.Tensor:
-    """The output of a call whose programs take several tiles of several key tiles each."""
+def result(grad: bool = False, **facts) -> torch.Tensor:
+    """What a grid computes, the same bits in every run."""
+    return gradients(**facts) if grad else call(**facts)
+
+
+def inputs(dtype: str, head_dim: int, keys: int) -> list[torch.Tensor]:
+    """q, k and v of a call whose programs take several tiles of several key tiles each."""
     drawn = torch.Generator().manual_seed(0)
 
     def some(length, heads):
         x = torch.randn(4, length, heads, head_dim, generator=drawn)
         return x.to(getattr(torch, dtype)).cuda()
 
-    q, k, v = some(700, 16), some(keys, 8), some(keys, 8)
-    options["backend"] = "hopper"
+    return [some(700, 16), some(keys, 8), some(keys, 8)]
+
+
+def call(dtype: str, head_dim: int, keys: int = 1100, **options) -> torch.Tensor:
+    """The output of a call."""
+    return attend(*inputs(dtype, head_dim, keys), **options)
+
+
+def gradients(dtype: str, head_dim: int, keys: int = 1100, **options) -> torch.Tensor:
+    """dk and dv of a call, and dq where its sums have one order."""
+    leaves = [x.requires_grad_() for x in inputs(dtype, head_dim, keys)]
+    out = attend(*leaves, **options)
+    dq, *others = torch.autograd.grad(out.square().sum(), leaves)
+    found = [dq, *others] if options.get("deterministic") else others
+    return torch.cat([x.flatten() for x in found])
+
+
+def attend(q, k, v, packed: bool = False, backend: str = "hopper", **options) -> torch.Tensor:
+    """A public call."""
     if not packed:
-        return heedful.flash_attn_func(q, k, v, **options)
+        return heedful.flash_attn_func(q, k, v, backend=backend, **options)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     cu_q = torch.tensor([0, 37, 437, 438, 1700, 2800], dtype=torch.int32, device="cuda")
     cu_k = torch.tensor([0, 37, 937, 1000, 3000, 4400], dtype=torch.int32, device="cuda")
+    options["backend"] = backend
     return heedful.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 1262, 2000, **options)
 
 
@@ -59,7 +91,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def main() -> None:
-    torch.save(call(**json.loads(sys.argv[2])).cpu(), sys.argv[1])
+    torch.save(result(**json.loads(sys.argv[2])).cpu(), sys.argv[1])
 
 
 if __name__ == "__main__":
