@@ -35,6 +35,8 @@ EACH = {
     "a = b[c:d]": {"a = b[:d]", "a = b[c:]"},
     "a = min(b, c)": {"a = max(b, c)"},
     "a = b.transpose(c, d)": set(),
+    "a = larger(b, c)": set(),
+    "a = zip(b, c, strict=True)": {"a = zip(c, b, strict=True)"},
     "a = maximum(b, c) or minimum(b, c)": {"a = maximum(b, c) and minimum(b, c)"},
     "a = [b for b in c if d]": {"a = [b for b in c if (not (d))]"},
     "if a == b:\n    c": {"if a != b:\n    c"},

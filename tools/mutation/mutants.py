@@ -35,6 +35,8 @@ _ARITHMETIC = {
     ast.BitOr: ("|", "&"),
     ast.BitXor: ("^", "|"),
 }
+# Calls whose two arguments may change places.
+_COMMUTING = ("min", "max", "minimum", "maximum", "smaller", "larger", "transpose")
 _NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
@@ -283,13 +285,16 @@ class _Finder(ast.NodeVisitor):
                 self.visit(bound)
 
     def visit_Call(self, node: Any) -> None:
-        pieces = sorted([*node.args, *node.keywords], key=self.span)
-        texts = [self.text(piece) for piece in pieces]
-        changes = []
         called = getattr(node.func, "attr", getattr(node.func, "id", ""))
         if called == "TypeVar":  # Like an annotation.
             return
-        commutes = called in ("min", "max", "minimum", "maximum", "transpose")
+        # An assertion of what holds everywhere: without it nothing is different.
+        keywords = [word for word in node.keywords if (called, word.arg) != ("zip", "strict")]
+        strict = [word for word in node.keywords if word not in keywords]
+        pieces = sorted([*node.args, *keywords], key=self.span)
+        texts = [self.text(piece) for piece in pieces]
+        changes = []
+        commutes = called in _COMMUTING
         if pieces and not isinstance(node.args[0] if node.args else None, ast.GeneratorExp):
             whole = self.span(pieces[0])[0], self.span(pieces[-1])[1]
             for index, piece in enumerate(pieces):
@@ -302,7 +307,9 @@ class _Finder(ast.NodeVisitor):
                     changes.append((*whole, ", ".join(swapped)))
         if changes and not self.is_log(node):
             self.site(node, "argument", *changes)
-        self.generic_visit(node)
+        for child in ast.iter_child_nodes(node):
+            if child not in strict:
+                self.visit(child)
 
 
 def mutants(module: str, source: str) -> list[Mutant]:
