@@ -87,11 +87,30 @@ def test_a_peer_refuses_what_it_does_not_take(name):
         assert asked == ([(case, CUDA)] if taken else [])
         asked.clear()
     assert peer.why_not(dense(), CPU) is None and len(asked) == 1
-    assert peer.name == name and peer.words
 
 
-def test_every_peer_is_in_that_table():
-    assert list(PEERS) == list(TAKES)
+# As `heedful bench --list` says.
+WORDS = {
+    "heedful": "what the planner chooses",
+    "bf16": "heedful on the same values in bfloat16, beside 8-bit inputs",
+    "flash": "SDPA's FlashAttention-2",
+    "cudnn": "SDPA's cuDNN",
+    "efficient": "SDPA's memory-efficient kernel",
+    "math": "SDPA's unfused math",
+    "sdpa": "SDPA as it dispatches by itself",
+    "flex": "FlexAttention, compiled for the shape",
+    "flash_attn": "the flash-attn package",
+    "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4, CuTe DSL",
+    "flashinfer": "FlashInfer, paged decode",
+}
+
+
+def test_peers_are_these_by_name_and_words():
+    assert [(name, peer.name, peer.words) for name, peer in PEERS.items()] == [
+        (name, name, words) for name, words in WORDS.items()
+    ]
+    assert list(WORDS) == list(TAKES)
 
 
 ON_A_CPU = ["flash", "math", "sdpa"]
@@ -198,8 +217,11 @@ def test_a_forced_backend_is_a_peer_of_its_own():
     assert {"pages", "packs", "windows", "fp8"} <= vars(forced).keys()
     assert all((forced.pages, forced.packs, forced.windows, forced.fp8))
     assert find("math") is PEERS["math"]
-    with pytest.raises(ValueError, match="peers must be among heedful, .* or heedful:BACKEND"):
+    with pytest.raises(ValueError) as raised:
         find("heedful-cpu")
+    known = "heedful, bf16, flash, cudnn, efficient, math, sdpa, flex, flash_attn, fa3, fa4,"
+    words = f"peers must be among {known} flashinfer or heedful:BACKEND, got 'heedful-cpu'"
+    assert str(raised.value) == words
 
 
 @pytest.mark.parametrize(
@@ -209,6 +231,7 @@ def test_a_forced_backend_is_a_peer_of_its_own():
         (dense(), CPU, {"sdpa", "flex", "math"}),
         (cases("overhead")[0], CUDA, set()),
         (cases("overhead")[0], CPU, {"flex", "math"}),
+        (cases("overhead")[-1], CUDA, set(PEERS) - {"heedful", "sdpa"}),
     ],
 )
 def test_all_peers_take_part_but_those_that_say_nothing_new(case, device, without):
@@ -248,9 +271,10 @@ def test_packed_inputs_are_one_row_and_8_bit_ones_have_a_wider_output():
 
 
 def result(peer, case: Case):
-    inputs = draw(case, CPU)
-    out = peer.make(case, inputs)(*inputs[:3])
-    assert Checker(case, inputs).why_wrong(Results(out.detach())) is None
+    with torch.device("meta"):  # where what is not put on the device of the inputs is
+        inputs = draw(case, CPU)
+        out = peer.make(case, inputs)(*inputs[:3])
+        assert Checker(case, inputs).why_wrong(Results(out.detach())) is None
     return inputs
 
 
@@ -308,7 +332,8 @@ def test_heedful_is_given_packed_sequences_by_their_starts(causal, asked):
 def test_heedful_reads_a_cache_through_its_pages_which_are_made_once(causal, asked):
     case = paged(causal)
     inputs = draw(case, CPU)
-    forward = find("heedful:cpu").make(case, inputs)
+    with torch.device("meta"):
+        forward = find("heedful:cpu").make(case, inputs)
     for _ in range(2):
         out = forward(*inputs[:3])
         assert Checker(case, inputs).why_wrong(Results(out)) is None
@@ -427,8 +452,8 @@ def in_plain_torch(q, k, v, block_mask, enable_gqa):
     mask = None
     if block_mask is not None:
         assert block_mask.seq_lengths == (q.shape[2], k.shape[2])
-        rows, cols = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
-        mask = block_mask.mask_mod(0, 0, rows, cols)
+        rows, cols = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
+        mask = block_mask.mask_mod(0, 0, rows[:, None], cols)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=enable_gqa)
 
 
@@ -513,8 +538,7 @@ def test_flashinfer_is_planned_once_for_the_pages_of_a_cache(monkeypatch):
     module = types.ModuleType("flashinfer")
     module.__dict__["BatchDecodeWithPagedKVCacheWrapper"] = Wrapper
     monkeypatch.setitem(sys.modules, "flashinfer", module)
-    with torch.device("meta"):  # where what is not put on the device of the inputs is
-        result(PEERS["flashinfer"], dense("decode", 1, 64, dtype="bfloat16"))
+    result(PEERS["flashinfer"], dense("decode", 1, 64, dtype="bfloat16"))
     dtypes = {"q_data_type": torch.bfloat16, "kv_data_type": torch.bfloat16}
     assert plans == [(4, 2, 16, PAGE, dtypes)]
 

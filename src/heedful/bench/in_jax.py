@@ -170,7 +170,7 @@ def measure(case: Case, device: torch.device, own: str, rounds: int = ROUNDS) ->
             wrong = checker.why_wrong(way.first())
             way.run()
         except Exception as error:  # a peer's own errors have any type
-            wrong = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            wrong = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         if wrong:
             missing[name] = wrong
         else:

@@ -34,8 +34,6 @@ from heedful.reference.budget import Error, allowed
 ROUNDS = 7
 Call = Callable[[], Tensor]
 BACKENDS = ("decode", "hopper", "mla", "portable")
-# Sequences whose rows are compared, at most.
-WATCHED = 4
 WORKSPACE_BYTES = 256 * 1024**2
 
 
@@ -200,13 +198,14 @@ class Checker:
         self._shape = (*t.q.shape[:-1], step.dims[1])
         row = torch.zeros(1, dtype=torch.long, device=t.q.device)
         group, case = step.heads[0] // step.heads[1], step.case()
-        for number in dict.fromkeys(ends[:WATCHED]):
+        for number in dict.fromkeys(ends):
             k, v = sequence(step, t, number)
             for g in range(step.heads[1]):
                 heads = slice(g * group, (g + 1) * group)
                 x = Operands(t.q[number, :, heads].transpose(0, 1), k[:, g], v[:, g])
                 truth, twin = (of(case, x, row, row).out for of in (exact, eager))
-                assert truth is not None and twin is not None
+                assert truth is not None
+                assert twin is not None
                 self._parts.append((number, heads, truth[:, 0], twin[:, 0].double()))
         twins = [_error(twin - truth) for _, _, truth, twin in self._parts]
         half_eps = torch.finfo(torch.bfloat16).eps / 2
@@ -276,15 +275,17 @@ def flashinfer(step: Step, t: Tensors) -> Call | str:
         library = import_module("flashinfer")
     except ImportError as error:
         return f"{type(error).__name__}: {error}"
-    page = step.page or 16
-    if any(n % page for n in step.lengths) and not step.page:
+    page, longest = step.page or 16, max(step.lengths)
+    if not step.page and longest % page:
         return f"is timed on whole pages of {page}"
     device, batch = t.q.device, len(step.lengths)
     counts = [-(-n // page) for n in step.lengths]
     bounds = torch.tensor([0, *counts], device=device).cumsum(0).int()
-    places = torch.arange(sum(counts), dtype=torch.int32, device=device)
-    if t.table is not None:
-        places = torch.cat([row[:n] for row, n in zip(t.table, counts, strict=True)])
+    table = t.table
+    if table is None:
+        table = torch.arange(batch * longest // page, dtype=torch.int32, device=device)
+        table = table.view(batch, -1)
+    places = torch.cat([row[:n] for row, n in zip(table, counts, strict=True)])
     k, v = (x.reshape(-1, page, *x.shape[2:]) for x in (t.k, t.v))
     cu_q = torch.arange(batch + 1, dtype=torch.int32, device=device)
     space = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -341,13 +342,14 @@ def measure(
     for name, make in (PEERS | more).items():
         try:
             call = make(step, t)
-            reason = call if isinstance(call, str) else checker.why_wrong(call())
+            if isinstance(call, str):
+                missing[name] = call
+            elif (reason := checker.why_wrong(call())) is not None:
+                missing[name] = reason
+            else:
+                calls[name] = call
         except Exception as error:  # whatever a peer raises is its reason
-            call, reason = "", f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        if reason is not None:
-            missing[name] = reason
-        elif not isinstance(call, str):
-            calls[name] = call
+            missing[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     readers = dict(reads(step, device))
 
     def inspect(name: str, returned: Any) -> None:
