@@ -170,11 +170,14 @@ def test_the_fastest_read_is_the_read_and_what_turns_wrong_is_left_out(monkeypat
         assert given == (step, CPU)
         return drawn
 
-    reads = {"slow read": lambda: "a", "read of a kernel": lambda: "b"}
+    def reads(*given):
+        assert given == (step, CPU)
+        return {"slow read": lambda: "a", "read of a kernel": lambda: "b"}.items()
+
     monkeypatch.setattr(steps, "draw", drawing)
     monkeypatch.setattr(steps, "Checker", Looked)
     monkeypatch.setattr(steps, "PEERS", {name: made(name) for name in (*ready, "absent")})
-    monkeypatch.setattr(steps, "reads", lambda *given: reads.items())
+    monkeypatch.setattr(steps, "reads", reads)
     monkeypatch.setattr(timing, "interleaved", interleaved)
     row = steps.measure(step, CPU, 6)
     times = {"fine": Spread(5.0, 4.0, 9.0), "read": Spread(2.0, 1.0, 9.0)}
