@@ -194,7 +194,7 @@ def test_a_call_is_alike_where_its_tensors_are_and_aligned_where_they_all_are():
         assert not call.is_aligned(x._replace(**{name: unaligned(DENSE[name])}))
         assert not like.fits(x._replace(**{name: unaligned(DENSE[name])}))
         assert not like.fits(x._replace(**{name: DENSE[name].half()}))
-    assert call.like is like and like.fits(x) and call.alike(*x[:3])
+    assert call.like is like and like.fits(x) and like.alike(*x[:3])
 
 
 def test_what_a_call_returns_is_told_by_its_options():
