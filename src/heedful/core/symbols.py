@@ -11,6 +11,7 @@ becomes a guard. So a case can be too narrow, which costs plans for more lengths
 """
 
 import operator
+import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -110,14 +111,13 @@ for _name, _sign in (
     ("mod", "%"),
     ("lshift", "<<"),
     ("rshift", ">>"),
-    ("and_", "&"),
-    ("or_", "|"),
+    ("and", "&"),
+    ("or", "|"),
     ("xor", "^"),
 ):
-    _plain = _name.rstrip("_")
-    _forward, _backward = _binary(_name, _sign)
-    setattr(Symbol, f"__{_plain}__", _forward)
-    setattr(Symbol, f"__r{_plain}__", _backward)
+    _forward, _backward = _binary(f"__{_name}__", _sign)
+    setattr(Symbol, f"__{_name}__", _forward)
+    setattr(Symbol, f"__r{_name}__", _backward)
 for _name, _sign in (
     ("eq", "=="),
     ("ne", "!="),
@@ -205,8 +205,7 @@ def _needed(lines: list[tuple[str | None, str]], returned: list[str]):
 
 
 def _names(code: str) -> list[str]:
-    separated = "".join(c if c.isalnum() or c == "_" else " " for c in code)
-    return separated.split()
+    return re.findall(r"\w+", code)
 
 
 def value_of(number: Any) -> Any:

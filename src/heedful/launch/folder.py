@@ -229,13 +229,10 @@ def _open_checked(path: Path, private: bool, create: bool) -> int:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
                 if entry.st_uid not in _owners(shared):
                     raise NotTrusted(f"the link {step} belongs to user {entry.st_uid}")
-                target = Path(os.readlink(name, dir_fd=here))
-                left += reversed(target.parts[1:] if target.is_absolute() else target.parts)
-                if not target.is_absolute():
-                    continue
-                there, step = os.open("/", _PASS), "/"
-            else:
-                there = os.open(name, _PASS, dir_fd=here)
+                # Of an absolute one the first part, the root, is a step like any other.
+                left += reversed(Path(os.readlink(name, dir_fd=here)).parts)
+                continue
+            there = os.open(name, _PASS, dir_fd=here)
             os.close(here)
             here, shown = there, step
             status = os.fstat(here)
