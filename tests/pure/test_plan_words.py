@@ -127,9 +127,9 @@ def test_a_grid_of_one_program_and_one_of_two_dims_are_told():
             "no kernel can run the forward of [2x64x64 h8/8 d12 float8_e5m2] on A100:"
             " mla: no kernel for sm_80; decode: head_dim 12: takes multiples of 8, V's head_dim 12:"
             " takes multiples of 8, float8_e5m2 on sm_80, which cannot convert it; hopper: no"
-            " kernel for sm_80; cdna: no kernel for sm_80; portable: dtype float8_e5m2: takes bfloat16,"
-            " float16, float32, float8_e5m2 on sm_80, which cannot convert it; sdpa: no kernel for"
-            " sm_80; cpu: no kernel for sm_80",
+            " kernel for sm_80; cdna: no kernel for sm_80; portable: dtype float8_e5m2: takes"
+            " bfloat16, float16, float32, float8_e5m2 on sm_80, which cannot convert it; sdpa: no"
+            " kernel for sm_80; cpu: no kernel for sm_80",
         ),
         (
             {"needs_grad": True, "dtype": "float8_e4m3fn"},
