@@ -234,7 +234,8 @@ def test_which_head_dims_the_hopper_backward_takes(dim, dim_v, fits, in_order, d
     row = capability.row("hopper", "backward", "bfloat16")
     words = f"the backward of head dims {dim} and {dim_v}: takes equal ones, or above 128 and 64"
     found = {}
-    asked_of: list[tuple[str, dict]] = [("", {}), ("order", {"deterministic": True}), ("room", {"dropout_p": 0.1})):
+    more: dict[str, dict] = {"": {}, "order": {"deterministic": True}, "room": {"dropout_p": 0.1}}
+    for name, facts in more.items():
         asked = dense(2, 512, 512, 8, head_dim=dim, head_dim_v=dim_v, needs_grad=True, **facts)
         found[name] = row.why_not(asked, H200)
     shape = [] if fits else [words]
