@@ -305,3 +305,21 @@ def test_users_from_outside_of_the_namespace_are_those_that_the_kernel_names(
 
     monkeypatch.setattr(Path, "read_text", read_text)
     assert folders._unknown_user.__wrapped__() == user
+
+
+def test_a_new_file_and_a_new_lock_are_for_this_user_alone(tmp_path):
+    before = os.umask(0)
+    try:
+        with Folder(tmp_path / "a", create=True) as folder, folder.lock("l", 1.0):
+            folder.write("x", b"")
+            assert {stat.S_IMODE(folder.stat(name).st_mode) for name in ("x", "l")} == {0o600}
+    finally:
+        os.umask(before)
+
+
+@pytest.mark.parametrize("unknown, shared", [(None, False), (None, True), (65534, True)])
+def test_a_step_is_roots_or_this_users(monkeypatch, unknown, shared):
+    monkeypatch.setattr(folders, "_user", lambda: ME)
+    monkeypatch.setattr(folders, "_unknown_user", lambda: unknown)
+    assert folders._owners(shared) == folders._users(private=False) == OURS
+    assert folders._users(private=True) == MINE
