@@ -24,7 +24,7 @@ PROBLEMS = {
     "pages of 16": {"heads_q": 40, "page_size": 16, "num_splits": 3},
     "whole": {"heads_q": 128, "num_splits": 1, "page_size": 64},
     # As it may be chosen by hand.
-    "quarters in turn": {"heads_q": 128, "page_size": 64, "backend": "mla+columns=128+turn=2"},
+    "quarters": {"heads_q": 128, "page_size": 64, "backend": "mla+columns=128"},
 }
 # It takes ten seconds to compile one. By default: each dtype, mask, way of telling lengths, size of
 # pages within and beyond a block, and part of the registers.

@@ -146,7 +146,6 @@ class Device:
     overhead: int = 0
     page: int = 0
     columns: int = 128
-    turn: int = 2
     instead: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -201,9 +200,7 @@ class Device:
                 IS_RAGGED=True, k_rows=Int(self.page or self.stored), NO_PAGE=1 << 20
             ),
             work=work,
-            tile=SimpleNamespace(
-                BLOCK_M=64, BLOCK_N=STEP, COLUMNS=self.columns, TURN=self.turn, ROWS=64
-            ),
+            tile=SimpleNamespace(BLOCK_M=64, BLOCK_N=STEP, COLUMNS=self.columns, ROWS=64),
             scale_log2=Float(1.0),
         )
         # By (sequence, row tile, half): pieces with their results.
@@ -496,8 +493,6 @@ CASES = {
     "small pages": Device((500, 77, 1), 2, 0, page=48),
     "a part costs": Device((1500, 300, 20), 3, 0, overhead=2),
     "halves": Device((900, 300), 2, 0, columns=256),
-    "at once": Device((900, 300), 2, 0, turn=BOXES),
-    "one after the other": Device((900, 300), 2, 0, turn=0),
 }
 
 

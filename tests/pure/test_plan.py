@@ -437,9 +437,9 @@ def test_few_rows_over_few_latent_keys_are_left_to_the_decode_kernel(heads, keys
 
 def test_how_mla_adds_values_may_be_chosen_by_hand():
     step = latent(64, 8192, 128)
-    chosen = plan(step, by_name("H200"), backend="mla+columns=128+turn=2")
-    assert "columns=128 turn=2 (chosen by hand)" in explain(chosen)
-    for option in ("columns=64", "turn=10", "least_tiles=0", "merge_values=24"):
+    chosen = plan(step, by_name("H200"), backend="mla+columns=128+merge_values=64")
+    assert "merge_values=64 columns=128 (chosen by hand)" in explain(chosen)
+    for option in ("columns=64", "least_tiles=0", "merge_values=24"):
         with pytest.raises(ValueError, match=f"backend: {option.split('=')[0]} must be"):
             plan(step, by_name("H200"), backend=f"mla+{option}")
 

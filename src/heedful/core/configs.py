@@ -543,7 +543,7 @@ ROWS: list[ConfigRow] = [
 OPTIONS = {
     "hopper.backward": ("draws", "last_waves", "splits"),
     "decode.forward": ("conversion", "programs", "registers", "merge_values", "merge_stages"),
-    "mla.forward": ("columns", "turn", "merge_values", "overhead", "least_tiles"),
+    "mla.forward": ("columns", "merge_values", "overhead", "least_tiles"),
 }
 
 
@@ -558,8 +558,6 @@ def by_hand(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem
         raise ValueError("backend: a deterministic backward draws its tiles, got draws=0")
     if made.get("columns", 256) not in (128, 256):
         raise ValueError(f"backend: columns must be 128 or 256, got {made['columns']}")
-    if made.get("turn", 9) > 9:
-        raise ValueError(f"backend: turn must be at most 9, got {made['turn']}")
     for name in ("programs", "merge_values", "merge_stages", "least_tiles"):
         value = made.get(name, 1)
         if value < 1 or value & (value - 1) and name == "merge_values":

@@ -93,14 +93,12 @@ class MlaConfig(SharedKeysConfig):
     """A tile of the MLA decode: 64 query rows by 128 keys, 64 for each of two consumers.
 
     merge_values: of all parts, that a thread merges at once. columns: of values in one product, 128
-    or 256, which are released together. turn: boxes of 64 columns of the first consumer's scores
-    that are left when the second queues its own; 9 = all. consumer_regs, producer_regs: registers
+    or 256, which are released together. consumer_regs, producer_regs: registers
     of a thread.
     """
 
     merge_values: int = 128
     columns: int = 256
-    turn: int = 9
     consumer_regs: int = 240
     producer_regs: int = 24
 

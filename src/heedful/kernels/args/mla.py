@@ -20,15 +20,13 @@ class MlaIO(NamedTuple):
 class MlaTile(NamedTuple):
     """HEAD_DIM: of queries and keys. BLOCK_M: query rows, 64. BLOCK_N: keys of a step, 128. ROWS: a
     power of two that a tile's rows are within. COLUMNS: of values in one product, which are
-    released together. TURN: boxes of the first consumer's scores that are left when the second
-    queues its own; 9 = all."""
+    released together."""
 
     HEAD_DIM: Const
     BLOCK_M: Const
     BLOCK_N: Const
     ROWS: Const
     COLUMNS: Const
-    TURN: Const
     CONSUMER_REGS: Const
     PRODUCER_REGS: Const
 

@@ -162,8 +162,6 @@ def first_step(shared, params, piece, least_stop, col, phase, acc, m_M, l_ML):
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     zero = opaque(0)
     s_MN = queue_scores(shared, phase, zero, 0)
-    if params.tile.TURN < BOXES:
-        s_MN = warpgroup_mma_wait(params.tile.TURN, deps=[s_MN])
     _at_barrier("bar.arrive", TURN_BARRIER)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
     s_MN = masked(s_MN, params, piece, least_stop, col)

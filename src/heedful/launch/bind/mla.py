@@ -88,7 +88,6 @@ def _tile(problem: AttentionProblem, config: MlaConfig) -> MlaTile:
         BLOCK_N=config.block_n,
         ROWS=_rows(problem),
         COLUMNS=config.columns,
-        TURN=config.turn,
         CONSUMER_REGS=config.consumer_regs,
         PRODUCER_REGS=config.producer_regs,
     )
