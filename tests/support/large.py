@@ -411,6 +411,9 @@ def run(problem: Problem, backend: str, device: str = "cuda") -> None:
         last = attend(out)
     assert torch.equal(first[0], last[0]) and torch.equal(first[1], last[1]), f"{problem}: bits"
     check(problem, x, *last)
+    # Other processes share the device.
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def takes(variant: Variant, backend: str, triton: tuple[int, ...]) -> bool:
