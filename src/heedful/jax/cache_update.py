@@ -233,7 +233,7 @@ def rotate(
     c, s = (table[position].astype(jnp.float32)[:, :, None] for table in (cos, sin))
     turned = x[..., : 2 * half].astype(jnp.float32)
     if interleaved:
-        first, second = turned[..., 0::2], turned[..., 1::2]
+        first, second = turned[..., ::2], turned[..., 1::2]
     else:
         first, second = turned[..., :half], turned[..., half:]
     pair = (first * c - second * s, first * s + second * c)

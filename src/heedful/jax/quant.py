@@ -51,7 +51,7 @@ def quantize_kv(
     if name == "int4":
         whole = lax.bitcast_convert_type(jnp.round(stored).astype(jnp.int8), jnp.uint8)
         nibbles = whole & 0xF
-        return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scale, shift
+        return nibbles[..., ::2] | (nibbles[..., 1::2] << 4), scale, shift
     if name == "int8":
         stored = jnp.round(stored)
     return stored.astype(jnp.dtype(name)), scale, shift

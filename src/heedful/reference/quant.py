@@ -19,7 +19,7 @@ def unpack_int4(packed: np.ndarray) -> np.ndarray:
 def pack_int4(values: np.ndarray) -> np.ndarray:
     """Integers in [-8, 7] (..., dim), dim even -> uint8 (..., dim / 2)."""
     nibbles = np.asarray(values).astype(np.int8).astype(np.uint8) & 0xF
-    return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
+    return nibbles[..., ::2] | (nibbles[..., 1::2] << 4)
 
 
 def dequantize(stored, descale=None, shift=None, group: int = 0) -> np.ndarray:

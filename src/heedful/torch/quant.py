@@ -47,7 +47,7 @@ def quantize_kv(
     stored = (groups / scale[..., None]).clamp(-QUANT_MAX[name], QUANT_MAX[name]).flatten(-2)
     if name == "int4":
         nibbles = stored.round().to(torch.int8).view(torch.uint8) & 0xF
-        return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scale, shift
+        return nibbles[..., ::2] | (nibbles[..., 1::2] << 4), scale, shift
     if name == "int8":
         stored = stored.round()
     return stored.to(getattr(torch, name)), scale, shift

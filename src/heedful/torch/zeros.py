@@ -46,7 +46,7 @@ class Zeros:
         if self._region is None:
             self._region = self._new_region()
         # What is left is lost if the fill fails: nothing says then how far it got.
-        self._next = self._end = 0
+        self._end = self._next
         self._region.zero_()
         begin = self._region.data_ptr()
         self._end = begin + self._region.numel()
