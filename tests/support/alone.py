@@ -62,14 +62,15 @@ def inputs(dtype: str, head_dim: int, keys: int) -> list[torch.Tensor]:
 
 def call(dtype: str, head_dim: int, keys: int = 1100, **options) -> torch.Tensor:
     """The output of a call."""
-    return attend(*inputs(dtype, head_dim, keys), **options)
+    q, k, v = inputs(dtype, head_dim, keys)
+    return attend(q, k, v, **options)
 
 
 def gradients(dtype: str, head_dim: int, keys: int = 1100, **options) -> torch.Tensor:
     """dk and dv of a call, and dq where its sums have one order."""
-    leaves = [x.requires_grad_() for x in inputs(dtype, head_dim, keys)]
-    out = attend(*leaves, **options)
-    dq, *others = torch.autograd.grad(out.square().sum(), leaves)
+    q, k, v = (x.requires_grad_() for x in inputs(dtype, head_dim, keys))
+    out = attend(q, k, v, **options)
+    dq, *others = torch.autograd.grad(out.square().sum(), (q, k, v))
     found = [dq, *others] if options.get("deterministic") else others
     return torch.cat([x.flatten() for x in found])
 
