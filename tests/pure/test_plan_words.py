@@ -183,7 +183,6 @@ def test_what_cannot_be_planned_is_said(facts, device, backend, said):
         ("decode", "merge_stages=0", "merge_stages must be at least 1, got 0"),
         ("decode", "conversion=3", "conversion must be at most 2 here, got 3"),
         ("mla", "columns=64", "columns must be 128 or 256, got 64"),
-        ("mla", "turn=10", "turn must be at most 9, got 10"),
         ("mla", "least_tiles=0", "least_tiles must be at least 1, got 0"),
     ],
 )
