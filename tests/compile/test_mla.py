@@ -58,7 +58,7 @@ def test_both_loops_over_keys_have_a_step_of_products_and_no_spill(name):
     loops = {(labels[to], at + 1) for at, to in branches if labels.get(to, at + 1) <= at}
     found = {bounds: measure(code[slice(*bounds)]) for bounds in loops}
     # Nine boxes of scores, and both blocks' values, of four products each.
-    values = 4 if name == "quarters in turn" else 2
+    values = 4 if name == "quarters" else 2
     steps = [b for b, sass in found.items() if sass.wgmma == 4 * (9 + values)]
     # Blocks out of line jump back, too, over more than a loop.
     first, second = sorted(steps, key=lambda b: b[1] - b[0])[:2]
