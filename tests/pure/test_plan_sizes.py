@@ -1,6 +1,7 @@
 """What lengths change of a plan, whole: grids, what kernels are told of their work, and scratch.
-Each figure follows by hand from the tiles that a case names: tiles of rows times heads, heads whose
-operands fit a share of the cache, parts that fill the device."""
+The figures are recorded, so that a change of them is seen; a dozen were checked by hand. They
+follow from tiles of rows times heads, heads whose operands fit a share of the cache, and parts
+that fill the device."""
 
 import pytest
 

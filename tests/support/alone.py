@@ -31,7 +31,7 @@ WAYS = {
     "in-order": {"deterministic": True},
     "split": {"backend": "hopper+splits=2"},
 }
-# What `call` and `gradients` take, by name.
+# What `result` takes, by name.
 GRIDS = {
     f"{dtype}-d{dim}-{mask}": {"dtype": dtype, "head_dim": dim, **facts}
     for dtype, dim in KINDS
@@ -82,8 +82,9 @@ def attend(q, k, v, packed: bool = False, backend: str = "hopper", **options) ->
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     cu_q = torch.tensor([0, 37, 437, 438, 1700, 2800], dtype=torch.int32, device="cuda")
     cu_k = torch.tensor([0, 37, 937, 1000, 3000, 4400], dtype=torch.int32, device="cuda")
-    options["backend"] = backend
-    return heedful.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 1262, 2000, **options)
+    return heedful.flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 1262, 2000, backend=backend, **options
+    )
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -403,6 +403,8 @@ def _of_all_rows(problem: Problem, x: Inputs, out: torch.Tensor, lse: torch.Tens
 
 def run(problem: Problem, backend: str, device: str = "cuda") -> None:
     """LAUNCHES calls in a row, of equal bits, all but the first into an output that held NaN."""
+    # What the last problem took is for other processes on the device, too.
+    torch.cuda.empty_cache()
     x = build(problem, device)
     attend = call(problem, x, backend)
     first = attend(None)
@@ -411,9 +413,6 @@ def run(problem: Problem, backend: str, device: str = "cuda") -> None:
         last = attend(out)
     assert torch.equal(first[0], last[0]) and torch.equal(first[1], last[1]), f"{problem}: bits"
     check(problem, x, *last)
-    # Other processes share the device.
-    if device == "cuda":
-        torch.cuda.empty_cache()
 
 
 def takes(variant: Variant, backend: str, triton: tuple[int, ...]) -> bool:
