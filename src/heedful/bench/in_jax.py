@@ -27,7 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 import heedful
 import heedful.jax
 from heedful.bench.cases import Case, cases
-from heedful.bench.check import Checker
+from heedful.bench.check import Checker, in_words
 from heedful.bench.exact import Results
 from heedful.bench.peers import Inputs, draw
 from heedful.bench.timing import Spread, ratios
@@ -170,7 +170,7 @@ def measure(case: Case, device: torch.device, own: str, rounds: int = ROUNDS) ->
             wrong = checker.why_wrong(way.first())
             way.run()
         except Exception as error:  # a peer's own errors have any type
-            wrong = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            wrong = in_words(error)
         if wrong:
             missing[name] = wrong
         else:

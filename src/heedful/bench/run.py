@@ -12,7 +12,7 @@ import torch
 import heedful
 from heedful.bench import machine, timing
 from heedful.bench.cases import Case
-from heedful.bench.check import Checker
+from heedful.bench.check import Checker, in_words
 from heedful.bench.exact import Results
 from heedful.bench.peers import Forward, Inputs, Peer, draw
 from heedful.bench.timing import Spread
@@ -147,7 +147,7 @@ class Trial:
                     self._inspect(peer.name, calls, number, calls[number].run())
             self._calls[peer.name] = calls
         except Exception as error:  # whatever a peer raises is its reason
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            reason = in_words(error)
             wrong = peer.name.startswith("heedful")
             self.refused.setdefault(peer.name, Figure(peer.name, missing=reason, wrong=wrong))
         if self.device.type == "cuda":

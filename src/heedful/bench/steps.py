@@ -26,6 +26,7 @@ from torch import Tensor
 from heedful import dequantize_kv, flash_attn_varlen_func, flash_attn_with_kvcache, quantize_kv
 from heedful.bench import timing
 from heedful.bench.cases import Case
+from heedful.bench.check import in_words
 from heedful.bench.exact import Operands, eager, exact
 from heedful.core.mask import MaskSpec
 from heedful.core.problem import ITEM_BITS, AttentionProblem
@@ -349,7 +350,7 @@ def measure(
             else:
                 calls[name] = call
         except Exception as error:  # whatever a peer raises is its reason
-            missing[name] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            missing[name] = in_words(error)
     readers = dict(reads(step, device))
 
     def inspect(name: str, returned: Any) -> None:
