@@ -197,7 +197,7 @@ class CacheCall:
         self.rotated = last if last is not None and last < self.capacity - self.new else None
         self.returns_lse = options.return_lse
         self.prefix: Call | None = None
-        tensors = (*x, *update[:4], *(update.shared_prefix or ()), out)
+        tensors = (*x, *update[:4], *(update.shared_prefix or ()))
         self.records = any(t is not None and t.requires_grad for t in tensors)
         given = x
         if update.rotary_cos is not None:
