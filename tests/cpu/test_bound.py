@@ -4,6 +4,7 @@ the decode kernel takes, unless they are of it."""
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 import heedful
 from heedful.core import settings
 from heedful.launch import bound
+from heedful.launch.artifact import TENSOR_MAP_BYTES
 from support import launches, standin
 
 HALF = torch.bfloat16
@@ -254,6 +256,30 @@ def test_kernels_with_scratch_of_the_compilers_own_are_refused(monkeypatch):
         with pytest.raises(RuntimeError, match="scratch"):
             attend(q, q, q)
     assert not gpu.launches
+
+
+def test_a_kernel_that_is_compiled_for_other_clusters_is_refused(monkeypatch):
+    q = some(1, 3, 2, 64)
+    with standin.gpu() as gpu:
+        monkeypatch.setattr(
+            bound,
+            "compile_call",
+            lambda call, arch: gpu.compile(replace(call, cluster=2), arch),
+        )
+        with pytest.raises(RuntimeError, match="for clusters of 2, the launch asks for 1"):
+            attend(q, q, q)
+    assert not gpu.launches
+
+
+def test_addresses_that_follow_one_another_are_written_at_once():
+    """(Place in the buffer, number of the array) of each."""
+    three, alone, last = [(0, 2), (8, 0), (16, 1)], [(40, 3)], [(49, 4), (57, 5)]
+    assert bound._contiguous([*three, *alone, *last]) == [three, alone, last]
+    assert bound._contiguous([]) == []
+
+
+def test_the_maps_that_an_argument_keeps_are_half_a_mebibyte():
+    assert bound._MOST_MAPS * TENSOR_MAP_BYTES == 1 << 19
 
 
 def counted(causal_keys: int = 2500):

@@ -2,6 +2,7 @@
 what the planner is told of the machine.
 """
 
+import ctypes
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -193,6 +194,23 @@ def test_scratch_lies_in_lines_of_its_own_behind_the_tensors(bound):
     (region,) = bound.regions
     assert first[5] == region.data_ptr() and second[5] == first[5] + 512
     assert region.numel() == zeros.REGION_BYTES and not region.any()
+
+
+def test_in_a_graph_each_count_has_zeros_of_the_calls_own(bound, monkeypatch):
+    monkeypatch.setattr(execute, "_is_capturing", lambda: True)
+    spaces = (workspace(300), workspace(8, True), workspace(9, True))
+    run = execute.Executable.of(Program((), spaces), "", CPU, ["x"])
+    tensor = torch.zeros(3)
+    found = []
+
+    def look(addresses, stream):
+        found.append((addresses, ctypes.string_at(addresses[2], 512)))
+
+    monkeypatch.setattr(run, "_run", look)
+    run([tensor])
+    ((addresses, zeroed),) = found
+    assert addresses[0] == tensor.data_ptr() and addresses[3] - addresses[2] == 256
+    assert zeroed == bytes(512) and not bound.regions
 
 
 @pytest.mark.parametrize("more", [0, 1])

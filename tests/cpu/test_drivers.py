@@ -3,8 +3,9 @@
 import ctypes
 import importlib.util
 import struct
+import sys
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -27,6 +28,8 @@ ARTIFACT = Artifact(
 TEMPLATE = bytes(range(12))
 GRID = (5, 3, 2)
 FUNCTION = 0x77
+# Handle of the first device; of its context less that.
+HANDLE, CONTEXT = 50, 0x10_0000_0000
 
 
 # CU_DEVICE_ATTRIBUTE_*, by their numbers in cuda.h.
@@ -60,11 +63,19 @@ class Library:
     def _answer(self, name: str, arguments: tuple) -> None:
         if name in ("cuModuleGetFunction", "hipModuleGetFunction"):
             deref(arguments[0]).value = FUNCTION
+        if name == "cuDeviceGet":
+            handle, ordinal = arguments
+            deref(handle).value = HANDLE + ordinal.value
+        if name == "cuDevicePrimaryCtxRetain":
+            context, handle = arguments
+            deref(context).value = CONTEXT + handle.value
         if name == "cuDeviceGetAttribute":
-            value, number, _ = arguments
+            value, number, handle = arguments
+            assert handle.value == HANDLE
             deref(value).value = ATTRIBUTES[number.value]
         if name == "cuDeviceGetName":
-            name_buffer: Any = arguments[0]
+            name_buffer, length, handle = arguments
+            assert (length.value, handle.value) == (len(name_buffer), HANDLE)
             name_buffer.value = b"NVIDIA RTX A6000"
         if name == "cuGetErrorString":
             deref(arguments[1]).value = b"bad luck"
@@ -73,7 +84,7 @@ class Library:
             assert parameters is None
             self.launched.append(described(deref(config), function.value, extra))
         if name == "hipModuleLaunchKernel":
-            self.launched.append(dict(head=arguments[:8], stream=arguments[8]))
+            self.launched.append(dict(head=arguments[:8], stream=arguments[8].value))
             self.launched[-1] |= buffer_of(arguments[10], end=3)
         if name == "cuTensorMapEncodeTiled":
             ctypes.memmove(arguments[0].value, bytes(range(128)), 128)
@@ -144,6 +155,9 @@ def test_the_planner_is_told_the_figures_of_a_device_without_a_framework(library
         "shared_bytes": 101376,
         "l2_bytes": 6 << 20,
     }
+    # Nobody else may have used the driver before.
+    name, flags = library.calls[0]
+    assert name == "cuInit" and flags.value == 0
 
 
 def test_each_launch_goes_to_its_own_stream(library):
@@ -169,6 +183,31 @@ def test_tensor_maps_lie_on_64_bytes_wherever_they_are_in_the_buffer(library, of
         assert bytes(made.buffer) == bytes(offset + 128)
 
 
+def test_what_the_driver_is_given_lies_as_in_cudas_header():
+    """Offsets of CUlaunchConfig and CUlaunchAttribute, by a C compiler."""
+    config, attribute = cuda.Config, cuda.Config().attributes._type_
+    offsets = {name: getattr(config, name).offset for name, *_ in config._fields_}
+    assert offsets == {
+        "grid": 0,
+        "block": 12,
+        "shared_bytes": 24,
+        "stream": 32,
+        "attributes": 40,
+        "num_attributes": 48,
+    }
+    assert (attribute.id.offset, attribute.value.offset) == (0, 8)
+    assert (ctypes.sizeof(config), ctypes.sizeof(attribute)) == (56, 72)
+
+
+@pytest.mark.parametrize("module", [cuda, hip])
+def test_the_size_of_the_arguments_is_there_as_long_as_they_are(library, module):
+    made = slot(module=module)
+    # In the place of what was let go.
+    others = [ctypes.c_size_t(0xBAD) for _ in range(100)]
+    made.launch(0)
+    assert others and len(library.launched[0]["bytes"]) == len(TEMPLATE)
+
+
 @pytest.mark.parametrize("shared, asks", [(48 * 1024, False), (48 * 1024 + 1, True)])
 def test_a_function_is_loaded_on_its_device_and_asks_for_shared_memory_beyond_48_kib(
     library, shared, asks
@@ -179,7 +218,7 @@ def test_a_function_is_loaded_on_its_device_and_asks_for_shared_memory_beyond_48
     names += ["cuModuleGetFunction"] + ["cuFuncSetAttribute"] * asks
     assert library.names() == names
     said = {name: arguments for name, *arguments in library.calls}
-    assert said["cuDeviceGet"][1].value == 3
+    assert said["cuCtxSetCurrent"][0].value == CONTEXT + HANDLE + 3
     assert said["cuModuleLoadData"][1] == ARTIFACT.code
     assert said["cuModuleGetFunction"][2] == b"some_kernel"
     if asks:
@@ -192,7 +231,7 @@ def test_a_thread_without_a_context_gets_the_devices_and_launches_again(library)
     slot().launch(7)
     entered = ["cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent"]
     assert library.names() == ["cuLaunchKernelEx", *entered, "cuLaunchKernelEx"]
-    assert library.calls[1][2].value == 1
+    assert library.calls[3][1].value == CONTEXT + HANDLE + 1
     assert library.launched[0] == library.launched[1]
 
 
@@ -225,7 +264,7 @@ def fresh(module, name: str, monkeypatch):
 
 def test_the_library_is_asked_for_its_launch_function_once(monkeypatch):
     module, opened = fresh(cuda, "libcuda.so.1", monkeypatch)
-    made = module.Slot(ARTIFACT, ctypes.c_void_p(FUNCTION), 1, GRID, TEMPLATE)
+    made = slot(module=module)
     made.launch(1)
     monkeypatch.setattr(module, "_library", None)
     made.launch(2)
@@ -234,7 +273,7 @@ def test_the_library_is_asked_for_its_launch_function_once(monkeypatch):
 
 def test_hip_opens_its_own_library(monkeypatch):
     module, opened = fresh(hip, "libamdhip64.so", monkeypatch)
-    module.Slot(ARTIFACT, ctypes.c_void_p(FUNCTION), 1, GRID, TEMPLATE).launch(5)
+    slot(module=module).launch(5)
     assert [launched["stream"] for launched in opened.launched] == [5]
 
 
@@ -256,6 +295,18 @@ def test_a_tensor_map_is_encoded_innermost_first_with_strides_in_bytes(library):
     assert (interleave, swizzle, promotion, fill) == (0, 3, 2, 0)
 
 
+@pytest.mark.parametrize("begin", [0, 1, 16, 48, 63])
+def test_a_tensor_map_is_encoded_on_64_bytes_within_its_memory(library, monkeypatch, begin):
+    memory = ctypes.create_string_buffer(64 + 63 + ctypes.sizeof(cuda._map_bytes))
+    begin += -ctypes.addressof(memory) % 64
+    there = cuda._map_bytes.from_buffer(memory, begin)
+    monkeypatch.setattr(cuda, "_map_bytes", lambda: there)
+    assert cuda.TensorMapEncoder(META).encode((3, 5, 7), (1000, 200, 1), 0) == bytes(range(128))
+    where = library.calls[0][1].value
+    assert where % 64 == 0
+    assert 0 <= where - ctypes.addressof(there) <= ctypes.sizeof(there) - 128
+
+
 def test_a_tensor_map_that_cannot_be_raises(library):
     library.codes["cuTensorMapEncodeTiled"] = [1]
     with pytest.raises(RuntimeError, match="CUDA error 1: bad luck"):
@@ -272,7 +323,7 @@ def test_a_programmatic_launch_is_one_beside_a_cluster(library, cluster, sizes):
 
 @pytest.mark.parametrize("facts", [{"cluster": 2}, {"programmatic": True}], ids=str)
 @pytest.mark.parametrize(
-    "module, target, said", [(hip, "hip:gfx950", "HIP has neither"), (cuda, "cuda:80", "9.0")]
+    "module, target, said", [(hip, "hip:gfx950", "HIP has neither"), (cuda, "cuda:89", "9.0")]
 )
 def test_a_launch_that_a_driver_cannot_make_is_refused(library, module, target, said, facts):
     artifact = replace(ARTIFACT, target=target, cluster=facts.get("cluster", 1))
@@ -304,6 +355,17 @@ def test_hip_raises_the_drivers_words(library, monkeypatch):
     library.codes["hipModuleLaunchKernel"] = [9]
     with pytest.raises(RuntimeError, match="HIP error 9: no luck"):
         slot(module=hip).launch(0)
+
+
+def test_hips_words_are_read_where_its_answer_points_to(monkeypatch):
+    """A function of C whose answer is a text stands for the library's."""
+    library = SimpleNamespace(hipGetErrorString=ctypes.pythonapi["Py_GetVersion"])
+    monkeypatch.setattr(ctypes, "PyDLL", lambda name: library)
+    hip._library.cache_clear()
+    with pytest.raises(RuntimeError) as raised:
+        hip.check(1)
+    hip._library.cache_clear()
+    assert str(raised.value) == f"HIP error 1: {sys.version}"
 
 
 @pytest.mark.parametrize("module, vendor", [(cuda, "CUDA"), (hip, "HIP")])

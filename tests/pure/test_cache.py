@@ -210,7 +210,7 @@ def test_without_a_folder_kernels_are_made_and_that_is_said_once(folder, caplog)
         assert opened.get_or_make(key, artifact) == (artifact(), True)
         assert opened.get(key) is None
     assert opened.why_not
-    assert [r.levelname for r in caplog.records] == ["WARNING"]
+    assert [(r.name, r.levelname) for r in caplog.records] == [("heedful.cache", "WARNING")]
     assert "disk cache is off" in caplog.text
 
 
@@ -221,7 +221,7 @@ from heedful.launch.artifact import Artifact
 from heedful.launch.cache import DiskCache
 logging.basicConfig(stream=sys.stdout, format="%(message)s")
 made = Artifact(b"code" * 10000, "", "k", "cuda:90", 4, 32, 0, 1, (), 0)
-cache = DiskCache(Path(sys.argv[1]), 1 << 30)
+cache = DiskCache(Path(sys.argv[1]), 1 << 30, False)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 for key in "abc":
     assert cache.get_or_make(key, lambda: made) == (made, True)
@@ -262,6 +262,48 @@ def test_the_use_of_an_entry_is_noted(tmp_path):
     assert path.stat().st_mtime == stamp
     cache(tmp_path).get("k")
     assert path.stat().st_mtime > stamp
+
+
+DAY = 24 * 3600
+NOW = 2_000_000_000
+
+
+@pytest.mark.parametrize("age, noted", [(DAY - 9, False), (DAY, False), (DAY + 9, True)])
+def test_the_use_of_an_entry_is_noted_once_a_day(tmp_path, monkeypatch, age, noted):
+    cache(tmp_path).get_or_make("k", artifact)
+    path = tmp_path / "kernels" / "k.kernel"
+    os.utime(path, (NOW - age, NOW - age))
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    cache(tmp_path).get("k")
+    assert (path.stat().st_mtime != NOW - age) == noted
+
+
+def test_what_a_dead_writer_left_goes_after_a_day(tmp_path, monkeypatch):
+    cache(tmp_path).get_or_make("a", artifact)
+    folder = tmp_path / "kernels"
+    names = {"new.tmp": 0, "day.tmp": DAY, "old.tmp": DAY + 9, "old": DAY + 9}
+    for name, age in names.items():
+        (folder / name).write_bytes(b"")
+        os.utime(folder / name, (NOW - age, NOW - age))
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    cache(tmp_path).get_or_make("b", artifact)
+    assert {p.name for p in folder.iterdir()} >= {*names} - {"old.tmp"}
+    assert not (folder / "old.tmp").exists()
+
+
+def test_kernels_whose_keys_begin_alike_wait_for_each_other_ten_minutes(tmp_path, monkeypatch):
+    """Longer than any takes to compile; of hexadecimal keys there are 256 locks."""
+    asked = []
+    lock = Folder.lock
+
+    def noted(self, name, patience_s):
+        asked.append((name, patience_s))
+        return lock(self, name, patience_s)
+
+    monkeypatch.setattr(Folder, "lock", noted)
+    for key in ("abc", "abd", "ac"):
+        cache(tmp_path).get_or_make(key, artifact)
+    assert asked == [("ab.lock", 600), ("ab.lock", 600), ("ac.lock", 600)]
 
 
 def test_what_another_process_made_while_the_lock_was_waited_for_is_taken(tmp_path, monkeypatch):
@@ -317,7 +359,7 @@ def make():
     (folder / "making").touch()
     time.sleep(60 if action == "hang" else 0.3)
     return Artifact(b"code", "", "k", "cuda:90", 4, 32, 0, 1, (), 0)
-found, made = DiskCache(folder, 1 << 30).get_or_make("k", make)
+found, made = DiskCache(folder, 1 << 30, False).get_or_make("k", make)
 print(found.code.decode())
 """
 
@@ -376,14 +418,38 @@ def test_the_pack_that_the_environment_names_is_loaded_unasked_and_once(
         packs.load_default.cache_clear()
 
 
+def test_what_other_versions_have_to_tell_apart_is_named(tmp_path, no_packs):
+    """Files made by a version that is out may not be taken for another's."""
+    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable"})
+    assert sorted(os.listdir(tmp_path / "pack")) == ["key.kernel", "manifest.json"]
+    assert json.loads((tmp_path / "pack" / "manifest.json").read_text())["format"] == 2
+    assert (tmp_path / "pack" / "key.kernel").read_bytes().startswith(b"heedful-kernel-2 ")
+
+
 def test_a_manifest_says_what_each_kernel_is(tmp_path, no_packs):
     packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable", "hopper"})
     manifest = json.loads((tmp_path / "pack" / packs.MANIFEST).read_text())
-    assert manifest["backends"] == ["hopper", "portable"] and manifest["format"] == packs.FORMAT
+    assert manifest["backends"] == ["hopper", "portable"]
+    # Packs of the same kernels are the same text, a fact a line.
+    kernels = {"a": artifact(), "key": artifact()}
+    for name, keys in (("one", "a key"), ("other", "key a")):
+        entries = {key: kernels[key] for key in keys.split()}
+        packs.write_pack(tmp_path / name, entries, {"portable", "hopper"})
+    one, other = ((tmp_path / name / packs.MANIFEST).read_text() for name in ("one", "other"))
+    assert one == other == json.dumps(json.loads(one), indent=1, sort_keys=True)
     facts = manifest["kernels"]["key"]
     content = (tmp_path / "pack" / "key.kernel").read_bytes()
     assert facts.pop("sha256") == hashlib.sha256(content).hexdigest()
     assert facts == {"target": "cuda:90", "symbol": "kernel", "toolchain": "triton 3.9.0"}
+
+
+@pytest.mark.skipif(os.name == "nt", reason="modes are POSIX")
+def test_a_pack_may_be_for_all_to_read(tmp_path, no_packs):
+    (tmp_path / "pack").mkdir()
+    os.chmod(tmp_path / "pack", 0o755)
+    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable"})
+    assert packs.load_pack(tmp_path / "pack") == 1
+    assert packs.find("key") == artifact()
 
 
 def test_a_packed_kernel_that_was_changed_is_refused(tmp_path, no_packs):

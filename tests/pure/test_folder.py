@@ -161,6 +161,7 @@ def test_what_is_put_in_the_place_of_an_open_folder_is_not_seen(tmp_path):
         (tmp_path / "a" / "x").write_bytes(b"theirs")
         assert folder.read("x") == b"ours"
         folder.write("y", b"more")
+        assert sorted(folder.names()) == ["x", "y"]
     assert not (tmp_path / "a" / "y").exists() and (tmp_path / "aside" / "y").exists()
 
 

@@ -135,7 +135,7 @@ driver = import_module(f"heedful.launch.driver.{sys.argv[1]}")
 artifact = Artifact(b"code", "", "k", "t", 4, 32, 0, 1, (), 8)
 
 def launch(slot=None):
-    (slot or driver.Slot(artifact, ctypes.c_void_p(1), 0, (1, 1, 1), bytes(8))).launch(0)
+    (slot or driver.Slot(artifact, ctypes.c_void_p(1), 0, (1, 1, 1), bytes(8), False)).launch(0)
 
 def refused(work):
     before = len(calls)
@@ -149,7 +149,7 @@ if "unused" in sys.argv:
     slot = None
 else:
     driver.load(artifact, 0)
-    slot = driver.Slot(artifact, ctypes.c_void_p(1), 0, (1, 1, 1), bytes(8))
+    slot = driver.Slot(artifact, ctypes.c_void_p(1), 0, (1, 1, 1), bytes(8), False)
     launch(slot)
 child = os.fork()
 if child == 0:

@@ -300,6 +300,14 @@ def test_a_kernel_from_elsewhere_is_known_by_its_own_source(tmp_path):
     assert all(a != b for a, b in zip(after, before, strict=True))
 
 
+def test_a_kernel_without_a_source_is_refused(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "no_file_of_its_own").mkdir()
+    for module in ("there_is_no_such_module", "no_file_of_its_own"):
+        with pytest.raises(ImportError, match=f"no module {module}"):
+            identity.source_digest(module)
+
+
 def test_files_that_change_places_are_other_sources(tmp_path):
     one, two = tmp_path / "one.py", tmp_path / "two.py"
     one.write_text("a")

@@ -182,6 +182,7 @@ def test_a_group_of_another_class_than_its_field_is_a_type_error():
         call_of(io=io._replace(out=io.q))
     # A whole group may be absent.
     assert call_of(io=io._replace(lse=None)).writes == {"out"}
+    assert leaves("io", io._replace(lse=None))[-1] == ("io.lse", None, Kind.WRITTEN)
 
 
 def test_a_cluster_has_at_least_one_program():

@@ -21,7 +21,7 @@ from heedful.launch.spec import KernelCall, Pointer, Program, Scalar, TensorMap
 _MOST_MAPS = 4096
 _pack_map = struct.Struct("128s").pack_into
 
-_FORMATS = {"i1": "?", "i32": "i", "i64": "q", "fp32": "f"}
+_FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}
 
 # (device index, arch, variant) -> function handle in that device's context.
 _functions: dict[tuple, object] = {}
@@ -73,25 +73,22 @@ class KernelKind:
         self.pool: list = []
 
     def take(self, kernel: "BoundKernel"):
-        """A free argument buffer with the kernel's numbers in place. Another thread may empty the
-        pool between look and take."""
-        while self.pool:
-            try:
-                slot = self.pool.pop()
-            except IndexError:
-                continue
-            if slot.owner is not kernel:
-                slot.load(kernel.grid, kernel.template)
-                slot.owner = kernel
-            return slot
-        slot = self._driver.Slot(
-            self.artifact,
-            self._function,
-            self._device,
-            kernel.grid,
-            kernel.template,
-            self._programmatic,
-        )
+        """A free argument buffer with the kernel's numbers in place."""
+        try:
+            slot = self.pool.pop()
+        except IndexError:
+            slot = self._driver.Slot(
+                self.artifact,
+                self._function,
+                self._device,
+                kernel.grid,
+                kernel.template,
+                self._programmatic,
+            )
+        else:
+            if slot.owner is kernel:
+                return slot
+            slot.load(kernel.grid, kernel.template)
         slot.owner = kernel
         return slot
 

@@ -32,7 +32,7 @@ class DiskCache:
     why_not: why it was of no use when it was last looked into, None if it was.
     """
 
-    def __init__(self, folder: Path | None, limit_bytes: int, read_only: bool = False):
+    def __init__(self, folder: Path | None, limit_bytes: int, read_only: bool):
         self._path = None if folder is None else folder / "kernels"
         self._limit, self._read_only = limit_bytes, read_only
         self._said: set[str] = set()

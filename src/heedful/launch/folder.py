@@ -26,11 +26,17 @@ except ImportError:  # Windows
 log = logging.getLogger("heedful.cache")
 
 MOST_LINKS = 40
-_POSIX = os.name == "posix" and os.open in os.supports_dir_fd
-_BINARY = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0)
+_POSIX = os.open in os.supports_dir_fd
+
+
+def _flag(name: str) -> int:
+    """A flag of os.open; a system that lacks it needs none."""
+    return getattr(os, name, 0)
+
+
+_NO_LINK = _flag("O_NOFOLLOW")
 # A folder on the way need not be readable, only passable.
-_PASS = getattr(os, "O_PATH", os.O_RDONLY) | getattr(os, "O_DIRECTORY", 0) | _NO_LINK | _BINARY
+_PASS = _flag("O_PATH") | _flag("O_DIRECTORY") | _NO_LINK
 
 # Locks that this process holds: a forked child closes its copies, or they would be held for as
 # long as it lives.
@@ -94,7 +100,7 @@ class Folder:
     def read(self, name: str) -> bytes:
         """A file's content. Raises NotTrusted for one that others may write, or that is a link."""
         # Without O_NONBLOCK a pipe in the file's place would be waited on.
-        flags = os.O_RDONLY | _NO_LINK | _BINARY | getattr(os, "O_NONBLOCK", 0)
+        flags = os.O_RDONLY | _NO_LINK | _flag("O_NONBLOCK")
         try:
             handle = os.open(self._at(name), flags, dir_fd=self._fd)
         except OSError as error:
@@ -113,7 +119,7 @@ class Folder:
         """Puts a file in place in one step: readers see all of it or nothing, whenever the writer
         dies."""
         temporary = f"{name}.{secrets.token_hex(8)}.tmp"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK | _BINARY
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         handle = os.open(self._at(temporary), flags, 0o600, dir_fd=self._fd)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -163,7 +169,7 @@ class Folder:
         if fcntl is None:
             return None
         try:
-            flags = os.O_RDWR | os.O_CREAT | _NO_LINK | _BINARY
+            flags = os.O_RDWR | os.O_CREAT | _NO_LINK
             handle = os.open(self._at(name), flags, 0o600, dir_fd=self._fd)
         except OSError as error:
             log.warning("no lock on the cache: %s", error)
@@ -244,7 +250,7 @@ def _open_checked(path: Path, private: bool, create: bool) -> int:
         )
         if why:
             raise NotTrusted(f"{path} {why}")
-        return os.open(".", os.O_RDONLY | os.O_DIRECTORY | _BINARY, dir_fd=here)
+        return os.open(".", os.O_RDONLY, dir_fd=here)
     finally:
         os.close(here)
 
@@ -270,7 +276,7 @@ def _check(path: str | Path, status: os.stat_result, owners: frozenset[int]) -> 
 
 
 def _user() -> int:
-    return os.geteuid() if hasattr(os, "geteuid") else -1
+    return os.geteuid()
 
 
 def _users(private: bool) -> frozenset[int]:

@@ -81,7 +81,7 @@ def note(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec]) -> None:
     if not _recorders:
         return
     entry = Entry(plan.problem, direction, dict(buffers), plan.device)
-    key = json.dumps(entry.to_json(), sort_keys=True)
+    key = json.dumps(entry.to_json())
     with _lock:
         for recorder in _recorders:
             recorder[key] = entry

@@ -131,21 +131,21 @@ class KernelCall:
         """What the compiled code depends on, besides target and toolchain: run-time values, the
         grid and how the launch is queued are not part of it."""
         arguments = tuple((name, a.type, promise(a)) for name, a in self.arguments.items())
-        constants = tuple(sorted(self.constants.items(), key=lambda item: item[0]))
+        constants = tuple(sorted(self.constants.items()))
         options = tuple(sorted(self.options.items()))
         return self.kernel, arguments, constants, options, self.cluster
 
     @property
     def reads(self) -> frozenset[str]:
         """Names of the buffers whose contents before the launch matter."""
-        return self._buffers(Kind.READ, Kind.READ_AND_WRITTEN)
+        return self._buffers({Kind.READ, Kind.READ_AND_WRITTEN})
 
     @property
     def writes(self) -> frozenset[str]:
         """Names of the buffers that the kernel writes."""
-        return self._buffers(Kind.WRITTEN, Kind.READ_AND_WRITTEN)
+        return self._buffers({Kind.WRITTEN, Kind.READ_AND_WRITTEN})
 
-    def _buffers(self, *kinds: Kind) -> frozenset[str]:
+    def _buffers(self, kinds: set[Kind]) -> frozenset[str]:
         found = set()
         for name, leaf, kind in self._leaves:
             if isinstance(leaf, Pointer | TensorMap):

@@ -38,12 +38,12 @@ def grouped_map(name: str, spec: ArraySpec, group: int, pack: int, dim: int) -> 
     """(B, S, H, D) seen as (B, G, S, H / G, D): boxes of all query heads of a KV head, `pack` rows
     a position; rows beyond the group are out of bounds."""
     batch, heads = spec.shape[0], spec.shape[2] // group
-    steps = tuple(stride(spec, axis) for axis in range(3))
+    of_batch, of_row, of_head = (stride(spec, axis) for axis in range(3))
     return Map(
         name,
         spec.dtype,
         (batch, heads, spec.shape[1], group, spec.shape[3]),
-        (steps[0], group * steps[2], steps[1], steps[2], 1),
+        (of_batch, group * of_head, of_row, of_head, 1),
         (1, 1, CONSUMER_ROWS // pack, pack, dim),
         layout(spec, 5, dim),
     )

@@ -50,12 +50,7 @@ _forked = False
 def _library() -> ctypes.PyDLL:
     if _forked:
         raise RuntimeError(FORKED)
-    library = ctypes.PyDLL("libcuda.so.1")
-    library.cuGetErrorString.argtypes = [c_int, POINTER(c_char_p)]
-    library.cuModuleLoadData.argtypes = [POINTER(c_void_p), c_char_p]
-    library.cuModuleGetFunction.argtypes = [POINTER(c_void_p), c_void_p, c_char_p]
-    library.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]
-    return library
+    return ctypes.PyDLL("libcuda.so.1")
 
 
 def check(code: int) -> None:
@@ -136,7 +131,7 @@ class Slot:
         "_arguments",
         "_cluster",
         "_device",
-        "_keep",
+        "_size",
     )
 
     def __init__(
@@ -146,7 +141,7 @@ class Slot:
         device: int,
         grid,
         template: bytes,
-        programmatic: bool = False,
+        programmatic: bool,
     ):
         # Tensor maps must sit on 64 bytes in the buffer as they do in parameter space.
         maps = (p.offset for p in artifact.parameters if p.type == "tensormap")
@@ -154,10 +149,7 @@ class Slot:
         start = -(ctypes.addressof(raw) + next(maps, 0)) % TENSOR_MAP_ALIGN
         self.buffer = (ctypes.c_char * len(template)).from_buffer(raw, start)
         self.address = ctypes.addressof(self.buffer)
-        size = ctypes.c_size_t(len(template))
-        extra = (c_void_p * 5)(
-            BUFFER_POINTER, self.address, BUFFER_SIZE, ctypes.addressof(size), END
-        )
+        self._size = ctypes.c_size_t(len(template))
         self.config = Config()
         self._cluster = artifact.cluster
         self.load(grid, template)
@@ -167,8 +159,9 @@ class Slot:
         if len(attributes):
             self.config.attributes = attributes
         self.config.num_attributes = len(attributes)
-        self._arguments = (byref(self.config), function, None, extra)
-        self._keep = (raw, size, attributes)
+        size_at = ctypes.addressof(self._size)
+        extra = BUFFER_POINTER, self.address, BUFFER_SIZE, size_at, END
+        self._arguments = (byref(self.config), function, None, (c_void_p * len(extra))(*extra))
         self._device = device
 
     def load(self, grid, template: bytes) -> None:

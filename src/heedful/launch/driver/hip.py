@@ -5,7 +5,7 @@ Nobody has run this on silicon yet: rows that use it are at most `emulated`.
 
 import ctypes
 import os
-from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_int, c_void_p
 from functools import cache
 
 from heedful.launch.artifact import Artifact
@@ -22,11 +22,7 @@ def _library() -> ctypes.PyDLL:
     if _forked:
         raise RuntimeError(FORKED)
     library = ctypes.PyDLL("libamdhip64.so")
-    library.hipGetErrorString.argtypes = [c_int]
     library.hipGetErrorString.restype = c_char_p
-    library.hipModuleLoadData.argtypes = [POINTER(c_void_p), c_char_p]
-    library.hipModuleGetFunction.argtypes = [POINTER(c_void_p), c_void_p, c_char_p]
-    library.hipModuleLaunchKernel.argtypes = [c_void_p, *[c_uint] * 7, *[c_void_p] * 3]
     return library
 
 
@@ -49,7 +45,7 @@ def load(artifact: Artifact, device: int) -> c_void_p:
 class Slot:
     """An argument buffer and what one launch passes with it; used by one thread at a time."""
 
-    __slots__ = ("buffer", "address", "owner", "_function", "_head", "_extra", "_keep", "_tail")
+    __slots__ = ("buffer", "address", "owner", "_function", "_head", "_extra", "_size", "_tail")
 
     def __init__(
         self,
@@ -58,7 +54,7 @@ class Slot:
         device: int,
         grid,
         template: bytes,
-        programmatic: bool = False,
+        programmatic: bool,
     ):
         if programmatic or artifact.cluster > 1:
             raise ValueError(
@@ -66,13 +62,12 @@ class Slot:
             )
         self.buffer = ctypes.create_string_buffer(len(template))
         self.address = ctypes.addressof(self.buffer)
-        size = ctypes.c_size_t(len(template))
-        self._extra = (c_void_p * 5)(
-            BUFFER_POINTER, self.address, BUFFER_SIZE, ctypes.addressof(size), END
-        )
+        self._size = ctypes.c_size_t(len(template))
+        size_at = ctypes.addressof(self._size)
+        extra = BUFFER_POINTER, self.address, BUFFER_SIZE, size_at, END
+        self._extra = (c_void_p * len(extra))(*extra)
         threads = artifact.num_warps * artifact.warp_size
         self._function, self._tail = function, (threads, 1, 1, artifact.shared_bytes)
-        self._keep = size
         self.load(grid, template)
 
     def load(self, grid, template: bytes) -> None:
@@ -82,7 +77,8 @@ class Slot:
 
     def launch(self, stream: int) -> None:
         """Launches with the buffer's arguments on a raw stream of the current device."""
-        check(_library().hipModuleLaunchKernel(*self._head, stream, None, self._extra))
+        launch = _library().hipModuleLaunchKernel
+        check(launch(*self._head, c_void_p(stream), None, self._extra))
 
 
 def _after_fork() -> None:
