@@ -3,6 +3,7 @@ used say so."""
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 import threading
@@ -112,6 +113,16 @@ def test_a_lock_that_was_held_at_the_fork_is_free_in_the_child(stranded):
     assert lock.acquire() and lock.locked()
     forks._after_fork()
     assert not lock.locked()
+
+
+def test_every_child_is_told_and_a_system_without_forks_needs_not(monkeypatch):
+    told = []
+    monkeypatch.setattr(os, "register_at_fork", lambda **when: told.append(when), raising=False)
+    made = runpy.run_path(forks.__file__)
+    assert told == [{"after_in_child": made["_after_fork"]}]
+    monkeypatch.delattr(os, "register_at_fork")
+    runpy.run_path(forks.__file__)
+    assert len(told) == 1
 
 
 _DRIVER = """

@@ -11,6 +11,7 @@ import math
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -55,7 +56,8 @@ def strayed(one: Run, other: Run) -> Distance:
     return Distance.over(differences(one.losses, other.losses))
 
 
-def main(recipe: Recipe = RECIPE) -> None:
+def main(words: Sequence[str] = ()) -> None:
+    recipe = replace(RECIPE, steps=int(words[0])) if words else RECIPE
     device = torch.device("cuda", torch.cuda.current_device())
     source = text.load()
     attentions = {
@@ -82,9 +84,4 @@ def report(recipe: Recipe, runs: dict[str, Run]) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        import dataclasses
-
-        main(dataclasses.replace(RECIPE, steps=int(sys.argv[1])))
-    else:
-        main()
+    main(sys.argv[1:])
