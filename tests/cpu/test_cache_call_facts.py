@@ -11,6 +11,7 @@ import torch
 from heedful.core.call import CacheUpdate, Options
 from heedful.core.operands import Operands
 from heedful.torch import backends, kvcache
+from heedful.torch.arrays import array_spec
 from heedful.torch.cache_update import DeviceUpdate
 from heedful.torch.kvcache import CacheCall
 from support import standin
@@ -151,7 +152,19 @@ def test_what_a_call_over_a_cache_needs_each_time_is_known_once(name, place):
             call = made(given)
         others = {**others, "checks": False, "plain": True}
     assert facts_of(call) == {**USUAL, **others}
+    for part in filter(None, (call.attention, call.prefix)):
+        assert not (part.wants_grad or part.problem.needs_grad or part.problem.bias_grad)
     assert isinstance(call.update, DeviceUpdate) == call.counts
+
+
+def test_what_is_made_for_a_call_is_on_its_device(monkeypatch):
+    # Tensors without memory are all at address 0.
+    monkeypatch.setattr(kvcache, "check_apart", lambda *_: None)
+    given = {**CACHE, **TURNED, "cache_seqlens": 5}
+    there = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in given.items()}
+    with standin.gpu():
+        call = made(there)
+    assert call.update is not None and not call.attention.steps
 
 
 def test_a_rotated_q_is_dense_where_the_callers_is_not():
@@ -214,3 +227,32 @@ def test_recording_is_off_where_something_would_be_recorded(name, monkeypatch):
     x, options, update, out = parts(FACTS[name][0])
     result = kvcache._eager(x, options, update._replace(rotary_interleaved=True), out)
     assert seen == [name == "plain"] and not result.requires_grad
+
+
+@pytest.mark.parametrize("sink", [None, torch.zeros(8)[::2]], ids=["", "sink"])
+@pytest.mark.parametrize("out", [None, torch.zeros(2, 3, 4, 16)[..., :8]], ids=["", "out"])
+def test_a_merge_is_bound_for_the_very_tensors_that_it_is_given(sink, out, monkeypatch):
+    bound, run = [], []
+
+    class Merge:
+        def __init__(self, specs, device):
+            bound.append((specs, device))
+
+        def __call__(self, tensors, out):
+            run.append((tensors, out))
+            return tensors["apart_out"], tensors["apart_lse"]
+
+    monkeypatch.setattr(kvcache, "DeviceMerge", Merge)
+    x, options, update, _ = parts({**PREFIX, "sink": sink, "out": out})
+    with standin.gpu():
+        kvcache._eager(x, options, update._replace(rotary_interleaved=True), out)
+    ((specs, device),), ((tensors, into),) = bound, run
+    assert device == x.q.device and into is out
+    # There is one part: a step to the next of 0 is a multiple of whatever kernels may ask for.
+    assert specs["partial_lse"].strides[0] == 0
+    given = tensors if out is None else {**tensors, "out": out}
+    assert set(specs) == set(given)
+    for name, tensor in given.items():
+        own, spec = array_spec(tensor), specs[name]
+        assert (own.shape, own.dtype) == (spec.shape, spec.dtype)
+        assert own.strides[-3:] == spec.strides[-3:] and (own.aligned or not spec.aligned)

@@ -256,11 +256,11 @@ def test_a_key_is_all_that_a_plan_depends_on_of_tensors():
     of_seed = ((1,), (1,), torch.int64, CPU, 0, False)
     rest = (None, None, of_q, *(None,) * 14)
     assert key == (*sizes, (0, 4, 0), rest, of_out, of_seed)
-    assert calls.out_key("x", q) == (str,)
-    assert calls.out_key(q[:0], q[:0]) == calls.tensor_key(q[:0])
+    assert calls.out_key("x", (q,)) == (str,)
+    assert calls.out_key(q[:0], (q[:0],)) == calls.tensor_key(q[:0])
     for taken in (q, k):
         with pytest.raises(ValueError) as caught:
-            calls.out_key(taken, q, k)
+            calls.out_key(taken, (q, k))
         assert str(caught.value) == "out must have memory of its own, got that of q, k or v"
 
 

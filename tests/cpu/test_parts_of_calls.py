@@ -257,11 +257,11 @@ def test_an_output_is_of_its_own_unless_it_is_empty():
     q, k, v = (torch.randn(1, 4, 2, 8) for _ in range(3))
     for taken in (q, k, v):
         with pytest.raises(ValueError, match="^out must have memory of its own, got that of q, k"):
-            out_key(taken, q, k, v)
+            out_key(taken, (q, k, v))
     none = torch.empty(0)
-    assert out_key(none, none, none) == tensor_key(none)
-    assert out_key("out", q) == (str,)
-    assert out_key(v, q, k) == tensor_key(v)
+    assert out_key(none, (none,)) == tensor_key(none)
+    assert out_key("out", (q,)) == (str,)
+    assert out_key(v, (q, k)) == tensor_key(v)
 
 
 @pytest.mark.parametrize("capacity", range(1, 12))

@@ -273,7 +273,7 @@ def call_key(q, k, v, x: Operands | None, out, seed, bases: int) -> tuple:
         v.device,
         bases and (q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16),
         None if x is None else tensor_keys(x[3:]),
-        None if out is None else out_key(out, q, k, v),
+        None if out is None else out_key(out, (q, k, v)),
         None if seed is None else tensor_key(seed),
     )
 
@@ -469,7 +469,7 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
     return out if call.results == 0 else returned(call.results, out, lse, probs)
 
 
-def out_key(out, *inputs: Tensor) -> tuple:
+def out_key(out, inputs: Sequence[Tensor]) -> tuple:
     """What is checked of `out`, which must not be one of the inputs either."""
     if not isinstance(out, Tensor):
         return (type(out),)

@@ -15,7 +15,7 @@ from heedful.torch import library
 from heedful.torch.adapt import adapt, adaptations, autocast, dense_rows
 from heedful.torch.arrays import array_spec
 from heedful.torch.cache_update import DeviceUpdate, update_cache, updater, used_keys, with_used
-from heedful.torch.calls import CALLS, Call, out_key, tensor_key, tensor_keys
+from heedful.torch.calls import CALLS, Call, out_key, tensor_keys
 from heedful.torch.checks import (
     FLOATS,
     cache_call,
@@ -255,7 +255,7 @@ def _eager(x: Operands, options: Options, update: CacheUpdate, out):
     whole = isinstance(lengths, int)
     key = call = None
     try:
-        how = (options, update.rotary_interleaved, *map(type, options[NUMBERS] + x[3:] + update))
+        how = (options, update.rotary_interleaved, *map(type, options[NUMBERS] + x + update))
         # Tensors like those of the last such call are known without a key.
         common = out is None and prefix is None
         if common:
@@ -265,11 +265,10 @@ def _eager(x: Operands, options: Options, update: CacheUpdate, out):
         if call is None:
             key = (
                 how,
-                tensor_keys((*x, *update[:4])),
-                None if whole or lengths is None else tensor_key(lengths),
+                tensor_keys(x + update),
                 k_cache.data_ptr() == v_cache.data_ptr(),
-                None if prefix is None else _prefix_key(prefix),
-                None if out is None else out_key(out, q, k_cache, v_cache),
+                None if prefix is None else tensor_keys(prefix),
+                None if out is None else out_key(out, (q, k_cache, v_cache)),
             )
             call = CALLS.young.get(key)
             if common and call is not None and call.aligned:
@@ -388,12 +387,6 @@ def _prefix_operands(q: Tensor, prefix) -> Operands:
 
 def _prefix_options(options: Options) -> Options:
     return options._replace(kind="dense", causal=False, return_lse=True)
-
-
-def _prefix_key(prefix) -> tuple:
-    if not isinstance(prefix, tuple):
-        return (type(prefix),)
-    return tensor_keys(prefix)
 
 
 def _autocast(q: Tensor, k_cache: Tensor, update: CacheUpdate):
