@@ -20,7 +20,7 @@ from heedful.core.device import KNOWN
 from heedful.core.operands import Operands
 from heedful.core.sizes import Workspace
 from heedful.launch.spec import Program
-from heedful.torch import backends, cache_update, device, execute, forked, zeros
+from heedful.torch import backends, cache_update, device, execute, forked, merge, zeros
 from heedful.torch.arrays import array_spec
 from heedful.torch.values import check_values
 from heedful.validation import record
@@ -82,8 +82,12 @@ def decode_behind_a_prefix():
     decode(shared_prefix=(torch.randn(9, 2, 16), torch.randn(9, 2, 16)))
 
 
+def merging():
+    heedful.merge_attn_states(torch.randn(3, 2, 5, 4, 16), torch.randn(3, 2, 4, 5))
+
+
 @pytest.mark.parametrize(
-    "call", [attend, with_everything, dropped, into_out, decode, decode_behind_a_prefix]
+    "call", [attend, with_everything, dropped, into_out, decode, decode_behind_a_prefix, merging]
 )
 @pytest.mark.parametrize("first", [1, None], ids=["elsewhere", "there"])
 def test_a_call_makes_its_tensors_device_the_current_one_and_leaves_it(call, first, monkeypatch):
@@ -102,7 +106,7 @@ def test_a_call_makes_its_tensors_device_the_current_one_and_leaves_it(call, fir
 
             return made
 
-        for module in (execute, backends, cache_update):
+        for module in (execute, backends, cache_update, merge):
             patch.setattr(module, "current_device", lambda: current.index)
             patch.setattr(module, "allocator", poisoned)
         gpu.before_launch = lambda _: places.append(current.index)

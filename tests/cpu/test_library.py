@@ -380,6 +380,22 @@ def test_per_sample_gradients_are_the_gradients_of_each_sample(extra):
     assert_same(got, want)
 
 
+@pytest.mark.parametrize("shared", ["bias", "sink"])
+def test_gradients_of_what_samples_share_are_those_of_each_sample(shared):
+    """They sum over a call's batch, which other samples are not to join."""
+    q, k, v = inputs((3, 2, 5, 4, 16), (3, 2, 7, 2, 16), (3, 2, 7, 2, 8), grad=False)
+    more = torch.randn({"bias": (5, 7), "sink": (4,)}[shared])
+
+    def loss(q, k, v, more):
+        out, lse = heedful.flash_attn_func(q, k, v, return_lse=True, **{shared: more})
+        return out.square().sum() + lse.sum()
+
+    gradients = torch.func.grad(loss, argnums=(0, 1, 2, 3))
+    got = torch.func.vmap(gradients, in_dims=(0, 0, 0, None))(q, k, v, more)
+    alone = [gradients(*one, more) for one in zip(q, k, v, strict=True)]
+    assert_same(got, [torch.stack(parts) for parts in zip(*alone, strict=True)])
+
+
 @pytest.mark.parametrize("square", [False, True])
 def test_nested_functorch_gradients_raise(square):
     q, k, v = dense(grad=False)

@@ -44,7 +44,7 @@ class Tiles:
     def __init__(self, problem: AttentionProblem, x: Operands):
         self.problem, self.x = problem, x
         self.scratch = _scratch_of_thread(x.q.dtype == torch.float64)
-        self.low = _low_precision(problem, x)
+        self.low = _low_precision(x)
         # What queries are multiplied by before their products with keys.
         self.q_scale = problem.scale / problem.softcap if problem.softcap > 0 else problem.scale
         # Whether nothing is done to the products of queries and keys.
@@ -305,12 +305,12 @@ class Tiles:
         return hidden[:, None, None]
 
 
-def _low_precision(problem: AttentionProblem, x: Operands) -> torch.dtype | None:
+def _low_precision(x: Operands) -> torch.dtype | None:
     """bfloat16 where torch multiplies it in hardware: probabilities and dS are rounded to it.
 
     Scores and dP, which exp and a subtraction magnify the errors of, are always float32 products.
     """
-    plain = x.q.dtype == x.k.dtype == x.v.dtype == torch.bfloat16
+    plain = x.q.dtype == x.k.dtype == torch.bfloat16
     if plain and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.bfloat16
     return None

@@ -63,7 +63,7 @@ def _fold(tensor: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def _unfold(tensor: Tensor, size: int) -> Tensor:
-    return tensor.unflatten(0, (size, -1) if tensor.numel() else (size, tensor.shape[0] // size))
+    return tensor.unflatten(0, (size, tensor.shape[0] // size))
 
 
 def _one_by_one(op, size: int, in_dims, args):

@@ -281,9 +281,9 @@ for _name, _kernel, _fake in (
     ("inference.options", _inference_with, _inference_with_fake),
 ):
     LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"heedful::{_name}", _fake, lib=LIBRARY)
-torch.library.register_vmap("heedful::attention_v2", attention_vmap, lib=LIBRARY)
-torch.library.register_vmap("heedful::attention_v2_backward", backward_vmap, lib=LIBRARY)
+    torch.library.register_fake(f"heedful::{_name}", _fake)
+torch.library.register_vmap("heedful::attention_v2", attention_vmap)
+torch.library.register_vmap("heedful::attention_v2_backward", backward_vmap)
 LIBRARY.impl("attention_v2", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
 LIBRARY.impl(
     "attention_v2_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
@@ -292,7 +292,7 @@ LIBRARY.impl("inference", _inference_autograd, "Autograd")
 LIBRARY.impl("inference.options", _inference_with_autograd, "Autograd")
 for _name in ("inference", "inference.options"):
     _rule = partial(inference_vmap, _overload(_name))
-    torch.library.register_vmap(f"heedful::{_name}", _rule, lib=LIBRARY)
+    torch.library.register_vmap(f"heedful::{_name}", _rule)
 for _device in ("cpu", "cuda"):
     # q, k, v and the bias of the one; q, k, v of the others.
     for _name, _tensors in (("attention_v2", 4), ("inference", 3), ("inference.options", 3)):

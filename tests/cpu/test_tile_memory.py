@@ -1,0 +1,46 @@
+"""Tiles of the CPU backend: in what precision they are multiplied, and in whose memory."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from heedful import cpu
+from heedful.cpu.scores import Tiles
+from support.cases import Case, build
+
+LOW = Case(seqlen_q=3, seqlen_k=5, head_dim=16, dtype="bfloat16", backward=False)
+
+
+@pytest.mark.parametrize(
+    "case, low",
+    [
+        (LOW, torch.bfloat16),
+        (replace(LOW, kv_dtype="int8", kv_group=8), None),
+        (replace(LOW, kv_dtype="float8_e4m3fn"), None),
+        (replace(LOW, dtype="float16"), None),
+        (replace(LOW, dtype="float32"), None),
+    ],
+    ids=str,
+)
+def test_products_are_in_bfloat16_where_queries_and_keys_are(case, low, monkeypatch):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    built = build(case)
+    assert Tiles(built.problem, built.x).low is low
+
+
+@pytest.mark.parametrize(
+    "features",
+    [{}, {"sink": True}, {"num_splits": 2}, {"causal": True, "seqlen_q": 400}, {"scale": 90.0}],
+    ids=str,
+)
+def test_results_have_the_size_of_the_memory_that_they_are_written_to(features):
+    """Torch gives memory of another size up for new, which it warns of. The scale makes scores
+    climb after the first tile; causal queries without a key have no tile to begin with."""
+    built = build(replace(Case(seqlen_k=300, head_dim=16), **features))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out, lse, _ = cpu.forward(built.problem, built.x)
+        assert built.dout is not None
+        cpu.backward(built.problem, built.x, out, lse, built.dout, built.dlse)
