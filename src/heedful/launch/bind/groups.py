@@ -72,7 +72,7 @@ def rows(buffers: Buffers, name: str, divisor: int = 1) -> kinds.Rows:
     return kinds.Rows(pointer(buffers, name, divisor > 1), *strides)
 
 
-def split_rows(buffers: Buffers, name: str, is_split: bool, divisor: int = 1) -> kinds.SplitRows:
+def split_rows(buffers: Buffers, name: str, is_split: bool, divisor: int) -> kinds.SplitRows:
     """`rows` of an array that has a leading dim of splits, or of a whole one."""
     spec, lead = buffers[name], int(is_split)
     one = ArraySpec(spec.shape[lead:], spec.strides[lead:], spec.dtype)
