@@ -244,9 +244,83 @@ CDNA = plain(
     ({}, {"v": (2**30, -(2**22), 128, 1)}),
     (ONE, {"q": (3, 128, 7, 1), "k": (5, 136, 3, 1), "out": (9, 128, 8, 1)}),
 ]
+# Steps of a decode: rows within a unit, pages, what is stored of keys.
+STEPS: list[Asked] = [
+    *(
+        ({"seqlen_q": n, "heads_q": q, "heads_k": k}, {})
+        for n, q, k in (
+            (1, 4, 1),
+            (1, 3, 1),
+            (1, 5, 1),
+            (2, 8, 4),
+            (4, 8, 4),
+            (16, 8, 8),
+            (9, 6, 3),
+        )
+    ),
+    *(({"page_size": p}, {}) for p in (1, 3, 16, 17, 48, 64)),
+    *(({"kv_dtype": d}, {}) for d in ("int8", "float8_e5m2")),
+    *(
+        ({"kv_dtype": d, "kv_group": g, "kv_shift": s}, {})
+        for d, g, s in (
+            ("int8", 32, False),
+            ("int8", 64, True),
+            ("int4", 32, True),
+            ("int4", 64, True),
+        )
+    ),
+    *(({"head_dim": d, "head_dim_v": e}, {}) for d, e in ((64, 128), (72, 40), (256, 256))),
+    *(({"head_dim_v": e, "v_in_k": True}, {}) for e in (128, 64)),
+    *(({"num_splits": n, "return_lse": True}, {}) for n in (1, 2, 7)),
+    ({"total_q": 3, "total_k": 5000, "return_lse": True}, {}),
+    ({"total_q": 3, "used_q": True, "return_lse": True}, {}),
+    ({"total_q": 3, "batch": 0}, {}),
+    *(({fact: True}, {}) for fact in ("used_q", "leftpad_k", "kv_batch_idx", "sink", "alibi")),
+    # Sequences may differ in length by each of these alone.
+    *(
+        ({"used_k": False, **facts}, {})
+        for facts in ({}, {"used_q": True}, {"leftpad_k": True}, {"total_q": 3}, {"total_k": 5000})
+    ),
+    ({"seqlen_q": 4, "tree_mask": True, "softcap": 0.5}, {}),
+    ({"mask": MaskSpec.of(True, (64, 0)), "seqlen_q": 2}, {}),
+    *(({}, {name: None}) for name in ("q", "k", "v", "out")),
+    ({}, {"q": (8 * 1032, 1032, 129, 1)}),
+    ({}, {"k": (2**40, 2**22, 128, 1)}),
+]
+LATENT = {"heads_q": 16, "heads_k": 1, "head_dim": 576, "head_dim_v": 512, "v_in_k": True}
+LATENT_STEPS: list[Asked] = [
+    *(({"seqlen_q": n, "heads_q": q}, {}) for n, q in ((1, 15), (1, 17), (2, 8), (2, 9), (1, 128))),
+    *(({"page_size": p}, {}) for p in (1, 16, 48, 64, 128, 192)),
+    ({"page_size": 64, "batch": 3}, {"k": (100 * 576, 576, 576, 1)}),
+    ({"used_k": False}, {}),
+    ({"total_q": 3, "return_lse": True}, {}),
+    *(({"num_splits": n, "return_lse": True}, {}) for n in (1, 2)),
+    ({"mask": MaskSpec.of(True), "seqlen_q": 3}, {}),
+    *(({}, {name: None}) for name in ("q", "out")),
+    ({"scale": 0.3}, {}),
+    ({"leftpad_k": True}, {}),
+]
+WIDE_GRADIENTS = plain(
+    *({**GRAD, "head_dim": d, "head_dim_v": e} for d, e in ((64, 64), (192, 128), (256, 256))),
+    {**GRAD, "num_splits": 2, "return_lse": True},
+    {**GRAD, **CAUSAL, "deterministic": True},
+    {**GRAD, **PACKED, **CAUSAL, "deterministic": True},
+    {**GRAD, "seqlen_q": 20_000, "heads_q": 1, "heads_k": 1, "batch": 1},
+    {**GRAD, "alibi": True, "softcap": 0.5},
+    {**GRAD, "mask": MaskSpec(3, 4, 2)},
+)
 TABLE: dict[tuple[str, str], list[Asked]] = {
     ("H200", "hopper"): [*SCORES, *TERMS, *LENGTHS, *DIMS, *WORK, *EIGHT_BITS, *LAID_OUT],
     ("B200", "portable"): [*SCORES, *TERMS, *LENGTHS, *DIMS, *CACHES, *WORK, *LAID_OUT, *GRADIENTS],
+    **{
+        (device, "decode"): [({**DECODE, **facts}, laid) for facts, laid in [({}, {}), *STEPS]]
+        for device in ("RTX 4090", "MI300X")
+    },
+    ("H200", "mla"): [
+        ({**DECODE, **LATENT, **facts}, laid) for facts, laid in [({}, {}), *LATENT_STEPS]
+    ],
+    # Behind a forward that takes them, the backward is Hopper's own or portable.
+    ("H200", "best"): [*GRADIENTS, *WIDE_GRADIENTS],
     ("MI300X", "cdna"): [({"seqlen_k": 500, **facts}, laid) for facts, laid in CDNA],
     ("MI355X", "cdna"): plain({"seqlen_k": 500}, {"seqlen_k": 500, **FP8}),
 }
@@ -325,7 +399,7 @@ def told(device: str, backend: str, asked: Asked) -> list[str]:
     spec = by_name(device)
     try:
         problem = AttentionProblem.dense(**{**BASE, **facts})
-        chosen = plan(problem, spec, backend=backend)
+        chosen = plan(problem, spec, backend=None if backend == "best" else backend)
         lines = given("forward", chosen, problem, laid, device)
         if problem.needs_grad:
             lines += given("backward", chosen, problem.gathered(), laid, device)
