@@ -312,10 +312,8 @@ WIDE_GRADIENTS = plain(
 TABLE: dict[tuple[str, str], list[Asked]] = {
     ("H200", "hopper"): [*SCORES, *TERMS, *LENGTHS, *DIMS, *WORK, *EIGHT_BITS, *LAID_OUT],
     ("B200", "portable"): [*SCORES, *TERMS, *LENGTHS, *DIMS, *CACHES, *WORK, *LAID_OUT, *GRADIENTS],
-    **{
-        (device, "decode"): [({**DECODE, **facts}, laid) for facts, laid in [({}, {}), *STEPS]]
-        for device in ("RTX 4090", "MI300X")
-    },
+    ("RTX 4090", "decode"): [({**DECODE, **facts}, laid) for facts, laid in [({}, {}), *STEPS]],
+    ("MI300X", "decode"): plain(DECODE, {**DECODE, "heads_q": 5, "heads_k": 1}),
     ("H200", "mla"): [
         ({**DECODE, **LATENT, **facts}, laid) for facts, laid in [({}, {}), *LATENT_STEPS]
     ],
