@@ -43,7 +43,7 @@ class ForeignLaunch:
     parameters: tuple[ForeignParameter, ...]
     reads: frozenset[str]
     writes: frozenset[str]
-    programmatic: bool = False
+    programmatic: bool
 
 
 @dataclass(frozen=True, slots=True)
