@@ -51,7 +51,8 @@ class Device:
             monkeypatch.setattr(torch.cuda, name, stand_in)
         empty = torch.empty
 
-        def allocated(size, *, dtype: torch.dtype, device=None):
+        def allocated(size, *, dtype: torch.dtype, device: torch.device):
+            assert device == CPU
             self.flushed.append(size * dtype.itemsize)
             made = empty(1, dtype=dtype)
             monkeypatch.setattr(made, "zero_", lambda: self.log.append("flush"), raising=False)

@@ -89,14 +89,16 @@ def test_calls_of_new_lengths_are_of_these_shapes(monkeypatch):
     for name in ("flash_attn_func", "flash_attn_varlen_func", "scaled_dot_product_attention"):
         monkeypatch.setattr(lengths, name, lambda *a, n=name, **k: asked.append((n, a, k)))
     cpu = torch.device("cpu")
-    lengths.dense(600, cpu)()
-    lengths.packed(600, cpu, grad=True)()
-    lengths.sdpa(600, cpu)()
+    with torch.device("meta"):  # where what is not put on the device that is named is
+        lengths.dense(600, cpu)()
+        lengths.packed(600, cpu, grad=True)()
+        lengths.sdpa(600, cpu)()
     (dense, (q, *_), causal), (packed, (p, *_, bounds, _, longest, most), _), (sdpa, (s, *_), _) = (
         asked
     )
     assert (dense, packed) == ("flash_attn_func", "flash_attn_varlen_func")
     assert sdpa == "scaled_dot_product_attention"
+    assert {x.device for x in (q, p, s, bounds)} == {cpu}
     assert q.shape == (1, 600, 8, 64) and s.shape == (1, 8, 600, 64) and p.shape == (977, 8, 64)
     assert bounds.tolist() == [0, 600, 900, 977] and bounds.dtype == torch.int32
     assert longest == most == 600 and p.requires_grad and not q.requires_grad

@@ -449,9 +449,11 @@ def test_flash_attention_itself_is_asked_where_sdpa_has_no_word(monkeypatch):
 
 def in_plain_torch(q, k, v, block_mask, enable_gqa):
     """What FlexAttention computes, uncompiled."""
+    assert enable_gqa is (q.shape[1] > k.shape[1])
     mask = None
     if block_mask is not None:
         assert block_mask.seq_lengths == (q.shape[2], k.shape[2])
+        assert block_mask.kv_num_blocks.device == q.device
         rows, cols = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
         mask = block_mask.mask_mod(0, 0, rows[:, None], cols)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=enable_gqa)
@@ -519,7 +521,7 @@ def test_flashinfer_is_planned_once_for_the_pages_of_a_cache(monkeypatch):
 
     class Wrapper:
         def __init__(self, workspace, layout):
-            assert layout == "NHD" and workspace.dtype == torch.uint8
+            assert layout == "NHD" and workspace.dtype == torch.uint8 and workspace.device == CPU
             assert workspace.numel() == 256 * 2**20  # what its documentation asks for
 
         def plan(self, steps, pages, last, heads_q, heads_k, dim, page, **dtypes):

@@ -1,6 +1,7 @@
 """What a plan says of itself and of what cannot be, word by word."""
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
@@ -10,9 +11,11 @@ from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
 from heedful.core.plan import explain, plan
 from heedful.core.problem import AttentionProblem
+from heedful.core.sizes import Scheduler
 from heedful.core.tiles import (
     HopperForwardConfig,
     HopperFp8Config,
+    Rescale,
     RowsConfig,
     cache_rows,
     combine_rows,
@@ -369,3 +372,15 @@ def test_a_mask_in_a_key_has_all_its_parts():
     assert dense(1, 2, 3, 4, 2, 64, head_dim_v=32, kv_dtype="int8").key() == (
         "1x2x3 h4/2 d64/32 bfloat16/int8"
     )
+
+
+def test_types_of_words_list_those_that_plans_have():
+    calls: list[dict] = [{}, {"causal": True}, {"used_k": True}, {"alibi": True}]
+    found = [
+        plan(dense(4, 2048, 2048, 16, **facts), H200, Toolchain(triton=triton), "hopper")
+        for facts in calls
+        for triton in ((3, 8), (3, 9))
+    ]
+    assert {chosen.scheduler for chosen in found} == set(get_args(Scheduler))
+    tiles = [chosen.configs["hopper.forward"] for chosen in found]
+    assert {getattr(tile, "rescale", None) for tile in tiles} == set(get_args(Rescale))
