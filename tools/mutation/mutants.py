@@ -36,7 +36,7 @@ _ARITHMETIC = {
     ast.BitXor: ("^", "|"),
 }
 # Calls whose two arguments may change places.
-_COMMUTING = ("min", "max", "minimum", "maximum", "smaller", "larger", "transpose")
+_COMMUTING = ("is_same", "min", "max", "minimum", "maximum", "smaller", "larger", "transpose")
 _NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
