@@ -271,7 +271,7 @@ def test_nothing_is_appended_where_every_token_is_dropped():
     for sees_values in (False, True):
         append_kv(stored, stored, new, new, ints(-1, 4), None, None, sees_values)
         same(stored, before)
-    append_kv(stored, stored, new[:, :0], new[:, :0], ints(0, 0), None, None)
+    append_kv(stored, stored, new[:, :0], new[:, :0], ints(0, 0), None, None, False)
     same(stored, before)
 
 

@@ -180,7 +180,8 @@ def test_append_and_rotation_are_those_of_plain_torch(interleaved, page_size):
     want_k, want_v = x["k"].clone(), x["v"].clone()
     cos, sin = tables.values()
     turned = rotate(k_new, cos, sin, start + 2, interleaved)
-    append_kv(want_k, want_v, turned, v_new, start, x.get("kv_batch_idx"), x.get("block_table"))
+    rows, table = x.get("kv_batch_idx"), x.get("block_table")
+    append_kv(want_k, want_v, turned, v_new, start, rows, table, False)
     specs = {name: array_spec(t) for name, t in x.items()}
     interpret(portable_cache.append_kv(specs, page_size, interleaved, position0=2), x)
     assert torch.equal(x["k"], want_k)

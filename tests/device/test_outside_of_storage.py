@@ -169,7 +169,7 @@ def test_new_tokens_that_have_no_place_are_dropped(page_size, rotary):
         keywords = {"rotary_cos": cos.inside, "rotary_sin": sin.inside}
     want = k.inside.cpu().clone(), v.inside.cpu().clone()
     at_rows, in_table = (None if t is None else t.cpu() for t in (rows, table))
-    append_kv(*want, k_new.cpu(), v_new.cpu(), lengths.cpu(), at_rows, in_table)
+    append_kv(*want, k_new.cpu(), v_new.cpu(), lengths.cpu(), at_rows, in_table, False)
     out = heedful.flash_attn_with_kvcache(
         q,
         k.inside,

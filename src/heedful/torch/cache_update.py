@@ -71,7 +71,7 @@ class DeviceUpdate:
         self._new_rotated = allocator(x.q.shape, x.q.dtype, x.q.device)
         self._index = x.q.device.index
         interleaved, position0 = bool(update.rotary_interleaved), update.position0
-        start = torch.empty(x.q.shape[0], dtype=torch.int32, device=x.q.device)
+        start = x.q.new_empty(x.q.shape[0], dtype=torch.int32)
         tensors = _named(x, update, start, start)
         buffers = {name: array_spec(tensor) for name, tensor in tensors.items()}
         page_size = x.k.shape[1] if x.block_table is not None else 0
@@ -128,7 +128,7 @@ def append_kv(
     cache_seqlens: Tensor,
     cache_batch_idx: Tensor | None,
     block_table: Tensor | None,
-    sees_values: bool = False,
+    sees_values: bool,
 ) -> None:
     """Writes k and v (B, S, G, dim) behind the tokens that each sequence has in its cache.
 
@@ -140,16 +140,14 @@ def append_kv(
     if not (k.numel() and k_cache.numel()):
         return
     batch, seqlen = k.shape[:2]
-    position = cache_seqlens.long()[:, None] + torch.arange(
-        seqlen, dtype=torch.int64, device=k.device
-    )
+    position = cache_seqlens.long()[:, None] + torch.arange(seqlen, device=k.device)
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     kept = (cache_seqlens[:, None] >= 0) & (position < capacity)
     position = position.clamp(0, capacity - 1)
     if block_table is None:
         row = cache_batch_idx
         if row is None:
-            row = torch.arange(batch, dtype=torch.int64, device=k.device)
+            row = torch.arange(batch, device=k.device)
         entry = row[:, None].expand(position.shape).long()
     else:
         entry = block_table.gather(1, position // k_cache.shape[1]).long()
@@ -190,9 +188,9 @@ def rotate(
     half = cos.shape[1]
     position = start.long()[:, None]
     if advance:
-        position = position + torch.arange(x.shape[1], dtype=torch.int64, device=x.device)
+        position = position + torch.arange(x.shape[1], device=x.device)
     # Sequences of negative length, or beyond the storage, have no position: any will do.
-    position = position.clamp(0, max(0, cos.shape[0] - 1))
+    position = position.clamp(0, cos.shape[0] - 1)
     c, s = (table[position].float()[:, :, None] for table in (cos, sin))
     turned = x[..., : 2 * half].float()
     if interleaved:

@@ -203,7 +203,7 @@ class CacheCall:
         if update.rotary_cos is not None:
             check_apart(x.k, x.v)
             # Attention gets the rotated q, which is dense.
-            x = x._replace(q=torch.empty(x.q.shape, dtype=x.q.dtype, device=x.q.device))
+            x = x._replace(q=x.q.new_empty(x.q.shape))
         part, part_options = attention_part(x, options, update)
         whole_out = out if update.shared_prefix is None else None
         in_k = lies_in(x.v, x.k)
@@ -242,7 +242,7 @@ def _length_like(update: CacheUpdate, q: Tensor) -> Tensor:
     lengths = update.cache_seqlens
     if isinstance(lengths, Tensor):
         return lengths
-    return torch.empty(q.shape[0], dtype=torch.int32, device=q.device)
+    return q.new_empty(q.shape[0], dtype=torch.int32)
 
 
 def _eager(x: Operands, options: Options, update: CacheUpdate, out):

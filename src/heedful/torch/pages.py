@@ -35,10 +35,10 @@ def page_numbers(x: Operands, longest: int) -> Tensor:
     sequence has no key."""
     page_size = x.k.shape[1]
     table = x.block_table[:, : -(-longest // page_size)]
-    begin = torch.arange(table.shape[1], dtype=torch.int32, device=table.device) * page_size
+    begin = torch.arange(table.shape[1], device=table.device) * page_size
     ends = x.seqused_k if x.leftpad_k is None else x.seqused_k + x.leftpad_k
     table = torch.where(begin < ends[:, None], table, 0)
-    return table.clamp(0, max(0, x.k.shape[0] - 1)).long()
+    return table.clamp(0, x.k.shape[0] - 1).long()
 
 
 def gathered(pages: Tensor, numbers: Tensor) -> Tensor:

@@ -84,7 +84,7 @@ def unpooled(nbytes: int, device: torch.device) -> torch.Tensor:
         except BaseException as error:
             errors.append(error)
 
-    thread = threading.Thread(target=make, name="heedful-unpooled")
+    thread = threading.Thread(target=make)
     thread.start()
     thread.join()
     if errors:

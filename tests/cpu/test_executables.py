@@ -1,0 +1,116 @@
+"""How a bound program runs on torch's memory: its scratch, its launches, torch's own functions."""
+
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._C._dynamo import guards
+
+from heedful.torch import execute, zeros
+
+CPU = torch.device("cpu")
+NAMES = {
+    "raw_stream": (torch._C, "_cuda_getCurrentRawStream"),
+    "current_device": (torch._C, "_cuda_getDevice"),
+    "_is_capturing": (torch._C, "_cuda_isCurrentStreamCapturing"),
+    "_empty_strided": (guards, "_empty_strided_cuda"),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_torch_with_a_gpu_is_asked_by_functions_of_its_own(name, monkeypatch):
+    owner, own = NAMES[name]
+    monkeypatch.setattr(owner, own, refuse, raising=False)
+    assert getattr(loaded(), name) is refuse
+    monkeypatch.delattr(owner, own)
+    assert getattr(loaded(), name) is not refuse
+
+
+def refuse(*_):
+    raise AssertionError("not to be called")
+
+
+def loaded() -> Any:
+    """Another copy of the module, which looks at torch anew."""
+    spec = importlib.util.spec_from_file_location("heedful.torch.execute", execute.__file__)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3, 5), (2, 0, 3), (0, 7), (1, 1)], ids=str)
+def test_dense_strides_are_those_of_torch(shape):
+    assert execute._dense_strides(shape) == torch.empty(shape).stride()
+
+
+class Kernel:
+    """A kernel that notes what it is launched with."""
+
+    def __init__(self):
+        self.seen: list[tuple] = []
+
+    def run(self, addresses, stream) -> None:
+        self.seen.append((list(addresses), stream))
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    monkeypatch.setattr(execute, "current_device", lambda: None)
+    monkeypatch.setattr(execute, "raw_stream", lambda _: 5)
+    monkeypatch.setattr(execute, "_is_capturing", lambda: False)
+    monkeypatch.setattr(zeros, "_of_stream", {})
+    monkeypatch.setattr(zeros, "unpooled", lambda n, _: torch.ones(n, dtype=torch.uint8))
+
+
+def test_numbers_of_kernels_are_no_sizes_of_scratch(machine):
+    """Sizes come first among the numbers of a program."""
+    one, other = Kernel(), Kernel()
+    run = execute.Executable(CPU, [one, other], (1, 2), [5, 9, 300, 10**12, 0.5])  # pyright: ignore
+    run([])
+    assert one.seen == other.seen
+    ((addresses, stream),) = one.seen
+    assert len(addresses) == 3 and stream == 5 and addresses[2] - addresses[1] == 256
+    assert run._zeroed_size == 768
+
+
+def test_a_single_kernel_is_launched_without_a_loop(machine):
+    one = Kernel()
+    run = execute.Executable(CPU, [one], (0, 0), [])  # pyright: ignore
+    assert run._run == one.run
+    tensor = torch.zeros(3)
+    run([tensor])
+    assert one.seen == [([tensor.data_ptr()], 5)]
+
+
+@pytest.mark.parametrize("counts", [(1, 0), (0, 1)], ids=["scratch", "zeroed"])
+def test_the_limit_holds_scratch_of_either_sort(counts, machine, monkeypatch):
+    monkeypatch.setenv("HEEDFUL_WORKSPACE_LIMIT_MB", "1")
+    execute.Executable(CPU, [Kernel()], counts, [2**20])  # pyright: ignore
+    with pytest.raises(ValueError, match=f"allows {2**20} bytes of scratch, this call needs"):
+        execute.Executable(CPU, [Kernel()], counts, [2**20 + 1])  # pyright: ignore
+
+
+def test_no_bytes_need_no_region():
+    def none() -> torch.Tensor:
+        raise AssertionError("a region for nothing")
+
+    assert zeros.Zeros(256, none).take(0) == 0
+
+
+def test_a_region_has_room_for_many_calls_that_count_a_little():
+    """A fill is a launch: one is to do for a thousand calls of 64 counters."""
+    region = SimpleNamespace(fills=0, data_ptr=lambda: 2**20, numel=lambda: zeros.REGION_BYTES)
+
+    def fill() -> None:
+        region.fills += 1
+
+    region.zero_ = fill
+    pool = zeros.Zeros(256, lambda: region)  # pyright: ignore[reportArgumentType]
+    for _ in range(1024):
+        pool.take(4 * 64)
+    assert region.fills == 1
+    pool.take(1)
+    assert region.fills == 2
