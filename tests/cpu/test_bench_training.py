@@ -63,3 +63,47 @@ def test_a_run_that_has_diverged_is_said_to_have(capsys):
     bench.report(RECIPE, runs)
     ours, theirs = capsys.readouterr().out.splitlines()
     assert "loss nan" in ours and "loss 2.0000" in theirs
+
+
+def test_seeds_are_put_together(capsys):
+    far, near = bench.Distance(0.5, 0.3), bench.Distance(0.1, 0.4)
+    bench.report_together(
+        [{bench.OURS: far, bench.FLASH: near}] * 2
+        + [dict.fromkeys((bench.OURS, bench.FLASH), near)]
+    )
+    ours, flash = capsys.readouterr().out.splitlines()
+    assert ours == "heedful, 3 seeds: from cuDNN's loss at most 5.00e-01, RMS 3.37e-01"
+    assert flash == "flash, 3 seeds: from cuDNN's loss at most 1.00e-01, RMS 4.00e-01"
+
+
+def test_each_seed_is_trained_and_reported(capsys, monkeypatch):
+    begun: list[tuple[int, int]] = []
+
+    def trained(recipe, source):
+        begun.append((recipe.steps, recipe.seed))
+        attentions = dict.fromkeys((bench.OURS, bench.CUDNN, bench.FLASH), attention.with_math())
+        runs = training.start(RECIPE, len(source.vocabulary), attentions, {}, torch.device("cpu"))
+        for run in runs.values():
+            run.seconds[:], run.losses[:] = [1.0] * 16, [float(recipe.seed)] * 16
+        return runs
+
+    monkeypatch.setattr(bench, "trained", trained)
+    bench.main(["16", "5"])
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    bench.main(["16", "3", "7"])
+    said = capsys.readouterr().out.splitlines()
+    assert begun == [(16, 5), (16, 3), (16, 7)] and len(said) == 8
+    assert "loss 3.0000" in said[0] and "loss 7.0000" in said[3] and "2 seeds" in said[6]
+
+
+def test_a_seed_draws_weights_and_batches():
+    source, device = text.load(), torch.device("cpu")
+    losses = []
+    for seed in (1, 1, 2):
+        recipe = dataclasses.replace(RECIPE, steps=1, seed=seed)
+        runs = training.start(
+            recipe, len(source.vocabulary), {"": attention.with_math()}, {}, device
+        )
+        assert list(training.train(recipe, source, runs, device)) == [1]
+        losses.append(runs[""].losses)
+    assert losses[0] == losses[1] != losses[2]

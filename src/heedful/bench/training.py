@@ -1,10 +1,11 @@
 """Training with heedful beside training with the kernels of PyTorch's SDPA.
 
-    python -m heedful.bench.training [STEPS]
+    python -m heedful.bench.training [STEPS [SEED ...]]
 
 A GPT of 12 layers learns the text of `heedful demo` from the same weights with each attention, one
 step each in turn. Times are of whole steps: the host's part, all layers and the optimizer are in
-them. How far SDPA's FlashAttention-2 strays from its cuDNN measures the noise of the losses.
+them. How far SDPA's FlashAttention-2 strays from its cuDNN measures the noise of the losses, which
+differs from seed to seed: several seeds are trained one after the other and put together.
 """
 
 import math
@@ -57,9 +58,21 @@ def strayed(one: Run, other: Run) -> Distance:
 
 
 def main(words: Sequence[str] = ()) -> None:
-    recipe = replace(RECIPE, steps=int(words[0])) if words else RECIPE
+    """words: STEPS and seeds, as on the command line."""
+    steps, *seeds = [int(word) for word in words] or [RECIPE.steps]
+    source, apart = text.load(), []
+    for seed in seeds or [RECIPE.seed]:
+        recipe = replace(RECIPE, steps=steps, seed=seed)
+        runs = trained(recipe, source)
+        report(recipe, runs)
+        apart.append({name: strayed(run, runs[CUDNN]) for name, run in runs.items()})
+    if len(apart) > 1:
+        report_together(apart)
+
+
+def trained(recipe: Recipe, source: text.Text) -> dict[str, Run]:
+    """A run of each attention, after all steps."""
     device = torch.device("cuda", torch.cuda.current_device())
-    source = text.load()
     attentions = {
         OURS: attention.with_heedful(recipe.backend),
         CUDNN: attention.with_backend(SDPBackend.CUDNN_ATTENTION),
@@ -68,7 +81,7 @@ def main(words: Sequence[str] = ()) -> None:
     runs = training.start(recipe, len(source.vocabulary), attentions, {}, device)
     for _ in training.train(recipe, source, runs, device):
         pass
-    report(recipe, runs)
+    return runs
 
 
 def report(recipe: Recipe, runs: dict[str, Run]) -> None:
@@ -81,6 +94,16 @@ def report(recipe: Recipe, runs: dict[str, Run]) -> None:
         say(f"{name}: {run.tokens_per_s(recipe):,.0f} tokens/s,")
         say(f" heedful {found.median:.3f} times as fast (least round {found.least:.3f});")
         say(f" loss {ended:.4f}, from cuDNN's at most {apart.largest:.2e}, RMS {apart.rms:.2e}\n")
+
+
+def report_together(apart: Sequence[dict[str, Distance]]) -> None:
+    """Prints how far the losses of each run are from cuDNN's over all seeds."""
+    for name in (OURS, FLASH):
+        found = [distances[name] for distances in apart]
+        largest = max(distance.largest for distance in found)
+        rms = math.sqrt(statistics.fmean(distance.rms**2 for distance in found))
+        sys.stdout.write(f"{name}, {len(found)} seeds: from cuDNN's loss at most {largest:.2e},")
+        sys.stdout.write(f" RMS {rms:.2e}\n")
 
 
 if __name__ == "__main__":

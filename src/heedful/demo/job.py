@@ -71,6 +71,6 @@ def _sample(recipe: Recipe, text: Text, own: Run) -> str:
     if not math.isfinite(own.losses[-1]):
         return ""
     prompt = text.encode(PROMPT)
-    generator = torch.Generator().manual_seed(training.SEED)
+    generator = torch.Generator().manual_seed(recipe.seed)
     tokens = generate(own.model, prompt, SAMPLED, generator, recipe.dtype, recipe.backend)
     return text.decode(tokens)

@@ -12,12 +12,11 @@ import torch
 from heedful.demo.model import GPT, Attend, ModelSize
 from heedful.demo.text import Text, batch
 
-SEED = 1
-
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and how. dtype: what the model computes in; its weights are float32."""
+    """What is trained, and how. dtype: what the model computes in; its weights are float32.
+    seed: of the first weights and of the batches."""
 
     size: ModelSize
     batch: int
@@ -25,6 +24,7 @@ class Recipe:
     peak_rate: float
     dtype: torch.dtype
     backend: str | None
+    seed: int = 1
 
     @property
     def tokens_a_step(self) -> int:
@@ -70,7 +70,7 @@ def start(
 ) -> dict[str, Run]:
     """A run for each attention, all from the same weights; those of the controls are off by one
     rounding of the dtype."""
-    torch.manual_seed(SEED)
+    torch.manual_seed(recipe.seed)
     model = GPT(recipe.size, vocabulary).to(device)
     runs = {}
     for name, attend in {**attentions, **controls}.items():
@@ -100,7 +100,7 @@ def _off_by_a_rounding(model: GPT, dtype: torch.dtype) -> None:
 
 def train(recipe: Recipe, text: Text, runs: dict[str, Run], device: torch.device) -> Iterator[int]:
     """Trains all runs, yielding the number of steps done after each."""
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(recipe.seed)
     for step in range(recipe.steps):
         tokens, targets = batch(text.train, recipe.batch, recipe.size.context, generator)
         tokens, targets = tokens.to(device), targets.to(device)
@@ -130,7 +130,7 @@ def _step(recipe: Recipe, run: Run, step: int, tokens, targets, device: torch.de
 @torch.no_grad()
 def held_out_loss(recipe: Recipe, text: Text, run: Run, device: torch.device) -> float:
     """Nats a character on text that was not trained on, over eight batches."""
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(recipe.seed)
     losses = []
     for _ in range(8):
         tokens, targets = batch(text.held_out, recipe.batch, recipe.size.context, generator)
