@@ -200,6 +200,7 @@ class GpuRunner:
             with torch.cuda.device(self._device):
                 return self.forward(x, out)
         key: tuple = ()
+        given = out
         if out is None:
             out = self._new_out()
         else:
@@ -213,7 +214,7 @@ class GpuRunner:
             shape = self.problem.probs_shape
             probs = torch.zeros(shape, dtype=out.dtype, device=self._device)
             tensors.append(probs)
-        run = self._forwards.get(key) or self._bind_forward(key, out)
+        run = self._forwards.get(key) or self._bind_forward(key, given)
         run(tensors)
         return out, lse, probs
 
@@ -225,7 +226,7 @@ class GpuRunner:
 
     def _bind_forward(self, key: tuple, out: torch.Tensor | None) -> Executable:
         case, numbers = self._case, self._numbers
-        if key and out is not None:
+        if out is not None:
             case, numbers = self._into(out)
         self._forwards[key] = found = case.bind(numbers)
         return found
@@ -389,8 +390,6 @@ class GpuBackward:
 
     def _mappable(self, x: Operands, dout: torch.Tensor) -> tuple[Operands, torch.Tensor]:
         """These, with copies of what the kernels' tensor maps cannot be made of."""
-        if not self._copied:
-            return x, dout
         copies = {
             name: torch.clone(getattr(x, name), memory_format=torch.contiguous_format)
             for name in self._copied
