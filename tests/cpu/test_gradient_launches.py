@@ -18,7 +18,6 @@ from heedful.torch import backends, execute, merge
 from heedful.torch.calls import CALLS, KINDS, LATEST
 from support import launches, standin
 
-
 attend: Any = heedful.flash_attn_func
 
 
