@@ -131,9 +131,9 @@ def _prologue_call(
 def _epilogue_call(
     problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
 ) -> KernelCall:
-    of_keys = [Rows(None, None, None, None)] * 2
+    dk = dv = Rows(None, None, None, None)
     if "partials" in buffers:
-        of_keys = [groups.rows(buffers, name, 8) for name in ("dk", "dv")]
+        dk, dv = (groups.rows(buffers, name, 8) for name in ("dk", "dv"))
     return _rows_call(
         "epilogue",
         sizes,
@@ -141,8 +141,8 @@ def _epilogue_call(
             dq_accum=pointer(buffers, "dq_accum", True),
             dq=groups.rows(buffers, "dq", 8),
             partials=pointer(buffers, "partials", True),
-            dk=of_keys[0],
-            dv=of_keys[1],
+            dk=dk,
+            dv=dv,
         ),
         seqs=groups.sequences(problem, buffers),
         sizes=_sizes(problem, buffers),
