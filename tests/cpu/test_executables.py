@@ -1,6 +1,7 @@
 """How a bound program runs on torch's memory: its scratch, its launches, torch's own functions."""
 
 import importlib.util
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,3 +115,11 @@ def test_a_region_has_room_for_many_calls_that_count_a_little():
     assert region.fills == 1
     pool.take(1)
     assert region.fills == 2
+
+
+def test_a_region_is_bytes_of_the_device_that_asks(monkeypatch):
+    event = SimpleNamespace(record_event=lambda: None, wait_event=lambda _: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: event)
+    region = zeros.unpooled(256, torch.device("meta"))
+    assert (region.dtype, region.shape, region.device.type) == (torch.uint8, (256,), "meta")

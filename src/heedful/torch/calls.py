@@ -132,7 +132,7 @@ class Call:
         self.steps = adaptations(x, problem)
         given = adapt(x, self.steps) if self.steps else x
         if self.dropout and x.seed is None:
-            given = given._replace(seed=torch.empty(1, dtype=torch.int64, device=x.q.device))
+            given = given._replace(seed=x.q.new_empty(1, dtype=torch.int64))
         notes = copies(described.x)
         self.runner = backends.prepare(problem, given, options.backend, notes)
         plan = self.runner.plan
@@ -230,10 +230,10 @@ def make_seed(seed, device: torch.device) -> Tensor:
     if isinstance(seed, Tensor):
         return seed
     if seed is None:
-        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
+        return torch.randint(2**63 - 1, (1,), device=device)
     check_seed(seed, device)
     signed = seed - 2**64 if seed >= 2**63 else seed
-    return torch.full((1,), signed, dtype=torch.int64, device=device)
+    return torch.full((1,), signed, device=device)
 
 
 def tensor_key(tensor) -> tuple:
@@ -382,15 +382,14 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) 
     if x.block_table is not None and x.cu_seqlens_q is not None:
         return None
     how = settings.get("backend"), settings.get("check_pages"), packs.backends()
-    cases = KINDS.of((options[0], options[3:], grad, how, *kinds))
+    without_longest = options._replace(max_seqlen_q=None, max_seqlen_k=None)
+    cases = KINDS.of((without_longest, grad, how, *kinds))
     longest = [value or 0 for value in options[_LONGEST]]
 
     def make(numbers) -> CallCase:
         rest = iter(numbers)
         given = options._replace(max_seqlen_q=next(rest), max_seqlen_k=next(rest))
-        specs = {
-            kind[0]: with_sizes(kind, rest)._replace(device=device) for kind, device, _ in kinds
-        }
+        specs = {kind[0]: with_sizes(kind, rest) for kind, *_ in kinds}
         return CallCase(x, options, grad, AttentionCall(Operands(**specs), given, *grad))
 
     case, numbers = cases.find(longest + sizes, make)
@@ -412,15 +411,14 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
         q, k, v, bias = autocast((q, k, v, x and x.bias), q.device.type)
         x = x and x._replace(q=q, k=k, v=v, bias=bias)
     records = is_grad_enabled()
-    wants_grad = False
     key = call = None
     base: Any = None
-    common = False
+    wants_grad = common = None
     try:
         # Aligned tensors like those of the last such call are known without a key.
         bases = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
         common = not bases and out is None and seed is None
-        types = map(type, options[NUMBERS] if x is None else options[NUMBERS] + x[3:])
+        types = map(type, options[NUMBERS] if x is None else options[NUMBERS] + x)
         longest = options[_LONGEST]
         base = (records, options[0], options[3:], *types)
         how = (base, longest)
@@ -453,7 +451,7 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
         if not is_same(plain, options) or own_seed is not seed:
             return attend(q, k, v, x, plain, out, own_seed)
         if not odd:
-            PLAIN.of(base, lambda: True)
+            PLAIN.of(base)
     if x is None:
         x = _new(Operands, (q, k, v, *ABSENT))
     if call is None:
