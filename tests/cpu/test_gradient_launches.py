@@ -68,11 +68,14 @@ def test_gradients_of_a_bias_and_a_sink_of_new_lengths_are_launched_as_those_of_
             assert backward(gpu, rows) == launched
 
 
-def test_a_backward_of_aligned_tensors_is_not_that_of_others_of_other_lengths():
+@pytest.mark.parametrize("place", [0, 1], ids=["dout", "dlse"])
+def test_a_backward_of_aligned_cotangents_is_not_that_of_others_of_other_lengths(place):
     def backward(gpu: standin.Gpu, rows: int, change) -> list[tuple]:
-        out = attend(*leaves(rows))
+        results = attend(*leaves(rows), return_lse=True)
+        cotangents = [torch.zeros_like(result) for result in results]
+        cotangents[place] = change(cotangents[place])
         first = len(gpu.launches)
-        out.backward(change(torch.zeros_like(out)))
+        torch.autograd.backward(results, cotangents)
         return told(gpu, first)
 
     with standin.gpu() as gpu:
@@ -112,6 +115,33 @@ def test_what_no_map_can_be_made_of_is_copied_densely_each_time(name):
             del others[name]
             assert all(places[n].address == t.data_ptr() for n, t in others.items())
     assert len(copied) == 2
+
+
+@pytest.mark.parametrize("name", ["out", "lse"])
+@pytest.mark.parametrize("rows", [70, 50])
+def test_a_result_that_a_hook_restored_with_gaps_is_copied_at_lengths_known_and_new(name, rows):
+    restored = []
+
+    def restore(t: Tensor) -> Tensor:
+        if t.dim() == 3 and name == "lse":
+            restored.append(t.transpose(0, 1).contiguous().transpose(0, 1))
+        elif t.data_ptr() == place and name == "out":
+            restored.append(torch.stack([t, t], -1)[..., 0])
+        else:
+            return t
+        return restored[-1]
+
+    place = -1
+    with standin.gpu() as gpu:
+        out = attend(*leaves(70))
+        out.backward(torch.zeros_like(out))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, restore):
+            out = attend(*leaves(rows))
+        place, first = out.data_ptr(), len(gpu.launches)
+        out.backward(torch.zeros_like(out))
+    (wrong,) = restored
+    found = [places.get(name) for places in map(launches.places, gpu.launches[first:])]
+    assert any(found) and wrong.data_ptr() not in [p.address for p in found if p is not None]
 
 
 @contextmanager

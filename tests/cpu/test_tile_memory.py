@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from heedful import cpu
+from heedful.cpu import tiled_backward
+from heedful.cpu.blocks import Scratch
 from heedful.cpu.scores import Tiles
 from support.cases import Case, build
 
@@ -44,3 +46,32 @@ def test_results_have_the_size_of_the_memory_that_they_are_written_to(features):
         out, lse, _ = cpu.forward(built.problem, built.x)
         assert built.dout is not None
         cpu.backward(built.problem, built.x, out, lse, built.dout, built.dlse)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_way_to_sum_and_the_backward_work_in_the_same_memory(dtype, monkeypatch):
+    """By the first tile's maximum, by the running one, in parts that are merged."""
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    monkeypatch.setattr(tiled_backward, "HELD", 0)
+    names: set[str] = set()
+    take = Scratch.take
+
+    def noted(scratch, name, *shape, **more):
+        names.add(name)
+        return take(scratch, name, *shape, **more)
+
+    monkeypatch.setattr(Scratch, "take", noted)
+    case = Case(seqlen_k=300, head_dim=16, dtype=dtype)
+    taken = []
+    for features in ({}, {"scale": 90.0}, {"num_splits": 2}):
+        built = build(replace(case, **features))
+        names.clear()
+        out, lse, _ = cpu.forward(built.problem, built.x)
+        taken.append(set(names))
+    first, running, parts = taken
+    assert first < running and parts <= running
+    names.clear()
+    assert built.dout is not None
+    cpu.backward(built.problem, built.x, out, lse, built.dout, built.dlse)
+    # Of its own the forward has but sums and what it subtracts.
+    assert running - names == {"acc", "m", "l", "total", "largest"}

@@ -93,7 +93,7 @@ class Backwards:
         if layout is not None:
             self._latest[slot] = layout
             return layout
-        key = (dlse is None, *[_key(tensor) for tensor in tensors])
+        key = (slot, *[_key(tensor) for tensor in tensors])
         layout = self._layouts.get(key)
         if layout is None:
             if len(self._layouts) >= _MOST_LAYOUTS:
