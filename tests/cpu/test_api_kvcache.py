@@ -422,7 +422,7 @@ def test_a_kernel_that_cannot_be_compiled_leaves_the_cache_as_it_was(monkeypatch
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(backends.CpuRunner, "bind", refuse)
-    monkeypatch.setattr(calls, "CALLS", calls.Generations(4))
+    monkeypatch.setattr(calls, "CALLS", calls.Generations(2))
     monkeypatch.setattr(kvcache, "CALLS", calls.CALLS)
     cache = torch.zeros(2, 1, 8, 1, 16)
     q = torch.ones(1, 1, 1, 16)

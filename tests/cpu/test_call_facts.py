@@ -34,7 +34,7 @@ def unaligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_generation_is_forgotten_once_another_is_full():
-    known = Generations(6)
+    known = Generations(3)
     for number in range(3):
         known.put(number, f"value {number}")
     known.latest["how"] = "value 2"

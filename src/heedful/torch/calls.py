@@ -51,8 +51,9 @@ class Generations:
     cheaper than a key to know the entry again that he used last.
     """
 
-    def __init__(self, capacity: int):
-        self._half = max(1, capacity // 2)
+    def __init__(self, half: int):
+        """half: the most entries of a generation, 1 or more."""
+        self._half = half
         self._old: dict = {}
         self.young: dict = {}
         self.latest: dict = {}
@@ -77,7 +78,7 @@ class Generations:
 
 
 # A training run has tens of kinds of calls; varlen lengths make it thousands.
-CALLS = Generations(4096)
+CALLS = Generations(2048)
 if hasattr(os, "register_at_fork"):
     # A child plans its calls anew: what it may not do, or must do elsewhere, is found then.
     os.register_at_fork(after_in_child=CALLS.clear)
