@@ -231,3 +231,30 @@ def test_a_kernel_is_planned_for_a_key_of_one_integer(seed, monkeypatch):
     made, none = seen
     assert (made.shape, made.dtype, made.device) == ((1,), torch.int64, x.q.device)
     assert none is None
+
+
+def test_what_is_not_in_the_key_of_the_latest_call_is_checked_after_it_too():
+    """Also where no kernel is launched for what is wrong."""
+    given = tensors()
+    with standin.gpu() as gpu:
+        for _ in range(3):
+            heedful.flash_attn_func(**given)
+        before = len(gpu.launches)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="^out must have shape "):
+                heedful.flash_attn_func(**given, out=torch.zeros(2, 6, 4, 8))
+            with pytest.raises(TypeError, match="^out must be "):
+                heedful.flash_attn_func(**given, out=torch.zeros(2, 5, 4, 8, dtype=torch.float16))
+            with pytest.raises(ValueError, match="^dropout_seed must fit 64 bits"):
+                heedful.flash_attn_func(**given, dropout_seed=2**64)
+        assert len(gpu.launches) == before
+        out = torch.zeros(2, 5, 4, 8)
+        assert heedful.flash_attn_func(**given, out=out) is out
+
+
+@pytest.mark.parametrize("name", ["k_cache", "v_cache"])
+def test_what_is_no_tensor_is_named_under_autocast_too(name):
+    given = {"q": some(2, 1, 4, 16), "k_cache": some(2, 9, 2, 16), "v_cache": some(2, 9, 2, 16)}
+    for _ in range(2):
+        with torch.autocast("cpu"), pytest.raises(TypeError, match=f"^{name} must be a torch.Tens"):
+            heedful.flash_attn_with_kvcache(**{**given, name: 3})
