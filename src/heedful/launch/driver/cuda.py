@@ -7,7 +7,7 @@ import ctypes
 import os
 import struct
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
 
 from heedful.launch.artifact import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES, Artifact
@@ -27,7 +27,8 @@ _L2_PROMOTION_128B = 2
 
 
 class _Attribute(ctypes.Structure):
-    _fields_ = [("id", c_int), ("pad", c_int), ("value", c_uint32 * 16)]
+    # An id of four bytes, and as many of nothing.
+    _fields_ = [("id", c_uint64), ("value", c_uint32 * 16)]
 
 
 class Config(ctypes.Structure):
