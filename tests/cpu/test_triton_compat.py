@@ -9,8 +9,10 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
 import triton
 from triton import knobs
+from triton.runtime.jit import mangle_type
 
 from heedful.core.device import by_name
 from heedful.core.plan import plan
@@ -18,7 +20,7 @@ from heedful.core.problem import AttentionProblem
 from heedful.launch import triton_compat as compat
 from heedful.launch.artifact import Parameter
 from heedful.launch.programs import program
-from heedful.launch.spec import KernelCall, Pointer, Scalar, TensorMap, leaves
+from heedful.launch.spec import TRITON_TYPES, KernelCall, Pointer, Scalar, TensorMap, leaves
 
 
 def some_call(device: str = "H200", backend: str = "portable", **facts) -> KernelCall:
@@ -80,6 +82,14 @@ def test_another_architecture_is_refused(arch):
 def test_the_version_is_its_first_two_numbers():
     wanted = tuple(int(part) for part in triton.__version__.split(".")[:2])
     assert wanted == compat.VERSION
+
+
+@pytest.mark.parametrize("dtype", TRITON_TYPES)
+def test_an_array_has_the_type_that_triton_gives_tensors_of_its_dtype(dtype):
+    # Two values of four bits are a byte.
+    tensor = torch.empty(0, dtype=getattr(torch, "uint8" if dtype == "int4" else dtype))
+    # Of one bit there is a name with and one without a sign.
+    assert Pointer("x", dtype).type == mangle_type(tensor).replace("u1", "i1")
 
 
 @pytest.mark.parametrize("facts", [{}, {"sink": True, "bias": True, "causal": True}])
