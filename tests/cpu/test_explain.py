@@ -1,6 +1,7 @@
 """`explain` says what a call would do: of each attention function, in each of its forms, it shows
 the plan that the call itself makes, and runs nothing for it."""
 
+import math
 from typing import Any
 
 import pytest
@@ -22,6 +23,11 @@ def ints(*values: int) -> torch.Tensor:
 
 def rows(*shape: int, grad: bool = False, dtype=torch.float32) -> torch.Tensor:
     return torch.randn(shape, requires_grad=grad).to(dtype)
+
+
+def off_by_one(*shape: int) -> torch.Tensor:
+    """At an address that is no multiple of 16 bytes."""
+    return torch.zeros(math.prod(shape) + 1)[1:].view(shape)
 
 
 BOUNDS = {"cu_seqlens_q": ints(0, 2, 5), "cu_seqlens_k": ints(0, 3, 7)}
@@ -71,6 +77,15 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         "flash_attn_with_kvcache",
         {**CACHE, **NEW, "shared_prefix": (rows(4, 2, 16), rows(4, 2, 8)), "sink": torch.zeros(4)},
     ),
+    ("flash_attn_func", {**DENSE, "out": off_by_one(2, 5, 4, 8)}),
+    ("flash_attn_with_kvcache", {**CACHE, "out": off_by_one(2, 1, 4, 8)}),
+    (
+        "flash_attn_with_kvcache",
+        {
+            **{**CACHE, "out": off_by_one(2, 1, 4, 8)},
+            "shared_prefix": (rows(4, 2, 16), rows(4, 2, 8)),
+        },
+    ),
 ]
 IDS = [f"{name}-{number}" for number, (name, _) in enumerate(CASES)]
 
@@ -111,14 +126,26 @@ def test_nothing_is_run_or_kept_for_it(name, arguments, monkeypatch):
     assert len(CALLS) == 0 and [tensor._version for tensor in tensors] == before
 
 
-@pytest.mark.parametrize("name", ["flash_attn_func", "flash_attn_with_kvcache"])
-def test_autocast_is_part_of_the_plan(name, monkeypatch):
-    arguments = DENSE if name == "flash_attn_func" else {**CACHE, "q": CACHE["q"].half()}
+HALF = {n: t.half() for n, t in {**CACHE, **NEW}.items() if n in ("q", "k", "v")}
+EIGHT = {n: torch.zeros(2, 12, 2, 16, dtype=torch.int8) for n in ("k_cache", "v_cache")}
+EIGHT |= {n: torch.ones(2, 2) for n in ("k_descale", "v_descale")}
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "dtype"),
+    [
+        ("flash_attn_func", DENSE, "bfloat16"),
+        ("flash_attn_with_kvcache", {**CACHE, "q": HALF["q"]}, "float32"),
+        ("flash_attn_with_kvcache", {**CACHE, **NEW, **HALF}, "float32"),
+        ("flash_attn_with_kvcache", {**CACHE, **EIGHT}, "bfloat16"),
+    ],
+)
+def test_autocast_is_part_of_the_plan(name, arguments, dtype, monkeypatch):
     function = getattr(heedful, name)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         text = heedful.explain(function, **arguments)
         assert text == of_the_call(function, arguments, monkeypatch)
-    assert ("bfloat16" if name == "flash_attn_func" else "float32") in text
+    assert dtype in text
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
@@ -155,8 +182,26 @@ def test_what_no_device_would_run_is_refused_as_in_the_call():
     with pytest.raises(ValueError, match="^alibi_slopes must not require a gradient"):
         grad = {**DENSE, "q": rows(2, 5, 4, 16, grad=True), "alibi_slopes": slopes}
         heedful.explain(heedful.flash_attn_func, **grad)
-    with pytest.raises(ValueError, match="^cache_seqlens must lie between 0 and 12"):
-        heedful.explain(heedful.flash_attn_with_kvcache, **CACHE, cache_seqlens=13)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"cache_seqlens": 13}, "cache_seqlens must lie between 0 and 12"),
+        ({**NEW, "cache_seqlens": 12}, "cache_seqlens must lie between 0 and 11"),
+        (
+            {**NEW, **TABLES, "q": rows(2, 9, 4, 16), "cache_seqlens": 8, "causal": True},
+            "rotary_cos must have a row for each of the queries' 17 positions, got 16",
+        ),
+        ({"q": None, "cache_seqlens": torch.tensor(5)}, "q must be a torch.Tensor"),
+    ],
+)
+def test_what_a_step_over_a_cache_would_refuse_is_refused(changes, words):
+    for function in (heedful.explain, lambda call, **given: call(**given)):
+        with pytest.raises((TypeError, ValueError), match=f"^{words}"):
+            function(heedful.flash_attn_with_kvcache, **{**CACHE, **changes})
+    if "q" in changes and "rotary_cos" in changes:
+        heedful.explain(heedful.flash_attn_with_kvcache, **{**CACHE, **changes, "cache_seqlens": 7})
 
 
 def test_values_that_lie_in_keys_are_explained_as_such():

@@ -103,15 +103,17 @@ def plain_options(given: Options) -> Options:
     return call.plain_options(given, plain_int, plain_float, plain_flag)
 
 
-def plain_update(update: CacheUpdate, q: Tensor) -> CacheUpdate:
+def plain_update(update: CacheUpdate, q: Any) -> CacheUpdate:
     """The update with plain values for whatever stands for them; itself if it has those already.
     TypeError naming the argument. A length in a tensor without dims is that of every sequence."""
     lengths, interleaved = update.cache_seqlens, update.rotary_interleaved
     if not isinstance(lengths, Tensor):
         if lengths is not None:
             lengths = plain_int("cache_seqlens", lengths, "an int, an int32 tensor or None")
-    elif lengths.dim() == 0 and lengths.dtype in _WHOLE_NUMBERS and q.dim():
-        lengths = lengths.to(torch.int32).expand(q.shape[0])
+    elif lengths.dim() == 0 and lengths.dtype in _WHOLE_NUMBERS:
+        # What is wrong with q is said later.
+        if isinstance(q, Tensor) and q.dim():
+            lengths = lengths.to(torch.int32).expand(q.shape[0])
     interleaved = plain_flag("rotary_interleaved", interleaved)
     if lengths is update.cache_seqlens and interleaved is update.rotary_interleaved:
         return update
