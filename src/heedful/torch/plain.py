@@ -110,14 +110,17 @@ def plain_update(update: CacheUpdate, q: Any) -> CacheUpdate:
     if not isinstance(lengths, Tensor):
         if lengths is not None:
             lengths = plain_int("cache_seqlens", lengths, "an int, an int32 tensor or None")
-    elif lengths.dim() == 0 and lengths.dtype in _WHOLE_NUMBERS:
-        # What is wrong with q is said later.
-        if isinstance(q, Tensor) and q.dim():
-            lengths = lengths.to(torch.int32).expand(q.shape[0])
+    elif lengths.dim() == 0 and lengths.dtype in _WHOLE_NUMBERS and _has_rows(q):
+        lengths = lengths.to(torch.int32).expand(q.shape[0])
     interleaved = plain_flag("rotary_interleaved", interleaved)
     if lengths is update.cache_seqlens and interleaved is update.rotary_interleaved:
         return update
     return update._replace(cache_seqlens=lengths, rotary_interleaved=interleaved)
+
+
+def _has_rows(q: Any) -> bool:
+    """Whether q has a first dim; what is wrong with one that has none is said later."""
+    return isinstance(q, Tensor) and q.dim() > 0
 
 
 def is_same(plain: tuple, given: tuple) -> bool:
