@@ -146,8 +146,10 @@ def test_a_reason_is_told_once_with_the_cases_that_it_holds_for():
     assert everywhere == "[bold]fa3[/]: is not installed"
     names = f"{three[0].name}; {three[1].name}"
     assert somewhere == rf"[bold]fa4[/]: needs \[cuda] [dim]({names})[/]"
-    four = [outcome(dense(), missing("fa3"), base=None)] * 4 + [outcome(dense())]
-    assert report.absences(four)[0].endswith(f"({dense().name}; {dense().name}; 2 more)[/]")
+    name = dense().name
+    for count in (3, 4):
+        many = [outcome(dense(), missing("fa3"), base=None)] * count + [outcome(dense())]
+        assert report.absences(many)[0].endswith(f"({name}; {name}; {count - 2} more)[/]")
     assert report.absences([outcome(dense(), figure("heedful", 8.0))]) == []
 
 

@@ -189,7 +189,8 @@ def picture(path: Path, outcomes: list[Outcome], footer: str) -> None:
     for axis in axes.flat[len(panels) :]:
         axis.set_visible(False)
     handles = [patches.Patch(color=_colour(peer, peers)) for peer in peers]
-    figure.legend(handles, peers, loc="upper center", ncols=max(len(peers), 1), frameon=False)
+    if peers:
+        figure.legend(handles, peers, loc="upper center", ncols=len(peers), frameon=False)
     figure.text(0.01, 0.006, footer, fontsize=7, color="#666666")
     figure.tight_layout(rect=(0, 0.02, 1, 1 - 0.4 / (3.6 * rows + 0.8)))
     path.parent.mkdir(parents=True, exist_ok=True)
