@@ -83,6 +83,23 @@ def test_no_split_is_without_a_visit_of_a_whole_tile():
             assert 1 <= choose_backward_splits(1, visits, 132, is_triangle) <= visits
 
 
+@pytest.mark.parametrize(
+    ("tiles", "visits", "units", "is_triangle", "parts"),
+    [
+        (48, 128, 132, True, 4),
+        (48, 9, 132, True, 1),
+        (33, 9, 132, False, 3),
+        (1, 31, 132, False, 16),
+        # Below the most: beside its visits, what a part writes counts too.
+        (0, 31, 132, True, 11),
+        (1, 8, 7, True, 5),
+    ],
+)
+def test_parts_are_as_recorded(tiles, visits, units, is_triangle, parts):
+    """Every term of the time that is estimated decides one of these."""
+    assert choose_backward_splits(tiles, visits, units, is_triangle) == parts
+
+
 def test_scratch_and_programs_are_those_of_all_splits():
     wanted = problem("2 x 1000", "8/2", "64", "full")
     whole, split = sizes(wanted, "hopper+splits=1"), sizes(wanted, "hopper+splits=3")

@@ -17,7 +17,7 @@ WORTH = 0.95
 LEAST_TILES = 2
 # What the combine's launch costs, as values of keys that one program goes through in its time:
 # 2 us, or 512 keys of 64 dims (H200, 2026-11-20).
-COMBINE_VALUES = 32768
+COMBINE_VALUES = 1 << 15
 
 
 def choose_splits(
@@ -63,28 +63,29 @@ def choose_backward_splits(tiles: int, visits: int, units: int, is_triangle: boo
             return -(-programs // units) * (-(-visits // splits) + beside)
         longest = visits / splits
         times = [longest + beside, programs * (longest / 2 + beside) / units]
-        if units < programs <= 2 * units:
-            # Who drew the shortest of the first wave draws the longest of the second.
+        if programs > units:
+            # Who drew the shortest of the first wave draws the longest of the second. From two
+            # waves on the mean above is no less.
             times.append(2 * (longest * (1 - units / programs) + beside))
         return max(times)
 
-    most = max(1, min(MAX_BACKWARD_SPLITS, visits))
-    best = min(time(n) for n in range(1, most + 1))
-    return next(n for n in range(1, most + 1) if time(n) * BACKWARD_WORTH <= best)
+    counts = range(1, min(MAX_BACKWARD_SPLITS, visits) + 1) or (1,)
+    best = min(map(time, counts))
+    return next(n for n in counts if time(n) * BACKWARD_WORTH <= best)
 
 
 @opaque
 @lru_cache(4096)
 def _best(programs: int, tiles: int, units: int, combine: int) -> int:
-    most = min(MAX_SPLITS, tiles // LEAST_TILES)
-    if programs == 0 or programs * 2 > units or most < 2:
+    counts = range(1, min(MAX_SPLITS, tiles // LEAST_TILES) + 1)
+    if programs == 0 or programs * 2 > units or not counts:
         return 1
 
     def time(splits: int) -> int:
         waves = -(-programs * splits // units)
         return waves * -(-tiles // splits) + combine * (splits > 1)
 
-    best = min(time(n) for n in range(1, most + 1))
-    fewest = next(n for n in range(1, most + 1) if time(n) * WORTH <= best)
+    best = min(map(time, counts))
+    fewest = next(n for n in counts if time(n) * WORTH <= best)
     # Uneven shares leave a last split without work: use the number that the share really needs.
     return -(-tiles // -(-tiles // fewest))
