@@ -462,7 +462,7 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
 
 def told(sizes: Sizes) -> str:
     """Splits, each launch with its grid and numbers, each scratch with its shape."""
-    lines = [f"{sizes.num_splits} splits"] if sizes.num_splits > 1 else []
+    lines = [f"{sizes.num_splits} splits"] if sizes.num_splits != 1 else []
     for kernel, launch in sizes.launches.items():
         numbers = "".join(f" {name}={value}" for name, value in launch.numbers.items())
         lines.append(f"{kernel} {launch.grid}{numbers}")

@@ -5,7 +5,7 @@ All pure: numbers in, numbers out. Lengths may be symbols (core/symbols.py), so 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from heedful.core.arrays import ArraySpec
@@ -63,7 +63,7 @@ class LaunchSizes:
     """One kernel's grid, and the numbers of its work that it is told."""
 
     grid: tuple[int, int, int]
-    numbers: Mapping[str, int] = field(default_factory=dict)
+    numbers: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def splits_of(plan: "Plan", problem: AttentionProblem) -> int:
         return max(1, problem.num_splits)
     if not plan.is_split:
         return 1
-    if config is None or problem.num_splits:
+    if config is None:
         return problem.num_splits
     return best_splits(config, problem, plan.device)
 
@@ -196,7 +196,7 @@ def _l2_swizzle(plan: "Plan", config: HopperConfig, problem: AttentionProblem) -
     # Of many keys and few queries tiles are of about one length in any case.
     last = smaller(last, larger(few, heads_in_l2(problem, plan.device)))
     width = if_above(_L2_GROUP_TILES, tiles, last, few)
-    return {"l2_heads": width, "l2_groups": larger(0, heads - last) // width}
+    return {"l2_heads": width, "l2_groups": (larger(last, heads) - last) // width}
 
 
 def _hopper_forward(plan: "Plan", problem: AttentionProblem, splits: int):
@@ -290,7 +290,7 @@ def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     tiles = decode_tiles(config, problem)
     # Lines of a KV head, and units of a line.
     rows, units = (1, tiles) if problem.total_q is not None else (tiles, problem.batch)
-    parts = ceil_div(larger(1, problem.seqlen_k), config.block_n * config.least_tiles)
+    parts = larger(1, ceil_div(problem.seqlen_k, config.block_n * config.least_tiles))
     if problem.num_splits:
         parts = smaller(parts, problem.num_splits)
     lines = rows * heads
@@ -325,7 +325,7 @@ def _mla_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     assert isinstance(config, MlaConfig)
     tiles = ceil_div(problem.seqlen_q * problem.group, config.block_m)
     lines = larger(1, tiles * problem.heads_k)
-    parts = ceil_div(larger(1, problem.seqlen_k), config.block_n * config.least_tiles)
+    parts = larger(1, ceil_div(problem.seqlen_k, config.block_n * config.least_tiles))
     if problem.num_splits:
         parts = smaller(parts, problem.num_splits)
     places = larger(1, plan.device.units * config.programs // lines)
@@ -390,7 +390,7 @@ def _backward_splits(
     if config.splits:
         return config.splits
     is_triangle = problem.mask.right >= 0 and problem.mask.left < 0
-    is_triangle |= problem.varlen_q or problem.varlen_k
+    is_triangle |= problem.varlen_k
     return choose_backward_splits(tiles, q_blocks * problem.group, device.units, is_triangle)
 
 
@@ -419,10 +419,10 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     if problem.total_k is not None:
         least_tiles = problem.total_k // config.block_n * problem.heads_k
     splits = _backward_splits(config, problem, plan.device, least_tiles, q_blocks)
-    last = ceil_div(config.last_waves * plan.device.units, key_blocks * splits)
-    if not problem.mask.bounded or problem.varlen_k:
-        last = 0
-    groups = larger(0, all_heads - larger(1, last)) // heads
+    last = 1
+    if problem.mask.bounded and not problem.varlen_k:
+        last = larger(1, ceil_div(config.last_waves * plan.device.units, key_blocks * splits))
+    groups = larger(0, all_heads - last) // heads
     programs = tiles * splits
     if config.draws:
         programs = smaller(programs, plan.device.units)
