@@ -1,6 +1,9 @@
 """The sizes of a plan at its limits: of no tokens, of as many tiles as a device has places, of
 heads that fill a cache alone. The figures are recorded, as those of test_plan_sizes.py."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from heedful.core.device import by_name
@@ -96,7 +99,16 @@ BACKWARD = [
             "hopper.backward_epilogue 2080 q_blocks=16 k_blocks=16",
         ],
     ),
-    # All heads in the last group.
+    # All heads in the last group, and one more than it takes.
+    (
+        "hopper",
+        {**CAUSAL, "head_dim": 256, "batch": 1, "heads_q": 13, "heads_k": 13},
+        [
+            "hopper.backward_prologue 208 q_blocks=16",
+            "hopper.backward 208 tiles=208 key_blocks=16 l2_heads=12 l2_groups=1 splits=1",
+            "hopper.backward_epilogue 208 q_blocks=16",
+        ],
+    ),
     (
         "hopper",
         {**CAUSAL, "head_dim": 256, "batch": 1, "heads_q": 12, "heads_k": 12},
@@ -153,7 +165,8 @@ def test_launches_of_a_backward(backend, facts, said):
 def test_a_wave_of_tiles_is_dealt_out_beforehand():
     one = {**CAUSAL, **ONE_KV_HEAD, "batch": 33, "seqlen_q": 1}
     assert planned("hopper", one).scheduler == "static"
-    assert planned("hopper", {**one, "batch": 133}).scheduler == "dynamic"
+    for more in ({**one, "batch": 133}, {**NARROW, "num_splits": 3}):
+        assert planned("hopper", more).scheduler == "dynamic"
 
 
 def test_a_plan_has_sizes_of_no_tokens_too():
@@ -163,3 +176,17 @@ def test_a_plan_has_sizes_of_no_tokens_too():
     for lengths, programs in found.items():
         (launch,) = chosen.sizes(lengths).launches.values()
         assert launch.grid == (programs, 1, 1)
+
+
+@pytest.mark.parametrize("dim_v, columns", [(32, 64), (64, 64), (96, 128)])
+def test_partial_results_have_columns_of_a_power_of_two(dim_v, columns):
+    (scratch, *_) = planned("decode", {"head_dim_v": dim_v}).sizes().workspaces
+    assert scratch.name == "partial_out" and scratch.buffer.shape[-1] == columns
+
+
+def test_as_many_programs_of_mla_as_its_tile_has_for_a_unit():
+    chosen = planned("mla", {"batch": 1, "seqlen_k": 10**6})
+    tile: Any = chosen.configs["mla.forward"]
+    for programs in (1, 2):
+        own = replace(chosen, configs={"mla.forward": replace(tile, programs=programs)})
+        assert own.sizes().launches["mla.forward"].grid == (132 * programs, 1, 1)
