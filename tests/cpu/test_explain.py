@@ -213,3 +213,19 @@ def test_values_that_lie_in_keys_are_explained_as_such():
         assert "forward   portable" in heedful.explain(call, q, latent, apart)
     with standin.gpu("B200"):
         assert "forward   decode" in heedful.explain(call, q, latent, latent[..., :512])
+
+
+@pytest.mark.parametrize(
+    ("offset", "dtype"), [(0, torch.float16), (1, torch.float16), (0, torch.float8_e4m3fn)]
+)
+def test_a_step_into_an_output_is_planned_for_where_it_begins_and_its_dtype(
+    offset, dtype, monkeypatch
+):
+    q, cache = torch.zeros(1, 128, 4, 128).to(dtype), torch.zeros(1, 512, 2, 128).to(dtype)
+    out = torch.zeros(q.numel() + 1, dtype=torch.float16)[offset:][: q.numel()].view(q.shape)
+    given = {"q": q, "k_cache": cache, "v_cache": cache.clone(), "out": out}
+    with standin.gpu("H200"):
+        text = heedful.explain(heedful.flash_attn_with_kvcache, **given)
+        assert text == of_the_call(heedful.flash_attn_with_kvcache, given, monkeypatch)
+    assert ("aligned=False" in text) == bool(offset)
+    assert ("does not take bases or strides off 16 bytes" in text) == bool(offset)

@@ -205,9 +205,9 @@ class CacheCall:
             # Attention gets the rotated q, which is dense.
             x = x._replace(q=x.q.new_empty(x.q.shape))
         part, part_options = attention_part(x, options, update)
+        whole_out = out if update.shared_prefix is None else None
         in_k = lies_in(x.v, x.k)
-        # `out` is checked above: no plan depends on it.
-        self.attention = Call(part, part_options, (False, False), None, v_in_k=in_k)
+        self.attention = Call(part, part_options, (False, False), whole_out, v_in_k=in_k)
         if update.shared_prefix is not None:
             prefix = _prefix_operands(x.q, update.shared_prefix)
             self.prefix = Call(prefix, _prefix_options(options), (False, False), None)
