@@ -15,6 +15,8 @@ FACTORIES = (
     *("arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace"),
     *("ones", "rand", "randint", "randn", "randperm", "scalar_tensor", "tensor", "zeros"),
 )
+# Integers, whatever the default is: of int64.
+INTEGERS = ("torch.arange", "torch.randint", "torch.randperm")
 
 
 def unsaid(source: str) -> list[str]:
@@ -23,7 +25,8 @@ def unsaid(source: str) -> list[str]:
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             for called, given in _factories(node):
-                missing = {"dtype", "device"} - given
+                wanted = {"device"} if called in INTEGERS else {"dtype", "device"}
+                missing = wanted - given
                 found += [f"{node.lineno}: {called} without {what}" for what in sorted(missing)]
     return found
 
@@ -56,10 +59,12 @@ torch.full((2,), 1.0, dtype=torch.float32)
 partial(torch.empty, (3,), device=device)
 torch.arange(3, dtype=torch.int64, device="cpu")
 torch.zeros_like(x)
+torch.arange(3)
 """
     assert unsaid(source) == [
         "2: torch.zeros without device",
         "2: torch.zeros without dtype",
         "3: torch.full without device",
         "4: torch.empty without dtype",
+        "7: torch.arange without device",
     ]

@@ -234,7 +234,7 @@ def make_seed(seed, device: torch.device) -> Tensor:
         return torch.randint(2**63 - 1, (1,), device=device)
     check_seed(seed, device)
     signed = seed - 2**64 if seed >= 2**63 else seed
-    return torch.full((1,), signed, device=device)
+    return torch.full((1,), signed, dtype=torch.int64, device=device)
 
 
 def tensor_key(tensor) -> tuple:
