@@ -1,0 +1,72 @@
+"""At which figures one kernel is preferred to another, or cannot."""
+
+from dataclasses import replace
+
+import pytest
+
+from heedful.core.capability import ROWS, row
+from heedful.core.device import by_name
+from heedful.core.plan import explain, plan
+from heedful.core.problem import AttentionProblem
+
+H200, MI300X = by_name("H200"), by_name("MI300X")
+dense = AttentionProblem.dense
+
+
+@pytest.mark.parametrize(
+    "facts, backend",
+    [
+        # Rows of a KV head.
+        ({"seqlen_q": 32, "used_k": True}, "decode"),
+        ({"seqlen_q": 33, "used_k": True}, "hopper"),
+        ({"seqlen_q": 33, "used_k": True, "dtype": "float8_e4m3fn"}, "decode"),
+        # KV heads of one length beside half of the 132 units.
+        ({"batch": 33, "heads_q": 2}, "decode"),
+        ({"batch": 67}, "hopper"),
+        ({"batch": 67, "used_k": True}, "decode"),
+        ({"batch": 67, "head_dim": 320, "head_dim_v": 256, "v_in_k": True}, "decode"),
+    ],
+)
+def test_few_queries_are_decoded_unless_the_hopper_forward_is_as_fast(facts, backend):
+    base = {"batch": 1, "seqlen_q": 1, "seqlen_k": 4096, "heads_q": 1}
+    assert plan(dense(**{**base, **facts}), H200).backend == backend
+
+
+def test_partial_results_of_cdna_are_within_reach_of_its_buffer_instructions():
+    """Rows of float32 that are 8 MiB apart are not."""
+    for heads, takes in ((16383, True), (16384, False)):
+        why = row("cdna", "forward", "bfloat16").why_not(dense(1, 1, 512, heads), MI300X)
+        assert (why == []) is takes
+
+
+def test_only_wide_latent_keys_are_decoded_for_more_rows_than_a_tile_has():
+    for dim, takes in ((256, False), (320, True)):
+        asked = dense(1, 65, 4096, 1, head_dim=dim, head_dim_v=256, v_in_k=True)
+        why = row("decode", "forward", "bfloat16").why_not(asked, H200)
+        assert any("query rows" in reason for reason in why) is not takes
+
+
+def test_a_wide_backward_begins_above_128_columns_of_keys():
+    own = row("hopper", "backward", "bfloat16")
+    for dim, takes in ((128, False), (129, True)):
+        why = own.why_not(dense(1, 512, 512, 1, head_dim=dim, head_dim_v=72), H200)
+        assert any("backward of head dims" in reason for reason in why) is not takes
+
+
+def test_a_kernel_is_launched_or_runs_on_the_host():
+    assert all(bool(r.program) != bool(r.module) for r in ROWS)
+
+
+def test_a_backend_without_a_backward_leaves_it_to_the_next():
+    chosen = plan(dense(1, 512, 512, 8, needs_grad=True), MI300X, backend="cdna")
+    assert (chosen.backend, chosen.backward) == ("cdna", "portable")
+
+
+def test_a_problem_that_cannot_be_has_no_plan():
+    with pytest.raises(ValueError, match="batch must be >= 0, got -1"):
+        plan(replace(dense(1, 512, 512, 8), batch=-1), H200)
+
+
+def test_two_splits_are_explained():
+    said = explain(plan(dense(1, 64, 4096, 8, num_splits=2), H200, backend="hopper"))
+    assert "splits    2" in said.splitlines()
