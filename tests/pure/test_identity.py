@@ -300,6 +300,13 @@ def test_a_kernel_from_elsewhere_is_known_by_its_own_source(tmp_path):
     assert all(a != b for a, b in zip(after, before, strict=True))
 
 
+def test_a_kernel_of_another_package_has_the_digest_of_its_file_alone(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "a_kernel_of_mine.py").write_text("x = 1")
+    wanted = identity.files_digest([tmp_path / "a_kernel_of_mine.py"])
+    assert identity.source_digest("a_kernel_of_mine") == wanted
+
+
 def test_a_kernel_without_a_source_is_refused(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "no_file_of_its_own").mkdir()
