@@ -114,7 +114,7 @@ def test_a_foreign_description_lists_parameters_in_the_kernels_order(backend):
 
 @pytest.mark.parametrize("name", ["H200", "MI300X"])
 def test_a_pack_serves_what_it_was_built_for_with_no_compilation(name, fresh):
-    entries = [record.Entry(PROBLEM)]
+    entries = [record.Entry(PROBLEM, "forward")]
     device = by_name(name)
     told = []
     count = prebuild(entries, [device], fresh / "pack", 1, progress=lambda *a: told.append(a))

@@ -136,7 +136,7 @@ def test_a_recording_ends_with_its_block(tmp_path):
 def test_an_entry_is_planned_for_the_device_that_it_was_seen_on(tmp_path):
     small = by_name("H200").live(units=8)
     problem = build(replace(BASE, backward=False, seqlen_q=1, seqlen_k=9000, batch=1)).problem
-    entry = record.Entry(problem, device=small)
+    entry = record.Entry(problem, "forward", device=small)
     assert record.Entry.from_json(entry.to_json()) == entry
 
     def grids(seen, device):
@@ -197,7 +197,7 @@ def test_a_list_may_be_empty_and_keeps_everything_of_its_entries(tmp_path):
     built = build(replace(BASE, window=(5, 0, 2), dropout_p=0.5, backward=False))
     specs = {"q": ArraySpec((1, 2), (9, 1), "float16", aligned=False)}
     entries = [
-        record.Entry(built.problem),
+        record.Entry(built.problem, "forward"),
         record.Entry(built.problem, "backward", specs, by_name("H200").live(units=7)),
     ]
     record.save(path, entries)
@@ -235,7 +235,9 @@ def test_gradients_are_planned_for_and_a_backend_may_be_named():
         assert backends == {"hopper"}
         functions = {call.kernel.function for call, _ in found.values()}
         assert ("backward_prologue" in functions) == (direction == "backward")
-    _, backends = prebuild.kernels([record.Entry(problem)], [by_name("H200")], "portable")
+    _, backends = prebuild.kernels(
+        [record.Entry(problem, "forward")], [by_name("H200")], "portable"
+    )
     assert backends == {"portable"}
 
 
@@ -302,7 +304,7 @@ def test_shifts_of_a_cache_lie_as_its_scales_do():
 
 
 def test_cpu_problems_have_nothing_to_compile():
-    entry = record.Entry(build(BASE).problem)
+    entry = record.Entry(build(BASE).problem, "forward")
     with pytest.raises(ValueError, match="nothing to compile"):
         prebuild.kernels([entry], [by_name("CPU")])
     chosen = plan(entry.problem, by_name("CPU"))

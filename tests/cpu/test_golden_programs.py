@@ -276,11 +276,6 @@ STEPS: list[Asked] = [
     ({"total_q": 3, "used_q": True, "return_lse": True}, {}),
     ({"total_q": 3, "batch": 0}, {}),
     *(({fact: True}, {}) for fact in ("used_q", "leftpad_k", "kv_batch_idx", "sink", "alibi")),
-    # Sequences may differ in length by each of these alone.
-    *(
-        ({"used_k": False, **facts}, {})
-        for facts in ({}, {"used_q": True}, {"leftpad_k": True}, {"total_q": 3}, {"total_k": 5000})
-    ),
     ({"seqlen_q": 4, "tree_mask": True, "softcap": 0.5}, {}),
     ({"mask": MaskSpec.of(True, (64, 0)), "seqlen_q": 2}, {}),
     *(({}, {name: None}) for name in ("q", "k", "v", "out")),
@@ -313,7 +308,17 @@ TABLE: dict[tuple[str, str], list[Asked]] = {
     ("H200", "hopper"): [*SCORES, *TERMS, *LENGTHS, *DIMS, *WORK, *EIGHT_BITS, *LAID_OUT],
     ("B200", "portable"): [*SCORES, *TERMS, *LENGTHS, *DIMS, *CACHES, *WORK, *LAID_OUT, *GRADIENTS],
     ("RTX 4090", "decode"): [({**DECODE, **facts}, laid) for facts, laid in [({}, {}), *STEPS]],
-    ("MI300X", "decode"): plain(DECODE, {**DECODE, "heads_q": 5, "heads_k": 1}),
+    # Sequences may differ in length by each of these alone.
+    ("MI300X", "decode"): plain(
+        {**DECODE, "heads_q": 5, "heads_k": 1},
+        *(
+            {**DECODE, "used_k": False, **facts}
+            for facts in (
+                {},
+                *sizes(used_q=(True,), leftpad_k=(True,), total_q=(3,), total_k=(5000,)),
+            )
+        ),
+    ),
     ("H200", "mla"): [
         ({**DECODE, **LATENT, **facts}, laid) for facts, laid in [({}, {}), *LATENT_STEPS]
     ],

@@ -89,7 +89,7 @@ def test_the_kernels_of_numpys_numbers_are_the_same_kernels():
             for name, b in forward(problem).items()
         }
         chosen = plan(problem, by_name("MI300X"))
-        entry = record.Entry(problem, buffers=specs)
+        entry = record.Entry(problem, "forward", specs)
         calls = program(chosen, "forward", specs).calls
         made.append(
             (json.dumps(entry.to_json()), [identity.kernel_key(c, "gfx942") for c in calls])

@@ -28,7 +28,7 @@ class Entry:
     """One direction of one problem, with the arrays and the device it was seen with."""
 
     problem: AttentionProblem
-    direction: str = "forward"
+    direction: str
     buffers: Mapping[str, ArraySpec] | None = None
     device: DeviceSpec | None = None
 
