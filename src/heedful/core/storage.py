@@ -32,15 +32,15 @@ def copies(x: Operands) -> tuple[str, ...]:
 
 def storage(q: ArraySpec, k: ArraySpec, v: ArraySpec, out: ArraySpec | None) -> dict[str, bool]:
     """The problem's facts that are about bases and strides."""
-    aligned = _is_aligned(q) and _is_aligned(k) and _is_aligned(v)
+    specs = (q, k, v) if out is None else (q, k, v, out)
     return {
-        "aligned": aligned and (out is None or _is_aligned(out)),
+        "aligned": all(map(_is_aligned, specs)),
         "even_rows": _has_even_rows(k) and _has_even_rows(v),
-        "near_rows": _are_near(q, k, v, *([out] if out is not None else [])),
+        "near_rows": _are_near(specs),
     }
 
 
-def _are_near(*specs: ArraySpec) -> bool:
+def _are_near(specs: Sequence[ArraySpec]) -> bool:
     """Whether rows of all these begin less than NEAR_BYTES, a power of two, apart."""
     apart = 0
     for spec in specs:
@@ -72,10 +72,8 @@ def are_mappable(shape: Sequence[int], strides: Sequence[int], item: int) -> boo
 
 def _is_aligned(spec: ArraySpec) -> bool:
     """Whether base and strides are multiples of 16 bytes."""
-    if not spec.aligned:
-        return False
     shape, strides, steps = spec.shape, spec.strides, 0
     for axis in range(len(shape) - 1):
         if shape[axis] > 1:
             steps |= strides[axis]
-    return not steps * item_bytes(spec.dtype) % 16
+    return spec.aligned and not steps * item_bytes(spec.dtype) % 16
