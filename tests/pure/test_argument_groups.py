@@ -94,3 +94,23 @@ def test_stored_keys_are_those_that_each_sequence_has_room_for(k, page_size, key
 def test_a_word_is_given_as_the_signed_number_of_its_bits(word):
     found = groups.wrapped(word)
     assert -(2**31) <= found < 2**31 and (found - word) % 2**32 == 0
+
+
+@pytest.mark.parametrize(
+    "facts, adjusted",
+    [
+        ({}, False),
+        ({"scale": 0.5}, False),
+        ({"scale": -0.5}, True),
+        ({"softcap": 0.5}, True),
+        ({"alibi": True}, True),
+        ({"bias": True}, True),
+        ({"dtype": "float32"}, True),
+    ],
+    ids=str,
+)
+def test_scores_are_left_alone_where_a_positive_scale_is_all(facts, adjusted):
+    made = groups.score_mods(AttentionProblem.dense(3, 5, 9, 2, **facts), {})
+    found = made.IS_ADJUSTED, made.HAS_SOFTCAP
+    assert found == (adjusted, "softcap" in facts)
+    assert made.softcap.value == facts.get("softcap", 0.0)
