@@ -5,12 +5,14 @@ import threading
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from mutation.__main__ import equivalents
 from mutation.covering import Choice, Map, Traced
 from mutation.mutants import mutants, parses, sample
+from mutation.server import Chosen
 
 ROOT = Path(__file__).parents[2]
 
@@ -137,6 +139,15 @@ def test_entries_of_the_map_that_are_made_at_the_same_time_stay_apart(tmp_path):
     for file in files:
         entry = tmp_path / "map" / f"plain-{file.replace('/', '.')}.json"
         assert list(json.loads(entry.read_text())["tests"]) == [file]
+
+
+def test_chosen_tests_run_in_their_order_and_a_case_of_another_name_as_all_of_its_test():
+    """A planted bug that changes what a case is called is not noticed by that."""
+    names = ("one[1]", "one[2]", "two", "six")
+    items = [SimpleNamespace(nodeid=f"a.py::{name}") for name in names]
+    chosen = Chosen(["a.py::two", "a.py::one[3]", "a.py::gone"])
+    chosen.pytest_collection_modifyitems(items)
+    assert [item.nodeid for item in items] == ["a.py::two", "a.py::one[1]", "a.py::one[2]"]
 
 
 def test_each_equivalent_mutant_is_still_one_of_the_sources():

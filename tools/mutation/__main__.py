@@ -22,7 +22,7 @@ except ImportError:
 
 from mutation.covering import Choice, Map, Traced, test_files
 from mutation.mutants import Mutant, sample
-from mutation.server import MODES, Server
+from mutation.server import MODES, NO_TESTS, Server
 
 SCOPE = tuple(f"src/heedful/{name}" for name in ("core", "torch", "launch", "cpu", "bench"))
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
@@ -102,7 +102,7 @@ class Worker:
             answer = self.server(mode).run(self.tree, [test.id for test in mine], limit)
             if answer["code"] is None or answer["code"] < 0:
                 return f"{mode}: out of time"
-            if answer["code"] != 0:
+            if answer["code"] not in (0, NO_TESTS):
                 return f"{mode}: {_last_words(answer['output'])}"
         return ""
 

@@ -19,6 +19,8 @@ from pathlib import Path
 # How much longer than its processor time a run may take.
 WAIT = 6.0
 MODES = ("plain", "interpreted")
+# pytest's exit code where none of the tests is there.
+NO_TESTS = 5
 _PRELOADED = ("numpy", "torch", "torch.testing", "triton", "triton.experimental.gluon")
 _PRELOADED += ("hypothesis", "pytest", "typer", "rich", "coverage")
 
@@ -67,6 +69,25 @@ class Server:
         assert self._process.stdin
         self._process.stdin.close()
         self._process.wait()
+
+
+class Chosen:
+    """A pytest plugin: of what is collected these tests, in this order. A bug may change what a case
+    is called, which is no failure: all cases of a test take the place of one that is not there."""
+
+    def __init__(self, tests: list[str]):
+        self._tests = tests
+
+    def pytest_collection_modifyitems(self, items: list) -> None:
+        by_id = {item.nodeid: item for item in items}
+        by_function: dict[str, list] = {}
+        for item in items:
+            by_function.setdefault(item.nodeid.split("[")[0], []).append(item)
+        found = {}
+        for test in self._tests:
+            cases = [by_id[test]] if test in by_id else by_function.get(test.split("[")[0], [])
+            found |= {item.nodeid: item for item in cases}
+        items[:] = found.values()
 
 
 def serve() -> None:
@@ -131,14 +152,15 @@ def _become(request: dict, log: Path) -> None:
     options = ["--rootdir", tree, "--tb=line", "--no-header", "-W", "ignore"]
     for name in ("cacheprovider", "xdist", "faulthandler"):
         options += ["-p", f"no:{name}"]
-    plugins = []
     if request["trace"]:
         from mutation.covering import Tracer
 
-        plugins.append(Tracer(Path(tree), Path(request["trace"])))
+        plugin, files = Tracer(Path(tree), Path(request["trace"])), request["tests"]
     else:
+        plugin = Chosen(request["tests"])
+        files = list(dict.fromkeys(test.split("::")[0] for test in request["tests"]))
         options.append("-x")
-    code = pytest.main([*options, *request["tests"]], plugins=plugins)
+    code = pytest.main([*options, *files], plugins=[plugin])
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(int(code))
