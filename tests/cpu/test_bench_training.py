@@ -10,6 +10,7 @@ import torch
 
 from heedful.bench import training as bench
 from heedful.demo import attention, text, training
+from heedful.demo.agreement import Distance
 from heedful.demo.model import GPT, ModelSize
 
 SIZE = ModelSize(2, 4, 8, 24, heads_k=2)
@@ -66,7 +67,7 @@ def test_a_run_that_has_diverged_is_said_to_have(capsys):
 
 
 def test_seeds_are_put_together(capsys):
-    far, near = bench.Distance(0.5, 0.3), bench.Distance(0.1, 0.4)
+    far, near = Distance(0.5, 0.3), Distance(0.1, 0.4)
     bench.report_together(
         [{bench.OURS: far, bench.FLASH: near}] * 2
         + [dict.fromkeys((bench.OURS, bench.FLASH), near)]
@@ -81,7 +82,8 @@ def test_each_seed_is_trained_and_reported(capsys, monkeypatch):
 
     def trained(recipe, source):
         begun.append((recipe.steps, recipe.seed))
-        attentions = dict.fromkeys((bench.OURS, bench.CUDNN, bench.FLASH), attention.with_math())
+        names = (bench.OURS, bench.CUDNN, bench.FLASH)
+        attentions = {str(name): attention.with_math() for name in names}
         runs = training.start(RECIPE, len(source.vocabulary), attentions, {}, torch.device("cpu"))
         for run in runs.values():
             run.seconds[:], run.losses[:] = [1.0] * 16, [float(recipe.seed)] * 16

@@ -48,7 +48,7 @@ def _facts(one: Launched) -> dict[str, Any]:
         "entries": [entry.to_json() for entry in one.entries],
         "last": one.last,
         "cache": one.cache,
-        "arrays": Entry(_ANY, buffers=one.arrays or {}).to_json()["buffers"],
+        "arrays": Entry(_ANY, "forward", buffers=one.arrays or {}).to_json()["buffers"],
         "options": one.options,
     }
 

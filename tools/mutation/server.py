@@ -72,8 +72,8 @@ class Server:
 
 
 class Chosen:
-    """A pytest plugin: of what is collected these tests, in this order. What a case is called may be
-    changed by a bug, which is no failure: all cases of its test take its place."""
+    """A pytest plugin: of what is collected these tests, in this order. A bug may change what a
+    case is called. That is no failure: all cases of its test take its place."""
 
     def __init__(self, tests: list[str]):
         self._tests = tests
