@@ -16,6 +16,7 @@ from heedful.kernels.hopper.backward_tile import (
     partial_row,
     stride_before,
 )
+from heedful.kernels.hopper.backward_units import unit
 from heedful.kernels.hopper.compat import reinterpret, tma_store
 from heedful.kernels.hopper.mma import ROWS, scores_layout
 from heedful.kernels.hopper.pipeline import PipelineState
@@ -61,7 +62,7 @@ def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.conste
     if BYTES < 2 * ROWS * (D + E):
         tma.store_wait(0)
         gl.barrier()
-    dk *= params.sizes.scale
+    dk *= params.sizes.scale * unit(io.q.dtype)
     store_rows(io.dk, outlet(shared, io.dk, False, CONSUMER), dk, params, tile, CONSUMER)
     tma.store_wait(0)
     gl.barrier()
@@ -81,13 +82,14 @@ def store_partial(
 def finish(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
     """Writes dV and dK, or what one split of the visits adds to them."""
     COLS: gl.constexpr = dk.shape[1] + dv.shape[1]
+    dv *= unit(io.q.dtype)
     if params.dropout.IS_ON:
         dv *= params.dropout.inverse_keep
     if params.order.partials is None:
         store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER)
     else:
         store_partial(dv, 0, COLS, params, tile, CONSUMER)
-        store_partial(dk * params.sizes.scale, dv.shape[1], COLS, params, tile, CONSUMER)
+        store_partial(dk * (params.sizes.scale * unit(io.q.dtype)), dv.shape[1], COLS, params, tile, CONSUMER)
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ from heedful.kernels.args.hopper_backward import BackwardEpilogueIO, HopperBackw
 from heedful.kernels.args.shared import Sequences
 from heedful.kernels.common.sequences import sequence
 from heedful.kernels.hopper.backward_prologue import accum_begin
+from heedful.kernels.hopper.backward_units import unit
 from heedful.kernels.portable.sequences import row_base, store_rows, wide
 
 # Of a product, whose sums lie together.
@@ -53,7 +54,7 @@ def query_gradients(
         row = row0 + (share * ROWS if BLOCK_M > ROWS else 0)
         col = 0 if BLOCK_M > ROWS else share * COLS
         used_M = row + tl.arange(0, ROWS) < len_q
-        dq_MD = tl.where(used_M[:, None], dq_MD * sizes.scale, 0.0)
+        dq_MD = tl.where(used_M[:, None], dq_MD * (sizes.scale * unit(io.dq.ptr.dtype.element_ty)), 0.0)
         store_rows(dq + col, dq_MD, io.dq.stride_n, row, stored_q, D - col)
 
 

@@ -25,6 +25,7 @@ from heedful.kernels.hopper.backward_tile import (
     turn_of,
     visit_range,
 )
+from heedful.kernels.hopper.backward_units import doublings
 from heedful.kernels.hopper.compat import tma_load
 from heedful.kernels.hopper.mma import ROWS
 from heedful.kernels.hopper.pipeline import PipelineState
@@ -55,9 +56,9 @@ def queries_of(io, params, tile, blocks, visit):
 
 
 @gluon.jit
-def base_2(lse_M):
+def base_2(lse_M, dtype: gl.constexpr):
     """What a row's logits in base 2 are less by. A row without any has no probabilities."""
-    return gl.where(lse_M == float("-inf"), float("inf"), lse_M * LOG2E)
+    return gl.where(lse_M == float("-inf"), float("inf"), lse_M * LOG2E - doublings(dtype))
 
 
 @gluon.jit
@@ -92,7 +93,7 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_phase):
         if visit == first:
             barrier.wait(shared.v_empty.index(0), kv_phase ^ 1)
             load_keys(io.v, shared.v, shared.v_full, params, tile)
-        load_rows(io.q, shared.q, shared.lse, base_2(lse_M), params, tile, head, row, q_state)
+        load_rows(io.q, shared.q, shared.lse, base_2(lse_M, io.q.dtype), params, tile, head, row, q_state)
         if visit == first:
             barrier.wait(shared.k_empty.index(0), kv_phase ^ 1)
             load_keys(io.k, shared.k, shared.k_full, params, tile)

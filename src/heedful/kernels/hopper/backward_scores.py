@@ -1,7 +1,7 @@
 """From transposed raw scores to probabilities, and back from their gradients.
 
-Probabilities of a step wait for its dP as pairs of 16-bit floats in a register, as pairs.py has
-them; those that dropout drops wait with their sign set. M query rows, N keys (64), J pairs of
+Probabilities of a step wait for its dP as pairs of float16 in a register, as pairs.py has them and as
+large as backward_units.py says; those that dropout drops wait with their sign set. M query rows, N keys (64), J pairs of
 neighbouring queries.
 """
 
@@ -12,7 +12,7 @@ from heedful.kernels.common.philox import origin_of, philox_words, seed_words
 from heedful.kernels.hopper.backward_mask import hide_queries
 from heedful.kernels.hopper.backward_tile import query_tile
 from heedful.kernels.hopper.mma import ROWS
-from heedful.kernels.hopper.pairs import from_pairs, to_pairs
+from heedful.kernels.hopper.pairs import bfloat16_pairs, from_pairs, to_pairs
 from heedful.kernels.hopper.score_mods import apply_softcap
 
 
@@ -118,7 +118,7 @@ def queued_probabilities(
     if params.dropout.IS_ON:
         keep_NM = keep_tile(params.dropout, tile, head, row, col, p_NM)
         p_NM = gl.where(keep_NM, p_NM, -p_NM)
-    return (to_pairs(p_NM, dtype),) + slopes
+    return (to_pairs(p_NM, gl.float16),) + slopes
 
 
 @gluon.jit
@@ -126,9 +126,10 @@ def kept_probabilities(queued, params, dtype: gl.constexpr, layout: gl.constexpr
     """The left operand of dV."""
     p_NJ = queued[0]
     if params.dropout.IS_ON:
-        maximum: gl.constexpr = "max.bf16x2" if dtype == gl.bfloat16 else "max.f16x2"
-        text: gl.constexpr = "{ .reg .b32 z; mov.b32 z, 0; " + maximum + " $0, $1, z; }"
+        text: gl.constexpr = "{ .reg .b32 z; mov.b32 z, 0; max.f16x2 $0, $1, z; }"
         p_NJ = gl.inline_asm_elementwise(text, "=r,r", [p_NJ], gl.int32, True, 1)
+    if dtype == gl.bfloat16:
+        p_NJ = bfloat16_pairs(p_NJ)
     return from_pairs(p_NJ, dtype, layout)
 
 
@@ -136,7 +137,7 @@ def kept_probabilities(queued, params, dtype: gl.constexpr, layout: gl.constexpr
 def score_gradients(queued, dp_NM, delta_M, params, dtype: gl.constexpr):
     """dS of raw scores, less the scale, in float32."""
     layout: gl.constexpr = dp_NM.type.layout
-    p_NM = from_pairs(queued[0], dtype, layout).to(gl.float32)
+    p_NM = from_pairs(queued[0], gl.float16, layout).to(gl.float32)
     if params.dropout.IS_ON:
         dp_NM = gl.where(p_NM > 0.0, dp_NM * params.dropout.inverse_keep, 0.0)
         p_NM = gl.abs(p_NM)

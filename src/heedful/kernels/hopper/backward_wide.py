@@ -34,6 +34,7 @@ from heedful.kernels.hopper.backward_tile import (
     visit_range,
     work_scheduler,
 )
+from heedful.kernels.hopper.backward_units import unit
 from heedful.kernels.hopper.barrier import barriers
 from heedful.kernels.hopper.compat import aggregate, inline_asm, opaque
 from heedful.kernels.hopper.mma import ROWS, scores_layout
@@ -80,7 +81,7 @@ class WideShared:
             do,
             lse,
             delta,
-            gl.allocate_shared_memory(io.q.dtype, [CROSSING_STAGES, ROWS, BLOCK_M], layout),
+            gl.allocate_shared_memory(gl.float16, [CROSSING_STAGES, ROWS, BLOCK_M], layout),
             gl.allocate_shared_memory(io.q.dtype, [CROSSING_STAGES, ROWS, BLOCK_M], layout),
             barriers(1, 1),
             barriers(1, 1),
@@ -129,10 +130,10 @@ def queue_scores(shared, visit, params):
 @gluon.jit
 def crossing_probabilities(queued, params, dtype: gl.constexpr, layout: gl.constexpr):
     """What dS is made of: probabilities, times the slope of the cap where scores have one."""
-    p_NM = from_pairs(queued[0], dtype, layout)
+    p_NM = from_pairs(queued[0], gl.float16, layout)
     if params.mods.HAS_SOFTCAP:
         slope_NM = from_pairs(queued[1], dtype, layout).to(gl.float32)
-        p_NM = (p_NM.to(gl.float32) * slope_NM).to(dtype)
+        p_NM = (p_NM.to(gl.float32) * slope_NM).to(gl.float16)
     return p_NM
 
 
@@ -245,6 +246,7 @@ def wide_consumer(
         kv_phase ^= 1
         if CONSUMER == 0:
             dv, visit = value_gradients(io, shared, visit, blocks, params, tile, first, end)
+            dv *= unit(io.q.dtype)
             if params.dropout.IS_ON:
                 dv *= params.dropout.inverse_keep
             # The other has read all values, and all keys.
@@ -252,7 +254,7 @@ def wide_consumer(
             store_wide(io.dv, shared.v.index(0), dv, 0, shared, params, tile)
         else:
             dk, visit = key_gradients(io, shared, visit, blocks, params, tile, first, end)
-            dk *= params.sizes.scale
+            dk *= params.sizes.scale * unit(io.q.dtype)
             sync_consumers()
             store_wide(io.dk, shared.k.index(0), dk, shared.v.shape[-1], shared, params, tile)
         tma.store_wait(0)

@@ -28,3 +28,17 @@ def from_pairs(p_MJ, dtype: gl.constexpr, layout: gl.constexpr):
     )
     p_MN = gl.join(even_MJ, odd_MJ).reshape([p_MJ.shape[0], p_MJ.shape[1] * 2])
     return gl.convert_layout(p_MN.to(dtype, bitcast=True), layout)
+
+
+@gluon.jit
+def bfloat16_pairs(p_MJ):
+    """Pairs of float16 as pairs of bfloat16."""
+    text: gl.constexpr = """{
+        .reg .b16 low, high;
+        .reg .f32 even, odd;
+        mov.b32 {low, high}, $1;
+        cvt.f32.f16 even, low;
+        cvt.f32.f16 odd, high;
+        cvt.rn.bf16x2.f32 $0, odd, even;
+    }"""
+    return gl.inline_asm_elementwise(text, "=r,r", [p_MJ], gl.int32, True, 1)
