@@ -275,6 +275,14 @@ def test_a_bar_says_its_figure_and_its_range(drawn):
         assert text.get_rotation() == 0
 
 
+@pytest.mark.parametrize(("count", "rows", "columns"), [(1, 1, 1), (2, 1, 2), (5, 3, 2)])
+def test_panels_lie_two_by_two(drawn, count, rows, columns):
+    problems = [AttentionProblem.dense(1, 8, 8, 2, 2, 32 + 8 * panel) for panel in range(count)]
+    made = drawn([outcome(Case("forward", p), figure("heedful", 8.0)) for p in problems])
+    grid = made.axes[0].get_gridspec()
+    assert (grid.nrows, grid.ncols) == (rows, columns)
+
+
 def test_nothing_in_a_picture_covers_anything_else(drawn):
     """Twelve peers and two rows of panels: what a run without any option may draw at most."""
     figures = [figure(name, 8.0 + number, 1.0) for number, name in enumerate(PEERS)]

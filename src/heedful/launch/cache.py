@@ -47,7 +47,7 @@ class DiskCache:
         try:
             if self._path is None:
                 raise FileNotFoundError("there is no home folder: set HEEDFUL_CACHE_DIR")
-            return Folder(self._path, private=True, create=not self._read_only)
+            return Folder(self._path, create=not self._read_only)
         except OSError as error:
             self.why_not = str(error)
             if not (self._read_only and isinstance(error, FileNotFoundError)):

@@ -45,8 +45,6 @@ class Entry:
         """Raises ValueError or TypeError for what no Entry can be."""
         given = dict(facts["problem"])
         given["mask"] = MaskSpec(**given.get("mask", {}))
-        if "dropout_origin" in given:
-            given["dropout_origin"] = tuple(given["dropout_origin"])
         problem = AttentionProblem.dense(**given)
         direction = facts.get("direction", "forward")
         if direction not in DIRECTIONS:

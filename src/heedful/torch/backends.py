@@ -151,7 +151,8 @@ class CpuRunner:
 
     def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
         """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
-        return self.backward_of(x, out, lse, dout, dlse)(x, out, lse, dout, dlse)
+        run, problem = self._backward.backward, self.plan.problem
+        return self._gradients(run, problem, x, out, lse, dout, dlse)
 
     def backward_like(self, tensors: Sequence[torch.Tensor], has_dlse: bool) -> None:
         """There is nothing to find again."""

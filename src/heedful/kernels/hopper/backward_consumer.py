@@ -89,7 +89,8 @@ def finish(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
         store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER)
     else:
         store_partial(dv, 0, COLS, params, tile, CONSUMER)
-        store_partial(dk * (params.sizes.scale * unit(io.q.dtype)), dv.shape[1], COLS, params, tile, CONSUMER)
+        dk *= params.sizes.scale * unit(io.q.dtype)
+        store_partial(dk, dv.shape[1], COLS, params, tile, CONSUMER)
 
 
 @gluon.jit

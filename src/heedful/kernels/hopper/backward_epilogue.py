@@ -47,6 +47,7 @@ def query_gradients(
     accum_row = h * sizes.accum_rows + accum_begin(b, seqs.cu_q, seqs.seqlen_q, BLOCK_M) + row0
     sums = io.dq_accum + accum_row * BLOCK_D
     dq = row_base(io.dq, b, h, token)
+    scale = sizes.scale * unit(io.dq.ptr.dtype.element_ty)
     SHARES: tl.constexpr = 2
     COLS: tl.constexpr = BLOCK_D * BLOCK_M // (ROWS * SHARES)
     for share in tl.static_range(SHARES):
@@ -54,7 +55,7 @@ def query_gradients(
         row = row0 + (share * ROWS if BLOCK_M > ROWS else 0)
         col = 0 if BLOCK_M > ROWS else share * COLS
         used_M = row + tl.arange(0, ROWS) < len_q
-        dq_MD = tl.where(used_M[:, None], dq_MD * (sizes.scale * unit(io.dq.ptr.dtype.element_ty)), 0.0)
+        dq_MD = tl.where(used_M[:, None], dq_MD * scale, 0.0)
         store_rows(dq + col, dq_MD, io.dq.stride_n, row, stored_q, D - col)
 
 

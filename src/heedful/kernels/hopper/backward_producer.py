@@ -93,7 +93,8 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_phase):
         if visit == first:
             barrier.wait(shared.v_empty.index(0), kv_phase ^ 1)
             load_keys(io.v, shared.v, shared.v_full, params, tile)
-        load_rows(io.q, shared.q, shared.lse, base_2(lse_M, io.q.dtype), params, tile, head, row, q_state)
+        less_M = base_2(lse_M, io.q.dtype)
+        load_rows(io.q, shared.q, shared.lse, less_M, params, tile, head, row, q_state)
         if visit == first:
             barrier.wait(shared.k_empty.index(0), kv_phase ^ 1)
             load_keys(io.k, shared.k, shared.k_full, params, tile)

@@ -1,8 +1,8 @@
 """From transposed raw scores to probabilities, and back from their gradients.
 
-Probabilities of a step wait for its dP as pairs of float16 in a register, as pairs.py has them and as
-large as backward_units.py says; those that dropout drops wait with their sign set. M query rows, N keys (64), J pairs of
-neighbouring queries.
+Probabilities of a step wait for its dP as pairs of float16 in a register, as pairs.py has them, and
+as large as backward_units.py says; those that dropout drops wait with their sign set. M query rows,
+N keys (64), J pairs of neighbouring queries.
 """
 
 from triton.experimental import gluon
