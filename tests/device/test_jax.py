@@ -1,10 +1,12 @@
 """JAX's calls on a GPU: the very kernels of the PyTorch path, to the bit."""
 
+import json
 import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,9 @@ from jax import numpy as jnp  # noqa: E402
 import heedful  # noqa: E402
 import heedful.jax  # noqa: E402
 import heedful.torch  # noqa: E402
-from heedful.torch.device import toolchain  # noqa: E402
+from heedful.launch import record  # noqa: E402
+from heedful.launch.prebuild import prebuild  # noqa: E402
+from heedful.torch.device import device_spec, toolchain  # noqa: E402
 from support import api, jax_api  # noqa: E402
 from support.budget import check  # noqa: E402
 from support.cases import Case, build, twins, variants  # noqa: E402
@@ -252,6 +256,43 @@ def test_a_second_process_compiles_nothing(tmp_path):
     _, second = trained(tmp_path, "second", "")
     assert "misses 0" not in first
     assert "misses 0" in second and "compiles 0" in second
+
+
+@needs_gpu
+@pytest.mark.parametrize("backend", ["portable", "hopper"])
+def test_a_pack_serves_calls_and_gradients_where_no_triton_is(tmp_path, backend):
+    """One made of what a PyTorch process recorded; the bits are those of a process with Triton."""
+    if backend == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the Hopper kernels run on sm_90 alone")
+    x, dout = drawn(2, 300, 4, 64), drawn(2, 300, 4, 64)
+    leaves = [x.clone().requires_grad_() for _ in range(3)]
+    call: Any = heedful.torch.flash_attn_func
+    with heedful.record(tmp_path / "problems.json"):
+        out = call(*leaves, causal=True, backend=backend)
+        grads = torch.autograd.grad(out, leaves, dout)
+    entries = record.load(tmp_path / "problems.json")
+    assert [entry.direction for entry in entries] == ["forward", "backward"]
+    made = prebuild(entries, [device_spec(x.device)], tmp_path / "pack", 2, backend)
+    np.savez(tmp_path / "given.npz", x=x.float().cpu(), dout=dout.float().cpu())
+    script = [sys.executable, str(Path(__file__).with_name("jax_pack.py"))]
+    script += [str(tmp_path / f"{name}.npz") for name in ("given", "found")]
+    environment = {"HEEDFUL_PACK": str(tmp_path / "pack"), "HEEDFUL_BACKEND": backend}
+    environment["HEEDFUL_CACHE_DIR"] = str(tmp_path / "cache")
+    done = subprocess.run(
+        script, env=os.environ | environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    counted = json.loads(done.stdout.splitlines()[-1])
+    assert counted["pack_hits"] == made and "compiles" not in counted
+    found = np.load(tmp_path / "found.npz")
+    wanted = dict(zip(("out", "dq", "dk", "dv"), (out, *grads), strict=True))
+    for name, want in wanted.items():
+        if name != "dq" or backend == "portable":
+            np.testing.assert_array_equal(found[name], want.detach().float().cpu().numpy())
+    # Sums of dq have no order: they may round otherwise.
+    largest = grads[0].abs().max().item()
+    apart = np.abs(found["dq"] - grads[0].float().cpu().numpy()).max()
+    assert apart <= torch.finfo(torch.bfloat16).eps * largest
 
 
 @needs_gpu
