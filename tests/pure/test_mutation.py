@@ -65,6 +65,13 @@ def test_a_mutant_knows_the_lines_that_run_it_and_its_change():
     assert mutant.change(source) == ("1,", "2,")
 
 
+def test_a_mutant_knows_whether_importing_runs_it():
+    """What classes hold and defaults do, too."""
+    source = "A = 1\nclass C:\n    b = 1\n    def f(self, c=1):\n        return 1\n    d = 1\n"
+    at_import = {m.line: m.at_import for m in mutants("m", source) if m.operator == "constant"}
+    assert at_import == {1: True, 3: True, 4: True, 5: False, 6: True}
+
+
 def test_a_sample_is_of_every_module_and_the_same_for_a_seed():
     sources = {
         str(path): path.read_text() for path in sorted((ROOT / "src/heedful/core").glob("*.py"))

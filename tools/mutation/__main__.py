@@ -78,8 +78,8 @@ class Worker:
         """Plants the mutant, runs tests until one fails, and takes it out again."""
         path = self.tree / mutant.module
         source = path.read_text()
-        lines, wide = mutant.lines(source), not mutant.function
-        tests, exact = choice.tests(mutant.module, lines, seconds, wide)
+        lines = mutant.lines(source)
+        tests, exact = choice.tests(mutant.module, lines, seconds, mutant.at_import)
         start = time.monotonic()
         # Compiled code is known by its size and by its time in seconds: not well enough for this.
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):

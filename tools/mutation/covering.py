@@ -210,8 +210,8 @@ class Choice:
         run the lines themselves. Then follow tests that run anything of the module: a cached
         function, and what is at module level, runs for a test that did not first call it. Then
         those of files that name the module: they may start processes, which are not traced. wide:
-        as many of these as of the others, for what runs when the module is imported; half of
-        their time is for tests of little but this module."""
+        four times as long for these, for what runs when the module is imported, which no trace
+        tells from each other; first those of little but this module."""
         near = self._by_module.get(module, [])
         exact = [t for t in near if not t.lines[module].isdisjoint(lines)]
         first = _in_turn(exact)
@@ -232,7 +232,7 @@ class Choice:
         early = {(t.mode, t.id) for t in chosen}
         left = [t for t in exact if (t.mode, t.id) not in early]
         chosen += _within(sorted(left, key=lambda t: t.seconds), seconds / 2)
-        share = seconds if wide or not chosen else seconds / 3
+        share = 4 * seconds if wide else seconds if not chosen else seconds / 3
         return chosen + _within(rest, share), len(chosen)
 
 

@@ -47,7 +47,8 @@ class Mutant:
     module: path from the repository's root. function: the dotted name of the function or class it
     is in, "" at module level. start, end: bytes of the source that `text` replaces. site: the
     number of the place in the source; several mutants may share one. statement: the first line of
-    the statement around it.
+    the statement around it. at_import: whether it runs as the module is imported, as what a class
+    holds and defaults of arguments do.
     """
 
     module: str
@@ -59,6 +60,7 @@ class Mutant:
     text: str
     site: int
     statement: int
+    at_import: bool
 
     def apply(self, source: str) -> str:
         """The source with the change in it."""
@@ -97,7 +99,7 @@ class _Finder(ast.NodeVisitor):
             self.starts.append(self.starts[-1] + len(line))
         self.scope: list[str] = []
         self.found: list[Mutant] = []
-        self.sites = self.statement = 0
+        self.sites = self.statement = self.bodies = 0
 
     # Positions.
 
@@ -116,7 +118,8 @@ class _Finder(ast.NodeVisitor):
         for start, end, text in changes:
             if self.data[start:end].decode() != text:
                 where, change = ".".join(self.scope), (operator, start, end, text, self.sites)
-                self.found.append(Mutant(self.module, where, node.lineno, *change, self.statement))
+                when = (self.statement, self.bodies == 0)
+                self.found.append(Mutant(self.module, where, node.lineno, *change, *when))
 
     def visit(self, node) -> None:
         if isinstance(node, ast.stmt):
@@ -135,7 +138,9 @@ class _Finder(ast.NodeVisitor):
     def visit_FunctionDef(self, node: Any) -> None:
         self.scope.append(node.name)
         self.visit(node.args)
+        self.bodies += 1
         self.body(node)
+        self.bodies -= 1
         self.scope.pop()
 
     visit_AsyncFunctionDef = visit_FunctionDef
