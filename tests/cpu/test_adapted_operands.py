@@ -15,6 +15,8 @@ from heedful.torch.arrays import abstract_spec, array_spec, dtype_name
 INT = torch.int32
 CPU, META = torch.device("cpu"), torch.device("meta")
 
+NO_GRAD = (False, False)
+
 
 def ints(*numbers: int) -> torch.Tensor:
     return torch.tensor(numbers, dtype=INT)
@@ -81,7 +83,7 @@ def test_operands_that_a_call_cannot_lack_are_named(kind, absent, name):
 def test_a_call_is_described_by_its_tensors_specs():
     x, options = tensors(sink=torch.zeros(4)), Options("dense", causal=True)
     specs = Operands(*(None if t is None else array_spec(t) for t in x))
-    assert checks.attention_call(x, options) == AttentionCall(specs, options)
+    assert checks.attention_call(x, options, NO_GRAD) == AttentionCall(specs, options)
     out, seed = torch.zeros(2, 5, 4, 8)[:, :, :, ::1], torch.tensor([5])
     call = checks.attention_call(x, options, (True, False), out, seed)
     specs = specs._replace(seed=array_spec(seed))
@@ -90,16 +92,18 @@ def test_a_call_is_described_by_its_tensors_specs():
     shapes = Operands(*(None if t is None else t.shape for t in x))
     assert call == AttentionCall(shapes, options, False, True)
     slopes = x._replace(alibi_slopes=torch.zeros(4, requires_grad=True))
-    checks.attention_call(slopes, options)
+    checks.attention_call(slopes, options, NO_GRAD)
     message = said(ValueError, checks.attention_call, slopes, options, (True, False))
     assert message.startswith("alibi_slopes must not require a gradient")
     words = "dropout_seed must be on cpu like q, got meta"
-    assert said(ValueError, checks.attention_call, x, options, seed=meta(1)) == words
+    assert said(ValueError, checks.attention_call, x, options, NO_GRAD, seed=meta(1)) == words
     words = "dropout_seed must fit 64 bits, got 18446744073709551616"
-    assert said(ValueError, checks.attention_call, x, options, seed=2**64) == words
+    assert said(ValueError, checks.attention_call, x, options, NO_GRAD, seed=2**64) == words
     words = "out must be on cpu like q, got meta"
-    assert said(ValueError, checks.attention_call, x, options, out=meta(2, 5, 4, 8)) == words
-    assert said(TypeError, checks.attention_call, x, options, out=1) == (
+    assert (
+        said(ValueError, checks.attention_call, x, options, NO_GRAD, out=meta(2, 5, 4, 8)) == words
+    )
+    assert said(TypeError, checks.attention_call, x, options, NO_GRAD, out=1) == (
         "out must be a torch.Tensor, got int (1)"
     )
 

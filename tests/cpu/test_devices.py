@@ -390,6 +390,15 @@ def test_only_gpus_of_a_bad_fork_are_refused(monkeypatch):
     forked.check_device(torch.device("cuda", 1))
 
 
+def test_whatever_asks_for_a_gpu_of_a_bad_fork_is_refused(monkeypatch):
+    """Before the device is asked for what it is, which hangs or ends the process."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    problem: Any = SimpleNamespace()
+    for ask in (backends.planned, lambda _, device: merge.DeviceMerge({}, device)):
+        with pytest.raises(RuntimeError, match="^q is on cuda:1: "):
+            ask(problem, torch.device("cuda", 1))
+
+
 @pytest.mark.parametrize("stranded", [False, True])
 @pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("grad", [False, True])

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import heedful
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
+from heedful.torch import backends
 from support import api, budget, standin
 from support.cases import Case, build
 from support.grids import in_turns
@@ -44,6 +45,20 @@ def test_calls_are_within_the_budget(case):
     with standin.gpu(interprets=True, tiles=(16, 16)) as gpu:
         budget.check(built, api.results(built))
     assert gpu.launches
+
+
+def test_a_forward_that_was_bound_ahead_is_not_bound_again():
+    """By a caller that writes to a cache first: what cannot be compiled fails before that."""
+    built = build(replace(BASE, backward=False))
+    out = torch.empty_like(built.x.q)
+    with standin.gpu() as gpu:
+        runner = backends.prepare(built.problem, built.x, None)
+        runner.bind(out)
+        loaded = len(gpu.loads)
+        assert loaded and not gpu.launches
+        runner.bind(out)
+        runner.forward(built.x, out)
+        assert len(gpu.loads) == loaded and gpu.launches
 
 
 @interpreted

@@ -140,7 +140,8 @@ def test_only_a_call_without_any_option_is_usual():
         backend=None,
         dropout_origin=WHOLE,
     )
-    assert library._is_usual(q, q, q, plain)
+    for causal in (True, False):
+        assert library._is_usual(q, q, q, plain._replace(causal=causal))
     others = {"kind": "varlen", "dropout_p": 0.1, "softmax_scale": 0.3, "window_size": (1, -1)}
     others |= {"softcap": 2.0, "deterministic": True, "return_attn_probs": True, "causal": 1}
     others |= {

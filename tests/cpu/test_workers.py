@@ -65,6 +65,14 @@ def test_a_thread_stays_with_a_group_and_then_helps_with_the_longest():
     assert len(taken) == len(by_item) == 12
 
 
+def test_a_queue_gives_the_longest_of_the_groups_that_others_began():
+    queue = workers._Queue([[1, 2, 3], [4], [], [5, 6]])
+    first, second, third = (queue.items() for _ in range(3))
+    assert [next(first), next(second), next(third), len(queue)] == [1, 4, 5, 3]
+    assert [next(first), list(second), list(first), list(third)] == [2, [3, 6], [], []]
+    assert len(queue) == 0
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_an_error_reaches_the_caller(threads):
     torch.set_num_threads(threads)

@@ -24,7 +24,7 @@ CONSTANTS = ("alibi_slopes", "q_descale", "k_descale", "v_descale", "k_shift", "
 def attention_call(
     x: Operands,
     options: Options,
-    grad: tuple[bool, bool] = (False, False),
+    grad: tuple[bool, bool],
     out: Tensor | None = None,
     seed: Any = None,
     spec: Callable[[Tensor], ArraySpec] = array_spec,
@@ -59,7 +59,7 @@ def cache_call(
 ) -> tuple[AttentionCall, CacheUpdate]:
     """A call over a cache for `core.describe_cache`, as `attention_call` makes it, and the update
     of ArraySpecs; its length is an int, a tensor or None."""
-    call = attention_call(x, options, out=out, spec=spec)
+    call = attention_call(x, options, (False, False), out, spec=spec)
     specs: dict[str, Any] = {}
     for name, value in update._asdict().items():
         if isinstance(value, Tensor) or (value is not None and name in _TENSORS):

@@ -219,7 +219,8 @@ def _inference_with_fake(q, k, v, *args):
 
 
 def _empty_out(q, k, v, options: Options):
-    problem = check(attention_call(Operands(q, k, v), options, spec=abstract_spec))
+    call = attention_call(Operands(q, k, v), options, (False, False), spec=abstract_spec)
+    problem = check(call)
     return q.new_empty(problem.out_shape, dtype=getattr(torch, problem.out_dtype))
 
 
