@@ -84,7 +84,7 @@ class Library:
             assert parameters is None
             self.launched.append(described(deref(config), function.value, extra))
         if name == "hipModuleLaunchKernel":
-            self.launched.append(dict(head=arguments[:8], stream=arguments[8].value))
+            self.launched.append(dict(head=arguments[:8], stream=arguments[8]))
             self.launched[-1] |= buffer_of(arguments[10], end=3)
         if name == "cuTensorMapEncodeTiled":
             ctypes.memmove(arguments[0].value, bytes(range(128)), 128)
@@ -277,6 +277,26 @@ def test_hip_opens_its_own_library(monkeypatch):
     assert [launched["stream"] for launched in opened.launched] == [5]
 
 
+HANDLES = {"cuModuleGetFunction": 1, "cuFuncSetAttribute": 0}
+HIP_HANDLES = {"hipModuleGetFunction": 1, "hipModuleLaunchKernel": 0}
+
+
+@pytest.mark.parametrize(("module", "handles"), [(cuda, HANDLES), (hip, HIP_HANDLES)])
+def test_handles_are_passed_as_pointers_whatever_they_come_as(module, handles, monkeypatch):
+    """ctypes passes an int that it is not told of as one of 32 bits."""
+
+    class Functions:
+        def __getattr__(self, name: str):
+            setattr(self, name, found := SimpleNamespace())
+            return found
+
+    opened = Functions()
+    monkeypatch.setattr(ctypes, "PyDLL", lambda name: opened)
+    module._library.__wrapped__()
+    for name, place in handles.items():
+        assert getattr(opened, name).argtypes[place] is ctypes.c_void_p
+
+
 META = {"elem_size": 2, "elem_type": 9, "swizzle": 3, "block_size": [1, 64, 128]}
 
 
@@ -359,7 +379,9 @@ def test_hip_raises_the_drivers_words(library, monkeypatch):
 
 def test_hips_words_are_read_where_its_answer_points_to(monkeypatch):
     """A function of C whose answer is a text stands for the library's."""
-    library = SimpleNamespace(hipGetErrorString=ctypes.pythonapi["Py_GetVersion"])
+    others = ("hipModuleLoadData", "hipModuleGetFunction", "hipModuleLaunchKernel")
+    library = SimpleNamespace(**{name: SimpleNamespace() for name in others})
+    library.hipGetErrorString = ctypes.pythonapi["Py_GetVersion"]
     monkeypatch.setattr(ctypes, "PyDLL", lambda name: library)
     hip._library.cache_clear()
     with pytest.raises(RuntimeError) as raised:

@@ -232,7 +232,9 @@ class Choice:
         early = {(t.mode, t.id) for t in chosen}
         left = [t for t in exact if (t.mode, t.id) not in early]
         chosen += _within(sorted(left, key=lambda t: t.seconds), seconds / 2)
-        share = 4 * seconds if wide else seconds if not chosen else seconds / 3
+        share = seconds if not chosen else seconds / 3
+        if wide:
+            share = 4 * seconds
         return chosen + _within(rest, share), len(chosen)
 
 

@@ -17,7 +17,7 @@ WORTH = 0.95
 LEAST_TILES = 2
 # What the combine's launch costs, as values of keys that one program goes through in its time:
 # 2 us, or 512 keys of 64 dims (H200, 2026-11-20).
-COMBINE_VALUES = 1 << 15
+COMBINE_VALUES = 512 * 64
 
 
 def choose_splits(
@@ -69,7 +69,7 @@ def choose_backward_splits(tiles: int, visits: int, units: int, is_triangle: boo
             times.append(2 * (longest * (1 - units / programs) + beside))
         return max(times)
 
-    counts = range(1, min(MAX_BACKWARD_SPLITS, visits) + 1) or (1,)
+    counts = range(1, max(1, min(MAX_BACKWARD_SPLITS, visits)) + 1)
     best = min(map(time, counts))
     return next(n for n in counts if time(n) * BACKWARD_WORTH <= best)
 

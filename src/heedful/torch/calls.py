@@ -414,7 +414,7 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
     records = is_grad_enabled()
     key = call = None
     base: Any = None
-    wants_grad = common = None
+    wants_grad = common = False
     try:
         # Aligned tensors like those of the last such call are known without a key.
         bases = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15

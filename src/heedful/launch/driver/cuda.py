@@ -7,7 +7,7 @@ import ctypes
 import os
 import struct
 from collections.abc import Sequence
-from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_void_p
 from functools import cache
 
 from heedful.launch.artifact import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES, Artifact
@@ -27,8 +27,7 @@ _L2_PROMOTION_128B = 2
 
 
 class _Attribute(ctypes.Structure):
-    # An id of four bytes, and as many of nothing.
-    _fields_ = [("id", c_uint64), ("value", c_uint32 * 16)]
+    _fields_ = [("id", c_int), ("pad", c_int), ("value", c_uint32 * 16)]
 
 
 class Config(ctypes.Structure):
@@ -51,7 +50,13 @@ _forked = False
 def _library() -> ctypes.PyDLL:
     if _forked:
         raise RuntimeError(FORKED)
-    return ctypes.PyDLL("libcuda.so.1")
+    library = ctypes.PyDLL("libcuda.so.1")
+    # Without these a handle that is a plain int would be cut to 32 bits.
+    library.cuGetErrorString.argtypes = [c_int, POINTER(c_char_p)]
+    library.cuModuleLoadData.argtypes = [POINTER(c_void_p), c_char_p]
+    library.cuModuleGetFunction.argtypes = [POINTER(c_void_p), c_void_p, c_char_p]
+    library.cuFuncSetAttribute.argtypes = [c_void_p, c_int, c_int]
+    return library
 
 
 def check(code: int) -> None:

@@ -5,7 +5,7 @@ Nobody has run this on silicon yet: rows that use it are at most `emulated`.
 
 import ctypes
 import os
-from ctypes import byref, c_char_p, c_int, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
 from functools import cache
 
 from heedful.launch.artifact import Artifact
@@ -22,7 +22,12 @@ def _library() -> ctypes.PyDLL:
     if _forked:
         raise RuntimeError(FORKED)
     library = ctypes.PyDLL("libamdhip64.so")
+    # Without these a handle that is a plain int would be cut to 32 bits.
+    library.hipGetErrorString.argtypes = [c_int]
     library.hipGetErrorString.restype = c_char_p
+    library.hipModuleLoadData.argtypes = [POINTER(c_void_p), c_char_p]
+    library.hipModuleGetFunction.argtypes = [POINTER(c_void_p), c_void_p, c_char_p]
+    library.hipModuleLaunchKernel.argtypes = [c_void_p, *[c_uint] * 7, *[c_void_p] * 3]
     return library
 
 
@@ -77,8 +82,7 @@ class Slot:
 
     def launch(self, stream: int) -> None:
         """Launches with the buffer's arguments on a raw stream of the current device."""
-        launch = _library().hipModuleLaunchKernel
-        check(launch(*self._head, c_void_p(stream), None, self._extra))
+        check(_library().hipModuleLaunchKernel(*self._head, stream, None, self._extra))
 
 
 def _after_fork() -> None:
