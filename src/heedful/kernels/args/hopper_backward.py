@@ -8,8 +8,9 @@ from heedful.kernels.args.shared import Dropout, Mask, Sequences
 
 
 class HopperBackwardIO(NamedTuple):
-    """q, k, v, dout, dk and dv are tensor maps. delta lies as lse does. dq_accum: sums of dq in
-    tiles of BLOCK_M rows, see `hopper.backward_sums`."""
+    """q, k, v, dout, dk and dv are tensor maps. delta lies as lse does. dq_accum: sums of dq, with
+    the scale of probabilities and without that of scores, in tiles of BLOCK_M rows, see
+    `hopper.backward_sums`."""
 
     q: In[Ptr]
     k: In[Ptr]

@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.backward_mainloop import backward_mainloop
+from heedful.kernels.hopper.backward_p_scale import p_descale
 from heedful.kernels.hopper.backward_sums import store_registers
 from heedful.kernels.hopper.backward_tile import (
     is_visited,
@@ -16,7 +17,6 @@ from heedful.kernels.hopper.backward_tile import (
     partial_row,
     stride_before,
 )
-from heedful.kernels.hopper.backward_units import unit
 from heedful.kernels.hopper.compat import reinterpret, tma_store
 from heedful.kernels.hopper.mma import ROWS, scores_layout
 from heedful.kernels.hopper.pipeline import PipelineState
@@ -62,7 +62,7 @@ def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.conste
     if BYTES < 2 * ROWS * (D + E):
         tma.store_wait(0)
         gl.barrier()
-    dk *= params.sizes.scale * unit(io.q.dtype)
+    dk *= params.sizes.scale * p_descale(io.q.dtype)
     store_rows(io.dk, outlet(shared, io.dk, False, CONSUMER), dk, params, tile, CONSUMER)
     tma.store_wait(0)
     gl.barrier()
@@ -82,14 +82,14 @@ def store_partial(
 def finish(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
     """Writes dV and dK, or what one split of the visits adds to them."""
     COLS: gl.constexpr = dk.shape[1] + dv.shape[1]
-    dv *= unit(io.q.dtype)
+    dv *= p_descale(io.q.dtype)
     if params.dropout.IS_ON:
         dv *= params.dropout.inverse_keep
     if params.order.partials is None:
         store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER)
     else:
         store_partial(dv, 0, COLS, params, tile, CONSUMER)
-        dk *= params.sizes.scale * unit(io.q.dtype)
+        dk *= params.sizes.scale * p_descale(io.q.dtype)
         store_partial(dk, dv.shape[1], COLS, params, tile, CONSUMER)
 
 

@@ -10,8 +10,8 @@ import triton.language as tl
 from heedful.kernels.args.hopper_backward import BackwardEpilogueIO, HopperBackwardSizes
 from heedful.kernels.args.shared import Sequences
 from heedful.kernels.common.sequences import sequence
+from heedful.kernels.hopper.backward_p_scale import p_descale
 from heedful.kernels.hopper.backward_prologue import accum_begin
-from heedful.kernels.hopper.backward_units import unit
 from heedful.kernels.portable.sequences import row_base, store_rows, wide
 
 # Of a product, whose sums lie together.
@@ -47,7 +47,7 @@ def query_gradients(
     accum_row = h * sizes.accum_rows + accum_begin(b, seqs.cu_q, seqs.seqlen_q, BLOCK_M) + row0
     sums = io.dq_accum + accum_row * BLOCK_D
     dq = row_base(io.dq, b, h, token)
-    scale = sizes.scale * unit(io.dq.ptr.dtype.element_ty)
+    scale = sizes.scale * p_descale(io.dq.ptr.dtype.element_ty)
     SHARES: tl.constexpr = 2
     COLS: tl.constexpr = BLOCK_D * BLOCK_M // (ROWS * SHARES)
     for share in tl.static_range(SHARES):

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
+from heedful.kernels.hopper.backward_p_scale import p_scale_log2
 from heedful.kernels.hopper.backward_shared import CONSUMERS, adders
 from heedful.kernels.hopper.backward_sums import (
     add_block,
@@ -25,7 +26,6 @@ from heedful.kernels.hopper.backward_tile import (
     turn_of,
     visit_range,
 )
-from heedful.kernels.hopper.backward_units import doublings
 from heedful.kernels.hopper.compat import tma_load
 from heedful.kernels.hopper.mma import ROWS
 from heedful.kernels.hopper.pipeline import PipelineState
@@ -57,8 +57,9 @@ def queries_of(io, params, tile, blocks, visit):
 
 @gluon.jit
 def base_2(lse_M, dtype: gl.constexpr):
-    """What a row's logits in base 2 are less by. A row without any has no probabilities."""
-    return gl.where(lse_M == float("-inf"), float("inf"), lse_M * LOG2E - doublings(dtype))
+    """What a row's logits in base 2 are less by, so that probabilities come out scaled. A row
+    without any has no probabilities."""
+    return gl.where(lse_M == float("-inf"), float("inf"), lse_M * LOG2E - p_scale_log2(dtype))
 
 
 @gluon.jit

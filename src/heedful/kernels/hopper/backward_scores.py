@@ -1,7 +1,7 @@
 """From transposed raw scores to probabilities, and back from their gradients.
 
-Probabilities of a step wait for its dP as pairs of float16 in a register, as pairs.py has them, and
-as large as backward_units.py says; those that dropout drops wait with their sign set. M query rows,
+Probabilities of a step wait for its dP as pairs of float16 in a register, as pairs.py has them,
+scaled as backward_p_scale.py says; those that dropout drops wait with their sign set. M query rows,
 N keys (64), J pairs of neighbouring queries.
 """
 

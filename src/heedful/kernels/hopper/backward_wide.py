@@ -21,6 +21,7 @@ from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwar
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.backward_consumer import store_partial, store_rows
 from heedful.kernels.hopper.backward_mainloop import queue_rows, stage_of
+from heedful.kernels.hopper.backward_p_scale import p_descale
 from heedful.kernels.hopper.backward_producer import backward_producer
 from heedful.kernels.hopper.backward_scores import kept_probabilities, queued_probabilities
 from heedful.kernels.hopper.backward_shared import CONSUMERS
@@ -34,7 +35,6 @@ from heedful.kernels.hopper.backward_tile import (
     visit_range,
     work_scheduler,
 )
-from heedful.kernels.hopper.backward_units import unit
 from heedful.kernels.hopper.barrier import barriers
 from heedful.kernels.hopper.compat import aggregate, inline_asm, opaque
 from heedful.kernels.hopper.mma import ROWS, scores_layout
@@ -246,7 +246,7 @@ def wide_consumer(
         kv_phase ^= 1
         if CONSUMER == 0:
             dv, visit = value_gradients(io, shared, visit, blocks, params, tile, first, end)
-            dv *= unit(io.q.dtype)
+            dv *= p_descale(io.q.dtype)
             if params.dropout.IS_ON:
                 dv *= params.dropout.inverse_keep
             # The other has read all values, and all keys.
@@ -254,7 +254,7 @@ def wide_consumer(
             store_wide(io.dv, shared.v.index(0), dv, 0, shared, params, tile)
         else:
             dk, visit = key_gradients(io, shared, visit, blocks, params, tile, first, end)
-            dk *= params.sizes.scale * unit(io.q.dtype)
+            dk *= params.sizes.scale * p_descale(io.q.dtype)
             sync_consumers()
             store_wide(io.dk, shared.k.index(0), dk, shared.v.shape[-1], shared, params, tile)
         tma.store_wait(0)
