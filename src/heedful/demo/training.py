@@ -16,7 +16,7 @@ from heedful.demo.text import Text, batch
 @dataclass(frozen=True)
 class Recipe:
     """What is trained, and how. dtype: what the model computes in; its weights are float32.
-    seed: of the first weights and of the batches."""
+    seed: of the first weights, the batches and what is sampled."""
 
     size: ModelSize
     batch: int
