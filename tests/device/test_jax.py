@@ -277,7 +277,8 @@ def test_a_pack_serves_calls_and_gradients_where_no_triton_is(tmp_path, backend)
     script = [sys.executable, str(Path(__file__).with_name("jax_pack.py"))]
     script += [str(tmp_path / f"{name}.npz") for name in ("given", "found")]
     environment = {"HEEDFUL_PACK": str(tmp_path / "pack"), "HEEDFUL_BACKEND": backend}
-    environment["HEEDFUL_CACHE_DIR"] = str(tmp_path / "cache")
+    environment |= {"HEEDFUL_CACHE_DIR": str(tmp_path / "cache")}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         script, env=os.environ | environment, capture_output=True, text=True, timeout=300
     )

@@ -20,14 +20,8 @@ ROOT = Path(heedful.__file__).parents[1]
 _CALL = """
 import json, sys, time
 if "--no-triton" in sys.argv:
-    import importlib.metadata as metadata
-    find = metadata.version
-    def version(name):
-        if name == "triton":
-            raise metadata.PackageNotFoundError(name)
-        return find(name)
-    metadata.version = version
-    sys.modules["triton"] = None
+    from support import absent
+    absent.hide("triton")
 import torch
 torch.zeros(1, device="cuda")
 torch.manual_seed(0)

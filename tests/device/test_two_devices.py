@@ -21,7 +21,7 @@ import heedful.jax  # noqa: E402
 import heedful.torch  # noqa: E402
 from support import jax_api  # noqa: E402
 from support.budget import Results, check  # noqa: E402
-from support.cases import Built, Case, build, variants  # noqa: E402
+from support.cases import Case, build, variants  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -114,15 +114,21 @@ def test_shards_draw_their_part_of_the_dropout_mask(backend):
         return heedful.jax.flash_attn_func(q, q, v, backend=backend, **more)
 
     spec = PartitionSpec(None, None, "x")
-    shard = lambda q, v: run(q, v, (0, 2 * jax.lax.axis_index("x"), 0, 0))  # noqa: E731
+
+    def shard(q, v):
+        return run(q, v, (0, 2 * jax.lax.axis_index("x"), 0, 0))
+
     spread = jax.shard_map(shard, mesh=mesh(), in_specs=(spec, spec), out_specs=spec)
     whole = np.asarray(jax.jit(run)(q, v)) > 0
     np.testing.assert_array_equal(np.asarray(jax.jit(spread)(q, v)) > 0, whole)
     assert 0 < whole.mean() < 1
 
 
+def drawn(*shape: int):
+    return jax_api.as_jax(torch.randn(shape).bfloat16())
+
+
 def test_caches_on_two_devices_are_extended_where_they_are():
-    drawn = lambda *shape: jax_api.as_jax(torch.randn(shape).bfloat16())  # noqa: E731
     q, k, v = drawn(4, 1, 8, 64), drawn(4, 1, 2, 64), drawn(4, 1, 2, 64)
     caches = drawn(4, 64, 2, 64), drawn(4, 64, 2, 64)
     lengths = jnp.array([3, -1, 63, 0], jnp.int32)
@@ -158,12 +164,7 @@ def test_keys_on_two_devices_give_the_attention_over_all():
         check_vma=False,
     )
     out, lse = jax.jit(ring)(q, k, v)
-    check(built, results(built, out, lse), "cuda")
-
-
-def results(built: Built, out, lse) -> Results:
-    given = {"out": out.astype(jnp.float32), "lse": lse}
-    return Results(**{name: np.asarray(x, np.float64) for name, x in given.items()})
+    check(built, Results(*(np.asarray(bits(x), np.float64) for x in (out, lse))), "cuda")
 
 
 def bits(array) -> np.ndarray:
@@ -191,10 +192,10 @@ def test_each_step_on_the_other_device_gives_the_same_bits():
 
 
 def test_pmap_runs_the_same_call_on_each_device():
-    drawn = jax_api.as_jax(torch.randn(2, 2, 130, 4, 64).bfloat16())
+    rows = drawn(2, 2, 130, 4, 64)
     call: Any = partial(heedful.jax.flash_attn_func, causal=True)
-    got = jax.pmap(lambda x: call(x, x, x))(drawn)
-    for part, x in zip(got, drawn, strict=True):
+    got = jax.pmap(lambda x: call(x, x, x))(rows)
+    for part, x in zip(got, rows, strict=True):
         np.testing.assert_array_equal(bits(part), bits(jax.jit(lambda x: call(x, x, x))(x)))
 
 
