@@ -239,6 +239,7 @@ class HopperBackwardConfig(TileConfig):
     ds_stages: int = 2
     consumer_regs: int = 240
     producer_regs: int = 24
+    dq_regs: int = 0
     draws: bool = False
     last_waves: int = 0
     splits: int = 1

@@ -65,6 +65,7 @@ class HopperBackwardTile(NamedTuple):
     DO_STAGES: Const
     DS_STAGES: Const
     CONSUMER_REGS: Const
+    DQ_REGS: Const
     PRODUCER_REGS: Const
 
 

@@ -10,8 +10,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper.backward_consumer import backward_consumer
+from heedful.kernels.hopper.backward_dq import backward_dq
 from heedful.kernels.hopper.backward_producer import backward_adder, backward_producer
-from heedful.kernels.hopper.backward_shared import CONSUMERS, BackwardShared, adders
+from heedful.kernels.hopper.backward_shared import (
+    CONSUMERS,
+    BackwardShared,
+    adders,
+    dq_warpgroups,
+)
 from heedful.kernels.hopper.backward_tile import work_scheduler
 
 
@@ -23,10 +29,36 @@ def backward(io: HopperBackwardIO, params: HopperBackwardParams):
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     shared = BackwardShared.allocate(io, params)
     # Warps that add are told of work tiles, too.
-    scheduler = work_scheduler(params, CONSUMERS + adders(params))
+    scheduler = work_scheduler(params, CONSUMERS + dq_warpgroups(params) + adders(params))
     fence_async_shared()
     ADDERS: gl.constexpr = adders(params)
-    if ADDERS == 1:
+    DQ_REGS: gl.constexpr = params.tile.DQ_REGS
+    if DQ_REGS > 0 and ADDERS == 1:
+        gl.warp_specialize(
+            [
+                (backward_consumer, (io, shared, scheduler, params, 0)),
+                (backward_consumer, (io, shared, scheduler, params, 1)),
+                (backward_dq, (io, shared, scheduler, params)),
+                (backward_producer, (io, shared, scheduler, params)),
+                (backward_adder, (io, shared, scheduler, params, 0)),
+            ],
+            [4, 4, 1, 1],
+            [CONSUMER_REGS, DQ_REGS, PRODUCER_REGS, PRODUCER_REGS],
+        )
+    elif DQ_REGS > 0:
+        gl.warp_specialize(
+            [
+                (backward_consumer, (io, shared, scheduler, params, 0)),
+                (backward_consumer, (io, shared, scheduler, params, 1)),
+                (backward_dq, (io, shared, scheduler, params)),
+                (backward_producer, (io, shared, scheduler, params)),
+                (backward_adder, (io, shared, scheduler, params, 0)),
+                (backward_adder, (io, shared, scheduler, params, 1)),
+            ],
+            [4, 4, 1, 1, 1],
+            [CONSUMER_REGS, DQ_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS],
+        )
+    elif ADDERS == 1:
         gl.warp_specialize(
             [
                 (backward_consumer, (io, shared, scheduler, params, 0)),

@@ -6,8 +6,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
-from heedful.kernels.hopper.backward_mainloop import backward_mainloop
+from heedful.kernels.hopper.backward_mainloop import (
+    backward_mainloop,
+    mainloop_beside,
+    stage_of,
+)
 from heedful.kernels.hopper.backward_p_scale import p_descale
+from heedful.kernels.hopper.backward_shared import CONSUMERS, dq_warpgroups
 from heedful.kernels.hopper.backward_sums import store_registers
 from heedful.kernels.hopper.backward_tile import (
     is_visited,
@@ -40,10 +45,15 @@ def store_rows(desc, memory, x_ND, params, tile, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def outlet(shared, desc, first: gl.constexpr, CONSUMER: gl.constexpr):
+def outlet(shared, desc, params, first: gl.constexpr, CONSUMER: gl.constexpr):
     """Memory for gradients of one consumer's keys: that of its share of dQ, which one fills or two
     do."""
     shape: gl.constexpr = desc.block_type.shape
+    if dq_warpgroups(params):
+        OWN: gl.constexpr = params.tile.DS_STAGES * ROWS * params.tile.BLOCK_M * 2
+        HERE: gl.constexpr = OWN // desc.block_type.nbytes
+        all_boxes = reinterpret(shared.ds, desc.dtype, [CONSUMERS * HERE] + shape, desc.layout)
+        return all_boxes.index(CONSUMER * HERE + (0 if first else HERE - 1))
     share = shared.dq.index(CONSUMER)
     BYTES: gl.constexpr = share.shape[0] * share.shape[1] * 4
     FIT: gl.constexpr = BYTES // desc.block_type.nbytes
@@ -56,14 +66,23 @@ def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.conste
     """Writes dV and dK, through the memory of dQ once that has been added."""
     D: gl.constexpr = io.dk.block_type.shape[-1]
     E: gl.constexpr = io.dv.block_type.shape[-1]
-    BYTES: gl.constexpr = shared.dq.shape[1] * shared.dq.shape[2] * 4
-    barrier.wait(shared.dq_empty.index(CONSUMER), (visit & 1) ^ 1)
-    store_rows(io.dv, outlet(shared, io.dv, True, CONSUMER), dv, params, tile, CONSUMER)
+    BYTES: gl.constexpr = (
+        params.tile.DS_STAGES * ROWS * params.tile.BLOCK_M * 2
+        if dq_warpgroups(params)
+        else shared.dq.shape[1] * shared.dq.shape[2] * 4
+    )
+    if dq_warpgroups(params):
+        for ahead in gl.static_range(params.tile.DS_STAGES):
+            state = stage_of(visit + ahead, params.tile.DS_STAGES)
+            barrier.wait(shared.ds_empty.index(state.index), state.phase ^ 1)
+    else:
+        barrier.wait(shared.dq_empty.index(CONSUMER), (visit & 1) ^ 1)
+    store_rows(io.dv, outlet(shared, io.dv, params, True, CONSUMER), dv, params, tile, CONSUMER)
     if BYTES < 2 * ROWS * (D + E):
         tma.store_wait(0)
         gl.barrier()
     dk *= params.sizes.scale * p_descale(io.q.dtype)
-    store_rows(io.dk, outlet(shared, io.dk, False, CONSUMER), dk, params, tile, CONSUMER)
+    store_rows(io.dk, outlet(shared, io.dk, params, False, CONSUMER), dk, params, tile, CONSUMER)
     tma.store_wait(0)
     gl.barrier()
 
@@ -114,10 +133,15 @@ def backward_consumer(
         if is_visited(params, tile, blocks):
             barrier.wait(shared.k_full.index(0), kv_phase)
             barrier.wait(shared.v_full.index(0), kv_phase)
-            dk, dv, visit = backward_mainloop(shared, visit, blocks, params, tile, CONSUMER)
+            if dq_warpgroups(params):
+                dk, dv, visit = mainloop_beside(shared, visit, blocks, params, tile, CONSUMER)
+                barrier.arrive_after_mma(shared.k_empty.index(0))
+            else:
+                dk, dv, visit = backward_mainloop(shared, visit, blocks, params, tile, CONSUMER)
             kv_phase ^= 1
             finish(io, shared, dk, dv, params, tile, visit, CONSUMER)
-            mbarrier.arrive(shared.k_empty.index(0), count=1)
+            if not dq_warpgroups(params):
+                mbarrier.arrive(shared.k_empty.index(0), count=1)
         else:
             dk = gl.zeros([ROWS, D], gl.float32, scores_layout(io.dk.dtype, D))
             dv = gl.zeros([ROWS, E], gl.float32, scores_layout(io.dv.dtype, E))

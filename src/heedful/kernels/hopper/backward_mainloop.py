@@ -55,7 +55,7 @@ def queue_dq(shared, ds_state, CONSUMER: gl.constexpr):
     layout: gl.constexpr = scores_layout(shared.k.dtype, COLS)
     dq = gl.zeros([ROWS, COLS], gl.float32, layout)
     for i in gl.static_range(CONSUMERS):
-        left = shared.ds.index(ds_state.index * CONSUMERS + i)
+        left = shared.ds.index(i * ds_state.stages + ds_state.index)
         right = keys_of(shared.k, i)
         if M > ROWS:
             left = left.slice(CONSUMER * ROWS, ROWS, dim=1)
@@ -109,7 +109,7 @@ def queue_dv(shared, queued, dp_NM, dv, visit, params, CONSUMER: gl.constexpr):
     ds_NM = score_gradients(queued, dp_NM, delta_M, params, dtype).to(dtype)
     # Who stores in this stage has waited for the other's dS of the visit before, which came behind
     # the other's dQ of the visit before that.
-    shared.ds.index(ds_state.index * CONSUMERS + CONSUMER).store(ds_NM)
+    shared.ds.index(CONSUMER * ds_state.stages + ds_state.index).store(ds_NM)
     fence_async_shared()
     barrier.arrive_each_warp(shared.ds_full.index(ds_state.index))
     return ds_NM, dv
@@ -188,6 +188,102 @@ def last_step(shared, visit, queued, dp_NM, dk, dv, params, CONSUMER: gl.constex
     shared.q.consumer_release_after_mma(q_state)
     send_dq(shared, dq, visit, params, CONSUMER)
     return dk, dv
+
+
+@gluon.jit
+def step_beside(
+    shared,
+    visit,
+    queued,
+    dk,
+    dv,
+    blocks,
+    params,
+    tile,
+    number,
+    CONSUMER: gl.constexpr,
+    MASKED: gl.constexpr,
+    LAST: gl.constexpr,
+):
+    """One visit, whose probabilities are there, and those of the next; dQ is made elsewhere."""
+    dtype: gl.constexpr = shared.k.dtype
+    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    layout: gl.constexpr = scores_layout(dtype, params.tile.BLOCK_M)
+    q_state = stage_of(visit, params.tile.Q_STAGES)
+    next_q = stage_of(visit + 1, params.tile.Q_STAGES)
+    do_state = stage_of(visit, params.tile.DO_STAGES)
+    ds_state = stage_of(visit, params.tile.DS_STAGES)
+    dp_NM = queue_dp(shared, visit, params, CONSUMER)
+    dp_NM = warpgroup_mma_wait(0, deps=[dp_NM])
+    if LAST:
+        barrier.arrive_after_mma(shared.v_empty.index(0))
+    delta_M = shared.delta.index(do_state.index).load(gl.SliceLayout(0, layout))
+    ds_NM = score_gradients(queued, dp_NM, delta_M, params, dtype).to(dtype)
+    left = kept_probabilities(queued, params, dtype, operand)
+    dv = warpgroup_mma(left, shared.do.tile(do_state), dv, is_async=True)
+    barrier.wait(shared.ds_empty.index(ds_state.index), ds_state.phase ^ 1)
+    shared.ds.index(CONSUMER * ds_state.stages + ds_state.index).store(ds_NM)
+    fence_async_shared()
+    barrier.arrive_each_warp(shared.ds_full.index(ds_state.index))
+    if not LAST:
+        shared.q.consumer_wait(next_q)
+    dv = warpgroup_mma_wait(0, deps=[dv])
+    if not LAST:
+        s_NM = queue_rows(shared.k, shared.q, next_q, CONSUMER, params.tile.BLOCK_M)
+    shared.do.consumer_release_after_mma(do_state)
+    left = gl.convert_layout(ds_NM, operand)
+    dk = warpgroup_mma(left, shared.q.tile(q_state), dk, is_async=True)
+    if not LAST:
+        s_NM = warpgroup_mma_wait(1, deps=[s_NM])
+        lse_M = shared.lse.index(next_q.index).load(gl.SliceLayout(0, layout))
+        queued = queued_probabilities(
+            s_NM, lse_M, blocks, params, tile, number, dtype, CONSUMER, MASKED
+        )
+    dk = warpgroup_mma_wait(0, deps=[dk])
+    shared.q.consumer_release_after_mma(q_state)
+    return queued, dk, dv
+
+
+@gluon.jit
+def mainloop_beside(shared, visit, blocks, params, tile, CONSUMER: gl.constexpr):
+    """dK and dV, not scaled, of one consumer's keys: of a work tile's visits, at least one.
+    visit: how many came before, in all work tiles."""
+    D: gl.constexpr = shared.k.shape[-1]
+    E: gl.constexpr = shared.v.shape[-1]
+    dtype: gl.constexpr = shared.k.dtype
+    dk = gl.zeros([ROWS, D], gl.float32, scores_layout(dtype, D))
+    dv = gl.zeros([ROWS, E], gl.float32, scores_layout(dtype, E))
+    first, end = visit_range(params, tile, blocks)
+    q_state = stage_of(visit, params.tile.Q_STAGES)
+    shared.q.consumer_wait(q_state)
+    s_NM = queue_rows(shared.k, shared.q, q_state, CONSUMER, params.tile.BLOCK_M)
+    layout: gl.constexpr = scores_layout(dtype, params.tile.BLOCK_M)
+    lse_M = shared.lse.index(q_state.index).load(gl.SliceLayout(0, layout))
+    s_NM = warpgroup_mma_wait(0, deps=[s_NM])
+    queued = queued_probabilities(
+        s_NM, lse_M, blocks, params, tile, first, dtype, CONSUMER, True
+    )
+    last = end - 1
+    number = first
+    while number < last:
+        # Masked visits are outside of the loop.
+        run = full_run(blocks, number + 1, last)
+        for _ in range(run):
+            number += 1
+            queued, dk, dv = step_beside(
+                shared, visit, queued, dk, dv, blocks, params, tile, number, CONSUMER, False, False
+            )
+            visit += 1
+        if run == 0:
+            number += 1
+            queued, dk, dv = step_beside(
+                shared, visit, queued, dk, dv, blocks, params, tile, number, CONSUMER, True, False
+            )
+            visit += 1
+    queued, dk, dv = step_beside(
+        shared, visit, queued, dk, dv, blocks, params, tile, number, CONSUMER, False, True
+    )
+    return dk, dv, visit + 1
 
 
 @gluon.jit

@@ -13,6 +13,12 @@ CONSUMERS: gl.constexpr = gl.constexpr(2)
 
 
 @gluon.constexpr_function
+def dq_warpgroups(params):
+    """Warpgroups that make dQ alone."""
+    return 1 if params.tile.DQ_REGS else 0
+
+
+@gluon.constexpr_function
 def adders(params):
     """Warps that add dQ to global memory, visits in turn: two where they wait for turns, which
     takes longer than a visit."""
@@ -40,6 +46,7 @@ class BackwardShared:
     k_empty: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
+    ds_empty: gl.shared_memory_descriptor
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
 
@@ -67,12 +74,13 @@ class BackwardShared:
             lse,
             delta,
             ds,
-            allocate_dq(CONSUMERS, SHARE if SHARE > OUT else OUT),
+            allocate_dq(CONSUMERS, SHARE if SHARE > OUT or dq_warpgroups(params) else OUT),
             barriers(1, 1),
             barriers(1, 1),
-            barriers(1, CONSUMERS),
+            barriers(1, CONSUMERS + dq_warpgroups(params)),
             barriers(1, CONSUMERS),
             barriers(params.tile.DS_STAGES, CONSUMERS * 4),
+            barriers(params.tile.DS_STAGES, 1),
             barriers(CONSUMERS * adders(params), 4),
             barriers(CONSUMERS, 1),
         )

@@ -205,6 +205,7 @@ def _backward_call(
                 DO_STAGES=config.dout_stages,
                 DS_STAGES=config.ds_stages,
                 CONSUMER_REGS=config.consumer_regs,
+                DQ_REGS=config.dq_regs,
                 PRODUCER_REGS=config.producer_regs,
             ),
         ),
