@@ -541,7 +541,7 @@ ROWS: list[ConfigRow] = [
 
 # What may be chosen by hand, to be measured: backend="hopper+draws=1" (core/plan.py).
 OPTIONS = {
-    "hopper.backward": ("draws", "last_waves", "splits", "dq_regs", "consumer_regs"),
+    "hopper.backward": ("draws", "last_waves", "splits", "dq_regs", "consumer_regs", "dq_how", "pingpong", "ds_store", "mma_order", "num_stages", "dout_stages"),
     "decode.forward": ("conversion", "programs", "registers", "merge_values", "merge_stages"),
     "mla.forward": ("columns", "merge_values", "overhead", "least_tiles"),
 }

@@ -240,6 +240,10 @@ class HopperBackwardConfig(TileConfig):
     consumer_regs: int = 240
     producer_regs: int = 24
     dq_regs: int = 0
+    dq_how: int = 0
+    pingpong: int = 0
+    ds_store: int = 0
+    mma_order: int = 0
     draws: bool = False
     last_waves: int = 0
     splits: int = 1

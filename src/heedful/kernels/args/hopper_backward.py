@@ -66,6 +66,10 @@ class HopperBackwardTile(NamedTuple):
     DS_STAGES: Const
     CONSUMER_REGS: Const
     DQ_REGS: Const
+    DQ_HOW: Const
+    PINGPONG: Const
+    STORE: Const
+    ORDER: Const
     PRODUCER_REGS: Const
 
 

@@ -33,7 +33,19 @@ def backward(io: HopperBackwardIO, params: HopperBackwardParams):
     fence_async_shared()
     ADDERS: gl.constexpr = adders(params)
     DQ_REGS: gl.constexpr = params.tile.DQ_REGS
-    if DQ_REGS > 0 and ADDERS == 1:
+    DQ_HOW: gl.constexpr = params.tile.DQ_HOW
+    if DQ_REGS > 0 and DQ_HOW % 2 == 1:
+        gl.warp_specialize(
+            [
+                (backward_consumer, (io, shared, scheduler, params, 0)),
+                (backward_consumer, (io, shared, scheduler, params, 1)),
+                (backward_dq, (io, shared, scheduler, params)),
+                (backward_producer, (io, shared, scheduler, params)),
+            ],
+            [4, 4, 1],
+            [CONSUMER_REGS, DQ_REGS, PRODUCER_REGS],
+        )
+    elif DQ_REGS > 0 and ADDERS == 1:
         gl.warp_specialize(
             [
                 (backward_consumer, (io, shared, scheduler, params, 0)),

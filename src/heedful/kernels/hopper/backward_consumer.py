@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.backward_mainloop import (
+    arrive,
     backward_mainloop,
     mainloop_beside,
     stage_of,
@@ -54,11 +55,12 @@ def outlet(shared, desc, params, first: gl.constexpr, CONSUMER: gl.constexpr):
         HERE: gl.constexpr = OWN // desc.block_type.nbytes
         all_boxes = reinterpret(shared.ds, desc.dtype, [CONSUMERS * HERE] + shape, desc.layout)
         return all_boxes.index(CONSUMER * HERE + (0 if first else HERE - 1))
-    share = shared.dq.index(CONSUMER)
-    BYTES: gl.constexpr = share.shape[0] * share.shape[1] * 4
-    FIT: gl.constexpr = BYTES // desc.block_type.nbytes
-    boxes = reinterpret(share, desc.dtype, [FIT] + shape, desc.layout)
-    return boxes.index(0 if first else FIT - 1)
+    else:
+        share = shared.dq.index(CONSUMER)
+        BYTES: gl.constexpr = share.shape[0] * share.shape[1] * 4
+        FIT: gl.constexpr = BYTES // desc.block_type.nbytes
+        boxes = reinterpret(share, desc.dtype, [FIT] + shape, desc.layout)
+        return boxes.index(0 if first else FIT - 1)
 
 
 @gluon.jit
@@ -124,6 +126,8 @@ def backward_consumer(
     D: gl.constexpr = shared.k.shape[-1]
     E: gl.constexpr = shared.v.shape[-1]
     visit = gl.to_tensor(0)
+    if CONSUMER == 1:
+        arrive(params, CONSUMER)
     kv_phase = gl.to_tensor(0)
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)
     index = next_index(scheduler, stride_before(), scheduler_state)

@@ -24,8 +24,9 @@ from heedful.kernels.hopper.backward_scores import (
 from heedful.kernels.hopper.backward_shared import CONSUMERS, adders
 from heedful.kernels.hopper.backward_sums import put_dq
 from heedful.kernels.hopper.backward_tile import is_masked, visit_range
-from heedful.kernels.hopper.compat import opaque
+from heedful.kernels.hopper.compat import inline_asm, opaque
 from heedful.kernels.hopper.mma import ROWS, scores_layout
+from heedful.kernels.hopper.pairs import from_pairs, lane_place, store_pairs, to_pairs
 from heedful.kernels.hopper.pipeline import PipelineState, matrix
 
 
@@ -191,6 +192,20 @@ def last_step(shared, visit, queued, dp_NM, dk, dv, params, CONSUMER: gl.constex
 
 
 @gluon.jit
+def sync(params, CONSUMER: gl.constexpr):
+    if params.tile.PINGPONG:
+        TEXT: gl.constexpr = f"bar.sync {8 + CONSUMER}, 256;"
+        inline_asm(TEXT, "~{memory}", [])
+
+
+@gluon.jit
+def arrive(params, CONSUMER: gl.constexpr):
+    if params.tile.PINGPONG:
+        TEXT: gl.constexpr = f"bar.arrive {9 - CONSUMER}, 256;"
+        inline_asm(TEXT, "~{memory}", [])
+
+
+@gluon.jit
 def step_beside(
     shared,
     visit,
@@ -201,6 +216,7 @@ def step_beside(
     params,
     tile,
     number,
+    lane,
     CONSUMER: gl.constexpr,
     MASKED: gl.constexpr,
     LAST: gl.constexpr,
@@ -218,29 +234,48 @@ def step_beside(
     if LAST:
         barrier.arrive_after_mma(shared.v_empty.index(0))
     delta_M = shared.delta.index(do_state.index).load(gl.SliceLayout(0, layout))
-    ds_NM = score_gradients(queued, dp_NM, delta_M, params, dtype).to(dtype)
+    ds_NJ = to_pairs(score_gradients(queued, dp_NM, delta_M, params, dtype), dtype)
     left = kept_probabilities(queued, params, dtype, operand)
     dv = warpgroup_mma(left, shared.do.tile(do_state), dv, is_async=True)
     barrier.wait(shared.ds_empty.index(ds_state.index), ds_state.phase ^ 1)
-    shared.ds.index(CONSUMER * ds_state.stages + ds_state.index).store(ds_NM)
-    fence_async_shared()
+    place = shared.ds.index(CONSUMER * ds_state.stages + ds_state.index)
+    if params.tile.STORE == 1:
+        store_pairs(place, ds_NJ, lane)
+    else:
+        place.store(from_pairs(ds_NJ, dtype, layout))
+        if params.tile.STORE == 0:
+            fence_async_shared()
+        else:
+            inline_asm("fence.proxy.async.shared::cta;", "~{memory}", [])
     barrier.arrive_each_warp(shared.ds_full.index(ds_state.index))
     if not LAST:
         shared.q.consumer_wait(next_q)
-    dv = warpgroup_mma_wait(0, deps=[dv])
-    if not LAST:
+    EARLY: gl.constexpr = params.tile.ORDER == 2
+    if not LAST and EARLY:
+        s_NM = queue_rows(shared.k, shared.q, next_q, CONSUMER, params.tile.BLOCK_M)
+        dv = warpgroup_mma_wait(1, deps=[dv])
+    else:
+        dv = warpgroup_mma_wait(0, deps=[dv])
+    if not LAST and not EARLY:
         s_NM = queue_rows(shared.k, shared.q, next_q, CONSUMER, params.tile.BLOCK_M)
     shared.do.consumer_release_after_mma(do_state)
-    left = gl.convert_layout(ds_NM, operand)
+    left = from_pairs(ds_NJ, dtype, operand)
     dk = warpgroup_mma(left, shared.q.tile(q_state), dk, is_async=True)
     if not LAST:
-        s_NM = warpgroup_mma_wait(1, deps=[s_NM])
+        if params.tile.ORDER != 1:
+            s_NM = warpgroup_mma_wait(1, deps=[s_NM])
+        else:
+            s_NM, dk = warpgroup_mma_wait(0, deps=[s_NM, dk])
+            shared.q.consumer_release_after_mma(q_state)
+        sync(params, CONSUMER)
         lse_M = shared.lse.index(next_q.index).load(gl.SliceLayout(0, layout))
         queued = queued_probabilities(
             s_NM, lse_M, blocks, params, tile, number, dtype, CONSUMER, MASKED
         )
-    dk = warpgroup_mma_wait(0, deps=[dk])
-    shared.q.consumer_release_after_mma(q_state)
+        arrive(params, CONSUMER)
+    if LAST or params.tile.ORDER != 1:
+        dk = warpgroup_mma_wait(0, deps=[dk])
+        shared.q.consumer_release_after_mma(q_state)
     return queued, dk, dv
 
 
@@ -260,10 +295,13 @@ def mainloop_beside(shared, visit, blocks, params, tile, CONSUMER: gl.constexpr)
     layout: gl.constexpr = scores_layout(dtype, params.tile.BLOCK_M)
     lse_M = shared.lse.index(q_state.index).load(gl.SliceLayout(0, layout))
     s_NM = warpgroup_mma_wait(0, deps=[s_NM])
+    sync(params, CONSUMER)
     queued = queued_probabilities(
         s_NM, lse_M, blocks, params, tile, first, dtype, CONSUMER, True
     )
+    arrive(params, CONSUMER)
     last = end - 1
+    lane = lane_place()
     number = first
     while number < last:
         # Masked visits are outside of the loop.
@@ -271,17 +309,17 @@ def mainloop_beside(shared, visit, blocks, params, tile, CONSUMER: gl.constexpr)
         for _ in range(run):
             number += 1
             queued, dk, dv = step_beside(
-                shared, visit, queued, dk, dv, blocks, params, tile, number, CONSUMER, False, False
+                shared, visit, queued, dk, dv, blocks, params, tile, number, lane, CONSUMER, False, False
             )
             visit += 1
         if run == 0:
             number += 1
             queued, dk, dv = step_beside(
-                shared, visit, queued, dk, dv, blocks, params, tile, number, CONSUMER, True, False
+                shared, visit, queued, dk, dv, blocks, params, tile, number, lane, CONSUMER, True, False
             )
             visit += 1
     queued, dk, dv = step_beside(
-        shared, visit, queued, dk, dv, blocks, params, tile, number, CONSUMER, False, True
+        shared, visit, queued, dk, dv, blocks, params, tile, number, lane, CONSUMER, False, True
     )
     return dk, dv, visit + 1
 

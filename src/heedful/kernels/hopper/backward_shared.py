@@ -22,6 +22,8 @@ def dq_warpgroups(params):
 def adders(params):
     """Warps that add dQ to global memory, visits in turn: two where they wait for turns, which
     takes longer than a visit."""
+    if params.tile.DQ_HOW % 2 == 1:
+        return 0
     return 1 if params.order.turns is None else 2
 
 
@@ -74,13 +76,18 @@ class BackwardShared:
             lse,
             delta,
             ds,
-            allocate_dq(CONSUMERS, SHARE if SHARE > OUT or dq_warpgroups(params) else OUT),
+            allocate_dq(
+                CONSUMERS,
+                256
+                if not adders(params)
+                else (SHARE if SHARE > OUT or dq_warpgroups(params) else OUT),
+            ),
             barriers(1, 1),
             barriers(1, 1),
             barriers(1, CONSUMERS + dq_warpgroups(params)),
             barriers(1, CONSUMERS),
             barriers(params.tile.DS_STAGES, CONSUMERS * 4),
             barriers(params.tile.DS_STAGES, 1),
-            barriers(CONSUMERS * adders(params), 4),
+            barriers(max(CONSUMERS * adders(params), 1), 4),
             barriers(CONSUMERS, 1),
         )

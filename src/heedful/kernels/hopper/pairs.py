@@ -7,6 +7,8 @@ as float32 it takes twice the registers. M query rows, N keys, J pairs of neighb
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from heedful.kernels.hopper.compat import inline_asm
+
 
 @gluon.jit
 def to_pairs(p_MN, dtype: gl.constexpr):
@@ -42,3 +44,40 @@ def bfloat16_pairs(p_MJ):
         cvt.rn.bf16x2.f32 $0, odd, even;
     }"""
     return gl.inline_asm_elementwise(text, "=r,r", [p_MJ], gl.int32, True, 1)
+
+
+@gluon.jit
+def lane_place():
+    """Where this thread's first matrix begins in a tile of 64 rows of 128 bytes, whose sixteens are
+    permuted by the row's place among eight (the 128-byte swizzle)."""
+    return inline_asm(
+        """{ .reg .b32 t, row, flip;
+        mov.u32 t, %tid.x; and.b32 flip, t, 15; shr.u32 row, t, 1; and.b32 row, row, 48;
+        add.u32 row, row, flip; shl.b32 row, row, 7;
+        shr.u32 flip, t, 4; and.b32 flip, flip, 1; and.b32 t, t, 7; xor.b32 flip, flip, t;
+        shl.b32 flip, flip, 4; add.u32 $0, row, flip; }""",
+        "=r",
+        [],
+        gl.int32,
+    )
+
+
+@gluon.constexpr_function
+def _store_pairs(outputs, inputs):
+    """Assembly: four 8 x 8 matrices at a time, of the warp's 16 rows and 16 columns."""
+    values, place, lane = inputs[0], inputs[1][0], inputs[2][0]
+    lines = [f"{{ .reg .b32 base, at; add.u32 base, {place}, {lane};"]
+    for i in range(len(values) // 4):
+        four = ", ".join(values[4 * i : 4 * i + 4])
+        lines.append(f"xor.b32 at, base, {i % 4 * 32};")
+        lines.append(f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [at+{i // 4 * 8192}], {{{four}}};")
+    lines.append("fence.proxy.async.shared::cta;")
+    return " ".join(lines) + " }"
+
+
+@gluon.jit
+def store_pairs(memory, p_MJ, lane):
+    """Stores (M, N) 16-bit floats of 64 rows, as pairs in the order of a product's registers, where
+    rows are swizzled by 128 bytes. Around it the compiler puts no barriers: others' reads of the
+    memory are the caller's to wait for."""
+    inline_asm(_store_pairs, ("r", "r", "r"), [p_MJ, memory, lane])
