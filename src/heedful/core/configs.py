@@ -458,7 +458,7 @@ ROWS: list[ConfigRow] = [
     _hopper_backward(64, (64, 128, 4, 2), _holds_more, _FITS, **_DRAWN),
     _hopper_backward(64, (128, 128, 4, 2), **_DRAWN),
     _hopper_backward(128, (64, 128, 4, 2), **_DRAWN),
-    _hopper_backward(256, (64, 64, 4, 2), splits=0),
+    _hopper_backward(256, (64, 64, 4, 2), splits=0, k_stages=1, consumer_regs=240, dq_regs=None),
     _cdna(64, (256, 128, 8, 1), _eight_bit),
     _cdna(128, (256, 64, 8, 1)),
     # Page numbers are loaded two stages ahead of keys: as many again. 64 rows are a WGMMA's, which
@@ -541,7 +541,7 @@ ROWS: list[ConfigRow] = [
 
 # What may be chosen by hand, to be measured: backend="hopper+draws=1" (core/plan.py).
 OPTIONS = {
-    "hopper.backward": ("draws", "last_waves", "splits", "dq_regs", "consumer_regs", "dq_how", "pingpong", "ds_store", "mma_order", "num_stages", "dout_stages"),
+    "hopper.backward": ("draws", "last_waves", "splits"),
     "decode.forward": ("conversion", "programs", "registers", "merge_values", "merge_stages"),
     "mla.forward": ("columns", "merge_values", "overhead", "least_tiles"),
 }

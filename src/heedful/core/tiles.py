@@ -227,8 +227,9 @@ class HopperFp8Config(HopperConfig):
 class HopperBackwardConfig(TileConfig):
     """A tile of the Hopper backward: a step of `block_m` queries, past `block_n` keys that stay.
 
-    num_stages: of queries. dout_stages, ds_stages: of the output's gradients, and of those of the
-    scores. consumer_regs, producer_regs: registers of a thread. draws: programs for the units of
+    num_stages: of queries. dout_stages, ds_stages, k_stages: of the output's gradients, of those of
+    the scores, and of work tiles' keys. consumer_regs, dq_regs, producer_regs: registers of a
+    thread; dq_regs None where consumers make dQ. draws: programs for the units of
     the device draw their work tiles; else each work tile has a program. last_waves: under a mask,
     how often the tiles of the last L2 group are to fill the device, so that its short tiles outlast
     its longest; 0: groups are alike. splits: in how many parts the visits of a key tile are split,
@@ -237,13 +238,10 @@ class HopperBackwardConfig(TileConfig):
 
     dout_stages: int = 2
     ds_stages: int = 2
-    consumer_regs: int = 240
+    k_stages: int = 2
+    consumer_regs: int = 208
+    dq_regs: int | None = 72
     producer_regs: int = 24
-    dq_regs: int = 0
-    dq_how: int = 0
-    pingpong: int = 0
-    ds_store: int = 0
-    mma_order: int = 0
     draws: bool = False
     last_waves: int = 0
     splits: int = 1
@@ -252,6 +250,11 @@ class HopperBackwardConfig(TileConfig):
     def is_wide(self) -> bool:
         """Whether consumers share keys, and each makes one gradient of them."""
         return self.block_n == CONSUMER_ROWS
+
+    def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
+        # Bits of dropout change their layout through shared memory, which wide keys twice fill.
+        drops = problem.dropout_p > 0 and problem.head_dim > 64
+        return replace(self, k_stages=1) if drops else self
 
 
 def backward_dim(dim: int) -> int:

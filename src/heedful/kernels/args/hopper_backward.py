@@ -57,19 +57,16 @@ class HopperBackwardOrder(NamedTuple):
 
 class HopperBackwardTile(NamedTuple):
     """A step is BLOCK_M queries x BLOCK_N keys, 64 of the keys for each consumer. *_STAGES: tiles
-    that shared memory has room for, powers of two."""
+    that shared memory has room for, powers of two. DQ_REGS: None where consumers make dQ."""
 
     BLOCK_M: Const
     BLOCK_N: Const
     Q_STAGES: Const
     DO_STAGES: Const
     DS_STAGES: Const
+    K_STAGES: Const
     CONSUMER_REGS: Const
     DQ_REGS: Const
-    DQ_HOW: Const
-    PINGPONG: Const
-    STORE: Const
-    ORDER: Const
     PRODUCER_REGS: Const
 
 

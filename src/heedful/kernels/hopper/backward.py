@@ -1,7 +1,8 @@
 """Attention backward: dK and dV of every key tile, and dQ summed over key tiles in float32.
 
-A program has two consumer warpgroups of 64 keys each, a warp that loads, and a warp that adds the
-sums of dQ to global memory. backward_prologue.py comes ahead, backward_epilogue.py behind.
+A program has two consumer warpgroups of 64 keys each, one that makes dQ, a warp that loads, and one
+or two that add dQ to its sums in global memory. backward_prologue.py comes ahead,
+backward_epilogue.py behind.
 """
 
 from triton.experimental import gluon
@@ -12,12 +13,7 @@ from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwar
 from heedful.kernels.hopper.backward_consumer import backward_consumer
 from heedful.kernels.hopper.backward_dq import backward_dq
 from heedful.kernels.hopper.backward_producer import backward_adder, backward_producer
-from heedful.kernels.hopper.backward_shared import (
-    CONSUMERS,
-    BackwardShared,
-    adders,
-    dq_warpgroups,
-)
+from heedful.kernels.hopper.backward_shared import CONSUMERS, BackwardShared, adders
 from heedful.kernels.hopper.backward_tile import work_scheduler
 
 
@@ -26,26 +22,14 @@ def backward(io: HopperBackwardIO, params: HopperBackwardParams):
     """dk, dv of (batch, head, row, dim) tensor maps, and dq_accum, cleared before, with dq less its
     scale added to it."""
     CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
+    DQ_REGS: gl.constexpr = params.tile.DQ_REGS
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     shared = BackwardShared.allocate(io, params)
-    # Warps that add are told of work tiles, too.
-    scheduler = work_scheduler(params, CONSUMERS + dq_warpgroups(params) + adders(params))
+    # Who makes dQ and who adds it are told of work tiles, too.
+    scheduler = work_scheduler(params, CONSUMERS + 1 + adders(params))
     fence_async_shared()
     ADDERS: gl.constexpr = adders(params)
-    DQ_REGS: gl.constexpr = params.tile.DQ_REGS
-    DQ_HOW: gl.constexpr = params.tile.DQ_HOW
-    if DQ_REGS > 0 and DQ_HOW % 2 == 1:
-        gl.warp_specialize(
-            [
-                (backward_consumer, (io, shared, scheduler, params, 0)),
-                (backward_consumer, (io, shared, scheduler, params, 1)),
-                (backward_dq, (io, shared, scheduler, params)),
-                (backward_producer, (io, shared, scheduler, params)),
-            ],
-            [4, 4, 1],
-            [CONSUMER_REGS, DQ_REGS, PRODUCER_REGS],
-        )
-    elif DQ_REGS > 0 and ADDERS == 1:
+    if ADDERS == 1:
         gl.warp_specialize(
             [
                 (backward_consumer, (io, shared, scheduler, params, 0)),
@@ -57,7 +41,7 @@ def backward(io: HopperBackwardIO, params: HopperBackwardParams):
             [4, 4, 1, 1],
             [CONSUMER_REGS, DQ_REGS, PRODUCER_REGS, PRODUCER_REGS],
         )
-    elif DQ_REGS > 0:
+    else:
         gl.warp_specialize(
             [
                 (backward_consumer, (io, shared, scheduler, params, 0)),
@@ -69,27 +53,4 @@ def backward(io: HopperBackwardIO, params: HopperBackwardParams):
             ],
             [4, 4, 1, 1, 1],
             [CONSUMER_REGS, DQ_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS],
-        )
-    elif ADDERS == 1:
-        gl.warp_specialize(
-            [
-                (backward_consumer, (io, shared, scheduler, params, 0)),
-                (backward_consumer, (io, shared, scheduler, params, 1)),
-                (backward_producer, (io, shared, scheduler, params)),
-                (backward_adder, (io, shared, scheduler, params, 0)),
-            ],
-            [4, 1, 1],
-            [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (backward_consumer, (io, shared, scheduler, params, 0)),
-                (backward_consumer, (io, shared, scheduler, params, 1)),
-                (backward_producer, (io, shared, scheduler, params)),
-                (backward_adder, (io, shared, scheduler, params, 0)),
-                (backward_adder, (io, shared, scheduler, params, 1)),
-            ],
-            [4, 1, 1, 1],
-            [CONSUMER_REGS, PRODUCER_REGS, PRODUCER_REGS, PRODUCER_REGS],
         )

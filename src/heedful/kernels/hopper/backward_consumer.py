@@ -1,19 +1,14 @@
-"""A consumer of the Hopper backward: dK and dV of its 64 keys of every work tile, a half of dQ."""
+"""A consumer of the Hopper backward: dK and dV of its 64 keys of every work tile."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
-from heedful.kernels.hopper.backward_mainloop import (
-    arrive,
-    backward_mainloop,
-    mainloop_beside,
-    stage_of,
-)
+from heedful.kernels.hopper.backward_mainloop import backward_mainloop
 from heedful.kernels.hopper.backward_p_scale import p_descale
-from heedful.kernels.hopper.backward_shared import CONSUMERS, dq_warpgroups
+from heedful.kernels.hopper.backward_shared import CONSUMERS, wait_for_outlet
 from heedful.kernels.hopper.backward_sums import store_registers
 from heedful.kernels.hopper.backward_tile import (
     is_visited,
@@ -25,7 +20,7 @@ from heedful.kernels.hopper.backward_tile import (
 )
 from heedful.kernels.hopper.compat import reinterpret, tma_store
 from heedful.kernels.hopper.mma import ROWS, scores_layout
-from heedful.kernels.hopper.pipeline import PipelineState
+from heedful.kernels.hopper.pipeline import PipelineState, stage_of
 from heedful.kernels.hopper.sequences import box
 from heedful.kernels.hopper.tile_scheduler import SCHEDULER_STAGES, TileScheduler
 
@@ -46,47 +41,34 @@ def store_rows(desc, memory, x_ND, params, tile, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def outlet(shared, desc, params, first: gl.constexpr, CONSUMER: gl.constexpr):
-    """Memory for gradients of one consumer's keys: that of its share of dQ, which one fills or two
-    do."""
+def outlet(shared, desc, first: gl.constexpr, CONSUMER: gl.constexpr):
+    """Memory for gradients of one consumer's keys: that of its dS, which one fills or two do."""
     shape: gl.constexpr = desc.block_type.shape
-    if dq_warpgroups(params):
-        OWN: gl.constexpr = params.tile.DS_STAGES * ROWS * params.tile.BLOCK_M * 2
-        HERE: gl.constexpr = OWN // desc.block_type.nbytes
-        all_boxes = reinterpret(shared.ds, desc.dtype, [CONSUMERS * HERE] + shape, desc.layout)
-        return all_boxes.index(CONSUMER * HERE + (0 if first else HERE - 1))
-    else:
-        share = shared.dq.index(CONSUMER)
-        BYTES: gl.constexpr = share.shape[0] * share.shape[1] * 4
-        FIT: gl.constexpr = BYTES // desc.block_type.nbytes
-        boxes = reinterpret(share, desc.dtype, [FIT] + shape, desc.layout)
-        return boxes.index(0 if first else FIT - 1)
+    FIT: gl.constexpr = ds_bytes(shared) // desc.block_type.nbytes
+    boxes = reinterpret(shared.ds, desc.dtype, [CONSUMERS * FIT] + shape, desc.layout)
+    return boxes.index(CONSUMER * FIT + (0 if first else FIT - 1))
+
+
+@gluon.constexpr_function
+def ds_bytes(shared):
+    """Of all of one consumer's dS."""
+    boxes, rows, columns = shared.ds.shape
+    return boxes // 2 * rows * columns * 2
 
 
 @gluon.jit
 def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
-    """Writes dV and dK, through the memory of dQ once that has been added."""
+    """Sends dV and dK away, through the memory of dS once dQ has been made of it."""
     D: gl.constexpr = io.dk.block_type.shape[-1]
     E: gl.constexpr = io.dv.block_type.shape[-1]
-    BYTES: gl.constexpr = (
-        params.tile.DS_STAGES * ROWS * params.tile.BLOCK_M * 2
-        if dq_warpgroups(params)
-        else shared.dq.shape[1] * shared.dq.shape[2] * 4
-    )
-    if dq_warpgroups(params):
-        for ahead in gl.static_range(params.tile.DS_STAGES):
-            state = stage_of(visit + ahead, params.tile.DS_STAGES)
-            barrier.wait(shared.ds_empty.index(state.index), state.phase ^ 1)
-    else:
-        barrier.wait(shared.dq_empty.index(CONSUMER), (visit & 1) ^ 1)
-    store_rows(io.dv, outlet(shared, io.dv, params, True, CONSUMER), dv, params, tile, CONSUMER)
-    if BYTES < 2 * ROWS * (D + E):
-        tma.store_wait(0)
-        gl.barrier()
+    for ahead in gl.static_range(params.tile.DS_STAGES):
+        state = stage_of(visit + ahead, params.tile.DS_STAGES)
+        barrier.wait(shared.ds_empty.index(state.index), state.phase ^ 1)
+    store_rows(io.dv, outlet(shared, io.dv, True, CONSUMER), dv, params, tile, CONSUMER)
+    if ds_bytes(shared) < 2 * ROWS * (D + E):
+        wait_for_outlet()
     dk *= params.sizes.scale * p_descale(io.q.dtype)
-    store_rows(io.dk, outlet(shared, io.dk, params, False, CONSUMER), dk, params, tile, CONSUMER)
-    tma.store_wait(0)
-    gl.barrier()
+    store_rows(io.dk, outlet(shared, io.dk, False, CONSUMER), dk, params, tile, CONSUMER)
 
 
 @gluon.jit
@@ -126,29 +108,22 @@ def backward_consumer(
     D: gl.constexpr = shared.k.shape[-1]
     E: gl.constexpr = shared.v.shape[-1]
     visit = gl.to_tensor(0)
-    if CONSUMER == 1:
-        arrive(params, CONSUMER)
-    kv_phase = gl.to_tensor(0)
+    kv_count = gl.to_tensor(0)
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)
     index = next_index(scheduler, stride_before(), scheduler_state)
     while index < scheduler.count:
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
         if is_visited(params, tile, blocks):
-            barrier.wait(shared.k_full.index(0), kv_phase)
-            barrier.wait(shared.v_full.index(0), kv_phase)
-            if dq_warpgroups(params):
-                dk, dv, visit = mainloop_beside(shared, visit, blocks, params, tile, CONSUMER)
-                barrier.arrive_after_mma(shared.k_empty.index(0))
-            else:
-                dk, dv, visit = backward_mainloop(shared, visit, blocks, params, tile, CONSUMER)
-            kv_phase ^= 1
-            finish(io, shared, dk, dv, params, tile, visit, CONSUMER)
-            if not dq_warpgroups(params):
-                mbarrier.arrive(shared.k_empty.index(0), count=1)
+            dk, dv, visit = backward_mainloop(
+                shared, visit, blocks, params, tile, kv_count, CONSUMER
+            )
+            kv_count += 1
         else:
             dk = gl.zeros([ROWS, D], gl.float32, scores_layout(io.dk.dtype, D))
             dv = gl.zeros([ROWS, E], gl.float32, scores_layout(io.dv.dtype, E))
-            finish(io, shared, dk, dv, params, tile, visit, CONSUMER)
+            wait_for_outlet()
+        finish(io, shared, dk, dv, params, tile, visit, CONSUMER)
         scheduler_state = scheduler_state.next()
         index = next_index(scheduler, index, scheduler_state)
+    wait_for_outlet()

@@ -1,4 +1,5 @@
-"""The warpgroup of the Hopper backward that makes dQ of every visit, from dS of both consumers.
+"""The warpgroup of the Hopper backward that makes dQ of every visit, from dS of both consumers. So
+these never wait for each other, and one makes exponentials while the other has the matrix unit.
 
 M query rows, N keys (64), D qk dim.
 """
@@ -9,46 +10,69 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
-from heedful.kernels.hopper.backward_mainloop import keys_of, queue_dq, send_dq, stage_of
-from heedful.kernels.hopper.backward_shared import CONSUMERS, adders
-from heedful.kernels.hopper.backward_sums import add_registers, put_dq
+from heedful.kernels.hopper.backward_mainloop import keys_of
+from heedful.kernels.hopper.backward_shared import CONSUMERS, SHARES, adders
+from heedful.kernels.hopper.backward_sums import put_dq
 from heedful.kernels.hopper.backward_tile import (
     is_visited,
     key_tile,
     m_block_range,
     next_index,
-    query_tile,
     stride_before,
     visit_range,
 )
 from heedful.kernels.hopper.mma import ROWS, scores_layout
-from heedful.kernels.hopper.pipeline import PipelineState
+from heedful.kernels.hopper.pipeline import PipelineState, stage_of
 from heedful.kernels.hopper.tile_scheduler import SCHEDULER_STAGES, TileScheduler
 
 
 @gluon.jit
-def queue_whole(shared, ds_state):
+def make_dq(shared, ds_state, k_stage, SHARE: gl.constexpr):
+    """A share of dQ: half of the columns, or of 128 queries half of the rows."""
+    M: gl.constexpr = shared.ds.shape[2]
     D: gl.constexpr = shared.k.shape[-1]
-    layout: gl.constexpr = scores_layout(shared.k.dtype, D)
-    dq = gl.zeros([ROWS, D], gl.float32, layout)
+    COLS: gl.constexpr = D if M > ROWS else D // SHARES
+    layout: gl.constexpr = scores_layout(shared.k.dtype, COLS)
+    dq = gl.zeros([ROWS, COLS], gl.float32, layout)
     for i in gl.static_range(CONSUMERS):
-        left = shared.ds.index(i * ds_state.stages + ds_state.index)
-        right = keys_of(shared.k, i)
+        left = shared.consumer_ds(ds_state, i)
+        right = keys_of(shared.k, k_stage * CONSUMERS + i)
+        if M > ROWS:
+            left = left.slice(SHARE * ROWS, ROWS, dim=1)
+        else:
+            right = right.slice(SHARE * COLS, COLS, dim=1)
         dq = warpgroup_mma(left.permute((1, 0)), right, dq, use_acc=i > 0, is_async=True)
-    return dq
+    return warpgroup_mma_wait(0, deps=[dq])
+
+
+@gluon.jit
+def send_dq(shared, dq, visit, params, SHARE: gl.constexpr):
+    """Hands a share of dQ to the warp that adds it."""
+    ADDERS: gl.constexpr = adders(params)
+    barrier.wait(shared.dq_empty.index(SHARE), (visit & 1) ^ 1)
+    put_dq(dq, shared.dq.index(SHARE))
+    barrier.arrive_each_warp(shared.dq_full.index(visit % ADDERS * SHARES + SHARE))
+
+
+@gluon.jit
+def visit_dq(shared, visit, k_stage, params):
+    """dQ of one visit, and its dS given back."""
+    ds_state = stage_of(visit, params.tile.DS_STAGES)
+    barrier.wait(shared.ds_full.index(ds_state.index), ds_state.phase)
+    for share in gl.static_range(SHARES):
+        dq = make_dq(shared, ds_state, k_stage, share)
+        if share == SHARES - 1:
+            barrier.arrive_after_mma(shared.ds_empty.index(ds_state.index))
+        send_dq(shared, dq, visit, params, share)
 
 
 @gluon.jit
 def backward_dq(
     io: HopperBackwardIO, shared, scheduler: TileScheduler, params: HopperBackwardParams
 ):
-    """dQ of each visit, a share after the other."""
-    DIRECT: gl.constexpr = params.tile.DQ_HOW % 2 == 1
-    WHOLE: gl.constexpr = params.tile.DQ_HOW >= 2
-    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
-    D: gl.constexpr = shared.k.shape[-1]
+    """dQ of every visit of every work tile."""
     visit = gl.to_tensor(0)
-    kv_phase = gl.to_tensor(0)
+    kv_count = gl.to_tensor(0)
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)
     index = next_index(scheduler, stride_before(), scheduler_state)
     while index < scheduler.count:
@@ -56,47 +80,12 @@ def backward_dq(
         blocks = m_block_range(params, tile)
         if is_visited(params, tile, blocks):
             first, end = visit_range(params, tile, blocks)
-            barrier.wait(shared.k_full.index(0), kv_phase)
-            head, block = query_tile(params, tile, blocks, first)
-            row = head.to(gl.int64) * params.sizes.accum_rows + tile.accum_row + block * BLOCK_M
-            address = io.dq_accum + row * D
-            count = blocks.end - blocks.begin
-            left = blocks.end - block
-            jump = (params.sizes.accum_rows - count * BLOCK_M) * D
+            k_state = stage_of(kv_count, params.tile.K_STAGES)
+            barrier.wait(shared.k_full.index(k_state.index), k_state.phase)
             for _ in range(first, end):
-                ds_state = stage_of(visit, params.tile.DS_STAGES)
-                barrier.wait(shared.ds_full.index(ds_state.index), ds_state.phase)
-                if WHOLE:
-                    dq = queue_whole(shared, ds_state)
-                    dq = warpgroup_mma_wait(0, deps=[dq])
-                    barrier.arrive_after_mma(shared.ds_empty.index(ds_state.index))
-                    if DIRECT:
-                        add_registers(address, dq)
-                    else:
-                        for share in gl.static_range(CONSUMERS):
-                            barrier.wait(shared.dq_empty.index(share), (visit & 1) ^ 1)
-                        put_dq(dq, shared.dq.index(0))
-                        for share in gl.static_range(CONSUMERS):
-                            barrier.arrive_each_warp(
-                                shared.dq_full.index(visit % adders(params) * CONSUMERS + share)
-                            )
-                else:
-                    for share in gl.static_range(CONSUMERS):
-                        dq = queue_dq(shared, ds_state, share)
-                        dq = warpgroup_mma_wait(0, deps=[dq])
-                        if share == CONSUMERS - 1:
-                            barrier.arrive_after_mma(shared.ds_empty.index(ds_state.index))
-                        if DIRECT:
-                            add_registers(address + share * (BLOCK_M * D // 2), dq)
-                            barrier.wait(shared.k_full.index(0), kv_phase)
-                        else:
-                            send_dq(shared, dq, visit, params, share)
+                visit_dq(shared, visit, k_state.index, params)
                 visit += 1
-                if DIRECT:
-                    left -= 1
-                    address += BLOCK_M * D + gl.where(left == 0, jump, 0)
-                    left = gl.where(left == 0, count, left)
-            barrier.arrive_after_mma(shared.k_empty.index(0))
-            kv_phase ^= 1
+            barrier.arrive_after_mma(shared.k_empty.index(k_state.index))
+            kv_count += 1
         scheduler_state = scheduler_state.next()
         index = next_index(scheduler, index, scheduler_state)

@@ -1,4 +1,4 @@
-"""Two warps of the Hopper backward: one loads tiles, one adds sums of dQ to global memory.
+"""Warps of the Hopper backward: one loads tiles, others add sums of dQ to global memory.
 
 M query rows, N keys.
 """
@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.backward_p_scale import p_scale_log2
-from heedful.kernels.hopper.backward_shared import CONSUMERS, adders
+from heedful.kernels.hopper.backward_shared import SHARES, adders
 from heedful.kernels.hopper.backward_sums import (
     add_block,
     end_turn,
@@ -28,7 +28,7 @@ from heedful.kernels.hopper.backward_tile import (
 )
 from heedful.kernels.hopper.compat import tma_load
 from heedful.kernels.hopper.mma import ROWS
-from heedful.kernels.hopper.pipeline import PipelineState
+from heedful.kernels.hopper.pipeline import PipelineState, stage_of
 from heedful.kernels.hopper.sequences import box
 from heedful.kernels.hopper.tile_scheduler import SCHEDULER_STAGES, TileScheduler
 
@@ -63,14 +63,30 @@ def base_2(lse_M, dtype: gl.constexpr):
 
 
 @gluon.jit
-def load_keys(desc, boxes, full, params, tile):
-    """Starts loading a work tile's keys or values."""
+def load_keys(desc, boxes, full, empty, state, params, tile):
+    """Loads a work tile's keys or values once there is room for them."""
     PACKED: gl.constexpr = params.seqs.cu_k is not None
     BOXES: gl.constexpr = params.tile.BLOCK_N // ROWS
-    mbarrier.expect(full.index(0), BOXES * desc.block_type.nbytes)
+    bar = full.index(state.index)
+    barrier.wait(empty.index(state.index), state.phase ^ 1)
+    mbarrier.expect(bar, BOXES * desc.block_type.nbytes)
     for i in gl.static_range(BOXES):
         at = box(PACKED, tile.batch, tile.kv_head, tile.start_k, tile.stored_k, tile.col + i * ROWS)
-        tma_load(desc, at, full.index(0), boxes.index(i))
+        tma_load(desc, at, bar, boxes.index(state.index * BOXES + i))
+
+
+@gluon.jit
+def load_k(io, shared, params, tile, kv_count):
+    """Loads a work tile's keys. kv_count: how many work tiles were loaded before."""
+    state = stage_of(kv_count, params.tile.K_STAGES)
+    load_keys(io.k, shared.k, shared.k_full, shared.k_empty, state, params, tile)
+
+
+@gluon.jit
+def load_v(io, shared, params, tile, kv_count):
+    """Loads a work tile's values."""
+    state = stage_of(kv_count, 1)
+    load_keys(io.v, shared.v, shared.v_full, shared.v_empty, state, params, tile)
 
 
 @gluon.jit
@@ -85,20 +101,26 @@ def load_rows(desc, ring, numbers, x_M, params, tile, head, row, state):
 
 
 @gluon.jit
-def load_tile(io, shared, params, tile, blocks, first, end, states, kv_phase):
+def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
     """Loads a work tile's keys and values, and its queries in the order of visits."""
+    # Two stages of keys have room while the tile before is at work; of one, values are done with
+    # first.
+    K_AHEAD: gl.constexpr = params.tile.K_STAGES > 1
     q_state, do_state = states
     head, row, lse_M, delta_M = queries_of(io, params, tile, blocks, first)
     for visit in range(first, end):
-        # What consumers of the tile before are done with first comes first.
         if visit == first:
-            barrier.wait(shared.v_empty.index(0), kv_phase ^ 1)
-            load_keys(io.v, shared.v, shared.v_full, params, tile)
+            if K_AHEAD:
+                load_k(io, shared, params, tile, kv_count)
+            else:
+                load_v(io, shared, params, tile, kv_count)
         less_M = base_2(lse_M, io.q.dtype)
         load_rows(io.q, shared.q, shared.lse, less_M, params, tile, head, row, q_state)
         if visit == first:
-            barrier.wait(shared.k_empty.index(0), kv_phase ^ 1)
-            load_keys(io.k, shared.k, shared.k_full, params, tile)
+            if K_AHEAD:
+                load_v(io, shared, params, tile, kv_count)
+            else:
+                load_k(io, shared, params, tile, kv_count)
         load_rows(io.dout, shared.do, shared.delta, delta_M, params, tile, head, row, do_state)
         q_state = q_state.next()
         do_state = do_state.next()
@@ -115,7 +137,7 @@ def backward_producer(
     """Draws work tiles, tells the other warps of them, and loads what they need."""
     states = PipelineState.start(params.tile.Q_STAGES), PipelineState.start(params.tile.DO_STAGES)
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)
-    kv_phase = gl.to_tensor(0)
+    kv_count = gl.to_tensor(0)
     index = scheduler.draw(stride_before())
     while index < scheduler.count:
         scheduler.producer_commit((index,), scheduler_state)
@@ -124,15 +146,13 @@ def backward_producer(
         blocks = m_block_range(params, tile)
         first, end = visit_range(params, tile, blocks)
         if end > first:
-            states = load_tile(io, shared, params, tile, blocks, first, end, states, kv_phase)
-            kv_phase ^= 1
+            states = load_tile(io, shared, params, tile, blocks, first, end, states, kv_count)
+            kv_count += 1
         elif params.tile.BLOCK_N == ROWS:
             # Of wide heads' keys consumers always wait for the memory.
-            barrier.wait(shared.v_empty.index(0), kv_phase ^ 1)
-            load_keys(io.v, shared.v, shared.v_full, params, tile)
-            barrier.wait(shared.k_empty.index(0), kv_phase ^ 1)
-            load_keys(io.k, shared.k, shared.k_full, params, tile)
-            kv_phase ^= 1
+            load_v(io, shared, params, tile, kv_count)
+            load_k(io, shared, params, tile, kv_count)
+            kv_count += 1
         # Not before all is loaded: who draws at a tile's beginning draws in the order in which
         # programs began theirs, and gets the longest after the longest.
         index = scheduler.draw(index)
@@ -147,12 +167,12 @@ def backward_adder(
     params: HopperBackwardParams,
     ADDER: gl.constexpr,
 ):
-    """Adds consumers' shares of dQ to global memory, in the order of those visits that are its
+    """Adds shares of dQ to global memory, in the order of those visits that are its
     own: of `adders` warps each has every so many."""
     ADDERS: gl.constexpr = adders(params)
     TAKES_TURNS: gl.constexpr = params.order.turns is not None
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
-    SHARE: gl.constexpr = BLOCK_M * io.q.block_type.shape[-1] // CONSUMERS
+    SHARE: gl.constexpr = BLOCK_M * io.q.block_type.shape[-1] // SHARES
     phase = gl.to_tensor(0)
     ahead = gl.to_tensor(ADDER)
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)
@@ -164,12 +184,12 @@ def backward_adder(
         for visit in range(first + ahead, end, ADDERS):
             head, block = query_tile(params, tile, blocks, visit)
             place = head.to(gl.int64) * params.sizes.accum_rows + tile.accum_row + block * BLOCK_M
-            address = io.dq_accum + place * (SHARE * CONSUMERS // BLOCK_M)
+            address = io.dq_accum + place * (SHARE * SHARES // BLOCK_M)
             if TAKES_TURNS:
                 turn = params.order.turns + place // BLOCK_M
                 wait_for_turn(turn, turn_of(params, tile, block))
-            for i in gl.static_range(CONSUMERS):
-                barrier.wait(shared.dq_full.index(ADDER * CONSUMERS + i), phase)
+            for i in gl.static_range(SHARES):
+                barrier.wait(shared.dq_full.index(ADDER * SHARES + i), phase)
                 add_block(address + i * SHARE, shared.dq.index(i), SHARE)
                 wait_until_read()
                 barrier.arrive_lane(shared.dq_empty.index(i))

@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from heedful.kernels.hopper.backward_sums import allocate_dq
 from heedful.kernels.hopper.barrier import barriers
@@ -10,29 +11,30 @@ from heedful.kernels.hopper.mma import ROWS
 from heedful.kernels.hopper.pipeline import Pipeline, allocate_boxes
 
 CONSUMERS: gl.constexpr = gl.constexpr(2)
-
-
-@gluon.constexpr_function
-def dq_warpgroups(params):
-    """Warpgroups that make dQ alone."""
-    return 1 if params.tile.DQ_REGS else 0
+# A visit's dQ leaves in so many shares, one after the other.
+SHARES: gl.constexpr = gl.constexpr(2)
 
 
 @gluon.constexpr_function
 def adders(params):
     """Warps that add dQ to global memory, visits in turn: two where they wait for turns, which
     takes longer than a visit."""
-    if params.tile.DQ_HOW % 2 == 1:
-        return 0
     return 1 if params.order.turns is None else 2
+
+
+@gluon.jit
+def wait_for_outlet():
+    """Waits until gradients have left the memory of dS, which may be written then."""
+    tma.store_wait(0)
+    gl.barrier()
 
 
 @aggregate
 class BackwardShared:
-    """k, v: a box of 64 keys for each consumer. q, do: rings of query tiles, beside each of which
-    lie lse in base 2, delta. ds: of each step a box for each consumer, keys by queries.
-    dq: each consumer's share. Full and empty barriers: of k and v of a work tile, ds_full of a
-    step, dq_empty of a share, dq_full of a share for each warp that adds.
+    """k: a box of 64 keys for each consumer, of two work tiles; v: of one. q, do: rings of query
+    tiles, beside each of which lie lse in base 2, delta. ds: of each consumer a ring of boxes, keys
+    by queries. dq: shares. Full and empty barriers: of k for each of the two, of v, of ds of both
+    consumers, dq_empty of a share, dq_full of a share for each warp that adds.
     """
 
     k: gl.shared_memory_descriptor
@@ -55,10 +57,8 @@ class BackwardShared:
     @gluon.jit
     def allocate(io, params):
         BLOCK_M: gl.constexpr = params.tile.BLOCK_M
-        D: gl.constexpr = io.q.block_type.shape[-1]
-        SHARE: gl.constexpr = BLOCK_M * D // CONSUMERS
-        # dK and dV leave through memory of dQ.
-        OUT: gl.constexpr = max(io.dk.block_type.nbytes, io.dv.block_type.nbytes) // 4
+        K_STAGES: gl.constexpr = params.tile.K_STAGES
+        SHARE: gl.constexpr = BLOCK_M * io.q.block_type.shape[-1] // SHARES
         q = Pipeline.allocate(io.q, params.tile.Q_STAGES, CONSUMERS)
         do = Pipeline.allocate(io.dout, params.tile.DO_STAGES, CONSUMERS)
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -66,28 +66,29 @@ class BackwardShared:
         delta = gl.allocate_shared_memory(gl.float32, [params.tile.DO_STAGES, BLOCK_M], plain)
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], io.q.dtype)
         ds = gl.allocate_shared_memory(
-            io.q.dtype, [params.tile.DS_STAGES * CONSUMERS, ROWS, BLOCK_M], layout
+            io.q.dtype, [CONSUMERS * params.tile.DS_STAGES, ROWS, BLOCK_M], layout
         )
         return BackwardShared(
-            allocate_boxes(io.k, CONSUMERS),
+            allocate_boxes(io.k, K_STAGES * CONSUMERS),
             allocate_boxes(io.v, CONSUMERS),
             q,
             do,
             lse,
             delta,
             ds,
-            allocate_dq(
-                CONSUMERS,
-                256
-                if not adders(params)
-                else (SHARE if SHARE > OUT or dq_warpgroups(params) else OUT),
-            ),
+            allocate_dq(SHARES, SHARE),
+            barriers(K_STAGES, 1),
             barriers(1, 1),
-            barriers(1, 1),
-            barriers(1, CONSUMERS + dq_warpgroups(params)),
+            # Who makes dQ reads keys, too.
+            barriers(K_STAGES, CONSUMERS + 1),
             barriers(1, CONSUMERS),
             barriers(params.tile.DS_STAGES, CONSUMERS * 4),
             barriers(params.tile.DS_STAGES, 1),
-            barriers(max(CONSUMERS * adders(params), 1), 4),
-            barriers(CONSUMERS, 1),
+            barriers(SHARES * adders(params), 4),
+            barriers(SHARES, 1),
         )
+
+    @gluon.jit
+    def consumer_ds(self, state, CONSUMER: gl.constexpr):
+        """One consumer's box of dS at a stage."""
+        return self.ds.index(CONSUMER * state.stages + state.index)

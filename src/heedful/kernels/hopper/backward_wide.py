@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.backward_consumer import store_partial, store_rows
-from heedful.kernels.hopper.backward_mainloop import queue_rows, stage_of
+from heedful.kernels.hopper.backward_mainloop import keys_of, queue_rows
 from heedful.kernels.hopper.backward_p_scale import p_descale
 from heedful.kernels.hopper.backward_producer import backward_producer
 from heedful.kernels.hopper.backward_scores import kept_probabilities, queued_probabilities
@@ -36,10 +36,10 @@ from heedful.kernels.hopper.backward_tile import (
     work_scheduler,
 )
 from heedful.kernels.hopper.barrier import barriers
-from heedful.kernels.hopper.compat import aggregate, inline_asm, opaque
+from heedful.kernels.hopper.compat import aggregate, inline_asm
 from heedful.kernels.hopper.mma import ROWS, scores_layout
 from heedful.kernels.hopper.pairs import from_pairs
-from heedful.kernels.hopper.pipeline import Pipeline, PipelineState, allocate_boxes, matrix
+from heedful.kernels.hopper.pipeline import Pipeline, PipelineState, allocate_boxes, stage_of
 from heedful.kernels.hopper.tile_scheduler import SCHEDULER_STAGES, TileScheduler
 
 CROSSING_STAGES: gl.constexpr = gl.constexpr(2)
@@ -110,7 +110,7 @@ def add_dq(io, shared, params, tile, blocks, number, crossing, CONSUMER: gl.cons
     row = head.to(gl.int64) * params.sizes.accum_rows + tile.accum_row + block * BLOCK_M
     address = io.dq_accum + row * D + CONSUMER * (BLOCK_M * HALF)
     left = shared.ds.index(crossing.index).permute((1, 0))
-    keys = matrix(shared.k.index(opaque(gl.to_tensor(0))), ROWS, D)
+    keys = keys_of(shared.k, 0)
     for part in gl.static_range(HALF // COLS):
         dq = gl.zeros([ROWS, COLS], gl.float32, layout)
         right = keys.slice(CONSUMER * HALF + part * COLS, COLS, dim=1)
@@ -124,7 +124,7 @@ def queue_scores(shared, visit, params):
     """Starts a visit's S."""
     q_state = stage_of(visit, params.tile.Q_STAGES)
     shared.q.consumer_wait(q_state)
-    return queue_rows(shared.k, shared.q, q_state, 0, params.tile.BLOCK_M)
+    return queue_rows(keys_of(shared.k, 0), shared.q, q_state, params.tile.BLOCK_M)
 
 
 @gluon.jit
@@ -181,7 +181,7 @@ def key_gradients(io, shared, visit, blocks, params, tile, first, end):
         do_state = stage_of(visit, params.tile.DO_STAGES)
         crossing = stage_of(visit, CROSSING_STAGES)
         shared.do.consumer_wait(do_state)
-        dp_NM = queue_rows(shared.v, shared.do, do_state, 0, params.tile.BLOCK_M)
+        dp_NM = queue_rows(keys_of(shared.v, 0), shared.do, do_state, params.tile.BLOCK_M)
         delta_M = shared.delta.index(do_state.index).load(pairs)
         dp_NM = warpgroup_mma_wait(0, deps=[dp_NM])
         shared.do.consumer_release(do_state)

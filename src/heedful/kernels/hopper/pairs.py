@@ -1,4 +1,4 @@
-"""Probabilities as pairs of 16-bit floats in a register each.
+"""Probabilities, and gradients of scores, as pairs of 16-bit floats in a register each.
 
 As a tensor of 16-bit floats P would cross a loop's end one by one, to be put together again there;
 as float32 it takes twice the registers. M query rows, N keys, J pairs of neighbouring keys.
@@ -48,8 +48,8 @@ def bfloat16_pairs(p_MJ):
 
 @gluon.jit
 def lane_place():
-    """Where this thread's first matrix begins in a tile of 64 rows of 128 bytes, whose sixteens are
-    permuted by the row's place among eight (the 128-byte swizzle)."""
+    """Where a thread stores its first row of `store_pairs`, in bytes: its own, though the compiler
+    takes it for the warp's."""
     return inline_asm(
         """{ .reg .b32 t, row, flip;
         mov.u32 t, %tid.x; and.b32 flip, t, 15; shr.u32 row, t, 1; and.b32 row, row, 48;
@@ -64,20 +64,21 @@ def lane_place():
 
 @gluon.constexpr_function
 def _store_pairs(outputs, inputs):
-    """Assembly: four 8 x 8 matrices at a time, of the warp's 16 rows and 16 columns."""
-    values, place, lane = inputs[0], inputs[1][0], inputs[2][0]
-    lines = [f"{{ .reg .b32 base, at; add.u32 base, {place}, {lane};"]
-    for i in range(len(values) // 4):
-        four = ", ".join(values[4 * i : 4 * i + 4])
-        lines.append(f"xor.b32 at, base, {i % 4 * 32};")
-        lines.append(f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [at+{i // 4 * 8192}], {{{four}}};")
-    lines.append("fence.proxy.async.shared::cta;")
-    return " ".join(lines) + " }"
+    """Assembly: four 8 x 8 matrices at a time, of the warp's 16 rows and 16 columns. A row has 128
+    bytes for 64 columns, whose sixteens are permuted by its place among eight (the 128-byte
+    swizzle)."""
+    values, memory, lane = inputs[0], inputs[1][0], inputs[2][0]
+    lines = [f"{{ .reg .b32 base, at; add.u32 base, {memory}, {lane};"]
+    for i in range(0, len(values), 4):
+        four = ", ".join(values[i : i + 4])
+        lines.append(f"xor.b32 at, base, {i * 8};")
+        lines.append(f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [at], {{{four}}};")
+    return " ".join(lines) + " fence.proxy.async.shared::cta; }"
 
 
 @gluon.jit
-def store_pairs(memory, p_MJ, lane):
-    """Stores (M, N) 16-bit floats of 64 rows, as pairs in the order of a product's registers, where
-    rows are swizzled by 128 bytes. Around it the compiler puts no barriers: others' reads of the
-    memory are the caller's to wait for."""
-    inline_asm(_store_pairs, ("r", "r", "r"), [p_MJ, memory, lane])
+def store_pairs(memory, x_MJ, lane):
+    """Stores 64 x 64 16-bit floats where TMA and products expect them, visible to these once
+    synchronised. Others' reads are the caller's to wait for: the compiler puts no barrier of the
+    warpgroup ahead of it, as it does ahead of its own stores. lane: `lane_place()`."""
+    inline_asm(_store_pairs, ("r", "r", "r"), [x_MJ, memory, lane])

@@ -39,6 +39,13 @@ class PipelineState:
         return PipelineState(index, self.phase ^ gl.where(wraps, 1, 0), self.stages)
 
 
+@gluon.jit
+def stage_of(count, stages: gl.constexpr):
+    """Where a ring is once it has advanced so often. One number takes less registers than a state
+    for each of several rings that advance together."""
+    return PipelineState(count % stages, (count // stages) & 1, stages)
+
+
 @gluon.constexpr_function
 def box_rows(shape):
     """Rows of a box, whatever dims they are spread over."""
