@@ -168,6 +168,7 @@ class Device:
             splits=None if self.splits is None else Int(self.splits),
             tiles=Int(self.tiles),
             least=Int(1 + self.overhead),
+            short_q=None,
             IS_UNIFORM=False,
             OVERHEAD=self.overhead,
             MERGE_PARTS=4,

@@ -421,7 +421,9 @@ def decode(
     KEYS: tl.constexpr = operand_type(tile.VALUES, STORED, DTYPE, tile.CONVERSION, HAS_SCALES)
     pid, programs = tl.program_id(0), tl.num_programs(0)
     group = shape.heads_q // shape.heads_k
-    if sequences.cu_q is not None:
+    # Beside the kernel that has the long sequences, that clears.
+    CLEARS: tl.constexpr = sequences.cu_q is not None and work.short_q is None
+    if CLEARS:
         clear_gaps(
             io.out,
             io.lse,
@@ -461,10 +463,11 @@ def decode(
             unit = (x - base) // unit_length(visits, work)
             unit_begin = base + unit * unit_length(visits, work)
             row_tile = unit
-            index = (token_q * group // tile.BLOCK_M).to(tl.int32) + b
+            index = b * work.tiles
             if sequences.cu_q is None:
                 row_tile = line // heads
-                index = b * work.tiles
+            elif work.short_q is None:
+                index = (token_q * group // tile.BLOCK_M).to(tl.int32) + b
             row0 = row_tile * tile.BLOCK_M
             index = (index + row_tile) * heads + g
             piece = next_piece(x, end, share, unit_begin, index, visits, line, lines, work)

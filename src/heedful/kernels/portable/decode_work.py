@@ -6,7 +6,7 @@ sequence's queries see: its visits. Units of a head and row tile stand in a line
 of packed queries, of which sequences have more or fewer, in one line of the head. Each is as long
 as its visits, and OVERHEAD for what it costs beside. The line is cut into shares, and every line
 has a program for each. A unit that several shares have a part of is merged by who finishes its last
-part.
+part. Packed sequences that another kernel has are of length 0.
 
 Neighbours among programs have the same share of all heads: what they read at a time lies side by
 side. Rows of one head alone, 64 bytes of every 512, would be read at half the speed. And so do row
@@ -107,6 +107,8 @@ def sequence_length(
     length = unit_length(visits, work)
     if x.cu_q is not None:
         length *= tl.cdiv(stored_q * (shape.heads_q // shape.heads_k), tile.BLOCK_M)
+    if work.short_q is not None:
+        length = tl.where(stored_q <= work.short_q, length, 0)
     return visits, length
 
 
