@@ -241,15 +241,22 @@ def test_steps_that_words_name_are_timed_on_the_current_device(
         yield f"{len(rows)} rows"
         yield "at the end"
 
+    def batches(*given: Any) -> Iterator[str]:
+        words = " ".join(word for word in given[0].split() if word not in backends)
+        assert given == (words, gpu, steps.ROUNDS)
+        yield f"mixed: {words}"
+
+    gpu = torch.device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    monkeypatch.setattr(steps.mixed, "run", batches)
     for name, stand_in in {"measure": measure, "lines": said, "pairs": compared}.items():
         monkeypatch.setattr(steps, name, stand_in)
     # What begins as a backend does is one, but not the program's own name.
     monkeypatch.setattr(sys, "argv", ["decode", *words])
     steps.main()
-    gpu = torch.device("cuda", 3)
     assert asked == [(name, gpu, {"backends": backends}) for name in names]
     assert len(emptied) == len(names)
     lines = [line for name in names for line in (name, "second line")]
+    lines.append(f"mixed: {' '.join(word for word in words if word not in backends)}")
     assert capsys.readouterr().out == "\n".join([*lines, f"{len(names)} rows", "at the end", ""])

@@ -15,7 +15,7 @@ import torch
 from heedful.core.device import by_name
 from heedful.core.plan import Plan, plan
 from heedful.core.problem import AttentionProblem
-from heedful.core.tiles import DecodeConfig
+from heedful.core.tiles import DecodeConfig, TileConfig
 from heedful.launch import programs
 from heedful.launch.bind import decode
 from heedful.launch.interpret import interpret
@@ -87,8 +87,8 @@ class Halves:
         tensors |= {"out": out, "lse": lse}
         specs = {name: array_spec(tensor) for name, tensor in tensors.items()}
         device = replace(by_name("MI300X"), units=UNITS)
-        configs = {"decode.forward": TILES}
-        made = Plan(problem, device, "decode", "run", configs=configs, short_q=short)
+        tiles: dict[str, TileConfig] = {"decode.forward": TILES}
+        made = Plan(problem, device, "decode", "run", configs=tiles, short_q=short)
         program = decode.forward(problem, made, specs)
         interpret(Program(program.calls[:1], program.workspaces), tensors)
 

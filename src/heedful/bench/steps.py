@@ -2,10 +2,10 @@
 
     python -m heedful.bench.steps [WORDS] [decode decode+conversion=2 ...]
 
-One new token of each sequence. WORDS: only steps whose name has them; of those that begin as a
-backend does, each is timed beside our own choice. Every result is checked
-against float64 before it is timed and after each round; what is wrong or missing gets its reason
-and no figure. Rounds are interleaved, each call has a cold L2.
+One new token of each sequence; "mixed" batches (bench/mixed.py) have prefills, too. WORDS: only
+steps whose name has them; of those that begin as a backend does, each is timed beside our own
+choice. Every result is checked against float64 before it is timed and after each round; what is
+wrong or missing gets its reason and no figure. Rounds are interleaved, each call has a cold L2.
 
 A read is the fastest of those tried here: what no step can be faster than. Bars are shares of its
 speed.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from heedful import dequantize_kv, flash_attn_varlen_func, flash_attn_with_kvcache, quantize_kv
-from heedful.bench import timing
+from heedful.bench import mixed, timing
 from heedful.bench.cases import Case
 from heedful.bench.check import in_words
 from heedful.bench.exact import Operands, eager, exact
@@ -398,6 +398,8 @@ def main() -> None:
             rows.append(measure(step, device, backends=backends))
             sys.stdout.write("\n".join(lines(rows[-1])) + "\n")
             torch.cuda.empty_cache()
+    for line in mixed.run(words, device, ROUNDS):
+        sys.stdout.write(line + "\n")
     sys.stdout.write("\n".join(pairs(rows)) + "\n")
 
 
