@@ -22,6 +22,7 @@ from heedful.core.mask import MaskSpec
 from heedful.core.problem import AttentionProblem
 from heedful.reference.budget import Error, allowed
 
+One = Callable[[], Tensor]
 # Of two calls the results of both.
 Call = Callable[[], Tensor | list[Tensor]]
 Lengths = tuple[tuple[int, int], ...]
@@ -176,7 +177,7 @@ def _error(difference: Tensor) -> Error:
     return Error(float(difference.abs().max()), float(difference.square().mean().sqrt()))
 
 
-def attend(batch: Batch, t: Tensors, which: slice, backend: str | None = None) -> Call | None:
+def attend(batch: Batch, t: Tensors, which: slice, backend: str | None = None) -> One | None:
     """One call of these sequences; None if there are none."""
     lengths = batch.sequences[which]
     if not lengths:
