@@ -170,6 +170,7 @@ class Device:
             least=Int(1 + self.overhead),
             short_q=None,
             IS_UNIFORM=False,
+            SKIPS_EMPTY=False,
             OVERHEAD=self.overhead,
             MERGE_PARTS=4,
             MERGE_STAGES=1,

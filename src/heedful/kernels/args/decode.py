@@ -13,9 +13,10 @@ class DecodeWork(NamedTuple):
     `partial_lse` (slots, rows), and counts itself in `counts`, one for each tile of rows of each KV
     head, which begin at 0.
 
-    IS_UNIFORM: all sequences are as long as their storage. OVERHEAD: what a part costs beside its
-    keys, in key tiles. MERGE_PARTS: parts that are merged at once; MERGE_STAGES: how often so many
-    are on their way.
+    IS_UNIFORM: all sequences are as long as their storage. SKIPS_EMPTY: sequences without keys are
+    no units, and are cleared apart; of packed queries such have none. OVERHEAD: what a part costs
+    beside its keys, in key tiles. MERGE_PARTS: parts that are merged at once; MERGE_STAGES: how
+    often so many are on their way.
     """
 
     partial_out: Out[Ptr]
@@ -26,6 +27,7 @@ class DecodeWork(NamedTuple):
     least: Num
     short_q: Num
     IS_UNIFORM: Const
+    SKIPS_EMPTY: Const
     OVERHEAD: Const
     MERGE_PARTS: Const
     MERGE_STAGES: Const

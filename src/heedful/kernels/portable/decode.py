@@ -31,7 +31,7 @@ from heedful.kernels.portable.decode_cache import (
     unit_of,
     value_of_words,
 )
-from heedful.kernels.portable.decode_merge import finish_piece
+from heedful.kernels.portable.decode_merge import finish_piece, store_empty
 from heedful.kernels.portable.decode_work import (
     LOOKS,
     facts,
@@ -443,7 +443,7 @@ def decode(
         lines = heads * work.tiles
     line = pid % lines
     g = line % heads
-    x, end, share, b, base = share_of(
+    x, end, share, b, base, empty = share_of(
         pid // lines,
         programs // lines,
         tl.arange(0, 1),
@@ -454,6 +454,11 @@ def decode(
         work,
         tile,
     )
+    if work.SKIPS_EMPTY:  # noqa: SIM102  (known when compiling, and `and` is not)
+        if empty > 0:
+            store_empty(
+                g, pid // heads, programs // heads, sequences, shape, mask, io, mods.sink, tile
+            )
     while x < end:
         token_q, len_q, stored_q, token_k, len_k, stored_k, off = facts(b, sequences, mask)
         visits, length = sequence_length(

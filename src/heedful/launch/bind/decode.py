@@ -80,7 +80,12 @@ def _work(
     at_once = min(_rows(problem, config), MERGE_ROWS) * words
     stages = config.merge_stages
     work = shared_work(problem, config, buffers, numbers["tiles"], at_once, stages)
-    return work._replace(short_q=Scalar(numbers["short_q"]) if "short_q" in numbers else None)
+    # Keys are as many as are said, or as storage has.
+    said = any(name in buffers for name in ("cu_seqlens_k", "seqused_k", "leftpad_k"))
+    return work._replace(
+        short_q=Scalar(numbers["short_q"]) if "short_q" in numbers else None,
+        SKIPS_EMPTY=said and not problem.varlen_q,
+    )
 
 
 def shared_work(
@@ -104,6 +109,7 @@ def shared_work(
         least=Scalar(config.least_tiles + config.overhead),
         short_q=None,
         IS_UNIFORM=not any(name in buffers for name in names),
+        SKIPS_EMPTY=False,
         OVERHEAD=config.overhead,
         MERGE_PARTS=max(1, min(32, merged)),
         MERGE_STAGES=merge_stages,
