@@ -5,6 +5,7 @@ They run in a process of their own: see `support.interpreted`.
 """
 
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -208,9 +209,22 @@ def as_the_compiler_does(
 
 
 @interpreted
-@pytest.mark.parametrize("mods", [{}, {"softcap": 3.0}, {"alibi": "bh"}, {"scale": 300.0}], ids=str)
+@pytest.mark.parametrize(
+    "mods",
+    [
+        {},
+        {"softcap": 3.0},
+        {"alibi": "bh"},
+        {"scale": 300.0},
+        # More queries than a tile has rows, which no other kernel takes.
+        {"seqlen_q": 30, "causal": True, "used": "k", "lens_k": (103, 20)},
+        {"seqlen_q": 40, "varlen": "q", "page_size": 16, "causal": True},
+    ],
+    ids=str,
+)
 def test_products_with_stored_floats_are_exact_in_float16(mods):
-    case = Case(dtype="float8_e4m3fn", backward=False, seqlen_q=3, seqlen_k=103, heads_q=6, **mods)
+    facts: dict[str, Any] = {"seqlen_q": 3, "seqlen_k": 103, "heads_q": 6, **mods}
+    case = Case(dtype="float8_e4m3fn", backward=False, **facts)
     with (
         mock.patch.object(kernel, "value_of_words", as_the_compiler_does),
         mock.patch(f"{__name__}.TILES", replace(TILES, conversion=2)),

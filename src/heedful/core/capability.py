@@ -279,7 +279,9 @@ WIDE_DIM, WIDE_REST, WIDE_TILES = 256, 64, 32
 def _few_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     rows = problem.seqlen_q * problem.group
     most = DECODE_ROWS * (WIDE_TILES if problem.v_in_k and problem.head_dim > WIDE_DIM else 1)
-    if rows > most:
+    # Of 8-bit queries over caches, which no other kernel takes, any number.
+    cached = problem.page_size or problem.used_k or problem.kv_batch_idx or problem.leftpad_k
+    if rows > most and not (cached and ITEM_BITS[problem.dtype] == 8):
         return f"{rows} query rows of a KV head: takes up to {most}"
     return None
 
