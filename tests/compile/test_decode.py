@@ -13,6 +13,7 @@ from heedful.core.mask import MaskSpec
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.inspector.nvidia import disassemble, measure, parse_sass
+from heedful.launch import programs
 from heedful.launch.bind import decode
 from heedful.launch.triton_compat import compile_kernel
 from support.grids import in_turns
@@ -41,6 +42,7 @@ PROBLEMS = {
     "MLA, 16 heads": {**MLA, "heads_q": 16, "page_size": 64},
     "MLA, 128 heads": {**MLA, "heads_q": 128, "causal": True, "seqlen_q": 2},
 }
+CAUSAL = MaskSpec.of(True)
 # Where the loop over keys reloads what it keeps: tiles of 64 rows by 512 of outputs.
 RELOADS = {("MLA, 128 heads", "sm_90"): 32}
 
@@ -153,3 +155,24 @@ def test_stored_integers_leave_room_for_three_programs_of_an_sm(name):
     assert spills_over_keys(found.asm["cubin"]) == 0
     # 1 KiB of each program is the system's.
     assert 3 * (found.metadata.shared + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"page_size": 16},
+        {"num_splits": 1},
+        {"heads_q": 64, "page_size": 64, "sink": True, "softcap": 20.0},
+        {"heads_q": 256, "mask": MaskSpec(1000, 0), "page_size": 16},
+        {"head_dim": 256, "page_size": 16},
+    ],
+    ids=str,
+)
+def test_the_decode_of_a_mixed_batch_spills_nothing(facts):
+    sizes = {"heads_q": 32, "heads_k": 8, "total_q": 4 * 2048 + 124, "used_k": True}
+    problem = AttentionProblem.dense(128, 2048, 8192, **{"mask": CAUSAL, **sizes, **facts})
+    *_, call = programs.program(plan(problem, by_name("H200"), backend="mixed"), "forward").calls
+    assert call.kernel.function == "decode"
+    found = compile_kernel(call, "sm_90")
+    assert spills_over_keys(found.asm["cubin"]) == 0
+    assert 2 * (found.metadata.shared + 1024) <= 228 * 1024 or problem.head_dim > 128

@@ -104,6 +104,29 @@ def test_many_tiles_of_unlike_length_take_the_dynamic_scheduler_and_others_do_no
     assert few.calls[0].grid[0] <= DEVICE.units and not few.workspaces
 
 
+MIXES: list[dict] = [
+    {"page_size": 16},
+    {"page_size": 16, "num_splits": 1, "return_lse": True, "sink": True},
+    {"head_dim": 64, "mask": MaskSpec.of(True, (500, 0))},
+    {"head_dim": 256, "alibi": True, "softcap": 20.0},
+]
+
+
+@pytest.mark.parametrize("facts", MIXES, ids=str)
+def test_the_long_sequences_of_a_mixed_batch_run_the_code_of_a_batch_of_their_own(facts):
+    sizes = {"total_q": 4 * 2048 + 124, "used_k": True, "causal": "mask" not in facts}
+    problem = AttentionProblem.dense(128, 2048, 8192, 32, 8, **sizes, **facts)
+    pair, alone = (
+        programs.program(plan.plan(problem, DEVICE, compiling(), backend), "forward").calls
+        for backend in ("mixed", "hopper")
+    )
+    assert [call.kernel.function for call in pair] == ["schedule_varlen_tiles", "forward", "decode"]
+    assert pair[1].variant == alone[1].variant and pair[1].grid == alone[1].grid
+    assert pair[1].writes & pair[2].writes == {"out", "lse"} & pair[1].writes
+    # What begins at zero is read by one of them.
+    assert "counts" not in pair[1].writes and "tile_counter" not in pair[2].writes
+
+
 def values(call, *names):
     return tuple(call.arguments[name].value for name in names)
 

@@ -119,6 +119,41 @@ def test_gradients_are_calls_whose_arrays_come_from_xla(monkeypatch):
     assert "output_operand_alias" in text
 
 
+def test_both_kernels_of_a_mixed_batch_write_one_result(monkeypatch):
+    """Each its own rows: the second is given what the first made."""
+    q, cache = shaped(2048 + 9, 8, 128), [shaped(700, 16, 2, 128)] * 2
+    bounds, used = (shaped(n, dtype=jnp.int32) for n in (11, 10))
+    table = shaped(10, 70, dtype=jnp.int32)
+
+    def attend(q, k, v, bounds, table, used):
+        return flash_attn_varlen_func(
+            q, k, v, bounds, None, 2048, 1120, causal=True, block_table=table, seqused_k=used
+        )
+
+    found = []
+    slots = gpu.slots
+
+    def keep(order, writes, live):
+        found.append(slots(order, writes, live))
+        return found[-1]
+
+    monkeypatch.setattr(gpu, "slots", keep)
+    made = calls(attend, q, *cache, bounds, table, used, monkeypatch=monkeypatch)
+    problem = AttentionProblem.dense(
+        *(10, 2048, 1120, 8, 2, 128), causal=True, total_q=2057, page_size=16, used_k=True
+    )
+    chosen = plan(problem, by_name("H200"))
+    launches = program(chosen, "forward").calls
+    assert chosen.backend == "mixed" and len(launches) == 3
+    assert [call.grid for call in made] == [launch.grid for launch in launches]
+    # Four tiles of rows of each sequence and KV head, an int32 each.
+    assert [sum(call.zeroed()) for call in made] == [0, 0, 4 * 10 * 2 * 4]
+    *_, attention, short = found
+    for own in (attention, short):
+        (place,) = (i for i, result in own.aliases.items() if own.results[result] == "out")
+        assert own.operands[place] == "out"
+
+
 def test_packed_and_cached_calls_build(monkeypatch):
     bounds = shaped(4, dtype=jnp.int32)
     packed = [shaped(200, heads, 64) for heads in (4, 2, 2)]

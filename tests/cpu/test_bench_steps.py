@@ -27,7 +27,8 @@ def small(step: steps.Step) -> steps.Step:
     lengths = (70, 64) if step.page else (64, 64)
     window, prefix = min(step.window, 20), min(step.prefix, 50)
     heads = (step.heads[0] // max(1, step.heads[1] // 2), min(step.heads[1], 2))
-    return replace(step, lengths=lengths, heads=heads, window=window, prefix=prefix)
+    few = {"window": window, "prefix": prefix, "padded": min(step.padded, 3)}
+    return replace(step, lengths=lengths, heads=heads, **few)
 
 
 def test_names_tell_steps_apart_and_pairs_are_of_steps():
@@ -78,6 +79,15 @@ def test_a_step_that_loses_a_key_is_found(step):
     assert checker.why_wrong(steps.heedful(step, t)()) is None
     fewer = t._replace(used=t.used - 1)
     assert checker.why_wrong(steps.heedful(step, fewer)()) is not None
+
+
+def test_padded_rows_that_are_not_0_are_found():
+    step = small(next(step for step in STEPS if step.padded))
+    t = draw(step, CPU)
+    checker, out = Checker(step, t), steps.heedful(step, t)()
+    assert t.used.tolist() == [70, 64, 0, 0, 0] and checker.why_wrong(out) is None
+    out[-1, 0, 0, 0] = 1.0
+    assert checker.why_wrong(out) == "padded rows are not 0"
 
 
 def test_what_is_no_result_is_said():

@@ -131,8 +131,8 @@ def test_flashinfer_splits_latent_vectors_as_its_own_wrapper_wants(library):
 
 def test_what_flashinfer_is_not_timed_on_is_said(monkeypatch, library):
     assert steps.flashinfer(PLAIN, draw(PLAIN, CPU)) == "needs a GPU"
-    t, reason = on_gpu(PLAIN), "is not timed on scales of rows or prefixes"
-    for facts in ({"stored": "int8"}, {"prefix": 5}):
+    t, reason = on_gpu(PLAIN), "is not timed on scales of rows, prefixes or padded rows"
+    for facts in ({"stored": "int8"}, {"prefix": 5}, {"padded": 1}):
         assert steps.flashinfer(replace(PLAIN, **facts), t) == reason
     ragged = replace(PLAIN, lengths=(33, 16))
     assert steps.flashinfer(ragged, on_gpu(ragged)) == "is timed on whole pages of 16"

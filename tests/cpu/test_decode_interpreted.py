@@ -5,6 +5,7 @@ They run in a process of their own: see `support.interpreted`.
 """
 
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,12 +19,16 @@ import triton.language as tl
 from heedful.bench import reader
 from heedful.core.device import by_name
 from heedful.core.plan import Plan
-from heedful.core.tiles import DecodeConfig
+from heedful.core.problem import AttentionProblem
+from heedful.core.tiles import DecodeConfig, TileConfig
 from heedful.kernels.portable import decode as kernel
 from heedful.kernels.portable.decode import fitted
 from heedful.kernels.portable.decode_cache import value_of_words
+from heedful.kernels.portable.decode_work import LOOKS, share_of
+from heedful.launch import buffers as canonical
 from heedful.launch.bind import decode
-from heedful.launch.interpret import interpret
+from heedful.launch.interpret import interpret, run_call
+from heedful.launch.spec import KernelCall, KernelRef, Pointer
 from heedful.torch.arrays import array_spec
 from support import budget
 from support.cases import Case
@@ -61,6 +66,12 @@ CASES = (
     replace(PLAIN, varlen="qk", used="q", batch=4, causal=True, sink=True),
     replace(PLAIN, varlen="qk", batch=7, seqlen_q=11, seqlen_k=90),
     replace(PLAIN, varlen="q", page_size=4, batch=3),
+    # Padded batches.
+    replace(PLAIN, used="k", batch=9, lens_k=(0, 203, 0, 0, 7, 0, 16, 0, 0), sink=True),
+    replace(PLAIN, used="qk", batch=5, seqlen_q=11, lens_k=(90, 0, 0, 203, 0), sink=True),
+    replace(PLAIN, page_size=16, batch=4, lens_k=(0, 0, 0, 0), seqlen_q=1),
+    replace(PLAIN, used="k", kv_batch_idx=True, leftpad_k=True, batch=4, lens_k=(0, 9, 203, 0)),
+    replace(PLAIN, used="k", batch=4, lens_k=(0, 90, 0, 150), layout="heads_first", head_dim_v=24),
     replace(PLAIN, seqlen_k=0),
     replace(PLAIN, seqlen_q=0),
     replace(PLAIN, batch=0),
@@ -121,6 +132,69 @@ def test_decode_is_within_the_budget(case, num_splits):
     budget.run(Interpreted(num_splits), case)
 
 
+class Padded(Interpreted):
+    """Lengths of 0 are below it."""
+
+    def forward(self, problem, x, out):
+        used = torch.where(x.seqused_k == 0, -3, x.seqused_k)
+        return super().forward(problem, x._replace(seqused_k=used), out)
+
+
+@interpreted
+def test_lengths_below_0_are_of_padded_rows_too():
+    case = replace(PLAIN, used="k", batch=7, lens_k=(0, 203, 0, 0, 7, 0, 0), sink=True)
+    budget.run(Padded(), case)
+
+
+@triton.jit
+def shares_of(out, sequences, shape, mask, work, tile):
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    begin, end, _, b, base, empty = share_of(
+        pid, programs, tl.arange(0, 1), tl.arange(0, LOOKS), sequences, shape, mask, work, tile
+    )
+    tl.store(out + 5 * pid, begin)
+    tl.store(out + 5 * pid + 1, end)
+    tl.store(out + 5 * pid + 2, b)
+    tl.store(out + 5 * pid + 3, base)
+    tl.store(out + 5 * pid + 4, empty)
+
+
+def dealt_out(lengths: list[int], num_splits: int) -> torch.Tensor:
+    """By share: where it begins and ends, in which sequence, where that begins, and how many are
+    empty."""
+    problem = AttentionProblem.dense(
+        len(lengths), 1, 400, 2, dtype="float16", used_k=True, num_splits=num_splits
+    )
+    specs = canonical.forward(problem)
+    device = replace(by_name("MI300X"), units=UNITS)
+    tiles: dict[str, TileConfig] = {"decode.forward": TILES}
+    made = Plan(problem, device, "decode", "run", configs=tiles)
+    (call,) = decode.forward(problem, made, specs).calls
+    names = ("sequences", "shape", "mask", "work", "tile")
+    parameters = {name: call.parameters[name] for name in names}
+    work = parameters["work"]._replace(partial_out=None, partial_lse=None, counts=None)
+    out = torch.zeros(7, 5, dtype=torch.int32)
+    asked = KernelCall(
+        KernelRef(__name__, "shares_of"),
+        (7, 1, 1),
+        {"out": Pointer("out", "int32"), **parameters, "work": work},
+    )
+    run_call(asked, {"out": out, "seqused_k": torch.tensor(lengths, dtype=torch.int32)})
+    return out
+
+
+@interpreted
+@pytest.mark.parametrize("num_splits", [0, 3])
+def test_padded_rows_take_no_share_of_the_keys(num_splits):
+    live = [300, 17, 400, 16, 1]
+    alone = dealt_out(live, num_splits)
+    behind = dealt_out(live + [0, -1] * 40, num_splits)
+    assert torch.equal(alone[:, :4], behind[:, :4])
+    assert alone[:, 4].unique().tolist() == [0] and behind[:, 4].unique().tolist() == [80]
+    between = dealt_out([0, 300, -1, 17, 0, 0, 400, 16, 1], num_splits)
+    assert torch.equal(alone[:, [0, 1, 3]], between[:, [0, 1, 3]])
+
+
 @triton.jit
 def as_the_compiler_does(
     words,
@@ -135,9 +209,22 @@ def as_the_compiler_does(
 
 
 @interpreted
-@pytest.mark.parametrize("mods", [{}, {"softcap": 3.0}, {"alibi": "bh"}, {"scale": 300.0}], ids=str)
+@pytest.mark.parametrize(
+    "mods",
+    [
+        {},
+        {"softcap": 3.0},
+        {"alibi": "bh"},
+        {"scale": 300.0},
+        # More queries than a tile has rows, which no other kernel takes.
+        {"seqlen_q": 30, "causal": True, "used": "k", "lens_k": (103, 20)},
+        {"seqlen_q": 40, "varlen": "q", "page_size": 16, "causal": True},
+    ],
+    ids=str,
+)
 def test_products_with_stored_floats_are_exact_in_float16(mods):
-    case = Case(dtype="float8_e4m3fn", backward=False, seqlen_q=3, seqlen_k=103, heads_q=6, **mods)
+    facts: dict[str, Any] = {"seqlen_q": 3, "seqlen_k": 103, "heads_q": 6, **mods}
+    case = Case(dtype="float8_e4m3fn", backward=False, **facts)
     with (
         mock.patch.object(kernel, "value_of_words", as_the_compiler_does),
         mock.patch(f"{__name__}.TILES", replace(TILES, conversion=2)),

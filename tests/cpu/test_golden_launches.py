@@ -86,6 +86,16 @@ DECODES = (
     replace(DECODE, kv_dtype="float8_e4m3fn", page_size=16),
     replace(DECODE, heads_q=48, heads_k=1, head_dim=128),
 )
+MIXED = replace(FORWARD, varlen="q", page_size=16, causal=True, batch=5)
+MIXED = replace(MIXED, lens_q=(200, 1, 0, 16, 17))
+MIXES = (
+    MIXED,
+    replace(MIXED, head_dim=128, sink=True, used="q"),
+    replace(MIXED, num_splits=1, window=(70, 0), softcap=9.0, alibi="bh"),
+    replace(MIXED, page_size=0, varlen="qk", used="qk", heads_k=8),
+    replace(MIXED, heads_k=1, head_dim=256, head_dim_v=192),
+    replace(MIXED, num_splits=3),
+)
 LATENT = replace(DECODE, heads_q=16, heads_k=1, head_dim=576, head_dim_v=512, v_in_k=True)
 MLA = (
     LATENT,
@@ -103,6 +113,7 @@ CDNA = (
 )
 DEVICES: dict[tuple[str, str], tuple[Case, ...]] = {
     ("H200", "mla"): MLA,
+    ("H200", "mixed"): MIXES,
     ("H200", "hopper"): (*SCORES, *LENGTHS, *EIGHT_BITS),
     ("RTX 4090", "decode"): DECODES,
     ("MI300X", "decode"): DECODES[:8],

@@ -101,6 +101,21 @@ LENGTHS = plain(
     {**ONE, "seqlen_q": 1, "seqlen_k": 1},
     {"page_size": 16, "used_k": True, **ONE, "seqlen_k": 16},
 )
+MIXED = {**PACKED, "total_k": None, "used_k": True, **CAUSAL}
+MIXES = plain(
+    MIXED,
+    *({**MIXED, **facts} for facts in ({"page_size": 16}, {"num_splits": 1}, {"return_lse": True})),
+    *(
+        {**MIXED, "heads_q": q, "heads_k": k}
+        for q, k in ((8, 8), (16, 1), (17, 1), (64, 1), (65, 1))
+    ),
+    *(
+        {**MIXED, "batch": b, "total_q": t}
+        for b, t in ((1, 330), (300, 6000), (0, 330), (40, 20_000))
+    ),
+    *({**MIXED, "head_dim": d} for d in (64, 192, 256, 264)),
+    {**MIXED, **PACKED, "used_q": True, "sink": True, "alibi": True},
+)
 DIMS = plain(
     *sizes(head_dim=(8, 12, 16, 40, 64, 72, 129, 136, 192, 193, 200, 256, 264, 512)),
     *(
@@ -319,6 +334,7 @@ TABLE: dict[tuple[str, str], list[Asked]] = {
             )
         ),
     ),
+    ("H200", "mixed"): MIXES,
     ("H200", "mla"): [
         ({**DECODE, **LATENT, **facts}, laid) for facts, laid in [({}, {}), *LATENT_STEPS]
     ],

@@ -22,7 +22,7 @@ from support.interpreted import interpreted, pass_in_the_interpreter, starts_int
 UNTOUCHED = -7
 
 
-def order(lengths_q: list[int], lengths_k: list[int] | None = None):
+def order(lengths_q: list[int], lengths_k: list[int] | None = None, backend: str = "hopper"):
     """(tiles as (sequence, its first tile), rows of a tile, draws) as the order kernel leaves
     them."""
     batch, total_k = len(lengths_q), None if lengths_k is None else sum(lengths_k)
@@ -36,7 +36,7 @@ def order(lengths_q: list[int], lengths_k: list[int] | None = None):
         total_q=sum(lengths_q),
         total_k=total_k,
     )
-    chosen = plan(problem, by_name("H200"), backend="hopper")
+    chosen = plan(problem, by_name("H200"), backend=backend)
     whole = programs.program(chosen, "forward", buffers.forward(problem))
     assert whole.calls[0].kernel.function == "schedule_varlen_tiles"
     shapes = {w.name: w.buffer.shape for w in whole.workspaces}
@@ -87,6 +87,18 @@ def test_keys_decide_which_sequence_is_long():
 def test_queries_decide_where_keys_are_dense():
     tiles, rows, _ = order([700, 10, 0, 300, 2000])
     assert tiles == expected([700, 10, 0, 300, 2000], [700, 10, 0, 300, 2000], rows)
+
+
+@interpreted
+def test_short_sequences_of_a_mixed_batch_have_no_tiles():
+    lengths = [1, 16, 17, 0, 700, 3, 300]
+    tiles, rows, draws = order(lengths, backend="mixed")
+    long = [n if n > 16 else 0 for n in lengths]
+    assert tiles == expected(long, long, rows) and len(tiles) > 3
+    assert draws == 0
+    assert order([1, 1, 16], backend="mixed")[0] == []
+    keys = [900, 5, 40, 70, 50, 900, 60]
+    assert order(lengths, keys, backend="mixed")[0] == expected(keys, long, rows)
 
 
 @interpreted

@@ -74,6 +74,26 @@ def pages(draw: random.Random):
     return heedful.flash_attn_with_kvcache(q, k, v, cache_seqlens=used, block_table=table)
 
 
+def mixed(draw: random.Random):
+    lengths = [draw.choice((1, 1, 4, 16, length(draw, 700))) for _ in range(draw.randrange(1, 40))]
+    many = draw.randrange(1, 300)
+    q, k, v = empty(sum(lengths), 8, 128), *(empty(many, 16, 2, 128) for _ in range(2))
+    bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+    table = torch.zeros(len(lengths), many, dtype=torch.int32)
+    return heedful.flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        bounds,
+        None,
+        max(lengths),
+        many * 16,
+        causal=True,
+        block_table=table,
+        seqused_k=bounds[1:],
+    )
+
+
 def latent(draw: random.Random):
     batch, many = draw.choice((1, 2, 5, 66, 200)), draw.randrange(1, 300)
     q, k = empty(batch, draw.choice((1, 2)), 16, 576), empty(many * 4, 64, 1, 576)
@@ -119,6 +139,7 @@ CALLS_OF: dict[str, tuple[str, Callable[..., Any]]] = {
     "packed": ("H200", packed),
     "decode": ("H200", decode),
     "pages": ("H200", pages),
+    "mixed": ("H200", mixed),
     "latent": ("H200", latent),
     "fp8": ("H200", eight_bit),
     "portable dense": ("B200", dense),

@@ -47,6 +47,15 @@ CASES = (
     replace(PLAIN, kv_dtype="float8_e4m3fn", kv_group=32),
     replace(PLAIN, kv_dtype="float8_e4m3fn", softcap=3.0, alibi="bh", used="k"),
     replace(PLAIN, kv_dtype="float8_e4m3fn", dtype="float8_e4m3fn"),
+    replace(PLAIN, dtype="float8_e4m3fn", page_size=16, causal=True, heads_q=8, seqlen_q=16),
+    # No other kernel takes 8-bit queries over a cache.
+    replace(PLAIN, dtype="float8_e4m3fn", page_size=16, causal=True, heads_q=8, seqlen_q=170),
+    replace(PLAIN, dtype="float8_e4m3fn", page_size=16, causal=True, varlen="q", seqlen_q=300),
+    # Padded batches.
+    replace(PLAIN, used="k", batch=9, lens_k=(0, 603, 0, 0, 7, 0, 300, 0, 0), sink=True),
+    replace(PLAIN, page_size=16, batch=5, lens_k=(90, 0, 0, 603, 0), seqlen_q=16, heads_q=8),
+    replace(PLAIN, page_size=16, batch=3, lens_k=(0, 0, 0), seqlen_q=1),
+    replace(PLAIN, used="qk", leftpad_k=True, batch=600, seqlen_k=70, seqlen_q=1, sink=True),
 )
 
 

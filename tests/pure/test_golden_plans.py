@@ -31,6 +31,10 @@ PROBLEMS = [
     dense(1, 1, 131072, 32, 8),
     dense(64, 1, 8192, 32, 8, used_k=True, page_size=16),
     *(
+        dense(128, 2048, 8192, 32, 8, causal=True, total_q=n, page_size=16, used_k=True)
+        for n in (4 * 2048 + 124, 128 * 2048)
+    ),
+    *(
         dense(64, 1, 8192, heads, 1, 576, head_dim_v=512, v_in_k=True, used_k=True, page_size=64)
         for heads in (16, 128)
     ),

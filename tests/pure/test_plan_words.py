@@ -25,6 +25,7 @@ from heedful.core.tiles import (
 dense = AttentionProblem.dense
 H200, CPU, A100 = (by_name(name) for name in ("H200", "CPU", "A100"))
 NO_LATENT = "head dims 128 and 128: takes V of 512 and K of up to 64 columns more"
+NOT_PACKED = "queries that are not packed: all sequences have as many"
 NOT_HERE = [f"rejected  {name} forward: no kernel for sm_90" for name in ("sdpa", "cpu")]
 
 
@@ -51,6 +52,7 @@ def test_a_split_training_call_is_explained():
         f"rejected  mla forward: does not take a later backward; {NO_LATENT}",
         "rejected  decode forward: hopper is preferred for 40 query rows of a KV head: more than"
         " 32",
+        f"rejected  mixed forward: does not take a later backward; {NOT_PACKED}",
         "rejected  cdna forward: no kernel for sm_90",
         "rejected  portable forward: hopper is preferred",
         *NOT_HERE,
@@ -84,6 +86,7 @@ def test_a_call_on_pages_is_explained_with_its_notes():
         " 2000 query rows of a KV head: takes up to 64",
         "rejected  decode forward: hopper is preferred for 2000 query rows of a KV head: more than"
         " 32",
+        f"rejected  mixed forward: does not take a later backward; {NOT_PACKED}",
         "rejected  cdna forward: no kernel for sm_90",
         "rejected  portable forward: hopper is preferred",
         *NOT_HERE,
@@ -100,7 +103,7 @@ def test_a_call_without_kernels_is_explained_without_tiles_and_grids():
         "device    CPU (cpu)",
         "forward   sdpa [run]",
     ]
-    gone = ("mla", "decode", "hopper", "cdna", "portable")
+    gone = ("mla", "decode", "mixed", "hopper", "cdna", "portable")
     none = [f"rejected  {name} forward: no kernel for cpu" for name in gone]
     assert lines[3:] == [*none, "rejected  cpu forward: sdpa is preferred"]
 
@@ -129,8 +132,9 @@ def test_a_grid_of_one_program_and_one_of_two_dims_are_told():
             None,
             "no kernel can run the forward of [2x64x64 h8/8 d12 float8_e5m2] on A100:"
             " mla: no kernel for sm_80; decode: head_dim 12: takes multiples of 8, V's head_dim 12:"
-            " takes multiples of 8, float8_e5m2 on sm_80, which cannot convert it; hopper: no"
-            " kernel for sm_80; cdna: no kernel for sm_80; portable: dtype float8_e5m2: takes"
+            " takes multiples of 8, float8_e5m2 on sm_80, which cannot convert it; mixed: no"
+            " kernel for sm_80; hopper: no kernel for sm_80; cdna: no kernel for sm_80; portable:"
+            " dtype float8_e5m2: takes"
             " bfloat16, float16, float32, float8_e5m2 on sm_80, which cannot convert it; sdpa: no"
             " kernel for sm_80; cpu: no kernel for sm_80",
         ),
@@ -160,8 +164,8 @@ def test_a_grid_of_one_program_and_one_of_two_dims_are_told():
             {},
             H200,
             "nothing",
-            "backend must be one of mla, decode, hopper, cdna, portable, sdpa, cpu, scan or None,"
-            " got 'nothing'",
+            "backend must be one of mla, decode, mixed, hopper, cdna, portable, sdpa, cpu, scan or"
+            " None, got 'nothing'",
         ),
         (
             {"needs_grad": True, "deterministic": True},
@@ -263,7 +267,7 @@ def test_tools_that_a_framework_lacks_are_named():
     assert scan.why_not(asked, H200, on_jax) == ["no kernel for sm_90"]
     assert plan(asked, CPU, on_jax).backend == "scan"
     assert {r.backend for r in plan(asked, CPU, on_jax).rejected} == {
-        *("mla", "decode", "hopper", "cdna", "portable"),
+        *("mla", "decode", "mixed", "hopper", "cdna", "portable"),
     }
 
 

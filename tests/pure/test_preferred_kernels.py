@@ -32,6 +32,21 @@ def test_few_queries_are_decoded_unless_the_hopper_forward_is_as_fast(facts, bac
     assert plan(dense(**{**base, **facts}), H200).backend == backend
 
 
+@pytest.mark.parametrize("num_splits", [0, 1, 4])
+@pytest.mark.parametrize("queries", [1, 4, 16, 17, 2048])
+def test_8_bit_queries_over_a_cache_are_decoded_however_many_they_are(queries, num_splits):
+    """No other kernel takes them."""
+    facts = {"dtype": "float8_e4m3fn", "causal": True, "used_k": True, "num_splits": num_splits}
+    for more in ({"page_size": 16}, {"page_size": 16, "total_q": 64 * queries - 5}, {}):
+        found = plan(dense(64, queries, 8192, 32, 8, **facts, **more), H200)
+        assert found.backend == "decode"
+        rows = found.configs["decode.forward"].block_m
+        assert rows == {1: 16, 4: 16}.get(queries, 64)
+    dense_keys = dense(64, queries, 8192, 32, 8, dtype="float8_e4m3fn", causal=True)
+    assert plan(dense_keys, H200).backend == ("decode" if queries <= 16 else "hopper")
+    assert plan(dense(2, 17, 64, 32, 8, used_k=True), H200).backend == "hopper"
+
+
 def test_partial_results_of_cdna_are_within_reach_of_its_buffer_instructions():
     """Rows of float32 that are 8 MiB apart are not."""
     for heads, takes in ((16383, True), (16384, False)):

@@ -2,10 +2,10 @@
 
     python -m heedful.bench.steps [WORDS] [decode decode+conversion=2 ...]
 
-One new token of each sequence. WORDS: only steps whose name has them; of those that begin as a
-backend does, each is timed beside our own choice. Every result is checked
-against float64 before it is timed and after each round; what is wrong or missing gets its reason
-and no figure. Rounds are interleaved, each call has a cold L2.
+One new token of each sequence; "mixed" batches (bench/mixed.py) have prefills, too. WORDS: only
+steps whose name has them; of those that begin as a backend does, each is timed beside our own
+choice. Every result is checked against float64 before it is timed and after each round; what is
+wrong or missing gets its reason and no figure. Rounds are interleaved, each call has a cold L2.
 
 A read is the fastest of those tried here: what no step can be faster than. Bars are shares of its
 speed.
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from heedful import dequantize_kv, flash_attn_varlen_func, flash_attn_with_kvcache, quantize_kv
-from heedful.bench import timing
+from heedful.bench import mixed, timing
 from heedful.bench.cases import Case
 from heedful.bench.check import in_words
 from heedful.bench.exact import Operands, eager, exact
@@ -44,7 +44,8 @@ class Step:
     values are the first of the keys. page: keys of a page, which lie shuffled; 0 = not paged.
     stored: the dtype of a quantised cache, "" = bfloat16. by_head: it has a scale a KV head, not a
     row. prefix: keys before those of every
-    sequence. window: keys that are seen, 0 = all. bar: share of a read's speed that is asked for.
+    sequence. window: keys that are seen, 0 = all. padded: sequences behind those, of no keys. bar:
+    share of a read's speed that is asked for.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Step:
     by_head: bool = False
     prefix: int = 0
     window: int = 0
+    padded: int = 0
     bar: float = 0.0
 
     @property
@@ -107,6 +109,9 @@ STEPS = (
     Step("prefix 16384 + 64 x 512", (512,) * 64, prefix=16384),
     Step("16 x 131072, window 1024", (131072,) * 16, window=1024),
     Step("16 x 1024", (1024,) * 16),
+    Step("64 x 8192, pages of 16, 192 padded", _CACHE, page=16, padded=192),
+    Step("64 x 1024, pages of 16", (1024,) * 64, page=16),
+    Step("64 x 1024, pages of 16, 192 padded", (1024,) * 64, page=16, padded=192),
 )
 # What issue and targets ask of one step beside another: (step, peer, step, peer, most of its time).
 PAIRS = (
@@ -116,6 +121,8 @@ PAIRS = (
     ("64 x 8192, int4", "heedful", "64 x 8192", "heedful", 1.0),
     ("prefix 16384 + 64 x 512", "heedful", "prefix 16384 + 64 x 512", "repeated", 0.1),
     ("16 x 131072, window 1024", "heedful", "16 x 1024", "heedful", 1.1),
+    ("64 x 8192, pages of 16, 192 padded", "heedful", "64 x 8192, pages of 16", "heedful", 1.05),
+    ("64 x 1024, pages of 16, 192 padded", "heedful", "64 x 1024, pages of 16", "heedful", 1.05),
 )
 
 
@@ -142,20 +149,21 @@ def draw(step: Step, device: torch.device, seed: int = 0) -> Tensors:
         return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
 
     longest, table = max(step.lengths), None
-    lead = (batch, longest)
+    lead = (batch + step.padded, longest)
     if step.page:
         counts = [-(-n // step.page) for n in step.lengths]
         order = torch.randperm(sum(counts), generator=generator, device=device).int()
-        table = torch.zeros(batch, max(counts), dtype=torch.int32, device=device)
-        for row, own in zip(table, order.split(counts), strict=True):
+        table = torch.zeros(lead[0], max(counts), dtype=torch.int32, device=device)
+        for row, own in zip(table[:batch], order.split(counts), strict=True):
             row[: len(own)] = own
         lead = (sum(counts), step.page)
-    q = normal(batch, 1, heads, dim)
+    q = normal(batch + step.padded, 1, heads, dim)
     k, k_scale = _stored(step, normal(*lead, heads_k, dim))
     v, v_scale = k[..., :dim_v], None
     if not step.is_mla:
         v, v_scale = _stored(step, normal(*lead, heads_k, dim_v))
-    used = torch.tensor(step.lengths, dtype=torch.int32, device=device)
+    lengths = step.lengths + (0,) * step.padded
+    used = torch.tensor(lengths, dtype=torch.int32, device=device)
     prefix = None
     if step.prefix:
         prefix = (normal(step.prefix, heads_k, dim), normal(step.prefix, heads_k, dim_v))
@@ -193,7 +201,7 @@ class Checker:
     """The reference of some sequences of a step: the first, the last, the shortest, the longest."""
 
     def __init__(self, step: Step, t: Tensors):
-        lengths = step.lengths
+        lengths, self._live = step.lengths, len(step.lengths)
         ends = (0, len(lengths) - 1, lengths.index(min(lengths)), lengths.index(max(lengths)))
         self._parts: list[tuple[int, slice, Tensor, Tensor]] = []
         self._shape = (*t.q.shape[:-1], step.dims[1])
@@ -222,6 +230,8 @@ class Checker:
             return f"out has shape {tuple(out.shape)}, not {self._shape}"
         if not out.isfinite().all():
             return "out is not finite"
+        if out[self._live :].any():
+            return "padded rows are not 0"
         for number, heads, truth, _ in self._parts:
             error = _error(out[number, 0, heads].double() - truth)
             if not error.within(self._budget):
@@ -270,8 +280,8 @@ def flashinfer(step: Step, t: Tensors) -> Call | str:
     which takes groups of heads by tensor cores (https://docs.flashinfer.ai/api/attention.html)."""
     if t.q.device.type != "cuda":
         return "needs a GPU"
-    if step.stored or step.prefix:
-        return "is not timed on scales of rows or prefixes"
+    if step.stored or step.prefix or step.padded:
+        return "is not timed on scales of rows, prefixes or padded rows"
     try:
         library = import_module("flashinfer")
     except ImportError as error:
@@ -398,6 +408,8 @@ def main() -> None:
             rows.append(measure(step, device, backends=backends))
             sys.stdout.write("\n".join(lines(rows[-1])) + "\n")
             torch.cuda.empty_cache()
+    for line in mixed.run(words, device, ROUNDS):
+        sys.stdout.write(line + "\n")
     sys.stdout.write("\n".join(pairs(rows)) + "\n")
 
 

@@ -13,7 +13,7 @@ from heedful.cli.console import fail, level_text, out
 from heedful.cli.options import ProblemOptions, with_problem
 from heedful.core.capability import Toolchain
 from heedful.core.device import DeviceSpec, by_name
-from heedful.core.plan import Plan, plan
+from heedful.core.plan import Plan, plan, words_of_sequences
 
 
 @with_problem
@@ -64,6 +64,7 @@ def as_data(decision: Plan) -> dict:
         "backward": decision.backward
         and {"backend": decision.backward, "level": decision.backward_level},
         "num_splits": decision.num_splits,
+        "short_q": decision.short_q,
         "kernels": kernels,
         "rejected": [_plain(rejection) for rejection in decision.rejected],
         "notes": list(decision.notes),
@@ -84,6 +85,8 @@ def _show(decision: Plan) -> None:
         )
     if decision.num_splits > 1:
         facts.add_row("splits", f"keys in {decision.num_splits} parts, then one combine", "")
+    if decision.short_q:
+        facts.add_row("sequences", words_of_sequences(decision), "")
     for note in decision.notes:
         facts.add_row("note", escape(note), "")
     out.print(facts)

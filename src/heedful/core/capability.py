@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from heedful.core.device import DeviceSpec
+from heedful.core.mixed import sequences_of_both_kinds, some_are_short
 from heedful.core.problem import (
     FEATURES,
     ITEM_BITS,
@@ -18,6 +19,7 @@ from heedful.core.problem import (
     AttentionProblem,
 )
 from heedful.core.symbols import opaque
+from heedful.core.tiles import DECODE_ROWS
 
 LEVELS = {
     "run": "measured on that hardware",
@@ -58,6 +60,8 @@ class KernelRow:
     features: what it takes beyond plain dense attention.
     max_dim, dim_multiple: head dims of QK and V: at most (V MAX_HEAD_DIM_V), and a multiple of.
     by_default: whether the planner may choose it unasked.
+    splits_batch: sequences of few queries run the decode kernel, and those of more the Hopper
+        forward.
     gathers_pages: it takes keys in pages as dense copies, see torch/pages.py.
     gates: further conditions, each a function that returns a reason or None. unasked: those that
         count only where no kernel is asked for by name.
@@ -77,6 +81,7 @@ class KernelRow:
     dim_multiple: int = 1
     least: tuple[tuple[str, tuple[int, ...]], ...] = ()
     by_default: bool = True
+    splits_batch: bool = False
     gathers_pages: bool = False
     gates: tuple[Callable[[AttentionProblem, DeviceSpec], str | None], ...] = ()
     unasked: tuple[Callable[[AttentionProblem, DeviceSpec], str | None], ...] = ()
@@ -265,17 +270,18 @@ def _many_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return f"seqlen_k {problem.seqlen_k}: takes 384 and more" if short else None
 
 
-# Of the decode kernel: query rows of a KV head in a tile; above which head dim a head is wide; how
-# many columns its keys may have past its values; and how many tiles of rows it may have, since no
-# other kernel reads keys once that are values too.
-DECODE_ROWS = 64
+# Of the decode kernel: above which head dim a head is wide; how many columns its keys may have past
+# its values; and how many tiles of rows it may have, since no other kernel reads keys once that are
+# values too.
 WIDE_DIM, WIDE_REST, WIDE_TILES = 256, 64, 32
 
 
 def _few_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     rows = problem.seqlen_q * problem.group
     most = DECODE_ROWS * (WIDE_TILES if problem.v_in_k and problem.head_dim > WIDE_DIM else 1)
-    if rows > most:
+    # Of 8-bit queries over caches, which no other kernel takes, any number.
+    cached = problem.page_size or problem.used_k or problem.kv_batch_idx or problem.leftpad_k
+    if rows > most and not (cached and ITEM_BITS[problem.dtype] == 8):
         return f"{rows} query rows of a KV head: takes up to {most}"
     return None
 
@@ -399,6 +405,19 @@ _PORTABLE_LEVELS = {
     "amd:*": "untested",
 }
 
+_OF_DECODE = frozenset(
+    {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "alibi"}
+    | {"tree_mask", "varlen", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
+    | {"head_dims_differ", "return_lse", "split_kv", "uneven_rows"}
+)
+_OF_HOPPER = frozenset(
+    {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "alibi", "bias"}
+    | {"dropout", "varlen", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
+    | {"head_dims_differ", "return_lse", "split_kv", "backward", "bias_grad"}
+    | {"deterministic"}
+)
+_HOPPER_GATES = (_some_tokens, _positive_scale, _out_as_in, _whole_pages, _aligned_draws)
+
 # In order of preference.
 ROWS: tuple[KernelRow, ...] = (
     KernelRow(
@@ -425,11 +444,7 @@ ROWS: tuple[KernelRow, ...] = (
         "forward",
         _PORTABLE_LEVELS,
         ("bfloat16", "float16", *_FP8),
-        frozenset(
-            {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "alibi"}
-            | {"tree_mask", "varlen", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
-            | {"head_dims_differ", "return_lse", "split_kv", "uneven_rows"}
-        ),
+        _OF_DECODE,
         kv_dtypes=_QUANTIZED,
         max_dim=MAX_HEAD_DIM,
         dim_multiple=8,
@@ -440,20 +455,31 @@ ROWS: tuple[KernelRow, ...] = (
         program="heedful.launch.bind.decode",
     ),
     KernelRow(
+        "mixed",
+        "forward",
+        {"sm_90": "run"},
+        ("bfloat16", "float16"),
+        # Partial results of the Hopper forward are merged over all rows.
+        (_OF_DECODE & _OF_HOPPER) - {"split_kv"},
+        max_dim=256,
+        dim_multiple=8,
+        least=(("triton", (3, 6)),),
+        splits_batch=True,
+        gates=(*_HOPPER_GATES, sequences_of_both_kinds),
+        unasked=(some_are_short,),
+        configs=("hopper.forward", "decode.forward"),
+        program="heedful.launch.bind.mixed",
+    ),
+    KernelRow(
         "hopper",
         "forward",
         {"sm_90": "run"},
         ("bfloat16", "float16"),
-        frozenset(
-            {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "alibi", "bias"}
-            | {"dropout", "varlen", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
-            | {"head_dims_differ", "return_lse", "split_kv", "backward", "bias_grad"}
-            | {"deterministic"}
-        ),
+        _OF_HOPPER,
         max_dim=256,
         dim_multiple=8,
         least=(("triton", (3, 6)),),
-        gates=(_some_tokens, _positive_scale, _out_as_in, _whole_pages, _aligned_draws),
+        gates=_HOPPER_GATES,
         configs=("hopper.forward",),
         program="heedful.launch.bind.hopper",
     ),

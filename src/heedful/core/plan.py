@@ -10,6 +10,7 @@ from heedful.core import capability, configs, sizes
 from heedful.core.capability import KernelRow, Toolchain
 from heedful.core.configs import ConfigRow
 from heedful.core.device import DeviceSpec
+from heedful.core.mixed import short_queries
 from heedful.core.problem import AttentionProblem, Lengths
 from heedful.core.sizes import Scheduler, Sizes
 from heedful.core.tiles import HopperConfig, SharedKeysConfig, TileConfig
@@ -32,7 +33,9 @@ class Plan:
     backend, level: of the forward; backward, backward_level: of the backward, None without one.
     configs: kernel name ("portable.forward", ...) -> its tiles; measured: where from.
     is_split: whether the keys are split in parts that are merged. scheduler: how the programs of a
-    Hopper forward come by their tiles. by_hand: options that a backend's name carried.
+    Hopper forward come by their tiles. short_q: queries of a sequence up to which the decode kernel
+    has it, where the Hopper forward has the longer ones; 0 = one kernel has all. by_hand: options
+    that a backend's name carried.
     notes: what a user may want to know (copies made, settings that took part).
     """
 
@@ -46,6 +49,7 @@ class Plan:
     measured: dict[str, str] = field(default_factory=dict)
     is_split: bool = False
     scheduler: Scheduler | None = None
+    short_q: int = 0
     by_hand: Mapping[str, int] = field(default_factory=dict)
     rejected: tuple[Rejection, ...] = ()
     notes: tuple[str, ...] = ()
@@ -217,11 +221,22 @@ def _configs(
         del kernels["portable.scores"]
         if problem.return_probs or problem.bias_grad:
             kernels["portable.scores"] = None
-    rows = {kernel: configs.choose(kernel, problem, device) for kernel in kernels}
+    rows = {
+        kernel: configs.choose(kernel, _as_seen(kernel, problem, forward), device)
+        for kernel in kernels
+    }
     if by_hand:
         rows = {k: configs.by_hand(row, by_hand, problem) for k, row in rows.items()}
     triton = (toolchain or Toolchain()).triton
     return {kernel: (row.config.fitted(problem, triton), row) for kernel, row in rows.items()}
+
+
+def _as_seen(kernel: str, problem: AttentionProblem, forward: KernelRow) -> AttentionProblem:
+    """The problem as tiles of a kernel are chosen for it: short sequences of a mixed batch mostly
+    have one new token."""
+    if forward.splits_batch and kernel == "decode.forward":
+        return problem.at(problem.lengths._replace(seqlen_q=1))
+    return problem
 
 
 def _dealt_out(row: KernelRow, tiles, problem: AttentionProblem, device: DeviceSpec) -> dict:
@@ -237,6 +252,8 @@ def _dealt_out(row: KernelRow, tiles, problem: AttentionProblem, device: DeviceS
         # Its programs share the keys by themselves.
         return {}
     facts: dict = {"is_split": splits > 1}
+    if row.splits_batch:
+        facts["short_q"] = short_queries(problem)
     if isinstance(forward, HopperConfig):
         facts["scheduler"] = sizes.scheduler_of(forward, problem, device, splits)
     return facts
@@ -262,12 +279,19 @@ def explain(plan: Plan) -> str:
         )
     if plan.scheduler:
         lines.append(f"scheduler {plan.scheduler}")
+    if plan.short_q:
+        lines.append(f"sequences {words_of_sequences(plan)}")
     lines += _words_of(found)
     if plan.backward:
         lines += _words_of(plan.sizes(direction="backward"))
     lines += [f"note      {note}" for note in plan.notes]
     lines += [f"rejected  {r.backend} {r.direction}: {'; '.join(r.reasons)}" for r in plan.rejected]
     return "\n".join(lines)
+
+
+def words_of_sequences(plan: Plan) -> str:
+    """Which kernel has which sequences of a mixed batch."""
+    return f"up to {plan.short_q} queries: decode.forward; longer ones: hopper.forward"
 
 
 def _words_of(found: Sizes) -> list[str]:

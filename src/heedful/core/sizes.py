@@ -91,10 +91,12 @@ def of(plan: "Plan", problem: AttentionProblem, direction: str, stored_k: int | 
             Workspace("partial_out", ArraySpec.contiguous((splits, *out), "float32")),
             Workspace("partial_lse", ArraySpec.contiguous((splits, *problem.lse_shape), "float32")),
         )
-    launches, workspaces = {}, ()
+    launches, workspaces = {}, []
     for kernel in plan.configs:
         if kernel in _FORWARD:
-            launches, workspaces = _FORWARD[kernel](plan, problem, splits)
+            own, scratch = _FORWARD[kernel](plan, problem, splits)
+            launches |= own
+            workspaces += scratch
     if "portable.scores" in plan.configs and problem.return_probs:
         config = plan.configs["portable.scores"]
         tiles_m = ceil_div(problem.seqlen_q, config.block_m)
@@ -223,7 +225,8 @@ def _hopper_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     if problem.varlen_q:
         capacity = _head_tiles(config, problem)
         grid = (problem.batch + plan.device.units, 1, 1)
-        launches["hopper.varlen_scheduler"] = LaunchSizes(grid, {"capacity": capacity})
+        numbers = {"capacity": capacity, **_short_q(plan)}
+        launches["hopper.varlen_scheduler"] = LaunchSizes(grid, numbers)
         tiles_of = ArraySpec.contiguous((1 + 2 * capacity,), "int32")
         workspaces.append(Workspace("varlen_tiles", tiles_of))
     if isinstance(config, HopperFp8Config):
@@ -275,11 +278,22 @@ def _portable_forward(plan: "Plan", problem: AttentionProblem, splits: int):
 LEAST_COLUMNS = 64
 
 
-def decode_tiles(config: DecodeConfig, problem: AttentionProblem) -> int:
-    """Tiles of rows of a KV head; of packed sequences, of all of them, as many as there can be."""
+def _short_q(plan: "Plan") -> dict[str, int]:
+    """What both kernels of a mixed batch are told."""
+    return {"short_q": plan.short_q} if plan.short_q else {}
+
+
+def _decode_tiles(plan: "Plan", config: DecodeConfig, problem: AttentionProblem) -> tuple[int, int]:
+    """Tiles of rows of a KV head, of a sequence, or of packed ones of all, as many as there can be;
+    and units of all sequences."""
+    if plan.short_q:
+        tiles = ceil_div(plan.short_q * problem.group, config.block_m)
+        return tiles, tiles * problem.batch
     if problem.total_q is not None:
-        return problem.total_q * problem.group // config.block_m + problem.batch
-    return ceil_div(problem.seqlen_q * problem.group, config.block_m)
+        tiles = problem.total_q * problem.group // config.block_m + problem.batch
+        return tiles, tiles
+    tiles = ceil_div(problem.seqlen_q * problem.group, config.block_m)
+    return tiles, tiles * problem.batch
 
 
 def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
@@ -287,9 +301,9 @@ def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     Scratch for two parts of each, or for all of a tile of rows that is split in a given number."""
     config, heads = plan.configs["decode.forward"], problem.heads_k
     assert isinstance(config, DecodeConfig)
-    tiles = decode_tiles(config, problem)
+    tiles, all_units = _decode_tiles(plan, config, problem)
     # Lines of a KV head, and units of a line.
-    rows, units = (1, tiles) if problem.total_q is not None else (tiles, problem.batch)
+    rows, units = (1, all_units) if problem.total_q is not None else (tiles, problem.batch)
     parts = larger(1, ceil_div(problem.seqlen_k, config.block_n * config.least_tiles))
     if problem.num_splits:
         parts = smaller(parts, problem.num_splits)
@@ -297,7 +311,7 @@ def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     places = plan.device.units * config.programs // larger(1, lines)
     shares = smaller(larger(1, places), units * parts)
     programs, units = shares * lines, units * lines
-    numbers = {"tiles": tiles}
+    numbers = {"tiles": tiles, **_short_q(plan)}
     launches = {"decode.forward": LaunchSizes((programs, 1, 1), numbers)}
     if problem.num_splits == 1:
         return launches, ()

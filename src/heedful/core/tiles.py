@@ -54,6 +54,8 @@ class PortableConfig(TileConfig):
     """A tile of a portable kernel."""
 
 
+# Query rows of a KV head in a decode's tile, and of most of its calls.
+DECODE_ROWS = 64
 MERGE_ROWS = 8  # of a decode's tile, whose parts are merged at once (decode_merge.py)
 
 

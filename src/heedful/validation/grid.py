@@ -114,6 +114,14 @@ def _large() -> list[Entry]:
         replace(base, name="decode in 4 splits", shape=decode, facts={"num_splits": 4}),
         replace(base, name="decode, pages of 16", shape=decode, page_size=16),
         replace(base, name="decode, int8 cache", shape=decode, kv_dtype="int8"),
+        replace(
+            base,
+            name="a prefill and decodes, pages of 16",
+            shape=(5, 300, 700, 8, 2, 128),
+            packed=True,
+            causal=True,
+            page_size=16,
+        ),
     ]
 
 
@@ -127,13 +135,15 @@ def build(entry: Entry, device: torch.device, draw: int = 0) -> Built:
     rows_q, rows_k = (batch, seqlen_q), (batch, seqlen_k)
     facts = dict(entry.facts)
     if entry.packed:
-        lengths = [(seqlen_q, seqlen_k), *((seqlen_q // 3, seqlen_k // 2),) * (batch - 1), (0, 5)]
-        batch = len(lengths)
-        for side, counts in zip("qk", zip(*lengths, strict=True), strict=True):
+        # Of a cache, those of one token, too.
+        others = (1, seqlen_k) if entry.page_size else (seqlen_q // 3, seqlen_k // 2)
+        lengths = [(seqlen_q, seqlen_k), *(others,) * (batch - 1), (0, 5)]
+        batch, sides = len(lengths), "q" if entry.page_size else "qk"
+        for side, counts in zip(sides, zip(*lengths, strict=True), strict=False):
             ends = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
             modifiers[f"cu_seqlens_{side}"] = ends
             facts[f"total_{side}"] = int(ends[-1])
-        rows_q, rows_k = (facts["total_q"],), (facts["total_k"],)
+        rows_q, rows_k = (facts["total_q"],), (facts.get("total_k", 0),)
     if entry.page_size:
         pages = -(-seqlen_k // entry.page_size)
         order = torch.randperm(batch * pages, generator=values).reshape(batch, pages)

@@ -8,13 +8,15 @@ from heedful.kernels.args.kinds import Const, InOut, Num, Out, Ptr
 class DecodeWork(NamedTuple):
     """How work is dealt out, see portable/decode_work.py. splits: parts of a tile's keys, or None
     where programs share all keys evenly; tiles: of rows of a KV head; least: key tiles of a
-    share. A part that is not the whole leaves float32 results in `partial_out` (slots, rows, dim)
-    and `partial_lse` (slots, rows), and counts itself in `counts`, one for each tile of rows of
-    each KV head, which begin at 0.
+    share. short_q: packed sequences of more queries are another kernel's; None: there is no other.
+    A part that is not the whole leaves float32 results in `partial_out` (slots, rows, dim) and
+    `partial_lse` (slots, rows), and counts itself in `counts`, one for each tile of rows of each KV
+    head, which begin at 0.
 
-    IS_UNIFORM: all sequences are as long as their storage. OVERHEAD: what a part costs beside its
-    keys, in key tiles. MERGE_PARTS: parts that are merged at once; MERGE_STAGES: how often so many
-    are on their way.
+    IS_UNIFORM: all sequences are as long as their storage. SKIPS_EMPTY: sequences without keys are
+    no units, and are cleared apart; of packed queries such have none. OVERHEAD: what a part costs
+    beside its keys, in key tiles. MERGE_PARTS: parts that are merged at once; MERGE_STAGES: how
+    often so many are on their way.
     """
 
     partial_out: Out[Ptr]
@@ -23,7 +25,9 @@ class DecodeWork(NamedTuple):
     splits: Num
     tiles: Num
     least: Num
+    short_q: Num
     IS_UNIFORM: Const
+    SKIPS_EMPTY: Const
     OVERHEAD: Const
     MERGE_PARTS: Const
     MERGE_STAGES: Const

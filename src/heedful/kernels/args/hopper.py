@@ -175,13 +175,15 @@ class VarlenIO(NamedTuple):
 
 class VarlenSizes(NamedTuple):
     """capacity: tiles that `varlen_tiles` has room for, which sequences that overlap would
-    exceed."""
+    exceed. short_q: sequences of up to so many queries have no tiles, another kernel has them; None
+    where all have."""
 
     total_q: Num
     total_k: Num
     batch: Num
     heads: Num
     capacity: Num
+    short_q: Num
 
 
 class TransposeIO(NamedTuple):

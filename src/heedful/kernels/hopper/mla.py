@@ -23,7 +23,7 @@ def mla(io: MlaIO, params: MlaParams):
     shared = MlaShared.allocate(io.k.dtype, params.tile.COLUMNS)
     lines = params.shape.heads_k * params.work.tiles
     layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    x, end, each, b, base = share_of(
+    x, end, each, b, base, _ = share_of(
         gl.program_id(0) // lines,
         gl.num_programs(0) // lines,
         gl.arange(0, 1, layout=layout),

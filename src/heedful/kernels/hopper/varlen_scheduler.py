@@ -2,7 +2,7 @@
 
 Lengths are known on the device alone. A tile of the attention kernel finds its sequence here, so
 that no tile is empty, and those that end last are short. Tokens of no sequence have no tile: their
-results are written here. B sequences.
+results are written here. Nor have short sequences where another kernel takes those. B sequences.
 """
 
 import triton
@@ -21,6 +21,15 @@ def lengths(cu_seqlens, sequence_B, batch, total):
     starts_B = within(tl.load(cu_seqlens + sequence_B, mask=inside_B, other=0), 0, total)
     ends_B = tl.load(cu_seqlens + sequence_B + 1, mask=inside_B, other=0)
     return within(ends_B, starts_B, total) - starts_B
+
+
+@triton.jit
+def tiles_of(length, sizes: VarlenSizes, ROWS: tl.constexpr):
+    """Tiles of a sequence of so many queries, or of many."""
+    tiles = tl.cdiv(length, ROWS)
+    if sizes.short_q is not None:
+        tiles = tl.where(length > sizes.short_q, tiles, 0)
+    return tiles
 
 
 @triton.jit
@@ -63,7 +72,7 @@ def schedule_varlen_tiles(
     all_B = tl.zeros([BLOCK], tl.int32)
     for start in range(0, batch, BLOCK):
         other_B = start + tl.arange(0, BLOCK)
-        tiles_B = tl.cdiv(lengths(io.cu_q, other_B, batch, total_q), ROWS)
+        tiles_B = tiles_of(lengths(io.cu_q, other_B, batch, total_q), sizes, ROWS)
         size_B = lengths(cu_size, other_B, batch, total)
         is_before_B = (size_B > size) | ((size_B == size) & (other_B < mine))
         before_B += tl.where(is_before_B, tiles_B, 0)
@@ -73,7 +82,7 @@ def schedule_varlen_tiles(
         tl.store(io.varlen_tiles, tl.minimum(tl.sum(all_B.to(tl.int64), 0), sizes.capacity))
         if io.tile_counter is not None:
             tl.store(io.tile_counter, 0)
-    tiles = tl.cdiv(lengths(io.cu_q, mine, batch, total_q), ROWS)
+    tiles = tiles_of(lengths(io.cu_q, mine, batch, total_q), sizes, ROWS)
     tiles = tl.minimum(tiles, tl.maximum(sizes.capacity - first, 0))
     entries = io.varlen_tiles + 1 + 2 * first
     for start in range(0, tiles, BLOCK):

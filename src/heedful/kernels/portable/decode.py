@@ -31,7 +31,7 @@ from heedful.kernels.portable.decode_cache import (
     unit_of,
     value_of_words,
 )
-from heedful.kernels.portable.decode_merge import finish_piece
+from heedful.kernels.portable.decode_merge import finish_piece, store_empty
 from heedful.kernels.portable.decode_work import (
     LOOKS,
     facts,
@@ -421,7 +421,9 @@ def decode(
     KEYS: tl.constexpr = operand_type(tile.VALUES, STORED, DTYPE, tile.CONVERSION, HAS_SCALES)
     pid, programs = tl.program_id(0), tl.num_programs(0)
     group = shape.heads_q // shape.heads_k
-    if sequences.cu_q is not None:
+    # Beside the kernel that has the long sequences, that clears.
+    CLEARS: tl.constexpr = sequences.cu_q is not None and work.short_q is None
+    if CLEARS:
         clear_gaps(
             io.out,
             io.lse,
@@ -441,7 +443,7 @@ def decode(
         lines = heads * work.tiles
     line = pid % lines
     g = line % heads
-    x, end, share, b, base = share_of(
+    x, end, share, b, base, empty = share_of(
         pid // lines,
         programs // lines,
         tl.arange(0, 1),
@@ -452,6 +454,11 @@ def decode(
         work,
         tile,
     )
+    if work.SKIPS_EMPTY:  # noqa: SIM102  (known when compiling, and `and` is not)
+        if empty > 0:
+            store_empty(
+                g, pid // heads, programs // heads, sequences, shape, mask, io, mods.sink, tile
+            )
     while x < end:
         token_q, len_q, stored_q, token_k, len_k, stored_k, off = facts(b, sequences, mask)
         visits, length = sequence_length(
@@ -461,10 +468,11 @@ def decode(
             unit = (x - base) // unit_length(visits, work)
             unit_begin = base + unit * unit_length(visits, work)
             row_tile = unit
-            index = (token_q * group // tile.BLOCK_M).to(tl.int32) + b
+            index = b * work.tiles
             if sequences.cu_q is None:
                 row_tile = line // heads
-                index = b * work.tiles
+            elif work.short_q is None:
+                index = (token_q * group // tile.BLOCK_M).to(tl.int32) + b
             row0 = row_tile * tile.BLOCK_M
             index = (index + row_tile) * heads + g
             piece = next_piece(x, end, share, unit_begin, index, visits, line, lines, work)

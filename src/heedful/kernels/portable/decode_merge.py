@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args.decode import DecodeTile, DecodeWork
-from heedful.kernels.args.shared import ForwardIO
+from heedful.kernels.args.shared import ForwardIO, Mask, Sequences, Shape
+from heedful.kernels.portable.decode_work import facts
 from heedful.kernels.portable.scores import LN2, LOG2E, finite_or_zero
 from heedful.kernels.portable.sequences import wide
 
@@ -62,6 +63,45 @@ def store_whole(
         lse_M = tl.where(used_M, (m_M + tl.log2(l_M)) * LN2, float("-inf"))
         lse = io.lse.ptr + place.b * io.lse.stride_b + place.token_q
         tl.store(lse + head_M * io.lse.stride_h + pos_M, lse_M, mask=stored_M)
+
+
+@triton.jit
+def store_empty(
+    g,
+    number,
+    count,
+    sequences: Sequences,
+    shape: Shape,
+    mask: Mask,
+    io: ForwardIO,
+    sink,
+    tile: DecodeTile,
+):
+    """Writes out and lse of KV head g of sequences without keys: one of `count` shares of all rows,
+    in tiles that lie across sequences."""
+    COLUMNS: tl.constexpr = tile.SLICES_E * tile.VALUES * tile.BLOCK_E
+    group = shape.heads_q // shape.heads_k
+    rows = sequences.seqlen_q * group
+    dims = tl.arange(0, COLUMNS)
+    for row0 in range(number * tile.BLOCK_M, shape.batch * rows, count * tile.BLOCK_M):
+        row_M = row0 + tl.arange(0, tile.BLOCK_M)
+        exists_M = row_M < shape.batch * rows
+        b_M = tl.minimum(row_M // rows, shape.batch - 1)
+        pos_M = row_M % rows // group
+        head_M = g * group + row_M % group
+        _token_q, len_q, _stored_q, _token_k, len_k, _stored_k, _off = facts(b_M, sequences, mask)
+        empty_M = exists_M & (len_k <= 0)
+        b_M = b_M.to(tl.int64)
+        at_M = b_M * io.out.stride_b + pos_M * io.out.stride_n + head_M * io.out.stride_h
+        zero = tl.zeros([tile.BLOCK_M, COLUMNS], io.out.ptr.dtype.element_ty)
+        ok = empty_M[:, None] & (dims < tile.HEAD_DIM_V)[None, :]
+        tl.store(io.out.ptr + at_M[:, None] + dims[None, :], zero, mask=ok)
+        if io.lse.ptr is not None:
+            lse_M = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
+            if sink is not None:
+                lse_M = tl.where(pos_M < len_q, tl.load(sink + head_M), lse_M)
+            at_M = b_M * io.lse.stride_b + head_M * io.lse.stride_h + pos_M
+            tl.store(io.lse.ptr + at_M, lse_M, mask=empty_M)
 
 
 @triton.jit

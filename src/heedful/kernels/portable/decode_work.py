@@ -6,7 +6,8 @@ sequence's queries see: its visits. Units of a head and row tile stand in a line
 of packed queries, of which sequences have more or fewer, in one line of the head. Each is as long
 as its visits, and OVERHEAD for what it costs beside. The line is cut into shares, and every line
 has a program for each. A unit that several shares have a part of is merged by who finishes its last
-part.
+part. Packed sequences that another kernel has are of length 0, and so are those without
+keys, which padded batches are full of: they are cleared apart.
 
 Neighbours among programs have the same share of all heads: what they read at a time lies side by
 side. Rows of one head alone, 64 bytes of every 512, would be read at half the speed. And so do row
@@ -107,6 +108,10 @@ def sequence_length(
     length = unit_length(visits, work)
     if x.cu_q is not None:
         length *= tl.cdiv(stored_q * (shape.heads_q // shape.heads_k), tile.BLOCK_M)
+    if work.short_q is not None:
+        length = tl.where(stored_q <= work.short_q, length, 0)
+    if work.SKIPS_EMPTY:
+        length = tl.where(len_k > 0, length, 0)
     return visits, length
 
 
@@ -124,8 +129,10 @@ def lengths_of(b_B, x: Sequences, shape: Shape, mask: Mask, work: DecodeWork, ti
 def share_of(
     number, shares, first_B, looks_B, x: Sequences, shape: Shape, mask: Mask, work, tile: DecodeTile
 ):
-    """(begin, end, length of each share, sequence that `begin` is in, where that begins) of one
-    share of a line. first_B: 0; looks_B: 0 to LOOKS - 1, in any layout."""
+    """(begin, end, length of each share, sequence that `begin` is in, where that begins, how many
+    sequences are not on the line for want of keys) of one share of a line. first_B: 0; looks_B: 0
+    to LOOKS - 1, in any layout."""
+    empty = 0
     if work.IS_UNIFORM:
         each = tl.sum(lengths_of(first_B, x, shape, mask, work, tile), 0)
         total = each * shape.batch
@@ -133,7 +140,11 @@ def share_of(
         each = 0
         total = 0
         for b0 in range(0, shape.batch, LOOKS):
-            total += tl.sum(lengths_of(b0 + looks_B, x, shape, mask, work, tile), 0)
+            length_B = lengths_of(b0 + looks_B, x, shape, mask, work, tile)
+            total += tl.sum(length_B, 0)
+            if work.SKIPS_EMPTY:
+                is_empty_B = (length_B == 0) & (b0 + looks_B < shape.batch)
+                empty += tl.sum(is_empty_B.to(tl.int32), 0)
     share = tl.maximum(tl.cdiv(total, shares), work.least)
     begin = tl.minimum(number * share, total)
     end = tl.minimum(begin + share, total)
@@ -151,7 +162,7 @@ def share_of(
             is_before_B = (end_B <= begin) & (b0 + looks_B < shape.batch)
             b += tl.sum(is_before_B.to(tl.int32), 0)
             base += tl.sum(tl.where(is_before_B, length_B, 0), 0)
-    return begin, end, share, b, base
+    return begin, end, share, b, base, empty
 
 
 @triton.jit

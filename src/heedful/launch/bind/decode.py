@@ -1,5 +1,6 @@
 """Programs of the decode kernel."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from heedful.core.plan import Plan
@@ -29,16 +30,17 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     if problem.varlen_q and not problem.batch:
         return Program((clear_outside_call(problem, buffers),), sizes.workspaces)
     buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
-    calls = [_call(problem, plan, config, sizes, buffers)]
+    calls = [decode_call(problem, plan, config, sizes, buffers)]
     if problem.varlen_q and problem.used_q:
         # Rows past a used length may lie beyond the longest sequence.
         calls.append(clear_call(problem, buffers, "q", "out", "lse"))
     return Program(tuple(calls), sizes.workspaces)
 
 
-def _call(
+def decode_call(
     problem: AttentionProblem, plan: Plan, config: DecodeConfig, sizes: Sizes, buffers: Buffers
 ) -> KernelCall:
+    """The kernel, over all sequences or over those that the plan says are short."""
     launch = sizes.launches["decode.forward"]
     divisor = shared_divisor(buffers, ("q", "k", "v", "out"))
     call = kernel_call(
@@ -56,7 +58,7 @@ def _call(
         mods=groups.score_mods(problem, buffers),
         cache=_cache(problem, buffers),
         descales=groups.descales(problem, buffers),
-        work=_work(problem, config, buffers, launch.numbers["tiles"]),
+        work=_work(problem, config, buffers, launch.numbers),
         tile=_tile(problem, config),
     )
     if config.registers and plan.device.vendor == "nvidia":
@@ -72,11 +74,18 @@ def _cache(problem: AttentionProblem, buffers: Buffers) -> KVLayout:
 
 
 def _work(
-    problem: AttentionProblem, config: DecodeConfig, buffers: Buffers, tiles: int
+    problem: AttentionProblem, config: DecodeConfig, buffers: Buffers, numbers: Mapping[str, int]
 ) -> DecodeWork:
     words = _words(problem, problem.head_dim_v, slices(problem, problem.head_dim_v))
     at_once = min(_rows(problem, config), MERGE_ROWS) * words
-    return shared_work(problem, config, buffers, tiles, at_once, config.merge_stages)
+    stages = config.merge_stages
+    work = shared_work(problem, config, buffers, numbers["tiles"], at_once, stages)
+    # Keys are as many as are said, or as storage has.
+    said = any(name in buffers for name in ("cu_seqlens_k", "seqused_k", "leftpad_k"))
+    return work._replace(
+        short_q=Scalar(numbers["short_q"]) if "short_q" in numbers else None,
+        SKIPS_EMPTY=said and not problem.varlen_q,
+    )
 
 
 def shared_work(
@@ -98,7 +107,9 @@ def shared_work(
         splits=Scalar(problem.num_splits) if problem.num_splits else None,
         tiles=Scalar(tiles),
         least=Scalar(config.least_tiles + config.overhead),
+        short_q=None,
         IS_UNIFORM=not any(name in buffers for name in names),
+        SKIPS_EMPTY=False,
         OVERHEAD=config.overhead,
         MERGE_PARTS=max(1, min(32, merged)),
         MERGE_STAGES=merge_stages,

@@ -22,7 +22,8 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     calls: list[KernelCall] = []
     if problem.varlen_q:
         calls.append(hopper_groups.varlen_call(problem, config, sizes, buffers, results))
-    calls.append(_forward_call(problem, config, sizes, buffers, results["lse"]))
+    splits = sizes.num_splits if plan.is_split else None
+    calls.append(_forward_call(problem, config, sizes, buffers, results["lse"], splits))
     if plan.is_split:
         # The first split has the sink: a merge would give it to rows that are not in use, too.
         operands = {name: spec for name, spec in buffers.items() if name != "sink"}
@@ -31,10 +32,15 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
 
 
 def _forward_call(
-    problem: AttentionProblem, config: HopperForwardConfig, sizes: Sizes, buffers: Buffers, lse: str
+    problem: AttentionProblem,
+    config: HopperForwardConfig,
+    sizes: Sizes,
+    buffers: Buffers,
+    lse: str,
+    splits: int | None,
 ) -> KernelCall:
     launch = sizes.launches["hopper.forward"]
-    split = hopper_groups.split_kv(problem, buffers, sizes.num_splits)
+    split = hopper_groups.split_kv(problem, buffers, splits)
     parameters = {
         "io": hopper_groups.io(_maps(problem, config, buffers), buffers, lse),
         "params": hopper_groups.params(problem, config, launch, buffers, split),

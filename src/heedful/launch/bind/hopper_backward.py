@@ -92,7 +92,9 @@ def _schedule_call(
             stride_om=None,
             stride_oh=None,
         ),
-        "sizes": VarlenSizes(**{name: Scalar(value) for name, value in counts.items()}),
+        "sizes": VarlenSizes(
+            **{name: Scalar(value) for name, value in counts.items()}, short_q=None
+        ),
         "ROWS": config.block_n,
         "BLOCK": VARLEN_SCHEDULER.rows,
         "DIM": problem.head_dim,

@@ -70,7 +70,7 @@ def _forward_call(
     problem: AttentionProblem, config: HopperFp8Config, sizes: Sizes, buffers: Buffers
 ) -> KernelCall:
     launch = sizes.launches["hopper.fp8_forward"]
-    split = hopper_groups.split_kv(problem, buffers, sizes.num_splits)
+    split = hopper_groups.split_kv(problem, buffers, None)
     parameters = {
         "io": hopper_groups.io(_maps(problem, config, buffers), buffers, "lse"),
         "params": hopper_groups.params(problem, config, launch, buffers, split),

@@ -124,13 +124,13 @@ def _tile_order(launch: LaunchSizes, buffers: Buffers) -> args.HopperTileOrder:
     )
 
 
-def split_kv(problem: AttentionProblem, buffers: Buffers, num_splits: int) -> args.SplitKV:
-    """Partial results, if there is a buffer of them."""
-    if "partial_out" not in buffers:
+def split_kv(problem: AttentionProblem, buffers: Buffers, splits: int | None) -> args.SplitKV:
+    """Partial results of so many splits of the keys; None: they are not split."""
+    if splits is None:
         return args.SplitKV(None, None, None, None)
     return args.SplitKV(
         partials=pointer(buffers, "partial_out"),
-        splits=Scalar(num_splits),
+        splits=Scalar(splits),
         batch=None if problem.varlen_q else Scalar(problem.batch),
         dim_v=Scalar(problem.head_dim_v),
     )
@@ -200,6 +200,7 @@ def varlen_call(
         "heads": problem.heads_q * (1 if out is not None else sizes.num_splits),
         **launch.numbers,
     }
+    numbers = {name: Scalar(value) for name, value in counts.items()}
     parameters = {
         "io": args.VarlenIO(
             cu_q=pointer(buffers, "cu_seqlens_q"),
@@ -211,7 +212,7 @@ def varlen_call(
             stride_om=row,
             stride_oh=head,
         ),
-        "sizes": args.VarlenSizes(**{name: Scalar(value) for name, value in counts.items()}),
+        "sizes": args.VarlenSizes(**{"short_q": None, **numbers}),
         "ROWS": config.block_m,
         "BLOCK": VARLEN_SCHEDULER.rows,
         "DIM": problem.head_dim_v,

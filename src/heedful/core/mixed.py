@@ -1,0 +1,61 @@
+"""Batches of sequences with few queries and with many, as serving engines make them: two kernels
+share the sequences. Which of them has a sequence the device tells by its queries; whether the pair
+is worth having is decided here, by sizes alone."""
+
+from heedful.core.device import DeviceSpec
+from heedful.core.problem import AttentionProblem
+from heedful.core.symbols import opaque
+from heedful.core.tiles import DECODE_ROWS
+
+# Of a mixed batch: queries up to which a sequence is short. So many are a token and a draft of 15.
+SHORT_QUERIES = 16
+
+
+def short_queries(problem: AttentionProblem) -> int:
+    """Queries up to which the decode kernel has a sequence of a mixed batch: of all heads of a KV
+    head as many rows as it takes."""
+    return min(SHORT_QUERIES, DECODE_ROWS // problem.group)
+
+
+def sequences_of_both_kinds(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    if not problem.varlen_q:
+        return "queries that are not packed: all sequences have as many"
+    if not short_queries(problem):
+        return f"{problem.group} query heads a KV head: takes up to {DECODE_ROWS}"
+    return None
+
+
+def some_are_short(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Where no sequence is short, the pair loses a launch without work."""
+    if problem.total_q is None or not short_queries(problem) or device.arch != "sm_90":
+        return None
+    if not (problem.page_size or problem.used_k):
+        return "hopper is preferred without a cache, where few queries have few keys"
+    if _is_at_most(problem.seqlen_q, short_queries(problem)):
+        return "hopper is preferred where all sequences have few queries"
+    tiles = problem.batch * problem.heads_q * -(-problem.seqlen_q // 128)
+    if problem.num_splits == 0 and _leave_half(tiles, device.units):
+        return "hopper is preferred where tiles leave half of the device idle: it splits their keys"
+    facts = problem.total_q, problem.batch, problem.seqlen_q, short_queries(problem)
+    if not _has_short(*facts):
+        return "hopper is preferred where most sequences are about as long as the longest"
+    return None
+
+
+@opaque
+def _is_at_most(queries: int, most: int) -> bool:
+    return queries <= most
+
+
+@opaque
+def _leave_half(tiles: int, units: int) -> bool:
+    return 2 * tiles <= units
+
+
+@opaque
+def _has_short(total: int, batch: int, longest: int, short: int) -> bool:
+    """Whether queries are so few for their longest sequence that some are likely short: half of
+    what there would be of equal lengths, or, beside the longest, as few as short ones have."""
+    long = total // max(1, longest)
+    others, rest = batch - long, total - long * longest
+    return 2 * total <= batch * longest or (others > 0 and rest <= short * others)
