@@ -102,10 +102,15 @@ def with_numbers(
 ) -> tuple[AttentionProblem, dict[str, ArraySpec]]:
     """The problem and the arrays of these kinds with other lengths: the numbers of `of_call`."""
     rest = iter(numbers)
-    lengths = (next(rest) for _ in Lengths._fields)
-    pairs = zip(problem.lengths, lengths, strict=True)
-    problem = problem.at(Lengths._make(None if old is None else new for old, new in pairs))
+    problem = at_lengths(problem, [next(rest) for _ in Lengths._fields])
     return problem, {kind[0]: with_sizes(kind, rest) for kind in kinds}
+
+
+def at_lengths(problem: AttentionProblem, numbers: Sequence[Any]) -> AttentionProblem:
+    """The problem with other lengths, with which the numbers begin; those that it has not are of
+    no account."""
+    pairs = zip(problem.lengths, numbers, strict=False)
+    return problem.at(Lengths._make([None if old is None else new for old, new in pairs]))
 
 
 def with_sizes(kind: tuple, numbers: Iterator[Any]) -> ArraySpec:
