@@ -8,8 +8,9 @@ all calls of the kind share.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
+from typing import Any
 
 from heedful.core.arrays import item_bytes
 from heedful.core.device import vendor_of
@@ -35,10 +36,18 @@ class KernelKind:
     lengths may be symbols."""
 
     def __init__(
-        self, call: KernelCall, arch: str, device: int, names: Sequence[str], begin: int, count: int
+        self,
+        call: KernelCall,
+        arch: str,
+        device: int,
+        names: Sequence[str],
+        begin: int,
+        count: int,
+        constants: list[bytes],
     ):
         """names: of buffers, in the order of the addresses. begin: where the call's numbers begin
-        among all numbers; count: of these, behind which the addresses come."""
+        among all numbers; count: of these, behind which the addresses come. constants: bytes that
+        come behind these, to which the kernel's own are added."""
         self.artifact = artifact = compile_call(call, arch)
         if artifact.scratch_bytes:
             raise RuntimeError(f"{call.kernel.function}: compiler scratch is not supported")
@@ -68,8 +77,9 @@ class KernelKind:
         fields = _numbers(call, artifact, begin)
         fields += [(offset, "Q", count + index) for offset, index in pointers]
         fields += [(word, "Q", count + index) for index, _, word in self.maps]
-        # Puts all numbers and addresses into a buffer; `pick`: those, of all.
-        self.fill, self.pick = _filler(fields, end)
+        numbers = dict(enumerate(numbers_of(call), begin))
+        # Puts all numbers and addresses into a buffer; `pick`: those, and constants, of all.
+        self.fill, self.pick = _filler(fields, numbers, end, constants, count + len(names))
         self.pool: list = []
 
     def take(self):
@@ -81,8 +91,9 @@ class KernelKind:
                 self.artifact, self._function, self._device, self._programmatic
             )
 
-    def run(self, fields: Sequence[int | float], stream: int) -> None:
-        """Launches with these numbers and addresses on a raw stream; the device must be current."""
+    def run(self, fields: Sequence[Any], stream: int) -> None:
+        """Launches with these numbers, addresses and constants on a raw stream; the device must be
+        current."""
         grid = fields[self.grid]
         if 0 in grid:
             return
@@ -100,12 +111,14 @@ class KernelKind:
 class BoundKernel:
     """A kernel with all its numbers: everything but addresses. Many share a kind."""
 
-    __slots__ = ("_grid", "_kind", "_maps", "_numbers")
+    __slots__ = ("_constants", "_grid", "_kind", "_maps", "_numbers")
 
-    def __init__(self, kind: KernelKind, numbers: Sequence[int | float]):
-        """numbers: all that the kind takes its own from."""
+    def __init__(
+        self, kind: KernelKind, numbers: Sequence[int | float], constants: Sequence[bytes]
+    ):
+        """numbers, constants: all that the kind takes its own from."""
         grid = numbers[kind.grid]
-        self._kind, self._numbers = kind, numbers
+        self._kind, self._numbers, self._constants = kind, numbers, constants
         self._grid = None if 0 in grid else grid
         # By address. Encoding asks the driver, which takes ten times as long as looking up what it
         # said.
@@ -121,7 +134,8 @@ class BoundKernel:
             for pack_into, offset, pick in kind.runs:
                 pack_into(slot.buffer, offset, *pick(addresses))
         else:
-            kind.fill(slot.buffer, 0, *kind.pick((*self._numbers, *addresses)))
+            fields = (*self._numbers, *addresses, *self._constants)
+            kind.fill(slot.buffer, 0, *kind.pick(fields))
             slot.set_grid(*self._grid)
             slot.owner = self
         for known, number, index, offset, word in self._maps:
@@ -150,18 +164,19 @@ class ProgramKind:
         """before: how many numbers come before the kernels' own."""
         counts = [len(numbers_of(call)) for call in program.calls]
         total = before + sum(counts)
-        self._kernels = []
+        self._kernels, self._constants = [], []
         for call, count in zip(program.calls, counts, strict=True):
-            self._kernels.append(KernelKind(call, arch, device, names, before, total))
+            where = before, total, self._constants
+            self._kernels.append(KernelKind(call, arch, device, names, *where))
             before += count
 
     def bind(self, numbers: Sequence[int | float]) -> list[BoundKernel]:
         """The kernels with their numbers, those of each call after those of the one before."""
-        return [BoundKernel(kind, numbers) for kind in self._kernels]
+        return [BoundKernel(kind, numbers, self._constants) for kind in self._kernels]
 
     def run(self, numbers: Sequence[int | float], addresses: Sequence[int], stream: int) -> None:
         """Launches all kernels and keeps nothing, for numbers that come but once."""
-        fields = (*numbers, *addresses)
+        fields = (*numbers, *addresses, *self._constants)
         for kernel in self._kernels:
             kernel.run(fields, stream)
 
@@ -213,16 +228,37 @@ def _numbers(call: KernelCall, artifact: Artifact, begin: int) -> list[tuple[int
     return found
 
 
-def _filler(fields: list[tuple[int, str, int]], size: int):
+def _filler(
+    fields: list[tuple[int, str, int]],
+    numbers: Mapping[int, Any],
+    size: int,
+    constants: list[bytes],
+    end: int,
+):
     """pack_into of a whole buffer of this size, zero where no field is, and what picks its values.
-    fields: offset, format and place of each."""
-    layout, indices, position = "<", [], 0
-    for offset, kind, index in sorted(fields):
-        layout += f"{offset - position}x{kind}"
+
+    fields: offset, format and place of each among all values. numbers: those of some places; those
+    that are no symbols are the same for all calls, and packed here: each value takes its time. The
+    bytes between others are added to `constants`, which are behind the values, from `end` on.
+    """
+    image, changing = bytearray(size), []
+    for offset, kind, place in sorted(fields):
+        if isinstance(numbers.get(place), int | float):
+            struct.pack_into("<" + kind, image, offset, numbers[place])
+        else:
+            changing.append((offset, kind, place))
+    layout, places, position = "<", [], 0
+    for offset, kind, place in (*changing, (size, "", None)):
+        between = bytes(image[position:offset])
+        if any(between):
+            places.append(end + len(constants))
+            constants.append(between)
+        layout += f"{len(between)}{'s' if any(between) else 'x'}{kind}"
+        if place is not None:
+            places.append(place)
         position = offset + struct.calcsize("<" + kind)
-        indices.append(index)
-    fill = struct.Struct(layout + f"{size - position}x").pack_into
-    return fill, _getter(indices) if indices else lambda _: ()
+    fill = struct.Struct(layout).pack_into
+    return fill, _getter(places) if places else lambda _: ()
 
 
 def _contiguous(pointers: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

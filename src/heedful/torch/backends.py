@@ -38,10 +38,10 @@ from heedful.torch.forked import check_device, on_own_thread
 from heedful.torch.kinds import (
     Cases,
     Kinds,
+    Sizes,
     at_lengths,
     of_call,
     of_tensor,
-    sizes_of,
     with_numbers,
 )
 from heedful.torch.pages import backward_of_pages
@@ -401,14 +401,15 @@ class GpuBackward:
         self._run, self._new = case.bind(numbers), case.allocators(numbers)
         aligned = all([aligned for _, _, aligned, *_ in kind[2:]])
         is_simple = aligned and not self._copied and len(like) == 3
-        self.moving = [moving for *_, moving in kind[2:]] if is_simple else []
+        moving = [moving for *_, moving in kind[2:]]
+        self.moving = moving if is_simple else []
+        ranks = [tensor.dim() for tensor in given.values()]
+        self._sizes = Sizes(len(Lengths._fields), ranks, moving)
 
     def at(self, lengths: Sequence[int], tensors: Sequence[torch.Tensor]) -> "GpuBackward | None":
         """The backward of other lengths, which begin with those of the problem, on such tensors;
         None if it is of no case that is there."""
-        values = [*lengths[: len(Lengths._fields)]]
-        for tensor, moving in zip(tensors, self.moving, strict=True):
-            values += sizes_of(tensor, moving)
+        values = self._sizes.of([*lengths[: len(Lengths._fields)]], tensors)
         known = self._cases.known(values)
         if known is None:
             return None

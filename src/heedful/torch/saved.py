@@ -5,6 +5,7 @@ in other memory, with other strides. What a backward is bound to is therefore wh
 not what its forward was given.
 """
 
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -50,14 +51,14 @@ class Backwards:
         self._names = (*(Operands._fields[index] for index in present), "out", "lse")
         self._begin(runner, x)
 
-    def _begin(self, runner, x: Operands) -> None:
+    def _begin(self, runner, x: Sequence[Any]) -> None:
         self._runner = runner
         self._kinds = [(t.shape, t.dtype) for t in self._pick(x)]
         # Of a backward without and with a cotangent of the lse.
         self._latest: list[_Layout | None] = [None, None]
         self._layouts: dict[tuple, _Layout] = {}
 
-    def at(self, runner, x: Operands) -> "Backwards":
+    def at(self, runner, x: Sequence[Any]) -> "Backwards":
         """Those of the same call of other lengths."""
         made = object.__new__(Backwards)
         made._device, made._pick, made._names = self._device, self._pick, self._names
