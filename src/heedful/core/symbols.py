@@ -220,7 +220,8 @@ def _code_of(branches: Sequence[_Branch], begin: int, indent: str) -> tuple[list
     """Code from a line on up to which all branches have the same, and the names that it draws on.
     Lines that no guard and no output draws on are left out."""
     (lines, returned), end = branches[0], begin
-    while all([len(own) > end and own[end] == lines[end] for own, _ in branches]):
+    shared = min([len(own) for own, _ in branches])
+    while end < shared and all([own[end] == lines[end] for own, _ in branches]):
         end += 1
     if len(branches) == 1:
         code, wanted = [f"{indent}return {returned}"], _names(returned)
