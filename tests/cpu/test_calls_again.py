@@ -177,8 +177,8 @@ def test_calls_of_new_lengths_have_the_very_problem_of_their_own(lengths):
 def test_lengths_are_told_to_runners_as_their_problem_has_them(monkeypatch):
     told, runner = [], backends.Family.runner
 
-    def noted(self, like, lengths, values):
-        made = runner(self, like, lengths, values)
+    def noted(self, like, values):
+        made = runner(self, like, values)
         told.append((made.problem, list(values)))
         return made
 

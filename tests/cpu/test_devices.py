@@ -97,7 +97,7 @@ def test_a_call_makes_its_tensors_device_the_current_one_and_leaves_it(call, fir
     with standin.gpu() as gpu, monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "device", current)
 
-        def poisoned(shape, dtype, where):
+        def poisoned(shape, dtype, where, *_):
             make = standin._poisoned(shape, dtype, where)
 
             def made():
@@ -159,9 +159,9 @@ def bound(monkeypatch):
     run = SimpleNamespace(run=lambda *given: seen.append(given))
     order = []
 
-    def program(_, arch, index, names):
+    def program(_, arch, index, names, before):
         order[:] = arch, index, names
-        return SimpleNamespace(bind=lambda _: [run])
+        return SimpleNamespace(bind=lambda _: [run], run=lambda _, *given: seen.append(given))
 
     monkeypatch.setattr(execute, "ProgramKind", program)
     monkeypatch.setattr(execute, "current_device", lambda: None)

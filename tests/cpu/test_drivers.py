@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from heedful.launch import driver
-from heedful.launch.artifact import Artifact, Parameter
+from heedful.launch.artifact import Artifact, Parameter, map_words
 from heedful.launch.driver import cuda, hip
 
 ARTIFACT = Artifact(
@@ -119,13 +119,17 @@ def library(monkeypatch):
     made = Library()
     monkeypatch.setattr(cuda, "_library", lambda: made)
     monkeypatch.setattr(hip, "_library", lambda: made)
-    # It binds itself to the library at the first launch: as before it.
+    # They bind themselves to the library at the first call: as before it.
     monkeypatch.setattr(cuda, "_launch", lambda *arguments: made.cuLaunchKernelEx(*arguments))
+    monkeypatch.setattr(cuda, "_encode", lambda *given: made.cuTensorMapEncodeTiled(*given))
     return made
 
 
 def slot(artifact=ARTIFACT, module=cuda, template=TEMPLATE, programmatic=False):
-    return module.Slot(artifact, ctypes.c_void_p(FUNCTION), 1, GRID, template, programmatic)
+    made = module.Slot(artifact, ctypes.c_void_p(FUNCTION), 1, programmatic)
+    made.buffer[: len(template)] = template
+    made.set_grid(*GRID)
+    return made
 
 
 def test_a_launch_has_the_grid_the_warps_the_memory_and_the_arguments(library):
@@ -177,8 +181,9 @@ def test_a_cluster_is_of_neighbours_in_a_grid_that_is_wider_by_as_many(library):
 @pytest.mark.parametrize("offset", [0, 48, 64, 112])
 def test_tensor_maps_lie_on_64_bytes_wherever_they_are_in_the_buffer(library, offset):
     maps = (Parameter("d", "tensormap", offset),)
+    artifact = replace(ARTIFACT, parameters=maps, parameter_bytes=offset + 128)
     for _ in range(20):
-        made = slot(replace(ARTIFACT, parameters=maps), template=bytes(offset + 128))
+        made = slot(artifact, template=bytes(offset + 128))
         assert (made.address + offset) % 64 == 0
         assert bytes(made.buffer) == bytes(offset + 128)
 
@@ -300,37 +305,95 @@ def test_handles_are_passed_as_pointers_whatever_they_come_as(module, handles, m
 META = {"elem_size": 2, "elem_type": 9, "swizzle": 3, "block_size": [1, 64, 128]}
 
 
-def test_a_tensor_map_is_encoded_innermost_first_with_strides_in_bytes(library):
-    encoder = cuda.TensorMapEncoder(META)
-    assert encoder.encode((3, 5, 7), (1000, 200, 1), 0xF00) == bytes(range(128))
-    (call,) = library.calls
-    name, where, kind, rank, base, dims, steps, box, ones, *flags = call
-    assert name == "cuTensorMapEncodeTiled" and where.value % 64 == 0
-    assert (kind.value, rank.value, base.value) == (9, 3, 0xF00)
-    assert struct.unpack("3Q", dims) == (7, 5, 3)
-    assert struct.unpack("2Q", steps) == (400, 2000)
-    assert tuple(box) == (128, 64, 1)
-    assert tuple(ones) == (1, 1, 1)
-    interleave, swizzle, promotion, fill = (getattr(f, "value", f) for f in flags)
-    assert (interleave, swizzle, promotion, fill) == (0, 3, 2, 0)
+# Two maps of arrays of two bytes an element, behind a number: the first at 64.
+MAPPED = replace(
+    ARTIFACT,
+    parameters=(
+        Parameter("n", "i32", 0),
+        Parameter("x", "tensormap", 64),
+        Parameter("y", "tensormap", 192),
+        Parameter("m", "i32", 320),
+    ),
+    parameter_bytes=324,
+    tensor_maps={"x": META, "y": {**META, "elem_type": 4, "swizzle": 0, "block_size": [32, 16]}},
+)
 
 
-@pytest.mark.parametrize("begin", [0, 1, 16, 48, 63])
-def test_a_tensor_map_is_encoded_on_64_bytes_within_its_memory(library, monkeypatch, begin):
-    memory = ctypes.create_string_buffer(64 + 63 + ctypes.sizeof(cuda._map_bytes))
-    begin += -ctypes.addressof(memory) % 64
-    there = cuda._map_bytes.from_buffer(memory, begin)
-    monkeypatch.setattr(cuda, "_map_bytes", lambda: there)
-    assert cuda.TensorMapEncoder(META).encode((3, 5, 7), (1000, 200, 1), 0) == bytes(range(128))
-    where = library.calls[0][1].value
-    assert where % 64 == 0
-    assert 0 <= where - ctypes.addressof(there) <= ctypes.sizeof(there) - 128
+def mapped():
+    """A slot, and where the words of its two maps lie."""
+    words, end = map_words(MAPPED)
+    assert words == {"x": 328, "y": 328 + 8 * 6} and end == 328 + 8 * 10
+    made = slot(MAPPED, template=b"")
+    assert len(made.buffer) == end
+    return made, words.values()
 
 
-def test_a_tensor_map_that_cannot_be_raises(library):
+def said_of_maps(calls: list[tuple], made) -> list[tuple]:
+    """(place in the buffer, type, base, dims, steps, box, flags) of each map that was encoded."""
+    found = []
+    for name, where, kind, rank, base, dims, steps, box, ones, *flags in calls:
+        assert name == "cuTensorMapEncodeTiled" and where.value % 64 == 0
+        rank = rank.value
+        assert tuple(ones) == (1,) * rank
+        sizes = (
+            ctypes.string_at(dims.value, 8 * rank),
+            ctypes.string_at(steps.value, 8 * (rank - 1)),
+        )
+        read = [struct.unpack(f"{len(s) // 8}Q", s) for s in sizes]
+        flags = tuple(getattr(f, "value", f) for f in flags)
+        place = where.value - made.address
+        found.append((place, kind.value, base.value, *read, tuple(box), flags))
+    return found
+
+
+X: tuple = (64, 9, 0xF00, (7, 5, 3), (400, 2000), (128, 64, 1), (0, 3, 2, 0))
+Y: tuple = (192, 4, 0xABC0, (64, 9), (256,), (16, 32), (0, 0, 2, 0))
+
+
+@pytest.mark.parametrize("numbers", [None, (0,), (1,), (1, 0)], ids=str)
+def test_tensor_maps_are_encoded_into_the_buffer_from_its_words(library, numbers):
+    """Again and again, from the words that lie there then."""
+    made, (x, y) = mapped()
+    for more in (0, 1 << 40):
+        struct.pack_into("6Q", made.buffer, x, 0xF00 + more, 7, 5, 3, 400, 2000)
+        struct.pack_into("4Q", made.buffer, y, 0xABC0 + more, 64, 9, 256)
+        before = made.buffer.raw
+        library.calls.clear()
+        if numbers is None:
+            made.encode_all()
+        for number in numbers or ():
+            made.encode(number)
+        wanted = [(X, Y)[number] for number in ((0, 1) if numbers is None else numbers)]
+        wanted = [(*one[:2], one[2] + more, *one[3:]) for one in wanted]
+        assert said_of_maps(library.calls, made) == wanted
+        for number in (0, 1) if numbers is None else numbers:
+            place = (64, 192)[number]
+            assert made.buffer[place : place + 128] == bytes(range(128))
+            before = before[:place] + bytes(range(128)) + before[place + 128 :]
+        assert made.buffer.raw == before
+
+
+@pytest.mark.parametrize("encode", ["all", 0, 1])
+def test_a_tensor_map_that_cannot_be_raises(library, encode):
+    made, _ = mapped()
     library.codes["cuTensorMapEncodeTiled"] = [1]
     with pytest.raises(RuntimeError, match="CUDA error 1: bad luck"):
-        cuda.TensorMapEncoder(META).encode((3, 5, 7), (1000, 200, 1), 0)
+        made.encode_all() if encode == "all" else made.encode(encode)
+
+
+def test_the_words_of_maps_are_no_arguments(library):
+    made, _ = mapped()
+    made.launch(3)
+    assert len(library.launched[0]["bytes"]) == MAPPED.parameter_bytes
+
+
+def test_another_grid_is_that_of_the_next_launch(library):
+    made = slot(replace(ARTIFACT, cluster=2))
+    for grid in ((1, 2, 3), (70_000, 1, 9)):
+        made.set_grid(*grid)
+        made.launch(0)
+    assert [launched["grid"] for launched in library.launched] == [(2, 2, 3), (140_000, 1, 9)]
+    assert {launched["block"] for launched in library.launched} == {(12 * 32, 1, 1)}
 
 
 @pytest.mark.parametrize("cluster, sizes", [(1, []), (2, [(4, (2, 1, 1))])])

@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch._C._dynamo import guards
 
+from heedful.core.arrays import ArraySpec
+from heedful.core.sizes import Workspace
+from heedful.launch.spec import Program
 from heedful.torch import execute, zeros
 
 CPU = torch.device("cpu")
@@ -47,14 +50,20 @@ def test_dense_strides_are_those_of_torch(shape):
     assert execute._dense_strides(shape) == torch.empty(shape).stride()
 
 
-class Kernel:
-    """A kernel that notes what it is launched with."""
+class Kernels:
+    """Kernels that note what they are launched with, at a first call and bound."""
 
-    def __init__(self):
-        self.seen: list[tuple] = []
+    def __init__(self, count: int = 1):
+        self.first: list[tuple] = []
+        self.bound: list[tuple] = []
+        self._count = count
 
-    def run(self, addresses, stream) -> None:
-        self.seen.append((list(addresses), stream))
+    def run(self, numbers, addresses, stream) -> None:
+        self.first.append((list(addresses), stream))
+
+    def bind(self, numbers) -> list:
+        run = SimpleNamespace(run=lambda addresses, stream: self.bound.append((addresses, stream)))
+        return [run] * self._count
 
 
 @pytest.fixture
@@ -66,32 +75,48 @@ def machine(monkeypatch):
     monkeypatch.setattr(zeros, "unpooled", lambda n, _: torch.ones(n, dtype=torch.uint8))
 
 
-def test_numbers_of_kernels_are_no_sizes_of_scratch(machine):
-    """Sizes come first among the numbers of a program."""
-    one, other = Kernel(), Kernel()
-    run = execute.Executable(CPU, [one, other], (1, 2), [5, 9, 300, 10**12, 0.5])  # pyright: ignore
+def scratch(nbytes: int, zeroed: bool = False) -> Workspace:
+    return Workspace(f"of {nbytes}", ArraySpec.contiguous((nbytes,), "uint8"), zeroed)
+
+
+def executable(kernels: Kernels, monkeypatch, *spaces: Workspace, before: int = 0) -> Any:
+    monkeypatch.setattr(execute, "ProgramKind", lambda *_: kernels)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    kind = execute.ExecutableKind(Program((), spaces), "sm_90", CPU, [], before)
+    return kind.bind((*range(before), *kind.outputs, 10**12, 0.5))
+
+
+@pytest.mark.parametrize("before", [0, 7])
+def test_other_numbers_are_no_sizes_of_scratch(before, machine, monkeypatch):
+    """Sizes come between what comes before and the numbers of the kernels."""
+    kernels = Kernels()
+    spaces = scratch(5), scratch(9, True), scratch(300, True)
+    run = executable(kernels, monkeypatch, *spaces, before=before)
     run([])
-    assert one.seen == other.seen
-    ((addresses, stream),) = one.seen
+    ((addresses, stream),) = kernels.first
     assert len(addresses) == 3 and stream == 5 and addresses[2] - addresses[1] == 256
     assert run._zeroed_size == 768
 
 
-def test_a_single_kernel_is_launched_without_a_loop(machine):
-    one = Kernel()
-    run = execute.Executable(CPU, [one], (0, 0), [])  # pyright: ignore
-    assert run._run == one.run
-    tensor = torch.zeros(3)
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_call_is_bound_when_it_comes_again_and_then_launches_at_once(count, machine, monkeypatch):
+    kernels = Kernels(count)
+    run, tensor = executable(kernels, monkeypatch), torch.zeros(3)
+    launched = ([tensor.data_ptr()], 5)
     run([tensor])
-    assert one.seen == [([tensor.data_ptr()], 5)]
+    assert kernels.first == [launched] and not kernels.bound
+    for times in (1, 2, 3):
+        run([tensor])
+        assert kernels.first == [launched] and kernels.bound == [launched] * count * times
+        monkeypatch.setattr(execute.Executable, "_run_first", refuse)
 
 
-@pytest.mark.parametrize("counts", [(1, 0), (0, 1)], ids=["scratch", "zeroed"])
-def test_the_limit_holds_scratch_of_either_sort(counts, machine, monkeypatch):
+@pytest.mark.parametrize("zeroed", [False, True], ids=["scratch", "zeroed"])
+def test_the_limit_holds_scratch_of_either_sort(zeroed, machine, monkeypatch):
     monkeypatch.setenv("HEEDFUL_WORKSPACE_LIMIT_MB", "1")
-    execute.Executable(CPU, [Kernel()], counts, [2**20])  # pyright: ignore
+    executable(Kernels(), monkeypatch, scratch(2**20, zeroed))
     with pytest.raises(ValueError, match=f"allows {2**20} bytes of scratch, this call needs"):
-        execute.Executable(CPU, [Kernel()], counts, [2**20 + 1])  # pyright: ignore
+        executable(Kernels(), monkeypatch, scratch(2**20 + 1, zeroed))
 
 
 def test_no_bytes_need_no_region():

@@ -446,7 +446,7 @@ def launched(made: Program, names: list[str], device: str) -> list[str]:
     names += [w.name for w in made.workspaces]
     addresses = [4096 * (i + 1) for i in range(len(names))]
     with standin.gpu(device) as gpu:
-        numbers = [number for call in made.calls for number in numbers_of(call)]
+        numbers = tuple([number for call in made.calls for number in numbers_of(call)])
         for kernel in ProgramKind(made, by_name(device).arch, 0, names).bind(numbers):
             kernel.run(addresses, 0)
     for launch in gpu.launches:

@@ -20,7 +20,7 @@ from heedful.core.plan import plan, stored_as
 from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.core.storage import storage
 from heedful.torch import library
-from heedful.torch.kinds import _MOST_KINDS, Kinds
+from heedful.torch.kinds import MOST_KINDS, Kinds
 
 heedful: Any = typed
 
@@ -113,9 +113,9 @@ def test_any_one_operand_that_wants_a_gradient_gets_it_in_every_call(wanting):
 
 def test_too_many_kinds_are_forgotten():
     kinds = Kinds()
-    for key in range(_MOST_KINDS + 5):
+    for key in range(MOST_KINDS + 5):
         kinds.of((key,))
-    assert len(kinds) <= _MOST_KINDS and (_MOST_KINDS + 4,) in kinds
+    assert len(kinds) <= MOST_KINDS and (MOST_KINDS + 4,) in kinds
 
 
 def test_operators_say_that_they_comply_with_torch_compile():

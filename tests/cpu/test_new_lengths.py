@@ -162,7 +162,7 @@ def forget() -> None:
 def unlaid(patch) -> None:
     """Outputs and scratch that nobody touches either."""
 
-    def allocator(shape, dtype, _):
+    def allocator(shape, dtype, *_):
         return lambda: torch.empty(tuple(shape), dtype=dtype)
 
     for module in (backends, execute):

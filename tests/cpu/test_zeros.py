@@ -59,7 +59,9 @@ def stream(monkeypatch):
             time.sleep(0.01)
         fake.queue.append(addresses[-1])
 
-    bound = SimpleNamespace(bind=lambda _: [SimpleNamespace(run=run)])
+    bound = SimpleNamespace(
+        bind=lambda _: [SimpleNamespace(run=run)], run=lambda _, *given: run(*given)
+    )
     monkeypatch.setattr(execute, "ProgramKind", lambda *_: bound)
     monkeypatch.setattr(execute, "current_device", lambda: None)
     monkeypatch.setattr(execute, "raw_stream", lambda _: 0)

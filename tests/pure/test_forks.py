@@ -129,7 +129,7 @@ _DRIVER = """
 import ctypes, os, sys
 from importlib import import_module
 from types import SimpleNamespace
-from heedful.launch.artifact import Artifact
+from heedful.launch.artifact import Artifact, Parameter
 
 class Library:
     def __getattr__(self, name):
@@ -143,10 +143,18 @@ class Library:
 calls = []
 ctypes.PyDLL = lambda name: Library()
 driver = import_module(f"heedful.launch.driver.{sys.argv[1]}")
-artifact = Artifact(b"code", "", "k", "t", 4, 32, 0, 1, (), 8)
+maps, parameters = {}, ()
+if sys.argv[1] == "cuda":
+    maps = {"x": {"elem_type": 9, "elem_size": 2, "swizzle": 3, "block_size": [64, 64]}}
+    parameters = (Parameter("x", "tensormap", 0),)
+artifact = Artifact(b"code", "", "k", "t", 4, 32, 0, 1, parameters, 128, 0, maps)
 
 def launch(slot=None):
-    (slot or driver.Slot(artifact, ctypes.c_void_p(1), 0, (1, 1, 1), bytes(8), False)).launch(0)
+    (slot or driver.Slot(artifact, ctypes.c_void_p(1), 0, False)).launch(0)
+
+def encode(slot):
+    if maps:
+        slot.encode_all()
 
 def refused(work):
     before = len(calls)
@@ -160,7 +168,8 @@ if "unused" in sys.argv:
     slot = None
 else:
     driver.load(artifact, 0)
-    slot = driver.Slot(artifact, ctypes.c_void_p(1), 0, (1, 1, 1), bytes(8), False)
+    slot = driver.Slot(artifact, ctypes.c_void_p(1), 0, False)
+    encode(slot)
     launch(slot)
 child = os.fork()
 if child == 0:
@@ -169,9 +178,12 @@ if child == 0:
         launch()
         os._exit(0)
     fine = refused(lambda: driver.load(artifact, 0)) and refused(launch)
+    fine = fine and (not maps or refused(lambda: encode(slot)))
     os._exit(0 if fine and refused(lambda: launch(slot)) else 3)
 assert os.waitpid(child, 0)[1] == 0
 driver.load(artifact, 0)
+if slot:
+    encode(slot)
 launch(slot)
 """
 

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from heedful.core.symbols import Symbol, Trace, if_above, larger, opaque, smaller, value_of
+from heedful.core.symbols import (
+    Symbol,
+    Trace,
+    if_above,
+    joined,
+    larger,
+    opaque,
+    smaller,
+    value_of,
+)
 
 # Every operator of whole numbers, both ways round, with what it is written as.
 BINARY = {
@@ -139,11 +148,11 @@ def test_a_sign_a_size_and_a_length_in_bits_are_steps_of_their_own():
     assert evaluate((16, -1)) == (-16, 16, 5, 1, 1, 1)
     assert [code for _, code in lines(trace)] == [
         "-i0",
-        "abs(i0)",
+        "i0 if i0 > 0 else -i0",
         "i0.bit_length()",
         "i1.bit_length()",
         "-i1",
-        "abs(i1)",
+        "i1 if i1 > 0 else -i1",
     ]
 
 
@@ -319,3 +328,91 @@ def test_many_steps_give_for_other_values_what_plain_numbers_give():
         for values in ((11, 4), (0, 0), (5, -7), (123, 456)):
             assert evaluate(values) == tuple(computed(values))
         assert [value_of(n) for n in made] == computed((11, 4))
+
+
+def traced(values: tuple[int, ...], compute) -> tuple:
+    """A trace of a function of symbols, its outputs, and a name."""
+    trace = Trace()
+    return trace, compute(*trace.symbols(values)), str(values)
+
+
+def steps(x, y) -> list:
+    """Questions within answers of others, and work that some answers alone want."""
+    total = x + y
+    if total > 10:
+        if x % 2 == 0:
+            return [total, x // 2]
+        return [total * 3, y, x]
+    unused = x * 17
+    half = y // (x - 3) if x != 3 else unused
+    return [half, total] if y > 4 else [total]
+
+
+def test_cases_that_are_joined_answer_as_each_does_alone():
+    """In whatever order they came."""
+    rng = random.Random(1)
+    drawn = [(rng.randrange(12), rng.randrange(12)) for _ in range(60)]
+    for _ in range(20):
+        rng.shuffle(drawn)
+        cases: list[tuple] = []
+        for values in drawn:
+            if all(trace.function(outputs)(values) is None for trace, outputs, _ in cases):
+                cases.append(traced(values, steps))
+        evaluate = joined(cases)
+        assert evaluate is not None and len(cases) == 6
+        for values in ((a, b) for a in range(12) for b in range(12)):
+            (alone,) = [
+                (name, found)
+                for trace, outputs, name in cases
+                if (found := trace.function(outputs)(values)) is not None
+            ]
+            assert evaluate(values) == alone == (alone[0], tuple(steps(*values)))
+
+
+def test_values_of_no_joined_case_have_no_answer():
+    evaluate = joined([traced((1, 20), steps), traced((2, 20), steps)])
+    assert evaluate is not None and evaluate((5, 5)) is None
+    assert evaluate((4, 7)) == ("(2, 20)", (11, 2))
+
+
+def test_what_joined_cases_share_is_computed_once():
+    called = []
+
+    def costly(number: int) -> int:
+        called.append(number)
+        return number
+
+    asked: Any = opaque(costly)
+    cases = [traced((n,), lambda x: [asked(x) > 5, asked(x) > 8]) for n in (3, 7, 9)]
+    evaluate = joined(cases)
+    assert evaluate is not None
+    for n, name in ((2, "(3,)"), (8, "(7,)"), (10, "(9,)")):
+        called.clear()
+        found = evaluate((n,))
+        assert found is not None and found[0] == name and called == [n]
+
+
+@pytest.mark.parametrize(
+    "one, other",
+    [
+        (lambda x: [x > 5], lambda x: [x > 6]),
+        (lambda x: [x + 1 > 5], lambda x: [x > 5]),
+        (lambda x: [x > 5], lambda x: [x > 5, x > 2]),
+        (lambda x: [], lambda x: [x > 5]),
+        (lambda x: [x > 5], lambda x: [x > 5]),
+    ],
+)
+def test_cases_that_part_elsewhere_than_at_a_question_are_not_joined(one, other):
+    assert joined([traced((9,), one), traced((9,), other)]) is None
+
+
+def test_functions_of_one_name_are_not_taken_for_one_another():
+    def made(more: int) -> Any:
+        def step(number: int) -> int:
+            return number + more
+
+        return opaque(step)
+
+    one, other = made(1), made(2)
+    cases = [traced((3,), lambda x: [one(x), x > 5]), traced((9,), lambda x: [other(x), x > 5])]
+    assert joined(cases) is None

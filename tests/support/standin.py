@@ -26,11 +26,12 @@ from unittest import mock
 import torch
 
 from heedful.core import configs
+from heedful.core.arrays import item_bytes
 from heedful.core.capability import Toolchain
 from heedful.core.device import by_name
 from heedful.core.tiles import DecodeConfig, TileConfig
 from heedful.launch import bound
-from heedful.launch.artifact import Artifact, lay_out
+from heedful.launch.artifact import Artifact, lay_out, map_words
 from heedful.launch.interpret import run_call
 from heedful.launch.spec import (
     TRITON_TYPES,
@@ -131,7 +132,10 @@ class Gpu:
             _assert_layout_of_box(argument)
         types = [(name, call.arguments[name].type) for name in order]
         parameters, size = lay_out(types, {name: len(a.shape) for name, a in maps.items()})
-        metas = {name: {"elem_size": 0, "block_size": list(a.block)} for name, a in maps.items()}
+        metas = {
+            name: {"elem_size": item_bytes(a.dtype), "block_size": list(a.block)}
+            for name, a in maps.items()
+        }
         return _Code(
             code=b"",
             text="",
@@ -151,11 +155,8 @@ class Gpu:
         self.loads.append(artifact)
         return artifact
 
-    def Slot(self, artifact, function, index, grid, template, programmatic=False):
-        return _Slot(self, artifact, index, grid, template, programmatic)
-
-    def TensorMapEncoder(self, meta):
-        return _Encoder(self, meta)
+    def Slot(self, artifact, function, index, programmatic):
+        return _Slot(self, artifact, index, programmatic)
 
     def take(self, code: _Code, index, grid, buffer: bytes, stream: int, programmatic: bool):
         """A launch: reads the buffer, records it, and runs the kernel if that is asked for."""
@@ -204,31 +205,37 @@ class Gpu:
 class _Slot:
     """The argument buffer of one launch, as the drivers' own."""
 
-    def __init__(self, gpu: Gpu, code, index, grid, template: bytes, programmatic: bool):
-        self.buffer = ctypes.create_string_buffer(template, len(template))
-        self._gpu, self._what, self.owner = gpu, (code, index, grid), None
+    def __init__(self, gpu: Gpu, code, index, programmatic: bool):
+        self._words, size = map_words(code)
+        self.buffer = ctypes.create_string_buffer(b"\xff" * size, size)
+        self._gpu, self._code, self._index, self.owner = gpu, code, index, None
         self._programmatic = programmatic
 
-    def load(self, grid, template: bytes) -> None:
-        self.buffer.raw = template
-        self._what = (*self._what[:2], grid)
+    def set_grid(self, x: int, y: int, z: int) -> None:
+        self._grid = x, y, z
+
+    def encode(self, number: int) -> None:
+        """A tensor map is the number of what was encoded, from 1."""
+        (name, word), gpu = [*self._words.items()][number], self._gpu
+        meta = self._code.tensor_maps[name]
+        rank, item = len(meta["block_size"]), meta["elem_size"]
+        address, *inward = struct.unpack_from(f"<Q{2 * rank - 1}q", self.buffer, word)
+        shape, steps = inward[:rank][::-1], inward[rank:][::-1]
+        strides = *(step // item for step in steps), 1
+        (place,) = (p.offset for p in self._code.parameters if p.name == name)
+        with gpu._lock:
+            gpu.encoded.append(Map(address, tuple(shape), strides, tuple(meta["block_size"])))
+            struct.pack_into("<Q120x", self.buffer, place, len(gpu.encoded))
+
+    def encode_all(self) -> None:
+        for number in range(len(self._words)):
+            self.encode(number)
 
     def launch(self, stream: int) -> None:
         if self._gpu.before_launch is not None:
             self._gpu.before_launch(self)
-        self._gpu.take(*self._what, self.buffer.raw, stream, self._programmatic)
-
-
-class _Encoder:
-    """Tensor maps that are numbers of what was encoded, from 1."""
-
-    def __init__(self, gpu: Gpu, meta: dict):
-        self._gpu, self._box = gpu, tuple(meta["block_size"])
-
-    def encode(self, shape, strides, base: int) -> bytes:
-        with self._gpu._lock:
-            self._gpu.encoded.append(Map(base, tuple(shape), tuple(strides), self._box))
-            return struct.pack("<Q120x", len(self._gpu.encoded))
+        buffer = self.buffer.raw[: self._code.parameter_bytes]
+        self._gpu.take(self._code, self._index, self._grid, buffer, stream, self._programmatic)
 
 
 def _assert_layout_of_box(argument: TensorMap) -> None:
@@ -271,7 +278,7 @@ def _pointer(kind: str, address: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_byte * dtype.itemsize).from_address(address), dtype=dtype)
 
 
-def _poisoned(shape, dtype, where):
+def _poisoned(shape, dtype, where, strides=None):
     """Makes tensors full of bytes 0xFF: NaN, or -1."""
 
     def make() -> torch.Tensor:

@@ -80,7 +80,8 @@ TABLE = {
         "HEEDFUL_WORKSPACE_LIMIT_MB",
         _size,
         None,
-        "largest scratch of one call in MiB; a call that needs more raises",
+        "largest scratch of one call in MiB; a call that needs more raises; read at the first call"
+        " of a kind",
     ),
     "cache_dir": Setting(
         "HEEDFUL_CACHE_DIR",

@@ -77,6 +77,17 @@ def lay_out(
     return parameters, offset
 
 
+def map_words(artifact: Artifact) -> tuple[dict[str, int], int]:
+    """Where in a launch's buffer, behind the parameters, lies what each tensor map is encoded from,
+    and where all that ends: words of 8 bytes, for the address, the sizes, innermost first, and the
+    strides in bytes but for the first."""
+    end, found = -(-artifact.parameter_bytes // 8) * 8, {}
+    for name, meta in artifact.tensor_maps.items():
+        found[name] = end
+        end += 8 * 2 * len(meta["block_size"])
+    return found, end
+
+
 def size_of(kind: str) -> tuple[int, int]:
     """Bytes and alignment of a parameter of this Triton type."""
     if kind == "tensormap":

@@ -1,25 +1,29 @@
 """A program bound to a device: loaded kernels, and the numbers of their argument buffers.
 
 What is compiled, loaded and worked out about a buffer's layout is of a kind; numbers alone differ
-between calls of a kind, packed by one struct. Running costs, per kernel, packing the addresses and
-one driver call. Safe under threads: each launch takes a buffer of its own from a pool, which all
-calls of the kind share.
+between calls of a kind. A call that comes but once packs all of a buffer at once and keeps nothing.
+One that comes again is bound to its numbers: running it costs, per kernel, packing the addresses
+and one driver call. Safe under threads: each launch takes a buffer of its own from a pool, which
+all calls of the kind share.
 """
 
 import struct
 from collections.abc import Mapping, Sequence
 from operator import itemgetter
+from typing import Any
 
+from heedful.core.arrays import item_bytes
 from heedful.core.device import vendor_of
-from heedful.launch.artifact import Artifact
+from heedful.launch.artifact import TENSOR_MAP_BYTES, Artifact, map_words
 from heedful.launch.compiler import artifact as compile_call
 from heedful.launch.compiler import counters
 from heedful.launch.driver import driver
-from heedful.launch.spec import KernelCall, Pointer, Program, Scalar, TensorMap
+from heedful.launch.spec import KernelCall, Program, Scalar, TensorMap
 
 # Encoded tensor maps that one argument keeps: a call's addresses recur, as allocators reuse memory.
 _MOST_MAPS = 4096
-_pack_map = struct.Struct("128s").pack_into
+_pack_map = struct.Struct(f"{TENSOR_MAP_BYTES}s").pack_into
+_pack_address = struct.Struct("<Q").pack_into
 
 _FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}
 
@@ -29,101 +33,122 @@ _functions: dict[tuple, object] = {}
 
 class KernelKind:
     """One kernel of a program, compiled and loaded, for calls that differ in numbers alone: its
-    lengths may be symbols. `names`: the order in which run() is given buffer addresses."""
+    lengths may be symbols."""
 
-    def __init__(self, call: KernelCall, arch: str, device: int, names: Sequence[str]):
-        self.artifact = compile_call(call, arch)
-        if self.artifact.scratch_bytes:
+    def __init__(
+        self,
+        call: KernelCall,
+        arch: str,
+        device: int,
+        names: Sequence[str],
+        begin: int,
+        count: int,
+        constants: list[bytes],
+    ):
+        """names: of buffers, in the order of the addresses. begin: where the call's numbers begin
+        among all numbers; count: of these, behind which the addresses come. constants: bytes that
+        come behind these, to which the kernel's own are added."""
+        self.artifact = artifact = compile_call(call, arch)
+        if artifact.scratch_bytes:
             raise RuntimeError(f"{call.kernel.function}: compiler scratch is not supported")
-        if self.artifact.cluster != call.cluster:
+        if artifact.cluster != call.cluster:
             raise RuntimeError(
-                f"{call.kernel.function} is compiled for clusters of {self.artifact.cluster}, "
+                f"{call.kernel.function} is compiled for clusters of {artifact.cluster}, "
                 f"the launch asks for {call.cluster}"
             )
         self._driver = driver(vendor_of(arch))
         key = (device, arch, call.variant)
         if key not in _functions:
-            _functions[key] = self._driver.load(self.artifact, device)
+            _functions[key] = self._driver.load(artifact, device)
         self._function, self._device = _functions[key], device
         self._programmatic = call.programmatic
-        offsets = {p.name: p.offset for p in self.artifact.parameters}
-        pointers = sorted(
-            (offsets[name], names.index(a.buffer))
-            for name, a in call.arguments.items()
-            if isinstance(a, Pointer)
-        )
+        self.grid = slice(begin, begin + 3)
+        offsets = {p.name: p.offset for p in artifact.parameters}
+        places = {name: names.index(buffer) for name, buffer in _buffers(call).items()}
+        pointers = [(offsets[n], places[n]) for n in places if n not in artifact.tensor_maps]
         self.runs = [
             (struct.Struct(f"<{len(run)}Q").pack_into, run[0][0], _getter([i for _, i in run]))
-            for run in _contiguous(pointers)
+            for run in _contiguous(sorted(pointers))
         ]
-        places = _places(call)
-        self.template = _packer(places, self.artifact)
-        # Of each tensor map: makes it; places of its shape and strides among the numbers, of
-        # the map in the buffer, and of its array among the addresses.
-        self.maps = [
-            (
-                self._driver.TensorMapEncoder(self.artifact.tensor_maps[name]).encode,
-                *_halves(places[name]),
-                offsets[name],
-                names.index(a.buffer),
-            )
-            for name, a in call.arguments.items()
-            if isinstance(a, TensorMap)
-        ]
+        words, end = map_words(artifact)
+        # Of each tensor map, in the driver's order: places of its array among the addresses, of
+        # the map in the buffer, and of the address that it is encoded from.
+        self.maps = [(places[name], offsets[name], word) for name, word in words.items()]
+        fields = _numbers(call, artifact, begin)
+        fields += [(offset, "Q", count + index) for offset, index in pointers]
+        fields += [(word, "Q", count + index) for index, _, word in self.maps]
+        numbers = dict(enumerate(numbers_of(call), begin))
+        # Puts all numbers and addresses into a buffer; `pick`: those, and constants, of all.
+        self.fill, self.pick = _filler(fields, numbers, end, constants, count + len(names))
         self.pool: list = []
 
-    def take(self, kernel: "BoundKernel"):
-        """A free argument buffer with the kernel's numbers in place."""
+    def take(self):
+        """A free argument buffer."""
         try:
-            slot = self.pool.pop()
+            return self.pool.pop()
         except IndexError:
-            slot = self._driver.Slot(
-                self.artifact,
-                self._function,
-                self._device,
-                kernel.grid,
-                kernel.template,
-                self._programmatic,
+            return self._driver.Slot(
+                self.artifact, self._function, self._device, self._programmatic
             )
-        else:
-            if slot.owner is kernel:
-                return slot
-            slot.load(kernel.grid, kernel.template)
-        slot.owner = kernel
-        return slot
+
+    def run(self, fields: Sequence[Any], stream: int) -> None:
+        """Launches with these numbers, addresses and constants on a raw stream; the device must be
+        current."""
+        grid = fields[self.grid]
+        if 0 in grid:
+            return
+        slot = self.take()
+        slot.owner = None
+        self.fill(slot.buffer, 0, *self.pick(fields))
+        slot.set_grid(*grid)
+        if self.maps:
+            slot.encode_all()
+        slot.launch(stream)
+        self.pool.append(slot)
+        counters["launches"] += 1
 
 
 class BoundKernel:
     """A kernel with all its numbers: everything but addresses. Many share a kind."""
 
-    __slots__ = ("_empty", "_kind", "_maps", "_numbers", "grid", "template")
+    __slots__ = ("_constants", "_grid", "_kind", "_maps", "_numbers")
 
-    def __init__(self, kind: KernelKind, numbers: Sequence[int | float]):
-        """numbers: as `numbers_of` orders them."""
-        self._kind, self.grid = kind, tuple(numbers[:3])
-        self._empty = 0 in self.grid
-        self.template, self._numbers = kind.template(numbers), numbers
+    def __init__(
+        self, kind: KernelKind, numbers: Sequence[int | float], constants: Sequence[bytes]
+    ):
+        """numbers, constants: all that the kind takes its own from."""
+        grid = numbers[kind.grid]
+        self._kind, self._numbers, self._constants = kind, numbers, constants
+        self._grid = None if 0 in grid else grid
         # By address. Encoding asks the driver, which takes ten times as long as looking up what it
         # said.
-        self._maps = [({}, *place) for place in kind.maps]
+        self._maps = [({}, index, *place) for index, place in enumerate(kind.maps)]
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
         """Launches on a raw stream; the device must be current."""
-        if self._empty:
+        if self._grid is None:
             return
         kind = self._kind
-        slot = kind.take(self)
-        for pack_into, offset, pick in kind.runs:
-            pack_into(slot.buffer, offset, *pick(addresses))
-        for known, encode, shape, strides, offset, index in self._maps:
+        slot = kind.take()
+        if slot.owner is self:
+            for pack_into, offset, pick in kind.runs:
+                pack_into(slot.buffer, offset, *pick(addresses))
+        else:
+            fields = (*self._numbers, *addresses, *self._constants)
+            kind.fill(slot.buffer, 0, *kind.pick(fields))
+            slot.set_grid(*self._grid)
+            slot.owner = self
+        for known, number, index, offset, word in self._maps:
             address = addresses[index]
             encoded = known.get(address)
-            if encoded is None:
-                if len(known) >= _MOST_MAPS:
-                    known.clear()
-                numbers = self._numbers
-                encoded = known[address] = encode(numbers[shape], numbers[strides], address)
-            _pack_map(slot.buffer, offset, encoded)
+            if encoded is not None:
+                _pack_map(slot.buffer, offset, encoded)
+                continue
+            if len(known) >= _MOST_MAPS:
+                known.clear()
+            _pack_address(slot.buffer, word, address)
+            slot.encode(number)
+            known[address] = slot.buffer[offset : offset + TENSOR_MAP_BYTES]
         slot.launch(stream)
         kind.pool.append(slot)
         counters["launches"] += 1
@@ -133,76 +158,107 @@ class ProgramKind:
     """Every kernel of a program, for calls that differ in numbers alone. Compiles and loads on
     construction."""
 
-    def __init__(self, program: Program, arch: str, device: int, names: Sequence[str]):
-        self._kernels = []
-        end = 0
-        for call in program.calls:
-            begin, end = end, end + len(numbers_of(call))
-            kernel = KernelKind(call, arch, device, names)
-            self._kernels.append((kernel, slice(begin, end)))
+    def __init__(
+        self, program: Program, arch: str, device: int, names: Sequence[str], before: int = 0
+    ):
+        """before: how many numbers come before the kernels' own."""
+        counts = [len(numbers_of(call)) for call in program.calls]
+        total = before + sum(counts)
+        self._kernels, self._constants = [], []
+        for call, count in zip(program.calls, counts, strict=True):
+            where = before, total, self._constants
+            self._kernels.append(KernelKind(call, arch, device, names, *where))
+            before += count
 
     def bind(self, numbers: Sequence[int | float]) -> list[BoundKernel]:
         """The kernels with their numbers, those of each call after those of the one before."""
-        return [BoundKernel(kind, numbers[own]) for kind, own in self._kernels]
+        return [BoundKernel(kind, numbers, self._constants) for kind in self._kernels]
+
+    def run(self, numbers: Sequence[int | float], addresses: Sequence[int], stream: int) -> None:
+        """Launches all kernels and keeps nothing, for numbers that come but once."""
+        fields = (*numbers, *addresses, *self._constants)
+        for kernel in self._kernels:
+            kernel.run(fields, stream)
 
 
 def numbers_of(call: KernelCall) -> list[int | float]:
     """All that a launch's buffer and grid hold but addresses: the grid, then each number and each
-    tensor map's shape and strides, in the order of the arguments."""
+    tensor map's shape, strides, and strides in bytes without the last, in the order of the
+    arguments."""
     numbers: list[int | float] = [*call.grid]
     for argument in call.arguments.values():
         match argument:
             case Scalar(value=value):
                 numbers.append(value)
-            case TensorMap(shape=shape, strides=strides):
-                numbers += (*shape, *strides)
+            case TensorMap(dtype=dtype, shape=shape, strides=strides):
+                item = item_bytes(dtype)
+                numbers += (*shape, *strides, *[stride * item for stride in strides[:-1]])
     return numbers
 
 
-def _places(call: KernelCall) -> dict[str, slice]:
-    """Where the one number of a scalar, and the many of a tensor map, are among the numbers."""
-    places, end = {}, len(call.grid)
+def _buffers(call: KernelCall) -> dict[str, str]:
+    """The buffer of each argument that is an address or a tensor map."""
+    return {name: a.buffer for name, a in call.arguments.items() if not isinstance(a, Scalar)}
+
+
+def _numbers(call: KernelCall, artifact: Artifact, begin: int) -> list[tuple[int, str, int]]:
+    """(offset in the buffer, format, place among all numbers) of the call's numbers."""
+    at = begin + len(call.grid)
+    words, _ = map_words(artifact)
+    formats = {
+        p.name: (p.offset, _FORMATS[p.type]) for p in artifact.parameters if p.type in _FORMATS
+    }
+    found: list[tuple[int, str, int]] = []
     for name, argument in call.arguments.items():
         match argument:
             case Scalar():
-                count = 1
+                found.append((*formats[name], at))
+                at += 1
             case TensorMap(shape=shape):
-                count = 2 * len(shape)
-            case _:
-                continue
-        places[name] = slice(end, end + count)
-        end += count
-    return places
+                rank = len(shape)
+                for i in range(rank):
+                    found.append((*formats[f"{name}.shape[{i}]"], at + i))
+                    found.append((*formats[f"{name}.strides[{i}]"], at + rank + i))
+                # Innermost first, behind the address: sizes, then steps.
+                inward = [at + i for i in reversed(range(rank))]
+                inward += [at + 2 * rank + i for i in reversed(range(rank - 1))]
+                first = words[name] + 8
+                found += [(first + 8 * n, "q", place) for n, place in enumerate(inward)]
+                at += 3 * rank - 1
+    return found
 
 
-def _halves(place: slice) -> tuple[slice, slice]:
-    """A tensor map's shape and its strides."""
-    middle = (place.start + place.stop) // 2
-    return slice(place.start, middle), slice(middle, place.stop)
+def _filler(
+    fields: list[tuple[int, str, int]],
+    numbers: Mapping[int, Any],
+    size: int,
+    constants: list[bytes],
+    end: int,
+):
+    """pack_into of a whole buffer of this size, zero where no field is, and what picks its values.
 
-
-def _packer(places: Mapping[str, slice], artifact: Artifact):
-    """A function from the numbers to the argument buffer with every address zero."""
-    of_parameter = {}
-    for name, place in places.items():
-        if place.stop - place.start == 1:
-            of_parameter[name] = place.start
-            continue
-        for part, half in zip(("shape", "strides"), _halves(place), strict=True):
-            for i, index in enumerate(range(half.start, half.stop)):
-                of_parameter[f"{name}.{part}[{i}]"] = index
-    layout, indices, position = "<", [], 0
-    for parameter in sorted(artifact.parameters, key=lambda p: p.offset):
-        if parameter.name in of_parameter:
-            layout += f"{parameter.offset - position}x{_FORMATS[parameter.type]}"
-            position = parameter.offset + struct.calcsize("<" + _FORMATS[parameter.type])
-            indices.append(of_parameter[parameter.name])
-    layout += f"{artifact.parameter_bytes - position}x"
-    pack = struct.Struct(layout).pack
-    if not indices:
-        return lambda numbers: pack()
-    pick = _getter(indices)
-    return lambda numbers: pack(*pick(numbers))
+    fields: offset, format and place of each among all values. numbers: those of some places; those
+    that are no symbols are the same for all calls, and packed here: each value takes its time. The
+    bytes between others are added to `constants`, which are behind the values, from `end` on.
+    """
+    image, changing = bytearray(size), []
+    for offset, kind, place in sorted(fields):
+        if isinstance(numbers.get(place), int | float):
+            struct.pack_into("<" + kind, image, offset, numbers[place])
+        else:
+            changing.append((offset, kind, place))
+    layout, places, position = "<", [], 0
+    for offset, kind, place in (*changing, (size, "", None)):
+        between = bytes(image[position:offset])
+        if any(between):
+            places.append(end + len(constants))
+            constants.append(between)
+        layout += f"{len(between)}{'s' if any(between) else 'x'}{kind}"
+        if place is not None:
+            places.append(place)
+        position = offset + struct.calcsize("<" + kind)
+    fill = struct.Struct(layout).pack_into
+    return fill, _getter(places) if places else lambda _: ()
 
 
 def _contiguous(pointers: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

@@ -27,9 +27,23 @@ from heedful.launch.record import note
 from heedful.torch.adapt import is_mappable
 from heedful.torch.device import device_spec, toolchain
 from heedful.torch.dispatch import Likeness
-from heedful.torch.execute import Executable, ExecutableKind, allocator, current_device
+from heedful.torch.execute import (
+    Allocator,
+    Executable,
+    ExecutableKind,
+    allocator,
+    current_device,
+)
 from heedful.torch.forked import check_device, on_own_thread
-from heedful.torch.kinds import Cases, Kinds, of_call, of_tensor, sizes_of, with_numbers
+from heedful.torch.kinds import (
+    Cases,
+    Kinds,
+    Sizes,
+    at_lengths,
+    of_call,
+    of_tensor,
+    with_numbers,
+)
 from heedful.torch.pages import backward_of_pages
 
 # (x, out, lse, dout, dlse=None, kv_grad=True) -> gradients of the inputs, for one layout of all
@@ -57,7 +71,7 @@ def prepare(
     key = (kind, how, settings.get("backend"), packs.backends())
     pick = itemgetter(*(i for i, tensor in enumerate(x) if tensor is not None))
     family = FAMILIES.of(key, lambda: Family(kind[2:], how, pick))
-    return family.runner(problem, problem.lengths, values)
+    return family.runner(problem, values)
 
 
 def planned(
@@ -87,20 +101,20 @@ class Family:
         self.kinds, self._how, self.pick, self._cases = kinds, how, pick, Cases()
         self.device = how[0]
 
-    def runner(self, like: AttentionProblem, lengths: Lengths, values: list[int]) -> "GpuRunner":
-        """The runner of a problem of these lengths. values: all that they may change of it and its
-        operands."""
+    def runner(self, like: AttentionProblem, values: Sequence[int]) -> "GpuRunner":
+        """The runner of a problem that differs from `like` in lengths alone. values: all that they
+        may change of it and its operands, as `of_call` has them."""
         found = self._cases.known(values)
         if found is None:
-            problem = like.at(lengths)
+            problem = at_lengths(like, values)
             found = self._cases.find(values, lambda made: self._case(problem, values, made))
-        return GpuRunner(self, *found, like, lengths, values)
+        return GpuRunner(self, *found, like, values)
 
     def _case(self, problem: AttentionProblem, values: Sequence[int], numbers: Sequence) -> "Case":
         device, backend, notes = self._how
         traced, specs = with_numbers(problem, self.kinds, numbers)
         chosen = planned(traced, device, backend, notes)
-        case = Case(chosen, "forward", specs | results(traced), device)
+        case = _forward_case(chosen, specs, device)
         told = replace(chosen, problem=problem)
         decision(told)
         _, given = with_numbers(problem, self.kinds, values)
@@ -111,26 +125,56 @@ class Family:
 class Case:
     """One direction of calls of one kind that answer alike what is asked about their lengths.
 
-    plan: of lengths that may be symbols. outputs: the shapes of out and lse, of `out_dims` and
-    `lse_dims` sizes, then the numbers of the program. backwards, outs: kinds of a forward's
-    backward, and of itself into given memory. latest: by whether lse has a cotangent, the likeness
-    of what the last backward was given, and that backward.
+    plan: of lengths that may be symbols. outputs: the shapes of what is made, one after the other,
+    of `dims` sizes in all; their strides; the numbers of the program. backwards, outs: kinds of a
+    forward's backward, and of itself into given memory. latest: by whether lse has a cotangent, the
+    likeness of what the last backward was given, and that backward.
     """
 
-    def __init__(self, chosen: Plan, direction: str, specs: dict, device: torch.device):
+    def __init__(
+        self,
+        chosen: Plan,
+        direction: str,
+        specs: dict,
+        device: torch.device,
+        made: Sequence[ArraySpec],
+    ):
+        """made: the arrays that the program's caller makes for it, dense ones."""
         self.plan = chosen
         self.backwards, self.outs = Kinds(), Kinds()
         self.latest: dict[bool, tuple[Likeness, GpuBackward]] = {}
-        made = program(chosen, direction, specs)
-        self._executable = ExecutableKind(made, chosen.device.arch, device, list(specs))
-        problem = chosen.problem
-        shapes = (problem.out_shape, problem.lse_shape if problem.makes_lse else ())
-        self.out_dims, self.lse_dims = map(len, shapes)
-        self.outputs = [*shapes[0], *shapes[1], *self._executable.outputs]
+        self._device, self.dims = device, sum([len(spec.shape) for spec in made])
+        self.outputs = [size for spec in made for size in spec.shape]
+        self.outputs += [stride for spec in made for stride in spec.strides]
+        self._made, end = [], 0
+        for spec in made:
+            begin, end = end, end + len(spec.shape)
+            strides = slice(self.dims + begin, self.dims + end)
+            self._made.append((slice(begin, end), strides, getattr(torch, spec.dtype)))
+        run, arch = program(chosen, direction, specs), chosen.device.arch
+        self._executable = ExecutableKind(run, arch, device, list(specs), 2 * self.dims)
+        self.outputs += self._executable.outputs
+
+    def allocators(self, numbers: Sequence[int | float]) -> list[Allocator]:
+        """Of what is made, each."""
+        device = self._device
+        return [
+            allocator(numbers[shape], dtype, device, numbers[strides])
+            for shape, strides, dtype in self._made
+        ]
 
     def bind(self, numbers: Sequence[int | float]) -> Executable:
         """The program with these numbers, in the order of `outputs`."""
-        return self._executable.bind(numbers[self.out_dims + self.lse_dims :])
+        return self._executable.bind(numbers)
+
+
+def _forward_case(chosen: Plan, specs: dict, device: torch.device) -> Case:
+    """The case of the forward of a plan on these operands; what else they hold is what it writes
+    into in place of memory of its own."""
+    made = results(chosen.problem)
+    own = [made[name] for name in ("out", "lse") if name in made]
+    specs = specs | {name: spec for name, spec in made.items() if name not in specs}
+    return Case(chosen, "forward", specs, device, own)
 
 
 class CpuRunner:
@@ -173,23 +217,31 @@ class GpuRunner:
     """Runs Triton and Gluon programs, for one set of lengths of a kind. Programs are bound on first
     use, one per layout of the tensors that the caller chooses after planning (out)."""
 
-    def __init__(self, family: Family, case: Case, numbers, like, lengths: Lengths, values):
-        """like: a problem that differs in lengths alone. values: as `Family.runner` has them;
-        numbers: what the case makes of them."""
-        self._case, self._numbers, self._like, self._lengths = case, numbers, like, lengths
-        self.family, self._values, self._device = family, values, family.device
-        self._pick = family.pick
-        middle, end = case.out_dims, case.out_dims + case.lse_dims
-        self._new_out = allocator(numbers[:middle], getattr(torch, like.out_dtype), self._device)
-        self._new_lse = None
-        if case.lse_dims:
-            self._new_lse = allocator(numbers[middle:end], torch.float32, self._device)
+    __slots__ = (
+        "_case",
+        "_device",
+        "_forwards",
+        "_like",
+        "_new_lse",
+        "_new_out",
+        "_numbers",
+        "_pick",
+        "_values",
+        "family",
+    )
+
+    def __init__(self, family: Family, case: Case, numbers, like, values: Sequence[int]):
+        """like, values: as `Family.runner` has them; numbers: what the case makes of them."""
+        self._case, self._numbers, self._like, self._values = case, numbers, like, values
+        self.family, self._device, self._pick = family, family.device, family.pick
+        made = case.allocators(numbers)
+        self._new_out, self._new_lse = made if len(made) == 2 else (made[0], None)
         self._forwards: dict[tuple, Executable] = {}
 
     @property
     def problem(self) -> AttentionProblem:
         # Most calls of new lengths never ask.
-        return self._like.at(self._lengths)
+        return at_lengths(self._like, self._values)
 
     @property
     def plan(self) -> Plan:
@@ -241,10 +293,7 @@ class GpuRunner:
         def make(numbers) -> Case:
             note(self.plan, "forward", results(problem) | with_numbers(problem, kinds, values)[1])
             traced, specs = with_numbers(problem, kinds, numbers)
-            chosen = replace(self._case.plan, problem=traced)
-            return Case(
-                chosen, "forward", specs | results(traced) | {"out": specs["out"]}, self._device
-            )
+            return _forward_case(replace(self._case.plan, problem=traced), specs, self._device)
 
         return self._case.outs.of(own).find(values, make)
 
@@ -269,10 +318,9 @@ class GpuRunner:
         if latest is None or not latest[0].fits(tensors):
             return None
         out, lse = tensors[-3 - has_dlse : -1 - has_dlse]
-        end = case.out_dims + case.lse_dims
-        if (*out.shape, *lse.shape) != (*numbers[:end],):
+        if (*out.shape, *lse.shape) != numbers[: case.dims]:
             return None
-        return latest[1].at(self._lengths, tensors)
+        return latest[1].at(self._values, tensors)
 
     def keep_backward(self, run: Backward, tensors, has_dlse: bool) -> None:
         """Makes a backward on these operands and the rest the last one, if it can be found again
@@ -326,10 +374,9 @@ class GpuBackward:
             like["dbias"] = x.bias[tuple(slice(size) for size in own)]
         if self._has_dsink:
             like["dsink"] = x.sink
-        self._new = [allocator(t.shape, t.dtype, self._device) for t in like.values()]
         kind, values = of_call(plan.problem, given)
 
-        def described(numbers) -> tuple[Plan, dict[str, ArraySpec]]:
+        def described(numbers) -> tuple[Plan, dict[str, ArraySpec], list[ArraySpec]]:
             problem, specs = with_numbers(plan.problem, kind[2:], numbers)
             for name in mapped:
                 shape, strides, dtype, *_ = specs[name]
@@ -339,35 +386,37 @@ class GpuBackward:
             if "dbias" in made:
                 shape, strides, *_ = bias = made["dbias"]
                 made["dbias"] = bias._replace(shape=own_shape(shape, strides))
-            specs |= {n: ArraySpec.contiguous(spec.shape, spec.dtype) for n, spec in made.items()}
-            return stored_as(replace(plan, problem=problem), **facts), specs
+            made = {n: ArraySpec.contiguous(spec.shape, spec.dtype) for n, spec in made.items()}
+            chosen = stored_as(replace(plan, problem=problem), **facts)
+            return chosen, specs | made, [*made.values()]
 
         def make(numbers) -> Case:
-            chosen, specs = described(values)
+            chosen, specs, _ = described(values)
             note(chosen, "backward", specs)
-            chosen, specs = described(numbers)
-            return Case(chosen, "backward", specs, self._device)
+            chosen, specs, own = described(numbers)
+            return Case(chosen, "backward", specs, self._device, own)
 
         self._cases = kinds.of(kind)
         case, numbers = self._cases.find(values, make)
-        self._run = case.bind(numbers)
+        self._run, self._new = case.bind(numbers), case.allocators(numbers)
         aligned = all([aligned for _, _, aligned, *_ in kind[2:]])
         is_simple = aligned and not self._copied and len(like) == 3
-        self.moving = [moving for *_, moving in kind[2:]] if is_simple else []
+        moving = [moving for *_, moving in kind[2:]]
+        self.moving = moving if is_simple else []
+        ranks = [tensor.dim() for tensor in given.values()]
+        self._sizes = Sizes(len(Lengths._fields), ranks, moving)
 
-    def at(self, lengths: Lengths, tensors: Sequence[torch.Tensor]) -> "GpuBackward | None":
-        """The backward of other lengths on such tensors; None if it is of no case that is there."""
-        values = [length or 0 for length in lengths]
-        for tensor, moving in zip(tensors, self.moving, strict=True):
-            values += sizes_of(tensor, moving)
+    def at(self, lengths: Sequence[int], tensors: Sequence[torch.Tensor]) -> "GpuBackward | None":
+        """The backward of other lengths, which begin with those of the problem, on such tensors;
+        None if it is of no case that is there."""
+        values = self._sizes.of([*lengths[: len(Lengths._fields)]], tensors)
         known = self._cases.known(values)
         if known is None:
             return None
         case, numbers = known
         made = object.__new__(GpuBackward)
         made.__dict__.update(self.__dict__)
-        made._new = [allocator(t.shape, t.dtype, self._device) for t in tensors[:3]]
-        made._run = case.bind(numbers)
+        made._run, made._new = case.bind(numbers), case.allocators(numbers)
         return made
 
     def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:

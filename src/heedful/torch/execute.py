@@ -35,10 +35,15 @@ _empty_strided = getattr(guards, "_empty_strided_cuda", None)
 Allocator = Callable[[], torch.Tensor]
 
 
-def allocator(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Allocator:
-    """Makes uninitialised dense tensors of one kind. A GPU must be the current one."""
+def allocator(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, strides: Any = None
+) -> Allocator:
+    """Makes uninitialised dense tensors of one kind. A GPU must be the current one. strides: where
+    they are known; the shape is a tuple then, too."""
     if device.type == "cuda" and _empty_strided is not None:
-        return partial(_empty_strided, tuple(shape), _dense_strides(shape), dtype)
+        if strides is None:
+            shape, strides = tuple(shape), _dense_strides(shape)
+        return partial(_empty_strided, shape, strides, dtype)
     return partial(torch.empty, tuple(shape), dtype=dtype, device=device)
 
 
@@ -53,33 +58,62 @@ def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
 class ExecutableKind:
     """A program on one device for calls that differ in numbers alone. Compiles at the first `bind`.
 
-    program: its numbers may be symbols. outputs: all of them, in the order that `bind` takes.
+    outputs: all of them, in the order that `bind` takes: where scratch begins in its region, and
+    how large that is; the same of scratch that begins with zeros; what the kernels want.
     """
 
-    def __init__(self, program: Program, arch: str, device: torch.device, names: Sequence[str]):
-        self._program, self._arch, self.device = program, arch, device
+    def __init__(
+        self,
+        program: Program,
+        arch: str,
+        device: torch.device,
+        names: Sequence[str],
+        before: int = 0,
+    ):
+        """program: its numbers may be symbols. before: how many numbers come before its own."""
+        self._program, self._arch = program, arch
+        self.device, self.index = device, device.index
         zeroed = [w for w in program.workspaces if w.zeroed]
         others = [w for w in program.workspaces if not w.zeroed]
         self._order = [*names, *(workspace.name for workspace in (*others, *zeroed))]
-        self.counts = len(others), len(zeroed)
-        self.outputs = [w.buffer.nbytes for w in (*others, *zeroed)]
+        self.outputs: list[Any] = []
+        self._before = before
+        # Where among the numbers the places of regions are, behind which comes their size.
+        self.scratch, self.zeroed = (self._region(regions) for regions in (others, zeroed))
+        self._end = before + len(self.outputs)
         for call in program.calls:
             self.outputs += numbers_of(call)
         self._bound: ProgramKind | None = None
+        self._limit = settings.get("workspace_limit")
+
+    def _region(self, workspaces: list) -> slice | None:
+        """Most programs have none."""
+        if not workspaces:
+            return None
+        begin = self._before + len(self.outputs)
+        places, size = _places([workspace.buffer.nbytes for workspace in workspaces])
+        self.outputs += [*places, size]
+        return slice(begin, begin + len(places))
 
     def bind(self, numbers: Sequence[int | float]) -> "Executable":
-        """The program with these numbers."""
+        """The program with these numbers.
+
+        Raises ValueError where it needs more scratch than is allowed.
+        """
         if self._bound is None:
             with torch.cuda.device(self.device):
-                names = self._order
-                self._bound = ProgramKind(self._program, self._arch, self.device.index, names)
-        kernels = self._bound.bind(numbers[sum(self.counts) :])
-        return Executable(self.device, kernels, self.counts, numbers)
+                self._bound = ProgramKind(
+                    self._program, self._arch, self.index, self._order, self._end
+                )
+        if self._limit is not None:
+            regions = [region for region in (self.scratch, self.zeroed) if region]
+            _check_scratch(sum([numbers[region.stop] for region in regions]), self._limit)
+        return Executable(self, self._bound, numbers)
 
 
 class Executable:
     """A program on one device; call it with the tensors named at its kind's construction, in that
-    order.
+    order. It binds its kernels when it is called again: most lengths come but once.
 
     Scratch comes from torch's caching allocator for the duration of the call, on the current
     stream, so that capture into a CUDA graph and several streams just work.
@@ -88,6 +122,9 @@ class Executable:
     __slots__ = (
         "_device",
         "_index",
+        "_is_known",
+        "_kernels",
+        "_numbers",
         "_places",
         "_run",
         "_scratch",
@@ -96,28 +133,21 @@ class Executable:
         "_zeroed_size",
     )
 
-    def __init__(
-        self,
-        device: torch.device,
-        kernels: Sequence[BoundKernel],
-        counts: tuple[int, int],
-        sizes: Sequence[Any],
-    ):
-        """counts: regions of scratch, and zeroed ones; sizes: of both, in bytes."""
-        self._index, self._device = device.index, device
-        plain, zeroed = counts
+    def __init__(self, kind: ExecutableKind, kernels: ProgramKind, numbers: Sequence[Any]):
+        """numbers: the kind's outputs, behind those that come before them."""
+        self._index, self._device = kind.index, kind.device
+        self._kernels, self._numbers = kernels, numbers
+        self._run, self._is_known = None, False
         self._scratch = self._zeroed_scratch = None
-        size = self._zeroed_size = 0
-        # Most programs have none, and most lengths come once.
-        if plain:
-            self._places, size = _places(sizes[:plain])
-            self._scratch = allocator((size,), torch.uint8, device)
-        if zeroed:
-            self._zeroed_places, self._zeroed_size = _places(sizes[plain : plain + zeroed])
-            self._zeroed_scratch = allocator((self._zeroed_size,), torch.uint8, device)
-        if plain or zeroed:
-            _check_scratch(size + self._zeroed_size)
-        self._run = kernels[0].run if len(kernels) == 1 else partial(_run_all, tuple(kernels))
+        region = kind.scratch
+        if region is not None:
+            self._places, size = numbers[region], numbers[region.stop]
+            self._scratch = allocator((size,), torch.uint8, kind.device, _ONE)
+        region = kind.zeroed
+        if region is not None:
+            self._zeroed_places, size = numbers[region], numbers[region.stop]
+            self._zeroed_size = size
+            self._zeroed_scratch = allocator((size,), torch.uint8, kind.device, _ONE)
 
     @classmethod
     def of(
@@ -125,7 +155,7 @@ class Executable:
     ) -> "Executable":
         """Of a program by itself."""
         kind = ExecutableKind(program, arch, device, names)
-        return kind.bind(kind.outputs)
+        return kind.bind(tuple(kind.outputs))
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Launches on the current stream of the tensors' device."""
@@ -139,19 +169,33 @@ class Executable:
             base = scratch.data_ptr()
             addresses += [base + place for place in self._places]
         stream = raw_stream(index)
+        run = self._run or self._run_first
         if self._zeroed_scratch is None:
-            self._run(addresses, stream)
+            run(addresses, stream)
         elif self._zeroed_size > zeros.MOST_BYTES or stream == _PER_THREAD or _is_capturing():
             # A graph must fill its own, each time that it is replayed.
             region = self._zeroed_scratch().zero_()
             base = region.data_ptr()
-            self._run(addresses + [base + place for place in self._zeroed_places], stream)
+            run(addresses + [base + place for place in self._zeroed_places], stream)
         else:
             source = zeros.of_stream(self._device, stream, _ALIGN)
             with source.lock:
                 base = source.take(self._zeroed_size)
                 addresses += [base + place for place in self._zeroed_places]
-                self._run(addresses, stream)
+                run(addresses, stream)
+
+    def _run_first(self, addresses: Sequence[int], stream: int) -> None:
+        """The first call keeps nothing, the second what later ones need."""
+        if not self._is_known:
+            self._is_known = True
+            self._kernels.run(self._numbers, addresses, stream)
+            return
+        kernels = self._kernels.bind(self._numbers)
+        self._run = kernels[0].run if len(kernels) == 1 else partial(_run_all, tuple(kernels))
+        self._run(addresses, stream)
+
+
+_ONE = (1,)
 
 
 def _run_all(kernels: tuple[BoundKernel, ...], addresses: Sequence[int], stream: int) -> None:
@@ -159,9 +203,8 @@ def _run_all(kernels: tuple[BoundKernel, ...], addresses: Sequence[int], stream:
         kernel.run(addresses, stream)
 
 
-def _check_scratch(size: int) -> None:
-    limit = settings.get("workspace_limit")
-    if limit is not None and size > limit:
+def _check_scratch(size: int, limit: int) -> None:
+    if size > limit:
         raise ValueError(
             f"HEEDFUL_WORKSPACE_LIMIT_MB allows {limit} bytes of scratch, this call needs {size}"
         )

@@ -7,19 +7,21 @@ Lengths that were never seen cost the evaluation of a case, and neither a plan n
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from torch import Tensor
 
 from heedful.core.arrays import ArraySpec
 from heedful.core.problem import AttentionProblem, Lengths
-from heedful.core.symbols import Trace
+from heedful.core.symbols import Answer, Trace, joined
 from heedful.torch.arrays import dtype_name
 
 _new = tuple.__new__
 # Cases of one kind, and kinds, that are kept. A kind has a few cases: sizes of one, tiles, splits.
-_MOST_CASES, _MOST_KINDS = 64, 256
+_MOST_CASES, MOST_KINDS = 64, 256
+# Cases that share a function, which is made anew for each of them.
+_MOST_JOINED = 8
 # Rows of heads and head dims, which are no lengths.
 _ROWS = frozenset(("q", "k", "v", "out", "dout", "dq", "dk", "dv"))
 
@@ -27,20 +29,30 @@ _lengths = attrgetter(*Lengths._fields)
 _rest = attrgetter(*(f.name for f in fields(AttentionProblem) if f.name not in Lengths._fields))
 
 
-class Cases:
-    """Those of one kind. `find` makes what is not there yet."""
+# A trace, its outputs, and the case that they are of.
+_Made = tuple[Trace, Sequence[Any], Any]
 
-    __slots__ = ("_found",)
+
+class Cases:
+    """Those of one kind. `find` makes what is not there yet.
+
+    The first few, as most kinds have, share a function, which goes to the right one by a few
+    questions. Later ones are asked one after the other.
+    """
+
+    __slots__ = ("_found", "_joined")
 
     def __init__(self):
-        self._found: tuple[tuple[Callable, Any], ...] = ()
+        # Functions of values, and what the first of them was made of.
+        self._found: tuple[Answer, ...] = ()
+        self._joined: tuple[_Made, ...] = ()
 
     def known(self, values: Sequence[int]) -> tuple[Any, Any] | None:
         """The case of these values, and its numbers for them, if it is there."""
-        for evaluate, case in self._found:
-            numbers = evaluate(values)
-            if numbers is not None:
-                return case, numbers
+        for evaluate in self._found:
+            found = evaluate(values)
+            if found is not None:
+                return found
         return None
 
     def find(self, values: Sequence[int], make: Callable[[list], Any]) -> tuple[Any, Any]:
@@ -53,9 +65,22 @@ class Cases:
             return known
         trace = Trace()
         case = make(trace.symbols(values))
-        evaluate = trace.function(case.outputs)
-        self._found = ((evaluate, case), *self._found[: _MOST_CASES - 1])
-        return case, evaluate(values)
+        self._add((trace, case.outputs, case))
+        found = self.known(values)
+        assert found is not None
+        return found
+
+    def _add(self, made: _Made) -> None:
+        if len(self._joined) < _MOST_JOINED:
+            cases = (*self._joined, made)
+            answer = joined(cases)
+            if answer is not None:
+                self._found, self._joined = (answer, *self._found[1:]), cases
+                return
+        own = joined([made])
+        assert own is not None
+        kept = _MOST_CASES - len(self._joined)
+        self._found = (self._found[0], own, *self._found[1:kept])
 
 
 class Kinds(dict):
@@ -65,7 +90,7 @@ class Kinds(dict):
         """What is of this kind, made if it is not there."""
         found = self.get(key)
         if found is None:
-            if len(self) >= _MOST_KINDS:
+            if len(self) >= MOST_KINDS:
                 self.clear()
             found = self[key] = make()
         return found
@@ -82,6 +107,29 @@ def of_tensor(name: str, tensor: Tensor) -> tuple[tuple, tuple[int, ...]]:
 def sizes_of(tensor: Tensor, moving: int) -> tuple[int, ...]:
     """What lengths may change of an operand of `moving` dims that they may."""
     return (*tensor.shape[:moving], *tensor.stride()[:-1])
+
+
+class Sizes:
+    """What lengths may change of several tensors of one kind each, behind other numbers. In half
+    the time of `sizes_of` of each."""
+
+    __slots__ = ("_pick",)
+
+    def __init__(self, before: int, ranks: Sequence[int], moving: Sequence[int]):
+        """before: how many numbers come first. ranks: of the tensors. moving: of how many dims of
+        each lengths may change the sizes."""
+        places, end = [*range(before)], before
+        for rank, count in zip(ranks, moving, strict=True):
+            places += (*range(end, end + count), *range(end + rank, end + 2 * rank - 1))
+            end += 2 * rank
+        self._pick = itemgetter(*places)
+
+    def of(self, numbers: list[int], tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """The numbers, two or more, and what lengths may change of the tensors."""
+        for tensor in tensors:
+            numbers += tensor.shape
+            numbers += tensor.stride()
+        return self._pick(numbers)
 
 
 def of_call(problem: AttentionProblem, tensors: Mapping[str, Tensor]) -> tuple[tuple, list[int]]:
@@ -102,10 +150,15 @@ def with_numbers(
 ) -> tuple[AttentionProblem, dict[str, ArraySpec]]:
     """The problem and the arrays of these kinds with other lengths: the numbers of `of_call`."""
     rest = iter(numbers)
-    lengths = (next(rest) for _ in Lengths._fields)
-    pairs = zip(problem.lengths, lengths, strict=True)
-    problem = problem.at(Lengths._make(None if old is None else new for old, new in pairs))
+    problem = at_lengths(problem, [next(rest) for _ in Lengths._fields])
     return problem, {kind[0]: with_sizes(kind, rest) for kind in kinds}
+
+
+def at_lengths(problem: AttentionProblem, numbers: Sequence[Any]) -> AttentionProblem:
+    """The problem with other lengths, with which the numbers begin; those that it has not are of
+    no account."""
+    pairs = zip(problem.lengths, numbers, strict=False)
+    return problem.at(Lengths._make([None if old is None else new for old, new in pairs]))
 
 
 def with_sizes(kind: tuple, numbers: Iterator[Any]) -> ArraySpec:

@@ -5,6 +5,7 @@ in other memory, with other strides. What a backward is bound to is therefore wh
 not what its forward was given.
 """
 
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -48,19 +49,21 @@ class Backwards:
         present = [index for index, tensor in enumerate(x) if tensor is not None]
         self._pick = itemgetter(*present)
         self._names = (*(Operands._fields[index] for index in present), "out", "lse")
+        self._dtypes = [tensor.dtype for tensor in self._pick(x)]
         self._begin(runner, x)
 
-    def _begin(self, runner, x: Operands) -> None:
+    def _begin(self, runner, x: Sequence[Any]) -> None:
         self._runner = runner
-        self._kinds = [(t.shape, t.dtype) for t in self._pick(x)]
+        self._shapes = [tensor.shape for tensor in self._pick(x)]
         # Of a backward without and with a cotangent of the lse.
         self._latest: list[_Layout | None] = [None, None]
         self._layouts: dict[tuple, _Layout] = {}
 
-    def at(self, runner, x: Operands) -> "Backwards":
+    def at(self, runner, x: Sequence[Any]) -> "Backwards":
         """Those of the same call of other lengths."""
         made = object.__new__(Backwards)
         made._device, made._pick, made._names = self._device, self._pick, self._names
+        made._dtypes = self._dtypes
         made._begin(runner, x)
         return made
 
@@ -113,11 +116,9 @@ class Backwards:
         latest = self._latest[slot]
         if latest is not None and latest.fits is not _never:
             return None
-        for tensor, (shape, _) in zip(tensors, self._kinds, strict=False):
-            if tensor.shape != shape:
-                return None
         # The lse is read as it was made, and its deltas lie as it does.
-        if not tensors[-2].is_contiguous():
+        shapes = [tensor.shape for tensor in tensors[:-3]]
+        if shapes != self._shapes or not tensors[-2].is_contiguous():
             return None
         run = self._runner.backward_like((*tensors, dlse) if slot else tensors, slot)
         if run is None:
@@ -127,7 +128,8 @@ class Backwards:
     def _new(self, tensors: tuple[Tensor, ...], x: Operands, dlse: Tensor | None) -> _Layout:
         problem = self._runner.problem
         out_kind = problem.out_shape, getattr(torch, problem.out_dtype)
-        kinds = (*self._kinds, out_kind, (problem.lse_shape, torch.float32))
+        own = zip(self._shapes, self._dtypes, strict=True)
+        kinds = (*own, out_kind, (problem.lse_shape, torch.float32))
         for name, tensor, kind in zip(self._names, tensors, kinds, strict=False):
             check_restored(name, tensor, *kind, self._device)
         steps, (out, lse, dout) = adaptations(x, problem), tensors[-3:]

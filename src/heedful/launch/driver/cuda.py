@@ -6,11 +6,10 @@ Calls hold the GIL (PyDLL): each takes about a microsecond and none waits for th
 import ctypes
 import os
 import struct
-from collections.abc import Sequence
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_void_p
 from functools import cache
 
-from heedful.launch.artifact import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES, Artifact
+from heedful.launch.artifact import TENSOR_MAP_ALIGN, Artifact, map_words
 from heedful.launch.driver.forked import FORKED
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -127,7 +126,11 @@ def _attributes(artifact: Artifact, programmatic: bool) -> "ctypes.Array[_Attrib
 
 class Slot:
     """An argument buffer with everything that one launch passes to the driver; used by one thread
-    at a time."""
+    at a time.
+
+    buffer: the parameters, and behind them what their tensor maps are encoded from (`map_words`).
+    owner: for whoever fills the buffer.
+    """
 
     __slots__ = (
         "address",
@@ -137,28 +140,25 @@ class Slot:
         "_arguments",
         "_cluster",
         "_device",
+        "_maps",
         "_size",
     )
 
-    def __init__(
-        self,
-        artifact: Artifact,
-        function: c_void_p,
-        device: int,
-        grid,
-        template: bytes,
-        programmatic: bool,
-    ):
+    def __init__(self, artifact: Artifact, function: c_void_p, device: int, programmatic: bool):
+        words, size = map_words(artifact)
         # Tensor maps must sit on 64 bytes in the buffer as they do in parameter space.
-        maps = (p.offset for p in artifact.parameters if p.type == "tensormap")
-        raw = ctypes.create_string_buffer(len(template) + TENSOR_MAP_ALIGN)
-        start = -(ctypes.addressof(raw) + next(maps, 0)) % TENSOR_MAP_ALIGN
-        self.buffer = (ctypes.c_char * len(template)).from_buffer(raw, start)
+        places = {p.name: p.offset for p in artifact.parameters if p.type == "tensormap"}
+        raw = ctypes.create_string_buffer(size + TENSOR_MAP_ALIGN)
+        start = -(ctypes.addressof(raw) + next(iter(places.values()), 0)) % TENSOR_MAP_ALIGN
+        self.buffer = (ctypes.c_char * size).from_buffer(raw, start)
         self.address = ctypes.addressof(self.buffer)
-        self._size = ctypes.c_size_t(len(template))
+        self._maps = [
+            self._encoding(artifact.tensor_maps[name], places[name], word)
+            for name, word in words.items()
+        ]
+        self._size = ctypes.c_size_t(artifact.parameter_bytes)
         self.config = Config()
         self._cluster = artifact.cluster
-        self.load(grid, template)
         self.config.block[:] = (artifact.num_warps * artifact.warp_size, 1, 1)
         self.config.shared_bytes = artifact.shared_bytes
         attributes = _attributes(artifact, programmatic)
@@ -168,12 +168,46 @@ class Slot:
         size_at = ctypes.addressof(self._size)
         extra = BUFFER_POINTER, self.address, BUFFER_SIZE, size_at, END
         self._arguments = (byref(self.config), function, None, (c_void_p * len(extra))(*extra))
-        self._device = device
+        self._device, self.owner = device, None
 
-    def load(self, grid, template: bytes) -> None:
-        """Puts other numbers in place."""
-        self.buffer.raw = template
-        self.config.grid[:] = (grid[0] * self._cluster, grid[1], grid[2])
+    def _encoding(self, meta: dict, place: int, word: int) -> tuple:
+        """What the driver is given to encode a map: where it goes, and where its words lie. All
+        that changes between calls is read from the buffer."""
+        block = meta["block_size"]
+        rank = len(block)
+        box, ones = ((c_uint32 * rank)(*sizes) for sizes in (reversed(block), [1] * rank))
+        sizes = self.address + word + 8
+        return (
+            c_void_p(self.address + place),
+            c_int(meta["elem_type"]),
+            c_uint32(rank),
+            c_void_p.from_buffer(self.buffer, word),
+            c_void_p(sizes),
+            c_void_p(sizes + 8 * rank),
+            box,
+            ones,
+            0,
+            c_int(meta["swizzle"]),
+            _L2_PROMOTION_128B,
+            0,
+        )
+
+    def set_grid(self, x: int, y: int, z: int) -> None:
+        """Of programs, of which a cluster has several."""
+        _pack_grid(self.config, 0, x * self._cluster, y, z)
+
+    def encode(self, number: int) -> None:
+        """Makes the descriptor of the map of this number from its words."""
+        code = _encode(*self._maps[number])
+        if code:
+            check(code)
+
+    def encode_all(self) -> None:
+        """Makes the descriptors of all maps."""
+        for arguments in self._maps:
+            code = _encode(*arguments)
+            if code:
+                check(code)
 
     def launch(self, stream: int) -> None:
         """Launches with the buffer's arguments on a raw stream of the device, which is current."""
@@ -193,43 +227,25 @@ def _bind_launch(*arguments) -> int:
     return _launch(*arguments)
 
 
-_launch = _bind_launch
+def _bind_encode(*arguments) -> int:
+    """The same of cuTensorMapEncodeTiled."""
+    global _encode
+    _encode = _library().cuTensorMapEncodeTiled
+    return _encode(*arguments)
+
+
+_launch, _encode = _bind_launch, _bind_encode
+# Of Config, which begins with it.
+_pack_grid = struct.Struct("<3I").pack_into
 
 
 def _after_fork() -> None:
     """The driver that the parent used works in no child: some calls fail, some may not return."""
-    global _forked, _launch
+    global _forked, _launch, _encode
     if _library.cache_info().currsize:
-        _forked, _launch = True, _bind_launch
+        _forked, _launch, _encode = True, _bind_launch, _bind_encode
         _library.cache_clear()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-
-class TensorMapEncoder:
-    """Makes the 128-byte descriptors of one argument."""
-
-    def __init__(self, meta: dict):
-        self._item, block = meta["elem_size"], meta["block_size"]
-        rank = len(block)
-        self._dims, self._steps = (struct.Struct(f"{n}Q").pack for n in (rank, rank - 1))
-        box, ones = ((c_uint32 * rank)(*sizes) for sizes in (reversed(block), [1] * rank))
-        self._head = c_int(meta["elem_type"]), c_uint32(rank)
-        self._tail = box, ones, 0, c_int(meta["swizzle"]), _L2_PROMOTION_128B, 0
-
-    def encode(self, shape: Sequence[int], strides: Sequence[int], base: int) -> bytes:
-        """The descriptor of the array of this shape and these strides, in elements, at `base`."""
-        raw = _map_bytes()
-        start = ctypes.addressof(raw)
-        start += -start % TENSOR_MAP_ALIGN
-        item = self._item
-        # Innermost first; bytes are passed as where they begin.
-        sizes = self._dims(*shape[::-1]), self._steps(*[s * item for s in strides[-2::-1]])
-        encode = _library().cuTensorMapEncodeTiled
-        check(encode(c_void_p(start), *self._head, c_void_p(base), *sizes, *self._tail))
-        return ctypes.string_at(start, TENSOR_MAP_BYTES)
-
-
-_map_bytes = ctypes.c_char * (TENSOR_MAP_BYTES + TENSOR_MAP_ALIGN)

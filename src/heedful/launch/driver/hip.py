@@ -52,33 +52,24 @@ class Slot:
 
     __slots__ = ("buffer", "address", "owner", "_function", "_head", "_extra", "_size", "_tail")
 
-    def __init__(
-        self,
-        artifact: Artifact,
-        function: c_void_p,
-        device: int,
-        grid,
-        template: bytes,
-        programmatic: bool,
-    ):
+    def __init__(self, artifact: Artifact, function: c_void_p, device: int, programmatic: bool):
         if programmatic or artifact.cluster > 1:
             raise ValueError(
                 f"HIP has neither clusters nor programmatic launches: {artifact.symbol}"
             )
-        self.buffer = ctypes.create_string_buffer(len(template))
+        self.buffer = ctypes.create_string_buffer(artifact.parameter_bytes)
         self.address = ctypes.addressof(self.buffer)
-        self._size = ctypes.c_size_t(len(template))
+        self._size = ctypes.c_size_t(artifact.parameter_bytes)
         size_at = ctypes.addressof(self._size)
         extra = BUFFER_POINTER, self.address, BUFFER_SIZE, size_at, END
         self._extra = (c_void_p * len(extra))(*extra)
         threads = artifact.num_warps * artifact.warp_size
         self._function, self._tail = function, (threads, 1, 1, artifact.shared_bytes)
-        self.load(grid, template)
+        self._head, self.owner = (function, 0, 0, 0, *self._tail), None
 
-    def load(self, grid, template: bytes) -> None:
-        """Puts other numbers in place."""
-        self.buffer.raw = template
-        self._head = (self._function, *grid, *self._tail)
+    def set_grid(self, x: int, y: int, z: int) -> None:
+        """Of programs."""
+        self._head = (self._function, x, y, z, *self._tail)
 
     def launch(self, stream: int) -> None:
         """Launches with the buffer's arguments on a raw stream of the current device."""
