@@ -25,7 +25,17 @@ def test_a_worker_has_one_thread_before_its_plugins_are_loaded(tmp_path, given, 
     told = ("OMP_NUM_THREADS", "PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS")
     environment = {name: value for name, value in os.environ.items() if name not in told} | given
     environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    command = [sys.executable, "-m", "pytest", "-n", "1", "-p", "reads_threads", "-k", "test_what_stands_for_an_int_is_that_int"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-n",
+        "1",
+        "-p",
+        "reads_threads",
+        "-k",
+        "test_what_stands_for_an_int_is_that_int",
+    ]
     command += ["-p", "no:cacheprovider", str(TESTS / "pure" / "test_numbers.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert (tmp_path / "gw0").read_text() == threads, done.stdout + done.stderr
