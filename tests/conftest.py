@@ -11,10 +11,6 @@ from hypothesis import HealthCheck, settings
 # 0 in `make test`; what `make test-random` draws is printed.
 SEED = int(os.environ.get("TEST_SEED", "0"))
 
-# Two workers on two cores: one thread each, set before torch is first imported.
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 # The same examples in every run, so that a red test is red again; no deadline, since the first
 # example of a test may import torch or compile a kernel.
 settings.register_profile(
@@ -37,6 +33,10 @@ def pytest_configure(config):
     if config.getoption("--run-slow"):
         # Also of the processes that tests start.
         os.environ[RUN_SLOW] = "1"
+    if config.getoption("dist", "no") != "no":
+        # One thread a worker: many that wait in a loop for each other take ten times as long. Said
+        # before workers start, whose plugins may load NumPy before they read this file.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.hookimpl(wrapper=True)
