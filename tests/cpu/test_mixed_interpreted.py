@@ -149,6 +149,24 @@ def test_tokens_of_no_sequence_are_cleared_once_by_the_kernel_ahead():
     assert arrays["varlen_tiles"][: 1 + 2 * count].tolist() == [count, *[1, 0] * count]
 
 
+@interpreted
+def test_rows_past_a_used_length_are_cleared_beyond_the_longest_sequence_too():
+    """The one sequence has six tokens in storage, of which it uses one, and no other uses more."""
+    problem = AttentionProblem.dense(
+        1, 1, 900, 4, 1, head_dim=32, dtype="float16", total_q=6, used_q=True, used_k=True
+    )
+    made = programs.program(plan(problem, by_name("H200"), backend="mixed"), "forward")
+    arrays = {
+        "cu_seqlens_q": torch.tensor([0, 6], dtype=torch.int32),
+        "seqused_q": torch.tensor([1], dtype=torch.int32),
+        "out": torch.full((6, 4, 32), torch.nan).half(),
+    }
+    clear = made.calls[-1]
+    assert clear.kernel.function == "clear_unused"
+    interpret(Program((clear,), ()), arrays)
+    assert not arrays["out"][1:].any() and arrays["out"][:1].isnan().all()
+
+
 @starts_interpreter
 def test_every_check_passes_in_the_interpreter():
     pass_in_the_interpreter(__file__)

@@ -46,7 +46,8 @@ CASES = (
     replace(MIXED, heads_q=64, heads_k=1, num_splits=1),
     replace(MIXED, page_size=0, varlen="qk", used="qk", leftpad_k=True),
     replace(MIXED, page_size=0, used="k", kv_batch_idx=True),
-    # One kernel has all.
+    # One kernel has all. Storage behind what is used may be longer than the longest sequence.
+    replace(MIXED, batch=1, heads_q=3, heads_k=1, lens_q=(1,), lens_k=(193,), seqlen_q=1, used="q"),
     replace(MIXED, batch=3, lens_q=(1, 16, 4), lens_k=(2500, 3, 600), seqlen_q=16),
     replace(MIXED, batch=2, lens_q=(700, 17), lens_k=(700, 2500)),
 )

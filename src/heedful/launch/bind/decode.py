@@ -30,11 +30,16 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     if problem.varlen_q and not problem.batch:
         return Program((clear_outside_call(problem, buffers),), sizes.workspaces)
     buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
-    calls = [decode_call(problem, plan, config, sizes, buffers)]
-    if problem.varlen_q and problem.used_q:
-        # Rows past a used length may lie beyond the longest sequence.
-        calls.append(clear_call(problem, buffers, "q", "out", "lse"))
-    return Program(tuple(calls), sizes.workspaces)
+    call = decode_call(problem, plan, config, sizes, buffers)
+    return Program((call, *clear_calls(problem, buffers)), sizes.workspaces)
+
+
+def clear_calls(problem: AttentionProblem, buffers: Buffers) -> tuple[KernelCall, ...]:
+    """Rows past a used length of packed queries, which may lie beyond the longest sequence: the
+    kernel does not come by there."""
+    if not (problem.varlen_q and problem.used_q):
+        return ()
+    return (clear_call(problem, buffers, "q", "out", "lse"),)
 
 
 def decode_call(

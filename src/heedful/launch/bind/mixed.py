@@ -16,4 +16,5 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     assert isinstance(config, DecodeConfig)
     buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
     short = decode.decode_call(problem, plan, config, sizes, buffers)
-    return Program((*long.calls, short), sizes.workspaces)
+    calls = (*long.calls, short, *decode.clear_calls(problem, buffers))
+    return Program(calls, sizes.workspaces)
