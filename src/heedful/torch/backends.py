@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import torch
 
@@ -86,6 +87,8 @@ def planned(
     return plan(problem, device_spec(device), toolchain(device), named, notes)
 
 
+# How many lengths a problem has.
+_LENGTHS = len(Lengths._fields)
 FAMILIES = Kinds()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=FAMILIES.clear)
@@ -108,13 +111,14 @@ class Family:
         if found is None:
             problem = at_lengths(like, values)
             found = self._cases.find(values, lambda made: self._case(problem, values, made))
-        return GpuRunner(self, *found, like, values)
+        return GpuRunner(self, *found, like, values[_LENGTHS:])
 
     def _case(self, problem: AttentionProblem, values: Sequence[int], numbers: Sequence) -> "Case":
         device, backend, notes = self._how
         traced, specs = with_numbers(problem, self.kinds, numbers)
         chosen = planned(traced, device, backend, notes)
         case = _forward_case(chosen, specs, device)
+        case.trace = numbers[0].trace
         told = replace(chosen, problem=problem)
         decision(told)
         _, given = with_numbers(problem, self.kinds, values)
@@ -125,10 +129,11 @@ class Family:
 class Case:
     """One direction of calls of one kind that answer alike what is asked about their lengths.
 
-    plan: of lengths that may be symbols. outputs: the shapes of what is made, one after the other,
-    of `dims` sizes in all; their strides; the numbers of the program. backwards, outs: kinds of a
-    forward's backward, and of itself into given memory. latest: by whether lse has a cotangent, the
-    likeness of what the last backward was given, and that backward.
+    plan: of lengths that may be symbols. outputs: the lengths, of a forward; the shapes of what is
+    made, one after the other; their strides; the numbers of the program. shapes: where among them
+    the shapes are. trace: what the outputs of a forward come from, where they are symbols.
+    backwards, outs: kinds of a forward's backward, and of itself into given memory. latest: by
+    whether lse has a cotangent, the likeness of what the last backward was given, and that backward.
     """
 
     def __init__(
@@ -143,16 +148,19 @@ class Case:
         self.plan = chosen
         self.backwards, self.outs = Kinds(), Kinds()
         self.latest: dict[bool, tuple[Likeness, GpuBackward]] = {}
-        self._device, self.dims = device, sum([len(spec.shape) for spec in made])
-        self.outputs = [size for spec in made for size in spec.shape]
+        self._device, self.trace = device, None
+        lengths = chosen.problem.lengths if direction == "forward" else ()
+        self.outputs: list[Any] = [0 if length is None else length for length in lengths]
+        end, dims = len(self.outputs), sum([len(spec.shape) for spec in made])
+        self.outputs += [size for spec in made for size in spec.shape]
         self.outputs += [stride for spec in made for stride in spec.strides]
-        self._made, end = [], 0
+        self.shapes, self._made = slice(end, end + dims), []
         for spec in made:
             begin, end = end, end + len(spec.shape)
-            strides = slice(self.dims + begin, self.dims + end)
+            strides = slice(dims + begin, dims + end)
             self._made.append((slice(begin, end), strides, getattr(torch, spec.dtype)))
         run, arch = program(chosen, direction, specs), chosen.device.arch
-        self._executable = ExecutableKind(run, arch, device, list(specs), 2 * self.dims)
+        self._executable = ExecutableKind(run, arch, device, list(specs), len(self.outputs))
         self.outputs += self._executable.outputs
 
     def allocators(self, numbers: Sequence[int | float]) -> list[Allocator]:
@@ -218,7 +226,6 @@ class GpuRunner:
     use, one per layout of the tensors that the caller chooses after planning (out)."""
 
     __slots__ = (
-        "_case",
         "_device",
         "_forwards",
         "_like",
@@ -226,26 +233,32 @@ class GpuRunner:
         "_new_out",
         "_numbers",
         "_pick",
-        "_values",
+        "_sizes",
+        "case",
         "family",
     )
 
-    def __init__(self, family: Family, case: Case, numbers, like, values: Sequence[int]):
-        """like, values: as `Family.runner` has them; numbers: what the case makes of them."""
-        self._case, self._numbers, self._like, self._values = case, numbers, like, values
+    def __init__(self, family: Family, case: Case, numbers, like, sizes: Sequence[int]):
+        """like: a problem from which lengths alone tell this one. sizes: what these change of the
+        operands. numbers: what the case makes of both."""
+        self.case, self._numbers, self._like, self._sizes = case, numbers, like, sizes
         self.family, self._device, self._pick = family, family.device, family.pick
         made = case.allocators(numbers)
         self._new_out, self._new_lse = made if len(made) == 2 else (made[0], None)
         self._forwards: dict[tuple, Executable] = {}
 
+    def at(self, numbers: Sequence[Any], sizes: Sequence[int]) -> "GpuRunner":
+        """That of other lengths of the same case."""
+        return GpuRunner(self.family, self.case, numbers, self._like, sizes)
+
     @property
     def problem(self) -> AttentionProblem:
         # Most calls of new lengths never ask.
-        return at_lengths(self._like, self._values)
+        return at_lengths(self._like, self._numbers)
 
     @property
     def plan(self) -> Plan:
-        return replace(self._case.plan, problem=self.problem)
+        return replace(self.case.plan, problem=self.problem)
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None)."""
@@ -278,7 +291,7 @@ class GpuRunner:
             self._bind_forward(key, out)
 
     def _bind_forward(self, key: tuple, out: torch.Tensor | None) -> Executable:
-        case, numbers = self._case, self._numbers
+        case, numbers = self.case, self._numbers
         if out is not None:
             case, numbers = self._into(out)
         self._forwards[key] = found = case.bind(numbers)
@@ -288,14 +301,14 @@ class GpuRunner:
         """The case of the forward into this memory, and its numbers."""
         own, sizes = of_tensor("out", out)
         kinds, problem = (*self.family.kinds, own), self.problem
-        values = [*self._values, *sizes]
+        values = [*self._numbers[:_LENGTHS], *self._sizes, *sizes]
 
         def make(numbers) -> Case:
             note(self.plan, "forward", results(problem) | with_numbers(problem, kinds, values)[1])
             traced, specs = with_numbers(problem, kinds, numbers)
-            return _forward_case(replace(self._case.plan, problem=traced), specs, self._device)
+            return _forward_case(replace(self.case.plan, problem=traced), specs, self._device)
 
-        return self._case.outs.of(own).find(values, make)
+        return self.case.outs.of(own).find(values, make)
 
     def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
         """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
@@ -304,8 +317,8 @@ class GpuRunner:
     def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
         """The backward on tensors laid out like these, which need not lie as the forward's."""
         if self._like.page_size:
-            return GatheredBackward(self.plan, self._case)
-        return GpuBackward(self.plan, self._case.backwards, x, out, lse, dout, dlse)
+            return GatheredBackward(self.plan, self.case)
+        return GpuBackward(self.plan, self.case.backwards, x, out, lse, dout, dlse)
 
     def backward_like(self, tensors: Sequence[torch.Tensor], has_dlse: bool) -> Backward | None:
         """The backward on tensors from which lengths alone tell those of the last one; None if it
@@ -314,19 +327,19 @@ class GpuRunner:
         tensors: the operands, of the shapes that the forward was given, then out, lse, dout, and
         dlse if it is there.
         """
-        latest, case, numbers = self._case.latest.get(has_dlse), self._case, self._numbers
+        latest, case, numbers = self.case.latest.get(has_dlse), self.case, self._numbers
         if latest is None or not latest[0].fits(tensors):
             return None
         out, lse = tensors[-3 - has_dlse : -1 - has_dlse]
-        if (*out.shape, *lse.shape) != numbers[: case.dims]:
+        if (*out.shape, *lse.shape) != numbers[case.shapes]:
             return None
-        return latest[1].at(self._values, tensors)
+        return latest[1].at(numbers, tensors)
 
     def keep_backward(self, run: Backward, tensors, has_dlse: bool) -> None:
         """Makes a backward on these operands and the rest the last one, if it can be found again
         without a look at anything else."""
         if isinstance(run, GpuBackward) and run.moving:
-            self._case.latest[has_dlse] = Likeness(tensors, run.moving), run
+            self.case.latest[has_dlse] = Likeness(tensors, run.moving), run
 
 
 class GatheredBackward:
@@ -404,12 +417,12 @@ class GpuBackward:
         moving = [moving for *_, moving in kind[2:]]
         self.moving = moving if is_simple else []
         ranks = [tensor.dim() for tensor in given.values()]
-        self._sizes = Sizes(len(Lengths._fields), ranks, moving)
+        self._sizes = Sizes(_LENGTHS, ranks, moving)
 
     def at(self, lengths: Sequence[int], tensors: Sequence[torch.Tensor]) -> "GpuBackward | None":
         """The backward of other lengths, which begin with those of the problem, on such tensors;
         None if it is of no case that is there."""
-        values = self._sizes.of([*lengths[: len(Lengths._fields)]], tensors)
+        values = self._sizes.of([*lengths[:_LENGTHS]], tensors)
         known = self._cases.known(values)
         if known is None:
             return None
