@@ -171,9 +171,9 @@ class Case:
             for shape, strides, dtype in self._made
         ]
 
-    def bind(self, numbers: Sequence[int | float]) -> Executable:
-        """The program with these numbers, in the order of `outputs`."""
-        return self._executable.bind(numbers)
+    def bind(self, numbers: Sequence[int | float], once: bool = False) -> Executable:
+        """The program with these numbers, in the order of `outputs`. once: see ExecutableKind."""
+        return self._executable.bind(numbers, once)
 
 
 def _forward_case(chosen: Plan, specs: dict, device: torch.device) -> Case:
@@ -206,7 +206,7 @@ class CpuRunner:
         run, problem = self._backward.backward, self.plan.problem
         return self._gradients(run, problem, x, out, lse, dout, dlse)
 
-    def backward_like(self, tensors: Sequence[torch.Tensor], has_dlse: bool) -> None:
+    def backward_like(self, tensors: Sequence[torch.Tensor], has_dlse: bool, once: bool) -> None:
         """There is nothing to find again."""
 
     def keep_backward(self, run: Backward, tensors, has_dlse: bool) -> None:
@@ -227,12 +227,14 @@ class GpuRunner:
 
     __slots__ = (
         "_device",
-        "_forwards",
+        "_into_given",
+        "_is_known",
         "_like",
         "_new_lse",
         "_new_out",
         "_numbers",
         "_pick",
+        "_run",
         "_sizes",
         "case",
         "family",
@@ -243,9 +245,9 @@ class GpuRunner:
         operands. numbers: what the case makes of both."""
         self.case, self._numbers, self._like, self._sizes = case, numbers, like, sizes
         self.family, self._device, self._pick = family, family.device, family.pick
-        made = case.allocators(numbers)
-        self._new_out, self._new_lse = made if len(made) == 2 else (made[0], None)
-        self._forwards: dict[tuple, Executable] = {}
+        self._run: Executable | None = None
+        self._into_given: dict[tuple, Executable | None] | None = None
+        self._is_known = False
 
     def at(self, numbers: Sequence[Any], sizes: Sequence[int]) -> "GpuRunner":
         """That of other lengths of the same case."""
@@ -265,36 +267,59 @@ class GpuRunner:
         if current_device() != self._device.index:
             with torch.cuda.device(self._device):
                 return self.forward(x, out)
-        key: tuple = ()
-        given = out
-        if out is None:
-            out = self._new_out()
+        run: Any = self._run
+        if out is not None:
+            run, new_lse = self._bound_into(out), self._new_lse
+        elif run is None:
+            run, new_out, new_lse = self._first()
+            out = new_out()
         else:
-            key = (out.stride(), out.data_ptr() % 16)
+            out, new_lse = self._new_out(), self._new_lse
         tensors = [*self._pick(x), out]
         lse = probs = None
-        if self._new_lse is not None:
-            lse = self._new_lse()
+        if new_lse is not None:
+            lse = new_lse()
             tensors.append(lse)
         if self._like.return_probs:
             shape = self.problem.probs_shape
             probs = torch.zeros(shape, dtype=out.dtype, device=self._device)
             tensors.append(probs)
-        run = self._forwards.get(key) or self._bind_forward(key, given)
         run(tensors)
         return out, lse, probs
 
+    def _first(self) -> tuple[Executable, Allocator, Allocator | None]:
+        """What runs a forward, and makes out and lse. The first one keeps nothing, the second what
+        later ones need: most lengths come but once."""
+        new_out, new_lse = self._allocators()
+        run = self.case.bind(self._numbers, once=not self._is_known)
+        if self._is_known:
+            self._run, self._new_out, self._new_lse = run, new_out, new_lse
+        self._is_known = True
+        return run, new_out, new_lse
+
+    def _allocators(self) -> tuple[Allocator, Allocator | None]:
+        """Of out and lse."""
+        made = self.case.allocators(self._numbers)
+        return (made[0], made[1]) if len(made) == 2 else (made[0], None)
+
     def bind(self, out: torch.Tensor | None = None) -> None:
         """Compiles and loads the forward, for a caller that writes something before it runs."""
-        key = () if out is None else (out.stride(), out.data_ptr() % 16)
-        if key not in self._forwards:
-            self._bind_forward(key, out)
-
-    def _bind_forward(self, key: tuple, out: torch.Tensor | None) -> Executable:
-        case, numbers = self.case, self._numbers
         if out is not None:
+            self._bound_into(out)
+        elif self._run is None:
+            self.case.bind(self._numbers, once=True)
+
+    def _bound_into(self, out: torch.Tensor) -> Executable:
+        """The forward into memory that lies like this."""
+        key = (out.stride(), out.data_ptr() % 16)
+        if self._into_given is None:
+            self._into_given, (_, self._new_lse) = {}, self._allocators()
+        found = self._into_given.get(key)
+        if found is None:
             case, numbers = self._into(out)
-        self._forwards[key] = found = case.bind(numbers)
+            is_known = key in self._into_given
+            found = case.bind(numbers, once=not is_known)
+            self._into_given[key] = found if is_known else None
         return found
 
     def _into(self, out: torch.Tensor) -> tuple[Case, tuple]:
@@ -320,12 +345,14 @@ class GpuRunner:
             return GatheredBackward(self.plan, self.case)
         return GpuBackward(self.plan, self.case.backwards, x, out, lse, dout, dlse)
 
-    def backward_like(self, tensors: Sequence[torch.Tensor], has_dlse: bool) -> Backward | None:
+    def backward_like(
+        self, tensors: Sequence[torch.Tensor], has_dlse: bool, once: bool
+    ) -> Backward | None:
         """The backward on tensors from which lengths alone tell those of the last one; None if it
         is not known so.
 
         tensors: the operands, of the shapes that the forward was given, then out, lse, dout, and
-        dlse if it is there.
+        dlse if it is there. once: see ExecutableKind.
         """
         latest, case, numbers = self.case.latest.get(has_dlse), self.case, self._numbers
         if latest is None or not latest[0].fits(tensors):
@@ -333,7 +360,7 @@ class GpuRunner:
         out, lse = tensors[-3 - has_dlse : -1 - has_dlse]
         if (*out.shape, *lse.shape) != numbers[case.shapes]:
             return None
-        return latest[1].at(numbers, tensors)
+        return latest[1].at(numbers, tensors, once)
 
     def keep_backward(self, run: Backward, tensors, has_dlse: bool) -> None:
         """Makes a backward on these operands and the rest the last one, if it can be found again
@@ -367,6 +394,19 @@ class GpuBackward:
     moving: of each tensor, how many dims lengths may change; empty where operands are copied or
     begin elsewhere than at multiples of 16 bytes, or have gradients besides dq, dk and dv.
     """
+
+    __slots__ = (
+        "_cases",
+        "_copied",
+        "_device",
+        "_has_dsink",
+        "_index",
+        "_new",
+        "_pick",
+        "_run",
+        "_sizes",
+        "moving",
+    )
 
     def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse):
         """kinds: of backwards of the forward's case."""
@@ -419,17 +459,21 @@ class GpuBackward:
         ranks = [tensor.dim() for tensor in given.values()]
         self._sizes = Sizes(_LENGTHS, ranks, moving)
 
-    def at(self, lengths: Sequence[int], tensors: Sequence[torch.Tensor]) -> "GpuBackward | None":
+    def at(
+        self, lengths: Sequence[int], tensors: Sequence[torch.Tensor], once: bool
+    ) -> "GpuBackward | None":
         """The backward of other lengths, which begin with those of the problem, on such tensors;
-        None if it is of no case that is there."""
+        None if it is of no case that is there. once: see ExecutableKind."""
         values = self._sizes.of([*lengths[:_LENGTHS]], tensors)
         known = self._cases.known(values)
         if known is None:
             return None
         case, numbers = known
         made = object.__new__(GpuBackward)
-        made.__dict__.update(self.__dict__)
-        made._run, made._new = case.bind(numbers), case.allocators(numbers)
+        made._cases, made._sizes, made.moving = self._cases, self._sizes, self.moving
+        made._copied, made._pick, made._has_dsink = self._copied, self._pick, self._has_dsink
+        made._device, made._index = self._device, self._index
+        made._run, made._new = case.bind(numbers, once), case.allocators(numbers)
         return made
 
     def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
