@@ -1,6 +1,7 @@
 """Mixed batches are timed as they are described, behind a check that finds what is wrong."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -43,9 +44,10 @@ def test_the_first_batch_is_the_one_that_the_bar_is_of():
 def test_a_batch_is_shared_by_two_kernels_and_each_kind_alone_is_not(batch):
     def backend(sequences) -> str:
         queries, keys = zip(*sequences, strict=True)
-        shape = (len(queries), max(queries), max(keys), *batch.heads, batch.dim)
-        facts = {"total_q": sum(queries), "page_size": batch.page, "used_k": True, "mask": MASK}
-        return plan(AttentionProblem.dense(*shape, **facts), by_name("H200")).backend
+        facts: dict[str, Any] = {"page_size": batch.page, "used_k": True, "mask": MASK}
+        facts |= {"total_q": sum(queries), "head_dim": batch.dim}
+        sizes = (len(queries), max(queries), max(keys), *batch.heads)
+        return plan(AttentionProblem.dense(*sizes, **facts), by_name("H200")).backend
 
     assert backend(batch.sequences) == "mixed"
     if batch.decodes:

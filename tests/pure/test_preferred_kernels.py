@@ -1,6 +1,7 @@
 """At which figures one kernel is preferred to another, or cannot."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,8 @@ def test_few_queries_are_decoded_unless_the_hopper_forward_is_as_fast(facts, bac
 @pytest.mark.parametrize("queries", [1, 4, 16, 17, 2048])
 def test_8_bit_queries_over_a_cache_are_decoded_however_many_they_are(queries, num_splits):
     """No other kernel takes them."""
-    facts = {"dtype": "float8_e4m3fn", "causal": True, "used_k": True, "num_splits": num_splits}
+    facts: dict[str, Any] = {"dtype": "float8_e4m3fn", "causal": True}
+    facts |= {"used_k": True, "num_splits": num_splits}
     for more in ({"page_size": 16}, {"page_size": 16, "total_q": 64 * queries - 5}, {}):
         found = plan(dense(64, queries, 8192, 32, 8, **facts, **more), H200)
         assert found.backend == "decode"
