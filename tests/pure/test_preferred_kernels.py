@@ -39,7 +39,9 @@ def test_8_bit_queries_over_a_cache_are_decoded_however_many_they_are(queries, n
     """No other kernel takes them."""
     facts: dict[str, Any] = {"dtype": "float8_e4m3fn", "causal": True}
     facts |= {"used_k": True, "num_splits": num_splits}
-    for more in ({"page_size": 16}, {"page_size": 16, "total_q": 64 * queries - 5}, {}):
+    calls: list[dict[str, Any]]
+    calls = [{"page_size": 16}, {"page_size": 16, "total_q": 64 * queries - 5}, {}]
+    for more in calls:
         found = plan(dense(64, queries, 8192, 32, 8, **facts, **more), H200)
         assert found.backend == "decode"
         rows = found.configs["decode.forward"].block_m
