@@ -79,11 +79,11 @@ def scratch(nbytes: int, zeroed: bool = False) -> Workspace:
     return Workspace(f"of {nbytes}", ArraySpec.contiguous((nbytes,), "uint8"), zeroed)
 
 
-def executable(kernels: Kernels, monkeypatch, *spaces: Workspace, before: int = 0) -> Any:
-    monkeypatch.setattr(execute, "ProgramKind", lambda *_: kernels)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+def executable(kernels: Kernels, patch, *spaces: Workspace, before=0, once=False) -> Any:
+    patch.setattr(execute, "ProgramKind", lambda *_: kernels)
+    patch.setattr(torch.cuda, "device", lambda _: nullcontext())
     kind = execute.ExecutableKind(Program((), spaces), "sm_90", CPU, [], before)
-    return kind.bind((*range(before), *kind.outputs, 10**12, 0.5))
+    return kind.bind((*range(before), *kind.outputs, 10**12, 0.5), once)
 
 
 @pytest.mark.parametrize("before", [0, 7])
@@ -91,7 +91,7 @@ def test_other_numbers_are_no_sizes_of_scratch(before, machine, monkeypatch):
     """Sizes come between what comes before and the numbers of the kernels."""
     kernels = Kernels()
     spaces = scratch(5), scratch(9, True), scratch(300, True)
-    run = executable(kernels, monkeypatch, *spaces, before=before)
+    run = executable(kernels, monkeypatch, *spaces, before=before, once=True)
     run([])
     ((addresses, stream),) = kernels.first
     assert len(addresses) == 3 and stream == 5 and addresses[2] - addresses[1] == 256
@@ -99,16 +99,15 @@ def test_other_numbers_are_no_sizes_of_scratch(before, machine, monkeypatch):
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_call_is_bound_when_it_comes_again_and_then_launches_at_once(count, machine, monkeypatch):
-    kernels = Kernels(count)
-    run, tensor = executable(kernels, monkeypatch), torch.zeros(3)
+def test_what_comes_once_binds_no_kernel(count, machine, monkeypatch):
+    kernels, tensor = Kernels(count), torch.zeros(3)
     launched = ([tensor.data_ptr()], 5)
-    run([tensor])
+    executable(kernels, monkeypatch, once=True)([tensor])
     assert kernels.first == [launched] and not kernels.bound
+    run = executable(kernels, monkeypatch)
     for times in (1, 2, 3):
         run([tensor])
         assert kernels.first == [launched] and kernels.bound == [launched] * count * times
-        monkeypatch.setattr(execute.Executable, "_run_first", refuse)
 
 
 @pytest.mark.parametrize("zeroed", [False, True], ids=["scratch", "zeroed"])

@@ -232,13 +232,13 @@ def test_tensors_as_far_from_a_multiple_of_16_are_one_call_wherever_they_lie(nam
 def test_a_step_that_writes_binds_its_attention_once(change, monkeypatch):
     """Before it writes, for the very output that it is given."""
     bound = []
-    bind = backends.GpuRunner._bind_forward
+    bind = backends.Case.bind
 
-    def noted(*given):
-        bound.append(given)
-        return bind(*given)
+    def noted(*given, **how):
+        bound.append(how)
+        return bind(*given, **how)
 
-    monkeypatch.setattr(backends.GpuRunner, "_bind_forward", noted)
+    monkeypatch.setattr(backends.Case, "bind", noted)
     out = torch.empty(B, 1, H, D, dtype=DTYPE)
     with standin.gpu():
         given: dict[str, Any] = appended() | {"out": change(out) if change else out}

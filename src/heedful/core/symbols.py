@@ -172,9 +172,29 @@ class Trace:
     def call(self, function: Callable[..., int], arguments: Sequence[Any]) -> Symbol:
         """The number that a pure function of whole numbers gives, which is not looked into."""
         name = f"f_{function.__name__}"
-        self._functions[name] = function
+        self._use(name, function)
         values, codes = zip(*map(_parts, arguments), strict=True)
         return self.node(function(*values), f"{name}({', '.join(codes)})")
+
+    def _use(self, name: str, function: Callable) -> None:
+        if self._functions.setdefault(name, function) is not function:
+            raise AssertionError(f"{name} is two functions")
+
+    def inline(self, other: "Trace", inputs: Sequence[Any], outputs: Iterable[Any]) -> list[Any]:
+        """Outputs of another trace whose inputs are these numbers: its lines become this one's, so
+        that one function has both. The other's case must be the one of the numbers' values."""
+        numbers = dict(zip(other._inputs, inputs, strict=True))
+        scope = dict(other._functions)
+        for name, function in other._functions.items():
+            self._use(name, function)
+        for name, code in other._lines:
+            own = _NAME.sub(lambda found: _parts(numbers[found[0]])[1], code)
+            if name is not None:
+                values = {known: value_of(number) for known, number in numbers.items()}
+                numbers[name] = self.node(eval(code, scope, values), own)
+            elif _NAME.search(own):
+                self.guard(own.removeprefix("not "), not own.startswith("not "))
+        return [numbers[out.code] if isinstance(out, Symbol) else out for out in outputs]
 
     def function(self, outputs: Iterable[Any]) -> Callable[[Sequence[int]], tuple | None]:
         """The outputs of all symbols' values, in order; None where a guard fails."""
@@ -182,6 +202,8 @@ class Trace:
         return _made(self._inputs, code, self._functions)
 
 
+# Inputs and named numbers, as a trace calls them.
+_NAME = re.compile(r"\b[it]\d+\b")
 # What it names, None for a guard; code.
 Line = tuple[str | None, str]
 Answer = Callable[[Sequence[int]], tuple[Any, tuple] | None]

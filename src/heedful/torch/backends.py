@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import torch
 
@@ -86,6 +87,8 @@ def planned(
     return plan(problem, device_spec(device), toolchain(device), named, notes)
 
 
+# How many lengths a problem has.
+_LENGTHS = len(Lengths._fields)
 FAMILIES = Kinds()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=FAMILIES.clear)
@@ -108,13 +111,14 @@ class Family:
         if found is None:
             problem = at_lengths(like, values)
             found = self._cases.find(values, lambda made: self._case(problem, values, made))
-        return GpuRunner(self, *found, like, values)
+        return GpuRunner(self, *found, like, values[_LENGTHS:])
 
     def _case(self, problem: AttentionProblem, values: Sequence[int], numbers: Sequence) -> "Case":
         device, backend, notes = self._how
         traced, specs = with_numbers(problem, self.kinds, numbers)
         chosen = planned(traced, device, backend, notes)
         case = _forward_case(chosen, specs, device)
+        case.trace = numbers[0].trace
         told = replace(chosen, problem=problem)
         decision(told)
         _, given = with_numbers(problem, self.kinds, values)
@@ -125,10 +129,11 @@ class Family:
 class Case:
     """One direction of calls of one kind that answer alike what is asked about their lengths.
 
-    plan: of lengths that may be symbols. outputs: the shapes of what is made, one after the other,
-    of `dims` sizes in all; their strides; the numbers of the program. backwards, outs: kinds of a
-    forward's backward, and of itself into given memory. latest: by whether lse has a cotangent, the
-    likeness of what the last backward was given, and that backward.
+    plan: of lengths that may be symbols. outputs: the lengths, of a forward; the shapes of what is
+    made, one after the other; their strides; the numbers of the program. shapes: where among them
+    the shapes are. trace: what the outputs of a forward come from, where they are symbols.
+    backwards, outs: kinds of a forward's backward, and of itself into given memory. latest: by
+    whether lse has a cotangent, the likeness of what the last backward was given, and that one.
     """
 
     def __init__(
@@ -143,16 +148,19 @@ class Case:
         self.plan = chosen
         self.backwards, self.outs = Kinds(), Kinds()
         self.latest: dict[bool, tuple[Likeness, GpuBackward]] = {}
-        self._device, self.dims = device, sum([len(spec.shape) for spec in made])
-        self.outputs = [size for spec in made for size in spec.shape]
+        self._device, self.trace = device, None
+        lengths = chosen.problem.lengths if direction == "forward" else ()
+        self.outputs: list[Any] = [0 if length is None else length for length in lengths]
+        end, dims = len(self.outputs), sum([len(spec.shape) for spec in made])
+        self.outputs += [size for spec in made for size in spec.shape]
         self.outputs += [stride for spec in made for stride in spec.strides]
-        self._made, end = [], 0
+        self.shapes, self._made = slice(end, end + dims), []
         for spec in made:
             begin, end = end, end + len(spec.shape)
-            strides = slice(self.dims + begin, self.dims + end)
+            strides = slice(dims + begin, dims + end)
             self._made.append((slice(begin, end), strides, getattr(torch, spec.dtype)))
         run, arch = program(chosen, direction, specs), chosen.device.arch
-        self._executable = ExecutableKind(run, arch, device, list(specs), 2 * self.dims)
+        self._executable = ExecutableKind(run, arch, device, list(specs), len(self.outputs))
         self.outputs += self._executable.outputs
 
     def allocators(self, numbers: Sequence[int | float]) -> list[Allocator]:
@@ -163,9 +171,9 @@ class Case:
             for shape, strides, dtype in self._made
         ]
 
-    def bind(self, numbers: Sequence[int | float]) -> Executable:
-        """The program with these numbers, in the order of `outputs`."""
-        return self._executable.bind(numbers)
+    def bind(self, numbers: Sequence[int | float], once: bool = False) -> Executable:
+        """The program with these numbers, in the order of `outputs`. once: see ExecutableKind."""
+        return self._executable.bind(numbers, once)
 
 
 def _forward_case(chosen: Plan, specs: dict, device: torch.device) -> Case:
@@ -198,7 +206,7 @@ class CpuRunner:
         run, problem = self._backward.backward, self.plan.problem
         return self._gradients(run, problem, x, out, lse, dout, dlse)
 
-    def backward_like(self, tensors: Sequence[torch.Tensor], has_dlse: bool) -> None:
+    def backward_like(self, tensors: Sequence[torch.Tensor], has_dlse: bool, once: bool) -> None:
         """There is nothing to find again."""
 
     def keep_backward(self, run: Backward, tensors, has_dlse: bool) -> None:
@@ -218,84 +226,114 @@ class GpuRunner:
     use, one per layout of the tensors that the caller chooses after planning (out)."""
 
     __slots__ = (
-        "_case",
         "_device",
-        "_forwards",
+        "_into_given",
+        "_is_known",
         "_like",
         "_new_lse",
         "_new_out",
         "_numbers",
         "_pick",
-        "_values",
+        "_run",
+        "_sizes",
+        "case",
         "family",
     )
 
-    def __init__(self, family: Family, case: Case, numbers, like, values: Sequence[int]):
-        """like, values: as `Family.runner` has them; numbers: what the case makes of them."""
-        self._case, self._numbers, self._like, self._values = case, numbers, like, values
+    def __init__(self, family: Family, case: Case, numbers, like, sizes: Sequence[int]):
+        """like: a problem from which lengths alone tell this one. sizes: what these change of the
+        operands. numbers: what the case makes of both."""
+        self.case, self._numbers, self._like, self._sizes = case, numbers, like, sizes
         self.family, self._device, self._pick = family, family.device, family.pick
-        made = case.allocators(numbers)
-        self._new_out, self._new_lse = made if len(made) == 2 else (made[0], None)
-        self._forwards: dict[tuple, Executable] = {}
+        self._run: Executable | None = None
+        self._into_given: dict[tuple, Executable | None] | None = None
+        self._is_known = False
+
+    def at(self, numbers: Sequence[Any], sizes: Sequence[int]) -> "GpuRunner":
+        """That of other lengths of the same case."""
+        return GpuRunner(self.family, self.case, numbers, self._like, sizes)
 
     @property
     def problem(self) -> AttentionProblem:
         # Most calls of new lengths never ask.
-        return at_lengths(self._like, self._values)
+        return at_lengths(self._like, self._numbers)
 
     @property
     def plan(self) -> Plan:
-        return replace(self._case.plan, problem=self.problem)
+        return replace(self.case.plan, problem=self.problem)
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None)."""
         if current_device() != self._device.index:
             with torch.cuda.device(self._device):
                 return self.forward(x, out)
-        key: tuple = ()
-        given = out
-        if out is None:
-            out = self._new_out()
+        run: Any = self._run
+        if out is not None:
+            run, new_lse = self._bound_into(out), self._new_lse
+        elif run is None:
+            run, new_out, new_lse = self._first()
+            out = new_out()
         else:
-            key = (out.stride(), out.data_ptr() % 16)
+            out, new_lse = self._new_out(), self._new_lse
         tensors = [*self._pick(x), out]
         lse = probs = None
-        if self._new_lse is not None:
-            lse = self._new_lse()
+        if new_lse is not None:
+            lse = new_lse()
             tensors.append(lse)
         if self._like.return_probs:
             shape = self.problem.probs_shape
             probs = torch.zeros(shape, dtype=out.dtype, device=self._device)
             tensors.append(probs)
-        run = self._forwards.get(key) or self._bind_forward(key, given)
         run(tensors)
         return out, lse, probs
 
+    def _first(self) -> tuple[Executable, Allocator, Allocator | None]:
+        """What runs a forward, and makes out and lse. The first one keeps nothing, the second what
+        later ones need: most lengths come but once."""
+        new_out, new_lse = self._allocators()
+        run = self.case.bind(self._numbers, once=not self._is_known)
+        if self._is_known:
+            self._run, self._new_out, self._new_lse = run, new_out, new_lse
+        self._is_known = True
+        return run, new_out, new_lse
+
+    def _allocators(self) -> tuple[Allocator, Allocator | None]:
+        """Of out and lse."""
+        made = self.case.allocators(self._numbers)
+        return (made[0], made[1]) if len(made) == 2 else (made[0], None)
+
     def bind(self, out: torch.Tensor | None = None) -> None:
         """Compiles and loads the forward, for a caller that writes something before it runs."""
-        key = () if out is None else (out.stride(), out.data_ptr() % 16)
-        if key not in self._forwards:
-            self._bind_forward(key, out)
-
-    def _bind_forward(self, key: tuple, out: torch.Tensor | None) -> Executable:
-        case, numbers = self._case, self._numbers
         if out is not None:
+            self._bound_into(out)
+        elif self._run is None:
+            self.case.bind(self._numbers, once=True)
+
+    def _bound_into(self, out: torch.Tensor) -> Executable:
+        """The forward into memory that lies like this."""
+        key = (out.stride(), out.data_ptr() % 16)
+        if self._into_given is None:
+            self._into_given, (_, self._new_lse) = {}, self._allocators()
+        found = self._into_given.get(key)
+        if found is None:
             case, numbers = self._into(out)
-        self._forwards[key] = found = case.bind(numbers)
+            is_known = key in self._into_given
+            found = case.bind(numbers, once=not is_known)
+            self._into_given[key] = found if is_known else None
         return found
 
     def _into(self, out: torch.Tensor) -> tuple[Case, tuple]:
         """The case of the forward into this memory, and its numbers."""
         own, sizes = of_tensor("out", out)
         kinds, problem = (*self.family.kinds, own), self.problem
-        values = [*self._values, *sizes]
+        values = [*self._numbers[:_LENGTHS], *self._sizes, *sizes]
 
         def make(numbers) -> Case:
             note(self.plan, "forward", results(problem) | with_numbers(problem, kinds, values)[1])
             traced, specs = with_numbers(problem, kinds, numbers)
-            return _forward_case(replace(self._case.plan, problem=traced), specs, self._device)
+            return _forward_case(replace(self.case.plan, problem=traced), specs, self._device)
 
-        return self._case.outs.of(own).find(values, make)
+        return self.case.outs.of(own).find(values, make)
 
     def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
         """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
@@ -304,29 +342,31 @@ class GpuRunner:
     def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
         """The backward on tensors laid out like these, which need not lie as the forward's."""
         if self._like.page_size:
-            return GatheredBackward(self.plan, self._case)
-        return GpuBackward(self.plan, self._case.backwards, x, out, lse, dout, dlse)
+            return GatheredBackward(self.plan, self.case)
+        return GpuBackward(self.plan, self.case.backwards, x, out, lse, dout, dlse)
 
-    def backward_like(self, tensors: Sequence[torch.Tensor], has_dlse: bool) -> Backward | None:
+    def backward_like(
+        self, tensors: Sequence[torch.Tensor], has_dlse: bool, once: bool
+    ) -> Backward | None:
         """The backward on tensors from which lengths alone tell those of the last one; None if it
         is not known so.
 
         tensors: the operands, of the shapes that the forward was given, then out, lse, dout, and
-        dlse if it is there.
+        dlse if it is there. once: see ExecutableKind.
         """
-        latest, case, numbers = self._case.latest.get(has_dlse), self._case, self._numbers
+        latest, case, numbers = self.case.latest.get(has_dlse), self.case, self._numbers
         if latest is None or not latest[0].fits(tensors):
             return None
         out, lse = tensors[-3 - has_dlse : -1 - has_dlse]
-        if (*out.shape, *lse.shape) != numbers[: case.dims]:
+        if (*out.shape, *lse.shape) != numbers[case.shapes]:
             return None
-        return latest[1].at(self._values, tensors)
+        return latest[1].at(numbers, tensors, once)
 
     def keep_backward(self, run: Backward, tensors, has_dlse: bool) -> None:
         """Makes a backward on these operands and the rest the last one, if it can be found again
         without a look at anything else."""
         if isinstance(run, GpuBackward) and run.moving:
-            self._case.latest[has_dlse] = Likeness(tensors, run.moving), run
+            self.case.latest[has_dlse] = Likeness(tensors, run.moving), run
 
 
 class GatheredBackward:
@@ -354,6 +394,19 @@ class GpuBackward:
     moving: of each tensor, how many dims lengths may change; empty where operands are copied or
     begin elsewhere than at multiples of 16 bytes, or have gradients besides dq, dk and dv.
     """
+
+    __slots__ = (
+        "_cases",
+        "_copied",
+        "_device",
+        "_has_dsink",
+        "_index",
+        "_new",
+        "_pick",
+        "_run",
+        "_sizes",
+        "moving",
+    )
 
     def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse):
         """kinds: of backwards of the forward's case."""
@@ -404,19 +457,23 @@ class GpuBackward:
         moving = [moving for *_, moving in kind[2:]]
         self.moving = moving if is_simple else []
         ranks = [tensor.dim() for tensor in given.values()]
-        self._sizes = Sizes(len(Lengths._fields), ranks, moving)
+        self._sizes = Sizes(_LENGTHS, ranks, moving)
 
-    def at(self, lengths: Sequence[int], tensors: Sequence[torch.Tensor]) -> "GpuBackward | None":
+    def at(
+        self, lengths: Sequence[int], tensors: Sequence[torch.Tensor], once: bool
+    ) -> "GpuBackward | None":
         """The backward of other lengths, which begin with those of the problem, on such tensors;
-        None if it is of no case that is there."""
-        values = self._sizes.of([*lengths[: len(Lengths._fields)]], tensors)
+        None if it is of no case that is there. once: see ExecutableKind."""
+        values = self._sizes.of([*lengths[:_LENGTHS]], tensors)
         known = self._cases.known(values)
         if known is None:
             return None
         case, numbers = known
         made = object.__new__(GpuBackward)
-        made.__dict__.update(self.__dict__)
-        made._run, made._new = case.bind(numbers), case.allocators(numbers)
+        made._cases, made._sizes, made.moving = self._cases, self._sizes, self.moving
+        made._copied, made._pick, made._has_dsink = self._copied, self._pick, self._has_dsink
+        made._device, made._index = self._device, self._index
+        made._run, made._new = case.bind(numbers, once), case.allocators(numbers)
         return made
 
     def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:

@@ -21,6 +21,7 @@ from heedful.core.describe import describe
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.core.storage import copies
+from heedful.core.symbols import Trace
 from heedful.launch import packs
 from heedful.torch import backends
 from heedful.torch import device as devices
@@ -289,21 +290,35 @@ def find(
     return call
 
 
-class CallCase:
+class CheckedCase:
     """Calls of one kind that answer alike what is asked about their lengths when they are checked.
-    outputs: the lengths of the problem."""
+    outputs: the lengths of the problem. trace: what they come from."""
 
-    def __init__(self, x: Operands, options: Options, grad: tuple[bool, bool], described):
-        """described: the call, of lengths that may be symbols."""
-        self._call = Call(x, options, grad, None)
-        runner: Any = self._call.runner  # of a GPU: `_of_kind` knows no other
-        self._family = runner.family
-        self._like, lengths = self._call.problem, describe(described).lengths
+    def __init__(self, call: Call, described: AttentionCall, trace: Trace):
+        """described: the call, of lengths that are symbols of the trace."""
+        self.call, self.trace = call, trace
+        lengths = describe(described).lengths
         self.outputs = [0 if length is None else length for length in lengths]
+        runner: Any = call.runner  # of a GPU: `_of_kind` knows no other
+        self.family, self.like = runner.family, call.problem
 
-    def at(self, numbers: Sequence[int], sizes: Sequence[int], x: Sequence[Any]) -> Call:
+
+class CallCase:
+    """Calls of one kind that answer alike all that is asked about their lengths until they run.
+    outputs: the numbers of their runners."""
+
+    def __init__(self, checked: CheckedCase, lengths: Sequence[int], values: list, numbers: list):
+        """lengths: of the problem. values: the longest lengths and the sizes of a call's operands;
+        numbers: the same as symbols."""
+        self._call = checked.call
+        self._runner = checked.family.runner(checked.like, (*lengths, *values[2:]))
+        trace, case = numbers[0].trace, self._runner.case
+        found = trace.inline(checked.trace, numbers, checked.outputs)
+        self.outputs = trace.inline(case.trace, found + numbers[2:], case.outputs)
+
+    def at(self, numbers: Sequence[Any], sizes: Sequence[int], x: Sequence[Any]) -> Call:
         """The call of other lengths. sizes: of its operands."""
-        return self._call.at(self._family.runner(self._like, (*numbers, *sizes)), x)
+        return self._call.at(self._runner.at(numbers, sizes), x)
 
 
 # Operands that are expanded to a call's lengths, or that are no operands of most calls. Shifts come
@@ -379,16 +394,21 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) 
         return None
     how = settings.get("backend"), settings.get("check_pages"), packs.backends()
     without_longest = options._replace(max_seqlen_q=None, max_seqlen_k=None)
-    cases = KINDS.of((without_longest, grad, how, *kinds))
-    longest = [value or 0 for value in options[_LONGEST]]
+    checks, cases = KINDS.of((without_longest, grad, how, *kinds), lambda: (Cases(), Cases()))
+    values = [value or 0 for value in options[_LONGEST]] + sizes
 
-    def make(numbers) -> CallCase:
+    def check(numbers) -> CheckedCase:
         rest = iter(numbers)
         given = options._replace(max_seqlen_q=next(rest), max_seqlen_k=next(rest))
         specs = {kind[0]: with_sizes(kind, rest) for kind, *_ in kinds}
-        return CallCase(x, options, grad, AttentionCall(Operands(**specs), given, *grad))
+        described = AttentionCall(Operands(**specs), given, *grad)
+        return CheckedCase(Call(x, options, grad, None), described, numbers[0].trace)
 
-    case, numbers = cases.find(longest + sizes, make)
+    def make(numbers) -> CallCase:
+        checked, lengths = checks.find(values, check)
+        return CallCase(checked, lengths, values, numbers)
+
+    case, numbers = cases.find(values, make)
     if base is not None and all([kind[2] for kind, _, _ in kinds]):
         LATEST.of(base, lambda: None)
         LATEST[base] = LatestKind(cases, [kind[-1] for kind, _, _ in kinds], x)

@@ -95,8 +95,9 @@ class ExecutableKind:
         self.outputs += [*places, size]
         return slice(begin, begin + len(places))
 
-    def bind(self, numbers: Sequence[int | float]) -> "Executable":
-        """The program with these numbers.
+    def bind(self, numbers: Sequence[int | float], once: bool = False) -> "Executable":
+        """The program with these numbers. once: for lengths that most likely come but once; its
+        kernels are not bound, and nothing is kept.
 
         Raises ValueError where it needs more scratch than is allowed.
         """
@@ -108,12 +109,12 @@ class ExecutableKind:
         if self._limit is not None:
             regions = [region for region in (self.scratch, self.zeroed) if region]
             _check_scratch(sum([numbers[region.stop] for region in regions]), self._limit)
-        return Executable(self, self._bound, numbers)
+        return Executable(self, self._bound, numbers, once)
 
 
 class Executable:
     """A program on one device; call it with the tensors named at its kind's construction, in that
-    order. It binds its kernels when it is called again: most lengths come but once.
+    order.
 
     Scratch comes from torch's caching allocator for the duration of the call, on the current
     stream, so that capture into a CUDA graph and several streams just work.
@@ -122,9 +123,6 @@ class Executable:
     __slots__ = (
         "_device",
         "_index",
-        "_is_known",
-        "_kernels",
-        "_numbers",
         "_places",
         "_run",
         "_scratch",
@@ -133,11 +131,16 @@ class Executable:
         "_zeroed_size",
     )
 
-    def __init__(self, kind: ExecutableKind, kernels: ProgramKind, numbers: Sequence[Any]):
+    def __init__(
+        self, kind: ExecutableKind, kernels: ProgramKind, numbers: Sequence[Any], once: bool
+    ):
         """numbers: the kind's outputs, behind those that come before them."""
         self._index, self._device = kind.index, kind.device
-        self._kernels, self._numbers = kernels, numbers
-        self._run, self._is_known = None, False
+        if once:
+            self._run = partial(kernels.run, numbers)
+        else:
+            bound = kernels.bind(numbers)
+            self._run = bound[0].run if len(bound) == 1 else partial(_run_all, tuple(bound))
         self._scratch = self._zeroed_scratch = None
         region = kind.scratch
         if region is not None:
@@ -169,7 +172,7 @@ class Executable:
             base = scratch.data_ptr()
             addresses += [base + place for place in self._places]
         stream = raw_stream(index)
-        run = self._run or self._run_first
+        run = self._run
         if self._zeroed_scratch is None:
             run(addresses, stream)
         elif self._zeroed_size > zeros.MOST_BYTES or stream == _PER_THREAD or _is_capturing():
@@ -183,16 +186,6 @@ class Executable:
                 base = source.take(self._zeroed_size)
                 addresses += [base + place for place in self._zeroed_places]
                 run(addresses, stream)
-
-    def _run_first(self, addresses: Sequence[int], stream: int) -> None:
-        """The first call keeps nothing, the second what later ones need."""
-        if not self._is_known:
-            self._is_known = True
-            self._kernels.run(self._numbers, addresses, stream)
-            return
-        kernels = self._kernels.bind(self._numbers)
-        self._run = kernels[0].run if len(kernels) == 1 else partial(_run_all, tuple(kernels))
-        self._run(addresses, stream)
 
 
 _ONE = (1,)

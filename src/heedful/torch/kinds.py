@@ -21,7 +21,7 @@ _new = tuple.__new__
 # Cases of one kind, and kinds, that are kept. A kind has a few cases: sizes of one, tiles, splits.
 _MOST_CASES, MOST_KINDS = 64, 256
 # Cases that share a function, which is made anew for each of them.
-_MOST_JOINED = 8
+_MOST_JOINED = 16
 # Rows of heads and head dims, which are no lengths.
 _ROWS = frozenset(("q", "k", "v", "out", "dout", "dq", "dk", "dv"))
 

@@ -120,10 +120,11 @@ class Backwards:
         shapes = [tensor.shape for tensor in tensors[:-3]]
         if shapes != self._shapes or not tensors[-2].is_contiguous():
             return None
-        run = self._runner.backward_like((*tensors, dlse) if slot else tensors, slot)
+        once = latest is None
+        run = self._runner.backward_like((*tensors, dlse) if slot else tensors, slot, once)
         if run is None:
             return None
-        return _Layout(_never if latest is None else same_metadata(*tensors), (), run, True)
+        return _Layout(_never if once else same_metadata(*tensors), (), run, True)
 
     def _new(self, tensors: tuple[Tensor, ...], x: Operands, dlse: Tensor | None) -> _Layout:
         problem = self._runner.problem
