@@ -133,7 +133,7 @@ class Case:
     made, one after the other; their strides; the numbers of the program. shapes: where among them
     the shapes are. trace: what the outputs of a forward come from, where they are symbols.
     backwards, outs: kinds of a forward's backward, and of itself into given memory. latest: by
-    whether lse has a cotangent, the likeness of what the last backward was given, and that backward.
+    whether lse has a cotangent, the likeness of what the last backward was given, and that one.
     """
 
     def __init__(

@@ -40,8 +40,12 @@ def _never(*_: Tensor) -> bool:
     return False
 
 
-# In place of a layout that came once, which is not kept.
-_ONCE = _Layout(_never, (), _never, True)
+def _gone(*_) -> Gradients:
+    raise AssertionError("a layout that came once is not kept")
+
+
+# In place of a layout that came once.
+_ONCE = _Layout(_never, (), _gone, True)
 
 
 class Backwards:
