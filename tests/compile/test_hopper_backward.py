@@ -15,6 +15,7 @@ from heedful.launch.programs import program
 DEVICE = by_name("H200")
 # A thread may reload a few numbers of the work tile a turn; of a tensor it has 16 at least.
 MOST_RELOADS = 4
+LEAST_OF_A_TENSOR = 16
 
 
 def main_call(backend="hopper", **facts):
@@ -23,15 +24,35 @@ def main_call(backend="hopper", **facts):
     return next(c for c in calls if c.kernel.function in ("backward", "backward_wide"))
 
 
-# Waits that fail go on behind the code and jump back: loops to the eye, and longer than any.
-LONGEST_STEP = 1000
+LONGEST_WIDE_STEP = 1000
 
 
-def step_loops(code, labels, branches) -> list[Counter]:
-    """What instructions are in each consumer's loop over steps without a mask."""
+def block_m(call) -> int:
+    return call.constants["params.tile.BLOCK_M"]
+
+
+def loops_of(made) -> list[Counter]:
+    """What instructions are in each loop with products, the shortest first. Waits that fail go on
+    behind the code and jump back: loops to the eye, and longer than those that they are of."""
+    code, labels, branches = parse_sass(disassemble(made.code).text)
     loops = {(labels[to], at) for at, to in branches if labels.get(to, at + 1) <= at}
     counts = [Counter(opcode(i).split(".")[0] for i in code[a : b + 1]) for a, b in loops]
-    return [c for c in counts if c["HGMMA"] >= 24 and c.total() < LONGEST_STEP]
+    return sorted((c for c in counts if c["HGMMA"]), key=Counter.total)
+
+
+def step_loops(call, made) -> list[Counter]:
+    """Those of both consumers over steps without a mask."""
+    if call.kernel.function == "backward_wide":
+        return [c for c in loops_of(made) if c["HGMMA"] >= 24 and c.total() < LONGEST_WIDE_STEP]
+    # S and dP, dV and dK, each 16 columns or queries at a time.
+    sums = *(call.arguments[f"io.{name}"].block[-1] for name in "qv"), *[block_m(call)] * 2
+    products = sum(sums) // 16
+    return [c for c in loops_of(made) if c["HGMMA"] == products and c["STSM"] and not c["STS"]]
+
+
+def dq_loop(made) -> Counter:
+    """That of the warpgroup that makes dQ of two consumers' 64 keys, in two shares."""
+    return next(c for c in loops_of(made) if c["HGMMA"] == 2 * 2 * 64 // 16 and c["STS"])
 
 
 FULL_AND_CAUSAL = ((64, "drawn"), (128, "drawn"), (256, "own"))
@@ -78,12 +99,37 @@ def test_the_slope_of_a_cap_of_scores_has_its_registers(head_dim):
 def assert_step_is_sound(call) -> None:
     made = compiler.artifact(call, DEVICE.arch)
     assert made.shared_bytes <= DEVICE.shared_bytes
-    listing = disassemble(made.code)
-    loops = step_loops(*parse_sass(listing.text))
-    assert len(loops) >= 2
+    loops = step_loops(call, made)
+    is_wide = call.kernel.function == "backward_wide"
+    assert len(loops) >= 2 if is_wide else len(loops) == 2
     for loop in loops:
-        assert loop["WARPGROUP"] < loop["HGMMA"]
-        assert loop["STL"] + loop["LDL"] <= MOST_RELOADS
+        assert_products_are_under_way_together(loop)
+        # dS of 64 queries leaves without waiting for the warpgroup's other warps.
+        assert is_wide or block_m(call) > 64 or not loop["BAR"]
+    if not is_wide:
+        loop = dq_loop(made)
+        assert_products_are_under_way_together(loop)
+        assert not loop["BAR"]
+
+
+def assert_products_are_under_way_together(loop: Counter, reloads: int = MOST_RELOADS) -> None:
+    assert loop["WARPGROUP"] < loop["HGMMA"]
+    assert loop["STL"] + loop["LDL"] <= reloads
+
+
+@pytest.mark.parametrize("head_dim", [128, pytest.param(64, marks=pytest.mark.slow)])
+def test_a_step_with_dropout_is_not_serialised_and_fits(head_dim):
+    """Which probabilities are kept changes its layout through shared memory, for which keys of 128
+    columns leave one of their stages, and a barrier. A thread reloads more numbers, no tensor."""
+    call = main_call(head_dim=head_dim, dropout_p=0.1)
+    assert call.constants["params.tile.K_STAGES"] == (1 if head_dim == 128 else 2)
+    made = compiler.artifact(call, DEVICE.arch)
+    assert made.shared_bytes <= DEVICE.shared_bytes
+    loops = step_loops(call, made)
+    assert len(loops) == 2
+    for loop in loops:
+        assert_products_are_under_way_together(loop, LEAST_OF_A_TENSOR - 1)
+    assert_products_are_under_way_together(dq_loop(made))
 
 
 def test_options_that_a_call_cannot_have_are_refused():

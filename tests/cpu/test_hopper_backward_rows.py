@@ -52,7 +52,7 @@ def call_of(made: Program, function: str) -> Program:
 
 
 def in_registers(product: torch.Tensor) -> torch.Tensor:
-    """64 rows as a consumer's threads store them: each thread in turn four of its numbers of a
+    """64 rows as a warpgroup's threads store them: each thread in turn four of its numbers of a
     product, thread after thread."""
     of_threads = []
     for thread in range(128):
@@ -65,7 +65,7 @@ def in_registers(product: torch.Tensor) -> torch.Tensor:
 
 
 def shares(rows: torch.Tensor, block_m: int) -> torch.Tensor:
-    """A query tile's sums as both consumers store them: halves of 128 rows, or of the columns of
+    """A query tile's sums as two shares are stored: halves of 128 rows, or of the columns of
     64."""
     halves = rows.split(64, 0) if block_m == 128 else rows.split(rows.shape[1] // 2, 1)
     return torch.cat([in_registers(half) for half in halves])

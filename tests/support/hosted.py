@@ -84,7 +84,10 @@ class Machine:
 
 
 class Barrier:
-    """An mbarrier of so many arrivals, whose phase also waits for bytes that are expected."""
+    """An mbarrier of so many arrivals, whose phase also waits for bytes that are expected. name:
+    what a test calls it."""
+
+    name = ""
 
     def __init__(self, count: int):
         self.count = self.left = count
@@ -111,6 +114,8 @@ class Barrier:
 
 class Row:
     """Things in shared memory, by index."""
+
+    shape: list[int]
 
     def __init__(self, *items, **facts):
         self._items = items

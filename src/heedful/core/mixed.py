@@ -5,16 +5,21 @@ is worth having is decided here, by sizes alone."""
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import AttentionProblem
 from heedful.core.symbols import opaque
-from heedful.core.tiles import DECODE_ROWS
+from heedful.core.tiles import DECODE_ROWS, pow2
 
 # Of a mixed batch: queries up to which a sequence is short. So many are a token and a draft of 15.
 SHORT_QUERIES = 16
+# The decode kernel's tiles are those of one query. Each reads the keys: four of them took 1.2 times
+# as long as tiles of the Hopper forward (124 sequences of 16 queries over 4096 keys beside 4
+# prefills, H200, 2026-11-24).
+SHORT_TILES = 2
 
 
 def short_queries(problem: AttentionProblem) -> int:
     """Queries up to which the decode kernel has a sequence of a mixed batch: of all heads of a KV
-    head as many rows as it takes."""
-    return min(SHORT_QUERIES, DECODE_ROWS // problem.group)
+    head as many rows as it takes, in few tiles."""
+    rows = min(DECODE_ROWS, SHORT_TILES * pow2(problem.group))
+    return min(SHORT_QUERIES, rows // problem.group)
 
 
 def sequences_of_both_kinds(problem: AttentionProblem, device: DeviceSpec) -> str | None:

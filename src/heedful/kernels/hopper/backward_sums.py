@@ -1,6 +1,6 @@
 """Sums of dQ on their way to float32 global memory, in the order in which registers hold them.
 
-A consumer's share of a query tile's dQ is a product of 64 rows. Each thread stores four of its
+A share of a query tile's dQ is a product of 64 rows. Each thread stores four of its
 numbers at a time, 16 bytes beside those of its neighbours, and a warp of its own adds the whole as
 one block of memory (cp.reduce.async.bulk). So a block of dq_accum, one query tile of one head, lies
 in this order, from the outermost: share, four columns of two, warp, eight rows, four pairs of
@@ -16,14 +16,14 @@ from heedful.kernels.hopper.promotion import store_sums
 
 @gluon.jit
 def allocate_dq(SHARES: gl.constexpr, NUMBERS: gl.constexpr):
-    """Memory for every consumer's share of dQ, aligned as dK wants it, which leaves through it."""
+    """Memory for every share of dQ."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([NUMBERS // 32, 32], gl.float32)
     return gl.allocate_shared_memory(gl.float32, [SHARES, NUMBERS // 32, 32], layout)
 
 
 @gluon.jit
 def put_dq(dq, place):
-    """Stores a consumer's share, visible to bulk copies once it is synchronised."""
+    """Stores a share, visible to bulk copies once it is synchronised."""
     store_sums(place, dq)
     inline_asm("fence.proxy.async.shared::cta;", "~{memory}", [])
 
