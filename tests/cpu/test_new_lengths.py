@@ -2,6 +2,7 @@
 launches what a call that is planned for its lengths launches."""
 
 import contextlib
+import gc
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +17,7 @@ import heedful
 from heedful.core.plan import plan
 from heedful.launch import bound
 from heedful.torch import backends, calls, execute, saved
-from heedful.torch.calls import CALLS, KINDS, LATEST
+from heedful.torch.calls import CALLS, KINDS, LATEST, Call
 from support import standin
 
 HALF = torch.bfloat16
@@ -230,6 +231,10 @@ def test_lengths_never_seen_before_plan_and_compile_nothing(name, monkeypatch):
     assert known[0] <= 24
 
 
+def qkv(length: int) -> list[torch.Tensor]:
+    return [empty(2, length, 4, 64) for _ in range(3)]
+
+
 def forward_of(length: int) -> torch.Tensor:
     """Of self-attention whose q, k and v want gradients."""
     q, k, v = (empty(2, length, 4, 64).requires_grad_() for _ in range(3))
@@ -244,6 +249,35 @@ def gpu(monkeypatch) -> Iterator[standin.Gpu]:
         out = forward_of(777)
         out.backward(torch.empty_like(out))
         yield made
+
+
+def kept_by(run: Callable[[], Any]) -> list[type]:
+    """Of what the collector goes through, all that the library made and that outlives a call."""
+    gc.collect()
+    before = {id(item) for item in gc.get_objects()}
+    run()
+    new = [type(item) for item in gc.get_objects() if id(item) not in before]
+    return [kind for kind in new if kind.__module__.startswith(("heedful", "functools"))]
+
+
+def test_a_call_of_lengths_that_come_once_keeps_no_object(gpu):
+    """Nor does its backward; objects that stay wake the collector, and new ones are memory that no
+    cache holds."""
+
+    def both(length: int) -> None:
+        out = forward_of(length)
+        out.backward(torch.empty_like(out))
+
+    def forward(length: int) -> None:
+        q, k, v = qkv(length)
+        heedful.flash_attn_func(q, k, v, causal=True)
+
+    for run in (forward, both):
+        for length in (778, 779):
+            run(length)
+        assert kept_by(lambda run=run: run(776)) == []
+    # The last of them came twice.
+    assert Call in kept_by(lambda: both(776))
 
 
 def launched_by(gpu: standin.Gpu, run: Callable[[], Any]) -> list[tuple]:
@@ -275,8 +309,8 @@ def test_gradients_of_log_sum_exps_of_new_lengths_launch_the_same_backward(gpu):
 
 
 def test_a_backward_of_new_lengths_is_known_without_a_look_at_each_tensor(gpu, monkeypatch):
-    """Nor is anything laid out; and lengths that came twice are not looked for."""
-    outs = [forward_of(500) for _ in range(3)]
+    """Nor is anything laid out; and lengths that came three times are not looked for."""
+    outs = [forward_of(500) for _ in range(4)]
 
     def refuse(*_):
         raise AssertionError("checked anew")
@@ -284,7 +318,7 @@ def test_a_backward_of_new_lengths_is_known_without_a_look_at_each_tensor(gpu, m
     for name in ("check_restored", "adapt"):
         monkeypatch.setattr(saved, name, refuse)
     for number, out in enumerate(outs):
-        if number == 2:
+        if number == 3:
             monkeypatch.setattr(saved.Backwards, "_find", refuse)
         out.backward(torch.zeros_like(out))
 

@@ -310,7 +310,7 @@ class Made:
         self.problem = dense_problem(*x[:3], sink=True, needs_grad=True)
         self.call = Backwards(self, x)
 
-    def backward_like(self, tensors, has_dlse):
+    def backward_like(self, tensors, has_dlse, once):
         """None is known by lengths alone."""
 
     def keep_backward(self, run, tensors, has_dlse):

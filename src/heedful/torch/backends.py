@@ -249,9 +249,11 @@ class GpuRunner:
         self._into_given: dict[tuple, Executable | None] | None = None
         self._is_known = False
 
-    def at(self, numbers: Sequence[Any], sizes: Sequence[int]) -> "GpuRunner":
-        """That of other lengths of the same case."""
-        return GpuRunner(self.family, self.case, numbers, self._like, sizes)
+    def at(self, numbers: Sequence[Any], sizes: Sequence[int], comes_again: bool) -> "GpuRunner":
+        """That of other lengths of the same case. comes_again: whether they came before."""
+        made = GpuRunner(self.family, self.case, numbers, self._like, sizes)
+        made._is_known = comes_again
+        return made
 
     @property
     def problem(self) -> AttentionProblem:
@@ -303,23 +305,25 @@ class GpuRunner:
         return (made[0], made[1]) if len(made) == 2 else (made[0], None)
 
     def bind(self, out: torch.Tensor | None = None) -> None:
-        """Compiles and loads the forward, for a caller that writes something before it runs."""
+        """Compiles, loads and keeps the forward, for a caller that writes something before it
+        runs."""
         if out is not None:
-            self._bound_into(out)
+            self._bound_into(out, comes_again=True)
         elif self._run is None:
-            self.case.bind(self._numbers, once=True)
+            self._is_known = True
+            self._first()
 
-    def _bound_into(self, out: torch.Tensor) -> Executable:
-        """The forward into memory that lies like this."""
+    def _bound_into(self, out: torch.Tensor, comes_again: bool = False) -> Executable:
+        """The forward into memory that lies like this, kept if it comes again."""
         key = (out.stride(), out.data_ptr() % 16)
         if self._into_given is None:
             self._into_given, (_, self._new_lse) = {}, self._allocators()
         found = self._into_given.get(key)
         if found is None:
             case, numbers = self._into(out)
-            is_known = key in self._into_given
-            found = case.bind(numbers, once=not is_known)
-            self._into_given[key] = found if is_known else None
+            comes_again = comes_again or key in self._into_given
+            found = case.bind(numbers, once=not comes_again)
+            self._into_given[key] = found if comes_again else None
         return found
 
     def _into(self, out: torch.Tensor) -> tuple[Case, tuple]:

@@ -316,9 +316,12 @@ class CallCase:
         found = trace.inline(checked.trace, numbers, checked.outputs)
         self.outputs = trace.inline(case.trace, found + numbers[2:], case.outputs)
 
-    def at(self, numbers: Sequence[Any], sizes: Sequence[int], x: Sequence[Any]) -> Call:
-        """The call of other lengths. sizes: of its operands."""
-        return self._call.at(self._runner.at(numbers, sizes), x)
+    def at(
+        self, numbers: Sequence[Any], sizes: Sequence[int], x: Sequence[Any], comes_again: bool
+    ) -> Call:
+        """The call of other lengths. sizes: of its operands. comes_again: whether they came
+        before."""
+        return self._call.at(self._runner.at(numbers, sizes, comes_again), x)
 
 
 # Operands that are expanded to a call's lengths, or that are no operands of most calls. Shifts come
@@ -340,14 +343,15 @@ if hasattr(os, "register_at_fork"):
 
 class LatestKind:
     """The kind of the last calls with the same options, known again without a key, and its calls
-    by their sizes."""
+    by their sizes: None of those that came once, as most do, whose memory is better used again."""
 
     __slots__ = ("_calls", "_cases", "_likeness", "_packs", "_sizes")
 
     def __init__(self, cases: Cases, moving: Sequence[int], values: Sequence[Any]):
         """values: operands of a call. moving: of each, how many dims lengths may change."""
         self._cases, self._packs = cases, packs.backends()
-        self._likeness, self._calls = Likeness(values, moving), {}
+        self._likeness = Likeness(values, moving)
+        self._calls: dict[tuple[int, ...], Call | None] = {}
         ranks = [tensor.dim() for tensor in self._likeness.pick(values)]
         self._sizes = Sizes(2, ranks, moving)
 
@@ -366,10 +370,11 @@ class LatestKind:
             if known is None:
                 return None
             case, numbers = known
-            call = case.at(numbers, sizes[2:], values)
-            if len(calls) >= MOST_KINDS:
+            comes_again = sizes in calls
+            call = case.at(numbers, sizes[2:], values, comes_again)
+            if len(calls) >= MOST_KINDS and not comes_again:
                 calls.clear()
-            calls[sizes] = call
+            calls[sizes] = call if comes_again else None
         elif call.is_aligned(values):
             CALLS.latest[how] = call
         return call
@@ -412,7 +417,7 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) 
     if base is not None and all([kind[2] for kind, _, _ in kinds]):
         LATEST.of(base, lambda: None)
         LATEST[base] = LatestKind(cases, [kind[-1] for kind, _, _ in kinds], x)
-    return case.at(numbers, sizes, x)
+    return case.at(numbers, sizes, x, comes_again=False)
 
 
 def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):

@@ -25,7 +25,7 @@ _MOST_LAYOUTS = 64
 class _Layout(NamedTuple):
     """What is needed for saved tensors and a cotangent of one layout.
 
-    fits(*tensors): whether tensors are of this layout, addresses aside; `_never` in one that came
+    fits(*tensors): whether tensors are of this layout, addresses aside; `_never` in one that comes
     but once. steps: from the caller's tensors to operands. is_plain: whether there are none, and
     rows of out and the whole lse are contiguous.
     """
@@ -38,6 +38,14 @@ class _Layout(NamedTuple):
 
 def _never(*_: Tensor) -> bool:
     return False
+
+
+def _gone(*_) -> Gradients:
+    raise AssertionError("a layout that came once is not kept")
+
+
+# In place of a layout that came once.
+_ONCE = _Layout(_never, (), _gone, True)
 
 
 class Backwards:
@@ -94,7 +102,7 @@ class Backwards:
         slot = dlse is not None
         layout = self._like_others(tensors, dlse)
         if layout is not None:
-            self._latest[slot] = layout
+            self._latest[slot] = _ONCE if layout.fits is _never else layout
             return layout
         key = (slot, *[_key(tensor) for tensor in tensors])
         layout = self._layouts.get(key)
