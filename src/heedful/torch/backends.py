@@ -34,6 +34,7 @@ from heedful.torch.execute import (
     ExecutableKind,
     allocator,
     current_device,
+    maker,
 )
 from heedful.torch.forked import check_device, on_own_thread
 from heedful.torch.kinds import (
@@ -50,6 +51,8 @@ from heedful.torch.pages import backward_of_pages
 # (x, out, lse, dout, dlse=None, kv_grad=True) -> gradients of the inputs, for one layout of all
 # these. kv_grad: whether those of k and v are wanted; they may be None if not.
 Backward = Callable[..., Gradients]
+# Runs a program on tensors.
+Run = Callable[[Sequence[torch.Tensor]], None]
 
 
 def prepare(
@@ -148,7 +151,7 @@ class Case:
         self.plan = chosen
         self.backwards, self.outs = Kinds(), Kinds()
         self.latest: dict[bool, tuple[Likeness, GpuBackward]] = {}
-        self._device, self.trace = device, None
+        self._device, self._make, self.trace = device, maker(device), None
         lengths = chosen.problem.lengths if direction == "forward" else ()
         self.outputs: list[Any] = [0 if length is None else length for length in lengths]
         end, dims = len(self.outputs), sum([len(spec.shape) for spec in made])
@@ -171,9 +174,18 @@ class Case:
             for shape, strides, dtype in self._made
         ]
 
-    def bind(self, numbers: Sequence[int | float], once: bool = False) -> Executable:
-        """The program with these numbers, in the order of `outputs`. once: see ExecutableKind."""
-        return self._executable.bind(numbers, once)
+    def bind(self, numbers: Sequence[int | float]) -> Executable:
+        """The program with these numbers, in the order of `outputs`."""
+        return self._executable.bind(numbers)
+
+    def run(self, numbers: Sequence[int | float], tensors: Sequence[torch.Tensor]) -> None:
+        """Runs the program with these numbers, and keeps nothing."""
+        self._executable.run(numbers, tensors)
+
+    def make(self, numbers: Sequence[int | float]) -> list[torch.Tensor]:
+        """What is made, now."""
+        make = self._make
+        return [make(numbers[shape], numbers[strides], dtype) for shape, strides, dtype in self._made]
 
 
 def _forward_case(chosen: Plan, specs: dict, device: torch.device) -> Case:
@@ -266,38 +278,43 @@ class GpuRunner:
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None)."""
+        run = self._run
+        if run is None and out is None:
+            # The first one keeps nothing, the second what later ones need: most lengths come once.
+            if not self._is_known:
+                self._is_known = True
+                return self.forward_once(self._numbers, x)
+            self.bind()
+            run = self._run
         if current_device() != self._device.index:
             with torch.cuda.device(self._device):
                 return self.forward(x, out)
-        run: Any = self._run
         if out is not None:
             run, new_lse = self._bound_into(out), self._new_lse
-        elif run is None:
-            run, new_out, new_lse = self._first()
-            out = new_out()
         else:
             out, new_lse = self._new_out(), self._new_lse
-        tensors = [*self._pick(x), out]
-        lse = probs = None
-        if new_lse is not None:
-            lse = new_lse()
-            tensors.append(lse)
+        made = [out] if new_lse is None else [out, new_lse()]
+        return self._forward(run, self._numbers, x, made)
+
+    def forward_once(self, numbers: Sequence[Any], x: Operands, _out: None = None):
+        """The forward of lengths of the same case that most likely come but once, of which nothing
+        is kept. numbers: as `at` has them. Returns as `forward`."""
+        if current_device() != self._device.index:
+            with torch.cuda.device(self._device):
+                return self.forward_once(numbers, x)
+        case = self.case
+        return self._forward(partial(case.run, numbers), numbers, x, case.make(numbers))
+
+    def _forward(self, run, numbers: Sequence[Any], x: Operands, made: list[torch.Tensor]):
+        """Runs what takes all tensors. made: out, and lse if it is asked for."""
+        tensors = [*self._pick(x), *made]
+        probs = None
         if self._like.return_probs:
-            shape = self.problem.probs_shape
-            probs = torch.zeros(shape, dtype=out.dtype, device=self._device)
+            shape = at_lengths(self._like, numbers).probs_shape
+            probs = torch.zeros(shape, dtype=made[0].dtype, device=self._device)
             tensors.append(probs)
         run(tensors)
-        return out, lse, probs
-
-    def _first(self) -> tuple[Executable, Allocator, Allocator | None]:
-        """What runs a forward, and makes out and lse. The first one keeps nothing, the second what
-        later ones need: most lengths come but once."""
-        new_out, new_lse = self._allocators()
-        run = self.case.bind(self._numbers, once=not self._is_known)
-        if self._is_known:
-            self._run, self._new_out, self._new_lse = run, new_out, new_lse
-        self._is_known = True
-        return run, new_out, new_lse
+        return made[0], made[1] if len(made) == 2 else None, probs
 
     def _allocators(self) -> tuple[Allocator, Allocator | None]:
         """Of out and lse."""
@@ -310,10 +327,10 @@ class GpuRunner:
         if out is not None:
             self._bound_into(out, comes_again=True)
         elif self._run is None:
-            self._is_known = True
-            self._first()
+            self._new_out, self._new_lse = self._allocators()
+            self._run, self._is_known = self.case.bind(self._numbers), True
 
-    def _bound_into(self, out: torch.Tensor, comes_again: bool = False) -> Executable:
+    def _bound_into(self, out: torch.Tensor, comes_again: bool = False) -> Run:
         """The forward into memory that lies like this, kept if it comes again."""
         key = (out.stride(), out.data_ptr() % 16)
         if self._into_given is None:
@@ -322,8 +339,10 @@ class GpuRunner:
         if found is None:
             case, numbers = self._into(out)
             comes_again = comes_again or key in self._into_given
-            found = case.bind(numbers, once=not comes_again)
-            self._into_given[key] = found if comes_again else None
+            if not comes_again:
+                self._into_given[key] = None
+                return partial(case.run, numbers)
+            found = self._into_given[key] = case.bind(numbers)
         return found
 
     def _into(self, out: torch.Tensor) -> tuple[Case, tuple]:
@@ -356,7 +375,7 @@ class GpuRunner:
         is not known so.
 
         tensors: the operands, of the shapes that the forward was given, then out, lse, dout, and
-        dlse if it is there. once: see ExecutableKind.
+        dlse if it is there. once: for lengths that most likely come but once.
         """
         latest, case, numbers = self.case.latest.get(has_dlse), self.case, self._numbers
         if latest is None or not latest[0].fits(tensors):
@@ -455,7 +474,8 @@ class GpuBackward:
 
         self._cases = kinds.of(kind)
         case, numbers = self._cases.find(values, make)
-        self._run, self._new = case.bind(numbers), case.allocators(numbers)
+        self._run: Run = case.bind(numbers)
+        self._new = partial(case.make, numbers)
         aligned = all([aligned for _, _, aligned, *_ in kind[2:]])
         is_simple = aligned and not self._copied and len(like) == 3
         moving = [moving for *_, moving in kind[2:]]
@@ -467,7 +487,7 @@ class GpuBackward:
         self, lengths: Sequence[int], tensors: Sequence[torch.Tensor], once: bool
     ) -> "GpuBackward | None":
         """The backward of other lengths, which begin with those of the problem, on such tensors;
-        None if it is of no case that is there. once: see ExecutableKind."""
+        None if it is of no case that is there. once: see `backward_like`."""
         values = self._sizes.of([*lengths[:_LENGTHS]], tensors)
         known = self._cases.known(values)
         if known is None:
@@ -477,7 +497,8 @@ class GpuBackward:
         made._cases, made._sizes, made.moving = self._cases, self._sizes, self.moving
         made._copied, made._pick, made._has_dsink = self._copied, self._pick, self._has_dsink
         made._device, made._index = self._device, self._index
-        made._run, made._new = case.bind(numbers, once), case.allocators(numbers)
+        made._run = partial(case.run, numbers) if once else case.bind(numbers)
+        made._new = partial(case.make, numbers)
         return made
 
     def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
@@ -488,7 +509,7 @@ class GpuBackward:
                 return self(x, out, lse, dout, dlse)
         if self._copied:
             x, dout = self._mappable(x, dout)
-        gradients = [new() for new in self._new]
+        gradients = self._new()
         tensors = [*self._pick(x), out, lse, dout]
         if dlse is not None:
             tensors.append(dlse)

@@ -323,6 +323,24 @@ class CallCase:
         before."""
         return self._call.at(self._runner.at(numbers, sizes, comes_again), x)
 
+    def once(self, numbers: Sequence[Any], sizes: Sequence[int], x: Sequence[Any]) -> "Call | Once":
+        """The call of lengths that most likely come but once."""
+        call = self._call
+        if call.wants_grad or not call.plain:
+            return self.at(numbers, sizes, x, comes_again=False)
+        return Once(call.results, partial(self._runner.forward_once, numbers))
+
+
+class Once:
+    """What a call needs whose tensors go to the kernels as they are, without gradients, where it is
+    not to be kept. forward(x, out), without an out, and results: as a Call's."""
+
+    __slots__ = ("forward", "results")
+    wants_grad, plain = False, True
+
+    def __init__(self, results: int, forward):
+        self.results, self.forward = results, forward
+
 
 # Operands that are expanded to a call's lengths, or that are no operands of most calls. Shifts come
 # with descales.
@@ -355,7 +373,7 @@ class LatestKind:
         ranks = [tensor.dim() for tensor in self._likeness.pick(values)]
         self._sizes = Sizes(2, ranks, moving)
 
-    def find(self, values: Sequence[Any], longest: Sequence[Any], how) -> Call | None:
+    def find(self, values: Sequence[Any], longest: Sequence[Any], how) -> Call | Once | None:
         """The call of operands of this kind; None if they are not, or are of no case that is there.
         values: Operands, or q, k and v if there are no others. longest: of the options. how: where
         a call that came before is the latest of."""
@@ -370,12 +388,14 @@ class LatestKind:
             if known is None:
                 return None
             case, numbers = known
-            comes_again = sizes in calls
-            call = case.at(numbers, sizes[2:], values, comes_again)
-            if len(calls) >= MOST_KINDS and not comes_again:
+            if sizes in calls:
+                call = calls[sizes] = case.at(numbers, sizes[2:], values, comes_again=True)
+                return call
+            if len(calls) >= MOST_KINDS:
                 calls.clear()
-            calls[sizes] = call if comes_again else None
-        elif call.is_aligned(values):
+            calls[sizes] = None
+            return case.once(numbers, sizes[2:], values)
+        if call.is_aligned(values):
             CALLS.latest[how] = call
         return call
 

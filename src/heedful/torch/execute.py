@@ -33,6 +33,19 @@ _empty_strided = getattr(guards, "_empty_strided_cuda", None)
 
 
 Allocator = Callable[[], torch.Tensor]
+# (shape, strides, dtype) -> a tensor.
+Maker = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
+
+
+def maker(device: torch.device) -> Maker:
+    """Makes uninitialised dense tensors, of tuples. A GPU must be the current one."""
+    if device.type == "cuda" and _empty_strided is not None:
+        return _empty_strided
+
+    def make(shape, _strides, dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return make
 
 
 def allocator(
@@ -40,11 +53,9 @@ def allocator(
 ) -> Allocator:
     """Makes uninitialised dense tensors of one kind. A GPU must be the current one. strides: where
     they are known; the shape is a tuple then, too."""
-    if device.type == "cuda" and _empty_strided is not None:
-        if strides is None:
-            shape, strides = tuple(shape), _dense_strides(shape)
-        return partial(_empty_strided, shape, strides, dtype)
-    return partial(torch.empty, tuple(shape), dtype=dtype, device=device)
+    if strides is None:
+        shape, strides = tuple(shape), _dense_strides(shape)
+    return partial(maker(device), shape, strides, dtype)
 
 
 def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -55,10 +66,14 @@ def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-class ExecutableKind:
-    """A program on one device for calls that differ in numbers alone. Compiles at the first `bind`.
+# Places of arrays within a region of memory, and its size; None where a program has none.
+Region = tuple[Sequence[int], int] | None
 
-    outputs: all of them, in the order that `bind` takes: where scratch begins in its region, and
+
+class ExecutableKind:
+    """A program on one device for calls that differ in numbers alone. Compiles when the first is bound or run.
+
+    outputs: all of them, in the order in which numbers are taken: where scratch begins in its region, and
     how large that is; the same of scratch that begins with zeros; what the kernels want.
     """
 
@@ -73,6 +88,7 @@ class ExecutableKind:
         """program: its numbers may be symbols. before: how many numbers come before its own."""
         self._program, self._arch = program, arch
         self.device, self.index = device, device.index
+        self._make = maker(device)
         zeroed = [w for w in program.workspaces if w.zeroed]
         others = [w for w in program.workspaces if not w.zeroed]
         self._order = [*names, *(workspace.name for workspace in (*others, *zeroed))]
@@ -95,11 +111,21 @@ class ExecutableKind:
         self.outputs += [*places, size]
         return slice(begin, begin + len(places))
 
-    def bind(self, numbers: Sequence[int | float], once: bool = False) -> "Executable":
-        """The program with these numbers. once: for lengths that most likely come but once; its
-        kernels are not bound, and nothing is kept.
+    def bind(self, numbers: Sequence[int | float]) -> "Executable":
+        """The program with these numbers. Raises as `kernels`."""
+        return Executable(self, self.kernels(numbers).bind(numbers), numbers)
 
-        Raises ValueError where it needs more scratch than is allowed.
+    def run(self, numbers: Sequence[int | float], tensors: Sequence[torch.Tensor]) -> None:
+        """Runs the program as an Executable of these numbers does, for lengths that most likely
+        come but once: kernels are not bound, and nothing is kept. The device must be current.
+        Raises as `kernels`."""
+        run = partial(self.kernels(numbers).run, numbers)
+        self.launch(run, self.places(numbers), tensors)
+
+    def kernels(self, numbers: Sequence[int | float]) -> ProgramKind:
+        """Compiled and loaded.
+
+        Raises ValueError where the program needs more scratch than is allowed.
         """
         if self._bound is None:
             with torch.cuda.device(self.device):
@@ -109,7 +135,41 @@ class ExecutableKind:
         if self._limit is not None:
             regions = [region for region in (self.scratch, self.zeroed) if region]
             _check_scratch(sum([numbers[region.stop] for region in regions]), self._limit)
-        return Executable(self, self._bound, numbers, once)
+        return self._bound
+
+    def places(self, numbers: Sequence[int | float]) -> tuple[Region, Region]:
+        """Of scratch, and of such that begins with zeros."""
+        scratch, zeroed = self.scratch, self.zeroed
+        return (
+            scratch and (numbers[scratch], numbers[scratch.stop]),
+            zeroed and (numbers[zeroed], numbers[zeroed.stop]),
+        )
+
+    def launch(self, run, places: tuple[Region, Region], tensors: Sequence[torch.Tensor]) -> None:
+        """Calls run(addresses, stream) with the tensors' addresses and those of scratch."""
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        scratch, zeroed = places
+        if scratch is not None:
+            within, size = scratch
+            memory = self._make((size,), _ONE, torch.uint8)
+            base = memory.data_ptr()
+            addresses += [base + place for place in within]
+        stream = raw_stream(self.index)
+        if zeroed is None:
+            run(addresses, stream)
+            return
+        within, size = zeroed
+        if size > zeros.MOST_BYTES or stream == _PER_THREAD or _is_capturing():
+            # A graph must fill its own, each time that it is replayed.
+            region = self._make((size,), _ONE, torch.uint8).zero_()
+            base = region.data_ptr()
+            run(addresses + [base + place for place in within], stream)
+        else:
+            source = zeros.of_stream(self.device, stream, _ALIGN)
+            with source.lock:
+                base = source.take(size)
+                addresses += [base + place for place in within]
+                run(addresses, stream)
 
 
 class Executable:
@@ -120,37 +180,12 @@ class Executable:
     stream, so that capture into a CUDA graph and several streams just work.
     """
 
-    __slots__ = (
-        "_device",
-        "_index",
-        "_places",
-        "_run",
-        "_scratch",
-        "_zeroed_places",
-        "_zeroed_scratch",
-        "_zeroed_size",
-    )
+    __slots__ = ("_kind", "_places", "_run")
 
-    def __init__(
-        self, kind: ExecutableKind, kernels: ProgramKind, numbers: Sequence[Any], once: bool
-    ):
+    def __init__(self, kind: ExecutableKind, bound: list[BoundKernel], numbers: Sequence[Any]):
         """numbers: the kind's outputs, behind those that come before them."""
-        self._index, self._device = kind.index, kind.device
-        if once:
-            self._run = partial(kernels.run, numbers)
-        else:
-            bound = kernels.bind(numbers)
-            self._run = bound[0].run if len(bound) == 1 else partial(_run_all, tuple(bound))
-        self._scratch = self._zeroed_scratch = None
-        region = kind.scratch
-        if region is not None:
-            self._places, size = numbers[region], numbers[region.stop]
-            self._scratch = allocator((size,), torch.uint8, kind.device, _ONE)
-        region = kind.zeroed
-        if region is not None:
-            self._zeroed_places, size = numbers[region], numbers[region.stop]
-            self._zeroed_size = size
-            self._zeroed_scratch = allocator((size,), torch.uint8, kind.device, _ONE)
+        self._kind, self._places = kind, kind.places(numbers)
+        self._run = bound[0].run if len(bound) == 1 else partial(_run_all, tuple(bound))
 
     @classmethod
     def of(
@@ -162,30 +197,11 @@ class Executable:
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
         """Launches on the current stream of the tensors' device."""
-        index = self._index
-        if current_device() != index:
-            with torch.cuda.device(index):
+        kind = self._kind
+        if current_device() != kind.index:
+            with torch.cuda.device(kind.device):
                 return self(tensors)
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        if self._scratch is not None:
-            scratch = self._scratch()
-            base = scratch.data_ptr()
-            addresses += [base + place for place in self._places]
-        stream = raw_stream(index)
-        run = self._run
-        if self._zeroed_scratch is None:
-            run(addresses, stream)
-        elif self._zeroed_size > zeros.MOST_BYTES or stream == _PER_THREAD or _is_capturing():
-            # A graph must fill its own, each time that it is replayed.
-            region = self._zeroed_scratch().zero_()
-            base = region.data_ptr()
-            run(addresses + [base + place for place in self._zeroed_places], stream)
-        else:
-            source = zeros.of_stream(self._device, stream, _ALIGN)
-            with source.lock:
-                base = source.take(self._zeroed_size)
-                addresses += [base + place for place in self._zeroed_places]
-                run(addresses, stream)
+        kind.launch(self._run, self._places, tensors)
 
 
 _ONE = (1,)
