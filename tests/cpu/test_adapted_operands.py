@@ -497,12 +497,17 @@ def test_autocast_casts_floats_to_its_dtype_and_leaves_the_rest(monkeypatch):
 def test_what_a_tensor_is_of_its_kind_and_what_lengths_may_change():
     q = torch.zeros(2, 5, 4, 16, dtype=torch.float16)
     kind, sizes = kinds.of_tensor("q", q)
-    assert kind == ("q", torch.float16, True, (4, 16), (1,), 2) and sizes == (2, 5, 320, 64, 16)
+    assert kind == ("q", torch.float16, True, (4, 16), (1,), True, 2) and sizes == (2, 5)
+    kind, sizes = kinds.of_tensor("q", q[:, 1:])
+    assert kind == ("q", torch.float16, True, (4, 16), (1,), False, 2)
+    assert sizes == (2, 4, 320, 64, 16)
     used = ints(1, 2, 3)[1:]
     kind, sizes = kinds.of_tensor("seqused_k", used)
-    assert kind == ("seqused_k", INT, False, (), (1,), 1) and sizes == (2,)
-    assert kinds.of_tensor("seed", torch.tensor(5)) == (("seed", torch.int64, True, (), (), 0), ())
-    assert kinds.sizes_of(q, 3) == (2, 5, 4, 320, 64, 16)
+    assert kind == ("seqused_k", INT, False, (), (1,), True, 1) and sizes == (2,)
+    kind, sizes = kinds.of_tensor("seed", torch.tensor(5))
+    assert kind == ("seed", torch.int64, True, (), (), True, 0) and sizes == ()
+    assert kinds.sizes_of(q, 3, False) == (2, 5, 4, 320, 64, 16)
+    assert kinds.sizes_of(q, 3, True) == (2, 5, 4)
 
 
 def test_a_call_is_its_kind_and_its_lengths():
@@ -511,15 +516,15 @@ def test_a_call_is_its_kind_and_its_lengths():
     kind, sizes = kinds.of_call(like, {"q": q, "k": k})
     assert kind[0] == (True, False)
     assert kind[2:] == (
-        ("q", torch.float32, True, (4, 16), (1,), 1),
-        ("k", torch.float32, True, (2, 16), (1,), 2),
+        ("q", torch.float32, True, (4, 16), (1,), True, 1),
+        ("k", torch.float32, True, (2, 16), (1,), True, 2),
     )
-    assert sizes == [2, 5, 7, 5, 0, 5, 64, 16, 2, 7, 224, 32, 16]
+    assert sizes == [2, 5, 7, 5, 0, 5, 2, 7]
     empty = like.at(Lengths(0, 5, 0, 5))
     assert kinds.of_call(empty, {})[1] == [0, 5, 0, 5, 0]
     assert kinds.of_call(like.at(Lengths(2, 5, 7, None, 9)), {})[0][0] == (False, True)
     assert kinds.of_call(empty, {})[0][1] == kind[1] != kinds.of_call(problem(sink=True), {})[0][1]
-    numbers = [3, 6, 8, 9, 0, 9, 64, 16, 3, 8, 256, 32, 16]
+    numbers = [3, 6, 8, 9, 0, 9, 3, 8]
     other, specs = kinds.with_numbers(like, kind[2:], numbers)
     assert other == like.at(Lengths(3, 6, 8, 9))
     assert specs == {

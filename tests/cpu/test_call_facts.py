@@ -15,7 +15,7 @@ from heedful.core.call import Options
 from heedful.core.operands import Gradients, Operands
 from heedful.launch import packs
 from heedful.torch import backends, calls, merge, saved
-from heedful.torch.calls import CALLS, KINDS, LATEST, Call, Generations
+from heedful.torch.calls import CALLS, KINDS, LATEST, Call, Generations, Once
 from support import standin
 
 heedful: Any = typed
@@ -342,7 +342,7 @@ def test_the_kind_of_the_last_calls_is_not_that_of_others(change, monkeypatch):
         heedful.flash_attn_func(**DENSE)
         ((base, kind),) = LATEST.items()
         how, x = (base, (None, None)), Operands(**DENSE)
-        assert isinstance(kind.find(x, (None, None), how), Call)
+        assert isinstance(kind.find(x, (None, None), how), Once)
         found = kind.find(x, (None, None), how)
         assert isinstance(found, Call) and kind.find(x, (None, None), how) is found
         given = Operands(**HALF) if change == "dtype" else x

@@ -88,6 +88,9 @@ class Library:
             self.launched[-1] |= buffer_of(arguments[10], end=3)
         if name == "cuTensorMapEncodeTiled":
             ctypes.memmove(arguments[0].value, bytes(range(128)), 128)
+        if name == "cuTensorMapReplaceAddress":
+            place, address = arguments
+            ctypes.memmove(place.value, struct.pack("<Q", address.value), 8)
 
     def names(self) -> list[str]:
         return [name for name, *_ in self.calls]
@@ -122,6 +125,7 @@ def library(monkeypatch):
     # They bind themselves to the library at the first call: as before it.
     monkeypatch.setattr(cuda, "_launch", lambda *arguments: made.cuLaunchKernelEx(*arguments))
     monkeypatch.setattr(cuda, "_encode", lambda *given: made.cuTensorMapEncodeTiled(*given))
+    monkeypatch.setattr(cuda, "_replace", lambda *given: made.cuTensorMapReplaceAddress(*given))
     return made
 
 
@@ -371,6 +375,53 @@ def test_tensor_maps_are_encoded_into_the_buffer_from_its_words(library, numbers
             assert made.buffer[place : place + 128] == bytes(range(128))
             before = before[:place] + bytes(range(128)) + before[place + 128 :]
         assert made.buffer.raw == before
+
+
+SIZES = (7, 5, 3, 400, 2000)
+
+
+def with_twin(**meta):
+    """A slot of two maps at 64 and 192, the second with these facts besides the first's, and where
+    the words of both lie."""
+    artifact = replace(MAPPED, tensor_maps={"x": META, "y": META | meta})
+    words, _ = map_words(artifact)
+    return slot(artifact, template=b""), words.values()
+
+
+@pytest.mark.parametrize("place", range(len(SIZES)))
+def test_a_map_that_differs_in_its_address_alone_is_another_one_with_its_own(library, place):
+    """In a third of the time. One that differs in a size or a step is encoded."""
+    made, (x, y) = with_twin()
+    others = [*SIZES]
+    for sizes in (SIZES, others, SIZES):
+        library.calls.clear()
+        struct.pack_into("6Q", made.buffer, x, 0xF00, *SIZES)
+        struct.pack_into("6Q", made.buffer, y, 0xABC0, *sizes)
+        made.encode_all()
+        if sizes == SIZES:
+            assert library.names() == ["cuTensorMapEncodeTiled", "cuTensorMapReplaceAddress"]
+            assert made.buffer[192:320] == struct.pack("<Q", 0xABC0) + bytes(range(8, 128))
+        else:
+            assert [said[2] for said in said_of_maps(library.calls, made)] == [0xF00, 0xABC0]
+        others[place] += 16
+
+
+@pytest.mark.parametrize("meta", [{"swizzle": 2}, {"elem_type": 4}, {"block_size": [1, 64, 64]}])
+def test_maps_of_other_boxes_are_each_encoded(library, meta):
+    made, places = with_twin(**meta)
+    for place in places:
+        struct.pack_into("6Q", made.buffer, place, 0xF00, *SIZES)
+    made.encode_all()
+    assert library.names() == ["cuTensorMapEncodeTiled"] * 2
+
+
+def test_a_map_whose_address_cannot_be_raises(library):
+    made, places = with_twin()
+    for place in places:
+        struct.pack_into("6Q", made.buffer, place, 0xF00, *SIZES)
+    library.codes["cuTensorMapReplaceAddress"] = [1]
+    with pytest.raises(RuntimeError, match="CUDA error 1: bad luck"):
+        made.encode_all()
 
 
 @pytest.mark.parametrize("encode", ["all", 0, 1])

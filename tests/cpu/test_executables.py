@@ -2,6 +2,7 @@
 
 import importlib.util
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,11 +46,6 @@ def loaded() -> Any:
     return module
 
 
-@pytest.mark.parametrize("shape", [(), (4,), (2, 3, 5), (2, 0, 3), (0, 7), (1, 1)], ids=str)
-def test_dense_strides_are_those_of_torch(shape):
-    assert execute._dense_strides(shape) == torch.empty(shape).stride()
-
-
 class Kernels:
     """Kernels that note what they are launched with, at a first call and bound."""
 
@@ -83,7 +79,8 @@ def executable(kernels: Kernels, patch, *spaces: Workspace, before=0, once=False
     patch.setattr(execute, "ProgramKind", lambda *_: kernels)
     patch.setattr(torch.cuda, "device", lambda _: nullcontext())
     kind = execute.ExecutableKind(Program((), spaces), "sm_90", CPU, [], before)
-    return kind.bind((*range(before), *kind.outputs, 10**12, 0.5), once)
+    numbers = (*range(before), *kind.outputs, 10**12, 0.5)
+    return partial(kind.run, numbers) if once else kind.bind(numbers)
 
 
 @pytest.mark.parametrize("before", [0, 7])
@@ -91,11 +88,18 @@ def test_other_numbers_are_no_sizes_of_scratch(before, machine, monkeypatch):
     """Sizes come between what comes before and the numbers of the kernels."""
     kernels = Kernels()
     spaces = scratch(5), scratch(9, True), scratch(300, True)
-    run = executable(kernels, monkeypatch, *spaces, before=before, once=True)
-    run([])
+    made, fresh = [], execute.maker(CPU)
+
+    def make(shape, strides, dtype):
+        made.append((shape, strides, dtype))
+        return fresh(shape, strides, dtype)
+
+    monkeypatch.setattr(execute, "maker", lambda _: make)
+    monkeypatch.setattr(zeros, "MOST_BYTES", 767)
+    executable(kernels, monkeypatch, *spaces, before=before, once=True)([])
     ((addresses, stream),) = kernels.first
     assert len(addresses) == 3 and stream == 5 and addresses[2] - addresses[1] == 256
-    assert run._zeroed_size == 768
+    assert made == [((size,), (1,), torch.uint8) for size in (256, 768)]
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -113,9 +117,10 @@ def test_what_comes_once_binds_no_kernel(count, machine, monkeypatch):
 @pytest.mark.parametrize("zeroed", [False, True], ids=["scratch", "zeroed"])
 def test_the_limit_holds_scratch_of_either_sort(zeroed, machine, monkeypatch):
     monkeypatch.setenv("HEEDFUL_WORKSPACE_LIMIT_MB", "1")
-    executable(Kernels(), monkeypatch, scratch(2**20, zeroed))
-    with pytest.raises(ValueError, match=f"allows {2**20} bytes of scratch, this call needs"):
-        executable(Kernels(), monkeypatch, scratch(2**20 + 1, zeroed))
+    for once in (False, True):
+        executable(Kernels(), monkeypatch, scratch(2**20, zeroed), once=once)
+        with pytest.raises(ValueError, match=f"allows {2**20} bytes of scratch, this call needs"):
+            executable(Kernels(), monkeypatch, scratch(2**20 + 1, zeroed), once=once)([])
 
 
 def test_no_bytes_need_no_region():

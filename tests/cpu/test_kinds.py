@@ -41,7 +41,9 @@ def test_an_array_is_its_kind_and_its_sizes(name):
     tensor = TENSORS[name]
     kind, sizes = of_tensor(name, tensor)
     assert kinds.with_sizes(kind, iter(sizes)) == array_spec(tensor)._replace(device=None)
-    assert sizes == kinds.sizes_of(tensor, kind[-1])
+    *_, dense, moving = kind
+    assert dense == (name in ("q", "v", "sink", "seed"))
+    assert sizes == kinds.sizes_of(tensor, moving, dense)
 
 
 @pytest.mark.parametrize("offset", [*range(1, 16), 16, 32])

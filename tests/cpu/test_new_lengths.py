@@ -166,8 +166,12 @@ def unlaid(patch) -> None:
     def allocator(shape, dtype, *_):
         return lambda: torch.empty(tuple(shape), dtype=dtype)
 
+    def maker(_):
+        return lambda shape, _, dtype: torch.empty(shape, dtype=dtype)
+
     for module in (backends, execute):
         patch.setattr(module, "allocator", allocator)
+        patch.setattr(module, "maker", maker)
 
 
 def facts(launch: standin.Launch) -> tuple:

@@ -73,11 +73,41 @@ def test_what_changes_nothing_is_the_number_itself(number, unchanged):
 
 
 @pytest.mark.parametrize(
+    "made, step",
+    [
+        (lambda x, y: x, 1),
+        (lambda x, y: x * 6 + y * 9, 3),
+        (lambda x, y: x * 6 - 9, 3),
+        (lambda x, y: -(x * 6), 6),
+        (lambda x, y: abs(x * -6), 6),
+        (lambda x, y: (x * 6) * (y * 5), 30),
+        (lambda x, y: x * 24 | y * 20, 4),
+        (lambda x, y: x * 24 | 12, 4),
+        (lambda x, y: x * 24 // 4, 6),
+        (lambda x, y: x * 24 // 5, 1),
+        (lambda x, y: x * 24 // y, 1),
+        (lambda x, y: larger(x * 24, 36), 12),
+        (lambda x, y: if_above(x, y, x * 24, 0), 24),
+    ],
+)
+def test_what_a_number_is_a_multiple_of_needs_no_question(made, step):
+    """Whatever the inputs are: a remainder is 0 by itself, and is no line."""
+    values = [(x, y) for x in (1, 2, 7, 16, 35) for y in (1, 3, 8)]
+    trace = Trace()
+    number = made(*trace.symbols(values[0]))
+    before = len(lines(trace))
+    assert type(number % step) is int and number % step == 0 and len(lines(trace)) == before
+    evaluate = trace.function([number])
+    found = [evaluate(value) for value in values]
+    assert all(one is not None and one[0] % step == 0 for one in found)
+    assert isinstance(number % (2 * step), Symbol)
+
+
+@pytest.mark.parametrize(
     "changed, value",
     [
         (lambda x: 0 - x, -12),
         (lambda x: 1 // x, 0),
-        (lambda x: x % 1, 0),
         (lambda x: 0 << x, 0),
         (lambda x: 1 << x, 4096),
         (lambda x: x * 0, 0),

@@ -304,6 +304,7 @@ def gpu(
         "raw_stream": lambda _: machine.stream,
         "_is_capturing": lambda: machine.capturing,
         "allocator": _poisoned,
+        "maker": lambda where: lambda shape, _, dtype: _poisoned(shape, dtype, where)(),
     }
     with ExitStack() as stack:
 

@@ -1,5 +1,6 @@
 """What is known of an array without a look at its values, whatever framework it lives in."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from heedful.core.numbers import truth, wholes
@@ -11,6 +12,15 @@ ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 
 def item_bytes(dtype: str) -> int:
     """Bytes of one stored element."""
     return ITEM_BYTES.get(dtype, 1)
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense row-major array, as torch has them."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= larger(size, 1)
+    return tuple(reversed(strides))
 
 
 class _Fields(NamedTuple):
@@ -45,11 +55,7 @@ class ArraySpec(_Fields):
     @classmethod
     def contiguous(cls, shape: tuple[int, ...], dtype: str, device: Any = None) -> "ArraySpec":
         """A dense row-major array, as scratch is."""
-        strides, step = [], 1
-        for size in reversed(shape):
-            strides.append(step)
-            step *= larger(size, 1)
-        return cls(tuple(shape), tuple(reversed(strides)), dtype, device=device)
+        return cls(tuple(shape), dense_strides(shape), dtype, device=device)
 
     @property
     def steps(self) -> tuple[int, ...]:

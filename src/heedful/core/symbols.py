@@ -13,16 +13,18 @@ becomes a guard. So a case can be too narrow, which costs plans for more lengths
 import operator
 import re
 from collections.abc import Callable, Iterable, Sequence
+from math import gcd
 from typing import Any
 
 
 class Symbol:
-    """A whole number with the expression that it comes from, in terms of a trace's inputs."""
+    """A whole number with the expression that it comes from, in terms of a trace's inputs. step: it
+    is a multiple of this whatever the inputs."""
 
-    __slots__ = ("code", "trace", "value")
+    __slots__ = ("code", "step", "trace", "value")
 
-    def __init__(self, trace: "Trace", value: int, code: str):
-        self.trace, self.value, self.code = trace, value, code
+    def __init__(self, trace: "Trace", value: int, code: str, step: int = 1):
+        self.trace, self.value, self.code, self.step = trace, value, code, step
 
     def __repr__(self) -> str:
         return repr(self.value)
@@ -49,11 +51,12 @@ class Symbol:
         return self.trace.node(self.value.bit_length(), f"{self.code}.bit_length()")
 
     def __neg__(self) -> Any:
-        return self.trace.node(-self.value, f"-{self.code}")
+        return self.trace.node(-self.value, f"-{self.code}", self.step)
 
     def __abs__(self) -> Any:
         # In half the time of a call of abs.
-        return self.trace.node(abs(self.value), f"{self.code} if {self.code} > 0 else -{self.code}")
+        code = f"{self.code} if {self.code} > 0 else -{self.code}"
+        return self.trace.node(abs(self.value), code, self.step)
 
 
 def _binary(name: str, sign: str):
@@ -82,8 +85,28 @@ def _combined(trace: "Trace", compute, sign: str, a, b):
         return a
     if type(a) is int and a == _NEUTRAL_LEFT.get(sign):
         return b
+    if sign == "%" and type(b) is int and b and _step(a) % b == 0:
+        return 0
     (x, left), (y, right) = map(_parts, (a, b))
-    return trace.node(compute(x, y), f"{left} {sign} {right}")
+    return trace.node(compute(x, y), f"{left} {sign} {right}", _combined_step(sign, a, b))
+
+
+def _step(number: int | Symbol) -> int:
+    """What it is a multiple of, 0 for 0."""
+    return number.step if isinstance(number, Symbol) else abs(number)
+
+
+def _combined_step(sign: str, a, b) -> int:
+    one, other = _step(a), _step(b)
+    if sign in "+-":
+        return gcd(one, other)
+    if sign == "|":
+        return min(one & -one, other & -other)
+    if sign == "*":
+        return one * other
+    if sign == "//" and type(b) is int and b > 0 and one % b == 0:
+        return one // b
+    return 1
 
 
 def _parts(number) -> tuple[int, str]:
@@ -150,12 +173,12 @@ class Trace:
             found.append(Symbol(self, value, name))
         return found
 
-    def node(self, value: int, code: str) -> Symbol:
-        """The number that `code` gives; the same code is the same number."""
+    def node(self, value: int, code: str, step: int = 1) -> Symbol:
+        """The number that `code` gives; the same code is the same number. step: see Symbol."""
         found = self._named.get(code)
         if found is None:
             name = f"t{len(self._named)}"
-            found = self._named[code] = Symbol(self, value, name)
+            found = self._named[code] = Symbol(self, value, name, step)
             self._lines.append((name, code))
         return found
 
@@ -321,7 +344,8 @@ def if_above(a: int, b: int, then: int, otherwise: int) -> int:
         return chosen
     (_, left), (_, right), (_, yes), (_, no) = map(_parts, (a, b, then, otherwise))
     code = f"{yes} if {left} > {right} else {no}"
-    return symbols[0].trace.node(value_of(chosen), code)  # pyright: ignore[reportReturnType]
+    step = gcd(_step(then), _step(otherwise))
+    return symbols[0].trace.node(value_of(chosen), code, step)  # pyright: ignore[reportReturnType]
 
 
 def larger(a: int, b: int) -> int:

@@ -185,7 +185,9 @@ class Case:
     def make(self, numbers: Sequence[int | float]) -> list[torch.Tensor]:
         """What is made, now."""
         make = self._make
-        return [make(numbers[shape], numbers[strides], dtype) for shape, strides, dtype in self._made]
+        return [
+            make(numbers[shape], numbers[strides], dtype) for shape, strides, dtype in self._made
+        ]
 
 
 def _forward_case(chosen: Plan, specs: dict, device: torch.device) -> Case:
@@ -388,8 +390,8 @@ class GpuRunner:
     def keep_backward(self, run: Backward, tensors, has_dlse: bool) -> None:
         """Makes a backward on these operands and the rest the last one, if it can be found again
         without a look at anything else."""
-        if isinstance(run, GpuBackward) and run.moving:
-            self.case.latest[has_dlse] = Likeness(tensors, run.moving), run
+        if isinstance(run, GpuBackward) and run.kinds:
+            self.case.latest[has_dlse] = Likeness(tensors, run.kinds), run
 
 
 class GatheredBackward:
@@ -414,8 +416,8 @@ class GatheredBackward:
 class GpuBackward:
     """The backward of a plan on tensors laid out like those that it is made with.
 
-    moving: of each tensor, how many dims lengths may change; empty where operands are copied or
-    begin elsewhere than at multiples of 16 bytes, or have gradients besides dq, dk and dv.
+    kinds: of each tensor; empty where operands are copied or begin elsewhere than at multiples of 16
+    bytes, or have gradients besides dq, dk and dv.
     """
 
     __slots__ = (
@@ -428,7 +430,7 @@ class GpuBackward:
         "_pick",
         "_run",
         "_sizes",
-        "moving",
+        "kinds",
     )
 
     def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse):
@@ -478,10 +480,9 @@ class GpuBackward:
         self._new = partial(case.make, numbers)
         aligned = all([aligned for _, _, aligned, *_ in kind[2:]])
         is_simple = aligned and not self._copied and len(like) == 3
-        moving = [moving for *_, moving in kind[2:]]
-        self.moving = moving if is_simple else []
+        self.kinds = kind[2:] if is_simple else ()
         ranks = [tensor.dim() for tensor in given.values()]
-        self._sizes = Sizes(_LENGTHS, ranks, moving)
+        self._sizes = Sizes(_LENGTHS, ranks, kind[2:])
 
     def at(
         self, lengths: Sequence[int], tensors: Sequence[torch.Tensor], once: bool
@@ -494,7 +495,7 @@ class GpuBackward:
             return None
         case, numbers = known
         made = object.__new__(GpuBackward)
-        made._cases, made._sizes, made.moving = self._cases, self._sizes, self.moving
+        made._cases, made._sizes, made.kinds = self._cases, self._sizes, self.kinds
         made._copied, made._pick, made._has_dsink = self._copied, self._pick, self._has_dsink
         made._device, made._index = self._device, self._index
         made._run = partial(case.run, numbers) if once else case.bind(numbers)

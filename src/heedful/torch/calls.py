@@ -365,13 +365,13 @@ class LatestKind:
 
     __slots__ = ("_calls", "_cases", "_likeness", "_packs", "_sizes")
 
-    def __init__(self, cases: Cases, moving: Sequence[int], values: Sequence[Any]):
-        """values: operands of a call. moving: of each, how many dims lengths may change."""
+    def __init__(self, cases: Cases, kinds: Sequence[tuple], values: Sequence[Any]):
+        """values: operands of a call. kinds: theirs."""
         self._cases, self._packs = cases, packs.backends()
-        self._likeness = Likeness(values, moving)
+        self._likeness = Likeness(values, kinds)
         self._calls: dict[tuple[int, ...], Call | None] = {}
         ranks = [tensor.dim() for tensor in self._likeness.pick(values)]
-        self._sizes = Sizes(2, ranks, moving)
+        self._sizes = Sizes(2, ranks, kinds)
 
     def find(self, values: Sequence[Any], longest: Sequence[Any], how) -> Call | Once | None:
         """The call of operands of this kind; None if they are not, or are of no case that is there.
@@ -436,7 +436,7 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) 
     case, numbers = cases.find(values, make)
     if base is not None and all([kind[2] for kind, _, _ in kinds]):
         LATEST.of(base, lambda: None)
-        LATEST[base] = LatestKind(cases, [kind[-1] for kind, _, _ in kinds], x)
+        LATEST[base] = LatestKind(cases, [kind for kind, _, _ in kinds], x)
     return case.at(numbers, sizes, x, comes_again=False)
 
 

@@ -87,14 +87,19 @@ class Likeness:
     """Tells tensors like those that it is made of: all begin at multiples of 16 bytes, and
     `alike(*tensors)`, of those that are there, is true."""
 
-    __slots__ = ("alike", "pick")
+    __slots__ = ("_dense", "alike", "pick")
 
-    def __init__(self, values: Sequence[Any], moving: Sequence[int] | None = None):
-        """values: tensors, and whatever else is in its place each time. moving: of each tensor, of
-        how many dims the sizes may differ; strides may of all but the last."""
+    def __init__(self, values: Sequence[Any], kinds: Sequence[tuple] | None = None):
+        """values: tensors, and whatever else is in its place each time. kinds: of each tensor, of
+        whose dims lengths may change the sizes, and the strides of all but the last: see
+        torch/kinds."""
         places = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
         self.pick = itemgetter(*places)
         tensors = self.pick(values)
+        moving, self._dense = None, []
+        if kinds is not None:
+            moving = [kind[-1] for kind in kinds]
+            self._dense = [place for place, kind in zip(places, kinds, strict=True) if kind[-2]]
         self.alike = _same_kind(tensors, moving)
 
     def are_aligned(self, values: Sequence[Any]) -> bool:
@@ -105,10 +110,14 @@ class Likeness:
         return not bits & 15
 
     def fits(self, values: Sequence[Any]) -> bool:
-        """Whether tensors, which are where they were, are like those, and aligned."""
+        """Whether tensors, which are where they were, are like those, and aligned. Strides of dims
+        of one element are of no account."""
         tensors, bits = self.pick(values), 0
         for tensor in tensors:
             bits |= tensor.data_ptr()
+        for place in self._dense:
+            if not values[place].is_contiguous():
+                return False
         return not bits & 15 and self.alike(*tensors)
 
 

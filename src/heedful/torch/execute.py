@@ -8,6 +8,7 @@ import torch
 from torch._C._dynamo import guards
 
 from heedful.core import settings
+from heedful.core.arrays import dense_strides
 from heedful.launch.bound import BoundKernel, ProgramKind, numbers_of
 from heedful.launch.spec import Program
 from heedful.torch import zeros
@@ -54,16 +55,8 @@ def allocator(
     """Makes uninitialised dense tensors of one kind. A GPU must be the current one. strides: where
     they are known; the shape is a tuple then, too."""
     if strides is None:
-        shape, strides = tuple(shape), _dense_strides(shape)
+        shape, strides = tuple(shape), dense_strides(shape)
     return partial(maker(device), shape, strides, dtype)
-
-
-def _dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size or 1
-    return tuple(reversed(strides))
 
 
 # Places of arrays within a region of memory, and its size; None where a program has none.

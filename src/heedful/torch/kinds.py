@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from heedful.core.arrays import ArraySpec
+from heedful.core.arrays import ArraySpec, dense_strides
 from heedful.core.problem import AttentionProblem, Lengths
 from heedful.core.symbols import Answer, Trace, joined
 from heedful.torch.arrays import dtype_name
@@ -100,35 +100,43 @@ def of_tensor(name: str, tensor: Tensor) -> tuple[tuple, tuple[int, ...]]:
     """What of an operand is of its kind, and the sizes and strides that lengths may change."""
     shape, strides = tensor.shape, tensor.stride()
     moving = len(shape) - 2 if name in _ROWS else len(shape)
-    kind = (name, tensor.dtype, tensor.data_ptr() % 16 == 0, shape[moving:], strides[-1:], moving)
-    return kind, sizes_of(tensor, moving)
+    dense = strides == dense_strides(shape)
+    aligned = tensor.data_ptr() % 16 == 0
+    kind = (name, tensor.dtype, aligned, shape[moving:], strides[-1:], dense, moving)
+    return kind, sizes_of(tensor, moving, dense)
 
 
-def sizes_of(tensor: Tensor, moving: int) -> tuple[int, ...]:
-    """What lengths may change of an operand of `moving` dims that they may."""
-    return (*tensor.shape[:moving], *tensor.stride()[:-1])
+def sizes_of(tensor: Tensor, moving: int, dense: bool) -> tuple[int, ...]:
+    """What lengths may change of an operand of `moving` dims that they may. dense: strides follow
+    from sizes."""
+    shape = tensor.shape[:moving]
+    return tuple(shape) if dense else (*shape, *tensor.stride()[:-1])
 
 
 class Sizes:
     """What lengths may change of several tensors of one kind each, behind other numbers. In half
     the time of `sizes_of` of each."""
 
-    __slots__ = ("_pick",)
+    __slots__ = ("_pick", "_strided")
 
-    def __init__(self, before: int, ranks: Sequence[int], moving: Sequence[int]):
-        """before: how many numbers come first. ranks: of the tensors. moving: of how many dims of
-        each lengths may change the sizes."""
+    def __init__(self, before: int, ranks: Sequence[int], kinds: Sequence[tuple]):
+        """before: how many numbers come first. ranks: of the tensors. kinds: theirs."""
         places, end = [*range(before)], before
-        for rank, count in zip(ranks, moving, strict=True):
-            places += (*range(end, end + count), *range(end + rank, end + 2 * rank - 1))
-            end += 2 * rank
+        self._strided = [not dense for *_, dense, _ in kinds]
+        for rank, (*_, dense, moving) in zip(ranks, kinds, strict=True):
+            places += range(end, end + moving)
+            end += rank
+            if not dense:
+                places += range(end, end + rank - 1)
+                end += rank
         self._pick = itemgetter(*places)
 
     def of(self, numbers: list[int], tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """The numbers, two or more, and what lengths may change of the tensors."""
-        for tensor in tensors:
+        for tensor, strided in zip(tensors, self._strided, strict=True):
             numbers += tensor.shape
-            numbers += tensor.stride()
+            if strided:
+                numbers += tensor.stride()
         return self._pick(numbers)
 
 
@@ -163,8 +171,8 @@ def at_lengths(problem: AttentionProblem, numbers: Sequence[Any]) -> AttentionPr
 
 def with_sizes(kind: tuple, numbers: Iterator[Any]) -> ArraySpec:
     """The array of this kind whose sizes and strides are the next of the numbers."""
-    _, dtype, aligned, kept, last, moving = kind
+    _, dtype, aligned, kept, last, dense, moving = kind
     shape = (*(next(numbers) for _ in range(moving)), *kept)
-    strides = (*(next(numbers) for _ in shape[1:]), *last)
+    strides = dense_strides(shape) if dense else (*(next(numbers) for _ in shape[1:]), *last)
     # Symbols need no look at whether they are whole.
     return _new(ArraySpec, (shape, strides, dtype_name(dtype), aligned, None))
