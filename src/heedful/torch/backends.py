@@ -416,8 +416,8 @@ class GatheredBackward:
 class GpuBackward:
     """The backward of a plan on tensors laid out like those that it is made with.
 
-    kinds: of each tensor; empty where operands are copied or begin elsewhere than at multiples of 16
-    bytes, or have gradients besides dq, dk and dv.
+    kinds: of each tensor; empty where operands are copied or begin elsewhere than at multiples of
+    16 bytes, or have gradients besides dq, dk and dv.
     """
 
     __slots__ = (

@@ -64,10 +64,11 @@ Region = tuple[Sequence[int], int] | None
 
 
 class ExecutableKind:
-    """A program on one device for calls that differ in numbers alone. Compiles when the first is bound or run.
+    """A program on one device for calls that differ in numbers alone. Compiles when the first is
+    bound or run.
 
-    outputs: all of them, in the order in which numbers are taken: where scratch begins in its region, and
-    how large that is; the same of scratch that begins with zeros; what the kernels want.
+    outputs: all of them, in the order in which they are taken: where scratch begins in its region,
+    and how large that is; the same of scratch that begins with zeros; what the kernels want.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class ExecutableKind:
             _check_scratch(sum([numbers[region.stop] for region in regions]), self._limit)
         return self._bound
 
-    def places(self, numbers: Sequence[int | float]) -> tuple[Region, Region]:
+    def places(self, numbers: Sequence[Any]) -> tuple[Region, Region]:
         """Of scratch, and of such that begins with zeros."""
         scratch, zeroed = self.scratch, self.zeroed
         return (
