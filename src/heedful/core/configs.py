@@ -542,7 +542,10 @@ ROWS: list[ConfigRow] = [
 # What may be chosen by hand, to be measured: backend="hopper+draws=1" (core/plan.py).
 OPTIONS = {
     "hopper.backward": ("draws", "last_waves", "splits"),
-    "decode.forward": ("conversion", "programs", "registers", "merge_values", "merge_stages"),
+    "decode.forward": (
+        *("block_m", "block_n", "num_warps", "num_stages", "least_tiles"),
+        *("conversion", "programs", "registers", "merge_values", "merge_stages"),
+    ),
     "mla.forward": ("columns", "merge_values", "overhead", "least_tiles"),
 }
 
@@ -552,7 +555,7 @@ def by_hand(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem
     own = {name: value for name, value in chosen.items() if name in OPTIONS.get(row.kernel, ())}
     if not own:
         return row
-    types = {f.name: type(f.default) for f in fields(row.config)}
+    types = {f.name: bool if f.type in (bool, "bool") else int for f in fields(row.config)}
     made: dict[str, Any] = {name: types[name](value) for name, value in own.items()}
     if problem.deterministic and not made.get("draws", True):
         raise ValueError("backend: a deterministic backward draws its tiles, got draws=0")

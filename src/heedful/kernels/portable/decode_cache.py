@@ -108,6 +108,12 @@ def unit_of(values, stored, dtype, how):
 
 
 @triton.constexpr_function
+def is_float16(values, stored, how):
+    """Whether stored values become float16 by fewer instructions than anything else."""
+    return how == FMA.value and values == 2 and stored.is_fp8()
+
+
+@triton.constexpr_function
 def operand_type(values, stored, dtype, how, has_scales):
     """The type of keys or values in a product, and of what they meet there; dtype: that of plain
     ones. Floats of 8 bits become float16 by two instructions, and are it exactly; on their way to
@@ -220,19 +226,24 @@ def load_words(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     VALUES: tl.constexpr,
+    ACROSS: tl.constexpr = False,
 ):
-    """Words [N, BLOCK] of rows of KV head g, from word `slice_words` on; zeros where no row
-    exists, and past DIM values."""
+    """Words [N, BLOCK] of rows of KV head g, from word `slice_words` on, or [BLOCK, N]; zeros where
+    no row exists, and past DIM values."""
     BITS: tl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth
     base = word_pointer(x.ptr, VALUES) + g * in_words(x.stride_h, BITS) + slice_words
     at = entry * in_words(x.stride_b, BITS) + row * in_words(x.stride_n, BITS)
     words = tl.arange(0, BLOCK)
-    ptrs = base + at[:, None] + words[None, :]
-    if DIM == BLOCK * VALUES:
-        return tl.load(ptrs, mask=exists[:, None], other=0)
+    if ACROSS:
+        ptrs = base + at[None, :] + words[:, None]
+        ok = exists[None, :]
     else:
+        ptrs = base + at[:, None] + words[None, :]
+        ok = exists[:, None]
+    if DIM != BLOCK * VALUES:
         inside = slice_words * VALUES + words * VALUES < DIM
-        return tl.load(ptrs, mask=exists[:, None] & inside[None, :], other=0)
+        ok &= inside[:, None] if ACROSS else inside[None, :]
+    return tl.load(ptrs, mask=ok, other=0)
 
 
 @triton.jit
