@@ -82,13 +82,13 @@ def conversion_by_fma(values, is_bf16, i):
             " .reg .b32 m; mov.b32 m, 0x64806480; sub.f16x2 $0, t, m; }"
         )
     # Four bits above others that are 0 count sixteen times.
-    start = "{ .reg .b32 t, a, c; xor.b32 t, $1, 0x88888888;"
-    start += (" shr.b32 t, t, 8;" if i >= 2 else "") + " and.b32 t, t,"
-    start += " 0x00F000F0;" if i % 2 else " 0x000F000F;"
+    mask, sign = ("0x00F000F0", 0x800080) if i % 2 else ("0x000F000F", 0x80008)
+    sign |= 0 if is_bf16 else 0x64006400
+    start = "{ .reg .b32 t, a, c; mov.b32 t, $1;" + (" shr.b32 t, t, 8;" if i >= 2 else "")
+    start += f" lop3.b32 t, t, {mask}, 0x{sign:08X}, 0x6A;"  # (t & mask) ^ sign
     if is_bf16:
         by, less, type_ = "0x7D007D00" if i % 2 else "0x7F007F00", "0xBE00BE00", "bf16x2"
     else:
-        start += " or.b32 t, t, 0x64006400;"
         by, less = ("0x2C002C00", "0xD480D480") if i % 2 else ("0x3C003C00", "0xE408E408")
         type_ = "f16x2"
     return f"{start} mov.b32 a, {by}; mov.b32 c, {less}; fma.rn.{type_} $0, t, a, c; }}"
