@@ -407,7 +407,7 @@ def stream_keys(
                 block = tl.where(visit < span.first_end, visit, visit - span.first_end + span.begin)
             cols_N = block * tile.BLOCK_N + tl.arange(0, tile.BLOCK_N)
             exists_N = cols_N < place.len_k
-            entry, row_N = row_places(cols_N, exists_N, place, cache)
+            entry, row_N = row_places(block, exists_N, place, cache, tile.BLOCK_N)
             shared = None
             if tile.V_IN_K:
                 # Values are the first of a row of keys.

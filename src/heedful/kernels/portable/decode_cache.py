@@ -203,16 +203,19 @@ def in_words(stride, BITS: tl.constexpr):
 
 
 @triton.jit
-def row_places(cols, exists, place, cache: KVLayout):
-    """(page or batch entry, row in it) of keys `cols` of a sequence. A number that no page has
-    stands for the first or the last page."""
-    rows = place.token_k + cols
+def row_places(block, exists, place, cache: KVLayout, N: tl.constexpr):
+    """(page or batch entry, row in it) of the keys of a tile of a sequence, a row as the sum of a
+    number and of rows [N]: where they lie side by side, those are the same for all tiles. A page
+    number that no page has stands for the first or the last page."""
+    within_N = tl.arange(0, N)
     if cache.table is None:
-        return cache_row(cache, place.b), wide(rows)
+        return cache_row(cache, place.b), (wide(place.token_k + block * N), wide(within_N))
     else:
+        rows = place.token_k + block * N + within_N
         table = cache.table + place.b * cache.stride_tableb
         page = tl.load(table + rows // cache.page_size, mask=exists, other=0)
-        return within(page, 0, cache.entries - 1).to(tl.int64), wide(rows % cache.page_size)
+        entry = within(page, 0, cache.entries - 1).to(tl.int64)
+        return entry, (wide(0), wide(rows % cache.page_size))
 
 
 @triton.jit
@@ -232,7 +235,13 @@ def load_words(
     no row exists, and past DIM values."""
     BITS: tl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth
     base = word_pointer(x.ptr, VALUES) + g * in_words(x.stride_h, BITS) + slice_words
-    at = entry * in_words(x.stride_b, BITS) + row * in_words(x.stride_n, BITS)
+    first, rows = row
+    base += first * in_words(x.stride_n, BITS)
+    at = rows * in_words(x.stride_n, BITS)
+    if entry.type.is_block():
+        at += entry * in_words(x.stride_b, BITS)
+    else:
+        base += entry * in_words(x.stride_b, BITS)
     words = tl.arange(0, BLOCK)
     if ACROSS:
         ptrs = base + at[None, :] + words[:, None]
@@ -247,10 +256,23 @@ def load_words(
 
 
 @triton.jit
+def descale_rows(x, descale: Descale, entry, row):
+    """(address, from where on [N]) of what descale array `x` has of rows."""
+    first, rows = row
+    x += first * descale.stride_n
+    at = rows * descale.stride_n
+    if entry.type.is_block():
+        at += entry * descale.stride_b
+    else:
+        x += entry * descale.stride_b
+    return x, at
+
+
+@triton.jit
 def group_values(x, descale: Descale, entry, row, exists, g, index):
     """What descale array `x` has for group `index` of rows of KV head g."""
-    at = entry * descale.stride_b + row * descale.stride_n + (g * descale.stride_h + index)
-    return tl.load(x + at, mask=exists, other=0.0)
+    base, at = descale_rows(x + g * descale.stride_h + index, descale, entry, row)
+    return tl.load(base + at, mask=exists, other=0.0)
 
 
 @triton.jit
@@ -268,7 +290,7 @@ def of_each_value(
     VALUES: tl.constexpr,
 ):
     """[N, BLOCK] what descale array `x` has for value i of each word of rows of KV head g."""
-    at = entry * descale.stride_b + row * descale.stride_n + g * descale.stride_h
+    x, at = descale_rows(x + g * descale.stride_h, descale, entry, row)
     WORDS: tl.constexpr = KV_GROUP // VALUES
     # Words of a group have one scale, which is loaded once.
     SPREADS: tl.constexpr = KV_GROUP % VALUES == 0 and BLOCK % max(WORDS, 1) == 0
