@@ -561,11 +561,17 @@ def by_hand(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem
         raise ValueError("backend: a deterministic backward draws its tiles, got draws=0")
     if made.get("columns", 256) not in (128, 256):
         raise ValueError(f"backend: columns must be 128 or 256, got {made['columns']}")
-    for name in ("programs", "merge_values", "merge_stages", "least_tiles"):
+    for name in ("programs", "merge_values", "merge_stages", "least_tiles", "num_stages"):
         value = made.get(name, 1)
         if value < 1 or value & (value - 1) and name == "merge_values":
             words = "a power of two" if name == "merge_values" else "at least 1"
             raise ValueError(f"backend: {name} must be {words}, got {value}")
+    for name, least in (("block_m", 8), ("block_n", 16), ("num_warps", 1)):
+        value = made.get(name, least)
+        if value < least or value & (value - 1):
+            raise ValueError(
+                f"backend: {name} must be a power of two of at least {least}, got {value}"
+            )
     most = 2 if row.archs == ("sm_90",) else 0
     if made.get("conversion", 0) > most:
         raise ValueError(

@@ -24,6 +24,7 @@ from heedful.kernels.args.shared import (
 from heedful.kernels.portable.decode_cache import (
     dequantized,
     group_values,
+    holds_rows,
     is_float16,
     load_words,
     operand_type,
@@ -229,8 +230,8 @@ def add_values(
     DTYPE: tl.constexpr,
 ):
     """(acc, shifted) of what was there times alpha, and p times a tile of values. shared: words
-    that are keys too, or None. scale_N: those of rows, or None: not loaded yet. shifted: p times shifts, of each slice, summed over keys but for
-    those of a tile."""
+    that are keys too, or None. scale_N: those of rows, or None: not loaded yet. shifted: p times
+    shifts, of each slice, summed over keys but for those of a tile."""
     BY_SLICE: tl.constexpr = descales.KV_GROUP > 0 and (
         descales.KV_GROUP * tile.SLICES_E == tile.HEAD_DIM_V
     )
@@ -321,8 +322,8 @@ def softmax_step(s_MN, m_M, scale, size_N, IS_ADJUSTED: tl.constexpr):
 
 @triton.jit
 def log2_size(scale_N):
-    """About the base 2 logarithm of the size of scales, from below by 0.09 at most: the exponent and
-    the digits of a float32, taken as one integer. At least -100, so that probabilities over a scale
+    """About the base 2 logarithm of the size of scales, from below by 0.09 at most: exponent and
+    digits of a float32, taken as one integer. At least -100, so that probabilities over a scale
     are finite, and so are sums of them."""
     bits_N = scale_N.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.maximum(bits_N.to(tl.float32) * (1.0 / (1 << 23)) - 127.0, -100.0)
@@ -357,13 +358,17 @@ def stream_keys(
     STORED: tl.constexpr = io.k.ptr.dtype.element_ty
     UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
     # A scale a row is in the reference: products with it are in float16's range.
-    FITS_VALUES: tl.constexpr = descales.KV_GROUP > 0 and is_float16(
-        tile.VALUES, io.v.ptr.dtype.element_ty, tile.CONVERSION
-    ) and descales.KV_GROUP == tile.HEAD_DIM_V and tile.SLICES_E == 1
+    FITS_VALUES: tl.constexpr = (
+        descales.KV_GROUP > 0
+        and is_float16(tile.VALUES, io.v.ptr.dtype.element_ty, tile.CONVERSION)
+        and descales.KV_GROUP == tile.HEAD_DIM_V
+        and tile.SLICES_E == 1
+    )
     HAS_SCALES: tl.constexpr = descales.KV_GROUP > 0 and not FITS_VALUES
     OF_VALUES: tl.constexpr = operand_type(
         tile.VALUES, io.v.ptr.dtype.element_ty, DTYPE, tile.CONVERSION, HAS_SCALES
     )
+    HOLDS: tl.constexpr = holds_rows(tile.BLOCK_M, tile.VALUES, STORED)
     SHIFTS_K: tl.constexpr = descales.k.shift is not None
     SHIFTS_V: tl.constexpr = descales.v.shift is not None and (
         descales.KV_GROUP * tile.SLICES_E == tile.HEAD_DIM_V
@@ -407,7 +412,7 @@ def stream_keys(
                 block = tl.where(visit < span.first_end, visit, visit - span.first_end + span.begin)
             cols_N = block * tile.BLOCK_N + tl.arange(0, tile.BLOCK_N)
             exists_N = cols_N < place.len_k
-            entry, row_N = row_places(block, exists_N, place, cache, tile.BLOCK_N)
+            entry, row_N = row_places(block, exists_N, place, cache, HOLDS, tile.BLOCK_N)
             shared = None
             if tile.V_IN_K:
                 # Values are the first of a row of keys.

@@ -202,16 +202,27 @@ def in_words(stride, BITS: tl.constexpr):
         return stride
 
 
+@triton.constexpr_function
+def holds_rows(block_m, values, stored):
+    """Whether places of rows in a tile of keys stay in registers from tile to tile. The conversion
+    of integers and outputs of many rows leave none for them."""
+    return block_m < 16 or (block_m == 16 and (values == 1 or stored.is_fp8()))
+
+
 @triton.jit
-def row_places(block, exists, place, cache: KVLayout, N: tl.constexpr):
+def row_places(block, exists, place, cache: KVLayout, HOLDS: tl.constexpr, N: tl.constexpr):
     """(page or batch entry, row in it) of the keys of a tile of a sequence, a row as the sum of a
-    number and of rows [N]: where they lie side by side, those are the same for all tiles. A page
-    number that no page has stands for the first or the last page."""
+    number and of rows [N]. If it HOLDS those, and no page is between, they are the same for all
+    tiles. A page number that no page has stands for the first or the last page."""
     within_N = tl.arange(0, N)
     if cache.table is None:
-        return cache_row(cache, place.b), (wide(place.token_k + block * N), wide(within_N))
+        if HOLDS:
+            rows = wide(place.token_k + block * N), wide(within_N)
+        else:
+            rows = wide(0), wide(place.token_k + (block * N + within_N))
+        return cache_row(cache, place.b), rows
     else:
-        rows = place.token_k + block * N + within_N
+        rows = place.token_k + (block * N + within_N)
         table = cache.table + place.b * cache.stride_tableb
         page = tl.load(table + rows // cache.page_size, mask=exists, other=0)
         entry = within(page, 0, cache.entries - 1).to(tl.int64)
