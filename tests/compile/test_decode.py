@@ -2,6 +2,7 @@
 in the loop over keys."""
 
 import re
+from unittest import mock
 
 import pytest
 
@@ -155,6 +156,26 @@ def test_stored_integers_leave_room_for_three_programs_of_an_sm(name):
     assert spills_over_keys(found.asm["cubin"]) == 0
     # 1 KiB of each program is the system's.
     assert 3 * (found.metadata.shared + 1024) <= 228 * 1024
+
+
+@pytest.mark.parametrize("name", ["fp8 rows", "int4", "int4 pages", "int8", "plain"])
+def test_keys_as_rows_of_products_halve_the_products_and_spill_nothing(name):
+    facts = {
+        "fp8 rows": {"kv_dtype": "float8_e4m3fn", "kv_group": 128},
+        "int4 pages": {**PROBLEMS["int4"], "page_size": 16},
+    }
+    with mock.patch.dict(PROBLEMS, facts):
+        problem = problem_of(name, "sm_90")
+    keys = 32 if name == "plain" else 64
+    both = []
+    for rows in (8, 16):
+        tile = f"block_m={rows}+block_n={keys}+num_warps=2+programs=4+registers=0"
+        chosen = plan(problem, by_name("sm_90"), backend=f"decode+{tile}")
+        (call,) = decode.forward(problem, chosen, buffers_of(problem)).calls
+        cubin = compile_kernel(call, "sm_90").asm["cubin"]
+        assert spills_over_keys(cubin) == 0
+        both.append(len(re.findall(r"HMMA", disassemble(cubin).text)))
+    assert 2 * both[0] == both[1]
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,13 @@ def executed(text: str, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         elif op in ("xor.b32", "and.b32", "or.b32", "shr.b32"):
             of = {"xor": np.bitwise_xor, "and": np.bitwise_and, "or": np.bitwise_or}
             registers[to] = of.get(op[:-4], np.right_shift)(x[0], x[1])
+        elif op == "lop3.b32":
+            # Of each bit of three, the bit of the table at the number that they make.
+            a, b, c, table = x
+            registers[to] = np.zeros_like(words)
+            for bit in range(32):
+                row = 4 * (a >> bit & 1) + 2 * (b >> bit & 1) + (c >> bit & 1)
+                registers[to] |= (table >> row & 1) << bit
         elif op == "prmt.b32":
             registers[to] = prmt(*x)
         else:

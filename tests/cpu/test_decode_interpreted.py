@@ -22,7 +22,7 @@ from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.tiles import DecodeConfig, TileConfig
 from heedful.kernels.portable import decode as kernel
-from heedful.kernels.portable.decode import fitted
+from heedful.kernels.portable.decode import fitted, log2_size, softmax_step
 from heedful.kernels.portable.decode_cache import value_of_words
 from heedful.kernels.portable.decode_work import LOOKS, share_of
 from heedful.launch import buffers as canonical
@@ -37,6 +37,8 @@ from support.interpreted import interpreted, pass_in_the_interpreter, starts_int
 
 # Small tiles, so that short sequences have full, masked and skipped ones.
 TILES = DecodeConfig(16, 16, programs=1, least_tiles=1)
+# Of 8 rows, keys are the rows of products.
+FEW = replace(TILES, block_m=8)
 UNITS = 5
 PLAIN = Case(dtype="float16", backward=False, seqlen_q=3, seqlen_k=203, heads_q=6)
 MLA = replace(
@@ -105,8 +107,8 @@ CASES = (
 class Interpreted:
     """The programs of `launch.bind.decode` run by the interpreter, as the budget's `Backend`."""
 
-    def __init__(self, num_splits: int = 0):
-        self.num_splits = num_splits
+    def __init__(self, num_splits: int = 0, tiles: DecodeConfig | None = None):
+        self.num_splits, self.tiles = num_splits, tiles or TILES
 
     def forward(self, problem, x, out):
         """(out, lse, None)."""
@@ -115,7 +117,7 @@ class Interpreted:
         specs = {name: array_spec(tensor) for name, tensor in tensors.items()}
         problem = replace(problem, num_splits=self.num_splits)
         device = replace(by_name("MI300X"), units=UNITS)
-        plan = Plan(problem, device, "decode", "run", configs={"decode.forward": TILES})
+        plan = Plan(problem, device, "decode", "run", configs={"decode.forward": self.tiles})
         scratch = interpret(decode.forward(problem, plan, specs), tensors)
         if self.num_splits > 1:
             # Whatever the lengths, parts are a sequence's own: see the test of invariance.
@@ -130,6 +132,12 @@ class Interpreted:
 @pytest.mark.parametrize("case, num_splits", in_turns(CASES, (0, 1, 3)), ids=str)
 def test_decode_is_within_the_budget(case, num_splits):
     budget.run(Interpreted(num_splits), case)
+
+
+@interpreted
+@pytest.mark.parametrize("case, num_splits", in_turns(CASES, (1, 3, 0)), ids=str)
+def test_tiles_of_8_rows_are_within_the_budget(case, num_splits):
+    budget.run(Interpreted(num_splits, FEW), case)
 
 
 class Padded(Interpreted):
@@ -216,20 +224,67 @@ def as_the_compiler_does(
         {"softcap": 3.0},
         {"alibi": "bh"},
         {"scale": 300.0},
+        {"dtype": "float16", "kv_dtype": "float8_e4m3fn", "kv_group": 64, "head_dim": 64},
+        {
+            "dtype": "float16",
+            "kv_dtype": "float8_e4m3fn",
+            "kv_group": 128,
+            "head_dim": 128,
+            "used": "k",
+            "causal": True,
+            "sink": True,
+        },
         # More queries than a tile has rows, which no other kernel takes.
         {"seqlen_q": 30, "causal": True, "used": "k", "lens_k": (103, 20)},
         {"seqlen_q": 40, "varlen": "q", "page_size": 16, "causal": True},
     ],
     ids=str,
 )
-def test_products_with_stored_floats_are_exact_in_float16(mods):
+@pytest.mark.parametrize("rows", [16, 8])
+def test_products_with_stored_floats_are_exact_in_float16(mods, rows):
     facts: dict[str, Any] = {"seqlen_q": 3, "seqlen_k": 103, "heads_q": 6, **mods}
-    case = Case(dtype="float8_e4m3fn", backward=False, **facts)
-    with (
-        mock.patch.object(kernel, "value_of_words", as_the_compiler_does),
-        mock.patch(f"{__name__}.TILES", replace(TILES, conversion=2)),
-    ):
-        budget.run(Interpreted(), case)
+    case = Case(**{"dtype": "float8_e4m3fn", "backward": False, **facts})
+    tiles = replace(TILES, conversion=2, block_m=rows)
+    with mock.patch.object(kernel, "value_of_words", as_the_compiler_does):
+        budget.run(Interpreted(tiles=tiles), case)
+
+
+@triton.jit
+def weigh(scores, scales, weights, sums, M: tl.constexpr, N: tl.constexpr):
+    """Of two tiles of keys: probabilities times scales, and the sum of probabilities; the first
+    tile's by the second's reference too."""
+    at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    m_M = tl.full([M], float("-inf"), tl.float32)
+    l_M = tl.zeros([M], tl.float32)
+    for tile in tl.static_range(2):
+        scale_N = tl.load(scales + tile * N + tl.arange(0, N))
+        s_MN = tl.load(scores + tile * M * N + at)
+        p_MN, m_M, alpha_M = softmax_step(s_MN, m_M, 0.5, log2_size(scale_N), False)
+        l_M = l_M * alpha_M + tl.sum(p_MN, 1)
+        if tile == 1:
+            tl.store(weights + at, tl.load(weights + at) * alpha_M[:, None])
+        tl.store(weights + tile * M * N + at, p_MN * scale_N[None, :])
+    tl.store(sums + tl.arange(0, M), l_M)
+
+
+@interpreted
+@pytest.mark.parametrize("low, high", [(-2, 2), (-60, 30), (20, 126), (-126, -90), (-126, 126)])
+def test_probabilities_times_scales_of_any_size_fit_float16(low, high):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(2, 8, 16, generator=generator) * 10
+    scores[:, :, 3] = -torch.inf
+    powers = torch.randint(low, high + 1, (2, 16), generator=generator)
+    scales = (1 + torch.rand(2, 16, generator=generator)) * 2.0**powers
+    scales[0, 5] = 0
+    weights, sums = torch.zeros(2, 8, 16), torch.empty(8)
+    weigh[1,](scores, scales, weights, sums, tl.constexpr(8), tl.constexpr(16))
+    assert sums.isfinite().all() and weights.max() <= 1.07
+    exact = (scores.double() / 2).exp()
+    want = exact / exact.sum((0, 2), keepdim=True) * scales.double()[:, None]
+    got = weights.double() / sums.double()[:, None]
+    # To the digits of a product of the largest.
+    largest = want.amax((0, 2), keepdim=True).clamp_min(2.0**-100)
+    assert ((got - want).abs() <= 1e-5 * largest).all()
 
 
 @triton.jit

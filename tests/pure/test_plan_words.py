@@ -186,6 +186,8 @@ def test_what_cannot_be_planned_is_said(facts, device, backend, said):
     [
         ("decode", "programs=0", "programs must be at least 1, got 0"),
         ("decode", "merge_values=24", "merge_values must be a power of two, got 24"),
+        ("decode", "block_m=4", "block_m must be a power of two of at least 8, got 4"),
+        ("decode", "block_n=48", "block_n must be a power of two of at least 16, got 48"),
         ("decode", "merge_values=0", "merge_values must be a power of two, got 0"),
         ("decode", "merge_stages=0", "merge_stages must be at least 1, got 0"),
         ("decode", "conversion=3", "conversion must be at most 2 here, got 3"),

@@ -24,6 +24,8 @@ from heedful.kernels.args.shared import (
 from heedful.kernels.portable.decode_cache import (
     dequantized,
     group_values,
+    holds_rows,
+    is_float16,
     load_words,
     operand_type,
     rest_words,
@@ -119,6 +121,22 @@ def head_of(times, head_M, place, mask: Mask, mods: ScoreMods, descales: Descale
     return HeadMods(scale, slope, 0, tree), factor
 
 
+@triton.constexpr_function
+def keys_lead(block_m):
+    """Whether keys are the rows of products, of which a unit of the device takes 16, and query rows
+    their columns, of which it takes 8. Outputs are then kept with columns first."""
+    return block_m < 16
+
+
+@triton.jit
+def scores_of(q_MW, k_NW, s_MN, KEYS_LEAD: tl.constexpr):
+    """s + q k^T."""
+    if KEYS_LEAD:
+        return tl.trans(tl.dot(k_NW, tl.trans(q_MW), tl.trans(s_MN)))
+    else:
+        return tl.dot(q_MW, tl.trans(k_NW), s_MN)
+
+
 @triton.jit
 def raw_scores(
     q,
@@ -140,6 +158,7 @@ def raw_scores(
     STORED: tl.constexpr = io.k.ptr.dtype.element_ty
     DTYPE: tl.constexpr = q[0].dtype
     UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
+    KEYS_LEAD: tl.constexpr = keys_lead(tile.BLOCK_M)
     s_MN = tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tl.float32)
     for s in tl.static_range(tile.SLICES_D):
         words = shared
@@ -172,7 +191,7 @@ def raw_scores(
                     tile.VALUES,
                     UNIT,
                 )
-            part_MN = tl.dot(q[s * tile.VALUES + i], tl.trans(k_NW), part_MN)
+            part_MN = scores_of(q[s * tile.VALUES + i], k_NW, part_MN, KEYS_LEAD)
         if BY_SLICE:
             scale_N = group_values(descales.k.ptr, descales.k, entry, row, exists, g, s)
             part_MN *= scale_N[None, :]
@@ -189,7 +208,7 @@ def raw_scores(
         )
         for i in tl.static_range(tile.VALUES):
             k_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERSION, i)
-            s_MN = tl.dot(q[tile.VALUES + i], tl.trans(k_NW), s_MN)
+            s_MN = scores_of(q[tile.VALUES + i], k_NW, s_MN, KEYS_LEAD)
     return s_MN
 
 
@@ -200,6 +219,7 @@ def add_values(
     shifted,
     p_MN,
     alpha_M,
+    scale_N,
     io: ForwardIO,
     descales: Descales,
     entry,
@@ -210,13 +230,16 @@ def add_values(
     DTYPE: tl.constexpr,
 ):
     """(acc, shifted) of what was there times alpha, and p times a tile of values. shared: words
-    that are keys too, or None. shifted: p times shifts, of each slice, summed over keys but for
-    those of a tile."""
+    that are keys too, or None. scale_N: those of rows, or None: not loaded yet. shifted: p times
+    shifts, of each slice, summed over keys but for those of a tile."""
     BY_SLICE: tl.constexpr = descales.KV_GROUP > 0 and (
         descales.KV_GROUP * tile.SLICES_E == tile.HEAD_DIM_V
     )
     STORED: tl.constexpr = io.v.ptr.dtype.element_ty
     UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
+    KEYS_LEAD: tl.constexpr = keys_lead(tile.BLOCK_M)
+    # Words of a row have scales of their own, or are keys too: they are turned at the product.
+    ACROSS: tl.constexpr = KEYS_LEAD and shared is None and (descales.KV_GROUP == 0 or BY_SLICE)
     more = ()
     more_shifted = ()
     for s in tl.static_range(tile.SLICES_E):
@@ -232,11 +255,14 @@ def add_values(
                 tile.HEAD_DIM_V,
                 tile.BLOCK_E,
                 tile.VALUES,
+                ACROSS,
             )
         scaled_MN = p_MN
         if BY_SLICE:
-            scale_N = group_values(descales.v.ptr, descales.v, entry, row, exists, g, s)
-            scaled_MN = p_MN * scale_N[None, :]
+            own_N = scale_N
+            if scale_N is None:
+                own_N = group_values(descales.v.ptr, descales.v, entry, row, exists, g, s)
+            scaled_MN = p_MN * own_N[None, :]
             if descales.v.shift is not None:
                 shift_N = group_values(descales.v.shift, descales.v, entry, row, exists, g, s)
                 total_MN = shifted[s] * alpha_M[:, None] + p_MN * shift_N[None, :]
@@ -257,20 +283,34 @@ def add_values(
                     tile.VALUES,
                     UNIT,
                 )
-            old = acc[s * tile.VALUES + i] * alpha_M[:, None]
-            more = more + (tl.dot(scaled_MN.to(DTYPE), v_NW, old),)
+            old = acc[s * tile.VALUES + i]
+            if KEYS_LEAD:
+                old *= alpha_M[None, :]
+                if not ACROSS:
+                    v_NW = tl.trans(v_NW)
+                more = more + (tl.dot(v_NW, tl.trans(scaled_MN.to(DTYPE)), old),)
+            else:
+                old *= alpha_M[:, None]
+                more = more + (tl.dot(scaled_MN.to(DTYPE), v_NW, old),)
     return more, more_shifted
 
 
 @triton.jit
-def softmax_step(s_MN, m_M, scale, IS_ADJUSTED: tl.constexpr):
-    """(probabilities, new maximum in base 2, factor for what was summed before). Scores are raw, or
-    IS_ADJUSTED and in natural units; scale: a number, or one a row [M, 1]."""
+def softmax_step(s_MN, m_M, scale, size_N, IS_ADJUSTED: tl.constexpr):
+    """(probabilities, new reference in base 2, factor for what was summed before). Scores are raw,
+    or IS_ADJUSTED and in natural units; scale: a number, or one a row [M, 1]. The reference is the
+    maximum of scores, or of scores and size_N, the base 2 logarithm of what probabilities will be
+    multiplied by: the products are then at most about 1."""
     unit = LOG2E
     if not IS_ADJUSTED:
         unit = scale * LOG2E
-    top_M = tl.max(s_MN, 1)
-    if unit.type.is_block():
+    if size_N is not None:
+        top_M = tl.max(s_MN * unit + size_N[None, :], 1)
+    else:
+        top_M = tl.max(s_MN, 1)
+    if size_N is not None:
+        pass
+    elif unit.type.is_block():
         top_M = top_M[:, None] * unit
         top_M = tl.reshape(top_M, m_M.shape)
     else:
@@ -278,6 +318,15 @@ def softmax_step(s_MN, m_M, scale, IS_ADJUSTED: tl.constexpr):
     new_M = tl.maximum(m_M, top_M)
     base_M = finite_or_zero(new_M)
     return tl.exp2(s_MN * unit - base_M[:, None]), new_M, tl.exp2(m_M - base_M)
+
+
+@triton.jit
+def log2_size(scale_N):
+    """About the base 2 logarithm of the size of scales, from below by 0.09 at most: exponent and
+    digits of a float32, taken as one integer. At least -100, so that probabilities over a scale
+    are finite, and so are sums of them."""
+    bits_N = scale_N.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.maximum(bits_N.to(tl.float32) * (1.0 / (1 << 23)) - 127.0, -100.0)
 
 
 @triton.jit
@@ -308,10 +357,18 @@ def stream_keys(
     """(maximum in base 2, sum, outputs) of visits [start, stop)."""
     STORED: tl.constexpr = io.k.ptr.dtype.element_ty
     UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
-    HAS_SCALES: tl.constexpr = descales.KV_GROUP > 0
+    # A scale a row is in the reference: products with it are in float16's range.
+    FITS_VALUES: tl.constexpr = (
+        descales.KV_GROUP > 0
+        and is_float16(tile.VALUES, io.v.ptr.dtype.element_ty, tile.CONVERSION)
+        and descales.KV_GROUP == tile.HEAD_DIM_V
+        and tile.SLICES_E == 1
+    )
+    HAS_SCALES: tl.constexpr = descales.KV_GROUP > 0 and not FITS_VALUES
     OF_VALUES: tl.constexpr = operand_type(
         tile.VALUES, io.v.ptr.dtype.element_ty, DTYPE, tile.CONVERSION, HAS_SCALES
     )
+    HOLDS: tl.constexpr = holds_rows(tile.BLOCK_M, tile.VALUES, STORED)
     SHIFTS_K: tl.constexpr = descales.k.shift is not None
     SHIFTS_V: tl.constexpr = descales.v.shift is not None and (
         descales.KV_GROUP * tile.SLICES_E == tile.HEAD_DIM_V
@@ -324,8 +381,12 @@ def stream_keys(
     acc = ()
     sums = ()
     shifted = ()
+    KEYS_LEAD: tl.constexpr = keys_lead(tile.BLOCK_M)
     for _ in tl.static_range(tile.SLICES_E * tile.VALUES):
-        acc = acc + (tl.zeros([tile.BLOCK_M, tile.BLOCK_E], tl.float32),)
+        if KEYS_LEAD:
+            acc = acc + (tl.zeros([tile.BLOCK_E, tile.BLOCK_M], tl.float32),)
+        else:
+            acc = acc + (tl.zeros([tile.BLOCK_M, tile.BLOCK_E], tl.float32),)
     if SHIFTS_K:
         for s in tl.static_range(tile.SLICES_D):
             total_M = tl.zeros([tile.BLOCK_M], tl.float32)
@@ -351,7 +412,7 @@ def stream_keys(
                 block = tl.where(visit < span.first_end, visit, visit - span.first_end + span.begin)
             cols_N = block * tile.BLOCK_N + tl.arange(0, tile.BLOCK_N)
             exists_N = cols_N < place.len_k
-            entry, row_N = row_places(cols_N, exists_N, place, cache)
+            entry, row_N = row_places(block, exists_N, place, cache, HOLDS, tile.BLOCK_N)
             shared = None
             if tile.V_IN_K:
                 # Values are the first of a row of keys.
@@ -367,7 +428,14 @@ def stream_keys(
             if in_tree == 1:
                 ok_MN &= tree_visible(pos_M[:, None], cols_N[None, :], place, head, mask)
             s_MN = tl.where(ok_MN, s_MN, float("-inf"))
-            p_MN, m_M, alpha_M = softmax_step(s_MN, m_M, head.scale, mods.IS_ADJUSTED)
+            scale_N = None
+            size_N = None
+            if FITS_VALUES:
+                scale_N = group_values(
+                    descales.v.ptr, descales.v, entry, row_N, exists_N, place.g, 0
+                )
+                size_N = log2_size(scale_N)
+            p_MN, m_M, alpha_M = softmax_step(s_MN, m_M, head.scale, size_N, mods.IS_ADJUSTED)
             if SUMS_LATE:
                 l_MN = l_MN * alpha_M[:, None] + p_MN
             else:
@@ -378,6 +446,7 @@ def stream_keys(
                 shifted,
                 p_MN,
                 alpha_M,
+                scale_N,
                 io,
                 descales,
                 entry,
@@ -387,6 +456,11 @@ def stream_keys(
                 tile,
                 OF_VALUES,
             )
+    if KEYS_LEAD:
+        rows = ()
+        for n in tl.static_range(tile.SLICES_E * tile.VALUES):
+            rows = rows + (tl.trans(acc[n]),)
+        acc = rows
     if SHIFTS_V:
         moved = ()
         for s in tl.static_range(tile.SLICES_E):

@@ -82,13 +82,13 @@ def conversion_by_fma(values, is_bf16, i):
             " .reg .b32 m; mov.b32 m, 0x64806480; sub.f16x2 $0, t, m; }"
         )
     # Four bits above others that are 0 count sixteen times.
-    start = "{ .reg .b32 t, a, c; xor.b32 t, $1, 0x88888888;"
-    start += (" shr.b32 t, t, 8;" if i >= 2 else "") + " and.b32 t, t,"
-    start += " 0x00F000F0;" if i % 2 else " 0x000F000F;"
+    mask, sign = ("0x00F000F0", 0x800080) if i % 2 else ("0x000F000F", 0x80008)
+    sign |= 0 if is_bf16 else 0x64006400
+    start = "{ .reg .b32 t, a, c; mov.b32 t, $1;" + (" shr.b32 t, t, 8;" if i >= 2 else "")
+    start += f" lop3.b32 t, t, {mask}, 0x{sign:08X}, 0x6A;"  # (t & mask) ^ sign
     if is_bf16:
         by, less, type_ = "0x7D007D00" if i % 2 else "0x7F007F00", "0xBE00BE00", "bf16x2"
     else:
-        start += " or.b32 t, t, 0x64006400;"
         by, less = ("0x2C002C00", "0xD480D480") if i % 2 else ("0x3C003C00", "0xE408E408")
         type_ = "f16x2"
     return f"{start} mov.b32 a, {by}; mov.b32 c, {less}; fma.rn.{type_} $0, t, a, c; }}"
@@ -105,6 +105,12 @@ def unit_of(values, stored, dtype, how):
     """What scores and results of stored values, as they become numbers, are to be multiplied by."""
     is_short = is_by_fma(values, stored, how) and dtype == tl.bfloat16
     return INTEGER_UNIT.value if is_short else 1.0
+
+
+@triton.constexpr_function
+def is_float16(values, stored, how):
+    """Whether stored values become float16 by fewer instructions than anything else."""
+    return how == FMA.value and values == 2 and stored.is_fp8()
 
 
 @triton.constexpr_function
@@ -196,17 +202,31 @@ def in_words(stride, BITS: tl.constexpr):
         return stride
 
 
+@triton.constexpr_function
+def holds_rows(block_m, values, stored):
+    """Whether places of rows in a tile of keys stay in registers from tile to tile. The conversion
+    of integers and outputs of many rows leave none for them."""
+    return block_m < 16 or (block_m == 16 and (values == 1 or stored.is_fp8()))
+
+
 @triton.jit
-def row_places(cols, exists, place, cache: KVLayout):
-    """(page or batch entry, row in it) of keys `cols` of a sequence. A number that no page has
-    stands for the first or the last page."""
-    rows = place.token_k + cols
+def row_places(block, exists, place, cache: KVLayout, HOLDS: tl.constexpr, N: tl.constexpr):
+    """(page or batch entry, row in it) of the keys of a tile of a sequence, a row as the sum of a
+    number and of rows [N]. If it HOLDS those, and no page is between, they are the same for all
+    tiles. A page number that no page has stands for the first or the last page."""
+    within_N = tl.arange(0, N)
     if cache.table is None:
-        return cache_row(cache, place.b), wide(rows)
+        if HOLDS:
+            rows = wide(place.token_k + block * N), wide(within_N)
+        else:
+            rows = wide(0), wide(place.token_k + (block * N + within_N))
+        return cache_row(cache, place.b), rows
     else:
+        rows = place.token_k + (block * N + within_N)
         table = cache.table + place.b * cache.stride_tableb
         page = tl.load(table + rows // cache.page_size, mask=exists, other=0)
-        return within(page, 0, cache.entries - 1).to(tl.int64), wide(rows % cache.page_size)
+        entry = within(page, 0, cache.entries - 1).to(tl.int64)
+        return entry, (wide(0), wide(rows % cache.page_size))
 
 
 @triton.jit
@@ -220,26 +240,50 @@ def load_words(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     VALUES: tl.constexpr,
+    ACROSS: tl.constexpr = False,
 ):
-    """Words [N, BLOCK] of rows of KV head g, from word `slice_words` on; zeros where no row
-    exists, and past DIM values."""
+    """Words [N, BLOCK] of rows of KV head g, from word `slice_words` on, or [BLOCK, N]; zeros where
+    no row exists, and past DIM values."""
     BITS: tl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth
     base = word_pointer(x.ptr, VALUES) + g * in_words(x.stride_h, BITS) + slice_words
-    at = entry * in_words(x.stride_b, BITS) + row * in_words(x.stride_n, BITS)
-    words = tl.arange(0, BLOCK)
-    ptrs = base + at[:, None] + words[None, :]
-    if DIM == BLOCK * VALUES:
-        return tl.load(ptrs, mask=exists[:, None], other=0)
+    first, rows = row
+    base += first * in_words(x.stride_n, BITS)
+    at = rows * in_words(x.stride_n, BITS)
+    if entry.type.is_block():
+        at += entry * in_words(x.stride_b, BITS)
     else:
+        base += entry * in_words(x.stride_b, BITS)
+    words = tl.arange(0, BLOCK)
+    if ACROSS:
+        ptrs = base + at[None, :] + words[:, None]
+        ok = exists[None, :]
+    else:
+        ptrs = base + at[:, None] + words[None, :]
+        ok = exists[:, None]
+    if DIM != BLOCK * VALUES:
         inside = slice_words * VALUES + words * VALUES < DIM
-        return tl.load(ptrs, mask=exists[:, None] & inside[None, :], other=0)
+        ok &= inside[:, None] if ACROSS else inside[None, :]
+    return tl.load(ptrs, mask=ok, other=0)
+
+
+@triton.jit
+def descale_rows(x, descale: Descale, entry, row):
+    """(address, from where on [N]) of what descale array `x` has of rows."""
+    first, rows = row
+    x += first * descale.stride_n
+    at = rows * descale.stride_n
+    if entry.type.is_block():
+        at += entry * descale.stride_b
+    else:
+        x += entry * descale.stride_b
+    return x, at
 
 
 @triton.jit
 def group_values(x, descale: Descale, entry, row, exists, g, index):
     """What descale array `x` has for group `index` of rows of KV head g."""
-    at = entry * descale.stride_b + row * descale.stride_n + (g * descale.stride_h + index)
-    return tl.load(x + at, mask=exists, other=0.0)
+    base, at = descale_rows(x + g * descale.stride_h + index, descale, entry, row)
+    return tl.load(base + at, mask=exists, other=0.0)
 
 
 @triton.jit
@@ -257,7 +301,7 @@ def of_each_value(
     VALUES: tl.constexpr,
 ):
     """[N, BLOCK] what descale array `x` has for value i of each word of rows of KV head g."""
-    at = entry * descale.stride_b + row * descale.stride_n + g * descale.stride_h
+    x, at = descale_rows(x + g * descale.stride_h, descale, entry, row)
     WORDS: tl.constexpr = KV_GROUP // VALUES
     # Words of a group have one scale, which is loaded once.
     SPREADS: tl.constexpr = KV_GROUP % VALUES == 0 and BLOCK % max(WORDS, 1) == 0

@@ -139,7 +139,15 @@ def share_of(
     else:
         each = 0
         total = 0
-        for b0 in range(0, shape.batch, LOOKS):
+        # A sequence alone is where its share begins: LOOKS for one length would be the better part
+        # of a microsecond before its first key.
+        looked = shape.batch
+        if shape.batch == 1:
+            looked = looked * 0
+            total += tl.sum(lengths_of(first_B, x, shape, mask, work, tile), 0)
+            if work.SKIPS_EMPTY:
+                empty += (total == 0).to(tl.int32)
+        for b0 in range(0, looked, LOOKS):
             length_B = lengths_of(b0 + looks_B, x, shape, mask, work, tile)
             total += tl.sum(length_B, 0)
             if work.SKIPS_EMPTY:
@@ -155,7 +163,7 @@ def share_of(
         b = 0
         base = 0
         before = 0
-        for b0 in range(0, shape.batch, LOOKS):
+        for b0 in range(0, looked, LOOKS):
             length_B = lengths_of(b0 + looks_B, x, shape, mask, work, tile)
             end_B = before + tl.cumsum(length_B, 0)
             before += tl.sum(length_B, 0)
