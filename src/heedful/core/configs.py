@@ -543,7 +543,16 @@ ROWS: list[ConfigRow] = [
 OPTIONS = {
     "hopper.backward": ("draws", "last_waves", "splits"),
     "decode.forward": ("conversion", "programs", "registers", "merge_values", "merge_stages"),
-    "mla.forward": ("columns", "merge_values", "overhead", "least_tiles"),
+    "mla.forward": (
+        "columns",
+        "merge_values",
+        "overhead",
+        "least_tiles",
+        "ahead",
+        "in_order",
+        "evict_first",
+        "fetch",
+    ),
 }
 
 
@@ -558,6 +567,9 @@ def by_hand(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem
         raise ValueError("backend: a deterministic backward draws its tiles, got draws=0")
     if made.get("columns", 256) not in (128, 256):
         raise ValueError(f"backend: columns must be 128 or 256, got {made['columns']}")
+    for name, most in (("ahead", 8), ("in_order", 1), ("evict_first", 1), ("fetch", 1)):
+        if not 0 <= made.get(name, 0) <= most:
+            raise ValueError(f"backend: {name} must be 0 to {most}, got {made[name]}")
     for name in ("programs", "merge_values", "merge_stages", "least_tiles"):
         value = made.get(name, 1)
         if value < 1 or value & (value - 1) and name == "merge_values":

@@ -20,13 +20,20 @@ class MlaIO(NamedTuple):
 class MlaTile(NamedTuple):
     """HEAD_DIM: of queries and keys. BLOCK_M: query rows, 64. BLOCK_N: keys of a step, 128. ROWS: a
     power of two that a tile's rows are within. COLUMNS: of values in one product, which are
-    released together."""
+    released together. AHEAD: boxes of the next step's first scores that are queued behind a step's
+    last values. IN_ORDER: the first consumer's product with the second block's values is queued
+    behind the second's. EVICT_FIRST: keys are the first to leave L2. FETCH: keys of the next step
+    are fetched into L2, by the tiles of rows in turns."""
 
     HEAD_DIM: Const
     BLOCK_M: Const
     BLOCK_N: Const
     ROWS: Const
     COLUMNS: Const
+    AHEAD: Const
+    IN_ORDER: Const
+    EVICT_FIRST: Const
+    FETCH: Const
     CONSUMER_REGS: Const
     PRODUCER_REGS: Const
 

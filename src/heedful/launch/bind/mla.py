@@ -88,6 +88,10 @@ def _tile(problem: AttentionProblem, config: MlaConfig) -> MlaTile:
         BLOCK_N=config.block_n,
         ROWS=_rows(problem),
         COLUMNS=config.columns,
+        AHEAD=config.ahead,
+        IN_ORDER=config.in_order,
+        EVICT_FIRST=config.evict_first,
+        FETCH=config.fetch,
         CONSUMER_REGS=config.consumer_regs,
         PRODUCER_REGS=config.producer_regs,
     )
