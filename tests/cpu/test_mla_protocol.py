@@ -149,6 +149,7 @@ class Device:
     ahead: int = 0
     in_order: int = 0
     fetch: int = 0
+    merge: int = 0
     instead: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -167,7 +168,7 @@ class Device:
         work = DecodeWork(
             partial_out=None if self.splits == 1 else 0,
             partial_lse=None,
-            counts=None,
+            counts=Pointer([0] * (2 * self.tiles * len(self.lengths))),
             splits=None if self.splits is None else Int(self.splits),
             tiles=Int(self.tiles),
             least=Int(1 + self.overhead),
@@ -215,6 +216,7 @@ class Device:
                 IN_ORDER=self.in_order,
                 EVICT_FIRST=0,
                 FETCH=self.fetch,
+                MERGE=self.merge,
             ),
             scale_log2=Float(1.0),
         )
@@ -224,6 +226,8 @@ class Device:
         self.queues: dict[int, list[Product]] = {}
         self.at_work: dict[int, Scores] = {}
         self.fetched = 0
+        # By (sequence, row tile, half): rows that were merged, of how many parts.
+        self.merges: dict[tuple, list] = {}
 
     # What stands in for copies, products and the softmax.
 
@@ -362,6 +366,18 @@ class Device:
         place = (int(piece.start), int(piece.stop), int(piece.work.parts))
         (out,) = set(map(float, acc))
         self.results.setdefault(key, []).append((*place, out, float(m), float(sums)))
+        if place[2] > 1:
+            count = params.work.counts + 2 * piece.work.index + CONSUMER
+            count.memory[count.offset] += 1
+
+    def wait_for_parts(self, count, parts):
+        self.machine.until(lambda: count.memory[count.offset] >= parts)
+
+    def merged(self, params, piece, row, M, P, CONSUMER):
+        key = (int(piece.b), int(piece.row0), CONSUMER)
+        assert len(self.results[key]) == piece.work.parts, "merges parts that are not there"
+        self.merges.setdefault(key, []).extend(range(row, row + M))
+        return None, None, None
 
     def run(self):
         numbers = Floats(self.machine, lambda role: role // len(ROLES), self.programs)
@@ -393,6 +409,9 @@ class Device:
                 "load_columns": self.load_columns,
                 "finish_piece": self.finish,
                 "fetch_block": self.fetch_block,
+                "wait_for_parts": self.wait_for_parts,
+                "merged": self.merged,
+                "store_whole": lambda *args: None,
                 "_at_barrier": self.at_barrier,
                 **self.instead,
             }
@@ -475,7 +494,11 @@ class Device:
             weights = [2.0 ** (self.scores[key] - top) for key in keys]
             for tile in range(self.tiles):
                 for half in (0, 1):
-                    pieces = sorted(self.results.pop((b, 64 * tile, half)))
+                    key = (b, 64 * tile, half)
+                    pieces = sorted(self.results.pop(key))
+                    # Each row once.
+                    rows = range(64) if self.merge and len(pieces) > 1 else ()
+                    assert sorted(self.merges.pop(key, ())) == list(rows)
                     assert [piece[0] for piece in pieces] == [0, *(p[1] for p in pieces[:-1])]
                     assert pieces[-1][1] == steps
                     assert {piece[2] for piece in pieces} == {len(pieces)}
@@ -486,7 +509,7 @@ class Device:
                     assert out == pytest.approx(
                         sum(w * v for w, v in zip(weights, values, strict=True)), abs=1e-12
                     )
-        assert not self.results
+        assert not self.results and not self.merges
 
 
 class Query(Place):
@@ -524,6 +547,10 @@ CASES = {
     "ahead in order": Device((900, 300, 0, 129), 3, 0, columns=256, ahead=1, in_order=1),
     "page numbers early": Device((900, 130, 0), 3, 0, page=64, fetch=1),
     "small page numbers early": Device((500, 77, 1), 2, 0, page=48, fetch=1),
+    "merged by all": Device((1500, 0, 1, 127, 128, 129, 600), 4, 0, merge=1),
+    "many parts merged by all": Device((3000,), 12, 0, merge=1),
+    "given parts merged by all": Device((700, 1, 0, 900), 3, 0, splits=3, merge=1),
+    "tiles merged by all": Device((900, 130), 4, 0, heads=128, merge=1),
     "fetched": Device((900, 130, 0), 4, 0, heads=128, page=64, fetch=2, ahead=1, in_order=1),
 }
 
@@ -585,6 +612,17 @@ def test_a_step_whose_keys_were_fetched_by_no_tile_is_none():
     # Of each step but a piece's first each tile of rows fetches a block.
     steps = sum(p[1] - p[0] - 1 for pieces in device.results.values() for p in pieces) // 2
     assert device.fetched == steps > 0
+
+
+def test_who_merges_before_all_parts_are_there_is_seen():
+    def try_seed(seed):
+        device = Device((1500, 600), 4, seed, merge=1)
+        device.instead = {"wait_for_parts": lambda count, parts: None}
+        device.run()
+
+    with pytest.raises(AssertionError, match="parts that are not there"):
+        for seed in range(20):
+            try_seed(seed)
 
 
 class Keeping(Device):

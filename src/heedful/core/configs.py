@@ -552,6 +552,7 @@ OPTIONS = {
         "in_order",
         "evict_first",
         "fetch",
+        "merge",
         "producer_regs",
     ),
 }
@@ -568,9 +569,9 @@ def by_hand(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem
         raise ValueError("backend: a deterministic backward draws its tiles, got draws=0")
     if made.get("columns", 256) not in (128, 256):
         raise ValueError(f"backend: columns must be 128 or 256, got {made['columns']}")
-    for name, most in (("ahead", 8), ("in_order", 1), ("evict_first", 1), ("fetch", 2)):
-        if not 0 <= made.get(name, 0) <= most:
-            raise ValueError(f"backend: {name} must be 0 to {most}, got {made[name]}")
+    for name, highest in (("ahead", 8), ("in_order", 1), ("evict_first", 1), ("fetch", 2), ("merge", 1)):
+        if not 0 <= made.get(name, 0) <= highest:
+            raise ValueError(f"backend: {name} must be 0 to {highest}, got {made[name]}")
     if made.get("producer_regs", 24) not in (24, 32, 40):
         raise ValueError(f"backend: producer_regs must be 24, 32 or 40, got {made['producer_regs']}")
     for name in ("programs", "merge_values", "merge_stages", "least_tiles"):

@@ -25,7 +25,8 @@ class MlaTile(NamedTuple):
     released together. AHEAD: boxes of the next step's first scores that are queued behind a step's
     last values. IN_ORDER: the first consumer's product with the second block's values is queued
     behind the second's. EVICT_FIRST: keys are the first to leave L2. FETCH: of the next step, 1:
-    page numbers are read early; 2: keys are fetched into L2, too."""
+    page numbers are read early; 2: keys are fetched into L2, too. MERGE: all programs
+    that have a part of a sequence merge some of its rows."""
 
     HEAD_DIM: Const
     BLOCK_M: Const
@@ -36,6 +37,7 @@ class MlaTile(NamedTuple):
     IN_ORDER: Const
     EVICT_FIRST: Const
     FETCH: Const
+    MERGE: Const
     CONSUMER_REGS: Const
     PRODUCER_REGS: Const
 

@@ -23,7 +23,7 @@ from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.compat import opaque
 from heedful.kernels.hopper.mask import mask_outside
-from heedful.kernels.hopper.mla_results import finish_piece
+from heedful.kernels.hopper.mla_results import finish_piece, merge_share
 from heedful.kernels.hopper.mla_shared import (
     BOXES,
     HALF,
@@ -292,6 +292,7 @@ def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
     s_layout: gl.constexpr = scores_layout(dtype, KEYS)
     visit = gl.to_tensor(0)
     pieces = gl.to_tensor(0)
+    whole = share
     while share.x < share.end:
         piece, share = look(share, params)
         if piece.start < piece.stop:
@@ -324,3 +325,5 @@ def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
             barrier.arrive_after_mma(shared.q_empty.index(0))
             finish_piece(io, shared, params, piece, pieces, acc, m_M, l_ML, CONSUMER)
             pieces += 1
+    if params.tile.MERGE and params.work.partial_out is not None:
+        merge_share(io, params, whole, CONSUMER)

@@ -102,6 +102,7 @@ def _tile(problem: AttentionProblem, config: MlaConfig, fetch: int) -> MlaTile:
         IN_ORDER=config.in_order,
         EVICT_FIRST=config.evict_first,
         FETCH=fetch,
+        MERGE=config.merge,
         CONSUMER_REGS=config.consumer_regs,
         PRODUCER_REGS=config.producer_regs,
     )
