@@ -569,11 +569,19 @@ def by_hand(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem
         raise ValueError("backend: a deterministic backward draws its tiles, got draws=0")
     if made.get("columns", 256) not in (128, 256):
         raise ValueError(f"backend: columns must be 128 or 256, got {made['columns']}")
-    for name, highest in (("ahead", 8), ("in_order", 1), ("evict_first", 1), ("fetch", 2), ("merge", 1)):
+    for name, highest in (
+        ("ahead", 8),
+        ("in_order", 1),
+        ("evict_first", 1),
+        ("fetch", 2),
+        ("merge", 1),
+    ):
         if not 0 <= made.get(name, 0) <= highest:
             raise ValueError(f"backend: {name} must be 0 to {highest}, got {made[name]}")
     if made.get("producer_regs", 24) not in (24, 32, 40):
-        raise ValueError(f"backend: producer_regs must be 24, 32 or 40, got {made['producer_regs']}")
+        raise ValueError(
+            f"backend: producer_regs must be 24, 32 or 40, got {made['producer_regs']}"
+        )
     for name in ("programs", "merge_values", "merge_stages", "least_tiles"):
         value = made.get(name, 1)
         if value < 1 or value & (value - 1) and name == "merge_values":

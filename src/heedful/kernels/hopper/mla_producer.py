@@ -17,7 +17,6 @@ from heedful.kernels.hopper.mla_shared import (
 )
 from heedful.kernels.hopper.sequences import box, within
 
-
 FIRST_TO_LEAVE: gl.constexpr = gl.constexpr(
     CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0))
 )
@@ -79,7 +78,7 @@ def load_box(
 
 @gluon.jit
 def pages_of(io, params, piece, col):
-    """(numbers, places in the sequence) of the pages of 64 keys from `col` on; none without pages."""
+    """(numbers, places in the sequence) of the pages of 64 keys from `col` on, if there are any."""
     HEIGHT: gl.constexpr = io.k.block_type.shape[-2]
     pages = ()
     places = ()
@@ -143,7 +142,7 @@ def load_piece(io, shared, params, piece, batch, visit):
         next_1 = pages_of(io, params, piece, later + KEYS)
         load_block(io, shared, params, piece, batch, col, visit & 1, now_0, 0)
         load_block(io, shared, params, piece, batch, col + KEYS, visit & 1, now_1, 1)
-        if params.tile.FETCH > 1:
+        if params.tile.FETCH > 1:  # noqa: SIM102  (known when compiling, and `and` is not)
             if number + 1 < piece.stop:
                 if mine == 0:
                     fetch_block(io, params, piece, batch, later, next_0)
