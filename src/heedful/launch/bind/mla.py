@@ -7,6 +7,7 @@ from heedful.core.problem import AttentionProblem
 from heedful.core.sizes import Sizes
 from heedful.core.tiles import MlaConfig
 from heedful.kernels.args.hopper import KVRows
+from heedful.kernels.args.kinds import Rows
 from heedful.kernels.args.mla import MlaIO, MlaParams, MlaTile
 from heedful.launch.bind import groups
 from heedful.launch.bind import hopper_maps as maps
@@ -38,7 +39,7 @@ def _call(
         "io": MlaIO(
             q=groups.rows(buffers, "q", divisor),
             k=_map(problem, buffers),
-            k_rows=groups.rows(buffers, "k") if fetch > 1 else None,
+            k_rows=groups.rows(buffers, "k") if fetch > 1 else Rows(None, None, None, None),
             out=groups.split_rows(buffers, "out", False, divisor),
             lse=groups.split_row_vector(buffers, "lse", False),
         ),
