@@ -99,8 +99,9 @@ class MlaConfig(SharedKeysConfig):
     queued behind a step's last values. in_order: 1: the first consumer's product with the second
     block's values is queued behind the second's. evict_first: 1: keys are the first to leave L2.
     fetch: of the next step, 1: page numbers are read early; 2: keys are fetched into L2, too, by
-    the tiles of rows in turns. merge: 1: parts are merged by all programs that have one, each some rows, which
-    takes programs that are at work at once. consumer_regs, producer_regs: registers of a thread.
+    the tiles of rows in turns. merge: 1: parts are merged by all programs that have one, each some
+    rows, which takes programs that are at work at once. consumer_regs, producer_regs: registers of
+    a thread.
     """
 
     merge_values: int = 128
