@@ -25,10 +25,17 @@ PROBLEMS = {
     "whole": {"heads_q": 128, "num_splits": 1, "page_size": 64},
     # As it may be chosen by hand.
     "quarters": {"heads_q": 128, "page_size": 64, "backend": "mla+columns=128"},
+    "ahead": {"heads_q": 128, "page_size": 64, "backend": "mla+ahead=1+in_order=1+evict_first=1"},
+    "fetched": {"heads_q": 128, "page_size": 64, "backend": "mla+fetch=2+producer_regs=32"},
+    "merged by all": {
+        "heads_q": 128,
+        "page_size": 64,
+        "backend": "mla+ahead=1+in_order=1+fetch=1+merge=1",
+    },
 }
 # It takes ten seconds to compile one. By default: each dtype, mask, way of telling lengths, size of
 # pages within and beyond a block, and part of the registers.
-DEFAULT = ("128 heads", "four tokens", "one length", "pages of 16")
+DEFAULT = ("128 heads", "four tokens", "one length", "pages of 16", "merged by all")
 BY_DEFAULT = [
     pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in PROBLEMS
 ]

@@ -146,6 +146,10 @@ class Device:
     overhead: int = 0
     page: int = 0
     columns: int = 128
+    ahead: int = 0
+    in_order: int = 0
+    fetch: int = 0
+    merge: int = 0
     instead: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -164,7 +168,7 @@ class Device:
         work = DecodeWork(
             partial_out=None if self.splits == 1 else 0,
             partial_lse=None,
-            counts=None,
+            counts=Pointer([0] * (2 * self.tiles * len(self.lengths))),
             splits=None if self.splits is None else Int(self.splits),
             tiles=Int(self.tiles),
             least=Int(1 + self.overhead),
@@ -202,14 +206,28 @@ class Device:
                 IS_RAGGED=True, k_rows=Int(self.page or self.stored), NO_PAGE=1 << 20
             ),
             work=work,
-            tile=SimpleNamespace(BLOCK_M=64, BLOCK_N=STEP, COLUMNS=self.columns, ROWS=64),
+            tile=SimpleNamespace(
+                BLOCK_M=64,
+                BLOCK_N=STEP,
+                HEAD_DIM=64 * BOXES,
+                COLUMNS=self.columns,
+                ROWS=64,
+                AHEAD=self.ahead,
+                IN_ORDER=self.in_order,
+                EVICT_FIRST=0,
+                FETCH=self.fetch,
+                MERGE=self.merge,
+            ),
             scale_log2=Float(1.0),
         )
         # By (sequence, row tile, half): pieces with their results.
         self.results: dict[tuple, list] = {}
-        self.arrived: set[int] = set()
+        self.arrived: set[tuple] = set()
         self.queues: dict[int, list[Product]] = {}
         self.at_work: dict[int, Scores] = {}
+        self.fetched = 0
+        # By (sequence, row tile, half): rows that were merged, of how many parts.
+        self.merges: dict[tuple, list] = {}
 
     # What stands in for copies, products and the softmax.
 
@@ -320,13 +338,21 @@ class Device:
         self.arrive(shared.p_full.index(BLOCK), 4)
 
     def at_barrier(self, does, barrier):
-        program = self.machine.now // len(ROLES)
+        place = self.machine.now // len(ROLES), int(barrier)
         if does == "bar.arrive":
-            assert program not in self.arrived, "arrives before the other has gone on"
-            self.arrived.add(program)
+            assert place not in self.arrived, "arrives before the other has gone on"
+            self.arrived.add(place)
         else:
-            self.machine.until(lambda: program in self.arrived)
-            self.arrived.remove(program)
+            self.machine.until(lambda: place in self.arrived)
+            self.arrived.remove(place)
+
+    def fetch_block(self, io, params, piece, batch, col, found):
+        """Keys that are there, of the step behind the one that is loaded."""
+        assert piece.start * STEP + STEP <= int(col) < piece.stop * STEP
+        pages, places = found
+        for page, place in zip(pages, places, strict=True):
+            assert int(page) == int(piece.b) * (self.stored // self.page) + int(place)
+        self.fetched += 1
 
     def load_columns(self, io, params, piece, first, columns):
         made = Float(first)
@@ -340,6 +366,18 @@ class Device:
         place = (int(piece.start), int(piece.stop), int(piece.work.parts))
         (out,) = set(map(float, acc))
         self.results.setdefault(key, []).append((*place, out, float(m), float(sums)))
+        if place[2] > 1:
+            count = params.work.counts + 2 * piece.work.index + CONSUMER
+            count.memory[count.offset] += 1
+
+    def wait_for_parts(self, count, parts):
+        self.machine.until(lambda: count.memory[count.offset] >= parts)
+
+    def merged(self, params, piece, row, M, P, CONSUMER):
+        key = (int(piece.b), int(piece.row0), CONSUMER)
+        assert len(self.results[key]) == piece.work.parts, "merges parts that are not there"
+        self.merges.setdefault(key, []).extend(range(row, row + M))
+        return None, None, None
 
     def run(self):
         numbers = Floats(self.machine, lambda role: role // len(ROLES), self.programs)
@@ -370,6 +408,10 @@ class Device:
                 "opaque": Int,
                 "load_columns": self.load_columns,
                 "finish_piece": self.finish,
+                "fetch_block": self.fetch_block,
+                "wait_for_parts": self.wait_for_parts,
+                "merged": self.merged,
+                "store_whole": lambda *args: None,
                 "_at_barrier": self.at_barrier,
                 **self.instead,
             }
@@ -380,7 +422,7 @@ class Device:
                 roles.append(role)
                 names.append(f"{name} of program {program}")
         self.machine.run(roles, names)
-        assert not any(self.queues.values())
+        assert not any(self.queues.values()) and not self.arrived
 
     def arrive_4(self, bar):
         self.arrive(bar, 4)
@@ -452,7 +494,11 @@ class Device:
             weights = [2.0 ** (self.scores[key] - top) for key in keys]
             for tile in range(self.tiles):
                 for half in (0, 1):
-                    pieces = sorted(self.results.pop((b, 64 * tile, half)))
+                    key = (b, 64 * tile, half)
+                    pieces = sorted(self.results.pop(key))
+                    # Each row once.
+                    rows = range(64) if self.merge and len(pieces) > 1 else ()
+                    assert sorted(self.merges.pop(key, ())) == list(rows)
                     assert [piece[0] for piece in pieces] == [0, *(p[1] for p in pieces[:-1])]
                     assert pieces[-1][1] == steps
                     assert {piece[2] for piece in pieces} == {len(pieces)}
@@ -463,7 +509,7 @@ class Device:
                     assert out == pytest.approx(
                         sum(w * v for w, v in zip(weights, values, strict=True)), abs=1e-12
                     )
-        assert not self.results
+        assert not self.results and not self.merges
 
 
 class Query(Place):
@@ -495,6 +541,17 @@ CASES = {
     "small pages": Device((500, 77, 1), 2, 0, page=48),
     "a part costs": Device((1500, 300, 20), 3, 0, overhead=2),
     "halves": Device((900, 300), 2, 0, columns=256),
+    "ahead": Device((900, 300, 1, 0), 3, 0, columns=256, ahead=1),
+    "three ahead, by quarters": Device((900, 130), 4, 0, heads=128, ahead=3),
+    "in order": Device((900, 300), 2, 0, columns=256, in_order=1),
+    "ahead in order": Device((900, 300, 0, 129), 3, 0, columns=256, ahead=1, in_order=1),
+    "page numbers early": Device((900, 130, 0), 3, 0, page=64, fetch=1),
+    "small page numbers early": Device((500, 77, 1), 2, 0, page=48, fetch=1),
+    "merged by all": Device((1500, 0, 1, 127, 128, 129, 600), 4, 0, merge=1),
+    "many parts merged by all": Device((3000,), 12, 0, merge=1),
+    "given parts merged by all": Device((700, 1, 0, 900), 3, 0, splits=3, merge=1),
+    "tiles merged by all": Device((900, 130), 4, 0, heads=128, merge=1),
+    "fetched": Device((900, 130, 0), 4, 0, heads=128, page=64, fetch=2, ahead=1, in_order=1),
 }
 
 
@@ -506,7 +563,8 @@ def test_both_halves_of_all_results_are_those_of_the_values_whoever_is_slow(devi
         found.check()
 
 
-def test_a_box_that_is_released_early_is_seen():
+@pytest.mark.parametrize("ahead", (0, 1))
+def test_a_box_that_is_released_early_is_seen(ahead):
     """The first consumer gives its half of a block back before its product is done."""
 
     def wait_late(device):
@@ -519,11 +577,50 @@ def test_a_box_that_is_released_early_is_seen():
         return wait
 
     def try_seed(seed):
-        device = Device((1500, 1500), 2, seed)
+        device = Device((1500, 1500), 2, seed, ahead=ahead)
         device.instead = {"warpgroup_mma_wait": wait_late(device)}
         device.run()
 
     with pytest.raises(AssertionError, match="memory changed"):
+        for seed in range(20):
+            try_seed(seed)
+
+
+def test_a_product_that_is_waited_for_too_late_in_its_queue_is_seen():
+    """What is queued behind the values is not counted when their boxes are given back."""
+
+    def wait_less(device):
+        def wait(count, deps):
+            is_behind = count >= 1 and not isinstance(deps[0], Scores)
+            return device.mma_wait(count + is_behind, deps)
+
+        return wait
+
+    def try_seed(seed):
+        device = Device((1500, 1500), 2, seed, columns=256, ahead=1)
+        device.instead = {"warpgroup_mma_wait": wait_less(device)}
+        device.run()
+
+    with pytest.raises(AssertionError, match="memory changed"):
+        for seed in range(20):
+            try_seed(seed)
+
+
+def test_a_step_whose_keys_were_fetched_by_no_tile_is_none():
+    device = Device((900, 130), 4, 0, heads=128, page=64, fetch=2)
+    device.run()
+    # Of each step but a piece's first each tile of rows fetches a block.
+    steps = sum(p[1] - p[0] - 1 for pieces in device.results.values() for p in pieces) // 2
+    assert device.fetched == steps > 0
+
+
+def test_who_merges_before_all_parts_are_there_is_seen():
+    def try_seed(seed):
+        device = Device((1500, 600), 4, seed, merge=1)
+        device.instead = {"wait_for_parts": lambda count, parts: None}
+        device.run()
+
+    with pytest.raises(AssertionError, match="parts that are not there"):
         for seed in range(20):
             try_seed(seed)
 

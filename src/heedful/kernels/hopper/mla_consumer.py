@@ -23,7 +23,7 @@ from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.compat import opaque
 from heedful.kernels.hopper.mask import mask_outside
-from heedful.kernels.hopper.mla_results import finish_piece
+from heedful.kernels.hopper.mla_results import finish_piece, merge_share
 from heedful.kernels.hopper.mla_shared import (
     BOXES,
     HALF,
@@ -43,7 +43,9 @@ from heedful.kernels.hopper.softmax import (
     vote_above,
 )
 
+# Named barriers: the first block's scores are queued, the second's product of its own block.
 TURN_BARRIER: gl.constexpr = gl.constexpr(8)
+ORDER_BARRIER: gl.constexpr = gl.constexpr(9)
 
 
 @gluon.jit
@@ -88,13 +90,24 @@ def queue_box(
 
 
 @gluon.jit
-def queue_scores(shared, phase, zero, BLOCK: gl.constexpr):
-    """Starts q k^T of a block, box by box."""
-    dtype: gl.constexpr = shared.q.dtype
-    s_MN = gl.zeros([ROWS, KEYS], gl.float32, scores_layout(dtype, KEYS))
-    for turn in gl.static_range(BOXES):
+def no_scores(dtype: gl.constexpr):
+    return gl.zeros([ROWS, KEYS], gl.float32, scores_layout(dtype, KEYS))
+
+
+@gluon.jit
+def queue_boxes(
+    shared, phase, zero, s_MN, BLOCK: gl.constexpr, FIRST: gl.constexpr, END: gl.constexpr
+):
+    """Starts q k^T of a block's boxes [FIRST, END) in turn."""
+    for turn in gl.static_range(FIRST, END):
         s_MN = queue_box(shared, phase, zero, s_MN, turn > 0, BLOCK, box_in_turn(BLOCK, turn))
     return s_MN
+
+
+@gluon.jit
+def queue_scores(shared, phase, zero, BLOCK: gl.constexpr):
+    """Starts q k^T of a block, box by box."""
+    return queue_boxes(shared, phase, zero, no_scores(shared.q.dtype), BLOCK, 0, BOXES)
 
 
 @gluon.jit
@@ -145,25 +158,47 @@ def queue_values(shared, zero, p, acc, BLOCK: gl.constexpr, CONSUMER: gl.constex
 
 
 @gluon.jit
-def finish_values(shared, acc, BLOCK: gl.constexpr, CONSUMER: gl.constexpr):
-    """The output once all parts are added, which are released one after the other."""
+def finish_values(
+    shared, acc, BLOCK: gl.constexpr, CONSUMER: gl.constexpr, BEHIND: gl.constexpr = 0
+):
+    """The output once all parts are added, which are released one after the other. BEHIND: products
+    that were queued since."""
     first: gl.constexpr = 0 if BLOCK == CONSUMER else len(acc)
     out = ()
     for which in gl.static_range(len(acc)):
-        out = out + (warpgroup_mma_wait(len(acc) - 1 - which, deps=[acc[which]]),)
+        out = out + (warpgroup_mma_wait(len(acc) - 1 - which + BEHIND, deps=[acc[which]]),)
         barrier.arrive_after_mma(shared.empty(BLOCK, first + which))
     return out
 
 
 @gluon.jit
-def first_step(shared, params, piece, least_stop, col, phase, acc, m_M, l_ML):
-    """One step of consumer 0."""
+def first_scores(shared, phase, zero, s_MN, DONE: gl.constexpr):
+    """The first block's scores, of which DONE boxes are queued. The second's are queued behind."""
+    s_MN = queue_boxes(shared, phase, zero, s_MN, 0, DONE, BOXES)
+    _at_barrier("bar.arrive", TURN_BARRIER)
+    return warpgroup_mma_wait(0, deps=[s_MN])
+
+
+@gluon.jit
+def first_step(
+    shared,
+    params,
+    piece,
+    least_stop,
+    col,
+    phase,
+    s_MN,
+    acc,
+    m_M,
+    l_ML,
+    AHEAD: gl.constexpr,
+):
+    """What consumer 0 does in a step with the first block's scores. AHEAD: boxes of the next step's
+    that are queued before it waits for its last product; 0: there is no next step, or it is not
+    looked at."""
     dtype: gl.constexpr = shared.q.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     zero = opaque(0)
-    s_MN = queue_scores(shared, phase, zero, 0)
-    _at_barrier("bar.arrive", TURN_BARRIER)
-    s_MN = warpgroup_mma_wait(0, deps=[s_MN])
     s_MN = masked(s_MN, params, piece, least_stop, col)
     p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
         s_MN, m_M, l_ML, params.scale_log2, threshold_limit(dtype), True
@@ -177,9 +212,17 @@ def first_step(shared, params, piece, least_stop, col, phase, acc, m_M, l_ML):
     acc = finish_values(shared, acc, 0, 0)
     barrier.wait(shared.p_full.index(1), phase)
     acc, m_M, l_ML = follow(acc, m_M, l_ML, shared.top.index(1))
+    if params.tile.IN_ORDER:
+        _at_barrier("bar.sync", ORDER_BARRIER)
     acc = queue_values(shared, zero, shared.rest.index(1 + zero), acc, 1, 0)
-    acc = finish_values(shared, acc, 1, 0)
-    return acc, m_M, l_ML
+    if AHEAD > 0:
+        # The matrix unit has these to do while the values' boxes are given back.
+        s_MN = queue_boxes(shared, phase ^ 1, zero, no_scores(dtype), 0, 0, AHEAD)
+        acc = finish_values(shared, acc, 1, 0, AHEAD)
+        s_MN = first_scores(shared, phase ^ 1, zero, s_MN, AHEAD)
+    else:
+        acc = finish_values(shared, acc, 1, 0)
+    return s_MN, acc, m_M, l_ML
 
 
 @gluon.jit
@@ -207,6 +250,8 @@ def second_step(shared, params, piece, least_stop, col, phase, acc, m_M, l_ML):
     if must_rescale != 0:
         acc = scale_output(acc, alpha_M)
     acc = queue_values(shared, zero, gl.convert_layout(p_MN, p_layout), acc, 1, 1)
+    if params.tile.IN_ORDER:
+        _at_barrier("bar.arrive", ORDER_BARRIER)
     acc = finish_values(shared, acc, 1, 1)
     return acc, m_M, l_ML
 
@@ -221,12 +266,33 @@ def no_output(dtype: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
+def first_steps(shared, params, piece, least_stop, visit, acc, m_M, l_ML):
+    """A piece of consumer 0."""
+    AHEAD: gl.constexpr = params.tile.AHEAD
+    dtype: gl.constexpr = shared.q.dtype
+    last = piece.stop - 1
+    s_MN = first_scores(shared, visit & 1, opaque(0), no_scores(dtype), 0)
+    for number in range(piece.start, last):
+        col = number * params.tile.BLOCK_N
+        s_MN, acc, m_M, l_ML = first_step(
+            shared, params, piece, least_stop, col, visit & 1, s_MN, acc, m_M, l_ML, AHEAD
+        )
+        visit += 1
+    col = last * params.tile.BLOCK_N
+    _s, acc, m_M, l_ML = first_step(
+        shared, params, piece, least_stop, col, visit & 1, s_MN, acc, m_M, l_ML, 0
+    )
+    return acc, m_M, l_ML
+
+
+@gluon.jit
 def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
     """Columns [256 CONSUMER, 256 CONSUMER + 256) of all pieces of a program."""
     dtype: gl.constexpr = shared.q.dtype
     s_layout: gl.constexpr = scores_layout(dtype, KEYS)
     visit = gl.to_tensor(0)
     pieces = gl.to_tensor(0)
+    whole = share
     while share.x < share.end:
         piece, share = look(share, params)
         if piece.start < piece.stop:
@@ -237,18 +303,27 @@ def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
             acc = no_output(dtype, params.tile.COLUMNS)
             m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
             l_ML = lane_sums(gl.zeros([ROWS, KEYS], gl.float32, s_layout))
-            for number in range(piece.start, piece.stop):
-                col = number * params.tile.BLOCK_N
-                phase = visit & 1
-                if CONSUMER == 0:
-                    acc, m_M, l_ML = first_step(
-                        shared, params, piece, least_stop, col, phase, acc, m_M, l_ML
-                    )
-                else:
-                    acc, m_M, l_ML = second_step(
-                        shared, params, piece, least_stop, col, phase, acc, m_M, l_ML
-                    )
-                visit += 1
+            if CONSUMER == 0 and params.tile.AHEAD > 0:
+                acc, m_M, l_ML = first_steps(
+                    shared, params, piece, least_stop, visit, acc, m_M, l_ML
+                )
+                visit += piece.stop - piece.start
+            else:
+                for number in range(piece.start, piece.stop):
+                    col = number * params.tile.BLOCK_N
+                    phase = visit & 1
+                    if CONSUMER == 0:
+                        s_MN = first_scores(shared, phase, opaque(0), no_scores(dtype), 0)
+                        _s, acc, m_M, l_ML = first_step(
+                            shared, params, piece, least_stop, col, phase, s_MN, acc, m_M, l_ML, 0
+                        )
+                    else:
+                        acc, m_M, l_ML = second_step(
+                            shared, params, piece, least_stop, col, phase, acc, m_M, l_ML
+                        )
+                    visit += 1
             barrier.arrive_after_mma(shared.q_empty.index(0))
             finish_piece(io, shared, params, piece, pieces, acc, m_M, l_ML, CONSUMER)
             pieces += 1
+    if params.tile.MERGE and params.work.partial_out is not None:
+        merge_share(io, params, whole, CONSUMER)

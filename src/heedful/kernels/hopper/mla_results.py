@@ -1,5 +1,6 @@
 """How the results of a piece of the MLA decode leave, as portable/decode_merge.py has it: whole
-ones at once, partial ones to scratch, from where the last to finish a part merges them.
+ones at once, partial ones to scratch, from where the last to finish a part merges them, or all who
+have one, each some rows.
 
 Each consumer has its half of the columns to itself: slots, counts and merges of its own. Only sums
 of rows are exchanged.
@@ -11,9 +12,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper import barrier
-from heedful.kernels.hopper.compat import opaque
+from heedful.kernels.hopper.compat import inline_asm, opaque
 from heedful.kernels.hopper.epilogue import LN2
-from heedful.kernels.hopper.mla_shared import HALF
+from heedful.kernels.hopper.mla_shared import HALF, look
 from heedful.kernels.hopper.mma import ROWS, scale_output
 from heedful.kernels.hopper.softmax import shift_of
 
@@ -85,10 +86,13 @@ def store_part(params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def merged(params, piece, row, M: gl.constexpr, CONSUMER: gl.constexpr):
-    """(outputs, maximum in base 2, sum) of all parts of M rows from `row` on, in their order."""
-    P: gl.constexpr = params.work.MERGE_PARTS
-    layout: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [1, 4, 1], [2, 1, 0])
+def merged(params, piece, row, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.constexpr):
+    """(outputs, maximum in base 2, sum) of all parts of M rows from `row` on, in their order, P at
+    a time."""
+    WARPS: gl.constexpr = min(M, 4)
+    layout: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 4], [1, 1, 32], [1, WARPS, 4 // WARPS], [2, 1, 0]
+    )
     of_rows: gl.constexpr = gl.SliceLayout(2, layout)
     one: gl.constexpr = gl.SliceLayout(0, layout)
     rows_M = row + gl.arange(0, M, layout=gl.SliceLayout(0, of_rows))
@@ -128,6 +132,49 @@ def merged(params, piece, row, M: gl.constexpr, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
+def wait_for_parts(count, parts):
+    """Waits until so many parts of a unit are in scratch."""
+    inline_asm(
+        "{ .reg .pred early; .reg .b32 n;\n"
+        "AGAIN: ld.acquire.gpu.global.b32 n, [$0]; setp.lt.s32 early, n, $1;\n"
+        "@early bra AGAIN; }",
+        "l,r,~{memory}",
+        [count, parts],
+    )
+
+
+@gluon.jit
+def merge_rows(io, params, piece, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.constexpr):
+    """Merges every so many rows of a unit, as many as it has parts, from the number of this part
+    on."""
+    work = piece.work
+    number = gl.where(work.slot == work.first, 0, (work.slot - work.rest) // work.step)
+    for turn in range(number, params.tile.ROWS // M, work.parts):
+        row = turn * M
+        out, top_M, sum_M = merged(params, piece, row, M, P, CONSUMER)
+        store_whole(io, params, piece, piece.row0 + row, out, top_M, sum_M, CONSUMER * HALF)
+
+
+@gluon.jit
+def merge_share(io, params, share, CONSUMER: gl.constexpr):
+    """Merges some rows of each unit that this share has a part of. All own parts are in scratch, or
+    programs would wait for each other in a row."""
+    while share.x < share.end:
+        piece, share = look(share, params)
+        if (piece.start < piece.stop) & (piece.work.parts > 1):
+            parts = piece.work.parts
+            wait_for_parts(params.work.counts + 2 * piece.work.index + CONSUMER, parts)
+            # 128 values of a thread on their way, of few parts or of few rows.
+            if params.tile.ROWS > 16:
+                if parts <= 8:
+                    merge_rows(io, params, piece, 8, 8, CONSUMER)
+                else:
+                    merge_rows(io, params, piece, 2, 32, CONSUMER)
+            else:
+                merge_rows(io, params, piece, 2, 32, CONSUMER)
+
+
+@gluon.jit
 def finish_piece(io, shared, params, piece, pieces, acc, m_M, l_ML, CONSUMER: gl.constexpr):
     """What becomes of a piece's results."""
     rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
@@ -145,9 +192,11 @@ def finish_piece(io, shared, params, piece, pieces, acc, m_M, l_ML, CONSUMER: gl
         gl.barrier()
         count = params.work.counts + 2 * piece.work.index + CONSUMER
         done = gl.atomic_add(count, 1, sem="acq_rel", scope="gpu")
-        if done == piece.work.parts - 1:
-            gl.barrier()
-            M: gl.constexpr = min(params.tile.ROWS, 16)
-            for row in range(0, params.tile.ROWS, M):
-                out, top_M, sum_M = merged(params, piece, row, M, CONSUMER)
-                store_whole(io, params, piece, row0 + row, out, top_M, sum_M, FIRST)
+        if not params.tile.MERGE:  # noqa: SIM102  (known when compiling, and `and` is not)
+            if done == piece.work.parts - 1:
+                gl.barrier()
+                M: gl.constexpr = min(params.tile.ROWS, 16)
+                P: gl.constexpr = params.work.MERGE_PARTS
+                for row in range(0, params.tile.ROWS, M):
+                    out, top_M, sum_M = merged(params, piece, row, M, P, CONSUMER)
+                    store_whole(io, params, piece, row0 + row, out, top_M, sum_M, FIRST)
