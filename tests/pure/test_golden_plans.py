@@ -118,7 +118,7 @@ DECODES: dict[str, dict] = {
         "used_k": True,
         "kv_dtype": stored,
     }
-    for queries, group in ((1, 16), (1, 17), (2, 16), (3, 11), (1, 64), (5, 13))
+    for queries, group in ((1, 8), (1, 16), (1, 17), (2, 16), (3, 11), (1, 64), (5, 13))
     for stored in STORED
     for paged in (False, True)
 }
