@@ -4,6 +4,7 @@ import importlib
 import os
 import time
 from dataclasses import replace
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_jax_leaves_memory_to_torch_unless_it_is_told_otherwise(monkeypatch):
             monkeypatch.setenv(name, given)
         importlib.reload(in_jax)
         assert os.environ[name] == want
-    assert (in_jax.CALLS, in_jax.ROUNDS, in_jax.HOST_SETS) == (6, 5, 256)
+    assert (in_jax.CALLS, in_jax.ROUNDS, in_jax.HOST_SETS) == (6, 6, 256)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -188,7 +189,7 @@ def test_on_a_cpu_the_time_of_the_host_is_that_of_one_of_the_calls(monkeypatch):
     assert ran == [1]
 
 
-def test_ways_take_turns_in_beginning_and_those_that_fail_say_why(monkeypatch):
+def test_each_way_is_behind_each_other_and_those_that_fail_say_why(monkeypatch):
     """Of four ways one computes wrong and one raises where its calls are all made."""
     log: list = []
     case = SMALL[0]
@@ -230,13 +231,14 @@ def test_ways_take_turns_in_beginning_and_those_that_fail_say_why(monkeypatch):
         in_jax, "in_jax", lambda own, _, sets: way(ours["name"] if own == "heedful" else own, sets)
     )
     monkeypatch.setattr(in_jax, "spent", spent)
-    found = in_jax.measure(case, GPU, "cudnn", 4)
-    turns = ["PyTorch", "JAX", "cudnn"]
-    assert log == [*turns, *turns, *turns[1:], turns[0], turns[2], *turns[:2], *turns]
+    found = in_jax.measure(case, GPU, "cudnn", 7)
+    names = ["PyTorch", "JAX", "cudnn"]
+    rounds = [tuple(log[at : at + 3]) for at in range(3, len(log), 3)]
+    assert log[:3] == names and set(rounds[:6]) == {*permutations(names)}
+    assert len(rounds) == 7 and rounds[6] == rounds[0]
     assert found.times == {
-        "PyTorch": [4.0, 9.0, 11.0, 13.0],
-        "JAX": [5.0, 7.0, 12.0, 14.0],
-        "cudnn": [6.0, 8.0, 10.0, 15.0],
+        name: [4.0 + 3 * number + one.index(name) for number, one in enumerate(rounds)]
+        for name in names
     }
     assert (
         found.launches == {name: (times[-1], 1, 2, 3) for name, times in found.times.items()}
@@ -250,7 +252,7 @@ def test_ways_take_turns_in_beginning_and_those_that_fail_say_why(monkeypatch):
         log.clear()
         found = in_jax.measure(case, GPU, name)
         assert found.missing == {name: reason}
-        assert {own: len(times) for own, times in found.times.items()} == {"PyTorch": 5, "JAX": 5}
+        assert {own: len(times) for own, times in found.times.items()} == {"PyTorch": 6, "JAX": 6}
     ours["name"] = "wrong"
     monkeypatch.setattr(in_jax, "in_torch", lambda _, sets: way("silent", sets))
     found = in_jax.measure(case, GPU, "raises")

@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import permutations
 from typing import Any, NamedTuple
 
 # Beside torch, which wants memory too; before JAX is imported.
@@ -33,7 +34,7 @@ from heedful.bench.peers import Inputs, draw
 from heedful.bench.timing import Spread, ratios
 
 CALLS = 6
-ROUNDS = 5
+ROUNDS = 6
 HOST_SETS = 256
 Run = Callable[[], Any]
 
@@ -177,10 +178,11 @@ def measure(case: Case, device: torch.device, own: str, rounds: int = ROUNDS) ->
             ways[name] = way
     times: dict[str, list[float]] = {name: [] for name in ways}
     launches = {}
+    # Whoever comes later finds a warmer device, the more the more those before him took: each is
+    # behind each other, in as many rounds as there are orders.
+    orders = [*permutations(ways)]
     for number in range(rounds):
-        # Whoever comes later finds a warmer device: they begin in turns.
-        first = number % len(ways) if ways else 0
-        for name in [*ways][first:] + [*ways][:first]:
+        for name in orders[number % len(orders)]:
             way = ways[name]
             launches[name] = spent(way.run, CALLS, device)
             times[name].append(launches[name].us)

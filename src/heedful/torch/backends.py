@@ -295,8 +295,11 @@ class GpuRunner:
             run, new_lse = self._bound_into(out), self._new_lse
         else:
             out, new_lse = self._new_out(), self._new_lse
-        made = [out] if new_lse is None else [out, new_lse()]
-        return self._forward(run, self._numbers, x, made)
+        lse = None if new_lse is None else new_lse()
+        made = [out] if lse is None else [out, lse]
+        tensors, probs = self._tensors(self._numbers, x, made)
+        run(tensors)
+        return out, lse, probs
 
     def forward_once(self, numbers: Sequence[Any], x: Operands, _out: None = None):
         """The forward of lengths of the same case that most likely come but once, of which nothing
@@ -304,19 +307,19 @@ class GpuRunner:
         if current_device() != self._device.index:
             with torch.cuda.device(self._device):
                 return self.forward_once(numbers, x)
-        case = self.case
-        return self._forward(partial(case.run, numbers), numbers, x, case.make(numbers))
-
-    def _forward(self, run, numbers: Sequence[Any], x: Operands, made: list[torch.Tensor]):
-        """Runs what takes all tensors. made: out, and lse if it is asked for."""
-        tensors = [*self._pick(x), *made]
-        probs = None
-        if self._like.return_probs:
-            shape = at_lengths(self._like, numbers).probs_shape
-            probs = torch.zeros(shape, dtype=made[0].dtype, device=self._device)
-            tensors.append(probs)
-        run(tensors)
+        made = self.case.make(numbers)
+        tensors, probs = self._tensors(numbers, x, made)
+        self.case.run(numbers, tensors)
         return made[0], made[1] if len(made) == 2 else None, probs
+
+    def _tensors(self, numbers: Sequence[Any], x: Operands, made: list[torch.Tensor]):
+        """All that the forward takes, and probabilities, if they are asked for. made: out, and lse
+        if it is asked for."""
+        if not self._like.return_probs:
+            return [*self._pick(x), *made], None
+        shape = at_lengths(self._like, numbers).probs_shape
+        probs = torch.zeros(shape, dtype=made[0].dtype, device=self._device)
+        return [*self._pick(x), *made, probs], probs
 
     def _allocators(self) -> tuple[Allocator, Allocator | None]:
         """Of out and lse."""

@@ -122,7 +122,8 @@ class Sizes:
     def __init__(self, before: int, ranks: Sequence[int], kinds: Sequence[tuple]):
         """before: how many numbers come first. ranks: of the tensors. kinds: theirs."""
         places, end = [*range(before)], before
-        self._strided = [not dense for *_, dense, _ in kinds]
+        strided = [not dense for *_, dense, _ in kinds]
+        self._strided = strided if any(strided) else None
         for rank, (*_, dense, moving) in zip(ranks, kinds, strict=True):
             places += range(end, end + moving)
             end += rank
@@ -133,6 +134,10 @@ class Sizes:
 
     def of(self, numbers: list[int], tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """The numbers, two or more, and what lengths may change of the tensors."""
+        if self._strided is None:
+            for tensor in tensors:
+                numbers += tensor.shape
+            return self._pick(numbers)
         for tensor, strided in zip(tensors, self._strided, strict=True):
             numbers += tensor.shape
             if strided:

@@ -141,8 +141,8 @@ class Slot:
         "_cluster",
         "_device",
         "_maps",
+        "_maps_and_twins",
         "_size",
-        "_twins",
     )
 
     def __init__(self, artifact: Artifact, function: c_void_p, device: int, programmatic: bool):
@@ -157,7 +157,8 @@ class Slot:
             self._encoding(artifact.tensor_maps[name], places[name], word)
             for name, word in words.items()
         ]
-        self._twins = self._alike(artifact, places, words)
+        twins = self._alike(artifact, places, words)
+        self._maps_and_twins = [*zip(self._maps, twins, strict=True)]
         self._size = ctypes.c_size_t(artifact.parameter_bytes)
         self.config = Config()
         self._cluster = artifact.cluster
@@ -226,7 +227,7 @@ class Slot:
 
     def encode_all(self) -> None:
         """Makes the descriptors of all maps."""
-        for arguments, twin in zip(self._maps, self._twins, strict=True):
+        for arguments, twin in self._maps_and_twins:
             if twin and twin[0] == twin[1]:
                 _, _, own, other, given = twin
                 own[:] = other
