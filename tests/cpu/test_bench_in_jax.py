@@ -306,7 +306,7 @@ def test_dispatch_is_timed_with_and_without_gradients_behind_a_warm_up(monkeypat
     # 1 + 2 * 2 + 3 * 3, of the next set 6 more.
     assert [float(out[0, 0, 0, 0]) for out in returned[:3]] == [14.0, 20.0, 26.0]
     assert [[float(x[0, 0, 0, 0]) for x in grads] for grads in returned[9:11]] == [[7, 14, 21]] * 2
-    assert in_jax.dispatch.__defaults__ == (5, 256)
+    assert in_jax.dispatch.__defaults__ == (6, 256)
 
 
 def test_dispatch_is_of_calls_that_jit_has_compiled():
