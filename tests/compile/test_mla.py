@@ -25,12 +25,11 @@ PROBLEMS = {
     "whole": {"heads_q": 128, "num_splits": 1, "page_size": 64},
     # As it may be chosen by hand.
     "quarters": {"heads_q": 128, "page_size": 64, "backend": "mla+columns=128"},
-    "ahead": {"heads_q": 128, "page_size": 64, "backend": "mla+ahead=1+in_order=1+evict_first=1"},
-    "fetched": {"heads_q": 128, "page_size": 64, "backend": "mla+fetch=2+producer_regs=32"},
+    "ahead": {"heads_q": 128, "page_size": 64, "backend": "mla+ahead=1+in_order=1"},
     "merged by all": {
         "heads_q": 128,
         "page_size": 64,
-        "backend": "mla+ahead=1+in_order=1+fetch=1+merge=1",
+        "backend": "mla+ahead=1+in_order=1+merge=1",
     },
 }
 # It takes ten seconds to compile one. By default: each dtype, mask, way of telling lengths, size of

@@ -547,8 +547,8 @@ OPTIONS = {
         *("conversion", "programs", "registers", "merge_values", "merge_stages"),
     ),
     "mla.forward": (
-        *("columns", "merge_values", "overhead", "least_tiles", "producer_regs"),
-        *("ahead", "in_order", "evict_first", "fetch", "merge"),
+        *("columns", "merge_values", "overhead", "least_tiles"),
+        *("ahead", "in_order", "merge"),
     ),
 }
 
@@ -564,14 +564,10 @@ def by_hand(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem
         raise ValueError("backend: a deterministic backward draws its tiles, got draws=0")
     if made.get("columns", 256) not in (128, 256):
         raise ValueError(f"backend: columns must be 128 or 256, got {made['columns']}")
-    highest = {"ahead": 8, "in_order": 1, "evict_first": 1, "fetch": 2, "merge": 1}
+    highest = {"ahead": 8, "in_order": 1, "merge": 1}
     for name, most in highest.items():
         if not 0 <= made.get(name, 0) <= most:
             raise ValueError(f"backend: {name} must be 0 to {most}, got {made[name]}")
-    if made.get("producer_regs", 24) not in (24, 32, 40):
-        raise ValueError(
-            f"backend: producer_regs must be 24, 32 or 40, got {made['producer_regs']}"
-        )
     for name in ("programs", "merge_values", "merge_stages", "least_tiles", "num_stages"):
         value = made.get(name, 1)
         if value < 1 or value & (value - 1) and name == "merge_values":
