@@ -27,6 +27,7 @@ from heedful.core.tiles import (
 class ConfigRow:
     """A config of `kernel` for these architectures ("*" = any), head dims up to `max_dim`, and
     problems that `when` accepts. measured: device, date and Triton version, or why it is a guess.
+    least_units: of the device, where programs wait for each other.
     """
 
     kernel: str
@@ -35,12 +36,14 @@ class ConfigRow:
     config: TileConfig
     measured: str
     when: Callable[[AttentionProblem], bool]
+    least_units: int = 0
 
     def fits(self, problem: AttentionProblem, device: DeviceSpec) -> bool:
         dim = max(problem.head_dim, problem.head_dim_v)
         return (
             dim <= self.max_dim
             and ("*" in self.archs or device.arch in self.archs)
+            and self.least_units <= device.units
             and self.when(problem)
         )
 
@@ -79,6 +82,7 @@ def _wider_keys_under_pressure(problem: AttentionProblem) -> bool:
 
 
 _H200 = "H200, 2026-11-20, Triton 3.6: fastest without spills of those tried"
+_H200_MLA = "H200, 2026-11-25, Triton 3.9: fastest of those tried"
 _NO_SPILLS = "sm_90, Triton 3.9: largest tried that compiles without spills; not timed"
 _NO_SPILLS_EITHER = "sm_80 and sm_90, Triton 3.9: compiles without spills; not timed"
 _H200_LATER = "H200, 2026-11-23, Triton 3.9: fastest of those tried"
@@ -412,10 +416,40 @@ def _small_pages(problem: AttentionProblem) -> bool:
     return problem.page_size % 64 > 0
 
 
-def _mla(when: Callable[[AttentionProblem], bool], **how) -> ConfigRow:
+def _several_tiles_of_rows(problem: AttentionProblem) -> bool:
+    return problem.seqlen_q * problem.group > 64
+
+
+def _merge_outlasts_waiting(problem: AttentionProblem) -> bool:
+    """Whether one program would merge for longer than all wait for each other: a tile may have as
+    many parts as it has SMs. H200, 2026-11-25: 1 x 8192 keys of 128 heads take 30 us in place of
+    61, 8 x 8192 55 in place of 59; of 16 heads 1 x 131072 take 72 in place of 94, 8 x 8192 45 in
+    place of 43. Not where the caller decides on the splits: the same bits in any batch."""
+    rows = problem.seqlen_q * problem.group
+    tiles = problem.batch * problem.heads_k * -(-rows // 64)
+    return problem.num_splits == 0 and bool(_are_many_to_merge(tiles, rows))
+
+
+@opaque
+def _are_many_to_merge(tiles: int, rows: int) -> bool:
+    """SMs that a tile has, of an H200's 132, times its rows."""
+    return tiles > 0 and _MLA_SMS // tiles * min(64, rows) >= 64 * _MLA_LEAST_SMS
+
+
+_MLA_SMS, _MLA_LEAST_SMS = 132, 6
+
+
+def _mla(how: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> ConfigRow:
+    """For problems that all of `when` accept. Programs that wait for each other are at work at
+    once: a device has a unit for each line of tiles (core/sizes.py)."""
     config = MlaConfig(64, 128, programs=1, least_tiles=2, **how)
-    measured = _NO_SPILLS if how else _H200_LATER
-    return ConfigRow("mla.forward", ("sm_90",), 576, config, measured, when)
+    measured = _LEAST_SPILLS if _small_pages in when else _H200_MLA
+    units = _MLA_SMS // _MLA_LEAST_SMS if config.merge else 0
+
+    def fits(problem: AttentionProblem) -> bool:
+        return all(accepts(problem) for accepts in when)
+
+    return ConfigRow("mla.forward", ("sm_90",), 576, config, measured, fits, units)
 
 
 _ONE: dict[str, Any] = {"pack_gqa": True}
@@ -528,9 +562,20 @@ ROWS: list[ConfigRow] = [
         for archs, warps, stages in ((_CDNA, 4, 1), (_NVIDIA, 8, 2), (("*",), 8, 1))
         for rows in (16, 32, 64)
     ),
-    # Of pages of fewer keys than a block the producer holds more numbers.
-    _mla(_small_pages, consumer_regs=232, producer_regs=40),
-    _mla(_always),
+    # Of pages of fewer keys than a block the producer holds more numbers. Of 64 x 8192 keys and 128
+    # heads products queued ahead and in order take 226.8 us in place of 231 (H200, 2026-11-25).
+    *(
+        _mla({**beside, **how}, *small, *when)
+        for small, beside in (
+            ((_small_pages,), {"consumer_regs": 232, "producer_regs": 40}),
+            ((), {}),
+        )
+        for when, how in (
+            ((_merge_outlasts_waiting,), {"merge": 1}),
+            ((_several_tiles_of_rows,), {"ahead": 1, "in_order": 1}),
+            ((), {}),
+        )
+    ),
     *(
         ConfigRow(f"portable.{kernel}", archs, max_dim, PortableConfig(*tile), measured, when)
         for kernel, archs, when, measured, tiles in _PORTABLE
