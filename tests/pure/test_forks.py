@@ -150,7 +150,7 @@ if sys.argv[1] == "cuda":
 artifact = Artifact(b"code", "", "k", "t", 4, 32, 0, 1, parameters, 128, 0, maps)
 
 def launch(slot=None):
-    (slot or driver.Slot(artifact, ctypes.c_void_p(1), 0, False)).launch(0)
+    (slot or driver.Slot(artifact, ctypes.c_void_p(1), 0, False, False)).launch(0)
 
 def encode(slot):
     if maps:
@@ -168,7 +168,7 @@ if "unused" in sys.argv:
     slot = None
 else:
     driver.load(artifact, 0)
-    slot = driver.Slot(artifact, ctypes.c_void_p(1), 0, False)
+    slot = driver.Slot(artifact, ctypes.c_void_p(1), 0, False, False)
     encode(slot)
     launch(slot)
 child = os.fork()

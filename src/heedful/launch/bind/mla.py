@@ -58,7 +58,10 @@ def _call(
         ),
     }
     ref = KernelRef("heedful.kernels.hopper.mla", "mla", "gluon")
-    return KernelCall(ref, launch.grid, parameters, {"num_warps": config.num_warps})
+    # Where all merge each other's parts they wait for each other.
+    waits = bool(config.merge) and problem.num_splits != 1
+    options = {"num_warps": config.num_warps}
+    return KernelCall(ref, launch.grid, parameters, options, cooperative=waits)
 
 
 def _map(problem: AttentionProblem, buffers: Buffers) -> TensorMap:
