@@ -27,74 +27,19 @@ from support.hosted import (
     Host,
     Int,
     Machine,
-    Numbers,
     Place,
     Pointer,
     Row,
     Turned,
     barriers,
 )
+from support.hosted_floats import Float, Floats
 
 KEYS = shared_file.KEYS.value
 BOXES = shared_file.BOXES.value
 STEP = 2 * KEYS
 ROLES = ("consumer 0", "consumer 1", "producer")
 FAR = 1 << 30
-
-
-class Float(float):
-    """A number in place of a tensor."""
-
-    type = SimpleNamespace(layout=None)
-    shape = (1, 1)
-    piece: tuple = ()
-
-    def to(self, dtype):
-        return self
-
-
-def _of(name: str):
-    base = getattr(float, name)
-    return lambda self, other: Float(base(self, float(other)))
-
-
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul"):
-    setattr(Float, f"__{_name}__", _of(f"__{_name}__"))
-
-
-class Floats(Numbers):
-    """Numbers, and tensors of one."""
-
-    SliceLayout = DotOperandLayout = staticmethod(lambda *args: None)
-
-    @staticmethod
-    def zeros(shape, dtype, layout):
-        return Float(0.0)
-
-    @staticmethod
-    def full(shape, value, dtype, layout):
-        return Float(value)
-
-    @staticmethod
-    def sum(x, axis):
-        return Float(x)
-
-    @staticmethod
-    def convert_layout(x, layout):
-        return x
-
-    @staticmethod
-    def exp2(x):
-        return Float(2.0**x)
-
-    @staticmethod
-    def cast(x, dtype):
-        return Int(x)
-
-    @staticmethod
-    def where(condition, a, b):
-        made = a if condition else b
-        return made if isinstance(made, Float) else (Int if isinstance(made, int) else Float)(made)
 
 
 class Part:
@@ -533,7 +478,7 @@ CASES = {
     "in order": Device((900, 300), 2, 0, columns=256, in_order=1),
     "ahead in order": Device((900, 300, 0, 129), 3, 0, columns=256, ahead=1, in_order=1),
     "merged by all": Device((1500, 0, 1, 127, 128, 129, 600), 4, 0, merge=1),
-    "many parts merged by all": Device((3000,), 12, 0, merge=1),
+    "many parts merged by all": Device((3000,), 12, 0, columns=256, merge=1),
     "given parts merged by all": Device((700, 1, 0, 900), 3, 0, splits=3, merge=1),
     "tiles merged by all": Device((900, 130), 4, 0, heads=128, merge=1),
 }
