@@ -5,6 +5,7 @@ the PyTorch path launches. No torch: also run by a Python that has JAX's GPU plu
 
 import re
 import zlib
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -25,8 +26,9 @@ from heedful.jax import (  # noqa: E402
     gpu,
     triton_call,
 )
+from heedful.launch.artifact import Artifact  # noqa: E402
 from heedful.launch.compiler import artifact  # noqa: E402
-from heedful.launch.foreign import TensorMapParameter  # noqa: E402
+from heedful.launch.foreign import ForeignLaunch, TensorMapParameter  # noqa: E402
 from heedful.launch.programs import program  # noqa: E402
 from heedful.launch.spec import Scalar  # noqa: E402
 from support import wire  # noqa: E402
@@ -69,6 +71,14 @@ def calls(function, *types, platform: str = "cuda", monkeypatch) -> list[wire.Ca
     text = lowered(function, *types, platform=platform)
     assert text.count(f"@{triton_call.TARGET}(") == len(seen)
     return [wire.Call(opaque) for opaque in seen]
+
+
+def test_a_cooperative_launch_is_refused_since_no_field_would_say_so():
+    code = Artifact(b"code", "", "some_kernel", "cuda:90", 4, 32, 0, 1, (), 0, 0, {})
+    launch = ForeignLaunch(code, (1, 1, 1), (), frozenset(), frozenset(), False, False)
+    assert triton_call.message(launch, "some", {})
+    with pytest.raises(RuntimeError, match="some_kernel: cooperative launches are not supported"):
+        triton_call.message(replace(launch, cooperative=True), "some", {})
 
 
 CAUSAL = partial(flash_attn_func, causal=True)

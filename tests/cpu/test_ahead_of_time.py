@@ -329,7 +329,9 @@ def test_a_foreign_launcher_is_given_what_the_driver_is(backend, monkeypatch):
     told = foreign.describe(made, "sm_90")
     assert told.workspaces == made.workspaces
     for launch, call in zip(told.launches, made.calls, strict=True):
-        assert (launch.grid, launch.programmatic) == (call.grid, call.programmatic)
+        assert launch.grid == call.grid
+        queued = (call.programmatic, call.cooperative)
+        assert (launch.programmatic, launch.cooperative) == queued
         assert (launch.reads, launch.writes) == ({"q", "k", "v", "sink"}, {"out"})
         flat = [p for p in launch.artifact.parameters if not p.name.startswith("scratch[")]
         assert len(flat) == len(launch.parameters)

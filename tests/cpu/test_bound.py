@@ -134,6 +134,19 @@ def pairs(found: list) -> Iterator[tuple]:
     return zip(found[::2], found[1::2], strict=True)
 
 
+def test_a_launch_is_queued_as_its_call_says():
+    """A driver is told of an MLA decode whose programs wait for each other, and of no other."""
+    q, k, lengths = some(1, 1, 16, 576), some(1, 300, 1, 576), torch.tensor([300]).int()
+    with standin.gpu("H200") as gpu:
+        for merge in (0, 1):
+            heedful.flash_attn_with_kvcache(
+                q, k, k[..., :512], cache_seqlens=lengths, backend=f"mla+merge={merge}"
+            )
+        attend(some(1, 90, 2, 64), some(1, 90, 2, 64), some(1, 90, 2, 64))
+    queued = [(launch.cooperative, launch.programmatic) for launch in gpu.launches]
+    assert queued == [(False, False), (True, False), (False, False)]
+
+
 def test_a_buffer_is_used_again(monkeypatch):
     slots = []
     with standin.gpu() as gpu:

@@ -129,8 +129,8 @@ def library(monkeypatch):
     return made
 
 
-def slot(artifact=ARTIFACT, module=cuda, template=TEMPLATE, programmatic=False):
-    made = module.Slot(artifact, ctypes.c_void_p(FUNCTION), 1, programmatic)
+def slot(artifact=ARTIFACT, module=cuda, template=TEMPLATE, programmatic=False, cooperative=False):
+    made = module.Slot(artifact, ctypes.c_void_p(FUNCTION), 1, programmatic, cooperative)
     made.buffer[: len(template)] = template
     made.set_grid(*GRID)
     return made
@@ -455,14 +455,46 @@ def test_a_programmatic_launch_is_one_beside_a_cluster(library, cluster, sizes):
     assert launched["attributes"] == [*sizes, (6, (1, 0, 0))]
 
 
-@pytest.mark.parametrize("facts", [{"cluster": 2}, {"programmatic": True}], ids=str)
+@pytest.mark.parametrize("programmatic, later", [(False, []), (True, [(6, (1, 0, 0))])])
+@pytest.mark.parametrize("cluster, sizes", [(1, []), (2, [(4, (2, 1, 1))])])
+def test_a_cooperative_launch_is_one_beside_what_else_it_is(
+    library, cluster, sizes, programmatic, later
+):
+    artifact = replace(ARTIFACT, cluster=cluster)
+    slot(artifact, programmatic=programmatic, cooperative=True).launch(0)
+    (launched,) = library.launched
+    # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
+    assert launched["attributes"] == [*sizes, *later, (2, (1, 0, 0))]
+
+
+def test_a_cooperative_launch_is_one_of_older_devices_too(library):
+    slot(replace(ARTIFACT, target="cuda:80"), cooperative=True).launch(0)
+    assert library.launched[0]["attributes"] == [(2, (1, 0, 0))]
+
+
+def test_a_cooperative_launch_that_is_too_large_raises_the_drivers_words(library):
+    library.codes["cuLaunchKernelEx"] = [720]
+    with pytest.raises(RuntimeError, match="CUDA error 720"):
+        slot(cooperative=True).launch(0)
+
+
+CANNOT = {
+    "cluster": {"cluster": 2},
+    "programmatic": {"programmatic": True},
+    "cooperative": {"cooperative": True},
+}
+
+
 @pytest.mark.parametrize(
-    "module, target, said", [(hip, "hip:gfx950", "HIP has neither"), (cuda, "cuda:89", "9.0")]
+    "module, target, said, how",
+    [(hip, "hip:gfx950", "HIP has neither", how) for how in CANNOT]
+    + [(cuda, "cuda:89", "9.0", how) for how in ("cluster", "programmatic")],
 )
-def test_a_launch_that_a_driver_cannot_make_is_refused(library, module, target, said, facts):
-    artifact = replace(ARTIFACT, target=target, cluster=facts.get("cluster", 1))
+def test_a_launch_that_a_driver_cannot_make_is_refused(library, module, target, said, how):
+    facts = dict(CANNOT[how])
+    artifact = replace(ARTIFACT, target=target, cluster=facts.pop("cluster", 1))
     with pytest.raises(ValueError, match=said):
-        slot(artifact, module, programmatic=facts.get("programmatic", False))
+        slot(artifact, module, **facts)
 
 
 def test_hip_is_told_the_same(library):

@@ -27,74 +27,19 @@ from support.hosted import (
     Host,
     Int,
     Machine,
-    Numbers,
     Place,
     Pointer,
     Row,
     Turned,
     barriers,
 )
+from support.hosted_floats import Float, Floats
 
 KEYS = shared_file.KEYS.value
 BOXES = shared_file.BOXES.value
 STEP = 2 * KEYS
 ROLES = ("consumer 0", "consumer 1", "producer")
 FAR = 1 << 30
-
-
-class Float(float):
-    """A number in place of a tensor."""
-
-    type = SimpleNamespace(layout=None)
-    shape = (1, 1)
-    piece: tuple = ()
-
-    def to(self, dtype):
-        return self
-
-
-def _of(name: str):
-    base = getattr(float, name)
-    return lambda self, other: Float(base(self, float(other)))
-
-
-for _name in ("add", "radd", "sub", "rsub", "mul", "rmul"):
-    setattr(Float, f"__{_name}__", _of(f"__{_name}__"))
-
-
-class Floats(Numbers):
-    """Numbers, and tensors of one."""
-
-    SliceLayout = DotOperandLayout = staticmethod(lambda *args: None)
-
-    @staticmethod
-    def zeros(shape, dtype, layout):
-        return Float(0.0)
-
-    @staticmethod
-    def full(shape, value, dtype, layout):
-        return Float(value)
-
-    @staticmethod
-    def sum(x, axis):
-        return Float(x)
-
-    @staticmethod
-    def convert_layout(x, layout):
-        return x
-
-    @staticmethod
-    def exp2(x):
-        return Float(2.0**x)
-
-    @staticmethod
-    def cast(x, dtype):
-        return Int(x)
-
-    @staticmethod
-    def where(condition, a, b):
-        made = a if condition else b
-        return made if isinstance(made, Float) else (Int if isinstance(made, int) else Float)(made)
 
 
 class Part:
@@ -148,7 +93,6 @@ class Device:
     columns: int = 128
     ahead: int = 0
     in_order: int = 0
-    fetch: int = 0
     merge: int = 0
     instead: dict = field(default_factory=dict)
 
@@ -214,8 +158,6 @@ class Device:
                 ROWS=64,
                 AHEAD=self.ahead,
                 IN_ORDER=self.in_order,
-                EVICT_FIRST=0,
-                FETCH=self.fetch,
                 MERGE=self.merge,
             ),
             scale_log2=Float(1.0),
@@ -225,7 +167,6 @@ class Device:
         self.arrived: set[tuple] = set()
         self.queues: dict[int, list[Product]] = {}
         self.at_work: dict[int, Scores] = {}
-        self.fetched = 0
         # By (sequence, row tile, half): rows that were merged, of how many parts.
         self.merges: dict[tuple, list] = {}
 
@@ -346,14 +287,6 @@ class Device:
             self.machine.until(lambda: place in self.arrived)
             self.arrived.remove(place)
 
-    def fetch_block(self, io, params, piece, batch, col, found):
-        """Keys that are there, of the step behind the one that is loaded."""
-        assert piece.start * STEP + STEP <= int(col) < piece.stop * STEP
-        pages, places = found
-        for page, place in zip(pages, places, strict=True):
-            assert int(page) == int(piece.b) * (self.stored // self.page) + int(place)
-        self.fetched += 1
-
     def load_columns(self, io, params, piece, first, columns):
         made = Float(first)
         made.piece = (int(piece.b), int(piece.row0), int(piece.start))
@@ -408,7 +341,6 @@ class Device:
                 "opaque": Int,
                 "load_columns": self.load_columns,
                 "finish_piece": self.finish,
-                "fetch_block": self.fetch_block,
                 "wait_for_parts": self.wait_for_parts,
                 "merged": self.merged,
                 "store_whole": lambda *args: None,
@@ -545,13 +477,10 @@ CASES = {
     "three ahead, by quarters": Device((900, 130), 4, 0, heads=128, ahead=3),
     "in order": Device((900, 300), 2, 0, columns=256, in_order=1),
     "ahead in order": Device((900, 300, 0, 129), 3, 0, columns=256, ahead=1, in_order=1),
-    "page numbers early": Device((900, 130, 0), 3, 0, page=64, fetch=1),
-    "small page numbers early": Device((500, 77, 1), 2, 0, page=48, fetch=1),
     "merged by all": Device((1500, 0, 1, 127, 128, 129, 600), 4, 0, merge=1),
-    "many parts merged by all": Device((3000,), 12, 0, merge=1),
+    "many parts merged by all": Device((3000,), 12, 0, columns=256, merge=1),
     "given parts merged by all": Device((700, 1, 0, 900), 3, 0, splits=3, merge=1),
     "tiles merged by all": Device((900, 130), 4, 0, heads=128, merge=1),
-    "fetched": Device((900, 130, 0), 4, 0, heads=128, page=64, fetch=2, ahead=1, in_order=1),
 }
 
 
@@ -604,14 +533,6 @@ def test_a_product_that_is_waited_for_too_late_in_its_queue_is_seen():
     with pytest.raises(AssertionError, match="memory changed"):
         for seed in range(20):
             try_seed(seed)
-
-
-def test_a_step_whose_keys_were_fetched_by_no_tile_is_none():
-    device = Device((900, 130), 4, 0, heads=128, page=64, fetch=2)
-    device.run()
-    # Of each step but a piece's first each tile of rows fetches a block.
-    steps = sum(p[1] - p[0] - 1 for pieces in device.results.values() for p in pieces) // 2
-    assert device.fetched == steps > 0
 
 
 def test_who_merges_before_all_parts_are_there_is_seen():

@@ -16,6 +16,29 @@ def some(*shape, dtype=torch.bfloat16):
     return torch.randn(shape).to(dtype)
 
 
+@pytest.mark.parametrize(
+    "batch, heads, num_splits, waits",
+    [
+        (1, 128, 0, True),
+        (1, 16, 0, True),
+        (8, 16, 0, False),
+        (1, 128, 1, False),
+        (1, 128, 4, False),
+    ],
+)
+def test_programs_that_wait_for_each_other_are_launched_to_be_at_work_at_once(
+    batch, heads, num_splits, waits
+):
+    q, k = some(batch, 1, heads, 576), some(batch, 300, 1, 576)
+    lengths = torch.full((batch,), 300, dtype=torch.int32)
+    with standin.gpu("H200") as gpu:
+        heedful.flash_attn_with_kvcache(
+            *(q, k, k[..., :512]), cache_seqlens=lengths, num_splits=num_splits, backend="mla"
+        )
+    (launch,) = gpu.launches
+    assert launch.cooperative == waits == (launch.constants["params.tile.MERGE"] == 1)
+
+
 def test_hopper_is_given_every_operand_in_its_place():
     q, k, v = some(2, 70, 4, 64), some(2, 90, 2, 64), some(2, 90, 2, 64)
     sink, slopes = torch.randn(4), torch.rand(4)

@@ -89,6 +89,8 @@ CONDITIONS: dict[str, dict] = {
     "128 rows": {"seqlen_q": 128},
     "129 rows": {"seqlen_q": 129},
     "pages": {"page_size": 16, "used_k": True},
+    "grouped decode in pages": {"seqlen_q": 1, "heads_k": 4, "page_size": 16, "used_k": True},
+    "64 rows in pages": {"seqlen_q": 16, "heads_k": 4, "page_size": 16, "used_k": True},
     "small grid": GRID,
     "small grid, given splits": {**GRID, "num_splits": 2},
     "small grid, one split": {**GRID, "num_splits": 1},

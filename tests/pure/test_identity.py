@@ -102,6 +102,7 @@ DIFFERENT = {
 SAME = {
     "grid": changed(grid=(1, 1, 1)),
     "programmatic launch": changed(programmatic=True),
+    "cooperative launch": changed(cooperative=True),
     "value of a scalar": argument("n", Scalar(7)),
     "name of a buffer": argument("x_ptr", Pointer("y", "bfloat16")),
     "shape of a map": argument("map", replace(CALL.arguments["map"], shape=(999, 64))),

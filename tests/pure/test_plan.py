@@ -1,5 +1,6 @@
 """The planner: pure decisions with reasons, for devices that are not here."""
 
+import math
 import struct
 from dataclasses import replace
 from typing import Any
@@ -435,11 +436,59 @@ def test_few_rows_over_few_latent_keys_are_left_to_the_decode_kernel(heads, keys
     assert plan(step, by_name("H200"), backend="mla").backend == "mla"
 
 
+@pytest.mark.parametrize("page_size", (0, 64, 16))
+@pytest.mark.parametrize(
+    "batch, heads, tokens, chosen",
+    [
+        # As measured: a merge by one program takes longer than to wait for all of them.
+        (1, 128, 1, "merge"),
+        (8, 128, 1, "merge"),
+        (1, 16, 1, "merge"),
+        (8, 16, 1, ""),
+        (64, 16, 1, ""),
+        (64, 128, 1, "ahead"),
+        # Tiles of which each has six SMs, and not.
+        (22, 64, 1, "merge"),
+        (23, 64, 1, ""),
+        (11, 128, 1, "merge"),
+        (12, 128, 1, "ahead"),
+        (12, 16, 8, "ahead"),
+        (5, 16, 1, "merge"),
+        (6, 16, 1, ""),
+        (1, 2, 1, ""),
+    ],
+)
+def test_mla_is_merged_by_all_where_one_would_take_longer_than_they_wait(
+    page_size, batch, heads, tokens, chosen
+):
+    facts = {"page_size": page_size, "seqlen_q": tokens}
+    step = replace(latent(batch, 8192, heads), **facts)
+    tile: Any = plan(step, by_name("H200"), backend="mla").configs["mla.forward"]
+    assert (tile.merge, tile.ahead, tile.in_order) == {
+        "merge": (1, 0, 0),
+        "ahead": (0, 1, 1),
+        "": (0, 0, 0),
+    }[chosen]
+    assert (tile.consumer_regs, tile.producer_regs) == ((232, 40) if page_size == 16 else (240, 24))
+
+
+def test_mla_is_merged_by_one_where_the_same_bits_or_all_at_once_are_not_to_be_had():
+    """With splits given a sequence has the same bits in any batch. Programs that wait for each
+    other need a unit each."""
+    step = latent(1, 8192, 128)
+    for num_splits, units, merge in ((0, 132, 1), (8, 132, 0), (1, 132, 0), (0, 22, 1), (0, 21, 0)):
+        device = replace(by_name("H200"), units=units)
+        chosen = plan(replace(step, num_splits=num_splits), device, backend="mla")
+        tile: Any = chosen.configs["mla.forward"]
+        assert (tile.merge, tile.ahead) == (merge, 1 - merge)
+        assert not merge or math.prod(chosen.sizes().launches["mla.forward"].grid) <= units
+
+
 def test_how_mla_adds_values_may_be_chosen_by_hand():
     step = latent(64, 8192, 128)
     chosen = plan(step, by_name("H200"), backend="mla+columns=128+merge_values=64")
-    assert "merge_values=64 columns=128 (chosen by hand)" in explain(chosen)
-    for option in ("columns=64", "least_tiles=0", "merge_values=24"):
+    assert "merge_values=64 columns=128 ahead=1 in_order=1 (chosen by hand)" in explain(chosen)
+    for option in ("columns=64", "least_tiles=0", "merge_values=24", "merge=2", "ahead=9"):
         with pytest.raises(ValueError, match=f"backend: {option.split('=')[0]} must be"):
             plan(step, by_name("H200"), backend=f"mla+{option}")
 

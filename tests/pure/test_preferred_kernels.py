@@ -45,7 +45,7 @@ def test_8_bit_queries_over_a_cache_are_decoded_however_many_they_are(queries, n
         found = plan(dense(64, queries, 8192, 32, 8, **facts, **more), H200)
         assert found.backend == "decode"
         rows = found.configs["decode.forward"].block_m
-        assert rows == {1: 16, 4: 16}.get(queries, 64)
+        assert rows == {1: 8, 4: 16}.get(queries, 64)
     dense_keys = dense(64, queries, 8192, 32, 8, dtype="float8_e4m3fn", causal=True)
     assert plan(dense_keys, H200).backend == ("decode" if queries <= 16 else "hopper")
     assert plan(dense(2, 17, 64, 32, 8, used_k=True), H200).backend == "hopper"

@@ -168,9 +168,8 @@ def _same_numbers(launch: Launch, parameter: str, value: Map) -> None:
 
 def described(launch: Launch) -> list[str]:
     """A launch in words that do not depend on addresses or on the order of anything."""
-    queued = " programmatic" * launch.programmatic + f" cluster={launch.cluster}" * (
-        launch.cluster > 1
-    )
+    queued = " programmatic" * launch.programmatic + " cooperative" * launch.cooperative
+    queued += f" cluster={launch.cluster}" * (launch.cluster > 1)
     lines = [f"  {role(launch)} {launch.grid} {_words(launch.options)}{queued}"]
     for name, place in sorted(places(launch).items()):
         promised = "*16" if place.promise == 16 else ""

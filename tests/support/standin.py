@@ -72,7 +72,7 @@ class Launch:
     arguments: parameter -> its value in the buffer: a number, an address, or a Map.
     memory: parameters that are addresses or maps. promises: what the compiler was told that each is
     a multiple of. constants: compile-time values, None for absent operands. options: of the
-    compiler. cluster, programmatic: as KernelCall's.
+    compiler. cluster, programmatic, cooperative: as KernelCall's.
     """
 
     kernel: KernelRef
@@ -88,6 +88,7 @@ class Launch:
     thread: int
     cluster: int
     programmatic: bool
+    cooperative: bool
 
 
 @dataclass(frozen=True)
@@ -155,10 +156,10 @@ class Gpu:
         self.loads.append(artifact)
         return artifact
 
-    def Slot(self, artifact, function, index, programmatic):
-        return _Slot(self, artifact, index, programmatic)
+    def Slot(self, artifact, function, index, programmatic, cooperative):
+        return _Slot(self, artifact, index, (programmatic, cooperative))
 
-    def take(self, code: _Code, index, grid, buffer: bytes, stream: int, programmatic: bool):
+    def take(self, code: _Code, index, grid, buffer: bytes, stream: int, queued: tuple[bool, bool]):
         """A launch: reads the buffer, records it, and runs the kernel if that is asked for."""
         arguments, types = {}, {}
         for parameter in code.parameters:
@@ -186,7 +187,7 @@ class Gpu:
             index,
             threading.get_ident(),
             code.cluster,
-            programmatic,
+            *queued,
         )
         with self._lock:
             self.launches.append(launch)
@@ -205,11 +206,11 @@ class Gpu:
 class _Slot:
     """The argument buffer of one launch, as the drivers' own."""
 
-    def __init__(self, gpu: Gpu, code, index, programmatic: bool):
+    def __init__(self, gpu: Gpu, code, index, queued: tuple[bool, bool]):
         self._words, size = map_words(code)
         self.buffer = ctypes.create_string_buffer(b"\xff" * size, size)
         self._gpu, self._code, self._index, self.owner = gpu, code, index, None
-        self._programmatic = programmatic
+        self._queued = queued
 
     def set_grid(self, x: int, y: int, z: int) -> None:
         self._grid = x, y, z
@@ -235,7 +236,7 @@ class _Slot:
         if self._gpu.before_launch is not None:
             self._gpu.before_launch(self)
         buffer = self.buffer.raw[: self._code.parameter_bytes]
-        self._gpu.take(self._code, self._index, self._grid, buffer, stream, self._programmatic)
+        self._gpu.take(self._code, self._index, self._grid, buffer, stream, self._queued)
 
 
 def _assert_layout_of_box(argument: TensorMap) -> None:

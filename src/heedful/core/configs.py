@@ -4,8 +4,8 @@ The first row that fits wins, so special cases stand above general ones. The row
 fitted to the problem, so that a plan says all that the problem decides about the code, too.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from heedful.core.device import DeviceSpec
@@ -27,6 +27,7 @@ from heedful.core.tiles import (
 class ConfigRow:
     """A config of `kernel` for these architectures ("*" = any), head dims up to `max_dim`, and
     problems that `when` accepts. measured: device, date and Triton version, or why it is a guess.
+    least_units: of the device, where programs wait for each other.
     """
 
     kernel: str
@@ -35,12 +36,14 @@ class ConfigRow:
     config: TileConfig
     measured: str
     when: Callable[[AttentionProblem], bool]
+    least_units: int = 0
 
     def fits(self, problem: AttentionProblem, device: DeviceSpec) -> bool:
         dim = max(problem.head_dim, problem.head_dim_v)
         return (
             dim <= self.max_dim
             and ("*" in self.archs or device.arch in self.archs)
+            and self.least_units <= device.units
             and self.when(problem)
         )
 
@@ -79,6 +82,7 @@ def _wider_keys_under_pressure(problem: AttentionProblem) -> bool:
 
 
 _H200 = "H200, 2026-11-20, Triton 3.6: fastest without spills of those tried"
+_H200_MLA = "H200, 2026-11-25, Triton 3.9: fastest of those tried"
 _NO_SPILLS = "sm_90, Triton 3.9: largest tried that compiles without spills; not timed"
 _NO_SPILLS_EITHER = "sm_80 and sm_90, Triton 3.9: compiles without spills; not timed"
 _H200_LATER = "H200, 2026-11-23, Triton 3.9: fastest of those tried"
@@ -394,8 +398,10 @@ def _decode(
 
     def when(problem: AttentionProblem) -> bool:
         fits = ITEM_BITS[problem.kv_dtype] <= bits and paged in (None, problem.page_size > 0)
-        if rows == 8 and (problem.head_dim <= 64 or problem.dtype == "float32"):
-            return False
+        if rows == 8:
+            # Measured with scales of heads and of whole rows.
+            rows_scaled = problem.kv_group in (0, problem.head_dim)
+            fits = fits and rows_scaled and problem.head_dim > 64 and problem.dtype != "float32"
         # Of more, which are tiles of 64, the planner takes those that it can.
         return fits and (rows == 64 or problem.seqlen_q * problem.group <= rows)
 
@@ -414,14 +420,45 @@ def _small_pages(problem: AttentionProblem) -> bool:
     return problem.page_size % 64 > 0
 
 
-def _mla(when: Callable[[AttentionProblem], bool], **how) -> ConfigRow:
+def _several_tiles_of_rows(problem: AttentionProblem) -> bool:
+    return problem.seqlen_q * problem.group > 64
+
+
+def _merge_outlasts_waiting(problem: AttentionProblem) -> bool:
+    """Whether one program would merge for longer than all wait for each other: a tile may have as
+    many parts as it has SMs. H200, 2026-11-25: 1 x 8192 keys of 128 heads take 30 us in place of
+    61, 8 x 8192 55 in place of 59; of 16 heads 1 x 131072 take 72 in place of 94, 8 x 8192 45 in
+    place of 43. Not where the caller decides on the splits: the same bits in any batch."""
+    rows = problem.seqlen_q * problem.group
+    tiles = problem.batch * problem.heads_k * -(-rows // 64)
+    return problem.num_splits == 0 and bool(_are_many_to_merge(tiles, rows))
+
+
+@opaque
+def _are_many_to_merge(tiles: int, rows: int) -> bool:
+    """SMs that a tile has, of an H200's 132, times its rows."""
+    return tiles > 0 and _MLA_SMS // tiles * min(64, rows) >= 64 * _MLA_LEAST_SMS
+
+
+_MLA_SMS, _MLA_LEAST_SMS = 132, 6
+
+
+def _mla(how: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> ConfigRow:
+    """For problems that all of `when` accept. Programs that wait for each other are at work at
+    once: a device has a unit for each line of tiles (core/sizes.py)."""
     config = MlaConfig(64, 128, programs=1, least_tiles=2, **how)
-    measured = _NO_SPILLS if how else _H200_LATER
-    return ConfigRow("mla.forward", ("sm_90",), 576, config, measured, when)
+    measured = _LEAST_SPILLS if _small_pages in when else _H200_MLA
+    units = _MLA_SMS // _MLA_LEAST_SMS if config.merge else 0
+
+    def fits(problem: AttentionProblem) -> bool:
+        return all(accepts(problem) for accepts in when)
+
+    return ConfigRow("mla.forward", ("sm_90",), 576, config, measured, fits, units)
 
 
 _ONE: dict[str, Any] = {"pack_gqa": True}
 _TWO: dict[str, Any] = {**_D128, "pack_gqa": True}
+_THREE: dict[str, Any] = {"programs": 3, "registers": 168}
 
 ROWS: list[ConfigRow] = [
     _hopper(128, (128, 64, 4, 3), _any_pressure, _LEAST_SPILLS, **_D128),
@@ -474,17 +511,7 @@ ROWS: list[ConfigRow] = [
     ),
     # Of 4 bits more warps, of fewer registers.
     *(
-        _decode(
-            ("sm_90",),
-            128,
-            16,
-            (128, 4, stages),
-            4,
-            paged,
-            conversion=2,
-            programs=3,
-            registers=168,
-        )
+        _decode(("sm_90",), 128, 16, (128, 4, stages), 4, paged, conversion=2, **_THREE)
         for stages, paged in ((5, True), (3, False))
     ),
     *(
@@ -537,67 +564,26 @@ ROWS: list[ConfigRow] = [
         for archs, warps, stages in ((_CDNA, 4, 1), (_NVIDIA, 8, 2), (("*",), 8, 1))
         for rows in (16, 32, 64)
     ),
-    # Of pages of fewer keys than a block the producer holds more numbers.
-    _mla(_small_pages, consumer_regs=232, producer_regs=40),
-    _mla(_always),
+    # Of pages of fewer keys than a block the producer holds more numbers. Of 64 x 8192 keys and 128
+    # heads products queued ahead and in order take 226.8 us in place of 231 (H200, 2026-11-25).
+    *(
+        _mla({**beside, **how}, *small, *when)
+        for small, beside in (
+            ((_small_pages,), {"consumer_regs": 232, "producer_regs": 40}),
+            ((), {}),
+        )
+        for when, how in (
+            ((_merge_outlasts_waiting,), {"merge": 1}),
+            ((_several_tiles_of_rows,), {"ahead": 1, "in_order": 1}),
+            ((), {}),
+        )
+    ),
     *(
         ConfigRow(f"portable.{kernel}", archs, max_dim, PortableConfig(*tile), measured, when)
         for kernel, archs, when, measured, tiles in _PORTABLE
         for max_dim, tile in tiles.items()
     ),
 ]
-
-
-# What may be chosen by hand, to be measured: backend="hopper+draws=1" (core/plan.py).
-OPTIONS = {
-    "hopper.backward": ("draws", "last_waves", "splits"),
-    "decode.forward": (
-        *("block_m", "block_n", "num_warps", "num_stages", "least_tiles"),
-        *("conversion", "programs", "registers", "merge_values", "merge_stages"),
-    ),
-    "mla.forward": (
-        *("columns", "merge_values", "overhead", "least_tiles", "producer_regs"),
-        *("ahead", "in_order", "evict_first", "fetch", "merge"),
-    ),
-}
-
-
-def by_hand(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem) -> ConfigRow:
-    """A row with these of its kernel's options. Raises ValueError for what cannot be."""
-    own = {name: value for name, value in chosen.items() if name in OPTIONS.get(row.kernel, ())}
-    if not own:
-        return row
-    types = {f.name: bool if f.type in (bool, "bool") else int for f in fields(row.config)}
-    made: dict[str, Any] = {name: types[name](value) for name, value in own.items()}
-    if problem.deterministic and not made.get("draws", True):
-        raise ValueError("backend: a deterministic backward draws its tiles, got draws=0")
-    if made.get("columns", 256) not in (128, 256):
-        raise ValueError(f"backend: columns must be 128 or 256, got {made['columns']}")
-    highest = {"ahead": 8, "in_order": 1, "evict_first": 1, "fetch": 2, "merge": 1}
-    for name, most in highest.items():
-        if not 0 <= made.get(name, 0) <= most:
-            raise ValueError(f"backend: {name} must be 0 to {most}, got {made[name]}")
-    if made.get("producer_regs", 24) not in (24, 32, 40):
-        raise ValueError(
-            f"backend: producer_regs must be 24, 32 or 40, got {made['producer_regs']}"
-        )
-    for name in ("programs", "merge_values", "merge_stages", "least_tiles", "num_stages"):
-        value = made.get(name, 1)
-        if value < 1 or value & (value - 1) and name == "merge_values":
-            words = "a power of two" if name == "merge_values" else "at least 1"
-            raise ValueError(f"backend: {name} must be {words}, got {value}")
-    for name, least in (("block_m", 8), ("block_n", 16), ("num_warps", 1)):
-        value = made.get(name, least)
-        if value < least or value & (value - 1):
-            raise ValueError(
-                f"backend: {name} must be a power of two of at least {least}, got {value}"
-            )
-    most = 2 if row.archs == ("sm_90",) else 0
-    if made.get("conversion", 0) > most:
-        raise ValueError(
-            f"backend: conversion must be at most {most} here, got {made['conversion']}"
-        )
-    return replace(row, config=replace(row.config, **made), measured="chosen by hand")
 
 
 def choose(kernel: str, problem: AttentionProblem, device: DeviceSpec) -> ConfigRow:

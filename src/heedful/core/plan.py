@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from heedful.core import capability, configs, sizes
+from heedful.core.by_hand import OPTIONS, with_options
 from heedful.core.capability import KernelRow, Toolchain
 from heedful.core.configs import ConfigRow
 from heedful.core.device import DeviceSpec
@@ -107,7 +108,7 @@ def plan(
             notes += ("the backward copies each sequence's pages into dense keys first",)
     tiles = _configs(problem, device, toolchain, forward, backward, by_hand)
     for option in by_hand:
-        if not any(option in configs.OPTIONS.get(kernel, ()) for kernel in tiles):
+        if not any(option in OPTIONS.get(kernel, ()) for kernel in tiles):
             raise ValueError(f"backend: no kernel of this call has the option {option!r}")
     return Plan(
         problem,
@@ -134,7 +135,7 @@ def _named(backend: str | None) -> tuple[str | None, dict[str, int]]:
         raise ValueError(
             f"backend must be one of {', '.join(capability.backends())} or None, got {backend!r}"
         )
-    known = [o for kernel, own in configs.OPTIONS.items() if kernel.startswith(name) for o in own]
+    known = [o for kernel, own in OPTIONS.items() if kernel.startswith(name) for o in own]
     options: dict[str, int] = {}
     for text in given:
         option, _, value = text.partition("=")
@@ -226,7 +227,7 @@ def _configs(
         for kernel in kernels
     }
     if by_hand:
-        rows = {k: configs.by_hand(row, by_hand, problem) for k, row in rows.items()}
+        rows = {k: with_options(row, by_hand, problem) for k, row in rows.items()}
     triton = (toolchain or Toolchain()).triton
     return {kernel: (row.config.fitted(problem, triton), row) for kernel, row in rows.items()}
 

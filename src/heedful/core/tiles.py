@@ -97,19 +97,15 @@ class MlaConfig(SharedKeysConfig):
     merge_values: of all parts, that a thread merges at once. columns: of values in one product, 128
     or 256, which are released together. ahead: boxes of the next step's first scores that are
     queued behind a step's last values. in_order: 1: the first consumer's product with the second
-    block's values is queued behind the second's. evict_first: 1: keys are the first to leave L2.
-    fetch: of the next step, 1: page numbers are read early; 2: keys are fetched into L2, too, by
-    the tiles of rows in turns. merge: 1: parts are merged by all programs that have one, each some
-    rows, which takes programs that are at work at once. consumer_regs, producer_regs: registers of
-    a thread.
+    block's values is queued behind the second's. merge: 1: parts are merged by all programs that
+    have one, each some rows, which takes programs that are at work at once. consumer_regs,
+    producer_regs: registers of a thread.
     """
 
     merge_values: int = 128
     columns: int = 256
     ahead: int = 0
     in_order: int = 0
-    evict_first: int = 0
-    fetch: int = 0
     merge: int = 0
     consumer_regs: int = 240
     producer_regs: int = 24

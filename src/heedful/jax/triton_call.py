@@ -28,7 +28,7 @@ def opaque(launch: ForeignLaunch, name: str, zeroed: Mapping[int, int]) -> bytes
     before the launch.
 
     Raises RuntimeError for a kernel that wants scratch of its own, which would be allocated anew at
-    each launch.
+    each launch, and for a cooperative launch, which the message has no field for.
     """
     return zlib.compress(message(launch, name, zeroed))
 
@@ -38,6 +38,8 @@ def message(launch: ForeignLaunch, name: str, zeroed: Mapping[int, int]) -> byte
     artifact = launch.artifact
     if artifact.scratch_bytes:
         raise RuntimeError(f"{artifact.symbol}: compiler scratch is not supported")
+    if launch.cooperative:
+        raise RuntimeError(f"{artifact.symbol}: cooperative launches are not supported")
     call = _message(1, _kernel(artifact))
     for field, size in enumerate(launch.grid, 2):
         call += _number(field, size)

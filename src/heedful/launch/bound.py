@@ -61,7 +61,7 @@ class KernelKind:
         if key not in _functions:
             _functions[key] = self._driver.load(artifact, device)
         self._function, self._device = _functions[key], device
-        self._programmatic = call.programmatic
+        self._queued = call.programmatic, call.cooperative
         self.grid = slice(begin, begin + 3)
         offsets = {p.name: p.offset for p in artifact.parameters}
         places = {name: names.index(buffer) for name, buffer in _buffers(call).items()}
@@ -87,9 +87,7 @@ class KernelKind:
         try:
             return self.pool.pop()
         except IndexError:
-            return self._driver.Slot(
-                self.artifact, self._function, self._device, self._programmatic
-            )
+            return self._driver.Slot(self.artifact, self._function, self._device, *self._queued)
 
     def run(self, fields: Sequence[Any], stream: int) -> None:
         """Launches with these numbers, addresses and constants on a raw stream; the device must be

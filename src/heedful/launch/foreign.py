@@ -36,7 +36,7 @@ class ForeignLaunch:
     a launcher passes them null (`artifact.scratch_bytes` is 0).
 
     reads, writes: names of the buffers whose contents before the launch matter, and of those that
-    the kernel writes. programmatic: as KernelCall's; the cluster is the artifact's."""
+    the kernel writes. programmatic, cooperative: as KernelCall's; the cluster is the artifact's."""
 
     artifact: Artifact
     grid: tuple[int, int, int]
@@ -44,6 +44,7 @@ class ForeignLaunch:
     reads: frozenset[str]
     writes: frozenset[str]
     programmatic: bool
+    cooperative: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +66,8 @@ def describe(program: Program, arch: str) -> ForeignProgram:
                 parameters += _tensor_map(argument, compiled.tensor_maps[name])
             else:
                 parameters.append(argument)
-        access = (call.reads, call.writes)
-        launches.append(
-            ForeignLaunch(compiled, call.grid, tuple(parameters), *access, call.programmatic)
-        )
+        access, queued = (call.reads, call.writes), (call.programmatic, call.cooperative)
+        launches.append(ForeignLaunch(compiled, call.grid, tuple(parameters), *access, *queued))
     return ForeignProgram(tuple(launches), program.workspaces)
 
 

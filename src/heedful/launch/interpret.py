@@ -46,7 +46,7 @@ def interpret(program: Program, tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 def run_call(call: KernelCall, arrays: Mapping[str, Any]) -> None:
     """Interprets one launch on the arrays of its buffers. Launches are in order, so that how one is
-    queued (cluster, programmatic) does not matter."""
+    queued (cluster, programmatic, cooperative) does not matter."""
     from triton.language import constexpr
 
     def value_of(name: str, leaf: object, path: tuple[int, ...]) -> Any:

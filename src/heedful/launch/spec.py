@@ -94,6 +94,7 @@ class KernelCall:
     options: num_warps, num_stages and other compile options.
     cluster: programs that share their shared memory. programmatic: the launch may begin before the
     one before it has ended; the kernel waits where it has to (programmatic dependent launch).
+    cooperative: all programs are at work at once, or the launch fails.
 
     Raises TypeError for a leaf that its field does not declare.
     """
@@ -104,6 +105,7 @@ class KernelCall:
     options: Mapping[str, object] = field(default_factory=dict)
     cluster: int = 1
     programmatic: bool = False
+    cooperative: bool = False
     # The leaves by dotted names: what is given at run time, and what the kernel is compiled for.
     arguments: Mapping[str, Argument] = field(init=False)
     constants: Mapping[str, object] = field(init=False)

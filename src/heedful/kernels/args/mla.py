@@ -9,12 +9,10 @@ from heedful.kernels.args.shared import KVLayout, Mask, Sequences, Shape
 
 
 class MlaIO(NamedTuple):
-    """k: a tensor map of keys, in boxes of 64 columns; k_rows: the same as they lie, if they are
-    fetched into L2."""
+    """k: a tensor map of keys, in boxes of 64 columns."""
 
     q: In[Rows]
     k: In[Ptr]
-    k_rows: In[Rows]
     out: Out[SplitRows]
     lse: Out[SplitRowVector]
 
@@ -24,9 +22,8 @@ class MlaTile(NamedTuple):
     power of two that a tile's rows are within. COLUMNS: of values in one product, which are
     released together. AHEAD: boxes of the next step's first scores that are queued behind a step's
     last values. IN_ORDER: the first consumer's product with the second block's values is queued
-    behind the second's. EVICT_FIRST: keys are the first to leave L2. FETCH: of the next step, 1:
-    page numbers are read early; 2: keys are fetched into L2, too. MERGE: all programs
-    that have a part of a sequence merge some of its rows."""
+    behind the second's. MERGE: all programs that have a part of a sequence merge some of its
+    rows."""
 
     HEAD_DIM: Const
     BLOCK_M: Const
@@ -35,8 +32,6 @@ class MlaTile(NamedTuple):
     COLUMNS: Const
     AHEAD: Const
     IN_ORDER: Const
-    EVICT_FIRST: Const
-    FETCH: Const
     MERGE: Const
     CONSUMER_REGS: Const
     PRODUCER_REGS: Const

@@ -7,7 +7,6 @@ from heedful.core.problem import AttentionProblem
 from heedful.core.sizes import Sizes
 from heedful.core.tiles import MlaConfig
 from heedful.kernels.args.hopper import KVRows
-from heedful.kernels.args.kinds import Rows
 from heedful.kernels.args.mla import MlaIO, MlaParams, MlaTile
 from heedful.launch.bind import groups
 from heedful.launch.bind import hopper_maps as maps
@@ -34,12 +33,10 @@ def _call(
 ) -> KernelCall:
     launch = sizes.launches["mla.forward"]
     divisor = shared_divisor(buffers, ("q", "out"))
-    fetch = _fetch(problem, config, buffers)
     parameters = {
         "io": MlaIO(
             q=groups.rows(buffers, "q", divisor),
             k=_map(problem, buffers),
-            k_rows=groups.rows(buffers, "k") if fetch > 1 else Rows(None, None, None, None),
             out=groups.split_rows(buffers, "out", False, divisor),
             lse=groups.split_row_vector(buffers, "lse", False),
         ),
@@ -56,12 +53,15 @@ def _call(
                 launch.numbers["tiles"],
                 ROWS_AT_ONCE * (problem.head_dim_v // 2),
             ),
-            tile=_tile(problem, config, fetch),
+            tile=_tile(problem, config),
             scale_log2=groups.number(problem.scale * math.log2(math.e)),
         ),
     }
     ref = KernelRef("heedful.kernels.hopper.mla", "mla", "gluon")
-    return KernelCall(ref, launch.grid, parameters, {"num_warps": config.num_warps})
+    # Where all merge each other's parts they wait for each other.
+    waits = bool(config.merge) and problem.num_splits != 1
+    options = {"num_warps": config.num_warps}
+    return KernelCall(ref, launch.grid, parameters, options, cooperative=waits)
 
 
 def _map(problem: AttentionProblem, buffers: Buffers) -> TensorMap:
@@ -84,15 +84,7 @@ def _rows(problem: AttentionProblem) -> int:
     return ROWS_AT_ONCE if problem.seqlen_q * problem.group <= ROWS_AT_ONCE else 64
 
 
-def _fetch(problem: AttentionProblem, config: MlaConfig, buffers: Buffers) -> int:
-    """What is fetched into L2 is one stretch of memory, which several tiles of rows read."""
-    _, row, _ = groups.token_strides(buffers["k"])
-    is_one = problem.heads_k == 1 and row == problem.head_dim
-    is_shared = problem.seqlen_q * problem.group > config.block_m
-    return config.fetch if is_one and is_shared else min(config.fetch, 1)
-
-
-def _tile(problem: AttentionProblem, config: MlaConfig, fetch: int) -> MlaTile:
+def _tile(problem: AttentionProblem, config: MlaConfig) -> MlaTile:
     return MlaTile(
         HEAD_DIM=problem.head_dim,
         BLOCK_M=config.block_m,
@@ -101,8 +93,6 @@ def _tile(problem: AttentionProblem, config: MlaConfig, fetch: int) -> MlaTile:
         COLUMNS=config.columns,
         AHEAD=config.ahead,
         IN_ORDER=config.in_order,
-        EVICT_FIRST=config.evict_first,
-        FETCH=fetch,
         MERGE=config.merge,
         CONSUMER_REGS=config.consumer_regs,
         PRODUCER_REGS=config.producer_regs,

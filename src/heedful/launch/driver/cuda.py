@@ -13,8 +13,9 @@ from heedful.launch.artifact import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES, Artifact
 from heedful.launch.driver.forked import FORKED
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-# CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-CLUSTER_DIMENSION, PROGRAMMATIC = 4, 6
+# CU_LAUNCH_ATTRIBUTE_COOPERATIVE, CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+COOPERATIVE, CLUSTER_DIMENSION, PROGRAMMATIC = 2, 4, 6
 BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 0  # CU_LAUNCH_PARAM_*
 # CU_DEVICE_ATTRIBUTE_*: what the planner wants to know.
 _FIGURES = {"units": 16, "shared_bytes": 97, "l2_bytes": 38}
@@ -105,7 +106,9 @@ def load(artifact: Artifact, device: int) -> c_void_p:
     return function
 
 
-def _attributes(artifact: Artifact, programmatic: bool) -> "ctypes.Array[_Attribute]":
+def _attributes(
+    artifact: Artifact, programmatic: bool, cooperative: bool
+) -> "ctypes.Array[_Attribute]":
     """The attributes of a launch. Raises ValueError for those that the architecture lacks."""
     values: dict[int, tuple[int, ...]] = {}
     if artifact.cluster > 1:
@@ -117,6 +120,9 @@ def _attributes(artifact: Artifact, programmatic: bool) -> "ctypes.Array[_Attrib
             "clusters and programmatic launches need compute capability 9.0, "
             f"{artifact.symbol} is compiled for {artifact.target}"
         )
+    if cooperative:
+        # From compute capability 6.0 on. One that is too large for the device is error 720.
+        values[COOPERATIVE] = (1,)
     made = (_Attribute * len(values))()
     for attribute, (number, value) in zip(made, values.items(), strict=True):
         attribute.id = number
@@ -145,7 +151,14 @@ class Slot:
         "_size",
     )
 
-    def __init__(self, artifact: Artifact, function: c_void_p, device: int, programmatic: bool):
+    def __init__(
+        self,
+        artifact: Artifact,
+        function: c_void_p,
+        device: int,
+        programmatic: bool,
+        cooperative: bool,
+    ):
         words, size = map_words(artifact)
         # Tensor maps must sit on 64 bytes in the buffer as they do in parameter space.
         places = {p.name: p.offset for p in artifact.parameters if p.type == "tensormap"}
@@ -164,7 +177,7 @@ class Slot:
         self._cluster = artifact.cluster
         self.config.block[:] = (artifact.num_warps * artifact.warp_size, 1, 1)
         self.config.shared_bytes = artifact.shared_bytes
-        attributes = _attributes(artifact, programmatic)
+        attributes = _attributes(artifact, programmatic, cooperative)
         if len(attributes):
             self.config.attributes = attributes
         self.config.num_attributes = len(attributes)

@@ -52,10 +52,18 @@ class Slot:
 
     __slots__ = ("buffer", "address", "owner", "_function", "_head", "_extra", "_size", "_tail")
 
-    def __init__(self, artifact: Artifact, function: c_void_p, device: int, programmatic: bool):
-        if programmatic or artifact.cluster > 1:
+    def __init__(
+        self,
+        artifact: Artifact,
+        function: c_void_p,
+        device: int,
+        programmatic: bool,
+        cooperative: bool,
+    ):
+        if programmatic or cooperative or artifact.cluster > 1:
             raise ValueError(
-                f"HIP has neither clusters nor programmatic launches: {artifact.symbol}"
+                "HIP has neither clusters nor programmatic or cooperative launches here: "
+                f"{artifact.symbol}"
             )
         self.buffer = ctypes.create_string_buffer(artifact.parameter_bytes)
         self.address = ctypes.addressof(self.buffer)

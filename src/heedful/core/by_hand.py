@@ -1,0 +1,55 @@
+"""Options of kernels that a backend's name may carry."""
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from heedful.core.configs import ConfigRow
+from heedful.core.problem import AttentionProblem
+
+# What may be chosen by hand, to be measured: backend="hopper+draws=1" (core/plan.py).
+OPTIONS = {
+    "hopper.backward": ("draws", "last_waves", "splits"),
+    "decode.forward": (
+        *("block_m", "block_n", "num_warps", "num_stages", "least_tiles"),
+        *("conversion", "programs", "registers", "merge_values", "merge_stages"),
+    ),
+    "mla.forward": (
+        *("columns", "merge_values", "overhead", "least_tiles"),
+        *("ahead", "in_order", "merge"),
+    ),
+}
+
+
+def with_options(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem) -> ConfigRow:
+    """A row with these of its kernel's options. Raises ValueError for what cannot be."""
+    own = {name: value for name, value in chosen.items() if name in OPTIONS.get(row.kernel, ())}
+    if not own:
+        return row
+    types = {f.name: bool if f.type in (bool, "bool") else int for f in fields(row.config)}
+    made: dict[str, Any] = {name: types[name](value) for name, value in own.items()}
+    if problem.deterministic and not made.get("draws", True):
+        raise ValueError("backend: a deterministic backward draws its tiles, got draws=0")
+    if made.get("columns", 256) not in (128, 256):
+        raise ValueError(f"backend: columns must be 128 or 256, got {made['columns']}")
+    highest = {"ahead": 8, "in_order": 1, "merge": 1}
+    for name, most in highest.items():
+        if not 0 <= made.get(name, 0) <= most:
+            raise ValueError(f"backend: {name} must be 0 to {most}, got {made[name]}")
+    for name in ("programs", "merge_values", "merge_stages", "least_tiles", "num_stages"):
+        value = made.get(name, 1)
+        if value < 1 or value & (value - 1) and name == "merge_values":
+            words = "a power of two" if name == "merge_values" else "at least 1"
+            raise ValueError(f"backend: {name} must be {words}, got {value}")
+    for name, least in (("block_m", 8), ("block_n", 16), ("num_warps", 1)):
+        value = made.get(name, least)
+        if value < least or value & (value - 1):
+            raise ValueError(
+                f"backend: {name} must be a power of two of at least {least}, got {value}"
+            )
+    most = 2 if row.archs == ("sm_90",) else 0
+    if made.get("conversion", 0) > most:
+        raise ValueError(
+            f"backend: conversion must be at most {most} here, got {made['conversion']}"
+        )
+    return replace(row, config=replace(row.config, **made), measured="chosen by hand")
