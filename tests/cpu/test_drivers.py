@@ -80,9 +80,7 @@ class Library:
         if name == "cuGetErrorString":
             deref(arguments[1]).value = b"bad luck"
         if name == "cuLaunchKernelEx":
-            config, function, parameters, extra = arguments
-            assert parameters is None
-            self.launched.append(described(deref(config), function.value, extra))
+            self.launched.append(described(deref(arguments[0]), *arguments[1:]))
         if name == "hipModuleLaunchKernel":
             self.launched.append(dict(head=arguments[:8], stream=arguments[8]))
             self.launched[-1] |= buffer_of(arguments[10], end=3)
@@ -96,7 +94,7 @@ class Library:
         return [name for name, *_ in self.calls]
 
 
-def described(config, function: int, extra) -> dict:
+def described(config, function, parameters, extra) -> dict:
     attributes = [config.attributes[i] for i in range(config.num_attributes)]
     facts = {
         "grid": tuple(config.grid),
@@ -104,8 +102,11 @@ def described(config, function: int, extra) -> dict:
         "shared": config.shared_bytes,
         "stream": config.stream,
         "attributes": [(a.id, tuple(a.value[:3])) for a in attributes],
-        "function": function,
+        "function": function.value,
     }
+    if extra is None:
+        return facts | {"parameters": tuple(parameters)}
+    assert parameters is None
     return facts | buffer_of(extra, end=0)
 
 
@@ -465,6 +466,15 @@ def test_a_cooperative_launch_is_one_beside_what_else_it_is(
     (launched,) = library.launched
     # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
     assert launched["attributes"] == [*sizes, *later, (2, (1, 0, 0))]
+
+
+def test_a_cooperative_launch_says_where_each_parameter_lies(library):
+    """Captured into a graph, one that gives them as a whole is an invalid argument (H200)."""
+    made = slot(MAPPED, template=b"", cooperative=True)
+    made.launch(0)
+    (launched,) = library.launched
+    places = tuple(made.address + parameter.offset for parameter in MAPPED.parameters)
+    assert launched["parameters"] == places and len(places) == 4
 
 
 def test_a_cooperative_launch_is_one_of_older_devices_too(library):

@@ -106,6 +106,8 @@ STEPS = (
     Step("128 log-normal", ragged_lengths(), page=16, bar=0.90),
     Step("MLA 64 x 8192, 16 heads", _CACHE, heads=(16, 1), **_LATENT, bar=0.90),
     Step("MLA 64 x 8192, 128 heads", _CACHE, heads=(128, 1), **_LATENT),
+    Step("MLA 1 x 8192, 128 heads", (8192,), heads=(128, 1), **_LATENT),
+    Step("MLA 1 x 131072, 16 heads", (131072,), heads=(16, 1), **_LATENT),
     Step("prefix 16384 + 64 x 512", (512,) * 64, prefix=16384),
     Step("16 x 131072, window 1024", (131072,) * 16, window=1024),
     Step("16 x 1024", (1024,) * 16),

@@ -183,7 +183,12 @@ class Slot:
         self.config.num_attributes = len(attributes)
         size_at = ctypes.addressof(self._size)
         extra = BUFFER_POINTER, self.address, BUFFER_SIZE, size_at, END
-        self._arguments = (byref(self.config), function, None, (c_void_p * len(extra))(*extra))
+        whole, parts = (c_void_p * len(extra))(*extra), None
+        if cooperative:
+            # Into a graph the driver takes the parameters of such a launch one by one alone.
+            each = [self.address + parameter.offset for parameter in artifact.parameters]
+            whole, parts = None, (c_void_p * len(each))(*each)
+        self._arguments = byref(self.config), function, parts, whole
         self._device, self.owner = device, None
 
     def _encoding(self, meta: dict, place: int, word: int) -> tuple:
