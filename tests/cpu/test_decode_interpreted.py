@@ -256,10 +256,11 @@ def weigh(scores, scales, weights, sums, M: tl.constexpr, N: tl.constexpr):
     at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
     m_M = tl.full([M], float("-inf"), tl.float32)
     l_M = tl.zeros([M], tl.float32)
-    for tile in tl.static_range(2):
+    for tile in tl.static_range(2):  # pyright: ignore
         scale_N = tl.load(scales + tile * N + tl.arange(0, N))
         s_MN = tl.load(scores + tile * M * N + at)
-        p_MN, m_M, alpha_M = softmax_step(s_MN, m_M, 0.5, log2_size(scale_N), False)
+        beside_N = log2_size(scale_N)
+        p_MN, m_M, alpha_M = softmax_step(s_MN, m_M, 0.5, beside_N, False)  # pyright: ignore
         l_M = l_M * alpha_M + tl.sum(p_MN, 1)
         if tile == 1:
             tl.store(weights + at, tl.load(weights + at) * alpha_M[:, None])

@@ -280,7 +280,7 @@ class GpuRunner:
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None)."""
-        run = self._run
+        run: Any = self._run
         if run is None and out is None:
             # The first one keeps nothing, the second what later ones need: most lengths come once.
             if not self._is_known:
