@@ -259,7 +259,7 @@ class GpuRunner:
         operands. numbers: what the case makes of both."""
         self.case, self._numbers, self._like, self._sizes = case, numbers, like, sizes
         self.family, self._device, self._pick = family, family.device, family.pick
-        self._run: Executable | None = None
+        self._run: Any = None  # an Executable, once lengths have come again
         self._into_given: dict[tuple, Executable | None] | None = None
         self._is_known = False
 
@@ -280,7 +280,7 @@ class GpuRunner:
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None)."""
-        run: Any = self._run
+        run = self._run
         if run is None and out is None:
             # The first one keeps nothing, the second what later ones need: most lengths come once.
             if not self._is_known:
