@@ -280,21 +280,19 @@ class GpuRunner:
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None)."""
-        run = self._run
-        if run is None and out is None:
+        if self._run is None and out is None:
             # The first one keeps nothing, the second what later ones need: most lengths come once.
             if not self._is_known:
                 self._is_known = True
                 return self.forward_once(self._numbers, x)
             self.bind()
-            run = self._run
         if current_device() != self._device.index:
             with torch.cuda.device(self._device):
                 return self.forward(x, out)
         if out is not None:
             run, new_lse = self._bound_into(out), self._new_lse
         else:
-            out, new_lse = self._new_out(), self._new_lse
+            run, out, new_lse = self._run, self._new_out(), self._new_lse
         lse = None if new_lse is None else new_lse()
         made = [out] if lse is None else [out, lse]
         tensors, probs = self._tensors(self._numbers, x, made)
