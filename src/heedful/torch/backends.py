@@ -280,7 +280,8 @@ class GpuRunner:
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None)."""
-        if self._run is None and out is None:
+        is_bound = self._run is not None
+        if out is None and not is_bound:
             # The first one keeps nothing, the second what later ones need: most lengths come once.
             if not self._is_known:
                 self._is_known = True
