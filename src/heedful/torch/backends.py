@@ -280,25 +280,34 @@ class GpuRunner:
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None)."""
-        is_bound = self._run is not None
-        if out is None and not is_bound:
-            # The first one keeps nothing, the second what later ones need: most lengths come once.
-            if not self._is_known:
-                self._is_known = True
-                return self.forward_once(self._numbers, x)
-            self.bind()
         if current_device() != self._device.index:
             with torch.cuda.device(self._device):
                 return self.forward(x, out)
+        run: Any = self._run
         if out is not None:
             run, new_lse = self._bound_into(out), self._new_lse
+        elif run is None:
+            return self._forward_first(x)
         else:
-            run, out, new_lse = self._run, self._new_out(), self._new_lse
-        lse = None if new_lse is None else new_lse()
-        made = [out] if lse is None else [out, lse]
-        tensors, probs = self._tensors(self._numbers, x, made)
+            out, new_lse = self._new_out(), self._new_lse
+        tensors, lse, probs = [*self._pick(x), out], None, None
+        if new_lse is not None:
+            lse = new_lse()
+            tensors.append(lse)
+        if self._like.return_probs:
+            probs = self._probs(self._numbers, out.dtype)
+            tensors.append(probs)
         run(tensors)
         return out, lse, probs
+
+    def _forward_first(self, x: Operands):
+        """Keeps nothing the first time, and the second what later ones need: most lengths come but
+        once."""
+        if self._is_known:
+            self.bind()
+            return self.forward(x)
+        self._is_known = True
+        return self.forward_once(self._numbers, x)
 
     def forward_once(self, numbers: Sequence[Any], x: Operands, _out: None = None):
         """The forward of lengths of the same case that most likely come but once, of which nothing
@@ -307,18 +316,16 @@ class GpuRunner:
             with torch.cuda.device(self._device):
                 return self.forward_once(numbers, x)
         made = self.case.make(numbers)
-        tensors, probs = self._tensors(numbers, x, made)
+        tensors, probs = [*self._pick(x), *made], None
+        if self._like.return_probs:
+            probs = self._probs(numbers, made[0].dtype)
+            tensors.append(probs)
         self.case.run(numbers, tensors)
         return made[0], made[1] if len(made) == 2 else None, probs
 
-    def _tensors(self, numbers: Sequence[Any], x: Operands, made: list[torch.Tensor]):
-        """All that the forward takes, and probabilities, if they are asked for. made: out, and lse
-        if it is asked for."""
-        if not self._like.return_probs:
-            return [*self._pick(x), *made], None
+    def _probs(self, numbers: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
         shape = at_lengths(self._like, numbers).probs_shape
-        probs = torch.zeros(shape, dtype=made[0].dtype, device=self._device)
-        return [*self._pick(x), *made, probs], probs
+        return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _allocators(self) -> tuple[Allocator, Allocator | None]:
         """Of out and lse."""
