@@ -6,6 +6,7 @@ import pytest
 
 from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
+from heedful.core.mixed import some_are_short
 from heedful.core.plan import explain, plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.tiles import DECODE_ROWS
@@ -77,6 +78,22 @@ def test_sequences_of_few_and_of_many_queries_over_a_cache_have_a_kernel_each(fa
 )
 def test_other_calls_run_what_they_ran(facts, backend):
     assert chosen(**facts) == backend
+
+
+@pytest.mark.parametrize(
+    "facts, words",
+    [
+        ({"seqlen_q": 8, "total_q": 128}, "all sequences have few queries"),
+        ({"page_size": 0, "used_k": False, "total_k": 9000}, "without a cache"),
+        ({"batch": 2, "seqlen_q": 128, "total_q": 129}, "leave half of the device idle"),
+        ({"batch": 4, "total_q": 4 * 2048}, "about as long as the longest"),
+    ],
+    ids=str,
+)
+def test_what_is_no_mixed_batch_says_why(facts, words):
+    said = some_are_short(replace(SERVED, **facts), H200)
+    assert said is not None and said.startswith("hopper is preferred") and words in said
+    assert some_are_short(SERVED, H200) is None
 
 
 def test_what_cannot_be_is_refused_by_name():
