@@ -190,6 +190,7 @@ def test_what_cannot_be_planned_is_said(facts, device, backend, said):
         ("decode", "block_n=48", "block_n must be a power of two of at least 16, got 48"),
         ("decode", "merge_values=0", "merge_values must be a power of two, got 0"),
         ("decode", "merge_stages=0", "merge_stages must be at least 1, got 0"),
+        ("decode", "num_stages=0", "num_stages must be at least 1, got 0"),
         ("decode", "conversion=3", "conversion must be at most 2 here, got 3"),
         ("mla", "columns=64", "columns must be 128 or 256, got 64"),
         ("mla", "least_tiles=0", "least_tiles must be at least 1, got 0"),

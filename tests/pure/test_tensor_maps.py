@@ -123,6 +123,13 @@ def test_arrays_have_a_stride_for_each_dim():
         own_shape((2, 3), (1,))
 
 
+@pytest.mark.parametrize("name", ["shape", "strides"])
+def test_an_array_whose_numbers_are_not_whole_is_refused_by_name(name):
+    facts = {"shape": (2, 3), "strides": (3, 1), name: (2, 1.5)}
+    with pytest.raises(TypeError, match=rf"^{name} "):
+        ArraySpec(**facts, dtype="float32")  # pyright: ignore[reportArgumentType]
+
+
 def test_steps_are_the_strides_that_are_stepped_over():
     spec = ArraySpec((1, 2, 0, 3), (9, 8, 7, 6), "float32")
     assert spec.steps == (0, 8, 0, 6)
