@@ -126,7 +126,7 @@ def test_arrays_have_a_stride_for_each_dim():
 @pytest.mark.parametrize("name", ["shape", "strides"])
 def test_an_array_whose_numbers_are_not_whole_is_refused_by_name(name):
     facts = {"shape": (2, 3), "strides": (3, 1), name: (2, 1.5)}
-    with pytest.raises(TypeError, match=rf"^{name} "):
+    with pytest.raises(TypeError, match=rf"^{name}\[1\] must be an int"):
         ArraySpec(**facts, dtype="float32")  # pyright: ignore[reportArgumentType]
 
 
