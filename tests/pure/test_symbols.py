@@ -83,6 +83,8 @@ def test_what_changes_nothing_is_the_number_itself(number, unchanged):
         (lambda x, y: (x * 6) * (y * 5), 30),
         (lambda x, y: x * 24 | y * 20, 4),
         (lambda x, y: x * 24 | 12, 4),
+        (lambda x, y: (x * 0) | (y * 12), 4),
+        (lambda x, y: (x * 0) + (y * 12), 12),
         (lambda x, y: x * 24 // 4, 6),
         (lambda x, y: x * 24 // 5, 1),
         (lambda x, y: x * 24 // y, 1),

@@ -101,7 +101,7 @@ def _combined_step(sign: str, a, b) -> int:
     if sign in "+-":
         return gcd(one, other)
     if sign == "|":
-        return min(one & -one, other & -other)
+        return gcd(one & -one, other & -other)
     if sign == "*":
         return one * other
     if sign == "//" and type(b) is int and b > 0 and one % b == 0:
