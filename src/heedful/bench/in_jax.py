@@ -34,7 +34,7 @@ from heedful.bench.peers import Inputs, draw
 from heedful.bench.timing import Spread, ratios
 
 CALLS = 6
-ROUNDS = 6
+ROUNDS = 6  # as many as three ways have orders
 HOST_SETS = 256
 Run = Callable[[], Any]
 

@@ -82,7 +82,7 @@ def _wider_keys_under_pressure(problem: AttentionProblem) -> bool:
 
 
 _H200 = "H200, 2026-11-20, Triton 3.6: fastest without spills of those tried"
-_H200_MLA = "H200, 2026-11-25, Triton 3.9: fastest of those tried"
+_H200_LATEST = "H200, 2026-11-25, Triton 3.9: fastest of those tried"
 _NO_SPILLS = "sm_90, Triton 3.9: largest tried that compiles without spills; not timed"
 _NO_SPILLS_EITHER = "sm_80 and sm_90, Triton 3.9: compiles without spills; not timed"
 _H200_LATER = "H200, 2026-11-23, Triton 3.9: fastest of those tried"
@@ -391,29 +391,33 @@ def _decode(
     tile: tuple[int, int, int],
     bits: int = 16,
     paged: bool | None = None,
+    also: Callable[[AttentionProblem], bool] = _always,
     **how,
 ) -> ConfigRow:
     """For up to `rows` query rows of a KV head and caches of at most so many bits a value, in pages
-    or not or both (None); tile: keys, warps, stages."""
+    or not or both (None), of problems that `also` accepts; tile: keys, warps, stages."""
 
     def when(problem: AttentionProblem) -> bool:
         fits = ITEM_BITS[problem.kv_dtype] <= bits and paged in (None, problem.page_size > 0)
-        if rows == 8:
-            # Measured with scales of heads and of whole rows.
-            rows_scaled = problem.kv_group in (0, problem.head_dim)
-            fits = fits and rows_scaled and problem.head_dim > 64 and problem.dtype != "float32"
         # Of more, which are tiles of 64, the planner takes those that it can.
-        return fits and (rows == 64 or problem.seqlen_q * problem.group <= rows)
+        return fits and (rows == 64 or problem.seqlen_q * problem.group <= rows) and also(problem)
 
     measured = _FITS
     if "sm_90" in archs:
-        measured = _H200_LATER if rows <= 16 and max_dim in (128, 576) else _NO_SPILLS
+        later = _H200_LATEST if rows == 8 else _H200_LATER
+        measured = later if rows <= 16 and max_dim in (128, 576) else _NO_SPILLS
         if rows == 64 and max_dim == 576:
             measured = _LEAST_SPILLS
     elif archs == _CDNA:
         measured = _AMD
     config = DecodeConfig(rows, *tile, **how)
     return ConfigRow("decode.forward", archs, max_dim, config, measured, when)
+
+
+def _scaled_by_row(problem: AttentionProblem) -> bool:
+    """Whether scales are of heads or whole rows, of over 64 values, not of float32: as measured."""
+    by_row = problem.kv_group in (0, problem.head_dim)
+    return by_row and problem.head_dim > 64 and problem.dtype != "float32"
 
 
 def _small_pages(problem: AttentionProblem) -> bool:
@@ -447,7 +451,7 @@ def _mla(how: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> Conf
     """For problems that all of `when` accept. Programs that wait for each other are at work at
     once: a device has a unit for each line of tiles (core/sizes.py)."""
     config = MlaConfig(64, 128, programs=1, least_tiles=2, **how)
-    measured = _LEAST_SPILLS if _small_pages in when else _H200_MLA
+    measured = _LEAST_SPILLS if _small_pages in when else _H200_LATEST
     units = _MLA_SMS // _MLA_LEAST_SMS if config.merge else 0
 
     def fits(problem: AttentionProblem) -> bool:
@@ -459,6 +463,7 @@ def _mla(how: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> Conf
 _ONE: dict[str, Any] = {"pack_gqa": True}
 _TWO: dict[str, Any] = {**_D128, "pack_gqa": True}
 _THREE: dict[str, Any] = {"programs": 3, "registers": 168}
+_FOUR: dict[str, Any] = {"conversion": 2, "programs": 4}
 
 ROWS: list[ConfigRow] = [
     _hopper(128, (128, 64, 4, 3), _any_pressure, _LEAST_SPILLS, **_D128),
@@ -506,7 +511,7 @@ ROWS: list[ConfigRow] = [
     # whose rows are keys: half as many products and exponentials. e4m3 with a scale a row takes
     # 281 us in place of 290 (64 x 8192), int4 216 and 234, others the same (H200, 2026-11-25).
     *(
-        _decode(("sm_90",), 128, 8, (64, 2, stages), 8, paged, conversion=2, programs=4)
+        _decode(("sm_90",), 128, 8, (64, 2, stages), 8, paged, _scaled_by_row, **_FOUR)
         for stages, paged in ((5, True), (3, False))
     ),
     # Of 4 bits more warps, of fewer registers.

@@ -309,7 +309,7 @@ class GpuRunner:
         self._is_known = True
         return self.forward_once(self._numbers, x)
 
-    def forward_once(self, numbers: Sequence[Any], x: Operands, _out: None = None):
+    def forward_once(self, numbers: Sequence[Any], x: Operands):
         """The forward of lengths of the same case that most likely come but once, of which nothing
         is kept. numbers: as `at` has them. Returns as `forward`."""
         if current_device() != self._device.index:
@@ -487,7 +487,7 @@ class GpuBackward:
         case, numbers = self._cases.find(values, make)
         self._run: Run = case.bind(numbers)
         self._new = partial(case.make, numbers)
-        aligned = all([aligned for _, _, aligned, *_ in kind[2:]])
+        aligned = all([own.aligned for own in kind[2:]])
         is_simple = aligned and not self._copied and len(like) == 3
         self.kinds = kind[2:] if is_simple else ()
         ranks = [tensor.dim() for tensor in given.values()]

@@ -36,7 +36,7 @@ from heedful.torch.checks import (
 )
 from heedful.torch.dispatch import Likeness, any_autocast, bare_apply
 from heedful.torch.forked import on_own_thread
-from heedful.torch.kinds import MOST_KINDS, Cases, Kinds, Sizes, of_tensor, with_sizes
+from heedful.torch.kinds import MOST_KINDS, ArrayKind, Cases, Kinds, Sizes, of_tensor, with_sizes
 from heedful.torch.plain import is_same, plain_options, plain_seed
 from heedful.torch.saved import Backwards
 from heedful.torch.values import check_values, indices
@@ -214,7 +214,7 @@ def returned(results: int, out: Tensor, lse: Any, probs: Any) -> Any:
     return out, lse, out.new_empty(0) if probs is None else probs
 
 
-def _dense_forward(forward, x: Operands, out: Tensor | None):
+def _dense_forward(forward, x: Operands, out: Tensor | None = None):
     """A forward whose own output may have any strides; ours are dense, as flash-attn's are."""
     result, lse, probs = forward(x, out)
     return result if out is not None else on_own_thread(result.contiguous), lse, probs
@@ -333,7 +333,7 @@ class CallCase:
 
 class Once:
     """What a call needs whose tensors go to the kernels as they are, without gradients, where it is
-    not to be kept. forward(x, out), without an out, and results: as a Call's."""
+    not to be kept. forward(x), and results: as a Call's."""
 
     __slots__ = ("forward", "results")
     wants_grad, plain = False, True
@@ -365,7 +365,7 @@ class LatestKind:
 
     __slots__ = ("_calls", "_cases", "_likeness", "_packs", "_sizes")
 
-    def __init__(self, cases: Cases, kinds: Sequence[tuple], values: Sequence[Any]):
+    def __init__(self, cases: Cases, kinds: Sequence[ArrayKind], values: Sequence[Any]):
         """values: operands of a call. kinds: theirs."""
         self._cases, self._packs = cases, packs.backends()
         self._likeness = Likeness(values, kinds)
@@ -425,7 +425,7 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) 
     def check(numbers) -> CheckedCase:
         rest = iter(numbers)
         given = options._replace(max_seqlen_q=next(rest), max_seqlen_k=next(rest))
-        specs = {kind[0]: with_sizes(kind, rest) for kind, *_ in kinds}
+        specs = {kind.name: with_sizes(kind, rest) for kind, *_ in kinds}
         described = AttentionCall(Operands(**specs), given, *grad)
         return CheckedCase(Call(x, options, grad, None), described, numbers[0].trace)
 
@@ -434,7 +434,7 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) 
         return CallCase(checked, lengths, values, numbers)
 
     case, numbers = cases.find(values, make)
-    if base is not None and all([kind[2] for kind, _, _ in kinds]):
+    if base is not None and all([kind.aligned for kind, _, _ in kinds]):
         LATEST.of(base, lambda: None)
         LATEST[base] = LatestKind(cases, [kind for kind, _, _ in kinds], x)
     return case.at(numbers, sizes, x, comes_again=False)
@@ -503,7 +503,7 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
         return apply(call, x, seed, q, k, v, x.bias, x.sink)
     if not call.plain:
         x = call.operands(x, seed)
-    out, lse, probs = call.forward(x, out)
+    out, lse, probs = call.forward(x) if out is None else call.forward(x, out)
     return out if call.results == 0 else returned(call.results, out, lse, probs)
 
 
@@ -528,7 +528,7 @@ class Attention(Function):
         if not call.plain:
             given = call.seeded(x, seed)
             x = call.laid_out(given)
-        out, lse, probs = call.forward(x, None)
+        out, lse, probs = call.forward(x)
         ctx.call, ctx.bias = call, None if bias is None else bias.shape
         # As the caller gave them: no hook is to store what a stride of 0 repeats.
         if call.bare:

@@ -89,17 +89,16 @@ class Likeness:
 
     __slots__ = ("_dense", "alike", "pick")
 
-    def __init__(self, values: Sequence[Any], kinds: Sequence[tuple] | None = None):
-        """values: tensors, and whatever else is in its place each time. kinds: of each tensor, of
-        whose dims lengths may change the sizes, and the strides of all but the last: see
-        torch/kinds."""
+    def __init__(self, values: Sequence[Any], kinds: Sequence[Any] | None = None):
+        """values: tensors, and whatever else is in its place each time. kinds: where lengths may
+        differ, those of the tensors (kinds.ArrayKind)."""
         places = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
         self.pick = itemgetter(*places)
         tensors = self.pick(values)
         moving, self._dense = None, []
         if kinds is not None:
-            moving = [kind[-1] for kind in kinds]
-            self._dense = [place for place, kind in zip(places, kinds, strict=True) if kind[-2]]
+            moving = [kind.moving for kind in kinds]
+            self._dense = [place for place, kind in zip(places, kinds, strict=True) if kind.dense]
         self.alike = _same_kind(tensors, moving)
 
     def are_aligned(self, values: Sequence[Any]) -> bool:

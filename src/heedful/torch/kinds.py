@@ -8,8 +8,9 @@ Lengths that were never seen cost the evaluation of a case, and neither a plan n
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from heedful.core.arrays import ArraySpec, dense_strides
@@ -27,6 +28,22 @@ _ROWS = frozenset(("q", "k", "v", "out", "dout", "dq", "dk", "dv"))
 
 _lengths = attrgetter(*Lengths._fields)
 _rest = attrgetter(*(f.name for f in fields(AttentionProblem) if f.name not in Lengths._fields))
+
+
+class ArrayKind(NamedTuple):
+    """All of an operand but what lengths may change.
+
+    kept: the sizes that they may not, which come last. last: the last stride, if there is one.
+    dense: whether strides follow from sizes. moving: how many sizes come first.
+    """
+
+    name: str
+    dtype: torch.dtype
+    aligned: bool
+    kept: tuple[int, ...]
+    last: tuple[int, ...]
+    dense: bool
+    moving: int
 
 
 # A trace, its outputs, and the case that they are of.
@@ -96,13 +113,13 @@ class Kinds(dict):
         return found
 
 
-def of_tensor(name: str, tensor: Tensor) -> tuple[tuple, tuple[int, ...]]:
+def of_tensor(name: str, tensor: Tensor) -> tuple[ArrayKind, tuple[int, ...]]:
     """What of an operand is of its kind, and the sizes and strides that lengths may change."""
     shape, strides = tensor.shape, tensor.stride()
     moving = len(shape) - 2 if name in _ROWS else len(shape)
     dense = strides == dense_strides(shape)
     aligned = tensor.data_ptr() % 16 == 0
-    kind = (name, tensor.dtype, aligned, shape[moving:], strides[-1:], dense, moving)
+    kind = ArrayKind(name, tensor.dtype, aligned, shape[moving:], strides[-1:], dense, moving)
     return kind, sizes_of(tensor, moving, dense)
 
 
@@ -119,15 +136,15 @@ class Sizes:
 
     __slots__ = ("_pick", "_strided")
 
-    def __init__(self, before: int, ranks: Sequence[int], kinds: Sequence[tuple]):
+    def __init__(self, before: int, ranks: Sequence[int], kinds: Sequence[ArrayKind]):
         """before: how many numbers come first. ranks: of the tensors. kinds: theirs."""
         places, end = [*range(before)], before
-        strided = [not dense for *_, dense, _ in kinds]
+        strided = [not kind.dense for kind in kinds]
         self._strided = strided if any(strided) else None
-        for rank, (*_, dense, moving) in zip(ranks, kinds, strict=True):
-            places += range(end, end + moving)
+        for rank, kind in zip(ranks, kinds, strict=True):
+            places += range(end, end + kind.moving)
             end += rank
-            if not dense:
+            if not kind.dense:
                 places += range(end, end + rank - 1)
                 end += rank
         self._pick = itemgetter(*places)
@@ -159,12 +176,12 @@ def of_call(problem: AttentionProblem, tensors: Mapping[str, Tensor]) -> tuple[t
 
 
 def with_numbers(
-    problem: AttentionProblem, kinds: Iterable[tuple], numbers: Iterable[Any]
+    problem: AttentionProblem, kinds: Iterable[ArrayKind], numbers: Iterable[Any]
 ) -> tuple[AttentionProblem, dict[str, ArraySpec]]:
     """The problem and the arrays of these kinds with other lengths: the numbers of `of_call`."""
     rest = iter(numbers)
     problem = at_lengths(problem, [next(rest) for _ in Lengths._fields])
-    return problem, {kind[0]: with_sizes(kind, rest) for kind in kinds}
+    return problem, {kind.name: with_sizes(kind, rest) for kind in kinds}
 
 
 def at_lengths(problem: AttentionProblem, numbers: Sequence[Any]) -> AttentionProblem:
@@ -174,10 +191,11 @@ def at_lengths(problem: AttentionProblem, numbers: Sequence[Any]) -> AttentionPr
     return problem.at(Lengths._make([None if old is None else new for old, new in pairs]))
 
 
-def with_sizes(kind: tuple, numbers: Iterator[Any]) -> ArraySpec:
+def with_sizes(kind: ArrayKind, numbers: Iterator[Any]) -> ArraySpec:
     """The array of this kind whose sizes and strides are the next of the numbers."""
-    _, dtype, aligned, kept, last, dense, moving = kind
-    shape = (*(next(numbers) for _ in range(moving)), *kept)
-    strides = dense_strides(shape) if dense else (*(next(numbers) for _ in shape[1:]), *last)
+    shape = (*(next(numbers) for _ in range(kind.moving)), *kind.kept)
+    strides = (
+        dense_strides(shape) if kind.dense else (*(next(numbers) for _ in shape[1:]), *kind.last)
+    )
     # Symbols need no look at whether they are whole.
-    return _new(ArraySpec, (shape, strides, dtype_name(dtype), aligned, None))
+    return _new(ArraySpec, (shape, strides, dtype_name(kind.dtype), kind.aligned, None))

@@ -306,15 +306,10 @@ def softmax_step(s_MN, m_M, scale, size_N, IS_ADJUSTED: tl.constexpr):
         unit = scale * LOG2E
     if size_N is not None:
         top_M = tl.max(s_MN * unit + size_N[None, :], 1)
-    else:
-        top_M = tl.max(s_MN, 1)
-    if size_N is not None:
-        pass
     elif unit.type.is_block():
-        top_M = top_M[:, None] * unit
-        top_M = tl.reshape(top_M, m_M.shape)
+        top_M = tl.reshape(tl.max(s_MN, 1)[:, None] * unit, m_M.shape)
     else:
-        top_M *= unit
+        top_M = tl.max(s_MN, 1) * unit
     new_M = tl.maximum(m_M, top_M)
     base_M = finite_or_zero(new_M)
     return tl.exp2(s_MN * unit - base_M[:, None]), new_M, tl.exp2(m_M - base_M)

@@ -147,7 +147,6 @@ class Slot:
         "_cluster",
         "_device",
         "_maps",
-        "_maps_and_twins",
         "_size",
     )
 
@@ -166,12 +165,11 @@ class Slot:
         start = -(ctypes.addressof(raw) + next(iter(places.values()), 0)) % TENSOR_MAP_ALIGN
         self.buffer = (ctypes.c_char * size).from_buffer(raw, start)
         self.address = ctypes.addressof(self.buffer)
-        self._maps = [
-            self._encoding(artifact.tensor_maps[name], places[name], word)
-            for name, word in words.items()
-        ]
         twins = self._alike(artifact, places, words)
-        self._maps_and_twins = [*zip(self._maps, twins, strict=True)]
+        self._maps = [
+            (self._encoding(artifact.tensor_maps[name], places[name], word), twin)
+            for (name, word), twin in zip(words.items(), twins, strict=True)
+        ]
         self._size = ctypes.c_size_t(artifact.parameter_bytes)
         self.config = Config()
         self._cluster = artifact.cluster
@@ -239,13 +237,13 @@ class Slot:
 
     def encode(self, number: int) -> None:
         """Makes the descriptor of the map of this number from its words."""
-        code = _encode(*self._maps[number])
+        code = _encode(*self._maps[number][0])
         if code:
             check(code)
 
     def encode_all(self) -> None:
         """Makes the descriptors of all maps."""
-        for arguments, twin in self._maps_and_twins:
+        for arguments, twin in self._maps:
             if twin and twin[0] == twin[1]:
                 _, _, own, other, given = twin
                 own[:] = other
