@@ -247,6 +247,7 @@ class Device:
         self.taken: set[tuple[str, str, str]] = set()
         self.loads: list[tuple] = []
         self.made_roles: list = []
+        self.prologue_ended = False
         self.ended = 0
 
     def rows_of(self, which: int, block: int) -> tuple[list[int], int]:
@@ -472,7 +473,12 @@ class Device:
     def program_of(self, role: int) -> int:
         return role // (len(self.made_roles) // self.programs)
 
+    def wait_for_prologue(self):
+        self.prologue_ended = True
+
     def warp_specialize(self, roles, warps, registers):
+        assert self.prologue_ended, "roles read what the prologue writes"
+        self.prologue_ended = False
         assert len(warps) == len(registers) == len(roles) - 1
         _, shared, scheduler, *_ = roles[0][1]
         for owner, prefix in ((shared, ""), (shared.q, "q."), (shared.do, "do.")):
@@ -532,6 +538,7 @@ class Device:
                 "p_descale": lambda dtype: 1.0,
                 "scores_layout": lambda dtype, columns: None,
                 "fence_async_shared": lambda: None,
+                "cuda": SimpleNamespace(gdc_wait=self.wait_for_prologue),
                 "warpgroup_mma": self.mma,
                 "warpgroup_mma_wait": self.mma_wait,
                 **{place: self.counted(place) for place in PLACES},

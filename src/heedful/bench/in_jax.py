@@ -3,7 +3,7 @@
     python -m heedful.bench.in_jax [WORDS]
 
 WORDS: only cases whose name has them. Device time is how long kernels, memsets and copies of a call
-run, as CUPTI records them, of one program over CALLS sets of inputs: by JAX under jit, by PyTorch
+run, as CUPTI records them, of one program over several sets of inputs: by JAX under jit, by PyTorch
 as a replayed CUDA graph. Host time is what a jitted call takes until it returns. What is timed is
 checked against float64 first. Rounds are interleaved.
 """
@@ -31,10 +31,10 @@ from heedful.bench.cases import Case, cases
 from heedful.bench.check import Checker, in_words
 from heedful.bench.exact import Results
 from heedful.bench.peers import Inputs, draw
-from heedful.bench.timing import Spread, ratios
+from heedful.bench.timing import ROUND_SECONDS, Spread, ratios
 
-CALLS = 6
-ROUNDS = 6  # as many as three ways have orders
+MOST_CALLS = 6
+ROUNDS = 12  # twice as many as three ways have orders
 HOST_SETS = 256
 Run = Callable[[], Any]
 
@@ -145,6 +145,14 @@ def spent(run: Run, calls: int, device: torch.device) -> Spent:
     return Spent(total / calls, kernels / calls, memsets / calls, copies / calls)
 
 
+def calls_a_turn(case: Case, device: torch.device) -> int:
+    """How many calls one program makes. A turn is short: a device at its power limit slows down
+    within it, and whoever comes next would pay."""
+    alone = in_torch(case, [draw(case, device)])
+    seconds = min(microseconds(alone.run, 1) for _ in range(3)) * 1e-6
+    return max(1, min(MOST_CALLS, int(ROUND_SECONDS / seconds)))
+
+
 class Measured(NamedTuple):
     """By way: microseconds of a call, round by round, and what it launches; or why there are
     none."""
@@ -156,7 +164,7 @@ class Measured(NamedTuple):
 
 def measure(case: Case, device: torch.device, own: str, rounds: int = ROUNDS) -> Measured:
     """PyTorch's calls, ours under JAX, and those of `own`, an implementation of JAX's."""
-    sets = [draw(case, device, seed) for seed in range(CALLS)]
+    sets = [draw(case, device, seed) for seed in range(calls_a_turn(case, device))]
     checker = Checker(case, sets[0])
     makers: dict[str, Callable[[], Way]] = {
         "PyTorch": lambda: in_torch(case, sets),
@@ -184,7 +192,7 @@ def measure(case: Case, device: torch.device, own: str, rounds: int = ROUNDS) ->
     for number in range(rounds):
         for name in orders[number % len(orders)]:
             way = ways[name]
-            launches[name] = spent(way.run, CALLS, device)
+            launches[name] = spent(way.run, len(sets), device)
             times[name].append(launches[name].us)
     return Measured(times, launches, missing)
 

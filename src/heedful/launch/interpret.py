@@ -68,15 +68,18 @@ def run_call(call: KernelCall, arrays: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _patched_once() -> Iterator[None]:
-    """While it is open, the language is patched once, and what is not asserted is not computed.
+    """While it is open, the language is patched once, what is not asserted is not computed, and no
+    kernel waits for the one ahead.
     Triton patches all of it anew for every call of a function within a kernel, which takes half of
     the time. Without debug it drops the assertion that no sum of integers overflows after it has
     computed what would be asserted, a third of the rest; its compilers leave that out, too."""
     from triton.language import dtype
+    from triton.language.extra import cuda
     from triton.runtime import interpreter
 
     patch, done = interpreter._patch_lang, set()
     builder, numpy_dtype = interpreter.interpreter_builder, interpreter._get_np_dtype
+    waits = cuda.gdc_wait, cuda.gdc_launch_dependents
     options, of_scalar = builder.options, cache(numpy_dtype)
 
     def patch_new(function: FunctionType) -> Any:
@@ -93,12 +96,14 @@ def _patched_once() -> Iterator[None]:
 
     interpreter._patch_lang = patch_new
     interpreter._get_np_dtype = known_dtype
+    cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
     builder.options = replace(options, sanitize_overflow=options.debug)
     try:
         yield
     finally:
         interpreter._patch_lang = patch
         interpreter._get_np_dtype = numpy_dtype
+        cuda.gdc_wait, cuda.gdc_launch_dependents = waits
         builder.options = options
 
 

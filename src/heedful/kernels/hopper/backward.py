@@ -8,6 +8,7 @@ backward_epilogue.py behind.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.language.extra import cuda
 
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper.backward_consumer import backward_consumer
@@ -28,6 +29,8 @@ def backward(io: HopperBackwardIO, params: HopperBackwardParams):
     # Who makes dQ and who adds it are told of work tiles, too.
     scheduler = work_scheduler(params, CONSUMERS + 1 + adders(params))
     fence_async_shared()
+    # Begun early (KernelCall.programmatic): what the prologue wrote is in memory from here on.
+    cuda.gdc_wait()
     ADDERS: gl.constexpr = adders(params)
     if ADDERS == 1:
         gl.warp_specialize(

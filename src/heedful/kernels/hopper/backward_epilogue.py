@@ -6,6 +6,7 @@ M query rows, N keys, D qk dim, E v dim.
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from heedful.kernels.args.hopper_backward import BackwardEpilogueIO, HopperBackwardSizes
 from heedful.kernels.args.shared import Sequences
@@ -120,6 +121,8 @@ def backward_epilogue(
     used length. Of each sequence a program for BLOCK_M rows of a query head, q_blocks of the
     longest one, behind them one for 64 keys of a KV head, k_blocks. BLOCK_M, BLOCK_N: tiles that
     sequences are rounded up to. D, E: columns of the results, of BLOCK_D, BLOCK_E in the sums."""
+    # Begun early (KernelCall.programmatic): sums are in memory from here on.
+    cuda.gdc_wait()
     heads = sizes.heads_k * sizes.group
     of_queries = q_blocks * heads
     programs = of_queries

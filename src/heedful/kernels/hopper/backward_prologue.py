@@ -6,6 +6,7 @@ rows, E v dim.
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from heedful.kernels.args.hopper_backward import BackwardPrologueIO, HopperBackwardSizes
 from heedful.kernels.args.shared import Sequences
@@ -38,6 +39,8 @@ def backward_prologue(
 ):
     """delta, laid out as lse; zeros in dq_accum, turns and tile_counter. A program each for
     BLOCK_M rows of a query head, q_blocks of the longest sequence. D: columns of dq_accum."""
+    # The kernel behind sets itself up meanwhile, and waits.
+    cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     if io.tile_counter is not None and pid == 0:
         tl.store(io.tile_counter, 0)

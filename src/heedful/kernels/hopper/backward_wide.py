@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra import cuda
 
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
@@ -273,6 +274,8 @@ def backward_wide(io: HopperBackwardIO, params: HopperBackwardParams):
     shared = WideShared.allocate(io, params)
     scheduler = work_scheduler(params, CONSUMERS)
     fence_async_shared()
+    # Begun early (KernelCall.programmatic): what the prologue wrote is in memory from here on.
+    cuda.gdc_wait()
     gl.warp_specialize(
         [
             (wide_consumer, (io, shared, scheduler, params, 0)),

@@ -4,6 +4,7 @@ w_s = exp(lse_s), plus the sink logit once. Shapes: S splits, M query rows, E v 
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from heedful.kernels.args.portable import CombineIO
 from heedful.kernels.portable.scores import LN2, exponential, finite_or_zero
@@ -34,10 +35,14 @@ def combine_splits(
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    BEGINS_EARLY: tl.constexpr,
 ):
     """out (B, M, H, E) and lse (B, H, M) of partial results with a leading split axis, and of one
     part that lies apart if there is one. BLOCK_S: splits that are loaded at once, so that none
-    waits for the one before it."""
+    waits for the one before it. BEGINS_EARLY: the launch is programmatic, and the kernel waits for
+    the one that makes the parts."""
+    if BEGINS_EARLY:
+        cuda.gdc_wait()
     row0 = (tl.program_id(0) % tiles) * BLOCK_M
     b = wide(tl.program_id(0) // tiles // heads)
     h = wide(tl.program_id(0) // tiles % heads)

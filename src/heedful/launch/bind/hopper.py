@@ -27,7 +27,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     if plan.is_split:
         # The first split has the sink: a merge would give it to rows that are not in use, too.
         operands = {name: spec for name, spec in buffers.items() if name != "sink"}
-        calls += portable.combine(operands).calls
+        calls += portable.combine(operands, begins_early=True).calls
     return Program(tuple(calls), sizes.workspaces)
 
 

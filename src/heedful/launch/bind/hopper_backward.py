@@ -57,7 +57,9 @@ def _rows_call(name: str, launch_sizes: Sizes, **parameters) -> KernelCall:
     launch = launch_sizes.launches[f"hopper.backward_{name}"]
     ref = KernelRef(f"heedful.kernels.hopper.backward_{name}", f"backward_{name}")
     parameters |= {count: Scalar(value) for count, value in launch.numbers.items()}
-    return KernelCall(ref, launch.grid, parameters, {"num_warps": _ROWS_WARPS})
+    # The epilogue is behind the main kernel; what is ahead of the prologue is anything.
+    early = name == "epilogue"
+    return KernelCall(ref, launch.grid, parameters, {"num_warps": _ROWS_WARPS}, programmatic=early)
 
 
 def _sizes(problem: AttentionProblem, buffers: Buffers) -> HopperBackwardSizes:
@@ -215,4 +217,4 @@ def _backward_call(
     }
     name = "backward_wide" if config.is_wide else "backward"
     ref = KernelRef(f"heedful.kernels.hopper.{name}", name, "gluon")
-    return KernelCall(ref, launch.grid, parameters, {"num_warps": 4})
+    return KernelCall(ref, launch.grid, parameters, {"num_warps": 4}, programmatic=True)

@@ -6,6 +6,7 @@ few names, each beside its function.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from heedful.core.plan import Plan
@@ -186,15 +187,18 @@ def clear_call(
     )
 
 
-def combine(buffers: Buffers) -> Program:
+def combine(buffers: Buffers, begins_early: bool = False) -> Program:
     """Merges partial_out (S, B, M, H, E) or (S, T, H, E) and partial_lse (S, B, H, M) or (S, H, T)
     into out and, if there is such a buffer, lse; `sink` enters once. apart_out (B, M, H, E) and
     apart_lse (B, H, M), if there are such buffers, are one part more. Rows of an lse lie side by
-    side."""
-    return Program((_combine_call(buffers, "partial_out", "partial_lse", sink="sink"),))
+    side. begins_early: the launch is programmatic, which takes sm_90."""
+    call = _combine_call(buffers, "partial_out", "partial_lse", "sink", begins_early)
+    return Program((call,))
 
 
-def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) -> KernelCall:
+def _combine_call(
+    buffers: Buffers, part: str, part_lse: str, sink: str | None, begins_early: bool = False
+) -> KernelCall:
     spec = buffers[part]
     splits, *_, heads, dim = spec.shape
     batch, rows = (1, spec.shape[1]) if len(spec.shape) == 4 else spec.shape[1:3]
@@ -204,7 +208,7 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
         apart_out = groups.rows(buffers, "apart_out", divisor)
     config, at_once = combine_rows(dim, rows, splits)
     tiles = ceil_div(rows, config.rows)
-    return kernel_call(
+    call = kernel_call(
         "combine.combine_splits",
         # One axis: the others end at 65,535, which sequences times heads can pass.
         (tiles * batch * heads, 1, 1),
@@ -223,7 +227,9 @@ def _combine_call(buffers: Buffers, part: str, part_lse: str, sink: str | None) 
         BLOCK_M=config.rows,
         BLOCK_E=pow2(dim),
         BLOCK_S=at_once,
+        BEGINS_EARLY=begins_early,
     )
+    return replace(call, programmatic=begins_early)
 
 
 def _probs_call(
