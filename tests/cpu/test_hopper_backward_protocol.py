@@ -310,8 +310,8 @@ def test_dq_of_keys_of_the_other_stage_is_noticed():
             super().__post_init__()
             self.instead = {"make_dq": self.make_dq}
 
-        def make_dq(self, shared, ds_state, k_stage, share):
-            return self.host.turned(dq_file.make_dq)(shared, ds_state, 1 - k_stage, share)
+        def make_dq(self, shared, ds_state, k_stage, params, share):
+            return self.host.turned(dq_file.make_dq)(shared, ds_state, 1 - k_stage, params, share)
 
     assert_noticed(OtherKeys)
 
@@ -327,7 +327,7 @@ def test_ds_that_is_given_back_before_the_second_share_is_made_is_noticed():
             state = self.host.turned(stage_of)(visit, STAGES)
             self.wait(shared.ds_full.index(state.index), state.phase)
             for share in range(2):
-                dq = make_dq(shared, state, k_stage, share)
+                dq = make_dq(shared, state, k_stage, params, share)
                 if share == 0:
                     self.arrive(shared.ds_empty.index(state.index))
                 send_dq(shared, dq, visit, params, share)

@@ -48,7 +48,7 @@ CASES = [
     ),
     *(
         replace(BASE, **TILES, head_dim=dim, window=w)
-        for dim in (64, 128)
+        for dim in (64, 96, 128)
         for w in ((-1, -1), (-1, 0), (100, 0), (200, 300))
     ),
 ]
@@ -122,6 +122,7 @@ VARIANTS = [
     *((dim, f"hopper+draws=1+last_waves={waves}") for dim in (64, 128, 256) for waves in (0, 2)),
     *((dim, "hopper+draws=0+last_waves=0") for dim in (64, 128)),
     *((dim, f"hopper+splits={splits}") for dim in (64, 128) for splits in (2, 5)),
+    *((dim, "hopper+splits=2") for dim in (96, 192, 256)),
 ]
 
 
@@ -132,7 +133,7 @@ def test_gradients_of_variants_are_within_their_error_budget(head_dim, backend, 
 
 
 @pytest.mark.parametrize("backend", ["hopper", "hopper+splits=3"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("case", MANY, ids=str)
 def test_gradients_in_one_order_are_within_their_budget_and_the_same_in_every_run(
     case, head_dim, backend

@@ -309,6 +309,8 @@ class Device:
             tile=SimpleNamespace(
                 BLOCK_M=self.tile.block_m,
                 BLOCK_N=BLOCK_N,
+                D=self.tile.dim,
+                E=self.tile.dim,
                 Q_STAGES=STAGES,
                 DO_STAGES=STAGES,
                 DS_STAGES=STAGES,

@@ -24,7 +24,7 @@ from heedful.core.tiles import (
     MlaConfig,
     SharedKeysConfig,
     TileConfig,
-    backward_dim,
+    product_dim,
     pow2,
 )
 
@@ -459,7 +459,7 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
         numbers["k_blocks"] = ceil_div(stored_k, CONSUMER_ROWS)
         rows_programs += numbers["k_blocks"] * problem.batch * problem.heads_k
     launches["hopper.backward_epilogue"] = LaunchSizes((rows_programs, 1, 1), numbers)
-    dims = (problem.heads_q, blocks * rows, backward_dim(problem.head_dim))
+    dims = (problem.heads_q, blocks * rows, product_dim(problem.head_dim))
     workspaces = [Workspace("dq_accum", ArraySpec.contiguous(dims, "float32"))]
     if config.draws:
         # The prologue clears both.
@@ -468,7 +468,7 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
         turns = ArraySpec.contiguous((problem.heads_q * blocks,), "int32")
         workspaces.append(Workspace("turns", turns))
     if splits > 1:
-        columns = backward_dim(problem.head_dim) + backward_dim(problem.head_dim_v)
+        columns = product_dim(problem.head_dim) + product_dim(problem.head_dim_v)
         dims = (splits, problem.heads_k, head_tiles * config.block_n, columns)
         workspaces.append(Workspace("partials", ArraySpec.contiguous(dims, "float32")))
     if problem.varlen_k:

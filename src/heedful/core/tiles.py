@@ -266,8 +266,15 @@ class HopperBackwardConfig(TileConfig):
 
 
 def backward_dim(dim: int) -> int:
-    """Columns of a tile of the Hopper backward."""
+    """Columns of a tile of the Hopper backward in shared memory."""
     return pow2(dim, 64)
+
+
+def product_dim(dim: int) -> int:
+    """Columns of which the Hopper backward makes products: all of a tile, or all but a last quarter
+    of zeros."""
+    tile = backward_dim(dim)
+    return tile // 4 * 3 if tile > 64 and dim <= tile // 4 * 3 else tile
 
 
 # Kernels of one tile for all devices: what they read and write once is all that counts. Values

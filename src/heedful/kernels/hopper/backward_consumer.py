@@ -6,6 +6,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
+from heedful.kernels.hopper.backward_columns import (
+    no_gradients,
+    part_columns,
+    part_of,
+    scaled,
+)
 from heedful.kernels.hopper.backward_mainloop import backward_mainloop
 from heedful.kernels.hopper.backward_p_scale import p_descale
 from heedful.kernels.hopper.backward_shared import CONSUMERS, wait_for_outlet
@@ -19,23 +25,36 @@ from heedful.kernels.hopper.backward_tile import (
     stride_before,
 )
 from heedful.kernels.hopper.compat import reinterpret, tma_store
-from heedful.kernels.hopper.mma import ROWS, scores_layout
-from heedful.kernels.hopper.pipeline import PipelineState, stage_of
+from heedful.kernels.hopper.mma import ROWS
+from heedful.kernels.hopper.pipeline import PipelineState, matrix, stage_of
 from heedful.kernels.hopper.sequences import box
 from heedful.kernels.hopper.tile_scheduler import SCHEDULER_STAGES, TileScheduler
 
 
 @gluon.jit
-def store_rows(desc, memory, x_ND, params, tile, CONSUMER: gl.constexpr):
+def with_zeros(x_NC, row, params, tile):
+    """One part of gradients of keys from `row` on, of which those not in use have none."""
+    if params.seqs.used_k is not None or params.mods.longest_k is not None:
+        layout: gl.constexpr = gl.SliceLayout(1, x_NC.type.layout)
+        key_N = row + gl.arange(0, ROWS, layout=layout)
+        x_NC = gl.where((key_N < tile.len_k)[:, None], x_NC, 0.0)
+    return x_NC
+
+
+@gluon.jit
+def store_rows(desc, memory, x_NC, COLUMNS: gl.constexpr, params, tile, CONSUMER: gl.constexpr):
     """Sends gradients of one consumer's keys through its shared memory."""
     PACKED: gl.constexpr = params.seqs.cu_k is not None
-    layout: gl.constexpr = gl.SliceLayout(1, x_ND.type.layout)
-    if params.seqs.used_k is not None or params.mods.longest_k is not None:
-        key_N = tile.col + CONSUMER * ROWS + gl.arange(0, ROWS, layout=layout)
-        x_ND = gl.where((key_N < tile.len_k)[:, None], x_ND, 0.0)
-    memory.store(x_ND.to(desc.dtype).reshape(memory.shape))
-    fence_async_shared()
     row = tile.col + CONSUMER * ROWS
+    if len(x_NC) == 1:
+        x = with_zeros(x_NC[0], row, params, tile)
+        memory.store(x.to(desc.dtype).reshape(memory.shape))
+    else:
+        rows = matrix(memory, ROWS, memory.shape[-1])
+        for part in gl.static_range(len(x_NC)):
+            x = with_zeros(x_NC[part], row, params, tile)
+            part_of(rows, COLUMNS, part).store(x.to(desc.dtype))
+    fence_async_shared()
     at = box(PACKED, tile.batch, tile.kv_head, tile.start_k, tile.stored_k, row)
     tma_store(desc, at, memory)
 
@@ -64,36 +83,41 @@ def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.conste
     for ahead in gl.static_range(params.tile.DS_STAGES):
         state = stage_of(visit + ahead, params.tile.DS_STAGES)
         barrier.wait(shared.ds_empty.index(state.index), state.phase ^ 1)
-    store_rows(io.dv, outlet(shared, io.dv, True, CONSUMER), dv, params, tile, CONSUMER)
+    out = outlet(shared, io.dv, True, CONSUMER)
+    store_rows(io.dv, out, dv, params.tile.E, params, tile, CONSUMER)
     if ds_bytes(shared) < 2 * ROWS * (D + E):
         wait_for_outlet()
-    dk *= params.sizes.scale * p_descale(io.q.dtype)
-    store_rows(io.dk, outlet(shared, io.dk, False, CONSUMER), dk, params, tile, CONSUMER)
+    dk = scaled(dk, params.sizes.scale * p_descale(io.q.dtype))
+    out = outlet(shared, io.dk, False, CONSUMER)
+    store_rows(io.dk, out, dk, params.tile.D, params, tile, CONSUMER)
 
 
 @gluon.jit
 def store_partial(
-    x_ND, BEFORE: gl.constexpr, COLS: gl.constexpr, params, tile, CONSUMER: gl.constexpr
+    x_NC, BEFORE: gl.constexpr, COLUMNS: gl.constexpr, params, tile, CONSUMER: gl.constexpr
 ):
-    """Stores one gradient of one consumer's keys, as it is in registers, for the epilogue: behind
-    BEFORE columns of COLS that these keys have."""
-    row = partial_row(params, tile) + CONSUMER * ROWS
-    store_registers(params.order.partials + row * COLS + BEFORE * ROWS, x_ND)
+    """Stores one gradient, of so many columns, of one consumer's keys, as it is in registers, for
+    the epilogue: behind BEFORE columns."""
+    ALL: gl.constexpr = params.tile.D + params.tile.E
+    place = (partial_row(params, tile) + CONSUMER * ROWS) * ALL + BEFORE * ROWS
+    for part in gl.static_range(len(x_NC)):
+        before = part * part_columns(COLUMNS, 0) * ROWS
+        store_registers(params.order.partials + place + before, x_NC[part])
 
 
 @gluon.jit
 def finish(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
     """Writes dV and dK, or what one split of the visits adds to them."""
-    COLS: gl.constexpr = dk.shape[1] + dv.shape[1]
-    dv *= p_descale(io.q.dtype)
+    E: gl.constexpr = params.tile.E
+    dv = scaled(dv, p_descale(io.q.dtype))
     if params.dropout.IS_ON:
-        dv *= params.dropout.inverse_keep
+        dv = scaled(dv, params.dropout.inverse_keep)
     if params.order.partials is None:
         store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER)
     else:
-        store_partial(dv, 0, COLS, params, tile, CONSUMER)
-        dk *= params.sizes.scale * p_descale(io.q.dtype)
-        store_partial(dk, dv.shape[1], COLS, params, tile, CONSUMER)
+        store_partial(dv, 0, E, params, tile, CONSUMER)
+        dk = scaled(dk, params.sizes.scale * p_descale(io.q.dtype))
+        store_partial(dk, E, params.tile.D, params, tile, CONSUMER)
 
 
 @gluon.jit
@@ -105,8 +129,6 @@ def backward_consumer(
     CONSUMER: gl.constexpr,
 ):
     """Gradients of one consumer's keys of each work tile; zeros if no query sees any."""
-    D: gl.constexpr = shared.k.shape[-1]
-    E: gl.constexpr = shared.v.shape[-1]
     visit = gl.to_tensor(0)
     kv_count = gl.to_tensor(0)
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)
@@ -120,8 +142,8 @@ def backward_consumer(
             )
             kv_count += 1
         else:
-            dk = gl.zeros([ROWS, D], gl.float32, scores_layout(io.dk.dtype, D))
-            dv = gl.zeros([ROWS, E], gl.float32, scores_layout(io.dv.dtype, E))
+            dk = no_gradients(params.tile.D, io.dk.dtype)
+            dv = no_gradients(params.tile.E, io.dv.dtype)
             wait_for_outlet()
         finish(io, shared, dk, dv, params, tile, visit, CONSUMER)
         scheduler_state = scheduler_state.next()

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
+from heedful.kernels.hopper.backward_columns import share_columns
 from heedful.kernels.hopper.backward_mainloop import keys_of
 from heedful.kernels.hopper.backward_shared import CONSUMERS, SHARES, adders
 from heedful.kernels.hopper.backward_sums import put_dq
@@ -27,11 +28,11 @@ from heedful.kernels.hopper.tile_scheduler import SCHEDULER_STAGES, TileSchedule
 
 
 @gluon.jit
-def make_dq(shared, ds_state, k_stage, SHARE: gl.constexpr):
-    """A share of dQ: half of the columns, or of 128 queries half of the rows."""
-    M: gl.constexpr = shared.ds.shape[2]
-    D: gl.constexpr = shared.k.shape[-1]
-    COLS: gl.constexpr = D if M > ROWS else D // SHARES
+def make_dq(shared, ds_state, k_stage, params, SHARE: gl.constexpr):
+    """A share of dQ."""
+    M: gl.constexpr = params.tile.BLOCK_M
+    D: gl.constexpr = params.tile.D
+    COLS: gl.constexpr = share_columns(D, M, SHARE)
     layout: gl.constexpr = scores_layout(shared.k.dtype, COLS)
     dq = gl.zeros([ROWS, COLS], gl.float32, layout)
     for i in gl.static_range(CONSUMERS):
@@ -40,7 +41,7 @@ def make_dq(shared, ds_state, k_stage, SHARE: gl.constexpr):
         if M > ROWS:
             left = left.slice(SHARE * ROWS, ROWS, dim=1)
         else:
-            right = right.slice(SHARE * COLS, COLS, dim=1)
+            right = right.slice(SHARE * share_columns(D, M, 0), COLS, dim=1)
         dq = warpgroup_mma(left.permute((1, 0)), right, dq, use_acc=i > 0, is_async=True)
     return warpgroup_mma_wait(0, deps=[dq])
 
@@ -60,7 +61,7 @@ def visit_dq(shared, visit, k_stage, params):
     ds_state = stage_of(visit, params.tile.DS_STAGES)
     barrier.wait(shared.ds_full.index(ds_state.index), ds_state.phase)
     for share in gl.static_range(SHARES):
-        dq = make_dq(shared, ds_state, k_stage, share)
+        dq = make_dq(shared, ds_state, k_stage, params, share)
         if share == SHARES - 1:
             barrier.arrive_after_mma(shared.ds_empty.index(ds_state.index))
         send_dq(shared, dq, visit, params, share)

@@ -11,6 +11,7 @@ from triton.language.extra import cuda
 from heedful.kernels.args.hopper_backward import BackwardEpilogueIO, HopperBackwardSizes
 from heedful.kernels.args.shared import Sequences
 from heedful.kernels.common.sequences import sequence
+from heedful.kernels.hopper.backward_columns import part_columns, part_count, share_columns
 from heedful.kernels.hopper.backward_p_scale import p_descale
 from heedful.kernels.hopper.backward_prologue import accum_begin
 from heedful.kernels.portable.sequences import row_base, store_rows, wide
@@ -40,8 +41,8 @@ def query_gradients(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """dq of BLOCK_M rows of a query head. Consumers' shares are halves of 128 rows, or of the
-    columns of 64."""
+    """dq of BLOCK_M rows of a query head. Shares are halves of 128 rows, or parts of the columns of
+    64: two, of a power of two columns each."""
     token, len_q, stored_q = sequence(b, seqs.cu_q, seqs.used_q, None, seqs.seqlen_q)
     if row0 >= stored_q:
         return
@@ -49,12 +50,13 @@ def query_gradients(
     sums = io.dq_accum + accum_row * BLOCK_D
     dq = row_base(io.dq, b, h, token)
     scale = sizes.scale * p_descale(io.dq.ptr.dtype.element_ty)
-    SHARES: tl.constexpr = 2
-    COLS: tl.constexpr = BLOCK_D * BLOCK_M // (ROWS * SHARES)
-    for share in tl.static_range(SHARES):
-        dq_MD = load_share(sums + share * ROWS * COLS, ROWS, COLS)
+    FIRST: tl.constexpr = share_columns(BLOCK_D, BLOCK_M, 0)
+    for share in tl.static_range(2):
+        dq_MD = load_share(
+            sums + share * ROWS * FIRST, ROWS, share_columns(BLOCK_D, BLOCK_M, share)
+        )
         row = row0 + (share * ROWS if BLOCK_M > ROWS else 0)
-        col = 0 if BLOCK_M > ROWS else share * COLS
+        col = 0 if BLOCK_M > ROWS else share * FIRST
         used_M = row + tl.arange(0, ROWS) < len_q
         dq_MD = tl.where(used_M[:, None], dq_MD * scale, 0.0)
         store_rows(dq + col, dq_MD, io.dq.stride_n, row, stored_q, D - col)
@@ -67,6 +69,21 @@ def sum_of_splits(partial, splits, stride, COLS: tl.constexpr):
     for split in range(1, splits):
         x_NC += load_share(partial + split * stride, ROWS, COLS)
     return x_NC
+
+
+@triton.jit
+def store_sums(
+    partial, splits, stride, x, row0, len_k, stored_k, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """One gradient of 64 keys; x: where the rows of their KV head begin, and a row's stride."""
+    used_N = (row0 + tl.arange(0, ROWS) < len_k)[:, None]
+    FIRST: tl.constexpr = part_columns(BLOCK_D, 0)
+    for part in tl.static_range(part_count(BLOCK_D)):
+        place = partial + part * ROWS * FIRST
+        sums = sum_of_splits(place, splits, stride, part_columns(BLOCK_D, part))
+        sums = tl.where(used_N, sums, 0.0)
+        base, stride_n = x
+        store_rows(base + part * FIRST, sums, stride_n, row0, stored_k, D - part * FIRST)
 
 
 @triton.jit
@@ -92,13 +109,11 @@ def key_gradients(
     row = h * partial_rows + accum_begin(b, seqs.cu_k, seqs.seqlen_k, BLOCK_N) + row0
     partial = io.partials + row * (BLOCK_D + BLOCK_E)
     stride = wide(sizes.heads_k) * partial_rows * (BLOCK_D + BLOCK_E)
-    used_N = (row0 + tl.arange(0, ROWS) < len_k)[:, None]
-    dv_NE = sum_of_splits(partial, splits, stride, BLOCK_E)
-    dv_NE = tl.where(used_N, dv_NE, 0.0)
-    store_rows(row_base(io.dv, b, h, token), dv_NE, io.dv.stride_n, row0, stored_k, E)
-    dk_ND = sum_of_splits(partial + ROWS * BLOCK_E, splits, stride, BLOCK_D)
-    dk_ND = tl.where(used_N, dk_ND, 0.0)
-    store_rows(row_base(io.dk, b, h, token), dk_ND, io.dk.stride_n, row0, stored_k, D)
+    dv = row_base(io.dv, b, h, token), io.dv.stride_n
+    dk = row_base(io.dk, b, h, token), io.dk.stride_n
+    store_sums(partial, splits, stride, dv, row0, len_k, stored_k, E, BLOCK_E)
+    partial += ROWS * BLOCK_E
+    store_sums(partial, splits, stride, dk, row0, len_k, stored_k, D, BLOCK_D)
 
 
 @triton.jit

@@ -11,11 +11,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from heedful.kernels.hopper import barrier
+from heedful.kernels.hopper.backward_columns import (
+    no_gradients,
+    part_count,
+    queue_gradients,
+    queue_scores,
+    wait_for_gradients,
+)
 from heedful.kernels.hopper.backward_scores import (
     kept_probabilities,
     queued_probabilities,
@@ -37,21 +43,12 @@ def keys_of(boxes, index):
 
 
 @gluon.jit
-def queue_rows(keys, ring, state, BLOCK_M: gl.constexpr):
-    """Starts k q^T or v do^T of 64 keys and a tile of queries."""
-    layout: gl.constexpr = scores_layout(keys.dtype, BLOCK_M)
-    x_NM = gl.zeros([ROWS, BLOCK_M], gl.float32, layout)
-    right = ring.tile(state).permute((1, 0))
-    return warpgroup_mma(keys, right, x_NM, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def queue_scores(shared, visit, k_stage, params, CONSUMER: gl.constexpr):
+def queue_visit(shared, visit, k_stage, params, CONSUMER: gl.constexpr):
     """Starts a visit's S."""
     q_state = stage_of(visit, params.tile.Q_STAGES)
     shared.q.consumer_wait(q_state)
     keys = keys_of(shared.k, k_stage * CONSUMERS + CONSUMER)
-    return queue_rows(keys, shared.q, q_state, params.tile.BLOCK_M)
+    return queue_scores(keys, shared.q.tile(q_state), params.tile.D, params.tile.BLOCK_M)
 
 
 @gluon.jit
@@ -111,35 +108,37 @@ def step(
     this number in the work tile, which MASKED hides in part."""
     dtype: gl.constexpr = shared.k.dtype
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
-    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
+    operand_k: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     layout: gl.constexpr = gl.SliceLayout(0, scores_layout(dtype, BLOCK_M))
     q_state = stage_of(visit, params.tile.Q_STAGES)
     do_state = stage_of(visit, params.tile.DO_STAGES)
     shared.do.consumer_wait(do_state)
-    dp_NM = queue_rows(keys_of(shared.v, CONSUMER), shared.do, do_state, BLOCK_M)
+    values, dout = keys_of(shared.v, CONSUMER), shared.do.tile(do_state)
+    dp_NM = queue_scores(values, dout, params.tile.E, BLOCK_M)
     dp_NM = warpgroup_mma_wait(0, deps=[dp_NM])
     if LAST:
         barrier.arrive_after_mma(shared.v_empty.index(0))
     delta_M = shared.delta.index(do_state.index).load(layout)
     ds_NJ = to_pairs(score_gradients(queued, dp_NM, delta_M, params, dtype), dtype)
     left = kept_probabilities(queued, params, dtype, operand)
-    dv = warpgroup_mma(left, shared.do.tile(do_state), dv, is_async=True)
+    dv = queue_gradients(left, dout, dv, params.tile.E)
     store_ds(shared, ds_NJ, visit, lane, params, CONSUMER)
     if LAST:
-        dv = warpgroup_mma_wait(0, deps=[dv])
+        dv = wait_for_gradients(dv)
     else:
-        s_NM = queue_scores(shared, visit + 1, k_stage, params, CONSUMER)
-        dv = warpgroup_mma_wait(1, deps=[dv])
+        s_NM = queue_visit(shared, visit + 1, k_stage, params, CONSUMER)
+        dv = wait_for_gradients(dv, part_count(params.tile.D))
     shared.do.consumer_release_after_mma(do_state)
-    left = from_pairs(ds_NJ, dtype, operand)
-    dk = warpgroup_mma(left, shared.q.tile(q_state), dk, is_async=True)
+    left = from_pairs(ds_NJ, dtype, operand_k)
+    dk = queue_gradients(left, shared.q.tile(q_state), dk, params.tile.D)
     if not LAST:
-        s_NM = warpgroup_mma_wait(1, deps=[s_NM])
+        s_NM = warpgroup_mma_wait(part_count(params.tile.D), deps=[s_NM])
         queued = visit_probabilities(
             shared, s_NM, visit + 1, blocks, params, tile, number, CONSUMER, MASKED
         )
     # What is under way at the end of a loop's turn would be copied, which takes waiting for it.
-    dk = warpgroup_mma_wait(0, deps=[dk])
+    dk = wait_for_gradients(dk)
     shared.q.consumer_release_after_mma(q_state)
     return queued, dk, dv
 
@@ -157,15 +156,13 @@ def full_run(blocks, number, last):
 def backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER: gl.constexpr):
     """dK and dV, not scaled, of one consumer's keys: of a work tile's visits, at least one.
     visit: how many came before, in all work tiles. kv_count: how many work tiles had any."""
-    D: gl.constexpr = shared.k.shape[-1]
-    E: gl.constexpr = shared.v.shape[-1]
     dtype: gl.constexpr = shared.k.dtype
-    dk = gl.zeros([ROWS, D], gl.float32, scores_layout(dtype, D))
-    dv = gl.zeros([ROWS, E], gl.float32, scores_layout(dtype, E))
+    dk = no_gradients(params.tile.D, dtype)
+    dv = no_gradients(params.tile.E, dtype)
     first, end = visit_range(params, tile, blocks)
     k_state = stage_of(kv_count, params.tile.K_STAGES)
     barrier.wait(shared.k_full.index(k_state.index), k_state.phase)
-    s_NM = queue_scores(shared, visit, k_state.index, params, CONSUMER)
+    s_NM = queue_visit(shared, visit, k_state.index, params, CONSUMER)
     s_NM = warpgroup_mma_wait(0, deps=[s_NM])
     queued = visit_probabilities(shared, s_NM, visit, blocks, params, tile, first, CONSUMER, True)
     barrier.wait(shared.v_full.index(0), kv_count & 1)

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
+from heedful.kernels.hopper.backward_columns import share_columns
 from heedful.kernels.hopper.backward_p_scale import p_scale_log2
 from heedful.kernels.hopper.backward_shared import SHARES, adders
 from heedful.kernels.hopper.backward_sums import (
@@ -160,6 +161,16 @@ def backward_producer(
 
 
 @gluon.jit
+def add_share(address, shared, params, SHARE: gl.constexpr):
+    """Adds a share of the dQ of a tile of queries, whose sums begin at `address`."""
+    D: gl.constexpr = params.tile.D
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    BEFORE: gl.constexpr = SHARE * ROWS * share_columns(D, BLOCK_M, 0)
+    NUMBERS: gl.constexpr = ROWS * share_columns(D, BLOCK_M, SHARE)
+    add_block(address + BEFORE, shared.dq.index(SHARE), NUMBERS)
+
+
+@gluon.jit
 def backward_adder(
     io: HopperBackwardIO,
     shared,
@@ -172,7 +183,6 @@ def backward_adder(
     ADDERS: gl.constexpr = adders(params)
     TAKES_TURNS: gl.constexpr = params.order.turns is not None
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
-    SHARE: gl.constexpr = BLOCK_M * io.q.block_type.shape[-1] // SHARES
     phase = gl.to_tensor(0)
     ahead = gl.to_tensor(ADDER)
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)
@@ -184,13 +194,13 @@ def backward_adder(
         for visit in range(first + ahead, end, ADDERS):
             head, block = query_tile(params, tile, blocks, visit)
             place = head.to(gl.int64) * params.sizes.accum_rows + tile.accum_row + block * BLOCK_M
-            address = io.dq_accum + place * (SHARE * SHARES // BLOCK_M)
+            address = io.dq_accum + place * params.tile.D
             if TAKES_TURNS:
                 turn = params.order.turns + place // BLOCK_M
                 wait_for_turn(turn, turn_of(params, tile, block))
             for i in gl.static_range(SHARES):
                 barrier.wait(shared.dq_full.index(ADDER * SHARES + i), phase)
-                add_block(address + i * SHARE, shared.dq.index(i), SHARE)
+                add_share(address, shared, params, i)
                 wait_until_read()
                 barrier.arrive_lane(shared.dq_empty.index(i))
             if TAKES_TURNS:

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from heedful.kernels.hopper.backward_columns import share_columns
 from heedful.kernels.hopper.backward_sums import allocate_dq
 from heedful.kernels.hopper.barrier import barriers
 from heedful.kernels.hopper.compat import aggregate
@@ -58,7 +59,8 @@ class BackwardShared:
     def allocate(io, params):
         BLOCK_M: gl.constexpr = params.tile.BLOCK_M
         K_STAGES: gl.constexpr = params.tile.K_STAGES
-        SHARE: gl.constexpr = BLOCK_M * io.q.block_type.shape[-1] // SHARES
+        # The first share is the largest.
+        SHARE: gl.constexpr = ROWS * share_columns(params.tile.D, BLOCK_M, 0)
         q = Pipeline.allocate(io.q, params.tile.Q_STAGES, CONSUMERS)
         do = Pipeline.allocate(io.dout, params.tile.DO_STAGES, CONSUMERS)
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -20,8 +20,15 @@ from triton.language.extra import cuda
 
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
+from heedful.kernels.hopper.backward_columns import (
+    no_gradients,
+    queue_gradients,
+    queue_scores,
+    scaled,
+    wait_for_gradients,
+)
 from heedful.kernels.hopper.backward_consumer import store_partial, store_rows
-from heedful.kernels.hopper.backward_mainloop import keys_of, queue_rows
+from heedful.kernels.hopper.backward_mainloop import keys_of
 from heedful.kernels.hopper.backward_p_scale import p_descale
 from heedful.kernels.hopper.backward_producer import backward_producer
 from heedful.kernels.hopper.backward_scores import kept_probabilities, queued_probabilities
@@ -101,31 +108,34 @@ def sync_consumers():
 
 @gluon.jit
 def add_dq(io, shared, params, tile, blocks, number, crossing, CONSUMER: gl.constexpr):
-    """Makes one consumer's half of a visit's dQ and adds it to global memory."""
-    D: gl.constexpr = shared.k.shape[-1]
-    HALF: gl.constexpr = D // CONSUMERS
+    """Makes one consumer's columns of a visit's dQ and adds them to global memory."""
+    D: gl.constexpr = params.tile.D
     COLS: gl.constexpr = 64
+    # Of three blocks of columns the one who makes dV, of fewer products, has two.
+    FIRST: gl.constexpr = CONSUMER * ((D // COLS + 1) // CONSUMERS)
+    END: gl.constexpr = D // COLS if CONSUMER else (D // COLS + 1) // CONSUMERS
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     layout: gl.constexpr = scores_layout(shared.k.dtype, COLS)
     head, block = query_tile(params, tile, blocks, number)
     row = head.to(gl.int64) * params.sizes.accum_rows + tile.accum_row + block * BLOCK_M
-    address = io.dq_accum + row * D + CONSUMER * (BLOCK_M * HALF)
+    address = io.dq_accum + row * D
     left = shared.ds.index(crossing.index).permute((1, 0))
     keys = keys_of(shared.k, 0)
-    for part in gl.static_range(HALF // COLS):
+    for part in gl.static_range(FIRST, END):
         dq = gl.zeros([ROWS, COLS], gl.float32, layout)
-        right = keys.slice(CONSUMER * HALF + part * COLS, COLS, dim=1)
+        right = keys.slice(part * COLS, COLS, dim=1)
         dq = warpgroup_mma(left, right, dq, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])
         add_registers(address + part * (BLOCK_M * COLS), dq)
 
 
 @gluon.jit
-def queue_scores(shared, visit, params):
+def queue_visit(shared, visit, params):
     """Starts a visit's S."""
     q_state = stage_of(visit, params.tile.Q_STAGES)
     shared.q.consumer_wait(q_state)
-    return queue_rows(keys_of(shared.k, 0), shared.q, q_state, params.tile.BLOCK_M)
+    queries = shared.q.tile(q_state)
+    return queue_scores(keys_of(shared.k, 0), queries, params.tile.D, params.tile.BLOCK_M)
 
 
 @gluon.jit
@@ -141,16 +151,15 @@ def crossing_probabilities(queued, params, dtype: gl.constexpr, layout: gl.const
 @gluon.jit
 def value_gradients(io, shared, visit, blocks, params, tile, first, end):
     """dV of a work tile: the consumer that makes probabilities."""
-    E: gl.constexpr = shared.v.shape[-1]
     dtype: gl.constexpr = shared.k.dtype
     layout: gl.constexpr = scores_layout(dtype, params.tile.BLOCK_M)
-    dv = gl.zeros([ROWS, E], gl.float32, scores_layout(dtype, E))
-    operand: gl.constexpr = gl.DotOperandLayout(0, dv.type.layout, 2)
+    dv = no_gradients(params.tile.E, dtype)
+    operand: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
     for number in range(first, end):
         q_state = stage_of(visit, params.tile.Q_STAGES)
         do_state = stage_of(visit, params.tile.DO_STAGES)
         crossing = stage_of(visit, CROSSING_STAGES)
-        s_NM = queue_scores(shared, visit, params)
+        s_NM = queue_visit(shared, visit, params)
         lse_M = shared.lse.index(q_state.index).load(gl.SliceLayout(0, layout))
         s_NM = warpgroup_mma_wait(0, deps=[s_NM])
         shared.q.consumer_release(q_state)
@@ -159,9 +168,9 @@ def value_gradients(io, shared, visit, blocks, params, tile, first, end):
         barrier.arrive_each_warp(shared.p_full.index(crossing.index))
         shared.do.consumer_wait(do_state)
         left = kept_probabilities(queued, params, dtype, operand)
-        dv = warpgroup_mma(left, shared.do.tile(do_state), dv, is_async=True)
+        dv = queue_gradients(left, shared.do.tile(do_state), dv, params.tile.E)
         barrier.wait(shared.ds_full.index(crossing.index), crossing.phase)
-        dv = warpgroup_mma_wait(0, deps=[dv])
+        dv = wait_for_gradients(dv)
         shared.do.consumer_release(do_state)
         add_dq(io, shared, params, tile, blocks, number, crossing, 0)
         visit += 1
@@ -171,18 +180,18 @@ def value_gradients(io, shared, visit, blocks, params, tile, first, end):
 @gluon.jit
 def key_gradients(io, shared, visit, blocks, params, tile, first, end):
     """dK of a work tile, less the scale: the consumer that makes dS."""
-    D: gl.constexpr = shared.k.shape[-1]
     dtype: gl.constexpr = shared.k.dtype
     layout: gl.constexpr = scores_layout(dtype, params.tile.BLOCK_M)
-    dk = gl.zeros([ROWS, D], gl.float32, scores_layout(dtype, D))
-    operand: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    dk = no_gradients(params.tile.D, dtype)
+    operand: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
     pairs: gl.constexpr = gl.SliceLayout(0, layout)
     for number in range(first, end):
         q_state = stage_of(visit, params.tile.Q_STAGES)
         do_state = stage_of(visit, params.tile.DO_STAGES)
         crossing = stage_of(visit, CROSSING_STAGES)
         shared.do.consumer_wait(do_state)
-        dp_NM = queue_rows(keys_of(shared.v, 0), shared.do, do_state, params.tile.BLOCK_M)
+        values, dout = keys_of(shared.v, 0), shared.do.tile(do_state)
+        dp_NM = queue_scores(values, dout, params.tile.E, params.tile.BLOCK_M)
         delta_M = shared.delta.index(do_state.index).load(pairs)
         dp_NM = warpgroup_mma_wait(0, deps=[dp_NM])
         shared.do.consumer_release(do_state)
@@ -194,8 +203,8 @@ def key_gradients(io, shared, visit, blocks, params, tile, first, end):
         barrier.arrive_each_warp(shared.ds_full.index(crossing.index))
         shared.q.consumer_wait(q_state)
         left = gl.convert_layout(ds_NM, operand)
-        dk = warpgroup_mma(left, shared.q.tile(q_state), dk, is_async=True)
-        dk = warpgroup_mma_wait(0, deps=[dk])
+        dk = queue_gradients(left, shared.q.tile(q_state), dk, params.tile.D)
+        dk = wait_for_gradients(dk)
         shared.q.consumer_release(q_state)
         add_dq(io, shared, params, tile, blocks, number, crossing, 1)
         visit += 1
@@ -214,13 +223,12 @@ def crossed_gradients(p_NM, dp_NM, delta_M, params, dtype: gl.constexpr):
 
 
 @gluon.jit
-def store_wide(desc, memory, x_ND, BEFORE: gl.constexpr, shared, params, tile):
+def store_wide(desc, memory, x_NC, BEFORE: gl.constexpr, COLUMNS: gl.constexpr, params, tile):
     """Writes one gradient of a key tile, or what one split of the visits adds to it."""
     if params.order.partials is None:
-        store_rows(desc, memory, x_ND, params, tile, 0)
+        store_rows(desc, memory, x_NC, COLUMNS, params, tile, 0)
     else:
-        COLS: gl.constexpr = shared.k.shape[-1] + shared.v.shape[-1]
-        store_partial(x_ND, BEFORE, COLS, params, tile, 0)
+        store_partial(x_NC, BEFORE, COLUMNS, params, tile, 0)
 
 
 @gluon.jit
@@ -247,17 +255,18 @@ def wide_consumer(
         kv_phase ^= 1
         if CONSUMER == 0:
             dv, visit = value_gradients(io, shared, visit, blocks, params, tile, first, end)
-            dv *= p_descale(io.q.dtype)
+            dv = scaled(dv, p_descale(io.q.dtype))
             if params.dropout.IS_ON:
-                dv *= params.dropout.inverse_keep
+                dv = scaled(dv, params.dropout.inverse_keep)
             # The other has read all values, and all keys.
             sync_consumers()
-            store_wide(io.dv, shared.v.index(0), dv, 0, shared, params, tile)
+            store_wide(io.dv, shared.v.index(0), dv, 0, params.tile.E, params, tile)
         else:
             dk, visit = key_gradients(io, shared, visit, blocks, params, tile, first, end)
-            dk *= params.sizes.scale * p_descale(io.q.dtype)
+            dk = scaled(dk, params.sizes.scale * p_descale(io.q.dtype))
             sync_consumers()
-            store_wide(io.dk, shared.k.index(0), dk, shared.v.shape[-1], shared, params, tile)
+            before: gl.constexpr = params.tile.E
+            store_wide(io.dk, shared.k.index(0), dk, before, params.tile.D, params, tile)
         tma.store_wait(0)
         sync_consumers()
         mbarrier.arrive(shared.k_empty.index(0), count=1)

@@ -10,6 +10,7 @@ from heedful.core.tiles import (
     HopperBackwardConfig,
     backward_dim,
     pow2,
+    product_dim,
 )
 from heedful.kernels.args.hopper import VarlenIO, VarlenSizes
 from heedful.kernels.args.hopper_backward import (
@@ -126,7 +127,7 @@ def _prologue_call(
         seqs=groups.sequences(problem, buffers),
         sizes=_sizes(problem, buffers),
         BLOCK_M=config.block_m,
-        D=backward_dim(problem.head_dim),
+        D=product_dim(problem.head_dim),
         E=problem.head_dim_v,
         BLOCK_E=pow2(problem.head_dim_v),
     )
@@ -154,9 +155,9 @@ def _epilogue_call(
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         D=problem.head_dim,
-        BLOCK_D=backward_dim(problem.head_dim),
+        BLOCK_D=product_dim(problem.head_dim),
         E=problem.head_dim_v,
-        BLOCK_E=backward_dim(problem.head_dim_v),
+        BLOCK_E=product_dim(problem.head_dim_v),
     )
 
 
@@ -205,6 +206,8 @@ def _backward_call(
             tile=HopperBackwardTile(
                 BLOCK_M=config.block_m,
                 BLOCK_N=config.block_n,
+                D=product_dim(problem.head_dim),
+                E=product_dim(problem.head_dim_v),
                 Q_STAGES=config.num_stages,
                 DO_STAGES=config.dout_stages,
                 DS_STAGES=config.ds_stages,
