@@ -14,6 +14,7 @@ from typing import Any
 
 from heedful.core.arrays import item_bytes
 from heedful.core.device import vendor_of
+from heedful.core.symbols import Symbol, settled
 from heedful.launch.artifact import TENSOR_MAP_BYTES, Artifact, map_words
 from heedful.launch.compiler import artifact as compile_call
 from heedful.launch.compiler import counters
@@ -25,6 +26,7 @@ _MOST_MAPS = 4096
 _pack_map = struct.Struct(f"{TENSOR_MAP_BYTES}s").pack_into
 _pack_address = struct.Struct("<Q").pack_into
 
+_DIMS = 3  # of a grid
 _FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}
 
 # (device index, arch, variant) -> function handle in that device's context.
@@ -41,13 +43,14 @@ class KernelKind:
         arch: str,
         device: int,
         names: Sequence[str],
+        numbers: Sequence[Any],
         begin: int,
         count: int,
         constants: list[bytes],
     ):
-        """names: of buffers, in the order of the addresses. begin: where the call's numbers begin
-        among all numbers; count: of these, behind which the addresses come. constants: bytes that
-        come behind these, to which the kernel's own are added."""
+        """names: of buffers, in the order of the addresses. numbers: of the call. begin: where
+        those that change begin among all that do; count: of these, behind which the addresses
+        come. constants: bytes that come behind these, to which the kernel's own are added."""
         self.artifact = artifact = compile_call(call, arch)
         if artifact.scratch_bytes:
             raise RuntimeError(f"{call.kernel.function}: compiler scratch is not supported")
@@ -74,12 +77,17 @@ class KernelKind:
         # Of each tensor map, in the driver's order: places of its array among the addresses, of
         # the map in the buffer, and of the address that it is encoded from.
         self.maps = [(places[name], offsets[name], word) for name, word in words.items()]
-        fields = _numbers(call, artifact, begin)
+        places_of = {index: begin + n for n, index in enumerate(_changing(numbers))}
+        fields, image = [], bytearray(end)
+        for offset, kind, index in _fields(call, artifact):
+            if index in places_of:
+                fields.append((offset, kind, places_of[index]))
+            else:
+                struct.pack_into("<" + kind, image, offset, numbers[index])
         fields += [(offset, "Q", count + index) for offset, index in pointers]
         fields += [(word, "Q", count + index) for index, _, word in self.maps]
-        numbers = dict(enumerate(numbers_of(call), begin))
-        # Puts all numbers and addresses into a buffer; `pick`: those, and constants, of all.
-        self.fill, self.pick = _filler(fields, numbers, end, constants, count + len(names))
+        # Puts all of them into a buffer; `pick`: those, and constants, of all.
+        self.fill, self.pick = _filler(fields, image, constants, count + len(names))
         self.pool: list = []
 
     def take(self):
@@ -157,16 +165,22 @@ class ProgramKind:
     construction."""
 
     def __init__(
-        self, program: Program, arch: str, device: int, names: Sequence[str], before: int = 0
+        self,
+        program: Program,
+        arch: str,
+        device: int,
+        names: Sequence[str],
+        numbers: Sequence[Sequence[Any]],
+        before: int = 0,
     ):
-        """before: how many numbers come before the kernels' own."""
-        counts = [len(numbers_of(call)) for call in program.calls]
-        total = before + sum(counts)
+        """numbers: of each kernel, as `numbers_of` has them. before: how many come before what
+        changes of these."""
+        total = before + sum([len(changing(own)) for own in numbers])
         self._kernels, self._constants = [], []
-        for call, count in zip(program.calls, counts, strict=True):
+        for call, own in zip(program.calls, numbers, strict=True):
             where = before, total, self._constants
-            self._kernels.append(KernelKind(call, arch, device, names, *where))
-            before += count
+            self._kernels.append(KernelKind(call, arch, device, names, own, *where))
+            before += len(changing(own))
 
     def bind(self, numbers: Sequence[int | float]) -> list[BoundKernel]:
         """The kernels with their numbers, those of each call after those of the one before."""
@@ -179,11 +193,11 @@ class ProgramKind:
             kernel.run(fields, stream)
 
 
-def numbers_of(call: KernelCall) -> list[int | float]:
+def numbers_of(call: KernelCall) -> list[Any]:
     """All that a launch's buffer and grid hold but addresses: the grid, then each number and each
     tensor map's shape, strides, and strides in bytes without the last, in the order of the
-    arguments."""
-    numbers: list[int | float] = [*call.grid]
+    arguments. Those that are the same for all calls of its case are no symbols."""
+    numbers: list[Any] = [*call.grid]
     for argument in call.arguments.values():
         match argument:
             case Scalar(value=value):
@@ -191,7 +205,17 @@ def numbers_of(call: KernelCall) -> list[int | float]:
             case TensorMap(dtype=dtype, shape=shape, strides=strides):
                 item = item_bytes(dtype)
                 numbers += (*shape, *strides, *[stride * item for stride in strides[:-1]])
-    return numbers
+    return settled(numbers)
+
+
+def changing(numbers: Sequence[Any]) -> list[Any]:
+    """Of a kernel's numbers the grid and what differs between calls of its case. The rest is packed
+    once: each value takes its time."""
+    return [numbers[index] for index in _changing(numbers)]
+
+
+def _changing(numbers: Sequence[Any]) -> list[int]:
+    return [i for i, number in enumerate(numbers) if i < _DIMS or isinstance(number, Symbol)]
 
 
 def _buffers(call: KernelCall) -> dict[str, str]:
@@ -199,9 +223,9 @@ def _buffers(call: KernelCall) -> dict[str, str]:
     return {name: a.buffer for name, a in call.arguments.items() if not isinstance(a, Scalar)}
 
 
-def _numbers(call: KernelCall, artifact: Artifact, begin: int) -> list[tuple[int, str, int]]:
-    """(offset in the buffer, format, place among all numbers) of the call's numbers."""
-    at = begin + len(call.grid)
+def _fields(call: KernelCall, artifact: Artifact) -> list[tuple[int, str, int]]:
+    """(offset in the buffer, format, place among the call's numbers)."""
+    at = _DIMS
     words, _ = map_words(artifact)
     formats = {
         p.name: (p.offset, _FORMATS[p.type]) for p in artifact.parameters if p.type in _FORMATS
@@ -227,26 +251,16 @@ def _numbers(call: KernelCall, artifact: Artifact, begin: int) -> list[tuple[int
 
 
 def _filler(
-    fields: list[tuple[int, str, int]],
-    numbers: Mapping[int, Any],
-    size: int,
-    constants: list[bytes],
-    end: int,
+    fields: list[tuple[int, str, int]], image: bytearray, constants: list[bytes], end: int
 ):
-    """pack_into of a whole buffer of this size, zero where no field is, and what picks its values.
+    """pack_into of a whole buffer that is like the image where no field is, and what picks its
+    values.
 
-    fields: offset, format and place of each among all values. numbers: those of some places; those
-    that are no symbols are the same for all calls, and packed here: each value takes its time. The
-    bytes between others are added to `constants`, which are behind the values, from `end` on.
+    fields: offset, format and place of each among all values. The image's bytes between them are
+    added to `constants`, which are behind the values, from `end` on.
     """
-    image, changing = bytearray(size), []
-    for offset, kind, place in sorted(fields):
-        if isinstance(numbers.get(place), int | float):
-            struct.pack_into("<" + kind, image, offset, numbers[place])
-        else:
-            changing.append((offset, kind, place))
     layout, places, position = "<", [], 0
-    for offset, kind, place in (*changing, (size, "", None)):
+    for offset, kind, place in (*sorted(fields), (len(image), "", None)):
         between = bytes(image[position:offset])
         if any(between):
             places.append(end + len(constants))

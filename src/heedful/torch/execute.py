@@ -9,7 +9,7 @@ from torch._C._dynamo import guards
 
 from heedful.core import settings
 from heedful.core.arrays import dense_strides
-from heedful.launch.bound import BoundKernel, ProgramKind, numbers_of
+from heedful.launch.bound import BoundKernel, ProgramKind, changing, numbers_of
 from heedful.launch.spec import Program
 from heedful.torch import zeros
 
@@ -91,8 +91,10 @@ class ExecutableKind:
         # Where among the numbers the places of regions are, behind which comes their size.
         self.scratch, self.zeroed = (self._region(regions) for regions in (others, zeroed))
         self._end = before + len(self.outputs)
-        for call in program.calls:
-            self.outputs += numbers_of(call)
+        # Now: what is asked later is no guard of a case.
+        self._numbers = [numbers_of(call) for call in program.calls]
+        for numbers in self._numbers:
+            self.outputs += changing(numbers)
         self._bound: ProgramKind | None = None
         self._limit = settings.get("workspace_limit")
 
@@ -124,7 +126,7 @@ class ExecutableKind:
         if self._bound is None:
             with torch.cuda.device(self.device):
                 self._bound = ProgramKind(
-                    self._program, self._arch, self.index, self._order, self._end
+                    self._program, self._arch, self.index, self._order, self._numbers, self._end
                 )
         if self._limit is not None:
             regions = [region for region in (self.scratch, self.zeroed) if region]
