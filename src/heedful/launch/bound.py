@@ -8,7 +8,8 @@ all calls of the kind share.
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from copy import copy
 from operator import itemgetter
 from typing import Any
 
@@ -78,17 +79,33 @@ class KernelKind:
         # the map in the buffer, and of the address that it is encoded from.
         self.maps = [(places[name], offsets[name], word) for name, word in words.items()]
         places_of = {index: begin + n for n, index in enumerate(_changing(numbers))}
-        fields, image = [], bytearray(end)
+        self._fields, self._image = [], bytearray(end)
         for offset, kind, index in _fields(call, artifact):
             if index in places_of:
-                fields.append((offset, kind, places_of[index]))
+                self._fields.append((offset, kind, places_of[index]))
             else:
-                struct.pack_into("<" + kind, image, offset, numbers[index])
-        fields += [(offset, "Q", count + index) for offset, index in pointers]
-        fields += [(word, "Q", count + index) for index, _, word in self.maps]
+                struct.pack_into("<" + kind, self._image, offset, numbers[index])
+        self._fields += [(offset, "Q", count + index) for offset, index in pointers]
+        self._fields += [(word, "Q", count + index) for index, _, word in self.maps]
+        self._end = count + len(names)
         # Puts all of them into a buffer; `pick`: those, and constants, of all.
-        self.fill, self.pick = _filler(fields, image, constants, count + len(names))
+        self.fill, self.pick = _filler(self._fields, self._image, constants, self._end)
         self.pool: list = []
+
+    def narrowed(self, numbers: Sequence[Any], constants: list[bytes]) -> "KernelKind":
+        """The same kernel for some of its calls. numbers: all of them, plain ones where these are
+        the same for those calls. constants: as at construction."""
+        other, left = copy(self), []
+        other._image = bytearray(self._image)
+        for field in self._fields:
+            offset, kind, place = field
+            if place >= len(numbers) or isinstance(numbers[place], Symbol):
+                left.append(field)
+            else:
+                struct.pack_into("<" + kind, other._image, offset, numbers[place])
+        other._fields = left
+        other.fill, other.pick = _filler(left, other._image, constants, self._end)
+        return other
 
     def take(self):
         """A free argument buffer."""
@@ -181,6 +198,13 @@ class ProgramKind:
             where = before, total, self._constants
             self._kernels.append(KernelKind(call, arch, device, names, own, *where))
             before += len(changing(own))
+
+    def narrowed(self, numbers: Sequence[Any]) -> "ProgramKind":
+        """The same program for some of its calls. numbers: see KernelKind.narrowed."""
+        other = copy(self)
+        other._constants = []
+        other._kernels = [kind.narrowed(numbers, other._constants) for kind in self._kernels]
+        return other
 
     def bind(self, numbers: Sequence[int | float]) -> list[BoundKernel]:
         """The kernels with their numbers, those of each call after those of the one before."""

@@ -7,6 +7,7 @@ compiled kernels with their arguments in place.
 import importlib
 import os
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -182,6 +183,13 @@ class Case:
         """Runs the program with these numbers, and keeps nothing."""
         self._executable.run(numbers, tensors)
 
+    def narrowed(self, numbers: Sequence[Any]) -> "Case":
+        """The same for some of its calls. numbers: all of them, plain ones where these are the same
+        for those calls."""
+        other = copy(self)
+        other._executable = self._executable.narrowed(numbers)
+        return other
+
     def make(self, numbers: Sequence[int | float]) -> list[torch.Tensor]:
         """What is made, now."""
         make = self._make
@@ -268,6 +276,12 @@ class GpuRunner:
         made = GpuRunner(self.family, self.case, numbers, self._like, sizes)
         made._is_known = comes_again
         return made
+
+    def narrowed(self, numbers: Sequence[Any]) -> "GpuRunner":
+        """The same for some of its case's calls. numbers: see Case.narrowed."""
+        other = copy(self)
+        other.case = self.case.narrowed(numbers)
+        return other
 
     @property
     def problem(self) -> AttentionProblem:

@@ -21,7 +21,7 @@ from heedful.core.describe import describe
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.core.storage import copies
-from heedful.core.symbols import Trace
+from heedful.core.symbols import Trace, settled
 from heedful.launch import packs
 from heedful.torch import backends
 from heedful.torch import device as devices
@@ -311,10 +311,11 @@ class CallCase:
         """lengths: of the problem. values: the longest lengths and the sizes of a call's operands;
         numbers: the same as symbols."""
         self._call = checked.call
-        self._runner = checked.family.runner(checked.like, (*lengths, *values[2:]))
-        trace, case = numbers[0].trace, self._runner.case
+        runner = checked.family.runner(checked.like, (*lengths, *values[2:]))
+        trace, case = numbers[0].trace, runner.case
         found = trace.inline(checked.trace, numbers, checked.outputs)
         self.outputs = trace.inline(case.trace, found + numbers[2:], case.outputs)
+        self._runner = runner.narrowed(settled(self.outputs))
 
     def at(
         self, numbers: Sequence[Any], sizes: Sequence[int], x: Sequence[Any], comes_again: bool

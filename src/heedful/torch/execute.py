@@ -1,6 +1,7 @@
 """Runs bound programs on torch's memory and streams. The only users of torch's private names."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -96,6 +97,7 @@ class ExecutableKind:
         for numbers in self._numbers:
             self.outputs += changing(numbers)
         self._bound: ProgramKind | None = None
+        self._wider: ExecutableKind | None = None
         self._limit = settings.get("workspace_limit")
 
     def _region(self, workspaces: list) -> slice | None:
@@ -106,6 +108,13 @@ class ExecutableKind:
         places, size = _places([workspace.buffer.nbytes for workspace in workspaces])
         self.outputs += [*places, size]
         return slice(begin, begin + len(places))
+
+    def narrowed(self, numbers: Sequence[Any]) -> "ExecutableKind":
+        """The same for some of its calls. numbers: those before its own, and its outputs, plain
+        ones where these are the same for those calls."""
+        other = copy(self)
+        other._wider, other._settled, other._bound = self, numbers, None
+        return other
 
     def bind(self, numbers: Sequence[int | float]) -> "Executable":
         """The program with these numbers. Raises as `kernels`."""
@@ -123,6 +132,8 @@ class ExecutableKind:
 
         Raises ValueError where the program needs more scratch than is allowed.
         """
+        if self._wider is not None and self._bound is None:
+            self._bound = self._wider.kernels(numbers).narrowed(self._settled)
         if self._bound is None:
             with torch.cuda.device(self.device):
                 self._bound = ProgramKind(
