@@ -8,7 +8,7 @@ all calls of the kind share.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from operator import itemgetter
 from typing import Any
@@ -46,12 +46,9 @@ class KernelKind:
         names: Sequence[str],
         numbers: Sequence[Any],
         begin: int,
-        count: int,
-        constants: list[bytes],
     ):
         """names: of buffers, in the order of the addresses. numbers: of the call. begin: where
-        those that change begin among all that do; count: of these, behind which the addresses
-        come. constants: bytes that come behind these, to which the kernel's own are added."""
+        those that change begin among all that do."""
         self.artifact = artifact = compile_call(call, arch)
         if artifact.scratch_bytes:
             raise RuntimeError(f"{call.kernel.function}: compiler scratch is not supported")
@@ -85,26 +82,21 @@ class KernelKind:
                 self._fields.append((offset, kind, places_of[index]))
             else:
                 struct.pack_into("<" + kind, self._image, offset, numbers[index])
-        self._fields += [(offset, "Q", count + index) for offset, index in pointers]
-        self._fields += [(word, "Q", count + index) for index, _, word in self.maps]
-        self._end = count + len(names)
-        # Puts all of them into a buffer; `pick`: those, and constants, of all.
-        self.fill, self.pick = _filler(self._fields, self._image, constants, self._end)
+        self._addresses = pointers + [(word, index) for index, _, word in self.maps]
+        self.fill = _filler(self._image, self._fields, self._addresses)
         self.pool: list = []
 
-    def narrowed(self, numbers: Sequence[Any], constants: list[bytes]) -> "KernelKind":
+    def narrowed(self, numbers: Sequence[Any]) -> "KernelKind":
         """The same kernel for some of its calls. numbers: all of them, plain ones where these are
-        the same for those calls. constants: as at construction."""
-        other, left = copy(self), []
-        other._image = bytearray(self._image)
-        for field in self._fields:
-            offset, kind, place = field
-            if place >= len(numbers) or isinstance(numbers[place], Symbol):
-                left.append(field)
+        the same for those calls."""
+        other = copy(self)
+        other._fields, other._image = [], bytearray(self._image)
+        for offset, kind, place in self._fields:
+            if isinstance(numbers[place], Symbol):
+                other._fields.append((offset, kind, place))
             else:
                 struct.pack_into("<" + kind, other._image, offset, numbers[place])
-        other._fields = left
-        other.fill, other.pick = _filler(left, other._image, constants, self._end)
+        other.fill = _filler(other._image, other._fields, self._addresses)
         return other
 
     def take(self):
@@ -114,16 +106,15 @@ class KernelKind:
         except IndexError:
             return self._driver.Slot(self.artifact, self._function, self._device, *self._queued)
 
-    def run(self, fields: Sequence[Any], stream: int) -> None:
-        """Launches with these numbers, addresses and constants on a raw stream; the device must be
-        current."""
-        grid = fields[self.grid]
-        if 0 in grid:
+    def run(self, numbers: Sequence[int | float], addresses: Sequence[int], stream: int) -> None:
+        """Launches with these on a raw stream; the device must be current."""
+        x, y, z = numbers[self.grid]
+        if not (x and y and z):
             return
         slot = self.take()
         slot.owner = None
-        self.fill(slot.buffer, 0, *self.pick(fields))
-        slot.set_grid(*grid)
+        self.fill(slot.buffer, numbers, addresses)
+        slot.set_grid(x, y, z)
         if self.maps:
             slot.encode_all()
         slot.launch(stream)
@@ -134,14 +125,12 @@ class KernelKind:
 class BoundKernel:
     """A kernel with all its numbers: everything but addresses. Many share a kind."""
 
-    __slots__ = ("_constants", "_grid", "_kind", "_maps", "_numbers")
+    __slots__ = ("_grid", "_kind", "_maps", "_numbers")
 
-    def __init__(
-        self, kind: KernelKind, numbers: Sequence[int | float], constants: Sequence[bytes]
-    ):
-        """numbers, constants: all that the kind takes its own from."""
+    def __init__(self, kind: KernelKind, numbers: Sequence[int | float]):
+        """numbers: all that the kind takes its own from."""
         grid = numbers[kind.grid]
-        self._kind, self._numbers, self._constants = kind, numbers, constants
+        self._kind, self._numbers = kind, numbers
         self._grid = None if 0 in grid else grid
         # By address. Encoding asks the driver, which takes ten times as long as looking up what it
         # said.
@@ -157,8 +146,7 @@ class BoundKernel:
             for pack_into, offset, pick in kind.runs:
                 pack_into(slot.buffer, offset, *pick(addresses))
         else:
-            fields = (*self._numbers, *addresses, *self._constants)
-            kind.fill(slot.buffer, 0, *kind.pick(fields))
+            kind.fill(slot.buffer, self._numbers, addresses)
             slot.set_grid(*self._grid)
             slot.owner = self
         for known, number, index, offset, word in self._maps:
@@ -192,29 +180,25 @@ class ProgramKind:
     ):
         """numbers: of each kernel, as `numbers_of` has them. before: how many come before what
         changes of these."""
-        total = before + sum([len(changing(own)) for own in numbers])
-        self._kernels, self._constants = [], []
+        self._kernels: list[KernelKind] = []
         for call, own in zip(program.calls, numbers, strict=True):
-            where = before, total, self._constants
-            self._kernels.append(KernelKind(call, arch, device, names, own, *where))
+            self._kernels.append(KernelKind(call, arch, device, names, own, before))
             before += len(changing(own))
 
     def narrowed(self, numbers: Sequence[Any]) -> "ProgramKind":
         """The same program for some of its calls. numbers: see KernelKind.narrowed."""
         other = copy(self)
-        other._constants = []
-        other._kernels = [kind.narrowed(numbers, other._constants) for kind in self._kernels]
+        other._kernels = [kind.narrowed(numbers) for kind in self._kernels]
         return other
 
     def bind(self, numbers: Sequence[int | float]) -> list[BoundKernel]:
         """The kernels with their numbers, those of each call after those of the one before."""
-        return [BoundKernel(kind, numbers, self._constants) for kind in self._kernels]
+        return [BoundKernel(kind, numbers) for kind in self._kernels]
 
     def run(self, numbers: Sequence[int | float], addresses: Sequence[int], stream: int) -> None:
         """Launches all kernels and keeps nothing, for numbers that come but once."""
-        fields = (*numbers, *addresses, *self._constants)
         for kernel in self._kernels:
-            kernel.run(fields, stream)
+            kernel.run(numbers, addresses, stream)
 
 
 def numbers_of(call: KernelCall) -> list[Any]:
@@ -275,26 +259,23 @@ def _fields(call: KernelCall, artifact: Artifact) -> list[tuple[int, str, int]]:
 
 
 def _filler(
-    fields: list[tuple[int, str, int]], image: bytearray, constants: list[bytes], end: int
-):
-    """pack_into of a whole buffer that is like the image where no field is, and what picks its
-    values.
+    image: bytearray, numbers: list[tuple[int, str, int]], addresses: list[tuple[int, int]]
+) -> Callable[[Any, Sequence[int | float], Sequence[int]], None]:
+    """(buffer, numbers, addresses) -> the whole buffer is like the image, with some of these in it.
 
-    fields: offset, format and place of each among all values. The image's bytes between them are
-    added to `constants`, which are behind the values, from `end` on.
+    numbers: offset, format and place of each. addresses: offset and place of each.
     """
-    layout, places, position = "<", [], 0
-    for offset, kind, place in (*sorted(fields), (len(image), "", None)):
+    fields = [(offset, kind, f"numbers[{place}]") for offset, kind, place in numbers]
+    fields += [(offset, "Q", f"addresses[{place}]") for offset, place in addresses]
+    layout, values, position = "<", "", 0
+    for offset, kind, value in (*sorted(fields), (len(image), "", "")):
         between = bytes(image[position:offset])
-        if any(between):
-            places.append(end + len(constants))
-            constants.append(between)
         layout += f"{len(between)}{'s' if any(between) else 'x'}{kind}"
-        if place is not None:
-            places.append(place)
+        values += f", {between}" * any(between) + f", {value}" * bool(kind)
         position = offset + struct.calcsize("<" + kind)
-    fill = struct.Struct(layout).pack_into
-    return fill, _getter(places) if places else lambda _: ()
+    # As code, which takes less time than putting together what is packed.
+    code = f"lambda buffer, numbers, addresses: pack_into(buffer, 0{values})"
+    return eval(code, {"pack_into": struct.Struct(layout).pack_into})
 
 
 def _contiguous(pointers: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

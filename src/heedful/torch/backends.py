@@ -329,8 +329,8 @@ class GpuRunner:
         if current_device() != self._device.index:
             with torch.cuda.device(self._device):
                 return self.forward_once(numbers, x)
-        made = self.case.make(numbers)
-        tensors, probs = [*self._pick(x), *made], None
+        made, probs = self.case.make(numbers), None
+        tensors = [*self._pick(x), *made]
         if self._like.return_probs:
             probs = self._probs(numbers, made[0].dtype)
             tensors.append(probs)

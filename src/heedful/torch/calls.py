@@ -316,6 +316,7 @@ class CallCase:
         found = trace.inline(checked.trace, numbers, checked.outputs)
         self.outputs = trace.inline(case.trace, found + numbers[2:], case.outputs)
         self._runner = runner.narrowed(settled(self.outputs))
+        self._is_simple = self._call.plain and not self._call.wants_grad
 
     def at(
         self, numbers: Sequence[Any], sizes: Sequence[int], x: Sequence[Any], comes_again: bool
@@ -326,10 +327,9 @@ class CallCase:
 
     def once(self, numbers: Sequence[Any], sizes: Sequence[int], x: Sequence[Any]) -> "Call | Once":
         """The call of lengths that most likely come but once."""
-        call = self._call
-        if call.wants_grad or not call.plain:
+        if not self._is_simple:
             return self.at(numbers, sizes, x, comes_again=False)
-        return Once(call.results, partial(self._runner.forward_once, numbers))
+        return Once(self._call.results, partial(self._runner.forward_once, numbers))
 
 
 class Once:
@@ -364,25 +364,28 @@ class LatestKind:
     """The kind of the last calls with the same options, known again without a key, and its calls
     by their sizes: None of those that came once, as most do, whose memory is better used again."""
 
-    __slots__ = ("_calls", "_cases", "_likeness", "_packs", "_sizes")
+    __slots__ = ("_calls", "_cases", "_fits", "_packs", "_pick", "_sizes")
 
     def __init__(self, cases: Cases, kinds: Sequence[ArrayKind], values: Sequence[Any]):
         """values: operands of a call. kinds: theirs."""
         self._cases, self._packs = cases, packs.backends()
-        self._likeness = Likeness(values, kinds)
+        likeness = Likeness(values, kinds)
+        # Whoever asks has seen that q, k and v are aligned.
+        self._fits = likeness.are_like if len(kinds) == 3 else likeness.fits
+        self._pick = likeness.pick
         self._calls: dict[tuple[int, ...], Call | None] = {}
-        ranks = [tensor.dim() for tensor in self._likeness.pick(values)]
+        ranks = [tensor.dim() for tensor in likeness.pick(values)]
         self._sizes = Sizes(2, ranks, kinds)
 
     def find(self, values: Sequence[Any], longest: Sequence[Any], how) -> Call | Once | None:
         """The call of operands of this kind; None if they are not, or are of no case that is there.
-        values: Operands, or q, k and v if there are no others. longest: of the options. how: where
-        a call that came before is the latest of."""
-        likeness, calls = self._likeness, self._calls
-        if not likeness.fits(values) or packs.backends() != self._packs:
+        values: Operands, or q, k and v if there are no others; these are aligned. longest: of the
+        options. how: where a call that came before is the latest of."""
+        if not self._fits(values) or packs.backends() != self._packs:
             return None
         of_queries, of_keys = longest
-        sizes = self._sizes.of([of_queries or 0, of_keys or 0], likeness.pick(values))
+        sizes = self._sizes.of([of_queries or 0, of_keys or 0], self._pick(values))
+        calls = self._calls
         call = calls.get(sizes)
         if call is None:
             known = self._cases.known(sizes)

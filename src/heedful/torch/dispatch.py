@@ -111,13 +111,14 @@ class Likeness:
     def fits(self, values: Sequence[Any]) -> bool:
         """Whether tensors, which are where they were, are like those, and aligned. Strides of dims
         of one element are of no account."""
-        tensors, bits = self.pick(values), 0
-        for tensor in tensors:
-            bits |= tensor.data_ptr()
+        return self.are_aligned(values) and self.are_like(values)
+
+    def are_like(self, values: Sequence[Any]) -> bool:
+        """The same of tensors that are known to be aligned."""
         for place in self._dense:
             if not values[place].is_contiguous():
                 return False
-        return not bits & 15 and self.alike(*tensors)
+        return self.alike(*self.pick(values))
 
 
 def is_plain(keyset) -> bool:

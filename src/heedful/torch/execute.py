@@ -124,25 +124,31 @@ class ExecutableKind:
         """Runs the program as an Executable of these numbers does, for lengths that most likely
         come but once: kernels are not bound, and nothing is kept. The device must be current.
         Raises as `kernels`."""
-        run = partial(self.kernels(numbers).run, numbers)
-        self.launch(run, self.places(numbers), tensors)
+        kernels = self.kernels(numbers)
+        if self.scratch is None is self.zeroed:
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            kernels.run(numbers, addresses, raw_stream(self.index))
+        else:
+            self.launch(partial(kernels.run, numbers), self.places(numbers), tensors)
 
     def kernels(self, numbers: Sequence[int | float]) -> ProgramKind:
         """Compiled and loaded.
 
         Raises ValueError where the program needs more scratch than is allowed.
         """
-        if self._wider is not None and self._bound is None:
-            self._bound = self._wider.kernels(numbers).narrowed(self._settled)
         if self._bound is None:
-            with torch.cuda.device(self.device):
-                self._bound = ProgramKind(
-                    self._program, self._arch, self.index, self._order, self._numbers, self._end
-                )
+            self._bound = self._loaded(numbers)
         if self._limit is not None:
             regions = [region for region in (self.scratch, self.zeroed) if region]
             _check_scratch(sum([numbers[region.stop] for region in regions]), self._limit)
         return self._bound
+
+    def _loaded(self, numbers: Sequence[int | float]) -> ProgramKind:
+        if self._wider is not None:
+            return self._wider.kernels(numbers).narrowed(self._settled)
+        with torch.cuda.device(self.device):
+            given = self._program, self._arch, self.index, self._order, self._numbers
+            return ProgramKind(*given, self._end)
 
     def places(self, numbers: Sequence[Any]) -> tuple[Region, Region]:
         """Of scratch, and of such that begins with zeros."""
