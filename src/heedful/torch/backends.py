@@ -321,16 +321,16 @@ class GpuRunner:
             self.bind()
             return self.forward(x)
         self._is_known = True
-        return self.forward_once(self._numbers, x)
+        return self.forward_once(self._numbers, self._pick(x))
 
-    def forward_once(self, numbers: Sequence[Any], x: Operands):
+    def forward_once(self, numbers: Sequence[Any], operands: Sequence[torch.Tensor]):
         """The forward of lengths of the same case that most likely come but once, of which nothing
-        is kept. numbers: as `at` has them. Returns as `forward`."""
+        is kept. numbers: as `at` has them. operands: those that are there. Returns as `forward`."""
         if current_device() != self._device.index:
             with torch.cuda.device(self._device):
-                return self.forward_once(numbers, x)
+                return self.forward_once(numbers, operands)
         made, probs = self.case.make(numbers), None
-        tensors = [*self._pick(x), *made]
+        tensors = [*operands, *made]
         if self._like.return_probs:
             probs = self._probs(numbers, made[0].dtype)
             tensors.append(probs)

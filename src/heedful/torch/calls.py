@@ -5,10 +5,10 @@ arguments costs a key and a look-up.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled
@@ -325,22 +325,22 @@ class CallCase:
         before."""
         return self._call.at(self._runner.at(numbers, sizes, comes_again), x)
 
-    def once(self, numbers: Sequence[Any], sizes: Sequence[int], x: Sequence[Any]) -> "Call | Once":
-        """The call of lengths that most likely come but once."""
+    def once(self, numbers: Sequence[Any], tensors: Sequence[Tensor]) -> "Once | None":
+        """The call of lengths that most likely come but once, if it can be run and forgotten.
+        tensors: the operands that are there."""
         if not self._is_simple:
-            return self.at(numbers, sizes, x, comes_again=False)
-        return Once(self._call.results, partial(self._runner.forward_once, numbers))
+            return None
+        run = partial(self._runner.forward_once, numbers, tensors)
+        return _new(Once, (self._call.results, run))
 
 
-class Once:
-    """What a call needs whose tensors go to the kernels as they are, without gradients, where it is
-    not to be kept. forward(x), and results: as a Call's."""
+class Once(NamedTuple):
+    """A call on these very tensors, which go to the kernels as they are, without gradients, where
+    it is not to be kept. run(): what a Call's forward gives. results: as a Call's."""
 
-    __slots__ = ("forward", "results")
-    wants_grad, plain = False, True
-
-    def __init__(self, results: int, forward):
-        self.results, self.forward = results, forward
+    results: int
+    run: Callable[[], tuple]
+    wants_grad = False
 
 
 # Operands that are expanded to a call's lengths, or that are no operands of most calls. Shifts come
@@ -384,7 +384,8 @@ class LatestKind:
         if not self._fits(values) or packs.backends() != self._packs:
             return None
         of_queries, of_keys = longest
-        sizes = self._sizes.of([of_queries or 0, of_keys or 0], self._pick(values))
+        tensors = self._pick(values)
+        sizes = self._sizes.of([of_queries or 0, of_keys or 0], tensors)
         calls = self._calls
         call = calls.get(sizes)
         if call is None:
@@ -398,7 +399,9 @@ class LatestKind:
             if len(calls) >= MOST_KINDS:
                 calls.clear()
             calls[sizes] = None
-            return case.once(numbers, sizes[2:], values)
+            return case.once(numbers, tensors) or case.at(
+                numbers, sizes[2:], values, comes_again=False
+            )
         if call.is_aligned(values):
             CALLS.latest[how] = call
         return call
@@ -496,6 +499,9 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
             return attend(q, k, v, x, plain, out, own_seed)
         if not odd:
             PLAIN.of(base)
+    if type(call) is Once:
+        out, lse, probs = call.run()
+        return out if call.results == 0 else returned(call.results, out, lse, probs)
     if x is None:
         x = _new(Operands, (q, k, v, *ABSENT))
     if call is None:

@@ -124,7 +124,9 @@ class ExecutableKind:
         """Runs the program as an Executable of these numbers does, for lengths that most likely
         come but once: kernels are not bound, and nothing is kept. The device must be current.
         Raises as `kernels`."""
-        kernels = self.kernels(numbers)
+        kernels = self._bound
+        if kernels is None or self._limit is not None:
+            kernels = self.kernels(numbers)
         if self.scratch is None is self.zeroed:
             addresses = [tensor.data_ptr() for tensor in tensors]
             kernels.run(numbers, addresses, raw_stream(self.index))
