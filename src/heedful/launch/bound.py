@@ -38,6 +38,23 @@ class KernelKind:
     """One kernel of a program, compiled and loaded, for calls that differ in numbers alone: its
     lengths may be symbols."""
 
+    # Of a copy, too, attributes are found fast.
+    __slots__ = (
+        "artifact",
+        "fill",
+        "grid",
+        "maps",
+        "pool",
+        "runs",
+        "_addresses",
+        "_device",
+        "_driver",
+        "_fields",
+        "_function",
+        "_image",
+        "_queued",
+    )
+
     def __init__(
         self,
         call: KernelCall,
@@ -168,6 +185,8 @@ class BoundKernel:
 class ProgramKind:
     """Every kernel of a program, for calls that differ in numbers alone. Compiles and loads on
     construction."""
+
+    __slots__ = ("_kernels",)
 
     def __init__(
         self,

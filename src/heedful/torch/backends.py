@@ -140,6 +140,21 @@ class Case:
     whether lse has a cotangent, the likeness of what the last backward was given, and that one.
     """
 
+    # Of a copy, too, attributes are found fast.
+    __slots__ = (
+        "backwards",
+        "latest",
+        "outputs",
+        "outs",
+        "plan",
+        "shapes",
+        "trace",
+        "_device",
+        "_executable",
+        "_made",
+        "_make",
+    )
+
     def __init__(
         self,
         chosen: Plan,

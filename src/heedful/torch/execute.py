@@ -10,6 +10,7 @@ from torch._C._dynamo import guards
 
 from heedful.core import settings
 from heedful.core.arrays import dense_strides
+from heedful.core.symbols import Symbol
 from heedful.launch.bound import BoundKernel, ProgramKind, changing, numbers_of
 from heedful.launch.spec import Program
 from heedful.torch import zeros
@@ -72,6 +73,27 @@ class ExecutableKind:
     and how large that is; the same of scratch that begins with zeros; what the kernels want.
     """
 
+    # Of a copy, too, attributes are found fast.
+    __slots__ = (
+        "device",
+        "index",
+        "outputs",
+        "scratch",
+        "zeroed",
+        "_arch",
+        "_before",
+        "_bound",
+        "_end",
+        "_limit",
+        "_make",
+        "_numbers",
+        "_order",
+        "_places",
+        "_program",
+        "_settled",
+        "_wider",
+    )
+
     def __init__(
         self,
         program: Program,
@@ -98,6 +120,8 @@ class ExecutableKind:
             self.outputs += changing(numbers)
         self._bound: ProgramKind | None = None
         self._wider: ExecutableKind | None = None
+        # Where they are the same for all calls.
+        self._places: tuple[Region, Region] | None = None
         self._limit = settings.get("workspace_limit")
 
     def _region(self, workspaces: list) -> slice | None:
@@ -114,6 +138,10 @@ class ExecutableKind:
         ones where these are the same for those calls."""
         other = copy(self)
         other._wider, other._settled, other._bound = self, numbers, None
+        places = self.places(numbers)
+        within = [place for own, size in filter(None, places) for place in (*own, size)]
+        if not any([isinstance(place, Symbol) for place in within]):
+            other._places = places
         return other
 
     def bind(self, numbers: Sequence[int | float]) -> "Executable":
@@ -127,11 +155,8 @@ class ExecutableKind:
         kernels = self._bound
         if kernels is None or self._limit is not None:
             kernels = self.kernels(numbers)
-        if self.scratch is None is self.zeroed:
-            addresses = [tensor.data_ptr() for tensor in tensors]
-            kernels.run(numbers, addresses, raw_stream(self.index))
-        else:
-            self.launch(partial(kernels.run, numbers), self.places(numbers), tensors)
+        places = self._places or self.places(numbers)
+        self.launch(partial(kernels.run, numbers), places, tensors)
 
     def kernels(self, numbers: Sequence[int | float]) -> ProgramKind:
         """Compiled and loaded.
