@@ -33,7 +33,7 @@ class Symbol:
         return format(self.value, spec)
 
     def _pin(self) -> int:
-        self.trace.guard(f"{self.code} == {self.value!r}", True)
+        self.trace.guard(f"{self.code} == {int(self.value)}", True)
         return self.value
 
     __int__ = __index__ = __trunc__ = _pin
@@ -296,7 +296,7 @@ class _Path:
     def __init__(self, scope: dict[str, Any], other: "_Path | None" = None):
         """other: the path that this one begins with, whose lines are written."""
         self.lines: list[str] = []
-        self.scope = scope
+        self.scope = dict(scope)
         # Names of the function; what was computed, and its name; what stands for other names; the
         # least and the most that a number may be.
         self.written: set[str] = set(other.written) if other else set()
@@ -318,7 +318,7 @@ class _Path:
         if any([branch.steps.get(name) != code for branch in branches]):
             raise _Unlike
         text = self._simple(code, branches)
-        known = self._computed.get(text, text)
+        known = self._standing(self._computed.get(text, text))
         if _NAME.fullmatch(known) or _NUMBER.fullmatch(known):
             self._equals[name] = known
             return known
@@ -336,7 +336,7 @@ class _Path:
         """A step in atoms, as short as it can be here."""
         if choice := _CHOICE.fullmatch(code):
             yes, asked, no = choice.groups()
-            truth = yes == no or self.told(self.question(asked, branches))
+            truth = self.told(self.question(asked, branches))
             if truth is not None:
                 return self._simple(yes if truth else no, branches)
         code = _NAME.sub(lambda found: self.atom(found[0], branches), code)
@@ -381,7 +381,7 @@ class _Path:
     def _range(self, atom: str) -> tuple[float, float]:
         if atom in self.written:
             return self._ranges.get(atom, (-_INFINITE, _INFINITE))
-        return (_number(atom),) * 2
+        return _number(atom), _number(atom)
 
     def learn(self, question: _Question, truth: bool) -> None:
         """The answer to it, for the rest of the path."""
@@ -465,7 +465,7 @@ def _write(branches: Sequence[_Branch], number: int, path: _Path) -> None:
 
 
 def _made(branches: Sequence[_Branch], scope: dict[str, Any]) -> Any:
-    inputs, path = branches[0].inputs, _Path(dict(scope))
+    inputs, path = branches[0].inputs, _Path(scope)
     _write(branches, 0, path)
     lines = [f"{', '.join(inputs)}, = values", *path.lines] if inputs else path.lines
     exec("def evaluate(values):\n    " + "\n    ".join(lines), path.scope)
