@@ -364,27 +364,27 @@ class LatestKind:
     """The kind of the last calls with the same options, known again without a key, and its calls
     by their sizes: None of those that came once, as most do, whose memory is better used again."""
 
-    __slots__ = ("_calls", "_cases", "_fits", "_packs", "_pick", "_sizes")
+    __slots__ = ("_aligned", "_calls", "_cases", "_likeness", "_packs", "_sizes")
 
     def __init__(self, cases: Cases, kinds: Sequence[ArrayKind], values: Sequence[Any]):
         """values: operands of a call. kinds: theirs."""
         self._cases, self._packs = cases, packs.backends()
-        likeness = Likeness(values, kinds)
-        # Whoever asks has seen that q, k and v are aligned.
-        self._fits = likeness.are_like if len(kinds) == 3 else likeness.fits
-        self._pick = likeness.pick
+        self._likeness = Likeness(values, kinds)
+        # Whoever asks has seen that q, k and v are.
+        self._aligned = len(kinds) == 3
         self._calls: dict[tuple[int, ...], Call | None] = {}
-        ranks = [tensor.dim() for tensor in likeness.pick(values)]
+        ranks = [tensor.dim() for tensor in self._likeness.pick(values)]
         self._sizes = Sizes(2, ranks, kinds)
 
     def find(self, values: Sequence[Any], longest: Sequence[Any], how) -> Call | Once | None:
         """The call of operands of this kind; None if they are not, or are of no case that is there.
         values: Operands, or q, k and v if there are no others; these are aligned. longest: of the
         options. how: where a call that came before is the latest of."""
-        if not self._fits(values) or packs.backends() != self._packs:
+        likeness = self._likeness
+        if not likeness.fits(values, self._aligned) or packs.backends() != self._packs:
             return None
         of_queries, of_keys = longest
-        tensors = self._pick(values)
+        tensors = likeness.pick(values)
         sizes = self._sizes.of([of_queries or 0, of_keys or 0], tensors)
         calls = self._calls
         call = calls.get(sizes)

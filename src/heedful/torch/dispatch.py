@@ -108,17 +108,17 @@ class Likeness:
             bits |= tensor.data_ptr()
         return not bits & 15
 
-    def fits(self, values: Sequence[Any]) -> bool:
+    def fits(self, values: Sequence[Any], aligned: bool = False) -> bool:
         """Whether tensors, which are where they were, are like those, and aligned. Strides of dims
-        of one element are of no account."""
-        return self.are_aligned(values) and self.are_like(values)
-
-    def are_like(self, values: Sequence[Any]) -> bool:
-        """The same of tensors that are known to be aligned."""
+        of one element are of no account. aligned: they are known to be."""
+        tensors, bits = self.pick(values), 0
+        if not aligned:
+            for tensor in tensors:
+                bits |= tensor.data_ptr()
         for place in self._dense:
             if not values[place].is_contiguous():
                 return False
-        return self.alike(*self.pick(values))
+        return not bits & 15 and self.alike(*tensors)
 
 
 def is_plain(keyset) -> bool:
