@@ -4,7 +4,8 @@ A call of a kind is planned and bound once with its lengths as symbols. What cam
 function of the lengths: straight-line code that computes every number anew. What was asked about
 the lengths on the way (is there one tile of rows, do the tiles fill the device, is a stride a
 multiple of 8) are the function's guards: lengths that answer otherwise are another case, which is
-planned and bound in turn.
+planned and bound in turn. What guards say is made use of behind them: a number that they leave one
+value is that value, two that they say are equal are one, a question that they answer is not asked.
 
 Whatever wants a plain number of a symbol, to hash it or to index with it, pins it: its value
 becomes a guard. So a case can be too narrow, which costs plans for more lengths, and never wrong.

@@ -1,10 +1,10 @@
 """A program bound to a device: loaded kernels, and the numbers of their argument buffers.
 
 What is compiled, loaded and worked out about a buffer's layout is of a kind; numbers alone differ
-between calls of a kind. A call that comes but once packs all of a buffer at once and keeps nothing.
-One that comes again is bound to its numbers: running it costs, per kernel, packing the addresses
-and one driver call. Safe under threads: each launch takes a buffer of its own from a pool, which
-all calls of the kind share.
+between calls of a kind, and not all of them: the rest lies in an image of the buffer. A call that
+comes but once packs all of a buffer at once and keeps nothing. One that comes again is bound to its
+numbers: running it costs, per kernel, packing the addresses and one driver call. Safe under
+threads: each launch takes a buffer of its own from a pool, which all calls of the kind share.
 """
 
 import struct
