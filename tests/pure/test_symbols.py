@@ -208,6 +208,19 @@ def test_who_wants_the_plain_number_pins_it(number, use, plain):
     assert number.trace.function([number])((13,)) is None
 
 
+def test_a_number_below_zero_and_an_answer_are_pinned_as_whole_numbers():
+    def is_small(number: int) -> bool:
+        return number < 9
+
+    trace = Trace()
+    x, y = trace.symbols([-5, 4])
+    small: Any = opaque(is_small)(y)
+    assert int(x) == -5 and int(small) == 1
+    evaluate = trace.function([x, y, small])
+    found = [evaluate(values) for values in ((-5, 4), (-5, 8), (5, 4), (-5, 9))]
+    assert found == [(-5, 4, 1), (-5, 8, 1), None, None]
+
+
 def test_words_about_a_number_pin_nothing(number):
     assert (repr(number), f"{number}", f"{number:04d}", value_of(number)) == ("12",) * 2 + (
         "0012",

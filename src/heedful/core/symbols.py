@@ -34,8 +34,9 @@ class Symbol:
         return format(self.value, spec)
 
     def _pin(self) -> int:
-        self.trace.guard(f"{self.code} == {int(self.value)}", True)
-        return self.value
+        value = int(self.value)  # an opaque function may have said True
+        self.trace.guard(f"{self.code} == {value}", True)
+        return value
 
     __int__ = __index__ = __trunc__ = _pin
 
