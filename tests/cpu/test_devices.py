@@ -164,7 +164,7 @@ def bound(monkeypatch):
     run = SimpleNamespace(run=lambda *given: seen.append(given))
     order = []
 
-    def program(_, arch, index, names, before):
+    def program(_, arch, index, names, *_numbers):
         order[:] = arch, index, names
         return SimpleNamespace(bind=lambda _: [run], run=lambda _, *given: seen.append(given))
 

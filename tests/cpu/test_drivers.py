@@ -85,10 +85,10 @@ class Library:
             self.launched.append(dict(head=arguments[:8], stream=arguments[8]))
             self.launched[-1] |= buffer_of(arguments[10], end=3)
         if name == "cuTensorMapEncodeTiled":
-            ctypes.memmove(arguments[0].value, bytes(range(128)), 128)
+            ctypes.memmove(arguments[0], bytes(range(128)), 128)
         if name == "cuTensorMapReplaceAddress":
             place, address = arguments
-            ctypes.memmove(place.value, struct.pack("<Q", address.value), 8)
+            ctypes.memmove(place, struct.pack("<Q", address.value), 8)
 
     def names(self) -> list[str]:
         return [name for name, *_ in self.calls]
@@ -333,21 +333,24 @@ def mapped():
     return made, words.values()
 
 
+def address_of(pointer) -> int:
+    """Of what the driver is given by reference."""
+    address = ctypes.cast(pointer, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
 def said_of_maps(calls: list[tuple], made) -> list[tuple]:
     """(place in the buffer, type, base, dims, steps, box, flags) of each map that was encoded."""
     found = []
     for name, where, kind, rank, base, dims, steps, box, ones, *flags in calls:
-        assert name == "cuTensorMapEncodeTiled" and where.value % 64 == 0
-        rank = rank.value
-        assert tuple(ones) == (1,) * rank
-        sizes = (
-            ctypes.string_at(dims.value, 8 * rank),
-            ctypes.string_at(steps.value, 8 * (rank - 1)),
-        )
+        where, dims, steps = (address_of(pointer) for pointer in (where, dims, steps))
+        assert name == "cuTensorMapEncodeTiled" and where % 64 == 0
+        assert tuple(ones._obj) == (1,) * rank
+        sizes = ctypes.string_at(dims, 8 * rank), ctypes.string_at(steps, 8 * (rank - 1))
         read = [struct.unpack(f"{len(s) // 8}Q", s) for s in sizes]
-        flags = tuple(getattr(f, "value", f) for f in flags)
-        place = where.value - made.address
-        found.append((place, kind.value, base.value, *read, tuple(box), flags))
+        place = where - made.address
+        found.append((place, kind, base.value, *read, tuple(box._obj), tuple(flags)))
     return found
 
 

@@ -21,7 +21,7 @@ from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.launch import buffers as canonical
 from heedful.launch.bind import portable_cache
-from heedful.launch.bound import ProgramKind, numbers_of
+from heedful.launch.bound import ProgramKind, changing, numbers_of
 from heedful.launch.programs import program
 from heedful.launch.spec import Program
 from support import launches, standin
@@ -446,8 +446,9 @@ def launched(made: Program, names: list[str], device: str) -> list[str]:
     names += [w.name for w in made.workspaces]
     addresses = [4096 * (i + 1) for i in range(len(names))]
     with standin.gpu(device) as gpu:
-        numbers = tuple([number for call in made.calls for number in numbers_of(call)])
-        for kernel in ProgramKind(made, by_name(device).arch, 0, names).bind(numbers):
+        numbers = [numbers_of(call) for call in made.calls]
+        grids = tuple([number for own in numbers for number in changing(own)])
+        for kernel in ProgramKind(made, by_name(device).arch, 0, names, numbers).bind(grids):
             kernel.run(addresses, 0)
     for launch in gpu.launches:
         role, *more = [line.strip() for line in launches.described(launch)]

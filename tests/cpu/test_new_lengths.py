@@ -362,6 +362,34 @@ def test_a_hook_that_restores_other_lengths_of_a_new_call_is_told(gpu, place):
         out.backward(torch.empty_like(out))
 
 
+def test_numbers_that_are_one_value_in_a_case_are_packed_once(monkeypatch):
+    """Of self-attention over one sequence the batch and all strides are; each number that is packed
+    at a call takes its time, and kernels of a case that has more sequences differ in more."""
+    packed, filler = [], vars(bound)["_filler"]
+
+    def filled(image, numbers, addresses):
+        packed.append(len(numbers))
+        return filler(image, numbers, addresses)
+
+    monkeypatch.setattr(bound, "_filler", filled)
+    with standin.gpu("H200") as gpu, monkeypatch.context() as patch:
+        unlaid(patch)
+
+        def launched(batch: int) -> tuple[list[int], list[tuple]]:
+            forget()
+            packed.clear()
+            for length in (700, 701):
+                q, k, v = (empty(batch, length, 4, 64) for _ in range(3))
+                launched = launched_by(gpu, lambda x=(q, k, v): heedful.flash_attn_func(*x))
+            return list(packed), launched
+
+        (all_of_one, of_one), one = launched(1)
+        (_, of_two), two = launched(2)
+    assert of_one < all_of_one and of_one < of_two
+    maps = [sum(isinstance(x, tuple) for x in launch[2].values()) for launch in (*one, *two)]
+    assert maps == [4, 4]
+
+
 @pytest.mark.parametrize("name", ["dense causal", "packed", "dense gradients", "packed gradients"])
 def test_calls_of_lengths_never_seen_are_not_described(name, monkeypatch):
     device, call = CALLS_OF[name]

@@ -4,7 +4,8 @@ A call of a kind is planned and bound once with its lengths as symbols. What cam
 function of the lengths: straight-line code that computes every number anew. What was asked about
 the lengths on the way (is there one tile of rows, do the tiles fill the device, is a stride a
 multiple of 8) are the function's guards: lengths that answer otherwise are another case, which is
-planned and bound in turn.
+planned and bound in turn. What guards say is made use of behind them: a number that they leave one
+value is that value, two that they say are equal are one, a question that they answer is not asked.
 
 Whatever wants a plain number of a symbol, to hash it or to index with it, pins it: its value
 becomes a guard. So a case can be too narrow, which costs plans for more lengths, and never wrong.
@@ -33,8 +34,9 @@ class Symbol:
         return format(self.value, spec)
 
     def _pin(self) -> int:
-        self.trace.guard(f"{self.code} == {self.value!r}", True)
-        return self.value
+        value = int(self.value)  # an opaque function may have said True
+        self.trace.guard(f"{self.code} == {value}", True)
+        return value
 
     __int__ = __index__ = __trunc__ = _pin
 
@@ -221,8 +223,19 @@ class Trace:
 
     def function(self, outputs: Iterable[Any]) -> Callable[[Sequence[int]], tuple | None]:
         """The outputs of all symbols' values, in order; None where a guard fails."""
-        code, _ = _code_of([(self._lines, _tuple_of(outputs))], 0, "    ")
-        return _made(self._inputs, code, self._functions)
+        return _made([_Branch(self, "", outputs)], self._functions)
+
+    def settled(self, numbers: Iterable[Any]) -> list[Any]:
+        """These numbers, plain where the guards so far leave one value."""
+        branches, path = [_Branch(self, "", ())], _Path(self._functions)
+        for asked, truth in branches[0].guards:
+            path.learn(path.question(asked, branches), truth)
+        return [
+            number.value
+            if isinstance(number, Symbol) and path.atom(number.code, branches) not in path.written
+            else number
+            for number in numbers
+        ]
 
 
 # Inputs and named numbers, as a trace calls them.
@@ -245,77 +258,228 @@ def joined(cases: Sequence[tuple[Trace, Iterable[Any], Any]]) -> Answer | None:
         if any(scope.get(name, own) is not own for name, own in trace._functions.items()):
             return None
         scope |= trace._functions | {f"case{number}": what}
-        branches.append((trace._lines, f"case{number}, {_tuple_of(outputs)}"))
+        branches.append(_Branch(trace, f"case{number}, ", outputs))
     try:
-        code, _ = _code_of(branches, 0, "    ")
+        return _made(branches, scope)
     except _Unlike:
         return None
-    return _made(cases[0][0]._inputs, code, scope)
 
 
 class _Unlike(Exception):
     """Traces part elsewhere than at a guard."""
 
 
-# The lines of a trace, and what is returned behind them.
-_Branch = tuple[list[Line], str]
+class _Branch:
+    """A trace as a function is made of it: its steps by name, what was asked and answered, and what
+    comes before its outputs."""
+
+    def __init__(self, trace: Trace, before: str, outputs: Iterable[Any]):
+        self.inputs, self.before, self.outputs = trace._inputs, before, outputs
+        self.steps = {name: code for name, code in trace._lines if name is not None}
+        asked = [code for name, code in trace._lines if name is None]
+        self.guards = [(code.removeprefix("not "), code[:4] != "not ") for code in asked]
 
 
-def _code_of(branches: Sequence[_Branch], begin: int, indent: str) -> tuple[list[str], set[str]]:
-    """Code from a line on up to which all branches have the same, and the names that it draws on.
-    Lines that no guard and no output draws on are left out."""
-    (lines, returned), end = branches[0], begin
-    shared = min([len(own) for own, _ in branches])
-    while end < shared and all([own[end] == lines[end] for own, _ in branches]):
-        end += 1
-    if len(branches) == 1:
-        code, wanted = [f"{indent}return {returned}"], _names(returned)
-    else:
-        question, yes, no = _parted(branches, end)
-        code, wanted = _code_of(yes, end + 1, indent + "    ")
-        others, more = _code_of(no, end + 1, indent)
-        code = [f"{indent}if {question}:", *code, *others]
-        wanted |= more | _names(question)
-    for name, text in reversed(lines[begin:end]):
-        if name is None or name in wanted:
-            line = f"{name} = {text}" if name else f"if not ({text}): return None"
-            code.insert(0, indent + line)
-            wanted |= _names(text)
-    return code, wanted
+_OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", "<=": ">", ">": "<=", ">=": "<"}
+_INFINITE = float("inf")
+_NUMBER = re.compile(r"\(?(-?\d+)\)?")
+_CHOICE = re.compile(r"(.+) if (.+) else (.+)")
+# What is asked of two numbers: left, sign, right.
+_Question = tuple[str, str, str]
 
 
-def _parted(branches: Sequence[_Branch], at: int) -> tuple[str, list[_Branch], list[_Branch]]:
-    """The question that branches answer unlike at this line, those that say yes and those that say
-    no. Raises _Unlike where there is none."""
-    told: dict[str, list[_Branch]] = {}
-    for branch in branches:
-        name, code = branch[0][at] if len(branch[0]) > at else ("", "")
-        if name is not None:
+class _Path:
+    """Where a function under way has come to, and what its guards up to there say.
+
+    A step is written where something draws on it. None is where it has one value, or that of
+    another number.
+    """
+
+    def __init__(self, scope: dict[str, Any], other: "_Path | None" = None):
+        """other: the path that this one begins with, whose lines are written."""
+        self.lines: list[str] = []
+        self.scope = dict(scope)
+        # Names of the function; what was computed, and its name; what stands for other names; the
+        # least and the most that a number may be.
+        self.written: set[str] = set(other.written) if other else set()
+        self._computed: dict[str, str] = dict(other._computed) if other else {}
+        self._equals: dict[str, str] = dict(other._equals) if other else {}
+        self._ranges: dict[str, tuple[float, float]] = dict(other._ranges) if other else {}
+
+    def atom(self, name: str, branches: Sequence[_Branch]) -> str:
+        """What stands for a number: its name or that of its equal, or its value. Raises _Unlike
+        where traces have it from other steps."""
+        if name in self._equals:
+            return self._standing(name)
+        if name in self.written:
+            return name
+        if name in branches[0].inputs:
+            self.written.add(name)
+            return name
+        code = branches[0].steps[name]
+        if any([branch.steps.get(name) != code for branch in branches]):
             raise _Unlike
-        told.setdefault(code, []).append(branch)
-    question, *others = sorted(told, key=len)
-    if others != [f"not {question}"]:
+        text = self._simple(code, branches)
+        known = self._standing(self._computed.get(text, text))
+        if _NAME.fullmatch(known) or _NUMBER.fullmatch(known):
+            self._equals[name] = known
+            return known
+        self._computed[text] = name
+        self.written.add(name)
+        self.lines.append(f"{name} = {text}")
+        return name
+
+    def _standing(self, name: str) -> str:
+        while name in self._equals:
+            name = self._equals[name]
+        return name
+
+    def _simple(self, code: str, branches: Sequence[_Branch]) -> str:
+        """A step in atoms, as short as it can be here."""
+        if choice := _CHOICE.fullmatch(code):
+            yes, asked, no = choice.groups()
+            truth = self.told(self.question(asked, branches))
+            if truth is not None:
+                return self._simple(yes if truth else no, branches)
+        code = _NAME.sub(lambda found: self.atom(found[0], branches), code)
+        if not _NAME.search(code):
+            return _literal(int(eval(code, self.scope)))
+        match code.split(" "):
+            case [a, sign, b] if b == str(_NEUTRAL.get(sign)):
+                return a
+            case [a, sign, b] if a == str(_NEUTRAL_LEFT.get(sign)):
+                return b
+        return code
+
+    def question(self, code: str, branches: Sequence[_Branch]) -> _Question:
+        """What is asked, in atoms."""
+        left, sign, right = code.split(" ")
+        left, right = (
+            self.atom(x, branches) if _NAME.fullmatch(x) else _literal(_number(x))
+            for x in (left, right)
+        )
+        return left, sign, right
+
+    def told(self, question: _Question) -> bool | None:
+        """The answer to it, if what was answered before says so."""
+        left, sign, right = question
+        (low, high), (least, most) = self._range(left), self._range(right)
+        match sign:
+            case "==" if left == right or low == high == least == most:
+                return True
+            case "==" if high < least or most < low:
+                return False
+            case ">" if low > most:
+                return True
+            case ">" if left == right or high <= least:
+                return False
+            case "<":
+                return self.told((right, ">", left))
+            case "!=" | "<=" | ">=":
+                opposite = self.told((left, _OPPOSITE[sign], right))
+                return None if opposite is None else not opposite
+        return None
+
+    def _range(self, atom: str) -> tuple[float, float]:
+        if atom in self.written:
+            return self._ranges.get(atom, (-_INFINITE, _INFINITE))
+        return _number(atom), _number(atom)
+
+    def learn(self, question: _Question, truth: bool) -> None:
+        """The answer to it, for the rest of the path."""
+        left, sign, right = question
+        if not truth:
+            sign = _OPPOSITE[sign]
+        (low, high), (least, most) = self._range(left), self._range(right)
+        match sign:
+            case ">":
+                self._bound(left, least + 1, _INFINITE)
+                self._bound(right, -_INFINITE, high - 1)
+            case "<=":
+                self._bound(left, -_INFINITE, most)
+                self._bound(right, low, _INFINITE)
+            case "<" | ">=":
+                self.learn((right, ">" if sign == "<" else "<=", left), True)
+            case "==" if left != right:
+                self._bound(right, low, high)
+                self._bound(left, least, most)
+                one, other = self._standing(left), self._standing(right)
+                if one != other:
+                    name, atom = (one, other) if one in self.written else (other, one)
+                    self._equals[name] = atom
+            case "!=":
+                self._bound(left, low + (low == least == most), high - (high == least == most))
+                self._bound(right, least + (least == low == high), most - (most == low == high))
+
+    def _bound(self, atom: str, low: float, high: float) -> None:
+        """It is no less than `low`, and no more than `high`."""
+        if atom not in self.written:
+            return
+        least, most = self._range(atom)
+        self._ranges[atom] = low, high = max(least, low), min(most, high)
+        if low == high:
+            self._equals[atom] = _literal(int(low))
+
+
+def _literal(number: int) -> str:
+    return repr(number) if number >= 0 else f"({number})"
+
+
+def _number(literal: str) -> int:
+    found = _NUMBER.fullmatch(literal)
+    assert found is not None, literal
+    return int(found[1])
+
+
+def _write(branches: Sequence[_Branch], number: int, path: _Path) -> None:
+    """Writes branches that have answered alike the guards before this one. Guards whose answers
+    those before them tell, and steps that no guard and no output draws on, are left out."""
+    while any([number < len(branch.guards) for branch in branches]):
+        asked = [(*branch.guards[number : number + 1], ("", True))[0] for branch in branches]
+        number += 1
+        code, truth = asked[0]
+        if any([other != code for other, _ in asked]):
+            raise _Unlike
+        question = path.question(code, branches)
+        if path.told(question) is not None:
+            continue
+        left, sign, right = question
+        if all([other is truth for _, other in asked]):
+            unlike = _OPPOSITE[sign] if truth else sign
+            path.lines.append(f"if {left} {unlike} {right}: return None")
+        else:
+            each = list(zip(branches, asked, strict=True))
+            branches, truth = [branch for branch, (_, answer) in each if not answer], False
+            within = _Path(path.scope, path)
+            within.learn(question, True)
+            _write([branch for branch, (_, answer) in each if answer], number, within)
+            path.lines.append(f"if {left} {sign} {right}:")
+            path.lines += ["    " + line for line in within.lines]
+        path.learn(question, truth)
+    if len(branches) > 1:
         raise _Unlike
-    return question, told[question], told[others[0]]
+    (branch,) = branches
+    atoms = [
+        path.atom(output.code, branches) if isinstance(output, Symbol) else repr(output)
+        for output in branch.outputs
+    ]
+    path.lines.append(f"return {branch.before}({''.join([atom + ', ' for atom in atoms])})")
 
 
-def _tuple_of(outputs: Iterable[Any]) -> str:
-    return f"({''.join([_code(output) + ', ' for output in outputs])})"
+def _made(branches: Sequence[_Branch], scope: dict[str, Any]) -> Any:
+    inputs, path = branches[0].inputs, _Path(scope)
+    _write(branches, 0, path)
+    lines = [f"{', '.join(inputs)}, = values", *path.lines] if inputs else path.lines
+    exec("def evaluate(values):\n    " + "\n    ".join(lines), path.scope)
+    return path.scope["evaluate"]
 
 
-def _made(inputs: list[str], code: list[str], scope: dict[str, Any]) -> Any:
-    taken = [f"    {', '.join(inputs)}, = values"] if inputs else []
-    scope = dict(scope)
-    exec("def evaluate(values):\n" + "\n".join(taken + code), scope)
-    return scope["evaluate"]
-
-
-def _code(output: Any) -> str:
-    return output.code if isinstance(output, Symbol) else repr(output)
-
-
-def _names(code: str) -> set[str]:
-    return set(re.findall(r"\w+", code))
+def settled(numbers: Sequence[Any]) -> list[Any]:
+    """Numbers of one case, plain where what was asked so far leaves one value."""
+    for number in numbers:
+        if isinstance(number, Symbol):
+            return number.trace.settled(numbers)
+    return [*numbers]
 
 
 def value_of(number: Any) -> Any:

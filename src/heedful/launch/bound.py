@@ -1,19 +1,21 @@
 """A program bound to a device: loaded kernels, and the numbers of their argument buffers.
 
 What is compiled, loaded and worked out about a buffer's layout is of a kind; numbers alone differ
-between calls of a kind. A call that comes but once packs all of a buffer at once and keeps nothing.
-One that comes again is bound to its numbers: running it costs, per kernel, packing the addresses
-and one driver call. Safe under threads: each launch takes a buffer of its own from a pool, which
-all calls of the kind share.
+between calls of a kind, and not all of them: the rest lies in an image of the buffer. A call that
+comes but once packs all of a buffer at once and keeps nothing. One that comes again is bound to its
+numbers: running it costs, per kernel, packing the addresses and one driver call. Safe under
+threads: each launch takes a buffer of its own from a pool, which all calls of the kind share.
 """
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from operator import itemgetter
 from typing import Any
 
 from heedful.core.arrays import item_bytes
 from heedful.core.device import vendor_of
+from heedful.core.symbols import Symbol, settled
 from heedful.launch.artifact import TENSOR_MAP_BYTES, Artifact, map_words
 from heedful.launch.compiler import artifact as compile_call
 from heedful.launch.compiler import counters
@@ -25,6 +27,7 @@ _MOST_MAPS = 4096
 _pack_map = struct.Struct(f"{TENSOR_MAP_BYTES}s").pack_into
 _pack_address = struct.Struct("<Q").pack_into
 
+_DIMS = 3  # of a grid
 _FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}
 
 # (device index, arch, variant) -> function handle in that device's context.
@@ -35,19 +38,34 @@ class KernelKind:
     """One kernel of a program, compiled and loaded, for calls that differ in numbers alone: its
     lengths may be symbols."""
 
+    # Of a copy, too, attributes are found fast.
+    __slots__ = (
+        "artifact",
+        "fill",
+        "grid",
+        "maps",
+        "pool",
+        "runs",
+        "_addresses",
+        "_device",
+        "_driver",
+        "_fields",
+        "_function",
+        "_image",
+        "_queued",
+    )
+
     def __init__(
         self,
         call: KernelCall,
         arch: str,
         device: int,
         names: Sequence[str],
+        numbers: Sequence[Any],
         begin: int,
-        count: int,
-        constants: list[bytes],
     ):
-        """names: of buffers, in the order of the addresses. begin: where the call's numbers begin
-        among all numbers; count: of these, behind which the addresses come. constants: bytes that
-        come behind these, to which the kernel's own are added."""
+        """names: of buffers, in the order of the addresses. numbers: of the call. begin: where
+        those that change begin among all that do."""
         self.artifact = artifact = compile_call(call, arch)
         if artifact.scratch_bytes:
             raise RuntimeError(f"{call.kernel.function}: compiler scratch is not supported")
@@ -74,13 +92,29 @@ class KernelKind:
         # Of each tensor map, in the driver's order: places of its array among the addresses, of
         # the map in the buffer, and of the address that it is encoded from.
         self.maps = [(places[name], offsets[name], word) for name, word in words.items()]
-        fields = _numbers(call, artifact, begin)
-        fields += [(offset, "Q", count + index) for offset, index in pointers]
-        fields += [(word, "Q", count + index) for index, _, word in self.maps]
-        numbers = dict(enumerate(numbers_of(call), begin))
-        # Puts all numbers and addresses into a buffer; `pick`: those, and constants, of all.
-        self.fill, self.pick = _filler(fields, numbers, end, constants, count + len(names))
+        places_of = {index: begin + n for n, index in enumerate(_changing(numbers))}
+        self._fields, self._image = [], bytearray(end)
+        for offset, kind, index in _fields(call, artifact):
+            if index in places_of:
+                self._fields.append((offset, kind, places_of[index]))
+            else:
+                struct.pack_into("<" + kind, self._image, offset, numbers[index])
+        self._addresses = pointers + [(word, index) for index, _, word in self.maps]
+        self.fill = _filler(self._image, self._fields, self._addresses)
         self.pool: list = []
+
+    def narrowed(self, numbers: Sequence[Any]) -> "KernelKind":
+        """The same kernel for some of its calls. numbers: all of them, plain ones where these are
+        the same for those calls."""
+        other = copy(self)
+        other._fields, other._image = [], bytearray(self._image)
+        for offset, kind, place in self._fields:
+            if isinstance(numbers[place], Symbol):
+                other._fields.append((offset, kind, place))
+            else:
+                struct.pack_into("<" + kind, other._image, offset, numbers[place])
+        other.fill = _filler(other._image, other._fields, self._addresses)
+        return other
 
     def take(self):
         """A free argument buffer."""
@@ -89,16 +123,15 @@ class KernelKind:
         except IndexError:
             return self._driver.Slot(self.artifact, self._function, self._device, *self._queued)
 
-    def run(self, fields: Sequence[Any], stream: int) -> None:
-        """Launches with these numbers, addresses and constants on a raw stream; the device must be
-        current."""
-        grid = fields[self.grid]
-        if 0 in grid:
+    def run(self, numbers: Sequence[int | float], addresses: Sequence[int], stream: int) -> None:
+        """Launches with these on a raw stream; the device must be current."""
+        x, y, z = numbers[self.grid]
+        if not (x and y and z):
             return
         slot = self.take()
         slot.owner = None
-        self.fill(slot.buffer, 0, *self.pick(fields))
-        slot.set_grid(*grid)
+        self.fill(slot.buffer, numbers, addresses)
+        slot.set_grid(x, y, z)
         if self.maps:
             slot.encode_all()
         slot.launch(stream)
@@ -109,14 +142,12 @@ class KernelKind:
 class BoundKernel:
     """A kernel with all its numbers: everything but addresses. Many share a kind."""
 
-    __slots__ = ("_constants", "_grid", "_kind", "_maps", "_numbers")
+    __slots__ = ("_grid", "_kind", "_maps", "_numbers")
 
-    def __init__(
-        self, kind: KernelKind, numbers: Sequence[int | float], constants: Sequence[bytes]
-    ):
-        """numbers, constants: all that the kind takes its own from."""
+    def __init__(self, kind: KernelKind, numbers: Sequence[int | float]):
+        """numbers: all that the kind takes its own from."""
         grid = numbers[kind.grid]
-        self._kind, self._numbers, self._constants = kind, numbers, constants
+        self._kind, self._numbers = kind, numbers
         self._grid = None if 0 in grid else grid
         # By address. Encoding asks the driver, which takes ten times as long as looking up what it
         # said.
@@ -132,8 +163,7 @@ class BoundKernel:
             for pack_into, offset, pick in kind.runs:
                 pack_into(slot.buffer, offset, *pick(addresses))
         else:
-            fields = (*self._numbers, *addresses, *self._constants)
-            kind.fill(slot.buffer, 0, *kind.pick(fields))
+            kind.fill(slot.buffer, self._numbers, addresses)
             slot.set_grid(*self._grid)
             slot.owner = self
         for known, number, index, offset, word in self._maps:
@@ -156,34 +186,45 @@ class ProgramKind:
     """Every kernel of a program, for calls that differ in numbers alone. Compiles and loads on
     construction."""
 
+    __slots__ = ("_kernels",)
+
     def __init__(
-        self, program: Program, arch: str, device: int, names: Sequence[str], before: int = 0
+        self,
+        program: Program,
+        arch: str,
+        device: int,
+        names: Sequence[str],
+        numbers: Sequence[Sequence[Any]],
+        before: int = 0,
     ):
-        """before: how many numbers come before the kernels' own."""
-        counts = [len(numbers_of(call)) for call in program.calls]
-        total = before + sum(counts)
-        self._kernels, self._constants = [], []
-        for call, count in zip(program.calls, counts, strict=True):
-            where = before, total, self._constants
-            self._kernels.append(KernelKind(call, arch, device, names, *where))
-            before += count
+        """numbers: of each kernel, as `numbers_of` has them. before: how many come before what
+        changes of these."""
+        self._kernels: list[KernelKind] = []
+        for call, own in zip(program.calls, numbers, strict=True):
+            self._kernels.append(KernelKind(call, arch, device, names, own, before))
+            before += len(changing(own))
+
+    def narrowed(self, numbers: Sequence[Any]) -> "ProgramKind":
+        """The same program for some of its calls. numbers: see KernelKind.narrowed."""
+        other = copy(self)
+        other._kernels = [kind.narrowed(numbers) for kind in self._kernels]
+        return other
 
     def bind(self, numbers: Sequence[int | float]) -> list[BoundKernel]:
         """The kernels with their numbers, those of each call after those of the one before."""
-        return [BoundKernel(kind, numbers, self._constants) for kind in self._kernels]
+        return [BoundKernel(kind, numbers) for kind in self._kernels]
 
     def run(self, numbers: Sequence[int | float], addresses: Sequence[int], stream: int) -> None:
         """Launches all kernels and keeps nothing, for numbers that come but once."""
-        fields = (*numbers, *addresses, *self._constants)
         for kernel in self._kernels:
-            kernel.run(fields, stream)
+            kernel.run(numbers, addresses, stream)
 
 
-def numbers_of(call: KernelCall) -> list[int | float]:
+def numbers_of(call: KernelCall) -> list[Any]:
     """All that a launch's buffer and grid hold but addresses: the grid, then each number and each
     tensor map's shape, strides, and strides in bytes without the last, in the order of the
-    arguments."""
-    numbers: list[int | float] = [*call.grid]
+    arguments. Those that are the same for all calls of its case are no symbols."""
+    numbers: list[Any] = [*call.grid]
     for argument in call.arguments.values():
         match argument:
             case Scalar(value=value):
@@ -191,7 +232,17 @@ def numbers_of(call: KernelCall) -> list[int | float]:
             case TensorMap(dtype=dtype, shape=shape, strides=strides):
                 item = item_bytes(dtype)
                 numbers += (*shape, *strides, *[stride * item for stride in strides[:-1]])
-    return numbers
+    return settled(numbers)
+
+
+def changing(numbers: Sequence[Any]) -> list[Any]:
+    """Of a kernel's numbers the grid and what differs between calls of its case. The rest is packed
+    once: each value takes its time."""
+    return [numbers[index] for index in _changing(numbers)]
+
+
+def _changing(numbers: Sequence[Any]) -> list[int]:
+    return [i for i, number in enumerate(numbers) if i < _DIMS or isinstance(number, Symbol)]
 
 
 def _buffers(call: KernelCall) -> dict[str, str]:
@@ -199,9 +250,9 @@ def _buffers(call: KernelCall) -> dict[str, str]:
     return {name: a.buffer for name, a in call.arguments.items() if not isinstance(a, Scalar)}
 
 
-def _numbers(call: KernelCall, artifact: Artifact, begin: int) -> list[tuple[int, str, int]]:
-    """(offset in the buffer, format, place among all numbers) of the call's numbers."""
-    at = begin + len(call.grid)
+def _fields(call: KernelCall, artifact: Artifact) -> list[tuple[int, str, int]]:
+    """(offset in the buffer, format, place among the call's numbers)."""
+    at = _DIMS
     words, _ = map_words(artifact)
     formats = {
         p.name: (p.offset, _FORMATS[p.type]) for p in artifact.parameters if p.type in _FORMATS
@@ -227,36 +278,23 @@ def _numbers(call: KernelCall, artifact: Artifact, begin: int) -> list[tuple[int
 
 
 def _filler(
-    fields: list[tuple[int, str, int]],
-    numbers: Mapping[int, Any],
-    size: int,
-    constants: list[bytes],
-    end: int,
-):
-    """pack_into of a whole buffer of this size, zero where no field is, and what picks its values.
+    image: bytearray, numbers: list[tuple[int, str, int]], addresses: list[tuple[int, int]]
+) -> Callable[[Any, Sequence[int | float], Sequence[int]], None]:
+    """(buffer, numbers, addresses) -> the whole buffer is like the image, with some of these in it.
 
-    fields: offset, format and place of each among all values. numbers: those of some places; those
-    that are no symbols are the same for all calls, and packed here: each value takes its time. The
-    bytes between others are added to `constants`, which are behind the values, from `end` on.
+    numbers: offset, format and place of each. addresses: offset and place of each.
     """
-    image, changing = bytearray(size), []
-    for offset, kind, place in sorted(fields):
-        if isinstance(numbers.get(place), int | float):
-            struct.pack_into("<" + kind, image, offset, numbers[place])
-        else:
-            changing.append((offset, kind, place))
-    layout, places, position = "<", [], 0
-    for offset, kind, place in (*changing, (size, "", None)):
+    fields = [(offset, kind, f"numbers[{place}]") for offset, kind, place in numbers]
+    fields += [(offset, "Q", f"addresses[{place}]") for offset, place in addresses]
+    layout, values, position = "<", "", 0
+    for offset, kind, value in (*sorted(fields), (len(image), "", "")):
         between = bytes(image[position:offset])
-        if any(between):
-            places.append(end + len(constants))
-            constants.append(between)
         layout += f"{len(between)}{'s' if any(between) else 'x'}{kind}"
-        if place is not None:
-            places.append(place)
+        values += f", {between}" * any(between) + f", {value}" * bool(kind)
         position = offset + struct.calcsize("<" + kind)
-    fill = struct.Struct(layout).pack_into
-    return fill, _getter(places) if places else lambda _: ()
+    # As code, which takes less time than putting together what is packed.
+    code = f"lambda buffer, numbers, addresses: pack_into(buffer, 0{values})"
+    return eval(code, {"pack_into": struct.Struct(layout).pack_into})
 
 
 def _contiguous(pointers: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:

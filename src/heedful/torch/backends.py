@@ -7,6 +7,7 @@ compiled kernels with their arguments in place.
 import importlib
 import os
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -139,6 +140,21 @@ class Case:
     whether lse has a cotangent, the likeness of what the last backward was given, and that one.
     """
 
+    # Of a copy, too, attributes are found fast.
+    __slots__ = (
+        "backwards",
+        "latest",
+        "outputs",
+        "outs",
+        "plan",
+        "shapes",
+        "trace",
+        "_device",
+        "_executable",
+        "_made",
+        "_make",
+    )
+
     def __init__(
         self,
         chosen: Plan,
@@ -181,6 +197,13 @@ class Case:
     def run(self, numbers: Sequence[int | float], tensors: Sequence[torch.Tensor]) -> None:
         """Runs the program with these numbers, and keeps nothing."""
         self._executable.run(numbers, tensors)
+
+    def narrowed(self, numbers: Sequence[Any]) -> "Case":
+        """The same for some of its calls. numbers: all of them, plain ones where these are the same
+        for those calls."""
+        other = copy(self)
+        other._executable = self._executable.narrowed(numbers)
+        return other
 
     def make(self, numbers: Sequence[int | float]) -> list[torch.Tensor]:
         """What is made, now."""
@@ -269,6 +292,12 @@ class GpuRunner:
         made._is_known = comes_again
         return made
 
+    def narrowed(self, numbers: Sequence[Any]) -> "GpuRunner":
+        """The same for some of its case's calls. numbers: see Case.narrowed."""
+        other = copy(self)
+        other.case = self.case.narrowed(numbers)
+        return other
+
     @property
     def problem(self) -> AttentionProblem:
         # Most calls of new lengths never ask.
@@ -307,16 +336,16 @@ class GpuRunner:
             self.bind()
             return self.forward(x)
         self._is_known = True
-        return self.forward_once(self._numbers, x)
+        return self.forward_once(self._numbers, self._pick(x))
 
-    def forward_once(self, numbers: Sequence[Any], x: Operands):
+    def forward_once(self, numbers: Sequence[Any], operands: Sequence[torch.Tensor]):
         """The forward of lengths of the same case that most likely come but once, of which nothing
-        is kept. numbers: as `at` has them. Returns as `forward`."""
+        is kept. numbers: as `at` has them. operands: those that are there. Returns as `forward`."""
         if current_device() != self._device.index:
             with torch.cuda.device(self._device):
-                return self.forward_once(numbers, x)
-        made = self.case.make(numbers)
-        tensors, probs = [*self._pick(x), *made], None
+                return self.forward_once(numbers, operands)
+        made, probs = self.case.make(numbers), None
+        tensors = [*operands, *made]
         if self._like.return_probs:
             probs = self._probs(numbers, made[0].dtype)
             tensors.append(probs)

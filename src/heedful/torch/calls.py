@@ -5,10 +5,10 @@ arguments costs a key and a look-up.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled
@@ -21,7 +21,7 @@ from heedful.core.describe import describe
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.core.storage import copies
-from heedful.core.symbols import Trace
+from heedful.core.symbols import Trace, settled
 from heedful.launch import packs
 from heedful.torch import backends
 from heedful.torch import device as devices
@@ -311,10 +311,12 @@ class CallCase:
         """lengths: of the problem. values: the longest lengths and the sizes of a call's operands;
         numbers: the same as symbols."""
         self._call = checked.call
-        self._runner = checked.family.runner(checked.like, (*lengths, *values[2:]))
-        trace, case = numbers[0].trace, self._runner.case
+        runner = checked.family.runner(checked.like, (*lengths, *values[2:]))
+        trace, case = numbers[0].trace, runner.case
         found = trace.inline(checked.trace, numbers, checked.outputs)
         self.outputs = trace.inline(case.trace, found + numbers[2:], case.outputs)
+        self._runner = runner.narrowed(settled(self.outputs))
+        self._is_simple = self._call.plain and not self._call.wants_grad
 
     def at(
         self, numbers: Sequence[Any], sizes: Sequence[int], x: Sequence[Any], comes_again: bool
@@ -323,23 +325,22 @@ class CallCase:
         before."""
         return self._call.at(self._runner.at(numbers, sizes, comes_again), x)
 
-    def once(self, numbers: Sequence[Any], sizes: Sequence[int], x: Sequence[Any]) -> "Call | Once":
-        """The call of lengths that most likely come but once."""
-        call = self._call
-        if call.wants_grad or not call.plain:
-            return self.at(numbers, sizes, x, comes_again=False)
-        return Once(call.results, partial(self._runner.forward_once, numbers))
+    def once(self, numbers: Sequence[Any], tensors: Sequence[Tensor]) -> "Once | None":
+        """The call of lengths that most likely come but once, if it can be run and forgotten.
+        tensors: the operands that are there."""
+        if not self._is_simple:
+            return None
+        run = partial(self._runner.forward_once, numbers, tensors)
+        return _new(Once, (self._call.results, run))
 
 
-class Once:
-    """What a call needs whose tensors go to the kernels as they are, without gradients, where it is
-    not to be kept. forward(x), and results: as a Call's."""
+class Once(NamedTuple):
+    """A call on these very tensors, which go to the kernels as they are, without gradients, where
+    it is not to be kept. run(): what a Call's forward gives. results: as a Call's."""
 
-    __slots__ = ("forward", "results")
-    wants_grad, plain = False, True
-
-    def __init__(self, results: int, forward):
-        self.results, self.forward = results, forward
+    results: int
+    run: Callable[[], tuple]
+    wants_grad = False
 
 
 # Operands that are expanded to a call's lengths, or that are no operands of most calls. Shifts come
@@ -363,25 +364,29 @@ class LatestKind:
     """The kind of the last calls with the same options, known again without a key, and its calls
     by their sizes: None of those that came once, as most do, whose memory is better used again."""
 
-    __slots__ = ("_calls", "_cases", "_likeness", "_packs", "_sizes")
+    __slots__ = ("_aligned", "_calls", "_cases", "_likeness", "_packs", "_sizes")
 
     def __init__(self, cases: Cases, kinds: Sequence[ArrayKind], values: Sequence[Any]):
         """values: operands of a call. kinds: theirs."""
         self._cases, self._packs = cases, packs.backends()
         self._likeness = Likeness(values, kinds)
+        # Whoever asks has seen that q, k and v are.
+        self._aligned = len(kinds) == 3
         self._calls: dict[tuple[int, ...], Call | None] = {}
         ranks = [tensor.dim() for tensor in self._likeness.pick(values)]
         self._sizes = Sizes(2, ranks, kinds)
 
     def find(self, values: Sequence[Any], longest: Sequence[Any], how) -> Call | Once | None:
         """The call of operands of this kind; None if they are not, or are of no case that is there.
-        values: Operands, or q, k and v if there are no others. longest: of the options. how: where
-        a call that came before is the latest of."""
-        likeness, calls = self._likeness, self._calls
-        if not likeness.fits(values) or packs.backends() != self._packs:
+        values: Operands, or q, k and v if there are no others; these are aligned. longest: of the
+        options. how: where a call that came before is the latest of."""
+        likeness = self._likeness
+        if not likeness.fits(values, self._aligned) or packs.backends() != self._packs:
             return None
         of_queries, of_keys = longest
-        sizes = self._sizes.of([of_queries or 0, of_keys or 0], likeness.pick(values))
+        tensors = likeness.pick(values)
+        sizes = self._sizes.of([of_queries or 0, of_keys or 0], tensors)
+        calls = self._calls
         call = calls.get(sizes)
         if call is None:
             known = self._cases.known(sizes)
@@ -394,7 +399,9 @@ class LatestKind:
             if len(calls) >= MOST_KINDS:
                 calls.clear()
             calls[sizes] = None
-            return case.once(numbers, sizes[2:], values)
+            return case.once(numbers, tensors) or case.at(
+                numbers, sizes[2:], values, comes_again=False
+            )
         if call.is_aligned(values):
             CALLS.latest[how] = call
         return call
@@ -492,6 +499,9 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
             return attend(q, k, v, x, plain, out, own_seed)
         if not odd:
             PLAIN.of(base)
+    if type(call) is Once:
+        out, lse, probs = call.run()
+        return out if call.results == 0 else returned(call.results, out, lse, probs)
     if x is None:
         x = _new(Operands, (q, k, v, *ABSENT))
     if call is None:

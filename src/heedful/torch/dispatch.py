@@ -108,12 +108,13 @@ class Likeness:
             bits |= tensor.data_ptr()
         return not bits & 15
 
-    def fits(self, values: Sequence[Any]) -> bool:
+    def fits(self, values: Sequence[Any], aligned: bool = False) -> bool:
         """Whether tensors, which are where they were, are like those, and aligned. Strides of dims
-        of one element are of no account."""
+        of one element are of no account. aligned: they are known to be."""
         tensors, bits = self.pick(values), 0
-        for tensor in tensors:
-            bits |= tensor.data_ptr()
+        if not aligned:
+            for tensor in tensors:
+                bits |= tensor.data_ptr()
         for place in self._dense:
             if not values[place].is_contiguous():
                 return False

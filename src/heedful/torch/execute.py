@@ -1,6 +1,7 @@
 """Runs bound programs on torch's memory and streams. The only users of torch's private names."""
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -9,7 +10,8 @@ from torch._C._dynamo import guards
 
 from heedful.core import settings
 from heedful.core.arrays import dense_strides
-from heedful.launch.bound import BoundKernel, ProgramKind, numbers_of
+from heedful.core.symbols import Symbol
+from heedful.launch.bound import BoundKernel, ProgramKind, changing, numbers_of
 from heedful.launch.spec import Program
 from heedful.torch import zeros
 
@@ -71,6 +73,27 @@ class ExecutableKind:
     and how large that is; the same of scratch that begins with zeros; what the kernels want.
     """
 
+    # Of a copy, too, attributes are found fast.
+    __slots__ = (
+        "device",
+        "index",
+        "outputs",
+        "scratch",
+        "zeroed",
+        "_arch",
+        "_before",
+        "_bound",
+        "_end",
+        "_limit",
+        "_make",
+        "_numbers",
+        "_order",
+        "_places",
+        "_program",
+        "_settled",
+        "_wider",
+    )
+
     def __init__(
         self,
         program: Program,
@@ -91,9 +114,14 @@ class ExecutableKind:
         # Where among the numbers the places of regions are, behind which comes their size.
         self.scratch, self.zeroed = (self._region(regions) for regions in (others, zeroed))
         self._end = before + len(self.outputs)
-        for call in program.calls:
-            self.outputs += numbers_of(call)
+        # Now: what is asked later is no guard of a case.
+        self._numbers = [numbers_of(call) for call in program.calls]
+        for numbers in self._numbers:
+            self.outputs += changing(numbers)
         self._bound: ProgramKind | None = None
+        self._wider: ExecutableKind | None = None
+        # Where they are the same for all calls.
+        self._places: tuple[Region, Region] | None = None
         self._limit = settings.get("workspace_limit")
 
     def _region(self, workspaces: list) -> slice | None:
@@ -105,6 +133,17 @@ class ExecutableKind:
         self.outputs += [*places, size]
         return slice(begin, begin + len(places))
 
+    def narrowed(self, numbers: Sequence[Any]) -> "ExecutableKind":
+        """The same for some of its calls. numbers: those before its own, and its outputs, plain
+        ones where these are the same for those calls."""
+        other = copy(self)
+        other._wider, other._settled, other._bound = self, numbers, None
+        places = self.places(numbers)
+        within = [place for own, size in filter(None, places) for place in (*own, size)]
+        if not any([isinstance(place, Symbol) for place in within]):
+            other._places = places
+        return other
+
     def bind(self, numbers: Sequence[int | float]) -> "Executable":
         """The program with these numbers. Raises as `kernels`."""
         return Executable(self, self.kernels(numbers).bind(numbers), numbers)
@@ -113,8 +152,11 @@ class ExecutableKind:
         """Runs the program as an Executable of these numbers does, for lengths that most likely
         come but once: kernels are not bound, and nothing is kept. The device must be current.
         Raises as `kernels`."""
-        run = partial(self.kernels(numbers).run, numbers)
-        self.launch(run, self.places(numbers), tensors)
+        kernels = self._bound
+        if kernels is None or self._limit is not None:
+            kernels = self.kernels(numbers)
+        places = self._places or self.places(numbers)
+        self.launch(partial(kernels.run, numbers), places, tensors)
 
     def kernels(self, numbers: Sequence[int | float]) -> ProgramKind:
         """Compiled and loaded.
@@ -122,14 +164,18 @@ class ExecutableKind:
         Raises ValueError where the program needs more scratch than is allowed.
         """
         if self._bound is None:
-            with torch.cuda.device(self.device):
-                self._bound = ProgramKind(
-                    self._program, self._arch, self.index, self._order, self._end
-                )
+            self._bound = self._loaded(numbers)
         if self._limit is not None:
             regions = [region for region in (self.scratch, self.zeroed) if region]
             _check_scratch(sum([numbers[region.stop] for region in regions]), self._limit)
         return self._bound
+
+    def _loaded(self, numbers: Sequence[int | float]) -> ProgramKind:
+        if self._wider is not None:
+            return self._wider.kernels(numbers).narrowed(self._settled)
+        with torch.cuda.device(self.device):
+            given = self._program, self._arch, self.index, self._order, self._numbers
+            return ProgramKind(*given, self._end)
 
     def places(self, numbers: Sequence[Any]) -> tuple[Region, Region]:
         """Of scratch, and of such that begins with zeros."""

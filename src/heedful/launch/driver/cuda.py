@@ -195,18 +195,19 @@ class Slot:
         block = meta["block_size"]
         rank = len(block)
         box, ones = ((c_uint32 * rank)(*sizes) for sizes in (reversed(block), [1] * rank))
-        sizes = self.address + word + 8
+        sizes = word + 8
+        # What ctypes hands on as it is: it would wrap instances of its types anew at each call.
         return (
-            c_void_p(self.address + place),
-            c_int(meta["elem_type"]),
-            c_uint32(rank),
+            byref(self.buffer, place),
+            meta["elem_type"],
+            rank,
             c_void_p.from_buffer(self.buffer, word),
-            c_void_p(sizes),
-            c_void_p(sizes + 8 * rank),
-            box,
-            ones,
+            byref(self.buffer, sizes),
+            byref(self.buffer, sizes + 8 * rank),
+            byref(box),
+            byref(ones),
             0,
-            c_int(meta["swizzle"]),
+            meta["swizzle"],
             _L2_PROMOTION_128B,
             0,
         )
@@ -224,10 +225,11 @@ class Slot:
                 found.append(())
                 continue
             count = 8 * (2 * len(meta["block_size"]) - 1)
-            own, others = (memory[w + 8 : w + 8 + count] for w in (word, words[other]))
+            # Compared by words, not by bytes.
+            own, others = (memory[w + 8 : w + 8 + count].cast("q") for w in (word, words[other]))
             maps = (memory[places[n] : places[n] + TENSOR_MAP_BYTES] for n in (name, other))
             address = c_void_p.from_buffer(self.buffer, word)
-            given = c_void_p(self.address + places[name]), address
+            given = byref(self.buffer, places[name]), address
             found.append((own, others, *maps, given))
         return found
 
