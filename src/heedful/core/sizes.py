@@ -24,8 +24,8 @@ from heedful.core.tiles import (
     MlaConfig,
     SharedKeysConfig,
     TileConfig,
-    product_dim,
     pow2,
+    product_dim,
 )
 
 if TYPE_CHECKING:

@@ -57,8 +57,8 @@ class HopperBackwardOrder(NamedTuple):
 
 class HopperBackwardTile(NamedTuple):
     """A step is BLOCK_M queries x BLOCK_N keys, 64 of the keys for each consumer. *_STAGES: tiles
-    that shared memory has room for, powers of two. D, E: columns of q and k, and of v, that products
-    are made of. DQ_REGS: None where consumers make dQ."""
+    that shared memory has room for, powers of two. D, E: columns of q and k, and of v, that
+    products are made of. DQ_REGS: None where consumers make dQ."""
 
     BLOCK_M: Const
     BLOCK_N: Const

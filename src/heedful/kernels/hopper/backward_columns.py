@@ -70,7 +70,7 @@ def no_gradients(COLUMNS: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def queue_gradients(left_NM, queries, x_NC, COLUMNS: gl.constexpr):
-    """Starts adding p do or ds q to the gradients of 64 keys. left_NM: an operand from registers."""
+    """Starts adding p do or ds q to gradients of 64 keys. left_NM: an operand from registers."""
     made = (warpgroup_mma(left_NM, part_of(queries, COLUMNS, 0), x_NC[0], is_async=True),)
     if part_count(COLUMNS) > 1:
         left_NM = gl.convert_layout(left_NM, gl.DotOperandLayout(0, x_NC[1].type.layout, 2))
