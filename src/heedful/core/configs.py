@@ -268,6 +268,14 @@ def _in_order(problem: AttentionProblem) -> bool:
     return problem.deterministic
 
 
+def _narrow_values(problem: AttentionProblem) -> bool:
+    """Gradients of 64 keys take 160 registers: scores have no more than a mask, and that not of
+    packed sequences."""
+    modified = problem.bias or problem.alibi or _holds_more(problem)
+    packed = problem.varlen_q and problem.varlen_k and problem.mask.bounded
+    return problem.head_dim <= 192 and problem.head_dim_v <= 128 and not (modified or packed)
+
+
 def _holds_more_in_order(problem: AttentionProblem) -> bool:
     return _holds_more(problem) and _in_order(problem)
 
@@ -280,6 +288,7 @@ def _hopper_backward(max_dim: int, tile: _Tile, when=_always, measured=_H200_LAT
 # 1.06 times as fast as a program for each tile at 16 x 1024, 1.02 at 4 x 4096; a larger last group
 # of heads 1.13 at 1 x 8192, 32/8 causal. Packed sequences 1.00 to 1.04, dropout 1.00 to 1.01.
 _DRAWN: dict[str, Any] = {"draws": True, "last_waves": 2, "splits": 0}
+_NO_DQ_GROUP = {"splits": 0, "k_stages": 1, "consumer_regs": 240, "dq_regs": None}
 _D64: dict[str, Any] = {
     "consumer_regs": 112,
     "producer_regs": 32,
@@ -502,7 +511,8 @@ ROWS: list[ConfigRow] = [
     _hopper_backward(64, (64, 128, 4, 2), _holds_more, _FITS, **_DRAWN),
     _hopper_backward(64, (128, 128, 4, 2), **_DRAWN),
     _hopper_backward(128, (64, 128, 4, 2), **_DRAWN),
-    _hopper_backward(256, (64, 64, 4, 2), splits=0, k_stages=1, consumer_regs=240, dq_regs=None),
+    _hopper_backward(256, (64, 128, 4, 2), _narrow_values, **_NO_DQ_GROUP),
+    _hopper_backward(256, (64, 64, 4, 2), **_NO_DQ_GROUP),
     _cdna(64, (256, 128, 8, 1), _eight_bit),
     _cdna(128, (256, 64, 8, 1)),
     # Page numbers are loaded two stages ahead of keys: as many again. 64 rows are a WGMMA's, which

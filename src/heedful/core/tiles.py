@@ -255,9 +255,12 @@ class HopperBackwardConfig(TileConfig):
     splits: int = 1
 
     @property
-    def is_wide(self) -> bool:
-        """Whether consumers share keys, and each makes one gradient of them."""
-        return self.block_n == CONSUMER_ROWS
+    def kernel(self) -> str:
+        """Who makes what: consumers share keys, and each makes one gradient of them (wide); each
+        has its own keys, and makes dQ, too (pair), or another warpgroup does."""
+        if self.block_n == CONSUMER_ROWS:
+            return "backward_wide"
+        return "backward_pair" if self.dq_regs is None else "backward"
 
     def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
         # Bits of dropout change their layout through shared memory, which wide keys twice fill.

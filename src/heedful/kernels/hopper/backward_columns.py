@@ -50,10 +50,16 @@ def part_of(rows, COLUMNS: gl.constexpr, part: gl.constexpr):
 def queue_scores(keys, queries, COLUMNS: gl.constexpr, BLOCK_M: gl.constexpr):
     """Starts k q^T or v do^T of 64 keys and a tile of queries."""
     x_NM = gl.zeros([ROWS, BLOCK_M], gl.float32, scores_layout(keys.dtype, BLOCK_M))
+    return add_scores(keys, queries, x_NM, COLUMNS, False)
+
+
+@gluon.jit
+def add_scores(keys, queries, x_NM, COLUMNS: gl.constexpr, ADDS: gl.constexpr = True):
+    """Starts adding k q^T or v do^T to x, or writing it there."""
     for part in gl.static_range(part_count(COLUMNS)):
         left = part_of(keys, COLUMNS, part)
         right = part_of(queries, COLUMNS, part).permute((1, 0))
-        x_NM = warpgroup_mma(left, right, x_NM, use_acc=part > 0, is_async=True)
+        x_NM = warpgroup_mma(left, right, x_NM, use_acc=ADDS or part > 0, is_async=True)
     return x_NM
 
 

@@ -102,11 +102,24 @@ def load_rows(desc, ring, numbers, x_M, params, tile, head, row, state):
 
 
 @gluon.jit
+def tell_place(shared, params, tile, head, row, state):
+    """Says which tile of queries it is that is loaded next, among those of all heads, once there is
+    room for that."""
+    barrier.wait(shared.q.empty.index(state.index), state.phase ^ 1)
+    place = (head * params.sizes.accum_rows + tile.accum_row + row) // params.tile.BLOCK_M
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    none_L = gl.zeros([32], gl.int32, lanes)
+    shared.places.index(state.index).store(none_L + place.to(gl.int32))
+    shared.rows.index(state.index).store(none_L + row)
+
+
+@gluon.jit
 def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
     """Loads a work tile's keys and values, and its queries in the order of visits."""
     # Two stages of keys have room while the tile before is at work; of one, values are done with
     # first.
     K_AHEAD: gl.constexpr = params.tile.K_STAGES > 1
+    TELLS_PLACES: gl.constexpr = params.tile.DQ_REGS is None and params.tile.BLOCK_N > ROWS
     q_state, do_state = states
     head, row, lse_M, delta_M = queries_of(io, params, tile, blocks, first)
     for visit in range(first, end):
@@ -116,6 +129,8 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
             else:
                 load_v(io, shared, params, tile, kv_count)
         less_M = base_2(lse_M, io.q.dtype)
+        if TELLS_PLACES:
+            tell_place(shared, params, tile, head, row, q_state)
         load_rows(io.q, shared.q, shared.lse, less_M, params, tile, head, row, q_state)
         if visit == first:
             if K_AHEAD:
@@ -149,8 +164,8 @@ def backward_producer(
         if end > first:
             states = load_tile(io, shared, params, tile, blocks, first, end, states, kv_count)
             kv_count += 1
-        elif params.tile.BLOCK_N == ROWS:
-            # Of wide heads' keys consumers always wait for the memory.
+        elif params.tile.DQ_REGS is None:
+            # Gradients leave through the memory of keys, which consumers always wait for then.
             load_v(io, shared, params, tile, kv_count)
             load_k(io, shared, params, tile, kv_count)
             kv_count += 1

@@ -223,12 +223,22 @@ def crossed_gradients(p_NM, dp_NM, delta_M, params, dtype: gl.constexpr):
 
 
 @gluon.jit
-def store_wide(desc, memory, x_NC, BEFORE: gl.constexpr, COLUMNS: gl.constexpr, params, tile):
-    """Writes one gradient of a key tile, or what one split of the visits adds to it."""
+def store_wide(
+    desc,
+    memory,
+    x_NC,
+    BEFORE: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    params,
+    tile,
+    BOX: gl.constexpr,
+):
+    """Writes one gradient of 64 keys, the tile's first or second, or what one split of the visits
+    adds to it."""
     if params.order.partials is None:
-        store_rows(desc, memory, x_NC, COLUMNS, params, tile, 0)
+        store_rows(desc, memory, x_NC, COLUMNS, params, tile, BOX)
     else:
-        store_partial(x_NC, BEFORE, COLUMNS, params, tile, 0)
+        store_partial(x_NC, BEFORE, COLUMNS, params, tile, BOX)
 
 
 @gluon.jit
@@ -260,13 +270,13 @@ def wide_consumer(
                 dv = scaled(dv, params.dropout.inverse_keep)
             # The other has read all values, and all keys.
             sync_consumers()
-            store_wide(io.dv, shared.v.index(0), dv, 0, params.tile.E, params, tile)
+            store_wide(io.dv, shared.v.index(0), dv, 0, params.tile.E, params, tile, 0)
         else:
             dk, visit = key_gradients(io, shared, visit, blocks, params, tile, first, end)
             dk = scaled(dk, params.sizes.scale * p_descale(io.q.dtype))
             sync_consumers()
             before: gl.constexpr = params.tile.E
-            store_wide(io.dk, shared.k.index(0), dk, before, params.tile.D, params, tile)
+            store_wide(io.dk, shared.k.index(0), dk, before, params.tile.D, params, tile, 0)
         tma.store_wait(0)
         sync_consumers()
         mbarrier.arrive(shared.k_empty.index(0), count=1)

@@ -218,6 +218,5 @@ def _backward_call(
             ),
         ),
     }
-    name = "backward_wide" if config.is_wide else "backward"
-    ref = KernelRef(f"heedful.kernels.hopper.{name}", name, "gluon")
+    ref = KernelRef(f"heedful.kernels.hopper.{config.kernel}", config.kernel, "gluon")
     return KernelCall(ref, launch.grid, parameters, {"num_warps": 4}, programmatic=True)
