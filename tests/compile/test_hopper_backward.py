@@ -44,9 +44,10 @@ def step_loops(call, made) -> list[Counter]:
     """Those of both consumers over steps without a mask."""
     if call.kernel.function == "backward_wide":
         return [c for c in loops_of(made) if c["HGMMA"] >= 24 and c.total() < LONGEST_WIDE_STEP]
-    # S and dP, dV and dK, each 16 columns or queries at a time.
-    sums = *(call.arguments[f"io.{name}"].block[-1] for name in "qv"), *[block_m(call)] * 2
-    products = sum(sums) // 16
+    # S and dP, dV and dK, each 16 columns or queries at a time; of 96 columns, gradients of 64 and
+    # of 32.
+    columns = [call.constants[f"params.tile.{name}"] for name in "DE"]
+    products = sum(n + block_m(call) * (1 if n & (n - 1) == 0 else 2) for n in columns) // 16
     return [c for c in loops_of(made) if c["HGMMA"] == products and c["STSM"] and not c["STS"]]
 
 
@@ -89,6 +90,32 @@ def test_products_are_under_way_together_and_tensors_are_not_spilled(head_dim, t
     call = main_call(backend, head_dim=head_dim, causal=causal, deterministic=in_turns)
     assert (call.grid[0] == DEVICE.units) == (tiles != "own")
     assert_step_is_sound(call)
+
+
+def test_no_products_are_made_of_the_quarter_of_zeros_of_96_columns():
+    call = main_call(head_dim=96)
+    assert call.arguments["io.q"].block[-1] == 128
+    made = compiler.artifact(call, DEVICE.arch)
+    loops = step_loops(call, made)
+    assert len(loops) == 2
+    for loop in loops:
+        assert_products_are_under_way_together(loop)
+
+
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_pair_of_consumers_has_registers_for_both_gradients_and_dq(causal, packed):
+    facts = {"total_q": 8192, "total_k": 8192} if packed else {}
+    call = main_call(head_dim=192, head_dim_v=128, causal=causal, **facts)
+    assert call.kernel.function == "backward_pair"
+    made = compiler.artifact(call, DEVICE.arch)
+    assert made.shared_bytes <= DEVICE.shared_bytes
+    # S of 192 columns and dP of 128; dV, and dK in two parts; two blocks of dQ of both's keys.
+    products = (192 + 128) // 16 + (1 + 2) * 64 // 16 + 2 * 2 * 64 // 16
+    loops = [c for c in loops_of(made) if c["HGMMA"] == products and c["RED"] + c["REDG"]]
+    assert len(loops) >= 2
+    for loop in loops[:2]:
+        assert_products_are_under_way_together(loop, LEAST_OF_A_TENSOR - 1)
 
 
 @pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])

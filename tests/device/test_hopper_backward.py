@@ -84,6 +84,22 @@ WIDE = [
         TILES,
     )
 ]
+# A pair of consumers makes dQ of these, unless packed sequences have a mask.
+PAIR = [
+    replace(SMALL, **({"head_dim": 192, "head_dim_v": 128, "heads_k": 2} | mods))
+    for mods in (
+        *({"head_dim": dim, "head_dim_v": dim_v} for dim, dim_v in ((136, 128), (192, 72))),
+        *({"head_dim_v": dim_v, "causal": True} for dim_v in (80, 96)),
+        *({"window": window, **TILES} for window in ((100, 0), (200, 300), (90, -1))),
+        *({"varlen": "qk", "batch": 5} | more for more in ({}, {"causal": True})),
+        {"varlen": "q", "batch": 3, "causal": True},
+        {"varlen": "k", "batch": 3, "causal": True},
+        {"layout": "heads_first", "heads_k": 1},
+        {"scale": 8.0, "causal": True},
+        {"scale": 1e-30, "causal": True},
+        {"sink": True, "lse_grad": True, "causal": True},
+    )
+]
 
 
 def check(case: Case, backend: str = "hopper") -> None:
@@ -108,6 +124,11 @@ def test_gradients_with_dropout_and_of_packed_sequences_are_within_their_budget(
 
 @pytest.mark.parametrize("case", twins(WIDE, "float16"), ids=str)
 def test_gradients_of_wide_heads_are_within_their_budget(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", twins(PAIR, "float16"), ids=str)
+def test_gradients_of_narrow_values_are_within_their_budget(case):
     check(case)
 
 

@@ -42,6 +42,12 @@ GRIDS = {
     for dim in (64, 128, 256)
     for mask, facts in MASKS.items()
 }
+# Of narrower values, whose kernel makes dQ by the consumers of its own keys.
+GRIDS |= {
+    f"gradients-d192v128-{mask}": {"dtype": "bfloat16", "head_dim": 192, "head_dim_v": 128}
+    | {"grad": True, **facts}
+    for mask, facts in MASKS.items()
+}
 
 
 def result(grad: bool = False, **facts) -> torch.Tensor:
@@ -49,26 +55,28 @@ def result(grad: bool = False, **facts) -> torch.Tensor:
     return gradients(**facts) if grad else call(**facts)
 
 
-def inputs(dtype: str, head_dim: int, keys: int) -> list[torch.Tensor]:
+def inputs(dtype: str, head_dim: int, head_dim_v: int, keys: int) -> list[torch.Tensor]:
     """q, k and v of a call whose programs take several tiles of several key tiles each."""
     drawn = torch.Generator().manual_seed(0)
 
-    def some(length, heads):
-        x = torch.randn(4, length, heads, head_dim, generator=drawn)
+    def some(length, heads, dim):
+        x = torch.randn(4, length, heads, dim, generator=drawn)
         return x.to(getattr(torch, dtype)).cuda()
 
-    return [some(700, 16), some(keys, 8), some(keys, 8)]
+    return [some(700, 16, head_dim), some(keys, 8, head_dim), some(keys, 8, head_dim_v)]
 
 
 def call(dtype: str, head_dim: int, keys: int = 1100, **options) -> torch.Tensor:
     """The output of a call."""
-    q, k, v = inputs(dtype, head_dim, keys)
+    q, k, v = inputs(dtype, head_dim, head_dim, keys)
     return attend(q, k, v, **options)
 
 
-def gradients(dtype: str, head_dim: int, keys: int = 1100, **options) -> torch.Tensor:
+def gradients(
+    dtype: str, head_dim: int, head_dim_v: int = 0, keys: int = 1100, **options
+) -> torch.Tensor:
     """dk and dv of a call, and dq where its sums have one order."""
-    q, k, v = (x.requires_grad_() for x in inputs(dtype, head_dim, keys))
+    q, k, v = (x.requires_grad_() for x in inputs(dtype, head_dim, head_dim_v or head_dim, keys))
     out = attend(q, k, v, **options)
     dq, *others = torch.autograd.grad(out.square().sum(), (q, k, v))
     found = [dq, *others] if options.get("deterministic") else others

@@ -269,11 +269,9 @@ def _in_order(problem: AttentionProblem) -> bool:
 
 
 def _narrow_values(problem: AttentionProblem) -> bool:
-    """Gradients of 64 keys take 160 registers: scores have no more than a mask, and that not of
-    packed sequences."""
+    """Gradients of 64 keys take 160 registers: scores have no more than a mask."""
     modified = problem.bias or problem.alibi or _holds_more(problem)
-    packed = problem.varlen_q and problem.varlen_k and problem.mask.bounded
-    return problem.head_dim <= 192 and problem.head_dim_v <= 128 and not (modified or packed)
+    return problem.head_dim <= 192 and problem.head_dim_v <= 128 and not modified
 
 
 def _holds_more_in_order(problem: AttentionProblem) -> bool:
