@@ -13,6 +13,7 @@ from heedful.launch.prebuild import compiling
 from heedful.launch.programs import program
 
 DEVICE = by_name("H200")
+MAIN = ("backward", "backward_wide", "backward_pair")
 # A thread may reload a few numbers of the work tile a turn; of a tensor it has 16 at least.
 MOST_RELOADS = 4
 LEAST_OF_A_TENSOR = 16
@@ -21,7 +22,7 @@ LEAST_OF_A_TENSOR = 16
 def main_call(backend="hopper", **facts):
     problem = AttentionProblem.dense(2, 4096, 4096, 8, 4, needs_grad=True, return_lse=True, **facts)
     calls = program(plan(problem, DEVICE, compiling(), backend), "backward").calls
-    return next(c for c in calls if c.kernel.function in ("backward", "backward_wide"))
+    return next(c for c in calls if c.kernel.function in MAIN)
 
 
 LONGEST_WIDE_STEP = 1000

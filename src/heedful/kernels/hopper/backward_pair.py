@@ -48,7 +48,7 @@ from heedful.kernels.hopper.backward_tile import (
 )
 from heedful.kernels.hopper.backward_wide import store_wide, sync_consumers
 from heedful.kernels.hopper.barrier import barriers
-from heedful.kernels.hopper.compat import aggregate, inline_asm, opaque
+from heedful.kernels.hopper.compat import aggregate, inline_asm
 from heedful.kernels.hopper.mma import ROWS, scores_layout
 from heedful.kernels.hopper.pairs import from_pairs, lane_place, store_pairs, to_pairs
 from heedful.kernels.hopper.pipeline import Pipeline, PipelineState, allocate_boxes, stage_of
@@ -242,8 +242,6 @@ def pair_consumer(
         dk, dv, visit = pair_mainloop(io, shared, visit, params, tile, visits, CONSUMER)
         dv = scaled(dv, p_descale(io.q.dtype))
         dk = scaled(dk, params.sizes.scale * p_descale(io.q.dtype))
-        # What is wanted of the tile behind the loop stays in no register meanwhile.
-        tile = key_tile(params, opaque(index))
         # The other has read all keys.
         sync_consumers()
         memory = shared.v.index(CONSUMER)
