@@ -117,19 +117,19 @@ class KernelKind:
         other.fill = _filler(other._image, other._fields, self._addresses)
         return other
 
-    def take(self):
-        """A free argument buffer."""
-        try:
-            return self.pool.pop()
-        except IndexError:
-            return self._driver.Slot(self.artifact, self._function, self._device, *self._queued)
+    def new_slot(self):
+        """An argument buffer, where none is free."""
+        return self._driver.Slot(self.artifact, self._function, self._device, *self._queued)
 
     def run(self, numbers: Sequence[int | float], addresses: Sequence[int], stream: int) -> None:
         """Launches with these on a raw stream; the device must be current."""
         x, y, z = numbers[self.grid]
         if not (x and y and z):
             return
-        slot = self.take()
+        try:
+            slot = self.pool.pop()
+        except IndexError:
+            slot = self.new_slot()
         slot.owner = None
         self.fill(slot.buffer, numbers, addresses)
         slot.set_grid(x, y, z)
@@ -150,8 +150,8 @@ class BoundKernel:
         grid = numbers[kind.grid]
         self._kind, self._numbers = kind, numbers
         self._grid = None if 0 in grid else grid
-        # Of each map, by address. Encoding asks the driver, which takes ten times as long as looking
-        # up what it said.
+        # Of each map, by address. Encoding asks the driver, which takes ten times as long as
+        # looking up what it said.
         self._encoded: list[dict[int, bytes]] = [{} for _ in kind.maps]
         # What a buffer holds between addresses and maps.
         self._rest: list[bytes] | None = None
@@ -165,7 +165,10 @@ class BoundKernel:
             maps = [*map(_known, self._encoded, kind.pick(addresses))]
             if not all(maps):
                 rest = None
-        slot = kind.take()
+        try:
+            slot = kind.pool.pop()
+        except IndexError:
+            slot = kind.new_slot()
         if rest is None:
             self._fill(slot, addresses, maps)
         else:

@@ -34,7 +34,7 @@ from heedful.torch.checks import (
     requires_gradients,
     wanting,
 )
-from heedful.torch.dispatch import Likeness, any_autocast, bare_apply
+from heedful.torch.dispatch import Likeness, any_autocast, bare_apply, bare_backward
 from heedful.torch.forked import on_own_thread
 from heedful.torch.kinds import MOST_KINDS, ArrayKind, Cases, Kinds, Sizes, of_tensor, with_sizes
 from heedful.torch.plain import is_same, plain_options, plain_seed
@@ -557,6 +557,7 @@ class Attention(Function):
 
 
 _apply = bare_apply(Attention)
+bare_backward(Attention)
 
 
 def _dependent(cotangent: Tensor) -> Tensor:
