@@ -315,17 +315,21 @@ class GpuRunner:
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None)."""
+        return self.forward_of(self._pick(x), out)
+
+    def forward_of(self, operands: Sequence[torch.Tensor], out: torch.Tensor | None = None):
+        """The same of the operands that are there."""
         if current_device() != self._device.index:
             with torch.cuda.device(self._device):
-                return self.forward(x, out)
+                return self.forward_of(operands, out)
         run = self._run
         if out is not None:
             run, new_lse = self._bound_into(out), self._new_lse
         elif run is None:
-            return self._forward_first(x)
+            return self._forward_first(operands)
         else:
             out, new_lse = self._new_out(), self._new_lse
-        tensors, lse, probs = [*self._pick(x), out], None, None
+        tensors, lse, probs = [*operands, out], None, None
         if new_lse is not None:
             lse = new_lse()
             tensors.append(lse)
@@ -335,14 +339,14 @@ class GpuRunner:
         run([*map(address_of, tensors)])
         return out, lse, probs
 
-    def _forward_first(self, x: Operands):
+    def _forward_first(self, operands: Sequence[torch.Tensor]):
         """Keeps nothing the first time, and the second what later ones need: most lengths come but
         once."""
         if self._is_known:
             self.bind()
-            return self.forward(x)
+            return self.forward_of(operands)
         self._is_known = True
-        return self.forward_once(self._numbers, self._pick(x))
+        return self.forward_once(self._numbers, operands)
 
     def forward_once(self, numbers: Sequence[Any], operands: Sequence[torch.Tensor]):
         """The forward of lengths of the same case that most likely come but once, of which nothing

@@ -113,8 +113,8 @@ class Likeness:
     def are_aligned(self, values: Sequence[Any]) -> bool:
         """Whether all tensors, which are where they were, begin at multiples of 16 bytes."""
         bits = 0
-        for tensor in self.pick(values):
-            bits |= tensor.data_ptr()
+        for address in map(Tensor.data_ptr, self.pick(values)):
+            bits |= address
         return not bits & 15
 
     def fits(self, values: Sequence[Any], aligned: bool = False) -> bool:
@@ -122,8 +122,8 @@ class Likeness:
         of one element are of no account. aligned: they are known to be."""
         tensors, bits = self.pick(values), 0
         if not aligned:
-            for tensor in tensors:
-                bits |= tensor.data_ptr()
+            for address in map(Tensor.data_ptr, tensors):
+                bits |= address
         for place in self._dense:
             if not values[place].is_contiguous():
                 return False
