@@ -327,7 +327,8 @@ def _run(call: CacheCall, x: Operands, update: CacheUpdate, out):
         if call.checks:
             check_room("cache_seqlens", start, call.capacity - call.new)
         counted_later = call.counts and not call.attention.checks
-        x = with_used(x, start if counted_later else used_keys(x, start, call.new))
+        if not (counted_later and call.attention.plain):
+            x = with_used(x, start if counted_later else used_keys(x, start, call.new))
     sink = x.sink
     if call.prefix is not None:
         x = x._replace(sink=None)
