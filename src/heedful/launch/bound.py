@@ -339,8 +339,8 @@ def _refiller(
 
 
 def _getter(indices: list[int]):
-    """Picks items as a tuple, one item or none included."""
-    if len(indices) < 2:
-        places = slice(*indices, indices[0] + 1) if indices else slice(0)
-        return itemgetter(places)
-    return itemgetter(*indices)
+    """Picks items as a sequence, one item or none included."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    begin = indices[0] if indices else 0
+    return itemgetter(slice(begin, begin + len(indices)))

@@ -537,9 +537,10 @@ class Attention(Function):
             given = call.seeded(x, seed)
             x = call.laid_out(given)
         out, lse, probs = call.forward(x)
-        ctx.backwards, ctx.bias = call.backwards, None if bias is None else bias.shape
+        backwards: Any = call.backwards  # there are some of each call that wants a gradient
+        ctx.backwards, ctx.bias = backwards, None if bias is None else bias.shape
         # As the caller gave them: no hook is to store what a stride of 0 repeats.
-        ctx.save_for_backward(*call.backwards.pick(given), out, lse)
+        ctx.save_for_backward(*backwards.pick(given), out, lse)
         if call.results == 0:
             return out
         results = returned(call.results, out, lse, probs)

@@ -307,7 +307,8 @@ def _eager(x: Operands, options: Options, update: CacheUpdate, out):
         if key is not None:
             CALLS.put(key, call)
     if call.pick is not None:
-        out, lse, _ = call.attention.runner.forward_of(call.pick(given), out)
+        runner: Any = call.attention.runner  # of a GPU: no other call has `pick`
+        out, lse, _ = runner.forward_of(call.pick(given), out)
         return (out, lse) if call.returns_lse else out
     if whole:
         check_int_length(lengths, call.new, call.capacity)
