@@ -538,7 +538,9 @@ class Attention(Function):
             x = call.laid_out(given)
         out, lse, probs = call.forward(x)
         backwards: Any = call.backwards  # there are some of each call that wants a gradient
-        ctx.backwards, ctx.bias = backwards, None if bias is None else bias.shape
+        ctx.backwards = backwards
+        if bias is not None:
+            ctx.bias = bias.shape
         # As the caller gave them: no hook is to store what a stride of 0 repeats.
         ctx.save_for_backward(*backwards.pick(given), out, lse)
         if call.results == 0:

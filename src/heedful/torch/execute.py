@@ -215,18 +215,20 @@ class ExecutableKind:
 
 class Executable:
     """A program on one device; call it with the tensors named at its kind's construction, in that
-    order.
+    order. run(addresses): the same with the addresses of tensors whose device is current, in a list
+    for this call alone.
 
     Scratch comes from torch's caching allocator for the duration of the call, on the current
     stream, so that capture into a CUDA graph and several streams just work.
     """
 
-    __slots__ = ("_kind", "_places", "_run")
+    __slots__ = ("_kind", "run")
 
     def __init__(self, kind: ExecutableKind, bound: list[BoundKernel], numbers: Sequence[Any]):
         """numbers: the kind's outputs, behind those that come before them."""
-        self._kind, self._places = kind, kind.places(numbers)
-        self._run = bound[0].run if len(bound) == 1 else partial(_run_all, tuple(bound))
+        self._kind = kind
+        run = bound[0].run if len(bound) == 1 else partial(_run_all, tuple(bound))
+        self.run: Callable[[list[int]], None] = partial(kind.launch, run, kind.places(numbers))
 
     @classmethod
     def of(
@@ -242,12 +244,7 @@ class Executable:
         if current_device() != kind.index:
             with torch.cuda.device(kind.device):
                 return self(tensors)
-        kind.launch(self._run, self._places, [*map(address_of, tensors)])
-
-    def run(self, addresses: list[int]) -> None:
-        """The same with the addresses of the tensors, whose device must be current. The list is
-        for this call alone."""
-        self._kind.launch(self._run, self._places, addresses)
+        self.run([*map(address_of, tensors)])
 
 
 _ONE = (1,)

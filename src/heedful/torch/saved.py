@@ -180,8 +180,8 @@ class Backwards:
 def _are_aligned(addresses: Sequence[int]) -> bool:
     """Whether q, k, v, out and dout begin at multiples of 16 bytes. No kernel is promised anything
     about where small operands begin."""
-    q, k, v = addresses[:3]
-    return not (q | k | v | addresses[-3] | addresses[-1]) & 15
+    bits = addresses[0] | addresses[1] | addresses[2] | addresses[-3] | addresses[-1]
+    return not bits & 15
 
 
 def _key(tensor: Tensor) -> tuple:
