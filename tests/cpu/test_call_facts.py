@@ -382,6 +382,17 @@ def test_a_backward_is_told_which_cotangents_there_are(which, wanted, monkeypatc
     assert all(g.shape == t.shape and g.eq(3.0).all() for g, t in zip(grads, leaves, strict=True))
 
 
+def test_the_engine_asks_for_no_other_way_to_say_what_our_backward_is(monkeypatch):
+    def refuse(_):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(torch.autograd.function.BackwardCFunction, "_get_user_fn", refuse)
+    q = DENSE["q"].clone().requires_grad_()
+    out = heedful.flash_attn_func(**{**DENSE, "q": q})
+    (grad,) = torch.autograd.grad(out, q, torch.ones_like(out))
+    assert grad.shape == q.shape and grad.any()
+
+
 def test_probabilities_are_no_part_of_autograd():
     tensors = {n: t.clone().requires_grad_() for n, t in DENSE.items()}
     options = {"dropout_p": 0.5, "return_attn_probs": True}
