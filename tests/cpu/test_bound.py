@@ -286,11 +286,18 @@ def test_a_kernel_that_is_compiled_for_other_clusters_is_refused(monkeypatch):
     assert not gpu.launches
 
 
-def test_addresses_that_follow_one_another_are_written_at_once():
-    """(Place in the buffer, number of the array) of each."""
-    three, alone, last = [(0, 2), (8, 0), (16, 1)], [(40, 3)], [(49, 4), (57, 5)]
-    assert bound._contiguous([*three, *alone, *last]) == [three, alone, last]
-    assert bound._contiguous([]) == []
+def test_a_buffer_is_filled_again_with_addresses_and_maps_between_what_it_held():
+    """Wherever it was before, and up to its end: what is behind no launch reads."""
+    was = bytes(range(1, 201))
+    pointers, maps = [(0, 2), (8, 0), (40, 1)], [64]
+    refill, parts = bound._refiller(196, pointers, maps)
+    assert parts == [(16, 40), (48, 64), (192, 196)]
+    buffer = bytearray(200)
+    encoded = b"m" * TENSOR_MAP_BYTES
+    refill(buffer, [was[begin:end] for begin, end in parts], [5, 6, 7], [encoded])
+    numbers = [(at).to_bytes(8, "little") for at in (7, 5, 6)]
+    wanted = b"".join([*numbers[:2], was[16:40], numbers[2], was[48:64], encoded, was[192:196]])
+    assert buffer == wanted + bytes(4)
 
 
 def test_the_maps_that_an_argument_keeps_are_half_a_mebibyte():

@@ -157,6 +157,30 @@ def test_what_a_call_over_a_cache_needs_each_time_is_known_once(name, place):
     assert isinstance(call.update, DeviceUpdate) == call.counts
 
 
+STRIDED = torch.stack([ints(5, 4), ints(0, 0)], 1)[:, 0]
+
+
+@pytest.mark.parametrize("name", [*FACTS, "strided lengths", "padding", "rows", "slopes"])
+def test_a_call_that_is_no_more_than_its_attention_picks_the_operands_of_that(name):
+    more = {"strided lengths": {"cache_seqlens": STRIDED}, "padding": {"leftpad_k": ints(1, 0)}}
+    more |= {"rows": {"kv_batch_idx": ints(1, 0)}, "slopes": {"alibi_slopes": some(2, 4)}}
+    given = more[name] if name in more else FACTS[name][0]
+    x, options, update, _ = parts(given)
+    assert CacheCall(x, options, update, None).pick is None, "on a CPU values are checked"
+    with standin.gpu():
+        call = CacheCall(x, options, update, None)
+    lengths = {**CACHE, **given}["cache_seqlens"]
+    does_more = {"k", "shared_prefix", "leftpad_k"} & set(given)
+    if does_more or isinstance(lengths, int) or lengths is STRIDED:
+        assert call.pick is None
+    else:
+        assert call.pick is not None
+        wanted = [t for t in x._replace(seqused_k=lengths) if t is not None]
+        picked = call.pick(x + update)
+        assert len(picked) == len(wanted)
+        assert all(own is other for own, other in zip(picked, wanted, strict=True))
+
+
 def test_what_is_made_for_a_call_is_on_its_device(monkeypatch):
     # Tensors without memory are all at address 0.
     monkeypatch.setattr(kvcache, "check_apart", lambda *_: None)
@@ -194,14 +218,14 @@ def test_tensors_of_another_kind_are_not_taken_for_those_of_a_call():
     given = {**TURNED, **PAGES}
     x, _, update, _ = parts(given)
     call = made(given)
-    assert call.fits(x, update)
+    assert call.fits(x + update)
     again = {name: t.clone() for name, t in {**CACHE, **given}.items() if name != "causal"}
     x, _, update, _ = parts(again)
-    assert call.fits(x, update)
+    assert call.fits(x + update)
     for name, tensor in again.items():
         for other in (unaligned(tensor), torch.cat([tensor, tensor])):
             x, _, update, _ = parts({**again, name: other})
-            assert not call.fits(x, update), name
+            assert not call.fits(x + update), name
 
 
 def test_values_in_the_keys_are_another_kind_than_values_apart():
@@ -211,7 +235,7 @@ def test_values_in_the_keys_are_another_kind_than_values_apart():
         call = made(own)
         for given in (own, other):
             x, _, update, _ = parts(given)
-            assert call.fits(x, update) == (given is own)
+            assert call.fits(x + update) == (given is own)
 
 
 @pytest.mark.parametrize("name", ["plain", "a q that records", "a prefix that records"])

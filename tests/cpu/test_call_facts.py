@@ -94,43 +94,43 @@ FACTS: dict[str, tuple] = {
     "probabilities": (DENSE, {"return_attn_probs": True, "return_lse": True}, {"results": 2}),
     "probabilities alone": (DENSE, {"return_attn_probs": True}, {"results": 2}),
     "gradients": (DENSE, {"grad": (True, False)}, {"wants_grad": True, "backwards": True}),
-    "sink": ({**DENSE, "sink": torch.zeros(4)}, {}, {"bare": False}),
+    "sink": ({**DENSE, "sink": torch.zeros(4)}, {}, {}),
     "strided": (
         {**DENSE, "q": some(2, 5, 16, 4).mT},
         {},
-        {"bare": False, "plain": False, "steps": 1},
+        {"plain": False, "steps": 1},
     ),
-    "bias": ({**DENSE, "bias": some(5, 7)}, {}, {"bare": False, "plain": False, "steps": 1}),
-    "dropout": ({**DENSE}, {"dropout_p": 0.5}, {"bare": False, "plain": False, "dropout": True}),
+    "bias": ({**DENSE, "bias": some(5, 7)}, {}, {"plain": False, "steps": 1}),
+    "dropout": ({**DENSE}, {"dropout_p": 0.5}, {"plain": False, "dropout": True}),
     "a seed alone": (DENSE, {"seed": SEED}, {}),
     "dropout of a seed": (
         DENSE,
         {"dropout_p": 0.5, "seed": SEED},
-        {"bare": False, "plain": False, "dropout": True},
+        {"plain": False, "dropout": True},
     ),
     "dropout of a seed without dims": (
         DENSE,
         {"dropout_p": 0.5, "seed": torch.tensor(5)},
-        {"bare": False, "plain": False, "dropout": True, "steps": 1},
+        {"plain": False, "dropout": True, "steps": 1},
     ),
     "a number as seed": (
         DENSE,
         {"dropout_p": 0.5, "seed": 5},
-        {"bare": False, "plain": False, "dropout": True},
+        {"plain": False, "dropout": True},
     ),
     "indices": (
         ROWS,
         {"kind": "varlen", "max_seqlen_q": 5, "max_seqlen_k": 5},
-        {"bare": False, "plain": False, "checks": True, "kind": "varlen"},
+        {"plain": False, "checks": True, "kind": "varlen"},
     ),
     "wanting": (
         {**DENSE, "alibi_slopes": torch.zeros(2, 4, requires_grad=True)},
         {},
-        {"bare": False, "plain": False, "wanting": True},
+        {"plain": False, "wanting": True},
     ),
-    "pages": (PAGES, {"kind": "kvcache"}, {"bare": False, "kind": "kvcache"}),
+    "pages": (PAGES, {"kind": "kvcache"}, {"kind": "kvcache"}),
 }
-USUAL = {"dropout": False, "kind": "dense", "plain": True, "bare": True, "results": 0, "steps": 0}
+USUAL = {"dropout": False, "kind": "dense", "plain": True, "results": 0, "steps": 0}
 USUAL |= {"checks": False, "wanting": False, "wants_grad": False, "backwards": False}
 
 
@@ -174,7 +174,7 @@ def test_a_call_of_other_lengths_shares_all_but_its_runner():
     assert call.is_aligned(x) and call.like is not None and call.backwards is not None
     runner: Any = SimpleNamespace(forward="its forward", problem="its problem")
     other = call.at(runner, x)
-    shared = ("bare", "checks", "dropout", "kind", "plain", "results", "steps", "wanting")
+    shared = ("checks", "dropout", "kind", "plain", "results", "steps", "wanting")
     for name in (*shared, "wants_grad"):
         assert getattr(other, name) is getattr(call, name)
     assert (other.runner, other.forward, other.problem) == (runner, "its forward", "its problem")
@@ -368,9 +368,9 @@ def test_a_backward_is_told_which_cotangents_there_are(which, wanted, monkeypatc
     """And whether gradients of keys or values are wanted."""
     seen = []
 
-    def backward(self, x, out, lse, dout, dlse=None, kv_grad=True):
+    def backward(self, saved, dout, dlse=None, kv_grad=True):
         seen.append((dout is None, dlse is None, kv_grad))
-        return Gradients(*(torch.full_like(t, 3.0) for t in x[:3]))
+        return Gradients(*(torch.full_like(t, 3.0) for t in saved[:3]))
 
     monkeypatch.setattr(saved.Backwards, "__call__", backward)
     tensors = {n: t.clone().requires_grad_(n in wanted) for n, t in DENSE.items()}
@@ -380,6 +380,17 @@ def test_a_backward_is_told_which_cotangents_there_are(which, wanted, monkeypatc
     grads = torch.autograd.grad(loss.sum(), leaves)
     assert seen == [(which == "lse", which == "out", wanted != "q")]
     assert all(g.shape == t.shape and g.eq(3.0).all() for g, t in zip(grads, leaves, strict=True))
+
+
+def test_the_engine_asks_for_no_other_way_to_say_what_our_backward_is(monkeypatch):
+    def refuse(_):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(torch.autograd.function.BackwardCFunction, "_get_user_fn", refuse)
+    q = DENSE["q"].clone().requires_grad_()
+    out = heedful.flash_attn_func(**{**DENSE, "q": q})
+    (grad,) = torch.autograd.grad(out, q, torch.ones_like(out))
+    assert grad.shape == q.shape and grad.any()
 
 
 def test_probabilities_are_no_part_of_autograd():

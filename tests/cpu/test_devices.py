@@ -208,14 +208,15 @@ def test_scratch_lies_in_lines_of_its_own_behind_the_tensors(bound):
 def test_in_a_graph_each_count_has_zeros_of_the_calls_own(bound, monkeypatch):
     monkeypatch.setattr(execute, "_is_capturing", lambda: True)
     spaces = (workspace(300), workspace(8, True), workspace(9, True))
-    run = execute.Executable.of(Program((), spaces), "", CPU, ["x"])
     tensor = torch.zeros(3)
     found = []
 
     def look(addresses, stream):
         found.append((addresses, ctypes.string_at(addresses[2], 512)))
 
-    monkeypatch.setattr(run, "_run", look)
+    kernels = SimpleNamespace(bind=lambda _: [SimpleNamespace(run=look)])
+    monkeypatch.setattr(execute, "ProgramKind", lambda *_: kernels)
+    run = execute.Executable.of(Program((), spaces), "", CPU, ["x"])
     run([tensor])
     ((addresses, zeroed),) = found
     assert addresses[0] == tensor.data_ptr() and addresses[3] - addresses[2] == 256

@@ -2,7 +2,6 @@
 
 import importlib.util
 from contextlib import nullcontext
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -80,7 +79,9 @@ def executable(kernels: Kernels, patch, *spaces: Workspace, before=0, once=False
     patch.setattr(torch.cuda, "device", lambda _: nullcontext())
     kind = execute.ExecutableKind(Program((), spaces), "sm_90", CPU, [], before)
     numbers = (*range(before), *kind.outputs, 10**12, 0.5)
-    return partial(kind.run, numbers) if once else kind.bind(numbers)
+    if once:
+        return lambda tensors: kind.run(numbers, [tensor.data_ptr() for tensor in tensors])
+    return kind.bind(numbers)
 
 
 @pytest.mark.parametrize("before", [0, 7])

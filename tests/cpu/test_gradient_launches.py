@@ -87,6 +87,29 @@ def test_a_backward_of_aligned_cotangents_is_not_that_of_others_of_other_lengths
             forget()
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "dout"])
+def test_a_known_backward_is_not_that_of_a_tensor_that_lies_elsewhere(name):
+    """The stand-in refuses addresses that no kernel is compiled for."""
+    with standin.gpu() as gpu:
+        given, moved = dict(zip("qkv", leaves(50), strict=True)), {}
+
+        def restore(t: Tensor) -> Tensor:
+            return moved.get(t.data_ptr(), t)
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, restore):
+            out = attend(**given)
+        dout = torch.zeros_like(out)
+        own = {**given, "out": out, "dout": dout}
+        for is_moved in (False, False, True, True, False):
+            tensor = off_by_one(own[name].detach()) if is_moved else own[name]
+            moved[own[name].data_ptr()] = tensor.detach()
+            first = len(gpu.launches)
+            out.backward(tensor if name == "dout" else dout, retain_graph=True)
+            found = [launches.places(launch).get(name) for launch in gpu.launches[first:]]
+            places = {place.address for place in found if place is not None}
+            assert places == {tensor.data_ptr()}
+
+
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
 def test_what_no_map_can_be_made_of_is_copied_densely_each_time(name):
     """Heads lie before rows in it, at an address that is no multiple of 16 bytes."""

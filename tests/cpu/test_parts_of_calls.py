@@ -326,9 +326,9 @@ class Made:
 
         return run
 
-    def __call__(self, *given, **keywords) -> int:
+    def __call__(self, x, out, lse, *cotangents, **keywords) -> int:
         """Which of those that were made has run."""
-        self.call(*given, **keywords)
+        self.call((*self.call.pick(x), out, lse), *cotangents, **keywords)
         return self.runs[-1][0]
 
 

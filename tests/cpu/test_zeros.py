@@ -108,12 +108,13 @@ def test_threads_that_share_a_stream_count_from_zero(stream):
 
 
 def test_a_launch_that_fails_leaves_the_stream_usable(stream, monkeypatch):
-    program = counting()
-
     def refuse(*_):
         raise RuntimeError("launch failed")
 
-    monkeypatch.setattr(program, "_run", refuse)
+    with monkeypatch.context() as patch:
+        failing = SimpleNamespace(bind=lambda _: [SimpleNamespace(run=refuse)])
+        patch.setattr(execute, "ProgramKind", lambda *_: failing)
+        program = counting()
     with pytest.raises(RuntimeError, match="launch failed"):
         program([])
     again = counting()

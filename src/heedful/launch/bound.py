@@ -25,7 +25,7 @@ from heedful.launch.spec import KernelCall, Program, Scalar, TensorMap
 # Encoded tensor maps that one argument keeps: a call's addresses recur, as allocators reuse memory.
 _MOST_MAPS = 4096
 _pack_map = struct.Struct(f"{TENSOR_MAP_BYTES}s").pack_into
-_pack_address = struct.Struct("<Q").pack_into
+_known = dict.get
 
 _DIMS = 3  # of a grid
 _FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}
@@ -44,8 +44,10 @@ class KernelKind:
         "fill",
         "grid",
         "maps",
+        "parts",
+        "pick",
         "pool",
-        "runs",
+        "refill",
         "_addresses",
         "_device",
         "_driver",
@@ -84,14 +86,13 @@ class KernelKind:
         offsets = {p.name: p.offset for p in artifact.parameters}
         places = {name: names.index(buffer) for name, buffer in _buffers(call).items()}
         pointers = [(offsets[n], places[n]) for n in places if n not in artifact.tensor_maps]
-        self.runs = [
-            (struct.Struct(f"<{len(run)}Q").pack_into, run[0][0], _getter([i for _, i in run]))
-            for run in _contiguous(sorted(pointers))
-        ]
         words, end = map_words(artifact)
         # Of each tensor map, in the driver's order: places of its array among the addresses, of
         # the map in the buffer, and of the address that it is encoded from.
         self.maps = [(places[name], offsets[name], word) for name, word in words.items()]
+        self.pick = _getter([index for index, *_ in self.maps])
+        maps = [offset for _, offset, _ in self.maps]
+        self.refill, self.parts = _refiller(artifact.parameter_bytes, pointers, maps)
         places_of = {index: begin + n for n, index in enumerate(_changing(numbers))}
         self._fields, self._image = [], bytearray(end)
         for offset, kind, index in _fields(call, artifact):
@@ -116,19 +117,19 @@ class KernelKind:
         other.fill = _filler(other._image, other._fields, self._addresses)
         return other
 
-    def take(self):
-        """A free argument buffer."""
-        try:
-            return self.pool.pop()
-        except IndexError:
-            return self._driver.Slot(self.artifact, self._function, self._device, *self._queued)
+    def new_slot(self):
+        """An argument buffer, where none is free."""
+        return self._driver.Slot(self.artifact, self._function, self._device, *self._queued)
 
     def run(self, numbers: Sequence[int | float], addresses: Sequence[int], stream: int) -> None:
         """Launches with these on a raw stream; the device must be current."""
         x, y, z = numbers[self.grid]
         if not (x and y and z):
             return
-        slot = self.take()
+        try:
+            slot = self.pool.pop()
+        except IndexError:
+            slot = self.new_slot()
         slot.owner = None
         self.fill(slot.buffer, numbers, addresses)
         slot.set_grid(x, y, z)
@@ -142,44 +143,58 @@ class KernelKind:
 class BoundKernel:
     """A kernel with all its numbers: everything but addresses. Many share a kind."""
 
-    __slots__ = ("_grid", "_kind", "_maps", "_numbers")
+    __slots__ = ("_encoded", "_grid", "_kind", "_numbers", "_rest")
 
     def __init__(self, kind: KernelKind, numbers: Sequence[int | float]):
         """numbers: all that the kind takes its own from."""
         grid = numbers[kind.grid]
         self._kind, self._numbers = kind, numbers
         self._grid = None if 0 in grid else grid
-        # By address. Encoding asks the driver, which takes ten times as long as looking up what it
-        # said.
-        self._maps = [({}, index, *place) for index, place in enumerate(kind.maps)]
+        # Of each map, by address. Encoding asks the driver, which takes ten times as long as
+        # looking up what it said.
+        self._encoded: list[dict[int, bytes]] = [{} for _ in kind.maps]
+        # What a buffer holds between addresses and maps.
+        self._rest: list[bytes] | None = None
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
         """Launches on a raw stream; the device must be current."""
         if self._grid is None:
             return
-        kind = self._kind
-        slot = kind.take()
-        if slot.owner is self:
-            for pack_into, offset, pick in kind.runs:
-                pack_into(slot.buffer, offset, *pick(addresses))
+        kind, rest, maps = self._kind, self._rest, ()
+        if self._encoded:
+            maps = [*map(_known, self._encoded, kind.pick(addresses))]
+            if not all(maps):
+                rest = None
+        try:
+            slot = kind.pool.pop()
+        except IndexError:
+            slot = kind.new_slot()
+        if rest is None:
+            self._fill(slot, addresses, maps)
         else:
-            kind.fill(slot.buffer, self._numbers, addresses)
+            kind.refill(slot.buffer, rest, addresses, maps)
+        if slot.owner is not self:
             slot.set_grid(*self._grid)
             slot.owner = self
-        for known, number, index, offset, word in self._maps:
-            address = addresses[index]
-            encoded = known.get(address)
-            if encoded is not None:
-                _pack_map(slot.buffer, offset, encoded)
-                continue
-            if len(known) >= _MOST_MAPS:
-                known.clear()
-            _pack_address(slot.buffer, word, address)
-            slot.encode(number)
-            known[address] = slot.buffer[offset : offset + TENSOR_MAP_BYTES]
         slot.launch(stream)
         kind.pool.append(slot)
         counters["launches"] += 1
+
+    def _fill(self, slot, addresses: Sequence[int], maps: Sequence[bytes | None]) -> None:
+        """Fills a buffer wherever it was before, and encodes the maps that are not known."""
+        kind, buffer = self._kind, slot.buffer
+        kind.fill(buffer, self._numbers, addresses)
+        if self._rest is None:
+            self._rest = [buffer[begin:end] for begin, end in kind.parts]
+        for number, (index, offset, _) in enumerate(kind.maps):
+            encoded, known = maps[number], self._encoded[number]
+            if encoded is not None:
+                _pack_map(buffer, offset, encoded)
+                continue
+            if len(known) >= _MOST_MAPS:
+                known.clear()
+            slot.encode(number)
+            known[addresses[index]] = buffer[offset : offset + TENSOR_MAP_BYTES]
 
 
 class ProgramKind:
@@ -297,20 +312,35 @@ def _filler(
     return eval(code, {"pack_into": struct.Struct(layout).pack_into})
 
 
-def _contiguous(pointers: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Groups (offset, index) pairs whose offsets follow one another by 8 bytes."""
-    runs: list[list[tuple[int, int]]] = []
-    for pair in pointers:
-        if runs and pair[0] == runs[-1][-1][0] + 8:
-            runs[-1].append(pair)
-        else:
-            runs.append([pair])
-    return runs
+def _refiller(
+    end: int, pointers: list[tuple[int, int]], maps: list[int]
+) -> tuple[Callable[..., None], list[tuple[int, int]]]:
+    """(buffer, rest, addresses, maps) -> the buffer up to `end`, which says all that a launch
+    reads; and of `rest`, which lies between what changes, where it begins and ends.
+
+    pointers: offset of each and place among the addresses. maps: offset of each.
+    """
+    fields = [(offset, 8, "Q", f"addresses[{place}]") for offset, place in pointers]
+    fields += [
+        (offset, TENSOR_MAP_BYTES, f"{TENSOR_MAP_BYTES}s", f"maps[{index}]")
+        for index, offset in enumerate(maps)
+    ]
+    layout, values, position, parts = "<", "", 0, []
+    for offset, size, kind, value in (*sorted(fields), (end, 0, "", "")):
+        if offset > position:
+            values += f", rest[{len(parts)}]"
+            layout += f"{offset - position}s"
+            parts.append((position, offset))
+        layout += kind
+        values += f", {value}" * bool(kind)
+        position = offset + size
+    code = f"lambda buffer, rest, addresses, maps: pack_into(buffer, 0{values})"
+    return eval(code, {"pack_into": struct.Struct(layout).pack_into}), parts
 
 
 def _getter(indices: list[int]):
-    """Picks items as a tuple, one item included."""
-    if len(indices) == 1:
-        index = indices[0]
-        return lambda items: (items[index],)
-    return itemgetter(*indices)
+    """Picks items as a sequence, one item or none included."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    begin = indices[0] if indices else 0
+    return itemgetter(slice(begin, begin + len(indices)))

@@ -31,8 +31,8 @@ from heedful.torch.device import device_spec, toolchain
 from heedful.torch.dispatch import Likeness
 from heedful.torch.execute import (
     Allocator,
-    Executable,
     ExecutableKind,
+    address_of,
     allocator,
     current_device,
     maker,
@@ -52,8 +52,9 @@ from heedful.torch.pages import backward_of_pages
 # (x, out, lse, dout, dlse=None, kv_grad=True) -> gradients of the inputs, for one layout of all
 # these. kv_grad: whether those of k and v are wanted; they may be None if not.
 Backward = Callable[..., Gradients]
-# Runs a program on tensors.
-Run = Callable[[Sequence[torch.Tensor]], None]
+# Runs a program on the addresses of tensors of the current device. The list is for it alone.
+Run = Callable[[list[int]], None]
+_named = tuple.__new__
 
 
 def prepare(
@@ -190,13 +191,13 @@ class Case:
             for shape, strides, dtype in self._made
         ]
 
-    def bind(self, numbers: Sequence[int | float]) -> Executable:
+    def bind(self, numbers: Sequence[int | float]) -> Run:
         """The program with these numbers, in the order of `outputs`."""
-        return self._executable.bind(numbers)
+        return self._executable.bind(numbers).run
 
-    def run(self, numbers: Sequence[int | float], tensors: Sequence[torch.Tensor]) -> None:
+    def run(self, numbers: Sequence[int | float], addresses: list[int]) -> None:
         """Runs the program with these numbers, and keeps nothing."""
-        self._executable.run(numbers, tensors)
+        self._executable.run(numbers, addresses)
 
     def narrowed(self, numbers: Sequence[Any]) -> "Case":
         """The same for some of its calls. numbers: all of them, plain ones where these are the same
@@ -211,6 +212,11 @@ class Case:
         return [
             make(numbers[shape], numbers[strides], dtype) for shape, strides, dtype in self._made
         ]
+
+    def maker(self, numbers: Sequence[int | float]) -> Callable[[], list[torch.Tensor]]:
+        """`make` of these numbers, for many calls."""
+        made = self.allocators(numbers)
+        return lambda: [new() for new in made]
 
 
 def _forward_case(chosen: Plan, specs: dict, device: torch.device) -> Case:
@@ -282,8 +288,8 @@ class GpuRunner:
         operands. numbers: what the case makes of both."""
         self.case, self._numbers, self._like, self._sizes = case, numbers, like, sizes
         self.family, self._device, self._pick = family, family.device, family.pick
-        self._run: Any = None  # an Executable, once lengths have come again
-        self._into_given: dict[tuple, Executable | None] | None = None
+        self._run: Run | None = None  # once lengths have come again
+        self._into_given: dict[tuple, Run | None] | None = None
         self._is_known = False
 
     def at(self, numbers: Sequence[Any], sizes: Sequence[int], comes_again: bool) -> "GpuRunner":
@@ -309,34 +315,38 @@ class GpuRunner:
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None)."""
+        return self.forward_of(self._pick(x), out)
+
+    def forward_of(self, operands: Sequence[torch.Tensor], out: torch.Tensor | None = None):
+        """The same of the operands that are there."""
         if current_device() != self._device.index:
             with torch.cuda.device(self._device):
-                return self.forward(x, out)
-        run: Any = self._run
+                return self.forward_of(operands, out)
+        run = self._run
         if out is not None:
             run, new_lse = self._bound_into(out), self._new_lse
         elif run is None:
-            return self._forward_first(x)
+            return self._forward_first(operands)
         else:
             out, new_lse = self._new_out(), self._new_lse
-        tensors, lse, probs = [*self._pick(x), out], None, None
+        tensors, lse, probs = [*operands, out], None, None
         if new_lse is not None:
             lse = new_lse()
             tensors.append(lse)
         if self._like.return_probs:
             probs = self._probs(self._numbers, out.dtype)
             tensors.append(probs)
-        run(tensors)
+        run([*map(address_of, tensors)])
         return out, lse, probs
 
-    def _forward_first(self, x: Operands):
+    def _forward_first(self, operands: Sequence[torch.Tensor]):
         """Keeps nothing the first time, and the second what later ones need: most lengths come but
         once."""
         if self._is_known:
             self.bind()
-            return self.forward(x)
+            return self.forward_of(operands)
         self._is_known = True
-        return self.forward_once(self._numbers, self._pick(x))
+        return self.forward_once(self._numbers, operands)
 
     def forward_once(self, numbers: Sequence[Any], operands: Sequence[torch.Tensor]):
         """The forward of lengths of the same case that most likely come but once, of which nothing
@@ -349,7 +359,7 @@ class GpuRunner:
         if self._like.return_probs:
             probs = self._probs(numbers, made[0].dtype)
             tensors.append(probs)
-        self.case.run(numbers, tensors)
+        self.case.run(numbers, [*map(address_of, tensors)])
         return made[0], made[1] if len(made) == 2 else None, probs
 
     def _probs(self, numbers: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
@@ -410,7 +420,7 @@ class GpuRunner:
 
     def backward_like(
         self, tensors: Sequence[torch.Tensor], has_dlse: bool, once: bool
-    ) -> Backward | None:
+    ) -> "GpuBackward | None":
         """The backward on tensors from which lengths alone tell those of the last one; None if it
         is not known so.
 
@@ -455,12 +465,11 @@ class GpuBackward:
     """The backward of a plan on tensors laid out like those that it is made with.
 
     kinds: of each tensor; empty where operands are copied or begin elsewhere than at multiples of
-    16 bytes, or have gradients besides dq, dk and dv.
+    16 bytes, or have gradients besides dq, dk and dv. copied: names of those that are.
     """
 
     __slots__ = (
         "_cases",
-        "_copied",
         "_device",
         "_has_dsink",
         "_index",
@@ -468,6 +477,7 @@ class GpuBackward:
         "_pick",
         "_run",
         "_sizes",
+        "copied",
         "kinds",
     )
 
@@ -476,7 +486,7 @@ class GpuBackward:
         self._device, self._index = x.q.device, x.q.device.index
         mapped = () if "unaligned" in plan.row("backward").features else ("q", "k", "v", "dout")
         rows = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}
-        self._copied = tuple(name for name in mapped if not is_mappable(rows[name]))
+        self.copied = tuple(name for name in mapped if not is_mappable(rows[name]))
         x, dout = self._mappable(x, dout)
         inputs = {name: t for name, t in zip(Operands._fields, x, strict=True) if t is not None}
         self._pick = itemgetter(*(Operands._fields.index(name) for name in inputs))
@@ -515,9 +525,9 @@ class GpuBackward:
         self._cases = kinds.of(kind)
         case, numbers = self._cases.find(values, make)
         self._run: Run = case.bind(numbers)
-        self._new = partial(case.make, numbers)
+        self._new = case.maker(numbers)
         aligned = all([own.aligned for own in kind[2:]])
-        is_simple = aligned and not self._copied and len(like) == 3
+        is_simple = aligned and not self.copied and len(like) == 3
         self.kinds = kind[2:] if is_simple else ()
         ranks = [tensor.dim() for tensor in given.values()]
         self._sizes = Sizes(_LENGTHS, ranks, kind[2:])
@@ -534,27 +544,34 @@ class GpuBackward:
         case, numbers = known
         made = object.__new__(GpuBackward)
         made._cases, made._sizes, made.kinds = self._cases, self._sizes, self.kinds
-        made._copied, made._pick, made._has_dsink = self._copied, self._pick, self._has_dsink
+        made.copied, made._pick, made._has_dsink = self.copied, self._pick, self._has_dsink
         made._device, made._index = self._device, self._index
-        made._run = partial(case.run, numbers) if once else case.bind(numbers)
-        made._new = partial(case.make, numbers)
+        if once:
+            made._run, made._new = partial(case.run, numbers), partial(case.make, numbers)
+        else:
+            made._run, made._new = case.bind(numbers), case.maker(numbers)
         return made
 
     def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
         """Gradients of the inputs for the cotangents of out and lse (None is zero); those of k and
         v in any case."""
-        if current_device() != self._index:
-            with torch.cuda.device(self._device):
-                return self(x, out, lse, dout, dlse)
-        if self._copied:
+        if self.copied:
             x, dout = self._mappable(x, dout)
-        gradients = self._new()
         tensors = [*self._pick(x), out, lse, dout]
         if dlse is not None:
             tensors.append(dlse)
-        self._run(tensors + gradients)
+        return self.on([*map(address_of, tensors)])
+
+    def on(self, addresses: list[int]) -> Gradients:
+        """The same of the addresses of what is there of x, out, lse, dout and dlse, in this order,
+        where nothing is copied."""
+        if current_device() != self._index:
+            with torch.cuda.device(self._device):
+                return self.on(addresses)
+        gradients = self._new()
+        self._run(addresses + [*map(address_of, gradients)])
         if len(gradients) == 3:
-            return Gradients(*gradients)
+            return _named(Gradients, (*gradients, None, None))
         dq, dk, dv, *more = gradients
         dsink = more.pop() if self._has_dsink else None
         return Gradients(dq, dk, dv, more.pop() if more else None, dsink)
@@ -563,9 +580,9 @@ class GpuBackward:
         """These, with copies of what the kernels' tensor maps cannot be made of."""
         copies = {
             name: torch.clone(getattr(x, name), memory_format=torch.contiguous_format)
-            for name in self._copied
+            for name in self.copied
             if name != "dout"
         }
-        if "dout" in self._copied:
+        if "dout" in self.copied:
             dout = torch.clone(dout, memory_format=torch.contiguous_format)
         return x._replace(**copies), dout

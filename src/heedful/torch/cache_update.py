@@ -3,7 +3,9 @@ applied. On a GPU by two programs; elsewhere, and for torch.compile, in plain to
 value back.
 """
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -15,10 +17,19 @@ from heedful.core.plan import Plan
 from heedful.launch.bind import portable_cache
 from heedful.torch.adapt import dense_rows
 from heedful.torch.arrays import array_spec
-from heedful.torch.execute import Executable, allocator, current_device
+from heedful.torch.execute import Executable, address_of, allocator, current_device
 from heedful.torch.forked import on_own_thread
 
 _USED = Operands._fields.index("seqused_k")
+_TABLES = "rotary_cos", "rotary_sin"
+# Names, as the programs know them, of operands, what an update holds, the start and the lengths.
+_APPENDED = {"k": "k_new", "v": "v_new", "cache_seqlens": ""}
+_GIVEN = (
+    *Operands._fields,
+    *[_APPENDED.get(name, name) for name in CacheUpdate._fields],
+    "cache_seqlens",
+    "seqused",
+)
 _new = tuple.__new__
 
 
@@ -73,6 +84,8 @@ class DeviceUpdate:
         interleaved, position0 = bool(update.rotary_interleaved), update.position0
         start = x.q.new_empty(x.q.shape[0], dtype=torch.int32)
         tensors = _named(x, update, start, start)
+        self._pick = _picker((*x, *update, start, start), tensors)
+        self._appends, self._turns = bool(update.k.numel()), bool(x.q.numel())
         buffers = {name: array_spec(tensor) for name, tensor in tensors.items()}
         page_size = x.k.shape[1] if x.block_table is not None else 0
         program = portable_cache.append_kv(buffers, page_size, interleaved, position0)
@@ -84,24 +97,36 @@ class DeviceUpdate:
             turned["rotated"] = ArraySpec.contiguous(x.q.shape, turned["q"].dtype)
             program = portable_cache.rotary(turned, interleaved, advance, position0)
             self._rotate = Executable.of(program, arch, x.q.device, list(turned))
+            self._tables = tuple([list(tensors).index(name) for name in _TABLES])
 
     def __call__(self, x: Operands, update: CacheUpdate, start: Tensor) -> Operands:
         if current_device() != self._index:
             with torch.cuda.device(self._index):
                 return self(x, update, start)
-        used = self._new_used()
-        tensors = _named(x, update, start, used)
-        if update.k.numel():
-            self._append(list(tensors.values()))
+        used, pick = self._new_used(), self._pick
+        if pick is None:
+            tensors = tuple(_named(x, update, start, used).values())
+        else:
+            tensors = pick((*x, *update, start, used))
+        if self._appends:
+            self._append.run([*map(address_of, tensors)])
         else:
             used = used_keys(x, start, 0)
-        x = with_used(x, used)
-        if self._rotate is None or not x.q.numel():
-            return x
+        if self._rotate is None or not self._turns:
+            return with_used(x, used)
         rotated = self._new_rotated()
-        tables = (tensors["rotary_cos"], tensors["rotary_sin"])
-        self._rotate([start, *tables, dense_rows(x.q), rotated])
-        return x._replace(q=rotated)
+        cos, sin = self._tables
+        turned = start, tensors[cos], tensors[sin], dense_rows(x.q), rotated
+        self._rotate.run([*map(address_of, turned)])
+        return _new(Operands, (rotated, *x[1:_USED], used, *x[_USED + 1 :]))
+
+
+def _picker(given: Sequence, tensors: dict[str, Tensor]) -> Callable[[tuple], tuple] | None:
+    """What picks the tensors, as `_named` has them, from what is given as `_GIVEN` says; None where
+    some are copies."""
+    places = [_GIVEN.index(name) for name in tensors]
+    pairs = zip(places, tensors.values(), strict=True)
+    return itemgetter(*places) if all([given[place] is t for place, t in pairs]) else None
 
 
 def _named(x: Operands, update: CacheUpdate, start: Tensor, used: Tensor) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ from heedful.torch.checks import (
     requires_gradients,
     wanting,
 )
-from heedful.torch.dispatch import Likeness, any_autocast, bare_apply
+from heedful.torch.dispatch import Likeness, any_autocast, bare_apply, bare_backward
 from heedful.torch.forked import on_own_thread
 from heedful.torch.kinds import MOST_KINDS, ArrayKind, Cases, Kinds, Sizes, of_tensor, with_sizes
 from heedful.torch.plain import is_same, plain_options, plain_seed
@@ -89,7 +89,7 @@ class Call:
     """What one kind of call needs each time.
 
     steps: what the caller's tensors lack to be operands. plain: they go to the kernels as they
-    are, unchecked. bare: they are q, k and v alone. results: 0 out, 1 with lse, 2 with the
+    are, unchecked. results: 0 out, 1 with lse, 2 with the
     probabilities too. wants_grad, like, alike: whether operands are of this kind. backwards: of
     what the forward saves; None where nothing wants a gradient. wanting: whether an operand
     requires a gradient that is not computed.
@@ -98,7 +98,6 @@ class Call:
     __slots__ = (
         "alike",
         "backwards",
-        "bare",
         "checks",
         "dropout",
         "forward",
@@ -149,7 +148,6 @@ class Call:
         self.checks = wanted or (on_cpu and any(i is not None for i in indices(x)))
         self.wanting = bool(wanting(x))
         self.plain = not (self.steps or self.dropout or self.checks or self.wanting)
-        self.bare = not (self.steps or self.dropout) and all([t is None for t in x[3:]])
         self.results = results_of(options)
         self.backwards: Backwards | None = None
         if problem.needs_grad:
@@ -164,7 +162,7 @@ class Call:
         """The same call of other lengths, with its own runner. x: the caller's tensors."""
         call = object.__new__(Call)
         # One by one, in a third of the time of a loop.
-        call.bare, call.checks, call.dropout = self.bare, self.checks, self.dropout
+        call.checks, call.dropout = self.checks, self.dropout
         call.kind, call.plain, call.results = self.kind, self.plain, self.results
         call.steps, call.wanting, call.wants_grad = self.steps, self.wanting, self.wants_grad
         call.runner, call.forward = runner, runner.forward
@@ -539,12 +537,12 @@ class Attention(Function):
             given = call.seeded(x, seed)
             x = call.laid_out(given)
         out, lse, probs = call.forward(x)
-        ctx.call, ctx.bias = call, None if bias is None else bias.shape
+        backwards: Any = call.backwards  # there are some of each call that wants a gradient
+        ctx.backwards = backwards
+        if bias is not None:
+            ctx.bias = bias.shape
         # As the caller gave them: no hook is to store what a stride of 0 repeats.
-        if call.bare:
-            ctx.save_for_backward(q, k, v, out, lse)
-        else:
-            ctx.save_for_backward(*given, out, lse)
+        ctx.save_for_backward(*backwards.pick(given), out, lse)
         if call.results == 0:
             return out
         results = returned(call.results, out, lse, probs)
@@ -562,6 +560,7 @@ class Attention(Function):
 
 
 _apply = bare_apply(Attention)
+bare_backward(Attention)
 
 
 def _dependent(cotangent: Tensor) -> Tensor:
@@ -569,15 +568,12 @@ def _dependent(cotangent: Tensor) -> Tensor:
 
 
 def _backward(ctx, dout, dlse):
-    *x, out, lse = ctx.saved_tensors
-    if ctx.call.bare:
-        x += ABSENT
-    kv_grad = ctx.needs_input_grad[4] or ctx.needs_input_grad[5]
-    grads = ctx.call.backwards(_new(Operands, x), out, lse, dout, dlse, kv_grad)
-    dbias = grads.dbias
+    needed = ctx.needs_input_grad
+    saved, kv_grad = ctx.saved_tensors, needed[4] or needed[5]
+    dq, dk, dv, dbias, dsink = ctx.backwards(saved, dout, dlse, kv_grad)
     if dbias is not None:
         dbias = on_own_thread(bias_gradient, dbias, ctx.bias)
-    return None, None, None, grads.dq, grads.dk, grads.dv, dbias, grads.dsink
+    return None, None, None, dq, dk, dv, dbias, dsink
 
 
 _backward_once = once_differentiable(_backward)

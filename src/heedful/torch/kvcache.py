@@ -1,6 +1,7 @@
 """Attention of new tokens over a KV cache, which it can extend first."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ from heedful.torch.plain import is_same, plain_options, plain_update, plain_wind
 from heedful.torch.values import check_room
 
 _UNBOUNDED = (-1, -1)
+# Of the operands, and of operands and update.
+_USED = Operands._fields.index("seqused_k")
+_LENGTHS = len(Operands._fields) + CacheUpdate._fields.index("cache_seqlens")
 
 
 def flash_attn_with_kvcache(
@@ -165,7 +169,8 @@ class CacheCall:
     `last_rotated_length`, where lengths that leave room for the new tokens may exceed it, else
     None. update(x, update, start): writes them; None where there are none. counts: whether it also
     counts the keys with them. records: whether autograd would record what torch does here, which
-    nobody wants. aligned: whether all tensors begin at multiples of 16 bytes.
+    nobody wants. aligned: whether all tensors begin at multiples of 16 bytes. pick(operands +
+    update): the tensors of a call that is no more than its attention on a GPU; None in others.
     """
 
     __slots__ = (
@@ -178,6 +183,7 @@ class CacheCall:
         "counts",
         "merge",
         "new",
+        "pick",
         "prefix",
         "records",
         "returns_lse",
@@ -226,16 +232,31 @@ class CacheCall:
             if self.prefix is not None:
                 self.prefix.runner.bind()
         self.counts = isinstance(self.update, DeviceUpdate)
+        self.pick = self._picker(asked, update)
         given = asked + update
         self._like = Likeness(given)
         self.aligned = self._like.are_aligned(given)
         self._share = x.k.data_ptr() == x.v.data_ptr()
 
-    def fits(self, x: Operands, update: CacheUpdate) -> bool:
+    def _picker(self, x: Operands, update: CacheUpdate) -> Callable[[tuple], tuple] | None:
+        """`pick`. x: without the lengths."""
+        lengths = update.cache_seqlens
+        more = self.checks or not self.attention.plain or x.leftpad_k is not None
+        if more or update.k is not None or self.prefix is not None or isinstance(lengths, int):
+            return None
+        if lengths is not None and dense_rows(lengths) is not lengths:
+            return None
+        # Lengths are an operand of attention.
+        where = {_USED: _LENGTHS}
+        used = x._replace(seqused_k=lengths)
+        places = [where.get(i, i) for i, operand in enumerate(used) if operand is not None]
+        return itemgetter(*places)
+
+    def fits(self, given: tuple) -> bool:
         """Whether aligned tensors, without a shared prefix, are of this kind, given that they are
-        there where this call's were."""
-        share = x.k.data_ptr() == x.v.data_ptr()
-        return share == self._share and self._like.fits(x + update)
+        there where this call's were. given: operands and update."""
+        share = given[1].data_ptr() == given[2].data_ptr()
+        return share == self._share and self._like.fits(given)
 
 
 def _length_like(update: CacheUpdate, q: Tensor) -> Tensor:
@@ -253,19 +274,19 @@ def _eager(x: Operands, options: Options, update: CacheUpdate, out):
         x = x._replace(q=q)
     lengths, prefix = update.cache_seqlens, update.shared_prefix
     whole = isinstance(lengths, int)
-    key = call = None
+    given, key, call = x + update, None, None
     try:
-        how = (options, update.rotary_interleaved, *map(type, options[NUMBERS] + x + update))
+        how = (options, update.rotary_interleaved, *map(type, options[NUMBERS] + given))
         # Tensors like those of the last such call are known without a key.
         common = out is None and prefix is None
         if common:
             call = CALLS.latest.get(how)
-            if call is not None and not call.fits(x, update):
+            if call is not None and not call.fits(given):
                 call = None
         if call is None:
             key = (
                 how,
-                tensor_keys(x + update),
+                tensor_keys(given),
                 k_cache.data_ptr() == v_cache.data_ptr(),
                 None if prefix is None else tensor_keys(prefix),
                 None if out is None else out_key(out, (q, k_cache, v_cache)),
@@ -285,6 +306,10 @@ def _eager(x: Operands, options: Options, update: CacheUpdate, out):
         call = CacheCall(x, plain, update, out)
         if key is not None:
             CALLS.put(key, call)
+    if call.pick is not None:
+        runner: Any = call.attention.runner  # of a GPU: no other call has `pick`
+        out, lse, _ = runner.forward_of(call.pick(given), out)
+        return (out, lse) if call.returns_lse else out
     if whole:
         check_int_length(lengths, call.new, call.capacity)
         if call.rotated is not None:
@@ -303,7 +328,8 @@ def _run(call: CacheCall, x: Operands, update: CacheUpdate, out):
         if call.checks:
             check_room("cache_seqlens", start, call.capacity - call.new)
         counted_later = call.counts and not call.attention.checks
-        x = with_used(x, start if counted_later else used_keys(x, start, call.new))
+        if not (counted_later and call.attention.plain):
+            x = with_used(x, start if counted_later else used_keys(x, start, call.new))
     sink = x.sink
     if call.prefix is not None:
         x = x._replace(sink=None)

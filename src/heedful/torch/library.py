@@ -229,7 +229,7 @@ def _backward(dout, dlse, out, lse, *args):
     x, options, (bias_grad, kv_grad) = split(args)
     call = _call(x, options, True, bias_grad)
     assert call.backwards is not None
-    grads = call.backwards(x, out, lse, dout, dlse, kv_grad)
+    grads = call.backwards((*call.backwards.pick(x), out, lse), dout, dlse, kv_grad)
     dbias = x.q.new_empty(0)
     if x.bias is not None and grads.dbias is not None:
         dbias = bias_gradient(grads.dbias, x.bias.shape).contiguous()

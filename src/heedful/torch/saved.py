@@ -5,7 +5,7 @@ in other memory, with other strides. What a backward is bound to is therefore wh
 not what its forward was given.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from heedful.core.operands import Gradients, Operands
 from heedful.torch.adapt import Step, adapt, adaptations, dense_rows
-from heedful.torch.backends import Backward
+from heedful.torch.backends import Backward, GpuBackward
 from heedful.torch.dispatch import same_metadata
+from heedful.torch.execute import address_of
 from heedful.torch.forked import on_own_thread
 
 # A hook that gives back another layout each time is not to fill the memory.
@@ -27,13 +28,15 @@ class _Layout(NamedTuple):
 
     fits(*tensors): whether tensors are of this layout, addresses aside; `_never` in one that comes
     but once. steps: from the caller's tensors to operands. is_plain: whether there are none, and
-    rows of out and the whole lse are contiguous.
+    rows of out and the whole lse are contiguous. on: what takes the addresses of plain tensors, if
+    there is such.
     """
 
     fits: Any
     steps: tuple[Step, ...]
     run: Backward
     is_plain: bool
+    on: Callable[[list[int]], Gradients] | None
 
 
 def _never(*_: Tensor) -> bool:
@@ -45,7 +48,7 @@ def _gone(*_) -> Gradients:
 
 
 # In place of a layout that came once.
-_ONCE = _Layout(_never, (), _gone, True)
+_ONCE = _Layout(_never, (), _gone, True, None)
 
 
 class Backwards:
@@ -55,14 +58,14 @@ class Backwards:
         """runner: of the forward. x: the caller's tensors, and a Philox key where there is one."""
         self._device = x.q.device
         present = [index for index, tensor in enumerate(x) if tensor is not None]
-        self._pick = itemgetter(*present)
+        self._present, self.pick = present, itemgetter(*present)
         self._names = (*(Operands._fields[index] for index in present), "out", "lse")
-        self._dtypes = [tensor.dtype for tensor in self._pick(x)]
+        self._dtypes = [tensor.dtype for tensor in self.pick(x)]
         self._begin(runner, x)
 
     def _begin(self, runner, x: Sequence[Any]) -> None:
         self._runner = runner
-        self._shapes = [tensor.shape for tensor in self._pick(x)]
+        self._shapes = [tensor.shape for tensor in self.pick(x)]
         # Of a backward without and with a cotangent of the lse.
         self._latest: list[_Layout | None] = [None, None]
         self._layouts: dict[tuple, _Layout] = {}
@@ -70,34 +73,54 @@ class Backwards:
     def at(self, runner, x: Sequence[Any]) -> "Backwards":
         """Those of the same call of other lengths."""
         made = object.__new__(Backwards)
-        made._device, made._pick, made._names = self._device, self._pick, self._names
-        made._dtypes = self._dtypes
+        made._device, made.pick, made._names = self._device, self.pick, self._names
+        made._present, made._dtypes = self._present, self._dtypes
         made._begin(runner, x)
         return made
 
-    def __call__(
-        self, x: Operands, out: Tensor, lse: Tensor, dout, dlse=None, kv_grad: bool = True
-    ) -> Gradients:
-        """Gradients of the operands. x: the caller's tensors, as they were saved. dout, dlse: as
-        autograd gives them: any strides, or None. kv_grad: whether those of k and v are wanted;
-        they may be None if not.
+    def __call__(self, saved: Sequence[Tensor], dout, dlse=None, kv_grad: bool = True) -> Gradients:
+        """Gradients of the operands. saved: those that are there, which `pick` picks of the
+        caller's tensors, then out and lse. dout, dlse: as autograd gives them: any strides, or
+        None. kv_grad: whether those of k and v are wanted; they may be None if not.
 
         Raises ValueError where a hook restored other tensors than were saved.
         """
-        dout = on_own_thread(torch.zeros_like, out) if dout is None else dense_rows(dout)
+        if dout is None:
+            dout = on_own_thread(torch.zeros_like, saved[-2])
         if dlse is not None:
             dlse = on_own_thread(dlse.contiguous)
-        tensors = (*self._pick(x), out, lse, dout)
+        tensors = (*saved, dout)
         layout = self._latest[dlse is not None]
-        # No kernel is promised anything about where small operands begin.
-        bases = x[0].data_ptr() | x[1].data_ptr() | x[2].data_ptr() | out.data_ptr()
-        if layout is None or (bases | dout.data_ptr()) & 15 or not layout.fits(*tensors):
-            layout = self._find(tensors, x, dlse)
+        if layout is not None and layout.on is not None and layout.fits(*tensors):
+            addresses = [*map(address_of, tensors)]
+            if _are_aligned(addresses):
+                return layout.on(addresses if dlse is None else [*addresses, dlse.data_ptr()])
+        return self._of_any(tensors, dlse, kv_grad)
+
+    def _of_any(self, tensors: Sequence[Tensor], dlse: Tensor | None, kv_grad: bool) -> Gradients:
+        """The gradients of tensors that may be of any layout."""
+        *saved, dout = tensors
+        dout = dense_rows(dout)
+        tensors = (*saved, dout)
+        addresses = [*map(address_of, tensors)]
+        layout = self._latest[dlse is not None]
+        if layout is None or not (_are_aligned(addresses) and layout.fits(*tensors)):
+            layout = self._find(tensors, dlse)
+        if layout.on is not None:
+            return layout.on(addresses if dlse is None else [*addresses, dlse.data_ptr()])
+        x, (out, lse) = self._operands(tensors), saved[-2:]
         if not layout.is_plain:
             x, out, lse = adapt(x, layout.steps), dense_rows(out), lse.contiguous()
         return layout.run(x, out, lse, dout, dlse, kv_grad)
 
-    def _find(self, tensors: tuple[Tensor, ...], x: Operands, dlse: Tensor | None) -> _Layout:
+    def _operands(self, tensors: Sequence[Tensor]) -> Operands:
+        """Those with which the tensors begin."""
+        x: list[Tensor | None] = [None] * len(Operands._fields)
+        for index, tensor in zip(self._present, tensors, strict=False):
+            x[index] = tensor
+        return Operands._make(x)
+
+    def _find(self, tensors: tuple[Tensor, ...], dlse: Tensor | None) -> _Layout:
         """The layout of tensors that are not like the last ones."""
         slot = dlse is not None
         layout = self._like_others(tensors, dlse)
@@ -109,7 +132,7 @@ class Backwards:
         if layout is None:
             if len(self._layouts) >= _MOST_LAYOUTS:
                 self._layouts.clear()
-            layout = self._layouts[key] = self._new(tensors, x, dlse)
+            layout = self._layouts[key] = self._new(tensors, dlse)
         elif layout is self._latest[slot]:
             # Of the same layout all the same: some are one tensor that were two, or the like.
             layout = self._layouts[key] = layout._replace(fits=same_metadata(*tensors))
@@ -132,23 +155,33 @@ class Backwards:
         run = self._runner.backward_like((*tensors, dlse) if slot else tensors, slot, once)
         if run is None:
             return None
-        return _Layout(_never if once else same_metadata(*tensors), (), run, True)
+        return _Layout(_never if once else same_metadata(*tensors), (), run, True, run.on)
 
-    def _new(self, tensors: tuple[Tensor, ...], x: Operands, dlse: Tensor | None) -> _Layout:
+    def _new(self, tensors: tuple[Tensor, ...], dlse: Tensor | None) -> _Layout:
         problem = self._runner.problem
         out_kind = problem.out_shape, getattr(torch, problem.out_dtype)
         own = zip(self._shapes, self._dtypes, strict=True)
         kinds = (*own, out_kind, (problem.lse_shape, torch.float32))
         for name, tensor, kind in zip(self._names, tensors, kinds, strict=False):
             check_restored(name, tensor, *kind, self._device)
-        steps, (out, lse, dout) = adaptations(x, problem), tensors[-3:]
+        x, (out, lse, dout) = self._operands(tensors), tensors[-3:]
+        steps = adaptations(x, problem)
         dense = dense_rows(out), lse.contiguous()
         run = self._runner.backward_of(adapt(x, steps), *dense, dout, dlse)
         is_plain = not steps and dense[0] is out and lse.is_contiguous()
         if is_plain:
             given = tensors if dlse is None else (*tensors, dlse)
             self._runner.keep_backward(run, given, dlse is not None)
-        return _Layout(same_metadata(*tensors), steps, run, is_plain)
+        is_on = is_plain and isinstance(run, GpuBackward) and not run.copied
+        on = run.on if is_on else None
+        return _Layout(same_metadata(*tensors), steps, run, is_plain, on)
+
+
+def _are_aligned(addresses: Sequence[int]) -> bool:
+    """Whether q, k, v, out and dout begin at multiples of 16 bytes. No kernel is promised anything
+    about where small operands begin."""
+    bits = addresses[0] | addresses[1] | addresses[2] | addresses[-3] | addresses[-1]
+    return not bits & 15
 
 
 def _key(tensor: Tensor) -> tuple:

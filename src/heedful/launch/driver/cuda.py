@@ -148,6 +148,7 @@ class Slot:
         "_device",
         "_maps",
         "_size",
+        "_stream",
     )
 
     def __init__(
@@ -187,7 +188,7 @@ class Slot:
             each = [self.address + parameter.offset for parameter in artifact.parameters]
             whole, parts = None, (c_void_p * len(each))(*each)
         self._arguments = byref(self.config), function, parts, whole
-        self._device, self.owner = device, None
+        self._device, self.owner, self._stream = device, None, None
 
     def _encoding(self, meta: dict, place: int, word: int) -> tuple:
         """What the driver is given to encode a map: where it goes, and where its words lie. All
@@ -257,7 +258,9 @@ class Slot:
 
     def launch(self, stream: int) -> None:
         """Launches with the buffer's arguments on a raw stream of the device, which is current."""
-        self.config.stream = stream
+        if stream != self._stream:
+            # ctypes takes longer to set a field than all else here.
+            self.config.stream = self._stream = stream
         code = _launch(*self._arguments)
         if code == INVALID_CONTEXT:
             enter(self._device)
