@@ -25,6 +25,7 @@ _ROLES = {
     "backward_prologue": "prepare gradients",
     "backward": "gradients",
     "backward_wide": "gradients",
+    "backward_pair": "gradients",
     "backward_epilogue": "finish query gradients",
     "bias_gradients": "bias gradients",
     "sink_gradients": "sink gradients",
