@@ -8,9 +8,39 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from heedful.core.conditions import (
+    MLA_LEAST_SMS,
+    MLA_SMS,
+    always,
+    any_pressure,
+    eight_bit,
+    few_rows,
+    float32,
+    has_room_for_dq,
+    high_pressure,
+    holds_more,
+    holds_more_in_order,
+    in_order,
+    masked,
+    merge_outlasts_waiting,
+    narrow_values,
+    no_pages,
+    packs,
+    packs_in_one,
+    scaled_by_row,
+    several_tiles_of_rows,
+    slopes,
+    small_grid,
+    small_pages,
+    some_pressure,
+    two_tiles_of_rows,
+    uneven,
+    uneven_masks,
+    wider_keys,
+    wider_keys_under_pressure,
+)
 from heedful.core.device import DeviceSpec
-from heedful.core.problem import ITEM_BITS, MAX_HEAD_DIM_V, AttentionProblem
-from heedful.core.symbols import opaque
+from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.core.tiles import (
     CdnaForwardConfig,
     DecodeConfig,
@@ -48,39 +78,6 @@ class ConfigRow:
         )
 
 
-def _float32(problem: AttentionProblem) -> bool:
-    """IEEE products of float32 run on the FMA units, with their operands in registers."""
-    return problem.dtype == "float32"
-
-
-def _register_pressure(problem: AttentionProblem) -> int:
-    """How many features hold a register or an address per score; loads of single elements count
-    twice, since none of them can be copied asynchronously."""
-    per_score = (problem.bias, problem.dropout_p > 0, problem.tree_mask)
-    return sum((*per_score, not problem.aligned, not problem.aligned))
-
-
-def _some_pressure(problem: AttentionProblem) -> bool:
-    return _register_pressure(problem) == 1
-
-
-def _high_pressure(problem: AttentionProblem) -> bool:
-    return _register_pressure(problem) > 1
-
-
-def _always(problem: AttentionProblem) -> bool:
-    return True
-
-
-def _wider_keys(problem: AttentionProblem) -> bool:
-    """Head dims of Q and K that no value has (MLA's 576): their rest is a product of its own."""
-    return problem.head_dim > MAX_HEAD_DIM_V
-
-
-def _wider_keys_under_pressure(problem: AttentionProblem) -> bool:
-    return _wider_keys(problem) and (problem.bias or _register_pressure(problem) > 1)
-
-
 _H200 = "H200, 2026-11-20, Triton 3.6: fastest without spills of those tried"
 _H200_LATEST = "H200, 2026-11-25, Triton 3.9: fastest of those tried"
 _NO_SPILLS = "sm_90, Triton 3.9: largest tried that compiles without spills; not timed"
@@ -96,189 +93,153 @@ _CDNA = ("gfx942", "gfx950", "gfx90a")
 
 # kernel, architectures, condition, where from: {largest head dim: (rows, keys, warps, stages)}
 _PORTABLE = (
-    ("forward", ("sm_90", *_NVIDIA), _wider_keys_under_pressure, _WIDER, {576: (16, 16, 8, 1)}),
-    ("forward", ("sm_90", *_NVIDIA), _wider_keys, _WIDER, {576: (32, 16, 8, 1)}),
-    ("forward", _CDNA, _wider_keys, _AMD, {576: (32, 16, 4, 1)}),
-    ("forward", ("*",), _wider_keys, _SMALL, {576: (16, 16, 4, 1)}),
-    ("forward", ("*",), _float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
-    ("backward_keys", ("*",), _float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
-    ("backward_queries", ("*",), _float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
-    ("scores", ("*",), _float32, _FITS, {512: (16, 16, 4, 1)}),
-    ("scores", ("*",), _high_pressure, _NO_SPILLS, {512: (16, 16, 4, 1)}),
-    ("scores", ("*",), _always, _NO_SPILLS, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
+    ("forward", ("sm_90", *_NVIDIA), wider_keys_under_pressure, _WIDER, {576: (16, 16, 8, 1)}),
+    ("forward", ("sm_90", *_NVIDIA), wider_keys, _WIDER, {576: (32, 16, 8, 1)}),
+    ("forward", _CDNA, wider_keys, _AMD, {576: (32, 16, 4, 1)}),
+    ("forward", ("*",), wider_keys, _SMALL, {576: (16, 16, 4, 1)}),
+    ("forward", ("*",), float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
+    ("backward_keys", ("*",), float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
+    ("backward_queries", ("*",), float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
+    ("scores", ("*",), float32, _FITS, {512: (16, 16, 4, 1)}),
+    ("scores", ("*",), high_pressure, _NO_SPILLS, {512: (16, 16, 4, 1)}),
+    ("scores", ("*",), always, _NO_SPILLS, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
     (
         "forward",
         ("sm_90", *_WARP_PRODUCTS),
-        _high_pressure,
+        high_pressure,
         _NO_SPILLS_EITHER,
         {128: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
     ),
     (
         "forward",
         ("sm_90",),
-        _some_pressure,
+        some_pressure,
         _NO_SPILLS,
         {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (128, 16, 8, 3), 512: (32, 16, 8, 1)},
     ),
     (
         "forward",
         ("sm_90",),
-        _always,
+        always,
         _H200,
         {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 16, 8, 3), 512: (32, 16, 8, 1)},
     ),
     (
         "backward_keys",
         ("sm_90", *_WARP_PRODUCTS),
-        _high_pressure,
+        high_pressure,
         _NO_SPILLS_EITHER,
         {64: (16, 32, 4, 2), 512: (16, 16, 8, 1)},
     ),
     (
         "backward_keys",
         ("sm_90",),
-        _some_pressure,
+        some_pressure,
         _NO_SPILLS,
         {64: (32, 64, 4, 3), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2), 512: (16, 16, 8, 1)},
     ),
     (
         "backward_keys",
         ("sm_90",),
-        _always,
+        always,
         _H200,
         {64: (32, 64, 4, 3), 128: (32, 128, 8, 4), 256: (16, 32, 4, 2), 512: (16, 16, 8, 1)},
     ),
     (
         "backward_queries",
         ("sm_90", *_WARP_PRODUCTS),
-        _high_pressure,
+        high_pressure,
         _NO_SPILLS_EITHER,
         {64: (32, 32, 8, 1), 128: (16, 16, 8, 1), 256: (32, 16, 4, 2), 512: (16, 32, 8, 1)},
     ),
     (
         "backward_queries",
         ("sm_90",),
-        _some_pressure,
+        some_pressure,
         _NO_SPILLS,
         {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (128, 16, 8, 2), 512: (16, 32, 8, 1)},
     ),
     (
         "backward_queries",
         ("sm_90",),
-        _always,
+        always,
         _H200,
         {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 16, 8, 2), 512: (16, 32, 8, 1)},
     ),
-    ("forward", _CDNA, _high_pressure, _AMD, {128: (32, 32, 4, 1), 512: (32, 16, 4, 1)}),
+    ("forward", _CDNA, high_pressure, _AMD, {128: (32, 32, 4, 1), 512: (32, 16, 4, 1)}),
     (
         "forward",
         _CDNA,
-        _always,
+        always,
         _AMD,
         {128: (128, 64, 4, 1), 256: (64, 32, 4, 1), 512: (32, 16, 4, 1)},
     ),
     (
         "backward_keys",
         _CDNA,
-        _always,
+        always,
         _AMD,
         {64: (64, 64, 4, 1), 128: (32, 64, 4, 1), 256: (16, 64, 4, 1), 512: (16, 32, 4, 1)},
     ),
     (
         "backward_queries",
         _CDNA,
-        _always,
+        always,
         _AMD,
         {128: (128, 32, 4, 1), 256: (64, 16, 4, 1), 512: (32, 16, 4, 1)},
     ),
     (
         "forward",
         _WARP_PRODUCTS,
-        _some_pressure,
+        some_pressure,
         _NO_SPILLS_EITHER,
         {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 4, 2), 512: (32, 16, 8, 1)},
     ),
     (
         "forward",
         _NVIDIA,
-        _always,
+        always,
         _FITS,
         {128: (64, 64, 4, 2), 256: (32, 32, 4, 2), 512: (32, 16, 8, 1)},
     ),
     (
         "backward_keys",
         _NVIDIA,
-        _always,
+        always,
         _FITS,
         {64: (64, 64, 4, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2), 512: (16, 16, 8, 1)},
     ),
     (
         "backward_queries",
         _NVIDIA,
-        _always,
+        always,
         _FITS,
         {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 4, 2), 512: (16, 16, 8, 1)},
     ),
-    ("forward", ("*",), _always, _SMALL, {128: (64, 32, 4, 1), 512: (16, 16, 4, 1)}),
-    ("backward_keys", ("*",), _always, _SMALL, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
-    ("backward_queries", ("*",), _always, _SMALL, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
+    ("forward", ("*",), always, _SMALL, {128: (64, 32, 4, 1), 512: (16, 16, 4, 1)}),
+    ("backward_keys", ("*",), always, _SMALL, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
+    ("backward_queries", ("*",), always, _SMALL, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
 )
 
 _H200_GLUON = "H200, 2026-11-20, Triton 3.9: fastest of those tried"
 _LEAST_SPILLS = "sm_90, Triton 3.9: fewest spills of those compiled; others not timed"
 
 
-def _any_pressure(problem: AttentionProblem) -> bool:
-    return _register_pressure(problem) > 0
-
-
-def _no_pages(problem: AttentionProblem) -> bool:
-    """Pages fill tiles of a power of two columns, not of 192, and never keys and values as one."""
-    return not problem.page_size
-
-
 # Rows, keys, warps, stages.
 _Tile = tuple[int, int, int, int]
 
 
-def _narrow_values(problem: AttentionProblem) -> bool:
-    return problem.head_dim > 128 >= problem.head_dim_v and _no_pages(problem)
-
-
-def _hopper(max_dim: int, tile: _Tile, when=_always, measured=_H200_GLUON, **how):
+def _hopper(max_dim: int, tile: _Tile, when=always, measured=_H200_GLUON, **how):
     config = HopperForwardConfig(*tile, **how)
     return ConfigRow("hopper.forward", ("sm_90",), max_dim, config, measured, when)
 
 
-def _hopper_fp8(max_dim: int, tile: _Tile, when=_always, **how):
+def _hopper_fp8(max_dim: int, tile: _Tile, when=always, **how):
     config = HopperFp8Config(*tile, **how)
     return ConfigRow("hopper.fp8_forward", ("sm_90",), max_dim, config, _H200_GLUON, when)
 
 
-def _drops(problem: AttentionProblem) -> bool:
-    return problem.dropout_p > 0
-
-
-def _holds_more(problem: AttentionProblem) -> bool:
-    """Than probabilities until dP is there: what was dropped, or how much of a score a cap left."""
-    return _drops(problem) or problem.softcap > 0
-
-
-def _in_order(problem: AttentionProblem) -> bool:
-    return problem.deterministic
-
-
-def _narrow_values(problem: AttentionProblem) -> bool:
-    """Gradients of 64 keys take 160 registers: scores have no more than a mask."""
-    modified = problem.bias or problem.alibi or _holds_more(problem)
-    return problem.head_dim <= 192 and problem.head_dim_v <= 128 and not modified
-
-
-def _holds_more_in_order(problem: AttentionProblem) -> bool:
-    return _holds_more(problem) and _in_order(problem)
-
-
-def _hopper_backward(max_dim: int, tile: _Tile, when=_always, measured=_H200_LATER, **how):
+def _hopper_backward(max_dim: int, tile: _Tile, when=always, measured=_H200_LATER, **how):
     config = HopperBackwardConfig(*tile, **how)
     return ConfigRow("hopper.backward", ("sm_90",), max_dim, config, measured, when)
 
@@ -328,67 +289,12 @@ _FP8_D128: dict[str, Any] = {
 _FP8_D128_MASKED: dict[str, Any] = {**_FP8_D128, "votes_last": True, "prefetches_tile": True}
 
 
-def _masked(problem: AttentionProblem) -> bool:
-    return problem.mask.bounded
-
-
-def _eight_bit(problem: AttentionProblem) -> bool:
-    return problem.dtype.startswith("float8")
-
-
-def _cdna(max_dim: int, tile: tuple[int, int, int, int], when=_always) -> ConfigRow:
+def _cdna(max_dim: int, tile: tuple[int, int, int, int], when=always) -> ConfigRow:
     measured = "compiled and emulated for gfx942 and gfx950: no spills; not timed"
     return ConfigRow("cdna.forward", _GLUON_CDNA, max_dim, CdnaForwardConfig(*tile), measured, when)
 
 
 _GLUON_CDNA = ("gfx942", "gfx950")
-
-
-def _packs(problem: AttentionProblem) -> bool:
-    """Whether query heads may share a tile, and few rows are in use without. What is added to the
-    scores or drawn for them goes by head; packed sequences' maps have no dim to spare."""
-    score_mods = problem.alibi or problem.bias or problem.dropout_p > 0
-    few = problem.seqlen_q <= 64 and 1 < problem.group <= 64
-    return few and not (score_mods or problem.varlen_q)
-
-
-def _packs_in_one(problem: AttentionProblem) -> bool:
-    rows = problem.seqlen_q << (problem.group - 1).bit_length()
-    return _packs(problem) and rows <= 64
-
-
-def _few_rows(problem: AttentionProblem) -> bool:
-    return problem.seqlen_q <= 64
-
-
-def _two_tiles_of_rows(problem: AttentionProblem) -> bool:
-    return problem.seqlen_q <= 128
-
-
-def _small_grid(problem: AttentionProblem) -> bool:
-    """Whether tiles of 128 rows leave half of an H200's 132 SMs idle, and the keys are too few to
-    be worth splitting: 1024 x 1024 of 4 heads took 27 us in 8 splits (2026-11-20). Not where the
-    caller decides on the splits."""
-    tiles = problem.batch * problem.heads_q * -(-problem.seqlen_q // 128)
-    return problem.num_splits == 0 and bool(_are_few(tiles, problem.seqlen_k))
-
-
-@opaque
-def _are_few(tiles: int, keys: int) -> bool:
-    return tiles <= 66 and keys <= 2048
-
-
-def _uneven(problem: AttentionProblem) -> bool:
-    """Tiles that see few keys, or unlike many: what fills and drains between them counts."""
-    return problem.mask.left >= 0 or problem.varlen_q
-
-
-def _uneven_masks(problem: AttentionProblem) -> bool:
-    return problem.mask.bounded and _uneven(problem) and _no_pages(problem)
-
-
-def _slopes(problem: AttentionProblem) -> bool:
-    return problem.alibi
 
 
 def _decode(
@@ -398,7 +304,7 @@ def _decode(
     tile: tuple[int, int, int],
     bits: int = 16,
     paged: bool | None = None,
-    also: Callable[[AttentionProblem], bool] = _always,
+    also: Callable[[AttentionProblem], bool] = always,
     **how,
 ) -> ConfigRow:
     """For up to `rows` query rows of a KV head and caches of at most so many bits a value, in pages
@@ -421,45 +327,12 @@ def _decode(
     return ConfigRow("decode.forward", archs, max_dim, config, measured, when)
 
 
-def _scaled_by_row(problem: AttentionProblem) -> bool:
-    """Whether scales are of heads or whole rows, of over 64 values, not of float32: as measured."""
-    by_row = problem.kv_group in (0, problem.head_dim)
-    return by_row and problem.head_dim > 64 and problem.dtype != "float32"
-
-
-def _small_pages(problem: AttentionProblem) -> bool:
-    return problem.page_size % 64 > 0
-
-
-def _several_tiles_of_rows(problem: AttentionProblem) -> bool:
-    return problem.seqlen_q * problem.group > 64
-
-
-def _merge_outlasts_waiting(problem: AttentionProblem) -> bool:
-    """Whether one program would merge for longer than all wait for each other: a tile may have as
-    many parts as it has SMs. H200, 2026-11-25: 1 x 8192 keys of 128 heads take 30 us in place of
-    61, 8 x 8192 55 in place of 59; of 16 heads 1 x 131072 take 72 in place of 94, 8 x 8192 45 in
-    place of 43. Not where the caller decides on the splits: the same bits in any batch."""
-    rows = problem.seqlen_q * problem.group
-    tiles = problem.batch * problem.heads_k * -(-rows // 64)
-    return problem.num_splits == 0 and bool(_are_many_to_merge(tiles, rows))
-
-
-@opaque
-def _are_many_to_merge(tiles: int, rows: int) -> bool:
-    """SMs that a tile has, of an H200's 132, times its rows."""
-    return tiles > 0 and _MLA_SMS // tiles * min(64, rows) >= 64 * _MLA_LEAST_SMS
-
-
-_MLA_SMS, _MLA_LEAST_SMS = 132, 6
-
-
 def _mla(how: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> ConfigRow:
     """For problems that all of `when` accept. Programs that wait for each other are at work at
     once: a device has a unit for each line of tiles (core/sizes.py)."""
     config = MlaConfig(64, 128, programs=1, least_tiles=2, **how)
-    measured = _LEAST_SPILLS if _small_pages in when else _H200_LATEST
-    units = _MLA_SMS // _MLA_LEAST_SMS if config.merge else 0
+    measured = _LEAST_SPILLS if small_pages in when else _H200_LATEST
+    units = MLA_SMS // MLA_LEAST_SMS if config.merge else 0
 
     def fits(problem: AttentionProblem) -> bool:
         return all(accepts(problem) for accepts in when)
@@ -473,45 +346,45 @@ _THREE: dict[str, Any] = {"programs": 3, "registers": 168}
 _FOUR: dict[str, Any] = {"conversion": 2, "programs": 4}
 
 ROWS: list[ConfigRow] = [
-    _hopper(128, (128, 64, 4, 3), _any_pressure, _LEAST_SPILLS, **_D128),
-    _hopper(256, (128, 32, 4, 2), _any_pressure, _LEAST_SPILLS, **_D256),
-    _hopper(64, (64, 128, 4, 4), _packs_in_one, _LEAST_SPILLS, **_ONE),
-    _hopper(128, (64, 128, 4, 2), _packs_in_one, _LEAST_SPILLS, **_ONE),
-    _hopper(256, (64, 64, 4, 2), _packs_in_one, _LEAST_SPILLS, **_ONE),
-    _hopper(64, (128, 128, 4, 4), _packs, _LEAST_SPILLS, **_TWO),
-    _hopper(128, (128, 128, 4, 2), _packs, _LEAST_SPILLS, **_TWO),
-    _hopper(256, (128, 64, 4, 2), _packs, _LEAST_SPILLS, **_TWO, out_in_q=True),
-    _hopper(64, (64, 128, 4, 4), _few_rows, _LEAST_SPILLS),
-    _hopper(128, (64, 128, 4, 2), _few_rows, _LEAST_SPILLS),
-    _hopper(256, (64, 64, 4, 2), _few_rows, _LEAST_SPILLS),
-    _hopper(64, (64, 128, 4, 4), _small_grid, _LEAST_SPILLS),
-    _hopper(128, (64, 128, 4, 2), _small_grid, _LEAST_SPILLS),
-    _hopper(256, (64, 64, 4, 2), _small_grid, _LEAST_SPILLS),
-    _hopper(64, (128, 128, 4, 4), _two_tiles_of_rows, _LEAST_SPILLS, **_D128),
-    _hopper(64, (256, 64, 4, 6), _slopes, **_D64_PINGPONG),
+    _hopper(128, (128, 64, 4, 3), any_pressure, _LEAST_SPILLS, **_D128),
+    _hopper(256, (128, 32, 4, 2), any_pressure, _LEAST_SPILLS, **_D256),
+    _hopper(64, (64, 128, 4, 4), packs_in_one, _LEAST_SPILLS, **_ONE),
+    _hopper(128, (64, 128, 4, 2), packs_in_one, _LEAST_SPILLS, **_ONE),
+    _hopper(256, (64, 64, 4, 2), packs_in_one, _LEAST_SPILLS, **_ONE),
+    _hopper(64, (128, 128, 4, 4), packs, _LEAST_SPILLS, **_TWO),
+    _hopper(128, (128, 128, 4, 2), packs, _LEAST_SPILLS, **_TWO),
+    _hopper(256, (128, 64, 4, 2), packs, _LEAST_SPILLS, **_TWO, out_in_q=True),
+    _hopper(64, (64, 128, 4, 4), few_rows, _LEAST_SPILLS),
+    _hopper(128, (64, 128, 4, 2), few_rows, _LEAST_SPILLS),
+    _hopper(256, (64, 64, 4, 2), few_rows, _LEAST_SPILLS),
+    _hopper(64, (64, 128, 4, 4), small_grid, _LEAST_SPILLS),
+    _hopper(128, (64, 128, 4, 2), small_grid, _LEAST_SPILLS),
+    _hopper(256, (64, 64, 4, 2), small_grid, _LEAST_SPILLS),
+    _hopper(64, (128, 128, 4, 4), two_tiles_of_rows, _LEAST_SPILLS, **_D128),
+    _hopper(64, (256, 64, 4, 6), slopes, **_D64_PINGPONG),
     # Keys and values in shared stages: windows and packed causal calls - 1.2 % of the cycles,
     # causal ones 0, those without a mask + 2.5 % (H200, 2026-11-22).
-    _hopper(64, (256, 64, 4, 6), _uneven_masks, **_D64_FOUR, kv_share_stages=True),
+    _hopper(64, (256, 64, 4, 6), uneven_masks, **_D64_FOUR, kv_share_stages=True),
     _hopper(64, (256, 64, 4, 6), **_D64_FOUR),
-    _hopper(128, (192, 64, 4, 5), _uneven, **_D128_UNEVEN),
+    _hopper(128, (192, 64, 4, 5), uneven, **_D128_UNEVEN),
     _hopper(128, (128, 128, 4, 3), **_D128_SPECULATIVE),
-    _hopper(192, (128, 128, 4, 2), _narrow_values, **_D192),
-    _hopper(192, (128, 64, 4, 3), _no_pages, **_D192, v_stages=2),
+    _hopper(192, (128, 128, 4, 2), narrow_values, **_D192),
+    _hopper(192, (128, 64, 4, 3), no_pages, **_D192, v_stages=2),
     _hopper(256, (128, 64, 4, 2), **_D256),
     _hopper_fp8(64, (192, 128, 4, 4), **_FP8_D64),
-    _hopper_fp8(128, (128, 128, 4, 4), _masked, **_FP8_D128_MASKED),
+    _hopper_fp8(128, (128, 128, 4, 4), masked, **_FP8_D128_MASKED),
     _hopper_fp8(128, (128, 128, 4, 4), **_FP8_D128),
     _hopper_fp8(256, (128, 64, 4, 2), consumer_regs=240),
     # In one order a tile may wait for those of lower number, which must have begun: they are drawn.
-    _hopper_backward(64, (64, 128, 4, 2), _holds_more_in_order, _FITS, draws=True),
-    _hopper_backward(64, (128, 128, 4, 2), _in_order, _FITS, draws=True, splits=0),
-    _hopper_backward(128, (64, 128, 4, 2), _in_order, _FITS, draws=True, splits=0),
-    _hopper_backward(64, (64, 128, 4, 2), _holds_more, _FITS, **_DRAWN),
+    _hopper_backward(64, (64, 128, 4, 2), holds_more_in_order, _FITS, draws=True),
+    _hopper_backward(64, (128, 128, 4, 2), in_order, _FITS, draws=True, splits=0),
+    _hopper_backward(128, (64, 128, 4, 2), in_order, _FITS, draws=True, splits=0),
+    _hopper_backward(64, (64, 128, 4, 2), holds_more, _FITS, **_DRAWN),
     _hopper_backward(64, (128, 128, 4, 2), **_DRAWN),
     _hopper_backward(128, (64, 128, 4, 2), **_DRAWN),
-    _hopper_backward(256, (64, 128, 4, 2), _narrow_values, **_NO_DQ_GROUP),
+    _hopper_backward(256, (64, 128, 4, 2), has_room_for_dq, _H200_LATEST, **_NO_DQ_GROUP),
     _hopper_backward(256, (64, 64, 4, 2), **_NO_DQ_GROUP),
-    _cdna(64, (256, 128, 8, 1), _eight_bit),
+    _cdna(64, (256, 128, 8, 1), eight_bit),
     _cdna(128, (256, 64, 8, 1)),
     # Page numbers are loaded two stages ahead of keys: as many again. 64 rows are a WGMMA's, which
     # takes its keys from shared memory: fewer stages, for two programs of an SM.
@@ -519,7 +392,7 @@ ROWS: list[ConfigRow] = [
     # whose rows are keys: half as many products and exponentials. e4m3 with a scale a row takes
     # 281 us in place of 290 (64 x 8192), int4 216 and 234, others the same (H200, 2026-11-25).
     *(
-        _decode(("sm_90",), 128, 8, (64, 2, stages), 8, paged, _scaled_by_row, **_FOUR)
+        _decode(("sm_90",), 128, 8, (64, 2, stages), 8, paged, scaled_by_row, **_FOUR)
         for stages, paged in ((5, True), (3, False))
     ),
     # Of 4 bits more warps, of fewer registers.
@@ -582,12 +455,12 @@ ROWS: list[ConfigRow] = [
     *(
         _mla({**beside, **how}, *small, *when)
         for small, beside in (
-            ((_small_pages,), {"consumer_regs": 232, "producer_regs": 40}),
+            ((small_pages,), {"consumer_regs": 232, "producer_regs": 40}),
             ((), {}),
         )
         for when, how in (
-            ((_merge_outlasts_waiting,), {"merge": 1}),
-            ((_several_tiles_of_rows,), {"ahead": 1, "in_order": 1}),
+            ((merge_outlasts_waiting,), {"merge": 1}),
+            ((several_tiles_of_rows,), {"ahead": 1, "in_order": 1}),
             ((), {}),
         )
     ),
