@@ -407,10 +407,11 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         (
             {"head_dim": 192, "head_dim_v": 128},
             """hopper.backward_prologue (256, 1, 1) q_blocks=16
-        hopper.backward (128, 1, 1) tiles=128 key_blocks=16 l2_heads=8 l2_groups=0 splits=1
-        hopper.backward_epilogue (256, 1, 1) q_blocks=16
+        hopper.backward (128, 1, 1) tiles=64 key_blocks=8 l2_heads=8 l2_groups=0 splits=2
+        hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
         delta (2, 8, 1000) float32
-        dq_accum (8, 2048, 256) float32""",
+        dq_accum (8, 2048, 192) float32
+        partials (2, 4, 2048, 320) float32""",
         ),
         (
             {"head_dim": 64, "softcap": 3.0},
