@@ -11,6 +11,7 @@ from heedful.inspector.nvidia import disassemble, opcode, parse_sass
 from heedful.launch import compiler
 from heedful.launch.prebuild import compiling
 from heedful.launch.programs import program
+from heedful.launch.spec import TensorMap
 
 DEVICE = by_name("H200")
 MAIN = ("backward", "backward_wide", "backward_pair")
@@ -95,7 +96,9 @@ def test_products_are_under_way_together_and_tensors_are_not_spilled(head_dim, t
 
 def test_no_products_are_made_of_the_quarter_of_zeros_of_96_columns():
     call = main_call(head_dim=96)
-    assert call.arguments["io.q"].block[-1] == 128
+    q = call.arguments["io.q"]
+    assert isinstance(q, TensorMap)
+    assert q.block[-1] == 128
     made = compiler.artifact(call, DEVICE.arch)
     loops = step_loops(call, made)
     assert len(loops) == 2
@@ -106,8 +109,9 @@ def test_no_products_are_made_of_the_quarter_of_zeros_of_96_columns():
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_pair_of_consumers_has_registers_for_both_gradients_and_dq(causal, packed):
-    facts = {"total_q": 8192, "total_k": 8192} if packed else {}
-    call = main_call(head_dim=192, head_dim_v=128, causal=causal, **facts)
+    tokens = 8192 if packed else None
+    facts = {"causal": causal, "total_q": tokens, "total_k": tokens}
+    call = main_call(head_dim=192, head_dim_v=128, **facts)
     assert call.kernel.function == "backward_pair"
     made = compiler.artifact(call, DEVICE.arch)
     assert made.shared_bytes <= DEVICE.shared_bytes

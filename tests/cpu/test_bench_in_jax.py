@@ -63,7 +63,14 @@ def test_jax_leaves_memory_to_torch_unless_it_is_told_otherwise(monkeypatch):
             monkeypatch.setenv(name, given)
         importlib.reload(in_jax)
         assert os.environ[name] == want
-    assert (in_jax.CALLS, in_jax.ROUNDS, in_jax.HOST_SETS) == (6, 6, 256)
+    assert (in_jax.MOST_CALLS, in_jax.ROUNDS, in_jax.HOST_SETS) == (6, 12, 256)
+
+
+@pytest.mark.parametrize("us, calls", [(30_000.0, 1), (15_000.0, 1), (4_500.0, 4), (10.0, 6)])
+def test_a_turn_of_long_calls_has_few(us, calls, monkeypatch):
+    slower = iter((3 * us, us, 2 * us))
+    monkeypatch.setattr(in_jax, "microseconds", lambda run, count: next(slower))
+    assert in_jax.calls_a_turn(SMALL[0], CPU) == calls
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -224,6 +231,7 @@ def test_each_way_is_behind_each_other_and_those_that_fail_say_why(monkeypatch):
         return torch.tensor(float(seed))
 
     monkeypatch.setattr(in_jax, "draw", drawn)
+    monkeypatch.setattr(in_jax, "calls_a_turn", lambda which, device: 6)
     monkeypatch.setattr(in_jax, "Checker", Looked)
     monkeypatch.setattr(in_jax, "in_torch", lambda _, sets: way("PyTorch", sets))
     ours = {"name": "JAX"}
@@ -252,7 +260,7 @@ def test_each_way_is_behind_each_other_and_those_that_fail_say_why(monkeypatch):
         log.clear()
         found = in_jax.measure(case, GPU, name)
         assert found.missing == {name: reason}
-        assert {own: len(times) for own, times in found.times.items()} == {"PyTorch": 6, "JAX": 6}
+        assert {own: len(times) for own, times in found.times.items()} == {"PyTorch": 12, "JAX": 12}
     ours["name"] = "wrong"
     monkeypatch.setattr(in_jax, "in_torch", lambda _, sets: way("silent", sets))
     found = in_jax.measure(case, GPU, "raises")

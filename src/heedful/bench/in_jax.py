@@ -35,6 +35,7 @@ from heedful.bench.timing import ROUND_SECONDS, Spread, ratios
 
 MOST_CALLS = 6
 ROUNDS = 12  # twice as many as three ways have orders
+HOST_ROUNDS = 6
 HOST_SETS = 256
 Run = Callable[[], Any]
 
@@ -197,7 +198,7 @@ def measure(case: Case, device: torch.device, own: str, rounds: int = ROUNDS) ->
     return Measured(times, launches, missing)
 
 
-def dispatch(device: torch.device, own: str, rounds: int = ROUNDS, sets: int = HOST_SETS):
+def dispatch(device: torch.device, own: str, rounds: int = HOST_ROUNDS, sets: int = HOST_SETS):
     """Microseconds of the host by (way, with gradients): what a jitted call takes to return."""
     case = next(case for case in cases("overhead") if case.direction == "forward")
     drawn = [tuple(map(jax.dlpack.from_dlpack, draw(case, device, seed))) for seed in range(sets)]
