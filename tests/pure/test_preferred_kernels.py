@@ -7,6 +7,7 @@ import pytest
 
 from heedful.core.capability import ROWS, row
 from heedful.core.device import by_name
+from heedful.core.mask import MaskSpec
 from heedful.core.plan import explain, plan
 from heedful.core.problem import AttentionProblem
 
@@ -26,6 +27,15 @@ dense = AttentionProblem.dense
         ({"batch": 67}, "hopper"),
         ({"batch": 67, "used_k": True}, "decode"),
         ({"batch": 67, "head_dim": 320, "head_dim_v": 256, "v_in_k": True}, "decode"),
+        # Few sequences of one length.
+        ({"batch": 4, "seqlen_k": 8192}, "hopper"),
+        ({"batch": 4, "seqlen_k": 8191}, "decode"),
+        ({"batch": 5, "seqlen_k": 8192}, "decode"),
+        ({"batch": 4, "seqlen_k": 8192, "used_k": True}, "decode"),
+        ({"batch": 4, "seqlen_k": 8192, "head_dim": 64}, "decode"),
+        ({"batch": 4, "seqlen_k": 8192, "seqlen_q": 2}, "decode"),
+        ({"batch": 4, "seqlen_k": 8192, "mask": MaskSpec.of(True, (4095, 0))}, "decode"),
+        ({"batch": 4, "seqlen_k": 8192, "kv_dtype": "int8", "kv_group": 128}, "decode"),
     ],
 )
 def test_few_queries_are_decoded_unless_the_hopper_forward_is_as_fast(facts, backend):

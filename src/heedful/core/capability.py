@@ -10,6 +10,7 @@ from typing import Any
 
 from heedful.core.device import DeviceSpec
 from heedful.core.mixed import sequences_of_both_kinds, some_are_short
+from heedful.core.preferences import few_latent_keys, many_rows, reads_as_fast
 from heedful.core.problem import (
     FEATURES,
     ITEM_BITS,
@@ -18,8 +19,7 @@ from heedful.core.problem import (
     NEAR_BYTES,
     AttentionProblem,
 )
-from heedful.core.symbols import opaque
-from heedful.core.tiles import DECODE_ROWS
+from heedful.core.tiles import DECODE_ROWS, WIDE_DIM
 
 LEVELS = {
     "run": "measured on that hardware",
@@ -270,10 +270,9 @@ def _many_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return f"seqlen_k {problem.seqlen_k}: takes 384 and more" if short else None
 
 
-# Of the decode kernel: above which head dim a head is wide; how many columns its keys may have past
-# its values; and how many tiles of rows it may have, since no other kernel reads keys once that are
-# values too.
-WIDE_DIM, WIDE_REST, WIDE_TILES = 256, 64, 32
+# Of the decode kernel's wide heads: how many columns keys may have past their values, and how many
+# tiles of rows, since no other kernel reads keys once that are values too.
+WIDE_REST, WIDE_TILES = 64, 32
 
 
 def _few_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
@@ -313,61 +312,6 @@ def _values_in_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None
     if not problem.v_in_k:
         return "takes a V that is a view of K"
     return None
-
-
-# Rows of a KV head up to which, and keys below which, the decode kernel is as fast: its tiles have
-# 16 rows and not 64, and a step of the MLA kernel is 128 keys.
-FEW_LATENT_ROWS, FEW_LATENT_KEYS = 16, 8192
-
-
-def _few_latent_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """16 heads over 64 x 1024 keys take 43.6 us and not 41.4, over 1 x 8192 they take 32.6 and not
-    49.6 (H200, 2026-11-23); between the two nothing was timed."""
-    if problem.seqlen_q * problem.group > FEW_LATENT_ROWS:
-        return None
-    if _are_few_keys(problem.seqlen_k):
-        return (
-            f"decode is preferred for {FEW_LATENT_ROWS} rows over less than {FEW_LATENT_KEYS} keys"
-        )
-    return None
-
-
-@opaque
-def _are_few_keys(keys: int) -> bool:
-    return keys < FEW_LATENT_KEYS
-
-
-def _is_for_hopper(problem: AttentionProblem, device: DeviceSpec) -> bool:
-    """Whether the Hopper forward would take what the decode kernel leaves."""
-    if device.arch != "sm_90" or ITEM_BITS[problem.dtype] == 8:
-        return False
-    wide = max(problem.head_dim, problem.head_dim_v) > WIDE_DIM
-    return not (wide or problem.quantized_kv or problem.tree_mask or problem.page_size % 16)
-
-
-def _many_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """Decode's products are those of one warp. Of more than 32 rows of a KV head it was not timed
-    beside the Hopper forward, whose products are a warpgroup's."""
-    rows = problem.seqlen_q * problem.group
-    if rows > 32 and _is_for_hopper(problem, device):
-        return f"hopper is preferred for {rows} query rows of a KV head: more than 32"
-    return None
-
-
-def _fills_by_whole_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """Of 16-bit keys of one length, of which each KV head of a sequence is enough for a place of
-    the device, the Hopper forward reads 64 x 8192 as fast, 16 x 16384 for 32 rows in 253 us and
-    not 269 (H200, 2026-11-23). Where it would split them, or lengths differ, decode is faster."""
-    if not _is_for_hopper(problem, device) or problem.ragged_k or problem.varlen_q:
-        return None
-    if _are_enough(problem.batch * problem.heads_k, device.units):
-        return "hopper is preferred for as many KV heads of one length as fill the device"
-    return None
-
-
-@opaque
-def _are_enough(heads: int, units: int) -> bool:
-    return 2 * heads > units
 
 
 def _sdpa_mask(problem: AttentionProblem, device: DeviceSpec) -> str | None:
@@ -435,7 +379,7 @@ ROWS: tuple[KernelRow, ...] = (
         least=(("triton", (3, 9)),),
         gates=(_values_in_keys, _some_tokens, _positive_scale, _out_as_in, _whole_pages)
         + (_few_rows,),
-        unasked=(_few_latent_keys,),
+        unasked=(few_latent_keys,),
         configs=("mla.forward",),
         program="heedful.launch.bind.mla",
     ),
@@ -450,7 +394,7 @@ ROWS: tuple[KernelRow, ...] = (
         dim_multiple=8,
         least=(("triton", (3, 6)),),
         gates=(_few_rows, _wide_heads, _float_out, _scales_of_groups, _fp8_conversion),
-        unasked=(_many_rows, _fills_by_whole_heads),
+        unasked=(many_rows, reads_as_fast),
         configs=("decode.forward",),
         program="heedful.launch.bind.decode",
     ),

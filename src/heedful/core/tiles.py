@@ -56,6 +56,7 @@ class PortableConfig(TileConfig):
 
 # Query rows of a KV head in a decode's tile, and of most of its calls.
 DECODE_ROWS = 64
+WIDE_DIM = 256  # head dim above which the decode kernel takes a head for wide
 MERGE_ROWS = 8  # of a decode's tile, whose parts are merged at once (decode_merge.py)
 
 
