@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from heedful.kernels.hopper import backward_dq as dq_file
 from heedful.kernels.hopper.pipeline import stage_of
 from heedful.kernels.hopper.tile_scheduler import TileScheduler
+from support.backward_pair_roles import PairDevice
 from support.backward_roles import (
     BLOCK_N,
     CONSUMERS,
@@ -359,3 +360,63 @@ def test_a_counter_that_passes_over_the_first_programs_is_noticed():
         device.check()
     with pytest.raises(Deadlock):
         Late(sizes, 3, True, True, 0).run()
+
+
+class PairChecked(PairDevice, Checked):
+    """Consumers that make dQ."""
+
+
+PAIR_STEPS = {
+    ("backward_producer", "wait"): ("v_empty", "q.empty"),
+    ("backward_producer", "arrive"): ("tile.full",),
+    ("pair_consumer", "wait"): ("k_full", "v_full", "q.full", "do.full", "ds_full", "stores")
+    + ("tile.full",),
+    ("pair_consumer", "arrive"): ("k_empty", "v_empty", "q.empty", "do.empty", "ds_full")
+    + ("tile.empty",),
+}
+# Keys are given back with values, for which the producer waits first; and of one stage of these
+# nobody is two work tiles behind.
+IMPLIED_OF_PAIR = {
+    ("backward_producer", "wait", what) for what in ("k_empty", "do.empty", "tile.empty")
+}
+EACH_OF_PAIR = [(*who, what) for who, every in PAIR_STEPS.items() for what in every]
+
+
+@pytest.mark.parametrize("sizes", DENSE + PACKED, ids=str)
+@pytest.mark.parametrize("programs, draws, splits", [(99, False, 1), (3, True, 1), (3, True, 3)])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_pair_makes_every_tile_once_and_nobody_waits_for_ever(
+    sizes, programs, draws, splits, seed
+):
+    device = PairChecked(sizes, min(programs, 14), draws, False, seed, splits=splits)
+    device.run()
+    device.check()
+
+
+@pytest.mark.parametrize("step", EACH_OF_PAIR, ids="-".join)
+def test_who_of_a_pair_does_not_wait_or_arrive_is_noticed(step):
+    assert_noticed(PairChecked, skips=frozenset({step}))
+
+
+def test_every_wait_and_arrival_of_a_pair_is_among_those_that_are_left_out_here():
+    taken = set()
+    for sizes, _, splits in PROBLEMS:
+        device = PairChecked(sizes, 2, True, False, 0, splits=splits)
+        device.run()
+        device.check()
+        taken |= device.taken
+    roles = {role for role, _ in PAIR_STEPS}
+    assert {step for step in taken if step[0] in roles} == set(EACH_OF_PAIR) | IMPLIED_OF_PAIR
+
+
+@pytest.mark.parametrize(
+    "bend",
+    [counted("k_empty", 1), counted("v_empty", 1), counted("ds_full", 4)],
+    ids=["keys-of-one-consumer", "values-of-one-consumer", "ds-of-one-consumer"],
+)
+def test_barriers_of_a_pair_that_count_otherwise_are_noticed(bend):
+    assert_noticed(PairChecked, bends=bend)
+
+
+def test_a_pair_that_sends_gradients_before_both_have_read_keys_is_noticed():
+    assert_noticed(PairChecked, meets=False)

@@ -16,6 +16,7 @@ from heedful.kernels.hopper import backward as kernel_file
 from heedful.kernels.hopper import backward_consumer as consumer_file
 from heedful.kernels.hopper import backward_dq as dq_file
 from heedful.kernels.hopper import backward_mainloop as mainloop_file
+from heedful.kernels.hopper import backward_pair as pair_file
 from heedful.kernels.hopper import backward_producer as producer_file
 from heedful.kernels.hopper import backward_tile as tile_file
 from heedful.kernels.hopper import sequences
@@ -34,6 +35,8 @@ PLACES = {
         mainloop_file.backward_mainloop,
         consumer_file.store_gradients,
         mainloop_file.store_ds,
+        pair_file.pair_consumer,
+        pair_file.pair_step,
     )
 }
 
@@ -154,6 +157,11 @@ class Sums:
     def reshape(self, shape):
         return self
 
+    def __add__(self, number):
+        """Of zeros, which become the number."""
+        assert not self.products
+        return number
+
     @property
     def made(self) -> tuple:
         """Its products, which must have been waited for."""
@@ -166,6 +174,7 @@ class Tensors(Numbers):
 
     dtype = SimpleNamespace(primitive_bitwidth=16)
     int32 = "int32"
+    float16 = None
     NVMMASharedLayout = SimpleNamespace(get_default_for=lambda shape, dtype: None)
     SwizzledSharedLayout = SliceLayout = DotOperandLayout = staticmethod(lambda *a, **named: None)
 
@@ -187,6 +196,10 @@ class Tensors(Numbers):
         return Sums(shape)
 
     @staticmethod
+    def exp2(x):
+        return x
+
+    @staticmethod
     def barrier():
         pass
 
@@ -198,6 +211,7 @@ def is_memory(operand) -> bool:
 @dataclass
 class Device:
     """programs: that are at work at once. draws, in_turns, splits: as the kernel's variants.
+    kernel: backward.backward, or another that has its parameters.
 
     skips: (function, step, of what) that are left out, such as ("backward_dq", "arrive",
     "k_empty"): of the calls that this function makes, and those that it calls. bends: changes a
@@ -211,6 +225,7 @@ class Device:
     seed: int
     splits: int = 1
     tile: Tile = Tile()
+    kernel: Any = kernel_file.backward
     skips: frozenset[tuple[str, str, str]] = frozenset()
     bends: Callable[[Any], None] = lambda shared: None
     instead: dict = field(default_factory=dict)
@@ -550,7 +565,7 @@ class Device:
         names = []
         for program in range(self.programs):
             before = len(self.made_roles)
-            self.host.turned(kernel_file.backward)(self.operands(), self.params)
+            self.host.turned(self.kernel)(self.operands(), self.params)
             added = self.made_roles[before:]
             names += [
                 f"{role.__name__} {i} of program {program}" for i, (role, _) in enumerate(added)
