@@ -36,6 +36,12 @@ dense = AttentionProblem.dense
         ({"batch": 4, "seqlen_k": 8192, "seqlen_q": 2}, "decode"),
         ({"batch": 4, "seqlen_k": 8192, "mask": MaskSpec.of(True, (4095, 0))}, "decode"),
         ({"batch": 4, "seqlen_k": 8192, "kv_dtype": "int8", "kv_group": 128}, "decode"),
+        # What the Hopper forward does not take is not left to it.
+        ({"seqlen_q": 33, "used_k": True, "scale": -0.1}, "decode"),
+        ({"batch": 67, "scale": -0.1}, "decode"),
+        ({"batch": 67, "out_dtype": "float32"}, "decode"),
+        ({"batch": 4, "seqlen_k": 8192, "scale": -0.1}, "decode"),
+        ({"batch": 4, "seqlen_k": 8192, "out_dtype": "float32"}, "decode"),
     ],
 )
 def test_few_queries_are_decoded_unless_the_hopper_forward_is_as_fast(facts, backend):

@@ -10,7 +10,7 @@ from typing import Any
 
 from heedful.core.device import DeviceSpec
 from heedful.core.mixed import sequences_of_both_kinds, some_are_short
-from heedful.core.preferences import few_latent_keys, many_rows, reads_as_fast
+from heedful.core.preferences import Preferred, few_latent_keys, keys_of_one_length, many_rows
 from heedful.core.problem import (
     FEATURES,
     ITEM_BITS,
@@ -63,8 +63,8 @@ class KernelRow:
     splits_batch: sequences of few queries run the decode kernel, and those of more the Hopper
         forward.
     gathers_pages: it takes keys in pages as dense copies, see torch/pages.py.
-    gates: further conditions, each a function that returns a reason or None. unasked: those that
-        count only where no kernel is asked for by name.
+    gates: further conditions, each a function that returns a reason or None. unasked: what it
+        leaves to others, see preferences.py.
     configs: the kernels with tuned tiles that it launches, in the table of core/configs.py.
     program: the module whose `forward` and `backward` make its Program; "" launches no kernels.
     module: the module whose `forward` and `backward` run on the host.
@@ -84,7 +84,7 @@ class KernelRow:
     splits_batch: bool = False
     gathers_pages: bool = False
     gates: tuple[Callable[[AttentionProblem, DeviceSpec], str | None], ...] = ()
-    unasked: tuple[Callable[[AttentionProblem, DeviceSpec], str | None], ...] = ()
+    unasked: tuple[Callable[[AttentionProblem, DeviceSpec], Preferred | None], ...] = ()
     configs: tuple[str, ...] = ()
     program: str = ""
     module: str = ""
@@ -394,7 +394,7 @@ ROWS: tuple[KernelRow, ...] = (
         dim_multiple=8,
         least=(("triton", (3, 6)),),
         gates=(_few_rows, _wide_heads, _float_out, _scales_of_groups, _fp8_conversion),
-        unasked=(many_rows, reads_as_fast),
+        unasked=(many_rows, keys_of_one_length),
         configs=("decode.forward",),
         program="heedful.launch.bind.decode",
     ),

@@ -3,6 +3,7 @@ share the sequences. Which of them has a sequence the device tells by its querie
 is worth having is decided here, by sizes alone."""
 
 from heedful.core.device import DeviceSpec
+from heedful.core.preferences import Preferred
 from heedful.core.problem import AttentionProblem
 from heedful.core.symbols import opaque
 from heedful.core.tiles import DECODE_ROWS, pow2
@@ -30,20 +31,22 @@ def sequences_of_both_kinds(problem: AttentionProblem, device: DeviceSpec) -> st
     return None
 
 
-def some_are_short(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+def some_are_short(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
     """Where no sequence is short, the pair loses a launch without work."""
     if problem.total_q is None or not short_queries(problem) or device.arch != "sm_90":
         return None
     if not (problem.page_size or problem.used_k):
-        return "hopper is preferred without a cache, where few queries have few keys"
+        return Preferred("hopper", "without a cache, where few queries have few keys")
     if _is_at_most(problem.seqlen_q, short_queries(problem)):
-        return "hopper is preferred where all sequences have few queries"
+        return Preferred("hopper", "where all sequences have few queries")
     tiles = problem.batch * problem.heads_q * -(-problem.seqlen_q // 128)
     if problem.num_splits == 0 and _leave_half(tiles, device.units):
-        return "hopper is preferred where tiles leave half of the device idle: it splits their keys"
+        return Preferred(
+            "hopper", "where tiles leave half of the device idle: it splits their keys"
+        )
     facts = problem.total_q, problem.batch, problem.seqlen_q, short_queries(problem)
     if not _has_short(*facts):
-        return "hopper is preferred where most sequences are about as long as the longest"
+        return Preferred("hopper", "where most sequences are about as long as the longest")
     return None
 
 

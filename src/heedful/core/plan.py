@@ -146,6 +146,20 @@ def _named(backend: str | None) -> tuple[str | None, dict[str, int]]:
     return name, options
 
 
+def _left_to_others(row: KernelRow, direction, problem, device, toolchain) -> list[str]:
+    """Why a row that is not asked for by name leaves a problem to rows of other backends that take
+    it."""
+    found = [other for wish in row.unasked if (other := wish(problem, device))]
+    return [
+        f"{other.backend} is preferred {other.why}"
+        for other in found
+        if any(
+            own.backend == other.backend and not own.why_not(problem, device, toolchain)
+            for own in _rows(direction, problem.dtype)
+        )
+    ]
+
+
 def _choose(direction, problem, device, toolchain, backend) -> tuple[KernelRow, tuple]:
     """The first row that can, and the rejections on the way."""
     chosen, rejected, named = None, [], []
@@ -153,7 +167,7 @@ def _choose(direction, problem, device, toolchain, backend) -> tuple[KernelRow, 
         # Asked first: most problems are another kernel's, and need no look at the rest.
         reasons = []
         if backend is None:
-            reasons = [r for gate in row.unasked if (r := gate(problem, device))]
+            reasons = _left_to_others(row, direction, problem, device, toolchain)
         reasons = reasons or row.why_not(problem, device, toolchain)
         if row.backend == backend:
             named += reasons
