@@ -21,7 +21,7 @@ def part_count(columns):
 @gluon.constexpr_function
 def part_columns(columns, part):
     """Columns of a part: a power of two."""
-    if columns & (columns - 1) == 0:
+    if part_count(columns) == 1:
         return columns
     return columns // 3 if part else columns // 3 * 2
 
@@ -32,9 +32,7 @@ def share_columns(columns, block_m, share):
     columns of 64 queries, of 128 halves of the rows."""
     if block_m > 64:
         return columns
-    if columns & (columns - 1) == 0:
-        return columns // 2
-    return columns // 3 if share else columns // 3 * 2
+    return columns // 2 if part_count(columns) == 1 else part_columns(columns, share)
 
 
 @gluon.jit

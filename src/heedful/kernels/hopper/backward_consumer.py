@@ -106,6 +106,25 @@ def store_partial(
 
 
 @gluon.jit
+def store_gradient(
+    desc,
+    memory,
+    x_NC,
+    BEFORE: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    params,
+    tile,
+    BOX: gl.constexpr,
+):
+    """Writes one gradient of 64 keys, the tile's first or second, or what one split of the visits
+    adds to it."""
+    if params.order.partials is None:
+        store_rows(desc, memory, x_NC, COLUMNS, params, tile, BOX)
+    else:
+        store_partial(x_NC, BEFORE, COLUMNS, params, tile, BOX)
+
+
+@gluon.jit
 def finish(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
     """Writes dV and dK, or what one split of the visits adds to them."""
     E: gl.constexpr = params.tile.E

@@ -13,8 +13,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -29,6 +27,7 @@ from heedful.kernels.hopper.backward_columns import (
     scaled,
     wait_for_gradients,
 )
+from heedful.kernels.hopper.backward_consumer import store_gradient
 from heedful.kernels.hopper.backward_mainloop import keys_of
 from heedful.kernels.hopper.backward_mask import hide_queries
 from heedful.kernels.hopper.backward_p_scale import p_descale
@@ -36,7 +35,13 @@ from heedful.kernels.hopper.backward_producer import backward_producer
 from heedful.kernels.hopper.backward_scores import (
     kept_probabilities,
 )
-from heedful.kernels.hopper.backward_shared import CONSUMERS
+from heedful.kernels.hopper.backward_shared import (
+    CONSUMERS,
+    allocate_queries,
+    release_keys,
+    sync_consumers,
+    wait_for_keys,
+)
 from heedful.kernels.hopper.backward_sums import add_registers
 from heedful.kernels.hopper.backward_tile import (
     key_tile,
@@ -46,7 +51,6 @@ from heedful.kernels.hopper.backward_tile import (
     visit_range,
     work_scheduler,
 )
-from heedful.kernels.hopper.backward_wide import store_wide, sync_consumers
 from heedful.kernels.hopper.barrier import barriers
 from heedful.kernels.hopper.compat import aggregate, inline_asm
 from heedful.kernels.hopper.mma import ROWS, scores_layout
@@ -80,11 +84,8 @@ class PairShared:
     def allocate(io, params):
         BLOCK_M: gl.constexpr = params.tile.BLOCK_M
         STAGES: gl.constexpr = params.tile.DS_STAGES
-        q = Pipeline.allocate(io.q, params.tile.Q_STAGES, CONSUMERS)
-        do = Pipeline.allocate(io.dout, params.tile.DO_STAGES, CONSUMERS)
+        q, do, lse, delta = allocate_queries(io, params)
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        lse = gl.allocate_shared_memory(gl.float32, [params.tile.Q_STAGES, BLOCK_M], plain)
-        delta = gl.allocate_shared_memory(gl.float32, [params.tile.DO_STAGES, BLOCK_M], plain)
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], io.q.dtype)
         ds = gl.allocate_shared_memory(io.q.dtype, [CONSUMERS * STAGES, ROWS, BLOCK_M], layout)
         return PairShared(
@@ -233,10 +234,7 @@ def pair_consumer(
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
         first, end = visit_range(params, tile, blocks)
-        # Gradients leave through the memory of keys and values, so that these are waited for even
-        # where nothing is made of them.
-        barrier.wait(shared.k_full.index(0), kv_phase)
-        barrier.wait(shared.v_full.index(0), kv_phase)
+        wait_for_keys(shared, kv_phase)
         kv_phase ^= 1
         visits = gl.maximum(end - first, 0)
         dk, dv, visit = pair_mainloop(io, shared, visit, params, tile, visits, CONSUMER)
@@ -245,13 +243,10 @@ def pair_consumer(
         # The other has read all keys.
         sync_consumers()
         memory = shared.v.index(CONSUMER)
-        store_wide(io.dv, memory, dv, 0, params.tile.E, params, tile, CONSUMER)
+        store_gradient(io.dv, memory, dv, 0, params.tile.E, params, tile, CONSUMER)
         memory = shared.k.index(CONSUMER)
-        store_wide(io.dk, memory, dk, params.tile.E, params.tile.D, params, tile, CONSUMER)
-        tma.store_wait(0)
-        sync_consumers()
-        mbarrier.arrive(shared.k_empty.index(0), count=1)
-        mbarrier.arrive(shared.v_empty.index(0), count=1)
+        store_gradient(io.dk, memory, dk, params.tile.E, params.tile.D, params, tile, CONSUMER)
+        release_keys(shared)
         scheduler_state = scheduler_state.next()
         index = next_index(scheduler, index, scheduler_state)
 

@@ -2,12 +2,13 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.backward_columns import share_columns
 from heedful.kernels.hopper.backward_sums import allocate_dq
 from heedful.kernels.hopper.barrier import barriers
-from heedful.kernels.hopper.compat import aggregate
+from heedful.kernels.hopper.compat import aggregate, inline_asm
 from heedful.kernels.hopper.mma import ROWS
 from heedful.kernels.hopper.pipeline import Pipeline, allocate_boxes
 
@@ -21,6 +22,41 @@ def adders(params):
     """Warps that add dQ to global memory, visits in turn: two where they wait for turns, which
     takes longer than a visit."""
     return 1 if params.order.turns is None else 2
+
+
+@gluon.jit
+def allocate_queries(io, params):
+    """Rings of query tiles and of their cotangents, and memory for lse and delta beside them."""
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    q = Pipeline.allocate(io.q, params.tile.Q_STAGES, CONSUMERS)
+    do = Pipeline.allocate(io.dout, params.tile.DO_STAGES, CONSUMERS)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse = gl.allocate_shared_memory(gl.float32, [params.tile.Q_STAGES, BLOCK_M], plain)
+    delta = gl.allocate_shared_memory(gl.float32, [params.tile.DO_STAGES, BLOCK_M], plain)
+    return q, do, lse, delta
+
+
+@gluon.jit
+def sync_consumers():
+    """Waits for the other consumer."""
+    inline_asm("bar.sync 8, 256;", "~{memory}", [])
+
+
+@gluon.jit
+def wait_for_keys(shared, phase):
+    """Waits for a work tile's keys and values where gradients leave through their memory, even of
+    tiles that no query sees."""
+    barrier.wait(shared.k_full.index(0), phase)
+    barrier.wait(shared.v_full.index(0), phase)
+
+
+@gluon.jit
+def release_keys(shared):
+    """Gives the memory of keys and values back once gradients of both consumers have left it."""
+    tma.store_wait(0)
+    sync_consumers()
+    mbarrier.arrive(shared.k_empty.index(0), count=1)
+    mbarrier.arrive(shared.v_empty.index(0), count=1)
 
 
 @gluon.jit
@@ -61,11 +97,7 @@ class BackwardShared:
         K_STAGES: gl.constexpr = params.tile.K_STAGES
         # The first share is the largest.
         SHARE: gl.constexpr = ROWS * share_columns(params.tile.D, BLOCK_M, 0)
-        q = Pipeline.allocate(io.q, params.tile.Q_STAGES, CONSUMERS)
-        do = Pipeline.allocate(io.dout, params.tile.DO_STAGES, CONSUMERS)
-        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        lse = gl.allocate_shared_memory(gl.float32, [params.tile.Q_STAGES, BLOCK_M], plain)
-        delta = gl.allocate_shared_memory(gl.float32, [params.tile.DO_STAGES, BLOCK_M], plain)
+        q, do, lse, delta = allocate_queries(io, params)
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], io.q.dtype)
         ds = gl.allocate_shared_memory(
             io.q.dtype, [CONSUMERS * params.tile.DS_STAGES, ROWS, BLOCK_M], layout

@@ -11,8 +11,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -27,12 +25,18 @@ from heedful.kernels.hopper.backward_columns import (
     scaled,
     wait_for_gradients,
 )
-from heedful.kernels.hopper.backward_consumer import store_partial, store_rows
+from heedful.kernels.hopper.backward_consumer import store_gradient
 from heedful.kernels.hopper.backward_mainloop import keys_of
 from heedful.kernels.hopper.backward_p_scale import p_descale
 from heedful.kernels.hopper.backward_producer import backward_producer
 from heedful.kernels.hopper.backward_scores import kept_probabilities, queued_probabilities
-from heedful.kernels.hopper.backward_shared import CONSUMERS
+from heedful.kernels.hopper.backward_shared import (
+    CONSUMERS,
+    allocate_queries,
+    release_keys,
+    sync_consumers,
+    wait_for_keys,
+)
 from heedful.kernels.hopper.backward_sums import add_registers
 from heedful.kernels.hopper.backward_tile import (
     key_tile,
@@ -44,7 +48,7 @@ from heedful.kernels.hopper.backward_tile import (
     work_scheduler,
 )
 from heedful.kernels.hopper.barrier import barriers
-from heedful.kernels.hopper.compat import aggregate, inline_asm
+from heedful.kernels.hopper.compat import aggregate
 from heedful.kernels.hopper.mma import ROWS, scores_layout
 from heedful.kernels.hopper.pairs import from_pairs
 from heedful.kernels.hopper.pipeline import Pipeline, PipelineState, allocate_boxes, stage_of
@@ -76,11 +80,7 @@ class WideShared:
     @gluon.jit
     def allocate(io, params):
         BLOCK_M: gl.constexpr = params.tile.BLOCK_M
-        q = Pipeline.allocate(io.q, params.tile.Q_STAGES, CONSUMERS)
-        do = Pipeline.allocate(io.dout, params.tile.DO_STAGES, CONSUMERS)
-        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        lse = gl.allocate_shared_memory(gl.float32, [params.tile.Q_STAGES, BLOCK_M], plain)
-        delta = gl.allocate_shared_memory(gl.float32, [params.tile.DO_STAGES, BLOCK_M], plain)
+        q, do, lse, delta = allocate_queries(io, params)
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], io.q.dtype)
         return WideShared(
             allocate_boxes(io.k, 1),
@@ -98,12 +98,6 @@ class WideShared:
             barriers(CROSSING_STAGES, 4),
             barriers(CROSSING_STAGES, 4),
         )
-
-
-@gluon.jit
-def sync_consumers():
-    """Waits for the other consumer."""
-    inline_asm("bar.sync 8, 256;", "~{memory}", [])
 
 
 @gluon.jit
@@ -223,25 +217,6 @@ def crossed_gradients(p_NM, dp_NM, delta_M, params, dtype: gl.constexpr):
 
 
 @gluon.jit
-def store_wide(
-    desc,
-    memory,
-    x_NC,
-    BEFORE: gl.constexpr,
-    COLUMNS: gl.constexpr,
-    params,
-    tile,
-    BOX: gl.constexpr,
-):
-    """Writes one gradient of 64 keys, the tile's first or second, or what one split of the visits
-    adds to it."""
-    if params.order.partials is None:
-        store_rows(desc, memory, x_NC, COLUMNS, params, tile, BOX)
-    else:
-        store_partial(x_NC, BEFORE, COLUMNS, params, tile, BOX)
-
-
-@gluon.jit
 def wide_consumer(
     io: HopperBackwardIO,
     shared,
@@ -258,10 +233,7 @@ def wide_consumer(
         tile = key_tile(params, index)
         blocks = m_block_range(params, tile)
         first, end = visit_range(params, tile, blocks)
-        # Gradients leave through the memory of keys and values, so that these are waited for even
-        # where nothing is made of them.
-        barrier.wait(shared.k_full.index(0), kv_phase)
-        barrier.wait(shared.v_full.index(0), kv_phase)
+        wait_for_keys(shared, kv_phase)
         kv_phase ^= 1
         if CONSUMER == 0:
             dv, visit = value_gradients(io, shared, visit, blocks, params, tile, first, end)
@@ -270,17 +242,14 @@ def wide_consumer(
                 dv = scaled(dv, params.dropout.inverse_keep)
             # The other has read all values, and all keys.
             sync_consumers()
-            store_wide(io.dv, shared.v.index(0), dv, 0, params.tile.E, params, tile, 0)
+            store_gradient(io.dv, shared.v.index(0), dv, 0, params.tile.E, params, tile, 0)
         else:
             dk, visit = key_gradients(io, shared, visit, blocks, params, tile, first, end)
             dk = scaled(dk, params.sizes.scale * p_descale(io.q.dtype))
             sync_consumers()
             before: gl.constexpr = params.tile.E
-            store_wide(io.dk, shared.k.index(0), dk, before, params.tile.D, params, tile, 0)
-        tma.store_wait(0)
-        sync_consumers()
-        mbarrier.arrive(shared.k_empty.index(0), count=1)
-        mbarrier.arrive(shared.v_empty.index(0), count=1)
+            store_gradient(io.dk, shared.k.index(0), dk, before, params.tile.D, params, tile, 0)
+        release_keys(shared)
         scheduler_state = scheduler_state.next()
         index = next_index(scheduler, index, scheduler_state)
 

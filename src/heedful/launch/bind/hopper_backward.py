@@ -53,14 +53,15 @@ def _config(plan: Plan) -> HopperBackwardConfig:
     return config
 
 
-def _rows_call(name: str, launch_sizes: Sizes, **parameters) -> KernelCall:
+def _rows_call(
+    name: str, launch_sizes: Sizes, programmatic: bool = False, **parameters
+) -> KernelCall:
     """A kernel that goes by tiles of rows."""
     launch = launch_sizes.launches[f"hopper.backward_{name}"]
     ref = KernelRef(f"heedful.kernels.hopper.backward_{name}", f"backward_{name}")
     parameters |= {count: Scalar(value) for count, value in launch.numbers.items()}
-    # The epilogue is behind the main kernel; what is ahead of the prologue is anything.
-    early = name == "epilogue"
-    return KernelCall(ref, launch.grid, parameters, {"num_warps": _ROWS_WARPS}, programmatic=early)
+    options = {"num_warps": _ROWS_WARPS}
+    return KernelCall(ref, launch.grid, parameters, options, programmatic=programmatic)
 
 
 def _sizes(problem: AttentionProblem, buffers: Buffers) -> HopperBackwardSizes:
@@ -142,6 +143,7 @@ def _epilogue_call(
     return _rows_call(
         "epilogue",
         sizes,
+        programmatic=True,
         io=BackwardEpilogueIO(
             dq_accum=pointer(buffers, "dq_accum", True),
             dq=groups.rows(buffers, "dq", 8),
