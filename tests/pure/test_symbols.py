@@ -301,7 +301,7 @@ def test_the_larger_the_smaller_and_a_choice_are_no_cases(a, b):
     for places in ((0, 1), (0,), (1,)):
         trace = Trace()
         given: list[Any] = [a, b]
-        for place, symbol in zip(places, trace.symbols([given[i] for i in traced]), strict=True):
+        for place, symbol in zip(places, trace.symbols([given[i] for i in places]), strict=True):
             given[place] = symbol
         x, y = given
         made: list[Any] = [larger(x, y), smaller(x, y), if_above(x, y, 10, 20)]
@@ -310,12 +310,12 @@ def test_the_larger_the_smaller_and_a_choice_are_no_cases(a, b):
         assert not any(name is None for name, _ in lines(trace))
         for c, d in ((1, 9), (9, 1), (6, 6)):
             now = [a, b]
-            for place in traced:
+            for place in places:
                 now[place] = (c, d)[place]
             e, f = now
             picked = (10, e + 1) if e > f else (20, f - 1)
             want = max(e, f), min(e, f), *picked
-            assert evaluate([now[i] for i in traced]) == want
+            assert evaluate([now[i] for i in places]) == want
             if now == [a, b]:
                 assert tuple(n.value for n in made) == want
     trace = Trace()
