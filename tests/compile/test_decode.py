@@ -178,6 +178,16 @@ def test_keys_as_rows_of_products_halve_the_products_and_spill_nothing(name):
     assert 2 * both[0] == both[1]
 
 
+@pytest.mark.parametrize("tiles, fetches", [(0, 0), (3, 2)])
+def test_a_tile_of_keys_and_of_values_is_fetched_ahead(tiles, fetches):
+    problem = problem_of("int4", "sm_90")
+    chosen = plan(problem, by_name("sm_90"), backend=f"decode+fetch_ahead={tiles}")
+    (call,) = decode.forward(problem, chosen, buffers_of(problem)).calls
+    cubin = compile_kernel(call, "sm_90").asm["cubin"]
+    assert len(re.findall(r"CCTL\S*\.PF2", disassemble(cubin).text)) == fetches
+    assert spills_over_keys(cubin) == 0
+
+
 @pytest.mark.parametrize(
     "facts",
     [

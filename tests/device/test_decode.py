@@ -40,6 +40,11 @@ CASES = (
     replace(PLAIN, kv_dtype="int4", kv_group=128),
     replace(PLAIN, kv_dtype="int4", kv_group=32, kv_shift=True),
     replace(PLAIN, kv_dtype="int4", kv_group=64, dtype="float16"),
+    # Rows of 64 bytes, fetched ahead: up to the last key there is, and by heads apart not at all.
+    replace(PLAIN, kv_dtype="int4", kv_group=128, seqlen_q=1, used="k", batch=5),
+    replace(PLAIN, kv_dtype="int4", kv_group=128, seqlen_q=1, varlen="k", batch=5),
+    replace(PLAIN, kv_dtype="int4", kv_group=128, seqlen_q=1, layout="heads_first"),
+    replace(PLAIN, kv_dtype="int4", seqlen_q=1, leftpad_k=True, kv_batch_idx=True, batch=3),
     replace(PLAIN, kv_dtype="float8_e4m3fn"),
     replace(PLAIN, kv_dtype="float8_e4m3fn", dtype="float16", page_size=16),
     replace(PLAIN, kv_dtype="float8_e5m2"),

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 import heedful.torch as heedful
 from support.budget import run
 from support.cases import Case
+from support.hopper import WITH_TRITON_3_9
 from support.prepared import Prepared
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, WITH_TRITON_3_9]
 
 PLAIN = Case(
     dtype="bfloat16",

@@ -124,6 +124,11 @@ DECODES: dict[str, dict] = {
     for stored in STORED
     for paged in (False, True)
 }
+# Of two KV heads, rows that are half a line of memory.
+DECODES["4 rows of int4 of two heads"] = {
+    **{"seqlen_q": 1, "heads_q": 8, "heads_k": 2},
+    **{"used_k": True, "kv_dtype": "int4"},
+}
 # Beside the known devices: an architecture of AMD's that has tiles, and one that nobody has heard
 # of.
 ARCHS = ("gfx90a", "sm_75")

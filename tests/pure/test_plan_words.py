@@ -192,6 +192,7 @@ def test_what_cannot_be_planned_is_said(facts, device, backend, said):
         ("decode", "merge_stages=0", "merge_stages must be at least 1, got 0"),
         ("decode", "num_stages=0", "num_stages must be at least 1, got 0"),
         ("decode", "conversion=3", "conversion must be at most 2 here, got 3"),
+        ("decode", "fetch_ahead=65", "fetch_ahead must be 0 to 64, got 65"),
         ("mla", "columns=64", "columns must be 128 or 256, got 64"),
         ("mla", "least_tiles=0", "least_tiles must be at least 1, got 0"),
     ],
@@ -202,6 +203,34 @@ def test_an_option_that_cannot_be_is_said(name, option, said):
     with pytest.raises(ValueError) as caught:
         plan(asked, H200, backend=f"{name}+{option}")
     assert str(caught.value) == f"backend: {said}"
+
+
+@pytest.mark.parametrize(
+    "device, facts",
+    [("B200", {}), ("H200", {"page_size": 16}), ("H200", {"head_dim": 96})],
+    ids=str,
+)
+def test_what_is_no_cache_in_one_piece_of_sm_90_is_not_fetched_ahead(device, facts):
+    asked = dense(64, 1, 8192, 8, 2, used_k=True, **facts)
+    with pytest.raises(ValueError, match="fetch_ahead is of caches in one piece"):
+        plan(asked, by_name(device), backend="decode+fetch_ahead=3")
+
+
+@pytest.mark.parametrize(
+    "facts, tiles",
+    [
+        ({}, 3),
+        ({"page_size": 16}, 0),
+        ({"heads_k": 1}, 0),
+        ({"kv_dtype": "int8"}, 0),
+        ({"head_dim": 256, "kv_group": 256}, 0),
+    ],
+    ids=str,
+)
+def test_rows_are_fetched_ahead_where_a_line_of_memory_has_those_of_several_heads(facts, tiles):
+    given = {"kv_dtype": "int4", "kv_group": 128, "head_dim": 128, "heads_k": 2, **facts}
+    asked = dense(64, 1, 8192, 8, used_k=True, **given)
+    assert plan(asked, H200, backend="decode").configs["decode.forward"].fetch_ahead == tiles
 
 
 def test_options_change_the_config_of_their_kernel_alone():

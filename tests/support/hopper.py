@@ -14,5 +14,5 @@ ON_HOPPER = [
 ]
 WITH_TRITON_3_9 = pytest.mark.skipif(
     (toolchain().triton or ()) < (3, 9),
-    reason="fp8 needs Triton 3.9, before which every wait is one of the whole warpgroup",
+    reason="needs Triton 3.9: Gluon before has no inline assembly, and its waits are a warpgroup's",
 )

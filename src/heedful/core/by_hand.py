@@ -13,6 +13,7 @@ OPTIONS = {
     "decode.forward": (
         *("block_m", "block_n", "num_warps", "num_stages", "least_tiles"),
         *("conversion", "programs", "registers", "merge_values", "merge_stages"),
+        "fetch_ahead",
     ),
     "mla.forward": (
         *("columns", "merge_values", "overhead", "least_tiles"),
@@ -32,7 +33,7 @@ def with_options(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionPr
         raise ValueError("backend: a deterministic backward draws its tiles, got draws=0")
     if made.get("columns", 256) not in (128, 256):
         raise ValueError(f"backend: columns must be 128 or 256, got {made['columns']}")
-    highest = {"ahead": 8, "in_order": 1, "merge": 1}
+    highest = {"fetch_ahead": 64, "ahead": 8, "in_order": 1, "merge": 1}
     for name, most in highest.items():
         if not 0 <= made.get(name, 0) <= most:
             raise ValueError(f"backend: {name} must be 0 to {most}, got {made[name]}")
@@ -52,4 +53,13 @@ def with_options(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionPr
         raise ValueError(
             f"backend: conversion must be at most {most} here, got {made['conversion']}"
         )
+    if made.get("fetch_ahead") and (most == 0 or problem.page_size or _has_odd_rows(problem)):
+        raise ValueError(
+            "backend: fetch_ahead is of caches in one piece, whose rows are a power of two bytes,"
+            f" on sm_90; got {made['fetch_ahead']}"
+        )
     return replace(row, config=replace(row.config, **made), measured="chosen by hand")
+
+
+def _has_odd_rows(problem: AttentionProblem) -> bool:
+    return any(dim & (dim - 1) for dim in (problem.head_dim, problem.head_dim_v))

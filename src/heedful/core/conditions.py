@@ -1,6 +1,6 @@
 """What rows of configs.py ask of a problem."""
 
-from heedful.core.problem import MAX_HEAD_DIM_V, AttentionProblem
+from heedful.core.problem import ITEM_BITS, MAX_HEAD_DIM_V, AttentionProblem
 from heedful.core.symbols import opaque
 
 # Of an H200, and of a tile whose parts are merged by all.
@@ -135,6 +135,15 @@ def scaled_by_row(problem: AttentionProblem) -> bool:
     """Whether scales are of heads or whole rows, of over 64 values, not of float32: as measured."""
     by_row = problem.kv_group in (0, problem.head_dim)
     return by_row and problem.head_dim > 64 and problem.dtype != "float32"
+
+
+def heads_share_lines(problem: AttentionProblem) -> bool:
+    """Whether a line of memory, of 128 bytes, has rows of two heads of a cache in one piece;
+    scaled as measured."""
+    bits = ITEM_BITS[problem.kv_dtype]
+    are_half = all(dim * bits == 64 * 8 for dim in (problem.head_dim, problem.head_dim_v))
+    in_one_piece = problem.heads_k > 1 and not problem.page_size
+    return are_half and in_one_piece and scaled_by_row(problem)
 
 
 def small_pages(problem: AttentionProblem) -> bool:

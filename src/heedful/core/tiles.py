@@ -82,13 +82,15 @@ class DecodeConfig(SharedKeysConfig):
     permutation and an fma, of floats to float16.
     merge_values: of all parts, that each of 32 threads of a warp merges at once; merge_stages: how
     often so many are on their way, as many as loads take longer than sums. registers: of a thread
-    at most, of NVIDIA parts alone; 0 = the compiler's choice.
+    at most, of NVIDIA parts alone; 0 = the compiler's choice. fetch_ahead: so many key tiles ahead
+    rows of a cache in one piece are brought to the L2, of NVIDIA parts alone; 0 = not.
     """
 
     conversion: int = 0
     merge_values: int = 32
     merge_stages: int = 1
     registers: int = 0
+    fetch_ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)

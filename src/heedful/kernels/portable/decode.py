@@ -23,6 +23,7 @@ from heedful.kernels.args.shared import (
 )
 from heedful.kernels.portable.decode_cache import (
     dequantized,
+    fetch_tile,
     group_values,
     holds_rows,
     is_float16,
@@ -346,8 +347,10 @@ def stream_keys(
     mods: ScoreMods,
     cache: KVLayout,
     descales: Descales,
+    heads_k,
     tile: DecodeTile,
     DTYPE: tl.constexpr,
+    FETCH_AHEAD: tl.constexpr,
 ):
     """(maximum in base 2, sum, outputs) of visits [start, stop)."""
     STORED: tl.constexpr = io.k.ptr.dtype.element_ty
@@ -407,6 +410,8 @@ def stream_keys(
                 block = tl.where(visit < span.first_end, visit, visit - span.first_end + span.begin)
             cols_N = block * tile.BLOCK_N + tl.arange(0, tile.BLOCK_N)
             exists_N = cols_N < place.len_k
+            if FETCH_AHEAD > 0:
+                fetch_tile(io, block + FETCH_AHEAD, place, cache, heads_k, tile)
             entry, row_N = row_places(block, exists_N, place, cache, HOLDS, tile.BLOCK_N)
             shared = None
             if tile.V_IN_K:
@@ -477,8 +482,10 @@ def decode(
     descales: Descales,
     work: DecodeWork,
     tile: DecodeTile,
+    FETCH_AHEAD: tl.constexpr,
 ):
-    """out (.., M, H, E) and lse (B, H, M). Programs share the keys, see decode_work.py."""
+    """out (.., M, H, E) and lse (B, H, M). Programs share the keys, see decode_work.py.
+    FETCH_AHEAD: so many key tiles ahead rows are brought to the L2, 0: not."""
     IN: tl.constexpr = io.q.ptr.dtype.element_ty
     DTYPE: tl.constexpr = tl.bfloat16 if IN.is_fp8() else IN
     STORED: tl.constexpr = io.k.ptr.dtype.element_ty
@@ -568,8 +575,10 @@ def decode(
                     mods,
                     cache,
                     descales,
+                    heads,
                     tile,
                     DTYPE,
+                    FETCH_AHEAD,
                 )
                 finish_piece(
                     m_M,

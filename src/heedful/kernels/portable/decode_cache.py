@@ -8,14 +8,17 @@ threads, and the queries' dims are taken in the same order. Shapes: N key rows, 
 import triton
 import triton.language as tl
 
+from heedful.kernels.args.decode import DecodeTile
 from heedful.kernels.args.kinds import Rows
-from heedful.kernels.args.shared import Descale, KVLayout
+from heedful.kernels.args.shared import Descale, ForwardIO, KVLayout
 from heedful.kernels.common.sequences import within
 from heedful.kernels.portable.sequences import cache_row, wide
 
 # How stored values become numbers: by what the compiler has, by the PTX of `conversion`, or by the
 # fewest instructions: of integers `conversion_by_fma`, of floats float16, see `operand_type`.
 PLAIN, PTX, FMA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Words of a piece of memory that is fetched at once: two of its sectors.
+FETCHED = tl.constexpr(32)
 # What bfloat16 that `conversion_by_fma` makes lack.
 INTEGER_UNIT = tl.constexpr(64.0)
 
@@ -264,6 +267,50 @@ def load_words(
         inside = slice_words * VALUES + words * VALUES < DIM
         ok &= inside[:, None] if ACROSS else inside[None, :]
     return tl.load(ptrs, mask=ok, other=0)
+
+
+@triton.jit
+def fetch_rows(
+    x: Rows,
+    first,
+    place,
+    cache: KVLayout,
+    heads_k,
+    DIM: tl.constexpr,
+    VALUES: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Has N rows of all KV heads, from row `first` of a sequence on, come to the L2: a part of them
+    for each head's program, which is as many bytes as it reads. Only where heads lie side by side:
+    a line of memory has rows of several, whose programs would read it at different times."""
+    BITS: tl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth
+    ROW: tl.constexpr = DIM // VALUES  # words
+    PIECES: tl.constexpr = N * ROW // FETCHED
+    stride_n = in_words(x.stride_n, BITS)
+    pieces = tl.maximum(heads_k * ROW // FETCHED, 1)
+    piece = place.g * PIECES + tl.arange(0, PIECES)
+    row = piece // pieces
+    at = row * stride_n.to(tl.int32) + piece % pieces * FETCHED
+    base = word_pointer(x.ptr, VALUES) + cache_row(cache, place.b) * in_words(x.stride_b, BITS)
+    base += wide(place.token_k + first) * stride_n
+    ok = (first + row < place.len_k) & (in_words(x.stride_h, BITS) == ROW)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [(base + at).to(tl.int64), ok.to(tl.int32)],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def fetch_tile(io: ForwardIO, block, place, cache: KVLayout, heads_k, tile: DecodeTile):
+    """Has a tile of keys and of values come to the L2, see `fetch_rows`."""
+    N: tl.constexpr = tile.BLOCK_N
+    fetch_rows(io.k, block * N, place, cache, heads_k, tile.HEAD_DIM, tile.VALUES, N)
+    if not tile.V_IN_K:
+        fetch_rows(io.v, block * N, place, cache, heads_k, tile.HEAD_DIM_V, tile.VALUES, N)
 
 
 @triton.jit

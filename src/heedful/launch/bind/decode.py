@@ -65,6 +65,7 @@ def decode_call(
         descales=groups.descales(problem, buffers),
         work=_work(problem, config, buffers, launch.numbers),
         tile=_tile(problem, config),
+        FETCH_AHEAD=config.fetch_ahead,
     )
     if config.registers and plan.device.vendor == "nvidia":
         call = replace(call, options={**call.options, "maxnreg": config.registers})
