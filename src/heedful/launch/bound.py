@@ -144,7 +144,8 @@ class Slots:
     __slots__ = ("buffers", "each", "launches", "owner")
 
     def __init__(self, each: Sequence[Any]):
-        self.each, self.owner = each, None
+        self.each = each
+        self.owner: BoundProgram | None = None
         self.buffers = [slot.buffer for slot in each]
         self.launches = [slot.launch for slot in each]
 
