@@ -231,6 +231,18 @@ def test_nothing_is_launched_for_an_empty_grid():
     assert out.shape == (0, 9, 2, 64) and not gpu.launches
 
 
+def test_kernels_beside_one_with_an_empty_grid_are_launched():
+    """Without keys there are gradients of queries alone. Known calls, and between them one with
+    keys, whose kernels are the same."""
+    q, few, none = some(1, 90, 2, 64).requires_grad_(), some(1, 8, 2, 64), some(1, 0, 2, 64)
+    with standin.gpu() as gpu:
+        for keys in (few, none) * 4:
+            attend(q, keys, keys).sum().backward()
+    roles = launches.roles(gpu.launches)
+    both = ["forward", "query gradients", "key gradients"]
+    assert roles == [*both, *both[:2]] * 4
+
+
 def test_a_failed_launch_leaves_later_ones_right():
     q, k = some(1, 90, 2, 64), some(1, 90, 2, 64)
 
@@ -286,18 +298,19 @@ def test_a_kernel_that_is_compiled_for_other_clusters_is_refused(monkeypatch):
     assert not gpu.launches
 
 
-def test_a_buffer_is_filled_again_with_addresses_and_maps_between_what_it_held():
-    """Wherever it was before, and up to its end: what is behind no launch reads."""
+def test_buffers_are_filled_again_with_addresses_and_maps_between_what_they_held():
+    """Wherever they were before, and up to their ends: what is behind no launch reads."""
     was = bytes(range(1, 201))
     pointers, maps = [(0, 2), (8, 0), (40, 1)], [64]
-    refill, parts = bound._refiller(196, pointers, maps)
-    assert parts == [(16, 40), (48, 64), (192, 196)]
-    buffer = bytearray(200)
-    encoded = b"m" * TENSOR_MAP_BYTES
-    refill(buffer, [was[begin:end] for begin, end in parts], [5, 6, 7], [encoded])
+    refill, parts = bound._refiller([(196, pointers, maps), (144, [(0, 1)], [16]), (0, [], [])])
+    assert parts == [(0, 16, 40), (0, 48, 64), (0, 192, 196), (1, 8, 16)]
+    buffers = bytearray(200), bytearray(144), bytearray(0)
+    encoded = [letter * TENSOR_MAP_BYTES for letter in (b"m", b"n")]
+    refill(buffers, [was[begin:end] for _, begin, end in parts], [5, 6, 7], encoded)
     numbers = [(at).to_bytes(8, "little") for at in (7, 5, 6)]
-    wanted = b"".join([*numbers[:2], was[16:40], numbers[2], was[48:64], encoded, was[192:196]])
-    assert buffer == wanted + bytes(4)
+    wanted = [*numbers[:2], was[16:40], numbers[2], was[48:64], encoded[0], was[192:196], bytes(4)]
+    assert buffers[0] == b"".join(wanted)
+    assert buffers[1] == numbers[2] + was[8:16] + encoded[1]
 
 
 def test_the_maps_that_an_argument_keeps_are_half_a_mebibyte():

@@ -161,12 +161,14 @@ def workspace(nbytes: int, zeroed: bool = False) -> Workspace:
 def bound(monkeypatch):
     """Programs that note (addresses, stream) of a launch, on memory that is not there."""
     seen = []
-    run = SimpleNamespace(run=lambda *given: seen.append(given))
     order = []
+
+    def run(*given):
+        seen.append(given)
 
     def program(_, arch, index, names, *_numbers):
         order[:] = arch, index, names
-        return SimpleNamespace(bind=lambda _: [run], run=lambda _, *given: seen.append(given))
+        return SimpleNamespace(bind=lambda _: run, run=lambda _, *given: seen.append(given))
 
     monkeypatch.setattr(execute, "ProgramKind", program)
     monkeypatch.setattr(execute, "current_device", lambda: None)
@@ -214,7 +216,7 @@ def test_in_a_graph_each_count_has_zeros_of_the_calls_own(bound, monkeypatch):
     def look(addresses, stream):
         found.append((addresses, ctypes.string_at(addresses[2], 512)))
 
-    kernels = SimpleNamespace(bind=lambda _: [SimpleNamespace(run=look)])
+    kernels = SimpleNamespace(bind=lambda _: look)
     monkeypatch.setattr(execute, "ProgramKind", lambda *_: kernels)
     run = execute.Executable.of(Program((), spaces), "", CPU, ["x"])
     run([tensor])

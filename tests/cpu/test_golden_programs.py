@@ -448,8 +448,8 @@ def launched(made: Program, names: list[str], device: str) -> list[str]:
     with standin.gpu(device) as gpu:
         numbers = [numbers_of(call) for call in made.calls]
         grids = tuple([number for own in numbers for number in changing(own)])
-        for kernel in ProgramKind(made, by_name(device).arch, 0, names, numbers).bind(grids):
-            kernel.run(addresses, 0)
+        run = ProgramKind(made, by_name(device).arch, 0, names, numbers).bind(grids)
+        run(addresses, 0)
     for launch in gpu.launches:
         role, *more = [line.strip() for line in launches.described(launch)]
         name = launches.role(launch)

@@ -59,9 +59,7 @@ def stream(monkeypatch):
             time.sleep(0.01)
         fake.queue.append(addresses[-1])
 
-    bound = SimpleNamespace(
-        bind=lambda _: [SimpleNamespace(run=run)], run=lambda _, *given: run(*given)
-    )
+    bound = SimpleNamespace(bind=lambda _: run, run=lambda _, *given: run(*given))
     monkeypatch.setattr(execute, "ProgramKind", lambda *_: bound)
     monkeypatch.setattr(execute, "current_device", lambda: None)
     monkeypatch.setattr(execute, "raw_stream", lambda _: 0)
@@ -112,7 +110,7 @@ def test_a_launch_that_fails_leaves_the_stream_usable(stream, monkeypatch):
         raise RuntimeError("launch failed")
 
     with monkeypatch.context() as patch:
-        failing = SimpleNamespace(bind=lambda _: [SimpleNamespace(run=refuse)])
+        failing = SimpleNamespace(bind=lambda _: refuse)
         patch.setattr(execute, "ProgramKind", lambda *_: failing)
         program = counting()
     with pytest.raises(RuntimeError, match="launch failed"):

@@ -209,7 +209,7 @@ class _Slot:
     def __init__(self, gpu: Gpu, code, index, queued: tuple[bool, bool]):
         self._words, size = map_words(code)
         self.buffer = ctypes.create_string_buffer(b"\xff" * size, size)
-        self._gpu, self._code, self._index, self.owner = gpu, code, index, None
+        self._gpu, self._code, self._index = gpu, code, index
         self._queued = queued
 
     def set_grid(self, x: int, y: int, z: int) -> None:

@@ -3,13 +3,15 @@
 What is compiled, loaded and worked out about a buffer's layout is of a kind; numbers alone differ
 between calls of a kind, and not all of them: the rest lies in an image of the buffer. A call that
 comes but once packs all of a buffer at once and keeps nothing. One that comes again is bound to its
-numbers: running it costs, per kernel, packing the addresses and one driver call. Safe under
-threads: each launch takes a buffer of its own from a pool, which all calls of the kind share.
+numbers: running it costs packing the addresses, of all kernels at once, and a driver call for each.
+Safe under threads: each launch takes a buffer of its own from a pool, which all calls of the kind
+share.
 """
 
 import struct
 from collections.abc import Callable, Sequence
 from copy import copy
+from itertools import compress
 from operator import itemgetter
 from typing import Any
 
@@ -43,11 +45,9 @@ class KernelKind:
         "artifact",
         "fill",
         "grid",
+        "layout",
         "maps",
-        "parts",
-        "pick",
         "pool",
-        "refill",
         "_addresses",
         "_device",
         "_driver",
@@ -90,9 +90,7 @@ class KernelKind:
         # Of each tensor map, in the driver's order: places of its array among the addresses, of
         # the map in the buffer, and of the address that it is encoded from.
         self.maps = [(places[name], offsets[name], word) for name, word in words.items()]
-        self.pick = _getter([index for index, *_ in self.maps])
-        maps = [offset for _, offset, _ in self.maps]
-        self.refill, self.parts = _refiller(artifact.parameter_bytes, pointers, maps)
+        self.layout = artifact.parameter_bytes, pointers, [offset for _, offset, _ in self.maps]
         places_of = {index: begin + n for n, index in enumerate(_changing(numbers))}
         self._fields, self._image = [], bytearray(end)
         for offset, kind, index in _fields(call, artifact):
@@ -117,20 +115,19 @@ class KernelKind:
         other.fill = _filler(other._image, other._fields, self._addresses)
         return other
 
-    def new_slot(self):
-        """An argument buffer, where none is free."""
-        return self._driver.Slot(self.artifact, self._function, self._device, *self._queued)
+    def take(self):
+        """An argument buffer."""
+        try:
+            return self.pool.pop()
+        except IndexError:
+            return self._driver.Slot(self.artifact, self._function, self._device, *self._queued)
 
     def run(self, numbers: Sequence[int | float], addresses: Sequence[int], stream: int) -> None:
         """Launches with these on a raw stream; the device must be current."""
         x, y, z = numbers[self.grid]
         if not (x and y and z):
             return
-        try:
-            slot = self.pool.pop()
-        except IndexError:
-            slot = self.new_slot()
-        slot.owner = None
+        slot = self.take()
         self.fill(slot.buffer, numbers, addresses)
         slot.set_grid(x, y, z)
         if self.maps:
@@ -140,68 +137,108 @@ class KernelKind:
         counters["launches"] += 1
 
 
-class BoundKernel:
-    """A kernel with all its numbers: everything but addresses. Many share a kind."""
+class Slots:
+    """An argument buffer for each of some kernels, which are launched one after the other; used by
+    one thread at a time. owner: the program whose grids they have."""
 
-    __slots__ = ("_encoded", "_grid", "_kind", "_numbers", "_rest")
+    __slots__ = ("buffers", "each", "launches", "owner")
 
-    def __init__(self, kind: KernelKind, numbers: Sequence[int | float]):
-        """numbers: all that the kind takes its own from."""
-        grid = numbers[kind.grid]
+    def __init__(self, each: Sequence[Any]):
+        self.each = each
+        self.owner: BoundProgram | None = None
+        self.buffers = [slot.buffer for slot in each]
+        self.launches = [slot.launch for slot in each]
+
+
+class Together:
+    """Kernels of a program that are launched one after the other, all of whose buffers are filled
+    by one call."""
+
+    __slots__ = ("count", "kernels", "maps", "parts", "pick", "pool", "refill")
+
+    def __init__(self, kernels: Sequence[KernelKind]):
+        self.kernels, self.count = kernels, len(kernels)
+        # Of each tensor map: its kernel, its number there, and places as of KernelKind.maps.
+        self.maps = [
+            (at, number, index, offset)
+            for at, kernel in enumerate(kernels)
+            for number, (index, offset, _) in enumerate(kernel.maps)
+        ]
+        self.pick = _getter([index for _, _, index, _ in self.maps])
+        self.refill, self.parts = _refiller([kernel.layout for kernel in kernels])
+        self.pool: list[Slots] = []
+
+    def new_slots(self) -> Slots:
+        """Argument buffers, where none are free."""
+        return Slots([kernel.take() for kernel in self.kernels])
+
+
+class BoundProgram:
+    """Kernels with all their numbers: everything but addresses. Many share a kind."""
+
+    __slots__ = ("_encoded", "_kind", "_numbers", "_rest")
+
+    def __init__(self, kind: Together, numbers: Sequence[int | float]):
+        """numbers: all that the kernels take their own from. No grid is empty."""
         self._kind, self._numbers = kind, numbers
-        self._grid = None if 0 in grid else grid
         # Of each map, by address. Encoding asks the driver, which takes ten times as long as
         # looking up what it said.
         self._encoded: list[dict[int, bytes]] = [{} for _ in kind.maps]
-        # What a buffer holds between addresses and maps.
+        # What buffers hold between addresses and maps.
         self._rest: list[bytes] | None = None
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
         """Launches on a raw stream; the device must be current."""
-        if self._grid is None:
-            return
         kind, rest, maps = self._kind, self._rest, ()
         if self._encoded:
             maps = [*map(_known, self._encoded, kind.pick(addresses))]
             if not all(maps):
                 rest = None
         try:
-            slot = kind.pool.pop()
+            slots = kind.pool.pop()
         except IndexError:
-            slot = kind.new_slot()
+            slots = kind.new_slots()
         if rest is None:
-            self._fill(slot, addresses, maps)
+            self._fill(slots, addresses, maps)
         else:
-            kind.refill(slot.buffer, rest, addresses, maps)
-        if slot.owner is not self:
-            slot.set_grid(*self._grid)
-            slot.owner = self
-        slot.launch(stream)
-        kind.pool.append(slot)
-        counters["launches"] += 1
+            kind.refill(slots.buffers, rest, addresses, maps)
+        if slots.owner is not self:
+            for kernel, slot in zip(kind.kernels, slots.each, strict=True):
+                slot.set_grid(*self._numbers[kernel.grid])
+            slots.owner = self
+        for launch in slots.launches:
+            launch(stream)
+        kind.pool.append(slots)
+        counters["launches"] += kind.count
 
-    def _fill(self, slot, addresses: Sequence[int], maps: Sequence[bytes | None]) -> None:
-        """Fills a buffer wherever it was before, and encodes the maps that are not known."""
-        kind, buffer = self._kind, slot.buffer
-        kind.fill(buffer, self._numbers, addresses)
+    def _fill(self, slots: Slots, addresses: Sequence[int], maps: Sequence[bytes | None]) -> None:
+        """Fills buffers wherever they were before, and encodes the maps that are not known."""
+        kind, buffers = self._kind, slots.buffers
+        for kernel, buffer in zip(kind.kernels, buffers, strict=True):
+            kernel.fill(buffer, self._numbers, addresses)
         if self._rest is None:
-            self._rest = [buffer[begin:end] for begin, end in kind.parts]
-        for number, (index, offset, _) in enumerate(kind.maps):
-            encoded, known = maps[number], self._encoded[number]
+            self._rest = [buffers[at][begin:end] for at, begin, end in kind.parts]
+        for encoded, known, (at, number, index, offset) in zip(
+            maps, self._encoded, kind.maps, strict=True
+        ):
             if encoded is not None:
-                _pack_map(buffer, offset, encoded)
+                _pack_map(buffers[at], offset, encoded)
                 continue
             if len(known) >= _MOST_MAPS:
                 known.clear()
-            slot.encode(number)
-            known[addresses[index]] = buffer[offset : offset + TENSOR_MAP_BYTES]
+            slots.each[at].encode(number)
+            known[addresses[index]] = buffers[at][offset : offset + TENSOR_MAP_BYTES]
+
+
+def _nothing(*_) -> None:
+    """Runs a program all of whose grids are empty."""
 
 
 class ProgramKind:
     """Every kernel of a program, for calls that differ in numbers alone. Compiles and loads on
     construction."""
 
-    __slots__ = ("_kernels",)
+    __slots__ = ("_kernels", "_together")
 
     def __init__(
         self,
@@ -218,16 +255,27 @@ class ProgramKind:
         for call, own in zip(program.calls, numbers, strict=True):
             self._kernels.append(KernelKind(call, arch, device, names, own, before))
             before += len(changing(own))
+        # By which of them have something to do.
+        self._together: dict[tuple[bool, ...], Together] = {}
 
     def narrowed(self, numbers: Sequence[Any]) -> "ProgramKind":
         """The same program for some of its calls. numbers: see KernelKind.narrowed."""
         other = copy(self)
         other._kernels = [kind.narrowed(numbers) for kind in self._kernels]
+        other._together = {}
         return other
 
-    def bind(self, numbers: Sequence[int | float]) -> list[BoundKernel]:
-        """The kernels with their numbers, those of each call after those of the one before."""
-        return [BoundKernel(kind, numbers) for kind in self._kernels]
+    def bind(self, numbers: Sequence[int | float]) -> Callable[[Sequence[int], int], None]:
+        """Runs the kernels with their numbers, those of each call after those of the one before,
+        on addresses and a stream: see BoundProgram.run."""
+        busy = tuple([0 not in numbers[kind.grid] for kind in self._kernels])
+        if not any(busy):
+            return _nothing
+        kind = self._together.get(busy)
+        if kind is None:
+            kind = Together([*compress(self._kernels, busy)])
+            kind = self._together.setdefault(busy, kind)
+        return BoundProgram(kind, numbers).run
 
     def run(self, numbers: Sequence[int | float], addresses: Sequence[int], stream: int) -> None:
         """Launches all kernels and keeps nothing, for numbers that come but once."""
@@ -312,30 +360,38 @@ def _filler(
     return eval(code, {"pack_into": struct.Struct(layout).pack_into})
 
 
-def _refiller(
-    end: int, pointers: list[tuple[int, int]], maps: list[int]
-) -> tuple[Callable[..., None], list[tuple[int, int]]]:
-    """(buffer, rest, addresses, maps) -> the buffer up to `end`, which says all that a launch
-    reads; and of `rest`, which lies between what changes, where it begins and ends.
+# Of a kernel's buffer: up to where a launch reads it; of each pointer the offset, and its place
+# among the addresses; offsets of maps.
+_Layout = tuple[int, list[tuple[int, int]], list[int]]
 
-    pointers: offset of each and place among the addresses. maps: offset of each.
-    """
-    fields = [(offset, 8, "Q", f"addresses[{place}]") for offset, place in pointers]
-    fields += [
-        (offset, TENSOR_MAP_BYTES, f"{TENSOR_MAP_BYTES}s", f"maps[{index}]")
-        for index, offset in enumerate(maps)
-    ]
-    layout, values, position, parts = "<", "", 0, []
-    for offset, size, kind, value in (*sorted(fields), (end, 0, "", "")):
-        if offset > position:
-            values += f", rest[{len(parts)}]"
-            layout += f"{offset - position}s"
-            parts.append((position, offset))
-        layout += kind
-        values += f", {value}" * bool(kind)
-        position = offset + size
-    code = f"lambda buffer, rest, addresses, maps: pack_into(buffer, 0{values})"
-    return eval(code, {"pack_into": struct.Struct(layout).pack_into}), parts
+
+def _refiller(
+    layouts: Sequence[_Layout],
+) -> tuple[Callable[..., None], list[tuple[int, int, int]]]:
+    """(buffers, rest, addresses, maps) -> the buffers up to their ends; and of `rest`, which lies
+    between what changes, the number of the buffer, and where it begins and ends."""
+    calls, parts, count = [], [], 0
+    scope = {}
+    for at, (end, pointers, maps) in enumerate(layouts):
+        fields = [(offset, 8, "Q", f"addresses[{place}]") for offset, place in pointers]
+        fields += [
+            (offset, TENSOR_MAP_BYTES, f"{TENSOR_MAP_BYTES}s", f"maps[{index}]")
+            for index, offset in enumerate(maps, count)
+        ]
+        count += len(maps)
+        layout, values, position = "<", "", 0
+        for offset, size, kind, value in (*sorted(fields), (end, 0, "", "")):
+            if offset > position:
+                values += f", rest[{len(parts)}]"
+                layout += f"{offset - position}s"
+                parts.append((at, position, offset))
+            layout += kind
+            values += f", {value}" * bool(kind)
+            position = offset + size
+        scope[f"pack_{at}"] = struct.Struct(layout).pack_into
+        calls.append(f"pack_{at}(buffers[{at}], 0{values})")
+    code = f"lambda buffers, rest, addresses, maps: ({', '.join(calls)},)"
+    return eval(code, scope), parts
 
 
 def _getter(indices: list[int]):

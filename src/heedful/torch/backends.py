@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import partial
-from operator import itemgetter
+from operator import call, itemgetter
 from typing import Any
 
 import torch
@@ -216,7 +216,7 @@ class Case:
     def maker(self, numbers: Sequence[int | float]) -> Callable[[], list[torch.Tensor]]:
         """`make` of these numbers, for many calls."""
         made = self.allocators(numbers)
-        return lambda: [new() for new in made]
+        return lambda: [*map(call, made)]
 
 
 def _forward_case(chosen: Plan, specs: dict, device: torch.device) -> Case:
@@ -569,7 +569,8 @@ class GpuBackward:
             with torch.cuda.device(self._device):
                 return self.on(addresses)
         gradients = self._new()
-        self._run(addresses + [*map(address_of, gradients)])
+        addresses += map(address_of, gradients)
+        self._run(addresses)
         if len(gradients) == 3:
             return _named(Gradients, (*gradients, None, None))
         dq, dk, dv, *more = gradients

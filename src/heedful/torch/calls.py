@@ -551,12 +551,22 @@ class Attention(Function):
 
     @staticmethod
     def backward(ctx, dout, dlse=None, dprobs=None):
-        if not is_grad_enabled():
-            return _backward(ctx, dout, dlse)
-        # once_differentiable raises only if a cotangent depends on something; ours raises wherever
-        # the gradients are differentiated again, which would be wrong in silence.
-        dout, dlse = (None if g is None else _dependent(g) for g in (dout, dlse))
-        return _backward_once(ctx, dout, dlse)
+        if is_grad_enabled():
+            # once_differentiable raises only if a cotangent depends on something; ours raises
+            # wherever the gradients are differentiated again, which would be wrong in silence.
+            dout, dlse = (None if g is None else _dependent(g) for g in (dout, dlse))
+            return _backward_once(ctx, dout, dlse)
+        saved, backwards = ctx.saved_tensors, ctx.backwards
+        found = None
+        if dlse is None and dout is not None:
+            found = backwards.like_latest((*saved, dout))
+        if found is None:
+            needed = ctx.needs_input_grad
+            found = backwards(saved, dout, dlse, needed[4] or needed[5])
+        dq, dk, dv, dbias, dsink = found
+        if dbias is not None:
+            dbias = on_own_thread(bias_gradient, dbias, ctx.bias)
+        return None, None, None, dq, dk, dv, dbias, dsink
 
 
 _apply = bare_apply(Attention)
@@ -567,13 +577,5 @@ def _dependent(cotangent: Tensor) -> Tensor:
     return cotangent if cotangent.requires_grad else cotangent.detach().requires_grad_()
 
 
-def _backward(ctx, dout, dlse):
-    needed = ctx.needs_input_grad
-    saved, kv_grad = ctx.saved_tensors, needed[4] or needed[5]
-    dq, dk, dv, dbias, dsink = ctx.backwards(saved, dout, dlse, kv_grad)
-    if dbias is not None:
-        dbias = on_own_thread(bias_gradient, dbias, ctx.bias)
-    return None, None, None, dq, dk, dv, dbias, dsink
-
-
-_backward_once = once_differentiable(_backward)
+# It runs it again, where no gradients are recorded.
+_backward_once = once_differentiable(Attention.backward)

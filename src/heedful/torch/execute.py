@@ -11,7 +11,7 @@ from torch._C._dynamo import guards
 from heedful.core import settings
 from heedful.core.arrays import dense_strides
 from heedful.core.symbols import Symbol
-from heedful.launch.bound import BoundKernel, ProgramKind, changing, numbers_of
+from heedful.launch.bound import ProgramKind, changing, numbers_of
 from heedful.launch.spec import Program
 from heedful.torch import zeros
 
@@ -65,6 +65,8 @@ def allocator(
 
 # Places of arrays within a region of memory, and its size; None where a program has none.
 Region = tuple[Sequence[int], int] | None
+# Launches kernels with addresses on a raw stream.
+Launch = Callable[[Sequence[int], int], None]
 
 
 class ExecutableKind:
@@ -186,6 +188,25 @@ class ExecutableKind:
             zeroed and (numbers[zeroed], numbers[zeroed.stop]),
         )
 
+    def launcher(self, run: Launch, places: tuple[Region, Region]) -> Callable[[list[int]], None]:
+        """`launch` of these, in less time where nothing has to begin with zeros."""
+        scratch, zeroed = places
+        if zeroed is not None:
+            return partial(self.launch, run, places)
+        index, make = self.index, self._make
+        if scratch is None:
+            return lambda addresses: run(addresses, raw_stream(index))
+        within, size = scratch
+        shape = (size,)
+
+        def launch(addresses: list[int]) -> None:
+            memory = make(shape, _ONE, torch.uint8)
+            base = memory.data_ptr()
+            addresses += [base + place for place in within]
+            run(addresses, raw_stream(index))
+
+        return launch
+
     def launch(self, run, places: tuple[Region, Region], addresses: list[int]) -> None:
         """Calls run(addresses, stream) with these addresses, behind which it writes those of
         scratch."""
@@ -224,11 +245,11 @@ class Executable:
 
     __slots__ = ("_kind", "run")
 
-    def __init__(self, kind: ExecutableKind, bound: list[BoundKernel], numbers: Sequence[Any]):
-        """numbers: the kind's outputs, behind those that come before them."""
+    def __init__(self, kind: ExecutableKind, run: Launch, numbers: Sequence[Any]):
+        """run: the program with its numbers. numbers: the kind's outputs, behind those that come
+        before them."""
         self._kind = kind
-        run = bound[0].run if len(bound) == 1 else partial(_run_all, tuple(bound))
-        self.run: Callable[[list[int]], None] = partial(kind.launch, run, kind.places(numbers))
+        self.run: Callable[[list[int]], None] = kind.launcher(run, kind.places(numbers))
 
     @classmethod
     def of(
@@ -248,11 +269,6 @@ class Executable:
 
 
 _ONE = (1,)
-
-
-def _run_all(kernels: tuple[BoundKernel, ...], addresses: Sequence[int], stream: int) -> None:
-    for kernel in kernels:
-        kernel.run(addresses, stream)
 
 
 def _check_scratch(size: int, limit: int) -> None:

@@ -90,12 +90,24 @@ class Backwards:
         if dlse is not None:
             dlse = on_own_thread(dlse.contiguous)
         tensors = (*saved, dout)
+        return self.like_latest(tensors, dlse) or self._of_any(tensors, dlse, kv_grad)
+
+    def like_latest(
+        self, tensors: Sequence[Tensor], dlse: Tensor | None = None
+    ) -> Gradients | None:
+        """The gradients, if tensors are like the last ones; None if not. tensors: those that were
+        saved, and dout. dlse: contiguous."""
         layout = self._latest[dlse is not None]
-        if layout is not None and layout.on is not None and layout.fits(*tensors):
-            addresses = [*map(address_of, tensors)]
-            if _are_aligned(addresses):
-                return layout.on(addresses if dlse is None else [*addresses, dlse.data_ptr()])
-        return self._of_any(tensors, dlse, kv_grad)
+        if layout is None or layout.on is None or not layout.fits(*tensors):
+            return None
+        addresses = [*map(address_of, tensors)]
+        # As `_are_aligned`.
+        bits = addresses[0] | addresses[1] | addresses[2] | addresses[-3] | addresses[-1]
+        if bits & 15:
+            return None
+        if dlse is not None:
+            addresses.append(dlse.data_ptr())
+        return layout.on(addresses)
 
     def _of_any(self, tensors: Sequence[Tensor], dlse: Tensor | None, kv_grad: bool) -> Gradients:
         """The gradients of tensors that may be of any layout."""

@@ -135,14 +135,12 @@ class Slot:
     at a time.
 
     buffer: the parameters, and behind them what their tensor maps are encoded from (`map_words`).
-    owner: for whoever fills the buffer.
     """
 
     __slots__ = (
         "address",
         "buffer",
         "config",
-        "owner",
         "_arguments",
         "_cluster",
         "_device",
@@ -188,7 +186,7 @@ class Slot:
             each = [self.address + parameter.offset for parameter in artifact.parameters]
             whole, parts = None, (c_void_p * len(each))(*each)
         self._arguments = byref(self.config), function, parts, whole
-        self._device, self.owner, self._stream = device, None, None
+        self._device, self._stream = device, None
 
     def _encoding(self, meta: dict, place: int, word: int) -> tuple:
         """What the driver is given to encode a map: where it goes, and where its words lie. All

@@ -50,7 +50,7 @@ def load(artifact: Artifact, device: int) -> c_void_p:
 class Slot:
     """An argument buffer and what one launch passes with it; used by one thread at a time."""
 
-    __slots__ = ("buffer", "address", "owner", "_function", "_head", "_extra", "_size", "_tail")
+    __slots__ = ("buffer", "address", "_function", "_head", "_extra", "_size", "_tail")
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Slot:
         self._extra = (c_void_p * len(extra))(*extra)
         threads = artifact.num_warps * artifact.warp_size
         self._function, self._tail = function, (threads, 1, 1, artifact.shared_bytes)
-        self._head, self.owner = (function, 0, 0, 0, *self._tail), None
+        self._head = (function, 0, 0, 0, *self._tail)
 
     def set_grid(self, x: int, y: int, z: int) -> None:
         """Of programs."""
