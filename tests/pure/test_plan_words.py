@@ -13,6 +13,7 @@ from heedful.core.plan import explain, plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.sizes import Scheduler
 from heedful.core.tiles import (
+    DecodeConfig,
     HopperForwardConfig,
     HopperFp8Config,
     Rescale,
@@ -230,7 +231,8 @@ def test_what_is_no_cache_in_one_piece_of_sm_90_is_not_fetched_ahead(device, fac
 def test_rows_are_fetched_ahead_where_a_line_of_memory_has_those_of_several_heads(facts, tiles):
     given = {"kv_dtype": "int4", "kv_group": 128, "head_dim": 128, "heads_k": 2, **facts}
     asked = dense(64, 1, 8192, 8, used_k=True, **given)
-    assert plan(asked, H200, backend="decode").configs["decode.forward"].fetch_ahead == tiles
+    config = plan(asked, H200, backend="decode").configs["decode.forward"]
+    assert isinstance(config, DecodeConfig) and config.fetch_ahead == tiles
 
 
 def test_options_change_the_config_of_their_kernel_alone():
