@@ -151,8 +151,8 @@ def test_a_grid_of_one_program_and_one_of_two_dims_are_told():
             {},
             H200,
             "hopper+draws=x",
-            "backend 'hopper' has the options draws=NUMBER, last_waves=NUMBER, splits=NUMBER, got"
-            " 'hopper+draws=x'",
+            "backend 'hopper' has the options draws=NUMBER, last_waves=NUMBER, splits=NUMBER,"
+            " key_splits=NUMBER, got 'hopper+draws=x'",
         ),
         ({}, H200, "hopper+draws=1", "backend: no kernel of this call has the option 'draws'"),
         (
@@ -194,6 +194,7 @@ def test_what_cannot_be_planned_is_said(facts, device, backend, said):
         ("decode", "num_stages=0", "num_stages must be at least 1, got 0"),
         ("decode", "conversion=3", "conversion must be at most 2 here, got 3"),
         ("decode", "fetch_ahead=65", "fetch_ahead must be 0 to 64, got 65"),
+        ("hopper", "key_splits=0", "key_splits must be at least 1, got 0"),
         ("mla", "columns=64", "columns must be 128 or 256, got 64"),
         ("mla", "least_tiles=0", "least_tiles must be at least 1, got 0"),
     ],
@@ -233,6 +234,23 @@ def test_rows_are_fetched_ahead_where_a_line_of_memory_has_those_of_several_head
     asked = dense(64, 1, 8192, 8, used_k=True, **given)
     config = plan(asked, H200, backend="decode").configs["decode.forward"]
     assert isinstance(config, DecodeConfig) and config.fetch_ahead == tiles
+
+
+@pytest.mark.parametrize("splits", [1, 5, 40])
+def test_keys_are_split_as_chosen_by_hand_whatever_the_lengths(splits):
+    """Tiles are those of a call that leaves the splits to the planner, unlike with num_splits."""
+    asked = dense(1, 128, 1000, 4)
+    usual = plan(asked, H200)
+    chosen = plan(asked, H200, backend=f"hopper+key_splits={splits}")
+    assert chosen.num_splits == splits and chosen.is_split == (splits > 1)
+    own = replace(usual.configs["hopper.forward"], key_splits=splits)
+    assert chosen.configs["hopper.forward"] == own
+    longer = chosen.sizes(replace(asked, seqlen_k=100_000).lengths)
+    assert longer.num_splits == splits
+    with pytest.raises(ValueError) as caught:
+        plan(replace(asked, num_splits=3), H200, backend=f"hopper+key_splits={splits}")
+    said = "backend: key_splits stands for num_splits, got num_splits=3, too"
+    assert str(caught.value) == said
 
 
 def test_options_change_the_config_of_their_kernel_alone():

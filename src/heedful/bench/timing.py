@@ -15,6 +15,8 @@ ROUND_SECONDS = 0.02
 LEAST_CALLS, MOST_CALLS = 3, 50
 # The flushed buffer is this many times the L2, so that nothing of the inputs survives.
 FLUSH_TIMES_L2 = 4
+# Of a call, how often, and the number of the call whose result is kept: seconds of each, and that.
+Clock = Callable[[Callable[[], Any], int, int], tuple[list[float], Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +42,16 @@ def interleaved(
     device: torch.device,
     rounds: int,
     inspect: Callable[[str, Any], None],
+    most_calls: int = MOST_CALLS,
 ) -> dict[str, list[float]]:
     """Microseconds of one call of each, a figure per round: the median of that round's calls.
 
     inspect: is given, after each turn, the name of whose it was and what one of its timed calls
-    returned, drawn anew each time.
+    returned, drawn anew each time. most_calls: of each in a round.
     """
     _check_rounds(rounds)
-    clock = _gpu_clock(device) if device.type == "cuda" else _cpu_clock
-    counts = {name: _calls_a_round(clock, call) for name, call in calls.items()}
+    clock = clock_of(device)
+    counts = {name: _calls_a_round(clock, call, most_calls) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     chosen = random.Random(0)
     for _ in range(rounds):
@@ -106,10 +109,15 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _calls_a_round(clock: Callable, call: Callable[[], Any]) -> int:
+def _calls_a_round(clock: Clock, call: Callable[[], Any], most: int = MOST_CALLS) -> int:
     seconds, _ = clock(call, LEAST_CALLS, 0)
     median = statistics.median(seconds)
-    return max(LEAST_CALLS, min(MOST_CALLS, round(ROUND_SECONDS / max(median, 1e-9))))
+    return max(LEAST_CALLS, min(most, round(ROUND_SECONDS / max(median, 1e-9))))
+
+
+def clock_of(device: torch.device) -> Clock:
+    """The clock of a device."""
+    return _gpu_clock(device) if device.type == "cuda" else _cpu_clock
 
 
 def _cpu_clock(call: Callable[[], Any], count: int, keep: int) -> tuple[list[float], Any]:
@@ -125,7 +133,7 @@ def _cpu_clock(call: Callable[[], Any], count: int, keep: int) -> tuple[list[flo
     return seconds, kept
 
 
-def _gpu_clock(device: torch.device) -> Callable[..., tuple[list[float], Any]]:
+def _gpu_clock(device: torch.device) -> Clock:
     """A clock with a cold L2 before each call, on CUDA events."""
     properties = torch.cuda.get_device_properties(device)
     size = FLUSH_TIMES_L2 * max(properties.L2_cache_size, 64 * 1024 * 1024)

@@ -10,6 +10,7 @@ from heedful.core.problem import AttentionProblem
 # What may be chosen by hand, to be measured: backend="hopper+draws=1" (core/plan.py).
 OPTIONS = {
     "hopper.backward": ("draws", "last_waves", "splits"),
+    "hopper.forward": ("key_splits",),
     "decode.forward": (
         *("block_m", "block_n", "num_warps", "num_stages", "least_tiles"),
         *("conversion", "programs", "registers", "merge_values", "merge_stages"),
@@ -31,13 +32,20 @@ def with_options(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionPr
     made: dict[str, Any] = {name: types[name](value) for name, value in own.items()}
     if problem.deterministic and not made.get("draws", True):
         raise ValueError("backend: a deterministic backward draws its tiles, got draws=0")
+    if problem.num_splits and "key_splits" in made:
+        raise ValueError(
+            f"backend: key_splits stands for num_splits, got num_splits={problem.num_splits}, too"
+        )
     if made.get("columns", 256) not in (128, 256):
         raise ValueError(f"backend: columns must be 128 or 256, got {made['columns']}")
     highest = {"fetch_ahead": 64, "ahead": 8, "in_order": 1, "merge": 1}
     for name, most in highest.items():
         if not 0 <= made.get(name, 0) <= most:
             raise ValueError(f"backend: {name} must be 0 to {most}, got {made[name]}")
-    for name in ("programs", "merge_values", "merge_stages", "least_tiles", "num_stages"):
+    for name in (
+        *("programs", "merge_values", "merge_stages", "least_tiles", "num_stages"),
+        "key_splits",
+    ):
         value = made.get(name, 1)
         if value < 1 or value & (value - 1) and name == "merge_values":
             words = "a power of two" if name == "merge_values" else "at least 1"

@@ -20,6 +20,7 @@ from heedful.core.tiles import (
     DecodeConfig,
     HopperBackwardConfig,
     HopperConfig,
+    HopperForwardConfig,
     HopperFp8Config,
     MlaConfig,
     SharedKeysConfig,
@@ -120,7 +121,9 @@ def splits_of(plan: "Plan", problem: AttentionProblem) -> int:
 
 
 def best_splits(config: TileConfig, problem: AttentionProblem, device: DeviceSpec) -> int:
-    """As `choose_splits`, for the tiles of a forward."""
+    """As `choose_splits`, for the tiles of a forward, or as was chosen by hand."""
+    if isinstance(config, HopperForwardConfig) and config.key_splits:
+        return config.key_splits
     rows = config.group_rows(problem)
     return choose_splits(problem, device, config.block_m, config.block_n, rows)
 

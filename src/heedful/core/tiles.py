@@ -151,6 +151,7 @@ class HopperForwardConfig(HopperConfig):
     stages. pack_gqa: query heads of a KV head share a tile. out_in_q: results leave through the
     memory of the queries. tail_d, tail_e: a tile of queries and keys, or one of values, is three
     boxes of 64 columns, since a box has a power of two of them; pages fill tiles of a power of two.
+    key_splits: in how many parts the keys are split, to be measured; 0 = as core/splits.py has it.
     """
 
     v_stages: int = 0
@@ -159,6 +160,7 @@ class HopperForwardConfig(HopperConfig):
     out_in_q: bool = False
     tail_d: bool = False
     tail_e: bool = False
+    key_splits: int = 0
 
     @property
     def value_stages(self) -> int:

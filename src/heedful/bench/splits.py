@@ -1,0 +1,397 @@
+"""How long the Hopper forward takes with its keys in so many parts, for core/splits.py.
+
+    python -m heedful.bench.splits OUT.csv [SECONDS]   # times shapes, no more than so many seconds
+    python -m heedful.bench.splits --pack FOLDER       # compiles their kernels, on any machine
+
+Shapes are drawn, the same each time. Each is timed in few and many splits of its keys, and in as
+many as the planner chooses. One split is checked against float64, and all others against that,
+before they are timed and after each round; what is wrong gets no figure. Counts are interleaved,
+each call has a cold L2. Counts that a few calls show to be slow get the figure of those.
+"""
+
+import csv
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import torch
+from torch import Tensor
+
+from heedful import flash_attn_func
+from heedful.bench import timing
+from heedful.bench.cases import Case
+from heedful.bench.check import Checker, in_words
+from heedful.bench.exact import Results
+from heedful.bench.peers import Inputs, draw
+from heedful.bench.run import surroundings
+from heedful.core.device import DeviceSpec, by_name
+from heedful.core.plan import plan
+from heedful.core.problem import AttentionProblem
+from heedful.core.sizes import hopper_tiles, scheduler_of
+from heedful.core.splits import MAX_SPLITS
+from heedful.core.tiles import HopperForwardConfig
+from heedful.launch.prebuild import compile_all, compiling, kernels
+from heedful.launch.record import Entry
+from heedful.launch.spec import KernelCall
+from heedful.reference.budget import allowed
+
+Call = Callable[[], Tensor]
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+ROUNDS, MOST_CALLS = 5, 6
+# Calls that show how long a count takes. Of those that take so many times the least no more is
+# timed, and none of more splits than two that do, one after the other, and longer each.
+PROBES, SLOW = 3, 1.5
+# Of keys and values; and of a call, were the device as fast as below.
+MOST_BYTES, MOST_SECONDS = 2 * 1024**3, 500e-6
+FLOPS_A_SECOND, BYTES_A_SECOND = 500e12, 4e12
+SECONDS = 60.0
+
+
+class Shape(NamedTuple):
+    batch: int
+    queries: int
+    keys: int
+    heads: int
+    heads_k: int
+    dim: int
+    causal: bool
+
+    def problem(self) -> AttentionProblem:
+        return AttentionProblem.dense(*self[:6], causal=self.causal)
+
+
+class Tiles(NamedTuple):
+    """As core/splits.py has them: rows of a work tile, keys of a tile, rows of a position."""
+
+    block_m: int
+    block_n: int
+    pack: int
+
+
+class Cut(NamedTuple):
+    """How a shape is planned. programs, key_tiles: of one split."""
+
+    config: HopperForwardConfig
+    tiles: Tiles
+    programs: int
+    key_tiles: int
+    chosen: int
+
+
+class Kind(NamedTuple):
+    """Shapes of few kernels. heads: of queries and keys, one of them. queries: least and most."""
+
+    heads: tuple[tuple[int, int], ...]
+    dim: int
+    causal: bool
+    queries: tuple[int, int]
+
+
+_ALONE = ((8, 8), (16, 16), (32, 32), (12, 12))
+_ANY = (*_ALONE, (32, 8), (64, 8), (8, 1))
+KINDS = (
+    Kind(_ALONE, 128, False, (1, 64)),
+    Kind(_ALONE, 128, True, (2, 64)),
+    Kind(_ANY, 128, False, (65, 1024)),
+    Kind(_ANY, 128, True, (65, 1024)),
+    # Query heads share tiles: in one of 64 rows, or in some of 128.
+    Kind(((32, 8),), 128, False, (1, 16)),
+    Kind(((64, 8), (8, 1)), 128, False, (1, 8)),
+    Kind(((64, 8), (8, 1)), 128, True, (9, 64)),
+    Kind(_ALONE, 64, False, (1, 64)),
+    Kind(_ANY, 64, False, (129, 1024)),
+    Kind(_ALONE, 256, False, (1, 64)),
+    Kind(_ANY, 256, False, (65, 1024)),
+)
+EACH = 15
+# One in so many shapes of a kind leaves less than half of the device idle.
+FULL = 6
+# Of these figures shapes are drawn, whatever they are timed on.
+DRAWN_FOR = by_name("H200")
+
+
+def shapes() -> list[Shape]:
+    """EACH of all kinds, in turns."""
+    drawn = random.Random(0)
+    turns = [(kind, turn % FULL == FULL - 1) for turn in range(EACH) for kind in KINDS]
+    return [_shape(*turn, drawn) for turn in turns]
+
+
+def _shape(kind: Kind, is_full: bool, drawn: random.Random) -> Shape:
+    def between(least: int, most: int) -> int:
+        return round(math.exp(drawn.uniform(math.log(least), math.log(most))))
+
+    while True:
+        batch, queries = between(1, 16 if is_full else 8), between(*kind.queries)
+        keys = between(256, 131072)
+        shape = Shape(batch, queries, keys, *drawn.choice(kind.heads), kind.dim, kind.causal)
+        if not kind.causal or queries <= keys:
+            case = Case("splits", shape.problem())
+            seconds = max(case.flops() / FLOPS_A_SECOND, case.kv_bytes() / BYTES_A_SECOND)
+            if case.kv_bytes() <= MOST_BYTES and seconds <= MOST_SECONDS:
+                programs, units = cut(shape, DRAWN_FOR).programs, DRAWN_FOR.units
+                # Beyond one wave kernels of one split under a mask are others.
+                low, high = (units // 2, units) if is_full else (0, units // 2)
+                if low < programs <= high:
+                    return shape
+
+
+def cut(shape: Shape, device: DeviceSpec) -> Cut:
+    problem = shape.problem()
+    planned = plan(problem, device, compiling(), "hopper")
+    config = planned.configs["hopper.forward"]
+    assert isinstance(config, HopperForwardConfig)
+    tiles = Tiles(config.block_m, config.block_n, config.group_rows(problem))
+    key_tiles = -(-shape.keys // config.block_n)
+    programs = hopper_tiles(config, problem)
+    return Cut(config, tiles, programs, key_tiles, planned.num_splits)
+
+
+def counts(found: Cut, units: int) -> list[int]:
+    """Those of COUNTS, those that fill the device once, twice and so on, and the chosen one, up to
+    a tile of keys each. Of counts of equal shares the least, whose splits all have work."""
+    full = units // max(1, found.programs)
+    wanted = {*COUNTS, *range(full, 4 * full + 1, full or 1)} - {0}
+    shares = {-(-found.key_tiles // n) for n in wanted if n <= min(MAX_SPLITS, found.key_tiles)}
+    return sorted({-(-found.key_tiles // share) for share in shares} | {found.chosen})
+
+
+def backend_of(count: int, chosen: int) -> str:
+    return "hopper" if count == chosen else f"hopper+key_splits={count}"
+
+
+def call_of(shape: Shape, inputs: Inputs, count: int, chosen: int) -> Call:
+    q, k, v, _ = inputs
+    backend = backend_of(count, chosen)
+    return lambda: flash_attn_func(q, k, v, causal=shape.causal, backend=backend)
+
+
+class Checked:
+    """Results of a shape: that of one split is right for its first and last KV head, and others are
+    no further from it than two right results may be."""
+
+    def __init__(self, shape: Shape, inputs: Inputs, one: Tensor):
+        self._one, problem = one, shape.problem()
+        group, self._bound = problem.group, 0.0
+        alone = replace(problem, batch=1, heads_q=group, heads_k=1)
+        self.wrong: str | None = None
+        for batch, head in dict.fromkeys(((0, 0), (shape.batch - 1, shape.heads_k - 1))):
+            entry, heads = slice(batch, batch + 1), slice(head * group, (head + 1) * group)
+            q, dout, out = (x[entry, :, heads] for x in (inputs.q, inputs.dout, one))
+            k, v = (x[entry, :, head : head + 1] for x in (inputs.k, inputs.v))
+            checker = Checker(Case("splits", alone), Inputs(q, k, v, dout))
+            self.wrong = self.wrong or checker.why_wrong(Results(out))
+            for parts in checker.groups:
+                twin, once = parts.budgets["out"]
+                budgets = (allowed("out", twin[band], once[band]) for band in twin)
+                self._bound = max(self._bound, *(2 * budget.largest for budget in budgets))
+
+    def why_wrong(self, out: Tensor) -> str | None:
+        if self.wrong is not None:
+            return f"one split: {self.wrong}"
+        if out.shape != self._one.shape:
+            return f"out has shape {tuple(out.shape)}, not {tuple(self._one.shape)}"
+        furthest = float((out - self._one).abs().max())
+        if not furthest <= self._bound:
+            return f"{furthest:.3g} from the result of one split: more than {self._bound:.3g}"
+        return None
+
+
+class Row(NamedTuple):
+    """Microseconds of a count, of so many calls: the median of the rounds' medians, and their
+    range."""
+
+    splits: int
+    us: float
+    low: float
+    high: float
+    calls: int
+
+
+def measure(
+    shape: Shape,
+    device: torch.device,
+    found: Cut,
+    units: int,
+    make: Callable[[Shape, Inputs, int, int], Call] = call_of,
+) -> tuple[list[Row], dict[int, str]]:
+    """A row for each count that is right, and why there is none of others."""
+    inputs = draw(Case("splits", shape.problem()), device)
+    calls = {n: make(shape, inputs, n, found.chosen) for n in counts(found, units)}
+    checked, missing = Checked(shape, inputs, calls[1]()), {}
+
+    def inspect(count: Any, out: Tensor) -> None:
+        reason = checked.why_wrong(out)
+        if reason is not None:
+            missing[int(count)] = reason
+        # The next result may lie where this one does.
+        out.fill_(math.nan)
+
+    def is_right(count: int) -> bool:
+        try:
+            inspect(count, calls[count]())
+        except Exception as error:  # whatever a call raises is its reason
+            missing[count] = in_words(error)
+        return count not in missing
+
+    probed = _probed(calls, is_right, timing.clock_of(device), found.chosen)
+    least = min(probed.values(), default=0.0)
+    near = [n for n, us in probed.items() if us <= SLOW * least or n == found.chosen]
+    timed = {str(n): calls[n] for n in near}
+    times = timing.interleaved(timed, device, ROUNDS, inspect, MOST_CALLS) if timed else {}
+    rows = []
+    for n, us in probed.items():
+        if n in missing:
+            continue
+        if n in near:
+            spread = timing.Spread.of(times[str(n)])
+            rows.append(Row(n, spread.median, spread.low, spread.high, ROUNDS * MOST_CALLS))
+        else:
+            rows.append(Row(n, us, us, us, PROBES))
+    return rows, missing
+
+
+def _probed(
+    calls: Mapping[int, Call], is_right: Callable[[int], bool], clock: timing.Clock, chosen: int
+) -> dict[int, float]:
+    """Microseconds of counts that are right, the fewest splits first, up to where more of them only
+    take longer; of the chosen count in any case."""
+    found: dict[int, float] = {}
+    last, longer = math.inf, 0
+    for count, call in calls.items():
+        if (longer == 2 and count != chosen) or not is_right(count):
+            continue
+        us = statistics.median(clock(call, PROBES, 0)[0]) * 1e6
+        found[count] = us
+        is_longer = us > SLOW * min(found.values()) and us > last
+        last, longer = us, 2 if longer == 2 else (longer + 1) * is_longer
+    return found
+
+
+# The record
+
+
+COLUMNS = (*Shape._fields, *Tiles._fields, "chosen", *Row._fields)
+METHOD = (
+    "python -m heedful.bench.splits: bfloat16, shapes drawn log-uniform with a fixed seed, the"
+    " Hopper forward with its tiles as planned. us: microseconds of a call with a cold L2, median"
+    " of 5 interleaved rounds' medians of 6 calls, after the reference check; low, high: the range"
+    " of the rounds. Where calls is 3, the median of so many: such counts took 1.5 times the least."
+    " block_m, block_n, pack: rows and keys of a tile, rows of a position. chosen: by the planner"
+    " of this commit."
+)
+
+
+def head(device: torch.device) -> Iterator[str]:
+    """What the record says of itself, as files of docs/lab do."""
+    facts = surroundings(device)
+    versions = [f"{name} {facts['versions'][name]}" for name in ("torch", "triton")]
+    versions.append(f"driver {facts['driver']}")
+    yield "# title: Time of the Hopper forward by splits of its keys"
+    yield f"# date: {facts['date'][:10]}"
+    yield f"# device: {facts['device']}"
+    yield f"# versions: {', '.join(versions)}"
+    yield f"# commit: {facts['commit'] or 'unknown'}"
+    yield f"# method: {METHOD}"
+
+
+def regret(rows: list[Row], chosen: int) -> float:
+    """How much longer than the best of all counts the chosen one takes, as a share."""
+    times = {row.splits: row.us for row in rows}
+    return times.get(chosen, math.inf) / min(times.values()) - 1
+
+
+def record(
+    out: TextIO, device: torch.device, spec: DeviceSpec, seconds: float, wanted: list[Shape], **how
+) -> Iterator[str]:
+    """Writes the rows of one shape after the other for so many seconds, and says what it did."""
+    start, regrets = time.perf_counter(), []
+    out.write("\n".join(head(device)) + "\n")
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for shape in wanted:
+        if time.perf_counter() - start > seconds:
+            break
+        found = cut(shape, spec)
+        try:
+            rows, missing = measure(shape, device, found, spec.units, **how)
+        except Exception as error:  # the other shapes may do
+            rows, missing = [], {1: in_words(error)}
+        for row in rows:
+            us = (f"{figure:.2f}" for figure in row[1:4])
+            facts = (*shape[:6], int(shape.causal), *found.tiles, found.chosen)
+            writer.writerow((*facts, row.splits, *us, row.calls))
+        out.flush()
+        for count, reason in missing.items():
+            yield f"{shape}: {count} splits: {reason}"
+        if rows:
+            regrets.append(regret(rows, found.chosen))
+    taken = time.perf_counter() - start
+    yield f"{len(regrets)} of {len(wanted)} shapes in {taken:.1f} s"
+    if regrets:
+        regrets.sort()
+        shares = (f"{regrets[int(len(regrets) * p)]:.3f} of {p:.0%}" for p in (0.5, 0.9, 0.95))
+        yield f"regret of the planner: {', '.join(shares)}, {regrets[-1]:.3f} of all"
+
+
+# Kernels
+
+
+def variants(wanted: list[Shape], spec: DeviceSpec) -> dict[str, tuple[KernelCall, str]]:
+    """Kernel key -> what is to be compiled for these shapes."""
+    seen, found = set(), {}
+    for shape in wanted:
+        problem, own = shape.problem(), cut(shape, spec)
+        for count in counts(own, spec.units):
+            scheduler = scheduler_of(own.config, problem, spec, count)
+            rows = (own.config, own.tiles.pack, shape.queries == 1)
+            what = (*rows, shape.dim, shape.causal, count > 1, scheduler)
+            if what not in seen:
+                seen.add(what)
+                entry = Entry(problem, "forward", None, spec)
+                found |= kernels([entry], [spec], backend_of(count, own.chosen))[0]
+    return found
+
+
+def compile_first(wanted: list[Shape], spec: DeviceSpec, folder: Path | None) -> str:
+    """Compiles all kernels into the cache and, if there is such a folder, into a pack."""
+    start, found = time.perf_counter(), variants(wanted, spec)
+    forwards = sum(call.kernel.function == "forward" for call, _ in found.values())
+    compile_all(list(found.values()), os.cpu_count() or 1)
+    if folder is not None:
+        from heedful.launch.compiler import artifact
+        from heedful.launch.packs import write_pack
+
+        write_pack(folder, {key: artifact(*call) for key, call in found.items()}, set())
+    taken = time.perf_counter() - start
+    return f"{len(found)} kernels, {forwards} of them forwards, in {taken:.1f} s"
+
+
+def main() -> None:
+    say, given = sys.stdout.write, sys.argv[1:]
+    if given[:1] == ["--pack"]:
+        say(compile_first(shapes(), DRAWN_FOR, Path(given[1])) + "\n")
+        return
+    from heedful.torch.device import device_spec
+
+    start, seconds = time.perf_counter(), float(given[1]) if len(given) > 1 else SECONDS
+    device = torch.device("cuda", torch.cuda.current_device())
+    spec, wanted = device_spec(device), shapes()
+    if not os.environ.get("HEEDFUL_PACK"):
+        say(compile_first(wanted, spec, None) + "\n")
+    left = seconds - (time.perf_counter() - start)
+    with open(given[0], "w", encoding="utf-8") as out:
+        for line in record(out, device, spec, left, wanted):
+            say(line + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
