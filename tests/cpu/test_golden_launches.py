@@ -106,7 +106,7 @@ MLA = (
     replace(LATENT, leftpad_k=True, shift=-3, causal=True, layout="heads_first"),
 )
 CDNA = (
-    replace(HALF, seqlen_k=512),
+    replace(HALF, seqlen_k=2048),
     replace(HALF, seqlen_k=512, causal=True, head_dim=128, layout="packed"),
     replace(FORWARD, seqlen_k=512, varlen="qk", causal=True, shift=5),
     replace(FORWARD, seqlen_k=4096, num_splits=4),

@@ -4,9 +4,7 @@ fact is given on both sides of the bound at which a gate turns.
 After a change that is meant: WRITE_GOLDEN_GATES=1 pytest tests/pure/test_golden_gates.py
 """
 
-import math
 import os
-import random
 from pathlib import Path
 
 import pytest
@@ -17,7 +15,6 @@ from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
-from heedful.core.splits import choose_splits
 
 GOLDEN = Path(__file__).with_name("golden_gates.txt")
 DEVICES = ["H200", "A100", "RTX 3090", "RTX 4090", "B200", "MI300X", "MI355X", "CPU"]
@@ -225,43 +222,3 @@ def test_a_kernel_that_nobody_ran_is_chosen_where_it_was_validated(validated, ba
     chosen = plan(problem({}), by_name("MI300X"), tools)
     assert (chosen.backend, chosen.level) == (backend, "emulated")
     assert plan(problem({}), by_name("MI300X"), tools, "cdna").backend == "cdna"
-
-
-def splits_by_trying(programs: int, tiles: int, units: int, combine: int) -> int:
-    """As `choose_splits` says of itself, longhand: deal tiles to parts and parts to units."""
-    if not programs or 2 * programs > units or tiles < 4:
-        return 1
-    times = {}
-    for parts in range(1, min(128, tiles // 2) + 1):
-        share = math.ceil(tiles / parts)
-        waves = math.ceil(programs * parts / units)
-        times[parts] = waves * share + (combine if parts > 1 else 0)
-    worth = [parts for parts, time in times.items() if 0.95 * time <= min(times.values())]
-    return math.ceil(tiles / math.ceil(tiles / worth[0]))
-
-
-def test_splits_are_the_fewest_that_are_within_a_twentieth_of_the_fastest():
-    rng, seen = random.Random(0), set()
-    for _ in range(3000):
-        rows, block_n = rng.choice((16, 64, 128)), rng.choice((16, 64, 128))
-        heads_k, group, pack = rng.choice((1, 2, 7)), rng.choice((1, 3)), rng.choice((1, 2, 4))
-        batch, length = rng.choice((0, 1, 2, 33)), rng.choice((1, 16, 17, 63, 64, 65, 300))
-        keys, dim = rng.choice((0, 63, 64, 65, 512, 1000, 9000, 100_000)), rng.choice((32, 256))
-        asked = AttentionProblem.dense(batch, length, keys, heads_k * group, heads_k, head_dim=dim)
-        device = by_name("H200").live(units=rng.choice((1, 7, 132, 304)))
-        heads = heads_k if pack > 1 else heads_k * group
-        programs = batch * heads * math.ceil(length * pack / rows)
-        combine = 32768 // (block_n * dim)
-        want = splits_by_trying(programs, math.ceil(keys / block_n), device.units, combine)
-        assert choose_splits(asked, device, rows, block_n, pack) == want
-        seen.add(want)
-    assert len(seen) > 20
-
-
-def test_keys_are_split_in_128_parts_at_most():
-    """Two tiles each would be 129 parts, which the device has room for; three are the next best."""
-    device = by_name("H200").live(units=304)
-    for tiles, parts in ((256, 128), (258, 86)):
-        assert (
-            choose_splits(AttentionProblem.dense(1, 1, 64 * tiles, 1), device, 16, 64, 1) == parts
-        )

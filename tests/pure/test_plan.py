@@ -162,7 +162,7 @@ def test_every_config_row_says_where_it_was_measured_and_belongs_to_a_backend():
         ((1, 1, 64, 8), 132, 1),
         # The combine would take as long as the keys.
         ((1, 1, 256, 8), 132, 1),
-        ((1, 1, 1024, 8), 132, 8),
+        ((1, 1, 1024, 8), 132, 16),
         ((0, 1, 8192, 8), 132, 1),
     ],
 )

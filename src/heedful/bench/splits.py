@@ -35,7 +35,7 @@ from heedful.core.device import DeviceSpec, by_name
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.sizes import hopper_tiles, scheduler_of
-from heedful.core.splits import MAX_SPLITS
+from heedful.core.splits import candidates
 from heedful.core.tiles import HopperForwardConfig
 from heedful.launch.prebuild import compile_all, compiling, kernels
 from heedful.launch.record import Entry
@@ -43,7 +43,6 @@ from heedful.launch.spec import KernelCall
 from heedful.reference.budget import allowed
 
 Call = Callable[[], Tensor]
-COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 ROUNDS, MOST_CALLS = 5, 6
 # Calls that show how long a count takes. Of those that take so many times the least no more is
 # timed, and none of more splits than two that do, one after the other, and longer each.
@@ -155,12 +154,8 @@ def cut(shape: Shape, device: DeviceSpec) -> Cut:
 
 
 def counts(found: Cut, units: int) -> list[int]:
-    """Those of COUNTS, those that fill the device once, twice and so on, and the chosen one, up to
-    a tile of keys each. Of counts of equal shares the least, whose splits all have work."""
-    full = units // max(1, found.programs)
-    wanted = {*COUNTS, *range(full, 4 * full + 1, full or 1)} - {0}
-    shares = {-(-found.key_tiles // n) for n in wanted if n <= min(MAX_SPLITS, found.key_tiles)}
-    return sorted({-(-found.key_tiles // share) for share in shares} | {found.chosen})
+    """Those that the planner compares, and the one that it chose."""
+    return sorted({*candidates(found.programs, found.key_tiles, units), found.chosen})
 
 
 def backend_of(count: int, chosen: int) -> str:

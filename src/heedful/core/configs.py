@@ -259,6 +259,7 @@ _D64_FOUR: dict[str, Any] = {**_D64, "q_stages": 8}
 # Under ALiBi references rescale by a threshold, and ping-pong keeps products and softmax apart.
 _D64_PINGPONG: dict[str, Any] = {**_D64, "pingpong": True}
 _D128: dict[str, Any] = {"consumer_regs": 240, "pingpong": True}
+_D64_TWO: dict[str, Any] = {**_D128, "rescale": "speculative"}
 _D128_SPECULATIVE: dict[str, Any] = {**_D128, "rescale": "speculative", "v_stages": 2}
 _D128_UNEVEN: dict[str, Any] = {
     "consumer_regs": 160,
@@ -355,13 +356,13 @@ ROWS: list[ConfigRow] = [
     _hopper(64, (128, 128, 4, 4), packs, _LEAST_SPILLS, **_TWO),
     _hopper(128, (128, 128, 4, 2), packs, _LEAST_SPILLS, **_TWO),
     _hopper(256, (128, 64, 4, 2), packs, _LEAST_SPILLS, **_TWO, out_in_q=True),
-    _hopper(64, (64, 128, 4, 4), few_rows, _LEAST_SPILLS),
+    _hopper(64, (64, 128, 4, 4), few_rows, _H200_LATEST, rescale="speculative"),
     _hopper(128, (64, 128, 4, 2), few_rows, _LEAST_SPILLS),
     _hopper(256, (64, 64, 4, 2), few_rows, _LEAST_SPILLS),
     _hopper(64, (64, 128, 4, 4), small_grid, _LEAST_SPILLS),
     _hopper(128, (64, 128, 4, 2), small_grid, _LEAST_SPILLS),
     _hopper(256, (64, 64, 4, 2), small_grid, _LEAST_SPILLS),
-    _hopper(64, (128, 128, 4, 4), two_tiles_of_rows, _LEAST_SPILLS, **_D128),
+    _hopper(64, (128, 128, 4, 4), two_tiles_of_rows, _H200_LATEST, **_D64_TWO),
     _hopper(64, (256, 64, 4, 6), slopes, **_D64_PINGPONG),
     # Keys and values in shared stages: windows and packed causal calls - 1.2 % of the cycles,
     # causal ones 0, those without a mask + 2.5 % (H200, 2026-11-22).

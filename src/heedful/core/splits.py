@@ -4,20 +4,109 @@ A pure function of figures: the same problem on the same device always splits th
 """
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from heedful.core.device import DeviceSpec
-from heedful.core.problem import AttentionProblem
+from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.core.symbols import opaque
 
 MAX_SPLITS = 128
 MAX_BACKWARD_SPLITS = 16
-# The fewest splits whose time is within this share of the best: each costs the combine a row.
-WORTH = 0.95
-# The combine reads and writes partial results: not for fewer key tiles than this a split.
-LEAST_TILES = 2
-# What the combine's launch costs, as values of keys that one program goes through in its time:
-# 2 us, or 512 keys of 64 dims (H200, 2026-11-20).
-COMBINE_VALUES = 512 * 64
+# Counts that are compared, besides those that fill the device once, twice and so on up to WAVES
+# times: of more, finer ones are no faster.
+COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+WAVES = 4
+# The fewest splits whose time is within this share of the best.
+WORTH = 0.98
+MIB = 1 << 20
+
+
+class Costs(NamedTuple):
+    """Microseconds that a forward in splits takes.
+
+    launch: of the kernel. key_tile: of a key tile of any size. products: of 2**20 products of a
+    query's and a key's values in a tile. memory: of 2**20 bytes that each program of a full device
+    reads. results: of 2**14 results of a work tile. combine: of the combine's launch. partials: of
+    2**20 bytes of partial results, which are written and read again.
+    """
+
+    launch: float
+    key_tile: float
+    products: float
+    memory: float
+    results: float
+    combine: float
+    partials: float
+
+
+# Of the Hopper forward on an H200, 2026-11-25: tools/fit_splits.py fits them to one half of
+# tests/recordings/splits.csv, and tests hold out the other. Elsewhere their ratios are a guess.
+COSTS = Costs(
+    launch=6.8,
+    key_tile=0.38,
+    products=0.47,
+    memory=32.0,
+    results=1.1,
+    combine=3.2,
+    partials=0.92,
+)
+
+
+class Grid(NamedTuple):
+    """A forward before its keys are split.
+
+    programs: work tiles of all rows. tiles: key tiles that each goes through. block_m, block_n:
+    rows and keys of a tile. dims: of a key and its value together. item_bits: of one of theirs.
+    readers: programs that read the same keys. results: of the whole call.
+    """
+
+    programs: int
+    tiles: int
+    block_m: int
+    block_n: int
+    dims: int
+    item_bits: int
+    readers: int
+    results: int
+
+    def time(self, splits: int, units: int, costs: Costs) -> float:
+        """Microseconds with the keys in so many splits, on so many units.
+
+        A wave of programs takes a unit each. They share the memory's bandwidth: a tile's loads
+        outlast its products where many programs run. Both overlap, though not at their best, which
+        the sum of their cubes follows.
+        """
+        share = -(-self.tiles // splits)
+        products = self.block_m * self.block_n * self.dims / 2 / MIB
+        compute = costs.key_tile + costs.products * products
+        alone = costs.memory * self.block_n * self.dims * self.item_bits / 8 / MIB
+        stored = costs.results * self.block_m * self.dims / 2**15
+
+        def wave(programs: int) -> float:
+            loads = alone * programs / units / self.readers
+            return share * (compute**3 + loads**3) ** (1 / 3) + stored
+
+        full, rest = divmod(self.programs * splits, units)
+        time = costs.launch + full * wave(units) + (wave(rest) if rest else 0)
+        if splits > 1:
+            time += costs.combine + costs.partials * self.results * splits * 4 / MIB
+        return time
+
+
+def grid_of(problem: AttentionProblem, rows: int, block_n: int, pack: int) -> Grid:
+    """The grid of a forward with tiles of so many rows and keys, as `choose_splits` has them."""
+    heads, beside = (problem.heads_k, 1) if pack > 1 else (problem.heads_q, problem.group)
+    row_tiles = -(-problem.seqlen_q * pack // rows)
+    return Grid(
+        programs=problem.batch * heads * row_tiles,
+        tiles=-(-problem.seqlen_k // block_n),
+        block_m=rows,
+        block_n=block_n,
+        dims=problem.head_dim + problem.head_dim_v,
+        item_bits=ITEM_BITS[problem.kv_dtype],
+        readers=row_tiles * beside,
+        results=problem.batch * problem.seqlen_q * problem.heads_q * problem.head_dim_v,
+    )
 
 
 def choose_splits(
@@ -26,16 +115,34 @@ def choose_splits(
     """The number of splits: 1 where the grid of row tiles fills the device by itself.
 
     rows: query rows that one program takes. pack: rows that one position takes, above 1 those of
-    all query heads of a KV head. A wave of programs takes one place per unit; the time
-    of n splits is waves(n) * tiles per split, and of the combine from two on; the fewest splits
-    within WORTH of the best win.
+    all query heads of a KV head.
     """
     if problem.num_splits:
         return problem.num_splits
-    heads = problem.heads_k if pack > 1 else problem.heads_q
-    programs = problem.batch * heads * -(-problem.seqlen_q * pack // rows)
-    tiles = -(-problem.seqlen_k // block_n)
-    return _best(programs, tiles, device.units, COMBINE_VALUES // (block_n * problem.head_dim))
+    return _best(*grid_of(problem, rows, block_n, pack), device.units)
+
+
+def candidates(programs: int, tiles: int, units: int) -> list[int]:
+    """Counts of splits worth comparing. Of those that leave programs the same share of the tiles it
+    is the least, whose splits all have work."""
+    full = units // max(1, programs)
+    wanted = {*COUNTS, *range(full, WAVES * full + 1, full or 1)} - {0}
+    shares = {-(-tiles // count) for count in wanted if count <= min(MAX_SPLITS, tiles)}
+    return sorted(-(-tiles // share) for share in shares)
+
+
+@opaque
+@lru_cache(4096)
+def _best(*figures: int) -> int:
+    grid, units = Grid(*figures[:-1]), figures[-1]
+    return fewest(grid, units) if 0 < grid.programs <= units and grid.tiles > 1 else 1
+
+
+def fewest(grid: Grid, units: int, costs: Costs = COSTS) -> int:
+    """The fewest splits that take no longer than the best, but for a share."""
+    times = {n: grid.time(n, units, costs) for n in candidates(grid.programs, grid.tiles, units)}
+    best = min(times.values())
+    return next(count for count, time in times.items() if time * WORTH <= best)
 
 
 # What a work tile of the Hopper backward costs beside its visits, in visits: for keys, values and
@@ -72,20 +179,3 @@ def choose_backward_splits(tiles: int, visits: int, units: int, is_triangle: boo
     counts = range(1, max(1, min(MAX_BACKWARD_SPLITS, visits)) + 1)
     best = min(map(time, counts))
     return next(n for n in counts if time(n) * BACKWARD_WORTH <= best)
-
-
-@opaque
-@lru_cache(4096)
-def _best(programs: int, tiles: int, units: int, combine: int) -> int:
-    counts = range(1, min(MAX_SPLITS, tiles // LEAST_TILES) + 1)
-    if programs == 0 or programs * 2 > units or not counts:
-        return 1
-
-    def time(splits: int) -> int:
-        waves = -(-programs * splits // units)
-        return waves * -(-tiles // splits) + combine * (splits > 1)
-
-    best = min(map(time, counts))
-    fewest = next(n for n in counts if time(n) * WORTH <= best)
-    # Uneven shares leave a last split without work: use the number that the share really needs.
-    return -(-tiles // -(-tiles // fewest))

@@ -143,8 +143,10 @@ def backward_epilogue(
     programs = of_queries
     if io.partials is not None:
         programs += k_blocks * sizes.heads_k
-    b = wide(tl.program_id(0) // programs)
-    pid = tl.program_id(0) % programs
+    # From the last sums to the first: what was added last is in the L2.
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    b = wide(number // programs)
+    pid = number % programs
     if io.partials is not None and pid >= of_queries:
         pid -= of_queries
         h = wide(pid // k_blocks)

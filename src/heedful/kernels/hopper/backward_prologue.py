@@ -41,7 +41,8 @@ def backward_prologue(
     BLOCK_M rows of a query head, q_blocks of the longest sequence. D: columns of dq_accum."""
     # The kernel behind sets itself up meanwhile, and waits.
     cuda.gdc_launch_dependents()
-    pid = tl.program_id(0)
+    # From the last rows to the first, which the kernel behind adds to first: they are in the L2.
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
     if io.tile_counter is not None and pid == 0:
         tl.store(io.tile_counter, 0)
     row0 = (pid % q_blocks) * BLOCK_M
