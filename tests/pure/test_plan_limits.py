@@ -37,7 +37,7 @@ FORWARD = [
     # As many tiles times splits as units: one wave, which needs no counter.
     (
         "hopper",
-        {**CAUSAL, **ONE_KV_HEAD, "batch": 33, "seqlen_q": 1},
+        {**CAUSAL, **ONE_KV_HEAD, "batch": 33, "seqlen_q": 1, "num_splits": 4},
         ["hopper.forward 132 row_blocks=1 tiles=33 l2_heads=264 l2_groups=0"],
     ),
     (

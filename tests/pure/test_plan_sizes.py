@@ -278,11 +278,11 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
     ],
     ("MI300X", "cdna"): [
         (
-            {},
-            """4 splits
-        cdna.forward (64, 4, 1) tiles=4
-        partial_out (4, 2, 1000, 8, 128) float32
-        partial_lse (4, 2, 8, 1000) float32""",
+            {"seqlen_k": 3000},
+            """3 splits
+        cdna.forward (64, 3, 1) tiles=4
+        partial_out (3, 2, 1000, 8, 128) float32
+        partial_lse (3, 2, 8, 1000) float32""",
         ),
         (
             {"num_splits": 2},
@@ -292,11 +292,11 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         partial_lse (2, 2, 8, 1000) float32""",
         ),
         (
-            {"total_q": 300},
-            """4 splits
-        cdna.forward (64, 4, 1) tiles=4
-        partial_out (4, 300, 8, 128) float32
-        partial_lse (4, 8, 300) float32""",
+            {"total_q": 300, "seqlen_k": 3000},
+            """3 splits
+        cdna.forward (64, 3, 1) tiles=4
+        partial_out (3, 300, 8, 128) float32
+        partial_lse (3, 8, 300) float32""",
         ),
     ],
 }
