@@ -41,7 +41,7 @@ def test_shapes_are_the_same_each_time_and_leave_half_of_the_device_idle_in_most
 
 def test_shapes_need_few_kernels():
     found = [call.kernel.function for call, _ in variants(shapes(), DRAWN_FOR).values()]
-    assert found.count("forward") <= 25 and found.count("combine_splits") <= 6
+    assert found.count("forward") <= 30 and found.count("combine_splits") <= 6
 
 
 @pytest.mark.parametrize("shape", shapes()[::10], ids=str)
