@@ -1,0 +1,133 @@
+"""Host time of known calls, beside SDPA's in the same process.
+
+    python -m heedful.bench.host
+
+A row is a call: microseconds on the host, and over those of SDPA's forward, or of its own forward
+with gradients or backward. Calls are of small tensors, each of a set of its own, so that none finds
+what an earlier one left. Rows take turns; a figure is the median of the rounds' medians. Results
+are checked by tests, not here: what is timed is what the host does.
+"""
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from heedful import flash_attn_func, flash_attn_with_kvcache
+
+SETS, ROUNDS = 256, 5
+# Calls after which the device is waited for: a full queue would hold up the next.
+QUEUED = 16
+TOKENS, HEADS, DIM = 128, 8, 64
+SEQUENCES, PAGE, PAGES = 4, 16, 16  # pages of a sequence
+Calls = list[Callable[[], Any]]
+
+
+class Row(NamedTuple):
+    """A call with a set of tensors for each time that it is timed. beside: the row it is over."""
+
+    calls: Calls
+    beside: str = ""
+
+
+def rows(device: torch.device, sets: int = SETS) -> dict[str, Row]:
+    """All rows by name."""
+    return dict(_rows(device, sets))
+
+
+def _rows(device: torch.device, sets: int) -> Iterator[tuple[str, Row]]:
+    def drawn(*shape: int, needs_grad: bool = False) -> torch.Tensor:
+        x = torch.randn(shape, device=device, dtype=torch.bfloat16)
+        return x.requires_grad_(needs_grad)
+
+    def inputs(needs_grad: bool) -> list[tuple[torch.Tensor, ...]]:
+        shape = (1, TOKENS, HEADS, DIM)
+        return [tuple(drawn(*shape, needs_grad=needs_grad) for _ in "qkv") for _ in range(sets)]
+
+    plain, saved = inputs(False), inputs(True)
+    theirs, theirs_saved = _heads_first(plain), _heads_first(saved)
+    sdpa, ours = scaled_dot_product_attention, flash_attn_func
+    yield "sdpa", Row(_calls(sdpa, theirs))
+    yield "forward", Row(_calls(ours, plain), "sdpa")
+    name = "sdpa, with gradients"
+    yield name, Row(_calls(sdpa, theirs_saved))
+    yield "forward, with gradients", Row(_calls(ours, saved), name)
+
+    dout = drawn(1, TOKENS, HEADS, DIM)
+    name, options = "sdpa, backward", {"retain_graph": True}
+    kept = [(sdpa(x[0], x[1], x[2]), x, dout.transpose(1, 2)) for x in theirs_saved]
+    yield name, Row(_calls(torch.autograd.grad, kept, **options))
+    kept = [(ours(x[0], x[1], x[2]), x, dout) for x in saved]
+    yield "backward", Row(_calls(torch.autograd.grad, kept, **options), name)
+
+    lengths = torch.tensor([200, 100, 17, 250], dtype=torch.int32, device=device)
+    table = torch.randperm(SEQUENCES * PAGES, device=device).int().view(SEQUENCES, PAGES)
+    cos, sin = (drawn(PAGE * PAGES, DIM // 2) for _ in range(2))
+    steps, appended = [], []
+    for _ in range(sets):
+        k_cache, v_cache = (drawn(SEQUENCES * PAGES, PAGE, HEADS, DIM) for _ in "kv")
+        q, k, v = (drawn(SEQUENCES, 1, HEADS, DIM) for _ in "qkv")
+        steps.append((q, k_cache, v_cache))
+        appended.append((q, k_cache, v_cache, k, v))
+    step, how = flash_attn_with_kvcache, {"cache_seqlens": lengths, "block_table": table}
+    yield "decode over pages", Row(_calls(step, steps, **how, causal=True), "sdpa")
+    yield "decode, appended", Row(_calls(step, appended, **how, causal=True), "sdpa")
+    how |= {"rotary_cos": cos, "rotary_sin": sin}
+    yield "decode, appended with rotary", Row(_calls(step, appended, **how, causal=True), "sdpa")
+
+
+def _calls(function: Callable[..., Any], sets: Iterable[tuple], **options) -> Calls:
+    """The function's call of each set."""
+    return [partial(function, *arguments, **options) for arguments in sets]
+
+
+def _heads_first(sets: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
+    return [tuple(x.transpose(1, 2) for x in tensors) for tensors in sets]
+
+
+def median_us(calls: Calls, wait: Callable[[], Any]) -> float:
+    """Microseconds of the host in one call."""
+    taken = []
+    for number, call in enumerate(calls):
+        if number % QUEUED == 0:
+            wait()
+        start = time.perf_counter_ns()
+        call()
+        taken.append(time.perf_counter_ns() - start)
+    wait()
+    return statistics.median(taken) / 1e3
+
+
+def measure(
+    found: Mapping[str, Row], wait: Callable[[], Any], rounds: int = ROUNDS
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Microseconds by row, and over those of the row beside it."""
+    for row in found.values():
+        median_us(row.calls, wait)
+    turns = []
+    for _ in range(rounds):
+        turns.append({name: median_us(row.calls, wait) for name, row in found.items()})
+    us = {name: statistics.median(turn[name] for turn in turns) for name in found}
+    over = {
+        name: statistics.median(turn[name] / turn[row.beside] for turn in turns)
+        for name, row in found.items()
+        if row.beside
+    }
+    return us, over
+
+
+def main() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    us, over = measure(rows(device), lambda: torch.cuda.synchronize(device))
+    for name, figure in us.items():
+        ratio = f"{over[name]:8.3f}" if name in over else ""
+        sys.stdout.write(f"{name:30}{figure:8.1f}{ratio}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""The host's time of a call is of calls that find nothing of each other."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from heedful.bench import host
+
+CPU = torch.device("cpu")
+
+
+def test_every_row_is_over_a_row_of_sdpa():
+    found = host.rows(CPU, sets=2)
+    assert {row.beside for row in found.values()} - {""} <= set(found)
+    assert [name for name, row in found.items() if not row.beside] == [
+        name for name in found if name.startswith("sdpa")
+    ]
+    assert all(len(row.calls) == 2 for row in found.values())
+
+
+def test_each_call_of_a_row_has_tensors_of_its_own():
+    """What differs between calls of one row is what they were given."""
+    for name, row in host.rows(CPU, sets=2).items():
+        first, second = (call() for call in row.calls)
+        for one, other in zip(*map(_tensors, (first, second)), strict=True):
+            assert one.shape == other.shape and not torch.equal(one, other), name
+
+
+def _tensors(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+def test_steps_append_what_they_are_given():
+    """A step that appends reads its own token, one over the same cache that does not cannot."""
+    torch.manual_seed(0)
+    found = host.rows(CPU, sets=1)
+    names = ("decode over pages", "decode, appended", "decode, appended with rotary")
+    plain, appended, turned = (found[name].calls[0]() for name in names)
+    assert not torch.equal(plain, appended) and not torch.equal(appended, turned)
+
+
+def test_a_ratio_is_of_one_round_and_the_device_is_waited_for_outside_of_calls(monkeypatch):
+    now, waits = [0], []
+    monkeypatch.setattr(host.time, "perf_counter_ns", lambda: now[0])
+
+    def taking(*microseconds):
+        turns = iter(microseconds)
+
+        def call():
+            now[0] += 1000 * next(turns)
+
+        return call
+
+    def wait():
+        waits.append(now[0])
+        now[0] += 10**6
+
+    # Of the first turn, which finds everything new, nothing is kept.
+    found = {
+        "sdpa": host.Row([taking(99, 2, 20, 10)]),
+        "ours": host.Row([taking(99, 1, 30, 5)], "sdpa"),
+    }
+    us, over = host.measure(found, wait, rounds=3)
+    assert us == {"sdpa": 10, "ours": 5} and over == {"ours": 0.5}
+    assert len(waits) == 2 * 2 * 4
