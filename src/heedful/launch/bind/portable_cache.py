@@ -1,6 +1,8 @@
 """Programs that change a KV cache, and queries with it, before attention."""
 
-from heedful.core.sizes import ceil_div
+from collections.abc import Sequence
+
+from heedful.core.sizes import Workspace, ceil_div
 from heedful.core.tiles import cache_rows, pow2
 from heedful.kernels.args.portable import AppendIO, RotateIO
 from heedful.launch.bind import groups
@@ -79,3 +81,29 @@ def rotary(
         BLOCK_D=pow2(dim),
     )
     return Program((call,))
+
+
+def step(
+    buffers: Buffers,
+    attention: Program,
+    scratch: Sequence[Workspace],
+    page_size: int = 0,
+    interleaved: bool = True,
+    advance: bool = True,
+    position0: int = 0,
+) -> Program:
+    """What changes the cache, then attention over it.
+
+    buffers: of both, by the names of attention, where the lengths that are counted are seqused_k.
+    The new keys are k_new and v_new; q_new, if the call has it, is rotated into q. attention: its
+    program. scratch: which of the buffers are no one's but the program's.
+    """
+    turns = "q_new" in buffers
+    given = {**buffers, "seqused": buffers["seqused_k"]}
+    calls = append_kv(given, page_size, interleaved, position0).calls
+    if turns:
+        given |= {"q": buffers["q_new"], "rotated": buffers["q"]}
+        calls += rotary(given, interleaved, advance, position0).calls
+    names = {"seqused": "seqused_k", **({"q": "q_new", "rotated": "q"} if turns else {})}
+    update = Program(calls).renamed(names)
+    return Program(update.calls + attention.calls, (*attention.workspaces, *scratch))
