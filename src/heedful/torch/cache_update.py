@@ -3,7 +3,6 @@ applied. In plain torch, for CPUs and torch.compile, without a value read back; 
 same for GPUs.
 """
 
-
 import torch
 from torch import Tensor
 
