@@ -5,7 +5,7 @@ from typing import Any
 
 from heedful.core.arrays import ArraySpec
 from heedful.core.sizes import Workspace, ceil_div
-from heedful.core.tiles import cache_rows, pow2
+from heedful.core.tiles import RowsConfig, cache_rows, pow2
 from heedful.kernels.args.portable import AppendIO, RotateIO, RowTiles
 from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, pointer, scalars, stored_keys
@@ -25,9 +25,15 @@ def append_kv(
     kv_batch_idx, leftpad_k if the call has them. position0: what rotary positions count before
     the cache (a shared prefix).
     """
-    programs, parameters = _appended(buffers, page_size)
-    turning = groups.rotary(buffers, interleaved, position0)
-    return _launched("append_keys", buffers["k_new"], programs, rotary=turning, **parameters)
+    config, programs, parameters = _appended(buffers, page_size)
+    call = kernel_call(
+        "kvcache.append_keys",
+        (programs, 1, 1),
+        config,
+        rotary=groups.rotary(buffers, interleaved, position0),
+        **parameters,
+    )
+    return Program((call,))
 
 
 def rotary(
@@ -37,9 +43,15 @@ def rotary(
 
     buffers: q, rotated, cache_seqlens (B,), rotary_cos, rotary_sin.
     """
-    programs, parameters = _rotated(buffers, advance)
-    turning = groups.rotary(buffers, interleaved, position0)
-    return _launched("rotate_queries", buffers["q"], programs, rotary=turning, **parameters)
+    config, programs, parameters = _rotated(buffers, advance)
+    call = kernel_call(
+        "kvcache.rotate_queries",
+        (programs, 1, 1),
+        config,
+        rotary=groups.rotary(buffers, interleaved, position0),
+        **parameters,
+    )
+    return Program((call,))
 
 
 def update(
@@ -52,16 +64,17 @@ def update(
     """Both in one launch; the former alone without `rotated`."""
     if "rotated" not in buffers:
         return append_kv(buffers, page_size, interleaved, position0)
-    appends, parameters = _appended(buffers, page_size)
-    rotations, others = _rotated(buffers, advance)
-    return _launched(
-        "append_and_rotate",
-        buffers["k_new"],
-        appends + rotations,
+    config, appends, parameters = _appended(buffers, page_size)
+    _, rotations, others = _rotated(buffers, advance)
+    call = kernel_call(
+        "kvcache.append_and_rotate",
+        (appends + rotations, 1, 1),
+        config,
         rotary=groups.rotary(buffers, interleaved, position0),
         appends=Scalar(appends),
         **(parameters | others),
     )
+    return Program((call,))
 
 
 def step(buffers: Buffers, attention: Program, scratch: Sequence[Workspace], **how: Any) -> Program:
@@ -79,21 +92,15 @@ def step(buffers: Buffers, attention: Program, scratch: Sequence[Workspace], **h
     return Program(first.calls + attention.calls, (*attention.workspaces, *scratch))
 
 
-def _launched(kernel: str, rows: ArraySpec, programs: int, **parameters: Any) -> Program:
-    """One kernel, on rows like these."""
-    config = cache_rows(rows.shape[-1])
-    return Program((kernel_call(f"kvcache.{kernel}", (programs, 1, 1), config, **parameters),))
-
-
-def _appended(buffers: Buffers, page_size: int) -> tuple[int, dict[str, Any]]:
-    """Tiles of new keys, and what is said of them."""
+def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[str, Any]]:
+    """How new keys are cut, in how many tiles, and parameters of kernels that append them."""
     dim, dim_v = (buffers[name].shape[-1] for name in ("k_new", "v_new"))
-    block = cache_rows(dim, dim_v).rows
+    config = cache_rows(dim, dim_v)
     tensors = ("k_new", "v_new", "k", "v")
     divisor = shared_divisor(buffers, tensors)
-    programs, tiles = _tiles(buffers["k_new"], block)
+    programs, tiles = _tiles(buffers["k_new"], config)
     cache = groups.kv_layout(page_size, buffers)
-    return programs, {
+    parameters = {
         "new": AppendIO(
             cache_seqlens=pointer(buffers, "cache_seqlens"),
             leftpad_k=pointer(buffers, "leftpad_k"),
@@ -106,19 +113,20 @@ def _appended(buffers: Buffers, page_size: int) -> tuple[int, dict[str, Any]]:
         "capacity": Scalar(stored_keys(buffers, page_size)),
         "HEAD_DIM": dim,
         "HEAD_DIM_V": dim_v,
-        "BLOCK_N": block,
+        "BLOCK_N": config.rows,
         "BLOCK_D": pow2(dim),
         "BLOCK_E": pow2(dim_v),
     }
+    return config, programs, parameters
 
 
-def _rotated(buffers: Buffers, advance: bool) -> tuple[int, dict[str, Any]]:
-    """Tiles of queries, and what is said of them."""
+def _rotated(buffers: Buffers, advance: bool) -> tuple[RowsConfig, int, dict[str, Any]]:
+    """The same of queries, and of kernels that rotate them."""
     dim = buffers["q"].shape[-1]
-    block = cache_rows(dim).rows
+    config = cache_rows(dim)
     divisor = shared_divisor(buffers, ("q", "rotated"))
-    programs, tiles = _tiles(buffers["q"], block)
-    return programs, {
+    programs, tiles = _tiles(buffers["q"], config)
+    parameters = {
         "queries": RotateIO(
             q=groups.rows(buffers, "q", divisor),
             cache_seqlens=pointer(buffers, "cache_seqlens"),
@@ -127,13 +135,14 @@ def _rotated(buffers: Buffers, advance: bool) -> tuple[int, dict[str, Any]]:
         "query_tiles": tiles,
         "advance": Scalar(int(advance)),
         "HEAD_DIM": dim,
-        "BLOCK_M": block,
+        "BLOCK_M": config.rows,
         "BLOCK_D": pow2(dim),
     }
+    return config, programs, parameters
 
 
-def _tiles(array: ArraySpec, block: int) -> tuple[int, RowTiles]:
-    """How many tiles of so many rows an array has, and where they are."""
+def _tiles(array: ArraySpec, config: RowsConfig) -> tuple[int, RowTiles]:
+    """How many tiles an array has, and where they are."""
     batch, seqlen, heads, _ = array.shape
-    tiles = ceil_div(seqlen, block)
+    tiles = ceil_div(seqlen, config.rows)
     return tiles * batch * heads, RowTiles(**scalars(seqlen=seqlen, heads=heads, tiles=tiles))
