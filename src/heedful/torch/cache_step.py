@@ -17,9 +17,6 @@ from heedful.torch.adapt import dense_rows
 from heedful.torch.arrays import array_spec
 from heedful.torch.execute import Allocator, Executable, address_of, allocator, current_device
 
-# Made by a step, if not by its caller.
-_MADE = ("q", "seqused_k", "out", "lse")
-
 
 class DeviceStep:
     """What a call that appends does, for one kind of call on one GPU; compiles when it is made. It
@@ -38,30 +35,28 @@ class DeviceStep:
         self._device, self.counts = q.device, bool(update.k.numel())
         lengths = q.new_empty(q.shape[0], dtype=torch.int32)
         given = {n: array_spec(t) for n, t in named(x, update, lengths, self.counts).items()}
-        made = {"seqused_k": array_spec(lengths), **results(problem)}
-        if update.rotary_cos is not None:
-            made["q"] = ArraySpec.contiguous(tuple(q.shape), given["q_new"].dtype)
+        scratch = {"seqused_k": array_spec(lengths)} if self.counts else {}
+        left = results(problem)
         if out is not None:
-            made["out"] = array_spec(out)
-        own = ("seqused_k",) if q_leaves else ("seqused_k", "q")
-        scratch = [Workspace(n, made[n]) for n in own if n in made and n not in given]
-        buffers = {**made, **given}
-        attention = {n: s for n, s in buffers.items() if n in Operands._fields or n in _MADE}
+            left["out"] = array_spec(out)
+        if update.rotary_cos is not None:
+            turned = ArraySpec.contiguous(tuple(q.shape), given["q_new"].dtype)
+            (left if q_leaves else scratch)["q"] = turned
+        buffers = {**given, **scratch, **left}
+        attention = {n: s for n, s in buffers.items() if n in Operands._fields or n in left}
         step = portable_cache.step(
             buffers,
             program(plan, "forward", attention),
-            scratch,
+            [Workspace(name, spec) for name, spec in scratch.items()],
             page_size=x.k.shape[1] if x.block_table is not None else 0,
             interleaved=bool(update.rotary_interleaved),
             advance=problem.mask.bounded,
             position0=update.position0,
         )
-        own = {workspace.name for workspace in scratch}
-        left = [n for n in _MADE if n in made and n not in given and n not in own]
         self._run = Executable.of(step, plan.device.arch, q.device, [*given, *left]).run
-        self._new_q, self._new_out, self._new_lse = (
-            self._allocator(made[n]) if n in left else None for n in ("q", "out", "lse")
-        )
+        self._new_out = self._allocator(left["out"])
+        self._new_lse = self._allocator(left["lse"]) if "lse" in left else None
+        self._new_q = self._allocator(left["q"]) if "q" in left else None
 
     def _allocator(self, spec: ArraySpec) -> Allocator:
         return allocator(spec.shape, getattr(torch, spec.dtype), self._device)
@@ -80,15 +75,15 @@ class DeviceStep:
             with torch.cuda.device(self._device):
                 return self.on(addresses, out)
         q = lse = None
-        if self._new_q is not None:
-            q = self._new_q()
-            addresses.append(q.data_ptr())
         if out is None:
             out = self._new_out()
         addresses.append(out.data_ptr())
         if self._new_lse is not None:
             lse = self._new_lse()
             addresses.append(lse.data_ptr())
+        if self._new_q is not None:
+            q = self._new_q()
+            addresses.append(q.data_ptr())
         self._run(addresses)
         return out, lse, q
 

@@ -65,8 +65,8 @@ def allocator(
 
 # Places of arrays within a region of memory, and its size; None where a program has none.
 Region = tuple[Sequence[int], int] | None
-# Launches kernels with addresses on a raw stream.
-Launch = Callable[[Sequence[int], int], None]
+# Launches kernels with addresses, in a list for this launch alone, on a raw stream.
+Launch = Callable[[list[int], int], None]
 
 
 class ExecutableKind:

@@ -170,27 +170,30 @@ def flash_attn_with_kvcache(
     if dispatched:
         with torch.no_grad():
             return _traced(*_parts(values, given, Operands, Options, CacheUpdate), out)
-    how = (*values, *map(type, values + given))
-    known = addresses = None
+    how: Any = (*values, *map(type, values + given))
+    call, addresses = None, None
     try:
         # Tensors like those of the last such call are known without a key.
-        known = CALLS.latest.get(how)
-        if known is not None:
-            addresses = known.addresses(given)
+        call = CALLS.latest.get(how)
+        if call is not None:
+            addresses = call.addresses(given)
     except (TypeError, RuntimeError):
         # As in `calls.attend`.
         how = None
-    if addresses is not None and known.on is not None:
-        out, lse, _ = known.on(addresses)
-        return (out, lse) if known.returns_lse else out
-    parts = _parts(values, given, new_operands, new_options, new_update)
-    if addresses is not None:
-        return _checked(known, parts[0], parts[2], None)
-    return _eager(*parts, out, how)
+    if call is not None and addresses is not None:
+        if call.on is not None:
+            out, lse, _ = call.on(addresses)
+            return (out, lse) if call.returns_lse else out
+        x, _, update = _parts(values, given, new_operands, new_options, new_update)
+        return _checked(call, x, update, None)
+    return _eager(*_parts(values, given, new_operands, new_options, new_update), out, how)
 
 
-def _parts(values: tuple, given: tuple, operands, options, update) -> tuple:
-    """Operands, options and update of a call, made by these. values: its other arguments."""
+def _parts(
+    values: tuple, given: tuple, operands, options, update
+) -> tuple[Operands, Options, CacheUpdate]:
+    """The parts of a call, made by these functions. given: its arguments that are tensors, as
+    `_ARGUMENTS` has them; values: the others."""
     scale, causal, window_size, softcap, interleaved, splits, return_lse, backend = values
     q, k_cache, v_cache, k, v, cos, sin, lengths, rows, pads, table, alibi, *more, prefix, _ = given
     k_descale, v_descale, k_shift, v_shift, sink, tree_mask = more
@@ -312,7 +315,8 @@ class CacheCall:
         self.aligned, self.on = self._like.are_aligned(given), None
         if names is not None:
             self._caches = names.index("k_cache"), names.index("v_cache")
-            self.on = (self.step or self.attention.runner).on
+            runner: Any = self.step or self.attention.runner  # of a GPU: no other has names
+            self.on = runner.on
 
     def _program_names(self, x: Operands, update: CacheUpdate) -> list[str] | None:
         """The arguments whose addresses the call's program takes, in its order; None where a call
@@ -327,12 +331,13 @@ class CacheCall:
             return None
         x = x._replace(seqused_k=lengths)
         tensors = {n: t for n, t in zip(Operands._fields, x, strict=True) if t is not None}
-        if step is not None:
+        if step is not None and lengths is not None:
             tensors = named(x, update, lengths, True)
         names = [_NEW.get(name) or argument_name(name, "kvcache") for name in tensors]
-        given = dict(zip(_ARGUMENTS, _arguments(x, update), strict=True))
-        same = zip(names, tensors.values(), strict=True)
-        return names if all([given[name] is tensor for name, tensor in same]) else None
+        given: dict[str, Any] = dict(zip(_ARGUMENTS, _arguments(x, update), strict=True))
+        same = [given[name] is tensor for name, tensor in zip(names, tensors.values(), strict=True)]
+        count = sum([isinstance(argument, Tensor) for argument in given.values()])
+        return names if all(same) and len(names) == count else None
 
     def addresses(self, given: tuple) -> list[int] | None:
         """Those of the tensors among the arguments, if they are aligned and of this kind, given
