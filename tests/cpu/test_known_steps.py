@@ -12,6 +12,7 @@ import torch
 import heedful
 from heedful.launch import bound
 from heedful.torch import backends, kvcache
+from heedful.torch.calls import CALLS
 from support import standin
 
 B, PAGES, PAGE, H, G, D = 2, 4, 16, 4, 2, 64
@@ -123,3 +124,18 @@ def test_a_step_of_other_tensors_is_not_taken_for_a_known_one(kind):
 
 def _numbers(launch: standin.Launch) -> dict[str, Any]:
     return {name: x for name, x in launch.arguments.items() if name not in launch.memory}
+
+
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("kind", ["append", "append and rotary"])
+@pytest.mark.parametrize("device", ["H200", "B200", "MI300X"])
+def test_the_attention_of_a_step_is_that_of_a_call_by_itself(device, kind, q_len):
+    """Packs and the cache have the kernels of one for the other."""
+    CALLS.clear()
+    with standin.gpu(device) as gpu:
+        step(kind, q=some(B, q_len, H, D))
+        (call,) = CALLS.young.values()
+        loaded = len(gpu.loads)
+        assert loaded > 1
+        call.attention.runner.bind()
+        assert len(gpu.loads) == loaded
