@@ -6,7 +6,6 @@ import torch
 import heedful.torch as heedful
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
-from heedful.torch import backends, calls, kvcache
 from heedful.torch.cache_update import rotate
 from support.api import assert_agrees, dense_problem, results
 from support.budget import check
@@ -415,21 +414,6 @@ def test_a_paged_varlen_call_reads_the_same_keys_as_a_cache_call():
     problem = AttentionProblem.dense(2, 3, 16, 4, 2, 16, "float32", **sizes)
     for got in (by_used, by_bounds, by_cache):
         assert_agrees(got.view_as(q), problem, x)
-
-
-def test_a_kernel_that_cannot_be_compiled_leaves_the_cache_as_it_was(monkeypatch):
-    def refuse(*_):
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(backends.CpuRunner, "bind", refuse)
-    monkeypatch.setattr(calls, "CALLS", calls.Generations(2))
-    monkeypatch.setattr(kvcache, "CALLS", calls.CALLS)
-    cache = torch.zeros(2, 1, 8, 1, 16)
-    q = torch.ones(1, 1, 1, 16)
-    lengths = torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="no compiler"):
-        heedful.flash_attn_with_kvcache(q, cache[0], cache[1], q, q, cache_seqlens=lengths)
-    assert not cache.any()
 
 
 def test_a_shared_prefix_is_refused_beside_queries_of_fp8():

@@ -8,11 +8,12 @@ pytest.importorskip("triton")
 
 import torch
 
+import heedful.torch as heedful
 from heedful.core.call import CacheUpdate, Options
 from heedful.core.operands import Operands
-from heedful.torch import backends, kvcache
+from heedful.launch import bound
+from heedful.torch import kvcache
 from heedful.torch.arrays import array_spec
-from heedful.torch.cache_update import DeviceUpdate
 from heedful.torch.kvcache import CacheCall
 from support import standin
 
@@ -72,7 +73,7 @@ def facts_of(call: CacheCall) -> dict[str, Any]:
         "aligned": call.aligned,
         "checks": call.checks,
         "counts": call.counts,
-        "updates": call.update is not None,
+        "updates": call.update is not None or call.step is not None,
         "prefix": call.prefix is not None,
         "merges": call.merge is not None,
         "used": call.attention.problem.used_k,
@@ -154,31 +155,37 @@ def test_what_a_call_over_a_cache_needs_each_time_is_known_once(name, place):
     assert facts_of(call) == {**USUAL, **others}
     for part in filter(None, (call.attention, call.prefix)):
         assert not (part.wants_grad or part.problem.needs_grad or part.problem.bias_grad)
-    assert isinstance(call.update, DeviceUpdate) == call.counts
+    assert (call.step is not None) == call.counts
 
 
 STRIDED = torch.stack([ints(5, 4), ints(0, 0)], 1)[:, 0]
 
 
 @pytest.mark.parametrize("name", [*FACTS, "strided lengths", "padding", "rows", "slopes"])
-def test_a_call_that_is_no_more_than_its_attention_picks_the_operands_of_that(name):
-    more = {"strided lengths": {"cache_seqlens": STRIDED}, "padding": {"leftpad_k": ints(1, 0)}}
-    more |= {"rows": {"kv_batch_idx": ints(1, 0)}, "slopes": {"alibi_slopes": some(2, 4)}}
-    given = more[name] if name in more else FACTS[name][0]
+def test_a_call_that_is_one_program_hands_over_the_addresses_of_its_arguments(name):
+    others = {"strided lengths": {"cache_seqlens": STRIDED}, "padding": {"leftpad_k": ints(1, 0)}}
+    others |= {"rows": {"kv_batch_idx": ints(1, 0)}, "slopes": {"alibi_slopes": some(2, 4)}}
+    given = others.get(name) or FACTS.get(name, ({},))[0]
     x, options, update, _ = parts(given)
-    assert CacheCall(x, options, update, None).pick is None, "on a CPU values are checked"
+    assert CacheCall(x, options, update, None).on is None, "on a CPU values are checked"
     with standin.gpu():
         call = CacheCall(x, options, update, None)
     lengths = {**CACHE, **given}["cache_seqlens"]
-    does_more = {"k", "shared_prefix", "leftpad_k"} & set(given)
-    if does_more or isinstance(lengths, int) or lengths is STRIDED:
-        assert call.pick is None
-    else:
-        assert call.pick is not None
-        wanted = [t for t in x._replace(seqused_k=lengths) if t is not None]
-        picked = call.pick(x + update)
-        assert len(picked) == len(wanted)
-        assert all(own is other for own, other in zip(picked, wanted, strict=True))
+    more = {"shared_prefix", "leftpad_k"} & set(given)
+    if more or isinstance(lengths, int) or lengths is STRIDED:
+        assert call.on is None
+        return
+    assert call.on is not None
+    if not call.aligned:
+        return
+    found = call.addresses(kvcache._arguments(x, update))
+    wanted = [t.data_ptr() for t in (*x, *update) if isinstance(t, torch.Tensor)]
+    assert found is not None and sorted(found) == sorted(wanted)
+
+
+def test_keys_that_are_padded_are_counted_by_the_step_alone():
+    with standin.gpu():
+        assert made({**NEW, "leftpad_k": ints(1, 0)}).on is not None
 
 
 def test_what_is_made_for_a_call_is_on_its_device(monkeypatch):
@@ -188,7 +195,7 @@ def test_what_is_made_for_a_call_is_on_its_device(monkeypatch):
     there = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in given.items()}
     with standin.gpu():
         call = made(there)
-    assert call.update is not None and not call.attention.steps
+    assert call.step is not None and not call.attention.steps
 
 
 def test_a_rotated_q_is_dense_where_the_callers_is_not():
@@ -197,35 +204,48 @@ def test_a_rotated_q_is_dense_where_the_callers_is_not():
         assert len(made({**more, "q": across}).attention.steps) == steps
 
 
-@pytest.mark.parametrize("prefix", [False, True])
-def test_all_that_runs_is_compiled_before_anything_is_written(prefix, monkeypatch):
-    """Into the caller's memory, where no merge writes that."""
-    bound = []
-    monkeypatch.setattr(
-        backends.CpuRunner, "bind", lambda self, out=None: bound.append((self, out))
-    )
-    more = PREFIX if prefix else {}
-    made({**more, "out": OUT})
-    assert not bound
-    call = made({**more, **NEW, "out": OUT})
-    wanted = [(call.attention.runner, None if prefix else OUT)]
-    if call.prefix is not None:
-        wanted.append((call.prefix.runner, None))
-    assert bound == wanted
+@pytest.mark.parametrize("more", [{}, PREFIX], ids=["", "prefix"])
+def test_all_that_runs_is_compiled_before_anything_is_written(more, monkeypatch):
+    """Whichever kernel cannot be compiled, nothing is launched."""
+    for most in range(9):
+        compiled: list[str] = []
+        with standin.gpu() as gpu:
+            compiles = gpu.compile
+
+            def compile_some(call, arch, compiles=compiles, compiled=compiled, most=most):
+                if len(compiled) == most:
+                    raise RuntimeError("no compiler")
+                compiled.append(call.kernel.function)
+                return compiles(call, arch)
+
+            monkeypatch.setattr(bound, "compile_call", compile_some)
+            given = {**CACHE, **TURNED, **tables(19), **more}
+            try:
+                heedful.flash_attn_with_kvcache(**given)
+            except RuntimeError:
+                assert not gpu.launches
+                continue
+        break
+    assert "append_and_rotate" in compiled and len(compiled) == (4 if more else 2)
+    assert len(gpu.launches) == len(compiled)
+
+
+def fits(call: CacheCall, x: Operands, update: CacheUpdate) -> bool:
+    return call.addresses(kvcache._arguments(x, update)) is not None
 
 
 def test_tensors_of_another_kind_are_not_taken_for_those_of_a_call():
     given = {**TURNED, **PAGES}
     x, _, update, _ = parts(given)
     call = made(given)
-    assert call.fits(x + update)
+    assert fits(call, x, update)
     again = {name: t.clone() for name, t in {**CACHE, **given}.items() if name != "causal"}
     x, _, update, _ = parts(again)
-    assert call.fits(x + update)
+    assert fits(call, x, update)
     for name, tensor in again.items():
         for other in (unaligned(tensor), torch.cat([tensor, tensor])):
             x, _, update, _ = parts({**again, name: other})
-            assert not call.fits(x + update), name
+            assert not fits(call, x, update), name
 
 
 def test_values_in_the_keys_are_another_kind_than_values_apart():
@@ -235,7 +255,7 @@ def test_values_in_the_keys_are_another_kind_than_values_apart():
         call = made(own)
         for given in (own, other):
             x, _, update, _ = parts(given)
-            assert call.fits(x + update) == (given is own)
+            assert fits(call, x, update) == (given is own)
 
 
 @pytest.mark.parametrize("name", ["plain", "a q that records", "a prefix that records"])

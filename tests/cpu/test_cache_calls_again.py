@@ -1,5 +1,6 @@
 """Calls over a cache that come again: what they are known by, and what is checked of each."""
 
+import ctypes
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from heedful.core.call import CacheUpdate
 from heedful.core.operands import Operands
 from heedful.torch import kvcache
 from heedful.torch.calls import CALLS
-from support import standin
+from support import launches, standin
 
 INT = torch.int32
+# Of lengths that kernels are given once new keys are counted.
+LENGTHS = ("seqused", "used_k", "seqused_k")
 
 
 def some(*shape: int, dtype=torch.float32) -> torch.Tensor:
@@ -176,20 +179,29 @@ def test_parameters_are_tensors_like_others():
 def test_keys_before_a_sequence_begins_are_not_counted(new, checks, monkeypatch):
     """By whatever counts the keys that there are once new ones are written."""
     monkeypatch.setenv("HEEDFUL_CHECK_PAGES", checks)
-    used = []
     pads, table = torch.tensor([2, 1], dtype=INT), torch.arange(6, dtype=INT).view(2, 3)
     more: dict[str, Any] = {"cache_leftpad": pads, "block_table": table}
     more |= {name: some(6, 4, 2, 16) for name in ("k_cache", "v_cache")}
     if new:
         more |= {name: some(2, 1, 2, 16) for name in "kv"}
+    read: list[tuple[str, list[int]]] = []
     with standin.gpu() as gpu:
-        decode(**more)
-        (call,) = CALLS.young.values()
-        monkeypatch.setattr(
-            call.attention, "forward", lambda x, out: used.append(x.seqused_k) or (x.q, None, None)
-        )
-        decode(**more)
+
+        def look(slot) -> None:
+            """At the lengths that attention is given, while they are in memory."""
+            made = slot._code.call.kernel.function
+            (offset,) = (p.offset for p in slot._code.parameters if p.name.endswith(LENGTHS))
+            address = int.from_bytes(slot.buffer.raw[offset : offset + 8], "little")
+            read.append((made, [*(ctypes.c_int32 * 2).from_address(address)]))
+
+        gpu.before_launch = look
+        for _ in range(3):
+            decode(**more)
     # The kernel that counts is not run: new memory is full of -1.
-    assert gpu.launches
-    wanted = [-1, -1] if new else [3, 3]
-    assert used[0].tolist() == wanted and used[0].dtype == INT
+    if new:
+        assert read == [("append_keys", [-1, -1]), ("attention_forward", [-1, -1])] * 3
+        append, attend = (launches.places(launch) for launch in gpu.launches[-2:])
+        assert append["seqused"].address == attend["seqused_k"].address
+        assert append["leftpad_k"].address == pads.data_ptr()
+    else:
+        assert read == [("attention_forward", [3, 3])] * 3

@@ -136,8 +136,10 @@ def cached() -> set[str]:
     arrays = {**new, **caches, **starts, **angles, **used}
     found = check(portable_cache.append_kv(specs_of(arrays), page_size=4), arrays)
     q = torch.randn(2, 3, 2, 8, generator=draws)
-    arrays = {"q": q, "rotated": torch.full_like(q, torch.nan), **starts, **angles}
-    return found | check(portable_cache.rotary(specs_of(arrays)), arrays)
+    turned = {"q": q, "rotated": torch.full_like(q, torch.nan), **starts, **angles}
+    found |= check(portable_cache.rotary(specs_of(turned)), turned)
+    arrays |= turned
+    return found | check(portable_cache.update(specs_of(arrays), page_size=4), arrays)
 
 
 @interpreted

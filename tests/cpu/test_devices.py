@@ -20,7 +20,7 @@ from heedful.core.device import KNOWN
 from heedful.core.operands import Operands
 from heedful.core.sizes import Workspace
 from heedful.launch.spec import Program
-from heedful.torch import backends, cache_update, device, execute, forked, merge, zeros
+from heedful.torch import backends, cache_step, device, execute, forked, merge, zeros
 from heedful.torch.arrays import array_spec
 from heedful.torch.values import check_values
 from heedful.validation import record
@@ -109,7 +109,7 @@ def test_a_call_makes_its_tensors_device_the_current_one_and_leaves_it(call, fir
         def maker(where):
             return lambda shape, _, dtype: poisoned(shape, dtype, where)()
 
-        for module in (execute, backends, cache_update, merge):
+        for module in (execute, backends, cache_step, merge):
             patch.setattr(module, "current_device", lambda: current.index)
             patch.setattr(module, "allocator", poisoned)
             patch.setattr(module, "maker", maker, raising=False)

@@ -370,7 +370,14 @@ CACHE: list[tuple[str, dict, dict[str, tuple[int, ...] | None]]] = [
     ("rotate", {"rotary": 32}, {"q": None, "rotated": (10_000, 2**22, 130, 1)}),
     ("rotate", {"rotary": 32, "batch": 1, "seqlen": 1}, {}),
     *(("rotate", {"rotary": 64}, {name: None}) for name in ("q", "rotated")),
+    ("update", {"rotary": 64}, {}),
+    ("update", {"rotary": 32, "interleaved": False, "advance": False, "position0": 7}, {}),
+    ("update", {"rotary": 64, "dim": 64, "dim_v": 256, "pages": 16}, {}),
+    ("update", {"rotary": 64}, {"k_new": None, "rotated": (10_000, 2**22, 130, 1)}),
+    ("update", {}, {}),
 ]
+PROGRAMS = {"append": portable_cache.append_kv, "rotate": portable_cache.rotary}
+PROGRAMS["update"] = portable_cache.update
 
 
 def cache_told(
@@ -390,9 +397,9 @@ def cache_told(
     arrays = {"cache_seqlens": make((batch,), "int32")}
     if rotary:
         arrays |= {f"rotary_{name}": make((300, rotary // 2), "float32") for name in ("cos", "sin")}
-    tensors = {"q": dim, "rotated": dim}
-    if what == "append":
-        tensors = {"k_new": dim, "v_new": dim_v or dim}
+    tensors = {"q": dim, "rotated": dim} if what != "append" and rotary else {}
+    if what != "rotate":
+        tensors |= {"k_new": dim, "v_new": dim_v or dim}
         storage = (40, pages) if pages else (batch + rows, 310)
         for name in ("k", "v"):
             arrays[name] = make((*storage, heads, tensors[f"{name}_new"]), "bfloat16")
@@ -403,7 +410,7 @@ def cache_told(
         flags |= {"page_size": pages} if pages else {}
     arrays |= {name: make((batch, seqlen, heads, d), "bfloat16") for name, d in tensors.items()}
     arrays |= {name: lying(arrays[name], strides) for name, strides in laid.items()}
-    function: Any = portable_cache.append_kv if what == "append" else portable_cache.rotary
+    function: Any = PROGRAMS[what]
     try:
         made = function(arrays, **flags)
     except ValueError as error:
@@ -477,7 +484,7 @@ def key(word: str) -> str:
 
 def table(title: str) -> str:
     """Of a device and a backend, or of what is done to a cache."""
-    if title in ("append", "rotate"):
+    if title in PROGRAMS:
         asked = [(facts, laid) for name, facts, laid in CACHE if name == title]
         found = [(f"{f} {laid or ''}", cache_told(title, laid, **f)) for f, laid in asked]
     else:
@@ -503,7 +510,7 @@ def differing(title: str, told: list[tuple[str, list[str]]]) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("title", [*map(" ".join, TABLE), "append", "rotate"])
+@pytest.mark.parametrize("title", [*map(" ".join, TABLE), *PROGRAMS])
 def test_what_kernels_are_given_is_that_of_the_golden_table(title):
     golden, found = GOLDEN / f"programs {title}.txt", table(title)
     if os.environ.get("WRITE_GOLDEN_PROGRAMS"):

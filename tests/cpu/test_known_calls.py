@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import heedful
-from heedful.torch import backends
+from heedful.torch import backends, execute
 from heedful.torch.calls import CALLS
 from support import launches, standin
 
@@ -236,18 +236,21 @@ def test_tensors_as_far_from_a_multiple_of_16_are_one_call_wherever_they_lie(nam
 def test_a_step_that_writes_binds_its_attention_once(change, monkeypatch):
     """Before it writes, for the very output that it is given."""
     bound = []
-    bind = backends.Case.bind
+    bind = execute.ExecutableKind.bind
 
     def noted(*given):
         bound.append(given)
         return bind(*given)
 
-    monkeypatch.setattr(backends.Case, "bind", noted)
+    monkeypatch.setattr(execute.ExecutableKind, "bind", noted)
     out = torch.empty(B, 1, H, D, dtype=DTYPE)
-    with standin.gpu():
+    with standin.gpu() as gpu:
         given: dict[str, Any] = appended() | {"out": change(out) if change else out}
-        heedful.flash_attn_with_kvcache(**given, backend="portable")
+        for _ in range(3):
+            heedful.flash_attn_with_kvcache(**given, backend="portable")
     assert len(bound) == 1
+    wrote = launches.the(gpu.launches[-2:], "forward")
+    assert launches.places(wrote)["out"].address == given["out"].data_ptr()
 
 
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["number", "tensor"])

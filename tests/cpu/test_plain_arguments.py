@@ -289,7 +289,8 @@ def passed_on(request, monkeypatch):
         monkeypatch.setattr(module, "needs_dispatcher", lambda *_: request.param)
     monkeypatch.setattr(api, "attend", noted("eager"))
     monkeypatch.setattr(library, "attend", noted("dispatched"))
-    monkeypatch.setattr(kvcache, "_eager", noted("eager"))
+    # What its likeness is known by comes last.
+    monkeypatch.setattr(kvcache, "_eager", lambda *given: noted("eager")(*given[:4]))
 
     def traced(*given):
         assert not torch.is_grad_enabled()

@@ -31,6 +31,7 @@ _ROLES = {
     "sink_gradients": "sink gradients",
     "append_keys": "append",
     "rotate_queries": "rotate",
+    "append_and_rotate": "update",
     "schedule_varlen_tiles": "schedule",
     "transpose_v": "transpose",
 }

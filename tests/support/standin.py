@@ -44,7 +44,7 @@ from heedful.launch.spec import (
     map_leaves,
     promise,
 )
-from heedful.torch import backends, cache_update, device, execute, zeros
+from heedful.torch import backends, cache_step, device, execute, zeros
 from heedful.torch.calls import CALLS, KINDS, LATEST
 from heedful.torch.merge import MERGES
 
@@ -52,7 +52,7 @@ from heedful.torch.merge import MERGES
 PORTABLE_GPU = "B200"
 _FORMATS = {"i1": "<?", "i8": "<b", "u8": "<B", "i32": "<i", "i64": "<q", "fp32": "<f"}
 _DTYPES = {ours: theirs for theirs, ours in TRITON_TYPES.items() if theirs != "int4"}
-_MODULES = (execute, backends, cache_update, device)
+_MODULES = (execute, backends, cache_step, device)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ where the choice of a kernel or of its tiles depends on them.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -446,6 +446,16 @@ def _rotary(row: Row, target: str) -> Launched:
     return Launched("", cache="rotary", arrays=arrays, options=options)
 
 
+UPDATE: Factors = {**APPEND, "rotary": ("interleaved", "halves")}
+
+
+def _update(row: Row, target: str) -> Launched:
+    one = _append(row, target)
+    q = ArraySpec.contiguous((2, 5, 8, row["dims"][0]), row["dtype"])
+    arrays = {**(one.arrays or {}), "q": q, "rotated": q}
+    return replace(one, cache="update", arrays=arrays)
+
+
 COMBINE: Factors = {
     "dim": (128, 64, 40, 256),
     "dtype": ("bfloat16", "float16", "float32"),
@@ -506,6 +516,7 @@ ARRAYS: dict[str, Array] = {
     "cdna": Array(("gfx942", "gfx950"), CDNA, _cdna_possible, _cdna),
     "append": Array(PORTABLE_TARGETS, APPEND, always, _append),
     "rotary": Array(PORTABLE_TARGETS, ROTARY, always, _rotary),
+    "update": Array(PORTABLE_TARGETS, UPDATE, always, _update),
     "combine": Array(PORTABLE_TARGETS, COMBINE, always, _combine),
     "unused": Array(
         PORTABLE_TARGETS,

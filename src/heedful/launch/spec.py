@@ -4,7 +4,7 @@ same `Program`, so they all compile exactly the same thing. Framework-neutral, n
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, get_args, get_type_hints
 
@@ -238,3 +238,18 @@ class Program:
 
     calls: tuple[KernelCall, ...]
     workspaces: tuple[Workspace, ...] = ()
+
+    def renamed(self, names: Mapping[str, str]) -> "Program":
+        """The same launches on buffers of other names: `names`, by those that they have here."""
+
+        def rename(_name: str, leaf: Any, _path: tuple[int, ...]) -> Any:
+            is_buffer = isinstance(leaf, Pointer | TensorMap)
+            return replace(leaf, buffer=names.get(leaf.buffer, leaf.buffer)) if is_buffer else leaf
+
+        return replace(self, calls=tuple(_with_leaves(call, rename) for call in self.calls))
+
+
+def _with_leaves(call: KernelCall, make: Callable[[str, Any, tuple[int, ...]], Any]) -> KernelCall:
+    """The launch with other leaves: see `map_leaves`."""
+    parameters = {name: map_leaves(name, x, make) for name, x in call.parameters.items()}
+    return replace(call, parameters=parameters)

@@ -315,51 +315,57 @@ class GpuRunner:
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
         """(out, lse or None, probs or None)."""
-        return self.forward_of(self._pick(x), out)
+        return self.on([*map(address_of, self._pick(x))], out)
 
-    def forward_of(self, operands: Sequence[torch.Tensor], out: torch.Tensor | None = None):
-        """The same of the operands that are there."""
+    def on(self, addresses: list[int], out: torch.Tensor | None = None):
+        """The same of the addresses of the operands that are there, in a list for this call
+        alone."""
         if current_device() != self._device.index:
             with torch.cuda.device(self._device):
-                return self.forward_of(operands, out)
+                return self.on(addresses, out)
         run = self._run
         if out is not None:
             run, new_lse = self._bound_into(out), self._new_lse
         elif run is None:
-            return self._forward_first(operands)
+            return self._first_on(addresses)
         else:
             out, new_lse = self._new_out(), self._new_lse
-        tensors, lse, probs = [*operands, out], None, None
+        addresses.append(out.data_ptr())
+        lse = probs = None
         if new_lse is not None:
             lse = new_lse()
-            tensors.append(lse)
+            addresses.append(lse.data_ptr())
         if self._like.return_probs:
             probs = self._probs(self._numbers, out.dtype)
-            tensors.append(probs)
-        run([*map(address_of, tensors)])
+            addresses.append(probs.data_ptr())
+        run(addresses)
         return out, lse, probs
 
-    def _forward_first(self, operands: Sequence[torch.Tensor]):
+    def _first_on(self, addresses: list[int]):
         """Keeps nothing the first time, and the second what later ones need: most lengths come but
         once."""
         if self._is_known:
             self.bind()
-            return self.forward_of(operands)
+            return self.on(addresses)
         self._is_known = True
-        return self.forward_once(self._numbers, operands)
+        return self.once_on(self._numbers, addresses)
 
     def forward_once(self, numbers: Sequence[Any], operands: Sequence[torch.Tensor]):
         """The forward of lengths of the same case that most likely come but once, of which nothing
         is kept. numbers: as `at` has them. operands: those that are there. Returns as `forward`."""
+        return self.once_on(numbers, [*map(address_of, operands)])
+
+    def once_on(self, numbers: Sequence[Any], addresses: list[int]):
+        """The same of the operands' addresses, in a list for this call alone."""
         if current_device() != self._device.index:
             with torch.cuda.device(self._device):
-                return self.forward_once(numbers, operands)
+                return self.once_on(numbers, addresses)
         made, probs = self.case.make(numbers), None
-        tensors = [*operands, *made]
+        addresses += map(address_of, made)
         if self._like.return_probs:
             probs = self._probs(numbers, made[0].dtype)
-            tensors.append(probs)
-        self.case.run(numbers, [*map(address_of, tensors)])
+            addresses.append(probs.data_ptr())
+        self.case.run(numbers, addresses)
         return made[0], made[1] if len(made) == 2 else None, probs
 
     def _probs(self, numbers: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:

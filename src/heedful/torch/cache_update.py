@@ -1,35 +1,16 @@
 """What happens to a KV cache before attention: new keys and values go in, and rotary positions are
-applied. On a GPU by two programs; elsewhere, and for torch.compile, in plain torch. Neither reads a
-value back.
+applied. In plain torch, for CPUs and torch.compile, without a value read back; `cache_step` has the
+same for GPUs.
 """
-
-from collections.abc import Callable, Sequence
-from functools import partial
-from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from heedful.core.arrays import ArraySpec
 from heedful.core.call import CacheUpdate
 from heedful.core.operands import Operands
-from heedful.core.plan import Plan
-from heedful.launch.bind import portable_cache
-from heedful.torch.adapt import dense_rows
-from heedful.torch.arrays import array_spec
-from heedful.torch.execute import Executable, address_of, allocator, current_device
 from heedful.torch.forked import on_own_thread
 
 _USED = Operands._fields.index("seqused_k")
-_TABLES = "rotary_cos", "rotary_sin"
-# Names, as the programs know them, of operands, what an update holds, the start and the lengths.
-_APPENDED = {"k": "k_new", "v": "v_new", "cache_seqlens": ""}
-_GIVEN = (
-    *Operands._fields,
-    *[_APPENDED.get(name, name) for name in CacheUpdate._fields],
-    "cache_seqlens",
-    "seqused",
-)
 _new = tuple.__new__
 
 
@@ -62,87 +43,9 @@ def update_cache(
     return x
 
 
-def updater(x: Operands, update: CacheUpdate, advance: bool, plan: Plan):
-    """What changes the cache for one kind of call: a function of (x, update, start)."""
-    if plan.device.vendor == "cpu":
-        return partial(_update_plainly, advance)
-    return DeviceUpdate(x, update, advance, plan.device.arch)
-
-
-def _update_plainly(advance: bool, x: Operands, update: CacheUpdate, start: Tensor) -> Operands:
+def update_plainly(advance: bool, x: Operands, update: CacheUpdate, start: Tensor) -> Operands:
+    """As `update_cache`, on a CPU."""
     return on_own_thread(update_cache, x, update, start, advance, True)
-
-
-class DeviceUpdate:
-    """As `update_cache`, for one kind of call on one GPU; compiles when it is made. It also counts
-    the keys that there are then, which takes torch a launch of its own."""
-
-    def __init__(self, x: Operands, update: CacheUpdate, advance: bool, arch: str):
-        self._new_used = allocator((x.q.shape[0],), torch.int32, x.q.device)
-        self._new_rotated = allocator(x.q.shape, x.q.dtype, x.q.device)
-        self._index = x.q.device.index
-        interleaved, position0 = bool(update.rotary_interleaved), update.position0
-        start = x.q.new_empty(x.q.shape[0], dtype=torch.int32)
-        tensors = _named(x, update, start, start)
-        self._pick = _picker((*x, *update, start, start), tensors)
-        self._appends, self._turns = bool(update.k.numel()), bool(x.q.numel())
-        buffers = {name: array_spec(tensor) for name, tensor in tensors.items()}
-        page_size = x.k.shape[1] if x.block_table is not None else 0
-        program = portable_cache.append_kv(buffers, page_size, interleaved, position0)
-        self._append = Executable.of(program, arch, x.q.device, list(tensors))
-        self._rotate = None
-        if update.rotary_cos is not None:
-            turned = {name: buffers[name] for name in ("cache_seqlens", "rotary_cos", "rotary_sin")}
-            turned["q"] = array_spec(dense_rows(x.q))
-            turned["rotated"] = ArraySpec.contiguous(x.q.shape, turned["q"].dtype)
-            program = portable_cache.rotary(turned, interleaved, advance, position0)
-            self._rotate = Executable.of(program, arch, x.q.device, list(turned))
-            self._tables = tuple([list(tensors).index(name) for name in _TABLES])
-
-    def __call__(self, x: Operands, update: CacheUpdate, start: Tensor) -> Operands:
-        if current_device() != self._index:
-            with torch.cuda.device(self._index):
-                return self(x, update, start)
-        used, pick = self._new_used(), self._pick
-        if pick is None:
-            tensors = tuple(_named(x, update, start, used).values())
-        else:
-            tensors = pick((*x, *update, start, used))
-        if self._appends:
-            self._append.run([*map(address_of, tensors)])
-        else:
-            used = used_keys(x, start, 0)
-        if self._rotate is None or not self._turns:
-            return with_used(x, used)
-        rotated = self._new_rotated()
-        cos, sin = self._tables
-        turned = start, tensors[cos], tensors[sin], dense_rows(x.q), rotated
-        self._rotate.run([*map(address_of, turned)])
-        return _new(Operands, (rotated, *x[1:_USED], used, *x[_USED + 1 :]))
-
-
-def _picker(given: Sequence, tensors: dict[str, Tensor]) -> Callable[[tuple], tuple] | None:
-    """What picks the tensors, as `_named` has them, from what is given as `_GIVEN` says; None where
-    some are copies."""
-    places = [_GIVEN.index(name) for name in tensors]
-    pairs = zip(places, tensors.values(), strict=True)
-    return itemgetter(*places) if all([given[place] is t for place, t in pairs]) else None
-
-
-def _named(x: Operands, update: CacheUpdate, start: Tensor, used: Tensor) -> dict[str, Tensor]:
-    """Tensors by the names that the programs know, rows of the new ones contiguous."""
-    tensors = {"k_new": dense_rows(update.k), "v_new": dense_rows(update.v), "k": x.k, "v": x.v}
-    tensors |= {"cache_seqlens": start, "seqused": used}
-    if update.rotary_cos is not None:
-        tensors["rotary_cos"] = update.rotary_cos.contiguous()
-        tensors["rotary_sin"] = update.rotary_sin.contiguous()
-    if x.block_table is not None:
-        tensors["block_table"] = x.block_table
-    if x.kv_batch_idx is not None:
-        tensors["kv_batch_idx"] = x.kv_batch_idx
-    if x.leftpad_k is not None:
-        tensors["leftpad_k"] = dense_rows(x.leftpad_k)
-    return tensors
 
 
 def append_kv(

@@ -5,7 +5,8 @@ The only users of torch's private names for that.
 
 from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
-from operator import itemgetter
+from functools import reduce
+from operator import itemgetter, or_
 from typing import Any
 
 import torch
@@ -98,10 +99,17 @@ class Likeness:
 
     __slots__ = ("_dense", "alike", "pick")
 
-    def __init__(self, values: Sequence[Any], kinds: Sequence[Any] | None = None):
+    def __init__(
+        self,
+        values: Sequence[Any],
+        kinds: Sequence[Any] | None = None,
+        places: Sequence[int] | None = None,
+    ):
         """values: tensors, and whatever else is in its place each time. kinds: where lengths may
-        differ, those of the tensors (kinds.ArrayKind)."""
-        places = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
+        differ, those of the tensors (kinds.ArrayKind). places: of the tensors, in another order
+        than that in which they come."""
+        if places is None:
+            places = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
         self.pick = itemgetter(*places)
         tensors = self.pick(values)
         moving, self._dense = None, []
@@ -116,6 +124,12 @@ class Likeness:
         for address in map(Tensor.data_ptr, self.pick(values)):
             bits |= address
         return not bits & 15
+
+    def addresses(self, values: Sequence[Any]) -> list[int] | None:
+        """Those of tensors that `fits` says are like those, of the same lengths; else None."""
+        tensors = self.pick(values)
+        addresses = [*map(Tensor.data_ptr, tensors)]
+        return None if reduce(or_, addresses) & 15 or not self.alike(*tensors) else addresses
 
     def fits(self, values: Sequence[Any], aligned: bool = False) -> bool:
         """Whether tensors, which are where they were, are like those, and aligned. Strides of dims

@@ -65,8 +65,8 @@ def allocator(
 
 # Places of arrays within a region of memory, and its size; None where a program has none.
 Region = tuple[Sequence[int], int] | None
-# Launches kernels with addresses on a raw stream.
-Launch = Callable[[Sequence[int], int], None]
+# Launches kernels with addresses, in a list for this launch alone, on a raw stream.
+Launch = Callable[[list[int], int], None]
 
 
 class ExecutableKind:
@@ -159,7 +159,7 @@ class ExecutableKind:
         if kernels is None or self._limit is not None:
             kernels = self.kernels(numbers)
         places = self._places or self.places(numbers)
-        self.launch(partial(kernels.run, numbers), places, addresses)
+        self.launcher(partial(kernels.run, numbers), places)(addresses)
 
     def kernels(self, numbers: Sequence[int | float]) -> ProgramKind:
         """Compiled and loaded.
@@ -189,11 +189,12 @@ class ExecutableKind:
         )
 
     def launcher(self, run: Launch, places: tuple[Region, Region]) -> Callable[[list[int]], None]:
-        """`launch` of these, in less time where nothing has to begin with zeros."""
+        """Calls run(addresses, stream) with the addresses that it is given, behind which it writes
+        those of scratch."""
         scratch, zeroed = places
-        if zeroed is not None:
-            return partial(self.launch, run, places)
         index, make = self.index, self._make
+        if zeroed is not None:
+            run = self._with_zeros(run, *zeroed)
         if scratch is None:
             return lambda addresses: run(addresses, raw_stream(index))
         within, size = scratch
@@ -207,31 +208,27 @@ class ExecutableKind:
 
         return launch
 
-    def launch(self, run, places: tuple[Region, Region], addresses: list[int]) -> None:
-        """Calls run(addresses, stream) with these addresses, behind which it writes those of
-        scratch."""
-        scratch, zeroed = places
-        if scratch is not None:
-            within, size = scratch
-            memory = self._make((size,), _ONE, torch.uint8)
-            base = memory.data_ptr()
-            addresses += [base + place for place in within]
-        stream = raw_stream(self.index)
-        if zeroed is None:
-            run(addresses, stream)
-            return
-        within, size = zeroed
-        if size > zeros.MOST_BYTES or stream == _PER_THREAD or _is_capturing():
-            # A graph must fill its own, each time that it is replayed.
-            region = self._make((size,), _ONE, torch.uint8).zero_()
-            base = region.data_ptr()
-            run(addresses + [base + place for place in within], stream)
-        else:
-            source = zeros.of_stream(self.device, stream, _ALIGN)
+    def _with_zeros(self, run: Launch, within: Sequence[int], size: int) -> Launch:
+        """Calls run with the addresses of scratch that begins with zeros, too."""
+        device, make = self.device, self._make
+        shape, of_stream = (size,), zeros.of_stream
+        is_large = size > zeros.MOST_BYTES
+
+        def launch(addresses: list[int], stream: int) -> None:
+            if is_large or stream == _PER_THREAD or _is_capturing():
+                # A graph must fill its own, each time that it is replayed.
+                region = make(shape, _ONE, torch.uint8).zero_()
+                base = region.data_ptr()
+                addresses += [base + place for place in within]
+                run(addresses, stream)
+                return
+            source = of_stream(device, stream, _ALIGN)
             with source.lock:
                 base = source.take(size)
                 addresses += [base + place for place in within]
                 run(addresses, stream)
+
+        return launch
 
 
 class Executable:

@@ -1,7 +1,7 @@
 """Attention of new tokens over a KV cache, which it can extend first."""
 
-from collections.abc import Callable, Sequence
-from operator import itemgetter
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,13 +9,22 @@ from torch import Tensor, is_autocast_enabled
 from torch.compiler import is_compiling
 
 from heedful.core.arrays import ArraySpec
-from heedful.core.call import NUMBERS, CacheUpdate, Options, new_operands, new_options, new_update
+from heedful.core.call import (
+    NUMBERS,
+    CacheUpdate,
+    Options,
+    argument_name,
+    new_operands,
+    new_options,
+    new_update,
+)
 from heedful.core.describe_cache import attention_part, check_cache, last_rotated_length
 from heedful.core.operands import Operands
 from heedful.torch import library
-from heedful.torch.adapt import adapt, adaptations, autocast, dense_rows
+from heedful.torch.adapt import adapt, autocast, dense_rows
 from heedful.torch.arrays import array_spec
-from heedful.torch.cache_update import DeviceUpdate, update_cache, updater, used_keys, with_used
+from heedful.torch.cache_step import DeviceStep, named
+from heedful.torch.cache_update import update_cache, update_plainly, used_keys, with_used
 from heedful.torch.calls import CALLS, Call, out_key, tensor_keys
 from heedful.torch.checks import (
     FLOATS,
@@ -32,9 +41,12 @@ from heedful.torch.plain import is_same, plain_options, plain_update, plain_wind
 from heedful.torch.values import check_room
 
 _UNBOUNDED = (-1, -1)
-# Of the operands, and of operands and update.
-_USED = Operands._fields.index("seqused_k")
-_LENGTHS = len(Operands._fields) + CacheUpdate._fields.index("cache_seqlens")
+# Arguments that are tensors, or would be.
+_ARGUMENTS = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens")
+_ARGUMENTS += ("cache_batch_idx", "cache_leftpad", "block_table", "alibi_slopes", "k_descale")
+_ARGUMENTS += ("v_descale", "k_shift", "v_shift", "sink", "tree_mask", "shared_prefix", "out")
+# What programs call those that come on top of the operands.
+_NEW = {"k_new": "k", "v_new": "v", "q_new": "q"}
 
 
 def flash_attn_with_kvcache(
@@ -121,44 +133,98 @@ def flash_attn_with_kvcache(
     dispatched = needs_dispatcher(q, k_cache, v_cache)
     if dispatched or window_size is not _UNBOUNDED:
         window_size = plain_window(window_size)
-    options = (Options if dispatched else new_options)(
-        kind="kvcache",
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=softcap,
-        return_lse=return_softmax_lse,
-        num_splits=num_splits,
-        backend=backend,
+    if not dispatched and any_autocast() and is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q, k_cache, k, v)
+    values = (
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        rotary_interleaved,
+        num_splits,
+        return_softmax_lse,
+        backend,
     )
-    x = (Operands if dispatched else new_operands)(
-        q=q,
-        k=k_cache,
-        v=v_cache,
-        alibi_slopes=alibi_slopes,
-        sink=sink,
-        block_table=block_table,
-        kv_batch_idx=cache_batch_idx,
-        leftpad_k=cache_leftpad,
-        tree_mask=tree_mask,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        k_shift=k_shift,
-        v_shift=v_shift,
-    )
-    update = (CacheUpdate if dispatched else new_update)(
-        k=k,
-        v=v,
-        rotary_cos=rotary_cos,
-        rotary_sin=rotary_sin,
-        cache_seqlens=cache_seqlens,
-        rotary_interleaved=rotary_interleaved,
-        shared_prefix=shared_prefix,
+    given = (
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        cache_seqlens,
+        cache_batch_idx,
+        cache_leftpad,
+        block_table,
+        alibi_slopes,
+        k_descale,
+        v_descale,
+        k_shift,
+        v_shift,
+        sink,
+        tree_mask,
+        shared_prefix,
+        out,
     )
     if dispatched:
         with torch.no_grad():
-            return _traced(x, options, update, out)
-    return _eager(x, options, update, out)
+            return _traced(*_parts(values, given, Operands, Options, CacheUpdate), out)
+    how: Any = (*values, *map(type, values + given))
+    call, addresses = None, None
+    try:
+        # Tensors like those of the last such call are known without a key.
+        call = CALLS.latest.get(how)
+        if call is not None:
+            addresses = call.addresses(given)
+    except (TypeError, RuntimeError):
+        # As in `calls.attend`.
+        how = None
+    if call is not None and addresses is not None:
+        if call.on is not None:
+            out, lse, _ = call.on(addresses)
+            return (out, lse) if call.returns_lse else out
+        x, _, update = _parts(values, given, new_operands, new_options, new_update)
+        return _checked(call, x, update, None)
+    return _eager(*_parts(values, given, new_operands, new_options, new_update), out, how)
+
+
+def _parts(
+    values: tuple, given: tuple, operands, options, update
+) -> tuple[Operands, Options, CacheUpdate]:
+    """The parts of a call, made by these functions. given: its arguments that are tensors, as
+    `_ARGUMENTS` has them; values: the others."""
+    scale, causal, window_size, softcap, interleaved, splits, return_lse, backend = values
+    q, k_cache, v_cache, k, v, cos, sin, lengths, rows, pads, table, alibi, *more, prefix, _ = given
+    k_descale, v_descale, k_shift, v_shift, sink, tree_mask = more
+    return (
+        operands(
+            q=q,
+            k=k_cache,
+            v=v_cache,
+            alibi_slopes=alibi,
+            sink=sink,
+            block_table=table,
+            kv_batch_idx=rows,
+            leftpad_k=pads,
+            tree_mask=tree_mask,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            k_shift=k_shift,
+            v_shift=v_shift,
+        ),
+        options(
+            kind="kvcache",
+            softmax_scale=scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            return_lse=return_lse,
+            num_splits=splits,
+            backend=backend,
+        ),
+        update(k, v, cos, sin, lengths, interleaved, prefix),
+    )
 
 
 class CacheCall:
@@ -167,13 +233,15 @@ class CacheCall:
     attention, prefix: of the cache, and of the shared prefix where there is one; merge: what puts
     their results together on a GPU, None on a CPU. new: tokens that are appended. rotated:
     `last_rotated_length`, where lengths that leave room for the new tokens may exceed it, else
-    None. update(x, update, start): writes them; None where there are none. counts: whether it also
-    counts the keys with them. records: whether autograd would record what torch does here, which
-    nobody wants. aligned: whether all tensors begin at multiples of 16 bytes. pick(operands +
-    update): the tensors of a call that is no more than its attention on a GPU; None in others.
+    None. step: what appends them on a GPU, and attends then; update: what appends on a CPU,
+    update(x, update, start). counts: whether the step also counts the keys. records: whether
+    autograd would record what torch does here, which nobody wants. aligned: whether all tensors
+    begin at multiples of 16 bytes. on(addresses): the results of a call that is no more than one
+    program on a GPU, from those that `addresses` gives; None in others.
     """
 
     __slots__ = (
+        "_caches",
         "_like",
         "_share",
         "aligned",
@@ -183,11 +251,12 @@ class CacheCall:
         "counts",
         "merge",
         "new",
-        "pick",
+        "on",
         "prefix",
         "records",
         "returns_lse",
         "rotated",
+        "step",
         "update",
     )
 
@@ -222,41 +291,70 @@ class CacheCall:
         if self.prefix is not None and plan.device.vendor != "cpu" and x.q.numel():
             self.merge = _device_merge(problem, asked.sink, out, x.q.device)
         self.checks = plan.device.vendor == "cpu"
-        self.update = None
+        self.update = self.step = None
         if update.k is not None:
-            self.update = updater(
-                adapt(given, adaptations(given, problem)), update, problem.mask.bounded, plan
-            )
-            # What cannot be compiled must fail before the cache is written.
-            self.attention.runner.bind(out if self.prefix is None else None)
+            if self.checks:
+                self.update = partial(update_plainly, problem.mask.bounded)
+            else:
+                # What cannot be compiled must fail before the cache is written.
+                y = adapt(part._replace(q=given.q), self.attention.steps)
+                q_leaves = update.rotary_cos is not None and self.prefix is not None
+                self.step = DeviceStep(y, update, plan, whole_out, q_leaves)
             if self.prefix is not None:
                 self.prefix.runner.bind()
-        self.counts = isinstance(self.update, DeviceUpdate)
-        self.pick = self._picker(asked, update)
-        given = asked + update
-        self._like = Likeness(given)
-        self.aligned = self._like.are_aligned(given)
+        self.counts = self.step is not None and self.step.counts
         self._share = x.k.data_ptr() == x.v.data_ptr()
+        self._be_known(asked, update)
 
-    def _picker(self, x: Operands, update: CacheUpdate) -> Callable[[tuple], tuple] | None:
-        """`pick`. x: without the lengths."""
-        lengths = update.cache_seqlens
-        more = self.checks or not self.attention.plain or x.leftpad_k is not None
-        if more or update.k is not None or self.prefix is not None or isinstance(lengths, int):
+    def _be_known(self, x: Operands, update: CacheUpdate) -> None:
+        """Sets what knows tensors of this kind again. x: without the lengths."""
+        given, names = _arguments(x, update), self._program_names(x, update)
+        places = None if names is None else [_ARGUMENTS.index(name) for name in names]
+        self._like = Likeness(given, places=places)
+        self._caches = 1, 2
+        self.aligned, self.on = self._like.are_aligned(given), None
+        if names is not None:
+            self._caches = names.index("k_cache"), names.index("v_cache")
+            runner: Any = self.step or self.attention.runner  # of a GPU: no other has names
+            self.on = runner.on
+
+    def _program_names(self, x: Operands, update: CacheUpdate) -> list[str] | None:
+        """The arguments whose addresses the call's program takes, in its order; None where a call
+        is more than one program, or some arguments are copied."""
+        lengths, step = update.cache_seqlens, self.step
+        more = self.checks or not self.attention.plain or self.prefix is not None
+        if more or isinstance(lengths, int):
+            return None
+        if step is None and x.leftpad_k is not None or step is not None and not step.counts:
             return None
         if lengths is not None and dense_rows(lengths) is not lengths:
             return None
-        # Lengths are an operand of attention.
-        where = {_USED: _LENGTHS}
-        used = x._replace(seqused_k=lengths)
-        places = [where.get(i, i) for i, operand in enumerate(used) if operand is not None]
-        return itemgetter(*places)
+        x = x._replace(seqused_k=lengths)
+        tensors = {n: t for n, t in zip(Operands._fields, x, strict=True) if t is not None}
+        if step is not None and lengths is not None:
+            tensors = named(x, update, lengths, True)
+        names = [_NEW.get(name) or argument_name(name, "kvcache") for name in tensors]
+        given: dict[str, Any] = dict(zip(_ARGUMENTS, _arguments(x, update), strict=True))
+        same = [given[name] is tensor for name, tensor in zip(names, tensors.values(), strict=True)]
+        count = sum([isinstance(argument, Tensor) for argument in given.values()])
+        return names if all(same) and len(names) == count else None
 
-    def fits(self, given: tuple) -> bool:
-        """Whether aligned tensors, without a shared prefix, are of this kind, given that they are
-        there where this call's were. given: operands and update."""
-        share = given[1].data_ptr() == given[2].data_ptr()
-        return share == self._share and self._like.fits(given)
+    def addresses(self, given: tuple) -> list[int] | None:
+        """Those of the tensors among the arguments, if they are aligned and of this kind, given
+        that they are there where this call's were; None if not."""
+        addresses = self._like.addresses(given)
+        if addresses is not None:
+            k, v = self._caches
+            if (addresses[k] == addresses[v]) is not self._share:
+                return None
+        return addresses
+
+
+def _arguments(x: Operands, update: CacheUpdate) -> tuple:
+    """The arguments of a call that are tensors, or would be; without `out`."""
+    given = {argument_name(n, "kvcache"): t for n, t in zip(Operands._fields, x, strict=True)}
+    given |= update._asdict()
+    return (*[given[name] for name in _ARGUMENTS[:-1]], None)
 
 
 def _length_like(update: CacheUpdate, q: Tensor) -> Tensor:
@@ -266,34 +364,23 @@ def _length_like(update: CacheUpdate, q: Tensor) -> Tensor:
     return q.new_empty(q.shape[0], dtype=torch.int32)
 
 
-def _eager(x: Operands, options: Options, update: CacheUpdate, out):
-    q, k_cache, v_cache = x.q, x.k, x.v
-    device = q.device
-    if any_autocast() and is_autocast_enabled(device.type):
-        q, update = _autocast(q, k_cache, update)
-        x = x._replace(q=q)
-    lengths, prefix = update.cache_seqlens, update.shared_prefix
-    whole = isinstance(lengths, int)
+def _eager(x: Operands, options: Options, update: CacheUpdate, out, known_as: Any = None):
+    """known_as: what tells tensors like these, with the last such call, by its likeness."""
+    q, k_cache, prefix = x.q, x.k, update.shared_prefix
     given, key, call = x + update, None, None
     try:
         how = (options, update.rotary_interleaved, *map(type, options[NUMBERS] + given))
-        # Tensors like those of the last such call are known without a key.
-        common = out is None and prefix is None
-        if common:
-            call = CALLS.latest.get(how)
-            if call is not None and not call.fits(given):
-                call = None
-        if call is None:
-            key = (
-                how,
-                tensor_keys(given),
-                k_cache.data_ptr() == v_cache.data_ptr(),
-                None if prefix is None else tensor_keys(prefix),
-                None if out is None else out_key(out, (q, k_cache, v_cache)),
-            )
-            call = CALLS.young.get(key)
-            if common and call is not None and call.aligned:
-                CALLS.latest[how] = call
+        key = (
+            how,
+            tensor_keys(given),
+            k_cache.data_ptr() == x.v.data_ptr(),
+            None if prefix is None else tensor_keys(prefix),
+            None if out is None else out_key(out, (q, k_cache, x.v)),
+        )
+        call = CALLS.young.get(key)
+        common = out is None and prefix is None and known_as is not None
+        if common and call is not None and call.aligned:
+            CALLS.latest[known_as] = call
     except (TypeError, RuntimeError):
         # As in `calls.attend`.
         key = call = None
@@ -306,11 +393,13 @@ def _eager(x: Operands, options: Options, update: CacheUpdate, out):
         call = CacheCall(x, plain, update, out)
         if key is not None:
             CALLS.put(key, call)
-    if call.pick is not None:
-        runner: Any = call.attention.runner  # of a GPU: no other call has `pick`
-        out, lse, _ = runner.forward_of(call.pick(given), out)
-        return (out, lse) if call.returns_lse else out
-    if whole:
+    return _checked(call, x, update, out)
+
+
+def _checked(call: CacheCall, x: Operands, update: CacheUpdate, out):
+    """One call of a known kind, whose plain lengths are still to be checked."""
+    lengths = update.cache_seqlens
+    if isinstance(lengths, int):
         check_int_length(lengths, call.new, call.capacity)
         if call.rotated is not None:
             check_rotated_length(lengths, call.rotated, update)
@@ -322,29 +411,32 @@ def _eager(x: Operands, options: Options, update: CacheUpdate, out):
 
 def _run(call: CacheCall, x: Operands, update: CacheUpdate, out):
     """One call on real tensors: nothing is written before everything is known to be right."""
-    start = None
+    start, attention, step = None, call.attention, call.step
     if update.cache_seqlens is not None:
         start = _start(update, x)
         if call.checks:
             check_room("cache_seqlens", start, call.capacity - call.new)
-        counted_later = call.counts and not call.attention.checks
-        if not (counted_later and call.attention.plain):
+        counted_later = call.counts and not attention.checks
+        if not (counted_later and attention.plain):
             x = with_used(x, start if counted_later else used_keys(x, start, call.new))
-    sink = x.sink
+    sink, prefix = x.sink, update.shared_prefix
     if call.prefix is not None:
         x = x._replace(sink=None)
-    attention = call.attention
     if not attention.plain:
         x = attention.operands(x, None)
     if call.rotated is not None and attention.checks and start is not None and start.numel():
         check_rotated_length(int(start.max()), call.rotated, update)
     if call.update is not None and start is not None:
         x = call.update(x, update, start)
-    if call.prefix is not None:
-        out, lse = _with_prefix(call, call.prefix, x, update.shared_prefix, sink, out)
+    into = out if call.prefix is None else None
+    if step is not None and start is not None:
+        part, lse, q = step(x, update, start, into)
+        x = x if q is None else x._replace(q=q)
     else:
-        out, lse, _ = attention.forward(x, out)
-    return (out, lse) if call.returns_lse else out
+        part, lse, _ = attention.forward(x, into)
+    if call.prefix is not None:
+        part, lse = _with_prefix(call, call.prefix, x.q, prefix, part, lse, sink, out)
+    return (part, lse) if call.returns_lse else part
 
 
 def _start(update: CacheUpdate, x: Operands) -> Tensor:
@@ -356,10 +448,10 @@ def _start(update: CacheUpdate, x: Operands) -> Tensor:
     return dense_rows(start)
 
 
-def _with_prefix(call: CacheCall, before: Call, x: Operands, prefix, sink, out):
-    """The attention over the cache and that over the prefix before it, merged."""
-    part, lse, _ = call.attention.forward(x, None)
-    y = _prefix_operands(x.q, prefix)
+def _with_prefix(call: CacheCall, before: Call, q: Tensor, prefix, part, lse, sink, out):
+    """The attention over the cache, of which part and lse came, and that over the prefix before it,
+    merged."""
+    y = _prefix_operands(q, prefix)
     if not before.plain:
         y = before.operands(y, None)
     first, first_lse, _ = before.forward(y, None)
@@ -415,19 +507,18 @@ def _prefix_options(options: Options) -> Options:
     return options._replace(kind="dense", causal=False, return_lse=True)
 
 
-def _autocast(q: Tensor, k_cache: Tensor, update: CacheUpdate):
+def _autocast(q: Tensor, k_cache: Tensor, k, v) -> tuple:
     """Under autocast q, k and v take the cache's dtype, which stays as it is, or autocast's own
     where the cache is quantised."""
     if k_cache.dtype not in FLOATS:
         q, *_ = autocast((q,), q.device.type)
-        return q, update
+        return q, k, v
     if q.dtype in FLOATS:
         q = q.to(k_cache.dtype)
     k, v = (
-        t.to(k_cache.dtype) if isinstance(t, Tensor) and t.dtype in FLOATS else t
-        for t in update[:2]
+        t.to(k_cache.dtype) if isinstance(t, Tensor) and t.dtype in FLOATS else t for t in (k, v)
     )
-    return q, update._replace(k=k, v=v)
+    return q, k, v
 
 
 def _traced(x: Operands, options: Options, update: CacheUpdate, out):
@@ -435,7 +526,8 @@ def _traced(x: Operands, options: Options, update: CacheUpdate, out):
     q, k_cache = x.q, x.k
     real = isinstance(q, Tensor) and isinstance(k_cache, Tensor) and q.device.type != "meta"
     if real and is_autocast_enabled(q.device.type):
-        q, update = _autocast(q, k_cache, update)
+        q, *new = _autocast(q, k_cache, *update[:2])
+        update = update._replace(k=new[0], v=new[1])
         # Their dtypes are known now, and not those that operators would cast them to.
         with torch.autocast(q.device.type, enabled=False):
             return _traced(x._replace(q=q), options, update, out)

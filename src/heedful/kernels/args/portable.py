@@ -125,6 +125,15 @@ class RotateIO(NamedTuple):
     rotated: Out[Rows]
 
 
+class RowTiles(NamedTuple):
+    """The rows of an array (B, seqlen, heads, dim), cut in `tiles` of each head: a program has one
+    tile."""
+
+    seqlen: Num
+    heads: Num
+    tiles: Num
+
+
 class Rotary(NamedTuple):
     """Tables of (positions, half). position0: added to a row's place in the cache."""
 

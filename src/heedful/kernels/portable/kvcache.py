@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args.kinds import Rows
-from heedful.kernels.args.portable import AppendIO, Rotary, RotateIO
+from heedful.kernels.args.portable import AppendIO, Rotary, RotateIO, RowTiles
 from heedful.kernels.args.shared import KVLayout
 from heedful.kernels.common.sequences import within
 from heedful.kernels.portable.sequences import load_rows, row_base, store_rows, wide
@@ -59,13 +59,19 @@ def scatter_rows(base, tile, offsets, exists, DIM: tl.constexpr):
 
 
 @triton.jit
-def append_keys(
+def tile_of(task, tiles: RowTiles, ROWS: tl.constexpr):
+    """(first row, batch entry, head) of the tile of this number."""
+    head = task // tiles.tiles
+    return (task % tiles.tiles) * ROWS, wide(head // tiles.heads), wide(head % tiles.heads)
+
+
+@triton.jit
+def append_tile(
+    task,
     io: AppendIO,
+    tiles: RowTiles,
     cache: KVLayout,
     rotary: Rotary,
-    seqlen,
-    heads,
-    tiles,
     capacity,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -73,37 +79,39 @@ def append_keys(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Writes k_new (B, S, G, D), rotated if there are rotary tables, and v_new (B, S, G, E) into
-    the caches behind the cache_seqlens (B,) rows that each sequence has, and into seqused (B,) the
-    keys that it has then.
+    """Writes a tile of k_new (B, S, G, D), rotated if there are rotary tables, and of v_new
+    (B, S, G, E) into the caches behind the cache_seqlens (B,) rows that each sequence has, and into
+    seqused (B,) the keys that it has then.
 
     A negative length is that of no sequence: nothing is written and there are no keys. Neither is
     anything written past a sequence's `capacity` rows, nor into one of the cache's `entries` pages
     or batch entries that it does not have.
     """
-    row0 = (tl.program_id(0) % tiles) * BLOCK_N
-    b = wide(tl.program_id(0) // tiles // heads)
-    g = wide(tl.program_id(0) // tiles % heads)
+    row0, b, g = tile_of(task, tiles, BLOCK_N)
     rows_N = row0 + tl.arange(0, BLOCK_N)
     start = tl.load(io.cache_seqlens + b)
     # Rows past the last repeat it, and are never stored.
-    place_N = tl.where(start < 0, -1, start + tl.minimum(rows_N, seqlen - 1))
-    exists_N = (rows_N < seqlen) & (place_N >= 0) & (place_N < capacity)
+    place_N = tl.where(start < 0, -1, start + tl.minimum(rows_N, tiles.seqlen - 1))
+    exists_N = (rows_N < tiles.seqlen) & (place_N >= 0) & (place_N < capacity)
     place_N = tl.maximum(tl.minimum(place_N, capacity - 1), 0)
     if row0 + g == 0:
-        used = start + seqlen
+        used = start + tiles.seqlen
         if io.leftpad_k is not None:
             used -= tl.load(io.leftpad_k + b)
         tl.store(io.seqused + b, tl.where(start < 0, 0, used))
     k_new = row_base(io.k_new, b, g, 0)
     v_new = row_base(io.v_new, b, g, 0)
     if rotary.cos is None:
-        k_ND = load_rows(k_new, io.k_new.stride_n, row0, seqlen, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+        k_ND = load_rows(
+            k_new, io.k_new.stride_n, row0, tiles.seqlen, HEAD_DIM, BLOCK_N, BLOCK_D, True
+        )
     else:
         k_ND = rotated_rows(
-            k_new, io.k_new, row0, seqlen, place_N, rotary, HEAD_DIM, BLOCK_N, BLOCK_D
+            k_new, io.k_new, row0, tiles.seqlen, place_N, rotary, HEAD_DIM, BLOCK_N, BLOCK_D
         )
-    v_NE = load_rows(v_new, io.v_new.stride_n, row0, seqlen, HEAD_DIM_V, BLOCK_N, BLOCK_E, True)
+    v_NE = load_rows(
+        v_new, io.v_new.stride_n, row0, tiles.seqlen, HEAD_DIM_V, BLOCK_N, BLOCK_E, True
+    )
     entry_N = tl.zeros([BLOCK_N], tl.int64)
     if cache.table is not None:
         entry_N += tl.load(cache.table + b * cache.stride_tableb + place_N // cache.page_size)
@@ -123,24 +131,107 @@ def append_keys(
 
 
 @triton.jit
-def rotate_queries(
+def rotate_tile(
+    task,
     io: RotateIO,
+    tiles: RowTiles,
     rotary: Rotary,
-    seqlen,
-    heads,
-    tiles,
     advance,
     HEAD_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """rotated = q (B, S, H, D) at positions cache_seqlens + position0 + advance * row."""
-    row0 = (tl.program_id(0) % tiles) * BLOCK_M
-    b = wide(tl.program_id(0) // tiles // heads)
-    h = wide(tl.program_id(0) // tiles % heads)
-    rows_M = tl.minimum(row0 + tl.arange(0, BLOCK_M), seqlen - 1)
+    """Writes a tile of rotated = q (B, S, H, D) at positions cache_seqlens + position0
+    + advance * row."""
+    row0, b, h = tile_of(task, tiles, BLOCK_M)
+    rows_M = tl.minimum(row0 + tl.arange(0, BLOCK_M), tiles.seqlen - 1)
     places_M = tl.load(io.cache_seqlens + b) + advance * rows_M
     q = row_base(io.q, b, h, 0)
-    x_MD = rotated_rows(q, io.q, row0, seqlen, places_M, rotary, HEAD_DIM, BLOCK_M, BLOCK_D)
+    x_MD = rotated_rows(q, io.q, row0, tiles.seqlen, places_M, rotary, HEAD_DIM, BLOCK_M, BLOCK_D)
     rotated = row_base(io.rotated, b, h, 0)
-    store_rows(rotated, x_MD, io.rotated.stride_n, row0, seqlen, HEAD_DIM)
+    store_rows(rotated, x_MD, io.rotated.stride_n, row0, tiles.seqlen, HEAD_DIM)
+
+
+@triton.jit
+def append_keys(
+    new: AppendIO,
+    new_tiles: RowTiles,
+    cache: KVLayout,
+    rotary: Rotary,
+    capacity,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Each program has a tile of new keys."""
+    task = tl.program_id(0)
+    append_tile(
+        task,
+        new,
+        new_tiles,
+        cache,
+        rotary,
+        capacity,
+        HEAD_DIM,
+        HEAD_DIM_V,
+        BLOCK_N,
+        BLOCK_D,
+        BLOCK_E,
+    )
+
+
+@triton.jit
+def rotate_queries(
+    queries: RotateIO,
+    query_tiles: RowTiles,
+    rotary: Rotary,
+    advance,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Each program has a tile of queries."""
+    task = tl.program_id(0)
+    rotate_tile(task, queries, query_tiles, rotary, advance, HEAD_DIM, BLOCK_M, BLOCK_D)
+
+
+@triton.jit
+def append_and_rotate(
+    new: AppendIO,
+    new_tiles: RowTiles,
+    queries: RotateIO,
+    query_tiles: RowTiles,
+    cache: KVLayout,
+    rotary: Rotary,
+    capacity,
+    advance,
+    appends,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """The first `appends` programs have a tile of new keys each, the others one of queries. Neither
+    needs what the other writes."""
+    task = tl.program_id(0)
+    if task < appends:
+        append_tile(
+            task,
+            new,
+            new_tiles,
+            cache,
+            rotary,
+            capacity,
+            HEAD_DIM,
+            HEAD_DIM_V,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_E,
+        )
+    else:
+        task -= appends
+        rotate_tile(task, queries, query_tiles, rotary, advance, HEAD_DIM, BLOCK_M, BLOCK_D)

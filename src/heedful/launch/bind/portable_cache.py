@@ -1,8 +1,12 @@
 """Programs that change a KV cache, and queries with it, before attention."""
 
-from heedful.core.sizes import ceil_div
-from heedful.core.tiles import cache_rows, pow2
-from heedful.kernels.args.portable import AppendIO, RotateIO
+from collections.abc import Sequence
+from typing import Any
+
+from heedful.core.arrays import ArraySpec
+from heedful.core.sizes import Workspace, ceil_div
+from heedful.core.tiles import RowsConfig, cache_rows, pow2
+from heedful.kernels.args.portable import AppendIO, RotateIO, RowTiles
 from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, pointer, scalars, stored_keys
 from heedful.launch.bind.portable import kernel_call, shared_divisor
@@ -21,33 +25,13 @@ def append_kv(
     kv_batch_idx, leftpad_k if the call has them. position0: what rotary positions count before
     the cache (a shared prefix).
     """
-    batch, seqlen, heads, dim = buffers["k_new"].shape
-    dim_v = buffers["v_new"].shape[-1]
-    tensors = ("k_new", "v_new", "k", "v")
-    divisor = shared_divisor(buffers, tensors)
-    config = cache_rows(dim, dim_v)
-    tiles = ceil_div(seqlen, config.rows)
-    cache = groups.kv_layout(page_size, buffers)
+    config, programs, parameters = _appended(buffers, page_size)
     call = kernel_call(
         "kvcache.append_keys",
-        (tiles * batch * heads, 1, 1),
+        (programs, 1, 1),
         config,
-        io=AppendIO(
-            cache_seqlens=pointer(buffers, "cache_seqlens"),
-            leftpad_k=pointer(buffers, "leftpad_k"),
-            seqused=pointer(buffers, "seqused"),
-            **{name: groups.rows(buffers, name, divisor) for name in tensors},
-        ),
-        # Nothing is written to batch entries that the cache lacks, whatever names them.
-        cache=cache._replace(entries=Scalar(buffers["k"].shape[0])),
         rotary=groups.rotary(buffers, interleaved, position0),
-        **scalars(seqlen=seqlen, heads=heads, tiles=tiles),
-        capacity=Scalar(stored_keys(buffers, page_size)),
-        HEAD_DIM=dim,
-        HEAD_DIM_V=dim_v,
-        BLOCK_N=config.rows,
-        BLOCK_D=pow2(dim),
-        BLOCK_E=pow2(dim_v),
+        **parameters,
     )
     return Program((call,))
 
@@ -59,23 +43,106 @@ def rotary(
 
     buffers: q, rotated, cache_seqlens (B,), rotary_cos, rotary_sin.
     """
-    batch, seqlen, heads, dim = buffers["q"].shape
-    divisor = shared_divisor(buffers, ("q", "rotated"))
-    config = cache_rows(dim)
-    tiles = ceil_div(seqlen, config.rows)
+    config, programs, parameters = _rotated(buffers, advance)
     call = kernel_call(
         "kvcache.rotate_queries",
-        (tiles * batch * heads, 1, 1),
+        (programs, 1, 1),
         config,
-        io=RotateIO(
+        rotary=groups.rotary(buffers, interleaved, position0),
+        **parameters,
+    )
+    return Program((call,))
+
+
+def update(
+    buffers: Buffers,
+    page_size: int = 0,
+    interleaved: bool = True,
+    advance: bool = True,
+    position0: int = 0,
+) -> Program:
+    """Both in one launch; the former alone without `rotated`."""
+    if "rotated" not in buffers:
+        return append_kv(buffers, page_size, interleaved, position0)
+    config, appends, parameters = _appended(buffers, page_size)
+    _, rotations, others = _rotated(buffers, advance)
+    call = kernel_call(
+        "kvcache.append_and_rotate",
+        (appends + rotations, 1, 1),
+        config,
+        rotary=groups.rotary(buffers, interleaved, position0),
+        appends=Scalar(appends),
+        **(parameters | others),
+    )
+    return Program((call,))
+
+
+def step(buffers: Buffers, attention: Program, scratch: Sequence[Workspace], **how: Any) -> Program:
+    """What changes the cache, then attention over it.
+
+    buffers: of both, by the names of attention; the lengths that are counted are seqused_k. The new
+    keys are k_new and v_new; q_new, if the call has it, is rotated into q. attention: its program.
+    scratch: which of the buffers are the program's own. how: see `update`.
+    """
+    given, names = {**buffers, "seqused": buffers["seqused_k"]}, {"seqused": "seqused_k"}
+    if "q_new" in buffers:
+        given |= {"q": buffers["q_new"], "rotated": buffers["q"]}
+        names |= {"q": "q_new", "rotated": "q"}
+    first = update(given, **how).renamed(names)
+    return Program(first.calls + attention.calls, (*attention.workspaces, *scratch))
+
+
+def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[str, Any]]:
+    """How new keys are cut, in how many tiles, and parameters of kernels that append them."""
+    dim, dim_v = (buffers[name].shape[-1] for name in ("k_new", "v_new"))
+    config = cache_rows(dim, dim_v)
+    tensors = ("k_new", "v_new", "k", "v")
+    divisor = shared_divisor(buffers, tensors)
+    programs, tiles = _tiles(buffers["k_new"], config)
+    cache = groups.kv_layout(page_size, buffers)
+    parameters = {
+        "new": AppendIO(
+            cache_seqlens=pointer(buffers, "cache_seqlens"),
+            leftpad_k=pointer(buffers, "leftpad_k"),
+            seqused=pointer(buffers, "seqused"),
+            **{name: groups.rows(buffers, name, divisor) for name in tensors},
+        ),
+        "new_tiles": tiles,
+        # Nothing is written to batch entries that the cache lacks, whatever names them.
+        "cache": cache._replace(entries=Scalar(buffers["k"].shape[0])),
+        "capacity": Scalar(stored_keys(buffers, page_size)),
+        "HEAD_DIM": dim,
+        "HEAD_DIM_V": dim_v,
+        "BLOCK_N": config.rows,
+        "BLOCK_D": pow2(dim),
+        "BLOCK_E": pow2(dim_v),
+    }
+    return config, programs, parameters
+
+
+def _rotated(buffers: Buffers, advance: bool) -> tuple[RowsConfig, int, dict[str, Any]]:
+    """The same of queries, and of kernels that rotate them."""
+    dim = buffers["q"].shape[-1]
+    config = cache_rows(dim)
+    divisor = shared_divisor(buffers, ("q", "rotated"))
+    programs, tiles = _tiles(buffers["q"], config)
+    parameters = {
+        "queries": RotateIO(
             q=groups.rows(buffers, "q", divisor),
             cache_seqlens=pointer(buffers, "cache_seqlens"),
             rotated=groups.rows(buffers, "rotated", divisor),
         ),
-        rotary=groups.rotary(buffers, interleaved, position0),
-        **scalars(seqlen=seqlen, heads=heads, tiles=tiles, advance=int(advance)),
-        HEAD_DIM=dim,
-        BLOCK_M=config.rows,
-        BLOCK_D=pow2(dim),
-    )
-    return Program((call,))
+        "query_tiles": tiles,
+        "advance": Scalar(int(advance)),
+        "HEAD_DIM": dim,
+        "BLOCK_M": config.rows,
+        "BLOCK_D": pow2(dim),
+    }
+    return config, programs, parameters
+
+
+def _tiles(array: ArraySpec, config: RowsConfig) -> tuple[int, RowTiles]:
+    """How many tiles an array has, and where they are."""
+    batch, seqlen, heads, _ = array.shape
+    tiles = ceil_div(seqlen, config.rows)
+    return tiles * batch * heads, RowTiles(**scalars(seqlen=seqlen, heads=heads, tiles=tiles))
