@@ -3,9 +3,11 @@
     python -m heedful.bench.host
 
 A row is a call: microseconds on the host, and over those of SDPA's forward, or of its own forward
-with gradients or backward. Calls are of small tensors, each of a set of its own, so that none finds
-what an earlier one left. Rows take turns; a figure is the median of the rounds' medians. Results
-are checked by tests, not here: what is timed is what the host does.
+with gradients or backward. Both take the same tensors, (batch, seqlen, heads, dim): SDPA's call
+transposes them, and its result, as in `heedful bench --cases overhead`; "sdpa, heads first" is the
+call alone. Calls are of small tensors, each of a set of its own, so that none finds what an earlier
+one left. Rows take turns; a figure is the median of the rounds' medians. Results are checked by
+tests, not here: what is timed is what the host does.
 """
 
 import statistics
@@ -50,20 +52,20 @@ def _rows(device: torch.device, sets: int) -> Iterator[tuple[str, Row]]:
         return [tuple(drawn(*shape, needs_grad=needs_grad) for _ in "qkv") for _ in range(sets)]
 
     plain, saved = inputs(False), inputs(True)
-    theirs, theirs_saved = _heads_first(plain), _heads_first(saved)
-    sdpa, ours = scaled_dot_product_attention, flash_attn_func
-    yield "sdpa", Row(_calls(sdpa, theirs))
-    yield "forward", Row(_calls(ours, plain), "sdpa")
-    name = "sdpa, with gradients"
-    yield name, Row(_calls(sdpa, theirs_saved))
-    yield "forward, with gradients", Row(_calls(ours, saved), name)
+    first = [tuple(x.transpose(1, 2) for x in qkv) for qkv in plain]
+    yield "sdpa, heads first", Row(_calls(scaled_dot_product_attention, first))
+    yield "sdpa", Row(_calls(sdpa, plain))
+    yield "forward", Row(_calls(flash_attn_func, plain), "sdpa")
+    yield "sdpa, with gradients", Row(_calls(sdpa, saved))
+    yield "forward, with gradients", Row(_calls(flash_attn_func, saved), "sdpa, with gradients")
 
     dout = drawn(1, TOKENS, HEADS, DIM)
-    name, options = "sdpa, backward", {"retain_graph": True}
-    kept = [(sdpa(x[0], x[1], x[2]), x, dout.transpose(1, 2)) for x in theirs_saved]
-    yield name, Row(_calls(torch.autograd.grad, kept, **options))
-    kept = [(ours(x[0], x[1], x[2]), x, dout) for x in saved]
-    yield "backward", Row(_calls(torch.autograd.grad, kept, **options), name)
+    for name, forwards, beside in (
+        ("sdpa, backward", _calls(sdpa, saved), ""),
+        ("backward", _calls(flash_attn_func, saved), "sdpa, backward"),
+    ):
+        kept = [(call(), qkv, dout) for call, qkv in zip(forwards, saved, strict=True)]
+        yield name, Row(_calls(torch.autograd.grad, kept, retain_graph=True), beside)
 
     lengths = torch.tensor([200, 100, 17, 250], dtype=torch.int32, device=device)
     table = torch.randperm(SEQUENCES * PAGES, device=device).int().view(SEQUENCES, PAGES)
@@ -81,13 +83,15 @@ def _rows(device: torch.device, sets: int) -> Iterator[tuple[str, Row]]:
     yield "decode, appended with rotary", Row(_calls(step, appended, **how, causal=True), "sdpa")
 
 
+def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """PyTorch's attention of (batch, seqlen, heads, dim)."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return scaled_dot_product_attention(q, k, v).transpose(1, 2)
+
+
 def _calls(function: Callable[..., Any], sets: Iterable[tuple], **options) -> Calls:
     """The function's call of each set."""
     return [partial(function, *arguments, **options) for arguments in sets]
-
-
-def _heads_first(sets: list[tuple[torch.Tensor, ...]]) -> list[tuple[torch.Tensor, ...]]:
-    return [tuple(x.transpose(1, 2) for x in tensors) for tensors in sets]
 
 
 def median_us(calls: Calls, wait: Callable[[], Any]) -> float:
