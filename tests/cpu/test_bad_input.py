@@ -90,6 +90,11 @@ def prefix() -> dict[str, Any]:
     return cache() | {"shared_prefix": (torch.randn(4, 2, 16), torch.randn(4, 2, 8))}
 
 
+def quantising() -> dict[str, Any]:
+    new = {"k": torch.randn(2, 1, 2, 16), "v": torch.randn(2, 1, 2, 8)}
+    return quantised() | new
+
+
 def four_bits() -> dict[str, Any]:
     call = {name: value for name, value in cache().items() if name not in ("k", "v")}
     for name, dim in (("k", 16), ("v", 8)):
@@ -333,7 +338,13 @@ BAD = [
     (quantised, {"v_descale": torch.ones(2, 2), "v_shift": torch.ones(2, 2)}, "v_descale"),
     (quantised, {"v_shift": None}, "v_shift", ValueError),
     (quantised, {"k_shift": torch.ones(2, 12, 2, 1)}, "k_shift", ValueError),
-    (quantised, {"k": torch.randn(2, 1, 2, 16), "v": torch.randn(2, 1, 2, 8)}, "k", TypeError),
+    (quantising, {"k": torch.randn(2, 1, 2, 16).half()}, "k", TypeError),
+    (quantising, {"v": torch.ones(2, 1, 2, 8).to(torch.int8)}, "v", TypeError),
+    (quantising, {"k": torch.ones(2, 1, 2, 16).to(torch.int8)}, "v", TypeError),
+    (quantising, {"v": torch.randn(2, 1, 2, 16)}, "v", ValueError),
+    (quantising, {"k_descale": torch.ones(2, 12, 2, 1).expand(2, 12, 2, 2)}, "k_descale"),
+    (quantising, {"v_shift": torch.ones(2, 12, 1, 1).expand(2, 12, 2, 1)}, "v_shift", ValueError),
+    (quantising, {"k_shift": torch.ones(2, 12, 2, 4)[..., ::2]}, "k_shift", ValueError),
     (prefix, {"shared_prefix": torch.randn(4, 2, 16)}, "shared_prefix", TypeError),
     (prefix, {"shared_prefix": (torch.randn(4, 2, 16), None)}, "shared_prefix", TypeError),
     (prefix, {"shared_prefix": (torch.randn(4, 2, 16), torch.randn(3, 2, 8))}, "shared_prefix"),

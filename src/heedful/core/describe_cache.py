@@ -79,34 +79,69 @@ def _check_new_tokens(x: Operands, problem: AttentionProblem, update: CacheUpdat
     if update.cache_seqlens is None:
         raise ValueError("cache_seqlens must be given with k and v, to say where they go, got None")
     new_len = None
-    for name, cache in (("k", x.k), ("v", x.v)):
+    is_quantised = quantises(x, update)
+    for name, cache, dim in (("k", x.k, problem.head_dim), ("v", x.v, problem.head_dim_v)):
         new = getattr(update, name)
-        if new.dtype != cache.dtype:
-            hint = " (quantize_kv makes it)" if cache.dtype not in FLOATS else ""
+        dtype = x.q.dtype if is_quantised else cache.dtype
+        if new.dtype != dtype:
             raise TypeError(
-                f"{name} must be {cache.dtype} like {name}_cache{hint}, got {new.dtype}"
+                f"{name} must be {_new_dtype(name, x, cache, is_quantised)}, got {new.dtype}"
             )
         if len(new.shape) != 4:
             raise ValueError(
                 f"{name} must be (batch, new_len, heads_k, dim), got shape {tuple(new.shape)}"
             )
         new_len = new.shape[1] if new_len is None else new_len
-        shape = (problem.batch, new_len, problem.heads_k, cache.shape[-1])
-        check_shape(name, new.shape, shape, f"(batch, new_len, heads_k, {name}_cache's last dim)")
+        words = "head_dim" if is_quantised else f"{name}_cache's last dim"
+        shape = (problem.batch, new_len, problem.heads_k, dim if is_quantised else cache.shape[-1])
+        check_shape(name, new.shape, shape, f"(batch, new_len, heads_k, {words})")
         check_writable(f"{name}_cache", cache)
+    if is_quantised and problem.kv_group:
+        for name in ("k_descale", "v_descale", "k_shift", "v_shift"):
+            _check_written_scale(name, getattr(x, name))
     if new_len is not None and new_len > problem.seqlen_k:
         raise ValueError(
             f"k must have at most the cache's {problem.seqlen_k} tokens, got {new_len}"
         )
 
 
+def quantises(x: Operands, update: CacheUpdate) -> bool:
+    """Whether new keys and values come as values, and are quantised as they are appended."""
+    new = update.k
+    return new is not None and x.k.dtype not in FLOATS and new.dtype in FLOATS
+
+
+def _new_dtype(name: str, x: Operands, cache: ArraySpec, is_quantised: bool) -> str:
+    """In words, what new keys or values are to come in."""
+    stored = f"{cache.dtype} like {name}_cache"
+    if cache.dtype in FLOATS:
+        return stored
+    if name == "v":
+        return f"{x.q.dtype} like q, as k is" if is_quantised else f"{stored}, as k is"
+    if x.q.dtype not in FLOATS:
+        return f"{stored} (quantize_kv makes it)"
+    return f"{stored} (quantize_kv makes it) or {x.q.dtype} like q"
+
+
+def _check_written_scale(name: str, scale: ArraySpec | None) -> None:
+    """ValueError unless scales of groups can be written where they are."""
+    if scale is None:
+        return
+    check_writable(name, scale)
+    if scale.shape[-1] > 1 and scale.strides[-1] != 1:
+        raise ValueError(
+            f"{name} must have a contiguous last dim, as it is written, got strides"
+            f" {tuple(scale.strides)}"
+        )
+
+
 def _check_rotary(x: Operands, problem: AttentionProblem, update: CacheUpdate) -> None:
     if update.k is None:
         raise ValueError("rotary_cos must be None without k and v to rotate, got a tensor")
-    if x.k.dtype not in FLOATS:
+    if update.k.dtype not in FLOATS:
         raise ValueError(
-            "rotary_cos must be None for a quantised cache, whose new k comes quantised (rotate"
-            " before quantize_kv), got a tensor"
+            "rotary_cos must be None where new k comes quantised (rotate before quantize_kv, or"
+            " give k and v in q's dtype), got a tensor"
         )
     for name in ("rotary_cos", "rotary_sin"):
         table = getattr(update, name)

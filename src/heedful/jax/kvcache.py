@@ -16,6 +16,7 @@ from heedful.core.describe_cache import (
     check_prefix_pair,
     check_rotated_length,
     last_rotated_length,
+    quantises,
 )
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
@@ -173,7 +174,12 @@ def _checked(
             check_array(f"shared_prefix[{index}]", part)
         specs["shared_prefix"] = tuple(map(array_spec, update.shared_prefix))
     described = update._replace(**specs)
-    problem = check_cache(AttentionCall(specs_of(x), options), described)
+    call = AttentionCall(specs_of(x), options)
+    if quantises(call.x, described):
+        # Their scales would be results of their own.
+        dtype, new = call.x.k.dtype, described.k.dtype
+        raise TypeError(f"k must be {dtype} like k_cache (quantize_kv makes it), got {new}")
+    problem = check_cache(call, described)
     length = update.cache_seqlens
     if isinstance(length, int):
         new = 0 if update.k is None else update.k.shape[1]

@@ -3,12 +3,16 @@ applied. In plain torch, for CPUs and torch.compile, without a value read back; 
 same for GPUs.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from heedful.core.call import CacheUpdate
 from heedful.core.operands import Operands
+from heedful.torch.arrays import dtype_name
 from heedful.torch.forked import on_own_thread
+from heedful.torch.quant import group_scales, packed_values
 
 _USED = Operands._fields.index("seqused_k")
 _new = tuple.__new__
@@ -39,8 +43,34 @@ def update_cache(
         position = start + update.position0 if update.position0 else start
         k = rotate(k, cos, sin, position, interleaved)
         x = x._replace(q=rotate(x.q, cos, sin, position, interleaved, advance))
-    append_kv(x.k, x.v, k, v, start, x.kv_batch_idx, x.block_table, sees_values)
+    k, k_scales = _stored(x.k, k, x.k_descale, x.k_shift)
+    v, v_scales = _stored(x.v, v, x.v_descale, x.v_shift)
+    scales = [*k_scales, *v_scales]
+    append_kv(x.k, x.v, k, v, start, x.kv_batch_idx, x.block_table, sees_values, scales)
     return x
+
+
+def _stored(
+    cache: Tensor, new: Tensor, scale: Tensor | None, shift: Tensor | None
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """What a cache stores of new values (B, S, G, dim); and, of groups of values, the arrays of
+    their scales and shifts, each with what goes into it."""
+    if new.dtype == cache.dtype:
+        return new, []
+    storage = "int4" if cache.dtype == torch.uint8 else dtype_name(cache.dtype)
+    if scale is not None and scale.dim() > 2:
+        size = new.shape[-1] // scale.shape[-1]
+        own, own_shift = group_scales(new, storage, size, shift is not None)
+        shifts = [] if shift is None or own_shift is None else [(shift, own_shift)]
+        return packed_values(new, storage, own, own_shift), [(scale, own), *shifts]
+    batch, _, heads, _ = new.shape
+    if scale is None:
+        scale = new.new_ones((), dtype=torch.float32)
+    factor, add = (
+        t if t is None else t.expand(batch, heads)[:, None, :, None] for t in (scale, shift)
+    )
+    assert factor is not None
+    return packed_values(new, storage, factor, add), []
 
 
 def update_plainly(advance: bool, x: Operands, update: CacheUpdate, start: Tensor) -> Operands:
@@ -57,13 +87,15 @@ def append_kv(
     cache_batch_idx: Tensor | None,
     block_table: Tensor | None,
     sees_values: bool,
+    scales: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> None:
     """Writes k and v (B, S, G, dim) behind the tokens that each sequence has in its cache.
 
     cache_seqlens: (B,) storage position of a sequence's first new token; a sequence of negative
     length gets none. Caches: rows (rows, capacity, G, dim) picked by cache_batch_idx (B,), or pages
     through block_table. What would lie outside of them is dropped. sees_values: whether tensors may
-    be looked into, which neither a graph nor a transform allows.
+    be looked into, which neither a graph nor a transform allows. scales: arrays that lie as the
+    caches do, each with what goes into it beside k and v.
     """
     if not (k.numel() and k_cache.numel()):
         return
@@ -83,11 +115,13 @@ def append_kv(
     last = k_cache.shape[0] - 1
     kept = (kept & (entry >= 0) & (entry <= last)).flatten()
     where = entry.clamp(0, last).flatten(), position.flatten()
-    tokens = k.flatten(0, 1), v.flatten(0, 1)
+    written = ((k_cache, k), (v_cache, v), *scales)
+    arrays = tuple(array for array, _ in written)
+    tokens = tuple(rows.flatten(0, 1) for _, rows in written)
     if not (sees_values and bool(kept.all())):
-        where, tokens = _only_kept(kept, where, tokens, (k_cache, v_cache))
-    k_cache.index_put_(where, tokens[0])
-    v_cache.index_put_(where, tokens[1])
+        where, tokens = _only_kept(kept, where, tokens, arrays)
+    for array, token in zip(arrays, tokens, strict=True):
+        array.index_put_(where, token)
 
 
 def _only_kept(kept: Tensor, where: tuple, tokens: tuple, caches: tuple) -> tuple[tuple, tuple]:

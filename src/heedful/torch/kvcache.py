@@ -93,8 +93,10 @@ def flash_attn_with_kvcache(
         v_cache: as k_cache, with head_dim_v; it may be a view of the first columns of k_cache
             (MLA), which are then read once.
         k, v: (batch, new_len, heads_k, head_dim | head_dim_v) in the caches' dtype, written at
-            positions cache_seqlens on. For a quantised cache they come quantised, and the caller
-            writes their scales.
+            positions cache_seqlens on. For a quantised cache they come in q's dtype and are
+            quantised: with the scales of heads that are given, 1 without, or as quantize_kv does,
+            whose scales and shifts of groups are written too. Or they come quantised, and the
+            caller writes their scales.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), q's dtype or float32. Keys are rotated
             at positions cache_seqlens, cache_seqlens + 1, ..., queries too if causal or windowed;
             otherwise all queries at position cache_seqlens. Only with k and v. There are as many
@@ -511,8 +513,7 @@ def _autocast(q: Tensor, k_cache: Tensor, k, v) -> tuple:
     """Under autocast q, k and v take the cache's dtype, which stays as it is, or autocast's own
     where the cache is quantised."""
     if k_cache.dtype not in FLOATS:
-        q, *_ = autocast((q,), q.device.type)
-        return q, k, v
+        return autocast((q, k, v), q.device.type)
     if q.dtype in FLOATS:
         q = q.to(k_cache.dtype)
     k, v = (

@@ -36,21 +36,39 @@ def quantize_kv(
     size = None if group_size is None else plain_int("group_size", group_size, "an int or None")
     size = check_quantize(tuple(x.shape), dtype_name(x.dtype), name, dtype, size)
     asymmetric = plain_flag("asymmetric", asymmetric)
-    groups = x.detach().float().unflatten(-1, (x.shape[-1] // size, size))
-    shift = None
+    scale, shift = group_scales(x.detach(), name, size, asymmetric)
+    return packed_values(x.detach(), name, scale, shift), scale, shift
+
+
+def group_scales(
+    x: Tensor, storage: str, size: int, asymmetric: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(scale, shift or None), each float32 (..., head_dim / size), of values (..., head_dim)."""
+    groups, shift = x.float().unflatten(-1, (x.shape[-1] // size, size)), None
     if asymmetric:
         low, high = groups.aminmax(dim=-1)
         shift = (low + high) / 2
         groups = groups - shift[..., None]
-    scale = groups.abs().amax(-1) / QUANT_MAX[name]
-    scale = torch.where(scale > 0, scale, 1.0)
-    stored = (groups / scale[..., None]).clamp(-QUANT_MAX[name], QUANT_MAX[name]).flatten(-2)
-    if name == "int4":
+    scale = groups.abs().amax(-1) / QUANT_MAX[storage]
+    return torch.where(scale > 0, scale, 1.0), shift
+
+
+def packed_values(x: Tensor, storage: str, scale: Tensor, shift: Tensor | None) -> Tensor:
+    """What stands for values (..., head_dim), rounded to the nearest that there is.
+
+    scale, shift: float32 (..., groups), or as many dims of 1 and the other sizes as broadcast.
+    """
+    groups = x.float().unflatten(-1, (scale.shape[-1], -1))
+    if shift is not None:
+        groups = groups - shift[..., None]
+    most = QUANT_MAX[storage]
+    stored = (groups / scale[..., None]).clamp(-most, most).flatten(-2)
+    if storage == "int4":
         nibbles = stored.round().to(torch.int8).view(torch.uint8) & 0xF
-        return nibbles[..., ::2] | (nibbles[..., 1::2] << 4), scale, shift
-    if name == "int8":
+        return nibbles[..., ::2] | (nibbles[..., 1::2] << 4)
+    if storage == "int8":
         stored = stored.round()
-    return stored.to(getattr(torch, name)), scale, shift
+    return stored.to(getattr(torch, storage))
 
 
 def dequantize_kv(

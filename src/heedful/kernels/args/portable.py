@@ -16,6 +16,7 @@ from heedful.kernels.args.kinds import (
     SplitRows,
     SplitRowVector,
 )
+from heedful.kernels.args.shared import Descale
 
 
 class QueryGradientsIO(NamedTuple):
@@ -115,6 +116,33 @@ class AppendIO(NamedTuple):
     k: InOut[Rows]
     v: InOut[Rows]
     seqused: Out[Ptr]
+
+
+class GroupScale(NamedTuple):
+    """As Descale beside the keys, (.., rows, G, groups), written."""
+
+    ptr: InOut[Ptr]
+    shift: InOut[Ptr]
+    stride_b: Num
+    stride_n: Num
+    stride_h: Num
+
+
+class Quantization(NamedTuple):
+    """How new values are stored: as `storage`, over scales of (B, G), which are given, or of groups
+    of GROUP values, which are written.
+
+    k, v: scales that are given; k_groups, v_groups: that are written. STORAGE: of core/quant.py.
+    LIMIT: its largest magnitude.
+    """
+
+    k: Descale
+    v: Descale
+    k_groups: GroupScale
+    v_groups: GroupScale
+    GROUP: Const
+    STORAGE: Const
+    LIMIT: Const
 
 
 class RotateIO(NamedTuple):

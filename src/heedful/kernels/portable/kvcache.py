@@ -6,9 +6,17 @@ import triton
 import triton.language as tl
 
 from heedful.kernels.args.kinds import Rows
-from heedful.kernels.args.portable import AppendIO, Rotary, RotateIO, RowTiles
-from heedful.kernels.args.shared import KVLayout
+from heedful.kernels.args.portable import (
+    AppendIO,
+    GroupScale,
+    Quantization,
+    Rotary,
+    RotateIO,
+    RowTiles,
+)
+from heedful.kernels.args.shared import Descale, KVLayout
 from heedful.kernels.common.sequences import within
+from heedful.kernels.portable.quantize import scaled_by_group, scaled_by_head, stored_codes
 from heedful.kernels.portable.sequences import load_rows, row_base, store_rows, wide
 
 
@@ -58,6 +66,36 @@ def scatter_rows(base, tile, offsets, exists, DIM: tl.constexpr):
     tl.store(base + offsets[:, None] + dims[None, :], tile.to(base.dtype.element_ty), mask=mask)
 
 
+@triton.constexpr_function
+def stored_dims(dim, quantization):
+    """Elements of a row of the cache: two values of four bits are one."""
+    return dim // 2 if quantization is not None and quantization.STORAGE == "int4" else dim
+
+
+@triton.jit
+def quantized(
+    x_ND,
+    base,
+    head: Descale,
+    groups: GroupScale,
+    places,
+    quantization: Quantization,
+    DIM: tl.constexpr,
+):
+    """What the cache at `base` stores of a tile's values. places: (entry of each row, row, whether
+    it exists, batch entry, KV head)."""
+    entry_N, row_N, exists_N, b, g = places
+    x_ND = x_ND.to(tl.float32)
+    if groups.ptr is not None:
+        at_N = entry_N * groups.stride_b + row_N * groups.stride_n + g * groups.stride_h
+        x_ND = scaled_by_group(
+            x_ND, groups, at_N, exists_N, DIM, quantization.GROUP, quantization.LIMIT
+        )
+    elif head.ptr is not None:
+        x_ND = scaled_by_head(x_ND, head, b, g)
+    return stored_codes(x_ND, base, quantization.STORAGE, quantization.LIMIT)
+
+
 @triton.jit
 def tile_of(task, tiles: RowTiles, ROWS: tl.constexpr):
     """(first row, batch entry, head) of the tile of this number."""
@@ -72,6 +110,7 @@ def append_tile(
     tiles: RowTiles,
     cache: KVLayout,
     rotary: Rotary,
+    quantization: Quantization,
     capacity,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -81,7 +120,7 @@ def append_tile(
 ):
     """Writes a tile of k_new (B, S, G, D), rotated if there are rotary tables, and of v_new
     (B, S, G, E) into the caches behind the cache_seqlens (B,) rows that each sequence has, and into
-    seqused (B,) the keys that it has then.
+    seqused (B,) the keys that it has then. quantization: how caches store them, None: as they are.
 
     A negative length is that of no sequence: nothing is written and there are no keys. Neither is
     anything written past a sequence's `capacity` rows, nor into one of the cache's `entries` pages
@@ -122,12 +161,24 @@ def append_tile(
         entry_N += b
     exists_N &= (entry_N >= 0) & (entry_N < cache.entries)
     row_N = wide(place_N)
-    k_offsets_N = entry_N * io.k.stride_b + row_N * io.k.stride_n
-    v_offsets_N = entry_N * io.v.stride_b + row_N * io.v.stride_n
     k = io.k.ptr + g * io.k.stride_h
     v = io.v.ptr + g * io.v.stride_h
-    scatter_rows(k, k_ND, k_offsets_N, exists_N, HEAD_DIM)
-    scatter_rows(v, v_NE, v_offsets_N, exists_N, HEAD_DIM_V)
+    BYTES_D: tl.constexpr = stored_dims(HEAD_DIM, quantization)
+    BYTES_E: tl.constexpr = stored_dims(HEAD_DIM_V, quantization)
+    if quantization is not None:
+        places = entry_N, row_N, exists_N, b, g
+        # As if keys had been rotated before, in their own type.
+        k_ND = k_ND.to(io.k_new.ptr.dtype.element_ty)
+        k_ND = quantized(
+            k_ND, k, quantization.k, quantization.k_groups, places, quantization, HEAD_DIM
+        )
+        v_NE = quantized(
+            v_NE, v, quantization.v, quantization.v_groups, places, quantization, HEAD_DIM_V
+        )
+    k_offsets_N = entry_N * io.k.stride_b + row_N * io.k.stride_n
+    v_offsets_N = entry_N * io.v.stride_b + row_N * io.v.stride_n
+    scatter_rows(k, k_ND, k_offsets_N, exists_N, BYTES_D)
+    scatter_rows(v, v_NE, v_offsets_N, exists_N, BYTES_E)
 
 
 @triton.jit
@@ -158,6 +209,7 @@ def append_keys(
     new_tiles: RowTiles,
     cache: KVLayout,
     rotary: Rotary,
+    quantization: Quantization,
     capacity,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -173,6 +225,7 @@ def append_keys(
         new_tiles,
         cache,
         rotary,
+        quantization,
         capacity,
         HEAD_DIM,
         HEAD_DIM_V,
@@ -205,6 +258,7 @@ def append_and_rotate(
     query_tiles: RowTiles,
     cache: KVLayout,
     rotary: Rotary,
+    quantization: Quantization,
     capacity,
     advance,
     appends,
@@ -225,6 +279,7 @@ def append_and_rotate(
             new_tiles,
             cache,
             rotary,
+            quantization,
             capacity,
             HEAD_DIM,
             HEAD_DIM_V,

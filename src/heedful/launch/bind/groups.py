@@ -246,16 +246,18 @@ def rotary(buffers: Buffers, interleaved: bool, position0: int) -> Rotary:
 
 def descales(problem: AttentionProblem, buffers: Buffers) -> shared.Descales:
     """Descales of (B, G), or beside the keys as (.., rows, G, groups)."""
-    q, k, v = (_descale(problem, buffers, name) for name in "qkv")
+    q = descale(buffers, "q", 0)
+    k, v = (descale(buffers, name, problem.kv_group) for name in "kv")
     return shared.Descales(q, k, v, KV_GROUP=problem.kv_group, IS_INT4=problem.kv_dtype == "int4")
 
 
-def _descale(problem: AttentionProblem, buffers: Buffers, name: str) -> shared.Descale:
+def descale(buffers: Buffers, name: str, group: int) -> shared.Descale:
+    """Descales of q, k or v, of groups of so many values, or of heads (0)."""
     spec = buffers.get(f"{name}_descale")
     if spec is None:
         return shared.Descale(None, None, None, None, None)
     pointers = pointer(buffers, f"{name}_descale"), pointer(buffers, f"{name}_shift")
-    if name == "q" or not problem.kv_group:
+    if not group:
         b, h = spec.strides
         return shared.Descale(*pointers, row_stride(b), None, row_stride(h))
     b, n, h = token_strides(spec)

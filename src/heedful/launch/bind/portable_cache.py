@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from heedful.core.arrays import ArraySpec
+from heedful.core.quant import QUANT_MAX
 from heedful.core.sizes import Workspace, ceil_div
 from heedful.core.tiles import RowsConfig, cache_rows, pow2
-from heedful.kernels.args.portable import AppendIO, RotateIO, RowTiles
+from heedful.kernels.args import shared
+from heedful.kernels.args.portable import AppendIO, GroupScale, Quantization, RotateIO, RowTiles
 from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, pointer, scalars, stored_keys
 from heedful.launch.bind.portable import kernel_call, shared_divisor
@@ -110,6 +112,7 @@ def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[s
         "new_tiles": tiles,
         # Nothing is written to batch entries that the cache lacks, whatever names them.
         "cache": cache._replace(entries=Scalar(buffers["k"].shape[0])),
+        "quantization": _quantization(buffers),
         "capacity": Scalar(stored_keys(buffers, page_size)),
         "HEAD_DIM": dim,
         "HEAD_DIM_V": dim_v,
@@ -118,6 +121,29 @@ def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[s
         "BLOCK_E": pow2(dim_v),
     }
     return config, programs, parameters
+
+
+def _quantization(buffers: Buffers) -> Quantization | None:
+    """How new keys and values become what the caches store; None where they are that already."""
+    stored = buffers["k"].dtype
+    if buffers["k_new"].dtype == stored:
+        return None
+    storage = "int4" if stored == "uint8" else stored
+    scale = buffers.get("k_descale")
+    size = 0
+    if scale is not None and len(scale.shape) > 2:
+        size = buffers["k_new"].shape[-1] // scale.shape[-1]
+    k, v = (groups.descale(buffers, name, size) for name in "kv")
+    none = shared.Descale(None, None, None, None, None)
+    return Quantization(
+        k=none if size else k,
+        v=none if size else v,
+        k_groups=GroupScale(*(k if size else none)),
+        v_groups=GroupScale(*(v if size else none)),
+        GROUP=size,
+        STORAGE=storage,
+        LIMIT=float(QUANT_MAX[storage]),
+    )
 
 
 def _rotated(buffers: Buffers, advance: bool) -> tuple[RowsConfig, int, dict[str, Any]]:

@@ -1,0 +1,113 @@
+"""New values of a cache as it stores them: integers, or float8 by integer arithmetic alone, which
+every target has.
+
+Shapes: N rows of a tile, D dims of a head.
+"""
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.args.portable import GroupScale
+from heedful.kernels.args.shared import Descale
+
+# What is added to and taken from a float32 below 2**22 leaves it rounded to an integer, to even.
+_ROUNDS = tl.constexpr(1.5 * 2.0**23)
+
+
+@triton.constexpr_function
+def is_float8(storage):
+    return storage[:6] == "float8"
+
+
+@triton.constexpr_function
+def mantissa_bits(storage):
+    return 2 if storage == "float8_e5m2" else 3
+
+
+@triton.constexpr_function
+def least_exponent(storage):
+    """Of normal numbers."""
+    if storage == "float8_e5m2":
+        return -14
+    return -7 if storage == "float8_e4m3fnuz" else -6
+
+
+@triton.jit
+def rounded(x):
+    """To the nearest integer, of two to the even one."""
+    return (x + _ROUNDS) - _ROUNDS
+
+
+@triton.jit
+def float8_code(x, STORAGE: tl.constexpr):
+    """Bits of the nearest float8, as int32, of float32 numbers within its range."""
+    MANTISSA: tl.constexpr = mantissa_bits(STORAGE)
+    LEAST: tl.constexpr = least_exponent(STORAGE)
+    bits = x.to(tl.int32, bitcast=True)
+    exponent = tl.maximum(((bits >> 23) & 0xFF) - 127, LEAST)
+    # Numbers of an exponent are evenly apart, and 2**MANTISSA of them up to the next.
+    per_step = ((127 + MANTISSA - exponent) << 23).to(tl.float32, bitcast=True)
+    code = ((exponent - LEAST) << MANTISSA) + rounded(tl.abs(x) * per_step).to(tl.int32)
+    sign = ((bits >> 31) & 1) << 7
+    if STORAGE == "float8_e4m3fnuz":
+        # A zero with a sign stands for no number.
+        sign = tl.where(code == 0, 0, sign)
+    return code | sign
+
+
+@triton.jit
+def scaled_by_head(x_ND, scale: Descale, b, g):
+    """What values are over a scale, once less a shift."""
+    at = b * scale.stride_b + g * scale.stride_h
+    if scale.shift is not None:
+        x_ND -= tl.load(scale.shift + at)
+    return tl.math.div_rn(x_ND, tl.zeros_like(x_ND) + tl.load(scale.ptr + at))
+
+
+@triton.jit
+def scaled_by_group(
+    x_ND,
+    scale: GroupScale,
+    at_N,
+    exists,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """The same over scales of groups, which it finds and writes: the largest magnitude becomes
+    LIMIT. at_N: where those of a row begin."""
+    group_D = tl.arange(0, x_ND.shape[1]) // GROUP
+    made_ND = x_ND
+    for n in range(DIM // GROUP):
+        here = (group_D == n)[None, :]
+        less_ND = x_ND
+        if scale.shift is not None:
+            low_N = tl.min(tl.where(here, x_ND, float("inf")), 1)
+            high_N = tl.max(tl.where(here, x_ND, float("-inf")), 1)
+            shift_N = (low_N + high_N) * 0.5
+            tl.store(scale.shift + at_N + n, shift_N, mask=exists)
+            less_ND -= shift_N[:, None]
+        most_N = tl.max(tl.where(here, tl.abs(less_ND), 0.0), 1)
+        scale_N = tl.math.div_rn(most_N, tl.zeros_like(most_N) + LIMIT)
+        scale_N = tl.where(scale_N > 0, scale_N, 1.0)
+        tl.store(scale.ptr + at_N + n, scale_N, mask=exists)
+        divisor_ND = tl.zeros_like(x_ND) + scale_N[:, None]
+        made_ND = tl.where(here, tl.math.div_rn(less_ND, divisor_ND), made_ND)
+    return made_ND
+
+
+@triton.jit
+def stored_codes(x_ND, base, STORAGE: tl.constexpr, LIMIT: tl.constexpr):
+    """What stands for scaled values in a cache at `base`: of int4 two a byte, the even one low."""
+    x_ND = tl.minimum(tl.maximum(x_ND, -LIMIT), LIMIT)
+    if is_float8(STORAGE):
+        code_ND = float8_code(x_ND, STORAGE)
+        return code_ND.to(tl.uint8).to(base.dtype.element_ty, bitcast=True)
+    else:
+        code_ND = rounded(x_ND).to(tl.int32)
+        if STORAGE == "int4":
+            pairs = tl.reshape(code_ND & 0xF, [x_ND.shape[0], x_ND.shape[1] // 2, 2])
+            low, high = tl.split(pairs)
+            return (low | (high << 4)).to(base.dtype.element_ty)
+        else:
+            return code_ND.to(base.dtype.element_ty)
