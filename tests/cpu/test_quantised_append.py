@@ -109,7 +109,7 @@ def test_scales_of_heads_are_used_and_not_changed(storage, given):
 def test_values_that_come_stored_are_stored_as_they_are():
     x, new = grouped("int8", DIM, False), step()
     got = copied(x)
-    tokens = {name: quantize_kv(new[name], "int8")[0] for name in "kv"}
+    tokens: dict[str, Any] = {name: quantize_kv(new[name], "int8")[0] for name in "kv"}
     flash_attn_with_kvcache(new["q"], **got, **tokens, cache_seqlens=START)
     assert torch.equal(got["k_cache"], with_place(x["k_cache"].clone(), tokens["k"]))
     assert torch.equal(got["k_descale"], x["k_descale"])
