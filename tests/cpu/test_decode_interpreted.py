@@ -22,8 +22,9 @@ from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.tiles import DecodeConfig, TileConfig
 from heedful.kernels.portable import decode as kernel
-from heedful.kernels.portable.decode import fitted, log2_size, softmax_step
+from heedful.kernels.portable.decode import log2_size, softmax_step
 from heedful.kernels.portable.decode_cache import value_of_words
+from heedful.kernels.portable.decode_queries import fitted
 from heedful.kernels.portable.decode_work import LOOKS, share_of
 from heedful.launch import buffers as canonical
 from heedful.launch.bind import decode

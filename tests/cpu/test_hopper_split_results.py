@@ -81,7 +81,7 @@ def params_of(is_packed: bool, group: int, splits: int | None) -> Any:
         split = SplitKV(tensor(0, np.int64), tensor(splits), batch, tensor(DIM))
     cu_q = tensor(0) if is_packed else None
     return types.SimpleNamespace(
-        seqs=Sequences(cu_q, None, None, None, None, rows, None),
+        seqs=Sequences(cu_q, None, None, None, None, rows, None, None),
         gqa=Gqa(tensor(KV_HEADS), tensor(1), tensor(group), 1 << (group - 1).bit_length()),
         split=split,
     )

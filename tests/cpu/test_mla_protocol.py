@@ -130,6 +130,7 @@ class Device:
                 used_q=None,
                 used_k=Pointer(list(self.lengths)),
                 leftpad_k=None,
+                new_k=None,
                 seqlen_q=Int(1),
                 seqlen_k=Int(self.stored),
             ),

@@ -63,6 +63,8 @@ class KernelRow:
     splits_batch: sequences of few queries run the decode kernel, and those of more the Hopper
         forward.
     gathers_pages: it takes keys in pages as dense copies, see torch/pages.py.
+    appends: it writes new keys and values into a cache itself, and rotates them and queries: its
+        program module has a `step`.
     gates: further conditions, each a function that returns a reason or None. unasked: what it
         leaves to others, see preferences.py.
     configs: the kernels with tuned tiles that it launches, in the table of core/configs.py.
@@ -83,6 +85,7 @@ class KernelRow:
     by_default: bool = True
     splits_batch: bool = False
     gathers_pages: bool = False
+    appends: bool = False
     gates: tuple[Callable[[AttentionProblem, DeviceSpec], str | None], ...] = ()
     unasked: tuple[Callable[[AttentionProblem, DeviceSpec], Preferred | None], ...] = ()
     configs: tuple[str, ...] = ()
@@ -393,6 +396,7 @@ ROWS: tuple[KernelRow, ...] = (
         max_dim=MAX_HEAD_DIM,
         dim_multiple=8,
         least=(("triton", (3, 6)),),
+        appends=True,
         gates=(_few_rows, _wide_heads, _float_out, _scales_of_groups, _fp8_conversion),
         unasked=(many_rows, keys_of_one_length),
         configs=("decode.forward",),

@@ -35,7 +35,8 @@ def interpret(program: Program, tensors: Mapping[str, Any]) -> dict[str, Any]:
         scratch[workspace.name] = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
         if not workspace.zeroed:
             # Poison: what a kernel reads before writing shows.
-            scratch[workspace.name].fill_(float("nan"))
+            poison = float("nan") if scratch[workspace.name].is_floating_point() else -1
+            scratch[workspace.name].fill_(poison)
     arrays = {**tensors, **scratch}
     for call in program.calls:
         if 0 in call.grid:

@@ -3,11 +3,25 @@
 import importlib
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from heedful.core.arrays import ArraySpec
 from heedful.core.plan import Plan
 from heedful.launch import buffers as canonical
 from heedful.launch.spec import Program
+
+
+def appends(plan: Plan) -> bool:
+    """Whether `step_program` takes a plan: its kernel writes new keys into a cache itself."""
+    return plan.row("forward").appends
+
+
+def step_program(plan: Plan, buffers: Mapping[str, ArraySpec], **how: Any) -> Program:
+    """The forward of a plan, whose kernel appends new keys and values first: see `step` of
+    launch/bind/decode.py."""
+    canonical.check(plan.problem, buffers)
+    made: Program = importlib.import_module(plan.row("forward").program).step(plan, buffers, **how)
+    return made
 
 
 def program(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec] | None = None) -> Program:

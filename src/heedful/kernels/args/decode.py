@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from heedful.kernels.args.kinds import Const, InOut, Num, Out, Ptr
+from heedful.kernels.args.portable import AppendIO, Quantization, Rotary
 
 
 class DecodeWork(NamedTuple):
@@ -52,3 +53,20 @@ class DecodeTile(NamedTuple):
     ROWS: Const
     CONVERSION: Const
     V_IN_K: Const
+
+
+class DecodeAppend(NamedTuple):
+    """New rows that go into the cache ahead of attention, see portable/decode_append.py, as many of
+    each sequence as `Sequences` says; keys and queries are rotated if there are rotary tables.
+
+    io: without seqused. advance: 1 where queries have a position each, 0 where all have that of the
+    first new row. ROWS: that are written at once, of BLOCK_D and BLOCK_E columns.
+    """
+
+    io: AppendIO
+    rotary: Rotary
+    quantization: Quantization
+    advance: Num
+    ROWS: Const
+    BLOCK_D: Const
+    BLOCK_E: Const

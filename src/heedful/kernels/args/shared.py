@@ -17,7 +17,8 @@ from heedful.kernels.args.kinds import (
 
 class Sequences(NamedTuple):
     """Where sequences lie. seqlen_q, seqlen_k: rows that each has in storage, or packed tokens of
-    all. cu_q, cu_k: (B + 1,); the others: (B,)."""
+    all. cu_q, cu_k: (B + 1,); the others: (B,). new_k: rows that the kernel appends to used_k
+    ones, which count padding then; None: none."""
 
     cu_q: In[Ptr]
     cu_k: In[Ptr]
@@ -26,6 +27,7 @@ class Sequences(NamedTuple):
     leftpad_k: In[Ptr]
     seqlen_q: Num
     seqlen_k: Num
+    new_k: Num
 
 
 class Shape(NamedTuple):

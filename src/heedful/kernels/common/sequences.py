@@ -11,11 +11,12 @@ def within(value, low, high):
 
 
 @triton.jit
-def sequence(b, cu_seqlens, seqused, leftpad, seqlen):
+def sequence(b, cu_seqlens, seqused, leftpad, seqlen, new=None):
     """(first token, used length, stored length from there on) of sequence b.
 
-    seqlen: rows that each sequence has in storage, or packed tokens of all. Whatever values the
-    arrays hold, a sequence lies within these: what is read and written through it exists.
+    seqlen: rows that each sequence has in storage, or packed tokens of all. new: rows on top of
+    seqused, which then counts padding too and is negative for no sequence; None for none. Whatever
+    values arrays hold, a sequence lies within these: what is read and written through it exists.
     """
     token = tl.cast(0, tl.int64)
     stored = seqlen
@@ -25,7 +26,12 @@ def sequence(b, cu_seqlens, seqused, leftpad, seqlen):
         token += begin
     used = stored
     if seqused is not None:
-        used = within(tl.load(seqused + b), 0, stored)
+        used = tl.load(seqused + b)
+        if new is not None:
+            used = tl.where(used < 0, 0, used + new)
+            if leftpad is not None:
+                used -= tl.load(leftpad + b)
+        used = within(used, 0, stored)
     if leftpad is not None:
         pad = within(tl.load(leftpad + b), 0, stored)
         token += pad

@@ -1,8 +1,8 @@
 """Attention of few queries over many keys: a KV head is read once, for all query heads and
 positions that share it, by programs that have even shares of all keys.
 
-See decode_work.py for the shares, decode_cache.py for how keys and values are read,
-decode_merge.py for how results leave.
+See decode_work.py for the shares, decode_queries.py for the queries, decode_append.py for new keys,
+decode_cache.py for how keys and values are read, decode_merge.py for how results leave.
 
 Shapes: B batch, H query heads, G kv heads, M rows (position, head of the KV head), N key rows,
 D qk dim, E v dim, W words.
@@ -11,7 +11,7 @@ D qk dim, E v dim, W words.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args.decode import DecodeTile, DecodeWork
+from heedful.kernels.args.decode import DecodeAppend, DecodeTile, DecodeWork
 from heedful.kernels.args.shared import (
     Descales,
     ForwardIO,
@@ -21,6 +21,7 @@ from heedful.kernels.args.shared import (
     Sequences,
     Shape,
 )
+from heedful.kernels.portable.decode_append import append_piece
 from heedful.kernels.portable.decode_cache import (
     dequantized,
     fetch_tile,
@@ -35,6 +36,7 @@ from heedful.kernels.portable.decode_cache import (
     value_of_words,
 )
 from heedful.kernels.portable.decode_merge import finish_piece, store_empty
+from heedful.kernels.portable.decode_queries import head_of, load_queries
 from heedful.kernels.portable.decode_work import (
     LOOKS,
     facts,
@@ -47,79 +49,12 @@ from heedful.kernels.portable.decode_work import (
 )
 from heedful.kernels.portable.scores import (
     LOG2E,
-    HeadMods,
     adjust_scores,
-    descaled,
     finite_or_zero,
     in_window,
     tree_visible,
 )
 from heedful.kernels.portable.unused import clear_gaps
-
-
-@triton.jit
-def fitted(parts, BLOCK_M: tl.constexpr):
-    """(parts of queries in float16, what each row was divided by [M, 1]): a power of two, after
-    which the largest of a row is below 4."""
-    size_M = tl.zeros([BLOCK_M], tl.float32)
-    for n in tl.static_range(len(parts)):
-        size_M = tl.maximum(size_M, tl.max(tl.abs(parts[n].to(tl.float32)), 1))
-    # Its exponent, of which both the power and its inverse are normal numbers.
-    bits_M = size_M.to(tl.int32, bitcast=True) & 0x7F800000
-    bits_M = tl.minimum(tl.maximum(bits_M, 1 << 23), 253 << 23)
-    inverse_M = ((254 << 23) - bits_M).to(tl.float32, bitcast=True)
-    made = ()
-    for n in tl.static_range(len(parts)):
-        made = made + ((parts[n].to(tl.float32) * inverse_M[:, None]).to(tl.float16),)
-    return made, bits_M.to(tl.float32, bitcast=True)[:, None]
-
-
-@triton.jit
-def load_queries(
-    q, rows_M, pos_M, head_M, place, DTYPE: tl.constexpr, KEYS: tl.constexpr, tile: DecodeTile
-):
-    """The queries of a tile as a tuple: of each slice of a row, each value of its words; then those
-    of what keys have past the values that lie in them. And what scores are to be multiplied by:
-    numbers [M] where DTYPE is not KEYS, the type in which they are multiplied."""
-    base = q.ptr + place.b * q.stride_b + place.token_q * q.stride_n
-    at_M = pos_M.to(tl.int64) * q.stride_n + head_M * q.stride_h
-    parts = ()
-    for s in tl.static_range(tile.SLICES_D):
-        for i in tl.static_range(tile.VALUES):
-            dims = (s * tile.BLOCK_D + tl.arange(0, tile.BLOCK_D)) * tile.VALUES + i
-            ok = (pos_M < place.len_q)[:, None] & (dims < tile.HEAD_DIM)[None, :]
-            part = tl.load(base + at_M[:, None] + dims[None, :], mask=ok, other=0.0)
-            parts = parts + (part.to(DTYPE),)
-    REST: tl.constexpr = rest_words(tile.V_IN_K, tile.HEAD_DIM, tile.HEAD_DIM_V, tile.VALUES)
-    if REST > 0:
-        for i in tl.static_range(tile.VALUES):
-            dims = (tile.BLOCK_D + tl.arange(0, REST)) * tile.VALUES + i
-            ok = (pos_M < place.len_q)[:, None] & (dims < tile.HEAD_DIM)[None, :]
-            part = tl.load(base + at_M[:, None] + dims[None, :], mask=ok, other=0.0)
-            parts = parts + (part.to(DTYPE),)
-    times = 1.0
-    if DTYPE != KEYS:
-        parts, times = fitted(parts, tile.BLOCK_M)
-    return parts, times
-
-
-@triton.jit
-def head_of(times, head_M, place, mask: Mask, mods: ScoreMods, descales: Descales):
-    """(score modifiers of the rows of a tile, whose products with keys are to be multiplied by
-    `times`; what their results are to be multiplied by)."""
-    scale = descaled(mods.scale, descales.q, place) * times
-    factor = 1.0
-    if descales.KV_GROUP == 0:
-        scale = descaled(scale, descales.k, place)
-        factor = descaled(factor, descales.v, place)
-    slope = 0.0
-    tree = 0
-    if mods.alibi is not None:
-        slopes = mods.alibi + place.b * mods.stride_alibib + head_M
-        slope = tl.load(slopes)[:, None]
-    if mask.tree is not None:
-        tree = mask.tree + place.b * mask.stride_treeb
-    return HeadMods(scale, slope, 0, tree), factor
 
 
 @triton.constexpr_function
@@ -481,10 +416,12 @@ def decode(
     cache: KVLayout,
     descales: Descales,
     work: DecodeWork,
+    append: DecodeAppend,
     tile: DecodeTile,
     FETCH_AHEAD: tl.constexpr,
 ):
-    """out (.., M, H, E) and lse (B, H, M). Programs share the keys, see decode_work.py.
+    """out (.., M, H, E) and lse (B, H, M). Programs share the keys, see decode_work.py. append:
+    what goes into the cache first, or None.
     FETCH_AHEAD: so many key tiles ahead rows are brought to the L2, 0: not."""
     IN: tl.constexpr = io.q.ptr.dtype.element_ty
     DTYPE: tl.constexpr = tl.bfloat16 if IN.is_fp8() else IN
@@ -560,7 +497,9 @@ def decode(
                 head_M = g * group + rows_M % group
                 last = tl.minimum((row0 + tile.BLOCK_M - 1) // group, len_q - 1)
                 span = span_of(row0 // group, last, len_k, off, mask, tile)
-                q, times = load_queries(io.q, rows_M, pos_M, head_M, place, DTYPE, KEYS, tile)
+                if append is not None:
+                    append_piece(piece, span, place, sequences, cache, append, tile)
+                q, times = load_queries(io.q, pos_M, head_M, place, append, DTYPE, KEYS, tile)
                 head, factor = head_of(times * UNIT, head_M, place, mask, mods, descales)
                 m_M, l_M, acc = stream_keys(
                     q,

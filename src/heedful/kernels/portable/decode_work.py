@@ -65,7 +65,7 @@ def facts(b, x: Sequences, mask: Mask):
     """(first token, rows in use, rows in storage) of the queries, then of the keys, and how far the
     diagonal is moved, of sequence b, or of many."""
     token_q, len_q, stored_q = sequence(b, x.cu_q, x.used_q, None, x.seqlen_q)
-    token_k, len_k, stored_k = sequence(b, x.cu_k, x.used_k, x.leftpad_k, x.seqlen_k)
+    token_k, len_k, stored_k = sequence(b, x.cu_k, x.used_k, x.leftpad_k, x.seqlen_k, x.new_k)
     off = mask.bottom_right * (len_k - len_q) + mask.shift
     return token_q, len_q, stored_q, token_k, len_k, stored_k, off
 

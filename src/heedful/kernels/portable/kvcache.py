@@ -1,5 +1,6 @@
-"""A KV cache before attention: new keys and values go in, and rotary positions are applied (Su et
-al. 2021). Shapes: B batch, S new tokens, G kv heads, N rows of a tile, D head dim.
+"""A KV cache before attention: new keys and values go in, and rotary positions are applied.
+
+Shapes: B batch, S new tokens, G kv heads, N rows of a tile, D head dim.
 """
 
 import triton
@@ -15,8 +16,8 @@ from heedful.kernels.args.portable import (
     RowTiles,
 )
 from heedful.kernels.args.shared import Descale, KVLayout
-from heedful.kernels.common.sequences import within
 from heedful.kernels.portable.quantize import scaled_by_group, scaled_by_head, stored_codes
+from heedful.kernels.portable.rotary import rotated
 from heedful.kernels.portable.sequences import load_rows, row_base, store_rows, wide
 
 
@@ -36,26 +37,9 @@ def rotated_rows(
     places: of the rows in the cache."""
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK)
-    half = rotary.half
-    if rotary.IS_INTERLEAVED:
-        partner = dims ^ 1
-        angle = dims // 2
-        is_first = dims % 2 == 0
-    else:
-        partner = tl.where(dims < half, dims + half, dims - half)
-        angle = tl.where(dims < half, dims, dims - half)
-        is_first = dims < half
-    rotates = (rows < count - row0)[:, None] & (dims < 2 * half)[None, :]
-    x_ND = load_rows(base, x.stride_n, row0, count, DIM, ROWS, BLOCK, True).to(tl.float32)
-    base += wide(row0) * x.stride_n
-    other_ND = tl.load(
-        base + rows[:, None] * x.stride_n + partner[None, :], mask=rotates, other=0.0
-    ).to(tl.float32)
-    positions = within(places + rotary.position0, 0, rotary.positions - 1)
-    angles = wide(positions)[:, None] * rotary.stride_n + angle[None, :]
-    c_ND = tl.load(rotary.cos + angles, mask=rotates, other=1.0).to(tl.float32)
-    s_ND = tl.load(rotary.sin + angles, mask=rotates, other=0.0).to(tl.float32)
-    return x_ND * c_ND + tl.where(is_first[None, :], -other_ND, other_ND) * s_ND
+    exists_ND = (rows < count - row0)[:, None] & (dims < DIM)[None, :]
+    row_N = base + wide(row0) * x.stride_n + rows * x.stride_n
+    return rotated(row_N, dims, exists_ND, places, rotary)
 
 
 @triton.jit
@@ -104,54 +88,45 @@ def tile_of(task, tiles: RowTiles, ROWS: tl.constexpr):
 
 
 @triton.jit
-def append_tile(
-    task,
+def append_rows(
+    row0,
+    low,
+    high,
+    b,
+    g,
     io: AppendIO,
-    tiles: RowTiles,
+    count,
     cache: KVLayout,
     rotary: Rotary,
     quantization: Quantization,
-    capacity,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Writes a tile of k_new (B, S, G, D), rotated if there are rotary tables, and of v_new
-    (B, S, G, E) into the caches behind the cache_seqlens (B,) rows that each sequence has, and into
-    seqused (B,) the keys that it has then. quantization: how caches store them, None: as they are.
+    """Writes rows [row0, row0 + ROWS) of k_new (B, S, G, D), rotated if there are rotary tables,
+    and of v_new (B, S, G, E) into the caches behind the cache_seqlens (B,) rows of each sequence.
+    count: S. quantization: how caches store them, None: as they are.
 
-    A negative length is that of no sequence: nothing is written and there are no keys. Neither is
-    anything written past a sequence's `capacity` rows, nor into one of the cache's `entries` pages
-    or batch entries that it does not have.
+    A negative length is that of no sequence: nothing is written. Neither is anything written
+    outside of a sequence's rows [low, high), nor into one of the cache's `entries` pages or batch
+    entries that it does not have.
     """
-    row0, b, g = tile_of(task, tiles, BLOCK_N)
-    rows_N = row0 + tl.arange(0, BLOCK_N)
+    rows_N = row0 + tl.arange(0, ROWS)
     start = tl.load(io.cache_seqlens + b)
     # Rows past the last repeat it, and are never stored.
-    place_N = tl.where(start < 0, -1, start + tl.minimum(rows_N, tiles.seqlen - 1))
-    exists_N = (rows_N < tiles.seqlen) & (place_N >= 0) & (place_N < capacity)
-    place_N = tl.maximum(tl.minimum(place_N, capacity - 1), 0)
-    if row0 + g == 0:
-        used = start + tiles.seqlen
-        if io.leftpad_k is not None:
-            used -= tl.load(io.leftpad_k + b)
-        tl.store(io.seqused + b, tl.where(start < 0, 0, used))
+    place_N = tl.where(start < 0, -1, start + tl.minimum(rows_N, count - 1))
+    exists_N = (rows_N < count) & (place_N >= low) & (place_N < high)
+    place_N = tl.maximum(tl.minimum(place_N, high - 1), 0)
     k_new = row_base(io.k_new, b, g, 0)
     v_new = row_base(io.v_new, b, g, 0)
     if rotary.cos is None:
-        k_ND = load_rows(
-            k_new, io.k_new.stride_n, row0, tiles.seqlen, HEAD_DIM, BLOCK_N, BLOCK_D, True
-        )
+        k_ND = load_rows(k_new, io.k_new.stride_n, row0, count, HEAD_DIM, ROWS, BLOCK_D, True)
     else:
-        k_ND = rotated_rows(
-            k_new, io.k_new, row0, tiles.seqlen, place_N, rotary, HEAD_DIM, BLOCK_N, BLOCK_D
-        )
-    v_NE = load_rows(
-        v_new, io.v_new.stride_n, row0, tiles.seqlen, HEAD_DIM_V, BLOCK_N, BLOCK_E, True
-    )
-    entry_N = tl.zeros([BLOCK_N], tl.int64)
+        k_ND = rotated_rows(k_new, io.k_new, row0, count, place_N, rotary, HEAD_DIM, ROWS, BLOCK_D)
+    v_NE = load_rows(v_new, io.v_new.stride_n, row0, count, HEAD_DIM_V, ROWS, BLOCK_E, True)
+    entry_N = tl.zeros([ROWS], tl.int64)
     if cache.table is not None:
         entry_N += tl.load(cache.table + b * cache.stride_tableb + place_N // cache.page_size)
         place_N = place_N % cache.page_size
@@ -179,6 +154,49 @@ def append_tile(
     v_offsets_N = entry_N * io.v.stride_b + row_N * io.v.stride_n
     scatter_rows(k, k_ND, k_offsets_N, exists_N, BYTES_D)
     scatter_rows(v, v_NE, v_offsets_N, exists_N, BYTES_E)
+
+
+@triton.jit
+def append_tile(
+    task,
+    io: AppendIO,
+    tiles: RowTiles,
+    cache: KVLayout,
+    rotary: Rotary,
+    quantization: Quantization,
+    capacity,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Appends a tile of new rows, see `append_rows`, and writes into seqused (B,) the keys that a
+    sequence has then; none, where its length is negative. capacity: rows of a sequence."""
+    row0, b, g = tile_of(task, tiles, BLOCK_N)
+    if row0 + g == 0:
+        start = tl.load(io.cache_seqlens + b)
+        used = start + tiles.seqlen
+        if io.leftpad_k is not None:
+            used -= tl.load(io.leftpad_k + b)
+        tl.store(io.seqused + b, tl.where(start < 0, 0, used))
+    append_rows(
+        row0,
+        0,
+        capacity,
+        b,
+        g,
+        io,
+        tiles.seqlen,
+        cache,
+        rotary,
+        quantization,
+        HEAD_DIM,
+        HEAD_DIM_V,
+        BLOCK_N,
+        BLOCK_D,
+        BLOCK_E,
+    )
 
 
 @triton.jit

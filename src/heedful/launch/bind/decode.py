@@ -9,7 +9,7 @@ from heedful.core.sizes import Sizes
 from heedful.core.tiles import MERGE_ROWS, DecodeConfig, MlaConfig, pow2
 from heedful.kernels.args.decode import DecodeTile, DecodeWork
 from heedful.kernels.args.shared import ForwardIO, KVLayout
-from heedful.launch.bind import groups
+from heedful.launch.bind import groups, portable_cache
 from heedful.launch.bind.groups import Buffers, pointer
 from heedful.launch.bind.portable import (
     clear_call,
@@ -32,6 +32,29 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
     call = decode_call(problem, plan, config, sizes, buffers)
     return Program((call, *clear_calls(problem, buffers)), sizes.workspaces)
+
+
+def step(
+    plan: Plan, buffers: Buffers, page_size: int, interleaved: bool, advance: bool, position0: int
+) -> Program:
+    """The forward, which appends k_new and v_new to the caches itself, and rotates keys and q_new
+    if there are rotary tables. buffers, and what follows them: as of `portable_cache.step`; no
+    length is counted and no query left."""
+    names = {"seqused_k": "cache_seqlens"}
+    if "q_new" in buffers:
+        names["q"] = "q_new"
+    problem, sizes, config = plan.problem, plan.sizes(), plan.configs["decode.forward"]
+    assert isinstance(config, DecodeConfig)
+    given = {**buffers, **{name: buffers[own] for name, own in names.items()}}
+    given |= {w.name: w.buffer for w in sizes.workspaces}
+    call = decode_call(problem, plan, config, sizes, given)
+    sequences = call.parameters["sequences"]._replace(new_k=Scalar(buffers["k_new"].shape[1]))
+    append = portable_cache.appended_ahead(given, page_size, interleaved, advance, position0)
+    # Nothing is written to batch entries that the cache lacks.
+    cache = call.parameters["cache"]._replace(entries=Scalar(buffers["k"].shape[0]))
+    own = {"sequences": sequences, "append": append, "cache": cache}
+    call = replace(call, parameters={**call.parameters, **own})
+    return Program((call,), sizes.workspaces).renamed(names)
 
 
 def clear_calls(problem: AttentionProblem, buffers: Buffers) -> tuple[KernelCall, ...]:
@@ -64,6 +87,7 @@ def decode_call(
         cache=_cache(problem, buffers),
         descales=groups.descales(problem, buffers),
         work=_work(problem, config, buffers, launch.numbers),
+        append=None,
         tile=_tile(problem, config),
         FETCH_AHEAD=config.fetch_ahead,
     )

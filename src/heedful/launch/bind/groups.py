@@ -136,7 +136,7 @@ def sequences(problem: AttentionProblem, buffers: Buffers) -> shared.Sequences:
     seqlen_q = buffers["q"].shape[0] if problem.varlen_q else problem.seqlen_q
     seqlen_k = stored_keys(buffers, problem.page_size)
     pointers = (pointer(buffers, n) for n in names)
-    return shared.Sequences._make((*pointers, Scalar(seqlen_q), Scalar(seqlen_k)))
+    return shared.Sequences._make((*pointers, Scalar(seqlen_q), Scalar(seqlen_k), None))
 
 
 def shape(problem: AttentionProblem) -> shared.Shape:

@@ -8,6 +8,7 @@ from heedful.core.quant import QUANT_MAX
 from heedful.core.sizes import Workspace, ceil_div
 from heedful.core.tiles import RowsConfig, cache_rows, pow2
 from heedful.kernels.args import shared
+from heedful.kernels.args.decode import DecodeAppend
 from heedful.kernels.args.portable import AppendIO, GroupScale, Quantization, RotateIO, RowTiles
 from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, pointer, scalars, stored_keys
@@ -92,6 +93,23 @@ def step(buffers: Buffers, attention: Program, scratch: Sequence[Workspace], **h
         names |= {"q": "q_new", "rotated": "q"}
     first = update(given, **how).renamed(names)
     return Program(first.calls + attention.calls, (*attention.workspaces, *scratch))
+
+
+def appended_ahead(
+    buffers: Buffers, page_size: int, interleaved: bool, advance: bool, position0: int
+) -> DecodeAppend:
+    """What a kernel appends ahead of its attention; the arguments are those of `update`."""
+    config, _, parameters = _appended(buffers, page_size)
+    return DecodeAppend(
+        io=parameters["new"],
+        rotary=groups.rotary(buffers, interleaved, position0),
+        quantization=parameters["quantization"],
+        advance=Scalar(int(advance)),
+        # Most steps append one row.
+        ROWS=1 if buffers["k_new"].shape[1] == 1 else config.rows,
+        BLOCK_D=parameters["BLOCK_D"],
+        BLOCK_E=parameters["BLOCK_E"],
+    )
 
 
 def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[str, Any]]:
