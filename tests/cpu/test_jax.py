@@ -17,6 +17,7 @@ from jax import numpy as jnp  # noqa: E402
 import heedful  # noqa: E402
 import heedful.jax as hj  # noqa: E402
 import heedful.torch as ht  # noqa: E402
+from heedful.core.quant import QUANT_MAX  # noqa: E402
 from support import jax_api  # noqa: E402
 from support.budget import check  # noqa: E402
 from support.cases import Case, build  # noqa: E402
@@ -311,6 +312,21 @@ def test_dropout_wants_a_seed_and_takes_it_in_every_form():
     equal(jax.jit(lambda key: run(dropout_seed=key))(key), run(dropout_seed=key))
     negative = jnp.array(-5, jnp.int32)
     equal(run(dropout_seed=negative), run(dropout_seed=-5))
+
+
+@pytest.mark.parametrize("asymmetric", [False, True])
+@pytest.mark.parametrize("storage", QUANT_MAX)
+def test_quantize_kv_gives_the_bits_of_pytorchs(storage, asymmetric):
+    """Also where it is compiled: XLA would multiply by the reciprocal of a storage's limit."""
+    values = torch.randn(64, 5, 64) * torch.logspace(-5, 1, 64)
+    wanted = ht.quantize_kv(values, storage, 8, asymmetric)
+    fun = partial(hj.quantize_kv, dtype=storage, group_size=8, asymmetric=asymmetric)
+    for quantize in (fun, jax.jit(fun)):
+        for got, want in zip(quantize(jnp.asarray(values.numpy())), wanted, strict=True):
+            assert (got is None) == (want is None)
+            if want is not None:
+                bits = np.asarray(got).view(np.uint8)
+                np.testing.assert_array_equal(bits, want.view(torch.uint8).numpy())
 
 
 def test_alibi_slopes_have_no_gradient_and_say_so():

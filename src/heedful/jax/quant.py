@@ -37,24 +37,53 @@ def quantize_kv(
     name = dtype if isinstance(dtype, str) else dtype_name(dtype)
     size = None if group_size is None else plain_int("group_size", group_size, "an int or None")
     size = check_quantize(x.shape, dtype_name(x.dtype), name, dtype, size)
-    dim = x.shape[-1]
     asymmetric = plain_flag("asymmetric", asymmetric)
-    groups = lax.stop_gradient(jnp.asarray(x)).astype(jnp.float32)
-    groups = groups.reshape(*x.shape[:-1], dim // size, size)
-    shift = None
+    values = lax.stop_gradient(jnp.asarray(x))
+    scale, shift = group_scales(values, name, size, asymmetric)
+    return packed_values(values, name, scale, shift), scale, shift
+
+
+def group_scales(x: Array, storage: str, size: int, asymmetric: bool) -> tuple[Array, Array | None]:
+    """(scale, shift or None), each float32 (..., head_dim / size), of values (..., head_dim)."""
+    groups, shift = _grouped(x, x.shape[-1] // size), None
     if asymmetric:
         shift = (groups.min(-1) + groups.max(-1)) / 2
         groups = groups - shift[..., None]
-    scale = jnp.abs(groups).max(-1) / QUANT_MAX[name]
-    scale = jnp.where(scale > 0, scale, 1.0)
-    stored = jnp.clip(groups / scale[..., None], -QUANT_MAX[name], QUANT_MAX[name]).reshape(x.shape)
-    if name == "int4":
+    scale = _over(jnp.abs(groups).max(-1), jnp.float32(QUANT_MAX[storage]))
+    return jnp.where(scale > 0, scale, 1.0), shift
+
+
+def packed_values(x: Array, storage: str, scale: Array | None, shift: Array | None) -> Array:
+    """What stands for values (..., head_dim), rounded to the nearest that there is.
+
+    scale, shift: float32 (..., groups), or as many dims of 1 and the other sizes as broadcast;
+    None for 1 and 0.
+    """
+    groups = _grouped(x, 1 if scale is None else scale.shape[-1])
+    if shift is not None:
+        groups = groups - shift[..., None]
+    if scale is not None:
+        groups = _over(groups, scale[..., None])
+    most = QUANT_MAX[storage]
+    stored = jnp.clip(groups, -most, most).reshape(x.shape)
+    if storage == "int4":
         whole = lax.bitcast_convert_type(jnp.round(stored).astype(jnp.int8), jnp.uint8)
         nibbles = whole & 0xF
-        return nibbles[..., ::2] | (nibbles[..., 1::2] << 4), scale, shift
-    if name == "int8":
+        return nibbles[..., ::2] | (nibbles[..., 1::2] << 4)
+    if storage == "int8":
         stored = jnp.round(stored)
-    return stored.astype(jnp.dtype(name)), scale, shift
+    return stored.astype(jnp.dtype(storage))
+
+
+def _grouped(x: Array, groups: int) -> Array:
+    """Values (..., head_dim) as float32 (..., groups, head_dim / groups)."""
+    return x.astype(jnp.float32).reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
+
+
+def _over(x: Array, divisor: Array) -> Array:
+    """x / divisor, rounded once. XLA multiplies by the reciprocal of a divisor that it knows, which
+    rounds twice; one that depends on x it does not know."""
+    return x / jnp.where(jnp.isnan(x), x, divisor)
 
 
 def dequantize_kv(
