@@ -73,6 +73,19 @@ def calls(function, *types, platform: str = "cuda", monkeypatch) -> list[wire.Ca
     return [wire.Call(opaque) for opaque in seen]
 
 
+def kept_slots(monkeypatch) -> list[gpu.Slots]:
+    """How arrays become operands and results, of each launch that follows."""
+    found: list[gpu.Slots] = []
+    made = gpu.slots
+
+    def keep(*given):
+        found.append(made(*given))
+        return found[-1]
+
+    monkeypatch.setattr(gpu, "slots", keep)
+    return found
+
+
 def test_a_cooperative_launch_is_refused_since_no_field_would_say_so():
     code = Artifact(b"code", "", "some_kernel", "cuda:90", 4, 32, 0, 1, (), 0, 0, {})
     launch = ForeignLaunch(code, (1, 1, 1), (), frozenset(), frozenset(), False, False)
@@ -140,14 +153,7 @@ def test_both_kernels_of_a_mixed_batch_write_one_result(monkeypatch):
             q, k, v, bounds, None, 2048, 1120, causal=True, block_table=table, seqused_k=used
         )
 
-    found = []
-    slots = gpu.slots
-
-    def keep(order, writes, live):
-        found.append(slots(order, writes, live))
-        return found[-1]
-
-    monkeypatch.setattr(gpu, "slots", keep)
+    found = kept_slots(monkeypatch)
     made = calls(attend, q, *cache, bounds, table, used, monkeypatch=monkeypatch)
     problem = AttentionProblem.dense(
         *(10, 2048, 1120, 8, 2, 128), causal=True, total_q=2057, page_size=16, used_k=True
@@ -180,6 +186,45 @@ def test_packed_and_cached_calls_build(monkeypatch):
 
     made = calls(step, *new, *cache, table, lengths, monkeypatch=monkeypatch)
     assert [call.name for call in made][0] == "append_keys"
+
+
+# How a cache of (7, 16, 2, 64) is stored, the shape of its scales and those that it has.
+DESCALES = ("k_descale", "v_descale")
+SHIFTED = ("k_descale", "k_shift", "v_descale", "v_shift")
+APPENDED = {
+    "no scale": ("int8", (), ()),
+    "one": ("float8_e4m3fn", (), DESCALES),
+    "of heads": ("uint8", (2, 2), DESCALES),
+    "of groups": ("float8_e4m3fn", (7, 16, 2, 4), DESCALES),
+    "of groups, with shifts": ("uint8", (7, 16, 2, 4), SHIFTED),
+}
+
+
+@pytest.mark.parametrize("name", APPENDED)
+def test_caches_and_scales_of_groups_are_written_where_they_are(name, monkeypatch):
+    """One launch appends what it quantises, and takes each array that it changes once."""
+    storage, shape, scales = APPENDED[name]
+    written = scales if len(shape) > 2 else ()
+    width = 32 if storage == "uint8" else 64
+    given = {n: shaped(7, 16, 2, width, dtype=storage) for n in ("k_cache", "v_cache")}
+    given |= {"q": shaped(2, 1, 4, 64)} | {n: shaped(2, 1, 2, 64) for n in "kv"}
+    given |= {n: shaped(48, 16) for n in ("rotary_cos", "rotary_sin")}
+    given |= {"cache_seqlens": shaped(2, dtype=jnp.int32)}
+    given |= {"block_table": shaped(2, 3, dtype=jnp.int32)}
+    given |= {n: shaped(*shape, dtype=jnp.float32) for n in scales}
+    found = kept_slots(monkeypatch)
+    step = lambda given: flash_attn_with_kvcache(**given, causal=True)  # noqa: E731
+    made = calls(step, given, monkeypatch=monkeypatch)
+    assert [call.name for call in made][:2] == ["append_keys", "rotate_queries"]
+    operands, results, aliases = found[0].operands, found[0].results, found[0].aliases
+    assert {operands[i]: results[j] for i, j in aliases.items()} == {
+        n: n for n in ("k", "v", "seqused", *written)
+    }
+    assert set(operands) >= set(scales)
+    for result, n in zip(
+        jax.eval_shape(step, given), ("q", "k_cache", "v_cache", *written), strict=True
+    ):
+        assert (result.shape, result.dtype) == (given[n].shape, given[n].dtype)
 
 
 def test_a_traced_dropout_origin_is_read_from_memory(monkeypatch):

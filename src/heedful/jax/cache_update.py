@@ -16,12 +16,16 @@ from heedful.core.call import CacheUpdate
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.jax import sharding
-from heedful.jax.arrays import array_spec
+from heedful.jax.arrays import array_spec, dtype_name
 from heedful.jax.private import wants_devices
+from heedful.jax.quant import group_scales, packed_values
 
 PLATFORMS = ("cpu", "cuda", "rocm")
 _PLACES = ("block_table", "kv_batch_idx", "leftpad_k")
 _TABLES = ("rotary_cos", "rotary_sin")
+# In the order in which jit flattens keywords: it gives what is donated to results of the same type
+# in order, so each is written where it lies.
+_SCALES = ("k_descale", "k_shift", "v_descale", "v_shift")
 
 
 class Static(NamedTuple):
@@ -50,11 +54,27 @@ def extended(x: Operands, update: CacheUpdate, start: Array, problem: AttentionP
     arrays |= {name: getattr(x, name) for name in _PLACES}
     if update.rotary_cos is not None:
         arrays |= {name: getattr(update, name) for name in _TABLES} | {"q": x.q}
+    if quantises(x, update):
+        arrays |= {name: getattr(x, name) for name in _SCALES}
     given = {name: jnp.asarray(a) for name, a in arrays.items() if a is not None}
     given = sharding.alike(given)
     static = _static(tuple(given), update, problem)
-    k, v, used, *rotated = update_p.bind(*map(lax.stop_gradient, given.values()), static=static)
-    return x._replace(k=k, v=v, seqused_k=used, q=rotated[0] if rotated else x.q)
+    results = update_p.bind(*map(lax.stop_gradient, given.values()), static=static)
+    made = dict(zip(_results(given), results, strict=True))
+    return x._replace(seqused_k=made.pop("cache_seqlens"), **made)
+
+
+def quantises(x: Operands, update: CacheUpdate) -> bool:
+    """Whether new keys and values of a checked call come as values, not as they are stored."""
+    return update.k is not None and update.k.dtype != x.k.dtype
+
+
+def written_scales(x: Operands, update: CacheUpdate) -> list[Array]:
+    """The scales and shifts of x that an update writes: of groups, where it quantises."""
+    if not quantises(x, update):
+        return []
+    scales = (getattr(x, name) for name in _SCALES)
+    return [scale for scale in scales if scale is not None and _of_groups(scale)]
 
 
 def rotated_only(
@@ -72,6 +92,18 @@ def _static(names: tuple[str, ...], update: CacheUpdate, problem: AttentionProbl
     return Static(names, page_size, update.rotary_interleaved, advance, update.position0)
 
 
+def _of_groups(scale: Any) -> bool:
+    """Whether scales lie beside the keys, one for each group of values; not one for each head."""
+    return scale.ndim > 2
+
+
+def _results(given: dict[str, Any]) -> list[str]:
+    """What an update of these arrays or types makes anew, in order. Its cache_seqlens count the new
+    tokens."""
+    scales = [name for name in _SCALES if name in given and _of_groups(given[name])]
+    return ["k", "v", "cache_seqlens", *scales, *(["q"] if "q" in given else [])]
+
+
 update_p = Primitive("heedful_cache_update")
 update_p.multiple_results = True
 
@@ -83,11 +115,8 @@ def _compiled(static: Static):
 
 def _type(*types, static: Static):
     given = static.named(types)
-    results = [(given["k"].shape, given["k"].dtype), (given["v"].shape, given["v"].dtype)]
-    results.append((given["cache_seqlens"].shape, jnp.dtype("int32")))
-    if "q" in given:
-        results.append((given["q"].shape, given["q"].dtype))
-    return [sharding.varying_like(ShapedArray(*made), types) for made in results]
+    made = [ShapedArray(given[name].shape, given[name].dtype) for name in _results(given)]
+    return [sharding.varying_like(kind, types) for kind in made]
 
 
 def _batched(arrays, dims, *, static: Static):
@@ -113,16 +142,15 @@ def _lower(platform: str, context, *values, static: Static):
 
 def _spread(static: Static, context):
     """As XLA may share it among devices: by heads, and by batch where each entry has a cache."""
-    shapes = {n: a.shape for n, a in zip(static.names, context.avals_in, strict=True)}
+    given = static.named(context.avals_in)
+    shapes = {name: kind.shape for name, kind in given.items()}
     shared = "block_table" in shapes or "kv_batch_idx" in shapes
     heads = shapes["k"][-2]
     group = shapes["q"][-2] // heads if "q" in shapes else 1
-    results = [(n, shapes[n]) for n in ("k", "v", "cache_seqlens")]
-    results += [("q", shapes["q"])] if "q" in shapes else []
     rule = sharding.Rule(
         static.names,
         tuple(shapes.values()),
-        tuple(results),
+        tuple((name, shapes[name]) for name in _results(given)),
         sharding.Layout(True, shared, heads, group),
         lambda given: update_p.bind(*given.values(), static=static),
         # Every device writes to the whole of a cache that batch entries share.
@@ -157,9 +185,14 @@ def _on_gpu(platform: str, static: Static, *arrays):
     specs = {name: array_spec(array) for name, array in given.items()}
     used = {"seqused": specs["cache_seqlens"]}
     how = static.page_size, static.interleaved, static.position0
-    made = portable_cache.append_kv(specs | used, *how)
-    done = gpu.run(made, arch, given, used | {n: specs[n] for n in "kv"}, "append")
-    results = [done["k"], done["v"], done["seqused"]]
+    heads = specs["k_new"].shape[0], specs["k"].shape[2]
+    of_heads = [name for name in _SCALES if name in given and not _of_groups(given[name])]
+    whole = {name: gpu.expanded(specs[name], heads) for name in of_heads}
+    made = portable_cache.append_kv(specs | whole | used, *how)
+    changed = ["seqused" if name == "cache_seqlens" else name for name in _results(given)]
+    results_of = {name: (specs | used)[name] for name in changed}
+    done = gpu.run(made, arch, given, results_of, "append")
+    results = [done[name] for name in changed]
     if q is None:
         return results
     turned = {name: given[name] for name in ("cache_seqlens", *_TABLES)} | {"q": q}
@@ -176,18 +209,40 @@ def _on_gpu(platform: str, static: Static, *arrays):
 
 def _on_cpu(static: Static, *arrays):
     given = static.named(arrays)
-    k, v, start = given["k_new"], given["v_new"], given["cache_seqlens"]
-    leftpad = given.get("leftpad_k")
-    used = jnp.where(start < 0, start, start + k.shape[1])
-    results = [used if leftpad is None else used - leftpad]
+    new, start = {"k": given["k_new"], "v": given["v_new"]}, given["cache_seqlens"]
+    count, leftpad = new["k"].shape[1], given.get("leftpad_k")
+    used = jnp.where(start < 0, start, start + count)
+    made = {"cache_seqlens": used if leftpad is None else used - leftpad}
     if "rotary_cos" in given:
         tables = given["rotary_cos"], given["rotary_sin"], start + static.position0
-        k = rotate(k, *tables, static.interleaved)
+        new["k"] = rotate(new["k"], *tables, static.interleaved)
         if "q" in given:
-            results.append(rotate(given["q"], *tables, static.interleaved, static.advance))
-    where, kept = _places(given, static.page_size, k.shape[1])
-    caches = [_written(given[n], new, where, kept) for n, new in (("k", k), ("v", v))]
-    return [*caches, *results]
+            made["q"] = rotate(given["q"], *tables, static.interleaved, static.advance)
+    where, kept = _places(given, static.page_size, count)
+    for name, values in new.items():
+        for written, rows in _stored(given, name, values).items():
+            made[written] = _written(given[written], rows, where, kept)
+    return [made[name] for name in _results(given)]
+
+
+def _stored(given: dict[str, Array], name: str, new: Array) -> dict[str, Array]:
+    """What goes for new values (B, S, G, dim) into the cache `name`; and, of groups of values, into
+    their scales and shifts."""
+    cache, scale, shift = (given.get(n) for n in (name, f"{name}_descale", f"{name}_shift"))
+    assert cache is not None
+    if new.dtype == cache.dtype:
+        return {name: new}
+    storage = "int4" if cache.dtype == jnp.uint8 else dtype_name(cache.dtype)
+    if scale is not None and _of_groups(scale):
+        size = new.shape[-1] // scale.shape[-1]
+        own, own_shift = group_scales(new, storage, size, shift is not None)
+        made = {name: packed_values(new, storage, own, own_shift), f"{name}_descale": own}
+        return made if own_shift is None else made | {f"{name}_shift": own_shift}
+    heads = new.shape[0], new.shape[2]
+    factor, add = (
+        t if t is None else jnp.broadcast_to(t, heads)[:, None, :, None] for t in (scale, shift)
+    )
+    return {name: packed_values(new, storage, factor, add)}
 
 
 def _places(given: dict[str, Array], page_size: int, new: int) -> tuple[tuple, Array]:

@@ -83,7 +83,7 @@ def _operands(problem: AttentionProblem, x: Operands, origin: Array | None):
         whole |= {name: (problem.batch, problem.heads_k) for name in scales}
     for name, shape in whole.items():
         if name in specs:
-            specs[name] = _expanded(specs[name], shape)
+            specs[name] = expanded(specs[name], shape)
     if "seed" in specs:
         specs["seed"] = ArraySpec.contiguous((arrays["seed"].size // 2,), "int64")
     return arrays, specs
@@ -94,7 +94,8 @@ def _wide(words: Array) -> Array:
     return jnp.stack([words, jnp.zeros_like(words)], -1).reshape(-1)
 
 
-def _expanded(spec: ArraySpec, shape: tuple[int, ...]) -> ArraySpec:
+def expanded(spec: ArraySpec, shape: tuple[int, ...]) -> ArraySpec:
+    """What kernels are told of an array whose dims of 1 repeat up to a shape."""
     own = (1,) * (len(shape) - len(spec.shape)) + spec.shape
     dense = ArraySpec.contiguous(own, spec.dtype)
     steps = (s if n == whole else 0 for s, n, whole in zip(dense.strides, own, shape, strict=True))

@@ -16,7 +16,6 @@ from heedful.core.describe_cache import (
     check_prefix_pair,
     check_rotated_length,
     last_rotated_length,
-    quantises,
 )
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
@@ -64,8 +63,8 @@ def flash_attn_with_kvcache(
     flows through it. Given k and v, they are written into the caches first, which are returned.
 
     Under jit with donated caches (donate_argnums) they are extended in place; other caches are
-    copied first, and stay as they are. Arguments that are not listed are those of
-    `flash_attn_func`.
+    copied first, and stay as they are. So are scales that are written. Arguments that are not
+    listed are those of `flash_attn_func`.
 
     Args:
         q: (batch, q_len, heads_q, head_dim).
@@ -74,8 +73,10 @@ def flash_attn_with_kvcache(
             or uint8 with two int4 a byte (head_dim / 2 bytes).
         v_cache: as k_cache, with head_dim_v.
         k, v: (batch, new_len, heads_k, head_dim | head_dim_v) in the caches' dtype, written at
-            positions cache_seqlens on. For a quantised cache they come quantised, and the caller
-            writes their scales.
+            positions cache_seqlens on. For a quantised cache they come in q's dtype and are
+            quantised: with the scales of heads that are given, 1 without, or as quantize_kv does,
+            whose scales and shifts of groups are written and returned, too. Or they come
+            quantised, and the caller writes their scales.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), q's dtype or float32. Keys are rotated
             at positions cache_seqlens, cache_seqlens + 1, ..., queries too if causal or windowed;
             otherwise all queries at position cache_seqlens. Only with k and v.
@@ -100,7 +101,9 @@ def flash_attn_with_kvcache(
 
     Returns:
         (out, k_cache, v_cache), or with return_softmax_lse (out, lse, k_cache, v_cache); out
-        (batch, q_len, heads_q, head_dim_v).
+        (batch, q_len, heads_q, head_dim_v). Where k and v come in q's dtype for a cache with scales
+        of groups, these follow: k_descale, v_descale, or with shifts k_descale, k_shift,
+        v_descale, v_shift.
 
     Raises:
         TypeError, ValueError: naming the argument. Values of arrays (lengths, indices, page
@@ -152,7 +155,8 @@ def flash_attn_with_kvcache(
     if update.cache_seqlens is not None:
         x = _extended(x, update, problem)
     out, lse = _attended(x, options, update)
-    return (out, lse, x.k, x.v) if return_softmax_lse else (out, x.k, x.v)
+    written = x.k, x.v, *cache_update.written_scales(x, update)
+    return (out, lse, *written) if return_softmax_lse else (out, *written)
 
 
 def _checked(
@@ -174,12 +178,7 @@ def _checked(
             check_array(f"shared_prefix[{index}]", part)
         specs["shared_prefix"] = tuple(map(array_spec, update.shared_prefix))
     described = update._replace(**specs)
-    call = AttentionCall(specs_of(x), options)
-    if quantises(call.x, described):
-        # Their scales would be results of their own.
-        dtype, new = call.x.k.dtype, described.k.dtype
-        raise TypeError(f"k must be {dtype} like k_cache (quantize_kv makes it), got {new}")
-    problem = check_cache(call, described)
+    problem = check_cache(AttentionCall(specs_of(x), options), described)
     length = update.cache_seqlens
     if isinstance(length, int):
         new = 0 if update.k is None else update.k.shape[1]
