@@ -129,8 +129,7 @@ def compiled_step(name: str, arch: str):
         buffers["q_new"] = buffers.pop("q")
         for name in ("rotary_cos", "rotary_sin"):
             buffers[name] = ArraySpec.contiguous((8192, problem.head_dim // 2), problem.dtype)
-    how = {"interleaved": True, "advance": problem.mask.bounded, "position0": 0}
-    (call,) = decode.step(chosen, buffers, page_size=problem.page_size, **how).calls
+    (call,) = programs.step(chosen, buffers, interleaved=True, position0=0).calls
     return compile_kernel(call, arch)
 
 

@@ -10,6 +10,9 @@ import pytest
 
 pytest.importorskip("triton")
 
+import torch
+
+from heedful import flash_attn_with_kvcache
 from heedful.core.arrays import ArraySpec
 from heedful.core.capability import Toolchain
 from heedful.core.device import by_name
@@ -20,6 +23,7 @@ from heedful.launch.artifact import lay_out
 from heedful.launch.programs import program
 from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar
 from heedful.torch.arrays import array_spec
+from heedful.torch.calls import CALLS
 from support import api, standin
 from support.cases import Case, build, variants
 
@@ -121,6 +125,29 @@ def test_a_recording_holds_the_kernels_that_ran_and_no_other(device, backend, tm
     assert all(dict(call.constants) in constants for call, _ in kernels.values())
 
 
+@pytest.mark.parametrize("q_len", [1, 40])
+@pytest.mark.parametrize("turns", [False, True], ids=["", "rotary"])
+@pytest.mark.parametrize("device", ["H200", "MI300X"])
+def test_a_recording_of_a_step_holds_the_kernels_that_append(device, turns, q_len, tmp_path):
+    """Whether attention is one with them, or follows."""
+    x = {name: torch.randn(2, q_len, heads, 64) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+    x |= {f"{name}_cache": torch.randn(2, 128, 2, 64) for name in "kv"}
+    x |= {name: torch.randn(128, 32) for name in ("rotary_cos", "rotary_sin") if turns}
+    x = {name: tensor.bfloat16() for name, tensor in x.items()}
+    lengths = torch.tensor([3, 70], dtype=torch.int32)
+    CALLS.clear()
+    with standin.gpu(device) as gpu, record.record(tmp_path / "list.json"):
+        flash_attn_with_kvcache(**x, cache_seqlens=lengths, causal=True)
+    ran = {(launch.kernel, *sorted(launch.constants.items())) for launch in gpu.launches}
+    assert {kernel.function for kernel, *_ in ran} >= ({"decode"} if q_len == 1 else set())
+    entries = record.load(tmp_path / "list.json")
+    kernels, _ = prebuild.kernels(entries, [by_name(device)], None)
+    listed = {(call.kernel, *sorted(call.constants.items())) for call, _ in kernels.values()}
+    assert ran and listed >= ran
+    (step,) = [entry for entry in entries if entry.direction == "step"]
+    assert step.options == {"interleaved": True, "position0": 0}
+
+
 def test_a_recording_ends_with_its_block(tmp_path):
     with standin.gpu("B200"):
         with record.record(tmp_path / "outer.json"):
@@ -157,6 +184,8 @@ def test_a_list_by_hand_may_leave_out_what_is_usual(tmp_path):
     spec = {"shape": [1, 2], "strides": [2, 1], "dtype": "float16"}
     entry = record.Entry.from_json({**facts, "buffers": {"q": spec}, "direction": "backward"})
     assert entry.buffers == {"q": ArraySpec((1, 2), (2, 1), "float16")}
+    with pytest.raises(ValueError, match="a step must have buffers"):
+        record.Entry.from_json({**facts, "direction": "step"})
     with pytest.raises(ValueError, match="direction must be one of.*'sideways'"):
         record.Entry.from_json({**facts, "direction": "sideways"})
 

@@ -20,10 +20,10 @@ from heedful.core.device import by_name
 from heedful.core.operands import Operands
 from heedful.core.plan import Plan
 from heedful.core.tiles import DecodeConfig
-from heedful.launch.bind import decode
+from heedful.launch import programs
 from heedful.launch.interpret import interpret
 from heedful.torch.arrays import array_spec
-from heedful.torch.cache_step import in_turn, named
+from heedful.torch.cache_step import named
 from heedful.torch.cache_update import update_cache
 from heedful.torch.checks import cache_call
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
@@ -121,8 +121,7 @@ def test_one_kernel_does_what_two_do(name):
     update_cache(want, update, start, problem.mask.bounded)
     assert not torch.equal(want.k.view(torch.uint8), x.k.view(torch.uint8))
 
-    how = {"page_size": problem.page_size, "interleaved": bool(update.rotary_interleaved)}
-    how |= {"advance": problem.mask.bounded, "position0": 0}
+    how = bool(update.rotary_interleaved), update.position0
     made = []
     for fused in (True, False):
         fresh = x._replace(**{n: t.clone() for n, t in x._asdict().items() if t is not None})
@@ -133,14 +132,8 @@ def test_one_kernel_does_what_two_do(name):
         )
         left = {"out": out.half(), "lse": lse}
         specs, results = ({n: array_spec(t) for n, t in d.items()} for d in (given, left))
-        if fused:
-            program = decode.step(plan, {**specs, **results}, **how)
-            assert len(program.calls) == 1
-        else:
-            scratch = {"seqused_k": array_spec(start)}
-            if update.rotary_cos is not None:
-                scratch["q"] = array_spec(x.q)
-            program = in_turn(plan, specs, results, scratch, how)
+        program = (programs.step if fused else programs.in_turn)(plan, specs | results, *how)
+        assert len(program.calls) == (1 if fused else 2)
         interpret(program, {**given, **left})
         for field in ("k", "v", "k_descale", "v_descale", "k_shift", "v_shift"):
             ours, theirs = getattr(fresh, field), getattr(want, field)

@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import heedful.torch as heedful
-from heedful.torch import cache_step
+from heedful.launch import programs
 from heedful.torch.calls import CALLS
 
 pytestmark = pytest.mark.gpu
@@ -79,12 +79,22 @@ def results(call: dict[str, Any]) -> list[torch.Tensor]:
 def check(x: dict[str, Any], q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against an append and a decode in turn, bit for bit."""
     call = call_of(x, q_len)
-    ours = results(call)
-    with monkeypatch.context() as patch:
-        patch.setattr(cache_step, "appends", lambda _plan: False)
-        CALLS.clear()
-        theirs = results(call)
+    found, results_of = [], []
+    for make, kernels in ((programs.step, 1), (programs.in_turn, 2)):
+
+        def made(*given, make=make, kernels=kernels):
+            program = make(*given)
+            assert len(program.calls) == kernels
+            found.append(program)
+            return program
+
+        with monkeypatch.context() as patch:
+            patch.setattr(programs, "step", made)
+            CALLS.clear()
+            results_of.append(results(call))
     CALLS.clear()
+    assert len(found) == 2
+    ours, theirs = results_of
     for name, one, other in zip(("k", "v", "out", "lse"), ours, theirs, strict=True):
         assert torch.equal(one, other), name
     assert not torch.equal(ours[0], call["k_cache"]) or bool((call["cache_seqlens"] < 0).all())

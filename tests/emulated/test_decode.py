@@ -2,10 +2,21 @@
 and without a finding; who finishes the last part of a unit merges them."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
-from emulated.backend import TARGETS, Emulated
+from emulated.backend import TARGETS, Emulated, device_of, execute
+from heedful import quantize_kv
+from heedful.core.call import CacheUpdate, Options
+from heedful.core.describe_cache import check_cache
+from heedful.core.operands import Operands
+from heedful.core.plan import plan
+from heedful.launch import programs
+from heedful.torch.arrays import array_spec
+from heedful.torch.cache_step import named
+from heedful.torch.checks import cache_call
 from support.budget import run
 from support.cases import Case
 from support.grids import in_turns
@@ -43,3 +54,42 @@ def test_decode_is_within_budget(case, arch, num_splits):
 @pytest.mark.parametrize("arch, kind", (("gfx942", "float8_e4m3fnuz"), ("gfx950", "float8_e4m3fn")))
 def test_an_fp8_cache_is_within_budget(arch, kind):
     run(Emulated(arch, "decode"), replace(BASE, kv_dtype=kind))
+
+
+@pytest.mark.parametrize("storage", ["", "int8"])
+@pytest.mark.parametrize("arch", TARGETS)
+def test_a_decode_that_appends_reads_what_it_wrote(arch, storage):
+    """Bit for bit what an append and a decode in turn do, whichever wave is ahead."""
+    torch.manual_seed(0)
+    start, dim, new = torch.tensor([37, 60], dtype=torch.int32), 64, 5
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape).bfloat16()
+
+    x: dict[str, Any] = {"q": drawn(2, new, 4, dim), "k": drawn(2, 72, 1, dim)}
+    x["v"] = drawn(2, 72, 1, dim)
+    for name in "kv" if storage else "":
+        x[name], x[f"{name}_descale"], _ = quantize_kv(x[name], storage, dim)
+    tables = torch.randn(80, dim // 2), torch.randn(80, dim // 2)
+    update = CacheUpdate(drawn(2, new, 1, dim), drawn(2, new, 1, dim), *tables, start, False, None)
+    operands = Operands(**x)
+    call = cache_call(
+        operands._replace(seqused_k=start), Options("kvcache", causal=True), update, None
+    )
+    chosen = plan(check_cache(*call), device_of(arch), backend="decode")
+    made = []
+    for make, schedules in (
+        (programs.step, ("lockstep", "delay:each", "random:0-3")),
+        (programs.in_turn, ("lockstep",)),
+    ):
+        fresh = Operands(**{name: tensor.clone() for name, tensor in x.items()})
+        arrays = named(fresh, update, start, True) | {"out": drawn(2, new, 4, dim)}
+        specs = {name: array_spec(tensor) for name, tensor in arrays.items()}
+        for report in execute(make(chosen, specs, False, 0), arch, arrays, schedules):
+            assert report.clean, report.summary()
+        made.append(arrays)
+    ours, theirs = made
+    assert torch.equal(ours["out"], theirs["out"])
+    for name in (name for name in x if name != "q"):
+        assert torch.equal(ours[name].view(torch.uint8), theirs[name].view(torch.uint8)), name
+        assert not torch.equal(ours[name].view(torch.uint8), x[name].view(torch.uint8)), name

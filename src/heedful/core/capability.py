@@ -63,8 +63,8 @@ class KernelRow:
     splits_batch: sequences of few queries run the decode kernel, and those of more the Hopper
         forward.
     gathers_pages: it takes keys in pages as dense copies, see torch/pages.py.
-    appends: it writes new keys and values into a cache itself, and rotates them and queries: its
-        program module has a `step`.
+    appends: it writes new keys and values into a cache itself, and rotates keys and queries; its
+        program module has a `step`, see launch/programs.py.
     gates: further conditions, each a function that returns a reason or None. unasked: what it
         leaves to others, see preferences.py.
     configs: the kernels with tuned tiles that it launches, in the table of core/configs.py.

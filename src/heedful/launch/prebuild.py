@@ -10,13 +10,13 @@ from typing import Any
 from heedful.core.capability import Toolchain
 from heedful.core.device import DeviceSpec
 from heedful.core.installed import numbers, triton_version
-from heedful.core.plan import plan
+from heedful.core.plan import Plan, plan
 from heedful.launch.artifact import Artifact
 from heedful.launch.identity import kernel_key
 from heedful.launch.packs import write_pack
-from heedful.launch.programs import program
+from heedful.launch.programs import program, step
 from heedful.launch.record import Entry
-from heedful.launch.spec import KernelCall
+from heedful.launch.spec import KernelCall, Program
 
 
 def compiling() -> Toolchain:
@@ -43,16 +43,23 @@ def kernels(
             chosen = plan(
                 replace(entry.problem, needs_grad=needs_grad), exact, compiling(), backend
             )
-            row = chosen.row(entry.direction)
+            row = chosen.row("backward" if entry.direction == "backward" else "forward")
             if not row.program:
                 raise ValueError(
                     f"[{entry.problem.key()}] runs on {row.backend!r} on {device.name}: nothing to"
                     " compile"
                 )
             backends.add(row.backend)
-            for call in program(chosen, entry.direction, entry.buffers).calls:
+            for call in _program(chosen, entry).calls:
                 found[kernel_key(call, device.arch)] = (call, device.arch)
     return found, backends
+
+
+def _program(chosen: Plan, entry: Entry) -> Program:
+    if entry.direction != "step":
+        return program(chosen, entry.direction, entry.buffers)
+    assert entry.buffers is not None
+    return step(chosen, entry.buffers, **entry.options)
 
 
 def compile_all(calls: list[tuple[KernelCall, str]], jobs: int) -> None:

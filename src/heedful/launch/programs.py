@@ -3,25 +3,13 @@
 import importlib
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from heedful.core.arrays import ArraySpec
 from heedful.core.plan import Plan
+from heedful.core.sizes import Workspace
 from heedful.launch import buffers as canonical
+from heedful.launch.bind import portable_cache
 from heedful.launch.spec import Program
-
-
-def appends(plan: Plan) -> bool:
-    """Whether `step_program` takes a plan: its kernel writes new keys into a cache itself."""
-    return plan.row("forward").appends
-
-
-def step_program(plan: Plan, buffers: Mapping[str, ArraySpec], **how: Any) -> Program:
-    """The forward of a plan, whose kernel appends new keys and values first: see `step` of
-    launch/bind/decode.py."""
-    canonical.check(plan.problem, buffers)
-    made: Program = importlib.import_module(plan.row("forward").program).step(plan, buffers, **how)
-    return made
 
 
 def program(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec] | None = None) -> Program:
@@ -39,3 +27,45 @@ def program(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec] | None 
     given = getattr(canonical, direction)(plan.problem) if buffers is None else buffers
     canonical.check(plan.problem, given)
     return getattr(importlib.import_module(row.program), direction)(plan.problem, plan, given)
+
+
+def step(
+    plan: Plan, buffers: Mapping[str, ArraySpec], interleaved: bool, position0: int
+) -> Program:
+    """What a call over a cache launches that gives it new keys and values: these go in, rotary
+    positions are applied, and the forward of a plan follows, in one kernel if that appends itself.
+
+    buffers: the arrays of attention, and k_new, v_new and cache_seqlens (B,), the storage rows of
+    sequences ahead of the new ones. Keys are counted, unless there is a seqused_k. With rotary_cos
+    and rotary_sin there is q_new, and q where rotated queries are left to the caller. interleaved:
+    whether pairs of rotary dims are neighbours. position0: what positions count before the cache.
+    """
+    row = plan.row("forward")
+    leaves_q = "q_new" in buffers and "q" in buffers
+    queries = buffers["q_new" if "q_new" in buffers else "q"]
+    # A kernel without queries would not come by the new keys.
+    if not row.appends or leaves_q or "seqused_k" in buffers or 0 in queries.shape:
+        return in_turn(plan, buffers, interleaved, position0)
+    canonical.check(plan.problem, buffers)
+    made: Program = importlib.import_module(row.program).step(plan, buffers, interleaved, position0)
+    return made
+
+
+def in_turn(
+    plan: Plan, buffers: Mapping[str, ArraySpec], interleaved: bool, position0: int
+) -> Program:
+    """As `step`, by kernels of their own ahead of any forward."""
+    problem, scratch = plan.problem, {}
+    if "seqused_k" not in buffers:
+        scratch["seqused_k"] = ArraySpec.contiguous(buffers["cache_seqlens"].shape, "int32")
+    if "q_new" in buffers and "q" not in buffers:
+        q = buffers["q_new"]
+        scratch["q"] = ArraySpec.contiguous(q.shape, q.dtype)
+    arrays = {**buffers, **scratch}
+    first = portable_cache.ahead(
+        arrays, problem.page_size, interleaved, problem.mask.bounded, position0
+    )
+    own = {name: spec for name, spec in arrays.items() if name not in portable_cache.OF_UPDATES}
+    attention = program(plan, "forward", own)
+    workspaces = [Workspace(name, spec) for name, spec in scratch.items()]
+    return Program(first.calls + attention.calls, (*attention.workspaces, *workspaces))

@@ -2,15 +2,17 @@
 
 A list is JSON: {"format": 1, "problems": [{"problem": {...}, "direction": "forward",
 "buffers": {...} or null, "device": {...} or null}, ...]}. By hand, "problem" and perhaps
-"direction" are enough: what is left out is the default, arrays are contiguous.
+"direction" are enough: what is left out is the default, arrays are contiguous. A "step" gives a
+cache new keys ahead of its forward (`launch.programs.step`); it has its "buffers" and "options".
 """
 
 import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from heedful.core.arrays import ArraySpec
 from heedful.core.device import DeviceSpec
@@ -20,17 +22,19 @@ from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 
 FORMAT = 1
-DIRECTIONS = ("forward", "backward")
+DIRECTIONS = ("forward", "backward", "step")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One direction of one problem, with the arrays and the device it was seen with."""
+    """One direction of one problem, with the arrays and the device it was seen with. options: what
+    a step takes beside."""
 
     problem: AttentionProblem
     direction: str
     buffers: Mapping[str, ArraySpec] | None = None
     device: DeviceSpec | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict:
         facts = {"problem": asdict(self.problem), "direction": self.direction}
@@ -38,6 +42,8 @@ class Entry:
             facts["buffers"] = {name: _facts(spec) for name, spec in self.buffers.items()}
         if self.device is not None:
             facts["device"] = asdict(self.device)
+        if self.options:
+            facts["options"] = dict(self.options)
         return facts
 
     @classmethod
@@ -50,12 +56,15 @@ class Entry:
         if direction not in DIRECTIONS:
             raise ValueError(f"direction must be one of {DIRECTIONS}, got {direction!r}")
         buffers = facts.get("buffers")
+        if direction == "step" and not buffers:
+            raise ValueError("a step must have buffers: record it")
         device = facts.get("device")
         return cls(
             problem,
             direction,
             None if buffers is None else {n: _buffer(b) for n, b in buffers.items()},
             None if device is None else DeviceSpec(**device),
+            facts.get("options", {}),
         )
 
 
@@ -74,11 +83,11 @@ _lock = new_lock()
 _recorders: list[dict[str, Entry]] = []
 
 
-def note(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec]) -> None:
+def note(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec], **options: Any) -> None:
     """Called wherever a program is bound: adds it to every recording under way."""
     if not _recorders:
         return
-    entry = Entry(plan.problem, direction, dict(buffers), plan.device)
+    entry = Entry(plan.problem, direction, dict(buffers), plan.device, options)
     key = json.dumps(entry.to_json())
     with _lock:
         for recorder in _recorders:

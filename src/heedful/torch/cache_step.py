@@ -9,16 +9,12 @@ from heedful.core.arrays import ArraySpec
 from heedful.core.call import CacheUpdate
 from heedful.core.operands import Operands
 from heedful.core.plan import Plan
-from heedful.core.sizes import Workspace
-from heedful.launch.bind import portable_cache
+from heedful.launch import programs
 from heedful.launch.buffers import results
-from heedful.launch.programs import appends, program, step_program
-from heedful.launch.spec import Program
+from heedful.launch.record import note
 from heedful.torch.adapt import dense_rows
 from heedful.torch.arrays import array_spec
 from heedful.torch.execute import Allocator, Executable, address_of, allocator, current_device
-
-Specs = dict[str, ArraySpec]
 
 
 class DeviceStep:
@@ -41,20 +37,12 @@ class DeviceStep:
         left = results(problem)
         if out is not None:
             left["out"] = array_spec(out)
-        how = {
-            "page_size": x.k.shape[1] if x.block_table is not None else 0,
-            "interleaved": bool(update.rotary_interleaved),
-            "advance": problem.mask.bounded,
-            "position0": update.position0,
-        }
-        if appends(plan) and self.counts and q.numel() and not q_leaves:
-            step = step_program(plan, {**given, **left}, **how)
-        else:
-            scratch = {"seqused_k": array_spec(lengths)} if self.counts else {}
-            if update.rotary_cos is not None:
-                turned = ArraySpec.contiguous(tuple(q.shape), given["q_new"].dtype)
-                (left if q_leaves else scratch)["q"] = turned
-            step = in_turn(plan, given, left, scratch, how)
+        if update.rotary_cos is not None and q_leaves:
+            left["q"] = ArraySpec.contiguous(tuple(q.shape), given["q_new"].dtype)
+        interleaved = bool(update.rotary_interleaved)
+        buffers = {**given, **left}
+        step = programs.step(plan, buffers, interleaved, update.position0)
+        note(plan, "step", buffers, interleaved=interleaved, position0=update.position0)
         self._run = Executable.of(step, plan.device.arch, q.device, [*given, *left]).run
         self._new_out = self._allocator(left["out"])
         self._new_lse = self._allocator(left["lse"]) if "lse" in left else None
@@ -88,14 +76,6 @@ class DeviceStep:
             addresses.append(q.data_ptr())
         self._run(addresses)
         return out, lse, q
-
-
-def in_turn(plan: Plan, given: Specs, left: Specs, scratch: Specs, how) -> Program:
-    """What changes the cache, then attention. scratch: what the former leaves to the latter."""
-    buffers = {**given, **scratch, **left}
-    attention = {n: s for n, s in buffers.items() if n in Operands._fields or n in left}
-    workspaces = [Workspace(name, spec) for name, spec in scratch.items()]
-    return portable_cache.step(buffers, program(plan, "forward", attention), workspaces, **how)
 
 
 def named(x: Operands, update: CacheUpdate, start: Tensor, counts: bool) -> dict[str, Tensor]:

@@ -59,8 +59,9 @@ class DecodeAppend(NamedTuple):
     """New rows that go into the cache ahead of attention, see portable/decode_append.py, as many of
     each sequence as `Sequences` says; keys and queries are rotated if there are rotary tables.
 
-    io: without seqused. advance: 1 where queries have a position each, 0 where all have that of the
-    first new row. ROWS: that are written at once, of BLOCK_D and BLOCK_E columns.
+    io: without seqused and leftpad_k, which `Sequences` has. advance: 1 where queries have a
+    position each, 0 where all have that of the first new row. ROWS: that are written at once, of
+    BLOCK_D and BLOCK_E columns.
     """
 
     io: AppendIO

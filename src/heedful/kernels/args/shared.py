@@ -17,8 +17,8 @@ from heedful.kernels.args.kinds import (
 
 class Sequences(NamedTuple):
     """Where sequences lie. seqlen_q, seqlen_k: rows that each has in storage, or packed tokens of
-    all. cu_q, cu_k: (B + 1,); the others: (B,). new_k: rows that the kernel appends to used_k
-    ones, which count padding then; None: none."""
+    all. cu_q, cu_k: (B + 1,); the others: (B,). new_k: rows that the kernel appends behind
+    used_k, which then counts padding too; None where it appends none, as all but decode do."""
 
     cu_q: In[Ptr]
     cu_k: In[Ptr]

@@ -2,8 +2,9 @@
 
 A program appends those new rows of a sequence that are among the keys of its piece, has all its
 threads wait, and reads them with the others. So none waits for another program. Row tiles of a head
-each write what they read: the same values. Rows that no query of a window sees are written, too: by
-the piece behind which they lie.
+each write what they read: the same values. Rows that no query of a window sees are written, too, by
+the piece that jumps over them. Rows ahead of a sequence's first, of a length below its padding, are
+not: they are nobody's.
 """
 
 import triton
@@ -16,11 +17,12 @@ from heedful.kernels.portable.kvcache import append_rows
 
 @triton.jit
 def rows_of(piece, span, place, tile: DecodeTile):
-    """Rows [low, high) of a sequence that are a piece's: its keys, and those behind it that no
-    piece visits. Every row is in one of a unit's pieces at least."""
+    """Rows [low, high) of a sequence that are a piece's: its keys, and those that no piece visits
+    and that it jumps over. Each row of storage is some piece's of a unit."""
     low = piece.start
     last = piece.stop - 1
-    # Visits jump over what lies between the first keys and the window.
+    # Visits jump from the first keys to the window. What is between is of the piece that begins
+    # ahead of the jump and goes on behind it, or begins at it.
     low = tl.where(low <= span.first_end, low, low - span.first_end + span.begin)
     last = tl.where(last < span.first_end, last, last - span.first_end + span.begin)
     high = (last + 1) * tile.BLOCK_N

@@ -7,7 +7,7 @@ from heedful.core.plan import Plan
 from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.core.sizes import Sizes
 from heedful.core.tiles import MERGE_ROWS, DecodeConfig, MlaConfig, pow2
-from heedful.kernels.args.decode import DecodeTile, DecodeWork
+from heedful.kernels.args.decode import DecodeAppend, DecodeTile, DecodeWork
 from heedful.kernels.args.shared import ForwardIO, KVLayout
 from heedful.launch.bind import groups, portable_cache
 from heedful.launch.bind.groups import Buffers, pointer
@@ -34,26 +34,19 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     return Program((call, *clear_calls(problem, buffers)), sizes.workspaces)
 
 
-def step(
-    plan: Plan, buffers: Buffers, page_size: int, interleaved: bool, advance: bool, position0: int
-) -> Program:
-    """The forward, which appends k_new and v_new to the caches itself, and rotates keys and q_new
-    if there are rotary tables. buffers, and what follows them: as of `portable_cache.step`; no
-    length is counted and no query left."""
+def step(plan: Plan, buffers: Buffers, interleaved: bool, position0: int) -> Program:
+    """The forward, whose kernel appends and rotates first: see `launch.programs.step`."""
     names = {"seqused_k": "cache_seqlens"}
     if "q_new" in buffers:
         names["q"] = "q_new"
     problem, sizes, config = plan.problem, plan.sizes(), plan.configs["decode.forward"]
     assert isinstance(config, DecodeConfig)
     given = {**buffers, **{name: buffers[own] for name, own in names.items()}}
+    append = portable_cache.within_decode(
+        given, problem.page_size, interleaved, problem.mask.bounded, position0
+    )
     given |= {w.name: w.buffer for w in sizes.workspaces}
-    call = decode_call(problem, plan, config, sizes, given)
-    sequences = call.parameters["sequences"]._replace(new_k=Scalar(buffers["k_new"].shape[1]))
-    append = portable_cache.appended_ahead(given, page_size, interleaved, advance, position0)
-    # Nothing is written to batch entries that the cache lacks.
-    cache = call.parameters["cache"]._replace(entries=Scalar(buffers["k"].shape[0]))
-    own = {"sequences": sequences, "append": append, "cache": cache}
-    call = replace(call, parameters={**call.parameters, **own})
+    call = decode_call(problem, plan, config, sizes, given, append)
     return Program((call,), sizes.workspaces).renamed(names)
 
 
@@ -66,9 +59,15 @@ def clear_calls(problem: AttentionProblem, buffers: Buffers) -> tuple[KernelCall
 
 
 def decode_call(
-    problem: AttentionProblem, plan: Plan, config: DecodeConfig, sizes: Sizes, buffers: Buffers
+    problem: AttentionProblem,
+    plan: Plan,
+    config: DecodeConfig,
+    sizes: Sizes,
+    buffers: Buffers,
+    append: DecodeAppend | None = None,
 ) -> KernelCall:
-    """The kernel, over all sequences or over those that the plan says are short."""
+    """The kernel, over all sequences or over those that the plan says are short. append: what goes
+    into the cache first."""
     launch = sizes.launches["decode.forward"]
     divisor = shared_divisor(buffers, ("q", "k", "v", "out"))
     call = kernel_call(
@@ -80,14 +79,16 @@ def decode_call(
             out=groups.split_rows(buffers, "out", False, divisor),
             lse=groups.split_row_vector(buffers, "lse", False),
         ),
-        sequences=groups.sequences(problem, buffers),
+        sequences=groups.sequences(
+            problem, buffers, None if append is None else buffers["k_new"].shape[1]
+        ),
         shape=groups.shape(problem),
         mask=groups.mask(problem, buffers),
         mods=groups.score_mods(problem, buffers),
-        cache=_cache(problem, buffers),
+        cache=_cache(problem, buffers, append is not None),
         descales=groups.descales(problem, buffers),
         work=_work(problem, config, buffers, launch.numbers),
-        append=None,
+        append=append,
         tile=_tile(problem, config),
         FETCH_AHEAD=config.fetch_ahead,
     )
@@ -96,9 +97,9 @@ def decode_call(
     return call
 
 
-def _cache(problem: AttentionProblem, buffers: Buffers) -> KVLayout:
+def _cache(problem: AttentionProblem, buffers: Buffers, is_written: bool) -> KVLayout:
     """Pages of a power of two keys are known when compiling: a division less for each key."""
-    cache = groups.kv_layout(problem.page_size, buffers)
+    cache = groups.kv_layout(problem.page_size, buffers, is_written)
     size = problem.page_size
     return cache._replace(page_size=size) if size and size & (size - 1) == 0 else cache
 

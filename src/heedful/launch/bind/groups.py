@@ -130,13 +130,16 @@ def stored_keys(buffers: Buffers, page_size: int) -> int:
     return buffers["block_table"].shape[1] * page_size if page_size else k[1]
 
 
-def sequences(problem: AttentionProblem, buffers: Buffers) -> shared.Sequences:
-    """Where sequences lie, and how far any can reach."""
+def sequences(
+    problem: AttentionProblem, buffers: Buffers, new_k: int | None = None
+) -> shared.Sequences:
+    """Where sequences lie, and how far any can reach. new_k: rows that the kernel appends."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
     seqlen_q = buffers["q"].shape[0] if problem.varlen_q else problem.seqlen_q
     seqlen_k = stored_keys(buffers, problem.page_size)
     pointers = (pointer(buffers, n) for n in names)
-    return shared.Sequences._make((*pointers, Scalar(seqlen_q), Scalar(seqlen_k), None))
+    new = None if new_k is None else Scalar(new_k)
+    return shared.Sequences._make((*pointers, Scalar(seqlen_q), Scalar(seqlen_k), new))
 
 
 def shape(problem: AttentionProblem) -> shared.Shape:
@@ -214,10 +217,11 @@ def dropout(problem: AttentionProblem, buffers: Buffers) -> shared.Dropout:
     )
 
 
-def kv_layout(page_size: int, buffers: Buffers) -> shared.KVLayout:
-    """Where keys lie in a cache."""
+def kv_layout(page_size: int, buffers: Buffers, is_written: bool = False) -> shared.KVLayout:
+    """Where keys lie in a cache. is_written: by the kernel, which then knows where the cache ends
+    whatever names its entries."""
     table = buffers.get("block_table")
-    is_cache = table is not None or "kv_batch_idx" in buffers
+    is_cache = is_written or table is not None or "kv_batch_idx" in buffers
     return shared.KVLayout(
         table=pointer(buffers, "block_table"),
         stride_tableb=stride(table.strides[0]) if table else None,

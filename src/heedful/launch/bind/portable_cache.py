@@ -1,11 +1,10 @@
 """Programs that change a KV cache, and queries with it, before attention."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from heedful.core.arrays import ArraySpec
 from heedful.core.quant import QUANT_MAX
-from heedful.core.sizes import Workspace, ceil_div
+from heedful.core.sizes import ceil_div
 from heedful.core.tiles import RowsConfig, cache_rows, pow2
 from heedful.kernels.args import shared
 from heedful.kernels.args.decode import DecodeAppend
@@ -14,6 +13,9 @@ from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, pointer, scalars, stored_keys
 from heedful.launch.bind.portable import kernel_call, shared_divisor
 from heedful.launch.spec import Program, Scalar
+
+# Arrays of a call that attention does not have.
+OF_UPDATES = ("k_new", "v_new", "q_new", "cache_seqlens", "rotary_cos", "rotary_sin")
 
 
 def append_kv(
@@ -80,28 +82,25 @@ def update(
     return Program((call,))
 
 
-def step(buffers: Buffers, attention: Program, scratch: Sequence[Workspace], **how: Any) -> Program:
-    """What changes the cache, then attention over it.
-
-    buffers: of both, by the names of attention; the lengths that are counted are seqused_k. The new
-    keys are k_new and v_new; q_new, if the call has it, is rotated into q. attention: its program.
-    scratch: which of the buffers are the program's own. how: see `update`.
-    """
+def ahead(
+    buffers: Buffers, page_size: int, interleaved: bool, advance: bool, position0: int
+) -> Program:
+    """`update` of the arrays of a call: lengths are counted as seqused_k, and q_new, if there is
+    one, is rotated into q."""
     given, names = {**buffers, "seqused": buffers["seqused_k"]}, {"seqused": "seqused_k"}
     if "q_new" in buffers:
         given |= {"q": buffers["q_new"], "rotated": buffers["q"]}
         names |= {"q": "q_new", "rotated": "q"}
-    first = update(given, **how).renamed(names)
-    return Program(first.calls + attention.calls, (*attention.workspaces, *scratch))
+    return update(given, page_size, interleaved, advance, position0).renamed(names)
 
 
-def appended_ahead(
+def within_decode(
     buffers: Buffers, page_size: int, interleaved: bool, advance: bool, position0: int
 ) -> DecodeAppend:
-    """What a kernel appends ahead of its attention; the arguments are those of `update`."""
+    """The same as a group of the decode kernel, which counts no lengths."""
     config, _, parameters = _appended(buffers, page_size)
     return DecodeAppend(
-        io=parameters["new"],
+        io=parameters["new"]._replace(leftpad_k=None),
         rotary=groups.rotary(buffers, interleaved, position0),
         quantization=parameters["quantization"],
         advance=Scalar(int(advance)),
@@ -119,7 +118,6 @@ def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[s
     tensors = ("k_new", "v_new", "k", "v")
     divisor = shared_divisor(buffers, tensors)
     programs, tiles = _tiles(buffers["k_new"], config)
-    cache = groups.kv_layout(page_size, buffers)
     parameters = {
         "new": AppendIO(
             cache_seqlens=pointer(buffers, "cache_seqlens"),
@@ -128,8 +126,7 @@ def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[s
             **{name: groups.rows(buffers, name, divisor) for name in tensors},
         ),
         "new_tiles": tiles,
-        # Nothing is written to batch entries that the cache lacks, whatever names them.
-        "cache": cache._replace(entries=Scalar(buffers["k"].shape[0])),
+        "cache": groups.kv_layout(page_size, buffers, is_written=True),
         "quantization": _quantization(buffers),
         "capacity": Scalar(stored_keys(buffers, page_size)),
         "HEAD_DIM": dim,
