@@ -130,7 +130,8 @@ def test_a_recording_holds_the_kernels_that_ran_and_no_other(device, backend, tm
 @pytest.mark.parametrize("device", ["H200", "MI300X"])
 def test_a_recording_of_a_step_holds_the_kernels_that_append(device, turns, q_len, tmp_path):
     """Whether attention is one with them, or follows."""
-    x = {name: torch.randn(2, q_len, heads, 64) for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+    x: dict[str, Any] = {}
+    x |= {name: torch.randn(2, q_len, n, 64) for name, n in (("q", 4), ("k", 2), ("v", 2))}
     x |= {f"{name}_cache": torch.randn(2, 128, 2, 64) for name in "kv"}
     x |= {name: torch.randn(128, 32) for name in ("rotary_cos", "rotary_sin") if turns}
     x = {name: tensor.bfloat16() for name, tensor in x.items()}
