@@ -19,7 +19,7 @@ SAMPLE ?= 60
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test jax-calls test-slow test-gpu test-random test-mutation lint format demo bench docs clean
+.PHONY: help set-up test jax-calls oldest-triton test-slow test-gpu test-random test-mutation lint format demo bench docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -30,11 +30,15 @@ $(VENV)/.ready: pyproject.toml tools/set-up.sh
 	tools/set-up.sh $(VENV) $(PYTHON)
 	@touch $@
 
-# The set-ups, the type checker and JAX's tests take a core each: two side by side, then all workers.
+# The set-ups, the type checker, JAX's tests and the oldest Triton's take a core each: two side by
+# side, then all workers.
 test: ## lint, types and the default tests (what CI runs)
 	$(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) \
-		lint $(if $(VENV),jax-calls)
+		lint $(if $(VENV),jax-calls oldest-triton)
 	$(RUN) pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+oldest-triton: $(READY) ## compile kernels with the oldest Triton that is supported
+	tools/oldest_triton.sh $(VENV)
 
 jax-calls:
 	tools/jax_calls.sh $(VENV)-jax
@@ -75,4 +79,4 @@ docs: $(READY) ## write the generated pages of docs/ anew
 	$(PY) tools/draw_docs.py
 
 clean: ## remove .venv and everything generated
-	rm -rf .venv .venv-jax .pytest_cache .ruff_cache .hypothesis .mutation demo-output bench-output
+	rm -rf .venv .venv-jax .venv-oldest-triton .pytest_cache .ruff_cache .hypothesis .mutation demo-output bench-output

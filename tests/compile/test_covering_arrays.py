@@ -23,6 +23,12 @@ from support.arrays import variants
 FAMILIES = {"hopper": ("hopper", False), "fp8": ("hopper", True), "cdna": ("cdna", None)}
 # Those that are compiled. test_portable.py has its own, and merges of splits come with the others.
 COMPILED = ("hopper", "fp8", "cdna", "append", "rotary", "update", "unused")
+# Those with the oldest Triton, too.
+NEWEST = ("fp8", "cdna")
+COMPILED_BY = [
+    pytest.param(name, marks=() if name in NEWEST else pytest.mark.oldest_triton)
+    for name in COMPILED
+]
 SLOW = [(name, t) for name in (*COMPILED, "quantised", "combine") for t in ARRAYS[name].targets]
 
 
@@ -96,7 +102,7 @@ def test_a_few_rows_have_every_value():
     assert each_value(rows) == [rows[0], rows[2], rows[3]]
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.parametrize("name", COMPILED_BY)
 def test_each_feature_value_compiles_for_a_target(name):
     array = ARRAYS[name]
     few = each_value(array.rows)

@@ -93,6 +93,7 @@ def test_every_problem_has_a_target_and_every_feature_value_has_all():
     assert MOST_VARIANTS // 2 < kernels <= MOST_VARIANTS
 
 
+@pytest.mark.oldest_triton
 @pytest.mark.parametrize("arch", TARGETS)
 def test_each_feature_value_compiles_within_the_limits_of(arch):
     others = tuple(target for target in TARGETS if target != "sm_90")

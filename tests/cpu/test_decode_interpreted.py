@@ -181,7 +181,8 @@ def dealt_out(lengths: list[int], num_splits: int) -> torch.Tensor:
     (call,) = decode.forward(problem, made, specs).calls
     names = ("sequences", "shape", "mask", "work", "tile")
     parameters = {name: call.parameters[name] for name in names}
-    work = parameters["work"]._replace(partial_out=None, partial_lse=None, counts=None)
+    merge = parameters["work"].merge._replace(partial_out=None, partial_lse=None, counts=None)
+    work = parameters["work"]._replace(merge=merge)
     out = torch.zeros(7, 5, dtype=torch.int32)
     asked = KernelCall(
         KernelRef(__name__, "shares_of"),

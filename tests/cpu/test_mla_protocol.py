@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from heedful.kernels.args.decode import DecodeWork
+from heedful.kernels.args.decode import DecodeMerge, DecodeWork
 from heedful.kernels.hopper import mla_consumer as consumer_file
 from heedful.kernels.hopper import mla_producer as producer_file
 from heedful.kernels.hopper import mla_results as results_file
@@ -110,9 +110,14 @@ class Device:
         many = self.stored // self.page if self.page else 0
         table = Pointer(list(range(many * len(self.lengths)))) if self.page else None
         work = DecodeWork(
-            partial_out=None if self.splits == 1 else 0,
-            partial_lse=None,
-            counts=Pointer([0] * (2 * self.tiles * len(self.lengths))),
+            merge=DecodeMerge(
+                partial_out=None if self.splits == 1 else 0,
+                partial_lse=None,
+                counts=Pointer([0] * (2 * self.tiles * len(self.lengths))),
+                PARTS=4,
+                STAGES=1,
+                AWAITS_STORES=False,
+            ),
             splits=None if self.splits is None else Int(self.splits),
             tiles=Int(self.tiles),
             least=Int(1 + self.overhead),
@@ -120,8 +125,6 @@ class Device:
             IS_UNIFORM=False,
             SKIPS_EMPTY=False,
             OVERHEAD=self.overhead,
-            MERGE_PARTS=4,
-            MERGE_STAGES=1,
         )
         self.params = SimpleNamespace(
             seqs=SimpleNamespace(
@@ -301,7 +304,7 @@ class Device:
         (out,) = set(map(float, acc))
         self.results.setdefault(key, []).append((*place, out, float(m), float(sums)))
         if place[2] > 1:
-            count = params.work.counts + 2 * piece.work.index + CONSUMER
+            count = params.work.merge.counts + 2 * piece.work.index + CONSUMER
             count.memory[count.offset] += 1
 
     def wait_for_parts(self, count, parts):

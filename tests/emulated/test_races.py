@@ -206,9 +206,9 @@ def test_overwriting_what_another_wave_reads_is_found(between, clean):
     assert kinds == (set() if clean else {"global-race"})
 
 
-def grid(body, groups=3, schedule="lockstep"):
-    """Several workgroups of one wave; s2 is the workgroup."""
-    text = kernel(SETUP + body, buffers=2)
+def grid(body, groups=3, schedule="lockstep", threads=64):
+    """Several workgroups; s2 is the workgroup."""
+    text = kernel(SETUP + body, buffers=2, threads=threads)
     return emulate(text, (groups,), [np.zeros(512), np.zeros(512)], schedule=schedule)
 
 
@@ -246,19 +246,63 @@ def test_workgroups_may_not_touch_the_same_bytes(body, clean, groups, schedule):
         assert "argument 1" in finding.message and "workgroup (" in finding.message
 
 
-def test_an_acquire_orders_a_workgroup_after_the_others():
-    body = """
+RELEASE = "buffer_wbl2 sc1\ns_waitcnt vmcnt(0)"
+ACQUIRE = "buffer_inv sc1"
+
+
+@pytest.mark.parametrize(
+    ("between", "clean"),
+    [
+        (f"{RELEASE}\n{ACQUIRE}", True),
+        ("s_nop 0", False),
+        (ACQUIRE, False),  # of what nobody has released
+        (RELEASE, False),
+        (f"{RELEASE}\n{ACQUIRE}".replace("sc1", ""), False),  # among its own waves
+    ],
+)
+@pytest.mark.parametrize("schedule", ["lockstep", "random:0-3"])
+def test_a_release_and_an_acquire_order_two_workgroups(between, clean, schedule):
+    body = f"""
+        s_lshl_b32 s8, s2, 8
+        v_add_u32_e32 v5, s8, v1
         v_mov_b32_e32 v2, s2
-        global_store_dword v1, v2, s[6:7]
-        s_waitcnt vmcnt(0)
+        global_store_dword v5, v2, s[6:7]
         {between}
-        s_waitcnt vmcnt(0)
         global_load_dword v3, v1, s[6:7] offset:256
         s_waitcnt vmcnt(0)
-        s_lshl_b32 s8, s2, 8
-        v_add_u32_e32 v4, s8, v1
-        global_store_dword v4, v3, s[4:5]
-    """.replace("v1, v2, s[6:7]", "v5, v2, s[6:7]")
-    head = "s_lshl_b32 s8, s2, 8\nv_add_u32_e32 v5, s8, v1\n"
-    assert grid(head + body.format(between="s_nop 0")).kinds() == {"global-race"}
-    assert grid(head + body.format(between="buffer_inv sc1")).clean
+        global_store_dword v5, v3, s[4:5]
+    """
+    kinds = grid(body, schedule=schedule).kinds() - {"order"}
+    assert kinds == (set() if clean else {"global-race"})
+
+
+@pytest.mark.parametrize(
+    ("wait", "clean"),
+    [("s_waitcnt vmcnt(0)", True), ("s_nop 0", False), ("s_waitcnt vmcnt(1)", False)],
+)
+def test_a_wave_releases_what_other_waves_have_waited_for(wait, clean):
+    """The first wave of each workgroup releases and acquires for both. A barrier alone does not
+    have the other's store reach the cache."""
+    body = f"""
+        s_lshl_b32 s8, s2, 9
+        v_add_u32_e32 v5, s8, v1
+        v_xor_b32_e32 v6, 0x200, v5
+        v_mov_b32_e32 v2, s2
+        global_store_dword v5, v2, s[6:7]
+        {wait}
+        s_barrier
+        v_readfirstlane_b32 s9, v0
+        s_cmp_lg_u32 s9, 0
+        s_cbranch_scc1 1f
+        {RELEASE}
+        {ACQUIRE}
+        1:
+        s_barrier
+        global_load_dword v3, v6, s[6:7]
+        s_waitcnt vmcnt(0)
+        global_store_dword v5, v3, s[4:5]
+    """
+    report = grid(body, 2, threads=128)
+    assert report.kinds() == (set() if clean else {"global-race"}), report.summary()
+    if not clean:
+        assert all("wave 1" in finding.message for finding in report.findings)

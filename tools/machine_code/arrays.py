@@ -408,7 +408,9 @@ APPEND: Factors = {
     "dtype": ("bfloat16", "float16", "float32"),
     "rotary": ("none", "interleaved", "halves"),
     "storage": ("dense", "paged", "indexed", "leftpad"),
+    "quantised": ("", "int8 heads", "int8 groups", "int4 groups"),
 }
+_append_possible = excluded({"dims": ((13, 29),), "quantised": ("int8 groups", "int4 groups")})
 
 
 def _append(row: Row, target: str) -> Launched:
@@ -416,7 +418,13 @@ def _append(row: Row, target: str) -> Launched:
     lead = (64, 16) if row["storage"] == "paged" else (6, 256)
     lengths = make((2,), "int32")
     arrays = {"k_new": make((2, 5, 4, dim), dtype), "v_new": make((2, 5, 4, dim_v), dtype)}
-    arrays |= {"k": make((*lead, 4, dim), dtype), "v": make((*lead, 4, dim_v), dtype)}
+    kind, _, scales = row["quantised"].partition(" ")
+    stored, values = ("uint8", 2) if kind == "int4" else (kind or dtype, 1)
+    for name, width in (("k", dim), ("v", dim_v)):
+        arrays[name] = make((*lead, 4, width // values), stored)
+        if kind:
+            shape = (*lead, 4, width // 32) if scales == "groups" else (2, 4)
+            arrays[f"{name}_descale"] = make(shape, "float32")
     arrays |= {"seqused": lengths, "cache_seqlens": lengths}
     if row["rotary"] != "none":
         arrays |= dict.fromkeys(("rotary_cos", "rotary_sin"), make((4096, dim // 2), "float32"))
@@ -514,9 +522,9 @@ ARRAYS: dict[str, Array] = {
     "hopper": Array(("sm_90",), HOPPER, _hopper_possible, _hopper, _HOPPER_SEEDS),
     "fp8": Array(("sm_90",), FP8, always, _fp8, _FP8_SEEDS),
     "cdna": Array(("gfx942", "gfx950"), CDNA, _cdna_possible, _cdna),
-    "append": Array(PORTABLE_TARGETS, APPEND, always, _append),
+    "append": Array(PORTABLE_TARGETS, APPEND, _append_possible, _append),
     "rotary": Array(PORTABLE_TARGETS, ROTARY, always, _rotary),
-    "update": Array(PORTABLE_TARGETS, UPDATE, always, _update),
+    "update": Array(PORTABLE_TARGETS, UPDATE, _append_possible, _update),
     "combine": Array(PORTABLE_TARGETS, COMBINE, always, _combine),
     "unused": Array(
         PORTABLE_TARGETS,

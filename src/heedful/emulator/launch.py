@@ -144,7 +144,8 @@ class _Launch:
         self.memory.races = None
         if is_first and self.sink.wants("global-race"):
             unit, code = self.code.global_unit(), self.code.program.code
-            self.memory.races = GlobalRaces(self.memory, unit, code, self.sink)
+            shape = copies, math.prod(self.shape), self.waves
+            self.memory.races = GlobalRaces(self.memory, unit, code, self.sink, shape)
         try:
             for chunk in _chunks(self.shape, together):
                 machine.run(chunk, self.kernarg, self.threads)

@@ -2,9 +2,13 @@
 
 Nothing orders the workgroups of a launch, so two of them may not touch the same bytes if one
 writes. Within a workgroup barriers order the waves, for accesses that the wave has waited for.
-Writing what is there already is no race, atomics do not race with each other, and a workgroup that
-has executed an acquire (`buffer_inv sc1`, which follows a Triton atomic) is taken to be ordered by
-it.
+Writing what is there already is no race, and atomics do not race with each other.
+
+A Triton atomic that acquires and releases is `buffer_wbl2 sc1`, a wait, the atomic, a wait and
+`buffer_inv sc1`. A workgroup that has executed the last is ordered after reads by others, and after
+the writes that they have released: those that have ended when the `buffer_wbl2` begins. A wave
+knows that its own have, since it waits for them in order; for another's, the other must have waited
+and met a barrier.
 
 Which accesses conflict does not depend on the order in which they are executed, so this runs under
 the first schedule of a launch only.
@@ -36,8 +40,11 @@ class GlobalRaces:
     workgroups have read. Of the waves of one workgroup the last reader is remembered.
     """
 
-    def __init__(self, memory: GlobalMemory, unit: int, code, sink: Sink):
+    def __init__(self, memory: GlobalMemory, unit: int, code, sink: Sink, shape: tuple[int, ...]):
+        """shape: copies of the launch, its workgroups, waves of each."""
         self.memory, self.code, self.sink = memory, code, sink
+        # When each wave began its last release that has ended.
+        self.released = np.zeros(shape, I64)
         self._shift = unit.bit_length() - 1
         units = memory.words.nbytes >> self._shift
         self._writer, self._written = np.zeros(units, I64), np.zeros(units, I64)
@@ -83,6 +90,10 @@ class GlobalRaces:
         self._written[index] = now
         return (GlobalTouch(self._written, index, batch),)
 
+    def release(self, batch: Batch) -> tuple[Release, ...]:
+        """What a write-back does once its wave has waited for it."""
+        return (Release(self.released, batch),)
+
     def settled(self, batch: Batch, at: Instruction, offset, nbytes: int, changes: Callable):
         """After a write has landed: find another wave of the batch whose data it replaced."""
         index = self._index(offset, nbytes)
@@ -100,7 +111,11 @@ class GlobalRaces:
         g = batch.rect.index[0]
         last = np.abs(known)
         apart = (known < 0) | (last >> _GROUP_SHIFT != mark >> _GROUP_SHIFT)
-        apart &= ~machine.acquired[g, None, None, None]
+        ordered = machine.acquired[g, None, None, None]
+        if kind == "write" and ordered.any():
+            copy = machine.copy[g, None, None, None]
+            ordered = ordered & self._is_released(copy, last, times[index])
+        apart &= ~ordered
         waves = (last >> _WAVE_SHIFT != mark >> _WAVE_SHIFT) & (known > 0)
         waves &= last >> _GROUP_SHIFT == mark >> _GROUP_SHIFT
         waves &= times[index] >= machine.lds.clock(batch.rect)
@@ -108,6 +123,13 @@ class GlobalRaces:
         if changes and bad.any():
             bad &= changes()
         self._report(batch, at, bad, known, index, kind)
+
+    def _is_released(self, copy, marks, times):
+        """Whether accesses had ended when their workgroup began to release. A wave's own in the
+        epoch of its release are taken to be before it."""
+        group, wave = (marks >> _GROUP_SHIFT) - 1, marks >> _WAVE_SHIFT & _WAVE_MASK
+        by_any = self.released.max(-1)
+        return (times <= self.released[copy, group, wave]) | (times < by_any[copy, group])
 
     def _report(self, batch: Batch, at: Instruction, bad, marks, index, kind: str):
         if not bad.any():
@@ -139,3 +161,23 @@ class GlobalTouch:
         rect: Rect | None = self.rect.intersect(batch.rect)
         if rect:
             self.times[self.index[rect.within(self.rect)]] = batch.machine.lds.clock(rect)
+
+
+class Release:
+    """A write-back in flight: what it finds written is for others to see once it has ended."""
+
+    def __init__(self, released: np.ndarray, batch: Batch):
+        self.released, self.rect = released, batch.rect
+        self.began = batch.machine.lds.clock(batch.rect)[..., 0, 0]
+
+    def complete(self, batch: Batch):
+        """The write-back has ended."""
+        rect: Rect | None = self.rect.intersect(batch.rect)
+        if rect:
+            g, w = rect.index
+            machine, (groups, _) = batch.machine, rect.within(self.rect)
+            place = machine.copy[g, None], machine.ordinal[g, None], machine.dealt[g, w]
+            self.released[place] = self.began[groups]
+
+    def outlive_barrier(self, batch: Batch):
+        """Nothing to do: what counts is when it began."""

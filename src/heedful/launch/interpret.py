@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 from heedful.core.forks import new_lock
@@ -69,8 +69,8 @@ def run_call(call: KernelCall, arrays: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _patched_once() -> Iterator[None]:
-    """While it is open, the language is patched once, what is not asserted is not computed, and no
-    kernel waits for the one ahead.
+    """While it is open, the language is patched once, what is not asserted is not computed, and
+    nothing waits: for the kernel ahead, or in assembly for stores.
     Triton patches all of it anew for every call of a function within a kernel, which takes half of
     the time. Without debug it drops the assertion that no sum of integers overflows after it has
     computed what would be asserted, a third of the rest; its compilers leave that out, too."""
@@ -95,10 +95,17 @@ def _patched_once() -> Iterator[None]:
         """Asked of scalars, the interpreter makes a table of all each time."""
         return of_scalar(kind) if type(kind) is dtype else numpy_dtype(kind)
 
+    def wait(asm: str, _constraints: str, values: list, *_rest: Any) -> Any:
+        """Assembly that waits returns what it is given; no other can be interpreted."""
+        if not asm.startswith("s_waitcnt"):
+            raise NotImplementedError(f"the interpreter knows no assembly: {asm}")
+        return SimpleNamespace(get_result=values.__getitem__)
+
     interpreter._patch_lang = patch_new
     interpreter._get_np_dtype = known_dtype
     cuda.gdc_wait = cuda.gdc_launch_dependents = lambda: None
     builder.options = replace(options, sanitize_overflow=options.debug)
+    vars(builder)["create_inline_asm"] = wait
     try:
         yield
     finally:
@@ -106,6 +113,7 @@ def _patched_once() -> Iterator[None]:
         interpreter._get_np_dtype = numpy_dtype
         cuda.gdc_wait, cuda.gdc_launch_dependents = waits
         builder.options = options
+        del vars(builder)["create_inline_asm"]
 
 
 @cache

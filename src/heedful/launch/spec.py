@@ -6,10 +6,12 @@ same `Program`, so they all compile exactly the same thing. Framework-neutral, n
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from heedful.core.sizes import Workspace
 from heedful.kernels.args.kinds import Kind
+
+Group = TypeVar("Group")
 
 # Names of element types: ours (as torch and NumPy have them) -> Triton's.
 TRITON_TYPES = {
@@ -204,6 +206,11 @@ def leaves(name: str, value: Any, kind: Kind | None = None) -> list[Leaf]:
 def is_group(value: object) -> bool:
     """Whether a parameter is a group of others (a NamedTuple)."""
     return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def absent(group: type[Group]) -> Group:
+    """The group of what a call lacks: each member is None. A kernel asks for one of them."""
+    return group(*(inner and absent(inner) for _, _, inner in declared(group)))
 
 
 def map_leaves(

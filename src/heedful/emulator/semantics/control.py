@@ -22,12 +22,25 @@ BARRIER, END = "barrier", "end"
     "s_incperflevel",
     "s_decperflevel",
     "s_inst_prefetch",
-    "buffer_wbl2",
     "v_nop",
 )
 def _nothing(instruction: Instruction, ctx: Context) -> Run:
     """No effect on registers or memory."""
     return lambda g: None
+
+
+@semantics("buffer_wbl2")
+def _release(instruction: Instruction, ctx: Context) -> Run:
+    """Write dirty lines back; with sc1 other workgroups may see them once the wave has waited."""
+    if "sc1" not in instruction.text.split():
+        return lambda g: None
+
+    def run(g):
+        races = g.machine.memory.races
+        if races:
+            g.issue_vm(instruction, races.release(g))
+
+    return run
 
 
 @semantics("buffer_inv")

@@ -6,23 +6,35 @@ from heedful.kernels.args.kinds import Const, InOut, Num, Out, Ptr
 from heedful.kernels.args.portable import AppendIO, Quantization, Rotary
 
 
-class DecodeWork(NamedTuple):
-    """How work is dealt out, see portable/decode_work.py. splits: parts of a tile's keys, or None
-    where programs share all keys evenly; tiles: of rows of a KV head; least: key tiles of a
-    share. short_q: packed sequences of more queries are another kernel's; None: there is no other.
-    A part that is not the whole leaves float32 results in `partial_out` (slots, rows, dim) and
-    `partial_lse` (slots, rows), and counts itself in `counts`, one for each tile of rows of each KV
-    head, which begin at 0.
+class DecodeMerge(NamedTuple):
+    """Where parts of a unit leave their results, and how they are merged. A part that is not the
+    whole leaves float32 results in `partial_out` (slots, rows, dim) and `partial_lse` (slots,
+    rows), and counts itself in `counts`, one for each tile of rows of each KV head, which begin
+    at 0.
 
-    IS_UNIFORM: all sequences are as long as their storage. SKIPS_EMPTY: sequences without keys are
-    no units, and are cleared apart; of packed queries such have none. OVERHEAD: what a part costs
-    beside its keys, in key tiles. MERGE_PARTS: parts that are merged at once; MERGE_STAGES: how
-    often so many are on their way.
+    PARTS: that are merged at once; STAGES: how often so many are on their way. AWAITS_STORES: each
+    thread waits for its own stores ahead of a barrier, which does not (AMD).
     """
 
     partial_out: Out[Ptr]
     partial_lse: Out[Ptr]
     counts: InOut[Ptr]
+    PARTS: Const
+    STAGES: Const
+    AWAITS_STORES: Const
+
+
+class DecodeWork(NamedTuple):
+    """How work is dealt out, see portable/decode_work.py. splits: parts of a tile's keys, or None
+    where programs share all keys evenly; tiles: of rows of a KV head; least: key tiles of a
+    share. short_q: packed sequences of more queries are another kernel's; None: there is no other.
+
+    IS_UNIFORM: all sequences are as long as their storage. SKIPS_EMPTY: sequences without keys are
+    no units, and are cleared apart; of packed queries such have none. OVERHEAD: what a part costs
+    beside its keys, in key tiles.
+    """
+
+    merge: DecodeMerge
     splits: Num
     tiles: Num
     least: Num
@@ -30,8 +42,6 @@ class DecodeWork(NamedTuple):
     IS_UNIFORM: Const
     SKIPS_EMPTY: Const
     OVERHEAD: Const
-    MERGE_PARTS: Const
-    MERGE_STAGES: Const
 
 
 class DecodeTile(NamedTuple):

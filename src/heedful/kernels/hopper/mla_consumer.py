@@ -325,5 +325,5 @@ def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
             barrier.arrive_after_mma(shared.q_empty.index(0))
             finish_piece(io, shared, params, piece, pieces, acc, m_M, l_ML, CONSUMER)
             pieces += 1
-    if params.tile.MERGE and params.work.partial_out is not None:
+    if params.tile.MERGE and params.work.merge.partial_out is not None:
         merge_share(io, params, whole, CONSUMER)

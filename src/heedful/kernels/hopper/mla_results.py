@@ -78,11 +78,11 @@ def store_part(params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr):
     acc = scale_output(acc, 1.0 / gl.where(l_M == 0.0, 1.0, l_M))
     first = slot_row(piece.work.slot, CONSUMER)
     kept_M = rows_M < params.tile.ROWS
-    out = params.work.partial_out + first * HALF
+    out = params.work.merge.partial_out + first * HALF
     for which in gl.static_range(len(acc)):
         at_ME = (rows_M * HALF)[:, None] + (which * COLUMNS + dims_E)[None, :]
         gl.store(out + at_ME, acc[which], mask=kept_M[:, None])
-    gl.store(params.work.partial_lse + first + rows_M, m_M + gl.log2(l_M), mask=kept_M)
+    gl.store(params.work.merge.partial_lse + first + rows_M, m_M + gl.log2(l_M), mask=kept_M)
 
 
 @gluon.jit
@@ -108,14 +108,14 @@ def merged(params, piece, row, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.co
         slot_P = gl.where(number_P == 0, work.first, work.rest + work.step * number_P)
         row_PM = slot_row(slot_P, CONSUMER)[:, None] + rows_M[None, :]
         lse_PM = gl.load(
-            params.work.partial_lse + row_PM,
+            params.work.merge.partial_lse + row_PM,
             mask=exists_P[:, None],
             other=float("-inf"),
             cache_modifier=".cg",
         )
         at_PME = gl.expand_dims(row_PM * HALF, 2) + gl.expand_dims(dims_E[None, :], 0)
         part_PME = gl.load(
-            params.work.partial_out + at_PME,
+            params.work.merge.partial_out + at_PME,
             mask=gl.expand_dims(exists_P[:, None], 2),
             other=0.0,
             cache_modifier=".cg",
@@ -163,7 +163,7 @@ def merge_share(io, params, share, CONSUMER: gl.constexpr):
         piece, share = look(share, params)
         if (piece.start < piece.stop) & (piece.work.parts > 1):
             parts = piece.work.parts
-            wait_for_parts(params.work.counts + 2 * piece.work.index + CONSUMER, parts)
+            wait_for_parts(params.work.merge.counts + 2 * piece.work.index + CONSUMER, parts)
             # 128 values of a thread on their way, of few parts or of few rows.
             if params.tile.ROWS > 16:
                 if parts <= 8:
@@ -182,7 +182,7 @@ def finish_piece(io, shared, params, piece, pieces, acc, m_M, l_ML, CONSUMER: gl
     m_M = gl.convert_layout(m_M, rows)
     l_M = all_sums(shared, l_ML, pieces, rows, CONSUMER)
     row0 = opaque(piece.row0)
-    if params.work.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
+    if params.work.merge.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
         store_parts(io, params, piece, row0, acc, m_M, l_M, FIRST)
     elif piece.work.parts == 1:
         store_parts(io, params, piece, row0, acc, m_M, l_M, FIRST)
@@ -190,13 +190,13 @@ def finish_piece(io, shared, params, piece, pieces, acc, m_M, l_ML, CONSUMER: gl
         store_part(params, piece, acc, m_M, l_M, CONSUMER)
         # All threads' results, before the count says that they are there.
         gl.barrier()
-        count = params.work.counts + 2 * piece.work.index + CONSUMER
+        count = params.work.merge.counts + 2 * piece.work.index + CONSUMER
         done = gl.atomic_add(count, 1, sem="acq_rel", scope="gpu")
         if not params.tile.MERGE:  # noqa: SIM102  (known when compiling, and `and` is not)
             if done == piece.work.parts - 1:
                 gl.barrier()
                 M: gl.constexpr = min(params.tile.ROWS, 16)
-                P: gl.constexpr = params.work.MERGE_PARTS
+                P: gl.constexpr = params.work.merge.PARTS
                 for row in range(0, params.tile.ROWS, M):
                     out, top_M, sum_M = merged(params, piece, row, M, P, CONSUMER)
                     store_whole(io, params, piece, row0 + row, out, top_M, sum_M, FIRST)

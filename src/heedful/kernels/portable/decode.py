@@ -497,7 +497,7 @@ def decode(
                 head_M = g * group + rows_M % group
                 last = tl.minimum((row0 + tile.BLOCK_M - 1) // group, len_q - 1)
                 span = span_of(row0 // group, last, len_k, off, mask, tile)
-                if append is not None:
+                if append.io.cache_seqlens is not None:
                     append_piece(piece, span, place, sequences, cache, append, tile)
                 q, times = load_queries(io.q, pos_M, head_M, place, append, DTYPE, KEYS, tile)
                 head, factor = head_of(times * UNIT, head_M, place, mask, mods, descales)
@@ -530,7 +530,7 @@ def decode(
                     place,
                     io,
                     mods.sink,
-                    work,
+                    work.merge,
                     tile,
                 )
         else:

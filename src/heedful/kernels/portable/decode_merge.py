@@ -7,7 +7,7 @@ Shapes: M rows, P parts, W words.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args.decode import DecodeTile, DecodeWork
+from heedful.kernels.args.decode import DecodeMerge, DecodeTile
 from heedful.kernels.args.shared import ForwardIO, Mask, Sequences, Shape
 from heedful.kernels.portable.decode_work import facts
 from heedful.kernels.portable.scores import LN2, LOG2E, finite_or_zero
@@ -105,7 +105,7 @@ def store_empty(
 
 
 @triton.jit
-def merged(piece, row, M: tl.constexpr, work: DecodeWork, tile: DecodeTile):
+def merged(piece, row, M: tl.constexpr, merge: DecodeMerge, tile: DecodeTile):
     """(maximum in base 2, sum, outputs) of all parts of M rows from `row` on of a unit's, in their
     order."""
     COLUMNS: tl.constexpr = tile.SLICES_E * tile.VALUES * tile.BLOCK_E
@@ -118,10 +118,10 @@ def merged(piece, row, M: tl.constexpr, work: DecodeWork, tile: DecodeTile):
         acc = acc + (tl.zeros([M, tile.BLOCK_E], tl.float32),)
     # Parts are near each other: 32 bits reach from the first.
     first = wide(piece.rest) * tile.BLOCK_M
-    partial_lse = work.partial_lse + first
-    partial_out = work.partial_out + first * COLUMNS
-    for begin in tl.range(0, piece.parts, work.MERGE_PARTS, num_stages=work.MERGE_STAGES):
-        part_P = begin + tl.arange(0, work.MERGE_PARTS)
+    partial_lse = merge.partial_lse + first
+    partial_out = merge.partial_out + first * COLUMNS
+    for begin in tl.range(0, piece.parts, merge.PARTS, num_stages=merge.STAGES):
+        part_P = begin + tl.arange(0, merge.PARTS)
         exists_P = part_P < piece.parts
         slot_P = piece.step * part_P + tl.where(part_P == 0, piece.first - piece.rest, 0)
         row_PM = slot_P[:, None] * tile.BLOCK_M + rows[None, :]
@@ -153,7 +153,7 @@ def merged(piece, row, M: tl.constexpr, work: DecodeWork, tile: DecodeTile):
 
 
 @triton.jit
-def store_part(m_M, l_M, acc, piece, work: DecodeWork, tile: DecodeTile):
+def store_part(m_M, l_M, acc, piece, merge: DecodeMerge, tile: DecodeTile):
     """Writes a part's own normalised results, and its log-sum-exp in base 2."""
     COLUMNS: tl.constexpr = tile.SLICES_E * tile.VALUES * tile.BLOCK_E
     rows = tl.arange(0, tile.BLOCK_M)
@@ -163,8 +163,23 @@ def store_part(m_M, l_M, acc, piece, work: DecodeWork, tile: DecodeTile):
     kept_M = rows < tile.ROWS
     for j in tl.static_range(tile.SLICES_E * tile.VALUES):
         at_MW = (row_M * COLUMNS + j * tile.BLOCK_E)[:, None] + words[None, :]
-        tl.store(work.partial_out + at_MW, acc[j] * inverse_M[:, None], mask=kept_M[:, None])
-    tl.store(work.partial_lse + row_M, m_M + tl.log2(l_M), mask=kept_M)
+        tl.store(merge.partial_out + at_MW, acc[j] * inverse_M[:, None], mask=kept_M[:, None])
+    tl.store(merge.partial_lse + row_M, m_M + tl.log2(l_M), mask=kept_M)
+
+
+@triton.jit
+def await_stores():
+    """Waits until the thread's own stores have reached the cache that the GPU's programs share.
+    For AMD, where neither a barrier nor the release by one wave waits for those of another:
+    https://github.com/llvm/llvm-project/pull/161638."""
+    tl.inline_asm_elementwise(
+        "s_waitcnt vmcnt(0)",
+        "=v,0,~{memory}",
+        [tl.program_id(0)],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -179,22 +194,24 @@ def finish_piece(
     place,
     io: ForwardIO,
     sink,
-    work: DecodeWork,
+    merge: DecodeMerge,
     tile: DecodeTile,
 ):
     """What becomes of a piece's results. factor: of values."""
-    if work.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
+    if merge.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
         store_whole(m_M, l_M, acc, factor, row0, group, place, io, sink, tile.BLOCK_M, tile)
     elif piece.parts == 1:
         store_whole(m_M, l_M, acc, factor, row0, group, place, io, sink, tile.BLOCK_M, tile)
     else:
-        store_part(m_M, l_M, acc, piece, work, tile)
+        store_part(m_M, l_M, acc, piece, merge, tile)
+        if merge.AWAITS_STORES:
+            await_stores()
         # All threads' results, before the count says that they are there.
         tl.debug_barrier()
-        done = tl.atomic_add(work.counts + piece.index, 1, sem="acq_rel", scope="gpu")
+        done = tl.atomic_add(merge.counts + piece.index, 1, sem="acq_rel", scope="gpu")
         if done == piece.parts - 1:
             tl.debug_barrier()
             M: tl.constexpr = tile.ROWS if tile.ROWS < MERGE_ROWS else MERGE_ROWS
             for row in range(0, tile.ROWS, M):
-                top_M, sum_M, out = merged(piece, row, M, work, tile)
+                top_M, sum_M, out = merged(piece, row, M, merge, tile)
                 store_whole(top_M, sum_M, out, factor, row0 + row, group, place, io, sink, M, tile)

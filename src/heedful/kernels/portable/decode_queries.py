@@ -36,9 +36,7 @@ def query_columns(row_M, dims, exists_M, place_M, append: DecodeAppend, DIM: tl.
     """Columns `dims` of queries at the addresses row_M, rotated if the call has rotary tables.
     place_M: that they stand at in the cache."""
     ok_MD = exists_M[:, None] & (dims < DIM)[None, :]
-    if append is None:  # noqa: SIM114  (known when compiling, and `or` is not)
-        return tl.load(row_M[:, None] + dims[None, :], mask=ok_MD, other=0.0)
-    elif append.rotary.cos is None:
+    if append.rotary.cos is None:
         return tl.load(row_M[:, None] + dims[None, :], mask=ok_MD, other=0.0)
     else:
         # In their own type, as if they had been rotated before.
@@ -64,7 +62,7 @@ def load_queries(
     row_M = base + (pos_M.to(tl.int64) * q.stride_n + head_M * q.stride_h)
     exists_M = pos_M < place.len_q
     place_M = pos_M
-    if append is not None:
+    if append.io.cache_seqlens is not None:
         place_M = tl.load(append.io.cache_seqlens + place.b) + append.advance * pos_M
     parts = ()
     for s in tl.static_range(tile.SLICES_D):

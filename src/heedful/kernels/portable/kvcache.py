@@ -51,9 +51,9 @@ def scatter_rows(base, tile, offsets, exists, DIM: tl.constexpr):
 
 
 @triton.constexpr_function
-def stored_dims(dim, quantization):
+def stored_dims(dim, storage):
     """Elements of a row of the cache: two values of four bits are one."""
-    return dim // 2 if quantization is not None and quantization.STORAGE == "int4" else dim
+    return dim // 2 if storage == "int4" else dim
 
 
 @triton.jit
@@ -107,7 +107,7 @@ def append_rows(
 ):
     """Writes rows [row0, row0 + ROWS) of k_new (B, S, G, D), rotated if there are rotary tables,
     and of v_new (B, S, G, E) into the caches behind the cache_seqlens (B,) rows of each sequence.
-    count: S. quantization: how caches store them, None: as they are.
+    count: S. quantization: how caches store them.
 
     A negative length is that of no sequence: nothing is written. Neither is anything written
     outside of a sequence's rows [low, high), nor into one of the cache's `entries` pages or batch
@@ -138,9 +138,9 @@ def append_rows(
     row_N = wide(place_N)
     k = io.k.ptr + g * io.k.stride_h
     v = io.v.ptr + g * io.v.stride_h
-    BYTES_D: tl.constexpr = stored_dims(HEAD_DIM, quantization)
-    BYTES_E: tl.constexpr = stored_dims(HEAD_DIM_V, quantization)
-    if quantization is not None:
+    BYTES_D: tl.constexpr = stored_dims(HEAD_DIM, quantization.STORAGE)
+    BYTES_E: tl.constexpr = stored_dims(HEAD_DIM_V, quantization.STORAGE)
+    if quantization.STORAGE is not None:
         places = entry_N, row_N, exists_N, b, g
         # As if keys had been rotated before, in their own type.
         k_ND = k_ND.to(io.k_new.ptr.dtype.element_ty)

@@ -7,7 +7,7 @@ from heedful.core.plan import Plan
 from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.core.sizes import Sizes
 from heedful.core.tiles import MERGE_ROWS, DecodeConfig, MlaConfig, pow2
-from heedful.kernels.args.decode import DecodeAppend, DecodeTile, DecodeWork
+from heedful.kernels.args.decode import DecodeAppend, DecodeMerge, DecodeTile, DecodeWork
 from heedful.kernels.args.shared import ForwardIO, KVLayout
 from heedful.launch.bind import groups, portable_cache
 from heedful.launch.bind.groups import Buffers, pointer
@@ -17,7 +17,7 @@ from heedful.launch.bind.portable import (
     kernel_call,
     shared_divisor,
 )
-from heedful.launch.spec import KernelCall, Program, Scalar
+from heedful.launch.spec import KernelCall, Program, Scalar, absent
 
 # One query of four heads, the most common step.
 FEWEST_ROWS = 4
@@ -87,8 +87,8 @@ def decode_call(
         mods=groups.score_mods(problem, buffers),
         cache=_cache(problem, buffers, append is not None),
         descales=groups.descales(problem, buffers),
-        work=_work(problem, config, buffers, launch.numbers),
-        append=append,
+        work=_work(problem, plan, config, buffers, launch.numbers),
+        append=append or absent(DecodeAppend),
         tile=_tile(problem, config),
         FETCH_AHEAD=config.fetch_ahead,
     )
@@ -105,12 +105,23 @@ def _cache(problem: AttentionProblem, buffers: Buffers, is_written: bool) -> KVL
 
 
 def _work(
-    problem: AttentionProblem, config: DecodeConfig, buffers: Buffers, numbers: Mapping[str, int]
+    problem: AttentionProblem,
+    plan: Plan,
+    config: DecodeConfig,
+    buffers: Buffers,
+    numbers: Mapping[str, int],
 ) -> DecodeWork:
     words = _words(problem, problem.head_dim_v, slices(problem, problem.head_dim_v))
     at_once = min(_rows(problem, config), MERGE_ROWS) * words
-    stages = config.merge_stages
-    work = shared_work(problem, config, buffers, numbers["tiles"], at_once, stages)
+    work = shared_work(
+        problem,
+        config,
+        buffers,
+        numbers["tiles"],
+        at_once,
+        config.merge_stages,
+        plan.device.vendor == "amd",
+    )
     # Keys are as many as are said, or as storage has.
     said = any(name in buffers for name in ("cu_seqlens_k", "seqused_k", "leftpad_k"))
     return work._replace(
@@ -126,15 +137,21 @@ def shared_work(
     tiles: int,
     at_once: int,
     merge_stages: int = 1,
+    awaits_stores: bool = False,
 ) -> DecodeWork:
     """The work of kernels whose programs share the keys. at_once: values of one part
     that are merged at once."""
     merged = config.merge_values * 32 * config.num_warps // at_once
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
     return DecodeWork(
-        partial_out=pointer(buffers, "partial_out", True),
-        partial_lse=pointer(buffers, "partial_lse", True),
-        counts=pointer(buffers, "counts", True),
+        merge=DecodeMerge(
+            partial_out=pointer(buffers, "partial_out", True),
+            partial_lse=pointer(buffers, "partial_lse", True),
+            counts=pointer(buffers, "counts", True),
+            PARTS=max(1, min(32, merged)),
+            STAGES=merge_stages,
+            AWAITS_STORES=awaits_stores,
+        ),
         splits=Scalar(problem.num_splits) if problem.num_splits else None,
         tiles=Scalar(tiles),
         least=Scalar(config.least_tiles + config.overhead),
@@ -142,8 +159,6 @@ def shared_work(
         IS_UNIFORM=not any(name in buffers for name in names),
         SKIPS_EMPTY=False,
         OVERHEAD=config.overhead,
-        MERGE_PARTS=max(1, min(32, merged)),
-        MERGE_STAGES=merge_stages,
     )
 
 

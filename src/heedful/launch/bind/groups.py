@@ -10,7 +10,7 @@ from heedful.core.arrays import ArraySpec
 from heedful.core.problem import AttentionProblem
 from heedful.kernels.args import kinds, shared
 from heedful.kernels.args.portable import Rotary
-from heedful.launch.spec import Pointer, Scalar
+from heedful.launch.spec import Pointer, Scalar, absent
 
 Buffers = Mapping[str, ArraySpec]
 
@@ -259,7 +259,7 @@ def descale(buffers: Buffers, name: str, group: int) -> shared.Descale:
     """Descales of q, k or v, of groups of so many values, or of heads (0)."""
     spec = buffers.get(f"{name}_descale")
     if spec is None:
-        return shared.Descale(None, None, None, None, None)
+        return absent(shared.Descale)
     pointers = pointer(buffers, f"{name}_descale"), pointer(buffers, f"{name}_shift")
     if not group:
         b, h = spec.strides

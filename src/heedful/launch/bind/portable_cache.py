@@ -12,7 +12,7 @@ from heedful.kernels.args.portable import AppendIO, GroupScale, Quantization, Ro
 from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, pointer, scalars, stored_keys
 from heedful.launch.bind.portable import kernel_call, shared_divisor
-from heedful.launch.spec import Program, Scalar
+from heedful.launch.spec import Program, Scalar, absent
 
 # Arrays of a call that attention does not have.
 OF_UPDATES = ("k_new", "v_new", "q_new", "cache_seqlens", "rotary_cos", "rotary_sin")
@@ -138,18 +138,18 @@ def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[s
     return config, programs, parameters
 
 
-def _quantization(buffers: Buffers) -> Quantization | None:
-    """How new keys and values become what the caches store; None where they are that already."""
+def _quantization(buffers: Buffers) -> Quantization:
+    """How new keys and values become what the caches store; absent where they are that already."""
     stored = buffers["k"].dtype
     if buffers["k_new"].dtype == stored:
-        return None
+        return absent(Quantization)
     storage = "int4" if stored == "uint8" else stored
     scale = buffers.get("k_descale")
     size = 0
     if scale is not None and len(scale.shape) > 2:
         size = buffers["k_new"].shape[-1] // scale.shape[-1]
     k, v = (groups.descale(buffers, name, size) for name in "kv")
-    none = shared.Descale(None, None, None, None, None)
+    none = absent(shared.Descale)
     return Quantization(
         k=none if size else k,
         v=none if size else v,
