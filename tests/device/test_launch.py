@@ -23,18 +23,22 @@ if "--no-triton" in sys.argv:
     from support import absent
     absent.hide("triton")
 import torch
-torch.zeros(1, device="cuda")
 torch.manual_seed(0)
+# Ahead of the clock: PyTorch loads its own kernels when it first launches them.
+q, k, v = (torch.randn(1, 128, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+torch.cuda.synchronize()
 start = time.perf_counter()
 import heedful
-q, k, v = (torch.randn(1, 128, 8, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+heedful.flash_attn_func
+imports = time.perf_counter() - start
 out = heedful.flash_attn_func(q, k, v, backend="portable")
 torch.cuda.synchronize()
 seconds = time.perf_counter() - start
 want = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
 difference = (out - want.transpose(1, 2)).abs().max().item()
 counters = dict(heedful.counters)
-print(json.dumps({"seconds": seconds, "difference": difference, **counters}))
+times = {"seconds": seconds, "imports": imports}
+print(json.dumps({**times, "difference": difference, **counters}))
 """
 
 
@@ -68,8 +72,8 @@ def test_a_first_call_takes_under_3_s_cold_and_under_150_ms_warm(tmp_path):
     cold = finish(start(tmp_path))
     warm = min((finish(start(tmp_path)) for _ in range(3)), key=lambda told: told["seconds"])
     assert cold["compiles"] == 1 and warm["disk_hits"] == 1
-    assert cold["seconds"] < 3.0
-    assert warm["seconds"] < 0.15
+    assert cold["seconds"] < 3.0, cold
+    assert warm["seconds"] < 0.15, warm
 
 
 @pytest.mark.parametrize("arguments", [(), ("--no-triton",)], ids=["beside-triton", "no-triton"])
