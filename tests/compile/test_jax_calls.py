@@ -202,7 +202,8 @@ APPENDED = {
 
 @pytest.mark.parametrize("name", APPENDED)
 def test_caches_and_scales_of_groups_are_written_where_they_are(name, monkeypatch):
-    """One launch appends what it quantises, and takes each array that it changes once."""
+    """One launch appends what it quantises, rotates queries, and takes each array that it changes
+    once."""
     storage, shape, scales = APPENDED[name]
     written = scales if len(shape) > 2 else ()
     width = 32 if storage == "uint8" else 64
@@ -215,10 +216,10 @@ def test_caches_and_scales_of_groups_are_written_where_they_are(name, monkeypatc
     found = kept_slots(monkeypatch)
     step = lambda given: flash_attn_with_kvcache(**given, causal=True)  # noqa: E731
     made = calls(step, given, monkeypatch=monkeypatch)
-    assert [call.name for call in made][:2] == ["append_keys", "rotate_queries"]
+    assert [call.name for call in made] == ["append_and_rotate", "decode"]
     operands, results, aliases = found[0].operands, found[0].results, found[0].aliases
     assert {operands[i]: results[j] for i, j in aliases.items()} == {
-        n: n for n in ("k", "v", "seqused", *written)
+        n: n for n in ("k", "v", "seqused", "rotated", *written)
     }
     assert set(operands) >= set(scales)
     for result, n in zip(

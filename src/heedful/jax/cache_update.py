@@ -1,5 +1,5 @@
 """What happens to a KV cache before attention: new keys and values go in, and rotary positions are
-applied. A primitive: on a GPU it is two programs, elsewhere plain JAX."""
+applied. A primitive: on a GPU it is one kernel, elsewhere plain JAX."""
 
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -181,27 +181,26 @@ def _on_gpu(platform: str, static: Static, *arrays):
     from heedful.launch.bind import portable_cache
 
     arch, given = device_spec(platform).arch, static.named(arrays)
-    q = given.pop("q", None)
     specs = {name: array_spec(array) for name, array in given.items()}
-    used = {"seqused": specs["cache_seqlens"]}
-    how = static.page_size, static.interleaved, static.position0
+    # What is neither a result in place nor an operand.
+    fresh = {"seqused": specs["cache_seqlens"]}
+    if "q" in given:
+        fresh["rotated"] = ArraySpec.contiguous(given["q"].shape, specs["q"].dtype)
     heads = specs["k_new"].shape[0], specs["k"].shape[2]
     of_heads = [name for name in _SCALES if name in given and not _of_groups(given[name])]
     whole = {name: gpu.expanded(specs[name], heads) for name in of_heads}
-    made = portable_cache.append_kv(specs | whole | used, *how)
-    changed = ["seqused" if name == "cache_seqlens" else name for name in _results(given)]
-    results_of = {name: (specs | used)[name] for name in changed}
-    done = gpu.run(made, arch, given, results_of, "append")
-    results = [done[name] for name in changed]
-    if q is None:
-        return results
-    turned = {name: given[name] for name in ("cache_seqlens", *_TABLES)} | {"q": q}
-    specs = {name: array_spec(array) for name, array in turned.items()}
-    rotated = {"rotated": ArraySpec.contiguous(q.shape, specs["q"].dtype)}
-    made = portable_cache.rotary(
-        specs | rotated, static.interleaved, static.advance, static.position0
+    made = portable_cache.update(
+        specs | whole | fresh,
+        static.page_size,
+        static.interleaved,
+        static.advance,
+        static.position0,
     )
-    return [*results, gpu.run(made, arch, turned, rotated, "rotate")["rotated"]]
+    named = {"cache_seqlens": "seqused", "q": "rotated"}
+    changed = [named.get(name, name) for name in _results(given)]
+    results_of = {name: (specs | fresh)[name] for name in changed}
+    done = gpu.run(made, arch, given, results_of, "update")
+    return [done[name] for name in changed]
 
 
 # Elsewhere

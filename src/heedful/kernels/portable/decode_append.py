@@ -66,4 +66,6 @@ def append_piece(
                 append.BLOCK_D,
                 append.BLOCK_E,
             )
+        # AMD's does not wait for stores, but a workgroup's waves share the cache that theirs go
+        # through, in order: https://llvm.org/docs/AMDGPUUsage.html#memory-model-gfx942.
         tl.debug_barrier()
