@@ -67,5 +67,5 @@ def append_piece(
                 append.BLOCK_E,
             )
         # AMD's does not wait for stores, but a workgroup's waves share the cache that theirs go
-        # through, in order: https://llvm.org/docs/AMDGPUUsage.html#memory-model-gfx942.
+        # through, in order (the memory model of gfx942 in LLVM's AMDGPU guide).
         tl.debug_barrier()
