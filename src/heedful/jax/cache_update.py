@@ -50,6 +50,17 @@ def extended(x: Operands, update: CacheUpdate, start: Array, problem: AttentionP
 
     start: int32 (B,), where they go in each sequence's storage.
     """
+    given, static = arrays_of(x, update, start, problem)
+    given = sharding.alike(given)
+    results = update_p.bind(*map(lax.stop_gradient, given.values()), static=static)
+    made = named_results(results, given)
+    return x._replace(seqused_k=made.pop("cache_seqlens"), **made)
+
+
+def arrays_of(
+    x: Operands, update: CacheUpdate, start: Array, problem: AttentionProblem
+) -> tuple[dict[str, Array], Static]:
+    """The arrays of an update by name, and what else is known of it."""
     arrays = {"k_new": update.k, "v_new": update.v, "k": x.k, "v": x.v, "cache_seqlens": start}
     arrays |= {name: getattr(x, name) for name in _PLACES}
     if update.rotary_cos is not None:
@@ -57,11 +68,7 @@ def extended(x: Operands, update: CacheUpdate, start: Array, problem: AttentionP
     if quantises(x, update):
         arrays |= {name: getattr(x, name) for name in _SCALES}
     given = {name: jnp.asarray(a) for name, a in arrays.items() if a is not None}
-    given = sharding.alike(given)
-    static = _static(tuple(given), update, problem)
-    results = update_p.bind(*map(lax.stop_gradient, given.values()), static=static)
-    made = dict(zip(_results(given), results, strict=True))
-    return x._replace(seqused_k=made.pop("cache_seqlens"), **made)
+    return given, _static(tuple(given), update, problem)
 
 
 def quantises(x: Operands, update: CacheUpdate) -> bool:
@@ -97,11 +104,22 @@ def _of_groups(scale: Any) -> bool:
     return scale.ndim > 2
 
 
+def changed(given: dict[str, Any]) -> list[str]:
+    """The caches and scales that an update of these arrays or types writes, in order."""
+    quantised = given["k_new"].dtype != given["k"].dtype
+    scales = [name for name in _SCALES if quantised and name in given and _of_groups(given[name])]
+    return ["k", "v", *scales]
+
+
 def _results(given: dict[str, Any]) -> list[str]:
     """What an update of these arrays or types makes anew, in order. Its cache_seqlens count the new
     tokens."""
-    scales = [name for name in _SCALES if name in given and _of_groups(given[name])]
-    return ["k", "v", "cache_seqlens", *scales, *(["q"] if "q" in given else [])]
+    return [*changed(given), "cache_seqlens", *(["q"] if "rotary_cos" in given else [])]
+
+
+def named_results(results: list[Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The results of an update of these arrays or types, by name."""
+    return dict(zip(_results(given), results, strict=True))
 
 
 update_p = Primitive("heedful_cache_update")
@@ -196,11 +214,11 @@ def _on_gpu(platform: str, static: Static, *arrays):
         static.advance,
         static.position0,
     )
-    named = {"cache_seqlens": "seqused", "q": "rotated"}
-    changed = [named.get(name, name) for name in _results(given)]
-    results_of = {name: (specs | fresh)[name] for name in changed}
-    done = gpu.run(made, arch, given, results_of, "update")
-    return [done[name] for name in changed]
+    own = {"cache_seqlens": "seqused", "q": "rotated"}
+    names = [own.get(name, name) for name in _results(given)]
+    results = {name: (specs | fresh)[name] for name in names}
+    done = gpu.run(made, arch, given, results, "update")
+    return [done[name] for name in names]
 
 
 # Elsewhere

@@ -22,10 +22,9 @@ from heedful.core.problem import AttentionProblem
 from heedful.core.sizes import Workspace
 from heedful.jax import triton_call
 from heedful.jax.empty import empty
-from heedful.launch import foreign
+from heedful.launch import foreign, programs
 from heedful.launch.buffers import results as results_of
 from heedful.launch.foreign import ForeignLaunch, TensorMapParameter
-from heedful.launch.programs import program
 from heedful.launch.spec import Pointer, Program
 
 
@@ -37,8 +36,34 @@ def forward(plan: Plan, x: Operands, origin: Array | None) -> tuple:
     if "probs" in made:
         # What no sequence has stays 0.
         arrays["probs"] = jnp.zeros(*_type_of(made["probs"]))
-    done = run(program(plan, "forward", specs | made), plan.device.arch, arrays, made, "forward")
+    done = run(
+        programs.program(plan, "forward", specs | made), plan.device.arch, arrays, made, "forward"
+    )
     return done["out"], done.get("lse"), done.get("probs")
+
+
+def step(
+    plan: Plan,
+    x: Operands,
+    new: Mapping[str, Array],
+    changed: list[str],
+    interleaved: bool,
+    position0: int,
+) -> list[Array]:
+    """What a call over a cache changes, by these names, and then out and, if it is made, lse.
+
+    x: without seqused_k. new, interleaved, position0: as `launch.programs.step` has them.
+    """
+    problem = plan.problem
+    arrays, specs = _operands(problem, x, None)
+    if "rotary_cos" in new:
+        arrays["q_new"], specs["q_new"] = arrays.pop("q"), specs.pop("q")
+    arrays |= new
+    specs |= {name: _spec(array) for name, array in new.items()}
+    made = results_of(problem)
+    results = {name: specs[name] for name in changed} | made
+    steps = programs.step(plan, specs | made, interleaved, position0)
+    return [*run(steps, plan.device.arch, arrays, results, "step").values()]
 
 
 def backward(plan: Plan, x: Operands, origin: Array | None, saved: list[Any]) -> Gradients:
@@ -62,7 +87,9 @@ def _dense_backward(plan: Plan, x: Operands, origin: Array | None, saved: list[A
     if x.sink is not None:
         made["dsink"] = specs["sink"]
     made = {name: ArraySpec.contiguous(spec.shape, spec.dtype) for name, spec in made.items()}
-    done = run(program(plan, "backward", specs | made), plan.device.arch, arrays, made, "backward")
+    done = run(
+        programs.program(plan, "backward", specs | made), plan.device.arch, arrays, made, "backward"
+    )
     return Gradients(*(done.get(f"d{name}") for name in ("q", "k", "v", "bias", "sink")))
 
 

@@ -19,7 +19,7 @@ from heedful.core.describe_cache import (
 )
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
-from heedful.jax import cache_update
+from heedful.jax import cache_step, cache_update
 from heedful.jax.arrays import array_spec, check_array
 from heedful.jax.attention import adapted, check_arrays, computed, specs_of
 from heedful.jax.merge import merged
@@ -152,9 +152,14 @@ def flash_attn_with_kvcache(
     problem, update = _checked(x, options, update)
     x = adapted(x)
     x = Operands._make([None if array is None else jax.lax.stop_gradient(array) for array in x])
-    if update.cache_seqlens is not None:
-        x = _extended(x, update, problem)
-    out, lse = _attended(x, options, update)
+    if update.shared_prefix is None and _writes(x, update, problem):
+        # One primitive, which a GPU may run as one kernel.
+        x, results = cache_step.stepped(x, options, update, _start(update, problem), problem)
+        out, lse = results[0], results[-1]
+    else:
+        if update.cache_seqlens is not None:
+            x = _extended(x, update, problem)
+        out, lse = _attended(x, options, update)
     written = x.k, x.v, *cache_update.written_scales(x, update)
     return (out, lse, *written) if return_softmax_lse else (out, *written)
 
@@ -189,13 +194,23 @@ def _checked(
     return problem, update
 
 
-def _extended(x: Operands, update: CacheUpdate, problem: AttentionProblem) -> Operands:
-    """The operands once new tokens are in the cache: caches, lengths, q at its positions."""
+def _start(update: CacheUpdate, problem: AttentionProblem) -> Array:
+    """Where new tokens go, int32 (B,)."""
     start = update.cache_seqlens
     if isinstance(start, int):
-        start = jnp.full((problem.batch,), start, jnp.int32)
-    start = jnp.asarray(start)
-    if update.k is None or 0 in (*update.k.shape, *x.k.shape, problem.batch):
+        return jnp.full((problem.batch,), start, jnp.int32)
+    return jnp.asarray(start)
+
+
+def _writes(x: Operands, update: CacheUpdate, problem: AttentionProblem) -> bool:
+    """Whether there are new tokens, and where to put them."""
+    return update.k is not None and 0 not in (*update.k.shape, *x.k.shape, problem.batch)
+
+
+def _extended(x: Operands, update: CacheUpdate, problem: AttentionProblem) -> Operands:
+    """The operands once new tokens are in the cache: caches, lengths, q at its positions."""
+    start = _start(update, problem)
+    if not _writes(x, update, problem):
         used = start if x.leftpad_k is None else start - x.leftpad_k
         if update.rotary_cos is not None and x.q.size:
             x = x._replace(q=cache_update.rotated_only(x, update, start, problem))

@@ -65,7 +65,6 @@ def in_turn(
     first = portable_cache.ahead(
         arrays, problem.page_size, interleaved, problem.mask.bounded, position0
     )
-    own = {name: spec for name, spec in arrays.items() if name not in portable_cache.OF_UPDATES}
-    attention = program(plan, "forward", own)
+    attention = program(plan, "forward", arrays)
     workspaces = [Workspace(name, spec) for name, spec in scratch.items()]
     return Program(first.calls + attention.calls, (*attention.workspaces, *workspaces))

@@ -69,13 +69,14 @@ class DecodeAppend(NamedTuple):
     """New rows that go into the cache ahead of attention, see portable/decode_append.py, as many of
     each sequence as `Sequences` says; keys and queries are rotated if there are rotary tables.
 
-    io: without seqused and leftpad_k, which `Sequences` has. advance: 1 where queries have a
-    position each, 0 where all have that of the first new row. ROWS: that are written at once, of
-    BLOCK_D and BLOCK_E columns.
+    What is written stands last: there alone a launch of JAX can have it as an operand, too. io:
+    without seqused and leftpad_k, which `Sequences` has. advance: 1 where queries have a position
+    each, 0 where all have that of the first new row. ROWS: that are written at once, of BLOCK_D and
+    BLOCK_E columns.
     """
 
-    io: AppendIO
     rotary: Rotary
+    io: AppendIO
     quantization: Quantization
     advance: Num
     ROWS: Const

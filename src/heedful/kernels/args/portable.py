@@ -107,10 +107,13 @@ class ClearUnusedIO(NamedTuple):
 
 
 class AppendIO(NamedTuple):
-    """cache_seqlens, leftpad_k, seqused: (B,). All other rows of the cache are left as they are."""
+    """cache_seqlens, leftpad_k, seqused: (B,). k_descale, v_descale: of heads, (B, G), by which new
+    values are quantised. All other rows of the cache are left as they are."""
 
     k_new: In[Rows]
     v_new: In[Rows]
+    k_descale: Descale
+    v_descale: Descale
     cache_seqlens: In[Ptr]
     leftpad_k: In[Ptr]
     k: InOut[Rows]
@@ -129,15 +132,10 @@ class GroupScale(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """How new values are stored: as `storage`, over scales of (B, G), which are given, or of groups
-    of GROUP values, which are written.
+    """How new values are stored: as `STORAGE` (core/quant.py), of which LIMIT is the largest
+    magnitude, over scales of heads, which are given, or of groups of GROUP values, which are
+    written: k_groups, v_groups."""
 
-    k, v: scales that are given; k_groups, v_groups: that are written. STORAGE: of core/quant.py.
-    LIMIT: its largest magnitude.
-    """
-
-    k: Descale
-    v: Descale
     k_groups: GroupScale
     v_groups: GroupScale
     GROUP: Const

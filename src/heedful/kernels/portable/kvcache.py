@@ -145,10 +145,10 @@ def append_rows(
         # As if keys had been rotated before, in their own type.
         k_ND = k_ND.to(io.k_new.ptr.dtype.element_ty)
         k_ND = quantized(
-            k_ND, k, quantization.k, quantization.k_groups, places, quantization, HEAD_DIM
+            k_ND, k, io.k_descale, quantization.k_groups, places, quantization, HEAD_DIM
         )
         v_NE = quantized(
-            v_NE, v, quantization.v, quantization.v_groups, places, quantization, HEAD_DIM_V
+            v_NE, v, io.v_descale, quantization.v_groups, places, quantization, HEAD_DIM_V
         )
     k_offsets_N = entry_N * io.k.stride_b + row_N * io.k.stride_n
     v_offsets_N = entry_N * io.v.stride_b + row_N * io.v.stride_n

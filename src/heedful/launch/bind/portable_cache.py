@@ -14,9 +14,6 @@ from heedful.launch.bind.groups import Buffers, pointer, scalars, stored_keys
 from heedful.launch.bind.portable import kernel_call, shared_divisor
 from heedful.launch.spec import Program, Scalar, absent
 
-# Arrays of a call that attention does not have.
-OF_UPDATES = ("k_new", "v_new", "q_new", "cache_seqlens", "rotary_cos", "rotary_sin")
-
 
 def append_kv(
     buffers: Buffers, page_size: int = 0, interleaved: bool = True, position0: int = 0
@@ -100,8 +97,8 @@ def within_decode(
     """The same as a group of the decode kernel, which counts no lengths."""
     config, _, parameters = _appended(buffers, page_size)
     return DecodeAppend(
-        io=parameters["new"]._replace(leftpad_k=None),
         rotary=groups.rotary(buffers, interleaved, position0),
+        io=parameters["new"]._replace(leftpad_k=None),
         quantization=parameters["quantization"],
         advance=Scalar(int(advance)),
         # Most steps append one row.
@@ -118,8 +115,11 @@ def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[s
     tensors = ("k_new", "v_new", "k", "v")
     divisor = shared_divisor(buffers, tensors)
     programs, tiles = _tiles(buffers["k_new"], config)
+    heads, quantization = _quantization(buffers)
     parameters = {
         "new": AppendIO(
+            k_descale=heads["k"],
+            v_descale=heads["v"],
             cache_seqlens=pointer(buffers, "cache_seqlens"),
             leftpad_k=pointer(buffers, "leftpad_k"),
             seqused=pointer(buffers, "seqused"),
@@ -127,7 +127,7 @@ def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[s
         ),
         "new_tiles": tiles,
         "cache": groups.kv_layout(page_size, buffers, is_written=True),
-        "quantization": _quantization(buffers),
+        "quantization": quantization,
         "capacity": Scalar(stored_keys(buffers, page_size)),
         "HEAD_DIM": dim,
         "HEAD_DIM_V": dim_v,
@@ -138,23 +138,23 @@ def _appended(buffers: Buffers, page_size: int) -> tuple[RowsConfig, int, dict[s
     return config, programs, parameters
 
 
-def _quantization(buffers: Buffers) -> Quantization:
-    """How new keys and values become what the caches store; absent where they are that already."""
-    stored = buffers["k"].dtype
+def _quantization(buffers: Buffers) -> tuple[dict[str, shared.Descale], Quantization]:
+    """Scales of heads that new keys and values are quantised by, and how they become what the
+    caches store; absent where they are that already."""
+    stored, none = buffers["k"].dtype, absent(shared.Descale)
     if buffers["k_new"].dtype == stored:
-        return absent(Quantization)
+        return {"k": none, "v": none}, absent(Quantization)
     storage = "int4" if stored == "uint8" else stored
     scale = buffers.get("k_descale")
     size = 0
     if scale is not None and len(scale.shape) > 2:
         size = buffers["k_new"].shape[-1] // scale.shape[-1]
-    k, v = (groups.descale(buffers, name, size) for name in "kv")
-    none = absent(shared.Descale)
-    return Quantization(
-        k=none if size else k,
-        v=none if size else v,
-        k_groups=GroupScale(*(k if size else none)),
-        v_groups=GroupScale(*(v if size else none)),
+    scales = {name: groups.descale(buffers, name, size) for name in "kv"}
+    heads = {name: none if size else scale for name, scale in scales.items()}
+    written = {name: GroupScale(*(scale if size else none)) for name, scale in scales.items()}
+    return heads, Quantization(
+        k_groups=written["k"],
+        v_groups=written["v"],
         GROUP=size,
         STORAGE=storage,
         LIMIT=float(QUANT_MAX[storage]),
