@@ -201,6 +201,29 @@ def test_an_fp8_cache_leaves_room_for_four_waves_of_a_simd(arch):
     assert count(compiled("fp8", arch).asm["amdgcn"], "vgpr_count") <= 128
 
 
+@pytest.mark.parametrize(
+    "arch, wait, barrier",
+    [
+        *((arch, "s_waitcnt vmcnt(0)", "s_barrier") for arch in ("gfx90a", "gfx942", "gfx950")),
+        # The compiler's own.
+        ("gfx1100", "s_waitcnt_vscnt null, 0x0", "s_barrier"),
+        ("gfx1201", "s_wait_storecnt 0x0", "s_barrier_signal -1"),
+    ],
+)
+def test_amds_waves_wait_for_their_parts_ahead_of_the_barrier_of_their_count(arch, wait, barrier):
+    """The emulator finds those that do not, of the two generations that it knows."""
+    device = replace(by_name("MI300X"), arch=arch, name=arch)
+    problem = problem_of("plain", arch)
+    buffers = buffers_of(problem)
+    (call,) = decode.forward(problem, plan(problem, device, backend="decode"), buffers).calls
+    lines = [line.strip() for line in compile_kernel(call, arch).asm["amdgcn"].splitlines()]
+    code = [line for line in lines if re.match(r"[a-z]\w+(\s|$)", line)]
+    (count,) = (i for i, line in enumerate(code) if line.startswith("global_atomic_add"))
+    stores = [i for i in range(count) if code[i].startswith("global_store")]
+    between = code[stores[-1] : count]
+    assert barrier in between[between.index(wait) :]
+
+
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_stored_integers_leave_room_for_three_programs_of_an_sm(name):
     """65,536 registers are 170 of each of 3 * 128 threads."""

@@ -13,7 +13,7 @@ class DecodeMerge(NamedTuple):
     at 0.
 
     PARTS: that are merged at once; STAGES: how often so many are on their way. AWAITS_STORES: each
-    thread waits for its own stores ahead of a barrier, which does not (AMD).
+    thread waits for its own stores ahead of a barrier that does not (CDNA).
     """
 
     partial_out: Out[Ptr]

@@ -66,6 +66,6 @@ def append_piece(
                 append.BLOCK_D,
                 append.BLOCK_E,
             )
-        # AMD's does not wait for stores, but a workgroup's waves share the cache that theirs go
+        # CDNA's does not wait for stores, but a workgroup's waves share the cache that theirs go
         # through, in order (the memory model of gfx942 in LLVM's AMDGPU guide).
         tl.debug_barrier()

@@ -169,8 +169,9 @@ def store_part(m_M, l_M, acc, piece, merge: DecodeMerge, tile: DecodeTile):
 
 @triton.jit
 def await_stores():
-    """Waits until the thread's own stores have reached the cache that the GPU's programs share.
-    For AMD, where neither a barrier nor the release by one wave waits for those of another:
+    """Waits until the thread's own stores have reached the cache that the GPU's programs share. For
+    CDNA, where neither a barrier nor the release by one wave waits for those of another. What this
+    breaks is told of RDNA, whose barriers wait since:
     https://github.com/llvm/llvm-project/pull/161638."""
     tl.inline_asm_elementwise(
         "s_waitcnt vmcnt(0)",

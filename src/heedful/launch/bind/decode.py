@@ -120,7 +120,7 @@ def _work(
         numbers["tiles"],
         at_once,
         config.merge_stages,
-        plan.device.vendor == "amd",
+        plan.device.arch.startswith("gfx9"),
     )
     # Keys are as many as are said, or as storage has.
     said = any(name in buffers for name in ("cu_seqlens_k", "seqused_k", "leftpad_k"))
