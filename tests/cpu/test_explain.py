@@ -229,3 +229,41 @@ def test_a_step_into_an_output_is_planned_for_where_it_begins_and_its_dtype(
         assert text == of_the_call(heedful.flash_attn_with_kvcache, given, monkeypatch)
     assert ("aligned=False" in text) == bool(offset)
     assert ("does not take bases or strides off 16 bytes" in text) == bool(offset)
+
+
+FEW = {name: rows(2, 3, heads, 64).half() for name, heads in (("q", 4), ("k", 2), ("v", 2))}
+STEP: dict[str, Any] = {
+    **FEW,
+    **{f"{name}_cache": rows(2, 128, 2, 64).half() for name in "kv"},
+    **{name: rows(256, 32).half() for name in TABLES},
+    **{"cache_seqlens": ints(3, 9), "causal": True},
+}
+PREFIX = {"shared_prefix": (rows(4, 2, 64).half(), rows(4, 2, 64).half())}
+MANY = {name: rows(2, 90, *x.shape[2:]).half() for name, x in FEW.items()}
+EMPTY = {name: FEW[name][:, :0] for name in "kv"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "launches", "line"),
+    [
+        ({}, 1, "update    within the decode kernel"),
+        (EMPTY, 2, "update    a launch ahead: no new keys come"),
+        (MANY, 2, "update    a launch ahead: hopper does not append"),
+        (PREFIX, None, "update    a launch ahead: a shared prefix wants the rotated queries"),
+        ({"k": None, "v": None} | dict.fromkeys(TABLES), 1, None),
+    ],
+    ids=["step", "no new keys", "many queries", "prefix", "no update"],
+)
+def test_where_a_call_appends_is_explained_as_it_is_launched(changes, launches, line):
+    arguments = {**STEP, **changes}
+    with standin.gpu("H200") as gpu:
+        text = heedful.explain(heedful.flash_attn_with_kvcache, **arguments)
+        heedful.flash_attn_with_kvcache(**arguments)
+    assert [found for found in text.splitlines() if found.startswith("update")] == [line] * bool(
+        line
+    )
+    assert launches in (None, len(gpu.launches))
+
+
+def test_a_cpu_that_appends_launches_nothing_and_says_nothing_of_it():
+    assert "update" not in heedful.explain(heedful.flash_attn_with_kvcache, **CACHE, **NEW)

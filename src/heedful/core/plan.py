@@ -60,6 +60,24 @@ class Plan:
         backend = self.backend if direction == "forward" else self.backward
         return capability.row(backend or self.backend, direction, self.problem.dtype)
 
+    def appends_ahead(self, counts: bool = True, leaves_q: bool = False) -> str:
+        """Why new keys and values go into a cache by a launch ahead of attention; empty where the
+        forward's kernel appends them.
+
+        counts: whether there are any, so that lengths are counted. leaves_q: whether the caller
+        wants the rotated queries, too.
+        """
+        if not self.row("forward").appends:
+            return f"{self.backend} does not append"
+        if leaves_q:
+            return "a shared prefix wants the rotated queries"
+        if not counts:
+            return "no new keys come"
+        problem = self.problem
+        # A kernel without queries would not come by the new keys.
+        is_empty = 0 in (problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim)
+        return "there are no queries" if is_empty else ""
+
     def sizes(
         self,
         lengths: Lengths | None = None,
@@ -274,13 +292,17 @@ def _dealt_out(row: KernelRow, tiles, problem: AttentionProblem, device: DeviceS
     return facts
 
 
-def explain(plan: Plan) -> str:
-    """The decision in words, line by line."""
+def explain(plan: Plan, update: str | None = None) -> str:
+    """The decision in words, line by line. update: of a call that appends to a cache, what
+    `Plan.appends_ahead` says."""
     lines = [
         f"problem   {plan.problem.key()}",
         f"device    {plan.device.name} ({plan.device.arch})",
     ]
     lines.append(f"forward   {plan.backend} [{plan.level}]")
+    if update is not None and plan.row("forward").program:
+        where = f"a launch ahead: {update}" if update else f"within the {plan.backend} kernel"
+        lines.append(f"update    {where}")
     if plan.backward:
         lines.append(f"backward  {plan.backward} [{plan.backward_level}]")
     found = plan.sizes()

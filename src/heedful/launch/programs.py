@@ -40,14 +40,12 @@ def step(
     and rotary_sin there is q_new, and q where rotated queries are left to the caller. interleaved:
     whether pairs of rotary dims are neighbours. position0: what positions count before the cache.
     """
-    row = plan.row("forward")
     leaves_q = "q_new" in buffers and "q" in buffers
-    queries = buffers["q_new" if "q_new" in buffers else "q"]
-    # A kernel without queries would not come by the new keys.
-    if not row.appends or leaves_q or "seqused_k" in buffers or 0 in queries.shape:
+    if plan.appends_ahead("seqused_k" not in buffers, leaves_q):
         return in_turn(plan, buffers, interleaved, position0)
     canonical.check(plan.problem, buffers)
-    made: Program = importlib.import_module(row.program).step(plan, buffers, interleaved, position0)
+    module = importlib.import_module(plan.row("forward").program)
+    made: Program = module.step(plan, buffers, interleaved, position0)
     return made
 
 

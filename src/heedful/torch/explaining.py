@@ -62,9 +62,19 @@ def explain(function: Callable, *args, **kwargs) -> str:
         raise TypeError(f"function must be an attention function of heedful, got {function!r}")
     given = _by_name(function, args, kwargs)
     kind = _KINDS[function]
-    described = _cache_call(given) if kind == "kvcache" else _call(kind, given)
+    described, update = _cache_call(given) if kind == "kvcache" else (_call(kind, given), None)
     x, backend = described.x, described.options.backend
-    return plan.explain(planned(describe(described), x.q.device, backend, copies(x)))
+    chosen = planned(describe(described), x.q.device, backend, copies(x))
+    return plan.explain(chosen, None if update is None else _appended(chosen, update))
+
+
+def _appended(chosen: plan.Plan, update: CacheUpdate) -> str | None:
+    """Why new keys go into the cache ahead of attention, or that they need not; None without any.
+    update: of ArraySpecs."""
+    if update.k is None:
+        return None
+    leaves_q = update.shared_prefix is not None and update.rotary_cos is not None
+    return chosen.appends_ahead(0 not in update.k.shape, leaves_q)
 
 
 def _by_name(function: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
@@ -93,8 +103,8 @@ def _call(kind: str, given: dict[str, Any]) -> AttentionCall:
     return described._replace(x=x._replace(q=q, k=k, v=v, bias=bias))
 
 
-def _cache_call(given: dict[str, Any]) -> AttentionCall:
-    """The attention over the cache, once it is extended."""
+def _cache_call(given: dict[str, Any]) -> tuple[AttentionCall, CacheUpdate]:
+    """The attention over the cache, once it is extended; and by what, of ArraySpecs."""
     x, options, update = bind("kvcache", given)
     check_tensors(x, options)
     options, update = plain_options(options), plain_update(update, x.q)
@@ -116,7 +126,8 @@ def _cache_call(given: dict[str, Any]) -> AttentionCall:
         # Attention gets the rotated q, which is dense.
         x = x._replace(q=ArraySpec.contiguous(x.q.shape, x.q.dtype, x.q.device))
     out = call.out if specs.shared_prefix is None else None
-    return AttentionCall(x, options, out=out, v_in_k=_lies_in(given["v_cache"], given["k_cache"]))
+    lies_in_keys = _lies_in(given["v_cache"], given["k_cache"])
+    return AttentionCall(x, options, out=out, v_in_k=lies_in_keys), specs
 
 
 def _spec(tensor: Tensor) -> ArraySpec:
