@@ -22,7 +22,7 @@ from support.arrays import variants
 # Arrays of attention kernels with a table of tiles of their own: backend, whether of 8-bit queries.
 FAMILIES = {"hopper": ("hopper", False), "fp8": ("hopper", True), "cdna": ("cdna", None)}
 # Those that are compiled. test_portable.py has its own, and merges of splits come with the others.
-COMPILED = ("hopper", "fp8", "cdna", "append", "rotary", "update", "unused")
+COMPILED = ("hopper", "fp8", "cdna", "append", "update", "unused")
 # Those with the oldest Triton, too.
 NEWEST = ("fp8", "cdna")
 COMPILED_BY = [

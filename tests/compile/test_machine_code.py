@@ -75,13 +75,13 @@ def test_a_kernel_by_another_name_is_the_same_code(tmp_path, capsys):
     root = Path(heedful.__file__).parents[1]
     renamed = tmp_path / "renamed"
     shutil.copytree(root, renamed / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    names = {"rotate_queries": "queries_by_another_name"}
+    names = {"append_keys": "keys_by_another_name"}
     for file in (renamed / "src" / "heedful").rglob("*.py"):
         text = file.read_text(encoding="utf-8")
         for old, new in names.items():
             text = text.replace(old, new)
         file.write_text(text, encoding="utf-8")
-    wanted = [job for job in jobs(["rotary"], ["sm_90", "gfx942"]) if job["key"].endswith("/0")]
+    wanted = [job for job in jobs(["append"], ["sm_90", "gfx942"]) if job["key"].endswith("/0")]
     paths = []
     for checkout in (root.parent, renamed):
         found = record(checkout, wanted, tmp_path / "cache", say=lambda line: None)
@@ -91,4 +91,4 @@ def test_a_kernel_by_another_name_is_the_same_code(tmp_path, capsys):
     assert [d.verdict for d in differences(before, after)] == ["same code"] * 2
     assert {k["function"] for k in after["kernels"].values()} == set(names.values())
     assert main(["compare", *map(str, paths)]) == 0
-    assert "| gfx942/rotary | 1 |" in capsys.readouterr().out
+    assert "| gfx942/append | 1 |" in capsys.readouterr().out

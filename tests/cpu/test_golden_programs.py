@@ -361,23 +361,20 @@ CACHE: list[tuple[str, dict, dict[str, tuple[int, ...] | None]]] = [
     ("append", {"pages": 16}, {"block_table": (100, 1)}),
     ("append", {"batch": 0}, {}),
     *(("append", {}, {name: None}) for name in ("k_new", "v_new", "k", "v")),
-    ("rotate", {"rotary": 64}, {}),
-    ("rotate", {"rotary": 32, "interleaved": False, "advance": False, "position0": 7}, {}),
-    *(
-        ("rotate", {"rotary": 32, "dim": d, "seqlen": n}, {})
-        for d, n in ((512, 9), (64, 33), (64, 32))
-    ),
-    ("rotate", {"rotary": 32}, {"q": None, "rotated": (10_000, 2**22, 130, 1)}),
-    ("rotate", {"rotary": 32, "batch": 1, "seqlen": 1}, {}),
-    *(("rotate", {"rotary": 64}, {name: None}) for name in ("q", "rotated")),
     ("update", {"rotary": 64}, {}),
     ("update", {"rotary": 32, "interleaved": False, "advance": False, "position0": 7}, {}),
     ("update", {"rotary": 64, "dim": 64, "dim_v": 256, "pages": 16}, {}),
     ("update", {"rotary": 64}, {"k_new": None, "rotated": (10_000, 2**22, 130, 1)}),
+    *(
+        ("update", {"rotary": 32, "dim": d, "seqlen": n}, {})
+        for d, n in ((512, 9), (64, 33), (64, 32))
+    ),
+    ("update", {"rotary": 32}, {"q": None, "rotated": (10_000, 2**22, 130, 1)}),
+    ("update", {"rotary": 32, "batch": 1, "seqlen": 1}, {}),
+    *(("update", {"rotary": 64}, {name: None}) for name in ("q", "rotated")),
     ("update", {}, {}),
 ]
-PROGRAMS = {"append": portable_cache.append_kv, "rotate": portable_cache.rotary}
-PROGRAMS["update"] = portable_cache.update
+PROGRAMS = {"append": portable_cache.append_kv, "update": portable_cache.update}
 
 
 def cache_told(
@@ -398,16 +395,15 @@ def cache_told(
     if rotary:
         arrays |= {f"rotary_{name}": make((300, rotary // 2), "float32") for name in ("cos", "sin")}
     tensors = {"q": dim, "rotated": dim} if what != "append" and rotary else {}
-    if what != "rotate":
-        tensors |= {"k_new": dim, "v_new": dim_v or dim}
-        storage = (40, pages) if pages else (batch + rows, 310)
-        for name in ("k", "v"):
-            arrays[name] = make((*storage, heads, tensors[f"{name}_new"]), "bfloat16")
-        arrays["seqused"] = make((batch,), "int32")
-        arrays |= {"block_table": make((batch, 7), "int32")} if pages else {}
-        arrays |= {"kv_batch_idx": make((batch,), "int32")} if rows else {}
-        arrays |= {"leftpad_k": make((batch,), "int32")} if leftpad else {}
-        flags |= {"page_size": pages} if pages else {}
+    tensors |= {"k_new": dim, "v_new": dim_v or dim}
+    storage = (40, pages) if pages else (batch + rows, 310)
+    for name in ("k", "v"):
+        arrays[name] = make((*storage, heads, tensors[f"{name}_new"]), "bfloat16")
+    arrays["seqused"] = make((batch,), "int32")
+    arrays |= {"block_table": make((batch, 7), "int32")} if pages else {}
+    arrays |= {"kv_batch_idx": make((batch,), "int32")} if rows else {}
+    arrays |= {"leftpad_k": make((batch,), "int32")} if leftpad else {}
+    flags |= {"page_size": pages} if pages else {}
     arrays |= {name: make((batch, seqlen, heads, d), "bfloat16") for name, d in tensors.items()}
     arrays |= {name: lying(arrays[name], strides) for name, strides in laid.items()}
     function: Any = PROGRAMS[what]

@@ -279,13 +279,13 @@ def test_rotary_positions_outside_of_the_tables_read_the_nearest():
     cos, sin = Fenced.like(randn(24, 4)), Fenced.like(randn(24, 4))
     tables = {"rotary_cos": cos.inside, "rotary_sin": sin.inside}
     lengths, q = ints(-9, 22, 2**31 - 100), randn(3, 4, 2, 16)
-    y = {"q": q, "rotated": torch.full_like(q, 7.0), "cache_seqlens": lengths, **tables}
-    specs = {name: array_spec(t) for name, t in y.items()}
-    interpret(portable_cache.rotary(specs, True, True, 3), y)
-    assert y["rotated"].isfinite().all()
     shape = (3, 24, 2, 16)
     x = {"k_new": q, "v_new": q, "k": randn(*shape), "v": randn(*shape), "cache_seqlens": lengths}
-    append({**x, **tables}, position0=3)
+    x |= {"q": q, "rotated": torch.full_like(q, torch.nan), "seqused": torch.zeros_like(lengths)}
+    x |= tables
+    specs = {name: array_spec(t) for name, t in x.items()}
+    interpret(portable_cache.update(specs, position0=3), x)
+    assert x["rotated"].isfinite().all()
     assert x["k"].isfinite().all()
 
 

@@ -30,7 +30,6 @@ _ROLES = {
     "bias_gradients": "bias gradients",
     "sink_gradients": "sink gradients",
     "append_keys": "append",
-    "rotate_queries": "rotate",
     "append_and_rotate": "update",
     "schedule_varlen_tiles": "schedule",
     "transpose_v": "transpose",

@@ -437,23 +437,6 @@ def _append(row: Row, target: str) -> Launched:
     return Launched("", cache="append_kv", arrays=arrays, options=options)
 
 
-ROTARY: Factors = {
-    "dim": (128, 64, 13),
-    "dtype": ("bfloat16", "float16", "float32"),
-    "interleaved": (True, False),
-}
-
-
-def _rotary(row: Row, target: str) -> Launched:
-    make, dtype = ArraySpec.contiguous, row["dtype"]
-    q = make((2, 5, 4, row["dim"]), dtype)
-    table = make((4096, row["dim"] // 2), "float32")
-    arrays = {"q": q, "rotated": q, "cache_seqlens": make((2,), "int32")}
-    arrays |= {"rotary_cos": table, "rotary_sin": table}
-    options = {"interleaved": row["interleaved"], "advance": True, "position0": 2}
-    return Launched("", cache="rotary", arrays=arrays, options=options)
-
-
 UPDATE: Factors = {**APPEND, "rotary": ("interleaved", "halves")}
 
 
@@ -523,7 +506,6 @@ ARRAYS: dict[str, Array] = {
     "fp8": Array(("sm_90",), FP8, always, _fp8, _FP8_SEEDS),
     "cdna": Array(("gfx942", "gfx950"), CDNA, _cdna_possible, _cdna),
     "append": Array(PORTABLE_TARGETS, APPEND, _append_possible, _append),
-    "rotary": Array(PORTABLE_TARGETS, ROTARY, always, _rotary),
     "update": Array(PORTABLE_TARGETS, UPDATE, _append_possible, _update),
     "combine": Array(PORTABLE_TARGETS, COMBINE, always, _combine),
     "unused": Array(

@@ -254,21 +254,6 @@ def append_keys(
 
 
 @triton.jit
-def rotate_queries(
-    queries: RotateIO,
-    query_tiles: RowTiles,
-    rotary: Rotary,
-    advance,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """Each program has a tile of queries."""
-    task = tl.program_id(0)
-    rotate_tile(task, queries, query_tiles, rotary, advance, HEAD_DIM, BLOCK_M, BLOCK_D)
-
-
-@triton.jit
 def append_and_rotate(
     new: AppendIO,
     new_tiles: RowTiles,

@@ -38,24 +38,6 @@ def append_kv(
     return Program((call,))
 
 
-def rotary(
-    buffers: Buffers, interleaved: bool = True, advance: bool = True, position0: int = 0
-) -> Program:
-    """rotated = q (B, S, H, D) at positions cache_seqlens + position0 (+ row, if advance).
-
-    buffers: q, rotated, cache_seqlens (B,), rotary_cos, rotary_sin.
-    """
-    config, programs, parameters = _rotated(buffers, advance)
-    call = kernel_call(
-        "kvcache.rotate_queries",
-        (programs, 1, 1),
-        config,
-        rotary=groups.rotary(buffers, interleaved, position0),
-        **parameters,
-    )
-    return Program((call,))
-
-
 def update(
     buffers: Buffers,
     page_size: int = 0,
@@ -63,7 +45,8 @@ def update(
     advance: bool = True,
     position0: int = 0,
 ) -> Program:
-    """Both in one launch; the former alone without `rotated`."""
+    """The same, and in the same launch rotated = q (B, S, H, D) at positions cache_seqlens +
+    position0 (+ row, if advance), if there is such a buffer."""
     if "rotated" not in buffers:
         return append_kv(buffers, page_size, interleaved, position0)
     config, appends, parameters = _appended(buffers, page_size)
