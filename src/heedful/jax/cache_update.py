@@ -65,23 +65,10 @@ def arrays_of(
     arrays |= {name: getattr(x, name) for name in _PLACES}
     if update.rotary_cos is not None:
         arrays |= {name: getattr(update, name) for name in _TABLES} | {"q": x.q}
-    if quantises(x, update):
+    if _quantises(update.k, x.k):
         arrays |= {name: getattr(x, name) for name in _SCALES}
     given = {name: jnp.asarray(a) for name, a in arrays.items() if a is not None}
     return given, _static(tuple(given), update, problem)
-
-
-def quantises(x: Operands, update: CacheUpdate) -> bool:
-    """Whether new keys and values of a checked call come as values, not as they are stored."""
-    return update.k is not None and update.k.dtype != x.k.dtype
-
-
-def written_scales(x: Operands, update: CacheUpdate) -> list[Array]:
-    """The scales and shifts of x that an update writes: of groups, where it quantises."""
-    if not quantises(x, update):
-        return []
-    scales = (getattr(x, name) for name in _SCALES)
-    return [scale for scale in scales if scale is not None and _of_groups(scale)]
 
 
 def rotated_only(
@@ -104,11 +91,18 @@ def _of_groups(scale: Any) -> bool:
     return scale.ndim > 2
 
 
+def _quantises(new: Any, cache: Any) -> bool:
+    """Whether new keys of a checked call come as values, not as the cache stores them."""
+    return new.dtype != cache.dtype
+
+
 def changed(given: dict[str, Any]) -> list[str]:
-    """The caches and scales that an update of these arrays or types writes, in order."""
-    quantised = given["k_new"].dtype != given["k"].dtype
-    scales = [name for name in _SCALES if quantised and name in given and _of_groups(given[name])]
-    return ["k", "v", *scales]
+    """The caches, and scales and shifts of groups, that an update of these arrays or types writes,
+    in order."""
+    if not _quantises(given["k_new"], given["k"]):
+        return ["k", "v"]
+    scales = ((name, given.get(name)) for name in _SCALES)
+    return ["k", "v", *(name for name, x in scales if x is not None and _of_groups(x))]
 
 
 def _results(given: dict[str, Any]) -> list[str]:
@@ -200,7 +194,7 @@ def _on_gpu(platform: str, static: Static, *arrays):
 
     arch, given = device_spec(platform).arch, static.named(arrays)
     specs = {name: array_spec(array) for name, array in given.items()}
-    # What is neither a result in place nor an operand.
+    # Results that are no operands.
     fresh = {"seqused": specs["cache_seqlens"]}
     if "q" in given:
         fresh["rotated"] = ArraySpec.contiguous(given["q"].shape, specs["q"].dtype)
@@ -247,7 +241,7 @@ def _stored(given: dict[str, Array], name: str, new: Array) -> dict[str, Array]:
     their scales and shifts."""
     cache, scale, shift = (given.get(n) for n in (name, f"{name}_descale", f"{name}_shift"))
     assert cache is not None
-    if new.dtype == cache.dtype:
+    if not _quantises(new, cache):
         return {name: new}
     storage = "int4" if cache.dtype == jnp.uint8 else dtype_name(cache.dtype)
     if scale is not None and _of_groups(scale):

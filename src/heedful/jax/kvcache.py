@@ -160,7 +160,10 @@ def flash_attn_with_kvcache(
         if update.cache_seqlens is not None:
             x = _extended(x, update, problem)
         out, lse = _attended(x, options, update)
-    written = x.k, x.v, *cache_update.written_scales(x, update)
+    names = ["k", "v"]
+    if update.k is not None:
+        names = cache_update.changed({**x._asdict(), "k_new": update.k})
+    written = (getattr(x, name) for name in names)
     return (out, lse, *written) if return_softmax_lse else (out, *written)
 
 
