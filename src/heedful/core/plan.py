@@ -60,18 +60,17 @@ class Plan:
         backend = self.backend if direction == "forward" else self.backward
         return capability.row(backend or self.backend, direction, self.problem.dtype)
 
-    def appends_ahead(self, counts: bool = True, leaves_q: bool = False) -> str:
+    def appends_ahead(self, has_new: bool = True, leaves_q: bool = False) -> str:
         """Why new keys and values go into a cache by a launch ahead of attention; empty where the
         forward's kernel appends them.
 
-        counts: whether there are any, so that lengths are counted. leaves_q: whether the caller
-        wants the rotated queries, too.
+        has_new: whether there are any. leaves_q: whether rotated queries are a result, too.
         """
         if not self.row("forward").appends:
             return f"{self.backend} does not append"
         if leaves_q:
             return "a shared prefix wants the rotated queries"
-        if not counts:
+        if not has_new:
             return "no new keys come"
         problem = self.problem
         # A kernel without queries would not come by the new keys.

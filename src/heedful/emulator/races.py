@@ -10,8 +10,8 @@ the writes that they have released: those that have ended when the `buffer_wbl2`
 knows that its own have, since it waits for them in order; for another's, the other must have waited
 and met a barrier.
 
-Which accesses conflict does not depend on the order in which they are executed, so this runs under
-the first schedule of a launch only.
+Which accesses conflict does not depend on the order in which they are executed, but for what has
+been released by then, so this runs under the first schedule of a launch only.
 """
 
 from __future__ import annotations

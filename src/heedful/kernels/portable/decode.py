@@ -421,7 +421,7 @@ def decode(
     FETCH_AHEAD: tl.constexpr,
 ):
     """out (.., M, H, E) and lse (B, H, M). Programs share the keys, see decode_work.py. append:
-    what goes into the cache first, or None.
+    what goes into the cache first, if anything.
     FETCH_AHEAD: so many key tiles ahead rows are brought to the L2, 0: not."""
     IN: tl.constexpr = io.q.ptr.dtype.element_ty
     DTYPE: tl.constexpr = tl.bfloat16 if IN.is_fp8() else IN

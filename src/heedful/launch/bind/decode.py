@@ -119,8 +119,8 @@ def _work(
         buffers,
         numbers["tiles"],
         at_once,
-        config.merge_stages,
-        plan.device.arch.startswith("gfx9"),
+        merge_stages=config.merge_stages,
+        awaits_stores=plan.device.arch.startswith("gfx9"),  # CDNA
     )
     # Keys are as many as are said, or as storage has.
     said = any(name in buffers for name in ("cu_seqlens_k", "seqused_k", "leftpad_k"))
@@ -140,7 +140,7 @@ def shared_work(
     awaits_stores: bool = False,
 ) -> DecodeWork:
     """The work of kernels whose programs share the keys. at_once: values of one part
-    that are merged at once."""
+    that are merged at once. merge_stages, awaits_stores: see `DecodeMerge`."""
     merged = config.merge_values * 32 * config.num_warps // at_once
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
     return DecodeWork(
