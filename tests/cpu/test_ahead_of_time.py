@@ -16,6 +16,7 @@ from heedful import flash_attn_with_kvcache
 from heedful.core.arrays import ArraySpec
 from heedful.core.capability import Toolchain
 from heedful.core.device import by_name
+from heedful.core.installed import triton_version
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.launch import buffers, compiler, foreign, prebuild, record
@@ -298,8 +299,8 @@ def test_every_kernel_is_compiled_once_into_a_pack_by_as_many_as_are_of_use(
     assert sorted(made) == [(name, "sm_100") for name in functions]
     assert [numbers[:2] for numbers in said] == [(1, 3), (2, 3), (3, 3)]
     assert sorted(name for *_, name in said) == functions
-    where, packed, backends = written["given"]
-    assert where == folder and backends == {"portable"}
+    where, packed, backends, triton = written["given"]
+    assert where == folder and backends == {"portable"} and triton == triton_version()
     assert {key: a.symbol for key, a in packed.items()} == {
         key: call.kernel.function
         for key, (call, _) in prebuild.kernels(entries, devices)[0].items()

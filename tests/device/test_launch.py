@@ -43,9 +43,11 @@ print(json.dumps({**times, "difference": difference, **counters}))
 
 
 def start(cache: Path, *arguments: str, **environment: str) -> subprocess.Popen:
-    """A fresh process that makes one call and prints what it cost."""
+    """A fresh process that makes one call and prints what it cost. It keeps the bytecode of what it
+    imports, as an installation does: Python takes 110 ms to make heedful's."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     env |= {"HEEDFUL_CACHE_DIR": str(cache), **environment}
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-c", _CALL, *arguments]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
 
@@ -69,8 +71,10 @@ def test_of_32_cold_processes_one_compiles_each_kernel(tmp_path):
 
 
 def test_a_first_call_takes_under_3_s_cold_and_under_150_ms_warm(tmp_path):
-    cold = finish(start(tmp_path))
-    warm = min((finish(start(tmp_path)) for _ in range(3)), key=lambda told: told["seconds"])
+    finish(start(tmp_path / "another"))  # whose imports leave bytecode
+    cache = tmp_path / "cold"
+    cold = finish(start(cache))
+    warm = min((finish(start(cache)) for _ in range(3)), key=lambda told: told["seconds"])
     assert cold["compiles"] == 1 and warm["disk_hits"] == 1
     assert cold["seconds"] < 3.0, cold
     assert warm["seconds"] < 0.15, warm

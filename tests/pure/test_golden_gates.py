@@ -210,10 +210,11 @@ def test_kernels_want_their_tools(triton, torch, takes):
 
 def test_a_pack_stands_for_triton_and_for_nothing_else():
     asked, device = problem({}), by_name("H200")
-    packed = Toolchain(None, (2, 11), packs=frozenset({"portable"}))
+    packed = Toolchain(None, (2, 11), packs=frozenset({("portable", (3, 9))}))
     assert plan(asked, device, packed).backend == "portable"
+    others = frozenset({("cpu", (3, 9)), ("sdpa", (3, 9))})
     with pytest.raises(ValueError, match="needs torch >= 2.11"):
-        plan(asked, by_name("CPU"), Toolchain(None, (2, 10), packs=frozenset({"cpu", "sdpa"})))
+        plan(asked, by_name("CPU"), Toolchain(None, (2, 10), packs=others))
 
 
 @pytest.mark.parametrize("validated, backend", [((), "portable"), (("cdna",), "cdna")])

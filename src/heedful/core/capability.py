@@ -39,7 +39,8 @@ _NEWEST = (sys.maxsize,)
 class Toolchain:
     """Versions at hand, as int tuples; None is absent. The default stands for the newest.
 
-    packs: backends with kernels in a loaded pack, which need no Triton.
+    packs: backends with kernels in a loaded pack, which need no Triton, and the Triton that each
+        one's are planned for.
     validated: backends that passed `heedful validate` on this device, and may be chosen unasked.
     framework: whose arrays a call has, "torch" or "jax".
     """
@@ -47,9 +48,15 @@ class Toolchain:
     triton: tuple[int, ...] | None = _NEWEST
     torch: tuple[int, ...] | None = _NEWEST
     jax: tuple[int, ...] | None = _NEWEST
-    packs: frozenset[str] = frozenset()
+    packs: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
     validated: frozenset[str] = frozenset()
     framework: str = "torch"
+
+    def compiler_of(self, backend: str) -> tuple[int, ...] | None:
+        """The Triton that a backend's kernels are planned for: the older one of the installed and
+        the pack's, so that the pack is found and the installed one compiles what it lacks."""
+        packed = dict(self.packs).get(backend)
+        return min((v for v in (self.triton, packed) if v is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +142,7 @@ class KernelRow:
         if toolchain.framework == "jax" and device.vendor != "cpu":
             wanted_tools += (("jax", JAX_ON_GPUS),)
         for tool, least in wanted_tools:
-            if tool == "triton" and self.backend in toolchain.packs:
+            if tool == "triton" and self.backend in dict(toolchain.packs):
                 continue
             have = getattr(toolchain, tool)
             wanted = f"{tool} >= {'.'.join(map(str, least))}"

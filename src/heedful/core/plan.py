@@ -247,20 +247,26 @@ def _configs(
     by_hand: Mapping[str, int],
 ) -> dict[str, tuple[TileConfig, ConfigRow]]:
     """The config of every kernel that takes part, fitted to the problem, and where it is from."""
-    kernels = dict.fromkeys((*forward.configs, *(backward.configs if backward else ())))
+    tools = toolchain or Toolchain()
+    # Each kernel, and the Triton that its row is planned for.
+    kernels = {
+        kernel: tools.compiler_of(row.backend)
+        for row in (forward, backward)
+        if row is not None
+        for kernel in row.configs
+    }
     # Made anew, from the log-sum-exp, for the tests and for the gradient of the bias.
     if "portable.scores" in kernels:
-        del kernels["portable.scores"]
+        triton = kernels.pop("portable.scores")
         if problem.return_probs or problem.bias_grad:
-            kernels["portable.scores"] = None
+            kernels["portable.scores"] = triton
     rows = {
         kernel: configs.choose(kernel, _as_seen(kernel, problem, forward), device)
         for kernel in kernels
     }
     if by_hand:
         rows = {k: with_options(row, by_hand, problem) for k, row in rows.items()}
-    triton = (toolchain or Toolchain()).triton
-    return {kernel: (row.config.fitted(problem, triton), row) for kernel, row in rows.items()}
+    return {k: (row.config.fitted(problem, kernels[k]), row) for k, row in rows.items()}
 
 
 def _as_seen(kernel: str, problem: AttentionProblem, forward: KernelRow) -> AttentionProblem:

@@ -1,8 +1,9 @@
 """Packs: kernels compiled elsewhere, loaded with no compiler and no JIT.
 
 A pack is a folder of artifact files and a manifest with their digests. Its kernels are found by
-what they are compiled from, not by what compiled them: a pack made by a newer Triton serves a
-process that has an older one, or none.
+what they are compiled from, not by what compiled them: a pack serves a process that has another
+Triton, or none. Its manifest says which Triton its kernels were planned for, see
+`Toolchain.compiler_of`.
 """
 
 import hashlib
@@ -10,23 +11,28 @@ import json
 import os
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 from heedful.core import settings
+from heedful.core.installed import numbers
 from heedful.launch import store
 from heedful.launch.artifact import Artifact
 from heedful.launch.folder import Folder, NotTrusted
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 
 # Kernel key -> the pack's folder and the digest of the kernel's file there.
 _loaded: dict[str, tuple[Path, str]] = {}
-_backends: set[str] = set()
+# Backends with kernels in a pack, and the Triton that those of the last such pack are planned for.
+_backends: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
+_loading = Lock()
 
 
-def write_pack(path: Path, entries: dict[str, Artifact], backends: set[str]) -> None:
+def write_pack(path: Path, entries: dict[str, Artifact], backends: set[str], triton: str) -> None:
     """Writes artifacts by kernel key, with a manifest, into a folder of this user's (mode 0700).
-    Raises OSError where that cannot be, and writes no manifest then."""
+    triton: the version of the Triton that their plans are for. Raises OSError where that cannot be,
+    and writes no manifest then."""
     with Folder(path, private=False, create=True) as folder:
         files = {}
         for key, artifact in entries.items():
@@ -38,7 +44,8 @@ def write_pack(path: Path, entries: dict[str, Artifact], backends: set[str]) -> 
                 "symbol": artifact.symbol,
                 "toolchain": artifact.toolchain,
             }
-        manifest = {"format": FORMAT, "backends": sorted(backends), "kernels": files}
+        manifest = {"format": FORMAT, "triton": triton, "backends": sorted(backends)}
+        manifest["kernels"] = files
         folder.write(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
 
 
@@ -57,17 +64,19 @@ def load_pack(folder: str | os.PathLike) -> int:
     except OSError as error:
         raise ValueError(f"pack {folder} has no readable {MANIFEST}: {error}") from None
     try:
-        digests, named = read_manifest(content)
+        digests, made = read_manifest(content)
     except ValueError as error:
         raise ValueError(f"pack {folder}: {MANIFEST} {error}") from None
-    _loaded.update({key: (path, digest) for key, digest in digests.items()})
-    _backends.update(named)
+    global _backends
+    with _loading:
+        _loaded.update({key: (path, digest) for key, digest in digests.items()})
+        _backends = frozenset((dict(_backends) | made).items())
     return len(digests)
 
 
-def read_manifest(content: bytes) -> tuple[dict[str, str], list[str]]:
-    """A manifest's digests by kernel key, and its backends. Raises ValueError saying what is wrong
-    with it."""
+def read_manifest(content: bytes) -> tuple[dict[str, str], dict[str, tuple[int, ...]]]:
+    """A manifest's digests by kernel key, and its backends with the Triton that they are planned
+    for. Raises ValueError saying what is wrong with it."""
     try:
         manifest = json.loads(content)
     except ValueError as error:
@@ -79,7 +88,8 @@ def read_manifest(content: bytes) -> tuple[dict[str, str], list[str]]:
         )
     try:
         digests = {key: str(facts["sha256"]) for key, facts in manifest["kernels"].items()}
-        return digests, [str(name) for name in manifest["backends"]]
+        triton = numbers(manifest["triton"])
+        return digests, {str(name): triton for name in manifest["backends"]}
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"lacks what a pack's has: {error!r}") from None
 
@@ -110,7 +120,8 @@ def find(key: str) -> Artifact | None:
     return store.parse(key, content)
 
 
-def backends() -> frozenset[str]:
-    """Backends that loaded packs hold kernels of."""
+def backends() -> frozenset[tuple[str, tuple[int, ...]]]:
+    """Backends that loaded packs hold kernels of, and the version of the Triton that these are
+    planned for."""
     load_default()
-    return frozenset(_backends)
+    return _backends
