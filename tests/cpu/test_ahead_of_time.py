@@ -21,6 +21,7 @@ from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.launch import buffers, compiler, foreign, prebuild, record
 from heedful.launch.artifact import lay_out
+from heedful.launch.identity import kernel_key
 from heedful.launch.programs import program
 from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar
 from heedful.torch.arrays import array_spec
@@ -305,6 +306,19 @@ def test_every_kernel_is_compiled_once_into_a_pack_by_as_many_as_are_of_use(
         key: call.kernel.function
         for key, (call, _) in prebuild.kernels(entries, devices)[0].items()
     }
+
+
+@pytest.mark.parametrize("backend", [None, "portable", "hopper"])
+@pytest.mark.parametrize("triton", [(3, 6), (3, 9)])
+def test_a_process_without_triton_finds_what_any_triton_packed(monkeypatch, triton, backend):
+    monkeypatch.setattr(prebuild, "compiling", lambda: Toolchain(triton))
+    problem = AttentionProblem.dense(2, 300, 300, 4, head_dim=64, causal=True, needs_grad=True)
+    entries = [record.Entry(problem, d) for d in ("forward", "backward")]
+    packed, backends = prebuild.kernels(entries, [by_name("H200")], backend)
+    without = Toolchain(None, packs=frozenset((name, triton) for name in backends))
+    chosen = plan(problem, by_name("H200"), without, backend)
+    calls = [call for entry in entries for call in prebuild._program(chosen, entry).calls]
+    assert {kernel_key(call, "sm_90") for call in calls} == set(packed)
 
 
 def test_what_no_portable_kernel_does_is_refused_before_anything_is_launched():

@@ -322,6 +322,12 @@ def test_a_pack_of_kernels_stands_for_triton_and_other_tools_are_still_asked_for
     packed = Toolchain(None, (2, 10), packs=frozenset({("mine", (3, 9))}))
     why = row.why_not(dense(1, 8, 8, 1), by_name("CPU"), packed)
     assert why == ["needs torch >= 2.11, got 2.10"]
+    older = replace(packed, packs=frozenset({("mine", (3, 5))}))
+    why = row.why_not(dense(1, 8, 8, 1), by_name("CPU"), older)
+    assert why == ["needs triton >= 3.6, got 3.5", "needs torch >= 2.11, got 2.10"]
+    either = replace(older, triton=(3, 6))
+    why = row.why_not(dense(1, 8, 8, 1), by_name("CPU"), either)
+    assert why == ["needs torch >= 2.11, got 2.10"]
     other = replace(packed, packs=frozenset({("other", (3, 9))}))
     why = row.why_not(dense(1, 8, 8, 1), by_name("CPU"), other)
     assert why == ["needs triton >= 3.6, which is not installed", "needs torch >= 2.11, got 2.10"]

@@ -39,8 +39,8 @@ _NEWEST = (sys.maxsize,)
 class Toolchain:
     """Versions at hand, as int tuples; None is absent. The default stands for the newest.
 
-    packs: backends with kernels in a loaded pack, which need no Triton, and the Triton that each
-        one's are planned for.
+    packs: backends with kernels in a loaded pack, which need no Triton, and the one that they are
+        planned for.
     validated: backends that passed `heedful validate` on this device, and may be chosen unasked.
     framework: whose arrays a call has, "torch" or "jax".
     """
@@ -52,11 +52,12 @@ class Toolchain:
     validated: frozenset[str] = frozenset()
     framework: str = "torch"
 
-    def compiler_of(self, backend: str) -> tuple[int, ...] | None:
-        """The Triton that a backend's kernels are planned for: the older one of the installed and
-        the pack's, so that the pack is found and the installed one compiles what it lacks."""
+    def tritons_of(self, backend: str) -> list[tuple[int, ...]]:
+        """Versions that a backend's kernels may be from, the oldest first: the installed one and
+        the pack's. Kernels that differ are planned for the oldest, so that the pack is found and
+        the installed one compiles what it lacks."""
         packed = dict(self.packs).get(backend)
-        return min((v for v in (self.triton, packed) if v is not None), default=None)
+        return sorted(version for version in (self.triton, packed) if version is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +143,9 @@ class KernelRow:
         if toolchain.framework == "jax" and device.vendor != "cpu":
             wanted_tools += (("jax", JAX_ON_GPUS),)
         for tool, least in wanted_tools:
-            if tool == "triton" and self.backend in dict(toolchain.packs):
-                continue
             have = getattr(toolchain, tool)
+            if tool == "triton":
+                have = max(toolchain.tritons_of(self.backend), default=None)
             wanted = f"{tool} >= {'.'.join(map(str, least))}"
             if have is None:
                 reasons.append(f"needs {wanted}, which is not installed")

@@ -248,9 +248,9 @@ def _configs(
 ) -> dict[str, tuple[TileConfig, ConfigRow]]:
     """The config of every kernel that takes part, fitted to the problem, and where it is from."""
     tools = toolchain or Toolchain()
-    # Each kernel, and the Triton that its row is planned for.
+    # Each kernel, and the Triton that it is planned for.
     kernels = {
-        kernel: tools.compiler_of(row.backend)
+        kernel: next(iter(tools.tritons_of(row.backend)), None)
         for row in (forward, backward)
         if row is not None
         for kernel in row.configs

@@ -3,7 +3,7 @@
 A pack is a folder of artifact files and a manifest with their digests. Its kernels are found by
 what they are compiled from, not by what compiled them: a pack serves a process that has another
 Triton, or none. Its manifest says which Triton its kernels were planned for, see
-`Toolchain.compiler_of`.
+`Toolchain.tritons_of`.
 """
 
 import hashlib
