@@ -520,7 +520,8 @@ def test_flashinfer_is_planned_once_for_the_pages_of_a_cache(monkeypatch):
     plans = []
 
     class Wrapper:
-        def __init__(self, workspace, layout):
+        def __init__(self, workspace, layout, use_tensor_cores):
+            assert use_tensor_cores  # two heads share keys
             assert layout == "NHD" and workspace.dtype == torch.uint8 and workspace.device == CPU
             assert workspace.numel() == 256 * 2**20  # what its documentation asks for
 

@@ -47,15 +47,20 @@ class Wrapper:
 
     made: ClassVar[list["Wrapper"]] = []
 
-    def __init__(self, workspace, layout=None):
+    def __init__(self, workspace, layout=None, use_tensor_cores=None):
         assert workspace.dtype == torch.uint8 and workspace.device == CPU
         self.nbytes, self.layout = workspace.numel(), layout
+        self.tensor_cores = use_tensor_cores
         self.made.append(self)
 
-    def plan(self, queries, bounds, pages, last, *sizes, **more):
+    def plan(self, *given, **more):
+        # MLA's is told where queries begin, too.
+        tensors = 3 if self.layout else 4
+        *starts, bounds, pages, last = given[:tensors]
+        sizes = given[tensors:]
         self.sizes, self.more, self.order = sizes, more, pages.tolist()
-        assert {x.dtype for x in (queries, bounds, pages, last)} == {torch.int32}
-        assert queries.tolist() == list(range(len(last) + 1))
+        assert {x.dtype for x in given[:tensors]} == {torch.int32}
+        assert [s.tolist() for s in starts] in ([], [list(range(len(last) + 1))])
         self.last, counts = last.tolist(), bounds.diff()
         assert bounds[0] == 0 and bounds[-1] == len(pages)
         self.table = torch.zeros(len(counts), int(counts.max()), dtype=torch.int32, device=CPU)
@@ -70,7 +75,7 @@ class Wrapper:
         window = (-1, -1)
         if self.layout:
             ((k, v),) = given
-            window = (self.more["window_left"], 0 if self.more["causal"] else -1)
+            window = (self.more["window_left"], -1)
         else:
             rope, latent, tail = given
             assert all(x.is_contiguous() for x in (q, *given))
@@ -85,7 +90,7 @@ class Wrapper:
 @pytest.fixture
 def library(monkeypatch):
     module: Any = types.ModuleType("flashinfer")
-    module.BatchPrefillWithPagedKVCacheWrapper = Wrapper
+    module.BatchDecodeWithPagedKVCacheWrapper = Wrapper
     module.mla = types.SimpleNamespace(BatchMLAPagedAttentionWrapper=Wrapper)
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     monkeypatch.setattr(steps, "WORKSPACE_BYTES", 64)
@@ -93,11 +98,11 @@ def library(monkeypatch):
     return Wrapper.made
 
 
-def planned(step: Step, made: list[Wrapper]) -> tuple[Wrapper, Tensors]:
+def planned(step: Step, made: list[Wrapper], **how: bool) -> tuple[Wrapper, Tensors]:
     """FlashInfer's wrapper of a step, whose result is right."""
     with torch.device("meta"):  # where what is not put on the device of the queries is
         t = on_gpu(step)
-        call = steps.flashinfer(step, t)
+        call = steps.flashinfer(step, t, **how)
         assert not isinstance(call, str)
         assert Checker(step, draw(step, CPU)).why_wrong(call()) is None
     (wrapper,) = made
@@ -105,13 +110,15 @@ def planned(step: Step, made: list[Wrapper]) -> tuple[Wrapper, Tensors]:
     return wrapper, t
 
 
+@pytest.mark.parametrize("tensor_cores", [False, True])
 @pytest.mark.parametrize("window", [0, 10])
 @pytest.mark.parametrize("step", [PLAIN, PAGED], ids=["plain", "paged"])
-def test_flashinfer_is_given_the_pages_that_each_sequence_has(step, window, library):
-    wrapper, t = planned(replace(step, window=window), library)
+def test_flashinfer_is_given_the_pages_that_each_sequence_has(step, window, tensor_cores, library):
+    step = replace(step, window=window)
+    wrapper, t = planned(step, library, tensor_cores=tensor_cores)
     dtypes = {"q_data_type": BF16, "kv_data_type": BF16}
-    assert wrapper.more == {"causal": bool(window), "window_left": window - 1, **dtypes}
-    assert wrapper.layout == "NHD"
+    assert wrapper.more == {"window_left": window - 1, **dtypes}
+    assert (wrapper.layout, wrapper.tensor_cores) == ("NHD", tensor_cores)
     if step.page:
         assert t.table is not None
         assert wrapper.order == [*t.table[0, :3], *t.table[1], t.table[2, 0]]
@@ -125,6 +132,7 @@ def test_flashinfer_splits_latent_vectors_as_its_own_wrapper_wants(library):
     wrapper, t = planned(LATENT, library)
     assert wrapper.sizes == (4, 16, 8, 8, False, 24**-0.5, BF16, BF16)
     assert (wrapper.last, wrapper.layout, wrapper.more) == ([20, 33, 8], None, {})
+    assert steps.flashinfer(LATENT, t, tensor_cores=True) == "has one kernel of latent vectors"
     assert t.table is not None
     assert wrapper.order == [*t.table[0, :3], *t.table[1], t.table[2, 0]]
 

@@ -277,11 +277,14 @@ def repeated(step: Step, t: Tensors) -> Call | str:
     return lambda: flash_attn_varlen_func(q, k, v, cu_q, cu_k, 1, longest)[:, None]
 
 
-def flashinfer(step: Step, t: Tensors) -> Call | str:
-    """FlashInfer over the same pages, or contiguous ones of 16: MLA's wrapper, or that of prefill,
-    which takes groups of heads by tensor cores (https://docs.flashinfer.ai/api/attention.html)."""
+def flashinfer(step: Step, t: Tensors, tensor_cores: bool = False) -> Call | str:
+    """FlashInfer over the same pages, or contiguous ones of 16, by its wrapper of decodes or of MLA
+    (https://docs.flashinfer.ai/api/attention.html). tensor_cores: whether products are made by
+    them, which is faster where many heads share keys."""
     if t.q.device.type != "cuda":
         return "needs a GPU"
+    if step.is_mla and tensor_cores:
+        return "has one kernel of latent vectors"
     if step.stored or step.prefix or step.padded:
         return "is not timed on scales of rows, prefixes or padded rows"
     try:
@@ -311,12 +314,12 @@ def flashinfer(step: Step, t: Tensors) -> Call | str:
         given = q[..., :dim_v], q[..., dim_v:], k[:, :, 0, :dim_v], k[:, :, 0, dim_v:]
         parts = [x.contiguous() for x in given]
         return lambda: wrapper.run(*parts)[:, None]
-    wrapper = library.BatchPrefillWithPagedKVCacheWrapper(space, "NHD")
+    kind = library.BatchDecodeWithPagedKVCacheWrapper
+    wrapper = kind(space, "NHD", use_tensor_cores=tensor_cores)
     last = t.used - (bounds.diff() - 1) * page
     left = step.window - 1 if step.window else -1
     more = {"window_left": left, "q_data_type": dtype, "kv_data_type": dtype}
-    size = (heads, heads_k, dim, page)
-    wrapper.plan(cu_q, bounds, places, last, *size, causal=bool(step.window), **more)
+    wrapper.plan(bounds, places, last, heads, heads_k, dim, page, **more)
     return lambda: wrapper.run(t.q[:, 0], (k, v))[:, None]
 
 
@@ -324,6 +327,7 @@ PEERS: dict[str, Callable[[Step, Tensors], Call | str]] = {
     "heedful": heedful,
     "repeated": repeated,
     "flashinfer": flashinfer,
+    "flashinfer, tensor cores": partial(flashinfer, tensor_cores=True),
 }
 
 
