@@ -20,21 +20,26 @@ CALLS, COUNTERS = 2000, 75
 
 
 class Stream:
-    """A stream and its memory: what is queued, to be run in order at the end."""
+    """A stream and its memory: what is queued, to be run in order at the end. waits: how often that
+    was waited for."""
 
     def __init__(self):
         self.queue: list[int | None] = []
-        self.regions = 0
+        self.regions = self.waits = 0
 
-    def region(self):
+    def region(self, nbytes: int):
         """A region that can do what zeros.py asks of a tensor."""
         self.regions += 1
         base = self.regions << 32
         return SimpleNamespace(
             data_ptr=lambda: base,
-            numel=lambda: zeros.REGION_BYTES,
+            numel=lambda: nbytes,
             zero_=lambda: self.queue.append(None),
         )
+
+    def finish(self):
+        assert self.queue[-1] is None
+        self.waits += 1
 
     def run(self) -> int:
         """Runs what was queued, where each kernel must find zeros; returns how many there were."""
@@ -65,17 +70,20 @@ def stream(monkeypatch):
     monkeypatch.setattr(execute, "raw_stream", lambda _: 0)
     monkeypatch.setattr(execute, "_is_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(zeros, "unpooled", lambda *_: fake.region())
+    monkeypatch.setattr(zeros, "unpooled", lambda nbytes, _: fake.region(nbytes))
     monkeypatch.setattr(zeros, "_of_stream", {})
+    monkeypatch.setattr(zeros, "_lasting", {})
+    monkeypatch.setattr(zeros, "finish", lambda _: fake.finish())
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield fake
     sys.setswitchinterval(before)
 
 
-def counting(counters: int = COUNTERS) -> execute.Executable:
-    """A program that counts from zero."""
-    scratch = Workspace("tile_counter", ArraySpec.contiguous((counters,), "int32"), zeroed=True)
+def counting(counters: int = COUNTERS, left_zero: bool = False) -> execute.Executable:
+    """A program that counts from zero, and may take back what it counted."""
+    buffer = ArraySpec.contiguous((counters,), "int32")
+    scratch = Workspace("counts", buffer, zeroed=True, left_zero=left_zero)
     return execute.Executable.of(Program((), (scratch,)), "sm_90", torch.device("cpu"), [])
 
 
@@ -126,6 +134,73 @@ def test_a_capture_takes_nothing_from_the_region(stream, monkeypatch):
     monkeypatch.setattr(execute, "_is_capturing", lambda: True)
     counting()([])
     assert stream.regions == 0 and len(stream.queue) == 1
+
+
+def capture(monkeypatch, program: execute.Executable, calls: int) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(execute, "_is_capturing", lambda: True)
+        for _ in range(calls):
+            program([])
+
+
+def test_a_captured_call_that_leaves_zeros_has_bytes_of_its_own_and_fills_none(stream, monkeypatch):
+    program = counting(left_zero=True)
+    program([])
+    # What captured calls use was filled and waited for; eager calls have the stream's region.
+    assert (stream.regions, stream.waits) == (2, 1)
+    del stream.queue[:]
+    capture(monkeypatch, program, 50)
+    program([])
+    capture(monkeypatch, counting(8 * COUNTERS, left_zero=True), 50)
+    assert len(set(stream.queue)) == 101 and None not in stream.queue
+    first, second = sorted(address for address in stream.queue if address is not None)[:2]
+    assert second - first == 512 and first % 256 == 0
+
+
+def test_of_programs_that_leave_zeros_in_a_part_alone_captured_calls_fill_theirs(
+    stream, monkeypatch
+):
+    buffer = ArraySpec.contiguous((COUNTERS,), "int32")
+    both = [Workspace(name, buffer, zeroed=True, left_zero=name == "a") for name in "ab"]
+    program = execute.Executable.of(Program((), tuple(both)), "sm_90", torch.device("cpu"), [])
+    program([])
+    assert (stream.regions, stream.waits) == (1, 0)
+    capture(monkeypatch, program, 3)
+    assert (stream.regions, stream.waits) == (1, 0)
+
+
+def test_bytes_for_captured_calls_are_made_by_others_before_they_are_used_up(stream, monkeypatch):
+    """A captured call can allocate none: without any left it fills its own."""
+    each = zeros.LASTING_BYTES // 8
+    program = counting(each // 4, left_zero=True)
+    capture(monkeypatch, program, 1)
+    assert stream.waits == 0
+    program([])
+    program([])
+    assert stream.waits == 1
+    capture(monkeypatch, program, 5)
+    program([])
+    assert stream.waits == 2
+    capture(monkeypatch, program, 9)
+    # Of eight there was room for; the ninth filled its own.
+    taken = [address for address in stream.queue[-9:] if address is not None]
+    places = [address for address in taken if address >> 32 == stream.regions]
+    assert len(places) == 8 == len(set(places))
+
+
+def test_threads_that_capture_have_bytes_of_their_own(stream, monkeypatch):
+    program = counting(left_zero=True)
+    program([])
+    del stream.queue[:]
+    monkeypatch.setattr(execute, "_is_capturing", lambda: True)
+    threads = [
+        threading.Thread(target=lambda: [program([]) for _ in range(CALLS // 4)]) for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(stream.queue) == len(set(stream.queue)) == CALLS
 
 
 def test_streams_have_regions_of_their_own(stream, monkeypatch):

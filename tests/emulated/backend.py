@@ -28,7 +28,8 @@ def memory_of(tensor: torch.Tensor) -> At:
 def execute(
     made: Program, arch: str, tensors: Mapping[str, torch.Tensor], schedules: Sequence[str]
 ) -> list[Report]:
-    """Run every call of a program; scratch starts as NaN unless it is to be zeroed.
+    """Run every call of a program; scratch starts as NaN unless it is to be zeroed, and is zeros
+    after it where it says so.
 
     The first schedule computes; any other that gives other bits in an array is a finding.
     """
@@ -53,6 +54,8 @@ def execute(
                 case _:
                     args.append(None)
         reports.append(emulate(artifact, call.grid, args, schedule=schedules))
+    for workspace in made.workspaces:
+        assert not (workspace.left_zero and arrays[workspace.name].any()), workspace.name
     return reports
 
 

@@ -321,6 +321,8 @@ def gpu(
         put(bound, "compile_call", machine.compile)
         put(bound, "_functions", {})
         put(zeros, "_of_stream", {})
+        put(zeros, "_lasting", {})
+        put(zeros, "finish", lambda _: None)
         put(zeros, "unpooled", lambda nbytes, where: _poisoned((nbytes,), torch.uint8, where)())
         if tiles is not None:
             put(configs, "choose", _with_tiles(configs.choose, TileConfig(*tiles)))

@@ -52,11 +52,13 @@ _HEADS_IN_TURN = 4
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """Scratch that a program needs for its own duration; `zeroed` if it must start as zeros."""
+    """Scratch that a program needs for its own duration; `zeroed` if it must start as zeros, and
+    `left_zero` if it then ends as zeros, too."""
 
     name: str
     buffer: ArraySpec
     zeroed: bool = False
+    left_zero: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,8 +325,14 @@ def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     return launches, (
         Workspace("partial_out", ArraySpec.contiguous((slots, config.block_m, dim), "float32")),
         Workspace("partial_lse", ArraySpec.contiguous((slots, config.block_m), "float32")),
-        Workspace("counts", ArraySpec.contiguous((units,), "int32"), zeroed=True),
+        _counts(units),
     )
+
+
+def _counts(units) -> Workspace:
+    """Of parts that are done, of units that are merged: who merges the last one takes them back."""
+    buffer = ArraySpec.contiguous((units,), "int32")
+    return Workspace("counts", buffer, zeroed=True, left_zero=True)
 
 
 def _even_shares(places, batch):
@@ -356,7 +364,7 @@ def _mla_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     return launches, (
         Workspace("partial_out", ArraySpec.contiguous((slots, config.block_m, dim), "float32")),
         Workspace("partial_lse", ArraySpec.contiguous((slots, config.block_m), "float32")),
-        Workspace("counts", ArraySpec.contiguous((2 * units,), "int32"), zeroed=True),
+        _counts(2 * units),
     )
 
 

@@ -88,6 +88,7 @@ class ExecutableKind:
         "_before",
         "_bound",
         "_end",
+        "_leaves_zeros",
         "_limit",
         "_make",
         "_numbers",
@@ -117,6 +118,7 @@ class ExecutableKind:
         self._before = before
         # Where among the numbers the places of regions are, behind which comes their size.
         self.scratch, self.zeroed = (self._region(regions) for regions in (others, zeroed))
+        self._leaves_zeros = all(w.left_zero for w in zeroed)
         self._end = before + len(self.outputs)
         # Now: what is asked later is no guard of a case.
         self._numbers = [numbers_of(call) for call in program.calls]
@@ -213,9 +215,19 @@ class ExecutableKind:
         device, make = self.device, self._make
         shape, of_stream = (size,), zeros.of_stream
         is_large = size > zeros.MOST_BYTES
+        lasting = zeros.lasting(device, _ALIGN) if self._leaves_zeros else None
 
         def launch(addresses: list[int], stream: int) -> None:
-            if is_large or stream == _PER_THREAD or _is_capturing():
+            is_captured = _is_capturing()
+            if lasting is not None:
+                if not is_captured:
+                    if lasting.is_low:
+                        lasting.reserve(device)
+                elif (base := lasting.take(size)) is not None:
+                    addresses += [base + place for place in within]
+                    run(addresses, stream)
+                    return
+            if is_large or stream == _PER_THREAD or is_captured:
                 # A graph must fill its own, each time that it is replayed.
                 region = make(shape, _ONE, torch.uint8).zero_()
                 base = region.data_ptr()

@@ -3,6 +3,9 @@
 What a kernel counts with must start at zero. Filling a few bytes is a launch like any other. So a
 stream has a region that is filled once for many calls: each call takes bytes that no call took
 since. A used up region is filled again, on the same stream and so behind the kernels that used it.
+
+A captured call would have to fill its bytes at each replay. Where the kernels leave zeros behind
+them, it need not: it has bytes that are filled once and are its own for the life of the process.
 """
 
 import threading
@@ -16,6 +19,8 @@ from heedful.core.forks import new_lock
 REGION_BYTES = 1 << 18
 # Beyond this a call had better fill its own.
 MOST_BYTES = REGION_BYTES // 16
+# Of a device's captured calls: 2,000 of 64 sequences and 8 KV heads.
+LASTING_BYTES = 1 << 22
 
 
 class Zeros:
@@ -63,6 +68,62 @@ def of_stream(device: torch.device, stream: int, align: int) -> Zeros:
     if zeros is None:
         zeros = _of_stream.setdefault(key, Zeros(align, lambda: unpooled(REGION_BYTES, device)))
     return zeros
+
+
+class Lasting:
+    """Zeroed bytes of a device for captured calls, each of which has its own for ever.
+
+    is_low: whether there may soon be none. Nothing can be allocated while a stream is captured: who
+    is not calls `reserve` then.
+    """
+
+    def __init__(self, align: int):
+        self.is_low = True
+        self._lock, self._align = new_lock(), align
+        self._next = self._end = 0
+        self._regions: list[torch.Tensor] = []
+
+    def reserve(self, device: torch.device) -> None:
+        """Sees that there are some, on this GPU. Raises what torch's allocator raises."""
+        with self._lock:
+            if not self.is_low:
+                return
+            region = unpooled(LASTING_BYTES, device)
+            region.zero_()
+            # A graph may be replayed on any stream.
+            finish(device)
+            self._regions.append(region)
+            self._next = region.data_ptr()
+            self._end = self._next + region.numel()
+            self.is_low = False
+
+    def take(self, nbytes: int) -> int | None:
+        """The address of that many, None if they are not there."""
+        nbytes = -(-nbytes // self._align) * self._align
+        with self._lock:
+            address = self._next
+            left = self._end - address - nbytes
+            self.is_low = left < LASTING_BYTES // 2
+            if left < 0:
+                return None
+            self._next = address + nbytes
+            return address
+
+
+_lasting: dict[int | None, Lasting] = {}
+
+
+def lasting(device: torch.device, align: int) -> Lasting:
+    """Those of a GPU."""
+    found = _lasting.get(device.index)
+    if found is None:
+        found = _lasting.setdefault(device.index, Lasting(align))
+    return found
+
+
+def finish(device: torch.device) -> None:
+    """Waits for what is queued on a GPU's current stream."""
+    torch.cuda.current_stream(device).synchronize()
 
 
 def unpooled(nbytes: int, device: torch.device) -> torch.Tensor:

@@ -144,6 +144,17 @@ def wait_for_parts(count, parts):
 
 
 @gluon.jit
+def count_to_zero(count, last):
+    """Counts one more, by a thread of a warpgroup, or after `last` begins at 0 again."""
+    inline_asm(
+        "{ .reg .pred first; .reg .b32 n; mov.b32 n, %tid.x; and.b32 n, n, 127;\n"
+        "setp.eq.b32 first, n, 0; @first red.relaxed.gpu.global.inc.u32 [$0], $1; }",
+        "l,r,~{memory}",
+        [count, last],
+    )
+
+
+@gluon.jit
 def merge_rows(io, params, piece, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.constexpr):
     """Merges every so many rows of a unit, as many as it has parts, from the number of this part
     on."""
@@ -163,7 +174,11 @@ def merge_share(io, params, share, CONSUMER: gl.constexpr):
         piece, share = look(share, params)
         if (piece.start < piece.stop) & (piece.work.parts > 1):
             parts = piece.work.parts
-            wait_for_parts(params.work.merge.counts + 2 * piece.work.index + CONSUMER, parts)
+            count = params.work.merge.counts + 2 * piece.work.index + CONSUMER
+            wait_for_parts(count, parts)
+            # All threads have seen it before it goes on.
+            gl.barrier()
+            count_to_zero(count, 2 * parts - 1)
             # 128 values of a thread on their way, of few parts or of few rows.
             if params.tile.ROWS > 16:
                 if parts <= 8:
@@ -195,6 +210,8 @@ def finish_piece(io, shared, params, piece, pieces, acc, m_M, l_ML, CONSUMER: gl
         if not params.tile.MERGE:  # noqa: SIM102  (known when compiling, and `and` is not)
             if done == piece.work.parts - 1:
                 gl.barrier()
+                # For the next launch: nobody else comes by any more.
+                gl.store(count, 0)
                 M: gl.constexpr = min(params.tile.ROWS, 16)
                 P: gl.constexpr = params.work.merge.PARTS
                 for row in range(0, params.tile.ROWS, M):

@@ -105,16 +105,32 @@ def store_empty(
 
 
 @triton.jit
+def load_parts(partial_out, row_PM, exists_P, tile: DecodeTile):
+    """[P, M, W] of the parts' results, of one word of the columns."""
+    COLUMNS: tl.constexpr = tile.SLICES_E * tile.VALUES * tile.BLOCK_E
+    words = tl.arange(0, tile.BLOCK_E)
+    return tl.load(
+        partial_out + (row_PM * COLUMNS)[:, :, None] + words[None, None, :],
+        mask=exists_P[:, None, None],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+
+
+@triton.jit
 def merged(piece, row, M: tl.constexpr, merge: DecodeMerge, tile: DecodeTile):
     """(maximum in base 2, sum, outputs) of all parts of M rows from `row` on of a unit's, in their
     order."""
-    COLUMNS: tl.constexpr = tile.SLICES_E * tile.VALUES * tile.BLOCK_E
+    WORDS: tl.constexpr = tile.SLICES_E * tile.VALUES
+    COLUMNS: tl.constexpr = WORDS * tile.BLOCK_E
+    # Values on their way ahead of the weights, whose exchange between threads they would wait for:
+    # of words of more there are too few registers.
+    AHEAD: tl.constexpr = WORDS <= 2
     rows = row + tl.arange(0, M)
-    words = tl.arange(0, tile.BLOCK_E)
     m_M = tl.full([M], float("-inf"), tl.float32)
     l_M = tl.zeros([M], tl.float32)
     acc = ()
-    for _ in tl.static_range(tile.SLICES_E * tile.VALUES):
+    for _ in tl.static_range(WORDS):
         acc = acc + (tl.zeros([M, tile.BLOCK_E], tl.float32),)
     # Parts are near each other: 32 bits reach from the first.
     first = wide(piece.rest) * tile.BLOCK_M
@@ -131,6 +147,11 @@ def merged(piece, row, M: tl.constexpr, merge: DecodeMerge, tile: DecodeTile):
             other=float("-inf"),
             cache_modifier=".cg",
         )
+        parts = ()
+        if AHEAD:
+            for j in tl.static_range(WORDS):
+                part_PMW = load_parts(partial_out + j * tile.BLOCK_E, row_PM, exists_P, tile)
+                parts = parts + (part_PMW,)
         new_M = tl.maximum(m_M, tl.max(lse_PM, 0))
         base_M = finite_or_zero(new_M)
         old_M = tl.exp2(m_M - base_M)
@@ -138,14 +159,11 @@ def merged(piece, row, M: tl.constexpr, merge: DecodeMerge, tile: DecodeTile):
         l_M = l_M * old_M + tl.sum(weight_PM, 0)
         m_M = new_M
         more = ()
-        for j in tl.static_range(tile.SLICES_E * tile.VALUES):
-            at_PMW = (row_PM * COLUMNS + j * tile.BLOCK_E)[:, :, None] + words[None, None, :]
-            part_PMW = tl.load(
-                partial_out + at_PMW,
-                mask=exists_P[:, None, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
+        for j in tl.static_range(WORDS):
+            if AHEAD:
+                part_PMW = parts[j]
+            else:
+                part_PMW = load_parts(partial_out + j * tile.BLOCK_E, row_PM, exists_P, tile)
             total_MW = tl.sum(part_PMW * weight_PM[:, :, None], 0)
             more = more + (acc[j] * old_M[:, None] + total_MW,)
         acc = more
@@ -209,9 +227,12 @@ def finish_piece(
             await_stores()
         # All threads' results, before the count says that they are there.
         tl.debug_barrier()
-        done = tl.atomic_add(merge.counts + piece.index, 1, sem="acq_rel", scope="gpu")
+        count = merge.counts + piece.index
+        done = tl.atomic_add(count, 1, sem="acq_rel", scope="gpu")
         if done == piece.parts - 1:
             tl.debug_barrier()
+            # For the next launch: nobody else comes by any more.
+            tl.store(count, 0)
             M: tl.constexpr = tile.ROWS if tile.ROWS < MERGE_ROWS else MERGE_ROWS
             for row in range(0, tile.ROWS, M):
                 top_M, sum_M, out = merged(piece, row, M, merge, tile)
