@@ -25,7 +25,7 @@ from heedful.kernels.portable import decode as kernel
 from heedful.kernels.portable.decode import log2_size, softmax_step
 from heedful.kernels.portable.decode_cache import value_of_words
 from heedful.kernels.portable.decode_queries import fitted
-from heedful.kernels.portable.decode_work import LOOKS, share_of
+from heedful.kernels.portable.decode_work import share_of
 from heedful.launch import buffers as canonical
 from heedful.launch.bind import decode
 from heedful.launch.interpret import interpret, run_call
@@ -161,7 +161,7 @@ def test_lengths_below_0_are_of_padded_rows_too():
 def shares_of(out, sequences, shape, mask, work, tile):
     pid, programs = tl.program_id(0), tl.num_programs(0)
     begin, end, _, b, base, empty = share_of(
-        pid, programs, tl.arange(0, 1), tl.arange(0, LOOKS), sequences, shape, mask, work, tile
+        pid, programs, tl.arange(0, 1), tl.arange(0, work.LOOKS), sequences, shape, mask, work, tile
     )
     tl.store(out + 5 * pid, begin)
     tl.store(out + 5 * pid + 1, end)

@@ -125,6 +125,8 @@ class Device:
             IS_UNIFORM=False,
             SKIPS_EMPTY=False,
             OVERHEAD=self.overhead,
+            FEWEST_PARTS=1,
+            LOOKS=32,
         )
         self.params = SimpleNamespace(
             seqs=SimpleNamespace(
@@ -310,6 +312,12 @@ class Device:
     def wait_for_parts(self, count, parts):
         self.machine.until(lambda: count.memory[count.offset] >= parts)
 
+    def count_to_zero(self, count, last):
+        """An atomic of the device's, after which others may go on."""
+        found = count.memory[count.offset]
+        count.memory[count.offset] = 0 if found >= last else found + 1
+        self.machine.until(lambda: True)
+
     def merged(self, params, piece, row, M, P, CONSUMER):
         key = (int(piece.b), int(piece.row0), CONSUMER)
         assert len(self.results[key]) == piece.work.parts, "merges parts that are not there"
@@ -346,6 +354,7 @@ class Device:
                 "load_columns": self.load_columns,
                 "finish_piece": self.finish,
                 "wait_for_parts": self.wait_for_parts,
+                "count_to_zero": self.count_to_zero,
                 "merged": self.merged,
                 "store_whole": lambda *args: None,
                 "_at_barrier": self.at_barrier,
@@ -359,6 +368,8 @@ class Device:
                 names.append(f"{name} of program {program}")
         self.machine.run(roles, names)
         assert not any(self.queues.values()) and not self.arrived
+        counts = self.params.work.merge.counts.memory
+        assert not (self.merge and any(counts)), "the next launch finds counts"
 
     def arrive_4(self, bar):
         self.arrive(bar, 4)
@@ -548,6 +559,17 @@ def test_who_merges_before_all_parts_are_there_is_seen():
     with pytest.raises(AssertionError, match="parts that are not there"):
         for seed in range(20):
             try_seed(seed)
+
+
+def test_who_takes_a_count_back_before_all_have_seen_it_is_seen():
+    def take_back(count, last):
+        count.memory[count.offset] = 0
+
+    with pytest.raises(Deadlock):
+        for seed in range(20):
+            device = Device((1500, 600), 4, seed, merge=1)
+            device.instead = {"count_to_zero": take_back}
+            device.run()
 
 
 class Keeping(Device):

@@ -31,6 +31,10 @@ class Floats(Numbers):
     SliceLayout = DotOperandLayout = staticmethod(lambda *args: None)
 
     @staticmethod
+    def barrier():
+        """A role is one thread here."""
+
+    @staticmethod
     def zeros(shape, dtype, layout):
         return Float(0.0)
 

@@ -12,7 +12,8 @@ OPTIONS = {
     "hopper.backward": ("draws", "last_waves", "splits"),
     "hopper.forward": ("key_splits",),
     "decode.forward": (
-        *("block_m", "block_n", "num_warps", "num_stages", "least_tiles"),
+        *("block_m", "block_n", "num_warps", "num_stages"),
+        *("least_tiles", "fewest_parts"),
         *("conversion", "programs", "registers", "merge_values", "merge_stages"),
         "fetch_ahead",
     ),
@@ -44,7 +45,7 @@ def with_options(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionPr
             raise ValueError(f"backend: {name} must be 0 to {most}, got {made[name]}")
     for name in (
         *("programs", "merge_values", "merge_stages", "least_tiles", "num_stages"),
-        "key_splits",
+        *("fewest_parts", "key_splits"),
     ):
         value = made.get(name, 1)
         if value < 1 or value & (value - 1) and name == "merge_values":

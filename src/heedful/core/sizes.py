@@ -309,7 +309,9 @@ def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     tiles, all_units = _decode_tiles(plan, config, problem)
     # Lines of a KV head, and units of a line.
     rows, units = (1, all_units) if problem.total_q is not None else (tiles, problem.batch)
-    parts = larger(1, ceil_div(problem.seqlen_k, config.block_n * config.least_tiles))
+    key_tiles = larger(1, ceil_div(problem.seqlen_k, config.block_n))
+    parts = ceil_div(key_tiles, config.least_tiles)
+    parts = larger(parts, smaller(key_tiles, config.fewest_parts))
     if problem.num_splits:
         parts = smaller(parts, problem.num_splits)
     lines = rows * heads

@@ -11,9 +11,9 @@ import json
 import os
 from functools import cache
 from pathlib import Path
-from threading import Lock
 
 from heedful.core import settings
+from heedful.core.forks import new_lock
 from heedful.core.installed import numbers
 from heedful.launch import store
 from heedful.launch.artifact import Artifact
@@ -26,7 +26,7 @@ FORMAT = 3
 _loaded: dict[str, tuple[Path, str]] = {}
 # Backends with kernels in a pack, and the Triton that those of the last such pack are planned for.
 _backends: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
-_loading = Lock()
+_loading = new_lock()
 
 
 def write_pack(path: Path, entries: dict[str, Artifact], backends: set[str], triton: str) -> None:

@@ -31,7 +31,8 @@ class DecodeWork(NamedTuple):
 
     IS_UNIFORM: all sequences are as long as their storage. SKIPS_EMPTY: sequences without keys are
     no units, and are cleared apart; of packed queries such have none. OVERHEAD: what a part costs
-    beside its keys, in key tiles.
+    beside its keys, in key tiles. FEWEST_PARTS: of a line, as long as each has a key tile: its
+    shares may then be shorter than `least`. LOOKS: sequences that a program looks at at once.
     """
 
     merge: DecodeMerge
@@ -42,6 +43,8 @@ class DecodeWork(NamedTuple):
     IS_UNIFORM: Const
     SKIPS_EMPTY: Const
     OVERHEAD: Const
+    FEWEST_PARTS: Const
+    LOOKS: Const
 
 
 class DecodeTile(NamedTuple):

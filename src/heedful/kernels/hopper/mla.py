@@ -12,7 +12,7 @@ from heedful.kernels.args.mla import MlaIO, MlaParams
 from heedful.kernels.hopper.mla_consumer import mla_consumer
 from heedful.kernels.hopper.mla_producer import mla_producer
 from heedful.kernels.hopper.mla_shared import MlaShared, Share
-from heedful.kernels.portable.decode_work import LOOKS, share_of
+from heedful.kernels.portable.decode_work import share_of
 
 
 @gluon.jit
@@ -27,7 +27,7 @@ def mla(io: MlaIO, params: MlaParams):
         gl.program_id(0) // lines,
         gl.num_programs(0) // lines,
         gl.arange(0, 1, layout=layout),
-        gl.arange(0, LOOKS, layout=layout),
+        gl.arange(0, params.work.LOOKS, layout=layout),
         params.seqs,
         params.shape,
         params.mask,

@@ -171,8 +171,9 @@ def look(share, params):
     )
     is_here = share.x < share.base + length
     index = (share.b * params.work.tiles + row_tile) * params.shape.heads_k + g
+    own = share.x // share.each
     work = next_piece(
-        share.x, share.end, share.each, share.base, index, visits, line, lines, params.work
+        own, share.x, share.end, share.each, share.base, index, visits, line, lines, params.work
     )
     stop = gl.where(is_here, work.stop, work.start)
     row0 = row_tile * params.tile.BLOCK_M

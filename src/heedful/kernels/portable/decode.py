@@ -38,7 +38,6 @@ from heedful.kernels.portable.decode_cache import (
 from heedful.kernels.portable.decode_merge import finish_piece, store_empty
 from heedful.kernels.portable.decode_queries import head_of, load_queries
 from heedful.kernels.portable.decode_work import (
-    LOOKS,
     facts,
     next_piece,
     place_at,
@@ -456,11 +455,12 @@ def decode(
         lines = heads * work.tiles
     line = pid % lines
     g = line % heads
+    number = pid // lines
     x, end, share, b, base, empty = share_of(
-        pid // lines,
+        number,
         programs // lines,
         tl.arange(0, 1),
-        tl.arange(0, LOOKS),
+        tl.arange(0, work.LOOKS),
         sequences,
         shape,
         mask,
@@ -488,7 +488,7 @@ def decode(
                 index = (token_q * group // tile.BLOCK_M).to(tl.int32) + b
             row0 = row_tile * tile.BLOCK_M
             index = (index + row_tile) * heads + g
-            piece = next_piece(x, end, share, unit_begin, index, visits, line, lines, work)
+            piece = next_piece(number, x, end, share, unit_begin, index, visits, line, lines, work)
             x = piece.next
             if piece.start < piece.stop:
                 place = place_at(b, g, token_q, len_q, stored_q, token_k, len_k, stored_k, off)

@@ -32,9 +32,6 @@ from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.common.sequences import sequence
 from heedful.kernels.portable.sequences import Place, wide
 
-# Sequences that a program looks at at once.
-LOOKS = tl.constexpr(512)
-
 
 class Span(NamedTuple):
     """The key tiles that some rows visit: [0, first_end), then [begin, ..), `visits` in all."""
@@ -132,6 +129,7 @@ def share_of(
     """(begin, end, length of each share, sequence that `begin` is in, where that begins, how many
     sequences are not on the line for want of keys) of one share of a line. first_B: 0; looks_B: 0
     to LOOKS - 1, in any layout."""
+    LOOKS: tl.constexpr = work.LOOKS
     empty = 0
     if work.IS_UNIFORM:
         each = tl.sum(lengths_of(first_B, x, shape, mask, work, tile), 0)
@@ -153,7 +151,10 @@ def share_of(
             if work.SKIPS_EMPTY:
                 is_empty_B = (length_B == 0) & (b0 + looks_B < shape.batch)
                 empty += tl.sum(is_empty_B.to(tl.int32), 0)
-    share = tl.maximum(tl.cdiv(total, shares), work.least)
+    least = work.least
+    if work.FEWEST_PARTS > 1:
+        least = tl.minimum(least, tl.maximum(tl.cdiv(total, work.FEWEST_PARTS), 1))
+    share = tl.maximum(tl.cdiv(total, shares), least)
     begin = tl.minimum(number * share, total)
     end = tl.minimum(begin + share, total)
     if work.IS_UNIFORM:
@@ -191,13 +192,13 @@ def place_at(b, g, token_q, len_q, stored_q, token_k, len_k, stored_k, off):
 
 
 @triton.jit
-def next_piece(x, end, share, unit_begin, index, visits, line, lines, work: DecodeWork):
-    """The piece at `x` of the unit of a line that begins at `unit_begin`; none if start == stop."""
+def next_piece(own, x, end, share, unit_begin, index, visits, line, lines, work: DecodeWork):
+    """The piece at `x` of the unit of a line that begins at `unit_begin`; none if start == stop.
+    own: number of the share."""
     if work.splits is None:
         keys = unit_begin + work.OVERHEAD
         start = tl.maximum(x - keys, 0)
         stop = tl.maximum(tl.minimum(end - keys, visits), start)
-        own = x // share
         first = keys // share
         parts = (keys + visits - 1) // share - first + 1
         # A program has one part that is not a unit's first at most, and one that is, with others
