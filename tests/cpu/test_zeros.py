@@ -188,6 +188,31 @@ def test_bytes_for_captured_calls_are_made_by_others_before_they_are_used_up(str
     assert len(places) == 8 == len(set(places))
 
 
+def test_calls_captured_over_and_over_take_so_much_and_no_more(stream, monkeypatch):
+    program = counting(zeros.LASTING_BYTES // 4, left_zero=True)
+    for _ in range(30):
+        program([])
+        capture(monkeypatch, program, 1)
+    assert stream.waits == zeros.MOST_LASTING_BYTES // zeros.LASTING_BYTES == 16
+
+
+def test_a_device_that_is_full_serves_calls_all_the_same(stream, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    program = counting(left_zero=True)
+    program([])
+    capture(monkeypatch, program, zeros.LASTING_BYTES // 512 // 2 + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(zeros, "unpooled", full)
+        program([])
+        assert stream.waits == 1
+    # What there is lasts, and more is asked for when some of it is used.
+    capture(monkeypatch, program, 1)
+    program([])
+    assert stream.waits == 2
+
+
 def test_threads_that_capture_have_bytes_of_their_own(stream, monkeypatch):
     program = counting(left_zero=True)
     program([])

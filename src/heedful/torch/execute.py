@@ -218,19 +218,18 @@ class ExecutableKind:
         lasting = zeros.lasting(device, _ALIGN) if self._leaves_zeros else None
 
         def launch(addresses: list[int], stream: int) -> None:
+            base = None
             is_captured = _is_capturing()
             if lasting is not None:
-                if not is_captured:
-                    if lasting.is_low:
-                        lasting.reserve(device)
-                elif (base := lasting.take(size)) is not None:
-                    addresses += [base + place for place in within]
-                    run(addresses, stream)
-                    return
-            if is_large or stream == _PER_THREAD or is_captured:
+                if is_captured:
+                    base = lasting.take(size)
+                elif lasting.is_low:
+                    lasting.reserve(device)
+            if base is None and (is_captured or is_large or stream == _PER_THREAD):
                 # A graph must fill its own, each time that it is replayed.
                 region = make(shape, _ONE, torch.uint8).zero_()
                 base = region.data_ptr()
+            if base is not None:
                 addresses += [base + place for place in within]
                 run(addresses, stream)
                 return

@@ -19,8 +19,10 @@ from heedful.core.forks import new_lock
 REGION_BYTES = 1 << 18
 # Beyond this a call had better fill its own.
 MOST_BYTES = REGION_BYTES // 16
-# Of a device's captured calls: 2,000 of 64 sequences and 8 KV heads.
+# Of a device's captured calls: 2,000 of 64 sequences and 8 KV heads. Calls that are captured over
+# and over would take more and more.
 LASTING_BYTES = 1 << 22
+MOST_LASTING_BYTES = 1 << 26
 
 
 class Zeros:
@@ -73,8 +75,8 @@ def of_stream(device: torch.device, stream: int, align: int) -> Zeros:
 class Lasting:
     """Zeroed bytes of a device for captured calls, each of which has its own for ever.
 
-    is_low: whether there may soon be none. Nothing can be allocated while a stream is captured: who
-    is not calls `reserve` then.
+    is_low: whether there may soon be none, though there could be. Nothing can be allocated while a
+    stream is captured: who is not calls `reserve` then.
     """
 
     def __init__(self, align: int):
@@ -84,18 +86,23 @@ class Lasting:
         self._regions: list[torch.Tensor] = []
 
     def reserve(self, device: torch.device) -> None:
-        """Sees that there are some, on this GPU. Raises what torch's allocator raises."""
+        """Sees that there are some, on this GPU, if it has room. Raises what torch's allocator
+        raises but for that."""
         with self._lock:
             if not self.is_low:
                 return
-            region = unpooled(LASTING_BYTES, device)
+            self.is_low = False
+            try:
+                region = unpooled(LASTING_BYTES, device)
+            except torch.OutOfMemoryError:
+                # Captured calls can do without.
+                return
             region.zero_()
             # A graph may be replayed on any stream.
             finish(device)
             self._regions.append(region)
             self._next = region.data_ptr()
             self._end = self._next + region.numel()
-            self.is_low = False
 
     def take(self, nbytes: int) -> int | None:
         """The address of that many, None if they are not there."""
@@ -103,7 +110,8 @@ class Lasting:
         with self._lock:
             address = self._next
             left = self._end - address - nbytes
-            self.is_low = left < LASTING_BYTES // 2
+            can_grow = len(self._regions) < MOST_LASTING_BYTES // LASTING_BYTES
+            self.is_low = can_grow and left < LASTING_BYTES // 2
             if left < 0:
                 return None
             self._next = address + nbytes
