@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -223,6 +224,26 @@ def test_a_replayed_graph_reads_lengths_and_tables_anew():
         table.copy_(table[torch.randperm(6)])
         graph.replay()
         assert torch.equal(out, step())
+
+
+@pytest.mark.parametrize("backend, dims", [("decode", (128, 128)), ("mla", (576, 512))])
+def test_a_replay_runs_one_kernel_and_fills_nothing(backend, dims):
+    q = torch.randn(2, 1, 16, dims[0], device="cuda", dtype=torch.bfloat16)
+    k = torch.randn(2, 8000, 1, dims[0], device="cuda", dtype=torch.bfloat16)
+    v = k[..., : dims[1]]
+    lengths = torch.tensor([8000, 700], dtype=torch.int32, device="cuda")
+    step = partial(heedful.flash_attn_with_kvcache, q, k, v, cache_seqlens=lengths, backend=backend)
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    graph.replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        graph.replay()
+        torch.cuda.synchronize()
+    ran = [event for event in profile.key_averages() if event.device_type.name == "CUDA"]
+    assert [(event.key, event.count) for event in ran] == [(backend, 1)]
 
 
 @pytest.mark.parametrize("num_splits", (1, 8))
