@@ -50,7 +50,7 @@ RELOADS = {("MLA, 128 heads", "sm_90"): 32}
 # The same where a decode appends, too: three programs of an SM leave it 168 registers.
 STEP_RELOADS = {("int4 groups", "sm_90"): 7}
 if VERSION < (3, 9):
-    RELOADS[("int4 groups", "sm_90")] = 4
+    RELOADS[("int4 groups", "sm_90")] = 5
     STEP_RELOADS[("int4 groups", "sm_90")] = 20
 
 

@@ -105,12 +105,12 @@ def store_empty(
 
 
 @triton.jit
-def load_parts(partial_out, row_PM, exists_P, j: tl.constexpr, tile: DecodeTile):
-    """[P, M, W] of the parts' results, of value j of the columns' words."""
+def load_parts(partial_out, row_PM, exists_P, tile: DecodeTile):
+    """[P, M, W] of the parts' results, of one word of the columns."""
     COLUMNS: tl.constexpr = tile.SLICES_E * tile.VALUES * tile.BLOCK_E
     words = tl.arange(0, tile.BLOCK_E)
     return tl.load(
-        partial_out + (row_PM * COLUMNS + j * tile.BLOCK_E)[:, :, None] + words[None, None, :],
+        partial_out + (row_PM * COLUMNS)[:, :, None] + words[None, None, :],
         mask=exists_P[:, None, None],
         other=0.0,
         cache_modifier=".cg",
@@ -150,7 +150,7 @@ def merged(piece, row, M: tl.constexpr, merge: DecodeMerge, tile: DecodeTile):
         parts = ()
         if AHEAD:
             for j in tl.static_range(WORDS):
-                part_PMW = load_parts(partial_out, row_PM, exists_P, j, tile)
+                part_PMW = load_parts(partial_out + j * tile.BLOCK_E, row_PM, exists_P, tile)
                 parts = parts + (part_PMW,)
         new_M = tl.maximum(m_M, tl.max(lse_PM, 0))
         base_M = finite_or_zero(new_M)
@@ -163,7 +163,7 @@ def merged(piece, row, M: tl.constexpr, merge: DecodeMerge, tile: DecodeTile):
             if AHEAD:
                 part_PMW = parts[j]
             else:
-                part_PMW = load_parts(partial_out, row_PM, exists_P, j, tile)
+                part_PMW = load_parts(partial_out + j * tile.BLOCK_E, row_PM, exists_P, tile)
             total_MW = tl.sum(part_PMW * weight_PM[:, :, None], 0)
             more = more + (acc[j] * old_M[:, None] + total_MW,)
         acc = more
