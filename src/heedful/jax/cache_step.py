@@ -3,19 +3,18 @@ follows. A primitive: on one GPU it is one program, whose kernel may do all of i
 where XLA shares the work among devices, it is the two primitives of which it is made.
 """
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 from jax import Array, lax
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from heedful.core.call import CacheUpdate, Options
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.jax import cache_update, local, primitives, sharding
-from heedful.jax.private import wants_devices
+from heedful.jax.registration import new_primitive, register
 
 
 class Static(NamedTuple):
@@ -71,13 +70,7 @@ def _in_turn(static: Static, *arrays) -> list[Any]:
     return [*(made[name] for name in cache_update.changed(given)), *results]
 
 
-step_p = Primitive("heedful_cache_step")
-step_p.multiple_results = True
-
-
-@lru_cache(1024)
-def _compiled(static: Static):
-    return jax.jit(partial(step_p.bind, static=static))
+step_p = new_primitive("heedful_cache_step")
 
 
 def _type(*types, static: Static):
@@ -117,14 +110,5 @@ def _on_gpu(platform: str, static: Static, *arrays) -> list[Any]:
     return gpu.step(plan, x, new, changed, update.interleaved, update.position0)
 
 
-def _no_derivative(primals, tangents, *, static: Static):
-    raise NotImplementedError("heedful's step over a KV cache has no derivative")
-
-
-step_p.def_impl(lambda *arrays, static: _compiled(static)(*arrays))
-step_p.def_abstract_eval(_type)
-batching.primitive_batchers[step_p] = _batched
-ad.primitive_jvps[step_p] = _no_derivative
-wants_devices(step_p)
-for _platform in primitives.PLATFORMS:
-    mlir.register_lowering(step_p, partial(_lower, _platform), platform=_platform)
+_NO_DERIVATIVE = partial(NotImplementedError, "heedful's step over a KV cache has no derivative")
+register(step_p, _type, _batched, _lower, _NO_DERIVATIVE)

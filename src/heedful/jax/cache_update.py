@@ -1,15 +1,13 @@
 """What happens to a KV cache before attention: new keys and values go in, and rotary positions are
 applied. A primitive: on a GPU it is one kernel, elsewhere plain JAX."""
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 from jax import Array, lax
 from jax import numpy as jnp
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from heedful.core.arrays import ArraySpec
 from heedful.core.call import CacheUpdate
@@ -17,10 +15,9 @@ from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.jax import sharding
 from heedful.jax.arrays import array_spec, dtype_name
-from heedful.jax.private import wants_devices
 from heedful.jax.quant import group_scales, packed_values
+from heedful.jax.registration import new_primitive, register
 
-PLATFORMS = ("cpu", "cuda", "rocm")
 _PLACES = ("block_table", "kv_batch_idx", "leftpad_k")
 _TABLES = ("rotary_cos", "rotary_sin")
 # In the order in which jit flattens keywords: it gives what is donated to results of the same type
@@ -116,13 +113,7 @@ def named_results(results: list[Any], given: dict[str, Any]) -> dict[str, Any]:
     return dict(zip(_results(given), results, strict=True))
 
 
-update_p = Primitive("heedful_cache_update")
-update_p.multiple_results = True
-
-
-@lru_cache(1024)
-def _compiled(static: Static):
-    return jax.jit(partial(update_p.bind, static=static))
+update_p = new_primitive("heedful_cache_update")
 
 
 def _type(*types, static: Static):
@@ -171,17 +162,8 @@ def _spread(static: Static, context):
     return rule.spread()
 
 
-def _no_derivative(primals, tangents, *, static: Static):
-    raise NotImplementedError("heedful's update of a KV cache has no derivative")
-
-
-update_p.def_impl(lambda *arrays, static: _compiled(static)(*arrays))
-update_p.def_abstract_eval(_type)
-batching.primitive_batchers[update_p] = _batched
-ad.primitive_jvps[update_p] = _no_derivative
-wants_devices(update_p)
-for _platform in PLATFORMS:
-    mlir.register_lowering(update_p, partial(_lower, _platform), platform=_platform)
+_NO_DERIVATIVE = partial(NotImplementedError, "heedful's update of a KV cache has no derivative")
+register(update_p, _type, _batched, _lower, _NO_DERIVATIVE)
 
 
 # GPUs

@@ -9,12 +9,10 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-import jax
 from jax import Array, lax
 from jax import numpy as jnp
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from heedful.core.arrays import ArraySpec
 from heedful.core.batching import joins
@@ -24,9 +22,8 @@ from heedful.core.operands import Gradients, Operands
 from heedful.core.problem import AttentionProblem
 from heedful.jax import local, sharding
 from heedful.jax.arrays import array_spec
-from heedful.jax.private import wants_devices
+from heedful.jax.registration import new_primitive, register
 
-PLATFORMS = ("cpu", "cuda", "rocm")
 # What stands behind the operands of a backward.
 SAVED = ("out", "lse", "dout", "dlse")
 
@@ -95,19 +92,8 @@ def _given(x: Operands, origin: Array | None) -> dict[str, Array]:
     return given if origin is None else {**given, "origin": origin}
 
 
-forward_p = Primitive("heedful_attention")
-backward_p = Primitive("heedful_attention_backward")
-for _primitive in (forward_p, backward_p):
-    _primitive.multiple_results = True
-
-
-def _impl(primitive, *arrays, static: Static):
-    return _compiled(primitive, static)(*arrays)
-
-
-@lru_cache(1024)
-def _compiled(primitive, static: Static):
-    return jax.jit(partial(primitive.bind, static=static))
+forward_p = new_primitive("heedful_attention")
+backward_p = new_primitive("heedful_attention_backward")
 
 
 def _result(shape: tuple[int, ...], dtype: Any, like) -> Any:
@@ -130,13 +116,6 @@ def _backward_type(*types, static: Static):
     given = static.named(types)
     wanted = ["q", "k", "v"] + ["bias"] * static.bias_grad + ["sink"] * ("sink" in given)
     return [_result(given[name].shape, given[name].dtype, types) for name in wanted]
-
-
-def _no_derivative(primals, tangents, *, static: Static):
-    raise RuntimeError(
-        "trying to differentiate twice a function that is differentiable once: heedful's attention"
-        " has no second derivative"
-    )
 
 
 # vmap
@@ -274,16 +253,13 @@ def _run_backward(platform: str, static: Static, *arrays):
     return [grad for grad in grads if grad is not None]
 
 
-for _primitive, _type, _run in (
+_NO_SECOND = partial(
+    RuntimeError,
+    "trying to differentiate twice a function that is differentiable once: heedful's attention has"
+    " no second derivative",
+)
+for _own, _type, _run in (
     (forward_p, _forward_type, _run_forward),
     (backward_p, _backward_type, _run_backward),
 ):
-    _primitive.def_impl(partial(_impl, _primitive))
-    _primitive.def_abstract_eval(_type)
-    batching.primitive_batchers[_primitive] = partial(_batched, _primitive)
-    ad.primitive_jvps[_primitive] = _no_derivative
-    wants_devices(_primitive)
-    for _platform in PLATFORMS:
-        mlir.register_lowering(
-            _primitive, partial(_lower, _primitive, _run, _platform), platform=_platform
-        )
+    register(_own, _type, partial(_batched, _own), partial(_lower, _own, _run), _NO_SECOND)
