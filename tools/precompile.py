@@ -169,7 +169,7 @@ def main() -> None:
     compile_all(list(found.calls.values()), known.jobs)
     if known.pack is not None:
         made = {key: artifact(*call) for key, call in found.calls.items()}
-        write_pack(known.pack, made, set(), "")
+        write_pack(known.pack, made, {})
 
 
 if __name__ == "__main__":

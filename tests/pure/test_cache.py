@@ -394,7 +394,7 @@ def no_packs(monkeypatch):
 
 
 def test_a_pack_gives_back_what_was_put_in(tmp_path, no_packs):
-    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable"}, "3.9.0")
+    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable": "3.9.0"})
     assert packs.load_pack(tmp_path / "pack") == 1
     assert packs.find("key") == artifact()
     assert packs.find("other") is None
@@ -403,7 +403,7 @@ def test_a_pack_gives_back_what_was_put_in(tmp_path, no_packs):
 
 def test_of_two_packs_of_a_backend_the_last_one_says_what_it_is_planned_for(tmp_path, no_packs):
     for name, triton in (("one", "3.9.0"), ("other", "3.6.0+git1")):
-        packs.write_pack(tmp_path / name, {name: artifact()}, {name, "portable"}, triton)
+        packs.write_pack(tmp_path / name, {name: artifact()}, {name: triton, "portable": triton})
         packs.load_pack(tmp_path / name)
     older, newer = (3, 6, 0), (3, 9, 0)
     assert packs.backends() == {("portable", older), ("other", older), ("one", newer)}
@@ -412,7 +412,7 @@ def test_of_two_packs_of_a_backend_the_last_one_says_what_it_is_planned_for(tmp_
 def test_the_pack_that_the_environment_names_is_loaded_unasked_and_once(
     tmp_path, no_packs, monkeypatch
 ):
-    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable"}, "3.9.0")
+    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable": "3.9.0"})
     monkeypatch.setenv("HEEDFUL_PACK", str(tmp_path / "pack"))
     packs.load_default.cache_clear()
     try:
@@ -428,21 +428,23 @@ def test_the_pack_that_the_environment_names_is_loaded_unasked_and_once(
 
 def test_what_other_versions_have_to_tell_apart_is_named(tmp_path, no_packs):
     """Files made by a version that is out may not be taken for another's."""
-    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable"}, "3.9.0")
+    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable": "3.9.0"})
     assert sorted(os.listdir(tmp_path / "pack")) == ["key.kernel", "manifest.json"]
     assert json.loads((tmp_path / "pack" / "manifest.json").read_text())["format"] == 3
     assert (tmp_path / "pack" / "key.kernel").read_bytes().startswith(b"heedful-kernel-2 ")
 
 
 def test_a_manifest_says_what_each_kernel_is(tmp_path, no_packs):
-    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable", "hopper"}, "3.9.0")
+    packs.write_pack(
+        tmp_path / "pack", {"key": artifact()}, {"portable": "3.9.0", "hopper": "3.9.0"}
+    )
     manifest = json.loads((tmp_path / "pack" / packs.MANIFEST).read_text())
-    assert manifest["backends"] == ["hopper", "portable"] and manifest["triton"] == "3.9.0"
+    assert manifest["backends"] == {"hopper": "3.9.0", "portable": "3.9.0"}
     # Packs of the same kernels are the same text, a fact a line.
     kernels = {"a": artifact(), "key": artifact()}
     for name, keys in (("one", "a key"), ("other", "key a")):
         entries = {key: kernels[key] for key in keys.split()}
-        packs.write_pack(tmp_path / name, entries, {"portable", "hopper"}, "3.9.0")
+        packs.write_pack(tmp_path / name, entries, {"portable": "3.9.0", "hopper": "3.9.0"})
     one, other = ((tmp_path / name / packs.MANIFEST).read_text() for name in ("one", "other"))
     assert one == other == json.dumps(json.loads(one), indent=1, sort_keys=True)
     facts = manifest["kernels"]["key"]
@@ -455,13 +457,13 @@ def test_a_manifest_says_what_each_kernel_is(tmp_path, no_packs):
 def test_a_pack_may_be_for_all_to_read(tmp_path, no_packs):
     (tmp_path / "pack").mkdir()
     os.chmod(tmp_path / "pack", 0o755)
-    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable"}, "3.9.0")
+    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable": "3.9.0"})
     assert packs.load_pack(tmp_path / "pack") == 1
     assert packs.find("key") == artifact()
 
 
 def test_a_packed_kernel_that_was_changed_is_refused(tmp_path, no_packs):
-    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable"}, "3.9.0")
+    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable": "3.9.0"})
     packs.load_pack(tmp_path / "pack")
     (tmp_path / "pack" / "key.kernel").write_bytes(store.dump("key", artifact(b"other code")))
     with pytest.raises(ValueError, match="does not match the manifest"):
@@ -470,7 +472,7 @@ def test_a_packed_kernel_that_was_changed_is_refused(tmp_path, no_packs):
 
 @pytest.mark.skipif(os.name == "nt", reason="modes are POSIX")
 def test_a_pack_that_others_may_write_to_is_refused(tmp_path, no_packs):
-    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable"}, "3.9.0")
+    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable": "3.9.0"})
     os.chmod(tmp_path / "pack", 0o777)
     with pytest.raises(ValueError, match="not trusted.*mode 777"):
         packs.load_pack(tmp_path / "pack")
@@ -478,7 +480,7 @@ def test_a_pack_that_others_may_write_to_is_refused(tmp_path, no_packs):
 
 @pytest.mark.skipif(os.name == "nt", reason="modes are POSIX")
 def test_a_pack_that_others_may_put_another_in_the_place_of_is_refused(tmp_path, no_packs):
-    packs.write_pack(tmp_path / "a" / "pack", {"key": artifact()}, {"portable"}, "3.9.0")
+    packs.write_pack(tmp_path / "a" / "pack", {"key": artifact()}, {"portable": "3.9.0"})
     packs.load_pack(tmp_path / "a" / "pack")
     os.chmod(tmp_path / "a", 0o777)
     with pytest.raises(ValueError, match="not trusted.*mode 777"):
@@ -488,7 +490,7 @@ def test_a_pack_that_others_may_put_another_in_the_place_of_is_refused(tmp_path,
 
 
 def test_every_byte_of_a_packed_kernel_counts(tmp_path, no_packs):
-    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable"}, "3.9.0")
+    packs.write_pack(tmp_path / "pack", {"key": artifact()}, {"portable": "3.9.0"})
     packs.load_pack(tmp_path / "pack")
     path = tmp_path / "pack" / "key.kernel"
     whole = path.read_bytes()
@@ -503,7 +505,7 @@ def test_every_byte_of_a_packed_kernel_counts(tmp_path, no_packs):
 
 def test_a_manifest_that_names_another_kernels_file_does_not_load_it(tmp_path, no_packs):
     packs.write_pack(
-        tmp_path / "pack", {"a": artifact(), "b": artifact(b"b")}, {"portable"}, "3.9.0"
+        tmp_path / "pack", {"a": artifact(), "b": artifact(b"b")}, {"portable": "3.9.0"}
     )
     os.replace(tmp_path / "pack" / "b.kernel", tmp_path / "pack" / "a.kernel")
     path = tmp_path / "pack" / packs.MANIFEST
@@ -524,11 +526,11 @@ def test_a_manifest_that_names_another_kernels_file_does_not_load_it(tmp_path, n
         json.dumps({"format": 99}),
         json.dumps({"format": packs.FORMAT}),
         json.dumps({"format": packs.FORMAT, "kernels": {}}),
-        json.dumps({"format": packs.FORMAT, "kernels": {"k": {}}, "backends": []}),
-        json.dumps({"format": packs.FORMAT, "kernels": [], "backends": []}),
+        json.dumps({"format": packs.FORMAT, "kernels": {"k": {}}, "backends": {}}),
+        json.dumps({"format": packs.FORMAT, "kernels": [], "backends": {}}),
         json.dumps({"format": packs.FORMAT, "kernels": {}, "backends": 3}),
-        json.dumps({"format": packs.FORMAT, "kernels": {}, "backends": []}),
-        json.dumps({"format": packs.FORMAT, "kernels": {}, "backends": [], "triton": 3}),
+        json.dumps({"format": packs.FORMAT, "kernels": {}, "backends": ["portable"]}),
+        json.dumps({"format": packs.FORMAT, "kernels": {}, "backends": {"portable": 3}}),
     ],
 )
 def test_a_folder_without_a_good_manifest_is_no_pack(tmp_path, no_packs, text):

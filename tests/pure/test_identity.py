@@ -234,7 +234,7 @@ def test_every_setting_of_the_installed_triton_that_shapes_code_is_seen(compiles
 def test_a_pack_serves_any_compiler_and_no_other_kernel(compiles, monkeypatch):
     made = Artifact(b"packed", "", "k", ARCH, 4, 32, 0, 1, (), 0)
     packs.write_pack(
-        compiles / "pack", {identity.kernel_key(CALL, ARCH): made}, {"portable"}, "3.9.0"
+        compiles / "pack", {identity.kernel_key(CALL, ARCH): made}, {"portable": "3.9.0"}
     )
     packs.load_pack(compiles / "pack")
     for version in ("3.6.0", None):

@@ -364,7 +364,7 @@ def compile_first(wanted: list[Shape], spec: DeviceSpec, folder: Path | None) ->
         from heedful.launch.compiler import artifact
         from heedful.launch.packs import write_pack
 
-        write_pack(folder, {key: artifact(*call) for key, call in found.items()}, set(), "")
+        write_pack(folder, {key: artifact(*call) for key, call in found.items()}, {})
     taken = time.perf_counter() - start
     return f"{len(found)} kernels, {forwards} of them forwards, in {taken:.1f} s"
 

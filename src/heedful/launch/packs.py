@@ -9,6 +9,7 @@ Triton, or none. Its manifest says which Triton its kernels were planned for, se
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -29,10 +30,10 @@ _backends: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
 _loading = new_lock()
 
 
-def write_pack(path: Path, entries: dict[str, Artifact], backends: set[str], triton: str) -> None:
+def write_pack(path: Path, entries: dict[str, Artifact], backends: Mapping[str, str]) -> None:
     """Writes artifacts by kernel key, with a manifest, into a folder of this user's (mode 0700).
-    triton: the version of the Triton that their plans are for. Raises OSError where that cannot be,
-    and writes no manifest then."""
+    backends: whose kernels these are, and the version of the Triton that each is planned for.
+    Raises OSError where that cannot be, and writes no manifest then."""
     with Folder(path, private=False, create=True) as folder:
         files = {}
         for key, artifact in entries.items():
@@ -44,8 +45,7 @@ def write_pack(path: Path, entries: dict[str, Artifact], backends: set[str], tri
                 "symbol": artifact.symbol,
                 "toolchain": artifact.toolchain,
             }
-        manifest = {"format": FORMAT, "triton": triton, "backends": sorted(backends)}
-        manifest["kernels"] = files
+        manifest = {"format": FORMAT, "backends": dict(backends), "kernels": files}
         folder.write(MANIFEST, json.dumps(manifest, indent=1, sort_keys=True).encode())
 
 
@@ -88,8 +88,8 @@ def read_manifest(content: bytes) -> tuple[dict[str, str], dict[str, tuple[int, 
         )
     try:
         digests = {key: str(facts["sha256"]) for key, facts in manifest["kernels"].items()}
-        triton = numbers(manifest["triton"])
-        return digests, {str(name): triton for name in manifest["backends"]}
+        made = {str(name): numbers(triton) for name, triton in manifest["backends"].items()}
+        return digests, made
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"lacks what a pack's has: {error!r}") from None
 

@@ -86,7 +86,7 @@ def prebuild(
     for key, artifact in _compiled(wanted, jobs):
         made[key] = artifact
         progress(len(made), len(wanted), wanted[key][0].kernel.function)
-    write_pack(folder, made, backends, triton_version() or "")
+    write_pack(folder, made, dict.fromkeys(backends, triton_version() or ""))
     return len(made)
 
 
