@@ -170,7 +170,7 @@ def shares_of(out, sequences, shape, mask, work, tile):
     tl.store(out + 5 * pid + 4, empty)
 
 
-def dealt_out(lengths: list[int], num_splits: int) -> torch.Tensor:
+def dealt_out(lengths: list[int], num_splits: int, config: DecodeConfig = TILES) -> torch.Tensor:
     """By share: where it begins and ends, in which sequence, where that begins, and how many are
     empty."""
     problem = AttentionProblem.dense(
@@ -178,7 +178,7 @@ def dealt_out(lengths: list[int], num_splits: int) -> torch.Tensor:
     )
     specs = canonical.forward(problem)
     device = replace(by_name("MI300X"), units=UNITS)
-    tiles: dict[str, TileConfig] = {"decode.forward": TILES}
+    tiles: dict[str, TileConfig] = {"decode.forward": config}
     made = Plan(problem, device, "decode", "run", configs=tiles)
     (call,) = decode.forward(problem, made, specs).calls
     names = ("sequences", "shape", "mask", "work", "tile")
@@ -205,6 +205,34 @@ def test_padded_rows_take_no_share_of_the_keys(num_splits):
     assert alone[:, 4].unique().tolist() == [0] and behind[:, 4].unique().tolist() == [80]
     between = dealt_out([0, 300, -1, 17, 0, 0, 400, 16, 1], num_splits)
     assert torch.equal(alone[:, [0, 1, 3]], between[:, [0, 1, 3]])
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "fewest, lengths, ends",
+    [
+        # Key tiles of 16; four of them at least, but where a line then has too few parts.
+        (1, [100], [4, 7]),
+        (4, [100], [2, 4, 6, 7]),
+        (7, [100], [1, 2, 3, 4, 5, 6, 7]),
+        (7, [30], [1, 2]),
+        (4, [100, 100], [4, 8, 12, 14]),
+        (2, [100, 0, 30], [4, 8, 9]),
+        (3, [0], []),
+    ],
+)
+def test_a_short_line_has_the_fewest_parts_there_may_be(fewest, lengths, ends):
+    config = replace(TILES, least_tiles=4, fewest_parts=fewest)
+    shares = dealt_out(lengths, 0, config)
+    assert shares[shares[:, 1] > shares[:, 0], 1].tolist() == ends
+
+
+@interpreted
+@pytest.mark.parametrize("num_splits", (0, 3))
+def test_short_lines_in_many_parts_are_within_the_budget(num_splits):
+    config = replace(TILES, least_tiles=4, fewest_parts=8)
+    case = replace(PLAIN, used="k", batch=3, lens_k=(203, 0, 17))
+    budget.run(Interpreted(num_splits, config), case)
 
 
 @triton.jit
