@@ -355,7 +355,7 @@ def _flashinfer_make(case: Case, inputs: Inputs) -> Forward:
     flashinfer, p = import_module("flashinfer"), case.problem
     device, pages = inputs.q.device, p.seqlen_k // PAGE
     workspace = torch.empty(256 * 1024 * 1024, dtype=torch.uint8, device=device)
-    # Which tensor cores are faster for: https://docs.flashinfer.ai/api/attention.html
+    # Where heads share keys tensor cores are faster: https://docs.flashinfer.ai/api/attention.html
     kind = flashinfer.BatchDecodeWithPagedKVCacheWrapper
     wrapper = kind(workspace, "NHD", use_tensor_cores=p.group > 1)
     steps = torch.arange(p.batch + 1, dtype=torch.int32, device=device) * pages

@@ -332,7 +332,7 @@ def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
 
 
 def _counts(units) -> Workspace:
-    """Of parts that are done, of units that are merged: who merges the last one takes them back."""
+    """How many parts of each unit are done: 0 again once these are merged."""
     buffer = ArraySpec.contiguous((units,), "int32")
     return Workspace("counts", buffer, zeroed=True, left_zero=True)
 

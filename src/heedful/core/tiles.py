@@ -64,8 +64,8 @@ MERGE_ROWS = 8  # of a decode's tile, whose parts are merged at once (decode_mer
 class SharedKeysConfig(TileConfig):
     """A tile of a kernel whose programs share the keys of all sequences by themselves.
 
-    programs: for each unit of the device. least_tiles: tiles of keys of a program at least, where
-    there are more than `fewest_parts` programs for a head. overhead: what a part costs beside its
+    programs: for each unit of the device. least_tiles: tiles of keys of a program at least, unless
+    a KV head then had fewer than `fewest_parts` programs. overhead: what a part costs beside its
     keys, in tiles of keys.
     """
 

@@ -9,8 +9,8 @@ from heedful.kernels.args.portable import AppendIO, Quantization, Rotary
 class DecodeMerge(NamedTuple):
     """Where parts of a unit leave their results, and how they are merged. A part that is not the
     whole leaves float32 results in `partial_out` (slots, rows, dim) and `partial_lse` (slots,
-    rows), and counts itself in `counts`, one for each tile of rows of each KV head, which begin
-    at 0.
+    rows), and counts itself in `counts`, one for each tile of rows of each KV head, which are 0
+    before a launch and after it.
 
     PARTS: that are merged at once; STAGES: how often so many are on their way. AWAITS_STORES: each
     thread waits for its own stores ahead of a barrier that does not (CDNA).
@@ -31,8 +31,8 @@ class DecodeWork(NamedTuple):
 
     IS_UNIFORM: all sequences are as long as their storage. SKIPS_EMPTY: sequences without keys are
     no units, and are cleared apart; of packed queries such have none. OVERHEAD: what a part costs
-    beside its keys, in key tiles. FEWEST_PARTS: of a line, as long as each has a key tile: its
-    shares may then be shorter than `least`. LOOKS: sequences that a program looks at at once.
+    beside its keys, in key tiles. FEWEST_PARTS: that a line is cut in, if it has as many key tiles;
+    shares are shorter than `least` then. LOOKS: sequences that a program looks at at once.
     """
 
     merge: DecodeMerge
