@@ -1,4 +1,4 @@
-"""Small grids of the Hopper kernels, each a public call that can run in a process of its own:
+"""Small grids of the kernels of a Hopper, each a public call that can run in a process of its own:
 
     python alone.py FILE '{"dtype": "bfloat16", "head_dim": 64, ...}'
 
@@ -8,10 +8,13 @@ writes the call's output, or its gradients, to FILE.
 import json
 import os
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 import heedful
+from heedful.torch import quantize_kv
 
 MASKS = {
     "full": {},
@@ -48,10 +51,25 @@ GRIDS |= {
     | {"grad": True, **facts}
     for mask, facts in MASKS.items()
 }
+# Caches: whose parts are merged by who ends last, or by all (a few sequences of latent vectors).
+CACHES = {
+    "bfloat16": {},
+    "bfloat16-d64-one": {"head_dim": 64, "lengths": [5000]},
+    "bfloat16-d256-whole": {"head_dim": 256, "num_splits": 1},
+    "e4m3": {"stored": "float8_e4m3fn"},
+    "int8": {"stored": "int8"},
+    "int4": {"stored": "int4"},
+    "latent": {"backend": "mla", "heads": 128, "lengths": [5000, 0, 64, 700, 2111] * 27},
+    "latent-few": {"backend": "mla", "heads": 128},
+    "latent-16": {"backend": "mla", "heads": 16},
+}
+GRIDS |= {f"cache-{name}": {"cached": True, **facts} for name, facts in CACHES.items()}
 
 
-def result(grad: bool = False, **facts) -> torch.Tensor:
+def result(cached: bool = False, grad: bool = False, **facts) -> torch.Tensor:
     """What a grid computes, the same bits in every run."""
+    if cached:
+        return decoded(**facts)
     return gradients(**facts) if grad else call(**facts)
 
 
@@ -92,6 +110,41 @@ def attend(q, k, v, packed: bool = False, backend: str = "hopper", **options) ->
     cu_k = torch.tensor([0, 37, 937, 1000, 3000, 4400], dtype=torch.int32, device="cuda")
     return heedful.flash_attn_varlen_func(
         q, k, v, cu_q, cu_k, 1262, 2000, backend=backend, **options
+    )
+
+
+def decoded(
+    backend: str = "decode",
+    stored: str = "",
+    heads: int = 8,
+    head_dim: int = 128,
+    lengths: Sequence[int] = (5000, 0, 64, 700, 2111, 1),
+    **options: Any,
+) -> torch.Tensor:
+    """The output of a call over pages of 16 keys, shuffled, two new tokens."""
+    is_latent = backend == "mla"
+    drawn = torch.Generator().manual_seed(0)
+    pages = -(-max(lengths) // 16)
+    size = (pages * 6, 16, 1 if is_latent else 2, 576 if is_latent else head_dim)
+    table = torch.randint(size[0], (len(lengths), pages), generator=drawn).int()
+    q, k, v = (
+        torch.randn(shape, generator=drawn).bfloat16().cuda()
+        for shape in ((len(lengths), 2, heads, size[3]), size, size)
+    )
+    if is_latent:
+        v = k[..., :512]
+    elif stored:
+        k, options["k_descale"], _ = quantize_kv(k, stored)
+        v, options["v_descale"], _ = quantize_kv(v, stored)
+    return heedful.flash_attn_with_kvcache(
+        q,
+        k,
+        v,
+        cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device="cuda"),
+        block_table=table.cuda(),
+        causal=True,
+        backend=backend,
+        **options,
     )
 
 
