@@ -39,9 +39,8 @@ def _lag_and_wait(bar, parity, pred=True):
 
 @triton.jit
 def _lag_and_store(m_M, l_M, acc, piece, merge, tile):
-    text: tl.constexpr = lag(4) + " mov.b32 $0, 0;"
     tl.inline_asm_elementwise(
-        text, "=r,r,~{memory}", [tl.program_id(0)], tl.int32, is_pure=False, pack=1
+        lag(4), "=r,r,~{memory}", [tl.program_id(0)], tl.int32, is_pure=False, pack=1
     )
     _store_part(m_M, l_M, acc, piece, merge, tile)
 
