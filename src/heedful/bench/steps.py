@@ -65,10 +65,15 @@ class Step:
         return self.dims[0] != self.dims[1]
 
     def kv_bytes(self) -> int:
-        """Keys and values that are seen, read once; their scales come on top."""
-        tokens = sum(min(n, self.window or n) for n in self.lengths) + self.prefix
+        """Keys and values that are seen, their scales and page numbers, each read once."""
+        seen = [min(n, self.window or n) for n in self.lengths]
+        rows = (sum(seen) + self.prefix) * self.heads[1]
         values = self.dims[0] if self.is_mla else sum(self.dims)
-        return tokens * self.heads[1] * values * ITEM_BITS[self.stored or "bfloat16"] // 8
+        scales = 0
+        if self.stored:
+            scales = 2 * (len(self.lengths) * self.heads[1] if self.by_head else rows)
+        pages = sum(-(-n // self.page) for n in seen) if self.page else 0
+        return rows * values * ITEM_BITS[self.stored or "bfloat16"] // 8 + 4 * (scales + pages)
 
     def case(self) -> Case:
         """What the reference computes, of one length."""
