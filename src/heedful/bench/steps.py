@@ -117,12 +117,14 @@ STEPS = (
     Step("16 x 131072, window 1024", (131072,) * 16, window=1024),
     Step("16 x 1024", (1024,) * 16),
     Step("64 x 8192, pages of 16, 192 padded", _CACHE, page=16, padded=192),
-    Step("64 x 1024, pages of 16", (1024,) * 64, page=16),
+    Step("64 x 1024", (1024,) * 64, bar=0.90),
+    Step("64 x 1024, pages of 16", (1024,) * 64, page=16, bar=0.86),
     Step("64 x 1024, pages of 16, 192 padded", (1024,) * 64, page=16, padded=192),
 )
 # What issue and targets ask of one step beside another: (step, peer, step, peer, most of its time).
 PAIRS = (
     ("64 x 8192, pages of 16", "heedful", "64 x 8192", "heedful", 1.05),
+    ("64 x 1024, pages of 16", "heedful", "64 x 1024", "heedful", 1.05),
     ("64 x 8192, e4m3", "heedful", "64 x 8192", "heedful", 1.0),
     ("64 x 8192, int8", "heedful", "64 x 8192", "heedful", 1.0),
     ("64 x 8192, int4", "heedful", "64 x 8192", "heedful", 1.0),
