@@ -49,7 +49,8 @@ TABLE = {
     "16 x 131072, window 1024": {"window": 1024},
     "16 x 1024": {},
     "64 x 8192, pages of 16, 192 padded": {"page": 16, "padded": 192},
-    "64 x 1024, pages of 16": {"page": 16},
+    "64 x 1024": {"bar": 0.90},
+    "64 x 1024, pages of 16": {"page": 16, "bar": 0.86},
     "64 x 1024, pages of 16, 192 padded": {"page": 16, "padded": 192},
 }
 
@@ -134,7 +135,8 @@ def test_steps_that_are_held_against_others_are_these():
         "64 x 8192, pages of 16, 192 padded, heedful / 64 x 8192, pages of 16, heedful:"
         " 4.750 of its time, bar 1.05",
         "64 x 1024, pages of 16, 192 padded, heedful / 64 x 1024, pages of 16, heedful:"
-        " 1.050 of its time, bar 1.05",
+        " 1.048 of its time, bar 1.05",
+        "64 x 1024, pages of 16, heedful / 64 x 1024, heedful: 1.050 of its time, bar 1.05",
     ]
     assert list(pairs(rows)) == said
     # Without one of the two there is nothing to say.
