@@ -51,7 +51,7 @@ GRIDS |= {
     | {"grad": True, **facts}
     for mask, facts in MASKS.items()
 }
-# Caches: whose parts are merged by who ends last, or by all (a few sequences of latent vectors).
+# Caches. Parts are merged by who ends last but of the last grid, there by all.
 CACHES = {
     "bfloat16": {},
     "bfloat16-d64-one": {"head_dim": 64, "lengths": [5000]},
@@ -59,9 +59,9 @@ CACHES = {
     "e4m3": {"stored": "float8_e4m3fn"},
     "int8": {"stored": "int8"},
     "int4": {"stored": "int4"},
-    "latent": {"backend": "mla", "heads": 128, "lengths": [5000, 0, 64, 700, 2111] * 27},
-    "latent-few": {"backend": "mla", "heads": 128},
-    "latent-16": {"backend": "mla", "heads": 16},
+    "latent": {"backend": "mla+merge=0", "heads": 128, "lengths": [5000, 0, 64, 700, 2111] * 27},
+    "latent-few": {"backend": "mla+merge=0", "heads": 128},
+    "latent-16": {"backend": "mla+merge=1", "heads": 16},
 }
 GRIDS |= {f"cache-{name}": {"cached": True, **facts} for name, facts in CACHES.items()}
 
@@ -121,8 +121,8 @@ def decoded(
     lengths: Sequence[int] = (5000, 0, 64, 700, 2111, 1),
     **options: Any,
 ) -> torch.Tensor:
-    """The output of a call over pages of 16 keys, shuffled, two new tokens."""
-    is_latent = backend == "mla"
+    """The output of a call of two new tokens a sequence over pages of 16 keys, drawn."""
+    is_latent = backend.startswith("mla")
     drawn = torch.Generator().manual_seed(0)
     pages = -(-max(lengths) // 16)
     size = (pages * 6, 16, 1 if is_latent else 2, 576 if is_latent else head_dim)
