@@ -113,18 +113,18 @@ def test_what_turns_wrong_while_it_is_timed_gets_no_figure(monkeypatch):
 
 def test_bytes_are_those_that_a_step_must_read():
     plain = next(step for step in STEPS if step.name == "64 x 8192")
-    assert plain.kv_bytes() == 64 * 8192 * 8 * 256 * 2
+    assert plain.read_bytes() == 64 * 8192 * 8 * 256 * 2
     rows = 64 * 8192 * 8
     # Of keys and of values, with a float32 for each row, for each head of a sequence, or for none.
-    assert replace(plain, stored="int4").kv_bytes() == 2 * rows * (64 + 4)
-    assert replace(plain, stored="int8").kv_bytes() == 2 * rows * (128 + 4)
+    assert replace(plain, stored="int4").read_bytes() == 2 * rows * (64 + 4)
+    assert replace(plain, stored="int8").read_bytes() == 2 * rows * (128 + 4)
     by_head = replace(plain, stored="float8_e4m3fn", by_head=True)
-    assert by_head.kv_bytes() == 2 * (rows * 128 + 64 * 8 * 4)
-    assert replace(plain, page=16).kv_bytes() == plain.kv_bytes() + 64 * 512 * 4
-    assert replace(plain, window=1024).kv_bytes() == plain.kv_bytes() // 8
-    assert replace(plain, prefix=8192).kv_bytes() == plain.kv_bytes() // 64 * 65
+    assert by_head.read_bytes() == 2 * (rows * 128 + 64 * 8 * 4)
+    assert replace(plain, page=16).read_bytes() == plain.read_bytes() + 64 * 512 * 4
+    assert replace(plain, window=1024).read_bytes() == plain.read_bytes() // 8
+    assert replace(plain, prefix=8192).read_bytes() == plain.read_bytes() // 64 * 65
     latent = replace(plain, heads=(16, 1), dims=(576, 512))
-    assert latent.kv_bytes() == 64 * 8192 * 576 * 2
+    assert latent.read_bytes() == 64 * 8192 * 576 * 2
 
 
 def test_values_of_latent_vectors_are_their_keys_first_columns():

@@ -63,7 +63,7 @@ class Step:
     def is_mla(self) -> bool:
         return self.dims[0] != self.dims[1]
 
-    def kv_bytes(self) -> int:
+    def read_bytes(self) -> int:
         """Keys and values that are seen, their scales and page numbers, each read once."""
         seen = [min(n, self.window or n) for n in self.lengths]
         rows = (sum(seen) + self.prefix) * self.heads[1]
@@ -339,7 +339,7 @@ PEERS: dict[str, Callable[[Step, Tensors], Call | str]] = {
 
 def reads(step: Step, device: torch.device) -> Iterator[tuple[str, Call]]:
     """Plain reads of as many bytes."""
-    words = torch.ones(step.kv_bytes() // 4, dtype=torch.float32, device=device)
+    words = torch.ones(step.read_bytes() // 4, dtype=torch.float32, device=device)
     yield "torch.sum", lambda: torch.sum(words)
     if device.type == "cuda":
         from heedful.bench.reader import read_words
@@ -389,7 +389,7 @@ def measure(
 
 def lines(row: Row) -> Iterator[str]:
     """A row in words."""
-    size, read = row.step.kv_bytes(), row.times["read"].median
+    size, read = row.step.read_bytes(), row.times["read"].median
     yield f"{row.step.name}: {size / 1e9:.3f} GB"
     for name, time in row.times.items():
         speed = f"{size / time.median / 1e3:.0f} GB/s, {read / time.median:.3f} of a read"
