@@ -117,10 +117,19 @@ STEPS = {
 
 
 def compiled_step(name: str, arch: str):
-    """One of the STEPS. Its lengths are those before the new tokens."""
+    """One of the STEPS."""
     of, new, is_rotated, quantises = STEPS[name]
     problem = replace(problem_of(of, arch), used_k=True)
     chosen = plan(problem, by_name(arch), backend="decode")
+    buffers = buffers_of_step(problem, new, is_rotated, quantises)
+    (call,) = programs.step(chosen, buffers, interleaved=True, position0=0).calls
+    return compile_kernel(call, arch)
+
+
+def buffers_of_step(
+    problem: AttentionProblem, new: int, is_rotated: bool, quantises: bool = False
+) -> dict[str, ArraySpec]:
+    """The same, and so many new tokens. Lengths are those before these."""
     buffers = buffers_of(problem)
     buffers["cache_seqlens"] = buffers.pop("seqused_k")
     for name in "kv":
@@ -132,8 +141,7 @@ def compiled_step(name: str, arch: str):
         buffers["q_new"] = buffers.pop("q")
         for name in ("rotary_cos", "rotary_sin"):
             buffers[name] = ArraySpec.contiguous((8192, problem.head_dim // 2), problem.dtype)
-    (call,) = programs.step(chosen, buffers, interleaved=True, position0=0).calls
-    return compile_kernel(call, arch)
+    return buffers
 
 
 def spills_over_keys(cubin: bytes) -> int:

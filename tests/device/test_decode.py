@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 import heedful.torch as heedful
 from support.budget import run
 from support.cases import Case
+from support.hopper import ON_HOPPER, WITH_TRITON_3_9
 from support.prepared import Prepared
 from support.variants import FRESH
 
 pytestmark = pytest.mark.gpu
+BOTH = ("decode", pytest.param("hopper_decode", marks=[*ON_HOPPER, WITH_TRITON_3_9]))
 
 PLAIN = Case(dtype="bfloat16", backward=False, seqlen_q=3, seqlen_k=603, heads_q=6, head_dim=128)
 CASES = (
@@ -203,14 +205,15 @@ def pages(batch: int, longest: int, size: int = 16):
     return k, v, table
 
 
-def test_a_replayed_graph_reads_lengths_and_tables_anew():
+@pytest.mark.parametrize("backend", BOTH)
+def test_a_replayed_graph_reads_lengths_and_tables_anew(backend):
     k, v, table = pages(6, 5000)
     q = torch.randn(6, 2, 8, 128, device="cuda", dtype=torch.bfloat16)
     lengths = torch.tensor([5000, 3, 700, 0, 64, 2000], dtype=torch.int32, device="cuda")
 
     def step():
         return heedful.flash_attn_with_kvcache(
-            q, k, v, cache_seqlens=lengths, block_table=table, causal=True
+            q, k, v, cache_seqlens=lengths, block_table=table, causal=True, backend=backend
         )
 
     step()
@@ -226,8 +229,15 @@ def test_a_replayed_graph_reads_lengths_and_tables_anew():
         assert torch.equal(out, step())
 
 
-@pytest.mark.parametrize("backend, dims", [("decode", (128, 128)), ("mla", (576, 512))])
-def test_a_replay_runs_one_kernel_and_fills_nothing(backend, dims):
+@pytest.mark.parametrize(
+    "backend, kernel, dims",
+    [
+        ("decode", "decode", (128, 128)),
+        ("hopper_decode", "decode", (128, 128)),
+        ("mla", "mla", (576, 512)),
+    ],
+)
+def test_a_replay_runs_one_kernel_and_fills_nothing(backend, kernel, dims):
     q = torch.randn(2, 1, 16, dims[0], device="cuda", dtype=torch.bfloat16)
     k = torch.randn(2, 8000, 1, dims[0], device="cuda", dtype=torch.bfloat16)
     v = k[..., : dims[1]]
@@ -243,11 +253,12 @@ def test_a_replay_runs_one_kernel_and_fills_nothing(backend, dims):
         graph.replay()
         torch.cuda.synchronize()
     ran = [event for event in profile.key_averages() if event.device_type.name == "CUDA"]
-    assert [(event.key, event.count) for event in ran] == [(backend, 1)]
+    assert [(event.key, event.count) for event in ran] == [(kernel, 1)]
 
 
+@pytest.mark.parametrize("backend", BOTH)
 @pytest.mark.parametrize("num_splits", (1, 8))
-def test_with_splits_given_a_sequence_has_the_same_bits_in_any_batch(num_splits):
+def test_with_splits_given_a_sequence_has_the_same_bits_in_any_batch(num_splits, backend):
     k, v, table = pages(9, 9000)
     q = torch.randn(9, 1, 8, 128, device="cuda", dtype=torch.bfloat16)
     lengths = torch.tensor([9000, 1, 64, 700, 8999, 0, 129, 3000, 17], device="cuda").int()
@@ -261,7 +272,7 @@ def test_with_splits_given_a_sequence_has_the_same_bits_in_any_batch(num_splits)
             block_table=table[which],
             num_splits=num_splits,
             return_softmax_lse=True,
-            backend="decode",
+            backend=backend,
         )
 
     whole = call(torch.arange(9, device="cuda"))
@@ -271,10 +282,11 @@ def test_with_splits_given_a_sequence_has_the_same_bits_in_any_batch(num_splits)
             assert torch.equal(got, want[index])
 
 
-def test_many_parts_are_merged_whatever_the_order_they_end_in():
+@pytest.mark.parametrize("backend", BOTH)
+def test_many_parts_are_merged_whatever_the_order_they_end_in(backend):
     """More parts of a unit than are merged at once; fifty runs, of which each counts from zero."""
     q = torch.randn(1, 1, 4, 128, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(1, 40000, 1, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    first = heedful.flash_attn_with_kvcache(q, k, v, backend="decode")
+    first = heedful.flash_attn_with_kvcache(q, k, v, backend=backend)
     for _ in range(50):
-        assert torch.equal(heedful.flash_attn_with_kvcache(q, k, v, backend="decode"), first)
+        assert torch.equal(heedful.flash_attn_with_kvcache(q, k, v, backend=backend), first)

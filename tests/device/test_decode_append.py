@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import heedful.torch as heedful
 from heedful.launch import programs
 from heedful.torch.calls import CALLS
+from support.hopper import ON_HOPPER, WITH_TRITON_3_9
 
 pytestmark = pytest.mark.gpu
 
@@ -67,16 +68,16 @@ def call_of(x: dict[str, Any], q_len: int) -> dict[str, Any]:
     return {**made, **window, "causal": x["causal"], "num_splits": x["splits"]}
 
 
-def results(call: dict[str, Any]) -> list[torch.Tensor]:
+def results(call: dict[str, Any], backend: str) -> list[torch.Tensor]:
     """Caches, out and lse of a step on caches of its own."""
     own = {f"{name}_cache": call[f"{name}_cache"].clone() for name in "kv"}
     out, lse = heedful.flash_attn_with_kvcache(
-        **{**call, **own}, return_softmax_lse=True, backend="decode"
+        **{**call, **own}, return_softmax_lse=True, backend=backend
     )
     return [*own.values(), out, lse]
 
 
-def check(x: dict[str, Any], q_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def check(x: dict[str, Any], q_len: int, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against an append and a decode in turn, bit for bit."""
     call = call_of(x, q_len)
     found, results_of = [], []
@@ -91,7 +92,7 @@ def check(x: dict[str, Any], q_len: int, monkeypatch: pytest.MonkeyPatch) -> Non
         with monkeypatch.context() as patch:
             patch.setattr(programs, "step", made)
             CALLS.clear()
-            results_of.append(results(call))
+            results_of.append(results(call, backend))
     CALLS.clear()
     assert len(found) == 2
     ours, theirs = results_of
@@ -107,7 +108,20 @@ def test_one_kernel_does_what_two_do(q_len, x):
     heads_q, heads_k = x["heads"]
     assume(q_len * heads_q <= 64 * heads_k)  # more rows have another kernel
     with pytest.MonkeyPatch.context() as patch:
-        check(x, q_len, patch)
+        check(x, q_len, "decode", patch)
+
+
+@ON_HOPPER[1]
+@WITH_TRITON_3_9
+@pytest.mark.parametrize("q_len", [1, 4, 16])
+@settings(max_examples=20)
+@given(x=steps())
+def test_one_hopper_kernel_does_what_two_do(q_len, x):
+    heads_q, heads_k = x["heads"]
+    assume(q_len * heads_q <= 64 * heads_k and x["page_size"] != 1)
+    assume(not (x["page_size"] and x["pads"]))  # left-padded pages have the other kernel
+    with pytest.MonkeyPatch.context() as patch:
+        check(x, q_len, "hopper_decode", patch)
 
 
 def test_a_replayed_graph_appends_where_lengths_say():

@@ -17,6 +17,10 @@ OPTIONS = {
         *("conversion", "programs", "registers", "merge_values", "merge_stages"),
         "fetch_ahead",
     ),
+    "hopper_decode.forward": (
+        *("block_n", "num_stages", "least_tiles", "fewest_parts", "overhead"),
+        *("programs", "registers", "producer_regs", "merge_values", "merge"),
+    ),
     "mla.forward": (
         *("columns", "merge_values", "overhead", "least_tiles"),
         *("ahead", "in_order", "merge"),

@@ -381,7 +381,7 @@ ROWS: tuple[KernelRow, ...] = (
         {"sm_90": "run"},
         ("bfloat16", "float16"),
         frozenset(
-            {"causal", "diagonal", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
+            {"causal", "diagonal", "sink", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
             | {"head_dims_differ", "return_lse", "split_kv"}
         ),
         max_dim=LATENT_KEY_DIM,
@@ -393,6 +393,25 @@ ROWS: tuple[KernelRow, ...] = (
         unasked=(few_latent_keys,),
         configs=("mla.forward",),
         program="heedful.launch.bind.mla",
+    ),
+    KernelRow(
+        "hopper_decode",
+        "forward",
+        {"sm_90": "run"},
+        ("bfloat16", "float16"),
+        frozenset(
+            {"causal", "window", "first_keys", "diagonal", "sink", "seqused", "paged"}
+            | {"kv_batch_idx", "leftpad_k", "gqa", "head_dims_differ", "return_lse", "split_kv"}
+        ),
+        max_dim=256,
+        dim_multiple=8,
+        # For gl.inline_asm.
+        least=(("triton", (3, 9)),),
+        appends=True,
+        gates=(_some_tokens, _positive_scale, _out_as_in, _whole_pages, _few_rows),
+        unasked=(many_rows, keys_of_one_length),
+        configs=("hopper_decode.forward",),
+        program="heedful.launch.bind.hopper_decode",
     ),
     KernelRow(
         "decode",

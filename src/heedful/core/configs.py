@@ -46,6 +46,7 @@ from heedful.core.tiles import (
     CdnaForwardConfig,
     DecodeConfig,
     HopperBackwardConfig,
+    HopperDecodeConfig,
     HopperForwardConfig,
     HopperFp8Config,
     MlaConfig,
@@ -81,6 +82,7 @@ class ConfigRow:
 
 _H200 = "H200, 2026-11-20, Triton 3.6: fastest without spills of those tried"
 _H200_LATEST = "H200, 2026-11-25, Triton 3.9: fastest of those tried"
+_H200_NEWEST = "H200, 2026-11-26, Triton 3.9: fastest of those tried"
 _NO_SPILLS = "sm_90, Triton 3.9: largest tried that compiles without spills; not timed"
 _NO_SPILLS_EITHER = "sm_80 and sm_90, Triton 3.9: compiles without spills; not timed"
 _H200_LATER = "H200, 2026-11-23, Triton 3.9: fastest of those tried"
@@ -332,6 +334,11 @@ def _decode(
     return ConfigRow("decode.forward", archs, max_dim, config, measured, when)
 
 
+def _hopper_decode(max_dim: int, keys: int, stages: int, **how) -> ConfigRow:
+    config = HopperDecodeConfig(64, keys, 4, stages, fewest_parts=8, **how)
+    return ConfigRow("hopper_decode.forward", ("sm_90",), max_dim, config, _H200_NEWEST, always)
+
+
 def _mla(how: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> ConfigRow:
     """For problems that all of `when` accept. Programs that wait for each other are at work at
     once: a device has a unit for each line of tiles (core/sizes.py)."""
@@ -440,6 +447,8 @@ ROWS: list[ConfigRow] = [
         for dim, keys in ((128, 64), (256, 32))
         for rows in (16, 32, 64)
     ),
+    *(_hopper_decode(*tile) for tile in ((64, 128, 3), (128, 64, 3))),
+    _hopper_decode(256, 64, 3, programs=1, registers=0),
     # Keys of 512 + 64, whose values lie in them.
     *(
         _decode(

@@ -6,6 +6,7 @@ All pure: numbers in, numbers out. Lengths may be symbols (core/symbols.py), so 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from heedful.core.arrays import ArraySpec
@@ -17,7 +18,6 @@ from heedful.core.tiles import (
     CONSUMER_ROWS,
     V_T_CHUNK,
     V_T_KEYS,
-    DecodeConfig,
     HopperBackwardConfig,
     HopperConfig,
     HopperForwardConfig,
@@ -288,7 +288,9 @@ def _short_q(plan: "Plan") -> dict[str, int]:
     return {"short_q": plan.short_q} if plan.short_q else {}
 
 
-def _decode_tiles(plan: "Plan", config: DecodeConfig, problem: AttentionProblem) -> tuple[int, int]:
+def _decode_tiles(
+    plan: "Plan", config: SharedKeysConfig, problem: AttentionProblem
+) -> tuple[int, int]:
     """Tiles of rows of a KV head, of a sequence, or of packed ones of all, as many as there can be;
     and units of all sequences."""
     if plan.short_q:
@@ -301,11 +303,13 @@ def _decode_tiles(plan: "Plan", config: DecodeConfig, problem: AttentionProblem)
     return tiles, tiles * problem.batch
 
 
-def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
+def _decode_forward(
+    plan: "Plan", problem: AttentionProblem, splits: int, kernel: str = "decode.forward"
+):
     """Programs for the whole device, as many for each line of units, unless there is less to do.
     Scratch for two parts of each, or for all of a tile of rows that is split in a given number."""
-    config, heads = plan.configs["decode.forward"], problem.heads_k
-    assert isinstance(config, DecodeConfig)
+    config, heads = plan.configs[kernel], problem.heads_k
+    assert isinstance(config, SharedKeysConfig)
     tiles, all_units = _decode_tiles(plan, config, problem)
     # Lines of a KV head, and units of a line.
     rows, units = (1, all_units) if problem.total_q is not None else (tiles, problem.batch)
@@ -319,7 +323,7 @@ def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     shares = smaller(larger(1, places), units * parts)
     programs, units = shares * lines, units * lines
     numbers = {"tiles": tiles, **_short_q(plan)}
-    launches = {"decode.forward": LaunchSizes((programs, 1, 1), numbers)}
+    launches = {kernel: LaunchSizes((programs, 1, 1), numbers)}
     if problem.num_splits == 1:
         return launches, ()
     slots = units * problem.num_splits if problem.num_splits else 2 * programs
@@ -373,6 +377,7 @@ def _mla_forward(plan: "Plan", problem: AttentionProblem, splits: int):
 _FORWARD = {
     "mla.forward": _mla_forward,
     "decode.forward": _decode_forward,
+    "hopper_decode.forward": partial(_decode_forward, kernel="hopper_decode.forward"),
     "hopper.forward": _hopper_forward,
     "hopper.fp8_forward": _hopper_forward,
     "cdna.forward": _cdna_forward,

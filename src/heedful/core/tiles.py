@@ -66,30 +66,28 @@ class SharedKeysConfig(TileConfig):
 
     programs: for each unit of the device. least_tiles: tiles of keys of a program at least, unless
     a KV head then had fewer than `fewest_parts` programs. overhead: what a part costs beside its
-    keys, in tiles of keys.
+    keys, in tiles of keys. merge_values: of all parts, that each thread merges at once.
     """
 
     programs: int = 2
     least_tiles: int = 4
     fewest_parts: int = 1
     overhead: int = 0
+    merge_values: int = 32
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig(SharedKeysConfig):
     """A tile of the decode kernel, whose rows are the query heads of a KV head at each position.
 
-    conversion: of stored values of 8
-    and 4 bits: 0 the compiler's, 1 by PTX, of sm_90 on, 2 by the fewest instructions: of integers a
-    permutation and an fma, of floats to float16.
-    merge_values: of all parts, that each of 32 threads of a warp merges at once; merge_stages: how
-    often so many are on their way, as many as loads take longer than sums. registers: of a thread
-    at most, of NVIDIA parts alone; 0 = the compiler's choice. fetch_ahead: so many key tiles ahead
-    rows of a cache in one piece are brought to the L2, of NVIDIA parts alone; 0 = not.
+    conversion: of stored values of 8 and 4 bits: 0 the compiler's, 1 by PTX, of sm_90 on, 2 by the
+    fewest instructions: of integers a permutation and an fma, of floats to float16. merge_stages:
+    how often `merge_values` are on their way, as many as loads take longer than sums. registers: of
+    a thread at most, of NVIDIA parts alone; 0 = the compiler's choice. fetch_ahead: so many key
+    tiles ahead rows of a cache in one piece are brought to the L2, of NVIDIA parts alone; 0 = not.
     """
 
     conversion: int = 0
-    merge_values: int = 32
     merge_stages: int = 1
     registers: int = 0
     fetch_ahead: int = 0
@@ -99,7 +97,7 @@ class DecodeConfig(SharedKeysConfig):
 class MlaConfig(SharedKeysConfig):
     """A tile of the MLA decode: 64 query rows by 128 keys, 64 for each of two consumers.
 
-    merge_values: of all parts, that a thread merges at once. columns: of values in one product, 128
+    columns: of values in one product, 128
     or 256, which are released together. ahead: boxes of the next step's first scores that are
     queued behind a step's last values. in_order: 1: the first consumer's product with the second
     block's values is queued behind the second's. merge: 1: parts are merged by all programs that
@@ -114,6 +112,20 @@ class MlaConfig(SharedKeysConfig):
     merge: int = 0
     consumer_regs: int = 240
     producer_regs: int = 24
+
+
+@dataclass(frozen=True, slots=True)
+class HopperDecodeConfig(SharedKeysConfig):
+    """A tile of the Hopper decode: 64 query rows, of one consumer. num_stages: of keys, and of
+    values.
+
+    merge: as of `MlaConfig`. registers: of a thread as a program begins, 0 = all that there are;
+    the producer keeps `producer_regs` and the consumer takes the others.
+    """
+
+    merge: int = 0
+    registers: int = 128
+    producer_regs: int = 72
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,16 +18,20 @@ class MlaIO(NamedTuple):
 
 
 class MlaTile(NamedTuple):
-    """HEAD_DIM: of queries and keys. BLOCK_M: query rows, 64. BLOCK_N: keys of a step, 128. ROWS: a
-    power of two that a tile's rows are within. COLUMNS: of values in one product, which are
+    """HEAD_DIM: of queries and keys. HEAD_DIM_V: of values, of which each of the CONSUMERS has
+    BLOCK_E. BLOCK_M: query rows, 64. BLOCK_N: keys of a step, 128. ROWS: a power of two that a
+    tile's rows are within. COLUMNS: of values in one product, which are
     released together. AHEAD: boxes of the next step's first scores that are queued behind a step's
     last values. IN_ORDER: the first consumer's product with the second block's values is queued
     behind the second's. MERGE: all programs that have a part of a sequence merge some of its
     rows."""
 
     HEAD_DIM: Const
+    HEAD_DIM_V: Const
     BLOCK_M: Const
     BLOCK_N: Const
+    BLOCK_E: Const
+    CONSUMERS: Const
     ROWS: Const
     COLUMNS: Const
     AHEAD: Const
@@ -38,7 +42,8 @@ class MlaTile(NamedTuple):
 
 
 class MlaParams(NamedTuple):
-    """What the roles of a program share. Raw scores times scale_log2 are logits in base 2."""
+    """What the roles of a program share. Raw scores times scale_log2 are logits in base 2. sink:
+    (H,), one more logit of each row."""
 
     seqs: Sequences
     shape: Shape
@@ -47,4 +52,5 @@ class MlaParams(NamedTuple):
     kv_rows: KVRows
     work: DecodeWork
     tile: MlaTile
+    sink: In[Ptr]
     scale_log2: Num

@@ -9,10 +9,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from heedful.kernels.args.mla import MlaIO, MlaParams
+from heedful.kernels.hopper.decode_share import own_share
 from heedful.kernels.hopper.mla_consumer import mla_consumer
 from heedful.kernels.hopper.mla_producer import mla_producer
-from heedful.kernels.hopper.mla_shared import MlaShared, Share
-from heedful.kernels.portable.decode_work import share_of
+from heedful.kernels.hopper.mla_shared import MlaShared
 
 
 @gluon.jit
@@ -21,20 +21,7 @@ def mla(io: MlaIO, params: MlaParams):
     CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     shared = MlaShared.allocate(io.k.dtype, params.tile.COLUMNS)
-    lines = params.shape.heads_k * params.work.tiles
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    x, end, each, b, base, _ = share_of(
-        gl.program_id(0) // lines,
-        gl.num_programs(0) // lines,
-        gl.arange(0, 1, layout=layout),
-        gl.arange(0, params.work.LOOKS, layout=layout),
-        params.seqs,
-        params.shape,
-        params.mask,
-        params.work,
-        params.tile,
-    )
-    share = Share(x, end, each, b, base)
+    share, _empty = own_share(params)
     fence_async_shared()
     gl.warp_specialize(
         [

@@ -22,8 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.compat import opaque
+from heedful.kernels.hopper.decode_results import finish_piece, merge_share
+from heedful.kernels.hopper.decode_share import look
 from heedful.kernels.hopper.mask import mask_outside
-from heedful.kernels.hopper.mla_results import finish_piece, merge_share
 from heedful.kernels.hopper.mla_shared import (
     BOXES,
     HALF,
@@ -31,7 +32,6 @@ from heedful.kernels.hopper.mla_shared import (
     VALUE_BOXES,
     WIDTH,
     box_in_turn,
-    look,
 )
 from heedful.kernels.hopper.mma import ROWS, scale_output, scores_layout
 from heedful.kernels.hopper.pingpong import _at_barrier
@@ -286,6 +286,16 @@ def first_steps(shared, params, piece, least_stop, visit, acc, m_M, l_ML):
 
 
 @gluon.jit
+def all_sums(shared, l_ML, pieces, layout: gl.constexpr, CONSUMER: gl.constexpr):
+    """Sums of rows over both consumers' blocks, whose references are the same by now."""
+    l_M = gl.convert_layout(gl.sum(l_ML, 1), layout)
+    shared.sums.index(CONSUMER).store(l_M)
+    barrier.arrive_each_warp(shared.sums_full.index(0))
+    barrier.wait(shared.sums_full.index(0), pieces & 1)
+    return l_M + shared.sums.index(1 - CONSUMER).load(layout)
+
+
+@gluon.jit
 def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
     """Columns [256 CONSUMER, 256 CONSUMER + 256) of all pieces of a program."""
     dtype: gl.constexpr = shared.q.dtype
@@ -323,7 +333,10 @@ def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
                         )
                     visit += 1
             barrier.arrive_after_mma(shared.q_empty.index(0))
-            finish_piece(io, shared, params, piece, pieces, acc, m_M, l_ML, CONSUMER)
+            rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+            l_M = all_sums(shared, l_ML, pieces, rows, CONSUMER)
+            m_M = gl.convert_layout(m_M, rows)
+            finish_piece(io, params, piece, acc, m_M, l_M, CONSUMER)
             pieces += 1
     if params.tile.MERGE and params.work.merge.partial_out is not None:
         merge_share(io, params, whole, CONSUMER)

@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from heedful.kernels.hopper.compat import reinterpret, tma_load
+from heedful.kernels.hopper.decode_share import look
 from heedful.kernels.hopper.mla_shared import (
     BLOCKS,
     BOXES,
@@ -12,7 +13,6 @@ from heedful.kernels.hopper.mla_shared import (
     VALUE_BOXES,
     WIDTH,
     box_in_turn,
-    look,
 )
 from heedful.kernels.hopper.sequences import box, within
 

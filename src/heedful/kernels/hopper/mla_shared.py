@@ -1,11 +1,9 @@
-"""Shared memory of the MLA decode, who waits for what in it, and which keys a program has.
+"""Shared memory of the MLA decode, and who waits for what in it.
 
 A step has two blocks of 64 keys, each of nine boxes of 64 columns: eight of values, in a left half
 and a right half, and the rest, which is key alone. A block's rest is where its probabilities go, as
 soon as its scores are there. A product takes a part of a half, and frees its boxes.
 """
-
-from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -13,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from heedful.kernels.hopper.barrier import barriers
 from heedful.kernels.hopper.compat import aggregate, reinterpret
 from heedful.kernels.hopper.mma import ROWS
-from heedful.kernels.portable.decode_work import facts, next_piece, sequence_length
 
 KEYS: gl.constexpr = gl.constexpr(64)  # of a block
 BLOCKS: gl.constexpr = gl.constexpr(2)  # of a step, one for each consumer
@@ -118,71 +115,3 @@ def boxes_of(tiles):
     COUNT: gl.constexpr = tiles.shape[0] * tiles.shape[2] // WIDTH
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_OF, WIDTH], tiles.dtype)
     return reinterpret(tiles, tiles.dtype, [COUNT, ROWS_OF, WIDTH], layout)
-
-
-class Share(NamedTuple):
-    """A program's share of a line, see portable/decode_work.py: where on the line it is and ends,
-    the sequence there, and where that begins."""
-
-    x: Any
-    end: Any
-    each: Any
-    b: Any
-    base: Any
-
-
-class Piece(NamedTuple):
-    """What a program does next: visits [start, stop), perhaps none, of 128 keys of sequence b for
-    rows from row0 on of KV head g. The rest as in portable/decode_work.py."""
-
-    start: Any
-    stop: Any
-    b: Any
-    g: Any
-    row0: Any
-    len_q: Any
-    stored_q: Any
-    token_k: Any
-    len_k: Any
-    off: Any
-    work: Any
-
-
-@gluon.jit
-def look(share, params):
-    """(the piece where the share is, the share behind it)."""
-    line = gl.program_id(0) % (params.shape.heads_k * params.work.tiles)
-    lines = params.shape.heads_k * params.work.tiles
-    g = line % params.shape.heads_k
-    row_tile = line // params.shape.heads_k
-    _token_q, len_q, stored_q, token_k, len_k, _stored_k, off = facts(
-        share.b, params.seqs, params.mask
-    )
-    visits, length = sequence_length(
-        len_q,
-        stored_q,
-        len_k,
-        off,
-        params.seqs,
-        params.shape,
-        params.mask,
-        params.work,
-        params.tile,
-    )
-    is_here = share.x < share.base + length
-    index = (share.b * params.work.tiles + row_tile) * params.shape.heads_k + g
-    own = share.x // share.each
-    work = next_piece(
-        own, share.x, share.end, share.each, share.base, index, visits, line, lines, params.work
-    )
-    stop = gl.where(is_here, work.stop, work.start)
-    row0 = row_tile * params.tile.BLOCK_M
-    piece = Piece(work.start, stop, share.b, g, row0, len_q, stored_q, token_k, len_k, off, work)
-    behind = Share(
-        gl.where(is_here, work.next, share.x),
-        share.end,
-        share.each,
-        gl.where(is_here, share.b, share.b + 1),
-        gl.where(is_here, share.base, share.base + length),
-    )
-    return piece, behind

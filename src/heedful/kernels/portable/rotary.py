@@ -5,7 +5,6 @@ import triton.language as tl
 
 from heedful.kernels.args.portable import Rotary
 from heedful.kernels.common.sequences import within
-from heedful.kernels.portable.sequences import wide
 
 
 @triton.jit
@@ -25,7 +24,7 @@ def rotated(row_N, dims, exists_ND, place_N, rotary: Rotary):
     x_ND = tl.load(row_N[:, None] + dims[None, :], mask=exists_ND, other=0.0).to(tl.float32)
     other_ND = tl.load(row_N[:, None] + partner[None, :], mask=rotates_ND, other=0.0).to(tl.float32)
     positions = within(place_N + rotary.position0, 0, rotary.positions - 1)
-    angles = wide(positions)[:, None] * rotary.stride_n + angle[None, :]
+    angles = positions.to(tl.int64)[:, None] * rotary.stride_n + angle[None, :]
     c_ND = tl.load(rotary.cos + angles, mask=rotates_ND, other=1.0).to(tl.float32)
     s_ND = tl.load(rotary.sin + angles, mask=rotates_ND, other=0.0).to(tl.float32)
     return x_ND * c_ND + tl.where(is_first[None, :], -other_ND, other_ND) * s_ND

@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from heedful.core.arrays import ArraySpec
 from heedful.core.plan import Plan
 from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.core.sizes import Sizes
-from heedful.core.tiles import MERGE_ROWS, DecodeConfig, MlaConfig, pow2
+from heedful.core.tiles import MERGE_ROWS, DecodeConfig, SharedKeysConfig, pow2
 from heedful.kernels.args.decode import DecodeAppend, DecodeMerge, DecodeTile, DecodeWork
 from heedful.kernels.args.shared import ForwardIO, KVLayout
 from heedful.launch.bind import groups, portable_cache
@@ -39,18 +40,28 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
 
 def step(plan: Plan, buffers: Buffers, interleaved: bool, position0: int) -> Program:
     """The forward, whose kernel appends and rotates first: see `launch.programs.step`."""
+    sizes, config = plan.sizes(), plan.configs["decode.forward"]
+    assert isinstance(config, DecodeConfig)
+    given, append, names = appending(plan, buffers, interleaved, position0)
+    given |= {w.name: w.buffer for w in sizes.workspaces}
+    call = decode_call(plan.problem, plan, config, sizes, given, append)
+    return Program((call,), sizes.workspaces).renamed(names)
+
+
+def appending(
+    plan: Plan, buffers: Buffers, interleaved: bool, position0: int
+) -> tuple[dict[str, ArraySpec], DecodeAppend, dict[str, str]]:
+    """(arrays of a kernel that appends, under the names of a forward's; what it appends; the
+    call's own names of them)."""
     names = {"seqused_k": "cache_seqlens"}
     if "q_new" in buffers:
         names["q"] = "q_new"
-    problem, sizes, config = plan.problem, plan.sizes(), plan.configs["decode.forward"]
-    assert isinstance(config, DecodeConfig)
     given = {**buffers, **{name: buffers[own] for name, own in names.items()}}
+    problem = plan.problem
     append = portable_cache.within_decode(
         given, problem.page_size, interleaved, problem.mask.bounded, position0
     )
-    given |= {w.name: w.buffer for w in sizes.workspaces}
-    call = decode_call(problem, plan, config, sizes, given, append)
-    return Program((call,), sizes.workspaces).renamed(names)
+    return given, append, names
 
 
 def clear_calls(problem: AttentionProblem, buffers: Buffers) -> tuple[KernelCall, ...]:
@@ -125,17 +136,20 @@ def _work(
         merge_stages=config.merge_stages,
         awaits_stores=plan.device.arch.startswith("gfx9"),  # CDNA
     )
-    # Keys are as many as are said, or as storage has.
-    said = any(name in buffers for name in ("cu_seqlens_k", "seqused_k", "leftpad_k"))
     return work._replace(
         short_q=Scalar(numbers["short_q"]) if "short_q" in numbers else None,
-        SKIPS_EMPTY=said and not problem.varlen_q,
+        SKIPS_EMPTY=may_be_empty(buffers) and not problem.varlen_q,
     )
+
+
+def may_be_empty(buffers: Buffers) -> bool:
+    """Whether sequences may have no keys: they have as many as are said, or as storage has."""
+    return any(name in buffers for name in ("cu_seqlens_k", "seqused_k", "leftpad_k"))
 
 
 def shared_work(
     problem: AttentionProblem,
-    config: DecodeConfig | MlaConfig,
+    config: SharedKeysConfig,
     buffers: Buffers,
     tiles: int,
     at_once: int,

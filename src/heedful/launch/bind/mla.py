@@ -16,8 +16,9 @@ from heedful.launch.bind.hopper import SWIZZLE, page_rows
 from heedful.launch.bind.portable import shared_divisor
 from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar, TensorMap
 
+CONSUMERS = 2
 BLOCK_KEYS = 64  # of a consumer
-ROWS_AT_ONCE = 16  # of a tile, whose parts are merged at once (mla_results.py)
+ROWS_AT_ONCE = 16  # of a tile, whose parts are merged at once (decode_results.py)
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -51,9 +52,10 @@ def _call(
                 config,
                 buffers,
                 launch.numbers["tiles"],
-                ROWS_AT_ONCE * (problem.head_dim_v // 2),
+                ROWS_AT_ONCE * (problem.head_dim_v // CONSUMERS),
             ),
             tile=_tile(problem, config),
+            sink=groups.pointer(buffers, "sink"),
             scale_log2=groups.number(problem.scale * math.log2(math.e)),
         ),
     }
@@ -87,8 +89,11 @@ def _rows(problem: AttentionProblem) -> int:
 def _tile(problem: AttentionProblem, config: MlaConfig) -> MlaTile:
     return MlaTile(
         HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
+        BLOCK_E=problem.head_dim_v // CONSUMERS,
+        CONSUMERS=CONSUMERS,
         ROWS=_rows(problem),
         COLUMNS=config.columns,
         AHEAD=config.ahead,

@@ -1,9 +1,8 @@
-"""How the results of a piece of the MLA decode leave, as portable/decode_merge.py has it: whole
-ones at once, partial ones to scratch, from where the last to finish a part merges them, or all who
-have one, each some rows.
+"""How the results of a piece of a decode leave, as portable/decode_merge.py has it: whole ones at
+once, partial ones to scratch, from where the last to finish a part merges them, or all who have
+one, each some rows.
 
-Each consumer has its half of the columns to itself: slots, counts and merges of its own. Only sums
-of rows are exchanged.
+Each consumer has its columns of the output to itself: slots, counts and merges of its own.
 
 M query rows, P parts, E value columns of a consumer.
 """
@@ -11,42 +10,49 @@ M query rows, P parts, E value columns of a consumer.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.compat import inline_asm, opaque
-from heedful.kernels.hopper.epilogue import LN2
-from heedful.kernels.hopper.mla_shared import HALF, look
+from heedful.kernels.hopper.decode_share import look
+from heedful.kernels.hopper.epilogue import LN2, LOG2E
 from heedful.kernels.hopper.mma import ROWS, scale_output
 from heedful.kernels.hopper.softmax import shift_of
+from heedful.kernels.portable.decode_work import facts
 
 
 @gluon.jit
-def all_sums(shared, l_ML, pieces, layout: gl.constexpr, CONSUMER: gl.constexpr):
-    """Sums of rows over both consumers' blocks, whose references are the same by now."""
-    l_M = gl.convert_layout(gl.sum(l_ML, 1), layout)
-    shared.sums.index(CONSUMER).store(l_M)
-    barrier.arrive_each_warp(shared.sums_full.index(0))
-    barrier.wait(shared.sums_full.index(0), pieces & 1)
-    return l_M + shared.sums.index(1 - CONSUMER).load(layout)
+def with_sink(params, head_M, m_M, l_M):
+    """(maximum in base 2, sum, what results are to be multiplied by) of rows, with the sink as one
+    more logit of each."""
+    if params.sink is None:
+        return m_M, l_M, gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
+    else:
+        logit_M = gl.load(params.sink + head_M) * LOG2E
+        top_M = gl.maximum(m_M, logit_M)
+        shift_M = shift_of(top_M)
+        old_M = gl.exp2(m_M - shift_M)
+        return top_M, l_M * old_M + gl.exp2(logit_M - shift_M), old_M
 
 
 @gluon.jit
 def store_whole(io, params, piece, row, x_ME, m_M, l_M, FIRST: gl.constexpr):
-    """Writes columns from FIRST on of rows from `row` on, whose maxima are in base 2, and beside
-    the first column the log-sum-exp. Rows that are stored but not used are 0 and -inf."""
+    """Writes columns from FIRST on of rows from `row` on, whose maxima are in base 2, with the
+    sink, and beside the first column the log-sum-exp. Rows that are stored but not used are 0 and
+    -inf."""
     layout: gl.constexpr = x_ME.type.layout
     group = params.shape.heads_q // params.shape.heads_k
     rows_M = row + gl.arange(0, x_ME.shape[0], layout=gl.SliceLayout(1, layout))
-    dims_E = gl.arange(0, x_ME.shape[1], layout=gl.SliceLayout(0, layout))
+    dims_E = FIRST + gl.arange(0, x_ME.shape[1], layout=gl.SliceLayout(0, layout))
     pos_M = rows_M // group
     head_M = piece.g * group + rows_M % group
     used_M = pos_M < piece.len_q
-    inverse_M = gl.where(used_M & (l_M != 0.0), 1.0 / l_M, 0.0)
+    m_M, l_M, times_M = with_sink(params, head_M, m_M, l_M)
+    inverse_M = gl.where(used_M & (l_M != 0.0), times_M / l_M, 0.0)
     x_ME = gl.where(used_M[:, None], x_ME * inverse_M[:, None], 0.0)
     at_M = pos_M.to(gl.int64) * io.out.stride_n + head_M * io.out.stride_h
-    out = io.out.ptr + piece.b.to(gl.int64) * io.out.stride_b + FIRST
+    out = io.out.ptr + piece.b.to(gl.int64) * io.out.stride_b
     stored_M = pos_M < piece.stored_q
+    stored_ME = stored_M[:, None] & (dims_E < params.tile.HEAD_DIM_V)[None, :]
     values = x_ME.to(io.out.ptr.dtype.element_ty)
-    gl.store(out + at_M[:, None] + dims_E[None, :], values, mask=stored_M[:, None])
+    gl.store(out + at_M[:, None] + dims_E[None, :], values, mask=stored_ME)
     if io.lse.ptr is not None and FIRST == 0:
         lse_M = gl.where(used_M, (m_M + gl.log2(l_M)) * LN2, float("-inf"))
         lse = io.lse.ptr + piece.b.to(gl.int64) * io.lse.stride_b
@@ -63,57 +69,104 @@ def store_parts(io, params, piece, row, acc, m_M, l_M, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def slot_row(slot, CONSUMER: gl.constexpr):
+def store_empty(io, params):
+    """Writes out and lse of sequences without keys: of a KV head its programs' share of all rows,
+    in tiles that lie across sequences."""
+    E: gl.constexpr = params.tile.BLOCK_E
+    LANES: gl.constexpr = min(E // 4, 32)
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
+    heads = params.shape.heads_k
+    group = params.shape.heads_q // heads
+    rows = params.seqs.seqlen_q * group
+    g = gl.program_id(0) % heads
+    tile_M = gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    dims_E = gl.arange(0, E, layout=gl.SliceLayout(0, layout))
+    zero_ME = gl.zeros([ROWS, E], io.out.ptr.dtype.element_ty, layout)
+    first = gl.program_id(0) // heads * ROWS
+    for row in range(first, params.shape.batch * rows, gl.num_programs(0) // heads * ROWS):
+        row_M = row + tile_M
+        exists_M = row_M < params.shape.batch * rows
+        b_M = gl.minimum(row_M // rows, params.shape.batch - 1)
+        pos_M = row_M % rows // group
+        head_M = g * group + row_M % group
+        _tq, len_q, _sq, _tk, len_k, _sk, _off = facts(b_M, params.seqs, params.mask)
+        empty_M = exists_M & (len_k <= 0)
+        b_M = b_M.to(gl.int64)
+        at_M = b_M * io.out.stride_b + pos_M * io.out.stride_n + head_M * io.out.stride_h
+        ok_ME = empty_M[:, None] & (dims_E < params.tile.HEAD_DIM_V)[None, :]
+        gl.store(io.out.ptr + at_M[:, None] + dims_E[None, :], zero_ME, mask=ok_ME)
+        if io.lse.ptr is not None:
+            lse_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
+            if params.sink is not None:
+                lse_M = gl.where(pos_M < len_q, gl.load(params.sink + head_M), lse_M)
+            at_M = b_M * io.lse.stride_b + head_M * io.lse.stride_h + pos_M
+            gl.store(io.lse.ptr + at_M, lse_M, mask=empty_M)
+
+
+@gluon.jit
+def slot_row(params, slot, CONSUMER: gl.constexpr):
     """The first row of a consumer's slot."""
-    return (slot.to(gl.int64) * 2 + CONSUMER) * ROWS
+    return (slot.to(gl.int64) * params.tile.CONSUMERS + CONSUMER) * ROWS
 
 
 @gluon.jit
 def store_part(params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr):
     """Writes a part's own normalised results, and its log-sum-exp in base 2."""
+    E: gl.constexpr = params.tile.BLOCK_E
     layout: gl.constexpr = acc[0].type.layout
     rows_M = opaque(0) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
     COLUMNS: gl.constexpr = acc[0].shape[1]
     dims_E = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     acc = scale_output(acc, 1.0 / gl.where(l_M == 0.0, 1.0, l_M))
-    first = slot_row(piece.work.slot, CONSUMER)
+    first = slot_row(params, piece.work.slot, CONSUMER)
     kept_M = rows_M < params.tile.ROWS
-    out = params.work.merge.partial_out + first * HALF
+    out = params.work.merge.partial_out + first * E
     for which in gl.static_range(len(acc)):
-        at_ME = (rows_M * HALF)[:, None] + (which * COLUMNS + dims_E)[None, :]
+        at_ME = (rows_M * E)[:, None] + (which * COLUMNS + dims_E)[None, :]
         gl.store(out + at_ME, acc[which], mask=kept_M[:, None])
     gl.store(params.work.merge.partial_lse + first + rows_M, m_M + gl.log2(l_M), mask=kept_M)
+
+
+@gluon.constexpr_function
+def merge_layout(rows, columns):
+    """That of (parts, rows, columns), four columns of a thread: warps have rows of their own, then
+    columns, then parts."""
+    lanes = min(columns // 4, 32)
+    of_rows = min(rows, 4)
+    of_columns = min(4 // of_rows, max(columns // 128, 1))
+    of_parts = 4 // (of_rows * of_columns)
+    return gl.BlockedLayout(
+        [1, 1, 4], [32 // lanes, 1, lanes], [of_parts, of_rows, of_columns], [2, 1, 0]
+    )
 
 
 @gluon.jit
 def merged(params, piece, row, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.constexpr):
     """(outputs, maximum in base 2, sum) of all parts of M rows from `row` on, in their order, P at
     a time."""
-    WARPS: gl.constexpr = min(M, 4)
-    layout: gl.constexpr = gl.BlockedLayout(
-        [1, 1, 4], [1, 1, 32], [1, WARPS, 4 // WARPS], [2, 1, 0]
-    )
+    E: gl.constexpr = params.tile.BLOCK_E
+    layout: gl.constexpr = merge_layout(M, E)
     of_rows: gl.constexpr = gl.SliceLayout(2, layout)
     one: gl.constexpr = gl.SliceLayout(0, layout)
     rows_M = row + gl.arange(0, M, layout=gl.SliceLayout(0, of_rows))
     part_P = gl.arange(0, P, layout=gl.SliceLayout(1, of_rows))
-    dims_E = gl.arange(0, HALF, layout=gl.SliceLayout(0, one))
+    dims_E = gl.arange(0, E, layout=gl.SliceLayout(0, one))
     m_M = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(1, one))
     l_M = gl.zeros([M], gl.float32, gl.SliceLayout(1, one))
-    acc = gl.zeros([M, HALF], gl.float32, one)
+    acc = gl.zeros([M, E], gl.float32, one)
     work = piece.work
     for begin in range(0, work.parts, P):
         number_P = begin + part_P
         exists_P = number_P < work.parts
         slot_P = gl.where(number_P == 0, work.first, work.rest + work.step * number_P)
-        row_PM = slot_row(slot_P, CONSUMER)[:, None] + rows_M[None, :]
+        row_PM = slot_row(params, slot_P, CONSUMER)[:, None] + rows_M[None, :]
         lse_PM = gl.load(
             params.work.merge.partial_lse + row_PM,
             mask=exists_P[:, None],
             other=float("-inf"),
             cache_modifier=".cg",
         )
-        at_PME = gl.expand_dims(row_PM * HALF, 2) + gl.expand_dims(dims_E[None, :], 0)
+        at_PME = gl.expand_dims(row_PM * E, 2) + gl.expand_dims(dims_E[None, :], 0)
         part_PME = gl.load(
             params.work.merge.partial_out + at_PME,
             mask=gl.expand_dims(exists_P[:, None], 2),
@@ -163,39 +216,45 @@ def merge_rows(io, params, piece, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl
     for turn in range(number, params.tile.ROWS // M, work.parts):
         row = turn * M
         out, top_M, sum_M = merged(params, piece, row, M, P, CONSUMER)
-        store_whole(io, params, piece, piece.row0 + row, out, top_M, sum_M, CONSUMER * HALF)
+        FIRST: gl.constexpr = CONSUMER * params.tile.BLOCK_E
+        store_whole(io, params, piece, piece.row0 + row, out, top_M, sum_M, FIRST)
 
 
 @gluon.jit
 def merge_share(io, params, share, CONSUMER: gl.constexpr):
     """Merges some rows of each unit that this share has a part of. All own parts are in scratch, or
     programs would wait for each other in a row."""
+    ROWS_OF: gl.constexpr = params.tile.ROWS
     while share.x < share.end:
         piece, share = look(share, params)
         if (piece.start < piece.stop) & (piece.work.parts > 1):
             parts = piece.work.parts
-            count = params.work.merge.counts + 2 * piece.work.index + CONSUMER
+            count = count_of(params, piece, CONSUMER)
             wait_for_parts(count, parts)
             # All threads have seen it before it goes on.
             gl.barrier()
             count_to_zero(count, 2 * parts - 1)
-            # 128 values of a thread on their way, of few parts or of few rows.
-            if params.tile.ROWS > 16:
+            # 128 values of a thread on their way at most, of few parts or of few rows.
+            FEW: gl.constexpr = 1 if ROWS_OF <= 4 else 2
+            if ROWS_OF > 16:
                 if parts <= 8:
                     merge_rows(io, params, piece, 8, 8, CONSUMER)
                 else:
-                    merge_rows(io, params, piece, 2, 32, CONSUMER)
+                    merge_rows(io, params, piece, FEW, 32, CONSUMER)
             else:
-                merge_rows(io, params, piece, 2, 32, CONSUMER)
+                merge_rows(io, params, piece, FEW, 32, CONSUMER)
 
 
 @gluon.jit
-def finish_piece(io, shared, params, piece, pieces, acc, m_M, l_ML, CONSUMER: gl.constexpr):
-    """What becomes of a piece's results."""
-    rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
-    FIRST: gl.constexpr = CONSUMER * HALF
-    m_M = gl.convert_layout(m_M, rows)
-    l_M = all_sums(shared, l_ML, pieces, rows, CONSUMER)
+def count_of(params, piece, CONSUMER: gl.constexpr):
+    """Where the parts of a unit are counted."""
+    return params.work.merge.counts + params.tile.CONSUMERS * piece.work.index + CONSUMER
+
+
+@gluon.jit
+def finish_piece(io, params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr):
+    """What becomes of a consumer's results of a piece."""
+    FIRST: gl.constexpr = CONSUMER * params.tile.BLOCK_E
     row0 = opaque(piece.row0)
     if params.work.merge.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
         store_parts(io, params, piece, row0, acc, m_M, l_M, FIRST)
@@ -205,7 +264,7 @@ def finish_piece(io, shared, params, piece, pieces, acc, m_M, l_ML, CONSUMER: gl
         store_part(params, piece, acc, m_M, l_M, CONSUMER)
         # All threads' results, before the count says that they are there.
         gl.barrier()
-        count = params.work.merge.counts + 2 * piece.work.index + CONSUMER
+        count = count_of(params, piece, CONSUMER)
         done = gl.atomic_add(count, 1, sem="acq_rel", scope="gpu")
         if not params.tile.MERGE:  # noqa: SIM102  (known when compiling, and `and` is not)
             if done == piece.work.parts - 1:

@@ -1,0 +1,122 @@
+"""Which keys a program of a decode has, as each of its roles finds out by itself: all walk the same
+share of a line, piece by piece (portable/decode_work.py)."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.portable.decode_work import (
+    facts,
+    next_piece,
+    sequence_length,
+    share_of,
+    span_of,
+)
+
+
+class Share(NamedTuple):
+    """A program's share of a line: where on the line it is and ends, how long each share is, the
+    sequence there, and where that begins."""
+
+    x: Any
+    end: Any
+    each: Any
+    b: Any
+    base: Any
+
+
+class Piece(NamedTuple):
+    """What a program does next: visits [start, stop) of key tiles, perhaps none, of sequence b for
+    rows from row0 on of KV head g. span: which key tiles those are; work: where results go. The
+    rest as `facts` has them."""
+
+    start: Any
+    stop: Any
+    b: Any
+    g: Any
+    row0: Any
+    len_q: Any
+    stored_q: Any
+    token_k: Any
+    len_k: Any
+    stored_k: Any
+    off: Any
+    span: Any
+    work: Any
+
+
+@gluon.jit
+def own_share(params):
+    """(a program's share, how many sequences have no keys), ahead of all roles."""
+    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    lines = params.shape.heads_k * params.work.tiles
+    x, end, each, b, base, empty = share_of(
+        gl.program_id(0) // lines,
+        gl.num_programs(0) // lines,
+        gl.arange(0, 1, layout=layout),
+        gl.arange(0, params.work.LOOKS, layout=layout),
+        params.seqs,
+        params.shape,
+        params.mask,
+        params.work,
+        params.tile,
+    )
+    return Share(x, end, each, b, base), empty
+
+
+@gluon.jit
+def look(share, params):
+    """(the piece where the share is, the share behind it)."""
+    line = gl.program_id(0) % (params.shape.heads_k * params.work.tiles)
+    lines = params.shape.heads_k * params.work.tiles
+    g = line % params.shape.heads_k
+    row_tile = line // params.shape.heads_k
+    _token_q, len_q, stored_q, token_k, len_k, stored_k, off = facts(
+        share.b, params.seqs, params.mask
+    )
+    visits, length = sequence_length(
+        len_q,
+        stored_q,
+        len_k,
+        off,
+        params.seqs,
+        params.shape,
+        params.mask,
+        params.work,
+        params.tile,
+    )
+    is_here = share.x < share.base + length
+    index = (share.b * params.work.tiles + row_tile) * params.shape.heads_k + g
+    own = share.x // share.each
+    work = next_piece(
+        own, share.x, share.end, share.each, share.base, index, visits, line, lines, params.work
+    )
+    stop = gl.where(is_here, work.stop, work.start)
+    row0 = row_tile * params.tile.BLOCK_M
+    group = params.shape.heads_q // params.shape.heads_k
+    last = gl.minimum((row0 + params.tile.BLOCK_M - 1) // group, len_q - 1)
+    span = span_of(row0 // group, last, len_k, off, params.mask, params.tile)
+    piece = Piece(
+        work.start,
+        stop,
+        share.b,
+        g,
+        row0,
+        len_q,
+        stored_q,
+        token_k,
+        len_k,
+        stored_k,
+        off,
+        span,
+        work,
+    )
+    behind = Share(
+        gl.where(is_here, work.next, share.x),
+        share.end,
+        share.each,
+        gl.where(is_here, share.b, share.b + 1),
+        gl.where(is_here, share.base, share.base + length),
+    )
+    return piece, behind
