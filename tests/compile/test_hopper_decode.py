@@ -10,6 +10,7 @@ from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
+from heedful.core.tiles import HopperDecodeConfig
 from heedful.inspector.nvidia import disassemble, measure, parse_sass
 from heedful.launch import programs
 from heedful.launch.bind import hopper_decode
@@ -26,7 +27,7 @@ PROBLEMS = {
     "sixteen tokens": {"seqlen_q": 16, "mask": MaskSpec.of(True), "head_dim": 64},
     "wide": {"head_dim": 256, "page_size": 16, "used_k": True, "sink": True},
     "whole": {"num_splits": 1, "head_dim": 192},
-    "merged by all": {"used_k": True, "backend": "hopper_decode+merge=1+programs=1"},
+    "merged by all": {"used_k": True, "backend": "hopper_decode+merge=1"},
     "new": {"used_k": True, "page_size": 16, "new": 1},
     "new, rotated": {"used_k": True, "new": 1, "is_rotated": True},
     "four new, rotated": {"used_k": True, "page_size": 16, "new": 4, "is_rotated": True},
@@ -49,7 +50,9 @@ def compiled(name: str):
         (call,) = programs.step(chosen, buffers, interleaved=True, position0=0).calls
     else:
         (call,) = hopper_decode.forward(problem, chosen, buffers_of(problem)).calls
-    return chosen.configs["hopper_decode.forward"], compile_kernel(call, "sm_90")
+    config = chosen.configs["hopper_decode.forward"]
+    assert isinstance(config, HopperDecodeConfig)
+    return config, compile_kernel(call, "sm_90")
 
 
 @pytest.mark.parametrize("name", BY_DEFAULT)

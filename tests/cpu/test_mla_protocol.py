@@ -16,9 +16,9 @@ import pytest
 pytest.importorskip("triton")
 
 from heedful.kernels.args.decode import DecodeMerge, DecodeWork
+from heedful.kernels.hopper import decode_share as share_file
 from heedful.kernels.hopper import mla_consumer as consumer_file
 from heedful.kernels.hopper import mla_producer as producer_file
-from heedful.kernels.hopper import mla_results as results_file
 from heedful.kernels.hopper import mla_shared as shared_file
 from heedful.kernels.portable import decode_work
 from support.hosted import (
@@ -160,6 +160,8 @@ class Device:
                 BLOCK_M=64,
                 BLOCK_N=STEP,
                 HEAD_DIM=64 * BOXES,
+                BLOCK_E=256,
+                CONSUMERS=2,
                 COLUMNS=self.columns,
                 ROWS=64,
                 AHEAD=self.ahead,
@@ -298,8 +300,7 @@ class Device:
         made.piece = (int(piece.b), int(piece.row0), int(piece.start))
         return made
 
-    def finish(self, io, shared, params, piece, pieces, acc, m, total, CONSUMER):
-        sums = self.host.turned(results_file.all_sums)(shared, total, pieces, None, CONSUMER)
+    def finish(self, io, params, piece, acc, m, sums, CONSUMER):
         key = (int(piece.b), int(piece.row0), CONSUMER)
         assert self.at_work[self.machine.now].piece == (*key[:2], int(piece.start))
         place = (int(piece.start), int(piece.stop), int(piece.work.parts))
@@ -390,7 +391,7 @@ class Device:
         while b < len(lengths) and base + lengths[b] <= x:
             base, b = base + lengths[b], b + 1
         ints = map(Int, (x, min(x + each, sum(lengths)), each, b, base))
-        return shared_file.Share(*ints)
+        return share_file.Share(*ints)
 
     def roles(self, program):
         host, p = self.host, self.params

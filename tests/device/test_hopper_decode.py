@@ -47,7 +47,7 @@ CASES = (
 )
 
 
-@pytest.mark.parametrize("backend", ("hopper_decode", "hopper_decode+merge=1+programs=1"))
+@pytest.mark.parametrize("backend", ("hopper_decode", "hopper_decode+merge=1"))
 @pytest.mark.parametrize("num_splits", (0, 1, 3))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_hopper_decode_is_within_its_error_budget(case, num_splits, backend):

@@ -10,13 +10,13 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.hopper import barrier, mla_results
+from heedful.kernels.hopper import barrier, decode_results
 from heedful.kernels.portable import decode_merge
 from support import alone
 
 _wait = barrier.wait
 _store_part = decode_merge.store_part
-_store_latent_part = mla_results.store_part
+_store_latent_part = decode_results.store_part
 
 
 @triton.constexpr_function
@@ -60,7 +60,7 @@ def apply() -> None:
     """Has all kernels that are compiled from now on lag."""
     barrier.wait = _lag_and_wait
     decode_merge.store_part = _lag_and_store
-    mla_results.store_part = _lag_and_store_latent
+    decode_results.store_part = _lag_and_store_latent
 
 
 if __name__ == "__main__":

@@ -10,7 +10,13 @@ from typing import Any
 
 from heedful.core.device import DeviceSpec
 from heedful.core.mixed import sequences_of_both_kinds, some_are_short
-from heedful.core.preferences import Preferred, few_latent_keys, keys_of_one_length, many_rows
+from heedful.core.preferences import (
+    Preferred,
+    few_latent_keys,
+    keys_of_one_length,
+    many_rows,
+    many_rows_of_one_length,
+)
 from heedful.core.problem import (
     FEATURES,
     ITEM_BITS,
@@ -409,7 +415,7 @@ ROWS: tuple[KernelRow, ...] = (
         least=(("triton", (3, 9)),),
         appends=True,
         gates=(_some_tokens, _positive_scale, _out_as_in, _whole_pages, _few_rows),
-        unasked=(many_rows, keys_of_one_length),
+        unasked=(many_rows, many_rows_of_one_length),
         configs=("hopper_decode.forward",),
         program="heedful.launch.bind.hopper_decode",
     ),

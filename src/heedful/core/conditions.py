@@ -49,6 +49,10 @@ def no_pages(problem: AttentionProblem) -> bool:
     return not problem.page_size
 
 
+def in_pages(problem: AttentionProblem) -> bool:
+    return problem.page_size > 0
+
+
 def narrow_values(problem: AttentionProblem) -> bool:
     return problem.head_dim > 128 >= problem.head_dim_v and no_pages(problem)
 

@@ -45,6 +45,22 @@ def many_rows(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None
     return None
 
 
+# Rows of a KV head up to which the Hopper decode is ahead of the forward over keys of one length.
+DECODE_ROWS_OF_ONE_LENGTH = 16
+
+
+def many_rows_of_one_length(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
+    """Of more rows the merge of a sequence's parts by one program lasts longer, and the forward has
+    two tiles of keys on their way where this has one. Over keys of one length (D128, H200,
+    2026-11-26): 32 rows of 8 x 2048 take 23.2 us there and 24.1 here, 16 x 16384 235.6 and 238.9,
+    64 x 2048 126.9 and 125.7; 64 rows of 64 x 1024 71.6 and 73.6. Of 4 rows 64 x 8192 take 484.4
+    and 474.8, 8 x 1024 14.8 and 14.9."""
+    rows = problem.seqlen_q * problem.group
+    if problem.ragged_k or rows <= DECODE_ROWS_OF_ONE_LENGTH:
+        return None
+    return Preferred("hopper", f"for {rows} query rows of a KV head over keys of one length")
+
+
 def keys_of_one_length(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
     """Where 16-bit keys have one length the Hopper forward is faster, or as fast:
 

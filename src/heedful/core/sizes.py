@@ -4,9 +4,8 @@ All pure: numbers in, numbers out. Lengths may be symbols (core/symbols.py), so 
 `larger` stand where Python's own min and max would ask which one it is.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from heedful.core.arrays import ArraySpec
@@ -303,11 +302,23 @@ def _decode_tiles(
     return tiles, tiles * problem.batch
 
 
-def _decode_forward(
-    plan: "Plan", problem: AttentionProblem, splits: int, kernel: str = "decode.forward"
-):
-    """Programs for the whole device, as many for each line of units, unless there is less to do.
-    Scratch for two parts of each, or for all of a tile of rows that is split in a given number."""
+def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
+    """Programs for the whole device, as many for each line of units, unless there is less to do."""
+    return _shared_keys(plan, problem, "decode.forward", lambda places: places)
+
+
+def _hopper_decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
+    """The same, or few less where equal lengths then have fewer parts."""
+
+    def even(places):
+        return _even_shares(places, problem.batch)
+
+    return _shared_keys(plan, problem, "hopper_decode.forward", even)
+
+
+def _shared_keys(plan: "Plan", problem: AttentionProblem, kernel: str, shares_in: Callable):
+    """shares_in: of a line that has so many places. Scratch for two parts of each share, or for all
+    of a tile of rows that is split in a given number."""
     config, heads = plan.configs[kernel], problem.heads_k
     assert isinstance(config, SharedKeysConfig)
     tiles, all_units = _decode_tiles(plan, config, problem)
@@ -320,17 +331,18 @@ def _decode_forward(
         parts = smaller(parts, problem.num_splits)
     lines = rows * heads
     places = plan.device.units * config.programs // larger(1, lines)
-    shares = smaller(larger(1, places), units * parts)
+    shares = smaller(shares_in(larger(1, places)), units * parts)
     programs, units = shares * lines, units * lines
     numbers = {"tiles": tiles, **_short_q(plan)}
     launches = {kernel: LaunchSizes((programs, 1, 1), numbers)}
     if problem.num_splits == 1:
         return launches, ()
     slots = units * problem.num_splits if problem.num_splits else 2 * programs
+    rows = config.kept_rows(problem)
     dim = pow2(problem.head_dim_v, LEAST_COLUMNS)
     return launches, (
-        Workspace("partial_out", ArraySpec.contiguous((slots, config.block_m, dim), "float32")),
-        Workspace("partial_lse", ArraySpec.contiguous((slots, config.block_m), "float32")),
+        Workspace("partial_out", ArraySpec.contiguous((slots, rows, dim), "float32")),
+        Workspace("partial_lse", ArraySpec.contiguous((slots, rows), "float32")),
         _counts(units),
     )
 
@@ -366,10 +378,10 @@ def _mla_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     if problem.num_splits == 1:
         return launches, ()
     slots = 2 * (units * problem.num_splits if problem.num_splits else 2 * programs)
-    dim = problem.head_dim_v // 2
+    dim, rows = problem.head_dim_v // 2, config.kept_rows(problem)
     return launches, (
-        Workspace("partial_out", ArraySpec.contiguous((slots, config.block_m, dim), "float32")),
-        Workspace("partial_lse", ArraySpec.contiguous((slots, config.block_m), "float32")),
+        Workspace("partial_out", ArraySpec.contiguous((slots, rows, dim), "float32")),
+        Workspace("partial_lse", ArraySpec.contiguous((slots, rows), "float32")),
         _counts(2 * units),
     )
 
@@ -377,7 +389,7 @@ def _mla_forward(plan: "Plan", problem: AttentionProblem, splits: int):
 _FORWARD = {
     "mla.forward": _mla_forward,
     "decode.forward": _decode_forward,
-    "hopper_decode.forward": partial(_decode_forward, kernel="hopper_decode.forward"),
+    "hopper_decode.forward": _hopper_decode_forward,
     "hopper.forward": _hopper_forward,
     "hopper.fp8_forward": _hopper_forward,
     "cdna.forward": _cdna_forward,

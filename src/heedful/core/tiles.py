@@ -75,6 +75,10 @@ class SharedKeysConfig(TileConfig):
     overhead: int = 0
     merge_values: int = 32
 
+    def kept_rows(self, problem: AttentionProblem) -> int:
+        """Rows of a part's results that are kept for its merge: a power of two."""
+        return self.block_m
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig(SharedKeysConfig):
@@ -113,6 +117,9 @@ class MlaConfig(SharedKeysConfig):
     consumer_regs: int = 240
     producer_regs: int = 24
 
+    def kept_rows(self, problem: AttentionProblem) -> int:
+        return 16 if problem.seqlen_q * problem.group <= 16 else self.block_m
+
 
 @dataclass(frozen=True, slots=True)
 class HopperDecodeConfig(SharedKeysConfig):
@@ -123,9 +130,14 @@ class HopperDecodeConfig(SharedKeysConfig):
     the producer keeps `producer_regs` and the consumer takes the others.
     """
 
+    merge_values: int = 64
     merge: int = 0
     registers: int = 128
     producer_regs: int = 72
+
+    def kept_rows(self, problem: AttentionProblem) -> int:
+        rows = problem.seqlen_q * problem.group
+        return next((most for most in (4, 8, 16, 32) if rows <= most), self.block_m)
 
 
 @dataclass(frozen=True, slots=True)

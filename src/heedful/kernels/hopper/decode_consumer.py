@@ -106,16 +106,47 @@ def queue_scores(q, k, state, N: gl.constexpr):
 
 
 @gluon.jit
-def decode_consumer(io, q, k, v, share, empty, params, append):
-    """The rows of all pieces of a program."""
+def stream_keys(q, k, v, piece, state, params):
+    """(outputs, references, sums [M, L], the rings behind) of a piece."""
     N: gl.constexpr = params.tile.BLOCK_N
     E: gl.constexpr = params.tile.BLOCK_E
     dtype: gl.constexpr = q.dtype
     s_layout: gl.constexpr = scores_layout(dtype, N)
     o_layout: gl.constexpr = scores_layout(dtype, E)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    o_rows: gl.constexpr = gl.SliceLayout(1, o_layout)
     group = params.shape.heads_q // params.shape.heads_k
+    last = gl.minimum((piece.row0 + ROWS - 1) // group, piece.len_q - 1)
+    bounds = key_bounds(piece.row0 // group, last, piece.off, piece.len_k, params.mask)
+    acc = (gl.zeros([ROWS, E], gl.float32, o_layout),)
+    m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
+    l_ML = lane_sums(gl.zeros([ROWS, N], gl.float32, s_layout))
+    start = gl.minimum(piece.start, piece.span.visits)
+    stop = gl.minimum(piece.stop, piece.span.visits)
+    for visit in range(start, stop):
+        col = block_at(params, piece.span, visit) * N
+        k.consumer_wait(state)
+        s_MN = queue_scores(q, k, state, N)
+        s_MN = warpgroup_mma_wait(0, deps=[s_MN])
+        k.consumer_release_after_mma(state)
+        s_MN = masked(s_MN, params, piece, bounds, col)
+        p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
+            s_MN, m_M, l_ML, params.scale_log2, threshold_limit(dtype), True
+        )
+        l_ML = l_ML + lane_sums(p_MN)
+        if must_rescale != 0:
+            acc = scale_output(acc, alpha_M)
+        p = gl.convert_layout(p_MN.to(dtype), p_layout)
+        v.consumer_wait(state)
+        out = warpgroup_mma(p, v.tile(state), acc[0], is_async=True)
+        acc = (warpgroup_mma_wait(0, deps=[out]),)
+        v.consumer_release_after_mma(state)
+        state = state.next()
+    return acc, m_M, l_ML, state
+
+
+@gluon.jit
+def decode_consumer(io, q, k, v, share, empty, params, append):
+    """The rows of all pieces of a program."""
     if params.work.SKIPS_EMPTY:  # noqa: SIM102  (known when compiling, and `and` is not)
         if empty > 0:
             store_empty(io, params)
@@ -126,33 +157,9 @@ def decode_consumer(io, q, k, v, share, empty, params, append):
         piece, share = look(share, params)
         if piece.start < piece.stop:
             load_queries(io, q, params, piece, append)
-            last = gl.minimum((piece.row0 + ROWS - 1) // group, piece.len_q - 1)
-            bounds = key_bounds(piece.row0 // group, last, piece.off, piece.len_k, params.mask)
-            acc = (gl.zeros([ROWS, E], gl.float32, o_layout),)
-            m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
-            l_ML = lane_sums(gl.zeros([ROWS, N], gl.float32, s_layout))
-            start = gl.minimum(piece.start, piece.span.visits)
-            stop = gl.minimum(piece.stop, piece.span.visits)
-            for visit in range(start, stop):
-                col = block_at(params, piece.span, visit) * N
-                k.consumer_wait(state)
-                s_MN = queue_scores(q, k, state, N)
-                s_MN = warpgroup_mma_wait(0, deps=[s_MN])
-                k.consumer_release_after_mma(state)
-                s_MN = masked(s_MN, params, piece, bounds, col)
-                p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
-                    s_MN, m_M, l_ML, params.scale_log2, threshold_limit(dtype), True
-                )
-                l_ML = l_ML + lane_sums(p_MN)
-                if must_rescale != 0:
-                    acc = scale_output(acc, alpha_M)
-                p = gl.convert_layout(p_MN.to(dtype), p_layout)
-                v.consumer_wait(state)
-                out = warpgroup_mma(p, v.tile(state), acc[0], is_async=True)
-                acc = (warpgroup_mma_wait(0, deps=[out]),)
-                v.consumer_release_after_mma(state)
-                state = state.next()
-            l_M = gl.convert_layout(gl.sum(l_ML, 1), o_rows)
-            finish_piece(io, params, piece, acc, gl.convert_layout(m_M, o_rows), l_M, 0)
+            acc, m_M, l_ML, state = stream_keys(q, k, v, piece, state, params)
+            rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+            l_M = gl.convert_layout(gl.sum(l_ML, 1), rows)
+            finish_piece(io, params, piece, acc, gl.convert_layout(m_M, rows), l_M, 0)
     if params.tile.MERGE and params.work.merge.partial_out is not None:
         merge_share(io, params, whole, 0)

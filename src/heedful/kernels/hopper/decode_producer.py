@@ -6,7 +6,13 @@ from triton.experimental.gluon import language as gl
 from heedful.kernels.hopper.decode_append import append_rows, first_visit, rows_of_piece
 from heedful.kernels.hopper.decode_share import look
 from heedful.kernels.hopper.pipeline import PipelineState
-from heedful.kernels.hopper.sequences import WorkTile, keys_at, load_pages, within
+from heedful.kernels.hopper.sequences import (
+    WorkTile,
+    keys_at,
+    load_from_pages,
+    page_numbers,
+    within,
+)
 
 
 @gluon.jit
@@ -19,12 +25,24 @@ def block_at(params, span, visit):
 
 
 @gluon.jit
-def load_tile(ring, desc, params, tile, rows_each, col, state):
+def pages_at(io, params, tile, col):
+    """The numbers of the pages of a tile of keys from `col` on, if there are pages."""
+    if params.kv.table is None:
+        return ()
+    else:
+        ROWS_OF_BOX: gl.constexpr = io.k.block_type.shape[3]
+        table = params.kv.table + tile.batch.to(gl.int64) * params.kv.stride_tableb
+        DOWN: gl.constexpr = params.tile.BLOCK_N // ROWS_OF_BOX
+        return page_numbers(table, params, tile.len_k, col, ROWS_OF_BOX, DOWN)
+
+
+@gluon.jit
+def load_tile(ring, desc, params, tile, rows_each, col, pages, state):
     """Waits until there is room and starts filling it with keys or values from `col` on."""
     if params.kv.table is None:
         ring.load(desc, keys_at(params, tile, rows_each, col), state)
     else:
-        load_pages(ring, desc, params, tile, rows_each, col, state)
+        load_from_pages(ring, desc, params, tile, rows_each, col, pages, state)
 
 
 @gluon.jit
@@ -49,25 +67,38 @@ def tile_of(params, piece):
 
 
 @gluon.jit
+def load_piece(io, k, v, piece, state, params, append):
+    """Loads the keys and values of a piece, and appends new ones first."""
+    tile = tile_of(params, piece)
+    start = gl.minimum(piece.start, piece.span.visits)
+    stop = gl.minimum(piece.stop, piece.span.visits)
+    new_visit = stop
+    if append.io.cache_seqlens is not None:
+        new = rows_of_piece(piece, params, append)
+        new_visit = first_visit(new, piece, start, stop, params)
+        if new_visit == stop:
+            append_rows(new, piece, params, append)
+    col = block_at(params, piece.span, start) * params.tile.BLOCK_N
+    pages = pages_at(io, params, tile, col)
+    for visit in range(start, stop):
+        if append.io.cache_seqlens is not None:  # noqa: SIM102  (known when compiling)
+            if visit == new_visit:
+                append_rows(new, piece, params, append)
+        # Page numbers of the next tile are under way while there is no room.
+        next_col = block_at(params, piece.span, visit + 1) * params.tile.BLOCK_N
+        next_pages = pages_at(io, params, tile, next_col)
+        load_tile(k, io.k, params, tile, params.kv_rows.k_rows, col, pages, state)
+        load_tile(v, io.v, params, tile, params.kv_rows.v_rows, col, pages, state)
+        col = next_col
+        pages = next_pages
+        state = state.next()
+    return state
+
+
+@gluon.jit
 def decode_producer(io, k, v, share, params, append):
     """Loads the keys and values of all pieces of a program."""
     state = PipelineState.start(params.tile.STAGES)
     while share.x < share.end:
         piece, share = look(share, params)
-        tile = tile_of(params, piece)
-        start = gl.minimum(piece.start, piece.span.visits)
-        stop = gl.minimum(piece.stop, piece.span.visits)
-        new_visit = stop
-        if append.io.cache_seqlens is not None:
-            new = rows_of_piece(piece, params, append)
-            new_visit = first_visit(new, piece, start, stop, params)
-            if new_visit == stop:
-                append_rows(new, piece, params, append)
-        for visit in range(start, stop):
-            if append.io.cache_seqlens is not None:  # noqa: SIM102  (known when compiling)
-                if visit == new_visit:
-                    append_rows(new, piece, params, append)
-            col = block_at(params, piece.span, visit) * params.tile.BLOCK_N
-            load_tile(k, io.k, params, tile, params.kv_rows.k_rows, col, state)
-            load_tile(v, io.v, params, tile, params.kv_rows.v_rows, col, state)
-            state = state.next()
+        state = load_piece(io, k, v, piece, state, params, append)

@@ -106,7 +106,7 @@ def store_empty(io, params):
 @gluon.jit
 def slot_row(params, slot, CONSUMER: gl.constexpr):
     """The first row of a consumer's slot."""
-    return (slot.to(gl.int64) * params.tile.CONSUMERS + CONSUMER) * ROWS
+    return (slot.to(gl.int64) * params.tile.CONSUMERS + CONSUMER) * params.tile.ROWS
 
 
 @gluon.jit

@@ -49,12 +49,15 @@ class Piece(NamedTuple):
 @gluon.jit
 def own_share(params):
     """(a program's share, how many sequences have no keys), ahead of all roles."""
-    layout: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    # Each warp looks at all, so that none waits for another, unless they are too many.
+    EACH: gl.constexpr = min(params.work.LOOKS // 32, 4)
+    layout: gl.constexpr = gl.BlockedLayout([EACH], [32], [4], [0])
     lines = params.shape.heads_k * params.work.tiles
     x, end, each, b, base, empty = share_of(
         gl.program_id(0) // lines,
         gl.num_programs(0) // lines,
-        gl.arange(0, 1, layout=layout),
+        gl.arange(0, 1, layout=one),
         gl.arange(0, params.work.LOOKS, layout=layout),
         params.seqs,
         params.shape,

@@ -181,9 +181,31 @@ def load_k_and_v(io, kv, params, tile, k_col, v_col, kv_state):
 
 
 @gluon.jit
+def page_numbers(table, params, len_k, col, ROWS: gl.constexpr, DOWN: gl.constexpr):
+    """(page, its first key) of each of DOWN boxes of ROWS keys from `col` on. Past the keys in use
+    the last page is read again: of it, too, those rows are past the end of the map. All reads are
+    under way before the first is needed."""
+    pages = ()
+    for i in gl.static_range(DOWN):
+        place = gl.minimum(col + i * ROWS, len_k - 1) // params.kv.page_size
+        pages = pages + ((gl.load(table + place), place * params.kv.page_size),)
+    return pages
+
+
+@gluon.jit
 def load_pages(pipeline, desc, params, tile, rows_each, col, state):
     """Waits until stage `state` is free and starts filling it with keys or values from `col` on,
-    from pages: boxes of as many rows as the map has, 64 columns wide each.
+    from pages."""
+    ROWS: gl.constexpr = desc.block_type.shape[3]
+    table = params.kv.table + tile.batch.to(gl.int64) * params.kv.stride_tableb
+    pages = page_numbers(table, params, tile.len_k, col, ROWS, pipeline.rows // ROWS)
+    load_from_pages(pipeline, desc, params, tile, rows_each, col, pages, state)
+
+
+@gluon.jit
+def load_from_pages(pipeline, desc, params, tile, rows_each, col, pages, state):
+    """The same of pages whose numbers are known: boxes of as many rows as the map has, 64 columns
+    wide each.
 
     Rows past the keys in use are past the end of the map, which fills them with zeros.
     """
@@ -192,15 +214,6 @@ def load_pages(pipeline, desc, params, tile, rows_each, col, state):
     DOWN: gl.constexpr = pipeline.rows // ROWS
     ACROSS: gl.constexpr = pipeline.dim // WIDTH
     BOXES: gl.constexpr = pipeline.boxes.shape[0] * ACROSS * DOWN
-    # All reads of the table are under way before the first is needed. Past the keys in use the last
-    # page is read again: of it, too, those rows are past the end of the map.
-    pages = ()
-    firsts = ()
-    table = params.kv.table + tile.batch.to(gl.int64) * params.kv.stride_tableb
-    for i in gl.static_range(DOWN):
-        place = gl.minimum(col + i * ROWS, tile.len_k - 1) // params.kv.page_size
-        pages = pages + (gl.load(table + place),)
-        firsts = firsts + (place * params.kv.page_size,)
     full = pipeline.producer_acquire(state, state)
     mbarrier.expect(full, pipeline.rows * pipeline.dim * (desc.dtype.primitive_bitwidth // 8))
     shape_of_boxes: gl.constexpr = [BOXES, 1, 1, 1, ROWS, WIDTH]
@@ -208,11 +221,12 @@ def load_pages(pipeline, desc, params, tile, rows_each, col, state):
     dtype: gl.constexpr = desc.dtype
     boxes = reinterpret(pipeline.boxes, dtype, shape_of_boxes, layout)
     for i in gl.static_range(DOWN):
-        used = gl.minimum(tile.len_k - firsts[i], params.kv.page_size)
+        page, first = pages[i]
+        used = gl.minimum(tile.len_k - first, params.kv.page_size)
         # Of a number that is no page's these bits are past the end of the map, or another page's. A
         # bound known to the compiler takes no register: the producer has few.
-        start = (pages[i] & (params.kv_rows.NO_PAGE - 1)) * rows_each
-        where = box(True, 0, tile.kv_head, start, used, col + i * ROWS - firsts[i])
+        start = (page & (params.kv_rows.NO_PAGE - 1)) * rows_each
+        where = box(True, 0, tile.kv_head, start, used, col + i * ROWS - first)
         for c in gl.static_range(ACROSS):
             index = (state.index * ACROSS + c) * DOWN + i
             tma_load(

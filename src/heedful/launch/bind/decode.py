@@ -24,7 +24,7 @@ from heedful.launch.spec import KernelCall, Program, Scalar, absent
 FEWEST_ROWS = 4
 # Sequences that a program looks at at once. Of no more than lanes of a warp no warp waits for
 # another, which is 0.6 us of each call (H200, 2026-11-26).
-FEW_LOOKS, MANY_LOOKS = 32, 512
+LOOKS = (32, 128, 512)
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -177,7 +177,7 @@ def shared_work(
         SKIPS_EMPTY=False,
         OVERHEAD=config.overhead,
         FEWEST_PARTS=config.fewest_parts,
-        LOOKS=FEW_LOOKS if problem.batch <= FEW_LOOKS else MANY_LOOKS,
+        LOOKS=next((n for n in LOOKS if problem.batch <= n), LOOKS[-1]),
     )
 
 

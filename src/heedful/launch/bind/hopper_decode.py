@@ -24,8 +24,7 @@ from heedful.launch.bind.portable import shared_divisor
 from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar, TensorMap, absent
 
 KERNEL = "hopper_decode.forward"
-# That rows of a tile are within, and how many of them are merged at once (decode_results.py).
-ROWS, ROWS_AT_ONCE = (4, 16, 64), 16
+ROWS_AT_ONCE = 16  # of a tile, whose parts are merged at once (decode_results.py)
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -115,15 +114,10 @@ def _columns(dim: int) -> int:
     return pow2(dim, LEAST_COLUMNS)
 
 
-def _rows(problem: AttentionProblem) -> int:
-    rows = min(problem.seqlen_q * problem.group, ROWS[-1])
-    return next(most for most in ROWS if rows <= most)
-
-
 def _work(
     problem: AttentionProblem, config: HopperDecodeConfig, buffers: Buffers, tiles: int
 ) -> DecodeWork:
-    at_once = min(_rows(problem), ROWS_AT_ONCE) * _columns(problem.head_dim_v)
+    at_once = min(config.kept_rows(problem), ROWS_AT_ONCE) * _columns(problem.head_dim_v)
     work = shared_work(problem, config, buffers, tiles, at_once)
     return work._replace(SKIPS_EMPTY=may_be_empty(buffers))
 
@@ -137,7 +131,7 @@ def _tile(problem: AttentionProblem, config: HopperDecodeConfig) -> HopperDecode
         BLOCK_D=_columns(problem.head_dim),
         BLOCK_E=_columns(problem.head_dim_v),
         STAGES=config.num_stages,
-        ROWS=_rows(problem),
+        ROWS=config.kept_rows(problem),
         CONSUMERS=1,
         MERGE=config.merge,
         PRODUCER_REGS=config.producer_regs,

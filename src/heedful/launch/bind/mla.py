@@ -81,11 +81,6 @@ def _kv_rows(problem: AttentionProblem, buffers: Buffers) -> KVRows:
     return KVRows(rows, None, IS_RAGGED=problem.ragged_k, NO_PAGE=no_page)
 
 
-def _rows(problem: AttentionProblem) -> int:
-    """A power of two that rows of a tile are within: as few as are merged at once, or all."""
-    return ROWS_AT_ONCE if problem.seqlen_q * problem.group <= ROWS_AT_ONCE else 64
-
-
 def _tile(problem: AttentionProblem, config: MlaConfig) -> MlaTile:
     return MlaTile(
         HEAD_DIM=problem.head_dim,
@@ -94,7 +89,7 @@ def _tile(problem: AttentionProblem, config: MlaConfig) -> MlaTile:
         BLOCK_N=config.block_n,
         BLOCK_E=problem.head_dim_v // CONSUMERS,
         CONSUMERS=CONSUMERS,
-        ROWS=_rows(problem),
+        ROWS=config.kept_rows(problem),
         COLUMNS=config.columns,
         AHEAD=config.ahead,
         IN_ORDER=config.in_order,
