@@ -20,14 +20,18 @@ from compile.test_decode import buffers_of
 from heedful.core.device import by_name
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
-from heedful.launch.bind import decode, mla
+from heedful.launch.bind import decode, hopper_decode, mla
 from heedful.launch.triton_compat import compile_kernel
 from support import lagging
 
 lagging.apply()
 latent = {"head_dim": 576, "head_dim_v": 512, "v_in_k": True}
 found = {}
-for backend, bind, facts in (("decode", decode, {"head_dim": 128}), ("mla", mla, latent)):
+for backend, bind, facts in (
+    ("decode", decode, {"head_dim": 128}),
+    ("hopper_decode", hopper_decode, {"head_dim": 128}),
+    ("mla", mla, latent),
+):
     problem = AttentionProblem.dense(4, 1, 4096, 16, 1, used_k=True, **facts)
     made = plan(problem, by_name("H200"), backend=backend)
     (call,) = bind.forward(problem, made, buffers_of(problem)).calls
@@ -42,4 +46,4 @@ def test_kernels_over_caches_sleep_before_parts_and_the_specialised_one_before_w
     run = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(run.stdout.splitlines()[0])
     # A part is stored at one place, and at one of each consumer.
-    assert found["decode"] == 1 and found["mla"] > 2
+    assert found["decode"] == 1 and found["hopper_decode"] > 1 and found["mla"] > 2

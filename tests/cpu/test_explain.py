@@ -246,7 +246,7 @@ EMPTY = {name: FEW[name][:, :0] for name in "kv"}
 @pytest.mark.parametrize(
     ("changes", "launches", "line"),
     [
-        ({}, 1, "update    within the decode kernel"),
+        ({}, 1, "update    within the hopper_decode kernel"),
         (EMPTY, 2, "update    a launch ahead: no new keys come"),
         (MANY, 2, "update    a launch ahead: hopper does not append"),
         (PREFIX, None, "update    a launch ahead: a shared prefix wants the rotated queries"),

@@ -105,6 +105,15 @@ MLA = (
     replace(LATENT, kv_batch_idx=True, num_splits=1),
     replace(LATENT, leftpad_k=True, shift=-3, causal=True, layout="heads_first"),
 )
+HOPPER_DECODES = (
+    *DECODES[:4],
+    replace(DECODE, used=""),
+    replace(DECODE, num_splits=5, seqlen_q=3),
+    replace(DECODE, num_splits=1, kv_batch_idx=True, leftpad_k=True, head_dim=80),
+    replace(DECODE, page_size=16, head_dim=128, sink=True),
+    replace(DECODE, page_size=48, head_dim=256, head_dim_v=40, used="qk"),
+    replace(DECODE, window=(70, 0, 9), causal=True, layout="heads_first"),
+)
 CDNA = (
     replace(HALF, seqlen_k=2048),
     replace(HALF, seqlen_k=512, causal=True, head_dim=128, layout="packed"),
@@ -113,6 +122,7 @@ CDNA = (
 )
 DEVICES: dict[tuple[str, str], tuple[Case, ...]] = {
     ("H200", "mla"): MLA,
+    ("H200", "hopper_decode"): HOPPER_DECODES,
     ("H200", "mixed"): MIXES,
     ("H200", "hopper"): (*SCORES, *LENGTHS, *EIGHT_BITS),
     ("RTX 4090", "decode"): DECODES,

@@ -310,6 +310,18 @@ LATENT_STEPS: list[Asked] = [
     ({"scale": 0.3}, {}),
     ({"leftpad_k": True}, {}),
 ]
+HOPPER_STEPS: list[Asked] = [
+    # Rows that are kept for a merge.
+    *(({"seqlen_q": n, "heads_q": 8, "heads_k": 2}, {}) for n in (1, 2, 3, 5, 9)),
+    *(({"head_dim": d}, {}) for d in (40, 64, 72, 192, 256)),
+    *(({"head_dim": d, "page_size": p}, {}) for d, p in ((64, 64), (128, 16), (128, 48))),
+    ({"used_k": False}, {}),
+    ({"batch": 50}, {}),
+    *(({"num_splits": n, "return_lse": True}, {}) for n in (1, 2)),
+    ({"mask": MaskSpec(9, 0, 2), "seqlen_q": 3, "sink": True}, {}),
+    *(({}, {name: None}) for name in ("q", "out")),
+    ({"scale": 0.3, "leftpad_k": True}, {}),
+]
 WIDE_GRADIENTS = plain(
     *({**GRAD, "head_dim": d, "head_dim_v": e} for d, e in ((64, 64), (192, 128), (256, 256))),
     {**GRAD, "num_splits": 2, "return_lse": True},
@@ -337,6 +349,9 @@ TABLE: dict[tuple[str, str], list[Asked]] = {
     ("H200", "mixed"): MIXES,
     ("H200", "mla"): [
         ({**DECODE, **LATENT, **facts}, laid) for facts, laid in [({}, {}), *LATENT_STEPS]
+    ],
+    ("H200", "hopper_decode"): [
+        ({**DECODE, **facts}, laid) for facts, laid in [({}, {}), *HOPPER_STEPS]
     ],
     # Behind a forward that takes them, the backward is Hopper's own or portable.
     ("H200", "best"): [*GRADIENTS, *WIDE_GRADIENTS],

@@ -22,7 +22,7 @@ from support import standin
 
 HALF = torch.bfloat16
 # Around tiles of rows, few rows, keys of a split, page ends, and 384 keys.
-EDGES = (1, 2, 16, 17, 32, 33, 2048)
+EDGES = (1, 2, 4, 8, 16, 17, 32, 33, 2048)
 EDGES += tuple(n + d for n in (64, 128, 192, 256, 384) for d in (-1, 0, 1))
 
 

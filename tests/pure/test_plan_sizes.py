@@ -39,8 +39,8 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         (
             {"heads_q": 16, "batch": 140, "seqlen_k": 100},
             """mla.forward (132, 1, 1) tiles=1
-        partial_out (528, 64, 256) float32
-        partial_lse (528, 64) float32
+        partial_out (528, 16, 256) float32
+        partial_lse (528, 16) float32
         counts (280,) int32 zeroed""",
         ),
         (
@@ -75,6 +75,41 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         partial_out (512, 64, 256) float32
         partial_lse (512, 64) float32
         counts (64,) int32 zeroed""",
+        ),
+    ],
+    ("H200", "hopper_decode"): [
+        (
+            {},
+            """hopper_decode.forward (128, 1, 1) tiles=1
+        partial_out (256, 4, 128) float32
+        partial_lse (256, 4) float32
+        counts (8,) int32 zeroed""",
+        ),
+        (
+            {"heads_q": 48, "batch": 64, "seqlen_k": 8192},
+            """hopper_decode.forward (256, 1, 1) tiles=1
+        partial_out (512, 16, 128) float32
+        partial_lse (512, 16) float32
+        counts (256,) int32 zeroed""",
+        ),
+        (
+            {"seqlen_q": 8, "batch": 40, "heads_k": 8, "heads_q": 32},
+            """hopper_decode.forward (264, 1, 1) tiles=1
+        partial_out (528, 32, 128) float32
+        partial_lse (528, 32) float32
+        counts (320,) int32 zeroed""",
+        ),
+        (
+            {"num_splits": 3, "head_dim": 80, "head_dim_v": 40},
+            """3 splits
+        hopper_decode.forward (24, 1, 1) tiles=1
+        partial_out (24, 4, 64) float32
+        partial_lse (24, 4) float32
+        counts (8,) int32 zeroed""",
+        ),
+        (
+            {"num_splits": 1, "head_dim": 64},
+            """hopper_decode.forward (8, 1, 1) tiles=1""",
         ),
     ],
     ("H200", "decode"): [
@@ -478,7 +513,10 @@ def cases(table) -> list[tuple[str, str, dict, str]]:
 
 
 def base(backend: str, facts: dict) -> dict:
-    return {**{"mla": LATENT, "decode": ONE_QUERY}.get(backend, BASE), **facts}
+    return {
+        **{"mla": LATENT, "decode": ONE_QUERY, "hopper_decode": ONE_QUERY}.get(backend, BASE),
+        **facts,
+    }
 
 
 @pytest.mark.parametrize("device, backend, facts, said", cases(FORWARD))

@@ -51,6 +51,8 @@ def test_a_split_training_call_is_explained():
         "grid      hopper.backward_epilogue: 16 programs, q_blocks=1",
         "scratch   delta 1280, dq_accum 524288, tile_counter 4 bytes",
         f"rejected  mla forward: does not take a later backward; {NO_LATENT}",
+        "rejected  hopper_decode forward: hopper is preferred for 40 query rows of a KV head: more"
+        " than 32",
         "rejected  decode forward: hopper is preferred for 40 query rows of a KV head: more than"
         " 32",
         f"rejected  mixed forward: does not take a later backward; {NOT_PACKED}",
@@ -85,6 +87,8 @@ def test_a_call_on_pages_is_explained_with_its_notes():
         "note      the backward copies each sequence's pages into dense keys first",
         f"rejected  mla forward: does not take a later backward; {NO_LATENT};"
         " 2000 query rows of a KV head: takes up to 64",
+        "rejected  hopper_decode forward: hopper is preferred for 2000 query rows of a KV head: more"
+        " than 32",
         "rejected  decode forward: hopper is preferred for 2000 query rows of a KV head: more than"
         " 32",
         f"rejected  mixed forward: does not take a later backward; {NOT_PACKED}",
@@ -104,7 +108,7 @@ def test_a_call_without_kernels_is_explained_without_tiles_and_grids():
         "device    CPU (cpu)",
         "forward   sdpa [run]",
     ]
-    gone = ("mla", "decode", "mixed", "hopper", "cdna", "portable")
+    gone = ("mla", "hopper_decode", "decode", "mixed", "hopper", "cdna", "portable")
     none = [f"rejected  {name} forward: no kernel for cpu" for name in gone]
     assert lines[3:] == [*none, "rejected  cpu forward: sdpa is preferred"]
 
@@ -132,8 +136,8 @@ def test_a_grid_of_one_program_and_one_of_two_dims_are_told():
             A100,
             None,
             "no kernel can run the forward of [2x64x64 h8/8 d12 float8_e5m2] on A100:"
-            " mla: no kernel for sm_80; decode: head_dim 12: takes multiples of 8, V's head_dim 12:"
-            " takes multiples of 8, float8_e5m2 on sm_80, which cannot convert it; mixed: no"
+            " mla: no kernel for sm_80; hopper_decode: no kernel for sm_80; decode: head_dim 12:"
+            " takes multiples of 8, V's head_dim 12: takes multiples of 8, float8_e5m2 on sm_80, which cannot convert it; mixed: no"
             " kernel for sm_80; hopper: no kernel for sm_80; cdna: no kernel for sm_80; portable:"
             " dtype float8_e5m2: takes"
             " bfloat16, float16, float32, float8_e5m2 on sm_80, which cannot convert it; sdpa: no"
@@ -165,8 +169,8 @@ def test_a_grid_of_one_program_and_one_of_two_dims_are_told():
             {},
             H200,
             "nothing",
-            "backend must be one of mla, decode, mixed, hopper, cdna, portable, sdpa, cpu, scan or"
-            " None, got 'nothing'",
+            "backend must be one of mla, hopper_decode, decode, mixed, hopper, cdna, portable, sdpa,"
+            " cpu, scan or None, got 'nothing'",
         ),
         (
             {"needs_grad": True, "deterministic": True},
@@ -319,7 +323,7 @@ def test_tools_that_a_framework_lacks_are_named():
     assert scan.why_not(asked, H200, on_jax) == ["no kernel for sm_90"]
     assert plan(asked, CPU, on_jax).backend == "scan"
     assert {r.backend for r in plan(asked, CPU, on_jax).rejected} == {
-        *("mla", "decode", "mixed", "hopper", "cdna", "portable"),
+        *("mla", "hopper_decode", "decode", "mixed", "hopper", "cdna", "portable"),
     }
 
 

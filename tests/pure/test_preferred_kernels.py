@@ -13,32 +13,41 @@ from heedful.core.problem import AttentionProblem
 
 H200, MI300X = by_name("H200"), by_name("MI300X")
 dense = AttentionProblem.dense
+CAPPED = {"softcap": 9.0}
 
 
 @pytest.mark.parametrize(
     "facts, backend",
     [
         # Rows of a KV head.
-        ({"seqlen_q": 32, "used_k": True}, "decode"),
+        ({"seqlen_q": 32, "used_k": True}, "hopper_decode"),
         ({"seqlen_q": 33, "used_k": True}, "hopper"),
         ({"seqlen_q": 33, "used_k": True, "dtype": "float8_e4m3fn"}, "decode"),
-        # KV heads of one length beside half of the 132 units.
-        ({"batch": 33, "heads_q": 2}, "decode"),
-        ({"batch": 67}, "hopper"),
-        ({"batch": 67, "used_k": True}, "decode"),
+        # The same over keys of one length.
+        ({"batch": 67, "seqlen_q": 16}, "hopper_decode"),
+        ({"batch": 67, "seqlen_q": 17}, "hopper"),
+        ({"batch": 2, "seqlen_q": 17}, "hopper"),
+        ({"batch": 2, "seqlen_q": 17, "softcap": 9.0}, "hopper"),
+        ({"batch": 2, "seqlen_q": 17, "tree_mask": True}, "decode"),
+        ({"batch": 67}, "hopper_decode"),
         ({"batch": 67, "head_dim": 320, "head_dim_v": 256, "v_in_k": True}, "decode"),
+        # What the Hopper decode does not take: KV heads of one length beside half of the 132 units.
+        ({"batch": 33, "heads_q": 2, **CAPPED}, "decode"),
+        ({"batch": 67, **CAPPED}, "hopper"),
+        ({"batch": 67, "used_k": True, **CAPPED}, "decode"),
         # Few sequences of one length.
-        ({"batch": 4, "seqlen_k": 8192}, "hopper"),
-        ({"batch": 4, "seqlen_k": 8191}, "decode"),
-        ({"batch": 5, "seqlen_k": 8192}, "decode"),
-        ({"batch": 4, "seqlen_k": 8192, "used_k": True}, "decode"),
-        ({"batch": 4, "seqlen_k": 8192, "head_dim": 64}, "decode"),
-        ({"batch": 4, "seqlen_k": 8192, "seqlen_q": 2}, "decode"),
-        ({"batch": 4, "seqlen_k": 8192, "mask": MaskSpec.of(True, (4095, 0))}, "decode"),
+        ({"batch": 4, "seqlen_k": 8192, **CAPPED}, "hopper"),
+        ({"batch": 4, "seqlen_k": 8191, **CAPPED}, "decode"),
+        ({"batch": 5, "seqlen_k": 8192, **CAPPED}, "decode"),
+        ({"batch": 4, "seqlen_k": 8192, "used_k": True, **CAPPED}, "decode"),
+        ({"batch": 4, "seqlen_k": 8192, "head_dim": 64, **CAPPED}, "decode"),
+        ({"batch": 4, "seqlen_k": 8192, "seqlen_q": 2, **CAPPED}, "decode"),
+        ({"batch": 4, "seqlen_k": 8192, "mask": MaskSpec.of(True, (4095, 0)), **CAPPED}, "decode"),
         ({"batch": 4, "seqlen_k": 8192, "kv_dtype": "int8", "kv_group": 128}, "decode"),
-        # What the Hopper forward does not take is not left to it.
+        # What neither Hopper kernel takes is not left to them.
         ({"seqlen_q": 33, "used_k": True, "scale": -0.1}, "decode"),
         ({"batch": 67, "scale": -0.1}, "decode"),
+        ({"batch": 67, "seqlen_q": 17, "scale": -0.1}, "decode"),
         ({"batch": 67, "out_dtype": "float32"}, "decode"),
         ({"batch": 4, "seqlen_k": 8192, "scale": -0.1}, "decode"),
         ({"batch": 4, "seqlen_k": 8192, "out_dtype": "float32"}, "decode"),

@@ -51,7 +51,7 @@ GRIDS |= {
     | {"grad": True, **facts}
     for mask, facts in MASKS.items()
 }
-# Caches. Parts are merged by who ends last but of the last grid, there by all.
+# Caches. Parts are merged by who ends last but where all do (merge=1).
 CACHES = {
     "bfloat16": {},
     "bfloat16-d64-one": {"head_dim": 64, "lengths": [5000]},
@@ -59,6 +59,11 @@ CACHES = {
     "e4m3": {"stored": "float8_e4m3fn"},
     "int8": {"stored": "int8"},
     "int4": {"stored": "int4"},
+    "hopper": {"backend": "hopper_decode"},
+    "hopper-d64-one": {"backend": "hopper_decode", "head_dim": 64, "lengths": [5000]},
+    "hopper-d256": {"backend": "hopper_decode", "head_dim": 256},
+    "hopper-window": {"backend": "hopper_decode", "window_size": (700, 0)},
+    "hopper-all": {"backend": "hopper_decode+merge=1"},
     "latent": {"backend": "mla+merge=0", "heads": 128, "lengths": [5000, 0, 64, 700, 2111] * 27},
     "latent-few": {"backend": "mla+merge=0", "heads": 128},
     "latent-16": {"backend": "mla+merge=1", "heads": 16},

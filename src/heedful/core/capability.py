@@ -431,7 +431,7 @@ ROWS: tuple[KernelRow, ...] = (
         least=(("triton", (3, 6)),),
         appends=True,
         gates=(_few_rows, _wide_heads, _float_out, _scales_of_groups, _fp8_conversion),
-        unasked=(many_rows, keys_of_one_length),
+        unasked=(many_rows, many_rows_of_one_length, keys_of_one_length),
         configs=("decode.forward",),
         program="heedful.launch.bind.decode",
     ),

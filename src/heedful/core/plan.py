@@ -152,7 +152,7 @@ def _named(backend: str | None) -> tuple[str | None, dict[str, int]]:
         raise ValueError(
             f"backend must be one of {', '.join(capability.backends())} or None, got {backend!r}"
         )
-    known = [o for kernel, own in OPTIONS.items() if kernel.startswith(name) for o in own]
+    known = [o for kernel, own in OPTIONS.items() if kernel.partition(".")[0] == name for o in own]
     options: dict[str, int] = {}
     for text in given:
         option, _, value = text.partition("=")

@@ -36,17 +36,21 @@ def _are_few_keys(keys: int) -> bool:
     return keys < FEW_LATENT_KEYS
 
 
+# Rows of a KV head above which 16-bit calls are the forward's; and above which they are over keys of
+# one length.
+MOST_DECODE_ROWS, DECODE_ROWS_OF_ONE_LENGTH = 32, 16
+
+
 def many_rows(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
     """Decode's products are those of one warp. Of more than 32 rows of a KV head it was not timed
-    beside the Hopper forward, whose products are a warpgroup's."""
+    beside the Hopper forward, whose products are a warpgroup's. The Hopper decode takes longer:
+    64 rows of 16 x 16384 keys 244.4 us in place of 236.6, of 1 x 8192 37.3 in place of 20.2 (H200,
+    2026-11-26)."""
     rows = problem.seqlen_q * problem.group
-    if rows > 32 and ITEM_BITS[problem.dtype] == 16:
-        return Preferred("hopper", f"for {rows} query rows of a KV head: more than 32")
+    if rows > MOST_DECODE_ROWS and ITEM_BITS[problem.dtype] == 16:
+        words = f"for {rows} query rows of a KV head: more than {MOST_DECODE_ROWS}"
+        return Preferred("hopper", words)
     return None
-
-
-# Rows of a KV head up to which the Hopper decode is ahead of the forward over keys of one length.
-DECODE_ROWS_OF_ONE_LENGTH = 16
 
 
 def many_rows_of_one_length(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
@@ -56,7 +60,9 @@ def many_rows_of_one_length(problem: AttentionProblem, device: DeviceSpec) -> Pr
     64 x 2048 126.9 and 125.7; 64 rows of 64 x 1024 71.6 and 73.6. Of 4 rows 64 x 8192 take 484.4
     and 474.8, 8 x 1024 14.8 and 14.9."""
     rows = problem.seqlen_q * problem.group
-    if problem.ragged_k or rows <= DECODE_ROWS_OF_ONE_LENGTH:
+    if ITEM_BITS[problem.dtype] != 16 or problem.ragged_k or problem.varlen_q:
+        return None
+    if not DECODE_ROWS_OF_ONE_LENGTH < rows <= MOST_DECODE_ROWS:
         return None
     return Preferred("hopper", f"for {rows} query rows of a KV head over keys of one length")
 

@@ -133,7 +133,7 @@ class HopperDecodeConfig(SharedKeysConfig):
     merge_values: int = 64
     merge: int = 0
     registers: int = 128
-    producer_regs: int = 72
+    producer_regs: int = 88
 
     def kept_rows(self, problem: AttentionProblem) -> int:
         rows = problem.seqlen_q * problem.group

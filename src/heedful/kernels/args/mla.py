@@ -18,7 +18,7 @@ class MlaIO(NamedTuple):
 
 
 class MlaTile(NamedTuple):
-    """HEAD_DIM: of queries and keys. HEAD_DIM_V: of values, of which each of the CONSUMERS has
+    """HEAD_DIM: of queries and keys. HEAD_DIM_V: of values, of which each consumer has
     BLOCK_E. BLOCK_M: query rows, 64. BLOCK_N: keys of a step, 128. ROWS: a power of two that a
     tile's rows are within. COLUMNS: of values in one product, which are
     released together. AHEAD: boxes of the next step's first scores that are queued behind a step's
@@ -31,7 +31,6 @@ class MlaTile(NamedTuple):
     BLOCK_M: Const
     BLOCK_N: Const
     BLOCK_E: Const
-    CONSUMERS: Const
     ROWS: Const
     COLUMNS: Const
     AHEAD: Const

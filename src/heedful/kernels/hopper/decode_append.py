@@ -26,7 +26,7 @@ class NewRows(NamedTuple):
 
 @gluon.jit
 def rows_of_piece(piece, params, append):
-    """The new rows that are a piece's; none of a piece of no visits."""
+    """The new rows that are a piece's."""
     low, high = rows_of(piece, piece.span, piece, params.tile)
     low += piece.token_k
     high = gl.minimum(high + piece.token_k, params.seqs.seqlen_k)
@@ -34,8 +34,7 @@ def rows_of_piece(piece, params, append):
     first = gl.maximum(low - start, 0).to(gl.int32)
     stop = gl.minimum(high - start, params.seqs.new_k).to(gl.int32)
     # A negative length is that of no sequence.
-    is_there = (piece.start < piece.stop) & (start >= 0)
-    return NewRows(first, gl.where(is_there, stop, first), start)
+    return NewRows(first, gl.where(start >= 0, stop, first), start)
 
 
 @gluon.jit

@@ -101,4 +101,5 @@ def decode_producer(io, k, v, share, params, append):
     state = PipelineState.start(params.tile.STAGES)
     while share.x < share.end:
         piece, share = look(share, params)
-        state = load_piece(io, k, v, piece, state, params, append)
+        if piece.start < piece.stop:
+            state = load_piece(io, k, v, piece, state, params, append)

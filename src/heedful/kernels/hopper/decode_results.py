@@ -103,10 +103,17 @@ def store_empty(io, params):
             gl.store(io.lse.ptr + at_M, lse_M, mask=empty_M)
 
 
+@gluon.constexpr_function
+def consumers_of(tile):
+    """How many consumers share the columns of the output."""
+    return -(-tile.HEAD_DIM_V // tile.BLOCK_E)
+
+
 @gluon.jit
 def slot_row(params, slot, CONSUMER: gl.constexpr):
     """The first row of a consumer's slot."""
-    return (slot.to(gl.int64) * params.tile.CONSUMERS + CONSUMER) * params.tile.ROWS
+    CONSUMERS: gl.constexpr = consumers_of(params.tile)
+    return (slot.to(gl.int64) * CONSUMERS + CONSUMER) * params.tile.ROWS
 
 
 @gluon.jit
@@ -248,7 +255,8 @@ def merge_share(io, params, share, CONSUMER: gl.constexpr):
 @gluon.jit
 def count_of(params, piece, CONSUMER: gl.constexpr):
     """Where the parts of a unit are counted."""
-    return params.work.merge.counts + params.tile.CONSUMERS * piece.work.index + CONSUMER
+    CONSUMERS: gl.constexpr = consumers_of(params.tile)
+    return params.work.merge.counts + CONSUMERS * piece.work.index + CONSUMER
 
 
 @gluon.jit

@@ -132,7 +132,6 @@ def _tile(problem: AttentionProblem, config: HopperDecodeConfig) -> HopperDecode
         BLOCK_E=_columns(problem.head_dim_v),
         STAGES=config.num_stages,
         ROWS=config.kept_rows(problem),
-        CONSUMERS=1,
         MERGE=config.merge,
         PRODUCER_REGS=config.producer_regs,
     )

@@ -88,7 +88,6 @@ def _tile(problem: AttentionProblem, config: MlaConfig) -> MlaTile:
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_E=problem.head_dim_v // CONSUMERS,
-        CONSUMERS=CONSUMERS,
         ROWS=config.kept_rows(problem),
         COLUMNS=config.columns,
         AHEAD=config.ahead,
