@@ -21,12 +21,22 @@ HOMES = {
     "hopper-fp8": ["kernels/hopper"],
     "hopper-backward": ["kernels/hopper"],
     "mla": ["kernels/hopper"],
+    "hopper-decode": ["kernels/hopper"],
     "portable": ["kernels/portable", "kernels/common"],
     "cpu": ["cpu"],
     "jax": ["jax"],
 }
 TOOLS = ["emulator", "inspector"]
-FAMILIES = ["hopper-forward", "hopper-fp8", "hopper-backward", "mla", "cdna", "portable", "cpu"]
+FAMILIES = [
+    "hopper-forward",
+    "hopper-fp8",
+    "hopper-backward",
+    "hopper-decode",
+    "mla",
+    "cdna",
+    "portable",
+    "cpu",
+]
 FAMILIES += ["launching", *TOOLS]
 
 

@@ -87,8 +87,8 @@ def test_a_call_on_pages_is_explained_with_its_notes():
         "note      the backward copies each sequence's pages into dense keys first",
         f"rejected  mla forward: does not take a later backward; {NO_LATENT};"
         " 2000 query rows of a KV head: takes up to 64",
-        "rejected  hopper_decode forward: hopper is preferred for 2000 query rows of a KV head: more"
-        " than 32",
+        "rejected  hopper_decode forward: hopper is preferred for 2000 query rows of a KV head:"
+        " more than 32",
         "rejected  decode forward: hopper is preferred for 2000 query rows of a KV head: more than"
         " 32",
         f"rejected  mixed forward: does not take a later backward; {NOT_PACKED}",
@@ -137,11 +137,11 @@ def test_a_grid_of_one_program_and_one_of_two_dims_are_told():
             None,
             "no kernel can run the forward of [2x64x64 h8/8 d12 float8_e5m2] on A100:"
             " mla: no kernel for sm_80; hopper_decode: no kernel for sm_80; decode: head_dim 12:"
-            " takes multiples of 8, V's head_dim 12: takes multiples of 8, float8_e5m2 on sm_80, which cannot convert it; mixed: no"
-            " kernel for sm_80; hopper: no kernel for sm_80; cdna: no kernel for sm_80; portable:"
-            " dtype float8_e5m2: takes"
-            " bfloat16, float16, float32, float8_e5m2 on sm_80, which cannot convert it; sdpa: no"
-            " kernel for sm_80; cpu: no kernel for sm_80",
+            " takes multiples of 8, V's head_dim 12: takes multiples of 8, float8_e5m2 on sm_80,"
+            " which cannot convert it; mixed: no kernel for sm_80; hopper: no kernel for sm_80;"
+            " cdna: no kernel for sm_80; portable: dtype float8_e5m2: takes bfloat16, float16,"
+            " float32, float8_e5m2 on sm_80, which cannot convert it; sdpa: no kernel for sm_80;"
+            " cpu: no kernel for sm_80",
         ),
         (
             {"needs_grad": True, "dtype": "float8_e4m3fn"},
@@ -169,8 +169,8 @@ def test_a_grid_of_one_program_and_one_of_two_dims_are_told():
             {},
             H200,
             "nothing",
-            "backend must be one of mla, hopper_decode, decode, mixed, hopper, cdna, portable, sdpa,"
-            " cpu, scan or None, got 'nothing'",
+            "backend must be one of mla, hopper_decode, decode, mixed, hopper, cdna, portable,"
+            " sdpa, cpu, scan or None, got 'nothing'",
         ),
         (
             {"needs_grad": True, "deterministic": True},

@@ -36,8 +36,8 @@ def _are_few_keys(keys: int) -> bool:
     return keys < FEW_LATENT_KEYS
 
 
-# Rows of a KV head above which 16-bit calls are the forward's; and above which they are over keys of
-# one length.
+# Rows of a KV head above which 16-bit calls are the forward's, and above which those over keys of
+# one length are.
 MOST_DECODE_ROWS, DECODE_ROWS_OF_ONE_LENGTH = 32, 16
 
 

@@ -22,7 +22,8 @@ class HopperDecodeIO(NamedTuple):
 class HopperDecodeTile(NamedTuple):
     """HEAD_DIM, HEAD_DIM_V: of the problem; BLOCK_D, BLOCK_E: columns of tiles. BLOCK_M: query
     rows, 64. BLOCK_N: keys of a tile. STAGES: tiles of keys, and of values, that shared memory has
-    room for. ROWS: a power of two that a tile's rows are within. MERGE: all programs that have a part of a sequence merge some of its rows."""
+    room for. ROWS: a power of two that a tile's rows are within. MERGE: all programs that have a
+    part of a sequence merge some of its rows."""
 
     HEAD_DIM: Const
     HEAD_DIM_V: Const
