@@ -1,0 +1,415 @@
+"""Who waits for whom in the Hopper decode: its producer and its consumer as threads, and a row of one
+number through all that they do.
+
+The loops, the shares, the rings and their barriers are the kernel's own code. A tile of keys has one
+score, a tile of values one number. A product reads shared memory from when it is queued until it is
+waited for.
+"""
+
+import math
+import random
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from heedful.kernels.args.decode import DecodeMerge, DecodeWork
+from heedful.kernels.hopper import decode_consumer, decode_producer, decode_share, pipeline
+from heedful.kernels.portable import decode_work
+from support.hosted import Deadlock, Host, Int, Machine, Place, Pointer, Row, Turned, barriers
+from support.hosted_floats import Float, Floats
+
+ROLES = ("consumer", "producer")
+FAR = 1 << 30
+KEYS, WIDTH = 64, 64
+NBYTES = KEYS * WIDTH * 2
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Those of a tile of keys, with the queries of a piece."""
+
+    rows: tuple
+    piece: tuple
+
+    def to(self, dtype):
+        return self
+
+
+@dataclass(frozen=True)
+class Product:
+    """One that is queued: what it reads, and what that was."""
+
+    operand: Any
+    content: Any
+
+    def check(self):
+        assert self.operand.content == self.content, "memory changed under a product that reads it"
+
+
+@dataclass
+class Device:
+    """lengths: keys of each sequence. splits: parts of each, or None. programs: at work at once.
+    new: rows that each sequence gets. seed: of turns and of values."""
+
+    lengths: tuple[int, ...]
+    programs: int
+    seed: int = 0
+    splits: int | None = None
+    page: int = 0
+    stages: int = 1
+    left: int = -1
+    new: int = 0
+    instead: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.machine = Machine(self.seed)
+        drawn = random.Random(self.seed)
+        longest = max(1, *(n + self.new for n in self.lengths))
+        unit = self.page or 1
+        self.stored = -(-longest // unit) * unit
+        rows = len(self.lengths) * self.stored
+        # Of tiles as they are asked for; far apart, so that references rise.
+        self.scores = [drawn.uniform(-100, 100) for _ in range(rows)]
+        self.values = [drawn.uniform(-1, 1) for _ in range(rows)]
+        many = self.stored // self.page if self.page else 0
+        table = Pointer(list(range(many * len(self.lengths)))) if self.page else None
+        self.params = SimpleNamespace(
+            seqs=SimpleNamespace(
+                cu_q=None,
+                cu_k=None,
+                used_q=None,
+                used_k=Pointer(list(self.lengths)),
+                leftpad_k=None,
+                new_k=Int(self.new) if self.new else None,
+                seqlen_q=Int(1),
+                seqlen_k=Int(self.stored),
+            ),
+            shape=SimpleNamespace(batch=Int(len(self.lengths)), heads_q=Int(4), heads_k=Int(1)),
+            mask=SimpleNamespace(
+                shift=Int(0),
+                bottom_right=Int(1),
+                HAS_LEFT=self.left >= 0,
+                HAS_RIGHT=False,
+                left=Int(self.left),
+                right=Int(0),
+                first=Int(0),
+            ),
+            kv=SimpleNamespace(
+                table=table,
+                stride_tableb=Int(many),
+                page_size=Int(self.page or 1),
+                batch_idx=None,
+                entries=None,
+            ),
+            kv_rows=SimpleNamespace(
+                IS_RAGGED=True,
+                k_rows=Int(self.page or self.stored),
+                v_rows=Int(self.page or self.stored),
+                NO_PAGE=1 << 20,
+            ),
+            work=DecodeWork(
+                merge=DecodeMerge(None, None, None, PARTS=4, STAGES=1, AWAITS_STORES=False),
+                splits=None if self.splits is None else Int(self.splits),
+                tiles=Int(1),
+                least=Int(1),
+                short_q=None,
+                IS_UNIFORM=False,
+                SKIPS_EMPTY=False,
+                OVERHEAD=0,
+                FEWEST_PARTS=1,
+                LOOKS=32,
+            ),
+            tile=SimpleNamespace(
+                BLOCK_M=64,
+                BLOCK_N=KEYS,
+                BLOCK_D=WIDTH,
+                BLOCK_E=WIDTH,
+                HEAD_DIM=WIDTH,
+                HEAD_DIM_V=WIDTH,
+                STAGES=self.stages,
+                ROWS=4,
+                MERGE=0,
+            ),
+            sink=None,
+            scale_log2=Float(1.0),
+        )
+        self.append = SimpleNamespace(
+            io=SimpleNamespace(cache_seqlens=Pointer(list(self.lengths)) if self.new else None)
+        )
+        # By sequence: pieces with their results; rows that were appended.
+        self.results: dict[int, list] = {}
+        self.appended: set[int] = set()
+        self.queues: dict[int, list[Product]] = {}
+        self.at_work: dict[int, Scores] = {}
+        self.weights: dict[int, Float] = {}
+
+    # What stands in for copies, products and the softmax.
+
+    def wait(self, bar, parity, pred=True):
+        self.machine.until(lambda: bar.has_completed(int(parity)))
+
+    def arrive(self, bar, count=1):
+        self.machine.until(lambda: True)
+        bar.arrive(count)
+
+    @property
+    def height(self) -> int:
+        return min(KEYS, self.page & -self.page) if self.page else KEYS
+
+    def load(self, desc, at, bar, box):
+        """A box of rows from the place that the map has for these numbers; rows past the end of the
+        map are zeros."""
+        far, end, _head, row, column = map(int, at)
+        assert far == FAR and column == 0
+        here = end + row - FAR
+        rows = tuple(here + i if row + i < FAR else None for i in range(self.height))
+        for at_row in rows:
+            if at_row is not None and self.is_new(at_row):
+                assert at_row in self.appended, "a new row is loaded before it is written"
+        box.store((desc.kind, rows))
+        bar.complete(NBYTES * self.height // KEYS)
+
+    def is_new(self, row: int) -> bool:
+        b, place = divmod(row, self.stored)
+        return self.lengths[b] <= place < self.lengths[b] + self.new
+
+    def append_rows(self, new, piece, params, append):
+        for row in range(int(new.first), int(new.stop)):
+            self.appended.add(int(piece.b) * self.stored + int(new.start) + row)
+        self.machine.until(lambda: True)
+
+    def boxes_of(self, boxes, dtype, shape, layout):
+        """Tiles as boxes of fewer rows, which fill them one by one."""
+        down = KEYS // self.height
+
+        def part(index):
+            tile, i = boxes.index(index // down), index % down
+
+            def store(content):
+                if i == 0:
+                    tile.parts = {}
+                tile.parts[i] = content
+                if len(tile.parts) == down:
+                    rows = tuple(row for n in range(down) for row in tile.parts[n][1])
+                    Place.store(tile, (content[0], rows))
+
+            return SimpleNamespace(store=store)
+
+        return SimpleNamespace(index=lambda n: part(int(n)))
+
+    def mma(self, a, b, acc, use_acc=True, is_async=True):
+        queue = self.queues.setdefault(self.machine.now, [])
+        queue.append(Product(b, b.content))
+        self.machine.until(lambda: True)
+        kind, rows = b.content
+        if isinstance(b, Turned):
+            assert kind == "k" and not use_acc
+            return Scores(rows, a.content)
+        assert kind == "v" and rows == a.rows
+        first = rows[0]
+        value = 0.0 if first is None else self.values[first]
+        return Float(acc + self.weights[self.machine.now] * value)
+
+    def mma_wait(self, count, deps):
+        self.machine.until(lambda: True)
+        queue = self.queues[self.machine.now]
+        while len(queue) > count:
+            queue.pop(0).check()
+        return deps[0]
+
+    def masked(self, s, params, piece, bounds, col):
+        self.at_work[self.machine.now] = s
+        where = int(piece.b) * self.stored + int(col)
+        assert s.rows[0] in (where, None)
+        return s
+
+    def softmax(self, s, m, total, scale, limit, may_mask):
+        x = -math.inf if s.rows[0] is None else self.scores[s.rows[0]]
+        top = m
+        if x - m > 32 or m == -math.inf:
+            top = Float(max(x, m))
+        alpha = 1.0 if m == -math.inf else 2.0 ** (m - top)
+        weight = Float(0.0 if s.rows[0] is None else 2.0 ** (x - top))
+        self.weights[self.machine.now] = weight
+        return s, top, Float(total * alpha), Float(alpha), int(alpha != 1.0)
+
+    def lane_sums(self, p):
+        return self.weights[self.machine.now] if isinstance(p, Scores) else Float(p)
+
+    def load_queries(self, io, q, params, piece, append):
+        assert not self.queues.get(self.machine.now), "queries change under a product"
+        q.store((int(piece.b), int(piece.start)))
+
+    def finish(self, io, params, piece, acc, m, total, consumer):
+        place = (int(piece.start), int(piece.stop), int(piece.work.parts))
+        made = self.at_work.pop(self.machine.now, None)
+        assert made is None or made.piece == (int(piece.b), place[0])
+        found = (*place, float(acc[0]), float(m), float(total))
+        self.results.setdefault(int(piece.b), []).append(found)
+
+    # Its roles.
+
+    def length(self, b: int) -> int:
+        return self.lengths[b] + self.new
+
+    def share(self, program: int):
+        """As portable/decode_work.py has it, of which other tests are."""
+        p, host = self.params, self.host
+        facts, length_of = map(host.turned, (decode_work.facts, decode_work.sequence_length))
+        lengths = []
+        for b in range(len(self.lengths)):
+            _tq, len_q, stored_q, _tk, len_k, _sk, off = facts(Int(b), p.seqs, p.mask)
+            args = (p.seqs, p.shape, p.mask, p.work, p.tile)
+            lengths.append(int(length_of(len_q, stored_q, len_k, off, *args)[1]))
+        each = max(-(-sum(lengths) // self.programs), int(p.work.least))
+        x = min(program * each, sum(lengths))
+        base = b = 0
+        while b < len(lengths) and base + lengths[b] <= x:
+            base, b = base + lengths[b], b + 1
+        return decode_share.Share(*map(Int, (x, min(x + each, sum(lengths)), each, b, base)))
+
+    def roles(self, program: int):
+        host, p, shape = self.host, self.params, [1, 1, 1, self.height, WIDTH]
+
+        def map_of(kind):
+            block = SimpleNamespace(shape=shape, nbytes=NBYTES)
+            dtype = SimpleNamespace(primitive_bitwidth=16)
+            return SimpleNamespace(kind=kind, block_type=block, dtype=dtype, layout=None)
+
+        def ring():
+            boxes = Row(*(Place() for _ in range(self.stages)), shape=[self.stages], dtype=None)
+            full, empty = barriers(self.stages, 1), barriers(self.stages, 1)
+            return host.turned(pipeline.Pipeline)(boxes, None, full, empty, KEYS, WIDTH)
+
+        io = SimpleNamespace(k=map_of("k"), v=map_of("v"))
+        q, k, v, share = Place(), ring(), ring(), self.share(program)
+        q.__dict__["dtype"] = None
+        consumer = host.turned(decode_consumer.decode_consumer)
+        producer = host.turned(decode_producer.decode_producer)
+        return (
+            lambda: consumer(io, q, k, v, share, 0, p, self.append),
+            lambda: producer(io, k, v, share, p, self.append),
+        )
+
+    def run(self):
+        numbers = Floats(self.machine, lambda role: role // len(ROLES), self.programs)
+        self.host = Host(
+            {
+                "gl": numbers,
+                "tl": numbers,
+                "barrier": SimpleNamespace(wait=self.wait, arrive_after_mma=self.arrive),
+                "mbarrier": SimpleNamespace(
+                    wait=self.wait, expect=lambda bar, nbytes: bar.arrive(1, nbytes)
+                ),
+                "tma_load": self.load,
+                "reinterpret": self.boxes_of,
+                "matrix": lambda box, rows, dim: box,
+                "warpgroup_mma": self.mma,
+                "warpgroup_mma_wait": self.mma_wait,
+                "softmax_threshold": self.softmax,
+                "masked": self.masked,
+                "lane_sums": self.lane_sums,
+                "scale_output": lambda acc, alpha: (Float(acc[0] * alpha),),
+                "threshold_limit": lambda dtype: None,
+                "scores_layout": lambda dtype, columns: None,
+                "load_queries": self.load_queries,
+                "clear_queries": lambda q, params: None,
+                "append_rows": self.append_rows,
+                "finish_piece": self.finish,
+                **self.instead,
+            }
+        )
+        roles, names = [], []
+        for program in range(self.programs):
+            for name, role in zip(ROLES, self.roles(program), strict=True):
+                roles.append(role)
+                names.append(f"{name} of program {program}")
+        self.machine.run(roles, names)
+        assert not any(self.queues.values())
+
+    def check(self):
+        """Every sequence's pieces are all its visits, once, and their results merge to its own."""
+        for b in range(len(self.lengths)):
+            length = self.length(b)
+            begin = max(0, length - 1 - self.left) // KEYS if self.left >= 0 else 0
+            tiles = [b * self.stored + key for key in range(begin * KEYS, length, KEYS)]
+            pieces = sorted(self.results.pop(b))
+            assert [piece[0] for piece in pieces] == [0, *(p[1] for p in pieces[:-1])]
+            assert pieces[-1][1] == max(1, len(tiles))
+            assert {piece[2] for piece in pieces} == {len(pieces)}
+            top = max((self.scores[key] for key in tiles), default=0.0)
+            weights = [2.0 ** (self.scores[key] - top) for key in tiles]
+            total = sum(p[5] * 2.0 ** (p[4] - top) for p in pieces if p[5])
+            out = sum(p[3] * 2.0 ** (p[4] - top) for p in pieces if p[5])
+            assert total == pytest.approx(sum(weights))
+            values = [self.values[key] for key in tiles]
+            expected = sum(w * v for w, v in zip(weights, values, strict=True))
+            assert out == pytest.approx(expected, abs=1e-12)
+            new = {b * self.stored + self.lengths[b] + i for i in range(self.new)}
+            assert new <= self.appended
+        assert not self.results
+
+
+CASES = {
+    "one length": Device((1000, 1000, 1000), 3),
+    "whole sequences": Device((700, 64, 65, 300), 2, splits=1),
+    "parts": Device((700, 1, 0, 300), 3, splits=3),
+    "uneven": Device((1500, 0, 1, 127, 128, 129, 600), 4),
+    "one sequence": Device((3000,), 5),
+    "three tiles": Device((900, 130, 0), 2, stages=3),
+    "pages": Device((900, 130, 0), 3, page=64),
+    "small pages": Device((500, 77, 1), 2, page=48, stages=2),
+    "window": Device((1500, 300, 20), 3, left=200),
+    "new rows": Device((700, 63, 0, 300), 3, new=3),
+    "new rows in pages": Device((700, 63, 0, 300), 3, new=70, page=16),
+    "new rows behind a window": Device((900, 5), 2, new=100, left=40),
+}
+
+
+@pytest.mark.parametrize("device", CASES.values(), ids=CASES)
+def test_results_are_those_of_the_values_whoever_is_slow(device):
+    for seed in range(4):
+        found = replace(device, seed=seed)
+        found.run()
+        found.check()
+
+
+def test_keys_that_are_released_early_are_seen():
+    """The consumer gives keys back before their product is done."""
+    found = replace(CASES["uneven"], seed=1)
+
+    def wait_late(count, deps):
+        return deps[0] if isinstance(deps[0], Scores) else found.mma_wait(count, deps)
+
+    found.instead["warpgroup_mma_wait"] = wait_late
+    with pytest.raises(AssertionError, match="memory changed"):
+        found.run()
+
+
+def test_values_that_are_never_released_are_a_deadlock():
+    found = replace(CASES["one sequence"], programs=1)
+    found.instead["mbarrier"] = SimpleNamespace(
+        wait=found.wait, expect=lambda bar, nbytes: bar.arrive(1, nbytes)
+    )
+    released = []
+
+    def once(bar, count=1):
+        released.append(bar)
+        if len(released) < 5:
+            found.arrive(bar, count)
+
+    found.instead["barrier"] = SimpleNamespace(wait=found.wait, arrive_after_mma=once)
+    with pytest.raises(Deadlock):
+        found.run()
+
+
+def test_rows_that_are_appended_late_are_seen():
+    found = replace(CASES["new rows"], seed=2)
+    found.instead["first_visit"] = lambda new, piece, start, stop, params: stop
+    found.instead["append_rows"] = lambda *args: None
+    with pytest.raises(AssertionError, match="before it is written"):
+        found.run()
