@@ -1,9 +1,9 @@
-"""Who waits for whom in the Hopper decode: its producer and its consumer as threads, and a row of one
-number through all that they do.
+"""Who waits for whom in the Hopper decode: its producer and its consumer as threads, and a row of
+one number through all that they do.
 
-The loops, the shares, the rings and their barriers are the kernel's own code. A tile of keys has one
-score, a tile of values one number. A product reads shared memory from when it is queued until it is
-waited for.
+The loops, the shares, the rings and their barriers are the kernel's own code. A tile of keys has
+one score, a tile of values one number. A product reads shared memory from when it is queued until
+it is waited for.
 """
 
 import math

@@ -387,7 +387,7 @@ ROWS: tuple[KernelRow, ...] = (
         {"sm_90": "run"},
         ("bfloat16", "float16"),
         frozenset(
-            {"causal", "diagonal", "sink", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
+            {"causal", "diagonal", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
             | {"head_dims_differ", "return_lse", "split_kv"}
         ),
         max_dim=LATENT_KEY_DIM,

@@ -3,7 +3,7 @@ them first, by the warp that loads.
 
 Tensor memory accesses are a proxy of their own: they see what threads wrote behind a fence alone.
 
-N one row, D columns.
+N: one row; D columns.
 """
 
 from typing import Any, NamedTuple

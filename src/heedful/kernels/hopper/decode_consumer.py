@@ -61,7 +61,7 @@ def load_queries(io, q, params, piece, append):
     row_M = io.q.ptr + piece.b.to(gl.int64) * io.q.stride_b
     row_M += pos_M.to(gl.int64) * io.q.stride_n + head_M * io.q.stride_h
     ok_MD = (pos_M < piece.len_q)[:, None] & (dims_D < params.tile.HEAD_DIM)[None, :]
-    if append.rotary is None or append.rotary.cos is None:
+    if append.rotary.cos is None:
         q_MD = gl.load(row_M[:, None] + dims_D[None, :], mask=ok_MD, other=0.0)
     else:
         place_M = gl.load(append.io.cache_seqlens + piece.b) + append.advance * pos_M
