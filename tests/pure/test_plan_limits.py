@@ -73,6 +73,8 @@ FORWARD = [
     ("mla", {"heads_q": 600, "heads_k": 200}, ["mla.forward 200 tiles=1"]),
     ("mla", {"seqlen_q": 2, "batch": 1}, ["mla.forward 132 tiles=4"]),
     ("mla", {"seqlen_k": 1}, ["mla.forward 4 tiles=2"]),
+    ("hopper_decode", {"seqlen_k": 1}, ["hopper_decode.forward 8 tiles=1"]),
+    ("hopper_decode", {"heads_q": 300, "heads_k": 300}, ["hopper_decode.forward 300 tiles=1"]),
     ("decode", {"seqlen_k": 0}, ["decode.forward 8 tiles=1"]),
     ("decode", {"seqlen_k": 1}, ["decode.forward 8 tiles=1"]),
     ("decode", {"seqlen_q": 0}, ["decode.forward 0 tiles=0"]),
@@ -146,7 +148,7 @@ BACKWARD = [
 
 
 def planned(backend: str, facts: dict) -> Plan:
-    base = {"mla": LATENT, "decode": STEP}.get(backend, BASE)
+    base = {"mla": LATENT, "decode": STEP, "hopper_decode": STEP}.get(backend, BASE)
     problem = AttentionProblem.dense(**{**base, **facts})
     return plan(problem, by_name("H200"), backend=backend)
 
@@ -182,6 +184,34 @@ def test_a_plan_has_sizes_of_no_tokens_too():
 def test_partial_results_have_columns_of_a_power_of_two(dim_v, columns):
     (scratch, *_) = planned("decode", {"head_dim_v": dim_v}).sizes().workspaces
     assert scratch.name == "partial_out" and scratch.buffer.shape[-1] == columns
+
+
+@pytest.mark.parametrize("page_size", [0, 16, 64])
+@pytest.mark.parametrize("dim", [40, 64, 96, 128, 192, 256])
+def test_a_hopper_decode_has_64_kb_of_keys_and_values_on_their_way(dim, page_size):
+    """Of an SM; but for head dims above 128, whose output leaves room for one program."""
+    chosen = planned("hopper_decode", {"head_dim": dim, "page_size": page_size})
+    tile: Any = chosen.configs["hopper_decode.forward"]
+    columns = max(64, 1 << (dim - 1).bit_length())
+    on_their_way = tile.programs * tile.num_stages * tile.block_n * 2 * columns * 2
+    assert on_their_way == (64 << 10 if dim <= 128 else 128 << 10)
+    assert tile.programs == (2 if dim <= 128 else 1)
+
+
+@pytest.mark.parametrize("batch, programs", [(1, 256), (8, 256), (34, 264), (64, 256), (66, 264)])
+def test_a_hopper_decode_cuts_equal_lengths_in_equal_parts_where_that_fills_the_device(
+    batch, programs
+):
+    facts = {"batch": batch, "heads_q": 32, "heads_k": 8, "seqlen_k": 8192}
+    (launch,) = planned("hopper_decode", facts).sizes().launches.values()
+    assert launch.grid == (programs, 1, 1)
+
+
+@pytest.mark.parametrize("rows, kept", [(1, 4), (4, 4), (5, 8), (9, 16), (17, 32), (33, 64)])
+def test_a_part_of_a_hopper_decode_keeps_as_many_rows_as_the_call_has(rows, kept):
+    facts = {"seqlen_q": rows, "heads_q": 2, "heads_k": 2}
+    (scratch, *_) = planned("hopper_decode", facts).sizes().workspaces
+    assert scratch.name == "partial_out" and scratch.buffer.shape[1] == kept
 
 
 def test_as_many_programs_of_mla_as_its_tile_has_for_a_unit():

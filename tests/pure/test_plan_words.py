@@ -198,6 +198,17 @@ def test_what_cannot_be_planned_is_said(facts, device, backend, said):
         ("decode", "num_stages=0", "num_stages must be at least 1, got 0"),
         ("decode", "conversion=3", "conversion must be at most 2 here, got 3"),
         ("decode", "fetch_ahead=65", "fetch_ahead must be 0 to 64, got 65"),
+        ("hopper_decode", "merge=2", "merge must be 0 to 1, got 2"),
+        (
+            "hopper_decode",
+            "producer_regs=25",
+            "producer_regs must be a multiple of 8 from 24 to 232, got 25",
+        ),
+        (
+            "hopper_decode",
+            "producer_regs=240",
+            "producer_regs must be a multiple of 8 from 24 to 232, got 240",
+        ),
         ("hopper", "key_splits=0", "key_splits must be at least 1, got 0"),
         ("mla", "columns=64", "columns must be 128 or 256, got 64"),
         ("mla", "least_tiles=0", "least_tiles must be at least 1, got 0"),

@@ -61,6 +61,11 @@ def with_options(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionPr
             raise ValueError(
                 f"backend: {name} must be a power of two of at least {least}, got {value}"
             )
+    regs = made.get("producer_regs", 24)
+    if regs % 8 or not 24 <= regs <= 232:
+        raise ValueError(
+            f"backend: producer_regs must be a multiple of 8 from 24 to 232, got {regs}"
+        )
     most = 2 if row.archs == ("sm_90",) else 0
     if made.get("conversion", 0) > most:
         raise ValueError(
