@@ -456,9 +456,9 @@ ROWS: list[ConfigRow] = [
     ),
     # Two programs of an SM with one tile of keys and one of values each, 64 KB on their way in all,
     # are faster than more: 64 x 8192 keys take 475.7 us, of twice as many bytes 484.6, of three
-    # times 485.2; cuDNN takes 484.9. In pages head dim 64 wants boxes of fewer rows: 253.8 us and not
-    # 257.6. Of head dim 256 one program has twice as many: 64 x 4096 478.1 and 481.8, in pages 488.5
-    # and 506.9 (H200, 2026-11-26).
+    # times 485.2; cuDNN takes 484.9. In pages head dim 64 wants boxes of fewer rows: 253.8 us and
+    # not 257.6. Of head dim 256 one program has twice as many: 64 x 4096 478.1 and not 481.8, in
+    # pages 488.5 and not 506.9 (H200, 2026-11-26).
     _hopper_decode(64, 64, 2, in_pages),
     _hopper_decode(64, 128, 1),
     _hopper_decode(128, 64, 1),
