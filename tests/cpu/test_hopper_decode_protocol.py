@@ -7,7 +7,6 @@ it is waited for.
 """
 
 import math
-import random
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +15,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from heedful.kernels.args.decode import DecodeMerge, DecodeWork
-from heedful.kernels.hopper import decode_consumer, decode_producer, decode_share, pipeline
-from heedful.kernels.portable import decode_work
-from support.hosted import Deadlock, Host, Int, Machine, Place, Pointer, Row, Turned, barriers
-from support.hosted_floats import Float, Floats
+from heedful.kernels.args.decode import DecodeMerge
+from heedful.kernels.hopper import decode_consumer, decode_producer, pipeline
+from support.decode_roles import Roles
+from support.hosted import Deadlock, Int, Place, Pointer, Row, Turned, barriers
+from support.hosted_floats import Float
 
 ROLES = ("consumer", "producer")
-FAR = 1 << 30
 KEYS, WIDTH = 64, 64
 NBYTES = KEYS * WIDTH * 2
 
@@ -51,9 +49,9 @@ class Product:
 
 
 @dataclass
-class Device:
-    """lengths: keys of each sequence. splits: parts of each, or None. programs: at work at once.
-    new: rows that each sequence gets. seed: of turns and of values."""
+class Device(Roles):
+    """stages: tiles of each ring. left: keys that a window has, or -1. new: rows that each sequence
+    gets."""
 
     lengths: tuple[int, ...]
     programs: int
@@ -66,28 +64,9 @@ class Device:
     instead: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        self.machine = Machine(self.seed)
-        drawn = random.Random(self.seed)
-        longest = max(1, *(n + self.new for n in self.lengths))
-        unit = self.page or 1
-        self.stored = -(-longest // unit) * unit
-        rows = len(self.lengths) * self.stored
-        # Of tiles as they are asked for; far apart, so that references rise.
-        self.scores = [drawn.uniform(-100, 100) for _ in range(rows)]
-        self.values = [drawn.uniform(-1, 1) for _ in range(rows)]
-        many = self.stored // self.page if self.page else 0
-        table = Pointer(list(range(many * len(self.lengths)))) if self.page else None
+        self.lay_out(max(1, *map(self.length, range(len(self.lengths)))), 1, KEYS)
         self.params = SimpleNamespace(
-            seqs=SimpleNamespace(
-                cu_q=None,
-                cu_k=None,
-                used_q=None,
-                used_k=Pointer(list(self.lengths)),
-                leftpad_k=None,
-                new_k=Int(self.new) if self.new else None,
-                seqlen_q=Int(1),
-                seqlen_k=Int(self.stored),
-            ),
+            seqs=self.sequences(self.new or None),
             shape=SimpleNamespace(batch=Int(len(self.lengths)), heads_q=Int(4), heads_k=Int(1)),
             mask=SimpleNamespace(
                 shift=Int(0),
@@ -98,31 +77,9 @@ class Device:
                 right=Int(0),
                 first=Int(0),
             ),
-            kv=SimpleNamespace(
-                table=table,
-                stride_tableb=Int(many),
-                page_size=Int(self.page or 1),
-                batch_idx=None,
-                entries=None,
-            ),
-            kv_rows=SimpleNamespace(
-                IS_RAGGED=True,
-                k_rows=Int(self.page or self.stored),
-                v_rows=Int(self.page or self.stored),
-                NO_PAGE=1 << 20,
-            ),
-            work=DecodeWork(
-                merge=DecodeMerge(None, None, None, PARTS=4, STAGES=1, AWAITS_STORES=False),
-                splits=None if self.splits is None else Int(self.splits),
-                tiles=Int(1),
-                least=Int(1),
-                short_q=None,
-                IS_UNIFORM=False,
-                SKIPS_EMPTY=False,
-                OVERHEAD=0,
-                FEWEST_PARTS=1,
-                LOOKS=32,
-            ),
+            kv=self.kv(),
+            kv_rows=self.kv_rows(),
+            work=self.work(DecodeMerge(None, None, None, PARTS=4, STAGES=1, AWAITS_STORES=False)),
             tile=SimpleNamespace(
                 BLOCK_M=64,
                 BLOCK_N=KEYS,
@@ -149,24 +106,11 @@ class Device:
 
     # What stands in for copies, products and the softmax.
 
-    def wait(self, bar, parity, pred=True):
-        self.machine.until(lambda: bar.has_completed(int(parity)))
-
-    def arrive(self, bar, count=1):
-        self.machine.until(lambda: True)
-        bar.arrive(count)
-
-    @property
-    def height(self) -> int:
-        return min(KEYS, self.page & -self.page) if self.page else KEYS
-
     def load(self, desc, at, bar, box):
         """A box of rows from the place that the map has for these numbers; rows past the end of the
         map are zeros."""
-        far, end, _head, row, column = map(int, at)
-        assert far == FAR and column == 0
-        here = end + row - FAR
-        rows = tuple(here + i if row + i < FAR else None for i in range(self.height))
+        rows, column = self.rows_at(at)
+        assert column == 0
         for at_row in rows:
             if at_row is not None and self.is_new(at_row):
                 assert at_row in self.appended, "a new row is loaded before it is written"
@@ -256,22 +200,6 @@ class Device:
     def length(self, b: int) -> int:
         return self.lengths[b] + self.new
 
-    def share(self, program: int):
-        """As portable/decode_work.py has it, of which other tests are."""
-        p, host = self.params, self.host
-        facts, length_of = map(host.turned, (decode_work.facts, decode_work.sequence_length))
-        lengths = []
-        for b in range(len(self.lengths)):
-            _tq, len_q, stored_q, _tk, len_k, _sk, off = facts(Int(b), p.seqs, p.mask)
-            args = (p.seqs, p.shape, p.mask, p.work, p.tile)
-            lengths.append(int(length_of(len_q, stored_q, len_k, off, *args)[1]))
-        each = max(-(-sum(lengths) // self.programs), int(p.work.least))
-        x = min(program * each, sum(lengths))
-        base = b = 0
-        while b < len(lengths) and base + lengths[b] <= x:
-            base, b = base + lengths[b], b + 1
-        return decode_share.Share(*map(Int, (x, min(x + each, sum(lengths)), each, b, base)))
-
     def roles(self, program: int):
         host, p, shape = self.host, self.params, [1, 1, 1, self.height, WIDTH]
 
@@ -286,7 +214,7 @@ class Device:
             return host.turned(pipeline.Pipeline)(boxes, None, full, empty, KEYS, WIDTH)
 
         io = SimpleNamespace(k=map_of("k"), v=map_of("v"))
-        q, k, v, share = Place(), ring(), ring(), self.share(program)
+        q, k, v, share = Place(), ring(), ring(), self.share(program, self.programs)
         q.__dict__["dtype"] = None
         consumer = host.turned(decode_consumer.decode_consumer)
         producer = host.turned(decode_producer.decode_producer)
@@ -296,39 +224,25 @@ class Device:
         )
 
     def run(self):
-        numbers = Floats(self.machine, lambda role: role // len(ROLES), self.programs)
-        self.host = Host(
-            {
-                "gl": numbers,
-                "tl": numbers,
-                "barrier": SimpleNamespace(wait=self.wait, arrive_after_mma=self.arrive),
-                "mbarrier": SimpleNamespace(
-                    wait=self.wait, expect=lambda bar, nbytes: bar.arrive(1, nbytes)
-                ),
-                "tma_load": self.load,
-                "reinterpret": self.boxes_of,
-                "matrix": lambda box, rows, dim: box,
-                "warpgroup_mma": self.mma,
-                "warpgroup_mma_wait": self.mma_wait,
-                "softmax_threshold": self.softmax,
-                "masked": self.masked,
-                "lane_sums": self.lane_sums,
-                "scale_output": lambda acc, alpha: (Float(acc[0] * alpha),),
-                "threshold_limit": lambda dtype: None,
-                "scores_layout": lambda dtype, columns: None,
-                "load_queries": self.load_queries,
-                "clear_queries": lambda q, params: None,
-                "append_rows": self.append_rows,
-                "finish_piece": self.finish,
-                **self.instead,
-            }
-        )
-        roles, names = [], []
-        for program in range(self.programs):
-            for name, role in zip(ROLES, self.roles(program), strict=True):
-                roles.append(role)
-                names.append(f"{name} of program {program}")
-        self.machine.run(roles, names)
+        stand_ins = {
+            "barrier": SimpleNamespace(wait=self.wait, arrive_after_mma=self.arrive),
+            "tma_load": self.load,
+            "reinterpret": self.boxes_of,
+            "matrix": lambda box, rows, dim: box,
+            "warpgroup_mma": self.mma,
+            "warpgroup_mma_wait": self.mma_wait,
+            "softmax_threshold": self.softmax,
+            "masked": self.masked,
+            "lane_sums": self.lane_sums,
+            "scale_output": lambda acc, alpha: (Float(acc[0] * alpha),),
+            "threshold_limit": lambda dtype: None,
+            "scores_layout": lambda dtype, columns: None,
+            "load_queries": self.load_queries,
+            "clear_queries": lambda q, params: None,
+            "append_rows": self.append_rows,
+            "finish_piece": self.finish,
+        }
+        self.run_roles(ROLES, self.roles, stand_ins)
         assert not any(self.queues.values())
 
     def check(self):
@@ -392,9 +306,6 @@ def test_keys_that_are_released_early_are_seen():
 
 def test_values_that_are_never_released_are_a_deadlock():
     found = replace(CASES["one sequence"], programs=1)
-    found.instead["mbarrier"] = SimpleNamespace(
-        wait=found.wait, expect=lambda bar, nbytes: bar.arrive(1, nbytes)
-    )
     released = []
 
     def once(bar, count=1):

@@ -7,7 +7,6 @@ its values one number. A product reads shared memory from when it is queued unti
 """
 
 import math
-import random
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -15,25 +14,21 @@ import pytest
 
 pytest.importorskip("triton")
 
-from heedful.kernels.args.decode import DecodeMerge, DecodeWork
-from heedful.kernels.hopper import decode_share as share_file
+from heedful.kernels.args.decode import DecodeMerge
 from heedful.kernels.hopper import mla_consumer as consumer_file
 from heedful.kernels.hopper import mla_producer as producer_file
 from heedful.kernels.hopper import mla_shared as shared_file
-from heedful.kernels.portable import decode_work
+from support.decode_roles import Roles
 from support.hosted import (
-    Barrier,
     Deadlock,
-    Host,
     Int,
-    Machine,
     Place,
     Pointer,
     Row,
     Turned,
     barriers,
 )
-from support.hosted_floats import Float, Floats
+from support.hosted_floats import Float
 
 KEYS = shared_file.KEYS.value
 BOXES = shared_file.BOXES.value
@@ -79,7 +74,7 @@ class Product:
 
 
 @dataclass
-class Device:
+class Device(Roles):
     """lengths: keys of each sequence. splits: parts of each, or None. programs: at work at once.
     seed: of turns and of values."""
 
@@ -97,65 +92,27 @@ class Device:
     instead: dict = field(default_factory=dict)
 
     def __post_init__(self):
-        self.machine = Machine(self.seed)
-        drawn = random.Random(self.seed)
-        longest = max(1, *self.lengths)
-        self.stored = -(-longest // (self.page or 1)) * (self.page or 1)
-        rows = len(self.lengths) * self.stored
-        # Of blocks of 64 keys as they are asked for; far apart, so that references rise.
-        self.scores = [drawn.uniform(-100, 100) for _ in range(rows)]
-        self.values = [drawn.uniform(-1, 1) for _ in range(2 * rows)]
+        self.lay_out(max(1, *self.lengths), 2, KEYS)
         self.tiles = -(-self.heads // 64)
-        # Pages lie in the order of sequences: their numbers are their places.
-        many = self.stored // self.page if self.page else 0
-        table = Pointer(list(range(many * len(self.lengths)))) if self.page else None
-        work = DecodeWork(
-            merge=DecodeMerge(
-                partial_out=None if self.splits == 1 else 0,
-                partial_lse=None,
-                counts=Pointer([0] * (2 * self.tiles * len(self.lengths))),
-                PARTS=4,
-                STAGES=1,
-                AWAITS_STORES=False,
-            ),
-            splits=None if self.splits is None else Int(self.splits),
-            tiles=Int(self.tiles),
-            least=Int(1 + self.overhead),
-            short_q=None,
-            IS_UNIFORM=False,
-            SKIPS_EMPTY=False,
-            OVERHEAD=self.overhead,
-            FEWEST_PARTS=1,
-            LOOKS=32,
+        merge = DecodeMerge(
+            partial_out=None if self.splits == 1 else 0,
+            partial_lse=None,
+            counts=Pointer([0] * (2 * self.tiles * len(self.lengths))),
+            PARTS=4,
+            STAGES=1,
+            AWAITS_STORES=False,
         )
         self.params = SimpleNamespace(
-            seqs=SimpleNamespace(
-                cu_q=None,
-                cu_k=None,
-                used_q=None,
-                used_k=Pointer(list(self.lengths)),
-                leftpad_k=None,
-                new_k=None,
-                seqlen_q=Int(1),
-                seqlen_k=Int(self.stored),
-            ),
+            seqs=self.sequences(),
             shape=SimpleNamespace(
                 batch=Int(len(self.lengths)), heads_q=Int(self.heads), heads_k=Int(1)
             ),
             mask=SimpleNamespace(
                 shift=Int(0), bottom_right=Int(1), HAS_LEFT=False, HAS_RIGHT=False, right=Int(0)
             ),
-            kv=SimpleNamespace(
-                table=table,
-                stride_tableb=Int(many),
-                page_size=Int(self.page or 1),
-                batch_idx=None,
-                entries=None,
-            ),
-            kv_rows=SimpleNamespace(
-                IS_RAGGED=True, k_rows=Int(self.page or self.stored), NO_PAGE=1 << 20
-            ),
-            work=work,
+            kv=self.kv(),
+            kv_rows=self.kv_rows(),
+            work=self.work(merge, self.tiles, self.overhead),
             tile=SimpleNamespace(
                 BLOCK_M=64,
                 BLOCK_N=STEP,
@@ -180,27 +137,11 @@ class Device:
 
     # What stands in for copies, products and the softmax.
 
-    def wait(self, bar: Barrier, parity, pred=True):
-        self.machine.until(lambda: bar.has_completed(int(parity)))
-
-    def arrive(self, bar: Barrier, count=1):
-        self.machine.until(lambda: True)
-        bar.arrive(count)
-
     def load(self, desc, at, bar, part):
-        """A box, or a part of one, of rows from the place that the map has for these numbers."""
-        far, end, _head, row, column = map(int, at)
-        assert far == FAR
-        height = self.height
-        here = end + row - FAR
-        # Rows past the end of the map are zeros.
-        rows = tuple(here + i if row + i < FAR else None for i in range(height))
-        part.add((rows, column))
-        bar.complete(KEYS * 64 * 2 // (KEYS // height))
-
-    @property
-    def height(self) -> int:
-        return min(KEYS, self.page & -self.page) if self.page else KEYS
+        """A box, or a part of one, of rows from the place that the map has for these numbers. Rows
+        past the end of the map are zeros."""
+        part.add(self.rows_at(at))
+        bar.complete(KEYS * 64 * 2 // (KEYS // self.height))
 
     def parts_of(self, box, dtype, shape, layout):
         """A box as parts of fewer rows."""
@@ -266,8 +207,8 @@ class Device:
         row = self.key_of(rows)
         return 0.0 if row is None else self.values[2 * row + half]
 
-    def masked(self, s, params, piece, least_stop, col):
-        assert (col + KEYS > least_stop) == (s.rows[-1] is None)
+    def masked(self, s, params, piece, bounds, col):
+        assert (col + KEYS > bounds.stop_first) == (s.rows[-1] is None)
         return s
 
     def softmax(self, s, m, total, scale, limit, may_mask):
@@ -326,72 +267,40 @@ class Device:
         return None, None, None
 
     def run(self):
-        numbers = Floats(self.machine, lambda role: role // len(ROLES), self.programs)
-        self.host = Host(
-            {
-                "gl": numbers,
-                "tl": numbers,
-                "barrier": SimpleNamespace(
-                    wait=self.wait, arrive_after_mma=self.arrive, arrive_each_warp=self.arrive_4
-                ),
-                "mbarrier": SimpleNamespace(
-                    wait=self.wait, expect=lambda bar, nbytes: bar.arrive(1, nbytes)
-                ),
-                "tma_load": self.load,
-                "reinterpret": self.parts_of,
-                "boxes_of": lambda tiles: tiles.boxes,
-                "warpgroup_mma": self.mma,
-                "warpgroup_mma_wait": self.mma_wait,
-                "softmax_threshold": self.softmax,
-                "masked": self.masked,
-                "publish": self.publish,
-                "lane_sums": lambda p: Float(p),
-                "scale_rows": lambda x, alpha: Float(x * alpha),
-                "vote_above": lambda x, limit: int(x != 0.0),
-                "threshold_limit": lambda dtype: None,
-                "scores_layout": lambda dtype, columns: None,
-                "fence_async_shared": lambda: None,
-                "opaque": Int,
-                "load_columns": self.load_columns,
-                "finish_piece": self.finish,
-                "wait_for_parts": self.wait_for_parts,
-                "count_to_zero": self.count_to_zero,
-                "merged": self.merged,
-                "store_whole": lambda *args: None,
-                "_at_barrier": self.at_barrier,
-                **self.instead,
-            }
-        )
-        roles, names = [], []
-        for program in range(self.programs):
-            for name, role in zip(ROLES, self.roles(program), strict=True):
-                roles.append(role)
-                names.append(f"{name} of program {program}")
-        self.machine.run(roles, names)
+        stand_ins = {
+            "barrier": SimpleNamespace(
+                wait=self.wait, arrive_after_mma=self.arrive, arrive_each_warp=self.arrive_4
+            ),
+            "tma_load": self.load,
+            "reinterpret": self.parts_of,
+            "boxes_of": lambda tiles: tiles.boxes,
+            "warpgroup_mma": self.mma,
+            "warpgroup_mma_wait": self.mma_wait,
+            "softmax_threshold": self.softmax,
+            "masked": self.masked,
+            "publish": self.publish,
+            "lane_sums": lambda p: Float(p),
+            "scale_rows": lambda x, alpha: Float(x * alpha),
+            "vote_above": lambda x, limit: int(x != 0.0),
+            "threshold_limit": lambda dtype: None,
+            "scores_layout": lambda dtype, columns: None,
+            "fence_async_shared": lambda: None,
+            "opaque": Int,
+            "load_columns": self.load_columns,
+            "finish_piece": self.finish,
+            "wait_for_parts": self.wait_for_parts,
+            "count_to_zero": self.count_to_zero,
+            "merged": self.merged,
+            "store_whole": lambda *args: None,
+            "_at_barrier": self.at_barrier,
+        }
+        self.run_roles(ROLES, self.roles, stand_ins)
         assert not any(self.queues.values()) and not self.arrived
         counts = self.params.work.merge.counts.memory
         assert not (self.merge and any(counts)), "the next launch finds counts"
 
     def arrive_4(self, bar):
         self.arrive(bar, 4)
-
-    def shares(self, program):
-        """As portable/decode_work.py has it, of which other tests are."""
-        p, host = self.params, self.host
-        facts, length_of = map(host.turned, (decode_work.facts, decode_work.sequence_length))
-        lengths = []
-        for b in range(len(self.lengths)):
-            _tq, len_q, stored_q, _tk, len_k, _sk, off = facts(Int(b), p.seqs, p.mask)
-            args = (p.seqs, p.shape, p.mask, p.work, p.tile)
-            lengths.append(int(length_of(len_q, stored_q, len_k, off, *args)[1]))
-        number, count = program // self.tiles, self.programs // self.tiles
-        each = max(-(-sum(lengths) // count), int(p.work.least))
-        x = min(number * each, sum(lengths))
-        base = b = 0
-        while b < len(lengths) and base + lengths[b] <= x:
-            base, b = base + lengths[b], b + 1
-        ints = map(Int, (x, min(x + each, sum(lengths)), each, b, base))
-        return share_file.Share(*ints)
 
     def roles(self, program):
         host, p = self.host, self.params
@@ -426,7 +335,7 @@ class Device:
         )
         consumer = host.turned(consumer_file.mla_consumer)
         producer = host.turned(producer_file.mla_producer)
-        share = self.shares(program)
+        share = self.share(program // self.tiles, self.programs // self.tiles)
         return (
             lambda: consumer(io, made, share, p, 0),
             lambda: consumer(io, made, share, p, 1),

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 import heedful.torch as heedful
 from support.budget import run
 from support.cases import Case
-from support.hopper import ON_HOPPER, WITH_TRITON_3_9
+from support.hopper import DECODES, ON_HOPPER, WITH_TRITON_3_9
 from support.prepared import Prepared
-from support.variants import FRESH
+from support.variants import distinct
 
 pytestmark = pytest.mark.gpu
-BOTH = ("decode", pytest.param("hopper_decode", marks=[*ON_HOPPER, WITH_TRITON_3_9]))
 
 PLAIN = Case(dtype="bfloat16", backward=False, seqlen_q=3, seqlen_k=603, heads_q=6, head_dim=128)
 CASES = (
@@ -73,17 +72,8 @@ def test_decode_is_within_its_error_budget(case, num_splits):
     run(Prepared("decode"), replace(case, num_splits=num_splits), "cuda")
 
 
-def variants(count: int) -> list[Case]:
-    """Cases that differ in what the kernel is compiled for."""
-    rng = random.Random(FRESH)
-    found: dict[str, Case] = {}
-    while len(found) < count:
-        case = _variant(rng)
-        found.setdefault(str(case), case)
-    return list(found.values())
-
-
 def _variant(rng: random.Random) -> Case:
+    """A case that differs from others in what the kernel is compiled for."""
     kv = rng.choice(("", "", "", "int8", "int4", "float8_e4m3fn"))
     dim = rng.choice((64, 128, 128, 256))
     group = rng.choice((dim, 32, 16)) if kv.startswith("int") else 0
@@ -176,7 +166,7 @@ def test_a_call_over_latent_vectors_runs_a_kernel_that_reads_them_once():
     assert got[0].any() and not got[2].any()
 
 
-VARIANTS = variants(60)
+VARIANTS = distinct(60, _variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS[:10], ids=str)
@@ -205,7 +195,7 @@ def pages(batch: int, longest: int, size: int = 16):
     return k, v, table
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", DECODES)
 def test_a_replayed_graph_reads_lengths_and_tables_anew(backend):
     k, v, table = pages(6, 5000)
     q = torch.randn(6, 2, 8, 128, device="cuda", dtype=torch.bfloat16)
@@ -233,8 +223,8 @@ def test_a_replayed_graph_reads_lengths_and_tables_anew(backend):
     "backend, kernel, dims",
     [
         ("decode", "decode", (128, 128)),
-        ("hopper_decode", "decode", (128, 128)),
-        ("mla", "mla", (576, 512)),
+        pytest.param("hopper_decode", "decode", (128, 128), marks=[*ON_HOPPER, WITH_TRITON_3_9]),
+        pytest.param("mla", "mla", (576, 512), marks=[*ON_HOPPER, WITH_TRITON_3_9]),
     ],
 )
 def test_a_replay_runs_one_kernel_and_fills_nothing(backend, kernel, dims):
@@ -256,7 +246,7 @@ def test_a_replay_runs_one_kernel_and_fills_nothing(backend, kernel, dims):
     assert [(event.key, event.count) for event in ran] == [(kernel, 1)]
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", DECODES)
 @pytest.mark.parametrize("num_splits", (1, 8))
 def test_with_splits_given_a_sequence_has_the_same_bits_in_any_batch(num_splits, backend):
     k, v, table = pages(9, 9000)
@@ -282,7 +272,7 @@ def test_with_splits_given_a_sequence_has_the_same_bits_in_any_batch(num_splits,
             assert torch.equal(got, want[index])
 
 
-@pytest.mark.parametrize("backend", BOTH)
+@pytest.mark.parametrize("backend", DECODES)
 def test_many_parts_are_merged_whatever_the_order_they_end_in(backend):
     """More parts of a unit than are merged at once; fifty runs, of which each counts from zero."""
     q = torch.randn(1, 1, 4, 128, device="cuda", dtype=torch.bfloat16)

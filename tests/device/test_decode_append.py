@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import heedful.torch as heedful
 from heedful.launch import programs
 from heedful.torch.calls import CALLS
-from support.hopper import ON_HOPPER, WITH_TRITON_3_9
+from support.hopper import DECODES
 
 pytestmark = pytest.mark.gpu
 
@@ -101,27 +101,18 @@ def check(x: dict[str, Any], q_len: int, backend: str, monkeypatch: pytest.Monke
     assert not torch.equal(ours[0], call["k_cache"]) or bool((call["cache_seqlens"] < 0).all())
 
 
+@pytest.mark.parametrize("backend", DECODES)
 @pytest.mark.parametrize("q_len", [1, 4, 16])
 @settings(max_examples=20)
 @given(x=steps())
-def test_one_kernel_does_what_two_do(q_len, x):
+def test_one_kernel_does_what_two_do(q_len, backend, x):
     heads_q, heads_k = x["heads"]
     assume(q_len * heads_q <= 64 * heads_k)  # more rows have another kernel
+    if backend == "hopper_decode":
+        # Such pages have the other kernel.
+        assume(x["page_size"] != 1 and not (x["page_size"] and x["pads"]))
     with pytest.MonkeyPatch.context() as patch:
-        check(x, q_len, "decode", patch)
-
-
-@ON_HOPPER[1]
-@WITH_TRITON_3_9
-@pytest.mark.parametrize("q_len", [1, 4, 16])
-@settings(max_examples=20)
-@given(x=steps())
-def test_one_hopper_kernel_does_what_two_do(q_len, x):
-    heads_q, heads_k = x["heads"]
-    assume(q_len * heads_q <= 64 * heads_k and x["page_size"] != 1)
-    assume(not (x["page_size"] and x["pads"]))  # left-padded pages have the other kernel
-    with pytest.MonkeyPatch.context() as patch:
-        check(x, q_len, "hopper_decode", patch)
+        check(x, q_len, backend, patch)
 
 
 def test_a_replayed_graph_appends_where_lengths_say():

@@ -11,7 +11,7 @@ from support.budget import run
 from support.cases import Case
 from support.hopper import ON_HOPPER, WITH_TRITON_3_9
 from support.prepared import Prepared
-from support.variants import FRESH
+from support.variants import distinct
 
 pytestmark = [*ON_HOPPER, WITH_TRITON_3_9]
 
@@ -54,17 +54,8 @@ def test_the_hopper_decode_is_within_its_error_budget(case, num_splits, backend)
     run(Prepared(backend), replace(case, num_splits=num_splits), "cuda")
 
 
-def variants(count: int) -> list[Case]:
-    """Cases that differ in what the kernel is compiled for."""
-    rng = random.Random(FRESH)
-    found: dict[str, Case] = {}
-    while len(found) < count:
-        case = _variant(rng)
-        found.setdefault(str(case), case)
-    return list(found.values())
-
-
 def _variant(rng: random.Random) -> Case:
+    """A case that differs from others in what the kernel is compiled for."""
     paged = rng.random() < 0.5
     return replace(
         PLAIN,
@@ -100,7 +91,7 @@ def problems(draw, variant: Case) -> Case:
     )
 
 
-VARIANTS = variants(60)
+VARIANTS = distinct(60, _variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS[:10], ids=str)

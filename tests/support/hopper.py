@@ -16,3 +16,5 @@ WITH_TRITON_3_9 = pytest.mark.skipif(
     (toolchain().triton or ()) < (3, 9),
     reason="needs Triton 3.9: Gluon before has no inline assembly, and its waits are a warpgroup's",
 )
+# Both kernels that decode over a cache.
+DECODES = ("decode", pytest.param("hopper_decode", marks=[*ON_HOPPER, WITH_TRITON_3_9]))

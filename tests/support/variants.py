@@ -3,6 +3,7 @@ each. What a kernel is compiled for is drawn first; lengths, sizes and values ar
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,15 @@ from support.cases import FRESH, LAYOUTS, Case
 
 def sample(count: int, seed: int = 0, dtypes=("float16", "bfloat16", "float32")) -> list[Case]:
     """`count` distinct cases that differ in what kernels are compiled for."""
+    return distinct(count, lambda rng: _variant(rng, dtypes), seed)
+
+
+def distinct(count: int, draw: Callable[[random.Random], Case], seed: int = 0) -> list[Case]:
+    """`count` distinct cases of those that `draw` makes."""
     rng = random.Random(seed + FRESH)
     found: dict[str, Case] = {}
     while len(found) < count:
-        case = _variant(rng, dtypes)
+        case = draw(rng)
         found.setdefault(str(case), case)
     return list(found.values())
 

@@ -82,11 +82,11 @@ class ConfigRow:
 
 
 _H200 = "H200, 2026-11-20, Triton 3.6: fastest without spills of those tried"
-_H200_LATEST = "H200, 2026-11-25, Triton 3.9: fastest of those tried"
-_H200_NEWEST = "H200, 2026-11-26, Triton 3.9: fastest of those tried"
+_H200_25 = "H200, 2026-11-25, Triton 3.9: fastest of those tried"
+_H200_26 = "H200, 2026-11-26, Triton 3.9: fastest of those tried"
 _NO_SPILLS = "sm_90, Triton 3.9: largest tried that compiles without spills; not timed"
 _NO_SPILLS_EITHER = "sm_80 and sm_90, Triton 3.9: compiles without spills; not timed"
-_H200_LATER = "H200, 2026-11-23, Triton 3.9: fastest of those tried"
+_H200_23 = "H200, 2026-11-23, Triton 3.9: fastest of those tried"
 _FITS = "fits shared memory and registers when compiled; not timed"
 _WIDER = "sm_80 and sm_90, Triton 3.9: compiles without spills in those tried; not timed"
 _AMD = "compiled for gfx942 and gfx950: no spills, LDS within 64 KiB; not timed"
@@ -243,7 +243,7 @@ def _hopper_fp8(max_dim: int, tile: _Tile, when=always, **how):
     return ConfigRow("hopper.fp8_forward", ("sm_90",), max_dim, config, _H200_GLUON, when)
 
 
-def _hopper_backward(max_dim: int, tile: _Tile, when=always, measured=_H200_LATER, **how):
+def _hopper_backward(max_dim: int, tile: _Tile, when=always, measured=_H200_23, **how):
     config = HopperBackwardConfig(*tile, **how)
     return ConfigRow("hopper.backward", ("sm_90",), max_dim, config, measured, when)
 
@@ -322,7 +322,7 @@ def _decode(
 
     measured = _FITS
     if "sm_90" in archs:
-        later = _H200_LATEST if rows == 8 else _H200_LATER
+        later = _H200_25 if rows == 8 else _H200_23
         measured = later if rows <= 16 and max_dim in (128, 576) else _NO_SPILLS
         if rows == 64 and max_dim == 576:
             measured = _LEAST_SPILLS
@@ -343,14 +343,14 @@ def _hopper_decode(
     **how,
 ) -> ConfigRow:
     config = HopperDecodeConfig(64, keys, 4, stages, fewest_parts=8, **how)
-    return ConfigRow("hopper_decode.forward", ("sm_90",), max_dim, config, _H200_NEWEST, when)
+    return ConfigRow("hopper_decode.forward", ("sm_90",), max_dim, config, _H200_26, when)
 
 
 def _mla(how: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> ConfigRow:
     """For problems that all of `when` accept. Programs that wait for each other are at work at
     once: a device has a unit for each line of tiles (core/sizes.py)."""
     config = MlaConfig(64, 128, programs=1, least_tiles=2, **how)
-    measured = _LEAST_SPILLS if small_pages in when else _H200_LATEST
+    measured = _LEAST_SPILLS if small_pages in when else _H200_25
     units = MLA_SMS // MLA_LEAST_SMS if config.merge else 0
 
     def fits(problem: AttentionProblem) -> bool:
@@ -373,13 +373,13 @@ ROWS: list[ConfigRow] = [
     _hopper(64, (128, 128, 4, 4), packs, _LEAST_SPILLS, **_TWO),
     _hopper(128, (128, 128, 4, 2), packs, _LEAST_SPILLS, **_TWO),
     _hopper(256, (128, 64, 4, 2), packs, _LEAST_SPILLS, **_TWO, out_in_q=True),
-    _hopper(64, (64, 128, 4, 4), few_rows, _H200_LATEST, rescale="speculative"),
+    _hopper(64, (64, 128, 4, 4), few_rows, _H200_25, rescale="speculative"),
     _hopper(128, (64, 128, 4, 2), few_rows, _LEAST_SPILLS),
     _hopper(256, (64, 64, 4, 2), few_rows, _LEAST_SPILLS),
     _hopper(64, (64, 128, 4, 4), small_grid, _LEAST_SPILLS),
     _hopper(128, (64, 128, 4, 2), small_grid, _LEAST_SPILLS),
     _hopper(256, (64, 64, 4, 2), small_grid, _LEAST_SPILLS),
-    _hopper(64, (128, 128, 4, 4), two_tiles_of_rows, _H200_LATEST, **_D64_TWO),
+    _hopper(64, (128, 128, 4, 4), two_tiles_of_rows, _H200_25, **_D64_TWO),
     _hopper(64, (256, 64, 4, 6), slopes, **_D64_PINGPONG),
     # Keys and values in shared stages: windows and packed causal calls - 1.2 % of the cycles,
     # causal ones 0, those without a mask + 2.5 % (H200, 2026-11-22).
@@ -401,7 +401,7 @@ ROWS: list[ConfigRow] = [
     _hopper_backward(64, (64, 128, 4, 2), holds_more, _FITS, **_DRAWN),
     _hopper_backward(64, (128, 128, 4, 2), **_DRAWN),
     _hopper_backward(128, (64, 128, 4, 2), **_DRAWN),
-    _hopper_backward(256, (64, 128, 4, 2), has_room_for_dq, _H200_LATEST, **_NO_DQ_GROUP),
+    _hopper_backward(256, (64, 128, 4, 2), has_room_for_dq, _H200_25, **_NO_DQ_GROUP),
     _hopper_backward(256, (64, 64, 4, 2), **_NO_DQ_GROUP),
     _cdna(64, (256, 128, 8, 1), eight_bit),
     _cdna(128, (256, 64, 8, 1)),

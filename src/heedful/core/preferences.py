@@ -54,11 +54,9 @@ def many_rows(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None
 
 
 def many_rows_of_one_length(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
-    """Of more rows the merge of a sequence's parts by one program lasts longer, and the forward has
-    two tiles of keys on their way where this has one. Over keys of one length (D128, H200,
-    2026-11-26): 32 rows of 8 x 2048 take 23.2 us there and 24.1 here, 16 x 16384 235.6 and 238.9,
-    64 x 2048 126.9 and 125.7; 64 rows of 64 x 1024 71.6 and 73.6. Of 4 rows 64 x 8192 take 484.4
-    and 474.8, 8 x 1024 14.8 and 14.9."""
+    """The forward and the Hopper decode over keys of one length, D128 (H200, 2026-11-26): 32 rows
+    of 8 x 2048 take 23.2 and 24.1 us, of 16 x 16384 235.6 and 238.9, of 1 x 8192 18.4 and 25.1, of
+    64 x 2048 126.9 and 125.7; 4 rows of 64 x 8192 484.4 and 474.8, of 8 x 1024 14.8 and 14.9."""
     rows = problem.seqlen_q * problem.group
     if ITEM_BITS[problem.dtype] != 16 or problem.ragged_k or problem.varlen_q:
         return None

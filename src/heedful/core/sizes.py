@@ -4,7 +4,7 @@ All pure: numbers in, numbers out. Lengths may be symbols (core/symbols.py), so 
 `larger` stand where Python's own min and max would ask which one it is.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -304,21 +304,17 @@ def _decode_tiles(
 
 def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     """Programs for the whole device, as many for each line of units, unless there is less to do."""
-    return _shared_keys(plan, problem, "decode.forward", lambda places: places)
+    return _shared_keys(plan, problem, "decode.forward")
 
 
 def _hopper_decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
-    """The same, or few less where equal lengths then have fewer parts."""
-
-    def even(places):
-        return _even_shares(places, problem.batch)
-
-    return _shared_keys(plan, problem, "hopper_decode.forward", even)
+    """The same, or a few less where equal lengths then have fewer parts."""
+    return _shared_keys(plan, problem, "hopper_decode.forward", evens=True)
 
 
-def _shared_keys(plan: "Plan", problem: AttentionProblem, kernel: str, shares_in: Callable):
-    """shares_in: of a line that has so many places. Scratch for two parts of each share, or for all
-    of a tile of rows that is split in a given number."""
+def _shared_keys(plan: "Plan", problem: AttentionProblem, kernel: str, evens: bool = False):
+    """Scratch for two parts of each share, or for all of a tile of rows that is split in a given
+    number. evens: whether shares are as `_even_shares` has them."""
     config, heads = plan.configs[kernel], problem.heads_k
     assert isinstance(config, SharedKeysConfig)
     tiles, all_units = _decode_tiles(plan, config, problem)
@@ -330,19 +326,21 @@ def _shared_keys(plan: "Plan", problem: AttentionProblem, kernel: str, shares_in
     if problem.num_splits:
         parts = smaller(parts, problem.num_splits)
     lines = rows * heads
-    places = plan.device.units * config.programs // larger(1, lines)
-    shares = smaller(shares_in(larger(1, places)), units * parts)
+    places = larger(1, plan.device.units * config.programs // larger(1, lines))
+    if evens:
+        places = _even_shares(places, problem.batch)
+    shares = smaller(places, units * parts)
     programs, units = shares * lines, units * lines
     numbers = {"tiles": tiles, **_short_q(plan)}
     launches = {kernel: LaunchSizes((programs, 1, 1), numbers)}
     if problem.num_splits == 1:
         return launches, ()
     slots = units * problem.num_splits if problem.num_splits else 2 * programs
-    rows = config.kept_rows(problem)
+    kept = config.kept_rows(problem)
     dim = pow2(problem.head_dim_v, LEAST_COLUMNS)
     return launches, (
-        Workspace("partial_out", ArraySpec.contiguous((slots, rows, dim), "float32")),
-        Workspace("partial_lse", ArraySpec.contiguous((slots, rows), "float32")),
+        Workspace("partial_out", ArraySpec.contiguous((slots, kept, dim), "float32")),
+        Workspace("partial_lse", ArraySpec.contiguous((slots, kept), "float32")),
         _counts(units),
     )
 

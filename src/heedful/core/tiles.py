@@ -57,7 +57,9 @@ class PortableConfig(TileConfig):
 # Query rows of a KV head in a decode's tile, and of most of its calls.
 DECODE_ROWS = 64
 WIDE_DIM = 256  # head dim above which the decode kernel takes a head for wide
-MERGE_ROWS = 8  # of a decode's tile, whose parts are merged at once (decode_merge.py)
+# Rows of a decode's tile whose parts are merged at once, at most: decode_merge.py, and
+# hopper/decode_results.py.
+MERGE_ROWS, HOPPER_MERGE_ROWS = 8, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +103,11 @@ class DecodeConfig(SharedKeysConfig):
 class MlaConfig(SharedKeysConfig):
     """A tile of the MLA decode: 64 query rows by 128 keys, 64 for each of two consumers.
 
-    columns: of values in one product, 128
-    or 256, which are released together. ahead: boxes of the next step's first scores that are
-    queued behind a step's last values. in_order: 1: the first consumer's product with the second
-    block's values is queued behind the second's. merge: 1: parts are merged by all programs that
-    have one, each some rows, which takes programs that are at work at once. consumer_regs,
-    producer_regs: registers of a thread.
+    columns: of values in one product, 128 or 256, which are released together. ahead: boxes of the
+    next step's first scores that are queued behind a step's last values. in_order: 1: the first
+    consumer's product with the second block's values is queued behind the second's. merge: 1: parts
+    are merged by all programs that have one, each some rows, which takes programs that are at work
+    at once. consumer_regs, producer_regs: registers of a thread.
     """
 
     merge_values: int = 128
@@ -118,7 +119,8 @@ class MlaConfig(SharedKeysConfig):
     producer_regs: int = 24
 
     def kept_rows(self, problem: AttentionProblem) -> int:
-        return 16 if problem.seqlen_q * problem.group <= 16 else self.block_m
+        few = problem.seqlen_q * problem.group <= HOPPER_MERGE_ROWS
+        return HOPPER_MERGE_ROWS if few else self.block_m
 
 
 @dataclass(frozen=True, slots=True)

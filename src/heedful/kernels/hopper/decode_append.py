@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.compat import inline_asm
 from heedful.kernels.portable.decode_append import rows_of
+from heedful.kernels.portable.decode_work import visit_of
 from heedful.kernels.portable.rotary import rotated
 
 
@@ -42,11 +43,7 @@ def first_visit(new, piece, start, stop, params):
     """The first of visits [start, stop) whose keys may be new rows, or the last; `stop` if there
     are no visits, or no new rows."""
     row = gl.maximum(new.start + new.first - piece.token_k, 0).to(gl.int32)
-    visit = row // params.tile.BLOCK_N
-    if params.mask.HAS_LEFT:
-        span = piece.span
-        behind = visit - span.begin + span.first_end
-        visit = gl.where(visit < span.begin, gl.minimum(visit, span.first_end), behind)
+    visit = visit_of(row // params.tile.BLOCK_N, piece.span)
     visit = gl.maximum(gl.minimum(visit, stop - 1), start)
     return gl.where((start < stop) & (new.first < new.stop), visit, stop)
 

@@ -14,13 +14,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from heedful.kernels.common.key_range import key_bounds
-from heedful.kernels.hopper.decode_producer import block_at
+from heedful.kernels.hopper.decode_mask import masked
 from heedful.kernels.hopper.decode_results import finish_piece, merge_share, store_empty
 from heedful.kernels.hopper.decode_share import look
-from heedful.kernels.hopper.mask import mask_outside
 from heedful.kernels.hopper.mma import ROWS, scale_output, scores_layout
 from heedful.kernels.hopper.pipeline import PipelineState
 from heedful.kernels.hopper.softmax import lane_sums, softmax_threshold, threshold_limit
+from heedful.kernels.portable.decode_work import block_of
 from heedful.kernels.portable.rotary import rotated
 
 
@@ -75,29 +75,6 @@ def load_queries(io, q, params, piece, append):
 
 
 @gluon.jit
-def masked(s_MN, params, piece, bounds, col):
-    """Scores of keys from `col` on, with those that a row does not see at -inf."""
-    N: gl.constexpr = s_MN.shape[1]
-    layout: gl.constexpr = gl.SliceLayout(1, s_MN.type.layout)
-    group = params.shape.heads_q // params.shape.heads_k
-    if col + N > bounds.stop_first:
-        stop_M = gl.full([ROWS], 0, gl.int32, layout) + piece.len_k
-        if params.mask.HAS_RIGHT:
-            pos_M = (piece.row0 + gl.arange(0, ROWS, layout=layout)) // group
-            stop_M = gl.minimum(stop_M, pos_M + (piece.off + params.mask.right + 1))
-        s_MN = mask_outside(s_MN, None, stop_M - col)
-    if params.mask.HAS_LEFT:  # noqa: SIM102  (known when compiling, and `and` is not)
-        if col < bounds.start_last:
-            pos_M = (piece.row0 + gl.arange(0, ROWS, layout=layout)) // group
-            start_M = pos_M + (piece.off - params.mask.left)
-            # Leading keys stay visible: up to there nothing is outside.
-            key_N = col + gl.arange(0, N, layout=gl.SliceLayout(0, s_MN.type.layout))
-            seen_MN = (key_N[None, :] >= start_M[:, None]) | (key_N < params.mask.first)[None, :]
-            s_MN = gl.where(seen_MN, s_MN, float("-inf"))
-    return s_MN
-
-
-@gluon.jit
 def queue_scores(q, k, state, N: gl.constexpr):
     """Starts q k^T of one tile of keys."""
     s_MN = gl.zeros([ROWS, N], gl.float32, scores_layout(q.dtype, N))
@@ -123,7 +100,7 @@ def stream_keys(q, k, v, piece, state, params):
     start = gl.minimum(piece.start, piece.span.visits)
     stop = gl.minimum(piece.stop, piece.span.visits)
     for visit in range(start, stop):
-        col = block_at(params, piece.span, visit) * N
+        col = block_of(visit, piece.span, params.mask) * N
         k.consumer_wait(state)
         s_MN = queue_scores(q, k, state, N)
         s_MN = warpgroup_mma_wait(0, deps=[s_MN])

@@ -1,75 +1,61 @@
 """The warp of the Hopper decode that loads keys and values, and appends new ones first."""
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.decode_append import append_rows, first_visit, rows_of_piece
 from heedful.kernels.hopper.decode_share import look
 from heedful.kernels.hopper.pipeline import PipelineState
-from heedful.kernels.hopper.sequences import (
-    WorkTile,
-    keys_at,
-    load_from_pages,
-    page_numbers,
-    within,
-)
+from heedful.kernels.hopper.sequences import keys_at, load_from_pages, page_numbers, within
+from heedful.kernels.portable.decode_work import block_of
 
 
 @gluon.jit
-def block_at(params, span, visit):
-    """The key tile of a visit: all in turn, or first leading ones, then those of a window."""
-    if params.mask.HAS_LEFT:
-        return gl.where(visit < span.first_end, visit, visit - span.first_end + span.begin)
-    else:
-        return visit
-
-
-@gluon.jit
-def pages_at(io, params, tile, col):
+def pages_at(io, params, keys, col):
     """The numbers of the pages of a tile of keys from `col` on, if there are pages."""
     if params.kv.table is None:
         return ()
     else:
         ROWS_OF_BOX: gl.constexpr = io.k.block_type.shape[3]
-        table = params.kv.table + tile.batch.to(gl.int64) * params.kv.stride_tableb
+        table = params.kv.table + keys.batch.to(gl.int64) * params.kv.stride_tableb
         DOWN: gl.constexpr = params.tile.BLOCK_N // ROWS_OF_BOX
-        return page_numbers(table, params, tile.len_k, col, ROWS_OF_BOX, DOWN)
+        return page_numbers(table, params, keys.len_k, col, ROWS_OF_BOX, DOWN)
 
 
 @gluon.jit
-def load_tile(ring, desc, params, tile, rows_each, col, pages, state):
+def load_tile(ring, desc, params, keys, rows_each, col, pages, state):
     """Waits until there is room and starts filling it with keys or values from `col` on."""
     if params.kv.table is None:
-        ring.load(desc, keys_at(params, tile, rows_each, col), state)
+        ring.load(desc, keys_at(params, keys, rows_each, col), state)
     else:
-        load_from_pages(ring, desc, params, tile, rows_each, col, pages, state)
+        load_from_pages(ring, desc, params, keys, rows_each, col, pages, state)
+
+
+class Keys(NamedTuple):
+    """Where a piece's keys lie, as loads ask for it (sequences.py)."""
+
+    batch: Any
+    kv_batch: Any
+    kv_head: Any
+    start_k: Any
+    len_k: Any
 
 
 @gluon.jit
-def tile_of(params, piece):
-    """Where a piece's keys lie."""
-    batch = piece.b
+def keys_of(params, piece):
+    """The keys of a piece's sequence."""
+    entry = piece.b
     if params.kv.batch_idx is not None:
-        batch = within(gl.load(params.kv.batch_idx + batch), 0, params.kv.entries - 1)
-    return WorkTile(
-        piece.b,
-        piece.g,
-        piece.g,
-        piece.row0,
-        piece.token_k,
-        piece.token_k.to(gl.int32),
-        piece.len_q,
-        piece.len_k,
-        piece.off,
-        piece.stored_q,
-        batch,
-    )
+        entry = within(gl.load(params.kv.batch_idx + entry), 0, params.kv.entries - 1)
+    return Keys(piece.b, entry, piece.g, piece.token_k.to(gl.int32), piece.len_k)
 
 
 @gluon.jit
 def load_piece(io, k, v, piece, state, params, append):
     """Loads the keys and values of a piece, and appends new ones first."""
-    tile = tile_of(params, piece)
+    keys = keys_of(params, piece)
     start = gl.minimum(piece.start, piece.span.visits)
     stop = gl.minimum(piece.stop, piece.span.visits)
     new_visit = stop
@@ -78,17 +64,17 @@ def load_piece(io, k, v, piece, state, params, append):
         new_visit = first_visit(new, piece, start, stop, params)
         if new_visit == stop:
             append_rows(new, piece, params, append)
-    col = block_at(params, piece.span, start) * params.tile.BLOCK_N
-    pages = pages_at(io, params, tile, col)
+    col = block_of(start, piece.span, params.mask) * params.tile.BLOCK_N
+    pages = pages_at(io, params, keys, col)
     for visit in range(start, stop):
         if append.io.cache_seqlens is not None:  # noqa: SIM102  (known when compiling)
             if visit == new_visit:
                 append_rows(new, piece, params, append)
         # Page numbers of the next tile are under way while there is no room.
-        next_col = block_at(params, piece.span, visit + 1) * params.tile.BLOCK_N
-        next_pages = pages_at(io, params, tile, next_col)
-        load_tile(k, io.k, params, tile, params.kv_rows.k_rows, col, pages, state)
-        load_tile(v, io.v, params, tile, params.kv_rows.v_rows, col, pages, state)
+        next_col = block_of(visit + 1, piece.span, params.mask) * params.tile.BLOCK_N
+        next_pages = pages_at(io, params, keys, next_col)
+        load_tile(k, io.k, params, keys, params.kv_rows.k_rows, col, pages, state)
+        load_tile(v, io.v, params, keys, params.kv_rows.v_rows, col, pages, state)
         col = next_col
         pages = next_pages
         state = state.next()

@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.compat import opaque
+from heedful.kernels.hopper.decode_mask import masked
 from heedful.kernels.hopper.decode_results import finish_piece, merge_share
 from heedful.kernels.hopper.decode_share import look
-from heedful.kernels.hopper.mask import mask_outside
 from heedful.kernels.hopper.mla_shared import (
     BOXES,
     HALF,
@@ -111,20 +111,6 @@ def queue_scores(shared, phase, zero, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def masked(s_MN, params, piece, least_stop, col):
-    """Scores of keys from `col` on, with those that a row does not see at -inf."""
-    if col + KEYS > least_stop:
-        layout: gl.constexpr = gl.SliceLayout(1, s_MN.type.layout)
-        stop_M = gl.full([ROWS], 0, gl.int32, layout) + piece.len_k
-        if params.mask.HAS_RIGHT:
-            group = params.shape.heads_q // params.shape.heads_k
-            pos_M = (piece.row0 + gl.arange(0, ROWS, layout=layout)) // group
-            stop_M = gl.minimum(stop_M, pos_M + (piece.off + params.mask.right + 1))
-        s_MN = mask_outside(s_MN, None, stop_M - col)
-    return s_MN
-
-
-@gluon.jit
 def follow(acc, m_M, l_ML, top):
     """Output, references and sums of a consumer once it has taken the references of the other's
     block, which are never lower."""
@@ -184,7 +170,7 @@ def first_step(
     shared,
     params,
     piece,
-    least_stop,
+    bounds,
     col,
     phase,
     s_MN,
@@ -199,7 +185,7 @@ def first_step(
     dtype: gl.constexpr = shared.q.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
     zero = opaque(0)
-    s_MN = masked(s_MN, params, piece, least_stop, col)
+    s_MN = masked(s_MN, params, piece, bounds, col)
     p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
         s_MN, m_M, l_ML, params.scale_log2, threshold_limit(dtype), True
     )
@@ -226,7 +212,7 @@ def first_step(
 
 
 @gluon.jit
-def second_step(shared, params, piece, least_stop, col, phase, acc, m_M, l_ML):
+def second_step(shared, params, piece, bounds, col, phase, acc, m_M, l_ML):
     """One step of consumer 1."""
     dtype: gl.constexpr = shared.q.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
@@ -239,7 +225,7 @@ def second_step(shared, params, piece, least_stop, col, phase, acc, m_M, l_ML):
     acc, m_M, l_ML = follow(acc, m_M, l_ML, shared.top.index(0))
     acc = queue_values(shared, zero, shared.rest.index(zero), acc, 0, 1)
     s_MN = warpgroup_mma_wait(len(acc), deps=[s_MN])
-    s_MN = masked(s_MN, params, piece, least_stop, col + KEYS)
+    s_MN = masked(s_MN, params, piece, bounds, col + KEYS)
     p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
         s_MN, m_M, l_ML, params.scale_log2, threshold_limit(dtype), True
     )
@@ -266,7 +252,7 @@ def no_output(dtype: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def first_steps(shared, params, piece, least_stop, visit, acc, m_M, l_ML):
+def first_steps(shared, params, piece, bounds, visit, acc, m_M, l_ML):
     """A piece of consumer 0."""
     AHEAD: gl.constexpr = params.tile.AHEAD
     dtype: gl.constexpr = shared.q.dtype
@@ -275,12 +261,12 @@ def first_steps(shared, params, piece, least_stop, visit, acc, m_M, l_ML):
     for number in range(piece.start, last):
         col = number * params.tile.BLOCK_N
         s_MN, acc, m_M, l_ML = first_step(
-            shared, params, piece, least_stop, col, visit & 1, s_MN, acc, m_M, l_ML, AHEAD
+            shared, params, piece, bounds, col, visit & 1, s_MN, acc, m_M, l_ML, AHEAD
         )
         visit += 1
     col = last * params.tile.BLOCK_N
     _s, acc, m_M, l_ML = first_step(
-        shared, params, piece, least_stop, col, visit & 1, s_MN, acc, m_M, l_ML, 0
+        shared, params, piece, bounds, col, visit & 1, s_MN, acc, m_M, l_ML, 0
     )
     return acc, m_M, l_ML
 
@@ -309,14 +295,12 @@ def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
             load_queries(io, shared, params, piece, pieces, CONSUMER)
             group = params.shape.heads_q // params.shape.heads_k
             row = piece.row0 // group
-            least_stop = key_bounds(row, row, piece.off, piece.len_k, params.mask).stop_first
+            bounds = key_bounds(row, row, piece.off, piece.len_k, params.mask)
             acc = no_output(dtype, params.tile.COLUMNS)
             m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
             l_ML = lane_sums(gl.zeros([ROWS, KEYS], gl.float32, s_layout))
             if CONSUMER == 0 and params.tile.AHEAD > 0:
-                acc, m_M, l_ML = first_steps(
-                    shared, params, piece, least_stop, visit, acc, m_M, l_ML
-                )
+                acc, m_M, l_ML = first_steps(shared, params, piece, bounds, visit, acc, m_M, l_ML)
                 visit += piece.stop - piece.start
             else:
                 for number in range(piece.start, piece.stop):
@@ -325,11 +309,11 @@ def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
                     if CONSUMER == 0:
                         s_MN = first_scores(shared, phase, opaque(0), no_scores(dtype), 0)
                         _s, acc, m_M, l_ML = first_step(
-                            shared, params, piece, least_stop, col, phase, s_MN, acc, m_M, l_ML, 0
+                            shared, params, piece, bounds, col, phase, s_MN, acc, m_M, l_ML, 0
                         )
                     else:
                         acc, m_M, l_ML = second_step(
-                            shared, params, piece, least_stop, col, phase, acc, m_M, l_ML
+                            shared, params, piece, bounds, col, phase, acc, m_M, l_ML
                         )
                     visit += 1
             barrier.arrive_after_mma(shared.q_empty.index(0))

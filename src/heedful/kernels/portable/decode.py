@@ -38,6 +38,7 @@ from heedful.kernels.portable.decode_cache import (
 from heedful.kernels.portable.decode_merge import finish_piece, store_empty
 from heedful.kernels.portable.decode_queries import head_of, load_queries
 from heedful.kernels.portable.decode_work import (
+    block_of,
     facts,
     next_piece,
     place_at,
@@ -45,6 +46,7 @@ from heedful.kernels.portable.decode_work import (
     share_of,
     span_of,
     unit_length,
+    visit_of,
 )
 from heedful.kernels.portable.scores import (
     LOG2E,
@@ -262,9 +264,7 @@ def log2_size(scale_N):
 @triton.jit
 def tree_visit(span, place, tile: DecodeTile):
     """The first visit of a key tile that the tree mask, which is over the last keys, may cover."""
-    block = tl.maximum(place.len_k - place.len_q, 0) // tile.BLOCK_N
-    before = tl.minimum(block, span.first_end)
-    return tl.where(block < span.begin, before, block - span.begin + span.first_end)
+    return visit_of(tl.maximum(place.len_k - place.len_q, 0) // tile.BLOCK_N, span)
 
 
 @triton.jit
@@ -339,9 +339,7 @@ def stream_keys(
             visit_from = tl.maximum(start, first_tree)
             visit_to = stop
         for visit in range(visit_from, visit_to):
-            block = visit
-            if mask.HAS_LEFT:
-                block = tl.where(visit < span.first_end, visit, visit - span.first_end + span.begin)
+            block = block_of(visit, span, mask)
             cols_N = block * tile.BLOCK_N + tl.arange(0, tile.BLOCK_N)
             exists_N = cols_N < place.len_k
             if FETCH_AHEAD > 0:

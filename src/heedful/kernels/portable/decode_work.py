@@ -82,6 +82,22 @@ def span_of(row, last, len_k, off, mask: Mask, tile: DecodeTile):
 
 
 @triton.jit
+def block_of(visit, span, mask: Mask):
+    """The key tile of a visit: all in turn or, beside a window, leading ones first."""
+    if mask.HAS_LEFT:
+        return tl.where(visit < span.first_end, visit, visit - span.first_end + span.begin)
+    else:
+        return visit
+
+
+@triton.jit
+def visit_of(block, span):
+    """The first visit of a key tile, or of one behind it."""
+    before = tl.minimum(block, span.first_end)
+    return tl.where(block < span.begin, before, block - span.begin + span.first_end)
+
+
+@triton.jit
 def part_visits(visits, work: DecodeWork):
     """Visits of each part, where a unit is cut by its own visits."""
     return tl.cdiv(visits, work.splits)

@@ -22,8 +22,9 @@ from heedful.launch.spec import KernelCall, Program, Scalar, absent
 
 # One query of four heads, the most common step.
 FEWEST_ROWS = 4
-# Sequences that a program looks at at once. Of no more than lanes of a warp no warp waits for
-# another, which is 0.6 us of each call (H200, 2026-11-26).
+# Sequences that a program looks at at once. Of no more than a warp looks at no warp waits for
+# another, which is 0.6 us of each call (H200, 2026-11-26): 32 in Triton's layout, 128 in the Hopper
+# kernels' own.
 LOOKS = (32, 128, 512)
 
 

@@ -69,14 +69,20 @@ def _maps(
         else:
             made = make_q(name, buffers[name], CONSUMER_ROWS, dim)
         found[name] = made
-    rows = config.block_n
-    if problem.page_size:
-        # Pages are filled box by box: rows that divide a page, and as wide as the swizzle.
-        rows, q_dim, v_dim = min(rows, page_rows(problem.page_size)), SWIZZLE, SWIZZLE
-    make_k = maps.packed_map if problem.ragged_k else maps.dense_map
     for name, dim in (("k", q_dim), ("v", v_dim)):
-        found[name] = make_k(name, buffers[name], rows, dim)
+        found[name] = key_map(problem, buffers, name, config.block_n, dim)
     return found
+
+
+def key_map(
+    problem: AttentionProblem, buffers: Buffers, name: str, rows: int, dim: int
+) -> TensorMap:
+    """Keys or values in boxes of so many rows and columns; of pages in boxes of rows that divide a
+    page, as wide as the swizzle."""
+    if problem.page_size:
+        rows, dim = min(rows, page_rows(problem.page_size)), SWIZZLE
+    make = maps.packed_map if problem.ragged_k else maps.dense_map
+    return make(name, buffers[name], rows, dim)
 
 
 def page_rows(page_size: int) -> int:

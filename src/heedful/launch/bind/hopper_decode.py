@@ -1,14 +1,12 @@
 """Programs of the Hopper decode."""
 
 import math
-from typing import Any
 
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.sizes import LEAST_COLUMNS, Sizes
-from heedful.core.tiles import HopperDecodeConfig, pow2
+from heedful.core.tiles import HOPPER_MERGE_ROWS, HopperDecodeConfig, pow2
 from heedful.kernels.args.decode import DecodeWork
-from heedful.kernels.args.hopper import KVRows
 from heedful.kernels.args.hopper_decode import (
     HopperDecodeAppend,
     HopperDecodeIO,
@@ -16,15 +14,14 @@ from heedful.kernels.args.hopper_decode import (
     HopperDecodeTile,
 )
 from heedful.launch.bind import groups
-from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.decode import appending, may_be_empty, shared_work
 from heedful.launch.bind.groups import Buffers, pointer
-from heedful.launch.bind.hopper import SWIZZLE, page_rows
+from heedful.launch.bind.hopper import key_map
+from heedful.launch.bind.hopper_groups import kv_rows
 from heedful.launch.bind.portable import shared_divisor
-from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar, TensorMap, absent
+from heedful.launch.spec import KernelCall, KernelRef, Program, absent
 
 KERNEL = "hopper_decode.forward"
-ROWS_AT_ONCE = 16  # of a tile, whose parts are merged at once (decode_results.py)
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -59,7 +56,8 @@ def _call(
     parameters = {
         "io": HopperDecodeIO(
             q=groups.rows(buffers, "q", divisor),
-            **_maps(problem, config, buffers),
+            k=key_map(problem, buffers, "k", config.block_n, _columns(problem.head_dim)),
+            v=key_map(problem, buffers, "v", config.block_n, _columns(problem.head_dim_v)),
             out=groups.split_rows(buffers, "out", False, divisor),
             lse=groups.split_row_vector(buffers, "lse", False),
         ),
@@ -68,7 +66,7 @@ def _call(
             shape=groups.shape(problem),
             mask=groups.mask(problem, buffers),
             kv=groups.kv_layout(problem.page_size, buffers, is_written=new is not None),
-            kv_rows=_kv_rows(problem, buffers),
+            kv_rows=kv_rows(problem, buffers),
             work=_work(problem, config, buffers, launch.numbers["tiles"]),
             tile=_tile(problem, config),
             sink=pointer(buffers, "sink"),
@@ -85,30 +83,6 @@ def _call(
     return KernelCall(ref, launch.grid, parameters, options, cooperative=waits)
 
 
-def _maps(
-    problem: AttentionProblem, config: HopperDecodeConfig, buffers: Buffers
-) -> dict[str, TensorMap]:
-    """Keys and values in boxes of a tile each or, in pages, of 64 columns of rows that divide a
-    page."""
-    make = maps.packed_map if problem.ragged_k else maps.dense_map
-    found = {}
-    for name, dim in (("k", problem.head_dim), ("v", problem.head_dim_v)):
-        rows, width = config.block_n, _columns(dim)
-        if problem.page_size:
-            rows, width = min(rows, page_rows(problem.page_size)), SWIZZLE
-        found[name] = make(name, buffers[name], rows, width)
-    return found
-
-
-def _kv_rows(problem: AttentionProblem, buffers: Buffers) -> KVRows:
-    k_rows: Any = 0
-    v_rows: Any = 0
-    if problem.ragged_k:
-        k_rows, v_rows = (Scalar(maps.rows_between(buffers[name])) for name in ("k", "v"))
-    no_page = maps.no_page(buffers) if problem.page_size else None
-    return KVRows(k_rows, v_rows, IS_RAGGED=problem.ragged_k, NO_PAGE=no_page)
-
-
 def _columns(dim: int) -> int:
     """Of a tile, a power of two, of which those past the head dim are zeros."""
     return pow2(dim, LEAST_COLUMNS)
@@ -117,7 +91,7 @@ def _columns(dim: int) -> int:
 def _work(
     problem: AttentionProblem, config: HopperDecodeConfig, buffers: Buffers, tiles: int
 ) -> DecodeWork:
-    at_once = min(config.kept_rows(problem), ROWS_AT_ONCE) * _columns(problem.head_dim_v)
+    at_once = min(config.kept_rows(problem), HOPPER_MERGE_ROWS) * _columns(problem.head_dim_v)
     work = shared_work(problem, config, buffers, tiles, at_once)
     return work._replace(SKIPS_EMPTY=may_be_empty(buffers))
 

@@ -41,7 +41,7 @@ def params(
         gqa=_gqa(problem, config),
         **scores(problem, buffers),
         kv=groups.kv_layout(problem.page_size, buffers),
-        kv_rows=_kv_rows(problem, buffers),
+        kv_rows=kv_rows(problem, buffers),
         order=_tile_order(launch, buffers),
         split=split,
         stages=_stages(config),
@@ -107,7 +107,8 @@ def _bias(buffers: Buffers) -> ScoreArray:
     return ScoreArray._make((pointer(buffers, "bias", is_wide), *strides, last))
 
 
-def _kv_rows(problem: AttentionProblem, buffers: Buffers) -> args.KVRows:
+def kv_rows(problem: AttentionProblem, buffers: Buffers) -> args.KVRows:
+    """How maps of keys and values number their rows."""
     # Packed: there is one batch entry.
     k_rows, v_rows = 0, 0
     if problem.ragged_k and not problem.varlen_k:

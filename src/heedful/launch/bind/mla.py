@@ -5,20 +5,19 @@ import math
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.sizes import Sizes
-from heedful.core.tiles import MlaConfig
+from heedful.core.tiles import HOPPER_MERGE_ROWS, MlaConfig
 from heedful.kernels.args.hopper import KVRows
 from heedful.kernels.args.mla import MlaIO, MlaParams, MlaTile
 from heedful.launch.bind import groups
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.decode import shared_work
 from heedful.launch.bind.groups import Buffers
-from heedful.launch.bind.hopper import SWIZZLE, page_rows
+from heedful.launch.bind.hopper import SWIZZLE, key_map
 from heedful.launch.bind.portable import shared_divisor
-from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar, TensorMap
+from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
 
 CONSUMERS = 2
 BLOCK_KEYS = 64  # of a consumer
-ROWS_AT_ONCE = 16  # of a tile, whose parts are merged at once (decode_results.py)
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -37,7 +36,7 @@ def _call(
     parameters = {
         "io": MlaIO(
             q=groups.rows(buffers, "q", divisor),
-            k=_map(problem, buffers),
+            k=key_map(problem, buffers, "k", BLOCK_KEYS, SWIZZLE),
             out=groups.split_rows(buffers, "out", False, divisor),
             lse=groups.split_row_vector(buffers, "lse", False),
         ),
@@ -52,7 +51,7 @@ def _call(
                 config,
                 buffers,
                 launch.numbers["tiles"],
-                ROWS_AT_ONCE * (problem.head_dim_v // CONSUMERS),
+                HOPPER_MERGE_ROWS * (problem.head_dim_v // CONSUMERS),
             ),
             tile=_tile(problem, config),
             sink=groups.pointer(buffers, "sink"),
@@ -64,15 +63,6 @@ def _call(
     waits = bool(config.merge) and problem.num_splits != 1
     options = {"num_warps": config.num_warps}
     return KernelCall(ref, launch.grid, parameters, options, cooperative=waits)
-
-
-def _map(problem: AttentionProblem, buffers: Buffers) -> TensorMap:
-    """Keys in boxes of 64 columns, of rows that divide a page."""
-    rows = BLOCK_KEYS
-    if problem.page_size:
-        rows = min(rows, page_rows(problem.page_size))
-    make = maps.packed_map if problem.ragged_k else maps.dense_map
-    return make("k", buffers["k"], rows, SWIZZLE)
 
 
 def _kv_rows(problem: AttentionProblem, buffers: Buffers) -> KVRows:

@@ -1,0 +1,136 @@
+"""What the tests of both Hopper decodes' roles share: lengths of sequences, shares of programs,
+barriers, and where TMA reads from."""
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from heedful.kernels.args.decode import DecodeMerge, DecodeWork
+from heedful.kernels.hopper import decode_share
+from heedful.kernels.portable import decode_work
+from support.hosted import Barrier, Host, Int, Machine, Pointer
+from support.hosted_floats import Floats
+
+FAR = 1 << 30
+
+
+class Roles:
+    """lengths: keys of each sequence, of which storage has room for `stored`. splits: parts of
+    each, or None. programs: at work at once. seed: of turns and of values. page: keys of one, or 0.
+    instead: what a test puts in place of code."""
+
+    lengths: tuple[int, ...]
+    programs: int
+    seed: int
+    splits: int | None
+    page: int
+    stored: int
+    instead: dict[str, Any]
+    machine: Machine
+    host: Host
+    params: Any
+
+    def lay_out(self, longest: int, values: int, keys: int) -> None:
+        """Draws scores of rows of storage, so far apart that references rise, and so many values of
+        each. keys: of a tile."""
+        self.machine = Machine(self.seed)
+        drawn = random.Random(self.seed)
+        unit = self.page or 1
+        self.stored = -(-longest // unit) * unit
+        rows = len(self.lengths) * self.stored
+        self.scores = [drawn.uniform(-100, 100) for _ in range(rows)]
+        self.values = [drawn.uniform(-1, 1) for _ in range(values * rows)]
+        self.height = min(keys, self.page & -self.page) if self.page else keys
+
+    def sequences(self, new: int | None = None) -> SimpleNamespace:
+        return SimpleNamespace(
+            cu_q=None,
+            cu_k=None,
+            used_q=None,
+            used_k=Pointer(list(self.lengths)),
+            leftpad_k=None,
+            new_k=None if new is None else Int(new),
+            seqlen_q=Int(1),
+            seqlen_k=Int(self.stored),
+        )
+
+    def kv(self) -> SimpleNamespace:
+        """Pages lie in the order of sequences: their numbers are their places."""
+        many = self.stored // self.page if self.page else 0
+        return SimpleNamespace(
+            table=Pointer(list(range(many * len(self.lengths)))) if self.page else None,
+            stride_tableb=Int(many),
+            page_size=Int(self.page or 1),
+            batch_idx=None,
+            entries=None,
+        )
+
+    def kv_rows(self) -> SimpleNamespace:
+        rows = Int(self.page or self.stored)
+        return SimpleNamespace(IS_RAGGED=True, k_rows=rows, v_rows=rows, NO_PAGE=1 << 20)
+
+    def work(self, merge: DecodeMerge, tiles: int = 1, overhead: int = 0) -> DecodeWork:
+        return DecodeWork(
+            merge=merge,
+            splits=None if self.splits is None else Int(self.splits),
+            tiles=Int(tiles),
+            least=Int(1 + overhead),
+            short_q=None,
+            IS_UNIFORM=False,
+            SKIPS_EMPTY=False,
+            OVERHEAD=overhead,
+            FEWEST_PARTS=1,
+            LOOKS=32,
+        )
+
+    def share(self, number: int, count: int):
+        """Share `number` of `count` of a line, as portable/decode_work.py has it, of which other
+        tests are."""
+        p, host = self.params, self.host
+        facts, length_of = map(host.turned, (decode_work.facts, decode_work.sequence_length))
+        lengths = []
+        for b in range(len(self.lengths)):
+            _tq, len_q, stored_q, _tk, len_k, _sk, off = facts(Int(b), p.seqs, p.mask)
+            args = (p.seqs, p.shape, p.mask, p.work, p.tile)
+            lengths.append(int(length_of(len_q, stored_q, len_k, off, *args)[1]))
+        each = max(-(-sum(lengths) // count), int(p.work.least))
+        x = min(number * each, sum(lengths))
+        base = b = 0
+        while b < len(lengths) and base + lengths[b] <= x:
+            base, b = base + lengths[b], b + 1
+        return decode_share.Share(*map(Int, (x, min(x + each, sum(lengths)), each, b, base)))
+
+    def wait(self, bar: Barrier, parity, pred=True):
+        self.machine.until(lambda: bar.has_completed(int(parity)))
+
+    def arrive(self, bar: Barrier, count=1):
+        self.machine.until(lambda: True)
+        bar.arrive(count)
+
+    def rows_at(self, at) -> tuple[tuple[int | None, ...], int]:
+        """(rows of storage that a box of these coordinates has, None past the end of the map, its
+        first column)."""
+        far, end, _head, row, column = map(int, at)
+        assert far == FAR
+        here = end + row - FAR
+        rows = (here + i if row + i < FAR else None for i in range(self.height))
+        return tuple(rows), column
+
+    def run_roles(
+        self,
+        names: tuple[str, ...],
+        roles: Callable[[int], tuple[Callable[[], None], ...]],
+        stand_ins: dict[str, Any],
+    ) -> None:
+        """Runs the roles of all programs to their end, with these in place of code."""
+        numbers = Floats(self.machine, lambda role: role // len(names), self.programs)
+        waits = SimpleNamespace(wait=self.wait, expect=lambda bar, nbytes: bar.arrive(1, nbytes))
+        own = {"gl": numbers, "tl": numbers, "mbarrier": waits}
+        self.host = Host({**own, **stand_ins, **self.instead})
+        started, called = [], []
+        for program in range(self.programs):
+            for name, role in zip(names, roles(program), strict=True):
+                started.append(role)
+                called.append(f"{name} of program {program}")
+        self.machine.run(started, called)
