@@ -56,7 +56,9 @@ def many_rows(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None
 def many_rows_of_one_length(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
     """The forward and the Hopper decode over keys of one length, D128 (H200, 2026-11-26): 32 rows
     of 8 x 2048 take 23.2 and 24.1 us, of 16 x 16384 235.6 and 238.9, of 1 x 8192 18.4 and 25.1, of
-    64 x 2048 126.9 and 125.7; 4 rows of 64 x 8192 484.4 and 474.8, of 8 x 1024 14.8 and 14.9."""
+    64 x 2048 126.9 and 125.7; 4 rows of 64 x 8192 484.4 and 474.8, of 8 x 1024 14.8 and 14.9. In
+    another process decode took 27.3 us of the first, the forward 23.3; of the second 256.0 and
+    241.3, of 64 x 2048 140.5 and 129.3."""
     rows = problem.seqlen_q * problem.group
     if ITEM_BITS[problem.dtype] != 16 or problem.ragged_k or problem.varlen_q:
         return None

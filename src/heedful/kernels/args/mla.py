@@ -42,7 +42,8 @@ class MlaTile(NamedTuple):
 
 class MlaParams(NamedTuple):
     """What the roles of a program share. Raw scores times scale_log2 are logits in base 2. sink:
-    (H,), one more logit of each row."""
+    (H,), one more logit of each row; what is shared with the Hopper decode knows it, and no call of
+    MLA has one yet."""
 
     seqs: Sequences
     shape: Shape
