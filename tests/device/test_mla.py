@@ -1,4 +1,4 @@
-"""The MLA decode on a GPU: its error budgets, and what shares of the keys may not change."""
+"""The MLA decodes on a GPU: their error budgets, and what shares of the keys may not change."""
 
 import random
 from dataclasses import replace
@@ -9,12 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import heedful.torch as heedful
+from heedful.core.capability import SWAP_AB_ROWS
 from support.budget import run
 from support.cases import Case
 from support.hopper import WITH_TRITON_3_9
 from support.prepared import Prepared
 
 pytestmark = [pytest.mark.gpu, WITH_TRITON_3_9]
+KERNELS = ("mla", "mla_swap_ab")
 
 PLAIN = Case(
     dtype="bfloat16",
@@ -46,10 +48,24 @@ CASES = (
 )
 
 
+# Tiles of 16 rows and of 32, and how parts are merged.
+SWAP_AB_CASES = (
+    *(case for case in CASES if case.seqlen_q * case.heads_q // case.heads_k <= SWAP_AB_ROWS),
+    replace(PLAIN, heads_q=8, seqlen_q=3, causal=True, page_size=64, used="k", batch=4),
+    replace(PLAIN, heads_q=32, used="k", batch=5, seqlen_k=1500, dtype="float16"),
+    replace(PLAIN, heads_q=4, used="k", page_size=16, scale=3.0, seqlen_k=3000),
+)
+BY_KERNEL = [
+    *(("mla", case) for case in CASES),
+    *(("mla_swap_ab", case) for case in SWAP_AB_CASES),
+    *(("mla_swap_ab+merge=1", case) for case in SWAP_AB_CASES),
+]
+
+
 @pytest.mark.parametrize("num_splits", (0, 1, 3))
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_mla_is_within_its_error_budget(case, num_splits):
-    run(Prepared("mla"), replace(case, num_splits=num_splits), "cuda")
+@pytest.mark.parametrize(("kernel", "case"), BY_KERNEL, ids=str)
+def test_mla_is_within_its_error_budget(kernel, case, num_splits):
+    run(Prepared(kernel), replace(case, num_splits=num_splits), "cuda")
 
 
 def variants() -> list[Case]:
@@ -74,25 +90,27 @@ def variants() -> list[Case]:
 
 
 @st.composite
-def problems(draw, variant: Case) -> Case:
+def problems(draw, kernel: str, variant: Case) -> Case:
     """Lengths of 0 and 1 among them; rows of one tile and of several."""
-    heads = draw(st.sampled_from((1, 5, 16, 64, 128)))
+    few = kernel == "mla_swap_ab"
+    heads = draw(st.sampled_from((1, 5, 16, 32) if few else (1, 5, 16, 64, 128)))
     longest = draw(st.sampled_from((1, 65, 300, 2500)))
     return replace(
         variant,
         batch=draw(st.integers(1, 6)),
         heads_q=heads,
-        seqlen_q=draw(st.integers(1, 4)),
+        seqlen_q=draw(st.integers(1, min(4, SWAP_AB_ROWS // heads) if few else 4)),
         seqlen_k=draw(st.integers(1, longest)),
         seed=draw(st.integers(0, 2**16)),
     )
 
 
 @pytest.mark.parametrize("variant", variants(), ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
 @settings(max_examples=25)
 @given(data=st.data())
-def test_a_random_problem_is_within_its_error_budget(variant, data):
-    run(Prepared("mla"), data.draw(problems(variant)), "cuda")
+def test_a_random_problem_is_within_its_error_budget(kernel, variant, data):
+    run(Prepared(kernel), data.draw(problems(kernel, variant)), "cuda")
 
 
 def latent(batch: int, longest: int, heads: int, size: int = 64):
@@ -104,13 +122,14 @@ def latent(batch: int, longest: int, heads: int, size: int = 64):
     return q, k, table
 
 
-def test_a_replayed_graph_reads_lengths_and_tables_anew():
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_replayed_graph_reads_lengths_and_tables_anew(kernel):
     q, k, table = latent(6, 5000, 32)
     lengths = torch.tensor([5000, 3, 700, 0, 64, 2000], dtype=torch.int32, device="cuda")
 
     def step():
         return heedful.flash_attn_with_kvcache(
-            q, k, k[..., :512], cache_seqlens=lengths, block_table=table, backend="mla"
+            q, k, k[..., :512], cache_seqlens=lengths, block_table=table, backend=kernel
         )
 
     step()
@@ -127,8 +146,9 @@ def test_a_replayed_graph_reads_lengths_and_tables_anew():
 
 
 @pytest.mark.parametrize("num_splits", (1, 8))
-def test_with_splits_given_a_sequence_has_the_same_bits_in_any_batch(num_splits):
-    q, k, table = latent(9, 9000, 128)
+@pytest.mark.parametrize(("kernel", "heads"), (("mla", 128), ("mla_swap_ab", 16)))
+def test_with_splits_given_a_sequence_has_the_same_bits_in_any_batch(kernel, heads, num_splits):
+    q, k, table = latent(9, 9000, heads)
     lengths = torch.tensor([9000, 1, 64, 700, 8999, 0, 129, 3000, 17], device="cuda").int()
 
     def call(which):
@@ -140,7 +160,7 @@ def test_with_splits_given_a_sequence_has_the_same_bits_in_any_batch(num_splits)
             block_table=table[which],
             num_splits=num_splits,
             return_softmax_lse=True,
-            backend="mla",
+            backend=kernel,
         )
 
     whole = call(torch.arange(9, device="cuda"))
@@ -150,13 +170,16 @@ def test_with_splits_given_a_sequence_has_the_same_bits_in_any_batch(num_splits)
             assert torch.equal(got, want[index])
 
 
-def test_many_parts_are_merged_whatever_the_order_they_end_in():
+@pytest.mark.parametrize(
+    ("kernel", "heads"), (("mla", 64), ("mla_swap_ab", 16), ("mla_swap_ab+merge=0", 32))
+)
+def test_many_parts_are_merged_whatever_the_order_they_end_in(kernel, heads):
     """More parts of a unit than are merged at once; fifty runs, of which each counts from zero."""
-    q, k, table = latent(1, 60000, 64)
+    q, k, table = latent(1, 60000, heads)
 
     def call():
         return heedful.flash_attn_with_kvcache(
-            q, k, k[..., :512], block_table=table, cache_seqlens=60000, backend="mla"
+            q, k, k[..., :512], block_table=table, cache_seqlens=60000, backend=kernel
         )
 
     first = call()

@@ -21,6 +21,10 @@ OPTIONS = {
         *("block_n", "num_stages", "least_tiles", "fewest_parts", "overhead"),
         *("programs", "registers", "producer_regs", "merge_values", "merge"),
     ),
+    "mla_swap_ab.forward": (
+        *("block_m", "num_stages", "least_tiles", "overhead"),
+        *("programs", "registers", "producer_regs", "merge_values", "merge"),
+    ),
     "mla.forward": (
         *("columns", "merge_values", "overhead", "least_tiles"),
         *("ahead", "in_order", "merge"),

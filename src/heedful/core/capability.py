@@ -292,6 +292,13 @@ def _many_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
 WIDE_REST, WIDE_TILES = 64, 32
 
 
+def _half_a_tile(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    rows = problem.seqlen_q * problem.group
+    if rows > SWAP_AB_ROWS:
+        return f"{rows} query rows of a KV head: takes up to {SWAP_AB_ROWS}"
+    return None
+
+
 def _few_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     rows = problem.seqlen_q * problem.group
     most = DECODE_ROWS * (WIDE_TILES if problem.v_in_k and problem.head_dim > WIDE_DIM else 1)
@@ -318,6 +325,7 @@ def _wide_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
 
 # Of the MLA decode: columns of V, and the most of K.
 LATENT_DIM, LATENT_KEY_DIM = 512, 576
+SWAP_AB_ROWS = 32
 
 
 def _values_in_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
@@ -381,6 +389,25 @@ _HOPPER_GATES = (_some_tokens, _positive_scale, _out_as_in, _whole_pages, _align
 
 # In order of preference.
 ROWS: tuple[KernelRow, ...] = (
+    KernelRow(
+        "mla_swap_ab",
+        "forward",
+        {"sm_90": "run"},
+        ("bfloat16", "float16"),
+        frozenset(
+            {"causal", "diagonal", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
+            | {"head_dims_differ", "return_lse", "split_kv"}
+        ),
+        max_dim=LATENT_KEY_DIM,
+        dim_multiple=8,
+        # For gl.inline_asm.
+        least=(("triton", (3, 9)),),
+        gates=(_values_in_keys, _some_tokens, _positive_scale, _out_as_in, _whole_pages)
+        + (_half_a_tile,),
+        unasked=(few_latent_keys,),
+        configs=("mla_swap_ab.forward",),
+        program="heedful.launch.bind.mla_swap_ab",
+    ),
     KernelRow(
         "mla",
         "forward",

@@ -154,6 +154,10 @@ def small_pages(problem: AttentionProblem) -> bool:
     return problem.page_size % 64 > 0
 
 
+def sixteen_rows(problem: AttentionProblem) -> bool:
+    return problem.seqlen_q * problem.group <= 16
+
+
 def several_tiles_of_rows(problem: AttentionProblem) -> bool:
     return problem.seqlen_q * problem.group > 64
 

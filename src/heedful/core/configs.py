@@ -31,6 +31,7 @@ from heedful.core.conditions import (
     packs_in_one,
     scaled_by_row,
     several_tiles_of_rows,
+    sixteen_rows,
     slopes,
     small_grid,
     small_pages,
@@ -51,6 +52,7 @@ from heedful.core.tiles import (
     HopperForwardConfig,
     HopperFp8Config,
     MlaConfig,
+    MlaSwapConfig,
     PortableConfig,
     TileConfig,
 )
@@ -480,6 +482,18 @@ ROWS: list[ConfigRow] = [
         _decode(archs, 576, rows, (16, warps if rows == 64 else 4, stages), programs=1)
         for archs, warps, stages in ((_CDNA, 4, 1), (_NVIDIA, 8, 2), (("*",), 8, 1))
         for rows in (16, 32, 64)
+    ),
+    # 227 KB less the queries, probabilities and barriers.
+    *(
+        ConfigRow(
+            "mla_swap_ab.forward",
+            ("sm_90",),
+            576,
+            MlaSwapConfig(rows, 64, 4, stages, programs=1, least_tiles=4),
+            _H200_26,
+            when,
+        )
+        for rows, stages, when in ((16, 25, sixteen_rows), (32, 23, always))
     ),
     # Of pages of fewer keys than a block the producer holds more numbers. Of 64 x 8192 keys and 128
     # heads products queued ahead and in order take 226.8 us in place of 231 (H200, 2026-11-25).

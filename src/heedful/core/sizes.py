@@ -22,6 +22,7 @@ from heedful.core.tiles import (
     HopperForwardConfig,
     HopperFp8Config,
     MlaConfig,
+    MlaSwapConfig,
     SharedKeysConfig,
     TileConfig,
     pow2,
@@ -364,6 +365,20 @@ def _mla_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     """As of the decode kernel; each half of the columns has slots and counts of its own."""
     config = plan.configs["mla.forward"]
     assert isinstance(config, MlaConfig)
+    return _latent(plan, problem, "mla.forward", config, 2)
+
+
+def _mla_swap_ab_forward(plan: "Plan", problem: AttentionProblem, splits: int):
+    """The same, of one consumer."""
+    config = plan.configs["mla_swap_ab.forward"]
+    assert isinstance(config, MlaSwapConfig)
+    return _latent(plan, problem, "mla_swap_ab.forward", config, 1)
+
+
+def _latent(
+    plan: "Plan", problem: AttentionProblem, kernel: str, config: SharedKeysConfig, consumers: int
+):
+    """consumers: that share the columns, each of which has slots and counts of its own."""
     tiles = ceil_div(problem.seqlen_q * problem.group, config.block_m)
     lines = larger(1, tiles * problem.heads_k)
     parts = larger(1, ceil_div(problem.seqlen_k, config.block_n * config.least_tiles))
@@ -372,20 +387,21 @@ def _mla_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     places = larger(1, plan.device.units * config.programs // lines)
     shares = smaller(_even_shares(places, problem.batch), problem.batch * parts)
     programs, units = shares * lines, problem.batch * lines
-    launches = {"mla.forward": LaunchSizes((programs, 1, 1), {"tiles": tiles})}
+    launches = {kernel: LaunchSizes((programs, 1, 1), {"tiles": tiles})}
     if problem.num_splits == 1:
         return launches, ()
-    slots = 2 * (units * problem.num_splits if problem.num_splits else 2 * programs)
-    dim, rows = problem.head_dim_v // 2, config.kept_rows(problem)
+    slots = consumers * (units * problem.num_splits if problem.num_splits else 2 * programs)
+    dim, rows = problem.head_dim_v // consumers, config.kept_rows(problem)
     return launches, (
         Workspace("partial_out", ArraySpec.contiguous((slots, rows, dim), "float32")),
         Workspace("partial_lse", ArraySpec.contiguous((slots, rows), "float32")),
-        _counts(2 * units),
+        _counts(consumers * units),
     )
 
 
 _FORWARD = {
     "mla.forward": _mla_forward,
+    "mla_swap_ab.forward": _mla_swap_ab_forward,
     "decode.forward": _decode_forward,
     "hopper_decode.forward": _hopper_decode_forward,
     "hopper.forward": _hopper_forward,

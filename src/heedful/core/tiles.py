@@ -82,6 +82,12 @@ class SharedKeysConfig(TileConfig):
         return self.block_m
 
 
+def _few_rows(problem: AttentionProblem, block_m: int) -> int:
+    """The power of two that a tile's rows are within."""
+    rows = problem.seqlen_q * problem.group
+    return next((most for most in (4, 8, 16, 32) if rows <= most), block_m)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeConfig(SharedKeysConfig):
     """A tile of the decode kernel, whose rows are the query heads of a KV head at each position.
@@ -124,6 +130,20 @@ class MlaConfig(SharedKeysConfig):
 
 
 @dataclass(frozen=True, slots=True)
+class MlaSwapConfig(SharedKeysConfig):
+    """A tile of the MLA decode of few rows: up to 32 query rows by 64 keys. num_stages: boxes of 64
+    keys by 64 columns that there is room for. merge, producer_regs: as of `MlaConfig`."""
+
+    merge_values: int = 128
+    merge: int = 0
+    registers: int = 0
+    producer_regs: int = 56
+
+    def kept_rows(self, problem: AttentionProblem) -> int:
+        return _few_rows(problem, self.block_m)
+
+
+@dataclass(frozen=True, slots=True)
 class HopperDecodeConfig(SharedKeysConfig):
     """A tile of the Hopper decode: 64 query rows, of one consumer. num_stages: of keys, and of
     values.
@@ -138,8 +158,7 @@ class HopperDecodeConfig(SharedKeysConfig):
     producer_regs: int = 88
 
     def kept_rows(self, problem: AttentionProblem) -> int:
-        rows = problem.seqlen_q * problem.group
-        return next((most for most in (4, 8, 16, 32) if rows <= most), self.block_m)
+        return _few_rows(problem, self.block_m)
 
 
 @dataclass(frozen=True, slots=True)

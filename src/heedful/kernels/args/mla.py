@@ -40,6 +40,21 @@ class MlaTile(NamedTuple):
     PRODUCER_REGS: Const
 
 
+class MlaSwapTile(NamedTuple):
+    """As of `MlaTile`, of one consumer. BLOCK_M: query rows, 16 or 32. BLOCK_N: keys of a step, 64.
+    STAGES: boxes of 64 keys by 64 columns."""
+
+    HEAD_DIM: Const
+    HEAD_DIM_V: Const
+    BLOCK_M: Const
+    BLOCK_N: Const
+    BLOCK_E: Const
+    ROWS: Const
+    STAGES: Const
+    MERGE: Const
+    PRODUCER_REGS: Const
+
+
 class MlaParams(NamedTuple):
     """What the roles of a program share. Raw scores times scale_log2 are logits in base 2. sink:
     (H,), one more logit of each row; what is shared with the Hopper decode knows it, and no call of
@@ -52,5 +67,19 @@ class MlaParams(NamedTuple):
     kv_rows: KVRows
     work: DecodeWork
     tile: MlaTile
+    sink: In[Ptr]
+    scale_log2: Num
+
+
+class MlaSwapParams(NamedTuple):
+    """As `MlaParams`."""
+
+    seqs: Sequences
+    shape: Shape
+    mask: Mask
+    kv: KVLayout
+    kv_rows: KVRows
+    work: DecodeWork
+    tile: MlaSwapTile
     sink: In[Ptr]
     scale_log2: Num

@@ -121,7 +121,7 @@ def store_part(params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr):
     """Writes a part's own normalised results, and its log-sum-exp in base 2."""
     E: gl.constexpr = params.tile.BLOCK_E
     layout: gl.constexpr = acc[0].type.layout
-    rows_M = opaque(0) + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    rows_M = opaque(0) + gl.arange(0, acc[0].shape[0], layout=gl.SliceLayout(1, layout))
     COLUMNS: gl.constexpr = acc[0].shape[1]
     dims_E = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     acc = scale_output(acc, 1.0 / gl.where(l_M == 0.0, 1.0, l_M))

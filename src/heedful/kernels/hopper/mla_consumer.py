@@ -54,7 +54,8 @@ def load_columns(io, params, piece, first: gl.constexpr, COLUMNS: gl.constexpr):
     LANES: gl.constexpr = COLUMNS // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     group = params.shape.heads_q // params.shape.heads_k
-    rows_M = piece.row0 + gl.arange(0, ROWS, layout=gl.SliceLayout(1, layout))
+    ROWS_OF: gl.constexpr = params.tile.BLOCK_M
+    rows_M = piece.row0 + gl.arange(0, ROWS_OF, layout=gl.SliceLayout(1, layout))
     dims_D = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     pos_M = rows_M // group
     head_M = piece.g * group + rows_M % group

@@ -40,25 +40,15 @@ def page_at(params, piece, page, place, col):
 
 @gluon.jit
 def load_box(
-    io,
-    shared,
-    params,
-    piece,
-    batch,
-    col,
-    pages,
-    places,
-    BLOCK: gl.constexpr,
-    BOX: gl.constexpr,
+    io, memory, full, params, piece, batch, col, pages, places, BOX: gl.constexpr
 ):
     """Starts filling a box with 64 keys from `col` on; pages: their numbers, places: in the
     sequence, of each of the map's boxes."""
     HEIGHT: gl.constexpr = io.k.block_type.shape[-2]
     DOWN: gl.constexpr = KEYS // HEIGHT
     shape: gl.constexpr = io.k.block_type.shape
-    full = shared.full(BLOCK, BOX)
     mbarrier.expect(full, KEYS * WIDTH * 2)
-    parts = reinterpret(shared.k_box(BLOCK, BOX), io.k.dtype, [DOWN] + shape, io.k.layout)
+    parts = reinterpret(memory, io.k.dtype, [DOWN] + shape, io.k.layout)
     for i in gl.static_range(DOWN):
         if params.kv.table is not None:
             at = page_at(params, piece, pages[i], places[i], col + i * HEIGHT)
@@ -68,26 +58,51 @@ def load_box(
 
 
 @gluon.jit
-def load_block(io, shared, params, piece, batch, col, phase, BLOCK: gl.constexpr):
-    """Loads 64 keys from `col` on, each part once it is free."""
+def page_numbers(io, params, piece, col):
+    """(numbers, places in the sequence) of the pages of 64 keys from `col` on, if there are
+    pages."""
     HEIGHT: gl.constexpr = io.k.block_type.shape[-2]
-    DOWN: gl.constexpr = KEYS // HEIGHT
     pages = ()
     places = ()
     if params.kv.table is not None:
-        # Page numbers are on their way before there is room.
         table = params.kv.table + piece.b.to(gl.int64) * params.kv.stride_tableb
         last = gl.maximum(piece.len_k - 1, 0)
-        for i in gl.static_range(DOWN):
+        for i in gl.static_range(KEYS // HEIGHT):
             place = gl.minimum(col + i * HEIGHT, last) // params.kv.page_size
             pages = pages + (gl.load(table + place),)
             places = places + (place,)
+    return pages, places
+
+
+@gluon.jit
+def entry_of(params, piece):
+    """The cache's entry of a piece's sequence."""
+    entry = piece.b
+    if params.kv.batch_idx is not None:
+        entry = within(gl.load(params.kv.batch_idx + entry), 0, params.kv.entries - 1)
+    return entry
+
+
+@gluon.jit
+def load_block(io, shared, params, piece, batch, col, phase, BLOCK: gl.constexpr):
+    """Loads 64 keys from `col` on, each part once it is free."""
+    # Page numbers are on their way before there is room.
+    pages, places = page_numbers(io, params, piece, col)
     EACH: gl.constexpr = params.tile.COLUMNS // WIDTH
     for turn in gl.static_range(BOXES):
         if turn % EACH == 0 and turn < VALUE_BOXES:
             mbarrier.wait(shared.empty(BLOCK, turn // EACH), phase ^ 1)
         load_box(
-            io, shared, params, piece, batch, col, pages, places, BLOCK, box_in_turn(BLOCK, turn)
+            io,
+            shared.k_box(BLOCK, box_in_turn(BLOCK, turn)),
+            shared.full(BLOCK, box_in_turn(BLOCK, turn)),
+            params,
+            piece,
+            batch,
+            col,
+            pages,
+            places,
+            box_in_turn(BLOCK, turn),
         )
 
 
@@ -97,9 +112,7 @@ def mla_producer(io, shared, share, params):
     visit = gl.to_tensor(0)
     while share.x < share.end:
         piece, share = look(share, params)
-        batch = piece.b
-        if params.kv.batch_idx is not None:
-            batch = within(gl.load(params.kv.batch_idx + batch), 0, params.kv.entries - 1)
+        batch = entry_of(params, piece)
         for number in range(piece.start, piece.stop):
             col = number * params.tile.BLOCK_N
             for block in gl.static_range(BLOCKS):

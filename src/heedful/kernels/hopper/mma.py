@@ -68,7 +68,7 @@ def finish_output(acc):
 @gluon.jit
 def scale_output(acc, alpha_M):
     """Multiplies row m of every part by alpha_M[m]."""
-    out = (scale_rows(acc[0], alpha_M),)
-    if len(acc) > 1:
-        out = out + (scale_rows(acc[1], alpha_M),)
+    out = ()
+    for part in gl.static_range(len(acc)):
+        out = out + (scale_rows(acc[part], alpha_M),)
     return out

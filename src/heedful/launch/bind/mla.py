@@ -1,11 +1,12 @@
 """Programs of the MLA decode."""
 
 import math
+from typing import Any
 
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.sizes import Sizes
-from heedful.core.tiles import HOPPER_MERGE_ROWS, MlaConfig
+from heedful.core.tiles import HOPPER_MERGE_ROWS, MlaConfig, SharedKeysConfig
 from heedful.kernels.args.hopper import KVRows
 from heedful.kernels.args.mla import MlaIO, MlaParams, MlaTile
 from heedful.launch.bind import groups
@@ -32,27 +33,11 @@ def _call(
     problem: AttentionProblem, config: MlaConfig, sizes: Sizes, buffers: Buffers
 ) -> KernelCall:
     launch = sizes.launches["mla.forward"]
-    divisor = shared_divisor(buffers, ("q", "out"))
+    at_once = HOPPER_MERGE_ROWS * (problem.head_dim_v // CONSUMERS)
     parameters = {
-        "io": MlaIO(
-            q=groups.rows(buffers, "q", divisor),
-            k=key_map(problem, buffers, "k", BLOCK_KEYS, SWIZZLE),
-            out=groups.split_rows(buffers, "out", False, divisor),
-            lse=groups.split_row_vector(buffers, "lse", False),
-        ),
+        "io": tensors(problem, buffers),
         "params": MlaParams(
-            seqs=groups.sequences(problem, buffers),
-            shape=groups.shape(problem),
-            mask=groups.mask(problem, buffers),
-            kv=groups.kv_layout(problem.page_size, buffers),
-            kv_rows=_kv_rows(problem, buffers),
-            work=shared_work(
-                problem,
-                config,
-                buffers,
-                launch.numbers["tiles"],
-                HOPPER_MERGE_ROWS * (problem.head_dim_v // CONSUMERS),
-            ),
+            *shared_params(problem, config, buffers, launch.numbers["tiles"], at_once),
             tile=_tile(problem, config),
             sink=groups.pointer(buffers, "sink"),
             scale_log2=groups.number(problem.scale * math.log2(math.e)),
@@ -63,6 +48,35 @@ def _call(
     waits = bool(config.merge) and problem.num_splits != 1
     options = {"num_warps": config.num_warps}
     return KernelCall(ref, launch.grid, parameters, options, cooperative=waits)
+
+
+def tensors(problem: AttentionProblem, buffers: Buffers) -> MlaIO:
+    """What a kernel over latent vectors reads and writes."""
+    divisor = shared_divisor(buffers, ("q", "out"))
+    return MlaIO(
+        q=groups.rows(buffers, "q", divisor),
+        k=key_map(problem, buffers, "k", BLOCK_KEYS, SWIZZLE),
+        out=groups.split_rows(buffers, "out", False, divisor),
+        lse=groups.split_row_vector(buffers, "lse", False),
+    )
+
+
+def shared_params(
+    problem: AttentionProblem,
+    config: SharedKeysConfig,
+    buffers: Buffers,
+    tiles: int,
+    at_once: int,
+) -> tuple[Any, ...]:
+    """The first of its parameters, up to the work. at_once: see `shared_work`."""
+    return (
+        groups.sequences(problem, buffers),
+        groups.shape(problem),
+        groups.mask(problem, buffers),
+        groups.kv_layout(problem.page_size, buffers),
+        _kv_rows(problem, buffers),
+        shared_work(problem, config, buffers, tiles, at_once),
+    )
 
 
 def _kv_rows(problem: AttentionProblem, buffers: Buffers) -> KVRows:

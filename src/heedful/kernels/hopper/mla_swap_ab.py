@@ -1,0 +1,64 @@
+"""Attention of up to 32 query rows over latent vectors (MLA), whose first 512 columns are values,
+by products whose rows are keys or columns of values and whose columns are query rows: one warp that
+loads keys and a warpgroup that multiplies.
+
+A product has 64 rows whatever they are, but as few columns as there are query rows. So queries take
+little room, one warpgroup holds the whole output, and keys have the rest of shared memory.
+
+Programs share the keys as those of the portable decode do, see portable/decode_work.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+from heedful.kernels.args.mla import MlaIO, MlaSwapParams
+from heedful.kernels.hopper.decode_share import look, own_share
+from heedful.kernels.hopper.mla_producer import entry_of, load_box, page_numbers
+from heedful.kernels.hopper.mla_shared import BOXES, KEYS, WIDTH
+from heedful.kernels.hopper.mla_swap_ab_consumer import SwapShared, swap_ab_consumer
+from heedful.kernels.hopper.pipeline import Pipeline, PipelineState
+
+
+@gluon.jit
+def load_piece(io, keys, piece, state, params):
+    """Loads the keys of a piece, each box once it is free."""
+    batch = entry_of(params, piece)
+    for number in range(piece.start, piece.stop):
+        col = number * KEYS
+        # Page numbers are on their way before there is room.
+        pages, places = page_numbers(io, params, piece, col)
+        for box in gl.static_range(BOXES):
+            at = state.ahead(box)
+            mbarrier.wait(keys.empty.index(at.index), at.phase ^ 1)
+            full = keys.full.index(at.index)
+            load_box(io, keys.boxes.index(at.index), full, params, piece, batch, col, pages, places, box)
+        state = state.ahead(BOXES)
+    return state
+
+
+@gluon.jit
+def swap_ab_producer(io, keys, share, params):
+    """Loads the keys of all pieces of a program."""
+    state = PipelineState.start(params.tile.STAGES)
+    while share.x < share.end:
+        piece, share = look(share, params)
+        state = load_piece(io, keys, piece, state, params)
+
+
+@gluon.jit
+def mla_swap_ab(io: MlaIO, params: MlaSwapParams):
+    """out (B, M, H, E) and lse (B, H, M)."""
+    PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
+    shared = SwapShared.allocate(io.k.dtype, params.tile.BLOCK_M)
+    keys = Pipeline.of_tiles(io.k.dtype, KEYS, WIDTH, params.tile.STAGES, 1)
+    share, _empty = own_share(params)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (swap_ab_consumer, (io, shared, keys, share, params)),
+            (swap_ab_producer, (io, keys, share, params)),
+        ],
+        [1],
+        [PRODUCER_REGS],
+    )
