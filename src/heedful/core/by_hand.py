@@ -22,8 +22,8 @@ OPTIONS = {
         *("programs", "registers", "producer_regs", "merge_values", "merge"),
     ),
     "mla_swap_ab.forward": (
-        *("block_m", "num_stages", "least_tiles", "overhead"),
-        *("programs", "registers", "producer_regs", "merge_values", "merge"),
+        *("num_stages", "least_tiles", "overhead"),
+        *("producer_regs", "merge_values", "merge"),
     ),
     "mla.forward": (
         *("columns", "merge_values", "overhead", "least_tiles"),

@@ -12,7 +12,6 @@ from heedful.core.device import DeviceSpec
 from heedful.core.mixed import sequences_of_both_kinds, some_are_short
 from heedful.core.preferences import (
     Preferred,
-    few_latent_keys,
     keys_of_one_length,
     many_rows,
     many_rows_of_one_length,
@@ -404,7 +403,6 @@ ROWS: tuple[KernelRow, ...] = (
         least=(("triton", (3, 9)),),
         gates=(_values_in_keys, _some_tokens, _positive_scale, _out_as_in, _whole_pages)
         + (_half_a_tile,),
-        unasked=(few_latent_keys,),
         configs=("mla_swap_ab.forward",),
         program="heedful.launch.bind.mla_swap_ab",
     ),
@@ -423,7 +421,6 @@ ROWS: tuple[KernelRow, ...] = (
         least=(("triton", (3, 9)),),
         gates=(_values_in_keys, _some_tokens, _positive_scale, _out_as_in, _whole_pages)
         + (_few_rows,),
-        unasked=(few_latent_keys,),
         configs=("mla.forward",),
         program="heedful.launch.bind.mla",
     ),

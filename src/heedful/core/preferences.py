@@ -15,27 +15,6 @@ class Preferred(NamedTuple):
     why: str
 
 
-# Rows of a KV head up to which, and keys below which, the decode kernel is as fast: its tiles have
-# 16 rows and not 64, and a step of the MLA kernel is 128 keys.
-FEW_LATENT_ROWS, FEW_LATENT_KEYS = 16, 8192
-
-
-def few_latent_keys(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
-    """16 heads over 64 x 1024 keys take 43.6 us and not 41.4, over 1 x 8192 they take 32.6 and not
-    49.6 (H200, 2026-11-23); between the two nothing was timed."""
-    if problem.seqlen_q * problem.group > FEW_LATENT_ROWS:
-        return None
-    if _are_few_keys(problem.seqlen_k):
-        words = f"for {FEW_LATENT_ROWS} rows over less than {FEW_LATENT_KEYS} keys"
-        return Preferred("decode", words)
-    return None
-
-
-@opaque
-def _are_few_keys(keys: int) -> bool:
-    return keys < FEW_LATENT_KEYS
-
-
 # Rows of a KV head above which 16-bit calls are the forward's, and above which those over keys of
 # one length are.
 MOST_DECODE_ROWS, DECODE_ROWS_OF_ONE_LENGTH = 32, 16

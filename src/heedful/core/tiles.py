@@ -131,13 +131,12 @@ class MlaConfig(SharedKeysConfig):
 
 @dataclass(frozen=True, slots=True)
 class MlaSwapConfig(SharedKeysConfig):
-    """A tile of the MLA decode of few rows: up to 32 query rows by 64 keys. num_stages: boxes of 64
-    keys by 64 columns that there is room for. merge, producer_regs: as of `MlaConfig`."""
+    """A tile of the MLA decode of few rows: 16 or 32 query rows by 64 keys. num_stages: blocks of 64
+    keys. merge, producer_regs: as of `MlaConfig`."""
 
     merge_values: int = 128
     merge: int = 0
-    registers: int = 0
-    producer_regs: int = 56
+    producer_regs: int = 88
 
     def kept_rows(self, problem: AttentionProblem) -> int:
         return _few_rows(problem, self.block_m)

@@ -42,7 +42,7 @@ class MlaTile(NamedTuple):
 
 class MlaSwapTile(NamedTuple):
     """As of `MlaTile`, of one consumer. BLOCK_M: query rows, 16 or 32. BLOCK_N: keys of a step, 64.
-    STAGES: boxes of 64 keys by 64 columns."""
+    STAGES: blocks of 64 keys."""
 
     HEAD_DIM: Const
     HEAD_DIM_V: Const

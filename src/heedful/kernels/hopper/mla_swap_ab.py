@@ -16,7 +16,7 @@ from heedful.kernels.args.mla import MlaIO, MlaSwapParams
 from heedful.kernels.hopper.decode_share import look, own_share
 from heedful.kernels.hopper.mla_producer import entry_of, load_box, page_numbers
 from heedful.kernels.hopper.mla_shared import BOXES, KEYS, WIDTH
-from heedful.kernels.hopper.mla_swap_ab_consumer import SwapShared, swap_ab_consumer
+from heedful.kernels.hopper.mla_swap_ab_consumer import SwapShared, box_at, swap_ab_consumer
 from heedful.kernels.hopper.pipeline import Pipeline, PipelineState
 
 
@@ -29,11 +29,11 @@ def load_piece(io, keys, piece, state, params):
         # Page numbers are on their way before there is room.
         pages, places = page_numbers(io, params, piece, col)
         for box in gl.static_range(BOXES):
-            at = state.ahead(box)
-            mbarrier.wait(keys.empty.index(at.index), at.phase ^ 1)
-            full = keys.full.index(at.index)
-            load_box(io, keys.boxes.index(at.index), full, params, piece, batch, col, pages, places, box)
-        state = state.ahead(BOXES)
+            at = box_at(state, box)
+            mbarrier.wait(keys.empty.index(at), state.phase ^ 1)
+            memory, full = keys.boxes.index(at), keys.full.index(at)
+            load_box(io, memory, full, params, piece, batch, col, pages, places, box)
+        state = state.next()
     return state
 
 
@@ -51,7 +51,7 @@ def mla_swap_ab(io: MlaIO, params: MlaSwapParams):
     """out (B, M, H, E) and lse (B, H, M)."""
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     shared = SwapShared.allocate(io.k.dtype, params.tile.BLOCK_M)
-    keys = Pipeline.of_tiles(io.k.dtype, KEYS, WIDTH, params.tile.STAGES, 1)
+    keys = Pipeline.of_tiles(io.k.dtype, KEYS, WIDTH, params.tile.STAGES * BOXES, 1)
     share, _empty = own_share(params)
     fence_async_shared()
     gl.warp_specialize(

@@ -52,6 +52,12 @@ class SwapShared:
 
 
 @gluon.jit
+def box_at(block, BOX: gl.constexpr):
+    """Where a box of a block is in the ring of boxes."""
+    return block.index * BOXES + BOX
+
+
+@gluon.jit
 def load_queries(io, shared, params, piece):
     """The queries of a piece in shared memory."""
     # All warps' products with those of the piece before are done.
@@ -69,10 +75,10 @@ def multiply_queries(shared, keys, state, M: gl.constexpr):
     dtype: gl.constexpr = shared.q.dtype
     s_NM = gl.zeros([KEYS, M], gl.float32, scores_layout(dtype, M))
     for box in gl.static_range(BOXES):
-        at = state.ahead(box)
-        barrier.wait(keys.full.index(at.index), at.phase)
+        at = box_at(state, box)
+        barrier.wait(keys.full.index(at), state.phase)
         q_DM = shared.q_box(box).permute((1, 0))
-        s_NM = warpgroup_mma(keys.tile(at), q_DM, s_NM, use_acc=box > 0, is_async=True)
+        s_NM = warpgroup_mma(keys.boxes.index(at), q_DM, s_NM, use_acc=box > 0, is_async=True)
     return warpgroup_mma_wait(0, deps=[s_NM])
 
 
@@ -103,7 +109,7 @@ def scale_columns(acc, alpha_M):
 
 @gluon.jit
 def stream_keys(shared, keys, piece, state, params):
-    """(outputs by boxes, references, sums [N, M], the ring behind) of a piece."""
+    """(outputs by boxes, references, sums [N, M], the block behind) of a piece."""
     M: gl.constexpr = params.tile.BLOCK_M
     dtype: gl.constexpr = shared.q.dtype
     layout: gl.constexpr = scores_layout(dtype, M)
@@ -118,7 +124,7 @@ def stream_keys(shared, keys, piece, state, params):
     for number in range(piece.start, piece.stop):
         s_NM = multiply_queries(shared, keys, state, M)
         # The last box is key alone.
-        barrier.arrive_after_mma(keys.empty.index(state.ahead(VALUE_BOXES).index))
+        barrier.arrive_after_mma(keys.empty.index(box_at(state, VALUE_BOXES)))
         s_NM = masked_keys(s_NM, params, piece, bounds, number * KEYS)
         top_M = gl.maximum(m_M, gl.max(s_NM, 0) * params.scale_log2)
         shift_M = shift_of(top_M)
@@ -132,13 +138,13 @@ def stream_keys(shared, keys, piece, state, params):
         m_M = top_M
         out = ()
         for box in gl.static_range(VALUE_BOXES):
-            v_EN = keys.tile(state.ahead(box)).permute((1, 0))
+            v_EN = keys.boxes.index(box_at(state, box)).permute((1, 0))
             out = out + (warpgroup_mma(v_EN, shared.p.index(0), acc[box], is_async=True),)
         acc = ()
         for box in gl.static_range(VALUE_BOXES):
             acc = acc + (warpgroup_mma_wait(VALUE_BOXES - 1 - box, deps=[out[box]]),)
-            barrier.arrive_after_mma(keys.empty.index(state.ahead(box).index))
-        state = state.ahead(BOXES)
+            barrier.arrive_after_mma(keys.empty.index(box_at(state, box)))
+        state = state.next()
     return acc, m_M, l_NM, state
 
 

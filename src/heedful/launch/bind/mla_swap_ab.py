@@ -41,9 +41,8 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         ),
     }
     ref = KernelRef("heedful.kernels.hopper.mla_swap_ab", "mla_swap_ab", "gluon")
+    # Where all merge each other's parts they wait for each other.
     waits = bool(config.merge) and problem.num_splits != 1
     options = {"num_warps": config.num_warps}
-    if config.registers:
-        options["maxnreg"] = config.registers
     call = KernelCall(ref, launch.grid, parameters, options, cooperative=waits)
     return Program((call,), sizes.workspaces)
