@@ -20,7 +20,7 @@ from compile.test_decode import buffers_of
 from heedful.core.device import by_name
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
-from heedful.launch.bind import decode, hopper_decode, mla
+from heedful.launch.bind import decode, hopper_decode, mla, mla_swap_ab
 from heedful.launch.triton_compat import compile_kernel
 from support import lagging
 
@@ -31,6 +31,7 @@ for backend, bind, facts in (
     ("decode", decode, {"head_dim": 128}),
     ("hopper_decode", hopper_decode, {"head_dim": 128}),
     ("mla", mla, latent),
+    ("mla_swap_ab", mla_swap_ab, latent),
 ):
     problem = AttentionProblem.dense(4, 1, 4096, 16, 1, used_k=True, **facts)
     made = plan(problem, by_name("H200"), backend=backend)
@@ -46,4 +47,5 @@ def test_kernels_over_caches_sleep_before_parts_and_the_specialised_one_before_w
     run = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(run.stdout.splitlines()[0])
     # A part is stored at one place, and at one of each consumer.
-    assert found["decode"] == 1 and found["hopper_decode"] > 1 and found["mla"] > 2
+    assert found["decode"] == 1 and found["hopper_decode"] > 1
+    assert found["mla"] > 2 and found["mla_swap_ab"] > 1

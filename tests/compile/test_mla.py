@@ -1,5 +1,5 @@
-"""The MLA decode compiles for Hopper without spills in the loop over keys, its products and loads
-those that it is made for."""
+"""The MLA decodes compile for Hopper without spills in the loop over keys, their products and loads
+those that they are made for."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from heedful.core.device import by_name
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.inspector.nvidia import disassemble, measure, parse_sass
-from heedful.launch.bind import mla
+from heedful.launch.bind import mla, mla_swap_ab
 from heedful.launch.triton_compat import VERSION, compile_kernel
 
 pytestmark = pytest.mark.skipif(VERSION < (3, 9), reason="gl.inline_asm came with Triton 3.9")
@@ -29,19 +29,28 @@ PROBLEMS = {
     "quarters": {"heads_q": 128, "page_size": 64, "backend": "mla+columns=128"},
     "merged by one": {"heads_q": 128, "page_size": 64, "backend": "mla+merge=0"},
     "all": {"heads_q": 128, "page_size": 64, "backend": "mla+ahead=1+in_order=1+merge=1"},
+    # Few rows, which are columns of products.
+    "swapped": {"heads_q": 16, "page_size": 64, "backend": "mla_swap_ab+merge=0"},
+    "swapped, four tokens": {"heads_q": 8, "seqlen_q": 4, "causal": True, "page_size": 16},
+    "swapped, one length": {"heads_q": 32, "dtype": "float16", "used_k": False, "num_splits": 1},
+    "swapped, merged by all": {"heads_q": 32, "page_size": 16},
 }
 # It takes ten seconds to compile one. By default: each dtype, mask, way of telling lengths, size of
 # pages within and beyond a block, part of the registers, and order of products; merges by one and
 # by all.
 DEFAULT = ("128 heads", "four tokens", "one length", "pages of 16", "in order, pages of 16")
+SWAPPED = [name for name in PROBLEMS if name.startswith("swapped")]
 BY_DEFAULT = [
-    pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow]) for name in PROBLEMS
+    pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow])
+    for name in PROBLEMS
+    if name not in SWAPPED
 ]
 
 
 def sass_of(name: str):
     facts = {"seqlen_q": 1, "used_k": True, **PROBLEMS[name]}
-    heads, backend = (facts.pop("heads_q"), 1), facts.pop("backend", "mla")
+    heads = (facts.pop("heads_q"), 1)
+    backend = facts.pop("backend", "mla_swap_ab" if name in SWAPPED else "mla")
     problem = AttentionProblem.dense(
         4,
         facts.pop("seqlen_q"),
@@ -53,7 +62,8 @@ def sass_of(name: str):
         **facts,
     )
     buffers = buffers_of(problem)
-    (call,) = mla.forward(problem, plan(problem, by_name("H200"), backend=backend), buffers).calls
+    bind = mla_swap_ab if name in SWAPPED else mla
+    (call,) = bind.forward(problem, plan(problem, by_name("H200"), backend=backend), buffers).calls
     return parse_sass(disassemble(compile_kernel(call, "sm_90").asm["cubin"]).text)
 
 
@@ -82,3 +92,20 @@ def test_keys_come_by_tensor_maps_and_products_run_into_each_other():
     assert sum("HGMMA" in text for text in products) == 2 * 44
     # Where products are serialised each has a wait behind it.
     assert sum("DEPBAR" in text for text in products) == 2 * 3
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_the_loop_over_keys_of_few_rows_has_a_block_of_products_and_no_spill(name):
+    code, labels, branches = sass_of(name)
+    loops = [(labels[to], at + 1) for at, to in branches if labels.get(to, at + 1) <= at]
+    # Nine boxes of keys by queries, eight of values by probabilities, of four products each.
+    steps = [b for b in loops if measure(code[slice(*b)]).wgmma == 4 * (9 + 8)]
+    begin, end = min(steps, key=lambda b: b[1] - b[0])
+    loads = [b for b in loops if measure(code[slice(*b)]).tma]
+    for loop in ((begin, end), min(loads, key=lambda b: b[1] - b[0])):
+        assert measure(code[slice(*loop)]).spills == 0
+    words = [instruction.text for instruction in code[begin:end]]
+    # The scores' wait, and one for each box of values, which is released as soon as it is read.
+    assert sum("WARPGROUP.DEPBAR" in text for text in words) == 1 + 8
+    shape = 16 if "16x16" in " ".join(words) else 32
+    assert sum(f"64x{shape}x16" in text for text in words) == 4 * (9 + 8)

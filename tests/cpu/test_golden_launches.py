@@ -105,6 +105,11 @@ MLA = (
     replace(LATENT, kv_batch_idx=True, num_splits=1),
     replace(LATENT, leftpad_k=True, shift=-3, causal=True, layout="heads_first"),
 )
+FEW_ROWS = (
+    *MLA[:2],
+    *(replace(case, heads_q=8, seqlen_q=1) for case in MLA[3:]),
+    replace(LATENT, heads_q=16, seqlen_q=2, causal=True, page_size=64),
+)
 HOPPER_DECODES = (
     *DECODES[:4],
     replace(DECODE, used=""),
@@ -122,6 +127,7 @@ CDNA = (
 )
 DEVICES: dict[tuple[str, str], tuple[Case, ...]] = {
     ("H200", "mla"): MLA,
+    ("H200", "mla_swap_ab"): FEW_ROWS,
     ("H200", "hopper_decode"): HOPPER_DECODES,
     ("H200", "mixed"): MIXES,
     ("H200", "hopper"): (*SCORES, *LENGTHS, *EIGHT_BITS),

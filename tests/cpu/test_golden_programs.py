@@ -350,6 +350,10 @@ TABLE: dict[tuple[str, str], list[Asked]] = {
     ("H200", "mla"): [
         ({**DECODE, **LATENT, **facts}, laid) for facts, laid in [({}, {}), *LATENT_STEPS]
     ],
+    ("H200", "mla_swap_ab"): [
+        ({**DECODE, **LATENT, **facts, "heads_q": 16}, laid)
+        for facts, laid in [({}, {}), *LATENT_STEPS]
+    ],
     ("H200", "hopper_decode"): [
         ({**DECODE, **facts}, laid) for facts, laid in [({}, {}), *HOPPER_STEPS]
     ],

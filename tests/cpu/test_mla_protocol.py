@@ -143,24 +143,6 @@ class Device(Roles):
         part.add(self.rows_at(at))
         bar.complete(KEYS * 64 * 2 // (KEYS // self.height))
 
-    def parts_of(self, box, dtype, shape, layout):
-        """A box as parts of fewer rows."""
-        count = KEYS // self.height
-        box.parts = [None] * count
-
-        def adder(i):
-            def add(content):
-                box.parts[i] = content
-                if all(part is not None for part in box.parts):
-                    rows = tuple(row for part in box.parts for row in part[0])
-                    (column,) = {part[1] for part in box.parts}
-                    box.store(("keys", rows, column))
-
-            return SimpleNamespace(add=add)
-
-        box.store(None)
-        return Row(*(adder(i) for i in range(count)))
-
     def mma(self, a, b, acc, use_acc=True, is_async=True):
         """Queues a product. Of scores acc counts what was read, of the output it adds up."""
         queue = self.queues.setdefault(self.machine.now, [])

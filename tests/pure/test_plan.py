@@ -406,13 +406,46 @@ def test_mla_cuts_equal_sequences_in_equal_parts_where_that_fills_the_device(
 
 
 @pytest.mark.parametrize(
-    "heads, keys, backend",
-    [(16, 8192, "mla"), (16, 8191, "decode"), (17, 64, "mla"), (128, 1024, "mla")],
+    "heads, tokens, backend",
+    [
+        (1, 1, "mla_swap_ab"),
+        (32, 1, "mla_swap_ab"),
+        (16, 2, "mla_swap_ab"),
+        (33, 1, "mla"),
+        (16, 3, "mla"),
+    ],
 )
-def test_few_rows_over_few_latent_keys_are_left_to_the_decode_kernel(heads, keys, backend):
-    step = latent(4, keys, heads)
+def test_up_to_32_rows_over_latent_keys_are_columns_of_products(heads, tokens, backend):
+    step = replace(latent(4, 64, heads), seqlen_q=tokens)
     assert plan(step, by_name("H200")).backend == backend
     assert plan(step, by_name("H200"), backend="mla").backend == "mla"
+
+
+@pytest.mark.parametrize(
+    "batch, heads, num_splits, units, rows, merge",
+    [
+        (1, 16, 0, 132, 16, 1),
+        (16, 16, 0, 132, 16, 1),
+        # A tile has fewer than eight SMs.
+        (17, 16, 0, 132, 16, 0),
+        (16, 17, 0, 132, 32, 1),
+        (64, 32, 0, 132, 32, 0),
+        # With splits given a sequence has the same bits in any batch.
+        (1, 16, 8, 132, 16, 0),
+        # Programs that wait for each other need a unit each.
+        (1, 16, 0, 16, 16, 1),
+        (1, 16, 0, 15, 16, 0),
+    ],
+)
+def test_few_rows_of_mla_have_small_tiles_and_are_merged_by_all_where_these_have_many_sms(
+    batch, heads, num_splits, units, rows, merge
+):
+    device = replace(by_name("H200"), units=units)
+    step = latent(batch, 8192, heads, num_splits=num_splits)
+    chosen = plan(step, device, backend="mla_swap_ab")
+    tile: Any = chosen.configs["mla_swap_ab.forward"]
+    assert (tile.block_m, tile.merge) == (rows, merge)
+    assert not merge or math.prod(chosen.sizes().launches["mla_swap_ab.forward"].grid) <= units
 
 
 @pytest.mark.parametrize("page_size", (0, 64, 16))

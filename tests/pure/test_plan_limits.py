@@ -73,6 +73,8 @@ FORWARD = [
     ("mla", {"heads_q": 600, "heads_k": 200}, ["mla.forward 200 tiles=1"]),
     ("mla", {"seqlen_q": 2, "batch": 1}, ["mla.forward 132 tiles=4"]),
     ("mla", {"seqlen_k": 1}, ["mla.forward 4 tiles=2"]),
+    ("mla_swap_ab", {"heads_q": 60, "heads_k": 3}, ["mla_swap_ab.forward 132 tiles=1"]),
+    ("mla_swap_ab", {"heads_q": 16, "seqlen_k": 1}, ["mla_swap_ab.forward 2 tiles=1"]),
     ("hopper_decode", {"seqlen_k": 1}, ["hopper_decode.forward 8 tiles=1"]),
     ("hopper_decode", {"heads_q": 300, "heads_k": 300}, ["hopper_decode.forward 300 tiles=1"]),
     ("decode", {"seqlen_k": 0}, ["decode.forward 8 tiles=1"]),
@@ -148,7 +150,9 @@ BACKWARD = [
 
 
 def planned(backend: str, facts: dict) -> Plan:
-    base = {"mla": LATENT, "decode": STEP, "hopper_decode": STEP}.get(backend, BASE)
+    base = {"mla": LATENT, "mla_swap_ab": LATENT, "decode": STEP, "hopper_decode": STEP}.get(
+        backend, BASE
+    )
     problem = AttentionProblem.dense(**{**base, **facts})
     return plan(problem, by_name("H200"), backend=backend)
 

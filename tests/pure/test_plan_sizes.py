@@ -77,6 +77,34 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         counts (64,) int32 zeroed""",
         ),
     ],
+    ("H200", "mla_swap_ab"): [
+        (
+            {"heads_q": 16, "batch": 40},
+            """mla_swap_ab.forward (132, 1, 1) tiles=1
+        partial_out (264, 16, 512) float32
+        partial_lse (264, 16) float32
+        counts (40,) int32 zeroed""",
+        ),
+        (
+            {"heads_q": 5, "batch": 140, "seqlen_k": 100},
+            """mla_swap_ab.forward (132, 1, 1) tiles=1
+        partial_out (264, 8, 512) float32
+        partial_lse (264, 8) float32
+        counts (140,) int32 zeroed""",
+        ),
+        (
+            {"heads_q": 32, "num_splits": 3},
+            """3 splits
+        mla_swap_ab.forward (6, 1, 1) tiles=1
+        partial_out (6, 32, 512) float32
+        partial_lse (6, 32) float32
+        counts (2,) int32 zeroed""",
+        ),
+        (
+            {"heads_q": 32, "num_splits": 1},
+            """mla_swap_ab.forward (2, 1, 1) tiles=1""",
+        ),
+    ],
     ("H200", "hopper_decode"): [
         (
             {},
@@ -514,7 +542,7 @@ def cases(table) -> list[tuple[str, str, dict, str]]:
 
 def base(backend: str, facts: dict) -> dict:
     return {
-        **{"mla": LATENT, "decode": ONE_QUERY, "hopper_decode": ONE_QUERY}.get(backend, BASE),
+        **(LATENT if backend.startswith("mla") else ONE_QUERY if "decode" in backend else BASE),
         **facts,
     }
 

@@ -50,6 +50,8 @@ def test_a_split_training_call_is_explained():
         " splits=1",
         "grid      hopper.backward_epilogue: 16 programs, q_blocks=1",
         "scratch   delta 1280, dq_accum 524288, tile_counter 4 bytes",
+        f"rejected  mla_swap_ab forward: does not take a later backward; {NO_LATENT};"
+        " 40 query rows of a KV head: takes up to 32",
         f"rejected  mla forward: does not take a later backward; {NO_LATENT}",
         "rejected  hopper_decode forward: hopper is preferred for 40 query rows of a KV head: more"
         " than 32",
@@ -85,6 +87,8 @@ def test_a_call_on_pages_is_explained_with_its_notes():
         "scratch   delta 1280000 bytes",
         "note      told before",
         "note      the backward copies each sequence's pages into dense keys first",
+        f"rejected  mla_swap_ab forward: does not take a later backward; {NO_LATENT};"
+        " 2000 query rows of a KV head: takes up to 32",
         f"rejected  mla forward: does not take a later backward; {NO_LATENT};"
         " 2000 query rows of a KV head: takes up to 64",
         "rejected  hopper_decode forward: hopper is preferred for 2000 query rows of a KV head:"
@@ -108,7 +112,7 @@ def test_a_call_without_kernels_is_explained_without_tiles_and_grids():
         "device    CPU (cpu)",
         "forward   sdpa [run]",
     ]
-    gone = ("mla", "hopper_decode", "decode", "mixed", "hopper", "cdna", "portable")
+    gone = ("mla_swap_ab", "mla", "hopper_decode", "decode", "mixed", "hopper", "cdna", "portable")
     none = [f"rejected  {name} forward: no kernel for cpu" for name in gone]
     assert lines[3:] == [*none, "rejected  cpu forward: sdpa is preferred"]
 
@@ -136,7 +140,8 @@ def test_a_grid_of_one_program_and_one_of_two_dims_are_told():
             A100,
             None,
             "no kernel can run the forward of [2x64x64 h8/8 d12 float8_e5m2] on A100:"
-            " mla: no kernel for sm_80; hopper_decode: no kernel for sm_80; decode: head_dim 12:"
+            " mla_swap_ab: no kernel for sm_80; mla: no kernel for sm_80;"
+            " hopper_decode: no kernel for sm_80; decode: head_dim 12:"
             " takes multiples of 8, V's head_dim 12: takes multiples of 8, float8_e5m2 on sm_80,"
             " which cannot convert it; mixed: no kernel for sm_80; hopper: no kernel for sm_80;"
             " cdna: no kernel for sm_80; portable: dtype float8_e5m2: takes bfloat16, float16,"
@@ -169,8 +174,8 @@ def test_a_grid_of_one_program_and_one_of_two_dims_are_told():
             {},
             H200,
             "nothing",
-            "backend must be one of mla, hopper_decode, decode, mixed, hopper, cdna, portable,"
-            " sdpa, cpu, scan or None, got 'nothing'",
+            "backend must be one of mla_swap_ab, mla, hopper_decode, decode, mixed, hopper, cdna,"
+            " portable, sdpa, cpu, scan or None, got 'nothing'",
         ),
         (
             {"needs_grad": True, "deterministic": True},
@@ -212,10 +217,11 @@ def test_what_cannot_be_planned_is_said(facts, device, backend, said):
         ("hopper", "key_splits=0", "key_splits must be at least 1, got 0"),
         ("mla", "columns=64", "columns must be 128 or 256, got 64"),
         ("mla", "least_tiles=0", "least_tiles must be at least 1, got 0"),
+        ("mla_swap_ab", "merge=2", "merge must be 0 to 1, got 2"),
     ],
 )
 def test_an_option_that_cannot_be_is_said(name, option, said):
-    wide = {"head_dim": 576, "head_dim_v": 512, "v_in_k": True} if name == "mla" else {}
+    wide = {"head_dim": 576, "head_dim_v": 512, "v_in_k": True} if "mla" in name else {}
     asked = dense(64, 1, 8192, 8, 1, used_k=True, **wide)
     with pytest.raises(ValueError) as caught:
         plan(asked, H200, backend=f"{name}+{option}")
@@ -334,7 +340,7 @@ def test_tools_that_a_framework_lacks_are_named():
     assert scan.why_not(asked, H200, on_jax) == ["no kernel for sm_90"]
     assert plan(asked, CPU, on_jax).backend == "scan"
     assert {r.backend for r in plan(asked, CPU, on_jax).rejected} == {
-        *("mla", "hopper_decode", "decode", "mixed", "hopper", "cdna", "portable"),
+        *("mla_swap_ab", "mla", "hopper_decode", "decode", "mixed", "hopper", "cdna", "portable"),
     }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from heedful.kernels.args.decode import DecodeMerge, DecodeWork
 from heedful.kernels.hopper import decode_share
 from heedful.kernels.portable import decode_work
-from support.hosted import Barrier, Host, Int, Machine, Pointer
+from support.hosted import Barrier, Host, Int, Machine, Pointer, Row
 from support.hosted_floats import Floats
 
 FAR = 1 << 30
@@ -26,6 +26,7 @@ class Roles:
     splits: int | None
     page: int
     stored: int
+    keys: int
     instead: dict[str, Any]
     machine: Machine
     host: Host
@@ -41,6 +42,7 @@ class Roles:
         rows = len(self.lengths) * self.stored
         self.scores = [drawn.uniform(-100, 100) for _ in range(rows)]
         self.values = [drawn.uniform(-1, 1) for _ in range(values * rows)]
+        self.keys = keys
         self.height = min(keys, self.page & -self.page) if self.page else keys
 
     def sequences(self, new: int | None = None) -> SimpleNamespace:
@@ -116,6 +118,24 @@ class Roles:
         here = end + row - FAR
         rows = (here + i if row + i < FAR else None for i in range(self.height))
         return tuple(rows), column
+
+    def parts_of(self, box, dtype, shape, layout):
+        """A box as parts of fewer rows."""
+        count = self.keys // self.height
+        box.parts = [None] * count
+
+        def adder(i):
+            def add(content):
+                box.parts[i] = content
+                if all(part is not None for part in box.parts):
+                    rows = tuple(row for part in box.parts for row in part[0])
+                    (column,) = {part[1] for part in box.parts}
+                    box.store(("keys", rows, column))
+
+            return SimpleNamespace(add=add)
+
+        box.store(None)
+        return Row(*(adder(i) for i in range(count)))
 
     def run_roles(
         self,

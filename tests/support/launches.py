@@ -16,6 +16,7 @@ _ROLES = {
     "forward": "forward",
     "decode": "forward",
     "mla": "forward",
+    "mla_swap_ab": "forward",
     "combine_splits": "merge",
     "clear_unused": "clear",
     "clear_outside": "clear outside",

@@ -65,6 +65,9 @@ class Toolchain:
         return sorted(version for version in (self.triton, packed) if version is not None)
 
 
+Gate = Callable[[AttentionProblem, DeviceSpec], str | None]
+
+
 @dataclass(frozen=True, slots=True)
 class KernelRow:
     """What one backend's kernel of one direction takes.
@@ -99,7 +102,7 @@ class KernelRow:
     splits_batch: bool = False
     gathers_pages: bool = False
     appends: bool = False
-    gates: tuple[Callable[[AttentionProblem, DeviceSpec], str | None], ...] = ()
+    gates: tuple[Gate, ...] = ()
     unasked: tuple[Callable[[AttentionProblem, DeviceSpec], Preferred | None], ...] = ()
     configs: tuple[str, ...] = ()
     program: str = ""
@@ -386,44 +389,32 @@ _OF_HOPPER = frozenset(
 )
 _HOPPER_GATES = (_some_tokens, _positive_scale, _out_as_in, _whole_pages, _aligned_draws)
 
+
+def _latent(backend: str, few_rows: Gate) -> KernelRow:
+    """A kernel of latent vectors, of so few rows."""
+    return KernelRow(
+        backend,
+        "forward",
+        {"sm_90": "run"},
+        ("bfloat16", "float16"),
+        frozenset(
+            {"causal", "diagonal", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
+            | {"head_dims_differ", "return_lse", "split_kv"}
+        ),
+        max_dim=LATENT_KEY_DIM,
+        dim_multiple=8,
+        # For gl.inline_asm.
+        least=(("triton", (3, 9)),),
+        gates=(_values_in_keys, _some_tokens, _positive_scale, _out_as_in, _whole_pages, few_rows),
+        configs=(f"{backend}.forward",),
+        program=f"heedful.launch.bind.{backend}",
+    )
+
+
 # In order of preference.
 ROWS: tuple[KernelRow, ...] = (
-    KernelRow(
-        "mla_swap_ab",
-        "forward",
-        {"sm_90": "run"},
-        ("bfloat16", "float16"),
-        frozenset(
-            {"causal", "diagonal", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
-            | {"head_dims_differ", "return_lse", "split_kv"}
-        ),
-        max_dim=LATENT_KEY_DIM,
-        dim_multiple=8,
-        # For gl.inline_asm.
-        least=(("triton", (3, 9)),),
-        gates=(_values_in_keys, _some_tokens, _positive_scale, _out_as_in, _whole_pages)
-        + (_half_a_tile,),
-        configs=("mla_swap_ab.forward",),
-        program="heedful.launch.bind.mla_swap_ab",
-    ),
-    KernelRow(
-        "mla",
-        "forward",
-        {"sm_90": "run"},
-        ("bfloat16", "float16"),
-        frozenset(
-            {"causal", "diagonal", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
-            | {"head_dims_differ", "return_lse", "split_kv"}
-        ),
-        max_dim=LATENT_KEY_DIM,
-        dim_multiple=8,
-        # For gl.inline_asm.
-        least=(("triton", (3, 9)),),
-        gates=(_values_in_keys, _some_tokens, _positive_scale, _out_as_in, _whole_pages)
-        + (_few_rows,),
-        configs=("mla.forward",),
-        program="heedful.launch.bind.mla",
-    ),
+    _latent("mla_swap_ab", _half_a_tile),
+    _latent("mla", _few_rows),
     KernelRow(
         "hopper_decode",
         "forward",

@@ -39,9 +39,7 @@ def page_at(params, piece, page, place, col):
 
 
 @gluon.jit
-def load_box(
-    io, memory, full, params, piece, batch, col, pages, places, BOX: gl.constexpr
-):
+def load_box(io, memory, full, params, piece, batch, col, pages, places, BOX: gl.constexpr):
     """Starts filling a box with 64 keys from `col` on; pages: their numbers, places: in the
     sequence, of each of the map's boxes."""
     HEIGHT: gl.constexpr = io.k.block_type.shape[-2]

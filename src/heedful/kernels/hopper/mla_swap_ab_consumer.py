@@ -1,6 +1,6 @@
 """The consumer of the MLA decode of few rows: a warpgroup that has all columns of the output.
 
-N keys of a tile, M query rows, E value columns of a box.
+N keys of a tile, M query rows, E value columns of a box, L lanes (of warps) that share a row.
 """
 
 from triton.experimental import gluon
@@ -20,7 +20,7 @@ from heedful.kernels.hopper.mla_consumer import load_columns
 from heedful.kernels.hopper.mla_shared import BOXES, HALF, KEYS, VALUE_BOXES, WIDTH, boxes_of
 from heedful.kernels.hopper.mma import scores_layout
 from heedful.kernels.hopper.pipeline import PipelineState
-from heedful.kernels.hopper.softmax import shift_of, vote_above
+from heedful.kernels.hopper.softmax import shift_of
 
 
 @aggregate
@@ -99,6 +99,43 @@ def masked_keys(s_NM, params, piece, bounds, col):
 
 
 @gluon.jit
+def lane_sums(p_NM):
+    """Sums over the keys that one lane holds: (N, M) -> (N / 16, 8, M).
+
+    In a WGMMA accumulator a lane has two keys of every sixteen that a warp has. Adding up lanes and
+    warps waits until the last tile.
+    """
+    N: gl.constexpr = p_NM.shape[0]
+    M: gl.constexpr = p_NM.shape[1]
+    return gl.sum(p_NM.reshape([N // 16, 2, 8, M]), 1)
+
+
+@gluon.jit
+def all_sums(l_LM):
+    """Sums over all lanes of all warps: (warps, lanes, M) -> (M,)."""
+    return gl.sum(gl.sum(l_LM, 0), 0)
+
+
+@gluon.jit
+def scale_sums(l_LM, alpha_M):
+    """Multiplies the sums of row m by alpha_M[m]."""
+    inner: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, l_LM.type.layout))
+    alpha_M = gl.convert_layout(alpha_M, inner)
+    return l_LM * gl.expand_dims(gl.expand_dims(alpha_M, 0), 0)
+
+
+@gluon.jit
+def softmax_columns(s_NM, m_M, l_LM, scale_log2):
+    """One more tile: p, new maxima in base 2, new sums of lanes, and what they and the output so
+    far must be scaled by."""
+    top_M = gl.maximum(m_M, gl.max(s_NM, 0) * scale_log2)
+    shift_M = shift_of(top_M)
+    p_NM = gl.exp2(s_NM * scale_log2 - shift_M[None, :])
+    alpha_M = gl.exp2(m_M - shift_M)
+    return p_NM, top_M, scale_sums(l_LM, alpha_M) + lane_sums(p_NM), alpha_M
+
+
+@gluon.jit
 def scale_columns(acc, alpha_M):
     """Multiplies the output of row m by alpha_M[m]."""
     out = ()
@@ -109,7 +146,7 @@ def scale_columns(acc, alpha_M):
 
 @gluon.jit
 def stream_keys(shared, keys, piece, state, params):
-    """(outputs by boxes, references, sums [N, M], the block behind) of a piece."""
+    """(outputs by boxes, maxima in base 2, sums of lanes, the block behind) of a piece."""
     M: gl.constexpr = params.tile.BLOCK_M
     dtype: gl.constexpr = shared.q.dtype
     layout: gl.constexpr = scores_layout(dtype, M)
@@ -120,22 +157,17 @@ def stream_keys(shared, keys, piece, state, params):
     for _ in gl.static_range(VALUE_BOXES):
         acc = acc + (gl.zeros([WIDTH, M], gl.float32, layout),)
     m_M = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
-    l_NM = gl.zeros([KEYS, M], gl.float32, layout)
+    l_LM = lane_sums(gl.zeros([KEYS, M], gl.float32, layout))
     for number in range(piece.start, piece.stop):
         s_NM = multiply_queries(shared, keys, state, M)
         # The last box is key alone.
         barrier.arrive_after_mma(keys.empty.index(box_at(state, VALUE_BOXES)))
         s_NM = masked_keys(s_NM, params, piece, bounds, number * KEYS)
-        top_M = gl.maximum(m_M, gl.max(s_NM, 0) * params.scale_log2)
-        shift_M = shift_of(top_M)
-        p_NM = gl.exp2(s_NM * params.scale_log2 - shift_M[None, :])
-        alpha_M = gl.exp2(m_M - shift_M)
+        p_NM, m_M, l_LM, alpha_M = softmax_columns(s_NM, m_M, l_LM, params.scale_log2)
         shared.p.index(0).store(p_NM.to(dtype))
         fence_async_shared()
         gl.barrier()
-        l_NM = l_NM * alpha_M[None, :] + p_NM
         acc = scale_columns(acc, alpha_M)
-        m_M = top_M
         out = ()
         for box in gl.static_range(VALUE_BOXES):
             v_EN = keys.boxes.index(box_at(state, box)).permute((1, 0))
@@ -145,7 +177,7 @@ def stream_keys(shared, keys, piece, state, params):
             acc = acc + (warpgroup_mma_wait(VALUE_BOXES - 1 - box, deps=[out[box]]),)
             barrier.arrive_after_mma(keys.empty.index(box_at(state, box)))
         state = state.next()
-    return acc, m_M, l_NM, state
+    return acc, m_M, l_LM, state
 
 
 @gluon.jit
@@ -166,10 +198,10 @@ def swap_ab_consumer(io, shared, keys, share, params):
         piece, share = look(share, params)
         if piece.start < piece.stop:
             load_queries(io, shared, params, piece)
-            acc, m_M, l_NM, state = stream_keys(shared, keys, piece, state, params)
+            acc, m_M, l_LM, state = stream_keys(shared, keys, piece, state, params)
             acc = rows_first(acc)
             rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
-            l_M = gl.convert_layout(gl.sum(l_NM, 0), rows)
+            l_M = gl.convert_layout(all_sums(l_LM), rows)
             finish_piece(io, params, piece, acc, gl.convert_layout(m_M, rows), l_M, 0)
     if params.tile.MERGE and params.work.merge.partial_out is not None:
         merge_share(io, params, whole, 0)
