@@ -34,7 +34,7 @@ from heedful.reference.budget import Error, allowed
 
 ROUNDS = 7
 Call = Callable[[], Tensor]
-BACKENDS = ("decode", "hopper", "hopper_decode", "mla", "portable")
+BACKENDS = ("decode", "hopper", "hopper_decode", "mla", "mla_swap_ab", "portable")
 WORKSPACE_BYTES = 256 * 1024**2
 
 

@@ -480,6 +480,10 @@ ROWS: list[ConfigRow] = [
     # pages 488.5 and not 506.9 (H200, 2026-11-26).
     _hopper_decode(64, 64, 2, in_pages),
     _hopper_decode(64, 128, 1),
+    # In boxes of fewer keys than a tile two are faster: 64 x 8192 in pages of 16 take 489.3 us in
+    # place of 493.8, 128 of unlike length 891.6 and 900.1; in pages of 64 490.1 and 488.1 (H200,
+    # 2026-11-26).
+    _hopper_decode(128, 64, 2, small_pages),
     _hopper_decode(128, 64, 1),
     _hopper_decode(256, 64, 2, programs=1, registers=0),
     # Keys of 512 + 64, whose values lie in them.
