@@ -224,6 +224,7 @@ def test_a_replayed_graph_reads_lengths_and_tables_anew(backend):
     [
         ("decode", "decode", (128, 128)),
         pytest.param("hopper_decode", "decode", (128, 128), marks=[*ON_HOPPER, WITH_TRITON_3_9]),
+        pytest.param("mla_swap_ab", "mla_swap_ab", (576, 512), marks=[*ON_HOPPER, WITH_TRITON_3_9]),
         pytest.param("mla", "mla", (576, 512), marks=[*ON_HOPPER, WITH_TRITON_3_9]),
     ],
 )

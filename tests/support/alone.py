@@ -67,8 +67,8 @@ CACHES = {
     "latent": {"backend": "mla+merge=0", "heads": 128, "lengths": [5000, 0, 64, 700, 2111] * 27},
     "latent-few": {"backend": "mla+merge=0", "heads": 128},
     "latent-16": {"backend": "mla+merge=1", "heads": 16},
-    "latent-swapped": {"backend": "mla_swap_ab+merge=0", "heads": 16},
-    "latent-swapped-all": {"backend": "mla_swap_ab+merge=1", "heads": 32},
+    "latent-swapped": {"backend": "mla_swap_ab+merge=0", "heads": 8},
+    "latent-swapped-all": {"backend": "mla_swap_ab+merge=1", "heads": 16},
 }
 GRIDS |= {f"cache-{name}": {"cached": True, **facts} for name, facts in CACHES.items()}
 

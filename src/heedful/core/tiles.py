@@ -131,8 +131,8 @@ class MlaConfig(SharedKeysConfig):
 
 @dataclass(frozen=True, slots=True)
 class MlaSwapConfig(SharedKeysConfig):
-    """A tile of the MLA decode of few rows: 16 or 32 query rows by 64 keys. num_stages: blocks of 64
-    keys. merge, producer_regs: as of `MlaConfig`."""
+    """A tile of the MLA decode of few rows: 16 or 32 query rows by 64 keys. num_stages: blocks of
+    64 keys. merge, producer_regs: as of `MlaConfig`."""
 
     merge_values: int = 128
     merge: int = 0
