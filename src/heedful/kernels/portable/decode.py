@@ -40,12 +40,13 @@ from heedful.kernels.portable.decode_queries import head_of, load_queries
 from heedful.kernels.portable.decode_work import (
     block_of,
     facts,
+    first_unit,
     next_piece,
     place_at,
     sequence_length,
     share_of,
     span_of,
-    unit_length,
+    unit_at,
     visit_of,
 )
 from heedful.kernels.portable.scores import (
@@ -476,16 +477,12 @@ def decode(
             len_q, stored_q, len_k, off, sequences, shape, mask, work, tile
         )
         if x < base + length:
-            unit = (x - base) // unit_length(visits, work)
-            unit_begin = base + unit * unit_length(visits, work)
-            row_tile = unit
-            index = b * work.tiles
+            row_tile, unit_begin = unit_at(x, base, visits, work)
             if sequences.cu_q is None:
                 row_tile = line // heads
-            elif work.short_q is None:
-                index = (token_q * group // tile.BLOCK_M).to(tl.int32) + b
+            first = first_unit(b, token_q, sequences, shape, work, tile)
             row0 = row_tile * tile.BLOCK_M
-            index = (index + row_tile) * heads + g
+            index = (first + row_tile) * heads + g
             piece = next_piece(number, x, end, share, unit_begin, index, visits, line, lines, work)
             x = piece.next
             if piece.start < piece.stop:

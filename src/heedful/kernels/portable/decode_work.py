@@ -113,6 +113,26 @@ def unit_length(visits, work: DecodeWork):
 
 
 @triton.jit
+def unit_at(x, base, visits, work: DecodeWork):
+    """(number within its sequence, begin on the line) of the unit at x, of packed queries whose
+    sequence begins at base."""
+    number = (x - base) // unit_length(visits, work)
+    return number, base + number * unit_length(visits, work)
+
+
+@triton.jit
+def first_unit(b, token_q, seqs: Sequences, shape: Shape, work: DecodeWork, tile: DecodeTile):
+    """The number of a sequence's first tile of rows among those of all, of one KV head. Packed
+    sequences before it have no more than their tokens fill, and one each."""
+    number = b * work.tiles
+    if seqs.cu_q is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
+        if work.short_q is None:
+            group = shape.heads_q // shape.heads_k
+            number = (token_q * group // tile.BLOCK_M).to(tl.int32) + b
+    return number
+
+
+@triton.jit
 def sequence_length(
     len_q, stored_q, len_k, off, x: Sequences, shape: Shape, mask: Mask, work, tile: DecodeTile
 ):

@@ -44,7 +44,7 @@ class TileRange(NamedTuple):
 @triton.jit
 def wide(index):
     """A 64-bit index, also from a loop counter that the interpreter keeps as a plain int."""
-    return index + tl.zeros([], tl.int64)
+    return index + tl.cast(0, tl.int64)
 
 
 @triton.jit
