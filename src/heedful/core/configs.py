@@ -504,8 +504,8 @@ ROWS: list[ConfigRow] = [
         for archs, warps, stages in ((_CDNA, 4, 1), (_NVIDIA, 8, 2), (("*",), 8, 1))
         for rows in (16, 32, 64)
     ),
-    # Boxes of a third block as far as there is room: 152.4 us of 64 x 8192 keys and 16 heads in
-    # place of 148.6 (H200, 2026-11-26).
+    # Two blocks of keys. With part of a third 64 x 8192 keys of 16 heads take 152.4 us in place of
+    # 148.6 (H200, 2026-11-26).
     *(
         _mla_swap_ab(rows, how, of_rows, when)
         for rows, of_rows in ((16, sixteen_rows), (32, always))

@@ -3,7 +3,7 @@ by products whose rows are keys or columns of values and whose columns are query
 loads keys and a warpgroup that multiplies.
 
 A product has 64 rows whatever they are, but as few columns as there are query rows. So queries take
-little room, one warpgroup holds the whole output, and keys have the rest of shared memory.
+little room, and one warpgroup holds the whole output: nobody waits for another's probabilities.
 
 Programs share the keys as those of the portable decode do, see portable/decode_work.py.
 """
