@@ -294,21 +294,23 @@ def _many_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
 WIDE_REST, WIDE_TILES = 64, 32
 
 
-def _half_a_tile(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+def _more_rows_than(problem: AttentionProblem, most: int) -> str | None:
     rows = problem.seqlen_q * problem.group
-    if rows > SWAP_AB_ROWS:
-        return f"{rows} query rows of a KV head: takes up to {SWAP_AB_ROWS}"
-    return None
+    return f"{rows} query rows of a KV head: takes up to {most}" if rows > most else None
+
+
+def _rows_of_swapped_products(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Query rows are columns of products there, and their output one warpgroup's registers."""
+    return _more_rows_than(problem, SWAP_AB_ROWS)
 
 
 def _few_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    rows = problem.seqlen_q * problem.group
     most = DECODE_ROWS * (WIDE_TILES if problem.v_in_k and problem.head_dim > WIDE_DIM else 1)
     # Of 8-bit queries over caches, which no other kernel takes, any number.
     cached = problem.page_size or problem.used_k or problem.kv_batch_idx or problem.leftpad_k
-    if rows > most and not (cached and ITEM_BITS[problem.dtype] == 8):
-        return f"{rows} query rows of a KV head: takes up to {most}"
-    return None
+    if cached and ITEM_BITS[problem.dtype] == 8:
+        return None
+    return _more_rows_than(problem, most)
 
 
 def _wide_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
@@ -413,7 +415,7 @@ def _latent(backend: str, few_rows: Gate) -> KernelRow:
 
 # In order of preference.
 ROWS: tuple[KernelRow, ...] = (
-    _latent("mla_swap_ab", _half_a_tile),
+    _latent("mla_swap_ab", _rows_of_swapped_products),
     _latent("mla", _few_rows),
     KernelRow(
         "hopper_decode",
