@@ -1,20 +1,19 @@
 """The warp of the Hopper decode that loads keys and values, and appends new ones first."""
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.decode_append import append_rows, first_visit, rows_of_piece
+from heedful.kernels.hopper.decode_keys import keys_of
 from heedful.kernels.hopper.decode_share import look
 from heedful.kernels.hopper.pipeline import PipelineState
-from heedful.kernels.hopper.sequences import keys_at, load_from_pages, page_numbers, within
+from heedful.kernels.hopper.sequences import keys_at, load_from_pages, page_numbers
 from heedful.kernels.portable.decode_work import block_of
 
 
 @gluon.jit
 def pages_at(io, params, keys, col):
-    """The numbers of the pages of a tile of keys from `col` on, if there are pages."""
+    """The pages of a tile of keys from `col` on, if there are pages."""
     if params.kv.table is None:
         return ()
     else:
@@ -31,25 +30,6 @@ def load_tile(ring, desc, params, keys, rows_each, col, pages, state):
         ring.load(desc, keys_at(params, keys, rows_each, col), state)
     else:
         load_from_pages(ring, desc, params, keys, rows_each, col, pages, state)
-
-
-class Keys(NamedTuple):
-    """Where a piece's keys lie, as loads ask for it (sequences.py)."""
-
-    batch: Any
-    kv_batch: Any
-    kv_head: Any
-    start_k: Any
-    len_k: Any
-
-
-@gluon.jit
-def keys_of(params, piece):
-    """The keys of a piece's sequence."""
-    entry = piece.b
-    if params.kv.batch_idx is not None:
-        entry = within(gl.load(params.kv.batch_idx + entry), 0, params.kv.entries - 1)
-    return Keys(piece.b, entry, piece.g, piece.token_k.to(gl.int32), piece.len_k)
 
 
 @gluon.jit

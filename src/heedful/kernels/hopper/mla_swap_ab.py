@@ -13,37 +13,37 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from heedful.kernels.args.mla import MlaIO, MlaSwapParams
+from heedful.kernels.hopper.decode_keys import keys_of
 from heedful.kernels.hopper.decode_share import look, own_share
-from heedful.kernels.hopper.mla_producer import entry_of, load_box, page_numbers
+from heedful.kernels.hopper.mla_producer import latent_pages, load_box
 from heedful.kernels.hopper.mla_shared import BOXES, KEYS, WIDTH
 from heedful.kernels.hopper.mla_swap_ab_consumer import SwapShared, box_at, swap_ab_consumer
 from heedful.kernels.hopper.pipeline import Pipeline, PipelineState
 
 
 @gluon.jit
-def load_piece(io, keys, piece, state, params):
+def load_piece(io, ring, piece, block, params):
     """Loads the keys of a piece, each box once it is free."""
-    batch = entry_of(params, piece)
+    keys = keys_of(params, piece)
     for number in range(piece.start, piece.stop):
         col = number * KEYS
         # Page numbers are on their way before there is room.
-        pages, places = page_numbers(io, params, piece, col)
+        pages = latent_pages(params, keys, col, io.k.block_type.shape[-2])
         for box in gl.static_range(BOXES):
-            at = box_at(state, box)
-            mbarrier.wait(keys.empty.index(at), state.phase ^ 1)
-            memory, full = keys.boxes.index(at), keys.full.index(at)
-            load_box(io, memory, full, params, piece, batch, col, pages, places, box)
-        state = state.next()
-    return state
+            at = box_at(block, box)
+            mbarrier.wait(ring.empty.index(at), block.phase ^ 1)
+            load_box(io, ring.boxes.index(at), ring.full.index(at), params, keys, col, pages, box)
+        block = block.next()
+    return block
 
 
 @gluon.jit
-def swap_ab_producer(io, keys, share, params):
+def swap_ab_producer(io, ring, share, params):
     """Loads the keys of all pieces of a program."""
-    state = PipelineState.start(params.tile.STAGES)
+    block = PipelineState.start(params.tile.STAGES)
     while share.x < share.end:
         piece, share = look(share, params)
-        state = load_piece(io, keys, piece, state, params)
+        block = load_piece(io, ring, piece, block, params)
 
 
 @gluon.jit
@@ -51,13 +51,13 @@ def mla_swap_ab(io: MlaIO, params: MlaSwapParams):
     """out (B, M, H, E) and lse (B, H, M)."""
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     shared = SwapShared.allocate(io.k.dtype, params.tile.BLOCK_M)
-    keys = Pipeline.of_tiles(io.k.dtype, KEYS, WIDTH, params.tile.STAGES * BOXES, 1)
+    ring = Pipeline.of_tiles(io.k.dtype, KEYS, WIDTH, params.tile.STAGES * BOXES, 1)
     share, _empty = own_share(params)
     fence_async_shared()
     gl.warp_specialize(
         [
-            (swap_ab_consumer, (io, shared, keys, share, params)),
-            (swap_ab_producer, (io, keys, share, params)),
+            (swap_ab_consumer, (io, shared, ring, share, params)),
+            (swap_ab_producer, (io, ring, share, params)),
         ],
         [1],
         [PRODUCER_REGS],

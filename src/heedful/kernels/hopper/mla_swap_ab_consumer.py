@@ -70,15 +70,15 @@ def load_queries(io, shared, params, piece):
 
 
 @gluon.jit
-def multiply_queries(shared, keys, state, M: gl.constexpr):
+def multiply_queries(shared, ring, block, M: gl.constexpr):
     """k q^T of a tile of keys, box by box, as each is there."""
     dtype: gl.constexpr = shared.q.dtype
     s_NM = gl.zeros([KEYS, M], gl.float32, scores_layout(dtype, M))
     for box in gl.static_range(BOXES):
-        at = box_at(state, box)
-        barrier.wait(keys.full.index(at), state.phase)
+        at = box_at(block, box)
+        barrier.wait(ring.full.index(at), block.phase)
         q_DM = shared.q_box(box).permute((1, 0))
-        s_NM = warpgroup_mma(keys.boxes.index(at), q_DM, s_NM, use_acc=box > 0, is_async=True)
+        s_NM = warpgroup_mma(ring.boxes.index(at), q_DM, s_NM, use_acc=box > 0, is_async=True)
     return warpgroup_mma_wait(0, deps=[s_NM])
 
 
@@ -145,7 +145,7 @@ def scale_columns(acc, alpha_M):
 
 
 @gluon.jit
-def stream_keys(shared, keys, piece, state, params):
+def stream_keys(shared, ring, piece, block, params):
     """(outputs by boxes, maxima in base 2, sums of lanes, the block behind) of a piece."""
     M: gl.constexpr = params.tile.BLOCK_M
     dtype: gl.constexpr = shared.q.dtype
@@ -159,9 +159,9 @@ def stream_keys(shared, keys, piece, state, params):
     m_M = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
     l_LM = lane_sums(gl.zeros([KEYS, M], gl.float32, layout))
     for number in range(piece.start, piece.stop):
-        s_NM = multiply_queries(shared, keys, state, M)
+        s_NM = multiply_queries(shared, ring, block, M)
         # The last box is key alone.
-        barrier.arrive_after_mma(keys.empty.index(box_at(state, VALUE_BOXES)))
+        barrier.arrive_after_mma(ring.empty.index(box_at(block, VALUE_BOXES)))
         s_NM = masked_keys(s_NM, params, piece, bounds, number * KEYS)
         p_NM, m_M, l_LM, alpha_M = softmax_columns(s_NM, m_M, l_LM, params.scale_log2)
         shared.p.index(0).store(p_NM.to(dtype))
@@ -170,14 +170,14 @@ def stream_keys(shared, keys, piece, state, params):
         acc = scale_columns(acc, alpha_M)
         out = ()
         for box in gl.static_range(VALUE_BOXES):
-            v_EN = keys.boxes.index(box_at(state, box)).permute((1, 0))
+            v_EN = ring.boxes.index(box_at(block, box)).permute((1, 0))
             out = out + (warpgroup_mma(v_EN, shared.p.index(0), acc[box], is_async=True),)
         acc = ()
         for box in gl.static_range(VALUE_BOXES):
             acc = acc + (warpgroup_mma_wait(VALUE_BOXES - 1 - box, deps=[out[box]]),)
-            barrier.arrive_after_mma(keys.empty.index(box_at(state, box)))
-        state = state.next()
-    return acc, m_M, l_LM, state
+            barrier.arrive_after_mma(ring.empty.index(box_at(block, box)))
+        block = block.next()
+    return acc, m_M, l_LM, block
 
 
 @gluon.jit
@@ -190,15 +190,15 @@ def rows_first(acc):
 
 
 @gluon.jit
-def swap_ab_consumer(io, shared, keys, share, params):
+def swap_ab_consumer(io, shared, ring, share, params):
     """The rows of all pieces of a program."""
-    state = PipelineState.start(params.tile.STAGES)
+    block = PipelineState.start(params.tile.STAGES)
     whole = share
     while share.x < share.end:
         piece, share = look(share, params)
         if piece.start < piece.stop:
             load_queries(io, shared, params, piece)
-            acc, m_M, l_LM, state = stream_keys(shared, keys, piece, state, params)
+            acc, m_M, l_LM, block = stream_keys(shared, ring, piece, block, params)
             acc = rows_first(acc)
             rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
             l_M = gl.convert_layout(all_sums(l_LM), rows)

@@ -193,6 +193,18 @@ def page_numbers(table, params, len_k, col, ROWS: gl.constexpr, DOWN: gl.constex
 
 
 @gluon.jit
+def page_at(params, tile, numbered, rows_each, col):
+    """Coordinates of keys or values from `col` on, which are in this page. numbered: (page, its
+    first key). Past the keys in use they are past the end of the map."""
+    page, first = numbered
+    used = gl.minimum(tile.len_k - first, params.kv.page_size)
+    # Of a number that is no page's these bits are past the end of the map, or another page's. A
+    # bound known to the compiler takes no register: the producer has few.
+    start = (page & (params.kv_rows.NO_PAGE - 1)) * rows_each
+    return box(True, 0, tile.kv_head, start, used, col - first)
+
+
+@gluon.jit
 def load_pages(pipeline, desc, params, tile, rows_each, col, state):
     """Waits until stage `state` is free and starts filling it with keys or values from `col` on,
     from pages."""
@@ -221,12 +233,7 @@ def load_from_pages(pipeline, desc, params, tile, rows_each, col, pages, state):
     dtype: gl.constexpr = desc.dtype
     boxes = reinterpret(pipeline.boxes, dtype, shape_of_boxes, layout)
     for i in gl.static_range(DOWN):
-        page, first = pages[i]
-        used = gl.minimum(tile.len_k - first, params.kv.page_size)
-        # Of a number that is no page's these bits are past the end of the map, or another page's. A
-        # bound known to the compiler takes no register: the producer has few.
-        start = (page & (params.kv_rows.NO_PAGE - 1)) * rows_each
-        where = box(True, 0, tile.kv_head, start, used, col + i * ROWS - first)
+        where = page_at(params, tile, pages[i], rows_each, col + i * ROWS)
         for c in gl.static_range(ACROSS):
             index = (state.index * ACROSS + c) * DOWN + i
             tma_load(
