@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("triton")
 
 from heedful.kernels.args.decode import DecodeMerge
+from heedful.kernels.hopper import mla_boxes
 from heedful.kernels.hopper import mla_consumer as consumer_file
 from heedful.kernels.hopper import mla_producer as producer_file
 from heedful.kernels.hopper import mla_shared as shared_file
@@ -30,8 +31,8 @@ from support.hosted import (
 )
 from support.hosted_floats import Float
 
-KEYS = shared_file.KEYS.value
-BOXES = shared_file.BOXES.value
+KEYS = mla_boxes.KEYS.value
+BOXES = mla_boxes.BOXES.value
 STEP = 2 * KEYS
 ROLES = ("consumer 0", "consumer 1", "producer")
 FAR = 1 << 30

@@ -15,14 +15,14 @@ import pytest
 pytest.importorskip("triton")
 
 from heedful.kernels.args.decode import DecodeMerge
-from heedful.kernels.hopper import mla_shared, mla_swap_ab, mla_swap_ab_consumer, pipeline
+from heedful.kernels.hopper import mla_boxes, mla_swap_ab, mla_swap_ab_consumer, pipeline
 from support.decode_roles import Roles
 from support.hosted import Deadlock, Int, Place, Row, Turned, barriers
 from support.hosted_floats import Float
 
 ROLES = ("consumer", "producer")
-KEYS, WIDTH = mla_shared.KEYS.value, mla_shared.WIDTH.value
-BOXES, VALUE_BOXES = mla_shared.BOXES.value, mla_shared.VALUE_BOXES.value
+KEYS, WIDTH = mla_boxes.KEYS.value, mla_boxes.WIDTH.value
+BOXES, VALUE_BOXES = mla_boxes.BOXES.value, mla_boxes.VALUE_BOXES.value
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,6 @@ class Device(Roles):
         shared = SimpleNamespace(
             boxes=boxes,
             q=SimpleNamespace(dtype=None),
-            q_box=lambda box: boxes[int(box)],
             p=Row(Place()),
         )
         ring = Row(*(Place() for _ in range(count)), shape=[count], dtype=None)
@@ -192,6 +191,7 @@ class Device(Roles):
             "scores_layout": lambda dtype, columns: None,
             "fence_async_shared": lambda: None,
             "load_queries": self.load_queries,
+            "query_box": lambda shared, box: shared.boxes[int(box)],
             "finish_piece": self.finish,
         }
         self.run_roles(ROLES, self.roles, stand_ins)

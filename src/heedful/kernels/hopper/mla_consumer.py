@@ -25,14 +25,9 @@ from heedful.kernels.hopper.compat import opaque
 from heedful.kernels.hopper.decode_mask import masked
 from heedful.kernels.hopper.decode_results import finish_piece, merge_share
 from heedful.kernels.hopper.decode_share import look
-from heedful.kernels.hopper.mla_shared import (
-    BOXES,
-    HALF,
-    KEYS,
-    VALUE_BOXES,
-    WIDTH,
-    box_in_turn,
-)
+from heedful.kernels.hopper.mla_boxes import BOXES, HALF, KEYS, VALUE_BOXES, WIDTH
+from heedful.kernels.hopper.mla_queries import load_columns, query_box
+from heedful.kernels.hopper.mla_shared import box_in_turn
 from heedful.kernels.hopper.mma import ROWS, scale_output, scores_layout
 from heedful.kernels.hopper.pingpong import _at_barrier
 from heedful.kernels.hopper.softmax import (
@@ -46,23 +41,6 @@ from heedful.kernels.hopper.softmax import (
 # Named barriers: the first block's scores are queued, the second's product of its own block.
 TURN_BARRIER: gl.constexpr = gl.constexpr(8)
 ORDER_BARRIER: gl.constexpr = gl.constexpr(9)
-
-
-@gluon.jit
-def load_columns(io, params, piece, first: gl.constexpr, COLUMNS: gl.constexpr):
-    """Queries of a tile from column `first` on; zeros past the rows in use and the last column."""
-    LANES: gl.constexpr = COLUMNS // 8
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    group = params.shape.heads_q // params.shape.heads_k
-    ROWS_OF: gl.constexpr = params.tile.BLOCK_M
-    rows_M = piece.row0 + gl.arange(0, ROWS_OF, layout=gl.SliceLayout(1, layout))
-    dims_D = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
-    pos_M = rows_M // group
-    head_M = piece.g * group + rows_M % group
-    at_M = pos_M.to(gl.int64) * io.q.stride_n + head_M * io.q.stride_h
-    base = io.q.ptr + piece.b.to(gl.int64) * io.q.stride_b
-    ok_MD = (pos_M < piece.len_q)[:, None] & (dims_D < params.tile.HEAD_DIM)[None, :]
-    return gl.load(base + at_M[:, None] + dims_D[None, :], mask=ok_MD, other=0.0)
 
 
 @gluon.jit
@@ -87,7 +65,7 @@ def queue_box(
     """Starts what a box of keys adds to its block's scores, once it is there."""
     barrier.wait(shared.full(BLOCK, BOX), phase)
     k_DN = shared.k_box(BLOCK, BOX, zero).permute((1, 0))
-    return warpgroup_mma(shared.q_box(BOX, zero), k_DN, s_MN, use_acc=use_acc, is_async=True)
+    return warpgroup_mma(query_box(shared, BOX, zero), k_DN, s_MN, use_acc=use_acc, is_async=True)
 
 
 @gluon.jit

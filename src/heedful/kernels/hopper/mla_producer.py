@@ -7,14 +7,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from heedful.kernels.hopper.compat import reinterpret, tma_load
 from heedful.kernels.hopper.decode_keys import keys_of
 from heedful.kernels.hopper.decode_share import look
-from heedful.kernels.hopper.mla_shared import (
-    BLOCKS,
-    BOXES,
-    KEYS,
-    VALUE_BOXES,
-    WIDTH,
-    box_in_turn,
-)
+from heedful.kernels.hopper.mla_boxes import BOXES, KEYS, VALUE_BOXES, WIDTH
+from heedful.kernels.hopper.mla_shared import BLOCKS, box_in_turn
 from heedful.kernels.hopper.sequences import keys_at, page_at
 
 

@@ -1,23 +1,19 @@
 """Shared memory of the MLA decode, and who waits for what in it.
 
-A step has two blocks of 64 keys, each of nine boxes of 64 columns: eight of values, in a left half
-and a right half, and the rest, which is key alone. A block's rest is where its probabilities go, as
-soon as its scores are there. A product takes a part of a half, and frees its boxes.
+A step has two blocks of keys. A block's last box is where its probabilities go, as soon as its
+scores are there. A product takes a part of a half, and frees its boxes.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.barrier import barriers
-from heedful.kernels.hopper.compat import aggregate, reinterpret
+from heedful.kernels.hopper.compat import aggregate
+from heedful.kernels.hopper.mla_boxes import BOXES, HALF, KEYS, VALUE_BOXES, WIDTH, boxes_of
+from heedful.kernels.hopper.mla_queries import allocate_queries
 from heedful.kernels.hopper.mma import ROWS
 
-KEYS: gl.constexpr = gl.constexpr(64)  # of a block
 BLOCKS: gl.constexpr = gl.constexpr(2)  # of a step, one for each consumer
-WIDTH: gl.constexpr = gl.constexpr(64)  # columns of a box
-VALUE_BOXES: gl.constexpr = gl.constexpr(8)
-BOXES: gl.constexpr = gl.constexpr(9)
-HALF: gl.constexpr = gl.constexpr(256)  # columns of values of a consumer
 
 
 @gluon.constexpr_function
@@ -31,7 +27,7 @@ def box_in_turn(block, place):
 @aggregate
 class MlaShared:
     """q, q_rest: queries, 256 columns by 256 and the rest. values: of a block parts of `columns`.
-    rest: of a block the other keys, then its probabilities. top: of a block, references of rows;
+    rest: of a block the last box, then its probabilities. top: of a block, references of rows;
     sums: of each consumer, at the end of a piece.
 
     k_full: of a box. k_empty: of a part, in the order of `box_in_turn`; the last of a block has the
@@ -54,15 +50,15 @@ class MlaShared:
 
     @gluon.jit
     def allocate(dtype: gl.constexpr, COLUMNS: gl.constexpr):
-        wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], dtype)
         part: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, COLUMNS], dtype)
         PARTS: gl.constexpr = BLOCKS * 2 * HALF // COLUMNS
         narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         WARPS: gl.constexpr = 4
+        q, q_rest = allocate_queries(dtype, ROWS)
         return MlaShared(
-            gl.allocate_shared_memory(dtype, [2, ROWS, HALF], wide),
-            gl.allocate_shared_memory(dtype, [1, ROWS, WIDTH], narrow),
+            q,
+            q_rest,
             gl.allocate_shared_memory(dtype, [PARTS, KEYS, COLUMNS], part),
             gl.allocate_shared_memory(dtype, [BLOCKS, KEYS, WIDTH], narrow),
             gl.allocate_shared_memory(gl.float32, [BLOCKS, ROWS], plain),
@@ -75,15 +71,6 @@ class MlaShared:
             barriers(1, 2 * WARPS),
             COLUMNS,
         )
-
-    @gluon.jit
-    def q_box(self, BOX: gl.constexpr, zero=0):
-        """Columns of queries: (rows, 64). zero: of which the compiler does not know that, so that
-        it keeps no address in a register over the loop."""
-        if BOX == VALUE_BOXES:
-            return self.q_rest.index(zero)
-        else:
-            return boxes_of(self.q).index(BOX + zero)
 
     @gluon.jit
     def k_box(self, BLOCK: gl.constexpr, BOX: gl.constexpr, zero=0):
@@ -106,12 +93,3 @@ class MlaShared:
     def empty(self, BLOCK: gl.constexpr, TURN: gl.constexpr):
         """Of a block's part number TURN in `box_in_turn`."""
         return self.k_empty.index(BLOCK * (2 * HALF // self.columns) + TURN)
-
-
-@gluon.jit
-def boxes_of(tiles):
-    """Wide tiles as boxes of 64 columns."""
-    ROWS_OF: gl.constexpr = tiles.shape[1]
-    COUNT: gl.constexpr = tiles.shape[0] * tiles.shape[2] // WIDTH
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS_OF, WIDTH], tiles.dtype)
-    return reinterpret(tiles, tiles.dtype, [COUNT, ROWS_OF, WIDTH], layout)

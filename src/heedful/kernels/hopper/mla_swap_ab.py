@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from heedful.kernels.args.mla import MlaIO, MlaSwapParams
 from heedful.kernels.hopper.decode_keys import keys_of
 from heedful.kernels.hopper.decode_share import look, own_share
+from heedful.kernels.hopper.mla_boxes import BOXES, KEYS, WIDTH
 from heedful.kernels.hopper.mla_producer import latent_pages, load_box
-from heedful.kernels.hopper.mla_shared import BOXES, KEYS, WIDTH
 from heedful.kernels.hopper.mla_swap_ab_consumer import SwapShared, box_at, swap_ab_consumer
 from heedful.kernels.hopper.pipeline import Pipeline, PipelineState
 

@@ -16,8 +16,8 @@ from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.compat import aggregate
 from heedful.kernels.hopper.decode_results import finish_piece, merge_share
 from heedful.kernels.hopper.decode_share import look
-from heedful.kernels.hopper.mla_consumer import load_columns
-from heedful.kernels.hopper.mla_shared import BOXES, HALF, KEYS, VALUE_BOXES, WIDTH, boxes_of
+from heedful.kernels.hopper.mla_boxes import BOXES, HALF, KEYS, VALUE_BOXES, WIDTH
+from heedful.kernels.hopper.mla_queries import allocate_queries, load_columns, query_box
 from heedful.kernels.hopper.mma import scores_layout
 from heedful.kernels.hopper.pipeline import PipelineState
 from heedful.kernels.hopper.softmax import shift_of
@@ -33,22 +33,9 @@ class SwapShared:
 
     @gluon.jit
     def allocate(dtype: gl.constexpr, ROWS: gl.constexpr):
-        wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], dtype)
-        narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
         of_p: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
-        return SwapShared(
-            gl.allocate_shared_memory(dtype, [2, ROWS, HALF], wide),
-            gl.allocate_shared_memory(dtype, [1, ROWS, WIDTH], narrow),
-            gl.allocate_shared_memory(dtype, [1, KEYS, ROWS], of_p),
-        )
-
-    @gluon.jit
-    def q_box(self, BOX: gl.constexpr):
-        """Columns of queries: (rows, 64)."""
-        if BOX == VALUE_BOXES:
-            return self.q_rest.index(0)
-        else:
-            return boxes_of(self.q).index(BOX)
+        q, q_rest = allocate_queries(dtype, ROWS)
+        return SwapShared(q, q_rest, gl.allocate_shared_memory(dtype, [1, KEYS, ROWS], of_p))
 
 
 @gluon.jit
@@ -77,7 +64,7 @@ def multiply_queries(shared, ring, block, M: gl.constexpr):
     for box in gl.static_range(BOXES):
         at = box_at(block, box)
         barrier.wait(ring.full.index(at), block.phase)
-        q_DM = shared.q_box(box).permute((1, 0))
+        q_DM = query_box(shared, box).permute((1, 0))
         s_NM = warpgroup_mma(ring.boxes.index(at), q_DM, s_NM, use_acc=box > 0, is_async=True)
     return warpgroup_mma_wait(0, deps=[s_NM])
 
