@@ -9,7 +9,6 @@ it is waited for.
 import math
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ pytest.importorskip("triton")
 
 from heedful.kernels.args.decode import DecodeMerge
 from heedful.kernels.hopper import decode_consumer, decode_producer, pipeline
-from support.decode_roles import Roles
+from support.decode_roles import Product, Roles
 from support.hosted import Deadlock, Int, Place, Pointer, Row, Turned, barriers
 from support.hosted_floats import Float
 
@@ -35,17 +34,6 @@ class Scores:
 
     def to(self, dtype):
         return self
-
-
-@dataclass(frozen=True)
-class Product:
-    """One that is queued: what it reads, and what that was."""
-
-    operand: Any
-    content: Any
-
-    def check(self):
-        assert self.operand.content == self.content, "memory changed under a product that reads it"
 
 
 @dataclass
@@ -147,7 +135,7 @@ class Device(Roles):
 
     def mma(self, a, b, acc, use_acc=True, is_async=True):
         queue = self.queues.setdefault(self.machine.now, [])
-        queue.append(Product(b, b.content))
+        queue.append(Product.of(b))
         self.machine.until(lambda: True)
         kind, rows = b.content
         if isinstance(b, Turned):
@@ -192,7 +180,7 @@ class Device(Roles):
         place = (int(piece.start), int(piece.stop), int(piece.work.parts))
         made = self.at_work.pop(self.machine.now, None)
         assert made is None or made.piece == (int(piece.b), place[0])
-        found = (*place, float(acc[0]), float(m), float(total))
+        found = (*place, (float(acc[0]),), float(m), float(total))
         self.results.setdefault(int(piece.b), []).append(found)
 
     # Its roles.
@@ -251,18 +239,7 @@ class Device(Roles):
             length = self.length(b)
             begin = max(0, length - 1 - self.left) // KEYS if self.left >= 0 else 0
             tiles = [b * self.stored + key for key in range(begin * KEYS, length, KEYS)]
-            pieces = sorted(self.results.pop(b))
-            assert [piece[0] for piece in pieces] == [0, *(p[1] for p in pieces[:-1])]
-            assert pieces[-1][1] == max(1, len(tiles))
-            assert {piece[2] for piece in pieces} == {len(pieces)}
-            top = max((self.scores[key] for key in tiles), default=0.0)
-            weights = [2.0 ** (self.scores[key] - top) for key in tiles]
-            total = sum(p[5] * 2.0 ** (p[4] - top) for p in pieces if p[5])
-            out = sum(p[3] * 2.0 ** (p[4] - top) for p in pieces if p[5])
-            assert total == pytest.approx(sum(weights))
-            values = [self.values[key] for key in tiles]
-            expected = sum(w * v for w, v in zip(weights, values, strict=True))
-            assert out == pytest.approx(expected, abs=1e-12)
+            self.check_pieces(self.results.pop(b), tiles, max(1, len(tiles)))
             new = {b * self.stored + self.lengths[b] + i for i in range(self.new)}
             assert new <= self.appended
         assert not self.results

@@ -19,7 +19,7 @@ from heedful.kernels.hopper import mla_boxes
 from heedful.kernels.hopper import mla_consumer as consumer_file
 from heedful.kernels.hopper import mla_producer as producer_file
 from heedful.kernels.hopper import mla_shared as shared_file
-from support.decode_roles import Roles
+from support.decode_roles import Product, Roles
 from support.hosted import (
     Deadlock,
     Int,
@@ -60,18 +60,6 @@ class Scores:
     rows: tuple
     columns: tuple
     piece: tuple
-
-
-@dataclass(frozen=True)
-class Product:
-    """One that is queued: what it reads, and what that was."""
-
-    operands: tuple
-    contents: tuple
-
-    def check(self):
-        now = tuple(operand.content for operand in self.operands)
-        assert now == self.contents, "memory changed under a product that reads it"
 
 
 @dataclass
@@ -148,7 +136,7 @@ class Device(Roles):
         """Queues a product. Of scores acc counts what was read, of the output it adds up."""
         queue = self.queues.setdefault(self.machine.now, [])
         operands = tuple(x for x in (a, b) if not isinstance(x, Float))
-        queue.append(Product(operands, tuple(x.content for x in operands)))
+        queue.append(Product.of(*operands))
         self.machine.until(lambda: True)
         if isinstance(b, Turned):
             return self.add_scores(a, b, acc, use_acc)
@@ -229,7 +217,7 @@ class Device(Roles):
         assert self.at_work[self.machine.now].piece == (*key[:2], int(piece.start))
         place = (int(piece.start), int(piece.stop), int(piece.work.parts))
         (out,) = set(map(float, acc))
-        self.results.setdefault(key, []).append((*place, out, float(m), float(sums)))
+        self.results.setdefault(key, []).append((*place, (out,), float(m), float(sums)))
         if place[2] > 1:
             count = params.work.merge.counts + 2 * piece.work.index + CONSUMER
             count.memory[count.offset] += 1
@@ -330,25 +318,14 @@ class Device(Roles):
         for b, length in enumerate(self.lengths):
             steps = max(1, -(-length // STEP))
             keys = [b * self.stored + key for key in range(0, length, KEYS)]
-            top = max((self.scores[key] for key in keys), default=0.0)
-            weights = [2.0 ** (self.scores[key] - top) for key in keys]
             for tile in range(self.tiles):
                 for half in (0, 1):
                     key = (b, 64 * tile, half)
-                    pieces = sorted(self.results.pop(key))
+                    pieces = self.results.pop(key)
                     # Each row once.
                     rows = range(64) if self.merge and len(pieces) > 1 else ()
                     assert sorted(self.merges.pop(key, ())) == list(rows)
-                    assert [piece[0] for piece in pieces] == [0, *(p[1] for p in pieces[:-1])]
-                    assert pieces[-1][1] == steps
-                    assert {piece[2] for piece in pieces} == {len(pieces)}
-                    total = sum(p[5] * 2.0 ** (p[4] - top) for p in pieces if p[5])
-                    out = sum(p[3] * 2.0 ** (p[4] - top) for p in pieces if p[5])
-                    assert total == pytest.approx(sum(weights))
-                    values = [self.values[2 * key + half] for key in keys]
-                    assert out == pytest.approx(
-                        sum(w * v for w, v in zip(weights, values, strict=True)), abs=1e-12
-                    )
+                    self.check_pieces(pieces, keys, steps, (half,))
         assert not self.results and not self.merges
 
 

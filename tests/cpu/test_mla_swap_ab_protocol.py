@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from heedful.kernels.args.decode import DecodeMerge
 from heedful.kernels.hopper import mla_boxes, mla_swap_ab, mla_swap_ab_consumer, pipeline
-from support.decode_roles import Roles
+from support.decode_roles import Product, Roles
 from support.hosted import Deadlock, Int, Place, Row, Turned, barriers
 from support.hosted_floats import Float
 
@@ -37,18 +37,6 @@ class Scores:
 
     def to(self, dtype):
         return self
-
-
-@dataclass(frozen=True)
-class Product:
-    """One that is queued: what it reads, and what that was."""
-
-    operands: tuple
-    contents: tuple
-
-    def check(self):
-        now = tuple(operand.content for operand in self.operands)
-        assert now == self.contents, "memory changed under a product that reads it"
 
 
 @dataclass
@@ -101,7 +89,7 @@ class Device(Roles):
     def mma(self, a, b, acc, use_acc=True, is_async=True):
         """Queues a product. Of scores acc counts what was read, of the output it adds up."""
         queue = self.queues.setdefault(self.machine.now, [])
-        queue.append(Product((a, b), (a.content, b.content)))
+        queue.append(Product.of(a, b))
         self.machine.until(lambda: True)
         kind, rows, column = a.content
         assert kind == "keys"
@@ -201,19 +189,8 @@ class Device(Roles):
         """Every sequence's pieces are all its blocks, once, and their results merge to its own."""
         for b, length in enumerate(self.lengths):
             blocks = [b * self.stored + key for key in range(0, length, KEYS)]
-            pieces = sorted(self.results.pop(b))
-            assert [piece[0] for piece in pieces] == [0, *(p[1] for p in pieces[:-1])]
-            assert pieces[-1][1] == max(1, len(blocks))
-            assert {piece[2] for piece in pieces} == {len(pieces)}
-            top = max((self.scores[key] for key in blocks), default=0.0)
-            weights = [2.0 ** (self.scores[key] - top) for key in blocks]
-            total = sum(p[5] * 2.0 ** (p[4] - top) for p in pieces if p[5])
-            assert total == pytest.approx(sum(weights))
-            for box in range(VALUE_BOXES):
-                out = sum(p[3][box] * 2.0 ** (p[4] - top) for p in pieces if p[5])
-                values = [self.values[VALUE_BOXES * key + box] for key in blocks]
-                expected = sum(w * v for w, v in zip(weights, values, strict=True))
-                assert out == pytest.approx(expected, abs=1e-12)
+            pieces, visits = self.results.pop(b), max(1, len(blocks))
+            self.check_pieces(pieces, blocks, visits, range(VALUE_BOXES))
         assert not self.results
 
 

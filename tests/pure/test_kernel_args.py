@@ -55,7 +55,7 @@ def test_every_field_of_a_group_says_what_it_holds(group):
     assert len(group._fields) <= MOST_FIELDS and group.__doc__
     for name, kind, inner in declared(group):
         # What is read or written of an array is said where the array is used.
-        assert kind is not None or inner is not None or name == "ptr", name
+        assert kind is not None or inner or name == "ptr", name
         assert (kind is Kind.CONSTANT) == name.isupper(), name
 
 
@@ -180,6 +180,15 @@ def test_a_group_of_another_class_than_its_field_is_a_type_error():
     io = forward_call().parameters["io"]
     with pytest.raises(TypeError, match="io.out must be .*SplitRows"):
         call_of(io=io._replace(out=io.q))
+    # One of those that a field may have.
+    latent = AttentionProblem.dense(
+        2, 1, 512, 16, 1, 576, head_dim_v=512, v_in_k=True, used_k=True, num_splits=1
+    )
+    for backend in ("mla", "mla_swap_ab"):
+        (call,) = program(plan(latent, by_name("H200"), backend=backend), "forward").calls
+        params = call.parameters["params"]
+        with pytest.raises(TypeError, match="params.tile must be .*DecodeTile.* or .*MlaSwapTile"):
+            call_of(params=params._replace(tile=params.mask))
     # A whole group may be absent.
     assert call_of(io=io._replace(lse=None)).writes == {"out"}
     assert leaves("io", io._replace(lse=None))[-1] == ("io.lse", None, Kind.WRITTEN)

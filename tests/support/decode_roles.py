@@ -2,9 +2,12 @@
 barriers, and where TMA reads from."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from heedful.kernels.args.decode import DecodeMerge, DecodeWork
 from heedful.kernels.hopper import decode_share
@@ -13,6 +16,22 @@ from support.hosted import Barrier, Host, Int, Machine, Pointer, Row
 from support.hosted_floats import Floats
 
 FAR = 1 << 30
+
+
+@dataclass(frozen=True)
+class Product:
+    """One that is queued: what it reads, and what that was."""
+
+    operands: tuple
+    contents: tuple
+
+    @classmethod
+    def of(cls, *operands: Any) -> "Product":
+        return cls(operands, tuple(operand.content for operand in operands))
+
+    def check(self) -> None:
+        now = tuple(operand.content for operand in self.operands)
+        assert now == self.contents, "memory changed under a product that reads it"
 
 
 class Roles:
@@ -27,6 +46,7 @@ class Roles:
     page: int
     stored: int
     keys: int
+    each: int
     instead: dict[str, Any]
     machine: Machine
     host: Host
@@ -41,6 +61,7 @@ class Roles:
         self.stored = -(-longest // unit) * unit
         rows = len(self.lengths) * self.stored
         self.scores = [drawn.uniform(-100, 100) for _ in range(rows)]
+        self.each = values
         self.values = [drawn.uniform(-1, 1) for _ in range(values * rows)]
         self.keys = keys
         self.height = min(keys, self.page & -self.page) if self.page else keys
@@ -136,6 +157,27 @@ class Roles:
 
         box.store(None)
         return Row(*(adder(i) for i in range(count)))
+
+    def check_pieces(
+        self, pieces: Iterable[tuple], keys: Sequence[int], visits: int, which: Sequence[int] = (0,)
+    ) -> None:
+        """Pieces, each (start, stop, parts, outputs, maximum, sum), are so many visits, once, and
+        merge to what rows of storage `keys` have, one of each tile. which: values of a row that the
+        outputs are of."""
+        pieces = sorted(pieces)
+        assert [piece[0] for piece in pieces] == [0, *(piece[1] for piece in pieces[:-1])]
+        assert pieces[-1][1] == visits
+        assert {piece[2] for piece in pieces} == {len(pieces)}
+        top = max((self.scores[key] for key in keys), default=0.0)
+        weights = [2.0 ** (self.scores[key] - top) for key in keys]
+        scales = [2.0 ** (piece[4] - top) if piece[5] else 0.0 for piece in pieces]
+        total = sum(piece[5] * scale for piece, scale in zip(pieces, scales, strict=True))
+        assert total == pytest.approx(sum(weights))
+        for number, column in enumerate(which):
+            out = sum(piece[3][number] * scale for piece, scale in zip(pieces, scales, strict=True))
+            values = [self.values[self.each * key + column] for key in keys]
+            expected = sum(w * v for w, v in zip(weights, values, strict=True))
+            assert out == pytest.approx(expected, abs=1e-12)
 
     def run_roles(
         self,

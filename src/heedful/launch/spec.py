@@ -6,6 +6,7 @@ same `Program`, so they all compile exactly the same thing. Framework-neutral, n
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
+from types import UnionType
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from heedful.core.sizes import Workspace
@@ -169,13 +170,15 @@ def _check_kind(name: str, leaf: Argument, kind: Kind | None) -> None:
 
 
 @cache
-def declared(group: type) -> tuple[tuple[str, Kind | None, type | None], ...]:
-    """(name, what is said of it, the class of a nested group) of every field of a group."""
+def declared(group: type) -> tuple[tuple[str, Kind | None, tuple[type, ...]], ...]:
+    """(name, what is said of it, the classes that a nested group may have) of every field of a
+    group."""
     found = []
     for name, hint in get_type_hints(group, include_extras=True).items():
         kind = next((x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Kind)), None)
         inner = get_args(hint)[0] if kind is not None else hint
-        found.append((name, kind, inner if hasattr(inner, "_fields") else None))
+        classes = get_args(inner) if isinstance(inner, UnionType) else (inner,)
+        found.append((name, kind, tuple(c for c in classes if hasattr(c, "_fields"))))
     return tuple(found)
 
 
@@ -190,16 +193,17 @@ def leaves(name: str, value: Any, kind: Kind | None = None) -> list[Leaf]:
     found: list[Leaf] = []
     for (field_name, own, inner), item in zip(declared(type(value)), value, strict=True):
         path = f"{name}.{field_name}"
-        if inner is None and not isinstance(item, tuple):
+        if not inner and not isinstance(item, tuple):
             if own is None and kind is None:
                 raise TypeError(f"{path} must be declared as read, written or both")
             found.append((path, item, own or kind))
         elif item is None:
             found.append((path, None, own or kind))
-        elif type(item) is inner:
+        elif type(item) in inner:
             found += leaves(path, item, own or kind)
         else:
-            raise TypeError(f"{path} must be {inner}, got {type(item)}")
+            wanted = " or ".join(map(str, inner)) or None
+            raise TypeError(f"{path} must be {wanted}, got {type(item)}")
     return found
 
 
@@ -210,7 +214,7 @@ def is_group(value: object) -> bool:
 
 def absent(group: type[Group]) -> Group:
     """The group of what a call lacks: each member is None. A kernel asks for one of them."""
-    return group(*(inner and absent(inner) for _, _, inner in declared(group)))
+    return group(*(absent(inner[0]) if inner else None for _, _, inner in declared(group)))
 
 
 def map_leaves(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from heedful.kernels.args.decode import DecodeWork
 from heedful.kernels.args.hopper import KVRows
 from heedful.kernels.args.kinds import Const, In, Num, Out, Ptr, Rows, SplitRows, SplitRowVector
+from heedful.kernels.args.mla import MlaSwapTile, MlaTile
 from heedful.kernels.args.portable import AppendIO, Rotary
 from heedful.kernels.args.shared import KVLayout, Mask, Sequences, Shape
 
@@ -38,8 +39,8 @@ class HopperDecodeTile(NamedTuple):
 
 
 class HopperDecodeParams(NamedTuple):
-    """What the roles of a program share. Raw scores times scale_log2 are logits in base 2. sink:
-    (H,), one more logit of each row."""
+    """What the roles of a program share, of the MLA decodes, too. Raw scores times scale_log2 are
+    logits in base 2. sink: (H,), one more logit of each row; no call of MLA has one yet."""
 
     seqs: Sequences
     shape: Shape
@@ -47,7 +48,7 @@ class HopperDecodeParams(NamedTuple):
     kv: KVLayout
     kv_rows: KVRows
     work: DecodeWork
-    tile: HopperDecodeTile
+    tile: HopperDecodeTile | MlaTile | MlaSwapTile
     sink: In[Ptr]
     scale_log2: Num
 

@@ -1,11 +1,8 @@
-"""Groups of the MLA decode kernel."""
+"""Groups of the MLA decode kernels; what their roles share is as of the Hopper decode."""
 
 from typing import NamedTuple
 
-from heedful.kernels.args.decode import DecodeWork
-from heedful.kernels.args.hopper import KVRows
-from heedful.kernels.args.kinds import Const, In, Num, Out, Ptr, Rows, SplitRows, SplitRowVector
-from heedful.kernels.args.shared import KVLayout, Mask, Sequences, Shape
+from heedful.kernels.args.kinds import Const, In, Out, Ptr, Rows, SplitRows, SplitRowVector
 
 
 class MlaIO(NamedTuple):
@@ -53,33 +50,3 @@ class MlaSwapTile(NamedTuple):
     STAGES: Const
     MERGE: Const
     PRODUCER_REGS: Const
-
-
-class MlaParams(NamedTuple):
-    """What the roles of a program share. Raw scores times scale_log2 are logits in base 2. sink:
-    (H,), one more logit of each row; what is shared with the Hopper decode knows it, and no call of
-    MLA has one yet."""
-
-    seqs: Sequences
-    shape: Shape
-    mask: Mask
-    kv: KVLayout
-    kv_rows: KVRows
-    work: DecodeWork
-    tile: MlaTile
-    sink: In[Ptr]
-    scale_log2: Num
-
-
-class MlaSwapParams(NamedTuple):
-    """As `MlaParams`."""
-
-    seqs: Sequences
-    shape: Shape
-    mask: Mask
-    kv: KVLayout
-    kv_rows: KVRows
-    work: DecodeWork
-    tile: MlaSwapTile
-    sink: In[Ptr]
-    scale_log2: Num

@@ -8,7 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from heedful.kernels.args.mla import MlaIO, MlaParams
+from heedful.kernels.args.hopper_decode import HopperDecodeParams
+from heedful.kernels.args.mla import MlaIO
 from heedful.kernels.hopper.decode_share import own_share
 from heedful.kernels.hopper.mla_consumer import mla_consumer
 from heedful.kernels.hopper.mla_producer import mla_producer
@@ -16,7 +17,7 @@ from heedful.kernels.hopper.mla_shared import MlaShared
 
 
 @gluon.jit
-def mla(io: MlaIO, params: MlaParams):
+def mla(io: MlaIO, params: HopperDecodeParams):
     """out (B, M, H, E) and lse (B, H, M)."""
     CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS

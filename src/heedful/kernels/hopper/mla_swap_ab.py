@@ -12,7 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from heedful.kernels.args.mla import MlaIO, MlaSwapParams
+from heedful.kernels.args.hopper_decode import HopperDecodeParams
+from heedful.kernels.args.mla import MlaIO
 from heedful.kernels.hopper.decode_keys import keys_of
 from heedful.kernels.hopper.decode_share import look, own_share
 from heedful.kernels.hopper.mla_boxes import BOXES, KEYS, WIDTH
@@ -47,7 +48,7 @@ def swap_ab_producer(io, ring, share, params):
 
 
 @gluon.jit
-def mla_swap_ab(io: MlaIO, params: MlaSwapParams):
+def mla_swap_ab(io: MlaIO, params: HopperDecodeParams):
     """out (B, M, H, E) and lse (B, H, M)."""
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     shared = SwapShared.allocate(io.k.dtype, params.tile.BLOCK_M)

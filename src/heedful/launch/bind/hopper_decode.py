@@ -1,18 +1,29 @@
 """Programs of the Hopper decode."""
 
 import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.sizes import LEAST_COLUMNS, Sizes
-from heedful.core.tiles import HOPPER_MERGE_ROWS, HopperDecodeConfig, pow2
+from heedful.core.tiles import (
+    HOPPER_MERGE_ROWS,
+    HopperDecodeConfig,
+    MlaConfig,
+    MlaSwapConfig,
+    pow2,
+)
 from heedful.kernels.args.decode import DecodeWork
+from heedful.kernels.args.hopper import KVRows
 from heedful.kernels.args.hopper_decode import (
     HopperDecodeAppend,
     HopperDecodeIO,
     HopperDecodeParams,
     HopperDecodeTile,
 )
+from heedful.kernels.args.mla import MlaSwapTile, MlaTile
 from heedful.launch.bind import groups
 from heedful.launch.bind.decode import appending, may_be_empty, shared_work
 from heedful.launch.bind.groups import Buffers, pointer
@@ -61,26 +72,58 @@ def _call(
             out=groups.split_rows(buffers, "out", False, divisor),
             lse=groups.split_row_vector(buffers, "lse", False),
         ),
-        "params": HopperDecodeParams(
-            seqs=groups.sequences(problem, buffers, new),
-            shape=groups.shape(problem),
-            mask=groups.mask(problem, buffers),
-            kv=groups.kv_layout(problem.page_size, buffers, is_written=new is not None),
-            kv_rows=kv_rows(problem, buffers),
-            work=_work(problem, config, buffers, launch.numbers["tiles"]),
-            tile=_tile(problem, config),
-            sink=pointer(buffers, "sink"),
-            scale_log2=groups.number(problem.scale * math.log2(math.e)),
+        "params": shared_params(
+            problem,
+            buffers,
+            kv_rows(problem, buffers),
+            _work(problem, config, buffers, launch.numbers["tiles"]),
+            _tile(problem, config),
+            new,
         ),
         "append": append,
     }
-    ref = KernelRef("heedful.kernels.hopper.decode", "decode", "gluon")
+    call = shared_keys_call("decode", launch.grid, parameters, problem, config)
+    if config.registers:
+        call = replace(call, options={**call.options, "maxnreg": config.registers})
+    return call
+
+
+def shared_params(
+    problem: AttentionProblem,
+    buffers: Buffers,
+    kv_rows: KVRows,
+    work: DecodeWork,
+    tile: HopperDecodeTile | MlaTile | MlaSwapTile,
+    new: int | None = None,
+) -> HopperDecodeParams:
+    """What the roles of a Hopper kernel share whose programs share the keys. new: rows of a call
+    that appends."""
+    return HopperDecodeParams(
+        seqs=groups.sequences(problem, buffers, new),
+        shape=groups.shape(problem),
+        mask=groups.mask(problem, buffers),
+        kv=groups.kv_layout(problem.page_size, buffers, is_written=new is not None),
+        kv_rows=kv_rows,
+        work=work,
+        tile=tile,
+        sink=pointer(buffers, "sink"),
+        scale_log2=groups.number(problem.scale * math.log2(math.e)),
+    )
+
+
+def shared_keys_call(
+    kernel: str,
+    grid: tuple[Any, ...],
+    parameters: Mapping[str, Any],
+    problem: AttentionProblem,
+    config: HopperDecodeConfig | MlaConfig | MlaSwapConfig,
+) -> KernelCall:
+    """The launch of such a kernel, of the module of its name."""
+    ref = KernelRef(f"heedful.kernels.hopper.{kernel}", kernel, "gluon")
     # Where all merge each other's parts they wait for each other.
     waits = bool(config.merge) and problem.num_splits != 1
     options = {"num_warps": config.num_warps}
-    if config.registers:
-        options["maxnreg"] = config.registers
-    return KernelCall(ref, launch.grid, parameters, options, cooperative=waits)
+    return KernelCall(ref, grid, parameters, options, cooperative=waits)
 
 
 def _columns(dim: int) -> int:

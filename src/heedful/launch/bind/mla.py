@@ -1,21 +1,19 @@
 """Programs of the MLA decode."""
 
-import math
-from typing import Any
-
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.sizes import Sizes
-from heedful.core.tiles import HOPPER_MERGE_ROWS, MlaConfig, SharedKeysConfig
+from heedful.core.tiles import HOPPER_MERGE_ROWS, MlaConfig
 from heedful.kernels.args.hopper import KVRows
-from heedful.kernels.args.mla import MlaIO, MlaParams, MlaTile
+from heedful.kernels.args.mla import MlaIO, MlaTile
 from heedful.launch.bind import groups
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.decode import shared_work
 from heedful.launch.bind.groups import Buffers
 from heedful.launch.bind.hopper import SWIZZLE, key_map
+from heedful.launch.bind.hopper_decode import shared_keys_call, shared_params
 from heedful.launch.bind.portable import shared_divisor
-from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
+from heedful.launch.spec import KernelCall, Program, Scalar
 
 CONSUMERS = 2
 BLOCK_KEYS = 64  # of a consumer
@@ -34,20 +32,14 @@ def _call(
 ) -> KernelCall:
     launch = sizes.launches["mla.forward"]
     at_once = HOPPER_MERGE_ROWS * (problem.head_dim_v // CONSUMERS)
+    work = shared_work(problem, config, buffers, launch.numbers["tiles"], at_once)
     parameters = {
         "io": tensors(problem, buffers),
-        "params": MlaParams(
-            *shared_params(problem, config, buffers, launch.numbers["tiles"], at_once),
-            tile=_tile(problem, config),
-            sink=groups.pointer(buffers, "sink"),
-            scale_log2=groups.number(problem.scale * math.log2(math.e)),
+        "params": shared_params(
+            problem, buffers, kv_rows(problem, buffers), work, _tile(problem, config)
         ),
     }
-    ref = KernelRef("heedful.kernels.hopper.mla", "mla", "gluon")
-    # Where all merge each other's parts they wait for each other.
-    waits = bool(config.merge) and problem.num_splits != 1
-    options = {"num_warps": config.num_warps}
-    return KernelCall(ref, launch.grid, parameters, options, cooperative=waits)
+    return shared_keys_call("mla", launch.grid, parameters, problem, config)
 
 
 def tensors(problem: AttentionProblem, buffers: Buffers) -> MlaIO:
@@ -61,25 +53,8 @@ def tensors(problem: AttentionProblem, buffers: Buffers) -> MlaIO:
     )
 
 
-def shared_params(
-    problem: AttentionProblem,
-    config: SharedKeysConfig,
-    buffers: Buffers,
-    tiles: int,
-    at_once: int,
-) -> tuple[Any, ...]:
-    """The first of its parameters, up to the work. at_once: see `shared_work`."""
-    return (
-        groups.sequences(problem, buffers),
-        groups.shape(problem),
-        groups.mask(problem, buffers),
-        groups.kv_layout(problem.page_size, buffers),
-        _kv_rows(problem, buffers),
-        shared_work(problem, config, buffers, tiles, at_once),
-    )
-
-
-def _kv_rows(problem: AttentionProblem, buffers: Buffers) -> KVRows:
+def kv_rows(problem: AttentionProblem, buffers: Buffers) -> KVRows:
+    """How the map of keys, in which the values lie, numbers its rows."""
     rows = Scalar(maps.rows_between(buffers["k"])) if problem.ragged_k else 0
     no_page = maps.no_page({**buffers, "v": buffers["k"]}) if problem.page_size else None
     return KVRows(rows, None, IS_RAGGED=problem.ragged_k, NO_PAGE=no_page)

@@ -1,14 +1,14 @@
 """Programs of the MLA decode of few rows."""
 
-import math
-
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.tiles import HOPPER_MERGE_ROWS, MlaSwapConfig
-from heedful.kernels.args.mla import MlaSwapParams, MlaSwapTile
-from heedful.launch.bind import groups, mla
+from heedful.kernels.args.mla import MlaSwapTile
+from heedful.launch.bind import mla
+from heedful.launch.bind.decode import shared_work
 from heedful.launch.bind.groups import Buffers
-from heedful.launch.spec import KernelCall, KernelRef, Program
+from heedful.launch.bind.hopper_decode import shared_keys_call, shared_params
+from heedful.launch.spec import Program
 
 KERNEL = "mla_swap_ab.forward"
 
@@ -31,18 +31,10 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         MERGE=config.merge,
         PRODUCER_REGS=config.producer_regs,
     )
+    work = shared_work(problem, config, buffers, launch.numbers["tiles"], at_once)
     parameters = {
         "io": mla.tensors(problem, buffers),
-        "params": MlaSwapParams(
-            *mla.shared_params(problem, config, buffers, launch.numbers["tiles"], at_once),
-            tile=tile,
-            sink=groups.pointer(buffers, "sink"),
-            scale_log2=groups.number(problem.scale * math.log2(math.e)),
-        ),
+        "params": shared_params(problem, buffers, mla.kv_rows(problem, buffers), work, tile),
     }
-    ref = KernelRef("heedful.kernels.hopper.mla_swap_ab", "mla_swap_ab", "gluon")
-    # Where all merge each other's parts they wait for each other.
-    waits = bool(config.merge) and problem.num_splits != 1
-    options = {"num_warps": config.num_warps}
-    call = KernelCall(ref, launch.grid, parameters, options, cooperative=waits)
+    call = shared_keys_call("mla_swap_ab", launch.grid, parameters, problem, config)
     return Program((call,), sizes.workspaces)
