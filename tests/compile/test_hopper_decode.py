@@ -27,13 +27,17 @@ PROBLEMS = {
     "sixteen tokens": {"seqlen_q": 16, "mask": MaskSpec.of(True), "head_dim": 64},
     "wide": {"head_dim": 256, "page_size": 16, "used_k": True, "sink": True},
     "whole": {"num_splits": 1, "head_dim": 192},
+    "packed": {"total_q": 9, "used_k": True, "page_size": 64, "return_lse": True},
+    "packed, sixteen tokens": {"total_q": 50, "seqlen_q": 16, "used_k": True, "page_size": 16},
+    "packed keys": {"total_q": 9, "total_k": 9000, "head_dim": 64},
+    "packed, wide": {"total_q": 9, "used_k": True, "page_size": 16, "head_dim": 256},
     "merged by all": {"used_k": True, "backend": "hopper_decode+merge=1"},
     "new": {"used_k": True, "page_size": 16, "new": 1},
     "new, rotated": {"used_k": True, "new": 1, "is_rotated": True},
     "four new, rotated": {"used_k": True, "page_size": 16, "new": 4, "is_rotated": True},
     "wide new": {"used_k": True, "head_dim": 256, "new": 4, "is_rotated": True},
 }
-SLOW = ("lengths", "whole", "new", "wide new")
+SLOW = ("lengths", "whole", "packed, wide", "new", "wide new")
 BY_DEFAULT = [
     pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in PROBLEMS
 ]
@@ -45,7 +49,9 @@ def compiled(name: str):
     is_rotated = facts.pop("is_rotated", False)
     problem = AttentionProblem.dense(4, facts.pop("seqlen_q", 1), 4096, 32, 8, **facts)
     chosen = plan(problem, by_name("H200"), backend=backend)
-    if new:
+    if problem.varlen_q:
+        (call,) = programs.program(chosen, "forward").calls
+    elif new:
         buffers = buffers_of_step(problem, new, is_rotated)
         (call,) = programs.step(chosen, buffers, interleaved=True, position0=0).calls
     else:

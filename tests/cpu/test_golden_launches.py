@@ -118,6 +118,8 @@ HOPPER_DECODES = (
     replace(DECODE, page_size=16, head_dim=128, sink=True),
     replace(DECODE, page_size=48, head_dim=256, head_dim_v=40, used="qk"),
     replace(DECODE, window=(70, 0, 9), causal=True, layout="heads_first"),
+    replace(DECODE, varlen="q", used="", page_size=16, batch=5, seqlen_q=7, causal=True),
+    replace(DECODE, varlen="qk", used="qk", batch=3, num_splits=1),
 )
 CDNA = (
     replace(HALF, seqlen_k=2048),

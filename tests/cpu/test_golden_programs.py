@@ -321,6 +321,9 @@ HOPPER_STEPS: list[Asked] = [
     ({"mask": MaskSpec(9, 0, 2), "seqlen_q": 3, "sink": True}, {}),
     *(({}, {name: None}) for name in ("q", "out")),
     ({"scale": 0.3, "leftpad_k": True}, {}),
+    ({"total_q": 3, "return_lse": True}, {}),
+    ({"total_q": 30, "seqlen_q": 9, "used_q": True, "page_size": 16}, {}),
+    ({"total_q": 3, "total_k": 5000, "used_k": False}, {}),
 ]
 WIDE_GRADIENTS = plain(
     *({**GRAD, "head_dim": d, "head_dim_v": e} for d, e in ((64, 64), (192, 128), (256, 256))),

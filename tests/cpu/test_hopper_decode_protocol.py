@@ -39,7 +39,7 @@ class Scores:
 @dataclass
 class Device(Roles):
     """stages: tiles of each ring. left: keys that a window has, or -1. new: rows that each sequence
-    gets."""
+    gets. tokens: packed queries of each, of four heads; else each has one."""
 
     lengths: tuple[int, ...]
     programs: int
@@ -49,12 +49,13 @@ class Device(Roles):
     stages: int = 1
     left: int = -1
     new: int = 0
+    tokens: tuple[int, ...] = ()
     instead: dict = field(default_factory=dict)
 
     def __post_init__(self):
         self.lay_out(max(1, *map(self.length, range(len(self.lengths)))), 1, KEYS)
         self.params = SimpleNamespace(
-            seqs=self.sequences(self.new or None),
+            seqs=self.sequences(self.new or None, self.tokens),
             shape=SimpleNamespace(batch=Int(len(self.lengths)), heads_q=Int(4), heads_k=Int(1)),
             mask=SimpleNamespace(
                 shift=Int(0),
@@ -85,9 +86,11 @@ class Device(Roles):
         self.append = SimpleNamespace(
             io=SimpleNamespace(cache_seqlens=Pointer(list(self.lengths)) if self.new else None)
         )
-        # By sequence: pieces with their results; rows that were appended.
-        self.results: dict[int, list] = {}
+        # By sequence and first row: pieces with their results. Rows that were appended.
+        self.results: dict[tuple[int, int], list] = {}
         self.appended: set[int] = set()
+        # By the number that parts are counted under.
+        self.units: dict[int, tuple[int, int]] = {}
         self.queues: dict[int, list[Product]] = {}
         self.at_work: dict[int, Scores] = {}
         self.weights: dict[int, Float] = {}
@@ -174,6 +177,7 @@ class Device(Roles):
 
     def load_queries(self, io, q, params, piece, append):
         assert not self.queues.get(self.machine.now), "queries change under a product"
+        assert int(piece.token_q) == sum(self.tokens[: int(piece.b)])
         q.store((int(piece.b), int(piece.start)))
 
     def finish(self, io, params, piece, acc, m, total, consumer):
@@ -181,7 +185,9 @@ class Device(Roles):
         made = self.at_work.pop(self.machine.now, None)
         assert made is None or made.piece == (int(piece.b), place[0])
         found = (*place, (float(acc[0]),), float(m), float(total))
-        self.results.setdefault(int(piece.b), []).append(found)
+        unit = int(piece.b), int(piece.row0)
+        self.results.setdefault(unit, []).append(found)
+        assert self.units.setdefault(int(piece.work.index), unit) == unit
 
     # Its roles.
 
@@ -228,18 +234,21 @@ class Device(Roles):
             "load_queries": self.load_queries,
             "clear_queries": lambda q, params: None,
             "append_rows": self.append_rows,
+            "store_gaps": lambda io, params: None,
             "finish_piece": self.finish,
         }
         self.run_roles(ROLES, self.roles, stand_ins)
         assert not any(self.queues.values())
 
     def check(self):
-        """Every sequence's pieces are all its visits, once, and their results merge to its own."""
-        for b in range(len(self.lengths)):
+        """The pieces of every sequence's tiles of rows are all its visits, once, and their results
+        merge to its own."""
+        rows = [4 * count for count in self.tokens] or [4] * len(self.lengths)
+        for b, row0 in ((b, row) for b, end in enumerate(rows) for row in range(0, end, 64)):
             length = self.length(b)
             begin = max(0, length - 1 - self.left) // KEYS if self.left >= 0 else 0
             tiles = [b * self.stored + key for key in range(begin * KEYS, length, KEYS)]
-            self.check_pieces(self.results.pop(b), tiles, max(1, len(tiles)))
+            self.check_pieces(self.results.pop((b, row0)), tiles, max(1, len(tiles)))
             new = {b * self.stored + self.lengths[b] + i for i in range(self.new)}
             assert new <= self.appended
         assert not self.results
@@ -255,6 +264,9 @@ CASES = {
     "pages": Device((900, 130, 0), 3, page=64),
     "small pages": Device((500, 77, 1), 2, page=48, stages=2),
     "window": Device((1500, 300, 20), 3, left=200),
+    "packed": Device((900, 130, 64, 0), 3, tokens=(1, 4, 0, 2)),
+    "packed, tiles of rows": Device((500, 900, 1), 4, tokens=(17, 40, 16), page=16),
+    "packed, parts": Device((500, 900, 1), 3, tokens=(17, 1, 0), splits=3),
     "new rows": Device((700, 63, 0, 300), 3, new=3),
     "new rows in pages": Device((700, 63, 0, 300), 3, new=70, page=16),
     "new rows behind a window": Device((900, 5), 2, new=100, left=40),
@@ -267,6 +279,16 @@ def test_results_are_those_of_the_values_whoever_is_slow(device):
         found = replace(device, seed=seed)
         found.run()
         found.check()
+
+
+def test_packed_sequences_without_keys_may_have_no_page():
+    found = Device((0, 300, 0, 0), 2, page=16, tokens=(1, 2, 1, 40))
+    table = found.params.kv.table.memory
+    many = len(table) // 4
+    table[:many] = table[2 * many :] = [None] * many
+    table += [None] * many
+    found.run()
+    found.check()
 
 
 def test_keys_that_are_released_early_are_seen():

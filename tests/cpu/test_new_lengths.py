@@ -77,6 +77,14 @@ def pages(draw: random.Random):
 
 def mixed(draw: random.Random):
     lengths = [draw.choice((1, 1, 4, 16, length(draw, 700))) for _ in range(draw.randrange(1, 40))]
+    return served(draw, lengths)
+
+
+def packed_steps(draw: random.Random):
+    return served(draw, [draw.choice((1, 1, 2, 8)) for _ in range(draw.randrange(1, 300))])
+
+
+def served(draw: random.Random, lengths: list[int]):
     many = draw.randrange(1, 300)
     q, k, v = empty(sum(lengths), 8, 128), *(empty(many, 16, 2, 128) for _ in range(2))
     bounds = torch.zeros(len(lengths) + 1, dtype=torch.int32)
@@ -141,6 +149,7 @@ CALLS_OF: dict[str, tuple[str, Callable[..., Any]]] = {
     "decode": ("H200", decode),
     "pages": ("H200", pages),
     "mixed": ("H200", mixed),
+    "packed steps": ("H200", packed_steps),
     "latent": ("H200", latent),
     "fp8": ("H200", eight_bit),
     "portable dense": ("B200", dense),

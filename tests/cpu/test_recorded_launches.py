@@ -59,3 +59,31 @@ def test_hopper_is_given_every_operand_in_its_place():
     numbers = {"seqlen_q": 70, "seqlen_k": 90, "heads_q": 4, "heads_k": 2, "left": -1, "right": 0}
     assert {name: launches.number(launch, name) for name in numbers} == numbers
     assert math.isclose(launches.number(launch, "scale"), 0.3, rel_tol=1e-6)
+
+
+def test_packed_steps_over_pages_are_one_launch_with_every_operand_in_its_place():
+    q, k, v = some(6, 4, 64), some(7, 16, 2, 64), some(7, 16, 2, 64)
+    bounds, used = torch.tensor([0, 1, 1, 4]).int(), torch.tensor([40, 0, 7]).int()
+    table, sink, out = torch.arange(9).view(3, 3).int() % 7, torch.randn(4), torch.empty_like(q)
+    with standin.gpu("H200") as gpu:
+        heedful.flash_attn_varlen_func(
+            *(q, k, v, bounds, None, 3, 48),
+            causal=True,
+            block_table=table,
+            seqused_k=used,
+            sink=sink,
+            out=out,
+        )
+    (launch,) = gpu.launches
+    assert launch.kernel.module == "heedful.kernels.hopper.decode"
+    places = launches.places(launch)
+    want = {"q": q, "k": k, "v": v, "out": out, "sink": sink, "cu_seqlens_q": bounds}
+    want |= {"block_table": table, "seqused_k": used}
+    assert {name: places[name].address for name in want} == {
+        name: tensor.data_ptr() for name, tensor in want.items()
+    }
+    for name in ("q", "out"):
+        row, head, _ = want[name].stride()
+        assert places[name].strides.items() >= {"b": 0, "h": head, "m": row}.items()
+    numbers = {"seqlen_q": 6, "seqlen_k": 48, "batch": 3, "heads_q": 4, "heads_k": 2}
+    assert {name: launches.number(launch, name) for name in numbers} == numbers

@@ -57,8 +57,8 @@ def test_sequences_of_few_and_of_many_queries_over_a_cache_have_a_kernel_each(fa
         ({"batch": 8, "total_q": 4 * 2048 + 4 * 8}, "mixed"),
         ({"batch": 8, "total_q": 4 * 2048 + 4 * 8 + 1}, "hopper"),
         ({"batch": 2, "total_q": 2048 + 9, "seqlen_q": 2048}, "hopper"),
-        ({"seqlen_q": 1, "total_q": 128}, "decode"),
-        ({"seqlen_q": 8, "total_q": 128}, "decode"),
+        ({"seqlen_q": 1, "total_q": 128}, "hopper_decode"),
+        ({"seqlen_q": 8, "total_q": 128}, "hopper_decode"),
         ({"batch": 1, "total_q": 2048}, "hopper"),
         # Of so few tiles the Hopper forward splits the keys.
         ({"batch": 2, "seqlen_q": 128, "total_q": 129}, "hopper"),
@@ -131,8 +131,8 @@ SHARING = ("hopper.varlen_scheduler", "decode.forward")
 def test_each_kernel_has_the_tiles_that_its_sequences_alone_would_have():
     mixed = plan(SERVED, H200)
     prefills = plan(replace(SERVED, batch=4, total_q=4 * 2048), H200)
-    steps = plan(replace(SERVED, batch=124, seqlen_q=1, total_q=124), H200)
-    assert (prefills.backend, steps.backend) == ("hopper", "decode")
+    steps = plan(replace(SERVED, batch=124, seqlen_q=1, total_q=124), H200, backend="decode")
+    assert prefills.backend == "hopper"
     assert mixed.configs == prefills.configs | steps.configs
     assert mixed.scheduler == prefills.scheduler and not mixed.is_split
     forward = [p.sizes().launches["hopper.forward"] for p in (mixed, prefills)]

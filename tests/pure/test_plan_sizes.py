@@ -139,6 +139,13 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
             {"num_splits": 1, "head_dim": 64},
             """hopper_decode.forward (8, 1, 1) tiles=1""",
         ),
+        (
+            {"total_q": 5, "seqlen_q": 3},
+            """hopper_decode.forward (128, 1, 1) tiles=2
+        partial_out (256, 8, 128) float32
+        partial_lse (256, 8) float32
+        counts (8,) int32 zeroed""",
+        ),
     ],
     ("H200", "decode"): [
         (

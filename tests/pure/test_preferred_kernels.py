@@ -14,6 +14,7 @@ from heedful.core.problem import AttentionProblem
 H200, MI300X = by_name("H200"), by_name("MI300X")
 dense = AttentionProblem.dense
 CAPPED = {"softcap": 9.0}
+PAGED = {"page_size": 16, "used_k": True}
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,16 @@ CAPPED = {"softcap": 9.0}
         ({"batch": 4, "seqlen_k": 8192, "seqlen_q": 2, **CAPPED}, "decode"),
         ({"batch": 4, "seqlen_k": 8192, "mask": MaskSpec.of(True, (4095, 0)), **CAPPED}, "decode"),
         ({"batch": 4, "seqlen_k": 8192, "kv_dtype": "int8", "kv_group": 128}, "decode"),
+        # Packed queries: the longest count. Packed keys are no cache.
+        ({**PAGED, "total_q": 67, "batch": 67}, "hopper_decode"),
+        ({**PAGED, "total_q": 40, "seqlen_q": 32, "num_splits": 1}, "hopper_decode"),
+        ({**PAGED, "total_q": 40, "seqlen_q": 33, "num_splits": 3}, "hopper"),
+        ({**PAGED, "total_q": 67, "batch": 67, **CAPPED}, "decode"),
+        ({"total_q": 67, "total_k": 9000, "batch": 67}, "decode"),
+        ({"total_q": 67, "total_k": 9000, "batch": 67, "used_k": True}, "decode"),
+        ({"total_q": 67, "total_k": 9000, "batch": 67, "needs_grad": True}, "hopper"),
+        ({"total_q": 67, "total_k": 9000, "batch": 67, "seqlen_q": 33}, "hopper"),
+        ({**PAGED, "total_q": 67, "batch": 67, "needs_grad": True}, "hopper"),
         # What neither Hopper kernel takes is not left to them.
         ({"seqlen_q": 33, "used_k": True, "scale": -0.1}, "decode"),
         ({"batch": 67, "scale": -0.1}, "decode"),

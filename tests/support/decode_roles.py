@@ -66,15 +66,17 @@ class Roles:
         self.keys = keys
         self.height = min(keys, self.page & -self.page) if self.page else keys
 
-    def sequences(self, new: int | None = None) -> SimpleNamespace:
+    def sequences(self, new: int | None = None, tokens: tuple[int, ...] = ()) -> SimpleNamespace:
+        """tokens: packed queries of each; else each has one."""
+        begins = [sum(tokens[:b]) for b in range(len(tokens) + 1)]
         return SimpleNamespace(
-            cu_q=None,
+            cu_q=Pointer(begins) if tokens else None,
             cu_k=None,
             used_q=None,
             used_k=Pointer(list(self.lengths)),
             leftpad_k=None,
             new_k=None if new is None else Int(new),
-            seqlen_q=Int(1),
+            seqlen_q=Int(sum(tokens) if tokens else 1),
             seqlen_k=Int(self.stored),
         )
 

@@ -235,8 +235,8 @@ class Numbers:
         return Int(a if condition else b)
 
     @staticmethod
-    def load(pointer):
-        return Int(pointer.memory[pointer.offset])
+    def load(pointer, mask=True, other=0):
+        return Int(pointer.memory[pointer.offset] if mask else other)
 
     def atomic_add(self, pointer, value, sem):
         self._machine.until(lambda: True)

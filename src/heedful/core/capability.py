@@ -15,6 +15,7 @@ from heedful.core.preferences import (
     keys_of_one_length,
     many_rows,
     many_rows_of_one_length,
+    packed_keys,
 )
 from heedful.core.problem import (
     FEATURES,
@@ -423,7 +424,7 @@ ROWS: tuple[KernelRow, ...] = (
         {"sm_90": "run"},
         ("bfloat16", "float16"),
         frozenset(
-            {"causal", "window", "first_keys", "diagonal", "sink", "seqused", "paged"}
+            {"causal", "window", "first_keys", "diagonal", "sink", "varlen", "seqused", "paged"}
             | {"kv_batch_idx", "leftpad_k", "gqa", "head_dims_differ", "return_lse", "split_kv"}
         ),
         max_dim=256,
@@ -432,7 +433,7 @@ ROWS: tuple[KernelRow, ...] = (
         least=(("triton", (3, 9)),),
         appends=True,
         gates=(_some_tokens, _positive_scale, _out_as_in, _whole_pages, _few_rows),
-        unasked=(many_rows, many_rows_of_one_length),
+        unasked=(many_rows, many_rows_of_one_length, packed_keys),
         configs=("hopper_decode.forward",),
         program="heedful.launch.bind.hopper_decode",
     ),

@@ -46,6 +46,12 @@ def many_rows_of_one_length(problem: AttentionProblem, device: DeviceSpec) -> Pr
     return Preferred("hopper", f"for {rows} query rows of a KV head over keys of one length")
 
 
+def packed_keys(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
+    """Keys that are packed are those of a call without a cache. The Hopper decode has not been
+    timed beside the portable one over such."""
+    return Preferred("decode", "for packed keys") if problem.varlen_k else None
+
+
 def keys_of_one_length(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
     """Where 16-bit keys have one length the Hopper forward is faster, or as fast:
 

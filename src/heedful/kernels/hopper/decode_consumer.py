@@ -15,7 +15,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.hopper.decode_mask import masked
-from heedful.kernels.hopper.decode_results import finish_piece, merge_share, store_empty
+from heedful.kernels.hopper.decode_results import (
+    finish_piece,
+    merge_share,
+    store_empty,
+    store_gaps,
+)
 from heedful.kernels.hopper.decode_share import look
 from heedful.kernels.hopper.mma import ROWS, scale_output, scores_layout
 from heedful.kernels.hopper.pipeline import PipelineState
@@ -59,7 +64,7 @@ def load_queries(io, q, params, piece, append):
     pos_M = rows_M // group
     head_M = piece.g * group + rows_M % group
     row_M = io.q.ptr + piece.b.to(gl.int64) * io.q.stride_b
-    row_M += pos_M.to(gl.int64) * io.q.stride_n + head_M * io.q.stride_h
+    row_M += (piece.token_q + pos_M) * io.q.stride_n + head_M * io.q.stride_h
     ok_MD = (pos_M < piece.len_q)[:, None] & (dims_D < params.tile.HEAD_DIM)[None, :]
     if append.rotary.cos is None:
         q_MD = gl.load(row_M[:, None] + dims_D[None, :], mask=ok_MD, other=0.0)
@@ -124,6 +129,10 @@ def stream_keys(q, k, v, piece, state, params):
 @gluon.jit
 def decode_consumer(io, q, k, v, share, empty, params, append):
     """The rows of all pieces of a program."""
+    if params.seqs.cu_q is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
+        # Beside another kernel that has the long sequences, that clears.
+        if params.work.short_q is None:
+            store_gaps(io, params)
     if params.work.SKIPS_EMPTY:  # noqa: SIM102  (known when compiling, and `and` is not)
         if empty > 0:
             store_empty(io, params)

@@ -20,7 +20,9 @@ def pages_at(io, params, keys, col):
         ROWS_OF_BOX: gl.constexpr = io.k.block_type.shape[3]
         table = params.kv.table + keys.batch.to(gl.int64) * params.kv.stride_tableb
         DOWN: gl.constexpr = params.tile.BLOCK_N // ROWS_OF_BOX
-        return page_numbers(table, params, keys.len_k, col, ROWS_OF_BOX, DOWN)
+        # Other sequences without keys are no units.
+        PACKED: gl.constexpr = params.seqs.cu_q is not None
+        return page_numbers(table, params, keys.len_k, col, ROWS_OF_BOX, DOWN, PACKED)
 
 
 @gluon.jit

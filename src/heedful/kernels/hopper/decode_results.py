@@ -16,6 +16,7 @@ from heedful.kernels.hopper.epilogue import LN2, LOG2E
 from heedful.kernels.hopper.mma import ROWS, scale_output
 from heedful.kernels.hopper.softmax import shift_of
 from heedful.kernels.portable.decode_work import facts
+from heedful.kernels.portable.unused import GAP_ROWS, clear_block, gaps_of
 
 
 @gluon.jit
@@ -47,7 +48,7 @@ def store_whole(io, params, piece, row, x_ME, m_M, l_M, FIRST: gl.constexpr):
     m_M, l_M, times_M = with_sink(params, head_M, m_M, l_M)
     inverse_M = gl.where(used_M & (l_M != 0.0), times_M / l_M, 0.0)
     x_ME = gl.where(used_M[:, None], x_ME * inverse_M[:, None], 0.0)
-    at_M = pos_M.to(gl.int64) * io.out.stride_n + head_M * io.out.stride_h
+    at_M = (piece.token_q + pos_M) * io.out.stride_n + head_M * io.out.stride_h
     out = io.out.ptr + piece.b.to(gl.int64) * io.out.stride_b
     stored_M = pos_M < piece.stored_q
     stored_ME = stored_M[:, None] & (dims_E < params.tile.HEAD_DIM_V)[None, :]
@@ -55,7 +56,7 @@ def store_whole(io, params, piece, row, x_ME, m_M, l_M, FIRST: gl.constexpr):
     gl.store(out + at_M[:, None] + dims_E[None, :], values, mask=stored_ME)
     if io.lse.ptr is not None and FIRST == 0:
         lse_M = gl.where(used_M, (m_M + gl.log2(l_M)) * LN2, float("-inf"))
-        lse = io.lse.ptr + piece.b.to(gl.int64) * io.lse.stride_b
+        lse = io.lse.ptr + piece.b.to(gl.int64) * io.lse.stride_b + piece.token_q
         gl.store(lse + head_M * io.lse.stride_h + pos_M, lse_M, mask=stored_M)
 
 
@@ -68,13 +69,35 @@ def store_parts(io, params, piece, row, acc, m_M, l_M, FIRST: gl.constexpr):
         )
 
 
+@gluon.constexpr_function
+def empty_layout(columns):
+    """That of rows that get no results of products, four columns of a thread."""
+    lanes = min(columns // 4, 32)
+    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def store_gaps(io, params):
+    """Writes out and lse of packed tokens before the first sequence and behind the last, each
+    program a share."""
+    E: gl.constexpr = params.tile.BLOCK_E
+    layout: gl.constexpr = empty_layout(E)
+    own_M = gl.arange(0, GAP_ROWS, layout=gl.SliceLayout(1, layout))
+    dims_E = gl.arange(0, E, layout=gl.SliceLayout(0, layout))
+    heads = params.shape.heads_q
+    before, behind, gaps = gaps_of(params.seqs.cu_q, params.seqs.seqlen_q, params.shape.batch)
+    blocks = gl.cdiv(gaps, GAP_ROWS) * heads
+    for block in range(gl.program_id(0), blocks, gl.num_programs(0)):
+        DIM: gl.constexpr = params.tile.HEAD_DIM_V
+        clear_block(block, own_M, dims_E, before, behind, gaps, io.out, io.lse, 0, heads, DIM)
+
+
 @gluon.jit
 def store_empty(io, params):
     """Writes out and lse of sequences without keys: of a KV head its programs' share of all rows,
     in tiles that lie across sequences."""
     E: gl.constexpr = params.tile.BLOCK_E
-    LANES: gl.constexpr = min(E // 4, 32)
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
+    layout: gl.constexpr = empty_layout(E)
     heads = params.shape.heads_k
     group = params.shape.heads_q // heads
     rows = params.seqs.seqlen_q * group

@@ -8,10 +8,12 @@ from triton.experimental.gluon import language as gl
 
 from heedful.kernels.portable.decode_work import (
     facts,
+    first_unit,
     next_piece,
     sequence_length,
     share_of,
     span_of,
+    unit_at,
 )
 
 
@@ -29,13 +31,14 @@ class Share(NamedTuple):
 class Piece(NamedTuple):
     """What a program does next: visits [start, stop) of key tiles, perhaps none, of sequence b for
     rows from row0 on of KV head g. span: which key tiles those are; work: where results go. The
-    rest as `facts` has them."""
+    rest as `facts` has them: token_q is 0 unless queries are packed."""
 
     start: Any
     stop: Any
     b: Any
     g: Any
     row0: Any
+    token_q: Any
     len_q: Any
     stored_q: Any
     token_k: Any
@@ -47,13 +50,22 @@ class Piece(NamedTuple):
 
 
 @gluon.jit
+def lines_of_head(params):
+    """How many lines of units a KV head has: one of each row tile; of packed queries one of all."""
+    if params.seqs.cu_q is None:
+        return params.work.tiles
+    else:
+        return 1
+
+
+@gluon.jit
 def own_share(params):
     """(a program's share, how many sequences have no keys), ahead of all roles."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     # Each warp looks at all, so that none waits for another, unless they are too many.
     EACH: gl.constexpr = min(params.work.LOOKS // 32, 4)
     layout: gl.constexpr = gl.BlockedLayout([EACH], [32], [4], [0])
-    lines = params.shape.heads_k * params.work.tiles
+    lines = params.shape.heads_k * lines_of_head(params)
     x, end, each, b, base, empty = share_of(
         gl.program_id(0) // lines,
         gl.num_programs(0) // lines,
@@ -71,11 +83,11 @@ def own_share(params):
 @gluon.jit
 def look(share, params):
     """(the piece where the share is, the share behind it)."""
-    line = gl.program_id(0) % (params.shape.heads_k * params.work.tiles)
-    lines = params.shape.heads_k * params.work.tiles
+    lines = params.shape.heads_k * lines_of_head(params)
+    line = gl.program_id(0) % lines
     g = line % params.shape.heads_k
-    row_tile = line // params.shape.heads_k
-    _token_q, len_q, stored_q, token_k, len_k, stored_k, off = facts(
+    row_tile, unit_begin = line // params.shape.heads_k, share.base
+    token_q, len_q, stored_q, token_k, len_k, stored_k, off = facts(
         share.b, params.seqs, params.mask
     )
     visits, length = sequence_length(
@@ -90,10 +102,13 @@ def look(share, params):
         params.tile,
     )
     is_here = share.x < share.base + length
-    index = (share.b * params.work.tiles + row_tile) * params.shape.heads_k + g
+    if params.seqs.cu_q is not None:
+        row_tile, unit_begin = unit_at(share.x, share.base, visits, params.work)
+    first = first_unit(share.b, token_q, params.seqs, params.shape, params.work, params.tile)
+    index = (first + row_tile) * params.shape.heads_k + g
     own = share.x // share.each
     work = next_piece(
-        own, share.x, share.end, share.each, share.base, index, visits, line, lines, params.work
+        own, share.x, share.end, share.each, unit_begin, index, visits, line, lines, params.work
     )
     stop = gl.where(is_here, work.stop, work.start)
     row0 = row_tile * params.tile.BLOCK_M
@@ -106,6 +121,7 @@ def look(share, params):
         share.b,
         g,
         row0,
+        token_q,
         len_q,
         stored_q,
         token_k,

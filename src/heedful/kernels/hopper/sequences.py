@@ -181,14 +181,27 @@ def load_k_and_v(io, kv, params, tile, k_col, v_col, kv_state):
 
 
 @gluon.jit
-def page_numbers(table, params, len_k, col, ROWS: gl.constexpr, DOWN: gl.constexpr):
+def page_numbers(
+    table,
+    params,
+    len_k,
+    col,
+    ROWS: gl.constexpr,
+    DOWN: gl.constexpr,
+    MAY_BE_EMPTY: gl.constexpr = False,
+):
     """(page, its first key) of each of DOWN boxes of ROWS keys from `col` on. Past the keys in use
     the last page is read again: of it, too, those rows are past the end of the map. All reads are
-    under way before the first is needed."""
+    under way before the first is needed. MAY_BE_EMPTY: a sequence without keys may have no page; it
+    gets page 0, no row of which is in use."""
     pages = ()
     for i in gl.static_range(DOWN):
         place = gl.minimum(col + i * ROWS, len_k - 1) // params.kv.page_size
-        pages = pages + ((gl.load(table + place), place * params.kv.page_size),)
+        if MAY_BE_EMPTY:
+            page = gl.load(table + place, mask=len_k > 0, other=0)
+        else:
+            page = gl.load(table + place)
+        pages = pages + ((page, place * params.kv.page_size),)
     return pages
 
 

@@ -139,13 +139,15 @@ def _work(
     )
     return work._replace(
         short_q=Scalar(numbers["short_q"]) if "short_q" in numbers else None,
-        SKIPS_EMPTY=may_be_empty(buffers) and not problem.varlen_q,
+        SKIPS_EMPTY=skips_empty(problem, buffers),
     )
 
 
-def may_be_empty(buffers: Buffers) -> bool:
-    """Whether sequences may have no keys: they have as many as are said, or as storage has."""
-    return any(name in buffers for name in ("cu_seqlens_k", "seqused_k", "leftpad_k"))
+def skips_empty(problem: AttentionProblem, buffers: Buffers) -> bool:
+    """Whether sequences may have no keys, and then are no units: they have as many as are said, or
+    as storage has. Packed queries are units whatever their keys."""
+    names = ("cu_seqlens_k", "seqused_k", "leftpad_k")
+    return not problem.varlen_q and any(name in buffers for name in names)
 
 
 def shared_work(

@@ -25,7 +25,7 @@ from heedful.kernels.args.hopper_decode import (
 )
 from heedful.kernels.args.mla import MlaSwapTile, MlaTile
 from heedful.launch.bind import groups
-from heedful.launch.bind.decode import appending, may_be_empty, shared_work
+from heedful.launch.bind.decode import appending, clear_calls, shared_work, skips_empty
 from heedful.launch.bind.groups import Buffers, pointer
 from heedful.launch.bind.hopper import key_map
 from heedful.launch.bind.hopper_groups import kv_rows
@@ -40,7 +40,8 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     sizes = plan.sizes()
     buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
     append = absent(HopperDecodeAppend)
-    return Program((_call(problem, plan, sizes, buffers, append),), sizes.workspaces)
+    call = _call(problem, plan, sizes, buffers, append)
+    return Program((call, *clear_calls(problem, buffers)), sizes.workspaces)
 
 
 def step(plan: Plan, buffers: Buffers, interleaved: bool, position0: int) -> Program:
@@ -136,7 +137,7 @@ def _work(
 ) -> DecodeWork:
     at_once = min(config.kept_rows(problem), HOPPER_MERGE_ROWS) * _columns(problem.head_dim_v)
     work = shared_work(problem, config, buffers, tiles, at_once)
-    return work._replace(SKIPS_EMPTY=may_be_empty(buffers))
+    return work._replace(SKIPS_EMPTY=skips_empty(problem, buffers))
 
 
 def _tile(problem: AttentionProblem, config: HopperDecodeConfig) -> HopperDecodeTile:
