@@ -1,16 +1,20 @@
-"""The Hopper decode on a GPU: its error budgets. What both decodes promise is in test_decode.py."""
+"""The Hopper decode on a GPU: its error budgets, and calls of packed queries. What both decodes
+promise is in test_decode.py."""
 
 import random
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import heedful.torch as heedful
 from support.budget import run
 from support.cases import Case
 from support.hopper import ON_HOPPER, WITH_TRITON_3_9
 from support.prepared import Prepared
+from support.served import served
 from support.variants import distinct
 
 pytestmark = [*ON_HOPPER, WITH_TRITON_3_9]
@@ -34,6 +38,13 @@ CASES = (
     replace(PLAIN, head_dim=192, head_dim_v=128),
     replace(PLAIN, head_dim=96, head_dim_v=40),
     replace(PLAIN, head_dim=80, used="k", page_size=32),
+    # Packed queries: sequences of none among them, and tokens of no sequence.
+    replace(PLAIN, varlen="q", used="k", batch=4, causal=True),
+    replace(PLAIN, varlen="q", page_size=16, batch=9, causal=True, heads_q=8, seqlen_q=16),
+    replace(PLAIN, varlen="q", page_size=64, batch=3, lens_q=(1, 0, 3), lens_k=(0, 7, 603)),
+    replace(PLAIN, varlen="q", page_size=16, used="q", batch=300, seqlen_k=70, sink=True),
+    replace(PLAIN, varlen="qk", used="q", batch=4, sink=True, head_dim=64),
+    replace(PLAIN, varlen="qk", batch=7, window=(90, 5, 40), head_dim=256),
     # Scores so far apart that references rise by more than the threshold again and again.
     replace(PLAIN, scale=3.0, seqlen_k=4096),
     replace(PLAIN, scale=3.0, seqlen_k=4000, used="k", dtype="float16"),
@@ -56,7 +67,8 @@ def test_the_hopper_decode_is_within_its_error_budget(case, num_splits, backend)
 
 def _variant(rng: random.Random) -> Case:
     """A case that differs from others in what the kernel is compiled for."""
-    paged = rng.random() < 0.5
+    varlen = rng.choice(("", "", "q", "qk"))
+    paged = "k" not in varlen and rng.random() < 0.5
     return replace(
         PLAIN,
         head_dim=rng.choice((64, 128, 128, 192, 256)),
@@ -64,9 +76,10 @@ def _variant(rng: random.Random) -> Case:
         causal=rng.random() < 0.5,
         window=rng.choice(((-1, -1), (-1, -1), (200, 0), (90, 4, 30))),
         sink=rng.random() < 0.3,
+        varlen=varlen,
         used=rng.choice(("", "k", "k", "qk")),
         page_size=16 if paged else 0,
-        kv_batch_idx=not paged and rng.random() < 0.3,
+        kv_batch_idx=not paged and "k" not in varlen and rng.random() < 0.3,
         leftpad_k=not paged and rng.random() < 0.3,
         layout=rng.choice(("contiguous", "contiguous", "heads_first")),
     )
@@ -107,3 +120,72 @@ def test_a_random_problem_is_within_its_error_budget(variant, data):
 @given(data=st.data())
 def test_two_thousand_random_problems_are_within_their_error_budgets(variant, data):
     run(Prepared("hopper_decode"), data.draw(problems(variant)), "cuda")
+
+
+def test_packed_steps_over_a_cache_run_it_unasked():
+    call = served([1, 4, 0, 8], [1600, 3, 0, 77], 1600, 8)
+    assert "forward   hopper_decode" in heedful.explain(heedful.flash_attn_varlen_func, **call)
+
+
+@pytest.mark.parametrize("num_splits", (1, 4))
+def test_packed_tokens_have_the_bits_of_a_call_that_is_not_packed(num_splits):
+    """Where splits are given, whatever else is in the batch."""
+    call = served([1] * 9, [9000, 1, 64, 700, 8999, 0, 129, 3000, 17], 9000, 1)
+    out, lse = heedful.flash_attn_varlen_func(
+        **call, num_splits=num_splits, backend="hopper_decode"
+    )
+    want, want_lse = heedful.flash_attn_with_kvcache(
+        call["q"][:, None],
+        call["k"],
+        call["v"],
+        cache_seqlens=call["seqused_k"],
+        block_table=call["block_table"],
+        causal=True,
+        num_splits=num_splits,
+        return_softmax_lse=True,
+        backend="hopper_decode",
+    )
+    assert torch.equal(out, want[:, 0]) and torch.equal(lse, want_lse[:, :, 0].T)
+
+
+@pytest.mark.parametrize("backend", ("hopper_decode", "hopper_decode+merge=1"))
+def test_a_replayed_graph_has_other_packed_sequences(backend):
+    """And clears tokens that no sequence has any more."""
+    mixes = (
+        [8, 1, 1, 4, 0, 2],
+        [1] * 6,
+        [0, 8, 0, 8, 8, 8],
+        [0] * 6,
+        [0, 0, 0, 0, 0, 1],
+        [8, 7, 6, 5, 4, 3],
+    )
+    call = served(mixes[0], [5000] * 6, 5000, 8, tokens=40)
+
+    def step(backend):
+        return heedful.flash_attn_varlen_func(**call, backend=backend)
+
+    step(backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step(backend)
+    draw = random.Random(0)
+    for mix in mixes * 3:
+        used = [max(n, draw.choice((0, 1, 700, 5000))) for n in mix]
+        call["cu_seqlens_q"].copy_(torch.tensor([0, *mix]).cumsum(0))
+        call["seqused_k"].copy_(torch.tensor(used))
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        want, want_lse = step(backend)
+        assert torch.equal(out, want) and torch.equal(lse, want_lse)
+        _, portable_lse = step("decode")
+        # Of what the same rows see.
+        assert torch.equal(lse.isfinite(), portable_lse.isfinite()) and not out.isnan().any()
+        assert not out[sum(mix) :].any() and (lse[:, sum(mix) :] == -torch.inf).all()
+
+
+def test_packed_sequences_without_keys_need_no_page():
+    call = served([1, 3, 1], [0, 0, 0], 16, 3)
+    call["block_table"] = call["block_table"][:, :0]
+    out, lse = heedful.flash_attn_varlen_func(**call, backend="hopper_decode")
+    assert not out.any() and (lse == -torch.inf).all()

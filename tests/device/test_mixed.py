@@ -14,6 +14,7 @@ from support.budget import run
 from support.cases import FRESH, Case
 from support.hopper import ON_HOPPER
 from support.prepared import Prepared
+from support.served import served
 
 pytestmark = ON_HOPPER
 
@@ -132,29 +133,6 @@ def test_a_thousand_random_batches_are_within_their_error_budgets(variant, data)
     run(Prepared("mixed"), data.draw(problems(variant)), "cuda")
 
 
-def served(lens_q: list[int], lens_k: list[int], capacity: int, tokens: int = 0) -> dict[str, Any]:
-    """A call over pages of 16 that hold `capacity` keys of each sequence; `tokens` of q in all, of
-    which those of no sequence come last."""
-    batch, many = len(lens_q), -(-capacity // 16)
-    q = torch.randn(tokens or sum(lens_q), 8, 128, device="cuda", dtype=torch.bfloat16)
-    k, v = (
-        torch.randn(batch * many, 16, 2, 128, device="cuda", dtype=torch.bfloat16) for _ in "kv"
-    )
-    return {
-        "q": q,
-        "k": k,
-        "v": v,
-        "cu_seqlens_q": torch.tensor([0, *lens_q], device="cuda").cumsum(0).int(),
-        "cu_seqlens_k": None,
-        "max_seqlen_q": 512,
-        "max_seqlen_k": capacity,
-        "causal": True,
-        "block_table": torch.randperm(batch * many, device="cuda").int().view(batch, many),
-        "seqused_k": torch.tensor(lens_k, dtype=torch.int32, device="cuda"),
-        "return_lse": True,
-    }
-
-
 def alone(call: dict[str, Any], first: int, last: int, backend: str):
     """The rows of sequences [first, last) in a call, and what a call of their own makes of them."""
     bounds = call["cu_seqlens_q"][first : last + 1]
@@ -171,7 +149,7 @@ def alone(call: dict[str, Any], first: int, last: int, backend: str):
 
 
 def test_a_served_batch_is_shared_unasked():
-    call = served([1] * 20 + [500, 300], [1600] * 20 + [500, 1600], 1600)
+    call = served([1] * 20 + [500, 300], [1600] * 20 + [500, 1600], 1600, 512)
     assert "forward   mixed" in heedful.explain(heedful.flash_attn_varlen_func, **call)
     out, lse = heedful.flash_attn_varlen_func(**call)
     named = heedful.flash_attn_varlen_func(**call, backend="mixed")
@@ -181,7 +159,7 @@ def test_a_served_batch_is_shared_unasked():
 def test_with_one_split_each_half_has_the_bits_of_a_call_of_its_own():
     """Whatever the other half is."""
     lens_q, lens_k = [1, 300, 1, 4, 1, 512], [1600, 300, 7, 900, 0, 1600]
-    call = {**served(lens_q, lens_k, 1600), "num_splits": 1}
+    call = {**served(lens_q, lens_k, 1600, 512), "num_splits": 1}
     out, lse = heedful.flash_attn_varlen_func(**call, backend="mixed")
     for first, backend in enumerate(("decode", "hopper", *["decode"] * 3, "hopper")):
         rows, own, own_lse = alone(call, first, first + 1, backend)
@@ -198,7 +176,7 @@ def test_a_replayed_graph_shares_another_mix():
         [0] * 8,
         [500, 6, 0, 0, 0, 0, 0, 0],
     )
-    call = served(mixes[0], [1600] * 8, 1600, tokens=506)
+    call = served(mixes[0], [1600] * 8, 1600, 512, tokens=506)
 
     def step():
         return heedful.flash_attn_varlen_func(**call, backend="mixed")

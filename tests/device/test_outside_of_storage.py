@@ -10,11 +10,14 @@ import heedful.torch as heedful
 from heedful.torch.cache_update import append_kv
 from heedful.torch.device import toolchain
 from support.fenced import Fenced
+from support.hopper import WITH_TRITON_3_9
 
 pytestmark = pytest.mark.gpu
 
 BACKENDS = ["hopper", "portable", "decode"]
-MOST_ROWS = {"decode": 64}  # of all query heads of a KV head
+# Of packed queries.
+OF_PACKED = [*BACKENDS, pytest.param("hopper_decode", marks=WITH_TRITON_3_9)]
+MOST_ROWS = {"decode": 64, "hopper_decode": 64}  # of all query heads of a KV head
 INF = float("inf")
 # Bad numbers next to the cache, whose guards show them, and anywhere else.
 NEAR, FAR = (-1, -2, 0, 1), (2**31 - 1, -(2**31), 2**30 + 7, -12345678)
@@ -50,8 +53,10 @@ def skip_what_it_does_not_take(backend: str, facts: str) -> None:
         pytest.skip("8-bit inputs run on hopper kernels")
     if facts == "fp8" and backend == "hopper" and (toolchain().triton or ()) < (3, 9):
         pytest.skip("fp8 needs Triton 3.9")
-    if facts in ("bias", "training") and backend == "decode":
-        pytest.skip("decode takes neither additive bias nor a later backward")
+    if facts == "fp8" and backend == "hopper_decode":
+        pytest.skip("the Hopper decode takes 16-bit inputs alone")
+    if facts in ("bias", "training") and backend in MOST_ROWS:
+        pytest.skip("decodes take neither additive bias nor a later backward")
 
 
 @pytest.mark.parametrize("numbers", [NEAR, FAR], ids=["near", "far"])
@@ -194,7 +199,7 @@ def test_new_tokens_that_have_no_place_are_dropped(page_size, rotary):
     ids=str,
 )
 @pytest.mark.parametrize("facts", ["plain", "causal", "splits", "used", "training", "fp8"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OF_PACKED)
 def test_packed_tokens_of_no_sequence_are_zeros_and_minus_infinity(backend, facts, bounds):
     dtype = torch.float8_e4m3fn if facts == "fp8" else torch.bfloat16
     skip_what_it_does_not_take(backend, facts)
@@ -229,7 +234,7 @@ def test_packed_tokens_of_no_sequence_are_zeros_and_minus_infinity(backend, fact
     "bounds", [(900, 100, 5000, 40), (-500, 800, 2**31 - 1, -(2**31))], ids=["falling", "outside"]
 )
 @pytest.mark.parametrize("facts", ["plain", "causal", "bias", "fp8"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", OF_PACKED)
 def test_bounds_that_cannot_be_stay_in_the_tensors(backend, facts, bounds):
     skip_what_it_does_not_take(backend, facts)
     total = 1000
