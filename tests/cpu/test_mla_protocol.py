@@ -74,7 +74,7 @@ class Device(Roles):
     heads: int = 16
     overhead: int = 0
     page: int = 0
-    columns: int = 128
+    query_boxes: int = 0
     ahead: int = 0
     in_order: int = 0
     merge: int = 0
@@ -108,7 +108,7 @@ class Device(Roles):
                 HEAD_DIM=64 * BOXES,
                 HEAD_DIM_V=512,
                 BLOCK_E=256,
-                COLUMNS=self.columns,
+                QUERY_BOXES=self.query_boxes,
                 ROWS=64,
                 AHEAD=self.ahead,
                 IN_ORDER=self.in_order,
@@ -135,16 +135,16 @@ class Device(Roles):
     def mma(self, a, b, acc, use_acc=True, is_async=True):
         """Queues a product. Of scores acc counts what was read, of the output it adds up."""
         queue = self.queues.setdefault(self.machine.now, [])
-        operands = tuple(x for x in (a, b) if not isinstance(x, Float))
+        operands = tuple(x for x in (a, b) if not isinstance(x, Float | Held))
         queue.append(Product.of(*operands))
         self.machine.until(lambda: True)
         if isinstance(b, Turned):
             return self.add_scores(a, b, acc, use_acc)
         kinds = [box[0] for box in b.content]
-        assert kinds == ["keys"] * (self.columns // 64)
+        assert kinds == ["keys"] * 4
         rows = {box[1] for box in b.content}
         columns = [box[2] for box in b.content]
-        assert len(rows) == 1 and columns[0] % self.columns == 0
+        assert len(rows) == 1 and columns[0] % 256 == 0
         assert columns == [columns[0] + 64 * i for i in range(len(columns))]
         (rows,) = rows
         p = a
@@ -194,7 +194,7 @@ class Device(Roles):
         return p, top, Float(total * alpha), Float(alpha), int(alpha != 1.0)
 
     def publish(self, shared, p, m, BLOCK):
-        shared.rest.index(BLOCK).store(("p", self.at_work[self.machine.now].rows, Float(p)))
+        shared.probabilities(BLOCK).store(("p", self.at_work[self.machine.now].rows, Float(p)))
         shared.top.index(BLOCK).store(m)
         self.arrive(shared.p_full.index(BLOCK), 4)
 
@@ -216,7 +216,7 @@ class Device(Roles):
         key = (int(piece.b), int(piece.row0), CONSUMER)
         assert self.at_work[self.machine.now].piece == (*key[:2], int(piece.start))
         place = (int(piece.start), int(piece.stop), int(piece.work.parts))
-        (out,) = set(map(float, acc))
+        (out,) = map(float, acc)
         self.results.setdefault(key, []).append((*place, (out,), float(m), float(sums)))
         if place[2] > 1:
             count = params.work.merge.counts + 2 * piece.work.index + CONSUMER
@@ -284,9 +284,8 @@ class Device(Roles):
         )
         q = [Query(64 * i) for i in range(BOXES)]
         boxes = [Place() for _ in range(16)]
-        each = self.columns // 64
-        parts = [Part(*boxes[i : i + each]) for i in range(0, 16, each)]
-        values = Row(*parts, boxes=Row(*boxes))
+        halves = [Part(*boxes[i : i + 4]) for i in range(0, 16, 4)]
+        values = Row(*halves, boxes=Row(*boxes))
         queries = Row(Queries(q[:4]), Queries(q[4:8]), boxes=Row(*q), dtype=None)
         rest = Row(Place(), Place())
         made = host.turned(shared_file.MlaShared)(
@@ -294,15 +293,16 @@ class Device(Roles):
             Row(q[8]),
             values,
             rest,
+            Row(Place()),
             Row(Place(), Place()),
             Row(Place(), Place()),
             barriers(2 * BOXES, 1),
-            barriers(16 // each, 1),
+            barriers(4, 1),
+            barriers(1, 1),
             barriers(2, 4),
             barriers(1, 8),
             barriers(1, 2),
             barriers(1, 8),
-            self.columns,
         )
         consumer = host.turned(consumer_file.mla_consumer)
         producer = host.turned(producer_file.mla_producer)
@@ -337,6 +337,16 @@ class Query(Place):
     def store(self, content):
         self.content = ("q", self.column, content.piece)
 
+    def load(self, layout):
+        return Held(self.content)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What registers hold, whatever becomes of memory."""
+
+    content: tuple
+
 
 class Queries:
     def __init__(self, boxes):
@@ -357,13 +367,14 @@ CASES = {
     "pages": Device((900, 130, 0), 3, 0, page=64),
     "small pages": Device((500, 77, 1), 2, 0, page=48),
     "a part costs": Device((1500, 300, 20), 3, 0, overhead=2),
-    "halves": Device((900, 300), 2, 0, columns=256),
-    "ahead": Device((900, 300, 1, 0), 3, 0, columns=256, ahead=1),
-    "three ahead, by quarters": Device((900, 130), 4, 0, heads=128, ahead=3),
-    "in order": Device((900, 300), 2, 0, columns=256, in_order=1),
-    "ahead in order": Device((900, 300, 0, 129), 3, 0, columns=256, ahead=1, in_order=1),
+    "ahead": Device((900, 300, 1, 0), 3, 0, ahead=1),
+    "three ahead": Device((900, 130), 4, 0, heads=128, ahead=3),
+    "in order": Device((900, 300), 2, 0, in_order=1),
+    "ahead in order": Device((900, 300, 0, 129), 3, 0, ahead=1, in_order=1),
+    "queries in registers": Device((900, 300, 0, 129), 3, 0, query_boxes=2),
+    "all at once": Device((900, 130), 4, 0, heads=128, query_boxes=2, ahead=1, in_order=1),
     "merged by all": Device((1500, 0, 1, 127, 128, 129, 600), 4, 0, merge=1),
-    "many parts merged by all": Device((3000,), 12, 0, columns=256, merge=1),
+    "many parts merged by all": Device((3000,), 12, 0, merge=1),
     "given parts merged by all": Device((700, 1, 0, 900), 3, 0, splits=3, merge=1),
     "tiles merged by all": Device((900, 130), 4, 0, heads=128, merge=1),
 }
@@ -400,6 +411,27 @@ def test_a_box_that_is_released_early_is_seen(ahead):
             try_seed(seed)
 
 
+def test_a_box_of_scores_that_is_released_early_is_seen():
+    """The first block's rest is loaded again, or the second's probabilities lie there, while
+    products still read it."""
+
+    def wait_late(device):
+        def wait(count, deps):
+            made = deps[0]
+            return made if isinstance(made, Scores) else device.mma_wait(count, deps)
+
+        return wait
+
+    def try_seed(seed):
+        device = Device((1500, 1500), 2, seed)
+        device.instead = {"warpgroup_mma_wait": wait_late(device)}
+        device.run()
+
+    with pytest.raises(AssertionError, match="memory changed"):
+        for seed in range(20):
+            try_seed(seed)
+
+
 def test_a_product_that_is_waited_for_too_late_in_its_queue_is_seen():
     """What is queued behind the values is not counted when their boxes are given back."""
 
@@ -411,7 +443,7 @@ def test_a_product_that_is_waited_for_too_late_in_its_queue_is_seen():
         return wait
 
     def try_seed(seed):
-        device = Device((1500, 1500), 2, seed, columns=256, ahead=1)
+        device = Device((1500, 1500), 2, seed, ahead=1)
         device.instead = {"warpgroup_mma_wait": wait_less(device)}
         device.run()
 

@@ -57,6 +57,7 @@ SWAP_AB_CASES = (
 )
 BY_KERNEL = [
     *(("mla", case) for case in CASES),
+    *(("mla+query_boxes=2+merge=0", case) for case in CASES if case.seqlen_q * case.heads_q > 32),
     *(("mla_swap_ab", case) for case in SWAP_AB_CASES),
     *(("mla_swap_ab+merge=1", case) for case in SWAP_AB_CASES),
 ]

@@ -115,6 +115,27 @@ def test_mla_is_merged_by_all_where_one_would_take_longer_than_they_wait(
     assert (tile.consumer_regs, tile.producer_regs) == ((232, 40) if page_size == 16 else (240, 24))
 
 
+@pytest.mark.parametrize(
+    "batch, heads, seqlen, page_size, boxes",
+    [
+        (64, 128, 8192, 64, 2),
+        (64, 128, 8192, 0, 2),
+        # Short caches, one tile of rows, small pages, and where all merge.
+        (64, 128, 4096, 64, 2),
+        (64, 128, 4095, 64, 0),
+        (64, 64, 8192, 64, 0),
+        (64, 128, 8192, 16, 0),
+        (1, 128, 8192, 64, 0),
+    ],
+)
+def test_mla_keeps_queries_in_registers_where_two_tiles_share_many_keys(
+    batch, heads, seqlen, page_size, boxes
+):
+    step = latent(batch, seqlen, heads, page_size=page_size)
+    tile: Any = plan(step, by_name("H200"), backend="mla").configs["mla.forward"]
+    assert tile.query_boxes == boxes
+
+
 def test_mla_is_merged_by_one_where_the_same_bits_or_all_at_once_are_not_to_be_had():
     """With splits given a sequence has the same bits in any batch. Programs that wait for each
     other need a unit each."""
@@ -129,9 +150,9 @@ def test_mla_is_merged_by_one_where_the_same_bits_or_all_at_once_are_not_to_be_h
 
 def test_how_mla_adds_values_may_be_chosen_by_hand():
     step = latent(64, 8192, 128)
-    chosen = plan(step, by_name("H200"), backend="mla+columns=128+merge_values=64")
-    assert "merge_values=64 columns=128 ahead=1 in_order=1 (chosen by hand)" in explain(chosen)
-    for option in ("columns=64", "least_tiles=0", "merge_values=24", "merge=2", "ahead=9"):
+    chosen = plan(step, by_name("H200"), backend="mla+query_boxes=1+merge_values=64")
+    assert "merge_values=64 query_boxes=1 ahead=1 in_order=1 (chosen by hand)" in explain(chosen)
+    for option in ("query_boxes=3", "least_tiles=0", "merge_values=24", "merge=2", "ahead=9"):
         with pytest.raises(ValueError, match=f"backend: {option.split('=')[0]} must be"):
             plan(step, by_name("H200"), backend=f"mla+{option}")
 

@@ -215,7 +215,7 @@ def test_what_cannot_be_planned_is_said(facts, device, backend, said):
             "producer_regs must be a multiple of 8 from 24 to 232, got 240",
         ),
         ("hopper", "key_splits=0", "key_splits must be at least 1, got 0"),
-        ("mla", "columns=64", "columns must be 128 or 256, got 64"),
+        ("mla", "query_boxes=3", "query_boxes must be 0 to 2, got 3"),
         ("mla", "least_tiles=0", "least_tiles must be at least 1, got 0"),
         ("mla_swap_ab", "merge=2", "merge must be 0 to 1, got 2"),
     ],

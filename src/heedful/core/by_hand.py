@@ -26,7 +26,7 @@ OPTIONS = {
         *("producer_regs", "merge_values", "merge"),
     ),
     "mla.forward": (
-        *("columns", "merge_values", "overhead", "least_tiles"),
+        *("query_boxes", "merge_values", "overhead", "least_tiles"),
         *("ahead", "in_order", "merge"),
     ),
 }
@@ -45,9 +45,7 @@ def with_options(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionPr
         raise ValueError(
             f"backend: key_splits stands for num_splits, got num_splits={problem.num_splits}, too"
         )
-    if made.get("columns", 256) not in (128, 256):
-        raise ValueError(f"backend: columns must be 128 or 256, got {made['columns']}")
-    highest = {"fetch_ahead": 64, "ahead": 8, "in_order": 1, "merge": 1}
+    highest = {"fetch_ahead": 64, "query_boxes": 2, "ahead": 8, "in_order": 1, "merge": 1}
     for name, most in highest.items():
         if not 0 <= made.get(name, 0) <= most:
             raise ValueError(f"backend: {name} must be 0 to {most}, got {made[name]}")

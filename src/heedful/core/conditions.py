@@ -164,6 +164,11 @@ def several_tiles_of_rows(problem: AttentionProblem) -> bool:
     return problem.seqlen_q * problem.group > 64
 
 
+def long_caches(problem: AttentionProblem) -> bool:
+    """Whether caches have room for many keys: whoever loads more as a piece begins gets it back."""
+    return problem.seqlen_k >= 4096
+
+
 def merge_outlasts_waiting(problem: AttentionProblem) -> bool:
     """Whether one program would merge for longer than all wait for each other: a tile may have as
     many parts as it has SMs. H200, 2026-11-25: 1 x 8192 keys of 128 heads take 30 us in place of

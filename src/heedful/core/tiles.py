@@ -109,15 +109,15 @@ class DecodeConfig(SharedKeysConfig):
 class MlaConfig(SharedKeysConfig):
     """A tile of the MLA decode: 64 query rows by 128 keys, 64 for each of two consumers.
 
-    columns: of values in one product, 128 or 256, which are released together. ahead: boxes of the
-    next step's first scores that are queued behind a step's last values. in_order: 1: the first
-    consumer's product with the second block's values is queued behind the second's. merge: 1: parts
-    are merged by all programs that have one, each some rows, which takes programs that are at work
-    at once. consumer_regs, producer_regs: registers of a thread.
+    query_boxes: of 64 columns that consumers keep in registers. ahead: boxes of the next step's
+    first scores that are queued behind a step's last values. in_order: 1: the first consumer's
+    product with the second block's values is queued behind the second's. merge: 1: parts are merged
+    by all programs that have one, each some rows, which takes programs that are at work at once.
+    consumer_regs, producer_regs: registers of a thread.
     """
 
     merge_values: int = 128
-    columns: int = 256
+    query_boxes: int = 0
     ahead: int = 0
     in_order: int = 0
     merge: int = 0

@@ -17,11 +17,11 @@ class MlaIO(NamedTuple):
 class MlaTile(NamedTuple):
     """HEAD_DIM: of queries and keys. HEAD_DIM_V: of values, of which each consumer has
     BLOCK_E. BLOCK_M: query rows, 64. BLOCK_N: keys of a step, 128. ROWS: a power of two that a
-    tile's rows are within. COLUMNS: of values in one product, which are
-    released together. AHEAD: boxes of the next step's first scores that are queued behind a step's
-    last values. IN_ORDER: the first consumer's product with the second block's values is queued
-    behind the second's. MERGE: all programs that have a part of a sequence merge some of its
-    rows."""
+    tile's rows are within. QUERY_BOXES: boxes of
+    queries that consumers keep in registers. AHEAD: boxes of the next step's first scores that are
+    queued behind a step's last values. IN_ORDER: the first consumer's product with the second
+    block's values is queued behind the second's. MERGE: all programs that have a part of a sequence
+    merge some of its rows."""
 
     HEAD_DIM: Const
     HEAD_DIM_V: Const
@@ -29,7 +29,7 @@ class MlaTile(NamedTuple):
     BLOCK_N: Const
     BLOCK_E: Const
     ROWS: Const
-    COLUMNS: Const
+    QUERY_BOXES: Const
     AHEAD: Const
     IN_ORDER: Const
     MERGE: Const

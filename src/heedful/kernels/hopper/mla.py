@@ -21,7 +21,7 @@ def mla(io: MlaIO, params: HopperDecodeParams):
     """out (B, M, H, E) and lse (B, H, M)."""
     CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
-    shared = MlaShared.allocate(io.k.dtype, params.tile.COLUMNS)
+    shared = MlaShared.allocate(io.k.dtype)
     share, _empty = own_share(params)
     fence_async_shared()
     gl.warp_specialize(

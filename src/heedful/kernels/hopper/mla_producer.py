@@ -7,8 +7,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from heedful.kernels.hopper.compat import reinterpret, tma_load
 from heedful.kernels.hopper.decode_keys import keys_of
 from heedful.kernels.hopper.decode_share import look
-from heedful.kernels.hopper.mla_boxes import BOXES, KEYS, VALUE_BOXES, WIDTH
-from heedful.kernels.hopper.mla_shared import BLOCKS, box_in_turn
+from heedful.kernels.hopper.mla_boxes import BOXES, KEYS, WIDTH
+from heedful.kernels.hopper.mla_shared import BLOCKS, box_in_turn, release_before
 from heedful.kernels.hopper.sequences import keys_at, page_at
 
 
@@ -47,13 +47,12 @@ def load_box(io, memory, full, params, keys, col, pages, BOX: gl.constexpr):
 
 @gluon.jit
 def load_block(io, shared, params, keys, col, phase, BLOCK: gl.constexpr):
-    """Loads 64 keys from `col` on, each part once it is free."""
+    """Loads 64 keys from `col` on, each box once it is free."""
     # Page numbers are on their way before there is room.
     pages = latent_pages(params, keys, col, io.k.block_type.shape[-2])
-    EACH: gl.constexpr = params.tile.COLUMNS // WIDTH
     for turn in gl.static_range(BOXES):
-        if turn % EACH == 0 and turn < VALUE_BOXES:
-            mbarrier.wait(shared.empty(BLOCK, turn // EACH), phase ^ 1)
+        if release_before(BLOCK, turn) >= 0:
+            mbarrier.wait(shared.empty(BLOCK, release_before(BLOCK, turn)), phase ^ 1)
         load_box(
             io,
             shared.k_box(BLOCK, box_in_turn(BLOCK, turn)),

@@ -6,7 +6,7 @@ M query rows, D columns.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.hopper.mla_boxes import HALF, VALUE_BOXES, WIDTH, boxes_of
+from heedful.kernels.hopper.mla_boxes import BOXES, HALF, VALUE_BOXES, WIDTH, boxes_of
 
 
 @gluon.jit
@@ -26,6 +26,15 @@ def query_box(shared, BOX: gl.constexpr, zero=0):
         return shared.q_rest.index(zero)
     else:
         return boxes_of(shared.q).index(BOX + zero)
+
+
+@gluon.jit
+def kept_boxes(shared, COUNT: gl.constexpr, layout: gl.constexpr):
+    """So many boxes of queries in registers, the last box first."""
+    kept = ()
+    for i in gl.static_range(COUNT):
+        kept = kept + (query_box(shared, BOXES - 1 - i).load(layout),)
+    return kept
 
 
 @gluon.jit

@@ -68,7 +68,7 @@ def _tile(problem: AttentionProblem, config: MlaConfig) -> MlaTile:
         BLOCK_N=config.block_n,
         BLOCK_E=problem.head_dim_v // CONSUMERS,
         ROWS=config.kept_rows(problem),
-        COLUMNS=config.columns,
+        QUERY_BOXES=config.query_boxes,
         AHEAD=config.ahead,
         IN_ORDER=config.in_order,
         MERGE=config.merge,
