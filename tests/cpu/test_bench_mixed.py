@@ -51,8 +51,7 @@ def test_a_batch_is_shared_by_two_kernels_and_each_kind_alone_is_not(batch):
 
     assert backend(batch.sequences) == "mixed"
     if batch.decodes:
-        most = max(queries for queries, _ in batch.decodes)
-        assert backend(batch.decodes) == ("hopper_decode" if most < 16 else "hopper")
+        assert backend(batch.decodes) == "hopper_decode"
         assert backend(batch.prefills) == "hopper"
 
 

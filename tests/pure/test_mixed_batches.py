@@ -40,7 +40,7 @@ def chosen(**facts) -> str:
         {"batch": 2, "seqlen_q": 2048, "total_q": 2048 + 8},
         # Half of what equal lengths would have.
         {"batch": 8, "total_q": 4 * 2048},
-        {"seqlen_q": 9, "total_q": 128},
+        {"seqlen_q": 17, "total_q": 128},
     ],
     ids=str,
 )

@@ -48,7 +48,9 @@ PAGED = {"page_size": 16, "used_k": True}
         # Packed queries: the longest count. Packed keys are no cache.
         ({**PAGED, "total_q": 67, "batch": 67}, "hopper_decode"),
         ({**PAGED, "total_q": 40, "seqlen_q": 32, "num_splits": 1}, "hopper_decode"),
-        ({**PAGED, "total_q": 40, "seqlen_q": 33, "num_splits": 3}, "hopper"),
+        ({**PAGED, "total_q": 70, "seqlen_q": 64, "num_splits": 3}, "hopper_decode"),
+        ({**PAGED, "total_q": 70, "seqlen_q": 64, **CAPPED}, "decode"),
+        ({**PAGED, "total_q": 70, "seqlen_q": 65, "num_splits": 3}, "hopper"),
         ({**PAGED, "total_q": 67, "batch": 67, **CAPPED}, "decode"),
         ({"total_q": 67, "total_k": 9000, "batch": 67}, "decode"),
         ({"total_q": 67, "total_k": 9000, "batch": 67, "used_k": True}, "decode"),

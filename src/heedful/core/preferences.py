@@ -24,9 +24,15 @@ def many_rows(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None
     """Decode's products are those of one warp. Of more than 32 rows of a KV head it was not timed
     beside the Hopper forward, whose products are a warpgroup's. The Hopper decode takes longer:
     64 rows of 16 x 16384 keys 244.4 us in place of 236.6, of 1 x 8192 37.3 in place of 20.2 (H200,
-    2026-11-26)."""
+    2026-11-26).
+
+    Packed queries over a cache are neither packed with their heads by the forward nor split: 64
+    rows of 124 x 4096 keys take it 1387.6 us, the Hopper decode 500.6 and the portable one 666.5;
+    of 8 x 8192 185.2, 75.1 and 104.5; of 1 x 8192 36.9, 37.5 and 53.8; 40 rows of 64 x 8192 2303.7,
+    492.5 and 667.1 (pages, D128, H200, 2026-11-26)."""
     rows = problem.seqlen_q * problem.group
-    if rows > MOST_DECODE_ROWS and ITEM_BITS[problem.dtype] == 16:
+    packed_over_cache = problem.varlen_q and not problem.varlen_k
+    if rows > MOST_DECODE_ROWS and not packed_over_cache and ITEM_BITS[problem.dtype] == 16:
         words = f"for {rows} query rows of a KV head: more than {MOST_DECODE_ROWS}"
         return Preferred("hopper", words)
     return None
