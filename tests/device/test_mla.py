@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import heedful.torch as heedful
-from heedful.core.capability import SWAP_AB_ROWS
+from heedful.core.gates import SWAP_AB_ROWS
 from support.budget import run
 from support.cases import Case
 from support.hopper import WITH_TRITON_3_9

@@ -1,7 +1,8 @@
 """The support matrix, read off the capability rows: for the screen and for the documentation."""
 
-from heedful.core.capability import LEVELS, ROWS, KernelRow, wider_keys_than_values
+from heedful.core.capability import LEVELS, ROWS, KernelRow
 from heedful.core.device import KNOWN
+from heedful.core.gates import wider_keys_than_values
 from heedful.core.problem import FEATURES, MAX_HEAD_DIM_V
 
 _SHORT = {

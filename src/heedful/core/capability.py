@@ -8,7 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from heedful.core import gates
 from heedful.core.device import DeviceSpec
+from heedful.core.gates import FLOATS, FP8, Gate
 from heedful.core.mixed import sequences_of_both_kinds, some_are_short
 from heedful.core.preferences import (
     Preferred,
@@ -19,13 +21,10 @@ from heedful.core.preferences import (
 )
 from heedful.core.problem import (
     FEATURES,
-    ITEM_BITS,
     MAX_HEAD_DIM,
     MAX_HEAD_DIM_V,
-    NEAR_BYTES,
     AttentionProblem,
 )
-from heedful.core.tiles import DECODE_ROWS, WIDE_DIM
 
 LEVELS = {
     "run": "measured on that hardware",
@@ -64,9 +63,6 @@ class Toolchain:
         the installed one compiles what it lacks."""
         packed = dict(self.packs).get(backend)
         return sorted(version for version in (self.triton, packed) if version is not None)
-
-
-Gate = Callable[[AttentionProblem, DeviceSpec], str | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,190 +163,7 @@ class KernelRow:
 _KINDS = frozenset({"fp8", "quantized_kv"})
 
 _EVERY_FEATURE = frozenset(FEATURES)
-_FLOATS = ("bfloat16", "float16", "float32")
-_FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
-_QUANTIZED = ("int8", "int4", *_FP8)
-
-
-def _whole_probs(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    if problem.return_probs and problem.num_splits > 1:
-        return "returned probabilities of a split of the keys"
-    return None
-
-
-def _scales_of_groups(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    if problem.kv_shift and not problem.kv_group:
-        return "shift of a cache without a scale per group"
-    return None
-
-
-def _fp8_conversion(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    old = device.arch in ("sm_80", "sm_86") and problem.kv_dtype in _FP8
-    foreign = device.vendor == "nvidia" and problem.kv_dtype == "float8_e4m3fnuz"
-    if old or foreign:
-        return f"{problem.kv_dtype} on {device.arch}, which cannot convert it"
-    return None
-
-
-def _wide_float32(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    wide = max(problem.head_dim, problem.head_dim_v) > 256 and problem.dtype == "float32"
-    if wide and device.shared_bytes < 128 * 1024 and device.vendor == "nvidia":
-        return "float32 head dims over 256 need 128 KiB of shared memory"
-    return None
-
-
-def wider_keys_than_values(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """What is past MAX_HEAD_DIM_V of Q and K is a product of its own, of 16-bit keys as stored."""
-    if problem.head_dim <= MAX_HEAD_DIM_V:
-        return None
-    if ITEM_BITS[problem.dtype] != 16:
-        return f"head_dim {problem.head_dim} of {problem.dtype}: takes up to {MAX_HEAD_DIM_V}"
-    if problem.quantized_kv:
-        return f"head_dim {problem.head_dim} of a quantised cache: takes up to {MAX_HEAD_DIM_V}"
-    if problem.return_probs:
-        return f"head_dim {problem.head_dim} with returned probabilities"
-    return None
-
-
-def _some_tokens(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    sizes = (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k)
-    return "no tokens: a tensor map cannot be empty" if 0 in sizes else None
-
-
-def _positive_scale(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    return None if problem.scale > 0 else "softmax_scale <= 0"
-
-
-def _whole_pages(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    if problem.page_size % 16:
-        return f"page_size {problem.page_size}: takes multiples of 16"
-    if problem.page_size and problem.leftpad_k:
-        return "left-padded pages"
-    return None
-
-
-def _aligned_draws(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    if problem.dropout_p > 0 and problem.dropout_origin[3] % 4:
-        return "dropout from a column that is no multiple of 4"
-    return None
-
-
-def _tiles_of_both_dims(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """Tiles of one width up to 128 columns; wide ones are of 256, or of 256 and 128."""
-    dim, dim_v = problem.head_dim, problem.head_dim_v
-    if dim != dim_v and not (dim > 128 and dim_v > 64):
-        return f"the backward of head dims {dim} and {dim_v}: takes equal ones, or above 128 and 64"
-    return None
-
-
-def _room_for_dropout(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """What a mask's exchange between threads takes, 3.5 KiB, is more than the tiles leave."""
-    if problem.dropout_p > 0 and min(problem.head_dim, problem.head_dim_v) > 128:
-        return "the backward of dropout with Q, K and V above 128"
-    return None
-
-
-def _any_order_if_wide(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """Of wide heads consumers add to dQ themselves, and take no turns."""
-    if problem.deterministic and max(problem.head_dim, problem.head_dim_v) > 128:
-        return "a deterministic backward of head dims above 128"
-    return None
-
-
-def _out_as_in(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    return None if problem.out_dtype == problem.dtype else f"out of {problem.out_dtype}"
-
-
-def _float_out(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    return None if problem.out_dtype in _FLOATS else f"out of {problem.out_dtype}"
-
-
-def _own_e4m3(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    own = "float8_e4m3fnuz" if device.arch == "gfx942" else "float8_e4m3fn"
-    foreign = ITEM_BITS[problem.dtype] == 8 and problem.dtype != own
-    return f"{problem.dtype} on {device.arch}, which multiplies {own}" if foreign else None
-
-
-def _out_as_in_or_float(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    if ITEM_BITS[problem.dtype] == 8:
-        return None if problem.out_dtype in _FLOATS else f"out of {problem.out_dtype}"
-    return _out_as_in(problem, device)
-
-
-def _near_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """Buffer instructions reach 2^31 bytes from a tile's base, 256 rows of NEAR_BYTES; partial
-    results of splits are dense rows of float32."""
-    if problem.near_rows and 4 * problem.heads_q * problem.head_dim_v < NEAR_BYTES:
-        return None
-    return f"rows of Q, K, V or the output {NEAR_BYTES >> 20} MiB apart or more"
-
-
-def _many_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    short = problem.seqlen_k < 384
-    return f"seqlen_k {problem.seqlen_k}: takes 384 and more" if short else None
-
-
-# Of the decode kernel's wide heads: how many columns keys may have past their values, and how many
-# tiles of rows, since no other kernel reads keys once that are values too.
-WIDE_REST, WIDE_TILES = 64, 32
-
-
-def _more_rows_than(problem: AttentionProblem, most: int) -> str | None:
-    rows = problem.seqlen_q * problem.group
-    return f"{rows} query rows of a KV head: takes up to {most}" if rows > most else None
-
-
-def _rows_of_swapped_products(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """Query rows are columns of products there, and their output one warpgroup's registers."""
-    return _more_rows_than(problem, SWAP_AB_ROWS)
-
-
-def _few_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    most = DECODE_ROWS * (WIDE_TILES if problem.v_in_k and problem.head_dim > WIDE_DIM else 1)
-    # Of 8-bit queries over caches, which no other kernel takes, any number.
-    cached = problem.page_size or problem.used_k or problem.kv_batch_idx or problem.leftpad_k
-    if cached and ITEM_BITS[problem.dtype] == 8:
-        return None
-    return _more_rows_than(problem, most)
-
-
-def _wide_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """Of head dims above 256 a row is read once: values lie in it."""
-    dim, dim_v = problem.head_dim, problem.head_dim_v
-    if max(dim, dim_v) <= WIDE_DIM:
-        return None
-    if not problem.v_in_k:
-        return f"head_dim {dim}: above {WIDE_DIM} takes a V that is a view of K"
-    if ITEM_BITS[problem.kv_dtype] != 16:
-        return f"head_dim {dim}: above {WIDE_DIM} takes caches of 16 bits"
-    if dim_v not in (256, 512) or dim - dim_v > WIDE_REST:
-        return f"head_dim {dim}: above {WIDE_DIM} takes {WIDE_REST} more than V's 256 or 512"
-    return None
-
-
-# Of the MLA decode: columns of V, and the most of K.
-LATENT_DIM, LATENT_KEY_DIM = 512, 576
-SWAP_AB_ROWS = 32
-
-
-def _values_in_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """What is past the values in a row of keys, a box of 64 columns, is where probabilities go."""
-    dim, dim_v = problem.head_dim, problem.head_dim_v
-    if not (dim_v == LATENT_DIM and LATENT_DIM < dim <= LATENT_KEY_DIM):
-        words = f"{LATENT_DIM} and K of up to {LATENT_KEY_DIM - LATENT_DIM} columns more"
-        return f"head dims {dim} and {dim_v}: takes V of {words}"
-    if not problem.v_in_k:
-        return "takes a V that is a view of K"
-    return None
-
-
-def _sdpa_mask(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    mask = problem.mask
-    if mask.causal and mask.shift:
-        return "shifted causal mask"
-    if mask.causal and mask.bottom_right and problem.seqlen_q != problem.seqlen_k:
-        return "causal mask of unequal lengths aligned bottom right (SDPA aligns top left)"
-    return None
+_QUANTIZED = ("int8", "int4", *FP8)
 
 
 def _on_cpus(
@@ -359,10 +172,10 @@ def _on_cpus(
     """The rows of a framework's own backend for CPUs, which takes every call."""
     common: dict[str, Any] = {"max_dim": MAX_HEAD_DIM, "least": ((framework, least),)}
     common |= {"module": module, "framework": framework}
-    here, dtypes = {"cpu": "run"}, (*_FLOATS, *_FP8)
+    here, dtypes = {"cpu": "run"}, (*FLOATS, *FP8)
     return (
         KernelRow(backend, "forward", here, dtypes, _EVERY_FEATURE, _QUANTIZED, **common),
-        KernelRow(backend, "backward", here, _FLOATS, _EVERY_FEATURE, **common),
+        KernelRow(backend, "backward", here, FLOATS, _EVERY_FEATURE, **common),
     )
 
 
@@ -390,7 +203,13 @@ _OF_HOPPER = frozenset(
     | {"head_dims_differ", "return_lse", "split_kv", "backward", "bias_grad"}
     | {"deterministic"}
 )
-_HOPPER_GATES = (_some_tokens, _positive_scale, _out_as_in, _whole_pages, _aligned_draws)
+_HOPPER_GATES = (
+    gates.some_tokens,
+    gates.positive_scale,
+    gates.out_as_in,
+    gates.whole_pages,
+    gates.aligned_draws,
+)
 
 
 def _latent(backend: str, few_rows: Gate) -> KernelRow:
@@ -404,11 +223,18 @@ def _latent(backend: str, few_rows: Gate) -> KernelRow:
             {"causal", "diagonal", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
             | {"head_dims_differ", "return_lse", "split_kv"}
         ),
-        max_dim=LATENT_KEY_DIM,
+        max_dim=gates.LATENT_KEY_DIM,
         dim_multiple=8,
         # For gl.inline_asm.
         least=(("triton", (3, 9)),),
-        gates=(_values_in_keys, _some_tokens, _positive_scale, _out_as_in, _whole_pages, few_rows),
+        gates=(
+            gates.values_in_keys,
+            gates.some_tokens,
+            gates.positive_scale,
+            gates.out_as_in,
+            gates.whole_pages,
+            few_rows,
+        ),
         configs=(f"{backend}.forward",),
         program=f"heedful.launch.bind.{backend}",
     )
@@ -416,8 +242,8 @@ def _latent(backend: str, few_rows: Gate) -> KernelRow:
 
 # In order of preference.
 ROWS: tuple[KernelRow, ...] = (
-    _latent("mla_swap_ab", _rows_of_swapped_products),
-    _latent("mla", _few_rows),
+    _latent("mla_swap_ab", gates.rows_of_swapped_products),
+    _latent("mla", gates.few_rows),
     KernelRow(
         "hopper_decode",
         "forward",
@@ -432,7 +258,13 @@ ROWS: tuple[KernelRow, ...] = (
         # For gl.inline_asm.
         least=(("triton", (3, 9)),),
         appends=True,
-        gates=(_some_tokens, _positive_scale, _out_as_in, _whole_pages, _few_rows),
+        gates=(
+            gates.some_tokens,
+            gates.positive_scale,
+            gates.out_as_in,
+            gates.whole_pages,
+            gates.few_rows,
+        ),
         unasked=(many_rows, many_rows_of_one_length, packed_keys),
         configs=("hopper_decode.forward",),
         program="heedful.launch.bind.hopper_decode",
@@ -441,14 +273,20 @@ ROWS: tuple[KernelRow, ...] = (
         "decode",
         "forward",
         _PORTABLE_LEVELS,
-        ("bfloat16", "float16", *_FP8),
+        ("bfloat16", "float16", *FP8),
         _OF_DECODE,
         kv_dtypes=_QUANTIZED,
         max_dim=MAX_HEAD_DIM,
         dim_multiple=8,
         least=(("triton", (3, 6)),),
         appends=True,
-        gates=(_few_rows, _wide_heads, _float_out, _scales_of_groups, _fp8_conversion),
+        gates=(
+            gates.few_rows,
+            gates.wide_heads,
+            gates.float_out,
+            gates.scales_of_groups,
+            gates.fp8_conversion,
+        ),
         unasked=(many_rows, many_rows_of_one_length, keys_of_one_length),
         configs=("decode.forward",),
         program="heedful.launch.bind.decode",
@@ -496,7 +334,7 @@ ROWS: tuple[KernelRow, ...] = (
         dim_multiple=16,
         # For gl.inline_asm.
         least=(("triton", (3, 9)),),
-        gates=(_some_tokens, _float_out),
+        gates=(gates.some_tokens, gates.float_out),
         configs=("hopper.fp8_forward",),
         program="heedful.launch.bind.hopper_fp8",
     ),
@@ -515,7 +353,13 @@ ROWS: tuple[KernelRow, ...] = (
         least=(("triton", (3, 9)),),
         # Not before `heedful validate` has passed on the machine.
         by_default=False,
-        gates=(_positive_scale, _out_as_in_or_float, _own_e4m3, _many_keys, _near_rows),
+        gates=(
+            gates.positive_scale,
+            gates.out_as_in_or_float,
+            gates.own_e4m3,
+            gates.many_keys,
+            gates.near_rows,
+        ),
         configs=("cdna.forward",),
         program="heedful.launch.bind.cdna",
     ),
@@ -523,12 +367,17 @@ ROWS: tuple[KernelRow, ...] = (
         "portable",
         "forward",
         _PORTABLE_LEVELS,
-        _FLOATS,
+        FLOATS,
         _EVERY_FEATURE,
         kv_dtypes=_QUANTIZED,
         max_dim=MAX_HEAD_DIM,
         least=(("triton", (3, 6)),),
-        gates=(_whole_probs, _scales_of_groups, _fp8_conversion, wider_keys_than_values),
+        gates=(
+            gates.whole_probs,
+            gates.scales_of_groups,
+            gates.fp8_conversion,
+            gates.wider_keys_than_values,
+        ),
         configs=("portable.forward", "portable.scores"),
         program="heedful.launch.bind.portable",
     ),
@@ -545,8 +394,8 @@ ROWS: tuple[KernelRow, ...] = (
         dim_multiple=8,
         # For gl.inline_asm: sums of dQ leave by cp.reduce.async.bulk.
         least=(("triton", (3, 9)),),
-        gates=(_some_tokens, _positive_scale, _out_as_in, _aligned_draws)
-        + (_tiles_of_both_dims, _any_order_if_wide, _room_for_dropout),
+        gates=(gates.some_tokens, gates.positive_scale, gates.out_as_in, gates.aligned_draws)
+        + (gates.tiles_of_both_dims, gates.any_order_if_wide, gates.room_for_dropout),
         configs=("hopper.backward", "portable.scores"),
         program="heedful.launch.bind.hopper_backward",
     ),
@@ -554,12 +403,12 @@ ROWS: tuple[KernelRow, ...] = (
         "portable",
         "backward",
         _PORTABLE_LEVELS,
-        _FLOATS,
+        FLOATS,
         # Only calls that record no gradient pick cache rows by index.
         _EVERY_FEATURE - {"kv_batch_idx"},
         gathers_pages=True,
         least=(("triton", (3, 6)),),
-        gates=(_wide_float32,),
+        gates=(gates.wide_float32,),
         configs=("portable.backward_keys", "portable.backward_queries", "portable.scores"),
         program="heedful.launch.bind.portable",
     ),
@@ -567,11 +416,11 @@ ROWS: tuple[KernelRow, ...] = (
         "sdpa",
         "forward",
         {"cpu": "run"},
-        _FLOATS,
+        FLOATS,
         # Without a log-sum-exp there is no backward.
         frozenset({"causal", "diagonal", "gqa", "unaligned"}),
         least=(("torch", (2, 11)),),
-        gates=(_sdpa_mask,),
+        gates=(gates.sdpa_mask,),
         module="heedful.cpu.sdpa",
         framework="torch",
     ),
