@@ -230,10 +230,25 @@ def no_output(dtype: gl.constexpr):
 
 @gluon.jit
 def first_steps(shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML):
-    """A piece of consumer 0."""
+    """A piece of consumer 0, step by step."""
+    dtype: gl.constexpr = shared.q.dtype
+    for number in range(piece.start, piece.stop):
+        col = number * params.tile.BLOCK_N
+        phase = visit & 1
+        s_MN = first_scores(shared, kept, phase, opaque(0), no_scores(dtype), 0)
+        _s, acc_ME, m_M, l_ML = first_step(
+            shared, kept, params, piece, bounds, col, phase, s_MN, acc_ME, m_M, l_ML, 0
+        )
+        visit += 1
+    return visit, acc_ME, m_M, l_ML
+
+
+@gluon.jit
+def first_steps_ahead(shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML):
+    """A piece of consumer 0, the next step's scores begun in each."""
     AHEAD: gl.constexpr = params.tile.AHEAD
     dtype: gl.constexpr = shared.q.dtype
-    last = piece.stop - 1
+    first, last = visit, piece.stop - 1
     s_MN = first_scores(shared, kept, visit & 1, opaque(0), no_scores(dtype), 0)
     for number in range(piece.start, last):
         col = number * params.tile.BLOCK_N
@@ -245,7 +260,20 @@ def first_steps(shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML):
     _s, acc_ME, m_M, l_ML = first_step(
         shared, kept, params, piece, bounds, col, visit & 1, s_MN, acc_ME, m_M, l_ML, 0
     )
-    return acc_ME, m_M, l_ML
+    return first + (piece.stop - piece.start), acc_ME, m_M, l_ML
+
+
+@gluon.jit
+def second_steps(shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML):
+    """A piece of consumer 1."""
+    for number in range(piece.start, piece.stop):
+        col = number * params.tile.BLOCK_N
+        phase = visit & 1
+        acc_ME, m_M, l_ML = second_step(
+            shared, kept, params, piece, bounds, col, phase, acc_ME, m_M, l_ML
+        )
+        visit += 1
+    return visit, acc_ME, m_M, l_ML
 
 
 @gluon.jit
@@ -278,36 +306,18 @@ def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
             acc_ME = no_output(dtype)
             m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
             l_ML = lane_sums(gl.zeros([ROWS, KEYS], gl.float32, s_layout))
-            if CONSUMER == 0 and params.tile.AHEAD > 0:
-                acc_ME, m_M, l_ML = first_steps(
+            if CONSUMER == 1:
+                visit, acc_ME, m_M, l_ML = second_steps(
                     shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML
                 )
-                visit += piece.stop - piece.start
+            elif params.tile.AHEAD > 0:
+                visit, acc_ME, m_M, l_ML = first_steps_ahead(
+                    shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML
+                )
             else:
-                for number in range(piece.start, piece.stop):
-                    col = number * params.tile.BLOCK_N
-                    phase = visit & 1
-                    if CONSUMER == 0:
-                        s_MN = first_scores(shared, kept, phase, opaque(0), no_scores(dtype), 0)
-                        _s, acc_ME, m_M, l_ML = first_step(
-                            shared,
-                            kept,
-                            params,
-                            piece,
-                            bounds,
-                            col,
-                            phase,
-                            s_MN,
-                            acc_ME,
-                            m_M,
-                            l_ML,
-                            0,
-                        )
-                    else:
-                        acc_ME, m_M, l_ML = second_step(
-                            shared, kept, params, piece, bounds, col, phase, acc_ME, m_M, l_ML
-                        )
-                    visit += 1
+                visit, acc_ME, m_M, l_ML = first_steps(
+                    shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML
+                )
             barrier.arrive_after_mma(shared.q_empty.index(0))
             rows: gl.constexpr = gl.SliceLayout(1, acc_ME.type.layout)
             l_M = all_sums(shared, l_ML, pieces, rows, CONSUMER)
