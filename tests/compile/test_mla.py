@@ -1,5 +1,5 @@
-"""The MLA decodes compile for Hopper without spills in the loop over keys, their products and loads
-those that they are made for."""
+"""The MLA decodes compile for Hopper with few spills in the loop over keys or none, their products
+and loads those that they are made for."""
 
 import pytest
 
@@ -39,8 +39,9 @@ PROBLEMS = {
 # pages within and beyond a block, part of the registers, and order of products; merges by one and
 # by all.
 DEFAULT = ("128 heads", "four tokens", "one length", "pages of 16", "in order, pages of 16")
-# Two boxes of queries stay in registers.
-KEPT = ("four tokens", "whole")
+# Registers that a step spills, where two boxes of queries leave few for addresses, or the producer
+# has some of the consumers' for numbers of small pages. Elsewhere none.
+SPILLS = {"four tokens": 4, "whole": 1, "merged by all, pages of 16": 2}
 SWAPPED = [name for name in PROBLEMS if name.startswith("swapped")]
 BY_DEFAULT = [
     pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow])
@@ -70,7 +71,7 @@ def sass_of(name: str):
 
 
 @pytest.mark.parametrize("name", BY_DEFAULT)
-def test_both_loops_over_keys_have_a_step_of_products_and_no_spill(name):
+def test_both_loops_over_keys_have_a_step_of_products_and_few_spills(name):
     code, labels, branches = sass_of(name)
     loops = {(labels[to], at + 1) for at, to in branches if labels.get(to, at + 1) <= at}
     found = {bounds: measure(code[slice(*bounds)]) for bounds in loops}
@@ -79,10 +80,7 @@ def test_both_loops_over_keys_have_a_step_of_products_and_no_spill(name):
     # Blocks out of line jump back, too, over more than a loop.
     first, second = sorted(steps, key=lambda b: b[1] - b[0])[:2]
     assert first[1] <= second[0] or second[1] <= first[0]
-    # Queries that stay in registers leave few for addresses, and where pages are smaller than a
-    # block the producer has some of the consumers' registers.
-    most = 4 if name in KEPT else 3 if "pages of 16" in name else 0
-    assert found[first].spills + found[second].spills <= most
+    assert found[first].spills + found[second].spills <= SPILLS.get(name, 0)
 
 
 def test_keys_come_by_tensor_maps_and_products_run_into_each_other():
@@ -109,5 +107,6 @@ def test_the_loop_over_keys_of_few_rows_has_a_block_of_products_and_no_spill(nam
     words = [instruction.text for instruction in code[begin:end]]
     # The scores' wait, and one for each box of values, which is released as soon as it is read.
     assert sum("WARPGROUP.DEPBAR" in text for text in words) == 1 + 8
-    shape = 16 if "16x16" in " ".join(words) else 32
+    rows = PROBLEMS[name]["heads_q"] * PROBLEMS[name].get("seqlen_q", 1)
+    shape = 16 if rows <= 16 else 32
     assert sum(f"64x{shape}x16" in text for text in words) == 4 * (9 + 8)

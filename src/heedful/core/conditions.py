@@ -165,7 +165,8 @@ def several_tiles_of_rows(problem: AttentionProblem) -> bool:
 
 
 def long_caches(problem: AttentionProblem) -> bool:
-    """Whether caches have room for many keys: whoever loads more as a piece begins gets it back."""
+    """Whether caches have room for 4096 keys and more: a load that is made once for all keys of a
+    piece is then worth a microsecond."""
     return problem.seqlen_k >= 4096
 
 
@@ -181,9 +182,9 @@ def merge_outlasts_waiting(problem: AttentionProblem) -> bool:
 
 def all_merge_sooner(problem: AttentionProblem) -> bool:
     """Whether one program would merge a tile of up to 32 rows for longer than all wait for each
-    other. H200, 2026-11-26: of 16 heads 1 x 8192 keys take 18.5 us in
-    place of 29.3, 8 x 8192 30.8 and 36.2, 16 x 8192 47.5 and 50.4, but 32 x 2048 32.2 and 31.7, 64
-    x 8192 153.1 and 148.3; of 32 heads 8 x 8192 40.5 and 43.9, 64 x 8192 155.2 and 151.8."""
+    other. H200, 2026-11-26: of 16 heads 1 x 8192 keys take 18.5 us in place of 29.3, 8 x 8192 30.8
+    and 36.2, 16 x 8192 47.5 and 50.4, but 32 x 2048 32.2 and 31.7, 64 x 8192 153.1 and 148.3; of 32
+    heads 8 x 8192 40.5 and 43.9, 64 x 8192 155.2 and 151.8."""
     tiles = problem.batch * problem.heads_k
     return problem.num_splits == 0 and bool(have_many_sms(tiles))
 

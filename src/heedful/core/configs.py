@@ -355,8 +355,8 @@ def _mla(how: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> Conf
     """For problems that all of `when` accept. Programs that wait for each other are at work at
     once: a device has a unit for each line of tiles (core/sizes.py)."""
     config = MlaConfig(64, 128, programs=1, least_tiles=2, **how)
-    measured = _H200_26 if config.query_boxes else _H200_25
-    measured = _LEAST_SPILLS if small_pages in when else measured
+    timed = _H200_26 if config.query_boxes else _H200_25
+    measured = _LEAST_SPILLS if small_pages in when else timed
     units = MLA_SMS // MLA_LEAST_SMS if config.merge else 0
     return ConfigRow("mla.forward", ("sm_90",), 576, config, measured, _all_of(when), units)
 

@@ -176,7 +176,7 @@ SWAP_AB_ROWS = 32
 
 
 def values_in_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """What is past the values in a row of keys, a box of 64 columns, is where probabilities go."""
+    """What is past the values in a row of keys is one box of 64 columns."""
     dim, dim_v = problem.head_dim, problem.head_dim_v
     if not (dim_v == LATENT_DIM and LATENT_DIM < dim <= LATENT_KEY_DIM):
         words = f"{LATENT_DIM} and K of up to {LATENT_KEY_DIM - LATENT_DIM} columns more"

@@ -109,7 +109,7 @@ class DecodeConfig(SharedKeysConfig):
 class MlaConfig(SharedKeysConfig):
     """A tile of the MLA decode: 64 query rows by 128 keys, 64 for each of two consumers.
 
-    query_boxes: of 64 columns that consumers keep in registers. ahead: boxes of the next step's
+    query_boxes: of 64 columns, that consumers keep in registers. ahead: boxes of the next step's
     first scores that are queued behind a step's last values. in_order: 1: the first consumer's
     product with the second block's values is queued behind the second's. merge: 1: parts are merged
     by all programs that have one, each some rows, which takes programs that are at work at once.

@@ -17,11 +17,10 @@ class MlaIO(NamedTuple):
 class MlaTile(NamedTuple):
     """HEAD_DIM: of queries and keys. HEAD_DIM_V: of values, of which each consumer has
     BLOCK_E. BLOCK_M: query rows, 64. BLOCK_N: keys of a step, 128. ROWS: a power of two that a
-    tile's rows are within. QUERY_BOXES: boxes of
-    queries that consumers keep in registers. AHEAD: boxes of the next step's first scores that are
-    queued behind a step's last values. IN_ORDER: the first consumer's product with the second
-    block's values is queued behind the second's. MERGE: all programs that have a part of a sequence
-    merge some of its rows."""
+    tile's rows are within. QUERY_BOXES: of 64 columns, that consumers keep in registers. AHEAD:
+    boxes of the next step's first scores that are queued behind a step's last values. IN_ORDER: the
+    first consumer's product with the second block's values is queued behind the second's. MERGE:
+    all programs that have a part of a sequence merge some of its rows."""
 
     HEAD_DIM: Const
     HEAD_DIM_V: Const

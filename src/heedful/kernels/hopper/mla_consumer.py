@@ -29,7 +29,7 @@ from heedful.kernels.hopper.decode_results import finish_piece, merge_share
 from heedful.kernels.hopper.decode_share import look
 from heedful.kernels.hopper.mla_boxes import BOXES, HALF, KEYS, VALUE_BOXES, WIDTH
 from heedful.kernels.hopper.mla_queries import kept_boxes, load_columns, query_box
-from heedful.kernels.hopper.mla_shared import box_in_turn
+from heedful.kernels.hopper.mla_shared import REST, box_in_turn
 from heedful.kernels.hopper.mma import ROWS, scores_layout
 from heedful.kernels.hopper.pingpong import _at_barrier
 from heedful.kernels.hopper.softmax import (
@@ -140,7 +140,7 @@ def first_scores(shared, kept, phase, zero, s_MN, DONE: gl.constexpr):
     s_MN = queue_boxes(shared, kept, phase, zero, s_MN, 0, DONE, BOXES)
     _at_barrier("bar.arrive", TURN_BARRIER)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
-    barrier.arrive_after_mma(shared.empty(0, 2))
+    barrier.arrive_after_mma(shared.empty(0, REST))
     return s_MN
 
 

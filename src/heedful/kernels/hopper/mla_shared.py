@@ -15,6 +15,8 @@ from heedful.kernels.hopper.mla_queries import allocate_queries
 from heedful.kernels.hopper.mma import ROWS
 
 BLOCKS: gl.constexpr = gl.constexpr(2)  # of a step, one for each consumer
+# What the first block releases beside two halves.
+REST: gl.constexpr = gl.constexpr(2)
 
 
 @gluon.constexpr_function
@@ -30,10 +32,14 @@ def box_in_turn(block, place):
 
 @gluon.constexpr_function
 def release_before(block, place):
-    """Which release of a block the box in this place is the first to need: 0 and 1 of the halves, 2
-    of the first block's rest; -1 = none, since an earlier box has waited for it."""
-    needed = {0: 2, 1: 0, 5: 1} if block == 0 else {0: 0, 4: 1}
-    return needed.get(place, -1)
+    """What a block must have released before the box in this place is loaded: half 0 or 1, in the
+    order of `box_in_turn`, or REST; -1 = nothing that an earlier box has not waited for."""
+    first = 1 if block == 0 else 0
+    if place < first:
+        return REST
+    if place == first:
+        return 0
+    return 1 if place == first + VALUE_BOXES // 2 else -1
 
 
 @aggregate
@@ -114,7 +120,7 @@ class MlaShared:
     @gluon.jit
     def empty(self, BLOCK: gl.constexpr, WHICH: gl.constexpr):
         """Of what a block releases, numbered as by `release_before`."""
-        if WHICH == 2:
+        if WHICH == REST:
             return self.rest_empty.index(0)
         else:
             return self.k_empty.index(2 * BLOCK + WHICH)

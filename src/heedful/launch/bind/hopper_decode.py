@@ -92,19 +92,19 @@ def _call(
 def shared_params(
     problem: AttentionProblem,
     buffers: Buffers,
-    kv_rows: KVRows,
+    rows: KVRows,
     work: DecodeWork,
     tile: HopperDecodeTile | MlaTile | MlaSwapTile,
     new: int | None = None,
 ) -> HopperDecodeParams:
-    """What the roles of a Hopper kernel share whose programs share the keys. new: rows of a call
-    that appends."""
+    """What the roles of a Hopper kernel share whose programs share the keys. rows: how its maps
+    number them. new: rows of a call that appends."""
     return HopperDecodeParams(
         seqs=groups.sequences(problem, buffers, new),
         shape=groups.shape(problem),
         mask=groups.mask(problem, buffers),
         kv=groups.kv_layout(problem.page_size, buffers, is_written=new is not None),
-        kv_rows=kv_rows,
+        kv_rows=rows,
         work=work,
         tile=tile,
         sink=pointer(buffers, "sink"),
