@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from heedful.kernels.args.decode import DecodeMerge
 from heedful.kernels.hopper import decode_consumer, decode_producer, pipeline
-from support.decode_roles import Product, Roles
+from support.decode_roles import SHARED, Product, Roles
 from support.hosted import Deadlock, Int, Place, Pointer, Row, Turned, barriers
 from support.hosted_floats import Float
 
@@ -57,15 +57,7 @@ class Device(Roles):
         self.params = SimpleNamespace(
             seqs=self.sequences(self.new or None, self.tokens),
             shape=SimpleNamespace(batch=Int(len(self.lengths)), heads_q=Int(4), heads_k=Int(1)),
-            mask=SimpleNamespace(
-                shift=Int(0),
-                bottom_right=Int(1),
-                HAS_LEFT=self.left >= 0,
-                HAS_RIGHT=False,
-                left=Int(self.left),
-                right=Int(0),
-                first=Int(0),
-            ),
+            mask=self.mask(self.left),
             kv=self.kv(),
             kv_rows=self.kv_rows(),
             work=self.work(DecodeMerge(None, None, None, PARTS=4, STAGES=1, AWAITS_STORES=False)),
@@ -254,15 +246,9 @@ class Device(Roles):
         assert not self.results
 
 
-CASES = {
-    "one length": Device((1000, 1000, 1000), 3),
-    "whole sequences": Device((700, 64, 65, 300), 2, splits=1),
-    "parts": Device((700, 1, 0, 300), 3, splits=3),
-    "uneven": Device((1500, 0, 1, 127, 128, 129, 600), 4),
-    "one sequence": Device((3000,), 5),
+CASES = {name: Device(**facts) for name, facts in SHARED.items()} | {
     "three tiles": Device((900, 130, 0), 2, stages=3),
-    "pages": Device((900, 130, 0), 3, page=64),
-    "small pages": Device((500, 77, 1), 2, page=48, stages=2),
+    "small pages": Device(**SHARED["small pages"], stages=2),
     "window": Device((1500, 300, 20), 3, left=200),
     "packed": Device((900, 130, 64, 0), 3, tokens=(1, 4, 0, 2)),
     "packed, tiles of rows": Device((500, 900, 1), 4, tokens=(17, 40, 16), page=16),

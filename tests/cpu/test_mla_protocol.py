@@ -19,7 +19,7 @@ from heedful.kernels.hopper import mla_boxes
 from heedful.kernels.hopper import mla_consumer as consumer_file
 from heedful.kernels.hopper import mla_producer as producer_file
 from heedful.kernels.hopper import mla_shared as shared_file
-from support.decode_roles import Product, Roles
+from support.decode_roles import SHARED, Product, Roles
 from support.hosted import (
     Deadlock,
     Int,
@@ -96,9 +96,7 @@ class Device(Roles):
             shape=SimpleNamespace(
                 batch=Int(len(self.lengths)), heads_q=Int(self.heads), heads_k=Int(1)
             ),
-            mask=SimpleNamespace(
-                shift=Int(0), bottom_right=Int(1), HAS_LEFT=False, HAS_RIGHT=False, right=Int(0)
-            ),
+            mask=self.mask(),
             kv=self.kv(),
             kv_rows=self.kv_rows(),
             work=self.work(merge, self.tiles, self.overhead),
@@ -357,15 +355,8 @@ class Queries:
             box.store(content)
 
 
-CASES = {
-    "one length": Device((1000, 1000, 1000), 3, 0),
-    "whole sequences": Device((700, 64, 65, 300), 2, 0, splits=1),
-    "parts": Device((700, 1, 0, 300), 3, 0, splits=3),
-    "uneven": Device((1500, 0, 1, 127, 128, 129, 600), 4, 0),
-    "one sequence": Device((3000,), 5, 0),
+CASES = {name: Device(**facts, seed=0) for name, facts in SHARED.items()} | {
     "tiles of rows": Device((900, 130), 4, 0, heads=128),
-    "pages": Device((900, 130, 0), 3, 0, page=64),
-    "small pages": Device((500, 77, 1), 2, 0, page=48),
     "a part costs": Device((1500, 300, 20), 3, 0, overhead=2),
     "ahead": Device((900, 300, 1, 0), 3, 0, ahead=1),
     "three ahead": Device((900, 130), 4, 0, heads=128, ahead=3),

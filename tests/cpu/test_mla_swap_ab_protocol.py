@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from heedful.kernels.args.decode import DecodeMerge
 from heedful.kernels.hopper import mla_boxes, mla_swap_ab, mla_swap_ab_consumer, pipeline
-from support.decode_roles import Product, Roles
+from support.decode_roles import SHARED, Product, Roles
 from support.hosted import Deadlock, Int, Place, Row, Turned, barriers
 from support.hosted_floats import Float
 
@@ -56,9 +56,7 @@ class Device(Roles):
         self.params = SimpleNamespace(
             seqs=self.sequences(),
             shape=SimpleNamespace(batch=Int(len(self.lengths)), heads_q=Int(16), heads_k=Int(1)),
-            mask=SimpleNamespace(
-                shift=Int(0), bottom_right=Int(1), HAS_LEFT=False, HAS_RIGHT=False, right=Int(0)
-            ),
+            mask=self.mask(),
             kv=self.kv(),
             kv_rows=self.kv_rows(),
             work=self.work(DecodeMerge(None, None, None, PARTS=4, STAGES=1, AWAITS_STORES=False)),
@@ -194,16 +192,9 @@ class Device(Roles):
         assert not self.results
 
 
-CASES = {
-    "one length": Device((1000, 1000, 1000), 3),
-    "whole sequences": Device((700, 64, 65, 300), 2, splits=1),
-    "parts": Device((700, 1, 0, 300), 3, splits=3),
-    "uneven": Device((1500, 0, 1, 127, 128, 129, 600), 4),
-    "one sequence": Device((3000,), 5),
+CASES = {name: Device(**facts) for name, facts in SHARED.items()} | {
     "one block": Device((900, 130, 0), 2, stages=1),
     "three blocks": Device((900, 130, 0), 2, stages=3),
-    "pages": Device((900, 130, 0), 3, page=64),
-    "small pages": Device((500, 77, 1), 2, page=48),
 }
 
 

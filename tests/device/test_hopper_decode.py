@@ -3,6 +3,7 @@ promise is in test_decode.py."""
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from support.budget import run
 from support.cases import Case
 from support.hopper import ON_HOPPER, WITH_TRITON_3_9
 from support.prepared import Prepared
-from support.served import served
+from support.served import replayed, served
 from support.variants import distinct
 
 pytestmark = [*ON_HOPPER, WITH_TRITON_3_9]
@@ -164,18 +165,7 @@ def test_a_replayed_graph_has_other_packed_sequences(backend):
     def step(backend):
         return heedful.flash_attn_varlen_func(**call, backend=backend)
 
-    step(backend)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = step(backend)
-    draw = random.Random(0)
-    for mix in mixes * 3:
-        used = [max(n, draw.choice((0, 1, 700, 5000))) for n in mix]
-        call["cu_seqlens_q"].copy_(torch.tensor([0, *mix]).cumsum(0))
-        call["seqused_k"].copy_(torch.tensor(used))
-        out.fill_(torch.nan)
-        lse.fill_(torch.nan)
-        graph.replay()
+    for mix, out, lse in replayed(call, mixes, partial(step, backend)):
         want, want_lse = step(backend)
         assert torch.equal(out, want) and torch.equal(lse, want_lse)
         _, portable_lse = step("decode")

@@ -14,7 +14,7 @@ from support.budget import run
 from support.cases import FRESH, Case
 from support.hopper import ON_HOPPER
 from support.prepared import Prepared
-from support.served import served
+from support.served import replayed, served
 
 pytestmark = ON_HOPPER
 
@@ -181,18 +181,7 @@ def test_a_replayed_graph_shares_another_mix():
     def step():
         return heedful.flash_attn_varlen_func(**call, backend="mixed")
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = step()
-    draw = random.Random(0)
-    for mix in mixes * 3:
-        used = [max(n, draw.choice((0, 1, 700, 1600))) for n in mix]
-        call["cu_seqlens_q"].copy_(torch.tensor([0, *mix]).cumsum(0))
-        call["seqused_k"].copy_(torch.tensor(used))
-        out.fill_(torch.nan)
-        lse.fill_(torch.nan)
-        graph.replay()
+    for mix, out, lse in replayed(call, mixes, step):
         want, want_lse = step()
         assert torch.equal(out, want) and torch.equal(lse, want_lse)
         whole, whole_lse = heedful.flash_attn_varlen_func(**call, backend="hopper")

@@ -16,6 +16,16 @@ from support.hosted import Barrier, Host, Int, Machine, Pointer, Row
 from support.hosted_floats import Floats
 
 FAR = 1 << 30
+# Facts of a device: lengths and programs that both decodes have to share in each way.
+SHARED: dict[str, dict[str, Any]] = {
+    "one length": {"lengths": (1000, 1000, 1000), "programs": 3},
+    "whole sequences": {"lengths": (700, 64, 65, 300), "programs": 2, "splits": 1},
+    "parts": {"lengths": (700, 1, 0, 300), "programs": 3, "splits": 3},
+    "uneven": {"lengths": (1500, 0, 1, 127, 128, 129, 600), "programs": 4},
+    "one sequence": {"lengths": (3000,), "programs": 5},
+    "pages": {"lengths": (900, 130, 0), "programs": 3, "page": 64},
+    "small pages": {"lengths": (500, 77, 1), "programs": 2, "page": 48},
+}
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,18 @@ class Roles:
             new_k=None if new is None else Int(new),
             seqlen_q=Int(sum(tokens) if tokens else 1),
             seqlen_k=Int(self.stored),
+        )
+
+    def mask(self, left: int = -1) -> SimpleNamespace:
+        """left: keys that a window has, or -1."""
+        return SimpleNamespace(
+            shift=Int(0),
+            bottom_right=Int(1),
+            HAS_LEFT=left >= 0,
+            HAS_RIGHT=False,
+            left=Int(left),
+            right=Int(0),
+            first=Int(0),
         )
 
     def kv(self) -> SimpleNamespace:

@@ -1,8 +1,11 @@
 """Batches of packed queries over pages, as serving engines make them."""
 
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def served(
@@ -28,3 +31,23 @@ def served(
         "seqused_k": torch.tensor(lens_k, dtype=torch.int32, device="cuda"),
         "return_lse": True,
     }
+
+
+def replayed(
+    call: dict[str, Any], mixes: Sequence[list[int]], step: Callable[[], tuple[Tensor, Tensor]]
+) -> Iterator[tuple[list[int], Tensor, Tensor]]:
+    """Captures `step` of a call, and replays it three times with each mix, which are the queries of
+    its sequences, and other used lengths: (mix, out, lse). Both were NaN before."""
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step()
+    drawn, most = random.Random(0), call["max_seqlen_k"]
+    for mix in [*mixes] * 3:
+        used = [max(n, drawn.choice((0, 1, 700, most))) for n in mix]
+        call["cu_seqlens_q"].copy_(torch.tensor([0, *mix]).cumsum(0))
+        call["seqused_k"].copy_(torch.tensor(used))
+        out.fill_(torch.nan)
+        lse.fill_(torch.nan)
+        graph.replay()
+        yield mix, out, lse
