@@ -18,6 +18,7 @@ from heedful.launch.triton_compat import VERSION, compile_kernel
 
 pytestmark = pytest.mark.skipif(VERSION < (3, 9), reason="gl.inline_asm came with Triton 3.9")
 
+MIXED = "hopper_mixed"
 # Name: facts of the problem beside 4 sequences of 4096 keys, 32 heads over 8, and new tokens.
 PROBLEMS = {
     "plain": {},
@@ -31,6 +32,7 @@ PROBLEMS = {
     "packed, sixteen tokens": {"total_q": 50, "seqlen_q": 16, "used_k": True, "page_size": 16},
     "packed keys": {"total_q": 9, "total_k": 9000, "head_dim": 64},
     "packed, wide": {"total_q": 9, "used_k": True, "page_size": 16, "head_dim": 256},
+    "mixed": {"total_q": 600, "seqlen_q": 512, "used_k": True, "page_size": 16, "backend": MIXED},
     "merged by all": {"used_k": True, "backend": "hopper_decode+merge=1"},
     "new": {"used_k": True, "page_size": 16, "new": 1},
     "new, rotated": {"used_k": True, "new": 1, "is_rotated": True},
@@ -50,7 +52,8 @@ def compiled(name: str):
     problem = AttentionProblem.dense(4, facts.pop("seqlen_q", 1), 4096, 32, 8, **facts)
     chosen = plan(problem, by_name("H200"), backend=backend)
     if problem.varlen_q:
-        (call,) = programs.program(chosen, "forward").calls
+        *long, call = programs.program(chosen, "forward").calls
+        assert bool(long) == (backend == MIXED)
     elif new:
         buffers = buffers_of_step(problem, new, is_rotated)
         (call,) = programs.step(chosen, buffers, interleaved=True, position0=0).calls

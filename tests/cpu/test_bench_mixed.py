@@ -49,7 +49,7 @@ def test_a_batch_is_shared_by_two_kernels_and_each_kind_alone_is_not(batch):
         sizes = (len(queries), max(queries), max(keys), *batch.heads)
         return plan(AttentionProblem.dense(*sizes, **facts), by_name("H200")).backend
 
-    assert backend(batch.sequences) == "mixed"
+    assert backend(batch.sequences) == "hopper_mixed"
     if batch.decodes:
         assert backend(batch.decodes) == "hopper_decode"
         assert backend(batch.prefills) == "hopper"

@@ -132,6 +132,7 @@ DEVICES: dict[tuple[str, str], tuple[Case, ...]] = {
     ("H200", "mla_swap_ab"): FEW_ROWS,
     ("H200", "hopper_decode"): HOPPER_DECODES,
     ("H200", "mixed"): MIXES,
+    ("H200", "hopper_mixed"): MIXES,
     ("H200", "hopper"): (*SCORES, *LENGTHS, *EIGHT_BITS),
     ("RTX 4090", "decode"): DECODES,
     ("MI300X", "decode"): DECODES[:8],

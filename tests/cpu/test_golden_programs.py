@@ -350,6 +350,7 @@ TABLE: dict[tuple[str, str], list[Asked]] = {
         ),
     ),
     ("H200", "mixed"): MIXES,
+    ("H200", "hopper_mixed"): MIXES,
     ("H200", "mla"): [
         ({**DECODE, **LATENT, **facts}, laid) for facts, laid in [({}, {}), *LATENT_STEPS]
     ],

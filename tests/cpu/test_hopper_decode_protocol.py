@@ -39,7 +39,8 @@ class Scores:
 @dataclass
 class Device(Roles):
     """stages: tiles of each ring. left: keys that a window has, or -1. new: rows that each sequence
-    gets. tokens: packed queries of each, of four heads; else each has one."""
+    gets. tokens: packed queries of each, of four heads; else each has one. short: those of more are
+    another kernel's."""
 
     lengths: tuple[int, ...]
     programs: int
@@ -50,6 +51,7 @@ class Device(Roles):
     left: int = -1
     new: int = 0
     tokens: tuple[int, ...] = ()
+    short: int | None = None
     instead: dict = field(default_factory=dict)
 
     def __post_init__(self):
@@ -75,6 +77,8 @@ class Device(Roles):
             sink=None,
             scale_log2=Float(1.0),
         )
+        if self.short is not None:
+            self.params.work = self.params.work._replace(short_q=Int(self.short))
         self.append = SimpleNamespace(
             io=SimpleNamespace(cache_seqlens=Pointer(list(self.lengths)) if self.new else None)
         )
@@ -236,6 +240,8 @@ class Device(Roles):
         """The pieces of every sequence's tiles of rows are all its visits, once, and their results
         merge to its own."""
         rows = [4 * count for count in self.tokens] or [4] * len(self.lengths)
+        if self.short is not None:
+            rows = [n if n <= 4 * self.short else 0 for n in rows]
         for b, row0 in ((b, row) for b, end in enumerate(rows) for row in range(0, end, 64)):
             length = self.length(b)
             begin = max(0, length - 1 - self.left) // KEYS if self.left >= 0 else 0
@@ -253,6 +259,8 @@ CASES = {name: Device(**facts) for name, facts in SHARED.items()} | {
     "packed": Device((900, 130, 64, 0), 3, tokens=(1, 4, 0, 2)),
     "packed, tiles of rows": Device((500, 900, 1), 4, tokens=(17, 40, 16), page=16),
     "packed, parts": Device((500, 900, 1), 3, tokens=(17, 1, 0), splits=3),
+    "beside a prefill": Device((900, 500, 64, 0, 300), 3, tokens=(1, 40, 16, 1, 17), short=16),
+    "prefills alone": Device((900, 500), 3, tokens=(40, 17), short=16),
     "new rows": Device((700, 63, 0, 300), 3, new=3),
     "new rows in pages": Device((700, 63, 0, 300), 3, new=70, page=16),
     "new rows behind a window": Device((900, 5), 2, new=100, left=40),

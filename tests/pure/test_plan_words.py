@@ -57,6 +57,7 @@ def test_a_split_training_call_is_explained():
         " than 32",
         "rejected  decode forward: hopper is preferred for 40 query rows of a KV head: more than"
         " 32",
+        f"rejected  hopper_mixed forward: does not take a later backward; {NOT_PACKED}",
         f"rejected  mixed forward: does not take a later backward; {NOT_PACKED}",
         "rejected  cdna forward: no kernel for sm_90",
         "rejected  portable forward: hopper is preferred",
@@ -95,6 +96,7 @@ def test_a_call_on_pages_is_explained_with_its_notes():
         " more than 32",
         "rejected  decode forward: hopper is preferred for 2000 query rows of a KV head: more than"
         " 32",
+        f"rejected  hopper_mixed forward: does not take a later backward; {NOT_PACKED}",
         f"rejected  mixed forward: does not take a later backward; {NOT_PACKED}",
         "rejected  cdna forward: no kernel for sm_90",
         "rejected  portable forward: hopper is preferred",
@@ -112,7 +114,17 @@ def test_a_call_without_kernels_is_explained_without_tiles_and_grids():
         "device    CPU (cpu)",
         "forward   sdpa [run]",
     ]
-    gone = ("mla_swap_ab", "mla", "hopper_decode", "decode", "mixed", "hopper", "cdna", "portable")
+    gone = (
+        "mla_swap_ab",
+        "mla",
+        "hopper_decode",
+        "decode",
+        "hopper_mixed",
+        "mixed",
+        "hopper",
+        "cdna",
+        "portable",
+    )
     none = [f"rejected  {name} forward: no kernel for cpu" for name in gone]
     assert lines[3:] == [*none, "rejected  cpu forward: sdpa is preferred"]
 
@@ -143,9 +155,10 @@ def test_a_grid_of_one_program_and_one_of_two_dims_are_told():
             " mla_swap_ab: no kernel for sm_80; mla: no kernel for sm_80;"
             " hopper_decode: no kernel for sm_80; decode: head_dim 12:"
             " takes multiples of 8, V's head_dim 12: takes multiples of 8, float8_e5m2 on sm_80,"
-            " which cannot convert it; mixed: no kernel for sm_80; hopper: no kernel for sm_80;"
-            " cdna: no kernel for sm_80; portable: dtype float8_e5m2: takes bfloat16, float16,"
-            " float32, float8_e5m2 on sm_80, which cannot convert it; sdpa: no kernel for sm_80;"
+            " which cannot convert it; hopper_mixed: no kernel for sm_80; mixed: no kernel for"
+            " sm_80; hopper: no kernel for sm_80; cdna: no kernel for sm_80; portable: dtype"
+            " float8_e5m2: takes bfloat16, float16, float32, float8_e5m2 on sm_80, which cannot"
+            " convert it; sdpa: no kernel for sm_80;"
             " cpu: no kernel for sm_80",
         ),
         (
@@ -174,8 +187,8 @@ def test_a_grid_of_one_program_and_one_of_two_dims_are_told():
             {},
             H200,
             "nothing",
-            "backend must be one of mla_swap_ab, mla, hopper_decode, decode, mixed, hopper, cdna,"
-            " portable, sdpa, cpu, scan or None, got 'nothing'",
+            "backend must be one of mla_swap_ab, mla, hopper_decode, decode, hopper_mixed, mixed,"
+            " hopper, cdna, portable, sdpa, cpu, scan or None, got 'nothing'",
         ),
         (
             {"needs_grad": True, "deterministic": True},
@@ -340,7 +353,17 @@ def test_tools_that_a_framework_lacks_are_named():
     assert scan.why_not(asked, H200, on_jax) == ["no kernel for sm_90"]
     assert plan(asked, CPU, on_jax).backend == "scan"
     assert {r.backend for r in plan(asked, CPU, on_jax).rejected} == {
-        *("mla_swap_ab", "mla", "hopper_decode", "decode", "mixed", "hopper", "cdna", "portable"),
+        *(
+            "mla_swap_ab",
+            "mla",
+            "hopper_decode",
+            "decode",
+            "hopper_mixed",
+            "mixed",
+            "hopper",
+            "cdna",
+            "portable",
+        ),
     }
 
 

@@ -11,7 +11,13 @@ from typing import Any
 from heedful.core import gates
 from heedful.core.device import DeviceSpec
 from heedful.core.gates import FLOATS, FP8, Gate
-from heedful.core.mixed import sequences_of_both_kinds, some_are_short
+from heedful.core.mixed import (
+    queries_of_a_tile,
+    queries_of_few_tiles,
+    sequences_of_both_kinds,
+    some_fill_a_tile,
+    some_fill_few_tiles,
+)
 from heedful.core.preferences import (
     Preferred,
     keys_of_one_length,
@@ -73,8 +79,8 @@ class KernelRow:
     features: what it takes beyond plain dense attention.
     max_dim, dim_multiple: head dims of QK and V: at most (V MAX_HEAD_DIM_V), and a multiple of.
     by_default: whether the planner may choose it unasked.
-    splits_batch: sequences of few queries run the decode kernel, and those of more the Hopper
-        forward.
+    short_queries: where sequences of few queries run a decode kernel, and those of more the Hopper
+        forward: up to how many.
     gathers_pages: it takes keys in pages as dense copies, see torch/pages.py.
     appends: it writes new keys and values into a cache itself, and rotates keys and queries; its
         program module has a `step`, see launch/programs.py.
@@ -96,7 +102,7 @@ class KernelRow:
     dim_multiple: int = 1
     least: tuple[tuple[str, tuple[int, ...]], ...] = ()
     by_default: bool = True
-    splits_batch: bool = False
+    short_queries: Callable[[AttentionProblem], int] | None = None
     gathers_pages: bool = False
     appends: bool = False
     gates: tuple[Gate, ...] = ()
@@ -203,6 +209,10 @@ _OF_HOPPER = frozenset(
     | {"head_dims_differ", "return_lse", "split_kv", "backward", "bias_grad"}
     | {"deterministic"}
 )
+_OF_HOPPER_DECODE = frozenset(
+    {"causal", "window", "first_keys", "diagonal", "sink", "varlen", "seqused", "paged"}
+    | {"kv_batch_idx", "leftpad_k", "gqa", "head_dims_differ", "return_lse", "split_kv"}
+)
 _HOPPER_GATES = (
     gates.some_tokens,
     gates.positive_scale,
@@ -210,6 +220,33 @@ _HOPPER_GATES = (
     gates.whole_pages,
     gates.aligned_draws,
 )
+
+
+def _mixed(
+    backend: str,
+    features: frozenset[str],
+    kernel: str,
+    triton: tuple[int, ...],
+    short_queries: Callable[[AttentionProblem], int],
+    unasked: Callable[[AttentionProblem, DeviceSpec], Preferred | None],
+) -> KernelRow:
+    """The Hopper forward beside a decode kernel that has the sequences of few queries."""
+    return KernelRow(
+        backend,
+        "forward",
+        {"sm_90": "run"},
+        ("bfloat16", "float16"),
+        # Partial results of the Hopper forward are merged over all rows.
+        (features & _OF_HOPPER) - {"split_kv"},
+        max_dim=256,
+        dim_multiple=8,
+        least=(("triton", triton),),
+        short_queries=short_queries,
+        gates=(*_HOPPER_GATES, sequences_of_both_kinds),
+        unasked=(unasked,),
+        configs=("hopper.forward", kernel),
+        program="heedful.launch.bind.mixed",
+    )
 
 
 def _latent(backend: str, few_rows: Gate) -> KernelRow:
@@ -249,10 +286,7 @@ ROWS: tuple[KernelRow, ...] = (
         "forward",
         {"sm_90": "run"},
         ("bfloat16", "float16"),
-        frozenset(
-            {"causal", "window", "first_keys", "diagonal", "sink", "varlen", "seqused", "paged"}
-            | {"kv_batch_idx", "leftpad_k", "gqa", "head_dims_differ", "return_lse", "split_kv"}
-        ),
+        _OF_HOPPER_DECODE,
         max_dim=256,
         dim_multiple=8,
         # For gl.inline_asm.
@@ -291,21 +325,16 @@ ROWS: tuple[KernelRow, ...] = (
         configs=("decode.forward",),
         program="heedful.launch.bind.decode",
     ),
-    KernelRow(
-        "mixed",
-        "forward",
-        {"sm_90": "run"},
-        ("bfloat16", "float16"),
-        # Partial results of the Hopper forward are merged over all rows.
-        (_OF_DECODE & _OF_HOPPER) - {"split_kv"},
-        max_dim=256,
-        dim_multiple=8,
-        least=(("triton", (3, 6)),),
-        splits_batch=True,
-        gates=(*_HOPPER_GATES, sequences_of_both_kinds),
-        unasked=(some_are_short,),
-        configs=("hopper.forward", "decode.forward"),
-        program="heedful.launch.bind.mixed",
+    _mixed(
+        "hopper_mixed",
+        _OF_HOPPER_DECODE,
+        "hopper_decode.forward",
+        (3, 9),
+        queries_of_a_tile,
+        some_fill_a_tile,
+    ),
+    _mixed(
+        "mixed", _OF_DECODE, "decode.forward", (3, 6), queries_of_few_tiles, some_fill_few_tiles
     ),
     KernelRow(
         "hopper",

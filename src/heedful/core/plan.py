@@ -11,7 +11,7 @@ from heedful.core.by_hand import OPTIONS, with_options
 from heedful.core.capability import KernelRow, Toolchain
 from heedful.core.configs import ConfigRow
 from heedful.core.device import DeviceSpec
-from heedful.core.mixed import short_queries
+from heedful.core.mixed import SHORT_KERNELS
 from heedful.core.problem import AttentionProblem, Lengths
 from heedful.core.sizes import Scheduler, Sizes
 from heedful.core.tiles import HopperConfig, SharedKeysConfig, TileConfig
@@ -34,7 +34,7 @@ class Plan:
     backend, level: of the forward; backward, backward_level: of the backward, None without one.
     configs: kernel name ("portable.forward", ...) -> its tiles; measured: where from.
     is_split: whether the keys are split in parts that are merged. scheduler: how the programs of a
-    Hopper forward come by their tiles. short_q: queries of a sequence up to which the decode kernel
+    Hopper forward come by their tiles. short_q: queries of a sequence up to which a decode kernel
     has it, where the Hopper forward has the longer ones; 0 = one kernel has all. by_hand: options
     that a backend's name carried.
     notes: what a user may want to know (copies made, settings that took part).
@@ -272,7 +272,7 @@ def _configs(
 def _as_seen(kernel: str, problem: AttentionProblem, forward: KernelRow) -> AttentionProblem:
     """The problem as tiles of a kernel are chosen for it: short sequences of a mixed batch mostly
     have one new token."""
-    if forward.splits_batch and kernel == "decode.forward":
+    if forward.short_queries and kernel in SHORT_KERNELS:
         return problem.at(problem.lengths._replace(seqlen_q=1))
     return problem
 
@@ -290,8 +290,8 @@ def _dealt_out(row: KernelRow, tiles, problem: AttentionProblem, device: DeviceS
         # Its programs share the keys by themselves.
         return {}
     facts: dict = {"is_split": splits > 1}
-    if row.splits_batch:
-        facts["short_q"] = short_queries(problem)
+    if row.short_queries:
+        facts["short_q"] = row.short_queries(problem)
     if isinstance(forward, HopperConfig):
         facts["scheduler"] = sizes.scheduler_of(forward, problem, device, splits)
     return facts
@@ -333,7 +333,8 @@ def explain(plan: Plan, update: str | None = None) -> str:
 
 def words_of_sequences(plan: Plan) -> str:
     """Which kernel has which sequences of a mixed batch."""
-    return f"up to {plan.short_q} queries: decode.forward; longer ones: hopper.forward"
+    short = next(kernel for kernel in plan.configs if kernel in SHORT_KERNELS)
+    return f"up to {plan.short_q} queries: {short}; longer ones: hopper.forward"
 
 
 def _words_of(found: Sizes) -> list[str]:

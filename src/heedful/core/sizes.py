@@ -309,8 +309,9 @@ def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
 
 
 def _hopper_decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
-    """The same, or a few less where equal lengths then have fewer parts."""
-    return _shared_keys(plan, problem, "hopper_decode.forward", evens=True)
+    """The same, or a few less where equal lengths then have fewer parts. Beside a kernel that has
+    the long sequences nobody knows how many there are."""
+    return _shared_keys(plan, problem, "hopper_decode.forward", evens=not plan.short_q)
 
 
 def _shared_keys(plan: "Plan", problem: AttentionProblem, kernel: str, evens: bool = False):

@@ -140,6 +140,13 @@ def slot_row(params, slot, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
+def rows_of_unit(params, piece):
+    """Rows of a tile that the piece's sequence has, which are those that scratch is used for."""
+    group = params.shape.heads_q // params.shape.heads_k
+    return gl.minimum(piece.stored_q * group - piece.row0, params.tile.ROWS)
+
+
+@gluon.jit
 def store_part(params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr):
     """Writes a part's own normalised results, and its log-sum-exp in base 2."""
     E: gl.constexpr = params.tile.BLOCK_E
@@ -149,7 +156,7 @@ def store_part(params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr):
     dims_E = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     acc = scale_output(acc, 1.0 / gl.where(l_M == 0.0, 1.0, l_M))
     first = slot_row(params, piece.work.slot, CONSUMER)
-    kept_M = rows_M < params.tile.ROWS
+    kept_M = rows_M < rows_of_unit(params, piece)
     out = params.work.merge.partial_out + first * E
     for which in gl.static_range(len(acc)):
         at_ME = (rows_M * E)[:, None] + (which * COLUMNS + dims_E)[None, :]
@@ -243,7 +250,7 @@ def merge_rows(io, params, piece, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl
     on."""
     work = piece.work
     number = gl.where(work.slot == work.first, 0, (work.slot - work.rest) // work.step)
-    for turn in range(number, params.tile.ROWS // M, work.parts):
+    for turn in range(number, gl.cdiv(rows_of_unit(params, piece), M), work.parts):
         row = turn * M
         out, top_M, sum_M = merged(params, piece, row, M, P, CONSUMER)
         FIRST: gl.constexpr = CONSUMER * params.tile.BLOCK_E
@@ -304,6 +311,6 @@ def finish_piece(io, params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr):
                 gl.store(count, 0)
                 M: gl.constexpr = min(params.tile.ROWS, 16)
                 P: gl.constexpr = params.work.merge.PARTS
-                for row in range(0, params.tile.ROWS, M):
+                for row in range(0, rows_of_unit(params, piece), M):
                     out, top_M, sum_M = merged(params, piece, row, M, P, CONSUMER)
                     store_whole(io, params, piece, row0 + row, out, top_M, sum_M, FIRST)

@@ -132,15 +132,12 @@ def _work(
         problem,
         config,
         buffers,
-        numbers["tiles"],
+        numbers,
         at_once,
         merge_stages=config.merge_stages,
         awaits_stores=plan.device.arch.startswith("gfx9"),  # CDNA
     )
-    return work._replace(
-        short_q=Scalar(numbers["short_q"]) if "short_q" in numbers else None,
-        SKIPS_EMPTY=skips_empty(problem, buffers),
-    )
+    return work._replace(SKIPS_EMPTY=skips_empty(problem, buffers))
 
 
 def skips_empty(problem: AttentionProblem, buffers: Buffers) -> bool:
@@ -154,13 +151,13 @@ def shared_work(
     problem: AttentionProblem,
     config: SharedKeysConfig,
     buffers: Buffers,
-    tiles: int,
+    numbers: Mapping[str, int],
     at_once: int,
     merge_stages: int = 1,
     awaits_stores: bool = False,
 ) -> DecodeWork:
-    """The work of kernels whose programs share the keys. at_once: values of one part
-    that are merged at once. merge_stages, awaits_stores: see `DecodeMerge`."""
+    """The work of kernels whose programs share the keys. numbers: those of the launch. at_once:
+    values of one part that are merged at once. merge_stages, awaits_stores: see `DecodeMerge`."""
     merged = config.merge_values * 32 * config.num_warps // at_once
     names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
     return DecodeWork(
@@ -173,9 +170,9 @@ def shared_work(
             AWAITS_STORES=awaits_stores,
         ),
         splits=Scalar(problem.num_splits) if problem.num_splits else None,
-        tiles=Scalar(tiles),
+        tiles=Scalar(numbers["tiles"]),
         least=Scalar(config.least_tiles + config.overhead),
-        short_q=None,
+        short_q=Scalar(numbers["short_q"]) if "short_q" in numbers else None,
         IS_UNIFORM=not any(name in buffers for name in names),
         SKIPS_EMPTY=False,
         OVERHEAD=config.overhead,

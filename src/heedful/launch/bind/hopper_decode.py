@@ -39,8 +39,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, and lse if there is such a buffer."""
     sizes = plan.sizes()
     buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
-    append = absent(HopperDecodeAppend)
-    call = _call(problem, plan, sizes, buffers, append)
+    call = decode_call(problem, plan, sizes, buffers)
     return Program((call, *clear_calls(problem, buffers)), sizes.workspaces)
 
 
@@ -50,18 +49,20 @@ def step(plan: Plan, buffers: Buffers, interleaved: bool, position0: int) -> Pro
     given, append, names = appending(plan, buffers, interleaved, position0)
     given |= {w.name: w.buffer for w in sizes.workspaces}
     own = HopperDecodeAppend(append.rotary, append.io, append.advance)
-    call = _call(plan.problem, plan, sizes, given, own, given["k_new"].shape[1])
+    call = decode_call(plan.problem, plan, sizes, given, own, given["k_new"].shape[1])
     return Program((call,), sizes.workspaces).renamed(names)
 
 
-def _call(
+def decode_call(
     problem: AttentionProblem,
     plan: Plan,
     sizes: Sizes,
     buffers: Buffers,
-    append: HopperDecodeAppend,
+    append: HopperDecodeAppend | None = None,
     new: int | None = None,
 ) -> KernelCall:
+    """The kernel, over all sequences or over those that the plan says are short. append: what goes
+    into the cache first; new: rows of that."""
     launch, config = sizes.launches[KERNEL], plan.configs[KERNEL]
     assert isinstance(config, HopperDecodeConfig)
     divisor = shared_divisor(buffers, ("q", "out"))
@@ -77,11 +78,11 @@ def _call(
             problem,
             buffers,
             kv_rows(problem, buffers),
-            _work(problem, config, buffers, launch.numbers["tiles"]),
+            _work(problem, config, buffers, launch.numbers),
             _tile(problem, config),
             new,
         ),
-        "append": append,
+        "append": append or absent(HopperDecodeAppend),
     }
     call = shared_keys_call("decode", launch.grid, parameters, problem, config)
     if config.registers:
@@ -133,10 +134,13 @@ def _columns(dim: int) -> int:
 
 
 def _work(
-    problem: AttentionProblem, config: HopperDecodeConfig, buffers: Buffers, tiles: int
+    problem: AttentionProblem,
+    config: HopperDecodeConfig,
+    buffers: Buffers,
+    numbers: Mapping[str, int],
 ) -> DecodeWork:
     at_once = min(config.kept_rows(problem), HOPPER_MERGE_ROWS) * _columns(problem.head_dim_v)
-    work = shared_work(problem, config, buffers, tiles, at_once)
+    work = shared_work(problem, config, buffers, numbers, at_once)
     return work._replace(SKIPS_EMPTY=skips_empty(problem, buffers))
 
 

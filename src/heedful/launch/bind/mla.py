@@ -32,7 +32,7 @@ def _call(
 ) -> KernelCall:
     launch = sizes.launches["mla.forward"]
     at_once = HOPPER_MERGE_ROWS * (problem.head_dim_v // CONSUMERS)
-    work = shared_work(problem, config, buffers, launch.numbers["tiles"], at_once)
+    work = shared_work(problem, config, buffers, launch.numbers, at_once)
     parameters = {
         "io": tensors(problem, buffers),
         "params": shared_params(

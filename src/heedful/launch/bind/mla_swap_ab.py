@@ -31,7 +31,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         MERGE=config.merge,
         PRODUCER_REGS=config.producer_regs,
     )
-    work = shared_work(problem, config, buffers, launch.numbers["tiles"], at_once)
+    work = shared_work(problem, config, buffers, launch.numbers, at_once)
     parameters = {
         "io": mla.tensors(problem, buffers),
         "params": shared_params(problem, buffers, mla.kv_rows(problem, buffers), work, tile),
