@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import heedful.torch as heedful
+from heedful.core.gates import PACKED_ROWS
+from heedful.core.tiles import DECODE_ROWS
 from support.budget import run
 from support.cases import Case
 from support.hopper import ON_HOPPER, WITH_TRITON_3_9
@@ -42,6 +44,7 @@ CASES = (
     # Packed queries: sequences of none among them, and tokens of no sequence.
     replace(PLAIN, varlen="q", used="k", batch=4, causal=True),
     replace(PLAIN, varlen="q", page_size=16, batch=9, causal=True, heads_q=8, seqlen_q=16),
+    replace(PLAIN, varlen="q", page_size=16, batch=5, causal=True, heads_q=8, seqlen_q=64),
     replace(PLAIN, varlen="q", page_size=64, batch=3, lens_q=(1, 0, 3), lens_k=(0, 7, 603)),
     replace(PLAIN, varlen="q", page_size=16, used="q", batch=300, seqlen_k=70, sink=True),
     replace(PLAIN, varlen="qk", used="q", batch=4, sink=True, head_dim=64),
@@ -88,7 +91,8 @@ def _variant(rng: random.Random) -> Case:
 
 @st.composite
 def problems(draw, variant: Case) -> Case:
-    """A problem of up to 64 rows of a KV head, lengths of 0 and 1 among them."""
+    """A problem of up to 64 rows of a KV head, 256 of packed queries, lengths of 0 and 1 among
+    them."""
     group = draw(st.sampled_from((1, 2, 4, 5, 8)))
     heads_k = draw(st.integers(1, 3))
     longest = draw(st.sampled_from((1, 17, 300, 2500)))
@@ -97,7 +101,7 @@ def problems(draw, variant: Case) -> Case:
         batch=draw(st.integers(1, 6)),
         heads_k=heads_k,
         heads_q=heads_k * group,
-        seqlen_q=draw(st.integers(1, 64 // group)),
+        seqlen_q=draw(st.integers(1, (PACKED_ROWS if variant.varlen else DECODE_ROWS) // group)),
         seqlen_k=draw(st.integers(1, longest)),
         page_size=draw(st.sampled_from((16, 48, 64, 256))) if variant.page_size else 0,
         num_splits=draw(st.sampled_from((0, 0, 1, 4))),

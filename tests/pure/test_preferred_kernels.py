@@ -127,3 +127,11 @@ def test_a_problem_that_cannot_be_has_no_plan():
 def test_two_splits_are_explained():
     said = explain(plan(dense(1, 64, 4096, 8, num_splits=2), H200, backend="hopper"))
     assert "splits    2" in said.splitlines()
+
+
+def test_packed_queries_of_several_tiles_have_the_hopper_decode_by_name():
+    packed = dense(2, 256, 4096, 1, 1, **PAGED, total_q=400)
+    assert plan(packed, H200).backend == "hopper"
+    assert plan(packed, H200, backend="hopper_decode").backend == "hopper_decode"
+    with pytest.raises(ValueError, match="257 query rows of a KV head: takes up to 256"):
+        plan(replace(packed, seqlen_q=257), H200, backend="hopper_decode")

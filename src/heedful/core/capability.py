@@ -297,7 +297,7 @@ ROWS: tuple[KernelRow, ...] = (
             gates.positive_scale,
             gates.out_as_in,
             gates.whole_pages,
-            gates.few_rows,
+            gates.few_packed_rows,
         ),
         unasked=(many_rows, many_rows_of_one_length, packed_keys),
         configs=("hopper_decode.forward",),

@@ -132,6 +132,8 @@ def many_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return f"seqlen_k {problem.seqlen_k}: takes 384 and more" if short else None
 
 
+# Of packed queries of the Hopper decode: four tiles.
+PACKED_ROWS = 4 * DECODE_ROWS
 # Of the decode kernel's wide heads: how many columns keys may have past their values, and how many
 # tiles of rows, since no other kernel reads keys once that are values too.
 WIDE_REST, WIDE_TILES = 64, 32
@@ -154,6 +156,11 @@ def few_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     if cached and ITEM_BITS[problem.dtype] == 8:
         return None
     return _more_rows_than(problem, most)
+
+
+def few_packed_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Of packed queries several tiles, each of which reads the keys."""
+    return _more_rows_than(problem, PACKED_ROWS if problem.varlen_q else DECODE_ROWS)
 
 
 def wide_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:

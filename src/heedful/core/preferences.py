@@ -18,6 +18,8 @@ class Preferred(NamedTuple):
 # Rows of a KV head above which 16-bit calls are the forward's, and above which those over keys of
 # one length are.
 MOST_DECODE_ROWS, DECODE_ROWS_OF_ONE_LENGTH = 32, 16
+# The same of packed queries over a cache.
+MOST_PACKED_ROWS = 64
 
 
 def many_rows(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
@@ -31,9 +33,10 @@ def many_rows(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None
     of 8 x 8192 185.2, 75.1 and 104.5; of 1 x 8192 36.9, 37.5 and 53.8; 40 rows of 64 x 8192 2303.7,
     492.5 and 667.1 (pages, D128, H200, 2026-11-26)."""
     rows = problem.seqlen_q * problem.group
-    packed_over_cache = problem.varlen_q and not problem.varlen_k
-    if rows > MOST_DECODE_ROWS and not packed_over_cache and ITEM_BITS[problem.dtype] == 16:
-        words = f"for {rows} query rows of a KV head: more than {MOST_DECODE_ROWS}"
+    over_cache = problem.varlen_q and not problem.varlen_k
+    most = MOST_PACKED_ROWS if over_cache else MOST_DECODE_ROWS
+    if rows > most and ITEM_BITS[problem.dtype] == 16:
+        words = f"for {rows} query rows of a KV head: more than {most}"
         return Preferred("hopper", words)
     return None
 
