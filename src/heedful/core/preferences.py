@@ -6,6 +6,7 @@ from typing import NamedTuple
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.core.symbols import opaque
+from heedful.core.tiles import DECODE_ROWS
 
 
 class Preferred(NamedTuple):
@@ -18,8 +19,8 @@ class Preferred(NamedTuple):
 # Rows of a KV head above which 16-bit calls are the forward's, and above which those over keys of
 # one length are.
 MOST_DECODE_ROWS, DECODE_ROWS_OF_ONE_LENGTH = 32, 16
-# The same of packed queries over a cache.
-MOST_PACKED_ROWS = 64
+# The same of packed queries over a cache: two tiles of the Hopper decode.
+MOST_PACKED_ROWS = 2 * DECODE_ROWS
 
 
 def many_rows(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
@@ -31,7 +32,10 @@ def many_rows(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None
     Packed queries over a cache are neither packed with their heads by the forward nor split: 64
     rows of 124 x 4096 keys take it 1387.6 us, the Hopper decode 500.6 and the portable one 666.5;
     of 8 x 8192 185.2, 75.1 and 104.5; of 1 x 8192 36.9, 37.5 and 53.8; 40 rows of 64 x 8192 2303.7,
-    492.5 and 667.1 (pages, D128, H200, 2026-11-26)."""
+    492.5 and 667.1. Two tiles still take the Hopper decode less: 128 rows of 124 x 4096 1009 us in
+    place of 1412, of 8 x 8192 90 and 191, of 64 x 1024 144 and 202, of 1 x 8192 33 and 38; 80 rows
+    of 64 x 8192 980 and 4494. Four take it more: 256 rows of 124 x 4096 2025 and 1459 (pages, D128,
+    H200, 2026-11-26)."""
     rows = problem.seqlen_q * problem.group
     over_cache = problem.varlen_q and not problem.varlen_k
     most = MOST_PACKED_ROWS if over_cache else MOST_DECODE_ROWS
