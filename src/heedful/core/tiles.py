@@ -159,6 +159,12 @@ class HopperDecodeConfig(SharedKeysConfig):
     def kept_rows(self, problem: AttentionProblem) -> int:
         return _few_rows(problem, self.block_m)
 
+    def fewest_rows(self, problem: AttentionProblem) -> int:
+        """The same of a sequence of the fewest queries: packed ones may have one."""
+        if problem.varlen_q:
+            problem = problem.at(problem.lengths._replace(seqlen_q=1))
+        return self.kept_rows(problem)
+
 
 @dataclass(frozen=True, slots=True)
 class CdnaForwardConfig(TileConfig):

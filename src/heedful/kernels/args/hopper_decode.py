@@ -23,8 +23,9 @@ class HopperDecodeIO(NamedTuple):
 class HopperDecodeTile(NamedTuple):
     """HEAD_DIM, HEAD_DIM_V: of the problem; BLOCK_D, BLOCK_E: columns of tiles. BLOCK_M: query
     rows, 64. BLOCK_N: keys of a tile. STAGES: tiles of keys, and of values, that shared memory has
-    room for. ROWS: a power of two that a tile's rows are within. MERGE: all programs that have a
-    part of a sequence merge some of its rows."""
+    room for. ROWS: a power of two that a tile's rows are within; FEW_ROWS: that those of a sequence
+    of the fewest queries are. MERGE: all programs that have a part of a sequence merge some of its
+    rows."""
 
     HEAD_DIM: Const
     HEAD_DIM_V: Const
@@ -34,6 +35,7 @@ class HopperDecodeTile(NamedTuple):
     BLOCK_E: Const
     STAGES: Const
     ROWS: Const
+    FEW_ROWS: Const
     MERGE: Const
     PRODUCER_REGS: Const
 

@@ -139,6 +139,7 @@ def decode_consumer(io, q, k, v, share, empty, params, append):
     clear_queries(q, params)
     state = PipelineState.start(params.tile.STAGES)
     whole = share
+    FEW: gl.constexpr = params.tile.FEW_ROWS
     while share.x < share.end:
         piece, share = look(share, params)
         if piece.start < piece.stop:
@@ -146,6 +147,6 @@ def decode_consumer(io, q, k, v, share, empty, params, append):
             acc, m_M, l_ML, state = stream_keys(q, k, v, piece, state, params)
             rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
             l_M = gl.convert_layout(gl.sum(l_ML, 1), rows)
-            finish_piece(io, params, piece, acc, gl.convert_layout(m_M, rows), l_M, 0)
+            finish_piece(io, params, piece, acc, gl.convert_layout(m_M, rows), l_M, 0, FEW)
     if params.tile.MERGE and params.work.merge.partial_out is not None:
         merge_share(io, params, whole, 0)

@@ -290,8 +290,22 @@ def count_of(params, piece, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def finish_piece(io, params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr):
-    """What becomes of a consumer's results of a piece."""
+def merge_unit(
+    io, params, piece, row0, rows, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.constexpr
+):
+    """Merges all rows of a unit."""
+    for row in range(0, rows, M):
+        out, top_M, sum_M = merged(params, piece, row, M, P, CONSUMER)
+        FIRST: gl.constexpr = CONSUMER * params.tile.BLOCK_E
+        store_whole(io, params, piece, row0 + row, out, top_M, sum_M, FIRST)
+
+
+@gluon.jit
+def finish_piece(
+    io, params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr, FEW: gl.constexpr = 16
+):
+    """What becomes of a consumer's results of a piece. FEW: rows that some units are within, more
+    parts of which are merged at once."""
     FIRST: gl.constexpr = CONSUMER * params.tile.BLOCK_E
     row0 = opaque(piece.row0)
     if params.work.merge.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
@@ -311,6 +325,11 @@ def finish_piece(io, params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr):
                 gl.store(count, 0)
                 M: gl.constexpr = min(params.tile.ROWS, 16)
                 P: gl.constexpr = params.work.merge.PARTS
-                for row in range(0, rows_of_unit(params, piece), M):
-                    out, top_M, sum_M = merged(params, piece, row, M, P, CONSUMER)
-                    store_whole(io, params, piece, row0 + row, out, top_M, sum_M, FIRST)
+                rows = rows_of_unit(params, piece)
+                if FEW < M:
+                    if rows <= FEW:
+                        merge_unit(io, params, piece, row0, rows, FEW, P * (M // FEW), CONSUMER)
+                    else:
+                        merge_unit(io, params, piece, row0, rows, M, P, CONSUMER)
+                else:
+                    merge_unit(io, params, piece, row0, rows, M, P, CONSUMER)

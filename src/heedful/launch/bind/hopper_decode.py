@@ -154,6 +154,7 @@ def _tile(problem: AttentionProblem, config: HopperDecodeConfig) -> HopperDecode
         BLOCK_E=_columns(problem.head_dim_v),
         STAGES=config.num_stages,
         ROWS=config.kept_rows(problem),
+        FEW_ROWS=config.fewest_rows(problem),
         MERGE=config.merge,
         PRODUCER_REGS=config.producer_regs,
     )
