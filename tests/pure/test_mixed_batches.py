@@ -11,6 +11,7 @@ from heedful.core.mixed import some_fill_a_tile, some_fill_few_tiles
 from heedful.core.plan import explain, plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.tiles import DECODE_ROWS
+from heedful.launch.programs import program
 
 H200, B200 = by_name("H200"), by_name("B200")
 # 4 prefills of 2048 and 124 sequences of one new token.
@@ -45,7 +46,7 @@ def chosen(**facts) -> str:
         {"batch": 2, "seqlen_q": 2048, "total_q": 2048 + 8},
         # Half of what equal lengths would have.
         {"batch": 8, "total_q": 4 * 2048},
-        {"seqlen_q": 17, "total_q": 128},
+        {"seqlen_q": 33, "total_q": 128},
     ],
     ids=str,
 )
@@ -70,6 +71,7 @@ def test_sequences_of_few_and_of_many_queries_over_a_cache_have_a_kernel_each(fa
         ({"batch": 2, "total_q": 2048 + 9, "seqlen_q": 2048, **CAPPED}, "hopper"),
         ({"seqlen_q": 1, "total_q": 128}, "hopper_decode"),
         ({"seqlen_q": 8, "total_q": 128}, "hopper_decode"),
+        ({"seqlen_q": 32, "total_q": 128}, "hopper_decode"),
         ({"batch": 1, "total_q": 2048}, "hopper"),
         # Of so few tiles the Hopper forward splits the keys.
         ({"batch": 2, "seqlen_q": 128, "total_q": 129}, "hopper"),
@@ -163,6 +165,17 @@ def test_each_kernel_has_the_tiles_that_its_sequences_alone_would_have(backend, 
     forward = [p.sizes().launches["hopper.forward"] for p in (mixed, prefills)]
     assert forward[0].grid == forward[1].grid
     assert mixed.sizes().launches[kernel].grid == (2 * H200.units, 1, 1)
+
+
+@BY_KERNEL
+def test_the_forward_begins_where_programs_of_the_decode_have_ended(backend, kernel):
+    calls = program(plan(SERVED, H200, backend=backend), "forward").calls
+    names = [call.kernel.function for call in calls]
+    assert names == ["schedule_varlen_tiles", "decode", "forward"]
+    assert [call.programmatic for call in calls] == [False, False, True]
+    assert calls[-1].parameters["BEGINS_EARLY"]
+    (_, alone) = program(plan(SERVED, H200, backend="hopper"), "forward").calls
+    assert not alone.programmatic and not alone.parameters["BEGINS_EARLY"]
 
 
 @BY_KERNEL

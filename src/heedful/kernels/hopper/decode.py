@@ -9,6 +9,7 @@ memory has no pause between sequences.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.language.extra import cuda
 
 from heedful.kernels.args.hopper_decode import (
     HopperDecodeAppend,
@@ -35,6 +36,9 @@ def ring_of(desc, params, DIM: gl.constexpr):
 @gluon.jit
 def decode(io: HopperDecodeIO, params: HopperDecodeParams, append: HopperDecodeAppend):
     """out (B, M, H, E) and lse (B, H, M). append: what goes into the cache first, if anything."""
+    if params.work.short_q is not None:
+        # The kernel that has the long sequences takes the place of programs that have ended.
+        cuda.gdc_launch_dependents()
     PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
     D: gl.constexpr = params.tile.BLOCK_D
     dtype: gl.constexpr = io.k.dtype

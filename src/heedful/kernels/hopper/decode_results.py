@@ -301,9 +301,7 @@ def merge_unit(
 
 
 @gluon.jit
-def finish_piece(
-    io, params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr, FEW: gl.constexpr = 16
-):
+def finish_piece(io, params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr, FEW: gl.constexpr = 16):
     """What becomes of a consumer's results of a piece. FEW: rows that some units are within, more
     parts of which are merged at once."""
     FIRST: gl.constexpr = CONSUMER * params.tile.BLOCK_E

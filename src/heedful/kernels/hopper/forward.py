@@ -8,6 +8,7 @@ float32 ones (promotion.py).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.language.extra import cuda
 
 from heedful.kernels.args.hopper import HopperIO, HopperParams, TransposeV
 from heedful.kernels.hopper.consumer import consumer
@@ -20,10 +21,11 @@ from heedful.kernels.hopper.transpose_v import RAW_STAGES, TRANSPOSE_WARPS, tran
 
 
 @gluon.jit
-def forward(io: HopperIO, params: HopperParams, transpose: TransposeV):
+def forward(io: HopperIO, params: HopperParams, transpose: TransposeV, BEGINS_EARLY: gl.constexpr):
     """out = softmax(scale q k^T + score mods + mask) v over (batch, head, row, dim) tensor maps.
 
-    What a call lacks is None. transpose: for warps that transpose V, else None.
+    What a call lacks is None. transpose: for warps that transpose V, else None. BEGINS_EARLY: the
+    launch is programmatic. The one before it makes nothing that this one reads.
     """
     CONSUMERS: gl.constexpr = params.tile.CONSUMERS
     CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
@@ -103,3 +105,6 @@ def forward(io: HopperIO, params: HopperParams, transpose: TransposeV):
             [4, 4, 4, 1],
             [CONSUMER_REGS, CONSUMER_REGS, CONSUMER_REGS, PRODUCER_REGS],
         )
+    if BEGINS_EARLY:
+        # Who waits for this kernel waits for the one before it, too.
+        cuda.gdc_wait()

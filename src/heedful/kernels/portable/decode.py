@@ -10,6 +10,7 @@ D qk dim, E v dim, W words.
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from heedful.kernels.args.decode import DecodeAppend, DecodeTile, DecodeWork
 from heedful.kernels.args.shared import (
@@ -430,6 +431,9 @@ def decode(
         descales.KV_GROUP * tile.SLICES_D != tile.HEAD_DIM
     )
     KEYS: tl.constexpr = operand_type(tile.VALUES, STORED, DTYPE, tile.CONVERSION, HAS_SCALES)
+    if work.short_q is not None:
+        # The kernel that has the long sequences takes the place of programs that have ended.
+        cuda.gdc_launch_dependents()
     pid, programs = tl.program_id(0), tl.num_programs(0)
     group = shape.heads_q // shape.heads_k
     # Beside the kernel that has the long sequences, that clears.

@@ -14,7 +14,8 @@ SWIZZLE = maps.SWIZZLE_BYTES // 2  # elements that one swizzled row of shared me
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, and lse if there is such a buffer; several splits of the keys give partial results,
-    which the portable merge combines."""
+    which the portable merge combines. The launch is programmatic where another kernel has the short
+    sequences, see mixed.py."""
     sizes, config = plan.sizes(), plan.configs["hopper.forward"]
     assert isinstance(config, HopperForwardConfig)
     buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
@@ -23,7 +24,8 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     if problem.varlen_q:
         calls.append(hopper_groups.varlen_call(problem, config, sizes, buffers, results))
     splits = sizes.num_splits if plan.is_split else None
-    calls.append(_forward_call(problem, config, sizes, buffers, results["lse"], splits))
+    call = _forward_call(problem, config, sizes, buffers, results["lse"], splits, plan.short_q > 0)
+    calls.append(call)
     if plan.is_split:
         # The first split has the sink: a merge would give it to rows that are not in use, too.
         operands = {name: spec for name, spec in buffers.items() if name != "sink"}
@@ -38,6 +40,7 @@ def _forward_call(
     buffers: Buffers,
     lse: str,
     splits: int | None,
+    begins_early: bool,
 ) -> KernelCall:
     launch = sizes.launches["hopper.forward"]
     split = hopper_groups.split_kv(problem, buffers, splits)
@@ -45,9 +48,11 @@ def _forward_call(
         "io": hopper_groups.io(_maps(problem, config, buffers), buffers, lse),
         "params": hopper_groups.params(problem, config, launch, buffers, split),
         "transpose": None,
+        "BEGINS_EARLY": begins_early,
     }
     ref = KernelRef("heedful.kernels.hopper.forward", "forward", "gluon")
-    return KernelCall(ref, launch.grid, parameters, {"num_warps": 4})
+    options = {"num_warps": 4}
+    return KernelCall(ref, launch.grid, parameters, options, programmatic=begins_early)
 
 
 def _maps(

@@ -75,6 +75,7 @@ def _forward_call(
         "io": hopper_groups.io(_maps(problem, config, buffers), buffers, "lse"),
         "params": hopper_groups.params(problem, config, launch, buffers, split),
         "transpose": _transpose(problem, launch, buffers) if config.transposes_v else None,
+        "BEGINS_EARLY": False,
     }
     ref = KernelRef("heedful.kernels.hopper.forward", "forward", "gluon")
     return KernelCall(ref, launch.grid, parameters, {"num_warps": 4})

@@ -1,5 +1,9 @@
 """Programs of batches whose sequences have few queries or many: those of many run the Hopper
-forward, those of few a decode kernel. Each writes rows of its own sequences alone."""
+forward, those of few a decode kernel. Each writes rows of its own sequences alone.
+
+The decode kernel is first: whoever ends early leaves its place to a program of the forward, whose
+tiles are drawn. It also has the L2 to itself, without lines that the forward wrote.
+"""
 
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
@@ -11,7 +15,7 @@ from heedful.launch.spec import Program
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, and lse if there is such a buffer."""
-    long = hopper.forward(problem, plan, buffers)
+    schedule, long = hopper.forward(problem, plan, buffers).calls
     sizes = plan.sizes()
     buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
     if hopper_decode.KERNEL in plan.configs:
@@ -20,5 +24,5 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
         config = plan.configs["decode.forward"]
         assert isinstance(config, DecodeConfig)
         short = decode.decode_call(problem, plan, config, sizes, buffers)
-    calls = (*long.calls, short, *decode.clear_calls(problem, buffers))
+    calls = (schedule, short, long, *decode.clear_calls(problem, buffers))
     return Program(calls, sizes.workspaces)
