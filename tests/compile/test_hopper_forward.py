@@ -2,6 +2,8 @@
 
 import heapq
 import struct
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 from triton.experimental.gluon import language as gl
@@ -14,9 +16,10 @@ from heedful.core.mask import MaskSpec
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.tiles import HopperForwardConfig
+from heedful.inspector.nvidia import disassemble, parse_sass
 from heedful.kernels.hopper import speculative_softmax
 from heedful.kernels.hopper.pipeline import full_barriers
-from heedful.launch import buffers, programs
+from heedful.launch import buffers, compiler, programs
 from heedful.launch.bind import hopper
 from heedful.launch.prebuild import compiling
 from heedful.launch.spec import Scalar, TensorMap
@@ -123,11 +126,28 @@ def test_the_long_sequences_of_a_mixed_batch_run_the_code_of_a_batch_of_their_ow
         programs.program(plan.plan(problem, DEVICE, compiling(), backend), "forward").calls
         for backend in (mixed, "hopper")
     )
-    assert [call.kernel.function for call in pair] == ["schedule_varlen_tiles", "forward", "decode"]
-    assert pair[1].variant == alone[1].variant and pair[1].grid == alone[1].grid
-    assert pair[1].writes & pair[2].writes == {"out", "lse"} & pair[1].writes
+    assert [call.kernel.function for call in pair] == ["schedule_varlen_tiles", "decode", "forward"]
+    _, short, long = pair
+    # But for a wait at the end.
+    waits = replace(alone[1], parameters={**alone[1].parameters, "BEGINS_EARLY": True})
+    assert long.variant == waits.variant and long.grid == waits.grid
+    assert short.writes & long.writes == {"out", "lse"} & long.writes
     # What begins at zero is read by one of them.
-    assert "counts" not in pair[1].writes and "tile_counter" not in pair[2].writes
+    assert "counts" not in long.writes and "tile_counter" not in short.writes
+
+
+def test_the_wait_at_the_end_of_a_mixed_batch_is_all_that_differs():
+    sizes = {"total_q": 4 * 2048 + 124, "used_k": True, "page_size": 16, "causal": True}
+    problem = AttentionProblem.dense(128, 2048, 8192, 32, 8, **sizes)
+    counts = []
+    for backend in ("hopper_mixed", "hopper"):
+        chosen = plan.plan(problem, DEVICE, compiling(), backend)
+        *_, call = programs.program(chosen, "forward").calls
+        text = disassemble(compiler.artifact(call, DEVICE.arch).code).text
+        code, _, _ = parse_sass(text)
+        names = (instruction.text.split()[0] for instruction in code)
+        counts.append(Counter(name for name in names if name != "NOP"))
+    assert counts[0] == counts[1] + Counter(["ACQBULK"])
 
 
 def values(call, *names):

@@ -72,6 +72,7 @@ class Device(Roles):
                 HEAD_DIM_V=WIDTH,
                 STAGES=self.stages,
                 ROWS=4,
+                FEW_ROWS=4,
                 MERGE=0,
             ),
             sink=None,
@@ -176,7 +177,7 @@ class Device(Roles):
         assert int(piece.token_q) == sum(self.tokens[: int(piece.b)])
         q.store((int(piece.b), int(piece.start)))
 
-    def finish(self, io, params, piece, acc, m, total, consumer):
+    def finish(self, io, params, piece, acc, m, total, consumer, few):
         place = (int(piece.start), int(piece.stop), int(piece.work.parts))
         made = self.at_work.pop(self.machine.now, None)
         assert made is None or made.piece == (int(piece.b), place[0])
