@@ -207,3 +207,19 @@ def test_a_replayed_graph_shares_another_mix(backend):
         assert torch.equal(lse.isfinite(), whole_lse.isfinite()) and not out.isnan().any()
         assert not out[sum(mix) :].any() and (lse[:, sum(mix) :] == -torch.inf).all()
         assert not whole[sum(mix) :].any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_follows_a_mixed_batch_waits_for_both_kernels(backend):
+    """One program has a long sequence when the few tiles of the other kernel are done."""
+    call = {**served([1, 200], [60_000, 200], 60_000, 200), "num_splits": 1}
+    want, _ = heedful.flash_attn_varlen_func(**call, backend=backend)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, _ = heedful.flash_attn_varlen_func(**call, backend=backend)
+        seen = out.clone()
+    for _ in range(5):
+        out.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(seen, want)

@@ -15,6 +15,7 @@ import torch
 
 import heedful
 from heedful.torch import quantize_kv
+from support.served import served
 
 MASKS = {
     "full": {},
@@ -71,12 +72,16 @@ CACHES = {
     "latent-swapped-all": {"backend": "mla_swap_ab+merge=1", "heads": 16},
 }
 GRIDS |= {f"cache-{name}": {"cached": True, **facts} for name, facts in CACHES.items()}
+# Two kernels, the second of which begins while the first runs.
+GRIDS |= {name: {"mixed": True, "backend": name} for name in ("mixed", "hopper_mixed")}
 
 
-def result(cached: bool = False, grad: bool = False, **facts) -> torch.Tensor:
+def result(cached: bool = False, grad: bool = False, mixed: bool = False, **facts) -> torch.Tensor:
     """What a grid computes, the same bits in every run."""
     if cached:
         return decoded(**facts)
+    if mixed:
+        return shared(**facts)
     return gradients(**facts) if grad else call(**facts)
 
 
@@ -153,6 +158,14 @@ def decoded(
         backend=backend,
         **options,
     )
+
+
+def shared(backend: str) -> torch.Tensor:
+    """The output of a call over pages of sequences of few queries and of many."""
+    torch.manual_seed(0)
+    lens_q, lens_k = [300, 1, 0, 17, 3, 16, 1, 512], [900, 5000, 50, 17, 0, 700, 1, 1600]
+    call = served(lens_q, lens_k, 5008, 512)
+    return heedful.flash_attn_varlen_func(**call, backend=backend)[0]
 
 
 def environment(**extra: str) -> dict[str, str]:
