@@ -141,9 +141,14 @@ def slot_row(params, slot, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def rows_of_unit(params, piece):
-    """Rows of a tile that the piece's sequence has, which are those that scratch is used for."""
-    group = params.shape.heads_q // params.shape.heads_k
-    return gl.minimum(piece.stored_q * group - piece.row0, params.tile.ROWS)
+    """Rows of a tile that scratch is used for: those that the piece's sequence has where packed
+    ones may have few, else all."""
+    ROWS_OF: gl.constexpr = params.tile.ROWS
+    if params.seqs.cu_q is None:
+        return ROWS_OF
+    else:
+        group = params.shape.heads_q // params.shape.heads_k
+        return gl.minimum(piece.stored_q * group - piece.row0, ROWS_OF)
 
 
 @gluon.jit
@@ -323,11 +328,14 @@ def finish_piece(io, params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr, FEW: 
                 gl.store(count, 0)
                 M: gl.constexpr = min(params.tile.ROWS, 16)
                 P: gl.constexpr = params.work.merge.PARTS
-                rows = rows_of_unit(params, piece)
                 if FEW < M:
+                    rows = rows_of_unit(params, piece)
                     if rows <= FEW:
                         merge_unit(io, params, piece, row0, rows, FEW, P * (M // FEW), CONSUMER)
                     else:
                         merge_unit(io, params, piece, row0, rows, M, P, CONSUMER)
                 else:
-                    merge_unit(io, params, piece, row0, rows, M, P, CONSUMER)
+                    # Spelled out: by a call MLA's kernels get other machine code.
+                    for row in range(0, rows_of_unit(params, piece), M):
+                        out, top_M, sum_M = merged(params, piece, row, M, P, CONSUMER)
+                        store_whole(io, params, piece, row0 + row, out, top_M, sum_M, FIRST)
