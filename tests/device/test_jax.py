@@ -26,7 +26,7 @@ from heedful.launch.prebuild import prebuild  # noqa: E402
 from heedful.torch.device import device_spec, toolchain  # noqa: E402
 from support import api, jax_api  # noqa: E402
 from support.budget import check  # noqa: E402
-from support.cases import Case, build, twins, variants  # noqa: E402
+from support.cases import MIXED, Case, build, twins, variants  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -99,21 +99,7 @@ CACHES = [
     ),
     Case(dtype="bfloat16", kv_dtype="float8_e4m3fn", backward=False, heads_q=4, used="k"),
     # On Hopper two kernels at a time.
-    Case(
-        dtype="bfloat16",
-        backward=False,
-        batch=11,
-        heads_q=8,
-        heads_k=2,
-        head_dim=128,
-        causal=True,
-        varlen="q",
-        page_size=16,
-        seqlen_q=700,
-        seqlen_k=2500,
-        lens_q=(300, 1, 0, 17, 3, 16, 2, 1, 700, 1, 40),
-        lens_k=(900, 2500, 50, 17, 0, 16, 77, 1, 700, 0, 1500),
-    ),
+    MIXED,
 ]
 
 

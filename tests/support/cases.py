@@ -341,6 +341,25 @@ def variants(base: Case, **choices) -> list[Case]:
     return [replace(base, **{name: value}) for name, values in choices.items() for value in values]
 
 
+# A mixed batch: long sequences first, between and last; of no queries, of no keys, at the bound of
+# short ones and above.
+MIXED = Case(
+    dtype="bfloat16",
+    backward=False,
+    batch=11,
+    heads_q=8,
+    heads_k=2,
+    head_dim=128,
+    causal=True,
+    varlen="q",
+    page_size=16,
+    seqlen_q=700,
+    seqlen_k=2500,
+    lens_q=(300, 1, 0, 17, 3, 16, 2, 1, 700, 1, 40),
+    lens_k=(900, 2500, 50, 17, 0, 16, 77, 1, 700, 0, 1500),
+)
+
+
 def twins(cases: Iterable[Case], *dtypes: str) -> list[Case]:
     """Every case, and those in bfloat16 in these dtypes too: its budget is so wide that a scale off
     by 0.8 % or two keys lost of 300 pass."""
