@@ -14,6 +14,7 @@ READY := $(if $(VENV),$(VENV)/.ready)
 PY := $(if $(VENV),$(VENV)/bin/python,$(PYTHON))
 RUN := PYTHONPATH=src $(PY) -m
 SAMPLE ?= 60
+PART ?= host
 
 # Tests start hundreds of processes: compiled once, modules are not compiled in each.
 export PYTHONDONTWRITEBYTECODE :=
@@ -55,8 +56,8 @@ test-random: $(READY) ## the default tests with fresh examples; prints the seed 
 	TEST_SEED=$$seed $(RUN) pytest -n $(WORKERS) --dist worksteal \
 		--hypothesis-profile=fresh --hypothesis-seed=$$seed $(ARGS)
 
-test-mutation: $(READY) ## plant SAMPLE= bugs, see which of them no test notices (SEED=)
-	PYTHONPATH=tools $(PY) -m mutation --sample $(SAMPLE) --workers $(WORKERS) \
+test-mutation: $(READY) ## plant SAMPLE= bugs, see which of them no test notices (PART=, SEED=)
+	PYTHONPATH=tools $(PY) -m mutation --part $(PART) --sample $(SAMPLE) --workers $(WORKERS) \
 		$(if $(SEED),--seed $(SEED)) $(ARGS)
 
 lint: $(READY) ## ruff and pyright

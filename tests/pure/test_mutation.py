@@ -28,7 +28,7 @@ EACH = {
     "a = 'x'": {"a = 'x_'"},
     "a = 'a message'": set(),
     "a.b = c": {"pass"},
-    "a += b": {"pass"},
+    "a += b": {"pass", "a = b"},
     "f(a, b, c=d)": {"pass", "f(b, a, c=d)", "f(a, b)"},
     "f(a, *b)": {"pass"},
     "log.warning('x', a)": set(),

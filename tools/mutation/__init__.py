@@ -1,6 +1,7 @@
-"""Mutation testing of the host code: small planted bugs, each of which some test should notice.
+"""Mutation testing: small planted bugs, each of which some test should notice.
 
     mutants.py    the bugs that can be planted, and samples of them
+    semantic.py   of these, the bugs of attention code
     covering.py   which test runs which line, kept between runs
     server.py     processes that have imported torch and fork for every run of tests
     __main__.py   the command: see CONTRIBUTING.md

@@ -24,10 +24,44 @@ from mutation.covering import Choice, Map, Traced, test_files
 from mutation.mutants import Mutant, sample
 from mutation.server import MODES, NO_TESTS, Server
 
-SCOPE = tuple(f"src/heedful/{name}" for name in ("core", "torch", "launch", "cpu", "bench"))
+
+@dataclass(frozen=True)
+class Part:
+    """Sources that are sampled together. places: folders, and files by how their path begins.
+    modes: how tests of them run. least: the share of mutants that are to be killed."""
+
+    places: tuple[str, ...]
+    modes: tuple[str, ...]
+    least: float
+
+
+PARTS = {
+    # What runs on the host.
+    "host": Part(("core/", "torch/", "launch/", "cpu/", "bench/", "jax/"), MODES, 0.95),
+    # Kernels that Triton's interpreter runs. That one no longer compiles says nothing.
+    "kernels": Part(("kernels/portable/", "kernels/common/"), ("interpreted",), 0.90),
+    # What Hopper's kernels are given. No test on a host runs them: those of launches notice.
+    "launches": Part(
+        (
+            "launch/bind/groups.py",
+            "launch/bind/hopper",
+            "launch/bind/mixed.py",
+            "launch/bind/mla",
+            "kernels/args/hopper",
+            "kernels/args/kinds.py",
+            "kernels/args/mla.py",
+            "kernels/args/shared.py",
+        ),
+        MODES,
+        0.95,
+    ),
+}
+SOURCES = "src/heedful"
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
 MOST_EQUIVALENT = 0.03
 STATE = ".mutation"
+# A test that takes more processor time than three times its usual one and this spins.
+SPINS_S = 15.0
 # A test file that takes longer than this gives no lines.
 MAP_SECONDS = 900
 
@@ -98,10 +132,12 @@ class Worker:
             mine = [test for test in tests if test.mode == mode]
             if not mine:
                 continue
+            each = [SPINS_S + 3 * test.seconds for test in mine]
             limit = 20.0 + 3 * sum(test.seconds for test in mine)
-            answer = self.server(mode).run(self.tree, [test.id for test in mine], limit)
+            names = [test.id for test in mine]
+            answer = self.server(mode).run(self.tree, names, limit, each=each)
             if answer["code"] is None or answer["code"] < 0:
-                return f"{mode}: out of time"
+                return f"{mode}: out of time, or crashed ({answer['code']})"
             if answer["code"] not in (0, NO_TESTS):
                 return f"{mode}: {_last_words(answer['output'])}"
         return ""
@@ -144,10 +180,11 @@ def in_threads(workers: list[Worker], jobs: list, run) -> None:
         raise errors[0]
 
 
-def cover(workers: list[Worker], kept: Map, rebuild: bool, only: list[str]) -> None:
+def cover(workers: list[Worker], kept: Map, modes, rebuild: bool, only: list[str]) -> None:
     """Brings the map of tests to lines up to date, and says how far it is."""
     tree = workers[0].tree
     jobs = kept.every(tree, only) if rebuild else kept.stale(tree, only)
+    jobs = [job for job in jobs if job[0] in modes]
     done = Counter()
 
     def make(worker: Worker, job: tuple[str, str]) -> None:
@@ -182,37 +219,43 @@ def run(given: argparse.Namespace, root: Path, state: Path) -> int:
     workers = [Worker(state / "trees" / str(i), state / "cache") for i in range(given.workers)]
     for worker in workers:
         worker.copy(root)
-    kept, tree = Map(state), workers[0].tree
+    kept, tree, part = Map(state), workers[0].tree, PARTS[given.part]
     try:
         if not given.no_map:
-            cover(workers, kept, given.rebuild, given.tests)
+            cover(workers, kept, part.modes, given.rebuild, given.tests)
         if given.map_only:
             return 0
-        sources = {
-            str(path.relative_to(tree)): path.read_text()
-            for folder in SCOPE
-            for path in sorted((tree / folder).rglob("*.py"))
-            if not given.modules or any(m in str(path) for m in given.modules)
-        }
+        sources = sources_of(part, tree, given.modules)
         seed = random.SystemRandom().randrange(10**6) if given.seed is None else given.seed
         drawn = sample(sources, given.sample, seed)
-        record = state / f"survivors-{seed}-{given.sample}.json"
+        record = state / f"survivors-{given.part}-{seed}-{given.sample}.json"
         if given.survivors:
             names = {tuple(name) for name in json.loads(record.read_text())}
             drawn = [m for m in drawn if _name(m, sources) in names]
         print(f"seed {seed}: {len(drawn)} mutants of {len(sources)} modules", flush=True)
         texts = {file: (tree / file).read_text() for file in test_files(tree)}
-        choice = Choice(kept.tests(tree), texts)
+        tests = [test for test in kept.tests(tree) if test.mode in part.modes]
+        choice = Choice(tests, texts)
         results = judge_all(workers, drawn, sources, choice, given.seconds)
         left = [r for r in results if r.fate == "survived"]
         record.write_text(json.dumps([_name(r.mutant, sources) for r in left]))
         with (state / "results.jsonl").open("a") as log:
             for result in results:
                 log.write(json.dumps({"seed": seed, **asdict(result)}) + "\n")
-        return report(results, sources, seed, given.least)
+        return report(results, sources, seed, part.least if given.least is None else given.least)
     finally:
         for worker in workers:
             worker.close()
+
+
+def sources_of(part: Part, tree: Path, modules: list[str]) -> dict[str, str]:
+    """Its modules and their text; of these, where `modules` names some, those."""
+    found = {}
+    for path in sorted((tree / SOURCES).rglob("*.py")):
+        is_asked = not modules or any(name in str(path) for name in modules)
+        if is_asked and str(path.relative_to(tree / SOURCES)).startswith(part.places):
+            found[str(path.relative_to(tree))] = path.read_text()
+    return found
 
 
 def _name(mutant: Mutant, sources: dict[str, str]) -> tuple[str, str, str, str]:
@@ -269,11 +312,12 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="mutation", description=__doc__)
     add = parser.add_argument
     add("--sample", type=int, default=60, help="how many mutants")
+    add("--part", choices=PARTS, default="host", help="which sources")
     add("--seed", type=int, help="of the sample; drawn and printed by default")
     add("--modules", nargs="*", default=[], help="only modules whose path holds one of these")
     add("--workers", type=int, default=os.cpu_count() or 1, help="mutants at a time")
     add("--seconds", type=float, default=60.0, help="of usual test time, for each mutant")
-    add("--least", type=float, default=0.95, help="exit with 1 below this score")
+    add("--least", type=float, help="exit with 1 below this score; the part's by default")
     add("--survivors", action="store_true", help="only what survived this seed and size last")
     add("--map-only", action="store_true", help="only bring the map of tests to lines up to date")
     add("--no-map", action="store_true", help="use the map as it is")

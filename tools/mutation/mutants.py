@@ -9,6 +9,8 @@ from difflib import unified_diff
 from itertools import islice
 from typing import Any
 
+from mutation import semantic
+
 _COMPARISONS = {
     ast.Lt: (("<", "<="), ("<", ">=")),
     ast.LtE: (("<=", "<"), ("<=", ">")),
@@ -38,6 +40,11 @@ _ARITHMETIC = {
 # Calls whose two arguments may change places.
 _COMMUTING = ("is_same", "min", "max", "minimum", "maximum", "smaller", "larger", "transpose")
 _NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
+# What tells a compiler or a processor something, and changes no result.
+_HINTS = ("static_assert", "device_assert", "static_print", "assume", "debug_barrier")
+_HINTS += ("multiple_of", "max_contiguous", "gdc_wait", "gdc_launch_dependents")
+_HINT_ARGUMENTS = ("eviction_policy", "cache_modifier", "num_stages", "input_precision", "volatile")
+_HINT_ARGUMENTS += ("sem", "scope", "loop_unroll_factor", "warp_specialize", "num_warps")
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,10 @@ class _Finder(ast.NodeVisitor):
         for line in self.data.splitlines(keepends=True):
             self.starts.append(self.starts[-1] + len(line))
         self.scope: list[str] = []
+        self.functions: list[str] = []
+        # Of device code, what only its compilers read is left alone.
+        self.is_device = "/kernels/" in module and "/args/" not in module
+        self.declares = "/kernels/args/" in module
         self.found: list[Mutant] = []
         self.sites = self.statement = self.bodies = 0
 
@@ -112,6 +123,10 @@ class _Finder(ast.NodeVisitor):
         begin, end = self.span(node)
         return self.data[begin:end].decode()
 
+    def around(self) -> str:
+        """The text of the function that is visited, or of the module."""
+        return self.functions[-1] if self.functions else self.data.decode()
+
     def site(self, node, operator: str, *changes: tuple[int, int, str]) -> None:
         """Adds the mutants of one place: (start, end, text) each."""
         self.sites += 1
@@ -124,6 +139,8 @@ class _Finder(ast.NodeVisitor):
     def visit(self, node) -> None:
         if isinstance(node, ast.stmt):
             self.statement = node.lineno
+        for operator, changes in semantic.places(node, self):
+            self.site(node, operator, *changes)
         super().visit(node)
 
     def between(self, left, right, token: str) -> tuple[int, int] | None:
@@ -139,7 +156,9 @@ class _Finder(ast.NodeVisitor):
         self.scope.append(node.name)
         self.visit(node.args)
         self.bodies += 1
+        self.functions.append(self.text(node))
         self.body(node)
+        self.functions.pop()
         self.bodies -= 1
         self.scope.pop()
 
@@ -165,6 +184,9 @@ class _Finder(ast.NodeVisitor):
                 self.visit(default)
 
     def visit_AnnAssign(self, node: Any) -> None:
+        if self.declares:
+            for operator, changes in semantic.declared(node.annotation, self):
+                self.site(node, operator, *changes)
         if node.value is not None:
             self.visit(node.value)
 
@@ -179,13 +201,16 @@ class _Finder(ast.NodeVisitor):
 
     def visit_Expr(self, node: Any) -> None:
         if isinstance(node.value, ast.Call):
-            if self.is_log(node.value):
+            if self.is_log(node.value) or self.is_hint(node.value):
                 return
             self.site(node, "no call", (*self.span(node), "pass"))
         self.generic_visit(node)
 
     def is_log(self, node: ast.Call) -> bool:
         return self.text(node.func).split(".")[0] in ("log", "logging", "warnings")
+
+    def is_hint(self, node: ast.Call) -> bool:
+        return self.is_device and self.text(node.func).split(".")[-1] in _HINTS
 
     def visit_Assign(self, node: Any) -> None:
         if any(isinstance(target, (ast.Attribute, ast.Subscript)) for target in node.targets):
@@ -294,8 +319,13 @@ class _Finder(ast.NodeVisitor):
         if called == "TypeVar":  # Like an annotation.
             return
         # An assertion of what holds everywhere: without it nothing is different.
-        keywords = [word for word in node.keywords if (called, word.arg) != ("zip", "strict")]
-        strict = [word for word in node.keywords if word not in keywords]
+        hints = _HINT_ARGUMENTS if self.is_device else ()
+        keywords = [
+            word
+            for word in node.keywords
+            if (called, word.arg) != ("zip", "strict") and word.arg not in hints
+        ]
+        left_alone = [word for word in node.keywords if word not in keywords]
         pieces = sorted([*node.args, *keywords], key=self.span)
         texts = [self.text(piece) for piece in pieces]
         changes = []
@@ -313,7 +343,7 @@ class _Finder(ast.NodeVisitor):
         if changes and not self.is_log(node):
             self.site(node, "argument", *changes)
         for child in ast.iter_child_nodes(node):
-            if child not in strict:
+            if child not in left_alone:
                 self.visit(child)
 
 

@@ -1,6 +1,6 @@
 """Runs of tests that start at once: a process that has imported torch forks for each.
 
-    python -m mutation.server
+    python -m mutation.server torch
 
 reads one request a line from its input and answers each with one line, both JSON. It imports
 nothing of heedful, so that each run imports the sources of its own tree.
@@ -14,21 +14,26 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+
+import pytest
 
 # How much longer than its processor time a run may take.
 WAIT = 6.0
 MODES = ("plain", "interpreted")
 # pytest's exit code where none of the tests is there.
 NO_TESTS = 5
-_PRELOADED = ("numpy", "torch", "torch.testing", "triton", "triton.experimental.gluon")
-_PRELOADED += ("hypothesis", "pytest", "typer", "rich", "coverage")
+PRELOADED = ("numpy", "torch", "torch.testing", "triton", "triton.experimental.gluon")
+PRELOADED += ("hypothesis", "pytest", "typer", "rich", "coverage")
+PRELOADED += ("jax", "jax.numpy", "jax.export", "ml_dtypes")
 
 
 class Server:
-    """One such process. mode: "interpreted" runs kernels in Triton's interpreter."""
+    """One such process. mode: "interpreted" runs kernels in Triton's interpreter. preloaded: what
+    every run finds imported."""
 
-    def __init__(self, mode: str, cache: Path):
+    def __init__(self, mode: str, cache: Path, preloaded: Sequence[str] = PRELOADED):
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "HEED"))}
         environment |= {
             "PYTHONPATH": str(Path(__file__).parents[1]),
@@ -41,20 +46,27 @@ class Server:
         if mode == "interpreted":
             environment["TRITON_INTERPRET"] = "1"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "mutation.server"],
+            [sys.executable, "-m", "mutation.server", *preloaded],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
 
-    def run(self, tree: Path, tests: list[str], seconds: float, trace: Path | None = None) -> dict:
+    def run(
+        self,
+        tree: Path,
+        tests: list[str],
+        seconds: float,
+        trace: Path | None = None,
+        each: Sequence[float] = (),
+    ) -> dict:
         """Runs tests of a tree until the first fails, or with `trace` all of them, and writes there
-        what each ran; for at most so many seconds of processor time.
+        what each ran; for at most so many seconds of processor time. each: the same for each test.
 
         Returns {"code": pytest's exit code or None where time ran out, "seconds", "output"}.
         """
-        request = {"tree": str(tree), "tests": tests, "seconds": seconds}
+        request = {"tree": str(tree), "tests": tests, "seconds": seconds, "each": list(each)}
         request["trace"] = str(trace) if trace else ""
         assert self._process.stdin and self._process.stdout
         self._process.stdin.write(json.dumps(request) + "\n")
@@ -73,10 +85,25 @@ class Server:
 
 class Chosen:
     """A pytest plugin: of what is collected these tests, in this order. A bug may change what a
-    case is called. That is no failure: all cases of its test take its place."""
+    case is called. That is no failure: all cases of its test take its place.
 
-    def __init__(self, tests: list[str]):
+    each: how many seconds of processor time a test may take, a few times as many of any other. A
+    test that takes longer spins or waits for ever, and ends its process.
+    """
+
+    def __init__(self, tests: list[str], each: Sequence[float] = ()):
         self._tests = tests
+        self._seconds = dict(zip(tests, each, strict=True)) if each else {}
+        self._most = max(each, default=0.0)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        seconds = self._seconds.get(item.nodeid, self._most)
+        _end_after(seconds)
+        try:
+            return (yield)
+        finally:
+            _end_after(0.0)
 
     def pytest_collection_modifyitems(self, items: list) -> None:
         by_id = {item.nodeid: item for item in items}
@@ -90,8 +117,15 @@ class Chosen:
         items[:] = found.values()
 
 
+def _end_after(seconds: float) -> None:
+    """The process ends after so many seconds more; 0: it does not."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        signal.setitimer(signal.ITIMER_REAL, WAIT * seconds)
+
+
 def serve() -> None:
-    for name in _PRELOADED:
+    for name in sys.argv[1:]:
         with contextlib.suppress(ImportError):
             __import__(name)
     answers = os.fdopen(os.dup(1), "w")
@@ -133,8 +167,6 @@ def _fork(request: dict) -> dict:
 
 def _become(request: dict, log: Path) -> None:
     """Runs pytest in this process, which does not return."""
-    import pytest
-
     tree, seconds = request["tree"], int(request["seconds"]) + 1
     with contextlib.suppress(ImportError):
         import resource
@@ -157,7 +189,7 @@ def _become(request: dict, log: Path) -> None:
 
         plugin, files = Tracer(Path(tree), Path(request["trace"])), request["tests"]
     else:
-        plugin = Chosen(request["tests"])
+        plugin = Chosen(request["tests"], request["each"])
         files = list(dict.fromkeys(test.split("::")[0] for test in request["tests"]))
         options.append("-x")
     code = pytest.main([*options, *files], plugins=[plugin])
