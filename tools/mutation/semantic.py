@@ -14,16 +14,11 @@ Change = tuple[int, int, str]
 Place = tuple[str, list[Change]]
 
 # Words in the names of what counts or places rows, keys, tiles and the like.
-# fmt: off
-_POSITIONS = frozenset((
-    "row", "rows", "col", "cols", "key", "keys", "query", "queries", "token", "tokens", "len",
-    "length", "lengths", "seqlen", "start", "starts", "stop", "begin", "end", "first", "last",
-    "left", "right", "off", "offset", "offsets", "distance", "position", "positions", "place",
-    "index", "count", "page", "pages", "tile", "tiles", "block", "blocks", "visit", "visits", "new",
-    "longest", "total", "stored", "room", "split", "splits", "dim", "dims", "used", "pad",
-    "leftpad", "shift", "gap", "gaps", "size",
-))
-# fmt: on
+_POSITION = re.compile(
+    "rows?|cols?|keys?|query|queries|tokens?|len|lengths?|seqlen|starts?|stop|begin|end|first|last|"
+    "left|right|off|offsets?|distance|positions?|places?|index|count|pages?|tiles?|blocks?|visits?|"
+    "new|longest|total|stored|room|splits?|dims?|used|pad|leftpad|shift|gaps?|size"
+)
 # What bounds a position.
 _BOUNDS = ("min", "max", "minimum", "maximum", "smaller", "larger", "clip", "clamp", "range")
 _BOUNDS += ("fori_loop", "within", "cdiv")
@@ -198,7 +193,7 @@ def _is_position(node: ast.AST) -> bool:
     """Whether a name in it says so."""
     names = (getattr(n, "attr", getattr(n, "id", "")) for n in ast.walk(node))
     words = {re.sub(r"\d+$", "", word) for name in names for word in name.lower().split("_")}
-    return not words.isdisjoint(_POSITIONS)
+    return any(map(_POSITION.fullmatch, words))
 
 
 def _is_new(node: ast.AST) -> bool:
