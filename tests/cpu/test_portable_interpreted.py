@@ -12,12 +12,8 @@ pytest.importorskip("triton")
 
 import torch
 
-from heedful.core.configs import ROWS
-from heedful.core.device import by_name
-from heedful.core.operands import Gradients, own_shape
-from heedful.core.plan import Plan
 from heedful.core.tiles import TileConfig
-from heedful.launch.bind import portable, portable_cache
+from heedful.launch.bind import portable_cache
 from heedful.launch.interpret import interpret
 from heedful.torch.arrays import array_spec
 from heedful.torch.cache_update import append_kv, rotate
@@ -25,10 +21,10 @@ from support import budget
 from support.cases import Case
 from support.grids import in_turns
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.portable_programs import Interpreted
 
 # Small tiles, so that short sequences have full, masked and skipped ones.
 TILES = TileConfig(16, 16)
-KERNELS = {row.kernel: TILES for row in ROWS if row.kernel.startswith("portable.")}
 
 
 def small(**facts) -> Case:
@@ -89,58 +85,16 @@ BOTH_WAYS = (
 )
 
 
-class Interpreted:
-    """Programs of `launch.bind.portable` run by the interpreter, as the budget's `Backend`."""
-
-    def __init__(self, num_splits: int = 1):
-        self.num_splits = num_splits
-
-    def _plan(self, problem) -> Plan:
-        facts = {"configs": KERNELS, "is_split": self.num_splits > 1}
-        return Plan(problem, by_name("H200"), "portable", "run", **facts)
-
-    def _run(self, build, problem, tensors) -> None:
-        specs = {name: array_spec(tensor) for name, tensor in tensors.items()}
-        problem = replace(problem, num_splits=self.num_splits)
-        interpret(build(problem, self._plan(problem), specs), tensors)
-
-    def forward(self, problem, x, out):
-        """(out, lse, probs)."""
-        tensors = {name: t for name, t in x._asdict().items() if t is not None}
-        tensors |= {"out": out, "lse": torch.full(problem.lse_shape, torch.nan)}
-        if problem.return_probs:
-            shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-            tensors["probs"] = torch.zeros(shape, dtype=out.dtype)
-        self._run(portable.forward, problem, tensors)
-        return out, tensors["lse"], tensors.get("probs")
-
-    def backward(self, problem, x, out, lse, dout, dlse=None):
-        """Gradients of the inputs."""
-        tensors = {name: t for name, t in x._asdict().items() if t is not None}
-        tensors |= {"out": out, "lse": lse, "dout": dout}
-        if dlse is not None:
-            tensors["dlse"] = dlse
-        shapes = {name: getattr(x, name).shape for name in ("q", "k", "v")}
-        if problem.bias_grad:
-            shapes["bias"] = own_shape(x.bias.shape, x.bias.stride())
-        if x.sink is not None:
-            shapes["sink"] = x.sink.shape
-        for name, shape in shapes.items():
-            tensors[f"d{name}"] = torch.full(shape, torch.nan, dtype=getattr(x, name).dtype)
-        self._run(portable.backward, problem, tensors)
-        return Gradients(*(tensors.get(name) for name in Gradients._fields))
-
-
 @interpreted
 @pytest.mark.parametrize("case", BOTH_WAYS, ids=str)
 def test_forward_and_gradients_are_within_the_budget(case):
-    budget.run(Interpreted(), case)
+    budget.run(Interpreted(TILES), case)
 
 
 @interpreted
 @pytest.mark.parametrize("case, num_splits", in_turns(FORWARD_ONLY, (1, 3)), ids=str)
 def test_forward_is_within_the_budget(case, num_splits):
-    budget.run(Interpreted(num_splits), replace(case, backward=False))
+    budget.run(Interpreted(TILES, num_splits), replace(case, backward=False))
 
 
 @interpreted
@@ -154,7 +108,7 @@ def test_forward_is_within_the_budget(case, num_splits):
     ids=str,
 )
 def test_splitting_the_keys_stays_within_the_budget(case):
-    budget.run(Interpreted(num_splits=4), replace(case, backward=False))
+    budget.run(Interpreted(TILES, num_splits=4), replace(case, backward=False))
 
 
 @interpreted
