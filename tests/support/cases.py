@@ -5,7 +5,7 @@ Neutral to backend and device: CPU, Triton interpreter, emulator and GPU tests d
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -95,8 +95,20 @@ class Built:
     dlse: torch.Tensor | None
 
 
-def build(case: Case, device: torch.device | str = "cpu", draw: int = 0) -> Built:
+# Other values of a case's tensors, on the CPU, by the case, its tensors and a generator.
+Edit = Callable[
+    [Case, Operands, torch.Tensor | None, torch.Tensor | None, torch.Generator],
+    tuple[Operands, torch.Tensor | None, torch.Tensor | None],
+]
+
+
+def build(
+    case: Case, device: torch.device | str = "cpu", draw: int = 0, edit: Edit | None = None
+) -> Built:
     """Tensors of the case; another `draw` changes values only, never lengths or positions.
+
+    edit: gives operands, dout and dlse other values, of the same shapes and dtypes (a bias may have
+    another dtype).
 
     Every token of q, k, v, dout that no sequence uses (past seqused, before leftpad, in unused
     pages) is NaN, so that a backend that reads one shows it.
@@ -112,6 +124,8 @@ def build(case: Case, device: torch.device | str = "cpu", draw: int = 0) -> Buil
         dout = _randn(values, (*total_q, problem.head_dim_v), case.dtype)
         dout = _laid_out(dout, case.layout)
         dlse = torch.randn(problem.lse_shape, generator=values) if case.lse_grad else None
+    if edit is not None:
+        x, dout, dlse = edit(case, x, dout, dlse, values)
     _poison(problem, x, dout, dlse)
     moved = (None if t is None else _to(t, device) for t in x)
     dout, dlse = (None if t is None else _to(t, device) for t in (dout, dlse))

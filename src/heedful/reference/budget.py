@@ -165,9 +165,11 @@ def oracle_results(problem: AttentionProblem, x: Operands, dout=None, dlse=None)
     return Results(out, lse, probs, *grads)
 
 
-def twin_results(problem: AttentionProblem, x: Operands, dout=None, dlse=None) -> Results:
-    """What eager PyTorch gets, on the tensors' own device."""
-    results = eager.forward(problem, x)
+def twin_results(
+    problem: AttentionProblem, x: Operands, dout=None, dlse=None, far_scores: bool = False
+) -> Results:
+    """What eager PyTorch gets, on the tensors' own device. far_scores: see `reference.eager`."""
+    results = eager.forward(problem, x, far_scores)
     if dout is not None:
-        results += eager.backward(problem, x, dout, dlse)
+        results += eager.backward(problem, x, dout, dlse, far_scores)
     return Results(*(as_numpy(result) for result in results))

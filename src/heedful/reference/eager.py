@@ -4,6 +4,10 @@ Products and sums inside a matmul are float32; every intermediate that eager cod
 (scores, probabilities, outputs, their gradients) is rounded to T. Formulas and dimension key are
 the oracle's.
 
+With `far_scores`, for rows whose scores T cannot tell apart or hold, scores are float32 as the
+matmul sums them, and probabilities come of a row's maximum and sum: a float32 lse of 1e9 has lost
+the logarithm of the sum.
+
 fp8 inputs: T is bfloat16, and probabilities are rounded to e4m3 scaled by that type's maximum.
 Quantised keys and values are dequantised to T first.
 """
@@ -25,7 +29,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
 
 
 def forward(
-    problem: AttentionProblem, x: Operands
+    problem: AttentionProblem, x: Operands, far_scores: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """As `oracle.forward`, on torch tensors: out and probs in T, lse float32."""
     twin = twin_dtype(x.q.dtype)
@@ -37,7 +41,7 @@ def forward(
         shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
         probs = out_THE.new_zeros(shape)
     for seq in sequences(problem, x):
-        c = _sequence_forward(problem, x, seq)
+        c = _sequence_forward(problem, x, seq, far_scores)
         rows = slice(seq.q_token, seq.q_token + seq.len_q)
         out_THE[rows] = c.out_HME.transpose(0, 1)
         lse_HT[:, rows] = c.lse_HM
@@ -47,7 +51,9 @@ def forward(
     return out_THE.reshape(*x.q.shape[:-1], problem.head_dim_v), _lse_shaped(problem, lse_HT), probs
 
 
-def backward(problem: AttentionProblem, x: Operands, dout, dlse=None) -> Gradients:
+def backward(
+    problem: AttentionProblem, x: Operands, dout, dlse=None, far_scores: bool = False
+) -> Gradients:
     """As `oracle.backward`, on torch tensors: gradients in the dtypes of their inputs."""
     dout_THE = _flat(dout)
     dlse_HT = torch.zeros(problem.heads_q, len(dout_THE), device=x.q.device)
@@ -59,13 +65,13 @@ def backward(problem: AttentionProblem, x: Operands, dout, dlse=None) -> Gradien
     ds_all = torch.zeros(full, device=dq.device) if problem.bias_grad else None
     dsink = None if x.sink is None else torch.zeros_like(x.sink)
     for seq in sequences(problem, x):
-        c = _sequence_forward(problem, x, seq)
+        c = _sequence_forward(problem, x, seq, far_scores)
         rows = slice(seq.q_token, seq.q_token + seq.len_q)
         do_HME, dlse_HM1 = dout_THE[rows].transpose(0, 1), dlse_HT[:, rows, None]
         dp_HMN = _matmul(do_HME, c.v_HNE.mT) * c.drop_HMN
         delta_HM1 = (c.out_HME.float() * do_HME.float()).sum(-1, keepdim=True)
         ds_HMN = (c.p_HMN.float() * (dp_HMN.float() - delta_HM1 + dlse_HM1)).to(dq.dtype)
-        dqk_HMN = ds_HMN * c.slope_HMN
+        dqk_HMN = (ds_HMN * c.slope_HMN).to(dq.dtype)
         dq_THD[rows] = _matmul(dqk_HMN, c.k_HND).transpose(0, 1)
         keys = _key_tokens(seq, dq.device)
         dk_HND = _matmul(dqk_HMN.mT, c.q_HMD)
@@ -75,8 +81,7 @@ def backward(problem: AttentionProblem, x: Operands, dout, dlse=None) -> Gradien
         if ds_all is not None:
             ds_all[seq.batch, :, : seq.len_q, : seq.len_k] = ds_HMN
         if x.sink is not None and dsink is not None:
-            p_sink_HM1 = torch.exp(x.sink[:, None] - _finite(c.lse_HM))[..., None]
-            dsink += (p_sink_HM1 * (dlse_HM1 - delta_HM1)).sum((1, 2))
+            dsink += (c.p_sink_HM1 * (dlse_HM1 - delta_HM1)).sum((1, 2))
     dbias = None if ds_all is None else _reduced(ds_all, x.bias)
     return Gradients(dq, dk, dv, dbias, dsink)
 
@@ -89,15 +94,19 @@ class _SequenceForward(NamedTuple):
     v_HNE: torch.Tensor
     slope_HMN: torch.Tensor | float
     p_HMN: torch.Tensor
+    p_sink_HM1: torch.Tensor | float  # 0 without a sink
     lse_HM: torch.Tensor
     drop_HMN: torch.Tensor
     out_HME: torch.Tensor
 
 
-def _sequence_forward(problem: AttentionProblem, x: Operands, seq: Sequence) -> _SequenceForward:
+def _sequence_forward(
+    problem: AttentionProblem, x: Operands, seq: Sequence, far_scores: bool
+) -> _SequenceForward:
     q_HMD, k_HND, v_HNE = _gather(problem, x, seq)
     twin, device = twin_dtype(x.q.dtype), x.q.device
-    s_HMN = _matmul(q_HMD, k_HND.mT, twin) * problem.scale
+    stored = torch.float32 if far_scores else twin
+    s_HMN = _matmul(q_HMD, k_HND.mT, stored) * problem.scale
     slope_HMN = problem.scale
     if problem.softcap > 0:
         tanh_HMN = torch.tanh(s_HMN / problem.softcap)
@@ -107,21 +116,35 @@ def _sequence_forward(problem: AttentionProblem, x: Operands, seq: Sequence) -> 
         i = torch.arange(seq.len_q, device=device)[:, None]
         j = torch.arange(seq.len_k, device=device)
         distance = (i + problem.mask.offset(seq.len_q, seq.len_k) - j).abs()
-        s_HMN = s_HMN - (x.alibi_slopes[seq.batch, :, None, None] * distance).to(twin)
+        s_HMN = s_HMN - (x.alibi_slopes[seq.batch, :, None, None] * distance).to(stored)
     if x.bias is not None:
         full = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
-        s_HMN = s_HMN + x.bias.expand(full)[seq.batch, :, : seq.len_q, : seq.len_k].to(twin)
+        # A wider bias makes wider scores, as torch promotes them: T may not hold it.
+        s_HMN = s_HMN + x.bias.expand(full)[seq.batch, :, : seq.len_q, : seq.len_k]
     on_host = x._replace(tree_mask=as_numpy(x.tree_mask))
     seen = torch.from_numpy(oracle.visible(problem, on_host, seq)).to(device)
     s_HMN = s_HMN.masked_fill(~seen, -torch.inf)
-    lse_HM = torch.logsumexp(s_HMN.float(), -1)
-    if x.sink is not None:
-        lse_HM = torch.logaddexp(lse_HM, x.sink[:, None].expand_as(lse_HM))
-    p_HMN = torch.exp(s_HMN.float() - _finite(lse_HM)[..., None]).to(twin)
+    p_HMN, p_sink_HM1, lse_HM = _softmax(s_HMN.float(), x.sink, far_scores)
+    p_HMN = p_HMN.to(twin)
     drop_HMN = _drop(problem, x, seq, device).to(twin)
     weights_HMN = as_operand(p_HMN * drop_HMN, x.q.dtype)
     out_HME = _matmul(weights_HMN, v_HNE, twin)
-    return _SequenceForward(q_HMD, k_HND, v_HNE, slope_HMN, p_HMN, lse_HM, drop_HMN, out_HME)
+    probabilities = p_HMN, p_sink_HM1, lse_HM
+    return _SequenceForward(q_HMD, k_HND, v_HNE, slope_HMN, *probabilities, drop_HMN, out_HME)
+
+
+def _softmax(s_HMN: torch.Tensor, sink: torch.Tensor | None, far_scores: bool):
+    """Probabilities of keys (H, M, N) and of the sink (H, M, 1), 0 without one; lse (H, M)."""
+    parts = s_HMN
+    if sink is not None:
+        parts = torch.cat([s_HMN, sink[:, None, None].expand(-1, s_HMN.shape[1], 1)], -1)
+    lse_HM = torch.logsumexp(parts, -1)
+    empty_HM1 = lse_HM[..., None] == -torch.inf
+    if far_scores:
+        p = torch.softmax(parts, -1).masked_fill(empty_HM1, 0.0)
+    else:
+        p = torch.exp(parts - lse_HM[..., None].masked_fill(empty_HM1, 0.0))
+    return (p, 0.0, lse_HM) if sink is None else (p[..., :-1], p[..., -1:], lse_HM)
 
 
 def _drop(problem: AttentionProblem, x: Operands, seq: Sequence, device) -> torch.Tensor:
@@ -192,10 +215,6 @@ def _key_tokens(seq: Sequence, device) -> torch.Tensor:
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """(T, heads, dim) of a packed, a (B, S, heads, dim) or a paged tensor."""
     return tensor if tensor.ndim == 3 else tensor.reshape(-1, *tensor.shape[2:])
-
-
-def _finite(lse: torch.Tensor) -> torch.Tensor:
-    return lse.masked_fill(lse == -torch.inf, 0.0)
 
 
 def _sum_group(problem: AttentionProblem, grad_HND: torch.Tensor) -> torch.Tensor:

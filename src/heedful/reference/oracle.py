@@ -78,6 +78,7 @@ class _Block(NamedTuple):
     v_HNE: np.ndarray
     slope_HMN: np.ndarray | float
     p_HMN: np.ndarray
+    p_sink_HM: np.ndarray | float
     lse_HM: np.ndarray
     drop_HMN: np.ndarray | float
 
@@ -150,9 +151,8 @@ class _Backward:
         if self._dbias is not None:
             self._dbias[c.seq.batch, c.heads, : c.seq.len_q, : c.seq.len_k] = ds_HMN
         if self._dsink is not None:
-            sink_H1 = np.asarray(self._x.sink, np.float64)[c.heads, None]
-            p_sink_HM1 = np.exp(sink_H1 - _finite(c.lse_HM))[..., None]
-            self._dsink[c.heads] += (p_sink_HM1 * (dlse_HM1 - delta_HM1)).sum((1, 2))
+            of_row_HM = c.p_sink_HM * (dlse_HM1 - delta_HM1)[..., 0]
+            self._dsink[c.heads] += of_row_HM.sum(1)
 
     def results(self) -> Gradients:
         dbias = self._dbias
@@ -198,8 +198,7 @@ def _block(problem: AttentionProblem, x: Operands, seq: Sequence, kv_heads: slic
         bias = np.broadcast_to(x.bias, full)[seq.batch, heads, : seq.len_q, : seq.len_k]
         s_HMN = s_HMN + np.asarray(bias, np.float64)
     s_HMN = np.where(seen, s_HMN, -np.inf)
-    lse_HM = _logsumexp(s_HMN, None if x.sink is None else x.sink[heads])
-    p_HMN = np.exp(s_HMN - _finite(lse_HM)[..., None])
+    softmax = _softmax(s_HMN, None if x.sink is None else x.sink[heads])
     drop_HMN = 1.0
     if problem.dropout_p > 0:
         sizes = (heads.stop - heads.start, seq.len_q, seq.len_k)
@@ -207,7 +206,7 @@ def _block(problem: AttentionProblem, x: Operands, seq: Sequence, kv_heads: slic
         batch, head, row, col = problem.dropout_origin
         origin = (batch, head + heads.start, row, col)
         drop_HMN = keep_mask(seed, p, seq.batch, *sizes, origin) * keep_scale(p)
-    return _Block(seq, heads, kv_heads, q_HMD, k_HND, v_HNE, slope_HMN, p_HMN, lse_HM, drop_HMN)
+    return _Block(seq, heads, kv_heads, q_HMD, k_HND, v_HNE, slope_HMN, *softmax, drop_HMN)
 
 
 def visible(problem: AttentionProblem, x: Operands, seq: Sequence) -> np.ndarray:
@@ -269,18 +268,23 @@ def _flat(array) -> np.ndarray:
     return _tokens(array, packed=array.ndim == 3)
 
 
-def _logsumexp(s_HMN, sink) -> np.ndarray:
-    """Over keys and the sink logit, (H, M); -inf for nothing at all."""
+def _softmax(s_HMN, sink) -> tuple[np.ndarray, np.ndarray | float, np.ndarray]:
+    """Probabilities of keys (H, M, N) and of the sink logit (H, M), 0 without one; lse (H, M), -inf
+    for nothing at all. By maximum and sum: at 1e30 even float64 loses the sum's logarithm."""
     top = np.max(s_HMN, axis=-1, initial=-np.inf)
-    if sink is not None:
-        sink_H1 = np.asarray(sink, np.float64)[:, None]
+    sink_H1 = None if sink is None else np.asarray(sink, np.float64)[:, None]
+    if sink_H1 is not None:
         top = np.maximum(top, sink_H1)
     safe = _finite(top)
-    total = np.exp(s_HMN - safe[..., None]).sum(-1)
-    if sink is not None:
-        total = total + np.exp(sink_H1 - safe)
+    p_HMN = np.exp(s_HMN - safe[..., None])
+    total, p_sink_HM = p_HMN.sum(-1), 0.0
+    if sink_H1 is not None:
+        p_sink_HM = np.exp(sink_H1 - safe)
+        total = total + p_sink_HM
     with np.errstate(divide="ignore"):
-        return safe + np.log(total)
+        lse_HM = safe + np.log(total)
+    some_HM = np.where(total > 0, total, 1.0)
+    return p_HMN / some_HM[..., None], p_sink_HM / some_HM, lse_HM
 
 
 def _finite(a: np.ndarray) -> np.ndarray:
