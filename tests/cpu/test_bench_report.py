@@ -10,6 +10,7 @@ from matplotlib import colors, pyplot
 
 from heedful.bench import report
 from heedful.bench.cases import Case, cases
+from heedful.bench.check import OUTSIDE
 from heedful.bench.peers import PEERS
 from heedful.bench.run import Figure, Outcome, kv_gb_per_s, tflops
 from heedful.bench.timing import Spread
@@ -125,6 +126,14 @@ def test_a_peer_that_was_left_out_of_a_case_has_a_dash():
         outcome(dense(causal=True), figure("heedful", 8.0)),
     ]
     assert columns(report.table("forward", both))["math"][1] == "-"
+
+
+def test_an_error_over_its_budget_is_not_called_wrong():
+    reason = f"dq of batch 0, KV head 1 is {OUTSIDE}: largest error 2e-06, allowed 1e-06"
+    over = Figure("heedful", missing=reason, wrong=True)
+    assert report.line(outcome(dense(), over)) == (
+        f"{dense().name} [TFLOP/s]: heedful [bold red]outside of its error budget[/]"
+    )
 
 
 def test_a_line_for_logs_has_what_was_timed_and_what_was_wrong():

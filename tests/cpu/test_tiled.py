@@ -9,10 +9,15 @@ from hypothesis import HealthCheck, given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heedful import cpu
+from heedful.bench import cases as bench_cases
+from heedful.bench.check import Checker
+from heedful.bench.peers import PEERS, draw
+from heedful.bench.run import call_of
 from heedful.core.operands import Operands
 from heedful.cpu import blocks, philox, tiled_forward
 from heedful.cpu.philox import keep_tile
 from heedful.reference.philox import keep_mask
+from heedful.reference.sequences import sequences
 from support.budget import backend_results, check, run
 from support.cases import LAYOUTS, Case, build, variants
 from support.strategies import cases
@@ -375,3 +380,45 @@ def test_gradients_of_quantised_inputs_are_refused():
 def test_several_threads_are_within_budget():
     torch.set_num_threads(2)  # conftest.py puts it back
     run(cpu, variants(LONG, heads_k=[2])[0])
+
+
+ONE_KEY = [
+    Case(seqlen_q=300, seqlen_k=300, causal=True, head_dim=128),
+    Case(seqlen_q=300, seqlen_k=300, causal=True, head_dim=64, heads_q=4, dropout_p=0.2),
+    Case(seqlen_q=300, seqlen_k=300, window=(0, 0), head_dim=128, softcap=5.0),
+    Case(seqlen_q=140, seqlen_k=290, window=(0, -1), head_dim=80, shift=10, bias="hqk"),
+    Case(seqlen_q=290, seqlen_k=140, causal=True, head_dim=80, varlen="qk"),
+    Case(seqlen_q=70, seqlen_k=1, head_dim=100),
+]
+
+
+@pytest.mark.parametrize("case", ONE_KEY, ids=str)
+def test_scores_of_a_row_with_one_key_have_no_gradient_to_the_bit(case):
+    """Its probability is 1 whatever the score, so that dS is 0, and with it the row of dQ."""
+    built = build(replace(case, lse_grad=False, backward=True))
+    problem, x = built.problem, built.x
+    out, lse, _ = cpu.forward(problem, x)
+    assert built.dout is not None
+    dq = cpu.backward(problem, x, out, lse, built.dout).dq
+    rows = [
+        seq.q_token + i
+        for seq in sequences(problem, x)
+        for i in range(seq.len_q)
+        if sum(problem.mask.visible(i, j, seq.len_q, seq.len_k) for j in range(seq.len_k)) == 1
+    ]
+    assert rows and not dq.flatten(0, -3)[rows].any()
+
+
+@pytest.mark.parametrize("seed", [0, 23, 24])
+def test_scores_of_128_terms_are_as_exact_as_the_benchmarks_check_asks_for(seed):
+    """Summed in one go, the largest score of one row was off by seven roundings."""
+    (case,) = (
+        replace(case, direction="forward", grad=True)
+        for case in bench_cases.cases("cpu", "float32")
+        if case.problem.head_dim == 128 and case.problem.mask.causal
+        if case.direction == "backward"
+    )
+    inputs = draw(case, torch.device("cpu"), seed)
+    ours = PEERS["heedful"].make(case, inputs)
+    call = call_of(case, ours, inputs)
+    assert Checker(case, inputs).why_wrong(call.results(call.run())) is None

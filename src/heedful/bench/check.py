@@ -27,6 +27,8 @@ from heedful.reference.budget import DRAWS, Error, allowed
 
 # One row of so many is compared, and at least so many of a sequence.
 STRIDE, LEAST_ROWS = 64, 16
+# What a reason says of a result that is a number, but not near enough.
+OUTSIDE = "outside of its error budget"
 # By band of rows, see the module's docstring.
 Budget = dict[int, Error]
 
@@ -244,8 +246,8 @@ def _why_outside(group: Group, name: str, got: torch.Tensor, want: torch.Tensor)
             part = int(found.argmax())
             if not float(found[part]) <= bound:
                 return (
-                    f"{_place(group, part)}: {kind} error {float(found[part]):.3g} exceeds its"
-                    f" budget {bound:.3g}"
+                    f"{_place(group, part)} is {OUTSIDE}: {kind} error {float(found[part]):.3g},"
+                    f" allowed {bound:.3g}"
                 )
     return None
 

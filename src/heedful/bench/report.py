@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from heedful.bench.cases import GROUPS, Case
+from heedful.bench.check import OUTSIDE
 from heedful.bench.run import Figure, Outcome, kv_gb_per_s
 
 # One colour a peer on every picture; heedful stands out.
@@ -84,7 +85,9 @@ def _timed(outcome: Outcome, peer: str) -> bool:
 def _cell(outcome: Outcome, peer: str) -> str:
     figure = outcome.figure(peer)
     if figure is None or figure.time_us is None:
-        return "[bold red]wrong[/]" if figure is not None and figure.wrong else "-"
+        if figure is None or not figure.wrong:
+            return "-"
+        return f"[bold red]{OUTSIDE if OUTSIDE in (figure.missing or '') else 'wrong'}[/]"
     shown = value(outcome.case, figure)
     assert shown is not None
     text = _digits(shown)

@@ -143,6 +143,17 @@ class Block:
             stop = min(stop, cols.stop - off + mask.left)
         return range(start, stop)
 
+    def with_one_key(self, rows: range) -> list[int]:
+        """Which of queries `rows` see a single key by position, counted from the first of them."""
+        mask, off = self.problem.mask, self.problem.mask.offset(self.len_q, self.len_k)
+        if not mask.bounded:
+            return list(range(len(rows))) if self.len_k == 1 else []
+        i = torch.arange(rows.start, rows.stop, dtype=torch.int64, device="cpu") + off
+        end = (i + mask.right + 1 if mask.right >= 0 else i * 0 + self.len_k).clamp_(0, self.len_k)
+        begin = (i - mask.left if mask.left >= 0 else i * 0).clamp_(min=0)
+        leading = torch.minimum(begin, end).clamp_(max=mask.first)
+        return ((end - begin).clamp_(min=0) + leading == 1).nonzero().flatten().tolist()
+
     def split(self, per_head) -> torch.Tensor:
         """A per-head tensor (batch, H, ...) cut down to (B, G, R, ...)."""
         b, h = self.batches, self.query_heads

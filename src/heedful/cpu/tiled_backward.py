@@ -96,6 +96,9 @@ class _BlockBackward:
         self.keep_scale = keep_scale(tiles.problem.dropout_p)
         self.lse: list[torch.Tensor] = []
         self.delta: list[torch.Tensor] = []
+        # By query tile, which of its queries see one key, and what dS has to be there but 0.
+        self.single: list[list[int]] = []
+        self.dlse: list[torch.Tensor] = []
         self.dq: list[torch.Tensor] = []
         dims = tiles.problem.head_dim + tiles.problem.head_dim_v
         size = block.heads * tiles.problem.group * block.len_q * dims * tiles.scratch.dtype.itemsize
@@ -115,6 +118,9 @@ class _BlockBackward:
             if dlse is not None:
                 dlse_rows = block.rows(dlse)[..., rows.start : rows.stop]
                 delta -= dlse_rows.reshape(delta.shape)
+                self.dlse.append(dlse_rows[..., None])
+            # With a sink a row has more than its key.
+            self.single.append([] if tiles.x.sink is not None else block.with_one_key(rows))
             self.lse.append(row_lse(tiles, block, rows, lse))
             self.delta.append(delta)
             if self.holds:
@@ -192,6 +198,8 @@ class _BlockBackward:
             p_low = tiles.rounded(p, "p_low")
         tiles.add_product(dv_tile, p_low.mT, do_low, alpha=self.keep_scale)
         ds = self._dp_less_delta(do, v, delta, dropped).mul_(p)
+        if self.single[index]:
+            self._settle(index, part, tiles.by_head(block, p, part), tiles.by_head(block, ds, part))
         if self.dbias is not None:
             self._add_bias(part, cols, tiles.by_head(block, ds, part))
         if tanh is not None:
@@ -216,6 +224,18 @@ class _BlockBackward:
         if dropped is not None:
             dp.mul_(self.keep_scale).masked_fill_(dropped, 0.0)
         return dp.sub_(delta)
+
+    def _settle(self, index: int, part: range, p, ds) -> None:
+        """dS of queries that see one key, in tiles (B, G, R, M, N): their probability is 1 whatever
+        the score, so that dlse alone is left. dP and delta are sums of the same terms in another
+        order: what they differ by is no gradient."""
+        rows = self.rows[index]
+        single = [i for i in self.single[index] if rows.start + i in part]
+        own = [i - (part.start - rows.start) for i in single]
+        settled = ds[..., own, :] * 0.0  # a NaN stays one
+        if self.dlse:
+            settled += p[..., own, :] * self.dlse[index][..., single, :]
+        ds[..., own, :] = settled
 
     def _add_bias(self, rows: range, cols: range, ds: torch.Tensor) -> None:
         """Adds ds (B, G, R, M, N) to the bias's gradient, summed over the dims that it repeats."""
