@@ -285,3 +285,50 @@ def test_positions_outside_of_the_tables_are_the_nearest():
                 want = rotate(x[b : b + 1, i : i + 1], cos, sin, ints(position), interleaved)
                 same(got[b, i], want[0, 0])
         same(got[..., 4:], x[..., 4:])
+
+
+UNBOUNDED = {(-1, 2**31 - 1): (-1, -1), (2**31 - 1, -1): (-1, -1), (2**31, 3): (-1, 3)}
+UNBOUNDED |= {(2**64, 2**64): (-1, -1), (3, -1, 2**40): (-1, -1), (2**70, 0, 2): (-1, 0)}
+UNBOUNDED |= {(2**29, 2**29): (-1, -1), (2, 2**63, 1): (2, -1, 1)}
+
+
+@pytest.mark.parametrize("window", UNBOUNDED, ids=str)
+def test_a_side_of_a_window_that_no_length_reaches_is_no_bound(window):
+    same(dense(window_size=window), dense(window_size=UNBOUNDED[window]))
+
+
+def test_a_window_that_no_length_reaches_is_none_to_a_compiled_call_and_to_a_cache_either():
+    called = torch.compile(heedful.flash_attn_func, backend="eager")
+    q = torch.randn(1, 5, 2, 8)
+    far: Any = (2**31 - 1, 2**70)
+    same(called(q, q, q, window_size=far), heedful.flash_attn_func(q, q, q))
+    given = cache(cache_seqlens=5, rotary_cos=torch.rand(12, 4), rotary_sin=torch.rand(12, 4))
+    same(decode(**given, window_size=far), decode(**given))
+
+
+def test_a_window_beyond_2_29_beside_longer_sequences_is_refused_by_name():
+    q, k = torch.empty(1, 1, 1, 1, dtype=torch.bfloat16), torch.empty(1, 1, 1, 1).bfloat16()
+    keys = k.expand(1, 2**29 + 1, 1, 1).to("meta")
+    with pytest.raises(ValueError, match="window_size must be below 536870912"):
+        heedful.flash_attn_func(q.to("meta"), keys, keys, window_size=(2**29, 0))
+
+
+def test_more_parts_than_keys_are_as_many_as_there_are_keys():
+    want = dense(num_splits=7)
+    for many in (8, 10**9, 2**31, 2**64):
+        same(dense(num_splits=many), want)
+
+
+def test_a_length_beyond_int32_in_a_tensor_is_not_cut_to_its_low_bits():
+    given = cache(k=None, v=None, cache_seqlens=torch.tensor(2**40 + 3))
+    with pytest.raises(ValueError, match="cache_seqlens must be at most the 12 tokens"):
+        decode(**given)
+
+
+@pytest.mark.parametrize("size", [2.0**100, 2.0**-100])
+def test_factors_are_taken_up_to_the_bounds_of_float32(size):
+    if size > 1:
+        assert torch.allclose(dense(softcap=size), dense(), rtol=1e-5, atol=1e-6)
+    else:
+        same(dense(softmax_scale=size), dense(softmax_scale=1e-25))
+    assert dense(softcap=size).isfinite().all()

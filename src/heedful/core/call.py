@@ -6,6 +6,7 @@
 from types import MethodType
 from typing import Any, NamedTuple
 
+from heedful.core import numbers
 from heedful.core.arrays import ArraySpec
 from heedful.core.numbers import ints, real, truth, whole, wrong_type
 from heedful.core.operands import Operands
@@ -127,11 +128,12 @@ def split(args: tuple) -> tuple[Operands, Options, tuple]:
 
 def plain_window(window_size: Any, whole=whole) -> tuple[int, ...]:
     """The tuple of ints that `window_size` stands for: any sequence or array of anything with
-    `__index__`. Its length and range are left to MaskSpec. whole: makes an int of one of them.
+    `__index__`, FAR in place of what reaches farther. Its length and whether it is too small are
+    left to MaskSpec. whole: makes an int of one of them.
 
     Raises TypeError, or ValueError where it is no sequence.
     """
-    return ints("window_size", window_size, WINDOW, whole)
+    return numbers.window(ints("window_size", window_size, WINDOW, whole))
 
 
 def plain_origin(origin: Any, whole=whole) -> tuple[int, ...]:
@@ -167,7 +169,7 @@ def plain_options(given: Options, whole=whole, real=real, truth=truth) -> Option
         deterministic=truth("deterministic", given.deterministic),
         return_attn_probs=truth("return_attn_probs", given.return_attn_probs),
         return_lse=truth(argument_name("return_lse", kind), given.return_lse),
-        num_splits=whole("num_splits", given.num_splits),
+        num_splits=numbers.parts(whole("num_splits", given.num_splits)),
         backend=given.backend,
         dropout_origin=plain_origin(given.dropout_origin, whole),
     )

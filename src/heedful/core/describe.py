@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from heedful.core.arrays import ArraySpec
 from heedful.core.call import AttentionCall, Options, argument_name
 from heedful.core.mask import MaskSpec
+from heedful.core.numbers import FAR, LONGEST, check_length, check_window
 from heedful.core.operands import Operands
 from heedful.core.problem import (
     ITEM_BITS,
@@ -22,6 +23,7 @@ from heedful.core.problem import (
     default_out_dtype,
 )
 from heedful.core.storage import dense_rows, has_dense_rows, storage
+from heedful.core.symbols import larger, smaller
 
 FLOATS = ("float16", "bfloat16", "float32")
 FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
@@ -113,6 +115,7 @@ def check(call: AttentionCall, **stored: bool) -> AttentionProblem:
         **stored,
     )
     problem.validate()
+    _check_window(x, options, sizes)
     return problem
 
 
@@ -148,6 +151,7 @@ def _check_arguments(x: Operands, options: Options) -> None:
         value = getattr(options, name)
         if value < 0:
             raise ValueError(f"{name} must be >= 0, got {value}")
+        check_length(name, value)
     if x.cu_seqlens_k is None and (x.block_table is None or x.seqused_k is None):
         raise ValueError(
             "cu_seqlens_k must be given, got None (only block_table with seqused_k does without it)"
@@ -278,6 +282,12 @@ def _check_pages(x: Operands, sizes: _Sizes, k_name: str) -> None:
     if x.k.shape[1] < 1:
         raise ValueError(f"{k_name} must have pages of at least one key, got page_size 0")
     check_dtype("block_table", x.block_table.dtype, "int32")
+    size, pages = x.k.shape[1], x.block_table.shape[1]
+    if size.__class__ is pages.__class__ is int and size * pages > LONGEST:
+        raise ValueError(
+            f"block_table must reach at most {LONGEST} keys of a sequence, as positions are int32,"
+            f" got {pages} pages of {size}"
+        )
     if x.block_table.shape[0] != sizes.batch:
         raise ValueError(
             f"block_table must have shape (batch, pages) with batch {sizes.batch},"
@@ -303,6 +313,17 @@ def _check_lengths(x: Operands, options: Options, sizes: _Sizes) -> None:
             check_shape(name, spec.shape, x.cu_seqlens_q.shape, "(batch + 1,)")
         else:
             check_shape(name, spec.shape, (sizes.batch,), "(batch,)")
+
+
+def _check_window(x: Operands, options: Options, sizes: _Sizes) -> None:
+    """That a window which reaches as far as can be told hides nothing."""
+    if all(side < FAR for side in options.window_size):
+        return
+    q, k = sizes.seqlen_q, sizes.seqlen_k
+    if options.kind == "varlen":
+        q = smaller(q, x.q.shape[0])
+        k = smaller(k, x.k.shape[0]) if len(x.k.shape) == 3 else k
+    check_window(tuple(options.window_size), larger(q, k))
 
 
 def _check_score_operands(x: Operands, sizes: _Sizes) -> None:

@@ -11,7 +11,7 @@ where `off` is the diagonal offset: `len_k - len_q + shift` when aligned bottom 
 
 from dataclasses import dataclass
 
-from heedful.core.numbers import truth, whole, wholes
+from heedful.core.numbers import FAR, truth, whole, wholes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,8 @@ class MaskSpec:
 
     @classmethod
     def of(cls, causal=False, window_size=(-1, -1), *, bottom_right=True, shift=0) -> "MaskSpec":
-        """The mask of flash-attn's `causal` and `window_size=(left, right[, first])`.
+        """The mask of flash-attn's `causal` and `window_size=(left, right[, first])`. A bound of
+        FAR or more is none.
 
         Raises TypeError or ValueError naming the argument.
         """
@@ -66,6 +67,9 @@ class MaskSpec:
             )
         if first < 0:
             raise ValueError(f"window_size[2] must be >= 0 leading keys, got {first}")
+        # A bound that no position reaches is none.
+        left, right = (-1 if side >= FAR else side for side in (left, right))
+        left = -1 if first >= FAR else left
         # Without a left bound the leading keys are visible anyway: one spelling, one kernel.
         first = first if left >= 0 else 0
         bottom_right = truth("bottom_right", bottom_right)

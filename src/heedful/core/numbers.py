@@ -1,11 +1,22 @@
 """Plain Python values from whatever stands for them: NumPy's numbers too, whose reprs and JSON
-differ, and with them keys of kernels and lists of problems; numbers in arrays of one element."""
+differ, and with them keys of kernels and lists of problems; numbers in arrays of one element.
+
+And the bounds of what a caller may say, before a framework or a kernel has it: both count in int32
+and compute in float32. Numbers that are traced pass: symbols have no value to look at.
+"""
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any, NoReturn
 
 from heedful.core.symbols import Symbol
+
+# No length is longer: positions are int32.
+LONGEST = 2**31 - 1
+# A window that reaches as far has no end: a bound and two lengths up to it add up to an int32.
+FAR = 2**29
+# Scale and softcap, their reciprocals, and either times log2(e) are normal numbers of float32.
+LARGEST_FACTOR = 2.0**100
 
 
 def wrong_type(name: str, wanted: str, value: Any) -> NoReturn:
@@ -95,3 +106,45 @@ def element(name: str, value: Any, wanted: str) -> Any:
     except (RuntimeError, ValueError):
         # More or fewer elements than one, or an array without values (fake, under vmap).
         wrong_type(name, wanted, value)
+
+
+def check_length(name: str, value: Any) -> None:
+    """ValueError for a length that no sequence can have."""
+    if value.__class__ in (int, Symbol) and value > LONGEST:
+        raise ValueError(f"{name} must be <= {LONGEST}, as positions are int32, got {value}")
+
+
+def parts(value: Any) -> Any:
+    """A number of parts as `whole` has it. Of more than there can be keys it is as many."""
+    return LONGEST if value.__class__ is int and value > LONGEST else value
+
+
+def window(sides: tuple[Any, ...]) -> tuple[Any, ...]:
+    """(left, right) or (left, right, first), FAR in place of what reaches farther, and of a left
+    bound that leading keys pass by; wrong ones as they are."""
+    if not any(side.__class__ is int and side >= FAR for side in sides):
+        return sides
+    near = [min(side, FAR) if side.__class__ is int else side for side in sides]
+    if near[2:] == [FAR] and near[0] >= 0:
+        near[0] = FAR
+    # The very one where it is near already: it is known by that.
+    return sides if near == list(sides) else tuple(near)
+
+
+def check_window(sides: tuple[Any, ...], longest: Any) -> None:
+    """ValueError for a window that would hide keys of the longest sequence but for reaching FAR."""
+    if longest > FAR and any(side >= FAR for side in sides):
+        raise ValueError(
+            f"window_size must be below {FAR}, or -1 for no bound, where a sequence may have"
+            f" {longest} tokens, got {sides}"
+        )
+
+
+def check_factor(name: str, value: float, zero: str = "") -> None:
+    """ValueError for a number that no score can be multiplied and divided by in float32. zero: what
+    0 means, if that is allowed."""
+    size = abs(value)
+    if not size <= LARGEST_FACTOR:
+        raise ValueError(f"{name} must be at most 2**100 in size, got {value}")
+    if zero and 0 < size < 1 / LARGEST_FACTOR:
+        raise ValueError(f"{name} must be at least 2**-100, or 0 ({zero}), got {value}")

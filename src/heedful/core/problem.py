@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from heedful.core.mask import MaskSpec
-from heedful.core.numbers import real, truth, whole, wholes
+from heedful.core.numbers import check_factor, real, truth, whole, wholes
 
 ITEM_BITS = {
     "float32": 32,
@@ -268,8 +268,10 @@ class AttentionProblem:
                 )
         if not math.isfinite(self.scale):
             raise ValueError(f"softmax_scale must be finite, got {self.scale}")
+        check_factor("softmax_scale", self.scale)
         if not (math.isfinite(self.softcap) and self.softcap >= 0):
             raise ValueError(f"softcap must be finite and >= 0 (0 = off), got {self.softcap}")
+        check_factor("softcap", self.softcap, zero="off")
         if not 0.0 <= self.dropout_p <= 1.0:
             raise ValueError(f"dropout_p must be within [0, 1], got {self.dropout_p}")
         if len(self.dropout_origin) != 4:

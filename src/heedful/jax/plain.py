@@ -49,11 +49,23 @@ def plain_update(update: CacheUpdate, batch: int) -> CacheUpdate:
     lengths = update.cache_seqlens
     if isinstance(lengths, (Array, np.ndarray)):
         if lengths.ndim == 0 and jnp.issubdtype(lengths.dtype, jnp.integer):
-            lengths = jnp.broadcast_to(jnp.asarray(lengths).astype(jnp.int32), (batch,))
+            lengths = jnp.broadcast_to(_length(lengths), (batch,))
     elif lengths is not None:
         lengths = plain_int("cache_seqlens", lengths, "an int, an int32 array or None")
     interleaved = plain_flag("rotary_interleaved", update.rotary_interleaved)
     return update._replace(cache_seqlens=lengths, rotary_interleaved=interleaved)
+
+
+def _length(length: Array | np.ndarray) -> Array:
+    """int32 (): as it is, or the nearest that there is."""
+    own = jnp if isinstance(length, Array) else np
+    return jnp.asarray(own.clip(length, *_lengths(length.dtype)).astype(np.int32))
+
+
+def _lengths(dtype: Any) -> tuple[int, int]:
+    """The least and the most that both this dtype and int32 have."""
+    info = jnp.iinfo(dtype)
+    return max(int(info.min), -numbers.LONGEST), min(int(info.max), numbers.LONGEST)
 
 
 # Stands for a column that is not known, of which no kernel may take it to be a multiple of 4.
@@ -83,7 +95,9 @@ def origin_words(origin: Any) -> tuple[Any, Array | None]:
 def _word(part: Any) -> Array:
     if not is_traced(part):
         part = numbers.whole("dropout_origin", part)
-        return jnp.uint32(part & _WORD)
+        if not 0 <= part <= _WORD:
+            raise ValueError(f"dropout_origin must be {call.ORIGIN}, got {part}")
+        return jnp.uint32(part)
     if part.ndim or not jnp.issubdtype(part.dtype, jnp.integer):
         wrong_type("dropout_origin", call.ORIGIN, part)
     return part.astype(jnp.uint32)

@@ -19,6 +19,7 @@ from heedful.core.call import (
     new_update,
 )
 from heedful.core.describe_cache import attention_part, check_cache, last_rotated_length
+from heedful.core.numbers import FAR
 from heedful.core.operands import Operands
 from heedful.torch import library
 from heedful.torch.adapt import adapt, autocast, dense_rows
@@ -536,7 +537,7 @@ def _traced(x: Operands, options: Options, update: CacheUpdate, out):
     if not is_compiling():
         check_cache(*cache_call(x, given, update, out))
     new = 0 if update.k is None else update.k.shape[1]
-    advance = given.causal or tuple(given.window_size[:2]) != (-1, -1)
+    advance = given.causal or any(-1 < side < FAR for side in given.window_size[:2])
     if update.cache_seqlens is not None:
         if not isinstance(update.cache_seqlens, Tensor):
             pages = 1 if x.block_table is None else x.block_table.shape[1]

@@ -111,6 +111,8 @@ def plain_update(update: CacheUpdate, q: Any) -> CacheUpdate:
         if lengths is not None:
             lengths = plain_int("cache_seqlens", lengths, "an int, an int32 tensor or None")
     elif lengths.dim() == 0 and lengths.dtype in _WHOLE_NUMBERS and _has_rows(q):
+        if lengths.dtype == torch.int64:
+            lengths = lengths.clamp(-1, numbers.LONGEST)
         lengths = lengths.to(torch.int32).expand(q.shape[0])
     interleaved = plain_flag("rotary_interleaved", interleaved)
     if lengths is update.cache_seqlens and interleaved is update.rotary_interleaved:

@@ -7,6 +7,7 @@ Operands that a call lacks, and their strides, are None.
 from collections.abc import Mapping
 
 from heedful.core.arrays import ArraySpec
+from heedful.core.numbers import FAR
 from heedful.core.problem import AttentionProblem
 from heedful.kernels.args import kinds, shared
 from heedful.kernels.args.portable import Rotary
@@ -14,9 +15,6 @@ from heedful.launch.spec import Pointer, Scalar, absent
 
 Buffers = Mapping[str, ArraySpec]
 
-# Bounds that stand for "farther than any sequence reaches", small enough to be added to two
-# lengths in 32 bits.
-FAR = 1 << 29
 # In-tile offsets are 32-bit: rows of a tile (at most 256) times a stride below this.
 WIDE_STRIDE = 1 << 22
 
