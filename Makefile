@@ -20,7 +20,7 @@ PART ?= host
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test jax-calls oldest-triton test-slow test-gpu test-random test-mutation lint format demo bench docs clean
+.PHONY: help set-up test jax-calls oldest-triton test-slow test-gpu test-random test-mutation lint format demo bench ab docs clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -74,6 +74,10 @@ demo: $(READY) ## train a small GPT with heedful and with SDPA, compare, generat
 
 bench: $(READY) ## time heedful against its peers
 	$(RUN) heedful.cli bench $(ARGS)
+
+ab: $(READY) ## time this checkout in turns with BASE= (a commit, folder or archive); TABLES=
+	PYTHONPATH=tools $(PY) -m ab $(or $(BASE),$(error make ab BASE=<commit>)) src \
+		$(if $(TABLES),--tables $(TABLES)) $(ARGS)
 
 docs: $(READY) ## write the generated pages of docs/ anew
 	$(RUN) heedful.cli support --markdown docs/support-matrix.md

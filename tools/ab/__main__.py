@@ -1,0 +1,177 @@
+"""python -m ab BASE NEW --tables forward,backward --rounds 20."""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from ab import figures
+from ab.sides import Side, SideError, begin, turns
+from ab.sources import sources
+
+LEAST_ROUNDS = 5
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ab",
+        description="Two checkouts timed in turns on one device. 1 if the new one is slower.",
+    )
+    add = parser.add_argument
+    add("base", help="a folder of sources, an archive, a bundle or a commit")
+    add("new", help="the same")
+    add("--tables", default="forward,backward,decode", help="forward,backward,host,jax,... or list")
+    add("--match", default="", help="cases whose names have this")
+    add("--rounds", type=int, default=20, help="of four turns, for each case")
+    add("--processes", type=int, default=1, help="pairs of processes that share the rounds")
+    add("--jobs", type=int, default=0, help="processes a side that compile beforehand")
+    add("--device", default="", help="cuda or cpu (default: cuda where there is one)")
+    add("--within", type=float, default=0.5, help="percent that a table's mean may be slower")
+    add("--each", type=float, help="percent that a case may be slower (default: as --within)")
+    add("--json-lines", type=Path, help="a record a case")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(argv)
+    if not options.rounds // max(1, options.processes) >= LEAST_ROUNDS:
+        raise SystemExit(f"a pair of processes needs --rounds >= {LEAST_ROUNDS}")
+    with tempfile.TemporaryDirectory(prefix="ab-") as folder:
+        try:
+            both = tuple(
+                sources(told, Path(folder) / name)
+                for name, told in (("base", options.base), ("new", options.new))
+            )
+            wanted = _cells(both[1], options)
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
+        if options.tables == "list":
+            return 0
+        return _compare((both[0], both[1]), wanted, options)
+
+
+def _cells(new: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Of the new side's bench."""
+    sys.path.insert(0, str(new))
+    from ab.cases import TABLES, cells
+
+    if options.tables == "list":
+        for table in TABLES:
+            for cell in cells([table], ""):
+                print(f"{table:10s} {cell.name}")
+        return []
+    return [cell.spec() for cell in cells(options.tables.split(","), options.match)]
+
+
+def _compare(
+    both: tuple[Path, Path], wanted: list[dict[str, Any]], options: argparse.Namespace
+) -> int:
+    device = options.device or _device()
+    _compile(both, wanted, device, options.jobs)
+    times: dict[int, list[tuple[float, float]]] = {}
+    equal: dict[int, bool | None] = {}
+    missing: dict[int, str] = {}
+    for process in range(options.processes):
+        with _sides(both, device) as sides:
+            for side in sides:
+                found = side.check()
+                print(f"{side.name}: {found['heedful']} ({found['device']}, {found['torch']})")
+            for number, cell in enumerate(wanted):
+                if number in missing:
+                    continue
+                try:
+                    count, equal[number] = begin(sides, cell)
+                    rounds = options.rounds // options.processes
+                    times.setdefault(number, []).extend(turns(sides, count, rounds))
+                    for side in sides:
+                        side.ask("end")
+                except SideError as error:
+                    missing[number] = str(error)
+                _progress(f"{process + 1}/{options.processes} {number + 1}/{len(wanted)}")
+    return _report(wanted, times, equal, missing, options)
+
+
+def _report(
+    wanted: list[dict[str, Any]],
+    times: dict[int, list[tuple[float, float]]],
+    equal: dict[int, bool | None],
+    missing: dict[int, str],
+    options: argparse.Namespace,
+) -> int:
+    found, table = [], ""
+    for number, cell in enumerate(wanted):
+        if cell["table"] != table:
+            table = cell["table"]
+            print(f"\n{table}\n{figures.HEAD}")
+        if number in missing:
+            print(f"{'':24s}{cell['name']}: {missing[number]}")
+            continue
+        found.append(figures.figure(table, cell["name"], times[number], equal[number]))
+        print(figures.line(found[-1]))
+    if options.json_lines:
+        with options.json_lines.open("a") as file:
+            for each in found:
+                sides = {"base": options.base, "new": options.new}
+                file.write(json.dumps({**sides, **each.to_json()}) + "\n")
+    print()
+    for line in figures.summary(found):
+        print(line)
+    each = options.within if options.each is None else options.each
+    wrong = figures.verdict(found, options.within, each)
+    wrong += [f"{wanted[number]['name']}: {why}" for number, why in missing.items()]
+    for line in wrong:
+        print(f"! {line}")
+    return int(bool(wrong))
+
+
+@contextmanager
+def _sides(both: tuple[Path, Path], device: str) -> Iterator[tuple[Side, Side]]:
+    with ExitStack() as stack:
+        base, new = (
+            stack.enter_context(Side(name, path, device))
+            for name, path in zip(("base", "new"), both, strict=True)
+        )
+        yield base, new
+
+
+def _compile(both: tuple[Path, Path], wanted: list[dict[str, Any]], device: str, jobs: int) -> None:
+    """Has every case begun by processes that then end: kernels are in the disk cache."""
+
+    def run(side: tuple[str, Path, int]) -> None:
+        name, path, first = side
+        with Side(name, path, device) as process:
+            for cell in wanted[first::jobs]:
+                try:
+                    process.ask("begin", cell=cell)
+                    process.ask("end")
+                except SideError:
+                    pass  # is met again, and told, where it is timed
+
+    shares = [
+        (name, path, first)
+        for first in range(jobs)
+        for name, path in zip(("base", "new"), both, strict=True)
+    ]
+    if shares:
+        with ThreadPoolExecutor(len(shares)) as pool:
+            list(pool.map(run, shares))
+
+
+def _device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _progress(words: str) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{words}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
