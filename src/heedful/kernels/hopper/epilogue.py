@@ -12,10 +12,7 @@ from heedful.kernels.hopper.mma import ROWS, scale_output
 from heedful.kernels.hopper.pipeline import allocate_boxes, pair_of_boxes
 from heedful.kernels.hopper.promotion import allocate_sums
 from heedful.kernels.hopper.sequences import queries_at, query_position
-from heedful.kernels.hopper.softmax import shift_of
-
-LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
-LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
+from heedful.kernels.hopper.softmax import LN2, LOG2E, powers, shift_of
 
 
 @aggregate
@@ -191,18 +188,21 @@ def write_rows(outputs, out, at, place):
 @gluon.jit
 def with_sink(m_M, l_M, tile, row, split, params):
     """Maximum and sum of rows with the sink's logit, and what the outputs so far are scaled by."""
+    IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None or params.mods.alibi is not None
     layout: gl.constexpr = l_M.type.layout
     factor_M = gl.full(l_M.shape, 1.0, gl.float32, layout)
     if params.mods.sink is not None:
         head = head_of(params, tile, row, layout)
-        sink = gl.load(params.mods.sink + head) * LOG2E
+        sink = gl.load(params.mods.sink + head)
+        if not IS_NATURAL:
+            sink *= LOG2E
         if params.split.partials is not None:
             # It enters once.
             sink = gl.where(split == 0, sink, float("-inf"))
         top_M = gl.maximum(m_M, sink)
         shift_M = shift_of(top_M)
-        factor_M = gl.exp2(m_M - shift_M)
-        l_M = l_M * factor_M + gl.exp2(sink - shift_M)
+        factor_M = powers(m_M - shift_M, IS_NATURAL)
+        l_M = l_M * factor_M + powers(sink - shift_M, IS_NATURAL)
         m_M = top_M
     return m_M, l_M, factor_M
 
@@ -211,6 +211,7 @@ def with_sink(m_M, l_M, tile, row, split, params):
 def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor):
     """Normalises one consumer's rows and writes them and their log-sum-exp. v_factor: of fp8
     values."""
+    IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None or params.mods.alibi is not None
     m_M, l_M, factor_M = with_sink(m_M, l_M, tile, row, split, params)
     # A sum that is NaN is seen, whatever the maximum made of it: the result is NaN, not 0.
     seen_M = l_M != 0.0
@@ -234,7 +235,11 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor
             out = keep_rows(out, used_M)
         write_rows(outputs, out, queries_at(params, tile, row), place)
     if outputs.lse is not None:
-        lse_M = gl.where(seen_M, (m_M + gl.log2(l_M)) * LN2, float("-inf"))
+        if IS_NATURAL:
+            lse_M = m_M + gl.log2(l_M) * LN2
+        else:
+            lse_M = (m_M + gl.log2(l_M)) * LN2
+        lse_M = gl.where(seen_M, lse_M, float("-inf"))
         store_lse(outputs, lse_M, tile, row, split, params)
 
 

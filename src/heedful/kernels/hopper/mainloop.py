@@ -22,8 +22,10 @@ from heedful.kernels.hopper.pairs import from_pairs, to_pairs
 from heedful.kernels.hopper.pingpong import pingpong_arrive, pingpong_sync
 from heedful.kernels.hopper.score_mods import add_alibi_and_bias, apply_softcap, load_bias
 from heedful.kernels.hopper.softmax import (
+    LN2,
     exponentials,
     lane_sums,
+    peaks,
     shift_of,
     softmax_exact,
     softmax_threshold,
@@ -49,7 +51,8 @@ def start_bias(params, tile, row, j):
 
 @gluon.jit
 def apply_score_mods(s_MN, bias_MN, params, tile, row, j):
-    """Scores of key tile j with softcap, ALiBi and bias, before the mask."""
+    """Scores of key tile j with softcap, ALiBi and bias, before the mask: raw, or in natural units
+    with ALiBi or a bias."""
     if params.mods.HAS_SOFTCAP:
         s_MN = apply_softcap(s_MN, params.mods.softcap_scale)
     return add_alibi_and_bias(s_MN, bias_MN, params.mods, tile, row, j * params.tile.BLOCK_N)
@@ -109,18 +112,20 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
     dtype: gl.constexpr = q.boxes.dtype
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
     MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
+    IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None or params.mods.alibi is not None
     # A bias can mask keys too.
     MASKS_ROWS: gl.constexpr = MASKED or params.mods.bias.ptr is not None
-    LIMIT: gl.constexpr = threshold_limit(dtype)
+    LIMIT: gl.constexpr = threshold_limit(dtype) * (LN2 if IS_NATURAL else 1.0)
     SPECULATIVE: gl.constexpr = params.tile.RESCALE == "speculative"
+    gl.static_assert(not (SPECULATIVE and IS_NATURAL))
     HEAD: gl.constexpr = headroom(dtype) if SPECULATIVE else 0.0
     SUM_LIMIT: gl.constexpr = sum_limit(dtype)
     acc = no_output(kv.v, params)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
 
     s_MN, bias_MN, j = first_scores(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER)
-    m_M = gl.max(s_MN, 1) * params.mods.scale_log2 + HEAD
-    p_MN = exponentials(s_MN, shift_of(m_M), params.mods.scale_log2)
+    m_M = peaks(s_MN, params.mods.scale_log2, IS_NATURAL) + HEAD
+    p_MN = exponentials(s_MN, shift_of(m_M), params.mods.scale_log2, IS_NATURAL)
     l_ML = lane_sums(p_MN)
     p_MN = drop(p_MN, params.dropout, tile, row, j * BLOCK_N)
     p_MJ = to_pairs(p_MN, dtype)
@@ -158,12 +163,18 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
                     s_MN = apply_mask_if_needed(s_MN, blocks, params, tile, row, j)
                 if params.tile.RESCALE == "threshold":
                     p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
-                        s_MN, m_M, l_ML, params.mods.scale_log2, LIMIT, MASKS_ROWS
+                        s_MN,
+                        m_M,
+                        l_ML,
+                        params.mods.scale_log2,
+                        LIMIT,
+                        MASKS_ROWS,
+                        IS_NATURAL=IS_NATURAL,
                     )
                     l_ML = l_ML + lane_sums(p_MN)
                 else:
                     p_MN, m_M, l_ML, alpha_M = softmax_exact(
-                        s_MN, m_M, l_ML, params.mods.scale_log2, MASKS_ROWS
+                        s_MN, m_M, l_ML, params.mods.scale_log2, MASKS_ROWS, IS_NATURAL
                     )
                     must_rescale = gl.to_tensor(1)
                 p_MN = drop(p_MN, params.dropout, tile, row, j * BLOCK_N)

@@ -23,7 +23,7 @@ from heedful.kernels.hopper.softmax import (
 from heedful.kernels.hopper.softmax_fp8 import (
     E4M3_BITS,
     FINITE_BITS,
-    LIMIT_BITS,
+    LIMIT,
     TOP_LOG2,
     from_words,
     part_sums,
@@ -206,7 +206,7 @@ def mainloop_fp8(
                 else:
                     s_MN = apply_score_mods(s_MN, blocks, params, tile, row, j, factors, MASKED)
                     p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
-                        s_MN, m_M, l_ML, scale_log2, LIMIT_BITS, MASKED, TOP_LOG2
+                        s_MN, m_M, l_ML, scale_log2, LIMIT, MASKED, TOP_LOG2, False, True
                     )
                     l_ML = l_ML + gl.sum(part_sums(p_MN), 1)
                 kv_before = kv_state

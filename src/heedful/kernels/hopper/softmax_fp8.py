@@ -3,15 +3,19 @@
 M query rows, N keys, J words of four keys, L lanes that share a row, C sums of a lane's row.
 """
 
+import math
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+
+from heedful.kernels.hopper.softmax import peaks
 
 # The largest probability of a row whose maximum has just been looked up, as a power of two: exact,
 # so that a row that sees one key returns its value unrounded.
 TOP_LOG2: gl.constexpr = gl.constexpr(4.0)
-# As the bits of float32: log2 of the largest e4m3, that number, and what p may be for its row to be
-# scaled.
-LIMIT_BITS: gl.constexpr = gl.constexpr(0x410CEAED)  # log2 448
+# The logarithm of the largest e4m3.
+LIMIT: gl.constexpr = gl.constexpr(math.log2(448.0))
+# As the bits of float32: that number, and what p may be for its row to be scaled.
 E4M3_BITS: gl.constexpr = gl.constexpr(0x43E00000)  # 448
 FINITE_BITS: gl.constexpr = gl.constexpr(0x7B800000)  # 2^120
 # Keys of a row of which a lane adds up its quarter for one vote, see speculative_softmax.py.
@@ -72,8 +76,4 @@ def part_sums(p_MN):
 @gluon.jit
 def reference(s_MN, scale_log2):
     """What puts the largest p of each row at 2^TOP_LOG2, -inf where all keys are hidden."""
-    if scale_log2 < 0.0:
-        top_M = gl.min(s_MN, 1)
-    else:
-        top_M = gl.max(s_MN, 1)
-    return top_M * scale_log2 - TOP_LOG2
+    return peaks(s_MN, scale_log2, False, True) - TOP_LOG2

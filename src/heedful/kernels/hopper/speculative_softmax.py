@@ -50,9 +50,10 @@ def rescale_from_scores(s_MN, top_M, m_M, l_ML, scale_log2, MAY_MASK_ROWS: gl.co
 @gluon.jit
 def rescale_from_probabilities(p_MN, m_M, l_ML):
     """As `rescale_from_scores`, from the p of the old reference, all of which are finite: fp8."""
-    risen_M = gl.maximum(gl.log2(gl.max(p_MN, 1)) - TOP_LOG2, 0.0)
-    alpha_M = gl.exp2(-risen_M)
-    return p_MN * alpha_M[:, None], m_M + risen_M, scale_rows(l_ML, alpha_M), alpha_M
+    new_m_M = m_M + gl.maximum(gl.log2(gl.max(p_MN, 1)) - TOP_LOG2, 0.0)
+    # By what the rounded references differ, and not by what they were meant to.
+    alpha_M = gl.exp2(m_M - shift_of(new_m_M))
+    return p_MN * alpha_M[:, None], new_m_M, scale_rows(l_ML, alpha_M), alpha_M
 
 
 @gluon.constexpr_function
