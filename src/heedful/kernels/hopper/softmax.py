@@ -171,8 +171,10 @@ def bounds_of(m_M, scale_log2, LIMIT: gl.constexpr, IS_NATURAL: gl.constexpr, IS
     if IS_NATURAL:
         return m_M + LIMIT
     else:
-        # Less what all these roundings take, so that no score above the limit is below its bound.
-        bound_M = (m_M + LIMIT) * (0.999999 / scale_log2)
+        # A little less, so that whatever these roundings do no score above the limit is below.
+        text: gl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
+        per_unit = inline_asm(text, "=f,f", [gl.to_tensor(scale_log2)], gl.float32, is_pure=True)
+        bound_M = (m_M + LIMIT) * (per_unit * 0.999999)
         if IS_SIGNED:
             bound_M = gl.where(scale_log2 < 0.0, -1.0, bound_M)
         return bound_M
