@@ -1,4 +1,5 @@
-"""Tiled backward (FlashAttention-2, Dao 2023, section 3.1.2): lse gives probabilities anew.
+"""Tiled backward (FlashAttention-2, Dao 2023, section 3.1.2): lse gives probabilities anew, or
+maximum and sum where lse is far from 0.
 
 Key tiles outside, query tiles inside: dK and dV of a tile stay in scratch until they are whole, and
 only dQ has a float32 buffer over the sequence. Dimension key as in blocks.py.
@@ -21,7 +22,7 @@ from heedful.cpu.blocks import (
     worth_threads,
 )
 from heedful.cpu.scores import HELD, Tiles, multiply
-from heedful.cpu.tiled_forward import row_lse
+from heedful.cpu.tiled_forward import all_near, row_references
 from heedful.cpu.workers import for_each
 from heedful.reference.philox import keep_scale
 
@@ -53,12 +54,13 @@ def backward(
     if problem.bias_grad:
         own = own_shape(tuple(x.bias.shape), x.bias.stride())
         dbias = torch.zeros(own, dtype=torch.promote_types(x.q.dtype, torch.float32), device="cpu")
+    near = all_near(lse)
     sink_parts: dict[int, tuple[range, torch.Tensor]] = {}
 
     def work(tiles: Tiles, item: tuple[int, Block]) -> None:
         number, block = item
         pass_ = _BlockBackward(tiles, block, dout, dbias)
-        pass_.prepare(out, lse, dlse)
+        pass_.prepare(out, lse, dlse, near)
         for cols in _parts(block.len_k):
             pass_.add_key_tile(cols, dk, dv)
         pass_.store_dq(dq)
@@ -87,14 +89,15 @@ def _parts(len_k: int) -> Iterator[range]:
 
 
 class _BlockBackward:
-    """The backward of one block: lse and delta of every query tile, dQ so far, and the tiles of q
-    and dO themselves if they are not too many."""
+    """The backward of one block: delta of every query tile and what gives its probabilities (see
+    `row_references`), dQ so far, and the tiles of q and dO themselves if they are not too many."""
 
     def __init__(self, tiles: Tiles, block: Block, dout, dbias: torch.Tensor | None):
         self.tiles, self.block, self.dout, self.dbias = tiles, block, dout, dbias
         self.rows = list(query_tiles(block))
         self.keep_scale = keep_scale(tiles.problem.dropout_p)
-        self.lse: list[torch.Tensor] = []
+        self.reference: list[torch.Tensor] = []
+        self.weight: list[torch.Tensor | None] = []
         self.delta: list[torch.Tensor] = []
         # By query tile, which of its queries see one key, and what dS has to be there but 0.
         self.single: list[list[int]] = []
@@ -106,9 +109,9 @@ class _BlockBackward:
         self.held: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.dsink = torch.zeros(len(block.query_heads), dtype=torch.float64, device="cpu")
 
-    def prepare(self, out, lse, dlse) -> None:
-        """delta = rowsum(dO * O) - dlse of every query tile, the tiles themselves if they are held,
-        and the sink's gradient."""
+    def prepare(self, out, lse, dlse, near: bool = False) -> None:
+        """delta = rowsum(dO * O) - dlse of every query tile, its references, the tiles themselves
+        if they are held, and the sink's gradient. near: whether every lse is known to be near 0."""
         tiles, block = self.tiles, self.block
         group, dim = tiles.problem.group, tiles.problem.head_dim
         for index, rows in enumerate(self.rows):
@@ -121,21 +124,28 @@ class _BlockBackward:
                 self.dlse.append(dlse_rows[..., None])
             # With a sink a row has more than its key.
             self.single.append([] if tiles.x.sink is not None else block.with_one_key(rows))
-            self.lse.append(row_lse(tiles, block, rows, lse))
+            reference, weight = row_references(tiles, block, rows, lse, near)
+            self.reference.append(reference)
+            self.weight.append(weight)
             self.delta.append(delta)
             if self.holds:
                 self.held.append(self._pair(index, do))
             size = (block.heads, group * len(rows), dim)
             self.dq.append(torch.zeros(size, dtype=tiles.scratch.dtype, device="cpu"))
             if tiles.x.sink is not None:
-                h = block.query_heads
-                sink = tiles.x.sink[h.start : h.stop].view(1, len(block.kv_heads), group, 1)
-                lse_rows = block.rows(lse)[..., rows.start : rows.stop]
-                p_sink = (
-                    torch.exp(sink - lse_rows).masked_fill_(lse_rows == -torch.inf, 0.0).double()
-                )
-                of_row = p_sink * delta.view(p_sink.shape)
-                self.dsink -= of_row.sum((0, 3)).flatten()
+                self._add_sink(rows, delta, reference, weight)
+
+    def _add_sink(self, rows: range, delta, reference, weight) -> None:
+        """Adds to the sink's gradient what the rows of a query tile give."""
+        tiles, block = self.tiles, self.block
+        h, heads = block.query_heads, len(block.kv_heads)
+        sink = tiles.x.sink[h.start : h.stop].view(1, heads, tiles.problem.group, 1)
+        # In a row without keys the reference is +inf, and this 0.
+        p_sink = torch.exp(sink - tiles.by_head(block, reference, rows)[..., 0])
+        if weight is not None:
+            p_sink *= tiles.by_head(block, weight, rows)[..., 0]
+        of_row = p_sink.double() * delta.view(p_sink.shape)
+        self.dsink -= of_row.sum((0, 3)).flatten()
 
     def add_key_tile(self, cols: range, dk: torch.Tensor, dv: torch.Tensor) -> None:
         """Everything that keys `cols` have to do with: their dK and dV, their part of dQ."""
@@ -168,9 +178,10 @@ class _BlockBackward:
         return self.block.load_queries(self.dout, self.rows[index], scratch, name, column=True)
 
     def _pair(self, index: int, do: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A tile of q beside one of dO; their last columns become minus lse and minus delta."""
+        """A tile of q beside one of dO; their last columns become minus the reference and minus
+        delta."""
         q = self.tiles.load_q(self.block, self.rows[index], self._name("q", index))
-        self.tiles.refer(q, self.lse[index])
+        self.tiles.refer(q, self.reference[index])
         self.tiles.refer(do, self.delta[index])
         return q, do
 
@@ -184,11 +195,19 @@ class _BlockBackward:
         problem = tiles.problem
         part = block.rows_that_see(rows, cols) if masked else rows
         pair = self.held[index] if self.holds else self._pair(index, self._load_do(index))
-        q, do, lse, delta, dq = (
-            x if part == rows else x[:, part.start - rows.start : part.stop - rows.start]
-            for x in (*pair, self.lse[index], self.delta[index], self.dq[index])
+
+        def seen(tile: torch.Tensor) -> torch.Tensor:
+            if part == rows:
+                return tile
+            return tile[:, part.start - rows.start : part.stop - rows.start]
+
+        q, do, reference, delta, dq = map(
+            seen, (*pair, self.reference[index], self.delta[index], self.dq[index])
         )
-        p, tanh = tiles.probabilities(block, part, cols, masked, q, k, lse)
+        p, tanh = tiles.probabilities(block, part, cols, masked, q, k, reference)
+        weight = self.weight[index]
+        if weight is not None:
+            p.mul_(seen(weight))
         do_low = tiles.rounded(do[..., :-1], "do_low")
         dropped = None
         if problem.dropout_p > 0:

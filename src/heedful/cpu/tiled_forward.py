@@ -8,6 +8,7 @@ import threading
 
 import torch
 
+from heedful.core.far import FAR_LSE
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.cpu.blocks import UNIT, Block, blocks, key_tiles, query_tiles, worth_threads
@@ -125,11 +126,7 @@ def _attend(
     tiles.hold_keys(block)
     q = tiles.load_q(block, rows)
     acc = scratch.take("acc", *q.shape[:2], problem.head_dim_v)
-    sink = None
-    if tiles.x.sink is not None and has_sink:
-        per_head = block.split(tiles.x.sink[None].expand(problem.batch, -1))
-        sink = per_head[..., None].repeat_interleave(len(rows), -1).to(scratch.dtype)
-        sink = sink.reshape(block.heads, -1, 1)
+    sink = _sink_of_rows(tiles, block, rows) if has_sink else None
     state = q, acc, sink
     ordered = _with_a_key_first(block, rows, keys)
     if ordered:
@@ -145,6 +142,15 @@ def _attend(
     else:
         m, l_sum = _by_running_maximum(tiles, block, rows, keys, *state)
     return m, l_sum, acc
+
+
+def _sink_of_rows(tiles: Tiles, block: Block, rows: range) -> torch.Tensor | None:
+    """The sink's score in each row of a query tile, (B G, R M, 1), if there is a sink."""
+    if tiles.x.sink is None:
+        return None
+    per_head = block.split(tiles.x.sink[None].expand(tiles.problem.batch, -1))
+    sink = per_head[..., None].repeat_interleave(len(rows), -1).to(tiles.scratch.dtype)
+    return sink.reshape(block.heads, -1, 1)
 
 
 def _merged(
@@ -227,13 +233,15 @@ def _with_a_key_first(block: Block, rows: range, tiles: KeyTiles) -> KeyTiles:
 def _by_running_maximum(
     tiles: Tiles, block: Block, rows: range, keys: KeyTiles, q, acc, sink
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The online softmax as published: returns (m, l), both (B G, R M, 1), and sets acc."""
+    """The online softmax as published: returns (m, l), both (B G, R M, 1), and sets acc. Without
+    acc, which is None then, values are left out."""
     m, l_sum, total, largest = (
         tiles.scratch.take(name, *q.shape[:2], 1) for name in ("m", "l", "total", "largest")
     )
     m.fill_(torch.finfo(m.dtype).min)
     l_sum.zero_()
-    acc.zero_()
+    if acc is not None:
+        acc.zero_()
     if sink is not None:
         # The sink is a key whose value is zero.
         torch.gt(sink, -torch.inf, out=l_sum)
@@ -244,9 +252,10 @@ def _by_running_maximum(
         p = exp_(s.sub_(largest))
         rescale = exp_(m.sub_(largest))
         l_sum.mul_(rescale).add_(torch.sum(p, -1, keepdim=True, out=total))
-        acc.mul_(rescale)
+        if acc is not None:
+            acc.mul_(rescale)
+            _add_values(tiles, block, rows, cols, p, acc)
         m.copy_(largest)  # last: rescale lived in m
-        _add_values(tiles, block, rows, cols, p, acc)
     return m, l_sum
 
 
@@ -268,20 +277,49 @@ def _add_values(
 
 def _write_probs(tiles: Tiles, block: Block, rows: range, lse, probs) -> None:
     """The sign-coded probabilities of one query tile, from its finished lse."""
+    reference, weight = row_references(tiles, block, rows, lse)
     q = tiles.load_q(block, rows)
-    lse_tile = row_lse(tiles, block, rows, lse)
-    tiles.refer(q, lse_tile)
+    tiles.refer(q, reference)
     target = block.split(probs)[..., rows.start : rows.stop, :]
     for cols, masked in key_tiles(block, rows):
         k = tiles.load_k(block, cols)
-        p, _ = tiles.probabilities(block, rows, cols, masked, q, k, lse_tile)
+        p, _ = tiles.probabilities(block, rows, cols, masked, q, k, reference)
+        if weight is not None:
+            p.mul_(weight)
         if tiles.problem.dropout_p > 0:
             p = torch.where(tiles.dropped(block, rows, cols), -p, p)
         target[..., cols.start : cols.stop] = tiles.by_head(block, p, rows)
 
 
-def row_lse(tiles: Tiles, block: Block, rows: range, lse: torch.Tensor) -> torch.Tensor:
-    """The lse of a query tile, (B G, R M, 1); +inf for rows without keys, whose
-    probabilities are then exp(-inf) = 0."""
+def row_references(
+    tiles: Tiles, block: Block, rows: range, lse: torch.Tensor, near: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What gives the probabilities of a query tile anew, both (B G, R M, 1): e^(scores - reference)
+    times a weight, which is None where it is 1 in all rows.
+
+    The reference is the lse; +inf for rows without keys, whose probabilities are then exp(-inf) =
+    0. A float32 lse far from 0 has lost the logarithm of the sum: such rows get their maximum, and
+    one over their sum, both from their scores. near: whether `all_near(lse)` is known.
+    """
     tile = block.rows(lse)[..., rows.start : rows.stop].reshape(block.heads, -1, 1)
-    return tile.to(tiles.scratch.dtype).masked_fill(tile == -torch.inf, torch.inf)
+    reference = tile.to(tiles.scratch.dtype).masked_fill(tile == -torch.inf, torch.inf)
+    if near:
+        return reference, None
+    is_far = (reference.abs() >= FAR_LSE) & reference.isfinite()
+    if not is_far.any():
+        return reference, None
+    keys, sink = list(key_tiles(block, rows)), _sink_of_rows(tiles, block, rows)
+    m, l_sum = _by_running_maximum(
+        tiles, block, rows, keys, tiles.load_q(block, rows), acc=None, sink=sink
+    )
+    reference = torch.where(is_far, m, reference)
+    return reference, torch.where(is_far, l_sum.reciprocal(), 1.0)
+
+
+def all_near(lse: torch.Tensor) -> bool:
+    """Whether every lse is so near 0 that float32 keeps the logarithm of a row's sum in it. False
+    says nothing: an lse may be -inf or NaN."""
+    if not lse.numel():
+        return True
+    low, high = lse.aminmax()
+    return low.item() > -FAR_LSE and high.item() < FAR_LSE

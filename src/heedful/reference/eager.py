@@ -5,8 +5,8 @@ Products and sums inside a matmul are float32; every intermediate that eager cod
 the oracle's.
 
 With `far_scores`, for rows whose scores T cannot tell apart or hold, scores are float32 as the
-matmul sums them, and probabilities come of a row's maximum and sum: a float32 lse of 1e9 has lost
-the logarithm of the sum.
+matmul sums them, and probabilities of a row with a large lse come of its maximum and sum: a float32
+lse of 1e9 has lost the logarithm of the sum.
 
 fp8 inputs: T is bfloat16, and probabilities are rounded to e4m3 scaled by that type's maximum.
 Quantised keys and values are dequantised to T first.
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from heedful.core.far import FAR_LSE
 from heedful.core.operands import Gradients, Operands, own_shape
 from heedful.core.problem import AttentionProblem
 from heedful.reference import oracle
@@ -140,10 +141,10 @@ def _softmax(s_HMN: torch.Tensor, sink: torch.Tensor | None, far_scores: bool):
         parts = torch.cat([s_HMN, sink[:, None, None].expand(-1, s_HMN.shape[1], 1)], -1)
     lse_HM = torch.logsumexp(parts, -1)
     empty_HM1 = lse_HM[..., None] == -torch.inf
+    p = torch.exp(parts - lse_HM[..., None].masked_fill(empty_HM1, 0.0))
     if far_scores:
-        p = torch.softmax(parts, -1).masked_fill(empty_HM1, 0.0)
-    else:
-        p = torch.exp(parts - lse_HM[..., None].masked_fill(empty_HM1, 0.0))
+        is_far_HM1 = (lse_HM.abs() >= FAR_LSE)[..., None] & ~empty_HM1
+        p = torch.where(is_far_HM1, torch.softmax(parts, -1), p)
     return (p, 0.0, lse_HM) if sink is None else (p[..., :-1], p[..., -1:], lse_HM)
 
 
