@@ -15,8 +15,9 @@ from heedful.core.problem import ITEM_BITS
 from heedful.inspector import Inspection, of_artifact
 from heedful.launch import compiler
 from heedful.launch.prebuild import compiling
-from machine_code.arrays import ARRAYS, DEVICES
+from machine_code.arrays import ARRAYS
 from machine_code.covering import deal, each_value, pairs, possible_pairs
+from machine_code.table import DEVICES
 from support.arrays import variants
 
 # Arrays of attention kernels with a table of tiles of their own: backend, whether of 8-bit queries.

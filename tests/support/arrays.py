@@ -6,7 +6,7 @@ from heedful.launch.bind import portable_cache
 from heedful.launch.prebuild import compiling
 from heedful.launch.programs import program
 from heedful.launch.spec import KernelCall
-from machine_code.arrays import DEVICES, Array, Launched
+from machine_code.table import DEVICES, Array, Launched
 
 
 def calls_of(one: Launched, device: DeviceSpec) -> list[KernelCall]:

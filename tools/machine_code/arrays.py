@@ -4,101 +4,31 @@ A factor is something that kernels are compiled for; sizes are run-time values, 
 where the choice of a kernel or of its tiles depends on them.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from typing import Any
 
 from heedful.core.arrays import ArraySpec
-from heedful.core.mask import MaskSpec
 from heedful.core.problem import AttentionProblem
 from heedful.launch import buffers
 from heedful.launch.record import Entry
-from machine_code.covering import Factors, Row, cover
-
-DEVICES = {
-    "sm_80": "A100",
-    "sm_86": "RTX 3090",
-    "sm_89": "RTX 4090",
-    "sm_90": "H200",
-    "sm_100": "B200",
-    "sm_120": "RTX 5090",
-    "gfx942": "MI300X",
-    "gfx950": "MI355X",
-}
-MASKS = {
-    "full": MaskSpec(),
-    "causal": MaskSpec.of(True),
-    "window": MaskSpec(9, 4),
-    "left": MaskSpec(40, -1),
-    "first": MaskSpec(9, -1, 3),
-    "causal-first": MaskSpec.of(True, (40, 0, 3)),
-}
-FLAGS = (False, True)
-
-
-@dataclass(frozen=True)
-class Launched:
-    """What one row launches: the programs of a problem, or one of a KV cache.
-
-    entry: the problem with its arrays; of its programs the last `last` launches, all if 0.
-    """
-
-    backend: str
-    entries: tuple[Entry, ...] = ()
-    last: int = 0
-    cache: str = ""
-    arrays: dict[str, ArraySpec] | None = None
-    options: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class Array:
-    """A covering array: its rows, and what a row launches on a target."""
-
-    targets: tuple[str, ...]
-    factors: Factors
-    possible: Callable[[Row], bool]
-    launched: Callable[[Row, str], Launched]
-    seeds: tuple[Row, ...] = ()
-
-    @cached_property
-    def rows(self) -> list[Row]:
-        return cover(self.factors, self.possible, self.seeds)
-
-
-def always(row: Row) -> bool:
-    return True
-
-
-def excluded(*pairs: dict[str, tuple]) -> Callable[[Row], bool]:
-    """Whether a row has no combination of values, one of each factor, that is listed."""
-
-    def possible(row: Row) -> bool:
-        return not any(
-            all(name in row and row[name] in values for name, values in pair.items())
-            for pair in pairs
-        )
-
-    return possible
+from machine_code.covering import Factors, Row
+from machine_code.hopper_arrays import HOPPER_ARRAYS
+from machine_code.table import (
+    FLAGS,
+    MASKS,
+    PORTABLE_TARGETS,
+    Array,
+    Launched,
+    always,
+    directions,
+    excluded,
+)
 
 
 def _dropout(row: Row) -> dict[str, Any]:
     kind = row.get("dropout", "none")
     origin = (0, 0, 0, int(kind == "singles"))
     return {"dropout_p": 0.0 if kind == "none" else 0.1, "dropout_origin": origin}
-
-
-def _directions(problem: AttentionProblem, aligned: bool = True) -> tuple[Entry, ...]:
-    """The problem's programs, their arrays dense."""
-    found = []
-    for direction in ("forward", "backward")[: 1 + problem.needs_grad]:
-        arrays = getattr(buffers, direction)(problem)
-        if direction == "backward":
-            arrays["dlse"] = arrays["lse"]
-        arrays = {name: spec._replace(aligned=aligned) for name, spec in arrays.items()}
-        found.append(Entry(problem, direction, arrays))
-    return tuple(found)
 
 
 # ---- portable ---------------------------------------------------------------------------------
@@ -156,7 +86,7 @@ def portable_problem(row: Row) -> AttentionProblem:
 
 def _portable(row: Row, target: str) -> Launched:
     problem = portable_problem(row)
-    return Launched("portable", _directions(problem, problem.aligned))
+    return Launched("portable", directions(problem, problem.aligned))
 
 
 # What the forward takes beyond that: quantised caches, splits, probabilities, indices, keys wider
@@ -208,7 +138,7 @@ def quantised_problem(row: Row) -> AttentionProblem:
 
 
 def _quantised(row: Row, target: str) -> Launched:
-    return Launched("portable", _directions(quantised_problem(row)))
+    return Launched("portable", directions(quantised_problem(row)))
 
 
 # ---- Hopper -----------------------------------------------------------------------------------
@@ -298,7 +228,7 @@ def hopper_problem(row: Row) -> AttentionProblem:
 
 
 def _hopper(row: Row, target: str) -> Launched:
-    return Launched("hopper", _directions(hopper_problem(row)))
+    return Launched("hopper", directions(hopper_problem(row)))
 
 
 FP8: Factors = {
@@ -353,7 +283,7 @@ def _with_descales(problem: AttentionProblem) -> Entry:
 
 def _fp8(row: Row, target: str) -> Launched:
     problem = fp8_problem(row)
-    entries = (_with_descales(problem),) if row["descales"] else _directions(problem)
+    entries = (_with_descales(problem),) if row["descales"] else directions(problem)
     return Launched("hopper", entries)
 
 
@@ -397,7 +327,7 @@ def cdna_problem(row: Row, target: str) -> AttentionProblem:
 
 def _cdna(row: Row, target: str) -> Launched:
     problem = cdna_problem(row, target)
-    entries = (_with_descales(problem),) if row["descales"] else _directions(problem)
+    entries = (_with_descales(problem),) if row["descales"] else directions(problem)
     return Launched("cdna", entries)
 
 
@@ -459,7 +389,7 @@ def _combine(row: Row, target: str) -> Launched:
     packed = 3000 if row["storage"] == "varlen" else None
     facts = {"total_q": packed, "num_splits": 3, "return_lse": row["lse"]}
     problem = AttentionProblem.dense(2, 1024, 2048, 4, 4, row["dim"], row["dtype"], **facts)
-    return Launched("portable", _directions(problem), last=1)
+    return Launched("portable", directions(problem), last=1)
 
 
 UNUSED: Factors = {
@@ -489,10 +419,9 @@ def _unused(row: Row, target: str) -> Launched:
         needs_grad=kind in ("gradients", "leftpad"),
         num_splits=1,
     )
-    return Launched("portable", _directions(problem)[-1:], last=2 if kind == "gradients" else 1)
+    return Launched("portable", directions(problem)[-1:], last=2 if kind == "gradients" else 1)
 
 
-PORTABLE_TARGETS = ("sm_90", "gfx942", "gfx950")
 ARRAYS: dict[str, Array] = {
     "portable": Array(
         PORTABLE_TARGETS,
@@ -514,6 +443,18 @@ ARRAYS: dict[str, Array] = {
         excluded({"kernel": ("gradients", "leftpad"), "lse": (False,)}),
         _unused,
     ),
+    **HOPPER_ARRAYS,
+}
+
+# Names for several arrays.
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "forward": ("hopper", "fp8"),
+    "backward": ("backward",),
+    "decode": ("hopper_decode", "decode", "step"),
+    "mla": ("mla", "mla_swap_ab"),
+    "mixed": ("mixed",),
+    "cdna": ("cdna",),
+    "portable": ("portable", "quantised", "append", "update", "combine", "unused"),
 }
 
 

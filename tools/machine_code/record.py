@@ -10,6 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from heedful.emulator.asm import Operand, parse
 from heedful.inspector import inspection, nvidia
 from heedful.inspector.resources import resources
 from heedful.launch.record import Entry
-from machine_code.arrays import ARRAYS, DEVICES, Launched, in_words
+from machine_code.arrays import ARRAYS, in_words
+from machine_code.covering import Row
+from machine_code.table import DEVICES, Launched
 
 FORMAT = 1
 # Stands beside arrays that belong to no attention call.
@@ -26,8 +29,9 @@ _ANY = AttentionProblem.dense(1, 1, 1, 1)
 WORKER = Path(__file__).with_name("worker.py")
 
 
-def jobs(arrays: Iterable[str], targets: Iterable[str]) -> list[dict[str, Any]]:
-    """What the arrays launch, as the worker reads it."""
+def jobs(arrays: Iterable[str], targets: Iterable[str], sample: int = 0) -> list[dict[str, Any]]:
+    """What the arrays launch, as the worker reads it. sample: at most so many problems of an array
+    for a target, 0 for all."""
     return [
         {
             "key": f"{target}/{name}/{index}",
@@ -38,8 +42,19 @@ def jobs(arrays: Iterable[str], targets: Iterable[str]) -> list[dict[str, Any]]:
         for target in targets
         for name in arrays
         if target in ARRAYS[name].targets
-        for index, row in enumerate(ARRAYS[name].rows)
+        for index, row in sampled(ARRAYS[name].rows, sample)
     ]
+
+
+def sampled(rows: list[Row], sample: int) -> list[tuple[int, Row]]:
+    """At most so many rows with their numbers, the same each time: the first ones, which are calls
+    as they are timed where an array has such, and as many evenly from the rest."""
+    numbered = list(enumerate(rows))
+    if not 0 < sample < len(rows):
+        return numbered
+    first = sample // 2
+    rest, count = numbered[first:], sample - first
+    return numbered[:first] + [rest[i * len(rest) // count] for i in range(count)]
 
 
 def _facts(one: Launched) -> dict[str, Any]:
@@ -54,16 +69,16 @@ def _facts(one: Launched) -> dict[str, Any]:
 
 
 def record(
-    checkout: Path, wanted: list[dict[str, Any]], cache: Path, workers: int = 1, say=print
+    sources: Path, wanted: list[dict[str, Any]], cache: Path, workers: int = 1, say=print
 ) -> dict[str, Any]:
-    """Compiles the jobs with a checkout's sources. cache: a folder for compiled kernels, which may
-    be shared by checkouts."""
+    """Compiles the jobs with a checkout's sources, the folder that heedful/ is in. cache: a folder
+    for compiled kernels, which may be shared by checkouts."""
     shares = [wanted[i::workers] for i in range(workers)]
     kernels: dict[str, dict] = {}
     toolchains: set[str] = set()
 
     def run(share: list[dict]) -> None:
-        for facts in _compiled(checkout, share, cache):
+        for facts in _compiled(sources, share, cache):
             toolchains.add(facts.get("toolchain", ""))
             kernels[facts["key"]] = found = analysed(facts)
             say(
@@ -75,23 +90,23 @@ def record(
         list(pool.map(run, shares))
     return {
         "format": FORMAT,
-        "commit": _commit(checkout),
+        "commit": _commit(sources),
         "toolchain": sorted(toolchains - {""}),
         "rows": {job["key"]: job["row"] for job in wanted},
         "kernels": dict(sorted(kernels.items())),
     }
 
 
-def _compiled(checkout: Path, share: list[dict], cache: Path) -> Iterator[dict]:
+def _compiled(sources: Path, share: list[dict], cache: Path) -> Iterator[dict]:
     told = {
-        "PYTHONPATH": str(checkout / "src"),
+        "PYTHONPATH": str(sources),
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "HEEDFUL_CACHE_DIR": str(cache / "heedful"),
         # A debugger's line numbers are no part of the code.
         "TRITON_DISABLE_LINE_INFO": "1",
     }
     with tempfile.TemporaryFile("w+") as given:
-        json.dump({"launches": share}, given)
+        json.dump({"launches": share, "defaults": asdict(_ANY)}, given)
         given.seek(0)
         command = [sys.executable, str(WORKER)]
         env = {**os.environ, **told}
@@ -105,10 +120,10 @@ def _compiled(checkout: Path, share: list[dict], cache: Path) -> Iterator[dict]:
         raise RuntimeError(f"the compiling process ended with {process.returncode}")
 
 
-def _commit(checkout: Path) -> str:
-    git = ["git", "-C", str(checkout)]
+def _commit(sources: Path) -> str:
+    git = ["git", "-C", str(sources)]
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    changed = subprocess.run([*git, "status", "--porcelain", "src"], capture_output=True, text=True)
+    changed = subprocess.run([*git, "status", "--porcelain", "."], capture_output=True, text=True)
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
