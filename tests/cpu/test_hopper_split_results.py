@@ -75,10 +75,10 @@ def hosted(language: Language) -> dict[str, Any]:
 def params_of(is_packed: bool, group: int, splits: int | None) -> Any:
     """Query heads of a KV head lie beside each other in a tile if `group` is above 1."""
     rows = tensor(TOTAL if is_packed else LENGTH)
-    split = SplitKV(None, None, None, None)
+    split = SplitKV(None, None, None, None, None)
     if splits is not None:
         batch = None if is_packed else tensor(BATCH)
-        split = SplitKV(tensor(0, np.int64), tensor(splits), batch, tensor(DIM))
+        split = SplitKV(tensor(0, np.int64), None, tensor(splits), batch, tensor(DIM))
     cu_q = tensor(0) if is_packed else None
     return types.SimpleNamespace(
         seqs=Sequences(cu_q, None, None, None, None, rows, None, None),
@@ -122,8 +122,7 @@ def test_every_row_of_every_split_has_a_place_of_its_own(is_packed, group, split
         for tile, row in tiles(is_packed, params.gqa.PACK_GQA):
             language = Language()
             functions = hosted(language)
-            outputs = types.SimpleNamespace(lse=tensor(0, np.int64))
-            functions["store_lse"](outputs, none, tile, row, tensor(split), params)
+            functions["store_lse"](tensor(0, np.int64), none, tile, row, tensor(split), params, 0)
             entry, start = (0, tile.start_q) if is_packed else (tile.batch, 0)
             first = row // params.gqa.PACK_GQA
             last = min((row + ROWS) // params.gqa.PACK_GQA, tile.len_q)

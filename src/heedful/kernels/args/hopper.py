@@ -76,9 +76,11 @@ class HopperTileOrder(NamedTuple):
 
 class SplitKV(NamedTuple):
     """partials: dense float32 results of each split, (splits, batch, row, head, dim_v), in place of
-    `out`; batch is absent, and None, of packed queries. None without splits."""
+    `out`; batch is absent, and None, of packed queries. rest: what the rounding of each split's
+    log-sum-exp left. None without splits."""
 
     partials: Out[Ptr]
+    rest: Out[Ptr]
     splits: Num
     batch: Num
     dim_v: Num

@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from heedful.kernels.common.log_sum import log_sum_exp
 from heedful.kernels.hopper.compat import aggregate, reinterpret, tma_store
 from heedful.kernels.hopper.mma import ROWS, scale_output
 from heedful.kernels.hopper.pipeline import allocate_boxes, pair_of_boxes
@@ -107,8 +108,9 @@ def is_row(params, row, end, layout: gl.constexpr):
 
 
 @gluon.jit
-def store_lse(outputs, lse_M, tile, row, split, params):
-    """Writes the log-sum-exp of rows from `row` on."""
+def store_lse(lse, lse_M, tile, row, split, params, UNUSED: gl.constexpr):
+    """Writes the log-sum-exp of rows from `row` on, or what else there is one of for each row, to
+    where `lse` points. UNUSED: that of rows that are not in use."""
     layout: gl.constexpr = lse_M.type.layout
     place_M = query_position(params, row + gl.arange(0, ROWS, layout=layout))
     head = head_of(params, tile, row, layout)
@@ -117,9 +119,9 @@ def store_lse(outputs, lse_M, tile, row, split, params):
     if params.seqs.cu_q is not None:
         base += tile.start_q
     if params.seqs.used_q is not None:
-        lse_M = gl.where(place_M < tile.len_q, lse_M, float("-inf"))
+        lse_M = gl.where(place_M < tile.len_q, lse_M, UNUSED)
     mask_M = is_row(params, row, tile.stored_q, layout)
-    gl.store(outputs.lse + base + place_M, lse_M, mask=mask_M)
+    gl.store(lse + base + place_M, lse_M, mask=mask_M)
 
 
 @gluon.jit
@@ -194,15 +196,15 @@ def with_sink(m_M, l_M, tile, row, split, params):
     if params.mods.sink is not None:
         head = head_of(params, tile, row, layout)
         sink = gl.load(params.mods.sink + head)
-        if not IS_NATURAL:
-            sink *= LOG2E
         if params.split.partials is not None:
             # It enters once.
             sink = gl.where(split == 0, sink, float("-inf"))
-        top_M = gl.maximum(m_M, sink)
+        top_M = gl.maximum(m_M, sink if IS_NATURAL else sink * LOG2E)
         shift_M = shift_of(top_M)
         factor_M = powers(m_M - shift_M, IS_NATURAL)
-        l_M = l_M * factor_M + powers(sink - shift_M, IS_NATURAL)
+        # In one rounding, as scores are.
+        own_M = sink - shift_M if IS_NATURAL else gl.fma(sink, LOG2E, -shift_M)
+        l_M = l_M * factor_M + powers(own_M, IS_NATURAL)
         m_M = top_M
     return m_M, l_M, factor_M
 
@@ -235,12 +237,15 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor
             out = keep_rows(out, used_M)
         write_rows(outputs, out, queries_at(params, tile, row), place)
     if outputs.lse is not None:
-        if IS_NATURAL:
+        if params.split.rest is not None:
+            lse_M, rest_M = log_sum_exp(m_M, l_M, not IS_NATURAL)
+            store_lse(params.split.rest, rest_M, tile, row, split, params, 0.0)
+        elif IS_NATURAL:
             lse_M = m_M + gl.log2(l_M) * LN2
         else:
             lse_M = (m_M + gl.log2(l_M)) * LN2
         lse_M = gl.where(seen_M, lse_M, float("-inf"))
-        store_lse(outputs, lse_M, tile, row, split, params)
+        store_lse(outputs.lse, lse_M, tile, row, split, params, float("-inf"))
 
 
 @gluon.jit
@@ -250,7 +255,10 @@ def store_empty(outputs, acc, tile, row, split, params, place, v_factor):
     none_M = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
     if params.split.partials is not None and params.mods.sink is None:
         # The merge gives such a partial no weight, whatever it holds.
-        store_lse(outputs, none_M, tile, row, split, params)
+        store_lse(outputs.lse, none_M, tile, row, split, params, float("-inf"))
+        if params.split.rest is not None:
+            zero_M = gl.zeros([ROWS], gl.float32, row_layout)
+            store_lse(params.split.rest, zero_M, tile, row, split, params, 0.0)
     else:
         zero_M = gl.zeros([ROWS], gl.float32, row_layout)
         store_rows(outputs, acc, none_M, zero_M, tile, row, split, params, place, v_factor)
