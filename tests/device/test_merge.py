@@ -6,6 +6,7 @@ import torch
 import heedful.torch as heedful
 from heedful.reference.budget import DRAWS, Error, over_budget
 from heedful.torch.merge import merged
+from support.merges import SIZES, largest_share, parts_near
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +41,13 @@ def test_a_merge_is_within_its_error_budget(shape, dtype):
         name, kind = ("out", "lse")[index], str(got.dtype).removeprefix("torch.")
         wrong = over_budget(name, got.cpu().double().numpy(), truths[0], worst, kind)
         assert not wrong, wrong
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_merge_errs_by_no_more_than_its_bound(size):
+    parts = parts_near(size, (7, 300, 8, 128))
+    out, lse = heedful.merge_attn_states(parts.outs.cuda(), parts.lses.cuda())
+    largest_share(parts, out, lse)
 
 
 def test_a_captured_merge_reads_its_parts_anew():
