@@ -27,9 +27,10 @@ def merge_attn_states(
 
     Differentiable, twice too. Parts must be computed without the sink; it enters here, once.
 
-    An lse rounded to float32 once is off by up to 2^-24 |lse|. So out is off by up to tanh(2^-25 |lse|) of the
-    distance between two parts' outputs, for the largest |lse| of a query: 3e-6 at 100, 3e-4 at 1e4,
-    3 % at 1e6; from 1e8 on any share of the parts may come out. lse is off by up to 2^-23 |lse|.
+    An lse rounded to float32 once is off by up to 2^-24 |lse|. So out is off by up to
+    tanh(2^-25 |lse|) of the distance between two parts' outputs, for the largest |lse| of a query:
+    3e-6 at 100, 3e-4 at 1e4, 3 % at 1e6; from 1e8 on any share of the parts may come out. lse is
+    off by up to 2^-23 |lse|.
     One call over all keys, of any num_splits, keeps maximum and sum apart instead.
 
     Args:
