@@ -1,0 +1,166 @@
+"""How the keys of a decode are dealt out: which key tiles a tile of queries visits, how long its
+sequence is on the line, and which part of the line a program has. In Triton's interpreter; in a
+process of their own: see `support.interpreted`.
+"""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+import triton
+import triton.language as tl
+
+from heedful.core.device import by_name
+from heedful.core.mask import MaskSpec
+from heedful.core.plan import Plan
+from heedful.core.problem import AttentionProblem
+from heedful.core.tiles import DecodeConfig
+from heedful.kernels.args.shared import Mask
+from heedful.kernels.portable.decode_work import block_of, share_of, span_of, visit_of
+from heedful.launch import buffers as canonical
+from heedful.launch.bind import decode
+from heedful.launch.interpret import run_call
+from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar
+from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+
+TILES = DecodeConfig(16, 16, programs=1, least_tiles=1)
+N, MOST = TILES.block_n, 14
+UNITS, LONGEST = 5, 200
+BOUNDS = [(-1, -1), (-1, 0), (-1, 21), (0, 0), (31, 0), (15, 16), (32, -1), (9, 5, 17), (60, 0, 1)]
+MASKS = [
+    replace(MaskSpec(*bounds), bottom_right=bottom_right, shift=shift)
+    for bounds, (bottom_right, shift) in product(BOUNDS, [(True, 0), (False, 0), (True, -19)])
+]
+
+
+def seen_keys(mask: MaskSpec, len_q: int, len_k: int, room: int) -> torch.Tensor:
+    """Which of `room` keys any of the queries sees by position, bool."""
+    rows, cols = torch.arange(len_q)[:, None], torch.arange(room)
+    distance = cols - rows - mask.offset(len_q, len_k)
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if mask.right >= 0:
+        seen &= distance <= mask.right
+    if mask.left >= 0:
+        seen &= (distance >= -mask.left) | (cols < mask.first)
+    return seen.any(0) & (cols < len_k)
+
+
+def seen_tiles(mask: MaskSpec, len_q: int, len_k: int) -> list[int]:
+    """The key tiles that hold a key which any of the queries sees."""
+    return seen_keys(mask, len_q, len_k, MOST * N).view(MOST, N).any(1).nonzero().flatten().tolist()
+
+
+@triton.jit
+def visit(blocks, firsts, len_q, len_k, off, mask: Mask, tile, MOST: tl.constexpr):
+    span = span_of(0, len_q - 1, len_k, off, mask, tile)
+    for index in range(0, span.visits):
+        tl.store(blocks + index, block_of(index, span, mask))
+    for block in range(0, MOST):
+        tl.store(firsts + block, visit_of(block, span))
+
+
+def call_of(problem: AttentionProblem) -> KernelCall:
+    """The launch of the decode."""
+    plan = Plan(
+        problem,
+        replace(by_name("MI300X"), units=UNITS),
+        "decode",
+        "run",
+        configs={"decode.forward": TILES},
+    )
+    (call,) = decode.forward(problem, plan, canonical.forward(problem)).calls
+    return call
+
+
+def problem_of(mask: MaskSpec, len_q: int, batch: int = 1, num_splits: int = 0):
+    facts = {"dtype": "float16", "used_k": True, "num_splits": num_splits, "mask": mask}
+    return AttentionProblem.dense(batch, len_q, LONGEST, 2, **facts)
+
+
+@interpreted
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_a_decode_visits_each_key_tile_that_is_seen_once_and_leading_ones_first(mask):
+    for len_q, len_k in ((1, 200), (4, 97), (5, 64), (9, 3), (7, 7), (1, 1), (3, 0)):
+        call = call_of(problem_of(mask, len_q))
+        parameters = {
+            "blocks": Pointer("blocks", "int32"),
+            "firsts": Pointer("firsts", "int32"),
+            "len_q": Scalar(len_q),
+            "len_k": Scalar(len_k),
+            "off": Scalar(mask.offset(len_q, len_k)),
+            "mask": call.parameters["mask"],
+            "tile": call.parameters["tile"],
+            "MOST": MOST,
+        }
+        blocks, firsts = (torch.full((2 * MOST,), -1, dtype=torch.int32) for _ in range(2))
+        asked = KernelCall(KernelRef(__name__, "visit"), (1, 1, 1), parameters)
+        run_call(asked, {"blocks": blocks, "firsts": firsts})
+        visited = [block for block in blocks.tolist() if block >= 0]
+        wanted = seen_tiles(mask, len_q, len_k)
+        # A unit has a visit at least, and leading keys are looked for whatever else hides them.
+        assert visited == sorted(set(visited)), (len_q, len_k)
+        assert set(wanted) <= set(visited)
+        needless = [block for block in visited if block not in wanted and block * N >= mask.first]
+        assert not needless or (visited == needless and len(needless) == 1)
+        behind = [[i for i, block in enumerate(visited) if block >= b] for b in range(MOST)]
+        for b in range(MOST):
+            assert not behind[b] or firsts[b] == behind[b][0], (len_q, len_k, b)
+
+
+@triton.jit
+def share(out, sequences, shape, mask, work, tile):
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    looks = tl.arange(0, work.LOOKS)
+    begin, end, each, b, base, empty = share_of(
+        pid, programs, tl.arange(0, 1), looks, sequences, shape, mask, work, tile
+    )
+    tl.store(out + 6 * pid, begin)
+    tl.store(out + 6 * pid + 1, end)
+    tl.store(out + 6 * pid + 2, each)
+    tl.store(out + 6 * pid + 3, b)
+    tl.store(out + 6 * pid + 4, base)
+    tl.store(out + 6 * pid + 5, empty)
+
+
+@interpreted
+@pytest.mark.parametrize("num_splits", [0, 3])
+@pytest.mark.parametrize("lengths", [(200,), (0,), (33, 0, 200, 16, 97, 1), (0, 0, 150)], ids=str)
+@pytest.mark.parametrize("mask", MASKS[::2], ids=str)
+def test_shares_follow_each_other_on_a_line_of_what_sequences_visit(mask, lengths, num_splits):
+    len_q, programs = 4, 7
+    call = call_of(problem_of(mask, len_q, len(lengths), num_splits))
+    names = ("sequences", "shape", "mask", "work", "tile")
+    parameters = {name: call.parameters[name] for name in names}
+    work = parameters["work"]
+    merge = work.merge._replace(partial_out=None, partial_lse=None, counts=None)
+    parameters["work"] = work._replace(merge=merge)
+    out = torch.full((programs, 6), -1, dtype=torch.int32)
+    asked = KernelCall(
+        KernelRef(__name__, "share"),
+        (programs, 1, 1),
+        {"out": Pointer("out", "int32"), **parameters},
+    )
+    run_call(asked, {"out": out, "seqused_k": torch.tensor(lengths, dtype=torch.int32)})
+
+    visits = [max(1, len(seen_tiles(mask, len_q, n))) for n in lengths]
+    parts = [-(-v // -(-v // num_splits)) if num_splits else 1 for v in visits]
+    each = [v + work.OVERHEAD * p for v, p in zip(visits, parts, strict=True)]
+    line = [0 if not n and work.SKIPS_EMPTY else e for n, e in zip(lengths, each, strict=True)]
+    total = sum(line)
+    size = max(-(-total // programs), work.least.value)
+    bounds = [min(size * i, total) for i in range(programs + 1)]
+    starts = [sum(line[:b]) for b in range(len(line) + 1)]
+    for pid, (begin, end, long, b, base, empty) in enumerate(out.tolist()):
+        assert (begin, end, long) == (bounds[pid], bounds[pid + 1], size)
+        assert empty == (line.count(0) if work.SKIPS_EMPTY else 0)
+        if begin < end and len(lengths) > 1:
+            assert starts[b] == base and starts[b] <= begin < starts[b + 1]
+
+
+@starts_interpreter
+def test_every_check_passes_in_the_interpreter():
+    pass_in_the_interpreter(__file__)
