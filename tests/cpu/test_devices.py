@@ -19,11 +19,11 @@ from heedful.core.arrays import ArraySpec
 from heedful.core.device import KNOWN
 from heedful.core.operands import Operands
 from heedful.core.sizes import Workspace
+from heedful.launch import validations
 from heedful.launch.spec import Program
 from heedful.torch import backends, cache_step, device, execute, forked, merge, zeros
 from heedful.torch.arrays import array_spec
 from heedful.torch.values import check_values
-from heedful.validation import record
 from support import standin
 
 
@@ -361,7 +361,7 @@ def test_without_a_device_the_first_gpu_or_the_cpu_is_meant(available, monkeypat
     asked = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(device, "device_spec", asked.append)
-    monkeypatch.setattr(record, "validated", lambda spec: frozenset({"x"}))
+    monkeypatch.setattr(validations, "validated", lambda spec: frozenset({"x"}))
     found = device.toolchain()
     assert asked == [torch.device("cuda:0" if available else "cpu")]
     assert found.validated == {"x"} and found.jax is None

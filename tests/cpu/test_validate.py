@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 from heedful.cli.validate import validate
 from heedful.core import capability
 from heedful.core.device import by_name
-from heedful.launch import packs
+from heedful.launch import packs, validations
 from heedful.torch import backends, device
-from heedful.validation import grid, record, run
+from heedful.validation import grid, run
 
 app = typer.Typer()
 app.command()(validate)
@@ -26,9 +26,9 @@ CPU = torch.device("cpu")
 def own_folders(tmp_path, monkeypatch):
     monkeypatch.setenv("HEEDFUL_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    record._read.cache_clear()
+    validations._read.cache_clear()
     yield
-    record._read.cache_clear()
+    validations._read.cache_clear()
 
 
 def command(*arguments: str):
@@ -82,7 +82,7 @@ def test_a_wrong_backend_fails_is_named_and_is_not_recorded(wrong_backend):
     with open("r.json") as file:
         report = json.load(file)
     assert not report["passed"] and report["wrong"]
-    assert not list((record.path_of(by_name("CPU"))).parent.glob("*"))
+    assert not list((validations.path_of(by_name("CPU"))).parent.glob("*"))
 
 
 def test_a_backend_that_raises_fails(monkeypatch):
@@ -135,7 +135,7 @@ def test_a_call_takes_a_gated_kernel_unasked_once_it_is_recorded(stand_in):
     built = grid.build(entry, CPU)
     with pytest.raises(ValueError, match="asked for by name"):
         backends.prepare(built.problem, built.x)
-    record.write(stand_in, frozenset({"cpu"}), run.now())
+    validations.write(stand_in, frozenset({"cpu"}), run.now())
     assert backends.prepare(built.problem, built.x).plan.backend == "cpu"
 
 

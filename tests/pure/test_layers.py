@@ -38,15 +38,40 @@ EXCEPTIONS: dict[str, set[str]] = {
     "reference/eager.py": {"torch", "numpy"},
     "reference/convert.py": {"torch", "numpy"},
 }
-# Layer -> layers of the package that it must not import.
-FORBIDDEN = {
-    "core": {"kernels", "launch", "reference", "cpu", "torch", "jax", "bench", "emulator"},
-    "kernels": {"core", "launch", "reference", "cpu", "torch", "jax", "bench", "emulator"},
-    "launch": {"reference", "cpu", "torch", "jax", "bench", "emulator"},
-    "reference": {"kernels", "launch", "cpu", "torch", "jax", "bench", "emulator"},
-    "cpu": {"kernels", "launch", "torch", "jax", "bench", "emulator"},
-    "emulator": {"kernels", "launch", "cpu", "torch", "jax", "bench"},
-}
+PAGE = ROOT.parents[1] / "docs" / "architecture.md"
+
+
+def granted() -> dict[str, set[str]]:
+    """By layer the folders of the package that the page's table lets it import."""
+    found: dict[str, set[str]] = {}
+    table = PAGE.read_text(encoding="utf-8").partition("## Layers")[2].partition("\n## ")[0]
+    for line in table.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) != 3 or not cells[0].startswith("`"):
+            continue
+        named = set(re.findall(r"`([\w/]+)`", cells[2]))
+        for layer in re.findall(r"`(\w+)/`", cells[0]):
+            found[layer] = named | (set(found) if "everything above" in cells[2] else set())
+    return found
+
+
+GRANTED = granted()
+
+
+def targets(tree: ast.Module) -> set[str]:
+    """The modules of the package that a module imports anywhere, or finds by the public names of
+    `heedful`; dotted, without the package's own name."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "heedful":
+            found.add(f"heedful.{node.attr}")
+    own = {name.partition(".")[2] for name in found if name.startswith("heedful.")}
+    public = {n: m.partition(".")[2] for n, m in heedful._PUBLIC.items()}
+    return {public.get(name, name) for name in own}
 
 
 def modules():
@@ -65,8 +90,34 @@ def test_module_level_imports_stay_within_the_layer(path):
     frameworks = {name.split(".")[0] for name in named} & FRAMEWORKS
     allowed = EXCEPTIONS.get(path, ALLOWED.get(layer, FRAMEWORKS))
     assert frameworks <= allowed
-    own = {name.split(".")[1] for name in named if name.startswith("heedful.")}
-    assert not own & FORBIDDEN.get(layer, set())
+
+
+def test_every_layer_has_its_row():
+    folders = {p.name for p in ROOT.iterdir() if (p / "__init__.py").exists()}
+    assert folders == GRANTED.keys()
+    assert all(name.split("/")[0] in folders for names in GRANTED.values() for name in names)
+
+
+@pytest.mark.parametrize("layer", GRANTED)
+def test_a_layer_imports_what_its_row_grants_and_nothing_else(layer):
+    allowed = [name.replace("/", ".") for name in {layer, *GRANTED[layer]}]
+    # Where a folder is does not depend on what is in it.
+    bare = {name.split(".")[0] for name in allowed}
+    wrong = [
+        f"{path.relative_to(ROOT)} imports heedful.{name}"
+        for path in sorted((ROOT / layer).rglob("*.py"))
+        for name in targets(ast.parse(path.read_text(encoding="utf-8")))
+        if not (name in bare or name.startswith("__"))
+        and not any(f"{name}.".startswith(f"{prefix}.") for prefix in allowed)
+    ]
+    assert not wrong
+
+
+def test_the_emulator_loads_nothing_else_of_the_package():
+    names = (p.stem for p in (ROOT / "emulator").glob("*.py") if not p.stem.startswith("__"))
+    imports = "\n".join(f"import heedful.emulator.{name}" for name in sorted(names))
+    loaded = run(f"{imports}\nimport sys; print(*(m for m in sys.modules if 'heedful.' in m))")
+    assert {name.split(".")[1] for name in loaded.split()} == {"emulator"}
 
 
 def run(code: str) -> str:

@@ -136,11 +136,11 @@ pwd.getpwuid = nobody
 from heedful.core.device import by_name
 from heedful.launch.artifact import Artifact
 from heedful.launch.compiler import _disk_cache
-from heedful.validation import record
+from heedful.launch import validations
 made = Artifact(b"code", "", "k", "cuda:90", 4, 32, 0, 1, (), 0)
 assert _disk_cache().get_or_make("key", lambda: made) == (made, True)
-assert record.validated(by_name("H200")) == frozenset()
-record.remove(by_name("H200"))
+assert validations.validated(by_name("H200")) == frozenset()
+validations.remove(by_name("H200"))
 from heedful.cli import doctor
 assert "no home folder" in doctor._cache_words(None)
 assert not os.listdir(".")

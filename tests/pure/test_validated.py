@@ -11,8 +11,7 @@ from heedful.core.capability import KernelRow, Toolchain
 from heedful.core.device import by_name
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
-from heedful.launch import identity
-from heedful.validation import record
+from heedful.launch import identity, validations
 
 DEVICE = by_name("MI355X")
 PROBLEM = AttentionProblem.dense(1, 512, 512, 8)
@@ -25,25 +24,25 @@ GATED = KernelRow(
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("HEEDFUL_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("HEEDFUL_CACHE_READ_ONLY", raising=False)
-    record._read.cache_clear()
+    validations._read.cache_clear()
     yield tmp_path
-    record._read.cache_clear()
+    validations._read.cache_clear()
 
 
 def write():
-    return record.write(DEVICE, frozenset({"gated"}), "2026-11-20T00:00:00+00:00")
+    return validations.write(DEVICE, frozenset({"gated"}), "2026-11-20T00:00:00+00:00")
 
 
 def test_a_machine_without_a_record_has_validated_nothing():
-    assert record.validated(DEVICE) == frozenset()
+    assert validations.validated(DEVICE) == frozenset()
 
 
 def test_a_record_is_read_back_by_the_process_that_wrote_it_and_by_others():
-    assert record.validated(DEVICE) == frozenset()
+    assert validations.validated(DEVICE) == frozenset()
     path = write()
-    assert record.validated(DEVICE) == {"gated"}
-    record._read.cache_clear()
-    assert record.validated(DEVICE) == {"gated"}
+    assert validations.validated(DEVICE) == {"gated"}
+    validations._read.cache_clear()
+    assert validations.validated(DEVICE) == {"gated"}
     assert json.loads(path.read_text())["device"] == DEVICE.name
 
 
@@ -51,8 +50,8 @@ def test_a_record_is_read_back_by_the_process_that_wrote_it_and_by_others():
 def test_a_record_speaks_for_no_other_device(changed):
     path, other = write(), replace(DEVICE, **changed)
     # Even where it lies at the other device's place.
-    os.replace(path, record.path_of(other))
-    assert record.validated(other) == frozenset()
+    os.replace(path, validations.path_of(other))
+    assert validations.validated(other) == frozenset()
 
 
 @pytest.mark.parametrize("what", ["heedful", "sources", "compiler"])
@@ -60,7 +59,7 @@ def test_a_record_speaks_for_no_other_version(what):
     path = write()
     facts = json.loads(path.read_text())
     path.write_text(json.dumps({**facts, what: "another"}))
-    assert record.validated(DEVICE) == frozenset()
+    assert validations.validated(DEVICE) == frozenset()
 
 
 def test_a_change_of_any_kernel_voids_the_record(monkeypatch):
@@ -69,8 +68,8 @@ def test_a_change_of_any_kernel_voids_the_record(monkeypatch):
     monkeypatch.setattr(
         identity, "source_digest", lambda name: digest(name) + "x" * name.endswith("cdna")
     )
-    record._read.cache_clear()
-    assert record.validated(DEVICE) == frozenset()
+    validations._read.cache_clear()
+    assert validations.validated(DEVICE) == frozenset()
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no mode bits")
@@ -78,8 +77,8 @@ def test_a_change_of_any_kernel_voids_the_record(monkeypatch):
 def test_a_record_in_a_folder_that_others_may_use_is_refused(mode):
     path = write()
     path.parent.chmod(mode)
-    record._read.cache_clear()
-    assert record.validated(DEVICE) == frozenset()
+    validations._read.cache_clear()
+    assert validations.validated(DEVICE) == frozenset()
     with pytest.raises(PermissionError, match="mode"):
         write()
 
@@ -89,20 +88,20 @@ def test_a_record_in_a_folder_of_somebody_else_is_refused(monkeypatch):
     write()
     somebody_else = os.geteuid() + 1
     monkeypatch.setattr(os, "geteuid", lambda: somebody_else)
-    record._read.cache_clear()
-    assert record.validated(DEVICE) == frozenset()
+    validations._read.cache_clear()
+    assert validations.validated(DEVICE) == frozenset()
 
 
 def test_a_damaged_record_is_no_record():
     write().write_text('{"device": ')
-    assert record.validated(DEVICE) == frozenset()
+    assert validations.validated(DEVICE) == frozenset()
 
 
 def test_a_read_only_cache_is_not_written(monkeypatch):
     monkeypatch.setenv("HEEDFUL_CACHE_READ_ONLY", "1")
     with pytest.raises(PermissionError, match="READ_ONLY"):
         write()
-    assert not record.path_of(DEVICE).exists()
+    assert not validations.path_of(DEVICE).exists()
 
 
 def test_the_planner_takes_a_gated_kernel_unasked_only_where_it_was_validated(monkeypatch):

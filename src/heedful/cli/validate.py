@@ -126,19 +126,20 @@ def _cell(verdict: "Verdict") -> str:
 
 def _record(names: frozenset[str], where, passed: bool) -> str | None:
     """Writes or withdraws the record of the device; the file's path where one was written."""
+    from heedful.launch import validations
     from heedful.torch.device import device_spec
-    from heedful.validation import record, run
+    from heedful.validation import run
 
     spec = device_spec(where)
     if not passed:
-        record.remove(spec)
+        validations.remove(spec)
         out.print("[bold red]not validated[/]: nothing was recorded")
         return None
     if where.type == "cpu":
         out.print("[bold green]passed[/]")
         return None
     try:
-        path = record.write(spec, names & run.gated(where), run.now())
+        path = validations.write(spec, names & run.gated(where), run.now())
     except OSError as error:
         out.print(f"[bold green]passed[/], but it was not recorded: {escape(str(error))}")
         return None
@@ -150,8 +151,8 @@ def _write_report(path: Path, where, found, outcomes, complaints, recorded: str 
     from dataclasses import asdict
 
     from heedful.bench.run import records, surroundings
+    from heedful.launch.validations import sources
     from heedful.torch.device import device_spec
-    from heedful.validation.record import sources
 
     facts = {
         **surroundings(where),

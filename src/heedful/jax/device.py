@@ -9,8 +9,7 @@ from heedful.core import settings
 from heedful.core.capability import Toolchain
 from heedful.core.device import KNOWN, DeviceSpec, by_name, of_arch
 from heedful.core.installed import numbers, triton_version
-from heedful.launch import packs
-from heedful.validation import record
+from heedful.launch import packs, validations
 
 _VENDORS = {"cuda": "nvidia", "rocm": "amd"}
 
@@ -60,7 +59,7 @@ def toolchain(spec: DeviceSpec) -> Toolchain:
         torch=None,
         jax=_jax_version(),
         packs=packs.backends(),
-        validated=record.validated(spec),
+        validated=validations.validated(spec),
         framework="jax",
     )
 

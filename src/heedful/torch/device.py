@@ -8,8 +8,7 @@ import torch
 from heedful.core.capability import Toolchain
 from heedful.core.device import KNOWN, DeviceSpec, of_arch
 from heedful.core.installed import numbers, triton_version
-from heedful.launch import packs
-from heedful.validation import record
+from heedful.launch import packs, validations
 
 
 @cache
@@ -41,7 +40,7 @@ def toolchain(device: torch.device | None = None) -> Toolchain:
     torch calls."""
     if device is None:
         device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    validated = record.validated(device_spec(device))
+    validated = validations.validated(device_spec(device))
     return replace(_versions(), packs=packs.backends(), validated=validated)
 
 
