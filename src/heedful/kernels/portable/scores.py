@@ -141,18 +141,26 @@ def bias_tile(row0, col0, place, head, mods: ScoreMods, tile: Tile, TRANSPOSED: 
 @triton.jit
 def adjust_scores(s, distance, b_tile, head, mods: ScoreMods):
     """(scores in natural units, d score / d (s * scale)) of raw products; `distance` is key index
-    minus the query's place on the diagonal."""
+    minus the query's place on the diagonal.
+
+    Each product that enters a sum does so by a fused multiply-add, here: where the compiler may
+    contract them, scores of two kernels, or of two loops of one, differ by a rounding, and those of
+    1e9, whose neighbours are 64 away, by more than exponents survive.
+    """
     slope_of_cap = 1.0
+    factor = head.scale
     if mods.HAS_SOFTCAP:
-        t = tanh(s * (head.scale / mods.softcap))
-        slope_of_cap = 1.0 - t * t
-        s = t * mods.softcap
-    else:
-        s = s * head.scale
+        s = tanh(s * (head.scale / mods.softcap))
+        slope_of_cap = 1.0 - s * s
+        factor = mods.softcap
     if mods.alibi is not None:
-        s -= head.slope * tl.abs(distance).to(tl.float32)
-    if mods.bias.ptr is not None:
-        s += b_tile
+        s = tl.fma(tl.abs(distance).to(tl.float32), -head.slope, s * factor)
+        if mods.bias.ptr is not None:
+            s += b_tile
+    elif mods.bias.ptr is not None:
+        s = tl.fma(s, factor, b_tile)
+    else:
+        s = tl.fma(s, factor, 0.0)
     return s, slope_of_cap
 
 
