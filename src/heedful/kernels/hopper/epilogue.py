@@ -190,7 +190,7 @@ def write_rows(outputs, out, at, place):
 @gluon.jit
 def with_sink(m_M, l_M, tile, row, split, params):
     """Maximum and sum of rows with the sink's logit, and what the outputs so far are scaled by."""
-    IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None or params.mods.alibi is not None
+    IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None
     layout: gl.constexpr = l_M.type.layout
     factor_M = gl.full(l_M.shape, 1.0, gl.float32, layout)
     if params.mods.sink is not None:
@@ -213,7 +213,7 @@ def with_sink(m_M, l_M, tile, row, split, params):
 def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor):
     """Normalises one consumer's rows and writes them and their log-sum-exp. v_factor: of fp8
     values."""
-    IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None or params.mods.alibi is not None
+    IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None
     m_M, l_M, factor_M = with_sink(m_M, l_M, tile, row, split, params)
     # A sum that is NaN is seen, whatever the maximum made of it: the result is NaN, not 0.
     seen_M = l_M != 0.0

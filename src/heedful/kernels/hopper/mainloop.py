@@ -52,7 +52,7 @@ def start_bias(params, tile, row, j):
 @gluon.jit
 def apply_score_mods(s_MN, bias_MN, params, tile, row, j):
     """Scores of key tile j with softcap, ALiBi and bias, before the mask: raw, or in natural units
-    with ALiBi or a bias."""
+    with a bias."""
     if params.mods.HAS_SOFTCAP:
         s_MN = apply_softcap(s_MN, params.mods.softcap_scale)
     return add_alibi_and_bias(s_MN, bias_MN, params.mods, tile, row, j * params.tile.BLOCK_N)
@@ -112,9 +112,9 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
     dtype: gl.constexpr = q.boxes.dtype
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
     MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
-    IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None or params.mods.alibi is not None
+    IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None
     # A bias can mask keys too.
-    MASKS_ROWS: gl.constexpr = MASKED or params.mods.bias.ptr is not None
+    MASKS_ROWS: gl.constexpr = MASKED or IS_NATURAL
     LIMIT: gl.constexpr = threshold_limit(dtype) * (LN2 if IS_NATURAL else 1.0)
     SPECULATIVE: gl.constexpr = params.tile.RESCALE == "speculative"
     gl.static_assert(not (SPECULATIVE and IS_NATURAL))

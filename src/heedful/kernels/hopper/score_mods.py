@@ -1,7 +1,8 @@
 """What is done to the scores ahead of the softmax: softcap, ALiBi and an additive bias.
 
-Plain scores are raw until the softmax scales them. Those that ALiBi or a bias is added to are in
-natural units from there on: a bias of -1e30 is a number like others. M query rows, N keys.
+Scores are raw until the softmax scales them, so that what ALiBi takes off is divided by that unit.
+Those that a bias is added to are in natural units from there on: a bias of -1e30 is a number like
+others. M query rows, N keys.
 """
 
 from triton.experimental import gluon
@@ -40,7 +41,7 @@ def load_bias(mods, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout: gl
 
 @gluon.jit
 def add_alibi_and_bias(s_MN, bias_MN, mods, tile, row, col):
-    """Raw scores, in natural units with ALiBi and bias if there are any."""
+    """Raw scores with ALiBi, or with a bias in natural units."""
     M: gl.constexpr = s_MN.shape[0]
     N: gl.constexpr = s_MN.shape[1]
     layout: gl.constexpr = s_MN.type.layout
@@ -49,9 +50,11 @@ def add_alibi_and_bias(s_MN, bias_MN, mods, tile, row, col):
         key_N = gl.arange(0, N, layout=gl.SliceLayout(0, layout)) + (col - row - tile.off)
         rows_M = gl.arange(0, M, layout=gl.SliceLayout(1, layout))
         distance_MN = key_N.to(gl.float32)[None, :] - rows_M.to(gl.float32)[:, None]
-        s_MN = s_MN * mods.unit - gl.abs(distance_MN) * slope
-        if mods.bias.ptr is not None:
-            s_MN += bias_MN.to(gl.float32)
+        distance_MN = gl.abs(distance_MN)
+        if mods.bias.ptr is None:
+            s_MN -= distance_MN * (slope * mods.per_unit)
+        else:
+            s_MN = s_MN * mods.unit - distance_MN * slope + bias_MN.to(gl.float32)
     elif mods.bias.ptr is not None:
         s_MN = s_MN * mods.unit + bias_MN.to(gl.float32)
     return s_MN

@@ -1,7 +1,7 @@
 """Online softmax of one warpgroup's rows, with the row sum left spread over lanes.
 
 Plain scores are raw products, and references of rows, their maxima or near them, are in base 2.
-With a bias or ALiBi (IS_NATURAL) both are in natural units.
+With a bias (IS_NATURAL) both are in natural units.
 """
 
 import math
