@@ -505,7 +505,13 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
         rows_programs += numbers["k_blocks"] * problem.batch * problem.heads_k
     launches["hopper.backward_epilogue"] = LaunchSizes((rows_programs, 1, 1), numbers)
     dims = (problem.heads_q, blocks * rows, product_dim(problem.head_dim))
-    workspaces = [Workspace("dq_accum", ArraySpec.contiguous(dims, "float32"))]
+    rows_of = ArraySpec.contiguous(problem.lse_shape, "float32")
+    workspaces = [
+        Workspace("dq_accum", ArraySpec.contiguous(dims, "float32")),
+        Workspace("row_max", rows_of),
+        Workspace("row_log_sum", rows_of),
+        Workspace("has_far_rows", ArraySpec.contiguous((1,), "int32")),
+    ]
     if config.draws:
         # The prologue clears both.
         workspaces.append(Workspace("tile_counter", ArraySpec.contiguous((1,), "int32")))

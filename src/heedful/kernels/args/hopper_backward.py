@@ -73,6 +73,16 @@ class HopperBackwardTile(NamedTuple):
     PRODUCER_REGS: Const
 
 
+class FarRows(NamedTuple):
+    """Rows whose log-sum-exp is far from 0 (`common/far_rows.py`). is_any: one number, whether the
+    call has any. maximum and log_sum, which lies as maximum does: their sum is a row's log-sum-exp,
+    far or not."""
+
+    is_any: In[Ptr]
+    maximum: In[RowVector]
+    log_sum: In[Ptr]
+
+
 class HopperBackwardParams(NamedTuple):
     """All that the roles of a Hopper backward share."""
 
@@ -82,6 +92,7 @@ class HopperBackwardParams(NamedTuple):
     mods: HopperScoreMods
     dropout: Dropout
     order: HopperBackwardOrder
+    far: FarRows
     tile: HopperBackwardTile
 
 
@@ -98,9 +109,21 @@ class BackwardPrologueIO(NamedTuple):
     turns: Out[Ptr]
 
 
-class BackwardEpilogueIO(NamedTuple):
-    """partials: as in HopperBackwardOrder; without them there are no dk and dv either."""
+class FarRowsIO(NamedTuple):
+    """What far rows are made anew from, and FarRows, all of which lie as lse does."""
 
+    q: In[Rows]
+    k: In[Rows]
+    is_any: Out[Ptr]
+    maximum: Out[Ptr]
+    log_sum: Out[Ptr]
+
+
+class BackwardEpilogueIO(NamedTuple):
+    """partials: as in HopperBackwardOrder; without them there are no dk and dv either. is_any: as
+    in FarRows, for the next call that gets this memory."""
+
+    is_any: Out[Ptr]
     dq_accum: In[Ptr]
     dq: Out[Rows]
     partials: In[Ptr]

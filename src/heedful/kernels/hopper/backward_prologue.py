@@ -8,11 +8,19 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from heedful.kernels.args.hopper_backward import BackwardPrologueIO, HopperBackwardSizes
-from heedful.kernels.args.shared import Sequences
+from heedful.kernels.args.hopper_backward import (
+    BackwardPrologueIO,
+    FarRowsIO,
+    HopperBackwardSizes,
+)
+from heedful.kernels.args.shared import Mask, ScoreMods, Sequences, Shape, Tile
+from heedful.kernels.common.far_rows import HAS_FAR_ROWS
 from heedful.kernels.common.sequences import sequence
 from heedful.kernels.portable.backward_rows import row_deltas
-from heedful.kernels.portable.sequences import Place, load_rows, row_base, wide
+from heedful.kernels.portable.scores import LN2
+from heedful.kernels.portable.scores import head_mods
+from heedful.kernels.portable.sequences import Place, load_rows, place_of, row_base, wide
+from heedful.kernels.portable.statistics import any_far, is_far, row_statistics
 
 
 @triton.jit
@@ -29,16 +37,22 @@ def accum_begin(b, cu_seqlens, seqlen, BLOCK: tl.constexpr):
 @triton.jit
 def backward_prologue(
     io: BackwardPrologueIO,
+    far: FarRowsIO,
     seqs: Sequences,
+    shape: Shape,
+    mask: Mask,
+    mods: ScoreMods,
     sizes: HopperBackwardSizes,
+    tile: Tile,
     q_blocks,
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """delta, laid out as lse; zeros in dq_accum, turns and tile_counter. A program each for
-    BLOCK_M rows of a query head, q_blocks of the longest sequence. D: columns of dq_accum."""
+    """delta, laid out as lse; zeros in dq_accum, turns and tile_counter; far rows made anew. A
+    program each for BLOCK_M rows of a query head, q_blocks of the longest sequence. D: columns of
+    dq_accum. tile: of far rows."""
     # The kernel behind sets itself up meanwhile, and waits.
     cuda.gdc_launch_dependents()
     # From the last rows to the first, which the kernel behind adds to first: they are in the L2.
@@ -70,3 +84,16 @@ def backward_prologue(
     places_M = b * io.lse.stride_b + h * io.lse.stride_h + token + rows_M
     delta_M = row_deltas(o_ME, do_ME, io.lse, io.dlse, place, places_M, rows_M, rows_M < len_q)
     tl.store(io.delta + places_M, delta_M, mask=rows_M < stored_q)
+    lse_M = tl.load(io.lse.ptr + places_M, mask=rows_M < len_q, other=float("-inf"))
+    # A row that saw nothing has no probabilities.
+    top_M = tl.where(lse_M == float("-inf"), float("inf"), lse_M)
+    log_sum_M = tl.zeros([BLOCK_M], tl.float32)
+    if any_far(lse_M) != 0:
+        tl.store(far.is_any, HAS_FAR_ROWS)
+        HAS_BIAS: tl.constexpr = mods.bias.ptr is not None
+        whole = place_of(b, h, h // sizes.group, seqs, shape, mask, HAS_BIAS)
+        anew_M, sum_M = row_statistics(far.q, far.k, row0, whole, mask, mods, tile)
+        top_M = tl.where(far_M, anew_M, top_M)
+        log_sum_M = tl.where(far_M, tl.log2(sum_M) * LN2, 0.0)
+    tl.store(far.maximum + places_M, top_M, mask=rows_M < stored_q)
+    tl.store(far.log_sum + places_M, log_sum_M, mask=rows_M < stored_q)

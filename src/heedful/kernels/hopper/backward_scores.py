@@ -10,36 +10,14 @@ from triton.experimental.gluon import language as gl
 
 from heedful.kernels.common.philox import origin_of, philox_words, seed_words
 from heedful.kernels.hopper.backward_mask import hide_queries
+from heedful.kernels.hopper.backward_p_scale import p_scale_log2
+from heedful.kernels.hopper.backward_shared import has_far_rows
 from heedful.kernels.hopper.backward_tile import query_tile
 from heedful.kernels.hopper.mma import ROWS
 from heedful.kernels.hopper.pairs import bfloat16_pairs, from_pairs, to_pairs
 from heedful.kernels.hopper.score_mods import apply_softcap
 
-
-@gluon.jit
-def load_bias(bias, tile, head, row, col, like):
-    """Bias of keys from `col` and queries from `row`, as it is stored. Those past the last repeat
-    it: they are hidden, or have no probability."""
-    layout: gl.constexpr = like.type.layout
-    key_N = col + gl.arange(0, like.shape[0], layout=gl.SliceLayout(1, layout))
-    row_M = row + gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, layout))
-    key_N = gl.minimum(key_N, tile.len_k - 1)
-    row_M = gl.minimum(row_M, tile.len_q - 1)
-    base = bias.ptr + tile.batch.to(gl.int64) * bias.stride_b
-    base += head.to(gl.int64) * bias.stride_h
-    keys_N1 = (base + key_N.to(gl.int64) * bias.stride_n)[:, None]
-    return gl.load(keys_N1 + (row_M.to(gl.int64) * bias.stride_m)[None, :])
-
-
-@gluon.jit
-def with_alibi(s_NM, mods, tile, head, row, col):
-    """Raw scores less the slope times the distance."""
-    layout: gl.constexpr = s_NM.type.layout
-    slope = gl.load(mods.alibi + tile.batch.to(gl.int64) * mods.stride_alibib + head)
-    key_N = gl.arange(0, s_NM.shape[0], layout=gl.SliceLayout(1, layout)) + (col - row - tile.off)
-    row_M = gl.arange(0, s_NM.shape[1], layout=gl.SliceLayout(0, layout))
-    distance_NM = key_N.to(gl.float32)[:, None] - row_M.to(gl.float32)[None, :]
-    return s_NM - gl.abs(distance_NM) * (slope * mods.per_unit)
+LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 
 @gluon.constexpr_function
@@ -82,9 +60,31 @@ def keep_tile(dropout, tile, head, row, col, like):
 
 
 @gluon.jit
+def row_numbers(x, params, tile, head, row, layout: gl.constexpr):
+    """Numbers of FarRows of queries from `row` on."""
+    M: gl.constexpr = params.tile.BLOCK_M
+    lies = params.far.maximum
+    base = x + tile.batch.to(gl.int64) * lies.stride_b + head.to(gl.int64) * lies.stride_h
+    row_M = row + gl.arange(0, M, layout=layout)
+    return gl.load(base + tile.start_q + row_M, mask=row_M < tile.len_q, other=float("inf"))
+
+
+@gluon.jit
+def far_probabilities(s_NM, params, tile, head, row, dtype: gl.constexpr):
+    """Scaled probabilities of rows far or near: by their maximum and the logarithm of the sum."""
+    layout: gl.constexpr = gl.SliceLayout(0, s_NM.type.layout)
+    top_M = row_numbers(params.far.maximum.ptr, params, tile, head, row, layout)
+    log_sum_M = row_numbers(params.far.log_sum, params, tile, head, row, layout)
+    # Near the maximum the difference is exact.
+    s_NM = s_NM * params.mods.unit - top_M[None, :]
+    return gl.exp2((s_NM - log_sum_M[None, :]) * LOG2E + p_scale_log2(dtype))
+
+
+@gluon.jit
 def queued_probabilities(
+    shared,
     s_NM,
-    lse_M,
+    less_M,
     blocks,
     params,
     tile,
@@ -94,28 +94,24 @@ def queued_probabilities(
     MASKED: gl.constexpr,
 ):
     """What a visit's dV and dS are made of: probabilities in pairs, and of softcapped scores the
-    slope of the cap."""
-    col = tile.col + CONSUMER * ROWS
+    slope of the cap. Where the call has far rows, all visits are MASKED."""
     slopes = ()
     if params.mods.HAS_SOFTCAP:
         s_NM = apply_softcap(s_NM, params.mods.softcap_scale)
         slopes = (to_pairs(1.0 - s_NM * s_NM, dtype),)
-    HAS_BIAS: gl.constexpr = params.mods.bias.ptr is not None
-    HAS_ALIBI: gl.constexpr = params.mods.alibi is not None
-    if HAS_BIAS or HAS_ALIBI or MASKED or params.dropout.IS_ON:
+    if MASKED or params.dropout.IS_ON:
         head, block = query_tile(params, tile, blocks, number)
         row = block * params.tile.BLOCK_M
-    if HAS_ALIBI:
-        s_NM = with_alibi(s_NM, params.mods, tile, head, row, col)
-    if HAS_BIAS:
-        s_NM += (
-            load_bias(params.mods.bias, tile, head, row, col, s_NM).to(gl.float32)
-            * params.mods.per_unit
-        )
-    p_NM = gl.exp2(s_NM * params.mods.scale_log2 - lse_M[None, :])
     if MASKED:
+        if has_far_rows(shared):
+            p_NM = far_probabilities(s_NM, params, tile, head, row, dtype)
+        else:
+            p_NM = gl.exp2(s_NM * params.mods.scale_log2 - less_M[None, :])
         p_NM = hide_queries(p_NM, params, tile, row, CONSUMER)
+    else:
+        p_NM = gl.exp2(s_NM * params.mods.scale_log2 - less_M[None, :])
     if params.dropout.IS_ON:
+        col = tile.col + CONSUMER * ROWS
         keep_NM = keep_tile(params.dropout, tile, head, row, col, p_NM)
         p_NM = gl.where(keep_NM, p_NM, -p_NM)
     return (to_pairs(p_NM, gl.float16),) + slopes

@@ -1,6 +1,8 @@
 """Programs of the Hopper backward: delta and cleared sums of dQ, then dK, dV and those sums, then
 dQ from them."""
 
+from typing import Any
+
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.sizes import Sizes
@@ -16,6 +18,8 @@ from heedful.kernels.args.hopper import VarlenIO, VarlenSizes
 from heedful.kernels.args.hopper_backward import (
     BackwardEpilogueIO,
     BackwardPrologueIO,
+    FarRows,
+    FarRowsIO,
     HopperBackwardIO,
     HopperBackwardOrder,
     HopperBackwardParams,
@@ -23,6 +27,7 @@ from heedful.kernels.args.hopper_backward import (
     HopperBackwardTile,
 )
 from heedful.kernels.args.kinds import Rows
+from heedful.kernels.args.shared import Tile
 from heedful.launch.bind import groups, hopper_groups, portable
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, number, pointer
@@ -30,6 +35,7 @@ from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
 
 # Of the kernels that go by rows: what they read and write once is all that counts.
 _ROWS_WARPS = 4
+_FAR_KEYS = 32
 
 
 def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -125,13 +131,46 @@ def _prologue_call(
             tile_counter=pointer(buffers, "tile_counter"),
             turns=pointer(buffers, "turns"),
         ),
+        far=FarRowsIO(
+            q=groups.rows(buffers, "q", 8),
+            k=groups.rows(buffers, "k", 8),
+            is_any=pointer(buffers, "has_far_rows"),
+            maximum=pointer(buffers, "row_max"),
+            log_sum=pointer(buffers, "row_log_sum"),
+        ),
         seqs=groups.sequences(problem, buffers),
+        shape=groups.shape(problem),
+        mask=groups.mask(problem, buffers),
+        mods=groups.score_mods(problem, buffers),
         sizes=_sizes(problem, buffers),
+        tile=_far_tile(problem, config),
         BLOCK_M=config.block_m,
         D=product_dim(problem.head_dim),
         E=problem.head_dim_v,
         BLOCK_E=pow2(problem.head_dim_v),
     )
+
+
+def _far_tile(problem: AttentionProblem, config: HopperBackwardConfig) -> Tile:
+    """The tiles by which far rows are made anew: few keys, so that they cost those that are near
+    neither registers nor shared memory."""
+    return Tile(
+        HEAD_DIM=problem.head_dim,
+        HEAD_DIM_V=problem.head_dim_v,
+        BLOCK_M=config.block_m,
+        BLOCK_N=_FAR_KEYS,
+        BLOCK_D=pow2(problem.head_dim, 16),
+        BLOCK_E=pow2(problem.head_dim_v, 16),
+        BLOCK_R=0,
+        PRECISION="ieee",
+    )
+
+
+def _scores(problem: AttentionProblem, buffers: Buffers) -> dict[str, Any]:
+    """As of the forward, and the unit that far rows need."""
+    scores = hopper_groups.scores(problem, buffers)
+    unit = problem.softcap if problem.softcap > 0 else problem.scale
+    return scores | {"mods": scores["mods"]._replace(unit=number(unit))}
 
 
 def _epilogue_call(
@@ -145,6 +184,7 @@ def _epilogue_call(
         sizes,
         programmatic=True,
         io=BackwardEpilogueIO(
+            is_any=pointer(buffers, "has_far_rows"),
             dq_accum=pointer(buffers, "dq_accum", True),
             dq=groups.rows(buffers, "dq", 8),
             partials=pointer(buffers, "partials", True),
@@ -196,7 +236,7 @@ def _backward_call(
         "params": HopperBackwardParams(
             seqs=groups.sequences(problem, buffers),
             sizes=_sizes(problem, buffers),
-            **hopper_groups.scores(problem, buffers),
+            **_scores(problem, buffers),
             order=HopperBackwardOrder(
                 **{name: Scalar(value) for name, value in launch.numbers.items()}
                 | _splits(sizes, buffers),
@@ -204,6 +244,11 @@ def _backward_call(
                 tile_counter=pointer(buffers, "tile_counter"),
                 turns=pointer(buffers, "turns"),
                 partials=pointer(buffers, "partials", True),
+            ),
+            far=FarRows(
+                is_any=pointer(buffers, "has_far_rows"),
+                maximum=groups.row_vector(buffers, "row_max"),
+                log_sum=pointer(buffers, "row_log_sum"),
             ),
             tile=HopperBackwardTile(
                 BLOCK_M=config.block_m,
