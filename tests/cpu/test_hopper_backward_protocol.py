@@ -181,6 +181,14 @@ def test_every_tile_is_made_once_and_nobody_waits_for_ever(
     device.check()
 
 
+@pytest.mark.parametrize("sizes", (DENSE[0], DENSE[1], DENSE[5], PACKED[0]), ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_every_visit_of_a_call_with_far_rows_goes_the_way_of_masks(sizes, seed):
+    device = Checked(sizes, 3, True, False, seed, tile=TILES[seed], far=True)
+    device.run()
+    device.check()
+
+
 # Work tiles of many visits, of two, of one that is half of these; tiles without any.
 PROBLEMS = [
     (DENSE[1], False, 1),

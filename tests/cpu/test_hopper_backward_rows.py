@@ -15,6 +15,7 @@ import torch
 from heedful.core.device import by_name
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
+from heedful.kernels.common.far_rows import HAS_FAR_ROWS
 from heedful.launch import buffers, programs
 from heedful.launch.interpret import interpret
 from heedful.launch.spec import Program
@@ -26,7 +27,12 @@ UNTOUCHED = 7
 
 
 def whole(
-    head_dim: int, lengths: list[int], packed: bool, deterministic: bool = False, splits: int = 1
+    head_dim: int,
+    lengths: list[int],
+    packed: bool,
+    deterministic: bool = False,
+    splits: int = 1,
+    sink: bool = False,
 ):
     """A problem, its plan and its backward, whose key tiles are split in so many parts."""
     total = sum(lengths) if packed else None
@@ -37,6 +43,7 @@ def whole(
         total_q=total,
         total_k=total,
         deterministic=deterministic,
+        sink=sink,
     )
     problem = replace(problem, scale=SCALE)
     chosen = plan(problem, by_name("H200"), backend=f"hopper+splits={splits}")
@@ -104,7 +111,9 @@ def test_dq_is_put_in_order_scaled_and_rounded(head_dim, lengths, packed):
         arrays |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
     else:
         arrays["dq"] = arrays["dq"].view(*problem.out_shape)
+    arrays["has_far_rows"] = torch.tensor([HAS_FAR_ROWS.value], dtype=torch.int32)
     interpret(call_of(made, "backward_epilogue"), arrays)
+    assert not arrays["has_far_rows"], "the next call in this memory would be slow"
     assert torch.equal(arrays["dq"].view(want.shape), (want * SCALE).half())
 
 
@@ -146,7 +155,9 @@ def test_splits_of_dk_and_dv_are_added_and_rounded(head_dim, splits, lengths, pa
     if packed:
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         arrays |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    arrays["has_far_rows"] = torch.tensor([HAS_FAR_ROWS.value], dtype=torch.int32)
     interpret(call_of(made, "backward_epilogue"), arrays)
+    assert not arrays["has_far_rows"], "the next call in this memory would be slow"
     for name, of_splits in zip(("dv", "dk"), wanted, strict=True):
         sums = of_splits[0]
         for more in of_splits[1:]:
@@ -172,12 +183,19 @@ def test_delta_is_made_and_sums_turns_and_counter_are_cleared(
     arrays["out"] = torch.randn(problem.out_shape).half()
     arrays["dout"] = torch.randn(problem.out_shape).half()
     arrays["lse"] = torch.randn(problem.lse_shape)
+    for name in ("reference", "factor", "has_far_rows"):
+        of = shapes[name]
+        arrays[name] = torch.full(of.shape, UNTOUCHED, dtype=getattr(torch, of.dtype))
+    arrays["q"], arrays["k"] = torch.randn(2, *problem.out_shape).half()
+    arrays["k"] = arrays["k"][..., :2, :]
     if packed:
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         arrays |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
     interpret(call_of(made, "backward_prologue"), arrays)
     want = (arrays["out"].float() * arrays["dout"].float()).sum(-1).movedim(-1, -2)
     torch.testing.assert_close(arrays["delta"], want)
+    assert torch.equal(arrays["reference"], arrays["lse"]) and (arrays["factor"] == 1.0).all()
+    assert arrays["has_far_rows"].item() == UNTOUCHED
     used = torch.zeros(shapes["dq_accum"].shape[1] // config.block_m, dtype=torch.bool)
     start = first = 0
     for b, length in enumerate(lengths):
@@ -191,6 +209,50 @@ def test_delta_is_made_and_sums_turns_and_counter_are_cleared(
         assert arrays["tile_counter"].item() == 0
         turns = arrays["turns"].view(HEADS, len(used))
         assert not turns[:, used].any() and (turns[:, ~used] == UNTOUCHED).all()
+
+
+@interpreted
+@pytest.mark.parametrize("lengths, packed", LENGTHS, ids=["dense", "packed"])
+@pytest.mark.parametrize("sink", [False, True], ids=["plain", "sink"])
+def test_rows_far_from_0_get_their_maximum_and_sum(sink, lengths, packed):
+    """Scores are small integers times 2^10, which float32 holds."""
+    torch.manual_seed(0)
+    problem, config, made = whole(64, lengths, packed, sink=sink)
+    shapes = {w.name: w.buffer for w in made.workspaces}
+    arrays = {
+        name: torch.full(of.shape, UNTOUCHED, dtype=getattr(torch, of.dtype))
+        for name, of in shapes.items()
+    }
+    arrays["q"] = torch.randint(-2, 3, problem.out_shape).half() * 64
+    arrays["q"] *= torch.rand(*problem.out_shape[:-1], 1) < 0.5
+    arrays["k"] = torch.randint(-1, 2, problem.out_shape).half()[..., :2, :] * 64
+    arrays["out"] = arrays["dout"] = torch.zeros(problem.out_shape).half()
+    if sink:
+        arrays["sink"] = torch.tensor([0.0, 1024.0, 2.0**20, -torch.inf])
+    starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    if packed:
+        arrays |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    arrays["lse"] = torch.full(problem.lse_shape, -torch.inf)
+    rows = [(arrays[name] if packed else arrays[name].flatten(0, 1)).float() for name in ("q", "k")]
+    want = []
+    for start, stop in zip(starts, starts[1:], strict=False):
+        q, k = (x[start:stop].transpose(0, 1) for x in rows)
+        s = (q @ k.repeat_interleave(HEADS // 2, 0).mT).double() * SCALE
+        if sink:
+            s = torch.cat((s, arrays["sink"].double().view(-1, 1, 1).expand(-1, s.shape[1], 1)), 2)
+        top = s.max(2).values if stop > start else s.sum(2)
+        want.append((top, (s - top[..., None]).exp().sum(2), s.logsumexp(2)))
+    top, total, lse = (
+        torch.cat(x, 1) if packed else torch.stack(x) for x in zip(*want, strict=True)
+    )
+    arrays["lse"] = lse.float()
+    interpret(call_of(made, "backward_prologue"), arrays)
+    assert arrays["has_far_rows"].item() == HAS_FAR_ROWS.value
+    far = lse.abs() >= 1024
+    assert far.any() and not far.all()
+    assert torch.equal(arrays["reference"].double(), torch.where(far, top, lse.float()))
+    factor = torch.where(far, 1 / total, 1.0)
+    torch.testing.assert_close(arrays["factor"].double(), factor, rtol=2**-20, atol=0)
 
 
 @starts_interpreter

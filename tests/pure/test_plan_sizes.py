@@ -379,6 +379,9 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
         delta (2, 8, 1000) float32
         dq_accum (8, 2048, 128) float32
+        reference (2, 8, 1000) float32
+        factor (2, 8, 1000) float32
+        has_far_rows (1,) int32
         tile_counter (1,) int32
         partials (2, 4, 2048, 256) float32""",
         ),
@@ -389,6 +392,9 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
         delta (2, 8, 1000) float32
         dq_accum (8, 2048, 128) float32
+        reference (2, 8, 1000) float32
+        factor (2, 8, 1000) float32
+        has_far_rows (1,) int32
         tile_counter (1,) int32
         partials (3, 4, 2048, 256) float32""",
         ),
@@ -399,6 +405,9 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (5120, 1, 1) q_blocks=16
         delta (40, 8, 1000) float32
         dq_accum (8, 40960, 128) float32
+        reference (40, 8, 1000) float32
+        factor (40, 8, 1000) float32
+        has_far_rows (1,) int32
         tile_counter (1,) int32""",
         ),
         (
@@ -408,6 +417,9 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (5120, 1, 1) q_blocks=16
         delta (40, 8, 1000) float32
         dq_accum (8, 40960, 128) float32
+        reference (40, 8, 1000) float32
+        factor (40, 8, 1000) float32
+        has_far_rows (1,) int32
         tile_counter (1,) int32""",
         ),
         (
@@ -418,6 +430,9 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.varlen_scheduler (134, 1, 1) capacity=12
         delta (8, 1500) float32
         dq_accum (8, 1600, 128) float32
+        reference (8, 1500) float32
+        factor (8, 1500) float32
+        has_far_rows (1,) int32
         tile_counter (1,) int32
         partials (4, 4, 1536, 256) float32
         varlen_tiles (25,) int32""",
@@ -430,6 +445,9 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.varlen_scheduler (134, 1, 1) capacity=12
         delta (8, 1500) float32
         dq_accum (8, 1600, 128) float32
+        reference (8, 1500) float32
+        factor (8, 1500) float32
+        has_far_rows (1,) int32
         tile_counter (1,) int32
         partials (4, 4, 1536, 256) float32
         varlen_tiles (25,) int32""",
@@ -441,6 +459,9 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
         delta (2, 8, 1000) float32
         dq_accum (8, 2048, 128) float32
+        reference (2, 8, 1000) float32
+        factor (2, 8, 1000) float32
+        has_far_rows (1,) int32
         tile_counter (1,) int32
         turns (256,) int32
         partials (2, 4, 2048, 256) float32""",
@@ -452,6 +473,9 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (4128, 1, 1) q_blocks=250 k_blocks=16
         delta (2, 8, 16000) float32
         dq_accum (8, 32000, 128) float32
+        reference (2, 8, 16000) float32
+        factor (2, 8, 16000) float32
+        has_far_rows (1,) int32
         tile_counter (1,) int32
         turns (4000,) int32
         partials (2, 4, 2048, 256) float32""",
@@ -463,6 +487,9 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (1152, 1, 1) q_blocks=16
         delta (9, 8, 1000) float32
         dq_accum (8, 9216, 128) float32
+        reference (9, 8, 1000) float32
+        factor (9, 8, 1000) float32
+        has_far_rows (1,) int32
         tile_counter (1,) int32
         turns (1152,) int32""",
         ),
@@ -472,7 +499,10 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward (128, 1, 1) tiles=128 key_blocks=16 l2_heads=6 l2_groups=1 splits=1
         hopper.backward_epilogue (256, 1, 1) q_blocks=16
         delta (2, 8, 1000) float32
-        dq_accum (8, 2048, 256) float32""",
+        dq_accum (8, 2048, 256) float32
+        reference (2, 8, 1000) float32
+        factor (2, 8, 1000) float32
+        has_far_rows (1,) int32""",
         ),
         (
             {"head_dim": 192, "head_dim_v": 128},
@@ -481,6 +511,9 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
         delta (2, 8, 1000) float32
         dq_accum (8, 2048, 192) float32
+        reference (2, 8, 1000) float32
+        factor (2, 8, 1000) float32
+        has_far_rows (1,) int32
         partials (2, 4, 2048, 320) float32""",
         ),
         (
@@ -490,6 +523,9 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
         delta (2, 8, 1000) float32
         dq_accum (8, 2048, 64) float32
+        reference (2, 8, 1000) float32
+        factor (2, 8, 1000) float32
+        has_far_rows (1,) int32
         tile_counter (1,) int32
         partials (2, 4, 2048, 128) float32""",
         ),
@@ -500,6 +536,9 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (192, 1, 1) q_blocks=16 k_blocks=16
         delta (1, 8, 1000) float32
         dq_accum (8, 1024, 128) float32
+        reference (1, 8, 1000) float32
+        factor (1, 8, 1000) float32
+        has_far_rows (1,) int32
         tile_counter (1,) int32
         partials (4, 4, 1024, 256) float32""",
         ),
@@ -510,6 +549,9 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (16640, 1, 1) q_blocks=16 k_blocks=16
         delta (16, 64, 1000) float32
         dq_accum (64, 16384, 128) float32
+        reference (16, 64, 1000) float32
+        factor (16, 64, 1000) float32
+        has_far_rows (1,) int32
         tile_counter (1,) int32
         partials (2, 1, 16384, 256) float32""",
         ),

@@ -215,7 +215,8 @@ class Device:
 
     skips: (function, step, of what) that are left out, such as ("backward_dq", "arrive",
     "k_empty"): of the calls that this function makes, and those that it calls. bends: changes a
-    program's shared memory. instead: what stands in for names of the kernels' files.
+    program's shared memory. instead: what stands in for names of the kernels' files. far: whether
+    rows are far, which the loop over visits without a mask knows nothing of.
     """
 
     sizes: Sizes
@@ -229,6 +230,7 @@ class Device:
     skips: frozenset[tuple[str, str, str]] = frozenset()
     bends: Callable[[Any], None] = lambda shared: None
     instead: dict = field(default_factory=dict)
+    far: bool = False
 
     def __post_init__(self):
         s = self.sizes
@@ -467,10 +469,10 @@ class Device:
         at = self.host.turned(sequences.box)
         return tuple(map(int, at(self.sizes.packed, batch, head, start, stored, row)))
 
-    def probabilities(self, s, lse, blocks, params, tile, number, dtype, consumer, masked):
+    def probabilities(self, shared, s, lse, blocks, params, tile, number, dtype, consumer, masked):
         ((k, q),) = s.made
         head, block = self.host.turned(tile_file.query_tile)(params, tile, blocks, Int(number))
-        assert masked or blocks.full_begin <= block < blocks.full_end
+        assert masked or not self.far and blocks.full_begin <= block < blocks.full_end
         batch, row = int(tile.batch), int(block) * self.tile.block_m
         at_q = self.box(batch, head, tile.start_q, tile.stored_q, row)
         col = tile.col + consumer * KEYS
@@ -544,8 +546,7 @@ class Device:
                 "put_dq": self.put_dq,
                 "queued_probabilities": self.probabilities,
                 "tell_far_rows": lambda shared, params: None,
-                "has_far_rows": lambda shared: False,
-                "all_masked": lambda blocks, is_all: blocks,
+                "has_far_rows": lambda shared: self.far,
                 "kept_probabilities": lambda p, params, dtype, layout: p,
                 "score_gradients": self.score_gradients,
                 "to_pairs": lambda x, dtype: x,

@@ -508,8 +508,8 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     rows_of = ArraySpec.contiguous(problem.lse_shape, "float32")
     workspaces = [
         Workspace("dq_accum", ArraySpec.contiguous(dims, "float32")),
-        Workspace("row_max", rows_of),
-        Workspace("row_log_sum", rows_of),
+        Workspace("reference", rows_of),
+        Workspace("factor", rows_of),
         Workspace("has_far_rows", ArraySpec.contiguous((1,), "int32")),
     ]
     if config.draws:

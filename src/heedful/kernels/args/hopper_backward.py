@@ -75,12 +75,12 @@ class HopperBackwardTile(NamedTuple):
 
 class FarRows(NamedTuple):
     """Rows whose log-sum-exp is far from 0 (`common/far_rows.py`). is_any: one number, whether the
-    call has any. maximum and log_sum, which lies as maximum does: their sum is a row's log-sum-exp,
-    far or not."""
+    call has any. reference: what is subtracted from a row's scores, far or not, in natural units;
+    factor, which lies as reference does: what the exponentials are multiplied by."""
 
     is_any: In[Ptr]
-    maximum: In[RowVector]
-    log_sum: In[Ptr]
+    reference: In[RowVector]
+    factor: In[Ptr]
 
 
 class HopperBackwardParams(NamedTuple):
@@ -115,8 +115,8 @@ class FarRowsIO(NamedTuple):
     q: In[Rows]
     k: In[Rows]
     is_any: Out[Ptr]
-    maximum: Out[Ptr]
-    log_sum: Out[Ptr]
+    reference: Out[Ptr]
+    factor: Out[Ptr]
 
 
 class BackwardEpilogueIO(NamedTuple):

@@ -17,7 +17,6 @@ from heedful.kernels.args.shared import Mask, ScoreMods, Sequences, Shape, Tile
 from heedful.kernels.common.far_rows import HAS_FAR_ROWS
 from heedful.kernels.common.sequences import sequence
 from heedful.kernels.portable.backward_rows import row_deltas
-from heedful.kernels.portable.scores import LN2
 from heedful.kernels.portable.scores import head_mods
 from heedful.kernels.portable.sequences import Place, load_rows, place_of, row_base, wide
 from heedful.kernels.portable.statistics import any_far, is_far, row_statistics
@@ -86,14 +85,16 @@ def backward_prologue(
     tl.store(io.delta + places_M, delta_M, mask=rows_M < stored_q)
     lse_M = tl.load(io.lse.ptr + places_M, mask=rows_M < len_q, other=float("-inf"))
     # A row that saw nothing has no probabilities.
-    top_M = tl.where(lse_M == float("-inf"), float("inf"), lse_M)
-    log_sum_M = tl.zeros([BLOCK_M], tl.float32)
+    reference_M = tl.where(lse_M == float("-inf"), float("inf"), lse_M)
+    factor_M = tl.full([BLOCK_M], 1.0, tl.float32)
     if any_far(lse_M) != 0:
         tl.store(far.is_any, HAS_FAR_ROWS)
         HAS_BIAS: tl.constexpr = mods.bias.ptr is not None
         whole = place_of(b, h, h // sizes.group, seqs, shape, mask, HAS_BIAS)
-        anew_M, sum_M = row_statistics(far.q, far.k, row0, whole, mask, mods, tile)
-        top_M = tl.where(far_M, anew_M, top_M)
-        log_sum_M = tl.where(far_M, tl.log2(sum_M) * LN2, 0.0)
-    tl.store(far.maximum + places_M, top_M, mask=rows_M < stored_q)
-    tl.store(far.log_sum + places_M, log_sum_M, mask=rows_M < stored_q)
+        head = head_mods(mods.scale, whole.b, whole.h, mods, mask)
+        m_M, l_M = row_statistics(far.q, far.k, row0, whole, head, mask, mods, tile)
+        far_M = is_far(lse_M)
+        reference_M = tl.where(far_M, m_M, reference_M)
+        factor_M = tl.where(far_M, 1.0 / l_M, 1.0)
+    tl.store(far.reference + places_M, reference_M, mask=rows_M < stored_q)
+    tl.store(far.factor + places_M, factor_M, mask=rows_M < stored_q)

@@ -60,24 +60,26 @@ def keep_tile(dropout, tile, head, row, col, like):
 
 
 @gluon.jit
-def row_numbers(x, params, tile, head, row, layout: gl.constexpr):
-    """Numbers of FarRows of queries from `row` on."""
+def row_numbers(x, params, tile, head, row, other, layout: gl.constexpr):
+    """Numbers of FarRows of queries from `row` on; `other` past the last."""
     M: gl.constexpr = params.tile.BLOCK_M
-    lies = params.far.maximum
+    lies = params.far.reference
     base = x + tile.batch.to(gl.int64) * lies.stride_b + head.to(gl.int64) * lies.stride_h
     row_M = row + gl.arange(0, M, layout=layout)
-    return gl.load(base + tile.start_q + row_M, mask=row_M < tile.len_q, other=float("inf"))
+    return gl.load(base + tile.start_q + row_M, mask=row_M < tile.len_q, other=other)
 
 
 @gluon.jit
 def far_probabilities(s_NM, params, tile, head, row, dtype: gl.constexpr):
-    """Scaled probabilities of rows far or near: by their maximum and the logarithm of the sum."""
+    """Scaled probabilities of rows far or near."""
     layout: gl.constexpr = gl.SliceLayout(0, s_NM.type.layout)
-    top_M = row_numbers(params.far.maximum.ptr, params, tile, head, row, layout)
-    log_sum_M = row_numbers(params.far.log_sum, params, tile, head, row, layout)
+    reference_M = row_numbers(
+        params.far.reference.ptr, params, tile, head, row, float("inf"), layout
+    )
+    factor_M = row_numbers(params.far.factor, params, tile, head, row, 1.0, layout)
     # Near the maximum the difference is exact.
-    s_NM = s_NM * params.mods.unit - top_M[None, :]
-    return gl.exp2((s_NM - log_sum_M[None, :]) * LOG2E + p_scale_log2(dtype))
+    s_NM = s_NM * params.mods.unit - reference_M[None, :]
+    return gl.exp2(s_NM * LOG2E + p_scale_log2(dtype)) * factor_M[None, :]
 
 
 @gluon.jit

@@ -135,8 +135,8 @@ def _prologue_call(
             q=groups.rows(buffers, "q", 8),
             k=groups.rows(buffers, "k", 8),
             is_any=pointer(buffers, "has_far_rows"),
-            maximum=pointer(buffers, "row_max"),
-            log_sum=pointer(buffers, "row_log_sum"),
+            reference=pointer(buffers, "reference"),
+            factor=pointer(buffers, "factor"),
         ),
         seqs=groups.sequences(problem, buffers),
         shape=groups.shape(problem),
@@ -247,8 +247,8 @@ def _backward_call(
             ),
             far=FarRows(
                 is_any=pointer(buffers, "has_far_rows"),
-                maximum=groups.row_vector(buffers, "row_max"),
-                log_sum=pointer(buffers, "row_log_sum"),
+                reference=groups.row_vector(buffers, "reference"),
+                factor=pointer(buffers, "factor"),
             ),
             tile=HopperBackwardTile(
                 BLOCK_M=config.block_m,
