@@ -5,9 +5,12 @@ One sequence after the other, each in tiles of queries and keys, by the online s
 sees cost nothing where whole tiles are of such.
 """
 
+from typing import NamedTuple
+
 from jax import Array, lax
 from jax import numpy as jnp
 
+from heedful.core.far import FAR_LSE
 from heedful.core.operands import Gradients, Operands
 from heedful.core.problem import AttentionProblem
 from heedful.jax.philox import keep_scale
@@ -100,8 +103,7 @@ def _attend(seq: Sequence, rows: Array, n_tile: int) -> tuple[Array, Array]:
     else:
         state = lax.fori_loop(begin, end, key_tile, empty)
     if seq.x.sink is not None:
-        sink = jnp.broadcast_to(seq.x.sink.reshape(*shape[:2], 1), shape)
-        state = _merged(state, (sink, jnp.exp(sink - _finite(sink)), jnp.zeros_like(empty[2])))
+        state = _merged(state, (*_of_sink(seq, shape), jnp.zeros_like(empty[2])))
     m, total, acc = state
     is_empty = total == 0
     total = jnp.where(is_empty, 1.0, total)
@@ -109,15 +111,19 @@ def _attend(seq: Sequence, rows: Array, n_tile: int) -> tuple[Array, Array]:
     return acc * (keep_scale(p.dropout_p) / total)[..., None], lse
 
 
+def _of_sink(seq: Sequence, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    """Maximum and sum of the sink alone in each row (G, R, M)."""
+    sink = jnp.broadcast_to(seq.x.sink.reshape(*shape[:2], 1), shape)
+    return sink, jnp.exp(sink - _finite(sink))
+
+
 def _merged(one, other):
-    """Two states of an online softmax as one."""
+    """Two states of an online softmax as one: maximum, sum and, if they have it, output."""
     top = jnp.maximum(one[0], other[0])
     a, b = (jnp.exp(state[0] - _finite(top)) for state in (one, other))
-    return (
-        top,
-        one[1] * a + other[1] * b,
-        one[2] * a[..., None] + other[2] * b[..., None],
-    )
+    sums = one[1] * a + other[1] * b
+    outs = (x * a[..., None] + y * b[..., None] for x, y in zip(one[2:], other[2:], strict=True))
+    return (top, sums, *outs)
 
 
 def _finite(top: Array) -> Array:
@@ -144,26 +150,78 @@ def _store_vector(seq: Sequence, rows: Array, tensor: Array, tile: Array) -> Arr
     return tensor.at[seq.b, :, where].set(flat.T, mode="drop")
 
 
+class _Softmax(NamedTuple):
+    """What gives probabilities anew, laid out as lse: e^(scores - reference) times weight. +inf and
+    1 for rows without keys, whose probabilities are then 0."""
+
+    reference: Array
+    weight: Array
+
+
+def _softmax(p: AttentionProblem, x: Operands, lse: Array, origin: Array | None) -> _Softmax:
+    """By lse, and a weight of 1. A float32 lse far from 0 has lost the logarithm of the sum: such
+    rows get their maximum, and one over their sum, both from their scores."""
+    is_far = (jnp.abs(lse) >= FAR_LSE) & jnp.isfinite(lse)
+
+    def anew():
+        def sequence(b, state):
+            return _statistics_of(Sequence(p, x, b, origin), state), None
+
+        (m, total), _ = each_sequence(p.batch, sequence, (lse, jnp.ones_like(lse)))
+        return jnp.where(is_far, m, lse), 1.0 / jnp.where(is_far, total, 1.0)
+
+    reference, weight = lax.cond(is_far.any(), anew, lambda: (lse, jnp.ones_like(lse)))
+    return _Softmax(jnp.where(reference == -_INF, _INF, reference), weight)
+
+
+def _statistics_of(seq: Sequence, state):
+    """Maximum and sum of rows, laid out as lse, with the rows of one sequence in place."""
+    m_tile, n_tile = tile_sizes(seq.problem)
+
+    def query_tile(index, state):
+        rows = seq.rows(index * m_tile, m_tile)
+        q = _queries(seq, rows)
+        begin, end = seq.key_range(rows[0], m_tile, n_tile)
+        shape = (seq.problem.heads_k, seq.problem.group, m_tile)
+
+        def key_tile(index, state):
+            cols = index * n_tile + jnp.arange(n_tile, dtype=jnp.int32)
+            s, _ = seq.scores(rows, cols, q, seq.load_keys("k", cols))
+            own = s.max(-1)
+            return _merged(state, (own, jnp.exp(s - _finite(own)[..., None]).sum(-1)))
+
+        empty = jnp.full(shape, -_INF, jnp.float32), jnp.zeros(shape, jnp.float32)
+        found = lax.fori_loop(begin, end, key_tile, empty)
+        if seq.x.sink is not None:
+            found = _merged(found, _of_sink(seq, shape))
+        m, total = (
+            _store_vector(seq, rows, old, own) for old, own in zip(state, found, strict=True)
+        )
+        return m, total
+
+    tiles = (seq.len_q + m_tile - 1) // m_tile
+    return lax.fori_loop(0, tiles, query_tile, state)
+
+
 def _probs(p: AttentionProblem, x: Operands, lse: Array, origin: Array | None) -> Array:
     """Probabilities from the log-sum-exp, negative where dropped: (B, H, Sq, Sk)."""
     rows, cols = (jnp.arange(n, dtype=jnp.int32) for n in (p.seqlen_q, p.seqlen_k))
+    by = _softmax(p, x, lse, origin)
 
     def sequence(b, state):
         seq = Sequence(p, x, b, origin)
-        e, _ = _probabilities(seq, rows, cols, lse, _queries(seq, rows), seq.load_keys("k", cols))
+        e, _ = _probabilities(seq, rows, cols, by, _queries(seq, rows), seq.load_keys("k", cols))
         e = jnp.where(seq.kept(rows, cols), e, -e)
         return state, e.reshape(p.probs_shape[1:]).astype(p.out_dtype)
 
     return each_sequence(p.batch, sequence, None)[1]
 
 
-def _probabilities(seq: Sequence, rows, cols, lse, q, k) -> tuple[Array, Array | None]:
+def _probabilities(seq: Sequence, rows, cols, by: _Softmax, q, k) -> tuple[Array, Array | None]:
     """Normalised probabilities of a tile, 0 where hidden, and with softcap tanh's own tile."""
     s, tanh = seq.scores(rows, cols, q, k)
-    own = seq.load_row_vector(lse, rows)
-    # Rows without keys have no probability at all.
-    own = jnp.where(own == -_INF, _INF, own)
-    return jnp.exp(s - own[..., None]), tanh
+    reference, weight = (seq.load_row_vector(vector, rows)[..., None] for vector in by)
+    return jnp.exp(s - reference) * weight, tanh
 
 
 def backward(
@@ -183,10 +241,11 @@ def backward(
     dsink = None if x.sink is None else jnp.zeros(x.sink.shape, jnp.float32)
     state = (*wide, dbias, dsink)
     if p.batch and p.seqlen_q and x.q.size:
+        by = _softmax(p, x, lse, origin)
 
         def sequence(b, state):
             seq = Sequence(p, x, b, origin)
-            return _Backward(seq, out, lse, dout, dlse).of(state), None
+            return _Backward(seq, out, by, dout, dlse).of(state), None
 
         state, _ = each_sequence(p.batch, sequence, state)
     dq, dk, dv, dbias, dsink = state
@@ -197,8 +256,8 @@ def backward(
 class _Backward:
     """The gradients of one sequence."""
 
-    def __init__(self, seq: Sequence, out, lse, dout, dlse):
-        self.seq, self.out, self.lse, self.dout, self.dlse = seq, out, lse, dout, dlse
+    def __init__(self, seq: Sequence, out, by: _Softmax, dout, dlse):
+        self.seq, self.out, self.by, self.dout, self.dlse = seq, out, by, dout, dlse
         self.m_tile, self.n_tile = tile_sizes(seq.problem)
         self.keep_scale = keep_scale(seq.problem.dropout_p)
 
@@ -224,9 +283,10 @@ class _Backward:
     def _sink_tile(self, index, dsink):
         rows = self.seq.rows(index * self.m_tile, self.m_tile)
         sink = self.seq.x.sink.reshape(*_heads(self.seq.problem), 1)
-        lse = self.seq.load_row_vector(self.lse, rows)
-        share = jnp.where(rows < self.seq.len_q, jnp.exp(sink - _finite(lse)), 0.0)
-        share = jnp.where(lse == -_INF, 0.0, share)
+        reference, weight = (self.seq.load_row_vector(vector, rows) for vector in self.by)
+        # In a row without keys the reference is +inf, and this 0.
+        share = jnp.exp(sink - reference) * weight
+        share = jnp.where((rows < self.seq.len_q)[None, None], share, 0.0)
         return dsink - (share * self._delta(rows)).sum(-1).reshape(dsink.shape)
 
     def _key_tile(self, index, state):
@@ -250,7 +310,7 @@ class _Backward:
         seq, p = self.seq, self.seq.problem
         dq, dk, dv, dbias = own
         q, do = seq.load_rows(seq.x.q, rows), seq.load_rows(self.dout, rows)
-        e, tanh = _probabilities(seq, rows, cols, self.lse, q, k)
+        e, tanh = _probabilities(seq, rows, cols, self.by, q, k)
         dp = product("grme,gne->grmn", do, v)
         dropped = e
         if p.dropout_p > 0:
