@@ -41,7 +41,8 @@ def load_bias(mods, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout: gl
 
 @gluon.jit
 def add_alibi_and_bias(s_MN, bias_MN, mods, tile, row, col):
-    """Raw scores with ALiBi, or with a bias in natural units."""
+    """Raw scores with ALiBi, or with a bias in natural units. What is rounded is said, since what
+    the compiler may contract it does not contract alike in every loop."""
     M: gl.constexpr = s_MN.shape[0]
     N: gl.constexpr = s_MN.shape[1]
     layout: gl.constexpr = s_MN.type.layout
@@ -52,9 +53,9 @@ def add_alibi_and_bias(s_MN, bias_MN, mods, tile, row, col):
         distance_MN = key_N.to(gl.float32)[None, :] - rows_M.to(gl.float32)[:, None]
         distance_MN = gl.abs(distance_MN)
         if mods.bias.ptr is None:
-            s_MN -= distance_MN * (slope * mods.per_unit)
+            s_MN = gl.fma(distance_MN, -(slope * mods.per_unit), s_MN)
         else:
-            s_MN = s_MN * mods.unit - distance_MN * slope + bias_MN.to(gl.float32)
+            s_MN = gl.fma(distance_MN, -slope, s_MN * mods.unit) + bias_MN.to(gl.float32)
     elif mods.bias.ptr is not None:
-        s_MN = s_MN * mods.unit + bias_MN.to(gl.float32)
+        s_MN = gl.fma(s_MN, mods.unit, bias_MN.to(gl.float32))
     return s_MN
