@@ -14,6 +14,7 @@ from heedful.core.problem import ITEM_BITS
 from heedful.kernels.cdna import softmax
 from support.budget import run
 from support.cases import Built, Case, build
+from support.far_scores import SCORES, by_backend, check, far
 from support.grids import in_turns
 
 # Keys for four turns of the hot loop and two with a mask; multiples of nothing.
@@ -78,6 +79,27 @@ def cdna(arch, schedules=("lockstep",)) -> Emulated:
 @pytest.mark.parametrize("case, arch", in_turns([*CASES, *NARROW], TARGETS), ids=str)
 def test_forward_is_within_budget_under_every_kind_of_schedule(arch, case):
     run(cdna(arch, SCHEDULES), case)
+
+
+FAR = [
+    far(replace(BASE, head_dim=64, causal=score == 23, dtype=dtype), score=score, below=score == 26)
+    for score in SCORES
+    for dtype in ("bfloat16", "float16")
+]
+
+
+@pytest.mark.parametrize(
+    "problem, arch",
+    [
+        pytest.param(problem, arch, marks=[] if problem is FAR[0] else [pytest.mark.slow])
+        for problem in FAR
+        for arch in TARGETS
+    ],
+    ids=str,
+)
+def test_scores_far_from_0_are_within_budget(problem, arch):
+    """A base is rounded, and in base 2: all that is compared with it has that rounding."""
+    check(problem, by_backend(cdna(arch)))
 
 
 @pytest.mark.slow
