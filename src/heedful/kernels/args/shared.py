@@ -150,12 +150,10 @@ class Tile(NamedTuple):
 
 
 class ForwardIO(NamedTuple):
-    """Of several splits out and lse are float32 partial results, and rest is what the rounding of
-    lse left."""
+    """Of several splits out and lse are float32 partial results."""
 
     q: In[Rows]
     k: In[Rows]
     v: In[Rows]
     out: Out[SplitRows]
     lse: Out[SplitRowVector]
-    rest: Out[SplitRowVector]

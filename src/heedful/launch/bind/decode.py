@@ -93,8 +93,6 @@ def decode_call(
             *(groups.rows(buffers, name, divisor) for name in "qkv"),
             out=groups.split_rows(buffers, "out", False, divisor),
             lse=groups.split_row_vector(buffers, "lse", False),
-            # Its parts are in scratch of their own.
-            rest=groups.split_row_vector({}, "rest", False),
         ),
         sequences=groups.sequences(
             problem, buffers, None if append is None else buffers["k_new"].shape[1]

@@ -121,7 +121,6 @@ def _forward_call(
             *(groups.rows(buffers, name, divisor) for name in "qkv"),
             out=groups.split_rows(buffers, out, plan.is_split, divisor),
             lse=groups.split_row_vector(buffers, lse, plan.is_split),
-            rest=groups.split_row_vector(buffers, "partial_rest", plan.is_split),
         ),
         cache=groups.kv_layout(problem.page_size, buffers),
         descales=groups.descales(problem, buffers),
