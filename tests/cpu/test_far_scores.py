@@ -66,6 +66,12 @@ def test_public_calls_are_within_the_budget(number):
     far_scores.check(problem, api.results)
 
 
+@pytest.mark.parametrize("problem", far_scores.prefix_grid(), ids=str)
+def test_a_shared_prefix_is_within_the_budget(problem):
+    """Both calls' log-sum-exps have lost what the merge needs."""
+    far_scores.check(problem, far_scores.by_shared_prefix(problem.prefix))
+
+
 # More rows and keys than a tile has, a prime number of them: tiles of several kinds.
 LONG = Case(batch=1, seqlen_q=521, seqlen_k=613, heads_q=1, heads_k=1, head_dim=16)
 

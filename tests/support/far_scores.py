@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+import heedful.torch as heedful
 from heedful.core.problem import ITEM_BITS
 from heedful.reference.budget import (
     DRAWS,
@@ -26,6 +27,7 @@ from heedful.reference.budget import (
     rounding,
     twin_results,
 )
+from heedful.reference.convert import as_numpy
 from support.budget import Backend, backend_results, oracle_results
 from support.cases import Built, Case, build
 
@@ -323,6 +325,29 @@ def by_backend(backend: Backend) -> Callable[[Built], Results]:
     return lambda one: backend_results(backend, one)
 
 
+def by_shared_prefix(prefix: int, **more: Any) -> Callable[[Built], Results]:
+    """`verdict`'s results of flash_attn_with_kvcache over dense keys, of which the first `prefix`
+    are shared by all sequences and given as such. more: further arguments."""
+
+    def results(one: Built) -> Results:
+        x, case = one.x, one.case
+        out, lse = heedful.flash_attn_with_kvcache(
+            x.q,
+            x.k[:, prefix:],
+            x.v[:, prefix:],
+            softmax_scale=case.scale,
+            causal=case.causal,
+            num_splits=case.num_splits,
+            sink=x.sink,
+            shared_prefix=(x.k[0, :prefix], x.v[0, :prefix]),
+            return_softmax_lse=True,
+            **more,
+        )
+        return Results(as_numpy(out), as_numpy(lse))
+
+    return results
+
+
 def check(problem: Far, results: Callable[[Built], Results], device="cpu") -> None:
     """AssertionError unless a problem counts, and every sharp result is within its budget."""
     found = verdict(problem, results, device)
@@ -460,3 +485,15 @@ def latent_grid(dtype: str = "float16") -> list[Far]:
         far(replace(base, num_splits=2), score=20),
         far(replace(base, causal=True, page_size=16), score=26, below=True),
     ]
+
+
+def prefix_grid(dtype: str = "float32") -> list[Far]:
+    """What `by_shared_prefix` takes: a prefix of as many keys as `Far.prefix` says."""
+    base = replace(
+        SMALL, dtype=dtype, backward=False, seqlen_q=3, seqlen_k=93, batch=3, head_dim=64
+    )
+    sink = replace(base, sink=True, heads_q=4)
+    found = [far(base, score=score, below=below) for score in SCORES for below in (False, True)]
+    found += [far(sink, score=score, below=True, far_sink=True) for score in SCORES]
+    found.append(far(replace(base, causal=True, num_splits=2), score=23))
+    return [replace(problem, prefix=40) for problem in found]

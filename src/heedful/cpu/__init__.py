@@ -1,6 +1,6 @@
 """Attention on a CPU: tiled, in plain torch, memory linear in sequence length."""
 
 from heedful.cpu.tiled_backward import backward
-from heedful.cpu.tiled_forward import forward
+from heedful.cpu.tiled_forward import forward, statistics
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "statistics"]

@@ -316,6 +316,28 @@ def row_references(
     return reference, torch.where(is_far, l_sum.reciprocal(), 1.0)
 
 
+def statistics(problem: AttentionProblem, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maximum and sum of every row, float32, laid out as lse, which does not tell
+    them where it is far from 0. Rows without keys, and tokens of no sequence, have -inf and 0."""
+    made = torch.full(problem.lse_shape, -torch.inf, dtype=torch.float32, device="cpu")
+    found = made, torch.zeros_like(made)
+
+    def work(tiles: Tiles, item: tuple[Block, range]) -> None:
+        block, rows = item
+        keys, sink = list(key_tiles(block, rows)), _sink_of_rows(tiles, block, rows)
+        q = tiles.load_q(block, rows)
+        m, l_sum = _by_running_maximum(tiles, block, rows, keys, q, acc=None, sink=sink)
+        m.masked_fill_(l_sum == 0, -torch.inf)
+        for vector, own in zip(found, (m, l_sum), strict=True):
+            target = block.rows(vector)[..., rows.start : rows.stop]
+            target.copy_(own.view(target.shape))
+
+    tiles_of = blocks(problem, x, apart=True)
+    groups = [[(block, rows) for rows in query_tiles(block)] for block in tiles_of]
+    for_each(groups, work, lambda: Tiles(problem, x), worth_threads(problem))
+    return found
+
+
 def all_near(lse: torch.Tensor) -> bool:
     """Whether every lse is so near 0 that float32 keeps the logarithm of a row's sum in it. False
     says nothing: an lse may be -inf or NaN."""

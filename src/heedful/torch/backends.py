@@ -241,6 +241,10 @@ class CpuRunner:
         """(out, lse or None, probs or None)."""
         return on_own_thread(self._forward.forward, self.plan.problem, x, out)
 
+    def statistics(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        """Maximum and sum of every row, float32, laid out as lse."""
+        return on_own_thread(self._forward.statistics, self.plan.problem, x)
+
     def bind(self, out: torch.Tensor | None = None) -> None:
         """There is nothing to compile."""
 

@@ -19,6 +19,7 @@ from heedful.core.call import (
     new_update,
 )
 from heedful.core.describe_cache import attention_part, check_cache, last_rotated_length
+from heedful.core.far import FAR_LSE
 from heedful.core.numbers import FAR
 from heedful.core.operands import Operands
 from heedful.torch import library
@@ -37,7 +38,7 @@ from heedful.torch.checks import (
 )
 from heedful.torch.dispatch import Likeness, any_autocast, needs_dispatcher
 from heedful.torch.forked import on_own_thread
-from heedful.torch.merge import DeviceMerge, merge_attn_states
+from heedful.torch.merge import DeviceMerge, merge_attn_states, merged
 from heedful.torch.plain import is_same, plain_options, plain_update, plain_window
 from heedful.torch.values import check_room
 
@@ -438,7 +439,7 @@ def _run(call: CacheCall, x: Operands, update: CacheUpdate, out):
     else:
         part, lse, _ = attention.forward(x, into)
     if call.prefix is not None:
-        part, lse = _with_prefix(call, call.prefix, x.q, prefix, part, lse, sink, out)
+        part, lse = _with_prefix(call, call.prefix, x, prefix, part, lse, sink, out)
     return (part, lse) if call.returns_lse else part
 
 
@@ -451,14 +452,18 @@ def _start(update: CacheUpdate, x: Operands) -> Tensor:
     return dense_rows(start)
 
 
-def _with_prefix(call: CacheCall, before: Call, q: Tensor, prefix, part, lse, sink, out):
+def _with_prefix(call: CacheCall, before: Call, x: Operands, prefix, part, lse, sink, out):
     """The attention over the cache, of which part and lse came, and that over the prefix before it,
-    merged."""
-    y = _prefix_operands(q, prefix)
+    merged. x: the operands of the former."""
+    y = _prefix_operands(x.q, prefix)
     if not before.plain:
         y = before.operands(y, None)
     first, first_lse, _ = before.forward(y, None)
     if call.merge is None:
+        if _has_far_rows(first_lse) or _has_far_rows(lse):
+            statistics: Any = (before.runner, y), (call.attention.runner, x)  # of a CPU, all
+            pair = [runner.statistics(given) for runner, given in statistics]
+            return on_own_thread(_merged_by_statistics, first, part, *pair, sink, out)
         return on_own_thread(_merged, first, first_lse, part, lse, sink, out)
     first, first_lse = _of_sequences(first, first_lse, part)
     tensors = {"partial_out": first[None], "partial_lse": first_lse[None]}
@@ -493,11 +498,25 @@ def _of_sequences(first: Tensor, first_lse: Tensor, part: Tensor) -> tuple[Tenso
     return first.view(part.shape), first_lse.view(heads, batch, q_len).transpose(0, 1)
 
 
+def _has_far_rows(lse: Tensor) -> bool:
+    """Whether a row's log-sum-exp is so far from 0 that a merge by it would err."""
+    return bool(((lse.abs() >= FAR_LSE) & lse.isfinite()).any())
+
+
+def _merged_by_statistics(first: Tensor, part: Tensor, of_first, of_part, sink, out):
+    """As `_merged`, by maxima and sums of the rows."""
+    vectors = [_of_sequences(first, vector, part)[1] for vector in of_first]
+    maxima, sums = (torch.stack(pair) for pair in zip(vectors, of_part, strict=True))
+    both = torch.stack([_of_sequences(first, of_first[0], part)[0], part])
+    whole, lse = merged(both, maxima, sink, sums)
+    return whole if out is None else out.copy_(whole), lse
+
+
 def _merged(first: Tensor, first_lse: Any, part: Tensor, lse: Any, sink, out):
     """out and lse of two parts, the first of which saw the batch as one sequence."""
     first, first_lse = _of_sequences(first, first_lse, part)
-    merged, lse = merge_attn_states([first, part], [first_lse, lse], sink)
-    return merged if out is None else out.copy_(merged), lse
+    whole, lse = merge_attn_states([first, part], [first_lse, lse], sink)
+    return whole if out is None else out.copy_(whole), lse
 
 
 def _prefix_operands(q: Tensor, prefix) -> Operands:
@@ -554,5 +573,5 @@ def _traced(x: Operands, options: Options, update: CacheUpdate, out):
     part, lse, *_ = library.attend(*x[:3], *attention_part(x, given, update))
     y = _prefix_operands(x.q, update.shared_prefix)
     first, first_lse, *_ = library.attend(*y[:3], None, _prefix_options(given))
-    merged, lse = _merged(first, first_lse, part, lse, x.sink, out)
-    return (merged, lse) if given.return_lse else merged
+    whole, lse = _merged(first, first_lse, part, lse, x.sink, out)
+    return (whole, lse) if given.return_lse else whole

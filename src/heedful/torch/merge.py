@@ -127,14 +127,19 @@ class DeviceMerge:
         return out, lse
 
 
-def merged(outs: Tensor, lses: Tensor, sink: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As merge_attn_states, on checked stacks; computes in the dtype of lses."""
+def merged(
+    outs: Tensor, lses: Tensor, sink: Tensor | None = None, sums: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As merge_attn_states, on checked stacks; computes in the dtype of lses. With sums, like lses,
+    these are the parts' maxima, and sums those of the exponentials by them."""
     # The maximum is a shift that cancels: no gradient flows through it.
     top = lses.detach().amax(0)
     if sink is not None:
         top = torch.maximum(top, sink.detach()[:, None])
     top = torch.where(top == -torch.inf, 0.0, top)
     weights = torch.exp(lses - top)
+    if sums is not None:
+        weights = weights * sums
     total = weights.sum(0)
     if sink is not None:
         total = total + torch.exp(sink[:, None] - top)
