@@ -91,14 +91,24 @@ def test_a_request_that_no_side_knows_is_refused():
         answer({"do": "rest"}, {}, CPU)
 
 
-def test_one_source_against_itself_gives_a_figure_a_case(tmp_path, capsys):
-    out = tmp_path / "figures.jsonl"
-    options = ["--device", "cpu", "--tables", "host", "--match", "decode over pages"]
-    main([SOURCES, SOURCES, *options, "--rounds", "5", "--json-lines", str(out)])
+def test_one_source_against_itself_gives_figures_and_names_what_a_side_cannot_run(
+    monkeypatch, tmp_path, capsys
+):
+    out, cell = tmp_path / "figures.jsonl", small(KINDS["cache forward page causal"])
+    wrong = replace(small(KINDS["dense forward causal"]), options={"windows": 3})
+    found = [each.spec() for each in (cell, wrong)]
+    monkeypatch.setattr("ab.__main__._cells", lambda new, options: found)
+    # Threads of two processes would wait for each other.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    options = ["--device", "cpu", "--rounds", "10", "--processes", "2", "--json-lines", str(out)]
+    assert main([SOURCES, SOURCES, *options]) == 1
     (record,) = (json.loads(line) for line in out.read_text().splitlines())
-    assert record["name"] == "decode over pages"
+    assert (record["name"], record["rounds"]) == (cell.name, 10)
     assert record["low"] <= record["ratio"] <= record["high"]
     assert record["equal"] is True
     said = capsys.readouterr().out
     assert f"base: {SOURCES}/heedful/__init__.py (cpu," in said
-    assert "host: worst" in said
+    assert f"{cell.table}: worst" in said
+    last = said.splitlines()[-1]
+    assert last.startswith(f"! {wrong.name}: base: TypeError: ")
+    assert "windows" in last

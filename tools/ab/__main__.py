@@ -73,60 +73,76 @@ def _compare(
 ) -> int:
     device = options.device or _device()
     _compile(both, wanted, device, options.jobs)
-    times: dict[int, list[tuple[float, float]]] = {}
-    equal: dict[int, bool | None] = {}
-    missing: dict[int, str] = {}
-    for process in range(options.processes):
+    report = Report(wanted, options)
+    for process in range(1, options.processes + 1):
         with _sides(both, device) as sides:
             for side in sides:
                 found = side.check()
-                print(f"{side.name}: {found['heedful']} ({found['device']}, {found['torch']})")
+                _say(f"{side.name}: {found['heedful']} ({found['device']}, {found['torch']})")
             for number, cell in enumerate(wanted):
-                if number in missing:
-                    continue
-                try:
-                    count, equal[number] = begin(sides, cell)
-                    rounds = options.rounds // options.processes
-                    times.setdefault(number, []).extend(turns(sides, count, rounds))
-                    for side in sides:
-                        side.ask("end")
-                except SideError as error:
-                    missing[number] = str(error)
-                _progress(f"{process + 1}/{options.processes} {number + 1}/{len(wanted)}")
-    return _report(wanted, times, equal, missing, options)
+                if number not in report.missing:
+                    _time(sides, cell, number, report, options.rounds // options.processes)
+                if process == options.processes:
+                    report.tell(number)
+    return report.end()
 
 
-def _report(
-    wanted: list[dict[str, Any]],
-    times: dict[int, list[tuple[float, float]]],
-    equal: dict[int, bool | None],
-    missing: dict[int, str],
-    options: argparse.Namespace,
-) -> int:
-    found, table = [], ""
-    for number, cell in enumerate(wanted):
-        if cell["table"] != table:
-            table = cell["table"]
-            print(f"\n{table}\n{figures.HEAD}")
-        if number in missing:
-            print(f"{'':24s}{cell['name']}: {missing[number]}")
-            continue
-        found.append(figures.figure(table, cell["name"], times[number], equal[number]))
-        print(figures.line(found[-1]))
-    if options.json_lines:
-        with options.json_lines.open("a") as file:
-            for each in found:
-                sides = {"base": options.base, "new": options.new}
-                file.write(json.dumps({**sides, **each.to_json()}) + "\n")
-    print()
-    for line in figures.summary(found):
-        print(line)
-    each = options.within if options.each is None else options.each
-    wrong = figures.verdict(found, options.within, each)
-    wrong += [f"{wanted[number]['name']}: {why}" for number, why in missing.items()]
-    for line in wrong:
-        print(f"! {line}")
-    return int(bool(wrong))
+def _time(
+    sides: tuple[Side, Side], cell: dict[str, Any], number: int, report: "Report", rounds: int
+) -> None:
+    try:
+        count, report.equal[number] = begin(sides, cell)
+        report.times.setdefault(number, []).extend(turns(sides, count, rounds))
+        for side in sides:
+            side.ask("end")
+    except SideError as error:
+        report.missing[number] = str(error)
+
+
+class Report:
+    """What was timed of the cases, by their number, and what is told of it as soon as it is known:
+    a command may be stopped."""
+
+    def __init__(self, wanted: list[dict[str, Any]], options: argparse.Namespace):
+        self._wanted, self._options = wanted, options
+        self._figures: list[figures.Figure] = []
+        self._table = ""
+        self.times: dict[int, list[tuple[float, float]]] = {}
+        self.equal: dict[int, bool | None] = {}
+        self.missing: dict[int, str] = {}
+
+    def tell(self, number: int) -> None:
+        """A case, at the end of its rounds."""
+        cell = self._wanted[number]
+        if cell["table"] != self._table:
+            self._table = cell["table"]
+            _say(f"\n{self._table}\n{figures.HEAD}")
+        if number in self.missing:
+            _say(f"{'':24s}{cell['name']}: {self.missing[number]}")
+            return
+        made = figures.figure(self._table, cell["name"], self.times[number], self.equal[number])
+        self._figures.append(made)
+        _say(figures.line(made))
+        if self._options.json_lines:
+            sides = {"base": self._options.base, "new": self._options.new}
+            with self._options.json_lines.open("a") as file:
+                file.write(json.dumps({**sides, **made.to_json()}) + "\n")
+
+    def end(self) -> int:
+        """Tables, and what is slower than asked or missing: 1 if anything is."""
+        _say("")
+        for line in figures.summary(self._figures):
+            _say(line)
+        within, each = self._options.within, self._options.each
+        wrong = figures.verdict(self._figures, within, within if each is None else each)
+        wrong += [f"{self._wanted[n]['name']}: {why}" for n, why in self.missing.items()]
+        for line in wrong:
+            _say(f"! {line}")
+        return int(bool(wrong))
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 @contextmanager
@@ -166,11 +182,6 @@ def _device() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _progress(words: str) -> None:
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r{words}")
 
 
 if __name__ == "__main__":

@@ -33,15 +33,6 @@ class Figure:
         return self.low > 1 + percent / 100
 
 
-@dataclass(frozen=True)
-class Missing:
-    """A case without a figure, and why. only_new: the base has one."""
-
-    table: str
-    name: str
-    why: str
-
-
 def figure(
     table: str, name: str, times: Sequence[tuple[float, float]], equal: bool | None = None
 ) -> Figure:

@@ -39,7 +39,7 @@ class Bursts:
             for _ in range(operands.NEW_WARM_UP):
                 next(self._new)()
             return
-        sets = operands.HOST_SETS if spec["clock"] == "host" else 1
+        sets = operands.HOST_SETS[device.type] if spec["clock"] == "host" else 1
         if spec["framework"] == "jax":
             from ab import in_jax
 
