@@ -16,7 +16,7 @@ from heedful.core.mask import MaskSpec
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.tiles import HopperForwardConfig
-from heedful.inspector.nvidia import disassemble, parse_sass
+from heedful.inspector.nvidia import disassemble, inspect_cubin, parse_sass
 from heedful.kernels.hopper import speculative_softmax
 from heedful.kernels.hopper.pipeline import full_barriers
 from heedful.launch import buffers, compiler, programs
@@ -307,3 +307,23 @@ def test_packed_maps_end_with_each_sequence():
     address = 2 * sum(c * s for c, s in zip(coordinates, descriptor.strides, strict=True))
     assert address % (1 << 64) == (end - length + at) * tokens * 2
     assert (1 << 30) - length + length == descriptor.shape[3]
+
+
+@pytest.mark.parametrize("dim", [64, pytest.param(256, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("terms", [{"bias": True}, {"alibi": True}], ids=str)
+def test_scores_with_a_bias_are_subtracted_from_before_they_are_scaled(terms, dim):
+    """A product of the exponent alone, for each of a thread's scores, in place of one in the
+    subtraction; ALiBi alone is taken off raw scores. No bias makes the loop spill."""
+    *_, call = whole(AttentionProblem.dense(4, 4096, 4096, 16, head_dim=dim, **terms)).calls
+    assert call.constants["params.tile.RESCALE"] == "threshold"
+    assert ("params.mods.unit" in call.arguments) == ("bias" in terms)
+    assert ("params.mods.per_unit" in call.arguments) == ("alibi" in terms)
+    found = inspect_cubin(compiler.artifact(call, DEVICE.arch).code).loop
+    assert found is not None
+    keys = call.constants["params.tile.BLOCK_N"]
+    assert isinstance(keys, int)
+    scores = keys // 2
+    # Scores with their bias or ALiBi, and those less their reference.
+    fused = scores if "bias" in terms else 2 * scores
+    assert fused <= found.counts["FFMA"] < fused + scores
+    assert not ("bias" in terms and found.spills)

@@ -84,7 +84,8 @@ def _score_mods(problem: AttentionProblem, buffers: Buffers) -> args.HopperScore
     return args.HopperScoreMods(
         scale_log2=number(scale),
         softcap_scale=number(softcap_scale),
-        unit=number(unit) if alibi or has_bias else None,
+        per_unit=number(1.0 / unit) if alibi and not has_bias else None,
+        unit=number(unit) if has_bias else None,
         alibi=pointer(buffers, "alibi_slopes"),
         stride_alibib=stride(alibi.strides[0]) if alibi else None,
         bias=_bias(buffers),
