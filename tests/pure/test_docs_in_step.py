@@ -19,7 +19,7 @@ SOURCES = ROOT / "src" / "heedful"
 HOMES = {
     "hopper-forward": ["kernels/hopper"],
     "hopper-fp8": ["kernels/hopper"],
-    "hopper-backward": ["kernels/hopper"],
+    "hopper-backward": ["kernels/hopper", "kernels"],
     "mla": ["kernels/hopper"],
     "mla-swap-ab": ["kernels/hopper"],
     "hopper-decode": ["kernels/hopper"],

@@ -317,8 +317,8 @@ def row_references(
 
 
 def statistics(problem: AttentionProblem, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maximum and sum of every row, float32, laid out as lse, which does not tell
-    them where it is far from 0. Rows without keys, and tokens of no sequence, have -inf and 0."""
+    """Maximum and sum of every row, float32, laid out as lse, which does not tell them where it is
+    far from 0. Rows without keys, and tokens of no sequence, have -inf and 0."""
     made = torch.full(problem.lse_shape, -torch.inf, dtype=torch.float32, device="cpu")
     found = made, torch.zeros_like(made)
 
