@@ -196,7 +196,7 @@ def dealt_out(lengths: list[int], num_splits: int, config: DecodeConfig = TILES)
 
 
 @interpreted
-@pytest.mark.parametrize("num_splits", [0, 3])
+@pytest.mark.parametrize("num_splits", [0, 3, 10**9])
 def test_padded_rows_take_no_share_of_the_keys(num_splits):
     live = [300, 17, 400, 16, 1]
     alone = dealt_out(live, num_splits)

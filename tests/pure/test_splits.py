@@ -1,6 +1,7 @@
 """Keys are split as a record of measured calls says that it is best."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,8 +9,17 @@ from hypothesis import strategies as st
 
 import fit_splits
 from heedful.core.device import by_name
+from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
-from heedful.core.splits import COSTS, Costs, Grid, candidates, choose_splits, fewest
+from heedful.core.splits import (
+    COSTS,
+    Costs,
+    Grid,
+    asked_splits,
+    candidates,
+    choose_splits,
+    fewest,
+)
 
 RECORDED = fit_splits.read()
 FITTED, HELD_OUT = fit_splits.halves(RECORDED)
@@ -88,3 +98,47 @@ def test_time_is_that_of_waves_of_programs_which_share_the_memory():
         if splits > 1:
             time += costs.combine + costs.partials * splits * 11 * 128 * 128 * 4 / 2**20
         assert grid.time(splits, 100, costs) == pytest.approx(time)
+
+
+DECODE = AttentionProblem.dense(4, 1, 4000, 16, 2, used_k=True)
+LATENT = AttentionProblem.dense(4, 1, 4000, 16, 1, 576, head_dim_v=512, v_in_k=True, used_k=True)
+MANY = {
+    ("H200", "hopper"): AttentionProblem.dense(1, 64, 4000, 8),
+    ("H200", "portable"): DECODE,
+    ("H200", "decode"): DECODE,
+    ("H200", "hopper_decode"): DECODE,
+    ("H200", "mla"): LATENT,
+    ("MI300X", "cdna"): AttentionProblem.dense(1, 64, 4000, 8),
+    ("CPU", "cpu"): AttentionProblem.dense(1, 64, 4000, 8),
+}
+
+
+@pytest.mark.parametrize(("device", "backend"), MANY)
+def test_more_splits_than_key_tiles_are_as_many_as_there_are(device, backend):
+    """Scratch and grids are those of a split into single tiles, of however many parts."""
+
+    def sizes(num_splits):
+        problem = replace(MANY[device, backend], num_splits=num_splits)
+        return plan(problem, by_name(device), backend=backend).sizes()
+
+    tiles = sizes(10**9).num_splits
+    assert 4000 // 256 <= tiles <= 4000
+    assert sizes(tiles) == sizes(tiles + 1) == sizes(10**9) == sizes(2**40)
+    assert sizes(tiles - 1).num_splits == tiles - 1 and sizes(2).num_splits == 2
+
+
+@pytest.mark.parametrize("longest", [0, 1, 64, 65, 700, 4096])
+def test_a_number_of_splits_that_is_cut_cuts_no_sequence_otherwise(longest):
+    """Whatever the longest sequence of the batch, tiles of a part are ceil(tiles / num_splits)."""
+    for asked in (0, 1, 2, 3, 7, 11, 64, 10**9):
+        problem = replace(DECODE, seqlen_k=longest, num_splits=asked)
+        used = asked_splits(problem, 64)
+        assert (used > 1) == (asked > 1) and used <= asked
+        for keys in range(0, longest + 1, 61):
+            tiles = max(1, -(-keys // 64))
+            assert -(-tiles // max(1, used)) == -(-tiles // max(1, asked))
+
+
+def test_packed_keys_are_no_more_than_all_tokens():
+    packed = replace(DECODE, total_q=4, total_k=640, seqlen_k=2**31 - 1, num_splits=10**9)
+    assert asked_splits(packed, 64) == 10

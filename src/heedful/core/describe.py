@@ -173,7 +173,8 @@ def check_shape(name: str, shape: Sequence[int], wanted: Sequence[int], words: s
 def check_dtype(name: str, dtype: str, *wanted: str) -> None:
     """TypeError unless the dtype is one of `wanted`."""
     if dtype not in wanted:
-        raise TypeError(f"{name} must be {' or '.join(wanted)}, got {dtype}")
+        hint = " (cast it: nothing is computed in float64)" if dtype == "float64" else ""
+        raise TypeError(f"{name} must be {' or '.join(wanted)}, got {dtype}{hint}")
 
 
 def check_last_dim(name: str, spec: ArraySpec) -> None:

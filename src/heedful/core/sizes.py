@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from heedful.core.arrays import ArraySpec
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import ITEM_BITS, AttentionProblem
-from heedful.core.splits import choose_backward_splits, choose_splits
+from heedful.core.splits import asked_splits, choose_backward_splits, choose_splits
 from heedful.core.symbols import if_above, larger, smaller
 from heedful.core.tiles import (
     CONSUMER_ROWS,
@@ -114,11 +114,11 @@ def splits_of(plan: "Plan", problem: AttentionProblem) -> int:
     """In how many parts a split plan splits these lengths."""
     config = plan.configs.get(f"{plan.backend}.forward")
     if isinstance(config, SharedKeysConfig):
-        return max(1, problem.num_splits)
+        return asked_splits(problem, config.block_n) if problem.num_splits else 1
     if not plan.is_split:
         return 1
     if config is None:
-        return problem.num_splits
+        return asked_splits(problem, 1)
     return best_splits(config, problem, plan.device)
 
 
@@ -325,8 +325,9 @@ def _shared_keys(plan: "Plan", problem: AttentionProblem, kernel: str, evens: bo
     key_tiles = larger(1, ceil_div(problem.seqlen_k, config.block_n))
     parts = ceil_div(key_tiles, config.least_tiles)
     parts = larger(parts, smaller(key_tiles, config.fewest_parts))
-    if problem.num_splits:
-        parts = smaller(parts, problem.num_splits)
+    splits = asked_splits(problem, config.block_n)
+    if splits:
+        parts = smaller(parts, splits)
     lines = rows * heads
     places = larger(1, plan.device.units * config.programs // larger(1, lines))
     if evens:
@@ -337,7 +338,7 @@ def _shared_keys(plan: "Plan", problem: AttentionProblem, kernel: str, evens: bo
     launches = {kernel: LaunchSizes((programs, 1, 1), numbers)}
     if problem.num_splits == 1:
         return launches, ()
-    slots = units * problem.num_splits if problem.num_splits else 2 * programs
+    slots = units * splits if splits else 2 * programs
     kept = config.kept_rows(problem)
     dim = pow2(problem.head_dim_v, LEAST_COLUMNS)
     return launches, (
@@ -383,15 +384,16 @@ def _latent(
     tiles = ceil_div(problem.seqlen_q * problem.group, config.block_m)
     lines = larger(1, tiles * problem.heads_k)
     parts = larger(1, ceil_div(problem.seqlen_k, config.block_n * config.least_tiles))
-    if problem.num_splits:
-        parts = smaller(parts, problem.num_splits)
+    splits = asked_splits(problem, config.block_n)
+    if splits:
+        parts = smaller(parts, splits)
     places = larger(1, plan.device.units * config.programs // lines)
     shares = smaller(_even_shares(places, problem.batch), problem.batch * parts)
     programs, units = shares * lines, problem.batch * lines
     launches = {kernel: LaunchSizes((programs, 1, 1), {"tiles": tiles})}
     if problem.num_splits == 1:
         return launches, ()
-    slots = consumers * (units * problem.num_splits if problem.num_splits else 2 * programs)
+    slots = consumers * (units * splits if splits else 2 * programs)
     dim, rows = problem.head_dim_v // consumers, config.kept_rows(problem)
     return launches, (
         Workspace("partial_out", ArraySpec.contiguous((slots, rows, dim), "float32")),

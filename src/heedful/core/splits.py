@@ -8,10 +8,12 @@ from typing import NamedTuple
 
 from heedful.core.device import DeviceSpec
 from heedful.core.problem import ITEM_BITS, AttentionProblem
-from heedful.core.symbols import opaque
+from heedful.core.symbols import larger, opaque, smaller
 
 MAX_SPLITS = 128
 MAX_BACKWARD_SPLITS = 16
+# A grid's second axis, which splits are in, ends there.
+LARGEST_AXIS = 65535
 # Counts that are compared, besides those that fill the device once, twice and so on up to WAVES
 # times: of more, finer ones are no faster.
 COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
@@ -109,6 +111,22 @@ def grid_of(problem: AttentionProblem, rows: int, block_n: int, pack: int) -> Gr
     )
 
 
+def asked_splits(problem: AttentionProblem, block_n: int) -> int:
+    """num_splits, or as many as the longest sequence can have tiles of `block_n` keys.
+
+    No bit depends on which of them it is. Every kernel cuts a sequence by its own tiles, into parts
+    of ceil(tiles / splits): of more splits than tiles that is one tile, however many more there
+    are, and merges pass by empty parts. So a batch's longest sequence, which decides here, changes
+    no other one's result. Of two and more at least two are left: one would be another kernel.
+    """
+    if problem.num_splits <= 2:
+        return problem.num_splits
+    keys = problem.seqlen_k
+    if problem.total_k is not None:
+        keys = smaller(keys, problem.total_k)
+    return smaller(min(problem.num_splits, LARGEST_AXIS), larger(2, -(-keys // block_n)))
+
+
 def choose_splits(
     problem: AttentionProblem, device: DeviceSpec, rows: int, block_n: int, pack: int
 ) -> int:
@@ -118,7 +136,7 @@ def choose_splits(
     all query heads of a KV head.
     """
     if problem.num_splits:
-        return problem.num_splits
+        return asked_splits(problem, block_n)
     return _best(*grid_of(problem, rows, block_n, pack), device.units)
 
 

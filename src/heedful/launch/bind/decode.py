@@ -7,6 +7,7 @@ from heedful.core.arrays import ArraySpec
 from heedful.core.plan import Plan
 from heedful.core.problem import ITEM_BITS, AttentionProblem
 from heedful.core.sizes import Sizes
+from heedful.core.splits import asked_splits
 from heedful.core.tiles import MERGE_ROWS, DecodeConfig, SharedKeysConfig, pow2
 from heedful.kernels.args.decode import DecodeAppend, DecodeMerge, DecodeTile, DecodeWork
 from heedful.kernels.args.shared import ForwardIO, KVLayout
@@ -169,7 +170,7 @@ def shared_work(
             STAGES=merge_stages,
             AWAITS_STORES=awaits_stores,
         ),
-        splits=Scalar(problem.num_splits) if problem.num_splits else None,
+        splits=Scalar(asked_splits(problem, config.block_n)) if problem.num_splits else None,
         tiles=Scalar(numbers["tiles"]),
         least=Scalar(config.least_tiles + config.overhead),
         short_q=Scalar(numbers["short_q"]) if "short_q" in numbers else None,
