@@ -16,6 +16,18 @@ os.environ.setdefault(
 
 
 @pytest.fixture(autouse=True)
+def ranks_are_said(request):
+    """JAX's tests run as jax's own do: no rank is promoted without a word."""
+    if not request.module.__name__.rpartition(".")[2].startswith("test_jax"):
+        yield
+        return
+    import jax
+
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
+@pytest.fixture(autouse=True)
 def one_thread():
     """One intra-operation thread for the test, then as before."""
     before = torch.get_num_threads()

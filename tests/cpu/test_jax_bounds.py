@@ -109,3 +109,159 @@ def test_pages_that_reach_past_int32_are_refused():
     table = jnp.zeros((2, 2**15), jnp.int32)
     with pytest.raises(ValueError, match="block_table must reach at most 2147483647 keys"):
         hj.flash_attn_with_kvcache(q, pages, pages, cache_seqlens=1, block_table=table)
+
+
+def test_more_parts_than_tiles_of_keys_are_as_many_as_there_are():
+    """And not as many turns of a loop."""
+    q, k, v = (jnp.tile(t, (1, 90, 1, 1)) for t in inputs())
+    want = hj.flash_attn_func(q, k, v, num_splits=4)
+    for many in (5, 10**9, 2**64):
+        equal(hj.flash_attn_func(q, k, v, num_splits=many), want)
+
+
+NO_KEYS = [(2, 4, 9, 0), (1, 1, 9, 0), (9, 0), (0,)]
+
+
+@pytest.mark.parametrize("shape", NO_KEYS, ids=str)
+def test_a_bias_of_no_keys_is_one(shape):
+    q, k, v = inputs()
+
+    def loss(q, k, v, bias):
+        out, lse = hj.flash_attn_func(q, k[:, :0], v[:, :0], bias=bias, return_lse=True)
+        return out.sum(), (out, lse)
+
+    grads, (out, lse) = jax.grad(loss, range(4), has_aux=True)(q, k, v, jnp.zeros(shape))
+    assert not out.any() and (lse == -jnp.inf).all()
+    assert not any(g.any() for g in grads) and grads[3].shape == shape
+
+
+def attention(q, k, v, **more):
+    return hj.flash_attn_func(q, k, v, return_lse=True, **more)
+
+
+NONE: dict[str, Any] = {
+    "joined": attention,
+    "its gradient": jax.grad(lambda *a: attention(*a)[0].sum(), (0, 1, 2)),
+    "dropout": lambda *a: attention(*a, dropout_p=0.5, dropout_seed=1),
+    "gradient of a sink": jax.grad(
+        lambda q, k, v: attention(q, k, v, sink=q[0, 0, :, 0])[0].sum(), (0, 1, 2)
+    ),
+    "cache": lambda q, k, v: hj.flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=3),
+}
+
+
+@pytest.mark.parametrize("name", NONE)
+def test_vmap_over_an_axis_of_none_has_the_shapes_of_one(name):
+    one = [t[None] for t in inputs()]
+    got, want = (jax.vmap(NONE[name])(*given) for given in ([t[:0] for t in one], one))
+    shapes = [[t.shape[1:] for t in jax.tree.leaves(found)] for found in (got, want)]
+    assert shapes[0] == shapes[1] and all(t.shape[0] == 0 for t in jax.tree.leaves(got))
+
+
+@pytest.mark.parametrize("flag", ["jax_debug_infs", "jax_debug_nans", "jax_disable_jit"])
+def test_calls_run_under_the_flags_of_those_who_debug(flag):
+    """Rows without keys have a log-sum-exp of -inf, which is no error."""
+    q, k, v = inputs()
+
+    def run():
+        grads = with_gradients(q, k[:, :3], v[:, :3], causal=True)
+        mask = jnp.ones((9, 9), bool).at[2].set(False)
+        out, lse = hj.dot_product_attention(q, k, v, mask=mask, return_residual=True)
+        merged = hj.flash_attn_with_kvcache(q, k, v, cache_seqlens=0, shared_prefix=(k[0], v[0]))
+        return grads, out, merged[0]
+
+    want = run()
+    before = getattr(jax.config, flag)
+    jax.config.update(flag, True)
+    try:
+        equal(run(), want)
+    finally:
+        jax.config.update(flag, before)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("jax_debug_infs", jnp.inf), ("jax_debug_nans", jnp.nan)]
+)
+def test_an_error_that_they_look_for_is_found_and_named(flag, value):
+    q, k, v = inputs()
+    v = v.at[0, 0, 0, 0].set(value)
+    jax.config.update(flag, True)
+    try:
+        with pytest.raises(FloatingPointError, match="heedful_attention"):
+            hj.flash_attn_func(q, k, v)
+    finally:
+        jax.config.update(flag, False)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_residual_is_jax_nns(dtype):
+    """Of key's dtype, without a gradient."""
+    given = [t.astype(dtype) for t in inputs()]
+
+    def loss(function):
+        def run(q, k, v):
+            out, lse = function(q, k, v, is_causal=True, return_residual=True)
+            return (lse.astype(jnp.float32) ** 2).sum() + 0 * out.sum(), lse
+
+        return jax.grad(run, (0, 1, 2), has_aux=True)
+
+    got, want = (loss(f)(*given) for f in (hj.dot_product_attention, jax.nn.dot_product_attention))
+    assert got[1].dtype == want[1].dtype and got[1].shape == want[1].shape
+    assert not any(g.any() for g in (*got[0], *want[0]))
+    most = 8 * jnp.finfo(dtype).eps * jnp.abs(want[1]).max()
+    assert jnp.abs(got[1] - want[1]).max() <= most
+
+
+def test_float64_is_refused_with_what_to_do():
+    with jax.enable_x64():
+        q, k, v = (t.astype("float64") for t in inputs())
+        with pytest.raises(TypeError, match="^q must be .* got float64 \\(cast it"):
+            hj.flash_attn_func(q, k, v)
+
+
+def test_a_storage_that_is_no_dtype_is_refused_by_name():
+    for storage in (4, None, "int5", jnp.int32):
+        with pytest.raises(ValueError, match="^dtype must be one of int4, .*, got "):
+            hj.quantize_kv(inputs()[0], storage)
+    with pytest.raises(TypeError, match="^dtype must be float16"):
+        hj.dequantize_kv(*hj.quantize_kv(inputs()[0], "int8"), dtype=4)
+
+
+def exported(function, *shapes):
+    """A function compiled for a batch that is not known yet."""
+    (batch,) = jax.export.symbolic_shape("batch")
+    types = [jax.ShapeDtypeStruct((batch, *shape[1:]), jnp.float32) for shape in shapes]
+    return jax.export.export(jax.jit(function))(*types)
+
+
+def test_a_program_is_exported_for_any_batch():
+    """With gradients, each entry its part of the dropout mask, and shared operands' sums."""
+    sink = jnp.arange(4.0)
+
+    def loss(q, k, v, sink):
+        more = {"causal": True, "dropout_p": 0.3, "dropout_seed": 5, "dropout_origin": (7, 0, 0, 2)}
+        out, lse = hj.flash_attn_func(q, k, v, sink=sink, return_lse=True, **more)
+        return (out**2).sum() + lse.sum(), out
+
+    run = jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True)
+    program = exported(lambda q, k, v: run(q, k, v, sink), *(t.shape for t in inputs()))
+    for batch in (1, 3):
+        given = inputs(batch)
+        got, want = program.call(*given), run(*given, sink)
+        np.testing.assert_array_equal(got[0][1], want[0][1])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_a_batch_of_jax_nns_function_may_be_a_symbol_too():
+    program = exported(hj.dot_product_attention, *(t.shape for t in inputs()))
+    equal(program.call(*inputs(3)), hj.dot_product_attention(*inputs(3)))
+
+
+def test_other_sizes_that_are_symbols_are_refused_by_name():
+    (length,) = jax.export.symbolic_shape("length")
+    q = jax.ShapeDtypeStruct((2, length, 4, 8), jnp.float32)
+    with pytest.raises(ValueError, match="^q must have sizes that are known .*, got \\(2, length"):
+        jax.export.export(jax.jit(lambda q: hj.flash_attn_func(q, q, q)))(q)
+    cache = jax.ShapeDtypeStruct((length, 9, 4, 8), jnp.float32)
+    with pytest.raises(ValueError, match="^q must have sizes that are known .*, got \\(length"):
+        jax.export.export(jax.jit(lambda q: hj.flash_attn_with_kvcache(q, q, q)))(cache)

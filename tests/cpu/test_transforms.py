@@ -291,3 +291,19 @@ def test_transforms_of_compiled_calls_give_what_they_give_uncompiled(call, backe
     for transform in (vmap, lambda call: vmap(grad(weighted(call), ALL))):
         function = transform(compiled(call, backend, fullgraph=False))
         assert_same(function(*tensors), transform(call)(*tensors))
+
+
+def test_vmap_over_an_axis_of_none_has_the_shapes_of_one():
+    q, k, v = torch.randn(1, 2, 5, 4, 8), torch.randn(1, 2, 7, 2, 8), torch.randn(1, 2, 7, 2, 6)
+    given = {
+        "lse": lambda q, k, v: heedful.flash_attn_func(q, k, v, return_lse=True),
+        "out": heedful.flash_attn_func,
+        "dropout": lambda q, k, v: heedful.flash_attn_func(q, k, v, 0.5, dropout_seed=1),
+        "gradients": torch.func.grad(lambda *a: heedful.flash_attn_func(*a).sum(), (0, 1, 2)),
+        "sink": lambda q, k, v: heedful.flash_attn_func(q, k, v, sink=q[0, 0, :, 0]),
+    }
+    for name, fun in given.items():
+        got, want = (torch.func.vmap(fun, randomness="same")(q[:n], k[:n], v[:n]) for n in (0, 1))
+        got, want = (t if isinstance(t, tuple) else (t,) for t in (got, want))
+        assert [t.shape[1:] for t in got] == [t.shape[1:] for t in want], name
+        assert all(t.shape[0] == 0 for t in got), name

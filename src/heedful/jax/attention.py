@@ -14,7 +14,7 @@ from heedful.core.call import AttentionCall, Options, argument_name
 from heedful.core.describe import describe
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
-from heedful.jax import primitives, sharding
+from heedful.jax import primitives, sharding, symbolic
 from heedful.jax.arrays import array_spec, check_array
 from heedful.jax.plain import origin_words, plain_options, seed_words
 from heedful.jax.primitives import Static
@@ -48,9 +48,12 @@ def attend(x: Operands, options: Options, seed: Any = None) -> Any:
 def run(x: Operands, options: Options, seed: Any = None, top_left: bool = False) -> tuple:
     """(out,), (out, lse) or (out, lse, probs), as the options ask. top_left: whether the mask's
     diagonal begins at the first query and key."""
+    check_arrays(x, options)
+    if symbolic.is_symbolic(x):
+        seed = None if seed is None else seed_words(seed)
+        return symbolic.one_by_one(partial(run, top_left=top_left), x, options, seed)
     origin, words = origin_words(options.dropout_origin)
     options = plain_options(options._replace(dropout_origin=origin))
-    check_arrays(x, options)
     seed = None if seed is None else seed_words(seed)
     check_call(x, options, seed)
     if options.dropout_p > 0:

@@ -241,7 +241,7 @@ def _stored(given: dict[str, Array], name: str, new: Array) -> dict[str, Array]:
 def _places(given: dict[str, Array], page_size: int, new: int) -> tuple[tuple, Array]:
     """(entry, row) of each new token in its cache, and whether it lies there: (B, new)."""
     start, cache = given["cache_seqlens"], given["k"]
-    position = start[:, None] + jnp.arange(new, dtype=jnp.int32)
+    position = start[:, None] + jnp.arange(new, dtype=jnp.int32)[None]
     table = given.get("block_table")
     capacity = cache.shape[1] * (1 if table is None else table.shape[1])
     kept = (start[:, None] >= 0) & (position < capacity)
@@ -275,7 +275,7 @@ def rotate(
     half = cos.shape[1]
     position = start[:, None]
     if advance:
-        position = position + jnp.arange(x.shape[1], dtype=jnp.int32)
+        position = position + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
     # Sequences of negative length, or beyond the storage, have no position: any will do.
     position = jnp.clip(position, 0, max(0, cos.shape[0] - 1))
     c, s = (table[position].astype(jnp.float32)[:, :, None] for table in (cos, sin))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from jax import Array
+from jax import Array, lax
 from jax import numpy as jnp
 
 from heedful.core.call import WHOLE, Options
@@ -12,6 +12,7 @@ from heedful.core.operands import Operands
 from heedful.jax.arrays import check_array, dtype_name
 from heedful.jax.attention import run
 from heedful.jax.plain import plain_flag, plain_int
+from heedful.jax.registration import infinite_lse
 
 
 def dot_product_attention(
@@ -44,7 +45,9 @@ def dot_product_attention(
             rows behind them are 0.
         local_window_size: (left, right) keys around key i that query i sees, or one int for both.
         implementation: a backend of heedful's by name, or None.
-        return_residual: also return the log-sum-exp, float32 (batch, seqlen_q, heads_q).
+        return_residual: also return the log-sum-exp (batch, seqlen_q, heads_q) as jax.nn does: in
+            key's dtype, and no gradient flows through it. `flash_attn_func(return_lse=True)` has it
+            in float32, with its gradient.
 
     Returns:
         The output in query's shape with value's head_dim, or (output, log-sum-exp). A query that
@@ -82,8 +85,11 @@ def dot_product_attention(
         return out
     lse = results[1]
     if is_packed:
-        lse = lse.reshape(q.shape[2], batch, seqlen_q).transpose(1, 0, 2)
-    return out, lse.transpose(0, 2, 1).reshape(query.shape[:-1])
+        with infinite_lse():
+            lse = lse.reshape(q.shape[2], batch, seqlen_q).transpose(1, 0, 2)
+    with infinite_lse():
+        lse = lax.stop_gradient(lse).transpose(0, 2, 1).reshape(query.shape[:-1])
+        return out, lse.astype(k.dtype)
 
 
 def _window(size: Any) -> tuple[int, int]:
@@ -105,7 +111,11 @@ def _biased(bias: Array | None, mask: Array | None, dtype: Any) -> Array | None:
     if dtype_name(mask.dtype) != "bool":
         wrong_type("mask", "a bool array", mask)
     seen = jnp.zeros((), dtype) if bias is None else jnp.asarray(bias)
-    return jnp.where(mask, seen, -jnp.inf).astype(seen.dtype)
+    with infinite_lse():
+        # Dims of 1 in front of the one that has fewer.
+        rank = max(mask.ndim, seen.ndim)
+        mask, seen = (jnp.reshape(t, (1,) * (rank - t.ndim) + t.shape) for t in (mask, seen))
+        return jnp.where(mask, seen, jnp.array(-jnp.inf, seen.dtype))
 
 
 def _packed(x: Operands, lengths_q: Array | None, lengths_k: Array | None) -> Operands:

@@ -19,11 +19,12 @@ from heedful.core.describe_cache import (
 )
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
-from heedful.jax import cache_step, cache_update
+from heedful.jax import cache_step, cache_update, symbolic
 from heedful.jax.arrays import array_spec, check_array
 from heedful.jax.attention import adapted, check_arrays, computed, specs_of
 from heedful.jax.merge import merged
 from heedful.jax.plain import plain_options, plain_update
+from heedful.jax.registration import infinite_lse
 
 _UNBOUNDED = (-1, -1)
 _ARRAYS = ("k", "v", "rotary_cos", "rotary_sin")
@@ -173,6 +174,7 @@ def _checked(
     """The problem of a call over a cache, and its update with plain values. Raises TypeError or
     ValueError for whatever is wrong."""
     check_arrays(x, options)
+    symbolic.check_known(x, options.kind)
     update = plain_update(update, x.q.shape[0] if x.q.ndim else 0)
     specs: dict[str, Any] = {}
     for name, value in update._asdict().items():
@@ -233,6 +235,7 @@ def _attended(x: Operands, options: Options, update: CacheUpdate) -> tuple[Array
     before = Operands(x.q.reshape(1, batch * q_len, heads, dim), k, v)
     dense = part_options._replace(kind="dense", causal=False)
     first, first_lse = computed(before, dense)
-    first_lse = first_lse.reshape(heads, batch, q_len).transpose(1, 0, 2)
-    outs = jnp.stack([first.reshape(out.shape), out])
-    return merged(outs, jnp.stack([first_lse, lse]), x.sink)
+    with infinite_lse():
+        first_lse = first_lse.reshape(heads, batch, q_len).transpose(1, 0, 2)
+        outs = jnp.stack([first.reshape(out.shape), out])
+        return merged(outs, jnp.stack([first_lse, lse]), x.sink)

@@ -9,6 +9,7 @@ from jax import numpy as jnp
 
 from heedful.core.describe import FLOATS, check_dtype, check_shape
 from heedful.jax.arrays import check_array, dtype_name
+from heedful.jax.registration import infinite_lse
 
 
 def merge_attn_states(
@@ -40,7 +41,9 @@ def merge_attn_states(
 
     Source: FlashAttention's split combine; the state merge of FlashInfer's cascade.
     """
-    outs, lses = _stacked("outs", outs), _stacked("lses", lses)
+    outs = _stacked("outs", outs)
+    with infinite_lse():
+        lses = _stacked("lses", lses)
     check_dtype("outs", dtype_name(outs.dtype), *FLOATS)
     check_dtype("lses", dtype_name(lses.dtype), "float32")
     if outs.ndim not in (4, 5):
@@ -57,7 +60,8 @@ def merge_attn_states(
         check_array("sink", sink)
         check_dtype("sink", dtype_name(sink.dtype), "float32")
         check_shape("sink", sink.shape, (heads,), "(heads,)")
-    return merged(outs, lses, sink)
+    with infinite_lse():
+        return merged(outs, lses, sink)
 
 
 def merged(outs: Array, lses: Array, sink: Array | None = None) -> tuple[Array, Array]:
@@ -65,17 +69,19 @@ def merged(outs: Array, lses: Array, sink: Array | None = None) -> tuple[Array, 
     # The maximum is a shift that cancels: no gradient flows through it.
     top = jax.lax.stop_gradient(lses).max(0)
     if sink is not None:
-        top = jnp.maximum(top, jax.lax.stop_gradient(sink)[:, None])
+        # (heads, 1) with a dim of 1 for a batch.
+        sink = sink.reshape((1,) * (top.ndim - 2) + (-1, 1))
+        top = jnp.maximum(top, jax.lax.stop_gradient(sink))
     top = jnp.where(top == -jnp.inf, 0.0, top)
-    weights = jnp.exp(lses - top)
+    weights = jnp.exp(lses - top[None])
     total = weights.sum(0)
     if sink is not None:
-        total = total + jnp.exp(sink[:, None] - top)
+        total = total + jnp.exp(sink - top)
     is_empty = total == 0
     # log and division see 1 where there is no key at all, so that no NaN enters the gradients.
     total = jnp.where(is_empty, 1.0, total)
     lse = jnp.where(is_empty, -jnp.inf, top + jnp.log(total))
-    share = jnp.swapaxes(weights / total, -1, -2)[..., None]
+    share = jnp.swapaxes(weights / total[None], -1, -2)[..., None]
     out = (share * outs.astype(lses.dtype)).sum(0)
     return out.astype(outs.dtype), lse
 

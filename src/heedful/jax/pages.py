@@ -34,7 +34,7 @@ def page_numbers(x: Operands, longest: int) -> Array:
     table = x.block_table[:, : -(-longest // page_size)]
     begin = jnp.arange(table.shape[1], dtype=jnp.int32) * page_size
     ends = x.seqused_k if x.leftpad_k is None else x.seqused_k + x.leftpad_k
-    table = jnp.where(begin < ends[:, None], table, 0)
+    table = jnp.where(begin[None] < ends[:, None], table, 0)
     return jnp.clip(table, 0, max(0, x.k.shape[0] - 1))
 
 

@@ -33,7 +33,7 @@ def keep_tile(seed: Array, dropout_p: float, batch, heads, rows, cols) -> Array:
     shape = (heads.shape[0], rows.shape[0], cols.shape[0])
     if threshold >= 2**32:
         return jnp.ones(shape, bool)
-    counter = (cols >> 2, rows[:, None], heads[:, None, None], batch)
+    counter = ((cols >> 2)[None, None], rows[None, :, None], heads[:, None, None], batch)
     words = jnp.stack(philox4x32((seed[0], seed[1]), counter, shape))
     picked = jnp.take_along_axis(words, (cols & 3).astype(jnp.int32)[None, None, None, :], axis=0)
     return picked[0] < jnp.uint32(threshold)

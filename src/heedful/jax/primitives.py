@@ -141,9 +141,8 @@ def _batched(primitive, arrays, dims, *, static: Static):
         for name, array, dim in zip(static.names, arrays, dims, strict=True)
     ]
     results = primitive.bind(*joined, static=static)
-    return [r.reshape(size, -1, *r.shape[1:]) if r.size else _empty(r, size) for r in results], [
-        0
-    ] * len(results)
+    batch = shapes["q"][0]
+    return [r.reshape(size, batch, *r.shape[1:]) for r in results], [0] * len(results)
 
 
 def _without(shape: tuple[int, ...], dim: int | None) -> tuple[int, ...]:
@@ -157,11 +156,6 @@ def _fold(array: Array, dim: int | None, size: int) -> Array:
     else:
         array = jnp.moveaxis(array, dim, 0)
     return array.reshape(size * array.shape[1], *array.shape[2:])
-
-
-def _empty(result: Array, size: int) -> Array:
-    batch = result.shape[0] // size if size else 0
-    return jnp.zeros((size, batch, *result.shape[1:]), result.dtype)
 
 
 def _one_by_one(primitive, arrays, dims, static: Static):

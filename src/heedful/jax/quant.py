@@ -34,13 +34,21 @@ def quantize_kv(
     Source: per-group KV quantisation as in xFormers' split-K decode; KIVI (Liu et al. 2024).
     """
     check_array("x", x)
-    name = dtype if isinstance(dtype, str) else dtype_name(dtype)
+    name = _name(dtype)
     size = None if group_size is None else plain_int("group_size", group_size, "an int or None")
     size = check_quantize(x.shape, dtype_name(x.dtype), name, dtype, size)
     asymmetric = plain_flag("asymmetric", asymmetric)
     values = lax.stop_gradient(jnp.asarray(x))
     scale, shift = group_scales(values, name, size, asymmetric)
     return packed_values(values, name, scale, shift), scale, shift
+
+
+def _name(dtype: Any) -> str:
+    """The name of a dtype, or of a storage; of what is neither, its text, which is no name."""
+    try:
+        return dtype if isinstance(dtype, str) else dtype_name(dtype)
+    except TypeError:
+        return str(dtype)
 
 
 def group_scales(x: Array, storage: str, size: int, asymmetric: bool) -> tuple[Array, Array | None]:
@@ -108,7 +116,7 @@ def dequantize_kv(
     check_packed(packed.shape, stored)
     check_array("scale", scale)
     check_dtype("scale", dtype_name(scale.dtype), "float32")
-    name = dtype if isinstance(dtype, str) else dtype_name(dtype)
+    name = _name(dtype)
     if name not in FLOATS:
         raise TypeError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
     packed = jnp.asarray(packed)

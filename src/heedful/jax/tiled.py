@@ -92,14 +92,17 @@ def _attend(seq: Sequence, rows: Array, n_tile: int) -> tuple[Array, Array]:
 
     if p.num_splits > 1:
         # Parts that are merged in order, each with a softmax of its own.
-        each = (end - begin + p.num_splits - 1) // p.num_splits
+        # No part is empty: more than there are tiles are as many as there are. This sequence's
+        # tiles alone decide, so that no neighbour changes a bit.
+        tiles = end - begin
+        each = jnp.maximum(1, (tiles + p.num_splits - 1) // p.num_splits)
 
         def part(index, state):
             first = begin + index * each
             own = lax.fori_loop(first, jnp.minimum(first + each, end), key_tile, empty)
             return _merged(state, own)
 
-        state = lax.fori_loop(0, p.num_splits, part, empty)
+        state = lax.fori_loop(0, (tiles + each - 1) // each, part, empty)
     else:
         state = lax.fori_loop(begin, end, key_tile, empty)
     if seq.x.sink is not None:

@@ -172,28 +172,28 @@ class Sequence:
             s = tanh * p.softcap
         if x.alibi_slopes is not None:
             slopes = jnp.broadcast_to(x.alibi_slopes, (p.batch, p.heads_q))[self.b]
-            distance = jnp.abs(rows[:, None] + self.offset - cols).astype(jnp.float32)
-            s = s - self._by_group(slopes)[..., None, None] * distance
+            distance = jnp.abs(rows[:, None] + self.offset - cols[None]).astype(jnp.float32)
+            s = s - self._by_group(slopes)[..., None, None] * distance[None, None]
         if x.bias is not None:
             s = s + self._by_group(self._bias_tile(rows, cols))
-        return jnp.where(self._seen(rows, cols), s, -jnp.inf), tanh
+        return jnp.where(self._seen(rows, cols)[None, None], s, -jnp.inf), tanh
 
     def _seen(self, rows: Array, cols: Array) -> Array:
         """Which keys the queries see: (M, N)."""
         mask = self.problem.mask
-        seen = (rows < self.len_q)[:, None] & (cols < self.len_k)
-        distance = cols - rows[:, None] - self.offset
+        seen = (rows < self.len_q)[:, None] & (cols < self.len_k)[None]
+        distance = cols[None] - rows[:, None] - self.offset
         if mask.right >= 0:
             seen &= distance <= mask.right
         if mask.left >= 0:
-            seen &= (distance >= -mask.left) | (cols < mask.first)
+            seen &= (distance >= -mask.left) | (cols < mask.first)[None]
         if self.x.tree_mask is not None:
             tree = self.x.tree_mask
             own = tree[self.b if tree.shape[0] > 1 else 0]
             new = cols - (self.len_k - self.len_q)
             told = jnp.take(own, jnp.clip(rows, 0, own.shape[0] - 1), axis=0)
             told = jnp.take(told, jnp.clip(new, 0, own.shape[1] - 1), axis=1)
-            seen &= told | (new < 0)
+            seen &= told | (new < 0)[None]
         return seen
 
     def bias_index(self, rows: Array, cols: Array) -> tuple[Array, ...]:
@@ -211,6 +211,9 @@ class Sequence:
         """(H or 1, M or 1, N or 1) of the bias, float32, 0 past its ends."""
         b, _, m, n = self.bias_index(rows, cols)
         own = self.x.bias[b[0]]
+        if 0 in own.shape:
+            # A tile of no keys has one column.
+            own = jnp.zeros((own.shape[0], 1, 1), own.dtype)
         own = jnp.take(own, m, axis=1, mode="fill", fill_value=0)
         return jnp.take(own, n, axis=2, mode="fill", fill_value=0).astype(jnp.float32)
 

@@ -19,14 +19,16 @@ def attention_vmap(info, in_dims, *args):
         return _one_by_one(op, info.batch_size, in_dims, args)
     folded = [_fold(t, dim, info.batch_size) for t, dim in zip(x[:3], in_dims, strict=False)]
     out, lse, probs = op(*folded, *args[3:])
-    return (_unfold(out, info.batch_size), _unfold(lse, info.batch_size), probs), (0, 0, None)
+    sizes = info.batch_size, _batch(x.q, in_dims[0])
+    return (out.unflatten(0, sizes), lse.unflatten(0, sizes), probs), (0, 0, None)
 
 
 @untraced
 def inference_vmap(op, info, in_dims, *args):
     """The rule of an overload of heedful::inference, whose batches nothing tells apart."""
     folded = [_fold(t, dim, info.batch_size) for t, dim in zip(args[:3], in_dims, strict=False)]
-    return _unfold(op(*folded, *args[3:]), info.batch_size), 0
+    sizes = info.batch_size, _batch(args[0], in_dims[0])
+    return op(*folded, *args[3:]).unflatten(0, sizes), 0
 
 
 @untraced
@@ -43,7 +45,8 @@ def backward_vmap(info, in_dims, *args):
         t if t is None else _fold(t, dim, size) for t, dim in zip(args[:7], in_dims, strict=False)
     ]
     dq, dk, dv, dbias, dsink = op(*folded, *args[7:])
-    grads = (_unfold(grad, size) for grad in (dq, dk, dv))
+    sizes = size, _batch(x.q, in_dims[4])
+    grads = (grad.unflatten(0, sizes) for grad in (dq, dk, dv))
     return (*grads, dbias, dsink), (0, 0, 0, None, None)
 
 
@@ -62,18 +65,29 @@ def _fold(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.flatten(0, 1)
 
 
-def _unfold(tensor: Tensor, size: int) -> Tensor:
-    return tensor.unflatten(0, (size, tensor.shape[0] // size))
+def _batch(tensor: Tensor, dim: int | None) -> int:
+    """The first size of it without the mapped dim."""
+    return tensor.shape[1 if dim == 0 else 0]
 
 
 def _one_by_one(op, size: int, in_dims, args):
     """Each element of the mapped dim on its own, stacked."""
-    results = []
-    for index in range(size):
-        own = (
-            arg.select(dim, index) if isinstance(dim, int) else arg
-            for arg, dim in zip(args, in_dims, strict=True)
-        )
-        results.append(op(*own))
+    results = [op(*_element(args, in_dims, index)) for index in range(size)]
+    if not size:
+        # What one of zeros would be says what none is.
+        one = [
+            t.new_zeros((1, *t.shape[:dim], *t.shape[dim + 1 :])) if isinstance(dim, int) else t
+            for t, dim in zip(args, in_dims, strict=True)
+        ]
+        own = op(*_element(one, [0 if isinstance(dim, int) else None for dim in in_dims], 0))
+        return tuple(part.new_empty((0, *part.shape)) for part in own), (0,) * len(own)
     stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
     return stacked, (0,) * len(stacked)
+
+
+def _element(args, in_dims, index: int):
+    """The arguments of one element of the mapped dim."""
+    return (
+        arg.select(dim, index) if isinstance(dim, int) else arg
+        for arg, dim in zip(args, in_dims, strict=True)
+    )
