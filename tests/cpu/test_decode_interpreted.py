@@ -28,19 +28,16 @@ from heedful.kernels.portable.decode_queries import fitted
 from heedful.kernels.portable.decode_work import share_of
 from heedful.launch import buffers as canonical
 from heedful.launch.bind import decode
-from heedful.launch.interpret import interpret, run_call
+from heedful.launch.interpret import run_call
 from heedful.launch.spec import KernelCall, KernelRef, Pointer
-from heedful.torch.arrays import array_spec
 from support import budget
 from support.cases import Case
+from support.decode_programs import TILES, UNITS, Interpreted
 from support.grids import in_turns
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
-# Small tiles, so that short sequences have full, masked and skipped ones.
-TILES = DecodeConfig(16, 16, programs=1, least_tiles=1)
 # Of 8 rows, keys are the rows of products.
 FEW = replace(TILES, block_m=8)
-UNITS = 5
 PLAIN = Case(dtype="float16", backward=False, seqlen_q=3, seqlen_k=203, heads_q=6)
 MLA = replace(
     PLAIN,
@@ -103,32 +100,6 @@ CASES = (
     replace(MLA, head_dim=80, head_dim_v=64, kv_dtype="int8"),
     replace(MLA, head_dim=100, head_dim_v=96, heads_q=4),
 )
-
-
-class Interpreted:
-    """The programs of `launch.bind.decode` run by the interpreter, as the budget's `Backend`."""
-
-    def __init__(self, num_splits: int = 0, tiles: DecodeConfig | None = None):
-        self.num_splits, self.tiles = num_splits, tiles or TILES
-
-    def forward(self, problem, x, out):
-        """(out, lse, None)."""
-        tensors = {name: t for name, t in x._asdict().items() if t is not None}
-        tensors |= {"out": out, "lse": torch.full(problem.lse_shape, torch.nan)}
-        specs = {name: array_spec(tensor) for name, tensor in tensors.items()}
-        problem = replace(problem, num_splits=self.num_splits)
-        device = replace(by_name("MI300X"), units=UNITS)
-        plan = Plan(problem, device, "decode", "run", configs={"decode.forward": self.tiles})
-        scratch = interpret(decode.forward(problem, plan, specs), tensors)
-        if self.num_splits > 1:
-            # Whatever the lengths, parts are a sequence's own: see the test of invariance.
-            assert "counts" in scratch
-        # The next launch finds them as this one did.
-        assert not scratch.get("counts", torch.zeros(1)).any()
-        return out, tensors["lse"], None
-
-    def backward(self, problem, x, out, lse, dout, dlse=None):
-        raise AssertionError("decoding has no backward")
 
 
 @interpreted

@@ -18,18 +18,23 @@ from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
-from heedful.core.tiles import DecodeConfig
 from heedful.kernels.args.shared import Mask
-from heedful.kernels.portable.decode_work import block_of, share_of, span_of, visit_of
+from heedful.kernels.portable.decode_work import (
+    block_of,
+    next_piece,
+    share_of,
+    span_of,
+    visit_of,
+)
 from heedful.launch import buffers as canonical
 from heedful.launch.bind import decode
 from heedful.launch.interpret import run_call
 from heedful.launch.spec import KernelCall, KernelRef, Pointer, Scalar
+from support.decode_programs import TILES, UNITS
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
-TILES = DecodeConfig(16, 16, programs=1, least_tiles=1)
 N, MOST = TILES.block_n, 14
-UNITS, LONGEST = 5, 200
+LONGEST = 200
 BOUNDS = [(-1, -1), (-1, 0), (-1, 21), (0, 0), (31, 0), (15, 16), (32, -1), (9, 5, 17), (60, 0, 1)]
 MASKS = [
     replace(MaskSpec(*bounds), bottom_right=bottom_right, shift=shift)
@@ -63,14 +68,14 @@ def visit(blocks, firsts, len_q, len_k, off, mask: Mask, tile, MOST: tl.constexp
         tl.store(firsts + block, visit_of(block, span))
 
 
-def call_of(problem: AttentionProblem) -> KernelCall:
-    """The launch of the decode."""
+def call_of(problem: AttentionProblem, overhead: int = 0) -> KernelCall:
+    """The launch of the decode. overhead: of a part, in key tiles."""
     plan = Plan(
         problem,
         replace(by_name("MI300X"), units=UNITS),
         "decode",
         "run",
-        configs={"decode.forward": TILES},
+        configs={"decode.forward": replace(TILES, overhead=overhead)},
     )
     (call,) = decode.forward(problem, plan, canonical.forward(problem)).calls
     return call
@@ -132,7 +137,7 @@ def share(out, sequences, shape, mask, work, tile):
 @pytest.mark.parametrize("mask", MASKS[::2], ids=str)
 def test_shares_follow_each_other_on_a_line_of_what_sequences_visit(mask, lengths, num_splits):
     len_q, programs = 4, 7
-    call = call_of(problem_of(mask, len_q, len(lengths), num_splits))
+    call = call_of(problem_of(mask, len_q, len(lengths), num_splits), overhead=len(lengths) % 3)
     names = ("sequences", "shape", "mask", "work", "tile")
     parameters = {name: call.parameters[name] for name in names}
     work = parameters["work"]
@@ -159,6 +164,76 @@ def test_shares_follow_each_other_on_a_line_of_what_sequences_visit(mask, length
         assert empty == (line.count(0) if work.SKIPS_EMPTY else 0)
         if begin < end and len(lengths) > 1:
             assert starts[b] == base and starts[b] <= begin < starts[b + 1]
+
+
+@triton.jit
+def cut(out, starts, visits, total, each, work, line, lines, MOST: tl.constexpr):
+    """The pieces of each share of a line of units, by unit and how often there was one."""
+    own = tl.program_id(0)
+    end = tl.minimum((own + 1) * each, total)
+    x = own * each
+    unit = 0
+    count = 0
+    while x < end:
+        if x >= tl.load(starts + unit + 1):
+            unit += 1
+        else:
+            begin, count_k = tl.load(starts + unit), tl.load(visits + unit)
+            piece = next_piece(own, x, end, each, begin, unit, count_k, line, lines, work)
+            at = out + (own * MOST + count) * 9
+            tl.store(at, unit)
+            tl.store(at + 1, piece.start)
+            tl.store(at + 2, piece.stop)
+            tl.store(at + 3, piece.index)
+            tl.store(at + 4, piece.parts)
+            tl.store(at + 5, piece.slot)
+            tl.store(at + 6, piece.first)
+            tl.store(at + 7, piece.rest)
+            tl.store(at + 8, piece.step)
+            count += 1
+            x = piece.next
+
+
+@interpreted
+@pytest.mark.parametrize("num_splits", [0, 2, 5])
+@pytest.mark.parametrize("shares", [1, 4, 7])
+@pytest.mark.parametrize("overhead", [0, 1, 3])
+@pytest.mark.parametrize("visits", [(13,), (1, 1, 1, 1, 1, 1, 1), (5, 1, 8, 2, 6), (2, 17, 3)])
+def test_pieces_of_all_shares_are_every_visit_of_a_unit_once(visits, overhead, shares, num_splits):
+    """Wherever a share ends, within what a unit costs beside its keys too; each part leaves its
+    results where the one that merges looks for them."""
+    call = call_of(problem_of(MaskSpec(), 1, 2, num_splits), overhead)
+    work = call.parameters["work"]
+    merge = work.merge._replace(partial_out=None, partial_lse=None, counts=None)
+    per_part = [-(-v // num_splits) if num_splits else v for v in visits]
+    parts = [-(-v // n) for v, n in zip(visits, per_part, strict=True)]
+    lengths = [v + work.OVERHEAD * p for v, p in zip(visits, parts, strict=True)]
+    starts = [sum(lengths[:i]) for i in range(len(visits) + 1)]
+    line, lines, most = 2, 3, 32
+    parameters = {
+        **{name: Pointer(name, "int32") for name in ("out", "starts", "visits")},
+        "total": Scalar(starts[-1]),
+        "each": Scalar(-(-starts[-1] // shares)),
+        "work": work._replace(merge=merge),
+        "line": Scalar(line),
+        "lines": Scalar(lines),
+        "MOST": most,
+    }
+    out = torch.full((shares, most, 9), -1, dtype=torch.int32)
+    arrays = {"out": out, "starts": torch.tensor(starts), "visits": torch.tensor(visits)}
+    asked = KernelCall(KernelRef(__name__, "cut"), (shares, 1, 1), parameters)
+    run_call(asked, {name: array.int() for name, array in arrays.items()} | {"out": out})
+
+    found = [piece for piece in out.flatten(0, 1).tolist() if 0 <= piece[1] < piece[2]]
+    # A unit that is whole leaves nothing.
+    slots = [piece[5] for piece in found if piece[4] > 1]
+    assert len(set(slots)) == len(slots)
+    for unit, count in enumerate(visits):
+        own = [piece for piece in found if piece[0] == unit]
+        assert [v for piece in own for v in range(piece[1], piece[2])] == list(range(count))
+        for i, (_, _, _, index, parts, slot, first, rest, step) in enumerate(own):
+            assert (index, parts) == (unit, len(own))
+            assert slot == (rest + step * i if i else first)
 
 
 @starts_interpreter

@@ -78,6 +78,13 @@ def test_what_only_a_compiler_reads_of_device_code_is_left_alone():
     assert {m.text for m in mutants(DEVICE, source)} == {"p"}
 
 
+def test_assembly_is_left_alone_that_no_interpreter_knows():
+    source = "def f(i):\n    return f'mov $0, {i};' + str(i + 1)"
+    assert not list(mutants(DEVICE, source)) and list(mutants("m", source))
+    source = "def f(x):\n    return tl.inline_asm_elementwise('', '', [x], pack=2)"
+    assert {m.operator for m in mutants(DEVICE, source)} == {"return nothing"}
+
+
 def test_parts_hold_each_source_that_they_name_and_no_kernel_that_only_a_gpu_runs():
     found = {name: set(sources_of(part, ROOT, [])) for name, part in PARTS.items()}
     for name, part in PARTS.items():

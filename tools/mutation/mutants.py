@@ -43,6 +43,8 @@ _NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
 # What tells a compiler or a processor something, and changes no result.
 _HINTS = ("static_assert", "device_assert", "static_print", "assume", "debug_barrier")
 _HINTS += ("multiple_of", "max_contiguous", "gdc_wait", "gdc_launch_dependents")
+# Assembly, which the interpreter knows none of.
+_ASSEMBLY = ("inline_asm_elementwise", "assembly")
 _HINT_ARGUMENTS = ("eviction_policy", "cache_modifier", "num_stages", "input_precision", "volatile")
 _HINT_ARGUMENTS += ("sem", "scope", "loop_unroll_factor", "warp_specialize", "num_warps")
 
@@ -153,6 +155,8 @@ class _Finder(ast.NodeVisitor):
     # What is left alone: annotations, decorators, docstrings, messages.
 
     def visit_FunctionDef(self, node: Any) -> None:
+        if self.is_device and any(map(_is_assembly, ast.walk(node))):
+            return
         self.scope.append(node.name)
         self.visit(node.args)
         self.bodies += 1
@@ -318,6 +322,8 @@ class _Finder(ast.NodeVisitor):
         called = getattr(node.func, "attr", getattr(node.func, "id", ""))
         if called == "TypeVar":  # Like an annotation.
             return
+        if called in _ASSEMBLY and self.is_device:
+            return
         # An assertion of what holds everywhere: without it nothing is different.
         hints = _HINT_ARGUMENTS if self.is_device else ()
         keywords = [
@@ -345,6 +351,11 @@ class _Finder(ast.NodeVisitor):
         for child in ast.iter_child_nodes(node):
             if child not in left_alone:
                 self.visit(child)
+
+
+def _is_assembly(node: ast.AST) -> bool:
+    """Whether it is text of an instruction with operands."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and "$0" in node.value
 
 
 def mutants(module: str, source: str) -> list[Mutant]:
