@@ -118,6 +118,13 @@ def test_what_runs_at_import_is_tested_by_tests_of_little_else_first():
     assert Choice(tests).tests("m", {900}, 4.0)[0][0].id == "a::all"
 
 
+def test_a_module_that_runs_at_import_alone_is_tested_by_its_folders_tests():
+    lines = {"a/m.py": frozenset({1}), "b/n.py": frozenset({1})}
+    tests = [Traced("plain", f"{name[0]}::own", 1.0, {name: on}) for name, on in lines.items()]
+    chosen, exact = Choice(tests).tests("a/private.py", {3}, 4.0)
+    assert [test.id for test in chosen] == ["a::own"] and exact == 0
+
+
 class Serves:
     """A test server that runs one test a file, and ends once as many others run as are expected."""
 

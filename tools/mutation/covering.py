@@ -226,11 +226,16 @@ class Choice:
         """What to run, in order, within so many seconds of their usual time; and how many of them
         run the lines themselves. Then follow tests that run anything of the module: a cached
         function, and what is at module level, runs for a test that did not first call it. Then
-        those of files that name the module: they may start processes, which are not traced. wide:
-        four times as long for these, for what runs when the module is imported, which no trace
-        tells from each other; first those of little but this module."""
+        those of files that name the module: they may start processes, which are not traced. Of a
+        module that no test runs anything of, all that runs as it is imported, its folder's are run.
+        wide: four times as long for these, for what runs when the module is imported, which no
+        trace tells from each other; first those of little but this module."""
         near = self._by_module.get(module, [])
-        exact = [t for t in near if not t.lines[module].isdisjoint(lines)]
+        if not near:
+            folder = str(Path(module).parent)
+            found = (tests for m, tests in self._by_module.items() if m.startswith(f"{folder}/"))
+            near = list({(t.mode, t.id): t for tests in found for t in tests}.values())
+        exact = [t for t in near if not t.lines.get(module, frozenset()).isdisjoint(lines)]
         first = _in_turn(exact)
         names = {(t.mode, t.id) for t in exact}
         rest = _in_turn([t for t in near if (t.mode, t.id) not in names])
@@ -267,7 +272,7 @@ def _within(tests: Iterable[Traced], seconds: float) -> list[Traced]:
 
 def _focus(test: Traced, module: str) -> float:
     """How much of what a test runs is of this module."""
-    return len(test.lines[module]) / sum(len(lines) for lines in test.lines.values())
+    return len(test.lines.get(module, ())) / sum(len(lines) for lines in test.lines.values())
 
 
 def _in_turn(tests: list[Traced]) -> list[Traced]:
