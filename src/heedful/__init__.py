@@ -24,11 +24,13 @@ _PUBLIC = {
     "load_pack": "heedful.launch.packs",
     "record": "heedful.launch.record",
     "counters": "heedful.launch.compiler",
+    "configure": "heedful.core.settings",
 }
 
 # Type checkers and editors take this for true, wherever it comes from.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from heedful.core.settings import configure as configure
     from heedful.launch.compiler import counters as counters
     from heedful.launch.packs import load_pack as load_pack
     from heedful.launch.record import record as record

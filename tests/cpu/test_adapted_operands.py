@@ -224,10 +224,12 @@ def test_keys_to_be_rotated_lie_apart_from_values():
     cache = torch.zeros(2, 3)
     checks.check_apart(cache, cache.clone())
     checks.check_apart(cache[:0], cache[:0])
-    assert said(ValueError, checks.check_apart, cache, cache[:, :2]) == (
-        "rotary_cos must be None where v_cache shares the memory of k_cache (v would overwrite"
-        " the rotated keys), got a tensor"
-    )
+    checks.check_apart(cache[:, :1], cache[:, 1:])
+    for shared in (cache[:, :2], cache[:, 1:], cache[1:]):
+        assert said(ValueError, checks.check_apart, cache, shared) == (
+            "rotary_cos must be None where v_cache shares the memory of k_cache (v would overwrite"
+            " the rotated keys), got a tensor"
+        )
 
 
 # Values of index tensors.

@@ -12,7 +12,7 @@ import heedful.torch as heedful
 from heedful.core.call import CacheUpdate, Options
 from heedful.core.operands import Operands
 from heedful.launch import bound
-from heedful.torch import kvcache
+from heedful.torch import calls, kvcache
 from heedful.torch.arrays import array_spec
 from heedful.torch.kvcache import CacheCall
 from support import standin
@@ -191,6 +191,8 @@ def test_keys_that_are_padded_are_counted_by_the_step_alone():
 def test_what_is_made_for_a_call_is_on_its_device(monkeypatch):
     # Tensors without memory are all at address 0.
     monkeypatch.setattr(kvcache, "check_apart", lambda *_: None)
+    for module in (kvcache, calls):
+        monkeypatch.setattr(module, "check_bare", lambda *_: None)
     given = {**CACHE, **TURNED, "cache_seqlens": 5}
     there = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in given.items()}
     with standin.gpu():

@@ -14,7 +14,7 @@ import heedful.torch as typed
 from heedful.core.call import Options
 from heedful.core.operands import Gradients, Operands
 from heedful.launch import packs
-from heedful.torch import backends, calls, merge, saved
+from heedful.torch import backends, calls, keys, merge, saved
 from heedful.torch.calls import CALLS, KINDS, LATEST, Call, Generations, Once
 from support import standin
 
@@ -242,27 +242,27 @@ def test_a_seed_is_a_philox_key_on_the_device():
 
 def test_a_key_is_all_that_a_plan_depends_on_of_tensors():
     q, k, v = some(1, 3, 2, 8), unaligned(some(1, 4, 2, 8)), some(1, 4, 2, 4, grad=True).half()
-    of_q = ((1, 3, 2, 8), (48, 16, 8, 1), torch.float32, CPU, 0, False)
-    of_k = ((1, 4, 2, 8), (64, 16, 8, 1), torch.float32, CPU, 4, False)
-    of_v = ((1, 4, 2, 4), (32, 8, 4, 1), torch.float16, CPU, 0, True)
-    assert [calls.tensor_key(t) for t in (q, k, v)] == [of_q, of_k, of_v]
-    assert calls.tensor_key(3) == (int,)
-    assert calls.tensor_keys((q, None, "x")) == (of_q, None, (str,))
-    sizes = *of_q[:4], *of_k[:4], *of_v[:4]
-    bare = calls.call_key(q, k, v, None, None, None, 0)
-    assert bare == (*sizes, 0, None, None, None)
+    own = torch.Tensor
+    of_q = (own, (1, 3, 2, 8), (48, 16, 8, 1), torch.float32, CPU, 0, False, False)
+    of_k = (own, (1, 4, 2, 8), (64, 16, 8, 1), torch.float32, CPU, 4, False, False)
+    of_v = (own, (1, 4, 2, 4), (32, 8, 4, 1), torch.float16, CPU, 0, True, False)
+    assert [keys.tensor_key(t) for t in (q, k, v)] == [of_q, of_k, of_v]
+    assert keys.tensor_key(3) == (int,)
+    assert keys.tensor_keys((q, None, "x")) == (of_q, None, (str,))
+    sizes = *of_q[1:5], *of_k[1:5], *of_v[1:5]
+    bare = keys.call_key(q, k, v, None, None, None, 0)
+    assert bare == (*sizes, 0, False, None, None, None)
     out, x = torch.zeros(1, 3, 2, 4), Operands(q, k, v, sink=q)
-    key = calls.call_key(q, k, v, x, out, SEED, 4)
-    of_out = ((1, 3, 2, 4), (24, 8, 4, 1), torch.float32, CPU, 0, False)
-    of_seed = ((1,), (1,), torch.int64, CPU, 0, False)
+    key = keys.call_key(q, k, v, x, out, SEED, 4)
+    of_out = (own, (1, 3, 2, 4), (24, 8, 4, 1), torch.float32, CPU, 0, False, False)
+    of_seed = (own, (1,), (1,), torch.int64, CPU, 0, False, False)
     rest = (None, None, of_q, *(None,) * 14)
-    assert key == (*sizes, (0, 4, 0), rest, of_out, of_seed)
-    assert calls.out_key("x", (q,)) == (str,)
-    assert calls.out_key(q[:0], (q[:0],)) == calls.tensor_key(q[:0])
-    for taken in (q, k):
-        with pytest.raises(ValueError) as caught:
-            calls.out_key(taken, (q, k))
-        assert str(caught.value) == "out must have memory of its own, got that of q, k or v"
+    assert key == (*sizes, (0, 4, 0), False, rest, of_out, of_seed)
+    private: Any = torch
+    for place in range(3):
+        turned: list[Any] = [q, k, v]
+        turned[place] = private._neg_view(turned[place])
+        assert keys.call_key(turned[0], turned[1], turned[2], x, out, SEED, 4) != key
 
 
 # How a call is known again: of each kind of call, after the first, whether its kind, the kind of

@@ -58,14 +58,22 @@ def _level(text: str) -> str:
     return text.lower()
 
 
+# When a setting is read.
+START = "once, when heedful is first used"
+KIND = "at the first call of a kind; where JAX traces a program"
+TRACE = "where JAX traces a program"
+USE = "each time that it is needed"
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """One variable: how its text is read, what holds when it is unset (or a function that works it
-    out), and what it does."""
+    out), when it is read, and what it does."""
 
     variable: str
     parse: Callable[[str], Any]
     default: Any
+    read: str
     help: str
 
 
@@ -74,44 +82,53 @@ TABLE = {
         "HEEDFUL_BACKEND",
         str,
         None,
+        KIND,
         "backend to use for every call that names none; such a call raises where it cannot",
     ),
     "workspace_limit": Setting(
         "HEEDFUL_WORKSPACE_LIMIT_MB",
         _size,
         None,
-        "largest scratch of one call in MiB; a call that needs more raises; read at the first call"
-        " of a kind",
+        KIND,
+        "largest scratch of one call in MiB; a call that needs more raises",
     ),
     "cache_dir": Setting(
         "HEEDFUL_CACHE_DIR",
         _folder,
         _cache_dir,
+        USE,
         "where compiled kernels are kept between processes",
     ),
     "cache_limit": Setting(
         "HEEDFUL_CACHE_LIMIT_MB",
         _size,
         2048 * 1024 * 1024,
+        USE,
         "size in MiB past which the least recently used kernels leave the cache",
     ),
     "cache_read_only": Setting(
-        "HEEDFUL_CACHE_READ_ONLY", _boolean, False, "1: never write to the cache"
+        "HEEDFUL_CACHE_READ_ONLY", _boolean, False, USE, "1: never write to the cache"
     ),
     "pack": Setting(
-        "HEEDFUL_PACK", _folder, None, "folder of a pack of compiled kernels to load at start"
+        "HEEDFUL_PACK",
+        _folder,
+        None,
+        START,
+        "folder of a pack of compiled kernels to load at start",
     ),
     "check_pages": Setting(
         "HEEDFUL_CHECK_PAGES",
         _boolean,
         False,
+        KIND,
         "1: check page numbers and lengths of calls with a block_table, which waits for the GPU and"
-        " refuses graph capture; read at the first call of a kind",
+        " refuses graph capture",
     ),
     "device": Setting(
         "HEEDFUL_DEVICE",
         str,
         None,
+        TRACE,
         "the device that JAX programs are compiled for, such as H200, where they are exported for a"
         " GPU that is not here",
     ),
@@ -119,6 +136,7 @@ TABLE = {
         "HEEDFUL_LOG",
         _level,
         "warning",
+        START,
         "level of the `heedful` logger; info prints each dispatch decision once",
     ),
 }
@@ -139,3 +157,52 @@ def get(name: str) -> Any:
         return setting.parse(text)
     except ValueError as error:
         raise ValueError(f"{setting.variable}={text!r}: {error}") from None
+
+
+# What forgets all that was made of settings that are read once for each kind of call.
+_forgetting: list[Callable[[], None]] = []
+
+
+def forgotten_by(forget: Callable[[], None]) -> None:
+    """Has `configure` call a function that forgets what was made of settings."""
+    _forgetting.append(forget)
+
+
+def configure(**settings: Any) -> None:
+    """Changes settings of this process, and of those that it starts: the environment variables
+    HEEDFUL_BACKEND, HEEDFUL_CHECK_PAGES, ... by their names without HEEDFUL_, in lower case.
+
+        heedful.configure(backend="portable", workspace_limit_mb=512)
+
+    Calls of known kinds are planned anew; programs that JAX has traced, and captured graphs, stay
+    as they are. An environment variable that is changed otherwise is first read by calls of kinds
+    that were not seen yet.
+
+    Args:
+        settings: a value for each that is to change; None unsets it.
+
+    Raises:
+        TypeError: a setting that there is not.
+        ValueError: a value that it cannot have, or a setting that is read once. Nothing is changed
+            then.
+    """
+    changes = {}
+    for name, value in settings.items():
+        variable = f"HEEDFUL_{name.upper()}"
+        found = [setting for setting in TABLE.values() if setting.variable == variable]
+        if not found:
+            names = ", ".join(s.variable.removeprefix("HEEDFUL_").lower() for s in TABLE.values())
+            raise TypeError(f"{name} must be one of {names}")
+        if found[0].read == START:
+            raise ValueError(f"{name} must be set as {variable} before heedful is first used")
+        changes[variable] = text = "" if value is None else str(value)
+        try:
+            found[0].parse(text) if text else None
+        except ValueError as error:
+            raise ValueError(f"{name}={value!r}: {error}") from None
+    for variable, text in changes.items():
+        os.environ.pop(variable, None)
+        if text:
+            os.environ[variable] = text
+    for forget in _forgetting:
+        forget()

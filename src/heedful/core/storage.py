@@ -40,6 +40,45 @@ def storage(q: ArraySpec, k: ArraySpec, v: ArraySpec, out: ArraySpec | None) -> 
     }
 
 
+def extent(spec: ArraySpec) -> int:
+    """How many bytes lie between the first element's begin and the last one's end."""
+    if 0 in spec.shape:
+        return 0
+    last = sum([(size - 1) * step for size, step in zip(spec.shape, spec.strides, strict=True)])
+    return (last + 1) * item_bytes(spec.dtype)
+
+
+def may_share(one: ArraySpec, other: ArraySpec, apart: int) -> bool:
+    """Whether two arrays may have bytes in common; False only if they have none. apart: bytes from
+    the begin of one to that of the other.
+
+    Arrays of which one lies in the gaps of the other (keys and values in one cache, columns of one
+    matrix) have rows at the same steps: seen modulo such a step, each is one stretch of bytes.
+    """
+    if not -extent(other) < apart < extent(one):
+        return False
+    dims = [_dims(spec) for spec in (one, other)]
+    for period in {step for own in dims for _, step in own}:
+        widths = []
+        for spec, own in zip((one, other), dims, strict=True):
+            if any(step > period and step % period for _, step in own):
+                break
+            inner = sum([(size - 1) * step for size, step in own if step < period])
+            widths.append(inner + item_bytes(spec.dtype))
+        else:
+            between = apart % period
+            if widths[0] <= between and between + widths[1] <= period:
+                return False
+    return True
+
+
+def _dims(spec: ArraySpec) -> list[tuple[int, int]]:
+    """Size and step, in bytes, of each dim that is stepped over."""
+    item = item_bytes(spec.dtype)
+    pairs = zip(spec.shape, spec.strides, strict=True)
+    return [(size, step * item) for size, step in pairs if size > 1 and step > 0]
+
+
 def _are_near(specs: Sequence[ArraySpec]) -> bool:
     """Whether rows of all these begin less than NEAR_BYTES, a power of two, apart."""
     apart = 0

@@ -97,6 +97,7 @@ _LENGTHS = len(Lengths._fields)
 FAMILIES = Kinds()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=FAMILIES.clear)
+settings.forgotten_by(FAMILIES.clear)
 
 
 class Family:

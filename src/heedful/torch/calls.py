@@ -26,6 +26,7 @@ from heedful.launch import packs
 from heedful.torch import backends
 from heedful.torch import device as devices
 from heedful.torch.adapt import adapt, adaptations, autocast, bias_gradient
+from heedful.torch.apart import OutApart
 from heedful.torch.checks import (
     attention_call,
     check_constants,
@@ -34,8 +35,16 @@ from heedful.torch.checks import (
     requires_gradients,
     wanting,
 )
-from heedful.torch.dispatch import Likeness, any_autocast, bare_apply, bare_backward
+from heedful.torch.dispatch import (
+    Likeness,
+    any_autocast,
+    are_bare,
+    bare_apply,
+    bare_backward,
+    check_bare,
+)
 from heedful.torch.forked import on_own_thread
+from heedful.torch.keys import call_key, named_tensors
 from heedful.torch.kinds import MOST_KINDS, ArrayKind, Cases, Kinds, Sizes, of_tensor, with_sizes
 from heedful.torch.plain import is_same, plain_options, plain_seed
 from heedful.torch.saved import Backwards
@@ -89,14 +98,15 @@ class Call:
     """What one kind of call needs each time.
 
     steps: what the caller's tensors lack to be operands. plain: they go to the kernels as they
-    are, unchecked. results: 0 out, 1 with lse, 2 with the
-    probabilities too. wants_grad, like, alike: whether operands are of this kind. backwards: of
-    what the forward saves; None where nothing wants a gradient. wanting: whether an operand
-    requires a gradient that is not computed.
+    are, unchecked. results: 0 out, 1 with lse, 2 with the probabilities too. apart: what looks
+    whether `out`, where it is given, lies apart. wants_grad, like, alike: whether operands are of
+    this kind. backwards: of what the forward saves; None where nothing wants a gradient. wanting:
+    whether an operand requires a gradient that is not computed.
     """
 
     __slots__ = (
         "alike",
+        "apart",
         "backwards",
         "checks",
         "dropout",
@@ -125,6 +135,8 @@ class Call:
         Raises TypeError or ValueError for a call that cannot be.
         """
         described = attention_call(x, options, grad, out, seed)._replace(v_in_k=v_in_k)
+        for name, tensor in named_tensors(x, options, out, seed):
+            check_bare(name, tensor)
         problem = describe(described)
         self.dropout = problem.dropout_p > 0
         own_seed = seed if self.dropout and isinstance(seed, Tensor) else None
@@ -138,11 +150,15 @@ class Call:
         self.runner = backends.prepare(problem, given, options.backend, notes)
         plan = self.runner.plan
         self.wants_grad = grad[0]
-        self.like = self.alike = None
+        self.like: Any = None
+        self.alike: Any = None
         self.kind = options.kind
         self.forward = self.runner.forward
         if plan.backend == "sdpa":
             self.forward = partial(_dense_forward, self.runner.forward)
+        self.apart: Any = None  # where out is not None
+        if out is not None:
+            self.apart = OutApart(out, x._replace(seed=None), seed, options.kind)
         wanted = x.block_table is not None and settings.get("check_pages")
         on_cpu = plan.device.vendor == "cpu"
         self.checks = wanted or (on_cpu and any(i is not None for i in indices(x)))
@@ -152,7 +168,7 @@ class Call:
         self.backwards: Backwards | None = None
         if problem.needs_grad:
             saved = x if x.seed is not None else x._replace(seed=given.seed)
-            self.backwards = Backwards(self.runner, saved)
+            self.backwards = Backwards(self.runner, saved, options)
 
     @property
     def problem(self) -> AttentionProblem:
@@ -166,7 +182,7 @@ class Call:
         call.kind, call.plain, call.results = self.kind, self.plain, self.results
         call.steps, call.wanting, call.wants_grad = self.steps, self.wanting, self.wants_grad
         call.runner, call.forward = runner, runner.forward
-        call.like = call.alike = call.backwards = None
+        call.like = call.alike = call.backwards = call.apart = None
         if self.backwards is not None:
             call.backwards = self.backwards.at(runner, x)
         return call
@@ -178,6 +194,14 @@ class Call:
             self.like = Likeness(x)
             self.alike = self.like.alike
         return self.like.are_aligned(x)
+
+    def is_like(self, x: Sequence[Any], out, seed) -> bool:
+        """Whether tensors are like those that `is_aligned` was last asked of; q, k and v are known
+        to be aligned."""
+        if out is None or seed is not None or len(self.like.places) > 4:
+            return self.like.fits((*x, out, seed))
+        address = out.data_ptr()
+        return address and not address & 15 and self.alike(x[0], x[1], x[2], out)
 
     def operands(self, x: Operands, seed) -> Operands:
         """The operands of this very call, where they are not the caller's tensors alone."""
@@ -228,48 +252,6 @@ def make_seed(seed, device: torch.device) -> Tensor:
     check_seed(seed, device)
     signed = seed - 2**64 if seed >= 2**63 else seed
     return torch.full((1,), signed, dtype=torch.int64, device=device)
-
-
-def tensor_key(tensor) -> tuple:
-    """What a plan may depend on of an operand."""
-    if not isinstance(tensor, Tensor):
-        return (type(tensor),)
-    return (
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.data_ptr() % 16,
-        tensor.requires_grad,
-    )
-
-
-def tensor_keys(tensors) -> tuple:
-    """The keys of many operands, None for those that are absent."""
-    return (*[None if tensor is None else tensor_key(tensor) for tensor in tensors],)
-
-
-def call_key(q, k, v, x: Operands | None, out, seed, bases: int) -> tuple:
-    """What a plan may depend on of the tensors of a call, as `attend` has them. bases: 0
-    where q, k and v begin at multiples of 16 bytes."""
-    return (
-        q.shape,
-        q.stride(),
-        q.dtype,
-        q.device,
-        k.shape,
-        k.stride(),
-        k.dtype,
-        k.device,
-        v.shape,
-        v.stride(),
-        v.dtype,
-        v.device,
-        bases and (q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16),
-        None if x is None else tensor_keys(x[3:]),
-        None if out is None else out_key(out, (q, k, v)),
-        None if seed is None else tensor_key(seed),
-    )
 
 
 def find(
@@ -356,6 +338,8 @@ LATEST = Kinds()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=KINDS.clear)
     os.register_at_fork(after_in_child=LATEST.clear)
+for _known in (CALLS, KINDS, LATEST):
+    settings.forgotten_by(_known.clear)
 
 
 class LatestKind:
@@ -445,11 +429,14 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) 
     return case.at(numbers, sizes, x, comes_again=False)
 
 
-def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
+def attend(
+    q, k, v, x: Operands | None, options: Options, out=None, seed=None, otherwise: Any = None
+):
     """Runs one call on tensors of a real device.
 
     x: the tensors as the caller gave them, None if they are q, k and v alone. seed: dropout_seed as
-    the caller gave it.
+    the caller gave it. otherwise: runs the same call where a tensor is not bare, through the
+    dispatcher by default.
 
     Returns what the public functions return.
     """
@@ -462,17 +449,23 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
     wants_grad = common = False
     try:
         # Aligned tensors like those of the last such call are known without a key.
-        bases = (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15
-        common = not bases and out is None and seed is None
+        of_q, of_k, of_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        bases = (of_q | of_k | of_v) & 15 or not (of_q and of_k and of_v)
+        common, usual = not bases, out is None and seed is None
         types = map(type, options[NUMBERS] if x is None else options[NUMBERS] + x)
         longest = options[_LONGEST]
         base = (records, options[0], options[3:], *types)
-        how = (base, longest)
+        how: Any = (base, longest) if usual else (base, longest, type(out), type(seed))
         if common:
             call = CALLS.latest.get(how)
-            if call is not None and not (call.alike(q, k, v) if x is None else call.like.fits(x)):
+            if call is None:
+                pass
+            elif usual:
+                if not (call.alike(q, k, v) if x is None else call.like.fits(x)):
+                    call = None
+            elif not call.is_like((q, k, v, *ABSENT) if x is None else x, out, seed):
                 call = None
-            if call is None and (kind := LATEST.get(base)) is not None:
+            if call is None and usual and (kind := LATEST.get(base)) is not None:
                 call = kind.find((q, k, v) if x is None else x, longest, how)
             wants_grad = call is not None and call.wants_grad
         if call is None:
@@ -483,8 +476,8 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
             key = (how, requires_grad, call_key(q, k, v, x, out, seed, bases))
             call = CALLS.young.get(key)
             if common and call is not None:
-                given = _new(Operands, (q, k, v, *ABSENT)) if x is None else x
-                if call.is_aligned(given):
+                given = (q, k, v, *ABSENT) if x is None else x
+                if call.is_aligned(given if usual else (*given, out, seed)):
                     CALLS.latest[how] = call
     except (TypeError, RuntimeError):
         # An argument that cannot be hashed, or a tensor without plain memory (sparse, ...), is none
@@ -494,7 +487,7 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
     if call is None and (odd or seed is not None or base not in PLAIN):
         plain, own_seed = plain_options(options), plain_seed(seed, q.device)
         if not is_same(plain, options) or own_seed is not seed:
-            return attend(q, k, v, x, plain, out, own_seed)
+            return attend(q, k, v, x, plain, out, own_seed, otherwise)
         if not odd:
             PLAIN.of(base)
     if type(call) is Once:
@@ -503,26 +496,29 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
     if x is None:
         x = _new(Operands, (q, k, v, *ABSENT))
     if call is None:
+        if not are_bare(named_tensors(x, options, out, seed)):
+            return (otherwise or _dispatched)(x, options, out, seed)
         grad = gradients_wanted(x)
         wants_grad = grad[0]
-        call = find(key, x, options, grad, out, seed, base if common else None)
+        call = find(key, x, options, grad, out, seed, base if common and usual else None)
     if wants_grad:
         apply = Attention.apply if odd else _apply
         return apply(call, x, seed, q, k, v, x.bias, x.sink)
+    if out is not None:
+        call.apart.check(out, x, seed)
     if not call.plain:
         x = call.operands(x, seed)
     out, lse, probs = call.forward(x) if out is None else call.forward(x, out)
     return out if call.results == 0 else returned(call.results, out, lse, probs)
 
 
-def out_key(out, inputs: Sequence[Tensor]) -> tuple:
-    """What is checked of `out`, which must not be one of the inputs either."""
-    if not isinstance(out, Tensor):
-        return (type(out),)
-    address = out.data_ptr()
-    if out.numel() and any(address == t.data_ptr() for t in inputs):
-        raise ValueError("out must have memory of its own, got that of q, k or v")
-    return tensor_key(out)
+def _dispatched(x: Operands, options: Options, out, seed):
+    """The call where the dispatcher, or whoever is behind it, makes of a tensor what it stands
+    for."""
+    # It is made of what is here.
+    from heedful.torch import library
+
+    return library.attend(*x[:3], x, options, out, seed)
 
 
 class Attention(Function):

@@ -14,6 +14,7 @@ from heedful.core.arrays import ArraySpec
 from heedful.core.call import AttentionCall, CacheUpdate, Options, argument_name
 from heedful.core.numbers import wrong_type
 from heedful.core.operands import Operands
+from heedful.core.storage import may_share
 from heedful.torch.arrays import abstract_spec, array_spec, dtype_name
 
 FLOATS = tuple(getattr(torch, name) for name in describe.FLOATS)
@@ -178,7 +179,8 @@ def check_rotated_length(length: int, last: int, update: CacheUpdate) -> None:
 
 def check_apart(k_cache: Tensor, v_cache: Tensor) -> None:
     """ValueError where writing values would overwrite the keys that were just rotated."""
-    if k_cache.data_ptr() == v_cache.data_ptr() and k_cache.numel():
+    between = v_cache.data_ptr() - k_cache.data_ptr()
+    if may_share(abstract_spec(k_cache), abstract_spec(v_cache), between):
         raise ValueError(
             "rotary_cos must be None where v_cache shares the memory of k_cache (v would overwrite"
             " the rotated keys), got a tensor"

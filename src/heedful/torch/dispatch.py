@@ -3,7 +3,7 @@
 The only users of torch's private names for that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import reduce
 from operator import itemgetter, or_
@@ -38,6 +38,20 @@ _PLAIN = {
     for own, autograd in (
         (torch._C.DispatchKey.CPU, torch._C.DispatchKey.AutogradCPU),
         (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.AutogradCUDA),
+    )
+}
+
+_KEY = torch._C.DispatchKey
+# The keys of plain tensors of a device, and of those made in inference mode.
+_BARE = {
+    keys.raw_repr()
+    for own, autograd, autocast in (
+        (_KEY.CPU, _KEY.AutogradCPU, _KEY.AutocastCPU),
+        (_KEY.CUDA, _KEY.AutogradCUDA, _KEY.AutocastCUDA),
+    )
+    for keys in (
+        torch._C.DispatchKeySet(own).add(autocast),
+        torch._C.DispatchKeySet(own).add(autocast).add(_KEY.ADInplaceOrView).add(autograd),
     )
 }
 
@@ -94,10 +108,10 @@ def _same_kind(tensors: Sequence[Tensor], moving: Sequence[int] | None):
 
 
 class Likeness:
-    """Tells tensors like those that it is made of: all begin at multiples of 16 bytes, and
-    `alike(*tensors)`, of those that are there, is true."""
+    """Tells tensors like those that it is made of: all have memory that begins at multiples of 16
+    bytes, and `alike(*tensors)`, of those that are there, is true."""
 
-    __slots__ = ("_dense", "alike", "pick")
+    __slots__ = ("_dense", "alike", "pick", "places")
 
     def __init__(
         self,
@@ -110,7 +124,7 @@ class Likeness:
         than that in which they come."""
         if places is None:
             places = [index for index, value in enumerate(values) if isinstance(value, Tensor)]
-        self.pick = itemgetter(*places)
+        self.pick, self.places = itemgetter(*places), places
         tensors = self.pick(values)
         moving, self._dense = None, []
         if kinds is not None:
@@ -129,7 +143,9 @@ class Likeness:
         """Those of tensors that `fits` says are like those, of the same lengths; else None."""
         tensors = self.pick(values)
         addresses = [*map(Tensor.data_ptr, tensors)]
-        return None if reduce(or_, addresses) & 15 or not self.alike(*tensors) else addresses
+        if reduce(or_, addresses) & 15 or 0 in addresses or not self.alike(*tensors):
+            return None
+        return addresses
 
     def fits(self, values: Sequence[Any], aligned: bool = False) -> bool:
         """Whether tensors, which are where they were, are like those, and aligned. Strides of dims
@@ -137,11 +153,45 @@ class Likeness:
         tensors, bits = self.pick(values), 0
         if not aligned:
             for address in map(Tensor.data_ptr, tensors):
-                bits |= address
+                bits |= address or 1
         for place in self._dense:
             if not values[place].is_contiguous():
                 return False
         return not bits & 15 and self.alike(*tensors)
+
+
+def is_bare(tensor: Tensor) -> bool:
+    """Whether a tensor is strided memory of a device that holds its values: no view whose signs
+    are a bit of it, no zeros without memory, no wrapper of another tensor, none that is traced."""
+    return (
+        type(tensor) in OWN
+        and torch._C._dispatch_keys(tensor).raw_repr() in _BARE
+        and (tensor.data_ptr() != 0 or tensor.numel() == 0)
+    )
+
+
+def are_bare(named: Iterable[tuple[str, Any]]) -> bool:
+    """Whether all tensors among these are bare, and nobody traces what is called.
+
+    Raises ValueError, by its name, for one whose memory was freed.
+    """
+    odd = [(n, t) for n, t in named if isinstance(t, Tensor) and not is_bare(t)]
+    for name, tensor in odd:
+        keys = torch._C._dispatch_keys(tensor).raw_repr()
+        if type(tensor) in OWN and keys in _BARE:
+            check_bare(name, tensor)
+    return not odd and torch._C._get_tracing_state() is None
+
+
+def check_bare(name: str, value: Any) -> None:
+    """ValueError for a tensor whose memory does not hold its values, where the dispatcher has done
+    what it can."""
+    if isinstance(value, Tensor) and not is_bare(value):
+        raise ValueError(
+            f"{name} must be a plain tensor with memory that holds its values, got a"
+            f" {type(value).__name__} of shape {tuple(value.shape)} of"
+            f" {torch._C._dispatch_keys(value)}, which has no such memory"
+        )
 
 
 def is_plain(keyset) -> bool:

@@ -24,10 +24,11 @@ from heedful.core.numbers import FAR
 from heedful.core.operands import Operands
 from heedful.torch import library
 from heedful.torch.adapt import adapt, autocast, dense_rows
+from heedful.torch.apart import cache_apart, cache_tensors, cache_values
 from heedful.torch.arrays import array_spec
 from heedful.torch.cache_step import DeviceStep, named
 from heedful.torch.cache_update import update_cache, update_plainly, used_keys, with_used
-from heedful.torch.calls import CALLS, Call, out_key, tensor_keys
+from heedful.torch.calls import CALLS, Call
 from heedful.torch.checks import (
     FLOATS,
     cache_call,
@@ -36,8 +37,15 @@ from heedful.torch.checks import (
     check_rotated_length,
     lies_in,
 )
-from heedful.torch.dispatch import Likeness, any_autocast, needs_dispatcher
+from heedful.torch.dispatch import (
+    Likeness,
+    any_autocast,
+    are_bare,
+    check_bare,
+    needs_dispatcher,
+)
 from heedful.torch.forked import on_own_thread
+from heedful.torch.keys import tensor_keys
 from heedful.torch.merge import DeviceMerge, merge_attn_states, merged
 from heedful.torch.plain import is_same, plain_options, plain_update, plain_window
 from heedful.torch.values import check_room
@@ -186,6 +194,8 @@ def flash_attn_with_kvcache(
         how = None
     if call is not None and addresses is not None:
         if call.on is not None:
+            if call.apart_on is not None:
+                call.apart_on.check(addresses)
             out, lse, _ = call.on(addresses)
             return (out, lse) if call.returns_lse else out
         x, _, update = _parts(values, given, new_operands, new_options, new_update)
@@ -241,7 +251,8 @@ class CacheCall:
     update(x, update, start). counts: whether the step also counts the keys. records: whether
     autograd would record what torch does here, which nobody wants. aligned: whether all tensors
     begin at multiples of 16 bytes. on(addresses): the results of a call that is no more than one
-    program on a GPU, from those that `addresses` gives; None in others.
+    program on a GPU, from those that `addresses` gives; None in others. apart, apart_on: what looks
+    whether the call writes what it reads, of all its tensors, and of those that `on` has.
     """
 
     __slots__ = (
@@ -249,6 +260,8 @@ class CacheCall:
         "_like",
         "_share",
         "aligned",
+        "apart",
+        "apart_on",
         "attention",
         "capacity",
         "checks",
@@ -266,7 +279,9 @@ class CacheCall:
 
     def __init__(self, x: Operands, options: Options, update: CacheUpdate, out: Tensor | None):
         """Raises TypeError or ValueError for a call that cannot be."""
-        asked = x
+        asked, tensors = x, cache_tensors(x, update, out)
+        for name, tensor in tensors.items():
+            check_bare(name, tensor)
         problem = check_cache(*cache_call(x, options, update, out))
         if update.cache_seqlens is not None:
             x = x._replace(seqused_k=_length_like(update, x.q))
@@ -276,8 +291,8 @@ class CacheCall:
         self.rotated = last if last is not None and last < self.capacity - self.new else None
         self.returns_lse = options.return_lse
         self.prefix: Call | None = None
-        tensors = (*x, *update[:4], *(update.shared_prefix or ()))
-        self.records = any(t is not None and t.requires_grad for t in tensors)
+        self.apart = cache_apart(tensors, self.new > 0)
+        self.records = any([t.requires_grad for n, t in tensors.items() if n != "out"])
         given = x
         if update.rotary_cos is not None:
             check_apart(x.k, x.v)
@@ -316,11 +331,13 @@ class CacheCall:
         places = None if names is None else [_ARGUMENTS.index(name) for name in names]
         self._like = Likeness(given, places=places)
         self._caches = 1, 2
-        self.aligned, self.on = self._like.are_aligned(given), None
+        self.aligned, self.on, self.apart_on = self._like.are_aligned(given), None, None
         if names is not None:
             self._caches = names.index("k_cache"), names.index("v_cache")
             runner: Any = self.step or self.attention.runner  # of a GPU: no other has names
             self.on = runner.on
+            by_name = cache_tensors(x, update, None)
+            self.apart_on = cache_apart({name: by_name[name] for name in names}, self.new > 0)
 
     def _program_names(self, x: Operands, update: CacheUpdate) -> list[str] | None:
         """The arguments whose addresses the call's program takes, in its order; None where a call
@@ -379,7 +396,7 @@ def _eager(x: Operands, options: Options, update: CacheUpdate, out, known_as: An
             tensor_keys(given),
             k_cache.data_ptr() == x.v.data_ptr(),
             None if prefix is None else tensor_keys(prefix),
-            None if out is None else out_key(out, (q, k_cache, x.v)),
+            None if out is None else tensor_keys((out,)),
         )
         call = CALLS.young.get(key)
         common = out is None and prefix is None and known_as is not None
@@ -394,6 +411,9 @@ def _eager(x: Operands, options: Options, update: CacheUpdate, out, known_as: An
         plain, own_update = plain_options(options), plain_update(update, q)
         if not is_same(plain, options) or own_update is not update:
             return _eager(x, plain, own_update, out)
+        if not are_bare(cache_tensors(x, update, out).items()):
+            with torch.no_grad():
+                return _traced(x, plain, update, out)
         call = CacheCall(x, plain, update, out)
         if key is not None:
             CALLS.put(key, call)
@@ -415,6 +435,9 @@ def _checked(call: CacheCall, x: Operands, update: CacheUpdate, out):
 
 def _run(call: CacheCall, x: Operands, update: CacheUpdate, out):
     """One call on real tensors: nothing is written before everything is known to be right."""
+    if call.apart is not None:
+        values = cache_values(x, update, out)
+        call.apart.check([t.data_ptr() for t in values if isinstance(t, Tensor)])
     start, attention, step = None, call.attention, call.step
     if update.cache_seqlens is not None:
         start = _start(update, x)
@@ -553,9 +576,12 @@ def _traced(x: Operands, options: Options, update: CacheUpdate, out):
         with torch.autocast(q.device.type, enabled=False):
             return _traced(x._replace(q=q), options, update, out)
     update, given = plain_update(update, q), plain_options(options)
+    new = 0 if update.k is None else update.k.shape[1]
     if not is_compiling():
         check_cache(*cache_call(x, given, update, out))
-    new = 0 if update.k is None else update.k.shape[1]
+        tensors = cache_tensors(x, update, None)
+        if new and are_bare(tensors.items()) and (apart := cache_apart(tensors, True)) is not None:
+            apart.check([*map(Tensor.data_ptr, tensors.values())])
     advance = given.causal or any(-1 < side < FAR for side in given.window_size[:2])
     if update.cache_seqlens is not None:
         if not isinstance(update.cache_seqlens, Tensor):

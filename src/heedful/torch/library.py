@@ -21,7 +21,7 @@ from heedful.torch.autograd_rules import (
     no_second_derivative,
 )
 from heedful.torch.batching import attention_vmap, backward_vmap, inference_vmap
-from heedful.torch.calls import CALLS, Call, find, make_seed, results_of, returned, tensor_keys
+from heedful.torch.calls import CALLS, Call, find, make_seed, results_of, returned
 from heedful.torch.calls import attend as eager_attend
 from heedful.torch.checks import (
     attention_call,
@@ -32,6 +32,7 @@ from heedful.torch.checks import (
     gradients_wanted,
 )
 from heedful.torch.dispatch import needs_dispatcher, untraced
+from heedful.torch.keys import tensor_keys
 from heedful.torch.plain import plain_options, plain_seed
 
 _OPERANDS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Operands._fields)
@@ -183,31 +184,44 @@ def _inference_options(*args) -> Options:
 _USUAL = {causal: Options(kind="dense", causal=causal) for causal in (False, True)}
 
 
+def _made(x: Operands, options: Options, out, seed):
+    """The output of tensors of which the dispatcher could make no others. Raises ValueError."""
+    return Call(x, options, (False, False), None).forward(x)[0]
+
+
 @untraced
 def _inference(q, k, v, causal=False):
-    return eager_attend(q, k, v, None, _USUAL[causal])
+    return eager_attend(q, k, v, None, _USUAL[causal], None, None, _made)
 
 
 @untraced
 def _inference_with(q, k, v, *args):
-    return eager_attend(q, k, v, None, _inference_options(*args))
+    return eager_attend(q, k, v, None, _inference_options(*args), None, None, _made)
 
 
 @untraced
 def _inference_autograd(q, k, v, causal=False):
-    if not needs_dispatcher(q, k, v):
-        # To dispatch it again takes a fifth of its time, and this is differentiable too.
-        return eager_attend(q, k, v, None, _USUAL[causal])
-    args = q, k, v, causal
-    return inference_autograd(torch.ops.heedful.inference.default, _USUAL[causal], args)
+    op = torch.ops.heedful.inference.default
+    return _differentiable(op, _USUAL[causal], (q, k, v, causal))
 
 
 @untraced
 def _inference_with_autograd(q, k, v, *args):
-    options = _inference_options(*args)
-    if not needs_dispatcher(q, k, v):
-        return eager_attend(q, k, v, None, options)
-    return inference_autograd(torch.ops.heedful.inference.options, options, (q, k, v, *args))
+    op = torch.ops.heedful.inference.options
+    return _differentiable(op, _inference_options(*args), (q, k, v, *args))
+
+
+def _differentiable(op, options: Options, args: tuple):
+    """What an operator of inference does at the Autograd key."""
+
+    def below(*_):
+        return inference_autograd(op, options, args)
+
+    if needs_dispatcher(*args[:3]):
+        return below()
+    # To dispatch it again takes a fifth of its time, and this is differentiable too.
+    q, k, v, *_ = args
+    return eager_attend(q, k, v, None, options, None, None, below)
 
 
 def _inference_fake(q, k, v, causal=False):
@@ -229,7 +243,8 @@ def _backward(dout, dlse, out, lse, *args):
     x, options, (bias_grad, kv_grad) = split(args)
     call = _call(x, options, True, bias_grad)
     assert call.backwards is not None
-    grads = call.backwards((*call.backwards.pick(x), out, lse), dout, dlse, kv_grad)
+    saved = *call.backwards.pick(x), out, lse
+    grads = call.backwards(saved, dout, dlse, kv_grad, is_dispatched=True)
     dbias = x.q.new_empty(0)
     if x.bias is not None and grads.dbias is not None:
         dbias = bias_gradient(grads.dbias, x.bias.shape).contiguous()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from heedful.core import settings
 from heedful.core.arrays import ArraySpec
 from heedful.core.describe import FLOATS, check_shape
 from heedful.launch.bind import portable
@@ -13,9 +14,10 @@ from heedful.torch.adapt import dense_rows
 from heedful.torch.arrays import array_spec
 from heedful.torch.checks import check_dtype, check_tensor
 from heedful.torch.device import device_spec
-from heedful.torch.dispatch import needs_dispatcher, wants_gradients
+from heedful.torch.dispatch import are_bare, needs_dispatcher, wants_gradients
 from heedful.torch.execute import Executable, allocator, current_device
 from heedful.torch.forked import check_device
+from heedful.torch.keys import tensor_keys
 from heedful.torch.kinds import Kinds
 
 
@@ -74,22 +76,29 @@ def merge_attn_states(
         or device_spec(outs.device).vendor == "cpu"
     ):
         return merged(outs, lses, sink)
-    return _launched(outs, lses, sink)
+    key = tensor_keys(given)
+    merge = MERGES.get(key)
+    if merge is None:
+        if not are_bare(zip(("outs", "lses", "sink"), given, strict=False)):
+            return merged(outs, lses, sink)
+        specs = {name: array_spec(tensor) for name, tensor in _stacks(outs, lses, sink).items()}
+        merge = MERGES.of(key, lambda: DeviceMerge(specs, outs.device))
+    return merge(_stacks(outs, lses, sink))
 
 
 # What merges stacks of one kind.
 MERGES = Kinds()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=MERGES.clear)
+settings.forgotten_by(MERGES.clear)
 
 
-def _launched(outs: Tensor, lses: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `merged`, by one kernel of a GPU."""
+def _stacks(outs: Tensor, lses: Tensor, sink: Tensor | None) -> dict[str, Tensor]:
+    """What the kernel of a GPU takes."""
     tensors = {"partial_out": dense_rows(outs), "partial_lse": dense_rows(lses)}
     if sink is not None:
         tensors["sink"] = sink.contiguous()
-    specs = {name: array_spec(tensor) for name, tensor in tensors.items()}
-    return MERGES.of(tuple(specs.items()), lambda: DeviceMerge(specs, outs.device))(tensors)
+    return tensors
 
 
 class DeviceMerge:

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from heedful.core.call import Options
 from heedful.core.operands import Gradients, Operands
 from heedful.torch.adapt import Step, adapt, adaptations, dense_rows
 from heedful.torch.backends import Backward, GpuBackward
-from heedful.torch.dispatch import same_metadata
+from heedful.torch.dispatch import check_bare, is_bare, same_metadata
 from heedful.torch.execute import address_of
 from heedful.torch.forked import on_own_thread
 
@@ -54,9 +55,10 @@ _ONCE = _Layout(_never, (), _gone, True, None)
 class Backwards:
     """The backward of one kind of call: one for each layout of what autograd gives it."""
 
-    def __init__(self, runner, x: Operands):
-        """runner: of the forward. x: the caller's tensors, and a Philox key where there is one."""
-        self._device = x.q.device
+    def __init__(self, runner, x: Operands, options: Options):
+        """runner: of the forward. x: the caller's tensors, and a Philox key where there is one.
+        options: of the call."""
+        self._device, self._options = x.q.device, options
         present = [index for index, tensor in enumerate(x) if tensor is not None]
         self._present, self.pick = present, itemgetter(*present)
         self._names = (*(Operands._fields[index] for index in present), "out", "lse")
@@ -75,22 +77,34 @@ class Backwards:
         made = object.__new__(Backwards)
         made._device, made.pick, made._names = self._device, self.pick, self._names
         made._present, made._dtypes = self._present, self._dtypes
+        made._options = self._options
         made._begin(runner, x)
         return made
 
-    def __call__(self, saved: Sequence[Tensor], dout, dlse=None, kv_grad: bool = True) -> Gradients:
+    def __call__(
+        self,
+        saved: Sequence[Tensor],
+        dout,
+        dlse=None,
+        kv_grad: bool = True,
+        is_dispatched: bool = False,
+    ) -> Gradients:
         """Gradients of the operands. saved: those that are there, which `pick` picks of the
         caller's tensors, then out and lse. dout, dlse: as autograd gives them: any strides, or
-        None. kv_grad: whether those of k and v are wanted; they may be None if not.
+        None. kv_grad: whether those of k and v are wanted; they may be None if not. is_dispatched:
+        whether the dispatcher has made of the tensors what it can.
 
         Raises ValueError where a hook restored other tensors than were saved.
         """
         if dout is None:
             dout = on_own_thread(torch.zeros_like, saved[-2])
+        tensors, given = (*saved, dout), dlse
         if dlse is not None:
+            if not is_bare(dlse):
+                return self._of_odd(tensors, dlse, kv_grad, is_dispatched)
             dlse = on_own_thread(dlse.contiguous)
-        tensors = (*saved, dout)
-        return self.like_latest(tensors, dlse) or self._of_any(tensors, dlse, kv_grad)
+        found = self.like_latest(tensors, dlse) or self._of_any(tensors, dlse, kv_grad)
+        return found or self._of_odd(tensors, given, kv_grad, is_dispatched)
 
     def like_latest(
         self, tensors: Sequence[Tensor], dlse: Tensor | None = None
@@ -103,20 +117,49 @@ class Backwards:
         addresses = [*map(address_of, tensors)]
         # As `_are_aligned`.
         bits = addresses[0] | addresses[1] | addresses[2] | addresses[-3] | addresses[-1]
-        if bits & 15:
+        if bits & 15 or 0 in addresses:
             return None
         if dlse is not None:
             addresses.append(dlse.data_ptr())
         return layout.on(addresses)
 
-    def _of_any(self, tensors: Sequence[Tensor], dlse: Tensor | None, kv_grad: bool) -> Gradients:
-        """The gradients of tensors that may be of any layout."""
+    def _of_odd(
+        self, tensors: tuple[Tensor, ...], dlse: Tensor | None, kv_grad: bool, is_dispatched: bool
+    ) -> Gradients:
+        """The gradients of tensors of which only the dispatcher knows what they stand for: views
+        with a sign bit, wrappers, batches of gradients."""
+        *saved, dout = tensors
+        if is_dispatched:
+            for name, tensor in zip((*self._names, "dout", "dlse"), (*tensors, dlse), strict=True):
+                check_bare(name, tensor)
+        x, options = self._operands(saved), self._options
+        if options.kind == "varlen":
+            problem = self._runner.problem
+            longest = {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}
+            options = options._replace(**longest)
+        bias_grad = self._runner.problem.bias_grad
+        dq, dk, dv, dbias, dsink = torch.ops.heedful.attention_v2_backward.default(
+            dout, dlse, *saved[-2:], *x, *options, bias_grad, kv_grad
+        )
+        if not kv_grad:
+            dk = dv = None
+        dbias = dbias if bias_grad else None
+        return Gradients(dq, dk, dv, dbias, dsink if x.sink is not None else None)
+
+    def _of_any(
+        self, tensors: Sequence[Tensor], dlse: Tensor | None, kv_grad: bool
+    ) -> Gradients | None:
+        """The gradients of tensors that may be of any layout; None if dout is not bare."""
         *saved, dout = tensors
         dout = dense_rows(dout)
         tensors = (*saved, dout)
-        addresses = [*map(address_of, tensors)]
         layout = self._latest[dlse is not None]
-        if layout is None or not (_are_aligned(addresses) and layout.fits(*tensors)):
+        fits = layout is not None and layout.fits(*tensors)
+        addresses = [*map(address_of, tensors)] if fits else []
+        if layout is None or not (fits and _are_aligned(addresses)):
+            if not fits and not is_bare(dout):
+                return None
+            addresses = [*map(address_of, tensors)]
             layout = self._find(tensors, dlse)
         if layout.on is not None:
             return layout.on(addresses if dlse is None else [*addresses, dlse.data_ptr()])
@@ -176,6 +219,7 @@ class Backwards:
         kinds = (*own, out_kind, (problem.lse_shape, torch.float32))
         for name, tensor, kind in zip(self._names, tensors, kinds, strict=False):
             check_restored(name, tensor, *kind, self._device)
+            check_bare(name, tensor)
         x, (out, lse, dout) = self._operands(tensors), tensors[-3:]
         steps = adaptations(x, problem)
         dense = dense_rows(out), lse.contiguous()
@@ -198,8 +242,9 @@ def _are_aligned(addresses: Sequence[int]) -> bool:
 
 def _key(tensor: Tensor) -> tuple:
     """What a backward may depend on of a saved tensor."""
-    facts = (tensor.shape, tensor.dtype, tensor.device, tensor.layout)
-    return *facts, tensor.stride(), tensor.data_ptr() % 16 == 0
+    facts = (tensor.__class__, tensor.shape, tensor.dtype, tensor.device, tensor.layout)
+    address = tensor.data_ptr()
+    return *facts, tensor.stride(), tensor.is_neg(), address != 0, address % 16 == 0
 
 
 def check_restored(
