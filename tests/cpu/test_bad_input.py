@@ -613,3 +613,20 @@ def test_gradients_that_nobody_computes_are_refused():
     eight = {name: tensor.requires_grad_() for name, tensor in fp8().items()}
     with pytest.raises(ValueError, match="q must not require a gradient"):
         heedful.flash_attn_func(**eight)
+
+
+def test_a_packed_form_names_itself_where_a_keyword_is_wrong():
+    bounds = torch.tensor([0, 4], dtype=torch.int32)
+    q, kv, qkv = torch.zeros(4, 1, 8), torch.zeros(4, 2, 1, 8), torch.zeros(4, 3, 1, 8)
+    calls = {
+        "flash_attn_qkvpacked_func": (qkv[None],),
+        "flash_attn_kvpacked_func": (q[None], kv[None]),
+        "flash_attn_varlen_qkvpacked_func": (qkv, bounds, 4),
+        "flash_attn_varlen_kvpacked_func": (q, kv, bounds, bounds, 4, 4),
+    }
+    for name, given in calls.items():
+        for wrong in ("causual", "k"):
+            words = rf"^{name}\(\) got an unexpected keyword argument '{wrong}'"
+            with pytest.raises(TypeError, match=words):
+                getattr(heedful, name)(*given, **{wrong: True})
+        getattr(heedful, name)(*given, causal=True, return_lse=True)

@@ -41,7 +41,7 @@ def test_arrays_said_to_lie_apart_have_no_byte_in_common(one, other):
         shape, strides = tuple([s for s, _ in dims]), tuple([s for _, s in dims])
         specs.append(ArraySpec._make((shape, strides, "float32", True, None)))
     common = places(one[0], one[1], 4) & places(other[0], other[1], 4)
-    if not may_share(*specs, 4 * (other[0] - one[0])):
+    if not may_share(specs[0], specs[1], 4 * (other[0] - one[0])):
         assert not common
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from heedful.core import settings
 from heedful.core.forks import new_lock
 from heedful.core.installed import numbers
+from heedful.core.parsed import parsed
 from heedful.launch import store
 from heedful.launch.artifact import Artifact
 from heedful.launch.folder import Folder, NotTrusted
@@ -78,7 +79,7 @@ def read_manifest(content: bytes) -> tuple[dict[str, str], dict[str, tuple[int, 
     """A manifest's digests by kernel key, and its backends with the Triton that they are planned
     for. Raises ValueError saying what is wrong with it."""
     try:
-        manifest = json.loads(content)
+        manifest = parsed(content)
     except ValueError as error:
         raise ValueError(f"is not JSON: {error}") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:

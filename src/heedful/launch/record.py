@@ -18,6 +18,7 @@ from heedful.core.arrays import ArraySpec
 from heedful.core.device import DeviceSpec
 from heedful.core.forks import new_lock
 from heedful.core.mask import MaskSpec
+from heedful.core.parsed import parsed
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 
@@ -120,15 +121,17 @@ def save(path: str | os.PathLike, entries) -> None:
 def load(path: str | os.PathLike) -> list[Entry]:
     """Reads a list of problems. Raises ValueError saying what is wrong with it and where."""
     try:
-        content = json.loads(Path(path).read_text())
-    except json.JSONDecodeError as error:
+        content = parsed(Path(path).read_bytes())
+    except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f'{path} must be an object with "format": {FORMAT}')
-    entries = []
-    for position, facts in enumerate(content.get("problems", [])):
+    problems, entries = content.get("problems", []), []
+    if not isinstance(problems, list):
+        raise ValueError(f'{path} must have a list of "problems", got {problems!r:.50}')
+    for position, facts in enumerate(problems):
         try:
             entries.append(Entry.from_json(facts))
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}, problem {position}: {error}") from None
     return entries

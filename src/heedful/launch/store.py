@@ -10,6 +10,7 @@ import json
 import zlib
 from dataclasses import asdict
 
+from heedful.core.parsed import parsed
 from heedful.launch.artifact import Artifact, Parameter
 
 MAGIC = "heedful-kernel-2"
@@ -37,7 +38,7 @@ def parse(key: str, data: bytes) -> Artifact:
         magic, digest = first.decode().split(" ")
         if magic != MAGIC or hashlib.sha256(header).hexdigest() != digest:
             raise ValueError("header")
-        facts, blobs, offset = json.loads(header), {}, 0
+        facts, blobs, offset = parsed(header), {}, 0
         if facts.pop("key") != key:
             raise ValueError("it is of another key")
         for name, size, expected in facts.pop("blobs"):

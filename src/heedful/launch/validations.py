@@ -15,6 +15,7 @@ import heedful
 import heedful.kernels
 from heedful.core import settings
 from heedful.core.device import DeviceSpec
+from heedful.core.parsed import parsed
 from heedful.launch import identity
 from heedful.launch.folder import Folder
 
@@ -97,7 +98,7 @@ def _read(device: DeviceSpec, path: Path) -> frozenset[str]:
         log.warning("the record of validation is not used: %s", error)
         return frozenset()
     try:
-        facts = json.loads(content)
+        facts = parsed(content)
         if {name: facts[name] for name in _key(device)} != _key(device):
             return frozenset()
         return frozenset(str(name) for name in facts["backends"])

@@ -50,6 +50,12 @@ def backward_vmap(info, in_dims, *args):
     return (*grads, dbias, dsink), (0, 0, 0, None, None)
 
 
+@untraced
+def seed_vmap(info, in_dims, seed):
+    """The rule of heedful::kept_seed."""
+    return torch.ops.heedful.kept_seed.default(seed), in_dims[0]
+
+
 def _joins(x: Operands, dims: Operands, options: Options) -> bool:
     """Whether the mapped dim may be part of the batch. dims: where it is, None if nowhere."""
     own = [

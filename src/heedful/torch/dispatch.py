@@ -24,7 +24,9 @@ from torch._C._functorch import (
 from torch.autograd import Function, forward_ad
 from torch.autograd.function import _SingleLevelFunction
 from torch.compiler import is_compiling
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_slot, proxy_call
 from torch.nn import Parameter
+from torch.utils.checkpoint import CheckpointPolicy
 
 # A Function of the functorch level that is at work alone, which `Function` hides.
 OneLevelFunction = _SingleLevelFunction
@@ -213,6 +215,30 @@ def untraced(function):
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
     set_code_exec_strategy(function.__code__, skip)
     return function
+
+
+def keep_result(op) -> None:
+    """Has torch.compile's partitioner save an operator's result for the backward, and never compute
+    again what it is of: under an activation_memory_budget it would, though that is random, and the
+    backward would see another mask than the forward."""
+
+    def traced(mode, *args, **kwargs):
+        # There where anything is compiled, and not loaded by others.
+        from torch._functorch import config as functorch_config
+
+        if functorch_config.activation_memory_budget == 0:
+            # It saves nothing then, whatever is asked for.
+            raise ValueError(
+                "dropout_seed must be given where torch.compile has an activation_memory_budget of"
+                " 0, which would draw another in the backward, got None"
+            )
+        result: Any = proxy_call(mode, op, mode.pre_dispatch, args, kwargs)
+        slot = get_proxy_slot(result, mode.tracer, None)
+        if slot is not None:
+            slot.proxy.node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return result
+
+    op.py_impl(ProxyTorchDispatchMode)(traced)
 
 
 def has_tangent(args) -> bool:

@@ -20,7 +20,7 @@ from heedful.torch.autograd_rules import (
     inference_autograd,
     no_second_derivative,
 )
-from heedful.torch.batching import attention_vmap, backward_vmap, inference_vmap
+from heedful.torch.batching import attention_vmap, backward_vmap, inference_vmap, seed_vmap
 from heedful.torch.calls import CALLS, Call, find, make_seed, results_of, returned
 from heedful.torch.calls import attend as eager_attend
 from heedful.torch.checks import (
@@ -31,7 +31,7 @@ from heedful.torch.checks import (
     check_tensors,
     gradients_wanted,
 )
-from heedful.torch.dispatch import needs_dispatcher, untraced
+from heedful.torch.dispatch import keep_result, needs_dispatcher, untraced
 from heedful.torch.keys import tensor_keys
 from heedful.torch.plain import plain_options, plain_seed
 
@@ -66,6 +66,8 @@ _SCHEMAS = (
     # A gradient's gradient, which raises when it is computed: it can be traced where nobody wants
     # it.
     "second_backward(Tensor grad, SymInt[] shape, ScalarType dtype) -> Tensor",
+    # The Philox key that a traced call draws, for its backward: see dispatch.keep_result.
+    "kept_seed(Tensor seed) -> Tensor",
     # Dense attention of which nothing but the output is wanted. The dispatcher takes as long for
     # each argument as for a tenth of the call, so that inference is not to pass 34 of them, and is
     # to pass four where all else is as usual.
@@ -94,7 +96,10 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
     if torch.is_grad_enabled():
         check_constants(x)
     if given.dropout_p > 0:
-        x = x._replace(seed=make_seed(seed, x.q.device))
+        own = make_seed(seed, x.q.device)
+        if seed is None and wants_grad and is_compiling():
+            own = torch.ops.heedful.kept_seed.default(own)
+        x = x._replace(seed=own)
     if out is not None:
         check_own_out(out, x.q, wants_grad)
         check_out(*map(abstract_spec, (out, x.q, x.v)))
@@ -272,6 +277,11 @@ def _second_backward_fake(grad, shape, dtype):
     return grad.new_empty(shape, dtype=dtype)
 
 
+@untraced
+def _kept_seed(seed):
+    return seed.clone()
+
+
 def _overload(name: str):
     """The operator that is defined as `name`."""
     packet, _, overload = name.partition(".")
@@ -293,6 +303,7 @@ for _name, _kernel, _fake in (
     ("attention_v2", _attention, _attention_fake),
     ("attention_v2_backward", _backward, _backward_fake),
     ("second_backward", _second_backward, _second_backward_fake),
+    ("kept_seed", _kept_seed, torch.empty_like),
     ("inference", _inference, _inference_fake),
     ("inference.options", _inference_with, _inference_with_fake),
 ):
@@ -300,6 +311,8 @@ for _name, _kernel, _fake in (
     torch.library.register_fake(f"heedful::{_name}", _fake)
 torch.library.register_vmap("heedful::attention_v2", attention_vmap)
 torch.library.register_vmap("heedful::attention_v2_backward", backward_vmap)
+torch.library.register_vmap("heedful::kept_seed", seed_vmap)
+keep_result(torch.ops.heedful.kept_seed.default)
 LIBRARY.impl("attention_v2", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
 LIBRARY.impl(
     "attention_v2_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True

@@ -3,7 +3,7 @@
 Gradients come back through one `unbind`, whose backward writes the packed gradient once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +28,15 @@ def _unpacked(name: str, tensor, varlen: bool = False) -> tuple[Tensor, ...]:
     return tensor.unbind(-3)
 
 
+def _check_keywords(function: Callable, keywords: dict[str, Any], stands_for: Any) -> None:
+    """TypeError, as of any function, for a keyword that `function` does not have, which passes them
+    on to the one that it stands for."""
+    for name in keywords:
+        if name not in stands_for.__kwdefaults__:
+            words = f"{function.__name__}() got an unexpected keyword argument {name!r}"
+            raise TypeError(words)
+
+
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -48,6 +57,7 @@ def flash_attn_qkvpacked_func(
 
     Returns, Raises: as flash_attn_func.
     """
+    _check_keywords(flash_attn_qkvpacked_func, keywords, flash_attn_func)
     q, k, v = _unpacked("qkv", qkv)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_func(q, k, v, *options, return_attn_probs, **keywords)
@@ -75,6 +85,7 @@ def flash_attn_kvpacked_func(
 
     Returns, Raises: as flash_attn_func.
     """
+    _check_keywords(flash_attn_kvpacked_func, keywords, flash_attn_func)
     k, v = _unpacked("kv", kv)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
     return flash_attn_func(q, k, v, *options, return_attn_probs, **keywords)
@@ -103,6 +114,7 @@ def flash_attn_varlen_qkvpacked_func(
 
     Returns, Raises: as flash_attn_varlen_func.
     """
+    _check_keywords(flash_attn_varlen_qkvpacked_func, keywords, flash_attn_varlen_func)
     q, k, v = _unpacked("qkv", qkv, True)
     where = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
@@ -135,6 +147,7 @@ def flash_attn_varlen_kvpacked_func(
 
     Returns, Raises: as flash_attn_varlen_func.
     """
+    _check_keywords(flash_attn_varlen_kvpacked_func, keywords, flash_attn_varlen_func)
     k, v = _unpacked("kv", kv, True)
     where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
