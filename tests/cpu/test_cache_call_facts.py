@@ -192,7 +192,7 @@ def test_what_is_made_for_a_call_is_on_its_device(monkeypatch):
     # Tensors without memory are all at address 0.
     monkeypatch.setattr(kvcache, "check_apart", lambda *_: None)
     for module in (kvcache, calls):
-        monkeypatch.setattr(module, "check_bare", lambda *_: None)
+        monkeypatch.setattr(module, "check_all_bare", lambda *_: None)
     given = {**CACHE, **TURNED, "cache_seqlens": 5}
     there = {n: t.to("meta") if isinstance(t, torch.Tensor) else t for n, t in given.items()}
     with standin.gpu():

@@ -12,6 +12,7 @@ from heedful.core.call import CacheUpdate, argument_name
 from heedful.core.operands import Operands
 from heedful.core.storage import extent, may_share
 from heedful.torch.arrays import array_spec
+from heedful.torch.dispatch import are_bare
 
 _SCALES = ("k_descale", "v_descale", "k_shift", "v_shift")
 _PREFIX = ("shared_prefix[0]", "shared_prefix[1]")
@@ -134,3 +135,13 @@ def cache_apart(tensors: dict[str, Tensor], appends: bool) -> Apart | None:
     written = [n for n in written if n not in _SCALES or tensors[n].dim() > 2]
     written += ["out"] if "out" in tensors else []
     return Apart(tensors, written, caches) if written else None
+
+
+def check_cache_apart(x: Operands, update: CacheUpdate, appends: bool) -> None:
+    """ValueError where a call that somebody looks on writes into a cache what it reads; nothing is
+    said of tensors without addresses. `out` is written once all is read."""
+    tensors = cache_tensors(x, update, None)
+    if appends and are_bare(tensors.items()):
+        apart = cache_apart(tensors, True)
+        if apart is not None:
+            apart.check([*map(Tensor.data_ptr, tensors.values())])

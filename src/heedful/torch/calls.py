@@ -41,7 +41,7 @@ from heedful.torch.dispatch import (
     are_bare,
     bare_apply,
     bare_backward,
-    check_bare,
+    check_all_bare,
 )
 from heedful.torch.forked import on_own_thread
 from heedful.torch.keys import call_key, named_tensors
@@ -135,8 +135,7 @@ class Call:
         Raises TypeError or ValueError for a call that cannot be.
         """
         described = attention_call(x, options, grad, out, seed)._replace(v_in_k=v_in_k)
-        for name, tensor in named_tensors(x, options, out, seed):
-            check_bare(name, tensor)
+        check_all_bare(named_tensors(x, options, out, seed))
         problem = describe(described)
         self.dropout = problem.dropout_p > 0
         own_seed = seed if self.dropout and isinstance(seed, Tensor) else None

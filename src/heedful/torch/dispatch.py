@@ -185,6 +185,12 @@ def are_bare(named: Iterable[tuple[str, Any]]) -> bool:
     return not odd and torch._C._get_tracing_state() is None
 
 
+def check_all_bare(named: Iterable[tuple[str, Any]]) -> None:
+    """As `check_bare` of each."""
+    for name, value in named:
+        check_bare(name, value)
+
+
 def check_bare(name: str, value: Any) -> None:
     """ValueError for a tensor whose memory does not hold its values, where the dispatcher has done
     what it can."""

@@ -24,7 +24,7 @@ from heedful.core.numbers import FAR
 from heedful.core.operands import Operands
 from heedful.torch import library
 from heedful.torch.adapt import adapt, autocast, dense_rows
-from heedful.torch.apart import cache_apart, cache_tensors, cache_values
+from heedful.torch.apart import cache_apart, cache_tensors, cache_values, check_cache_apart
 from heedful.torch.arrays import array_spec
 from heedful.torch.cache_step import DeviceStep, named
 from heedful.torch.cache_update import update_cache, update_plainly, used_keys, with_used
@@ -41,7 +41,7 @@ from heedful.torch.dispatch import (
     Likeness,
     any_autocast,
     are_bare,
-    check_bare,
+    check_all_bare,
     needs_dispatcher,
 )
 from heedful.torch.forked import on_own_thread
@@ -280,8 +280,7 @@ class CacheCall:
     def __init__(self, x: Operands, options: Options, update: CacheUpdate, out: Tensor | None):
         """Raises TypeError or ValueError for a call that cannot be."""
         asked, tensors = x, cache_tensors(x, update, out)
-        for name, tensor in tensors.items():
-            check_bare(name, tensor)
+        check_all_bare(tensors.items())
         problem = check_cache(*cache_call(x, options, update, out))
         if update.cache_seqlens is not None:
             x = x._replace(seqused_k=_length_like(update, x.q))
@@ -579,9 +578,7 @@ def _traced(x: Operands, options: Options, update: CacheUpdate, out):
     new = 0 if update.k is None else update.k.shape[1]
     if not is_compiling():
         check_cache(*cache_call(x, given, update, out))
-        tensors = cache_tensors(x, update, None)
-        if new and are_bare(tensors.items()) and (apart := cache_apart(tensors, True)) is not None:
-            apart.check([*map(Tensor.data_ptr, tensors.values())])
+        check_cache_apart(x, update, new > 0)
     advance = given.causal or any(-1 < side < FAR for side in given.window_size[:2])
     if update.cache_seqlens is not None:
         if not isinstance(update.cache_seqlens, Tensor):
