@@ -244,6 +244,26 @@ def test_sharded_caches_are_extended_where_they_are():
     assert "all-gather" not in text
 
 
+def test_shared_prefixes_are_merged_where_they_are():
+    """Spread by jit, by shard_map, and under vmap."""
+    mesh = mesh_of_four()
+    q, k, v = inputs(4, 19, 4)
+    prefix, spec = (k[0, :5], v[0, :5]), jax.sharding.PartitionSpec
+
+    def run(q, k, v, *prefix):
+        return hj.flash_attn_with_kvcache(q[:, :2], k, v, shared_prefix=prefix)[0]
+
+    want = jax.jit(run)(q, k, v, *prefix)
+    rows = [put(mesh, t, "b", None, "h") for t in (q, k, v)]
+    of_heads = [put(mesh, t, None, "h") for t in prefix]
+    close(jax.jit(run)(*rows, *of_heads), want)
+    specs = (*[spec("b", None, "h")] * 3, *[spec(None, "h")] * 2)
+    spread = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    close(jax.jit(spread)(q, k, v, *prefix), want)
+    mapped = jax.vmap(run, (0, 0, 0, None, None))
+    close(mapped(*(t[:, None] for t in (q, k, v)), *prefix)[:, 0], want)
+
+
 BAD: dict[str, Any] = {
     "dtype": lambda q, k, v: (q, k, v.astype("bfloat16")),
     "heads": lambda q, k, v: (q[:, :, :3], k, v),

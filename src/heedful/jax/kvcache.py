@@ -19,7 +19,7 @@ from heedful.core.describe_cache import (
 )
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
-from heedful.jax import cache_step, cache_update, symbolic
+from heedful.jax import cache_step, cache_update, primitives, sharding, symbolic
 from heedful.jax.arrays import array_spec, check_array
 from heedful.jax.attention import adapted, check_arrays, computed, specs_of
 from heedful.jax.merge import merged
@@ -235,7 +235,18 @@ def _attended(x: Operands, options: Options, update: CacheUpdate) -> tuple[Array
     before = Operands(x.q.reshape(1, batch * q_len, heads, dim), k, v)
     dense = part_options._replace(kind="dense", causal=False)
     first, first_lse = computed(before, dense)
+    # A float32 log-sum-exp far from 0 does not tell how the parts weigh.
+    vectors = zip(_norms(before, dense, first_lse), _norms(part, part_options, lse), strict=True)
     with infinite_lse():
-        first_lse = first_lse.reshape(heads, batch, q_len).transpose(1, 0, 2)
         outs = jnp.stack([first.reshape(out.shape), out])
-        return merged(outs, jnp.stack([first_lse, lse]), x.sink)
+        lses, sums = (
+            jnp.stack([one.reshape(heads, batch, q_len).transpose(1, 0, 2), other])
+            for one, other in vectors
+        )
+        return merged(outs, lses, x.sink, sums)
+
+
+def _norms(x: Operands, options: Options, lse: Array) -> tuple[Array, Array]:
+    """What the log-sum-exp of each row is made of."""
+    x, lse = sharding.alike((x, lse))
+    return primitives.norms(x, lse, options)

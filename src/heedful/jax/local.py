@@ -3,6 +3,7 @@
 from typing import Any
 
 from jax import Array
+from jax import numpy as jnp
 
 from heedful.core import settings
 from heedful.core.log import decision
@@ -37,6 +38,14 @@ def forward(
     from heedful.jax import gpu
 
     return gpu.forward(chosen, x, origin)
+
+
+def norms(platform: str, problem: AttentionProblem, x: Operands, lse: Array) -> tuple:
+    """(reference, sum) of each row, which its log-sum-exp is made of; see `tiled.norms`. On GPUs
+    lse and 1."""
+    if platform == "cpu":
+        return tiled.norms(problem, x, lse)
+    return lse, jnp.ones_like(lse)
 
 
 def backward(

@@ -64,8 +64,11 @@ def merge_attn_states(
         return merged(outs, lses, sink)
 
 
-def merged(outs: Array, lses: Array, sink: Array | None = None) -> tuple[Array, Array]:
-    """As merge_attn_states, on checked stacks."""
+def merged(
+    outs: Array, lses: Array, sink: Array | None = None, sums: Array | None = None
+) -> tuple[Array, Array]:
+    """As merge_attn_states, on checked stacks. With sums, which are laid out as lses, a part's
+    exponentials sum up to e^lse times its sum."""
     # The maximum is a shift that cancels: no gradient flows through it.
     top = jax.lax.stop_gradient(lses).max(0)
     if sink is not None:
@@ -74,6 +77,8 @@ def merged(outs: Array, lses: Array, sink: Array | None = None) -> tuple[Array, 
         top = jnp.maximum(top, jax.lax.stop_gradient(sink))
     top = jnp.where(top == -jnp.inf, 0.0, top)
     weights = jnp.exp(lses - top[None])
+    if sums is not None:
+        weights = weights * sums
     total = weights.sum(0)
     if sink is not None:
         total = total + jnp.exp(sink - top)

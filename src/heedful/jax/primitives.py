@@ -87,6 +87,13 @@ def backward(x: Operands, origin: Array | None, out, lse, dout, dlse, asked: Sta
     return Gradients(dq, dk, dv, grads[3] if asked.bias_grad else None, dsink)
 
 
+def norms(x: Operands, lse: Array, options: Options) -> tuple[Array, Array]:
+    """(reference, sum) of each row of a forward with this lse, as `local.norms` has them."""
+    given = {**_given(x, None), "lse": lse}
+    reference, total = norms_p.bind(*given.values(), static=Static(tuple(given), options))
+    return reference, total
+
+
 def _given(x: Operands, origin: Array | None) -> dict[str, Array]:
     given = {name: array for name, array in x._asdict().items() if array is not None}
     return given if origin is None else {**given, "origin": origin}
@@ -94,6 +101,7 @@ def _given(x: Operands, origin: Array | None) -> dict[str, Array]:
 
 forward_p = new_primitive("heedful_attention")
 backward_p = new_primitive("heedful_attention_backward")
+norms_p = new_primitive("heedful_attention_norms")
 
 
 def _result(shape: tuple[int, ...], dtype: Any, like) -> Any:
@@ -116,6 +124,11 @@ def _backward_type(*types, static: Static):
     given = static.named(types)
     wanted = ["q", "k", "v"] + ["bias"] * static.bias_grad + ["sink"] * ("sink" in given)
     return [_result(given[name].shape, given[name].dtype, types) for name in wanted]
+
+
+def _norms_type(*types, static: Static):
+    lse = static.named(types)["lse"]
+    return [_result(lse.shape, "float32", types)] * 2
 
 
 # vmap
@@ -226,6 +239,7 @@ _RESULTS = {
     backward_p: lambda static, found: (
         ["dq", "dk", "dv"] + ["dbias"] * static.bias_grad + ["dsink"] * found.sink
     ),
+    norms_p: lambda static, found: ["lse", "lse"],
 }
 
 
@@ -247,6 +261,11 @@ def _run_backward(platform: str, static: Static, *arrays):
     return [grad for grad in grads if grad is not None]
 
 
+def _run_norms(platform: str, static: Static, *arrays):
+    found, lse = problem(static, arrays), static.named(arrays)["lse"]
+    return list(local.norms(platform, found, static.operands(arrays), lse))
+
+
 _NO_SECOND = partial(
     RuntimeError,
     "trying to differentiate twice a function that is differentiable once: heedful's attention has"
@@ -255,5 +274,6 @@ _NO_SECOND = partial(
 for _own, _type, _run in (
     (forward_p, _forward_type, _run_forward),
     (backward_p, _backward_type, _run_backward),
+    (norms_p, _norms_type, _run_norms),
 ):
     register(_own, _type, partial(_batched, _own), partial(_lower, _own, _run), _NO_SECOND)

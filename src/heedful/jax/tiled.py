@@ -177,6 +177,17 @@ def _softmax(p: AttentionProblem, x: Operands, lse: Array, origin: Array | None)
     return _Softmax(jnp.where(reference == -_INF, _INF, reference), weight)
 
 
+def norms(
+    p: AttentionProblem, x: Operands, lse: Array, origin: Array | None = None
+) -> tuple[Array, Array]:
+    """(reference, sum) of each row, float32 and laid out as lse: its exponentials, summed, are
+    e^reference times sum. lse and 1 or, where lse is far from 0, maximum and sum."""
+    if not (p.batch and p.seqlen_q and x.q.size):
+        return lse, jnp.ones_like(lse)
+    by = _softmax(p, x, lse, origin)
+    return jnp.where(lse == -_INF, lse, by.reference), 1.0 / by.weight
+
+
 def _statistics_of(seq: Sequence, state):
     """Maximum and sum of rows, laid out as lse, with the rows of one sequence in place."""
     m_tile, n_tile = tile_sizes(seq.problem)
