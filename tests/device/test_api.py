@@ -10,6 +10,7 @@ import heedful.torch as heedful
 from support.api import results
 from support.budget import check
 from support.cases import Case, build, twins, variants
+from support.prefixes import whole_prefix
 
 pytestmark = pytest.mark.gpu
 
@@ -257,6 +258,28 @@ def test_a_shared_prefix_equals_a_cache_that_begins_with_it():
     # Two parts and a merge, each rounded to bfloat16 once; the weights of a merge sum to one.
     eps, top = torch.finfo(torch.bfloat16).eps, whole[1].abs().max().item()
     assert (out.cpu().float() - want).abs().max() <= 2 * eps * top
+    assert (lse.cpu() - want_lse).abs().max() <= 2 * eps
+
+
+@pytest.mark.parametrize("backend", [None, "portable", "decode"])
+def test_every_query_sees_the_whole_prefix_also_where_keys_are_fewer(backend):
+    lengths = [0, 1, 3, 4, 50]
+    prefix = randn(40, 2, 64), randn(40, 2, 64)
+    cache = randn(5, 64, 2, 64), randn(5, 64, 2, 64)
+    q = randn(5, 4, 4, 64)
+    out, lse = heedful.flash_attn_with_kvcache(
+        q,
+        *cache,
+        cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device="cuda"),
+        causal=True,
+        shared_prefix=prefix,
+        return_softmax_lse=True,
+        backend=backend,
+    )
+    first, stored = ((pair[0].cpu(), pair[1].cpu()) for pair in (prefix, cache))
+    want, want_lse = whole_prefix(q.cpu(), first, stored, lengths)
+    eps, top = torch.finfo(torch.bfloat16).eps, max(t.abs().max().item() for t in cache + prefix)
+    assert (out.cpu() - want).abs().max() <= 2 * eps * top
     assert (lse.cpu() - want_lse).abs().max() <= 2 * eps
 
 

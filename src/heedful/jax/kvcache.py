@@ -98,7 +98,7 @@ def flash_attn_with_kvcache(
             only if tree_mask[b, i, c], for speculative decoding.
         shared_prefix: (k, v), each (prefix_len, heads_k, head_dim | head_dim_v) or with a leading
             1: keys and values that stand before the cache of every sequence. Rotary positions
-            count them.
+            count them; every query sees them all.
 
     Returns:
         (out, k_cache, v_cache), or with return_softmax_lse (out, lse, k_cache, v_cache); out

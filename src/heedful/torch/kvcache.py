@@ -128,7 +128,7 @@ def flash_attn_with_kvcache(
             only if tree_mask[b, i, c], for speculative decoding.
         shared_prefix: (k, v), each (prefix_len, heads_k, head_dim | head_dim_v) or with a leading
             1: keys and values that stand before the cache of every sequence. Rotary positions
-            count them.
+            count them; every query sees them all.
         out: (batch, q_len, heads_q, head_dim_v) to write into.
 
     Returns:
