@@ -141,8 +141,8 @@ def test_a_constant_group_survives_quantisation():
 def test_explain_names_the_kernel_and_every_rejected_one():
     q = torch.randn(1, 5, 2, 8)
     text = heedful.explain(heedful.flash_attn_func, q, q, q, causal=True, return_lse=True)
-    assert "forward   cpu [run]" in text
-    for line in ("rejected  portable forward: no kernel for cpu", "rejected  sdpa forward"):
+    assert "forward   sdpa [run]" in text
+    for line in ("rejected  portable forward: no kernel for cpu", "rejected  cpu forward"):
         assert line in text
 
 

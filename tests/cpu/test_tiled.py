@@ -15,6 +15,7 @@ from heedful.bench.peers import PEERS, draw
 from heedful.bench.run import call_of
 from heedful.core.operands import Operands
 from heedful.cpu import blocks, philox, tiled_forward
+from heedful.cpu import whole as whole_scores
 from heedful.cpu.philox import keep_tile
 from heedful.reference.philox import keep_mask
 from heedful.reference.sequences import sequences
@@ -73,6 +74,37 @@ QUANTISED = [
 @pytest.mark.parametrize("case", [SHORT, *variants(SHORT, **CHOICES), *COMBINED], ids=str)
 def test_every_feature_is_within_budget(case):
     run(cpu, case)
+
+
+PLAIN = {name: CHOICES[name] for name in ("causal", "window", "bottom_right", "shift", "scale")}
+PLAIN |= {name: CHOICES[name] for name in ("dropout_p", "layout", "seqlen_q", "head_dim")}
+
+
+@pytest.mark.parametrize("case", [SHORT, *variants(SHORT, **PLAIN)], ids=str)
+def test_tiles_of_short_sequences_are_within_budget(case, monkeypatch):
+    """As where another feature keeps a call from having whole scores."""
+    monkeypatch.setattr(whole_scores, "MOST", 0)
+    run(cpu, case)
+
+
+WHOLE = [
+    Case(seqlen_q=512, seqlen_k=512, causal=True, head_dim=128),
+    Case(seqlen_q=120, seqlen_k=512, heads_q=8, heads_k=2, dropout_p=0.3, dtype="float16"),
+    Case(batch=3, seqlen_q=300, seqlen_k=200, heads_q=4, heads_k=4, causal=True, dropout_p=0.1),
+]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+def test_whole_scores_are_within_budget_on_threads_of_our_own(case, threads, monkeypatch):
+    monkeypatch.setattr(whole_scores, "WORTH_THREADS", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert whole_scores.takes(build(case).problem, build(case).x)
+        run(cpu, case)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(

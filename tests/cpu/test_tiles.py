@@ -342,10 +342,9 @@ def test_a_dropout_mask_is_made_in_pieces_of_bounded_size(monkeypatch):
     sizes = []
     words = philox.philox4x32
 
-    def noted(key, counter):
-        made = words(key, counter)
-        sizes.append(made[0].numel())
-        return made
+    def noted(key, even, odd):
+        sizes.append(even.shape[1])
+        return words(key, even, odd)
 
     monkeypatch.setattr(philox, "philox4x32", noted)
     monkeypatch.setattr(philox, "CHUNK", 1000)
@@ -356,8 +355,8 @@ def test_a_dropout_mask_is_made_in_pieces_of_bounded_size(monkeypatch):
     philox.keep_tile(1, 0.5, range(2), range(3), range(1), range(4000))
     monkeypatch.undo()
     monkeypatch.setattr(philox, "philox4x32", noted)
-    philox.keep_tile(1, 0.5, range(1), range(1), range(70_000), range(4))
-    assert sizes == [6000, 65536, 70_000 - 65536]
+    philox.keep_tile(1, 0.5, range(1), range(1), range(20_000), range(4))
+    assert sizes == [6000, 16384, 20_000 - 16384]
     sizes.clear()
     monkeypatch.setattr(philox, "CHUNK", 1000)
     philox.keep_tile(1, 0.5, range(2), range(3), range(2), range(4000))
@@ -403,7 +402,9 @@ SHARED = [
 ]
 
 
-@pytest.mark.parametrize("features", [{}, *SHARED, dict(bias="hqk", grads=False)], ids=str)
+@pytest.mark.parametrize(
+    "features", [dict(sink=True), *SHARED, dict(bias="hqk", grads=False)], ids=str
+)
 def test_blocks_that_add_to_the_same_gradient_take_turns(features, groups, monkeypatch):
     monkeypatch.setattr(blocks, "SHORT", 0)
     grads = features.pop("grads", True)
@@ -418,12 +419,30 @@ def test_blocks_that_add_to_the_same_gradient_take_turns(features, groups, monke
 
 
 def test_short_calls_are_left_to_torchs_threads(groups):
-    built = build(Case())
+    built = build(Case(sink=True))
     everything(built)
     assert [parallel for _, parallel in groups] == [False, False]
 
 
 # Precision and memory.
+
+
+def test_masks_of_dropout_are_kept_up_to_a_limit_the_latest_ones(monkeypatch):
+    kept = philox.Masks()
+    monkeypatch.setattr(philox, "KEPT", 1000)
+    masks = [torch.zeros(size, dtype=torch.bool) for size in (251, 250, 250, 250, 250, 100)]
+    for number, mask in enumerate(masks):
+        kept.keep((number,), mask)
+        kept.keep((number,), mask)
+    assert [kept.find((number,)) is not None for number in range(6)] == [False] * 2 + [True] * 4
+    assert kept.bytes == 850
+
+
+def test_a_mask_is_drawn_once_for_forward_and_backward(monkeypatch):
+    drawn, draw = [], philox._drawn
+    monkeypatch.setattr(philox, "_drawn", lambda *which: drawn.append(which) or draw(*which))
+    everything(build(Case(dropout_p=0.3, seed=71)))
+    assert len(drawn) == 1
 
 
 def test_sums_by_another_maximum_are_far_from_overflow():
@@ -487,7 +506,7 @@ def test_a_bias_has_its_gradient_where_it_has_elements(real, shape):
 
 def test_only_splits_keep_what_a_part_made(groups):
     for splits, kept in ((1, 0), (2, 2)):
-        built = build(Case(backward=False, seqlen_k=300, num_splits=splits))
+        built = build(Case(backward=False, seqlen_k=300, num_splits=splits, sink=True))
         cpu.forward(built.problem, built.x)
         ((own, _),) = groups
         assert {len(split._done) for group in own for split, _ in group} == {kept}
@@ -498,7 +517,7 @@ def test_sdpa_needs_no_second_opinion_where_a_row_fills_a_vector(monkeypatch):
     from heedful.cpu import sdpa
 
     asked = []
-    monkeypatch.setattr(sdpa, "_with_nan", lambda problem, x, out: asked.append(1) or out)
+    monkeypatch.setattr(sdpa, "_has_nan", lambda q, k: asked.append(1))
     for len_q, len_k, causal, asks in (
         (9, 63, False, 1),
         (9, 64, False, 0),

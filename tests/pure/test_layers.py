@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "reference": {"numpy"},
     "emulator": {"numpy"},
     "inspector": {"numpy"},
-    "cpu": {"torch"},
+    "cpu": {"numpy", "torch"},
     "torch": {"torch"},
     "jax": {"jax", "numpy"},
     "bench": {"torch", "numpy"},

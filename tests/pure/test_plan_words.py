@@ -75,6 +75,7 @@ def test_a_split_training_call_is_explained():
         "rejected  portable forward: hopper is preferred",
         *NOT_HERE,
         "rejected  portable backward: hopper is preferred",
+        "rejected  sdpa backward: no kernel for sm_90",
         "rejected  cpu backward: no kernel for sm_90",
     ]
 
@@ -115,6 +116,7 @@ def test_a_call_on_pages_is_explained_with_its_notes():
         *NOT_HERE,
         "rejected  hopper backward: does not take lengths used of each sequence; does not take"
         " paged KV cache",
+        "rejected  sdpa backward: no kernel for sm_90",
         "rejected  cpu backward: no kernel for sm_90",
     ]
 
@@ -167,7 +169,8 @@ def test_a_grid_of_one_program_and_one_of_two_dims_are_told():
             CPU,
             "cpu",
             "no kernel can run the backward of [2x64x64 h8/8 d128 float8_e4m3fn needs_grad] on CPU:"
-            " hopper: no kernel for cpu; portable: no kernel for cpu; cpu: dtype float8_e4m3fn:"
+            " hopper: no kernel for cpu; portable: no kernel for cpu; sdpa: dtype float8_e4m3fn:"
+            " takes bfloat16, float16, float32; cpu: dtype float8_e4m3fn:"
             " takes bfloat16, float16, float32",
         ),
         (

@@ -185,6 +185,10 @@ def _on_cpus(
     )
 
 
+_OF_SDPA = frozenset({"causal", "diagonal", "unaligned", "return_lse", "backward", "deterministic"})
+_SDPA: dict[str, Any] = {"least": (("torch", (2, 11)),), "framework": "torch"}
+_SDPA |= {"module": "heedful.cpu.sdpa"}
+
 _PORTABLE_LEVELS = {
     "sm_90": "run",
     "sm_80": "compile-only",
@@ -446,12 +450,18 @@ ROWS: tuple[KernelRow, ...] = (
         "forward",
         {"cpu": "run"},
         FLOATS,
-        # Without a log-sum-exp there is no backward.
-        frozenset({"causal", "diagonal", "gqa", "unaligned"}),
-        least=(("torch", (2, 11)),),
-        gates=(gates.sdpa_mask,),
-        module="heedful.cpu.sdpa",
-        framework="torch",
+        _OF_SDPA | {"gqa", "seqused", "uneven_rows"},
+        gates=(gates.sdpa_mask, gates.sdpa_lengths, gates.sdpa_log_sum_exp),
+        **_SDPA,
+    ),
+    KernelRow(
+        "sdpa",
+        "backward",
+        {"cpu": "run"},
+        FLOATS,
+        _OF_SDPA | {"gqa"},
+        gates=(gates.sdpa_mask, gates.sdpa_log_sum_exp),
+        **_SDPA,
     ),
     *_on_cpus("cpu", "torch", (2, 11), "heedful.cpu"),
     *_on_cpus("scan", "jax", (0, 10), "heedful.jax.tiled"),

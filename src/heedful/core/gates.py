@@ -197,6 +197,30 @@ def sdpa_mask(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     mask = problem.mask
     if mask.causal and mask.shift:
         return "shifted causal mask"
-    if mask.causal and mask.bottom_right and problem.seqlen_q != problem.seqlen_k:
+    is_single = problem.used_k and problem.seqlen_q == 1
+    unequal = problem.seqlen_q != problem.seqlen_k and not is_single
+    if mask.causal and mask.bottom_right and unequal:
         return "causal mask of unequal lengths aligned bottom right (SDPA aligns top left)"
     return None
+
+
+def sdpa_lengths(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    if problem.used_q:
+        return "lengths of queries"
+    if not problem.used_k:
+        return None
+    if problem.seqlen_q != 1:
+        return f"lengths of keys beside {problem.seqlen_q} queries: takes single queries"
+    if problem.mask.causal and not problem.mask.bottom_right:
+        return "lengths of keys under a causal mask aligned top left"
+    return "lengths of keys and a later backward" if problem.needs_grad else None
+
+
+def sdpa_log_sum_exp(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """SDPA itself returns none; what it is made of does, for as many KV heads as query heads."""
+    if not (problem.needs_grad or problem.return_lse) or problem.used_k:
+        return None
+    if problem.group > 1:
+        return "log-sum-exp or gradients of fewer KV heads than query heads"
+    sizes = problem.batch, problem.seqlen_q, problem.seqlen_k
+    return "log-sum-exp or gradients without tokens" if 0 in sizes else None

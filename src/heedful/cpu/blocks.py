@@ -266,15 +266,13 @@ def blocks(problem: AttentionProblem, x: Operands, apart: bool) -> Iterator[Bloc
     if is_scattered(x):
         for seq in sequences(problem, x):
             batches = range(seq.batch, seq.batch + 1)
-            for kv_heads in _parts(
-                problem.heads_k, _matrices(problem, seq.len_q, seq.len_k, apart)
-            ):
+            for kv_heads in parts(problem.heads_k, _matrices(problem, seq.len_q, seq.len_k, apart)):
                 yield Block(problem, x, batches, kv_heads, seq.len_q, seq.len_k, seq)
         return
     len_q, len_k = problem.seqlen_q, problem.seqlen_k
     matrices = _matrices(problem, len_q, len_k, apart)
-    for batches in _parts(problem.batch, max(1, matrices // problem.heads_k)):
-        for kv_heads in _parts(problem.heads_k, matrices):
+    for batches in parts(problem.batch, max(1, matrices // problem.heads_k)):
+        for kv_heads in parts(problem.heads_k, matrices):
             yield Block(problem, x, batches, kv_heads, len_q, len_k)
 
 
@@ -308,7 +306,7 @@ def query_rows(problem: AttentionProblem) -> int:
     return max(1, ROWS // problem.group)
 
 
-def _parts(count: int, size: int) -> Iterator[range]:
+def parts(count: int, size: int) -> Iterator[range]:
     """range(count) in pieces of at most `size`."""
     for start in range(0, count, size):
         yield range(start, min(start + size, count))
@@ -316,7 +314,7 @@ def _parts(count: int, size: int) -> Iterator[range]:
 
 def query_tiles(block: Block) -> Iterator[range]:
     """The block's query tiles in order."""
-    return _parts(block.len_q, query_rows(block.problem))
+    return parts(block.len_q, query_rows(block.problem))
 
 
 def key_tiles(block: Block, rows: range) -> Iterator[tuple[range, bool]]:

@@ -40,6 +40,26 @@ def _scratch_of_thread(double: bool) -> Scratch:
     return kept[double]
 
 
+class ThreadScratch:
+    """Scratch of a thread, in float32, to be entered and left, which cuts it down to KEPT bytes."""
+
+    def __enter__(self) -> Scratch:
+        self.scratch = _scratch_of_thread(False)
+        return self.scratch
+
+    def __exit__(self, *error) -> None:
+        leave(self.scratch, error[0] is not None)
+
+
+def leave(scratch: Scratch, failed: bool) -> None:
+    """Cuts scratch down to KEPT bytes; after an error, which may have left its mark on tensors that
+    later calls would take, to nothing."""
+    if failed:
+        scratch.clear()
+    else:
+        scratch.trim(KEPT)
+
+
 class Tiles:
     """Loads and computes tiles of one call, in its thread's scratch; to be entered and left, which
     cuts that down to KEPT bytes."""
@@ -47,7 +67,7 @@ class Tiles:
     def __init__(self, problem: AttentionProblem, x: Operands):
         self.problem, self.x = problem, x
         self.scratch = _scratch_of_thread(x.q.dtype == torch.float64)
-        self.low = _low_precision(x)
+        self.low = low_precision(x)
         # What queries are multiplied by before their products with keys.
         self.q_scale = problem.scale / problem.softcap if problem.softcap > 0 else problem.scale
         # Whether nothing is done to the products of queries and keys.
@@ -76,11 +96,7 @@ class Tiles:
         return self
 
     def __exit__(self, *error) -> None:
-        if error[0] is None:
-            self.scratch.trim(KEPT)
-        else:
-            # What went wrong may have left its mark on tensors that later calls would take.
-            self.scratch.clear()
+        leave(self.scratch, error[0] is not None)
 
     def hold_keys(self, block: Block) -> None:
         """Has keys and values of the block loaded once, not by every query tile that sees them, if
@@ -311,7 +327,7 @@ class Tiles:
         return hidden[:, None, None]
 
 
-def _low_precision(x: Operands) -> torch.dtype | None:
+def low_precision(x: Operands) -> torch.dtype | None:
     """bfloat16 where torch multiplies it in hardware: probabilities and dS are rounded to it.
 
     Scores and dP, which exp and a subtraction magnify the errors of, are always float32 products.

@@ -1,49 +1,140 @@
-"""torch's own scaled_dot_product_attention, where it computes exactly what a call asks for.
+"""torch's own attention, where it computes exactly what a call asks for.
 
-Forward only, and without the log-sum-exp, which SDPA does not return. `core.capability` says which
-problems these are.
+Plain and causal calls, with their gradients, and single queries over lengths of their own.
+`core.capability` says which problems these are. Its operators have fixed costs of a few
+microseconds, and enter one parallel region each.
 """
+
+import contextlib
 
 import torch
 import torch.nn.functional as F
 
-from heedful.core.operands import Operands
+from heedful.core.far import FAR_LSE
+from heedful.core.operands import Gradients, Operands
 from heedful.core.problem import AttentionProblem
-from heedful.cpu import tiled_forward
+from heedful.cpu import tiled_backward, tiled_forward
+from heedful.cpu.tiled_forward import statistics
+from heedful.cpu.workers import for_each
+
+__all__ = ["backward", "forward", "statistics"]
 
 # Keys at or above which torch finds a row's largest score by vectors alone: more than
 # any machine's vector of float32 holds.
 VECTORS = 64
 
+# Products of a query and keys from which single queries are worth threads of our own.
+WORTH_THREADS = 512 * 1024
 
-def forward(
-    problem: AttentionProblem, x: Operands, out: torch.Tensor | None = None
-) -> tuple[torch.Tensor, None, None]:
-    """Plain or causal attention of one call: (out, None, None), as `heedful.cpu.forward`.
+Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
-    x: q (B, Sq, H, D), k (B, Sk, G, D), v (B, Sk, G, E), nothing else. out: written if given.
+
+def forward(problem: AttentionProblem, x: Operands, out: torch.Tensor | None = None) -> Results:
+    """Attention of one call: (out, lse, None), as `heedful.cpu.forward`; lse is None where neither
+    a caller nor a gradient wants it.
+
+    x: q (B, Sq, H, D), k (B, Sk, G, D), v (B, Sk, G, E), and seqused_k if Sq is 1. out: written if
+    given.
     """
+    if x.seqused_k is not None:
+        return _single_queries(problem, x, out)
     q, k, v = (a.transpose(1, 2) for a in (x.q, x.k, x.v))
-    result = F.scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        is_causal=problem.mask.causal,
-        scale=problem.scale,
-        enable_gqa=problem.group > 1,
-    ).transpose(1, 2)
-    if problem.seqlen_k < VECTORS and not result[..., 0].all():
-        result = _with_nan(problem, x, result)
-    return (result if out is None else out.copy_(result)), None, None
+    lse = None
+    if problem.needs_grad or problem.return_lse:
+        q, k, v = _dense_columns(q, k, v)
+        result, lse = _flash(q, k, v, 0.0, problem.mask.causal, scale=problem.scale)
+        lse = lse.contiguous()
+    else:
+        result = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=problem.mask.causal,
+            scale=problem.scale,
+            enable_gqa=problem.group > 1,
+        )
+    result = result.transpose(1, 2)
+    if problem.seqlen_k < VECTORS and _may_hide_nan(result, x.q, x.k):
+        tiled, tiled_lse, _ = tiled_forward.forward(problem, x)
+        result = torch.where((result == 0).all(-1, keepdim=True), tiled, result)
+        lse = lse if lse is None else tiled_lse
+    return (result if out is None else out.copy_(result)), lse, None
 
 
-def _with_nan(problem: AttentionProblem, x: Operands, result: torch.Tensor) -> torch.Tensor:
-    """The result with NaN in rows all of whose scores are NaN.
+def backward(
+    problem: AttentionProblem,
+    x: Operands,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None = None,
+) -> Gradients:
+    """As `heedful.cpu.backward`, which has the calls that torch's backward lacks: those with a
+    cotangent of lse, and with scores so far from 0 that lse does not tell rows' sums."""
+    if dlse is not None or not float(torch.linalg.vector_norm(lse, torch.inf)) < FAR_LSE:
+        return tiled_backward.backward(problem, x, out, lse, dout, dlse)
+    q, k, v, out, dout = (a.transpose(1, 2) for a in (x.q, x.k, x.v, out, dout))
+    q, k, v, out, dout = _dense_columns(q, k, v, out, dout)
+    grads = _flash_backward(dout, q, k, v, out, lse, 0.0, problem.mask.causal, scale=problem.scale)
+    dq, dk, dv = (grad.transpose(1, 2).contiguous() for grad in grads)
+    return Gradients(dq, dk, dv, None, None)
+
+
+def _single_queries(problem: AttentionProblem, x: Operands, out: torch.Tensor | None) -> Results:
+    """One query to a sequence, over as many of its keys as it has: each sequence by itself, so that
+    no more is read, and none depends on another. Query heads of a KV head are rows of one tile."""
+    shape = (problem.batch, problem.heads_k, problem.group, problem.head_dim)
+    q, k, v = x.q.reshape(shape), x.k.transpose(1, 2), x.v.transpose(1, 2)
+    q, k, v = _dense_columns(q, k, v)
+    result = torch.empty(shape, dtype=x.q.dtype, device="cpu")
+    lse = None
+    if problem.return_lse:
+        lse = torch.empty(shape[:3], dtype=torch.float32, device="cpu")
+    hidden: list[int] = []  # sequences
+
+    def attend(_, item: tuple[int, int]) -> None:
+        b, length = item
+        own = slice(b, b + 1)
+        if not length:
+            result[own] = 0.0
+            if lse is not None:
+                lse[own] = -torch.inf
+            return
+        q_own, k_own, v_own = q[own], k[own, :, :length], v[own, :, :length]
+        mine, lse_own = _flash(q_own, k_own, v_own, scale=problem.scale)
+        result[own] = mine
+        if lse is not None:
+            lse[own] = lse_own
+        if length < VECTORS and _may_hide_nan(mine, q_own, k_own):
+            hidden.append(b)
+
+    lengths = x.seqused_k.clamp(0, problem.seqlen_k).tolist()
+    parallel = sum(lengths) * problem.heads_q * problem.head_dim > WORTH_THREADS
+    groups = [[item] for item in enumerate(lengths)]
+    for_each(groups, attend, contextlib.nullcontext, parallel)
+    if hidden:
+        return tiled_forward.forward(problem, x, out)
+    result = result.view(problem.batch, 1, problem.heads_q, problem.head_dim)
+    if lse is not None:
+        lse = lse.view(problem.lse_shape)
+    return (result if out is None else out.copy_(result)), lse, None
+
+
+def _dense_columns(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors whose last stride is 1, as torch's operators take it to be."""
+    return tuple(a if a.stride(-1) == 1 else a.contiguous() for a in tensors)
+
+
+def _may_hide_nan(result: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether rows of a result may be 0 all of whose scores are NaN.
 
     Torch finds the largest of scores that fill no vector by comparisons, which a NaN loses: it then
     takes such a row for one without keys, and gives it 0. Torch 2.13 does.
     """
-    if not (x.q.isnan().any() or x.k.isnan().any()):
-        return result
-    tiled, _, _ = tiled_forward.forward(problem, x)
-    return torch.where((result == 0).all(-1, keepdim=True), tiled, result)
+    return not result[..., 0].all() and _has_nan(q, k)
+
+
+def _has_nan(q: torch.Tensor, k: torch.Tensor) -> bool:
+    return bool(q.isnan().any() or k.isnan().any())

@@ -11,6 +11,7 @@ import torch
 
 from heedful.core.operands import Gradients, Operands, own_shape
 from heedful.core.problem import AttentionProblem
+from heedful.cpu import whole
 from heedful.cpu.blocks import (
     KEYS,
     UNIT,
@@ -47,6 +48,8 @@ def backward(
     """
     if x.q_descale is not None or x.k_descale is not None or x.v_descale is not None:
         raise ValueError("gradients need q, k and v without descales")
+    if whole.takes(problem, x):
+        return whole.backward(problem, x, dout, dlse)
     # Where sequences are whole rows of storage, every element is written, and once.
     begin = torch.zeros_like if is_scattered(x) else torch.empty_like
     dq, dk, dv = (begin(a, memory_format=torch.contiguous_format) for a in (x.q, x.k, x.v))

@@ -11,6 +11,7 @@ import torch
 from heedful.core.far import FAR_LSE
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
+from heedful.cpu import whole
 from heedful.cpu.blocks import UNIT, Block, blocks, key_tiles, query_tiles, worth_threads
 from heedful.cpu.scores import Tiles, exp_
 from heedful.cpu.workers import for_each
@@ -39,6 +40,9 @@ def forward(
         shape = (*x.q.shape[:-1], problem.head_dim_v)
         out = torch.empty(shape, dtype=getattr(torch, problem.out_dtype), device="cpu")
     lse = torch.full(problem.lse_shape, -torch.inf, dtype=torch.float32, device="cpu")
+    if whole.takes(problem, x):
+        whole.forward(problem, x, out, lse)
+        return out, lse, None
     if problem.varlen_q or problem.used_q:
         out.zero_()
     probs = None

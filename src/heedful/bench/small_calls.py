@@ -1,0 +1,186 @@
+"""Short calls on a CPU beside SDPA, alone and beside a busy neighbour.
+
+    python -m heedful.bench.small_calls [ROUNDS]
+
+Each case is timed on one thread and on two of an idle machine, and on two while another process
+spins on one of the cores. heedful and SDPA take turns round by round, which of them is first
+alternates; a figure is SDPA's median time over heedful's. Ends with status 1 where one is below its
+bar. The machine has to have two cores, and nothing else to do.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import heedful
+
+ROUNDS = 20
+HEADS, DIM = 8, 64
+DROPOUT = 0.1
+# A round calls for as long as this, but at least once.
+ROUND_S = 2e-3
+Step = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a case is timed, and the least speed over SDPA's."""
+
+    name: str
+    threads: int
+    neighbour: bool
+    bar: float
+
+
+SETTINGS = (
+    Setting("1 thread", 1, False, 0.7),
+    Setting("2 threads", 2, False, 0.7),
+    Setting("2 threads, busy neighbour", 2, True, 0.5),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Batch and length of a call of HEADS heads of DIM columns in float32. decode: single queries
+    over lengths up to `length`; else a forward with its backward."""
+
+    batch: int
+    length: int
+    dropout_p: float = 0.0
+    decode: bool = False
+
+    @property
+    def name(self) -> str:
+        if self.decode:
+            return f"decode {self.batch} x {self.length}, lengths"
+        dropout = f", dropout {self.dropout_p:g}" if self.dropout_p else ""
+        return f"{self.batch} x {self.length}{dropout}"
+
+
+SIZES = ((1, 16), (1, 64), (1, 128), (32, 64), (1, 512), (2, 512))
+CASES = (
+    *(Case(*size) for size in SIZES),
+    *(Case(*size, dropout_p=DROPOUT) for size in SIZES),
+    Case(8, 128, decode=True),
+    Case(8, 1024, decode=True),
+)
+
+
+def steps(case: Case) -> tuple[Step, Step]:
+    """One call of heedful's and the same of SDPA's."""
+    return _decodes(case) if case.decode else _with_gradients(case)
+
+
+def _with_gradients(case: Case) -> tuple[Step, Step]:
+    shape = case.batch, case.length, HEADS, DIM
+    q, k, v = inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+    dout = torch.randn(shape)
+
+    def ours() -> object:
+        out = heedful.flash_attn_func(q, k, v, dropout_p=case.dropout_p)
+        return torch.autograd.grad(out, inputs, dout)
+
+    def theirs() -> object:
+        heads = (x.transpose(1, 2) for x in inputs)
+        out = F.scaled_dot_product_attention(*heads, dropout_p=case.dropout_p)
+        return torch.autograd.grad(out.transpose(1, 2), inputs, dout)
+
+    return ours, theirs
+
+
+def _decodes(case: Case) -> tuple[Step, Step]:
+    q = torch.randn(case.batch, 1, HEADS, DIM)
+    k, v = (torch.randn(case.batch, case.length, HEADS, DIM) for _ in range(2))
+    longest = case.length
+    lengths = torch.linspace(longest // 4, longest, case.batch).to(torch.int32)
+    places = torch.arange(longest)
+
+    def ours() -> Tensor:
+        return heedful.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
+
+    def theirs() -> Tensor:
+        seen = (places < lengths[:, None])[:, None, None]
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(*heads, attn_mask=seen).transpose(1, 2)
+
+    return ours, theirs
+
+
+def speed(ours: Step, theirs: Step, rounds: int) -> tuple[float, float, float]:
+    """Seconds of a call of ours and of theirs, medians of rounds in turn, and how fast ours is over
+    theirs."""
+    calls = {}
+    for step in (ours, theirs):
+        step()
+        calls[step] = max(1, int(ROUND_S / _seconds(step, 1)))
+    times: dict[Step, list[float]] = {ours: [], theirs: []}
+    for number in range(rounds):
+        for step in (ours, theirs)[:: 1 if number % 2 else -1]:
+            times[step].append(_seconds(step, calls[step]))
+    mine, other = (statistics.median(times[step]) for step in (ours, theirs))
+    return mine, other, other / mine
+
+
+def _seconds(step: Step, calls: int) -> float:
+    """Of one of so many calls."""
+    begin = time.perf_counter()
+    for _ in range(calls):
+        step()
+    return (time.perf_counter() - begin) / calls
+
+
+@contextlib.contextmanager
+def neighbour(core: int) -> Iterator[None]:
+    """Another process that spins on a core."""
+    process = multiprocessing.get_context("spawn").Process(target=_spin, args=(core,), daemon=True)
+    process.start()
+    try:
+        time.sleep(1.0)  # until it has begun
+        yield
+    finally:
+        process.terminate()
+        process.join()
+
+
+def _spin(core: int) -> None:
+    os.sched_setaffinity(0, {core})
+    while True:
+        pass
+
+
+def main(words: Sequence[str] = ()) -> int:
+    """words: ROUNDS, as on the command line. Prints every figure; 1 if one misses its bar."""
+    rounds = int(words[0]) if words else ROUNDS
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        sys.stderr.write("two cores are wanted, this process may use one\n")
+        return 2
+    missed, before = 0, torch.get_num_threads()
+    for setting in SETTINGS:
+        busy = neighbour(cores[1]) if setting.neighbour else contextlib.nullcontext()
+        torch.set_num_threads(setting.threads)
+        with busy:
+            for case in CASES:
+                mine, other, found = speed(*steps(case), rounds)
+                says = "" if found >= setting.bar else f"  below {setting.bar:g}"
+                missed += bool(says)
+                sys.stdout.write(
+                    f"{setting.name:26} {case.name:24} heedful {mine * 1e6:9,.0f} us,"
+                    f" SDPA {other * 1e6:9,.0f} us: {found:.2f}{says}\n"
+                )
+                sys.stdout.flush()
+    torch.set_num_threads(before)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,200 @@
+"""Short sequences: a head's scores as one whole matrix, without tiles of keys or a rescaling.
+
+For calls without modifiers of scores, under a mask by position and with dropout. What is fixed of a
+call are a few dozen operators, each of which may cost as much as the work on 16 tokens. The
+backward makes maximum and sum of a row anew, and delta is the sum of p dP: dS of a row with one key
+is 0 to the bit.
+
+B batch rows and G kv heads of an item, R query heads per kv head, M queries, N keys, D qk dim,
+E v dim.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from heedful.core.operands import Gradients, Operands
+from heedful.core.problem import AttentionProblem
+from heedful.cpu import blocks, scores
+from heedful.cpu.philox import keep_tile
+from heedful.cpu.scores import TERMS
+from heedful.cpu.workers import for_each
+from heedful.reference.philox import keep_scale
+
+# Most rows of a head, its group among them, and most keys. A head's own lengths decide, so that no
+# neighbour changes a bit.
+MOST = 512
+# Scores of a call that are worth threads of our own: handing work over takes some 50 us.
+WORTH_THREADS = 128 * 1024
+# What baddbmm ignores where beta is 0.
+_NONE = torch.zeros(1, device="cpu")
+
+
+def takes(problem: AttentionProblem, x: Operands) -> bool:
+    """Whether a call is one of these."""
+    if problem.group * problem.seqlen_q > MOST or problem.seqlen_k > MOST:
+        return False
+    plain = problem.softcap == 0 and not problem.return_probs and problem.num_splits <= 1
+    floats = problem.dtype in ("float32", "float16", "bfloat16")
+    if not plain or not floats or problem.kv_dtype != problem.dtype or blocks.is_scattered(x):
+        return False
+    others = (x.alibi_slopes, x.bias, x.sink, x.tree_mask, x.q_descale, x.k_descale, x.v_descale)
+    empty = 0 in (problem.batch, problem.seqlen_q, problem.seqlen_k)
+    return all(other is None for other in others) and not empty and not scores.low_precision(x)
+
+
+def forward(problem: AttentionProblem, x: Operands, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Writes out and lse of a call that `takes` allows, as `heedful.cpu.forward` returns them."""
+    seed, scale = _seed(problem, x), keep_scale(problem.dropout_p)
+
+    def work(scratch: blocks.Scratch, item: "_Item") -> None:
+        q, k, v = item.queries(x.q), item.keys(x.k), item.keys(x.v)
+        s = _scores(problem, scratch, q, k)
+        lse_own = lse[item.batches, item.query_heads]
+        torch.logsumexp(s.view(lse_own.shape + s.shape[2:]), -1, out=lse_own)
+        p = _softmax(problem, scratch, s)
+        if problem.dropout_p > 0:
+            p.mul_(item.kept(seed))
+        item.store_queries(out, torch.baddbmm(_NONE, p, v, beta=0, alpha=scale))
+
+    for_each(_items(problem), work, scores.ThreadScratch, _is_parallel(problem))
+
+
+def backward(
+    problem: AttentionProblem, x: Operands, dout: torch.Tensor, dlse: torch.Tensor | None
+) -> Gradients:
+    """Gradients of a call that `takes` allows."""
+    seed, scale = _seed(problem, x), keep_scale(problem.dropout_p)
+    dq, dk, dv = (torch.empty(a.shape, dtype=a.dtype, device="cpu") for a in x[:3])
+
+    def work(scratch: blocks.Scratch, item: "_Item") -> None:
+        q, k, v, do = item.queries(x.q), item.keys(x.k), item.keys(x.v), item.queries(dout)
+        weights = p = _softmax(problem, scratch, _scores(problem, scratch, q, k))
+        dp = scratch.take("dp", *p.shape)
+        torch.baddbmm(dp, do, v.mT, beta=0, alpha=scale, out=dp)
+        if problem.dropout_p > 0:
+            kept = item.kept(seed)
+            dp.mul_(kept)
+            weights = torch.mul(p, kept, out=scratch.take("weights", *p.shape))
+        item.store_keys(dv, torch.baddbmm(_NONE, weights.mT, do, beta=0, alpha=scale))
+        # p (dP - sum of p dP)
+        ds = scratch.take("s", *p.shape)
+        torch.ops.aten._softmax_backward_data.out(dp, p, -1, torch.float32, grad_input=ds)
+        if dlse is not None:
+            ds.addcmul_(p, dlse[item.batches, item.query_heads].reshape(*p.shape[:2], 1))
+        item.store_queries(dq, torch.baddbmm(_NONE, ds, k, beta=0, alpha=problem.scale))
+        item.store_keys(dk, torch.baddbmm(_NONE, ds.mT, q, beta=0, alpha=problem.scale))
+
+    for_each(_items(problem), work, scores.ThreadScratch, _is_parallel(problem))
+    return Gradients(dq, dk, dv, None, None)
+
+
+def _seed(problem: AttentionProblem, x: Operands) -> int:
+    return int(x.seed.reshape(-1)[0]) if problem.dropout_p > 0 else 0
+
+
+def _is_parallel(problem: AttentionProblem) -> bool:
+    pairs = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
+    return pairs > WORTH_THREADS
+
+
+def _items(problem: AttentionProblem) -> list[list["_Item"]]:
+    """The call in pieces of at most about a tile's scores, and for each thread some."""
+    pairs = problem.group * problem.seqlen_q * problem.seqlen_k
+    most = blocks.SCORES_PER_TILE
+    if _is_parallel(problem):
+        share = problem.batch * problem.heads_k * pairs // (2 * torch.get_num_threads())
+        most = min(most, share)
+    matrices = max(1, most // pairs)
+    return [
+        [_Item(problem, slice(b.start, b.stop), g)]
+        for b in blocks.parts(problem.batch, max(1, matrices // problem.heads_k))
+        for g in blocks.parts(problem.heads_k, matrices)
+    ]
+
+
+@dataclass(frozen=True)
+class _Item:
+    """Some kv heads of some batch rows."""
+
+    problem: AttentionProblem
+    batches: slice
+    kv_heads: range
+
+    @property
+    def query_heads(self) -> slice:
+        group = self.problem.group
+        return slice(self.kv_heads.start * group, self.kv_heads.stop * group)
+
+    def _by_head(self, tensor: torch.Tensor, heads: slice) -> torch.Tensor:
+        """Heads of a tensor (batch, tokens, heads, dim), as a view (B, heads, tokens, dim)."""
+        return tensor[self.batches, :, heads].transpose(1, 2)
+
+    def _matrices(self, tensor: torch.Tensor, heads: slice) -> torch.Tensor:
+        """Heads as real values, (B G, tokens of all of a kv head's, dim)."""
+        own = self._by_head(tensor, heads).float().flatten(0, 1)
+        group = own.shape[0] // ((self.batches.stop - self.batches.start) * len(self.kv_heads))
+        return own if group == 1 else own.reshape(-1, group * own.shape[1], own.shape[2])
+
+    def queries(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(B G, R M, dim) of a tensor laid out as q."""
+        return self._matrices(tensor, self.query_heads)
+
+    def keys(self, tensor: torch.Tensor) -> torch.Tensor:
+        """(B G, N, dim) of a tensor laid out as k."""
+        return self._matrices(tensor, slice(self.kv_heads.start, self.kv_heads.stop))
+
+    def store_queries(self, whole: torch.Tensor, made: torch.Tensor) -> None:
+        """The reverse of `queries`."""
+        own = self._by_head(whole, self.query_heads)
+        own.copy_(made.view(own.shape))
+
+    def store_keys(self, whole: torch.Tensor, made: torch.Tensor) -> None:
+        """The reverse of `keys`."""
+        own = self._by_head(whole, slice(self.kv_heads.start, self.kv_heads.stop))
+        own.copy_(made.view(own.shape))
+
+    def kept(self, seed: int) -> torch.Tensor:
+        """Which scores dropout keeps, bool (B G, R M, N)."""
+        problem, heads = self.problem, self.query_heads
+        keep = keep_tile(
+            seed,
+            problem.dropout_p,
+            range(self.batches.start, self.batches.stop),
+            range(heads.start, heads.stop),
+            range(problem.seqlen_q),
+            range(problem.seqlen_k),
+            problem.dropout_origin,
+        )
+        return keep.reshape(-1, problem.group * problem.seqlen_q, problem.seqlen_k)
+
+
+def _scores(problem: AttentionProblem, scratch: blocks.Scratch, q, k) -> torch.Tensor:
+    """(B G, R M, N), -inf where hidden."""
+    s = scratch.take("s", q.shape[0], q.shape[1], k.shape[1])
+    for begin in range(0, q.shape[2], TERMS):
+        part, beta = slice(begin, begin + TERMS), float(begin > 0)
+        torch.baddbmm(s, q[..., part], k[..., part].mT, beta=beta, alpha=problem.scale, out=s)
+    if problem.mask.bounded:
+        _hide(problem, s.view(-1, problem.seqlen_q, problem.seqlen_k))
+    return s
+
+
+def _softmax(problem: AttentionProblem, scratch: blocks.Scratch, s) -> torch.Tensor:
+    """Probabilities of scores; rows without keys have 0."""
+    p = torch.softmax(s, -1, out=scratch.take("p", *s.shape))
+    if problem.mask.bounded:
+        # A row without keys is no number here, of which a NaN among the scores makes one, too.
+        p.masked_fill_(s.amax(-1, keepdim=True) == -torch.inf, 0.0)
+    return p
+
+
+def _hide(problem: AttentionProblem, heads: torch.Tensor) -> None:
+    """-inf where the causal mask or window hides, in scores (heads, M, N)."""
+    mask, len_q, len_k = problem.mask, problem.seqlen_q, problem.seqlen_k
+    i = torch.arange(len_q, device="cpu")[:, None] + mask.offset(len_q, len_k)
+    j = torch.arange(len_k, device="cpu")
+    hidden = j > i + mask.right if mask.right >= 0 else (j < 0).expand(len_q, len_k)
+    if mask.left >= 0:
+        hidden = hidden | ((j < i - mask.left) & (j >= mask.first))
+    heads.masked_fill_(hidden, -torch.inf)

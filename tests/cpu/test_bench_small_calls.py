@@ -1,0 +1,52 @@
+"""The benchmark of short calls: it times one attention twice, and a missed bar is its status."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from heedful.bench import small_calls as bench
+
+
+@pytest.mark.parametrize("case", [bench.Case(2, 16), bench.Case(3, 40, decode=True)], ids=str)
+def test_both_compute_the_same(case):
+    ours, theirs = (step() for step in bench.steps(case))
+    both: Any = ours, theirs
+    pairs = [both] if case.decode else zip(*both, strict=True)
+    for got, want in pairs:
+        torch.testing.assert_close(got, want)
+
+
+def test_the_first_of_a_round_alternates_and_the_figure_is_of_medians(monkeypatch):
+    times = {"a": iter([9, 1, 5, 2]), "b": iter([9, 4, 8, 4])}
+    turns: list[str] = []
+
+    def seconds(step, calls):
+        turns.append(step())
+        return next(times[step()])
+
+    monkeypatch.setattr(bench, "_seconds", seconds)
+    assert bench.speed(lambda: "a", lambda: "b", 3) == (2, 4, 2.0)
+    assert turns == ["a", "b", *"ba", *"ab", *"ba"]
+
+
+@pytest.mark.parametrize(("found", "status"), [(0.9, 0), (0.65, 1), (0.45, 1)])
+def test_a_missed_bar_is_the_status(found, status, monkeypatch, capsys):
+    case = bench.Case(1, 16)
+    monkeypatch.setattr(bench, "CASES", (case,))
+    monkeypatch.setattr(bench, "speed", lambda *_: (1e-3, found * 1e-3, found))
+    alone = [dataclasses.replace(setting, neighbour=False) for setting in bench.SETTINGS]
+    monkeypatch.setattr(bench, "SETTINGS", alone)
+    monkeypatch.setattr(bench.os, "sched_getaffinity", lambda _: {0, 1})
+    before = torch.get_num_threads()
+    assert bench.main(["1"]) == status
+    assert torch.get_num_threads() == before
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 3 and all("1 x 16" in line for line in said)
+    assert [("below" in line) for line in said] == [found < 0.7, found < 0.7, found < 0.5]
+
+
+def test_one_core_is_too_few(monkeypatch, capsys):
+    monkeypatch.setattr(bench.os, "sched_getaffinity", lambda _: {3})
+    assert bench.main() == 2 and "two cores" in capsys.readouterr().err
