@@ -70,6 +70,20 @@ def test_a_merge_is_one_launch_and_within_the_budget(shape, sink, dtype):
 
 
 @interpreted
+@pytest.mark.parametrize("gpu", [False, True], ids=["torch", "kernel"])
+def test_a_part_of_lse_plus_infinity_has_no_keys_as_one_of_minus_infinity(gpu):
+    outs, lses, sink = drawn((3, 2, 5, 4, 16), True, 0)
+    turned = torch.where(lses == -torch.inf, torch.inf, lses)
+    assert (turned == torch.inf).any()
+    run = heedful.merge_attn_states if gpu else merged
+    with standin.gpu(interprets=True):
+        want, got = run(outs, lses, sink), run(outs, turned, sink)
+        bare_want, bare_got = run(outs, lses), run(outs, turned)
+    for one, other in zip((*got, *bare_got), (*want, *bare_want), strict=True):
+        assert torch.equal(one, other) and not one.isnan().any()
+
+
+@interpreted
 def test_parts_of_any_strides_merge_as_dense_ones():
     outs, lses, sink = drawn((3, 2, 5, 4, 16), True, 0)
     apart = torch.zeros(3, 2, 5, 4, 33)[..., 1::2].copy_(outs), lses.mT.contiguous().mT

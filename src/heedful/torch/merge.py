@@ -39,7 +39,8 @@ def merge_attn_states(
         outs: (parts, batch, seqlen, heads, head_dim) or (parts, tokens, heads, head_dim): float16,
             bfloat16 or float32; or a list of such parts.
         lses: float32 (parts, batch, heads, seqlen) or (parts, heads, tokens): natural log-sum-exp,
-            -inf where a part has no key for a query; or a list of such parts.
+            -inf, or +inf as FlashAttention-2 has it, where a part has no key for a query; or a list
+            of such parts.
         sink: float32 (heads,), or None.
 
     Returns:
@@ -141,6 +142,7 @@ def merged(
 ) -> tuple[Tensor, Tensor]:
     """As merge_attn_states, on checked stacks; computes in the dtype of lses. With sums, like lses,
     these are the parts' maxima, and sums those of the exponentials by them."""
+    lses = torch.where(lses == torch.inf, -torch.inf, lses)
     # The maximum is a shift that cancels: no gradient flows through it.
     top = lses.detach().amax(0)
     if sink is not None:

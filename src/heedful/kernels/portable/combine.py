@@ -62,6 +62,8 @@ def combine_splits(
         lse_SM = partial_lse + (split_S * io.partial_lse.stride_s)[:, None] + rows_M[None, :]
         ok_SM = exists_S[:, None] & exists_M[None, :]
         lse_SM = tl.load(lse_SM, mask=ok_SM, other=float("-inf"))
+        # As others write what a part without keys has.
+        lse_SM = tl.where(lse_SM == float("inf"), float("-inf"), lse_SM)
         part_SME = partial_out + (split_S * io.partial_out.stride_s)[:, None, None]
         ok_SME = exists_S[:, None, None] & exists_ME[None, :, :]
         part_SME = tl.load(part_SME + at_ME[None, :, :], mask=ok_SME, other=0.0).to(tl.float32)
