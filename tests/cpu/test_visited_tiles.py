@@ -100,7 +100,7 @@ def test_only_queries_that_see_a_tile_of_keys_are_multiplied_with_it(mask):
     for len_q, len_k in LENGTHS:
         block = block_of(mask, len_q, len_k)
         whole = visible(block)
-        for rows, cols in product(blocks._parts(len_q, 200), blocks._parts(len_k, 100)):
+        for rows, cols in product(blocks.parts(len_q, 200), blocks.parts(len_k, 100)):
             want = span(whole[rows.start : rows.stop, cols.start : cols.stop].any(1))
             got = block.rows_that_see(rows, cols)
             if mask.first and mask.left >= 0 and cols.start < mask.first < cols.stop:
