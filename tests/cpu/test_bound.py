@@ -341,9 +341,9 @@ def test_each_call_counts_in_bytes_of_its_own_unless_a_graph_is_captured():
 
 def test_scratch_within_its_limit_and_no_more(monkeypatch):
     q, k = some(1, 64, 2, 64), some(1, 600, 2, 64)
-    # Four parts of float32 outputs of 64 x 2 rows of 64, and of their log-sum-exps: 32,768 and 512
-    # bytes each.
-    need = 4 * (64 * 2 * 64 * 4 + 64 * 2 * 4)
+    # Four parts of float32 outputs of 64 x 2 rows of 64, and of their log-sum-exps in two numbers:
+    # 32,768 and twice 512 bytes each.
+    need = 4 * (64 * 2 * 64 * 4 + 2 * 64 * 2 * 4)
     others = settings.get
     for limit, fits in ((need, True), (need - 1, False)):
         limited = {"workspace_limit": limit}

@@ -30,7 +30,7 @@ from heedful.launch import buffers as canonical
 from heedful.launch.bind import decode
 from heedful.launch.interpret import run_call
 from heedful.launch.spec import KernelCall, KernelRef, Pointer
-from support import budget
+from support import budget, far_scores
 from support.cases import Case
 from support.decode_programs import TILES, UNITS, Interpreted
 from support.grids import in_turns
@@ -128,6 +128,13 @@ def test_lengths_below_0_are_of_padded_rows_too():
     budget.run(Padded(), case)
 
 
+@interpreted
+@pytest.mark.parametrize("problem", far_scores.decode_grid(), ids=str)
+def test_scores_far_from_0_are_within_the_budget(problem):
+    backend = Interpreted(problem.case.num_splits)
+    far_scores.check(problem, far_scores.by_backend(backend))
+
+
 @triton.jit
 def shares_of(out, sequences, shape, mask, work, tile):
     pid, programs = tl.program_id(0), tl.num_programs(0)
@@ -154,7 +161,7 @@ def dealt_out(lengths: list[int], num_splits: int, config: DecodeConfig = TILES)
     (call,) = decode.forward(problem, made, specs).calls
     names = ("sequences", "shape", "mask", "work", "tile")
     parameters = {name: call.parameters[name] for name in names}
-    merge = parameters["work"].merge._replace(partial_out=None, partial_lse=None, counts=None)
+    merge = parameters["work"].merge._replace(partial_out=None, partial_sums=None, counts=None)
     work = parameters["work"]._replace(merge=merge)
     out = torch.zeros(7, 5, dtype=torch.int32)
     asked = KernelCall(

@@ -141,7 +141,7 @@ def test_shares_follow_each_other_on_a_line_of_what_sequences_visit(mask, length
     names = ("sequences", "shape", "mask", "work", "tile")
     parameters = {name: call.parameters[name] for name in names}
     work = parameters["work"]
-    merge = work.merge._replace(partial_out=None, partial_lse=None, counts=None)
+    merge = work.merge._replace(partial_out=None, partial_sums=None, counts=None)
     parameters["work"] = work._replace(merge=merge)
     out = torch.full((programs, 6), -1, dtype=torch.int32)
     asked = KernelCall(

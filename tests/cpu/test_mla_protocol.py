@@ -85,7 +85,7 @@ class Device(Roles):
         self.tiles = -(-self.heads // 64)
         merge = DecodeMerge(
             partial_out=None if self.splits == 1 else 0,
-            partial_lse=None,
+            partial_sums=None,
             counts=Pointer([0] * (2 * self.tiles * len(self.lengths))),
             PARTS=4,
             STAGES=1,

@@ -186,7 +186,7 @@ def test_scratch_is_that_of_both_and_only_parts_are_counted_from_zero(backend, k
         "tile_counter": False,
         "varlen_tiles": False,
         "partial_out": False,
-        "partial_lse": False,
+        "partial_sums": False,
         "counts": True,
     }
     whole = plan(replace(SERVED, num_splits=1), H200, backend=backend).sizes()

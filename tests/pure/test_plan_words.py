@@ -56,7 +56,7 @@ def test_a_split_training_call_is_explained():
         " (H200, 2026-11-23, Triton 3.9: fastest of those tried)",
         "scheduler static",
         "grid      hopper.forward: 32 programs, row_blocks=1, tiles=8, l2_heads=1, l2_groups=7",
-        "scratch   partial_out 655360, partial_lse 5120 bytes",
+        "scratch   partial_out 655360, partial_lse 5120, partial_rest 5120 bytes",
         "grid      hopper.backward_prologue: 16 programs, q_blocks=1",
         "grid      hopper.backward: 64 programs, tiles=64, key_blocks=8, l2_heads=8, l2_groups=0,"
         " splits=1",
@@ -98,7 +98,7 @@ def test_a_call_on_pages_is_explained_with_its_notes():
         " l2_groups=71",
         "grid      portable.backward_queries: 2560 programs, tiles=8, l2_heads=122",
         "grid      portable.backward_keys: 1280 programs, tiles=8, l2_heads=61",
-        "scratch   delta 1280000 bytes",
+        "scratch   delta 1280000, reference 1280000, factor 1280000 bytes",
         "note      told before",
         "note      the backward copies each sequence's pages into dense keys first",
         f"rejected  mla_swap_ab forward: does not take a later backward; {NO_LATENT};"

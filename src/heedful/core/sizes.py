@@ -90,9 +90,11 @@ def of(plan: "Plan", problem: AttentionProblem, direction: str, stored_k: int | 
     splits, partials = splits_of(plan, problem), ()
     if plan.is_split:
         out = (*_tokens(problem), problem.heads_q, problem.head_dim_v)
+        lse = ArraySpec.contiguous((splits, *problem.lse_shape), "float32")
         partials = (
             Workspace("partial_out", ArraySpec.contiguous((splits, *out), "float32")),
-            Workspace("partial_lse", ArraySpec.contiguous((splits, *problem.lse_shape), "float32")),
+            Workspace("partial_lse", lse),
+            Workspace("partial_rest", lse),
         )
     launches, workspaces = {}, []
     for kernel in plan.configs:
@@ -343,7 +345,7 @@ def _shared_keys(plan: "Plan", problem: AttentionProblem, kernel: str, evens: bo
     dim = pow2(problem.head_dim_v, LEAST_COLUMNS)
     return launches, (
         Workspace("partial_out", ArraySpec.contiguous((slots, kept, dim), "float32")),
-        Workspace("partial_lse", ArraySpec.contiguous((slots, kept), "float32")),
+        Workspace("partial_sums", ArraySpec.contiguous((slots, 2, kept), "float32")),
         _counts(units),
     )
 
@@ -397,7 +399,7 @@ def _latent(
     dim, rows = problem.head_dim_v // consumers, config.kept_rows(problem)
     return launches, (
         Workspace("partial_out", ArraySpec.contiguous((slots, rows, dim), "float32")),
-        Workspace("partial_lse", ArraySpec.contiguous((slots, rows), "float32")),
+        Workspace("partial_sums", ArraySpec.contiguous((slots, 2, rows), "float32")),
         _counts(consumers * units),
     )
 
@@ -436,7 +438,13 @@ def _backward(plan: "Plan", problem: AttentionProblem, stored_k: int) -> Sizes:
             {"tiles": tiles_n, "l2_heads": larger(1, l2_heads // problem.group)},
         ),
     }
-    return Sizes(1, launches, (delta,))
+    return Sizes(1, launches, (delta, *references(problem)))
+
+
+def references(problem: AttentionProblem) -> tuple[Workspace, Workspace]:
+    """What is subtracted from a row's scores in the backward, and what it is divided by."""
+    rows = ArraySpec.contiguous(problem.lse_shape, "float32")
+    return Workspace("reference", rows), Workspace("factor", rows)
 
 
 def _backward_splits(

@@ -11,13 +11,14 @@ from heedful.kernels.args.shared import KVLayout, Mask, Sequences, Shape
 
 
 class HopperDecodeIO(NamedTuple):
-    """k, v: tensor maps."""
+    """k, v: tensor maps. rest: as `ForwardIO` has it."""
 
     q: In[Rows]
     k: In[Ptr]
     v: In[Ptr]
     out: Out[SplitRows]
     lse: Out[SplitRowVector]
+    rest: Out[Ptr]
 
 
 class HopperDecodeTile(NamedTuple):

@@ -6,12 +6,13 @@ from heedful.kernels.args.kinds import Const, In, Out, Ptr, Rows, SplitRows, Spl
 
 
 class MlaIO(NamedTuple):
-    """k: a tensor map of keys, in boxes of 64 columns."""
+    """k: a tensor map of keys, in boxes of 64 columns. rest: as `ForwardIO` has it."""
 
     q: In[Rows]
     k: In[Ptr]
     out: Out[SplitRows]
     lse: Out[SplitRowVector]
+    rest: Out[Ptr]
 
 
 class MlaTile(NamedTuple):

@@ -20,7 +20,8 @@ from heedful.kernels.args.shared import Descale
 
 
 class QueryGradientsIO(NamedTuple):
-    """delta lies as lse does."""
+    """delta, reference and factor lie as lse does. reference: what is subtracted from a row's
+    scores, in their units; factor: what comes of their exponents is multiplied by."""
 
     q: In[Rows]
     k: In[Rows]
@@ -30,11 +31,13 @@ class QueryGradientsIO(NamedTuple):
     lse: In[RowVector]
     dlse: In[RowArray]
     delta: Out[Ptr]
+    reference: Out[Ptr]
+    factor: Out[Ptr]
     dq: Out[Rows]
 
 
 class KeyGradientsIO(NamedTuple):
-    """delta lies as lse does."""
+    """delta, reference and factor lie as lse does."""
 
     q: In[Rows]
     k: In[Rows]
@@ -42,12 +45,15 @@ class KeyGradientsIO(NamedTuple):
     dout: In[Rows]
     lse: In[RowVector]
     delta: In[Ptr]
+    reference: In[Ptr]
+    factor: In[Ptr]
     dk: Out[Rows]
     dv: Out[Rows]
 
 
 class BiasGradientsIO(NamedTuple):
-    """delta lies as lse does."""
+    """delta, reference and factor lie as lse does; the last two are absent where no kernel makes
+    them."""
 
     q: In[Rows]
     k: In[Rows]
@@ -55,15 +61,19 @@ class BiasGradientsIO(NamedTuple):
     dout: In[Rows]
     lse: In[RowVector]
     delta: In[Ptr]
+    reference: In[Ptr]
+    factor: In[Ptr]
     dbias: Out[ScoreArray]
 
 
 class SinkGradientsIO(NamedTuple):
-    """delta lies as lse does; sink and dsink: (H,)."""
+    """delta, reference and factor as of BiasGradientsIO; sink and dsink: (H,)."""
 
     sink: In[Ptr]
     lse: In[RowVector]
     delta: In[Ptr]
+    reference: In[Ptr]
+    factor: In[Ptr]
     dsink: Out[Ptr]
 
 
@@ -77,12 +87,16 @@ class ProbabilitiesIO(NamedTuple):
 
 
 class CombineIO(NamedTuple):
-    """apart_out, apart_lse: one more part, which does not lie where the others do, or absent."""
+    """apart_out, apart_lse: one more part, which does not lie where the others do, or absent.
+    partial_rest, apart_rest: what the rounding of each lse left, see common/log_sum.py, laid out as
+    it is; None where one number tells it."""
 
     partial_out: In[SplitRows]
     partial_lse: In[SplitRowVector]
+    partial_rest: In[Ptr]
     apart_out: In[Rows]
     apart_lse: In[RowVector]
+    apart_rest: In[Ptr]
     sink: In[Ptr]
     out: Out[Rows]
     lse: Out[RowVector]

@@ -150,10 +150,12 @@ class Tile(NamedTuple):
 
 
 class ForwardIO(NamedTuple):
-    """Of several splits out and lse are float32 partial results."""
+    """Of several splits out and lse are float32 partial results. rest: what the rounding of lse
+    left, see common/log_sum.py, laid out as lse is, of results that a kernel merges; else None."""
 
     q: In[Rows]
     k: In[Rows]
     v: In[Rows]
     out: Out[SplitRows]
     lse: Out[SplitRowVector]
+    rest: Out[Ptr]

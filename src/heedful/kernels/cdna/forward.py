@@ -63,4 +63,4 @@ def forward(
     scale = work.factor(descales.v)
     if GENERATION == 3:
         scale *= 1 + cdna3.mean_loss(DTYPE)
-    store_results(work, io.out, io.lse, base_M, l_M, acc_MD, scale)
+    store_results(work, io.out, io.lse, io.rest, base_M, l_M, acc_MD, scale)

@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.args.shared import Mask
+from heedful.kernels.common.log_sum import log_sum_exp
 
 LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
@@ -69,9 +70,9 @@ def load_queries(work, q, M: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr
 
 
 @gluon.jit
-def store_results(work, out, lse, base_M, l_M, acc_MD, scale):
+def store_results(work, out, lse, rest, base_M, l_M, acc_MD, scale):
     """scale * acc / l of rows below len_q, and their log-sum-exp in nats; base_M is in units of
-    log2. A row that saw no key has sum 0: out 0, lse -inf."""
+    log2. A row that saw no key has sum 0: out 0, lse -inf. rest: as `ForwardIO` has it."""
     MFMA: gl.constexpr = acc_MD.type.layout
     M: gl.constexpr = acc_MD.shape[0]
     D: gl.constexpr = acc_MD.shape[1]
@@ -84,7 +85,11 @@ def store_results(work, out, lse, base_M, l_M, acc_MD, scale):
     offsets = row_offsets(rows, out.stride_n, dims)
     gl.amd.cdna3.buffer_store(value, base, offsets, mask=used_M[:, None])
     if lse.ptr is not None:
-        lse_M = (base_M + gl.log2(l_M)) * LN2
-        base = lse.ptr + work.split * lse.stride_s + work.b * lse.stride_b
-        base += work.h * lse.stride_h + work.token_q + work.row0
-        gl.amd.cdna3.buffer_store(lse_M, base, rows, mask=used_M)
+        start = work.split * lse.stride_s + work.b * lse.stride_b
+        start += work.h * lse.stride_h + work.token_q + work.row0
+        if rest is None:
+            lse_M = (base_M + gl.log2(l_M)) * LN2
+        else:
+            lse_M, rest_M = log_sum_exp(base_M, l_M, True)
+            gl.amd.cdna3.buffer_store(rest_M, rest + start, rows, mask=used_M)
+        gl.amd.cdna3.buffer_store(lse_M, lse.ptr + start, rows, mask=used_M)

@@ -10,6 +10,7 @@ M query rows, P parts, E value columns of a consumer.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from heedful.kernels.common.log_sum import log_sum_exp
 from heedful.kernels.hopper.compat import inline_asm, opaque
 from heedful.kernels.hopper.decode_share import look
 from heedful.kernels.hopper.epilogue import LN2, LOG2E
@@ -26,11 +27,11 @@ def with_sink(params, head_M, m_M, l_M):
     if params.sink is None:
         return m_M, l_M, gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
     else:
-        logit_M = gl.load(params.sink + head_M) * LOG2E
-        top_M = gl.maximum(m_M, logit_M)
+        logit_M = gl.load(params.sink + head_M)
+        top_M = gl.maximum(m_M, logit_M * LOG2E)
         shift_M = shift_of(top_M)
         old_M = gl.exp2(m_M - shift_M)
-        return top_M, l_M * old_M + gl.exp2(logit_M - shift_M), old_M
+        return top_M, l_M * old_M + gl.exp2(gl.fma(logit_M, LOG2E, -shift_M)), old_M
 
 
 @gluon.jit
@@ -55,8 +56,15 @@ def store_whole(io, params, piece, row, x_ME, m_M, l_M, FIRST: gl.constexpr):
     values = x_ME.to(io.out.ptr.dtype.element_ty)
     gl.store(out + at_M[:, None] + dims_E[None, :], values, mask=stored_ME)
     if io.lse.ptr is not None and FIRST == 0:
-        lse_M = gl.where(used_M, (m_M + gl.log2(l_M)) * LN2, float("-inf"))
-        lse = io.lse.ptr + piece.b.to(gl.int64) * io.lse.stride_b + piece.token_q
+        start = piece.b.to(gl.int64) * io.lse.stride_b + piece.token_q
+        if io.rest is None:
+            lse_M = (m_M + gl.log2(l_M)) * LN2
+        else:
+            lse_M, rest_M = log_sum_exp(m_M, l_M, True)
+            rest_M = gl.where(used_M, rest_M, 0.0)
+            gl.store(io.rest + start + head_M * io.lse.stride_h + pos_M, rest_M, mask=stored_M)
+        lse_M = gl.where(used_M, lse_M, float("-inf"))
+        lse = io.lse.ptr + start
         gl.store(lse + head_M * io.lse.stride_h + pos_M, lse_M, mask=stored_M)
 
 
@@ -124,6 +132,8 @@ def store_empty(io, params):
                 lse_M = gl.where(pos_M < len_q, gl.load(params.sink + head_M), lse_M)
             at_M = b_M * io.lse.stride_b + head_M * io.lse.stride_h + pos_M
             gl.store(io.lse.ptr + at_M, lse_M, mask=empty_M)
+            if io.rest is not None:
+                gl.store(io.rest + at_M, gl.zeros_like(lse_M), mask=empty_M)
 
 
 @gluon.constexpr_function
@@ -153,7 +163,8 @@ def rows_of_unit(params, piece):
 
 @gluon.jit
 def store_part(params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr):
-    """Writes a part's own normalised results, and its log-sum-exp in base 2."""
+    """Writes a part's own normalised results, and the maximum and sum of its rows: apart, since a
+    log-sum-exp that is far from 0 has no digits left for the sum."""
     E: gl.constexpr = params.tile.BLOCK_E
     layout: gl.constexpr = acc[0].type.layout
     rows_M = opaque(0) + gl.arange(0, acc[0].shape[0], layout=gl.SliceLayout(1, layout))
@@ -166,7 +177,9 @@ def store_part(params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr):
     for which in gl.static_range(len(acc)):
         at_ME = (rows_M * E)[:, None] + (which * COLUMNS + dims_E)[None, :]
         gl.store(out + at_ME, acc[which], mask=kept_M[:, None])
-    gl.store(params.work.merge.partial_lse + first + rows_M, m_M + gl.log2(l_M), mask=kept_M)
+    sums = params.work.merge.partial_sums + 2 * first
+    gl.store(sums + rows_M, m_M, mask=kept_M)
+    gl.store(sums + params.tile.ROWS + rows_M, l_M, mask=kept_M)
 
 
 @gluon.constexpr_function
@@ -201,12 +214,12 @@ def merged(params, piece, row, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.co
         number_P = begin + part_P
         exists_P = number_P < work.parts
         slot_P = gl.where(number_P == 0, work.first, work.rest + work.step * number_P)
-        row_PM = slot_row(params, slot_P, CONSUMER)[:, None] + rows_M[None, :]
-        lse_PM = gl.load(
-            params.work.merge.partial_lse + row_PM,
-            mask=exists_P[:, None],
-            other=float("-inf"),
-            cache_modifier=".cg",
+        row_P = slot_row(params, slot_P, CONSUMER)
+        row_PM = row_P[:, None] + rows_M[None, :]
+        sums_PM = params.work.merge.partial_sums + (row_PM + row_P[:, None])
+        top_PM = gl.load(sums_PM, mask=exists_P[:, None], other=float("-inf"), cache_modifier=".cg")
+        sum_PM = gl.load(
+            sums_PM + params.tile.ROWS, mask=exists_P[:, None], other=0.0, cache_modifier=".cg"
         )
         at_PME = gl.expand_dims(row_PM * E, 2) + gl.expand_dims(dims_E[None, :], 0)
         part_PME = gl.load(
@@ -215,11 +228,11 @@ def merged(params, piece, row, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.co
             other=0.0,
             cache_modifier=".cg",
         )
-        new_M = gl.maximum(m_M, gl.convert_layout(gl.max(lse_PM, 0), m_M.type.layout))
+        new_M = gl.maximum(m_M, gl.convert_layout(gl.max(top_PM, 0), m_M.type.layout))
         shift_M = shift_of(new_M)
         shift_PM = gl.convert_layout(shift_M, rows_M.type.layout)
         old_M = gl.exp2(m_M - shift_M)
-        weight_PM = gl.exp2(lse_PM - shift_PM[None, :])
+        weight_PM = gl.exp2(top_PM - shift_PM[None, :]) * sum_PM
         l_M = l_M * old_M + gl.convert_layout(gl.sum(weight_PM, 0), l_M.type.layout)
         acc = acc * old_M[:, None] + gl.sum(part_PME * gl.expand_dims(weight_PM, 2), 0)
         m_M = new_M

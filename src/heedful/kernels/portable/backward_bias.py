@@ -16,6 +16,7 @@ from heedful.kernels.portable.scores import (
     product_of_rows,
 )
 from heedful.kernels.portable.sequences import load_rows, place_of, row_base, wide
+from heedful.kernels.portable.statistics import load_references
 
 
 @triton.jit
@@ -43,7 +44,8 @@ def score_gradients(
     k_ND = load_rows(k, io.k.stride_n, col0, len_k, D, N, tile.BLOCK_D, True)
     rows_M = row0 + tl.arange(0, M)
     places_M = b * io.lse.stride_b + h * io.lse.stride_h + place.token_q + rows_M
-    lse_M = lse_to_subtract(io.lse, places_M, rows_M < len_q, True)
+    lse_M = lse_to_subtract(io.lse, places_M, rows_M < len_q, True, True)
+    lse_M, factor_M = load_references(io.reference, io.factor, lse_M, places_M, rows_M < len_q)
     delta_M = tl.load(io.delta + places_M, mask=rows_M < len_q, other=0.0)
     head = head_mods(mods.scale, b, h, mods, mask)
     p_MN, _slope = probabilities(
@@ -57,7 +59,7 @@ def score_gradients(
     if dropout.IS_ON:
         keep_MN = keep_tile(words, b, h, row0, col0, dropout, M, N)
         dp_MN = tl.where(keep_MN, dp_MN * dropout.inverse_keep, 0.0)
-    return p_MN * (dp_MN - delta_M[:, None])
+    return p_MN * (dp_MN * factor_M[:, None] - (delta_M * factor_M)[:, None])
 
 
 @triton.jit

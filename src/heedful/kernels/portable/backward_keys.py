@@ -15,7 +15,6 @@ from heedful.kernels.args.shared import Dropout, Mask, ScoreMods, Sequences, Sha
 from heedful.kernels.portable.dropout import dropout_words, keep_tile
 from heedful.kernels.portable.scores import (
     head_mods,
-    lse_to_subtract,
     plus_product,
     probabilities,
     product_of_rows,
@@ -98,7 +97,11 @@ def key_gradients(
             q_h = q + h * io.q.stride_h
             q_MD = load_rows(q_h, io.q.stride_n, row0, len_q, D, M, tile.BLOCK_D, masked == 1)
             places_M = rows_lse + h * io.lse.stride_h + rows_M
-            lse_M = lse_to_subtract(io.lse, places_M, rows_M < len_q, masked == 1)
+            exists_M = rows_M < len_q
+            if masked == 1:
+                lse_M = tl.load(io.reference + places_M, mask=exists_M, other=float("inf"))
+            else:
+                lse_M = tl.load(io.reference + places_M)
             head = head_mods(mods.scale, b, h, mods, mask)
             p_NM, slope_of_cap = probabilities(
                 q_MD, k_ND, lse_M, row0, col0, place, head, mask, mods, tile, masked == 1, True
@@ -106,6 +109,12 @@ def key_gradients(
             do_h = dout + h * io.dout.stride_h
             do_ME = load_rows(do_h, io.dout.stride_n, row0, len_q, E, M, tile.BLOCK_E, masked == 1)
             dp_NM = product_of_rows(v_NE, do_ME, tile.PRECISION, IS_EXACT)
+            # Here, where registers are free.
+            if masked == 1:
+                factor_M = tl.load(io.factor + places_M, mask=exists_M, other=1.0)
+            else:
+                factor_M = tl.load(io.factor + places_M)
+            p_NM = p_NM * factor_M[None, :]
             kept_NM = p_NM
             if dropout.IS_ON:
                 keep_NM = tl.trans(keep_tile(words, b, h, row0, col0, dropout, M, N))
@@ -113,7 +122,7 @@ def key_gradients(
                 dp_NM = tl.where(keep_NM, dp_NM * dropout.inverse_keep, 0.0)
             dv_NE = plus_product(dv_NE, kept_NM.to(DTYPE), do_ME, tile.PRECISION, IS_EXACT)
             if masked == 1:
-                delta_M = tl.load(io.delta + places_M, mask=rows_M < len_q, other=0.0)
+                delta_M = tl.load(io.delta + places_M, mask=exists_M, other=0.0)
             else:
                 delta_M = tl.load(io.delta + places_M)
             ds_NM = p_NM * (dp_NM - delta_M[None, :]) * slope_of_cap

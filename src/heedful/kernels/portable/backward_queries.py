@@ -31,6 +31,11 @@ from heedful.kernels.portable.sequences import (
     store_rows,
     visited_tile,
 )
+from heedful.kernels.portable.statistics import (
+    any_far,
+    row_statistics,
+    with_statistics,
+)
 
 
 @triton.jit
@@ -44,8 +49,9 @@ def query_gradients(
     order: TileOrder,
     tile: Tile,
 ):
-    """dq (B, M, H, D), in which rows past the used length are zero, and delta (B, H, M), laid out
-    as lse, of the rows within it."""
+    """dq (B, M, H, D), in which rows past the used length are zero, and delta and references
+    (B, H, M), laid out as lse, of the rows within it. mods: with the sink, which is one of a row's
+    scores."""
     HAS_BIAS: tl.constexpr = mods.bias.ptr is not None
     DTYPE: tl.constexpr = io.q.ptr.dtype.element_ty
     IS_EXACT: tl.constexpr = tl.float32 == DTYPE
@@ -70,13 +76,20 @@ def query_gradients(
     rows_M = row0 + tl.arange(0, M)
     exists_M = rows_M < len_q
     places_M = b * io.lse.stride_b + h * io.lse.stride_h + place.token_q + rows_M
-    lse_M = lse_to_subtract(io.lse, places_M, exists_M, True)
     out = row_base(io.out, b, h, place.token_q)
     o_ME = load_rows(out, io.out.stride_n, row0, len_q, E, M, tile.BLOCK_E, True)
     delta_M = row_deltas(o_ME, do_ME, io.lse, io.dlse, place, places_M, rows_M, exists_M)
     tl.store(io.delta + places_M, delta_M, mask=exists_M)
     head = head_mods(mods.scale, b, h, mods, mask)
     words = dropout_words(dropout)
+    lse_M = lse_to_subtract(io.lse, places_M, exists_M, mods.IS_ADJUSTED, True)
+    factor_M = tl.full([M], 1.0, tl.float32)
+    if any_far(lse_M) != 0:
+        m_M, l_M = row_statistics(io.q, io.k, row0, place, head, mask, mods, tile, mods.IS_ADJUSTED)
+        lse_M, factor_M = with_statistics(lse_M, m_M, l_M)
+    tl.store(io.reference + places_M, lse_M, mask=exists_M)
+    tl.store(io.factor + places_M, factor_M, mask=exists_M)
+    delta_M *= factor_M
 
     dq_MD = tl.zeros([M, tile.BLOCK_D], tl.float32)
     for masked in tl.static_range(2):
@@ -85,14 +98,26 @@ def query_gradients(
             col0 = visited_tile(visit, tiles, mask.HAS_LEFT, masked == 1) * N
             k_ND = load_rows(k, io.k.stride_n, col0, len_k, D, N, tile.BLOCK_D, masked == 1)
             p_MN, slope_of_cap = probabilities(
-                q_MD, k_ND, lse_M, row0, col0, place, head, mask, mods, tile, masked == 1, False
+                q_MD,
+                k_ND,
+                lse_M,
+                row0,
+                col0,
+                place,
+                head,
+                mask,
+                mods,
+                tile,
+                masked == 1,
+                False,
             )
             v_NE = load_rows(v, io.v.stride_n, col0, len_k, E, N, tile.BLOCK_E, masked == 1)
             dp_MN = product_of_rows(do_ME, v_NE, tile.PRECISION, IS_EXACT)
             if dropout.IS_ON:
                 keep_MN = keep_tile(words, b, h, row0, col0, dropout, M, N)
                 dp_MN = tl.where(keep_MN, dp_MN * dropout.inverse_keep, 0.0)
-            ds_MN = p_MN * (dp_MN - delta_M[:, None]) * slope_of_cap
+            # The factor ahead of the rounding: exponents of rounded maxima are far from 1.
+            ds_MN = p_MN * (dp_MN * factor_M[:, None] - delta_M[:, None]) * slope_of_cap
             dq_MD = plus_product(dq_MD, ds_MN.to(DTYPE), k_ND, tile.PRECISION, IS_EXACT)
 
     dq_MD = tl.where(exists_M[:, None], dq_MD * mods.scale, 0.0)

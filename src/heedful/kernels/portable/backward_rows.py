@@ -11,6 +11,7 @@ from heedful.kernels.args.kinds import RowArray, RowVector
 from heedful.kernels.args.portable import SinkGradientsIO
 from heedful.kernels.portable.scores import LOG2E
 from heedful.kernels.portable.sequences import wide
+from heedful.kernels.portable.statistics import load_references
 
 
 @triton.jit
@@ -30,8 +31,11 @@ def row_deltas(o_ME, do_ME, lse: RowVector, dlse: RowArray, place, places_M, row
 
 
 @triton.jit
-def sink_gradients(io: SinkGradientsIO, rows, batch, BLOCK_M: tl.constexpr):
-    """dsink (H,): the sink's value is zero, so its score's gradient is -p_sink * delta."""
+def sink_gradients(
+    io: SinkGradientsIO, rows, batch, IS_ADJUSTED: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """dsink (H,): the sink's value is zero, so its score's gradient is -p_sink * delta.
+    IS_ADJUSTED: references are in natural units, else in base 2."""
     h = tl.program_id(0)
     logit = tl.load(io.sink + h)
     total_M = tl.zeros([BLOCK_M], tl.float32)
@@ -44,6 +48,13 @@ def sink_gradients(io: SinkGradientsIO, rows, batch, BLOCK_M: tl.constexpr):
             delta_M = tl.load(io.delta + places + rows_M, mask=exists_M, other=0.0)
             # Rows that are not used have neither keys nor the sink.
             seen_M = lse_M != float("-inf")
-            p_M = tl.exp2((logit - tl.where(seen_M, lse_M, 0.0)) * LOG2E)
+            lse_M = tl.where(seen_M, lse_M, 0.0)
+            lse_M, factor_M = load_references(
+                io.reference, io.factor, lse_M, places + rows_M, seen_M
+            )
+            if IS_ADJUSTED:
+                p_M = tl.exp2((logit - lse_M) * LOG2E) * factor_M
+            else:
+                p_M = tl.exp2(tl.fma(logit, LOG2E, -lse_M)) * factor_M
             total_M += tl.where(seen_M, -p_M * delta_M, 0.0)
     tl.store(io.dsink + h, tl.sum(total_M, 0))

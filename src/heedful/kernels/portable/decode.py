@@ -51,6 +51,7 @@ from heedful.kernels.portable.decode_work import (
     visit_of,
 )
 from heedful.kernels.portable.scores import (
+    LN2,
     LOG2E,
     adjust_scores,
     finite_or_zero,
@@ -236,13 +237,27 @@ def add_values(
 
 @triton.jit
 def softmax_step(s_MN, m_M, scale, size_N, IS_ADJUSTED: tl.constexpr):
-    """(probabilities, new reference in base 2, factor for what was summed before). Scores are raw,
-    or IS_ADJUSTED and in natural units; scale: a number, or one a row [M, 1]. The reference is the
-    maximum of scores, or of scores and size_N, the base 2 logarithm of what probabilities will be
-    multiplied by: the products are then at most about 1."""
-    unit = LOG2E
-    if not IS_ADJUSTED:
-        unit = scale * LOG2E
+    """(probabilities, new reference, factor for what was summed before). Scores are raw, and the
+    reference is in base 2, or IS_ADJUSTED and both are in natural units: it is subtracted before
+    anything is scaled. scale: a number, or one a row [M, 1]. The reference is the maximum of
+    scores, or of scores and size_N, the base 2 logarithm of what probabilities will be multiplied
+    by: the products are then at most about 1."""
+    if IS_ADJUSTED:
+        if size_N is not None:
+            top_M = tl.max(s_MN + (size_N * LN2)[None, :], 1)
+        else:
+            top_M = tl.max(s_MN, 1)
+        new_M = tl.maximum(m_M, top_M)
+        base_M = finite_or_zero(new_M)
+        p_MN = tl.exp2((s_MN - base_M[:, None]) * LOG2E)
+        return p_MN, new_M, tl.exp2((m_M - base_M) * LOG2E)
+    else:
+        return raw_step(s_MN, m_M, scale * LOG2E, size_N)
+
+
+@triton.jit
+def raw_step(s_MN, m_M, unit, size_N):
+    """`softmax_step` of raw scores, of which `unit` makes those in base 2."""
     if size_N is not None:
         top_M = tl.max(s_MN * unit + size_N[None, :], 1)
     elif unit.type.is_block():
@@ -251,7 +266,7 @@ def softmax_step(s_MN, m_M, scale, size_N, IS_ADJUSTED: tl.constexpr):
         top_M = tl.max(s_MN, 1) * unit
     new_M = tl.maximum(m_M, top_M)
     base_M = finite_or_zero(new_M)
-    return tl.exp2(s_MN * unit - base_M[:, None]), new_M, tl.exp2(m_M - base_M)
+    return tl.exp2(tl.fma(s_MN, unit, -base_M[:, None])), new_M, tl.exp2(m_M - base_M)
 
 
 @triton.jit
@@ -288,7 +303,7 @@ def stream_keys(
     DTYPE: tl.constexpr,
     FETCH_AHEAD: tl.constexpr,
 ):
-    """(maximum in base 2, sum, outputs) of visits [start, stop)."""
+    """(maximum, sum, outputs) of visits [start, stop); the maximum as `softmax_step` has it."""
     STORED: tl.constexpr = io.k.ptr.dtype.element_ty
     UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
     # A scale a row is in the reference: products with it are in float16's range.
@@ -531,6 +546,7 @@ def decode(
                     mods.sink,
                     work.merge,
                     tile,
+                    mods.IS_ADJUSTED,
                 )
         else:
             base += length

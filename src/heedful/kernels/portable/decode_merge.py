@@ -9,6 +9,7 @@ import triton.language as tl
 
 from heedful.kernels.args.decode import DecodeMerge, DecodeTile
 from heedful.kernels.args.shared import ForwardIO, Mask, Sequences, Shape
+from heedful.kernels.common.log_sum import log_sum_exp
 from heedful.kernels.portable.decode_work import facts
 from heedful.kernels.portable.scores import LN2, LOG2E, finite_or_zero
 from heedful.kernels.portable.sequences import wide
@@ -30,9 +31,10 @@ def store_whole(
     sink,
     ROWS: tl.constexpr,
     tile: DecodeTile,
+    IS_NATURAL: tl.constexpr,
 ):
-    """Writes out and lse of `ROWS` rows from `row0` on, whose maxima are in base 2, with the sink.
-    Rows that are stored but not used are 0 and -inf."""
+    """Writes out and lse of `ROWS` rows from `row0` on with the sink. IS_NATURAL: their maxima are
+    in natural units, else in base 2. Rows that are stored but not used are 0 and -inf."""
     rows_M = row0 + tl.arange(0, ROWS)
     pos_M = rows_M // group
     head_M = place.g * group + rows_M % group
@@ -40,11 +42,16 @@ def store_whole(
     used_M = pos_M < place.len_q
     old_M = tl.full([ROWS], 1.0, tl.float32)
     if sink is not None:
-        logit_M = tl.load(sink + head_M) * LOG2E
-        top_M = tl.maximum(m_M, logit_M)
+        logit_M = tl.load(sink + head_M)
+        top_M = tl.maximum(m_M, logit_M if IS_NATURAL else logit_M * LOG2E)
         base_M = finite_or_zero(top_M)
-        old_M = tl.exp2(m_M - base_M)
-        l_M = l_M * old_M + tl.exp2(logit_M - base_M)
+        if IS_NATURAL:
+            old_M = tl.exp2((m_M - base_M) * LOG2E)
+            own_M = tl.exp2((logit_M - base_M) * LOG2E)
+        else:
+            old_M = tl.exp2(m_M - base_M)
+            own_M = tl.exp2(tl.fma(logit_M, LOG2E, -base_M))
+        l_M = l_M * old_M + own_M
         m_M = top_M
     inverse_M = old_M * factor / tl.where(l_M == 0.0, 1.0, l_M)
     at_M = place.b * io.out.stride_b + (place.token_q + pos_M) * io.out.stride_n
@@ -60,8 +67,16 @@ def store_whole(
                 mask=stored_M[:, None] & (dims < tile.HEAD_DIM_V)[None, :],
             )
     if io.lse.ptr is not None:
-        lse_M = tl.where(used_M, (m_M + tl.log2(l_M)) * LN2, float("-inf"))
-        lse = io.lse.ptr + place.b * io.lse.stride_b + place.token_q
+        start = place.b * io.lse.stride_b + place.token_q
+        if io.rest is None:
+            lse_M = m_M + tl.log2(l_M) * LN2 if IS_NATURAL else (m_M + tl.log2(l_M)) * LN2
+        else:
+            lse_M, rest_M = log_sum_exp(m_M, l_M, not IS_NATURAL)
+            rest = io.rest + start
+            rest_M = tl.where(used_M, rest_M, 0.0)
+            tl.store(rest + head_M * io.lse.stride_h + pos_M, rest_M, mask=stored_M)
+        lse_M = tl.where(used_M, lse_M, float("-inf"))
+        lse = io.lse.ptr + start
         tl.store(lse + head_M * io.lse.stride_h + pos_M, lse_M, mask=stored_M)
 
 
@@ -102,6 +117,8 @@ def store_empty(
                 lse_M = tl.where(pos_M < len_q, tl.load(sink + head_M), lse_M)
             at_M = b_M * io.lse.stride_b + head_M * io.lse.stride_h + pos_M
             tl.store(io.lse.ptr + at_M, lse_M, mask=empty_M)
+            if io.rest is not None:
+                tl.store(io.rest + at_M, 0.0, mask=empty_M)
 
 
 @triton.jit
@@ -118,9 +135,11 @@ def load_parts(partial_out, row_PM, exists_P, tile: DecodeTile):
 
 
 @triton.jit
-def merged(piece, row, M: tl.constexpr, merge: DecodeMerge, tile: DecodeTile):
-    """(maximum in base 2, sum, outputs) of all parts of M rows from `row` on of a unit's, in their
-    order."""
+def merged(
+    piece, row, M: tl.constexpr, merge: DecodeMerge, tile: DecodeTile, IS_NATURAL: tl.constexpr
+):
+    """(maximum, sum, outputs) of all parts of M rows from `row` on of a unit's, in their order."""
+    UNIT: tl.constexpr = LOG2E if IS_NATURAL else 1.0
     WORDS: tl.constexpr = tile.SLICES_E * tile.VALUES
     COLUMNS: tl.constexpr = WORDS * tile.BLOCK_E
     # Values on their way ahead of the weights, whose exchange between threads they would wait for:
@@ -134,28 +153,27 @@ def merged(piece, row, M: tl.constexpr, merge: DecodeMerge, tile: DecodeTile):
         acc = acc + (tl.zeros([M, tile.BLOCK_E], tl.float32),)
     # Parts are near each other: 32 bits reach from the first.
     first = wide(piece.rest) * tile.BLOCK_M
-    partial_lse = merge.partial_lse + first
+    partial_sums = merge.partial_sums + 2 * first
     partial_out = merge.partial_out + first * COLUMNS
     for begin in tl.range(0, piece.parts, merge.PARTS, num_stages=merge.STAGES):
         part_P = begin + tl.arange(0, merge.PARTS)
         exists_P = part_P < piece.parts
         slot_P = piece.step * part_P + tl.where(part_P == 0, piece.first - piece.rest, 0)
         row_PM = slot_P[:, None] * tile.BLOCK_M + rows[None, :]
-        lse_PM = tl.load(
-            partial_lse + row_PM,
-            mask=exists_P[:, None],
-            other=float("-inf"),
-            cache_modifier=".cg",
+        sums_PM = partial_sums + (row_PM + (slot_P * tile.BLOCK_M)[:, None])
+        top_PM = tl.load(sums_PM, mask=exists_P[:, None], other=float("-inf"), cache_modifier=".cg")
+        sum_PM = tl.load(
+            sums_PM + tile.BLOCK_M, mask=exists_P[:, None], other=0.0, cache_modifier=".cg"
         )
         parts = ()
         if AHEAD:
             for j in tl.static_range(WORDS):
                 part_PMW = load_parts(partial_out + j * tile.BLOCK_E, row_PM, exists_P, tile)
                 parts = parts + (part_PMW,)
-        new_M = tl.maximum(m_M, tl.max(lse_PM, 0))
+        new_M = tl.maximum(m_M, tl.max(top_PM, 0))
         base_M = finite_or_zero(new_M)
-        old_M = tl.exp2(m_M - base_M)
-        weight_PM = tl.exp2(lse_PM - base_M[None, :])
+        old_M = tl.exp2((m_M - base_M) * UNIT)
+        weight_PM = tl.exp2((top_PM - base_M[None, :]) * UNIT) * sum_PM
         l_M = l_M * old_M + tl.sum(weight_PM, 0)
         m_M = new_M
         more = ()
@@ -172,7 +190,8 @@ def merged(piece, row, M: tl.constexpr, merge: DecodeMerge, tile: DecodeTile):
 
 @triton.jit
 def store_part(m_M, l_M, acc, piece, merge: DecodeMerge, tile: DecodeTile):
-    """Writes a part's own normalised results, and its log-sum-exp in base 2."""
+    """Writes a part's own normalised results, and the maximum and sum of its rows: apart, since a
+    log-sum-exp that is far from 0 has no digits left for the sum."""
     COLUMNS: tl.constexpr = tile.SLICES_E * tile.VALUES * tile.BLOCK_E
     rows = tl.arange(0, tile.BLOCK_M)
     words = tl.arange(0, tile.BLOCK_E)
@@ -182,7 +201,9 @@ def store_part(m_M, l_M, acc, piece, merge: DecodeMerge, tile: DecodeTile):
     for j in tl.static_range(tile.SLICES_E * tile.VALUES):
         at_MW = (row_M * COLUMNS + j * tile.BLOCK_E)[:, None] + words[None, :]
         tl.store(merge.partial_out + at_MW, acc[j] * inverse_M[:, None], mask=kept_M[:, None])
-    tl.store(merge.partial_lse + row_M, m_M + tl.log2(l_M), mask=kept_M)
+    sums = merge.partial_sums + (row_M + wide(piece.slot) * tile.BLOCK_M)
+    tl.store(sums, m_M, mask=kept_M)
+    tl.store(sums + tile.BLOCK_M, l_M, mask=kept_M)
 
 
 @triton.jit
@@ -215,12 +236,18 @@ def finish_piece(
     sink,
     merge: DecodeMerge,
     tile: DecodeTile,
+    IS_NATURAL: tl.constexpr,
 ):
-    """What becomes of a piece's results. factor: of values."""
+    """What becomes of a piece's results. factor: of values. IS_NATURAL: maxima in natural units,
+    else in base 2."""
     if merge.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
-        store_whole(m_M, l_M, acc, factor, row0, group, place, io, sink, tile.BLOCK_M, tile)
+        store_whole(
+            m_M, l_M, acc, factor, row0, group, place, io, sink, tile.BLOCK_M, tile, IS_NATURAL
+        )
     elif piece.parts == 1:
-        store_whole(m_M, l_M, acc, factor, row0, group, place, io, sink, tile.BLOCK_M, tile)
+        store_whole(
+            m_M, l_M, acc, factor, row0, group, place, io, sink, tile.BLOCK_M, tile, IS_NATURAL
+        )
     else:
         store_part(m_M, l_M, acc, piece, merge, tile)
         if merge.AWAITS_STORES:
@@ -235,5 +262,18 @@ def finish_piece(
             tl.store(count, 0)
             M: tl.constexpr = tile.ROWS if tile.ROWS < MERGE_ROWS else MERGE_ROWS
             for row in range(0, tile.ROWS, M):
-                top_M, sum_M, out = merged(piece, row, M, merge, tile)
-                store_whole(top_M, sum_M, out, factor, row0 + row, group, place, io, sink, M, tile)
+                top_M, sum_M, out = merged(piece, row, M, merge, tile, IS_NATURAL)
+                store_whole(
+                    top_M,
+                    sum_M,
+                    out,
+                    factor,
+                    row0 + row,
+                    group,
+                    place,
+                    io,
+                    sink,
+                    M,
+                    tile,
+                    IS_NATURAL,
+                )

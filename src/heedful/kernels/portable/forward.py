@@ -22,6 +22,7 @@ from heedful.kernels.args.shared import (
     Tile,
     TileOrder,
 )
+from heedful.kernels.common.log_sum import log_sum_exp
 from heedful.kernels.portable.dropout import dropout_words, keep_tile
 from heedful.kernels.portable.keys import Keys, keys_of, load_keys
 from heedful.kernels.portable.scores import (
@@ -35,6 +36,7 @@ from heedful.kernels.portable.scores import (
     head_mods,
     plus_product,
     product_of_rows,
+    sink_state,
     visible,
 )
 from heedful.kernels.portable.sequences import (
@@ -71,7 +73,7 @@ def softmax_step(
         p_MN = exponential(s_MN - base_M[:, None], IS_EXACT)
         alpha_M = exponential(m_M - base_M, IS_EXACT)
     else:
-        p_MN = tl.exp2(s_MN * (scale * LOG2E) - base_M[:, None])
+        p_MN = tl.exp2(tl.fma(s_MN, scale * LOG2E, -base_M[:, None]))
         alpha_M = tl.exp2(m_M - base_M)
     return p_MN, new_M, l_M * alpha_M + tl.sum(p_MN, 1), alpha_M
 
@@ -138,10 +140,7 @@ def first_state(split, place, mods: ScoreMods, tile: Tile):
     l_M = tl.zeros([tile.BLOCK_M], tl.float32)
     if mods.sink is not None:
         logit = tl.where(split == 0, tl.load(mods.sink + place.h), float("-inf"))
-        if not mods.IS_ADJUSTED:
-            logit *= LOG2E
-        m_M = tl.zeros([tile.BLOCK_M], tl.float32) + logit
-        l_M += tl.where(m_M == float("-inf"), 0.0, 1.0)
+        m_M, l_M = sink_state(logit, m_M, mods.IS_ADJUSTED)
     return m_M, l_M, tl.zeros([tile.BLOCK_M, tile.BLOCK_E], tl.float32)
 
 
@@ -162,9 +161,12 @@ def store_results(
     """Writes out and lse. Rows of a tile that are stored but not used are written too, as rows that
     see nothing. factor: of the probabilities' sum."""
     acc_ME *= (factor / tl.where(l_M == 0.0, 1.0, l_M))[:, None]
-    if not IS_ADJUSTED:
-        m_M *= LN2
-    lse_M = m_M + tl.log2(l_M) * LN2
+    if io.rest is None:
+        if not IS_ADJUSTED:
+            m_M *= LN2
+        lse_M = m_M + tl.log2(l_M) * LN2
+    else:
+        lse_M, rest_M = log_sum_exp(m_M, l_M, not IS_ADJUSTED)
     used_M = rows_M < place.len_q
     acc_ME = tl.where(used_M[:, None], acc_ME, 0.0)
     lse_M = tl.where(used_M, lse_M, float("-inf"))
@@ -178,6 +180,9 @@ def store_results(
         starts = split * io.lse.stride_s + place.b * io.lse.stride_b + place.h * io.lse.stride_h
         lse = io.lse.ptr + (starts + place.token_q)
         tl.store(lse + rows_M, lse_M, mask=rows_M < place.stored_q)
+        if io.rest is not None:
+            rest = io.rest + (starts + place.token_q)
+            tl.store(rest + rows_M, tl.where(used_M, rest_M, 0.0), mask=rows_M < place.stored_q)
     store_rows(base, acc_ME, io.out.stride_n, row0, place.stored_q, tile.HEAD_DIM_V)
 
 

@@ -21,6 +21,11 @@ from heedful.kernels.portable.dropout import dropout_words, keep_tile
 from heedful.kernels.portable.keys import keys_of, load_keys
 from heedful.kernels.portable.scores import descaled, head_mods, lse_to_subtract, probabilities
 from heedful.kernels.portable.sequences import load_rows, place_of_queries, row_base, wide
+from heedful.kernels.portable.statistics import (
+    any_far,
+    statistics_of_keys,
+    with_statistics,
+)
 
 
 @triton.jit
@@ -65,10 +70,28 @@ def signed_probabilities(
     cols_N = col0 + tl.arange(0, N)
     exists_M = rows_M < len_q
     rows_lse = place.b * io.lse.stride_b + place.h * io.lse.stride_h + place.token_q
-    lse_M = lse_to_subtract(io.lse, rows_lse + rows_M, exists_M, True)
+    lse_M = lse_to_subtract(io.lse, rows_lse + rows_M, exists_M, mods.IS_ADJUSTED, True)
+    factor_M = tl.full([M], 1.0, tl.float32)
+    if any_far(lse_M) != 0:
+        m_M, l_M = statistics_of_keys(
+            q_MD,
+            keys,
+            io.k,
+            cache,
+            descales,
+            row0,
+            place,
+            head,
+            mask,
+            mods,
+            tile,
+            mods.IS_ADJUSTED,
+        )
+        lse_M, factor_M = with_statistics(lse_M, m_M, l_M)
     p_MN, _slope = probabilities(
         q_MD, k_ND, lse_M, row0, col0, place, head, mask, mods, tile, True, False
     )
+    p_MN *= factor_M[:, None]
     if dropout.IS_ON:
         words = dropout_words(dropout)
         keep_MN = keep_tile(words, place.b, place.h, row0, col0, dropout, M, N)

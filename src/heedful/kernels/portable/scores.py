@@ -201,13 +201,32 @@ def finite_or_zero(m):
 
 
 @triton.jit
-def lse_to_subtract(lse: RowVector, offsets, exists, IS_MASKED: tl.constexpr):
-    """LSE; rows that saw nothing or do not exist subtract inf: probability 0."""
+def sink_state(logit, m_M, IS_ADJUSTED: tl.constexpr):
+    """(maximum, sum) of rows that have seen nothing but the sink, in natural units or in base 2: a
+    maximum that was rounded has a sum of a little more or less than 1. m_M: of their shape."""
+    m_M = tl.zeros_like(m_M) + logit
+    l_M = tl.full(m_M.shape, 1.0, tl.float32)
+    if not IS_ADJUSTED:
+        top_M = finite_or_zero(m_M * LOG2E)
+        l_M = tl.exp2(tl.fma(m_M, LOG2E, -top_M))
+        m_M *= LOG2E
+    return m_M, tl.where(m_M == float("-inf"), 0.0, l_M)
+
+
+@triton.jit
+def lse_to_subtract(
+    lse: RowVector, offsets, exists, IS_ADJUSTED: tl.constexpr, IS_MASKED: tl.constexpr
+):
+    """LSE in the units of scores: natural ones if IS_ADJUSTED, else in base 2. Rows that saw
+    nothing or do not exist subtract inf: probability 0."""
     if IS_MASKED:
         lse_M = tl.load(lse.ptr + offsets, mask=exists, other=float("inf"))
     else:
         lse_M = tl.load(lse.ptr + offsets)
-    return tl.where(lse_M == float("-inf"), float("inf"), lse_M)
+    lse_M = tl.where(lse_M == float("-inf"), float("inf"), lse_M)
+    if not IS_ADJUSTED:
+        lse_M *= LOG2E
+    return lse_M
 
 
 @triton.jit
@@ -226,7 +245,7 @@ def probabilities(
     TRANSPOSED: tl.constexpr,
 ):
     """(probabilities, d score / d (s * scale)) of a tile whose LSE is known, [M, N] or, transposed,
-    [N, M]."""
+    [N, M]. lse_M: what is subtracted from scores, in their units, see `lse_to_subtract`."""
     IS_EXACT: tl.constexpr = q_MD.dtype == tl.float32
     rows_M = row0 + tl.arange(0, tile.BLOCK_M)
     cols_N = col0 + tl.arange(0, tile.BLOCK_N)
@@ -243,7 +262,7 @@ def probabilities(
         s, slope_of_cap = adjust_scores(s, distance, b_tile, head, mods)
         p = exponential(s - lse, IS_EXACT)
     else:
-        p = tl.exp2(s * (head.scale * LOG2E) - lse * LOG2E)
+        p = tl.exp2(tl.fma(s, head.scale * LOG2E, -lse))
     if IS_MASKED:
         p = tl.where(visible(rows, cols, distance, place, head, mask), p, 0.0)
     return p, slope_of_cap

@@ -18,6 +18,7 @@ from heedful.kernels.portable.scores import (
     exponential,
     finite_or_zero,
     product_of_rows,
+    sink_state,
     visible,
 )
 from heedful.kernels.portable.sequences import key_tiles, load_rows, row_base
@@ -52,7 +53,7 @@ def with_scores(m_M, l_M, s_MN, unit, IS_ADJUSTED: tl.constexpr):
         p_MN = exponential(s_MN - base_M[:, None], True)
         old_M = exponential(m_M - base_M, True)
     else:
-        p_MN = tl.exp2(s_MN * unit - base_M[:, None])
+        p_MN = tl.exp2(tl.fma(s_MN, unit, -base_M[:, None]))
         old_M = tl.exp2(m_M - base_M)
     return new_M, l_M * old_M + tl.sum(p_MN, 1)
 
@@ -63,13 +64,7 @@ def sink_statistics(place, mods: ScoreMods, tile: Tile, IS_ADJUSTED: tl.constexp
     m_M = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
     l_M = tl.zeros([tile.BLOCK_M], tl.float32)
     if mods.sink is not None:
-        logit = tl.load(mods.sink + place.h)
-        seen = tl.where(logit == float("-inf"), 0.0, 1.0)
-        if not IS_ADJUSTED:
-            seen *= tl.exp2(tl.fma(logit, LOG2E, -finite_or_zero(logit * LOG2E)))
-            logit *= LOG2E
-        m_M = tl.zeros([tile.BLOCK_M], tl.float32) + logit
-        l_M += seen
+        m_M, l_M = sink_state(tl.load(mods.sink + place.h), m_M, IS_ADJUSTED)
     return m_M, l_M
 
 
@@ -150,3 +145,22 @@ def row_statistics(
     return statistics_of_keys(
         q_MD, keys, k, None, None, row0, place, head, mask, mods, tile, IS_ADJUSTED
     )
+
+
+@triton.jit
+def with_statistics(lse_M, m_M, l_M):
+    """(reference, factor) of rows: of those far from 0 a maximum and 1 over a sum, of others the
+    LSE, as it is subtracted, and 1."""
+    far_M = is_far(lse_M)
+    return tl.where(far_M, m_M, lse_M), tl.where(far_M, 1.0 / l_M, 1.0)
+
+
+@triton.jit
+def load_references(reference, factor, lse_M, places_M, exists_M):
+    """(reference, factor) of rows as they were stored, or without such arrays the LSE and 1. Rows
+    that do not exist subtract inf."""
+    if reference is None:
+        return lse_M, tl.full(lse_M.shape, 1.0, tl.float32)
+    else:
+        reference_M = tl.load(reference + places_M, mask=exists_M, other=float("inf"))
+        return reference_M, tl.load(factor + places_M, mask=exists_M, other=1.0)

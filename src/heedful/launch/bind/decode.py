@@ -94,6 +94,7 @@ def decode_call(
             *(groups.rows(buffers, name, divisor) for name in "qkv"),
             out=groups.split_rows(buffers, "out", False, divisor),
             lse=groups.split_row_vector(buffers, "lse", False),
+            rest=pointer(buffers, "rest"),
         ),
         sequences=groups.sequences(
             problem, buffers, None if append is None else buffers["k_new"].shape[1]
@@ -164,7 +165,7 @@ def shared_work(
     return DecodeWork(
         merge=DecodeMerge(
             partial_out=pointer(buffers, "partial_out", True),
-            partial_lse=pointer(buffers, "partial_lse", True),
+            partial_sums=pointer(buffers, "partial_sums", True),
             counts=pointer(buffers, "counts", True),
             PARTS=max(1, min(32, merged)),
             STAGES=merge_stages,

@@ -177,15 +177,19 @@ def score_mods(problem: AttentionProblem, buffers: Buffers) -> shared.ScoreMods:
         bias=score_array(buffers, "bias"),
         sink=pointer(buffers, "sink"),
         HAS_SOFTCAP=problem.softcap > 0,
-        # The maximum commutes with a positive scale alone; float32 has the digits that folding the
-        # scale into the exponent loses.
-        IS_ADJUSTED=bool(
-            problem.softcap > 0
-            or problem.alibi
-            or problem.bias
-            or problem.scale <= 0
-            or problem.dtype == "float32"
-        ),
+        IS_ADJUSTED=is_adjusted(problem),
+    )
+
+
+def is_adjusted(problem: AttentionProblem) -> bool:
+    """Whether scores are taken to natural units: the maximum commutes with a positive scale alone;
+    float32 has the digits that folding the scale into the exponent loses."""
+    return bool(
+        problem.softcap > 0
+        or problem.alibi
+        or problem.bias
+        or problem.scale <= 0
+        or problem.dtype == "float32"
     )
 
 

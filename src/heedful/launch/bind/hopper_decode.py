@@ -73,6 +73,7 @@ def decode_call(
             v=key_map(problem, buffers, "v", config.block_n, _columns(problem.head_dim_v)),
             out=groups.split_rows(buffers, "out", False, divisor),
             lse=groups.split_row_vector(buffers, "lse", False),
+            rest=pointer(buffers, "rest"),
         ),
         "params": shared_params(
             problem,

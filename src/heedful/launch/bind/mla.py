@@ -9,7 +9,7 @@ from heedful.kernels.args.mla import MlaIO, MlaTile
 from heedful.launch.bind import groups
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.decode import shared_work
-from heedful.launch.bind.groups import Buffers
+from heedful.launch.bind.groups import Buffers, pointer
 from heedful.launch.bind.hopper import SWIZZLE, key_map
 from heedful.launch.bind.hopper_decode import shared_keys_call, shared_params
 from heedful.launch.bind.portable import shared_divisor
@@ -50,6 +50,7 @@ def tensors(problem: AttentionProblem, buffers: Buffers) -> MlaIO:
         k=key_map(problem, buffers, "k", BLOCK_KEYS, SWIZZLE),
         out=groups.split_rows(buffers, "out", False, divisor),
         lse=groups.split_row_vector(buffers, "lse", False),
+        rest=pointer(buffers, "rest"),
     )
 
 

@@ -121,6 +121,7 @@ def _forward_call(
             *(groups.rows(buffers, name, divisor) for name in "qkv"),
             out=groups.split_rows(buffers, out, plan.is_split, divisor),
             lse=groups.split_row_vector(buffers, lse, plan.is_split),
+            rest=pointer(buffers, "partial_rest" if plan.is_split else "rest"),
         ),
         cache=groups.kv_layout(problem.page_size, buffers),
         descales=groups.descales(problem, buffers),
@@ -191,7 +192,8 @@ def combine(buffers: Buffers, begins_early: bool = False) -> Program:
     """Merges partial_out (S, B, M, H, E) or (S, T, H, E) and partial_lse (S, B, H, M) or (S, H, T)
     into out and, if there is such a buffer, lse; `sink` enters once. apart_out (B, M, H, E) and
     apart_lse (B, H, M), if there are such buffers, are one part more. Rows of an lse lie side by
-    side. begins_early: the launch is programmatic, which takes sm_90."""
+    side. partial_rest and apart_rest lie as the lses do: where the first is there, the other is
+    beside apart_lse. begins_early: the launch is programmatic, which takes sm_90."""
     call = _combine_call(buffers, "partial_out", "partial_lse", "sink", begins_early)
     return Program((call,))
 
@@ -216,8 +218,10 @@ def _combine_call(
         io=args.CombineIO(
             partial_out=groups.split_rows(buffers, part, True, divisor),
             partial_lse=groups.split_row_vector(buffers, part_lse, True),
+            partial_rest=pointer(buffers, "partial_rest"),
             apart_out=apart_out,
             apart_lse=groups.row_vector(buffers, "apart_lse"),
+            apart_rest=pointer(buffers, "apart_rest"),
             sink=None if sink is None else pointer(buffers, sink),
             out=groups.rows(buffers, "out", divisor),
             lse=groups.row_vector(buffers, "lse"),
@@ -237,6 +241,9 @@ def _probs_call(
 ) -> KernelCall:
     config, launch = plan.configs["portable.scores"], sizes.launches["portable.scores"]
     divisor = shared_divisor(buffers, ("q", "k"))
+    scores = _scores(problem, config, buffers, divisor)
+    # Rows whose maximum and sum are made anew have it in them.
+    scores["mods"] = groups.score_mods(problem, buffers)
     descales = groups.descales(problem, buffers)
     return kernel_call(
         "probabilities.signed_probabilities",
@@ -251,7 +258,7 @@ def _probs_call(
         cache=groups.kv_layout(problem.page_size, buffers),
         descales=descales._replace(v=None),
         **scalars(**launch.numbers),
-        **_scores(problem, config, buffers, divisor),
+        **scores,
     )
 
 
@@ -279,11 +286,11 @@ def calls_beside(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> lis
     if "dbias" in buffers:
         calls.append(_bias_gradients_call(problem, plan, buffers))
     if "dsink" in buffers:
-        calls.append(_sink_gradients_call(buffers))
+        calls.append(_sink_gradients_call(problem, plan, buffers))
     return calls
 
 
-def _sink_gradients_call(buffers: Buffers) -> KernelCall:
+def _sink_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> KernelCall:
     lse = buffers["lse"].shape
     # Packed sequences are one.
     batch, rows = (1, lse[1]) if len(lse) == 2 else (lse[0], lse[2])
@@ -292,12 +299,16 @@ def _sink_gradients_call(buffers: Buffers) -> KernelCall:
         (buffers["sink"].shape[0], 1, 1),
         SINK_GRADIENTS,
         io=args.SinkGradientsIO(
-            pointer(buffers, "sink"),
-            groups.row_vector(buffers, "lse"),
-            pointer(buffers, "delta"),
-            pointer(buffers, "dsink"),
+            sink=pointer(buffers, "sink"),
+            lse=groups.row_vector(buffers, "lse"),
+            delta=pointer(buffers, "delta"),
+            reference=pointer(buffers, "reference"),
+            factor=pointer(buffers, "factor"),
+            dsink=pointer(buffers, "dsink"),
         ),
         **scalars(rows=rows, batch=batch),
+        # The other backwards make references in natural units.
+        IS_ADJUSTED="portable.backward_keys" not in plan.configs or groups.is_adjusted(problem),
         BLOCK_M=SINK_GRADIENTS.rows,
     )
 
@@ -315,6 +326,8 @@ def _key_gradients_call(
         io=args.KeyGradientsIO(
             lse=groups.row_vector(buffers, "lse"),
             delta=pointer(buffers, "delta"),
+            reference=pointer(buffers, "reference"),
+            factor=pointer(buffers, "factor"),
             **{name: groups.rows(buffers, name, divisor) for name in tensors},
         ),
         order=_order(launch.numbers),
@@ -329,6 +342,9 @@ def _query_gradients_call(
     kernel, tensors = "portable.backward_queries", ("q", "k", "v", "out", "dout", "dq")
     config, launch = plan.configs[kernel], sizes.launches[kernel]
     divisor = shared_divisor(buffers, tensors)
+    scores = _scores(problem, config, buffers, divisor)
+    # Rows whose maximum and sum are made anew have it in them.
+    scores["mods"] = groups.score_mods(problem, buffers)
     return kernel_call(
         "backward_queries.query_gradients",
         launch.grid,
@@ -337,10 +353,12 @@ def _query_gradients_call(
             lse=groups.row_vector(buffers, "lse"),
             dlse=groups.row_array(buffers, "dlse"),
             delta=pointer(buffers, "delta"),
+            reference=pointer(buffers, "reference"),
+            factor=pointer(buffers, "factor"),
             **{name: groups.rows(buffers, name, divisor) for name in tensors},
         ),
         order=_order(launch.numbers),
-        **_scores(problem, config, buffers, divisor),
+        **scores,
     )
 
 
@@ -356,6 +374,8 @@ def _bias_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers
         io=args.BiasGradientsIO(
             lse=groups.row_vector(buffers, "lse"),
             delta=pointer(buffers, "delta"),
+            reference=pointer(buffers, "reference"),
+            factor=pointer(buffers, "factor"),
             dbias=groups.score_array(buffers, "dbias"),
             **{name: groups.rows(buffers, name, divisor) for name in tensors},
         ),
