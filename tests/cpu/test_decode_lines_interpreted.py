@@ -19,9 +19,12 @@ from heedful.core.mask import MaskSpec
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.kernels.args.shared import Mask
+from heedful.kernels.portable.decode_append import rows_of
 from heedful.kernels.portable.decode_work import (
+    Piece,
     block_of,
     next_piece,
+    place_at,
     share_of,
     span_of,
     visit_of,
@@ -234,6 +237,38 @@ def test_pieces_of_all_shares_are_every_visit_of_a_unit_once(visits, overhead, s
         for i, (_, _, _, index, parts, slot, first, rest, step) in enumerate(own):
             assert (index, parts) == (unit, len(own))
             assert slot == (rest + step * i if i else first)
+
+
+@triton.jit
+def own_rows(out, len_q, len_k, stored_k, off, parts, mask: Mask, tile):
+    """The rows that each of some even pieces of a unit appends."""
+    span = span_of(0, len_q - 1, len_k, off, mask, tile)
+    place = place_at(0, 0, 0, len_q, len_q, 0, len_k, stored_k, off)
+    each = tl.cdiv(span.visits, parts)
+    for part in range(0, tl.cdiv(span.visits, each)):
+        start, stop = part * each, tl.minimum((part + 1) * each, span.visits)
+        piece = Piece(start, stop, 0, parts, 0, 0, 0, 0, 0)
+        low, high = rows_of(piece, span, place, tile)
+        tl.store(out + 2 * part, low)
+        tl.store(out + 2 * part + 1, high)
+
+
+@interpreted
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_each_row_of_storage_is_one_pieces_to_append(mask):
+    """Also rows that no query sees."""
+    for len_k, parts in ((200, 3), (97, 2), (64, 1), (64, 9), (3, 2), (180, 5)):
+        len_q, stored_k = 2, LONGEST
+        call = call_of(problem_of(mask, len_q))
+        numbers = {"len_q": len_q, "len_k": len_k, "stored_k": stored_k, "parts": parts}
+        numbers["off"] = mask.offset(len_q, len_k)
+        parameters = {"out": Pointer("out", "int32")}
+        parameters |= {name: Scalar(number) for name, number in numbers.items()}
+        parameters |= {name: call.parameters[name] for name in ("mask", "tile")}
+        out = torch.full((MOST, 2), -1, dtype=torch.int32)
+        run_call(KernelCall(KernelRef(__name__, "own_rows"), (1, 1, 1), parameters), {"out": out})
+        rows = [row for low, high in out.tolist() for row in range(low, high) if low >= 0]
+        assert rows == list(range(stored_k)), (len_k, parts, out.tolist())
 
 
 @starts_interpreter

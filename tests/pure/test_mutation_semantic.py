@@ -20,6 +20,7 @@ EACH = {
     ("edge", "a = rows_M >= n | 1"): {"a = rows_M >= (n | 1) - 1"},
     ("edge", "a = cols <= right"): {"a = cols <= right + 1"},
     ("edge", "a = b < c"): set(),
+    ("edge", "a = tl.max(row, 1)"): set(),
     ("edge", "a = min(row + 1, n)"): {"a = min((row + 1) + 1, n)", "a = min((row + 1) - 1, n)"},
     ("edge", "a = range(n, stop)"): {"a = range(n, stop + 1)", "a = range(n, stop - 1)"},
     ("axes", "a = x[:, None] & y[0]"): {"a = x[None, :] & y[0]"},

@@ -77,7 +77,9 @@ def _call(node: Any, source: Source) -> Iterator[Place]:
     called = getattr(node.func, "attr", getattr(node.func, "id", ""))
     end = source.span(node.func)[1]
     name = (end - len(called), end)
-    if called in _BOUNDS:
+    # Of arrays, max is of all elements.
+    is_reduction = called in ("min", "max") and isinstance(node.func, ast.Attribute)
+    if called in _BOUNDS and not is_reduction:
         for piece in node.args:
             if _is_position(piece):
                 yield "edge", [_off_by(piece, by, source) for by in ("- 1", "+ 1")]
