@@ -125,8 +125,8 @@ def test_a_test_that_spins_or_waits_ends_by_its_own_time_and_not_by_that_of_all(
     (tmp_path / "test_it.py").write_text(SPINS)
     start = time.monotonic()
     names = ["test_it.py::test_is_done", f"test_it.py::{test}"]
-    answer = server.run(tmp_path, names[:1], 600.0, each=[0.3])
+    answer = server.run(tmp_path, names[:1], 600.0, each=[0.1])
     assert answer["code"] == 0, json.dumps(answer)
-    answer = server.run(tmp_path, names, 600.0, each=[0.3, 0.3])
+    answer = server.run(tmp_path, names, 600.0, each=[0.1, 0.1])
     assert answer["code"] is None or answer["code"] < 0
     assert time.monotonic() - start < 60
