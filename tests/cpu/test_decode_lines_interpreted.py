@@ -84,6 +84,13 @@ def call_of(problem: AttentionProblem, overhead: int = 0) -> KernelCall:
     return call
 
 
+def without_arrays(work):
+    """Work that leaves no partial results."""
+    merge = work.merge
+    absent = {name: None for name, x in merge._asdict().items() if isinstance(x, Pointer)}
+    return work._replace(merge=merge._replace(**absent))
+
+
 def problem_of(mask: MaskSpec, len_q: int, batch: int = 1, num_splits: int = 0):
     facts = {"dtype": "float16", "used_k": True, "num_splits": num_splits, "mask": mask}
     return AttentionProblem.dense(batch, len_q, LONGEST, 2, **facts)
@@ -206,8 +213,7 @@ def test_pieces_of_all_shares_are_every_visit_of_a_unit_once(visits, overhead, s
     """Wherever a share ends, within what a unit costs beside its keys too; each part leaves its
     results where the one that merges looks for them."""
     call = call_of(problem_of(MaskSpec(), 1, 2, num_splits), overhead)
-    work = call.parameters["work"]
-    merge = work.merge._replace(partial_out=None, partial_lse=None, counts=None)
+    work = without_arrays(call.parameters["work"])
     per_part = [-(-v // num_splits) if num_splits else v for v in visits]
     parts = [-(-v // n) for v, n in zip(visits, per_part, strict=True)]
     lengths = [v + work.OVERHEAD * p for v, p in zip(visits, parts, strict=True)]
@@ -217,7 +223,7 @@ def test_pieces_of_all_shares_are_every_visit_of_a_unit_once(visits, overhead, s
         **{name: Pointer(name, "int32") for name in ("out", "starts", "visits")},
         "total": Scalar(starts[-1]),
         "each": Scalar(-(-starts[-1] // shares)),
-        "work": work._replace(merge=merge),
+        "work": work,
         "line": Scalar(line),
         "lines": Scalar(lines),
         "MOST": most,
