@@ -56,6 +56,8 @@ def pytest_collection_modifyitems(config, items):
     wants_slow = config.getoption("-m").strip() == "slow" or RUN_SLOW in os.environ
     gpu_reason = None
     for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"a test is named by an address: {item.nodeid}")
         if item.get_closest_marker("gpu"):
             gpu_reason = _no_gpu() if gpu_reason is None else gpu_reason
             if gpu_reason:

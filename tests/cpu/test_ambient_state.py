@@ -55,6 +55,17 @@ def dense(dtype):
     return lambda: with_gradients(heedful.flash_attn_func, leaves, **keywords)
 
 
+def trained(dtype):
+    leaves = [randn(2, 9, 4, 8, grad=True, dtype=dtype) for _ in range(3)]
+    return lambda: with_gradients(heedful.flash_attn_func, leaves)
+
+
+def decoded(dtype):
+    q, k, v = (randn(2, size, 2, 8, dtype=dtype) for size in (1, 16, 16))
+    given: dict[str, Any] = {"cache_seqlens": ints(13, 5), "return_softmax_lse": True}
+    return lambda: listed(heedful.flash_attn_with_kvcache(q, k, v, **given))
+
+
 def with_everything(dtype):
     leaves = [randn(2, 9, 4, 8, grad=True, dtype=dtype) for _ in range(3)]
     leaves += [randn(4, 9, 1, grad=True, dtype=dtype), randn(4, grad=True)]
@@ -157,8 +168,8 @@ def operator(dtype):
 
 
 ENTRIES: list[Callable] = [
-    *(sdpa, dense, with_everything, packed, one_tensor, paged, appending, prefixed, quantised),
-    *(fp8, merging, operator),
+    *(sdpa, dense, trained, with_everything, packed, one_tensor, decoded, paged, appending),
+    *(prefixed, quantised, fp8, merging, operator),
 ]
 
 
@@ -199,6 +210,8 @@ STATES: dict[str, Callable] = {
     "meta by context": lambda: torch.device("meta"),
     "meta by default": default_device,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast to float16": lambda: torch.autocast("cpu", torch.float16),
+    "autocast beside float32": lambda: torch.autocast("cpu", torch.bfloat16),
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
     "offloading": lambda: torch.autograd.graph.save_on_cpu(),
@@ -216,7 +229,11 @@ PAIRS = [
     for state in STATES
     # torch.func takes no saved-tensor hooks.
     if (entry, state) != (operator, "offloading")
+    # Queries take the dtype of a cache, and nothing is cast.
+    and (state != "autocast beside float32" or entry in (decoded, paged, appending, prefixed))
 ]
+# Of what autocast finds nothing to cast in; float32 in other states.
+DTYPES = {"autocast": torch.bfloat16, "autocast to float16": torch.float16}
 
 
 @pytest.fixture(autouse=True)
@@ -254,7 +271,7 @@ def in_a_thread(work: Callable[[], None]) -> None:
 @pytest.mark.parametrize(("entry", "state"), PAIRS)
 def test_a_call_gives_in_any_state_what_it_gives_in_none(entry, state):
     """In a state entered before any call, and after calls outside of it."""
-    run = entry(torch.bfloat16 if state == "autocast" else torch.float32)
+    run = entry(DTYPES.get(state, torch.float32))
     want: list[Tensors] = []
     in_a_thread(lambda: want.append(run()))
     CALLS.clear()

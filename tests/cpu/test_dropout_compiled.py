@@ -53,7 +53,7 @@ def test_a_budget_that_saves_nothing_wants_a_seed():
             return heedful.flash_attn_func(q, k, v, dropout_p=0.5, dropout_seed=seed)
 
         seed, given = torch.tensor([9]), operands()
-        outs = [run(*given, seed) for run in (seeded, compiled(seeded))]
+        outs = [run(*given, seed=seed) for run in (seeded, compiled(seeded))]
         found = [torch.autograd.grad(out.square().sum(), given) for out in outs]
         torch.testing.assert_close(found[1], found[0])
         with torch.no_grad():

@@ -81,7 +81,11 @@ FAR: list[tuple[Any, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("function", "options"), FAR, ids=str)
+@pytest.mark.parametrize(
+    ("function", "options"),
+    FAR,
+    ids=[f"{n} {i}" for i, (_, given) in enumerate(FAR) for n in given],
+)
 def test_numbers_that_no_kernel_can_hold_are_refused_by_name(function, options):
     (name,) = options
     with pytest.raises(ValueError, match=f"^{name} must .*, got "):

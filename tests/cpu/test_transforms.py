@@ -299,7 +299,9 @@ def test_vmap_over_an_axis_of_none_has_the_shapes_of_one():
         "lse": lambda q, k, v: heedful.flash_attn_func(q, k, v, return_lse=True),
         "out": heedful.flash_attn_func,
         "dropout": lambda q, k, v: heedful.flash_attn_func(q, k, v, 0.5, dropout_seed=1),
-        "gradients": torch.func.grad(lambda *a: heedful.flash_attn_func(*a).sum(), (0, 1, 2)),
+        "gradients": torch.func.grad(
+            lambda q, k, v: heedful.flash_attn_func(q, k, v).sum(), (0, 1, 2)
+        ),
         "sink": lambda q, k, v: heedful.flash_attn_func(q, k, v, sink=q[0, 0, :, 0]),
     }
     for name, fun in given.items():

@@ -82,8 +82,8 @@ def steps(case: Case) -> tuple[Step, Step]:
 
 def _with_gradients(case: Case) -> tuple[Step, Step]:
     shape = case.batch, case.length, HEADS, DIM
-    q, k, v = inputs = [torch.randn(shape, requires_grad=True) for _ in range(3)]
-    dout = torch.randn(shape)
+    q, k, v = inputs = [torch.randn(shape, device="cpu", requires_grad=True) for _ in range(3)]
+    dout = torch.randn(shape, device="cpu")
 
     def ours() -> object:
         out = heedful.flash_attn_func(q, k, v, dropout_p=case.dropout_p)
@@ -98,11 +98,13 @@ def _with_gradients(case: Case) -> tuple[Step, Step]:
 
 
 def _decodes(case: Case) -> tuple[Step, Step]:
-    q = torch.randn(case.batch, 1, HEADS, DIM)
-    k, v = (torch.randn(case.batch, case.length, HEADS, DIM) for _ in range(2))
+    q, k, v = (
+        torch.randn(case.batch, tokens, HEADS, DIM, device="cpu")
+        for tokens in (1, case.length, case.length)
+    )
     longest = case.length
-    lengths = torch.linspace(longest // 4, longest, case.batch).to(torch.int32)
-    places = torch.arange(longest)
+    lengths = torch.linspace(longest // 4, longest, case.batch, device="cpu").to(torch.int32)
+    places = torch.arange(longest, device="cpu")
 
     def ours() -> Tensor:
         return heedful.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)

@@ -27,7 +27,7 @@ MOST = 512
 # Scores of a call that are worth threads of our own: handing work over takes some 50 us.
 WORTH_THREADS = 128 * 1024
 # What baddbmm ignores where beta is 0.
-_NONE = torch.zeros(1, device="cpu")
+_NONE = torch.zeros(1, dtype=torch.float32, device="cpu")
 
 
 def takes(problem: AttentionProblem, x: Operands) -> bool:

@@ -1,5 +1,8 @@
-"""Calls in a forked child: on a CPU they work; on a GPU that the parent used they raise, as torch's
-own do, since a child has no part in its parent's GPU contexts."""
+"""Where torch computes on a CPU: where its threads are alive, and out of autocast's reach.
+
+In a forked child calls on a CPU work; on a GPU that the parent used they raise, as torch's own do,
+since a child has no part in its parent's GPU contexts.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,10 +11,18 @@ import torch
 
 from heedful.core import forks
 from heedful.launch.driver.forked import FORKED
+from heedful.torch.dispatch import any_autocast
 
 
 def on_own_thread(function: Callable, *arguments) -> Any:
-    """function(*arguments), which computes on a CPU, where torch's threads are alive."""
+    """function(*arguments), which computes on a CPU, where torch's threads are alive, and in the
+    dtypes that it has: autocast, which has cast the call's tensors, would cast its steps, too."""
+    if any_autocast() and torch.is_autocast_enabled("cpu"):
+        torch.set_autocast_enabled("cpu", False)
+        try:
+            return on_own_thread(function, *arguments)
+        finally:
+            torch.set_autocast_enabled("cpu", True)
     if not forks.is_stranded():
         return function(*arguments)
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
