@@ -77,6 +77,11 @@ def _no_gpu() -> str:
     return ""
 
 
+def pytest_unconfigure():
+    # What is frozen is not collected when the process ends, which nanobind has much to say about.
+    gc.unfreeze()
+
+
 def pytest_terminal_summary(terminalreporter):
     if SEED:
         terminalreporter.write_line(f"seed {SEED}: again by make test-random SEED={SEED}")

@@ -6,6 +6,7 @@ Works alike with Triton 3.6 and 3.9.
 import importlib
 import os
 import re
+import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -112,6 +113,23 @@ def compile_kernel(call: KernelCall, arch: str):
         return triton.compile(src, target=target, options=options)
     except Exception as error:
         raise CompileError(f"{call.kernel.function} for {arch}: {error}") from error
+    finally:
+        _let_go_at_exit()
+
+
+def _let_go_at_exit() -> None:
+    """Has Python clear Triton's modules when it ends.
+
+    Triton's C++ keeps classes of layouts for good once a Gluon kernel asked for one, and they keep
+    all of Triton's bindings by way of their modules' dicts: nanobind then ends the process with
+    twenty-five lines of "leaked". Python clears what is left of modules that somebody still holds,
+    and of those alone: the kept classes are to hold them.
+    """
+    layouts = sys.modules.get("triton.experimental.gluon.language._layouts")
+    kept = getattr(layouts, "AutoLayout", None)
+    if kept is not None:
+        modules = [m for name, m in sys.modules.items() if name.partition(".")[0] == "triton"]
+        kept._cleared_at_exit = modules
 
 
 def compile_artifact(call: KernelCall, arch: str) -> Artifact:
