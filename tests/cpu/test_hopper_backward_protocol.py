@@ -181,10 +181,14 @@ def test_every_tile_is_made_once_and_nobody_waits_for_ever(
     device.check()
 
 
+@pytest.mark.parametrize("made", ["backward", "pair"])
 @pytest.mark.parametrize("sizes", (DENSE[0], DENSE[1], DENSE[5], PACKED[0]), ids=str)
 @pytest.mark.parametrize("seed", range(3))
-def test_every_visit_of_a_call_with_far_rows_goes_the_way_of_masks(sizes, seed):
-    device = Checked(sizes, 3, True, False, seed, tile=TILES[seed], far=True)
+def test_cotangents_of_far_rows_are_scaled_before_anybody_reads_them(sizes, seed, made):
+    if made == "pair":
+        device = PairChecked(sizes, 3, True, False, seed, far=True)
+    else:
+        device = Checked(sizes, 3, True, False, seed, tile=TILES[seed], far=True)
     device.run()
     device.check()
 

@@ -388,7 +388,6 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         dq_accum (8, 2048, 128) float32
         reference (2, 8, 1000) float32
         factor (2, 8, 1000) float32
-        has_far_rows (1,) int32
         tile_counter (1,) int32
         partials (2, 4, 2048, 256) float32""",
         ),
@@ -401,7 +400,6 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         dq_accum (8, 2048, 128) float32
         reference (2, 8, 1000) float32
         factor (2, 8, 1000) float32
-        has_far_rows (1,) int32
         tile_counter (1,) int32
         partials (3, 4, 2048, 256) float32""",
         ),
@@ -414,7 +412,6 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         dq_accum (8, 40960, 128) float32
         reference (40, 8, 1000) float32
         factor (40, 8, 1000) float32
-        has_far_rows (1,) int32
         tile_counter (1,) int32""",
         ),
         (
@@ -426,7 +423,6 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         dq_accum (8, 40960, 128) float32
         reference (40, 8, 1000) float32
         factor (40, 8, 1000) float32
-        has_far_rows (1,) int32
         tile_counter (1,) int32""",
         ),
         (
@@ -439,7 +435,6 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         dq_accum (8, 1600, 128) float32
         reference (8, 1500) float32
         factor (8, 1500) float32
-        has_far_rows (1,) int32
         tile_counter (1,) int32
         partials (4, 4, 1536, 256) float32
         varlen_tiles (25,) int32""",
@@ -454,7 +449,6 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         dq_accum (8, 1600, 128) float32
         reference (8, 1500) float32
         factor (8, 1500) float32
-        has_far_rows (1,) int32
         tile_counter (1,) int32
         partials (4, 4, 1536, 256) float32
         varlen_tiles (25,) int32""",
@@ -468,7 +462,6 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         dq_accum (8, 2048, 128) float32
         reference (2, 8, 1000) float32
         factor (2, 8, 1000) float32
-        has_far_rows (1,) int32
         tile_counter (1,) int32
         turns (256,) int32
         partials (2, 4, 2048, 256) float32""",
@@ -482,7 +475,6 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         dq_accum (8, 32000, 128) float32
         reference (2, 8, 16000) float32
         factor (2, 8, 16000) float32
-        has_far_rows (1,) int32
         tile_counter (1,) int32
         turns (4000,) int32
         partials (2, 4, 2048, 256) float32""",
@@ -496,7 +488,6 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         dq_accum (8, 9216, 128) float32
         reference (9, 8, 1000) float32
         factor (9, 8, 1000) float32
-        has_far_rows (1,) int32
         tile_counter (1,) int32
         turns (1152,) int32""",
         ),
@@ -508,8 +499,7 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         delta (2, 8, 1000) float32
         dq_accum (8, 2048, 256) float32
         reference (2, 8, 1000) float32
-        factor (2, 8, 1000) float32
-        has_far_rows (1,) int32""",
+        factor (2, 8, 1000) float32""",
         ),
         (
             {"head_dim": 192, "head_dim_v": 128},
@@ -520,7 +510,6 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         dq_accum (8, 2048, 192) float32
         reference (2, 8, 1000) float32
         factor (2, 8, 1000) float32
-        has_far_rows (1,) int32
         partials (2, 4, 2048, 320) float32""",
         ),
         (
@@ -532,7 +521,6 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         dq_accum (8, 2048, 64) float32
         reference (2, 8, 1000) float32
         factor (2, 8, 1000) float32
-        has_far_rows (1,) int32
         tile_counter (1,) int32
         partials (2, 4, 2048, 128) float32""",
         ),
@@ -545,7 +533,6 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         dq_accum (8, 1024, 128) float32
         reference (1, 8, 1000) float32
         factor (1, 8, 1000) float32
-        has_far_rows (1,) int32
         tile_counter (1,) int32
         partials (4, 4, 1024, 256) float32""",
         ),
@@ -558,7 +545,6 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         dq_accum (64, 16384, 128) float32
         reference (16, 64, 1000) float32
         factor (16, 64, 1000) float32
-        has_far_rows (1,) int32
         tile_counter (1,) int32
         partials (2, 1, 16384, 256) float32""",
         ),

@@ -216,7 +216,7 @@ class Device:
     skips: (function, step, of what) that are left out, such as ("backward_dq", "arrive",
     "k_empty"): of the calls that this function makes, and those that it calls. bends: changes a
     program's shared memory. instead: what stands in for names of the kernels' files. far: whether
-    rows are far, which the loop over visits without a mask knows nothing of.
+    all rows are far from 0, whose cotangents the producer scales on their way.
     """
 
     sizes: Sizes
@@ -469,10 +469,10 @@ class Device:
         at = self.host.turned(sequences.box)
         return tuple(map(int, at(self.sizes.packed, batch, head, start, stored, row)))
 
-    def probabilities(self, shared, s, lse, blocks, params, tile, number, dtype, consumer, masked):
+    def probabilities(self, s, lse, blocks, params, tile, number, dtype, consumer, masked):
         ((k, q),) = s.made
         head, block = self.host.turned(tile_file.query_tile)(params, tile, blocks, Int(number))
-        assert masked or not self.far and blocks.full_begin <= block < blocks.full_end
+        assert masked or blocks.full_begin <= block < blocks.full_end
         batch, row = int(tile.batch), int(block) * self.tile.block_m
         at_q = self.box(batch, head, tile.start_q, tile.stored_q, row)
         col = tile.col + consumer * KEYS
@@ -538,6 +538,9 @@ class Device:
                 "tma_store": self.tma_store,
                 "load_numbers": self.load_numbers,
                 "base_2": lambda x, dtype: x,
+                "any_far": lambda x: self.far,
+                "of_far": lambda ptr, near, *rest: 1 if near == 1.0 else near,
+                "scale_rows": lambda box, factor: None,
                 "add_block": self.add_block,
                 "wait_until_read": self.copies_read,
                 "wait_for_turn": self.wait_for_turn,
@@ -545,8 +548,6 @@ class Device:
                 "store_registers": self.store_registers,
                 "put_dq": self.put_dq,
                 "queued_probabilities": self.probabilities,
-                "tell_far_rows": lambda shared, params: None,
-                "has_far_rows": lambda shared: self.far,
                 "kept_probabilities": lambda p, params, dtype, layout: p,
                 "score_gradients": self.score_gradients,
                 "to_pairs": lambda x, dtype: x,
@@ -590,6 +591,8 @@ class Device:
             **{name: desc(name) for name in ("q", "k", "v", "dout", "dk", "dv")},
             lse=SimpleNamespace(ptr="lse"),
             delta="delta",
+            reference="reference",
+            factor="factor",
             dq_accum=Pointer([]),
         )
 

@@ -518,9 +518,8 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     rows_of = ArraySpec.contiguous(problem.lse_shape, "float32")
     workspaces = [
         Workspace("dq_accum", ArraySpec.contiguous(dims, "float32")),
-        Workspace("reference", rows_of),
-        Workspace("factor", rows_of),
-        Workspace("has_far_rows", ArraySpec.contiguous((1,), "int32")),
+        Workspace("lse_log2", rows_of),
+        Workspace("dout_scale", rows_of),
     ]
     if config.draws:
         # The prologue clears both.

@@ -8,7 +8,9 @@ from heedful.kernels.args.shared import Dropout, Mask, Sequences
 
 
 class HopperBackwardIO(NamedTuple):
-    """q, k, v, dout, dk and dv are tensor maps. delta lies as lse does. dq_accum: sums of dq, with
+    """q, k, v, dout, dk and dv are tensor maps. lse_log2: what a row's logits in base 2 are less
+    by, with the scale of probabilities. delta and dout_scale, of rows far from 0 alone
+    (`hopper.backward_far_rows`), lie as it does. dq_accum: sums of dq, with
     the scale of probabilities and without that of scores, in tiles of BLOCK_M rows, see
     `hopper.backward_sums`."""
 
@@ -16,8 +18,9 @@ class HopperBackwardIO(NamedTuple):
     k: In[Ptr]
     v: In[Ptr]
     dout: In[Ptr]
-    lse: In[RowVector]
+    lse_log2: In[RowVector]
     delta: In[Ptr]
+    dout_scale: In[Ptr]
     dk: Out[Ptr]
     dv: Out[Ptr]
     dq_accum: InOut[Ptr]
@@ -73,16 +76,6 @@ class HopperBackwardTile(NamedTuple):
     PRODUCER_REGS: Const
 
 
-class FarRows(NamedTuple):
-    """Rows whose log-sum-exp is far from 0 (`common/far_rows.py`). is_any: one number, whether the
-    call has any. reference: what is subtracted from a row's scores, far or not, in natural units;
-    factor, which lies as reference does: what the exponentials are multiplied by."""
-
-    is_any: In[Ptr]
-    reference: In[RowVector]
-    factor: In[Ptr]
-
-
 class HopperBackwardParams(NamedTuple):
     """All that the roles of a Hopper backward share."""
 
@@ -92,7 +85,6 @@ class HopperBackwardParams(NamedTuple):
     mods: HopperScoreMods
     dropout: Dropout
     order: HopperBackwardOrder
-    far: FarRows
     tile: HopperBackwardTile
 
 
@@ -110,20 +102,21 @@ class BackwardPrologueIO(NamedTuple):
 
 
 class FarRowsIO(NamedTuple):
-    """What far rows are made anew from, and FarRows, all of which lie as lse does."""
+    """What rows far from 0 are made anew from, and what is told of all rows, which lies as lse
+    does: lse_log2 and dout_scale as in HopperBackwardIO; reference and factor as in
+    `portable.References`, None where nobody reads them."""
 
     q: In[Rows]
     k: In[Rows]
-    is_any: Out[Ptr]
+    lse_log2: Out[Ptr]
+    dout_scale: Out[Ptr]
     reference: Out[Ptr]
     factor: Out[Ptr]
 
 
 class BackwardEpilogueIO(NamedTuple):
-    """partials: as in HopperBackwardOrder; without them there are no dk and dv either. is_any: as
-    in FarRows, for the next call that gets this memory."""
+    """partials: as in HopperBackwardOrder; without them there are no dk and dv either."""
 
-    is_any: Out[Ptr]
     dq_accum: In[Ptr]
     dq: Out[Rows]
     partials: In[Ptr]

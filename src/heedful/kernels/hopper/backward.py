@@ -14,12 +14,7 @@ from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwar
 from heedful.kernels.hopper.backward_consumer import backward_consumer
 from heedful.kernels.hopper.backward_dq import backward_dq
 from heedful.kernels.hopper.backward_producer import backward_adder, backward_producer
-from heedful.kernels.hopper.backward_shared import (
-    CONSUMERS,
-    BackwardShared,
-    adders,
-    tell_far_rows,
-)
+from heedful.kernels.hopper.backward_shared import CONSUMERS, BackwardShared, adders
 from heedful.kernels.hopper.backward_tile import work_scheduler
 
 
@@ -36,7 +31,6 @@ def backward(io: HopperBackwardIO, params: HopperBackwardParams):
     fence_async_shared()
     # Begun early (KernelCall.programmatic): what the prologue wrote is in memory from here on.
     cuda.gdc_wait()
-    tell_far_rows(shared, params)
     ADDERS: gl.constexpr = adders(params)
     if ADDERS == 1:
         gl.warp_specialize(

@@ -138,8 +138,6 @@ def backward_epilogue(
     sequences are rounded up to. D, E: columns of the results, of BLOCK_D, BLOCK_E in the sums."""
     # Begun early (KernelCall.programmatic): sums are in memory from here on.
     cuda.gdc_wait()
-    if tl.program_id(0) == 0:
-        tl.store(io.is_any, 0)
     heads = sizes.heads_k * sizes.group
     of_queries = q_blocks * heads
     programs = of_queries

@@ -27,8 +27,8 @@ from heedful.kernels.hopper.backward_scores import (
     queued_probabilities,
     score_gradients,
 )
-from heedful.kernels.hopper.backward_shared import CONSUMERS, has_far_rows, wait_for_outlet
-from heedful.kernels.hopper.backward_tile import all_masked, is_masked, visit_range
+from heedful.kernels.hopper.backward_shared import CONSUMERS, wait_for_outlet
+from heedful.kernels.hopper.backward_tile import is_masked, visit_range
 from heedful.kernels.hopper.compat import opaque
 from heedful.kernels.hopper.mma import ROWS, scores_layout
 from heedful.kernels.hopper.pairs import from_pairs, lane_place, store_pairs, to_pairs
@@ -66,10 +66,8 @@ def visit_probabilities(
     """What waits for a visit's dP."""
     dtype: gl.constexpr = shared.k.dtype
     layout: gl.constexpr = gl.SliceLayout(0, scores_layout(dtype, params.tile.BLOCK_M))
-    less_M = shared.lse.index(visit % params.tile.Q_STAGES).load(layout)
-    return queued_probabilities(
-        shared, s_NM, less_M, blocks, params, tile, number, dtype, CONSUMER, MASKED
-    )
+    lse_M = shared.lse.index(visit % params.tile.Q_STAGES).load(layout)
+    return queued_probabilities(s_NM, lse_M, blocks, params, tile, number, dtype, CONSUMER, MASKED)
 
 
 @gluon.jit
@@ -158,8 +156,6 @@ def full_run(blocks, number, last):
 def backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER: gl.constexpr):
     """dK and dV, not scaled, of one consumer's keys: of a work tile's visits, at least one.
     visit: how many came before, in all work tiles. kv_count: how many work tiles had any."""
-    # The loop over visits that need no mask knows nothing of far rows.
-    blocks = all_masked(blocks, has_far_rows(shared))
     dtype: gl.constexpr = shared.k.dtype
     dk = no_gradients(params.tile.D, dtype)
     dv = no_gradients(params.tile.E, dtype)

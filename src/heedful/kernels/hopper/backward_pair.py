@@ -32,15 +32,15 @@ from heedful.kernels.hopper.backward_mainloop import keys_of
 from heedful.kernels.hopper.backward_mask import hide_queries
 from heedful.kernels.hopper.backward_p_scale import p_descale
 from heedful.kernels.hopper.backward_producer import backward_producer
-from heedful.kernels.hopper.backward_scores import far_probabilities, kept_probabilities
+from heedful.kernels.hopper.backward_scores import (
+    kept_probabilities,
+)
 from heedful.kernels.hopper.backward_shared import (
     CONSUMERS,
     allocate_queries,
-    has_far_rows,
+    far_memory,
     release_keys,
-    share_far_rows,
     sync_consumers,
-    tell_far_rows,
     wait_for_keys,
 )
 from heedful.kernels.hopper.backward_sums import add_registers
@@ -80,7 +80,8 @@ class PairShared:
     k_empty: gl.shared_memory_descriptor
     v_empty: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
-    far: gl.shared_memory_descriptor
+    dout_scale: gl.shared_memory_descriptor
+    far_full: gl.shared_memory_descriptor
 
     @gluon.jit
     def allocate(io, params):
@@ -105,7 +106,7 @@ class PairShared:
             barriers(1, CONSUMERS),
             barriers(1, CONSUMERS),
             barriers(STAGES, CONSUMERS * 4),
-            share_far_rows(),
+            *far_memory(params),
         )
 
     @gluon.jit
@@ -151,7 +152,7 @@ def less_than_rows(x_M, BLOCK_M: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def pair_probabilities(shared, visit, params, tile, CONSUMER: gl.constexpr, FAR: gl.constexpr):
+def probabilities(shared, visit, params, tile, CONSUMER: gl.constexpr):
     """A visit's probabilities in pairs."""
     dtype: gl.constexpr = shared.k.dtype
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
@@ -159,30 +160,20 @@ def pair_probabilities(shared, visit, params, tile, CONSUMER: gl.constexpr, FAR:
     rows: gl.constexpr = gl.SliceLayout(0, layout)
     q_state = stage_of(visit, params.tile.Q_STAGES)
     shared.q.consumer_wait(q_state)
-    if FAR:
-        s_NM = gl.zeros([ROWS, BLOCK_M], gl.float32, layout)
-    else:
-        less_M = shared.lse.index(q_state.index).load(rows) / params.mods.scale_log2
-        s_NM = less_than_rows(less_M, BLOCK_M, layout)
+    lse_M = shared.lse.index(q_state.index).load(rows) / params.mods.scale_log2
+    s_NM = less_than_rows(lse_M, BLOCK_M, layout)
     keys = keys_of(shared.k, CONSUMER)
     s_NM = add_scores(keys, shared.q.tile(q_state), s_NM, params.tile.D)
     s_NM = warpgroup_mma_wait(0, deps=[s_NM])
+    p_NM = gl.exp2(s_NM * params.mods.scale_log2)
     row = read_number(shared.rows.index(q_state.index))
-    if FAR:
-        place = read_number(shared.places.index(q_state.index)).to(gl.int64)
-        head = place * BLOCK_M // params.sizes.accum_rows
-        p_NM = far_probabilities(s_NM, params, tile, head, row, dtype)
-    else:
-        p_NM = gl.exp2(s_NM * params.mods.scale_log2)
     p_NM = hide_queries(p_NM, params, tile, row, CONSUMER)
     return to_pairs(p_NM, gl.float16)
 
 
 @gluon.jit
-def pair_step(
-    io, shared, visit, dk, dv, params, tile, lane, CONSUMER: gl.constexpr, FAR: gl.constexpr
-):
-    """One visit. visit: how many came before, in all work tiles. FAR: rows may be far."""
+def pair_step(io, shared, visit, dk, dv, params, tile, lane, CONSUMER: gl.constexpr):
+    """One visit. visit: how many came before, in all work tiles."""
     dtype: gl.constexpr = shared.k.dtype
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     layout: gl.constexpr = scores_layout(dtype, BLOCK_M)
@@ -191,7 +182,7 @@ def pair_step(
     q_state = stage_of(visit, params.tile.Q_STAGES)
     do_state = stage_of(visit, params.tile.DO_STAGES)
     ds_state = stage_of(visit, params.tile.DS_STAGES)
-    p_NJ = pair_probabilities(shared, visit, params, tile, CONSUMER, FAR)
+    p_NJ = probabilities(shared, visit, params, tile, CONSUMER)
     shared.do.consumer_wait(do_state)
     dout = shared.do.tile(do_state)
     delta_M = shared.delta.index(do_state.index).load(gl.SliceLayout(0, layout))
@@ -224,15 +215,9 @@ def pair_mainloop(io, shared, visit, params, tile, visits, CONSUMER: gl.constexp
     dk = no_gradients(params.tile.D, dtype)
     dv = no_gradients(params.tile.E, dtype)
     lane = lane_place()
-    # Two loops: the branch in one would have all visits reload what far rows take from registers.
-    if has_far_rows(shared):
-        for _ in range(visits):
-            dk, dv = pair_step(io, shared, visit, dk, dv, params, tile, lane, CONSUMER, True)
-            visit += 1
-    else:
-        for _ in range(visits):
-            dk, dv = pair_step(io, shared, visit, dk, dv, params, tile, lane, CONSUMER, False)
-            visit += 1
+    for _ in range(visits):
+        dk, dv = pair_step(io, shared, visit, dk, dv, params, tile, lane, CONSUMER)
+        visit += 1
     return dk, dv, visit
 
 
@@ -280,7 +265,6 @@ def backward_pair(io: HopperBackwardIO, params: HopperBackwardParams):
     fence_async_shared()
     # Begun early (KernelCall.programmatic): what the prologue wrote is in memory from here on.
     cuda.gdc_wait()
-    tell_far_rows(shared, params)
     gl.warp_specialize(
         [
             (pair_consumer, (io, shared, scheduler, params, 0)),

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.backward_columns import share_columns
-from heedful.kernels.hopper.backward_p_scale import p_scale_log2
+from heedful.kernels.hopper.backward_far_rows import any_far, is_far, scale_rows
 from heedful.kernels.hopper.backward_shared import SHARES, adders
 from heedful.kernels.hopper.backward_sums import (
     add_block,
@@ -33,34 +33,27 @@ from heedful.kernels.hopper.pipeline import PipelineState, stage_of
 from heedful.kernels.hopper.sequences import box
 from heedful.kernels.hopper.tile_scheduler import SCHEDULER_STAGES, TileScheduler
 
-LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
-
 
 @gluon.jit
 def load_numbers(ptr, io, params, tile, head, row, other):
-    """Numbers of query rows from `row` on out of an array that lies as lse does."""
+    """Numbers of query rows from `row` on out of an array that lies as lse_log2 does."""
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    base = ptr + tile.batch.to(gl.int64) * io.lse.stride_b + head.to(gl.int64) * io.lse.stride_h
+    lies = io.lse_log2
+    base = ptr + tile.batch.to(gl.int64) * lies.stride_b + head.to(gl.int64) * lies.stride_h
     rows_M = row + gl.arange(0, BLOCK_M, layout=layout)
     return gl.load(base + tile.start_q + rows_M, mask=rows_M < tile.len_q, other=other)
 
 
 @gluon.jit
 def queries_of(io, params, tile, blocks, visit):
-    """A visit's query head and first row, and the rows' lse and delta on their way."""
+    """A visit's query head and first row, and the rows' lse_log2 and delta on their way. Rows past
+    the last have no probabilities."""
     head, block = query_tile(params, tile, blocks, visit)
     row = block * params.tile.BLOCK_M
-    lse_M = load_numbers(io.lse.ptr, io, params, tile, head, row, float("-inf"))
+    lse_M = load_numbers(io.lse_log2.ptr, io, params, tile, head, row, float("inf"))
     delta_M = load_numbers(io.delta, io, params, tile, head, row, 0.0)
     return head, row, lse_M, delta_M
-
-
-@gluon.jit
-def base_2(lse_M, dtype: gl.constexpr):
-    """What a row's logits in base 2 are less by, so that probabilities come out scaled. A row
-    without any has no probabilities."""
-    return gl.where(lse_M == float("-inf"), float("inf"), lse_M * LOG2E - p_scale_log2(dtype))
 
 
 @gluon.jit
@@ -102,6 +95,27 @@ def load_rows(desc, ring, numbers, x_M, params, tile, head, row, state):
 
 
 @gluon.jit
+def load_far_rows(io, shared, lse_M, delta_M, params, tile, head, row, state, phase):
+    """As `load_rows` of dout and delta, of which those of far rows are scaled before anybody is
+    told of them."""
+    PACKED: gl.constexpr = params.seqs.cu_q is not None
+    desc = io.dout
+    scale_M = load_numbers(io.dout_scale, io, params, tile, head, row, 1.0)
+    scale_M = gl.where(is_far(lse_M), scale_M, 1.0)
+    full = shared.do.producer_acquire(state, state)
+    shared.delta.index(state.index).store(delta_M * scale_M)
+    shared.dout_scale.index(0).store(scale_M)
+    rows = shared.do.boxes.index(state.index)
+    loaded = shared.far_full.index(0)
+    mbarrier.expect(loaded, desc.block_type.nbytes)
+    at = box(PACKED, tile.batch, head, tile.start_q, tile.stored_q, row)
+    tma_load(desc, at, loaded, rows)
+    barrier.wait(loaded, phase)
+    scale_rows(rows, shared.dout_scale.index(0))
+    barrier.arrive_lane(full)
+
+
+@gluon.jit
 def tell_place(shared, params, tile, head, row, state):
     """Says which tile of queries it is that is loaded next, among those of all heads, once there is
     room for that."""
@@ -120,7 +134,7 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
     # first.
     K_AHEAD: gl.constexpr = params.tile.K_STAGES > 1
     TELLS_PLACES: gl.constexpr = params.tile.DQ_REGS is None and params.tile.BLOCK_N > ROWS
-    q_state, do_state = states
+    q_state, do_state, far_phase = states
     head, row, lse_M, delta_M = queries_of(io, params, tile, blocks, first)
     for visit in range(first, end):
         if visit == first:
@@ -128,22 +142,25 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
                 load_k(io, shared, params, tile, kv_count)
             else:
                 load_v(io, shared, params, tile, kv_count)
-        less_M = base_2(lse_M, io.q.dtype)
         if TELLS_PLACES:
             tell_place(shared, params, tile, head, row, q_state)
-        load_rows(io.q, shared.q, shared.lse, less_M, params, tile, head, row, q_state)
+        load_rows(io.q, shared.q, shared.lse, lse_M, params, tile, head, row, q_state)
         if visit == first:
             if K_AHEAD:
                 load_v(io, shared, params, tile, kv_count)
             else:
                 load_k(io, shared, params, tile, kv_count)
-        load_rows(io.dout, shared.do, shared.delta, delta_M, params, tile, head, row, do_state)
+        if any_far(lse_M):
+            load_far_rows(io, shared, lse_M, delta_M, params, tile, head, row, do_state, far_phase)
+            far_phase ^= 1
+        else:
+            load_rows(io.dout, shared.do, shared.delta, delta_M, params, tile, head, row, do_state)
         q_state = q_state.next()
         do_state = do_state.next()
         # The next rows' numbers are on their way while stages are awaited.
         following = gl.minimum(visit + 1, end - 1)
         head, row, lse_M, delta_M = queries_of(io, params, tile, blocks, following)
-    return q_state, do_state
+    return q_state, do_state, far_phase
 
 
 @gluon.jit
@@ -151,7 +168,8 @@ def backward_producer(
     io: HopperBackwardIO, shared, scheduler: TileScheduler, params: HopperBackwardParams
 ):
     """Draws work tiles, tells the other warps of them, and loads what they need."""
-    states = PipelineState.start(params.tile.Q_STAGES), PipelineState.start(params.tile.DO_STAGES)
+    q_state = PipelineState.start(params.tile.Q_STAGES)
+    states = q_state, PipelineState.start(params.tile.DO_STAGES), gl.to_tensor(0)
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)
     kv_count = gl.to_tensor(0)
     index = scheduler.draw(stride_before())

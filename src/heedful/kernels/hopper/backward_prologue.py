@@ -14,12 +14,13 @@ from heedful.kernels.args.hopper_backward import (
     HopperBackwardSizes,
 )
 from heedful.kernels.args.shared import Mask, ScoreMods, Sequences, Shape, Tile
-from heedful.kernels.common.far_rows import HAS_FAR_ROWS
 from heedful.kernels.common.sequences import sequence
+from heedful.kernels.hopper.backward_far_rows import far_rows, is_far, lse_log2
+from heedful.kernels.hopper.backward_p_scale import p_scale_log2
 from heedful.kernels.portable.backward_rows import row_deltas
 from heedful.kernels.portable.scores import head_mods
 from heedful.kernels.portable.sequences import Place, load_rows, place_of, row_base, wide
-from heedful.kernels.portable.statistics import any_far, is_far, row_statistics
+from heedful.kernels.portable.statistics import row_statistics
 
 
 @triton.jit
@@ -84,17 +85,22 @@ def backward_prologue(
     delta_M = row_deltas(o_ME, do_ME, io.lse, io.dlse, place, places_M, rows_M, rows_M < len_q)
     tl.store(io.delta + places_M, delta_M, mask=rows_M < stored_q)
     lse_M = tl.load(io.lse.ptr + places_M, mask=rows_M < len_q, other=float("-inf"))
-    # A row that saw nothing has no probabilities.
-    reference_M = tl.where(lse_M == float("-inf"), float("inf"), lse_M)
+    reference_M = lse_M
     factor_M = tl.full([BLOCK_M], 1.0, tl.float32)
-    if any_far(lse_M) != 0:
-        tl.store(far.is_any, HAS_FAR_ROWS)
+    P_SCALE_LOG2: tl.constexpr = p_scale_log2(io.dout.ptr.dtype.element_ty)
+    less_M = lse_log2(lse_M, P_SCALE_LOG2)
+    far_M = is_far(less_M)
+    if tl.max(far_M.to(tl.int32), 0) != 0:
         HAS_BIAS: tl.constexpr = mods.bias.ptr is not None
         whole = place_of(b, h, h // sizes.group, seqs, shape, mask, HAS_BIAS)
         head = head_mods(mods.scale, whole.b, whole.h, mods, mask)
         m_M, l_M = row_statistics(far.q, far.k, row0, whole, head, mask, mods, tile)
-        far_M = is_far(lse_M)
-        reference_M = tl.where(far_M, m_M, reference_M)
+        far_less_M, scale_M = far_rows(less_M, m_M, l_M, P_SCALE_LOG2)
+        tl.store(far.dout_scale + places_M, scale_M, mask=far_M)
+        less_M = tl.where(far_M, far_less_M, less_M)
+        reference_M = tl.where(far_M, m_M, lse_M)
         factor_M = tl.where(far_M, 1.0 / l_M, 1.0)
-    tl.store(far.reference + places_M, reference_M, mask=rows_M < stored_q)
-    tl.store(far.factor + places_M, factor_M, mask=rows_M < stored_q)
+    tl.store(far.lse_log2 + places_M, less_M, mask=rows_M < stored_q)
+    if far.reference is not None:
+        tl.store(far.reference + places_M, reference_M, mask=rows_M < stored_q)
+        tl.store(far.factor + places_M, factor_M, mask=rows_M < stored_q)

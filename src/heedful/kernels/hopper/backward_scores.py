@@ -10,14 +10,10 @@ from triton.experimental.gluon import language as gl
 
 from heedful.kernels.common.philox import origin_of, philox_words, seed_words
 from heedful.kernels.hopper.backward_mask import hide_queries
-from heedful.kernels.hopper.backward_p_scale import p_scale_log2
-from heedful.kernels.hopper.backward_shared import has_far_rows
 from heedful.kernels.hopper.backward_tile import query_tile
 from heedful.kernels.hopper.mma import ROWS
 from heedful.kernels.hopper.pairs import bfloat16_pairs, from_pairs, to_pairs
 from heedful.kernels.hopper.score_mods import apply_softcap
-
-LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
 
 
 @gluon.constexpr_function
@@ -60,33 +56,9 @@ def keep_tile(dropout, tile, head, row, col, like):
 
 
 @gluon.jit
-def row_numbers(x, params, tile, head, row, other, layout: gl.constexpr):
-    """Numbers of FarRows of queries from `row` on; `other` past the last."""
-    M: gl.constexpr = params.tile.BLOCK_M
-    lies = params.far.reference
-    base = x + tile.batch.to(gl.int64) * lies.stride_b + head.to(gl.int64) * lies.stride_h
-    row_M = row + gl.arange(0, M, layout=layout)
-    return gl.load(base + tile.start_q + row_M, mask=row_M < tile.len_q, other=other)
-
-
-@gluon.jit
-def far_probabilities(s_NM, params, tile, head, row, dtype: gl.constexpr):
-    """Scaled probabilities of rows far or near."""
-    layout: gl.constexpr = gl.SliceLayout(0, s_NM.type.layout)
-    reference_M = row_numbers(
-        params.far.reference.ptr, params, tile, head, row, float("inf"), layout
-    )
-    factor_M = row_numbers(params.far.factor, params, tile, head, row, 1.0, layout)
-    # Near the maximum the difference is exact.
-    s_NM = s_NM * params.mods.unit - reference_M[None, :]
-    return gl.exp2(s_NM * LOG2E + p_scale_log2(dtype)) * factor_M[None, :]
-
-
-@gluon.jit
 def queued_probabilities(
-    shared,
     s_NM,
-    less_M,
+    lse_M,
     blocks,
     params,
     tile,
@@ -96,7 +68,8 @@ def queued_probabilities(
     MASKED: gl.constexpr,
 ):
     """What a visit's dV and dS are made of: probabilities in pairs, and of softcapped scores the
-    slope of the cap. Where the call has far rows, all visits are MASKED."""
+    slope of the cap."""
+    col = tile.col + CONSUMER * ROWS
     slopes = ()
     if params.mods.HAS_SOFTCAP:
         s_NM = apply_softcap(s_NM, params.mods.softcap_scale)
@@ -104,16 +77,10 @@ def queued_probabilities(
     if MASKED or params.dropout.IS_ON:
         head, block = query_tile(params, tile, blocks, number)
         row = block * params.tile.BLOCK_M
+    p_NM = gl.exp2(s_NM * params.mods.scale_log2 - lse_M[None, :])
     if MASKED:
-        if has_far_rows(shared):
-            p_NM = far_probabilities(s_NM, params, tile, head, row, dtype)
-        else:
-            p_NM = gl.exp2(s_NM * params.mods.scale_log2 - less_M[None, :])
         p_NM = hide_queries(p_NM, params, tile, row, CONSUMER)
-    else:
-        p_NM = gl.exp2(s_NM * params.mods.scale_log2 - less_M[None, :])
     if params.dropout.IS_ON:
-        col = tile.col + CONSUMER * ROWS
         keep_NM = keep_tile(params.dropout, tile, head, row, col, p_NM)
         p_NM = gl.where(keep_NM, p_NM, -p_NM)
     return (to_pairs(p_NM, gl.float16),) + slopes

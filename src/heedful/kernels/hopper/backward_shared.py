@@ -4,7 +4,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from heedful.kernels.common.far_rows import HAS_FAR_ROWS
 from heedful.kernels.hopper import barrier
 from heedful.kernels.hopper.backward_columns import share_columns
 from heedful.kernels.hopper.backward_sums import allocate_dq
@@ -38,24 +37,11 @@ def allocate_queries(io, params):
 
 
 @gluon.jit
-def share_far_rows():
-    """Memory that says whether the call has far rows: in registers it would stay for good."""
+def far_memory(params):
+    """Memory for what a tile's cotangents are scaled by, and the barrier at which who scales them
+    waits for them."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return gl.allocate_shared_memory(gl.int32, [32], plain)
-
-
-@gluon.jit
-def tell_far_rows(shared, params):
-    """Says so, before roles begin and once the prologue has ended."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    none_L = gl.zeros([32], gl.int32, lanes)
-    shared.far.store(none_L + (gl.load(params.far.is_any) == HAS_FAR_ROWS).to(gl.int32))
-
-
-@gluon.jit
-def has_far_rows(shared):
-    """Whether the call has far rows."""
-    return inline_asm("ld.shared.b32 $0, [$1];", "=r,r,~{memory}", [shared.far], gl.int32) != 0
+    return gl.allocate_shared_memory(gl.float32, [1, params.tile.BLOCK_M], plain), barriers(1, 1)
 
 
 @gluon.jit
@@ -92,9 +78,9 @@ def wait_for_outlet():
 class BackwardShared:
     """k: a box of 64 keys for each consumer, of two work tiles; v: of one. q, do: rings of query
     tiles, beside each of which lie lse in base 2, delta. ds: of each consumer a ring of boxes, keys
-    by queries. dq: shares. far: see has_far_rows. Full and empty barriers: of k for each of the
-    two, of v, of ds of both consumers, dq_empty of a share, dq_full of a share for each warp that
-    adds.
+    by queries. dq: shares. dout_scale, far_full: see `far_memory`. Full and empty barriers: of k
+    for each of the two, of v, of ds of both consumers, dq_empty of a share, dq_full of a share for
+    each warp that adds.
     """
 
     k: gl.shared_memory_descriptor
@@ -113,7 +99,8 @@ class BackwardShared:
     ds_empty: gl.shared_memory_descriptor
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
-    far: gl.shared_memory_descriptor
+    dout_scale: gl.shared_memory_descriptor
+    far_full: gl.shared_memory_descriptor
 
     @gluon.jit
     def allocate(io, params):
@@ -144,7 +131,7 @@ class BackwardShared:
             barriers(params.tile.DS_STAGES, 1),
             barriers(SHARES * adders(params), 4),
             barriers(SHARES, 1),
-            share_far_rows(),
+            *far_memory(params),
         )
 
     @gluon.jit

@@ -207,13 +207,6 @@ def m_block_range(params, tile):
 
 
 @gluon.jit
-def all_masked(blocks, is_all):
-    """The same query tiles; if is_all, as if each needed a mask."""
-    full_end = gl.where(is_all, blocks.full_begin, blocks.full_end)
-    return MBlockRange(blocks.begin, blocks.full_begin, full_end, blocks.end)
-
-
-@gluon.jit
 def is_masked(blocks, block):
     """Whether a query tile needs a mask."""
     return (block < blocks.full_begin) | (block >= blocks.full_end)

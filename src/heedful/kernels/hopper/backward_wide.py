@@ -33,10 +33,9 @@ from heedful.kernels.hopper.backward_scores import kept_probabilities, queued_pr
 from heedful.kernels.hopper.backward_shared import (
     CONSUMERS,
     allocate_queries,
+    far_memory,
     release_keys,
-    share_far_rows,
     sync_consumers,
-    tell_far_rows,
     wait_for_keys,
 )
 from heedful.kernels.hopper.backward_sums import add_registers
@@ -78,7 +77,8 @@ class WideShared:
     v_empty: gl.shared_memory_descriptor
     p_full: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
-    far: gl.shared_memory_descriptor
+    dout_scale: gl.shared_memory_descriptor
+    far_full: gl.shared_memory_descriptor
 
     @gluon.jit
     def allocate(io, params):
@@ -100,7 +100,7 @@ class WideShared:
             barriers(1, CONSUMERS),
             barriers(CROSSING_STAGES, 4),
             barriers(CROSSING_STAGES, 4),
-            share_far_rows(),
+            *far_memory(params),
         )
 
 
@@ -158,12 +158,10 @@ def value_gradients(io, shared, visit, blocks, params, tile, first, end):
         do_state = stage_of(visit, params.tile.DO_STAGES)
         crossing = stage_of(visit, CROSSING_STAGES)
         s_NM = queue_visit(shared, visit, params)
-        less_M = shared.lse.index(q_state.index).load(gl.SliceLayout(0, layout))
+        lse_M = shared.lse.index(q_state.index).load(gl.SliceLayout(0, layout))
         s_NM = warpgroup_mma_wait(0, deps=[s_NM])
         shared.q.consumer_release(q_state)
-        queued = queued_probabilities(
-            shared, s_NM, less_M, blocks, params, tile, number, dtype, 0, True
-        )
+        queued = queued_probabilities(s_NM, lse_M, blocks, params, tile, number, dtype, 0, True)
         shared.p.index(crossing.index).store(crossing_probabilities(queued, params, dtype, layout))
         barrier.arrive_each_warp(shared.p_full.index(crossing.index))
         shared.do.consumer_wait(do_state)
@@ -270,7 +268,6 @@ def backward_wide(io: HopperBackwardIO, params: HopperBackwardParams):
     fence_async_shared()
     # Begun early (KernelCall.programmatic): what the prologue wrote is in memory from here on.
     cuda.gdc_wait()
-    tell_far_rows(shared, params)
     gl.warp_specialize(
         [
             (wide_consumer, (io, shared, scheduler, params, 0)),

@@ -1,8 +1,6 @@
 """Programs of the Hopper backward: delta and cleared sums of dQ, then dK, dV and those sums, then
 dQ from them."""
 
-from typing import Any
-
 from heedful.core.plan import Plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.sizes import Sizes
@@ -18,7 +16,6 @@ from heedful.kernels.args.hopper import VarlenIO, VarlenSizes
 from heedful.kernels.args.hopper_backward import (
     BackwardEpilogueIO,
     BackwardPrologueIO,
-    FarRows,
     FarRowsIO,
     HopperBackwardIO,
     HopperBackwardOrder,
@@ -35,7 +32,10 @@ from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
 
 # Of the kernels that go by rows: what they read and write once is all that counts.
 _ROWS_WARPS = 4
-_FAR_KEYS = 32
+# Far rows are made anew by few keys at a time and with the registers that near ones need: few calls
+# have any, and nobody else is to wait because fewer programs are at work at once.
+_FAR_KEYS = 16
+_NEAR_REGISTERS = {64: 48, 128: 56, 256: 80}
 
 
 def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -60,13 +60,19 @@ def _config(plan: Plan) -> HopperBackwardConfig:
 
 
 def _rows_call(
-    name: str, launch_sizes: Sizes, programmatic: bool = False, **parameters
+    name: str,
+    launch_sizes: Sizes,
+    programmatic: bool = False,
+    registers: int | None = None,
+    **parameters,
 ) -> KernelCall:
-    """A kernel that goes by tiles of rows."""
+    """A kernel that goes by tiles of rows. registers: that a thread may have, at most."""
     launch = launch_sizes.launches[f"hopper.backward_{name}"]
     ref = KernelRef(f"heedful.kernels.hopper.backward_{name}", f"backward_{name}")
     parameters |= {count: Scalar(value) for count, value in launch.numbers.items()}
     options = {"num_warps": _ROWS_WARPS}
+    if registers is not None:
+        options["maxnreg"] = registers
     return KernelCall(ref, launch.grid, parameters, options, programmatic=programmatic)
 
 
@@ -118,9 +124,11 @@ def _prologue_call(
     problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
 ) -> KernelCall:
     divisor = portable.shared_divisor(buffers, ("out", "dout"))
+    of_scores = portable.shared_divisor(buffers, ("q", "k"))
     return _rows_call(
         "prologue",
         sizes,
+        registers=_NEAR_REGISTERS[pow2(problem.head_dim_v, 64)],
         io=BackwardPrologueIO(
             out=groups.rows(buffers, "out", divisor),
             dout=groups.rows(buffers, "dout", divisor),
@@ -132,9 +140,10 @@ def _prologue_call(
             turns=pointer(buffers, "turns"),
         ),
         far=FarRowsIO(
-            q=groups.rows(buffers, "q", 8),
-            k=groups.rows(buffers, "k", 8),
-            is_any=pointer(buffers, "has_far_rows"),
+            q=groups.rows(buffers, "q", of_scores),
+            k=groups.rows(buffers, "k", of_scores),
+            lse_log2=pointer(buffers, "lse_log2"),
+            dout_scale=pointer(buffers, "dout_scale"),
             reference=pointer(buffers, "reference"),
             factor=pointer(buffers, "factor"),
         ),
@@ -166,13 +175,6 @@ def _far_tile(problem: AttentionProblem, config: HopperBackwardConfig) -> Tile:
     )
 
 
-def _scores(problem: AttentionProblem, buffers: Buffers) -> dict[str, Any]:
-    """As of the forward, and the unit that far rows need."""
-    scores = hopper_groups.scores(problem, buffers)
-    unit = problem.softcap if problem.softcap > 0 else problem.scale
-    return scores | {"mods": scores["mods"]._replace(unit=number(unit))}
-
-
 def _epilogue_call(
     problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
 ) -> KernelCall:
@@ -184,7 +186,6 @@ def _epilogue_call(
         sizes,
         programmatic=True,
         io=BackwardEpilogueIO(
-            is_any=pointer(buffers, "has_far_rows"),
             dq_accum=pointer(buffers, "dq_accum", True),
             dq=groups.rows(buffers, "dq", 8),
             partials=pointer(buffers, "partials", True),
@@ -229,14 +230,15 @@ def _backward_call(
     parameters = {
         "io": HopperBackwardIO(
             **found,
-            lse=groups.row_vector(buffers, "lse"),
+            lse_log2=groups.row_vector(buffers, "lse_log2"),
             delta=pointer(buffers, "delta"),
+            dout_scale=pointer(buffers, "dout_scale"),
             dq_accum=pointer(buffers, "dq_accum", True),
         ),
         "params": HopperBackwardParams(
             seqs=groups.sequences(problem, buffers),
             sizes=_sizes(problem, buffers),
-            **_scores(problem, buffers),
+            **hopper_groups.scores(problem, buffers),
             order=HopperBackwardOrder(
                 **{name: Scalar(value) for name, value in launch.numbers.items()}
                 | _splits(sizes, buffers),
@@ -244,11 +246,6 @@ def _backward_call(
                 tile_counter=pointer(buffers, "tile_counter"),
                 turns=pointer(buffers, "turns"),
                 partials=pointer(buffers, "partials", True),
-            ),
-            far=FarRows(
-                is_any=pointer(buffers, "has_far_rows"),
-                reference=groups.row_vector(buffers, "reference"),
-                factor=pointer(buffers, "factor"),
             ),
             tile=HopperBackwardTile(
                 BLOCK_M=config.block_m,
