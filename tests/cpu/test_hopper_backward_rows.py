@@ -4,6 +4,7 @@ is cleared, and dQ, dK and dV out of sums that lie in the order of registers.
 They run in a process of their own: see `support.interpreted`.
 """
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from heedful.core.device import by_name
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
-from heedful.kernels.common.far_rows import HAS_FAR_ROWS
+from heedful.kernels.portable.scores import LOG2E
 from heedful.launch import buffers, programs
 from heedful.launch.interpret import interpret
 from heedful.launch.spec import Program
@@ -111,9 +112,7 @@ def test_dq_is_put_in_order_scaled_and_rounded(head_dim, lengths, packed):
         arrays |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
     else:
         arrays["dq"] = arrays["dq"].view(*problem.out_shape)
-    arrays["has_far_rows"] = torch.tensor([HAS_FAR_ROWS.value], dtype=torch.int32)
     interpret(call_of(made, "backward_epilogue"), arrays)
-    assert not arrays["has_far_rows"], "the next call in this memory would be slow"
     assert torch.equal(arrays["dq"].view(want.shape), (want * SCALE).half())
 
 
@@ -155,9 +154,7 @@ def test_splits_of_dk_and_dv_are_added_and_rounded(head_dim, splits, lengths, pa
     if packed:
         starts = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         arrays |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
-    arrays["has_far_rows"] = torch.tensor([HAS_FAR_ROWS.value], dtype=torch.int32)
     interpret(call_of(made, "backward_epilogue"), arrays)
-    assert not arrays["has_far_rows"], "the next call in this memory would be slow"
     for name, of_splits in zip(("dv", "dk"), wanted, strict=True):
         sums = of_splits[0]
         for more in of_splits[1:]:
@@ -183,7 +180,7 @@ def test_delta_is_made_and_sums_turns_and_counter_are_cleared(
     arrays["out"] = torch.randn(problem.out_shape).half()
     arrays["dout"] = torch.randn(problem.out_shape).half()
     arrays["lse"] = torch.randn(problem.lse_shape)
-    for name in ("reference", "factor", "has_far_rows"):
+    for name in ("lse_log2", "dout_scale"):
         of = shapes[name]
         arrays[name] = torch.full(of.shape, UNTOUCHED, dtype=getattr(torch, of.dtype))
     arrays["q"], arrays["k"] = torch.randn(2, *problem.out_shape).half()
@@ -194,8 +191,9 @@ def test_delta_is_made_and_sums_turns_and_counter_are_cleared(
     interpret(call_of(made, "backward_prologue"), arrays)
     want = (arrays["out"].float() * arrays["dout"].float()).sum(-1).movedim(-1, -2)
     torch.testing.assert_close(arrays["delta"], want)
-    assert torch.equal(arrays["reference"], arrays["lse"]) and (arrays["factor"] == 1.0).all()
-    assert arrays["has_far_rows"].item() == UNTOUCHED
+    log2e = torch.tensor(LOG2E.value, dtype=torch.float32).double()
+    assert torch.equal(arrays["lse_log2"], (arrays["lse"].double() * log2e).float())
+    assert (arrays["dout_scale"] == UNTOUCHED).all()
     used = torch.zeros(shapes["dq_accum"].shape[1] // config.block_m, dtype=torch.bool)
     start = first = 0
     for b, length in enumerate(lengths):
@@ -247,12 +245,16 @@ def test_rows_far_from_0_get_their_maximum_and_sum(sink, lengths, packed):
     )
     arrays["lse"] = lse.float()
     interpret(call_of(made, "backward_prologue"), arrays)
-    assert arrays["has_far_rows"].item() == HAS_FAR_ROWS.value
-    far = lse.abs() >= 1024
-    assert far.any() and not far.all()
-    assert torch.equal(arrays["reference"].double(), torch.where(far, top, lse.float()))
-    factor = torch.where(far, 1 / total, 1.0)
-    torch.testing.assert_close(arrays["factor"].double(), factor, rtol=2**-20, atol=0)
+    far = arrays["dout_scale"] != UNTOUCHED
+    assert torch.equal(far, lse.abs() >= 1496 / LOG2E.value) and far.any() and not far.all()
+    # Consumers make 2^(s c - lse_log2), of which the scale makes exp(s - m) / l.
+    log2e = math.log2(math.e)
+    scale = torch.exp2(arrays["lse_log2"].double() - top * log2e) / total
+    torch.testing.assert_close(arrays["dout_scale"].double()[far], scale[far], rtol=2**-20, atol=0)
+    if sink:
+        assert torch.equal(arrays["reference"].double(), torch.where(far, top, lse.float()))
+        factor = torch.where(far, 1 / total, 1.0)
+        torch.testing.assert_close(arrays["factor"].double(), factor, rtol=2**-20, atol=0)
 
 
 @starts_interpreter

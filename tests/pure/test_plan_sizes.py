@@ -386,8 +386,8 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
         delta (2, 8, 1000) float32
         dq_accum (8, 2048, 128) float32
-        reference (2, 8, 1000) float32
-        factor (2, 8, 1000) float32
+        lse_log2 (2, 8, 1000) float32
+        dout_scale (2, 8, 1000) float32
         tile_counter (1,) int32
         partials (2, 4, 2048, 256) float32""",
         ),
@@ -398,8 +398,8 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
         delta (2, 8, 1000) float32
         dq_accum (8, 2048, 128) float32
-        reference (2, 8, 1000) float32
-        factor (2, 8, 1000) float32
+        lse_log2 (2, 8, 1000) float32
+        dout_scale (2, 8, 1000) float32
         tile_counter (1,) int32
         partials (3, 4, 2048, 256) float32""",
         ),
@@ -410,8 +410,8 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (5120, 1, 1) q_blocks=16
         delta (40, 8, 1000) float32
         dq_accum (8, 40960, 128) float32
-        reference (40, 8, 1000) float32
-        factor (40, 8, 1000) float32
+        lse_log2 (40, 8, 1000) float32
+        dout_scale (40, 8, 1000) float32
         tile_counter (1,) int32""",
         ),
         (
@@ -421,8 +421,8 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (5120, 1, 1) q_blocks=16
         delta (40, 8, 1000) float32
         dq_accum (8, 40960, 128) float32
-        reference (40, 8, 1000) float32
-        factor (40, 8, 1000) float32
+        lse_log2 (40, 8, 1000) float32
+        dout_scale (40, 8, 1000) float32
         tile_counter (1,) int32""",
         ),
         (
@@ -433,8 +433,8 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.varlen_scheduler (134, 1, 1) capacity=12
         delta (8, 1500) float32
         dq_accum (8, 1600, 128) float32
-        reference (8, 1500) float32
-        factor (8, 1500) float32
+        lse_log2 (8, 1500) float32
+        dout_scale (8, 1500) float32
         tile_counter (1,) int32
         partials (4, 4, 1536, 256) float32
         varlen_tiles (25,) int32""",
@@ -447,8 +447,8 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.varlen_scheduler (134, 1, 1) capacity=12
         delta (8, 1500) float32
         dq_accum (8, 1600, 128) float32
-        reference (8, 1500) float32
-        factor (8, 1500) float32
+        lse_log2 (8, 1500) float32
+        dout_scale (8, 1500) float32
         tile_counter (1,) int32
         partials (4, 4, 1536, 256) float32
         varlen_tiles (25,) int32""",
@@ -460,8 +460,8 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
         delta (2, 8, 1000) float32
         dq_accum (8, 2048, 128) float32
-        reference (2, 8, 1000) float32
-        factor (2, 8, 1000) float32
+        lse_log2 (2, 8, 1000) float32
+        dout_scale (2, 8, 1000) float32
         tile_counter (1,) int32
         turns (256,) int32
         partials (2, 4, 2048, 256) float32""",
@@ -473,8 +473,8 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (4128, 1, 1) q_blocks=250 k_blocks=16
         delta (2, 8, 16000) float32
         dq_accum (8, 32000, 128) float32
-        reference (2, 8, 16000) float32
-        factor (2, 8, 16000) float32
+        lse_log2 (2, 8, 16000) float32
+        dout_scale (2, 8, 16000) float32
         tile_counter (1,) int32
         turns (4000,) int32
         partials (2, 4, 2048, 256) float32""",
@@ -486,8 +486,8 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (1152, 1, 1) q_blocks=16
         delta (9, 8, 1000) float32
         dq_accum (8, 9216, 128) float32
-        reference (9, 8, 1000) float32
-        factor (9, 8, 1000) float32
+        lse_log2 (9, 8, 1000) float32
+        dout_scale (9, 8, 1000) float32
         tile_counter (1,) int32
         turns (1152,) int32""",
         ),
@@ -498,8 +498,8 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (256, 1, 1) q_blocks=16
         delta (2, 8, 1000) float32
         dq_accum (8, 2048, 256) float32
-        reference (2, 8, 1000) float32
-        factor (2, 8, 1000) float32""",
+        lse_log2 (2, 8, 1000) float32
+        dout_scale (2, 8, 1000) float32""",
         ),
         (
             {"head_dim": 192, "head_dim_v": 128},
@@ -508,8 +508,8 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
         delta (2, 8, 1000) float32
         dq_accum (8, 2048, 192) float32
-        reference (2, 8, 1000) float32
-        factor (2, 8, 1000) float32
+        lse_log2 (2, 8, 1000) float32
+        dout_scale (2, 8, 1000) float32
         partials (2, 4, 2048, 320) float32""",
         ),
         (
@@ -519,8 +519,8 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
         delta (2, 8, 1000) float32
         dq_accum (8, 2048, 64) float32
-        reference (2, 8, 1000) float32
-        factor (2, 8, 1000) float32
+        lse_log2 (2, 8, 1000) float32
+        dout_scale (2, 8, 1000) float32
         tile_counter (1,) int32
         partials (2, 4, 2048, 128) float32""",
         ),
@@ -531,8 +531,8 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (192, 1, 1) q_blocks=16 k_blocks=16
         delta (1, 8, 1000) float32
         dq_accum (8, 1024, 128) float32
-        reference (1, 8, 1000) float32
-        factor (1, 8, 1000) float32
+        lse_log2 (1, 8, 1000) float32
+        dout_scale (1, 8, 1000) float32
         tile_counter (1,) int32
         partials (4, 4, 1024, 256) float32""",
         ),
@@ -543,8 +543,8 @@ BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
         hopper.backward_epilogue (16640, 1, 1) q_blocks=16 k_blocks=16
         delta (16, 64, 1000) float32
         dq_accum (64, 16384, 128) float32
-        reference (16, 64, 1000) float32
-        factor (16, 64, 1000) float32
+        lse_log2 (16, 64, 1000) float32
+        dout_scale (16, 64, 1000) float32
         tile_counter (1,) int32
         partials (2, 1, 16384, 256) float32""",
         ),

@@ -537,10 +537,9 @@ class Device:
                 "tma_load": self.load,
                 "tma_store": self.tma_store,
                 "load_numbers": self.load_numbers,
-                "base_2": lambda x, dtype: x,
                 "any_far": lambda x: self.far,
-                "of_far": lambda ptr, near, *rest: 1 if near == 1.0 else near,
-                "scale_rows": lambda box, factor: None,
+                "dout_scale": lambda *rows: 1,
+                "scale_rows": lambda box, scale: None,
                 "add_block": self.add_block,
                 "wait_until_read": self.copies_read,
                 "wait_for_turn": self.wait_for_turn,
@@ -589,10 +588,9 @@ class Device:
 
         return SimpleNamespace(
             **{name: desc(name) for name in ("q", "k", "v", "dout", "dk", "dv")},
-            lse=SimpleNamespace(ptr="lse"),
+            lse_log2=SimpleNamespace(ptr="lse"),
             delta="delta",
-            reference="reference",
-            factor="factor",
+            dout_scale="dout_scale",
             dq_accum=Pointer([]),
         )
 

@@ -521,6 +521,9 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
         Workspace("lse_log2", rows_of),
         Workspace("dout_scale", rows_of),
     ]
+    if problem.sink:
+        # Its gradient is made beside the others.
+        workspaces += references(problem)
     if config.draws:
         # The prologue clears both.
         workspaces.append(Workspace("tile_counter", ArraySpec.contiguous((1,), "int32")))

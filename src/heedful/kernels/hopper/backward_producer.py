@@ -95,13 +95,19 @@ def load_rows(desc, ring, numbers, x_M, params, tile, head, row, state):
 
 
 @gluon.jit
+def dout_scale(io, params, tile, head, row, lse_M):
+    """What cotangents of rows are multiplied by, of which some are far from 0."""
+    scale_M = load_numbers(io.dout_scale, io, params, tile, head, row, 1.0)
+    return gl.where(is_far(lse_M), scale_M, 1.0)
+
+
+@gluon.jit
 def load_far_rows(io, shared, lse_M, delta_M, params, tile, head, row, state, phase):
     """As `load_rows` of dout and delta, of which those of far rows are scaled before anybody is
     told of them."""
     PACKED: gl.constexpr = params.seqs.cu_q is not None
     desc = io.dout
-    scale_M = load_numbers(io.dout_scale, io, params, tile, head, row, 1.0)
-    scale_M = gl.where(is_far(lse_M), scale_M, 1.0)
+    scale_M = dout_scale(io, params, tile, head, row, lse_M)
     full = shared.do.producer_acquire(state, state)
     shared.delta.index(state.index).store(delta_M * scale_M)
     shared.dout_scale.index(0).store(scale_M)
