@@ -23,6 +23,12 @@ CASES = (
     replace(PLAIN, kv_dtype="int8", head_dim=48, kv_group=24, page_size=6),
     replace(PLAIN, kv_dtype="int4", head_dim=96, head_dim_v=48, kv_group=48, layout="heads_first"),
     replace(PLAIN, kv_dtype="float8_e4m3fn", head_dim=72, kv_group=36, leftpad_k=True),
+    # Results of several slices, of sequences without keys.
+    replace(
+        PLAIN, kv_dtype="int8", head_dim=64, head_dim_v=96, kv_group=32, used="k", lens_k=(0, 83)
+    ),
+    replace(PLAIN, kv_dtype="int4", head_dim=128, kv_group=64, used="k", lens_k=(83, 0), sink=True),
+    replace(PLAIN, kv_dtype="int8", head_dim=96, kv_group=32, varlen="q", page_size=7),
     # All keys lie before the window, or behind the diagonal, of some rows or of all.
     replace(PLAIN, window=(9, 0), shift=90),
     replace(PLAIN, window=(30, 4), shift=60, sink=True, used="k"),

@@ -36,7 +36,7 @@ from heedful.kernels.portable.decode_cache import (
     unit_of,
     value_of_words,
 )
-from heedful.kernels.portable.decode_merge import finish_piece, store_empty
+from heedful.kernels.portable.decode_merge import columns_of_rows, finish_piece, store_empty
 from heedful.kernels.portable.decode_queries import head_of, load_queries
 from heedful.kernels.portable.decode_work import (
     block_of,
@@ -465,7 +465,7 @@ def decode(
             pid,
             programs,
             tile.HEAD_DIM_V,
-            tile.BLOCK_E * tile.VALUES * tile.SLICES_E,
+            columns_of_rows(tile.BLOCK_E, tile.VALUES, tile.SLICES_E),
         )
     heads = shape.heads_k
     lines = heads

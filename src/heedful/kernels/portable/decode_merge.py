@@ -80,6 +80,13 @@ def store_whole(
         tl.store(lse + head_M * io.lse.stride_h + pos_M, lse_M, mask=stored_M)
 
 
+@triton.constexpr_function
+def columns_of_rows(block, values, slices):
+    """A power of two that the columns of a row of results are within, of which slices may be
+    three."""
+    return 1 << (block * values * slices - 1).bit_length()
+
+
 @triton.jit
 def store_empty(
     g,
@@ -94,7 +101,7 @@ def store_empty(
 ):
     """Writes out and lse of KV head g of sequences without keys: one of `count` shares of all rows,
     in tiles that lie across sequences."""
-    COLUMNS: tl.constexpr = tile.SLICES_E * tile.VALUES * tile.BLOCK_E
+    COLUMNS: tl.constexpr = columns_of_rows(tile.BLOCK_E, tile.VALUES, tile.SLICES_E)
     group = shape.heads_q // shape.heads_k
     rows = sequences.seqlen_q * group
     dims = tl.arange(0, COLUMNS)
