@@ -86,14 +86,14 @@ def _block(weights: Weights, prefix: str, size: Size, x_BSC: Array) -> Array:
 def _norm(x: Array, weight: Array) -> Array:
     """RMSNorm, with the eps that PyTorch takes by default."""
     eps = jnp.finfo(x.dtype).eps
-    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + eps) * weight[None, None]
 
 
 def _rotated(x_BSHD: Array) -> Array:
     """Rotary embedding (Su et al. 2021), halves of the head dim as the pairs."""
     length, dim = x_BSHD.shape[1], x_BSHD.shape[-1]
-    angles = jnp.arange(length)[:, None] * 10000.0 ** -(jnp.arange(0, dim, 2) / dim)
-    cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
+    angles = jnp.arange(length)[:, None] * 10000.0 ** -(jnp.arange(0, dim, 2)[None] / dim)
+    cos, sin = jnp.cos(angles)[None, :, None], jnp.sin(angles)[None, :, None]
     one, other = jnp.split(x_BSHD, 2, -1)
     return jnp.concatenate((one * cos - other * sin, one * sin + other * cos), -1)
 

@@ -149,7 +149,7 @@ class Sequence:
             if p.kv_group:
                 factor = jnp.repeat(self._stored(factor, cols), p.kv_group, axis=-1)
             else:
-                factor = _per_head(factor, self.b, p)
+                factor = _per_head(factor, self.b, p)[None]
             tile = apply(tile, factor)
         tile = jnp.where((cols < self.len_k)[:, None, None], tile, 0.0)
         return tile.transpose(1, 0, 2)
