@@ -61,7 +61,8 @@ def test_a_split_training_call_is_explained():
         "grid      hopper.backward: 64 programs, tiles=64, key_blocks=8, l2_heads=8, l2_groups=0,"
         " splits=1",
         "grid      hopper.backward_epilogue: 16 programs, q_blocks=1",
-        "scratch   delta 1280, dq_accum 524288, lse_log2 1280, dout_scale 1280, tile_counter 4 bytes",
+        "scratch   delta 1280, dq_accum 524288, lse_log2 1280, dout_scale 1280, tile_counter 4"
+        " bytes",
         f"rejected  mla_swap_ab forward: does not take a later backward; {NO_LATENT};"
         " 40 query rows of a KV head: takes up to 32",
         f"rejected  mla forward: does not take a later backward; {NO_LATENT}",
