@@ -15,7 +15,9 @@ from heedful.core.call import AttentionCall, CacheUpdate, Options, argument_name
 from heedful.core.numbers import wrong_type
 from heedful.core.operands import Operands
 from heedful.core.storage import may_share
+from heedful.torch.apart import cache_values
 from heedful.torch.arrays import abstract_spec, array_spec, dtype_name
+from heedful.torch.dispatch import has_shards, no_shards
 
 FLOATS = tuple(getattr(torch, name) for name in describe.FLOATS)
 # Operands of floating point that have no gradient.
@@ -60,6 +62,8 @@ def cache_call(
 ) -> tuple[AttentionCall, CacheUpdate]:
     """A call over a cache for `core.describe_cache`, as `attention_call` makes it, and the update
     of ArraySpecs; its length is an int, a tensor or None."""
+    if has_shards(cache_values(x, update, out)):
+        raise no_shards("flash_attn_with_kvcache")
     call = attention_call(x, options, (False, False), out, spec=spec)
     specs: dict[str, Any] = {}
     for name, value in update._asdict().items():

@@ -3,6 +3,7 @@
 The only users of torch's private names for that.
 """
 
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import reduce
@@ -200,6 +201,29 @@ def check_bare(name: str, value: Any) -> None:
             f" {type(value).__name__} of shape {tuple(value.shape)} of"
             f" {torch._C._dispatch_keys(value)}, which has no such memory"
         )
+
+
+def has_shards(values: Iterable[Any]) -> bool:
+    """Whether a DTensor is among these, which may be anything. Does not load their module."""
+    odd = [value for value in values if isinstance(value, Tensor) and type(value) not in OWN]
+    if not odd:
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and any([isinstance(value, module.DTensor) for value in odd])
+
+
+def no_shards(function: str) -> TypeError:
+    """What to raise where a DTensor is among the arguments of a function that takes none."""
+    return TypeError(
+        f"{function} takes no DTensors: give it the tensors that a rank has (DTensor.to_local)"
+    )
+
+
+def are_in_order(sharded: Any) -> bool:
+    """Whether dims of the mesh that split one dim of a DTensor did so from the first to the last.
+    Torch keeps the order, and has no public name for it."""
+    order = getattr(getattr(sharded, "_spec", None), "shard_order", None) or ()
+    return all([list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order])
 
 
 def is_plain(keyset) -> bool:

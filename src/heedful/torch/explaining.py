@@ -29,7 +29,7 @@ from heedful.torch.checks import (
     gradients_wanted,
     lies_in,
 )
-from heedful.torch.dispatch import OWN, needs_dispatcher
+from heedful.torch.dispatch import OWN, has_shards, needs_dispatcher, no_shards
 from heedful.torch.kvcache import flash_attn_with_kvcache
 from heedful.torch.packed import STANDS_FOR, unpacked_arguments
 from heedful.torch.plain import plain_options, plain_seed, plain_update
@@ -61,6 +61,8 @@ def explain(function: Callable, *args, **kwargs) -> str:
     if function not in _KINDS:
         raise TypeError(f"function must be an attention function of heedful, got {function!r}")
     given = _by_name(function, args, kwargs)
+    if has_shards(given.values()):
+        raise no_shards("explain")
     kind = _KINDS[function]
     described, update = _cache_call(given) if kind == "kvcache" else (_call(kind, given), None)
     x, backend = described.x, described.options.backend

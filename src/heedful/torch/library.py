@@ -3,15 +3,16 @@ tensors and subclasses. `torch.ops.heedful.attention_v2` and its backward share 
 and runners with the eager path; this file holds only what the dispatcher wants to know of them.
 """
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import assume_constant_result, is_compiling
 
 from heedful.core.call import Options, split
 from heedful.core.describe import check, check_out
 from heedful.core.operands import Operands
+from heedful.torch import sharded
 from heedful.torch.adapt import autocast, bias_gradient
 from heedful.torch.arrays import abstract_spec
 from heedful.torch.autograd_rules import (
@@ -31,7 +32,7 @@ from heedful.torch.checks import (
     check_tensors,
     gradients_wanted,
 )
-from heedful.torch.dispatch import keep_result, needs_dispatcher, untraced
+from heedful.torch.dispatch import has_shards, keep_result, needs_dispatcher, untraced
 from heedful.torch.keys import tensor_keys
 from heedful.torch.plain import plain_options, plain_seed
 
@@ -81,6 +82,12 @@ for _schema in _SCHEMAS:
 
 def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
     """As `calls.attend`, through the dispatcher."""
+    has_parts = False
+    # Compiled code looks again at all that is looked at here: the usual is told by the least.
+    if not (q.__class__ is k.__class__ is v.__class__ is Tensor and x is out is seed is None):
+        has_parts = has_shards((*((q, k, v) if x is None else x), out, seed))
+        if has_parts:
+            take_shards()
     if x is None:
         if out is None and seed is None and is_compiling() and _is_usual(q, k, v, options):
             return torch.ops.heedful.inference.default(q, k, v, options.causal)
@@ -88,6 +95,8 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
     check_tensors(x, options)
     given, seed = plain_options(options), plain_seed(seed, x.q.device)
     check_seed(seed, x.q.device)
+    if has_parts:
+        sharded.check_shards(given, out, seed)
     device = x.q.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         q, k, v, bias = autocast((x.q, x.k, x.v, x.bias), device)
@@ -280,6 +289,33 @@ def _second_backward_fake(grad, shape, dtype):
 @untraced
 def _kept_seed(seed):
     return seed.clone()
+
+
+@assume_constant_result
+def take_shards() -> None:
+    """Has the operators take DTensors, from a process's first call of one on: to load their module
+    takes half as long as to load torch. Not traced: Dynamo calls it where it would trace it."""
+    _take_shards()
+
+
+@cache
+def _take_shards() -> None:
+    def usual(op, args):
+        q, k, v, *rest = args
+        return sharded.infer(op, Operands(q, k, v), _USUAL[bool(rest and rest[0])], tuple(rest))
+
+    def with_options(op, args):
+        q, k, v, *rest = args
+        return sharded.infer(op, Operands(q, k, v), _inference_options(*rest), tuple(rest))
+
+    rules = {
+        "attention_v2": sharded.attend,
+        "attention_v2_backward": sharded.differentiate,
+        "second_backward": lambda op, args: sharded.twice(op, *args),
+        "inference": usual,
+        "inference.options": with_options,
+    }
+    sharded.take_shards({_overload(name): rule for name, rule in rules.items()})
 
 
 def _overload(name: str):
