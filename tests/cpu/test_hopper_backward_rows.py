@@ -5,6 +5,7 @@ They run in a process of their own: see `support.interpreted`.
 """
 
 import math
+import struct
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from heedful.core.device import by_name
 from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
+from heedful.kernels.hopper.backward_far_rows import FAR_LOG2, FAR_LOG2_BITS
 from heedful.kernels.portable.scores import LOG2E
 from heedful.launch import buffers, programs
 from heedful.launch.interpret import interpret
@@ -209,6 +211,10 @@ def test_delta_is_made_and_sums_turns_and_counter_are_cleared(
         assert not turns[:, used].any() and (turns[:, ~used] == UNTOUCHED).all()
 
 
+def test_the_producer_votes_by_the_bits_of_what_is_far():
+    assert struct.pack(">f", FAR_LOG2.value) == FAR_LOG2_BITS.value.to_bytes(4, "big")
+
+
 @interpreted
 @pytest.mark.parametrize("lengths, packed", LENGTHS, ids=["dense", "packed"])
 @pytest.mark.parametrize("sink", [False, True], ids=["plain", "sink"])
@@ -246,7 +252,9 @@ def test_rows_far_from_0_get_their_maximum_and_sum(sink, lengths, packed):
     arrays["lse"] = lse.float()
     interpret(call_of(made, "backward_prologue"), arrays)
     far = arrays["dout_scale"] != UNTOUCHED
-    assert torch.equal(far, lse.abs() >= 1496 / LOG2E.value) and far.any() and not far.all()
+    assert (
+        torch.equal(far, lse.abs() >= FAR_LOG2.value / LOG2E.value) and far.any() and not far.all()
+    )
     # Consumers make 2^(s c - lse_log2), of which the scale makes exp(s - m) / l.
     log2e = math.log2(math.e)
     scale = torch.exp2(arrays["lse_log2"].double() - top * log2e) / total

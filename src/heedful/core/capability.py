@@ -428,7 +428,8 @@ ROWS: tuple[KernelRow, ...] = (
         # For gl.inline_asm: sums of dQ leave by cp.reduce.async.bulk.
         least=(("triton", (3, 9)),),
         gates=(gates.some_tokens, gates.positive_scale, gates.out_as_in, gates.aligned_draws)
-        + (gates.tiles_of_both_dims, gates.any_order_if_wide, gates.room_for_dropout),
+        + (gates.tiles_of_both_dims, gates.any_order_if_wide, gates.room_for_dropout)
+        + (gates.near_softcap,),
         configs=("hopper.backward", "portable.scores"),
         program="heedful.launch.bind.hopper_backward",
     ),

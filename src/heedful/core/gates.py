@@ -99,6 +99,13 @@ def any_order_if_wide(problem: AttentionProblem, device: DeviceSpec) -> str | No
     return None
 
 
+def near_softcap(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Scores above are far from 0, and what makes such rows anew has another tanh."""
+    if problem.softcap > 1024.0:
+        return "gradients of a softcap above 1024"
+    return None
+
+
 def out_as_in(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None if problem.out_dtype == problem.dtype else f"out of {problem.out_dtype}"
 

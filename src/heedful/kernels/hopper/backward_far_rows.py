@@ -22,6 +22,8 @@ from heedful.kernels.portable.scores import LOG2E, LOG2E_REST
 
 # In base 2: 2^10, as portable/statistics.py has it, and a little more for the scale.
 FAR_LOG2 = tl.constexpr(1496.0)
+# The same as the bits of a float32.
+FAR_LOG2_BITS = tl.constexpr(0x44BB0000)
 # From where on the maximum stands for the log-sum-exp.
 FARTHER_LOG2 = tl.constexpr(1048576.0)
 
@@ -51,10 +53,24 @@ def far_rows(lse_log2_M, m_M, l_M, P_SCALE_LOG2: tl.constexpr):
     return less_M, tl.exp2(above_M + P_SCALE_LOG2) / l_M
 
 
+@gluon.constexpr_function
+def _vote_far(outputs, inputs):
+    """Assembly: does any lane of the warp hold a number that `is_far`? As integers, floats without
+    a sign keep their order, and one comparison without a sign bounds them on both sides."""
+    (flag,), (values,) = outputs[0], inputs
+    first = FAR_LOG2_BITS.value
+    lines = ["{ .reg .pred p, q; .reg .b32 t; setp.ne.b32 p, 0, 0;"]
+    for value in values:
+        lines.append(f"and.b32 t, {value}, 0x7fffffff; sub.u32 t, t, {first};")
+        lines.append(f"setp.lt.u32 q, t, {0x7F800000 - first}; or.pred p, p, q;")
+    return " ".join(lines) + f" vote.sync.any.pred p, p, 0xffffffff; selp.b32 {flag}, 1, 0, p; }}"
+
+
 @gluon.jit
 def any_far(lse_log2_M):
     """Whether a warp has a row far from 0."""
-    return gl.max(is_far(lse_log2_M).to(gl.int32), 0) != 0
+    bits = lse_log2_M.to(gl.int32, bitcast=True)
+    return inline_asm(_vote_far, ("=r", "r"), [bits], gl.int32, is_pure=True) != 0
 
 
 @gluon.constexpr_function

@@ -66,6 +66,10 @@ def backward_prologue(
     token, len_q, stored_q = sequence(b, seqs.cu_q, seqs.used_q, None, seqs.seqlen_q)
     if row0 >= stored_q:
         return
+    rows_M = row0 + tl.arange(0, BLOCK_M)
+    places_M = b * io.lse.stride_b + h * io.lse.stride_h + token + rows_M
+    # On its way before anything is stored, behind which the compiler keeps loads.
+    lse_M = tl.load(io.lse.ptr + places_M, mask=rows_M < len_q, other=float("-inf"))
     accum_row = h * sizes.accum_rows + accum_begin(b, seqs.cu_q, seqs.seqlen_q, BLOCK_M) + row0
     sums = io.dq_accum + accum_row * D
     PART: tl.constexpr = D if D & (D - 1) == 0 else D // 3
@@ -74,22 +78,16 @@ def backward_prologue(
         tl.store(at, tl.zeros([BLOCK_M * PART], tl.float32))
     if io.turns is not None:
         tl.store(io.turns + accum_row // BLOCK_M, 0)
-    rows_M = row0 + tl.arange(0, BLOCK_M)
     out = row_base(io.out, b, h, token)
     dout = row_base(io.dout, b, h, token)
     o_ME = load_rows(out, io.out.stride_n, row0, len_q, E, BLOCK_M, BLOCK_E, True)
     do_ME = load_rows(dout, io.dout.stride_n, row0, len_q, E, BLOCK_M, BLOCK_E, True)
-    zero = wide(0)
-    place = Place(b, h, zero, token, len_q, stored_q, zero, zero, zero, zero)
-    places_M = b * io.lse.stride_b + h * io.lse.stride_h + token + rows_M
-    delta_M = row_deltas(o_ME, do_ME, io.lse, io.dlse, place, places_M, rows_M, rows_M < len_q)
-    tl.store(io.delta + places_M, delta_M, mask=rows_M < stored_q)
-    lse_M = tl.load(io.lse.ptr + places_M, mask=rows_M < len_q, other=float("-inf"))
-    reference_M = lse_M
-    factor_M = tl.full([BLOCK_M], 1.0, tl.float32)
     P_SCALE_LOG2: tl.constexpr = p_scale_log2(io.dout.ptr.dtype.element_ty)
     less_M = lse_log2(lse_M, P_SCALE_LOG2)
+    reference_M = lse_M
+    factor_M = tl.full([BLOCK_M], 1.0, tl.float32)
     far_M = is_far(less_M)
+    # While out and dout are on their way.
     if tl.max(far_M.to(tl.int32), 0) != 0:
         HAS_BIAS: tl.constexpr = mods.bias.ptr is not None
         whole = place_of(b, h, h // sizes.group, seqs, shape, mask, HAS_BIAS)
@@ -100,7 +98,12 @@ def backward_prologue(
         less_M = tl.where(far_M, far_less_M, less_M)
         reference_M = tl.where(far_M, m_M, lse_M)
         factor_M = tl.where(far_M, 1.0 / l_M, 1.0)
-    tl.store(far.lse_log2 + places_M, less_M, mask=rows_M < stored_q)
+    zero = wide(0)
+    place = Place(b, h, zero, token, len_q, stored_q, zero, zero, zero, zero)
+    delta_M = row_deltas(o_ME, do_ME, lse_M, io.dlse, place, rows_M, rows_M < len_q)
+    stored_M = rows_M < stored_q
+    tl.store(far.lse_log2 + places_M, less_M, mask=stored_M)
+    tl.store(io.delta + places_M, delta_M, mask=stored_M)
     if far.reference is not None:
-        tl.store(far.reference + places_M, reference_M, mask=rows_M < stored_q)
-        tl.store(far.factor + places_M, factor_M, mask=rows_M < stored_q)
+        tl.store(far.reference + places_M, reference_M, mask=stored_M)
+        tl.store(far.factor + places_M, factor_M, mask=stored_M)

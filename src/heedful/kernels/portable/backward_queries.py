@@ -78,7 +78,8 @@ def query_gradients(
     places_M = b * io.lse.stride_b + h * io.lse.stride_h + place.token_q + rows_M
     out = row_base(io.out, b, h, place.token_q)
     o_ME = load_rows(out, io.out.stride_n, row0, len_q, E, M, tile.BLOCK_E, True)
-    delta_M = row_deltas(o_ME, do_ME, io.lse, io.dlse, place, places_M, rows_M, exists_M)
+    lse_M = tl.load(io.lse.ptr + places_M, mask=exists_M, other=float("-inf"))
+    delta_M = row_deltas(o_ME, do_ME, lse_M, io.dlse, place, rows_M, exists_M)
     tl.store(io.delta + places_M, delta_M, mask=exists_M)
     head = head_mods(mods.scale, b, h, mods, mask)
     words = dropout_words(dropout)

@@ -7,7 +7,7 @@ exactly as the row sum does. Shapes: H query heads, M query rows, E v dim.
 import triton
 import triton.language as tl
 
-from heedful.kernels.args.kinds import RowArray, RowVector
+from heedful.kernels.args.kinds import RowArray
 from heedful.kernels.args.portable import SinkGradientsIO
 from heedful.kernels.portable.scores import LOG2E
 from heedful.kernels.portable.sequences import wide
@@ -15,18 +15,15 @@ from heedful.kernels.portable.statistics import load_references
 
 
 @triton.jit
-def row_deltas(o_ME, do_ME, lse: RowVector, dlse: RowArray, place, places_M, rows_M, exists_M):
-    """delta (M,) of query rows; 0 in rows that saw nothing, whatever they hold.
-
-    lse is indexed by places_M, dlse, which may be absent, by rows_M.
-    """
+def row_deltas(o_ME, do_ME, lse_M, dlse: RowArray, place, rows_M, exists_M):
+    """delta (M,) of query rows; 0 in rows that saw nothing, whatever they hold. dlse may be
+    absent."""
     delta_M = tl.sum(o_ME.to(tl.float32) * do_ME.to(tl.float32), 1)
     if dlse.ptr is not None:
         base = dlse.ptr + (
             place.b * dlse.stride_b + place.h * dlse.stride_h + place.token_q * dlse.stride_m
         )
         delta_M -= tl.load(base + wide(rows_M) * dlse.stride_m, mask=exists_M, other=0.0)
-    lse_M = tl.load(lse.ptr + places_M, mask=exists_M, other=float("-inf"))
     return tl.where(lse_M == float("-inf"), 0.0, delta_M)
 
 
