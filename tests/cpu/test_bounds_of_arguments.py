@@ -298,11 +298,20 @@ def test_a_side_of_a_window_that_no_length_reaches_is_no_bound(window):
     same(dense(window_size=window), dense(window_size=UNBOUNDED[window]))
 
 
-def test_a_window_that_no_length_reaches_is_none_to_a_compiled_call_and_to_a_cache_either():
-    called = torch.compile(heedful.flash_attn_func, backend="eager")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_bounds_that_no_length_reaches_are_none_to_a_compiled_call_either(dynamic):
+    """Also where it takes plain numbers for symbols."""
+    torch._dynamo.reset()
+    called = torch.compile(heedful.flash_attn_func, backend="eager", dynamic=dynamic)
     q = torch.randn(1, 5, 2, 8)
+    for far in ((2**31 - 1, 2**70), (2**30, 2**30)):
+        same(called(q, q, q, window_size=far), heedful.flash_attn_func(q, q, q))
+    for many in (2**40, 2**70):
+        same(called(q, q, q, num_splits=many), heedful.flash_attn_func(q, q, q, num_splits=many))
+
+
+def test_a_window_that_no_length_reaches_is_none_to_a_cache_either():
     far: Any = (2**31 - 1, 2**70)
-    same(called(q, q, q, window_size=far), heedful.flash_attn_func(q, q, q))
     given = cache(cache_seqlens=5, rotary_cos=torch.rand(12, 4), rotary_sin=torch.rand(12, 4))
     same(decode(**given, window_size=far), decode(**given))
 

@@ -423,6 +423,7 @@ def test_a_packed_form_passes_on_every_argument_to_what_it_stands_for(name, monk
         seen.append({**given, **keywords})
         return "result"
 
+    noted.__kwdefaults__ = target.__kwdefaults__
     monkeypatch.setattr(packed, own, noted)
     tensors = {n: torch.randn(shape) for n, shape in shapes.items()}
     options = {**COMMON, "alibi_slopes": "slopes"}

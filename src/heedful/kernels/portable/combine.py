@@ -25,7 +25,8 @@ def weights(m_M, rest_M, lse_SM, rest_SM):
     if rest_SM is not None:
         # The largest may have the lesser of two that are rounded alike.
         old_M += rest_M
-        x_SM += rest_SM
+        # Whoever clears the parts of rows of no sequence writes no rest.
+        x_SM += tl.where(lse_SM == float("-inf"), 0.0, rest_SM)
         rest_M = finite_or_zero(tl.maximum(old_M, tl.max(x_SM, 0)))
         old_M -= rest_M
         x_SM -= rest_M[None, :]
