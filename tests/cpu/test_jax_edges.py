@@ -100,7 +100,10 @@ def some(*shape: int, seed: int = 0) -> Any:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-@pytest.mark.parametrize("mapped", [(0, None), (None, 0), (0, 0)], ids=str)
+MAPPED = [(0, None), *(pytest.param(m, marks=pytest.mark.slow) for m in ((None, 0), (0, 0)))]
+
+
+@pytest.mark.parametrize("mapped", MAPPED, ids=str)
 def test_vmap_of_gradients_of_sinks_and_biases_is_a_loop_of_them(mapped):
     """Of each element its own, also where sink and bias are shared."""
     q, k, v = some(3, 2, 5, 4, 8), some(3, 2, 7, 2, 8, seed=1), some(3, 2, 7, 2, 8, seed=2)
@@ -119,7 +122,11 @@ def test_vmap_of_gradients_of_sinks_and_biases_is_a_loop_of_them(mapped):
             np.testing.assert_array_equal(a[i], b)
 
 
-@pytest.mark.parametrize("place", range(4), ids=["batch", "head", "row", "column"])
+# A head's index and a row's enter the mask as a batch row's does.
+PLACES = [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2)), 3]
+
+
+@pytest.mark.parametrize("place", PLACES, ids=["batch", "head", "row", "column"])
 def test_a_part_of_the_scores_draws_its_part_of_the_dropout_mask(place):
     """Also where its column is no multiple of 4, in a traced origin too."""
     sizes = {"batch": 3, "heads": 4, "rows": 9, "cols": 11}

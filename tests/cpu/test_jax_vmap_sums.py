@@ -16,8 +16,11 @@ def some(*shape: int, seed: int = 0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 
 
-@pytest.mark.parametrize("mapped", [None, 0], ids=["shared", "mapped"])
-@pytest.mark.parametrize("name", SHAPES)
+QUICK = [("sink", 0), ("bias", None)]
+REST = [pytest.param(*c, marks=pytest.mark.slow) for c in (("sink", None), ("bias", 0))]
+
+
+@pytest.mark.parametrize(("name", "mapped"), [*QUICK, *REST])
 def test_vmap_of_the_gradient_of_one_operand_is_a_loop_of_it(name, mapped):
     q, k, v = some(3, 2, 5, 4, 8), some(3, 2, 7, 2, 8, seed=1), some(3, 2, 7, 2, 8, seed=2)
     summed = some(*(() if mapped is None else (3,)), *SHAPES[name], seed=3)
