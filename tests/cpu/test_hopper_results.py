@@ -38,7 +38,7 @@ class Forward:
     def __init__(
         self, *, natural=False, sink=False, rest=False, pack=1, split: int | None = None, fp8=False
     ):
-        self.drawn = np.random.default_rng(7)
+        self.drawn: Any = np.random.default_rng(7)
         self.natural, self.split, self.pack, self.fp8 = natural, split, pack, fp8
         entries = BATCH * (SPLITS if split is not None else 1)
         self.lse = np.full((entries, HEADS, LENGTH), UNTOUCHED, np.float32)
@@ -99,17 +99,17 @@ class Forward:
         """Results are those of rows with these outputs, maxima in natural units and sums."""
         entry = ENTRY if self.split is None else self.split * BATCH + ENTRY
         lse, part = (np.full(x.shape, UNTOUCHED) for x in (self.lse, self.partials))
-        written = np.full(out.shape, np.nan)
+        written, exists = np.zeros(out.shape), np.zeros(ROWS, bool)
         for row, token, head in self.rows():
             want, of_row = self._row(out[row], top[row], total[row], head)
             is_used = token < USED
             lse[entry, head, token] = of_row if is_used else -np.inf
             written[row] = want if is_used else 0.0
+            exists[row] = True
             if is_used:
                 part[entry, token, head] = want
         if self.split is None:
             assert self.written is not None
-            exists = ~np.isnan(written)
             np.testing.assert_allclose(self.written[0][exists], written[exists], CLOSE, CLOSE)
         else:
             assert self.written is None
@@ -118,6 +118,7 @@ class Forward:
         if self.rest is not None:
             own = lse != UNTOUCHED
             assert (self.rest[~own] == UNTOUCHED).all()
+            assert not self.rest[own & np.isinf(lse)].any()
             both = np.float64(self.lse) + self.rest
             np.testing.assert_allclose(both[own], lse[own], 2.0**-45, CLOSE)
 
@@ -128,6 +129,8 @@ class Forward:
             return np.zeros(DIM), -np.inf
         weight = np.exp(top - reference)
         sums = total * weight + (0.0 if sink is None else np.exp(sink - reference))
+        if sums == 0:
+            return np.zeros(DIM), -np.inf
         factor = V_FACTOR if self.fp8 else KEEP
         return out * weight / sums * factor, reference + np.log(sums)
 
@@ -157,6 +160,10 @@ def test_rows_are_divided_and_their_log_sum_exp_is_natural(split, rest, natural,
 def test_values_of_8_bits_are_scaled(sink):
     forward = Forward(sink=sink, fp8=True)
     out, top, total = draw(forward)
+    # Rows without keys whose sums are of what else lay there, keys of no weight, and a NaN.
+    total[0], out[0] = 3.0, 5.0
+    total[10], out[10] = 0.0, 0.0
+    total[11], out[11] = np.nan, np.nan
     forward.run(epilogue.store_rows, (out,), top, total)
     forward.check(np.float64(out), np.float64(top) / LOG2E, np.float64(total))
 

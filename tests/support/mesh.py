@@ -13,14 +13,16 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
-def on_each_rank(shape: tuple[int, ...], work: Callable[[DeviceMesh], Any]) -> list:
+def on_each_rank(
+    shape: tuple[int, ...], work: Callable[[DeviceMesh], Any], device: str = "cpu"
+) -> list:
     """What `work` returns on each rank of a mesh of this shape, in their order."""
     count = torch.Size(shape).numel()
     found = []
     for rank in range(count):
         dist.init_process_group("fake", rank=rank, world_size=count, store=FakeStore())
         try:
-            found.append(work(init_device_mesh("cpu", shape)))
+            found.append(work(init_device_mesh(device, shape)))
         finally:
             dist.destroy_process_group()
     return found
