@@ -173,6 +173,7 @@ def test_whole_rows_are_divided_and_their_log_sum_exp_is_natural(rest, is_packed
     if decode.rest is not None:
         written = lse != UNTOUCHED
         assert (decode.rest[~written] == UNTOUCHED).all()
+        assert not decode.rest[written & np.isinf(lse)].any()
         # Whatever a float32 of such scores has lost, the rest has.
         both = np.float64(decode.lse) + decode.rest
         np.testing.assert_allclose(both[written], lse[written], 2.0**-45, CLOSE)
