@@ -22,6 +22,7 @@ from heedful.kernels.portable.scores import LOG2E
 from heedful.launch import buffers, programs
 from heedful.launch.interpret import interpret
 from heedful.launch.spec import Program
+from support.fenced import Fenced, walled
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
 HEADS = 4
@@ -36,8 +37,10 @@ def whole(
     deterministic: bool = False,
     splits: int = 1,
     sink: bool = False,
+    dlse: bool = False,
 ):
-    """A problem, its plan and its backward, whose key tiles are split in so many parts."""
+    """A problem, its plan and its backward, whose key tiles are split in so many parts. dlse:
+    whether the log-sum-exp has a cotangent."""
     total = sum(lengths) if packed else None
     problem = AttentionProblem.dense(
         *(len(lengths), max(lengths), max(lengths), HEADS, 2, head_dim),
@@ -51,7 +54,10 @@ def whole(
     problem = replace(problem, scale=SCALE)
     chosen = plan(problem, by_name("H200"), backend=f"hopper+splits={splits}")
     assert chosen.backward == "hopper"
-    made = programs.program(chosen, "backward", buffers.backward(problem))
+    arrays = buffers.backward(problem)
+    if dlse:
+        arrays["dlse"] = arrays["lse"]
+    made = programs.program(chosen, "backward", arrays)
     return problem, chosen.configs["hopper.backward"], made
 
 
@@ -263,6 +269,127 @@ def test_rows_far_from_0_get_their_maximum_and_sum(sink, lengths, packed):
         assert torch.equal(arrays["reference"].double(), torch.where(far, top, lse.float()))
         factor = torch.where(far, 1 / total, 1.0)
         torch.testing.assert_close(arrays["factor"].double(), factor, rtol=2**-20, atol=0)
+
+
+def edges(block: int, packed: bool) -> list[int]:
+    """Lengths of sequences that end beside the edges of tiles of so many rows."""
+    return [block - 1, 0, block, block + 1, 1] if packed else [block + 1, block + 1]
+
+
+def bounds(lengths: list[int], packed: bool) -> dict[str, torch.Tensor]:
+    """cu_seqlens, if there are any."""
+    if not packed:
+        return {}
+    starts = walled(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
+    return {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+
+
+def fenced(shapes: dict, names: tuple[str, ...]) -> dict[str, Fenced]:
+    """Scratch that nothing is written beside of."""
+    made = {}
+    for name in names:
+        of = shapes[name]
+        untouched = torch.full(of.shape, UNTOUCHED, dtype=getattr(torch, of.dtype))
+        made[name] = Fenced.like(untouched)
+    return made
+
+
+def first_rows(lengths: list[int], block: int, packed: bool) -> list[int]:
+    """Where sequences begin in sums of which each has whole tiles."""
+    starts = [sum(lengths[:b]) for b in range(len(lengths))]
+    if packed:
+        return [(start // block + b) * block for b, start in enumerate(starts)]
+    return [b * -(-lengths[0] // block) * block for b in range(len(lengths))]
+
+
+@interpreted
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("head_dim", [40, 64])
+def test_rows_at_the_edges_of_tiles_have_their_delta_and_nothing_else_is_touched(head_dim, packed):
+    torch.manual_seed(head_dim)
+    block = whole(head_dim, [1], True)[1].block_m
+    lengths = edges(block, packed)
+    problem, config, made = whole(head_dim, lengths, packed, deterministic=True, dlse=True)
+    assert config.block_m == block
+    shapes = {w.name: w.buffer for w in made.workspaces}
+    names = ("delta", "dq_accum", "turns", "tile_counter", "lse_log2", "dout_scale")
+    scratch = fenced(shapes, names)
+    q, out, dout = torch.randn(3, *problem.out_shape).half()
+    lse, dlse = torch.randn(2, *problem.lse_shape)
+    # Rows that saw nothing, at ends of sequences and of tiles; what they hold is of no account.
+    ends = torch.tensor(lengths).cumsum(0) - 1 if packed else torch.tensor([0, block - 1, block])
+    unseen = torch.zeros_like(lse, dtype=torch.bool)
+    unseen[..., ends] = torch.rand(unseen[..., ends].shape) < 0.5
+    lse[unseen] = -torch.inf
+    arrays = {"q": q, "k": q[..., :2, :], "out": out, "dout": dout, "lse": lse, "dlse": dlse}
+    arrays = {name: walled(tensor.contiguous()) for name, tensor in arrays.items()}
+    arrays |= {name: fence.inside for name, fence in scratch.items()} | bounds(lengths, packed)
+    interpret(call_of(made, "backward_prologue"), arrays)
+    want = (out.float() * dout.float()).sum(-1).movedim(-1, -2) - dlse
+    torch.testing.assert_close(arrays["delta"], torch.where(unseen, 0.0, want))
+    assert torch.equal(arrays["lse_log2"] == torch.inf, unseen)
+    assert (arrays["dout_scale"] == UNTOUCHED).all()
+    tiles = torch.zeros(shapes["dq_accum"].shape[1] // block, dtype=torch.bool)
+    for first, length in zip(first_rows(lengths, block, packed), lengths, strict=True):
+        tiles[first // block : (first + length + block - 1) // block] = True
+    for name, each in (("dq_accum", -1), ("turns", 1)):
+        cleared = arrays[name].view(HEADS, len(tiles), each)
+        assert not cleared[:, tiles].any() and (cleared[:, ~tiles] == UNTOUCHED).all()
+    assert arrays["tile_counter"].item() == 0
+    for fence in scratch.values():
+        fence.assert_whole()
+
+
+@interpreted
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("head_dim", [40, 128])
+def test_gradients_end_where_their_rows_and_columns_do(head_dim, packed):
+    """dq, and dk and dv of two splits; sums behind rows and columns in use may be anything."""
+    torch.manual_seed(head_dim)
+    _, config, _ = whole(head_dim, [1], True, splits=2)
+    block_m, block_n = config.block_m, config.block_n
+    lengths = edges(block_m, packed)
+    problem, config, made = whole(head_dim, lengths, packed, splits=2)
+    assert (config.block_m, config.block_n) == (block_m, block_n)
+    shapes = {w.name: w.buffer.shape for w in made.workspaces}
+    sums = walled(torch.full(shapes["dq_accum"], torch.nan))
+    partials = walled(torch.full(shapes["partials"], torch.nan))
+    rows = [torch.randn(heads, sum(lengths), head_dim) for heads in (HEADS, 2, 2)]
+    columns = sums.shape[-1], partials.shape[-1] // 2
+    firsts = zip(
+        first_rows(lengths, block_m, packed), first_rows(lengths, block_n, packed), strict=True
+    )
+    start = 0
+    for (first_m, first_n), length in zip(firsts, lengths, strict=True):
+        own = [x[:, start : start + length] for x in rows]
+        for head in range(HEADS):
+            for at in range(0, length, block_m):
+                tile = torch.randn(block_m, columns[0])
+                tile[: length - at, :head_dim] = own[0][head, at : at + block_m]
+                place = sums[head, first_m + at : first_m + at + block_m]
+                place.copy_(shares(tile, block_m).view_as(place))
+        for head in range(2):
+            for at in range(0, length, 64):
+                for split in range(2):
+                    tiles = torch.randn(2, 64, columns[1])
+                    # dV, then dK: half of each in a split.
+                    for tile, of in zip(tiles, (own[2], own[1]), strict=True):
+                        tile[: length - at, :head_dim] = of[head, at : at + 64] / 2
+                    place = partials[split, head, first_n + at : first_n + at + 64]
+                    place.copy_(torch.cat([in_registers(t) for t in tiles]).view_as(place))
+        start += length
+    kv_shape = (*problem.out_shape[:-2], 2, head_dim)
+    results = {
+        name: Fenced.like(torch.full(shape, torch.nan).half())
+        for name, shape in (("dq", problem.out_shape), ("dk", kv_shape), ("dv", kv_shape))
+    }
+    arrays = {name: fence.inside for name, fence in results.items()} | bounds(lengths, packed)
+    arrays |= {"dq_accum": sums, "partials": partials}
+    interpret(call_of(made, "backward_epilogue"), arrays)
+    for (name, fence), want, scale in zip(results.items(), rows, (SCALE, 1, 1), strict=True):
+        got = fence.inside.view(-1, *fence.inside.shape[-2:])
+        assert torch.equal(got, (want * scale).half().transpose(0, 1)), name
+        fence.assert_whole()
 
 
 @starts_interpreter

@@ -244,9 +244,10 @@ def test_parts_that_merge_some_rows_each_merge_them_all(is_packed, parts):
     check_merged(decode, found)
 
 
+@pytest.mark.parametrize("each", [1, 2], ids=["a program a head", "two programs a head"])
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
 @pytest.mark.parametrize("rest", [False, True], ids=["", "rest"])
-def test_sequences_without_keys_are_cleared_and_no_others(sink, rest):
+def test_sequences_without_keys_are_cleared_and_no_others(sink, rest, each):
     decode = Decode(False, sink, rest)
     decode.params.seqs = SimpleNamespace(
         cu_q=None,
@@ -259,7 +260,7 @@ def test_sequences_without_keys_are_cleared_and_no_others(sink, rest):
         seqlen_k=tensor(9),
     )
     decode.params.mask = SimpleNamespace(bottom_right=tensor(1), shift=tensor(0))
-    programs = 2 * KV_HEADS
+    programs = each * KV_HEADS
     for number in range(programs):
         host = decode.host(program=number, programs=programs)
         host.turned(decode_results.store_empty)(decode.io, decode.params)

@@ -1,5 +1,8 @@
 """Tensors with guards on both sides, to see what reads or writes beside them."""
 
+import ctypes
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -30,3 +33,19 @@ class Fenced:
         for side in (slice(None, GUARD), slice(-GUARD, None)):
             now, before = (x[side].view(torch.uint8) for x in (self._around, self._kept))
             assert torch.equal(now, before), "written outside of the tensor"
+
+
+def walled(tensor: Tensor) -> Tensor:
+    """A copy on the CPU whose last byte is the last of a page, with one behind it that nobody may
+    touch: to read one element too many ends the process. For checks in a process of their own."""
+    size = tensor.numel() * tensor.element_size()
+    length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, length + mmap.PAGESIZE)
+    # PROT_NONE, which the module has no name for.
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    failed = ctypes.CDLL(None).mprotect(ctypes.c_void_p(begin + length), mmap.PAGESIZE, 0)
+    assert not failed, "mprotect failed"
+    copy = torch.frombuffer(
+        memory, dtype=tensor.dtype, count=tensor.numel(), offset=length - size
+    ).view(tensor.shape)
+    return copy.copy_(tensor)
