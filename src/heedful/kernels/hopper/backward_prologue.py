@@ -13,6 +13,7 @@ from heedful.kernels.args.hopper_backward import (
     FarRowsIO,
     HopperBackwardSizes,
 )
+from heedful.kernels.args.kinds import RowVector
 from heedful.kernels.args.shared import Mask, ScoreMods, Sequences, Shape, Tile
 from heedful.kernels.common.sequences import sequence
 from heedful.kernels.hopper.backward_far_rows import far_rows, is_far, lse_log2
@@ -32,6 +33,34 @@ def accum_begin(b, cu_seqlens, seqlen, BLOCK: tl.constexpr):
         return (token // BLOCK + b) * BLOCK
     else:
         return wide(b) * (tl.cdiv(seqlen, BLOCK) * BLOCK)
+
+
+@triton.jit
+def tell_far_rows(
+    lse: RowVector,
+    far: FarRowsIO,
+    row0,
+    place,
+    mask: Mask,
+    mods: ScoreMods,
+    tile: Tile,
+    P_SCALE_LOG2: tl.constexpr,
+):
+    """Makes those of a few rows anew that are far from 0. All that it needs it loads itself: what
+    crossed the branch to it would take registers from calls without such rows."""
+    rows_M = row0 + tl.arange(0, tile.BLOCK_M)
+    places_M = place.b * lse.stride_b + place.h * lse.stride_h + place.token_q + rows_M
+    lse_M = tl.load(lse.ptr + places_M, mask=rows_M < place.len_q, other=float("-inf"))
+    less_M = lse_log2(lse_M, P_SCALE_LOG2)
+    far_M = is_far(less_M)
+    head = head_mods(mods.scale, place.b, place.h, mods, mask)
+    m_M, l_M = row_statistics(far.q, far.k, row0, place, head, mask, mods, tile)
+    less_M, scale_M = far_rows(less_M, m_M, l_M, P_SCALE_LOG2)
+    tl.store(far.lse_log2 + places_M, less_M, mask=far_M)
+    tl.store(far.dout_scale + places_M, scale_M, mask=far_M)
+    if far.reference is not None:
+        tl.store(far.reference + places_M, m_M, mask=far_M)
+        tl.store(far.factor + places_M, 1.0 / l_M, mask=far_M)
 
 
 @triton.jit
@@ -83,27 +112,18 @@ def backward_prologue(
     o_ME = load_rows(out, io.out.stride_n, row0, len_q, E, BLOCK_M, BLOCK_E, True)
     do_ME = load_rows(dout, io.dout.stride_n, row0, len_q, E, BLOCK_M, BLOCK_E, True)
     P_SCALE_LOG2: tl.constexpr = p_scale_log2(io.dout.ptr.dtype.element_ty)
-    less_M = lse_log2(lse_M, P_SCALE_LOG2)
-    reference_M = lse_M
-    factor_M = tl.full([BLOCK_M], 1.0, tl.float32)
-    far_M = is_far(less_M)
-    # While out and dout are on their way.
-    if tl.max(far_M.to(tl.int32), 0) != 0:
-        HAS_BIAS: tl.constexpr = mods.bias.ptr is not None
-        whole = place_of(b, h, h // sizes.group, seqs, shape, mask, HAS_BIAS)
-        head = head_mods(mods.scale, whole.b, whole.h, mods, mask)
-        m_M, l_M = row_statistics(far.q, far.k, row0, whole, head, mask, mods, tile)
-        far_less_M, scale_M = far_rows(less_M, m_M, l_M, P_SCALE_LOG2)
-        tl.store(far.dout_scale + places_M, scale_M, mask=far_M)
-        less_M = tl.where(far_M, far_less_M, less_M)
-        reference_M = tl.where(far_M, m_M, lse_M)
-        factor_M = tl.where(far_M, 1.0 / l_M, 1.0)
     zero = wide(0)
     place = Place(b, h, zero, token, len_q, stored_q, zero, zero, zero, zero)
     delta_M = row_deltas(o_ME, do_ME, lse_M, io.dlse, place, rows_M, rows_M < len_q)
-    stored_M = rows_M < stored_q
-    tl.store(far.lse_log2 + places_M, less_M, mask=stored_M)
-    tl.store(io.delta + places_M, delta_M, mask=stored_M)
+    less_M = lse_log2(lse_M, P_SCALE_LOG2)
+    far_M = is_far(less_M)
+    tl.store(io.delta + places_M, delta_M, mask=rows_M < stored_q)
+    near_M = (rows_M < stored_q) & (far_M == 0)
+    tl.store(far.lse_log2 + places_M, less_M, mask=near_M)
     if far.reference is not None:
-        tl.store(far.reference + places_M, reference_M, mask=stored_M)
-        tl.store(far.factor + places_M, factor_M, mask=stored_M)
+        tl.store(far.reference + places_M, lse_M, mask=near_M)
+        tl.store(far.factor + places_M, tl.full([BLOCK_M], 1.0, tl.float32), mask=near_M)
+    if tl.max(far_M.to(tl.int32), 0) != 0:
+        whole = place_of(b, h, h // sizes.group, seqs, shape, mask, mods.bias.ptr is not None)
+        for row in range(row0, row0 + BLOCK_M, tile.BLOCK_M):
+            tell_far_rows(io.lse, far, row, whole, mask, mods, tile, P_SCALE_LOG2)

@@ -32,9 +32,9 @@ from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
 
 # Of the kernels that go by rows: what they read and write once is all that counts.
 _ROWS_WARPS = 4
-# Far rows are made anew by few keys at a time and with the registers that near ones need: few calls
-# have any, and nobody else is to wait because fewer programs are at work at once.
-_FAR_KEYS = 16
+# Rows and keys by which far rows are made anew, and registers that near rows need: few calls have
+# far ones, and nobody else is to wait because fewer programs are at work at once.
+_FAR_BLOCK = 16
 _NEAR_REGISTERS = {64: 48, 128: 56, 256: 80}
 
 
@@ -152,7 +152,7 @@ def _prologue_call(
         mask=groups.mask(problem, buffers),
         mods=groups.score_mods(problem, buffers),
         sizes=_sizes(problem, buffers),
-        tile=_far_tile(problem, config),
+        tile=_far_tile(problem),
         BLOCK_M=config.block_m,
         D=product_dim(problem.head_dim),
         E=problem.head_dim_v,
@@ -160,14 +160,14 @@ def _prologue_call(
     )
 
 
-def _far_tile(problem: AttentionProblem, config: HopperBackwardConfig) -> Tile:
+def _far_tile(problem: AttentionProblem) -> Tile:
     """The tiles by which far rows are made anew: few keys, so that they cost those that are near
     neither registers nor shared memory."""
     return Tile(
         HEAD_DIM=problem.head_dim,
         HEAD_DIM_V=problem.head_dim_v,
-        BLOCK_M=config.block_m,
-        BLOCK_N=_FAR_KEYS,
+        BLOCK_M=_FAR_BLOCK,
+        BLOCK_N=_FAR_BLOCK,
         BLOCK_D=pow2(problem.head_dim, 16),
         BLOCK_E=pow2(problem.head_dim_v, 16),
         BLOCK_R=0,
