@@ -180,7 +180,9 @@ def merged(
         new_M = tl.maximum(m_M, tl.max(top_PM, 0))
         base_M = finite_or_zero(new_M)
         old_M = tl.exp2((m_M - base_M) * UNIT)
-        weight_PM = tl.exp2((top_PM - base_M[None, :]) * UNIT) * sum_PM
+        # Rounded by name: where a sum takes a thread's own product unrounded, and those of others
+        # rounded, threads that add up the same have other bits.
+        weight_PM = tl.fma(tl.exp2((top_PM - base_M[None, :]) * UNIT), sum_PM, 0.0)
         l_M = l_M * old_M + tl.sum(weight_PM, 0)
         m_M = new_M
         more = ()
