@@ -309,11 +309,11 @@ def test_rows_at_the_edges_of_tiles_have_their_delta_and_nothing_else_is_touched
     torch.manual_seed(head_dim)
     block = whole(head_dim, [1], True)[1].block_m
     lengths = edges(block, packed)
-    problem, config, made = whole(head_dim, lengths, packed, deterministic=True, dlse=True)
+    problem, config, made = whole(head_dim, lengths, packed, True, sink=True, dlse=True)
     assert config.block_m == block
     shapes = {w.name: w.buffer for w in made.workspaces}
-    names = ("delta", "dq_accum", "turns", "tile_counter", "lse_log2", "dout_scale")
-    scratch = fenced(shapes, names)
+    of_rows = ("delta", "lse_log2", "dout_scale", "reference", "factor")
+    scratch = fenced(shapes, (*of_rows, "dq_accum", "turns", "tile_counter"))
     q, out, dout = torch.randn(3, *problem.out_shape).half()
     lse, dlse = torch.randn(2, *problem.lse_shape)
     # Rows that saw nothing, at ends of sequences and of tiles; what they hold is of no account.
@@ -322,12 +322,15 @@ def test_rows_at_the_edges_of_tiles_have_their_delta_and_nothing_else_is_touched
     unseen[..., ends] = torch.rand(unseen[..., ends].shape) < 0.5
     lse[unseen] = -torch.inf
     arrays = {"q": q, "k": q[..., :2, :], "out": out, "dout": dout, "lse": lse, "dlse": dlse}
+    arrays["sink"] = torch.randn(HEADS)
     arrays = {name: walled(tensor.contiguous()) for name, tensor in arrays.items()}
     arrays |= {name: fence.inside for name, fence in scratch.items()} | bounds(lengths, packed)
     interpret(call_of(made, "backward_prologue"), arrays)
     want = (out.float() * dout.float()).sum(-1).movedim(-1, -2) - dlse
     torch.testing.assert_close(arrays["delta"], torch.where(unseen, 0.0, want))
     assert torch.equal(arrays["lse_log2"] == torch.inf, unseen)
+    assert torch.equal(arrays["reference"], lse) and (arrays["factor"] == 1).all()
+    # None is far from 0.
     assert (arrays["dout_scale"] == UNTOUCHED).all()
     tiles = torch.zeros(shapes["dq_accum"].shape[1] // block, dtype=torch.bool)
     for first, length in zip(first_rows(lengths, block, packed), lengths, strict=True):

@@ -15,7 +15,7 @@ from heedful.kernels.hopper.epilogue import LOG2E
 from support.hosted import Host
 from support.hosted_arrays import Arrays, Memory, Tensor, tensor
 
-KV_HEADS, GROUP, TILE, DIM, COLUMNS = 2, 3, 16, 12, 16
+KV_HEADS, GROUP, TILE, COLUMNS = 2, 3, 16, 16
 HEADS = KV_HEADS * GROUP
 # Tokens of sequences, used and stored: of the last, rows of another tile are stored, too.
 USED, STORED = (4, 0, 3, 5), (4, 2, 6, 7)
@@ -26,38 +26,49 @@ CLOSE = 2.0**-18
 
 class Decode:
     """What a decode writes to, and the tiles of its rows. is_packed: whether sequences lie one
-    behind the other."""
+    behind the other. consumers: who share the columns, of which the last has fewer."""
 
-    def __init__(self, is_packed: bool, sink: bool = False, rest: bool = False, parts: int = 1):
+    def __init__(
+        self,
+        is_packed: bool,
+        sink: bool = False,
+        rest: bool = False,
+        parts: int = 1,
+        consumers: int = 1,
+    ):
+        self.consumers, self.dim = consumers, consumers * COLUMNS - 4
         self.drawn = np.random.default_rng(parts)
         self.is_packed, self.batch = is_packed, len(USED)
         self.starts = np.cumsum([0, *STORED]) if is_packed else np.zeros(len(USED), int)
         rows = (1, sum(STORED)) if is_packed else (self.batch, max(STORED))
-        self.out = np.full((*rows, HEADS, DIM), UNTOUCHED, np.float32)
+        self.out = np.full((*rows, HEADS, self.dim), UNTOUCHED, np.float32)
         self.lse = np.full((rows[0], HEADS, rows[1]), UNTOUCHED, np.float32)
         self.rest = np.full_like(self.lse, UNTOUCHED) if rest else None
         self.sink = self.drawn.normal(0, 300, HEADS).astype(np.float32) if sink else None
         many = parts * KV_HEADS * sum(-(-stored * GROUP // TILE) for stored in STORED)
-        slots = np.full((many, TILE, COLUMNS), np.nan, np.float32)
-        sums = np.full((many, 2, TILE), np.nan, np.float32)
+        many *= consumers
+        self.slots = np.full((many, TILE, COLUMNS), np.nan, np.float32)
+        self.sums = np.full((many, 2, TILE), np.nan, np.float32)
         self.counts = np.zeros(64, np.int32)
-        self.merge = DecodeMerge(Memory(slots), Memory(sums), Memory(self.counts), 2, 1, False)
+        self.merge = DecodeMerge(
+            Memory(self.slots), Memory(self.sums), Memory(self.counts), 2, 1, False
+        )
         self.params: Any = SimpleNamespace(
             shape=SimpleNamespace(
                 heads_q=tensor(HEADS), heads_k=tensor(KV_HEADS), batch=tensor(self.batch)
             ),
             seqs=SimpleNamespace(cu_q=Memory(self.starts) if is_packed else None),
-            tile=SimpleNamespace(HEAD_DIM_V=DIM, BLOCK_E=COLUMNS, ROWS=TILE, MERGE=False),
+            tile=SimpleNamespace(HEAD_DIM_V=self.dim, BLOCK_E=COLUMNS, ROWS=TILE, MERGE=False),
             sink=None if self.sink is None else Memory(self.sink),
             work=SimpleNamespace(merge=self.merge),
         )
         stride = 0 if is_packed else self.out[0].size
         self.io = SimpleNamespace(
             out=SimpleNamespace(
-                ptr=Memory(self.out), stride_b=stride, stride_n=HEADS * DIM, stride_h=DIM
+                ptr=Memory(self.out), stride_b=stride, stride_n=HEADS * self.dim, stride_h=self.dim
             ),
             lse=SimpleNamespace(
-                ptr=Memory(self.lse), stride_b=stride // DIM, stride_h=self.lse.shape[2]
+                ptr=Memory(self.lse), stride_b=stride // self.dim, stride_h=self.lse.shape[2]
             ),
             rest=None if self.rest is None else Memory(self.rest),
         )
@@ -95,7 +106,9 @@ class Decode:
             entry, start = (0, self.starts[b]) if self.is_packed else (b, 0)
             for token in range(stored):
                 for head in range(HEADS):
-                    out, lse = found[b, token, head] if token < used else (0.0, -np.inf)
+                    row: Any = found[b, token, head] if token < used else (0.0, -np.inf)
+                    out, lse = row
+                    out = out[: self.dim] if np.ndim(out) else out
                     if of_out:
                         made[entry, start + token, head] = out
                     else:
@@ -103,11 +116,12 @@ class Decode:
         return made
 
 
-def draw(rng, rows: int, far: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def draw(decode: Decode, far: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Outputs before they are divided, maxima in base 2 and sums of rows; the first saw no key."""
+    rng, rows = decode.drawn, TILE
     top = rng.normal(0, 5, rows).astype(np.float32) * np.float32(2.0**14 if far else 1)
     total = rng.uniform(1, 40, rows).astype(np.float32)
-    out = (rng.normal(0, 1, (rows, COLUMNS)) * total[:, None]).astype(np.float32)
+    out = (rng.normal(0, 1, (rows, decode.consumers * COLUMNS)) * total[:, None]).astype(np.float32)
     top[0], total[0], out[0] = -np.inf, 0.0, 0.0
     return out.view(Tensor), top.view(Tensor), total.view(Tensor)
 
@@ -115,13 +129,13 @@ def draw(rng, rows: int, far: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 def merged(parts, sink: float | None = None) -> tuple[Any, float]:
     """Output and log-sum-exp of a row of these (output, maximum, sum), with a sink."""
     weights = [
-        (np.float64(out[:DIM]), float(top) / float(np.float32(LOG2E.value)), float(total))
+        (np.float64(out), float(top) / float(np.float32(LOG2E.value)), float(total))
         for out, top, total in parts
     ]
     tops = [top for _, top, _ in weights] + ([] if sink is None else [float(sink)])
     reference = max(tops)
     if reference == -np.inf:
-        return np.zeros(DIM), -np.inf
+        return 0.0, -np.inf
     outs = sum(out * np.exp(top - reference) for out, top, _ in weights)
     total = sum(total * np.exp(top - reference) for _, top, total in weights)
     if sink is not None:
@@ -143,9 +157,10 @@ def tiles_by_sequence(decode: Decode, parts: int = 1):
     return zip(numbers, decode.pieces(parts), strict=True)
 
 
-def halves(out: Tensor) -> tuple[Tensor, ...]:
-    """Columns as the parts of an accumulator have them."""
-    return tuple(half.view(Tensor) for half in np.split(out, 2, 1))
+def halves(out: Tensor, consumer: int = 0) -> tuple[Tensor, ...]:
+    """A consumer's columns as the parts of its accumulator have them."""
+    own = out[:, consumer * COLUMNS : (consumer + 1) * COLUMNS]
+    return tuple(half.view(Tensor) for half in np.split(own, 2, 1))
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +178,7 @@ def test_whole_rows_are_divided_and_their_log_sum_exp_is_natural(rest, is_packed
     store = decode.host().turned(decode_results.store_parts)
     found = {}
     for b, piece in tiles_by_sequence(decode):
-        out, top, total = draw(decode.drawn, TILE, far=rest)
+        out, top, total = draw(decode, far=rest)
         for row, key in rows_of(piece, b):
             found[key] = merged([(out[row], top[row], total[row])], decode.sink_of(key))
         store(decode.io, decode.params, piece, piece.row0, halves(out), top, total, 0)
@@ -196,7 +211,7 @@ def results_in_parts(decode: Decode, count: int):
     units = list(tiles_by_sequence(decode, count))
     found, drawn = {}, []
     for b, piece in units:
-        parts = [draw(decode.drawn, TILE) for _ in range(count)]
+        parts = [draw(decode) for _ in range(count)]
         for row, key in rows_of(piece, b):
             of_row = [(out[row], top[row], total[row]) for out, top, total in parts]
             found[key] = merged(of_row, decode.sink_of(key))
@@ -205,24 +220,44 @@ def results_in_parts(decode: Decode, count: int):
     return drawn, found
 
 
+def in_any_order(decode: Decode, things: list) -> list:
+    return [things[index] for index in decode.drawn.permutation(len(things))]
+
+
+def check_scratch(decode: Decode, units: list) -> None:
+    """Parts are in slots of their own, and of packed sequences no more rows than these have."""
+    used = np.zeros(decode.sums.shape[0::2], bool)
+    for unit in units:
+        for piece, _ in unit if len(unit) > 1 else []:
+            rows = int(piece.stored_q) * GROUP - int(piece.row0) if decode.is_packed else TILE
+            for own in range(decode.consumers):
+                slot = int(piece.work.slot) * decode.consumers + own
+                assert not used[slot].any()
+                used[slot, :rows] = True
+    for array in (decode.slots[..., 0], decode.sums[:, 0], decode.sums[:, 1]):
+        assert (np.isnan(array) == ~used).all()
+
+
 def check_merged(decode: Decode, found: dict) -> None:
     np.testing.assert_allclose(decode.out, decode.wanted(found, "out"), CLOSE, CLOSE)
     np.testing.assert_allclose(decode.lse, decode.wanted(found, "lse"), CLOSE, CLOSE)
     assert not decode.counts.any()
 
 
+@pytest.mark.parametrize("consumers", [1, 2])
 @pytest.mark.parametrize("few", [4, 16])
 @pytest.mark.parametrize("parts, sink", [(1, False), (2, True), (5, False)])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
-def test_whoever_is_last_merges_all_parts(is_packed, parts, sink, few):
-    decode = Decode(is_packed, sink, parts=parts)
+def test_whoever_is_last_merges_all_parts(is_packed, parts, sink, few, consumers):
+    decode = Decode(is_packed, sink, parts=parts, consumers=consumers)
     finish = decode.host().turned(decode_results.finish_piece)
     units, found = results_in_parts(decode, parts)
-    for unit in units:
-        for number in decode.drawn.permutation(parts):
-            piece, (out, top, total) = unit[number]
-            finish(decode.io, decode.params, piece, halves(out), top, total, 0, few)
+    for unit in in_any_order(decode, units):
+        for piece, (out, top, total) in in_any_order(decode, unit):
+            for own in range(consumers):
+                finish(decode.io, decode.params, piece, halves(out, own), top, total, own, few)
     check_merged(decode, found)
+    check_scratch(decode, units)
 
 
 @pytest.mark.parametrize("parts", [2, 3])
@@ -238,7 +273,7 @@ def test_parts_that_merge_some_rows_each_merge_them_all(is_packed, parts):
             finish(decode.io, decode.params, piece, halves(out), top, total, 0)
     assert (decode.counts[: len(units)] == parts).all()
     decode.counts[:] = 0
-    for unit in units:
+    for unit in in_any_order(decode, units):
         for piece, _ in unit:
             merge(decode.io, decode.params, piece, 2, 2, 0)
     check_merged(decode, found)
