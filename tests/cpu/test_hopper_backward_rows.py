@@ -38,16 +38,17 @@ def whole(
     splits: int = 1,
     sink: bool = False,
     dlse: bool = False,
+    keys: list[int] | None = None,
 ):
     """A problem, its plan and its backward, whose key tiles are split in so many parts. dlse:
-    whether the log-sum-exp has a cotangent."""
-    total = sum(lengths) if packed else None
+    whether the log-sum-exp has a cotangent. keys: lengths of keys, by default those of queries."""
+    keys = lengths if keys is None else keys
     problem = AttentionProblem.dense(
-        *(len(lengths), max(lengths), max(lengths), HEADS, 2, head_dim),
+        *(len(lengths), max(lengths), max(keys), HEADS, 2, head_dim),
         dtype="float16",
         needs_grad=True,
-        total_q=total,
-        total_k=total,
+        total_q=sum(lengths) if packed else None,
+        total_k=sum(keys) if packed else None,
         deterministic=deterministic,
         sink=sink,
     )
@@ -276,12 +277,12 @@ def edges(block: int, packed: bool) -> list[int]:
     return [block - 1, 0, block, block + 1, 1] if packed else [block + 1, block + 1]
 
 
-def bounds(lengths: list[int], packed: bool) -> dict[str, torch.Tensor]:
+def bounds(lengths: list[int], keys: list[int], packed: bool) -> dict[str, torch.Tensor]:
     """cu_seqlens, if there are any."""
     if not packed:
         return {}
-    starts = walled(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32))
-    return {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    sides = {"cu_seqlens_q": lengths, "cu_seqlens_k": keys}
+    return {n: walled(torch.tensor([0, *x]).cumsum(0).to(torch.int32)) for n, x in sides.items()}
 
 
 def fenced(shapes: dict, names: tuple[str, ...]) -> dict[str, Fenced]:
@@ -324,7 +325,9 @@ def test_rows_at_the_edges_of_tiles_have_their_delta_and_nothing_else_is_touched
     arrays = {"q": q, "k": q[..., :2, :], "out": out, "dout": dout, "lse": lse, "dlse": dlse}
     arrays["sink"] = torch.randn(HEADS)
     arrays = {name: walled(tensor.contiguous()) for name, tensor in arrays.items()}
-    arrays |= {name: fence.inside for name, fence in scratch.items()} | bounds(lengths, packed)
+    arrays |= {name: fence.inside for name, fence in scratch.items()} | bounds(
+        lengths, lengths, packed
+    )
     interpret(call_of(made, "backward_prologue"), arrays)
     want = (out.float() * dout.float()).sum(-1).movedim(-1, -2) - dlse
     torch.testing.assert_close(arrays["delta"], torch.where(unseen, 0.0, want))
@@ -351,42 +354,45 @@ def test_gradients_end_where_their_rows_and_columns_do(head_dim, packed):
     torch.manual_seed(head_dim)
     _, config, _ = whole(head_dim, [1], True, splits=2)
     block_m, block_n = config.block_m, config.block_n
-    lengths = edges(block_m, packed)
-    problem, config, made = whole(head_dim, lengths, packed, splits=2)
+    lengths, keys = edges(block_m, packed), edges(block_n, packed)[::-1]
+    keys[-1] += 70
+    keys = keys if packed else keys[-1:] * 2
+    problem, config, made = whole(head_dim, lengths, packed, splits=2, keys=keys)
     assert (config.block_m, config.block_n) == (block_m, block_n)
     shapes = {w.name: w.buffer.shape for w in made.workspaces}
     sums = walled(torch.full(shapes["dq_accum"], torch.nan))
     partials = walled(torch.full(shapes["partials"], torch.nan))
-    rows = [torch.randn(heads, sum(lengths), head_dim) for heads in (HEADS, 2, 2)]
+    rows = [torch.randn(HEADS, sum(lengths), head_dim)]
+    rows += [torch.randn(2, sum(keys), head_dim) for _ in "kv"]
     columns = sums.shape[-1], partials.shape[-1] // 2
-    firsts = zip(
-        first_rows(lengths, block_m, packed), first_rows(lengths, block_n, packed), strict=True
-    )
     start = 0
-    for (first_m, first_n), length in zip(firsts, lengths, strict=True):
-        own = [x[:, start : start + length] for x in rows]
+    for first, length in zip(first_rows(lengths, block_m, packed), lengths, strict=True):
         for head in range(HEADS):
             for at in range(0, length, block_m):
                 tile = torch.randn(block_m, columns[0])
-                tile[: length - at, :head_dim] = own[0][head, at : at + block_m]
-                place = sums[head, first_m + at : first_m + at + block_m]
+                own = rows[0][head, start + at : start + min(length, at + block_m)]
+                tile[: len(own), :head_dim] = own
+                place = sums[head, first + at : first + at + block_m]
                 place.copy_(shares(tile, block_m).view_as(place))
-        for head in range(2):
-            for at in range(0, length, 64):
-                for split in range(2):
-                    tiles = torch.randn(2, 64, columns[1])
-                    # dV, then dK: half of each in a split.
-                    for tile, of in zip(tiles, (own[2], own[1]), strict=True):
-                        tile[: length - at, :head_dim] = of[head, at : at + 64] / 2
-                    place = partials[split, head, first_n + at : first_n + at + 64]
-                    place.copy_(torch.cat([in_registers(t) for t in tiles]).view_as(place))
         start += length
-    kv_shape = (*problem.out_shape[:-2], 2, head_dim)
+    start = 0
+    for first, length in zip(first_rows(keys, block_n, packed), keys, strict=True):
+        for head, split in ((h, s) for h in range(2) for s in range(2)):
+            for at in range(0, length, 64):
+                tiles = torch.randn(2, 64, columns[1])
+                # dV, then dK: half of each in a split.
+                for tile, of in zip(tiles, (rows[2], rows[1]), strict=True):
+                    own = of[head, start + at : start + min(length, at + 64)]
+                    tile[: len(own), :head_dim] = own / 2
+                place = partials[split, head, first + at : first + at + 64]
+                place.copy_(torch.cat([in_registers(t) for t in tiles]).view_as(place))
+        start += length
+    kv_shape = (sum(keys), 2, head_dim) if packed else (len(keys), keys[0], 2, head_dim)
     results = {
         name: Fenced.like(torch.full(shape, torch.nan).half())
         for name, shape in (("dq", problem.out_shape), ("dk", kv_shape), ("dv", kv_shape))
     }
-    arrays = {name: fence.inside for name, fence in results.items()} | bounds(lengths, packed)
+    arrays = {name: fence.inside for name, fence in results.items()} | bounds(lengths, keys, packed)
     arrays |= {"dq_accum": sums, "partials": partials}
     interpret(call_of(made, "backward_epilogue"), arrays)
     for (name, fence), want, scale in zip(results.items(), rows, (SCALE, 1, 1), strict=True):
