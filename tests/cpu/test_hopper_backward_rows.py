@@ -305,7 +305,7 @@ def first_rows(lengths: list[int], block: int, packed: bool) -> list[int]:
 
 @interpreted
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@pytest.mark.parametrize("head_dim", [40, 64])
+@pytest.mark.parametrize("head_dim", [40, 64, 96])
 def test_rows_at_the_edges_of_tiles_have_their_delta_and_nothing_else_is_touched(head_dim, packed):
     torch.manual_seed(head_dim)
     block = whole(head_dim, [1], True)[1].block_m
