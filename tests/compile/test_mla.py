@@ -41,7 +41,13 @@ PROBLEMS = {
 DEFAULT = ("128 heads", "four tokens", "one length", "pages of 16", "in order, pages of 16")
 # Registers that a step spills, where two boxes of queries leave few for addresses, or the producer
 # has some of the consumers' for numbers of small pages. Elsewhere none.
-SPILLS = {"four tokens": 4, "whole": 1, "merged by all, pages of 16": 2}
+SPILLS = {
+    "four tokens": 4,
+    "whole": 1,
+    "merged by all, pages of 16": 2,
+    "pages of 16": 2,
+    "in order, pages of 16": 2,
+}
 SWAPPED = [name for name in PROBLEMS if name.startswith("swapped")]
 BY_DEFAULT = [
     pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow])

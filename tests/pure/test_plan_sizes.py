@@ -26,28 +26,28 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
             {},
             """mla.forward (132, 1, 1) tiles=2
         partial_out (528, 64, 256) float32
-        partial_sums (528, 2, 64) float32
+        partial_sums (528, 64, 2) float32
         counts (8,) int32 zeroed""",
         ),
         (
             {"heads_q": 64, "batch": 3},
             """mla.forward (108, 1, 1) tiles=1
         partial_out (432, 64, 256) float32
-        partial_sums (432, 2, 64) float32
+        partial_sums (432, 64, 2) float32
         counts (6,) int32 zeroed""",
         ),
         (
             {"heads_q": 16, "batch": 140, "seqlen_k": 100},
             """mla.forward (132, 1, 1) tiles=1
         partial_out (528, 16, 256) float32
-        partial_sums (528, 2, 16) float32
+        partial_sums (528, 16, 2) float32
         counts (280,) int32 zeroed""",
         ),
         (
             {"batch": 40},
             """mla.forward (132, 1, 1) tiles=2
         partial_out (528, 64, 256) float32
-        partial_sums (528, 2, 64) float32
+        partial_sums (528, 64, 2) float32
         counts (160,) int32 zeroed""",
         ),
         (
@@ -55,7 +55,7 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
             """3 splits
         mla.forward (12, 1, 1) tiles=2
         partial_out (24, 64, 256) float32
-        partial_sums (24, 2, 64) float32
+        partial_sums (24, 64, 2) float32
         counts (8,) int32 zeroed""",
         ),
         (
@@ -66,14 +66,14 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
             {"seqlen_k": 257, "heads_q": 64},
             """mla.forward (4, 1, 1) tiles=1
         partial_out (16, 64, 256) float32
-        partial_sums (16, 2, 64) float32
+        partial_sums (16, 64, 2) float32
         counts (4,) int32 zeroed""",
         ),
         (
             {"heads_q": 2048, "batch": 1},
             """mla.forward (128, 1, 1) tiles=32
         partial_out (512, 64, 256) float32
-        partial_sums (512, 2, 64) float32
+        partial_sums (512, 64, 2) float32
         counts (64,) int32 zeroed""",
         ),
     ],
@@ -82,14 +82,14 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
             {"heads_q": 16, "batch": 40},
             """mla_swap_ab.forward (132, 1, 1) tiles=1
         partial_out (264, 16, 512) float32
-        partial_sums (264, 2, 16) float32
+        partial_sums (264, 16, 2) float32
         counts (40,) int32 zeroed""",
         ),
         (
             {"heads_q": 5, "batch": 140, "seqlen_k": 100},
             """mla_swap_ab.forward (132, 1, 1) tiles=1
         partial_out (264, 8, 512) float32
-        partial_sums (264, 2, 8) float32
+        partial_sums (264, 8, 2) float32
         counts (140,) int32 zeroed""",
         ),
         (
@@ -97,7 +97,7 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
             """3 splits
         mla_swap_ab.forward (6, 1, 1) tiles=1
         partial_out (6, 32, 512) float32
-        partial_sums (6, 2, 32) float32
+        partial_sums (6, 32, 2) float32
         counts (2,) int32 zeroed""",
         ),
         (
@@ -110,21 +110,21 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
             {},
             """hopper_decode.forward (128, 1, 1) tiles=1
         partial_out (256, 4, 128) float32
-        partial_sums (256, 2, 4) float32
+        partial_sums (256, 4, 2) float32
         counts (8,) int32 zeroed""",
         ),
         (
             {"heads_q": 48, "batch": 64, "seqlen_k": 8192},
             """hopper_decode.forward (256, 1, 1) tiles=1
         partial_out (512, 16, 128) float32
-        partial_sums (512, 2, 16) float32
+        partial_sums (512, 16, 2) float32
         counts (256,) int32 zeroed""",
         ),
         (
             {"seqlen_q": 8, "batch": 40, "heads_k": 8, "heads_q": 32},
             """hopper_decode.forward (264, 1, 1) tiles=1
         partial_out (528, 32, 128) float32
-        partial_sums (528, 2, 32) float32
+        partial_sums (528, 32, 2) float32
         counts (320,) int32 zeroed""",
         ),
         (
@@ -132,7 +132,7 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
             """3 splits
         hopper_decode.forward (24, 1, 1) tiles=1
         partial_out (24, 4, 64) float32
-        partial_sums (24, 2, 4) float32
+        partial_sums (24, 4, 2) float32
         counts (8,) int32 zeroed""",
         ),
         (
@@ -143,7 +143,7 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
             {"total_q": 5, "seqlen_q": 3},
             """hopper_decode.forward (128, 1, 1) tiles=2
         partial_out (256, 8, 128) float32
-        partial_sums (256, 2, 8) float32
+        partial_sums (256, 8, 2) float32
         counts (8,) int32 zeroed""",
         ),
     ],
@@ -152,28 +152,28 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
             {},
             """decode.forward (128, 1, 1) tiles=1
         partial_out (256, 16, 128) float32
-        partial_sums (256, 2, 16) float32
+        partial_sums (256, 16, 2) float32
         counts (8,) int32 zeroed""",
         ),
         (
             {"kv_dtype": "int8", "kv_group": 16},
             """decode.forward (64, 1, 1) tiles=1
         partial_out (128, 16, 128) float32
-        partial_sums (128, 2, 16) float32
+        partial_sums (128, 16, 2) float32
         counts (8,) int32 zeroed""",
         ),
         (
             {"kv_dtype": "int4", "kv_group": 32},
             """decode.forward (64, 1, 1) tiles=1
         partial_out (128, 16, 128) float32
-        partial_sums (128, 2, 16) float32
+        partial_sums (128, 16, 2) float32
         counts (8,) int32 zeroed""",
         ),
         (
             {"head_dim": 96, "head_dim_v": 40},
             """decode.forward (128, 1, 1) tiles=1
         partial_out (256, 16, 64) float32
-        partial_sums (256, 2, 16) float32
+        partial_sums (256, 16, 2) float32
         counts (8,) int32 zeroed""",
         ),
         (
@@ -181,7 +181,7 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
             """3 splits
         decode.forward (24, 1, 1) tiles=1
         partial_out (24, 16, 128) float32
-        partial_sums (24, 2, 16) float32
+        partial_sums (24, 16, 2) float32
         counts (8,) int32 zeroed""",
         ),
         (
@@ -192,35 +192,35 @@ FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
             {"total_q": 5, "seqlen_q": 3},
             """decode.forward (128, 1, 1) tiles=2
         partial_out (256, 16, 128) float32
-        partial_sums (256, 2, 16) float32
+        partial_sums (256, 16, 2) float32
         counts (8,) int32 zeroed""",
         ),
         (
             {"seqlen_k": 0},
             """decode.forward (8, 1, 1) tiles=1
         partial_out (16, 16, 128) float32
-        partial_sums (16, 2, 16) float32
+        partial_sums (16, 16, 2) float32
         counts (8,) int32 zeroed""",
         ),
         (
             {"batch": 300, "seqlen_k": 100},
             """decode.forward (264, 1, 1) tiles=1
         partial_out (528, 16, 128) float32
-        partial_sums (528, 2, 16) float32
+        partial_sums (528, 16, 2) float32
         counts (1200,) int32 zeroed""",
         ),
         (
             {"heads_q": 20, "heads_k": 1, "seqlen_q": 2},
             """decode.forward (32, 1, 1) tiles=1
         partial_out (64, 64, 128) float32
-        partial_sums (64, 2, 64) float32
+        partial_sums (64, 64, 2) float32
         counts (2,) int32 zeroed""",
         ),
         (
             {"batch": 0},
             """decode.forward (0, 1, 1) tiles=1
         partial_out (0, 16, 128) float32
-        partial_sums (0, 2, 16) float32
+        partial_sums (0, 16, 2) float32
         counts (0,) int32 zeroed""",
         ),
     ],

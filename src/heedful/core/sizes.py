@@ -345,7 +345,7 @@ def _shared_keys(plan: "Plan", problem: AttentionProblem, kernel: str, evens: bo
     dim = pow2(problem.head_dim_v, LEAST_COLUMNS)
     return launches, (
         Workspace("partial_out", ArraySpec.contiguous((slots, kept, dim), "float32")),
-        Workspace("partial_sums", ArraySpec.contiguous((slots, 2, kept), "float32")),
+        Workspace("partial_sums", ArraySpec.contiguous((slots, kept, 2), "float32")),
         _counts(units),
     )
 
@@ -399,7 +399,7 @@ def _latent(
     dim, rows = problem.head_dim_v // consumers, config.kept_rows(problem)
     return launches, (
         Workspace("partial_out", ArraySpec.contiguous((slots, rows, dim), "float32")),
-        Workspace("partial_sums", ArraySpec.contiguous((slots, 2, rows), "float32")),
+        Workspace("partial_sums", ArraySpec.contiguous((slots, rows, 2), "float32")),
         _counts(consumers * units),
     )
 

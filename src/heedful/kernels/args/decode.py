@@ -9,8 +9,8 @@ from heedful.kernels.args.portable import AppendIO, Quantization, Rotary
 class DecodeMerge(NamedTuple):
     """Where parts of a unit leave their results, and how they are merged. A part that is not the
     whole leaves float32 results in `partial_out` (slots, rows, dim) and in `partial_sums` (slots,
-    2, rows), the maxima of rows and then their sums, and counts itself in `counts`, one
-    for each tile of rows of each KV head, which are 0 before a launch and after it.
+    rows, 2), the maximum of a row and its sum, and counts itself in `counts`, one for each tile of
+    rows of each KV head, which are 0 before a launch and after it.
 
     PARTS: that are merged at once; STAGES: how often so many are on their way. AWAITS_STORES: each
     thread waits for its own stores ahead of a barrier that does not (CDNA).

@@ -177,9 +177,9 @@ def store_part(params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr):
     for which in gl.static_range(len(acc)):
         at_ME = (rows_M * E)[:, None] + (which * COLUMNS + dims_E)[None, :]
         gl.store(out + at_ME, acc[which], mask=kept_M[:, None])
-    sums = params.work.merge.partial_sums + 2 * first
-    gl.store(sums + rows_M, m_M, mask=kept_M)
-    gl.store(sums + params.tile.ROWS + rows_M, l_M, mask=kept_M)
+    sums = params.work.merge.partial_sums + 2 * first + 2 * rows_M
+    gl.store(sums, m_M, mask=kept_M)
+    gl.store(sums + 1, l_M, mask=kept_M)
 
 
 @gluon.constexpr_function
@@ -214,13 +214,10 @@ def merged(params, piece, row, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.co
         number_P = begin + part_P
         exists_P = number_P < work.parts
         slot_P = gl.where(number_P == 0, work.first, work.rest + work.step * number_P)
-        row_P = slot_row(params, slot_P, CONSUMER)
-        row_PM = row_P[:, None] + rows_M[None, :]
-        sums_PM = params.work.merge.partial_sums + (row_PM + row_P[:, None])
+        row_PM = slot_row(params, slot_P, CONSUMER)[:, None] + rows_M[None, :]
+        sums_PM = params.work.merge.partial_sums + 2 * row_PM
         top_PM = gl.load(sums_PM, mask=exists_P[:, None], other=float("-inf"), cache_modifier=".cg")
-        sum_PM = gl.load(
-            sums_PM + params.tile.ROWS, mask=exists_P[:, None], other=0.0, cache_modifier=".cg"
-        )
+        sum_PM = gl.load(sums_PM + 1, mask=exists_P[:, None], other=0.0, cache_modifier=".cg")
         at_PME = gl.expand_dims(row_PM * E, 2) + gl.expand_dims(dims_E[None, :], 0)
         part_PME = gl.load(
             params.work.merge.partial_out + at_PME,

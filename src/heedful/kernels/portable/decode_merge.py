@@ -167,11 +167,9 @@ def merged(
         exists_P = part_P < piece.parts
         slot_P = piece.step * part_P + tl.where(part_P == 0, piece.first - piece.rest, 0)
         row_PM = slot_P[:, None] * tile.BLOCK_M + rows[None, :]
-        sums_PM = partial_sums + (row_PM + (slot_P * tile.BLOCK_M)[:, None])
+        sums_PM = partial_sums + 2 * row_PM
         top_PM = tl.load(sums_PM, mask=exists_P[:, None], other=float("-inf"), cache_modifier=".cg")
-        sum_PM = tl.load(
-            sums_PM + tile.BLOCK_M, mask=exists_P[:, None], other=0.0, cache_modifier=".cg"
-        )
+        sum_PM = tl.load(sums_PM + 1, mask=exists_P[:, None], other=0.0, cache_modifier=".cg")
         parts = ()
         if AHEAD:
             for j in tl.static_range(WORDS):
@@ -210,9 +208,9 @@ def store_part(m_M, l_M, acc, piece, merge: DecodeMerge, tile: DecodeTile):
     for j in tl.static_range(tile.SLICES_E * tile.VALUES):
         at_MW = (row_M * COLUMNS + j * tile.BLOCK_E)[:, None] + words[None, :]
         tl.store(merge.partial_out + at_MW, acc[j] * inverse_M[:, None], mask=kept_M[:, None])
-    sums = merge.partial_sums + (row_M + wide(piece.slot) * tile.BLOCK_M)
+    sums = merge.partial_sums + 2 * row_M
     tl.store(sums, m_M, mask=kept_M)
-    tl.store(sums + tile.BLOCK_M, l_M, mask=kept_M)
+    tl.store(sums + 1, l_M, mask=kept_M)
 
 
 @triton.jit
