@@ -196,6 +196,22 @@ def merge_layout(rows, columns):
 
 
 @gluon.jit
+def load_sums(params, row_PM, exists_P1):
+    """(maximum, sum) of rows in scratch; -inf and 0 of parts that do not exist."""
+    sums_PM = params.work.merge.partial_sums + 2 * row_PM
+    if params.seqs.cu_q is None:
+        top_PM = gl.load(sums_PM, mask=exists_P1, other=float("-inf"), cache_modifier=".cg")
+        sum_PM = gl.load(sums_PM + 1, mask=exists_P1, other=0.0, cache_modifier=".cg")
+    else:
+        # ptxas: one load of both, or kernels of packed queries spill; other kernels spill with it.
+        both = params.work.merge.partial_sums.to(gl.pointer_type(gl.int64)) + row_PM
+        pair_PM = gl.load(both, mask=exists_P1, other=0xFF800000, cache_modifier=".cg")
+        top_PM = pair_PM.to(gl.int32).to(gl.float32, bitcast=True)
+        sum_PM = (pair_PM >> 32).to(gl.int32).to(gl.float32, bitcast=True)
+    return top_PM, sum_PM
+
+
+@gluon.jit
 def merged(params, piece, row, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.constexpr):
     """(outputs, maximum in base 2, sum) of all parts of M rows from `row` on, in their order, P at
     a time."""
@@ -215,9 +231,7 @@ def merged(params, piece, row, M: gl.constexpr, P: gl.constexpr, CONSUMER: gl.co
         exists_P = number_P < work.parts
         slot_P = gl.where(number_P == 0, work.first, work.rest + work.step * number_P)
         row_PM = slot_row(params, slot_P, CONSUMER)[:, None] + rows_M[None, :]
-        sums_PM = params.work.merge.partial_sums + 2 * row_PM
-        top_PM = gl.load(sums_PM, mask=exists_P[:, None], other=float("-inf"), cache_modifier=".cg")
-        sum_PM = gl.load(sums_PM + 1, mask=exists_P[:, None], other=0.0, cache_modifier=".cg")
+        top_PM, sum_PM = load_sums(params, row_PM, exists_P[:, None])
         at_PME = gl.expand_dims(row_PM * E, 2) + gl.expand_dims(dims_E[None, :], 0)
         part_PME = gl.load(
             params.work.merge.partial_out + at_PME,
