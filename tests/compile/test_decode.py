@@ -51,7 +51,7 @@ RELOADS = {("MLA, 128 heads", "sm_90"): 32}
 STEP_RELOADS = {("int4 groups", "sm_90"): 8}
 if VERSION < (3, 9):
     RELOADS[("int4 groups", "sm_90")] = 5
-    STEP_RELOADS[("int4 groups", "sm_90")] = 20
+    STEP_RELOADS[("int4 groups", "sm_90")] = 23
 
 
 def problem_of(name: str, arch: str) -> AttentionProblem:
