@@ -48,7 +48,7 @@ class Decode:
         many = parts * KV_HEADS * sum(-(-stored * GROUP // TILE) for stored in STORED)
         many *= consumers
         self.slots = np.full((many, TILE, COLUMNS), np.nan, np.float32)
-        self.sums = np.full((many, 2, TILE), np.nan, np.float32)
+        self.sums = np.full((many, TILE, 2), np.nan, np.float32)
         self.counts = np.zeros(64, np.int32)
         self.merge = DecodeMerge(
             Memory(self.slots), Memory(self.sums), Memory(self.counts), 2, 1, False
@@ -226,7 +226,7 @@ def in_any_order(decode: Decode, things: list) -> list:
 
 def check_scratch(decode: Decode, units: list) -> None:
     """Parts are in slots of their own, and of packed sequences no more rows than these have."""
-    used = np.zeros(decode.sums.shape[0::2], bool)
+    used = np.zeros(decode.sums.shape[:2], bool)
     for unit in units:
         for piece, _ in unit if len(unit) > 1 else []:
             rows = int(piece.stored_q) * GROUP - int(piece.row0) if decode.is_packed else TILE
@@ -234,7 +234,7 @@ def check_scratch(decode: Decode, units: list) -> None:
                 slot = int(piece.work.slot) * decode.consumers + own
                 assert not used[slot].any()
                 used[slot, :rows] = True
-    for array in (decode.slots[..., 0], decode.sums[:, 0], decode.sums[:, 1]):
+    for array in (decode.slots[..., 0], decode.sums[..., 0], decode.sums[..., 1]):
         assert (np.isnan(array) == ~used).all()
 
 

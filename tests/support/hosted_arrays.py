@@ -14,7 +14,9 @@ class Tensor(np.ndarray):
     # Of a constexpr, which some are.
     type = SimpleNamespace(layout=None)
 
-    def to(self, dtype) -> "Tensor":
+    def to(self, dtype, bitcast: bool = False) -> "Tensor":
+        if bitcast:
+            return tensor(np.asarray(self).view(dtype), dtype)
         return self.astype(dtype).view(Tensor)
 
 
@@ -34,6 +36,12 @@ class Memory:
 
     def __getitem__(self, index) -> "Memory":
         return Memory(self.array, self.at[index])
+
+    def to(self, dtype) -> "Memory":
+        """The same addresses of wider elements, at whose beginnings they must lie."""
+        times = np.dtype(dtype).itemsize // self.array.itemsize
+        assert not (self.at % times).any()
+        return Memory(self.array.reshape(-1).view(dtype), self.at // times)
 
     def places(self, mask) -> tuple[np.ndarray, np.ndarray]:
         """Elements and which of them count: those lie in the array."""
@@ -78,6 +86,9 @@ class Arrays:
 
     def to_tensor(self, x):
         return tensor(x)
+
+    def pointer_type(self, dtype):
+        return dtype
 
     def cast(self, x, dtype):
         return tensor(x, dtype)
