@@ -115,14 +115,14 @@ def check_length(name: str, value: Any) -> None:
 
 
 def parts(value: Any) -> Any:
-    """A number of parts as `whole` has it. Of more than there can be keys it is as many."""
+    """A number of parts as `whole` has it, and no more than there can be keys."""
     return LONGEST if type(value) is int and value > LONGEST else value
 
 
 def window(sides: tuple[Any, ...]) -> tuple[Any, ...]:
     """(left, right) or (left, right, first), FAR in place of what reaches farther, and of a left
     bound that leading keys pass by; wrong ones as they are."""
-    # Of a number that torch.compile takes for a symbol it knows `type` alone, and no `__class__`.
+    # torch.compile knows the `type` of a number that it takes for a symbol, and no `__class__`.
     if not any(type(side) is int and side >= FAR for side in sides):
         return sides
     near = [min(side, FAR) if type(side) is int else side for side in sides]

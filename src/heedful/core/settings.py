@@ -159,7 +159,7 @@ def get(name: str) -> Any:
         raise ValueError(f"{setting.variable}={text!r}: {error}") from None
 
 
-# What forgets all that was made of settings that are read once for each kind of call.
+# Functions that forget all that was made of settings read once for each kind of call.
 _forgetting: list[Callable[[], None]] = []
 
 

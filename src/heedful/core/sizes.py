@@ -442,7 +442,8 @@ def _backward(plan: "Plan", problem: AttentionProblem, stored_k: int) -> Sizes:
 
 
 def references(problem: AttentionProblem) -> tuple[Workspace, Workspace]:
-    """What is subtracted from a row's scores in the backward, and what it is divided by."""
+    """Each row's number that the backward subtracts from scores, and the factor of what comes of
+    them."""
     rows = ArraySpec.contiguous(problem.lse_shape, "float32")
     return Workspace("reference", rows), Workspace("factor", rows)
 

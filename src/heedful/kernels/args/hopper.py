@@ -33,9 +33,9 @@ class Gqa(NamedTuple):
 class HopperScoreMods(NamedTuple):
     """Raw scores times scale_log2 are logits in base 2; under softcap the kernel takes
     tanh(s scale / softcap) first, through 2^(s softcap_scale). per_unit: raw scores in one unit of
-    the logits, for ALiBi without a bias; unit: the other way round, for a bias, and in the backward
-    for far rows. longest_q, longest_k: of a bias, where sequences might be said to be longer,
-    else None. alibi: (B, H) slopes; sink: (H,)."""
+    the logits, for ALiBi without a bias; unit: the other way round, for a bias. longest_q,
+    longest_k: of a bias, where sequences might be said to be longer, else None. alibi: (B, H)
+    slopes; sink: (H,)."""
 
     scale_log2: Num
     softcap_scale: Num
