@@ -1,7 +1,10 @@
-"""Draws the pages of docs/lab from their tables, and the lists of both folders: `make docs`.
+"""Draws the pages of measurements/ from their tables, and the lists of them and of the decisions:
+`make docs`.
 
-A page is an entry of docs/lab/pages.toml and the CSV files of the folder of its name. A file begins
-with lines `# key: value`; then comes the table.
+A page is an entry of measurements/pages.toml and the CSV files of the folder of its name. The
+entry's `summary` names the file whose table docs/measurements.md shows. docs/decisions/index.toml has
+the headings of the decisions, and one answer for each. A CSV file begins with lines `# key: value`;
+then comes the table.
 
     title, device   what was measured, and on what
     date, versions  when, and with what; columns of these names instead where rows differ
@@ -16,8 +19,9 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
-DOCS = Path(__file__).parents[1] / "docs"
-LAB, DECISIONS = DOCS / "lab", DOCS / "decisions"
+ROOT = Path(__file__).parents[1]
+DOCS, MEASUREMENTS = ROOT / "docs", ROOT / "measurements"
+DECISIONS, SUMMARIES = DOCS / "decisions", DOCS / "measurements.md"
 KEYS = {"title", "date", "device", "versions", "method", "numbers", "draw"}
 
 _NUMBER = r"[+-]?\d+(?:\.\d+)?"
@@ -85,65 +89,107 @@ def _list(table: Table) -> list[str]:
     return [f"- {r['date']}, {r['versions']}: {r['finding']}" for r in table.rows]
 
 
+def _facts(table: Table) -> str:
+    """On what, when and with what a table was measured."""
+    facts = [table.head.get(key) for key in ("device", "date", "versions")]
+    return f"{'; '.join(fact for fact in facts if fact)}."
+
+
 def draw(name: str, page: dict[str, str]) -> str:
     """The page `name`."""
-    drawn = [f"# {page['title']}", "", f"Drawn by `make docs` from `docs/lab/{name}/*.csv`.", ""]
-    drawn += [page["about"].strip()]
-    for path in sorted((LAB / name).glob("*.csv")):
+    drawn = [f"# {page['title']}", "", f"Drawn by `make docs` from `measurements/{name}/*.csv`."]
+    drawn += ["", page["about"].strip()]
+    for path in sorted((MEASUREMENTS / name).glob("*.csv")):
         table = read(path)
-        what = [table.head.get(key) for key in ("device", "date", "versions")]
-        drawn += ["", f"## {table.head['title']}", ""]
-        drawn += [f"{'; '.join(word for word in what if word)}.", ""]
+        drawn += ["", f"## {table.head['title']}", "", _facts(table), ""]
         if "method" in table.head:
             drawn += [table.head["method"], ""]
         drawn += _list(table) if table.head.get("draw") == "list" else _table(table)
     return "\n".join(drawn) + "\n"
 
 
-_LAB_HEAD = """\
-# The lab
+_MEASUREMENTS_HEAD = """\
+# Measurements
 
-Drawn by `make docs` from `docs/lab/pages.toml`.
+Drawn by `make docs` from `measurements/pages.toml`.
 
-What was measured, with date, device and versions. Each entry is a lead for the next measurement,
-not a promise. To add one, add a CSV file to a folder here and run `make docs`.
+Each table says what was measured, with date, device and versions. An entry is a lead for the next
+measurement, not a promise. To add one, add a CSV file to a folder here and run `make docs`.
+[The summary](../docs/measurements.md) has one table a family.
 
+"""
+
+_SUMMARIES_HEAD = """\
+# Measurements in short
+
+Drawn by `make docs` from `measurements/`.
+
+Each kernel family has one table here. The link below it leads to how it was measured, and to all
+other measurements of the family.
 """
 
 _DECISIONS_HEAD = """\
 # Decisions
 
-Drawn by `make docs` from the files of this folder.
+Drawn by `make docs` from the files of this folder and `docs/decisions/index.toml`.
 
-What was chosen where another way was possible, and on which evidence.
-
+A decision says which of several ways was chosen, and on which evidence. This list has the answers.
 """
 
 
-def _lab(pages: dict[str, dict[str, str]]) -> str:
-    """The list of the lab's pages."""
-    titles = {name: page["title"].removeprefix("Lab: ") for name, page in pages.items()}
-    return _LAB_HEAD + "".join(f"- [{title}]({name}.md)\n" for name, title in titles.items())
+def _measurements(pages: dict[str, dict[str, str]]) -> str:
+    """The list of the pages of measurements."""
+    titles = {name: page["title"] for name, page in pages.items()}
+    links = (f"- [{title}]({name}.md)\n" for name, title in titles.items())
+    return _MEASUREMENTS_HEAD + "".join(links)
+
+
+def _summaries(pages: dict[str, dict[str, str]]) -> str:
+    """One table a family, and links to the other pages."""
+    drawn, others = [], []
+    for name, page in pages.items():
+        link = f"[{page['title']}](../measurements/{name}.md)"
+        if "summary" not in page:
+            others.append(f"- {link}")
+            continue
+        table = read(MEASUREMENTS / name / page["summary"])
+        drawn += ["", f"## {page['title']}", "", f"{table.head['title']}. {page['unit']}", ""]
+        drawn += [_facts(table), "", *_table(table), "", f"More: {link}."]
+    return _SUMMARIES_HEAD + "\n".join([*drawn, "", "## Other pages", "", *others]) + "\n"
 
 
 def _decisions() -> str:
-    """The list of decisions."""
-    paths = sorted(DECISIONS.glob("[0-9]*.md"))
-    titles = {p.name: p.read_text(encoding="utf-8").splitlines()[0][2:] for p in paths}
-    return _DECISIONS_HEAD + "".join(f"- [{title}]({name})\n" for name, title in titles.items())
+    """The decisions under their headings, each with its answer."""
+    index = tomllib.loads((DECISIONS / "index.toml").read_text(encoding="utf-8"))
+    paths = {path.name[:3]: path for path in sorted(DECISIONS.glob("[0-9]*.md"))}
+    listed = [number for answers in index.values() for number in answers]
+    if sorted(listed) != sorted(paths):
+        wrong = sorted(set(listed) ^ set(paths)) or "a number twice"
+        raise ValueError(f"docs/decisions/index.toml: has another list than the folder: {wrong}")
+    drawn = []
+    for heading, answers in index.items():
+        drawn += ["", f"## {heading}", ""]
+        for number, answer in answers.items():
+            title = paths[number].read_text(encoding="utf-8").splitlines()[0][2:]
+            drawn.append(f"- [{title}]({paths[number].name}): {answer}")
+    return _DECISIONS_HEAD + "\n".join(drawn) + "\n"
 
 
 def pages() -> dict[Path, str]:
     """Every drawn page's text, by its path."""
-    lab = tomllib.loads((LAB / "pages.toml").read_text(encoding="utf-8"))
-    drawn = {LAB / f"{name}.md": draw(name, page) for name, page in lab.items()}
-    return {**drawn, LAB / "README.md": _lab(lab), DECISIONS / "README.md": _decisions()}
+    pages = tomllib.loads((MEASUREMENTS / "pages.toml").read_text(encoding="utf-8"))
+    return {
+        **{MEASUREMENTS / f"{name}.md": draw(name, page) for name, page in pages.items()},
+        MEASUREMENTS / "README.md": _measurements(pages),
+        SUMMARIES: _summaries(pages),
+        DECISIONS / "README.md": _decisions(),
+    }
 
 
 def main() -> None:
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
-        print(f"wrote docs/{path.relative_to(DOCS).as_posix()}")
+        print(f"wrote {path.relative_to(ROOT).as_posix()}")
 
 
 if __name__ == "__main__":

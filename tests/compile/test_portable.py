@@ -64,7 +64,7 @@ def spilled_bytes(compiled) -> int:
 
 def takes_float32(call: KernelCall) -> bool:
     """Whether its products are of float32, whose operands lie in registers whole: those spill at
-    wide heads whatever the tile (docs/lab/portable.md)."""
+    wide heads whatever the tile (measurements/portable.md)."""
     given = call.arguments.values()
     return any(isinstance(a, Pointer) and (a.buffer, a.dtype) == ("q", "float32") for a in given)
 

@@ -1,5 +1,5 @@
 """In how many parts the visits of a key tile of the Hopper backward are split, against what was
-measured: docs/lab/hopper-backward/028-splits.csv."""
+measured: measurements/hopper-backward/028-splits.csv."""
 
 import csv
 from dataclasses import replace
@@ -14,7 +14,7 @@ from heedful.core.problem import AttentionProblem
 from heedful.core.splits import BACKWARD_WORTH, choose_backward_splits
 from heedful.launch.prebuild import compiling
 
-LAB = Path(__file__).parents[2] / "docs/lab/hopper-backward/028-splits.csv"
+MEASURED = Path(__file__).parents[2] / "measurements/hopper-backward/028-splits.csv"
 DEVICE = by_name("H200")
 RECORDED = [1, 2, 3, 4, 8]
 # The fewest splits are chosen whose time is within this share of the best.
@@ -22,7 +22,7 @@ WORST = 1 / BACKWARD_WORTH
 
 
 def rows() -> list[list[str]]:
-    lines = [line for line in LAB.read_text().splitlines() if not line.startswith("#")]
+    lines = [line for line in MEASURED.read_text().splitlines() if not line.startswith("#")]
     return list(csv.reader(lines))[1:]
 
 

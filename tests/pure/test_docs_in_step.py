@@ -12,8 +12,9 @@ from heedful.core.capability import ROWS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+MEASUREMENTS, DECISIONS = ROOT / "measurements", DOCS / "decisions"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
-LAB, DECISIONS = DOCS / "lab", DOCS / "decisions"
+PAGES += sorted(MEASUREMENTS.rglob("*.md"))
 SOURCES = ROOT / "src" / "heedful"
 # Where a page's files are that it names without a folder.
 HOMES = {
@@ -88,12 +89,13 @@ def test_every_drawn_page_is_what_its_tables_say():
     drawn = draw_docs.pages()
     for path, text in drawn.items():
         assert path.read_text(encoding="utf-8") == text, f"{name(path)}: run `make docs`"
-    assert set(LAB.rglob("*.md")) == {path for path in drawn if path.parent == LAB}
+    measured = {path for path in drawn if path.parent == MEASUREMENTS}
+    assert set(MEASUREMENTS.rglob("*.md")) == measured
 
 
-def test_every_table_of_the_lab_is_drawn_and_says_when_and_where():
-    folders = {path.stem for path in draw_docs.pages() if path.parent == LAB} - {"README"}
-    tables = sorted(LAB.rglob("*.csv"))
+def test_every_measured_table_is_drawn_and_says_when_and_where():
+    folders = {path.stem for path in draw_docs.pages() if path.parent == MEASUREMENTS} - {"README"}
+    tables = sorted(MEASUREMENTS.rglob("*.csv"))
     assert {path.parent.name for path in tables} == folders
     for path in tables:
         table = draw_docs.read(path)
@@ -125,6 +127,28 @@ def test_a_table_that_lacks_something_is_refused(tmp_path):
         path.write_text(re.sub(f"# {key}: .*\n", "", head) + "a,x\nb,1\n")
         with pytest.raises(ValueError, match=f"says no {key}"):
             draw_docs.read(path)
+
+
+def test_each_decision_has_one_answer_under_one_of_six_headings(monkeypatch, tmp_path):
+    text = (DECISIONS / "README.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"^## ", text, re.MULTILINE)) == 6
+    answers = re.findall(r"^- \[(\d{3})\. [^\]]+\]\([^)]+\): .+\.$", text, re.MULTILINE)
+    assert sorted(answers) == [path.name[:3] for path in sorted(DECISIONS.glob("[0-9]*.md"))]
+    monkeypatch.setattr(draw_docs, "DECISIONS", tmp_path)
+    (tmp_path / "001-one.md").write_text("# 001. One\n")
+    for index in ("[A]\n", '[A]\n001 = "a."\n[B]\n001 = "b."\n', '[A]\n002 = "a."\n'):
+        (tmp_path / "index.toml").write_text(index)
+        with pytest.raises(ValueError, match="another list than the folder"):
+            draw_docs._decisions()
+
+
+def test_every_family_that_was_measured_has_one_table_in_docs():
+    text = draw_docs.SUMMARIES.read_text(encoding="utf-8")
+    families = re.split(r"^## ", text, flags=re.MULTILINE)[1:-1]
+    assert len(families) == 9
+    for family in families:
+        assert len(re.findall(r"^\| -", family, re.MULTILINE)) == 1, family.splitlines()[0]
+        assert re.search(r"^More: \[[^]]+\]\(\.\./measurements/", family, re.MULTILINE)
 
 
 def test_every_command_of_the_documentation_exists():
@@ -160,14 +184,14 @@ def test_every_page_can_be_reached_from_the_index():
             for target in re.findall(r"\]\((?!https?:)([^)#\s]+\.md)", prose(page))
         }
         new = links - reached
-    unreached = set(DOCS.rglob("*.md")) - reached
+    unreached = {*DOCS.rglob("*.md"), *MEASUREMENTS.rglob("*.md")} - reached
     assert not unreached, f"no way to {sorted(map(name, unreached))}"
 
 
 def test_every_file_that_a_page_names_exists():
-    """But for pages of the lab, which speak of the day of their measurements."""
+    """Pages of measurements are left out: they speak of the day on which they were made."""
     for page in PAGES:
-        if LAB in page.parents:
+        if MEASUREMENTS in page.parents:
             continue
         for path in re.findall(r"`([\w./-]+\.(?:py|toml|md))`", prose(page)):
             places = [ROOT, SOURCES, *(SOURCES / home for home in HOMES.get(page.stem, ()))]
@@ -175,11 +199,11 @@ def test_every_file_that_a_page_names_exists():
 
 
 def test_every_name_that_a_page_shows_exists():
-    """But for those of other libraries, and for pages of the lab, which speak of their day."""
+    """Names of other libraries and pages of measurements, which speak of their day, are left out."""
     texts = [path.read_text(encoding="utf-8") for path in sources()]
     known = set(re.findall(r"\w+", "\n".join([*texts, (ROOT / "Makefile").read_text()])))
     for page in PAGES:
-        if LAB in page.parents or page.name == "porting.md":
+        if MEASUREMENTS in page.parents or page.name == "porting.md":
             continue
         shown = re.findall(r"`([A-Za-z_][\w.]*)(?:\(.*?\))?`", prose(page))
         named = {word for names in shown for word in names.split(".") if word}
@@ -205,9 +229,9 @@ def test_a_familys_page_has_a_diagram_and_invariants(family):
     assert re.search(r"\n\n {4}\S", text) and "\n## Invariants\n" in text
 
 
-def test_the_readme_says_the_speeds_of_the_lab():
+def test_the_readme_says_the_speeds_that_were_measured():
     text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
-    table = draw_docs.read(LAB / "hopper-forward" / "070-peers.csv")
+    table = draw_docs.read(MEASUREMENTS / "hopper-forward" / "070-peers.csv")
     for peer, words in (("cuDNN", "cuDNN"), ("FA4", "FlashAttention-4")):
         ratios = [row[f"{mask} / {peer}"] for row in table.rows for mask in ("full", "causal")]
         assert len(ratios) == 20

@@ -285,7 +285,7 @@ METHOD = (
 
 
 def head(device: torch.device) -> Iterator[str]:
-    """What the record says of itself, as files of docs/lab do."""
+    """What the record says of itself, as files of measurements/ do."""
     facts = surroundings(device)
     versions = [f"{name} {facts['versions'][name]}" for name in ("torch", "triton")]
     versions.append(f"driver {facts['driver']}")

@@ -295,7 +295,7 @@ _FP8_D128: dict[str, Any] = {
     "transposes_v": True,
 }
 # In cycles 1.5 to 2.5 % fewer for masked calls, for those without a mask 3 % more (H200,
-# 2026-11-22, Triton 3.9): docs/lab/hopper-fp8.md.
+# 2026-11-22, Triton 3.9): measurements/hopper-fp8.md.
 _FP8_D128_MASKED: dict[str, Any] = {**_FP8_D128, "votes_last": True, "prefetches_tile": True}
 
 

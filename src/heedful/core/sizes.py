@@ -38,7 +38,7 @@ Scheduler = Literal["dynamic", "static", "single"]
 
 # The L2 head swizzle: heads of a group under a mask; how often the tiles of the last group fill
 # the device; of heads with fewer tiles all groups are as large (H200, 2026-11-22,
-# docs/lab/hopper-forward.md).
+# measurements/hopper-forward.md).
 _L2_HEADS, _L2_HEADS_FP8 = 4, 2
 _LAST_WAVES = 2
 _L2_GROUP_TILES = 8
@@ -46,7 +46,8 @@ _L2_GROUP_TILES = 8
 # percent, these are to fill.
 _L2_SHARE = 40
 # Unmasked heads whose key tiles begin together where they take turns: in each only one at a time
-# begins. Under a diagonal they all begin, and more heads are slower (docs/lab/hopper-backward.md).
+# begins. Under a diagonal they all begin, and more heads are slower
+# (measurements/hopper-backward.md).
 _HEADS_IN_TURN = 4
 
 

@@ -165,7 +165,7 @@ def fewest(grid: Grid, units: int, costs: Costs = COSTS) -> int:
 
 # What a work tile of the Hopper backward costs beside its visits, in visits: for keys, values and
 # results; of split visits, for results in float32 that are summed later, too. The fewest splits
-# whose time is within this share of the best (docs/lab/hopper-backward.md).
+# whose time is within this share of the best (measurements/hopper-backward.md).
 TILE_VISITS, SPLIT_VISITS = 2, 6
 BACKWARD_WORTH = 0.9
 
