@@ -2,9 +2,9 @@
 `make docs`.
 
 A page is an entry of measurements/pages.toml and the CSV files of the folder of its name. The
-entry's `summary` names the file whose table docs/measurements.md shows. docs/decisions/index.toml has
-the headings of the decisions, and one answer for each. A CSV file begins with lines `# key: value`;
-then comes the table.
+entry's `summary` names the file whose table docs/measurements.md shows. docs/decisions/index.toml
+has the headings of the decisions, and one answer for each. A CSV file begins with lines
+`# key: value`; then comes the table.
 
     title, device   what was measured, and on what
     date, versions  when, and with what; columns of these names instead where rows differ

@@ -199,7 +199,7 @@ def test_every_file_that_a_page_names_exists():
 
 
 def test_every_name_that_a_page_shows_exists():
-    """Names of other libraries and pages of measurements, which speak of their day, are left out."""
+    """Other libraries' names are left out, and pages of measurements, which speak of their day."""
     texts = [path.read_text(encoding="utf-8") for path in sources()]
     known = set(re.findall(r"\w+", "\n".join([*texts, (ROOT / "Makefile").read_text()])))
     for page in PAGES:
