@@ -1,5 +1,5 @@
-"""What a kernel that is not asked for by name leaves to another, which is faster there, if that one
-takes it (core/plan.py)."""
+"""By default a kernel leaves some calls to another that takes them too and is faster there
+(core/plan.py). All measurements are in measurements/decode.md."""
 
 from typing import NamedTuple
 
@@ -10,32 +10,27 @@ from heedful.core.tiles import DECODE_ROWS
 
 
 class Preferred(NamedTuple):
-    """Another backend, and for what."""
+    """The faster backend, and the reason."""
 
     backend: str
     why: str
 
 
-# Rows of a KV head above which 16-bit calls are the forward's, and above which those over keys of
-# one length are.
+# The forward takes 16-bit calls with more rows of a KV head than these: of any keys, and of keys of
+# one length.
 MOST_DECODE_ROWS, DECODE_ROWS_OF_ONE_LENGTH = 32, 16
-# The same of packed queries over a cache: two tiles of the Hopper decode.
+# The same for packed queries over a cache: two tiles of the Hopper decode.
 MOST_PACKED_ROWS = 2 * DECODE_ROWS
 
 
 def many_rows(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
-    """Decode's products are those of one warp. Of more than 32 rows of a KV head it was not timed
-    beside the Hopper forward, whose products are a warpgroup's. The Hopper decode takes longer:
-    64 rows of 16 x 16384 keys 244.4 us in place of 236.6, of 1 x 8192 37.3 in place of 20.2 (H200,
-    2026-11-26).
+    """Calls with more rows than the decode kernels are fast for.
 
-    Packed queries over a cache are neither packed with their heads by the forward nor split: 64
-    rows of 124 x 4096 keys take it 1387.6 us, the Hopper decode 500.6 and the portable one 666.5;
-    of 8 x 8192 185.2, 75.1 and 104.5; of 1 x 8192 36.9, 37.5 and 53.8; 40 rows of 64 x 8192 2303.7,
-    492.5 and 667.1. Two tiles still take the Hopper decode less: 128 rows of 124 x 4096 1009 us in
-    place of 1412, of 8 x 8192 90 and 191, of 64 x 1024 144 and 202, of 1 x 8192 33 and 38; 80 rows
-    of 64 x 8192 980 and 4494. Four take it more: 256 rows of 124 x 4096 2025 and 1459 (pages, D128,
-    H200, 2026-11-26)."""
+    One warp multiplies in the decode kernel, one warpgroup in the Hopper decode, several warpgroups
+    in the forward: the forward takes 0.54 of the Hopper decode's time for 64 rows of 1 x 8192 keys
+    ("The Hopper decode beside others"). The forward neither packs heads of packed queries over a
+    cache nor splits their keys, so that decodes keep two tiles of those ("Packed queries of two and
+    four tiles over paged caches")."""
     rows = problem.seqlen_q * problem.group
     over_cache = problem.varlen_q and not problem.varlen_k
     most = MOST_PACKED_ROWS if over_cache else MOST_DECODE_ROWS
@@ -46,11 +41,9 @@ def many_rows(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None
 
 
 def many_rows_of_one_length(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
-    """The forward and the Hopper decode over keys of one length, D128 (H200, 2026-11-26): 32 rows
-    of 8 x 2048 take 23.2 and 24.1 us, of 16 x 16384 235.6 and 238.9, of 1 x 8192 18.4 and 25.1, of
-    64 x 2048 126.9 and 125.7; 4 rows of 64 x 8192 484.4 and 474.8, of 8 x 1024 14.8 and 14.9. In
-    another process decode took 27.3 us of the first, the forward 23.3; of the second 256.0 and
-    241.3, of 64 x 2048 140.5 and 129.3."""
+    """Calls with 17 to 32 rows over keys of one length, where the forward is the faster of both: it
+    takes 0.73 of the Hopper decode's time over 1 x 8192 keys ("The Hopper decode beside others",
+    "Keys of one length for 32 rows of a KV head")."""
     rows = problem.seqlen_q * problem.group
     if ITEM_BITS[problem.dtype] != 16 or problem.ragged_k or problem.varlen_q:
         return None
@@ -60,19 +53,14 @@ def many_rows_of_one_length(problem: AttentionProblem, device: DeviceSpec) -> Pr
 
 
 def packed_keys(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
-    """Keys that are packed are those of a call without a cache. The Hopper decode has not been
-    timed beside the portable one over such."""
+    """Packed keys: nobody has timed the Hopper decode beside the portable decode over them."""
     return Preferred("decode", "for packed keys") if problem.varlen_k else None
 
 
 def keys_of_one_length(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
-    """Where 16-bit keys have one length the Hopper forward is faster, or as fast:
-
-    - if each KV head of a sequence is enough for a place of the device: 16 x 16384 for 32 rows in
-      253 us and not 269 (H200, 2026-11-23).
-    - of few sequences, whose keys it splits: 1 x 8192 in 21.0 us and not 22.5, 4 x 8192 in 47.4 and
-      not 48.3; 1 x 4096 takes both 15.4 (D128, one query, H200, 2026-11-25).
-    """
+    """16-bit keys of one length, where the Hopper forward is as fast as the decode kernel or faster:
+    where the KV heads of all sequences fill the device, and over few long sequences, whose keys it
+    splits. It takes 0.93 of the decode kernel's time over 1 x 8192 keys ("Few sequences")."""
     if ITEM_BITS[problem.dtype] != 16 or problem.ragged_k or problem.varlen_q:
         return None
     if _are_enough(problem.batch * problem.heads_k, device.units):
