@@ -1,5 +1,6 @@
 """The documentation says what the code says, in few words, and its links lead somewhere."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -214,6 +215,19 @@ def test_every_page_that_the_code_names_exists():
     for path in sources():
         for page in re.findall(r"\bdocs/[\w/-]+\.\w+", path.read_text(encoding="utf-8")):
             assert (ROOT / page).exists(), f"{name(path)} names {page}"
+
+
+def test_docstrings_have_one_measured_figure_at_most():
+    """Where more were measured, measurements/ has them. Versions and links are no figures."""
+    other = r"https?:\S+|(?:torch|Triton|jax|jaxlib|Python|version) \d+\.\d+(?: and \d+\.\d+)?"
+    figure = r"(?<![\w.^])(?:\d+\.\d+(?![\w.])|\d+ (?:us|ms|%)(?!\w))"
+    assert len(re.findall(figure, re.sub(other, "", "8 us not 9.5; of torch 2.13, 7 %"))) == 3
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    for path in SOURCES.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = ast.get_docstring(node) if isinstance(node, documented) else None
+            found = re.findall(figure, re.sub(other, "", text or ""))
+            assert len(found) <= 1, f"{name(path)}, {getattr(node, 'name', 'module')}: {found}"
 
 
 def test_pages_are_short():

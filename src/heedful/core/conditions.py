@@ -181,10 +181,9 @@ def merge_outlasts_waiting(problem: AttentionProblem) -> bool:
 
 
 def all_merge_sooner(problem: AttentionProblem) -> bool:
-    """Whether one program would merge a tile of up to 32 rows for longer than all wait for each
-    other. H200, 2026-11-26: of 16 heads 1 x 8192 keys take 18.5 us in place of 29.3, 8 x 8192 30.8
-    and 36.2, 16 x 8192 47.5 and 50.4, but 32 x 2048 32.2 and 31.7, 64 x 8192 153.1 and 148.3; of 32
-    heads 8 x 8192 40.5 and 43.9, 64 x 8192 155.2 and 151.8."""
+    """Whether one program would merge a tile of up to 32 rows for longer than all programs wait for
+    each other. 1 x 8192 keys of 16 heads then take 0.63 of the time, 64 x 8192 take longer:
+    measurements/decode.md, "MLA of few rows, whose products have keys as rows"."""
     tiles = problem.batch * problem.heads_k
     return problem.num_splits == 0 and bool(have_many_sms(tiles))
 

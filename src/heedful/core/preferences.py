@@ -58,7 +58,7 @@ def packed_keys(problem: AttentionProblem, device: DeviceSpec) -> Preferred | No
 
 
 def keys_of_one_length(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
-    """16-bit keys of one length, where the Hopper forward is as fast as the decode kernel or faster:
+    """16-bit keys of one length, over which the Hopper forward is no slower than the decode kernel:
     where the KV heads of all sequences fill the device, and over few long sequences, whose keys it
     splits. It takes 0.93 of the decode kernel's time over 1 x 8192 keys ("Few sequences")."""
     if ITEM_BITS[problem.dtype] != 16 or problem.ragged_k or problem.varlen_q:
