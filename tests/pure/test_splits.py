@@ -13,12 +13,15 @@ from heedful.core.plan import plan
 from heedful.core.problem import AttentionProblem
 from heedful.core.splits import (
     COSTS,
+    WORTH,
     Costs,
     Grid,
+    _times,
     asked_splits,
     candidates,
     choose_splits,
     fewest,
+    grid_of,
 )
 
 RECORDED = fit_splits.read()
@@ -65,6 +68,19 @@ def test_partial_results_cost_more_splits():
     few = AttentionProblem.dense(1, 64, 16384, 8, head_dim=128)
     many = AttentionProblem.dense(1, 512, 16384, 8, head_dim=128)
     assert choose_splits(few, H200, 64, 128, 1) > 4 * choose_splits(many, H200, 64, 128, 1)
+
+
+def test_lengths_of_as_many_tiles_as_others_are_told_by_their_results_alone():
+    """Most calls of new lengths: the times of counts are worked out once for all of them."""
+    _times.cache_clear()
+    problems = [AttentionProblem.dense(1, n, n, 8, head_dim=64) for n in range(897, 1025)]
+    found = [choose_splits(problem, H200, 128, 128, 1) for problem in problems]
+    assert _times.cache_info().misses == 1
+    grids = [grid_of(problem, 128, 128, 1) for problem in problems]
+    for count, grid in zip(found, grids, strict=True):
+        times = {n: grid.time(n, 132, COSTS) for n in candidates(grid.programs, grid.tiles, 132)}
+        slowest = min(times.values()) / WORTH
+        assert count == min(n for n, time in times.items() if time <= slowest)
 
 
 def test_nothing_is_split_beyond_one_wave_of_programs():

@@ -150,17 +150,35 @@ def candidates(programs: int, tiles: int, units: int) -> list[int]:
 
 
 @opaque
-@lru_cache(4096)
 def _best(*figures: int) -> int:
-    grid, units = Grid(*figures[:-1]), figures[-1]
-    return fewest(grid, units) if 0 < grid.programs <= units and grid.tiles > 1 else 1
+    programs, tiles, *_, units = figures
+    if not 0 < programs <= units or tiles <= 1:
+        return 1
+    return _fewest(_times(*figures[:-2], units, COSTS), figures[-2])
 
 
 def fewest(grid: Grid, units: int, costs: Costs = COSTS) -> int:
     """The fewest splits that take no longer than the best, but for a share."""
-    times = {n: grid.time(n, units, costs) for n in candidates(grid.programs, grid.tiles, units)}
-    best = min(times.values())
-    return next(count for count, time in times.items() if time * WORTH <= best)
+    return _fewest(_times(*grid[:-1], units, costs), grid.results)
+
+
+def _fewest(known: tuple, results: int) -> int:
+    counts, times, each = known
+    times = [time + own * results for time, own in zip(times, each, strict=True)]
+    worth = min(times) / WORTH
+    return next(n for n, time in zip(counts, times, strict=True) if time <= worth)
+    raise AssertionError("the best is worth it")
+
+
+@lru_cache(4096)
+def _times(*figures) -> tuple[list[int], list[float], list[float]]:
+    """Counts of splits that are compared, the time of each but for partial results, and that of one
+    result. Lengths of as many tiles have these alike, and differ in results alone."""
+    *shape, units, costs = figures
+    grid = Grid(*shape, results=0)
+    counts = candidates(grid.programs, grid.tiles, units)
+    each = [costs.partials * n * 4 / MIB if n > 1 else 0.0 for n in counts]
+    return counts, [grid.time(n, units, costs) for n in counts], each
 
 
 # What a work tile of the Hopper backward costs beside its visits, in visits: for keys, values and
