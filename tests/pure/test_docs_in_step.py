@@ -217,6 +217,40 @@ def test_every_page_that_the_code_names_exists():
             assert (ROOT / page).exists(), f"{name(path)} names {page}"
 
 
+def sentences(page: Path) -> list[str]:
+    """A page's sentences, list items and cells, without headings and the heads of tables."""
+    text = re.sub(r"^#.*$|^\|.*\|\n(?=\|[ :|-]+\|$)", "", prose(page), flags=re.MULTILINE)
+    text = re.sub(r"^(?:- |\d+\. )", "\n", text, flags=re.MULTILINE).replace("**", "")
+    blocks = (re.sub(r"\s+", " ", block) for block in re.split(r"\n\s*\n|\s*\|\s*", text))
+    return [one.strip() for block in blocks for one in re.split(r"(?<=[.!?:;]) ", block)]
+
+
+def test_sentences_are_split_where_they_begin(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# What\n\nOne. **Two:** three\nfour.\n\n- Five\n\n| what |\n|---|\n| Six |\n")
+    found = [sentence for sentence in sentences(page) if sentence.strip("|- ")]
+    assert found == ["One.", "Two:", "three four.", "Five", "Six"]
+
+
+def test_no_sentence_begins_with_of_what_or_who():
+    """Pages of measurements are left out: they are drawn from records of their day."""
+    for page in PAGES:
+        if MEASUREMENTS in page.parents or page == draw_docs.SUMMARIES:
+            continue
+        bad = [s for s in sentences(page) if re.match(r"(?:Of|What|Who|Unasked)\b", s)]
+        assert not bad, f"{name(page)}: {bad}"
+        assert not re.search(r"\bunasked\b", prose(page)), f'{name(page)}: "by default"'
+
+
+def test_pages_of_families_leave_figures_to_measurements():
+    figure = r"\d (?:us|ms|%|GB/s|TB/s|TFLOP/s)(?!\w)|\d times (?:cuDNN|FA|SDPA)|20\d\d-\d\d-\d\d"
+    assert re.search(figure, "takes 4 us") and re.search(figure, "2 % of it, 2026-11-26")
+    for family in [*FAMILIES, "decode"]:
+        page = DOCS / f"{family}.md"
+        assert not re.findall(figure, prose(page)), name(page)
+        assert family == "inspector" or "measurements.md#" in page.read_text(), name(page)
+
+
 def test_docstrings_have_one_measured_figure_at_most():
     """Where more were measured, measurements/ has them. Versions and links are no figures."""
     other = r"https?:\S+|(?:torch|Triton|jax|jaxlib|Python|version) \d+\.\d+(?: and \d+\.\d+)?"
