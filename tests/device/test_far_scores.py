@@ -19,8 +19,12 @@ BACKENDS = [
 ]
 
 
-def assert_within(name: str, count: int, record_property) -> None:
-    tally = far_draws.check_many(name, count)
+# The long grid's problems of a backend are drawn in parts, which run side by side.
+PARTS = 10
+
+
+def assert_within(name: str, count: int, record_property, seed: int = 0) -> None:
+    tally = far_draws.check_many(name, count, seed)
     record_property("far scores", f"{name}: {tally}")
     assert tally.counted >= count and not tally.outside, tally
 
@@ -31,7 +35,8 @@ def test_far_scores_are_within_their_error_budget(name, record_property):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", range(1, PARTS + 1))
 @pytest.mark.parametrize("name", BACKENDS)
-def test_two_thousand_far_problems_are_within_their_error_budgets(name, record_property):
-    """7 x 290: what counts, see `far_scores.Verdict`."""
-    assert_within(name, 290, record_property)
+def test_two_thousand_far_problems_are_within_their_error_budgets(name, part, record_property):
+    """7 x 10 x 29: what counts, see `far_scores.Verdict`."""
+    assert_within(name, 29, record_property, part)
