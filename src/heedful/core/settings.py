@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off", ""}
 
@@ -159,13 +159,22 @@ def get(name: str) -> Any:
         raise ValueError(f"{setting.variable}={text!r}: {error}") from None
 
 
+class _Clears(Protocol):
+    def clear(self) -> None: ...
+
+
+Cache = TypeVar("Cache", bound=_Clears)
 # Functions that forget all that was made of settings read once for each kind of call.
 _forgetting: list[Callable[[], None]] = []
 
 
-def forgotten_by(forget: Callable[[], None]) -> None:
-    """Has `configure` call a function that forgets what was made of settings."""
-    _forgetting.append(forget)
+def forgotten(cache: Cache) -> Cache:
+    """The cache, which `configure` clears, as it holds what was made of settings; and so does a
+    forked child: what it may not do, or must do elsewhere, is found at its own first calls."""
+    _forgetting.append(cache.clear)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=cache.clear)
+    return cache
 
 
 def configure(**settings: Any) -> None:

@@ -5,7 +5,6 @@ compiled kernels with their arguments in place.
 """
 
 import importlib
-import os
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
@@ -94,10 +93,7 @@ def planned(
 
 # How many lengths a problem has.
 _LENGTHS = len(Lengths._fields)
-FAMILIES = Kinds()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=FAMILIES.clear)
-settings.forgotten_by(FAMILIES.clear)
+FAMILIES = settings.forgotten(Kinds())
 
 
 class Family:

@@ -4,7 +4,6 @@ The first call of a kind is validated and planned; every later one with the same
 arguments costs a key and a look-up.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import itemgetter
@@ -88,10 +87,7 @@ class Generations:
 
 
 # A training run has tens of kinds of calls; varlen lengths make it thousands.
-CALLS = Generations(2048)
-if hasattr(os, "register_at_fork"):
-    # A child plans its calls anew: what it may not do, or must do elsewhere, is found then.
-    os.register_at_fork(after_in_child=CALLS.clear)
+CALLS = settings.forgotten(Generations(2048))
 
 
 class Call:
@@ -328,17 +324,12 @@ _ADAPTED = ("bias", "alibi_slopes", "tree_mask", "seed", "q_descale", "k_descale
 _adapted = itemgetter(*(Operands._fields.index(name) for name in _ADAPTED))
 _OPERANDS = tuple(enumerate(Operands._fields))
 _LONGEST = slice(1, 3)  # of Options
-KINDS = Kinds()
+KINDS = settings.forgotten(Kinds())
 # Options, with the types of their values, that hold plain values alone.
 PLAIN = Kinds()
 # Of options but for the longest lengths, with the types of their values and of the operands: the
 # kind of the last calls.
-LATEST = Kinds()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=KINDS.clear)
-    os.register_at_fork(after_in_child=LATEST.clear)
-for _known in (CALLS, KINDS, LATEST):
-    settings.forgotten_by(_known.clear)
+LATEST = settings.forgotten(Kinds())
 
 
 class LatestKind:

@@ -1,6 +1,5 @@
 """Partial attention results of one query over disjoint keys, put together."""
 
-import os
 from collections.abc import Sequence
 
 import torch
@@ -88,10 +87,7 @@ def merge_attn_states(
 
 
 # What merges stacks of one kind.
-MERGES = Kinds()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=MERGES.clear)
-settings.forgotten_by(MERGES.clear)
+MERGES = settings.forgotten(Kinds())
 
 
 def _stacks(outs: Tensor, lses: Tensor, sink: Tensor | None) -> dict[str, Tensor]:
