@@ -274,8 +274,8 @@ def host(direction: str = "forward", grad: bool = False) -> Case:
 
 
 def tried(case: Case, one: Peer) -> run.Trial:
-    trial = run.Trial(case, CPU)
-    trial.enter(one)
+    trial = run.Trial(case, CPU, entrants=[one])
+    trial.enter_all()
     return trial
 
 

@@ -53,15 +53,18 @@ def test_a_ratio_is_of_one_round_and_the_device_is_waited_for_outside_of_calls(m
 
         return call
 
-    def wait():
+    def wait(device):
+        assert device == CPU
         waits.append(now[0])
         now[0] += 10**6
 
     # Of the first turn, which finds everything new, nothing is kept.
     found = {
-        "sdpa": host.Row([taking(99, 2, 20, 10)]),
-        "ours": host.Row([taking(99, 1, 30, 5)], "sdpa"),
+        "sdpa": host.Known([taking(99, 2, 20, 10)]),
+        "ours": host.Known([taking(99, 1, 30, 5)], "sdpa"),
     }
-    us, over = host.measure(found, wait, rounds=3)
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(host, "rows", lambda device, sets: found)
+    us, over = host.measure(CPU, sets=1, rounds=3)
     assert us == {"sdpa": 10, "ours": 5} and over == {"ours": 0.5}
     assert len(waits) == 2 * 2 * 4

@@ -7,7 +7,17 @@ import pytest
 import torch
 
 from heedful.bench import mixed, timing
-from heedful.bench.mixed import BATCHES, Checker, attend, calls_of, draw, lines, measure, run
+from heedful.bench.mixed import (
+    BATCHES,
+    attend,
+    calls_of,
+    draw,
+    lines,
+    measure,
+    reference,
+    run,
+)
+from heedful.bench.protocol import Row
 from heedful.bench.timing import Spread
 from heedful.core.device import by_name
 from heedful.core.mask import MaskSpec
@@ -77,7 +87,7 @@ def test_a_forward_that_is_not_there_is_said():
 def test_a_key_that_is_lost_is_found(kind):
     batch = small(BATCHES[0])
     t = draw(batch, CPU)
-    checker = Checker(batch, t)
+    checker = reference(batch, t)
     whole = slice(0, len(batch.sequences))
     right, used = attend(batch, t, whole), t.used.clone()
     assert right is not None and checker.why_wrong(right()) is None
@@ -90,7 +100,7 @@ def test_a_key_that_is_lost_is_found(kind):
 def test_what_is_no_result_is_said():
     batch = small(BATCHES[0])
     t = draw(batch, CPU)
-    checker, out = Checker(batch, t), calls_of(batch, t)["one call"]()
+    checker, out = reference(batch, t), calls_of(batch, t)["one call"]()
     assert isinstance(out, torch.Tensor)
     assert "shape" in str(checker.why_wrong(out[:1]))
     assert checker.why_wrong(out * torch.nan) == "out is not finite"
@@ -111,7 +121,7 @@ def test_what_turns_wrong_while_it_is_timed_gets_no_figure(monkeypatch):
 
 def test_the_share_is_of_the_medians(monkeypatch):
     times = {"one call": Spread(21.0, 1.0, 99.0), "two calls": Spread(20.0, 2.0, 98.0)}
-    monkeypatch.setattr(mixed, "measure", lambda batch, *_: mixed.Row(batch, times, {}))
+    monkeypatch.setattr(mixed, "measure", lambda batch, *_: Row(batch, times, {}))
     said = list(run("pages of 64", CPU, 5))
     assert said == [
         "mixed 124 x 4096 + 4 x 2048, pages of 64:",

@@ -44,11 +44,12 @@ class Stub:
 
     times_of: dict[str, list[float]] = {}
 
-    def __init__(self, case, device):
-        self.entered, self.refused = [], {"gone": Figure("gone", missing="is not here")}
+    def __init__(self, case, device, entrants):
+        self.peers, self.entered = entrants, []
+        self.refused = {"gone": Figure("gone", missing="is not here")}
 
-    def enter(self, peer):
-        self.entered.append(peer.name)
+    def enter_all(self):
+        self.entered = [peer.name for peer in self.peers]
 
     def times(self, rounds):
         assert rounds == 6 and self.entered == ["gone", *self.times_of]
@@ -125,8 +126,8 @@ class Log:
 
 def test_three_calls_are_looked_at_before_any_is_timed():
     log = Log()
-    trial = Trial(dense(), CPU)
-    trial.enter(log.peer)
+    trial = Trial(dense(), CPU, entrants=[log.peer])
+    trial.enter_all()
     assert len(log.calls) == 3 and log.made == 1 and not trial.refused
     q, k, v = log.calls[0]
     assert not (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -138,8 +139,8 @@ def test_three_calls_are_looked_at_before_any_is_timed():
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_graph_is_made_where_the_case_has_one(direction, grad):
     log = Log()
-    trial = Trial(dense(direction, grad=grad), CPU)
-    trial.enter(log.peer)
+    trial = Trial(dense(direction, grad=grad), CPU, entrants=[log.peer])
+    trial.enter_all()
     assert not trial.refused
     wants = grad or direction == "backward"
     assert all(x.requires_grad == wants and x.is_leaf for x in log.calls[0])
@@ -155,8 +156,8 @@ def few_sets(monkeypatch):
 
 def test_host_calls_go_over_many_sets_of_which_some_are_looked_at(few_sets):
     log = Log()
-    trial = Trial(few_sets, CPU)
-    trial.enter(log.peer)
+    trial = Trial(few_sets, CPU, entrants=[log.peer])
+    trial.enter_all()
     watched = {float(q.sum()): number for number, (q, _, _) in enumerate(log.calls)}
     # Three calls of each of four sets, the first among them.
     assert len(log.calls) == 12 and len(watched) == 4
@@ -174,8 +175,8 @@ def test_host_calls_go_over_many_sets_of_which_some_are_looked_at(few_sets):
 def test_a_call_that_is_wrong_on_a_watched_set_alone_is_refused(few_sets):
     # Calls before the timing go over the watched sets in turn: the second is another's.
     log = Log(change=lambda number, out: out * 2 if number == 2 else out)
-    trial = Trial(few_sets, CPU)
-    trial.enter(log.peer)
+    trial = Trial(few_sets, CPU, entrants=[log.peer])
+    trial.enter_all()
     assert trial.refused["noted"].wrong
     assert trial.times(5) == {}
 
@@ -189,9 +190,8 @@ def test_a_set_beyond_the_watched_makes_no_reference(few_sets, monkeypatch):
             super().__init__(case, inputs)
 
     monkeypatch.setattr(run, "Checker", Counted)
-    trial = Trial(few_sets, CPU)
-    for name in ("one", "two"):
-        trial.enter(Log(name).peer)
+    trial = Trial(few_sets, CPU, entrants=[Log(name).peer for name in ("one", "two")])
+    trial.enter_all()
     trial.times(5)
     # One reference a watched set, whoever asks for it.
     assert len(made) == 4
@@ -212,8 +212,8 @@ def test_what_a_peer_raises_is_why_it_has_no_figure(name, error, reason):
 
     later = Log(name, lambda number, out: exec("raise error", {"error": error}))
     for bad in (peer(name, raising), later.peer):
-        trial = Trial(dense(), CPU)
-        trial.enter(bad)
+        trial = Trial(dense(), CPU, entrants=[bad])
+        trial.enter_all()
         # An error of heedful itself is a wrong result.
         assert trial.refused == {
             name: Figure(name, missing=reason, wrong=name.startswith("heedful"))
@@ -223,15 +223,19 @@ def test_what_a_peer_raises_is_why_it_has_no_figure(name, error, reason):
 
 def test_a_peer_that_cannot_is_never_made():
     log = Log()
-    trial = Trial(dense(), CPU)
-    trial.enter(dataclasses.replace(log.peer, unfit=lambda case, device: f"not on {device}"))
+    trial = Trial(
+        dense(),
+        CPU,
+        entrants=[dataclasses.replace(log.peer, unfit=lambda case, device: f"not on {device}")],
+    )
+    trial.enter_all()
     assert trial.refused == {"noted": Figure("noted", missing="not on cpu")} and not log.made
 
 
 def test_a_wrong_peer_is_told_once_and_by_its_first_fault():
     log = Log(change=lambda number, out: out / 0 if number == 1 else out[:, 1:])
-    trial = Trial(dense(), CPU)
-    trial.enter(log.peer)
+    trial = Trial(dense(), CPU, entrants=[log.peer])
+    trial.enter_all()
     assert (trial.refused["noted"].missing or "").startswith("out is not finite")
 
 
@@ -254,8 +258,8 @@ def test_a_compiled_case_compiles_each_peer_anew(monkeypatch):
         (dense(), []),
     ):
         steps.clear()
-        trial = Trial(case, CPU)
-        trial.enter(peer("math"))
+        trial = Trial(case, CPU, entrants=[peer("math")])
+        trial.enter_all()
         assert steps == want and not trial.refused
 
 
@@ -263,10 +267,10 @@ def test_a_gpus_memory_is_given_back_after_each_peer(monkeypatch):
     emptied = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
     monkeypatch.setattr(run, "draw", lambda case, device, seed: draw(case, CPU, seed))
-    trial = Trial(dense(), CUDA)
-    trial.enter(Log().peer)
+    trial = Trial(dense(), CUDA, entrants=[Log().peer])
+    trial.enter_all()
     assert emptied == [1] and not trial.refused
-    Trial(dense(), CPU).enter(Log().peer)
+    Trial(dense(), CPU, entrants=[Log().peer]).enter_all()
     assert emptied == [1]
 
 

@@ -24,10 +24,11 @@ def test_the_first_of_a_round_alternates_and_the_figure_is_of_medians(monkeypatc
 
     def seconds(step, calls):
         turns.append(step())
-        return next(times[step()])
+        return next(times[step()]) * 1e-6
 
     monkeypatch.setattr(bench, "_seconds", seconds)
-    assert bench.speed(lambda: "a", lambda: "b", 3) == (2, 4, 2.0)
+    monkeypatch.setattr(bench, "steps", lambda case: (lambda: "a", lambda: "b"))
+    assert bench.figures(bench.Case(1, 16), 3) == pytest.approx((2, 4))
     assert turns == ["a", "b", *"ba", *"ab", *"ba"]
 
 
@@ -35,7 +36,7 @@ def test_the_first_of_a_round_alternates_and_the_figure_is_of_medians(monkeypatc
 def test_a_missed_bar_is_the_status(found, status, monkeypatch, capsys):
     case = bench.Case(1, 16)
     monkeypatch.setattr(bench, "CASES", (case,))
-    monkeypatch.setattr(bench, "speed", lambda *_: (1e-3, found * 1e-3, found))
+    monkeypatch.setattr(bench, "figures", lambda *_: (1e3, found * 1e3))
     alone = [dataclasses.replace(setting, neighbour=False) for setting in bench.SETTINGS]
     monkeypatch.setattr(bench, "SETTINGS", alone)
     monkeypatch.setattr(bench.os, "sched_getaffinity", lambda _: {0, 1})

@@ -10,10 +10,10 @@ from heedful.bench.steps import (
     PAIRS,
     PEERS,
     STEPS,
-    Checker,
     draw,
     measure,
     ragged_lengths,
+    reference,
     sequence,
 )
 from heedful.bench.timing import Spread
@@ -65,7 +65,7 @@ def test_every_tensor_of_a_step_lies_on_the_device_that_is_named(fact):
     step = small(next(step for step in STEPS if getattr(step, fact)))
     with torch.device("meta"):
         t = draw(step, CPU)
-        checker = Checker(step, t)
+        checker = reference(step, t)
         assert checker.why_wrong(steps.heedful(step, t)()) is None
         again = steps.repeated(step, t)
         assert isinstance(again, str) or checker.why_wrong(again()) is None
@@ -75,7 +75,7 @@ def test_every_tensor_of_a_step_lies_on_the_device_that_is_named(fact):
 def test_a_step_that_loses_a_key_is_found(step):
     step = small(step)
     t = draw(step, CPU)
-    checker = Checker(step, t)
+    checker = reference(step, t)
     assert checker.why_wrong(steps.heedful(step, t)()) is None
     fewer = t._replace(used=t.used - 1)
     assert checker.why_wrong(steps.heedful(step, fewer)()) is not None
@@ -84,7 +84,7 @@ def test_a_step_that_loses_a_key_is_found(step):
 def test_padded_rows_that_are_not_0_are_found():
     step = small(next(step for step in STEPS if step.padded))
     t = draw(step, CPU)
-    checker, out = Checker(step, t), steps.heedful(step, t)()
+    checker, out = reference(step, t), steps.heedful(step, t)()
     assert t.used.tolist() == [70, 64, 0, 0, 0] and checker.why_wrong(out) is None
     out[-1, 0, 0, 0] = 1.0
     assert checker.why_wrong(out) == "padded rows are not 0"
@@ -93,7 +93,7 @@ def test_padded_rows_that_are_not_0_are_found():
 def test_what_is_no_result_is_said():
     step = small(STEPS[0])
     t = draw(step, CPU)
-    checker, out = Checker(step, t), steps.heedful(step, t)
+    checker, out = reference(step, t), steps.heedful(step, t)
     assert "shape" in str(checker.why_wrong(out()[:1]))
     assert checker.why_wrong(out() * torch.nan) == "out is not finite"
 

@@ -12,7 +12,8 @@ import torch
 
 import heedful
 from heedful.bench import steps
-from heedful.bench.steps import Checker, Step, Tensors, draw, sequence
+from heedful.bench.caches import Tensors
+from heedful.bench.steps import Step, draw, reference, sequence
 from heedful.reference.budget import Error
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -104,7 +105,7 @@ def planned(step: Step, made: list[Wrapper], **how: bool) -> tuple[Wrapper, Tens
         t = on_gpu(step)
         call = steps.flashinfer(step, t, **how)
         assert not isinstance(call, str)
-        assert Checker(step, draw(step, CPU)).why_wrong(call()) is None
+        assert reference(step, draw(step, CPU)).why_wrong(call()) is None
     (wrapper,) = made
     assert wrapper.nbytes == 64
     return wrapper, t
@@ -189,7 +190,7 @@ def test_a_prefix_is_repeated_before_each_packed_sequence(monkeypatch):
     t = draw(step, CPU)
     right = steps.repeated(step, t)
     assert not isinstance(right, str)
-    assert Checker(step, t).why_wrong(right()) is None
+    assert reference(step, t).why_wrong(right()) is None
     calls = noted(monkeypatch, "flash_attn_varlen_func")
     call = steps.repeated(step, t)
     assert not isinstance(call, str) and call().shape == (3, 1, 4)
@@ -330,7 +331,7 @@ def by_hand(step: Step, t: Tensors, number: int, group: int, wide: torch.dtype) 
 def test_the_first_the_last_the_shortest_and_the_longest_sequence_are_checked():
     step = replace(PLAIN, lengths=(40, 30, 64, 20, 64, 20, 50))
     t = draw(step, CPU)
-    checker = Checker(step, t)
+    checker = reference(step, t)
     right = torch.zeros(7, 1, 4, 16)
     for number in range(7):
         for group in range(2):
@@ -349,7 +350,7 @@ def test_the_first_the_last_the_shortest_and_the_longest_sequence_are_checked():
             words = (
                 rf"sequence {number}: Error\(largest=0\.(5\d*|49999\d*), rms=0.0883.*\) exceeds "
             )
-            assert re.match(words, str(found)) and str(found).endswith(str(checker._budget))
+            assert re.match(words, str(found)) and str(found).endswith(str(checker.budget("step")))
     assert str(checker.why_wrong(right[1:])) == "out has shape (6, 1, 4, 16), not (7, 1, 4, 16)"
     right[1, 0, 0, 0] = torch.inf
     assert checker.why_wrong(right) == "out is not finite"
@@ -357,7 +358,7 @@ def test_the_first_the_last_the_shortest_and_the_longest_sequence_are_checked():
 
 def test_the_budget_is_twice_what_eager_errs_and_one_rounding():
     t = draw(PLAIN, CPU)
-    checker, errors, truths = Checker(PLAIN, t), [], []
+    checker, errors, truths = reference(PLAIN, t), [], []
     for number in range(3):
         for group in range(2):
             truth = by_hand(PLAIN, t, number, group, torch.float64)
@@ -370,17 +371,17 @@ def test_the_budget_is_twice_what_eager_errs_and_one_rounding():
 
     # bfloat16 has 8 bits: half a unit in the last place is 2 ** -8 of a number.
     budget = [2 * e + 2**-8 * size for e, size in zip(worst(errors), worst(truths), strict=True)]
-    (number, heads, truth, _) = checker._parts[3]
-    assert (number, heads) == (2, slice(2, 4))
+    place = (2, slice(None), slice(2, 4))
+    assert checker.parts[3].place == place
     for times, kind, passes in ((0.99, 1, True), (1.01, 1, False)):
         out = torch.zeros(3, 1, 4, 16, dtype=torch.float64)
-        for own, place, exact, _ in checker._parts:
-            out[own, 0, place] = exact
-        out[number, 0, heads] += times * budget[kind]
+        for part in checker.parts:
+            out[part.place] = part.truth_HRD.transpose(0, 1)
+        out[place] += times * budget[kind]
         said = checker.why_wrong(out)
         assert (said is None) == passes
     allowed = Error(*budget)
-    assert str(said).endswith(f" exceeds {checker._budget}")
-    assert (checker._budget.largest, checker._budget.rms) == pytest.approx(
+    assert str(said).endswith(f" exceeds {checker.budget('step')}")
+    assert (checker.budget("step").largest, checker.budget("step").rms) == pytest.approx(
         (allowed.largest, allowed.rms)
     )

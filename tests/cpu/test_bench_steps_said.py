@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from heedful.bench import steps, timing
-from heedful.bench.steps import STEPS, Row, Step, pairs, ragged_lengths
+from heedful.bench.protocol import Row
+from heedful.bench.steps import STEPS, Step, pairs, ragged_lengths
 from heedful.bench.timing import Spread
 from heedful.core.mask import MaskSpec
 from heedful.core.problem import AttentionProblem
@@ -140,8 +141,8 @@ def test_steps_that_are_held_against_others_are_these():
     ]
     assert list(pairs(rows)) == said
     # Without one of the two there is nothing to say.
-    assert list(pairs([row for row in rows if row.step.name != "64 x 8192"])) == said[4:]
-    assert list(pairs([row._replace(times={}) if row.step.prefix else row for row in rows])) == [
+    assert list(pairs([row for row in rows if row.case.name != "64 x 8192"])) == said[4:]
+    assert list(pairs([row._replace(times={}) if row.case.prefix else row for row in rows])) == [
         *said[:4],
         *said[5:],
     ]
@@ -187,7 +188,7 @@ def test_the_fastest_read_is_the_read_and_what_turns_wrong_is_left_out(monkeypat
         return {"slow read": lambda: "a", "read of a kernel": lambda: "b"}.items()
 
     monkeypatch.setattr(steps, "draw", drawing)
-    monkeypatch.setattr(steps, "Checker", Looked)
+    monkeypatch.setattr(steps, "reference", Looked)
     monkeypatch.setattr(steps, "PEERS", {name: made(name) for name in (*ready, "absent")})
     monkeypatch.setattr(steps, "reads", reads)
     monkeypatch.setattr(timing, "interleaved", interleaved)
@@ -247,7 +248,7 @@ def test_steps_that_words_name_are_timed_on_the_current_device(
         return Row(step, {"heedful": spread(2.0)}, {})
 
     def said(row: Row) -> Iterator[str]:
-        yield from (row.step.name, "second line")
+        yield from (row.case.name, "second line")
 
     def compared(rows: Any) -> Iterator[str]:
         yield f"{len(rows)} rows"

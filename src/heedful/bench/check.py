@@ -33,11 +33,6 @@ OUTSIDE = "outside of its error budget"
 Budget = dict[int, Error]
 
 
-def in_words(error: Exception) -> str:
-    """The type of an error and its first line, where a figure would be."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-
-
 @dataclass
 class Group:
     """The (entry, KV head) of a case whose lengths are equal.

@@ -13,7 +13,7 @@ tests, not here: what is timed is what the host does.
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful import flash_attn_func, flash_attn_with_kvcache
+from heedful.bench import protocol
+from heedful.bench.timing import ratios
 
 SETS, ROUNDS = 256, 5
 # Calls after which the device is waited for: a full queue would hold up the next.
@@ -30,19 +32,19 @@ SEQUENCES, PAGE, PAGES = 4, 16, 16  # pages of a sequence
 Calls = list[Callable[[], Any]]
 
 
-class Row(NamedTuple):
+class Known(NamedTuple):
     """A call with a set of tensors for each time that it is timed. beside: the row it is over."""
 
     calls: Calls
     beside: str = ""
 
 
-def rows(device: torch.device, sets: int = SETS) -> dict[str, Row]:
+def rows(device: torch.device, sets: int = SETS) -> dict[str, Known]:
     """All rows by name."""
     return dict(_rows(device, sets))
 
 
-def _rows(device: torch.device, sets: int) -> Iterator[tuple[str, Row]]:
+def _rows(device: torch.device, sets: int) -> Iterator[tuple[str, Known]]:
     def drawn(*shape: int, needs_grad: bool = False) -> torch.Tensor:
         x = torch.randn(shape, device=device, dtype=torch.bfloat16)
         return x.requires_grad_(needs_grad)
@@ -53,11 +55,11 @@ def _rows(device: torch.device, sets: int) -> Iterator[tuple[str, Row]]:
 
     plain, saved = inputs(False), inputs(True)
     first = [tuple(x.transpose(1, 2) for x in qkv) for qkv in plain]
-    yield "sdpa, heads first", Row(_calls(scaled_dot_product_attention, first))
-    yield "sdpa", Row(_calls(sdpa, plain))
-    yield "forward", Row(_calls(flash_attn_func, plain), "sdpa")
-    yield "sdpa, with gradients", Row(_calls(sdpa, saved))
-    yield "forward, with gradients", Row(_calls(flash_attn_func, saved), "sdpa, with gradients")
+    yield "sdpa, heads first", Known(_calls(scaled_dot_product_attention, first))
+    yield "sdpa", Known(_calls(sdpa, plain))
+    yield "forward", Known(_calls(flash_attn_func, plain), "sdpa")
+    yield "sdpa, with gradients", Known(_calls(sdpa, saved))
+    yield "forward, with gradients", Known(_calls(flash_attn_func, saved), "sdpa, with gradients")
 
     dout = drawn(1, TOKENS, HEADS, DIM)
     for name, forwards, beside in (
@@ -65,7 +67,7 @@ def _rows(device: torch.device, sets: int) -> Iterator[tuple[str, Row]]:
         ("backward", _calls(flash_attn_func, saved), "sdpa, backward"),
     ):
         kept = [(call(), qkv, dout) for call, qkv in zip(forwards, saved, strict=True)]
-        yield name, Row(_calls(torch.autograd.grad, kept, retain_graph=True), beside)
+        yield name, Known(_calls(torch.autograd.grad, kept, retain_graph=True), beside)
 
     lengths = torch.tensor([200, 100, 17, 250], dtype=torch.int32, device=device)
     table = torch.randperm(SEQUENCES * PAGES, device=device).int().view(SEQUENCES, PAGES)
@@ -77,10 +79,10 @@ def _rows(device: torch.device, sets: int) -> Iterator[tuple[str, Row]]:
         steps.append((q, k_cache, v_cache))
         appended.append((q, k_cache, v_cache, k, v))
     step, how = flash_attn_with_kvcache, {"cache_seqlens": lengths, "block_table": table}
-    yield "decode over pages", Row(_calls(step, steps, **how, causal=True), "sdpa")
-    yield "decode, appended", Row(_calls(step, appended, **how, causal=True), "sdpa")
+    yield "decode over pages", Known(_calls(step, steps, **how, causal=True), "sdpa")
+    yield "decode, appended", Known(_calls(step, appended, **how, causal=True), "sdpa")
     how |= {"rotary_cos": cos, "rotary_sin": sin}
-    yield "decode, appended with rotary", Row(_calls(step, appended, **how, causal=True), "sdpa")
+    yield "decode, appended with rotary", Known(_calls(step, appended, **how, causal=True), "sdpa")
 
 
 def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -107,27 +109,35 @@ def median_us(calls: Calls, wait: Callable[[], Any]) -> float:
     return statistics.median(taken) / 1e3
 
 
+class Trial(protocol.HostTrial[int, dict[str, Known]]):
+    """All rows, of so many sets of tensors each."""
+
+    def draw(self) -> dict[str, Known]:
+        return rows(self.device, self.case)
+
+    def peers(self) -> dict[str, protocol.Maker]:
+        return protocol.ready({name: row.calls for name, row in self.tensors.items()})
+
+    def microseconds(self, call: Calls) -> float:
+        return median_us(call, lambda: torch.cuda.synchronize(self.device))
+
+
 def measure(
-    found: Mapping[str, Row], wait: Callable[[], Any], rounds: int = ROUNDS
+    device: torch.device, sets: int = SETS, rounds: int = ROUNDS
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Microseconds by row, and over those of the row beside it."""
-    for row in found.values():
-        median_us(row.calls, wait)
-    turns = []
-    for _ in range(rounds):
-        turns.append({name: median_us(row.calls, wait) for name, row in found.items()})
-    us = {name: statistics.median(turn[name] for turn in turns) for name in found}
-    over = {
-        name: statistics.median(turn[name] / turn[row.beside] for turn in turns)
-        for name, row in found.items()
-        if row.beside
-    }
+    trial = Trial(sets, device)
+    trial.enter_all()
+    times = trial.times(rounds)
+    us = {name: statistics.median(own) for name, own in times.items()}
+    beside = {name: row.beside for name, row in trial.tensors.items() if row.beside}
+    over = {name: ratios(times[name], times[other]).median for name, other in beside.items()}
     return us, over
 
 
 def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    us, over = measure(rows(device), lambda: torch.cuda.synchronize(device))
+    us, over = measure(device)
     for name, figure in us.items():
         ratio = f"{over[name]:8.3f}" if name in over else ""
         sys.stdout.write(f"{name:30}{figure:8.1f}{ratio}\n")

@@ -13,6 +13,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -27,8 +29,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import heedful
 import heedful.jax
+from heedful.bench import protocol
 from heedful.bench.cases import Case, cases
-from heedful.bench.check import Checker, in_words
+from heedful.bench.check import Checker
 from heedful.bench.exact import Results
 from heedful.bench.peers import Inputs, draw
 from heedful.bench.timing import ROUND_SECONDS, Spread, ratios
@@ -163,63 +166,86 @@ class Measured(NamedTuple):
     missing: dict[str, str]
 
 
-def measure(case: Case, device: torch.device, own: str, rounds: int = ROUNDS) -> Measured:
+@dataclass(kw_only=True)
+class Trial(protocol.Trial[Case, list[Inputs]]):
     """PyTorch's calls, ours under JAX, and those of `own`, an implementation of JAX's."""
-    sets = [draw(case, device, seed) for seed in range(calls_a_turn(case, device))]
-    checker = Checker(case, sets[0])
-    makers: dict[str, Callable[[], Way]] = {
-        "PyTorch": lambda: in_torch(case, sets),
-        "JAX": lambda: in_jax("heedful", case, sets),
-        own: lambda: in_jax(own, case, sets),
-    }
-    ways: dict[str, Way] = {}
-    missing: dict[str, str] = {}
-    for name, make in makers.items():
-        try:
-            way = make()
-            wrong = checker.why_wrong(way.first())
-            way.run()
-        except Exception as error:  # a peer's own errors have any type
-            wrong = in_words(error)
-        if wrong:
-            missing[name] = wrong
-        else:
-            ways[name] = way
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    launches = {}
-    # Whoever comes later finds a warmer device, the more the more those before him took: each is
-    # behind each other, in as many rounds as there are orders.
-    orders = [*permutations(ways)]
-    for number in range(rounds):
-        for name in orders[number % len(orders)]:
-            way = ways[name]
-            launches[name] = spent(way.run, len(sets), device)
-            times[name].append(launches[name].us)
-    return Measured(times, launches, missing)
+
+    own: str
+    launches: dict[str, Spent] = field(default_factory=dict, init=False)
+
+    def draw(self) -> list[Inputs]:
+        sets = range(calls_a_turn(self.case, self.device))
+        return [draw(self.case, self.device, seed) for seed in sets]
+
+    def refer(self) -> Checker:
+        return Checker(self.case, self.tensors[0])
+
+    def peers(self) -> dict[str, protocol.Maker]:
+        given = (self.case, self.tensors)
+        ways = {name: partial(in_jax, name, *given) for name in ("heedful", self.own)}
+        return {"PyTorch": partial(in_torch, *given), "JAX": ways.pop("heedful"), **ways}
+
+    def probe(self, name: str, call: Way) -> None:
+        self.inspect(name, call.first())
+        call.run()
+
+    def turns(self, rounds: int) -> protocol.Times:
+        """Whoever comes later finds a warmer device, the more the more those before him took: each
+        is after each other, in as many rounds as there are orders."""
+        times: protocol.Times = {name: [] for name in self.calls}
+        orders = [*permutations(self.calls)]
+        for number in range(rounds):
+            for name in orders[number % len(orders)]:
+                self.launches[name] = spent(self.calls[name].run, len(self.tensors), self.device)
+                times[name].append(self.launches[name].us)
+        return times
 
 
-def dispatch(device: torch.device, own: str, rounds: int = HOST_ROUNDS, sets: int = HOST_SETS):
-    """Microseconds of the host by (way, with gradients): what a jitted call takes to return."""
+def measure(case: Case, device: torch.device, own: str, rounds: int = ROUNDS) -> Measured:
+    """The ways that are right."""
+    trial = Trial(case, device, own=own)
+    trial.enter_all()
+    return Measured(trial.times(rounds), trial.launches, trial.missing)
+
+
+@dataclass(kw_only=True)
+class Dispatch(protocol.HostTrial[Case, list[tuple]]):
+    """What a jitted call takes on the host to return, with gradients and without."""
+
+    own: str
+    sets: int
+
+    def draw(self) -> list[tuple]:
+        sets = (draw(self.case, self.device, seed) for seed in range(self.sets))
+        return [tuple(map(jax.dlpack.from_dlpack, inputs)) for inputs in sets]
+
+    def peers(self) -> dict[str, protocol.Maker]:
+        made = {}
+        for name in ("heedful", self.own):
+            attend = attention(name, self.case.problem.mask.causal)
+
+            def loss(q, k, v, attend=attend):
+                return attend(q, k, v).astype(jnp.float32).sum()
+
+            made[name] = jax.jit(attend)
+            made[f"{name} with gradients"] = jax.jit(jax.grad(loss, (0, 1, 2)))
+        return protocol.ready(made)
+
+    def microseconds(self, call: Callable[..., Any]) -> float:
+        kept: list = []
+        taken = microseconds(lambda: kept.extend(call(*a[:3]) for a in self.tensors), self.sets)
+        jax.block_until_ready(kept)
+        return taken
+
+
+def dispatch(
+    device: torch.device, own: str, rounds: int = HOST_ROUNDS, sets: int = HOST_SETS
+) -> protocol.Times:
+    """Microseconds of the host by way: what a jitted call takes to return."""
     case = next(case for case in cases("overhead") if case.direction == "forward")
-    drawn = [tuple(map(jax.dlpack.from_dlpack, draw(case, device, seed))) for seed in range(sets)]
-    calls = {}
-    for name in ("heedful", own):
-        attend = attention(name, case.problem.mask.causal)
-
-        def loss(q, k, v, attend=attend):
-            return attend(q, k, v).astype(jnp.float32).sum()
-
-        calls[name, False] = jax.jit(attend)
-        calls[name, True] = jax.jit(jax.grad(loss, (0, 1, 2)))
-    times: dict[tuple[str, bool], list[float]] = {which: [] for which in calls}
-    for round_ in range(-1, rounds):  # the first is a warm-up
-        for which, call in calls.items():
-            kept = []
-            taken = microseconds(lambda c=call, k=kept: k.extend(c(*a[:3]) for a in drawn), sets)
-            jax.block_until_ready(kept)
-            if round_ >= 0:
-                times[which].append(taken)
-    return times
+    trial = Dispatch(case, device, own=own, sets=sets)
+    trial.enter_all()
+    return trial.times(rounds)
 
 
 def _line(case: Case, found: Measured, own: str) -> str:
@@ -264,8 +290,8 @@ def main(words: str) -> None:
     if logs:
         mean = statistics.geometric_mean(logs)
         say(f"forward: {mean:.3f} of cuDNN's speed, least {min(logs):.3f}\n")
-    for (name, grad), times in dispatch(device, "cudnn").items():
-        say(f"dispatch {name}{' with gradients' * grad}: {_us(times)}\n")
+    for name, times in dispatch(device, "cudnn").items():
+        say(f"dispatch {name}: {_us(times)}\n")
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful import flash_attn_func, flash_attn_varlen_func
+from heedful.bench import protocol
 
 CALLS = 400
 # Of a length that is drawn; calls that show which cases there are come first.
@@ -77,13 +78,30 @@ def median_us(calls: list[Call], device: torch.device) -> float:
     return statistics.median(taken) * 1e6
 
 
+class Trial(protocol.HostTrial[Callable[[int], Call], list[int]]):
+    """Calls of one length that comes again and again, and of lengths never seen."""
+
+    def draw(self) -> list[int]:
+        return _drawn(2 * CALLS)
+
+    def peers(self) -> dict[str, protocol.Maker]:
+        """After calls that show which cases there are."""
+        first, new = self.tensors[:CALLS], self.tensors[CALLS:]
+        self.microseconds([self.case(length) for length in first])
+        known = [self.case(LEAST)] * CALLS
+        return {"known": lambda: known, "new": lambda: [self.case(length) for length in new]}
+
+    def probe(self, name: str, call: list[Call]) -> None:
+        """Nothing: a length that has been called is no new one."""
+
+    def microseconds(self, call: list[Call]) -> float:
+        return median_us(call, self.device)
+
+
 def known_and_new(make: Callable[[int], Call], device: torch.device) -> tuple[float, float]:
     """The time of a call that comes again and again, and of calls of lengths never seen."""
-    lengths = _drawn(2 * CALLS)
-    median_us([make(length) for length in lengths[:CALLS]], device)
-    known = make(LEAST)
-    times = median_us([known] * CALLS, device)
-    return times, median_us([make(length) for length in lengths[CALLS:]], device)
+    times = Trial(make, device).measure(1).times
+    return times["known"].median, times["new"].median
 
 
 def main() -> None:

@@ -7,20 +7,18 @@ no figure. Rounds are interleaved, each call has a cold L2.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from heedful import flash_attn_varlen_func
-from heedful.bench import timing
+from heedful.bench import protocol
+from heedful.bench.caches import Drawn, Reference, Tensors
 from heedful.bench.cases import Case
-from heedful.bench.check import in_words
-from heedful.bench.exact import Operands, eager, exact
+from heedful.bench.exact import Operands
+from heedful.bench.protocol import Row
 from heedful.core.mask import MaskSpec
 from heedful.core.problem import AttentionProblem
-from heedful.reference.budget import Error, allowed
 
 One = Callable[[], Tensor]
 # Of two calls the results of both.
@@ -65,116 +63,41 @@ BATCHES = (
 )
 
 
-class Tensors(NamedTuple):
-    """q (T, H, D); k, v (pages, page, G, D); table (B, pages of a sequence); cu_q (B + 1,); used
-    (B,)."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    table: Tensor
-    cu_q: Tensor
-    used: Tensor
-
-
 def draw(batch: Batch, device: torch.device, seed: int = 0) -> Tensors:
     """Normal values; pages in an order of their own."""
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
-
-    counts = [-(-keys // batch.page) for _, keys in batch.sequences]
-    order = torch.randperm(sum(counts), generator=generator, device=device).int()
-    table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
-    for row, own in zip(table, order.split(counts), strict=True):
-        row[: len(own)] = own
+    drawn, (heads, heads_k) = Drawn(device, seed), batch.heads
     queries, keys = zip(*batch.sequences, strict=True)
-    heads, heads_k = batch.heads
-    cache = (sum(counts), batch.page, heads_k, batch.dim)
-    return Tensors(
-        normal(sum(queries), heads, batch.dim),
-        normal(*cache),
-        normal(*cache),
-        table,
-        torch.tensor([0, *queries], device=device).cumsum(0).int(),
-        torch.tensor(keys, dtype=torch.int32, device=device),
-    )
+    table, pages = drawn.table(keys, batch.page)
+    q = drawn.normal(sum(queries), heads, batch.dim)
+    k, v = (drawn.normal(pages, batch.page, heads_k, batch.dim) for _ in "kv")
+    used = torch.tensor(keys, dtype=torch.int32, device=device)
+    cu_q = torch.tensor([0, *queries], device=device).cumsum(0).int()
+    return Tensors(q, k, v, used, table=table, cu_q=cu_q)
 
 
-class Part(NamedTuple):
-    """What is compared of a sequence and a KV head: packed rows, heads, their truth (H, R, D)."""
-
-    kind: str
-    rows: Tensor
-    heads: slice
-    truth: Tensor
-
-
-class Checker:
-    """The reference of some rows of some sequences: of each kind the first, the last, those of the
-    fewest and of the most keys. Each kind has a budget of its own."""
-
-    def __init__(self, batch: Batch, t: Tensors):
-        self._shape = tuple(t.q.shape)
-        self._parts: list[Part] = []
-        self._budgets: dict[str, Error] = {}
-        bounds = [int(bound) for bound in t.cu_q]
-        ends = dict(enumerate(pairwise(bounds)))
-        middle = len(batch.decodes)
-        for kind, numbers in (
-            ("decode", range(middle)),
-            ("prefill", range(middle, len(batch.sequences))),
-        ):
-            if numbers:
-                by_keys = sorted(numbers, key=lambda b: batch.sequences[b][1])
-                chosen = dict.fromkeys((numbers[0], numbers[-1], by_keys[0], by_keys[-1]))
-                self._add(batch, t, kind, {b: ends[b] for b in chosen})
-
-    def _add(self, batch: Batch, t: Tensors, kind: str, bounds: dict[int, tuple[int, int]]) -> None:
-        errors, sizes, (heads, heads_k) = [], [], batch.heads
-        group, device = heads // heads_k, t.q.device
-        mask = MaskSpec.of(True)
-        for b, (begin, end) in bounds.items():
-            keys, count = batch.sequences[b][1], end - begin
+def reference(batch: Batch, t: Tensors) -> Reference:
+    """That of some rows of some sequences: of each kind the first, the last, those of the fewest
+    and of the most keys. Each kind has a budget of its own."""
+    found, middle, (heads, heads_k) = Reference(t.q.shape), len(batch.decodes), batch.heads
+    group, starts = heads // heads_k, t.cu_q
+    assert starts is not None and t.table is not None
+    kinds = {"decode": range(middle), "prefill": range(middle, len(batch.sequences))}
+    for kind, numbers in kinds.items():
+        by_keys = sorted(numbers, key=lambda b: batch.sequences[b][1])
+        ends = (numbers[0], numbers[-1], by_keys[0], by_keys[-1]) if numbers else ()
+        for b in dict.fromkeys(ends):
+            begin, (count, keys) = int(starts[b]), batch.sequences[b]
             # Rows that see at least half of the keys, whose values are of one size.
-            rows = torch.tensor(sorted({count // 2, count - 1}), device=device)
+            rows = torch.tensor(sorted({count // 2, count - 1}), device=t.q.device)
             shape = (1, count, keys, heads, heads_k, batch.dim)
-            case = Case("decode", AttentionProblem.dense(*shape, mask=mask))
+            case = Case("decode", AttentionProblem.dense(*shape, mask=MaskSpec.of(True)))
             k, v = (x[t.table[b]].flatten(0, 1)[:keys] for x in (t.k, t.v))
+            words = f"{kind}, rows {(begin + rows).tolist()}"
             for g in range(heads_k):
                 own = slice(g * group, (g + 1) * group)
-                x = Operands(t.q[begin:end, own].transpose(0, 1), k[:, g], v[:, g])
-                truth, twin = (of(case, x, rows, rows).out for of in (exact, eager))
-                assert truth is not None
-                assert twin is not None
-                self._parts.append(Part(kind, begin + rows, own, truth))
-                errors.append(_error(twin.double() - truth))
-                sizes.append(_error(truth))
-        half_eps = torch.finfo(torch.bfloat16).eps / 2
-        size, worst = (
-            Error(max(e.largest for e in found), max(e.rms for e in found))
-            for found in (sizes, errors)
-        )
-        once = Error(half_eps * size.largest, half_eps * size.rms)
-        self._budgets[kind] = allowed("out", worst, once)
-
-    def why_wrong(self, out: Tensor) -> str | None:
-        """What is no result or outside of its budget, or None."""
-        if tuple(out.shape) != self._shape:
-            return f"out has shape {tuple(out.shape)}, not {self._shape}"
-        if not out.isfinite().all():
-            return "out is not finite"
-        for part in self._parts:
-            error = _error(out[part.rows, part.heads].transpose(0, 1).double() - part.truth)
-            if not error.within(self._budgets[part.kind]):
-                budget = self._budgets[part.kind]
-                return f"{part.kind}, rows {part.rows.tolist()}: {error} exceeds {budget}"
-        return None
-
-
-def _error(difference: Tensor) -> Error:
-    return Error(float(difference.abs().max()), float(difference.square().mean().sqrt()))
+                x = Operands(t.q[begin : begin + count, own].transpose(0, 1), k[:, g], v[:, g])
+                found.add((kind, words, (begin + rows, own)), case, x, rows)
+    return found
 
 
 def attend(batch: Batch, t: Tensors, which: slice, backend: str | None = None) -> One | None:
@@ -182,6 +105,7 @@ def attend(batch: Batch, t: Tensors, which: slice, backend: str | None = None) -
     lengths = batch.sequences[which]
     if not lengths:
         return None
+    assert t.cu_q is not None and t.table is not None
     first = which.start or 0
     begin, end = int(t.cu_q[first]), int(t.cu_q[first + len(lengths)])
     q, table, used = t.q[begin:end], t.table[which], t.used[which]
@@ -207,55 +131,41 @@ def calls_of(batch: Batch, t: Tensors) -> dict[str, Call]:
     return found
 
 
-class Row(NamedTuple):
-    """Microseconds by who was timed, and why there are none of others."""
+class Trial(protocol.Trial[Batch, Tensors]):
+    """A batch in one call, in two, and by the forward alone."""
 
-    batch: Batch
-    times: dict[str, timing.Spread]
-    missing: dict[str, str]
+    def draw(self) -> Tensors:
+        return draw(self.case, self.device)
+
+    def refer(self) -> Reference:
+        return reference(self.case, self.tensors)
+
+    def peers(self) -> dict[str, protocol.Maker]:
+        return protocol.ready(calls_of(self.case, self.tensors))
+
+    def check(self, name: str, returned: Tensor | list[Tensor]) -> str | None:
+        """Two calls return the rows of both; one of them alone is not asked again."""
+        if name.endswith("alone"):
+            return None
+        whole = torch.cat(returned) if isinstance(returned, list) else returned
+        return super().check(name, whole)
 
 
 def measure(batch: Batch, device: torch.device, rounds: int) -> Row:
     """Times what is right."""
-    t = draw(batch, device)
-    checker, calls, missing = Checker(batch, t), {}, {}
-    for name, call in calls_of(batch, t).items():
-        try:
-            reason = _why_wrong(name, call(), checker)
-        except Exception as error:  # whatever a call raises is its reason
-            reason = in_words(error)
-        if reason is None:
-            calls[name] = call
-        else:
-            missing[name] = reason
-
-    def inspect(name: str, returned: Tensor | list[Tensor]) -> None:
-        reason = _why_wrong(name, returned, checker)
-        if reason is not None:
-            missing[name] = reason
-
-    times = timing.interleaved(calls, device, rounds, inspect)
-    spreads = {name: timing.Spread.of(own) for name, own in times.items() if name not in missing}
-    return Row(batch, spreads, missing)
-
-
-def _why_wrong(name: str, returned: Tensor | list[Tensor], checker: Checker) -> str | None:
-    """Of what two calls return, the rows of both; of one of them alone nothing is asked again."""
-    if name.endswith("alone"):
-        return None
-    return checker.why_wrong(torch.cat(returned) if isinstance(returned, list) else returned)
+    return Trial(batch, device).measure(rounds)
 
 
 def lines(row: Row) -> Iterator[str]:
     """A row in words."""
-    yield f"{row.batch.name}:"
+    yield f"{row.case.name}:"
     for name, time in row.times.items():
         yield f"  {name}: {time.median:.1f} us ({time.low:.1f} to {time.high:.1f})"
     for name, reason in row.missing.items():
         yield f"  {name}: none ({reason})"
     one, two = (row.times.get(name) for name in ("one call", "two calls"))
     if one and two:
-        bar = f", bar {row.batch.most:.2f}" if row.batch.most else ""
+        bar = f", bar {row.case.most:.2f}" if row.case.most else ""
         yield f"  one call / two calls: {one.median / two.median:.3f} of its time{bar}"
 
 

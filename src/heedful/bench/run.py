@@ -3,16 +3,17 @@
 import datetime
 import platform
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 
 import heedful
-from heedful.bench import machine, timing
+from heedful.bench import machine, protocol, timing
 from heedful.bench.cases import Case
-from heedful.bench.check import Checker, in_words
+from heedful.bench.check import Checker
 from heedful.bench.exact import Results
 from heedful.bench.peers import Forward, Inputs, Peer, draw
 from heedful.bench.timing import Spread
@@ -66,9 +67,8 @@ def measure(
     if case.host and device.type == "cpu":
         reason = "on a CPU the host's time is the kernel's"
         return Outcome(case, None, [Figure(peer.name, missing=reason) for peer in peers])
-    trial = Trial(case, device)
-    for peer in peers:
-        trial.enter(peer)
+    trial = Trial(case, device, entrants=peers)
+    trial.enter_all()
     bases = ("sdpa", *bases) if case.host else bases
     before = machine.clocks() if device.type == "cuda" else {}
     times = trial.times(rounds)
@@ -113,74 +113,78 @@ def _spoil(returned: Any) -> None:
             tensor.detach().fill_(torch.nan)
 
 
-class Trial:
-    """The peers of one case: each is checked before it is timed and after every round, on what the
-    timed calls themselves returned.
+class Returned(NamedTuple):
+    """What the call on one set of inputs returned, and the number of the set."""
 
-    refused: figures of those that cannot run the case or have computed it wrong.
-    """
+    call: Call
+    number: int
+    value: Any
 
-    def __init__(self, case: Case, device: torch.device):
-        self.case, self.device = case, device
-        self.refused: dict[str, Figure] = {}
-        self._calls: dict[str, list[Call]] = {}
-        seeds = range(HOST_SETS if case.host else 1)
-        self._inputs = [draw(case, device, seed) for seed in seeds]
-        drawn = random.Random(0).sample(seeds[1:], WATCHED_SETS) if case.host else []
-        self._watched = [0, *drawn]
-        self._checkers: dict[int, Checker] = {}
 
-    def enter(self, peer: Peer) -> None:
-        """Takes a peer in whose results are right, or notes why it has no figure."""
+@dataclass(kw_only=True)
+class Trial(protocol.Trial[Case, list[Inputs]]):
+    """Peers of a case of bench/cases.py. A peer has one call a set of inputs: one set, or many
+    where the host's time is asked for, of which some are watched."""
+
+    entrants: Sequence[Peer]
+
+    @property
+    def refused(self) -> dict[str, Figure]:
+        """Figures of those that cannot run the case or have computed it wrong."""
+        return {
+            name: Figure(name, missing=reason, wrong=self._is_wrong(name))
+            for name, reason in self.missing.items()
+        }
+
+    def _is_wrong(self, name: str) -> bool:
+        return name in self.wrong or (name in self.raised and name.startswith("heedful"))
+
+    def draw(self) -> list[Inputs]:
+        seeds = range(HOST_SETS if self.case.host else 1)
+        drawn = random.Random(0).sample(seeds[1:], WATCHED_SETS) if self.case.host else []
+        self.watched = [0, *drawn]
+        return [draw(self.case, self.device, seed) for seed in seeds]
+
+    def refer(self) -> Callable[[int], Checker]:
+        """By the number of a set, when it is first asked for."""
+        return cache(lambda number: Checker(self.case, self.tensors[number]))
+
+    def peers(self) -> dict[str, protocol.Maker]:
+        return {peer.name: partial(self._calls_of, peer) for peer in self.entrants}
+
+    def _calls_of(self, peer: Peer) -> list[Call] | str:
         reason = peer.why_not(self.case, self.device)
         if reason is not None:
-            self.refused[peer.name] = Figure(peer.name, missing=reason)
-            return
-        try:
-            forward = peer.make(self.case, self._inputs[0])
-            if self.case.compiled:
-                torch._dynamo.reset()
-                forward = torch.compile(forward)
-            calls = [call_of(self.case, forward, inputs) for inputs in self._inputs]
-            for _ in range(CALLS_BEFORE):
-                for number in self._watched:
-                    self._inspect(peer.name, calls, number, calls[number].run())
-            self._calls[peer.name] = calls
-        except Exception as error:  # whatever a peer raises is its reason
-            reason = in_words(error)
-            wrong = peer.name.startswith("heedful")
-            self.refused.setdefault(peer.name, Figure(peer.name, missing=reason, wrong=wrong))
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+            return reason
+        forward = peer.make(self.case, self.tensors[0])
+        if self.case.compiled:
+            torch._dynamo.reset()
+            forward = torch.compile(forward)
+        return [call_of(self.case, forward, inputs) for inputs in self.tensors]
 
-    def times(self, rounds: int) -> dict[str, list[float]]:
-        """Microseconds of a call, round by round, of every peer that was right to the end."""
+    def check(self, name: str, returned: Returned) -> str | None:
+        call, number, value = returned
+        reason = self.reference(number).why_wrong(call.results(value))
+        if reason is None:
+            _spoil(value)
+        return reason
 
-        def inspect(name: str, number: int, returned: Any) -> None:
-            self._inspect(name, self._calls[name], number, returned)
+    def probe(self, name: str, call: list[Call]) -> None:
+        for _ in range(CALLS_BEFORE):
+            for number in self.watched:
+                self.inspect(name, Returned(call[number], number, call[number].run()))
 
-        ready = {name: own for name, own in self._calls.items() if name not in self.refused}
+    def turns(self, rounds: int) -> dict[str, list[float]]:
+        def inspect(name: str, number: int, value: Any) -> None:
+            self.inspect(name, Returned(self.calls[name][number], number, value))
+
         if self.case.host:
-            sets = {name: [call.run for call in own] for name, own in ready.items()}
-            times = timing.interleaved_host(sets, self.device, rounds, self._watched, inspect)
-        else:
-            calls = {name: own[0].run for name, own in ready.items()}
-            times = timing.interleaved(
-                calls, self.device, rounds, lambda name, returned: inspect(name, 0, returned)
-            )
-        return {name: own for name, own in times.items() if name not in self.refused}
-
-    def _inspect(self, name: str, calls: list[Call], number: int, returned: Any) -> None:
-        """Refuses a peer for a wrong result of its call on the inputs of a number."""
-        if name in self.refused:
-            return
-        if number not in self._checkers:
-            self._checkers[number] = Checker(self.case, self._inputs[number])
-        reason = self._checkers[number].why_wrong(calls[number].results(returned))
-        if reason is not None:
-            self.refused[name] = Figure(name, missing=reason, wrong=True)
-        else:
-            _spoil(returned)
+            sets = {name: [call.run for call in own] for name, own in self.calls.items()}
+            return timing.interleaved_host(sets, self.device, rounds, self.watched, inspect)
+        calls = {name: own[0].run for name, own in self.calls.items()}
+        return timing.interleaved(
+            calls, self.device, rounds, lambda name, value: inspect(name, 0, value)
+        )
 
 
 def records(outcome: Outcome, device: torch.device) -> Iterator[dict]:

@@ -11,17 +11,17 @@ bar. The machine has to have two cores, and nothing else to do.
 import contextlib
 import multiprocessing
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import heedful
+from heedful.bench import protocol
 
 ROUNDS = 20
 HEADS, DIM = 8, 64
@@ -117,19 +117,32 @@ def _decodes(case: Case) -> tuple[Step, Step]:
     return ours, theirs
 
 
-def speed(ours: Step, theirs: Step, rounds: int) -> tuple[float, float, float]:
-    """Seconds of a call of ours and of theirs, medians of rounds in turn, and how fast ours is over
-    theirs."""
-    calls = {}
-    for step in (ours, theirs):
-        step()
-        calls[step] = max(1, int(ROUND_S / _seconds(step, 1)))
-    times: dict[Step, list[float]] = {ours: [], theirs: []}
-    for number in range(rounds):
-        for step in (ours, theirs)[:: 1 if number % 2 else -1]:
-            times[step].append(_seconds(step, calls[step]))
-    mine, other = (statistics.median(times[step]) for step in (ours, theirs))
-    return mine, other, other / mine
+@dataclass
+class Trial(protocol.HostTrial[Case, tuple[Step, Step]]):
+    """A case by heedful and by SDPA, each of which is first in every other round."""
+
+    counts: dict[Step, int] = field(default_factory=dict, init=False)
+
+    def draw(self) -> tuple[Step, Step]:
+        return steps(self.case)
+
+    def peers(self) -> dict[str, protocol.Maker]:
+        return protocol.ready(dict(zip(("heedful", "SDPA"), self.tensors, strict=True)))
+
+    def probe(self, name: str, call: Step) -> None:
+        call()
+        self.counts[call] = max(1, int(ROUND_S / _seconds(call, 1)))
+
+    def microseconds(self, call: Step) -> float:
+        return _seconds(call, self.counts[call]) * 1e6
+
+    def turns(self, rounds: int) -> protocol.Times:
+        times: protocol.Times = {name: [] for name in self.calls}
+        for _ in range(rounds):
+            self.calls = dict(reversed(self.calls.items()))
+            for name, taken in super().turns(1).items():
+                times[name] += taken
+        return times
 
 
 def _seconds(step: Step, calls: int) -> float:
@@ -138,6 +151,12 @@ def _seconds(step: Step, calls: int) -> float:
     for _ in range(calls):
         step()
     return (time.perf_counter() - begin) / calls
+
+
+def figures(case: Case, rounds: int) -> tuple[float, float]:
+    """Microseconds of a call of ours and of theirs, medians of rounds in turn."""
+    times = Trial(case, torch.device("cpu")).measure(rounds).times
+    return times["heedful"].median, times["SDPA"].median
 
 
 @contextlib.contextmanager
@@ -172,12 +191,13 @@ def main(words: Sequence[str] = ()) -> int:
         torch.set_num_threads(setting.threads)
         with busy:
             for case in CASES:
-                mine, other, found = speed(*steps(case), rounds)
+                mine, other = figures(case, rounds)
+                found = other / mine
                 says = "" if found >= setting.bar else f"  below {setting.bar:g}"
                 missed += bool(says)
                 sys.stdout.write(
-                    f"{setting.name:26} {case.name:24} heedful {mine * 1e6:9,.0f} us,"
-                    f" SDPA {other * 1e6:9,.0f} us: {found:.2f}{says}\n"
+                    f"{setting.name:26} {case.name:24} heedful {mine:9,.0f} us,"
+                    f" SDPA {other:9,.0f} us: {found:.2f}{says}\n"
                 )
                 sys.stdout.flush()
     torch.set_num_threads(before)

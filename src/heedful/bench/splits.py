@@ -17,19 +17,20 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple, TextIO
 
 import torch
 from torch import Tensor
 
 from heedful import flash_attn_func
-from heedful.bench import timing
+from heedful.bench import protocol, timing
 from heedful.bench.cases import Case
-from heedful.bench.check import Checker, in_words
+from heedful.bench.check import Checker
 from heedful.bench.exact import Results
 from heedful.bench.peers import Inputs, draw
+from heedful.bench.protocol import in_words
 from heedful.bench.run import surroundings
 from heedful.core.device import DeviceSpec, by_name
 from heedful.core.plan import plan
@@ -199,7 +200,7 @@ class Checked:
         return None
 
 
-class Row(NamedTuple):
+class Timed(NamedTuple):
     """Microseconds of a count, of so many calls: the median of the rounds' medians, and their
     range."""
 
@@ -210,47 +211,64 @@ class Row(NamedTuple):
     calls: int
 
 
-def measure(
-    shape: Shape,
-    device: torch.device,
-    found: Cut,
-    units: int,
-    make: Callable[[Shape, Inputs, int, int], Call] = call_of,
-) -> tuple[list[Row], dict[int, str]]:
-    """A row for each count that is right, and why there is none of others."""
-    inputs = draw(Case("splits", shape.problem()), device)
-    calls = {n: make(shape, inputs, n, found.chosen) for n in counts(found, units)}
-    checked, missing = Checked(shape, inputs, calls[1]()), {}
+Make = Callable[[Shape, Inputs, int, int], Call]
 
-    def inspect(count: Any, out: Tensor) -> None:
-        reason = checked.why_wrong(out)
-        if reason is not None:
-            missing[int(count)] = reason
+
+@dataclass(kw_only=True)
+class Trial(protocol.Trial[Shape, Inputs]):
+    """A shape by counts of splits, which are the peers. probed: microseconds of a count that is
+    right, by few calls; counts that these show to be slow have no turns."""
+
+    cut: Cut
+    units: int
+    make: Make
+    probed: dict[int, float] = field(default_factory=dict, init=False)
+
+    def draw(self) -> Inputs:
+        return draw(Case("splits", self.case.problem()), self.device)
+
+    def refer(self) -> "Checked":
+        chosen = self.cut.chosen
+        self._made = {
+            n: self.make(self.case, self.tensors, n, chosen) for n in counts(self.cut, self.units)
+        }
+        return Checked(self.case, self.tensors, self._made[1]())
+
+    def check(self, name: str, returned: Tensor) -> str | None:
+        reason = super().check(name, returned)
         # The next result may lie where this one does.
-        out.fill_(math.nan)
+        returned.fill_(math.nan)
+        return reason
 
-    def is_right(count: int) -> bool:
-        try:
-            inspect(count, calls[count]())
-        except Exception as error:  # whatever a call raises is its reason
-            missing[count] = in_words(error)
-        return count not in missing
+    def enter_all(self) -> None:
+        def is_right(count: int) -> bool:
+            self.enter(str(count), lambda: self._made[count])
+            return str(count) in self.calls
 
-    probed = _probed(calls, is_right, timing.clock_of(device), found.chosen)
-    least = min(probed.values(), default=0.0)
-    near = [n for n, us in probed.items() if us <= SLOW * least or n == found.chosen]
-    timed = {str(n): calls[n] for n in near}
-    times = timing.interleaved(timed, device, ROUNDS, inspect, MOST_CALLS) if timed else {}
+        clock = timing.clock_of(self.device)
+        self.probed = _probed(self._made, is_right, clock, self.cut.chosen)
+
+    def turns(self, rounds: int) -> protocol.Times:
+        most = SLOW * min(self.probed.values(), default=0.0)
+        near = [str(n) for n, us in self.probed.items() if us <= most or n == self.cut.chosen]
+        calls = {name: self.calls[name] for name in near}
+        return timing.interleaved(calls, self.device, rounds, self.inspect, MOST_CALLS)
+
+
+def measure(
+    shape: Shape, device: torch.device, found: Cut, units: int, make: Make = call_of
+) -> tuple[list[Timed], dict[int, str]]:
+    """A row for each count that is right, and why there is none of others."""
+    trial = Trial(shape, device, cut=found, units=units, make=make)
+    _, times, missing = trial.measure(ROUNDS)
     rows = []
-    for n, us in probed.items():
-        if n in missing:
-            continue
-        if n in near:
-            spread = timing.Spread.of(times[str(n)])
-            rows.append(Row(n, spread.median, spread.low, spread.high, ROUNDS * MOST_CALLS))
-        else:
-            rows.append(Row(n, us, us, us, PROBES))
-    return rows, missing
+    for n, us in trial.probed.items():
+        if spread := times.get(str(n)):
+            figures = (spread.median, spread.low, spread.high)
+            rows.append(Timed(n, *figures, ROUNDS * MOST_CALLS))
+        elif str(n) not in missing:
+            rows.append(Timed(n, us, us, us, PROBES))
+    return rows, {int(count): reason for count, reason in missing.items()}
 
 
 def _probed(
@@ -273,7 +291,7 @@ def _probed(
 # The record
 
 
-COLUMNS = (*Shape._fields, *Tiles._fields, "chosen", *Row._fields)
+COLUMNS = (*Shape._fields, *Tiles._fields, "chosen", *Timed._fields)
 METHOD = (
     "python -m heedful.bench.splits: bfloat16, shapes drawn log-uniform with a fixed seed, the"
     " Hopper forward with its tiles as planned. us: microseconds of a call with a cold L2, median"
@@ -297,7 +315,7 @@ def head(device: torch.device) -> Iterator[str]:
     yield f"# method: {METHOD}"
 
 
-def regret(rows: list[Row], chosen: int) -> float:
+def regret(rows: list[Timed], chosen: int) -> float:
     """How much longer than the best of all counts the chosen one takes, as a share."""
     times = {row.splits: row.us for row in rows}
     return times.get(chosen, math.inf) / min(times.values()) - 1

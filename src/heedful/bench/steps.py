@@ -18,19 +18,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from heedful import dequantize_kv, flash_attn_varlen_func, flash_attn_with_kvcache, quantize_kv
-from heedful.bench import mixed, timing
+from heedful.bench import mixed, protocol
+from heedful.bench.caches import Drawn, Reference, Tensors
 from heedful.bench.cases import Case
-from heedful.bench.check import in_words
-from heedful.bench.exact import Operands, eager, exact
+from heedful.bench.exact import Operands
+from heedful.bench.protocol import Row
 from heedful.core.mask import MaskSpec
 from heedful.core.problem import ITEM_BITS, AttentionProblem
-from heedful.reference.budget import Error, allowed
 
 ROUNDS = 7
 Call = Callable[[], Tensor]
@@ -134,48 +134,28 @@ PAIRS = (
 )
 
 
-class Tensors(NamedTuple):
-    """q (B, 1, H, D); k, v (B, N, G, ..) or (pages, page, G, ..) as stored, with a scale a row;
-    table (B, pages), used (B,); prefix: (N, G, ..) of keys and values."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    k_scale: Tensor | None
-    v_scale: Tensor | None
-    table: Tensor | None
-    used: Tensor
-    prefix: tuple[Tensor, Tensor] | None
-
-
 def draw(step: Step, device: torch.device, seed: int = 0) -> Tensors:
     """Normal values; pages in an order of their own."""
-    generator = torch.Generator(device).manual_seed(seed)
-    (dim, dim_v), (heads, heads_k), batch = step.dims, step.heads, len(step.lengths)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
-
-    longest, table = max(step.lengths), None
-    lead = (batch + step.padded, longest)
+    drawn, (dim, dim_v), (heads, heads_k) = Drawn(device, seed), step.dims, step.heads
+    batch, table = len(step.lengths) + step.padded, None
+    lead = (batch, max(step.lengths))
     if step.page:
-        counts = [-(-n // step.page) for n in step.lengths]
-        order = torch.randperm(sum(counts), generator=generator, device=device).int()
-        table = torch.zeros(lead[0], max(counts), dtype=torch.int32, device=device)
-        for row, own in zip(table[:batch], order.split(counts), strict=True):
-            row[: len(own)] = own
-        lead = (sum(counts), step.page)
-    q = normal(batch + step.padded, 1, heads, dim)
-    k, k_scale = _stored(step, normal(*lead, heads_k, dim))
+        table, pages = drawn.table(step.lengths, step.page, step.padded)
+        lead = (pages, step.page)
+    q = drawn.normal(batch, 1, heads, dim)
+    k, k_scale = _stored(step, drawn.normal(*lead, heads_k, dim))
     v, v_scale = k[..., :dim_v], None
     if not step.is_mla:
-        v, v_scale = _stored(step, normal(*lead, heads_k, dim_v))
+        v, v_scale = _stored(step, drawn.normal(*lead, heads_k, dim_v))
     lengths = step.lengths + (0,) * step.padded
     used = torch.tensor(lengths, dtype=torch.int32, device=device)
     prefix = None
     if step.prefix:
-        prefix = (normal(step.prefix, heads_k, dim), normal(step.prefix, heads_k, dim_v))
-    return Tensors(q, k, v, k_scale, v_scale, table, used, prefix)
+        prefix = (
+            drawn.normal(step.prefix, heads_k, dim),
+            drawn.normal(step.prefix, heads_k, dim_v),
+        )
+    return Tensors(q, k, v, used, k_scale, v_scale, table, prefix)
 
 
 def _stored(step: Step, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -205,50 +185,20 @@ def sequence(step: Step, t: Tensors, number: int) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-class Checker:
-    """The reference of some sequences of a step: the first, the last, the shortest, the longest."""
-
-    def __init__(self, step: Step, t: Tensors):
-        lengths, self._live = step.lengths, len(step.lengths)
-        ends = (0, len(lengths) - 1, lengths.index(min(lengths)), lengths.index(max(lengths)))
-        self._parts: list[tuple[int, slice, Tensor, Tensor]] = []
-        self._shape = (*t.q.shape[:-1], step.dims[1])
-        row = torch.zeros(1, dtype=torch.long, device=t.q.device)
-        group, case = step.heads[0] // step.heads[1], step.case()
-        for number in dict.fromkeys(ends):
-            k, v = sequence(step, t, number)
-            for g in range(step.heads[1]):
-                heads = slice(g * group, (g + 1) * group)
-                x = Operands(t.q[number, :, heads].transpose(0, 1), k[:, g], v[:, g])
-                truth, twin = (of(case, x, row, row).out for of in (exact, eager))
-                assert truth is not None
-                assert twin is not None
-                self._parts.append((number, heads, truth[:, 0], twin[:, 0].double()))
-        twins = [_error(twin - truth) for _, _, truth, twin in self._parts]
-        half_eps = torch.finfo(torch.bfloat16).eps / 2
-        sizes = [_error(truth) for _, _, truth, _ in self._parts]
-        size = Error(max(e.largest for e in sizes), max(e.rms for e in sizes))
-        once = Error(half_eps * size.largest, half_eps * size.rms)
-        worst = Error(max(e.largest for e in twins), max(e.rms for e in twins))
-        self._budget = allowed("out", worst, once)
-
-    def why_wrong(self, out: Tensor) -> str | None:
-        """What is no result or outside of its budget, or None."""
-        if tuple(out.shape) != self._shape:
-            return f"out has shape {tuple(out.shape)}, not {self._shape}"
-        if not out.isfinite().all():
-            return "out is not finite"
-        if out[self._live :].any():
-            return "padded rows are not 0"
-        for number, heads, truth, _ in self._parts:
-            error = _error(out[number, 0, heads].double() - truth)
-            if not error.within(self._budget):
-                return f"sequence {number}: {error} exceeds {self._budget}"
-        return None
-
-
-def _error(difference: Tensor) -> Error:
-    return Error(float(difference.abs().max()), float(difference.square().mean().sqrt()))
+def reference(step: Step, t: Tensors) -> Reference:
+    """That of some sequences: the first, the last, the shortest, the longest."""
+    lengths = step.lengths
+    ends = (0, len(lengths) - 1, lengths.index(min(lengths)), lengths.index(max(lengths)))
+    found = Reference((*t.q.shape[:-1], step.dims[1]), live=len(lengths))
+    row = torch.zeros(1, dtype=torch.long, device=t.q.device)
+    group, case = step.heads[0] // step.heads[1], step.case()
+    for number in dict.fromkeys(ends):
+        k, v = sequence(step, t, number)
+        for g in range(step.heads[1]):
+            place = (number, slice(None), slice(g * group, (g + 1) * group))
+            x = Operands(t.q[place].transpose(0, 1), k[:, g], v[:, g])
+            found.add(("step", f"sequence {number}", place), case, x, row)
+    return found
 
 
 # Who is timed: each gives its call, or the reason why it has none.
@@ -347,64 +297,56 @@ def reads(step: Step, device: torch.device) -> Iterator[tuple[str, Call]]:
         yield "Triton", lambda: read_words(words)
 
 
-class Row(NamedTuple):
-    """Microseconds by peer, "read" among them, and why there are none of others."""
+@dataclass(kw_only=True)
+class Trial(protocol.Trial[Step, Tensors]):
+    """A step by all peers and by plain reads. backends: of ours, which are timed too."""
 
-    step: Step
-    times: dict[str, timing.Spread]
-    missing: dict[str, str]
+    backends: Sequence[str] = ()
+
+    def draw(self) -> Tensors:
+        return draw(self.case, self.device)
+
+    def refer(self) -> Reference:
+        return reference(self.case, self.tensors)
+
+    def peers(self) -> dict[str, protocol.Maker]:
+        self.readers = dict(reads(self.case, self.device))
+        more = {f"heedful:{name}": partial(heedful, backend=name) for name in self.backends}
+        ours = {name: partial(m, self.case, self.tensors) for name, m in (PEERS | more).items()}
+        return ours | protocol.ready(self.readers)
+
+    def check(self, name: str, returned: Tensor) -> str | None:
+        return None if name in self.readers else super().check(name, returned)
 
 
 def measure(
     step: Step, device: torch.device, rounds: int = ROUNDS, backends: Sequence[str] = ()
 ) -> Row:
-    """Times what is right, these backends of ours too."""
-    t = draw(step, device)
-    checker, calls, missing = Checker(step, t), {}, {}
-    more = {f"heedful:{name}": partial(heedful, backend=name) for name in backends}
-    for name, make in (PEERS | more).items():
-        try:
-            call = make(step, t)
-            if isinstance(call, str):
-                missing[name] = call
-            elif (reason := checker.why_wrong(call())) is not None:
-                missing[name] = reason
-            else:
-                calls[name] = call
-        except Exception as error:  # whatever a peer raises is its reason
-            missing[name] = in_words(error)
-    readers = dict(reads(step, device))
-
-    def inspect(name: str, returned: Any) -> None:
-        reason = None if name in readers else checker.why_wrong(returned)
-        if reason is not None:
-            missing[name] = reason
-
-    times = timing.interleaved(calls | readers, device, rounds, inspect)
-    spreads = {name: timing.Spread.of(own) for name, own in times.items()}
-    read = min((spreads.pop(name) for name in readers), key=lambda spread: spread.median)
-    right = {name: spread for name, spread in spreads.items() if name not in missing}
-    return Row(step, {**right, "read": read}, missing)
+    """Times what is right, these backends of ours too; "read" is the fastest read."""
+    trial = Trial(step, device, backends=backends)
+    row = trial.measure(rounds)
+    read = min((row.times.pop(name) for name in trial.readers), key=lambda spread: spread.median)
+    return row._replace(times={**row.times, "read": read})
 
 
 def lines(row: Row) -> Iterator[str]:
     """A row in words."""
-    size, read = row.step.read_bytes(), row.times["read"].median
-    yield f"{row.step.name}: {size / 1e9:.3f} GB"
+    size, read = row.case.read_bytes(), row.times["read"].median
+    yield f"{row.case.name}: {size / 1e9:.3f} GB"
     for name, time in row.times.items():
         speed = f"{size / time.median / 1e3:.0f} GB/s, {read / time.median:.3f} of a read"
         yield f"  {name}: {time.median:.1f} us ({time.low:.1f} to {time.high:.1f}), {speed}"
     for name, reason in row.missing.items():
         yield f"  {name}: none ({reason})"
-    if row.step.bar:
+    if row.case.bar:
         own = row.times.get("heedful")
         share = f"{read / own.median:.3f}" if own else "none"
-        yield f"  bar: {row.step.bar:.2f} of a read, is {share}"
+        yield f"  bar: {row.case.bar:.2f} of a read, is {share}"
 
 
 def pairs(rows: list[Row]) -> Iterator[str]:
     """Bars of one step beside another, of those that were timed."""
-    times = {(row.step.name, peer): time for row in rows for peer, time in row.times.items()}
+    times = {(row.case.name, peer): time for row in rows for peer, time in row.times.items()}
     for step, peer, other, beside, most in PAIRS:
         if (step, peer) in times and (other, beside) in times:
             share = times[step, peer].median / times[other, beside].median
