@@ -261,6 +261,20 @@ def test_a_step_over_a_shared_prefix_appends_ahead_of_both_parts(monkeypatch):
     assert [call.name for call in made][0] == "append_and_rotate"
 
 
+def test_both_sides_of_a_shared_prefix_give_what_the_rounding_of_lse_left(monkeypatch):
+    """Their results are merged by XLA, whose inputs they are."""
+    q, k, v = QKV
+    found = kept_slots(monkeypatch)
+
+    def run(q, k, v, prefix):
+        return flash_attn_with_kvcache(q, k, v, shared_prefix=prefix)[0]
+
+    made = calls(run, q, k, v, (shaped(8, 2, 64), shaped(8, 2, 64)), monkeypatch=monkeypatch)
+    assert len(made) == 2
+    for own in found:
+        assert {"out", "lse", "rest"} <= set(own.results)
+
+
 def test_a_step_that_is_mapped_batches_as_its_two_parts_do(monkeypatch):
     given = appending("bfloat16", (), ())
     mapped = {n: jax.ShapeDtypeStruct((3, *a.shape), a.dtype) for n, a in given.items()}

@@ -12,7 +12,7 @@ import heedful.torch as heedful
 from heedful.core.call import CacheUpdate, Options
 from heedful.core.operands import Operands
 from heedful.launch import bound
-from heedful.torch import calls, kvcache
+from heedful.torch import calls, kvcache, prefix
 from heedful.torch.arrays import array_spec
 from heedful.torch.kvcache import CacheCall
 from support import standin
@@ -75,7 +75,7 @@ def facts_of(call: CacheCall) -> dict[str, Any]:
         "counts": call.counts,
         "updates": call.update is not None or call.step is not None,
         "prefix": call.prefix is not None,
-        "merges": call.merge is not None,
+        "merges": call.prefix is not None and call.prefix.merge is not None,
         "used": call.attention.problem.used_k,
         "v in k": call.attention.problem.v_in_k,
         "its lse": call.attention.problem.return_lse,
@@ -153,7 +153,7 @@ def test_what_a_call_over_a_cache_needs_each_time_is_known_once(name, place):
             call = made(given)
         others = {**others, "checks": False, "plain": True}
     assert facts_of(call) == {**USUAL, **others}
-    for part in filter(None, (call.attention, call.prefix)):
+    for part in filter(None, (call.attention, call.prefix and call.prefix.call)):
         assert not (part.wants_grad or part.problem.needs_grad or part.problem.bias_grad)
     assert (call.step is not None) == call.counts
 
@@ -289,7 +289,7 @@ def test_a_merge_is_bound_for_the_very_tensors_that_it_is_given(sink, out, monke
             run.append((tensors, out))
             return tensors["apart_out"], tensors["apart_lse"]
 
-    monkeypatch.setattr(kvcache, "DeviceMerge", Merge)
+    monkeypatch.setattr(prefix, "DeviceMerge", Merge)
     x, options, update, _ = parts({**PREFIX, "sink": sink, "out": out})
     with standin.gpu():
         kvcache._eager(x, options, update._replace(rotary_interleaved=True), out)

@@ -72,6 +72,13 @@ def test_a_shared_prefix_is_within_the_budget(problem):
     far_scores.check(problem, far_scores.by_shared_prefix(problem.prefix))
 
 
+@pytest.mark.parametrize("number", (1, 7))
+def test_a_compiled_shared_prefix_is_within_the_budget(number):
+    problem = far_scores.prefix_grid()[number]
+    call = torch.compile(heedful.flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    far_scores.check(problem, far_scores.by_shared_prefix(problem.prefix, call))
+
+
 # More rows and keys than a tile has, a prime number of them: tiles of several kinds.
 LONG = Case(batch=1, seqlen_q=521, seqlen_k=613, heads_q=1, heads_k=1, head_dim=16)
 

@@ -7,11 +7,12 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import heedful.torch as heedful
 from heedful.reference.budget import DRAWS, Error, over_budget
 from heedful.torch.merge import merged
-from support import standin
+from support import far_scores, standin
 from support.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
 
 # (parts, batch, seqlen, heads, head_dim) or (parts, tokens, heads, head_dim).
@@ -136,6 +137,46 @@ def test_a_shared_prefix_costs_its_attention_and_one_merge(given):
             assert launched[-1] == "combine_splits" and launched[0] == "decode", launched
             assert "attention_forward" in launched or "forward" in " ".join(launched), launched
             assert len(launched) <= 4, launched
+
+
+WIDE, NARROW = far_scores.prefix_grid("float32"), far_scores.prefix_grid("float16")
+FAR = [*WIDE, *NARROW, *far_scores.prefixed_latents()]
+
+
+def by_shared_prefix(problem, **more):
+    """As `far_scores.by_shared_prefix`, by the kernels of a GPU."""
+
+    def results(built):
+        with standin.gpu(interprets=True, tiles=(16, 16)):
+            return far_scores.by_shared_prefix(problem.prefix, **more)(built)
+
+    return results
+
+
+@interpreted
+@pytest.mark.parametrize("problem", FAR, ids=str)
+def test_far_rows_of_a_shared_prefix_are_merged_within_the_budget(problem):
+    """Of a float32 kind the portable forward attends, of a float16 one the decode kernel: neither
+    result's log-sum-exp alone tells how it weighs."""
+    far_scores.check(problem, by_shared_prefix(problem))
+
+
+@interpreted
+@pytest.mark.parametrize("problem", (WIDE[2], NARROW[-2], NARROW[-1]), ids=str)
+def test_far_rows_of_a_traced_shared_prefix_are_merged_within_the_budget(problem):
+    seen = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def results(built):
+        with Seen():
+            return by_shared_prefix(problem)(built)
+
+    far_scores.check(problem, results)
+    assert torch.ops.heedful.prefixed_attention.default in seen
 
 
 @pytest.mark.parametrize("mapped", range(3), ids=["outs", "lses", "sink"])

@@ -147,7 +147,9 @@ def draw(forward: Forward, far: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("pack", [1, 4], ids=["", "packed heads"])
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
 @pytest.mark.parametrize("natural", [False, True], ids=["base 2", "natural"])
-@pytest.mark.parametrize("split, rest", [(None, False), (0, False), (0, True), (2, True)])
+@pytest.mark.parametrize(
+    "split, rest", [(None, False), (None, True), (0, False), (0, True), (2, True)]
+)
 def test_rows_are_divided_and_their_log_sum_exp_is_natural(split, rest, natural, sink, pack):
     forward = Forward(natural=natural, sink=sink, rest=rest, pack=pack, split=split)
     out, top, total = draw(forward, far=rest)
@@ -169,7 +171,7 @@ def test_values_of_8_bits_are_scaled(sink):
 
 
 @pytest.mark.parametrize("sink", [False, True], ids=["", "sink"])
-@pytest.mark.parametrize("split, rest", [(None, False), (0, True), (1, True)])
+@pytest.mark.parametrize("split, rest", [(None, False), (None, True), (0, True), (1, True)])
 def test_rows_without_keys_have_zeros_and_the_sink(split, rest, sink):
     forward = Forward(sink=sink, rest=rest, split=split)
     zeros = np.zeros((ROWS, DIM), np.float32).view(Tensor)

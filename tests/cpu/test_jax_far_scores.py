@@ -8,13 +8,10 @@ jax = pytest.importorskip("jax")
 import numpy as np  # noqa: E402
 from jax import numpy as jnp  # noqa: E402
 
-from heedful.jax import flash_attn_func, flash_attn_with_kvcache  # noqa: E402
-from heedful.reference.budget import Results  # noqa: E402
-from heedful.reference.convert import as_numpy  # noqa: E402
+from heedful.jax import flash_attn_func  # noqa: E402
 from support import far_draws, far_scores, jax_backend  # noqa: E402
 from support.far_scores import SMALL, by_backend, far  # noqa: E402
-from support.jax_api import as_jax  # noqa: E402
-from support.jax_backend import as_tensor  # noqa: E402
+from support.jax_api import by_shared_prefix  # noqa: E402
 
 SINK = replace(SMALL, sink=True, causal=True, seqlen_q=53)
 FEW = [
@@ -40,28 +37,6 @@ def test_the_grid_is_within_its_error_budget(problem):
 def test_random_far_problems_are_within_their_error_budgets():
     tally = far_scores.run_many(far_draws.drawn("scan"), by_backend(jax_backend), 100)
     assert not tally.outside, tally
-
-
-def by_shared_prefix(prefix: int):
-    """As `far_scores.by_shared_prefix`, in JAX."""
-
-    def results(one):
-        x, problem = one.x, one.problem
-        q, k, v = map(as_jax, x[:3])
-        out, lse, *_ = flash_attn_with_kvcache(
-            q,
-            k[:, prefix:],
-            v[:, prefix:],
-            softmax_scale=problem.scale,
-            causal=one.case.causal,
-            num_splits=one.case.num_splits,
-            sink=None if x.sink is None else as_jax(x.sink),
-            return_softmax_lse=True,
-            shared_prefix=(k[0, :prefix], v[0, :prefix]),
-        )
-        return Results(*(as_numpy(as_tensor(t)) for t in (out, lse)))
-
-    return results
 
 
 PREFIXES = far_scores.prefix_grid()

@@ -55,6 +55,39 @@ def test_queries_of_a_sequence_without_new_tokens_see_the_prefix_alone():
     assert_close(out.numpy(), whole_prefix(q, prefix, cache, after)[0])
 
 
+@pytest.mark.parametrize("mapped", ["q", "cache", "prefix", "lengths", "all"])
+def test_a_mapped_call_is_its_elements(mapped):
+    given = operands()
+    names = ("q", "prefix", "cache", "lengths")
+    flags = [mapped in (name, "all") for name in names]
+
+    def grown(value, flag):
+        if not flag:
+            return value
+        if isinstance(value, tuple):
+            return tuple(grown(t, True) for t in value)
+        return torch.stack([value, value.flip(0)])
+
+    def call(q, prefix, cache, lengths):
+        return heedful.flash_attn_with_kvcache(
+            q, *cache, cache_seqlens=lengths, shared_prefix=prefix, return_softmax_lse=True
+        )
+
+    more = [grown(value, flag) for value, flag in zip(given, flags, strict=True)]
+    got = torch.vmap(call, in_dims=tuple(0 if flag else None for flag in flags))(*more)
+    for index in range(2):
+        own = [
+            value if not flag else element(value, index)
+            for value, flag in zip(more, flags, strict=True)
+        ]
+        for one, want in zip(got, call(*own), strict=True):
+            torch.testing.assert_close(one[index], want)
+
+
+def element(value, index: int):
+    return tuple(t[index] for t in value) if isinstance(value, tuple) else value[index]
+
+
 def test_every_query_sees_the_whole_prefix_in_jax():
     jnp = pytest.importorskip("jax.numpy")
     import heedful.jax as hj

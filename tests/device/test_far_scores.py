@@ -4,8 +4,10 @@ The reasons and the lattice are in `support.far_scores`. How many counted is in 
 """
 
 import pytest
+import torch
 
-from support import far_draws
+import heedful
+from support import far_draws, far_scores
 from support.hopper import ON_HOPPER, WITH_TRITON_3_9
 
 HOPPER = [*ON_HOPPER, WITH_TRITON_3_9]
@@ -40,3 +42,42 @@ def test_far_scores_are_within_their_error_budget(name, record_property):
 def test_two_thousand_far_problems_are_within_their_error_budgets(name, part, record_property):
     """7 x 10 x 29: what counts, see `far_scores.Verdict`."""
     assert_within(name, 29, record_property, part)
+
+
+SIDES = [
+    *(pytest.param(None, dtype, marks=pytest.mark.gpu) for dtype in ("float32", "bfloat16")),
+    *(pytest.param("portable", dtype, marks=pytest.mark.gpu) for dtype in ("float32", "float16")),
+    pytest.param("decode", "float16", marks=pytest.mark.gpu),
+    *(
+        pytest.param(name, dtype, marks=HOPPER)
+        for name in ("hopper", "hopper_decode")
+        for dtype in ("float16", "bfloat16")
+    ),
+]
+
+
+def prefixed(problem, **more) -> None:
+    by_shared_prefix = far_scores.by_shared_prefix(problem.prefix, **more)
+    far_scores.check(problem, by_shared_prefix, device="cuda")
+
+
+@pytest.mark.parametrize(("backend", "dtype"), SIDES)
+def test_a_shared_prefix_is_within_its_error_budget(backend, dtype):
+    """Both sides of the merge are results of this backend."""
+    for problem in far_scores.prefix_grid(dtype):
+        prefixed(problem, backend=backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_shared_prefix_of_latents_is_within_its_error_budget(dtype):
+    for problem in far_scores.prefixed_latents(dtype):
+        prefixed(problem)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_compiled_shared_prefix_is_within_its_error_budget(dtype):
+    call = torch.compile(heedful.flash_attn_with_kvcache, fullgraph=True)
+    for problem in far_scores.prefix_grid(dtype)[::3]:
+        prefixed(problem, call=call)

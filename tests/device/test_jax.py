@@ -24,7 +24,7 @@ import heedful.torch  # noqa: E402
 from heedful.launch import record  # noqa: E402
 from heedful.launch.prebuild import prebuild  # noqa: E402
 from heedful.torch.device import device_spec, toolchain  # noqa: E402
-from support import api, jax_api  # noqa: E402
+from support import api, far_scores, jax_api  # noqa: E402
 from support.budget import check  # noqa: E402
 from support.cases import MIXED, Case, build, twins, variants  # noqa: E402
 
@@ -305,3 +305,9 @@ def test_out_of_memory_is_an_exception():
         large = lambda s: jnp.full(x.shape, s, x.dtype)  # noqa: E731
         fun = jax.jit(lambda s: heedful.jax.flash_attn_func(large(s), large(s), large(s)))
         jax.block_until_ready(fun(1.0))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_far_rows_of_a_shared_prefix_are_merged_within_the_budget(dtype):
+    for problem in far_scores.prefix_grid(dtype):
+        far_scores.check(problem, jax_api.by_shared_prefix(problem.prefix))

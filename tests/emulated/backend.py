@@ -88,15 +88,17 @@ class Emulated:
         return {name: t for name, t in x._asdict().items() if t is not None}
 
     def forward(self, problem, x, out):
-        """(out, lse, probs)."""
+        """(out, lse, probs, or the rest of lse where the problem keeps it)."""
         problem = replace(problem, return_lse=True)
         tensors = self._inputs(x) | {"out": out}
         tensors["lse"] = torch.full(problem.lse_shape, torch.nan)
         if problem.return_probs:
             shape = (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k)
             tensors["probs"] = torch.zeros(shape, dtype=out.dtype)
+        if problem.keeps_rest:
+            tensors["rest"] = torch.full(problem.lse_shape, torch.nan)
         self._run("forward", problem, tensors)
-        return out, tensors["lse"], tensors.get("probs")
+        return out, tensors["lse"], tensors.get("rest" if problem.keeps_rest else "probs")
 
     def backward(self, problem, x, out, lse, dout, dlse=None):
         """Gradients of the inputs."""

@@ -12,7 +12,8 @@ from emulated.backend import Emulated
 from emulated.edited import run_edited
 from heedful.core.problem import ITEM_BITS
 from heedful.kernels.cdna import softmax
-from support.budget import run
+from support import far_scores
+from support.budget import oracle_results, run
 from support.cases import Built, Case, build
 from support.far_scores import SCORES, by_backend, check, far
 from support.grids import in_turns
@@ -100,6 +101,18 @@ FAR = [
 def test_scores_far_from_0_are_within_budget(problem, arch):
     """A base is rounded, and in base 2: all that is compared with it has that rounding."""
     check(problem, by_backend(cdna(arch)))
+
+
+@pytest.mark.parametrize("splits, arch", [(1, "gfx942"), (3, "gfx950")])
+def test_a_result_keeps_what_the_rounding_of_its_log_sum_exp_left(splits, arch):
+    one = replace(BASE, head_dim=64, num_splits=splits)
+    one = far_scores.built(far(one, score=20))
+    problem = replace(one.problem, keeps_rest=True)
+    _, lse, rest = cdna(arch).forward(problem, one.x, torch.empty_like(one.x.q))
+    want = oracle_results(one).lse
+    alone, together = lse.double().numpy(), (lse.double() + rest.double()).numpy()
+    # Of the sum of 403 exponentials each number was rounded once, as were some partial sums.
+    assert abs(together - want).max() <= 32 * 2.0**-24 * math.log(403) < abs(alone - want).max()
 
 
 @pytest.mark.slow

@@ -325,13 +325,16 @@ def by_backend(backend: Backend) -> Callable[[Built], Results]:
     return lambda one: backend_results(backend, one)
 
 
-def by_shared_prefix(prefix: int, **more: Any) -> Callable[[Built], Results]:
+def by_shared_prefix(
+    prefix: int, call: Callable[..., Any] = heedful.flash_attn_with_kvcache, **more: Any
+) -> Callable[[Built], Results]:
     """`verdict`'s results of flash_attn_with_kvcache over dense keys, of which the first `prefix`
-    are shared by all sequences and given as such. more: further arguments."""
+    are shared by all sequences and given as such. call: the function, or what was made of it. more:
+    further arguments."""
 
     def results(one: Built) -> Results:
         x, case = one.x, one.case
-        out, lse = heedful.flash_attn_with_kvcache(
+        out, lse = call(
             x.q,
             x.k[:, prefix:],
             x.v[:, prefix:],
@@ -497,3 +500,8 @@ def prefix_grid(dtype: str = "float32") -> list[Far]:
     found += [far(sink, score=score, below=True, far_sink=True) for score in SCORES]
     found.append(far(replace(base, causal=True, num_splits=2), score=23))
     return [replace(problem, prefix=40) for problem in found]
+
+
+def prefixed_latents(dtype: str = "float16") -> list[Far]:
+    """The same of MLA's head dims."""
+    return [replace(p, prefix=40) for p in latent_grid(dtype) if not p.case.page_size]

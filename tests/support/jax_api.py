@@ -102,3 +102,26 @@ def call(built: Built, x: dict[str, Any], **more) -> Any:
     keywords |= {name: x.get(name) for name in ("block_table", "seqused_q", "seqused_k")}
     bounds = x["cu_seqlens_q"], x.get("cu_seqlens_k"), problem.seqlen_q, problem.seqlen_k
     return heedful.jax.flash_attn_varlen_func(x["q"], x["k"], x["v"], *bounds, **(keywords | more))
+
+
+def by_shared_prefix(prefix: int, **more) -> Callable[[Built], Results]:
+    """As `far_scores.by_shared_prefix`, in JAX. more: further arguments."""
+
+    def results(one: Built) -> Results:
+        x, problem = one.x, one.problem
+        q, k, v = map(as_jax, x[:3])
+        out, lse, *_ = heedful.jax.flash_attn_with_kvcache(
+            q,
+            k[:, prefix:],
+            v[:, prefix:],
+            softmax_scale=problem.scale,
+            causal=one.case.causal,
+            num_splits=one.case.num_splits,
+            sink=None if x.sink is None else as_jax(x.sink),
+            return_softmax_lse=True,
+            shared_prefix=(k[0, :prefix], v[0, :prefix]),
+            **more,
+        )
+        return Results(*(as_numpy(as_tensor(t)) for t in (out, lse)))
+
+    return results

@@ -57,6 +57,7 @@ class AttentionProblem:
     needs_grad, bias_grad: whether a backward will follow, and one for the bias.
     return_lse: whether the caller reads the log-sum-exp.
     return_probs: the sign-coded dropped probabilities are wanted (tests).
+    keeps_rest: beside the log-sum-exp, what its rounding left is wanted, for a merge on a GPU.
     deterministic: the backward must be bit-equal from run to run.
     num_splits: 0 = choose, 1 = do not split the keys, n = split them in n.
     aligned: all bases and strides are multiples of 16 bytes.
@@ -98,6 +99,7 @@ class AttentionProblem:
     bias_grad: bool = False
     return_lse: bool = False
     return_probs: bool = False
+    keeps_rest: bool = False
     deterministic: bool = False
     num_splits: int = 0
     aligned: bool = True
@@ -183,7 +185,7 @@ class AttentionProblem:
     @property
     def makes_lse(self) -> bool:
         """Whether the caller, a backward or the probabilities need the log-sum-exp."""
-        return self.return_lse or self.needs_grad or self.return_probs
+        return self.return_lse or self.needs_grad or self.return_probs or self.keeps_rest
 
     @property
     def lse_shape(self) -> tuple[int, ...]:

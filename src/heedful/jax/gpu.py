@@ -29,7 +29,7 @@ from heedful.launch.spec import Pointer, Program
 
 
 def forward(plan: Plan, x: Operands, origin: Array | None) -> tuple:
-    """(out, lse or None, probs or None)."""
+    """(out, lse or None, its rest or None, probs or None)."""
     problem = plan.problem
     arrays, specs = _operands(problem, x, origin)
     made = results_of(problem)
@@ -39,7 +39,7 @@ def forward(plan: Plan, x: Operands, origin: Array | None) -> tuple:
     done = run(
         programs.program(plan, "forward", specs | made), plan.device.arch, arrays, made, "forward"
     )
-    return done["out"], done.get("lse"), done.get("probs")
+    return done["out"], *(done.get(name) for name in ("lse", "rest", "probs"))
 
 
 def step(

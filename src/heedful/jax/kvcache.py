@@ -24,6 +24,7 @@ from heedful.jax.arrays import array_spec, check_array
 from heedful.jax.attention import adapted, check_arrays, computed, specs_of
 from heedful.jax.merge import merged
 from heedful.jax.plain import plain_options, plain_update
+from heedful.jax.primitives import Static
 from heedful.jax.registration import infinite_lse
 
 _UNBOUNDED = (-1, -1)
@@ -229,24 +230,22 @@ def _attended(x: Operands, options: Options, update: CacheUpdate) -> tuple[Array
     if update.shared_prefix is None:
         results = computed(part, part_options)
         return results[0], results[-1]
-    out, lse = computed(part, part_options)
     k, v = (t if t.ndim == 4 else t[None] for t in map(jnp.asarray, update.shared_prefix))
+    k, v = jax.lax.stop_gradient((k, v))
     batch, q_len, heads, dim = x.q.shape
     before = Operands(x.q.reshape(1, batch * q_len, heads, dim), k, v)
     dense = part_options._replace(kind="dense", causal=False)
-    first, first_lse = computed(before, dense)
-    # A float32 log-sum-exp far from 0 does not tell how the parts weigh.
-    vectors = zip(_norms(before, dense, first_lse), _norms(part, part_options, lse), strict=True)
+    first, *of_first = _with_rest(before, dense)
+    out, *of_part = _with_rest(part, part_options)
     with infinite_lse():
         outs = jnp.stack([first.reshape(out.shape), out])
-        lses, sums = (
+        lses, rests = (
             jnp.stack([one.reshape(heads, batch, q_len).transpose(1, 0, 2), other])
-            for one, other in vectors
+            for one, other in zip(of_first, of_part, strict=True)
         )
-        return merged(outs, lses, x.sink, sums)
+        return merged(outs, lses, x.sink, rests)
 
 
-def _norms(x: Operands, options: Options, lse: Array) -> tuple[Array, Array]:
-    """What the log-sum-exp of each row is made of."""
-    x, lse = sharding.alike((x, lse))
-    return primitives.norms(x, lse, options)
+def _with_rest(x: Operands, options: Options) -> tuple:
+    """out, and log-sum-exps in two numbers: a float32 far from 0 does not tell how parts weigh."""
+    return primitives.forward(sharding.alike(x), None, Static((), options, keeps_rest=True))

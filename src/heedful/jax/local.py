@@ -30,22 +30,17 @@ def forward(
     origin: Array | None,
     backend: str | None,
 ) -> tuple:
-    """(out, lse or None, probs or None)."""
+    """(out, lse or None, its rest or None, probs or None)."""
     chosen = planned(platform, problem, backend)
     if chosen.device.vendor == "cpu":
         out, lse, probs = tiled.forward(problem, x, origin)
-        return out, lse if problem.makes_lse else None, probs
+        if problem.keeps_rest:
+            lse, total = tiled.norms(problem, x, lse, origin)
+            return out, lse, jnp.log(total), probs
+        return out, lse if problem.makes_lse else None, None, probs
     from heedful.jax import gpu
 
     return gpu.forward(chosen, x, origin)
-
-
-def norms(platform: str, problem: AttentionProblem, x: Operands, lse: Array) -> tuple:
-    """(reference, sum) of each row, which its log-sum-exp is made of; see `tiled.norms`. On GPUs
-    lse and 1."""
-    if platform == "cpu":
-        return tiled.norms(problem, x, lse)
-    return lse, jnp.ones_like(lse)
 
 
 def backward(

@@ -65,10 +65,10 @@ def merge_attn_states(
 
 
 def merged(
-    outs: Array, lses: Array, sink: Array | None = None, sums: Array | None = None
+    outs: Array, lses: Array, sink: Array | None = None, rests: Array | None = None
 ) -> tuple[Array, Array]:
-    """As merge_attn_states, on checked stacks. With sums, which are laid out as lses, a part's
-    exponentials sum up to e^lse times its sum."""
+    """As merge_attn_states, on checked stacks. rests, laid out as lses: a part's log-sum-exp is its
+    lse and its rest, which one float32 may not hold."""
     # The maximum is a shift that cancels: no gradient flows through it.
     top = jax.lax.stop_gradient(lses).max(0)
     if sink is not None:
@@ -76,16 +76,24 @@ def merged(
         sink = sink.reshape((1,) * (top.ndim - 2) + (-1, 1))
         top = jnp.maximum(top, jax.lax.stop_gradient(sink))
     top = jnp.where(top == -jnp.inf, 0.0, top)
-    weights = jnp.exp(lses - top[None])
-    if sums is not None:
-        weights = weights * sums
+    left = jnp.zeros_like(top)
+    exponents = lses - top[None]
+    if rests is not None:
+        exponents += jnp.where(lses == -jnp.inf, 0.0, rests)
+        # The largest lse may have the lesser rest of two that are rounded alike.
+        left = exponents.max(0)
+        if sink is not None:
+            left = jnp.maximum(left, sink - top)
+        left = jax.lax.stop_gradient(jnp.where(left == -jnp.inf, 0.0, left))
+        exponents -= left[None]
+    weights = jnp.exp(exponents)
     total = weights.sum(0)
     if sink is not None:
-        total = total + jnp.exp(sink - top)
+        total = total + jnp.exp((sink - top) - left)
     is_empty = total == 0
     # log and division see 1 where there is no key at all, so that no NaN enters the gradients.
     total = jnp.where(is_empty, 1.0, total)
-    lse = jnp.where(is_empty, -jnp.inf, top + jnp.log(total))
+    lse = jnp.where(is_empty, -jnp.inf, top + (left + jnp.log(total)))
     share = jnp.swapaxes(weights / total[None], -1, -2)[..., None]
     out = (share * outs.astype(lses.dtype)).sum(0)
     return out.astype(outs.dtype), lse

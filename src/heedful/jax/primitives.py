@@ -33,7 +33,7 @@ class Static(NamedTuple):
 
     names: of its arrays in order: operands, "origin" if that is an array, and of a backward those
     of SAVED. needs_grad, bias_grad: as AttentionCall's. top_left: whether the mask's diagonal
-    begins at the first query and key.
+    begins at the first query and key. keeps_rest: as AttentionProblem's, whatever the platform.
     """
 
     names: tuple[str, ...]
@@ -41,6 +41,7 @@ class Static(NamedTuple):
     needs_grad: bool = False
     bias_grad: bool = False
     top_left: bool = False
+    keeps_rest: bool = False
 
     def named(self, arrays) -> dict[str, Any]:
         return dict(zip(self.names, arrays, strict=True))
@@ -55,7 +56,8 @@ class Static(NamedTuple):
 def _problem_of(specs: Operands, static: Static) -> AttentionProblem:
     """The problem of operands with these ArraySpecs."""
     found = describe(AttentionCall(specs, static.options, static.needs_grad, static.bias_grad))
-    return replace(found, mask=replace(found.mask, bottom_right=not static.top_left))
+    mask = replace(found.mask, bottom_right=not static.top_left)
+    return replace(found, mask=mask, keeps_rest=static.keeps_rest)
 
 
 def problem(static: Static, arrays) -> AttentionProblem:
@@ -68,7 +70,8 @@ def problem(static: Static, arrays) -> AttentionProblem:
 
 
 def forward(x: Operands, origin: Array | None, asked: Static) -> tuple:
-    """out; lse where somebody wants it; probs where the options ask. asked: without names."""
+    """out; lse where somebody wants it, and its rest; probs where the options ask. asked: without
+    names."""
     given = _given(x, origin)
     static = asked._replace(names=tuple(given))
     return tuple(forward_p.bind(*given.values(), static=static))
@@ -87,13 +90,6 @@ def backward(x: Operands, origin: Array | None, out, lse, dout, dlse, asked: Sta
     return Gradients(dq, dk, dv, grads[3] if asked.bias_grad else None, dsink)
 
 
-def norms(x: Operands, lse: Array, options: Options) -> tuple[Array, Array]:
-    """(reference, sum) of each row of a forward with this lse, as `local.norms` has them."""
-    given = {**_given(x, None), "lse": lse}
-    reference, total = norms_p.bind(*given.values(), static=Static(tuple(given), options))
-    return reference, total
-
-
 def _given(x: Operands, origin: Array | None) -> dict[str, Array]:
     given = {name: array for name, array in x._asdict().items() if array is not None}
     return given if origin is None else {**given, "origin": origin}
@@ -101,7 +97,6 @@ def _given(x: Operands, origin: Array | None) -> dict[str, Array]:
 
 forward_p = new_primitive("heedful_attention")
 backward_p = new_primitive("heedful_attention_backward")
-norms_p = new_primitive("heedful_attention_norms")
 
 
 def _result(shape: tuple[int, ...], dtype: Any, like) -> Any:
@@ -113,8 +108,8 @@ def _result(shape: tuple[int, ...], dtype: Any, like) -> Any:
 def _forward_type(*types, static: Static):
     found = problem(static, types)
     results = [_result(found.out_shape, found.out_dtype, types)]
-    if found.makes_lse:
-        results.append(_result(found.lse_shape, "float32", types))
+    vectors = found.makes_lse + found.keeps_rest
+    results += [_result(found.lse_shape, "float32", types) for _ in range(vectors)]
     if found.return_probs:
         results.append(_result(found.probs_shape, found.out_dtype, types))
     return results
@@ -124,11 +119,6 @@ def _backward_type(*types, static: Static):
     given = static.named(types)
     wanted = ["q", "k", "v"] + ["bias"] * static.bias_grad + ["sink"] * ("sink" in given)
     return [_result(given[name].shape, given[name].dtype, types) for name in wanted]
-
-
-def _norms_type(*types, static: Static):
-    lse = static.named(types)["lse"]
-    return [_result(lse.shape, "float32", types)] * 2
 
 
 # vmap
@@ -234,12 +224,11 @@ def _places(static: Static, found: AttentionProblem) -> dict[str, Array]:
 
 _RESULTS = {
     forward_p: lambda static, found: (
-        ["out"] + ["lse"] * found.makes_lse + ["probs"] * found.return_probs
+        ["out"] + ["lse"] * (found.makes_lse + found.keeps_rest) + ["probs"] * found.return_probs
     ),
     backward_p: lambda static, found: (
         ["dq", "dk", "dv"] + ["dbias"] * static.bias_grad + ["dsink"] * found.sink
     ),
-    norms_p: lambda static, found: ["lse", "lse"],
 }
 
 
@@ -261,11 +250,6 @@ def _run_backward(platform: str, static: Static, *arrays):
     return [grad for grad in grads if grad is not None]
 
 
-def _run_norms(platform: str, static: Static, *arrays):
-    found, lse = problem(static, arrays), static.named(arrays)["lse"]
-    return list(local.norms(platform, found, static.operands(arrays), lse))
-
-
 _NO_SECOND = partial(
     RuntimeError,
     "trying to differentiate twice a function that is differentiable once: heedful's attention has"
@@ -274,6 +258,5 @@ _NO_SECOND = partial(
 for _own, _type, _run in (
     (forward_p, _forward_type, _run_forward),
     (backward_p, _backward_type, _run_backward),
-    (norms_p, _norms_type, _run_norms),
 ):
     register(_own, _type, partial(_batched, _own), partial(_lower, _own, _run), _NO_SECOND)

@@ -56,6 +56,8 @@ def results(problem: AttentionProblem) -> Buffers:
     made = {"out": ArraySpec.contiguous(problem.out_shape, problem.out_dtype)}
     if problem.makes_lse:
         made["lse"] = ArraySpec.contiguous(problem.lse_shape, "float32")
+    if problem.keeps_rest:
+        made["rest"] = made["lse"]
     if problem.return_probs:
         made["probs"] = ArraySpec.contiguous(problem.probs_shape, problem.out_dtype)
     return made

@@ -4,7 +4,6 @@ A runner holds everything that one kind of call needs again and again: the plan 
 compiled kernels with their arguments in place.
 """
 
-import importlib
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import replace
@@ -26,6 +25,7 @@ from heedful.launch.buffers import results
 from heedful.launch.programs import program
 from heedful.launch.record import note
 from heedful.torch.adapt import is_mappable
+from heedful.torch.cpu_runner import Backward, CpuRunner
 from heedful.torch.device import device_spec, toolchain
 from heedful.torch.dispatch import Likeness
 from heedful.torch.execute import (
@@ -36,7 +36,7 @@ from heedful.torch.execute import (
     current_device,
     maker,
 )
-from heedful.torch.forked import check_device, on_own_thread
+from heedful.torch.forked import check_device
 from heedful.torch.kinds import (
     Cases,
     Kinds,
@@ -48,9 +48,6 @@ from heedful.torch.kinds import (
 )
 from heedful.torch.pages import backward_of_pages
 
-# (x, out, lse, dout, dlse=None, kv_grad=True) -> gradients of the inputs, for one layout of all
-# these. kv_grad: whether those of k and v are wanted; they may be None if not.
-Backward = Callable[..., Gradients]
 # Runs a program on the addresses of tensors of the current device. The list is for it alone.
 Run = Callable[[list[int]], None]
 _named = tuple.__new__
@@ -225,46 +222,6 @@ def _forward_case(chosen: Plan, specs: dict, device: torch.device) -> Case:
     return Case(chosen, "forward", specs, device, own)
 
 
-class CpuRunner:
-    """Runs on CPU tensors."""
-
-    def __init__(self, plan: Plan):
-        self.plan, self.problem = plan, plan.problem
-        self._forward = importlib.import_module(plan.row("forward").module)
-        backward = plan.row("backward" if plan.backward else "forward")
-        self._backward = importlib.import_module(backward.module)
-
-    def forward(self, x: Operands, out: torch.Tensor | None = None):
-        """(out, lse or None, probs or None)."""
-        return on_own_thread(self._forward.forward, self.plan.problem, x, out)
-
-    def statistics(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
-        """Maximum and sum of every row, float32, laid out as lse."""
-        return on_own_thread(self._forward.statistics, self.plan.problem, x)
-
-    def bind(self, out: torch.Tensor | None = None) -> None:
-        """There is nothing to compile."""
-
-    def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
-        """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
-        run, problem = self._backward.backward, self.plan.problem
-        return self._gradients(run, problem, x, out, lse, dout, dlse)
-
-    def backward_like(self, tensors: Sequence[torch.Tensor], has_dlse: bool, once: bool) -> None:
-        """There is nothing to find again."""
-
-    def keep_backward(self, run: Backward, tensors, has_dlse: bool) -> None:
-        """Nor to keep."""
-
-    def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
-        """The backward on tensors laid out like these."""
-        return partial(self._gradients, self._backward.backward, self.plan.problem)
-
-    @staticmethod
-    def _gradients(backward, problem, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
-        return on_own_thread(backward, problem, x, out, lse, dout, dlse)
-
-
 class GpuRunner:
     """Runs Triton and Gluon programs, for one set of lengths of a kind. Programs are bound on first
     use, one per layout of the tensors that the caller chooses after planning (out)."""
@@ -315,7 +272,7 @@ class GpuRunner:
         return replace(self.case.plan, problem=self.problem)
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):
-        """(out, lse or None, probs or None)."""
+        """(out, lse or None, probs or None). lse: a pair with its rest where that is kept."""
         return self.on([*map(address_of, self._pick(x))], out)
 
     def on(self, addresses: list[int], out: torch.Tensor | None = None):
@@ -336,9 +293,13 @@ class GpuRunner:
         if new_lse is not None:
             lse = new_lse()
             addresses.append(lse.data_ptr())
-        if self._like.return_probs:
-            probs = self._probs(self._numbers, out.dtype)
-            addresses.append(probs.data_ptr())
+            # Neither is there without it.
+            if self._like.return_probs:
+                probs = self._probs(self._numbers, out.dtype)
+                addresses.append(probs.data_ptr())
+            elif self._like.keeps_rest:
+                lse = lse, new_lse()
+                addresses.append(lse[1].data_ptr())
         run(addresses)
         return out, lse, probs
 
@@ -362,12 +323,15 @@ class GpuRunner:
             with torch.cuda.device(self._device):
                 return self.once_on(numbers, addresses)
         made, probs = self.case.make(numbers), None
+        if self._like.keeps_rest:
+            made.append(torch.empty_like(made[1]))
         addresses += map(address_of, made)
         if self._like.return_probs:
             probs = self._probs(numbers, made[0].dtype)
             addresses.append(probs.data_ptr())
         self.case.run(numbers, addresses)
-        return made[0], made[1] if len(made) == 2 else None, probs
+        lse = made[1] if len(made) == 2 else tuple(made[1:]) or None
+        return made[0], lse, probs
 
     def _probs(self, numbers: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
         shape = at_lengths(self._like, numbers).probs_shape

@@ -24,6 +24,20 @@ def attention_vmap(info, in_dims, *args):
 
 
 @untraced
+def prefixed_vmap(info, in_dims, *args):
+    """The rule of heedful::prefixed_attention."""
+    x, options, _ = split(args[2:])
+    op, size = torch.ops.heedful.prefixed_attention.default, info.batch_size
+    dims = Operands._make(in_dims[2 : 2 + len(x)])
+    if in_dims[:2] != (None, None) or not _joins(x, dims, options):
+        return _one_by_one(op, size, in_dims, args)
+    folded = [_fold(t, dim, size) for t, dim in zip(x[:3], dims, strict=False)]
+    sizes = size, _batch(x.q, dims.q)
+    results = op(*args[:2], *folded, *args[5:])
+    return tuple(result.unflatten(0, sizes) for result in results), (0, 0)
+
+
+@untraced
 def inference_vmap(op, info, in_dims, *args):
     """The rule of an overload of heedful::inference, whose batches nothing tells apart."""
     folded = [_fold(t, dim, info.batch_size) for t, dim in zip(args[:3], in_dims, strict=False)]

@@ -2,6 +2,8 @@
 applied, and attention follows. No value is read back.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ class DeviceStep:
     counts: whether it does; without new tokens nothing is launched that could.
     """
 
-    __slots__ = ("counts", "_device", "_new_lse", "_new_out", "_new_q", "_run")
+    __slots__ = ("counts", "_device", "_keeps_rest", "_new_lse", "_new_out", "_new_q", "_run")
 
     def __init__(self, x: Operands, update: CacheUpdate, plan: Plan, out, q_leaves: bool):
         """x: operands of attention, but for q, which is the caller's. plan: of attention. out: what
@@ -32,6 +34,7 @@ class DeviceStep:
         and not the program's own."""
         q, problem = x.q, plan.problem
         self._device, self.counts = q.device, bool(update.k.numel())
+        self._keeps_rest = problem.keeps_rest
         lengths = q.new_empty(q.shape[0], dtype=torch.int32)
         given = {n: array_spec(t) for n, t in named(x, update, lengths, self.counts).items()}
         left = results(problem)
@@ -53,8 +56,9 @@ class DeviceStep:
 
     def __call__(
         self, x: Operands, update: CacheUpdate, start: Tensor, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """(out, lse or None, rotated queries or None). x: as at construction; its lengths are of
+    ) -> tuple[Tensor, Any, Tensor | None]:
+        """(out, lse or None, rotated queries or None). lse: a pair with its rest where that is
+        kept. x: as at construction; its lengths are of
         account where none are counted. start: int32 (B,), where new tokens go."""
         tensors = [*named(x, update, start, self.counts).values()]
         return self.on([*map(address_of, tensors)], out)
@@ -71,6 +75,9 @@ class DeviceStep:
         if self._new_lse is not None:
             lse = self._new_lse()
             addresses.append(lse.data_ptr())
+            if self._keeps_rest:
+                lse = lse, self._new_lse()
+                addresses.append(lse[1].data_ptr())
         if self._new_q is not None:
             q = self._new_q()
             addresses.append(q.data_ptr())

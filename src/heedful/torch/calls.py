@@ -5,6 +5,7 @@ arguments costs a key and a look-up.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -125,14 +126,18 @@ class Call:
         out,
         seed=None,
         v_in_k: bool = False,
+        keeps_rest: bool = False,
     ):
-        """v_in_k: v lies in k, as the caller's key for this call says.
+        """v_in_k: v lies in k, as the caller's key for this call says. keeps_rest: as of an
+        AttentionProblem, on a GPU.
 
         Raises TypeError or ValueError for a call that cannot be.
         """
         described = attention_call(x, options, grad, out, seed)._replace(v_in_k=v_in_k)
         check_all_bare(named_tensors(x, options, out, seed))
         problem = describe(described)
+        if keeps_rest:
+            problem = replace(problem, keeps_rest=True)
         self.dropout = problem.dropout_p > 0
         own_seed = seed if self.dropout and isinstance(seed, Tensor) else None
         if x.seed is not own_seed:

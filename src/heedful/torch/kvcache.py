@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, is_autocast_enabled
 from torch.compiler import is_compiling
 
-from heedful.core.arrays import ArraySpec
 from heedful.core.call import (
     NUMBERS,
     CacheUpdate,
@@ -19,13 +18,11 @@ from heedful.core.call import (
     new_update,
 )
 from heedful.core.describe_cache import attention_part, check_cache, last_rotated_length
-from heedful.core.far import FAR_LSE
 from heedful.core.numbers import FAR
 from heedful.core.operands import Operands
 from heedful.torch import library
 from heedful.torch.adapt import adapt, autocast, dense_rows
 from heedful.torch.apart import cache_apart, cache_tensors, cache_values, check_cache_apart
-from heedful.torch.arrays import array_spec
 from heedful.torch.cache_step import DeviceStep, named
 from heedful.torch.cache_update import update_cache, update_plainly, used_keys, with_used
 from heedful.torch.calls import CALLS, Call
@@ -44,10 +41,9 @@ from heedful.torch.dispatch import (
     check_all_bare,
     needs_dispatcher,
 )
-from heedful.torch.forked import on_own_thread
 from heedful.torch.keys import tensor_keys
-from heedful.torch.merge import DeviceMerge, merge_attn_states, merged
 from heedful.torch.plain import is_same, plain_options, plain_update, plain_window
+from heedful.torch.prefix import Prefix, keeps_rest, prefixed
 from heedful.torch.values import check_room
 
 _UNBOUNDED = (-1, -1)
@@ -244,8 +240,8 @@ def _parts(
 class CacheCall:
     """What one kind of call over a cache needs each time.
 
-    attention, prefix: of the cache, and of the shared prefix where there is one; merge: what puts
-    their results together on a GPU, None on a CPU. new: tokens that are appended. rotated:
+    attention: over the cache; prefix: over the shared prefix and both together, where there is
+    one. new: tokens that are appended. rotated:
     `last_rotated_length`, where lengths that leave room for the new tokens may exceed it, else
     None. step: what appends them on a GPU, and attends then; update: what appends on a CPU,
     update(x, update, start). counts: whether the step also counts the keys. records: whether
@@ -266,7 +262,6 @@ class CacheCall:
         "capacity",
         "checks",
         "counts",
-        "merge",
         "new",
         "on",
         "prefix",
@@ -279,7 +274,7 @@ class CacheCall:
 
     def __init__(self, x: Operands, options: Options, update: CacheUpdate, out: Tensor | None):
         """Raises TypeError or ValueError for a call that cannot be."""
-        asked, tensors = x, cache_tensors(x, update, out)
+        asked, before, tensors = x, update.shared_prefix, cache_tensors(x, update, out)
         check_all_bare(tensors.items())
         problem = check_cache(*cache_call(x, options, update, out))
         if update.cache_seqlens is not None:
@@ -289,7 +284,6 @@ class CacheCall:
         last = last_rotated_length(update, problem.seqlen_q, problem.mask.bounded)
         self.rotated = last if last is not None and last < self.capacity - self.new else None
         self.returns_lse = options.return_lse
-        self.prefix: Call | None = None
         self.apart = cache_apart(tensors, self.new > 0)
         self.records = any([t.requires_grad for n, t in tensors.items() if n != "out"])
         given = x
@@ -298,16 +292,13 @@ class CacheCall:
             # Attention gets the rotated q, which is dense.
             x = x._replace(q=x.q.new_empty(x.q.shape))
         part, part_options = attention_part(x, options, update)
-        whole_out = out if update.shared_prefix is None else None
-        in_k = lies_in(x.v, x.k)
-        self.attention = Call(part, part_options, (False, False), whole_out, v_in_k=in_k)
-        if update.shared_prefix is not None:
-            prefix = _prefix_operands(x.q, update.shared_prefix)
-            self.prefix = Call(prefix, _prefix_options(options), (False, False), None)
+        whole_out = out if before is None else None
+        facts = {"v_in_k": lies_in(x.v, x.k), "keeps_rest": before is not None and keeps_rest(x.q)}
+        self.attention = Call(part, part_options, (False, False), whole_out, **facts)
+        self.prefix: Prefix | None = None
+        if before is not None:
+            self.prefix = Prefix(x.q, before, options, problem, asked.sink, out)
         plan = self.attention.runner.plan
-        self.merge = None
-        if self.prefix is not None and plan.device.vendor != "cpu" and x.q.numel():
-            self.merge = _device_merge(problem, asked.sink, out, x.q.device)
         self.checks = plan.device.vendor == "cpu"
         self.update = self.step = None
         if update.k is not None:
@@ -319,7 +310,7 @@ class CacheCall:
                 q_leaves = update.rotary_cos is not None and self.prefix is not None
                 self.step = DeviceStep(y, update, plan, whole_out, q_leaves)
             if self.prefix is not None:
-                self.prefix.runner.bind()
+                self.prefix.bind()
         self.counts = self.step is not None and self.step.counts
         self._share = x.k.data_ptr() == x.v.data_ptr()
         self._be_known(asked, update)
@@ -461,7 +452,7 @@ def _run(call: CacheCall, x: Operands, update: CacheUpdate, out):
     else:
         part, lse, _ = attention.forward(x, into)
     if call.prefix is not None:
-        part, lse = _with_prefix(call, call.prefix, x, prefix, part, lse, sink, out)
+        part, lse = call.prefix.merged(attention, x, prefix, part, lse, sink, out)
     return (part, lse) if call.returns_lse else part
 
 
@@ -472,83 +463,6 @@ def _start(update: CacheUpdate, x: Operands) -> Tensor:
         shape, device = (x.q.shape[0],), x.q.device
         start = torch.full(shape, start, dtype=torch.int32, device=device)
     return dense_rows(start)
-
-
-def _with_prefix(call: CacheCall, before: Call, x: Operands, prefix, part, lse, sink, out):
-    """The attention over the cache, of which part and lse came, and that over the prefix before it,
-    merged. x: the operands of the former."""
-    y = _prefix_operands(x.q, prefix)
-    if not before.plain:
-        y = before.operands(y, None)
-    first, first_lse, _ = before.forward(y, None)
-    if call.merge is None:
-        if _has_far_rows(first_lse) or _has_far_rows(lse):
-            statistics: Any = (before.runner, y), (call.attention.runner, x)  # of a CPU, all
-            pair = [runner.statistics(given) for runner, given in statistics]
-            return on_own_thread(_merged_by_statistics, first, part, *pair, sink, out)
-        return on_own_thread(_merged, first, first_lse, part, lse, sink, out)
-    first, first_lse = _of_sequences(first, first_lse, part)
-    tensors = {"partial_out": first[None], "partial_lse": first_lse[None]}
-    tensors |= {"apart_out": part, "apart_lse": lse.contiguous()}
-    if sink is not None:
-        tensors["sink"] = sink.contiguous()
-    return call.merge(tensors, out)
-
-
-def _device_merge(problem, sink: Tensor | None, out: Tensor | None, device) -> DeviceMerge:
-    """What merges the results of the cache with those of the prefix, all of which are dense."""
-    batch, rows, heads, dim = problem.out_shape
-    part = ArraySpec.contiguous(problem.out_shape, problem.out_dtype)
-    lse = ArraySpec.contiguous(problem.lse_shape, "float32")
-    strides = 0, rows, batch * rows, 1
-    specs = {
-        "partial_out": ArraySpec.contiguous((1, *problem.out_shape), problem.out_dtype),
-        "partial_lse": ArraySpec((1, *problem.lse_shape), strides, "float32"),
-        "apart_out": part,
-        "apart_lse": lse,
-    }
-    if sink is not None:
-        specs["sink"] = ArraySpec.contiguous((heads,), "float32")
-    if out is not None:
-        specs["out"] = array_spec(out)
-    return DeviceMerge(specs, device)
-
-
-def _of_sequences(first: Tensor, first_lse: Tensor, part: Tensor) -> tuple[Tensor, Tensor]:
-    """Views by sequences of the results of a batch that was seen as one sequence."""
-    batch, q_len, heads, _ = part.shape
-    return first.view(part.shape), first_lse.view(heads, batch, q_len).transpose(0, 1)
-
-
-def _has_far_rows(lse: Tensor) -> bool:
-    """Whether a row's log-sum-exp is so far from 0 that a merge by it would err."""
-    return bool(((lse.abs() >= FAR_LSE) & lse.isfinite()).any())
-
-
-def _merged_by_statistics(first: Tensor, part: Tensor, of_first, of_part, sink, out):
-    """As `_merged`, by maxima and sums of the rows."""
-    vectors = [_of_sequences(first, vector, part)[1] for vector in of_first]
-    maxima, sums = (torch.stack(pair) for pair in zip(vectors, of_part, strict=True))
-    both = torch.stack([_of_sequences(first, of_first[0], part)[0], part])
-    whole, lse = merged(both, maxima, sink, sums)
-    return whole if out is None else out.copy_(whole), lse
-
-
-def _merged(first: Tensor, first_lse: Any, part: Tensor, lse: Any, sink, out):
-    """out and lse of two parts, the first of which saw the batch as one sequence."""
-    first, first_lse = _of_sequences(first, first_lse, part)
-    whole, lse = merge_attn_states([first, part], [first_lse, lse], sink)
-    return whole if out is None else out.copy_(whole), lse
-
-
-def _prefix_operands(q: Tensor, prefix) -> Operands:
-    """Every query of the batch, as one sequence, over the prefix."""
-    k, v = (t if t.dim() == 4 else t[None] for t in prefix)
-    return Operands(q.reshape(1, -1, *q.shape[2:]), k, v)
-
-
-def _prefix_options(options: Options) -> Options:
-    return options._replace(kind="dense", causal=False, return_lse=True)
 
 
 def _autocast(q: Tensor, k_cache: Tensor, k, v) -> tuple:
@@ -593,8 +507,6 @@ def _traced(x: Operands, options: Options, update: CacheUpdate, out):
             x = update_cache(x, update, start, advance)
     if update.shared_prefix is None:
         return library.attend(*x[:3], x, options, out)
-    part, lse, *_ = library.attend(*x[:3], *attention_part(x, given, update))
-    y = _prefix_operands(x.q, update.shared_prefix)
-    first, first_lse, *_ = library.attend(*y[:3], None, _prefix_options(given))
-    whole, lse = _merged(first, first_lse, part, lse, x.sink, out)
+    whole, lse = prefixed(x, given, update.shared_prefix)
+    whole = whole if out is None else out.copy_(whole)
     return (whole, lse) if given.return_lse else whole

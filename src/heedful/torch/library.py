@@ -64,6 +64,9 @@ _SCHEMAS = (
     f"attention_v2_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
     f" {_OPTIONS}, bool bias_grad, bool kv_grad)"
     " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
+    # A cache that is not extended, and a prefix before it: see prefix.py.
+    f"prefixed_attention(Tensor k_prefix, Tensor v_prefix, {_OPERANDS}, {_OPTIONS})"
+    " -> (Tensor out, Tensor lse)",
     # A gradient's gradient, which raises when it is computed: it can be traced where nobody wants
     # it.
     "second_backward(Tensor grad, SymInt[] shape, ScalarType dtype) -> Tensor",

@@ -76,8 +76,8 @@ class HopperTileOrder(NamedTuple):
 
 class SplitKV(NamedTuple):
     """partials: dense float32 results of each split, (splits, batch, row, head, dim_v), in place of
-    `out`; batch is absent, and None, of packed queries. rest: what the rounding of each split's
-    log-sum-exp left. None without splits."""
+    `out`; batch is absent, and None, of packed queries. Without splits all these are None. rest:
+    what the rounding of each log-sum-exp left, of results that a kernel merges; else None."""
 
     partials: Out[Ptr]
     rest: Out[Ptr]

@@ -88,8 +88,8 @@ class ProbabilitiesIO(NamedTuple):
 
 class CombineIO(NamedTuple):
     """apart_out, apart_lse: one more part, which does not lie where the others do, or absent.
-    partial_rest, apart_rest: what the rounding of each lse left, see common/log_sum.py, laid out as
-    it is; None where one number tells it."""
+    partial_rest, apart_rest, rest: what the rounding of each lse left, see common/log_sum.py, laid
+    out as it is; None where one number tells it."""
 
     partial_out: In[SplitRows]
     partial_lse: In[SplitRowVector]
@@ -100,6 +100,7 @@ class CombineIO(NamedTuple):
     sink: In[Ptr]
     out: Out[Rows]
     lse: Out[RowVector]
+    rest: Out[Ptr]
 
 
 class ClearOutsideIO(NamedTuple):

@@ -121,3 +121,8 @@ def combine_splits(
         lse_out = io.lse.ptr + (b * io.lse.stride_b + h * io.lse.stride_h)
         lse_M = m_M + (rest_M + tl.log2(l_M) * LN2) if HAS_REST else m_M + tl.log2(l_M) * LN2
         tl.store(lse_out + rows_M, lse_M, mask=rows_M < rows)
+        if io.rest is not None:
+            rest_M = (m_M - lse_M) + (rest_M + tl.log2(l_M) * LN2)
+            rest_M = tl.where(tl.abs(lse_M) < float("inf"), rest_M, 0.0)
+            rest_out = io.rest + (b * io.lse.stride_b + h * io.lse.stride_h)
+            tl.store(rest_out + rows_M, rest_M, mask=rows_M < rows)

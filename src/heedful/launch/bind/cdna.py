@@ -36,7 +36,7 @@ def _call(
             *(groups.rows(buffers, name, _divisor(buffers[name])) for name in "qkv"),
             out=groups.split_rows(buffers, out, plan.is_split, _divisor(buffers[out])),
             lse=groups.split_row_vector(buffers, lse, plan.is_split),
-            rest=groups.pointer(buffers, "partial_rest"),
+            rest=groups.pointer(buffers, "partial_rest" if plan.is_split else "rest"),
         ),
         "sequences": groups.sequences(problem, buffers),
         "shape": groups.shape(problem),

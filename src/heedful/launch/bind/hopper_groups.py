@@ -127,9 +127,10 @@ def _tile_order(launch: LaunchSizes, buffers: Buffers) -> args.HopperTileOrder:
 
 
 def split_kv(problem: AttentionProblem, buffers: Buffers, splits: int | None) -> args.SplitKV:
-    """Partial results of so many splits of the keys; None: they are not split."""
+    """Partial results of so many splits of the keys; None: they are not split. Either may have a
+    rest."""
     if splits is None:
-        return args.SplitKV(None, None, None, None, None)
+        return args.SplitKV(None, pointer(buffers, "rest"), None, None, None)
     return args.SplitKV(
         partials=pointer(buffers, "partial_out"),
         rest=pointer(buffers, "partial_rest"),

@@ -192,8 +192,9 @@ def combine(buffers: Buffers, begins_early: bool = False) -> Program:
     """Merges partial_out (S, B, M, H, E) or (S, T, H, E) and partial_lse (S, B, H, M) or (S, H, T)
     into out and, if there is such a buffer, lse; `sink` enters once. apart_out (B, M, H, E) and
     apart_lse (B, H, M), if there are such buffers, are one part more. Rows of an lse lie side by
-    side. partial_rest and apart_rest lie as the lses do: where the first is there, the other is
-    beside apart_lse. begins_early: the launch is programmatic, which takes sm_90."""
+    side. partial_rest, apart_rest and rest lie as the lses do: where the first is there, the second
+    is beside apart_lse, and the last may be. begins_early: the launch is programmatic, which takes
+    sm_90."""
     call = _combine_call(buffers, "partial_out", "partial_lse", "sink", begins_early)
     return Program((call,))
 
@@ -225,6 +226,7 @@ def _combine_call(
             sink=None if sink is None else pointer(buffers, sink),
             out=groups.rows(buffers, "out", divisor),
             lse=groups.row_vector(buffers, "lse"),
+            rest=pointer(buffers, "rest"),
         ),
         **scalars(rows=rows, heads=heads, splits=splits, tiles=tiles),
         HEAD_DIM_V=dim,
