@@ -1,5 +1,7 @@
 """The host's time of a call is of calls that find nothing of each other."""
 
+import time
+
 import pytest
 
 pytest.importorskip("torch")
@@ -43,7 +45,7 @@ def test_steps_append_what_they_are_given():
 
 def test_a_ratio_is_of_one_round_and_the_device_is_waited_for_outside_of_calls(monkeypatch):
     now, waits = [0], []
-    monkeypatch.setattr(host.time, "perf_counter_ns", lambda: now[0])
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: now[0])
 
     def taking(*microseconds):
         turns = iter(microseconds)

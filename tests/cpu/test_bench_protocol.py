@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from heedful import bench  # noqa: E402
 from heedful.bench import protocol, timing  # noqa: E402
-from heedful.bench.protocol import HostTrial, Row, Trial, ready  # noqa: E402
+from heedful.bench.protocol import HostTimed, Row, Trial, ready  # noqa: E402
 from heedful.bench.timing import Spread  # noqa: E402
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 3)
@@ -129,14 +129,15 @@ def test_makers_of_calls_that_are_there_are_not_one_maker():
 def test_times_of_the_host_are_taken_in_turns_after_a_warm_up_without_a_check():
     log = []
 
-    class Host(HostTrial):
+    class Host(HostTimed):
         def draw(self):
             return ("a", "b")
 
         def peers(self):
             return ready({name: [name] for name in self.tensors})
 
-        def microseconds(self, call):
+        def microseconds(self, name, call):
+            assert call == [name]
             log.extend(call)
             return float(len(log))
 
@@ -144,6 +145,27 @@ def test_times_of_the_host_are_taken_in_turns_after_a_warm_up_without_a_check():
     assert log == ["a", "b", *"abab"]
     assert row.times == {"a": Spread(4.0, 3.0, 5.0), "b": Spread(5.0, 4.0, 6.0)}
     assert not row.missing
+
+
+def test_a_table_may_order_each_round_anew():
+    class Reversed(HostTimed):
+        log: list = []
+
+        def draw(self):
+            return "ab"
+
+        def peers(self):
+            return ready({name: [name] for name in self.tensors})
+
+        def order(self, number):
+            return [*self.calls][:: -1 if number % 2 else 1]
+
+        def microseconds(self, name, call):
+            self.log.append(name)
+            return 1.0
+
+    assert Reversed("case", CPU).measure(3).times == dict.fromkeys("ab", Spread(1.0, 1.0, 1.0))
+    assert Reversed.log == ["a", "b", *"ab", *"ba", *"ab"]
 
 
 def modules() -> list:
@@ -168,7 +190,8 @@ def test_every_table_that_times_is_a_trial_and_nobody_goes_around_the_check():
     names = {module.__name__.rpartition(".")[2] for module in modules()}
     assert {"run", "steps", "mixed", "splits", "host", "lengths", "small_calls"} <= names
     found = {f"{one.__module__.rpartition('.')[2]}.{one.__name__}" for one in tables(Trial)}
-    want = {"run.Trial", "steps.Trial", "mixed.Trial", "splits.Trial", "protocol.HostTrial"}
+    want = {"run.Trial", "steps.Trial", "mixed.Trial", "splits.Trial", "protocol.HostTimed"}
+    want |= {"protocol.Timed"}
     want |= {"host.Trial", "lengths.Trial", "small_calls.Trial"}
     if "in_jax" in names:
         want |= {"in_jax.Trial", "in_jax.Dispatch"}

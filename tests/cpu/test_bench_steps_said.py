@@ -78,13 +78,14 @@ def test_log_normal_lengths_are_those_of_earlier_figures():
     assert ragged_lengths(2, 10, 0.0) == (100, 100) and ragged_lengths(1, 10**6, 0.0) == (65536,)
 
 
-def test_a_step_is_one_problem_of_its_longest_sequence():
+def test_each_sequence_of_a_step_is_one_problem():
     step = Step("a", (9, 70, 30), heads=(6, 2), dims=(24, 16), prefix=5)
-    case = step.case()
-    problem = AttentionProblem.dense(3, 1, 75, 6, 2, 24, head_dim_v=16)
+    case = step.case(1)
+    problem = AttentionProblem.dense(1, 1, 75, 6, 2, 24, head_dim_v=16)
     assert (case.group, case.problem, case.direction) == ("decode", problem, "forward")
+    assert step.case(2).problem == dataclasses.replace(problem, seqlen_k=35)
     assert step.is_mla and not Step("a", (9,)).is_mla
-    window = dataclasses.replace(step, window=20).case().problem
+    window = dataclasses.replace(step, window=20).case(1).problem
     assert window == dataclasses.replace(problem, mask=MaskSpec.of(False, (19, 0)))
 
 

@@ -15,6 +15,7 @@ Dimension key: P (entry, KV head) of equal lengths, R rows, H heads of each.
 """
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -130,6 +131,37 @@ class Checker:
                     mine |= {band: error.worst(more[band]) for band, error in mine.items()}
         self._draws += 1
         return True
+
+
+class Parts:
+    """Some parts of a result, each of which is a case with a reference of its own.
+
+    shape: of the whole result. live: so many of its first dim are no padding, which is 0.
+    """
+
+    def __init__(self, shape: Sequence[int], live: int | None = None):
+        self.shape, self.live = tuple(shape), live
+        self.parts: list[tuple[str, tuple, Checker]] = []
+
+    def add(self, words: str, place: tuple, case: Case, inputs: Inputs) -> None:
+        """Looks at this part, too. place: where it is in the result, (1, rows, heads, dim) or
+        without the first dim. inputs: its own; dout is not looked at."""
+        self.parts.append((words, place, Checker(case, inputs)))
+
+    def why_wrong(self, out: torch.Tensor) -> str | None:
+        """What is no result or outside of its budget, or None."""
+        if tuple(out.shape) != self.shape:
+            return f"out has shape {tuple(out.shape)}, not {self.shape}"
+        if not out.isfinite().all():
+            return "out is not finite"
+        if self.live is not None and out[self.live :].any():
+            return "padded rows are not 0"
+        for words, place, checker in self.parts:
+            part = out[place]
+            reason = checker.why_wrong(Results(part if part.dim() == 4 else part[None]))
+            if reason is not None:
+                return f"{words}: {reason}"
+        return None
 
 
 def sampled(count: int, generator: random.Random) -> list[int]:

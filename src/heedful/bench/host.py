@@ -12,7 +12,6 @@ tests, not here: what is timed is what the host does.
 
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,8 +20,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful import flash_attn_func, flash_attn_with_kvcache
-from heedful.bench import protocol
-from heedful.bench.timing import ratios
+from heedful.bench import protocol, timing
 
 SETS, ROUNDS = 256, 5
 # Calls after which the device is waited for: a full queue would hold up the next.
@@ -96,20 +94,7 @@ def _calls(function: Callable[..., Any], sets: Iterable[tuple], **options) -> Ca
     return [partial(function, *arguments, **options) for arguments in sets]
 
 
-def median_us(calls: Calls, wait: Callable[[], Any]) -> float:
-    """Microseconds of the host in one call."""
-    taken = []
-    for number, call in enumerate(calls):
-        if number % QUEUED == 0:
-            wait()
-        start = time.perf_counter_ns()
-        call()
-        taken.append(time.perf_counter_ns() - start)
-    wait()
-    return statistics.median(taken) / 1e3
-
-
-class Trial(protocol.HostTrial[int, dict[str, Known]]):
+class Trial(protocol.HostTimed[int, dict[str, Known]]):
     """All rows, of so many sets of tensors each."""
 
     def draw(self) -> dict[str, Known]:
@@ -118,8 +103,8 @@ class Trial(protocol.HostTrial[int, dict[str, Known]]):
     def peers(self) -> dict[str, protocol.Maker]:
         return protocol.ready({name: row.calls for name, row in self.tensors.items()})
 
-    def microseconds(self, call: Calls) -> float:
-        return median_us(call, lambda: torch.cuda.synchronize(self.device))
+    def microseconds(self, name: str, call: Calls) -> float:
+        return timing.host_us(call, lambda: torch.cuda.synchronize(self.device), QUEUED)
 
 
 def measure(
@@ -131,7 +116,7 @@ def measure(
     times = trial.times(rounds)
     us = {name: statistics.median(own) for name, own in times.items()}
     beside = {name: row.beside for name, row in trial.tensors.items() if row.beside}
-    over = {name: ratios(times[name], times[other]).median for name, other in beside.items()}
+    over = {name: timing.ratios(times[name], times[other]).median for name, other in beside.items()}
     return us, over
 
 

@@ -167,7 +167,7 @@ class Measured(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Trial(protocol.Trial[Case, list[Inputs]]):
+class Trial(protocol.Timed[Case, list[Inputs]]):
     """PyTorch's calls, ours under JAX, and those of `own`, an implementation of JAX's."""
 
     own: str
@@ -189,16 +189,15 @@ class Trial(protocol.Trial[Case, list[Inputs]]):
         self.inspect(name, call.first())
         call.run()
 
-    def turns(self, rounds: int) -> protocol.Times:
+    def order(self, number: int) -> tuple[str, ...]:
         """Whoever comes later finds a warmer device, the more the more those before him took: each
         is after each other, in as many rounds as there are orders."""
-        times: protocol.Times = {name: [] for name in self.calls}
         orders = [*permutations(self.calls)]
-        for number in range(rounds):
-            for name in orders[number % len(orders)]:
-                self.launches[name] = spent(self.calls[name].run, len(self.tensors), self.device)
-                times[name].append(self.launches[name].us)
-        return times
+        return orders[number % len(orders)]
+
+    def microseconds(self, name: str, call: Way) -> float:
+        self.launches[name] = spent(call.run, len(self.tensors), self.device)
+        return self.launches[name].us
 
 
 def measure(case: Case, device: torch.device, own: str, rounds: int = ROUNDS) -> Measured:
@@ -209,7 +208,7 @@ def measure(case: Case, device: torch.device, own: str, rounds: int = ROUNDS) ->
 
 
 @dataclass(kw_only=True)
-class Dispatch(protocol.HostTrial[Case, list[tuple]]):
+class Dispatch(protocol.HostTimed[Case, list[tuple]]):
     """What a jitted call takes on the host to return, with gradients and without."""
 
     own: str
@@ -231,7 +230,7 @@ class Dispatch(protocol.HostTrial[Case, list[tuple]]):
             made[f"{name} with gradients"] = jax.jit(jax.grad(loss, (0, 1, 2)))
         return protocol.ready(made)
 
-    def microseconds(self, call: Callable[..., Any]) -> float:
+    def microseconds(self, name: str, call: Callable[..., Any]) -> float:
         kept: list = []
         taken = microseconds(lambda: kept.extend(call(*a[:3]) for a in self.tensors), self.sets)
         jax.block_until_ready(kept)

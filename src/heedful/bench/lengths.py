@@ -8,9 +8,7 @@ what the host does.
 """
 
 import random
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful import flash_attn_func, flash_attn_varlen_func
-from heedful.bench import protocol
+from heedful.bench import protocol, timing
 
 CALLS = 400
 # Of a length that is drawn; calls that show which cases there are come first.
@@ -69,16 +67,10 @@ def with_backward(call: Call) -> Call:
 
 def median_us(calls: list[Call], device: torch.device) -> float:
     """Microseconds of the host in one call; the device is waited for between them."""
-    taken = []
-    for call in calls:
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        call()
-        taken.append(time.perf_counter() - start)
-    return statistics.median(taken) * 1e6
+    return timing.host_us(calls, lambda: torch.cuda.synchronize(device), 1)
 
 
-class Trial(protocol.HostTrial[Callable[[int], Call], list[int]]):
+class Trial(protocol.HostTimed[Callable[[int], Call], list[int]]):
     """Calls of one length that comes again and again, and of lengths never seen."""
 
     def draw(self) -> list[int]:
@@ -87,14 +79,14 @@ class Trial(protocol.HostTrial[Callable[[int], Call], list[int]]):
     def peers(self) -> dict[str, protocol.Maker]:
         """After calls that show which cases there are."""
         first, new = self.tensors[:CALLS], self.tensors[CALLS:]
-        self.microseconds([self.case(length) for length in first])
+        median_us([self.case(length) for length in first], self.device)
         known = [self.case(LEAST)] * CALLS
         return {"known": lambda: known, "new": lambda: [self.case(length) for length in new]}
 
     def probe(self, name: str, call: list[Call]) -> None:
         """Nothing: a length that has been called is no new one."""
 
-    def microseconds(self, call: list[Call]) -> float:
+    def microseconds(self, name: str, call: list[Call]) -> float:
         return median_us(call, self.device)
 
 

@@ -7,6 +7,7 @@ for no copy that it does not make itself.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -85,13 +86,8 @@ def draw(case: Case, device: torch.device, seed: int = 0) -> Inputs:
 def _packing(case: Case, device: torch.device) -> dict[str, Any]:
     """Packed sequences, as the flash-attn packages and heedful name what tells them apart."""
     starts = torch.tensor(case.starts, dtype=torch.int32, device=device)
-    longest = max(case.lengths)
-    return {
-        "cu_seqlens_q": starts,
-        "cu_seqlens_k": starts,
-        "max_seqlen_q": longest,
-        "max_seqlen_k": longest,
-    }
+    facts = {"cu_seqlens": starts, "max_seqlen": max(case.lengths)}
+    return {f"{name}_{side}": fact for name, fact in facts.items() for side in "qk"}
 
 
 # heedful
@@ -101,22 +97,17 @@ def _heedful(backend: str | None) -> Peer:
     def make(case: Case, inputs: Inputs) -> Forward:
         import heedful
 
-        mask = case.problem.mask
-        causal = mask.causal
         if case.paged:
             return _paged(case, inputs, backend)
         if case.lengths:
             return _packed(heedful.flash_attn_varlen_func, case, inputs, backend=backend)
+        mask, function = case.problem.mask, heedful.flash_attn_func
+        options: dict[str, Any] = {"causal": mask.causal}
         if case.group == "decode":
-            return lambda q, k, v: heedful.flash_attn_with_kvcache(
-                q, k, v, causal=causal, backend=backend
-            )
-        if case.is_windowed:
-            window = (mask.left, mask.right)
-            return lambda q, k, v: heedful.flash_attn_func(
-                q, k, v, window_size=window, backend=backend
-            )
-        return lambda q, k, v: heedful.flash_attn_func(q, k, v, causal=causal, backend=backend)
+            function = heedful.flash_attn_with_kvcache
+        elif case.is_windowed:
+            options = {"window_size": (mask.left, mask.right)}
+        return lambda q, k, v: function(q, k, v, **options, backend=backend)
 
     def why_not(case: Case, device: torch.device) -> str | None:
         from heedful.core.plan import plan
@@ -178,13 +169,8 @@ def _paged(case: Case, inputs: Inputs, backend: str | None) -> Forward:
     table = pages.view(p.batch, -1)
     lengths = torch.full((p.batch,), p.seqlen_k, dtype=torch.int32, device=device)
 
-    paged: dict[int, torch.Tensor] = {}
-
-    def pages_of(x: torch.Tensor) -> torch.Tensor:
-        """A cache is made of pages once, not in each call."""
-        if x.data_ptr() not in paged:
-            paged[x.data_ptr()] = x.view(-1, PAGE, *x.shape[2:])
-        return paged[x.data_ptr()]
+    # A cache is made of pages once, not in each call.
+    pages_of = cache(lambda x: x.view(-1, PAGE, *x.shape[2:]))
 
     def forward(q, k, v):
         return heedful.flash_attn_with_kvcache(

@@ -4,7 +4,7 @@ A case is drawn, its peers make calls of the tensors, what the calls return is c
 that were right are timed in turns. A table says in a subclass of `Trial` how it does each of these.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -27,6 +27,14 @@ class Row(NamedTuple):
     case: Any
     times: dict[str, Spread]
     missing: dict[str, str]
+
+
+def lines(row: Row, more: Callable[[Spread], str] = lambda time: "") -> Iterator[str]:
+    """The figures of a row, with more to say of each, and why others are missing."""
+    for name, time in row.times.items():
+        yield f"  {name}: {time.median:.1f} us ({time.low:.1f} to {time.high:.1f}){more(time)}"
+    for name, reason in row.missing.items():
+        yield f"  {name}: none ({reason})"
 
 
 def in_words(error: Exception) -> str:
@@ -124,22 +132,30 @@ class Trial(Generic[C, T]):
         return Row(self.case, spreads, self.missing)
 
 
-class HostTrial(Trial[C, T]):
-    """A case whose results tests check: what is timed is what the host does."""
+class Timed(Trial[C, T]):
+    """A case with a clock of its own."""
 
-    def microseconds(self, call: Any) -> float:
+    def microseconds(self, name: str, call: Any) -> float:
         """A figure of one turn."""
         raise NotImplementedError
+
+    def order(self, number: int) -> Iterable[str]:
+        """Who comes after whom in a round."""
+        return self.calls
+
+    def turns(self, rounds: int) -> Times:
+        times: Times = {name: [] for name in self.calls}
+        for number in range(rounds):
+            for name in self.order(number):
+                times[name].append(self.microseconds(name, self.calls[name]))
+        return times
+
+
+class HostTimed(Timed[C, T]):
+    """A case whose results tests check: what is timed is what the host does."""
 
     def refer(self) -> None:
         return None
 
     def probe(self, name: str, call: Any) -> None:
-        self.microseconds(call)
-
-    def turns(self, rounds: int) -> Times:
-        times: Times = {name: [] for name in self.calls}
-        for _ in range(rounds):
-            for name, call in self.calls.items():
-                times[name].append(self.microseconds(call))
-        return times
+        self.microseconds(name, call)

@@ -131,13 +131,10 @@ class Trial(protocol.Trial[Case, list[Inputs]]):
     @property
     def refused(self) -> dict[str, Figure]:
         """Figures of those that cannot run the case or have computed it wrong."""
+        wrong = self.wrong | {name for name in self.raised if name.startswith("heedful")}
         return {
-            name: Figure(name, missing=reason, wrong=self._is_wrong(name))
-            for name, reason in self.missing.items()
+            name: Figure(name, None, None, why, name in wrong) for name, why in self.missing.items()
         }
-
-    def _is_wrong(self, name: str) -> bool:
-        return name in self.wrong or (name in self.raised and name.startswith("heedful"))
 
     def draw(self) -> list[Inputs]:
         seeds = range(HOST_SETS if self.case.host else 1)
@@ -190,29 +187,15 @@ class Trial(protocol.Trial[Case, list[Inputs]]):
 def records(outcome: Outcome, device: torch.device) -> Iterator[dict]:
     """One plain record a figure, for JSON lines."""
     case, p = outcome.case, outcome.case.problem
+    of_case = ("direction", "host", "grad", "compiled", "paged")
+    of_problem = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "head_dim", "head_dim_v")
     common = {**surroundings(device), "case": case.name, "group": case.group}
-    common |= {
-        "direction": case.direction,
-        "host": case.host,
-        "grad": case.grad,
-        "compiled": case.compiled,
-        "paged": case.paged,
-        "batch": p.batch,
-        "seqlen_q": p.seqlen_q,
-        "seqlen_k": p.seqlen_k,
-        "heads_q": p.heads_q,
-        "heads_k": p.heads_k,
-        "head_dim": p.head_dim,
-        "head_dim_v": p.head_dim_v,
-        "dtype": p.dtype,
-        "causal": p.mask.causal,
-        "window": [p.mask.left, p.mask.right],
-        "lengths": list(case.lengths),
-        "input_scale": case.input_scale,
-        "clocks_before": outcome.clocks[0],
-        "clocks_after": outcome.clocks[1],
-        "base": outcome.base,
-    }
+    common |= {name: getattr(case, name) for name in of_case}
+    common |= {name: getattr(p, name) for name in (*of_problem, "dtype")}
+    common |= {"causal": p.mask.causal, "window": [p.mask.left, p.mask.right]}
+    common |= {"lengths": list(case.lengths), "input_scale": case.input_scale}
+    common |= {"clocks_before": outcome.clocks[0], "clocks_after": outcome.clocks[1]}
+    common["base"] = outcome.base
     for figure in outcome.figures:
         yield {
             **common,
@@ -229,10 +212,9 @@ def _plan(peer: str, case: Case, device: torch.device) -> dict:
     from heedful.core.plan import plan
     from heedful.torch.device import device_spec, toolchain
 
+    backend = peer.partition(":")[2] or None
     try:
-        chosen = plan(
-            case.problem, device_spec(device), toolchain(), peer.partition(":")[2] or None
-        )
+        chosen = plan(case.problem, device_spec(device), toolchain(), backend)
     except ValueError:
         return {}
     tiles = {name: asdict(config) for name, config in chosen.configs.items()}

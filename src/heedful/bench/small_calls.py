@@ -118,7 +118,7 @@ def _decodes(case: Case) -> tuple[Step, Step]:
 
 
 @dataclass
-class Trial(protocol.HostTrial[Case, tuple[Step, Step]]):
+class Trial(protocol.HostTimed[Case, tuple[Step, Step]]):
     """A case by heedful and by SDPA, each of which is first in every other round."""
 
     counts: dict[Step, int] = field(default_factory=dict, init=False)
@@ -133,16 +133,11 @@ class Trial(protocol.HostTrial[Case, tuple[Step, Step]]):
         call()
         self.counts[call] = max(1, int(ROUND_S / _seconds(call, 1)))
 
-    def microseconds(self, call: Step) -> float:
+    def microseconds(self, name: str, call: Step) -> float:
         return _seconds(call, self.counts[call]) * 1e6
 
-    def turns(self, rounds: int) -> protocol.Times:
-        times: protocol.Times = {name: [] for name in self.calls}
-        for _ in range(rounds):
-            self.calls = dict(reversed(self.calls.items()))
-            for name, taken in super().turns(1).items():
-                times[name] += taken
-        return times
+    def order(self, number: int) -> list[str]:
+        return [*self.calls][:: 1 if number % 2 else -1]
 
 
 def _seconds(step: Step, calls: int) -> float:

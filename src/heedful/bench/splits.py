@@ -27,8 +27,7 @@ from torch import Tensor
 from heedful import flash_attn_func
 from heedful.bench import protocol, timing
 from heedful.bench.cases import Case
-from heedful.bench.check import Checker
-from heedful.bench.exact import Results
+from heedful.bench.check import Parts
 from heedful.bench.peers import Inputs, draw
 from heedful.bench.protocol import in_words
 from heedful.bench.run import surroundings
@@ -174,20 +173,21 @@ class Checked:
     no further from it than two right results may be."""
 
     def __init__(self, shape: Shape, inputs: Inputs, one: Tensor):
-        self._one, problem = one, shape.problem()
-        group, self._bound = problem.group, 0.0
-        alone = replace(problem, batch=1, heads_q=group, heads_k=1)
-        self.wrong: str | None = None
+        self._one, self._bound, problem = one, 0.0, shape.problem()
+        group, parts = problem.group, Parts(one.shape)
+        alone = Case("splits", replace(problem, batch=1, heads_q=group, heads_k=1))
         for batch, head in dict.fromkeys(((0, 0), (shape.batch - 1, shape.heads_k - 1))):
-            entry, heads = slice(batch, batch + 1), slice(head * group, (head + 1) * group)
-            q, dout, out = (x[entry, :, heads] for x in (inputs.q, inputs.dout, one))
-            k, v = (x[entry, :, head : head + 1] for x in (inputs.k, inputs.v))
-            checker = Checker(Case("splits", alone), Inputs(q, k, v, dout))
-            self.wrong = self.wrong or checker.why_wrong(Results(out))
-            for parts in checker.groups:
-                twin, once = parts.budgets["out"]
-                budgets = (allowed("out", twin[band], once[band]) for band in twin)
-                self._bound = max(self._bound, *(2 * budget.largest for budget in budgets))
+            heads, key_head = slice(head * group, (head + 1) * group), slice(head, head + 1)
+            place = (slice(batch, batch + 1), slice(None), heads)
+            k, v = (x[batch, None, :, key_head] for x in (inputs.k, inputs.v))
+            own = Inputs(inputs.q[place], k, v, inputs.dout[place])
+            parts.add(f"batch {batch}, KV head {head}", place, alone, own)
+        self.wrong = parts.why_wrong(one)
+        for twin, once in (
+            group.budgets["out"] for *_, checker in parts.parts for group in checker.groups
+        ):
+            budgets = (allowed("out", twin[band], once[band]) for band in twin)
+            self._bound = max(self._bound, *(2 * budget.largest for budget in budgets))
 
     def why_wrong(self, out: Tensor) -> str | None:
         if self.wrong is not None:
@@ -264,8 +264,7 @@ def measure(
     rows = []
     for n, us in trial.probed.items():
         if spread := times.get(str(n)):
-            figures = (spread.median, spread.low, spread.high)
-            rows.append(Timed(n, *figures, ROUNDS * MOST_CALLS))
+            rows.append(Timed(n, *spread, ROUNDS * MOST_CALLS))
         elif str(n) not in missing:
             rows.append(Timed(n, us, us, us, PROBES))
     return rows, {int(count): reason for count, reason in missing.items()}

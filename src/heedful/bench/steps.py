@@ -25,10 +25,12 @@ from torch import Tensor
 
 from heedful import dequantize_kv, flash_attn_varlen_func, flash_attn_with_kvcache, quantize_kv
 from heedful.bench import mixed, protocol
-from heedful.bench.caches import Drawn, Reference, Tensors
+from heedful.bench.caches import Drawn, Tensors
 from heedful.bench.cases import Case
-from heedful.bench.exact import Operands
+from heedful.bench.check import Parts
+from heedful.bench.peers import Inputs
 from heedful.bench.protocol import Row
+from heedful.bench.timing import Spread
 from heedful.core.mask import MaskSpec
 from heedful.core.problem import ITEM_BITS, AttentionProblem
 
@@ -74,13 +76,12 @@ class Step:
         pages = sum(-(-n // self.page) for n in seen) if self.page else 0
         return rows * values * ITEM_BITS[self.stored or "bfloat16"] // 8 + 4 * (scales + pages)
 
-    def case(self) -> Case:
-        """What the reference computes, of one length."""
+    def case(self, number: int) -> Case:
+        """What the reference of a sequence computes."""
         mask = MaskSpec.of(False, (self.window - 1, 0)) if self.window else MaskSpec()
-        longest = max(self.lengths) + self.prefix
-        (dim, dim_v), (heads, heads_k) = self.dims, self.heads
-        shape = (len(self.lengths), 1, longest, heads, heads_k, dim)
-        return Case("decode", AttentionProblem.dense(*shape, head_dim_v=dim_v, mask=mask))
+        shape = (1, 1, self.lengths[number] + self.prefix, *self.heads, self.dims[0])
+        problem = AttentionProblem.dense(*shape, head_dim_v=self.dims[1], mask=mask)
+        return Case("decode", problem)
 
 
 def ragged_lengths(count: int = 128, median: int = 4096, sigma: float = 1.2) -> tuple[int, ...]:
@@ -94,16 +95,15 @@ def ragged_lengths(count: int = 128, median: int = 4096, sigma: float = 1.2) -> 
 
 _CACHE = (8192,) * 64  # 2 GiB in bfloat16
 _LATENT: dict[str, Any] = {"dims": (576, 512), "page": 64}
+_E4M3: dict[str, Any] = {"stored": "float8_e4m3fn", "bar": 0.90}
 STEPS = (
     Step("1 x 8192", (8192,)),
     Step("8 x 8192", (8192,) * 8, bar=0.90),
     Step("64 x 8192", _CACHE, bar=0.98),
     Step("64 x 8192, pages of 16", _CACHE, page=16, bar=0.93),
     Step("64 x 8192, pages of 1", _CACHE, page=1),
-    Step("64 x 8192, e4m3", _CACHE, stored="float8_e4m3fn", bar=0.90),
-    Step(
-        "64 x 8192, e4m3, scales of heads", _CACHE, stored="float8_e4m3fn", by_head=True, bar=0.90
-    ),
+    Step("64 x 8192, e4m3", _CACHE, **_E4M3),
+    Step("64 x 8192, e4m3, scales of heads", _CACHE, by_head=True, **_E4M3),
     Step("64 x 8192, int8", _CACHE, stored="int8", bar=0.85),
     Step("64 x 8192, int4", _CACHE, stored="int4", bar=0.70),
     Step("64 x 8192, int4, pages of 16", _CACHE, stored="int4", page=16),
@@ -185,19 +185,16 @@ def sequence(step: Step, t: Tensors, number: int) -> tuple[Tensor, Tensor]:
     return found[0], found[1]
 
 
-def reference(step: Step, t: Tensors) -> Reference:
+def reference(step: Step, t: Tensors) -> Parts:
     """That of some sequences: the first, the last, the shortest, the longest."""
     lengths = step.lengths
     ends = (0, len(lengths) - 1, lengths.index(min(lengths)), lengths.index(max(lengths)))
-    found = Reference((*t.q.shape[:-1], step.dims[1]), live=len(lengths))
-    row = torch.zeros(1, dtype=torch.long, device=t.q.device)
-    group, case = step.heads[0] // step.heads[1], step.case()
+    found = Parts((*t.q.shape[:-1], step.dims[1]), live=len(lengths))
     for number in dict.fromkeys(ends):
-        k, v = sequence(step, t, number)
-        for g in range(step.heads[1]):
-            place = (number, slice(None), slice(g * group, (g + 1) * group))
-            x = Operands(t.q[place].transpose(0, 1), k[:, g], v[:, g])
-            found.add(("step", f"sequence {number}", place), case, x, row)
+        q, (k, v) = t.q[number, None], sequence(step, t, number)
+        found.add(
+            f"sequence {number}", (number,), step.case(number), Inputs(q, k[None], v[None], q)
+        )
     return found
 
 
@@ -306,7 +303,7 @@ class Trial(protocol.Trial[Step, Tensors]):
     def draw(self) -> Tensors:
         return draw(self.case, self.device)
 
-    def refer(self) -> Reference:
+    def refer(self) -> Parts:
         return reference(self.case, self.tensors)
 
     def peers(self) -> dict[str, protocol.Maker]:
@@ -333,11 +330,11 @@ def lines(row: Row) -> Iterator[str]:
     """A row in words."""
     size, read = row.case.read_bytes(), row.times["read"].median
     yield f"{row.case.name}: {size / 1e9:.3f} GB"
-    for name, time in row.times.items():
-        speed = f"{size / time.median / 1e3:.0f} GB/s, {read / time.median:.3f} of a read"
-        yield f"  {name}: {time.median:.1f} us ({time.low:.1f} to {time.high:.1f}), {speed}"
-    for name, reason in row.missing.items():
-        yield f"  {name}: none ({reason})"
+
+    def beside(time: Spread) -> str:
+        return f", {size / time.median / 1e3:.0f} GB/s, {read / time.median:.3f} of a read"
+
+    yield from protocol.lines(row, beside)
     if row.case.bar:
         own = row.times.get("heedful")
         share = f"{read / own.median:.3f}" if own else "none"

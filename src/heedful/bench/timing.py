@@ -4,8 +4,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,8 +18,7 @@ FLUSH_TIMES_L2 = 4
 Clock = Callable[[Callable[[], Any], int, int], tuple[list[float], Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(NamedTuple):
     """Median and range of one figure over the rounds."""
 
     median: float
@@ -97,6 +95,20 @@ def interleaved_host(
             inspect(name, number, kept)
             del kept
     return times
+
+
+def host_us(calls: Sequence[Callable[[], Any]], wait: Callable[[], Any], queued: int) -> float:
+    """Microseconds of the host in one call, the median. The device is waited for before each
+    `queued` of them, for a full queue would hold up the next, and in the end."""
+    taken = []
+    for number, call in enumerate(calls):
+        if number % queued == 0:
+            wait()
+        start = time.perf_counter_ns()
+        call()
+        taken.append(time.perf_counter_ns() - start)
+    wait()
+    return statistics.median(taken) / 1e3
 
 
 def _check_rounds(rounds: int) -> None:
