@@ -110,6 +110,7 @@ def test_a_result_keeps_what_the_rounding_of_its_log_sum_exp_left(splits, arch):
     problem = replace(one.problem, keeps_rest=True)
     _, lse, rest = cdna(arch).forward(problem, one.x, torch.empty_like(one.x.q))
     want = oracle_results(one).lse
+    assert lse is not None and rest is not None and want is not None
     alone, together = lse.double().numpy(), (lse.double() + rest.double()).numpy()
     # Of the sum of 403 exponentials each number was rounded once, as were some partial sums.
     assert abs(together - want).max() <= 32 * 2.0**-24 * math.log(403) < abs(alone - want).max()
