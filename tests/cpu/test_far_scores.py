@@ -41,6 +41,14 @@ def test_three_equal_scores_share_a_row(size):
     torch.testing.assert_close(dv.float(), torch.full(dv.shape, 1 / 3), atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("score", (300.0, 700.0, 1000.0))
+def test_three_equal_scores_of_hundreds_share_a_row_of_float32(score):
+    """Their log-sum-exp is known to 2^-15, a probability to 2^-23."""
+    q, k = torch.full((1, 1, 1, 1), score), torch.ones(1, 3, 1, 1)
+    _, (_, _, dv) = gradients(q, k, torch.randn(1, 3, 1, 1), softmax_scale=1.0)
+    torch.testing.assert_close(dv, torch.full_like(dv, 1 / 3))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_grid_is_within_its_error_budget(dtype):
     base = replace(SMALL, dtype=dtype)

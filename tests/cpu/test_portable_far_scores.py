@@ -28,6 +28,8 @@ BOTH_WAYS = (
     far(FEW, score=26),
     far(replace(FEW, alibi="h", causal=True), score=23),
     far(replace(FEW, sink=True), (-1e9,), bias_dtype="float32", far_sink=True),
+    # Sinks near 500 give a log-sum-exp that float32 rows are far from 0 by, and others are not.
+    far(replace(FEW, sink=True, alibi="bh", causal=True), slope=20, far_sink=True),
     far(HALF, score=20),
     far(HALF, score=23, below=True),
     far(HALF, (-6e4,), "q"),

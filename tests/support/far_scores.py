@@ -434,6 +434,7 @@ def grid(base: Case = SMALL) -> list[Far]:
     found += [
         far(replace(base, alibi="bh"), slope=20),
         far(replace(base, alibi="h", causal=True), score=23),
+        far(replace(sinks, alibi="bh", causal=True), slope=20, far_sink=True),
         far(replace(base, alibi="bh"), (-1e9,), bias_dtype="float32", where="rows"),
         far(replace(base, softcap=2.0), (-1e30,), bias_dtype="float32", where="rows"),
         far(replace(base, softcap=1.0), score=20),

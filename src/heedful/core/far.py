@@ -1,6 +1,13 @@
 """Rows whose scores are far from 0: a float32 log-sum-exp does not hold them well enough."""
 
-# Least |lse| of rows whose probabilities are made of their maximum and sum, not of their lse, which
-# is rounded by up to 2^-14 there: as much as float16 rounds a probability, and less than bfloat16.
-# The kernels have the same number.
+# Least |lse| of rows whose probabilities are made of their maximum and sum, not of their lse. An
+# lse of 2^10 is rounded by up to 2^-14, as much as float16 rounds a probability, and less than
+# bfloat16; one of 2^6 by up to 2^-19, which is what a row's sums lose in float32. The kernels have
+# the same numbers.
 FAR_LSE = 2.0**10
+FAR_LSE_OF_FLOAT32 = 2.0**6
+
+
+def far_lse(item_bits: int) -> float:
+    """From which |lse| on a row is far from 0, whose queries have so many bits an element."""
+    return FAR_LSE_OF_FLOAT32 if item_bits >= 32 else FAR_LSE

@@ -9,6 +9,7 @@ import threading
 
 import torch
 
+from heedful.core.far import far_lse
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.cpu.blocks import Block, Scratch, query_rows, whole_vectors
@@ -68,6 +69,8 @@ class Tiles:
         self.problem, self.x = problem, x
         self.scratch = _scratch_of_thread(x.q.dtype == torch.float64)
         self.low = low_precision(x)
+        # From which |lse| on probabilities are made of maximum and sum.
+        self.far_lse = far_lse(8 * x.q.element_size())
         # What queries are multiplied by before their products with keys.
         self.q_scale = problem.scale / problem.softcap if problem.softcap > 0 else problem.scale
         # Whether nothing is done to the products of queries and keys.

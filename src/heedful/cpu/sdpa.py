@@ -10,7 +10,7 @@ import contextlib
 import torch
 import torch.nn.functional as F
 
-from heedful.core.far import FAR_LSE
+from heedful.core.far import far_lse
 from heedful.core.operands import Gradients, Operands
 from heedful.core.problem import AttentionProblem
 from heedful.cpu import tiled_backward, tiled_forward
@@ -73,7 +73,8 @@ def backward(
 ) -> Gradients:
     """As `heedful.cpu.backward`, which has the calls that torch's backward lacks: those with a
     cotangent of lse, and with scores so far from 0 that lse does not tell rows' sums."""
-    if dlse is not None or not float(torch.linalg.vector_norm(lse, torch.inf)) < FAR_LSE:
+    far = far_lse(8 * x.q.element_size())
+    if dlse is not None or not float(torch.linalg.vector_norm(lse, torch.inf)) < far:
         return tiled_backward.backward(problem, x, out, lse, dout, dlse)
     q, k, v, out, dout = (a.transpose(1, 2) for a in (x.q, x.k, x.v, out, dout))
     q, k, v, out, dout = _dense_columns(q, k, v, out, dout)

@@ -8,7 +8,6 @@ import threading
 
 import torch
 
-from heedful.core.far import FAR_LSE
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.cpu import whole
@@ -309,7 +308,7 @@ def row_references(
     reference = tile.to(tiles.scratch.dtype).masked_fill(tile == -torch.inf, torch.inf)
     if near:
         return reference, None
-    is_far = (reference.abs() >= FAR_LSE) & reference.isfinite()
+    is_far = (reference.abs() >= tiles.far_lse) & reference.isfinite()
     if not is_far.any():
         return reference, None
     keys, sink = list(key_tiles(block, rows)), _sink_of_rows(tiles, block, rows)
@@ -342,10 +341,10 @@ def statistics(problem: AttentionProblem, x: Operands) -> tuple[torch.Tensor, to
     return found
 
 
-def all_near(lse: torch.Tensor) -> bool:
-    """Whether every lse is so near 0 that float32 keeps the logarithm of a row's sum in it. False
-    says nothing: an lse may be -inf or NaN."""
+def all_near(lse: torch.Tensor, far: float) -> bool:
+    """Whether every lse is nearer to 0 than `far`, so that float32 keeps the logarithm of a row's
+    sum in it. False says nothing: an lse may be -inf or NaN."""
     if not lse.numel():
         return True
     low, high = lse.aminmax()
-    return low.item() > -FAR_LSE and high.item() < FAR_LSE
+    return low.item() > -far and high.item() < far

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jax import Array, lax
 from jax import numpy as jnp
 
-from heedful.core.far import FAR_LSE
+from heedful.core.far import far_lse
 from heedful.core.operands import Gradients, Operands
 from heedful.core.problem import AttentionProblem
 from heedful.jax.philox import keep_scale
@@ -164,7 +164,7 @@ class _Softmax(NamedTuple):
 def _softmax(p: AttentionProblem, x: Operands, lse: Array, origin: Array | None) -> _Softmax:
     """By lse, and a weight of 1. A float32 lse far from 0 has lost the logarithm of the sum: such
     rows get their maximum, and one over their sum, both from their scores."""
-    is_far = (jnp.abs(lse) >= FAR_LSE) & jnp.isfinite(lse)
+    is_far = (jnp.abs(lse) >= far_lse(8 * x.q.dtype.itemsize)) & jnp.isfinite(lse)
 
     def anew():
         def sequence(b, state):

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from heedful.core.far import FAR_LSE
+from heedful.core.far import far_lse
 from heedful.core.operands import Gradients, Operands, own_shape
 from heedful.core.problem import AttentionProblem
 from heedful.reference import oracle
@@ -125,7 +125,9 @@ def _sequence_forward(
     on_host = x._replace(tree_mask=as_numpy(x.tree_mask))
     seen = torch.from_numpy(oracle.visible(problem, on_host, seq)).to(device)
     s_HMN = s_HMN.masked_fill(~seen, -torch.inf)
-    p_HMN, p_sink_HM1, lse_HM = _softmax(s_HMN.float(), x.sink, far_scores)
+    p_HMN, p_sink_HM1, lse_HM = _softmax(
+        s_HMN.float(), x.sink, far_lse(8 * x.q.element_size()) if far_scores else None
+    )
     p_HMN = p_HMN.to(twin)
     drop_HMN = _drop(problem, x, seq, device).to(twin)
     weights_HMN = as_operand(p_HMN * drop_HMN, x.q.dtype)
@@ -134,16 +136,17 @@ def _sequence_forward(
     return _SequenceForward(q_HMD, k_HND, v_HNE, slope_HMN, *probabilities, drop_HMN, out_HME)
 
 
-def _softmax(s_HMN: torch.Tensor, sink: torch.Tensor | None, far_scores: bool):
-    """Probabilities of keys (H, M, N) and of the sink (H, M, 1), 0 without one; lse (H, M)."""
+def _softmax(s_HMN: torch.Tensor, sink: torch.Tensor | None, far: float | None):
+    """Probabilities of keys (H, M, N) and of the sink (H, M, 1), 0 without one; lse (H, M). far:
+    from which |lse| on they are made of maximum and sum, if ever."""
     parts = s_HMN
     if sink is not None:
         parts = torch.cat([s_HMN, sink[:, None, None].expand(-1, s_HMN.shape[1], 1)], -1)
     lse_HM = torch.logsumexp(parts, -1)
     empty_HM1 = lse_HM[..., None] == -torch.inf
     p = torch.exp(parts - lse_HM[..., None].masked_fill(empty_HM1, 0.0))
-    if far_scores:
-        is_far_HM1 = (lse_HM.abs() >= FAR_LSE)[..., None] & ~empty_HM1
+    if far is not None:
+        is_far_HM1 = (lse_HM.abs() >= far)[..., None] & ~empty_HM1
         p = torch.where(is_far_HM1, torch.softmax(parts, -1), p)
     return (p, 0.0, lse_HM) if sink is None else (p[..., :-1], p[..., -1:], lse_HM)
 

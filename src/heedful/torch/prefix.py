@@ -12,7 +12,7 @@ from torch import Tensor
 from heedful.core.arrays import ArraySpec
 from heedful.core.call import CacheUpdate, Options, split
 from heedful.core.describe_cache import attention_part, check_cache
-from heedful.core.far import FAR_LSE
+from heedful.core.far import far_lse
 from heedful.core.operands import Operands
 from heedful.core.problem import AttentionProblem
 from heedful.torch.arrays import array_spec
@@ -71,7 +71,8 @@ class Prefix:
             y = before.operands(y, None)
         first, first_lse, _ = before.forward(y, None)
         if self.merge is None:
-            if _has_far_rows(first_lse) or _has_far_rows(lse):
+            far = far_lse(8 * x.q.element_size())
+            if _has_far_rows(first_lse, far) or _has_far_rows(lse, far):
                 statistics: Any = (before.runner, y), (attention.runner, x)  # of a CPU, all
                 pair = [runner.statistics(given) for runner, given in statistics]
                 return on_own_thread(_merged_by_statistics, first, part, *pair, sink, out)
@@ -127,9 +128,9 @@ def _by_sequences(vector: Tensor, part: Tensor) -> Tensor:
     return vector.view(heads, batch, q_len).transpose(0, 1)
 
 
-def _has_far_rows(lse: Tensor) -> bool:
+def _has_far_rows(lse: Tensor, far: float) -> bool:
     """Whether a row's log-sum-exp is so far from 0 that a merge by it would err."""
-    return bool(((lse.abs() >= FAR_LSE) & lse.isfinite()).any())
+    return bool(((lse.abs() >= far) & lse.isfinite()).any())
 
 
 def _merged_by_statistics(first: Tensor, part: Tensor, of_first, of_part, sink, out):

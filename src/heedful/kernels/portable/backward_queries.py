@@ -85,9 +85,9 @@ def query_gradients(
     words = dropout_words(dropout)
     lse_M = lse_to_subtract(io.lse, places_M, exists_M, mods.IS_ADJUSTED, True)
     factor_M = tl.full([M], 1.0, tl.float32)
-    if any_far(lse_M) != 0:
+    if any_far(lse_M, IS_EXACT) != 0:
         m_M, l_M = row_statistics(io.q, io.k, row0, place, head, mask, mods, tile, mods.IS_ADJUSTED)
-        lse_M, factor_M = with_statistics(lse_M, m_M, l_M)
+        lse_M, factor_M = with_statistics(lse_M, m_M, l_M, IS_EXACT)
     tl.store(io.reference + places_M, lse_M, mask=exists_M)
     tl.store(io.factor + places_M, factor_M, mask=exists_M)
     delta_M *= factor_M

@@ -46,6 +46,7 @@ def signed_probabilities(
     past the lengths used is left as it is."""
     IS_FP8: tl.constexpr = io.q.ptr.dtype.element_ty.is_fp8()
     DTYPE: tl.constexpr = tl.bfloat16 if IS_FP8 else io.q.ptr.dtype.element_ty
+    IS_EXACT: tl.constexpr = tl.float32 == DTYPE
     D: tl.constexpr = tile.HEAD_DIM
     M: tl.constexpr = tile.BLOCK_M
     N: tl.constexpr = tile.BLOCK_N
@@ -72,7 +73,7 @@ def signed_probabilities(
     rows_lse = place.b * io.lse.stride_b + place.h * io.lse.stride_h + place.token_q
     lse_M = lse_to_subtract(io.lse, rows_lse + rows_M, exists_M, mods.IS_ADJUSTED, True)
     factor_M = tl.full([M], 1.0, tl.float32)
-    if any_far(lse_M) != 0:
+    if any_far(lse_M, IS_EXACT) != 0:
         m_M, l_M = statistics_of_keys(
             q_MD,
             keys,
@@ -87,7 +88,7 @@ def signed_probabilities(
             tile,
             mods.IS_ADJUSTED,
         )
-        lse_M, factor_M = with_statistics(lse_M, m_M, l_M)
+        lse_M, factor_M = with_statistics(lse_M, m_M, l_M, IS_EXACT)
     p_MN, _slope = probabilities(
         q_MD, k_ND, lse_M, row0, col0, place, head, mask, mods, tile, True, False
     )

@@ -23,21 +23,25 @@ from heedful.kernels.portable.scores import (
 )
 from heedful.kernels.portable.sequences import key_tiles, load_rows, row_base
 
-# From here on a log-sum-exp is far from 0: one of 2^10 is known to 2^-14.
+# From here on a log-sum-exp is far from 0: one of 2^10 is known to 2^-14, which rows of 16 bits do
+# not notice, one of 2^6 to 2^-19.
 FAR = tl.constexpr(1024.0)
+FAR_OF_FLOAT32 = tl.constexpr(64.0)
 
 
 @triton.jit
-def is_far(lse_M):
-    """Which rows' log-sum-exp has lost digits that count. Those that saw nothing have none."""
+def is_far(lse_M, IS_EXACT: tl.constexpr):
+    """Which rows' log-sum-exp has lost digits that count, of float32 (IS_EXACT) or 16 bits. Those
+    that saw nothing have none."""
+    LEAST: tl.constexpr = FAR_OF_FLOAT32 if IS_EXACT else FAR
     size_M = tl.abs(lse_M)
-    return (size_M >= FAR) & (size_M < float("inf"))
+    return (size_M >= LEAST) & (size_M < float("inf"))
 
 
 @triton.jit
-def any_far(lse_M):
+def any_far(lse_M, IS_EXACT: tl.constexpr):
     """1 if any row is far from 0, else 0."""
-    return tl.max(is_far(lse_M).to(tl.int32), 0)
+    return tl.max(is_far(lse_M, IS_EXACT).to(tl.int32), 0)
 
 
 @triton.jit
@@ -148,10 +152,10 @@ def row_statistics(
 
 
 @triton.jit
-def with_statistics(lse_M, m_M, l_M):
+def with_statistics(lse_M, m_M, l_M, IS_EXACT: tl.constexpr):
     """(reference, factor) of rows: of those far from 0 a maximum and 1 over a sum, of others the
     LSE, as it is subtracted, and 1."""
-    far_M = is_far(lse_M)
+    far_M = is_far(lse_M, IS_EXACT)
     return tl.where(far_M, m_M, lse_M), tl.where(far_M, 1.0 / l_M, 1.0)
 
 
