@@ -4,7 +4,7 @@ Dimension key: B sequences, T tokens of all, N keys, H query heads, G KV heads, 
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,8 @@ class Drawn:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def normal(self, *shape: int) -> Tensor:
-        facts: dict[str, Any] = {"generator": self._generator, "device": self._device}
-        return torch.randn(shape, dtype=torch.bfloat16, **facts)
+        dtype, generator = torch.bfloat16, self._generator
+        return torch.randn(shape, generator=generator, device=self._device, dtype=dtype)
 
     def table(self, keys: Sequence[int], page: int, padded: int = 0) -> tuple[Tensor, int]:
         """Page numbers of sequences of so many keys, 0 where a sequence ends, and how many pages
