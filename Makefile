@@ -79,7 +79,7 @@ ab: $(READY) ## time this checkout in turns with BASE= (a commit, folder or arch
 	PYTHONPATH=tools $(PY) -m ab $(or $(BASE),$(error make ab BASE=<commit>)) src \
 		$(if $(TABLES),--tables $(TABLES)) $(ARGS)
 
-docs: $(READY) ## write the generated pages of docs/ anew
+docs: $(READY) ## write the generated pages of docs/ and measurements/ anew
 	$(RUN) heedful.cli support --markdown docs/support-matrix.md
 	$(PY) tools/draw_docs.py
 
