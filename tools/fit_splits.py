@@ -1,9 +1,9 @@
-"""Fits core/splits.py's costs to half of a record of `python -m heedful.bench.splits`.
+"""Fits core/planning/splits.py's costs to half of a record of `python -m heedful.bench.splits`.
 
     PYTHONPATH=src python tools/fit_splits.py [RECORD]
 
-Prints the costs that follow the times best, and the regret of those in core/splits.py: how much
-longer than the best of all counts the chosen one takes.
+Prints the costs that follow the times best, and the regret of those in core/planning/splits.py: how
+much longer than the best of all counts the chosen one takes.
 """
 
 import csv
@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from heedful.core.device import by_name
-from heedful.core.problem import AttentionProblem
-from heedful.core.splits import COSTS, Costs, Grid, fewest, grid_of
+from heedful.core.base.device import by_name
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.splits import COSTS, Costs, Grid, fewest, grid_of
 
 RECORD = Path(__file__).parents[1] / "tests" / "recordings" / "splits.csv"
 UNITS = by_name("H200").units

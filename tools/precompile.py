@@ -1,11 +1,11 @@
-"""python -m precompile --jobs 8 tests/device/test_hopper_backward.py -k random: compiles what GPU
+"""python -m precompile --jobs 8 tests/device/hopper/test_backward.py -k random: compiles what GPU
 tests launch, on a machine without a GPU, into this user's cache (HEEDFUL_CACHE_DIR), and with
 --pack FOLDER into a pack, which serves the tests elsewhere (HEEDFUL_PACK).
 
 The tests run on CPU tensors that pass for a known GPU's, down to a driver that launches nothing, as
-`support.standin` has it. Nothing is computed: every result passes for right, and a test that cannot
-go on without a GPU ends there. So this finds the kernels of nearly all tests, not of all. Whatever
-it misses is compiled by the test that needs it.
+`support.runs.standin` has it. Nothing is computed: every result passes for right, and a test that
+cannot go on without a GPU ends there. So this finds the kernels of nearly all tests, not of all.
+Whatever it misses is compiled by the test that needs it.
 """
 
 import argparse
@@ -25,14 +25,15 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
-from heedful.core.device import by_name  # noqa: E402
-from heedful.launch import bound  # noqa: E402
-from heedful.launch.compiler import artifact  # noqa: E402
-from heedful.launch.identity import kernel_key  # noqa: E402
-from heedful.launch.packs import write_pack  # noqa: E402
+from heedful.core.base.device import by_name  # noqa: E402
+from heedful.launch.code.compiler import artifact  # noqa: E402
+from heedful.launch.code.identity import kernel_key  # noqa: E402
+from heedful.launch.code.packs import write_pack  # noqa: E402
 from heedful.launch.prebuild import compile_all, compiling  # noqa: E402
-from heedful.launch.spec import KernelCall, Scalar, TensorMap, map_leaves  # noqa: E402
-from support import budget, standin  # noqa: E402
+from heedful.launch.program import bound  # noqa: E402
+from heedful.launch.program.spec import KernelCall, Scalar, TensorMap, map_leaves  # noqa: E402
+from support.problems import budget  # noqa: E402
+from support.runs import standin  # noqa: E402
 
 
 def without_numbers(call: KernelCall) -> KernelCall:

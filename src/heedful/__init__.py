@@ -21,18 +21,18 @@ _PUBLIC = {
     "quantize_kv": "heedful.torch",
     "dequantize_kv": "heedful.torch",
     "explain": "heedful.torch",
-    "load_pack": "heedful.launch.packs",
+    "load_pack": "heedful.launch.code.packs",
     "record": "heedful.launch.record",
-    "counters": "heedful.launch.compiler",
-    "configure": "heedful.core.settings",
+    "counters": "heedful.launch.code.compiler",
+    "configure": "heedful.core.base.settings",
 }
 
 # Type checkers and editors take this for true, wherever it comes from.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from heedful.core.settings import configure as configure
-    from heedful.launch.compiler import counters as counters
-    from heedful.launch.packs import load_pack as load_pack
+    from heedful.core.base.settings import configure as configure
+    from heedful.launch.code.compiler import counters as counters
+    from heedful.launch.code.packs import load_pack as load_pack
     from heedful.launch.record import record as record
     from heedful.torch import *  # noqa: F403  (its __all__ lists what is public)
 else:

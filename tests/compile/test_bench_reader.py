@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from heedful.bench import reader
+from heedful.bench.harness import reader
 
 
 class Launches:

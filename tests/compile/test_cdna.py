@@ -8,14 +8,14 @@ import pytest
 
 pytest.importorskip("triton")
 
-from heedful.core.arrays import ArraySpec
-from heedful.core.device import by_name
-from heedful.core.plan import plan
-from heedful.core.problem import ITEM_BITS, AttentionProblem
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.base.device import by_name
+from heedful.core.call.problem import ITEM_BITS, AttentionProblem
+from heedful.core.planning.plan import plan
 from heedful.inspector import Inspection, of_program
 from heedful.inspector.mix import Mix
-from heedful.launch import buffers
-from heedful.launch.programs import program
+from heedful.launch.program import buffers
+from heedful.launch.program.programs import program
 
 DEVICES = {"gfx942": "MI300X", "gfx950": "MI355X"}
 E4M3 = {"gfx942": "float8_e4m3fnuz", "gfx950": "float8_e4m3fn"}

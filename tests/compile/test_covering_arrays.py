@@ -8,12 +8,12 @@ import pytest
 
 pytest.importorskip("triton")
 
-from heedful.core import capability, configs
-from heedful.core.device import by_name
-from heedful.core.plan import plan
-from heedful.core.problem import ITEM_BITS
+from heedful.core.base.device import by_name
+from heedful.core.call.problem import ITEM_BITS
+from heedful.core.planning.plan import plan
+from heedful.core.registry import capability, configs
 from heedful.inspector import Inspection, of_artifact
-from heedful.launch import compiler
+from heedful.launch.code import compiler
 from heedful.launch.prebuild import compiling
 from machine_code.arrays import ARRAYS
 from machine_code.covering import deal, each_value, pairs, possible_pairs

@@ -9,16 +9,16 @@ import pytest
 
 pytest.importorskip("triton")
 
-from heedful.core.arrays import ArraySpec
-from heedful.core.device import by_name
-from heedful.core.mask import MaskSpec
-from heedful.core.plan import plan
-from heedful.core.problem import AttentionProblem
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.base.device import by_name
+from heedful.core.call.mask import MaskSpec
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import plan
 from heedful.inspector.nvidia import disassemble, measure, parse_sass
-from heedful.launch import programs
 from heedful.launch.bind import decode
-from heedful.launch.triton_compat import VERSION, compile_kernel
-from support.grids import in_turns
+from heedful.launch.code.triton_compat import VERSION, compile_kernel
+from heedful.launch.program import programs
+from support.problems.grids import in_turns
 
 TARGETS = ("sm_80", "sm_90", "gfx942", "gfx950")
 FP8 = {"gfx942": "float8_e4m3fnuz"}

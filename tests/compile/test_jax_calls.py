@@ -13,24 +13,19 @@ import pytest
 jax = pytest.importorskip("jax")
 from jax import numpy as jnp  # noqa: E402
 
-from heedful.core.capability import JAX_ON_GPUS  # noqa: E402
-from heedful.core.device import by_name  # noqa: E402
-from heedful.core.plan import plan  # noqa: E402
-from heedful.core.problem import AttentionProblem  # noqa: E402
-from heedful.jax import (  # noqa: E402
-    device,
-    empty,
-    flash_attn_func,
-    flash_attn_varlen_func,
-    flash_attn_with_kvcache,
-    gpu,
-    triton_call,
-)
-from heedful.launch.artifact import Artifact  # noqa: E402
-from heedful.launch.compiler import artifact  # noqa: E402
+from heedful.core.base.device import by_name  # noqa: E402
+from heedful.core.call.problem import AttentionProblem  # noqa: E402
+from heedful.core.planning.plan import plan  # noqa: E402
+from heedful.core.registry.capability import JAX_ON_GPUS  # noqa: E402
+from heedful.jax import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: E402
+from heedful.jax.base import device  # noqa: E402
+from heedful.jax.gpu import empty, triton_call  # noqa: E402
+from heedful.jax.gpu import programs as gpu  # noqa: E402
+from heedful.launch.code.artifact import Artifact  # noqa: E402
+from heedful.launch.code.compiler import artifact  # noqa: E402
 from heedful.launch.foreign import ForeignLaunch, TensorMapParameter  # noqa: E402
-from heedful.launch.programs import program  # noqa: E402
-from heedful.launch.spec import Scalar  # noqa: E402
+from heedful.launch.program.programs import program  # noqa: E402
+from heedful.launch.program.spec import Scalar  # noqa: E402
 from support import wire  # noqa: E402
 
 BF16 = jnp.bfloat16

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from heedful.core.device import by_name
-from heedful.core.plan import plan
-from heedful.core.problem import AttentionProblem
+from heedful.core.base.device import by_name
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import plan
 from heedful.inspector.nvidia import NvidiaInspection, inspect_cubin
-from heedful.launch import compiler, programs
+from heedful.launch.code import compiler
 from heedful.launch.prebuild import compiling
-from heedful.launch.spec import KernelCall
+from heedful.launch.program import programs
+from heedful.launch.program.spec import KernelCall
 
 DEVICE = by_name("H200")
 slow = pytest.mark.slow

@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 
 import heedful
-from heedful.core.device import by_name
-from heedful.core.plan import plan
-from heedful.core.problem import AttentionProblem
-from heedful.launch import compiler, packs, record
-from heedful.launch.artifact import lay_out
+from heedful.core.base.device import by_name
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import plan
+from heedful.launch import record
+from heedful.launch.code import compiler, packs
+from heedful.launch.code.artifact import lay_out
 from heedful.launch.foreign import TensorMapParameter, describe
 from heedful.launch.prebuild import kernels, prebuild
-from heedful.launch.programs import program
+from heedful.launch.program.programs import program
 
 PROBLEM = AttentionProblem.dense(1, 128, 128, 8, head_dim=64, return_lse=True)
 
@@ -84,11 +85,11 @@ def test_a_foreign_launcher_gets_everything_with_no_framework_importable():
     code = (
         "import sys\n"
         "for name in ('torch', 'jax', 'numpy'): sys.modules[name] = None\n"
-        "from heedful.core.plan import plan\n"
-        "from heedful.core.problem import AttentionProblem\n"
-        "from heedful.core.device import by_name\n"
+        "from heedful.core.planning.plan import plan\n"
+        "from heedful.core.call.problem import AttentionProblem\n"
+        "from heedful.core.base.device import by_name\n"
         "from heedful.launch.foreign import describe\n"
-        "from heedful.launch.programs import program\n"
+        "from heedful.launch.program.programs import program\n"
         "chosen = plan(AttentionProblem.dense(1, 128, 128, 8, head_dim=64), by_name('H200'))\n"
         "(launch,) = describe(program(chosen, 'forward'), 'sm_90').launches\n"
         "print(launch.artifact.text[:8], launch.artifact.num_warps, launch.artifact.shared_bytes,"
@@ -135,7 +136,7 @@ def test_without_triton_only_packed_kernels_are_found(fresh, monkeypatch):
 def test_a_recorded_list_reads_back_as_it_was_written(fresh):
     chosen = plan(PROBLEM, by_name("H200"))
     made = program(chosen, "forward")
-    from heedful.launch.buffers import forward
+    from heedful.launch.program.buffers import forward
 
     with record.record(fresh / "list.json"):
         record.note(chosen, "forward", forward(PROBLEM))

@@ -155,7 +155,7 @@ def test_families_name_every_array_once():
 # Text of each file, and its files, of a checkout with other names, as a move leaves them.
 RENAMED = {
     "append_keys": "keys_by_another_name",
-    "heedful.core.device": "heedful.core.base.device",
+    "heedful.core.base.device": "heedful.core.facts.device",
     "heedful.launch.record": "heedful.launch.lists.entries",
     "bind import groups, portable_cache": (
         "bind import groups\nfrom heedful.launch.bind import caches as portable_cache"
@@ -163,7 +163,7 @@ RENAMED = {
     "bind import portable_cache": "bind import caches as portable_cache",
 }
 MOVED = {
-    "core/device.py": "core/base/device.py",
+    "core/base/device.py": "core/facts/device.py",
     "launch/record.py": "launch/lists/entries.py",
     "launch/bind/portable_cache.py": "launch/bind/caches.py",
 }

@@ -18,15 +18,15 @@ pytest.importorskip("triton")
 
 import triton
 
-from heedful.core.device import by_name
-from heedful.core.plan import plan
-from heedful.launch.programs import program
-from heedful.launch.spec import KernelCall, Pointer
-from heedful.launch.triton_compat import compile_kernel
+from heedful.core.base.device import by_name
+from heedful.core.planning.plan import plan
+from heedful.launch.code.triton_compat import compile_kernel
+from heedful.launch.program.programs import program
+from heedful.launch.program.spec import KernelCall, Pointer
 from machine_code.arrays import ARRAYS, portable_problem
 from machine_code.covering import deal, each_value
 from support import arrays
-from support.grids import in_turns
+from support.problems.grids import in_turns
 
 TARGETS = ("sm_90", "gfx942", "sm_80", "gfx950")
 OTHER_TARGETS = ("sm_86", "sm_89", "sm_100", "sm_120")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from emulated.snippets import kernel
+from emulated.helpers.snippets import kernel
 from heedful.emulator.command import main
 
 TRITON = """

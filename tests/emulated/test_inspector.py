@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from emulated.compiled import attention, names
-from emulated.snippets import kernel
-from heedful.core.device import by_name
-from heedful.core.plan import plan
-from heedful.core.problem import AttentionProblem
+from emulated.helpers.compiled import attention, names
+from emulated.helpers.snippets import kernel
+from heedful.core.base.device import by_name
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import plan
 from heedful.inspector import (
     NvidiaInspection,
     inspect,
@@ -24,7 +24,7 @@ from heedful.inspector import (
 )
 from heedful.inspector.command import main
 from heedful.inspector.nvidia import Instruction, hot_loop, measure, parse_sass
-from heedful.launch.programs import program
+from heedful.launch.program.programs import program
 
 LOOP = """
     s_mov_b32 s8, 4

@@ -1,0 +1,1 @@
+"""What tests share. May import all of the package."""

@@ -1,11 +1,11 @@
 """The kernels of covering arrays, as launches of this checkout."""
 
-from heedful.core.device import DeviceSpec, by_name
-from heedful.core.plan import plan
+from heedful.core.base.device import DeviceSpec, by_name
+from heedful.core.planning.plan import plan
 from heedful.launch.bind import portable_cache
 from heedful.launch.prebuild import compiling
-from heedful.launch.programs import program
-from heedful.launch.spec import KernelCall
+from heedful.launch.program.programs import program
+from heedful.launch.program.spec import KernelCall
 from machine_code.table import DEVICES, Array, Launched
 
 

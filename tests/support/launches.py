@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from support.standin import Launch, Map
+from support.runs.standin import Launch, Map
 
 # What a kernel does, by its function's name.
 _ROLES = {

@@ -1,8 +1,8 @@
-"""Traces of functions of whole numbers, for the tests of core/symbols.py."""
+"""Traces of functions of whole numbers, for the tests of core/base/symbols.py."""
 
 import operator
 
-from heedful.core.symbols import Trace
+from heedful.core.base.symbols import Trace
 
 # Every operator of whole numbers, both ways round, with what it is written as.
 BINARY = {

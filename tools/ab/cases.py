@@ -52,8 +52,8 @@ class Cell:
 
 
 def _group(group: str) -> Iterator[Cell]:
-    """A group of bench/cases.py."""
-    from heedful.bench import cases
+    """A group of bench/harness/cases.py."""
+    from heedful.bench.harness import cases
 
     for case in cases.cases(group):
         p, mask = case.problem, case.problem.mask

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from heedful.core.arrays import ArraySpec
-from heedful.core.problem import AttentionProblem
-from heedful.launch import buffers
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.call.problem import AttentionProblem
+from heedful.launch.program import buffers
 from heedful.launch.record import Entry
 from machine_code.covering import Factors, Row
 from machine_code.table import (

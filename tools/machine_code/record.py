@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from heedful.core.problem import AttentionProblem
-from heedful.emulator.asm import Operand, parse
+from heedful.core.call.problem import AttentionProblem
+from heedful.emulator.program.asm import Operand, parse
 from heedful.inspector import inspection, nvidia
 from heedful.inspector.resources import resources
 from heedful.launch.record import Entry

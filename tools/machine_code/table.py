@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from heedful.core.arrays import ArraySpec
-from heedful.core.mask import MaskSpec
-from heedful.core.problem import AttentionProblem
-from heedful.launch import buffers
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.call.mask import MaskSpec
+from heedful.core.call.problem import AttentionProblem
+from heedful.launch.program import buffers
 from heedful.launch.record import Entry
 from machine_code.covering import Factors, Row, cover
 

@@ -121,7 +121,7 @@ class Map:
             if wanted and not any(file.startswith(prefix) for prefix in wanted):
                 continue
             found.append(("plain", file))
-            if "support.interpreted" in (tree / file).read_text():
+            if "support.runs.interpreted" in (tree / file).read_text():
                 found.append(("interpreted", file))
         return found
 
@@ -206,7 +206,7 @@ def test_files(tree: Path) -> list[str]:
     return [
         str(path.relative_to(tree))
         for folder in FOLDERS
-        for path in sorted((tree / folder).glob("test_*.py"))
+        for path in sorted((tree / folder).rglob("test_*.py"))
     ]
 
 

@@ -42,7 +42,7 @@ class Server:
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
             "HEEDFUL_CACHE_DIR": str(cache),
-            # Each mode runs its own (tests/support/interpreted.py).
+            # Each mode runs its own (tests/support/runs/interpreted.py).
             "TEST_INTERPRETER_APART": "1",
         }
         if mode == "interpreted":

@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful import flash_attn_func, flash_attn_with_kvcache
-from heedful.bench import protocol, timing
+from heedful.bench.harness import protocol, timing
 
 SETS, ROUNDS = 256, 5
 # Calls after which the device is waited for: a full queue would hold up the next.

@@ -29,12 +29,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import heedful
 import heedful.jax
-from heedful.bench import protocol
-from heedful.bench.cases import Case, cases
-from heedful.bench.check import Checker
-from heedful.bench.exact import Results
-from heedful.bench.peers import Inputs, draw
-from heedful.bench.timing import ROUND_SECONDS, Spread, ratios
+from heedful.bench.harness import protocol
+from heedful.bench.harness.cases import Case, cases
+from heedful.bench.harness.check import Checker
+from heedful.bench.harness.exact import Results
+from heedful.bench.harness.peers import Inputs, draw
+from heedful.bench.harness.timing import ROUND_SECONDS, Spread, ratios
 
 MOST_CALLS = 6
 ROUNDS = 12  # twice as many as three ways have orders

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful import flash_attn_func, flash_attn_varlen_func
-from heedful.bench import protocol, timing
+from heedful.bench.harness import protocol, timing
 
 CALLS = 400
 # Of a length that is drawn; calls that show which cases there are come first.

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from heedful import flash_attn_varlen_func
-from heedful.bench import protocol
-from heedful.bench.caches import Drawn, Tensors
-from heedful.bench.cases import Case
-from heedful.bench.check import Parts
-from heedful.bench.peers import Inputs
-from heedful.bench.protocol import Row
-from heedful.core.mask import MaskSpec
-from heedful.core.problem import AttentionProblem
+from heedful.bench.harness import protocol
+from heedful.bench.harness.caches import Drawn, Tensors
+from heedful.bench.harness.cases import Case
+from heedful.bench.harness.check import Parts
+from heedful.bench.harness.peers import Inputs
+from heedful.bench.harness.protocol import Row
+from heedful.core.call.mask import MaskSpec
+from heedful.core.call.problem import AttentionProblem
 
 One = Callable[[], Tensor]
 # Of two calls the results of both.

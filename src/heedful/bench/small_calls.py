@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import heedful
-from heedful.bench import protocol
+from heedful.bench.harness import protocol
 
 ROUNDS = 20
 HEADS, DIM = 8, 64

@@ -1,4 +1,4 @@
-"""How long the Hopper forward takes with its keys in so many parts, for core/splits.py.
+"""How long the Hopper forward takes with its keys in so many parts, for core/planning/splits.py.
 
     python -m heedful.bench.splits OUT.csv [SECONDS]   # times shapes, no more than so many seconds
     python -m heedful.bench.splits --pack FOLDER       # compiles their kernels, on any machine
@@ -25,21 +25,21 @@ import torch
 from torch import Tensor
 
 from heedful import flash_attn_func
-from heedful.bench import protocol, timing
-from heedful.bench.cases import Case
-from heedful.bench.check import Parts
-from heedful.bench.peers import Inputs, draw
-from heedful.bench.protocol import in_words
-from heedful.bench.run import surroundings
-from heedful.core.device import DeviceSpec, by_name
-from heedful.core.plan import plan
-from heedful.core.problem import AttentionProblem
-from heedful.core.sizes import hopper_tiles, scheduler_of
-from heedful.core.splits import candidates
-from heedful.core.tiles import HopperForwardConfig
+from heedful.bench.harness import protocol, timing
+from heedful.bench.harness.cases import Case
+from heedful.bench.harness.check import Parts
+from heedful.bench.harness.peers import Inputs, draw
+from heedful.bench.harness.protocol import in_words
+from heedful.bench.harness.run import surroundings
+from heedful.core.base.device import DeviceSpec, by_name
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import plan
+from heedful.core.planning.sizes import hopper_tiles, scheduler_of
+from heedful.core.planning.splits import candidates
+from heedful.core.registry.tiles import HopperForwardConfig
 from heedful.launch.prebuild import compile_all, compiling, kernels
+from heedful.launch.program.spec import KernelCall
 from heedful.launch.record import Entry
-from heedful.launch.spec import KernelCall
 from heedful.reference.budget import allowed
 
 Call = Callable[[], Tensor]
@@ -67,7 +67,8 @@ class Shape(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """As core/splits.py has them: rows of a work tile, keys of a tile, rows of a position."""
+    """As core/planning/splits.py has them: rows of a work tile, keys of a tile, rows of a
+    position."""
 
     block_m: int
     block_n: int
@@ -378,8 +379,8 @@ def compile_first(wanted: list[Shape], spec: DeviceSpec, folder: Path | None) ->
     forwards = sum(call.kernel.function == "forward" for call, _ in found.values())
     compile_all(list(found.values()), os.cpu_count() or 1)
     if folder is not None:
-        from heedful.launch.compiler import artifact
-        from heedful.launch.packs import write_pack
+        from heedful.launch.code.compiler import artifact
+        from heedful.launch.code.packs import write_pack
 
         write_pack(folder, {key: artifact(*call) for key, call in found.items()}, {})
     taken = time.perf_counter() - start
@@ -391,7 +392,7 @@ def main() -> None:
     if given[:1] == ["--pack"]:
         say(compile_first(shapes(), DRAWN_FOR, Path(given[1])) + "\n")
         return
-    from heedful.torch.device import device_spec
+    from heedful.torch.base.device import device_spec
 
     start, seconds = time.perf_counter(), float(given[1]) if len(given) > 1 else SECONDS
     device = torch.device("cuda", torch.cuda.current_device())

@@ -24,15 +24,16 @@ import torch
 from torch import Tensor
 
 from heedful import dequantize_kv, flash_attn_varlen_func, flash_attn_with_kvcache, quantize_kv
-from heedful.bench import mixed, protocol
-from heedful.bench.caches import Drawn, Tensors
-from heedful.bench.cases import Case
-from heedful.bench.check import Parts
-from heedful.bench.peers import Inputs
-from heedful.bench.protocol import Row
-from heedful.bench.timing import Spread
-from heedful.core.mask import MaskSpec
-from heedful.core.problem import ITEM_BITS, AttentionProblem
+from heedful.bench import mixed
+from heedful.bench.harness import protocol
+from heedful.bench.harness.caches import Drawn, Tensors
+from heedful.bench.harness.cases import Case
+from heedful.bench.harness.check import Parts
+from heedful.bench.harness.peers import Inputs
+from heedful.bench.harness.protocol import Row
+from heedful.bench.harness.timing import Spread
+from heedful.core.call.mask import MaskSpec
+from heedful.core.call.problem import ITEM_BITS, AttentionProblem
 
 ROUNDS = 7
 Call = Callable[[], Tensor]
@@ -289,7 +290,7 @@ def reads(step: Step, device: torch.device) -> Iterator[tuple[str, Call]]:
     words = torch.ones(step.read_bytes() // 4, dtype=torch.float32, device=device)
     yield "torch.sum", lambda: torch.sum(words)
     if device.type == "cuda":
-        from heedful.bench.reader import read_words
+        from heedful.bench.harness.reader import read_words
 
         yield "Triton", lambda: read_words(words)
 

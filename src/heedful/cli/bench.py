@@ -7,13 +7,13 @@ import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from heedful.bench.cases import GROUPS, Case, cases
+from heedful.bench.harness.cases import GROUPS, Case, cases
 from heedful.cli.console import err, fail, out
 from heedful.cli.options import dtype_name
 
 if TYPE_CHECKING:
-    from heedful.bench.peers import Peer
-    from heedful.bench.run import Outcome
+    from heedful.bench.harness.peers import Peer
+    from heedful.bench.harness.run import Outcome
 
 
 def bench(
@@ -41,7 +41,7 @@ def bench(
     try:
         import torch
 
-        from heedful.bench import peers as peer_module
+        from heedful.bench.harness import peers as peer_module
     except ImportError as error:
         fail(f'bench needs {error.name}: pip install "heedful\\[cpu]", or \\[cuda]')
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -75,10 +75,10 @@ def _list(chosen: list[Case], peers: "dict[str, Peer]") -> None:
 
 def _compile_first(chosen: list[Case], named: "list[Peer] | None", where, jobs: int) -> None:
     """heedful's kernels of all cases, as they or the peers' names choose them, into the cache."""
-    from heedful.bench.peers import defaults
+    from heedful.bench.harness.peers import defaults
     from heedful.launch.prebuild import compile_all, kernels
     from heedful.launch.record import Entry
-    from heedful.torch.device import device_spec
+    from heedful.torch.base.device import device_spec
 
     spec, wanted = device_spec(where), {}
     for case in chosen:
@@ -100,9 +100,9 @@ def _compile_first(chosen: list[Case], named: "list[Peer] | None", where, jobs: 
 def _run(
     chosen: list[Case], named: "list[Peer] | None", where, rounds: int, base: str | None, json_lines
 ) -> "list[Outcome]":
-    from heedful.bench import report
-    from heedful.bench.peers import defaults
-    from heedful.bench.run import BASES, measure, records
+    from heedful.bench.harness import report
+    from heedful.bench.harness.peers import defaults
+    from heedful.bench.harness.run import BASES, measure, records
 
     outcomes = []
     bases = (base, *BASES) if base else BASES
@@ -123,8 +123,8 @@ def _run(
 
 
 def _report(outcomes: "list[Outcome]", where, png: Path | None) -> None:
-    from heedful.bench import report
-    from heedful.bench.run import surroundings
+    from heedful.bench.harness import report
+    from heedful.bench.harness.run import surroundings
 
     facts = surroundings(where)
     words = (

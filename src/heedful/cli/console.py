@@ -5,7 +5,7 @@ from typing import NoReturn
 import typer
 from rich.console import Console
 
-from heedful.core.capability import LEVELS
+from heedful.core.registry.capability import LEVELS
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)

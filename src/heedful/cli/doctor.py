@@ -7,14 +7,14 @@ from rich.markup import escape
 from rich.table import Table
 
 import heedful
-from heedful.bench import machine
+from heedful.bench.harness import machine
 from heedful.cli import matrix
 from heedful.cli.console import level_text, out
-from heedful.core import settings
-from heedful.core.capability import LEVELS, ROWS, KernelRow, Toolchain
-from heedful.core.device import MIB, DeviceSpec
-from heedful.core.problem import AttentionProblem
-from heedful.launch.folder import Folder
+from heedful.core.base import settings
+from heedful.core.base.device import MIB, DeviceSpec
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.registry.capability import LEVELS, ROWS, KernelRow, Toolchain
+from heedful.launch.code.folder import Folder
 
 _PACKAGES = ("torch", "triton", "jax", "jaxlib", "numpy")
 

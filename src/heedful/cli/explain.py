@@ -8,12 +8,12 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from heedful.bench import machine
+from heedful.bench.harness import machine
 from heedful.cli.console import fail, level_text, out
 from heedful.cli.options import ProblemOptions, with_problem
-from heedful.core.capability import Toolchain
-from heedful.core.device import DeviceSpec, by_name
-from heedful.core.plan import Plan, plan, words_of_sequences
+from heedful.core.base.device import DeviceSpec, by_name
+from heedful.core.planning.plan import Plan, plan, words_of_sequences
+from heedful.core.registry.capability import Toolchain
 
 
 @with_problem

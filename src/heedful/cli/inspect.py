@@ -8,8 +8,8 @@ from rich.markup import escape
 
 from heedful.cli.console import err, fail, out
 from heedful.cli.options import ProblemOptions, with_problem
-from heedful.core.device import by_name
-from heedful.core.plan import plan
+from heedful.core.base.device import by_name
+from heedful.core.planning.plan import plan
 
 
 @with_problem
@@ -30,12 +30,12 @@ def inspect(
 ) -> None:
     """Registers, spills, LDS, occupancy, instruction mix and hot-loop bound of a problem's kernels,
     beside each other and any other file of machine code. Compiles; needs no GPU."""
-    from heedful.emulator.asm import AsmError
+    from heedful.emulator.program.asm import AsmError
     from heedful.inspector import Inspection, command
     from heedful.inspector.tables import to_json
     from heedful.inspector.timeline import timeline_svg
     from heedful.launch.prebuild import compiling
-    from heedful.launch.programs import program
+    from heedful.launch.program.programs import program
 
     found = []
     try:

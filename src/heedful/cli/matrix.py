@@ -1,9 +1,9 @@
 """The support matrix, read off the capability rows: for the screen and for the documentation."""
 
-from heedful.core.capability import LEVELS, ROWS, KernelRow
-from heedful.core.device import KNOWN
-from heedful.core.gates import wider_keys_than_values
-from heedful.core.problem import FEATURES, MAX_HEAD_DIM_V
+from heedful.core.base.device import KNOWN
+from heedful.core.call.problem import FEATURES, MAX_HEAD_DIM_V
+from heedful.core.registry.capability import LEVELS, ROWS, KernelRow
+from heedful.core.registry.gates import wider_keys_than_values
 
 _SHORT = {
     "bfloat16": "bf16",
@@ -17,7 +17,7 @@ _SHORT = {
 _INTRODUCTION = """\
 # Support matrix
 
-Made from `heedful.core.capability` by `make docs`; a test keeps it in step.
+Made from `heedful.core.registry.capability` by `make docs`; a test keeps it in step.
 """
 
 

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from heedful.core.mask import MaskSpec
-from heedful.core.problem import ITEM_BITS, AttentionProblem
+from heedful.core.call.mask import MaskSpec
+from heedful.core.call.problem import ITEM_BITS, AttentionProblem
 
 DTYPES = {
     "bf16": "bfloat16",

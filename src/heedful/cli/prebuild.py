@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from heedful.cli.console import err, fail, out
-from heedful.core.device import by_name
+from heedful.core.base.device import by_name
 
 
 def prebuild(

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from heedful.cli import matrix
 from heedful.cli.console import level_text, out
-from heedful.core.capability import LEVELS, ROWS, backends
+from heedful.core.registry.capability import LEVELS, ROWS, backends
 
 
 def support(

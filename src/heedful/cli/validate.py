@@ -13,7 +13,7 @@ from rich.table import Table
 from heedful.cli.console import err, fail, out
 
 if TYPE_CHECKING:
-    from heedful.bench.run import Outcome
+    from heedful.bench.harness.run import Outcome
     from heedful.validation.run import Verdict
 
 
@@ -80,7 +80,7 @@ def _correctness(entries: list, names: list[str], where) -> "list[Verdict]":
 
 
 def _bench(names: list[str], where) -> "list[Outcome]":
-    from heedful.bench import report
+    from heedful.bench.harness import report
     from heedful.validation import run
 
     outcomes = []
@@ -127,7 +127,7 @@ def _cell(verdict: "Verdict") -> str:
 def _record(names: frozenset[str], where, passed: bool) -> str | None:
     """Writes or withdraws the record of the device; the file's path where one was written."""
     from heedful.launch import validations
-    from heedful.torch.device import device_spec
+    from heedful.torch.base.device import device_spec
     from heedful.validation import run
 
     spec = device_spec(where)
@@ -150,9 +150,9 @@ def _record(names: frozenset[str], where, passed: bool) -> str | None:
 def _write_report(path: Path, where, found, outcomes, complaints, recorded: str | None) -> None:
     from dataclasses import asdict
 
-    from heedful.bench.run import records, surroundings
+    from heedful.bench.harness.run import records, surroundings
     from heedful.launch.validations import sources
-    from heedful.torch.device import device_spec
+    from heedful.torch.base.device import device_spec
 
     facts = {
         **surroundings(where),

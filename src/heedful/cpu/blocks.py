@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
-from heedful.core.operands import Operands
-from heedful.core.problem import AttentionProblem
+from heedful.core.call.operands import Operands
+from heedful.core.call.problem import AttentionProblem
 from heedful.reference.sequences import Sequence, sequences
 
 

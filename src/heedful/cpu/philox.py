@@ -8,7 +8,7 @@ from collections import OrderedDict
 import numpy as np
 import torch
 
-from heedful.core import forks
+from heedful.core.base import forks
 from heedful.reference.philox import MULTIPLIERS, ROUNDS, WEYL, WORD, keep_threshold, key_words
 
 # Counters, of four scores each, that are worked on at a time: three arrays of two words each, in

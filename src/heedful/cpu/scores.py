@@ -9,9 +9,9 @@ import threading
 
 import torch
 
-from heedful.core.far import far_lse
-from heedful.core.operands import Operands
-from heedful.core.problem import AttentionProblem
+from heedful.core.base.far import far_lse
+from heedful.core.call.operands import Operands
+from heedful.core.call.problem import AttentionProblem
 from heedful.cpu.blocks import Block, Scratch, query_rows, whole_vectors
 from heedful.cpu.philox import keep_tile
 

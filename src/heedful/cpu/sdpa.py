@@ -1,7 +1,7 @@
 """torch's own attention, where it computes exactly what a call asks for.
 
 Plain and causal calls, with their gradients, and single queries over lengths of their own.
-`core.capability` says which problems these are. Its operators have fixed costs of a few
+`core.registry.capability` says which problems these are. Its operators have fixed costs of a few
 microseconds, and enter one parallel region each.
 """
 
@@ -10,9 +10,9 @@ import contextlib
 import torch
 import torch.nn.functional as F
 
-from heedful.core.far import far_lse
-from heedful.core.operands import Gradients, Operands
-from heedful.core.problem import AttentionProblem
+from heedful.core.base.far import far_lse
+from heedful.core.call.operands import Gradients, Operands
+from heedful.core.call.problem import AttentionProblem
 from heedful.cpu import tiled_backward, tiled_forward
 from heedful.cpu.tiled_forward import statistics
 from heedful.cpu.workers import for_each

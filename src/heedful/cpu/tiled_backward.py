@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
-from heedful.core.far import far_lse
-from heedful.core.operands import Gradients, Operands, own_shape
-from heedful.core.problem import AttentionProblem
+from heedful.core.base.far import far_lse
+from heedful.core.call.operands import Gradients, Operands, own_shape
+from heedful.core.call.problem import AttentionProblem
 from heedful.cpu import whole
 from heedful.cpu.blocks import (
     KEYS,

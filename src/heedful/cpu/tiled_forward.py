@@ -8,8 +8,8 @@ import threading
 
 import torch
 
-from heedful.core.operands import Operands
-from heedful.core.problem import AttentionProblem
+from heedful.core.call.operands import Operands
+from heedful.core.call.problem import AttentionProblem
 from heedful.cpu import whole
 from heedful.cpu.blocks import UNIT, Block, blocks, key_tiles, query_tiles, worth_threads
 from heedful.cpu.scores import Tiles, exp_

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from heedful.core.operands import Gradients, Operands
-from heedful.core.problem import AttentionProblem
+from heedful.core.call.operands import Gradients, Operands
+from heedful.core.call.problem import AttentionProblem
 from heedful.cpu import blocks, scores
 from heedful.cpu.philox import keep_tile
 from heedful.cpu.scores import TERMS

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from heedful.core import forks
+from heedful.core.base import forks
 
 Item = TypeVar("Item")
 State = TypeVar("State")

@@ -11,10 +11,10 @@ barriers that only some waves meet, and results that depend on the order of the 
     emulate(kernel, grid, args, schedule=["lockstep", "delay:each", "random:0-9"])
 """
 
-from heedful.emulator.asm import AsmError
 from heedful.emulator.launch import At, decode, emulate
+from heedful.emulator.machine.schedule import Delay, Random, RoundRobin, Schedule
+from heedful.emulator.program.asm import AsmError
 from heedful.emulator.report import KINDS, Finding, Report
-from heedful.emulator.schedule import Delay, Random, RoundRobin, Schedule
 from heedful.emulator.semantics import Unsupported
 
 __all__ = [

@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from heedful.emulator.asm import Program, parse
-from heedful.emulator.decoder import Code
-from heedful.emulator.machine import Machine
-from heedful.emulator.memory import GlobalMemory
-from heedful.emulator.races import GlobalRaces
+from heedful.emulator.checks.races import GlobalRaces
+from heedful.emulator.machine.memory import GlobalMemory
+from heedful.emulator.machine.schedule import Schedule, parse_schedule
+from heedful.emulator.machine.workgroups import Machine
+from heedful.emulator.program.asm import Program, parse
+from heedful.emulator.program.decoder import Code
 from heedful.emulator.report import KINDS, Report, Sink, Stop
-from heedful.emulator.schedule import Schedule, parse_schedule
 
 LDS_LIMIT = {"gfx942": 64 * 1024, "gfx950": 160 * 1024}
 # Waves executed together: enough to spread the cost of a NumPy call, few enough to stay in cache.

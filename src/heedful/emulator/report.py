@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from heedful.emulator.asm import Instruction, Program
+from heedful.emulator.program.asm import Instruction, Program
 
 # Every kind of finding and what it means. `checks` of emulate() names these.
 KINDS = {

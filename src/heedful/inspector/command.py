@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from heedful.emulator.asm import AsmError
+from heedful.emulator.program.asm import AsmError
 from heedful.inspector.inspection import Inspection, inspect
 from heedful.inspector.nvidia import NvidiaInspection, inspect_cubin, nvidia_rows
 from heedful.inspector.tables import align, segments_table, table, to_json
@@ -30,7 +30,7 @@ def of_artifact(artifact: Any, label: str = "", tiles: int = 1) -> Inspection | 
 def of_program(program: Any, arch: str) -> list[Inspection | NvidiaInspection]:
     """Inspect every kernel that a launch program runs (a Program of heedful.launch), compiled for
     `arch`; no GPU needed."""
-    from heedful.launch import compiler
+    from heedful.launch.code import compiler
 
     return [of_artifact(compiler.artifact(call, arch)) for call in program.calls]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from heedful.emulator.asm import Instruction, Program, parse
+from heedful.emulator.program.asm import Instruction, Program, parse
 from heedful.inspector.mix import Mix, measure
 from heedful.inspector.resources import Resources, resources
 

@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from heedful.emulator.asm import Instruction
-from heedful.emulator.dataflow import flow, is_dma
-from heedful.emulator.waitstates import Shape
+from heedful.emulator.checks.waitstates import Shape
+from heedful.emulator.program.asm import Instruction
+from heedful.emulator.program.dataflow import flow, is_dma
 
 _QUARTER_RATE = re.compile(
     r"v_(exp|log|rcp|rcp_iflag|rsq|sqrt|sin|cos)_f\d+|v_mul_(lo_u32|hi_[ui]32)|v_mad_[ui]64_[ui]32"

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from heedful.emulator.asm import Program
+from heedful.emulator.program.asm import Program
 
 # Per SIMD: 512 vector registers a lane (VGPR and AGPR together), 800 scalar ones, 8 waves.
 _VECTOR_REGISTERS, _VECTOR_GRANULE = 512, 8

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from heedful.emulator.asm import Instruction
-from heedful.emulator.dataflow import flow
-from heedful.emulator.waitstates import Shape
+from heedful.emulator.checks.waitstates import Shape
+from heedful.emulator.program.asm import Instruction
+from heedful.emulator.program.dataflow import flow
 from heedful.inspector.inspection import Inspection
 from heedful.inspector.mix import measure
 

@@ -3,11 +3,11 @@
 Nothing is written in place: `flash_attn_with_kvcache` returns the caches. Seeds are explicit.
 """
 
-from heedful.jax.api import flash_attn_func, flash_attn_varlen_func
-from heedful.jax.dot_product import dot_product_attention
-from heedful.jax.kvcache import flash_attn_with_kvcache
-from heedful.jax.merge import merge_attn_states
-from heedful.jax.quant import dequantize_kv, quantize_kv
+from heedful.jax.api.attention import flash_attn_func, flash_attn_varlen_func
+from heedful.jax.api.dot_product import dot_product_attention
+from heedful.jax.api.kvcache import flash_attn_with_kvcache
+from heedful.jax.api.merge import merge_attn_states
+from heedful.jax.operands.quant import dequantize_kv, quantize_kv
 
 __all__ = [
     "dequantize_kv",

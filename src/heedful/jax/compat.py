@@ -10,9 +10,9 @@ from jax import Array
 from jax import numpy as jnp
 from jax.typing import ArrayLike
 
-from heedful.core.describe import check_dtype, check_pair, check_shape
-from heedful.jax import api
-from heedful.jax.arrays import check_array, dtype_name
+from heedful.core.call.describe import check_dtype, check_pair, check_shape
+from heedful.jax.api import attention as api
+from heedful.jax.base.arrays import check_array, dtype_name
 
 
 def flash_attn_func(

@@ -6,10 +6,10 @@ code object and an ordered parameter list can use it.
 
 from dataclasses import dataclass
 
-from heedful.core.sizes import Workspace
-from heedful.launch.artifact import Artifact
-from heedful.launch.compiler import artifact
-from heedful.launch.spec import Pointer, Program, Scalar, TensorMap
+from heedful.core.planning.sizes import Workspace
+from heedful.launch.code.artifact import Artifact
+from heedful.launch.code.compiler import artifact
+from heedful.launch.program.spec import Pointer, Program, Scalar, TensorMap
 
 
 @dataclass(frozen=True, slots=True)

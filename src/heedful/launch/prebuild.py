@@ -7,16 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from heedful.core.capability import Toolchain
-from heedful.core.device import DeviceSpec
-from heedful.core.installed import numbers, triton_version
-from heedful.core.plan import Plan, plan
-from heedful.launch.artifact import Artifact
-from heedful.launch.identity import kernel_key
-from heedful.launch.packs import write_pack
-from heedful.launch.programs import program, step
+from heedful.core.base.device import DeviceSpec
+from heedful.core.base.installed import numbers, triton_version
+from heedful.core.planning.plan import Plan, plan
+from heedful.core.registry.capability import Toolchain
+from heedful.launch.code.artifact import Artifact
+from heedful.launch.code.identity import kernel_key
+from heedful.launch.code.packs import write_pack
+from heedful.launch.program.programs import program, step
+from heedful.launch.program.spec import KernelCall, Program
 from heedful.launch.record import Entry
-from heedful.launch.spec import KernelCall, Program
 
 
 def compiling() -> Toolchain:
@@ -103,6 +103,6 @@ def _compiled(
 
 
 def _compile(call: KernelCall, arch: str) -> Artifact:
-    from heedful.launch.compiler import artifact
+    from heedful.launch.code.compiler import artifact
 
     return artifact(call, arch)

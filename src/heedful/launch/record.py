@@ -3,7 +3,8 @@
 A list is JSON: {"format": 1, "problems": [{"problem": {...}, "direction": "forward",
 "buffers": {...} or null, "device": {...} or null}, ...]}. By hand, "problem" and perhaps
 "direction" are enough: what is left out is the default, arrays are contiguous. A "step" gives a
-cache new keys ahead of its forward (`launch.programs.step`); it has its "buffers" and "options".
+cache new keys ahead of its forward (`launch.program.programs.step`); it has its "buffers" and
+"options".
 """
 
 import json
@@ -14,13 +15,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from heedful.core.arrays import ArraySpec
-from heedful.core.device import DeviceSpec
-from heedful.core.forks import new_lock
-from heedful.core.mask import MaskSpec
-from heedful.core.parsed import parsed
-from heedful.core.plan import Plan
-from heedful.core.problem import AttentionProblem
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.base.device import DeviceSpec
+from heedful.core.base.forks import new_lock
+from heedful.core.base.parsed import parsed
+from heedful.core.call.mask import MaskSpec
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import Plan
 
 FORMAT = 1
 DIRECTIONS = ("forward", "backward", "step")

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import heedful
 import heedful.kernels
-from heedful.core import settings
-from heedful.core.device import DeviceSpec
-from heedful.core.parsed import parsed
-from heedful.launch import identity
-from heedful.launch.folder import Folder
+from heedful.core.base import settings
+from heedful.core.base.device import DeviceSpec
+from heedful.core.base.parsed import parsed
+from heedful.launch.code import identity
+from heedful.launch.code.folder import Folder
 
 log = logging.getLogger("heedful.validation")
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from heedful.core.operands import Operands
-from heedful.core.problem import AttentionProblem
+from heedful.core.call.operands import Operands
+from heedful.core.call.problem import AttentionProblem
 from heedful.reference import eager, oracle
 from heedful.reference.convert import as_numpy, operands_as_numpy
 

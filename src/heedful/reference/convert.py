@@ -5,7 +5,7 @@ from typing import overload
 import numpy as np
 import torch
 
-from heedful.core.operands import Operands
+from heedful.core.call.operands import Operands
 
 
 @overload

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from heedful.core.far import far_lse
-from heedful.core.operands import Gradients, Operands, own_shape
-from heedful.core.problem import AttentionProblem
+from heedful.core.base.far import far_lse
+from heedful.core.call.operands import Gradients, Operands, own_shape
+from heedful.core.call.problem import AttentionProblem
 from heedful.reference import oracle
 from heedful.reference.convert import as_numpy
 from heedful.reference.philox import keep_mask, keep_scale

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from heedful.core.operands import Gradients, Operands, own_shape
-from heedful.core.problem import AttentionProblem
+from heedful.core.call.operands import Gradients, Operands, own_shape
+from heedful.core.call.problem import AttentionProblem
 from heedful.reference.philox import keep_mask, keep_scale
 from heedful.reference.quant import dequantize, unpack_int4
 from heedful.reference.sequences import Sequence, sequences

@@ -6,7 +6,7 @@ int4 packs two values a byte, two's complement, the even one in the low nibble.
 
 import numpy as np
 
-from heedful.core.quant import QUANT_MAX
+from heedful.core.call.quant import QUANT_MAX
 
 
 def unpack_int4(packed: np.ndarray) -> np.ndarray:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from heedful.core.operands import Operands
-from heedful.core.problem import AttentionProblem
+from heedful.core.call.operands import Operands
+from heedful.core.call.problem import AttentionProblem
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,16 @@
 """Attention for PyTorch."""
 
-from heedful.torch.api import flash_attn_func, flash_attn_varlen_func
-from heedful.torch.explaining import explain
-from heedful.torch.kvcache import flash_attn_with_kvcache
-from heedful.torch.merge import merge_attn_states
-from heedful.torch.packed import (
+from heedful.torch.api.attention import flash_attn_func, flash_attn_varlen_func
+from heedful.torch.api.explaining import explain
+from heedful.torch.api.kvcache import flash_attn_with_kvcache
+from heedful.torch.api.merge import merge_attn_states
+from heedful.torch.api.packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from heedful.torch.quant import dequantize_kv, quantize_kv
+from heedful.torch.operands.quant import dequantize_kv, quantize_kv
 
 __all__ = [
     "dequantize_kv",

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from heedful.core.mask import MaskSpec
-from heedful.core.operands import Operands
-from heedful.core.problem import AttentionProblem, default_out_dtype
+from heedful.core.call.mask import MaskSpec
+from heedful.core.call.operands import Operands
+from heedful.core.call.problem import AttentionProblem, default_out_dtype
 
 _DTYPES = ("bfloat16", "float16", "float32")
 # Each GPU multiplies one of them; its kernels leave the other out.

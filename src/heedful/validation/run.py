@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from heedful.bench.cases import Case
-from heedful.bench.peers import find
-from heedful.bench.run import Outcome, measure
-from heedful.core import capability
-from heedful.core.plan import plan
-from heedful.core.problem import AttentionProblem
+from heedful.bench.harness.cases import Case
+from heedful.bench.harness.peers import find
+from heedful.bench.harness.run import Outcome, measure
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import plan
+from heedful.core.registry import capability
 from heedful.reference.budget import (
     DRAWS,
     Error,
@@ -22,8 +22,8 @@ from heedful.reference.budget import (
     twin_results,
 )
 from heedful.reference.convert import as_numpy
-from heedful.torch import backends
-from heedful.torch.device import device_spec, toolchain
+from heedful.torch.base.device import device_spec, toolchain
+from heedful.torch.eager import backends
 from heedful.validation.grid import Built, Entry, build
 
 

@@ -2,7 +2,7 @@
 instruction up.
 """
 
-from heedful.emulator.asm import Instruction
+from heedful.emulator.program.asm import Instruction
 from heedful.emulator.semantics import (  # noqa: F401 - each import registers a family
     control,
     lanes,

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from heedful.emulator.asm import EXEC, VCC, Instruction
 from heedful.emulator.floats import U64
+from heedful.emulator.program.asm import EXEC, VCC, Instruction
 from heedful.emulator.semantics.table import Context, Run, semantics
 
 # What a control instruction returns to the scheduler; a branch returns its flags instead.

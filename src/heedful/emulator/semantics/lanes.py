@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from heedful.emulator.asm import Instruction
 from heedful.emulator.floats import U32
+from heedful.emulator.program.asm import Instruction
 from heedful.emulator.semantics.table import Context, Run, semantics
 
 _LANE = np.arange(64)

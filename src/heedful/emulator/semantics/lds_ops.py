@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from heedful.emulator.asm import Instruction
 from heedful.emulator.floats import I64, U8, U16, U32
+from heedful.emulator.program.asm import Instruction
 from heedful.emulator.semantics.small import ATOMICS, read_register, write_register
 from heedful.emulator.semantics.table import Context, Run, Unsupported, semantics
 

@@ -10,8 +10,8 @@ import re
 
 import numpy as np
 
-from heedful.emulator.asm import Instruction, Operand
 from heedful.emulator.floats import F16, F32, F64, FP4, FP8, I8, I32, U8, U16, U32
+from heedful.emulator.program.asm import Instruction, Operand
 from heedful.emulator.semantics.table import TABLE, Context, Run, Unsupported
 
 _NAME = re.compile(r"v_mfma_(scale_)?(f32|i32|f64)_(\d+)x(\d+)x(\d+)_?(\w+)")

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from heedful.emulator.asm import Instruction, Operand
 from heedful.emulator.floats import F16, F32, F64, I16, I32, I64, U16, U32, U64, flush
+from heedful.emulator.program.asm import Instruction, Operand
 from heedful.emulator.semantics.table import Context, Run, Unsupported
 
 if TYPE_CHECKING:
-    from heedful.emulator.state import Batch
+    from heedful.emulator.machine.state import Batch
 
 Get = Callable[["Batch"], Any]
 Put = Callable[["Batch", Any], None]

@@ -4,8 +4,8 @@ import re
 
 import numpy as np
 
-from heedful.emulator.asm import EXEC, Instruction, Operand
 from heedful.emulator.floats import I32, I64, U32, U64
+from heedful.emulator.program.asm import EXEC, Instruction, Operand
 from heedful.emulator.semantics.table import Context, Run, Unsupported, semantics
 
 _31, _63 = U32(31), U64(63)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from heedful.emulator.asm import Instruction, Operand, Program
-from heedful.emulator.state import Constants
+from heedful.emulator.machine.state import Constants
+from heedful.emulator.program.asm import Instruction, Operand, Program
 
 if TYPE_CHECKING:
-    from heedful.emulator.state import Batch
+    from heedful.emulator.machine.state import Batch
 
 # Executes one instruction for a batch. What a control instruction returns is for the scheduler.
 Run = Callable[["Batch"], object]

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from heedful.emulator.asm import EXEC, Instruction
 from heedful.emulator.floats import U32
+from heedful.emulator.program.asm import EXEC, Instruction
 from heedful.emulator.semantics.operands import source
 from heedful.emulator.semantics.table import Context, Run, semantics
 

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from heedful.emulator.asm import Instruction
 from heedful.emulator.floats import (
     F16,
     F32,
@@ -18,6 +17,7 @@ from heedful.emulator.floats import (
     f16_bits_rtz,
     fp8_bits,
 )
+from heedful.emulator.program.asm import Instruction
 from heedful.emulator.semantics.operands import destination, source, vector_op
 from heedful.emulator.semantics.table import Context, Run, Unsupported, semantics
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from heedful.emulator.asm import VCC, Instruction
 from heedful.emulator.floats import F16, F32, F64, I32, U32, flush, fma32
+from heedful.emulator.program.asm import VCC, Instruction
 from heedful.emulator.semantics.operands import destination, source, vector_op
 from heedful.emulator.semantics.table import Context, Run, semantics
 

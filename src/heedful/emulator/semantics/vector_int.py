@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from heedful.emulator.asm import Instruction
 from heedful.emulator.floats import I32, I64, U8, U16, U32, U64
+from heedful.emulator.program.asm import Instruction
 from heedful.emulator.semantics.operands import destination, source, vector_op
 from heedful.emulator.semantics.table import Context, Run, Unsupported, semantics
 

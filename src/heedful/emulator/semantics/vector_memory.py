@@ -6,9 +6,9 @@ import re
 
 import numpy as np
 
-from heedful.emulator.asm import M0, Instruction
 from heedful.emulator.floats import I64, U64
-from heedful.emulator.outstanding import Entry
+from heedful.emulator.machine.outstanding import Entry
+from heedful.emulator.program.asm import M0, Instruction
 from heedful.emulator.semantics.small import (
     ATOMICS,
     WIDTH,

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from heedful.emulator.asm import Instruction
 from heedful.emulator.floats import F16, F32, F64, I16, U16, U32, bf16_bits, flush, fma32
+from heedful.emulator.program.asm import Instruction
 from heedful.emulator.semantics.operands import source
 from heedful.emulator.semantics.table import Context, Run, Unsupported, semantics
 

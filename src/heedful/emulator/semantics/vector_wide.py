@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from heedful.emulator.asm import VCC, Instruction
 from heedful.emulator.floats import F32, I64, U32, U64
+from heedful.emulator.program.asm import VCC, Instruction
 from heedful.emulator.semantics.operands import destination, is_plain, source, vector_op
 from heedful.emulator.semantics.table import Context, Run, semantics
 

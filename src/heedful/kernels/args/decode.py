@@ -25,7 +25,7 @@ class DecodeMerge(NamedTuple):
 
 
 class DecodeWork(NamedTuple):
-    """How work is dealt out, see portable/decode_work.py. splits: parts of a tile's keys, or None
+    """How work is dealt out, see portable/decode/work.py. splits: parts of a tile's keys, or None
     where programs share all keys evenly; tiles: of rows of a KV head; least: key tiles of a
     share. short_q: packed sequences of more queries are another kernel's; None: there is no other.
 
@@ -51,8 +51,8 @@ class DecodeTile(NamedTuple):
     """VALUES: stored values of a 16-bit word of the cache: 1, 2 (8 bits each) or 4. A row of keys
     or values is SLICES of BLOCK words, each a product of its own: several where each has its own
     scale. ROWS: a power of two that a tile's rows are within. CONVERSION: how stored values
-    become numbers (decode_cache.py). V_IN_K: values are the first HEAD_DIM_V of each row of keys,
-    BLOCK_D words, and are loaded as such alone."""
+    become numbers (portable/decode/cache.py). V_IN_K: values are the first HEAD_DIM_V of each row
+    of keys, BLOCK_D words, and are loaded as such alone."""
 
     HEAD_DIM: Const
     HEAD_DIM_V: Const
@@ -69,7 +69,7 @@ class DecodeTile(NamedTuple):
 
 
 class DecodeAppend(NamedTuple):
-    """New rows that go into the cache ahead of attention, see portable/decode_append.py, as many of
+    """New rows that go into the cache ahead of attention, see portable/decode/append.py, as many of
     each sequence as `Sequences` says; keys and queries are rotated if there are rotary tables.
 
     What is written stands last: there alone a launch of JAX can have it as an operand, too. io:

@@ -10,9 +10,9 @@ from heedful.kernels.args.shared import Dropout, Mask, Sequences
 class HopperBackwardIO(NamedTuple):
     """q, k, v, dout, dk and dv are tensor maps. lse_log2: what a row's logits in base 2 are less
     by, with the scale of probabilities. delta and dout_scale, of rows far from 0 alone
-    (`hopper.backward_far_rows`), lie as it does. dq_accum: sums of dq, with
+    (`hopper.backward.far_rows`), lie as it does. dq_accum: sums of dq, with
     the scale of probabilities and without that of scores, in tiles of BLOCK_M rows, see
-    `hopper.backward_sums`."""
+    `hopper.backward.dq.sums`."""
 
     q: In[Ptr]
     k: In[Ptr]
@@ -43,7 +43,7 @@ class HopperBackwardOrder(NamedTuple):
     each. turns: of every tile of queries in dq_accum, how many key tiles have been added to it;
     None where their order is free. splits: parts in which the visits of a key tile are split, work
     tiles of their own. partials: dV and dK of each split, KV head and 64 keys, in the order of
-    `hopper.backward_sums`; partial_rows: keys of a head in them, those of every sequence rounded
+    `hopper.backward.dq.sums`; partial_rows: keys of a head in them, those of every sequence rounded
     up to tiles. All None if not split."""
 
     tiles: Num

@@ -57,7 +57,7 @@ class HopperDecodeParams(NamedTuple):
 
 
 class HopperDecodeAppend(NamedTuple):
-    """New rows that go into the cache ahead of attention, see hopper/decode_append.py, as many of
+    """New rows that go into the cache ahead of attention, see hopper/decode/append.py, as many of
     each sequence as `Sequences` says; keys and queries are rotated if there are rotary tables.
 
     What is written stands last: there alone a launch of JAX can have it as an operand, too. io:

@@ -147,7 +147,7 @@ class GroupScale(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """How new values are stored: as `STORAGE` (core/quant.py), of which LIMIT is the largest
+    """How new values are stored: as `STORAGE` (core/call/quant.py), of which LIMIT is the largest
     magnitude, over scales of heads, which are given, or of groups of GROUP values, which are
     written: k_groups, v_groups."""
 

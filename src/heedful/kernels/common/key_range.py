@@ -1,4 +1,4 @@
-"""Which keys the queries of a tile see, as `core.mask.MaskSpec.key_range` has them.
+"""Which keys the queries of a tile see, as `core.call.mask.MaskSpec.key_range` has them.
 
 A row sees keys [start, stop), and leading keys below `first`. Over rows both bounds grow by one a
 row, so that the first and the last row of a tile bound all.

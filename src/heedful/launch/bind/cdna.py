@@ -2,14 +2,14 @@
 
 import math
 
-from heedful.core.arrays import ArraySpec, item_bytes
-from heedful.core.plan import Plan
-from heedful.core.problem import AttentionProblem
-from heedful.core.sizes import Sizes
+from heedful.core.base.arrays import ArraySpec, item_bytes
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import Plan
+from heedful.core.planning.sizes import Sizes
 from heedful.kernels.args.shared import ForwardIO, TileOrder
 from heedful.launch.bind import groups, portable
 from heedful.launch.bind.groups import Buffers
-from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
+from heedful.launch.program.spec import KernelCall, KernelRef, Program, Scalar
 
 GENERATIONS = {"gfx942": 3, "gfx950": 4}
 

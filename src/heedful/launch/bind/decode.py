@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from heedful.core.arrays import ArraySpec
-from heedful.core.plan import Plan
-from heedful.core.problem import ITEM_BITS, AttentionProblem
-from heedful.core.sizes import Sizes
-from heedful.core.splits import asked_splits
-from heedful.core.tiles import MERGE_ROWS, DecodeConfig, SharedKeysConfig, pow2
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.call.problem import ITEM_BITS, AttentionProblem
+from heedful.core.planning.plan import Plan
+from heedful.core.planning.sizes import Sizes
+from heedful.core.planning.splits import asked_splits
+from heedful.core.registry.tiles import MERGE_ROWS, DecodeConfig, SharedKeysConfig, pow2
 from heedful.kernels.args.decode import DecodeAppend, DecodeMerge, DecodeTile, DecodeWork
 from heedful.kernels.args.shared import ForwardIO, KVLayout
 from heedful.launch.bind import groups, portable_cache
@@ -19,7 +19,7 @@ from heedful.launch.bind.portable import (
     kernel_call,
     shared_divisor,
 )
-from heedful.launch.spec import KernelCall, Program, Scalar, absent
+from heedful.launch.program.spec import KernelCall, Program, Scalar, absent
 
 # One query of four heads, the most common step.
 FEWEST_ROWS = 4
@@ -41,7 +41,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
 
 
 def step(plan: Plan, buffers: Buffers, interleaved: bool, position0: int) -> Program:
-    """The forward, whose kernel appends and rotates first: see `launch.programs.step`."""
+    """The forward, whose kernel appends and rotates first: see `launch.program.programs.step`."""
     sizes, config = plan.sizes(), plan.configs["decode.forward"]
     assert isinstance(config, DecodeConfig)
     given, append, names = appending(plan, buffers, interleaved, position0)
@@ -87,7 +87,7 @@ def decode_call(
     launch = sizes.launches["decode.forward"]
     divisor = shared_divisor(buffers, ("q", "k", "v", "out"))
     call = kernel_call(
-        "decode.decode",
+        "decode.kernel.decode",
         launch.grid,
         config,
         io=ForwardIO(

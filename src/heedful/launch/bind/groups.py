@@ -6,12 +6,12 @@ Operands that a call lacks, and their strides, are None.
 
 from collections.abc import Mapping
 
-from heedful.core.arrays import ArraySpec
-from heedful.core.numbers import FAR
-from heedful.core.problem import AttentionProblem
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.base.numbers import FAR
+from heedful.core.call.problem import AttentionProblem
 from heedful.kernels.args import kinds, shared
 from heedful.kernels.args.portable import Rotary
-from heedful.launch.spec import Pointer, Scalar, absent
+from heedful.launch.program.spec import Pointer, Scalar, absent
 
 Buffers = Mapping[str, ArraySpec]
 

@@ -1,13 +1,13 @@
 """Programs of the Hopper forward for 16-bit inputs."""
 
-from heedful.core.plan import Plan
-from heedful.core.problem import AttentionProblem
-from heedful.core.sizes import Sizes
-from heedful.core.tiles import CONSUMER_ROWS, HopperForwardConfig, tile_dim
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import Plan
+from heedful.core.planning.sizes import Sizes
+from heedful.core.registry.tiles import CONSUMER_ROWS, HopperForwardConfig, tile_dim
 from heedful.launch.bind import hopper_groups, portable
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers
-from heedful.launch.spec import KernelCall, KernelRef, Program, TensorMap
+from heedful.launch.program.spec import KernelCall, KernelRef, Program, TensorMap
 
 SWIZZLE = maps.SWIZZLE_BYTES // 2  # elements that one swizzled row of shared memory holds
 
@@ -50,7 +50,7 @@ def _forward_call(
         "transpose": None,
         "BEGINS_EARLY": begins_early,
     }
-    ref = KernelRef("heedful.kernels.hopper.forward", "forward", "gluon")
+    ref = KernelRef("heedful.kernels.hopper.forward.kernel", "forward", "gluon")
     options = {"num_warps": 4}
     return KernelCall(ref, launch.grid, parameters, options, programmatic=begins_early)
 

@@ -1,10 +1,10 @@
 """Programs of the Hopper backward: delta and cleared sums of dQ, then dK, dV and those sums, then
 dQ from them."""
 
-from heedful.core.plan import Plan
-from heedful.core.problem import AttentionProblem
-from heedful.core.sizes import Sizes
-from heedful.core.tiles import (
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import Plan
+from heedful.core.planning.sizes import Sizes
+from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
     VARLEN_SCHEDULER,
     HopperBackwardConfig,
@@ -28,10 +28,17 @@ from heedful.kernels.args.shared import Tile
 from heedful.launch.bind import groups, hopper_groups, portable
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, number, pointer
-from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
+from heedful.launch.program.spec import KernelCall, KernelRef, Program, Scalar
 
 # Of the kernels that go by rows: what they read and write once is all that counts.
 _ROWS_WARPS = 4
+_MODULES = {
+    "backward_prologue": "prologue",
+    "backward": "kernel",
+    "backward_pair": "pair",
+    "backward_wide": "wide",
+    "backward_epilogue": "dq.epilogue",
+}
 # Rows and keys by which far rows are made anew, and registers that near rows need: few calls have
 # far ones, and nobody else is to wait because fewer programs are at work at once.
 _FAR_BLOCK = 16
@@ -68,12 +75,17 @@ def _rows_call(
 ) -> KernelCall:
     """A kernel that goes by tiles of rows. registers: that a thread may have, at most."""
     launch = launch_sizes.launches[f"hopper.backward_{name}"]
-    ref = KernelRef(f"heedful.kernels.hopper.backward_{name}", f"backward_{name}")
+    ref = _kernel(f"backward_{name}")
     parameters |= {count: Scalar(value) for count, value in launch.numbers.items()}
     options = {"num_warps": _ROWS_WARPS}
     if registers is not None:
         options["maxnreg"] = registers
     return KernelCall(ref, launch.grid, parameters, options, programmatic=programmatic)
+
+
+def _kernel(function: str, dialect: str = "triton") -> KernelRef:
+    module = f"heedful.kernels.hopper.backward.{_MODULES[function]}"
+    return KernelRef(module, function, dialect)
 
 
 def _sizes(problem: AttentionProblem, buffers: Buffers) -> HopperBackwardSizes:
@@ -116,7 +128,7 @@ def _schedule_call(
         "DIM": problem.head_dim,
         "BLOCK_E": pow2(problem.head_dim),
     }
-    ref = KernelRef("heedful.kernels.hopper.varlen_scheduler", "schedule_varlen_tiles")
+    ref = KernelRef("heedful.kernels.hopper.sm90.varlen_scheduler", "schedule_varlen_tiles")
     return KernelCall(ref, launch.grid, parameters, {"num_warps": VARLEN_SCHEDULER.num_warps})
 
 
@@ -262,5 +274,5 @@ def _backward_call(
             ),
         ),
     }
-    ref = KernelRef(f"heedful.kernels.hopper.{config.kernel}", config.kernel, "gluon")
+    ref = _kernel(config.kernel, "gluon")
     return KernelCall(ref, launch.grid, parameters, {"num_warps": 4}, programmatic=True)

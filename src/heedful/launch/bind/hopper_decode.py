@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from heedful.core.plan import Plan
-from heedful.core.problem import AttentionProblem
-from heedful.core.sizes import LEAST_COLUMNS, Sizes
-from heedful.core.tiles import (
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import Plan
+from heedful.core.planning.sizes import LEAST_COLUMNS, Sizes
+from heedful.core.registry.tiles import (
     HOPPER_MERGE_ROWS,
     HopperDecodeConfig,
     MlaConfig,
@@ -30,9 +30,10 @@ from heedful.launch.bind.groups import Buffers, pointer
 from heedful.launch.bind.hopper import key_map
 from heedful.launch.bind.hopper_groups import kv_rows
 from heedful.launch.bind.portable import shared_divisor
-from heedful.launch.spec import KernelCall, KernelRef, Program, absent
+from heedful.launch.program.spec import KernelCall, KernelRef, Program, absent
 
 KERNEL = "hopper_decode.forward"
+_MODULES = {"decode": "decode.kernel", "mla": "mla.kernel", "mla_swap_ab": "mla.swap_ab"}
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -44,7 +45,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
 
 
 def step(plan: Plan, buffers: Buffers, interleaved: bool, position0: int) -> Program:
-    """The forward, whose kernel appends and rotates first: see `launch.programs.step`."""
+    """The forward, whose kernel appends and rotates first: see `launch.program.programs.step`."""
     sizes = plan.sizes()
     given, append, names = appending(plan, buffers, interleaved, position0)
     given |= {w.name: w.buffer for w in sizes.workspaces}
@@ -121,8 +122,8 @@ def shared_keys_call(
     problem: AttentionProblem,
     config: HopperDecodeConfig | MlaConfig | MlaSwapConfig,
 ) -> KernelCall:
-    """The launch of such a kernel, of the module of its name."""
-    ref = KernelRef(f"heedful.kernels.hopper.{kernel}", kernel, "gluon")
+    """The launch of such a kernel, in kernels/hopper."""
+    ref = KernelRef(f"heedful.kernels.hopper.{_MODULES[kernel]}", kernel, "gluon")
     # Where all merge each other's parts they wait for each other.
     waits = bool(config.merge) and problem.num_splits != 1
     options = {"num_warps": config.num_warps}

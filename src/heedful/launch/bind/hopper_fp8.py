@@ -1,10 +1,10 @@
 """Programs of the Hopper fp8 forward: V is transposed into scratch, then attention runs over it."""
 
-from heedful.core.plan import Plan
-from heedful.core.problem import AttentionProblem
-from heedful.core.sizes import LaunchSizes, Sizes
-from heedful.core.symbols import larger
-from heedful.core.tiles import (
+from heedful.core.base.symbols import larger
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import Plan
+from heedful.core.planning.sizes import LaunchSizes, Sizes
+from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
     TRANSPOSE_SEQUENCES,
     V_T_DIMS,
@@ -17,7 +17,7 @@ from heedful.kernels.args.kinds import Rows
 from heedful.launch.bind import groups, hopper_groups
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, pointer, stride
-from heedful.launch.spec import KernelCall, KernelRef, Pointer, Program, Scalar, TensorMap
+from heedful.launch.program.spec import KernelCall, KernelRef, Pointer, Program, Scalar, TensorMap
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
@@ -58,7 +58,7 @@ def _transpose_call(problem: AttentionProblem, launch: LaunchSizes, buffers: Buf
         "BLOCK_E": tile_dim(problem.head_dim_v),
         "BLOCK_B": TRANSPOSE_SEQUENCES,
     }
-    ref = KernelRef("heedful.kernels.hopper.transpose_v_kernel", "transpose_v")
+    ref = KernelRef("heedful.kernels.hopper.fp8.transpose_v_kernel", "transpose_v")
     return KernelCall(ref, launch.grid, parameters, {"num_warps": 4})
 
 
@@ -77,7 +77,7 @@ def _forward_call(
         "transpose": _transpose(problem, launch, buffers) if config.transposes_v else None,
         "BEGINS_EARLY": False,
     }
-    ref = KernelRef("heedful.kernels.hopper.forward", "forward", "gluon")
+    ref = KernelRef("heedful.kernels.hopper.forward.kernel", "forward", "gluon")
     return KernelCall(ref, launch.grid, parameters, {"num_warps": 4})
 
 

@@ -4,10 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from heedful.core.arrays import item_bytes
-from heedful.core.problem import AttentionProblem
-from heedful.core.sizes import LaunchSizes, Sizes, work_heads
-from heedful.core.tiles import (
+from heedful.core.base.arrays import item_bytes
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.sizes import LaunchSizes, Sizes, work_heads
+from heedful.core.registry.tiles import (
     CONSUMER_ROWS,
     VARLEN_SCHEDULER,
     HopperConfig,
@@ -20,7 +20,7 @@ from heedful.kernels.args.kinds import ScoreArray
 from heedful.launch.bind import groups
 from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, number, pointer, stride
-from heedful.launch.spec import KernelCall, KernelRef, Scalar, TensorMap
+from heedful.launch.program.spec import KernelCall, KernelRef, Scalar, TensorMap
 
 
 def io(found: Mapping[str, TensorMap], buffers: Buffers, lse: str) -> args.HopperIO:
@@ -222,5 +222,5 @@ def varlen_call(
         "DIM": problem.head_dim_v,
         "BLOCK_E": pow2(problem.head_dim_v),
     }
-    ref = KernelRef("heedful.kernels.hopper.varlen_scheduler", "schedule_varlen_tiles")
+    ref = KernelRef("heedful.kernels.hopper.sm90.varlen_scheduler", "schedule_varlen_tiles")
     return KernelCall(ref, launch.grid, parameters, {"num_warps": VARLEN_SCHEDULER.num_warps})

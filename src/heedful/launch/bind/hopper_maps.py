@@ -6,10 +6,10 @@ to read as zeros and never to be written, from one map for all: see `packed_map`
 
 from collections.abc import Mapping
 
-from heedful.core.arrays import ArraySpec, item_bytes
-from heedful.core.symbols import if_above
-from heedful.core.tiles import CONSUMER_ROWS
-from heedful.launch.spec import TensorMap as Map
+from heedful.core.base.arrays import ArraySpec, item_bytes
+from heedful.core.base.symbols import if_above
+from heedful.core.registry.tiles import CONSUMER_ROWS
+from heedful.launch.program.spec import TensorMap as Map
 
 SWIZZLE_BYTES = 128  # one swizzled row of shared memory
 # What TMA wants strides to be multiples of, those of dims of one element too.

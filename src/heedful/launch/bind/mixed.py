@@ -5,12 +5,12 @@ The decode kernel is first: whoever ends early leaves its place to a program of 
 tiles are drawn. It also has the L2 to itself, without lines that the forward wrote.
 """
 
-from heedful.core.plan import Plan
-from heedful.core.problem import AttentionProblem
-from heedful.core.tiles import DecodeConfig
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import Plan
+from heedful.core.registry.tiles import DecodeConfig
 from heedful.launch.bind import decode, hopper, hopper_decode
 from heedful.launch.bind.groups import Buffers
-from heedful.launch.spec import Program
+from heedful.launch.program.spec import Program
 
 
 def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:

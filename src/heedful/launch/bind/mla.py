@@ -1,9 +1,9 @@
 """Programs of the MLA decode."""
 
-from heedful.core.plan import Plan
-from heedful.core.problem import AttentionProblem
-from heedful.core.sizes import Sizes
-from heedful.core.tiles import HOPPER_MERGE_ROWS, MlaConfig
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import Plan
+from heedful.core.planning.sizes import Sizes
+from heedful.core.registry.tiles import HOPPER_MERGE_ROWS, MlaConfig
 from heedful.kernels.args.hopper import KVRows
 from heedful.kernels.args.mla import MlaIO, MlaTile
 from heedful.launch.bind import groups
@@ -13,7 +13,7 @@ from heedful.launch.bind.groups import Buffers, pointer
 from heedful.launch.bind.hopper import SWIZZLE, key_map
 from heedful.launch.bind.hopper_decode import shared_keys_call, shared_params
 from heedful.launch.bind.portable import shared_divisor
-from heedful.launch.spec import KernelCall, Program, Scalar
+from heedful.launch.program.spec import KernelCall, Program, Scalar
 
 CONSUMERS = 2
 BLOCK_KEYS = 64  # of a consumer

@@ -1,14 +1,14 @@
 """Programs of the MLA decode of few rows."""
 
-from heedful.core.plan import Plan
-from heedful.core.problem import AttentionProblem
-from heedful.core.tiles import HOPPER_MERGE_ROWS, MlaSwapConfig
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import Plan
+from heedful.core.registry.tiles import HOPPER_MERGE_ROWS, MlaSwapConfig
 from heedful.kernels.args.mla import MlaSwapTile
 from heedful.launch.bind import mla
 from heedful.launch.bind.decode import shared_work
 from heedful.launch.bind.groups import Buffers
 from heedful.launch.bind.hopper_decode import shared_keys_call, shared_params
-from heedful.launch.spec import Program
+from heedful.launch.program.spec import Program
 
 KERNEL = "mla_swap_ab.forward"
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from heedful.core.plan import Plan
-from heedful.core.problem import MAX_HEAD_DIM_V, AttentionProblem
-from heedful.core.sizes import Sizes, ceil_div
-from heedful.core.tiles import (
+from heedful.core.call.problem import MAX_HEAD_DIM_V, AttentionProblem
+from heedful.core.planning.plan import Plan
+from heedful.core.planning.sizes import Sizes, ceil_div
+from heedful.core.registry.tiles import (
     CLEAR_UNUSED,
     CLEARING_PROGRAMS,
     SINK_GRADIENTS,
@@ -26,7 +26,7 @@ from heedful.kernels.args.kinds import Rows
 from heedful.kernels.args.shared import ForwardIO, Tile, TileOrder
 from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, pointer, scalars
-from heedful.launch.spec import KernelCall, KernelRef, Program, Scalar
+from heedful.launch.program.spec import KernelCall, KernelRef, Program, Scalar
 
 # Triton 3.6 miscompiles WGMMA over a 32-wide 16-bit tile that was loaded element by element (keys
 # from the 16th on are wrong; H200, 2026-11-20; right with 3.9): unaligned tiles are at least this.
@@ -46,8 +46,8 @@ def shared_divisor(buffers: Buffers, names: Iterable[str]) -> int:
 def kernel_call(
     kernel: str, grid: tuple[int, int, int], config: TileConfig | RowsConfig, **parameters: Any
 ) -> KernelCall:
-    """The launch of a kernel named module.function, cut as `config` says."""
-    module, function = kernel.split(".")
+    """The launch of a kernel named folder.module.function, cut as `config` says."""
+    module, _, function = kernel.rpartition(".")
     ref = KernelRef(f"heedful.kernels.portable.{module}", function)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     return KernelCall(ref, grid, parameters, options)
@@ -114,7 +114,7 @@ def _forward_call(
     scores = _scores(problem, config, buffers, divisor)
     scores["mods"] = groups.score_mods(problem, buffers)
     return kernel_call(
-        "forward.attention_forward",
+        "forward.kernel.attention_forward",
         launch.grid,
         config,
         io=ForwardIO(
@@ -140,7 +140,7 @@ def clear_outside_call(problem: AttentionProblem, buffers: Buffers) -> KernelCal
     total, heads, dim = buffers["out"].shape
     divisor = shared_divisor(buffers, ("out",))
     return kernel_call(
-        "unused.clear_outside",
+        "shared.unused.clear_outside",
         (CLEARING_PROGRAMS, 1, 1),
         CLEAR_UNUSED,
         io=args.ClearOutsideIO(
@@ -168,7 +168,7 @@ def clear_call(
         dim_y, rows_y = buffers[y].shape[-1], groups.rows(buffers, y)
     packed = problem.varlen_q if side == "q" else problem.varlen_k
     return kernel_call(
-        "unused.clear_unused",
+        "shared.unused.clear_unused",
         (problem.batch * heads, 1, 1),
         CLEAR_UNUSED,
         io=args.ClearUnusedIO(
@@ -212,7 +212,7 @@ def _combine_call(
     config, at_once = combine_rows(dim, rows, splits)
     tiles = ceil_div(rows, config.rows)
     call = kernel_call(
-        "combine.combine_splits",
+        "forward.combine.combine_splits",
         # One axis: the others end at 65,535, which sequences times heads can pass.
         (tiles * batch * heads, 1, 1),
         config,
@@ -248,7 +248,7 @@ def _probs_call(
     scores["mods"] = groups.score_mods(problem, buffers)
     descales = groups.descales(problem, buffers)
     return kernel_call(
-        "probabilities.signed_probabilities",
+        "forward.probabilities.signed_probabilities",
         launch.grid,
         config,
         io=args.ProbabilitiesIO(
@@ -297,7 +297,7 @@ def _sink_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers
     # Packed sequences are one.
     batch, rows = (1, lse[1]) if len(lse) == 2 else (lse[0], lse[2])
     return kernel_call(
-        "backward_rows.sink_gradients",
+        "backward.rows.sink_gradients",
         (buffers["sink"].shape[0], 1, 1),
         SINK_GRADIENTS,
         io=args.SinkGradientsIO(
@@ -322,7 +322,7 @@ def _key_gradients_call(
     config, launch = plan.configs[kernel], sizes.launches[kernel]
     divisor = shared_divisor(buffers, tensors)
     return kernel_call(
-        "backward_keys.key_gradients",
+        "backward.keys.key_gradients",
         launch.grid,
         config,
         io=args.KeyGradientsIO(
@@ -348,7 +348,7 @@ def _query_gradients_call(
     # Rows whose maximum and sum are made anew have it in them.
     scores["mods"] = groups.score_mods(problem, buffers)
     return kernel_call(
-        "backward_queries.query_gradients",
+        "backward.queries.query_gradients",
         launch.grid,
         config,
         io=args.QueryGradientsIO(
@@ -370,7 +370,7 @@ def _bias_gradients_call(problem: AttentionProblem, plan: Plan, buffers: Buffers
     b, h, m, n = buffers["dbias"].shape
     tiles = ceil_div(m, config.block_m) * ceil_div(n, config.block_n)
     return kernel_call(
-        "backward_bias.bias_gradients",
+        "backward.bias.bias_gradients",
         (tiles * b * h, 1, 1),
         config,
         io=args.BiasGradientsIO(

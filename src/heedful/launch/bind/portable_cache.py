@@ -2,17 +2,17 @@
 
 from typing import Any
 
-from heedful.core.arrays import ArraySpec
-from heedful.core.quant import QUANT_MAX
-from heedful.core.sizes import ceil_div
-from heedful.core.tiles import RowsConfig, cache_rows, pow2
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.call.quant import QUANT_MAX
+from heedful.core.planning.sizes import ceil_div
+from heedful.core.registry.tiles import RowsConfig, cache_rows, pow2
 from heedful.kernels.args import shared
 from heedful.kernels.args.decode import DecodeAppend
 from heedful.kernels.args.portable import AppendIO, GroupScale, Quantization, RotateIO, RowTiles
 from heedful.launch.bind import groups
 from heedful.launch.bind.groups import Buffers, pointer, scalars, stored_keys
 from heedful.launch.bind.portable import kernel_call, shared_divisor
-from heedful.launch.spec import Program, Scalar, absent
+from heedful.launch.program.spec import Program, Scalar, absent
 
 
 def append_kv(
@@ -29,7 +29,7 @@ def append_kv(
     """
     config, programs, parameters = _appended(buffers, page_size)
     call = kernel_call(
-        "kvcache.append_keys",
+        "cache.update.append_keys",
         (programs, 1, 1),
         config,
         rotary=groups.rotary(buffers, interleaved, position0),
@@ -52,7 +52,7 @@ def update(
     config, appends, parameters = _appended(buffers, page_size)
     _, rotations, others = _rotated(buffers, advance)
     call = kernel_call(
-        "kvcache.append_and_rotate",
+        "cache.update.append_and_rotate",
         (appends + rotations, 1, 1),
         config,
         rotary=groups.rotary(buffers, interleaved, position0),

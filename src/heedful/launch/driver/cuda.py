@@ -9,7 +9,7 @@ import struct
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint32, c_void_p
 from functools import cache
 
-from heedful.launch.artifact import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES, Artifact, map_words
+from heedful.launch.code.artifact import TENSOR_MAP_ALIGN, TENSOR_MAP_BYTES, Artifact, map_words
 from heedful.launch.driver.forked import FORKED
 
 MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES

@@ -8,7 +8,7 @@ import os
 from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_void_p
 from functools import cache
 
-from heedful.launch.artifact import Artifact
+from heedful.launch.code.artifact import Artifact
 from heedful.launch.driver.forked import FORKED
 
 BUFFER_POINTER, BUFFER_SIZE, END = 1, 2, 3  # HIP_LAUNCH_PARAM_*

@@ -1,0 +1,79 @@
+"""What is known of an array without a look at its values, whatever framework it lives in."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from heedful.core.base.numbers import truth, wholes
+from heedful.core.base.symbols import if_above, larger
+
+ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one stored element."""
+    return ITEM_BYTES.get(dtype, 1)
+
+
+def dense_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense row-major array, as torch has them."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= larger(size, 1)
+    return tuple(reversed(strides))
+
+
+class _Fields(NamedTuple):
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    aligned: bool
+    device: Any
+
+
+class ArraySpec(_Fields):
+    """An array: shape, strides in elements, the name of its dtype (as torch and NumPy have it),
+    whether its address is a multiple of 16 bytes, and the device it is on, None where that does not
+    matter."""
+
+    __slots__ = ()
+
+    def __new__(
+        cls,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: str,
+        aligned: bool = True,
+        device: Any = None,
+    ):
+        # NumPy's numbers read like Python's, and make other keys and no JSON.
+        shape, strides = wholes("shape", shape), wholes("strides", strides)
+        if len(strides) != len(shape):
+            raise ValueError(f"strides must be as many as dims, got {strides} for shape {shape}")
+        return cls._make((shape, strides, dtype, truth("aligned", aligned), device))
+
+    @classmethod
+    def contiguous(cls, shape: tuple[int, ...], dtype: str, device: Any = None) -> "ArraySpec":
+        """A dense row-major array, as scratch is."""
+        return cls(tuple(shape), dense_strides(shape), dtype, device=device)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The strides, but 0 for a dim of one element, which is never stepped over."""
+        return tuple(map(_step, self.shape, self.strides))
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * item_bytes(self.dtype)
+
+
+def _step(size: int, stride: int) -> int:
+    return if_above(size, 1, stride, 0)

@@ -1,0 +1,1 @@
+"""One call: its arguments by name, checked, as an `AttentionProblem`. May import `core.base`."""

@@ -1,0 +1,175 @@
+"""One call of an attention function, whatever the framework: its arguments by name.
+
+`Operands` and `Options` alone know the order of a call's arguments; all others name them.
+"""
+
+from types import MethodType
+from typing import Any, NamedTuple
+
+from heedful.core.base import numbers
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.base.numbers import ints, real, truth, whole, wrong_type
+from heedful.core.call.operands import Operands
+
+# Where a call that is no shard begins in its dropout mask.
+WHOLE = (0, 0, 0, 0)
+_LARGEST_ORIGIN = 2**32 - 1
+# What these arguments are to be.
+WINDOW = "(left, right) or (left, right, first), each an int"
+ORIGIN = f"(batch, head, row, column), each an int from 0 to {_LARGEST_ORIGIN}"
+
+
+class Options(NamedTuple):
+    """The arguments of one call that are plain values.
+
+    kind: "dense", "varlen" or "kvcache", which decides the layouts and the names in messages.
+    max_seqlen_q, max_seqlen_k: of varlen calls, else None.
+    """
+
+    kind: Any
+    max_seqlen_q: Any = None
+    max_seqlen_k: Any = None
+    dropout_p: Any = 0.0
+    softmax_scale: Any = None
+    causal: Any = False
+    window_size: Any = (-1, -1)
+    softcap: Any = 0.0
+    deterministic: Any = False
+    return_attn_probs: Any = False
+    return_lse: Any = False
+    num_splits: Any = 0
+    backend: Any = None
+    dropout_origin: Any = WHOLE
+
+
+class CacheUpdate(NamedTuple):
+    """What happens to a KV cache before attention: arguments of flash_attn_with_kvcache."""
+
+    k: Any = None
+    v: Any = None
+    rotary_cos: Any = None
+    rotary_sin: Any = None
+    cache_seqlens: Any = None
+    rotary_interleaved: Any = None
+    shared_prefix: Any = None
+
+    @property
+    def position0(self) -> int:
+        """Tokens before the cache of every sequence."""
+        return 0 if self.shared_prefix is None else self.shared_prefix[0].shape[-3]
+
+
+class AttentionCall(NamedTuple):
+    """What is known of a call without a look into its arrays.
+
+    x: ArraySpecs, laid out as the caller gave them. needs_grad, bias_grad: whether a backward will
+    follow, and whether it is to give the bias's gradient. out: where the result goes, if the caller
+    says so. v_in_k: v is a view of the first columns of k.
+    """
+
+    x: Operands
+    options: Options
+    needs_grad: bool = False
+    bias_grad: bool = False
+    out: ArraySpec | None = None
+    v_in_k: bool = False
+
+
+# As the classes, in less than half the time of a call of a class.
+new_options = MethodType(Options.__new__, Options)
+new_operands = MethodType(Operands.__new__, Operands)
+new_update = MethodType(CacheUpdate.__new__, CacheUpdate)
+
+# Those of the options that may equal one of another type, as 1 does True and 1.0.
+NUMBERS = slice(Options._fields.index("dropout_p"), Options._fields.index("backend"))
+# Operands after q, k and v where there are none.
+ABSENT = (None,) * (len(Operands._fields) - 3)
+
+# What flash_attn_with_kvcache calls things, where that differs from our own names.
+_KVCACHE_NAMES = {
+    "k": "k_cache",
+    "v": "v_cache",
+    "seqused_k": "cache_seqlens",
+    "kv_batch_idx": "cache_batch_idx",
+    "leftpad_k": "cache_leftpad",
+    "return_lse": "return_softmax_lse",
+}
+
+
+def argument_name(name: str, kind: str) -> str:
+    """The public argument that an operand or an option comes from."""
+    if name == "seed":
+        return "dropout_seed"
+    return _KVCACHE_NAMES.get(name, name) if kind == "kvcache" else name
+
+
+def bind(kind: str, given: dict[str, Any]) -> tuple[Operands, Options, CacheUpdate]:
+    """The parts of a call of this kind from its public arguments by name."""
+
+    def picked(fields: tuple[str, ...]) -> dict[str, Any]:
+        names = {field: argument_name(field, kind) for field in fields}
+        return {field: given[name] for field, name in names.items() if name in given}
+
+    x = Operands(**{**picked(Operands._fields), "seed": None})
+    options = Options(**{**picked(Options._fields), "kind": kind})
+    update = CacheUpdate()
+    if kind == "kvcache":
+        update = CacheUpdate(**{name: given[name] for name in CacheUpdate._fields})
+        x = x._replace(seqused_k=None)
+    return x, options, update
+
+
+def split(args: tuple) -> tuple[Operands, Options, tuple]:
+    """Operands, options and the rest of the arguments of an operator, which come in this order."""
+    end = len(Operands._fields) + len(Options._fields)
+    options = Options._make(args[len(Operands._fields) : end])
+    return Operands._make(args[: len(Operands._fields)]), options, args[end:]
+
+
+def plain_window(window_size: Any, whole=whole) -> tuple[int, ...]:
+    """The tuple of ints that `window_size` stands for: any sequence or array of anything with
+    `__index__`, FAR in place of what reaches farther. Its length and whether it is too small are
+    left to MaskSpec. whole: makes an int of one of them.
+
+    Raises TypeError, or ValueError where it is no sequence.
+    """
+    return numbers.window(ints("window_size", window_size, WINDOW, whole))
+
+
+def plain_origin(origin: Any, whole=whole) -> tuple[int, ...]:
+    """The four ints that `dropout_origin` stands for. Raises TypeError or ValueError."""
+    plain = ints("dropout_origin", origin, ORIGIN, whole)
+    if len(plain) != 4 or not all(0 <= place <= _LARGEST_ORIGIN for place in plain):
+        raise ValueError(f"dropout_origin must be {ORIGIN}, got {origin!r:.100}")
+    return plain
+
+
+def plain_options(given: Options, whole=whole, real=real, truth=truth) -> Options:
+    """The options with a plain value each, the very one where it is plain already.
+
+    whole, real, truth: make an int, a float, a bool of an argument (name, value). Raises TypeError
+    or ValueError naming the argument.
+    """
+    kind, scale = given.kind, given.softmax_scale
+    if given.backend is not None and not isinstance(given.backend, str):
+        wrong_type("backend", "a str or None", given.backend)
+    longest_q, longest_k = given.max_seqlen_q, given.max_seqlen_k
+    if kind == "varlen":
+        longest_q = whole("max_seqlen_q", longest_q)
+        longest_k = whole("max_seqlen_k", longest_k)
+    return Options(
+        kind=kind,
+        max_seqlen_q=longest_q,
+        max_seqlen_k=longest_k,
+        dropout_p=real("dropout_p", given.dropout_p),
+        softmax_scale=None if scale is None else real("softmax_scale", scale),
+        causal=truth("causal", given.causal),
+        window_size=plain_window(given.window_size, whole),
+        softcap=real("softcap", given.softcap),
+        deterministic=truth("deterministic", given.deterministic),
+        return_attn_probs=truth("return_attn_probs", given.return_attn_probs),
+        return_lse=truth(argument_name("return_lse", kind), given.return_lse),
+        num_splits=numbers.parts(whole("num_splits", given.num_splits)),
+        backend=given.backend,
+        dropout_origin=plain_origin(given.dropout_origin, whole),
+    )

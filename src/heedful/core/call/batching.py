@@ -1,0 +1,22 @@
+"""When a new batch dim, as vmap brings it, may join the batch that a call has."""
+
+import math
+from collections.abc import Sequence
+
+from heedful.core.call.arguments import Options
+from heedful.core.call.operands import Operands
+
+
+def joins(shapes: Operands, mapped: Sequence[bool], options: Options) -> bool:
+    """Whether the mapped dim may be part of the batch: nothing of the call tells batches apart.
+
+    shapes: of the operands, without the mapped dim; None is absent. mapped: which have one.
+    """
+    if options.kind != "dense" or options.dropout_p > 0 or any(mapped[3:]):
+        return False
+    if shapes.bias is not None and len(shapes.bias) == 4 and shapes.bias[0] > 1:
+        return False
+    if shapes.alibi_slopes is not None and len(shapes.alibi_slopes) > 1:
+        return False
+    scales = (shapes.q_descale, shapes.k_descale, shapes.v_descale)
+    return all(scale is None or math.prod(scale) == 1 for scale in scales)

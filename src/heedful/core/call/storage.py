@@ -1,0 +1,118 @@
+"""How the arrays of a call are stored, as kernels get them."""
+
+from collections.abc import Sequence
+
+from heedful.core.base.arrays import ArraySpec, item_bytes
+from heedful.core.call.operands import Operands
+from heedful.core.call.problem import NEAR_BYTES
+
+
+def has_dense_rows(spec: ArraySpec) -> bool:
+    """Whether rows are contiguous."""
+    return not spec.shape or spec.strides[-1] == 1 or spec.shape[-1] <= 1
+
+
+def dense_rows(spec: ArraySpec) -> ArraySpec:
+    """The array, or where its last dim has another stride than 1 the copy that kernels get."""
+    if has_dense_rows(spec):
+        return spec
+    return ArraySpec.contiguous(spec.shape, spec.dtype, spec.device)
+
+
+def copies(x: Operands) -> tuple[str, ...]:
+    """What a user should know about the arrays that are copied."""
+    return tuple(
+        [
+            f"{name} is copied: its last dim has stride {spec.strides[-1]}"
+            for name, spec in zip("qkv", x[:3], strict=True)
+            if not has_dense_rows(spec)
+        ]
+    )
+
+
+def storage(q: ArraySpec, k: ArraySpec, v: ArraySpec, out: ArraySpec | None) -> dict[str, bool]:
+    """The problem's facts that are about bases and strides."""
+    specs = (q, k, v) if out is None else (q, k, v, out)
+    return {
+        "aligned": all(map(_is_aligned, specs)),
+        "even_rows": _has_even_rows(k) and _has_even_rows(v),
+        "near_rows": _are_near(specs),
+    }
+
+
+def extent(spec: ArraySpec) -> int:
+    """How many bytes lie between the first element's begin and the last one's end."""
+    if 0 in spec.shape:
+        return 0
+    last = sum([(size - 1) * step for size, step in zip(spec.shape, spec.strides, strict=True)])
+    return (last + 1) * item_bytes(spec.dtype)
+
+
+def may_share(one: ArraySpec, other: ArraySpec, apart: int) -> bool:
+    """Whether two arrays may have bytes in common; False only if they have none. apart: bytes from
+    the begin of one to that of the other.
+
+    Arrays of which one lies in the gaps of the other (keys and values in one cache, columns of one
+    matrix) have rows at the same steps: seen modulo such a step, each is one stretch of bytes.
+    """
+    if not -extent(other) < apart < extent(one):
+        return False
+    dims = [_dims(spec) for spec in (one, other)]
+    for period in {step for own in dims for _, step in own}:
+        widths = []
+        for spec, own in zip((one, other), dims, strict=True):
+            if any(step > period and step % period for _, step in own):
+                break
+            inner = sum([(size - 1) * step for size, step in own if step < period])
+            widths.append(inner + item_bytes(spec.dtype))
+        else:
+            between = apart % period
+            if widths[0] <= between and between + widths[1] <= period:
+                return False
+    return True
+
+
+def _dims(spec: ArraySpec) -> list[tuple[int, int]]:
+    """Size and step, in bytes, of each dim that is stepped over."""
+    item = item_bytes(spec.dtype)
+    pairs = zip(spec.shape, spec.strides, strict=True)
+    return [(size, step * item) for size, step in pairs if size > 1 and step > 0]
+
+
+def _are_near(specs: Sequence[ArraySpec]) -> bool:
+    """Whether rows of all these begin less than NEAR_BYTES, a power of two, apart."""
+    apart = 0
+    for spec in specs:
+        if len(spec.shape) > 2 and spec.shape[-3] > 1:
+            apart |= abs(spec.strides[-3]) * item_bytes(spec.dtype)
+    return apart < NEAR_BYTES
+
+
+def _has_even_rows(spec: ArraySpec) -> bool:
+    """Whether the row stride divides the batch stride of (B, S, H, D), with 30 bits for a row."""
+    shape = spec.shape
+    if len(shape) != 4 or shape[0] <= 1 or shape[1] <= 1:
+        return True
+    batch, row = spec.strides[:2]
+    return row > 0 and not batch % row and batch // row * shape[0] < 1 << 30
+
+
+def are_mappable(shape: Sequence[int], strides: Sequence[int], item: int) -> bool:
+    """Whether a tensor map can be made of rows, as far as strides say: they are multiples of 16
+    bytes, and no element stands for several. item: bytes of one."""
+    steps = 0
+    for axis in range(len(shape) - 1):
+        if shape[axis] > 1:
+            if strides[axis] <= 0:
+                return False
+            steps |= strides[axis]
+    return not steps * item % 16
+
+
+def _is_aligned(spec: ArraySpec) -> bool:
+    """Whether base and strides are multiples of 16 bytes."""
+    shape, strides, steps = spec.shape, spec.strides, 0
+    for axis in range(len(shape) - 1):
+        if shape[axis] > 1:
+            steps |= strides[axis]
+    return spec.aligned and not steps * item_bytes(spec.dtype) % 16

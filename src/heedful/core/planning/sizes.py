@@ -1,0 +1,544 @@
+"""What lengths change of a plan: grids, how work is dealt out, splits, scratch.
+
+All pure: numbers in, numbers out. Lengths may be symbols (core/base/symbols.py), so `smaller` and
+`larger` stand where Python's own min and max would ask which one it is.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.base.device import DeviceSpec
+from heedful.core.base.symbols import if_above, larger, smaller
+from heedful.core.call.problem import ITEM_BITS, AttentionProblem
+from heedful.core.planning.splits import asked_splits, choose_backward_splits, choose_splits
+from heedful.core.registry.tiles import (
+    CONSUMER_ROWS,
+    V_T_CHUNK,
+    V_T_KEYS,
+    HopperBackwardConfig,
+    HopperConfig,
+    HopperForwardConfig,
+    HopperFp8Config,
+    MlaConfig,
+    MlaSwapConfig,
+    SharedKeysConfig,
+    TileConfig,
+    pow2,
+    product_dim,
+)
+
+if TYPE_CHECKING:
+    from heedful.core.planning.plan import Plan
+
+# How programs come by their tiles. dynamic: a program for each SM takes its next tile by a counter.
+# static: it takes every n-th. single: a program for each tile.
+Scheduler = Literal["dynamic", "static", "single"]
+
+# The L2 head swizzle: heads of a group under a mask; how often the tiles of the last group fill
+# the device; of heads with fewer tiles all groups are as large (H200, 2026-11-22,
+# measurements/hopper-forward.md).
+_L2_HEADS, _L2_HEADS_FP8 = 4, 2
+_LAST_WAVES = 2
+_L2_GROUP_TILES = 8
+# Of the backward, whose key tiles share queries, their gradients and sums of dQ: how much of L2, in
+# percent, these are to fill.
+_L2_SHARE = 40
+# Unmasked heads whose key tiles begin together where they take turns: in each only one at a time
+# begins. Under a diagonal they all begin, and more heads are slower
+# (measurements/hopper-backward.md).
+_HEADS_IN_TURN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Scratch that a program needs for its own duration; `zeroed` if it must start as zeros, and
+    `left_zero` if it then ends as zeros, too."""
+
+    name: str
+    buffer: ArraySpec
+    zeroed: bool = False
+    left_zero: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSizes:
+    """One kernel's grid, and the numbers of its work that it is told."""
+
+    grid: tuple[int, int, int]
+    numbers: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What lengths change. num_splits: in how many parts the keys are split, 1 = not. launches: by
+    kernel, those with tuned tiles and what helps them."""
+
+    num_splits: int
+    launches: Mapping[str, LaunchSizes]
+    workspaces: tuple[Workspace, ...] = ()
+
+
+def ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def of(plan: "Plan", problem: AttentionProblem, direction: str, stored_k: int | None) -> Sizes:
+    """The sizes of one direction of a plan for a problem that differs from its own in lengths."""
+    if direction == "backward":
+        return _backward(plan, problem, problem.seqlen_k if stored_k is None else stored_k)
+    splits, partials = splits_of(plan, problem), ()
+    if plan.is_split:
+        out = (*_tokens(problem), problem.heads_q, problem.head_dim_v)
+        lse = ArraySpec.contiguous((splits, *problem.lse_shape), "float32")
+        partials = (
+            Workspace("partial_out", ArraySpec.contiguous((splits, *out), "float32")),
+            Workspace("partial_lse", lse),
+            Workspace("partial_rest", lse),
+        )
+    launches, workspaces = {}, []
+    for kernel in plan.configs:
+        if kernel in _FORWARD:
+            own, scratch = _FORWARD[kernel](plan, problem, splits)
+            launches |= own
+            workspaces += scratch
+    if "portable.scores" in plan.configs and problem.return_probs:
+        config = plan.configs["portable.scores"]
+        tiles_m = ceil_div(problem.seqlen_q, config.block_m)
+        tiles_n = ceil_div(problem.seqlen_k, config.block_n)
+        grid = (tiles_m * tiles_n * problem.batch * problem.heads_q, 1, 1)
+        numbers = {"tiles_m": tiles_m, "tiles_n": tiles_n}
+        launches["portable.scores"] = LaunchSizes(grid, numbers)
+    return Sizes(splits, launches, (*workspaces, *partials))
+
+
+def splits_of(plan: "Plan", problem: AttentionProblem) -> int:
+    """In how many parts a split plan splits these lengths."""
+    config = plan.configs.get(f"{plan.backend}.forward")
+    if isinstance(config, SharedKeysConfig):
+        return asked_splits(problem, config.block_n) if problem.num_splits else 1
+    if not plan.is_split:
+        return 1
+    if config is None:
+        return asked_splits(problem, 1)
+    return best_splits(config, problem, plan.device)
+
+
+def best_splits(config: TileConfig, problem: AttentionProblem, device: DeviceSpec) -> int:
+    """As `choose_splits`, for the tiles of a forward, or as was chosen by hand."""
+    if isinstance(config, HopperForwardConfig) and config.key_splits:
+        return config.key_splits
+    rows = config.group_rows(problem)
+    return choose_splits(problem, device, config.block_m, config.block_n, rows)
+
+
+def _tokens(problem: AttentionProblem) -> tuple[int, ...]:
+    if problem.total_q is not None:
+        return (problem.total_q,)
+    return problem.batch, problem.seqlen_q
+
+
+def heads_in_l2(problem: AttentionProblem, device: DeviceSpec) -> int:
+    """Query heads whose keys and values together fill half of L2."""
+    dims = problem.head_dim + problem.head_dim_v
+    head_bytes = larger(1, problem.seqlen_k * dims * ITEM_BITS[problem.kv_dtype] // 8)
+    l2_heads = problem.group * larger(1, device.l2_bytes // 2 // head_bytes)
+    return larger(1, smaller(l2_heads, problem.batch * problem.heads_q))
+
+
+# Hopper
+
+
+def scheduler_of(
+    config: HopperConfig, problem: AttentionProblem, device: DeviceSpec, splits: int
+) -> Scheduler:
+    """Dynamic where lengths differ under a mask, and of packed queries, whose tiles only the device
+    can count; static where they hardly do; a program for each tile, which the hardware deals out,
+    where the rest is not known to be faster."""
+    if problem.varlen_q:
+        return "dynamic"
+    if problem.used_q or problem.ragged_k:
+        return "single"
+    if not problem.mask.bounded:
+        return "static"
+    is_one_wave = hopper_tiles(config, problem) * splits <= device.units
+    return "static" if is_one_wave else "dynamic"
+
+
+def _head_tiles(config: HopperConfig, problem: AttentionProblem) -> int:
+    """Tiles of queries of one head; of packed sequences, whose lengths only the device knows, as
+    many as there can be."""
+    if problem.total_q is not None:
+        return problem.total_q // config.block_m + problem.batch
+    return problem.batch * ceil_div(problem.seqlen_q * config.group_rows(problem), config.block_m)
+
+
+def work_heads(config: HopperConfig, problem: AttentionProblem) -> int:
+    """Heads of one batch entry whose queries have tiles of their own."""
+    return problem.heads_k if config.group_rows(problem) > 1 else problem.heads_q
+
+
+def hopper_tiles(config: HopperConfig, problem: AttentionProblem) -> int:
+    """Tiles of queries of all heads."""
+    return _head_tiles(config, problem) * work_heads(config, problem)
+
+
+def _l2_swizzle(plan: "Plan", config: HopperConfig, problem: AttentionProblem) -> dict[str, int]:
+    """Heads whose tiles are dealt out together, the longest first, and how many such groups come
+    before the last, which takes the heads that remain.
+
+    Unmasked, one after the other, so that K and V stay in L2. Masked, a few, and enough for the
+    last group that its short tiles outlast its longest, as far as L2 has room; where heads have
+    few tiles, as many in all groups. Of packed queries only the device knows the tiles, and the
+    last sequences are short.
+    """
+    heads = work_heads(config, problem)
+    if not problem.varlen_q:
+        heads *= problem.batch
+    if not problem.mask.bounded:
+        return {"l2_heads": 1, "l2_groups": heads - 1}
+    few = _L2_HEADS_FP8 if ITEM_BITS[problem.dtype] == 8 else _L2_HEADS
+    if problem.varlen_q:
+        return {"l2_heads": few, "l2_groups": (heads - 1) // few}
+    tiles = hopper_tiles(config, problem) // heads
+    last = ceil_div(_LAST_WAVES * plan.device.units, tiles)
+    # Of many keys and few queries tiles are of about one length in any case.
+    last = smaller(last, larger(few, heads_in_l2(problem, plan.device)))
+    width = if_above(_L2_GROUP_TILES, tiles, last, few)
+    return {"l2_heads": width, "l2_groups": (larger(last, heads) - last) // width}
+
+
+def _hopper_forward(plan: "Plan", problem: AttentionProblem, splits: int):
+    config = plan.configs[_hopper_kernel(plan)]
+    assert isinstance(config, HopperConfig)
+    tiles = hopper_tiles(config, problem)
+    programs = tiles * splits
+    if plan.scheduler != "single":
+        programs = smaller(programs, plan.device.units)
+    numbers = {
+        "row_blocks": ceil_div(problem.seqlen_q * config.group_rows(problem), config.block_m),
+        "tiles": tiles,
+        **_l2_swizzle(plan, config, problem),
+    }
+    launches = {_hopper_kernel(plan): LaunchSizes((programs, 1, 1), numbers)}
+    workspaces = []
+    if plan.scheduler == "dynamic":
+        # Kernels that come ahead begin the count.
+        ahead = isinstance(config, HopperFp8Config) and not config.transposes_v
+        counter = ArraySpec.contiguous((1,), "int32")
+        workspaces.append(
+            Workspace("tile_counter", counter, zeroed=not (ahead or problem.varlen_q))
+        )
+    if problem.varlen_q:
+        capacity = _head_tiles(config, problem)
+        grid = (problem.batch + plan.device.units, 1, 1)
+        numbers = {"capacity": capacity, **_short_q(plan)}
+        launches["hopper.varlen_scheduler"] = LaunchSizes(grid, numbers)
+        tiles_of = ArraySpec.contiguous((1 + 2 * capacity,), "int32")
+        workspaces.append(Workspace("varlen_tiles", tiles_of))
+    if isinstance(config, HopperFp8Config):
+        more, scratch = _transpose_v(config, problem)
+        launches |= more
+        workspaces += scratch
+    return launches, workspaces
+
+
+def _hopper_kernel(plan: "Plan") -> str:
+    return next(kernel for kernel in plan.configs if kernel.startswith("hopper."))
+
+
+def _transpose_v(config: HopperFp8Config, problem: AttentionProblem):
+    """V with keys innermost: (B, G, E, positions); packed, (1, G, E, positions)."""
+    entries, blocks = problem.batch, ceil_div(problem.seqlen_k, V_T_KEYS)
+    if problem.total_k is not None:
+        entries, blocks = 1, problem.total_k // V_T_KEYS + problem.batch
+    shape = (entries, problem.heads_k, problem.head_dim_v, blocks * V_T_KEYS)
+    workspaces = [Workspace("v_t", ArraySpec.contiguous(shape, problem.kv_dtype))]
+    if config.transposes_v:
+        chunks = problem.batch * problem.heads_k * ceil_div(problem.seqlen_k, V_T_CHUNK)
+        counts = ArraySpec.contiguous((1 + chunks,), "int32")
+        return {}, [Workspace("v_t_counts", counts, zeroed=True), *workspaces]
+    grid = (blocks * problem.heads_k * entries, 1, 1)
+    return {"hopper.transpose_v": LaunchSizes(grid, {"blocks": blocks})}, workspaces
+
+
+# CDNA and portable
+
+
+def _cdna_forward(plan: "Plan", problem: AttentionProblem, splits: int):
+    tiles = ceil_div(problem.seqlen_q, plan.configs["cdna.forward"].block_m)
+    grid = (tiles * problem.batch * problem.heads_q, splits, 1)
+    return {"cdna.forward": LaunchSizes(grid, {"tiles": tiles})}, ()
+
+
+def _portable_forward(plan: "Plan", problem: AttentionProblem, splits: int):
+    tiles = ceil_div(problem.seqlen_q, plan.configs["portable.forward"].block_m)
+    if problem.varlen_q:
+        # Programs without a tile clear tokens of no sequence.
+        tiles = larger(1, tiles)
+    grid = (tiles * problem.batch * problem.heads_q, splits, 1)
+    numbers = {"tiles": tiles, "l2_heads": heads_in_l2(problem, plan.device)}
+    return {"portable.forward": LaunchSizes(grid, numbers)}, ()
+
+
+# Columns of partial results: four values of each of 16 words at least.
+LEAST_COLUMNS = 64
+
+
+def _short_q(plan: "Plan") -> dict[str, int]:
+    """What both kernels of a mixed batch are told."""
+    return {"short_q": plan.short_q} if plan.short_q else {}
+
+
+def _decode_tiles(
+    plan: "Plan", config: SharedKeysConfig, problem: AttentionProblem
+) -> tuple[int, int]:
+    """Tiles of rows of a KV head, of a sequence, or of packed ones of all, as many as there can be;
+    and units of all sequences."""
+    if plan.short_q:
+        tiles = ceil_div(plan.short_q * problem.group, config.block_m)
+        return tiles, tiles * problem.batch
+    if problem.total_q is not None:
+        tiles = problem.total_q * problem.group // config.block_m + problem.batch
+        return tiles, tiles
+    tiles = ceil_div(problem.seqlen_q * problem.group, config.block_m)
+    return tiles, tiles * problem.batch
+
+
+def _decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
+    """Programs for the whole device, as many for each line of units, unless there is less to do."""
+    return _shared_keys(plan, problem, "decode.forward")
+
+
+def _hopper_decode_forward(plan: "Plan", problem: AttentionProblem, splits: int):
+    """The same, or a few less where equal lengths then have fewer parts. Beside a kernel that has
+    the long sequences nobody knows how many there are."""
+    return _shared_keys(plan, problem, "hopper_decode.forward", evens=not plan.short_q)
+
+
+def _shared_keys(plan: "Plan", problem: AttentionProblem, kernel: str, evens: bool = False):
+    """Scratch for two parts of each share, or for all of a tile of rows that is split in a given
+    number. evens: whether shares are as `_even_shares` has them."""
+    config, heads = plan.configs[kernel], problem.heads_k
+    assert isinstance(config, SharedKeysConfig)
+    tiles, all_units = _decode_tiles(plan, config, problem)
+    # Lines of a KV head, and units of a line.
+    rows, units = (1, all_units) if problem.total_q is not None else (tiles, problem.batch)
+    key_tiles = larger(1, ceil_div(problem.seqlen_k, config.block_n))
+    parts = ceil_div(key_tiles, config.least_tiles)
+    parts = larger(parts, smaller(key_tiles, config.fewest_parts))
+    splits = asked_splits(problem, config.block_n)
+    if splits:
+        parts = smaller(parts, splits)
+    lines = rows * heads
+    places = larger(1, plan.device.units * config.programs // larger(1, lines))
+    if evens:
+        places = _even_shares(places, problem.batch)
+    shares = smaller(places, units * parts)
+    programs, units = shares * lines, units * lines
+    numbers = {"tiles": tiles, **_short_q(plan)}
+    launches = {kernel: LaunchSizes((programs, 1, 1), numbers)}
+    if problem.num_splits == 1:
+        return launches, ()
+    slots = units * splits if splits else 2 * programs
+    kept = config.kept_rows(problem)
+    dim = pow2(problem.head_dim_v, LEAST_COLUMNS)
+    return launches, (
+        Workspace("partial_out", ArraySpec.contiguous((slots, kept, dim), "float32")),
+        Workspace("partial_sums", ArraySpec.contiguous((slots, kept, 2), "float32")),
+        _counts(units),
+    )
+
+
+def _counts(units) -> Workspace:
+    """How many parts of each unit are done: 0 again once these are merged."""
+    buffer = ArraySpec.contiguous((units,), "int32")
+    return Workspace("counts", buffer, zeroed=True, left_zero=True)
+
+
+def _even_shares(places, batch):
+    """Shares of a line of `batch` units: whole ones for each, or as many parts of each, where that
+    leaves less than a sixteenth of the places idle. Equal lengths then have fewer parts."""
+    batch = larger(1, batch)
+    few = ceil_div(batch, ceil_div(batch, places))
+    shares = if_above(batch, places, few, places // batch * batch)
+    return if_above(16 * shares, 15 * places, shares, places)
+
+
+def _mla_forward(plan: "Plan", problem: AttentionProblem, splits: int):
+    """As of the decode kernel; each half of the columns has slots and counts of its own."""
+    config = plan.configs["mla.forward"]
+    assert isinstance(config, MlaConfig)
+    return _latent(plan, problem, "mla.forward", config, 2)
+
+
+def _mla_swap_ab_forward(plan: "Plan", problem: AttentionProblem, splits: int):
+    """The same, of one consumer."""
+    config = plan.configs["mla_swap_ab.forward"]
+    assert isinstance(config, MlaSwapConfig)
+    return _latent(plan, problem, "mla_swap_ab.forward", config, 1)
+
+
+def _latent(
+    plan: "Plan", problem: AttentionProblem, kernel: str, config: SharedKeysConfig, consumers: int
+):
+    """consumers: that share the columns, each of which has slots and counts of its own."""
+    tiles = ceil_div(problem.seqlen_q * problem.group, config.block_m)
+    lines = larger(1, tiles * problem.heads_k)
+    parts = larger(1, ceil_div(problem.seqlen_k, config.block_n * config.least_tiles))
+    splits = asked_splits(problem, config.block_n)
+    if splits:
+        parts = smaller(parts, splits)
+    places = larger(1, plan.device.units * config.programs // lines)
+    shares = smaller(_even_shares(places, problem.batch), problem.batch * parts)
+    programs, units = shares * lines, problem.batch * lines
+    launches = {kernel: LaunchSizes((programs, 1, 1), {"tiles": tiles})}
+    if problem.num_splits == 1:
+        return launches, ()
+    slots = consumers * (units * splits if splits else 2 * programs)
+    dim, rows = problem.head_dim_v // consumers, config.kept_rows(problem)
+    return launches, (
+        Workspace("partial_out", ArraySpec.contiguous((slots, rows, dim), "float32")),
+        Workspace("partial_sums", ArraySpec.contiguous((slots, rows, 2), "float32")),
+        _counts(consumers * units),
+    )
+
+
+_FORWARD = {
+    "mla.forward": _mla_forward,
+    "mla_swap_ab.forward": _mla_swap_ab_forward,
+    "decode.forward": _decode_forward,
+    "hopper_decode.forward": _hopper_decode_forward,
+    "hopper.forward": _hopper_forward,
+    "hopper.fp8_forward": _hopper_forward,
+    "cdna.forward": _cdna_forward,
+    "portable.forward": _portable_forward,
+}
+
+
+def _backward(plan: "Plan", problem: AttentionProblem, stored_k: int) -> Sizes:
+    """The gradient of a bias has the tiles of its own shape."""
+    delta = Workspace("delta", ArraySpec.contiguous(problem.lse_shape, "float32"))
+    if "hopper.backward" in plan.configs:
+        launches, workspaces = _hopper_backward(plan, problem, stored_k)
+        return Sizes(1, launches, (delta, *workspaces))
+    if "portable.backward_keys" not in plan.configs:
+        return Sizes(1, {})
+    keys, queries = (plan.configs[f"portable.backward_{which}"] for which in ("keys", "queries"))
+    tiles_n = ceil_div(stored_k, keys.block_n)
+    tiles_m = ceil_div(problem.seqlen_q, queries.block_m)
+    l2_heads = heads_in_l2(problem, plan.device)
+    launches = {
+        "portable.backward_queries": LaunchSizes(
+            (tiles_m * problem.batch * problem.heads_q, 1, 1),
+            {"tiles": tiles_m, "l2_heads": l2_heads},
+        ),
+        "portable.backward_keys": LaunchSizes(
+            (tiles_n * problem.batch * problem.heads_k, 1, 1),
+            {"tiles": tiles_n, "l2_heads": larger(1, l2_heads // problem.group)},
+        ),
+    }
+    return Sizes(1, launches, (delta, *references(problem)))
+
+
+def references(problem: AttentionProblem) -> tuple[Workspace, Workspace]:
+    """Each row's number that the backward subtracts from scores, and the factor of what comes of
+    them."""
+    rows = ArraySpec.contiguous(problem.lse_shape, "float32")
+    return Workspace("reference", rows), Workspace("factor", rows)
+
+
+def _backward_splits(
+    config: HopperBackwardConfig,
+    problem: AttentionProblem,
+    device: DeviceSpec,
+    tiles: int,
+    q_blocks: int,
+) -> int:
+    """In how many parts the visits of a key tile are split. Packed sequences have at least `tiles`,
+    of any length up to the longest's, whatever the mask."""
+    if config.splits:
+        return config.splits
+    is_triangle = problem.mask.right >= 0 and problem.mask.left < 0
+    is_triangle |= problem.varlen_k
+    return choose_backward_splits(tiles, q_blocks * problem.group, device.units, is_triangle)
+
+
+def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
+    """A work tile is a key tile of a KV head. Sums of dQ have rows for whole tiles of queries; of
+    packed ones, whose lengths only the device knows, for as many as there can be."""
+    config = plan.configs["hopper.backward"]
+    assert isinstance(config, HopperBackwardConfig)
+    rows = config.block_m
+    q_blocks, key_blocks = (ceil_div(problem.seqlen_q, rows), ceil_div(stored_k, config.block_n))
+    blocks = problem.batch * q_blocks
+    if problem.total_q is not None:
+        blocks = problem.total_q // rows + problem.batch
+    head_tiles = problem.batch * key_blocks
+    if problem.total_k is not None:
+        head_tiles = problem.total_k // config.block_n + problem.batch
+    tiles = head_tiles * problem.heads_k
+    all_heads = problem.heads_k * (1 if problem.varlen_k else problem.batch)
+    row = 2 * (problem.head_dim + problem.head_dim_v) + 4 * problem.head_dim
+    head_bytes = larger(1, problem.seqlen_q * problem.group * row)
+    heads = plan.device.l2_bytes * _L2_SHARE // 100 // head_bytes
+    if problem.deterministic and not problem.mask.bounded:
+        heads = larger(heads, _HEADS_IN_TURN)
+    heads = larger(1, smaller(heads, all_heads))
+    least_tiles = tiles
+    if problem.total_k is not None:
+        least_tiles = problem.total_k // config.block_n * problem.heads_k
+    splits = _backward_splits(config, problem, plan.device, least_tiles, q_blocks)
+    last = 1
+    if problem.mask.bounded and not problem.varlen_k:
+        last = larger(1, ceil_div(config.last_waves * plan.device.units, key_blocks * splits))
+    groups = larger(0, all_heads - last) // heads
+    programs = tiles * splits
+    if config.draws:
+        programs = smaller(programs, plan.device.units)
+    rows_programs = q_blocks * problem.batch * problem.heads_q
+    launches = {
+        "hopper.backward_prologue": LaunchSizes((rows_programs, 1, 1), {"q_blocks": q_blocks}),
+        "hopper.backward": LaunchSizes(
+            (programs, 1, 1),
+            {
+                "tiles": tiles,
+                "key_blocks": key_blocks,
+                "l2_heads": heads,
+                "l2_groups": groups,
+                "splits": splits,
+            },
+        ),
+    }
+    numbers = {"q_blocks": q_blocks}
+    if splits > 1:
+        numbers["k_blocks"] = ceil_div(stored_k, CONSUMER_ROWS)
+        rows_programs += numbers["k_blocks"] * problem.batch * problem.heads_k
+    launches["hopper.backward_epilogue"] = LaunchSizes((rows_programs, 1, 1), numbers)
+    dims = (problem.heads_q, blocks * rows, product_dim(problem.head_dim))
+    rows_of = ArraySpec.contiguous(problem.lse_shape, "float32")
+    workspaces = [
+        Workspace("dq_accum", ArraySpec.contiguous(dims, "float32")),
+        Workspace("lse_log2", rows_of),
+        Workspace("dout_scale", rows_of),
+    ]
+    if problem.sink:
+        # Its gradient is made beside the others.
+        workspaces += references(problem)
+    if config.draws:
+        # The prologue clears both.
+        workspaces.append(Workspace("tile_counter", ArraySpec.contiguous((1,), "int32")))
+    if problem.deterministic:
+        turns = ArraySpec.contiguous((problem.heads_q * blocks,), "int32")
+        workspaces.append(Workspace("turns", turns))
+    if splits > 1:
+        columns = product_dim(problem.head_dim) + product_dim(problem.head_dim_v)
+        dims = (splits, problem.heads_k, head_tiles * config.block_n, columns)
+        workspaces.append(Workspace("partials", ArraySpec.contiguous(dims, "float32")))
+    if problem.varlen_k:
+        grid = (problem.batch + plan.device.units, 1, 1)
+        launches["hopper.varlen_scheduler"] = LaunchSizes(grid, {"capacity": head_tiles})
+        tiles_of = ArraySpec.contiguous((1 + 2 * head_tiles,), "int32")
+        workspaces.append(Workspace("varlen_tiles", tiles_of))
+    return launches, workspaces

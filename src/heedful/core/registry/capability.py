@@ -1,0 +1,487 @@
+"""The one support matrix: which kernel takes which problem on which architecture, as data.
+
+The planner, the tests and docs/support-matrix.md are all made from ROWS.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from heedful.core.base.device import DeviceSpec
+from heedful.core.call.problem import (
+    FEATURES,
+    MAX_HEAD_DIM,
+    MAX_HEAD_DIM_V,
+    AttentionProblem,
+)
+from heedful.core.registry import gates
+from heedful.core.registry.gates import FLOATS, FP8, Gate
+from heedful.core.registry.mixed import (
+    queries_of_a_tile,
+    queries_of_few_tiles,
+    sequences_of_both_kinds,
+    some_fill_a_tile,
+    some_fill_few_tiles,
+)
+from heedful.core.registry.preferences import (
+    Preferred,
+    keys_of_one_length,
+    many_rows,
+    many_rows_of_one_length,
+    packed_keys,
+)
+
+LEVELS = {
+    "run": "measured on that hardware",
+    "emulated": "its machine code was executed on the CPU emulator",
+    "compile-only": "compiles for that target; nobody has run it",
+    "untested": "nothing is known to stand in its way",
+}
+
+
+# Whose call of compiled kernels takes machine code and tensor maps.
+JAX_ON_GPUS = (0, 11, 1)
+# Behind every version there is.
+_NEWEST = (sys.maxsize,)
+
+
+@dataclass(frozen=True, slots=True)
+class Toolchain:
+    """Versions at hand, as int tuples; None is absent. The default stands for the newest.
+
+    packs: backends with kernels in a loaded pack, which need no Triton, and the one that they are
+        planned for.
+    validated: backends that passed `heedful validate` on this device, and may be chosen unasked.
+    framework: whose arrays a call has, "torch" or "jax".
+    """
+
+    triton: tuple[int, ...] | None = _NEWEST
+    torch: tuple[int, ...] | None = _NEWEST
+    jax: tuple[int, ...] | None = _NEWEST
+    packs: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
+    validated: frozenset[str] = frozenset()
+    framework: str = "torch"
+
+    def tritons_of(self, backend: str) -> list[tuple[int, ...]]:
+        """Versions that a backend's kernels may be from, the oldest first: the installed one and
+        the pack's. Kernels that differ are planned for the oldest, so that the pack is found and
+        the installed one compiles what it lacks."""
+        packed = dict(self.packs).get(backend)
+        return sorted(version for version in (self.triton, packed) if version is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """What one backend's kernel of one direction takes.
+
+    levels: architecture -> support level; "nvidia:*" stands for NVIDIA parts not listed.
+    features: what it takes beyond plain dense attention.
+    max_dim, dim_multiple: head dims of QK and V: at most (V MAX_HEAD_DIM_V), and a multiple of.
+    by_default: whether the planner may choose it unasked.
+    short_queries: where sequences of few queries run a decode kernel, and those of more the Hopper
+        forward: up to how many.
+    gathers_pages: it takes keys in pages as dense copies, see torch/eager/pages.py.
+    appends: it writes new keys and values into a cache itself, and rotates keys and queries; its
+        program module has a `step`, see launch/program/programs.py.
+    gates: further conditions, each a function that returns a reason or None. unasked: what it
+        leaves to others, see preferences.py.
+    configs: the kernels with tuned tiles that it launches, in the table of
+    core/registry/configs.py.
+    program: the module whose `forward` and `backward` make its Program; "" launches no kernels.
+    module: the module whose `forward` and `backward` run on the host.
+    framework: whose calls it takes, "" for any; the planner names no other's to a caller.
+    """
+
+    backend: str
+    direction: str
+    levels: dict[str, str]
+    dtypes: tuple[str, ...]
+    features: frozenset[str]
+    kv_dtypes: tuple[str, ...] = ()
+    max_dim: int = MAX_HEAD_DIM_V
+    dim_multiple: int = 1
+    least: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    by_default: bool = True
+    short_queries: Callable[[AttentionProblem], int] | None = None
+    gathers_pages: bool = False
+    appends: bool = False
+    gates: tuple[Gate, ...] = ()
+    unasked: tuple[Callable[[AttentionProblem, DeviceSpec], Preferred | None], ...] = ()
+    configs: tuple[str, ...] = ()
+    program: str = ""
+    module: str = ""
+    framework: str = ""
+
+    def level(self, device: DeviceSpec) -> str | None:
+        """The support level on this device, None where the kernel does not exist for it."""
+        return self.levels.get(device.arch) or self.levels.get(f"{device.vendor}:*")
+
+    def why_not(
+        self, problem: AttentionProblem, device: DeviceSpec, toolchain: Toolchain | None = None
+    ) -> list[str]:
+        """Every reason why this kernel cannot run the problem; empty if it can. Where it does not
+        exist at all, that alone."""
+        if self.level(device) is None:
+            return [f"no kernel for {device.arch}"]
+        reasons = []
+        if problem.dtype not in self.dtypes:
+            reasons.append(f"dtype {problem.dtype}: takes {', '.join(self.dtypes)}")
+        if problem.kv_dtype not in (problem.dtype, *self.kv_dtypes):
+            reasons.append(f"KV of {problem.kv_dtype} beside {problem.dtype}")
+        for name, dim in (("head_dim", problem.head_dim), ("V's head_dim", problem.head_dim_v)):
+            if dim > self.max_dim:
+                reasons.append(f"{name} {dim}: takes up to {self.max_dim}")
+            if dim % self.dim_multiple:
+                reasons.append(f"{name} {dim}: takes multiples of {self.dim_multiple}")
+        lacking = problem.features() - self.features - _KINDS
+        reasons += [f"does not take {FEATURES[name]}" for name in FEATURES if name in lacking]
+        for gate in self.gates:
+            reason = gate(problem, device)
+            if reason:
+                reasons.append(reason)
+        toolchain = toolchain or Toolchain()
+        if not self.serves(toolchain.framework):
+            reasons.append(f"takes {self.framework} calls alone")
+        reasons += self._lacking_tools(toolchain, device)
+        return reasons
+
+    def serves(self, framework: str) -> bool:
+        """Whether it takes calls of this framework."""
+        return self.framework in ("", framework)
+
+    def _lacking_tools(self, toolchain: Toolchain, device: DeviceSpec) -> list[str]:
+        reasons, wanted_tools = [], self.least
+        if toolchain.framework == "jax" and device.vendor != "cpu":
+            wanted_tools += (("jax", JAX_ON_GPUS),)
+        for tool, least in wanted_tools:
+            have = getattr(toolchain, tool)
+            if tool == "triton":
+                have = max(toolchain.tritons_of(self.backend), default=None)
+            wanted = f"{tool} >= {'.'.join(map(str, least))}"
+            if have is None:
+                reasons.append(f"needs {wanted}, which is not installed")
+            elif have < least:
+                reasons.append(f"needs {wanted}, got {'.'.join(map(str, have))}")
+        return reasons
+
+
+# Features that the dtypes of a row speak of.
+_KINDS = frozenset({"fp8", "quantized_kv"})
+
+_EVERY_FEATURE = frozenset(FEATURES)
+_QUANTIZED = ("int8", "int4", *FP8)
+
+
+def _on_cpus(
+    backend: str, framework: str, least: tuple[int, ...], module: str
+) -> tuple[KernelRow, ...]:
+    """The rows of a framework's own backend for CPUs, which takes every call."""
+    common: dict[str, Any] = {"max_dim": MAX_HEAD_DIM, "least": ((framework, least),)}
+    common |= {"module": module, "framework": framework}
+    here, dtypes = {"cpu": "run"}, (*FLOATS, *FP8)
+    return (
+        KernelRow(backend, "forward", here, dtypes, _EVERY_FEATURE, _QUANTIZED, **common),
+        KernelRow(backend, "backward", here, FLOATS, _EVERY_FEATURE, **common),
+    )
+
+
+_OF_SDPA = frozenset({"causal", "diagonal", "unaligned", "return_lse", "backward", "deterministic"})
+_SDPA: dict[str, Any] = {"least": (("torch", (2, 11)),), "framework": "torch"}
+_SDPA |= {"module": "heedful.cpu.sdpa"}
+
+_PORTABLE_LEVELS = {
+    "sm_90": "run",
+    "sm_80": "compile-only",
+    "sm_86": "compile-only",
+    "sm_89": "compile-only",
+    "sm_100": "compile-only",
+    "sm_120": "compile-only",
+    "gfx942": "emulated",
+    "gfx950": "emulated",
+    "nvidia:*": "untested",
+    "amd:*": "untested",
+}
+
+_OF_DECODE = frozenset(
+    {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "alibi"}
+    | {"tree_mask", "varlen", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
+    | {"head_dims_differ", "return_lse", "split_kv", "uneven_rows"}
+)
+_OF_HOPPER = frozenset(
+    {"causal", "window", "first_keys", "diagonal", "sink", "softcap", "alibi", "bias"}
+    | {"dropout", "varlen", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
+    | {"head_dims_differ", "return_lse", "split_kv", "backward", "bias_grad"}
+    | {"deterministic"}
+)
+_OF_HOPPER_DECODE = frozenset(
+    {"causal", "window", "first_keys", "diagonal", "sink", "varlen", "seqused", "paged"}
+    | {"kv_batch_idx", "leftpad_k", "gqa", "head_dims_differ", "return_lse", "split_kv"}
+)
+_HOPPER_GATES = (
+    gates.some_tokens,
+    gates.positive_scale,
+    gates.out_as_in,
+    gates.whole_pages,
+    gates.aligned_draws,
+)
+
+
+def _mixed(
+    backend: str,
+    features: frozenset[str],
+    kernel: str,
+    triton: tuple[int, ...],
+    short_queries: Callable[[AttentionProblem], int],
+    unasked: Callable[[AttentionProblem, DeviceSpec], Preferred | None],
+) -> KernelRow:
+    """The Hopper forward beside a decode kernel that has the sequences of few queries."""
+    return KernelRow(
+        backend,
+        "forward",
+        {"sm_90": "run"},
+        ("bfloat16", "float16"),
+        # Partial results of the Hopper forward are merged over all rows.
+        (features & _OF_HOPPER) - {"split_kv"},
+        max_dim=256,
+        dim_multiple=8,
+        least=(("triton", triton),),
+        short_queries=short_queries,
+        gates=(*_HOPPER_GATES, sequences_of_both_kinds),
+        unasked=(unasked,),
+        configs=("hopper.forward", kernel),
+        program="heedful.launch.bind.mixed",
+    )
+
+
+def _latent(backend: str, few_rows: Gate) -> KernelRow:
+    """A kernel of latent vectors, of so few rows."""
+    return KernelRow(
+        backend,
+        "forward",
+        {"sm_90": "run"},
+        ("bfloat16", "float16"),
+        frozenset(
+            {"causal", "diagonal", "seqused", "paged", "kv_batch_idx", "leftpad_k", "gqa"}
+            | {"head_dims_differ", "return_lse", "split_kv"}
+        ),
+        max_dim=gates.LATENT_KEY_DIM,
+        dim_multiple=8,
+        # For gl.inline_asm.
+        least=(("triton", (3, 9)),),
+        gates=(
+            gates.values_in_keys,
+            gates.some_tokens,
+            gates.positive_scale,
+            gates.out_as_in,
+            gates.whole_pages,
+            few_rows,
+        ),
+        configs=(f"{backend}.forward",),
+        program=f"heedful.launch.bind.{backend}",
+    )
+
+
+# In order of preference.
+ROWS: tuple[KernelRow, ...] = (
+    _latent("mla_swap_ab", gates.rows_of_swapped_products),
+    _latent("mla", gates.few_rows),
+    KernelRow(
+        "hopper_decode",
+        "forward",
+        {"sm_90": "run"},
+        ("bfloat16", "float16"),
+        _OF_HOPPER_DECODE,
+        max_dim=256,
+        dim_multiple=8,
+        # For gl.inline_asm.
+        least=(("triton", (3, 9)),),
+        appends=True,
+        gates=(
+            gates.some_tokens,
+            gates.positive_scale,
+            gates.out_as_in,
+            gates.whole_pages,
+            gates.few_packed_rows,
+        ),
+        unasked=(many_rows, many_rows_of_one_length, packed_keys),
+        configs=("hopper_decode.forward",),
+        program="heedful.launch.bind.hopper_decode",
+    ),
+    KernelRow(
+        "decode",
+        "forward",
+        _PORTABLE_LEVELS,
+        ("bfloat16", "float16", *FP8),
+        _OF_DECODE,
+        kv_dtypes=_QUANTIZED,
+        max_dim=MAX_HEAD_DIM,
+        dim_multiple=8,
+        least=(("triton", (3, 6)),),
+        appends=True,
+        gates=(
+            gates.few_rows,
+            gates.wide_heads,
+            gates.float_out,
+            gates.scales_of_groups,
+            gates.fp8_conversion,
+        ),
+        unasked=(many_rows, many_rows_of_one_length, keys_of_one_length),
+        configs=("decode.forward",),
+        program="heedful.launch.bind.decode",
+    ),
+    _mixed(
+        "hopper_mixed",
+        _OF_HOPPER_DECODE,
+        "hopper_decode.forward",
+        (3, 9),
+        queries_of_a_tile,
+        some_fill_a_tile,
+    ),
+    _mixed(
+        "mixed", _OF_DECODE, "decode.forward", (3, 6), queries_of_few_tiles, some_fill_few_tiles
+    ),
+    KernelRow(
+        "hopper",
+        "forward",
+        {"sm_90": "run"},
+        ("bfloat16", "float16"),
+        _OF_HOPPER,
+        max_dim=256,
+        dim_multiple=8,
+        least=(("triton", (3, 6)),),
+        gates=_HOPPER_GATES,
+        configs=("hopper.forward",),
+        program="heedful.launch.bind.hopper",
+    ),
+    KernelRow(
+        "hopper",
+        "forward",
+        {"sm_90": "run"},
+        ("float8_e4m3fn",),
+        frozenset(
+            {"causal", "window", "diagonal", "sink", "softcap", "varlen", "gqa"}
+            | {"head_dims_differ", "return_lse"}
+        ),
+        max_dim=256,
+        # 16 bytes, which TMA wants strides to be multiples of.
+        dim_multiple=16,
+        # For gl.inline_asm.
+        least=(("triton", (3, 9)),),
+        gates=(gates.some_tokens, gates.float_out),
+        configs=("hopper.fp8_forward",),
+        program="heedful.launch.bind.hopper_fp8",
+    ),
+    KernelRow(
+        "cdna",
+        "forward",
+        {"gfx942": "emulated", "gfx950": "emulated"},
+        ("bfloat16", "float16", "float8_e4m3fn", "float8_e4m3fnuz"),
+        frozenset(
+            {"causal", "diagonal", "varlen", "gqa", "return_lse", "split_kv", "backward"}
+            | {"deterministic"}
+        ),
+        # 64 and 128.
+        max_dim=128,
+        dim_multiple=64,
+        least=(("triton", (3, 9)),),
+        # Not before `heedful validate` has passed on the machine.
+        by_default=False,
+        gates=(
+            gates.positive_scale,
+            gates.out_as_in_or_float,
+            gates.own_e4m3,
+            gates.many_keys,
+            gates.near_rows,
+        ),
+        configs=("cdna.forward",),
+        program="heedful.launch.bind.cdna",
+    ),
+    KernelRow(
+        "portable",
+        "forward",
+        _PORTABLE_LEVELS,
+        FLOATS,
+        _EVERY_FEATURE,
+        kv_dtypes=_QUANTIZED,
+        max_dim=MAX_HEAD_DIM,
+        least=(("triton", (3, 6)),),
+        gates=(
+            gates.whole_probs,
+            gates.scales_of_groups,
+            gates.fp8_conversion,
+            gates.wider_keys_than_values,
+        ),
+        configs=("portable.forward", "portable.scores"),
+        program="heedful.launch.bind.portable",
+    ),
+    KernelRow(
+        "hopper",
+        "backward",
+        {"sm_90": "run"},
+        ("bfloat16", "float16"),
+        frozenset(
+            {"causal", "window", "diagonal", "softcap", "sink", "dropout", "varlen", "gqa"}
+            | {"head_dims_differ", "return_lse", "backward", "deterministic"}
+        ),
+        max_dim=256,
+        dim_multiple=8,
+        # For gl.inline_asm: sums of dQ leave by cp.reduce.async.bulk.
+        least=(("triton", (3, 9)),),
+        gates=(gates.some_tokens, gates.positive_scale, gates.out_as_in, gates.aligned_draws)
+        + (gates.tiles_of_both_dims, gates.any_order_if_wide, gates.room_for_dropout)
+        + (gates.near_softcap,),
+        configs=("hopper.backward", "portable.scores"),
+        program="heedful.launch.bind.hopper_backward",
+    ),
+    KernelRow(
+        "portable",
+        "backward",
+        _PORTABLE_LEVELS,
+        FLOATS,
+        # Only calls that record no gradient pick cache rows by index.
+        _EVERY_FEATURE - {"kv_batch_idx"},
+        gathers_pages=True,
+        least=(("triton", (3, 6)),),
+        gates=(gates.wide_float32,),
+        configs=("portable.backward_keys", "portable.backward_queries", "portable.scores"),
+        program="heedful.launch.bind.portable",
+    ),
+    KernelRow(
+        "sdpa",
+        "forward",
+        {"cpu": "run"},
+        FLOATS,
+        _OF_SDPA | {"gqa", "seqused", "uneven_rows"},
+        gates=(gates.sdpa_mask, gates.sdpa_lengths, gates.sdpa_log_sum_exp),
+        **_SDPA,
+    ),
+    KernelRow(
+        "sdpa",
+        "backward",
+        {"cpu": "run"},
+        FLOATS,
+        _OF_SDPA | {"gqa"},
+        gates=(gates.sdpa_mask, gates.sdpa_log_sum_exp),
+        **_SDPA,
+    ),
+    *_on_cpus("cpu", "torch", (2, 11), "heedful.cpu"),
+    *_on_cpus("scan", "jax", (0, 10), "heedful.jax.tiled.scan"),
+)
+
+
+def rows(direction: str) -> list[KernelRow]:
+    """The kernels of a direction, best first."""
+    return [row for row in ROWS if row.direction == direction]
+
+
+def row(backend: str, direction: str, dtype: str) -> KernelRow:
+    """The kernels of a backend for a direction and a dtype of queries."""
+    return next(
+        r for r in ROWS if (r.backend, r.direction) == (backend, direction) and dtype in r.dtypes
+    )
+
+
+def backends() -> tuple[str, ...]:
+    """Every backend's name, best first."""
+    return tuple(dict.fromkeys(row.backend for row in ROWS))

@@ -1,0 +1,550 @@
+"""Tuned tiles per kernel and architecture, each with where it was measured.
+
+The first row that fits wins, so special cases stand above general ones. The row's config is then
+fitted to the problem, so that a plan says all that the problem decides about the code, too.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from heedful.core.base.device import DeviceSpec
+from heedful.core.call.problem import ITEM_BITS, AttentionProblem
+from heedful.core.registry.conditions import (
+    MLA_LEAST_SMS,
+    MLA_SMS,
+    MLA_SWAP_LEAST_SMS,
+    all_merge_sooner,
+    always,
+    any_pressure,
+    eight_bit,
+    few_rows,
+    float32,
+    has_room_for_dq,
+    heads_share_lines,
+    high_pressure,
+    holds_more,
+    holds_more_in_order,
+    in_order,
+    in_pages,
+    long_caches,
+    masked,
+    merge_outlasts_waiting,
+    narrow_values,
+    no_pages,
+    packs,
+    packs_in_one,
+    scaled_by_row,
+    several_tiles_of_rows,
+    sixteen_rows,
+    slopes,
+    small_grid,
+    small_pages,
+    some_pressure,
+    two_tiles_of_rows,
+    uneven,
+    uneven_masks,
+    wider_keys,
+    wider_keys_under_pressure,
+)
+from heedful.core.registry.tiles import (
+    CdnaForwardConfig,
+    DecodeConfig,
+    HopperBackwardConfig,
+    HopperDecodeConfig,
+    HopperForwardConfig,
+    HopperFp8Config,
+    MlaConfig,
+    MlaSwapConfig,
+    PortableConfig,
+    TileConfig,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigRow:
+    """A config of `kernel` for these architectures ("*" = any), head dims up to `max_dim`, and
+    problems that `when` accepts. measured: device, date and Triton version, or why it is a guess.
+    least_units: of the device, where programs wait for each other.
+    """
+
+    kernel: str
+    archs: tuple[str, ...]
+    max_dim: int
+    config: TileConfig
+    measured: str
+    when: Callable[[AttentionProblem], bool]
+    least_units: int = 0
+
+    def fits(self, problem: AttentionProblem, device: DeviceSpec) -> bool:
+        dim = max(problem.head_dim, problem.head_dim_v)
+        return (
+            dim <= self.max_dim
+            and ("*" in self.archs or device.arch in self.archs)
+            and self.least_units <= device.units
+            and self.when(problem)
+        )
+
+
+_H200 = "H200, 2026-11-20, Triton 3.6: fastest without spills of those tried"
+_H200_25 = "H200, 2026-11-25, Triton 3.9: fastest of those tried"
+_H200_26 = "H200, 2026-11-26, Triton 3.9: fastest of those tried"
+_NO_SPILLS = "sm_90, Triton 3.9: largest tried that compiles without spills; not timed"
+_NO_SPILLS_EITHER = "sm_80 and sm_90, Triton 3.9: compiles without spills; not timed"
+_H200_23 = "H200, 2026-11-23, Triton 3.9: fastest of those tried"
+_FITS = "fits shared memory and registers when compiled; not timed"
+_WIDER = "sm_80 and sm_90, Triton 3.9: compiles without spills in those tried; not timed"
+_AMD = "compiled for gfx942 and gfx950: no spills, LDS within 64 KiB; not timed"
+_SMALL = "small enough for 64 KiB of shared memory; not timed"
+_NVIDIA = ("sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
+_WARP_PRODUCTS = ("sm_80", "sm_86", "sm_89", "sm_120")  # a warp's products, of few rows, are all
+_CDNA = ("gfx942", "gfx950", "gfx90a")
+
+# kernel, architectures, condition, where from: {largest head dim: (rows, keys, warps, stages)}
+_PORTABLE = (
+    ("forward", ("sm_90", *_NVIDIA), wider_keys_under_pressure, _WIDER, {576: (16, 16, 8, 1)}),
+    ("forward", ("sm_90", *_NVIDIA), wider_keys, _WIDER, {576: (32, 16, 8, 1)}),
+    ("forward", _CDNA, wider_keys, _AMD, {576: (32, 16, 4, 1)}),
+    ("forward", ("*",), wider_keys, _SMALL, {576: (16, 16, 4, 1)}),
+    ("forward", ("*",), float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
+    ("backward_keys", ("*",), float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
+    ("backward_queries", ("*",), float32, _FITS, {64: (32, 32, 8, 1), 512: (16, 16, 8, 1)}),
+    ("scores", ("*",), float32, _FITS, {512: (16, 16, 4, 1)}),
+    ("scores", ("*",), high_pressure, _NO_SPILLS, {512: (16, 16, 4, 1)}),
+    ("scores", ("*",), always, _NO_SPILLS, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
+    (
+        "forward",
+        ("sm_90", *_WARP_PRODUCTS),
+        high_pressure,
+        _NO_SPILLS_EITHER,
+        {128: (32, 32, 8, 1), 512: (32, 16, 8, 1)},
+    ),
+    (
+        "forward",
+        ("sm_90",),
+        some_pressure,
+        _NO_SPILLS,
+        {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (128, 16, 8, 3), 512: (32, 16, 8, 1)},
+    ),
+    (
+        "forward",
+        ("sm_90",),
+        always,
+        _H200,
+        {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 16, 8, 3), 512: (32, 16, 8, 1)},
+    ),
+    (
+        "backward_keys",
+        ("sm_90", *_WARP_PRODUCTS),
+        high_pressure,
+        _NO_SPILLS_EITHER,
+        {64: (16, 32, 4, 2), 512: (16, 16, 8, 1)},
+    ),
+    (
+        "backward_keys",
+        ("sm_90",),
+        some_pressure,
+        _NO_SPILLS,
+        {64: (32, 64, 4, 3), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2), 512: (16, 16, 8, 1)},
+    ),
+    (
+        "backward_keys",
+        ("sm_90",),
+        always,
+        _H200,
+        {64: (32, 64, 4, 3), 128: (32, 128, 8, 4), 256: (16, 32, 4, 2), 512: (16, 16, 8, 1)},
+    ),
+    (
+        "backward_queries",
+        ("sm_90", *_WARP_PRODUCTS),
+        high_pressure,
+        _NO_SPILLS_EITHER,
+        {64: (32, 32, 8, 1), 128: (16, 16, 8, 1), 256: (32, 16, 4, 2), 512: (16, 32, 8, 1)},
+    ),
+    (
+        "backward_queries",
+        ("sm_90",),
+        some_pressure,
+        _NO_SPILLS,
+        {64: (64, 64, 4, 3), 128: (128, 32, 8, 3), 256: (128, 16, 8, 2), 512: (16, 32, 8, 1)},
+    ),
+    (
+        "backward_queries",
+        ("sm_90",),
+        always,
+        _H200,
+        {64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (128, 16, 8, 2), 512: (16, 32, 8, 1)},
+    ),
+    ("forward", _CDNA, high_pressure, _AMD, {128: (32, 32, 4, 1), 512: (32, 16, 4, 1)}),
+    (
+        "forward",
+        _CDNA,
+        always,
+        _AMD,
+        {128: (128, 64, 4, 1), 256: (64, 32, 4, 1), 512: (32, 16, 4, 1)},
+    ),
+    (
+        "backward_keys",
+        _CDNA,
+        always,
+        _AMD,
+        {64: (64, 64, 4, 1), 128: (32, 64, 4, 1), 256: (16, 64, 4, 1), 512: (16, 32, 4, 1)},
+    ),
+    (
+        "backward_queries",
+        _CDNA,
+        always,
+        _AMD,
+        {128: (128, 32, 4, 1), 256: (64, 16, 4, 1), 512: (32, 16, 4, 1)},
+    ),
+    (
+        "forward",
+        _WARP_PRODUCTS,
+        some_pressure,
+        _NO_SPILLS_EITHER,
+        {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 4, 2), 512: (32, 16, 8, 1)},
+    ),
+    (
+        "forward",
+        _NVIDIA,
+        always,
+        _FITS,
+        {128: (64, 64, 4, 2), 256: (32, 32, 4, 2), 512: (32, 16, 8, 1)},
+    ),
+    (
+        "backward_keys",
+        _NVIDIA,
+        always,
+        _FITS,
+        {64: (64, 64, 4, 2), 128: (32, 64, 8, 2), 256: (32, 32, 8, 2), 512: (16, 16, 8, 1)},
+    ),
+    (
+        "backward_queries",
+        _NVIDIA,
+        always,
+        _FITS,
+        {64: (64, 64, 4, 2), 128: (64, 32, 4, 2), 256: (32, 32, 4, 2), 512: (16, 16, 8, 1)},
+    ),
+    ("forward", ("*",), always, _SMALL, {128: (64, 32, 4, 1), 512: (16, 16, 4, 1)}),
+    ("backward_keys", ("*",), always, _SMALL, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
+    ("backward_queries", ("*",), always, _SMALL, {128: (32, 32, 4, 1), 512: (16, 16, 4, 1)}),
+)
+
+_H200_GLUON = "H200, 2026-11-20, Triton 3.9: fastest of those tried"
+_LEAST_SPILLS = "sm_90, Triton 3.9: fewest spills of those compiled; others not timed"
+
+
+# Rows, keys, warps, stages.
+_Tile = tuple[int, int, int, int]
+
+
+def _hopper(max_dim: int, tile: _Tile, when=always, measured=_H200_GLUON, **how):
+    config = HopperForwardConfig(*tile, **how)
+    return ConfigRow("hopper.forward", ("sm_90",), max_dim, config, measured, when)
+
+
+def _hopper_fp8(max_dim: int, tile: _Tile, when=always, **how):
+    config = HopperFp8Config(*tile, **how)
+    return ConfigRow("hopper.fp8_forward", ("sm_90",), max_dim, config, _H200_GLUON, when)
+
+
+def _hopper_backward(max_dim: int, tile: _Tile, when=always, measured=_H200_23, **how):
+    config = HopperBackwardConfig(*tile, **how)
+    return ConfigRow("hopper.backward", ("sm_90",), max_dim, config, measured, when)
+
+
+# 1.06 times as fast as a program for each tile at 16 x 1024, 1.02 at 4 x 4096; a larger last group
+# of heads 1.13 at 1 x 8192, 32/8 causal. Packed sequences 1.00 to 1.04, dropout 1.00 to 1.01.
+_DRAWN: dict[str, Any] = {"draws": True, "last_waves": 2, "splits": 0}
+_NO_DQ_GROUP = {"splits": 0, "k_stages": 1, "consumer_regs": 240, "dq_regs": None}
+_D64: dict[str, Any] = {
+    "consumer_regs": 112,
+    "producer_regs": 32,
+    "rescale": "speculative",
+    "v_stages": 6,
+}
+_D64_FOUR: dict[str, Any] = {**_D64, "q_stages": 8}
+# Under ALiBi references rescale by a threshold, and ping-pong keeps products and softmax apart.
+_D64_PINGPONG: dict[str, Any] = {**_D64, "pingpong": True}
+_D128: dict[str, Any] = {"consumer_regs": 240, "pingpong": True}
+_D64_TWO: dict[str, Any] = {**_D128, "rescale": "speculative"}
+_D128_SPECULATIVE: dict[str, Any] = {**_D128, "rescale": "speculative", "v_stages": 2}
+_D128_UNEVEN: dict[str, Any] = {
+    "consumer_regs": 160,
+    "out_in_q": True,
+    "producer_regs": 32,
+    "q_stages": 4,
+    "rescale": "speculative",
+    "v_stages": 5,
+}
+_D192: dict[str, Any] = {**_D128, "out_in_q": True}
+_D256: dict[str, Any] = {"consumer_regs": 240, "out_in_q": True}
+_FP8_D64: dict[str, Any] = {
+    "consumer_regs": 160,
+    "producer_regs": 32,
+    "q_stages": 6,
+    "rescale": "speculative",
+    "transposes_v": True,
+    "votes_last": True,
+}
+_FP8_D128: dict[str, Any] = {
+    "consumer_regs": 240,
+    "sums_in_regs": True,
+    "q_stages": 4,
+    "rescale": "speculative",
+    "transposes_v": True,
+}
+# In cycles 1.5 to 2.5 % fewer for masked calls, for those without a mask 3 % more (H200,
+# 2026-11-22, Triton 3.9): measurements/hopper-fp8.md.
+_FP8_D128_MASKED: dict[str, Any] = {**_FP8_D128, "votes_last": True, "prefetches_tile": True}
+
+
+def _cdna(max_dim: int, tile: tuple[int, int, int, int], when=always) -> ConfigRow:
+    measured = "compiled and emulated for gfx942 and gfx950: no spills; not timed"
+    return ConfigRow("cdna.forward", _GLUON_CDNA, max_dim, CdnaForwardConfig(*tile), measured, when)
+
+
+_GLUON_CDNA = ("gfx942", "gfx950")
+
+
+def _decode(
+    archs: tuple[str, ...],
+    max_dim: int,
+    rows: int,
+    tile: tuple[int, int, int],
+    bits: int = 16,
+    paged: bool | None = None,
+    also: Callable[[AttentionProblem], bool] = always,
+    **how,
+) -> ConfigRow:
+    """For up to `rows` query rows of a KV head and caches of at most so many bits a value, in pages
+    or not or both (None), of problems that `also` accepts; tile: keys, warps, stages."""
+
+    def when(problem: AttentionProblem) -> bool:
+        fits = ITEM_BITS[problem.kv_dtype] <= bits and paged in (None, problem.page_size > 0)
+        # Of more, which are tiles of 64, the planner takes those that it can.
+        return fits and (rows == 64 or problem.seqlen_q * problem.group <= rows) and also(problem)
+
+    measured = _FITS
+    if "sm_90" in archs:
+        later = _H200_25 if rows == 8 else _H200_23
+        measured = later if rows <= 16 and max_dim in (128, 576) else _NO_SPILLS
+        if rows == 64 and max_dim == 576:
+            measured = _LEAST_SPILLS
+    elif archs == _CDNA:
+        measured = _AMD
+    # Timed of bfloat16, D128, and taken for the others: eight parts of 1 x 1024 take 9.8 us, four
+    # 10.8; of 1 x 2048 sixteen take 11.3, eight 11.1 (H200, 2026-11-26).
+    fewest = 8 if archs == ("sm_90",) and max_dim <= 256 else 1
+    config = DecodeConfig(rows, *tile, fewest_parts=fewest, **how)
+    return ConfigRow("decode.forward", archs, max_dim, config, measured, when)
+
+
+def _hopper_decode(
+    max_dim: int,
+    keys: int,
+    stages: int,
+    when: Callable[[AttentionProblem], bool] = always,
+    **how,
+) -> ConfigRow:
+    config = HopperDecodeConfig(64, keys, 4, stages, fewest_parts=8, **how)
+    return ConfigRow("hopper_decode.forward", ("sm_90",), max_dim, config, _H200_26, when)
+
+
+def _mla(how: dict[str, Any], *when: Callable[[AttentionProblem], bool]) -> ConfigRow:
+    """For problems that all of `when` accept. Programs that wait for each other are at work at
+    once: a device has a unit for each line of tiles (core/planning/sizes.py)."""
+    config = MlaConfig(64, 128, programs=1, least_tiles=2, **how)
+    timed = _H200_26 if config.query_boxes else _H200_25
+    measured = _LEAST_SPILLS if small_pages in when else timed
+    units = MLA_SMS // MLA_LEAST_SMS if config.merge else 0
+    return ConfigRow("mla.forward", ("sm_90",), 576, config, measured, _all_of(when), units)
+
+
+def _mla_swap_ab(
+    rows: int, how: dict[str, Any], *when: Callable[[AttentionProblem], bool]
+) -> ConfigRow:
+    """As `_mla`, of tiles of so many rows."""
+    config = MlaSwapConfig(rows, 64, 4, 2, programs=1, **how)
+    units = MLA_SMS // MLA_SWAP_LEAST_SMS if config.merge else 0
+    kernel = "mla_swap_ab.forward"
+    return ConfigRow(kernel, ("sm_90",), 576, config, _H200_26, _all_of(when), units)
+
+
+def _all_of(when: Sequence[Callable[[AttentionProblem], bool]]):
+    """Whether a problem is one that all of these accept."""
+
+    def fits(problem: AttentionProblem) -> bool:
+        return all(accepts(problem) for accepts in when)
+
+    return fits
+
+
+_ONE: dict[str, Any] = {"pack_gqa": True}
+_TWO: dict[str, Any] = {**_D128, "pack_gqa": True}
+_THREE: dict[str, Any] = {"programs": 3, "registers": 168}
+_FOUR: dict[str, Any] = {"conversion": 2, "programs": 4}
+_MLA_PAGES: dict[str, Any] = {"consumer_regs": 232, "producer_regs": 40}
+_MLA_TILES: dict[str, Any] = {"ahead": 1, "in_order": 1}
+
+ROWS: list[ConfigRow] = [
+    _hopper(128, (128, 64, 4, 3), any_pressure, _LEAST_SPILLS, **_D128),
+    _hopper(256, (128, 32, 4, 2), any_pressure, _LEAST_SPILLS, **_D256),
+    _hopper(64, (64, 128, 4, 4), packs_in_one, _LEAST_SPILLS, **_ONE),
+    _hopper(128, (64, 128, 4, 2), packs_in_one, _LEAST_SPILLS, **_ONE),
+    _hopper(256, (64, 64, 4, 2), packs_in_one, _LEAST_SPILLS, **_ONE),
+    _hopper(64, (128, 128, 4, 4), packs, _LEAST_SPILLS, **_TWO),
+    _hopper(128, (128, 128, 4, 2), packs, _LEAST_SPILLS, **_TWO),
+    _hopper(256, (128, 64, 4, 2), packs, _LEAST_SPILLS, **_TWO, out_in_q=True),
+    _hopper(64, (64, 128, 4, 4), few_rows, _H200_25, rescale="speculative"),
+    _hopper(128, (64, 128, 4, 2), few_rows, _LEAST_SPILLS),
+    _hopper(256, (64, 64, 4, 2), few_rows, _LEAST_SPILLS),
+    _hopper(64, (64, 128, 4, 4), small_grid, _LEAST_SPILLS),
+    _hopper(128, (64, 128, 4, 2), small_grid, _LEAST_SPILLS),
+    _hopper(256, (64, 64, 4, 2), small_grid, _LEAST_SPILLS),
+    _hopper(64, (128, 128, 4, 4), two_tiles_of_rows, _H200_25, **_D64_TWO),
+    _hopper(64, (256, 64, 4, 6), slopes, **_D64_PINGPONG),
+    # Keys and values in shared stages: windows and packed causal calls - 1.2 % of the cycles,
+    # causal ones 0, those without a mask + 2.5 % (H200, 2026-11-22).
+    _hopper(64, (256, 64, 4, 6), uneven_masks, **_D64_FOUR, kv_share_stages=True),
+    _hopper(64, (256, 64, 4, 6), **_D64_FOUR),
+    _hopper(128, (192, 64, 4, 5), uneven, **_D128_UNEVEN),
+    _hopper(128, (128, 128, 4, 3), **_D128_SPECULATIVE),
+    _hopper(192, (128, 128, 4, 2), narrow_values, **_D192),
+    _hopper(192, (128, 64, 4, 3), no_pages, **_D192, v_stages=2),
+    _hopper(256, (128, 64, 4, 2), **_D256),
+    _hopper_fp8(64, (192, 128, 4, 4), **_FP8_D64),
+    _hopper_fp8(128, (128, 128, 4, 4), masked, **_FP8_D128_MASKED),
+    _hopper_fp8(128, (128, 128, 4, 4), **_FP8_D128),
+    _hopper_fp8(256, (128, 64, 4, 2), consumer_regs=240),
+    # In one order a tile may wait for those of lower number, which must have begun: they are drawn.
+    _hopper_backward(64, (64, 128, 4, 2), holds_more_in_order, _FITS, draws=True),
+    _hopper_backward(64, (128, 128, 4, 2), in_order, _FITS, draws=True, splits=0),
+    _hopper_backward(128, (64, 128, 4, 2), in_order, _FITS, draws=True, splits=0),
+    _hopper_backward(64, (64, 128, 4, 2), holds_more, _FITS, **_DRAWN),
+    _hopper_backward(64, (128, 128, 4, 2), **_DRAWN),
+    _hopper_backward(128, (64, 128, 4, 2), **_DRAWN),
+    _hopper_backward(256, (64, 128, 4, 2), has_room_for_dq, _H200_25, **_NO_DQ_GROUP),
+    _hopper_backward(256, (64, 64, 4, 2), **_NO_DQ_GROUP),
+    _cdna(64, (256, 128, 8, 1), eight_bit),
+    _cdna(128, (256, 64, 8, 1)),
+    # Page numbers are loaded two stages ahead of keys: as many again. 64 rows are a WGMMA's, which
+    # takes its keys from shared memory: fewer stages, for two programs of an SM.
+    # Of few bits, instructions bound it and not bytes. Up to 8 rows are the columns of products
+    # whose rows are keys: half as many products and exponentials. e4m3 with a scale a row takes
+    # 281 us in place of 290 (64 x 8192), int4 216 and 234, others the same (H200, 2026-11-25).
+    # Programs of several heads read parts of a line at times of their own: fetched as a whole a
+    # little ahead, int4 takes 176 us in place of 215 (the same). Of 8 bits it takes a third more.
+    _decode(("sm_90",), 128, 8, (64, 2, 3), 4, False, heads_share_lines, fetch_ahead=3, **_FOUR),
+    *(
+        _decode(("sm_90",), 128, 8, (64, 2, stages), 8, paged, scaled_by_row, **_FOUR)
+        for stages, paged in ((5, True), (3, False))
+    ),
+    # Of 4 bits more warps, of fewer registers.
+    *(
+        _decode(("sm_90",), 128, 16, (128, 4, stages), 4, paged, conversion=2, **_THREE)
+        for stages, paged in ((5, True), (3, False))
+    ),
+    *(
+        _decode(("sm_90",), dim, rows, (keys, 4, 2 * stages - 1), bits, paged, conversion=2)
+        if paged
+        else _decode(("sm_90",), dim, rows, (keys, 4, stages), bits, paged, conversion=2)
+        for dim, bits, keys in (
+            (64, 8, 256),
+            (64, 16, 128),
+            (128, 8, 128),
+            (128, 16, 64),
+            (256, 8, 64),
+            (256, 16, 32),
+        )
+        for rows, stages in ((16, 3), (32, 3), (64, 2))
+        for paged in (True, False)
+    ),
+    # Programs of a compute unit: as many as registers leave room for.
+    *(_decode(_CDNA, 128, rows, (16, 4, 1), bits=8, programs=4) for rows in (16,)),
+    *(
+        _decode(_CDNA, dim, rows, (32, 4, 1), programs=programs)
+        for dim in (128, 256)
+        for rows, programs in ((16, 3), (32, 2), (64, 2))
+    ),
+    *(
+        _decode(_NVIDIA, dim, rows, (keys, 4, 2))
+        for dim, keys in ((128, 64), (256, 32))
+        for rows in (16, 32, 64)
+    ),
+    *(
+        _decode(("*",), dim, rows, (keys, 4, 1))
+        for dim, keys in ((128, 64), (256, 32))
+        for rows in (16, 32, 64)
+    ),
+    # Two programs of an SM with one tile of keys and one of values each, 64 KB on their way in all,
+    # are faster than more: 64 x 8192 keys take 475.7 us, of twice as many bytes 484.6, of three
+    # times 485.2; cuDNN takes 484.9. In pages head dim 64 wants boxes of fewer rows: 253.8 us and
+    # not 257.6. Of head dim 256 one program has twice as many: 64 x 4096 478.1 and not 481.8, in
+    # pages 488.5 and not 506.9 (H200, 2026-11-26).
+    _hopper_decode(64, 64, 2, in_pages),
+    _hopper_decode(64, 128, 1),
+    # In boxes of fewer keys than a tile two are faster: 64 x 8192 in pages of 16 take 489.3 us in
+    # place of 493.8, 128 of unlike length 891.6 and 900.1; in pages of 64 490.1 and 488.1 (H200,
+    # 2026-11-26).
+    _hopper_decode(128, 64, 2, small_pages),
+    _hopper_decode(128, 64, 1),
+    _hopper_decode(256, 64, 2, programs=1, registers=0),
+    # Keys of 512 + 64, whose values lie in them.
+    *(
+        _decode(
+            ("sm_90",),
+            576,
+            rows,
+            (32, warps, 2 * stages - 1 if paged else stages),
+            paged=paged,
+            merge_values=merge_values,
+        )
+        for rows, warps, stages, merge_values in ((16, 4, 3, 128), (32, 4, 3, 32), (64, 8, 2, 32))
+        for paged in (True, False)
+    ),
+    *(
+        _decode(archs, 576, rows, (16, warps if rows == 64 else 4, stages), programs=1)
+        for archs, warps, stages in ((_CDNA, 4, 1), (_NVIDIA, 8, 2), (("*",), 8, 1))
+        for rows in (16, 32, 64)
+    ),
+    # Two blocks of keys. With part of a third 64 x 8192 keys of 16 heads take 152.4 us in place of
+    # 148.6 (H200, 2026-11-26).
+    *(
+        _mla_swap_ab(rows, how, of_rows, when)
+        for rows, of_rows in ((16, sixteen_rows), (32, always))
+        for when, how in (
+            (all_merge_sooner, {"merge": 1, "least_tiles": 2}),
+            (always, {"least_tiles": 4}),
+        )
+    ),
+    # Of pages of fewer keys than a block the producer holds more numbers. Of 64 x 8192 keys and 128
+    # heads products queued ahead and in order take 226.8 us in place of 231 (2026-11-25). With two
+    # boxes of queries in registers these take 224.3 us in place of 230.3, 64 x 1024 54.9 in place
+    # of 53.8 (H200, 2026-11-26).
+    *(
+        _mla(how, *when)
+        for when, how in (
+            ((small_pages, merge_outlasts_waiting), {**_MLA_PAGES, "merge": 1}),
+            ((small_pages, several_tiles_of_rows), {**_MLA_PAGES, **_MLA_TILES}),
+            ((small_pages,), _MLA_PAGES),
+            ((merge_outlasts_waiting,), {"merge": 1}),
+            ((several_tiles_of_rows, long_caches), {**_MLA_TILES, "query_boxes": 2}),
+            ((several_tiles_of_rows,), _MLA_TILES),
+            ((), {}),
+        )
+    ),
+    *(
+        ConfigRow(f"portable.{kernel}", archs, max_dim, PortableConfig(*tile), measured, when)
+        for kernel, archs, when, measured, tiles in _PORTABLE
+        for max_dim, tile in tiles.items()
+    ),
+]
+
+
+def choose(kernel: str, problem: AttentionProblem, device: DeviceSpec) -> ConfigRow:
+    """The config row of `kernel` for this problem on this device."""
+    for row in ROWS:
+        if row.kernel == kernel and row.fits(problem, device):
+            return row
+    raise LookupError(f"no config of {kernel} fits {problem.key()} on {device.name}")

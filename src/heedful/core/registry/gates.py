@@ -1,0 +1,233 @@
+"""Conditions of kernels, each a function that returns why a problem is none of a kernel's, or None.
+What a row of capability.py says by itself (architectures, dtypes, features, head dims) is not here.
+"""
+
+from collections.abc import Callable
+
+from heedful.core.base.device import DeviceSpec
+from heedful.core.call.problem import ITEM_BITS, MAX_HEAD_DIM_V, NEAR_BYTES, AttentionProblem
+from heedful.core.registry.tiles import DECODE_ROWS, WIDE_DIM
+
+Gate = Callable[[AttentionProblem, DeviceSpec], str | None]
+
+FLOATS = ("bfloat16", "float16", "float32")
+FP8 = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2")
+
+
+def whole_probs(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    if problem.return_probs and problem.num_splits > 1:
+        return "returned probabilities of a split of the keys"
+    return None
+
+
+def scales_of_groups(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    if problem.kv_shift and not problem.kv_group:
+        return "shift of a cache without a scale per group"
+    return None
+
+
+def fp8_conversion(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    old = device.arch in ("sm_80", "sm_86") and problem.kv_dtype in FP8
+    foreign = device.vendor == "nvidia" and problem.kv_dtype == "float8_e4m3fnuz"
+    if old or foreign:
+        return f"{problem.kv_dtype} on {device.arch}, which cannot convert it"
+    return None
+
+
+def wide_float32(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    wide = max(problem.head_dim, problem.head_dim_v) > 256 and problem.dtype == "float32"
+    if wide and device.shared_bytes < 128 * 1024 and device.vendor == "nvidia":
+        return "float32 head dims over 256 need 128 KiB of shared memory"
+    return None
+
+
+def wider_keys_than_values(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """What is past MAX_HEAD_DIM_V of Q and K is a product of its own, of 16-bit keys as stored."""
+    if problem.head_dim <= MAX_HEAD_DIM_V:
+        return None
+    if ITEM_BITS[problem.dtype] != 16:
+        return f"head_dim {problem.head_dim} of {problem.dtype}: takes up to {MAX_HEAD_DIM_V}"
+    if problem.quantized_kv:
+        return f"head_dim {problem.head_dim} of a quantised cache: takes up to {MAX_HEAD_DIM_V}"
+    if problem.return_probs:
+        return f"head_dim {problem.head_dim} with returned probabilities"
+    return None
+
+
+def some_tokens(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    sizes = (problem.batch, problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k)
+    return "no tokens: a tensor map cannot be empty" if 0 in sizes else None
+
+
+def positive_scale(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    return None if problem.scale > 0 else "softmax_scale <= 0"
+
+
+def whole_pages(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    if problem.page_size % 16:
+        return f"page_size {problem.page_size}: takes multiples of 16"
+    if problem.page_size and problem.leftpad_k:
+        return "left-padded pages"
+    return None
+
+
+def aligned_draws(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    if problem.dropout_p > 0 and problem.dropout_origin[3] % 4:
+        return "dropout from a column that is no multiple of 4"
+    return None
+
+
+def tiles_of_both_dims(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Tiles of one width up to 128 columns; wide ones are of 256, or of 256 and 128."""
+    dim, dim_v = problem.head_dim, problem.head_dim_v
+    if dim != dim_v and not (dim > 128 and dim_v > 64):
+        return f"the backward of head dims {dim} and {dim_v}: takes equal ones, or above 128 and 64"
+    return None
+
+
+def room_for_dropout(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """What a mask's exchange between threads takes, 3.5 KiB, is more than the tiles leave."""
+    if problem.dropout_p > 0 and min(problem.head_dim, problem.head_dim_v) > 128:
+        return "the backward of dropout with Q, K and V above 128"
+    return None
+
+
+def any_order_if_wide(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Of wide heads consumers add to dQ themselves, and take no turns."""
+    if problem.deterministic and max(problem.head_dim, problem.head_dim_v) > 128:
+        return "a deterministic backward of head dims above 128"
+    return None
+
+
+def near_softcap(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Scores above are far from 0, and what makes such rows anew has another tanh."""
+    if problem.softcap > 1024.0:
+        return "gradients of a softcap above 1024"
+    return None
+
+
+def out_as_in(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    return None if problem.out_dtype == problem.dtype else f"out of {problem.out_dtype}"
+
+
+def float_out(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    return None if problem.out_dtype in FLOATS else f"out of {problem.out_dtype}"
+
+
+def own_e4m3(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    own = "float8_e4m3fnuz" if device.arch == "gfx942" else "float8_e4m3fn"
+    foreign = ITEM_BITS[problem.dtype] == 8 and problem.dtype != own
+    return f"{problem.dtype} on {device.arch}, which multiplies {own}" if foreign else None
+
+
+def out_as_in_or_float(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    if ITEM_BITS[problem.dtype] == 8:
+        return None if problem.out_dtype in FLOATS else f"out of {problem.out_dtype}"
+    return out_as_in(problem, device)
+
+
+def near_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Buffer instructions reach 2^31 bytes from a tile's base, 256 rows of NEAR_BYTES; partial
+    results of splits are dense rows of float32."""
+    if problem.near_rows and 4 * problem.heads_q * problem.head_dim_v < NEAR_BYTES:
+        return None
+    return f"rows of Q, K, V or the output {NEAR_BYTES >> 20} MiB apart or more"
+
+
+def many_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    short = problem.seqlen_k < 384
+    return f"seqlen_k {problem.seqlen_k}: takes 384 and more" if short else None
+
+
+# Of packed queries of the Hopper decode: four tiles.
+PACKED_ROWS = 4 * DECODE_ROWS
+# Of the decode kernel's wide heads: how many columns keys may have past their values, and how many
+# tiles of rows, since no other kernel reads keys once that are values too.
+WIDE_REST, WIDE_TILES = 64, 32
+
+
+def _more_rows_than(problem: AttentionProblem, most: int) -> str | None:
+    rows = problem.seqlen_q * problem.group
+    return f"{rows} query rows of a KV head: takes up to {most}" if rows > most else None
+
+
+def rows_of_swapped_products(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Query rows are columns of products there, and their output one warpgroup's registers."""
+    return _more_rows_than(problem, SWAP_AB_ROWS)
+
+
+def few_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    most = DECODE_ROWS * (WIDE_TILES if problem.v_in_k and problem.head_dim > WIDE_DIM else 1)
+    # Of 8-bit queries over caches, which no other kernel takes, any number.
+    cached = problem.page_size or problem.used_k or problem.kv_batch_idx or problem.leftpad_k
+    if cached and ITEM_BITS[problem.dtype] == 8:
+        return None
+    return _more_rows_than(problem, most)
+
+
+def few_packed_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Of packed queries several tiles, each of which reads the keys."""
+    return _more_rows_than(problem, PACKED_ROWS if problem.varlen_q else DECODE_ROWS)
+
+
+def wide_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Of head dims above 256 a row is read once: values lie in it."""
+    dim, dim_v = problem.head_dim, problem.head_dim_v
+    if max(dim, dim_v) <= WIDE_DIM:
+        return None
+    if not problem.v_in_k:
+        return f"head_dim {dim}: above {WIDE_DIM} takes a V that is a view of K"
+    if ITEM_BITS[problem.kv_dtype] != 16:
+        return f"head_dim {dim}: above {WIDE_DIM} takes caches of 16 bits"
+    if dim_v not in (256, 512) or dim - dim_v > WIDE_REST:
+        return f"head_dim {dim}: above {WIDE_DIM} takes {WIDE_REST} more than V's 256 or 512"
+    return None
+
+
+# Of the MLA decode: columns of V, and the most of K.
+LATENT_DIM, LATENT_KEY_DIM = 512, 576
+SWAP_AB_ROWS = 32
+
+
+def values_in_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """What is past the values in a row of keys is one box of 64 columns."""
+    dim, dim_v = problem.head_dim, problem.head_dim_v
+    if not (dim_v == LATENT_DIM and LATENT_DIM < dim <= LATENT_KEY_DIM):
+        words = f"{LATENT_DIM} and K of up to {LATENT_KEY_DIM - LATENT_DIM} columns more"
+        return f"head dims {dim} and {dim_v}: takes V of {words}"
+    if not problem.v_in_k:
+        return "takes a V that is a view of K"
+    return None
+
+
+def sdpa_mask(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    mask = problem.mask
+    if mask.causal and mask.shift:
+        return "shifted causal mask"
+    is_single = problem.used_k and problem.seqlen_q == 1
+    unequal = problem.seqlen_q != problem.seqlen_k and not is_single
+    if mask.causal and mask.bottom_right and unequal:
+        return "causal mask of unequal lengths aligned bottom right (SDPA aligns top left)"
+    return None
+
+
+def sdpa_lengths(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    if problem.used_q:
+        return "lengths of queries"
+    if not problem.used_k:
+        return None
+    if problem.seqlen_q != 1:
+        return f"lengths of keys beside {problem.seqlen_q} queries: takes single queries"
+    if problem.mask.causal and not problem.mask.bottom_right:
+        return "lengths of keys under a causal mask aligned top left"
+    return "lengths of keys and a later backward" if problem.needs_grad else None
+
+
+def sdpa_log_sum_exp(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """SDPA itself returns none; what it is made of does, for as many KV heads as query heads."""
+    if not (problem.needs_grad or problem.return_lse) or problem.used_k:
+        return None
+    if problem.group > 1:
+        return "log-sum-exp or gradients of fewer KV heads than query heads"
+    sizes = problem.batch, problem.seqlen_q, problem.seqlen_k
+    return "log-sum-exp or gradients without tokens" if 0 in sizes else None

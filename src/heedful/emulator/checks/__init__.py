@@ -1,0 +1,2 @@
+"""What silicon hides: races, undefined values, missing wait states. May import all of
+`emulator`."""

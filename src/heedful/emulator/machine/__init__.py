@@ -1,0 +1,1 @@
+"""The machine that runs blocks: waves, registers, LDS, memory. May import all of `emulator`."""

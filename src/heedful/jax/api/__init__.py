@@ -1,0 +1,1 @@
+"""The public functions of JAX. May import all of `heedful.jax`."""

@@ -1,0 +1,208 @@
+"""Attention on dense and on packed sequences, for JAX: arguments, semantics and messages are those
+of the PyTorch functions."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax import Array
+from jax.typing import ArrayLike
+
+from heedful.core.call.arguments import WHOLE, Options
+from heedful.core.call.operands import Operands
+from heedful.jax.traced.call import attend
+
+_UNBOUNDED = (-1, -1)
+
+
+def flash_attn_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = _UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    bias: Array | None = None,
+    sink: Array | None = None,
+    return_lse: bool = False,
+    num_splits: int = 0,
+    q_descale: Array | None = None,
+    k_descale: Array | None = None,
+    v_descale: Array | None = None,
+    dropout_seed: ArrayLike | None = None,
+    dropout_origin: Sequence[int] | Array = WHOLE,
+    backend: str | None = None,
+) -> Any:
+    """softmax(q k^T * softmax_scale) v, without ever storing the scores.
+
+    Scores in this order: scale; `softcap * tanh(s / softcap)`; ALiBi; bias; mask; then the sink
+    logit in the denominator. A query that sees no key gives 0 (and lse -inf, or the sink's). For
+    use under jit, grad, vmap, checkpoint and shard_map, and by itself.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16, float32 or float8_e4m3.
+        k: (batch, seqlen_k, heads_k, head_dim), like q; heads_k divides heads_q, and query head h
+            uses KV head h // (heads_q // heads_k).
+        v: (batch, seqlen_k, heads_k, head_dim_v), like q.
+        dropout_p: share of the probabilities to drop, 0 to 1; the rest is scaled by 1 / (1 - p).
+        softmax_scale: default 1 / sqrt(head_dim).
+        causal: query i sees keys up to i + seqlen_k - seqlen_q (aligned bottom right).
+        window_size: (left, right) keys around that diagonal, -1 = no bound; a third element keeps
+            that many first keys visible.
+        softcap: > 0 bounds the scores (Gemma 2).
+        alibi_slopes: float32, (heads_q,) or (batch, heads_q): adds -slope * |distance to the
+            diagonal| (Press et al. 2022).
+        deterministic: the gradients are equal bit for bit from run to run.
+        return_attn_probs: for tests: also return the probabilities, see below.
+        bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable.
+        sink: float32 (heads_q,), a logit that takes part in every softmax without a value
+            (gpt-oss); differentiable.
+        return_lse: also return the log-sum-exp of the scores.
+        num_splits: how many ways the keys are split: 0 = choose, 1 = do not.
+        q_descale, k_descale, v_descale: float32, () or (batch, heads_k), with fp8 alone: the real
+            value is stored * descale.
+        dropout_seed: a 64-bit int, a jax.random key, an int64 array of one element, or uint32
+            (2,), the low word first; needed where dropout_p > 0. The mask is a pure function of it.
+            An int is part of the compiled program.
+        dropout_origin: (batch, head, row, column) of this call's first score in a larger problem
+            that it is a shard of, each from 0 to 2**32 - 1: it then draws its part of the mask that
+            the whole would draw from this seed. It may be traced (uint32 (4,), or a tuple of
+            numbers), as jax.lax.axis_index makes it.
+        backend: run on this one or raise; default: the planner's choice.
+
+    Returns:
+        out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype (bfloat16 for fp8). With
+        return_lse: (out, lse), lse float32 (batch, heads_q, seqlen_q), natural log, with the sink,
+        without the dropout, differentiable. With return_attn_probs: (out, lse, S_dmask), empty at
+        dropout_p = 0, else (batch, heads_q, seqlen_q, seqlen_k), negative where dropped.
+
+    Raises:
+        TypeError, ValueError: naming the argument, where the call is traced; ValueError with every
+        reason where it is compiled, if no kernel can run it.
+
+    Source: FlashAttention-2 (Dao 2023); signature of flash_attn 2.x.
+    """
+    options = Options(
+        kind="dense",
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+        num_splits=num_splits,
+        backend=backend,
+        dropout_origin=dropout_origin,
+    )
+    x = Operands(
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+    )
+    return attend(x, options, dropout_seed)
+
+
+def flash_attn_varlen_func(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = _UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Array | None = None,
+    *,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    bias: Array | None = None,
+    sink: Array | None = None,
+    return_lse: bool = False,
+    num_splits: int = 0,
+    q_descale: Array | None = None,
+    k_descale: Array | None = None,
+    v_descale: Array | None = None,
+    dropout_seed: ArrayLike | None = None,
+    dropout_origin: Sequence[int] | Array = WHOLE,
+    backend: str | None = None,
+) -> Any:
+    """Attention over sequences of different lengths, packed one after the other.
+
+    Arguments that are not listed are those of `flash_attn_func`, with seqlen_q and seqlen_k the
+    largest lengths where a shape names them.
+
+    Args:
+        q: (total_q, heads_q, head_dim).
+        k: (total_k, heads_k, head_dim), or with block_table (num_pages, page_size, heads_k,
+            head_dim).
+        v: as k, with head_dim_v.
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), which may be traced: sequence b's storage is
+            tokens cu_seqlens[b] to cu_seqlens[b + 1]. Zero-length sequences are fine. cu_seqlens_k
+            may be None with block_table and seqused_k.
+        max_seqlen_q, max_seqlen_k: ints, at least the longest sequence. They cannot be traced:
+            grids are part of the compiled program.
+        block_table: int32 (batch, pages): where the pages of each sequence are; any page size.
+        seqused_q, seqused_k: int32 (batch,): how many tokens of its storage a sequence uses; the
+            rest is never read, and gives 0 with lse -inf.
+
+    Returns:
+        As flash_attn_func: out (total_q, heads_q, head_dim_v), lse (heads_q, total_q), S_dmask
+        (batch, heads_q, max_seqlen_q, max_seqlen_k).
+
+    Raises:
+        TypeError, ValueError: naming the argument. Values of arrays (lengths, page numbers) are
+        not read: they are the caller's promise.
+    """
+    options = Options(
+        kind="varlen",
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+        num_splits=num_splits,
+        backend=backend,
+        dropout_origin=dropout_origin,
+    )
+    x = Operands(
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        block_table=block_table,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+    )
+    return attend(x, options, dropout_seed)

@@ -1,0 +1,1 @@
+"""Programs as custom calls of compiled kernels. May import `jax.base`."""

@@ -1,0 +1,1 @@
+"""Attention by a tiled scan, for a CPU. May import `jax.operands`."""

@@ -1,0 +1,173 @@
+"""One attention call in JAX: checked by the core, differentiable once, and two primitives that
+know how to batch and to spread over devices."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+from jax import numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.call.arguments import AttentionCall, Options, argument_name
+from heedful.core.call.describe import describe
+from heedful.core.call.operands import Operands
+from heedful.core.call.problem import AttentionProblem
+from heedful.jax.base.arrays import array_spec, check_array
+from heedful.jax.operands.plain import origin_words, plain_options, seed_words
+from heedful.jax.traced import primitives, sharding, symbolic
+from heedful.jax.traced.primitives import Static
+
+# Names that jax.checkpoint's policies know what the backward wants by.
+OUT_NAME, LSE_NAME = "heedful_out", "heedful_lse"
+# Operands of floating point that have no gradient.
+CONSTANTS = ("alibi_slopes", "q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
+_NEEDED = ("k", "v", "cu_seqlens_q")
+
+
+class Differentiable(NamedTuple):
+    """The operands that have gradients."""
+
+    q: Any
+    k: Any
+    v: Any
+    bias: Any = None
+    sink: Any = None
+
+
+def attend(x: Operands, options: Options, seed: Any = None) -> Any:
+    """Checks a call and runs it; what the public functions return.
+
+    x: arrays as the caller gave them. seed: dropout_seed, likewise.
+    """
+    results = run(x, options, seed)
+    return results[0] if len(results) == 1 else results
+
+
+def run(x: Operands, options: Options, seed: Any = None, top_left: bool = False) -> tuple:
+    """(out,), (out, lse) or (out, lse, probs), as the options ask. top_left: whether the mask's
+    diagonal begins at the first query and key."""
+    check_arrays(x, options)
+    if symbolic.is_symbolic(x):
+        seed = None if seed is None else seed_words(seed)
+        return symbolic.one_by_one(partial(run, top_left=top_left), x, options, seed)
+    origin, words = origin_words(options.dropout_origin)
+    options = plain_options(options._replace(dropout_origin=origin))
+    seed = None if seed is None else seed_words(seed)
+    check_call(x, options, seed)
+    if options.dropout_p > 0:
+        if seed is None:
+            raise ValueError(
+                "dropout_seed must be given where dropout_p > 0 (an int, or a jax.random key), got"
+                " None"
+            )
+        x = x._replace(seed=seed)
+    else:
+        words = None
+    return computed(adapted(x), options, words, top_left)
+
+
+def check_arrays(x: Operands, options: Options) -> None:
+    """TypeError unless every operand is an array, or absent where it may be."""
+    needed = _NEEDED if options.kind == "varlen" else _NEEDED[:2]
+    for operand, value in zip(Operands._fields, x, strict=True):
+        if value is not None or operand in needed or operand == "q":
+            check_array(argument_name(operand, options.kind), value)
+
+
+def specs_of(x: Operands) -> Operands:
+    """The ArraySpec of each operand; a seed counts as the int64 that its words are."""
+    specs = Operands._make([None if array is None else array_spec(array) for array in x])
+    if x.seed is not None:
+        specs = specs._replace(seed=ArraySpec.contiguous((1,), "int64"))
+    return specs
+
+
+def check_call(x: Operands, options: Options, seed: Array | None) -> AttentionProblem:
+    """The problem of a call that wants no gradient. Raises TypeError or ValueError."""
+    return describe(AttentionCall(specs_of(x._replace(seed=seed)), options))
+
+
+def adapted(x: Operands) -> Operands:
+    """Checked arrays as JAX's, with the dims that kernels know them by: those that repeat stay."""
+    x = Operands._make([None if array is None else jnp.asarray(array) for array in x])
+    if x.bias is not None:
+        x = x._replace(bias=x.bias.reshape((1,) * (4 - x.bias.ndim) + x.bias.shape))
+    if x.block_table is not None and x.cu_seqlens_k is not None:
+        # Pages are found through the table: of cu_seqlens_k only the lengths matter.
+        used = x.seqused_k
+        if used is None:
+            used = x.cu_seqlens_k[1:] - x.cu_seqlens_k[:-1]
+        x = x._replace(cu_seqlens_k=None, seqused_k=used)
+    return x
+
+
+def computed(
+    x: Operands, options: Options, origin: Array | None = None, top_left: bool = False
+) -> tuple:
+    """The results of a checked call of adapted arrays."""
+    count = 3 if options.return_attn_probs else 2 if options.return_lse else 1
+    x, origin = sharding.alike((x, origin))
+    given = Differentiable(x.q, x.k, x.v, x.bias, x.sink)
+    rest = x._replace(q=None, k=None, v=None, bias=None, sink=None)
+    results: Any = _attention(Static((), options, top_left=top_left), given, rest, origin)
+    if count == 3 and len(results) == 2:
+        results = (*results, jnp.zeros((0,), results[0].dtype))
+    return results
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(asked: Static, given: Differentiable, rest: Operands, origin) -> tuple:
+    x = rest._replace(**given._asdict())
+    return _returned(asked.options, primitives.forward(x, origin, asked))
+
+
+def _forward(asked: Static, given, rest, origin):
+    """As `_attention`, with what the backward wants."""
+    values, perturbed = _parted((given, rest, origin))
+    given, rest, origin = values
+    for name in CONSTANTS:
+        if getattr(perturbed[1], name):
+            raise ValueError(
+                f"{name} must not require a gradient, as none is computed for it, got one that does"
+                f" (pass jax.lax.stop_gradient({name}))"
+            )
+    bias_grad = bool(perturbed[0].bias)
+    x = rest._replace(**given._asdict())
+    asked = asked._replace(needs_grad=True, bias_grad=bias_grad)
+    out, lse, *probs = primitives.forward(x, origin, asked)
+    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+    # A tuple without items has no arrays: it tells the backward without being one.
+    kept = x, origin, out, lse, () if bias_grad else None
+    return _returned(asked.options, (out, lse, *probs)), kept
+
+
+def _backward(asked: Static, kept, cotangents):
+    x, origin, out, lse, bias_grad = kept
+    dout, dlse = (*(None if _is_zero(c) else c for c in cotangents), None)[:2]
+    if dout is None and dlse is None:
+        return None, None, None
+    dout = jnp.zeros(out.shape, out.dtype) if dout is None else dout
+    asked = asked._replace(needs_grad=True, bias_grad=bias_grad is not None)
+    grads = primitives.backward(x, origin, out, lse, dout, dlse, asked)
+    return Differentiable(grads.dq, grads.dk, grads.dv, grads.dbias, grads.dsink), None, None
+
+
+_attention.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def _returned(options: Options, results: tuple) -> tuple:
+    count = 3 if options.return_attn_probs else 2 if options.return_lse else 1
+    return tuple(results[:count])
+
+
+def _is_zero(cotangent: Any) -> bool:
+    return cotangent is None or isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
+
+
+def _parted(tree: Any) -> tuple[Any, Any]:
+    """Values, and which of them a derivative is taken of, of a tree of custom_vjp's primals."""
+    is_leaf = lambda leaf: hasattr(leaf, "perturbed")  # noqa: E731
+    values = jax.tree.map(lambda leaf: leaf.value, tree, is_leaf=is_leaf)
+    return values, jax.tree.map(lambda leaf: leaf.perturbed, tree, is_leaf=is_leaf)

@@ -1,0 +1,2 @@
+"""The backward, in three variants: `kernel`, `pair` and `wide`. May import `hopper.sm90`,
+`portable.shared` and `portable.backward`."""

@@ -1,0 +1,101 @@
+"""Head dims of the Hopper backward that are no power of two: 96 columns as 64 and 32, 192 as 128
+and 64. The tile in memory has a last quarter of zeros, of which no product is made. Gradients are
+tuples of as many parts.
+
+M query rows, N keys (64), C columns of a part.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout
+
+
+@gluon.constexpr_function
+def part_count(columns):
+    """In how many parts so many columns are taken."""
+    return 1 if columns & (columns - 1) == 0 else 2
+
+
+@gluon.constexpr_function
+def part_columns(columns, part):
+    """Columns of a part: a power of two."""
+    if part_count(columns) == 1:
+        return columns
+    return columns // 3 if part else columns // 3 * 2
+
+
+@gluon.constexpr_function
+def share_columns(columns, block_m, share):
+    """Columns of a share of a query tile's dQ, of which there are two: parts or halves of the
+    columns of 64 queries, of 128 halves of the rows."""
+    if block_m > 64:
+        return columns
+    return columns // 2 if part_count(columns) == 1 else part_columns(columns, share)
+
+
+@gluon.jit
+def part_of(rows, COLUMNS: gl.constexpr, part: gl.constexpr):
+    """A part of the columns of rows in shared memory."""
+    if part_count(COLUMNS) == 1:
+        return rows
+    else:
+        return rows.slice(part * part_columns(COLUMNS, 0), part_columns(COLUMNS, part), dim=1)
+
+
+@gluon.jit
+def queue_scores(keys, queries, COLUMNS: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Starts k q^T or v do^T of 64 keys and a tile of queries."""
+    x_NM = gl.zeros([ROWS, BLOCK_M], gl.float32, scores_layout(keys.dtype, BLOCK_M))
+    return add_scores(keys, queries, x_NM, COLUMNS, False)
+
+
+@gluon.jit
+def add_scores(keys, queries, x_NM, COLUMNS: gl.constexpr, ADDS: gl.constexpr = True):
+    """Starts adding k q^T or v do^T to x, or writing it there."""
+    for part in gl.static_range(part_count(COLUMNS)):
+        left = part_of(keys, COLUMNS, part)
+        right = part_of(queries, COLUMNS, part).permute((1, 0))
+        x_NM = warpgroup_mma(left, right, x_NM, use_acc=ADDS or part > 0, is_async=True)
+    return x_NM
+
+
+@gluon.jit
+def no_gradients(COLUMNS: gl.constexpr, dtype: gl.constexpr):
+    """Gradients of 64 keys, zeros."""
+    layout: gl.constexpr = scores_layout(dtype, part_columns(COLUMNS, 0))
+    made = (gl.zeros([ROWS, part_columns(COLUMNS, 0)], gl.float32, layout),)
+    if part_count(COLUMNS) > 1:
+        layout_1: gl.constexpr = scores_layout(dtype, part_columns(COLUMNS, 1))
+        made = made + (gl.zeros([ROWS, part_columns(COLUMNS, 1)], gl.float32, layout_1),)
+    return made
+
+
+@gluon.jit
+def queue_gradients(left_NM, queries, x_NC, COLUMNS: gl.constexpr):
+    """Starts adding p do or ds q to gradients of 64 keys. left_NM: an operand from registers."""
+    made = (warpgroup_mma(left_NM, part_of(queries, COLUMNS, 0), x_NC[0], is_async=True),)
+    if part_count(COLUMNS) > 1:
+        left_NM = gl.convert_layout(left_NM, gl.DotOperandLayout(0, x_NC[1].type.layout, 2))
+        right = part_of(queries, COLUMNS, 1)
+        made = made + (warpgroup_mma(left_NM, right, x_NC[1], is_async=True),)
+    return made
+
+
+@gluon.jit
+def wait_for_gradients(x_NC, under_way: gl.constexpr = 0):
+    """Gradients, once no more products than so many are under way."""
+    if len(x_NC) == 1:
+        return (warpgroup_mma_wait(under_way, deps=[x_NC[0]]),)
+    else:
+        return warpgroup_mma_wait(under_way, deps=[x_NC[0], x_NC[1]])
+
+
+@gluon.jit
+def scaled(x_NC, factor):
+    """Gradients times a number."""
+    made = (x_NC[0] * factor,)
+    if len(x_NC) > 1:
+        made = made + (x_NC[1] * factor,)
+    return made

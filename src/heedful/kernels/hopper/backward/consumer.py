@@ -1,0 +1,170 @@
+"""A consumer of the Hopper backward: dK and dV of its 64 keys of every work tile."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
+from heedful.kernels.hopper.backward.columns import (
+    no_gradients,
+    part_columns,
+    part_of,
+    scaled,
+)
+from heedful.kernels.hopper.backward.dq.sums import store_registers
+from heedful.kernels.hopper.backward.mainloop import backward_mainloop
+from heedful.kernels.hopper.backward.p_scale import p_descale
+from heedful.kernels.hopper.backward.shared import CONSUMERS, wait_for_outlet
+from heedful.kernels.hopper.backward.tile import (
+    is_visited,
+    key_tile,
+    m_block_range,
+    next_index,
+    partial_row,
+    stride_before,
+)
+from heedful.kernels.hopper.sm90 import barrier
+from heedful.kernels.hopper.sm90.compat import reinterpret, tma_store
+from heedful.kernels.hopper.sm90.mma import ROWS
+from heedful.kernels.hopper.sm90.pipeline import PipelineState, matrix, stage_of
+from heedful.kernels.hopper.sm90.sequences import box
+from heedful.kernels.hopper.sm90.tile_scheduler import SCHEDULER_STAGES, TileScheduler
+
+
+@gluon.jit
+def with_zeros(x_NC, row, params, tile):
+    """One part of gradients of keys from `row` on, of which those not in use have none."""
+    if params.seqs.used_k is not None or params.mods.longest_k is not None:
+        layout: gl.constexpr = gl.SliceLayout(1, x_NC.type.layout)
+        key_N = row + gl.arange(0, ROWS, layout=layout)
+        x_NC = gl.where((key_N < tile.len_k)[:, None], x_NC, 0.0)
+    return x_NC
+
+
+@gluon.jit
+def store_rows(desc, memory, x_NC, COLUMNS: gl.constexpr, params, tile, CONSUMER: gl.constexpr):
+    """Sends gradients of one consumer's keys through its shared memory."""
+    PACKED: gl.constexpr = params.seqs.cu_k is not None
+    row = tile.col + CONSUMER * ROWS
+    if len(x_NC) == 1:
+        x = with_zeros(x_NC[0], row, params, tile)
+        memory.store(x.to(desc.dtype).reshape(memory.shape))
+    else:
+        rows = matrix(memory, ROWS, memory.shape[-1])
+        for part in gl.static_range(len(x_NC)):
+            x = with_zeros(x_NC[part], row, params, tile)
+            part_of(rows, COLUMNS, part).store(x.to(desc.dtype))
+    fence_async_shared()
+    at = box(PACKED, tile.batch, tile.kv_head, tile.start_k, tile.stored_k, row)
+    tma_store(desc, at, memory)
+
+
+@gluon.jit
+def outlet(shared, desc, first: gl.constexpr, CONSUMER: gl.constexpr):
+    """Memory for gradients of one consumer's keys: that of its dS, which one fills or two do."""
+    shape: gl.constexpr = desc.block_type.shape
+    FIT: gl.constexpr = ds_bytes(shared) // desc.block_type.nbytes
+    boxes = reinterpret(shared.ds, desc.dtype, [CONSUMERS * FIT] + shape, desc.layout)
+    return boxes.index(CONSUMER * FIT + (0 if first else FIT - 1))
+
+
+@gluon.constexpr_function
+def ds_bytes(shared):
+    """Of all of one consumer's dS."""
+    boxes, rows, columns = shared.ds.shape
+    return boxes // 2 * rows * columns * 2
+
+
+@gluon.jit
+def store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
+    """Sends dV and dK away, through the memory of dS once dQ has been made of it."""
+    D: gl.constexpr = io.dk.block_type.shape[-1]
+    E: gl.constexpr = io.dv.block_type.shape[-1]
+    for ahead in gl.static_range(params.tile.DS_STAGES):
+        state = stage_of(visit + ahead, params.tile.DS_STAGES)
+        barrier.wait(shared.ds_empty.index(state.index), state.phase ^ 1)
+    out = outlet(shared, io.dv, True, CONSUMER)
+    store_rows(io.dv, out, dv, params.tile.E, params, tile, CONSUMER)
+    if ds_bytes(shared) < 2 * ROWS * (D + E):
+        wait_for_outlet()
+    dk = scaled(dk, params.sizes.scale * p_descale(io.q.dtype))
+    out = outlet(shared, io.dk, False, CONSUMER)
+    store_rows(io.dk, out, dk, params.tile.D, params, tile, CONSUMER)
+
+
+@gluon.jit
+def store_partial(
+    x_NC, BEFORE: gl.constexpr, COLUMNS: gl.constexpr, params, tile, CONSUMER: gl.constexpr
+):
+    """Stores one gradient, of so many columns, of one consumer's keys, as it is in registers, for
+    the epilogue: behind BEFORE columns."""
+    ALL: gl.constexpr = params.tile.D + params.tile.E
+    place = (partial_row(params, tile) + CONSUMER * ROWS) * ALL + BEFORE * ROWS
+    for part in gl.static_range(len(x_NC)):
+        before = part * part_columns(COLUMNS, 0) * ROWS
+        store_registers(params.order.partials + place + before, x_NC[part])
+
+
+@gluon.jit
+def store_gradient(
+    desc,
+    memory,
+    x_NC,
+    BEFORE: gl.constexpr,
+    COLUMNS: gl.constexpr,
+    params,
+    tile,
+    BOX: gl.constexpr,
+):
+    """Writes one gradient of 64 keys, the tile's first or second, or what one split of the visits
+    adds to it."""
+    if params.order.partials is None:
+        store_rows(desc, memory, x_NC, COLUMNS, params, tile, BOX)
+    else:
+        store_partial(x_NC, BEFORE, COLUMNS, params, tile, BOX)
+
+
+@gluon.jit
+def finish(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
+    """Writes dV and dK, or what one split of the visits adds to them."""
+    E: gl.constexpr = params.tile.E
+    dv = scaled(dv, p_descale(io.q.dtype))
+    if params.dropout.IS_ON:
+        dv = scaled(dv, params.dropout.inverse_keep)
+    if params.order.partials is None:
+        store_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER)
+    else:
+        store_partial(dv, 0, E, params, tile, CONSUMER)
+        dk = scaled(dk, params.sizes.scale * p_descale(io.q.dtype))
+        store_partial(dk, E, params.tile.D, params, tile, CONSUMER)
+
+
+@gluon.jit
+def backward_consumer(
+    io: HopperBackwardIO,
+    shared,
+    scheduler: TileScheduler,
+    params: HopperBackwardParams,
+    CONSUMER: gl.constexpr,
+):
+    """Gradients of one consumer's keys of each work tile; zeros if no query sees any."""
+    visit = gl.to_tensor(0)
+    kv_count = gl.to_tensor(0)
+    scheduler_state = PipelineState.start(SCHEDULER_STAGES)
+    index = next_index(scheduler, stride_before(), scheduler_state)
+    while index < scheduler.count:
+        tile = key_tile(params, index)
+        blocks = m_block_range(params, tile)
+        if is_visited(params, tile, blocks):
+            dk, dv, visit = backward_mainloop(
+                shared, visit, blocks, params, tile, kv_count, CONSUMER
+            )
+            kv_count += 1
+        else:
+            dk = no_gradients(params.tile.D, io.dk.dtype)
+            dv = no_gradients(params.tile.E, io.dv.dtype)
+            wait_for_outlet()
+        finish(io, shared, dk, dv, params, tile, visit, CONSUMER)
+        scheduler_state = scheduler_state.next()
+        index = next_index(scheduler, index, scheduler_state)
+    wait_for_outlet()

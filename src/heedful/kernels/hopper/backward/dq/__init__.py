@@ -1,0 +1,2 @@
+"""dQ: the warpgroup that makes it, its float32 sums, and its way out of them. May import what
+`hopper.backward` may."""

@@ -1,0 +1,159 @@
+"""dQ out of its float32 sums: scaled, rounded, and in order again. Where visits of key tiles are
+split, dK and dV out of what each split made, too.
+
+M query rows, N keys, D qk dim, E v dim.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from heedful.kernels.args.hopper_backward import BackwardEpilogueIO, HopperBackwardSizes
+from heedful.kernels.args.shared import Sequences
+from heedful.kernels.common.sequences import sequence
+from heedful.kernels.hopper.backward.columns import part_columns, part_count, share_columns
+from heedful.kernels.hopper.backward.p_scale import p_descale
+from heedful.kernels.hopper.backward.prologue import accum_begin
+from heedful.kernels.portable.shared.sequences import row_base, store_rows, wide
+
+# Of a product, whose sums lie together.
+ROWS: tl.constexpr = tl.constexpr(64)
+
+
+@triton.jit
+def load_share(sums, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """A consumer's share of a query tile as (ROWS, COLS), from the order of its registers: columns
+    by eight, warp, row of eight, columns by two, first or second eight rows, column."""
+    flat = tl.load(sums + tl.arange(0, ROWS * COLS))
+    parts = flat.reshape([COLS // 8, ROWS // 16, 8, 4, 2, 2])
+    return parts.permute([1, 4, 2, 0, 3, 5]).reshape([ROWS, COLS])
+
+
+@triton.jit
+def query_gradients(
+    io: BackwardEpilogueIO,
+    seqs: Sequences,
+    sizes: HopperBackwardSizes,
+    b,
+    h,
+    row0,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """dq of BLOCK_M rows of a query head. Shares are halves of 128 rows, or parts of the columns of
+    64: two, of a power of two columns each."""
+    token, len_q, stored_q = sequence(b, seqs.cu_q, seqs.used_q, None, seqs.seqlen_q)
+    if row0 >= stored_q:
+        return
+    accum_row = h * sizes.accum_rows + accum_begin(b, seqs.cu_q, seqs.seqlen_q, BLOCK_M) + row0
+    sums = io.dq_accum + accum_row * BLOCK_D
+    dq = row_base(io.dq, b, h, token)
+    scale = sizes.scale * p_descale(io.dq.ptr.dtype.element_ty)
+    FIRST: tl.constexpr = share_columns(BLOCK_D, BLOCK_M, 0)
+    for share in tl.static_range(2):
+        dq_MD = load_share(
+            sums + share * ROWS * FIRST, ROWS, share_columns(BLOCK_D, BLOCK_M, share)
+        )
+        row = row0 + (share * ROWS if BLOCK_M > ROWS else 0)
+        col = 0 if BLOCK_M > ROWS else share * FIRST
+        used_M = row + tl.arange(0, ROWS) < len_q
+        dq_MD = tl.where(used_M[:, None], dq_MD * scale, 0.0)
+        store_rows(dq + col, dq_MD, io.dq.stride_n, row, stored_q, D - col)
+
+
+@triton.jit
+def sum_of_splits(partial, splits, stride, COLS: tl.constexpr):
+    """One gradient of 64 keys, splits added in their order."""
+    x_NC = load_share(partial, ROWS, COLS)
+    for split in range(1, splits):
+        x_NC += load_share(partial + split * stride, ROWS, COLS)
+    return x_NC
+
+
+@triton.jit
+def store_sums(
+    partial, splits, stride, x, row0, len_k, stored_k, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """One gradient of 64 keys; x: where the rows of their KV head begin, and a row's stride."""
+    used_N = (row0 + tl.arange(0, ROWS) < len_k)[:, None]
+    FIRST: tl.constexpr = part_columns(BLOCK_D, 0)
+    for part in tl.static_range(part_count(BLOCK_D)):
+        place = partial + part * ROWS * FIRST
+        sums = sum_of_splits(place, splits, stride, part_columns(BLOCK_D, part))
+        sums = tl.where(used_N, sums, 0.0)
+        base, stride_n = x
+        store_rows(base + part * FIRST, sums, stride_n, row0, stored_k, D - part * FIRST)
+
+
+@triton.jit
+def key_gradients(
+    io: BackwardEpilogueIO,
+    seqs: Sequences,
+    sizes: HopperBackwardSizes,
+    b,
+    h,
+    row0,
+    splits,
+    partial_rows,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """dk and dv of 64 keys of a KV head."""
+    token, len_k, stored_k = sequence(b, seqs.cu_k, seqs.used_k, None, seqs.seqlen_k)
+    if row0 >= stored_k:
+        return
+    row = h * partial_rows + accum_begin(b, seqs.cu_k, seqs.seqlen_k, BLOCK_N) + row0
+    partial = io.partials + row * (BLOCK_D + BLOCK_E)
+    stride = wide(sizes.heads_k) * partial_rows * (BLOCK_D + BLOCK_E)
+    dv = row_base(io.dv, b, h, token), io.dv.stride_n
+    dk = row_base(io.dk, b, h, token), io.dk.stride_n
+    store_sums(partial, splits, stride, dv, row0, len_k, stored_k, E, BLOCK_E)
+    partial += ROWS * BLOCK_E
+    store_sums(partial, splits, stride, dk, row0, len_k, stored_k, D, BLOCK_D)
+
+
+@triton.jit
+def backward_epilogue(
+    io: BackwardEpilogueIO,
+    seqs: Sequences,
+    sizes: HopperBackwardSizes,
+    q_blocks,
+    k_blocks,
+    splits,
+    partial_rows,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """dq (B, M, H, D), and of splits dk (B, N, G, D) and dv (B, N, G, E); zeros in rows past the
+    used length. Of each sequence a program for BLOCK_M rows of a query head, q_blocks of the
+    longest one, behind them one for 64 keys of a KV head, k_blocks. BLOCK_M, BLOCK_N: tiles that
+    sequences are rounded up to. D, E: columns of the results, of BLOCK_D, BLOCK_E in the sums."""
+    # Begun early (KernelCall.programmatic): sums are in memory from here on.
+    cuda.gdc_wait()
+    heads = sizes.heads_k * sizes.group
+    of_queries = q_blocks * heads
+    programs = of_queries
+    if io.partials is not None:
+        programs += k_blocks * sizes.heads_k
+    # From the last sums to the first: what was added last is in the L2.
+    number = tl.num_programs(0) - 1 - tl.program_id(0)
+    b = wide(number // programs)
+    pid = number % programs
+    if io.partials is not None and pid >= of_queries:
+        pid -= of_queries
+        h = wide(pid // k_blocks)
+        row0 = pid % k_blocks * ROWS
+        key_gradients(
+            io, seqs, sizes, b, h, row0, splits, partial_rows, BLOCK_N, D, BLOCK_D, E, BLOCK_E
+        )
+        return
+    h = wide(pid // q_blocks)
+    query_gradients(io, seqs, sizes, b, h, pid % q_blocks * BLOCK_M, BLOCK_M, D, BLOCK_D)

@@ -1,0 +1,231 @@
+"""The mainloop of one consumer of the Hopper backward: 64 keys, past which queries stream.
+
+Scores are made transposed, so that P and dS are left operands from registers in dV and dK. dS goes
+through shared memory for dQ alone, which another warpgroup makes. The scores of a step are made
+under dK of the step before, and its exponentials under this.
+
+M query rows, N keys (64), D qk dim, E v dim, J pairs of neighbouring queries.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma_wait,
+)
+
+from heedful.kernels.hopper.backward.columns import (
+    no_gradients,
+    part_count,
+    queue_gradients,
+    queue_scores,
+    wait_for_gradients,
+)
+from heedful.kernels.hopper.backward.scores import (
+    kept_probabilities,
+    queued_probabilities,
+    score_gradients,
+)
+from heedful.kernels.hopper.backward.shared import CONSUMERS, wait_for_outlet
+from heedful.kernels.hopper.backward.tile import is_masked, visit_range
+from heedful.kernels.hopper.sm90 import barrier
+from heedful.kernels.hopper.sm90.compat import opaque
+from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout
+from heedful.kernels.hopper.sm90.pairs import from_pairs, lane_place, store_pairs, to_pairs
+from heedful.kernels.hopper.sm90.pipeline import matrix, stage_of
+
+
+@gluon.jit
+def keys_of(boxes, index):
+    """One box of keys or values as (N, D). The compiler is not to know where it is: it would work
+    out ahead of the loop what each product is told of it, and keep it in registers."""
+    return matrix(boxes.index(opaque(gl.to_tensor(index))), ROWS, boxes.shape[-1])
+
+
+@gluon.jit
+def queue_visit(shared, visit, k_stage, params, CONSUMER: gl.constexpr):
+    """Starts a visit's S."""
+    q_state = stage_of(visit, params.tile.Q_STAGES)
+    shared.q.consumer_wait(q_state)
+    keys = keys_of(shared.k, k_stage * CONSUMERS + CONSUMER)
+    return queue_scores(keys, shared.q.tile(q_state), params.tile.D, params.tile.BLOCK_M)
+
+
+@gluon.jit
+def visit_probabilities(
+    shared,
+    s_NM,
+    visit,
+    blocks,
+    params,
+    tile,
+    number,
+    CONSUMER: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """What waits for a visit's dP."""
+    dtype: gl.constexpr = shared.k.dtype
+    layout: gl.constexpr = gl.SliceLayout(0, scores_layout(dtype, params.tile.BLOCK_M))
+    lse_M = shared.lse.index(visit % params.tile.Q_STAGES).load(layout)
+    return queued_probabilities(s_NM, lse_M, blocks, params, tile, number, dtype, CONSUMER, MASKED)
+
+
+@gluon.jit
+def store_ds(shared, ds_NJ, visit, lane, params, CONSUMER: gl.constexpr):
+    """Hands one consumer's dS to who makes dQ."""
+    dtype: gl.constexpr = shared.k.dtype
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    state = stage_of(visit, params.tile.DS_STAGES)
+    barrier.wait(shared.ds_empty.index(state.index), state.phase ^ 1)
+    memory = shared.consumer_ds(state, CONSUMER)
+    if BLOCK_M == ROWS:
+        store_pairs(memory, ds_NJ, lane)
+    else:
+        # Of 128 queries the compiler's own store takes less instructions, for all its barriers.
+        memory.store(from_pairs(ds_NJ, dtype, scores_layout(dtype, BLOCK_M)))
+        fence_async_shared()
+    barrier.arrive_each_warp(shared.ds_full.index(state.index))
+
+
+@gluon.jit
+def step(
+    shared,
+    visit,
+    queued,
+    dk,
+    dv,
+    blocks,
+    params,
+    tile,
+    number,
+    k_stage,
+    lane,
+    CONSUMER: gl.constexpr,
+    MASKED: gl.constexpr,
+    LAST: gl.constexpr,
+):
+    """One visit, whose probabilities are there, and but for the last one those of the next: that of
+    this number in the work tile, which MASKED hides in part."""
+    dtype: gl.constexpr = shared.k.dtype
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    operand: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
+    operand_k: gl.constexpr = gl.DotOperandLayout(0, dk[0].type.layout, 2)
+    layout: gl.constexpr = gl.SliceLayout(0, scores_layout(dtype, BLOCK_M))
+    q_state = stage_of(visit, params.tile.Q_STAGES)
+    do_state = stage_of(visit, params.tile.DO_STAGES)
+    shared.do.consumer_wait(do_state)
+    values, dout = keys_of(shared.v, CONSUMER), shared.do.tile(do_state)
+    dp_NM = queue_scores(values, dout, params.tile.E, BLOCK_M)
+    dp_NM = warpgroup_mma_wait(0, deps=[dp_NM])
+    if LAST:
+        barrier.arrive_after_mma(shared.v_empty.index(0))
+    delta_M = shared.delta.index(do_state.index).load(layout)
+    ds_NJ = to_pairs(score_gradients(queued, dp_NM, delta_M, params, dtype), dtype)
+    left = kept_probabilities(queued, params, dtype, operand)
+    dv = queue_gradients(left, dout, dv, params.tile.E)
+    store_ds(shared, ds_NJ, visit, lane, params, CONSUMER)
+    if LAST:
+        dv = wait_for_gradients(dv)
+    else:
+        s_NM = queue_visit(shared, visit + 1, k_stage, params, CONSUMER)
+        dv = wait_for_gradients(dv, part_count(params.tile.D))
+    shared.do.consumer_release_after_mma(do_state)
+    left = from_pairs(ds_NJ, dtype, operand_k)
+    dk = queue_gradients(left, shared.q.tile(q_state), dk, params.tile.D)
+    if not LAST:
+        s_NM = warpgroup_mma_wait(part_count(params.tile.D), deps=[s_NM])
+        queued = visit_probabilities(
+            shared, s_NM, visit + 1, blocks, params, tile, number, CONSUMER, MASKED
+        )
+    # What is under way at the end of a loop's turn would be copied, which takes waiting for it.
+    dk = wait_for_gradients(dk)
+    shared.q.consumer_release_after_mma(q_state)
+    return queued, dk, dv
+
+
+@gluon.jit
+def full_run(blocks, number, last):
+    """How many visits from this number to the last need no mask."""
+    count = blocks.end - blocks.begin
+    block = blocks.begin + number % count
+    run = gl.where(is_masked(blocks, block), 0, blocks.full_end - block)
+    return gl.minimum(run, last - number + 1)
+
+
+@gluon.jit
+def backward_mainloop(shared, visit, blocks, params, tile, kv_count, CONSUMER: gl.constexpr):
+    """dK and dV, not scaled, of one consumer's keys: of a work tile's visits, at least one.
+    visit: how many came before, in all work tiles. kv_count: how many work tiles had any."""
+    dtype: gl.constexpr = shared.k.dtype
+    dk = no_gradients(params.tile.D, dtype)
+    dv = no_gradients(params.tile.E, dtype)
+    first, end = visit_range(params, tile, blocks)
+    k_state = stage_of(kv_count, params.tile.K_STAGES)
+    barrier.wait(shared.k_full.index(k_state.index), k_state.phase)
+    s_NM = queue_visit(shared, visit, k_state.index, params, CONSUMER)
+    s_NM = warpgroup_mma_wait(0, deps=[s_NM])
+    queued = visit_probabilities(shared, s_NM, visit, blocks, params, tile, first, CONSUMER, True)
+    barrier.wait(shared.v_full.index(0), kv_count & 1)
+    wait_for_outlet()
+    lane = lane_place()
+    last = end - 1
+    number = first
+    while number < last:
+        # Masked visits are outside of the loop.
+        run = full_run(blocks, number + 1, last)
+        for _ in range(run):
+            number += 1
+            queued, dk, dv = step(
+                shared,
+                visit,
+                queued,
+                dk,
+                dv,
+                blocks,
+                params,
+                tile,
+                number,
+                k_state.index,
+                lane,
+                CONSUMER,
+                False,
+                False,
+            )
+            visit += 1
+        if run == 0:
+            number += 1
+            queued, dk, dv = step(
+                shared,
+                visit,
+                queued,
+                dk,
+                dv,
+                blocks,
+                params,
+                tile,
+                number,
+                k_state.index,
+                lane,
+                CONSUMER,
+                True,
+                False,
+            )
+            visit += 1
+    queued, dk, dv = step(
+        shared,
+        visit,
+        queued,
+        dk,
+        dv,
+        blocks,
+        params,
+        tile,
+        last,
+        k_state.index,
+        lane,
+        CONSUMER,
+        False,
+        True,
+    )
+    barrier.arrive_after_mma(shared.k_empty.index(k_state.index))
+    return dk, dv, visit + 1

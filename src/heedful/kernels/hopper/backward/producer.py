@@ -1,0 +1,251 @@
+"""Warps of the Hopper backward: one loads tiles, others add sums of dQ to global memory.
+
+M query rows, N keys.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
+from heedful.kernels.hopper.backward.columns import share_columns
+from heedful.kernels.hopper.backward.dq.sums import (
+    add_block,
+    end_turn,
+    wait_for_turn,
+    wait_until_read,
+)
+from heedful.kernels.hopper.backward.far_rows import any_far, is_far, scale_rows
+from heedful.kernels.hopper.backward.shared import SHARES, adders
+from heedful.kernels.hopper.backward.tile import (
+    key_tile,
+    m_block_range,
+    next_index,
+    query_tile,
+    stride_before,
+    turn_of,
+    visit_range,
+)
+from heedful.kernels.hopper.sm90 import barrier
+from heedful.kernels.hopper.sm90.compat import tma_load
+from heedful.kernels.hopper.sm90.mma import ROWS
+from heedful.kernels.hopper.sm90.pipeline import PipelineState, stage_of
+from heedful.kernels.hopper.sm90.sequences import box
+from heedful.kernels.hopper.sm90.tile_scheduler import SCHEDULER_STAGES, TileScheduler
+
+
+@gluon.jit
+def load_numbers(ptr, io, params, tile, head, row, other):
+    """Numbers of query rows from `row` on out of an array that lies as lse_log2 does."""
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    lies = io.lse_log2
+    base = ptr + tile.batch.to(gl.int64) * lies.stride_b + head.to(gl.int64) * lies.stride_h
+    rows_M = row + gl.arange(0, BLOCK_M, layout=layout)
+    return gl.load(base + tile.start_q + rows_M, mask=rows_M < tile.len_q, other=other)
+
+
+@gluon.jit
+def queries_of(io, params, tile, blocks, visit):
+    """A visit's query head and first row, and the rows' lse_log2 and delta on their way. Rows past
+    the last have no probabilities."""
+    head, block = query_tile(params, tile, blocks, visit)
+    row = block * params.tile.BLOCK_M
+    lse_M = load_numbers(io.lse_log2.ptr, io, params, tile, head, row, float("inf"))
+    delta_M = load_numbers(io.delta, io, params, tile, head, row, 0.0)
+    return head, row, lse_M, delta_M
+
+
+@gluon.jit
+def load_keys(desc, boxes, full, empty, state, params, tile):
+    """Loads a work tile's keys or values once there is room for them."""
+    PACKED: gl.constexpr = params.seqs.cu_k is not None
+    BOXES: gl.constexpr = params.tile.BLOCK_N // ROWS
+    bar = full.index(state.index)
+    barrier.wait(empty.index(state.index), state.phase ^ 1)
+    mbarrier.expect(bar, BOXES * desc.block_type.nbytes)
+    for i in gl.static_range(BOXES):
+        at = box(PACKED, tile.batch, tile.kv_head, tile.start_k, tile.stored_k, tile.col + i * ROWS)
+        tma_load(desc, at, bar, boxes.index(state.index * BOXES + i))
+
+
+@gluon.jit
+def load_k(io, shared, params, tile, kv_count):
+    """Loads a work tile's keys. kv_count: how many work tiles were loaded before."""
+    state = stage_of(kv_count, params.tile.K_STAGES)
+    load_keys(io.k, shared.k, shared.k_full, shared.k_empty, state, params, tile)
+
+
+@gluon.jit
+def load_v(io, shared, params, tile, kv_count):
+    """Loads a work tile's values."""
+    state = stage_of(kv_count, 1)
+    load_keys(io.v, shared.v, shared.v_full, shared.v_empty, state, params, tile)
+
+
+@gluon.jit
+def load_rows(desc, ring, numbers, x_M, params, tile, head, row, state):
+    """Loads a tile of q or dout once there is room for it, beside it the rows' numbers x_M."""
+    PACKED: gl.constexpr = params.seqs.cu_q is not None
+    full = ring.producer_acquire(state, state)
+    numbers.index(state.index).store(x_M)
+    mbarrier.expect(full, desc.block_type.nbytes)
+    at = box(PACKED, tile.batch, head, tile.start_q, tile.stored_q, row)
+    tma_load(desc, at, full, ring.boxes.index(state.index))
+
+
+@gluon.jit
+def dout_scale(io, params, tile, head, row, lse_M):
+    """What cotangents of rows are multiplied by, of which some are far from 0."""
+    scale_M = load_numbers(io.dout_scale, io, params, tile, head, row, 1.0)
+    return gl.where(is_far(lse_M), scale_M, 1.0)
+
+
+@gluon.jit
+def load_far_rows(io, shared, lse_M, delta_M, params, tile, head, row, state, phase):
+    """As `load_rows` of dout and delta, of which those of far rows are scaled before anybody is
+    told of them."""
+    PACKED: gl.constexpr = params.seqs.cu_q is not None
+    desc = io.dout
+    scale_M = dout_scale(io, params, tile, head, row, lse_M)
+    full = shared.do.producer_acquire(state, state)
+    shared.delta.index(state.index).store(delta_M * scale_M)
+    shared.dout_scale.index(0).store(scale_M)
+    rows = shared.do.boxes.index(state.index)
+    loaded = shared.far_full.index(0)
+    mbarrier.expect(loaded, desc.block_type.nbytes)
+    at = box(PACKED, tile.batch, head, tile.start_q, tile.stored_q, row)
+    tma_load(desc, at, loaded, rows)
+    barrier.wait(loaded, phase)
+    scale_rows(rows, shared.dout_scale.index(0))
+    barrier.arrive_lane(full)
+
+
+@gluon.jit
+def tell_place(shared, params, tile, head, row, state):
+    """Says which tile of queries it is that is loaded next, among those of all heads, once there is
+    room for that."""
+    barrier.wait(shared.q.empty.index(state.index), state.phase ^ 1)
+    place = (head * params.sizes.accum_rows + tile.accum_row + row) // params.tile.BLOCK_M
+    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    none_L = gl.zeros([32], gl.int32, lanes)
+    shared.places.index(state.index).store(none_L + place.to(gl.int32))
+    shared.rows.index(state.index).store(none_L + row)
+
+
+@gluon.jit
+def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
+    """Loads a work tile's keys and values, and its queries in the order of visits."""
+    # Two stages of keys have room while the tile before is at work; of one, values are done with
+    # first.
+    K_AHEAD: gl.constexpr = params.tile.K_STAGES > 1
+    TELLS_PLACES: gl.constexpr = params.tile.DQ_REGS is None and params.tile.BLOCK_N > ROWS
+    q_state, do_state, far_phase = states
+    head, row, lse_M, delta_M = queries_of(io, params, tile, blocks, first)
+    for visit in range(first, end):
+        if visit == first:
+            if K_AHEAD:
+                load_k(io, shared, params, tile, kv_count)
+            else:
+                load_v(io, shared, params, tile, kv_count)
+        if TELLS_PLACES:
+            tell_place(shared, params, tile, head, row, q_state)
+        load_rows(io.q, shared.q, shared.lse, lse_M, params, tile, head, row, q_state)
+        if visit == first:
+            if K_AHEAD:
+                load_v(io, shared, params, tile, kv_count)
+            else:
+                load_k(io, shared, params, tile, kv_count)
+        if any_far(lse_M):
+            load_far_rows(io, shared, lse_M, delta_M, params, tile, head, row, do_state, far_phase)
+            far_phase ^= 1
+        else:
+            load_rows(io.dout, shared.do, shared.delta, delta_M, params, tile, head, row, do_state)
+        q_state = q_state.next()
+        do_state = do_state.next()
+        # The next rows' numbers are on their way while stages are awaited.
+        following = gl.minimum(visit + 1, end - 1)
+        head, row, lse_M, delta_M = queries_of(io, params, tile, blocks, following)
+    return q_state, do_state, far_phase
+
+
+@gluon.jit
+def backward_producer(
+    io: HopperBackwardIO, shared, scheduler: TileScheduler, params: HopperBackwardParams
+):
+    """Draws work tiles, tells the other warps of them, and loads what they need."""
+    q_state = PipelineState.start(params.tile.Q_STAGES)
+    states = q_state, PipelineState.start(params.tile.DO_STAGES), gl.to_tensor(0)
+    scheduler_state = PipelineState.start(SCHEDULER_STAGES)
+    kv_count = gl.to_tensor(0)
+    index = scheduler.draw(stride_before())
+    while index < scheduler.count:
+        scheduler.producer_commit((index,), scheduler_state)
+        scheduler_state = scheduler_state.next()
+        tile = key_tile(params, index)
+        blocks = m_block_range(params, tile)
+        first, end = visit_range(params, tile, blocks)
+        if end > first:
+            states = load_tile(io, shared, params, tile, blocks, first, end, states, kv_count)
+            kv_count += 1
+        elif params.tile.DQ_REGS is None:
+            # Gradients leave through the memory of keys, which consumers always wait for then.
+            load_v(io, shared, params, tile, kv_count)
+            load_k(io, shared, params, tile, kv_count)
+            kv_count += 1
+        # Not before all is loaded: who draws at a tile's beginning draws in the order in which
+        # programs began theirs, and gets the longest after the longest.
+        index = scheduler.draw(index)
+    scheduler.producer_commit((scheduler.count,), scheduler_state)
+
+
+@gluon.jit
+def add_share(address, shared, params, SHARE: gl.constexpr):
+    """Adds a share of the dQ of a tile of queries, whose sums begin at `address`."""
+    D: gl.constexpr = params.tile.D
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    BEFORE: gl.constexpr = SHARE * ROWS * share_columns(D, BLOCK_M, 0)
+    NUMBERS: gl.constexpr = ROWS * share_columns(D, BLOCK_M, SHARE)
+    add_block(address + BEFORE, shared.dq.index(SHARE), NUMBERS)
+
+
+@gluon.jit
+def backward_adder(
+    io: HopperBackwardIO,
+    shared,
+    scheduler: TileScheduler,
+    params: HopperBackwardParams,
+    ADDER: gl.constexpr,
+):
+    """Adds shares of dQ to global memory, in the order of those visits that are its
+    own: of `adders` warps each has every so many."""
+    ADDERS: gl.constexpr = adders(params)
+    TAKES_TURNS: gl.constexpr = params.order.turns is not None
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    phase = gl.to_tensor(0)
+    ahead = gl.to_tensor(ADDER)
+    scheduler_state = PipelineState.start(SCHEDULER_STAGES)
+    index = next_index(scheduler, stride_before(), scheduler_state)
+    while index < scheduler.count:
+        tile = key_tile(params, index)
+        blocks = m_block_range(params, tile)
+        first, end = visit_range(params, tile, blocks)
+        for visit in range(first + ahead, end, ADDERS):
+            head, block = query_tile(params, tile, blocks, visit)
+            place = head.to(gl.int64) * params.sizes.accum_rows + tile.accum_row + block * BLOCK_M
+            address = io.dq_accum + place * params.tile.D
+            if TAKES_TURNS:
+                turn = params.order.turns + place // BLOCK_M
+                wait_for_turn(turn, turn_of(params, tile, block))
+            for i in gl.static_range(SHARES):
+                barrier.wait(shared.dq_full.index(ADDER * SHARES + i), phase)
+                add_share(address, shared, params, i)
+                wait_until_read()
+                barrier.arrive_lane(shared.dq_empty.index(i))
+            if TAKES_TURNS:
+                end_turn(turn)
+            phase ^= 1
+        # Who adds goes on alternating in the next work tile.
+        ahead = (ahead + end - first) % ADDERS
+        scheduler_state = scheduler_state.next()
+        index = next_index(scheduler, index, scheduler_state)

@@ -1,0 +1,129 @@
+"""What comes ahead of the Hopper backward: delta of every query row, and cleared sums.
+
+delta = rowsum(out * dout) - dlse, 0 in rows that saw nothing or are not in use. Shapes: M query
+rows, E v dim.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from heedful.kernels.args.hopper_backward import (
+    BackwardPrologueIO,
+    FarRowsIO,
+    HopperBackwardSizes,
+)
+from heedful.kernels.args.kinds import RowVector
+from heedful.kernels.args.shared import Mask, ScoreMods, Sequences, Shape, Tile
+from heedful.kernels.common.sequences import sequence
+from heedful.kernels.hopper.backward.far_rows import far_rows, is_far, lse_log2
+from heedful.kernels.hopper.backward.p_scale import p_scale_log2
+from heedful.kernels.portable.backward.rows import row_deltas
+from heedful.kernels.portable.shared.scores import head_mods
+from heedful.kernels.portable.shared.sequences import Place, load_rows, place_of, row_base, wide
+from heedful.kernels.portable.shared.statistics import row_statistics
+
+
+@triton.jit
+def accum_begin(b, cu_seqlens, seqlen, BLOCK: tl.constexpr):
+    """A sequence's first row where each has its rows rounded up to tiles, as
+    `hopper.backward.tile.accum_begin` has it."""
+    if cu_seqlens is not None:
+        token, _, _ = sequence(b, cu_seqlens, None, None, seqlen)
+        return (token // BLOCK + b) * BLOCK
+    else:
+        return wide(b) * (tl.cdiv(seqlen, BLOCK) * BLOCK)
+
+
+@triton.jit
+def tell_far_rows(
+    lse: RowVector,
+    far: FarRowsIO,
+    row0,
+    place,
+    mask: Mask,
+    mods: ScoreMods,
+    tile: Tile,
+    P_SCALE_LOG2: tl.constexpr,
+):
+    """Makes those of a few rows anew that are far from 0. All that it needs it loads itself: what
+    crossed the branch to it would take registers from calls without such rows."""
+    rows_M = row0 + tl.arange(0, tile.BLOCK_M)
+    places_M = place.b * lse.stride_b + place.h * lse.stride_h + place.token_q + rows_M
+    lse_M = tl.load(lse.ptr + places_M, mask=rows_M < place.len_q, other=float("-inf"))
+    less_M = lse_log2(lse_M, P_SCALE_LOG2)
+    far_M = is_far(less_M)
+    head = head_mods(mods.scale, place.b, place.h, mods, mask)
+    m_M, l_M = row_statistics(far.q, far.k, row0, place, head, mask, mods, tile)
+    less_M, scale_M = far_rows(less_M, m_M, l_M, P_SCALE_LOG2)
+    tl.store(far.lse_log2 + places_M, less_M, mask=far_M)
+    tl.store(far.dout_scale + places_M, scale_M, mask=far_M)
+    if far.reference is not None:
+        tl.store(far.reference + places_M, m_M, mask=far_M)
+        tl.store(far.factor + places_M, 1.0 / l_M, mask=far_M)
+
+
+@triton.jit
+def backward_prologue(
+    io: BackwardPrologueIO,
+    far: FarRowsIO,
+    seqs: Sequences,
+    shape: Shape,
+    mask: Mask,
+    mods: ScoreMods,
+    sizes: HopperBackwardSizes,
+    tile: Tile,
+    q_blocks,
+    BLOCK_M: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """delta, laid out as lse; zeros in dq_accum, turns and tile_counter; far rows made anew. A
+    program each for BLOCK_M rows of a query head, q_blocks of the longest sequence. D: columns of
+    dq_accum. tile: of far rows."""
+    # The kernel behind sets itself up meanwhile, and waits.
+    cuda.gdc_launch_dependents()
+    # From the last rows to the first, which the kernel behind adds to first: they are in the L2.
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    if io.tile_counter is not None and pid == 0:
+        tl.store(io.tile_counter, 0)
+    row0 = (pid % q_blocks) * BLOCK_M
+    heads = sizes.heads_k * sizes.group
+    h = wide(pid // q_blocks % heads)
+    b = wide(pid // q_blocks // heads)
+    token, len_q, stored_q = sequence(b, seqs.cu_q, seqs.used_q, None, seqs.seqlen_q)
+    if row0 >= stored_q:
+        return
+    rows_M = row0 + tl.arange(0, BLOCK_M)
+    places_M = b * io.lse.stride_b + h * io.lse.stride_h + token + rows_M
+    # On its way before anything is stored, behind which the compiler keeps loads.
+    lse_M = tl.load(io.lse.ptr + places_M, mask=rows_M < len_q, other=float("-inf"))
+    accum_row = h * sizes.accum_rows + accum_begin(b, seqs.cu_q, seqs.seqlen_q, BLOCK_M) + row0
+    sums = io.dq_accum + accum_row * D
+    PART: tl.constexpr = D if D & (D - 1) == 0 else D // 3
+    for part in tl.static_range(D // PART):
+        at = sums + part * BLOCK_M * PART + tl.arange(0, BLOCK_M * PART)
+        tl.store(at, tl.zeros([BLOCK_M * PART], tl.float32))
+    if io.turns is not None:
+        tl.store(io.turns + accum_row // BLOCK_M, 0)
+    out = row_base(io.out, b, h, token)
+    dout = row_base(io.dout, b, h, token)
+    o_ME = load_rows(out, io.out.stride_n, row0, len_q, E, BLOCK_M, BLOCK_E, True)
+    do_ME = load_rows(dout, io.dout.stride_n, row0, len_q, E, BLOCK_M, BLOCK_E, True)
+    P_SCALE_LOG2: tl.constexpr = p_scale_log2(io.dout.ptr.dtype.element_ty)
+    zero = wide(0)
+    place = Place(b, h, zero, token, len_q, stored_q, zero, zero, zero, zero)
+    delta_M = row_deltas(o_ME, do_ME, lse_M, io.dlse, place, rows_M, rows_M < len_q)
+    less_M = lse_log2(lse_M, P_SCALE_LOG2)
+    far_M = is_far(less_M)
+    tl.store(io.delta + places_M, delta_M, mask=rows_M < stored_q)
+    near_M = (rows_M < stored_q) & (far_M == 0)
+    tl.store(far.lse_log2 + places_M, less_M, mask=near_M)
+    if far.reference is not None:
+        tl.store(far.reference + places_M, lse_M, mask=near_M)
+        tl.store(far.factor + places_M, tl.full([BLOCK_M], 1.0, tl.float32), mask=near_M)
+    if tl.max(far_M.to(tl.int32), 0) != 0:
+        whole = place_of(b, h, h // sizes.group, seqs, shape, mask, mods.bias.ptr is not None)
+        for row in range(row0, row0 + BLOCK_M, tile.BLOCK_M):
+            tell_far_rows(io.lse, far, row, whole, mask, mods, tile, P_SCALE_LOG2)

@@ -1,0 +1,112 @@
+"""From transposed raw scores to probabilities, and back from their gradients.
+
+Probabilities of a step wait for its dP as pairs of float16 in a register, as sm90/pairs.py has
+them, scaled as p_scale.py says; those that dropout drops wait with their sign set. M query rows,
+N keys (64), J pairs of neighbouring queries.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.common.philox import origin_of, philox_words, seed_words
+from heedful.kernels.hopper.backward.mask import hide_queries
+from heedful.kernels.hopper.backward.tile import query_tile
+from heedful.kernels.hopper.sm90.mma import ROWS
+from heedful.kernels.hopper.sm90.pairs import bfloat16_pairs, from_pairs, to_pairs
+from heedful.kernels.hopper.sm90.score_mods import apply_softcap
+
+
+@gluon.constexpr_function
+def draws_layout(M):
+    """Of a (N / 4, M) tile in four warps, four keys to a draw: each warp has the draws of its own
+    16 rows of an accumulator, so that turning one into the other stays within a warp."""
+    registers = [[0, 1]] + [[0, 32 << bit] for bit in range((M // 64).bit_length())] + [[2, 0]]
+    lanes = [[0, 2], [0, 4], [0, 8], [0, 16], [1, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[4, 0], [8, 0]], [], [ROWS // 4, M])
+
+
+@gluon.jit
+def keep_tile(dropout, tile, head, row, col, like):
+    """Which of the probabilities of keys from `col` and queries from `row` are kept: the bits of
+    hopper/forward/dropout.py."""
+    N: gl.constexpr = like.shape[0]
+    M: gl.constexpr = like.shape[1]
+    draws: gl.constexpr = draws_layout(M)
+    key0, key1 = seed_words(dropout.seed)
+    origin_b, origin_h, origin_m, origin_n = origin_of(dropout)
+    quad_N = gl.arange(0, N // 4, layout=gl.SliceLayout(1, draws)) * 4 + (col + origin_n)
+    row_M = gl.arange(0, M, layout=gl.SliceLayout(0, draws)) + (row + origin_m)
+    zero_NM = gl.zeros([N // 4, M], gl.uint32, draws)
+    w0, w1, w2, w3 = philox_words(
+        zero_NM + (quad_N.to(gl.uint32) >> 2)[:, None],
+        zero_NM + row_M.to(gl.uint32)[None, :],
+        zero_NM + (head + origin_h).to(gl.uint32),
+        zero_NM + (tile.batch + origin_b).to(gl.uint32),
+        key0,
+        key1,
+    )
+    threshold = dropout.threshold.to(gl.uint32)
+    k0 = (w0 < threshold).to(gl.int8)
+    k1 = (w1 < threshold).to(gl.int8)
+    k2 = (w2 < threshold).to(gl.int8)
+    k3 = (w3 < threshold).to(gl.int8)
+    # join adds an innermost axis, so [.., x, y] holds word 2 * x + y.
+    keep = gl.join(gl.join(k0, k2), gl.join(k1, k3)).permute((0, 2, 3, 1)).reshape([N, M])
+    return gl.convert_layout(keep, like.type.layout) != 0
+
+
+@gluon.jit
+def queued_probabilities(
+    s_NM,
+    lse_M,
+    blocks,
+    params,
+    tile,
+    number,
+    dtype: gl.constexpr,
+    CONSUMER: gl.constexpr,
+    MASKED: gl.constexpr,
+):
+    """What a visit's dV and dS are made of: probabilities in pairs, and of softcapped scores the
+    slope of the cap."""
+    col = tile.col + CONSUMER * ROWS
+    slopes = ()
+    if params.mods.HAS_SOFTCAP:
+        s_NM = apply_softcap(s_NM, params.mods.softcap_scale)
+        slopes = (to_pairs(1.0 - s_NM * s_NM, dtype),)
+    if MASKED or params.dropout.IS_ON:
+        head, block = query_tile(params, tile, blocks, number)
+        row = block * params.tile.BLOCK_M
+    p_NM = gl.exp2(s_NM * params.mods.scale_log2 - lse_M[None, :])
+    if MASKED:
+        p_NM = hide_queries(p_NM, params, tile, row, CONSUMER)
+    if params.dropout.IS_ON:
+        keep_NM = keep_tile(params.dropout, tile, head, row, col, p_NM)
+        p_NM = gl.where(keep_NM, p_NM, -p_NM)
+    return (to_pairs(p_NM, gl.float16),) + slopes
+
+
+@gluon.jit
+def kept_probabilities(queued, params, dtype: gl.constexpr, layout: gl.constexpr):
+    """The left operand of dV."""
+    p_NJ = queued[0]
+    if params.dropout.IS_ON:
+        text: gl.constexpr = "{ .reg .b32 z; mov.b32 z, 0; max.f16x2 $0, $1, z; }"
+        p_NJ = gl.inline_asm_elementwise(text, "=r,r", [p_NJ], gl.int32, True, 1)
+    if dtype == gl.bfloat16:
+        p_NJ = bfloat16_pairs(p_NJ)
+    return from_pairs(p_NJ, dtype, layout)
+
+
+@gluon.jit
+def score_gradients(queued, dp_NM, delta_M, params, dtype: gl.constexpr):
+    """dS of raw scores, less the scale, in float32."""
+    layout: gl.constexpr = dp_NM.type.layout
+    p_NM = from_pairs(queued[0], gl.float16, layout).to(gl.float32)
+    if params.dropout.IS_ON:
+        dp_NM = gl.where(p_NM > 0.0, dp_NM * params.dropout.inverse_keep, 0.0)
+        p_NM = gl.abs(p_NM)
+    ds_NM = p_NM * (dp_NM - delta_M[None, :])
+    if params.mods.HAS_SOFTCAP:
+        ds_NM *= from_pairs(queued[1], dtype, layout).to(gl.float32)
+    return ds_NM

@@ -1,0 +1,140 @@
+"""Shared memory of the Hopper backward, and who waits for what in it."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from heedful.kernels.hopper.backward.columns import share_columns
+from heedful.kernels.hopper.backward.dq.sums import allocate_dq
+from heedful.kernels.hopper.sm90 import barrier
+from heedful.kernels.hopper.sm90.barrier import barriers
+from heedful.kernels.hopper.sm90.compat import aggregate, inline_asm
+from heedful.kernels.hopper.sm90.mma import ROWS
+from heedful.kernels.hopper.sm90.pipeline import Pipeline, allocate_boxes
+
+CONSUMERS: gl.constexpr = gl.constexpr(2)
+# A visit's dQ leaves in so many shares, one after the other.
+SHARES: gl.constexpr = gl.constexpr(2)
+
+
+@gluon.constexpr_function
+def adders(params):
+    """Warps that add dQ to global memory, visits in turn: two where they wait for turns, which
+    takes longer than a visit."""
+    return 1 if params.order.turns is None else 2
+
+
+@gluon.jit
+def allocate_queries(io, params):
+    """Rings of query tiles and of their cotangents, and memory for lse and delta beside them."""
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    q = Pipeline.allocate(io.q, params.tile.Q_STAGES, CONSUMERS)
+    do = Pipeline.allocate(io.dout, params.tile.DO_STAGES, CONSUMERS)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse = gl.allocate_shared_memory(gl.float32, [params.tile.Q_STAGES, BLOCK_M], plain)
+    delta = gl.allocate_shared_memory(gl.float32, [params.tile.DO_STAGES, BLOCK_M], plain)
+    return q, do, lse, delta
+
+
+@gluon.jit
+def far_memory(params):
+    """Memory for what a tile's cotangents are scaled by, and the barrier at which who scales them
+    waits for them."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.float32, [1, params.tile.BLOCK_M], plain), barriers(1, 1)
+
+
+@gluon.jit
+def sync_consumers():
+    """Waits for the other consumer."""
+    inline_asm("bar.sync 8, 256;", "~{memory}", [])
+
+
+@gluon.jit
+def wait_for_keys(shared, phase):
+    """Waits for a work tile's keys and values where gradients leave through their memory, even of
+    tiles that no query sees."""
+    barrier.wait(shared.k_full.index(0), phase)
+    barrier.wait(shared.v_full.index(0), phase)
+
+
+@gluon.jit
+def release_keys(shared):
+    """Gives the memory of keys and values back once gradients of both consumers have left it."""
+    tma.store_wait(0)
+    sync_consumers()
+    mbarrier.arrive(shared.k_empty.index(0), count=1)
+    mbarrier.arrive(shared.v_empty.index(0), count=1)
+
+
+@gluon.jit
+def wait_for_outlet():
+    """Waits until gradients have left the memory of dS, which may be written then."""
+    tma.store_wait(0)
+    gl.barrier()
+
+
+@aggregate
+class BackwardShared:
+    """k: a box of 64 keys for each consumer, of two work tiles; v: of one. q, do: rings of query
+    tiles, beside each of which lie lse in base 2, delta. ds: of each consumer a ring of boxes, keys
+    by queries. dq: shares. dout_scale, far_full: see `far_memory`. Full and empty barriers: of k
+    for each of the two, of v, of ds of both consumers, dq_empty of a share, dq_full of a share for
+    each warp that adds.
+    """
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    q: Pipeline
+    do: Pipeline
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    ds: gl.shared_memory_descriptor
+    dq: gl.shared_memory_descriptor
+    k_full: gl.shared_memory_descriptor
+    v_full: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    ds_full: gl.shared_memory_descriptor
+    ds_empty: gl.shared_memory_descriptor
+    dq_full: gl.shared_memory_descriptor
+    dq_empty: gl.shared_memory_descriptor
+    dout_scale: gl.shared_memory_descriptor
+    far_full: gl.shared_memory_descriptor
+
+    @gluon.jit
+    def allocate(io, params):
+        BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+        K_STAGES: gl.constexpr = params.tile.K_STAGES
+        # The first share is the largest.
+        SHARE: gl.constexpr = ROWS * share_columns(params.tile.D, BLOCK_M, 0)
+        q, do, lse, delta = allocate_queries(io, params)
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_M], io.q.dtype)
+        ds = gl.allocate_shared_memory(
+            io.q.dtype, [CONSUMERS * params.tile.DS_STAGES, ROWS, BLOCK_M], layout
+        )
+        return BackwardShared(
+            allocate_boxes(io.k, K_STAGES * CONSUMERS),
+            allocate_boxes(io.v, CONSUMERS),
+            q,
+            do,
+            lse,
+            delta,
+            ds,
+            allocate_dq(SHARES, SHARE),
+            barriers(K_STAGES, 1),
+            barriers(1, 1),
+            # Who makes dQ reads keys, too.
+            barriers(K_STAGES, CONSUMERS + 1),
+            barriers(1, CONSUMERS),
+            barriers(params.tile.DS_STAGES, CONSUMERS * 4),
+            barriers(params.tile.DS_STAGES, 1),
+            barriers(SHARES * adders(params), 4),
+            barriers(SHARES, 1),
+            *far_memory(params),
+        )
+
+    @gluon.jit
+    def consumer_ds(self, state, CONSUMER: gl.constexpr):
+        """One consumer's box of dS at a stage."""
+        return self.ds.index(CONSUMER * state.stages + state.index)

@@ -1,0 +1,242 @@
+"""Work tiles of the Hopper backward: a key tile of a KV head, past which the queries that see it
+stream, of every query head that shares it.
+
+M query rows, N keys.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.hopper.sm90.compat import aggregate
+from heedful.kernels.hopper.sm90.sequences import sequence, within
+from heedful.kernels.hopper.sm90.tile_scheduler import TileScheduler, l2_swizzle
+
+
+@aggregate
+class KeyTile:
+    """Keys from `col` of one KV head; start_q, start_k: where its sequence lies if packed.
+
+    len_q, len_k: what is used of it; stored_q, stored_k: rows in storage. off: how far the diagonal
+    is moved. accum_row: the sequence's first row in dq_accum. split: which of its visits' splits.
+    """
+
+    batch: gl.tensor
+    kv_head: gl.tensor
+    col: gl.tensor
+    start_q: gl.tensor
+    start_k: gl.tensor
+    len_q: gl.tensor
+    len_k: gl.tensor
+    stored_q: gl.tensor
+    stored_k: gl.tensor
+    off: gl.tensor
+    accum_row: gl.tensor
+    split: gl.tensor
+
+
+@aggregate
+class MBlockRange:
+    """Query tiles [begin, end) that see some of the keys; all but [full_begin, full_end) need a
+    mask."""
+
+    begin: gl.tensor
+    full_begin: gl.tensor
+    full_end: gl.tensor
+    end: gl.tensor
+
+
+@gluon.jit
+def accum_begin(batch, start, cu_seqlens, seqlen, BLOCK: gl.constexpr):
+    """A sequence's first row in dq_accum, or in partials: each has its rows rounded up to tiles."""
+    if cu_seqlens is not None:
+        return (start // BLOCK + batch) * BLOCK
+    else:
+        return batch * (gl.cdiv(seqlen, BLOCK) * BLOCK)
+
+
+@gluon.jit
+def partial_row(params, tile):
+    """A work tile's first row in partials."""
+    seqs = params.seqs
+    begin = accum_begin(tile.batch, tile.start_k, seqs.cu_k, seqs.seqlen_k, params.tile.BLOCK_N)
+    head = tile.split.to(gl.int64) * params.sizes.heads_k + tile.kv_head
+    return head * params.order.partial_rows + begin + tile.col
+
+
+@gluon.jit
+def work_tiles(params):
+    """How many work tiles there are."""
+    tiles = params.order.tiles
+    if params.order.varlen_tiles is not None:
+        tiles = gl.load(params.order.varlen_tiles) * params.sizes.heads_k
+    if params.order.partials is not None:
+        tiles *= params.order.splits
+    return tiles
+
+
+@gluon.jit
+def work_scheduler(params, READERS: gl.constexpr):
+    """Work tiles, of which so many warpgroups and warps are told by the producer."""
+    tiles = work_tiles(params)
+    if params.order.tile_counter is None:
+        return TileScheduler(tiles, tiles)
+    else:
+        return TileScheduler.dynamic(tiles, tiles, params.order.tile_counter, READERS)
+
+
+@gluon.jit
+def stride_before():
+    """What comes a stride before a program's first work tile."""
+    return gl.program_id(0) - gl.num_programs(0)
+
+
+@gluon.jit
+def next_index(scheduler, index, state):
+    """The work tile after `index` of who is told of them."""
+    index = scheduler.get_current_work(index, state)
+    if scheduler.tile_counter is not None:
+        scheduler.consumer_release(state)
+    return index
+
+
+@gluon.jit
+def turn_of(params, tile, block):
+    """How many key tiles are added to a query tile before this one: of those that it visits, from
+    the last under a diagonal, else from the first. Any of its rows counts, even past the last, as
+    in `m_block_range`."""
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    BLOCK_N: gl.constexpr = params.tile.BLOCK_N
+    own = tile.col // BLOCK_N
+    if params.mask.HAS_RIGHT:
+        last_key = block * BLOCK_M + BLOCK_M - 1 + tile.off + params.mask.right
+        return gl.minimum(last_key, tile.len_k - 1) // BLOCK_N - own
+    elif params.mask.HAS_LEFT:
+        first_key = block * BLOCK_M + tile.off - params.mask.left
+        return own - gl.maximum(first_key, 0) // BLOCK_N
+    else:
+        return own
+
+
+@gluon.jit
+def key_tile(params, index):
+    """Work tile `index`: groups of KV heads, in each of them key tiles from the first, which
+    causal queries see longest; where they take turns, from the one whose turn is first. Splits of a
+    key tile's visits are neighbours, which share its keys."""
+    split = gl.to_tensor(0)
+    if params.order.partials is not None:
+        split = index % params.order.splits
+        index //= params.order.splits
+    key_blocks = params.order.key_blocks
+    heads = params.order.tiles // key_blocks
+    batch = gl.to_tensor(0)
+    if params.order.varlen_tiles is not None:
+        heads = params.sizes.heads_k
+        entry = params.order.varlen_tiles + 1 + 2 * (index // heads)
+        batch = gl.load(entry)
+        index -= gl.load(entry + 1) * heads
+        length = sequence(params.seqs.cu_k, batch, params.seqs.seqlen_k)[1]
+        key_blocks = gl.cdiv(length, params.tile.BLOCK_N)
+    head, block = l2_swizzle(
+        index, key_blocks, heads, params.order.l2_heads, params.order.l2_groups
+    )
+    # Under a diagonal the last keys are added first.
+    if params.order.turns is not None and params.mask.HAS_RIGHT:
+        block = key_blocks - 1 - block
+    if params.order.varlen_tiles is None:
+        batch = head // params.sizes.heads_k
+        head -= batch * params.sizes.heads_k
+    start_q, stored_q = sequence(params.seqs.cu_q, batch, params.seqs.seqlen_q)
+    start_k, stored_k = sequence(params.seqs.cu_k, batch, params.seqs.seqlen_k)
+    len_q = stored_q
+    len_k = stored_k
+    if params.seqs.used_q is not None:
+        len_q = within(gl.load(params.seqs.used_q + batch), 0, len_q)
+    if params.seqs.used_k is not None:
+        len_k = within(gl.load(params.seqs.used_k + batch), 0, len_k)
+    if params.mods.longest_k is not None:
+        # A bias has no more rows and keys than that.
+        len_q = gl.minimum(len_q, params.mods.longest_q)
+        len_k = gl.minimum(len_k, params.mods.longest_k)
+    off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
+    col = block * params.tile.BLOCK_N
+    row = accum_begin(batch, start_q, params.seqs.cu_q, params.seqs.seqlen_q, params.tile.BLOCK_M)
+    return KeyTile(
+        batch,
+        head,
+        col,
+        start_q,
+        start_k,
+        len_q,
+        len_k,
+        stored_q,
+        stored_k,
+        off,
+        row,
+        split,
+    )
+
+
+@gluon.jit
+def m_block_range(params, tile):
+    """Query tiles that see any of a tile's keys, and those whose queries all see all of them. Rows
+    past the last query have no say: their probabilities are 0 by their log-sum-exp."""
+    BLOCK_M: gl.constexpr = params.tile.BLOCK_M
+    BLOCK_N: gl.constexpr = params.tile.BLOCK_N
+    col = tile.col
+    last = gl.minimum(col + BLOCK_N, tile.len_k) - 1
+    begin = gl.to_tensor(0)
+    end = gl.where(last < col, 0, gl.cdiv(tile.len_q, BLOCK_M))
+    full_begin = begin
+    full_end = end
+    if params.mask.HAS_RIGHT:
+        diagonal = tile.off + params.mask.right
+        begin = gl.minimum(gl.maximum(col - diagonal, 0) // BLOCK_M, end)
+        full_begin = gl.cdiv(gl.maximum(last - diagonal, 0), BLOCK_M)
+        full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
+    if params.mask.HAS_LEFT:
+        diagonal = tile.off - params.mask.left
+        stop = gl.maximum(gl.minimum(tile.len_q, last - diagonal + 1), 0)
+        end = gl.maximum(gl.minimum(gl.cdiv(stop, BLOCK_M), end), begin)
+        full_begin = gl.minimum(full_begin, end)
+        stop = gl.maximum(col - diagonal + 1, 0)
+        full_end = gl.where(stop < tile.len_q, stop // BLOCK_M, end)
+    full_end = gl.minimum(gl.maximum(full_end, full_begin), end)
+    # Keys past the last one must be hidden from every query.
+    full_end = gl.where(col + BLOCK_N > tile.len_k, full_begin, full_end)
+    return MBlockRange(begin, full_begin, full_end, end)
+
+
+@gluon.jit
+def is_masked(blocks, block):
+    """Whether a query tile needs a mask."""
+    return (block < blocks.full_begin) | (block >= blocks.full_end)
+
+
+@gluon.jit
+def visit_range(params, tile, blocks):
+    """Numbers [first, end) of a work tile's visits: query tiles of all heads that see its keys, or
+    one split of them."""
+    first = gl.to_tensor(0)
+    end = (blocks.end - blocks.begin) * params.sizes.group
+    if params.order.partials is not None:
+        first = end * tile.split // params.order.splits
+        end = end * (tile.split + 1) // params.order.splits
+    return first, end
+
+
+@gluon.jit
+def is_visited(params, tile, blocks):
+    """Whether a work tile has visits."""
+    if params.order.partials is None:
+        return blocks.end > blocks.begin
+    else:
+        first, end = visit_range(params, tile, blocks)
+        return end > first
+
+
+@gluon.jit
+def query_tile(params, tile, blocks, number):
+    """Query head and query tile of a work tile's visit, by its number."""
+    count = blocks.end - blocks.begin
+    ahead = number // count
+    return tile.kv_head * params.sizes.group + ahead, blocks.begin + number - ahead * count

@@ -1,0 +1,152 @@
+"""The consumer of the Hopper decode: a warpgroup that has scores, softmax and the output of all
+rows of a tile. Rows that no query has are idle: products wait for memory, and not the other way
+round.
+
+M query rows, N keys of a tile, D qk dim, E v dim, L lanes that share a row.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from heedful.kernels.common.key_range import key_bounds
+from heedful.kernels.hopper.decode.mask import masked
+from heedful.kernels.hopper.decode.results import (
+    finish_piece,
+    merge_share,
+    store_empty,
+    store_gaps,
+)
+from heedful.kernels.hopper.decode.share import look
+from heedful.kernels.hopper.sm90.mma import ROWS, scale_output, scores_layout
+from heedful.kernels.hopper.sm90.pipeline import PipelineState
+from heedful.kernels.hopper.sm90.softmax import lane_sums, softmax_threshold, threshold_limit
+from heedful.kernels.portable.cache.rotary import rotated
+from heedful.kernels.portable.decode.work import block_of
+
+
+@gluon.constexpr_function
+def query_rows(rows):
+    """Rows of queries that are loaded, of a tile whose rows are within so many: what a warp has of
+    a product at least. The others stay zeros."""
+    return max(rows, 16)
+
+
+@gluon.constexpr_function
+def query_layout(columns):
+    """That of queries on their way."""
+    lanes = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def clear_queries(q, params):
+    """Zeros, once, where no queries will be."""
+    if query_rows(params.tile.ROWS) < ROWS:
+        D: gl.constexpr = params.tile.BLOCK_D
+        q.store(gl.zeros([ROWS, D], q.dtype, query_layout(D)))
+
+
+@gluon.jit
+def load_queries(io, q, params, piece, append):
+    """The queries of a piece in shared memory, rotated if there are tables; zeros past the rows in
+    use and the last column."""
+    D: gl.constexpr = params.tile.BLOCK_D
+    M: gl.constexpr = query_rows(params.tile.ROWS)
+    layout: gl.constexpr = query_layout(D)
+    group = params.shape.heads_q // params.shape.heads_k
+    rows_M = piece.row0 + gl.arange(0, M, layout=gl.SliceLayout(1, layout))
+    dims_D = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    pos_M = rows_M // group
+    head_M = piece.g * group + rows_M % group
+    row_M = io.q.ptr + piece.b.to(gl.int64) * io.q.stride_b
+    row_M += (piece.token_q + pos_M) * io.q.stride_n + head_M * io.q.stride_h
+    ok_MD = (pos_M < piece.len_q)[:, None] & (dims_D < params.tile.HEAD_DIM)[None, :]
+    if append.rotary.cos is None:
+        q_MD = gl.load(row_M[:, None] + dims_D[None, :], mask=ok_MD, other=0.0)
+    else:
+        place_M = gl.load(append.io.cache_seqlens + piece.b) + append.advance * pos_M
+        # In their own type, as if they had been rotated before.
+        q_MD = rotated(row_M, dims_D, ok_MD, place_M, append.rotary).to(q.dtype)
+    # All warps' products with those of the piece before are done.
+    gl.barrier()
+    q.slice(0, M).store(q_MD)
+    fence_async_shared()
+    gl.barrier()
+
+
+@gluon.jit
+def queue_scores(q, k, state, N: gl.constexpr):
+    """Starts q k^T of one tile of keys."""
+    s_MN = gl.zeros([ROWS, N], gl.float32, scores_layout(q.dtype, N))
+    k_DN = k.tile(state).permute((1, 0))
+    return warpgroup_mma(q, k_DN, s_MN, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def stream_keys(q, k, v, piece, state, params):
+    """(outputs, references, sums [M, L], the rings behind) of a piece."""
+    N: gl.constexpr = params.tile.BLOCK_N
+    E: gl.constexpr = params.tile.BLOCK_E
+    dtype: gl.constexpr = q.dtype
+    s_layout: gl.constexpr = scores_layout(dtype, N)
+    o_layout: gl.constexpr = scores_layout(dtype, E)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    group = params.shape.heads_q // params.shape.heads_k
+    last = gl.minimum((piece.row0 + ROWS - 1) // group, piece.len_q - 1)
+    bounds = key_bounds(piece.row0 // group, last, piece.off, piece.len_k, params.mask)
+    acc = (gl.zeros([ROWS, E], gl.float32, o_layout),)
+    m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
+    l_ML = lane_sums(gl.zeros([ROWS, N], gl.float32, s_layout))
+    start = gl.minimum(piece.start, piece.span.visits)
+    stop = gl.minimum(piece.stop, piece.span.visits)
+    for visit in range(start, stop):
+        col = block_of(visit, piece.span, params.mask) * N
+        k.consumer_wait(state)
+        s_MN = queue_scores(q, k, state, N)
+        s_MN = warpgroup_mma_wait(0, deps=[s_MN])
+        k.consumer_release_after_mma(state)
+        s_MN = masked(s_MN, params, piece, bounds, col)
+        p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
+            s_MN, m_M, l_ML, params.scale_log2, threshold_limit(dtype), True
+        )
+        l_ML = l_ML + lane_sums(p_MN)
+        if must_rescale != 0:
+            acc = scale_output(acc, alpha_M)
+        p = gl.convert_layout(p_MN.to(dtype), p_layout)
+        v.consumer_wait(state)
+        out = warpgroup_mma(p, v.tile(state), acc[0], is_async=True)
+        acc = (warpgroup_mma_wait(0, deps=[out]),)
+        v.consumer_release_after_mma(state)
+        state = state.next()
+    return acc, m_M, l_ML, state
+
+
+@gluon.jit
+def decode_consumer(io, q, k, v, share, empty, params, append):
+    """The rows of all pieces of a program."""
+    if params.seqs.cu_q is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
+        # Beside another kernel that has the long sequences, that clears.
+        if params.work.short_q is None:
+            store_gaps(io, params)
+    if params.work.SKIPS_EMPTY:  # noqa: SIM102  (known when compiling, and `and` is not)
+        if empty > 0:
+            store_empty(io, params)
+    clear_queries(q, params)
+    state = PipelineState.start(params.tile.STAGES)
+    whole = share
+    FEW: gl.constexpr = params.tile.FEW_ROWS
+    while share.x < share.end:
+        piece, share = look(share, params)
+        if piece.start < piece.stop:
+            load_queries(io, q, params, piece, append)
+            acc, m_M, l_ML, state = stream_keys(q, k, v, piece, state, params)
+            rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+            l_M = gl.convert_layout(gl.sum(l_ML, 1), rows)
+            finish_piece(io, params, piece, acc, gl.convert_layout(m_M, rows), l_M, 0, FEW)
+    if params.tile.MERGE and params.work.merge.partial_out is not None:
+        merge_share(io, params, whole, 0)

@@ -1,0 +1,27 @@
+"""Where the keys of a piece of a decode lie, for the warp that loads them by TMA."""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.hopper.sm90.sequences import within
+
+
+class Keys(NamedTuple):
+    """Where a piece's keys lie, as loads ask for it (sm90/sequences.py)."""
+
+    batch: Any
+    kv_batch: Any
+    kv_head: Any
+    start_k: Any
+    len_k: Any
+
+
+@gluon.jit
+def keys_of(params, piece):
+    """The keys of a piece's sequence."""
+    entry = piece.b
+    if params.kv.batch_idx is not None:
+        entry = within(gl.load(params.kv.batch_idx + entry), 0, params.kv.entries - 1)
+    return Keys(piece.b, entry, piece.g, piece.token_k.to(gl.int32), piece.len_k)

@@ -1,0 +1,100 @@
+"""A consumer warpgroup: 64 query rows of every work tile."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from heedful.kernels.args.hopper import HopperParams
+from heedful.kernels.hopper.forward.epilogue import store_empty, store_rows
+from heedful.kernels.hopper.forward.mainloop import mainloop
+from heedful.kernels.hopper.forward.producer import q_stage_of
+from heedful.kernels.hopper.fp8.descale import score_factors, value_factor
+from heedful.kernels.hopper.fp8.mainloop import finish, mainloop_fp8
+from heedful.kernels.hopper.sm90.block_range import (
+    consumer_n_block_range,
+    n_block_count,
+    program_n_block_range,
+)
+from heedful.kernels.hopper.sm90.mma import ROWS, no_output
+from heedful.kernels.hopper.sm90.pingpong import pingpong_arrive, skip, skip_all
+from heedful.kernels.hopper.sm90.pipeline import PipelineState
+from heedful.kernels.hopper.sm90.sequences import query_position
+from heedful.kernels.hopper.sm90.tile_scheduler import (
+    SCHEDULER_STAGES,
+    current_work_tile,
+    next_work_tile,
+)
+
+
+@gluon.jit
+def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.constexpr):
+    """Computes rows [64 CONSUMER, 64 CONSUMER + 64) of every tile of this program."""
+    IS_FP8: gl.constexpr = params.tile.V_TRANSPOSED
+    PREFETCHES: gl.constexpr = params.tile.PREFETCHES_TILE
+    kv_state = kv.start()
+    stage = gl.to_tensor(q_stage_of(params, CONSUMER))
+    q_state = PipelineState(stage, gl.to_tensor(0), params.stages.Q_STAGES)
+    q_full_state = PipelineState(stage, gl.to_tensor(0), q.full.shape[0])
+    scheduler_state = PipelineState.start(SCHEDULER_STAGES)
+    if CONSUMER == params.tile.CONSUMERS - 1:
+        pingpong_arrive(params, CONSUMER)
+    index = scheduler.get_current_work(gl.program_id(0) - gl.num_programs(0), scheduler_state)
+    if PREFETCHES:
+        tile, split = current_work_tile(params, scheduler, index, scheduler_state)
+    while index < scheduler.count:
+        if not PREFETCHES:
+            tile, split = current_work_tile(params, scheduler, index, scheduler_state)
+        row = tile.row + CONSUMER * ROWS
+        program_blocks = program_n_block_range(params, tile, split)
+        blocks = consumer_n_block_range(params, tile, row, program_blocks)
+        place = q_state.index if params.tile.OUT_IN_Q else gl.to_tensor(CONSUMER)
+        v_factor = value_factor(params, tile) if IS_FP8 else gl.to_tensor(1.0)
+        if IS_FP8:
+            factors = score_factors(params, tile)
+        q.consumer_wait(q.barrier_state(q_state, q_full_state))
+        if n_block_count(params, blocks) > 0:
+            kv_state = skip(kv, kv_state, program_blocks.end - blocks.end, params, CONSUMER)
+            if IS_FP8:
+                sums = outputs.sums.index(CONSUMER)
+                rest, m_M, l_ML, kv_state = mainloop_fp8(
+                    q, kv, sums, q_state, kv_state, blocks, params, tile, row, factors, CONSUMER
+                )
+                if PREFETCHES:
+                    # The last product runs meanwhile.
+                    scheduler_state = scheduler_state.next()
+                    index, next_tile = next_work_tile(params, scheduler, index, scheduler_state)
+                acc = finish(q, kv, sums, q_state, kv_state, rest, m_M, blocks, params)
+                kv_state = kv_state.after_values()
+            else:
+                acc, m_M, l_ML, kv_state = mainloop(
+                    q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER
+                )
+            l_M = gl.sum(l_ML, 1)
+            kv_state = skip(kv, kv_state, blocks.begin - program_blocks.begin, params, CONSUMER)
+            row_layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+            m_M = gl.convert_layout(m_M, row_layout)
+            l_M = gl.convert_layout(l_M, row_layout)
+            store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor)
+            if PREFETCHES:
+                tile = next_tile
+        else:
+            kv_state = skip_all(
+                kv, kv_state, n_block_count(params, program_blocks), params, CONSUMER
+            )
+            if not params.tile.OUT_IN_Q:
+                q.consumer_release(q_state)
+            if query_position(params, row) < tile.stored_q:
+                zeros = no_output(kv.v, params)
+                store_empty(outputs, zeros, tile, row, split, params, place, v_factor)
+            if PREFETCHES:
+                scheduler_state = scheduler_state.next()
+                index, tile = next_work_tile(params, scheduler, index, scheduler_state)
+        if params.tile.OUT_IN_Q:
+            tma.store_wait(0)
+            q.consumer_release(q_state)
+        q_state = q_state.ahead(params.tile.CONSUMERS)
+        q_full_state = q_full_state.ahead(params.tile.CONSUMERS)
+        if not PREFETCHES:
+            scheduler_state = scheduler_state.next()
+            index = scheduler.get_current_work(index, scheduler_state)
+    tma.store_wait(0)

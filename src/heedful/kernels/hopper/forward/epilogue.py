@@ -1,0 +1,264 @@
+"""How one consumer's rows leave the chip: normalised through TMA, or as split-KV partials.
+
+M query rows, E v dim.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from heedful.kernels.common.log_sum import log_sum_exp
+from heedful.kernels.hopper.sm90.compat import aggregate, reinterpret, tma_store
+from heedful.kernels.hopper.sm90.mma import ROWS, scale_output
+from heedful.kernels.hopper.sm90.pipeline import allocate_boxes, pair_of_boxes
+from heedful.kernels.hopper.sm90.promotion import allocate_sums
+from heedful.kernels.hopper.sm90.sequences import queries_at, query_position
+from heedful.kernels.hopper.sm90.softmax import LN2, LOG2E, powers, shift_of
+
+
+@aggregate
+class Outputs:
+    """Where results go. boxes, tails: memory that they leave through, in boxes of `desc`; without
+    boxes it is that of `sums`, the float32 sums of every fp8 consumer. lse may be None."""
+
+    desc: tma.tensor_descriptor
+    lse: gl.tensor | gl.constexpr
+    boxes: gl.shared_memory_descriptor | gl.constexpr = None
+    tails: gl.shared_memory_descriptor | gl.constexpr = None
+    sums: gl.shared_memory_descriptor | gl.constexpr = None
+
+    @gluon.jit
+    def allocate(io, q, kv, params):
+        CONSUMERS: gl.constexpr = params.tile.CONSUMERS
+        TAIL_E: gl.constexpr = params.tile.TAIL_E
+        boxes = None
+        tails = None
+        sums = None
+        if params.tile.V_TRANSPOSED:
+            KEPT: gl.constexpr = io.out.dtype if params.fp8.SUMS_IN_REGS else gl.float32
+            sums = allocate_sums(CONSUMERS, kv.v.rows, KEPT)
+        elif params.tile.OUT_IN_Q:
+            boxes = q.boxes
+            if TAIL_E:
+                tails = q.tails
+        elif params.split.partials is None:
+            EACH: gl.constexpr = kv.v.dim // io.out.block_type.shape[-1]
+            boxes = allocate_boxes(io.out, EACH * CONSUMERS)
+            if TAIL_E:
+                tails = allocate_boxes(io.out, CONSUMERS)
+        return Outputs(io.out, io.lse, boxes, tails, sums)
+
+    @gluon.jit
+    def box(self, place):
+        """Memory of one consumer's rows."""
+        if self.sums is None:
+            return self.boxes.index(place)
+        else:
+            shape: gl.constexpr = self.desc.block_type.shape
+            return reinterpret(self.sums.index(place), self.desc.dtype, shape, self.desc.layout)
+
+
+@gluon.jit
+def entry_of(params, tile, split):
+    """The batch entry of a work tile in dense results: packed sequences are one together, and those
+    of splits follow each other."""
+    if params.split.partials is not None:
+        if params.seqs.cu_q is not None:
+            return split
+        else:
+            return split * params.split.batch + tile.batch
+    elif params.seqs.cu_q is not None:
+        return gl.to_tensor(0)
+    else:
+        return tile.batch
+
+
+@gluon.jit
+def all_heads(params):
+    """Query heads of the call."""
+    if params.gqa.PACK_GQA == 1:
+        return params.gqa.heads
+    else:
+        return params.gqa.heads * params.gqa.packed_heads
+
+
+@gluon.jit
+def head_of(params, tile, row, layout: gl.constexpr):
+    """The query head of rows from `row` on: one, or where heads are packed one for each row, at
+    most the call's last."""
+    if params.gqa.PACK_GQA == 1:
+        return tile.head
+    else:
+        within_M = (row + gl.arange(0, ROWS, layout=layout)) % params.gqa.PACK_GQA
+        return tile.head * params.gqa.packed_heads + gl.minimum(
+            within_M, params.gqa.packed_heads - 1
+        )
+
+
+@gluon.jit
+def is_row(params, row, end, layout: gl.constexpr):
+    """Which rows from `row` on are a query before `end` of a head that exists."""
+    rows_M = row + gl.arange(0, ROWS, layout=layout)
+    if params.gqa.PACK_GQA == 1:
+        return rows_M < end
+    else:
+        return (rows_M // params.gqa.PACK_GQA < end) & (
+            rows_M % params.gqa.PACK_GQA < params.gqa.packed_heads
+        )
+
+
+@gluon.jit
+def store_lse(lse, lse_M, tile, row, split, params, UNUSED: gl.constexpr):
+    """Writes the log-sum-exp of rows from `row` on, or what else there is one of for each row, to
+    where `lse` points. UNUSED: that of rows that are not in use."""
+    layout: gl.constexpr = lse_M.type.layout
+    place_M = query_position(params, row + gl.arange(0, ROWS, layout=layout))
+    head = head_of(params, tile, row, layout)
+    entry = entry_of(params, tile, split)
+    base = (entry * all_heads(params) + head).to(gl.int64) * params.seqs.seqlen_q
+    if params.seqs.cu_q is not None:
+        base += tile.start_q
+    if params.seqs.used_q is not None:
+        lse_M = gl.where(place_M < tile.len_q, lse_M, UNUSED)
+    mask_M = is_row(params, row, tile.stored_q, layout)
+    gl.store(lse + base + place_M, lse_M, mask=mask_M)
+
+
+@gluon.jit
+def store_partial(acc_ME, tile, row, split, params, first: gl.constexpr):
+    """Writes one split's normalised rows, columns from `first` on, in float32."""
+    layout: gl.constexpr = gl.SliceLayout(1, acc_ME.type.layout)
+    dims_E = first + gl.arange(0, acc_ME.shape[1], layout=gl.SliceLayout(0, acc_ME.type.layout))
+    heads = all_heads(params)
+    token = entry_of(params, tile, split).to(gl.int64) * params.seqs.seqlen_q
+    if params.seqs.cu_q is not None:
+        token += tile.start_q
+    base = (
+        params.split.partials + (token + query_position(params, row)) * heads * params.split.dim_v
+    )
+    place_M = query_position(params, gl.arange(0, ROWS, layout=layout))
+    row_M = place_M * (heads * params.split.dim_v)
+    row_M += head_of(params, tile, row, layout) * params.split.dim_v
+    mask_M = is_row(params, row, tile.len_q, layout)
+    mask_ME = mask_M[:, None] & (dims_E < params.split.dim_v)[None, :]
+    gl.store(base + row_M[:, None] + dims_E[None, :], acc_ME, mask=mask_ME)
+
+
+@gluon.jit
+def keep_rows(out, used_M):
+    """Every part of an output with zeros in the other rows."""
+    kept = (gl.where(rows_of(used_M, out[0]), out[0], 0.0),)
+    if len(out) > 1:
+        kept = kept + (gl.where(rows_of(used_M, out[1]), out[1], 0.0),)
+    return kept
+
+
+@gluon.jit
+def rows_of(mask_M, x_ME):
+    """A mask of rows beside one part of an output."""
+    return gl.convert_layout(mask_M, gl.SliceLayout(1, x_ME.type.layout))[:, None]
+
+
+@gluon.jit
+def write_rows(outputs, out, at, place):
+    """Sends the parts of one consumer's rows through its shared memory."""
+    desc = outputs.desc
+    dtype: gl.constexpr = desc.dtype
+    WIDTH: gl.constexpr = desc.block_type.shape[-1]
+    E: gl.constexpr = out[0].shape[1]
+    tma.store_wait(0)
+    if outputs.sums is not None:
+        # The output takes the place of sums, which other threads may still be reading.
+        gl.barrier()
+    if WIDTH == E:
+        box = outputs.box(place)
+        box.store(out[0].to(dtype).reshape(box.shape))
+        fence_async_shared()
+        tma_store(desc, at, box)
+    else:
+        pair_of_boxes(outputs.boxes, place, ROWS, E).store(out[0].to(dtype))
+        if len(out) > 1:
+            tail = outputs.tails.index(place)
+            tail.store(out[1].to(dtype).reshape(tail.shape))
+        fence_async_shared()
+        tma_store(desc, at, outputs.boxes.index(2 * place))
+        tma_store(desc, at[:-1] + [WIDTH], outputs.boxes.index(2 * place + 1))
+        if len(out) > 1:
+            tma_store(desc, at[:-1] + [2 * WIDTH], tail)
+
+
+@gluon.jit
+def with_sink(m_M, l_M, tile, row, split, params):
+    """Maximum and sum of rows with the sink's logit, and what the outputs so far are scaled by."""
+    IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None
+    layout: gl.constexpr = l_M.type.layout
+    factor_M = gl.full(l_M.shape, 1.0, gl.float32, layout)
+    if params.mods.sink is not None:
+        head = head_of(params, tile, row, layout)
+        sink = gl.load(params.mods.sink + head)
+        if params.split.partials is not None:
+            # It enters once.
+            sink = gl.where(split == 0, sink, float("-inf"))
+        top_M = gl.maximum(m_M, sink if IS_NATURAL else sink * LOG2E)
+        shift_M = shift_of(top_M)
+        factor_M = powers(m_M - shift_M, IS_NATURAL)
+        # In one rounding, as scores are.
+        own_M = sink - shift_M if IS_NATURAL else gl.fma(sink, LOG2E, -shift_M)
+        l_M = l_M * factor_M + powers(own_M, IS_NATURAL)
+        m_M = top_M
+    return m_M, l_M, factor_M
+
+
+@gluon.jit
+def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor):
+    """Normalises one consumer's rows and writes them and their log-sum-exp. v_factor: of fp8
+    values."""
+    IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None
+    m_M, l_M, factor_M = with_sink(m_M, l_M, tile, row, split, params)
+    # A sum that is NaN is seen, whatever the maximum made of it: the result is NaN, not 0.
+    seen_M = l_M != 0.0
+    if params.tile.V_TRANSPOSED:
+        seen_M = ((l_M > 0.0) & (m_M > float("-inf"))) | (l_M != l_M)
+    inverse_M = gl.where(seen_M, factor_M / l_M, 0.0)
+    if params.tile.V_TRANSPOSED:
+        inverse_M *= v_factor
+    if params.dropout.IS_ON:
+        inverse_M *= params.dropout.inverse_keep
+    out = scale_output(acc, inverse_M)
+    layout: gl.constexpr = l_M.type.layout
+    if params.split.partials is not None:
+        store_partial(out[0], tile, row, split, params, 0)
+        if len(out) > 1:
+            store_partial(out[1], tile, row, split, params, out[0].shape[1])
+    else:
+        if params.seqs.used_q is not None:
+            # Rows in storage that are not in use may hold anything, NaN too.
+            used_M = is_row(params, row, tile.len_q, layout)
+            out = keep_rows(out, used_M)
+        write_rows(outputs, out, queries_at(params, tile, row), place)
+    if outputs.lse is not None:
+        if params.split.rest is not None:
+            lse_M, rest_M = log_sum_exp(m_M, l_M, not IS_NATURAL)
+            store_lse(params.split.rest, rest_M, tile, row, split, params, 0.0)
+        elif IS_NATURAL:
+            lse_M = m_M + gl.log2(l_M) * LN2
+        else:
+            lse_M = (m_M + gl.log2(l_M)) * LN2
+        lse_M = gl.where(seen_M, lse_M, float("-inf"))
+        store_lse(outputs.lse, lse_M, tile, row, split, params, float("-inf"))
+
+
+@gluon.jit
+def store_empty(outputs, acc, tile, row, split, params, place, v_factor):
+    """Writes what rows that saw no key have: `acc`, zeros; a log-sum-exp of -inf, or the sink."""
+    row_layout: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
+    none_M = gl.full([ROWS], float("-inf"), gl.float32, row_layout)
+    if params.split.partials is not None and params.mods.sink is None:
+        # The merge gives such a partial no weight, whatever it holds.
+        store_lse(outputs.lse, none_M, tile, row, split, params, float("-inf"))
+        if params.split.rest is not None:
+            zero_M = gl.zeros([ROWS], gl.float32, row_layout)
+            store_lse(params.split.rest, zero_M, tile, row, split, params, 0.0)
+    else:
+        zero_M = gl.zeros([ROWS], gl.float32, row_layout)
+        store_rows(outputs, acc, none_M, zero_M, tile, row, split, params, place, v_factor)

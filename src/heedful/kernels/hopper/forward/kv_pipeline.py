@@ -1,0 +1,193 @@
+"""Keys and values on their way from the producer to the consumers, two rings side by side.
+
+Consumers take the keys of one tile with the values of the tile before. At the first tile of some
+rows there are no values yet, and behind the last the values are alone.
+
+Those keys and those values may share a stage and its barriers (KV_SHARE_STAGES): some 20
+instructions fewer a step than with two of each, but keys lie as long as values do. Else each has a
+ring of its own.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from heedful.kernels.hopper.sm90.compat import aggregate, tma_load
+from heedful.kernels.hopper.sm90.pipeline import Pipeline, PipelineState
+
+
+@aggregate
+class KVState:
+    """Where in the rings a consumer or the producer is: at the keys of a tile, and at the values of
+    the tile before.
+
+    With shared stages `v` is None: those values are where the keys are. IN_STEP, with rings of
+    equal length, a tile's values have the number of its keys: `v` is where keys were before.
+    """
+
+    k: PipelineState
+    v: PipelineState | gl.constexpr = None
+    IN_STEP: gl.constexpr = False
+
+    @gluon.jit
+    def values(self):
+        """Where the values of the tile before are."""
+        if self.v is None:
+            return self.k
+        else:
+            return self.v
+
+    @gluon.jit
+    def values_of_tile(self):
+        """Of rings apart: where this tile's values are, if no keys were taken without theirs."""
+        if self.IN_STEP:
+            return self.k
+        else:
+            return self.v
+
+    @gluon.jit
+    def next(self):
+        """Behind keys and values."""
+        if self.v is None:
+            return KVState(self.k.next())
+        elif self.IN_STEP:
+            return KVState(self.k.next(), self.k, True)
+        else:
+            return KVState(self.k.next(), self.v.next())
+
+    @gluon.jit
+    def after_keys(self):
+        """Behind the first keys, which come alone."""
+        if self.v is None or self.IN_STEP:
+            return self.next()
+        else:
+            return KVState(self.k.next(), self.v)
+
+    @gluon.jit
+    def after_values(self):
+        """Behind the last values, which come alone."""
+        if self.v is None:
+            return self.next()
+        elif self.IN_STEP:
+            return self
+        else:
+            return KVState(self.k, self.v.next())
+
+
+@aggregate
+class KVPipeline:
+    """The rings. KEEPS_K: whether keys are read again after their product, so that they stay until
+    the next tile's scores show that every warp is done with them; with shared stages they do in any
+    case. Consumers say all they do: what does not apply does nothing.
+    """
+
+    k: Pipeline
+    v: Pipeline
+    KV_SHARE_STAGES: gl.constexpr
+    KEEPS_K: gl.constexpr
+
+    @gluon.jit
+    def allocate(io, params):
+        """With shared stages `v` is a ring beside `k`, see `Pipeline.beside`. Speculation reads
+        keys again."""
+        CONSUMERS: gl.constexpr = params.tile.CONSUMERS
+        SHARES: gl.constexpr = params.stages.KV_SHARE_STAGES
+        K_STAGES: gl.constexpr = params.stages.K_STAGES
+        V_STAGES: gl.constexpr = params.stages.V_STAGES
+        if params.kv.table is None:
+            k = Pipeline.allocate(io.k, K_STAGES, CONSUMERS, params.tile.TAIL_D)
+            if SHARES:
+                gl.static_assert(K_STAGES == V_STAGES and not params.tile.TAIL_E)
+                v = Pipeline.beside(io.v, k)
+            else:
+                v = Pipeline.allocate(io.v, V_STAGES, CONSUMERS, params.tile.TAIL_E)
+        else:
+            gl.static_assert(not SHARES)
+            D: gl.constexpr = io.q.block_type.shape[-1]
+            E: gl.constexpr = io.out.block_type.shape[-1]
+            k = Pipeline.of_tiles(io.k.dtype, params.tile.BLOCK_N, D, K_STAGES, CONSUMERS)
+            v = Pipeline.of_tiles(io.v.dtype, params.tile.BLOCK_N, E, V_STAGES, CONSUMERS)
+        KEEPS_K: gl.constexpr = SHARES or params.tile.RESCALE == "speculative"
+        return KVPipeline(k, v, SHARES, KEEPS_K)
+
+    @gluon.jit
+    def start(self):
+        k_state = PipelineState.start(self.k.full.shape[0])
+        if self.KV_SHARE_STAGES:
+            return KVState(k_state)
+        else:
+            v_state = PipelineState.start(self.v.full.shape[0])
+            return KVState(k_state, v_state, k_state.stages == v_state.stages)
+
+    @gluon.jit
+    def load(self, k_desc, k_at, v_desc, v_at, state):
+        """Waits until there is room and starts filling it with keys and values. Those that come
+        alone the rings load by themselves."""
+        if self.KV_SHARE_STAGES:
+            full = self.k.producer_acquire(state.k, state.k)
+            mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+            tma_load(k_desc, k_at, full, self.k.boxes.index(state.k.index))
+            tma_load(v_desc, v_at, full, self.v.boxes.index(state.k.index))
+        else:
+            self.k.load(k_desc, k_at, state.k)
+            self.v.load(v_desc, v_at, state.v)
+
+    @gluon.jit
+    def consumer_wait(self, state, has_keys=True):
+        """Waits for keys, if there are more; with shared stages, for keys, values or both."""
+        if self.KV_SHARE_STAGES:
+            self.k.consumer_wait(state.k)
+        else:
+            self.k.consumer_wait(state.k, pred=has_keys)
+
+    @gluon.jit
+    def consumer_wait_v(self, state):
+        """Waits for values in a ring of their own."""
+        if not self.KV_SHARE_STAGES:
+            self.v.consumer_wait(state.v)
+
+    @gluon.jit
+    def consumer_release_k(self, state):
+        """Unless they are kept, frees keys that finished matrix products alone have read."""
+        if not self.KEEPS_K:
+            self.k.consumer_release_after_mma(state.k)
+
+    @gluon.jit
+    def consumer_release_kept_k(self, state):
+        """Frees keys that were kept, and the values that share their stage."""
+        if self.KEEPS_K:
+            self.k.consumer_release_after_mma(state.k)
+
+    @gluon.jit
+    def consumer_release_v(self, state):
+        """Frees values in a ring of their own that finished matrix products alone have read."""
+        if not self.KV_SHARE_STAGES:
+            self.v.consumer_release_after_mma(state.v)
+
+    @gluon.jit
+    def consumer_release_last_v(self, state):
+        """Frees values behind which no keys came."""
+        self.v.consumer_release_after_mma(state.values())
+
+    @gluon.jit
+    def skip(self, state):
+        """Passes over a tile that other consumers need and this one does not.
+
+        No product holds the warps together here, so that releasing must: a warp that lagged behind
+        would miss a phase of the barrier it waits for.
+        """
+        self.k.consumer_wait(state.k)
+        self.k.consumer_release(state.k)
+        if not self.KV_SHARE_STAGES:
+            v_state = state.values_of_tile()
+            self.v.consumer_wait(v_state)
+            self.v.consumer_release(v_state)
+        return state.next()
+
+    @gluon.jit
+    def skip_last_values(self, state):
+        """With shared stages: passes over the last values, having skipped all tiles."""
+        if self.KV_SHARE_STAGES:
+            return self.skip(state)
+        else:
+            return state

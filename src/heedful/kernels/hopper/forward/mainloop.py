@@ -1,0 +1,225 @@
+"""The mainloop of one consumer: scores, softmax, and the output of the tile before.
+
+B batch, H query head, M query rows, N keys, D qk dim, E v dim, L lanes that share a row.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
+
+from heedful.kernels.hopper.forward.dropout import drop
+from heedful.kernels.hopper.forward.speculative_softmax import (
+    headroom,
+    rescale_from_scores,
+    rescore,
+    sum_limit,
+)
+from heedful.kernels.hopper.sm90.block_range import (
+    n_block_at,
+    n_block_count,
+    needs_mask,
+    next_masked,
+)
+from heedful.kernels.hopper.sm90.mask import apply_mask, apply_mask_if_needed
+from heedful.kernels.hopper.sm90.mma import (
+    ROWS,
+    finish_output,
+    no_output,
+    queue_output,
+    queue_scores,
+    scale_output,
+)
+from heedful.kernels.hopper.sm90.pairs import from_pairs, to_pairs
+from heedful.kernels.hopper.sm90.pingpong import pingpong_arrive, pingpong_sync
+from heedful.kernels.hopper.sm90.score_mods import add_alibi_and_bias, apply_softcap, load_bias
+from heedful.kernels.hopper.sm90.softmax import (
+    LN2,
+    exponentials,
+    lane_sums,
+    peaks,
+    shift_of,
+    softmax_exact,
+    softmax_threshold,
+    threshold_limit,
+    vote_above,
+)
+
+
+@gluon.jit
+def start_bias(params, tile, row, j):
+    """The bias of key tile j on its way to registers, 0 without one."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, params.tile.BLOCK_N, 16])
+    return load_bias(
+        params.mods, tile, row, j * params.tile.BLOCK_N, ROWS, params.tile.BLOCK_N, layout
+    )
+
+
+@gluon.jit
+def apply_score_mods(s_MN, bias_MN, params, tile, row, j):
+    """Scores of key tile j with softcap, ALiBi and bias, before the mask: raw, or in natural units
+    with a bias."""
+    if params.mods.HAS_SOFTCAP:
+        s_MN = apply_softcap(s_MN, params.mods.softcap_scale)
+    return add_alibi_and_bias(s_MN, bias_MN, params.mods, tile, row, j * params.tile.BLOCK_N)
+
+
+@gluon.jit
+def resolve_overflow(q, kv, q_state, kv_state, bias_MN, m_M, l_ML, blocks, params, tile, row, j):
+    """What a warp does about sums above the limit, from scores made anew: p, references, the sums
+    before, and what these and the output so far are scaled by."""
+    dtype: gl.constexpr = q.boxes.dtype
+    BLOCK_N: gl.constexpr = params.tile.BLOCK_N
+    MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
+    s_MN = rescore(q, kv.k, q_state, kv_state.k, BLOCK_N)
+    s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
+    if MASKED:
+        s_MN = apply_mask_if_needed(s_MN, blocks, params, tile, row, j)
+    scale_log2 = params.mods.scale_log2
+    top_M = gl.max(s_MN, 1) * scale_log2 + headroom(dtype)
+    return rescale_from_scores(s_MN, top_M, m_M, l_ML, scale_log2, MASKED)
+
+
+@gluon.jit
+def first_scores(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.constexpr):
+    """Scores of the first key tile, masked, with its bias and its number."""
+    kv.consumer_wait(kv_state)
+    pingpong_sync(params, CONSUMER)
+    s_MN = queue_scores(q, kv.k, q_state, kv_state.k, params.tile.BLOCK_N)
+    pingpong_arrive(params, CONSUMER)
+    j = n_block_at(params, blocks, 0)
+    bias_MN = start_bias(params, tile, row, j)
+    s_MN = warpgroup_mma_wait(0, deps=[s_MN])
+    kv.consumer_release_k(kv_state)
+    s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
+    if needs_mask(blocks, j):
+        s_MN = apply_mask(s_MN, blocks, params, tile, row, j)
+    return s_MN, bias_MN, j
+
+
+@gluon.jit
+def queue_step(q, kv, q_state, kv_state, p_MN, acc, params, CONSUMER: gl.constexpr):
+    """Starts the scores of one key tile and the output of the tile before."""
+    pingpong_sync(params, CONSUMER)
+    s_MN = queue_scores(q, kv.k, q_state, kv_state.k, params.tile.BLOCK_N)
+    kv.consumer_wait_v(kv_state)
+    acc = queue_output(p_MN, kv.v, kv_state.values(), acc)
+    pingpong_arrive(params, CONSUMER)
+    return s_MN, acc
+
+
+@gluon.jit
+def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.constexpr):
+    """Streams the keys of `blocks` (at least one) past one consumer's rows.
+
+    The scores of a tile and the output of the tile before are computed while the exponentials of
+    this one run. Returns the unnormalised output, maximum, row sums, and the next KV state.
+    """
+    dtype: gl.constexpr = q.boxes.dtype
+    BLOCK_N: gl.constexpr = params.tile.BLOCK_N
+    MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
+    IS_NATURAL: gl.constexpr = params.mods.bias.ptr is not None
+    # A bias can mask keys too.
+    MASKS_ROWS: gl.constexpr = MASKED or IS_NATURAL
+    LIMIT: gl.constexpr = threshold_limit(dtype) * (LN2 if IS_NATURAL else 1.0)
+    SPECULATIVE: gl.constexpr = params.tile.RESCALE == "speculative"
+    gl.static_assert(not (SPECULATIVE and IS_NATURAL))
+    HEAD: gl.constexpr = headroom(dtype) if SPECULATIVE else 0.0
+    SUM_LIMIT: gl.constexpr = sum_limit(dtype)
+    acc = no_output(kv.v, params)
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
+
+    s_MN, bias_MN, j = first_scores(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER)
+    m_M = peaks(s_MN, params.mods.scale_log2, IS_NATURAL) + HEAD
+    p_MN = exponentials(s_MN, shift_of(m_M), params.mods.scale_log2, IS_NATURAL)
+    l_ML = lane_sums(p_MN)
+    p_MN = drop(p_MN, params.dropout, tile, row, j * BLOCK_N)
+    p_MJ = to_pairs(p_MN, dtype)
+    kv_before = kv_state
+    kv_state = kv_state.after_keys()
+    steps = n_block_count(params, blocks)
+    kv.consumer_wait(kv_state, steps > 1)
+    before_ML = l_ML
+    must_rescale = gl.to_tensor(0)
+    step = gl.to_tensor(1)
+    while step < steps:
+        # What few steps need is outside of the loop below: jumped over it would cost every step.
+        last = steps - 1
+        if SPECULATIVE and MASKED:
+            last = gl.minimum(last, next_masked(blocks, step))
+        goes = step <= last
+        while goes:
+            p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
+            s_MN, acc = queue_step(q, kv, q_state, kv_state, p_dot_MN, acc, params, CONSUMER)
+            j = n_block_at(params, blocks, step)
+            bias_MN = start_bias(params, tile, row, j)
+            s_MN = warpgroup_mma_wait(len(acc), deps=[s_MN])
+            kv.consumer_release_k(kv_state)
+            # That these scores are there means that every warp is done with the tile before.
+            kv.consumer_release_kept_k(kv_before)
+            s_MN = apply_score_mods(s_MN, bias_MN, params, tile, row, j)
+            if SPECULATIVE:
+                p_MN = exponentials(s_MN, m_M, params.mods.scale_log2)
+                sums_ML = lane_sums(p_MN)
+                before_ML = l_ML
+                l_ML = l_ML + sums_ML
+                must_rescale = vote_above(sums_ML, SUM_LIMIT)
+            else:
+                if MASKED:
+                    s_MN = apply_mask_if_needed(s_MN, blocks, params, tile, row, j)
+                if params.tile.RESCALE == "threshold":
+                    p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
+                        s_MN,
+                        m_M,
+                        l_ML,
+                        params.mods.scale_log2,
+                        LIMIT,
+                        MASKS_ROWS,
+                        IS_NATURAL=IS_NATURAL,
+                    )
+                    l_ML = l_ML + lane_sums(p_MN)
+                else:
+                    p_MN, m_M, l_ML, alpha_M = softmax_exact(
+                        s_MN, m_M, l_ML, params.mods.scale_log2, MASKS_ROWS, IS_NATURAL
+                    )
+                    must_rescale = gl.to_tensor(1)
+                p_MN = drop(p_MN, params.dropout, tile, row, j * BLOCK_N)
+            kv_before = kv_state
+            kv_state = kv_state.next()
+            # A wait loop ends a basic block: else ptxas would hoist the wait below over the
+            # exponentials.
+            kv.consumer_wait(kv_state, step + 1 < steps)
+            acc = finish_output(acc)
+            kv.consumer_release_v(kv_before)
+            if not SPECULATIVE:  # noqa: SIM102  (known when compiling, and `and` is not)
+                if must_rescale != 0:
+                    acc = scale_output(acc, alpha_M)
+            p_MJ = to_pairs(p_MN, dtype)
+            # Without a mask the loop around this one ends here too, and `step < last`, which says
+            # the same, has LLVM make one loop of the two.
+            goes = step < last if MASKED else step + 1 < steps
+            if SPECULATIVE:
+                goes = goes & (must_rescale == 0)
+            step += 1
+        if SPECULATIVE:
+            if MASKED:  # noqa: SIM102  (known when compiling, and `and` is not)
+                if needs_mask(blocks, j):
+                    p_MN = apply_mask(p_MN, blocks, params, tile, row, j, 0.0)
+                    sums_ML = lane_sums(p_MN)
+                    l_ML = before_ML + sums_ML
+                    must_rescale = vote_above(sums_ML, SUM_LIMIT)
+                    p_MJ = to_pairs(p_MN, dtype)
+            if must_rescale != 0:
+                p_MN, m_M, before_ML, alpha_M = resolve_overflow(
+                    q, kv, q_state, kv_before, bias_MN, m_M, before_ML, blocks, params, tile, row, j
+                )
+                l_ML = before_ML + lane_sums(p_MN)
+                p_MJ = to_pairs(p_MN, dtype)
+                acc = scale_output(acc, alpha_M)
+    kv.consumer_wait_v(kv_state)
+    p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
+    acc = finish_output(queue_output(p_dot_MN, kv.v, kv_state.values(), acc))
+    kv.consumer_release_kept_k(kv_before)
+    if not params.tile.OUT_IN_Q:
+        q.consumer_release_after_mma(q_state)
+    kv.consumer_release_last_v(kv_state)
+    return acc, m_M, l_ML, kv_state.after_values()

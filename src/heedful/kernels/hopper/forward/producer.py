@@ -1,0 +1,63 @@
+"""The producer warp: queries, keys and values of every work tile on their way to shared memory."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.args.hopper import HopperIO, HopperParams, TransposeV
+from heedful.kernels.hopper.fp8.transpose_v import wait_for_v_t
+from heedful.kernels.hopper.sm90.block_range import n_block_at, n_block_count, program_n_block_range
+from heedful.kernels.hopper.sm90.mma import ROWS
+from heedful.kernels.hopper.sm90.pipeline import PipelineState
+from heedful.kernels.hopper.sm90.sequences import load_k, load_k_and_v, load_v, queries_at
+from heedful.kernels.hopper.sm90.tile_scheduler import (
+    SCHEDULER_STAGES,
+    commit_work_tile,
+    work_tile_at,
+)
+
+
+@gluon.jit
+def q_stage_of(params, place: gl.constexpr):
+    """Which consumer's queries come in this place, and the other way round. In 16 bits, without
+    ping-pong, those that see the last key tile come first."""
+    IN_ORDER: gl.constexpr = params.tile.PINGPONG or params.tile.V_TRANSPOSED
+    return place if IN_ORDER else params.tile.CONSUMERS - 1 - place
+
+
+@gluon.jit
+def producer(io: HopperIO, q, kv, scheduler, transpose: TransposeV, params: HopperParams):
+    """Feeds every tile's queries, and its keys and values in the order of visits."""
+    BLOCK_N: gl.constexpr = params.tile.BLOCK_N
+    q_state = PipelineState.start(params.stages.Q_STAGES)
+    q_full_state = PipelineState.start(q.full.shape[0])
+    kv_state = kv.start()
+    scheduler_state = PipelineState.start(SCHEDULER_STAGES)
+    index = gl.program_id(0)
+    while index < scheduler.count:
+        tile, split = work_tile_at(params, scheduler, index)
+        commit_work_tile(params, scheduler, index, tile, split, scheduler_state)
+        scheduler_state = scheduler_state.next()
+        blocks = program_n_block_range(params, tile, split)
+        steps = n_block_count(params, blocks)
+        col = n_block_at(params, blocks, 0) * BLOCK_N
+        # Keys run one tile ahead of values, as the consumers take them.
+        if steps > 0:
+            load_k(io, kv, params, tile, col, kv_state)
+            kv_state = kv_state.after_keys()
+        for place in gl.static_range(params.tile.CONSUMERS):
+            row = tile.row + q_stage_of(params, place) * ROWS
+            q.load(io.q, queries_at(params, tile, row), q_state, q_full_state)
+            q_state = q_state.next()
+            q_full_state = q_full_state.next()
+        for step in range(1, steps):
+            wait_for_v_t(transpose, params, tile, blocks, step, col)
+            next_col = n_block_at(params, blocks, step) * BLOCK_N
+            load_k_and_v(io, kv, params, tile, next_col, col, kv_state)
+            kv_state = kv_state.next()
+            col = next_col
+        if steps > 0:
+            wait_for_v_t(transpose, params, tile, blocks, steps, col)
+            load_v(io, kv, params, tile, col, kv_state)
+            kv_state = kv_state.after_values()
+        index = scheduler.advance(index)
+    scheduler.producer_commit((scheduler.count,), scheduler_state)

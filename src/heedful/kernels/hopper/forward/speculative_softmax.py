@@ -1,0 +1,115 @@
+"""Speculative softmax: exponentials first, and only then a vote whether they were safe.
+
+Scores are scored against a row's old reference m as p = 2^(s - m), without the new maximum:
+the sums of p, which the softmax needs anyway, show whether any p is too large. A warp that finds
+one (or a row without a reference) computes its scores once more, from the tile that is still in
+shared memory, and moves its references. With room above the maximum that happens next to never, and
+saves what costs most beside the exponentials: half an instruction an element, and the wait for it.
+
+In fp8, a p over 448 saturates in silence. Sums of p over 16 keys of one lane bound it: none is
+above 448 while no sum is. References are set where a row's maximum has p = 16, so that 16 equal
+scores make no false overflow, and a true one moves the reference.
+
+M query rows, N keys, L lanes that share a row.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.hopper.fp8.softmax import TOP_LOG2
+from heedful.kernels.hopper.sm90.compat import inline_asm
+from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout
+from heedful.kernels.hopper.sm90.softmax import exponentials, scale_rows, shift_of
+
+
+@gluon.constexpr_function
+def headroom(dtype):
+    """How far above its row's maximum a reference is set, in log2: bfloat16 keeps small p as exact
+    as large ones, and what then falls under 2^-126 is under 2^-94 of the row's largest."""
+    return 32.0 if dtype == gl.bfloat16 else 0.0
+
+
+@gluon.constexpr_function
+def sum_limit(dtype):
+    """What one lane's part of a row sum may be, as the bits of a float32: p must stay finite in
+    `dtype`, and a sum of p v in float32."""
+    return 0x4F800000 if dtype == gl.bfloat16 else 0x45800000  # 2^32, 2^12
+
+
+@gluon.jit
+def rescale_from_scores(s_MN, top_M, m_M, l_ML, scale_log2, MAY_MASK_ROWS: gl.constexpr):
+    """One more tile with references of at least `top_M`: p, the references, the sums before, and
+    what these and the output so far were scaled by."""
+    new_m_M = gl.maximum(m_M, top_M)
+    shift_M = shift_of(new_m_M, MAY_MASK_ROWS)
+    alpha_M = gl.exp2(m_M - shift_M)
+    p_MN = exponentials(s_MN, shift_M, scale_log2)
+    return p_MN, new_m_M, scale_rows(l_ML, alpha_M), alpha_M
+
+
+@gluon.jit
+def rescale_from_probabilities(p_MN, m_M, l_ML):
+    """As `rescale_from_scores`, from the p of the old reference, all of which are finite: fp8."""
+    new_m_M = m_M + gl.maximum(gl.log2(gl.max(p_MN, 1)) - TOP_LOG2, 0.0)
+    # By what the rounded references differ, and not by what they were meant to.
+    alpha_M = gl.exp2(m_M - shift_of(new_m_M))
+    return p_MN * alpha_M[:, None], new_m_M, scale_rows(l_ML, alpha_M), alpha_M
+
+
+@gluon.constexpr_function
+def _warp_scores(dim, keys, kind):
+    """Assembly: each warp's 16 queries times all keys of a tile, in slabs of rows of up to 128
+    bytes, whose 16-byte pieces TMA has swizzled by the row. As tensors the fragments' addresses
+    would be hoisted out of every loop and take registers there."""
+    row_bytes = dim if kind == "e4m3" else 2 * dim
+    width = min(row_bytes, 128)
+    shift, steps = width.bit_length() - 1, width // 32
+    scores = [f"${i}" for i in range(keys // 2)]
+    q, k = f"${keys // 2}", f"${keys // 2 + 1}"
+    depth = 32 if kind == "e4m3" else 16
+    mma = f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{kind}.{kind}.f32"
+    load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
+    # Which piece of a row comes first: rows of 64 bytes change it every other row.
+    swizzle = "and.b32 y, l, 7;" if width == 128 else "shr.u32 y, l, 1; and.b32 y, y, 3;"
+    # Which slab. In fp8 a shift would spill 15 registers of D64, and in 16 bits a division 13.
+    slab = f"div.u32 u, i, {steps};" if kind == "e4m3" else f"shr.u32 u, i, {shift - 5};"
+    lines = [
+        "{ .reg .b32 t, u, i, l, x, y, q, k, a<4>, b<4>; .reg .pred p;",
+        f"mov.u32 t, %tid.x; and.b32 l, t, 31; {swizzle} and.b32 t, t, 96;",
+        # Queries: lane l holds row l % 16 of its warp's, and piece l / 16 of it.
+        f"and.b32 x, l, 15; shr.u32 t, t, 1; add.u32 t, t, x; shl.b32 t, t, {shift};",
+        f"shr.u32 x, l, 4; xor.b32 x, x, y; shl.b32 x, x, 4; add.u32 t, t, x; add.u32 q, t, {q};",
+        # Keys: row l % 8 of the lower or upper eight of 16 (l / 16), and piece l / 8 % 2.
+        "shr.u32 x, l, 3; and.b32 x, x, 1; xor.b32 x, x, y; shl.b32 x, x, 4; and.b32 y, l, 7;",
+        f"and.b32 l, l, 16; shr.u32 l, l, 1; add.u32 y, y, l; shl.b32 y, y, {shift};",
+        f"add.u32 x, x, y; add.u32 k, x, {k};",
+        *(f"mov.f32 {score}, 0f00000000;" for score in scores),
+        # A loop, since unrolled ptxas loads far ahead, which takes registers.
+        'mov.u32 i, 0; .pragma "nounroll";',
+        f"AGAIN: and.b32 t, i, {steps - 1}; shl.b32 t, t, 5; {slab}",
+        f"xor.b32 x, q, t; xor.b32 y, k, t; mad.lo.u32 x, u, {64 * width}, x;",
+        f"mad.lo.u32 y, u, {keys * width}, y;",
+        f"{load} {{a0, a1, a2, a3}}, [x];",
+    ]
+    for n in range(0, keys, 16):
+        lines.append(f"{load} {{b0, b1, b2, b3}}, [y+{n * width}];")
+        for eight, pair in ((n, "b0, b1"), (n + 8, "b2, b3")):
+            sums = ", ".join(scores[eight // 2 : eight // 2 + 4])
+            lines.append(f"{mma} {{{sums}}}, {{a0, a1, a2, a3}}, {{{pair}}}, {{{sums}}};")
+    lines.append(f"add.u32 i, i, 1; setp.lt.u32 p, i, {row_bytes // 32}; @p bra AGAIN;")
+    return "\n".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _kind(dtype):
+    return {"bf16": "bf16", "fp16": "f16", "fp8e4nv": "e4m3"}[dtype.name]
+
+
+@gluon.jit
+def rescore(q, k, q_state, k_state, BLOCK_N: gl.constexpr):
+    """The scores of one tile once more, by every warp for itself."""
+    layout: gl.constexpr = scores_layout(q.boxes.dtype, BLOCK_N)
+    s_type: gl.constexpr = gl.distributed_type(gl.float32, [ROWS, BLOCK_N], layout)
+    text: gl.constexpr = _warp_scores(q.dim, k.rows, _kind(q.boxes.dtype))
+    tiles = [q.boxes.index(q_state.index), k.boxes.index(k_state.index)]
+    return inline_asm(text, ("=&f", "r", "r"), tiles, s_type)

@@ -1,0 +1,328 @@
+"""The consumers of the MLA decode: each has one of a step's two blocks of keys, of which it makes
+probabilities, and 256 of the 512 columns of the output, to which it adds both blocks' values.
+
+    consumer 0   S0          softmax 0   P0 V0 left               P1 V1 left
+    consumer 1         S1                P0 V0 right  softmax 1   P1 V1 right
+    matrix unit  S0    S1                P0 V0                    P1 V1
+
+So the first block's keys are given back while the second block's are still in use, and are
+there again when that is done. References of rows go from block to block with the probabilities.
+
+kept: boxes of queries that stay in registers over a piece.
+
+M query rows, N keys of a block, E value columns of a consumer, L lanes that share a row.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from heedful.kernels.common.key_range import key_bounds
+from heedful.kernels.hopper.decode.mask import masked
+from heedful.kernels.hopper.decode.results import finish_piece, merge_share
+from heedful.kernels.hopper.decode.share import look
+from heedful.kernels.hopper.mla.boxes import BOXES, HALF, KEYS, VALUE_BOXES, WIDTH
+from heedful.kernels.hopper.mla.queries import kept_boxes, load_columns, query_box
+from heedful.kernels.hopper.mla.shared import REST, box_in_turn
+from heedful.kernels.hopper.sm90 import barrier
+from heedful.kernels.hopper.sm90.compat import opaque
+from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout
+from heedful.kernels.hopper.sm90.pingpong import _at_barrier
+from heedful.kernels.hopper.sm90.softmax import (
+    lane_sums,
+    scale_rows,
+    softmax_threshold,
+    threshold_limit,
+    vote_above,
+)
+
+# Named barriers: the first block's scores are queued, the second's product of its own block.
+TURN_BARRIER: gl.constexpr = gl.constexpr(8)
+ORDER_BARRIER: gl.constexpr = gl.constexpr(9)
+
+
+@gluon.jit
+def load_queries(io, shared, params, piece, pieces, CONSUMER: gl.constexpr):
+    """The queries of a piece in shared memory, of which each consumer loads a part."""
+    phase = pieces & 1
+    q_ME = load_columns(io, params, piece, CONSUMER * HALF, HALF)
+    barrier.wait(shared.q_empty.index(0), phase ^ 1)
+    shared.q.index(CONSUMER).store(q_ME)
+    if CONSUMER == 0:
+        rest = load_columns(io, params, piece, VALUE_BOXES * WIDTH, WIDTH)
+        shared.q_rest.index(0).store(rest)
+    fence_async_shared()
+    barrier.arrive_each_warp(shared.q_full.index(0))
+    barrier.wait(shared.q_full.index(0), phase)
+
+
+@gluon.jit
+def queue_box(shared, kept, phase, zero, s_MN, BLOCK: gl.constexpr, TURN: gl.constexpr):
+    """Starts what a box of keys adds to its block's scores, once it is there."""
+    BOX: gl.constexpr = box_in_turn(BLOCK, TURN)
+    barrier.wait(shared.full(BLOCK, BOX), phase)
+    k_DN = shared.k_box(BLOCK, BOX, zero).permute((1, 0))
+    if len(kept) > BOXES - 1 - BOX:
+        q_MD = kept[BOXES - 1 - BOX]
+    else:
+        q_MD = query_box(shared, BOX, zero)
+    return warpgroup_mma(q_MD, k_DN, s_MN, use_acc=TURN > 0, is_async=True)
+
+
+@gluon.jit
+def no_scores(dtype: gl.constexpr):
+    return gl.zeros([ROWS, KEYS], gl.float32, scores_layout(dtype, KEYS))
+
+
+@gluon.jit
+def queue_boxes(
+    shared, kept, phase, zero, s_MN, BLOCK: gl.constexpr, FIRST: gl.constexpr, END: gl.constexpr
+):
+    """Starts q k^T of a block's boxes [FIRST, END) in turn."""
+    for turn in gl.static_range(FIRST, END):
+        s_MN = queue_box(shared, kept, phase, zero, s_MN, BLOCK, turn)
+    return s_MN
+
+
+@gluon.jit
+def queue_scores(shared, kept, phase, zero, BLOCK: gl.constexpr):
+    """Starts q k^T of a block, box by box."""
+    return queue_boxes(shared, kept, phase, zero, no_scores(shared.q.dtype), BLOCK, 0, BOXES)
+
+
+@gluon.jit
+def follow(acc_ME, m_M, l_ML, top):
+    """Output, references and sums of a consumer once it has taken the references of the other's
+    block, which are never lower."""
+    top_M = top.load(m_M.type.layout)
+    must_rescale = vote_above(top_M - m_M, 0)
+    if must_rescale != 0:
+        # A row without a reference has nothing to be scaled.
+        alpha_M = gl.where(m_M == float("-inf"), 1.0, gl.exp2(m_M - top_M))
+        acc_ME = scale_rows(acc_ME, alpha_M)
+        l_ML = scale_rows(l_ML, alpha_M)
+    return acc_ME, top_M, l_ML
+
+
+@gluon.jit
+def publish(shared, p_MN, m_M, BLOCK: gl.constexpr):
+    """A block's probabilities and references for the other consumer."""
+    shared.probabilities(BLOCK).store(p_MN)
+    shared.top.index(BLOCK).store(m_M)
+    fence_async_shared()
+    barrier.arrive_each_warp(shared.p_full.index(BLOCK))
+
+
+@gluon.jit
+def queue_values(shared, zero, p, acc_ME, BLOCK: gl.constexpr, CONSUMER: gl.constexpr):
+    """Starts adding p times a consumer's half of a block."""
+    return warpgroup_mma(p, shared.half(BLOCK, CONSUMER, zero), acc_ME, is_async=True)
+
+
+@gluon.jit
+def finish_values(
+    shared, acc_ME, BLOCK: gl.constexpr, CONSUMER: gl.constexpr, BEHIND: gl.constexpr = 0
+):
+    """The output once a half of a block is added, which is released. BEHIND: products that were
+    queued since."""
+    acc_ME = warpgroup_mma_wait(BEHIND, deps=[acc_ME])
+    barrier.arrive_after_mma(shared.empty(BLOCK, 0 if BLOCK == CONSUMER else 1))
+    return acc_ME
+
+
+@gluon.jit
+def first_scores(shared, kept, phase, zero, s_MN, DONE: gl.constexpr):
+    """The first block's scores, of which DONE boxes are queued. The second's are queued behind."""
+    s_MN = queue_boxes(shared, kept, phase, zero, s_MN, 0, DONE, BOXES)
+    _at_barrier("bar.arrive", TURN_BARRIER)
+    s_MN = warpgroup_mma_wait(0, deps=[s_MN])
+    barrier.arrive_after_mma(shared.empty(0, REST))
+    return s_MN
+
+
+@gluon.jit
+def first_step(
+    shared,
+    kept,
+    params,
+    piece,
+    bounds,
+    col,
+    phase,
+    s_MN,
+    acc_ME,
+    m_M,
+    l_ML,
+    AHEAD: gl.constexpr,
+):
+    """What consumer 0 does in a step with the first block's scores. AHEAD: boxes of the next step's
+    that are queued before it waits for its last product; 0: there is no next step, or it is not
+    looked at."""
+    dtype: gl.constexpr = shared.q.dtype
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_ME.type.layout, 2)
+    zero = opaque(0)
+    s_MN = masked(s_MN, params, piece, bounds, col)
+    p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
+        s_MN, m_M, l_ML, params.scale_log2, threshold_limit(dtype), True
+    )
+    l_ML = l_ML + lane_sums(p_MN)
+    p_MN = p_MN.to(dtype)
+    publish(shared, p_MN, m_M, 0)
+    if must_rescale != 0:
+        acc_ME = scale_rows(acc_ME, alpha_M)
+    acc_ME = queue_values(shared, zero, gl.convert_layout(p_MN, p_layout), acc_ME, 0, 0)
+    acc_ME = finish_values(shared, acc_ME, 0, 0)
+    barrier.wait(shared.p_full.index(1), phase)
+    acc_ME, m_M, l_ML = follow(acc_ME, m_M, l_ML, shared.top.index(1))
+    if params.tile.IN_ORDER:
+        _at_barrier("bar.sync", ORDER_BARRIER)
+    acc_ME = queue_values(shared, zero, shared.probabilities(1, zero), acc_ME, 1, 0)
+    if AHEAD > 0:
+        # The matrix unit has these to do while the values' boxes are given back.
+        s_MN = queue_boxes(shared, kept, phase ^ 1, zero, no_scores(dtype), 0, 0, AHEAD)
+        acc_ME = finish_values(shared, acc_ME, 1, 0, AHEAD)
+        s_MN = first_scores(shared, kept, phase ^ 1, zero, s_MN, AHEAD)
+    else:
+        acc_ME = finish_values(shared, acc_ME, 1, 0)
+    return s_MN, acc_ME, m_M, l_ML
+
+
+@gluon.jit
+def second_step(shared, kept, params, piece, bounds, col, phase, acc_ME, m_M, l_ML):
+    """One step of consumer 1."""
+    dtype: gl.constexpr = shared.q.dtype
+    p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_ME.type.layout, 2)
+    # Else the matrix unit would take both blocks' scores in turns, and have nothing to do during
+    # the first softmax.
+    _at_barrier("bar.sync", TURN_BARRIER)
+    zero = opaque(0)
+    s_MN = queue_scores(shared, kept, phase, zero, 1)
+    barrier.wait(shared.p_full.index(0), phase)
+    acc_ME, m_M, l_ML = follow(acc_ME, m_M, l_ML, shared.top.index(0))
+    acc_ME = queue_values(shared, zero, shared.probabilities(0, zero), acc_ME, 0, 1)
+    s_MN = warpgroup_mma_wait(1, deps=[s_MN])
+    s_MN = masked(s_MN, params, piece, bounds, col + KEYS)
+    p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
+        s_MN, m_M, l_ML, params.scale_log2, threshold_limit(dtype), True
+    )
+    l_ML = l_ML + lane_sums(p_MN)
+    p_MN = p_MN.to(dtype)
+    publish(shared, p_MN, m_M, 1)
+    acc_ME = finish_values(shared, acc_ME, 0, 1)
+    if must_rescale != 0:
+        acc_ME = scale_rows(acc_ME, alpha_M)
+    acc_ME = queue_values(shared, zero, gl.convert_layout(p_MN, p_layout), acc_ME, 1, 1)
+    if params.tile.IN_ORDER:
+        _at_barrier("bar.arrive", ORDER_BARRIER)
+    acc_ME = finish_values(shared, acc_ME, 1, 1)
+    return acc_ME, m_M, l_ML
+
+
+@gluon.jit
+def no_output(dtype: gl.constexpr):
+    """A consumer's half of an output of zeros."""
+    return gl.zeros([ROWS, HALF], gl.float32, scores_layout(dtype, HALF))
+
+
+@gluon.jit
+def first_steps(shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML):
+    """A piece of consumer 0, step by step."""
+    dtype: gl.constexpr = shared.q.dtype
+    for number in range(piece.start, piece.stop):
+        col = number * params.tile.BLOCK_N
+        phase = visit & 1
+        s_MN = first_scores(shared, kept, phase, opaque(0), no_scores(dtype), 0)
+        _s, acc_ME, m_M, l_ML = first_step(
+            shared, kept, params, piece, bounds, col, phase, s_MN, acc_ME, m_M, l_ML, 0
+        )
+        visit += 1
+    return visit, acc_ME, m_M, l_ML
+
+
+@gluon.jit
+def first_steps_ahead(shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML):
+    """A piece of consumer 0, the next step's scores begun in each."""
+    AHEAD: gl.constexpr = params.tile.AHEAD
+    dtype: gl.constexpr = shared.q.dtype
+    first, last = visit, piece.stop - 1
+    s_MN = first_scores(shared, kept, visit & 1, opaque(0), no_scores(dtype), 0)
+    for number in range(piece.start, last):
+        col = number * params.tile.BLOCK_N
+        s_MN, acc_ME, m_M, l_ML = first_step(
+            shared, kept, params, piece, bounds, col, visit & 1, s_MN, acc_ME, m_M, l_ML, AHEAD
+        )
+        visit += 1
+    col = last * params.tile.BLOCK_N
+    _s, acc_ME, m_M, l_ML = first_step(
+        shared, kept, params, piece, bounds, col, visit & 1, s_MN, acc_ME, m_M, l_ML, 0
+    )
+    return first + (piece.stop - piece.start), acc_ME, m_M, l_ML
+
+
+@gluon.jit
+def second_steps(shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML):
+    """A piece of consumer 1."""
+    for number in range(piece.start, piece.stop):
+        col = number * params.tile.BLOCK_N
+        phase = visit & 1
+        acc_ME, m_M, l_ML = second_step(
+            shared, kept, params, piece, bounds, col, phase, acc_ME, m_M, l_ML
+        )
+        visit += 1
+    return visit, acc_ME, m_M, l_ML
+
+
+@gluon.jit
+def all_sums(shared, l_ML, pieces, layout: gl.constexpr, CONSUMER: gl.constexpr):
+    """Sums of rows over both consumers' blocks, whose references are the same by now."""
+    l_M = gl.convert_layout(gl.sum(l_ML, 1), layout)
+    shared.sums.index(CONSUMER).store(l_M)
+    barrier.arrive_each_warp(shared.sums_full.index(0))
+    barrier.wait(shared.sums_full.index(0), pieces & 1)
+    return l_M + shared.sums.index(1 - CONSUMER).load(layout)
+
+
+@gluon.jit
+def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
+    """Columns [256 CONSUMER, 256 CONSUMER + 256) of all pieces of a program."""
+    dtype: gl.constexpr = shared.q.dtype
+    s_layout: gl.constexpr = scores_layout(dtype, KEYS)
+    visit = gl.to_tensor(0)
+    pieces = gl.to_tensor(0)
+    whole = share
+    while share.x < share.end:
+        piece, share = look(share, params)
+        if piece.start < piece.stop:
+            load_queries(io, shared, params, piece, pieces, CONSUMER)
+            operand: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
+            kept = kept_boxes(shared, params.tile.QUERY_BOXES, operand)
+            group = params.shape.heads_q // params.shape.heads_k
+            row = piece.row0 // group
+            bounds = key_bounds(row, row, piece.off, piece.len_k, params.mask)
+            acc_ME = no_output(dtype)
+            m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
+            l_ML = lane_sums(gl.zeros([ROWS, KEYS], gl.float32, s_layout))
+            if CONSUMER == 1:
+                visit, acc_ME, m_M, l_ML = second_steps(
+                    shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML
+                )
+            elif params.tile.AHEAD > 0:
+                visit, acc_ME, m_M, l_ML = first_steps_ahead(
+                    shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML
+                )
+            else:
+                visit, acc_ME, m_M, l_ML = first_steps(
+                    shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML
+                )
+            barrier.arrive_after_mma(shared.q_empty.index(0))
+            rows: gl.constexpr = gl.SliceLayout(1, acc_ME.type.layout)
+            l_M = all_sums(shared, l_ML, pieces, rows, CONSUMER)
+            m_M = gl.convert_layout(m_M, rows)
+            finish_piece(io, params, piece, (acc_ME,), m_M, l_M, CONSUMER)
+            pieces += 1
+    if params.tile.MERGE and params.work.merge.partial_out is not None:
+        merge_share(io, params, whole, CONSUMER)

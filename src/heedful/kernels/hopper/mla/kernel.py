@@ -1,0 +1,35 @@
+"""Attention of few queries over latent vectors (MLA), whose first 512 columns are values: one warp
+that loads keys and two consumer warpgroups, each of which has half of the output's columns.
+
+Programs share the keys as those of the portable decode do, see portable/decode/work.py.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from heedful.kernels.args.hopper_decode import HopperDecodeParams
+from heedful.kernels.args.mla import MlaIO
+from heedful.kernels.hopper.decode.share import own_share
+from heedful.kernels.hopper.mla.consumer import mla_consumer
+from heedful.kernels.hopper.mla.producer import mla_producer
+from heedful.kernels.hopper.mla.shared import MlaShared
+
+
+@gluon.jit
+def mla(io: MlaIO, params: HopperDecodeParams):
+    """out (B, M, H, E) and lse (B, H, M)."""
+    CONSUMER_REGS: gl.constexpr = params.tile.CONSUMER_REGS
+    PRODUCER_REGS: gl.constexpr = params.tile.PRODUCER_REGS
+    shared = MlaShared.allocate(io.k.dtype)
+    share, _empty = own_share(params)
+    fence_async_shared()
+    gl.warp_specialize(
+        [
+            (mla_consumer, (io, shared, share, params, 0)),
+            (mla_consumer, (io, shared, share, params, 1)),
+            (mla_producer, (io, shared, share, params)),
+        ],
+        [4, 1],
+        [CONSUMER_REGS, PRODUCER_REGS],
+    )

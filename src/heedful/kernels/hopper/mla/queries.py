@@ -1,0 +1,54 @@
+"""Queries of the MLA decodes: nine boxes of 64 columns in shared memory, eight of them in halves.
+
+M query rows, D columns.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.hopper.mla.boxes import BOXES, HALF, VALUE_BOXES, WIDTH, boxes_of
+
+
+@gluon.jit
+def allocate_queries(dtype: gl.constexpr, ROWS: gl.constexpr):
+    """(both halves, the rest) of so many rows."""
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, HALF], dtype)
+    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, WIDTH], dtype)
+    q = gl.allocate_shared_memory(dtype, [2, ROWS, HALF], wide)
+    return q, gl.allocate_shared_memory(dtype, [1, ROWS, WIDTH], narrow)
+
+
+@gluon.jit
+def query_box(shared, BOX: gl.constexpr, zero=0):
+    """Columns of queries: (rows, 64). zero: of which the compiler does not know that, so that it
+    keeps no address in a register over the loop."""
+    if BOX == VALUE_BOXES:
+        return shared.q_rest.index(zero)
+    else:
+        return boxes_of(shared.q).index(BOX + zero)
+
+
+@gluon.jit
+def kept_boxes(shared, COUNT: gl.constexpr, layout: gl.constexpr):
+    """So many boxes of queries in registers, the last box first."""
+    kept = ()
+    for i in gl.static_range(COUNT):
+        kept = kept + (query_box(shared, BOXES - 1 - i).load(layout),)
+    return kept
+
+
+@gluon.jit
+def load_columns(io, params, piece, first: gl.constexpr, COLUMNS: gl.constexpr):
+    """Queries of a tile from column `first` on; zeros past the rows in use and the last column."""
+    LANES: gl.constexpr = COLUMNS // 8
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    group = params.shape.heads_q // params.shape.heads_k
+    ROWS_OF: gl.constexpr = params.tile.BLOCK_M
+    rows_M = piece.row0 + gl.arange(0, ROWS_OF, layout=gl.SliceLayout(1, layout))
+    dims_D = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
+    pos_M = rows_M // group
+    head_M = piece.g * group + rows_M % group
+    at_M = pos_M.to(gl.int64) * io.q.stride_n + head_M * io.q.stride_h
+    base = io.q.ptr + piece.b.to(gl.int64) * io.q.stride_b
+    ok_MD = (pos_M < piece.len_q)[:, None] & (dims_D < params.tile.HEAD_DIM)[None, :]
+    return gl.load(base + at_M[:, None] + dims_D[None, :], mask=ok_MD, other=0.0)

@@ -1,0 +1,2 @@
+"""What all Hopper kernels share: products, barriers, rings, work tiles, masks. May import
+`portable.shared`."""

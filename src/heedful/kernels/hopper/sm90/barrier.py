@@ -1,0 +1,72 @@
+"""Waiting and arriving without the warpgroup-wide barriers that Triton puts around both.
+
+A warpgroup's products finish together, so that one thread may release what they read. Triton cannot
+know and synchronises all four warps, which costs the fastest of them the lead it had.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from heedful.kernels.hopper.sm90.compat import HAS_INLINE_ASM, inline_asm
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers, ready."""
+    made = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for index in gl.static_range(COUNT):
+        mbarrier.init(made.index(index), count=ARRIVALS)
+    return made
+
+
+@gluon.jit
+def wait(bar, parity, pred=True):
+    """Waits until `bar` has completed the phase of this parity, if `pred`."""
+    if HAS_INLINE_ASM:
+        inline_asm(
+            "{ .reg .pred done, ask; setp.ne.s32 ask, $2, 0; @!ask bra.uni PASS;\n"
+            "AGAIN: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1;\n"
+            "@!done bra.uni AGAIN;\nPASS: }",
+            "r,r,r,~{memory}",
+            [bar, parity, gl.to_tensor(pred).to(gl.int32)],
+        )
+    else:
+        mbarrier.wait(bar, parity, pred=pred)
+
+
+@gluon.jit
+def arrive_after_mma(bar):
+    """One arrival of a warpgroup that has waited for the products that read what `bar` frees."""
+    if HAS_INLINE_ASM:
+        inline_asm(
+            "{ .reg .pred first; .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 127;\n"
+            "setp.eq.u32 first, t, 0; @first mbarrier.arrive.shared::cta.b64 _, [$0]; }",
+            "r,~{memory}",
+            [bar],
+        )
+    else:
+        mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def arrive_each_warp(bar):
+    """One arrival of each warp, behind what its threads have done: four of a warpgroup."""
+    inline_asm(
+        "{ .reg .pred first; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 first, t, 0;\n"
+        "bar.warp.sync 0xffffffff;\n"
+        "@first mbarrier.arrive.shared::cta.b64 _, [$0]; }",
+        "r,~{memory}",
+        [bar],
+    )
+
+
+@gluon.jit
+def arrive_lane(bar):
+    """One arrival of a warp."""
+    inline_asm(
+        "{ .reg .pred first; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 first, t, 0;\n"
+        "@first mbarrier.arrive.shared::cta.b64 _, [$0]; }",
+        "r,~{memory}",
+        [bar],
+    )

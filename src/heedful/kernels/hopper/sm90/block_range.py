@@ -1,0 +1,165 @@
+"""Which key tiles (n-blocks) the rows of a tile see, and in which order they are visited.
+
+Keys are visited from the last tile to the first. Visit numbers count from there, over all that the
+tile's rows see, so that a sequence is split by its own length alone.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.common.key_range import key_bounds
+from heedful.kernels.hopper.sm90.compat import aggregate
+from heedful.kernels.hopper.sm90.mma import ROWS
+from heedful.kernels.hopper.sm90.sequences import query_position
+
+
+@aggregate
+class NBlockRange:
+    """Key tiles [begin, end) that some rows see; all but [full_begin, full_end) need a mask.
+
+    swaps: whether the last two are visited in the other order, see `visits_last_second`.
+    With leading keys that stay visible beside a window, tiles [0, first_end) are visited after
+    these, and of all visits `visits` from number `skipped` on; else these are None.
+    """
+
+    begin: gl.tensor
+    full_begin: gl.tensor
+    full_end: gl.tensor
+    end: gl.tensor
+    first_end: gl.tensor | gl.constexpr = None
+    skipped: gl.tensor | gl.constexpr = None
+    visits: gl.tensor | gl.constexpr = None
+    swaps: gl.tensor | gl.constexpr = None
+
+
+@gluon.jit
+def n_block_range(params, tile, row, rows: gl.constexpr):
+    """The key tiles of queries [row, row + rows), as core.call.mask.MaskSpec.key_range has them."""
+    last = gl.minimum(row + rows, tile.len_q) - 1
+    bounds = key_bounds(row, last, tile.off, tile.len_k, params.mask)
+    end = gl.where(last < row, 0, gl.cdiv(bounds.stop_last, params.tile.BLOCK_N))
+    begin = end * 0
+    full_begin = begin
+    if params.mask.HAS_LEFT:
+        begin = gl.minimum(bounds.start_first // params.tile.BLOCK_N, end)
+        full_begin = gl.cdiv(bounds.start_last, params.tile.BLOCK_N)
+    return NBlockRange(begin, full_begin, bounds.stop_first // params.tile.BLOCK_N, end)
+
+
+@gluon.jit
+def with_swaps(blocks, swaps):
+    """The range in that order."""
+    return NBlockRange(
+        blocks.begin, blocks.full_begin, blocks.full_end, blocks.end, None, None, None, swaps
+    )
+
+
+@gluon.jit
+def needs_mask(blocks, j):
+    """Whether key tile j is hidden from any row in part."""
+    return (j >= blocks.full_end) | (j < blocks.full_begin)
+
+
+@gluon.jit
+def next_masked(blocks, step):
+    """Of visits from the last key tile to the first, the first from number `step` on whose tile
+    needs a mask; a number past the last if none does."""
+    right = blocks.end - 1 - blocks.full_end
+    left = blocks.end - blocks.full_begin
+    if blocks.skipped is not None:
+        right -= blocks.skipped
+        left -= blocks.skipped
+    found = gl.where(step <= right, step, gl.maximum(step, left))
+    if blocks.swaps is not None:
+        # The last key tile is visited at step 1 if not at 0.
+        found = gl.where(blocks.swaps & (step == 1), 1, found)
+    return found
+
+
+@gluon.jit
+def visits_last_second(blocks):
+    """Whether the last key tile is visited after the one before it, because rows see it in part
+    and that one as a whole: what each row sees first is what its exponentials refer to, and of few
+    keys the maximum is soon exceeded. All rows of a program must agree, whose key tiles these are;
+    more rows than a tile has keys never see the last but one as a whole."""
+    before = blocks.end - 2
+    sees_all = (before >= blocks.full_begin) & (before + 1 == blocks.full_end)
+    return (before >= blocks.begin) & sees_all
+
+
+@gluon.jit
+def n_block_count(params, blocks):
+    """How many key tiles are visited."""
+    if params.mask.first is None:
+        return blocks.end - blocks.begin
+    else:
+        return blocks.visits
+
+
+@gluon.jit
+def n_block_at(params, blocks, step):
+    """The key tile visited in this step."""
+    if params.mask.first is None:
+        in_order = blocks.end - 1 - step
+        if blocks.swaps is None:
+            return in_order
+        else:
+            return gl.where(blocks.swaps & (step < 2), blocks.end - 2 + step, in_order)
+    else:
+        visit = blocks.skipped + step
+        before = blocks.end - blocks.begin
+        later = blocks.first_end - 1 - (visit - before)
+        return gl.where(visit < before, blocks.end - 1 - visit, later)
+
+
+@gluon.jit
+def program_n_block_range(params, tile, split):
+    """The key tiles that all consumers of a program visit together."""
+    ROWS_OF_ALL: gl.constexpr = params.tile.CONSUMERS * ROWS // params.gqa.PACK_GQA
+    place = query_position(params, tile.row)
+    blocks = n_block_range(params, tile, place, ROWS_OF_ALL)
+    visits = blocks.end - blocks.begin
+    first_end = gl.to_tensor(0)
+    if params.mask.first is not None:
+        seen = gl.minimum(params.mask.first, tile.len_k)
+        if params.mask.HAS_RIGHT:
+            last = gl.minimum(place + ROWS_OF_ALL, tile.len_q) - 1
+            seen = gl.minimum(seen, gl.maximum(last + tile.off + params.mask.right + 1, 0))
+        first_end = gl.minimum(gl.cdiv(seen, params.tile.BLOCK_N), blocks.begin)
+        visits += first_end
+    skipped = gl.to_tensor(0)
+    if params.split.splits is not None:
+        each = gl.cdiv(visits, params.split.splits)
+        skipped = gl.minimum(split * each, visits)
+        visits = gl.minimum(skipped + each, visits) - skipped
+    if params.mask.first is not None:
+        return NBlockRange(
+            blocks.begin, blocks.full_begin, blocks.full_end, blocks.end, first_end, skipped, visits
+        )
+    elif params.split.splits is not None:
+        end = blocks.end - skipped
+        return NBlockRange(end - visits, blocks.full_begin, blocks.full_end, end)
+    elif params.tile.VISITS_SECOND:
+        return with_swaps(blocks, visits_last_second(blocks))
+    else:
+        return blocks
+
+
+@gluon.jit
+def consumer_n_block_range(params, tile, row, program_blocks):
+    """Of a program's key tiles, those that one consumer's rows from `row` on see."""
+    if params.mask.first is not None:
+        # They see leading and later keys, with others between: too much to keep apart.
+        return program_blocks
+    else:
+        blocks = n_block_range(
+            params, tile, query_position(params, row), ROWS // params.gqa.PACK_GQA
+        )
+        if params.split.splits is not None:
+            end = gl.maximum(gl.minimum(blocks.end, program_blocks.end), program_blocks.begin)
+            begin = gl.minimum(gl.maximum(blocks.begin, program_blocks.begin), end)
+            return NBlockRange(begin, blocks.full_begin, blocks.full_end, end)
+        elif params.tile.VISITS_SECOND:
+            return with_swaps(blocks, program_blocks.swaps)
+        else:
+            return blocks

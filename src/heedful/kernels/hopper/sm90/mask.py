@@ -1,0 +1,108 @@
+"""Masking scores, or probabilities, whose keys a row does not see. M query rows, N keys."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.hopper.sm90.block_range import needs_mask
+from heedful.kernels.hopper.sm90.compat import HAS_INLINE_ASM, inline_asm
+from heedful.kernels.hopper.sm90.sequences import query_position
+
+
+@gluon.constexpr_function
+def _outside(keys, tests, value):
+    """Assembly: this value for the keys that pass one of these tests, le against the first key
+    to mask, gt against the first to show, of a thread's two rows.
+
+    The columns are immediates: as a tensor they are a register each, which LLVM computes ahead of
+    all loops and keeps.
+    """
+    count = keys // 2
+    given = [(2 * (count + i) + row, test) for i, test in enumerate(tests) for row in range(2)]
+    bounds = [(f"${operand}", test) for operand, test in given]
+    fill = {float("inf"): "0f7F800000", float("-inf"): "0fFF800000", 0.0: "0f00000000"}[value]
+    lines = [
+        "{ .reg .pred p; .reg .b32 t, b<4>; mov.u32 t, %laneid; and.b32 t, t, 3; shl.b32 t, t, 1;"
+    ]
+    lines += [f"sub.s32 b{i}, {bound}, t;" for i, (bound, _) in enumerate(bounds)]
+    for i in range(count):
+        row, column = i // 2 % 2, i // 4 * 8 + i % 2
+        source = f"${count + i}"
+        for b in range(row, len(bounds), 2):
+            lines.append(f"setp.{bounds[b][1]}.s32 p, b{b}, {column};")
+            lines.append(f"selp.f32 ${i}, {fill}, {source}, p;")
+            source = f"${i}"
+    return " ".join(lines) + " }"
+
+
+@gluon.constexpr_function
+def _tests(has_start, has_stop):
+    """The tests of `_outside` for these bounds, in the order of operands."""
+    return ("le",) * has_stop + ("gt",) * has_start
+
+
+@gluon.constexpr_function
+def _kinds(operands):
+    """Constraints: scores, not in place, and what else is given."""
+    return ("=&f", "f", *("r",) * (operands - 1))
+
+
+@gluon.jit
+def mask_outside(s_MN, start_M, stop_M, FILL: gl.constexpr = float("-inf")):
+    """A warpgroup's scores, or what became of them, with keys outside [start, stop) at FILL; one
+    of the two bounds may be None."""
+    if HAS_INLINE_ASM:
+        operands = (s_MN,)
+        if stop_M is not None:
+            operands = operands + (stop_M,)
+        if start_M is not None:
+            operands = operands + (start_M,)
+        tests: gl.constexpr = _tests(start_M is not None, stop_M is not None)
+        text: gl.constexpr = _outside(s_MN.shape[1], tests, FILL)
+        return inline_asm(text, _kinds(len(operands)), operands, s_MN.type, is_pure=True)
+    else:
+        key_N = gl.arange(0, s_MN.shape[1], layout=gl.SliceLayout(0, s_MN.type.layout))
+        if stop_M is not None:
+            s_MN = gl.where(key_N[None, :] < stop_M[:, None], s_MN, FILL)
+        if start_M is not None:
+            s_MN = gl.where(key_N[None, :] >= start_M[:, None], s_MN, FILL)
+        return s_MN
+
+
+@gluon.jit
+def apply_mask(s_MN, keys, params, tile, row, j, FILL: gl.constexpr = float("-inf")):
+    """Scores of query rows from `row` and key tile j, or what became of them, with the unseen ones
+    at FILL."""
+    col = j * params.tile.BLOCK_N
+    M: gl.constexpr = s_MN.shape[0]
+    layout: gl.constexpr = s_MN.type.layout
+    stop_M = gl.full([M], 0, gl.int32, gl.SliceLayout(1, layout)) + (tile.len_k - col)
+    place_M = query_position(params, gl.arange(0, M, layout=gl.SliceLayout(1, layout)))
+    diagonal_M = place_M + (query_position(params, row) + tile.off - col)
+    if params.mask.HAS_RIGHT:
+        stop_M = gl.minimum(stop_M, diagonal_M + (params.mask.right + 1))
+    if not params.mask.HAS_LEFT:
+        return mask_outside(s_MN, None, stop_M, FILL)
+    elif params.tile.V_TRANSPOSED:
+        # fp8 masks in few places, where a branch for each bound costs more than both bounds.
+        return mask_outside(s_MN, diagonal_M - params.mask.left, stop_M, FILL)
+    elif params.mask.first is None:
+        # Most tiles that a bound of a window crosses the other does not.
+        if j >= keys.full_end:
+            s_MN = mask_outside(s_MN, None, stop_M, FILL)
+        if j < keys.full_begin:
+            s_MN = mask_outside(s_MN, diagonal_M - params.mask.left, None, FILL)
+        return s_MN
+    else:
+        N: gl.constexpr = s_MN.shape[1]
+        key_N = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
+        within_MN = key_N[None, :] >= (diagonal_M - params.mask.left)[:, None]
+        within_MN = within_MN | (key_N < params.mask.first - col)[None, :]
+        return gl.where(within_MN & (key_N[None, :] < stop_M[:, None]), s_MN, FILL)
+
+
+@gluon.jit
+def apply_mask_if_needed(s_MN, keys, params, tile, row, j):
+    """Scores of key tile j with the unseen ones at -inf, untouched if there are none."""
+    if needs_mask(keys, j):
+        s_MN = apply_mask(s_MN, keys, params, tile, row, j)
+    return s_MN

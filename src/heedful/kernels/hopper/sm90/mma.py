@@ -1,0 +1,74 @@
+"""Products over tiles whose width is not a power of two: 192 columns as 128 and 64.
+
+See pipeline.py for how such a tile lies in memory. Outputs are tuples of as many parts.
+
+M query rows, N keys, D qk columns of one part, E value columns of one part.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
+
+from heedful.kernels.hopper.sm90.softmax import scale_rows
+
+ROWS: gl.constexpr = gl.constexpr(64)  # query rows of one consumer: what one WGMMA takes
+
+
+@gluon.constexpr_function
+def scores_layout(dtype, keys):
+    """That of a product of queries and keys of this type."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, keys, 256 // dtype.primitive_bitwidth])
+
+
+@gluon.jit
+def queue_scores(q, k, q_state, k_state, BLOCK_N: gl.constexpr):
+    """Starts q k^T of one tile of keys."""
+    layout: gl.constexpr = scores_layout(q.boxes.dtype, BLOCK_N)
+    s_MN = gl.zeros([ROWS, BLOCK_N], gl.float32, layout)
+    k_DN = k.tile(k_state).permute((1, 0))
+    s_MN = warpgroup_mma(q.tile(q_state), k_DN, s_MN, use_acc=False, is_async=True)
+    if k.tails is not None:
+        k_DN = k.tail(k_state).permute((1, 0))
+        s_MN = warpgroup_mma(q.tail(q_state), k_DN, s_MN, is_async=True)
+    return s_MN
+
+
+@gluon.jit
+def no_output(v, params):
+    """An output of zeros, in as many parts as a tile of values has."""
+    E: gl.constexpr = v.rows if params.tile.V_TRANSPOSED else v.dim
+    layout: gl.constexpr = scores_layout(v.boxes.dtype, E)
+    acc = (gl.zeros([ROWS, E], gl.float32, layout),)
+    if v.tails is not None:
+        E1: gl.constexpr = v.dim // 2
+        layout_1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, E1, 16])
+        acc = acc + (gl.zeros([ROWS, E1], gl.float32, layout_1),)
+    return acc
+
+
+@gluon.jit
+def queue_output(p_MN, v, v_state, acc):
+    """Starts adding p times one tile of values to every part of the output."""
+    out = (warpgroup_mma(p_MN, v.tile(v_state), acc[0], is_async=True),)
+    if v.tails is not None:
+        p_MN = gl.convert_layout(p_MN, gl.DotOperandLayout(0, acc[1].type.layout, 2))
+        out = out + (warpgroup_mma(p_MN, v.tail(v_state), acc[1], is_async=True),)
+    return out
+
+
+@gluon.jit
+def finish_output(acc):
+    """The output, once everything queued is done."""
+    if len(acc) == 1:
+        return (warpgroup_mma_wait(0, deps=[acc[0]]),)
+    else:
+        return warpgroup_mma_wait(0, deps=[acc[0], acc[1]])
+
+
+@gluon.jit
+def scale_output(acc, alpha_M):
+    """Multiplies row m of every part by alpha_M[m]."""
+    out = ()
+    for part in gl.static_range(len(acc)):
+        out = out + (scale_rows(acc[part], alpha_M),)
+    return out

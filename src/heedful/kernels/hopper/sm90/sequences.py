@@ -1,0 +1,254 @@
+"""Which part of its storage a sequence uses, and where its keys lie: dense, packed, in pages."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from heedful.kernels.hopper.sm90.compat import aggregate, reinterpret, tma_load
+
+# Packed sequences begin at multiples of this in V transposed.
+V_T_BLOCK: gl.constexpr = gl.constexpr(128)
+
+
+@aggregate
+class WorkTile:
+    """One block of query rows of one head; start_q, start_k: where its sequence lies if packed.
+
+    len_q, len_k: what is used of it; stored_q: query rows in storage, which all get a result.
+    kv_batch: which batch entry its keys are in.
+    """
+
+    batch: gl.tensor
+    head: gl.tensor
+    kv_head: gl.tensor
+    row: gl.tensor
+    start_q: gl.tensor
+    start_k: gl.tensor
+    len_q: gl.tensor
+    len_k: gl.tensor
+    off: gl.tensor
+    stored_q: gl.tensor
+    kv_batch: gl.tensor
+
+
+@gluon.jit
+def within(value, low, high):
+    """The value, or the bound beyond which it is."""
+    return gl.minimum(gl.maximum(value, low), high)
+
+
+@gluon.jit
+def sequence(cu_seqlens, batch, seqlen):
+    """Where a sequence begins among packed tokens, and its length; `seqlen`, or of packed tokens so
+    many at most, whatever cu_seqlens says."""
+    if cu_seqlens is None:
+        return gl.to_tensor(0), seqlen
+    else:
+        start = within(gl.load(cu_seqlens + batch), 0, seqlen)
+        return start, within(gl.load(cu_seqlens + batch + 1), start, seqlen) - start
+
+
+@gluon.jit
+def box(IS_PACKED: gl.constexpr, batch, head, start, length, row):
+    """Coordinates of rows from `row` of one head, in a map that ends with the sequence.
+
+    Dense: (batch, head, row, 0). Packed sequences share one map; that rows past the end of each
+    are still zeros when read and dropped when written takes a dimension that ends at 2^30 and one
+    whose stride wraps around 2^64 bytes (see heedful.launch.bind.hopper_maps).
+    """
+    if IS_PACKED:
+        return [1 << 30, start + length, head, (1 << 30) - length + row, 0]
+    else:
+        return [batch, head, row, 0]
+
+
+@gluon.jit
+def trim(params, tile):
+    """The tile with the lengths that its sequence uses, and where these keys begin.
+
+    Whatever values lengths and indices hold, what is read lies within the caller's tensors: lengths
+    end with the storage, a batch entry that does not exist is the first or the last, and a page
+    that does not exist is zeros or another page.
+    """
+    len_q = tile.len_q
+    len_k = tile.len_k
+    start_k = tile.start_k
+    kv_batch = tile.batch
+    off = tile.off
+    if params.seqs.used_q is not None:
+        len_q = within(gl.load(params.seqs.used_q + tile.batch), 0, len_q)
+    if params.seqs.leftpad_k is not None:
+        pad = within(gl.load(params.seqs.leftpad_k + tile.batch), 0, len_k)
+        start_k += pad
+        len_k -= pad
+    if params.seqs.used_k is not None:
+        len_k = within(gl.load(params.seqs.used_k + tile.batch), 0, len_k)
+    if params.kv.batch_idx is not None:
+        kv_batch = within(gl.load(params.kv.batch_idx + tile.batch), 0, params.kv.entries - 1)
+    # A bias has no more rows and keys than that.
+    if params.mods.longest_q is not None:
+        len_q = gl.minimum(len_q, params.mods.longest_q)
+    if params.mods.longest_k is not None:
+        len_k = gl.minimum(len_k, params.mods.longest_k)
+    SAME_Q: gl.constexpr = params.seqs.used_q is None and params.mods.longest_q is None
+    SAME_K: gl.constexpr = params.seqs.used_k is None and params.seqs.leftpad_k is None
+    if not (SAME_Q and SAME_K and params.mods.longest_k is None):
+        off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
+    return WorkTile(
+        tile.batch,
+        tile.head,
+        tile.kv_head,
+        tile.row,
+        tile.start_q,
+        start_k,
+        len_q,
+        len_k,
+        off,
+        tile.stored_q,
+        kv_batch,
+    )
+
+
+@gluon.jit
+def query_position(params, row):
+    """Which query of its sequence a row of a tile is."""
+    if params.gqa.PACK_GQA == 1:
+        return row
+    else:
+        return row // params.gqa.PACK_GQA
+
+
+@gluon.jit
+def queries_at(params, tile, row):
+    """Coordinates of query or output rows, those that are not in use among them."""
+    if params.gqa.PACK_GQA > 1:
+        return [tile.batch, tile.head, row // params.gqa.PACK_GQA, 0, 0]
+    else:
+        packed: gl.constexpr = params.seqs.cu_q is not None
+        return box(packed, tile.batch, tile.head, tile.start_q, tile.stored_q, row)
+
+
+@gluon.jit
+def keys_at(params, tile, rows_each, col):
+    """Coordinates of keys or values from `col` on, in a map that has `rows_each` rows a batch
+    entry."""
+    if params.kv_rows.IS_RAGGED:
+        start = tile.start_k + tile.kv_batch * rows_each
+        return box(True, 0, tile.kv_head, start, tile.len_k, col)
+    else:
+        return box(False, tile.kv_batch, tile.kv_head, 0, 0, col)
+
+
+@gluon.jit
+def values_at(params, tile, col):
+    """Coordinates of values from `col` on; transposed ones: (batch, kv_head, dim, position)."""
+    if not params.tile.V_TRANSPOSED:
+        return keys_at(params, tile, params.kv_rows.v_rows, col)
+    elif params.seqs.cu_k is None:
+        return [tile.batch, tile.kv_head, 0, col]
+    else:
+        return [0, tile.kv_head, 0, (tile.start_k // V_T_BLOCK + tile.batch) * V_T_BLOCK + col]
+
+
+@gluon.jit
+def load_k(io, kv, params, tile, col, kv_state):
+    """Waits until there is room and starts filling it with keys from `col` on."""
+    rows = params.kv_rows.k_rows
+    if params.kv.table is None:
+        kv.k.load(io.k, keys_at(params, tile, rows, col), kv_state.k)
+    else:
+        load_pages(kv.k, io.k, params, tile, rows, col, kv_state.k)
+
+
+@gluon.jit
+def load_v(io, kv, params, tile, col, kv_state):
+    """As load_k, values."""
+    if params.kv.table is None:
+        kv.v.load(io.v, values_at(params, tile, col), kv_state.values())
+    else:
+        load_pages(kv.v, io.v, params, tile, params.kv_rows.v_rows, col, kv_state.values())
+
+
+@gluon.jit
+def load_k_and_v(io, kv, params, tile, k_col, v_col, kv_state):
+    """As load_k and load_v, which may share a stage."""
+    if params.kv.table is None:
+        k_at = keys_at(params, tile, params.kv_rows.k_rows, k_col)
+        kv.load(io.k, k_at, io.v, values_at(params, tile, v_col), kv_state)
+    else:
+        load_k(io, kv, params, tile, k_col, kv_state)
+        load_v(io, kv, params, tile, v_col, kv_state)
+
+
+@gluon.jit
+def page_numbers(
+    table,
+    params,
+    len_k,
+    col,
+    ROWS: gl.constexpr,
+    DOWN: gl.constexpr,
+    MAY_BE_EMPTY: gl.constexpr = False,
+):
+    """(page, its first key) of each of DOWN boxes of ROWS keys from `col` on. Past the keys in use
+    the last page is read again: of it, too, those rows are past the end of the map. All reads are
+    under way before the first is needed. MAY_BE_EMPTY: a sequence without keys may have no page; it
+    gets page 0, no row of which is in use."""
+    pages = ()
+    for i in gl.static_range(DOWN):
+        place = gl.minimum(col + i * ROWS, len_k - 1) // params.kv.page_size
+        if MAY_BE_EMPTY:
+            page = gl.load(table + place, mask=len_k > 0, other=0)
+        else:
+            page = gl.load(table + place)
+        pages = pages + ((page, place * params.kv.page_size),)
+    return pages
+
+
+@gluon.jit
+def page_at(params, tile, numbered, rows_each, col):
+    """Coordinates of keys or values from `col` on, which are in this page. numbered: (page, its
+    first key). Past the keys in use they are past the end of the map."""
+    page, first = numbered
+    used = gl.minimum(tile.len_k - first, params.kv.page_size)
+    # Of a number that is no page's these bits are past the end of the map, or another page's. A
+    # bound known to the compiler takes no register: the producer has few.
+    start = (page & (params.kv_rows.NO_PAGE - 1)) * rows_each
+    return box(True, 0, tile.kv_head, start, used, col - first)
+
+
+@gluon.jit
+def load_pages(pipeline, desc, params, tile, rows_each, col, state):
+    """Waits until stage `state` is free and starts filling it with keys or values from `col` on,
+    from pages."""
+    ROWS: gl.constexpr = desc.block_type.shape[3]
+    table = params.kv.table + tile.batch.to(gl.int64) * params.kv.stride_tableb
+    pages = page_numbers(table, params, tile.len_k, col, ROWS, pipeline.rows // ROWS)
+    load_from_pages(pipeline, desc, params, tile, rows_each, col, pages, state)
+
+
+@gluon.jit
+def load_from_pages(pipeline, desc, params, tile, rows_each, col, pages, state):
+    """The same of pages whose numbers are known: boxes of as many rows as the map has, 64 columns
+    wide each.
+
+    Rows past the keys in use are past the end of the map, which fills them with zeros.
+    """
+    ROWS: gl.constexpr = desc.block_type.shape[3]
+    WIDTH: gl.constexpr = desc.block_type.shape[4]
+    DOWN: gl.constexpr = pipeline.rows // ROWS
+    ACROSS: gl.constexpr = pipeline.dim // WIDTH
+    BOXES: gl.constexpr = pipeline.boxes.shape[0] * ACROSS * DOWN
+    full = pipeline.producer_acquire(state, state)
+    mbarrier.expect(full, pipeline.rows * pipeline.dim * (desc.dtype.primitive_bitwidth // 8))
+    shape_of_boxes: gl.constexpr = [BOXES, 1, 1, 1, ROWS, WIDTH]
+    layout: gl.constexpr = desc.layout
+    dtype: gl.constexpr = desc.dtype
+    boxes = reinterpret(pipeline.boxes, dtype, shape_of_boxes, layout)
+    for i in gl.static_range(DOWN):
+        where = page_at(params, tile, pages[i], rows_each, col + i * ROWS)
+        for c in gl.static_range(ACROSS):
+            index = (state.index * ACROSS + c) * DOWN + i
+            tma_load(
+                desc, [where[0], where[1], where[2], where[3], c * WIDTH], full, boxes.index(index)
+            )

@@ -1,0 +1,218 @@
+"""Online softmax of one warpgroup's rows, with the row sum left spread over lanes.
+
+Plain scores are raw products, and references of rows, their maxima or near them, are in base 2.
+With a bias (IS_NATURAL) both are in natural units.
+"""
+
+import math
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from heedful.kernels.hopper.sm90.compat import inline_asm
+
+LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
+LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def lane_sums(p_MN):
+    """Sums over the keys that one lane holds: (M, N) -> (M, 4).
+
+    In a WGMMA accumulator a row lies in four lanes, two neighbouring keys in each of every eight.
+    Adding up the four waits until the last tile, so that the loop has no shuffles for it.
+    """
+    M: gl.constexpr = p_MN.shape[0]
+    N: gl.constexpr = p_MN.shape[1]
+    return gl.sum(gl.sum(p_MN.reshape([M, N // 8, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def scale_rows(x_ME, alpha_M):
+    """Multiplies row m by alpha_M[m]."""
+    return x_ME * gl.convert_layout(alpha_M, gl.SliceLayout(1, x_ME.type.layout))[:, None]
+
+
+@gluon.jit
+def shift_of(m_M, MAY_MASK_ROWS: gl.constexpr = True):
+    """What to subtract for a reference: of a row that may have seen no key it is -inf, and
+    -inf - -inf is NaN."""
+    if MAY_MASK_ROWS:
+        m_M = gl.where(m_M == float("-inf"), 0.0, m_M)
+    return m_M
+
+
+@gluon.jit
+def powers(x, IS_NATURAL: gl.constexpr):
+    """2^x, or e^x of what is in natural units."""
+    if IS_NATURAL:
+        x = x * LOG2E
+    return gl.exp2(x)
+
+
+@gluon.jit
+def exponentials(s_MN, shift_M, scale_log2, IS_NATURAL: gl.constexpr = False):
+    """p against a reference: infinite where it overflows, infinite or NaN in a row without one.
+
+    Raw scores are scaled and compared with a reference in base 2 in one instruction, so what the
+    rounding of that reference took off is in all p of its row. Scores in natural units are
+    subtracted before anything is scaled, which near the reference is exact.
+    """
+    if IS_NATURAL:
+        return powers(s_MN - shift_M[:, None], IS_NATURAL)
+    else:
+        return gl.exp2(s_MN * scale_log2 - shift_M[:, None])
+
+
+@gluon.jit
+def peaks(s_MN, scale_log2, IS_NATURAL: gl.constexpr = False, IS_SIGNED: gl.constexpr = False):
+    """The largest score of each row, in the unit of references. IS_SIGNED: the scale may be
+    negative, as descales may."""
+    if IS_NATURAL:
+        return gl.max(s_MN, 1)
+    else:
+        if IS_SIGNED and scale_log2 < 0.0:
+            peak_M = gl.min(s_MN, 1)
+        else:
+            peak_M = gl.max(s_MN, 1)
+        return peak_M * scale_log2
+
+
+@gluon.jit
+def softmax_exact(
+    s_MN, m_M, l_ML, scale_log2, MAY_MASK_ROWS: gl.constexpr, IS_NATURAL: gl.constexpr = False
+):
+    """One more tile: p, new maximum, new sums, and what the output so far must be scaled by."""
+    new_m_M = gl.maximum(m_M, peaks(s_MN, scale_log2, IS_NATURAL))
+    shift_M = shift_of(new_m_M, MAY_MASK_ROWS)
+    alpha_M = powers(m_M - shift_M, IS_NATURAL)
+    p_MN = exponentials(s_MN, shift_M, scale_log2, IS_NATURAL)
+    return p_MN, new_m_M, scale_rows(l_ML, alpha_M) + lane_sums(p_MN), alpha_M
+
+
+@gluon.constexpr_function
+def threshold_limit(dtype):
+    """How far above its row's reference a score may be, in log2: p must stay finite in `dtype`,
+    and a sum of p v in float32."""
+    return 32.0 if dtype == gl.bfloat16 else 12.0
+
+
+@gluon.constexpr_function
+def float_bits(value):
+    """The bits of a positive float32."""
+    mantissa, exponent = math.frexp(value)
+    return ((exponent + 125) << 23) + round(mantissa * 2**24)
+
+
+@gluon.constexpr_function
+def _vote_above(outputs, inputs):
+    """Assembly: does any lane of the warp hold a value above the limit? As integers, non-negative
+    floats keep their order and negative ones are all below, and sm_90 takes three at a time."""
+    flag = outputs[0][0]
+    limit = inputs[-1][0]
+    values = [value for group in inputs[:-1] for value in group]
+    chains = min(4, len(values))
+    lines = [f"mov.b32 m{c}, {values[c]};" for c in range(chains)]
+    lines += [f"max.s32 m{i % chains}, m{i % chains}, {v};" for i, v in enumerate(values[chains:])]
+    lines += [f"max.s32 m0, m0, m{c};" for c in range(1, chains)]
+    registers = ", ".join(f"m{c}" for c in range(chains))
+    return (
+        f"{{ .reg .b32 {registers}; .reg .pred p; "
+        + " ".join(lines)
+        + f" setp.gt.s32 p, m0, {limit}; vote.sync.any.pred p, p, 0xffffffff;"
+        f" selp.b32 {flag}, 1, 0, p; }}"
+    )
+
+
+@gluon.jit
+def vote_above(values, LIMIT_BITS: gl.constexpr):
+    """Whether a warp has a value above the limit, or NaN."""
+    bits = values.to(gl.int32, bitcast=True)
+    kinds: gl.constexpr = ("=r", "r", "r")
+    return inline_asm(_vote_above, kinds, [bits, LIMIT_BITS], gl.int32, is_pure=True)
+
+
+@gluon.constexpr_function
+def _vote_at_bounds(outputs, inputs):
+    """Assembly: does any lane of the warp hold a score at or above its row's bound, or a row whose
+    bound is negative? Of a lane's scores, two neighbours are of one row, two of the other, in
+    turns."""
+    flag = outputs[0][0]
+    scores, bounds = inputs
+    lines = []
+    for row in range(2):
+        values = [score for i, score in enumerate(scores) if i // 2 % 2 == row]
+        chains = [f"m{row}", f"n{row}"]
+        lines += [f"mov.b32 {c}, {v};" for c, v in zip(chains, values, strict=False)]
+        for i, value in enumerate(values[2:]):
+            lines.append(f"max.s32 {chains[i % 2]}, {chains[i % 2]}, {value};")
+        lines.append(f"max.s32 m{row}, m{row}, n{row};")
+    return (
+        "{ .reg .b32 m<2>, n<2>; .reg .pred p; "
+        + " ".join(lines)
+        + f" setp.lt.s32 p, {bounds[0]}, 0; setp.lt.or.s32 p, {bounds[1]}, 0, p;"
+        f" setp.ge.or.s32 p, m0, {bounds[0]}, p; setp.ge.or.s32 p, m1, {bounds[1]}, p;"
+        f" vote.sync.any.pred p, p, 0xffffffff; selp.b32 {flag}, 1, 0, p; }}"
+    )
+
+
+@gluon.jit
+def vote_at_bounds(s_MN, bound_M):
+    """Whether a warp has a score at or above its row's bound, or NaN, or a row whose bound is
+    negative: as integers, negative scores have no order."""
+    bits = [s_MN.to(gl.int32, bitcast=True), bound_M.to(gl.int32, bitcast=True)]
+    kinds: gl.constexpr = ("=r", "r", "r")
+    return inline_asm(_vote_at_bounds, kinds, bits, gl.int32, is_pure=True)
+
+
+@gluon.jit
+def bounds_of(m_M, scale_log2, LIMIT: gl.constexpr, IS_NATURAL: gl.constexpr, IS_SIGNED):
+    """Where scores, as they are, pass their row's reference by about LIMIT, or a little below."""
+    if IS_NATURAL:
+        return m_M + LIMIT
+    else:
+        # A little less, so that whatever these roundings do no score above the limit is below.
+        text: gl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
+        per_unit = inline_asm(text, "=f,f", [gl.to_tensor(scale_log2)], gl.float32, is_pure=True)
+        bound_M = (m_M + LIMIT) * (per_unit * 0.999999)
+        if IS_SIGNED:
+            bound_M = gl.where(scale_log2 < 0.0, -1.0, bound_M)
+        return bound_M
+
+
+@gluon.jit
+def softmax_threshold(
+    s_MN,
+    m_M,
+    l_ML,
+    scale_log2,
+    LIMIT: gl.constexpr,
+    MAY_MASK_ROWS: gl.constexpr,
+    TOP: gl.constexpr = 0.0,
+    IS_NATURAL: gl.constexpr = False,
+    IS_SIGNED: gl.constexpr = False,
+):
+    """One more tile against old references, which move only where a score passes one by far; its p
+    is then 2^TOP. LIMIT: in the unit of references.
+
+    p = 2^(s - m) may then exceed 1, by at most 2^LIMIT: floats keep their relative precision, so
+    nothing is lost. The vote is a warp's own, and so are the branches. It looks at scores that
+    nothing has been subtracted from: what a reference far below them leaves of their digits would
+    not do for a new one. Returns p, references, the sums before, what they and the output so far
+    are scaled by, and whether the warp moved any reference: only then must the output be scaled.
+    """
+    alpha_M = gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
+    bound_M = bounds_of(m_M, scale_log2, LIMIT, IS_NATURAL, IS_SIGNED)
+    must_rescale = vote_at_bounds(s_MN, bound_M)
+    if must_rescale != 0:
+        peak_M = peaks(s_MN, scale_log2, IS_NATURAL, IS_SIGNED)
+        # A row that has seen no key has nothing to compare with: its reference, -inf, always moves.
+        must_rescale = vote_above(peak_M - m_M, float_bits(LIMIT))
+        if must_rescale != 0:
+            new_m_M = gl.maximum(m_M, peak_M - TOP)
+            # By what the rounded references differ, and not by what they were meant to.
+            alpha_M = powers(m_M - shift_of(new_m_M, MAY_MASK_ROWS), IS_NATURAL)
+            l_ML = scale_rows(l_ML, alpha_M)
+            m_M = new_m_M
+    p_MN = exponentials(s_MN, shift_of(m_M, MAY_MASK_ROWS), scale_log2, IS_NATURAL)
+    return p_MN, m_M, l_ML, alpha_M, must_rescale

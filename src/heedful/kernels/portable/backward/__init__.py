@@ -1,0 +1,1 @@
+"""Gradients of queries, keys, values, bias and sinks. May import `portable.shared`."""

@@ -1,0 +1,137 @@
+"""Gradients of keys and values (FlashAttention-2, Dao 2023, algorithm 2, without its dQ).
+
+One program makes one tile of keys of one kv head, over the queries of every query head that shares
+it: sums over the group stay in registers, in a fixed order. Scores are made transposed, so that
+both products that sum over queries take them as they are.
+
+Shapes: B batch, H query heads, G kv heads, M query rows, N key rows, D qk dim, E v dim.
+"""
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.args.portable import KeyGradientsIO
+from heedful.kernels.args.shared import Dropout, Mask, ScoreMods, Sequences, Shape, Tile, TileOrder
+from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
+from heedful.kernels.portable.shared.scores import (
+    head_mods,
+    plus_product,
+    probabilities,
+    product_of_rows,
+)
+from heedful.kernels.portable.shared.sequences import (
+    head_of,
+    load_rows,
+    place_of,
+    query_tiles,
+    row_base,
+    store_rows,
+)
+
+
+@triton.jit
+def visited_rows(index, tiles, IS_MASKED: tl.constexpr):
+    """The query tile of a visit, of those that need a mask or of those that do not."""
+    if IS_MASKED:
+        if index >= tiles.full_begin - tiles.begin:
+            index += tiles.full_end - tiles.full_begin
+        return tiles.begin + index
+    else:
+        return tiles.full_begin + index
+
+
+@triton.jit
+def key_gradients(
+    io: KeyGradientsIO,
+    sequences: Sequences,
+    shape: Shape,
+    mask: Mask,
+    mods: ScoreMods,
+    dropout: Dropout,
+    order: TileOrder,
+    tile: Tile,
+    IS_GQA: tl.constexpr,
+):
+    """dk (B, N, G, D) and dv (B, N, G, E); rows past the used length are zero."""
+    HAS_BIAS: tl.constexpr = mods.bias.ptr is not None
+    DTYPE: tl.constexpr = io.q.ptr.dtype.element_ty
+    IS_EXACT: tl.constexpr = tl.float32 == DTYPE
+    D: tl.constexpr = tile.HEAD_DIM
+    E: tl.constexpr = tile.HEAD_DIM_V
+    M: tl.constexpr = tile.BLOCK_M
+    N: tl.constexpr = tile.BLOCK_N
+    block, bg = head_of(tl.program_id(0), order, shape.batch * shape.heads_k, False)
+    bk, gk = bg // shape.heads_k, bg % shape.heads_k
+    place = place_of(bk, gk, gk, sequences, shape, mask, HAS_BIAS)
+    col0 = block * N
+    if col0 >= place.stored_k:
+        return
+    tiles = query_tiles(col0, place, mask, tile)
+    b, g, len_q, len_k = place.b, place.g, place.len_q, place.len_k
+    group = shape.heads_q // shape.heads_k
+    q = row_base(io.q, b, 0, place.token_q)
+    dout = row_base(io.dout, b, 0, place.token_q)
+    rows_lse = b * io.lse.stride_b + place.token_q
+    k = row_base(io.k, b, g, place.token_k)
+    v = row_base(io.v, b, g, place.token_k)
+    k_ND = load_rows(k, io.k.stride_n, col0, len_k, D, N, tile.BLOCK_D, True)
+    v_NE = load_rows(v, io.v.stride_n, col0, len_k, E, N, tile.BLOCK_E, True)
+    cols_N = col0 + tl.arange(0, N)
+    words = dropout_words(dropout)
+
+    dk_ND = tl.zeros([N, tile.BLOCK_D], tl.float32)
+    dv_NE = tl.zeros([N, tile.BLOCK_E], tl.float32)
+    for masked in tl.static_range(2):
+        count = tiles.full_end - tiles.full_begin
+        if masked == 1:
+            count = tiles.full_begin - tiles.begin + (tiles.end - tiles.full_end)
+        for visit in range(0, count * group):
+            # One loop over heads and tiles: its loads stay in flight from head to head.
+            h = g
+            index = visit
+            if IS_GQA:
+                h = g * group + visit // count
+                index = visit % count
+            row0 = visited_rows(index, tiles, masked == 1) * M
+            rows_M = row0 + tl.arange(0, M)
+            q_h = q + h * io.q.stride_h
+            q_MD = load_rows(q_h, io.q.stride_n, row0, len_q, D, M, tile.BLOCK_D, masked == 1)
+            places_M = rows_lse + h * io.lse.stride_h + rows_M
+            exists_M = rows_M < len_q
+            if masked == 1:
+                lse_M = tl.load(io.reference + places_M, mask=exists_M, other=float("inf"))
+            else:
+                lse_M = tl.load(io.reference + places_M)
+            head = head_mods(mods.scale, b, h, mods, mask)
+            p_NM, slope_of_cap = probabilities(
+                q_MD, k_ND, lse_M, row0, col0, place, head, mask, mods, tile, masked == 1, True
+            )
+            do_h = dout + h * io.dout.stride_h
+            do_ME = load_rows(do_h, io.dout.stride_n, row0, len_q, E, M, tile.BLOCK_E, masked == 1)
+            dp_NM = product_of_rows(v_NE, do_ME, tile.PRECISION, IS_EXACT)
+            # Here, where registers are free.
+            if masked == 1:
+                factor_M = tl.load(io.factor + places_M, mask=exists_M, other=1.0)
+            else:
+                factor_M = tl.load(io.factor + places_M)
+            p_NM = p_NM * factor_M[None, :]
+            kept_NM = p_NM
+            if dropout.IS_ON:
+                keep_NM = tl.trans(keep_tile(words, b, h, row0, col0, dropout, M, N))
+                kept_NM = tl.where(keep_NM, p_NM, 0.0)
+                dp_NM = tl.where(keep_NM, dp_NM * dropout.inverse_keep, 0.0)
+            dv_NE = plus_product(dv_NE, kept_NM.to(DTYPE), do_ME, tile.PRECISION, IS_EXACT)
+            if masked == 1:
+                delta_M = tl.load(io.delta + places_M, mask=exists_M, other=0.0)
+            else:
+                delta_M = tl.load(io.delta + places_M)
+            ds_NM = p_NM * (dp_NM - delta_M[None, :]) * slope_of_cap
+            dk_ND = plus_product(dk_ND, ds_NM.to(DTYPE), q_MD, tile.PRECISION, IS_EXACT)
+
+    used_N = (cols_N < len_k)[:, None]
+    dk_ND = tl.where(used_N, dk_ND * mods.scale, 0.0)
+    dv_NE = tl.where(used_N, dv_NE * dropout.inverse_keep, 0.0)
+    dk = row_base(io.dk, b, g, place.token_k)
+    dv = row_base(io.dv, b, g, place.token_k)
+    store_rows(dk, dk_ND, io.dk.stride_n, col0, place.stored_k, D)
+    store_rows(dv, dv_NE, io.dv.stride_n, col0, place.stored_k, E)

@@ -1,0 +1,126 @@
+"""Gradient of queries (FlashAttention-2, Dao 2023, algorithm 2, its dQ alone).
+
+One program makes one tile of queries of one head, over its keys: no atomics, so the sum has one
+order. Scores are made a second time, which costs two products of seven. It runs first: delta, which
+the other gradients need too, is made here where dout is at hand anyway.
+
+Shapes: B batch, H query heads, G kv heads, M query rows, N key rows, D qk dim, E v dim.
+"""
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.args.portable import QueryGradientsIO
+from heedful.kernels.args.shared import Dropout, Mask, ScoreMods, Sequences, Shape, Tile, TileOrder
+from heedful.kernels.portable.backward.rows import row_deltas
+from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
+from heedful.kernels.portable.shared.scores import (
+    head_mods,
+    lse_to_subtract,
+    plus_product,
+    probabilities,
+    product_of_rows,
+)
+from heedful.kernels.portable.shared.sequences import (
+    head_of,
+    key_tiles,
+    load_rows,
+    masked_count,
+    place_of_queries,
+    row_base,
+    store_rows,
+    visited_tile,
+)
+from heedful.kernels.portable.shared.statistics import (
+    any_far,
+    row_statistics,
+    with_statistics,
+)
+
+
+@triton.jit
+def query_gradients(
+    io: QueryGradientsIO,
+    sequences: Sequences,
+    shape: Shape,
+    mask: Mask,
+    mods: ScoreMods,
+    dropout: Dropout,
+    order: TileOrder,
+    tile: Tile,
+):
+    """dq (B, M, H, D), in which rows past the used length are zero, and delta and references
+    (B, H, M), laid out as lse, of the rows within it. mods: with the sink, which is one of a row's
+    scores."""
+    HAS_BIAS: tl.constexpr = mods.bias.ptr is not None
+    DTYPE: tl.constexpr = io.q.ptr.dtype.element_ty
+    IS_EXACT: tl.constexpr = tl.float32 == DTYPE
+    D: tl.constexpr = tile.HEAD_DIM
+    E: tl.constexpr = tile.HEAD_DIM_V
+    M: tl.constexpr = tile.BLOCK_M
+    N: tl.constexpr = tile.BLOCK_N
+    heads = shape.batch * shape.heads_q
+    block, bh = head_of(tl.program_id(0), order, heads, mask.HAS_RIGHT)
+    place = place_of_queries(bh, sequences, shape, mask, HAS_BIAS)
+    row0 = block * M
+    if row0 >= place.stored_q:
+        return
+    tiles = key_tiles(row0, place, mask, tile)
+    b, h, len_q, len_k = place.b, place.h, place.len_q, place.len_k
+    q = row_base(io.q, b, h, place.token_q)
+    dout = row_base(io.dout, b, h, place.token_q)
+    k = row_base(io.k, b, place.g, place.token_k)
+    v = row_base(io.v, b, place.g, place.token_k)
+    q_MD = load_rows(q, io.q.stride_n, row0, len_q, D, M, tile.BLOCK_D, True)
+    do_ME = load_rows(dout, io.dout.stride_n, row0, len_q, E, M, tile.BLOCK_E, True)
+    rows_M = row0 + tl.arange(0, M)
+    exists_M = rows_M < len_q
+    places_M = b * io.lse.stride_b + h * io.lse.stride_h + place.token_q + rows_M
+    out = row_base(io.out, b, h, place.token_q)
+    o_ME = load_rows(out, io.out.stride_n, row0, len_q, E, M, tile.BLOCK_E, True)
+    lse_M = tl.load(io.lse.ptr + places_M, mask=exists_M, other=float("-inf"))
+    delta_M = row_deltas(o_ME, do_ME, lse_M, io.dlse, place, rows_M, exists_M)
+    tl.store(io.delta + places_M, delta_M, mask=exists_M)
+    head = head_mods(mods.scale, b, h, mods, mask)
+    words = dropout_words(dropout)
+    lse_M = lse_to_subtract(io.lse, places_M, exists_M, mods.IS_ADJUSTED, True)
+    factor_M = tl.full([M], 1.0, tl.float32)
+    if any_far(lse_M, IS_EXACT) != 0:
+        m_M, l_M = row_statistics(io.q, io.k, row0, place, head, mask, mods, tile, mods.IS_ADJUSTED)
+        lse_M, factor_M = with_statistics(lse_M, m_M, l_M, IS_EXACT)
+    tl.store(io.reference + places_M, lse_M, mask=exists_M)
+    tl.store(io.factor + places_M, factor_M, mask=exists_M)
+    delta_M *= factor_M
+
+    dq_MD = tl.zeros([M, tile.BLOCK_D], tl.float32)
+    for masked in tl.static_range(2):
+        count = masked_count(tiles) if masked == 1 else tiles.full_end - tiles.full_begin
+        for visit in range(0, count):
+            col0 = visited_tile(visit, tiles, mask.HAS_LEFT, masked == 1) * N
+            k_ND = load_rows(k, io.k.stride_n, col0, len_k, D, N, tile.BLOCK_D, masked == 1)
+            p_MN, slope_of_cap = probabilities(
+                q_MD,
+                k_ND,
+                lse_M,
+                row0,
+                col0,
+                place,
+                head,
+                mask,
+                mods,
+                tile,
+                masked == 1,
+                False,
+            )
+            v_NE = load_rows(v, io.v.stride_n, col0, len_k, E, N, tile.BLOCK_E, masked == 1)
+            dp_MN = product_of_rows(do_ME, v_NE, tile.PRECISION, IS_EXACT)
+            if dropout.IS_ON:
+                keep_MN = keep_tile(words, b, h, row0, col0, dropout, M, N)
+                dp_MN = tl.where(keep_MN, dp_MN * dropout.inverse_keep, 0.0)
+            # The factor ahead of the rounding: exponents of rounded maxima are far from 1.
+            ds_MN = p_MN * (dp_MN * factor_M[:, None] - delta_M[:, None]) * slope_of_cap
+            dq_MD = plus_product(dq_MD, ds_MN.to(DTYPE), k_ND, tile.PRECISION, IS_EXACT)
+
+    dq_MD = tl.where(exists_M[:, None], dq_MD * mods.scale, 0.0)
+    dq = row_base(io.dq, b, h, place.token_q)
+    store_rows(dq, dq_MD, io.dq.stride_n, row0, place.stored_q, D)

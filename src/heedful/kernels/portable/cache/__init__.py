@@ -1,0 +1,1 @@
+"""What happens to a KV cache before attention. May import `portable.shared`."""

@@ -1,0 +1,295 @@
+"""A KV cache before attention: new keys and values go in, and rotary positions are applied.
+
+Shapes: B batch, S new tokens, G kv heads, N rows of a tile, D head dim.
+"""
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.args.kinds import Rows
+from heedful.kernels.args.portable import (
+    AppendIO,
+    GroupScale,
+    Quantization,
+    Rotary,
+    RotateIO,
+    RowTiles,
+)
+from heedful.kernels.args.shared import Descale, KVLayout
+from heedful.kernels.portable.cache.quantize import scaled_by_group, scaled_by_head, stored_codes
+from heedful.kernels.portable.cache.rotary import rotated
+from heedful.kernels.portable.shared.sequences import load_rows, row_base, store_rows, wide
+
+
+@triton.jit
+def rotated_rows(
+    base,
+    x: Rows,
+    row0,
+    count,
+    places,
+    rotary: Rotary,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rows [row0, row0 + ROWS) from `base` on with their first 2 * half dims rotated, in float32.
+    places: of the rows in the cache."""
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK)
+    exists_ND = (rows < count - row0)[:, None] & (dims < DIM)[None, :]
+    row_N = base + wide(row0) * x.stride_n + rows * x.stride_n
+    return rotated(row_N, dims, exists_ND, places, rotary)
+
+
+@triton.jit
+def scatter_rows(base, tile, offsets, exists, DIM: tl.constexpr):
+    """Stores a tile's first DIM columns at one element offset per row."""
+    dims = tl.arange(0, tile.shape[1])
+    mask = exists[:, None] & (dims < DIM)[None, :]
+    tl.store(base + offsets[:, None] + dims[None, :], tile.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.constexpr_function
+def stored_dims(dim, storage):
+    """Elements of a row of the cache: two values of four bits are one."""
+    return dim // 2 if storage == "int4" else dim
+
+
+@triton.jit
+def quantized(
+    x_ND,
+    base,
+    head: Descale,
+    groups: GroupScale,
+    places,
+    quantization: Quantization,
+    DIM: tl.constexpr,
+):
+    """What the cache at `base` stores of a tile's values. places: (entry of each row, row, whether
+    it exists, batch entry, KV head)."""
+    entry_N, row_N, exists_N, b, g = places
+    x_ND = x_ND.to(tl.float32)
+    if groups.ptr is not None:
+        at_N = entry_N * groups.stride_b + row_N * groups.stride_n + g * groups.stride_h
+        x_ND = scaled_by_group(
+            x_ND, groups, at_N, exists_N, DIM, quantization.GROUP, quantization.LIMIT
+        )
+    elif head.ptr is not None:
+        x_ND = scaled_by_head(x_ND, head, b, g)
+    return stored_codes(x_ND, base, quantization.STORAGE, quantization.LIMIT)
+
+
+@triton.jit
+def tile_of(task, tiles: RowTiles, ROWS: tl.constexpr):
+    """(first row, batch entry, head) of the tile of this number."""
+    head = task // tiles.tiles
+    return (task % tiles.tiles) * ROWS, wide(head // tiles.heads), wide(head % tiles.heads)
+
+
+@triton.jit
+def append_rows(
+    row0,
+    low,
+    high,
+    b,
+    g,
+    io: AppendIO,
+    count,
+    cache: KVLayout,
+    rotary: Rotary,
+    quantization: Quantization,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Writes rows [row0, row0 + ROWS) of k_new (B, S, G, D), rotated if there are rotary tables,
+    and of v_new (B, S, G, E) into the caches behind the cache_seqlens (B,) rows of each sequence.
+    count: S. quantization: how caches store them.
+
+    A negative length is that of no sequence: nothing is written. Neither is anything written
+    outside of a sequence's rows [low, high), nor into one of the cache's `entries` pages or batch
+    entries that it does not have.
+    """
+    rows_N = row0 + tl.arange(0, ROWS)
+    start = tl.load(io.cache_seqlens + b)
+    # Rows past the last repeat it, and are never stored.
+    place_N = tl.where(start < 0, -1, start + tl.minimum(rows_N, count - 1))
+    exists_N = (rows_N < count) & (place_N >= low) & (place_N < high)
+    place_N = tl.maximum(tl.minimum(place_N, high - 1), 0)
+    k_new = row_base(io.k_new, b, g, 0)
+    v_new = row_base(io.v_new, b, g, 0)
+    if rotary.cos is None:
+        k_ND = load_rows(k_new, io.k_new.stride_n, row0, count, HEAD_DIM, ROWS, BLOCK_D, True)
+    else:
+        k_ND = rotated_rows(k_new, io.k_new, row0, count, place_N, rotary, HEAD_DIM, ROWS, BLOCK_D)
+    v_NE = load_rows(v_new, io.v_new.stride_n, row0, count, HEAD_DIM_V, ROWS, BLOCK_E, True)
+    entry_N = tl.zeros([ROWS], tl.int64)
+    if cache.table is not None:
+        entry_N += tl.load(cache.table + b * cache.stride_tableb + place_N // cache.page_size)
+        place_N = place_N % cache.page_size
+    elif cache.batch_idx is not None:
+        entry_N += tl.load(cache.batch_idx + b)
+    else:
+        entry_N += b
+    exists_N &= (entry_N >= 0) & (entry_N < cache.entries)
+    row_N = wide(place_N)
+    k = io.k.ptr + g * io.k.stride_h
+    v = io.v.ptr + g * io.v.stride_h
+    BYTES_D: tl.constexpr = stored_dims(HEAD_DIM, quantization.STORAGE)
+    BYTES_E: tl.constexpr = stored_dims(HEAD_DIM_V, quantization.STORAGE)
+    if quantization.STORAGE is not None:
+        places = entry_N, row_N, exists_N, b, g
+        # As if keys had been rotated before, in their own type.
+        k_ND = k_ND.to(io.k_new.ptr.dtype.element_ty)
+        k_ND = quantized(
+            k_ND, k, io.k_descale, quantization.k_groups, places, quantization, HEAD_DIM
+        )
+        v_NE = quantized(
+            v_NE, v, io.v_descale, quantization.v_groups, places, quantization, HEAD_DIM_V
+        )
+    k_offsets_N = entry_N * io.k.stride_b + row_N * io.k.stride_n
+    v_offsets_N = entry_N * io.v.stride_b + row_N * io.v.stride_n
+    scatter_rows(k, k_ND, k_offsets_N, exists_N, BYTES_D)
+    scatter_rows(v, v_NE, v_offsets_N, exists_N, BYTES_E)
+
+
+@triton.jit
+def append_tile(
+    task,
+    io: AppendIO,
+    tiles: RowTiles,
+    cache: KVLayout,
+    rotary: Rotary,
+    quantization: Quantization,
+    capacity,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Appends a tile of new rows, see `append_rows`, and writes into seqused (B,) the keys that a
+    sequence has then; none, where its length is negative. capacity: rows of a sequence."""
+    row0, b, g = tile_of(task, tiles, BLOCK_N)
+    if row0 + g == 0:
+        start = tl.load(io.cache_seqlens + b)
+        used = start + tiles.seqlen
+        if io.leftpad_k is not None:
+            used -= tl.load(io.leftpad_k + b)
+        tl.store(io.seqused + b, tl.where(start < 0, 0, used))
+    append_rows(
+        row0,
+        0,
+        capacity,
+        b,
+        g,
+        io,
+        tiles.seqlen,
+        cache,
+        rotary,
+        quantization,
+        HEAD_DIM,
+        HEAD_DIM_V,
+        BLOCK_N,
+        BLOCK_D,
+        BLOCK_E,
+    )
+
+
+@triton.jit
+def rotate_tile(
+    task,
+    io: RotateIO,
+    tiles: RowTiles,
+    rotary: Rotary,
+    advance,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Writes a tile of rotated = q (B, S, H, D) at positions cache_seqlens + position0
+    + advance * row."""
+    row0, b, h = tile_of(task, tiles, BLOCK_M)
+    rows_M = tl.minimum(row0 + tl.arange(0, BLOCK_M), tiles.seqlen - 1)
+    places_M = tl.load(io.cache_seqlens + b) + advance * rows_M
+    q = row_base(io.q, b, h, 0)
+    x_MD = rotated_rows(q, io.q, row0, tiles.seqlen, places_M, rotary, HEAD_DIM, BLOCK_M, BLOCK_D)
+    rotated = row_base(io.rotated, b, h, 0)
+    store_rows(rotated, x_MD, io.rotated.stride_n, row0, tiles.seqlen, HEAD_DIM)
+
+
+@triton.jit
+def append_keys(
+    new: AppendIO,
+    new_tiles: RowTiles,
+    cache: KVLayout,
+    rotary: Rotary,
+    quantization: Quantization,
+    capacity,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """Each program has a tile of new keys."""
+    task = tl.program_id(0)
+    append_tile(
+        task,
+        new,
+        new_tiles,
+        cache,
+        rotary,
+        quantization,
+        capacity,
+        HEAD_DIM,
+        HEAD_DIM_V,
+        BLOCK_N,
+        BLOCK_D,
+        BLOCK_E,
+    )
+
+
+@triton.jit
+def append_and_rotate(
+    new: AppendIO,
+    new_tiles: RowTiles,
+    queries: RotateIO,
+    query_tiles: RowTiles,
+    cache: KVLayout,
+    rotary: Rotary,
+    quantization: Quantization,
+    capacity,
+    advance,
+    appends,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    """The first `appends` programs have a tile of new keys each, the others one of queries. Neither
+    needs what the other writes."""
+    task = tl.program_id(0)
+    if task < appends:
+        append_tile(
+            task,
+            new,
+            new_tiles,
+            cache,
+            rotary,
+            quantization,
+            capacity,
+            HEAD_DIM,
+            HEAD_DIM_V,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_E,
+        )
+    else:
+        task -= appends
+        rotate_tile(task, queries, query_tiles, rotary, advance, HEAD_DIM, BLOCK_M, BLOCK_D)

@@ -1,0 +1,392 @@
+"""Keys and values of a cache as operands of products: loaded in words of 16 bits, of which each
+holds one value, two of 8 bits or four of 4 bits.
+
+Values of a word are apart: value i of all words of a row is one operand. So nothing moves between
+threads, and the queries' dims are taken in the same order. Shapes: N key rows, W words.
+"""
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.args.decode import DecodeTile
+from heedful.kernels.args.kinds import Rows
+from heedful.kernels.args.shared import Descale, ForwardIO, KVLayout
+from heedful.kernels.common.sequences import within
+from heedful.kernels.portable.shared.sequences import cache_row, wide
+
+# How stored values become numbers: by what the compiler has, by the PTX of `conversion`, or by the
+# fewest instructions: of integers `conversion_by_fma`, of floats float16, see `operand_type`.
+PLAIN, PTX, FMA = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+# Words of a piece of memory that is fetched at once: two of its sectors.
+FETCHED = tl.constexpr(32)
+# What bfloat16 that `conversion_by_fma` makes lack.
+INTEGER_UNIT = tl.constexpr(64.0)
+
+
+@triton.constexpr_function
+def conversion(values, kind, is_bf16, i):
+    """PTX that makes numbers of value i of two words. kind: of 8 bits, "int8", "e4m3" or "e5m2".
+
+    An integer u >= 0 in the lowest bits of 1024 (float16) or 128 (bfloat16) is that much more; a
+    sign is a bias of its own. PTX converts floats of 8 bits to float16 alone.
+    """
+    if values == 4:
+        type_, magic = ("bf16x2", "0x43084308") if is_bf16 else ("f16x2", "0x64086408")
+        return (
+            f"{{ .reg .b32 t, m; shr.b32 t, $1, {4 * i}; and.b32 t, t, 0x000F000F;"
+            f" xor.b32 t, t, {magic}; mov.b32 m, {magic}; sub.{type_} $0, t, m; }}"
+        )
+    if kind != "int8":
+        select = "0x4431" if i else "0x4420"
+        start = (
+            f"{{ .reg .b32 t; .reg .b16 c, u; mov.b32 t, $1; prmt.b32 t, t, 0, {select};"
+            f" mov.b32 {{c, u}}, t; cvt.rn.f16x2.{kind}x2 t, c;"
+        )
+        if not is_bf16:
+            return start + " mov.b32 $0, t; }"
+        return (
+            start + " .reg .b16 x, y; .reg .f32 f, g; mov.b32 {x, y}, t;"
+            " cvt.f32.f16 f, x; cvt.f32.f16 g, y; cvt.rn.bf16x2.f32 $0, g, f; }"
+        )
+    if is_bf16:
+        # 128 and the lowest seven bits, less 128, or 256 where the sign is set.
+        return (
+            f"{{ .reg .b32 t, a, b; shr.b32 t, $1, {8 * i}; and.b32 a, t, 0x007F007F;"
+            " or.b32 a, a, 0x43004300; and.b32 b, t, 0x00800080; or.b32 b, b, 0x43004300;"
+            " sub.bf16x2 $0, a, b; }"
+        )
+    return (
+        f"{{ .reg .b32 t, m; shr.b32 t, $1, {8 * i}; and.b32 t, t, 0x00FF00FF;"
+        " xor.b32 t, t, 0x64806480; mov.b32 m, 0x64806480; sub.f16x2 $0, t, m; }"
+    )
+
+
+@triton.constexpr_function
+def conversion_by_fma(values, is_bf16, i):
+    """As `conversion`, of integers, by a permutation of bytes and one fma for two values.
+
+    The sign of an integer becomes a bias, which the last instruction takes off. In the lowest bits
+    of 1024 an integer u >= 0 is that much more of a float16. The lowest eight bits of a bfloat16
+    that is 0 else are u * 2^-133, subnormal or not; the largest power of two makes that u / 64.
+    """
+    if values == 2:
+        # Bytes of a word, each below zeros or what makes a float16 of at least 1024.
+        above, select = ("0", "0x4341" if i else "0x4240"), "0x7371" if i else "0x7270"
+        if is_bf16:
+            return (
+                "{ .reg .b32 t; xor.b32 t, $1, 0x80808080;"
+                f" prmt.b32 t, t, {above[0]}, {above[1]};"
+                " .reg .b32 a, c; mov.b32 a, 0x7F007F00; mov.b32 c, 0xC000C000;"
+                " fma.rn.bf16x2 $0, t, a, c; }"
+            )
+        return (
+            "{ .reg .b32 t; xor.b32 t, $1, 0x80808080;"
+            f" prmt.b32 t, t, 0x64646464, {select};"
+            " .reg .b32 m; mov.b32 m, 0x64806480; sub.f16x2 $0, t, m; }"
+        )
+    # Four bits above others that are 0 count sixteen times.
+    mask, sign = ("0x00F000F0", 0x800080) if i % 2 else ("0x000F000F", 0x80008)
+    sign |= 0 if is_bf16 else 0x64006400
+    start = "{ .reg .b32 t, a, c; mov.b32 t, $1;" + (" shr.b32 t, t, 8;" if i >= 2 else "")
+    start += f" lop3.b32 t, t, {mask}, 0x{sign:08X}, 0x6A;"  # (t & mask) ^ sign
+    if is_bf16:
+        by, less, type_ = "0x7D007D00" if i % 2 else "0x7F007F00", "0xBE00BE00", "bf16x2"
+    else:
+        by, less = ("0x2C002C00", "0xD480D480") if i % 2 else ("0x3C003C00", "0xE408E408")
+        type_ = "f16x2"
+    return f"{start} mov.b32 a, {by}; mov.b32 c, {less}; fma.rn.{type_} $0, t, a, c; }}"
+
+
+@triton.constexpr_function
+def is_by_fma(values, stored, how):
+    """Whether `conversion_by_fma` makes numbers of what is stored."""
+    return how == FMA.value and (values == 4 or (values == 2 and not stored.is_fp8()))
+
+
+@triton.constexpr_function
+def unit_of(values, stored, dtype, how):
+    """What scores and results of stored values, as they become numbers, are to be multiplied by."""
+    is_short = is_by_fma(values, stored, how) and dtype == tl.bfloat16
+    return INTEGER_UNIT.value if is_short else 1.0
+
+
+@triton.constexpr_function
+def is_float16(values, stored, how):
+    """Whether stored values become float16 by fewer instructions than anything else."""
+    return how == FMA.value and values == 2 and stored.is_fp8()
+
+
+@triton.constexpr_function
+def operand_type(values, stored, dtype, how, has_scales):
+    """The type of keys or values in a product, and of what they meet there; dtype: that of plain
+    ones. Floats of 8 bits become float16 by two instructions, and are it exactly; on their way to
+    bfloat16 three more follow. has_scales: what they meet was multiplied by scales of rows, or they
+    were by scales of groups, which may be outside of float16's range."""
+    if how == FMA.value and values == 2 and stored.is_fp8() and not has_scales:
+        return tl.float16
+    return dtype
+
+
+@triton.constexpr_function
+def kind_of(stored):
+    """The name of an 8-bit type in `conversion`."""
+    if not stored.is_fp8():
+        return "int8"
+    return "e5m2" if "e5" in str(stored) else "e4m3"
+
+
+@triton.constexpr_function
+def assembly(values, stored, is_bf16, how, i):
+    """The PTX of value i of two words."""
+    if is_by_fma(values, stored, how):
+        return conversion_by_fma(values, is_bf16, i)
+    return conversion(values, kind_of(stored), is_bf16, i)
+
+
+@triton.jit
+def value_of_words(
+    words,
+    VALUES: tl.constexpr,
+    STORED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    CONVERSION: tl.constexpr,
+    i: tl.constexpr,
+):
+    """Value i of every word. STORED: the type of values; int4 is said by VALUES."""
+    if VALUES == 1:
+        return words.to(DTYPE)
+    elif CONVERSION:
+        IS_BF16: tl.constexpr = tl.bfloat16 == DTYPE
+        text: tl.constexpr = assembly(VALUES, STORED, IS_BF16, CONVERSION, i)
+        if IS_BF16:
+            return tl.inline_asm_elementwise(
+                text, "=r,r", [words], tl.bfloat16, is_pure=True, pack=2
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                text, "=r,r", [words], tl.float16, is_pure=True, pack=2
+            )
+    elif VALUES == 4:
+        nibbles = ((words.to(tl.int32) >> (4 * i)) & 15) ^ 8
+        return (nibbles - 8).to(tl.float32).to(DTYPE)
+    elif STORED.is_fp8():
+        bits = ((words >> (8 * i)) & 255).to(tl.uint8)
+        return bits.to(STORED, bitcast=True).to(tl.float32).to(DTYPE)
+    else:
+        # Signed: shifted up, and down again.
+        return ((words << (8 - 8 * i)) >> 8).to(tl.float32).to(DTYPE)
+
+
+@triton.constexpr_function
+def rest_words(v_in_k, head_dim, head_dim_v, values):
+    """Words of a row of keys past the values that lie in it, as a product takes them; 0 for none,
+    and where values are apart."""
+    words = -(-(head_dim - head_dim_v) // values)
+    if not v_in_k or not words:
+        return 0
+    return max(16, 1 << (words - 1).bit_length())
+
+
+@triton.jit
+def word_pointer(ptr, VALUES: tl.constexpr):
+    """The same address, of 16-bit words."""
+    if VALUES == 1:
+        return ptr
+    else:
+        return ptr.to(tl.pointer_type(tl.int16))
+
+
+@triton.jit
+def in_words(stride, BITS: tl.constexpr):
+    """A stride of stored elements, in words."""
+    if BITS == 8:
+        return stride // 2
+    else:
+        return stride
+
+
+@triton.constexpr_function
+def holds_rows(block_m, values, stored):
+    """Whether places of rows in a tile of keys stay in registers from tile to tile. The conversion
+    of integers and outputs of many rows leave none for them."""
+    return block_m < 16 or (block_m == 16 and (values == 1 or stored.is_fp8()))
+
+
+@triton.jit
+def row_places(block, exists, place, cache: KVLayout, HOLDS: tl.constexpr, N: tl.constexpr):
+    """(page or batch entry, row in it) of the keys of a tile of a sequence, a row as the sum of a
+    number and of rows [N]. If it HOLDS those, and no page is between, they are the same for all
+    tiles. A page number that no page has stands for the first or the last page."""
+    within_N = tl.arange(0, N)
+    if cache.table is None:
+        if HOLDS:
+            rows = wide(place.token_k + block * N), wide(within_N)
+        else:
+            rows = wide(0), wide(place.token_k + (block * N + within_N))
+        return cache_row(cache, place.b), rows
+    else:
+        rows = place.token_k + (block * N + within_N)
+        table = cache.table + place.b * cache.stride_tableb
+        page = tl.load(table + rows // cache.page_size, mask=exists, other=0)
+        entry = within(page, 0, cache.entries - 1).to(tl.int64)
+        return entry, (wide(0), wide(rows % cache.page_size))
+
+
+@triton.jit
+def load_words(
+    x: Rows,
+    entry,
+    row,
+    exists,
+    g,
+    slice_words,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VALUES: tl.constexpr,
+    ACROSS: tl.constexpr = False,
+):
+    """Words [N, BLOCK] of rows of KV head g, from word `slice_words` on, or [BLOCK, N]; zeros where
+    no row exists, and past DIM values."""
+    BITS: tl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth
+    base = word_pointer(x.ptr, VALUES) + g * in_words(x.stride_h, BITS) + slice_words
+    first, rows = row
+    base += first * in_words(x.stride_n, BITS)
+    at = rows * in_words(x.stride_n, BITS)
+    if entry.type.is_block():
+        at += entry * in_words(x.stride_b, BITS)
+    else:
+        base += entry * in_words(x.stride_b, BITS)
+    words = tl.arange(0, BLOCK)
+    if ACROSS:
+        ptrs = base + at[None, :] + words[:, None]
+        ok = exists[None, :]
+    else:
+        ptrs = base + at[:, None] + words[None, :]
+        ok = exists[:, None]
+    if DIM != BLOCK * VALUES:
+        inside = slice_words * VALUES + words * VALUES < DIM
+        ok &= inside[:, None] if ACROSS else inside[None, :]
+    return tl.load(ptrs, mask=ok, other=0)
+
+
+@triton.jit
+def fetch_rows(
+    x: Rows,
+    first,
+    place,
+    cache: KVLayout,
+    heads_k,
+    DIM: tl.constexpr,
+    VALUES: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Has N rows of all KV heads, from row `first` of a sequence on, come to the L2: a part of them
+    for each head's program, which is as many bytes as it reads. Only where heads lie side by side:
+    a line of memory has rows of several, whose programs would read it at different times."""
+    BITS: tl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth
+    ROW: tl.constexpr = DIM // VALUES  # words
+    PIECES: tl.constexpr = N * ROW // FETCHED
+    stride_n = in_words(x.stride_n, BITS)
+    pieces = tl.maximum(heads_k * ROW // FETCHED, 1)
+    piece = place.g * PIECES + tl.arange(0, PIECES)
+    row = piece // pieces
+    at = row * stride_n.to(tl.int32) + piece % pieces * FETCHED
+    base = word_pointer(x.ptr, VALUES) + cache_row(cache, place.b) * in_words(x.stride_b, BITS)
+    base += wide(place.token_k + first) * stride_n
+    ok = (first + row < place.len_k) & (in_words(x.stride_h, BITS) == ROW)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r",
+        [(base + at).to(tl.int64), ok.to(tl.int32)],
+        tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def fetch_tile(io: ForwardIO, block, place, cache: KVLayout, heads_k, tile: DecodeTile):
+    """Has a tile of keys and of values come to the L2, see `fetch_rows`."""
+    N: tl.constexpr = tile.BLOCK_N
+    fetch_rows(io.k, block * N, place, cache, heads_k, tile.HEAD_DIM, tile.VALUES, N)
+    if not tile.V_IN_K:
+        fetch_rows(io.v, block * N, place, cache, heads_k, tile.HEAD_DIM_V, tile.VALUES, N)
+
+
+@triton.jit
+def descale_rows(x, descale: Descale, entry, row):
+    """(address, from where on [N]) of what descale array `x` has of rows."""
+    first, rows = row
+    x += first * descale.stride_n
+    at = rows * descale.stride_n
+    if entry.type.is_block():
+        at += entry * descale.stride_b
+    else:
+        x += entry * descale.stride_b
+    return x, at
+
+
+@triton.jit
+def group_values(x, descale: Descale, entry, row, exists, g, index):
+    """What descale array `x` has for group `index` of rows of KV head g."""
+    base, at = descale_rows(x + g * descale.stride_h + index, descale, entry, row)
+    return tl.load(base + at, mask=exists, other=0.0)
+
+
+@triton.jit
+def of_each_value(
+    x,
+    descale: Descale,
+    entry,
+    row,
+    exists,
+    g,
+    i: tl.constexpr,
+    KV_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VALUES: tl.constexpr,
+):
+    """[N, BLOCK] what descale array `x` has for value i of each word of rows of KV head g."""
+    x, at = descale_rows(x + g * descale.stride_h, descale, entry, row)
+    WORDS: tl.constexpr = KV_GROUP // VALUES
+    # Words of a group have one scale, which is loaded once.
+    SPREADS: tl.constexpr = KV_GROUP % VALUES == 0 and BLOCK % max(WORDS, 1) == 0
+    if SPREADS:
+        GROUPS: tl.constexpr = BLOCK // WORDS
+        groups = tl.arange(0, GROUPS)
+        ok = exists[:, None] & (groups < DIM // KV_GROUP)[None, :]
+        found = tl.load(x + (at[:, None] + groups[None, :]), mask=ok, other=0.0)
+        N: tl.constexpr = found.shape[0]
+        return tl.reshape(tl.broadcast_to(found[:, :, None], [N, GROUPS, WORDS]), [N, BLOCK])
+    else:
+        dims = tl.arange(0, BLOCK) * VALUES + i
+        ok = exists[:, None] & (dims < DIM)[None, :]
+        return tl.load(x + (at[:, None] + (dims // KV_GROUP)[None, :]), mask=ok, other=0.0)
+
+
+@triton.jit
+def dequantized(
+    values,
+    descale: Descale,
+    entry,
+    row,
+    exists,
+    g,
+    i: tl.constexpr,
+    KV_GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUES: tl.constexpr,
+    UNIT: tl.constexpr,
+):
+    """Value i of each word times its own scale, and its shift over UNIT."""
+    BLOCK: tl.constexpr = values.shape[1]
+    found = values.to(tl.float32) * of_each_value(
+        descale.ptr, descale, entry, row, exists, g, i, KV_GROUP, DIM, BLOCK, VALUES
+    )
+    if descale.shift is not None:
+        shift = of_each_value(
+            descale.shift, descale, entry, row, exists, g, i, KV_GROUP, DIM, BLOCK, VALUES
+        )
+        found += shift / UNIT
+    return found.to(values.dtype)

@@ -1,0 +1,553 @@
+"""Attention of few queries over many keys: a KV head is read once, for all query heads and
+positions that share it, by programs that have even shares of all keys.
+
+See work.py for the shares, queries.py for the queries, append.py for new keys,
+cache.py for how keys and values are read, merge.py for how results leave.
+
+Shapes: B batch, H query heads, G kv heads, M rows (position, head of the KV head), N key rows,
+D qk dim, E v dim, W words.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+from heedful.kernels.args.decode import DecodeAppend, DecodeTile, DecodeWork
+from heedful.kernels.args.shared import (
+    Descales,
+    ForwardIO,
+    KVLayout,
+    Mask,
+    ScoreMods,
+    Sequences,
+    Shape,
+)
+from heedful.kernels.portable.decode.append import append_piece
+from heedful.kernels.portable.decode.cache import (
+    dequantized,
+    fetch_tile,
+    group_values,
+    holds_rows,
+    is_float16,
+    load_words,
+    operand_type,
+    rest_words,
+    row_places,
+    unit_of,
+    value_of_words,
+)
+from heedful.kernels.portable.decode.merge import columns_of_rows, finish_piece, store_empty
+from heedful.kernels.portable.decode.queries import head_of, load_queries
+from heedful.kernels.portable.decode.work import (
+    block_of,
+    facts,
+    first_unit,
+    next_piece,
+    place_at,
+    sequence_length,
+    share_of,
+    span_of,
+    unit_at,
+    visit_of,
+)
+from heedful.kernels.portable.shared.scores import (
+    LN2,
+    LOG2E,
+    adjust_scores,
+    finite_or_zero,
+    in_window,
+    tree_visible,
+)
+from heedful.kernels.portable.shared.unused import clear_gaps
+
+
+@triton.constexpr_function
+def keys_lead(block_m):
+    """Whether keys are the rows of products, of which a unit of the device takes 16, and query rows
+    their columns, of which it takes 8. Outputs are then kept with columns first."""
+    return block_m < 16
+
+
+@triton.jit
+def scores_of(q_MW, k_NW, s_MN, KEYS_LEAD: tl.constexpr):
+    """s + q k^T."""
+    if KEYS_LEAD:
+        return tl.trans(tl.dot(k_NW, tl.trans(q_MW), tl.trans(s_MN)))
+    else:
+        return tl.dot(q_MW, tl.trans(k_NW), s_MN)
+
+
+@triton.jit
+def raw_scores(
+    q,
+    shared,
+    sums,
+    io: ForwardIO,
+    descales: Descales,
+    entry,
+    row,
+    exists,
+    g,
+    tile,
+):
+    """q k^T of a tile of keys. shared: words that are values too, or None. sums: of each slice of
+    the queries, for shifts; may be empty."""
+    BY_SLICE: tl.constexpr = descales.KV_GROUP > 0 and (
+        descales.KV_GROUP * tile.SLICES_D == tile.HEAD_DIM
+    )
+    STORED: tl.constexpr = io.k.ptr.dtype.element_ty
+    DTYPE: tl.constexpr = q[0].dtype
+    UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
+    KEYS_LEAD: tl.constexpr = keys_lead(tile.BLOCK_M)
+    s_MN = tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tl.float32)
+    for s in tl.static_range(tile.SLICES_D):
+        words = shared
+        if shared is None:
+            words = load_words(
+                io.k,
+                entry,
+                row,
+                exists,
+                g,
+                s * tile.BLOCK_D,
+                tile.HEAD_DIM,
+                tile.BLOCK_D,
+                tile.VALUES,
+            )
+        part_MN = tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tl.float32)
+        for i in tl.static_range(tile.VALUES):
+            k_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERSION, i)
+            if descales.KV_GROUP > 0 and not BY_SLICE:
+                k_NW = dequantized(
+                    k_NW,
+                    descales.k,
+                    entry,
+                    row,
+                    exists,
+                    g,
+                    i,
+                    descales.KV_GROUP,
+                    tile.HEAD_DIM,
+                    tile.VALUES,
+                    UNIT,
+                )
+            part_MN = scores_of(q[s * tile.VALUES + i], k_NW, part_MN, KEYS_LEAD)
+        if BY_SLICE:
+            scale_N = group_values(descales.k.ptr, descales.k, entry, row, exists, g, s)
+            part_MN *= scale_N[None, :]
+            if descales.k.shift is not None:
+                shift_N = group_values(descales.k.shift, descales.k, entry, row, exists, g, s)
+                part_MN += sums[s][:, None] * shift_N[None, :]
+            s_MN += part_MN
+        else:
+            s_MN = part_MN
+    REST: tl.constexpr = rest_words(tile.V_IN_K, tile.HEAD_DIM, tile.HEAD_DIM_V, tile.VALUES)
+    if REST > 0:
+        words = load_words(
+            io.k, entry, row, exists, g, tile.BLOCK_D, tile.HEAD_DIM, REST, tile.VALUES
+        )
+        for i in tl.static_range(tile.VALUES):
+            k_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERSION, i)
+            s_MN = scores_of(q[tile.VALUES + i], k_NW, s_MN, KEYS_LEAD)
+    return s_MN
+
+
+@triton.jit
+def add_values(
+    acc,
+    shared,
+    shifted,
+    p_MN,
+    alpha_M,
+    scale_N,
+    io: ForwardIO,
+    descales: Descales,
+    entry,
+    row,
+    exists,
+    g,
+    tile,
+    DTYPE: tl.constexpr,
+):
+    """(acc, shifted) of what was there times alpha, and p times a tile of values. shared: words
+    that are keys too, or None. scale_N: those of rows, or None: not loaded yet. shifted: p times
+    shifts, of each slice, summed over keys but for those of a tile."""
+    BY_SLICE: tl.constexpr = descales.KV_GROUP > 0 and (
+        descales.KV_GROUP * tile.SLICES_E == tile.HEAD_DIM_V
+    )
+    STORED: tl.constexpr = io.v.ptr.dtype.element_ty
+    UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
+    KEYS_LEAD: tl.constexpr = keys_lead(tile.BLOCK_M)
+    # Words of a row have scales of their own, or are keys too: they are turned at the product.
+    ACROSS: tl.constexpr = KEYS_LEAD and shared is None and (descales.KV_GROUP == 0 or BY_SLICE)
+    more = ()
+    more_shifted = ()
+    for s in tl.static_range(tile.SLICES_E):
+        words = shared
+        if shared is None:
+            words = load_words(
+                io.v,
+                entry,
+                row,
+                exists,
+                g,
+                s * tile.BLOCK_E,
+                tile.HEAD_DIM_V,
+                tile.BLOCK_E,
+                tile.VALUES,
+                ACROSS,
+            )
+        scaled_MN = p_MN
+        if BY_SLICE:
+            own_N = scale_N
+            if scale_N is None:
+                own_N = group_values(descales.v.ptr, descales.v, entry, row, exists, g, s)
+            scaled_MN = p_MN * own_N[None, :]
+            if descales.v.shift is not None:
+                shift_N = group_values(descales.v.shift, descales.v, entry, row, exists, g, s)
+                total_MN = shifted[s] * alpha_M[:, None] + p_MN * shift_N[None, :]
+                more_shifted = more_shifted + (total_MN,)
+        for i in tl.static_range(tile.VALUES):
+            v_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERSION, i)
+            if descales.KV_GROUP > 0 and not BY_SLICE:
+                v_NW = dequantized(
+                    v_NW,
+                    descales.v,
+                    entry,
+                    row,
+                    exists,
+                    g,
+                    i,
+                    descales.KV_GROUP,
+                    tile.HEAD_DIM_V,
+                    tile.VALUES,
+                    UNIT,
+                )
+            old = acc[s * tile.VALUES + i]
+            if KEYS_LEAD:
+                old *= alpha_M[None, :]
+                if not ACROSS:
+                    v_NW = tl.trans(v_NW)
+                more = more + (tl.dot(v_NW, tl.trans(scaled_MN.to(DTYPE)), old),)
+            else:
+                old *= alpha_M[:, None]
+                more = more + (tl.dot(scaled_MN.to(DTYPE), v_NW, old),)
+    return more, more_shifted
+
+
+@triton.jit
+def softmax_step(s_MN, m_M, scale, size_N, IS_ADJUSTED: tl.constexpr):
+    """(probabilities, new reference, factor for what was summed before). Scores are raw, and the
+    reference is in base 2, or IS_ADJUSTED and both are in natural units: it is subtracted before
+    anything is scaled. scale: a number, or one a row [M, 1]. The reference is the maximum of
+    scores, or of scores and size_N, the base 2 logarithm of what probabilities will be multiplied
+    by: the products are then at most about 1."""
+    if IS_ADJUSTED:
+        if size_N is not None:
+            top_M = tl.max(s_MN + (size_N * LN2)[None, :], 1)
+        else:
+            top_M = tl.max(s_MN, 1)
+        new_M = tl.maximum(m_M, top_M)
+        base_M = finite_or_zero(new_M)
+        p_MN = tl.exp2((s_MN - base_M[:, None]) * LOG2E)
+        return p_MN, new_M, tl.exp2((m_M - base_M) * LOG2E)
+    else:
+        return raw_step(s_MN, m_M, scale * LOG2E, size_N)
+
+
+@triton.jit
+def raw_step(s_MN, m_M, unit, size_N):
+    """`softmax_step` of raw scores, of which `unit` makes those in base 2."""
+    if size_N is not None:
+        top_M = tl.max(s_MN * unit + size_N[None, :], 1)
+    elif unit.type.is_block():
+        top_M = tl.reshape(tl.max(s_MN, 1)[:, None] * unit, m_M.shape)
+    else:
+        top_M = tl.max(s_MN, 1) * unit
+    new_M = tl.maximum(m_M, top_M)
+    base_M = finite_or_zero(new_M)
+    return tl.exp2(tl.fma(s_MN, unit, -base_M[:, None])), new_M, tl.exp2(m_M - base_M)
+
+
+@triton.jit
+def log2_size(scale_N):
+    """About the base 2 logarithm of the size of scales, from below by 0.09 at most: exponent and
+    digits of a float32, taken as one integer. At least -100, so that probabilities over a scale
+    are finite, and so are sums of them."""
+    bits_N = scale_N.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.maximum(bits_N.to(tl.float32) * (1.0 / (1 << 23)) - 127.0, -100.0)
+
+
+@triton.jit
+def tree_visit(span, place, tile: DecodeTile):
+    """The first visit of a key tile that the tree mask, which is over the last keys, may cover."""
+    return visit_of(tl.maximum(place.len_k - place.len_q, 0) // tile.BLOCK_N, span)
+
+
+@triton.jit
+def stream_keys(
+    q,
+    start,
+    stop,
+    span,
+    pos_M,
+    place,
+    head,
+    io: ForwardIO,
+    mask: Mask,
+    mods: ScoreMods,
+    cache: KVLayout,
+    descales: Descales,
+    heads_k,
+    tile: DecodeTile,
+    DTYPE: tl.constexpr,
+    FETCH_AHEAD: tl.constexpr,
+):
+    """(maximum, sum, outputs) of visits [start, stop); the maximum as `softmax_step` has it."""
+    STORED: tl.constexpr = io.k.ptr.dtype.element_ty
+    UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
+    # A scale a row is in the reference: products with it are in float16's range.
+    FITS_VALUES: tl.constexpr = (
+        descales.KV_GROUP > 0
+        and is_float16(tile.VALUES, io.v.ptr.dtype.element_ty, tile.CONVERSION)
+        and descales.KV_GROUP == tile.HEAD_DIM_V
+        and tile.SLICES_E == 1
+    )
+    HAS_SCALES: tl.constexpr = descales.KV_GROUP > 0 and not FITS_VALUES
+    OF_VALUES: tl.constexpr = operand_type(
+        tile.VALUES, io.v.ptr.dtype.element_ty, DTYPE, tile.CONVERSION, HAS_SCALES
+    )
+    HOLDS: tl.constexpr = holds_rows(tile.BLOCK_M, tile.VALUES, STORED)
+    SHIFTS_K: tl.constexpr = descales.k.shift is not None
+    SHIFTS_V: tl.constexpr = descales.v.shift is not None and (
+        descales.KV_GROUP * tile.SLICES_E == tile.HEAD_DIM_V
+    )
+    m_M = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
+    # Few rows are spread over warps by keys: they are summed over those of a tile at the end alone.
+    SUMS_LATE: tl.constexpr = tile.BLOCK_M < 64
+    l_M = tl.zeros([tile.BLOCK_M], tl.float32)
+    l_MN = tl.zeros([tile.BLOCK_M, tile.BLOCK_N if SUMS_LATE else 1], tl.float32)
+    acc = ()
+    sums = ()
+    shifted = ()
+    KEYS_LEAD: tl.constexpr = keys_lead(tile.BLOCK_M)
+    for _ in tl.static_range(tile.SLICES_E * tile.VALUES):
+        if KEYS_LEAD:
+            acc = acc + (tl.zeros([tile.BLOCK_E, tile.BLOCK_M], tl.float32),)
+        else:
+            acc = acc + (tl.zeros([tile.BLOCK_M, tile.BLOCK_E], tl.float32),)
+    if SHIFTS_K:
+        for s in tl.static_range(tile.SLICES_D):
+            total_M = tl.zeros([tile.BLOCK_M], tl.float32)
+            for i in tl.static_range(tile.VALUES):
+                total_M += tl.sum(q[s * tile.VALUES + i].to(tl.float32), 1)
+            sums = sums + (total_M / UNIT,)
+    if SHIFTS_V:
+        for _ in tl.static_range(tile.SLICES_E):
+            shifted = shifted + (tl.zeros([tile.BLOCK_M, tile.BLOCK_N], tl.float32),)
+    # Those that the tree covers come last; nobody else pays for looking into it.
+    first_tree = stop
+    if mask.tree is not None:
+        first_tree = tree_visit(span, place, tile)
+    for in_tree in tl.static_range(1 if mask.tree is None else 2):
+        visit_from = start
+        visit_to = tl.minimum(stop, first_tree)
+        if in_tree == 1:
+            visit_from = tl.maximum(start, first_tree)
+            visit_to = stop
+        for visit in range(visit_from, visit_to):
+            block = block_of(visit, span, mask)
+            cols_N = block * tile.BLOCK_N + tl.arange(0, tile.BLOCK_N)
+            exists_N = cols_N < place.len_k
+            if FETCH_AHEAD > 0:
+                fetch_tile(io, block + FETCH_AHEAD, place, cache, heads_k, tile)
+            entry, row_N = row_places(block, exists_N, place, cache, HOLDS, tile.BLOCK_N)
+            shared = None
+            if tile.V_IN_K:
+                # Values are the first of a row of keys.
+                V: tl.constexpr = tile.HEAD_DIM_V
+                shared = load_words(
+                    io.k, entry, row_N, exists_N, place.g, 0, V, tile.BLOCK_D, tile.VALUES
+                )
+            s_MN = raw_scores(q, shared, sums, io, descales, entry, row_N, exists_N, place.g, tile)
+            distance_MN = cols_N[None, :] - (pos_M + place.off)[:, None]
+            if mods.IS_ADJUSTED:
+                s_MN, _gate = adjust_scores(s_MN, distance_MN, 0.0, head, mods)
+            ok_MN = in_window(cols_N[None, :], distance_MN, place, mask)
+            if in_tree == 1:
+                ok_MN &= tree_visible(pos_M[:, None], cols_N[None, :], place, head, mask)
+            s_MN = tl.where(ok_MN, s_MN, float("-inf"))
+            scale_N = None
+            size_N = None
+            if FITS_VALUES:
+                scale_N = group_values(
+                    descales.v.ptr, descales.v, entry, row_N, exists_N, place.g, 0
+                )
+                size_N = log2_size(scale_N)
+            p_MN, m_M, alpha_M = softmax_step(s_MN, m_M, head.scale, size_N, mods.IS_ADJUSTED)
+            if SUMS_LATE:
+                l_MN = l_MN * alpha_M[:, None] + p_MN
+            else:
+                l_M = l_M * alpha_M + tl.sum(p_MN, 1)
+            acc, shifted = add_values(
+                acc,
+                shared,
+                shifted,
+                p_MN,
+                alpha_M,
+                scale_N,
+                io,
+                descales,
+                entry,
+                row_N,
+                exists_N,
+                place.g,
+                tile,
+                OF_VALUES,
+            )
+    if KEYS_LEAD:
+        rows = ()
+        for n in tl.static_range(tile.SLICES_E * tile.VALUES):
+            rows = rows + (tl.trans(acc[n]),)
+        acc = rows
+    if SHIFTS_V:
+        moved = ()
+        for s in tl.static_range(tile.SLICES_E):
+            for i in tl.static_range(tile.VALUES):
+                total_M = tl.sum(shifted[s], 1) / UNIT
+                moved = moved + (acc[s * tile.VALUES + i] + total_M[:, None],)
+        acc = moved
+    return m_M, l_M + tl.sum(l_MN, 1), acc
+
+
+@triton.jit
+def decode(
+    io: ForwardIO,
+    sequences: Sequences,
+    shape: Shape,
+    mask: Mask,
+    mods: ScoreMods,
+    cache: KVLayout,
+    descales: Descales,
+    work: DecodeWork,
+    append: DecodeAppend,
+    tile: DecodeTile,
+    FETCH_AHEAD: tl.constexpr,
+):
+    """out (.., M, H, E) and lse (B, H, M). Programs share the keys, see work.py. append:
+    what goes into the cache first, if anything.
+    FETCH_AHEAD: so many key tiles ahead rows are brought to the L2, 0: not."""
+    IN: tl.constexpr = io.q.ptr.dtype.element_ty
+    DTYPE: tl.constexpr = tl.bfloat16 if IN.is_fp8() else IN
+    STORED: tl.constexpr = io.k.ptr.dtype.element_ty
+    UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
+    # Scales of whole slices come after the products.
+    HAS_SCALES: tl.constexpr = descales.KV_GROUP > 0 and (
+        descales.KV_GROUP * tile.SLICES_D != tile.HEAD_DIM
+    )
+    KEYS: tl.constexpr = operand_type(tile.VALUES, STORED, DTYPE, tile.CONVERSION, HAS_SCALES)
+    if work.short_q is not None:
+        # The kernel that has the long sequences takes the place of programs that have ended.
+        cuda.gdc_launch_dependents()
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    group = shape.heads_q // shape.heads_k
+    # Beside the kernel that has the long sequences, that clears.
+    CLEARS: tl.constexpr = sequences.cu_q is not None and work.short_q is None
+    if CLEARS:
+        clear_gaps(
+            io.out,
+            io.lse,
+            0,
+            sequences.cu_q,
+            sequences.seqlen_q,
+            shape.batch,
+            shape.heads_q,
+            pid,
+            programs,
+            tile.HEAD_DIM_V,
+            columns_of_rows(tile.BLOCK_E, tile.VALUES, tile.SLICES_E),
+        )
+    heads = shape.heads_k
+    lines = heads
+    if sequences.cu_q is None:
+        lines = heads * work.tiles
+    line = pid % lines
+    g = line % heads
+    number = pid // lines
+    x, end, share, b, base, empty = share_of(
+        number,
+        programs // lines,
+        tl.arange(0, 1),
+        tl.arange(0, work.LOOKS),
+        sequences,
+        shape,
+        mask,
+        work,
+        tile,
+    )
+    if work.SKIPS_EMPTY:  # noqa: SIM102  (known when compiling, and `and` is not)
+        if empty > 0:
+            store_empty(
+                g, pid // heads, programs // heads, sequences, shape, mask, io, mods.sink, tile
+            )
+    while x < end:
+        token_q, len_q, stored_q, token_k, len_k, stored_k, off = facts(b, sequences, mask)
+        visits, length = sequence_length(
+            len_q, stored_q, len_k, off, sequences, shape, mask, work, tile
+        )
+        if x < base + length:
+            row_tile, unit_begin = unit_at(x, base, visits, work)
+            if sequences.cu_q is None:
+                row_tile = line // heads
+            first = first_unit(b, token_q, sequences, shape, work, tile)
+            row0 = row_tile * tile.BLOCK_M
+            index = (first + row_tile) * heads + g
+            piece = next_piece(number, x, end, share, unit_begin, index, visits, line, lines, work)
+            x = piece.next
+            if piece.start < piece.stop:
+                place = place_at(b, g, token_q, len_q, stored_q, token_k, len_k, stored_k, off)
+                rows_M = row0 + tl.arange(0, tile.BLOCK_M)
+                pos_M = rows_M // group
+                head_M = g * group + rows_M % group
+                last = tl.minimum((row0 + tile.BLOCK_M - 1) // group, len_q - 1)
+                span = span_of(row0 // group, last, len_k, off, mask, tile)
+                if append.io.cache_seqlens is not None:
+                    append_piece(piece, span, place, sequences, cache, append, tile)
+                q, times = load_queries(io.q, pos_M, head_M, place, append, DTYPE, KEYS, tile)
+                head, factor = head_of(times * UNIT, head_M, place, mask, mods, descales)
+                m_M, l_M, acc = stream_keys(
+                    q,
+                    tl.minimum(piece.start, span.visits),
+                    tl.minimum(piece.stop, span.visits),
+                    span,
+                    pos_M,
+                    place,
+                    head,
+                    io,
+                    mask,
+                    mods,
+                    cache,
+                    descales,
+                    heads,
+                    tile,
+                    DTYPE,
+                    FETCH_AHEAD,
+                )
+                finish_piece(
+                    m_M,
+                    l_M,
+                    acc,
+                    factor * UNIT,
+                    piece,
+                    row0,
+                    group,
+                    place,
+                    io,
+                    mods.sink,
+                    work.merge,
+                    tile,
+                    mods.IS_ADJUSTED,
+                )
+        else:
+            base += length
+            b += 1

@@ -1,0 +1,101 @@
+"""Queries of a decode as operands of products, and what goes with them.
+
+Shapes: M rows (position, head of the KV head).
+"""
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.args.decode import DecodeAppend, DecodeTile
+from heedful.kernels.args.kinds import Rows
+from heedful.kernels.args.shared import Descales, Mask, ScoreMods
+from heedful.kernels.portable.cache.rotary import rotated
+from heedful.kernels.portable.decode.cache import rest_words
+from heedful.kernels.portable.shared.scores import HeadMods, descaled
+
+
+@triton.jit
+def fitted(parts, BLOCK_M: tl.constexpr):
+    """(parts of queries in float16, what each row was divided by [M, 1]): a power of two, after
+    which the largest of a row is below 4."""
+    size_M = tl.zeros([BLOCK_M], tl.float32)
+    for n in tl.static_range(len(parts)):
+        size_M = tl.maximum(size_M, tl.max(tl.abs(parts[n].to(tl.float32)), 1))
+    # Its exponent, of which both the power and its inverse are normal numbers.
+    bits_M = size_M.to(tl.int32, bitcast=True) & 0x7F800000
+    bits_M = tl.minimum(tl.maximum(bits_M, 1 << 23), 253 << 23)
+    inverse_M = ((254 << 23) - bits_M).to(tl.float32, bitcast=True)
+    made = ()
+    for n in tl.static_range(len(parts)):
+        made = made + ((parts[n].to(tl.float32) * inverse_M[:, None]).to(tl.float16),)
+    return made, bits_M.to(tl.float32, bitcast=True)[:, None]
+
+
+@triton.jit
+def query_columns(row_M, dims, exists_M, place_M, append: DecodeAppend, DIM: tl.constexpr):
+    """Columns `dims` of queries at the addresses row_M, rotated if the call has rotary tables.
+    place_M: that they stand at in the cache."""
+    ok_MD = exists_M[:, None] & (dims < DIM)[None, :]
+    if append.rotary.cos is None:
+        return tl.load(row_M[:, None] + dims[None, :], mask=ok_MD, other=0.0)
+    else:
+        # In their own type, as if they had been rotated before.
+        turned_MD = rotated(row_M, dims, ok_MD, place_M, append.rotary)
+        return turned_MD.to(row_M.dtype.element_ty)
+
+
+@triton.jit
+def load_queries(
+    q: Rows,
+    pos_M,
+    head_M,
+    place,
+    append: DecodeAppend,
+    DTYPE: tl.constexpr,
+    KEYS: tl.constexpr,
+    tile: DecodeTile,
+):
+    """The queries of a tile as a tuple: of each slice of a row, each value of its words; then those
+    of what keys have past the values that lie in them. And what scores are to be multiplied by:
+    numbers [M] where DTYPE is not KEYS, the type in which they are multiplied."""
+    base = q.ptr + place.b * q.stride_b + place.token_q * q.stride_n
+    row_M = base + (pos_M.to(tl.int64) * q.stride_n + head_M * q.stride_h)
+    exists_M = pos_M < place.len_q
+    place_M = pos_M
+    if append.io.cache_seqlens is not None:
+        place_M = tl.load(append.io.cache_seqlens + place.b) + append.advance * pos_M
+    parts = ()
+    for s in tl.static_range(tile.SLICES_D):
+        for i in tl.static_range(tile.VALUES):
+            dims = (s * tile.BLOCK_D + tl.arange(0, tile.BLOCK_D)) * tile.VALUES + i
+            part = query_columns(row_M, dims, exists_M, place_M, append, tile.HEAD_DIM)
+            parts = parts + (part.to(DTYPE),)
+    REST: tl.constexpr = rest_words(tile.V_IN_K, tile.HEAD_DIM, tile.HEAD_DIM_V, tile.VALUES)
+    if REST > 0:
+        for i in tl.static_range(tile.VALUES):
+            dims = (tile.BLOCK_D + tl.arange(0, REST)) * tile.VALUES + i
+            part = query_columns(row_M, dims, exists_M, place_M, append, tile.HEAD_DIM)
+            parts = parts + (part.to(DTYPE),)
+    times = 1.0
+    if DTYPE != KEYS:
+        parts, times = fitted(parts, tile.BLOCK_M)
+    return parts, times
+
+
+@triton.jit
+def head_of(times, head_M, place, mask: Mask, mods: ScoreMods, descales: Descales):
+    """(score modifiers of the rows of a tile, whose products with keys are to be multiplied by
+    `times`; what their results are to be multiplied by)."""
+    scale = descaled(mods.scale, descales.q, place) * times
+    factor = 1.0
+    if descales.KV_GROUP == 0:
+        scale = descaled(scale, descales.k, place)
+        factor = descaled(factor, descales.v, place)
+    slope = 0.0
+    tree = 0
+    if mods.alibi is not None:
+        slopes = mods.alibi + place.b * mods.stride_alibib + head_M
+        slope = tl.load(slopes)[:, None]
+    if mask.tree is not None:
+        tree = mask.tree + place.b * mask.stride_treeb
+    return HeadMods(scale, slope, 0, tree), factor

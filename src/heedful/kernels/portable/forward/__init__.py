@@ -1,0 +1,1 @@
+"""The forward, and how partial results are merged. May import `portable.shared`."""

@@ -1,0 +1,1 @@
+"""What all portable kernels share. Imports nothing else of `portable`."""

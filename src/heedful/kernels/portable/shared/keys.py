@@ -1,0 +1,119 @@
+"""Tiles of keys and values from whatever storage they live in: dense or packed rows, pages, a
+quantised cache. Shapes: N key rows, D head dim.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.args.kinds import Rows
+from heedful.kernels.args.shared import Descale, Descales, KVLayout, Tile
+from heedful.kernels.common.sequences import within
+from heedful.kernels.portable.shared.sequences import cache_row, load_rows, wide
+
+
+class Keys(NamedTuple):
+    """The keys, or values, of a kv head of a sequence. base: where its first row lies, or of pages
+    the kv head of the first; pages, groups: where in their arrays its pages and its descales begin;
+    token: its first row in its storage; count: rows in use."""
+
+    base: Any
+    pages: Any
+    groups: Any
+    token: Any
+    count: Any
+
+
+@triton.jit
+def keys_of(x: Rows, descale: Descale, cache: KVLayout, place, KV_GROUP: tl.constexpr):
+    """The keys of a place."""
+    entry = cache_row(cache, place.b)
+    base = x.ptr + place.g * x.stride_h
+    pages = 0
+    groups = 0
+    if KV_GROUP > 0:
+        groups = place.g * descale.stride_h
+    if cache.table is not None:
+        pages = entry * cache.stride_tableb
+    else:
+        base += entry * x.stride_b
+        if KV_GROUP > 0:
+            groups += entry * descale.stride_b
+    return Keys(base, pages, groups, place.token_k, place.len_k)
+
+
+@triton.jit
+def storage_rows(rows, keys, cache: KVLayout, stride_page, stride_row):
+    """Element offsets of rows of a sequence in pages.
+
+    A number that no page has stands for the first or the last page.
+    """
+    page = tl.load(cache.table + keys.pages + rows // cache.page_size)
+    page = within(page, 0, cache.entries - 1).to(tl.int64)
+    return page * stride_page + wide(rows % cache.page_size) * stride_row
+
+
+@triton.jit
+def gather_keys(
+    keys,
+    x: Rows,
+    descale: Descale,
+    cache: KVLayout,
+    descales: Descales,
+    tile: Tile,
+    row0,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """`load_keys` of rows found one by one: in pages, or quantised in groups of dims."""
+    KV_GROUP: tl.constexpr = descales.KV_GROUP
+    rows = row0 + tl.arange(0, tile.BLOCK_N)
+    dims = tl.arange(0, BLOCK)
+    # Rows past the end are never loaded; their address repeats the last row's, a page that exists.
+    place = keys.token + tl.minimum(rows, keys.count - 1)
+    if cache.table is None:
+        offsets = wide(place) * x.stride_n
+        if KV_GROUP > 0:
+            d_offsets = wide(place) * descale.stride_n
+    else:
+        offsets = storage_rows(place, keys, cache, x.stride_b, x.stride_n)
+        if KV_GROUP > 0:
+            d_offsets = storage_rows(place, keys, cache, descale.stride_b, descale.stride_n)
+    ok = (rows < keys.count)[:, None] & (dims < DIM)[None, :]
+    if descales.IS_INT4:
+        packed = tl.load(keys.base + offsets[:, None] + (dims // 2)[None, :], mask=ok, other=0)
+        nibble = (packed.to(tl.int32) >> ((dims % 2) * 4)[None, :]) & 15
+        # Two's complement of four bits.
+        stored = ((nibble ^ 8) - 8).to(tl.float32)
+    else:
+        stored = tl.load(keys.base + offsets[:, None] + dims[None, :], mask=ok, other=0.0)
+    if KV_GROUP > 0:
+        groups = d_offsets[:, None] + (dims // KV_GROUP)[None, :]
+        scale = tl.load(descale.ptr + keys.groups + groups, mask=ok, other=0.0)
+        stored = stored.to(tl.float32) * scale
+        if descale.shift is not None:
+            stored += tl.load(descale.shift + keys.groups + groups, mask=ok, other=0.0)
+    return stored
+
+
+@triton.jit
+def load_keys(
+    keys,
+    x: Rows,
+    descale: Descale,
+    cache: KVLayout,
+    descales: Descales,
+    tile: Tile,
+    row0,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_MASKED: tl.constexpr,
+):
+    """A tile of keys from row0 on as stored or, with descales of groups, in float32; zeros past the
+    sequence. descale: of these, k's or v's."""
+    if cache.table is None and descales.KV_GROUP == 0:
+        start = keys.base + keys.token * x.stride_n
+        return load_rows(start, x.stride_n, row0, keys.count, DIM, tile.BLOCK_N, BLOCK, IS_MASKED)
+    else:
+        return gather_keys(keys, x, descale, cache, descales, tile, row0, DIM, BLOCK)

@@ -1,0 +1,268 @@
+"""From raw products q k^T to visible scores, the same in every kernel.
+
+Order: scale, softcap, ALiBi, bias, mask. Probabilities come of exp2, the hardware's own
+exponential. Plain scores of 16-bit inputs stay raw products, with scale * LOG2E folded into the
+exponent; all others are in natural units, so that (score - maximum) is exact before it is scaled
+and a lone key has a probability of exactly 1. Shapes: M query rows, N key columns.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.args.kinds import RowVector
+from heedful.kernels.args.shared import Descale, Mask, ScoreMods, Tile
+from heedful.kernels.portable.shared.sequences import wide
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# LOG2E less its float32 rounding.
+LOG2E_REST: tl.constexpr = tl.constexpr(1.925963033500e-08)
+LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+
+
+class HeadMods(NamedTuple):
+    """The score modifiers of one head of one sequence: scale with descales, slope of ALiBi, and
+    where its bias and its tree mask begin; 0 for what there is not."""
+
+    scale: Any
+    slope: Any
+    bias: Any
+    tree: Any
+
+
+@triton.jit
+def exponential(x, IS_EXACT: tl.constexpr):
+    """e^x for x <= 0. IS_EXACT, for float32 inputs: to about the digits of float32, where x * LOG2E
+    alone loses one for each doubling of x."""
+    if IS_EXACT:
+        # -inf would meet itself below; what it stands for, and all below the bound, is 0.
+        x = tl.maximum(x, -1000.0, propagate_nan=tl.PropagateNan.ALL)
+        high = x * LOG2E
+        low = tl.fma(x, LOG2E, -high)
+        low = tl.fma(x, LOG2E_REST, low)
+        rough = tl.exp2(high)
+        return tl.fma(rough, low * LN2, rough)
+    else:
+        return tl.exp2(x * LOG2E)
+
+
+@triton.jit
+def plus_product(total, a, b, PRECISION: tl.constexpr, IS_EXACT: tl.constexpr):
+    """total + a b. IS_EXACT, for float32 inputs: the product of a tile is summed by itself, since
+    one chain of additions over a whole sequence loses digits."""
+    if IS_EXACT:
+        # The bound on imprecise additions means nothing to float32 but that the compiler does not
+        # chain this product to the total.
+        return total + tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=1)
+    else:
+        return tl.dot(a, b, total, input_precision=PRECISION)
+
+
+@triton.jit
+def halves(x_RD):
+    """The first and the second half of the columns."""
+    R: tl.constexpr = x_RD.shape[0]
+    D: tl.constexpr = x_RD.shape[1]
+    return tl.split(tl.permute(tl.reshape(x_RD, [R, 2, D // 2]), [0, 2, 1]))
+
+
+@triton.jit
+def product_of_rows(a_RD, b_SD, PRECISION: tl.constexpr, IS_EXACT: tl.constexpr):
+    """a b^T. IS_EXACT, for float32 inputs: wide rows in two chains of additions, not one. All
+    kernels make scores here: the backward's have the forward's bits, so that a lone key keeps a
+    probability of exactly 1."""
+    if IS_EXACT and a_RD.shape[1] > 64:
+        a0, a1 = halves(a_RD)
+        b0, b1 = halves(b_SD)
+        first_RS = tl.dot(a0, tl.trans(b0), input_precision=PRECISION)
+        return plus_product(first_RS, a1, tl.trans(b1), PRECISION, IS_EXACT)
+    else:
+        return tl.dot(a_RD, tl.trans(b_SD), input_precision=PRECISION)
+
+
+@triton.jit
+def tanh(x):
+    """tanh to a few units in the last place, also near zero, where 1 - 2 / (exp + 1) cancels."""
+    square = x * x
+    # Minimax on |x| < 0.625 of (tanh(x) / x - 1) / x^2, relative error of tanh 4e-09.
+    poly = -5.717036400e-03
+    poly = poly * square + 2.065057885e-02
+    poly = poly * square - 5.374349521e-02
+    poly = poly * square + 1.333149125e-01
+    poly = poly * square - 3.333328392e-01
+    near = x + x * square * poly
+    size = tl.abs(x)
+    far = 1.0 - 2.0 / (tl.exp2(size * (2.0 * LOG2E)) + 1.0)
+    far = tl.where(x < 0, -far, far)
+    return tl.where(size < 0.625, near, far)
+
+
+@triton.jit
+def head_mods(scale, b, h, mods: ScoreMods, mask: Mask):
+    """The score modifiers of query head h in sequence b."""
+    slope = 0.0
+    bias = 0
+    tree = 0
+    if mods.alibi is not None:
+        slope = tl.load(mods.alibi + b * mods.stride_alibib + h)
+    if mods.bias.ptr is not None:
+        bias = mods.bias.ptr + (b * mods.bias.stride_b + h * mods.bias.stride_h)
+    if mask.tree is not None:
+        tree = mask.tree + b * mask.stride_treeb
+    return HeadMods(scale, slope, bias, tree)
+
+
+@triton.jit
+def descaled(factor, descale: Descale, place):
+    """The factor times a (batch, kv head) descale, if there is one."""
+    if descale.ptr is not None:
+        factor *= tl.load(descale.ptr + place.b * descale.stride_b + place.g * descale.stride_h)
+    return factor
+
+
+@triton.jit
+def bias_tile(row0, col0, place, head, mods: ScoreMods, tile: Tile, TRANSPOSED: tl.constexpr):
+    """Bias of a tile in float32, [M, N] or, transposed, [N, M]; 0 without one. Rows and columns
+    past the sequence repeat its last: their scores are masked or never stored."""
+    if mods.bias.ptr is None:
+        return 0.0
+    else:
+        rows = tl.minimum(tl.arange(0, tile.BLOCK_M), place.len_q - 1 - row0)
+        cols = tl.minimum(tl.arange(0, tile.BLOCK_N), place.len_k - 1 - col0)
+        base = head.bias + wide(row0) * mods.bias.stride_m + wide(col0) * mods.bias.stride_n
+        if TRANSPOSED:
+            ptrs = base + cols[:, None] * mods.bias.stride_n + rows[None, :] * mods.bias.stride_m
+        else:
+            ptrs = base + rows[:, None] * mods.bias.stride_m + cols[None, :] * mods.bias.stride_n
+        return tl.load(ptrs).to(tl.float32)
+
+
+@triton.jit
+def adjust_scores(s, distance, b_tile, head, mods: ScoreMods):
+    """(scores in natural units, d score / d (s * scale)) of raw products; `distance` is key index
+    minus the query's place on the diagonal.
+
+    Each product that enters a sum does so by a fused multiply-add, here: where the compiler may
+    contract them, scores of two kernels, or of two loops of one, differ by a rounding, and those of
+    1e9, whose neighbours are 64 away, by more than exponents survive.
+    """
+    slope_of_cap = 1.0
+    factor = head.scale
+    if mods.HAS_SOFTCAP:
+        s = tanh(s * (head.scale / mods.softcap))
+        slope_of_cap = 1.0 - s * s
+        factor = mods.softcap
+    if mods.alibi is not None:
+        s = tl.fma(tl.abs(distance).to(tl.float32), -head.slope, s * factor)
+        if mods.bias.ptr is not None:
+            s += b_tile
+    elif mods.bias.ptr is not None:
+        s = tl.fma(s, factor, b_tile)
+    else:
+        s = tl.fma(s, factor, 0.0)
+    return s, slope_of_cap
+
+
+@triton.jit
+def visible(rows, cols, distance, place, head, mask: Mask):
+    """Which scores exist, are in the window and in the tree mask; rows, cols and distance
+    broadcast."""
+    ok = in_window(cols, distance, place, mask)
+    if mask.tree is not None:
+        ok &= tree_visible(rows, cols, place, head, mask)
+    return ok
+
+
+@triton.jit
+def in_window(cols, distance, place, mask: Mask):
+    """Which scores exist and are in the window."""
+    ok = (cols < place.len_k) & (distance == distance)
+    if mask.HAS_RIGHT:
+        ok &= distance <= mask.right
+    if mask.HAS_LEFT:
+        ok &= (distance >= -mask.left) | (cols < mask.first)
+    return ok
+
+
+@triton.jit
+def tree_visible(rows, cols, place, head, mask: Mask):
+    """Which scores the tree mask leaves: it covers the last len_q keys, all before are seen."""
+    nodes = cols - (place.len_k - place.len_q)
+    inside = (nodes >= 0) & (nodes < place.len_q) & (rows < place.len_q)
+    places = head.tree + wide(rows) * mask.stride_treem + nodes
+    return tl.load(places, mask=inside, other=1) != 0
+
+
+@triton.jit
+def finite_or_zero(m):
+    """A running maximum to subtract: a row that has seen no key subtracts 0, never -inf."""
+    return tl.where(m == float("-inf"), 0.0, m)
+
+
+@triton.jit
+def sink_state(logit, m_M, IS_ADJUSTED: tl.constexpr):
+    """(maximum, sum) of rows that have seen nothing but the sink, in natural units or in base 2: a
+    maximum that was rounded has a sum of a little more or less than 1. m_M: of their shape."""
+    m_M = tl.zeros_like(m_M) + logit
+    l_M = tl.full(m_M.shape, 1.0, tl.float32)
+    if not IS_ADJUSTED:
+        top_M = finite_or_zero(m_M * LOG2E)
+        l_M = tl.exp2(tl.fma(m_M, LOG2E, -top_M))
+        m_M *= LOG2E
+    return m_M, tl.where(m_M == float("-inf"), 0.0, l_M)
+
+
+@triton.jit
+def lse_to_subtract(
+    lse: RowVector, offsets, exists, IS_ADJUSTED: tl.constexpr, IS_MASKED: tl.constexpr
+):
+    """LSE in the units of scores: natural ones if IS_ADJUSTED, else in base 2. Rows that saw
+    nothing or do not exist subtract inf: probability 0."""
+    if IS_MASKED:
+        lse_M = tl.load(lse.ptr + offsets, mask=exists, other=float("inf"))
+    else:
+        lse_M = tl.load(lse.ptr + offsets)
+    lse_M = tl.where(lse_M == float("-inf"), float("inf"), lse_M)
+    if not IS_ADJUSTED:
+        lse_M *= LOG2E
+    return lse_M
+
+
+@triton.jit
+def probabilities(
+    q_MD,
+    k_ND,
+    lse_M,
+    row0,
+    col0,
+    place,
+    head,
+    mask: Mask,
+    mods: ScoreMods,
+    tile: Tile,
+    IS_MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """(probabilities, d score / d (s * scale)) of a tile whose LSE is known, [M, N] or, transposed,
+    [N, M]. lse_M: what is subtracted from scores, in their units, see `lse_to_subtract`."""
+    IS_EXACT: tl.constexpr = q_MD.dtype == tl.float32
+    rows_M = row0 + tl.arange(0, tile.BLOCK_M)
+    cols_N = col0 + tl.arange(0, tile.BLOCK_N)
+    if TRANSPOSED:
+        s = product_of_rows(k_ND, q_MD, tile.PRECISION, IS_EXACT)
+        rows, cols, lse = rows_M[None, :], cols_N[:, None], lse_M[None, :]
+    else:
+        s = product_of_rows(q_MD, k_ND, tile.PRECISION, IS_EXACT)
+        rows, cols, lse = rows_M[:, None], cols_N[None, :], lse_M[:, None]
+    distance = cols - (rows + place.off)
+    slope_of_cap = 1.0
+    if mods.IS_ADJUSTED:
+        b_tile = bias_tile(row0, col0, place, head, mods, tile, TRANSPOSED)
+        s, slope_of_cap = adjust_scores(s, distance, b_tile, head, mods)
+        p = exponential(s - lse, IS_EXACT)
+    else:
+        p = tl.exp2(tl.fma(s, head.scale * LOG2E, -lse))
+    if IS_MASKED:
+        p = tl.where(visible(rows, cols, distance, place, head, mask), p, 0.0)
+    return p, slope_of_cap

@@ -1,0 +1,138 @@
+"""Storage that belongs to no sequence: packed tokens past a sequence's used length, between
+sequences, before the first and behind the last, and rows before a left-padded one.
+
+The attention kernels write rows of their tiles alone, so that they need not keep addresses for
+this alive through their loops. Shapes: B batch, H heads, N rows, D and E head dims.
+"""
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.args.kinds import SplitRows, SplitRowVector
+from heedful.kernels.args.portable import ClearOutsideIO, ClearUnusedIO
+from heedful.kernels.common.sequences import sequence, within
+from heedful.kernels.portable.shared.sequences import row_base, store_rows, wide
+
+
+@triton.jit
+def fill_rows(
+    base,
+    stride_row,
+    begin,
+    end,
+    DIM: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    VALUE: tl.constexpr,
+):
+    """Writes VALUE into rows [begin, end)."""
+    tile = tl.full([ROWS, BLOCK], VALUE, tl.float32)
+    for row0 in range(begin, end, ROWS):
+        store_rows(base, tile, stride_row, row0, end, DIM)
+
+
+# Rows that a program clears at a time.
+GAP_ROWS = tl.constexpr(16)
+
+
+@triton.jit
+def clear_gaps(
+    out: SplitRows,
+    lse: SplitRowVector,
+    split,
+    cu_seqlens,
+    total,
+    batch,
+    heads,
+    share,
+    shares,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes what packed rows before the first sequence and behind the last have: zeros into out
+    (total, heads, DIM), -inf into lse (heads, total); either may be absent. Each of
+    `shares` programs has its share."""
+    before, behind, gaps = gaps_of(cu_seqlens, total, batch)
+    dims = tl.arange(0, BLOCK)
+    for block in range(share, tl.cdiv(gaps, GAP_ROWS) * heads, shares):
+        own = tl.arange(0, GAP_ROWS)
+        clear_block(block, own, dims, before, behind, gaps, out, lse, split, heads, DIM)
+
+
+@triton.jit
+def gaps_of(cu_seqlens, total, batch):
+    """(rows before the first sequence, the first behind the last, rows of both) of packed rows."""
+    before = within(tl.load(cu_seqlens), 0, total)
+    behind = within(tl.load(cu_seqlens + batch), before, total)
+    return before, behind, before + (total - behind)
+
+
+@triton.jit
+def clear_block(
+    block,
+    own,
+    dims,
+    before,
+    behind,
+    gaps,
+    out: SplitRows,
+    lse: SplitRowVector,
+    split,
+    heads,
+    DIM: tl.constexpr,
+):
+    """The same of GAP_ROWS of these rows, of one head: of all such blocks number `block`. own: 0 to
+    GAP_ROWS - 1; dims: 0 to a power of two from DIM on; in any layout."""
+    h = wide(block % heads)
+    rows = block // heads * GAP_ROWS + own
+    exists = rows < gaps
+    tokens = wide(tl.where(rows < before, rows, rows - before + behind))
+    if out.ptr is not None:
+        base = out.ptr + split * out.stride_s + h * out.stride_h
+        ptrs = base + tokens[:, None] * out.stride_n + dims[None, :]
+        tl.store(ptrs, 0.0, mask=exists[:, None] & (dims < DIM)[None, :])
+    if lse.ptr is not None:
+        starts = lse.ptr + split * lse.stride_s + h * lse.stride_h
+        tl.store(starts + tokens, float("-inf"), mask=exists)
+
+
+@triton.jit
+def clear_outside(io: ClearOutsideIO, total, batch, heads, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """`clear_gaps`, beside attention kernels that do not clear any."""
+    share, shares = tl.program_id(0), tl.num_programs(0)
+    clear_gaps(io.out, io.lse, 0, io.cu_seqlens, total, batch, heads, share, shares, DIM, BLOCK)
+
+
+@triton.jit
+def clear_unused(
+    io: ClearUnusedIO,
+    seqlen,
+    batch,
+    heads,
+    DIM_X: tl.constexpr,
+    DIM_Y: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_X: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+    FILL_Y: tl.constexpr,
+):
+    """Zeros what no sequence uses of x (B, N, H, D) and writes FILL_Y there in y (B, N, H, E)."""
+    b = wide(tl.program_id(0) // heads)
+    h = wide(tl.program_id(0) % heads)
+    token, used, room = sequence(b, io.cu_seqlens, io.seqused, io.leftpad, seqlen)
+    before = token
+    if io.cu_seqlens is not None:
+        if b > 0:
+            before = token - within(tl.load(io.cu_seqlens + b), 0, seqlen)
+        if b + 1 == batch:
+            room = (seqlen - token).to(tl.int32)
+    x = row_base(io.x, b, h, token)
+    fill_rows(x, io.x.stride_n, used, room, DIM_X, BLOCK_N, BLOCK_X, 0.0)
+    if io.y.ptr is not None:
+        y = row_base(io.y, b, h, token)
+        fill_rows(y, io.y.stride_n, used, room, DIM_Y, BLOCK_N, BLOCK_Y, FILL_Y)
+    x -= before * io.x.stride_n
+    fill_rows(x, io.x.stride_n, 0, before, DIM_X, BLOCK_N, BLOCK_X, 0.0)
+    if io.y.ptr is not None:
+        y -= before * io.y.stride_n
+        fill_rows(y, io.y.stride_n, 0, before, DIM_Y, BLOCK_N, BLOCK_Y, FILL_Y)

@@ -1,0 +1,69 @@
+"""Kernel calls to artifacts: from memory, a loaded pack, the disk cache, or the compiler.
+
+Each variant is looked up or compiled once a process, by one thread. Counters tell what happened.
+"""
+
+import threading
+from collections import Counter
+from functools import cache
+
+from heedful.core.base import settings
+from heedful.core.base.forks import new_lock
+from heedful.launch.code import packs
+from heedful.launch.code.artifact import Artifact
+from heedful.launch.code.cache import DiskCache
+from heedful.launch.code.identity import cache_key, kernel_key, toolchain
+from heedful.launch.program.spec import KernelCall
+
+counters: Counter[str] = Counter()
+
+_artifacts: dict[tuple, Artifact] = {}
+_locks: dict[tuple, threading.Lock] = {}
+_guard = new_lock()
+
+
+def artifact(call: KernelCall, arch: str) -> Artifact:
+    """The compiled kernel of a call for an architecture (sm_90, gfx950, ...).
+
+    Raises RuntimeError where it is nowhere to be found and there is no Triton to compile it.
+    """
+    key = (arch, call.variant)
+    with _guard:
+        lock = _locks.get(key) or _locks.setdefault(key, new_lock())
+    with lock:
+        found = _artifacts.get(key)
+        if found is None:
+            found = _artifacts[key] = _find_or_compile(call, arch)
+        else:
+            counters["memory_hits"] += 1
+    return found
+
+
+def _find_or_compile(call: KernelCall, arch: str) -> Artifact:
+    packed = packs.find(kernel_key(call, arch))
+    if packed is not None:
+        counters["pack_hits"] += 1
+        return packed
+    if not toolchain():
+        raise RuntimeError(
+            f"{call.kernel.function} for {arch} is in no loaded pack, and there is no Triton here"
+            " to compile it: add this problem to the pack (heedful prebuild)"
+        )
+
+    def compile_now() -> Artifact:
+        from heedful.launch.code.triton_compat import compile_artifact
+
+        return compile_artifact(call, arch)
+
+    found, made = _disk_cache().get_or_make(cache_key(call, arch), compile_now)
+    counters["compiles" if made else "disk_hits"] += 1
+    return found
+
+
+def _disk_cache() -> DiskCache:
+    """The cache that the settings name now."""
+    names = ("cache_dir", "cache_limit", "cache_read_only")
+    return _opened(*(settings.get(name) for name in names))
+
+
+_opened = cache(DiskCache)

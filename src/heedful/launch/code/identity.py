@@ -1,0 +1,85 @@
+"""What a compiled kernel is the compilation of: names for it that need no compiler to work out."""
+
+import hashlib
+import importlib.util
+import os
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+
+import heedful.kernels
+from heedful.core.base.installed import triton_version
+from heedful.launch.program.spec import KernelCall, KernelRef
+
+_KERNELS = Path(heedful.kernels.__file__).parent
+# How a kernel is given to the compiler, and what an artifact says of its parameters.
+_HOST = tuple(Path(__file__).with_name(name) for name in ("artifact.py", "triton_compat.py"))
+
+# How the variables begin by which Triton, LLVM and ptxas are told what code to make. One that is
+# new is taken to matter: that costs a compilation, and the other way costs a wrong kernel.
+_TOLD = ("TRITON_", "AMDGCN_", "NVPTX_", "PTXAS_", "LLVM_", "MLIR_", "USE_IR_LOC", "ALLOW_LHS_")
+_TOLD += ("DISABLE_LLVM_", "DISABLE_PTXAS_", "DISABLE_MMA_", "DISABLE_FAST_")
+# Those of them that only say where Triton keeps or finds things, or how it runs kernels.
+_PLACES = ("TRITON_HOME", "TRITON_CACHE_", "TRITON_REDIS_", "TRITON_REMOTE_CACHE_", "TRITON_PRINT_")
+_PLACES += ("TRITON_DUMP_DIR", "TRITON_LIBCUDA_", "TRITON_LIBHIP_", "TRITON_INTERPRET")
+_PLACES += ("TRITON_DEFAULT_BACKEND", "TRITON_CUDACRT_", "TRITON_CUDART_", "TRITON_PROTON_")
+
+
+@cache
+def source_digest(module: str) -> str:
+    """SHA-256 over the sources that a kernel module may draw on: all of heedful's kernels, since
+    families share code, or its own file for a module elsewhere."""
+    if module.startswith("heedful.kernels."):
+        return files_digest(sorted(_KERNELS.rglob("*.py")))
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"no module {module}")
+    return files_digest([Path(spec.origin)])
+
+
+@cache
+def _host_digest() -> str:
+    return files_digest(_HOST)
+
+
+def files_digest(files: Iterable[Path]) -> str:
+    """SHA-256 over the names and contents of files."""
+    digest = hashlib.sha256()
+    for file in files:
+        content = hashlib.sha256(file.read_bytes()).hexdigest()
+        digest.update(f"{file.parent.name}/{file.name} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def toolchain() -> str:
+    """The compiler that would compile here, with what the environment tells it: empty without
+    Triton."""
+    version = triton_version()
+    if version is None:
+        return ""
+    return " ".join((f"triton {version}", *_environment()))
+
+
+def _environment() -> Iterator[str]:
+    """The variables that change what the compiler makes. A file that one names, such as a foreign
+    assembler, may be replaced under its name: its size and date belong to it."""
+    for name, value in sorted(os.environ.items()):
+        if not name.startswith(_TOLD) or name.startswith(_PLACES):
+            continue
+        try:
+            status = os.stat(value) if os.path.isfile(value) else None
+        except (OSError, ValueError):
+            status = None
+        yield f"{name}={value}" + (f"@{status.st_size},{status.st_mtime_ns}" if status else "")
+
+
+def kernel_key(call: KernelCall, arch: str) -> str:
+    """Names a variant of a kernel's source on an architecture, whoever compiles it."""
+    ref: KernelRef = call.kernel
+    text = repr((source_digest(ref.module), _host_digest(), arch, call.variant))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def cache_key(call: KernelCall, arch: str) -> str:
+    """Names what this toolchain makes of the variant."""
+    return hashlib.sha256(f"{kernel_key(call, arch)} {toolchain()}".encode()).hexdigest()

@@ -1,0 +1,402 @@
+"""A program bound to a device: loaded kernels, and the numbers of their argument buffers.
+
+What is compiled, loaded and worked out about a buffer's layout is of a kind; numbers alone differ
+between calls of a kind, and not all of them: the rest lies in an image of the buffer. A call that
+comes but once packs all of a buffer at once and keeps nothing. One that comes again is bound to its
+numbers: running it costs packing the addresses, of all kernels at once, and a driver call for each.
+Safe under threads: each launch takes a buffer of its own from a pool, which all calls of the kind
+share.
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+from copy import copy
+from itertools import compress
+from operator import itemgetter
+from typing import Any
+
+from heedful.core.base.arrays import item_bytes
+from heedful.core.base.device import vendor_of
+from heedful.core.base.symbols import Symbol, settled
+from heedful.launch.code.artifact import TENSOR_MAP_BYTES, Artifact, map_words
+from heedful.launch.code.compiler import artifact as compile_call
+from heedful.launch.code.compiler import counters
+from heedful.launch.driver import driver
+from heedful.launch.program.spec import KernelCall, Program, Scalar, TensorMap
+
+# Encoded tensor maps that one argument keeps: a call's addresses recur, as allocators reuse memory.
+_MOST_MAPS = 4096
+_pack_map = struct.Struct(f"{TENSOR_MAP_BYTES}s").pack_into
+_known = dict.get
+
+_DIMS = 3  # of a grid
+_FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}
+
+# (device index, arch, variant) -> function handle in that device's context.
+_functions: dict[tuple, object] = {}
+
+
+class KernelKind:
+    """One kernel of a program, compiled and loaded, for calls that differ in numbers alone: its
+    lengths may be symbols."""
+
+    # Of a copy, too, attributes are found fast.
+    __slots__ = (
+        "artifact",
+        "fill",
+        "grid",
+        "layout",
+        "maps",
+        "pool",
+        "_addresses",
+        "_device",
+        "_driver",
+        "_fields",
+        "_function",
+        "_image",
+        "_queued",
+    )
+
+    def __init__(
+        self,
+        call: KernelCall,
+        arch: str,
+        device: int,
+        names: Sequence[str],
+        numbers: Sequence[Any],
+        begin: int,
+    ):
+        """names: of buffers, in the order of the addresses. numbers: of the call. begin: where
+        those that change begin among all that do."""
+        self.artifact = artifact = compile_call(call, arch)
+        if artifact.scratch_bytes:
+            raise RuntimeError(f"{call.kernel.function}: compiler scratch is not supported")
+        if artifact.cluster != call.cluster:
+            raise RuntimeError(
+                f"{call.kernel.function} is compiled for clusters of {artifact.cluster}, "
+                f"the launch asks for {call.cluster}"
+            )
+        self._driver = driver(vendor_of(arch))
+        key = (device, arch, call.variant)
+        if key not in _functions:
+            _functions[key] = self._driver.load(artifact, device)
+        self._function, self._device = _functions[key], device
+        self._queued = call.programmatic, call.cooperative
+        self.grid = slice(begin, begin + 3)
+        offsets = {p.name: p.offset for p in artifact.parameters}
+        places = {name: names.index(buffer) for name, buffer in _buffers(call).items()}
+        pointers = [(offsets[n], places[n]) for n in places if n not in artifact.tensor_maps]
+        words, end = map_words(artifact)
+        # Of each tensor map, in the driver's order: places of its array among the addresses, of
+        # the map in the buffer, and of the address that it is encoded from.
+        self.maps = [(places[name], offsets[name], word) for name, word in words.items()]
+        self.layout = artifact.parameter_bytes, pointers, [offset for _, offset, _ in self.maps]
+        places_of = {index: begin + n for n, index in enumerate(_changing(numbers))}
+        self._fields, self._image = [], bytearray(end)
+        for offset, kind, index in _fields(call, artifact):
+            if index in places_of:
+                self._fields.append((offset, kind, places_of[index]))
+            else:
+                struct.pack_into("<" + kind, self._image, offset, numbers[index])
+        self._addresses = pointers + [(word, index) for index, _, word in self.maps]
+        self.fill = _filler(self._image, self._fields, self._addresses)
+        self.pool: list = []
+
+    def narrowed(self, numbers: Sequence[Any]) -> "KernelKind":
+        """The same kernel for some of its calls. numbers: all of them, plain ones where these are
+        the same for those calls."""
+        other = copy(self)
+        other._fields, other._image = [], bytearray(self._image)
+        for offset, kind, place in self._fields:
+            if isinstance(numbers[place], Symbol):
+                other._fields.append((offset, kind, place))
+            else:
+                struct.pack_into("<" + kind, other._image, offset, numbers[place])
+        other.fill = _filler(other._image, other._fields, self._addresses)
+        return other
+
+    def take(self):
+        """An argument buffer."""
+        try:
+            return self.pool.pop()
+        except IndexError:
+            return self._driver.Slot(self.artifact, self._function, self._device, *self._queued)
+
+    def run(self, numbers: Sequence[int | float], addresses: Sequence[int], stream: int) -> None:
+        """Launches with these on a raw stream; the device must be current."""
+        x, y, z = numbers[self.grid]
+        if not (x and y and z):
+            return
+        slot = self.take()
+        self.fill(slot.buffer, numbers, addresses)
+        slot.set_grid(x, y, z)
+        if self.maps:
+            slot.encode_all()
+        slot.launch(stream)
+        self.pool.append(slot)
+        counters["launches"] += 1
+
+
+class Slots:
+    """An argument buffer for each of some kernels, which are launched one after the other; used by
+    one thread at a time. owner: the program whose grids they have."""
+
+    __slots__ = ("buffers", "each", "launches", "owner")
+
+    def __init__(self, each: Sequence[Any]):
+        self.each = each
+        self.owner: BoundProgram | None = None
+        self.buffers = [slot.buffer for slot in each]
+        self.launches = [slot.launch for slot in each]
+
+
+class Together:
+    """Kernels of a program that are launched one after the other, all of whose buffers are filled
+    by one call."""
+
+    __slots__ = ("count", "kernels", "maps", "parts", "pick", "pool", "refill")
+
+    def __init__(self, kernels: Sequence[KernelKind]):
+        self.kernels, self.count = kernels, len(kernels)
+        # Of each tensor map: its kernel, its number there, and places as of KernelKind.maps.
+        self.maps = [
+            (at, number, index, offset)
+            for at, kernel in enumerate(kernels)
+            for number, (index, offset, _) in enumerate(kernel.maps)
+        ]
+        self.pick = _getter([index for _, _, index, _ in self.maps])
+        self.refill, self.parts = _refiller([kernel.layout for kernel in kernels])
+        self.pool: list[Slots] = []
+
+    def new_slots(self) -> Slots:
+        """Argument buffers, where none are free."""
+        return Slots([kernel.take() for kernel in self.kernels])
+
+
+class BoundProgram:
+    """Kernels with all their numbers: everything but addresses. Many share a kind."""
+
+    __slots__ = ("_encoded", "_kind", "_numbers", "_rest")
+
+    def __init__(self, kind: Together, numbers: Sequence[int | float]):
+        """numbers: all that the kernels take their own from. No grid is empty."""
+        self._kind, self._numbers = kind, numbers
+        # Of each map, by address. Encoding asks the driver, which takes ten times as long as
+        # looking up what it said.
+        self._encoded: list[dict[int, bytes]] = [{} for _ in kind.maps]
+        # What buffers hold between addresses and maps.
+        self._rest: list[bytes] | None = None
+
+    def run(self, addresses: Sequence[int], stream: int) -> None:
+        """Launches on a raw stream; the device must be current."""
+        kind, rest, maps = self._kind, self._rest, ()
+        if self._encoded:
+            maps = [*map(_known, self._encoded, kind.pick(addresses))]
+            if not all(maps):
+                rest = None
+        try:
+            slots = kind.pool.pop()
+        except IndexError:
+            slots = kind.new_slots()
+        if rest is None:
+            self._fill(slots, addresses, maps)
+        else:
+            kind.refill(slots.buffers, rest, addresses, maps)
+        if slots.owner is not self:
+            for kernel, slot in zip(kind.kernels, slots.each, strict=True):
+                slot.set_grid(*self._numbers[kernel.grid])
+            slots.owner = self
+        for launch in slots.launches:
+            launch(stream)
+        kind.pool.append(slots)
+        counters["launches"] += kind.count
+
+    def _fill(self, slots: Slots, addresses: Sequence[int], maps: Sequence[bytes | None]) -> None:
+        """Fills buffers wherever they were before, and encodes the maps that are not known."""
+        kind, buffers = self._kind, slots.buffers
+        for kernel, buffer in zip(kind.kernels, buffers, strict=True):
+            kernel.fill(buffer, self._numbers, addresses)
+        if self._rest is None:
+            self._rest = [buffers[at][begin:end] for at, begin, end in kind.parts]
+        for encoded, known, (at, number, index, offset) in zip(
+            maps, self._encoded, kind.maps, strict=True
+        ):
+            if encoded is not None:
+                _pack_map(buffers[at], offset, encoded)
+                continue
+            if len(known) >= _MOST_MAPS:
+                known.clear()
+            slots.each[at].encode(number)
+            known[addresses[index]] = buffers[at][offset : offset + TENSOR_MAP_BYTES]
+
+
+def _nothing(*_) -> None:
+    """Runs a program all of whose grids are empty."""
+
+
+class ProgramKind:
+    """Every kernel of a program, for calls that differ in numbers alone. Compiles and loads on
+    construction."""
+
+    __slots__ = ("_kernels", "_together")
+
+    def __init__(
+        self,
+        program: Program,
+        arch: str,
+        device: int,
+        names: Sequence[str],
+        numbers: Sequence[Sequence[Any]],
+        before: int = 0,
+    ):
+        """numbers: of each kernel, as `numbers_of` has them. before: how many come before what
+        changes of these."""
+        self._kernels: list[KernelKind] = []
+        for call, own in zip(program.calls, numbers, strict=True):
+            self._kernels.append(KernelKind(call, arch, device, names, own, before))
+            before += len(changing(own))
+        # By which of them have something to do.
+        self._together: dict[tuple[bool, ...], Together] = {}
+
+    def narrowed(self, numbers: Sequence[Any]) -> "ProgramKind":
+        """The same program for some of its calls. numbers: see KernelKind.narrowed."""
+        other = copy(self)
+        other._kernels = [kind.narrowed(numbers) for kind in self._kernels]
+        other._together = {}
+        return other
+
+    def bind(self, numbers: Sequence[int | float]) -> Callable[[Sequence[int], int], None]:
+        """Runs the kernels with their numbers, those of each call after those of the one before,
+        on addresses and a stream: see BoundProgram.run."""
+        busy = tuple([0 not in numbers[kind.grid] for kind in self._kernels])
+        if not any(busy):
+            return _nothing
+        kind = self._together.get(busy)
+        if kind is None:
+            kind = Together([*compress(self._kernels, busy)])
+            kind = self._together.setdefault(busy, kind)
+        return BoundProgram(kind, numbers).run
+
+    def run(self, numbers: Sequence[int | float], addresses: Sequence[int], stream: int) -> None:
+        """Launches all kernels and keeps nothing, for numbers that come but once."""
+        for kernel in self._kernels:
+            kernel.run(numbers, addresses, stream)
+
+
+def numbers_of(call: KernelCall) -> list[Any]:
+    """All that a launch's buffer and grid hold but addresses: the grid, then each number and each
+    tensor map's shape, strides, and strides in bytes without the last, in the order of the
+    arguments. Those that are the same for all calls of its case are no symbols."""
+    numbers: list[Any] = [*call.grid]
+    for argument in call.arguments.values():
+        match argument:
+            case Scalar(value=value):
+                numbers.append(value)
+            case TensorMap(dtype=dtype, shape=shape, strides=strides):
+                item = item_bytes(dtype)
+                numbers += (*shape, *strides, *[stride * item for stride in strides[:-1]])
+    return settled(numbers)
+
+
+def changing(numbers: Sequence[Any]) -> list[Any]:
+    """Of a kernel's numbers the grid and what differs between calls of its case. The rest is packed
+    once: each value takes its time."""
+    return [numbers[index] for index in _changing(numbers)]
+
+
+def _changing(numbers: Sequence[Any]) -> list[int]:
+    return [i for i, number in enumerate(numbers) if i < _DIMS or isinstance(number, Symbol)]
+
+
+def _buffers(call: KernelCall) -> dict[str, str]:
+    """The buffer of each argument that is an address or a tensor map."""
+    return {name: a.buffer for name, a in call.arguments.items() if not isinstance(a, Scalar)}
+
+
+def _fields(call: KernelCall, artifact: Artifact) -> list[tuple[int, str, int]]:
+    """(offset in the buffer, format, place among the call's numbers)."""
+    at = _DIMS
+    words, _ = map_words(artifact)
+    formats = {
+        p.name: (p.offset, _FORMATS[p.type]) for p in artifact.parameters if p.type in _FORMATS
+    }
+    found: list[tuple[int, str, int]] = []
+    for name, argument in call.arguments.items():
+        match argument:
+            case Scalar():
+                found.append((*formats[name], at))
+                at += 1
+            case TensorMap(shape=shape):
+                rank = len(shape)
+                for i in range(rank):
+                    found.append((*formats[f"{name}.shape[{i}]"], at + i))
+                    found.append((*formats[f"{name}.strides[{i}]"], at + rank + i))
+                # Innermost first, behind the address: sizes, then steps.
+                inward = [at + i for i in reversed(range(rank))]
+                inward += [at + 2 * rank + i for i in reversed(range(rank - 1))]
+                first = words[name] + 8
+                found += [(first + 8 * n, "q", place) for n, place in enumerate(inward)]
+                at += 3 * rank - 1
+    return found
+
+
+def _filler(
+    image: bytearray, numbers: list[tuple[int, str, int]], addresses: list[tuple[int, int]]
+) -> Callable[[Any, Sequence[int | float], Sequence[int]], None]:
+    """(buffer, numbers, addresses) -> the whole buffer is like the image, with some of these in it.
+
+    numbers: offset, format and place of each. addresses: offset and place of each.
+    """
+    fields = [(offset, kind, f"numbers[{place}]") for offset, kind, place in numbers]
+    fields += [(offset, "Q", f"addresses[{place}]") for offset, place in addresses]
+    layout, values, position = "<", "", 0
+    for offset, kind, value in (*sorted(fields), (len(image), "", "")):
+        between = bytes(image[position:offset])
+        layout += f"{len(between)}{'s' if any(between) else 'x'}{kind}"
+        values += f", {between}" * any(between) + f", {value}" * bool(kind)
+        position = offset + struct.calcsize("<" + kind)
+    # As code, which takes less time than putting together what is packed.
+    code = f"lambda buffer, numbers, addresses: pack_into(buffer, 0{values})"
+    return eval(code, {"pack_into": struct.Struct(layout).pack_into})
+
+
+# Of a kernel's buffer: up to where a launch reads it; of each pointer the offset, and its place
+# among the addresses; offsets of maps.
+_Layout = tuple[int, list[tuple[int, int]], list[int]]
+
+
+def _refiller(
+    layouts: Sequence[_Layout],
+) -> tuple[Callable[..., None], list[tuple[int, int, int]]]:
+    """(buffers, rest, addresses, maps) -> the buffers up to their ends; and of `rest`, which lies
+    between what changes, the number of the buffer, and where it begins and ends."""
+    calls, parts, count = [], [], 0
+    scope = {}
+    for at, (end, pointers, maps) in enumerate(layouts):
+        fields = [(offset, 8, "Q", f"addresses[{place}]") for offset, place in pointers]
+        fields += [
+            (offset, TENSOR_MAP_BYTES, f"{TENSOR_MAP_BYTES}s", f"maps[{index}]")
+            for index, offset in enumerate(maps, count)
+        ]
+        count += len(maps)
+        layout, values, position = "<", "", 0
+        for offset, size, kind, value in (*sorted(fields), (end, 0, "", "")):
+            if offset > position:
+                values += f", rest[{len(parts)}]"
+                layout += f"{offset - position}s"
+                parts.append((at, position, offset))
+            layout += kind
+            values += f", {value}" * bool(kind)
+            position = offset + size
+        scope[f"pack_{at}"] = struct.Struct(layout).pack_into
+        calls.append(f"pack_{at}(buffers[{at}], 0{values})")
+    code = f"lambda buffers, rest, addresses, maps: ({', '.join(calls)},)"
+    return eval(code, scope), parts
+
+
+def _getter(indices: list[int]):
+    """Picks items as a sequence, one item or none included."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    begin = indices[0] if indices else 0
+    return itemgetter(slice(begin, begin + len(indices)))

@@ -1,0 +1,108 @@
+"""The arrays of a problem when nobody has made them: contiguous, aligned, of the right shapes.
+
+For compiling ahead of time, for inspection and for front ends that have no tensors yet.
+"""
+
+from collections.abc import Mapping
+
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.call.problem import AttentionProblem
+
+Buffers = dict[str, ArraySpec]
+
+
+def inputs(problem: AttentionProblem) -> Buffers:
+    """Every operand that the problem says it has, by Operands' names."""
+    p, make = problem, ArraySpec.contiguous
+    tokens_q = (p.total_q,) if p.total_q is not None else (p.batch, p.seqlen_q)
+    buffers = {"q": make((*tokens_q, p.heads_q, p.head_dim), p.dtype)}
+    storage = _kv_storage(p)
+    halves = 2 if p.kv_dtype == "int4" else 1
+    for name, dim in (("k", p.head_dim), ("v", p.head_dim_v)):
+        buffers[name] = make((*storage, p.heads_k, dim // halves), p.kv_dtype)
+        if p.kv_group:
+            groups = (*storage, p.heads_k, dim // p.kv_group)
+            buffers[f"{name}_descale"] = make(groups, "float32")
+            if p.kv_shift:
+                buffers[f"{name}_shift"] = make(groups, "float32")
+        elif p.quantized_kv:
+            buffers[f"{name}_descale"] = make((p.batch, p.heads_k), "float32")
+    if p.bias:
+        buffers["bias"] = make((p.batch, p.heads_q, p.seqlen_q, p.seqlen_k), p.dtype)
+    if p.alibi:
+        buffers["alibi_slopes"] = make((p.batch, p.heads_q), "float32")
+    if p.sink:
+        buffers["sink"] = make((p.heads_q,), "float32")
+    if p.tree_mask:
+        buffers["tree_mask"] = make((p.batch, p.seqlen_q, p.seqlen_q), "bool")
+    if p.dropout_p > 0:
+        buffers["seed"] = make((1,), "int64")
+    present = {
+        "cu_seqlens_q": (p.varlen_q, p.batch + 1),
+        "cu_seqlens_k": (p.varlen_k, p.batch + 1),
+        "seqused_q": (p.used_q, p.batch),
+        "seqused_k": (p.used_k, p.batch),
+        "kv_batch_idx": (p.kv_batch_idx, p.batch),
+        "leftpad_k": (p.leftpad_k, p.batch),
+    }
+    buffers |= {name: make((n,), "int32") for name, (there, n) in present.items() if there}
+    if p.page_size:
+        buffers["block_table"] = make((p.batch, _pages(p)), "int32")
+    return buffers
+
+
+def results(problem: AttentionProblem) -> Buffers:
+    """What the forward makes."""
+    made = {"out": ArraySpec.contiguous(problem.out_shape, problem.out_dtype)}
+    if problem.makes_lse:
+        made["lse"] = ArraySpec.contiguous(problem.lse_shape, "float32")
+    if problem.keeps_rest:
+        made["rest"] = made["lse"]
+    if problem.return_probs:
+        made["probs"] = ArraySpec.contiguous(problem.probs_shape, problem.out_dtype)
+    return made
+
+
+def forward(problem: AttentionProblem) -> Buffers:
+    """Inputs and outputs of the forward."""
+    return inputs(problem) | results(problem)
+
+
+def backward(problem: AttentionProblem) -> Buffers:
+    """Inputs and outputs of the backward, with no cotangent for the log-sum-exp."""
+    buffers = forward(problem)
+    buffers.pop("probs", None)
+    buffers["lse"] = ArraySpec.contiguous(problem.lse_shape, "float32")
+    buffers["dout"] = buffers["out"]
+    for name in ("q", "k", "v"):
+        buffers[f"d{name}"] = buffers[name]
+    if problem.bias_grad:
+        buffers["dbias"] = buffers["bias"]
+    if problem.sink:
+        buffers["dsink"] = buffers["sink"]
+    return buffers
+
+
+def _kv_storage(problem: AttentionProblem) -> tuple[int, ...]:
+    if problem.page_size:
+        return problem.batch * _pages(problem), problem.page_size
+    if problem.total_k is not None:
+        return (problem.total_k,)
+    return problem.batch, problem.seqlen_k
+
+
+def _pages(problem: AttentionProblem) -> int:
+    """Pages that the longest sequence needs."""
+    return -(-problem.seqlen_k // problem.page_size)
+
+
+def check(problem: AttentionProblem, buffers: Mapping[str, ArraySpec]) -> None:
+    """Raises ValueError for arrays that no kernel of this problem can be given."""
+    if "probs" in buffers and "lse" not in buffers:
+        raise ValueError("probs need lse: the probabilities are made from it")
+    if problem.page_size and "cu_seqlens_k" in buffers:
+        raise ValueError("cu_seqlens_k beside block_table must come as seqused_k")
+    for name in ("k", "v"):
+        descale, shift = (buffers.get(f"{name}_{what}") for what in ("descale", "shift"))
+        if descale is not None and shift is not None and shift.steps != descale.steps:
+            raise ValueError(f"{name}_shift must have the strides of {name}_descale")

@@ -1,0 +1,68 @@
+"""From a plan to programs, by the modules that the registered kernels name."""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import replace
+
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.planning.plan import Plan
+from heedful.core.planning.sizes import Workspace
+from heedful.launch.bind import portable_cache
+from heedful.launch.program import buffers as canonical
+from heedful.launch.program.spec import Program
+
+
+def program(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec] | None = None) -> Program:
+    """The kernel launches of one direction of a plan.
+
+    buffers: the arrays at hand, by name; those of a contiguous call if None. For the backward, keys
+    in pages have been gathered into dense ones (see torch/eager/pages.py).
+    Raises ValueError for a backend that launches no kernels (cpu, sdpa).
+    """
+    row = plan.row(direction)
+    if not row.program:
+        raise ValueError(f"the {direction} runs on {row.backend!r}, which has no kernels to launch")
+    if direction == "backward" and plan.problem.page_size:
+        plan = replace(plan, problem=plan.problem.gathered())
+    given = getattr(canonical, direction)(plan.problem) if buffers is None else buffers
+    canonical.check(plan.problem, given)
+    return getattr(importlib.import_module(row.program), direction)(plan.problem, plan, given)
+
+
+def step(
+    plan: Plan, buffers: Mapping[str, ArraySpec], interleaved: bool, position0: int
+) -> Program:
+    """What a call over a cache launches that gives it new keys and values: these go in, rotary
+    positions are applied, and the forward of a plan follows, in one kernel if that appends itself.
+
+    buffers: the arrays of attention, and k_new, v_new and cache_seqlens (B,), the storage rows of
+    sequences ahead of the new ones. Keys are counted, unless there is a seqused_k. With rotary_cos
+    and rotary_sin there is q_new, and q where rotated queries are left to the caller. interleaved:
+    whether pairs of rotary dims are neighbours. position0: what positions count before the cache.
+    """
+    leaves_q = "q_new" in buffers and "q" in buffers
+    if plan.appends_ahead("seqused_k" not in buffers, leaves_q):
+        return in_turn(plan, buffers, interleaved, position0)
+    canonical.check(plan.problem, buffers)
+    module = importlib.import_module(plan.row("forward").program)
+    made: Program = module.step(plan, buffers, interleaved, position0)
+    return made
+
+
+def in_turn(
+    plan: Plan, buffers: Mapping[str, ArraySpec], interleaved: bool, position0: int
+) -> Program:
+    """As `step`, by kernels of their own ahead of any forward."""
+    problem, scratch = plan.problem, {}
+    if "seqused_k" not in buffers:
+        scratch["seqused_k"] = ArraySpec.contiguous(buffers["cache_seqlens"].shape, "int32")
+    if "q_new" in buffers and "q" not in buffers:
+        q = buffers["q_new"]
+        scratch["q"] = ArraySpec.contiguous(q.shape, q.dtype)
+    arrays = {**buffers, **scratch}
+    first = portable_cache.ahead(
+        arrays, problem.page_size, interleaved, problem.mask.bounded, position0
+    )
+    attention = program(plan, "forward", arrays)
+    workspaces = [Workspace(name, spec) for name, spec in scratch.items()]
+    return Program(first.calls + attention.calls, (*attention.workspaces, *workspaces))

@@ -1,0 +1,1 @@
+"""The public functions of PyTorch. May import all of `heedful.torch`."""

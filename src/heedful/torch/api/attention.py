@@ -1,0 +1,264 @@
+"""Attention on dense and on packed sequences, as `flash_attn` 2.x calls it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, are_deterministic_algorithms_enabled
+
+from heedful.core.call.arguments import WHOLE, Options, new_operands, new_options
+from heedful.core.call.operands import Operands
+from heedful.torch.base.dispatch import needs_dispatcher
+from heedful.torch.eager.calls import attend
+from heedful.torch.operands.plain import plain_length, plain_origin, plain_window
+from heedful.torch.traced import library
+
+# The default needs no look at what it holds. It is known by identity, as (-1.0, -1) equals it, and
+# not where a call is traced: Dynamo of torch 2.11 cannot compare identities.
+_UNBOUNDED = (-1, -1)
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | Tensor = _UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    num_splits: int = 0,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    dropout_seed: int | Tensor | None = None,
+    dropout_origin: Sequence[int] | Tensor = WHOLE,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Any:
+    """softmax(q k^T * softmax_scale) v, without ever storing the scores.
+
+    Scores in this order: scale; `softcap * tanh(s / softcap)`; ALiBi; bias; mask; then the sink
+    logit in the denominator. A query that sees no key gives 0 (and lse -inf, or the sink's).
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16, float32 or float8_e4m3.
+        k: (batch, seqlen_k, heads_k, head_dim), like q; heads_k divides heads_q, and query head h
+            uses KV head h // (heads_q // heads_k).
+        v: (batch, seqlen_k, heads_k, head_dim_v), like q. Any strides; where the last dim is not
+            contiguous, q, k and v are copied.
+        dropout_p: share of the probabilities to drop, 0 to 1; the rest is scaled by 1 / (1 - p).
+        softmax_scale: default 1 / sqrt(head_dim).
+        causal: query i sees keys up to i + seqlen_k - seqlen_q (aligned bottom right).
+        window_size: (left, right) keys around that diagonal, -1 = no bound; a third element keeps
+            that many first keys visible. Any sequence of ints, also of NumPy's or in CPU tensors.
+        softcap: > 0 bounds the scores (Gemma 2).
+        alibi_slopes: float32, (heads_q,) or (batch, heads_q): adds -slope * |distance to the
+            diagonal| (Press et al. 2022).
+        deterministic: the gradients are equal bit for bit from run to run; implied by
+            torch.use_deterministic_algorithms.
+        return_attn_probs: for tests: also return the probabilities, see below.
+        bias: float, broadcastable to (batch, heads_q, seqlen_q, seqlen_k); differentiable.
+        sink: float32 (heads_q,), a logit that takes part in every softmax without a value
+            (gpt-oss); differentiable.
+        return_lse: also return the log-sum-exp of the scores.
+        num_splits: how many ways the keys are split: 0 = choose, 1 = do not.
+        q_descale, k_descale, v_descale: float32, () or (batch, heads_k), with fp8 alone: the real
+            value is stored * descale.
+        dropout_seed: 64-bit int, or int64 tensor (1,) on the device; the mask is a pure function
+            of it. Default: drawn on the device from torch's generator.
+        dropout_origin: (batch, head, row, column) of this call's first score in a larger problem
+            that it is a shard of, each from 0 to 2**32 - 1: it then draws its part of the mask that
+            the whole would draw from this seed. Heads are query heads; rows and columns count from
+            each sequence's start.
+        out: (batch, seqlen_q, heads_q, head_dim_v) to write into, where no gradient is wanted.
+        backend: run on this one or raise; default: the planner's choice.
+
+    Returns:
+        out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype (bfloat16 for fp8, unless `out`
+        says otherwise). With return_lse: (out, lse), lse float32 (batch, heads_q, seqlen_q),
+        natural log, with the sink, without the dropout, differentiable. With return_attn_probs:
+        (out, lse, S_dmask), empty at dropout_p = 0, else (batch, heads_q, seqlen_q, seqlen_k),
+        negative where dropped.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is launched or written.
+
+    Source: FlashAttention-2 (Dao 2023); signature of flash_attn 2.x.
+    """
+    dispatched = needs_dispatcher(q, k, v)
+    if dispatched or window_size is not _UNBOUNDED:
+        window_size = plain_window(window_size)
+    if dispatched or dropout_origin is not WHOLE:
+        dropout_origin = plain_origin(dropout_origin)
+    if deterministic is False and are_deterministic_algorithms_enabled():
+        deterministic = True
+    options = (Options if dispatched else new_options)(
+        kind="dense",
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+        num_splits=num_splits,
+        backend=backend,
+        dropout_origin=dropout_origin,
+    )
+    x = None
+    if not (
+        bias is None
+        and alibi_slopes is None
+        and sink is None
+        and q_descale is None
+        and k_descale is None
+        and v_descale is None
+    ):
+        x = (Operands if dispatched else new_operands)(
+            q=q,
+            k=k,
+            v=v,
+            bias=bias,
+            alibi_slopes=alibi_slopes,
+            sink=sink,
+            q_descale=q_descale,
+            k_descale=k_descale,
+            v_descale=v_descale,
+        )
+    run = library.attend if dispatched else attend
+    return run(q, k, v, x, options, out, dropout_seed)
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | Tensor = _UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    return_lse: bool = False,
+    num_splits: int = 0,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    dropout_seed: int | Tensor | None = None,
+    dropout_origin: Sequence[int] | Tensor = WHOLE,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention over sequences of different lengths, packed one after the other.
+
+    Arguments that are not listed are those of `flash_attn_func`, with seqlen_q and seqlen_k the
+    largest lengths where a shape names them.
+
+    Args:
+        q: (total_q, heads_q, head_dim).
+        k: (total_k, heads_k, head_dim), or with block_table (num_pages, page_size, heads_k,
+            head_dim).
+        v: as k, with head_dim_v.
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on the device: sequence b's storage is tokens
+            cu_seqlens[b] to cu_seqlens[b + 1]. Zero-length sequences are fine. cu_seqlens_k may be
+            None with block_table and seqused_k.
+        max_seqlen_q, max_seqlen_k: ints, at least the longest sequence. In a tensor that is not on
+            a CPU they are not read, which would wait for the device: all tokens of q or k take
+            their place (all keys of a row of block_table; the bias's own length where it has
+            one), at the price of some empty tiles.
+        block_table: int32 (batch, pages): where the pages of each sequence are; any page size.
+        seqused_q, seqused_k: int32 (batch,): how many tokens of its storage a sequence uses; the
+            rest is never read, and gives 0 with lse -inf.
+
+    Returns:
+        As flash_attn_func: out (total_q, heads_q, head_dim_v), lse (heads_q, total_q), S_dmask
+        (batch, heads_q, max_seqlen_q, max_seqlen_k).
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is launched or written. Values
+        on a GPU (lengths, page numbers) are not read back: they are the caller's promise.
+    """
+    dispatched = needs_dispatcher(q, k, v)
+    if dispatched or window_size is not _UNBOUNDED:
+        window_size = plain_window(window_size)
+    if dispatched or dropout_origin is not WHOLE:
+        dropout_origin = plain_origin(dropout_origin)
+    if deterministic is False and are_deterministic_algorithms_enabled():
+        deterministic = True
+    if max_seqlen_q.__class__ is not int or max_seqlen_k.__class__ is not int:
+        lengths = max_seqlen_q, max_seqlen_k
+        max_seqlen_q, max_seqlen_k = plain_lengths(lengths, q, k, bias, block_table)
+    options = (Options if dispatched else new_options)(
+        kind="varlen",
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_attn_probs=return_attn_probs,
+        return_lse=return_lse,
+        num_splits=num_splits,
+        backend=backend,
+        dropout_origin=dropout_origin,
+    )
+    x = (Operands if dispatched else new_operands)(
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        block_table=block_table,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+    )
+    run = library.attend if dispatched else attend
+    return run(q, k, v, x, options, out, dropout_seed)
+
+
+def plain_lengths(lengths: tuple, q, k, bias, block_table) -> tuple:
+    """max_seqlen_q and max_seqlen_k as ints, those in tensors elsewhere without a read. Raises
+    TypeError."""
+    most = _most_rows(q, bias, -2), _most_rows(k, bias, -1, block_table)
+    names = "max_seqlen_q", "max_seqlen_k"
+    return tuple([plain_length(*given) for given in zip(names, lengths, most, strict=True)])
+
+
+def _most_rows(x, bias, dim: int, block_table=None) -> int:
+    """As many rows as no sequence in x passes: what its storage holds, or fewer where the bias has
+    that many. Arguments may be anything: what is wrong with them is said later."""
+    if isinstance(bias, Tensor) and bias.dim() >= -dim and bias.shape[dim] > 1:
+        return bias.shape[dim]
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        return 0
+    if isinstance(block_table, Tensor) and block_table.dim() == 2:
+        return block_table.shape[1] * x.shape[1]
+    return x.shape[0]

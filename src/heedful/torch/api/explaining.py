@@ -1,0 +1,173 @@
+"""The plan of a call, in words, without running it."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.call.arguments import AttentionCall, CacheUpdate, bind
+from heedful.core.call.describe import FLOATS, describe
+from heedful.core.call.describe_cache import (
+    attention_part,
+    check_cache,
+    check_int_length,
+    check_rotated_length,
+    last_rotated_length,
+)
+from heedful.core.call.storage import copies
+from heedful.core.planning import plan
+from heedful.torch.api.attention import flash_attn_func, flash_attn_varlen_func, plain_lengths
+from heedful.torch.api.kvcache import flash_attn_with_kvcache
+from heedful.torch.api.packed import STANDS_FOR, unpacked_arguments
+from heedful.torch.base.arrays import abstract_spec, array_spec, dtype_name
+from heedful.torch.base.dispatch import OWN, has_shards, needs_dispatcher, no_shards
+from heedful.torch.eager.backends import planned
+from heedful.torch.operands.checks import (
+    attention_call,
+    cache_call,
+    check_tensors,
+    gradients_wanted,
+    lies_in,
+)
+from heedful.torch.operands.plain import plain_options, plain_seed, plain_update
+
+_KINDS = {
+    flash_attn_func: "dense",
+    flash_attn_varlen_func: "varlen",
+    flash_attn_with_kvcache: "kvcache",
+}
+
+
+def explain(function: Callable, *args, **kwargs) -> str:
+    """What would run `function(*args, **kwargs)`, and why nothing else does; nothing is launched or
+    written.
+
+    Args:
+        function: one of heedful's attention functions. Its tensors may be fake: those without an
+            address are taken to be aligned.
+
+    Returns:
+        The chosen kernels, their tiles, notes and every rejected kernel with its reasons, as text.
+
+    Raises:
+        TypeError, ValueError: as the call itself would.
+    """
+    if function in STANDS_FOR:
+        kwargs = unpacked_arguments(_by_name(function, args, kwargs))
+        function, args = STANDS_FOR[function], ()
+    if function not in _KINDS:
+        raise TypeError(f"function must be an attention function of heedful, got {function!r}")
+    given = _by_name(function, args, kwargs)
+    if has_shards(given.values()):
+        raise no_shards("explain")
+    kind = _KINDS[function]
+    described, update = _cache_call(given) if kind == "kvcache" else (_call(kind, given), None)
+    x, backend = described.x, described.options.backend
+    chosen = planned(describe(described), x.q.device, backend, copies(x))
+    return plan.explain(chosen, None if update is None else _appended(chosen, update))
+
+
+def _appended(chosen: plan.Plan, update: CacheUpdate) -> str | None:
+    """Why new keys go into the cache ahead of attention, or that they need not; None without any.
+    update: of ArraySpecs."""
+    if update.k is None:
+        return None
+    leaves_q = update.shared_prefix is not None and update.rotary_cos is not None
+    return chosen.appends_ahead(0 not in update.k.shape, leaves_q)
+
+
+def _by_name(function: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """The arguments of a call by name, defaults too. TypeError for those it does not take."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    keywords = bound.arguments.pop("keywords", {})
+    return {**bound.arguments, **keywords}
+
+
+def _call(kind: str, given: dict[str, Any]) -> AttentionCall:
+    x, options, _ = bind(kind, given)
+    if kind == "varlen":
+        lengths = options.max_seqlen_q, options.max_seqlen_k
+        lengths = plain_lengths(lengths, x.q, x.k, x.bias, x.block_table)
+        options = options._replace(max_seqlen_q=lengths[0], max_seqlen_k=lengths[1])
+    check_tensors(x, options)
+    options, seed = plain_options(options), plain_seed(given["dropout_seed"], x.q.device)
+    grad = gradients_wanted(x)
+    described = attention_call(x, options, grad, given["out"], seed, _spec)
+    cast = _autocast_dtype(x.q)
+    if cast is None:
+        return described
+    x = described.x
+    q, k, v, bias = (spec and _cast(spec, cast) for spec in (x.q, x.k, x.v, x.bias))
+    return described._replace(x=x._replace(q=q, k=k, v=v, bias=bias))
+
+
+def _cache_call(given: dict[str, Any]) -> tuple[AttentionCall, CacheUpdate]:
+    """The attention over the cache, once it is extended; and by what, of ArraySpecs."""
+    x, options, update = bind("kvcache", given)
+    check_tensors(x, options)
+    options, update = plain_options(options), plain_update(update, x.q)
+    call, specs = cache_call(x, options, update, given["out"], _spec)
+    cast = _autocast_dtype(x.q)
+    if cast is not None:
+        call, specs = _cast_cache(call, specs, cast)
+    problem = check_cache(call, specs)
+    if type(specs.cache_seqlens) is int:
+        new = 0 if specs.k is None else specs.k.shape[1]
+        check_int_length(specs.cache_seqlens, new, problem.seqlen_k)
+        last = last_rotated_length(specs, problem.seqlen_q, problem.mask.bounded)
+        if last is not None:
+            check_rotated_length(specs.cache_seqlens, last, specs)
+    x, options = attention_part(call.x, options, specs)
+    if specs.cache_seqlens is not None:
+        x = x._replace(seqused_k=ArraySpec.contiguous((problem.batch,), "int32", x.q.device))
+    if specs.rotary_cos is not None:
+        # Attention gets the rotated q, which is dense.
+        x = x._replace(q=ArraySpec.contiguous(x.q.shape, x.q.dtype, x.q.device))
+    out = call.out if specs.shared_prefix is None else None
+    lies_in_keys = _lies_in(given["v_cache"], given["k_cache"])
+    return AttentionCall(x, options, out=out, v_in_k=lies_in_keys), specs
+
+
+def _spec(tensor: Tensor) -> ArraySpec:
+    """What is known of a tensor that may be fake, or wrapped by a transform."""
+    try:
+        return (array_spec if type(tensor) in OWN else abstract_spec)(tensor)
+    except RuntimeError:
+        return abstract_spec(tensor)
+
+
+def _lies_in(v: Tensor, k: Tensor) -> bool:
+    """As `lies_in`; tensors without an address, and calls that are traced, are not known to."""
+    return not needs_dispatcher(v, k, k) and lies_in(v, k)
+
+
+def _autocast_dtype(q: Tensor) -> torch.dtype | None:
+    """What autocast makes of floats, None where it is off."""
+    device = q.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _cast(spec: ArraySpec, dtype: torch.dtype) -> ArraySpec:
+    """The array in another dtype, if it is one of floats."""
+    if spec.dtype not in FLOATS or spec.dtype == dtype_name(dtype):
+        return spec
+    own = getattr(torch, spec.dtype)
+    like = torch.empty_strided(spec.shape, spec.strides, dtype=own, device="meta")
+    return abstract_spec(like.to(dtype))._replace(device=spec.device)
+
+
+def _cast_cache(
+    call: AttentionCall, update: CacheUpdate, dtype: torch.dtype
+) -> tuple[AttentionCall, CacheUpdate]:
+    """As `kvcache._autocast`: the cache stays as it is."""
+    if call.x.k.dtype in FLOATS:
+        dtype = getattr(torch, call.x.k.dtype)
+        k, v = (spec and _cast(spec, dtype) for spec in (update.k, update.v))
+        update = update._replace(k=k, v=v)
+    return call._replace(x=call.x._replace(q=_cast(call.x.q, dtype))), update

@@ -1,0 +1,512 @@
+"""Attention of new tokens over a KV cache, which it can extend first."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, is_autocast_enabled
+from torch.compiler import is_compiling
+
+from heedful.core.base.numbers import FAR
+from heedful.core.call.arguments import (
+    NUMBERS,
+    CacheUpdate,
+    Options,
+    argument_name,
+    new_operands,
+    new_options,
+    new_update,
+)
+from heedful.core.call.describe_cache import attention_part, check_cache, last_rotated_length
+from heedful.core.call.operands import Operands
+from heedful.torch.api.prefix import Prefix, keeps_rest, prefixed
+from heedful.torch.base.dispatch import (
+    Likeness,
+    any_autocast,
+    are_bare,
+    check_all_bare,
+    needs_dispatcher,
+)
+from heedful.torch.eager.cache_step import DeviceStep, named
+from heedful.torch.eager.cache_update import update_cache, update_plainly, used_keys, with_used
+from heedful.torch.eager.calls import CALLS, Call
+from heedful.torch.eager.keys import tensor_keys
+from heedful.torch.operands.adapt import adapt, autocast, dense_rows
+from heedful.torch.operands.apart import cache_apart, cache_tensors, cache_values, check_cache_apart
+from heedful.torch.operands.checks import (
+    FLOATS,
+    cache_call,
+    check_apart,
+    check_int_length,
+    check_rotated_length,
+    lies_in,
+)
+from heedful.torch.operands.plain import is_same, plain_options, plain_update, plain_window
+from heedful.torch.operands.values import check_room
+from heedful.torch.traced import library
+
+_UNBOUNDED = (-1, -1)
+# Arguments that are tensors, or would be.
+_ARGUMENTS = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens")
+_ARGUMENTS += ("cache_batch_idx", "cache_leftpad", "block_table", "alibi_slopes", "k_descale")
+_ARGUMENTS += ("v_descale", "k_shift", "v_shift", "sink", "tree_mask", "shared_prefix", "out")
+# What programs call those that come on top of the operands.
+_NEW = {"k_new": "k", "v_new": "v", "q_new": "q"}
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | Tensor = _UNBOUNDED,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    k_shift: Tensor | None = None,
+    v_shift: Tensor | None = None,
+    sink: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    shared_prefix: tuple[Tensor, Tensor] | None = None,
+    out: Tensor | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Attention of the newest tokens over a cache of keys and values, for inference: no gradient is
+    recorded. Given k and v, they are written into the cache first, in place.
+
+    Arguments that are not listed are those of `flash_attn_func`.
+
+    Args:
+        q: (batch, q_len, heads_q, head_dim).
+        k_cache: (batch_cache, capacity, heads_k, head_dim), or with block_table (num_pages,
+            page_size, heads_k, head_dim), any page size. In q's dtype, or quantised: int8, float8,
+            or uint8 with two int4 a byte (head_dim / 2 bytes). Last dim contiguous.
+        v_cache: as k_cache, with head_dim_v; it may be a view of the first columns of k_cache
+            (MLA), which are then read once.
+        k, v: (batch, new_len, heads_k, head_dim | head_dim_v) in the caches' dtype, written at
+            positions cache_seqlens on. For a quantised cache they come in q's dtype and are
+            quantised: with the scales of heads that are given, 1 without, or as quantize_kv does,
+            whose scales and shifts of groups are written too. Or they come quantised, and the
+            caller writes their scales.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), q's dtype or float32. Keys are rotated
+            at positions cache_seqlens, cache_seqlens + 1, ..., queries too if causal or windowed;
+            otherwise all queries at position cache_seqlens. Only with k and v. There are as many
+            positions at least as the cache holds; and queries stand at none past the last.
+        cache_seqlens: int, or int32 (batch,): tokens in the cache, without the new ones. Default:
+            the whole cache is used. In a tensor, a negative length is that of no sequence (a padded
+            row): nothing is written or read for it, and its rows of out are 0.
+        cache_batch_idx: int32 (batch,): which row of the cache belongs to each sequence.
+        cache_leftpad: int32 (batch,): where in its row a sequence begins.
+        block_table: int32 (batch, pages): where the pages of each sequence are.
+        rotary_interleaved: rotate dims 0 and 1, 2 and 3, ... (GPT-J), else 0 and rotary_dim / 2,
+            1 and rotary_dim / 2 + 1, ... (GPT-NeoX).
+        return_softmax_lse: also return the log-sum-exp, float32 (batch, heads_q, q_len).
+        k_descale, v_descale, k_shift, v_shift: float32, for quantised caches: value = stored *
+            descale + shift, each () or (batch, heads_k), or per group of values as quantize_kv
+            makes them, (batch_cache, capacity, heads_k, groups) or (num_pages, page_size, heads_k,
+            groups).
+        tree_mask: bool (batch or 1, q_len, q_len): query i sees the c-th of the last q_len keys
+            only if tree_mask[b, i, c], for speculative decoding.
+        shared_prefix: (k, v), each (prefix_len, heads_k, head_dim | head_dim_v) or with a leading
+            1: keys and values that stand before the cache of every sequence. Rotary positions
+            count them; every query sees them all.
+        out: (batch, q_len, heads_q, head_dim_v) to write into.
+
+    Returns:
+        out (batch, q_len, heads_q, head_dim_v), or (out, lse).
+
+    Raises:
+        TypeError, ValueError: naming the argument, before the cache or out is written. Values on a
+        GPU (lengths, indices, page numbers) are not read back: a wrong one reads other rows of the
+        cache, never memory outside of it, and writes nothing. HEEDFUL_CHECK_PAGES=1 checks them in
+        calls with a block_table, which waits for the device.
+
+    Source: signature of flash_attn 2.x; cascade inference of FlashInfer for shared_prefix.
+    """
+    dispatched = needs_dispatcher(q, k_cache, v_cache)
+    if dispatched or window_size is not _UNBOUNDED:
+        window_size = plain_window(window_size)
+    if not dispatched and any_autocast() and is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q, k_cache, k, v)
+    values = (
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        rotary_interleaved,
+        num_splits,
+        return_softmax_lse,
+        backend,
+    )
+    given = (
+        q,
+        k_cache,
+        v_cache,
+        k,
+        v,
+        rotary_cos,
+        rotary_sin,
+        cache_seqlens,
+        cache_batch_idx,
+        cache_leftpad,
+        block_table,
+        alibi_slopes,
+        k_descale,
+        v_descale,
+        k_shift,
+        v_shift,
+        sink,
+        tree_mask,
+        shared_prefix,
+        out,
+    )
+    if dispatched:
+        with torch.no_grad():
+            return _traced(*_parts(values, given, Operands, Options, CacheUpdate), out)
+    how: Any = (*values, *map(type, values + given))
+    call, addresses = None, None
+    try:
+        # Tensors like those of the last such call are known without a key.
+        call = CALLS.latest.get(how)
+        if call is not None:
+            addresses = call.addresses(given)
+    except (TypeError, RuntimeError):
+        # As in `calls.attend`.
+        how = None
+    if call is not None and addresses is not None:
+        if call.on is not None:
+            if call.apart_on is not None:
+                call.apart_on.check(addresses)
+            out, lse, _ = call.on(addresses)
+            return (out, lse) if call.returns_lse else out
+        x, _, update = _parts(values, given, new_operands, new_options, new_update)
+        return _checked(call, x, update, None)
+    return _eager(*_parts(values, given, new_operands, new_options, new_update), out, how)
+
+
+def _parts(
+    values: tuple, given: tuple, operands, options, update
+) -> tuple[Operands, Options, CacheUpdate]:
+    """The parts of a call, made by these functions. given: its arguments that are tensors, as
+    `_ARGUMENTS` has them; values: the others."""
+    scale, causal, window_size, softcap, interleaved, splits, return_lse, backend = values
+    q, k_cache, v_cache, k, v, cos, sin, lengths, rows, pads, table, alibi, *more, prefix, _ = given
+    k_descale, v_descale, k_shift, v_shift, sink, tree_mask = more
+    return (
+        operands(
+            q=q,
+            k=k_cache,
+            v=v_cache,
+            alibi_slopes=alibi,
+            sink=sink,
+            block_table=table,
+            kv_batch_idx=rows,
+            leftpad_k=pads,
+            tree_mask=tree_mask,
+            k_descale=k_descale,
+            v_descale=v_descale,
+            k_shift=k_shift,
+            v_shift=v_shift,
+        ),
+        options(
+            kind="kvcache",
+            softmax_scale=scale,
+            causal=causal,
+            window_size=window_size,
+            softcap=softcap,
+            return_lse=return_lse,
+            num_splits=splits,
+            backend=backend,
+        ),
+        update(k, v, cos, sin, lengths, interleaved, prefix),
+    )
+
+
+class CacheCall:
+    """What one kind of call over a cache needs each time.
+
+    attention: over the cache; prefix: over the shared prefix and both together, where there is
+    one. new: tokens that are appended. rotated:
+    `last_rotated_length`, where lengths that leave room for the new tokens may exceed it, else
+    None. step: what appends them on a GPU, and attends then; update: what appends on a CPU,
+    update(x, update, start). counts: whether the step also counts the keys. records: whether
+    autograd would record what torch does here, which nobody wants. aligned: whether all tensors
+    begin at multiples of 16 bytes. on(addresses): the results of a call that is no more than one
+    program on a GPU, from those that `addresses` gives; None in others. apart, apart_on: what looks
+    whether the call writes what it reads, of all its tensors, and of those that `on` has.
+    """
+
+    __slots__ = (
+        "_caches",
+        "_like",
+        "_share",
+        "aligned",
+        "apart",
+        "apart_on",
+        "attention",
+        "capacity",
+        "checks",
+        "counts",
+        "new",
+        "on",
+        "prefix",
+        "records",
+        "returns_lse",
+        "rotated",
+        "step",
+        "update",
+    )
+
+    def __init__(self, x: Operands, options: Options, update: CacheUpdate, out: Tensor | None):
+        """Raises TypeError or ValueError for a call that cannot be."""
+        asked, before, tensors = x, update.shared_prefix, cache_tensors(x, update, out)
+        check_all_bare(tensors.items())
+        problem = check_cache(*cache_call(x, options, update, out))
+        if update.cache_seqlens is not None:
+            x = x._replace(seqused_k=_length_like(update, x.q))
+        self.new = 0 if update.k is None else update.k.shape[1]
+        self.capacity = problem.seqlen_k
+        last = last_rotated_length(update, problem.seqlen_q, problem.mask.bounded)
+        self.rotated = last if last is not None and last < self.capacity - self.new else None
+        self.returns_lse = options.return_lse
+        self.apart = cache_apart(tensors, self.new > 0)
+        self.records = any([t.requires_grad for n, t in tensors.items() if n != "out"])
+        given = x
+        if update.rotary_cos is not None:
+            check_apart(x.k, x.v)
+            # Attention gets the rotated q, which is dense.
+            x = x._replace(q=x.q.new_empty(x.q.shape))
+        part, part_options = attention_part(x, options, update)
+        whole_out = out if before is None else None
+        facts = {"v_in_k": lies_in(x.v, x.k), "keeps_rest": before is not None and keeps_rest(x.q)}
+        self.attention = Call(part, part_options, (False, False), whole_out, **facts)
+        self.prefix: Prefix | None = None
+        if before is not None:
+            self.prefix = Prefix(x.q, before, options, problem, asked.sink, out)
+        plan = self.attention.runner.plan
+        self.checks = plan.device.vendor == "cpu"
+        self.update = self.step = None
+        if update.k is not None:
+            if self.checks:
+                self.update = partial(update_plainly, problem.mask.bounded)
+            else:
+                # What cannot be compiled must fail before the cache is written.
+                y = adapt(part._replace(q=given.q), self.attention.steps)
+                q_leaves = update.rotary_cos is not None and self.prefix is not None
+                self.step = DeviceStep(y, update, plan, whole_out, q_leaves)
+            if self.prefix is not None:
+                self.prefix.bind()
+        self.counts = self.step is not None and self.step.counts
+        self._share = x.k.data_ptr() == x.v.data_ptr()
+        self._be_known(asked, update)
+
+    def _be_known(self, x: Operands, update: CacheUpdate) -> None:
+        """Sets what knows tensors of this kind again. x: without the lengths."""
+        given, names = _arguments(x, update), self._program_names(x, update)
+        places = None if names is None else [_ARGUMENTS.index(name) for name in names]
+        self._like = Likeness(given, places=places)
+        self._caches = 1, 2
+        self.aligned, self.on, self.apart_on = self._like.are_aligned(given), None, None
+        if names is not None:
+            self._caches = names.index("k_cache"), names.index("v_cache")
+            runner: Any = self.step or self.attention.runner  # of a GPU: no other has names
+            self.on = runner.on
+            by_name = cache_tensors(x, update, None)
+            self.apart_on = cache_apart({name: by_name[name] for name in names}, self.new > 0)
+
+    def _program_names(self, x: Operands, update: CacheUpdate) -> list[str] | None:
+        """The arguments whose addresses the call's program takes, in its order; None where a call
+        is more than one program, or some arguments are copied."""
+        lengths, step = update.cache_seqlens, self.step
+        more = self.checks or not self.attention.plain or self.prefix is not None
+        if more or isinstance(lengths, int):
+            return None
+        if step is None and x.leftpad_k is not None or step is not None and not step.counts:
+            return None
+        if lengths is not None and dense_rows(lengths) is not lengths:
+            return None
+        x = x._replace(seqused_k=lengths)
+        tensors = {n: t for n, t in zip(Operands._fields, x, strict=True) if t is not None}
+        if step is not None and lengths is not None:
+            tensors = named(x, update, lengths, True)
+        names = [_NEW.get(name) or argument_name(name, "kvcache") for name in tensors]
+        given: dict[str, Any] = dict(zip(_ARGUMENTS, _arguments(x, update), strict=True))
+        same = [given[name] is tensor for name, tensor in zip(names, tensors.values(), strict=True)]
+        count = sum([isinstance(argument, Tensor) for argument in given.values()])
+        return names if all(same) and len(names) == count else None
+
+    def addresses(self, given: tuple) -> list[int] | None:
+        """Those of the tensors among the arguments, if they are aligned and of this kind, given
+        that they are there where this call's were; None if not."""
+        addresses = self._like.addresses(given)
+        if addresses is not None:
+            k, v = self._caches
+            if (addresses[k] == addresses[v]) is not self._share:
+                return None
+        return addresses
+
+
+def _arguments(x: Operands, update: CacheUpdate) -> tuple:
+    """The arguments of a call that are tensors, or would be; without `out`."""
+    given = {argument_name(n, "kvcache"): t for n, t in zip(Operands._fields, x, strict=True)}
+    given |= update._asdict()
+    return (*[given[name] for name in _ARGUMENTS[:-1]], None)
+
+
+def _length_like(update: CacheUpdate, q: Tensor) -> Tensor:
+    lengths = update.cache_seqlens
+    if isinstance(lengths, Tensor):
+        return lengths
+    return q.new_empty(q.shape[0], dtype=torch.int32)
+
+
+def _eager(x: Operands, options: Options, update: CacheUpdate, out, known_as: Any = None):
+    """known_as: what tells tensors like these, with the last such call, by its likeness."""
+    q, k_cache, prefix = x.q, x.k, update.shared_prefix
+    given, key, call = x + update, None, None
+    try:
+        how = (options, update.rotary_interleaved, *map(type, options[NUMBERS] + given))
+        key = (
+            how,
+            tensor_keys(given),
+            k_cache.data_ptr() == x.v.data_ptr(),
+            None if prefix is None else tensor_keys(prefix),
+            None if out is None else tensor_keys((out,)),
+        )
+        call = CALLS.young.get(key)
+        common = out is None and prefix is None and known_as is not None
+        if common and call is not None and call.aligned:
+            CALLS.latest[known_as] = call
+    except (TypeError, RuntimeError):
+        # As in `calls.attend`.
+        key = call = None
+    if call is None and key is not None:
+        call = CALLS.find(key)
+    if call is None:
+        plain, own_update = plain_options(options), plain_update(update, q)
+        if not is_same(plain, options) or own_update is not update:
+            return _eager(x, plain, own_update, out)
+        if not are_bare(cache_tensors(x, update, out).items()):
+            with torch.no_grad():
+                return _traced(x, plain, update, out)
+        call = CacheCall(x, plain, update, out)
+        if key is not None:
+            CALLS.put(key, call)
+    return _checked(call, x, update, out)
+
+
+def _checked(call: CacheCall, x: Operands, update: CacheUpdate, out):
+    """One call of a known kind, whose plain lengths are still to be checked."""
+    lengths = update.cache_seqlens
+    if isinstance(lengths, int):
+        check_int_length(lengths, call.new, call.capacity)
+        if call.rotated is not None:
+            check_rotated_length(lengths, call.rotated, update)
+    if call.records and torch.is_grad_enabled():
+        with torch.no_grad():
+            return _run(call, x, update, out)
+    return _run(call, x, update, out)
+
+
+def _run(call: CacheCall, x: Operands, update: CacheUpdate, out):
+    """One call on real tensors: nothing is written before everything is known to be right."""
+    if call.apart is not None:
+        values = cache_values(x, update, out)
+        call.apart.check([t.data_ptr() for t in values if isinstance(t, Tensor)])
+    start, attention, step = None, call.attention, call.step
+    if update.cache_seqlens is not None:
+        start = _start(update, x)
+        if call.checks:
+            check_room("cache_seqlens", start, call.capacity - call.new)
+        counted_later = call.counts and not attention.checks
+        if not (counted_later and attention.plain):
+            x = with_used(x, start if counted_later else used_keys(x, start, call.new))
+    sink, prefix = x.sink, update.shared_prefix
+    if call.prefix is not None:
+        x = x._replace(sink=None)
+    if not attention.plain:
+        x = attention.operands(x, None)
+    if call.rotated is not None and attention.checks and start is not None and start.numel():
+        check_rotated_length(int(start.max()), call.rotated, update)
+    if call.update is not None and start is not None:
+        x = call.update(x, update, start)
+    into = out if call.prefix is None else None
+    if step is not None and start is not None:
+        part, lse, q = step(x, update, start, into)
+        x = x if q is None else x._replace(q=q)
+    else:
+        part, lse, _ = attention.forward(x, into)
+    if call.prefix is not None:
+        part, lse = call.prefix.merged(attention, x, prefix, part, lse, sink, out)
+    return (part, lse) if call.returns_lse else part
+
+
+def _start(update: CacheUpdate, x: Operands) -> Tensor:
+    """Where new tokens go in each sequence's storage."""
+    start = update.cache_seqlens
+    if not isinstance(start, Tensor):
+        shape, device = (x.q.shape[0],), x.q.device
+        start = torch.full(shape, start, dtype=torch.int32, device=device)
+    return dense_rows(start)
+
+
+def _autocast(q: Tensor, k_cache: Tensor, k, v) -> tuple:
+    """Under autocast q, k and v take the cache's dtype, which stays as it is, or autocast's own
+    where the cache is quantised."""
+    if k_cache.dtype not in FLOATS:
+        return autocast((q, k, v), q.device.type)
+    if q.dtype in FLOATS:
+        q = q.to(k_cache.dtype)
+    k, v = (
+        t.to(k_cache.dtype) if isinstance(t, Tensor) and t.dtype in FLOATS else t for t in (k, v)
+    )
+    return q, k, v
+
+
+def _traced(x: Operands, options: Options, update: CacheUpdate, out):
+    """As `_eager`, in operations that torch.compile and functorch see."""
+    q, k_cache = x.q, x.k
+    real = isinstance(q, Tensor) and isinstance(k_cache, Tensor) and q.device.type != "meta"
+    if real and is_autocast_enabled(q.device.type):
+        q, *new = _autocast(q, k_cache, *update[:2])
+        update = update._replace(k=new[0], v=new[1])
+        # Their dtypes are known now, and not those that operators would cast them to.
+        with torch.autocast(q.device.type, enabled=False):
+            return _traced(x._replace(q=q), options, update, out)
+    update, given = plain_update(update, q), plain_options(options)
+    new = 0 if update.k is None else update.k.shape[1]
+    if not is_compiling():
+        check_cache(*cache_call(x, given, update, out))
+        check_cache_apart(x, update, new > 0)
+    advance = given.causal or any(-1 < side < FAR for side in given.window_size[:2])
+    if update.cache_seqlens is not None:
+        if not isinstance(update.cache_seqlens, Tensor):
+            pages = 1 if x.block_table is None else x.block_table.shape[1]
+            check_int_length(update.cache_seqlens, new, pages * x.k.shape[1])
+            last = last_rotated_length(update, q.shape[1], advance)
+            if last is not None:
+                check_rotated_length(update.cache_seqlens, last, update)
+        start = _start(update, x)
+        x = x._replace(seqused_k=used_keys(x, start, new))
+        if update.k is not None:
+            x = update_cache(x, update, start, advance)
+    if update.shared_prefix is None:
+        return library.attend(*x[:3], x, options, out)
+    whole, lse = prefixed(x, given, update.shared_prefix)
+    whole = whole if out is None else out.copy_(whole)
+    return (whole, lse) if given.return_lse else whole

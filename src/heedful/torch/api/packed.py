@@ -1,0 +1,175 @@
+"""The packed forms of attention: q, k and v (or k and v) in one tensor.
+
+Gradients come back through one `unbind`, whose backward writes the packed gradient once.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from heedful.torch.api.attention import flash_attn_func, flash_attn_varlen_func
+from heedful.torch.operands.checks import check_tensor
+
+_LAYOUTS = {
+    ("qkv", False): "(batch, seqlen, 3, heads, head_dim)",
+    ("kv", False): "(batch, seqlen_k, 2, heads_k, head_dim)",
+    ("qkv", True): "(total, 3, heads, head_dim)",
+    ("kv", True): "(total_k, 2, heads_k, head_dim)",
+}
+
+
+def _unpacked(name: str, tensor, varlen: bool = False) -> tuple[Tensor, ...]:
+    """The parts along the third dim from the end; ValueError naming the argument."""
+    layout = _LAYOUTS[name, varlen]
+    check_tensor(name, tensor)
+    if tensor.dim() != layout.count(",") + 1 or tensor.shape[-3] != len(name):
+        raise ValueError(f"{name} must be {layout}, got shape {tuple(tensor.shape)}")
+    return tensor.unbind(-3)
+
+
+def _check_keywords(function: Callable, keywords: dict[str, Any], stands_for: Any) -> None:
+    """TypeError, as of any function, for a keyword that `function` does not have, which passes them
+    on to the one that it stands for."""
+    for name in keywords:
+        if name not in stands_for.__kwdefaults__:
+            words = f"{function.__name__}() got an unexpected keyword argument {name!r}"
+            raise TypeError(words)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | Tensor = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **keywords,
+) -> Any:
+    """Self-attention on packed q, k, v; all else as in flash_attn_func.
+
+    Args:
+        qkv: (batch, seqlen, 3, heads, head_dim).
+        keywords: the keyword-only arguments of flash_attn_func.
+
+    Returns, Raises: as flash_attn_func.
+    """
+    _check_keywords(flash_attn_qkvpacked_func, keywords, flash_attn_func)
+    q, k, v = _unpacked("qkv", qkv)
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return flash_attn_func(q, k, v, *options, return_attn_probs, **keywords)
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | Tensor = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **keywords,
+) -> Any:
+    """Attention with packed k, v; all else as in flash_attn_func.
+
+    Args:
+        q: (batch, seqlen_q, heads_q, head_dim).
+        kv: (batch, seqlen_k, 2, heads_k, head_dim).
+        keywords: the keyword-only arguments of flash_attn_func.
+
+    Returns, Raises: as flash_attn_func.
+    """
+    _check_keywords(flash_attn_kvpacked_func, keywords, flash_attn_func)
+    k, v = _unpacked("kv", kv)
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return flash_attn_func(q, k, v, *options, return_attn_probs, **keywords)
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | Tensor = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **keywords,
+) -> Any:
+    """Self-attention on packed sequences of packed q, k, v; all else as in flash_attn_varlen_func.
+
+    Args:
+        qkv: (total, 3, heads, head_dim).
+        cu_seqlens, max_seqlen: of queries and keys alike.
+        keywords: the keyword-only arguments of flash_attn_varlen_func.
+
+    Returns, Raises: as flash_attn_varlen_func.
+    """
+    _check_keywords(flash_attn_varlen_qkvpacked_func, keywords, flash_attn_varlen_func)
+    q, k, v = _unpacked("qkv", qkv, True)
+    where = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return flash_attn_varlen_func(q, k, v, *where, *options, return_attn_probs, **keywords)
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | Tensor = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    **keywords,
+) -> Any:
+    """Attention on packed sequences with packed k, v; all else as in flash_attn_varlen_func.
+
+    Args:
+        q: (total_q, heads_q, head_dim).
+        kv: (total_k, 2, heads_k, head_dim).
+        keywords: the keyword-only arguments of flash_attn_varlen_func.
+
+    Returns, Raises: as flash_attn_varlen_func.
+    """
+    _check_keywords(flash_attn_varlen_kvpacked_func, keywords, flash_attn_varlen_func)
+    k, v = _unpacked("kv", kv, True)
+    where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
+    return flash_attn_varlen_func(q, k, v, *where, *options, return_attn_probs, **keywords)
+
+
+# Which function each packed form stands for.
+STANDS_FOR = {
+    flash_attn_qkvpacked_func: flash_attn_func,
+    flash_attn_kvpacked_func: flash_attn_func,
+    flash_attn_varlen_qkvpacked_func: flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func: flash_attn_varlen_func,
+}
+
+
+def unpacked_arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, by name, of the function that a packed form with these stands for."""
+    given = dict(given)
+    varlen = "cu_seqlens" in given or "cu_seqlens_q" in given
+    for name in ("cu_seqlens", "max_seqlen"):
+        if name in given:
+            given[f"{name}_q"] = given[f"{name}_k"] = given.pop(name)
+    name = "qkv" if "qkv" in given else "kv"
+    parts = _unpacked(name, given.pop(name), varlen)
+    return {**given, **dict(zip(name, parts, strict=True))}

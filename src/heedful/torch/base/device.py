@@ -1,0 +1,51 @@
+"""The devices and tools that torch sees, as the planner's facts."""
+
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from heedful.core.base.device import KNOWN, DeviceSpec, of_arch
+from heedful.core.base.installed import numbers, triton_version
+from heedful.core.registry.capability import Toolchain
+from heedful.launch import validations
+from heedful.launch.code import packs
+
+
+@cache
+def device_spec(device: torch.device) -> DeviceSpec:
+    """The live figures of a torch device. Raises ValueError for kinds heedful does not know."""
+    if device.type == "cpu":
+        return replace(KNOWN["CPU"], units=torch.get_num_threads())
+    if device.type != "cuda":
+        raise ValueError(f"q must be on a CPU, CUDA or ROCm device, got {device}")
+    figures = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        arch = figures.gcnArchName.split(":")[0]
+        shared = figures.shared_memory_per_block
+    else:
+        arch = f"sm_{figures.major}{figures.minor}"
+        shared = figures.shared_memory_per_block_optin
+    return of_arch(
+        arch,
+        name=figures.name,
+        units=figures.multi_processor_count,
+        shared_bytes=shared,
+        l2_bytes=figures.L2_cache_size,
+    )
+
+
+def toolchain(device: torch.device | None = None) -> Toolchain:
+    """The versions that are installed beside this torch, the packs loaded and, of a device, the
+    backends validated on it (None is the first GPU or, without one, the CPU); jax takes no part in
+    torch calls."""
+    if device is None:
+        device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    validated = validations.validated(device_spec(device))
+    return replace(_versions(), packs=packs.backends(), validated=validated)
+
+
+@cache
+def _versions() -> Toolchain:
+    triton = triton_version()
+    return Toolchain(numbers(triton) if triton else None, numbers(torch.__version__), None)

@@ -1,0 +1,560 @@
+"""Plans to runners: what computes a planned problem on torch tensors.
+
+A runner holds everything that one kind of call needs again and again: the plan and, on a GPU, the
+compiled kernels with their arguments in place.
+"""
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from operator import call, itemgetter
+from typing import Any
+
+import torch
+
+from heedful.core.base import settings
+from heedful.core.base.arrays import ArraySpec, item_bytes
+from heedful.core.call.operands import Gradients, Operands, own_shape
+from heedful.core.call.problem import AttentionProblem, Lengths
+from heedful.core.call.storage import are_mappable, storage
+from heedful.core.planning.log import decision
+from heedful.core.planning.plan import Plan, plan, stored_as
+from heedful.launch.code import packs
+from heedful.launch.program.buffers import results
+from heedful.launch.program.programs import program
+from heedful.launch.record import note
+from heedful.torch.base.device import device_spec, toolchain
+from heedful.torch.base.dispatch import Likeness
+from heedful.torch.base.forked import check_device
+from heedful.torch.eager.cpu_runner import Backward, CpuRunner
+from heedful.torch.eager.execute import (
+    Allocator,
+    ExecutableKind,
+    address_of,
+    allocator,
+    current_device,
+    maker,
+)
+from heedful.torch.eager.kinds import (
+    Cases,
+    Kinds,
+    Sizes,
+    at_lengths,
+    of_call,
+    of_tensor,
+    with_numbers,
+)
+from heedful.torch.eager.pages import backward_of_pages
+from heedful.torch.operands.adapt import is_mappable
+
+# Runs a program on the addresses of tensors of the current device. The list is for it alone.
+Run = Callable[[list[int]], None]
+_named = tuple.__new__
+
+
+def prepare(
+    problem: AttentionProblem, x: Operands, backend: str | None = None, notes: tuple[str, ...] = ()
+):
+    """The runner of a problem on the device of `x.q`.
+
+    Raises ValueError, with every reason, where no kernel or not the named one can run it,
+    RuntimeError for a GPU in a child of a process that used it.
+    """
+    device = x.q.device
+    check_device(device)
+    if device_spec(device).vendor == "cpu":
+        chosen = planned(problem, device, backend, notes)
+        decision(chosen)
+        return CpuRunner(chosen)
+    tensors = {name: t for name, t in zip(Operands._fields, x, strict=True) if t is not None}
+    kind, values = of_call(problem, tensors)
+    how = device, backend, notes
+    key = (kind, how, settings.get("backend"), packs.backends())
+    pick = itemgetter(*(i for i, tensor in enumerate(x) if tensor is not None))
+    family = FAMILIES.of(key, lambda: Family(kind[2:], how, pick))
+    return family.runner(problem, values)
+
+
+def planned(
+    problem: AttentionProblem,
+    device: torch.device,
+    backend: str | None = None,
+    notes: tuple[str, ...] = (),
+) -> Plan:
+    """The plan of a problem on a device. Raises as `prepare`."""
+    check_device(device)
+    named = backend or settings.get("backend")
+    return plan(problem, device_spec(device), toolchain(device), named, notes)
+
+
+# How many lengths a problem has.
+_LENGTHS = len(Lengths._fields)
+FAMILIES = settings.forgotten(Kinds())
+
+
+class Family:
+    """Runners of calls of one kind, on a GPU."""
+
+    __slots__ = ("_cases", "_how", "device", "kinds", "pick")
+
+    def __init__(self, kinds: tuple, how: tuple, pick: Callable[[Operands], tuple]):
+        """kinds: of the operands; pick: those that are there. how: device, backend, notes."""
+        self.kinds, self._how, self.pick, self._cases = kinds, how, pick, Cases()
+        self.device = how[0]
+
+    def runner(self, like: AttentionProblem, values: Sequence[int]) -> "GpuRunner":
+        """The runner of a problem that differs from `like` in lengths alone. values: all that they
+        may change of it and its operands, as `of_call` has them."""
+        found = self._cases.known(values)
+        if found is None:
+            problem = at_lengths(like, values)
+            found = self._cases.find(values, lambda made: self._case(problem, values, made))
+        return GpuRunner(self, *found, like, values[_LENGTHS:])
+
+    def _case(self, problem: AttentionProblem, values: Sequence[int], numbers: Sequence) -> "Case":
+        device, backend, notes = self._how
+        traced, specs = with_numbers(problem, self.kinds, numbers)
+        chosen = planned(traced, device, backend, notes)
+        case = _forward_case(chosen, specs, device)
+        case.trace = numbers[0].trace
+        told = replace(chosen, problem=problem)
+        decision(told)
+        _, given = with_numbers(problem, self.kinds, values)
+        note(told, "forward", given | results(problem))
+        return case
+
+
+class Case:
+    """One direction of calls of one kind that answer alike what is asked about their lengths.
+
+    plan: of lengths that may be symbols. outputs: the lengths, of a forward; the shapes of what is
+    made, one after the other; their strides; the numbers of the program. shapes: where among them
+    the shapes are. trace: what the outputs of a forward come from, where they are symbols.
+    backwards, outs: kinds of a forward's backward, and of itself into given memory. latest: by
+    whether lse has a cotangent, the likeness of what the last backward was given, and that one.
+    """
+
+    # Of a copy, too, attributes are found fast.
+    __slots__ = (
+        "backwards",
+        "latest",
+        "outputs",
+        "outs",
+        "plan",
+        "shapes",
+        "trace",
+        "_device",
+        "_executable",
+        "_made",
+        "_make",
+    )
+
+    def __init__(
+        self,
+        chosen: Plan,
+        direction: str,
+        specs: dict,
+        device: torch.device,
+        made: Sequence[ArraySpec],
+    ):
+        """made: the arrays that the program's caller makes for it, dense ones."""
+        self.plan = chosen
+        self.backwards, self.outs = Kinds(), Kinds()
+        self.latest: dict[bool, tuple[Likeness, GpuBackward]] = {}
+        self._device, self._make, self.trace = device, maker(device), None
+        lengths = chosen.problem.lengths if direction == "forward" else ()
+        self.outputs: list[Any] = [0 if length is None else length for length in lengths]
+        end, dims = len(self.outputs), sum([len(spec.shape) for spec in made])
+        self.outputs += [size for spec in made for size in spec.shape]
+        self.outputs += [stride for spec in made for stride in spec.strides]
+        self.shapes, self._made = slice(end, end + dims), []
+        for spec in made:
+            begin, end = end, end + len(spec.shape)
+            strides = slice(dims + begin, dims + end)
+            self._made.append((slice(begin, end), strides, getattr(torch, spec.dtype)))
+        run, arch = program(chosen, direction, specs), chosen.device.arch
+        self._executable = ExecutableKind(run, arch, device, list(specs), len(self.outputs))
+        self.outputs += self._executable.outputs
+
+    def allocators(self, numbers: Sequence[int | float]) -> list[Allocator]:
+        """Of what is made, each."""
+        device = self._device
+        return [
+            allocator(numbers[shape], dtype, device, numbers[strides])
+            for shape, strides, dtype in self._made
+        ]
+
+    def bind(self, numbers: Sequence[int | float]) -> Run:
+        """The program with these numbers, in the order of `outputs`."""
+        return self._executable.bind(numbers).run
+
+    def run(self, numbers: Sequence[int | float], addresses: list[int]) -> None:
+        """Runs the program with these numbers, and keeps nothing."""
+        self._executable.run(numbers, addresses)
+
+    def narrowed(self, numbers: Sequence[Any]) -> "Case":
+        """The same for some of its calls. numbers: all of them, plain ones where these are the same
+        for those calls."""
+        other = copy(self)
+        other._executable = self._executable.narrowed(numbers)
+        return other
+
+    def make(self, numbers: Sequence[int | float]) -> list[torch.Tensor]:
+        """What is made, now."""
+        make = self._make
+        return [
+            make(numbers[shape], numbers[strides], dtype) for shape, strides, dtype in self._made
+        ]
+
+    def maker(self, numbers: Sequence[int | float]) -> Callable[[], list[torch.Tensor]]:
+        """`make` of these numbers, for many calls."""
+        made = self.allocators(numbers)
+        return lambda: [*map(call, made)]
+
+
+def _forward_case(chosen: Plan, specs: dict, device: torch.device) -> Case:
+    """The case of the forward of a plan on these operands; what else they hold is what it writes
+    into in place of memory of its own."""
+    made = results(chosen.problem)
+    own = [made[name] for name in ("out", "lse") if name in made]
+    specs = specs | {name: spec for name, spec in made.items() if name not in specs}
+    return Case(chosen, "forward", specs, device, own)
+
+
+class GpuRunner:
+    """Runs Triton and Gluon programs, for one set of lengths of a kind. Programs are bound on first
+    use, one per layout of the tensors that the caller chooses after planning (out)."""
+
+    __slots__ = (
+        "_device",
+        "_into_given",
+        "_is_known",
+        "_like",
+        "_new_lse",
+        "_new_out",
+        "_numbers",
+        "_pick",
+        "_run",
+        "_sizes",
+        "case",
+        "family",
+    )
+
+    def __init__(self, family: Family, case: Case, numbers, like, sizes: Sequence[int]):
+        """like: a problem from which lengths alone tell this one. sizes: what these change of the
+        operands. numbers: what the case makes of both."""
+        self.case, self._numbers, self._like, self._sizes = case, numbers, like, sizes
+        self.family, self._device, self._pick = family, family.device, family.pick
+        self._run: Run | None = None  # once lengths have come again
+        self._into_given: dict[tuple, Run | None] | None = None
+        self._is_known = False
+
+    def at(self, numbers: Sequence[Any], sizes: Sequence[int], comes_again: bool) -> "GpuRunner":
+        """That of other lengths of the same case. comes_again: whether they came before."""
+        made = GpuRunner(self.family, self.case, numbers, self._like, sizes)
+        made._is_known = comes_again
+        return made
+
+    def narrowed(self, numbers: Sequence[Any]) -> "GpuRunner":
+        """The same for some of its case's calls. numbers: see Case.narrowed."""
+        other = copy(self)
+        other.case = self.case.narrowed(numbers)
+        return other
+
+    @property
+    def problem(self) -> AttentionProblem:
+        # Most calls of new lengths never ask.
+        return at_lengths(self._like, self._numbers)
+
+    @property
+    def plan(self) -> Plan:
+        return replace(self.case.plan, problem=self.problem)
+
+    def forward(self, x: Operands, out: torch.Tensor | None = None):
+        """(out, lse or None, probs or None). lse: a pair with its rest where that is kept."""
+        return self.on([*map(address_of, self._pick(x))], out)
+
+    def on(self, addresses: list[int], out: torch.Tensor | None = None):
+        """The same of the addresses of the operands that are there, in a list for this call
+        alone."""
+        if current_device() != self._device.index:
+            with torch.cuda.device(self._device):
+                return self.on(addresses, out)
+        run = self._run
+        if out is not None:
+            run, new_lse = self._bound_into(out), self._new_lse
+        elif run is None:
+            return self._first_on(addresses)
+        else:
+            out, new_lse = self._new_out(), self._new_lse
+        addresses.append(out.data_ptr())
+        lse = probs = None
+        if new_lse is not None:
+            lse = new_lse()
+            addresses.append(lse.data_ptr())
+            # Neither is there without it.
+            if self._like.return_probs:
+                probs = self._probs(self._numbers, out.dtype)
+                addresses.append(probs.data_ptr())
+            elif self._like.keeps_rest:
+                lse = lse, new_lse()
+                addresses.append(lse[1].data_ptr())
+        run(addresses)
+        return out, lse, probs
+
+    def _first_on(self, addresses: list[int]):
+        """Keeps nothing the first time, and the second what later ones need: most lengths come but
+        once."""
+        if self._is_known:
+            self.bind()
+            return self.on(addresses)
+        self._is_known = True
+        return self.once_on(self._numbers, addresses)
+
+    def forward_once(self, numbers: Sequence[Any], operands: Sequence[torch.Tensor]):
+        """The forward of lengths of the same case that most likely come but once, of which nothing
+        is kept. numbers: as `at` has them. operands: those that are there. Returns as `forward`."""
+        return self.once_on(numbers, [*map(address_of, operands)])
+
+    def once_on(self, numbers: Sequence[Any], addresses: list[int]):
+        """The same of the operands' addresses, in a list for this call alone."""
+        if current_device() != self._device.index:
+            with torch.cuda.device(self._device):
+                return self.once_on(numbers, addresses)
+        made, probs = self.case.make(numbers), None
+        if self._like.keeps_rest:
+            made.append(torch.empty_like(made[1]))
+        addresses += map(address_of, made)
+        if self._like.return_probs:
+            probs = self._probs(numbers, made[0].dtype)
+            addresses.append(probs.data_ptr())
+        self.case.run(numbers, addresses)
+        lse = made[1] if len(made) == 2 else tuple(made[1:]) or None
+        return made[0], lse, probs
+
+    def _probs(self, numbers: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+        shape = at_lengths(self._like, numbers).probs_shape
+        return torch.zeros(shape, dtype=dtype, device=self._device)
+
+    def _allocators(self) -> tuple[Allocator, Allocator | None]:
+        """Of out and lse."""
+        made = self.case.allocators(self._numbers)
+        return (made[0], made[1]) if len(made) == 2 else (made[0], None)
+
+    def bind(self, out: torch.Tensor | None = None) -> None:
+        """Compiles, loads and keeps the forward, for a caller that writes something before it
+        runs."""
+        if out is not None:
+            self._bound_into(out, comes_again=True)
+        elif self._run is None:
+            self._new_out, self._new_lse = self._allocators()
+            self._run, self._is_known = self.case.bind(self._numbers), True
+
+    def _bound_into(self, out: torch.Tensor, comes_again: bool = False) -> Run:
+        """The forward into memory that lies like this, kept if it comes again."""
+        key = (out.stride(), out.data_ptr() % 16)
+        if self._into_given is None:
+            self._into_given, (_, self._new_lse) = {}, self._allocators()
+        found = self._into_given.get(key)
+        if found is None:
+            case, numbers = self._into(out)
+            comes_again = comes_again or key in self._into_given
+            if not comes_again:
+                self._into_given[key] = None
+                return partial(case.run, numbers)
+            found = self._into_given[key] = case.bind(numbers)
+        return found
+
+    def _into(self, out: torch.Tensor) -> tuple[Case, tuple]:
+        """The case of the forward into this memory, and its numbers."""
+        own, sizes = of_tensor("out", out)
+        kinds, problem = (*self.family.kinds, own), self.problem
+        values = [*self._numbers[:_LENGTHS], *self._sizes, *sizes]
+
+        def make(numbers) -> Case:
+            note(self.plan, "forward", results(problem) | with_numbers(problem, kinds, values)[1])
+            traced, specs = with_numbers(problem, kinds, numbers)
+            return _forward_case(replace(self.case.plan, problem=traced), specs, self._device)
+
+        return self.case.outs.of(own).find(values, make)
+
+    def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
+        """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
+        return self.backward_of(x, out, lse, dout, dlse)(x, out, lse, dout, dlse)
+
+    def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
+        """The backward on tensors laid out like these, which need not lie as the forward's."""
+        if self._like.page_size:
+            return GatheredBackward(self.plan, self.case)
+        return GpuBackward(self.plan, self.case.backwards, x, out, lse, dout, dlse)
+
+    def backward_like(
+        self, tensors: Sequence[torch.Tensor], has_dlse: bool, once: bool
+    ) -> "GpuBackward | None":
+        """The backward on tensors from which lengths alone tell those of the last one; None if it
+        is not known so.
+
+        tensors: the operands, of the shapes that the forward was given, then out, lse, dout, and
+        dlse if it is there. once: for lengths that most likely come but once.
+        """
+        latest, case, numbers = self.case.latest.get(has_dlse), self.case, self._numbers
+        if latest is None or not latest[0].fits(tensors):
+            return None
+        out, lse = tensors[-3 - has_dlse : -1 - has_dlse]
+        if (*out.shape, *lse.shape) != numbers[case.shapes]:
+            return None
+        return latest[1].at(numbers, tensors, once)
+
+    def keep_backward(self, run: Backward, tensors, has_dlse: bool) -> None:
+        """Makes a backward on these operands and the rest the last one, if it can be found again
+        without a look at anything else."""
+        if isinstance(run, GpuBackward) and run.kinds:
+            self.case.latest[has_dlse] = Likeness(tensors, run.kinds), run
+
+
+class GatheredBackward:
+    """The backward of a plan whose keys lie in pages, on dense copies of them."""
+
+    def __init__(self, plan: Plan, case: Case):
+        self._plan, self._kinds = replace(plan, problem=plan.problem.gathered()), case.backwards
+        self._dense: GpuBackward | None = None
+
+    def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
+        """Gradients of the inputs, those of k and v in their pages, or None without kv_grad."""
+        given = (out, lse, dout, dlse)
+        return backward_of_pages(self._run, x, self._plan.problem.seqlen_k, kv_grad, *given)
+
+    def _run(self, rows: Operands, *given) -> Gradients:
+        """The backward on gathered rows, which lie the same each time."""
+        if self._dense is None:
+            self._dense = GpuBackward(self._plan, self._kinds, rows, *given)
+        return self._dense(rows, *given)
+
+
+class GpuBackward:
+    """The backward of a plan on tensors laid out like those that it is made with.
+
+    kinds: of each tensor; empty where operands are copied or begin elsewhere than at multiples of
+    16 bytes, or have gradients besides dq, dk and dv. copied: names of those that are.
+    """
+
+    __slots__ = (
+        "_cases",
+        "_device",
+        "_has_dsink",
+        "_index",
+        "_new",
+        "_pick",
+        "_run",
+        "_sizes",
+        "copied",
+        "kinds",
+    )
+
+    def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse):
+        """kinds: of backwards of the forward's case."""
+        self._device, self._index = x.q.device, x.q.device.index
+        mapped = () if "unaligned" in plan.row("backward").features else ("q", "k", "v", "dout")
+        rows = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}
+        self.copied = tuple(name for name in mapped if not is_mappable(rows[name]))
+        x, dout = self._mappable(x, dout)
+        inputs = {name: t for name, t in zip(Operands._fields, x, strict=True) if t is not None}
+        self._pick = itemgetter(*(Operands._fields.index(name) for name in inputs))
+        given = {**inputs, "out": out, "lse": lse, "dout": dout}
+        if dlse is not None:
+            given["dlse"] = dlse
+        self._has_dsink = x.sink is not None
+        like = {"dq": x.q, "dk": x.k, "dv": x.v}
+        if plan.problem.bias_grad:
+            own = own_shape(tuple(x.bias.shape), x.bias.stride())
+            like["dbias"] = x.bias[tuple(slice(size) for size in own)]
+        if self._has_dsink:
+            like["dsink"] = x.sink
+        kind, values = of_call(plan.problem, given)
+
+        def described(numbers) -> tuple[Plan, dict[str, ArraySpec], list[ArraySpec]]:
+            problem, specs = with_numbers(plan.problem, kind[2:], numbers)
+            for name in mapped:
+                shape, strides, dtype, *_ = specs[name]
+                assert are_mappable(shape, strides, item_bytes(dtype)), name
+            facts = storage(specs["q"], specs["k"], specs["v"], specs["out"])
+            made = {name: specs[name[1:]] for name in like}
+            if "dbias" in made:
+                shape, strides, *_ = bias = made["dbias"]
+                made["dbias"] = bias._replace(shape=own_shape(shape, strides))
+            made = {n: ArraySpec.contiguous(spec.shape, spec.dtype) for n, spec in made.items()}
+            chosen = stored_as(replace(plan, problem=problem), **facts)
+            return chosen, specs | made, [*made.values()]
+
+        def make(numbers) -> Case:
+            chosen, specs, _ = described(values)
+            note(chosen, "backward", specs)
+            chosen, specs, own = described(numbers)
+            return Case(chosen, "backward", specs, self._device, own)
+
+        self._cases = kinds.of(kind)
+        case, numbers = self._cases.find(values, make)
+        self._run: Run = case.bind(numbers)
+        self._new = case.maker(numbers)
+        aligned = all([own.aligned for own in kind[2:]])
+        is_simple = aligned and not self.copied and len(like) == 3
+        self.kinds = kind[2:] if is_simple else ()
+        ranks = [tensor.dim() for tensor in given.values()]
+        self._sizes = Sizes(_LENGTHS, ranks, kind[2:])
+
+    def at(
+        self, lengths: Sequence[int], tensors: Sequence[torch.Tensor], once: bool
+    ) -> "GpuBackward | None":
+        """The backward of other lengths, which begin with those of the problem, on such tensors;
+        None if it is of no case that is there. once: see `backward_like`."""
+        values = self._sizes.of([*lengths[:_LENGTHS]], tensors)
+        known = self._cases.known(values)
+        if known is None:
+            return None
+        case, numbers = known
+        made = object.__new__(GpuBackward)
+        made._cases, made._sizes, made.kinds = self._cases, self._sizes, self.kinds
+        made.copied, made._pick, made._has_dsink = self.copied, self._pick, self._has_dsink
+        made._device, made._index = self._device, self._index
+        if once:
+            made._run, made._new = partial(case.run, numbers), partial(case.make, numbers)
+        else:
+            made._run, made._new = case.bind(numbers), case.maker(numbers)
+        return made
+
+    def __call__(self, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
+        """Gradients of the inputs for the cotangents of out and lse (None is zero); those of k and
+        v in any case."""
+        if self.copied:
+            x, dout = self._mappable(x, dout)
+        tensors = [*self._pick(x), out, lse, dout]
+        if dlse is not None:
+            tensors.append(dlse)
+        return self.on([*map(address_of, tensors)])
+
+    def on(self, addresses: list[int]) -> Gradients:
+        """The same of the addresses of what is there of x, out, lse, dout and dlse, in this order,
+        where nothing is copied."""
+        if current_device() != self._index:
+            with torch.cuda.device(self._device):
+                return self.on(addresses)
+        gradients = self._new()
+        addresses += map(address_of, gradients)
+        self._run(addresses)
+        if len(gradients) == 3:
+            return _named(Gradients, (*gradients, None, None))
+        dq, dk, dv, *more = gradients
+        dsink = more.pop() if self._has_dsink else None
+        return Gradients(dq, dk, dv, more.pop() if more else None, dsink)
+
+    def _mappable(self, x: Operands, dout: torch.Tensor) -> tuple[Operands, torch.Tensor]:
+        """These, with copies of what the kernels' tensor maps cannot be made of."""
+        copies = {
+            name: torch.clone(getattr(x, name), memory_format=torch.contiguous_format)
+            for name in self.copied
+            if name != "dout"
+        }
+        if "dout" in self.copied:
+            dout = torch.clone(dout, memory_format=torch.contiguous_format)
+        return x._replace(**copies), dout

@@ -1,0 +1,164 @@
+"""What happens to a KV cache before attention: new keys and values go in, and rotary positions are
+applied. In plain torch, for CPUs and torch.compile, without a value read back; `cache_step` has the
+same for GPUs.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from heedful.core.call.arguments import CacheUpdate
+from heedful.core.call.operands import Operands
+from heedful.torch.base.arrays import dtype_name
+from heedful.torch.base.forked import on_own_thread
+from heedful.torch.operands.quant import group_scales, packed_values
+
+_USED = Operands._fields.index("seqused_k")
+_new = tuple.__new__
+
+
+def with_used(x: Operands, used: Tensor) -> Operands:
+    """x with other lengths: a fifth of the time of _replace."""
+    return _new(Operands, (*x[:_USED], used, *x[_USED + 1 :]))
+
+
+def used_keys(x: Operands, start: Tensor, new: int) -> Tensor:
+    """Keys that each sequence has once `new` ones are written from `start` in its storage on; none,
+    0 or less, where `start` is negative."""
+    used = torch.where(start < 0, start, start + new) if new else start
+    return used if x.leftpad_k is None else used - x.leftpad_k
+
+
+def update_cache(
+    x: Operands, update: CacheUpdate, start: Tensor, advance: bool, sees_values: bool = False
+) -> Operands:
+    """Writes the new keys and values into the cache, in plain torch; returns x with q rotated.
+
+    start: int32 (B,), where they go in each sequence's storage. advance: whether queries have a
+    position each, or all that of the first new key. sees_values: as `append_kv` has it.
+    """
+    k, v, cos, sin, _, interleaved, _ = update
+    if cos is not None:
+        position = start + update.position0 if update.position0 else start
+        k = rotate(k, cos, sin, position, interleaved)
+        x = x._replace(q=rotate(x.q, cos, sin, position, interleaved, advance))
+    k, k_scales = _stored(x.k, k, x.k_descale, x.k_shift)
+    v, v_scales = _stored(x.v, v, x.v_descale, x.v_shift)
+    scales = [*k_scales, *v_scales]
+    append_kv(x.k, x.v, k, v, start, x.kv_batch_idx, x.block_table, sees_values, scales)
+    return x
+
+
+def _stored(
+    cache: Tensor, new: Tensor, scale: Tensor | None, shift: Tensor | None
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """What a cache stores of new values (B, S, G, dim); and, of groups of values, the arrays of
+    their scales and shifts, each with what goes into it."""
+    if new.dtype == cache.dtype:
+        return new, []
+    storage = "int4" if cache.dtype == torch.uint8 else dtype_name(cache.dtype)
+    if scale is not None and scale.dim() > 2:
+        size = new.shape[-1] // scale.shape[-1]
+        own, own_shift = group_scales(new, storage, size, shift is not None)
+        shifts = [] if shift is None or own_shift is None else [(shift, own_shift)]
+        return packed_values(new, storage, own, own_shift), [(scale, own), *shifts]
+    batch, _, heads, _ = new.shape
+    if scale is None:
+        scale = new.new_ones((), dtype=torch.float32)
+    factor, add = (
+        t if t is None else t.expand(batch, heads)[:, None, :, None] for t in (scale, shift)
+    )
+    assert factor is not None
+    return packed_values(new, storage, factor, add), []
+
+
+def update_plainly(advance: bool, x: Operands, update: CacheUpdate, start: Tensor) -> Operands:
+    """As `update_cache`, on a CPU."""
+    return on_own_thread(update_cache, x, update, start, advance, True)
+
+
+def append_kv(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    cache_batch_idx: Tensor | None,
+    block_table: Tensor | None,
+    sees_values: bool,
+    scales: Sequence[tuple[Tensor, Tensor]] = (),
+) -> None:
+    """Writes k and v (B, S, G, dim) behind the tokens that each sequence has in its cache.
+
+    cache_seqlens: (B,) storage position of a sequence's first new token; a sequence of negative
+    length gets none. Caches: rows (rows, capacity, G, dim) picked by cache_batch_idx (B,), or pages
+    through block_table. What would lie outside of them is dropped. sees_values: whether tensors may
+    be looked into, which neither a graph nor a transform allows. scales: arrays that lie as the
+    caches do, each with what goes into it beside k and v.
+    """
+    if not (k.numel() and k_cache.numel()):
+        return
+    batch, seqlen = k.shape[:2]
+    position = cache_seqlens.long()[:, None] + torch.arange(seqlen, device=k.device)
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    kept = (cache_seqlens[:, None] >= 0) & (position < capacity)
+    position = position.clamp(0, capacity - 1)
+    if block_table is None:
+        row = cache_batch_idx
+        if row is None:
+            row = torch.arange(batch, device=k.device)
+        entry = row[:, None].expand(position.shape).long()
+    else:
+        entry = block_table.gather(1, position // k_cache.shape[1]).long()
+        position = position % k_cache.shape[1]
+    last = k_cache.shape[0] - 1
+    kept = (kept & (entry >= 0) & (entry <= last)).flatten()
+    where = entry.clamp(0, last).flatten(), position.flatten()
+    written = ((k_cache, k), (v_cache, v), *scales)
+    arrays = tuple(array for array, _ in written)
+    tokens = tuple(rows.flatten(0, 1) for _, rows in written)
+    if not (sees_values and bool(kept.all())):
+        where, tokens = _only_kept(kept, where, tokens, arrays)
+    for array, token in zip(arrays, tokens, strict=True):
+        array.index_put_(where, token)
+
+
+def _only_kept(kept: Tensor, where: tuple, tokens: tuple, caches: tuple) -> tuple[tuple, tuple]:
+    """Places and tokens in which those that are not `kept` repeat the first that is. So many are
+    written as there are, without a look at how many that is. If none is kept, they write what is
+    there."""
+    # With a dim, or a graph would want to know its number.
+    first = kept.int().argmax(0, keepdim=True)
+    places = tuple(torch.where(kept, axis, axis[first]) for axis in where)
+    found = []
+    for token, cache in zip(tokens, caches, strict=True):
+        instead = torch.where(kept.any(), token[first], cache[where[0][first], where[1][first]])
+        found.append(torch.where(kept[:, None, None], token, instead))
+    return places, tuple(found)
+
+
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, start: Tensor, interleaved: bool, advance: bool = True
+) -> Tensor:
+    """Rotary position embedding (Su et al. 2021) of the first 2 * cos.shape[1] dims of each head.
+
+    x: (B, S, heads, D). cos, sin: (positions, rotary_dim / 2). start: int (B,), the position of
+    each sequence's first token; the next ones follow, or have the same if not advance.
+    interleaved: pairs are neighbours (GPT-J), else halves (GPT-NeoX). Computed in float32.
+    """
+    half = cos.shape[1]
+    position = start.long()[:, None]
+    if advance:
+        position = position + torch.arange(x.shape[1], device=x.device)
+    # Sequences of negative length, or beyond the storage, have no position: any will do.
+    position = position.clamp(0, cos.shape[0] - 1)
+    c, s = (table[position].float()[:, :, None] for table in (cos, sin))
+    turned = x[..., : 2 * half].float()
+    if interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = turned[..., :half], turned[..., half:]
+    pair = (first * c - second * s, first * s + second * c)
+    turned = torch.stack(pair, dim=-1).flatten(-2) if interleaved else torch.cat(pair, dim=-1)
+    return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], dim=-1)

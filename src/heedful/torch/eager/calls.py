@@ -1,0 +1,580 @@
+"""The eager path: one dictionary hit from a call's metadata to what runs it.
+
+The first call of a kind is validated and planned; every later one with the same metadata and
+arguments costs a key and a look-up.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, is_autocast_enabled, is_grad_enabled
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from heedful.core.base import settings
+from heedful.core.base.symbols import Trace, settled
+from heedful.core.call.arguments import ABSENT, NUMBERS, AttentionCall, Options
+from heedful.core.call.describe import describe
+from heedful.core.call.operands import Operands
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.call.storage import copies
+from heedful.launch.code import packs
+from heedful.torch.base import device as devices
+from heedful.torch.base.dispatch import (
+    Likeness,
+    any_autocast,
+    are_bare,
+    bare_apply,
+    bare_backward,
+    check_all_bare,
+)
+from heedful.torch.base.forked import on_own_thread
+from heedful.torch.eager import backends
+from heedful.torch.eager.keys import call_key, named_tensors
+from heedful.torch.eager.kinds import (
+    MOST_KINDS,
+    ArrayKind,
+    Cases,
+    Kinds,
+    Sizes,
+    of_tensor,
+    with_sizes,
+)
+from heedful.torch.eager.saved import Backwards
+from heedful.torch.operands.adapt import adapt, adaptations, autocast, bias_gradient
+from heedful.torch.operands.apart import OutApart
+from heedful.torch.operands.checks import (
+    attention_call,
+    check_constants,
+    check_seed,
+    gradients_wanted,
+    requires_gradients,
+    wanting,
+)
+from heedful.torch.operands.plain import is_same, plain_options, plain_seed
+from heedful.torch.operands.values import check_values, indices
+
+_new = tuple.__new__
+
+
+class Generations:
+    """A bounded map that forgets what was not used lately, and costs one look-up for what was.
+
+    Entries live in `young`; once that is full it becomes the old generation, whose entries return
+    on use and are forgotten with the next change. `latest` is for a caller who has something
+    cheaper than a key to know the entry again that he used last.
+    """
+
+    def __init__(self, half: int):
+        """half: the most entries of a generation, 1 or more."""
+        self._half = half
+        self._old: dict = {}
+        self.young: dict = {}
+        self.latest: dict = {}
+
+    def __len__(self) -> int:
+        return len(self.young) + len(self._old)
+
+    def find(self, key) -> Any:
+        """The value of a key that is not in `young`; None if it is nowhere."""
+        value = self._old.pop(key, None)
+        if value is not None:
+            self.put(key, value)
+        return value
+
+    def put(self, key, value) -> None:
+        if len(self.young) >= self._half:
+            self._old, self.young, self.latest = self.young, {}, {}
+        self.young[key] = value
+
+    def clear(self) -> None:
+        self._old, self.young, self.latest = {}, {}, {}
+
+
+# A training run has tens of kinds of calls; varlen lengths make it thousands.
+CALLS = settings.forgotten(Generations(2048))
+
+
+class Call:
+    """What one kind of call needs each time.
+
+    steps: what the caller's tensors lack to be operands. plain: they go to the kernels as they
+    are, unchecked. results: 0 out, 1 with lse, 2 with the probabilities too. apart: what looks
+    whether `out`, where it is given, lies apart. wants_grad, like, alike: whether operands are of
+    this kind. backwards: of what the forward saves; None where nothing wants a gradient. wanting:
+    whether an operand requires a gradient that is not computed.
+    """
+
+    __slots__ = (
+        "alike",
+        "apart",
+        "backwards",
+        "checks",
+        "dropout",
+        "forward",
+        "kind",
+        "like",
+        "plain",
+        "results",
+        "runner",
+        "steps",
+        "wanting",
+        "wants_grad",
+    )
+
+    def __init__(
+        self,
+        x: Operands,
+        options: Options,
+        grad: tuple[bool, bool],
+        out,
+        seed=None,
+        v_in_k: bool = False,
+        keeps_rest: bool = False,
+    ):
+        """v_in_k: v lies in k, as the caller's key for this call says. keeps_rest: as of an
+        AttentionProblem, on a GPU.
+
+        Raises TypeError or ValueError for a call that cannot be.
+        """
+        described = attention_call(x, options, grad, out, seed)._replace(v_in_k=v_in_k)
+        check_all_bare(named_tensors(x, options, out, seed))
+        problem = describe(described)
+        if keeps_rest:
+            problem = replace(problem, keeps_rest=True)
+        self.dropout = problem.dropout_p > 0
+        own_seed = seed if self.dropout and isinstance(seed, Tensor) else None
+        if x.seed is not own_seed:
+            x = x._replace(seed=own_seed)
+        self.steps = adaptations(x, problem)
+        given = adapt(x, self.steps) if self.steps else x
+        if self.dropout and x.seed is None:
+            given = given._replace(seed=x.q.new_empty(1, dtype=torch.int64))
+        notes = copies(described.x)
+        self.runner = backends.prepare(problem, given, options.backend, notes)
+        plan = self.runner.plan
+        self.wants_grad = grad[0]
+        self.like: Any = None
+        self.alike: Any = None
+        self.kind = options.kind
+        self.forward = self.runner.forward
+        if plan.backend == "sdpa":
+            self.forward = partial(_dense_forward, self.runner.forward)
+        self.apart: Any = None  # where out is not None
+        if out is not None:
+            self.apart = OutApart(out, x._replace(seed=None), seed, options.kind)
+        wanted = x.block_table is not None and settings.get("check_pages")
+        on_cpu = plan.device.vendor == "cpu"
+        self.checks = wanted or (on_cpu and any(i is not None for i in indices(x)))
+        self.wanting = bool(wanting(x))
+        self.plain = not (self.steps or self.dropout or self.checks or self.wanting)
+        self.results = results_of(options)
+        self.backwards: Backwards | None = None
+        if problem.needs_grad:
+            saved = x if x.seed is not None else x._replace(seed=given.seed)
+            self.backwards = Backwards(self.runner, saved, options)
+
+    @property
+    def problem(self) -> AttentionProblem:
+        return self.runner.problem
+
+    def at(self, runner, x: Sequence[Any]) -> "Call":
+        """The same call of other lengths, with its own runner. x: the caller's tensors."""
+        call = object.__new__(Call)
+        # One by one, in a third of the time of a loop.
+        call.checks, call.dropout = self.checks, self.dropout
+        call.kind, call.plain, call.results = self.kind, self.plain, self.results
+        call.steps, call.wanting, call.wants_grad = self.steps, self.wanting, self.wants_grad
+        call.runner, call.forward = runner, runner.forward
+        call.like = call.alike = call.backwards = call.apart = None
+        if self.backwards is not None:
+            call.backwards = self.backwards.at(runner, x)
+        return call
+
+    def is_aligned(self, x: Sequence[Any]) -> bool:
+        """Whether operands of this call begin at multiples of 16 bytes. Makes `like`, which takes
+        longer than a call that never comes again should."""
+        if self.like is None:
+            self.like = Likeness(x)
+            self.alike = self.like.alike
+        return self.like.are_aligned(x)
+
+    def is_like(self, x: Sequence[Any], out, seed) -> bool:
+        """Whether tensors are like those that `is_aligned` was last asked of; q, k and v are known
+        to be aligned."""
+        if out is None or seed is not None or len(self.like.places) > 4:
+            return self.like.fits((*x, out, seed))
+        address = out.data_ptr()
+        return address and not address & 15 and self.alike(x[0], x[1], x[2], out)
+
+    def operands(self, x: Operands, seed) -> Operands:
+        """The operands of this very call, where they are not the caller's tensors alone."""
+        return self.laid_out(self.seeded(x, seed))
+
+    def seeded(self, x: Operands, seed) -> Operands:
+        """The caller's tensors, with the Philox key of this very call among them."""
+        return x._replace(seed=make_seed(seed, x.q.device)) if self.dropout else x
+
+    def laid_out(self, x: Operands) -> Operands:
+        """The operands of the caller's tensors, their values checked where that is possible."""
+        if self.wanting and is_grad_enabled():
+            check_constants(x)
+        if self.steps:
+            x = adapt(x, self.steps)
+        if self.checks:
+            check_values(x, self.problem, self.kind)
+        return x
+
+
+def results_of(options: Options) -> int:
+    """How many results a call returns beside out."""
+    return 2 if options.return_attn_probs else 1 if options.return_lse else 0
+
+
+def returned(results: int, out: Tensor, lse: Any, probs: Any) -> Any:
+    """What a public function returns, with this many results beside out."""
+    if results == 0:
+        return out
+    if results == 1:
+        return out, lse
+    return out, lse, out.new_empty(0) if probs is None else probs
+
+
+def _dense_forward(forward, x: Operands, out: Tensor | None = None):
+    """A forward whose own output may have any strides; ours are dense, as flash-attn's are."""
+    result, lse, probs = forward(x, out)
+    return result if out is not None else on_own_thread(result.contiguous), lse, probs
+
+
+def make_seed(seed, device: torch.device) -> Tensor:
+    """The Philox key on the device: the caller's, or one drawn there from torch's generator, so
+    that a replayed CUDA graph draws anew."""
+    if isinstance(seed, Tensor):
+        return seed
+    if seed is None:
+        return torch.randint(2**63 - 1, (1,), device=device)
+    check_seed(seed, device)
+    signed = seed - 2**64 if seed >= 2**63 else seed
+    return torch.full((1,), signed, dtype=torch.int64, device=device)
+
+
+def find(
+    key, x: Operands, options: Options, grad: tuple[bool, bool], out=None, seed=None, base=None
+) -> Call:
+    """The call of a key that is not among the young: from the old ones, or made now. Without a key
+    it is made and not kept. base: see `LATEST`."""
+    if key is None:
+        return Call(x, options, grad, out, seed)
+    call = CALLS.find(key)
+    if call is None:
+        is_common = out is None and seed is None and not options.dropout_p
+        call = is_common and _of_kind(x, options, grad, base)
+        call = call or Call(x, options, grad, out, seed)
+        CALLS.put(key, call)
+    return call
+
+
+class CheckedCase:
+    """Calls of one kind that answer alike what is asked about their lengths when they are checked.
+    outputs: the lengths of the problem. trace: what they come from."""
+
+    def __init__(self, call: Call, described: AttentionCall, trace: Trace):
+        """described: the call, of lengths that are symbols of the trace."""
+        self.call, self.trace = call, trace
+        lengths = describe(described).lengths
+        self.outputs = [0 if length is None else length for length in lengths]
+        runner: Any = call.runner  # of a GPU: `_of_kind` knows no other
+        self.family, self.like = runner.family, call.problem
+
+
+class CallCase:
+    """Calls of one kind that answer alike all that is asked about their lengths until they run.
+    outputs: the numbers of their runners."""
+
+    def __init__(self, checked: CheckedCase, lengths: Sequence[int], values: list, numbers: list):
+        """lengths: of the problem. values: the longest lengths and the sizes of a call's operands;
+        numbers: the same as symbols."""
+        self._call = checked.call
+        runner = checked.family.runner(checked.like, (*lengths, *values[2:]))
+        trace, case = numbers[0].trace, runner.case
+        found = trace.inline(checked.trace, numbers, checked.outputs)
+        self.outputs = trace.inline(case.trace, found + numbers[2:], case.outputs)
+        self._runner = runner.narrowed(settled(self.outputs))
+        self._is_simple = self._call.plain and not self._call.wants_grad
+
+    def at(
+        self, numbers: Sequence[Any], sizes: Sequence[int], x: Sequence[Any], comes_again: bool
+    ) -> Call:
+        """The call of other lengths. sizes: of its operands. comes_again: whether they came
+        before."""
+        return self._call.at(self._runner.at(numbers, sizes, comes_again), x)
+
+    def once(self, numbers: Sequence[Any], tensors: Sequence[Tensor]) -> "Once | None":
+        """The call of lengths that most likely come but once, if it can be run and forgotten.
+        tensors: the operands that are there."""
+        if not self._is_simple:
+            return None
+        run = partial(self._runner.forward_once, numbers, tensors)
+        return _new(Once, (self._call.results, run))
+
+
+class Once(NamedTuple):
+    """A call on these very tensors, which go to the kernels as they are, without gradients, where
+    it is not to be kept. run(): what a Call's forward gives. results: as a Call's."""
+
+    results: int
+    run: Callable[[], tuple]
+    wants_grad = False
+
+
+# Operands that are expanded to a call's lengths, or that are no operands of most calls. Shifts come
+# with descales.
+_ADAPTED = ("bias", "alibi_slopes", "tree_mask", "seed", "q_descale", "k_descale", "v_descale")
+_adapted = itemgetter(*(Operands._fields.index(name) for name in _ADAPTED))
+_OPERANDS = tuple(enumerate(Operands._fields))
+_LONGEST = slice(1, 3)  # of Options
+KINDS = settings.forgotten(Kinds())
+# Options, with the types of their values, that hold plain values alone.
+PLAIN = Kinds()
+# Of options but for the longest lengths, with the types of their values and of the operands: the
+# kind of the last calls.
+LATEST = settings.forgotten(Kinds())
+
+
+class LatestKind:
+    """The kind of the last calls with the same options, known again without a key, and its calls
+    by their sizes: None of those that came once, as most do, whose memory is better used again."""
+
+    __slots__ = ("_aligned", "_calls", "_cases", "_likeness", "_packs", "_sizes")
+
+    def __init__(self, cases: Cases, kinds: Sequence[ArrayKind], values: Sequence[Any]):
+        """values: operands of a call. kinds: theirs."""
+        self._cases, self._packs = cases, packs.backends()
+        self._likeness = Likeness(values, kinds)
+        # Whoever asks has seen that q, k and v are.
+        self._aligned = len(kinds) == 3
+        self._calls: dict[tuple[int, ...], Call | None] = {}
+        ranks = [tensor.dim() for tensor in self._likeness.pick(values)]
+        self._sizes = Sizes(2, ranks, kinds)
+
+    def find(self, values: Sequence[Any], longest: Sequence[Any], how) -> Call | Once | None:
+        """The call of operands of this kind; None if they are not, or are of no case that is there.
+        values: Operands, or q, k and v if there are no others; these are aligned. longest: of the
+        options. how: where a call that came before is the latest of."""
+        likeness = self._likeness
+        if not likeness.fits(values, self._aligned) or packs.backends() != self._packs:
+            return None
+        of_queries, of_keys = longest
+        tensors = likeness.pick(values)
+        sizes = self._sizes.of([of_queries or 0, of_keys or 0], tensors)
+        calls = self._calls
+        call = calls.get(sizes)
+        if call is None:
+            known = self._cases.known(sizes)
+            if known is None:
+                return None
+            case, numbers = known
+            if sizes in calls:
+                call = calls[sizes] = case.at(numbers, sizes[2:], values, comes_again=True)
+                return call
+            if len(calls) >= MOST_KINDS:
+                calls.clear()
+            calls[sizes] = None
+            return case.once(numbers, tensors) or case.at(
+                numbers, sizes[2:], values, comes_again=False
+            )
+        if call.is_aligned(values):
+            CALLS.latest[how] = call
+        return call
+
+
+def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) -> Call | None:
+    """The call, if lengths alone tell it from calls that were checked and planned before. None
+    where it is not of a kind that is known so: on a CPU, and of operands that are adapted."""
+    is_adapted = any([operand is not None for operand in _adapted(x)])
+    if is_adapted or devices.device_spec(x.q.device).vendor == "cpu":
+        return None
+    kinds, sizes = [], []
+    for index, name in _OPERANDS:
+        tensor = x[index]
+        if tensor is not None:
+            if not isinstance(tensor, Tensor) or tensor.stride()[-1:] != (1,):
+                return None
+            kind, own = of_tensor(name, tensor)
+            kinds.append((kind, tensor.device, tensor.requires_grad))
+            sizes += own
+    if x.block_table is not None and x.cu_seqlens_q is not None:
+        return None
+    how = settings.get("backend"), settings.get("check_pages"), packs.backends()
+    without_longest = options._replace(max_seqlen_q=None, max_seqlen_k=None)
+    checks, cases = KINDS.of((without_longest, grad, how, *kinds), lambda: (Cases(), Cases()))
+    values = [value or 0 for value in options[_LONGEST]] + sizes
+
+    def check(numbers) -> CheckedCase:
+        rest = iter(numbers)
+        given = options._replace(max_seqlen_q=next(rest), max_seqlen_k=next(rest))
+        specs = {kind.name: with_sizes(kind, rest) for kind, *_ in kinds}
+        described = AttentionCall(Operands(**specs), given, *grad)
+        return CheckedCase(Call(x, options, grad, None), described, numbers[0].trace)
+
+    def make(numbers) -> CallCase:
+        checked, lengths = checks.find(values, check)
+        return CallCase(checked, lengths, values, numbers)
+
+    case, numbers = cases.find(values, make)
+    if base is not None and all([kind.aligned for kind, _, _ in kinds]):
+        LATEST.of(base, lambda: None)
+        LATEST[base] = LatestKind(cases, [kind for kind, _, _ in kinds], x)
+    return case.at(numbers, sizes, x, comes_again=False)
+
+
+def attend(
+    q, k, v, x: Operands | None, options: Options, out=None, seed=None, otherwise: Any = None
+):
+    """Runs one call on tensors of a real device.
+
+    x: the tensors as the caller gave them, None if they are q, k and v alone. seed: dropout_seed as
+    the caller gave it. otherwise: runs the same call where a tensor is not bare, through the
+    dispatcher by default.
+
+    Returns what the public functions return.
+    """
+    if any_autocast() and is_autocast_enabled(q.device.type):
+        q, k, v, bias = autocast((q, k, v, x and x.bias), q.device.type)
+        x = x and x._replace(q=q, k=k, v=v, bias=bias)
+    records = is_grad_enabled()
+    key = call = None
+    base: Any = None
+    wants_grad = common = False
+    try:
+        # Aligned tensors like those of the last such call are known without a key.
+        of_q, of_k, of_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        bases = (of_q | of_k | of_v) & 15 or not (of_q and of_k and of_v)
+        common, usual = not bases, out is None and seed is None
+        types = map(type, options[NUMBERS] if x is None else options[NUMBERS] + x)
+        longest = options[_LONGEST]
+        base = (records, options[0], options[3:], *types)
+        how: Any = (base, longest) if usual else (base, longest, type(out), type(seed))
+        if common:
+            call = CALLS.latest.get(how)
+            if call is None:
+                pass
+            elif usual:
+                if not (call.alike(q, k, v) if x is None else call.like.fits(x)):
+                    call = None
+            elif not call.is_like((q, k, v, *ABSENT) if x is None else x, out, seed):
+                call = None
+            if call is None and usual and (kind := LATEST.get(base)) is not None:
+                call = kind.find((q, k, v) if x is None else x, longest, how)
+            wants_grad = call is not None and call.wants_grad
+        if call is None:
+            requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
+            if x is not None and not requires_grad:
+                requires_grad = requires_gradients(x)
+            wants_grad = records and requires_grad
+            key = (how, requires_grad, call_key(q, k, v, x, out, seed, bases))
+            call = CALLS.young.get(key)
+            if common and call is not None:
+                given = (q, k, v, *ABSENT) if x is None else x
+                if call.is_aligned(given if usual else (*given, out, seed)):
+                    CALLS.latest[how] = call
+    except (TypeError, RuntimeError):
+        # An argument that cannot be hashed, or a tensor without plain memory (sparse, ...), is none
+        # that we take: the checks will say which.
+        key = call = None
+    odd = key is None and call is None
+    if call is None and (odd or seed is not None or base not in PLAIN):
+        plain, own_seed = plain_options(options), plain_seed(seed, q.device)
+        if not is_same(plain, options) or own_seed is not seed:
+            return attend(q, k, v, x, plain, out, own_seed, otherwise)
+        if not odd:
+            PLAIN.of(base)
+    if type(call) is Once:
+        out, lse, probs = call.run()
+        return out if call.results == 0 else returned(call.results, out, lse, probs)
+    if x is None:
+        x = _new(Operands, (q, k, v, *ABSENT))
+    if call is None:
+        if not are_bare(named_tensors(x, options, out, seed)):
+            return (otherwise or _dispatched)(x, options, out, seed)
+        grad = gradients_wanted(x)
+        wants_grad = grad[0]
+        call = find(key, x, options, grad, out, seed, base if common and usual else None)
+    if wants_grad:
+        apply = Attention.apply if odd else _apply
+        return apply(call, x, seed, q, k, v, x.bias, x.sink)
+    if out is not None:
+        call.apart.check(out, x, seed)
+    if not call.plain:
+        x = call.operands(x, seed)
+    out, lse, probs = call.forward(x) if out is None else call.forward(x, out)
+    return out if call.results == 0 else returned(call.results, out, lse, probs)
+
+
+def _dispatched(x: Operands, options: Options, out, seed):
+    """The call where the dispatcher, or whoever is behind it, makes of a tensor what it stands
+    for."""
+    # It is made of what is here.
+    from heedful.torch.traced import library
+
+    return library.attend(*x[:3], x, options, out, seed)
+
+
+class Attention(Function):
+    """Attention under eager autograd."""
+
+    @staticmethod
+    def forward(ctx, call: Call, x: Operands, seed, q, k, v, bias, sink):
+        """q, k, v, bias and sink, those of x, are arguments for autograd to see."""
+        ctx.set_materialize_grads(False)
+        given = x
+        if not call.plain:
+            given = call.seeded(x, seed)
+            x = call.laid_out(given)
+        out, lse, probs = call.forward(x)
+        backwards: Any = call.backwards  # there are some of each call that wants a gradient
+        ctx.backwards = backwards
+        if bias is not None:
+            ctx.bias = bias.shape
+        # As the caller gave them: no hook is to store what a stride of 0 repeats.
+        ctx.save_for_backward(*backwards.pick(given), out, lse)
+        if call.results == 0:
+            return out
+        results = returned(call.results, out, lse, probs)
+        ctx.mark_non_differentiable(*results[2:])
+        return results
+
+    @staticmethod
+    def backward(ctx, dout, dlse=None, dprobs=None):
+        if is_grad_enabled():
+            # once_differentiable raises only if a cotangent depends on something; ours raises
+            # wherever the gradients are differentiated again, which would be wrong in silence.
+            dout, dlse = (None if g is None else _dependent(g) for g in (dout, dlse))
+            return _backward_once(ctx, dout, dlse)
+        saved, backwards = ctx.saved_tensors, ctx.backwards
+        found = None
+        if dlse is None and dout is not None:
+            found = backwards.like_latest((*saved, dout))
+        if found is None:
+            needed = ctx.needs_input_grad
+            found = backwards(saved, dout, dlse, needed[4] or needed[5])
+        dq, dk, dv, dbias, dsink = found
+        if dbias is not None:
+            dbias = on_own_thread(bias_gradient, dbias, ctx.bias)
+        return None, None, None, dq, dk, dv, dbias, dsink
+
+
+_apply = bare_apply(Attention)
+bare_backward(Attention)
+
+
+def _dependent(cotangent: Tensor) -> Tensor:
+    return cotangent if cotangent.requires_grad else cotangent.detach().requires_grad_()
+
+
+# It runs it again, where no gradients are recorded.
+_backward_once = once_differentiable(Attention.backward)

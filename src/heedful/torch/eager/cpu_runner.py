@@ -1,0 +1,55 @@
+"""What runs a planned problem on CPU tensors."""
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from heedful.core.call.operands import Gradients, Operands
+from heedful.core.planning.plan import Plan
+from heedful.torch.base.forked import on_own_thread
+
+# (x, out, lse, dout, dlse=None, kv_grad=True) -> gradients of the inputs, for one layout of all
+# these. kv_grad: whether those of k and v are wanted; they may be None if not.
+Backward = Callable[..., Gradients]
+
+
+class CpuRunner:
+    """Runs on CPU tensors."""
+
+    def __init__(self, plan: Plan):
+        self.plan, self.problem = plan, plan.problem
+        self._forward = importlib.import_module(plan.row("forward").module)
+        backward = plan.row("backward" if plan.backward else "forward")
+        self._backward = importlib.import_module(backward.module)
+
+    def forward(self, x: Operands, out: torch.Tensor | None = None):
+        """(out, lse or None, probs or None)."""
+        return on_own_thread(self._forward.forward, self.plan.problem, x, out)
+
+    def statistics(self, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
+        """Maximum and sum of every row, float32, laid out as lse."""
+        return on_own_thread(self._forward.statistics, self.plan.problem, x)
+
+    def bind(self, out: torch.Tensor | None = None) -> None:
+        """There is nothing to compile."""
+
+    def backward(self, x, out, lse, dout, dlse=None) -> Gradients:
+        """Gradients of the inputs for the cotangents of out and lse (None is zero)."""
+        run, problem = self._backward.backward, self.plan.problem
+        return self._gradients(run, problem, x, out, lse, dout, dlse)
+
+    def backward_like(self, tensors: Sequence[torch.Tensor], has_dlse: bool, once: bool) -> None:
+        """There is nothing to find again."""
+
+    def keep_backward(self, run: Backward, tensors, has_dlse: bool) -> None:
+        """Nor to keep."""
+
+    def backward_of(self, x: Operands, out, lse, dout, dlse=None) -> Backward:
+        """The backward on tensors laid out like these."""
+        return partial(self._gradients, self._backward.backward, self.plan.problem)
+
+    @staticmethod
+    def _gradients(backward, problem, x, out, lse, dout, dlse=None, kv_grad=True) -> Gradients:
+        return on_own_thread(backward, problem, x, out, lse, dout, dlse)

@@ -1,0 +1,201 @@
+"""What was planned and bound for kinds of calls, whose lengths are values.
+
+A kind is all of a call but its lengths, and the sizes and strides that follow from them. Of a kind
+there are cases, one for each set of answers to what was asked about the lengths: see core/symbols.
+Lengths that were never seen cost the evaluation of a case, and neither a plan nor a program.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from heedful.core.base.arrays import ArraySpec, dense_strides
+from heedful.core.base.symbols import Answer, Trace, joined
+from heedful.core.call.problem import AttentionProblem, Lengths
+from heedful.torch.base.arrays import dtype_name
+
+_new = tuple.__new__
+# Cases of one kind, and kinds, that are kept. A kind has a few cases: sizes of one, tiles, splits.
+_MOST_CASES, MOST_KINDS = 64, 256
+# Cases that share a function, which is made anew for each of them.
+_MOST_JOINED = 16
+# Rows of heads and head dims, which are no lengths.
+_ROWS = frozenset(("q", "k", "v", "out", "dout", "dq", "dk", "dv"))
+
+_lengths = attrgetter(*Lengths._fields)
+_rest = attrgetter(*(f.name for f in fields(AttentionProblem) if f.name not in Lengths._fields))
+
+
+class ArrayKind(NamedTuple):
+    """All of an operand but what lengths may change.
+
+    kept: the sizes that they may not, which come last. last: the last stride, if there is one.
+    dense: whether strides follow from sizes. moving: how many sizes come first.
+    """
+
+    name: str
+    dtype: torch.dtype
+    aligned: bool
+    kept: tuple[int, ...]
+    last: tuple[int, ...]
+    dense: bool
+    moving: int
+
+
+# A trace, its outputs, and the case that they are of.
+_Made = tuple[Trace, Sequence[Any], Any]
+
+
+class Cases:
+    """Those of one kind. `find` makes what is not there yet.
+
+    The first few, as most kinds have, share a function, which goes to the right one by a few
+    questions. Later ones are asked one after the other.
+    """
+
+    __slots__ = ("_found", "_joined")
+
+    def __init__(self):
+        # Functions of values, and what the first of them was made of.
+        self._found: tuple[Answer, ...] = ()
+        self._joined: tuple[_Made, ...] = ()
+
+    def known(self, values: Sequence[int]) -> tuple[Any, Any] | None:
+        """The case of these values, and its numbers for them, if it is there."""
+        for evaluate in self._found:
+            found = evaluate(values)
+            if found is not None:
+                return found
+        return None
+
+    def find(self, values: Sequence[int], make: Callable[[list], Any]) -> tuple[Any, Any]:
+        """The case of these values, and its numbers for them.
+
+        make(symbols): a new case, whose `outputs` are the numbers.
+        """
+        known = self.known(values)
+        if known is not None:
+            return known
+        trace = Trace()
+        case = make(trace.symbols(values))
+        self._add((trace, case.outputs, case))
+        found = self.known(values)
+        assert found is not None
+        return found
+
+    def _add(self, made: _Made) -> None:
+        if len(self._joined) < _MOST_JOINED:
+            cases = (*self._joined, made)
+            answer = joined(cases)
+            if answer is not None:
+                self._found, self._joined = (answer, *self._found[1:]), cases
+                return
+        own = joined([made])
+        assert own is not None
+        kept = _MOST_CASES - len(self._joined)
+        self._found = (self._found[0], own, *self._found[1:kept])
+
+
+class Kinds(dict):
+    """Cases, or what else is of a kind, by its key; forgotten where there are too many."""
+
+    def of(self, key: tuple, make: Callable[[], Any] = Cases) -> Any:
+        """What is of this kind, made if it is not there."""
+        found = self.get(key)
+        if found is None:
+            if len(self) >= MOST_KINDS:
+                self.clear()
+            found = self[key] = make()
+        return found
+
+
+def of_tensor(name: str, tensor: Tensor) -> tuple[ArrayKind, tuple[int, ...]]:
+    """What of an operand is of its kind, and the sizes and strides that lengths may change."""
+    shape, strides = tensor.shape, tensor.stride()
+    moving = len(shape) - 2 if name in _ROWS else len(shape)
+    dense = strides == dense_strides(shape)
+    aligned = tensor.data_ptr() % 16 == 0
+    kind = ArrayKind(name, tensor.dtype, aligned, shape[moving:], strides[-1:], dense, moving)
+    return kind, sizes_of(tensor, moving, dense)
+
+
+def sizes_of(tensor: Tensor, moving: int, dense: bool) -> tuple[int, ...]:
+    """What lengths may change of an operand of `moving` dims that they may. dense: strides follow
+    from sizes."""
+    shape = tensor.shape[:moving]
+    return tuple(shape) if dense else (*shape, *tensor.stride()[:-1])
+
+
+class Sizes:
+    """What lengths may change of several tensors of one kind each, behind other numbers. In half
+    the time of `sizes_of` of each."""
+
+    __slots__ = ("_pick", "_strided")
+
+    def __init__(self, before: int, ranks: Sequence[int], kinds: Sequence[ArrayKind]):
+        """before: how many numbers come first. ranks: of the tensors. kinds: theirs."""
+        places, end = [*range(before)], before
+        strided = [not kind.dense for kind in kinds]
+        self._strided = strided if any(strided) else None
+        for rank, kind in zip(ranks, kinds, strict=True):
+            places += range(end, end + kind.moving)
+            end += rank
+            if not kind.dense:
+                places += range(end, end + rank - 1)
+                end += rank
+        self._pick = itemgetter(*places)
+
+    def of(self, numbers: list[int], tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """The numbers, two or more, and what lengths may change of the tensors."""
+        if self._strided is None:
+            for tensor in tensors:
+                numbers += tensor.shape
+            return self._pick(numbers)
+        for tensor, strided in zip(tensors, self._strided, strict=True):
+            numbers += tensor.shape
+            if strided:
+                numbers += tensor.stride()
+        return self._pick(numbers)
+
+
+def of_call(problem: AttentionProblem, tensors: Mapping[str, Tensor]) -> tuple[tuple, list[int]]:
+    """What of a problem on these tensors is of its kind, and what lengths may change."""
+    lengths = _lengths(problem)
+    values = [length or 0 for length in lengths]
+    kinds = []
+    for name, tensor in tensors.items():
+        own, sizes = of_tensor(name, tensor)
+        kinds.append(own)
+        values += sizes
+    totals = lengths[3] is not None, lengths[4] is not None
+    return (totals, _rest(problem), *kinds), values
+
+
+def with_numbers(
+    problem: AttentionProblem, kinds: Iterable[ArrayKind], numbers: Iterable[Any]
+) -> tuple[AttentionProblem, dict[str, ArraySpec]]:
+    """The problem and the arrays of these kinds with other lengths: the numbers of `of_call`."""
+    rest = iter(numbers)
+    problem = at_lengths(problem, [next(rest) for _ in Lengths._fields])
+    return problem, {kind.name: with_sizes(kind, rest) for kind in kinds}
+
+
+def at_lengths(problem: AttentionProblem, numbers: Sequence[Any]) -> AttentionProblem:
+    """The problem with other lengths, with which the numbers begin; those that it has not are of
+    no account."""
+    pairs = zip(problem.lengths, numbers, strict=False)
+    return problem.at(Lengths._make([None if old is None else new for old, new in pairs]))
+
+
+def with_sizes(kind: ArrayKind, numbers: Iterator[Any]) -> ArraySpec:
+    """The array of this kind whose sizes and strides are the next of the numbers."""
+    shape = (*(next(numbers) for _ in range(kind.moving)), *kind.kept)
+    strides = (
+        dense_strides(shape) if kind.dense else (*(next(numbers) for _ in shape[1:]), *kind.last)
+    )
+    # Symbols need no look at whether they are whole.
+    return _new(ArraySpec, (shape, strides, dtype_name(kind.dtype), kind.aligned, None))

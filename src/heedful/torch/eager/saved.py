@@ -1,0 +1,259 @@
+"""The backward of a call on what autograd saved for it.
+
+Hooks on saved tensors (activation offload, checkpoints, compression) may give back the same values
+in other memory, with other strides. What a backward is bound to is therefore what it is given, and
+not what its forward was given.
+"""
+
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from heedful.core.call.arguments import Options
+from heedful.core.call.operands import Gradients, Operands
+from heedful.torch.base.dispatch import check_bare, is_bare, same_metadata
+from heedful.torch.base.forked import on_own_thread
+from heedful.torch.eager.backends import Backward, GpuBackward
+from heedful.torch.eager.execute import address_of
+from heedful.torch.operands.adapt import Step, adapt, adaptations, dense_rows
+
+# A hook that gives back another layout each time is not to fill the memory.
+_MOST_LAYOUTS = 64
+
+
+class _Layout(NamedTuple):
+    """What is needed for saved tensors and a cotangent of one layout.
+
+    fits(*tensors): whether tensors are of this layout, addresses aside; `_never` in one that comes
+    but once. steps: from the caller's tensors to operands. is_plain: whether there are none, and
+    rows of out and the whole lse are contiguous. on: what takes the addresses of plain tensors, if
+    there is such.
+    """
+
+    fits: Any
+    steps: tuple[Step, ...]
+    run: Backward
+    is_plain: bool
+    on: Callable[[list[int]], Gradients] | None
+
+
+def _never(*_: Tensor) -> bool:
+    return False
+
+
+def _gone(*_) -> Gradients:
+    raise AssertionError("a layout that came once is not kept")
+
+
+# In place of a layout that came once.
+_ONCE = _Layout(_never, (), _gone, True, None)
+
+
+class Backwards:
+    """The backward of one kind of call: one for each layout of what autograd gives it."""
+
+    def __init__(self, runner, x: Operands, options: Options):
+        """runner: of the forward. x: the caller's tensors, and a Philox key where there is one.
+        options: of the call."""
+        self._device, self._options = x.q.device, options
+        present = [index for index, tensor in enumerate(x) if tensor is not None]
+        self._present, self.pick = present, itemgetter(*present)
+        self._names = (*(Operands._fields[index] for index in present), "out", "lse")
+        self._dtypes = [tensor.dtype for tensor in self.pick(x)]
+        self._begin(runner, x)
+
+    def _begin(self, runner, x: Sequence[Any]) -> None:
+        self._runner = runner
+        self._shapes = [tensor.shape for tensor in self.pick(x)]
+        # Of a backward without and with a cotangent of the lse.
+        self._latest: list[_Layout | None] = [None, None]
+        self._layouts: dict[tuple, _Layout] = {}
+
+    def at(self, runner, x: Sequence[Any]) -> "Backwards":
+        """Those of the same call of other lengths."""
+        made = object.__new__(Backwards)
+        made._device, made.pick, made._names = self._device, self.pick, self._names
+        made._present, made._dtypes = self._present, self._dtypes
+        made._options = self._options
+        made._begin(runner, x)
+        return made
+
+    def __call__(
+        self,
+        saved: Sequence[Tensor],
+        dout,
+        dlse=None,
+        kv_grad: bool = True,
+        is_dispatched: bool = False,
+    ) -> Gradients:
+        """Gradients of the operands. saved: those that are there, which `pick` picks of the
+        caller's tensors, then out and lse. dout, dlse: as autograd gives them: any strides, or
+        None. kv_grad: whether those of k and v are wanted; they may be None if not. is_dispatched:
+        whether the dispatcher has made of the tensors what it can.
+
+        Raises ValueError where a hook restored other tensors than were saved.
+        """
+        if dout is None:
+            dout = on_own_thread(torch.zeros_like, saved[-2])
+        tensors, given = (*saved, dout), dlse
+        if dlse is not None:
+            if not is_bare(dlse):
+                return self._of_odd(tensors, dlse, kv_grad, is_dispatched)
+            dlse = on_own_thread(dlse.contiguous)
+        found = self.like_latest(tensors, dlse) or self._of_any(tensors, dlse, kv_grad)
+        return found or self._of_odd(tensors, given, kv_grad, is_dispatched)
+
+    def like_latest(
+        self, tensors: Sequence[Tensor], dlse: Tensor | None = None
+    ) -> Gradients | None:
+        """The gradients, if tensors are like the last ones; None if not. tensors: those that were
+        saved, and dout. dlse: contiguous."""
+        layout = self._latest[dlse is not None]
+        if layout is None or layout.on is None or not layout.fits(*tensors):
+            return None
+        addresses = [*map(address_of, tensors)]
+        # As `_are_aligned`.
+        bits = addresses[0] | addresses[1] | addresses[2] | addresses[-3] | addresses[-1]
+        if bits & 15 or 0 in addresses:
+            return None
+        if dlse is not None:
+            addresses.append(dlse.data_ptr())
+        return layout.on(addresses)
+
+    def _of_odd(
+        self, tensors: tuple[Tensor, ...], dlse: Tensor | None, kv_grad: bool, is_dispatched: bool
+    ) -> Gradients:
+        """The gradients of tensors of which only the dispatcher knows what they stand for: views
+        with a sign bit, wrappers, batches of gradients."""
+        *saved, dout = tensors
+        if is_dispatched:
+            for name, tensor in zip((*self._names, "dout", "dlse"), (*tensors, dlse), strict=True):
+                check_bare(name, tensor)
+        x, options = self._operands(saved), self._options
+        if options.kind == "varlen":
+            problem = self._runner.problem
+            longest = {"max_seqlen_q": problem.seqlen_q, "max_seqlen_k": problem.seqlen_k}
+            options = options._replace(**longest)
+        bias_grad = self._runner.problem.bias_grad
+        dq, dk, dv, dbias, dsink = torch.ops.heedful.attention_v2_backward.default(
+            dout, dlse, *saved[-2:], *x, *options, bias_grad, kv_grad
+        )
+        if not kv_grad:
+            dk = dv = None
+        dbias = dbias if bias_grad else None
+        return Gradients(dq, dk, dv, dbias, dsink if x.sink is not None else None)
+
+    def _of_any(
+        self, tensors: Sequence[Tensor], dlse: Tensor | None, kv_grad: bool
+    ) -> Gradients | None:
+        """The gradients of tensors that may be of any layout; None if dout is not bare."""
+        *saved, dout = tensors
+        dout = dense_rows(dout)
+        tensors = (*saved, dout)
+        layout = self._latest[dlse is not None]
+        fits = layout is not None and layout.fits(*tensors)
+        addresses = [*map(address_of, tensors)] if fits else []
+        if layout is None or not (fits and _are_aligned(addresses)):
+            if not fits and not is_bare(dout):
+                return None
+            addresses = [*map(address_of, tensors)]
+            layout = self._find(tensors, dlse)
+        if layout.on is not None:
+            return layout.on(addresses if dlse is None else [*addresses, dlse.data_ptr()])
+        x, (out, lse) = self._operands(tensors), saved[-2:]
+        if not layout.is_plain:
+            x, out, lse = adapt(x, layout.steps), dense_rows(out), lse.contiguous()
+        return layout.run(x, out, lse, dout, dlse, kv_grad)
+
+    def _operands(self, tensors: Sequence[Tensor]) -> Operands:
+        """Those with which the tensors begin."""
+        x: list[Tensor | None] = [None] * len(Operands._fields)
+        for index, tensor in zip(self._present, tensors, strict=False):
+            x[index] = tensor
+        return Operands._make(x)
+
+    def _find(self, tensors: tuple[Tensor, ...], dlse: Tensor | None) -> _Layout:
+        """The layout of tensors that are not like the last ones."""
+        slot = dlse is not None
+        layout = self._like_others(tensors, dlse)
+        if layout is not None:
+            self._latest[slot] = _ONCE if layout.fits is _never else layout
+            return layout
+        key = (slot, *[_key(tensor) for tensor in tensors])
+        layout = self._layouts.get(key)
+        if layout is None:
+            if len(self._layouts) >= _MOST_LAYOUTS:
+                self._layouts.clear()
+            layout = self._layouts[key] = self._new(tensors, dlse)
+        elif layout is self._latest[slot]:
+            # Of the same layout all the same: some are one tensor that were two, or the like.
+            layout = self._layouts[key] = layout._replace(fits=same_metadata(*tensors))
+        if all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
+            self._latest[slot] = layout
+        return layout
+
+    def _like_others(self, tensors: tuple[Tensor, ...], dlse: Tensor | None) -> _Layout | None:
+        """The layout, if lengths alone tell it from that of another call. Its guards take longer
+        to make than what comes but once is worth."""
+        slot = dlse is not None
+        latest = self._latest[slot]
+        if latest is not None and latest.fits is not _never:
+            return None
+        # The lse is read as it was made, and its deltas lie as it does.
+        shapes = [tensor.shape for tensor in tensors[:-3]]
+        if shapes != self._shapes or not tensors[-2].is_contiguous():
+            return None
+        once = latest is None
+        run = self._runner.backward_like((*tensors, dlse) if slot else tensors, slot, once)
+        if run is None:
+            return None
+        return _Layout(_never if once else same_metadata(*tensors), (), run, True, run.on)
+
+    def _new(self, tensors: tuple[Tensor, ...], dlse: Tensor | None) -> _Layout:
+        problem = self._runner.problem
+        out_kind = problem.out_shape, getattr(torch, problem.out_dtype)
+        own = zip(self._shapes, self._dtypes, strict=True)
+        kinds = (*own, out_kind, (problem.lse_shape, torch.float32))
+        for name, tensor, kind in zip(self._names, tensors, kinds, strict=False):
+            check_restored(name, tensor, *kind, self._device)
+            check_bare(name, tensor)
+        x, (out, lse, dout) = self._operands(tensors), tensors[-3:]
+        steps = adaptations(x, problem)
+        dense = dense_rows(out), lse.contiguous()
+        run = self._runner.backward_of(adapt(x, steps), *dense, dout, dlse)
+        is_plain = not steps and dense[0] is out and lse.is_contiguous()
+        if is_plain:
+            given = tensors if dlse is None else (*tensors, dlse)
+            self._runner.keep_backward(run, given, dlse is not None)
+        is_on = is_plain and isinstance(run, GpuBackward) and not run.copied
+        on = run.on if is_on else None
+        return _Layout(same_metadata(*tensors), steps, run, is_plain, on)
+
+
+def _are_aligned(addresses: Sequence[int]) -> bool:
+    """Whether q, k, v, out and dout begin at multiples of 16 bytes. No kernel is promised anything
+    about where small operands begin."""
+    bits = addresses[0] | addresses[1] | addresses[2] | addresses[-3] | addresses[-1]
+    return not bits & 15
+
+
+def _key(tensor: Tensor) -> tuple:
+    """What a backward may depend on of a saved tensor."""
+    facts = (tensor.__class__, tensor.shape, tensor.dtype, tensor.device, tensor.layout)
+    address = tensor.data_ptr()
+    return *facts, tensor.stride(), tensor.is_neg(), address != 0, address % 16 == 0
+
+
+def check_restored(
+    name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> None:
+    """ValueError unless a hook gave back a tensor of the kind that was saved."""
+    got = tuple(tensor.shape), tensor.dtype, tensor.device
+    if tensor.layout != torch.strided or got != (tuple(shape), dtype, device):
+        raise ValueError(
+            f"{name} must come back from a saved-tensor hook as it was saved, {tuple(shape)}"
+            f" {dtype} on {device}, got {got[0]} {got[1]} on {got[2]}"
+        )

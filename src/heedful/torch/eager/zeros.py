@@ -1,0 +1,164 @@
+"""Zeroed scratch without a launch for each call that needs some.
+
+What a kernel counts with must start at zero. Filling a few bytes is a launch like any other. So a
+stream has a region that is filled once for many calls: each call takes bytes that no call took
+since. A used up region is filled again, on the same stream and so behind the kernels that used it.
+
+A captured call would have to fill its bytes at each replay. Where the kernels leave zeros behind
+them, it need not: it has bytes that are filled once and are its own for the life of the process.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from heedful.core.base.forks import new_lock
+
+REGION_BYTES = 1 << 18
+# Beyond this a call had better fill its own.
+MOST_BYTES = REGION_BYTES // 16
+# Of a device's captured calls: 2,000 of 64 sequences and 8 KV heads. Calls that are captured over
+# and over would take more and more.
+LASTING_BYTES = 1 << 22
+MOST_LASTING_BYTES = 1 << 26
+
+
+class Zeros:
+    """Zeroed bytes for kernels on one stream, which must be current when they are taken.
+
+    lock: to be held from `take` until the kernel that counts in the bytes is queued. Another thread
+    could otherwise queue the next fill, and a kernel that takes the same bytes, before it. No code
+    that runs under the lock may come back here.
+    """
+
+    def __init__(self, align: int, new_region: Callable[[], torch.Tensor]):
+        """new_region: makes the region, of REGION_BYTES, at the first take."""
+        self.lock = new_lock()
+        self._align, self._new_region = align, new_region
+        self._next = self._end = 0
+        self._region: torch.Tensor | None = None
+
+    def take(self, nbytes: int) -> int:
+        """The address of that many, at most MOST_BYTES."""
+        nbytes = -(-nbytes // self._align) * self._align
+        address = self._next
+        if self._end - address < nbytes:
+            address = self._fill()
+        self._next = address + nbytes
+        return address
+
+    def _fill(self) -> int:
+        if self._region is None:
+            self._region = self._new_region()
+        # What is left is lost if the fill fails: nothing says then how far it got.
+        self._end = self._next
+        self._region.zero_()
+        begin = self._region.data_ptr()
+        self._end = begin + self._region.numel()
+        return begin
+
+
+_of_stream: dict[tuple[int, int], Zeros] = {}
+
+
+def of_stream(device: torch.device, stream: int, align: int) -> Zeros:
+    """Those of a GPU's stream, which is current."""
+    key = (device.index, stream)
+    zeros = _of_stream.get(key)
+    if zeros is None:
+        zeros = _of_stream.setdefault(key, Zeros(align, lambda: unpooled(REGION_BYTES, device)))
+    return zeros
+
+
+class Lasting:
+    """Zeroed bytes of a device for captured calls, each of which has its own for ever.
+
+    is_low: whether there may soon be none, though there could be. Nothing can be allocated while a
+    stream is captured: who is not calls `reserve` then.
+    """
+
+    def __init__(self, align: int):
+        self.is_low = True
+        self._lock, self._align = new_lock(), align
+        self._next = self._end = 0
+        self._regions: list[torch.Tensor] = []
+
+    def reserve(self, device: torch.device) -> None:
+        """Sees that there are some, on this GPU, if it has room. Raises what torch's allocator
+        raises but for that."""
+        with self._lock:
+            if not self.is_low:
+                return
+            self.is_low = False
+            try:
+                region = unpooled(LASTING_BYTES, device)
+            except torch.OutOfMemoryError:
+                # Captured calls can do without.
+                return
+            region.zero_()
+            # A graph may be replayed on any stream.
+            finish(device)
+            self._regions.append(region)
+            self._next = region.data_ptr()
+            self._end = self._next + region.numel()
+
+    def take(self, nbytes: int) -> int | None:
+        """The address of that many, None if they are not there."""
+        nbytes = -(-nbytes // self._align) * self._align
+        with self._lock:
+            address = self._next
+            left = self._end - address - nbytes
+            can_grow = len(self._regions) < MOST_LASTING_BYTES // LASTING_BYTES
+            self.is_low = can_grow and left < LASTING_BYTES // 2
+            if left < 0:
+                return None
+            self._next = address + nbytes
+            return address
+
+
+_lasting: dict[int | None, Lasting] = {}
+
+
+def lasting(device: torch.device, align: int) -> Lasting:
+    """Those of a GPU."""
+    found = _lasting.get(device.index)
+    if found is None:
+        found = _lasting.setdefault(device.index, Lasting(align))
+    return found
+
+
+def finish(device: torch.device) -> None:
+    """Waits for what is queued on a GPU's current stream."""
+    torch.cuda.current_stream(device).synchronize()
+
+
+def unpooled(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Uninitialised bytes for the life of the process, ready for the current stream of a GPU.
+
+    They come from torch's default pool whatever pool is in use here: a pool of torch.compile's
+    CUDA graphs, a MemPool or a graph's own must not hold what outlives it. Torch routes a thread's
+    or a capturing stream's allocations to a pool: a thread of its own, on the default stream, has
+    neither. Raises what torch's allocator raises.
+    """
+    made: list[tuple[torch.Tensor, Any]] = []
+    errors: list[BaseException] = []
+
+    def make() -> None:
+        try:
+            with torch.cuda.device(device):
+                region = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                made.append((region, torch.cuda.current_stream().record_event()))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    region, ready = made[0]
+    # The default stream may still use what the memory was before.
+    torch.cuda.current_stream(device).wait_event(ready)
+    return region

@@ -1,0 +1,1 @@
+"""What callers gave, checked and made ready for kernels. May import `torch.base`."""

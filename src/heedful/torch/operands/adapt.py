@@ -1,0 +1,130 @@
+"""From the tensors a caller gave to the operands that kernels take: views wherever possible."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from heedful.core.call.operands import Operands
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.call.storage import are_mappable
+from heedful.torch.base.forked import on_own_thread
+from heedful.torch.operands.checks import FLOATS
+
+_ROWS = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+_ROWS += ("kv_batch_idx", "leftpad_k", "block_table", "sink", "alibi_slopes", "tree_mask")
+_SCALES = ("q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
+_INDEX = {name: index for index, name in enumerate(Operands._fields)}
+_new = tuple.__new__
+
+# Changes a list of the fields of Operands in place.
+Step = Callable[[list], None]
+
+
+def adapt(x: Operands, steps: tuple[Step, ...]) -> Operands:
+    """The operands after these steps, which `adaptations` found for this kind of call."""
+    fields = list(x)
+    for step in steps:
+        step(fields)
+    return _new(Operands, fields)
+
+
+def adaptations(x: Operands, problem: AttentionProblem) -> tuple[Step, ...]:
+    """What checked tensors lack to be what Operands says: expansion by strides of 0; copies of q,
+    k, v and small tensors whose last dim is not contiguous."""
+    # Scales per head have a stride for it; those of groups of values are rows.
+    rows = _ROWS + (_SCALES if problem.kv_group else ())
+    steps = [
+        _copy(_INDEX[name])
+        for name in rows
+        if (tensor := getattr(x, name)) is not None and not _has_dense_rows(tensor)
+    ]
+    if x.block_table is not None and x.cu_seqlens_q is not None:
+        steps.append(_lengths_of_pages)
+    if x.bias is not None and problem.bias_grad and _is_expanded(x.bias):
+        # Each element of a bias that came expanded has a gradient of its own.
+        steps.append(_copy(_INDEX["bias"]))
+    if x.seed is not None and x.seed.dim() != 1:
+        steps.append(_reshape_seed)
+    return tuple(steps + _expansions(x, problem))
+
+
+def _expansions(x: Operands, problem: AttentionProblem) -> list[Step]:
+    batch, heads = problem.batch, problem.heads_q
+    shapes = {
+        "bias": (batch, heads, problem.seqlen_q, problem.seqlen_k),
+        "alibi_slopes": (batch, heads),
+        "tree_mask": (batch, problem.seqlen_q, problem.seqlen_q),
+    }
+    shapes |= {name: (batch, problem.heads_k) for name in _SCALES}
+    return [
+        _expand(_INDEX[name], shape)
+        for name, shape in shapes.items()
+        if (tensor := getattr(x, name)) is not None
+        and tensor.shape != shape
+        # Scales of groups of values lie as the cache does.
+        and not (name in _SCALES and tensor.dim() > 2)
+    ]
+
+
+def _copy(index: int) -> Step:
+    def step(fields: list) -> None:
+        fields[index] = on_own_thread(fields[index].contiguous)
+
+    return step
+
+
+def _expand(index: int, shape: tuple) -> Step:
+    def step(fields: list) -> None:
+        fields[index] = fields[index].expand(shape)
+
+    return step
+
+
+def _reshape_seed(fields: list) -> None:
+    fields[_INDEX["seed"]] = fields[_INDEX["seed"]].reshape(1)
+
+
+def _lengths_of_pages(fields: list) -> None:
+    """Pages are found through the table: of cu_seqlens_k only the lengths matter."""
+    bounds, used = _INDEX["cu_seqlens_k"], _INDEX["seqused_k"]
+    if fields[used] is None:
+        fields[used] = fields[bounds][1:] - fields[bounds][:-1]
+    fields[bounds] = None
+
+
+def _has_dense_rows(tensor: Tensor) -> bool:
+    return tensor.stride(-1) == 1 or tensor.shape[-1] <= 1
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """The tensor, copied if its last dim has another stride than 1."""
+    return tensor if _has_dense_rows(tensor) else on_own_thread(tensor.contiguous)
+
+
+def is_mappable(tensor: Tensor) -> bool:
+    """Whether a tensor map can be made of rows: base and strides are multiples of 16 bytes, and no
+    element stands for several."""
+    aligned = tensor.data_ptr() % 16 == 0
+    return aligned and are_mappable(tensor.shape, tensor.stride(), tensor.element_size())
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def bias_gradient(dbias: Tensor, shape: tuple) -> Tensor:
+    """The gradient in the shape of the caller's bias."""
+    return dbias.sum_to_size((1,) * (4 - len(shape)) + tuple(shape)).reshape(shape)
+
+
+def autocast(tensors: tuple, device_type: str) -> tuple:
+    """q, k, v and bias, the first four, in autocast's dtype; fp8, float64 and None stay."""
+    dtype = torch.get_autocast_dtype(device_type)
+    cast = (
+        on_own_thread(t.to, dtype)
+        if isinstance(t, Tensor) and t.dtype in FLOATS and t.dtype != dtype
+        else t
+        for t in tensors
+    )
+    return tuple(cast)

@@ -1,0 +1,191 @@
+"""What only torch can tell of the tensors of a call: whether they are tensors, where they are, and
+what autograd wants of them. All else is checked on their ArraySpecs, in `core.call.describe`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.base.numbers import wrong_type
+from heedful.core.call import describe, describe_cache
+from heedful.core.call.arguments import AttentionCall, CacheUpdate, Options, argument_name
+from heedful.core.call.operands import Operands
+from heedful.core.call.storage import may_share
+from heedful.torch.base.arrays import abstract_spec, array_spec, dtype_name
+from heedful.torch.base.dispatch import has_shards, no_shards
+from heedful.torch.operands.apart import cache_values
+
+FLOATS = tuple(getattr(torch, name) for name in describe.FLOATS)
+# Operands of floating point that have no gradient.
+CONSTANTS = ("alibi_slopes", "q_descale", "k_descale", "v_descale", "k_shift", "v_shift")
+
+
+def attention_call(
+    x: Operands,
+    options: Options,
+    grad: tuple[bool, bool],
+    out: Tensor | None = None,
+    seed: Any = None,
+    spec: Callable[[Tensor], ArraySpec] = array_spec,
+) -> AttentionCall:
+    """A call for `core.call.describe`, once it is known to be one of tensors.
+
+    x: the tensors as the caller gave them. out: the tensor to write, if any. grad: whether autograd
+    records this call, and will want the bias's gradient. spec: `abstract_spec` for fake tensors.
+
+    Raises TypeError or ValueError.
+    """
+    check_tensors(x, options)
+    check_seed(seed, x.q.device)
+    if isinstance(seed, Tensor):
+        x = x._replace(seed=seed)
+    if grad[0]:
+        check_constants(x)
+    place = None
+    if out is not None:
+        check_own_out(out, x.q)
+        place = spec(out)
+    specs = Operands._make([None if tensor is None else spec(tensor) for tensor in x])
+    return AttentionCall(specs, options, *grad, place)
+
+
+def cache_call(
+    x: Operands,
+    options: Options,
+    update: CacheUpdate,
+    out: Tensor | None,
+    spec: Callable[[Tensor], ArraySpec] = abstract_spec,
+) -> tuple[AttentionCall, CacheUpdate]:
+    """A call over a cache for `core.call.describe_cache`, as `attention_call` makes it, and the
+    update of ArraySpecs; its length is an int, a tensor or None."""
+    if has_shards(cache_values(x, update, out)):
+        raise no_shards("flash_attn_with_kvcache")
+    call = attention_call(x, options, (False, False), out, spec=spec)
+    specs: dict[str, Any] = {}
+    for name, value in update._asdict().items():
+        if isinstance(value, Tensor) or (value is not None and name in _TENSORS):
+            check_tensor(name, value, x.q.device)
+            specs[name] = spec(value)
+    if update.shared_prefix is not None:
+        describe_cache.check_prefix_pair(update.shared_prefix)
+        for index, part in enumerate(update.shared_prefix):
+            check_tensor(f"shared_prefix[{index}]", part, x.q.device)
+        specs["shared_prefix"] = tuple(map(spec, update.shared_prefix))
+    return call, update._replace(**specs)
+
+
+def lies_in(v: Tensor, k: Tensor) -> bool:
+    """Whether v is a view of the first columns of k, as a cache of latent vectors has it (MLA)."""
+    if v.shape[-1] > k.shape[-1] or v.shape[:-1] != k.shape[:-1] or not v.numel():
+        return False
+    return v.stride() == k.stride() and v.dtype == k.dtype and v.data_ptr() == k.data_ptr()
+
+
+_TENSORS = ("k", "v", "rotary_cos", "rotary_sin")
+
+
+def check_tensor(name: str, value: Any, device: torch.device | None = None, like: str = "q"):
+    """TypeError unless a dense tensor, ValueError unless on `device`, that of `like`."""
+    if not isinstance(value, Tensor):
+        wrong_type(name, "a torch.Tensor", value)
+    if value.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense (strided) tensor, got layout {value.layout}")
+    if device is not None:
+        describe.check_device(name, value.device, device, like)
+
+
+def check_tensors(x: Operands, options: Options) -> None:
+    """Every operand a dense tensor on q's device, or absent where it may be."""
+    needed = ("k", "v", "cu_seqlens_q") if options.kind == "varlen" else ("k", "v")
+    check_tensor("q", x.q)
+    device = x.q.device
+    for operand, value in zip(Operands._fields, x, strict=True):
+        if value is not None or operand in needed:
+            check_tensor(argument_name(operand, options.kind), value, device)
+
+
+def check_dtype(name: str, tensor: Tensor, *wanted: str) -> None:
+    """TypeError unless the dtype's name is one of `wanted`."""
+    describe.check_dtype(name, dtype_name(tensor.dtype), *wanted)
+
+
+def requires_gradients(x: Operands) -> bool:
+    """Whether an operand that has a gradient requires one; operands may be anything."""
+    bias, sink = x.bias, x.sink
+    return (
+        x.q.requires_grad
+        or x.k.requires_grad
+        or x.v.requires_grad
+        or (isinstance(bias, Tensor) and bias.requires_grad)
+        or (isinstance(sink, Tensor) and sink.requires_grad)
+    )
+
+
+def gradients_wanted(x: Operands) -> tuple[bool, bool]:
+    """Whether autograd records a call of these operands, and whether of its bias."""
+    if not torch.is_grad_enabled() or not requires_gradients(x):
+        return False, False
+    return True, isinstance(x.bias, Tensor) and x.bias.requires_grad
+
+
+def wanting(x: Operands) -> str:
+    """The operand that requires a gradient though none is computed for it; "" if there is none."""
+    for operand in CONSTANTS:
+        tensor = getattr(x, operand)
+        if tensor is not None and tensor.requires_grad:
+            return operand
+    return ""
+
+
+def check_constants(x: Operands) -> None:
+    """ValueError where a gradient is wanted that is not computed."""
+    operand = wanting(x)
+    if operand:
+        raise ValueError(
+            f"{operand} must not require a gradient, as none is computed for it, got one that does"
+            f" (pass {operand}.detach(), or call under torch.no_grad())"
+        )
+
+
+def check_seed(seed: Any, device: torch.device) -> None:
+    """dropout_seed as `plain.plain_seed` leaves it: None, an int or a tensor on the device."""
+    if isinstance(seed, Tensor):
+        check_tensor("dropout_seed", seed, device)
+    elif seed is not None:
+        describe.check_seed(seed)
+
+
+def check_own_out(out: Any, q: Tensor, needs_grad: bool = False) -> None:
+    """TypeError or ValueError unless `out` is a tensor on q's device that autograd leaves alone."""
+    check_tensor("out", out, q.device)
+    if needs_grad or out.requires_grad:
+        raise describe.no_out()
+
+
+def check_int_length(length: int, new: int, capacity: int) -> None:
+    """As `core.call.describe_cache.check_int_length`, in code that may be traced."""
+    if is_compiling() and not 0 <= length <= capacity - new:
+        # Dynamo formats no symbolic ints.
+        raise ValueError("cache_seqlens must lie within the cache, with room for the new tokens")
+    describe_cache.check_int_length(length, new, capacity)
+
+
+def check_rotated_length(length: int, last: int, update: CacheUpdate) -> None:
+    """As `core.call.describe_cache.check_rotated_length`, in code that may be traced."""
+    if is_compiling() and length > last:
+        raise ValueError("rotary_cos must have a row for each of the queries' positions")
+    describe_cache.check_rotated_length(length, last, update)
+
+
+def check_apart(k_cache: Tensor, v_cache: Tensor) -> None:
+    """ValueError where writing values would overwrite the keys that were just rotated."""
+    between = v_cache.data_ptr() - k_cache.data_ptr()
+    if may_share(abstract_spec(k_cache), abstract_spec(v_cache), between):
+        raise ValueError(
+            "rotary_cos must be None where v_cache shares the memory of k_cache (v would overwrite"
+            " the rotated keys), got a tensor"
+        )

@@ -1,0 +1,111 @@
+"""Quantised keys and values: value = stored * scale + shift, one scale per group of values."""
+
+import torch
+from torch import Tensor
+
+from heedful.core.call.quant import QUANT_MAX, check_packed, check_quantize, check_scale
+from heedful.torch.base.arrays import dtype_name
+from heedful.torch.operands.checks import FLOATS, check_dtype, check_tensor
+from heedful.torch.operands.plain import plain_flag, plain_int
+
+
+def quantize_kv(
+    x: Tensor, dtype: str | torch.dtype, group_size: int | None = None, asymmetric: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Keys or values in few bits, for the caches of flash_attn_with_kvcache.
+
+    Args:
+        x: (..., head_dim), float16, bfloat16 or float32.
+        dtype: "int4" (two a byte, the even one in the low bits), "int8" or a float8, as a name or
+            torch dtype.
+        group_size: consecutive values of a head that share a scale; default: the whole head.
+        asymmetric: also subtract the middle of each group's range, which is returned as shift.
+
+    Returns:
+        packed: (..., head_dim) of that dtype, for int4 uint8 (..., head_dim / 2).
+        scale: float32 (..., head_dim / group_size).
+        shift: as scale, or None.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+
+    Source: per-group KV quantisation as in xFormers' split-K decode; KIVI (Liu et al. 2024).
+    """
+    check_tensor("x", x)
+    name = str(dtype).removeprefix("torch.")
+    size = None if group_size is None else plain_int("group_size", group_size, "an int or None")
+    size = check_quantize(tuple(x.shape), dtype_name(x.dtype), name, dtype, size)
+    asymmetric = plain_flag("asymmetric", asymmetric)
+    scale, shift = group_scales(x.detach(), name, size, asymmetric)
+    return packed_values(x.detach(), name, scale, shift), scale, shift
+
+
+def group_scales(
+    x: Tensor, storage: str, size: int, asymmetric: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(scale, shift or None), each float32 (..., head_dim / size), of values (..., head_dim)."""
+    groups, shift = x.float().unflatten(-1, (x.shape[-1] // size, size)), None
+    if asymmetric:
+        low, high = groups.aminmax(dim=-1)
+        shift = (low + high) / 2
+        groups = groups - shift[..., None]
+    scale = groups.abs().amax(-1) / QUANT_MAX[storage]
+    return torch.where(scale > 0, scale, 1.0), shift
+
+
+def packed_values(x: Tensor, storage: str, scale: Tensor, shift: Tensor | None) -> Tensor:
+    """What stands for values (..., head_dim), rounded to the nearest that there is.
+
+    scale, shift: float32 (..., groups), or as many dims of 1 and the other sizes as broadcast.
+    """
+    groups = x.float().unflatten(-1, (scale.shape[-1], -1))
+    if shift is not None:
+        groups = groups - shift[..., None]
+    most = QUANT_MAX[storage]
+    stored = (groups / scale[..., None]).clamp(-most, most).flatten(-2)
+    if storage == "int4":
+        nibbles = stored.round().to(torch.int8).view(torch.uint8) & 0xF
+        return nibbles[..., ::2] | (nibbles[..., 1::2] << 4)
+    if storage == "int8":
+        stored = stored.round()
+    return stored.to(getattr(torch, storage))
+
+
+def dequantize_kv(
+    packed: Tensor, scale: Tensor, shift: Tensor | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """What quantize_kv's result stands for: packed * scale + shift.
+
+    Args:
+        packed: (..., head_dim) int8 or float8, or uint8 (..., head_dim / 2), two int4 a byte.
+        scale: float32 (..., groups), each for head_dim / groups consecutive values.
+        shift: as scale, or None.
+        dtype: of the result: float16, bfloat16 or float32.
+
+    Returns:
+        (..., head_dim).
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    check_tensor("packed", packed)
+    check_packed(packed.shape, dtype_name(packed.dtype))
+    check_tensor("scale", scale)
+    check_dtype("scale", scale, "float32")
+    if dtype not in FLOATS:
+        raise TypeError(f"dtype must be float16, bfloat16 or float32, got {dtype}")
+    values = _unpack_int4(packed) if packed.dtype == torch.uint8 else packed.float()
+    if shift is not None:
+        check_tensor("shift", shift)
+        check_dtype("shift", shift, "float32")
+    check_scale(packed.shape, values.shape[-1], scale.shape, None if shift is None else shift.shape)
+    values = values.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]
+    if shift is not None:
+        values = values + shift[..., None]
+    return values.flatten(-2).to(dtype)
+
+
+def _unpack_int4(packed: Tensor) -> Tensor:
+    """float32 (..., dim) of uint8 (..., dim / 2): two's complement, low nibble first."""
+    nibbles = torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2).to(torch.int8)
+    return ((nibbles ^ 8) - 8).float()

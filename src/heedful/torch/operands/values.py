@@ -1,0 +1,129 @@
+"""Checks of values, which only the CPU can make without waiting for a device. On a GPU they are
+made for calls with pages, if HEEDFUL_CHECK_PAGES asks for it.
+"""
+
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from heedful.core.call.operands import Operands
+from heedful.core.call.problem import AttentionProblem
+
+# Operands whose values say where to read.
+indices = attrgetter(
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_q",
+    "seqused_k",
+    "block_table",
+    "kv_batch_idx",
+    "leftpad_k",
+)
+
+
+def check_values(x: Operands, problem: AttentionProblem, kind: str) -> None:
+    """ValueError where an index tensor points outside of what it indexes. Lengths of 0 and below
+    are those of empty sequences. Waits for the tensors' device."""
+    if x.q.device.type == "cuda":
+        with torch.cuda.device(x.q.device):
+            refuse_capture(torch.cuda.is_current_stream_capturing())
+    if x.leftpad_k is not None and problem.total_k is None:
+        check_range("cache_leftpad", x.leftpad_k, 0, problem.seqlen_k)
+    for side, tokens, longest in (
+        ("q", problem.total_q, problem.seqlen_q),
+        ("k", problem.total_k, problem.seqlen_k),
+    ):
+        bounds = getattr(x, f"cu_seqlens_{side}")
+        room = None
+        if bounds is not None:
+            room = _check_bounds(f"cu_seqlens_{side}", bounds, tokens, side)
+        used = getattr(x, f"seqused_{side}")
+        if used is not None:
+            name = "cache_seqlens" if kind == "kvcache" else f"seqused_{side}"
+            _check_used(name, used, longest, room, x.leftpad_k if side == "k" else None)
+        lengths = used if used is not None else room
+        if bounds is not None and lengths is not None and lengths.numel():
+            most = int(lengths.max())
+            if most > longest:
+                raise ValueError(
+                    f"max_seqlen_{side} must be at least the longest sequence, {most},"
+                    f" got {longest}"
+                )
+    if x.kv_batch_idx is not None:
+        check_range("cache_batch_idx", x.kv_batch_idx, 0, x.k.shape[0] - 1)
+    if x.block_table is not None:
+        _check_table(x)
+
+
+def check_range(name: str, tensor: Tensor, low: int, high: int) -> None:
+    """ValueError unless every value lies in [low, high]."""
+    outside = (tensor < low) | (tensor > high)
+    if outside.any():
+        raise ValueError(
+            f"{name} must hold values from {low} to {high}, got {int(tensor[outside][0])}"
+        )
+
+
+def check_room(name: str, lengths: Tensor, most: int) -> None:
+    """ValueError if a length is more than `most`."""
+    if lengths.numel() and int(lengths.max()) > most:
+        raise ValueError(
+            f"{name} must be at most the {most} tokens that there is room for,"
+            f" got {int(lengths.max())}"
+        )
+
+
+def check_pages(table: Tensor, page_size: int, pages: int, begin, end) -> None:
+    """ValueError, with row and entry, where a block_table (B, N) names a page that does not exist.
+
+    pages: how many exist. begin, end: the storage rows that sequences use, (B, 1) or numbers;
+    entries of other rows may hold anything.
+    """
+    first = torch.arange(table.shape[1], dtype=torch.int64, device=table.device) * page_size
+    used = (first < end) & (first + page_size > begin) & (begin < end)
+    wrong = used & ((table < 0) | (table >= pages))
+    if wrong.any():
+        row, entry = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_table must hold pages from 0 to {pages - 1} where they are in use,"
+            f" got {int(table[row, entry])} in row {row}, entry {entry}"
+        )
+
+
+def refuse_capture(is_capturing: bool) -> None:
+    """ValueError while a CUDA graph is captured: what waits for the device cannot be part of it."""
+    if is_capturing:
+        raise ValueError(
+            "HEEDFUL_CHECK_PAGES must be 0 where a CUDA graph is captured, as checking page numbers"
+            " waits for the device, got 1"
+        )
+
+
+def _check_bounds(name: str, bounds: Tensor, tokens: int | None, side: str) -> Tensor:
+    """Room of each sequence, once cu_seqlens is known to rise and to end within the tokens."""
+    room = bounds[1:] - bounds[:-1]
+    if int(bounds[0]) < 0 or (room < 0).any():
+        raise ValueError(f"{name} must rise from 0, got {bounds.tolist()}")
+    if tokens is not None and int(bounds[-1]) > tokens:
+        raise ValueError(f"{name} must end within {side}'s {tokens} tokens, got {int(bounds[-1])}")
+    return room
+
+
+def _check_used(name, used: Tensor, longest: int, room: Tensor | None, leftpad) -> None:
+    limit = room if room is not None else torch.full_like(used, longest)
+    start = 0 if leftpad is None else leftpad
+    wrong = (used > 0) & (used + start > limit)
+    if wrong.any():
+        raise ValueError(
+            f"{name} must be at most the {int(limit[wrong][0])} tokens that there is room for,"
+            f" got {int(used[wrong][0])}"
+        )
+
+
+def _check_table(x: Operands) -> None:
+    """Page numbers of the pages in use."""
+    page_size, capacity = x.k.shape[1], x.k.shape[1] * x.block_table.shape[1]
+    begin = 0 if x.leftpad_k is None else x.leftpad_k[:, None]
+    end = capacity if x.seqused_k is None else begin + x.seqused_k[:, None]
+    check_pages(x.block_table, page_size, x.k.shape[0], begin, end)

@@ -1,0 +1,113 @@
+"""torch.func.vmap over the operators: a new batch dim joins the batch where that changes nothing,
+else its elements run one by one."""
+
+import torch
+from torch import Tensor
+
+from heedful.core.call.arguments import Options, split
+from heedful.core.call.batching import joins
+from heedful.core.call.operands import Operands
+from heedful.torch.base.dispatch import untraced
+
+
+@untraced
+def attention_vmap(info, in_dims, *args):
+    """The rule of heedful::attention_v2."""
+    x, options, _ = split(args)
+    op = torch.ops.heedful.attention_v2.default
+    if not _joins(x, Operands._make(in_dims[: len(x)]), options):
+        return _one_by_one(op, info.batch_size, in_dims, args)
+    folded = [_fold(t, dim, info.batch_size) for t, dim in zip(x[:3], in_dims, strict=False)]
+    out, lse, probs = op(*folded, *args[3:])
+    sizes = info.batch_size, _batch(x.q, in_dims[0])
+    return (out.unflatten(0, sizes), lse.unflatten(0, sizes), probs), (0, 0, None)
+
+
+@untraced
+def prefixed_vmap(info, in_dims, *args):
+    """The rule of heedful::prefixed_attention."""
+    x, options, _ = split(args[2:])
+    op, size = torch.ops.heedful.prefixed_attention.default, info.batch_size
+    dims = Operands._make(in_dims[2 : 2 + len(x)])
+    if in_dims[:2] != (None, None) or not _joins(x, dims, options):
+        return _one_by_one(op, size, in_dims, args)
+    folded = [_fold(t, dim, size) for t, dim in zip(x[:3], dims, strict=False)]
+    sizes = size, _batch(x.q, dims.q)
+    results = op(*args[:2], *folded, *args[5:])
+    return tuple(result.unflatten(0, sizes) for result in results), (0, 0)
+
+
+@untraced
+def inference_vmap(op, info, in_dims, *args):
+    """The rule of an overload of heedful::inference, whose batches nothing tells apart."""
+    folded = [_fold(t, dim, info.batch_size) for t, dim in zip(args[:3], in_dims, strict=False)]
+    sizes = info.batch_size, _batch(args[0], in_dims[0])
+    return op(*folded, *args[3:]).unflatten(0, sizes), 0
+
+
+@untraced
+def backward_vmap(info, in_dims, *args):
+    """The rule of heedful::attention_v2_backward."""
+    x, options, (bias_grad, _) = split(args[4:])
+    op = torch.ops.heedful.attention_v2_backward.default
+    size = info.batch_size
+    # The gradient of a sink or a bias sums over the batch, which must not join another's.
+    alone = x.sink is not None or bias_grad
+    if alone or not _joins(x, Operands._make(in_dims[4 : 4 + len(x)]), options):
+        return _one_by_one(op, size, in_dims, args)
+    folded = [
+        t if t is None else _fold(t, dim, size) for t, dim in zip(args[:7], in_dims, strict=False)
+    ]
+    dq, dk, dv, dbias, dsink = op(*folded, *args[7:])
+    sizes = size, _batch(x.q, in_dims[4])
+    grads = (grad.unflatten(0, sizes) for grad in (dq, dk, dv))
+    return (*grads, dbias, dsink), (0, 0, 0, None, None)
+
+
+@untraced
+def seed_vmap(info, in_dims, seed):
+    """The rule of heedful::kept_seed."""
+    return torch.ops.heedful.kept_seed.default(seed), in_dims[0]
+
+
+def _joins(x: Operands, dims: Operands, options: Options) -> bool:
+    """Whether the mapped dim may be part of the batch. dims: where it is, None if nowhere."""
+    own = [
+        None if t is None else tuple(n for i, n in enumerate(t.shape) if i != d)
+        for t, d in zip(x, dims, strict=True)
+    ]
+    return joins(Operands(*own), [d is not None for d in dims], options)
+
+
+def _fold(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    """(batch, ...) with a mapped dim somewhere, or without one -> (size * batch, ...)."""
+    tensor = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+    return tensor.flatten(0, 1)
+
+
+def _batch(tensor: Tensor, dim: int | None) -> int:
+    """The first size of it without the mapped dim."""
+    return tensor.shape[1 if dim == 0 else 0]
+
+
+def _one_by_one(op, size: int, in_dims, args):
+    """Each element of the mapped dim on its own, stacked."""
+    results = [op(*_element(args, in_dims, index)) for index in range(size)]
+    if not size:
+        # What one of zeros would be says what none is.
+        one = [
+            t.new_zeros((1, *t.shape[:dim], *t.shape[dim + 1 :])) if isinstance(dim, int) else t
+            for t, dim in zip(args, in_dims, strict=True)
+        ]
+        own = op(*_element(one, [0 if isinstance(dim, int) else None for dim in in_dims], 0))
+        return tuple(part.new_empty((0, *part.shape)) for part in own), (0,) * len(own)
+    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+    return stacked, (0,) * len(stacked)
+
+
+def _element(args, in_dims, index: int):
+    """The arguments of one element of the mapped dim."""
+    return (
+        arg.select(dim, index) if isinstance(dim, int) else arg
+        for arg, dim in zip(args, in_dims, strict=True)
+    )

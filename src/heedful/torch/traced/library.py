@@ -1,0 +1,368 @@
+"""The same calls as operators of torch's dispatcher: for torch.compile, functorch transforms, fake
+tensors and subclasses. `torch.ops.heedful.attention_v2` and its backward share validation, planning
+and runners with the eager path; this file holds only what the dispatcher wants to know of them.
+"""
+
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.compiler import assume_constant_result, is_compiling
+
+from heedful.core.call.arguments import Options, split
+from heedful.core.call.describe import check, check_out
+from heedful.core.call.operands import Operands
+from heedful.torch.base.arrays import abstract_spec
+from heedful.torch.base.dispatch import has_shards, keep_result, needs_dispatcher, untraced
+from heedful.torch.eager.calls import CALLS, Call, find, make_seed, results_of, returned
+from heedful.torch.eager.calls import attend as eager_attend
+from heedful.torch.eager.keys import tensor_keys
+from heedful.torch.operands.adapt import autocast, bias_gradient
+from heedful.torch.operands.checks import (
+    attention_call,
+    check_constants,
+    check_own_out,
+    check_seed,
+    check_tensors,
+    gradients_wanted,
+)
+from heedful.torch.operands.plain import plain_options, plain_seed
+from heedful.torch.traced import sharded
+from heedful.torch.traced.autograd_rules import (
+    attention_autograd,
+    backward_autograd,
+    inference_autograd,
+    no_second_derivative,
+)
+from heedful.torch.traced.batching import attention_vmap, backward_vmap, inference_vmap, seed_vmap
+
+_OPERANDS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Operands._fields)
+_TYPES = {
+    "kind": "str",
+    "max_seqlen_q": "SymInt?",
+    "max_seqlen_k": "SymInt?",
+    "dropout_p": "float",
+    "softmax_scale": "float?",
+    "causal": "bool",
+    "window_size": "int[]",
+    "softcap": "float",
+    "deterministic": "bool",
+    "return_attn_probs": "bool",
+    "return_lse": "bool",
+    "num_splits": "int",
+    "backend": "str?",
+    "dropout_origin": "int[]",
+}
+_OPTIONS = ", ".join(f"{_TYPES[name]} {name}" for name in Options._fields)
+
+# torch.compile keeps its code on disk under the names of operators: once released, a new schema
+# wants a new name.
+LIBRARY = torch.library.Library("heedful", "DEF")
+_SCHEMAS = (
+    f"attention_v2({_OPERANDS}, {_OPTIONS}, bool needs_grad)"
+    " -> (Tensor out, Tensor lse, Tensor probs)",
+    f"attention_v2_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_OPERANDS},"
+    f" {_OPTIONS}, bool bias_grad, bool kv_grad)"
+    " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsink)",
+    # A cache that is not extended, and a prefix before it: see api/prefix.py.
+    f"prefixed_attention(Tensor k_prefix, Tensor v_prefix, {_OPERANDS}, {_OPTIONS})"
+    " -> (Tensor out, Tensor lse)",
+    # A gradient's gradient, which raises when it is computed: it can be traced where nobody wants
+    # it.
+    "second_backward(Tensor grad, SymInt[] shape, ScalarType dtype) -> Tensor",
+    # The Philox key that a traced call draws, for its backward: see dispatch.keep_result.
+    "kept_seed(Tensor seed) -> Tensor",
+    # Dense attention of which nothing but the output is wanted. The dispatcher takes as long for
+    # each argument as for a tenth of the call, so that inference is not to pass 34 of them, and is
+    # to pass four where all else is as usual.
+    "inference(Tensor q, Tensor k, Tensor v, bool causal=False) -> Tensor out",
+    "inference.options(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal,"
+    " int[] window_size, float softcap, int num_splits, str? backend) -> Tensor out",
+)
+for _schema in _SCHEMAS:
+    LIBRARY.define(_schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
+    """As `calls.attend`, through the dispatcher."""
+    has_parts = False
+    # Compiled code looks again at all that is looked at here: the usual is told by the least.
+    if not (q.__class__ is k.__class__ is v.__class__ is Tensor and x is out is seed is None):
+        has_parts = has_shards((*((q, k, v) if x is None else x), out, seed))
+        if has_parts:
+            take_shards()
+    if x is None:
+        if out is None and seed is None and is_compiling() and _is_usual(q, k, v, options):
+            return torch.ops.heedful.inference.default(q, k, v, options.causal)
+        x = Operands(q, k, v)
+    check_tensors(x, options)
+    given, seed = plain_options(options), plain_seed(seed, x.q.device)
+    check_seed(seed, x.q.device)
+    if has_parts:
+        sharded.check_shards(given, out, seed)
+    device = x.q.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        q, k, v, bias = autocast((x.q, x.k, x.v, x.bias), device)
+        x = x._replace(q=q, k=k, v=v, bias=bias)
+    wants_grad, _ = gradients_wanted(x)
+    if torch.is_grad_enabled():
+        check_constants(x)
+    if given.dropout_p > 0:
+        own = make_seed(seed, x.q.device)
+        if seed is None and wants_grad and is_compiling():
+            own = torch.ops.heedful.kept_seed.default(own)
+        x = x._replace(seed=own)
+    if out is not None:
+        check_own_out(out, x.q, wants_grad)
+        check_out(*map(abstract_spec, (out, x.q, x.v)))
+    if out is None and not wants_grad and _is_bare(x, given):
+        return torch.ops.heedful.inference.options(*x[:3], *_inference_arguments(given))
+    result, lse, probs = torch.ops.heedful.attention_v2.default(*x, *given, wants_grad)
+    if out is not None:
+        result = out.copy_(result)
+    return returned(results_of(given), result, lse, probs)
+
+
+def _is_usual(q, k, v, given: Options) -> bool:
+    """Whether a compiled call wants the output alone, and but for `causal` has no options.
+
+    The compiled code looks again, at each call, at every value that was looked at in here: literals
+    cost nothing.
+    """
+    return (
+        isinstance(q, Tensor)
+        and isinstance(k, Tensor)
+        and isinstance(v, Tensor)
+        and (given.causal is True or given.causal is False)
+        and given.kind == "dense"
+        and given.dropout_p == 0.0
+        and given.softmax_scale is None
+        and given.window_size == (-1, -1)
+        and given.softcap == 0.0
+        and (given.deterministic, given.return_attn_probs, given.return_lse) == (False,) * 3
+        and given.num_splits == 0
+        and given.backend is None
+        and given.dropout_origin == (0, 0, 0, 0)
+        and not (
+            torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        )
+    )
+
+
+def _is_bare(x: Operands, given: Options) -> bool:
+    """Whether q, k and v are all that goes in and out all that comes out."""
+    return given.kind == "dense" and results_of(given) == 0 and all(t is None for t in x[3:])
+
+
+def _call(x: Operands, options: Options, needs_grad: bool, bias_grad: bool) -> Call:
+    """The call of these operands; the operator returns the lse whatever the caller reads."""
+    options = options._replace(
+        window_size=tuple(options.window_size),
+        return_lse=True,
+        dropout_origin=tuple(options.dropout_origin),
+    )
+    key = ("op", options, needs_grad, bias_grad, tensor_keys(x))
+    call = CALLS.young.get(key)
+    return call or find(key, x, options, (needs_grad, bias_grad), seed=x.seed)
+
+
+@untraced
+def _attention(*args):
+    x, options, (needs_grad,) = split(args)
+    call = _call(x, options, needs_grad, False)
+    out, lse, probs = call.forward(call.operands(x, x.seed), None)
+    return out.contiguous(), lse, out.new_empty(0) if probs is None else probs
+
+
+def _attention_fake(*args):
+    x, options, (needs_grad,) = split(args)
+    problem = check(attention_call(x, options, (needs_grad, False), spec=abstract_spec))
+    out_dtype = getattr(torch, problem.out_dtype)
+    return (
+        x.q.new_empty(problem.out_shape, dtype=out_dtype),
+        x.q.new_empty(problem.lse_shape, dtype=torch.float32),
+        x.q.new_empty(problem.probs_shape if problem.return_probs else 0, dtype=out_dtype),
+    )
+
+
+# Arguments of heedful::inference.options after v: all else is as usual.
+_INFERENCE = ("softmax_scale", "causal", "window_size", "softcap", "num_splits", "backend")
+
+
+def _inference_arguments(given: Options) -> tuple:
+    return tuple([getattr(given, name) for name in _INFERENCE])
+
+
+def _inference_options(*args) -> Options:
+    options = Options(kind="dense", **dict(zip(_INFERENCE, args, strict=True)))
+    return options._replace(window_size=tuple(options.window_size))
+
+
+_USUAL = {causal: Options(kind="dense", causal=causal) for causal in (False, True)}
+
+
+def _made(x: Operands, options: Options, out, seed):
+    """The output of tensors of which the dispatcher could make no others. Raises ValueError."""
+    return Call(x, options, (False, False), None).forward(x)[0]
+
+
+@untraced
+def _inference(q, k, v, causal=False):
+    return eager_attend(q, k, v, None, _USUAL[causal], None, None, _made)
+
+
+@untraced
+def _inference_with(q, k, v, *args):
+    return eager_attend(q, k, v, None, _inference_options(*args), None, None, _made)
+
+
+@untraced
+def _inference_autograd(q, k, v, causal=False):
+    op = torch.ops.heedful.inference.default
+    return _differentiable(op, _USUAL[causal], (q, k, v, causal))
+
+
+@untraced
+def _inference_with_autograd(q, k, v, *args):
+    op = torch.ops.heedful.inference.options
+    return _differentiable(op, _inference_options(*args), (q, k, v, *args))
+
+
+def _differentiable(op, options: Options, args: tuple):
+    """What an operator of inference does at the Autograd key."""
+
+    def below(*_):
+        return inference_autograd(op, options, args)
+
+    if needs_dispatcher(*args[:3]):
+        return below()
+    # To dispatch it again takes a fifth of its time, and this is differentiable too.
+    q, k, v, *_ = args
+    return eager_attend(q, k, v, None, options, None, None, below)
+
+
+def _inference_fake(q, k, v, causal=False):
+    return _empty_out(q, k, v, _USUAL[causal])
+
+
+def _inference_with_fake(q, k, v, *args):
+    return _empty_out(q, k, v, _inference_options(*args))
+
+
+def _empty_out(q, k, v, options: Options):
+    call = attention_call(Operands(q, k, v), options, (False, False), spec=abstract_spec)
+    problem = check(call)
+    return q.new_empty(problem.out_shape, dtype=getattr(torch, problem.out_dtype))
+
+
+@untraced
+def _backward(dout, dlse, out, lse, *args):
+    x, options, (bias_grad, kv_grad) = split(args)
+    call = _call(x, options, True, bias_grad)
+    assert call.backwards is not None
+    saved = *call.backwards.pick(x), out, lse
+    grads = call.backwards(saved, dout, dlse, kv_grad, is_dispatched=True)
+    dbias = x.q.new_empty(0)
+    if x.bias is not None and grads.dbias is not None:
+        dbias = bias_gradient(grads.dbias, x.bias.shape).contiguous()
+    dsink = x.q.new_empty(0) if grads.dsink is None else grads.dsink
+    dk, dv = (g.contiguous() if kv_grad else x.q.new_empty(0) for g in grads[1:3])
+    return grads.dq.contiguous(), dk, dv, dbias, dsink
+
+
+def _backward_fake(dout, dlse, out, lse, *args):
+    x, _, (bias_grad, kv_grad) = split(args)
+    empty = x.q.new_empty
+    return (
+        empty(x.q.shape),
+        *(empty(t.shape if kv_grad else 0, dtype=t.dtype) for t in (x.k, x.v)),
+        empty(x.bias.shape, dtype=x.bias.dtype) if bias_grad else empty(0),
+        empty(x.sink.shape, dtype=x.sink.dtype) if x.sink is not None else empty(0),
+    )
+
+
+def _second_backward(grad, shape, dtype):
+    raise no_second_derivative()
+
+
+def _second_backward_fake(grad, shape, dtype):
+    return grad.new_empty(shape, dtype=dtype)
+
+
+@untraced
+def _kept_seed(seed):
+    return seed.clone()
+
+
+@assume_constant_result
+def take_shards() -> None:
+    """Has the operators take DTensors, from a process's first call of one on: to load their module
+    takes half as long as to load torch. Not traced: Dynamo calls it where it would trace it."""
+    _take_shards()
+
+
+@cache
+def _take_shards() -> None:
+    def usual(op, args):
+        q, k, v, *rest = args
+        return sharded.infer(op, Operands(q, k, v), _USUAL[bool(rest and rest[0])], tuple(rest))
+
+    def with_options(op, args):
+        q, k, v, *rest = args
+        return sharded.infer(op, Operands(q, k, v), _inference_options(*rest), tuple(rest))
+
+    rules = {
+        "attention_v2": sharded.attend,
+        "attention_v2_backward": sharded.differentiate,
+        "second_backward": lambda op, args: sharded.twice(op, *args),
+        "inference": usual,
+        "inference.options": with_options,
+    }
+    sharded.take_shards({_overload(name): rule for name, rule in rules.items()})
+
+
+def _overload(name: str):
+    """The operator that is defined as `name`."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.heedful, packet), overload or "default")
+
+
+def _autocasting(name: str, count: int, device_type: str):
+    """An operator under autocast: its first `count` tensors in its dtype."""
+
+    @untraced
+    def cast(*args):
+        with torch.autocast(device_type, enabled=False):
+            return _overload(name)(*autocast(args[:count], device_type), *args[count:])
+
+    return cast
+
+
+for _name, _kernel, _fake in (
+    ("attention_v2", _attention, _attention_fake),
+    ("attention_v2_backward", _backward, _backward_fake),
+    ("second_backward", _second_backward, _second_backward_fake),
+    ("kept_seed", _kept_seed, torch.empty_like),
+    ("inference", _inference, _inference_fake),
+    ("inference.options", _inference_with, _inference_with_fake),
+):
+    LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"heedful::{_name}", _fake)
+torch.library.register_vmap("heedful::attention_v2", attention_vmap)
+torch.library.register_vmap("heedful::attention_v2_backward", backward_vmap)
+torch.library.register_vmap("heedful::kept_seed", seed_vmap)
+keep_result(torch.ops.heedful.kept_seed.default)
+LIBRARY.impl("attention_v2", partial(attention_autograd, _attention), "Autograd", with_keyset=True)
+LIBRARY.impl(
+    "attention_v2_backward", partial(backward_autograd, _backward), "Autograd", with_keyset=True
+)
+LIBRARY.impl("inference", _inference_autograd, "Autograd")
+LIBRARY.impl("inference.options", _inference_with_autograd, "Autograd")
+for _name in ("inference", "inference.options"):
+    _rule = partial(inference_vmap, _overload(_name))
+    torch.library.register_vmap(f"heedful::{_name}", _rule)
+for _device in ("cpu", "cuda"):
+    # q, k, v and the bias of the one; q, k, v of the others.
+    for _name, _tensors in (("attention_v2", 4), ("inference", 3), ("inference.options", 3)):
+        _cast = _autocasting(_name, _tensors, _device)
+        LIBRARY.impl(_name, _cast, f"Autocast{_device.upper()}")

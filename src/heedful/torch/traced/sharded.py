@@ -1,0 +1,283 @@
+"""DTensors: each rank of a mesh computes what it has of batch and heads, and nothing moves.
+
+Dims of the mesh spread q, k and v evenly over the batch or over the heads, KV heads with their
+query heads, or repeat them. Other operands are spread as q is. Whatever is placed otherwise is
+refused by name, as to gather it would cost more than the call. Cotangents alone are brought to
+where their results are. With dropout a rank begins in the whole's mask where its batch entries and
+its heads do.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from heedful.core.call.arguments import Options, argument_name, split
+from heedful.core.call.describe import check
+from heedful.core.call.operands import Operands
+from heedful.torch.base.arrays import abstract_spec
+from heedful.torch.base.dispatch import are_in_order, no_shards
+from heedful.torch.operands.checks import attention_call
+
+_BATCH, _HEADS, _WHOLE = "batch", "heads", ""
+# What the dims of arrays run over, from the last one on: b batch, h heads, - anything else.
+_OF_ANY = {
+    "bias": "bh--",
+    "alibi_slopes": "bh",
+    "sink": "h",
+    "q_descale": "bh",
+    "k_descale": "bh",
+    "v_descale": "bh",
+    "probs": "bh--",
+}
+_DENSE = {"q": "b-h-", "k": "b-h-", "v": "b-h-", "out": "b-h-", "lse": "bh-", **_OF_ANY}
+# Tokens of all sequences, or pages of keys.
+_PACKED = {"q": "-h-", "k": "--h-", "v": "--h-", "out": "-h-", "lse": "h-", **_OF_ANY}
+# These are broadcast where a dim has one element.
+_BROADCAST = ("bias", "alibi_slopes", "q_descale", "k_descale", "v_descale")
+_LETTERS = {"b": _BATCH, "h": _HEADS, "-": _WHOLE}
+# Every rank wants the whole of these: they may be plain tensors, the same everywhere.
+_SAME = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table", "seed")
+
+
+def check_shards(options: Options, out: Any, seed: Any) -> None:
+    """ValueError for arguments that calls of DTensors cannot have."""
+    if out is not None:
+        raise ValueError("out must be None where q is a DTensor, got a tensor")
+    if options.dropout_p > 0 and seed is None:
+        raise ValueError(
+            "dropout_seed must be given where q is a DTensor, as every rank has to draw from the"
+            " same, got None"
+        )
+
+
+class Spread:
+    """How the arrays of one call lie on a mesh."""
+
+    def __init__(self, x: Operands, options: Options, grads: tuple[bool, bool]):
+        """grads: of AttentionCall. Raises TypeError or ValueError, as for tensors of one device and
+        where something lies otherwise than it may."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        self._q = x.q
+        self._tensor, self._shard, self._same = DTensor, Shard, Replicate()
+        self._kind, self._labels = options.kind, _DENSE if options.kind == "dense" else _PACKED
+        if options.kind == "kvcache":
+            raise no_shards("flash_attn_with_kvcache")
+        for name in "qkv":
+            self._check_type(name, getattr(x, name))
+        self.problem = check(attention_call(x, options, grads, spec=abstract_spec))
+        self.mesh, self._place = x.q.device_mesh, x.q.device_mesh.get_coordinate()
+        if self._place is None:
+            raise ValueError(f"q must lie on a mesh that this rank is part of, got {self.mesh}")
+        self._axes = [self._axis(x.q, index) for index in range(self.mesh.ndim)]
+        self._check_even(_BATCH, self.problem.batch, "batch entries")
+        self._check_even(_HEADS, self.problem.heads_k, "KV heads")
+
+    def _check_type(self, name: str, tensor: Any) -> None:
+        if not isinstance(tensor, self._tensor):
+            raise TypeError(
+                f"{name} must be a DTensor, as others of this call are, got a"
+                f" {type(tensor).__name__}"
+            )
+
+    def _axis(self, q: Any, index: int) -> str:
+        """What a dim of the mesh spreads."""
+        place, labels = q.placements[index], self.labels("q", q.shape)
+        if type(place) is self._shard and labels[place.dim % q.dim()]:
+            return labels[place.dim % q.dim()]
+        if place != self._same and self.mesh.size(index) > 1:
+            taken = [f"Shard({i}) ({label})" for i, label in enumerate(labels) if label]
+            raise ValueError(
+                f"q must be placed on each dim of its mesh by {', '.join(taken)} or Replicate(),"
+                f" got placements {q.placements}"
+            )
+        return _WHOLE
+
+    def _check_even(self, label: str, count: int, words: str) -> None:
+        parts = self._parts(label)
+        if count % parts:
+            raise ValueError(
+                f"k must have a multiple of {parts} {words}, as so many ranks share them, got"
+                f" {count}"
+            )
+
+    def _parts(self, label: str) -> int:
+        sizes = [self.mesh.size(i) for i, axis in enumerate(self._axes) if axis == label]
+        return prod(sizes)
+
+    def labels(self, name: str, shape: Sequence[int]) -> list[str]:
+        """What each dim of an array runs over."""
+        letters = self._labels.get(name, "-")[-len(shape) :] if shape else ""
+        labels = [_LETTERS[letter] for letter in letters.rjust(len(shape), "-")]
+        if name in _BROADCAST:
+            return [_WHOLE if n == 1 else label for n, label in zip(shape, labels, strict=True)]
+        return labels
+
+    def placements(self, name: str, shape: Sequence[int]) -> tuple:
+        """Where an array of the call lies."""
+        labels = self.labels(name, shape)
+        return tuple(
+            self._shard(labels.index(axis)) if axis and axis in labels else self._same
+            for axis in self._axes
+        )
+
+    def local(self, name: str, tensor: Any) -> Any:
+        """What this rank has of an operand, or of a result. Raises TypeError or ValueError."""
+        if tensor is None or (name in _SAME and not isinstance(tensor, self._tensor)):
+            return tensor
+        public = argument_name(name, self._kind)
+        self._check_type(public, tensor)
+        wanted = self.placements(name, tensor.shape)
+        sizes = [self.mesh.size(index) for index in range(self.mesh.ndim)]
+        alike = zip(tensor.placements, wanted, sizes, strict=True)
+        if tensor.device_mesh != self.mesh:
+            raise ValueError(
+                f"{public} must lie on q's mesh, {self.mesh}, got {tensor.device_mesh}"
+            )
+        if not all([size == 1 or own == place for own, place, size in alike]):
+            raise ValueError(
+                f"{public} must have placements {wanted} where q has {self._q.placements}, got"
+                f" {tensor.placements}"
+            )
+        if not are_in_order(tensor):
+            raise ValueError(
+                f"{public} must be split by the dims of its mesh in their order, got a DTensor that"
+                " is split in another"
+            )
+        own = tensor.to_local()
+        shape = list(tensor.shape)
+        for place, size in zip(wanted, sizes, strict=True):
+            if place != self._same:
+                shape[place.dim] //= size
+        if list(own.shape) != shape:
+            raise ValueError(
+                f"{public} must have the same share on each rank, {tuple(shape)}, got"
+                f" {tuple(own.shape)} on this one"
+            )
+        return own
+
+    def operands(self, x: Operands) -> Operands:
+        """What this rank has of a call's operands."""
+        return Operands._make([self.local(*item) for item in x._asdict().items()])
+
+    def options(self, options: Options) -> Options:
+        """Those of this rank's part."""
+        if options.dropout_p == 0:
+            return options
+        batch, head, *rest = options.dropout_origin
+        batch += self._first(_BATCH, self.problem.batch)
+        head += self._first(_HEADS, self.problem.heads_q)
+        return options._replace(dropout_origin=(batch, head, *rest))
+
+    def _first(self, label: str, count: int) -> int:
+        """The first that this rank has of what a label counts."""
+        place = 0
+        for index, axis in enumerate(self._axes):
+            if axis == label:
+                place = place * self.mesh.size(index) + self._place[index]
+        return place * (count // self._parts(label))
+
+    def cotangent(self, result: str, name: str, tensor: Any) -> Any:
+        """What this rank has of a result's cotangent, wherever it lies."""
+        if tensor is None:
+            return None
+        self._check_type(name, tensor)
+        places = self.placements(result, tensor.shape)
+        return tensor.redistribute(self.mesh, places).to_local()
+
+    def whole(self, name: str, local: Tensor, shape: Sequence[int], is_sum: bool = False) -> Any:
+        """The result of which each rank has a part. is_sum: it is the sum over the ranks that it is
+        not spread over, as a gradient of what they all have is."""
+        from torch.distributed.tensor import Partial
+
+        places = list(self.placements(name, shape))
+        for index, axis in enumerate(self._axes):
+            if is_sum and axis and places[index] == self._same:
+                places[index] = Partial()
+        strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        size = torch.Size(shape)
+        return self._tensor.from_local(
+            local, self.mesh, places, run_check=False, shape=size, stride=tuple(strides)
+        )
+
+    def empty(self, local: Tensor) -> Any:
+        """A result that nobody asked for."""
+        return self._tensor.from_local(
+            local, self.mesh, [self._same] * self.mesh.ndim, run_check=False
+        )
+
+
+def attend(op, args: tuple):
+    """heedful::attention_v2 of DTensors."""
+    x, options, (needs_grad,) = split(args)
+    spread = Spread(x, options, (needs_grad, False))
+    problem = spread.problem
+    own = spread.operands(x), spread.options(options)
+    out, lse, probs = op(*own[0], *own[1], needs_grad)
+    return (
+        spread.whole("out", out, problem.out_shape),
+        spread.whole("lse", lse, problem.lse_shape),
+        spread.whole("probs", probs, problem.probs_shape)
+        if problem.return_probs
+        else spread.empty(probs),
+    )
+
+
+def infer(op, x: Operands, options: Options, rest: tuple):
+    """An overload of heedful::inference, of q, k, v and the rest, of DTensors."""
+    spread = Spread(x, options, (False, False))
+    out = op(*spread.operands(x)[:3], *rest)
+    return spread.whole("out", out, spread.problem.out_shape)
+
+
+def differentiate(op, args: tuple):
+    """heedful::attention_v2_backward of DTensors."""
+    dout, dlse, out, lse, *rest = args
+    x, options, (bias_grad, kv_grad) = split(tuple(rest))
+    spread = Spread(x, options, (True, bias_grad))
+    grads = op(
+        spread.cotangent("out", "dout", dout),
+        spread.cotangent("lse", "dlse", dlse),
+        spread.local("out", out),
+        spread.local("lse", lse),
+        *spread.operands(x),
+        *spread.options(options),
+        bias_grad,
+        kv_grad,
+    )
+    wanted = {"q": True, "k": kv_grad, "v": kv_grad, "bias": bias_grad, "sink": x.sink is not None}
+    return tuple(
+        spread.whole(name, grad, getattr(x, name).shape, is_sum=True)
+        if wanted[name]
+        else spread.empty(grad)
+        for name, grad in zip(wanted, grads, strict=True)
+    )
+
+
+def twice(op, grad, shape, dtype):
+    """heedful::second_backward of a DTensor, which raises when it is computed."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = grad.device_mesh
+    made = op(grad.to_local(), shape, dtype)
+    return DTensor.from_local(made, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def take_shards(rules: dict) -> None:
+    """Has torch call these functions (op, args) for operators of which a DTensor is an argument."""
+    from torch.distributed.tensor import DTensor
+
+    for op, rule in rules.items():
+        torch.library.register_torch_dispatch(op, DTensor, _local_rule(rule))
+
+
+def _local_rule(rule):
+    def dispatched(_, op, types, args=(), kwargs=None):
+        # What autograd wants it has recorded above.
+        with torch.no_grad():
+            return rule(op, args)
+
+    return dispatched

@@ -1,0 +1,1 @@
+"""Tests of compiled kernels, for targets that are not here."""

@@ -1,0 +1,185 @@
+"""The Hopper backward compiled for sm_90 without a GPU: what is in the loop that counts."""
+
+from collections import Counter
+
+import pytest
+
+from heedful.core.base.device import by_name
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import explain, plan
+from heedful.inspector.nvidia import disassemble, opcode, parse_sass
+from heedful.launch.code import compiler
+from heedful.launch.prebuild import compiling
+from heedful.launch.program.programs import program
+from heedful.launch.program.spec import TensorMap
+
+DEVICE = by_name("H200")
+MAIN = ("backward", "backward_wide", "backward_pair")
+# A thread may reload a few numbers of the work tile a turn; of a tensor it has 16 at least.
+MOST_RELOADS = 4
+LEAST_OF_A_TENSOR = 16
+
+
+def main_call(backend="hopper", **facts):
+    problem = AttentionProblem.dense(2, 4096, 4096, 8, 4, needs_grad=True, return_lse=True, **facts)
+    calls = program(plan(problem, DEVICE, compiling(), backend), "backward").calls
+    return next(c for c in calls if c.kernel.function in MAIN)
+
+
+LONGEST_WIDE_STEP = 1000
+
+
+def block_m(call) -> int:
+    return call.constants["params.tile.BLOCK_M"]
+
+
+def loops_of(made) -> list[Counter]:
+    """What instructions are in each loop with products, the shortest first. Waits that fail go on
+    behind the code and jump back: loops to the eye, and longer than those that they are of."""
+    code, labels, branches = parse_sass(disassemble(made.code).text)
+    loops = {(labels[to], at) for at, to in branches if labels.get(to, at + 1) <= at}
+    counts = [Counter(opcode(i).split(".")[0] for i in code[a : b + 1]) for a, b in loops]
+    return sorted((c for c in counts if c["HGMMA"]), key=Counter.total)
+
+
+def step_loops(call, made) -> list[Counter]:
+    """Those of both consumers over steps without a mask."""
+    if call.kernel.function == "backward_wide":
+        return [c for c in loops_of(made) if c["HGMMA"] >= 24 and c.total() < LONGEST_WIDE_STEP]
+    # S and dP, dV and dK, each 16 columns or queries at a time; of 96 columns, gradients of 64 and
+    # of 32.
+    columns = [call.constants[f"params.tile.{name}"] for name in "DE"]
+    products = sum(n + block_m(call) * (1 if n & (n - 1) == 0 else 2) for n in columns) // 16
+    return [c for c in loops_of(made) if c["HGMMA"] == products and c["STSM"] and not c["STS"]]
+
+
+def dq_loop(made) -> Counter:
+    """That of the warpgroup that makes dQ of two consumers' 64 keys, in two shares."""
+    return next(c for c in loops_of(made) if c["HGMMA"] == 2 * 2 * 64 // 16 and c["STS"])
+
+
+FULL_AND_CAUSAL = ((64, "drawn"), (128, "drawn"), (256, "own"))
+CAUSAL = (
+    *((dim, tiles) for dim in (64, 128) for tiles in ("own", "in turns", "split")),
+    (128, "split in turns"),
+)
+
+
+VARIANTS = [
+    *((*which, causal) for which in FULL_AND_CAUSAL for causal in (False, True)),
+    *((*which, True) for which in CAUSAL),
+]
+# Each mask and way of dealing tiles, which take seven seconds to compile. 64 columns have their
+# test below, of a step that needs more registers.
+DEFAULT = {
+    (128, "drawn", False),
+    (128, "split in turns", True),
+    (256, "own", False),
+}
+
+
+@pytest.mark.parametrize(
+    "head_dim, tiles, causal",
+    [pytest.param(*v, marks=[] if v in DEFAULT else [pytest.mark.slow]) for v in VARIANTS],
+)
+def test_products_are_under_way_together_and_tensors_are_not_spilled(head_dim, tiles, causal):
+    """An assembler that runs out of registers waits for every product by itself. tiles: they have
+    programs of their own or are drawn; in turns, drawn tiles are added to dQ in order; split, each
+    consumer hands its gradients on."""
+    backend = "hopper+draws=0" if tiles == "own" else "hopper"
+    backend += "+splits=2" if "split" in tiles else ""
+    in_turns = "in turns" in tiles
+    call = main_call(backend, head_dim=head_dim, causal=causal, deterministic=in_turns)
+    assert (call.grid[0] == DEVICE.units) == (tiles != "own")
+    assert_step_is_sound(call)
+
+
+def test_no_products_are_made_of_the_quarter_of_zeros_of_96_columns():
+    call = main_call(head_dim=96)
+    q = call.arguments["io.q"]
+    assert isinstance(q, TensorMap)
+    assert q.block[-1] == 128
+    made = compiler.artifact(call, DEVICE.arch)
+    loops = step_loops(call, made)
+    assert len(loops) == 2
+    for loop in loops:
+        assert_products_are_under_way_together(loop)
+
+
+@pytest.mark.parametrize("packed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_pair_of_consumers_has_registers_for_both_gradients_and_dq(causal, packed):
+    tokens = 8192 if packed else None
+    facts = {"causal": causal, "total_q": tokens, "total_k": tokens}
+    call = main_call(head_dim=192, head_dim_v=128, **facts)
+    assert call.kernel.function == "backward_pair"
+    made = compiler.artifact(call, DEVICE.arch)
+    assert made.shared_bytes <= DEVICE.shared_bytes
+    # S of 192 columns and dP of 128; dV, and dK in two parts; two blocks of dQ of both's keys.
+    products = (192 + 128) // 16 + (1 + 2) * 64 // 16 + 2 * 2 * 64 // 16
+    loops = [c for c in loops_of(made) if c["HGMMA"] == products and c["RED"] + c["REDG"]]
+    assert len(loops) >= 2
+    for loop in loops[:2]:
+        assert_products_are_under_way_together(loop, LEAST_OF_A_TENSOR - 1)
+
+
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_the_slope_of_a_cap_of_scores_has_its_registers(head_dim):
+    assert_step_is_sound(main_call(head_dim=head_dim, causal=True, softcap=30.0))
+
+
+def assert_step_is_sound(call) -> None:
+    made = compiler.artifact(call, DEVICE.arch)
+    assert made.shared_bytes <= DEVICE.shared_bytes
+    loops = step_loops(call, made)
+    is_wide = call.kernel.function == "backward_wide"
+    assert len(loops) >= 2 if is_wide else len(loops) == 2
+    for loop in loops:
+        assert_products_are_under_way_together(loop)
+        # dS of 64 queries leaves without waiting for the warpgroup's other warps.
+        assert is_wide or block_m(call) > 64 or not loop["BAR"]
+    if not is_wide:
+        loop = dq_loop(made)
+        assert_products_are_under_way_together(loop)
+        assert not loop["BAR"]
+
+
+def assert_products_are_under_way_together(loop: Counter, reloads: int = MOST_RELOADS) -> None:
+    assert loop["WARPGROUP"] < loop["HGMMA"]
+    assert loop["STL"] + loop["LDL"] <= reloads
+
+
+@pytest.mark.parametrize("head_dim", [128, pytest.param(64, marks=pytest.mark.slow)])
+def test_a_step_with_dropout_is_not_serialised_and_fits(head_dim):
+    """Which probabilities are kept changes its layout through shared memory, for which keys of 128
+    columns leave one of their stages, and a barrier. A thread reloads more numbers, no tensor."""
+    call = main_call(head_dim=head_dim, dropout_p=0.1)
+    assert call.constants["params.tile.K_STAGES"] == (1 if head_dim == 128 else 2)
+    made = compiler.artifact(call, DEVICE.arch)
+    assert made.shared_bytes <= DEVICE.shared_bytes
+    loops = step_loops(call, made)
+    assert len(loops) == 2
+    for loop in loops:
+        assert_products_are_under_way_together(loop, LEAST_OF_A_TENSOR - 1)
+    assert_products_are_under_way_together(dq_loop(made))
+
+
+def test_options_that_a_call_cannot_have_are_refused():
+    with pytest.raises(ValueError, match="draws"):
+        main_call("hopper+draws=0", head_dim=128, deterministic=True)
+
+
+def test_wide_heads_have_no_room_for_the_mask_of_dropout():
+    problem = AttentionProblem.dense(2, 512, 512, 8, 4, 256, needs_grad=True, dropout_p=0.1)
+    chosen = plan(problem, DEVICE, compiling(), "hopper")
+    assert chosen.backward == "portable"
+    assert "the backward of dropout with Q, K and V above 128" in explain(chosen)
+    artifact = compiler.artifact(main_call(head_dim=256, head_dim_v=128, dropout_p=0.1), "sm_90")
+    assert artifact.shared_bytes <= DEVICE.shared_bytes
+
+
+def test_sums_of_dq_leave_as_blocks_of_memory_or_four_numbers_at_a_time():
+    narrow = disassemble(compiler.artifact(main_call(head_dim=128), DEVICE.arch).code).text
+    assert "UBLKRED" in narrow and "REDG" not in narrow
+    wide = disassemble(compiler.artifact(main_call(head_dim=256), DEVICE.arch).code).text
+    assert "F32x4" in wide and "UBLKRED" not in wide

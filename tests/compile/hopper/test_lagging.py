@@ -1,0 +1,51 @@
+"""What tests/device/hopper/test_alone.py runs with a warp that lags does have it."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+from heedful.launch.code.triton_compat import VERSION
+
+pytestmark = pytest.mark.skipif(VERSION < (3, 9), reason="gl.inline_asm came with Triton 3.9")
+
+# Kernels that were compiled before are not compiled anew: a process of its own.
+_SLEEPS = """
+import json
+from compile.test_decode import buffers_of
+from heedful.core.base.device import by_name
+from heedful.core.planning.plan import plan
+from heedful.core.call.problem import AttentionProblem
+from heedful.launch.bind import decode, hopper_decode, mla, mla_swap_ab
+from heedful.launch.code.triton_compat import compile_kernel
+from support.hopper import lagging
+
+lagging.apply()
+latent = {"head_dim": 576, "head_dim_v": 512, "v_in_k": True}
+found = {}
+for backend, bind, facts in (
+    ("decode", decode, {"head_dim": 128}),
+    ("hopper_decode", hopper_decode, {"head_dim": 128}),
+    ("mla", mla, latent),
+    ("mla_swap_ab", mla_swap_ab, latent),
+):
+    problem = AttentionProblem.dense(4, 1, 4096, 16, 1, used_k=True, **facts)
+    made = plan(problem, by_name("H200"), backend=backend)
+    (call,) = bind.forward(problem, made, buffers_of(problem)).calls
+    found[backend] = compile_kernel(call, "sm_90").asm["ptx"].count("nanosleep")
+print(json.dumps(found))
+"""
+
+
+def test_kernels_over_caches_sleep_before_parts_and_the_specialised_one_before_waits_too():
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", _SLEEPS]
+    run = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    found = json.loads(run.stdout.splitlines()[0])
+    # A part is stored at one place, and at one of each consumer.
+    assert found["decode"] == 1 and found["hopper_decode"] > 1
+    assert found["mla"] > 2 and found["mla_swap_ab"] > 1

@@ -1,0 +1,118 @@
+"""The MLA decodes compile for Hopper with few spills in the loop over keys or none, their products
+and loads those that they are made for."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from compile.test_decode import buffers_of
+from heedful.core.base.device import by_name
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import plan
+from heedful.inspector.nvidia import disassemble, measure, parse_sass
+from heedful.launch.bind import mla, mla_swap_ab
+from heedful.launch.code.triton_compat import VERSION, compile_kernel
+
+pytestmark = pytest.mark.skipif(VERSION < (3, 9), reason="gl.inline_asm came with Triton 3.9")
+
+# Name: facts of the problem beside 4 sequences of 4096 latent vectors.
+PROBLEMS = {
+    "16 heads": {"heads_q": 16, "page_size": 64},
+    "128 heads": {"heads_q": 128, "page_size": 64},
+    "four tokens": {"heads_q": 128, "seqlen_q": 4, "causal": True, "used_q": True},
+    "one length": {"heads_q": 128, "dtype": "float16", "used_k": False},
+    "pages of 16": {"heads_q": 40, "page_size": 16, "num_splits": 3},
+    "whole": {"heads_q": 128, "num_splits": 1, "page_size": 64},
+    "in order, pages of 16": {"heads_q": 128, "page_size": 16, "num_splits": 3},
+    "merged by all, pages of 16": {"heads_q": 128, "page_size": 16},
+    # As it may be chosen by hand.
+    "shared queries": {"heads_q": 128, "page_size": 64, "backend": "mla+query_boxes=0+merge=0"},
+    "merged by one": {"heads_q": 128, "page_size": 64, "backend": "mla+merge=0"},
+    "all": {"heads_q": 128, "page_size": 64, "backend": "mla+ahead=1+in_order=1+merge=1"},
+    # Few rows, which are columns of products.
+    "swapped": {"heads_q": 16, "page_size": 64, "backend": "mla_swap_ab+merge=0"},
+    "swapped, four tokens": {"heads_q": 8, "seqlen_q": 4, "causal": True, "page_size": 16},
+    "swapped, one length": {"heads_q": 32, "dtype": "float16", "used_k": False, "num_splits": 1},
+    "swapped, merged by all": {"heads_q": 32, "page_size": 16},
+}
+# It takes ten seconds to compile one. By default: each dtype, mask, way of telling lengths, size of
+# pages within and beyond a block, part of the registers, and order of products; merges by one and
+# by all.
+DEFAULT = ("128 heads", "four tokens", "one length", "pages of 16", "in order, pages of 16")
+# Registers that a step spills, where two boxes of queries leave few for addresses, or the producer
+# has some of the consumers' for numbers of small pages. Elsewhere none.
+SPILLS = {
+    "four tokens": 4,
+    "whole": 1,
+    "merged by all, pages of 16": 2,
+    "pages of 16": 2,
+    "in order, pages of 16": 2,
+}
+SWAPPED = [name for name in PROBLEMS if name.startswith("swapped")]
+BY_DEFAULT = [
+    pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.slow])
+    for name in PROBLEMS
+    if name not in SWAPPED
+]
+
+
+def sass_of(name: str):
+    facts = {"seqlen_q": 1, "used_k": True, **PROBLEMS[name]}
+    heads = (facts.pop("heads_q"), 1)
+    backend = facts.pop("backend", "mla_swap_ab" if name in SWAPPED else "mla")
+    problem = AttentionProblem.dense(
+        4,
+        facts.pop("seqlen_q"),
+        4096,
+        *heads,
+        head_dim=576,
+        head_dim_v=512,
+        v_in_k=True,
+        **facts,
+    )
+    buffers = buffers_of(problem)
+    bind = mla_swap_ab if name in SWAPPED else mla
+    (call,) = bind.forward(problem, plan(problem, by_name("H200"), backend=backend), buffers).calls
+    return parse_sass(disassemble(compile_kernel(call, "sm_90").asm["cubin"]).text)
+
+
+@pytest.mark.parametrize("name", BY_DEFAULT)
+def test_both_loops_over_keys_have_a_step_of_products_and_few_spills(name):
+    code, labels, branches = sass_of(name)
+    loops = {(labels[to], at + 1) for at, to in branches if labels.get(to, at + 1) <= at}
+    found = {bounds: measure(code[slice(*bounds)]) for bounds in loops}
+    # Nine boxes of scores, and both blocks' values, of four products each.
+    steps = [b for b, sass in found.items() if sass.wgmma == 4 * (9 + 2)]
+    # Blocks out of line jump back, too, over more than a loop.
+    first, second = sorted(steps, key=lambda b: b[1] - b[0])[:2]
+    assert first[1] <= second[0] or second[1] <= first[0]
+    assert found[first].spills + found[second].spills <= SPILLS.get(name, 0)
+
+
+def test_keys_come_by_tensor_maps_and_products_run_into_each_other():
+    code, _, _ = sass_of("128 heads")
+    words = [instruction.text for instruction in code]
+    # Two blocks of nine boxes.
+    assert sum("UTMALDG" in text for text in words) == 18
+    products = [text for text in words if "HGMMA" in text or "WARPGROUP.DEPBAR" in text]
+    assert sum("HGMMA" in text for text in products) == 2 * 44
+    # Where products are serialised each has a wait behind it.
+    assert sum("DEPBAR" in text for text in products) == 2 * 3
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_the_loop_over_keys_of_few_rows_has_a_block_of_products_and_no_spill(name):
+    code, labels, branches = sass_of(name)
+    loops = [(labels[to], at + 1) for at, to in branches if labels.get(to, at + 1) <= at]
+    # Nine boxes of keys by queries, eight of values by probabilities, of four products each.
+    steps = [b for b in loops if measure(code[slice(*b)]).wgmma == 4 * (9 + 8)]
+    begin, end = min(steps, key=lambda b: b[1] - b[0])
+    loads = [b for b in loops if measure(code[slice(*b)]).tma]
+    for loop in ((begin, end), min(loads, key=lambda b: b[1] - b[0])):
+        assert measure(code[slice(*loop)]).spills == 0
+    words = [instruction.text for instruction in code[begin:end]]
+    # The scores' wait, and one for each box of values, which is released as soon as it is read.
+    assert sum("WARPGROUP.DEPBAR" in text for text in words) == 1 + 8
+    rows = PROBLEMS[name]["heads_q"] * PROBLEMS[name].get("seqlen_q", 1)
+    shape = 16 if rows <= 16 else 32
+    assert sum(f"64x{shape}x16" in text for text in words) == 4 * (9 + 8)

@@ -1,0 +1,75 @@
+"""`python -m heedful.bench.X WORDS`: the words reach what is timed, on the current device."""
+
+import runpy
+import sys
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from heedful.bench import training as bench
+from heedful.bench.harness import cases
+from heedful.demo import training
+
+
+class Reached(Exception):
+    """Raised in place of what needs a GPU, with what it was given."""
+
+
+def reached(*given: Any) -> Any:
+    raise Reached(*given)
+
+
+def run(name: str, *words: str) -> None:
+    """The module as a program."""
+    file = import_module(f"heedful.bench.{name}").__file__
+    with pytest.MonkeyPatch.context() as patch:
+        # The first word is not one of the user's, whatever it is.
+        patch.setattr(sys, "argv", ["decode", *words])
+        runpy.run_path(str(file), run_name="__main__")
+
+
+@pytest.mark.parametrize("name", ["lengths", "steps", "training"])
+def test_a_bench_that_is_run_asks_for_the_current_device(name, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", reached)
+    with pytest.raises(Reached):
+        run(name)
+
+
+def test_steps_are_picked_by_the_words(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    run("steps", "no", "such", "step")
+    assert capsys.readouterr().out == "\n"
+
+
+@pytest.mark.parametrize(("words", "steps"), [([], bench.RECIPE.steps), (["7"], 7)])
+def test_training_takes_as_many_steps_as_the_word_says(words, steps, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(training, "start", reached)
+    with pytest.raises(Reached) as given:
+        run("training", *words)
+    assert given.value.args[0].steps == steps
+
+
+def test_jax_is_timed_on_cases_that_have_the_words(monkeypatch):
+    pytest.importorskip("jax")
+    asked = []
+
+    class Name:
+        def __contains__(self, words: str) -> bool:
+            asked.append(words)
+            return False
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
+    # Behind the groups of training shapes comes the one whose dispatch is timed.
+    made = {name: [SimpleNamespace(name=Name())] for name in ("forward", "backward")}
+    monkeypatch.setattr(cases, "cases", lambda group: made.get(group) or reached(group))
+    with pytest.raises(Reached, match="overhead"):
+        run("in_jax", "backward", "4x4096")
+    assert asked == ["backward 4x4096"] * 2

@@ -1,0 +1,144 @@
+"""Splits of keys are timed as they are described, behind a check that finds what is wrong."""
+
+import csv
+import io
+import math
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+
+from heedful import flash_attn_func
+from heedful.bench import splits
+from heedful.bench.splits import DRAWN_FOR, Shape, counts, cut, measure, shapes, variants
+from heedful.core.planning.plan import plan
+from heedful.core.registry.tiles import HopperForwardConfig
+
+CPU = torch.device("cpu")
+UNITS = DRAWN_FOR.units
+SMALL = Shape(2, 5, 700, 4, 2, 64, True)
+
+
+def on_cpu(shape, inputs, count, chosen):
+    q, k, v, _ = inputs
+    return lambda: flash_attn_func(q, k, v, causal=shape.causal, num_splits=count, backend="cpu")
+
+
+def test_shapes_are_the_same_each_time_and_leave_half_of_the_device_idle_in_most_cases():
+    drawn = shapes()
+    assert drawn == shapes() and len(set(drawn)) == len(drawn) >= 150
+    programs = [cut(shape, DRAWN_FOR).programs for shape in drawn]
+    assert all(0 < count <= UNITS for count in programs)
+    few = sum(2 * count <= UNITS for count in programs)
+    assert 0.8 * len(drawn) < few < len(drawn)
+    for shape in drawn:
+        assert not shape.causal or shape.queries <= shape.keys
+        assert shape.batch * shape.keys * shape.heads_k * shape.dim * 4 <= 2 * 1024**3
+
+
+def test_shapes_need_few_kernels():
+    found = [call.kernel.function for call, _ in variants(shapes(), DRAWN_FOR).values()]
+    assert found.count("forward") <= 30 and found.count("combine_splits") <= 6
+
+
+@pytest.mark.parametrize("shape", shapes()[::10], ids=str)
+def test_counts_are_of_equal_shares_and_hold_the_chosen_one(shape):
+    own = cut(shape, DRAWN_FOR)
+    found = counts(own, UNITS)
+    shares = [math.ceil(own.key_tiles / count) for count in found]
+    assert len(set(shares)) == len(found) and found[0] == 1 and own.chosen in found
+    assert all(count <= own.key_tiles for count in found)
+    assert [math.ceil(own.key_tiles / share) for share in shares] == found
+    # One more split a program than fills the device begins another wave.
+    full = min(128, UNITS // own.programs, own.key_tiles)
+    assert math.ceil(own.key_tiles / full) in shares
+
+
+def test_a_count_is_planned_with_the_tiles_of_the_planner():
+    shape = shapes()[0]
+    own, problem = cut(shape, DRAWN_FOR), shape.problem()
+    for count in counts(own, UNITS):
+        backend = splits.backend_of(count, own.chosen)
+        found = plan(problem, DRAWN_FOR, backend=backend)
+        config = found.configs["hopper.forward"]
+        assert found.num_splits == count and found.is_split == (count > 1)
+        assert isinstance(config, HopperForwardConfig)
+        assert replace(config, key_splits=0) == replace(own.config, rescale=config.rescale)
+    assert splits.backend_of(own.chosen, own.chosen) == "hopper"
+
+
+def test_every_count_gets_a_figure_and_a_record_of_its_shape():
+    out, spec = io.StringIO(), DRAWN_FOR
+    said = list(splits.record(out, CPU, spec, 60, [SMALL] * 2, make=on_cpu))
+    text = out.getvalue().splitlines()
+    heading = dict(line[2:].split(": ", 1) for line in text if line.startswith("#"))
+    assert set(heading) == {"title", "date", "device", "versions", "commit", "method"}
+    rows = list(csv.DictReader(line for line in text if not line.startswith("#")))
+    own = cut(SMALL, spec)
+    for row in rows:
+        *sizes, causal = (int(row[name]) for name in Shape._fields)
+        given = Shape(*sizes, causal=causal == 1)
+        assert given == SMALL and int(row["chosen"]) == own.chosen
+        assert (int(row["block_m"]), int(row["block_n"]), int(row["pack"])) == own.tiles
+        assert 0 < float(row["low"]) <= float(row["us"]) <= float(row["high"])
+    timed = [row for row in rows if int(row["calls"]) == splits.ROUNDS * splits.MOST_CALLS]
+    assert {int(row["splits"]) for row in rows} <= set(counts(own, spec.units))
+    assert [int(row["splits"]) for row in timed].count(own.chosen) == 2
+    assert said[0].startswith("2 of 2 shapes in")
+
+
+def test_no_shape_is_begun_when_time_is_up():
+    said = list(splits.record(io.StringIO(), CPU, DRAWN_FOR, -1, [SMALL], make=on_cpu))
+    assert said[0].startswith("0 of 1 shapes")
+
+
+@pytest.mark.parametrize("wrong", [1, 3])
+def test_what_loses_a_key_gets_no_figure(wrong):
+    def make(shape, inputs, count, chosen):
+        if count == wrong:
+            inputs = inputs._replace(k=inputs.k[:, 1:], v=inputs.v[:, 1:])
+        return on_cpu(shape, inputs, count, chosen)
+
+    own = cut(SMALL, DRAWN_FOR)._replace(chosen=2)
+    rows, missing = measure(SMALL, CPU, own, UNITS, make)
+    if wrong == 1:
+        assert not rows and all("one split" in reason for reason in missing.values())
+    else:
+        assert set(missing) == {3} and "from the result of one split" in missing[3]
+        assert 3 not in [row.splits for row in rows]
+
+
+def test_what_fails_says_why_and_the_rest_is_timed():
+    def make(shape, inputs, count, chosen):
+        def refuse():
+            raise RuntimeError("no room")
+
+        return refuse if count == 2 else on_cpu(shape, inputs, count, chosen)
+
+    own = cut(SMALL, DRAWN_FOR)._replace(chosen=1)
+    rows, missing = measure(SMALL, CPU, own, UNITS, make)
+    assert missing == {2: "RuntimeError: no room"}
+    assert rows and 2 not in [row.splits for row in rows]
+
+
+@pytest.mark.parametrize(
+    "times, chosen, probed",
+    [
+        ({1: 90, 2: 50, 4: 30, 8: 46, 16: 47, 32: 20}, 4, [1, 2, 4, 8, 16]),
+        ({1: 90, 2: 50, 4: 30, 8: 46, 16: 47, 32: 20}, 32, [1, 2, 4, 8, 16, 32]),
+        # Slow, but not slower than before.
+        ({1: 90, 2: 10, 4: 30, 8: 20, 16: 30}, 1, [1, 2, 4, 8, 16]),
+    ],
+)
+def test_more_splits_are_left_out_where_they_took_longer_twice(times, chosen, probed):
+    calls = {count: lambda count=count: count for count in times}
+
+    def clock(call, repeats, keep):
+        return [times[call()] * 1e-6] * repeats, None
+
+    found = splits._probed(calls, lambda count: True, clock, chosen)
+    assert list(found) == probed
+    assert all(found[count] == pytest.approx(times[count]) for count in found)

@@ -1,0 +1,1 @@
+"""Tests of the demo, of `heedful validate` and of tools."""

@@ -1,0 +1,1 @@
+"""Tests of device code, interpreted or as threads of Python."""

@@ -1,0 +1,55 @@
+"""A kernel draws its part of a dropout mask wherever it is told of its place: by numbers of the
+launch, or in memory behind the seed. In Triton's interpreter; in a process of their own: see
+`support.runs.interpreted`.
+"""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+import triton
+import triton.language as tl
+
+from heedful.kernels.args.shared import Dropout
+from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
+from heedful.launch.interpret import run_call
+from heedful.launch.program.spec import KernelCall, KernelRef, Pointer, Scalar
+from heedful.reference.philox import keep_mask
+from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+
+SEED, P, M, N = 0x7123456789ABCDEF, 0.37, 8, 16
+
+
+@triton.jit
+def draw(out, b, h, dropout: Dropout, M: tl.constexpr, N: tl.constexpr):
+    kept_MN = keep_tile(dropout_words(dropout), b, h, 0, 0, dropout, M, N)
+    at = tl.arange(0, M)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(out + at, kept_MN.to(tl.int8))
+
+
+@interpreted
+@pytest.mark.parametrize("is_quad", [True, False])
+@pytest.mark.parametrize("in_memory", [True, False])
+@pytest.mark.parametrize("origin", [(0, 0, 0, 0), (5, 3, 9, 12), (2**32 - 2, 1, 2**31, 8)], ids=str)
+def test_a_mask_is_the_references_wherever_its_place_is_told(origin, in_memory, is_quad):
+    b, h = 1, 2
+    signed = [n - 2**32 if n >= 2**31 else n for n in origin]
+    seed = torch.tensor([SEED, *origin] if in_memory else [SEED], dtype=torch.int64)
+    place = [None if in_memory else Scalar(n) for n in signed]
+    threshold = int(np.uint32(round((1 - P) * 2**32)).astype(np.int32))
+    dropout = Dropout(
+        Pointer("seed", "int64"), Scalar(threshold), None, *place, IS_ON=True, IS_QUAD=is_quad
+    )
+    out = torch.full((M, N), -1, dtype=torch.int8)
+    parameters = {"out": Pointer("out", "int8"), "b": Scalar(b), "h": Scalar(h)}
+    parameters |= {"dropout": dropout, "M": M, "N": N}
+    call = KernelCall(KernelRef(__name__, "draw"), (1, 1, 1), parameters)
+    run_call(call, {"out": out, "seed": seed})
+    assert np.array_equal(out.numpy(), keep_mask(SEED, P, b, h + 1, M, N, origin)[h])
+
+
+@starts_interpreter
+def test_every_check_passes_in_the_interpreter():
+    pass_in_the_interpreter(__file__)

@@ -1,0 +1,80 @@
+"""The portable kernels, run by Triton's interpreter, where scores are far from 0 and close
+together: forward and backward, and splits of the keys.
+
+They run in a process of their own: see `support.runs.interpreted`.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+from heedful.core.registry.tiles import TileConfig
+from support.problems import far_scores
+from support.problems.far_scores import SMALL, by_backend, far
+from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.portable_programs import Interpreted
+
+TILES = TileConfig(16, 16)
+FEW = replace(SMALL, batch=1, heads_q=1, seqlen_k=37)
+HALF = replace(FEW, dtype="float16")
+# Of every mechanism one: see `far_scores.grid` for all.
+BOTH_WAYS = (
+    far(FEW, (-1e9,), bias_dtype="float32"),
+    far(FEW, (-1e30, far_scores.LEAST["float32"]), bias_dtype="float32", where="rows", hidden=True),
+    far(FEW, (1e30,), bias_dtype="float32", where="parts"),
+    far(FEW, score=26),
+    far(replace(FEW, alibi="h", causal=True), score=23),
+    far(replace(FEW, sink=True), (-1e9,), bias_dtype="float32", far_sink=True),
+    # Sinks near 500 give a log-sum-exp that float32 rows are far from 0 by, and others are not.
+    far(replace(FEW, sink=True, alibi="bh", causal=True), slope=20, far_sink=True),
+    far(HALF, score=20),
+    far(HALF, score=23, below=True),
+    far(HALF, (-6e4,), "q"),
+    far(replace(HALF, sink=True), score=20, far_sink=True),
+    far(replace(HALF, sink=True), score=26, below=True, far_sink=True),
+    far(replace(HALF, heads_q=2, varlen="qk", causal=True), score=26),
+)
+
+
+def wide(case, **facts):
+    return replace(case, backward=False, **facts)
+
+
+SPLIT = (
+    far(wide(FEW, num_splits=2), (-1e9,), bias_dtype="float32"),
+    far(wide(FEW, num_splits=3), (-1e30,), bias_dtype="float32", where="rows"),
+    far(wide(FEW, num_splits=2, sink=True), (1e30,), bias_dtype="float32", far_sink=True),
+    far(wide(FEW, num_splits=2), score=26),
+    far(wide(HALF, num_splits=3), score=23),
+    far(wide(HALF, num_splits=2, sink=True), score=26, far_sink=True),
+    far(wide(HALF, num_splits=3, alibi="h"), slope=20),
+)
+
+
+@interpreted
+@pytest.mark.parametrize("problem", BOTH_WAYS, ids=str)
+def test_forward_and_gradients_are_within_the_budget(problem):
+    far_scores.check(problem, by_backend(Interpreted(TILES)))
+
+
+@interpreted
+@pytest.mark.parametrize("problem", SPLIT, ids=str)
+def test_splits_of_the_keys_are_within_the_budget(problem):
+    far_scores.check(problem, by_backend(Interpreted(TILES, problem.case.num_splits)))
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ("float32", "float16"))
+def test_the_grid_is_within_the_budget(dtype):
+    problems = far_scores.grid(replace(SMALL, dtype=dtype))
+    tally = far_scores.run_many(problems, by_backend(Interpreted(TILES)), len(problems))
+    assert tally.counted == len(problems) and not tally.outside, tally
+
+
+@starts_interpreter
+def test_every_check_passes_in_the_interpreter():
+    pass_in_the_interpreter(__file__)

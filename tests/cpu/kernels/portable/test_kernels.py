@@ -1,0 +1,162 @@
+"""The portable kernels compute what the oracle computes: their programs, run by Triton's
+interpreter. bfloat16 is left to GPU tests; the interpreter is wrong for it.
+
+They run in a process of their own: see `support.runs.interpreted`.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+
+from heedful.core.registry.tiles import TileConfig
+from heedful.launch.bind import portable_cache
+from heedful.launch.interpret import interpret
+from heedful.torch.base.arrays import array_spec
+from heedful.torch.eager.cache_update import append_kv, rotate
+from support.problems import budget
+from support.problems.cases import Case
+from support.problems.grids import in_turns
+from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+from support.runs.portable_programs import Interpreted
+
+# Small tiles, so that short sequences have full, masked and skipped ones.
+TILES = TileConfig(16, 16)
+
+
+def small(**facts) -> Case:
+    """One sequence unless said: the interpreter takes a second for twenty tiles."""
+    return Case(**{"batch": 1, **facts})
+
+
+WIDER_KEYS = small(head_dim=576, head_dim_v=512, dtype="float16", heads_q=3, heads_k=1)
+FORWARD_ONLY = (
+    replace(WIDER_KEYS, causal=True),
+    replace(WIDER_KEYS, page_size=5, window=(20, 0), sink=True),
+    replace(WIDER_KEYS, varlen="qk", used="k", layout="offset", bias="k", batch=2),
+    replace(WIDER_KEYS, heads_q=1, head_dim=513, head_dim_v=64, dropout_p=0.3, tree_mask=True),
+    small(page_size=7),
+    small(page_size=5, leftpad_k=True, causal=True),
+    small(batch=2, heads_q=1, heads_k=1, kv_batch_idx=True, leftpad_k=True),
+    small(kv_dtype="int8", kv_group=8, kv_shift=True),
+    small(kv_dtype="int8"),
+    small(kv_dtype="int4", kv_group=16, page_size=4),
+    small(heads_q=1, heads_k=1, return_probs=True, dropout_p=0.4, causal=True, used="qk"),
+)
+BOTH_WAYS = (
+    small(),
+    small(causal=True),
+    small(causal=True, heads_q=3, heads_k=1),
+    small(causal=True, shift=-11),
+    small(causal=True, bottom_right=False, seqlen_q=53, seqlen_k=37),
+    small(window=(7, 5)),
+    small(window=(5, -1, 3)),
+    small(window=(20, 0), used="qk"),
+    small(softcap=3.0),
+    small(batch=2, heads_q=1, heads_k=1, alibi="bh", causal=True),
+    small(batch=2, heads_k=1, heads_q=1, bias="bhqk"),
+    small(bias="k", heads_k=1),
+    small(bias="q", causal=True),
+    small(sink=True, causal=True, seqlen_q=60, seqlen_k=40),
+    small(heads_q=1, heads_k=1, dropout_p=0.3),
+    small(heads_q=1, heads_k=1, dropout_p=0.3, dropout_origin=(1, 2**32 - 3, 5, 2**32 - 6)),
+    small(heads_q=1, heads_k=1, dropout_p=1.0),
+    small(varlen="qk", used="qk", batch=3, causal=True),
+    small(varlen="q", batch=2),
+    small(varlen="k", used="k", leftpad_k=True, batch=2),
+    small(tree_mask=True),
+    small(head_dim=20, head_dim_v=48),
+    small(head_dim=3),
+    # A lone key: the backward must find the very score that the forward found.
+    small(seqlen_q=2, seqlen_k=1, head_dim=192, bias="bhqk"),
+    small(seqlen_q=2, seqlen_k=1, head_dim=256),
+    small(layout="offset"),
+    small(layout="packed", causal=True),
+    small(layout="heads_first"),
+    small(scale=-0.3),
+    small(seqlen_q=0),
+    small(seqlen_k=0),
+    small(batch=0),
+    small(dtype="float16", causal=True),
+    small(dtype="float16", softcap=5.0, sink=True, varlen="qk", batch=2),
+)
+
+
+@interpreted
+@pytest.mark.parametrize("case", BOTH_WAYS, ids=str)
+def test_forward_and_gradients_are_within_the_budget(case):
+    budget.run(Interpreted(TILES), case)
+
+
+@interpreted
+@pytest.mark.parametrize("case, num_splits", in_turns(FORWARD_ONLY, (1, 3)), ids=str)
+def test_forward_is_within_the_budget(case, num_splits):
+    budget.run(Interpreted(TILES, num_splits), replace(case, backward=False))
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "case",
+    (
+        small(causal=True, sink=True, used="qk"),
+        small(seqlen_q=3, seqlen_k=200, window=(90, 0, 5), heads_q=2, heads_k=1),
+        small(varlen="qk", used="q", batch=3, heads_q=1, heads_k=1),
+    ),
+    ids=str,
+)
+def test_splitting_the_keys_stays_within_the_budget(case):
+    budget.run(Interpreted(TILES, num_splits=4), replace(case, backward=False))
+
+
+@interpreted
+@pytest.mark.parametrize("page_size", (0, 5))
+@pytest.mark.parametrize("interleaved", (True, False))
+def test_append_and_rotation_are_those_of_plain_torch(interleaved, page_size):
+    values = torch.Generator().manual_seed(0)
+    k_new, v_new, q = (
+        torch.randn(3, 7, heads, dim, generator=values)
+        for heads, dim in ((2, 12), (2, 10), (4, 12))
+    )
+    start = torch.tensor([3, 0, 11], dtype=torch.int32)
+    tables = {name: torch.randn(40, 3, generator=values) for name in ("rotary_cos", "rotary_sin")}
+    x = {"k_new": k_new, "v_new": v_new, "cache_seqlens": start, **tables}
+    rows = (16, page_size) if page_size else (4, 20)
+    x["k"], x["v"] = (torch.randn(*rows, 2, dim, generator=values) for dim in (12, 10))
+    if page_size:
+        x["block_table"] = torch.randperm(16, generator=values)[:12].view(3, 4).int()
+    else:
+        x["kv_batch_idx"] = torch.tensor([3, 0, 2], dtype=torch.int32)
+        x["leftpad_k"] = torch.tensor([1, 0, 2], dtype=torch.int32)
+    x["seqused"] = torch.full((3,), -1, dtype=torch.int32)
+    want_k, want_v = x["k"].clone(), x["v"].clone()
+    cos, sin = tables.values()
+    turned = rotate(k_new, cos, sin, start + 2, interleaved)
+    rows, table = x.get("kv_batch_idx"), x.get("block_table")
+    append_kv(want_k, want_v, turned, v_new, start, rows, table, False)
+    specs = {name: array_spec(t) for name, t in x.items()}
+    interpret(portable_cache.append_kv(specs, page_size, interleaved, position0=2), x)
+    assert torch.equal(x["k"], want_k)
+    assert torch.equal(x["v"], want_v)
+    assert torch.equal(x["seqused"], start + 7 - x.get("leftpad_k", 0))
+
+    for advance in (True, False):
+        both = {"q": q, "rotated": torch.full_like(q, torch.nan), **x}
+        both |= {name: torch.zeros_like(x[name]) for name in ("k", "v", "seqused")}
+        specs = {name: array_spec(t) for name, t in both.items()}
+        (launch,) = portable_cache.update(specs, page_size, interleaved, advance).calls
+        assert launch.kernel.function == "append_and_rotate"
+        interpret(portable_cache.update(specs, page_size, interleaved, advance), both)
+        assert torch.equal(both["rotated"], rotate(q, cos, sin, start, interleaved, advance))
+        assert torch.equal(both["seqused"], x["seqused"])
+        want_k, want_v = torch.zeros_like(want_k), torch.zeros_like(want_v)
+        turned = rotate(k_new, cos, sin, start, interleaved)
+        append_kv(want_k, want_v, turned, v_new, start, rows, table, False)
+        assert torch.equal(both["k"], want_k) and torch.equal(both["v"], want_v)
+
+
+@starts_interpreter
+def test_every_check_passes_in_the_interpreter():
+    pass_in_the_interpreter(__file__)

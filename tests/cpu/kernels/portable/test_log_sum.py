@@ -1,0 +1,69 @@
+"""A log-sum-exp in two numbers keeps the logarithm of a sum whatever the maximum is.
+
+The checks run in a process of their own: see `support.runs.interpreted`.
+"""
+
+import math
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+import triton
+import triton.language as tl
+
+from heedful.kernels.common.log_sum import log_sum_exp
+from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+
+SUMS = torch.tensor([1.0, 3.0, 300.0, 1.7e5])
+MAXIMA = (0.0, 0.01, 3.0, -700.0, 1e4, 1.7e7, -1e9, -1e30, torch.finfo(torch.float32).min)
+LOG2E = float(torch.tensor(math.log2(math.e)))
+
+
+@starts_interpreter
+def test_checks_pass_in_the_interpreter():
+    pass_in_the_interpreter(__file__)
+
+
+@triton.jit
+def told(maxima, sums, lse, rest, IS_BASE_2: tl.constexpr):
+    at = tl.arange(0, 4)
+    lse_N, rest_N = log_sum_exp(tl.load(maxima + at), tl.load(sums + at), IS_BASE_2)
+    tl.store(lse + at, lse_N)
+    tl.store(rest + at, rest_N)
+
+
+def pair(maxima, sums, base_2):
+    lse, rest = torch.empty_like(sums), torch.empty_like(sums)
+    told[(1,)](maxima, sums, lse, rest, base_2)
+    return lse.double(), rest.double()
+
+
+@interpreted
+@pytest.mark.parametrize("maximum", MAXIMA)
+def test_natural_units_keep_the_logarithm_at_any_distance(maximum):
+    m = torch.full_like(SUMS, maximum)
+    lse, rest = pair(m, SUMS, False)
+    # Exact in float64: both are near the maximum.
+    kept = (lse - m.double()) + rest
+    # Half a unit of log2, of its product with LN2, and of the sum of a maximum that is smaller.
+    bound = 4 * 2.0**-24 * SUMS.double().log()
+    assert ((kept - SUMS.double().log()).abs() <= bound).all(), (lse, rest)
+
+
+@interpreted
+@pytest.mark.parametrize("maximum", [m for m in MAXIMA if abs(m) < 1e10])
+def test_base_2_keeps_what_float32_of_LOG2E_made(maximum):
+    m = torch.full_like(SUMS, maximum)
+    lse, rest = pair(m, SUMS, True)
+    kept = (lse - m.double() / LOG2E) + rest
+    bound = 4 * 2.0**-24 * SUMS.double().log() + 2.0**-47 * abs(maximum)
+    assert ((kept - SUMS.double().log()).abs() <= bound).all(), (lse, rest)
+
+
+@interpreted
+@pytest.mark.parametrize("base_2", [False, True])
+def test_rows_that_saw_nothing_leave_no_rest(base_2):
+    lse, rest = pair(torch.tensor([-math.inf, 0.0] * 2), torch.tensor([0.0, 1.0] * 2), base_2)
+    assert lse.tolist() == [-math.inf, 0.0] * 2 and rest.tolist() == [0.0] * 4

@@ -1,0 +1,186 @@
+"""Which tiles the portable kernels visit: each that the mask leaves something of, once; with a
+mask where it hides something, and there alone. In Triton's interpreter; in a process of their own:
+see `support.runs.interpreted`.
+"""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+import triton
+import triton.language as tl
+
+from heedful.core.call.mask import MaskSpec
+from heedful.kernels.args.shared import Mask, Tile, TileOrder
+from heedful.kernels.portable.backward.keys import visited_rows
+from heedful.kernels.portable.shared.sequences import (
+    Place,
+    head_of,
+    key_tiles,
+    masked_count,
+    query_tiles,
+    visited_tile,
+)
+from heedful.launch.interpret import run_call
+from heedful.launch.program.spec import KernelCall, KernelRef, Pointer, Scalar
+from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter
+
+# Masks by their bounds, each aligned at both ends and moved.
+BOUNDS = [(-1, -1), (-1, 0), (-1, 21), (0, 0), (31, 0), (15, 16), (32, -1), (9, 5, 17), (40, -1, 1)]
+MASKS = [
+    replace(MaskSpec(*bounds), bottom_right=bottom_right, shift=shift)
+    for bounds, (bottom_right, shift) in product(BOUNDS, [(True, 0), (False, 0), (True, -19)])
+]
+LENGTHS = [(48, 96), (33, 97), (96, 31), (1, 64), (65, 1), (0, 40), (40, 0)]
+SIDES = [(16, 32), (32, 16)]
+MOST = 8
+# A visit without a mask and one with it are counted apart.
+MASKED = 100
+
+
+@triton.jit
+def count_visit(counts, at, by):
+    tl.store(counts + at, tl.load(counts + at) + by)
+
+
+@triton.jit
+def visit_keys(
+    counts, len_q, len_k, off, mask: Mask, tile: Tile, MOST: tl.constexpr, MASKED: tl.constexpr
+):
+    place = Place(0, 0, 0, 0, len_q, len_q, 0, len_k, len_k, off)
+    tiles = key_tiles(tl.program_id(0) * tile.BLOCK_M, place, mask, tile)
+    counts += tl.program_id(0) * MOST
+    for visit in range(0, tiles.full_end - tiles.full_begin):
+        count_visit(counts, visited_tile(visit, tiles, mask.HAS_LEFT, tl.constexpr(False)), 1)
+    for visit in range(0, masked_count(tiles)):
+        count_visit(counts, visited_tile(visit, tiles, mask.HAS_LEFT, tl.constexpr(True)), MASKED)
+
+
+@triton.jit
+def visit_queries(
+    counts, len_q, len_k, off, mask: Mask, tile: Tile, MOST: tl.constexpr, MASKED: tl.constexpr
+):
+    place = Place(0, 0, 0, 0, len_q, len_q, 0, len_k, len_k, off)
+    tiles = query_tiles(tl.program_id(0) * tile.BLOCK_N, place, mask, tile)
+    counts += tl.program_id(0)
+    for visit in range(0, tiles.full_end - tiles.full_begin):
+        count_visit(counts, visited_rows(visit, tiles, tl.constexpr(False)) * MOST, 1)
+    for visit in range(0, tiles.full_begin - tiles.begin + (tiles.end - tiles.full_end)):
+        count_visit(counts, visited_rows(visit, tiles, tl.constexpr(True)) * MOST, MASKED)
+
+
+def visits(kernel: str, mask: MaskSpec, sides, len_q: int, len_k: int, tree: bool) -> torch.Tensor:
+    """How often each tile of keys is visited beside each tile of queries."""
+    block_m, block_n = sides
+    left, right, first, bottom_right, shift = (
+        Scalar(int(x)) for x in (mask.left, mask.right, mask.first, mask.bottom_right, mask.shift)
+    )
+    parameters = {
+        "counts": Pointer("counts", "int32"),
+        "len_q": Scalar(len_q),
+        "len_k": Scalar(len_k),
+        "off": Scalar(mask.offset(len_q, len_k)),
+        "mask": Mask(
+            left,
+            right,
+            first,
+            bottom_right,
+            shift,
+            tree=Pointer("tree", "int8") if tree else None,
+            stride_treeb=None,
+            stride_treem=None,
+            HAS_LEFT=mask.left >= 0,
+            HAS_RIGHT=mask.right >= 0,
+        ),
+        "tile": Tile(16, 16, block_m, block_n, 16, 16, 0, "ieee"),
+        "MOST": MOST,
+        "MASKED": MASKED,
+    }
+    counts = torch.zeros(2 * MOST, MOST, dtype=torch.int32)
+    length, block = (len_q, block_m) if kernel == "visit_keys" else (len_k, block_n)
+    grid = (max(1, -(-length // block)), 1, 1)
+    call = KernelCall(KernelRef(__name__, kernel), grid, parameters)
+    run_call(call, {"counts": counts, "tree": torch.ones(1, dtype=torch.int8)})
+    return counts
+
+
+def wanted(
+    kernel: str, mask: MaskSpec, sides, len_q: int, len_k: int, tree: bool
+) -> list[torch.Tensor]:
+    """By position alone the tiles that are to be visited, those that may be, as they were if
+    sequences filled their last tiles, and those that need a mask."""
+    m, n = sides
+    rows, cols = torch.arange(2 * MOST * m)[:, None], torch.arange(MOST * n)
+    distance = cols - rows - mask.offset(len_q, len_k)
+    seen = torch.ones_like(distance, dtype=torch.bool)
+    if mask.right >= 0:
+        seen &= distance <= mask.right
+    if mask.left >= 0:
+        seen &= (distance >= -mask.left) | (cols < mask.first)
+    of_keys = kernel == "visit_keys"
+    # A tree mask may hide any of the last keys; what its own side lacks is never stored.
+    sure = seen & (cols < len_k - len_q) if tree else seen
+    sure = sure & (cols < len_k) | (rows >= len_q) if of_keys else sure & (rows < len_q)
+    sure = sure if of_keys else sure | (cols >= len_k)
+    ends = (len_q, -(-len_k // n) * n) if of_keys else (-(-len_q // m) * m, len_k)
+    may_be = seen & (rows < ends[0]) & (cols < ends[1])
+    seen = seen & (rows < len_q) & (cols < len_k)
+    tiles = [x.view(2 * MOST, m, MOST, n).transpose(1, 2).flatten(2) for x in (seen, may_be, sure)]
+    return [tiles[0].any(-1), tiles[1].any(-1), ~tiles[2].all(-1)]
+
+
+@interpreted
+@pytest.mark.parametrize("kernel", ["visit_keys", "visit_queries"])
+@pytest.mark.parametrize("sides", SIDES, ids=str)
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_each_tile_that_is_seen_is_visited_once_and_masked_where_it_must_be(mask, sides, kernel):
+    # Leading keys are looked for whatever else hides them.
+    for (len_q, len_k), tree in product(LENGTHS, (False, True)):
+        if tree and len_k < len_q:
+            continue
+        leading = torch.arange(MOST) * sides[1] < mask.first
+        seen, may_be, partial = wanted(kernel, mask, sides, len_q, len_k, tree)
+        counts = visits(kernel, mask, sides, len_q, len_k, tree)
+        told = f"{mask} {len_q} x {len_k}, tree: {tree}\n{counts}"
+        assert set(counts.unique().tolist()) <= {0, 1, MASKED}, told
+        assert (counts > 0)[seen].all(), told
+        assert not ((counts > 0) & ~may_be & ~leading).any(), told
+        assert not (counts == 1)[partial].any(), told
+        assert not ((counts == MASKED) & ~partial & ~leading).any(), told
+
+
+@triton.jit
+def deal(tiles, heads, order: TileOrder, total, IS_LONGEST_LAST: tl.constexpr):
+    pid = tl.program_id(0)
+    tile, head = head_of(pid, order, total, IS_LONGEST_LAST)
+    tl.store(tiles + pid, tile)
+    tl.store(heads + pid, head)
+
+
+@interpreted
+@pytest.mark.parametrize("last_first", [False, True])
+def test_heads_go_in_groups_and_the_longest_tiles_of_a_group_first(last_first):
+    count, total, together = 3, 8, 3
+    programs = count * total
+    parameters = {
+        "tiles": Pointer("tiles", "int32"),
+        "heads": Pointer("heads", "int32"),
+        "order": TileOrder(Scalar(count), Scalar(together), Scalar(1)),
+        "total": Scalar(total),
+        "IS_LONGEST_LAST": last_first,
+    }
+    found = {name: torch.full((programs,), -1, dtype=torch.int32) for name in ("tiles", "heads")}
+    run_call(KernelCall(KernelRef(__name__, "deal"), (programs, 1, 1), parameters), found)
+    order = range(count)[::-1] if last_first else range(count)
+    groups = [range(begin, min(begin + together, total)) for begin in range(0, total, together)]
+    want = [(tile, head) for group in groups for tile in order for head in group]
+    assert list(zip(found["tiles"].tolist(), found["heads"].tolist(), strict=True)) == want
+
+
+@starts_interpreter
+def test_every_check_passes_in_the_interpreter():
+    pass_in_the_interpreter(__file__)

@@ -1,0 +1,1 @@
+"""Tests of `heedful.launch`: what kernels are given, and what drivers are told."""

@@ -1,0 +1,1 @@
+"""Tests of what lasts longer than a call: settings, threads, forks, first imports."""

@@ -1,0 +1,1 @@
+"""Tests of calls over a KV cache."""

@@ -1,0 +1,1 @@
+"""Tests of launches on a GPU: packs, pools, processes, devices."""

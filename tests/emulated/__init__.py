@@ -1,0 +1,1 @@
+"""Tests of the emulator and of the inspector, and AMD machine code executed."""

@@ -1,0 +1,1 @@
+"""Kernels executed by the emulator."""

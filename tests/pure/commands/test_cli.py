@@ -1,0 +1,133 @@
+"""The command line answers without torch, names what is wrong, and lies about nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[3] / "src"
+
+# Runs the command line in a Python where importing the named packages fails.
+_WITHOUT = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {packages!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, Missing())
+sys.argv = ["heedful", *{arguments!r}]
+from heedful.cli import main
+main()
+"""
+
+
+def run(*arguments: str, without: tuple[str, ...] = ()) -> subprocess.CompletedProcess:
+    code = _WITHOUT.format(packages=set(without), arguments=list(arguments))
+    env = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "160", "NO_COLOR": "1"}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+
+
+def test_explain_works_where_torch_is_not_installed():
+    shown = run("explain", "--device", "MI355X", "--causal", without=("torch", "triton", "jax"))
+    assert shown.returncode == 0, shown.stderr
+    assert "portable" in shown.stdout and "emulated" in shown.stdout
+
+
+def test_explain_names_every_rejected_kernel_with_a_reason():
+    shown = run("explain", "--device", "H200", "--backward", "--json")
+    decision = json.loads(shown.stdout)
+    rejected = {(r["backend"], r["direction"]) for r in decision["rejected"]}
+    chosen = {
+        (decision["forward"]["backend"], "forward"),
+        (decision["backward"]["backend"], "backward"),
+    }
+    from heedful.core.registry.capability import ROWS
+
+    assert rejected | chosen == {
+        (row.backend, row.direction) for row in ROWS if row.serves("torch")
+    }
+    assert all(r["reasons"] for r in decision["rejected"])
+
+
+@pytest.mark.parametrize(
+    "option, value, fact",
+    [
+        ("--batch", "3", {"batch": 3}),
+        ("--seqlen-k", "77", {"seqlen_q": 4096, "seqlen_k": 77}),
+        ("--head-dim-v", "64", {"head_dim": 128, "head_dim_v": 64}),
+        ("--dtype", "fp16", {"dtype": "float16", "kv_dtype": "float16"}),
+        ("--softcap", "30", {"softcap": 30.0}),
+        ("--page-size", "16", {"page_size": 16}),
+        ("--splits", "5", {"num_splits": 5}),
+        ("--dropout", "0.25", {"dropout_p": 0.25}),
+    ],
+)
+def test_an_option_of_explain_reaches_the_problem(option, value, fact):
+    shown = run("explain", "--device", "H200", option, value, "--json")
+    assert shown.returncode == 0, shown.stderr
+    problem = json.loads(shown.stdout)["problem"]
+    assert fact.items() <= problem.items()
+
+
+@pytest.mark.parametrize(
+    "flag", ["alibi", "bias", "sink", "varlen", "causal", "unaligned", "uneven-rows"]
+)
+def test_a_flag_of_explain_changes_the_problem(flag):
+    plain = json.loads(run("explain", "--device", "H200", "--json").stdout)["problem"]
+    flagged = json.loads(run("explain", "--device", "H200", f"--{flag}", "--json").stdout)
+    assert flagged["problem"] != plain
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (("--dtype", "fp99"), "dtype"),
+        (("--heads", "3", "--heads-k", "2"), "heads"),
+        (("--device", "Voodoo2"), "device"),
+        (("--window", "left"), "window"),
+        (("--backend", "nonsense"), "backend"),
+        (("--splits", "-1"), "num_splits"),
+    ],
+)
+def test_bad_input_is_named_on_stderr_without_a_traceback(arguments, named):
+    shown = run(
+        "explain", *(("--device", "H200") if "--device" not in arguments else ()), *arguments
+    )
+    assert shown.returncode == 2
+    assert named in shown.stderr and "Traceback" not in shown.stderr
+    assert shown.stdout == ""
+
+
+def test_doctor_works_without_torch_and_says_how_to_get_it():
+    shown = run("doctor", without=("torch", "triton", "jax"))
+    assert shown.returncode == 0, shown.stderr
+    assert "pip install" in shown.stdout
+
+
+def test_without_its_libraries_the_command_names_the_extra():
+    shown = run("doctor", without=("typer",))
+    assert shown.returncode == 1
+    assert "heedful[cli]" in shown.stderr and "Traceback" not in shown.stderr
+
+
+def test_inspect_reads_the_kernels_of_a_problem_for_a_device_that_is_elsewhere():
+    pytest.importorskip("triton")
+    shown = run("inspect", "--device", "MI355X", "--json", "-s", "256", "-d", "64")
+    assert shown.returncode == 0, shown.stderr
+    kernels = json.loads(shown.stdout)
+    assert kernels and all("gfx950" in kernel["label"] for kernel in kernels)
+
+
+def test_inspect_says_what_to_give_it():
+    shown = run("inspect")
+    assert shown.returncode == 2
+    assert "--device" in shown.stderr and "Traceback" not in shown.stderr
+
+
+def test_emulate_hands_its_arguments_on():
+    shown = run("emulate", "--", "--help")
+    assert shown.returncode == 0
+    assert "--grid" in shown.stdout

@@ -1,0 +1,137 @@
+"""Triton is found whatever distribution brought it, and its version is that of what is imported."""
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from heedful.bench.harness import machine
+from heedful.core.base import installed
+from heedful.launch.code import identity
+
+
+@pytest.fixture
+def site(tmp_path, monkeypatch):
+    """A site-packages folder, the only one; nothing of Triton has been imported."""
+    stdlib = [p for p in sys.path if not p.endswith(("site-packages", "dist-packages"))]
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *stdlib])
+    for name in [name for name in sys.modules if name.split(".")[0] == "triton"]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
+    return tmp_path
+
+
+def distribution(site: Path, name: str, version: str) -> None:
+    folder = site / f"{name.replace('-', '_')}-{version}.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def module(site: Path, text: str) -> None:
+    (site / "triton").mkdir()
+    (site / "triton" / "__init__.py").write_text(text)
+    importlib.invalidate_caches()
+
+
+NAMES = ["triton", "triton-rocm", "pytorch-triton-rocm", "pytorch-triton", "a-name-of-tomorrow"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_triton_is_found_under_every_name_and_by_everyone_who_asks(site, name):
+    distribution(site, name, "3.7.1")
+    module(site, '"""Triton."""\n__version__ = "3.7.1"\nraise ImportError("not to be imported")\n')
+    assert installed.triton_version() == "3.7.1"
+    assert machine.version("triton") == "3.7.1"
+    assert "3.7.1" in identity.toolchain()
+
+
+@pytest.fixture
+def device():
+    """torch's side of the planner's facts, which are read anew."""
+    device = pytest.importorskip("heedful.torch.base.device")
+    device._versions.cache_clear()
+    yield device
+    device._versions.cache_clear()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_planner_sees_the_triton_of_every_distribution(device, site, name):
+    distribution(site, name, "3.7.1")
+    module(site, '__version__ = "3.7.1"\n')
+    assert device.toolchain().triton == (3, 7, 1)
+
+
+def test_a_build_of_a_distribution_is_told_from_another(site):
+    distribution(site, "pytorch-triton", "3.5.0+git0123")
+    module(site, "__version__ = '3.5.0'\n")
+    assert installed.triton_version() == "3.5.0+git0123"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "triton",
+        "triton-rocm",
+        "pytorch-triton-rocm",
+        "pytorch-triton",
+        "pytorch-triton-xpu",
+        "triton-windows",
+    ],
+)
+def test_builds_are_told_apart_of_every_distribution_that_is_known(site, name):
+    distribution(site, name, "3.5.0+git0123")
+    module(site, "__version__ = '3.5.0'\n")
+    assert installed.triton_version() == "3.5.0+git0123"
+
+
+def test_of_distributions_installed_over_one_another_the_one_with_the_files_counts(site):
+    distribution(site, "triton", "3.6.0")
+    distribution(site, "pytorch-triton-rocm", "3.7.0+rocm")
+    module(site, "__version__ = '3.7.0'\n")
+    assert installed.triton_version() == "3.7.0+rocm"
+
+
+def test_a_distribution_that_disagrees_with_the_module_is_not_believed(site):
+    distribution(site, "triton", "3.6.0")
+    module(site, "__version__ = '3.9.0'\n")
+    assert installed.triton_version() == "3.9.0"
+
+
+def test_a_version_that_is_worked_out_on_import_is_found(site):
+    module(site, "__version__ = '.'.join(['3', '8', '2'])\n")
+    assert installed.triton_version() == "3.8.2"
+
+
+@pytest.mark.parametrize("left", ["nothing", "metadata", "a folder", "a module that fails"])
+def test_without_a_module_there_is_no_triton(site, left):
+    if left != "nothing":
+        distribution(site, "triton", "3.6.0")
+    if left == "a folder":
+        (site / "triton").mkdir()
+    if left == "a module that fails":
+        module(site, "import a_library_that_is_missing\n")
+    importlib.invalidate_caches()
+    assert installed.triton_version() is None
+    assert identity.toolchain() == ""
+
+
+def test_the_triton_of_this_environment_says_the_same_of_itself():
+    triton = pytest.importorskip("triton")
+    assert installed.numbers(installed.triton_version() or "") == installed.numbers(
+        triton.__version__
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2.11.0+cu130", (2, 11, 0)),
+        ("3.5.0a0+git12", (3, 5, 0)),
+        ("3.9", (3, 9)),
+        ("2.12.0.dev20260801", (2, 12, 0)),
+        ("dev", ()),
+    ],
+)
+def test_the_numbers_of_a_version_are_its_leading_ones(text, expected):
+    assert installed.numbers(text) == expected

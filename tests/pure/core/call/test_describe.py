@@ -1,0 +1,197 @@
+"""Calls are described, and bad ones refused, without any framework: ArraySpecs and plain values are
+enough. What is said of a bad call is what `tests/cpu/torch/api/messages.txt` has of the same call
+in torch.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.call.arguments import AttentionCall, CacheUpdate, Options, bind, plain_options
+from heedful.core.call.describe import describe
+from heedful.core.call.describe_cache import check_cache, check_int_length
+from heedful.core.call.mask import MaskSpec
+from heedful.core.call.operands import Operands
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.call.storage import copies
+
+SAID = dict(
+    line.split(": ", 1)
+    for line in (Path(__file__).parents[3] / "cpu/torch/api/messages.txt").read_text().splitlines()
+)
+
+
+def spec(*shape: int, dtype: str = "float32", strides=None, **facts) -> ArraySpec:
+    made = ArraySpec.contiguous(shape, dtype)._replace(**facts)
+    return made if strides is None else made._replace(strides=strides)
+
+
+def ints(*shape: int) -> ArraySpec:
+    return spec(*shape, dtype="int32")
+
+
+def dense(**changes) -> AttentionCall:
+    """The dense call of tests/cpu/torch/api/test_bad_input.py, with these of its arguments
+    instead."""
+    given: dict[str, Any] = {"q": spec(2, 5, 4, 16), "k": spec(2, 7, 2, 16), "v": spec(2, 7, 2, 8)}
+    return call("dense", {**given, **changes})
+
+
+def varlen(**changes) -> AttentionCall:
+    given: dict[str, Any] = {"q": spec(5, 4, 16), "k": spec(7, 2, 16), "v": spec(7, 2, 8)}
+    given |= {"cu_seqlens_q": ints(3), "cu_seqlens_k": ints(3)}
+    return call("varlen", {**given, "max_seqlen_q": 3, "max_seqlen_k": 4, **changes})
+
+
+def call(kind: str, given: dict[str, Any]) -> AttentionCall:
+    x, options, _ = bind(kind, given)
+    return AttentionCall(x, plain_options(options), out=given.get("out"))
+
+
+def cached(**changes) -> tuple[AttentionCall, CacheUpdate]:
+    given: dict[str, Any] = dict.fromkeys(CacheUpdate._fields) | {"rotary_interleaved": True}
+    given |= {"q": spec(2, 1, 4, 16), "k_cache": spec(2, 12, 2, 16), "v_cache": spec(2, 12, 2, 8)}
+    given |= {"k": spec(2, 1, 2, 16), "v": spec(2, 1, 2, 8), "cache_seqlens": ints(2), **changes}
+    x, options, update = bind("kvcache", given)
+    return AttentionCall(x, plain_options(options), out=given.get("out")), update
+
+
+# Words that one of the messages begins with, and who is to say it.
+BAD = [
+    (dense, {"q": spec(5, 4, 16)}, "dense-q-3"),
+    (dense, {"k": spec(7, 2, 16)}, "dense-k-2"),
+    (dense, {"q": spec(2, 5, 4, 16, dtype="float64")}, "dense-q-4"),
+    (dense, {"k": spec(2, 7, 2, 16, dtype="float16")}, "dense-k-3"),
+    (dense, {"v": spec(2, 7, 2, 8, dtype="bfloat16")}, "dense-v-3"),
+    (dense, {"k": spec(3, 7, 2, 16), "v": spec(3, 7, 2, 8)}, "dense-k-v-1"),
+    (dense, {"k": spec(2, 7, 2, 24)}, "dense-k-4"),
+    (dense, {"k": spec(2, 7, 3, 16), "v": spec(2, 7, 3, 8)}, "dense-k-v-2"),
+    (dense, {"q": spec(2, 5, 0, 16)}, "dense-q-7"),
+    (dense, {"v": spec(2, 7, 2, 1000)}, "dense-v-4"),
+    (dense, {"v": spec(2, 6, 2, 8)}, "dense-v-6"),
+    (dense, {"dropout_p": 1.5}, "dense-dropout_p-2"),
+    (dense, {"dropout_p": "0.1"}, "dense-dropout_p-4"),
+    (dense, {"softmax_scale": 1j}, "dense-softmax_scale-6"),
+    (dense, {"softcap": 10**400}, "dense-softcap-1"),
+    (dense, {"causal": 1}, "dense-causal-1"),
+    (dense, {"window_size": 5}, "dense-window_size-1"),
+    (dense, {"window_size": (-2, 0)}, "dense-window_size-3"),
+    (dense, {"window_size": (4.0, 0)}, "dense-window_size-5"),
+    (dense, {"window_size": "40"}, "dense-window_size-11"),
+    (dense, {"alibi_slopes": spec(3)}, "dense-alibi_slopes-1"),
+    (dense, {"num_splits": -1}, "dense-num_splits-1"),
+    (dense, {"num_splits": True}, "dense-num_splits-3"),
+]
+
+
+@pytest.mark.parametrize(("make", "changes", "name"), BAD, ids=[name for *_, name in BAD])
+def test_a_bad_call_is_refused_in_the_words_that_torch_users_read(make, changes, name):
+    describe(make())
+    with pytest.raises((TypeError, ValueError)) as caught:
+        describe(make(**changes))
+    assert f"{caught.type.__name__}: {caught.value}".startswith(SAID[name])
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"k": None}, "k must be given with v, got None"),
+        ({"k": spec(2, 1, 2, 16, dtype="float16")}, "k must be float32 like k_cache, got float16"),
+        ({"k": spec(2, 13, 2, 16), "v": spec(2, 13, 2, 8)}, "k must have at most the cache's 12"),
+        ({"cache_seqlens": ints(3)}, r"cache_seqlens must have shape \(batch,\) = \(2,\)"),
+        ({"rotary_cos": spec(12, 4)}, "rotary_sin must be given with rotary_cos, got None"),
+        ({"k_cache": spec(2, 12, 2, 16, strides=(0, 32, 16, 1))}, "k_cache must not be expanded"),
+        (
+            {"rotary_cos": spec(11, 4), "rotary_sin": spec(11, 4)},
+            "rotary_cos must have a row for each of the cache's 12 positions, got 11",
+        ),
+        ({"shared_prefix": (spec(4, 2, 8),) * 2}, r"shared_prefix\[0\] must have shape"),
+    ],
+)
+def test_a_bad_call_over_a_cache_is_refused_by_name(changes, words):
+    check_cache(*cached())
+    with pytest.raises((TypeError, ValueError), match=f"^{words}"):
+        check_cache(*cached(**changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"k": spec(2, 12, 2, 16), "v": spec(2, 12, 2, 8)},
+        {"rotary_cos": spec(12, 1), "rotary_sin": spec(12, 1)},
+        {"rotary_cos": spec(12, 8), "rotary_sin": spec(12, 8)},
+        {"shared_prefix": (spec(4, 2, 16), spec(4, 2, 8))},
+        {"shared_prefix": (spec(1, 4, 2, 16), spec(1, 4, 2, 8))},
+    ],
+)
+def test_what_just_fits_a_cache_is_taken(changes):
+    assert check_cache(*cached(**changes)).seqlen_k == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rotary_cos": spec(12, 0), "rotary_sin": spec(12, 0)}, "rotary_cos must have 1 to 8 "),
+        ({"rotary_cos": spec(12, 9), "rotary_sin": spec(12, 9)}, "rotary_cos must have 1 to 8 "),
+        ({"rotary_cos": spec(12, 4), "rotary_sin": spec(12, 3)}, "rotary_sin must have shape"),
+        ({"rotary_cos": spec(48), "rotary_sin": spec(48)}, "rotary_cos must be .positions"),
+        ({"k": spec(2, 2, 16), "v": spec(2, 2, 8)}, "k must be .batch, new_len"),
+        ({"v": spec(2, 2, 2, 8)}, "v must have shape"),
+        ({"cache_seqlens": None}, "cache_seqlens must be given with k and v"),
+        ({"shared_prefix": (spec(2, 4, 2, 16),) * 2}, r"shared_prefix\[0\] must be"),
+        ({"shared_prefix": (spec(4, 2, 16), spec(3, 2, 8))}, r"shared_prefix\[1\] must have shape"),
+    ],
+)
+def test_what_just_does_not_fit_a_cache_is_refused_by_name(changes, words):
+    with pytest.raises(ValueError, match=f"^{words}"):
+        check_cache(*cached(**changes))
+
+
+def test_a_length_must_leave_room_for_the_new_tokens():
+    check_int_length(11, 1, 12)
+    with pytest.raises(ValueError, match="between 0 and 11 "):
+        check_int_length(12, 1, 12)
+
+
+def test_a_call_is_described_by_what_it_is_given():
+    assert describe(dense(causal=True, softcap=2.0, dropout_p=0.5)) == AttentionProblem(
+        batch=2,
+        heads_q=4,
+        heads_k=2,
+        seqlen_q=5,
+        seqlen_k=7,
+        head_dim=16,
+        head_dim_v=8,
+        dtype="float32",
+        kv_dtype="float32",
+        out_dtype="float32",
+        scale=0.25,
+        mask=MaskSpec.of(True),
+        softcap=2.0,
+        dropout_p=0.5,
+    )
+    packed = describe(varlen(out=spec(5, 4, 8)))
+    lengths = packed.batch, packed.seqlen_q, packed.seqlen_k, packed.total_q, packed.total_k
+    assert lengths == (2, 3, 4, 5, 7) and packed.out_shape == (5, 4, 8)
+    assert describe(dense(window_size=[3, 1])).mask == MaskSpec(3, 1)
+
+
+def test_arguments_that_a_call_takes_by_another_name_reach_their_operands():
+    given = {name: name for name in ("q", "k_cache", "v_cache", "cache_leftpad")}
+    given |= dict.fromkeys(CacheUpdate._fields, "an update") | {"return_softmax_lse": True}
+    x, options, update = bind("kvcache", given)
+    assert x == Operands("q", "k_cache", "v_cache", leftpad_k="cache_leftpad")
+    assert options == Options("kvcache", return_lse=True)
+    assert set(update) == {"an update"}
+
+
+def test_arrays_without_dense_rows_are_described_as_the_copies_that_kernels_get():
+    odd = spec(2, 5, 4, 16, strides=(640, 128, 32, 2), aligned=False)
+    assert copies(dense(q=odd).x) == ("q is copied: its last dim has stride 2",)
+    assert describe(dense(q=odd)) == describe(dense())
+    off = spec(2, 5, 4, 16, aligned=False)
+    assert describe(dense(q=off)) == replace(describe(dense()), aligned=False)
+    assert not copies(dense(q=off).x)

@@ -1,0 +1,125 @@
+"""In how many parts the visits of a key tile of the Hopper backward are split, against what was
+measured: measurements/hopper-backward/028-splits.csv."""
+
+import csv
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from heedful.core.base.device import by_name
+from heedful.core.call.mask import MaskSpec
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import plan
+from heedful.core.planning.splits import BACKWARD_WORTH, choose_backward_splits
+from heedful.launch.prebuild import compiling
+
+MEASURED = Path(__file__).parents[4] / "measurements/hopper-backward/028-splits.csv"
+DEVICE = by_name("H200")
+RECORDED = [1, 2, 3, 4, 8]
+# The fewest splits are chosen whose time is within this share of the best.
+WORST = 1 / BACKWARD_WORTH
+
+
+def rows() -> list[list[str]]:
+    lines = [line for line in MEASURED.read_text().splitlines() if not line.startswith("#")]
+    return list(csv.reader(lines))[1:]
+
+
+def problem(shape: str, heads: str, dim: str, mask: str) -> AttentionProblem:
+    batch, length = map(int, shape.split(" x "))
+    heads_q, heads_k = map(int, heads.split("/"))
+    return AttentionProblem.dense(
+        batch,
+        length,
+        length,
+        heads_q,
+        heads_k,
+        int(dim),
+        dtype="bfloat16",
+        causal=mask == "causal",
+        needs_grad=True,
+    )
+
+
+def sizes(wanted: AttentionProblem, backend: str = "hopper"):
+    return plan(wanted, DEVICE, compiling(), backend).sizes(direction="backward")
+
+
+def splits(wanted: AttentionProblem, backend: str = "hopper") -> int:
+    return sizes(wanted, backend).launches["hopper.backward"].numbers["splits"]
+
+
+def time_of(count: int, times: dict[int, float]) -> float:
+    """As recorded, or between two that were."""
+    if count in times:
+        return times[count]
+    below = max(n for n in times if n < count)
+    above = min(n for n in times if n > count)
+    share = (count - below) / (above - below)
+    return times[below] + share * (times[above] - times[below])
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: " ".join(row[:4]))
+def test_what_is_chosen_is_near_the_best_that_was_recorded(row):
+    times = dict(zip([*RECORDED, int(row[9])], map(float, row[4:9] + row[10:]), strict=True))
+    assert time_of(splits(problem(*row[:4])), times) <= WORST * min(times.values())
+
+
+def test_tiles_that_fill_the_device_are_not_split():
+    for visits in (8, 64, 1024):
+        for is_triangle in (False, True):
+            assert choose_backward_splits(132 * 16, visits, 132, is_triangle) == 1
+
+
+@pytest.mark.parametrize("tiles, visits", [(0, 64), (64, 0), (0, 0)])
+def test_nothing_to_do_is_not_split(tiles, visits):
+    assert choose_backward_splits(tiles, visits, 132, False) == 1
+
+
+def test_no_split_is_without_a_visit_of_a_whole_tile():
+    for visits in range(1, 20):
+        for is_triangle in (False, True):
+            assert 1 <= choose_backward_splits(1, visits, 132, is_triangle) <= visits
+
+
+@pytest.mark.parametrize(
+    ("tiles", "visits", "units", "is_triangle", "parts"),
+    [
+        (48, 128, 132, True, 4),
+        (48, 9, 132, True, 1),
+        (33, 9, 132, False, 3),
+        (1, 31, 132, False, 16),
+        # Below the most: beside its visits, what a part writes counts too.
+        (0, 31, 132, True, 11),
+        (1, 8, 7, True, 5),
+    ],
+)
+def test_parts_are_as_recorded(tiles, visits, units, is_triangle, parts):
+    """Every term of the time that is estimated decides one of these."""
+    assert choose_backward_splits(tiles, visits, units, is_triangle) == parts
+
+
+def test_scratch_and_programs_are_those_of_all_splits():
+    wanted = problem("2 x 1000", "8/2", "64", "full")
+    whole, split = sizes(wanted, "hopper+splits=1"), sizes(wanted, "hopper+splits=3")
+    scratch = {w.name: w.buffer.shape for w in split.workspaces}
+    assert scratch.pop("partials") == (3, 2, 2 * 1024, 64 + 64)
+    assert scratch == {w.name: w.buffer.shape for w in whole.workspaces}
+    assert whole.launches["hopper.backward"].grid == (32, 1, 1)
+    assert split.launches["hopper.backward"].grid == (96, 1, 1)
+    # The epilogue has programs for 64 keys of a KV head, too.
+    epilogues = [s.launches["hopper.backward_epilogue"] for s in (whole, split)]
+    assert [e.grid[0] for e in epilogues] == [2 * 8 * 8, 2 * 8 * 8 + 2 * 2 * 16]
+
+
+def test_a_window_is_no_triangle_and_packed_sequences_are_one():
+    long = problem("1 x 4096", "8/2", "128", "causal")
+    windowed = AttentionProblem.dense(
+        1, 4096, 4096, 8, 2, 128, mask=MaskSpec.of(True, (512, 0)), needs_grad=True
+    )
+    packed = AttentionProblem.dense(
+        4, 4096, 4096, 8, 2, 128, total_q=4096, total_k=4096, causal=True, needs_grad=True
+    )
+    assert [splits(p) for p in (long, windowed, packed)] == [4, 2, 4]
+    assert splits(replace(packed, mask=MaskSpec.of(False))) == 4

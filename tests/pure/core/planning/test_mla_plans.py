@@ -1,0 +1,166 @@
+"""Plans over latent vectors (MLA): which kernel, its tiles, programs and scratch."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from heedful.core.base.device import by_name
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import explain, plan
+
+
+def latent(batch: int, seqlen: int, heads: int, **facts):
+    dims = {"head_dim": 576, "head_dim_v": 512, "v_in_k": True}
+    return AttentionProblem.dense(batch, 1, seqlen, heads, 1, used_k=True, **dims, **facts)
+
+
+@pytest.mark.parametrize(
+    "batch, heads, programs",
+    [
+        # Whole units, a unit's halves, and where that would leave places idle as many as fit.
+        (64, 128, 2 * 64),
+        (64, 16, 2 * 64),
+        (128, 128, 2 * 64),
+        (1, 16, 32),
+        (50, 128, 2 * 66),
+        (132, 64, 132),
+    ],
+)
+def test_mla_cuts_equal_sequences_in_equal_parts_where_that_fills_the_device(
+    batch, heads, programs
+):
+    chosen = plan(latent(batch, 8192, heads), by_name("H200"), backend="mla")
+    launch = chosen.sizes().launches["mla.forward"]
+    assert launch.grid == (programs, 1, 1) and launch.numbers == {"tiles": -(-heads // 64)}
+
+
+@pytest.mark.parametrize(
+    "heads, tokens, backend",
+    [
+        (1, 1, "mla_swap_ab"),
+        (32, 1, "mla_swap_ab"),
+        (16, 2, "mla_swap_ab"),
+        (33, 1, "mla"),
+        (16, 3, "mla"),
+    ],
+)
+def test_up_to_32_rows_over_latent_keys_are_columns_of_products(heads, tokens, backend):
+    step = replace(latent(4, 64, heads), seqlen_q=tokens)
+    assert plan(step, by_name("H200")).backend == backend
+    assert plan(step, by_name("H200"), backend="mla").backend == "mla"
+
+
+@pytest.mark.parametrize(
+    "batch, heads, num_splits, units, rows, merge",
+    [
+        (1, 16, 0, 132, 16, 1),
+        (16, 16, 0, 132, 16, 1),
+        # A tile has fewer than eight SMs.
+        (17, 16, 0, 132, 16, 0),
+        (16, 17, 0, 132, 32, 1),
+        (64, 32, 0, 132, 32, 0),
+        # With splits given a sequence has the same bits in any batch.
+        (1, 16, 8, 132, 16, 0),
+        # Programs that wait for each other need a unit each.
+        (1, 16, 0, 16, 16, 1),
+        (1, 16, 0, 15, 16, 0),
+    ],
+)
+def test_few_rows_of_mla_have_small_tiles_and_are_merged_by_all_where_these_have_many_sms(
+    batch, heads, num_splits, units, rows, merge
+):
+    device = replace(by_name("H200"), units=units)
+    step = latent(batch, 8192, heads, num_splits=num_splits)
+    chosen = plan(step, device, backend="mla_swap_ab")
+    tile: Any = chosen.configs["mla_swap_ab.forward"]
+    assert (tile.block_m, tile.merge) == (rows, merge)
+    assert not merge or math.prod(chosen.sizes().launches["mla_swap_ab.forward"].grid) <= units
+
+
+@pytest.mark.parametrize("page_size", (0, 64, 16))
+@pytest.mark.parametrize(
+    "batch, heads, tokens, chosen",
+    [
+        # As measured: a merge by one program takes longer than to wait for all of them.
+        (1, 128, 1, "merge"),
+        (8, 128, 1, "merge"),
+        (1, 16, 1, "merge"),
+        (8, 16, 1, ""),
+        (64, 16, 1, ""),
+        (64, 128, 1, "ahead"),
+        # Tiles of which each has six SMs, and not.
+        (22, 64, 1, "merge"),
+        (23, 64, 1, ""),
+        (11, 128, 1, "merge"),
+        (12, 128, 1, "ahead"),
+        (12, 16, 8, "ahead"),
+        (5, 16, 1, "merge"),
+        (6, 16, 1, ""),
+        (1, 2, 1, ""),
+    ],
+)
+def test_mla_is_merged_by_all_where_one_would_take_longer_than_they_wait(
+    page_size, batch, heads, tokens, chosen
+):
+    facts = {"page_size": page_size, "seqlen_q": tokens}
+    step = replace(latent(batch, 8192, heads), **facts)
+    tile: Any = plan(step, by_name("H200"), backend="mla").configs["mla.forward"]
+    assert (tile.merge, tile.ahead, tile.in_order) == {
+        "merge": (1, 0, 0),
+        "ahead": (0, 1, 1),
+        "": (0, 0, 0),
+    }[chosen]
+    assert (tile.consumer_regs, tile.producer_regs) == ((232, 40) if page_size == 16 else (240, 24))
+
+
+@pytest.mark.parametrize(
+    "batch, heads, seqlen, page_size, boxes",
+    [
+        (64, 128, 8192, 64, 2),
+        (64, 128, 8192, 0, 2),
+        # Short caches, one tile of rows, small pages, and where all merge.
+        (64, 128, 4096, 64, 2),
+        (64, 128, 4095, 64, 0),
+        (64, 64, 8192, 64, 0),
+        (64, 128, 8192, 16, 0),
+        (1, 128, 8192, 64, 0),
+    ],
+)
+def test_mla_keeps_queries_in_registers_where_two_tiles_share_many_keys(
+    batch, heads, seqlen, page_size, boxes
+):
+    step = latent(batch, seqlen, heads, page_size=page_size)
+    tile: Any = plan(step, by_name("H200"), backend="mla").configs["mla.forward"]
+    assert tile.query_boxes == boxes
+
+
+def test_mla_is_merged_by_one_where_the_same_bits_or_all_at_once_are_not_to_be_had():
+    """With splits given a sequence has the same bits in any batch. Programs that wait for each
+    other need a unit each."""
+    step = latent(1, 8192, 128)
+    for num_splits, units, merge in ((0, 132, 1), (8, 132, 0), (1, 132, 0), (0, 22, 1), (0, 21, 0)):
+        device = replace(by_name("H200"), units=units)
+        chosen = plan(replace(step, num_splits=num_splits), device, backend="mla")
+        tile: Any = chosen.configs["mla.forward"]
+        assert (tile.merge, tile.ahead) == (merge, 1 - merge)
+        assert not merge or math.prod(chosen.sizes().launches["mla.forward"].grid) <= units
+
+
+def test_how_mla_adds_values_may_be_chosen_by_hand():
+    step = latent(64, 8192, 128)
+    chosen = plan(step, by_name("H200"), backend="mla+query_boxes=1+merge_values=64")
+    assert "merge_values=64 query_boxes=1 ahead=1 in_order=1 (chosen by hand)" in explain(chosen)
+    for option in ("query_boxes=3", "least_tiles=0", "merge_values=24", "merge=2", "ahead=9"):
+        with pytest.raises(ValueError, match=f"backend: {option.split('=')[0]} must be"):
+            plan(step, by_name("H200"), backend=f"mla+{option}")
+
+
+def test_each_half_of_mla_has_scratch_of_its_own():
+    chosen = plan(latent(3, 4096, 128, num_splits=4), by_name("H200"), backend="mla")
+    made = {w.name: w for w in chosen.sizes().workspaces}
+    assert made["partial_out"].buffer.shape == (2 * 3 * 2 * 4, 64, 256)
+    assert made["counts"].buffer.shape == (2 * 3 * 2,) and made["counts"].zeroed
+    whole = plan(latent(3, 4096, 128, num_splits=1), by_name("H200"), backend="mla")
+    assert not whole.sizes().workspaces

@@ -1,0 +1,625 @@
+"""What lengths change of a plan, whole: grids, what kernels are told of their work, and scratch.
+The figures are recorded, so that a change of them is seen; a dozen were checked by hand. They
+follow from tiles of rows times heads, heads whose operands fit a share of the cache, and parts
+that fill the device."""
+
+import pytest
+
+from heedful.core.base.device import by_name
+from heedful.core.call.mask import MaskSpec
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import plan
+from heedful.core.planning.sizes import Sizes
+
+BASE = {"batch": 2, "seqlen_q": 1000, "seqlen_k": 1000, "heads_q": 8, "heads_k": 4, "head_dim": 128}
+ONE_QUERY = {**BASE, "seqlen_q": 1, "seqlen_k": 4000, "used_k": True}
+LATENT = {**ONE_QUERY, "seqlen_k": 9000, "heads_q": 128, "heads_k": 1, "head_dim": 576}
+LATENT |= {"head_dim_v": 512, "v_in_k": True}
+CAUSAL = {"mask": MaskSpec.of(True)}
+MANY = {"batch": 40}
+PACKED = {"total_q": 1500, "total_k": 1400}
+FP8 = {"dtype": "float8_e4m3fn"}
+
+FORWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
+    ("H200", "mla"): [
+        (
+            {},
+            """mla.forward (132, 1, 1) tiles=2
+        partial_out (528, 64, 256) float32
+        partial_sums (528, 64, 2) float32
+        counts (8,) int32 zeroed""",
+        ),
+        (
+            {"heads_q": 64, "batch": 3},
+            """mla.forward (108, 1, 1) tiles=1
+        partial_out (432, 64, 256) float32
+        partial_sums (432, 64, 2) float32
+        counts (6,) int32 zeroed""",
+        ),
+        (
+            {"heads_q": 16, "batch": 140, "seqlen_k": 100},
+            """mla.forward (132, 1, 1) tiles=1
+        partial_out (528, 16, 256) float32
+        partial_sums (528, 16, 2) float32
+        counts (280,) int32 zeroed""",
+        ),
+        (
+            {"batch": 40},
+            """mla.forward (132, 1, 1) tiles=2
+        partial_out (528, 64, 256) float32
+        partial_sums (528, 64, 2) float32
+        counts (160,) int32 zeroed""",
+        ),
+        (
+            {"num_splits": 3},
+            """3 splits
+        mla.forward (12, 1, 1) tiles=2
+        partial_out (24, 64, 256) float32
+        partial_sums (24, 64, 2) float32
+        counts (8,) int32 zeroed""",
+        ),
+        (
+            {"num_splits": 1},
+            """mla.forward (4, 1, 1) tiles=2""",
+        ),
+        (
+            {"seqlen_k": 257, "heads_q": 64},
+            """mla.forward (4, 1, 1) tiles=1
+        partial_out (16, 64, 256) float32
+        partial_sums (16, 64, 2) float32
+        counts (4,) int32 zeroed""",
+        ),
+        (
+            {"heads_q": 2048, "batch": 1},
+            """mla.forward (128, 1, 1) tiles=32
+        partial_out (512, 64, 256) float32
+        partial_sums (512, 64, 2) float32
+        counts (64,) int32 zeroed""",
+        ),
+    ],
+    ("H200", "mla_swap_ab"): [
+        (
+            {"heads_q": 16, "batch": 40},
+            """mla_swap_ab.forward (132, 1, 1) tiles=1
+        partial_out (264, 16, 512) float32
+        partial_sums (264, 16, 2) float32
+        counts (40,) int32 zeroed""",
+        ),
+        (
+            {"heads_q": 5, "batch": 140, "seqlen_k": 100},
+            """mla_swap_ab.forward (132, 1, 1) tiles=1
+        partial_out (264, 8, 512) float32
+        partial_sums (264, 8, 2) float32
+        counts (140,) int32 zeroed""",
+        ),
+        (
+            {"heads_q": 32, "num_splits": 3},
+            """3 splits
+        mla_swap_ab.forward (6, 1, 1) tiles=1
+        partial_out (6, 32, 512) float32
+        partial_sums (6, 32, 2) float32
+        counts (2,) int32 zeroed""",
+        ),
+        (
+            {"heads_q": 32, "num_splits": 1},
+            """mla_swap_ab.forward (2, 1, 1) tiles=1""",
+        ),
+    ],
+    ("H200", "hopper_decode"): [
+        (
+            {},
+            """hopper_decode.forward (128, 1, 1) tiles=1
+        partial_out (256, 4, 128) float32
+        partial_sums (256, 4, 2) float32
+        counts (8,) int32 zeroed""",
+        ),
+        (
+            {"heads_q": 48, "batch": 64, "seqlen_k": 8192},
+            """hopper_decode.forward (256, 1, 1) tiles=1
+        partial_out (512, 16, 128) float32
+        partial_sums (512, 16, 2) float32
+        counts (256,) int32 zeroed""",
+        ),
+        (
+            {"seqlen_q": 8, "batch": 40, "heads_k": 8, "heads_q": 32},
+            """hopper_decode.forward (264, 1, 1) tiles=1
+        partial_out (528, 32, 128) float32
+        partial_sums (528, 32, 2) float32
+        counts (320,) int32 zeroed""",
+        ),
+        (
+            {"num_splits": 3, "head_dim": 80, "head_dim_v": 40},
+            """3 splits
+        hopper_decode.forward (24, 1, 1) tiles=1
+        partial_out (24, 4, 64) float32
+        partial_sums (24, 4, 2) float32
+        counts (8,) int32 zeroed""",
+        ),
+        (
+            {"num_splits": 1, "head_dim": 64},
+            """hopper_decode.forward (8, 1, 1) tiles=1""",
+        ),
+        (
+            {"total_q": 5, "seqlen_q": 3},
+            """hopper_decode.forward (128, 1, 1) tiles=2
+        partial_out (256, 8, 128) float32
+        partial_sums (256, 8, 2) float32
+        counts (8,) int32 zeroed""",
+        ),
+    ],
+    ("H200", "decode"): [
+        (
+            {},
+            """decode.forward (128, 1, 1) tiles=1
+        partial_out (256, 16, 128) float32
+        partial_sums (256, 16, 2) float32
+        counts (8,) int32 zeroed""",
+        ),
+        (
+            {"kv_dtype": "int8", "kv_group": 16},
+            """decode.forward (64, 1, 1) tiles=1
+        partial_out (128, 16, 128) float32
+        partial_sums (128, 16, 2) float32
+        counts (8,) int32 zeroed""",
+        ),
+        (
+            {"kv_dtype": "int4", "kv_group": 32},
+            """decode.forward (64, 1, 1) tiles=1
+        partial_out (128, 16, 128) float32
+        partial_sums (128, 16, 2) float32
+        counts (8,) int32 zeroed""",
+        ),
+        (
+            {"head_dim": 96, "head_dim_v": 40},
+            """decode.forward (128, 1, 1) tiles=1
+        partial_out (256, 16, 64) float32
+        partial_sums (256, 16, 2) float32
+        counts (8,) int32 zeroed""",
+        ),
+        (
+            {"num_splits": 3},
+            """3 splits
+        decode.forward (24, 1, 1) tiles=1
+        partial_out (24, 16, 128) float32
+        partial_sums (24, 16, 2) float32
+        counts (8,) int32 zeroed""",
+        ),
+        (
+            {"num_splits": 1},
+            """decode.forward (8, 1, 1) tiles=1""",
+        ),
+        (
+            {"total_q": 5, "seqlen_q": 3},
+            """decode.forward (128, 1, 1) tiles=2
+        partial_out (256, 16, 128) float32
+        partial_sums (256, 16, 2) float32
+        counts (8,) int32 zeroed""",
+        ),
+        (
+            {"seqlen_k": 0},
+            """decode.forward (8, 1, 1) tiles=1
+        partial_out (16, 16, 128) float32
+        partial_sums (16, 16, 2) float32
+        counts (8,) int32 zeroed""",
+        ),
+        (
+            {"batch": 300, "seqlen_k": 100},
+            """decode.forward (264, 1, 1) tiles=1
+        partial_out (528, 16, 128) float32
+        partial_sums (528, 16, 2) float32
+        counts (1200,) int32 zeroed""",
+        ),
+        (
+            {"heads_q": 20, "heads_k": 1, "seqlen_q": 2},
+            """decode.forward (32, 1, 1) tiles=1
+        partial_out (64, 64, 128) float32
+        partial_sums (64, 64, 2) float32
+        counts (2,) int32 zeroed""",
+        ),
+        (
+            {"batch": 0},
+            """decode.forward (0, 1, 1) tiles=1
+        partial_out (0, 16, 128) float32
+        partial_sums (0, 16, 2) float32
+        counts (0,) int32 zeroed""",
+        ),
+    ],
+    ("H200", "hopper"): [
+        (
+            {},
+            """hopper.forward (128, 1, 1) row_blocks=8 tiles=128 l2_heads=1 l2_groups=15""",
+        ),
+        (
+            CAUSAL,
+            """hopper.forward (128, 1, 1) row_blocks=8 tiles=128 l2_heads=4 l2_groups=0""",
+        ),
+        (
+            MANY,
+            """hopper.forward (132, 1, 1) row_blocks=8 tiles=2560 l2_heads=1 l2_groups=319""",
+        ),
+        (
+            {**MANY, **CAUSAL},
+            """hopper.forward (132, 1, 1) row_blocks=8 tiles=2560 l2_heads=4 l2_groups=71
+        tile_counter (1,) int32 zeroed""",
+        ),
+        (
+            {**MANY, **CAUSAL, "seqlen_q": 300, "seqlen_k": 300},
+            """hopper.forward (132, 1, 1) row_blocks=3 tiles=960 l2_heads=88 l2_groups=2
+        tile_counter (1,) int32 zeroed""",
+        ),
+        (
+            {**MANY, **CAUSAL, "seqlen_k": 100_000},
+            """hopper.forward (132, 1, 1) row_blocks=8 tiles=2560 l2_heads=4 l2_groups=79
+        tile_counter (1,) int32 zeroed""",
+        ),
+        (
+            {**PACKED, **CAUSAL},
+            """hopper.forward (72, 1, 1) row_blocks=6 tiles=72 l2_heads=4 l2_groups=1
+        hopper.varlen_scheduler (134, 1, 1) capacity=9
+        tile_counter (1,) int32
+        varlen_tiles (19,) int32""",
+        ),
+        (
+            PACKED,
+            """hopper.forward (72, 1, 1) row_blocks=6 tiles=72 l2_heads=1 l2_groups=7
+        hopper.varlen_scheduler (134, 1, 1) capacity=9
+        tile_counter (1,) int32
+        varlen_tiles (19,) int32""",
+        ),
+        (
+            {"used_q": True},
+            """hopper.forward (128, 1, 1) row_blocks=8 tiles=128 l2_heads=1 l2_groups=15""",
+        ),
+        (
+            {**MANY, **CAUSAL, "used_k": True},
+            """hopper.forward (2560, 1, 1) row_blocks=8 tiles=2560 l2_heads=4 l2_groups=71""",
+        ),
+        (
+            {"num_splits": 3, "return_lse": True},
+            """3 splits
+        hopper.forward (132, 1, 1) row_blocks=8 tiles=128 l2_heads=1 l2_groups=15
+        partial_out (3, 2, 1000, 8, 128) float32
+        partial_lse (3, 2, 8, 1000) float32
+        partial_rest (3, 2, 8, 1000) float32""",
+        ),
+        (
+            {"seqlen_q": 20},
+            """4 splits
+        hopper.forward (32, 1, 1) row_blocks=1 tiles=8 l2_heads=1 l2_groups=7
+        partial_out (4, 2, 20, 8, 128) float32
+        partial_lse (4, 2, 8, 20) float32
+        partial_rest (4, 2, 8, 20) float32""",
+        ),
+        (
+            {**FP8, **CAUSAL, **MANY},
+            """hopper.fp8_forward (132, 1, 1) row_blocks=8 tiles=2560 l2_heads=2 l2_groups=143
+        tile_counter (1,) int32 zeroed
+        v_t_counts (161,) int32 zeroed
+        v_t (40, 4, 128, 1024) float8_e4m3fn""",
+        ),
+        (
+            {**FP8, "seqlen_q": 100},
+            """hopper.fp8_forward (16, 1, 1) row_blocks=1 tiles=16 l2_heads=1 l2_groups=15
+        hopper.transpose_v (64, 1, 1) blocks=8
+        v_t (2, 4, 128, 1024) float8_e4m3fn""",
+        ),
+        (
+            {**FP8, "seqlen_q": 1030, "seqlen_k": 2100},
+            """hopper.fp8_forward (132, 1, 1) row_blocks=9 tiles=144 l2_heads=1 l2_groups=15
+        v_t_counts (25,) int32 zeroed
+        v_t (2, 4, 128, 2176) float8_e4m3fn""",
+        ),
+        (
+            {**FP8, **PACKED, **CAUSAL},
+            """hopper.fp8_forward (104, 1, 1) row_blocks=8 tiles=104 l2_heads=2 l2_groups=3
+        hopper.varlen_scheduler (134, 1, 1) capacity=13
+        hopper.transpose_v (48, 1, 1) blocks=12
+        tile_counter (1,) int32
+        varlen_tiles (27,) int32
+        v_t (1, 4, 128, 1536) float8_e4m3fn""",
+        ),
+    ],
+    ("B200", "portable"): [
+        (
+            {},
+            """portable.forward (256, 1, 1) tiles=16 l2_heads=16""",
+        ),
+        (
+            {"total_q": 10, "total_k": 20, "seqlen_q": 0},
+            """portable.forward (16, 1, 1) tiles=1 l2_heads=16""",
+        ),
+        (
+            {"num_splits": 2},
+            """2 splits
+        portable.forward (256, 2, 1) tiles=16 l2_heads=16
+        partial_out (2, 2, 1000, 8, 128) float32
+        partial_lse (2, 2, 8, 1000) float32
+        partial_rest (2, 2, 8, 1000) float32""",
+        ),
+        (
+            {"return_probs": True},
+            """portable.forward (256, 1, 1) tiles=16 l2_heads=16
+        portable.scores (16384, 1, 1) tiles_m=32 tiles_n=32""",
+        ),
+        (
+            {"num_splits": 5, "total_q": 99, "total_k": 1000},
+            """5 splits
+        portable.forward (256, 5, 1) tiles=16 l2_heads=16
+        partial_out (5, 99, 8, 128) float32
+        partial_lse (5, 8, 99) float32
+        partial_rest (5, 8, 99) float32""",
+        ),
+    ],
+    ("MI300X", "cdna"): [
+        (
+            {"seqlen_k": 3000},
+            """3 splits
+        cdna.forward (64, 3, 1) tiles=4
+        partial_out (3, 2, 1000, 8, 128) float32
+        partial_lse (3, 2, 8, 1000) float32
+        partial_rest (3, 2, 8, 1000) float32""",
+        ),
+        (
+            {"num_splits": 2},
+            """2 splits
+        cdna.forward (64, 2, 1) tiles=4
+        partial_out (2, 2, 1000, 8, 128) float32
+        partial_lse (2, 2, 8, 1000) float32
+        partial_rest (2, 2, 8, 1000) float32""",
+        ),
+        (
+            {"total_q": 300, "seqlen_k": 3000},
+            """3 splits
+        cdna.forward (64, 3, 1) tiles=4
+        partial_out (3, 300, 8, 128) float32
+        partial_lse (3, 8, 300) float32
+        partial_rest (3, 8, 300) float32""",
+        ),
+    ],
+}
+BACKWARD: dict[tuple[str, str], list[tuple[dict, str]]] = {
+    ("H200", "hopper"): [
+        (
+            {},
+            """hopper.backward_prologue (256, 1, 1) q_blocks=16
+        hopper.backward (128, 1, 1) tiles=64 key_blocks=8 l2_heads=8 l2_groups=0 splits=2
+        hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
+        delta (2, 8, 1000) float32
+        dq_accum (8, 2048, 128) float32
+        lse_log2 (2, 8, 1000) float32
+        dout_scale (2, 8, 1000) float32
+        tile_counter (1,) int32
+        partials (2, 4, 2048, 256) float32""",
+        ),
+        (
+            CAUSAL,
+            """hopper.backward_prologue (256, 1, 1) q_blocks=16
+        hopper.backward (132, 1, 1) tiles=64 key_blocks=8 l2_heads=8 l2_groups=0 splits=3
+        hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
+        delta (2, 8, 1000) float32
+        dq_accum (8, 2048, 128) float32
+        lse_log2 (2, 8, 1000) float32
+        dout_scale (2, 8, 1000) float32
+        tile_counter (1,) int32
+        partials (3, 4, 2048, 256) float32""",
+        ),
+        (
+            {**MANY, **CAUSAL},
+            """hopper.backward_prologue (5120, 1, 1) q_blocks=16
+        hopper.backward (132, 1, 1) tiles=1280 key_blocks=8 l2_heads=12 l2_groups=10 splits=1
+        hopper.backward_epilogue (5120, 1, 1) q_blocks=16
+        delta (40, 8, 1000) float32
+        dq_accum (8, 40960, 128) float32
+        lse_log2 (40, 8, 1000) float32
+        dout_scale (40, 8, 1000) float32
+        tile_counter (1,) int32""",
+        ),
+        (
+            MANY,
+            """hopper.backward_prologue (5120, 1, 1) q_blocks=16
+        hopper.backward (132, 1, 1) tiles=1280 key_blocks=8 l2_heads=12 l2_groups=13 splits=1
+        hopper.backward_epilogue (5120, 1, 1) q_blocks=16
+        delta (40, 8, 1000) float32
+        dq_accum (8, 40960, 128) float32
+        lse_log2 (40, 8, 1000) float32
+        dout_scale (40, 8, 1000) float32
+        tile_counter (1,) int32""",
+        ),
+        (
+            {**PACKED, **CAUSAL},
+            """hopper.backward_prologue (256, 1, 1) q_blocks=16
+        hopper.backward (132, 1, 1) tiles=48 key_blocks=8 l2_heads=4 l2_groups=0 splits=4
+        hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
+        hopper.varlen_scheduler (134, 1, 1) capacity=12
+        delta (8, 1500) float32
+        dq_accum (8, 1600, 128) float32
+        lse_log2 (8, 1500) float32
+        dout_scale (8, 1500) float32
+        tile_counter (1,) int32
+        partials (4, 4, 1536, 256) float32
+        varlen_tiles (25,) int32""",
+        ),
+        (
+            PACKED,
+            """hopper.backward_prologue (256, 1, 1) q_blocks=16
+        hopper.backward (132, 1, 1) tiles=48 key_blocks=8 l2_heads=4 l2_groups=0 splits=4
+        hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
+        hopper.varlen_scheduler (134, 1, 1) capacity=12
+        delta (8, 1500) float32
+        dq_accum (8, 1600, 128) float32
+        lse_log2 (8, 1500) float32
+        dout_scale (8, 1500) float32
+        tile_counter (1,) int32
+        partials (4, 4, 1536, 256) float32
+        varlen_tiles (25,) int32""",
+        ),
+        (
+            {"deterministic": True},
+            """hopper.backward_prologue (256, 1, 1) q_blocks=16
+        hopper.backward (128, 1, 1) tiles=64 key_blocks=8 l2_heads=8 l2_groups=0 splits=2
+        hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
+        delta (2, 8, 1000) float32
+        dq_accum (8, 2048, 128) float32
+        lse_log2 (2, 8, 1000) float32
+        dout_scale (2, 8, 1000) float32
+        tile_counter (1,) int32
+        turns (256,) int32
+        partials (2, 4, 2048, 256) float32""",
+        ),
+        (
+            {"deterministic": True, "seqlen_q": 16_000},
+            """hopper.backward_prologue (4000, 1, 1) q_blocks=250
+        hopper.backward (128, 1, 1) tiles=64 key_blocks=8 l2_heads=4 l2_groups=1 splits=2
+        hopper.backward_epilogue (4128, 1, 1) q_blocks=250 k_blocks=16
+        delta (2, 8, 16000) float32
+        dq_accum (8, 32000, 128) float32
+        lse_log2 (2, 8, 16000) float32
+        dout_scale (2, 8, 16000) float32
+        tile_counter (1,) int32
+        turns (4000,) int32
+        partials (2, 4, 2048, 256) float32""",
+        ),
+        (
+            {**CAUSAL, "deterministic": True, "batch": 9},
+            """hopper.backward_prologue (1152, 1, 1) q_blocks=16
+        hopper.backward (132, 1, 1) tiles=288 key_blocks=8 l2_heads=12 l2_groups=2 splits=1
+        hopper.backward_epilogue (1152, 1, 1) q_blocks=16
+        delta (9, 8, 1000) float32
+        dq_accum (8, 9216, 128) float32
+        lse_log2 (9, 8, 1000) float32
+        dout_scale (9, 8, 1000) float32
+        tile_counter (1,) int32
+        turns (1152,) int32""",
+        ),
+        (
+            {"head_dim": 256},
+            """hopper.backward_prologue (256, 1, 1) q_blocks=16
+        hopper.backward (128, 1, 1) tiles=128 key_blocks=16 l2_heads=6 l2_groups=1 splits=1
+        hopper.backward_epilogue (256, 1, 1) q_blocks=16
+        delta (2, 8, 1000) float32
+        dq_accum (8, 2048, 256) float32
+        lse_log2 (2, 8, 1000) float32
+        dout_scale (2, 8, 1000) float32""",
+        ),
+        (
+            {"head_dim": 192, "head_dim_v": 128},
+            """hopper.backward_prologue (256, 1, 1) q_blocks=16
+        hopper.backward (128, 1, 1) tiles=64 key_blocks=8 l2_heads=8 l2_groups=0 splits=2
+        hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
+        delta (2, 8, 1000) float32
+        dq_accum (8, 2048, 192) float32
+        lse_log2 (2, 8, 1000) float32
+        dout_scale (2, 8, 1000) float32
+        partials (2, 4, 2048, 320) float32""",
+        ),
+        (
+            {"head_dim": 64, "softcap": 3.0},
+            """hopper.backward_prologue (256, 1, 1) q_blocks=16
+        hopper.backward (128, 1, 1) tiles=64 key_blocks=8 l2_heads=8 l2_groups=0 splits=2
+        hopper.backward_epilogue (384, 1, 1) q_blocks=16 k_blocks=16
+        delta (2, 8, 1000) float32
+        dq_accum (8, 2048, 64) float32
+        lse_log2 (2, 8, 1000) float32
+        dout_scale (2, 8, 1000) float32
+        tile_counter (1,) int32
+        partials (2, 4, 2048, 128) float32""",
+        ),
+        (
+            {"mask": MaskSpec.of(True, (100, 0)), "batch": 1},
+            """hopper.backward_prologue (128, 1, 1) q_blocks=16
+        hopper.backward (128, 1, 1) tiles=32 key_blocks=8 l2_heads=4 l2_groups=0 splits=4
+        hopper.backward_epilogue (192, 1, 1) q_blocks=16 k_blocks=16
+        delta (1, 8, 1000) float32
+        dq_accum (8, 1024, 128) float32
+        lse_log2 (1, 8, 1000) float32
+        dout_scale (1, 8, 1000) float32
+        tile_counter (1,) int32
+        partials (4, 4, 1024, 256) float32""",
+        ),
+        (
+            {**CAUSAL, "heads_q": 64, "heads_k": 1, "batch": 16},
+            """hopper.backward_prologue (16384, 1, 1) q_blocks=16
+        hopper.backward (132, 1, 1) tiles=128 key_blocks=8 l2_heads=1 l2_groups=0 splits=2
+        hopper.backward_epilogue (16640, 1, 1) q_blocks=16 k_blocks=16
+        delta (16, 64, 1000) float32
+        dq_accum (64, 16384, 128) float32
+        lse_log2 (16, 64, 1000) float32
+        dout_scale (16, 64, 1000) float32
+        tile_counter (1,) int32
+        partials (2, 1, 16384, 256) float32""",
+        ),
+    ],
+    ("B200", "portable"): [
+        (
+            {},
+            """portable.backward_queries (256, 1, 1) tiles=16 l2_heads=16
+        portable.backward_keys (128, 1, 1) tiles=16 l2_heads=8
+        delta (2, 8, 1000) float32
+        reference (2, 8, 1000) float32
+        factor (2, 8, 1000) float32""",
+        ),
+        (
+            {"seqlen_k": 40_000, "seqlen_q": 70},
+            """portable.backward_queries (32, 1, 1) tiles=2 l2_heads=6
+        portable.backward_keys (5000, 1, 1) tiles=625 l2_heads=3
+        delta (2, 8, 70) float32
+        reference (2, 8, 70) float32
+        factor (2, 8, 70) float32""",
+        ),
+    ],
+}
+
+
+def told(sizes: Sizes) -> str:
+    """Splits, each launch with its grid and numbers, each scratch with its shape."""
+    lines = [f"{sizes.num_splits} splits"] if sizes.num_splits != 1 else []
+    for kernel, launch in sizes.launches.items():
+        numbers = "".join(f" {name}={value}" for name, value in launch.numbers.items())
+        lines.append(f"{kernel} {launch.grid}{numbers}")
+    for w in sizes.workspaces:
+        lines.append(f"{w.name} {w.buffer.shape} {w.buffer.dtype}{' zeroed' * w.zeroed}")
+        assert w.buffer.aligned and w.buffer.strides[-1] == 1
+    return "\n".join(lines)
+
+
+def cases(table) -> list[tuple[str, str, dict, str]]:
+    return [(*place, *case) for place, found in table.items() for case in found]
+
+
+def base(backend: str, facts: dict) -> dict:
+    return {
+        **(LATENT if backend.startswith("mla") else ONE_QUERY if "decode" in backend else BASE),
+        **facts,
+    }
+
+
+@pytest.mark.parametrize("device, backend, facts, said", cases(FORWARD))
+def test_grids_and_scratch_of_a_forward(device, backend, facts, said):
+    problem = AttentionProblem.dense(**base(backend, facts))
+    sizes = plan(problem, by_name(device), backend=backend).sizes()
+    assert told(sizes).splitlines() == [line.strip() for line in said.splitlines()]
+
+
+@pytest.mark.parametrize("device, backend, facts, said", cases(BACKWARD))
+def test_grids_and_scratch_of_a_backward(device, backend, facts, said):
+    problem = AttentionProblem.dense(**{**BASE, "needs_grad": True, **facts})
+    sizes = plan(problem, by_name(device), backend=backend).sizes(direction="backward")
+    assert told(sizes).splitlines() == [line.strip() for line in said.splitlines()]
+
+
+def test_keys_that_are_stored_and_not_those_in_use_have_tiles_of_a_backward():
+    problem = AttentionProblem.dense(**{**BASE, "needs_grad": True})
+    for device, kernel, backend, name, tiles in (
+        ("H200", "hopper.backward", "hopper", "key_blocks", 16),
+        ("B200", "portable.backward_keys", "portable", "tiles", 32),
+    ):
+        sizes = plan(problem, by_name(device), backend=backend).sizes(
+            direction="backward", stored_k=2000
+        )
+        assert sizes.launches[kernel].numbers[name] == tiles
+
+
+def test_what_has_no_kernels_has_no_sizes():
+    problem = AttentionProblem.dense(**{**BASE, "needs_grad": True})
+    chosen = plan(problem, by_name("CPU"), backend="cpu")
+    assert chosen.sizes() == chosen.sizes(direction="backward") == Sizes(1, {})

@@ -1,0 +1,1 @@
+"""Tests of `heedful.launch` and of the arguments of kernels, without a compiler."""

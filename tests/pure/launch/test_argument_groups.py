@@ -1,0 +1,116 @@
+"""Strides that kernels are given: of dims that an array lacks they are zero, so that any index of
+such a dim leads to the one array that there is."""
+
+from typing import Any
+
+import pytest
+
+from heedful.core.base.arrays import ArraySpec
+from heedful.core.call.mask import MaskSpec
+from heedful.core.call.problem import AttentionProblem
+from heedful.kernels.args import kinds
+from heedful.launch.bind import groups
+from heedful.launch.program.spec import Pointer
+
+SHAPE, STRIDES = (3, 5, 7, 9), (5000, 900, 90, 1)
+TENSOR, VECTOR = ArraySpec(SHAPE, STRIDES, "float16"), ArraySpec(SHAPE, STRIDES, "float32")
+
+
+def last(spec: ArraySpec, dims: int) -> dict[str, ArraySpec]:
+    """An array of the last dims alone."""
+    return {"x": spec._replace(shape=spec.shape[-dims:], strides=spec.strides[-dims:])}
+
+
+def given(group: Any) -> dict[str, int]:
+    """A group's strides by name; its address is that of the array."""
+    found = group._asdict()
+    pointer = found.pop("ptr")
+    assert isinstance(pointer, Pointer) and (pointer.buffer, pointer.aligned) == ("x", False)
+    return {name.removeprefix("stride_"): scalar.value for name, scalar in found.items()}
+
+
+@pytest.mark.parametrize(
+    "group, strides",
+    [
+        (groups.rows(last(TENSOR, 4), "x"), {"b": 5000, "n": 900, "h": 90}),
+        (groups.rows(last(TENSOR, 3), "x"), {"b": 0, "n": 900, "h": 90}),
+        (
+            groups.split_rows(last(TENSOR, 4), "x", True, 1),
+            {"s": 5000, "b": 0, "n": 900, "h": 90},
+        ),
+        (groups.split_rows(last(TENSOR, 3), "x", False, 1), {"s": 0, "b": 0, "n": 900, "h": 90}),
+        (
+            groups.split_rows(last(TENSOR, 4), "x", False, 1),
+            {"s": 0, "b": 5000, "n": 900, "h": 90},
+        ),
+        (groups.row_vector(last(VECTOR, 3), "x"), {"b": 900, "h": 90}),
+        (groups.row_vector(last(VECTOR, 2), "x"), {"b": 0, "h": 90}),
+        (groups.split_row_vector(last(VECTOR, 4), "x", True), {"s": 5000, "b": 900, "h": 90}),
+        (groups.split_row_vector(last(VECTOR, 3), "x", True), {"s": 900, "b": 0, "h": 90}),
+        (groups.split_row_vector(last(VECTOR, 3), "x", False), {"s": 0, "b": 900, "h": 90}),
+        (groups.split_row_vector(last(VECTOR, 2), "x", False), {"s": 0, "b": 0, "h": 90}),
+        (groups.row_array(last(VECTOR, 3), "x"), {"b": 900, "h": 90, "m": 1}),
+        (groups.row_array(last(VECTOR, 2), "x"), {"b": 0, "h": 90, "m": 1}),
+        (groups.score_array(last(VECTOR, 4), "x"), {"b": 5000, "h": 900, "m": 90, "n": 1}),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, tuple) else str(sorted(x.values())),
+)
+def test_a_dim_that_an_array_lacks_has_no_stride(group, strides):
+    assert given(group) == strides
+
+
+@pytest.mark.parametrize("make", [groups.row_vector, groups.row_array, groups.score_array])
+def test_an_array_that_is_not_there_has_no_strides(make):
+    group = make({}, "x")
+    assert group == type(group)(*[None] * len(group))
+    assert groups.split_row_vector({}, "x", True) == kinds.SplitRowVector(None, None, None, None)
+
+
+@pytest.mark.parametrize("batch, stride", [(1, 0), (2, 25), (3, 25)])
+def test_one_tree_serves_every_sequence(batch, stride):
+    problem = AttentionProblem.dense(3, 5, 9, 2, tree_mask=True, mask=MaskSpec.of(True))
+    tree = ArraySpec((batch, 5, 5), (25, 5, 1), "bool")
+    made = groups.mask(problem, {"tree_mask": tree})
+    assert (made.stride_treeb.value, made.stride_treem.value) == (stride, 5)
+
+
+@pytest.mark.parametrize("value, kind", [(2**22 - 1, "i32"), (2**22, "i64"), (-(2**22), "i64")])
+def test_rows_of_a_tile_are_found_in_32_bits_or_their_stride_has_64(value, kind):
+    """256 rows of the largest stride that has 32 lie 2^30 apart."""
+    assert groups.row_stride(value).type == kind and groups.stride(value).type == "i64"
+
+
+@pytest.mark.parametrize(
+    "k, page_size, keys",
+    [((40, 2, 8), 0, 40), ((3, 9, 2, 8), 0, 9), ((0, 9, 2, 8), 0, 0), ((7, 4, 2, 8), 4, 20)],
+)
+def test_stored_keys_are_those_that_each_sequence_has_room_for(k, page_size, keys):
+    arrays = {"k": ArraySpec.contiguous(k, "float16")}
+    arrays["block_table"] = ArraySpec.contiguous((3, 5), "int32")
+    assert groups.stored_keys(arrays, page_size) == keys
+
+
+@pytest.mark.parametrize("word", [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**33 + 5, -1])
+def test_a_word_is_given_as_the_signed_number_of_its_bits(word):
+    found = groups.wrapped(word)
+    assert -(2**31) <= found < 2**31 and (found - word) % 2**32 == 0
+
+
+@pytest.mark.parametrize(
+    "facts, adjusted",
+    [
+        ({}, False),
+        ({"scale": 0.5}, False),
+        ({"scale": -0.5}, True),
+        ({"softcap": 0.5}, True),
+        ({"alibi": True}, True),
+        ({"bias": True}, True),
+        ({"dtype": "float32"}, True),
+    ],
+    ids=str,
+)
+def test_scores_are_left_alone_where_a_positive_scale_is_all(facts, adjusted):
+    made = groups.score_mods(AttentionProblem.dense(3, 5, 9, 2, **facts), {})
+    found = made.IS_ADJUSTED, made.HAS_SOFTCAP
+    assert found == (adjusted, "softcap" in facts)
+    assert made.softcap.value == facts.get("softcap", 0.0)

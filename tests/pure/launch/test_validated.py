@@ -1,0 +1,116 @@
+"""The record of a validated machine: read back, refused from others, honoured by the planner."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+
+from heedful.core.base.device import by_name
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import plan
+from heedful.core.registry import capability
+from heedful.core.registry.capability import KernelRow, Toolchain
+from heedful.launch import validations
+from heedful.launch.code import identity
+
+DEVICE = by_name("MI355X")
+PROBLEM = AttentionProblem.dense(1, 512, 512, 8)
+GATED = KernelRow(
+    "gated", "forward", {"gfx950": "emulated"}, ("bfloat16",), frozenset(), by_default=False
+)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HEEDFUL_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("HEEDFUL_CACHE_READ_ONLY", raising=False)
+    validations._read.cache_clear()
+    yield tmp_path
+    validations._read.cache_clear()
+
+
+def write():
+    return validations.write(DEVICE, frozenset({"gated"}), "2026-11-20T00:00:00+00:00")
+
+
+def test_a_machine_without_a_record_has_validated_nothing():
+    assert validations.validated(DEVICE) == frozenset()
+
+
+def test_a_record_is_read_back_by_the_process_that_wrote_it_and_by_others():
+    assert validations.validated(DEVICE) == frozenset()
+    path = write()
+    assert validations.validated(DEVICE) == {"gated"}
+    validations._read.cache_clear()
+    assert validations.validated(DEVICE) == {"gated"}
+    assert json.loads(path.read_text())["device"] == DEVICE.name
+
+
+@pytest.mark.parametrize("changed", [{"name": "MI355X VF"}, {"arch": "gfx942"}])
+def test_a_record_speaks_for_no_other_device(changed):
+    path, other = write(), replace(DEVICE, **changed)
+    # Even where it lies at the other device's place.
+    os.replace(path, validations.path_of(other))
+    assert validations.validated(other) == frozenset()
+
+
+@pytest.mark.parametrize("what", ["heedful", "sources", "compiler"])
+def test_a_record_speaks_for_no_other_version(what):
+    path = write()
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, what: "another"}))
+    assert validations.validated(DEVICE) == frozenset()
+
+
+def test_a_change_of_any_kernel_voids_the_record(monkeypatch):
+    write()
+    digest = identity.source_digest
+    monkeypatch.setattr(
+        identity, "source_digest", lambda name: digest(name) + "x" * name.endswith("cdna")
+    )
+    validations._read.cache_clear()
+    assert validations.validated(DEVICE) == frozenset()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no mode bits")
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o755])
+def test_a_record_in_a_folder_that_others_may_use_is_refused(mode):
+    path = write()
+    path.parent.chmod(mode)
+    validations._read.cache_clear()
+    assert validations.validated(DEVICE) == frozenset()
+    with pytest.raises(PermissionError, match="mode"):
+        write()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no user ids")
+def test_a_record_in_a_folder_of_somebody_else_is_refused(monkeypatch):
+    write()
+    somebody_else = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: somebody_else)
+    validations._read.cache_clear()
+    assert validations.validated(DEVICE) == frozenset()
+
+
+def test_a_damaged_record_is_no_record():
+    write().write_text('{"device": ')
+    assert validations.validated(DEVICE) == frozenset()
+
+
+def test_a_read_only_cache_is_not_written(monkeypatch):
+    monkeypatch.setenv("HEEDFUL_CACHE_READ_ONLY", "1")
+    with pytest.raises(PermissionError, match="READ_ONLY"):
+        write()
+    assert not validations.path_of(DEVICE).exists()
+
+
+def test_the_planner_takes_a_gated_kernel_unasked_only_where_it_was_validated(monkeypatch):
+    monkeypatch.setattr(capability, "ROWS", (GATED, *capability.ROWS))
+    assert plan(PROBLEM, DEVICE, Toolchain()).backend == "portable"
+    assert plan(PROBLEM, DEVICE).backend == "portable"
+    validated = Toolchain(validated=frozenset({"gated"}))
+    assert plan(PROBLEM, DEVICE, validated).backend == "gated"
+    # Validated or not, what a kernel does not take it does not get.
+    causal = AttentionProblem.dense(1, 512, 512, 8, causal=True)
+    assert plan(causal, DEVICE, validated).backend == "portable"

@@ -1,0 +1,1 @@
+"""Tests of the oracle, its twin and the error budget."""

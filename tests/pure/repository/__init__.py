@@ -1,0 +1,1 @@
+"""Rules of the repository: layers, sizes, words, documentation."""

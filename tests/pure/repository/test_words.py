@@ -1,0 +1,40 @@
+"""One word, one meaning: what the glossary has a word for goes by no other."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+PAGES = [*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+# What once was another word for it, as it stood in identifiers -> the glossary's.
+RETIRED = {
+    "Deal": "tile scheduler",
+    "take_turn": "pingpong sync",
+    "pass_turn": "pingpong arrive",
+    "Cursor": "pipeline state",
+    "turner": "transpose-V warps",
+    "turned_v": "v_t",
+    "recheck": "speculative softmax",
+    "alarm": "overflow",
+    "LAZY": "RESCALE",
+    "flush": "promotion",
+    "hide_keys": "apply_mask",
+    "program_keys": "n-block range",
+    "burdens": "register pressure",
+    "sections": "L2 groups",
+}
+
+
+@pytest.mark.parametrize("word", RETIRED)
+def test_what_has_a_word_goes_by_no_other(word):
+    sources = [p for layer in ("core", "kernels", "launch") for p in _files(layer)]
+    assert len(sources) > 50
+    for path in [*sources, *PAGES]:
+        text = path.read_text(encoding="utf-8").replace("--section", "")
+        found = re.search(rf"(?<![a-z]){word}(?![a-z])", text)
+        assert not found, f"{path.relative_to(ROOT)}: {word}, where {RETIRED[word]} is the word"
+
+
+def _files(layer: str) -> list[Path]:
+    return list((ROOT / "src" / "heedful" / layer).rglob("*.py"))

@@ -1,0 +1,1 @@
+"""Roles of the Hopper kernels as threads, and their kernels alone on a GPU."""

@@ -1,0 +1,181 @@
+"""Small grids of the kernels of a Hopper, each a public call that can run in a process of its own:
+
+    python alone.py FILE '{"dtype": "bfloat16", "head_dim": 64, ...}'
+
+writes the call's output, or its gradients, to FILE.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+import heedful
+from heedful.torch import quantize_kv
+from support.problems.served import served
+
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (100, 60)},
+    "packed": {"packed": True, "causal": True},
+    # Most tiles see no key: nothing but the rings keeps warps and roles together.
+    "blind": {"keys": 90, "causal": True, "window_size": (40, -1)},
+}
+KINDS = [
+    *(("bfloat16", dim) for dim in (64, 128, 192, 256)),
+    *(("float8_e4m3fn", dim) for dim in (64, 128, 256)),
+]
+# Ways of the backward: dQ is added in any order or in one, visits of a key tile are split.
+WAYS = {
+    "gradients": {},
+    "in-order": {"deterministic": True},
+    "split": {"backend": "hopper+splits=2"},
+}
+# What `result` takes, by name.
+GRIDS = {
+    f"{dtype}-d{dim}-{mask}": {"dtype": dtype, "head_dim": dim, **facts}
+    for dtype, dim in KINDS
+    for mask, facts in MASKS.items()
+} | {
+    f"{way}-d{dim}-{mask}": {"dtype": "bfloat16", "head_dim": dim, "grad": True, **how, **facts}
+    for way, how in WAYS.items()
+    for dim in (64, 128, 256)
+    for mask, facts in MASKS.items()
+}
+# Of narrower values, whose kernel makes dQ by the consumers of its own keys.
+GRIDS |= {
+    f"gradients-d192v128-{mask}": {"dtype": "bfloat16", "head_dim": 192, "head_dim_v": 128}
+    | {"grad": True, **facts}
+    for mask, facts in MASKS.items()
+}
+# Caches. Parts are merged by who ends last but where all do (merge=1).
+CACHES = {
+    "bfloat16": {},
+    "bfloat16-d64-one": {"head_dim": 64, "lengths": [5000]},
+    "bfloat16-d256-whole": {"head_dim": 256, "num_splits": 1},
+    "e4m3": {"stored": "float8_e4m3fn"},
+    "int8": {"stored": "int8"},
+    "int4": {"stored": "int4"},
+    "hopper": {"backend": "hopper_decode"},
+    "hopper-d64-one": {"backend": "hopper_decode", "head_dim": 64, "lengths": [5000]},
+    "hopper-d256": {"backend": "hopper_decode", "head_dim": 256},
+    "hopper-window": {"backend": "hopper_decode", "window_size": (700, 0)},
+    "hopper-all": {"backend": "hopper_decode+merge=1"},
+    "latent": {"backend": "mla+merge=0", "heads": 128, "lengths": [5000, 0, 64, 700, 2111] * 27},
+    "latent-few": {"backend": "mla+merge=0", "heads": 128},
+    "latent-16": {"backend": "mla+merge=1", "heads": 16},
+    "latent-swapped": {"backend": "mla_swap_ab+merge=0", "heads": 8},
+    "latent-swapped-all": {"backend": "mla_swap_ab+merge=1", "heads": 16},
+}
+GRIDS |= {f"cache-{name}": {"cached": True, **facts} for name, facts in CACHES.items()}
+# Two kernels, the second of which begins while the first runs.
+GRIDS |= {name: {"mixed": True, "backend": name} for name in ("mixed", "hopper_mixed")}
+
+
+def result(cached: bool = False, grad: bool = False, mixed: bool = False, **facts) -> torch.Tensor:
+    """What a grid computes, the same bits in every run."""
+    if cached:
+        return decoded(**facts)
+    if mixed:
+        return shared(**facts)
+    return gradients(**facts) if grad else call(**facts)
+
+
+def inputs(dtype: str, head_dim: int, head_dim_v: int, keys: int) -> list[torch.Tensor]:
+    """q, k and v of a call whose programs take several tiles of several key tiles each."""
+    drawn = torch.Generator().manual_seed(0)
+
+    def some(length, heads, dim):
+        x = torch.randn(4, length, heads, dim, generator=drawn)
+        return x.to(getattr(torch, dtype)).cuda()
+
+    return [some(700, 16, head_dim), some(keys, 8, head_dim), some(keys, 8, head_dim_v)]
+
+
+def call(dtype: str, head_dim: int, keys: int = 1100, **options) -> torch.Tensor:
+    """The output of a call."""
+    q, k, v = inputs(dtype, head_dim, head_dim, keys)
+    return attend(q, k, v, **options)
+
+
+def gradients(
+    dtype: str, head_dim: int, head_dim_v: int = 0, keys: int = 1100, **options
+) -> torch.Tensor:
+    """dk and dv of a call, and dq where its sums have one order."""
+    q, k, v = (x.requires_grad_() for x in inputs(dtype, head_dim, head_dim_v or head_dim, keys))
+    out = attend(q, k, v, **options)
+    dq, *others = torch.autograd.grad(out.square().sum(), (q, k, v))
+    found = [dq, *others] if options.get("deterministic") else others
+    return torch.cat([x.flatten() for x in found])
+
+
+def attend(q, k, v, packed: bool = False, backend: str = "hopper", **options) -> torch.Tensor:
+    """A public call."""
+    if not packed:
+        return heedful.flash_attn_func(q, k, v, backend=backend, **options)
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    cu_q = torch.tensor([0, 37, 437, 438, 1700, 2800], dtype=torch.int32, device="cuda")
+    cu_k = torch.tensor([0, 37, 937, 1000, 3000, 4400], dtype=torch.int32, device="cuda")
+    return heedful.flash_attn_varlen_func(
+        q, k, v, cu_q, cu_k, 1262, 2000, backend=backend, **options
+    )
+
+
+def decoded(
+    backend: str = "decode",
+    stored: str = "",
+    heads: int = 8,
+    head_dim: int = 128,
+    lengths: Sequence[int] = (5000, 0, 64, 700, 2111, 1),
+    **options: Any,
+) -> torch.Tensor:
+    """The output of a call of two new tokens a sequence over pages of 16 keys, drawn."""
+    is_latent = backend.startswith("mla")
+    drawn = torch.Generator().manual_seed(0)
+    pages = -(-max(lengths) // 16)
+    size = (pages * 6, 16, 1 if is_latent else 2, 576 if is_latent else head_dim)
+    table = torch.randint(size[0], (len(lengths), pages), generator=drawn).int()
+    q, k, v = (
+        torch.randn(shape, generator=drawn).bfloat16().cuda()
+        for shape in ((len(lengths), 2, heads, size[3]), size, size)
+    )
+    if is_latent:
+        v = k[..., :512]
+    elif stored:
+        k, options["k_descale"], _ = quantize_kv(k, stored)
+        v, options["v_descale"], _ = quantize_kv(v, stored)
+    return heedful.flash_attn_with_kvcache(
+        q,
+        k,
+        v,
+        cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device="cuda"),
+        block_table=table.cuda(),
+        causal=True,
+        backend=backend,
+        **options,
+    )
+
+
+def shared(backend: str) -> torch.Tensor:
+    """The output of a call over pages of sequences of few queries and of many."""
+    torch.manual_seed(0)
+    lens_q, lens_k = [300, 1, 0, 17, 3, 16, 1, 512], [900, 5000, 50, 17, 0, 700, 1, 1600]
+    call = served(lens_q, lens_k, 5008, 512)
+    return heedful.flash_attn_varlen_func(**call, backend=backend)[0]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """What such a process needs of this one's."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **extra}
+
+
+def main() -> None:
+    torch.save(result(**json.loads(sys.argv[2])).cpu(), sys.argv[1])
+
+
+if __name__ == "__main__":
+    main()

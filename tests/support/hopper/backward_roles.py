@@ -1,0 +1,603 @@
+"""The Hopper backward as threads: the kernel's own roles, main loop, rings, barriers and tile
+scheduler, whose numbers are the names of what they are made of.
+
+What stands in for instructions: a product reads its operands in shared memory from when it is
+queued until it is waited for, a copy from shared memory likewise. Memory that changes meanwhile is
+an error. A copy to shared memory spoils it when it is queued, and arrives in any order.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from heedful.kernels.hopper.backward import consumer as consumer_file
+from heedful.kernels.hopper.backward import kernel as kernel_file
+from heedful.kernels.hopper.backward import mainloop as mainloop_file
+from heedful.kernels.hopper.backward import pair as pair_file
+from heedful.kernels.hopper.backward import producer as producer_file
+from heedful.kernels.hopper.backward import tile as tile_file
+from heedful.kernels.hopper.backward.dq import warpgroup as dq_file
+from heedful.kernels.hopper.sm90 import sequences
+from support.hopper.hosted import Barrier, Host, Int, Machine, Numbers, Place, Pointer, Row
+
+BLOCK_N, GROUP, CONSUMERS, KEYS = 128, 2, 2, 64
+STAGES = 2
+# Functions that a test may have leave out a step: see `Device.skips`.
+PLACES = {
+    function.fn.__name__: function
+    for function in (
+        consumer_file.backward_consumer,
+        dq_file.backward_dq,
+        producer_file.backward_producer,
+        producer_file.backward_adder,
+        mainloop_file.backward_mainloop,
+        consumer_file.store_gradients,
+        mainloop_file.store_ds,
+        pair_file.pair_consumer,
+        pair_file.pair_step,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """lengths: queries and keys of each sequence."""
+
+    lengths: tuple[tuple[int, int], ...]
+    heads_k: int = 2
+    left: int | None = None
+    right: int | None = None
+    packed: bool = False
+    l2_heads: int = 1
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A step of the kernel, and how many work tiles' keys there is room for."""
+
+    block_m: int = 64
+    dim: int = 128
+    k_stages: int = 2
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Probabilities of a visit, or their gradients (kind p, ds): consumer's of this key tile
+    (batch, KV head, block) and query tile (head, block). q, k, rows: where the tile of queries, the
+    keys, and numbers beside queries come from."""
+
+    kind: str
+    key_tile: tuple[int, int, int]
+    query_tile: tuple[int, int]
+    consumer: int
+    q: tuple
+    k: tuple
+    rows: tuple
+
+
+class Box(Place):
+    """A place that products read in part, too."""
+
+    def __init__(self, shape, dtype):
+        super().__init__()
+        self.shape, self.dtype = shape, dtype
+
+    def slice(self, start, length, dim):
+        return Cut(self, int(start))
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Columns, or rows, of a box from `start` on."""
+
+    box: Box
+    start: int
+
+    @property
+    def dtype(self):
+        return self.box.dtype
+
+    def permute(self, order):
+        return self
+
+    @property
+    def content(self):
+        return self.box.content, self.start
+
+
+@dataclass(frozen=True)
+class Span:
+    """Boxes under another shape."""
+
+    boxes: tuple[Place, ...]
+    shape: Any
+
+    def store(self, content):
+        for box in self.boxes:
+            box.store(content)
+
+    @property
+    def content(self):
+        return tuple(box.content for box in self.boxes)
+
+
+@dataclass
+class Reading:
+    """Shared memory that is read until who reads it is waited for."""
+
+    boxes: tuple
+    is_over: bool = False
+
+    def __post_init__(self):
+        self.contents = tuple(box.content for box in self.boxes)
+
+    def end(self):
+        now = tuple(box.content for box in self.boxes)
+        assert now == self.contents, "memory changed while it was read"
+        self.is_over = True
+
+
+@dataclass(frozen=True)
+class Sums:
+    """An accumulator, as the operands of all products that were added up in it."""
+
+    shape: Any
+    products: tuple = ()
+    readings: tuple = ()
+    type = SimpleNamespace(layout=None)
+
+    def __mul__(self, scale):
+        return self
+
+    def to(self, dtype):
+        return self
+
+    def reshape(self, shape):
+        return self
+
+    def __add__(self, number):
+        """Of zeros, which become the number."""
+        assert not self.products
+        return number
+
+    @property
+    def made(self) -> tuple:
+        """Its products, which must have been waited for."""
+        assert all(r.is_over for r in self.readings), "a product is used before it is made"
+        return self.products
+
+
+class Tensors(Numbers):
+    """Numbers, shared memory, and accumulators."""
+
+    dtype = SimpleNamespace(primitive_bitwidth=16)
+    int32 = "int32"
+    float16 = None
+    NVMMASharedLayout = SimpleNamespace(get_default_for=lambda shape, dtype: None)
+    SwizzledSharedLayout = SliceLayout = DotOperandLayout = staticmethod(lambda *a, **named: None)
+
+    def __init__(self, device: "Device"):
+        super().__init__(device.machine, device.program_of, device.programs)
+        self.warp_specialize = device.warp_specialize
+
+    @staticmethod
+    def allocate_shared_memory(dtype, shape, layout):
+        if layout is Barrier:
+            return Row(*(Barrier(0) for _ in range(shape[0])), shape=shape)
+        made = [Box(shape[1:], dtype) for _ in range(shape[0])]
+        for box in made if dtype == "int32" else ():
+            box.store(Int(0))
+        return Row(*made, shape=shape, dtype=dtype)
+
+    @staticmethod
+    def zeros(shape, dtype, layout):
+        return Sums(shape)
+
+    @staticmethod
+    def exp2(x):
+        return x
+
+    @staticmethod
+    def barrier():
+        pass
+
+
+def is_memory(operand) -> bool:
+    return hasattr(operand, "content")
+
+
+@dataclass
+class Device:
+    """programs: that are at work at once. draws, in_turns, splits: as the kernel's variants.
+    kernel: backward.backward, or another that has its parameters.
+
+    skips: (function, step, of what) that are left out, such as ("backward_dq", "arrive",
+    "k_empty"): of the calls that this function makes, and those that it calls. bends: changes a
+    program's shared memory. instead: what stands in for names of the kernels' files. far: whether
+    all rows are far from 0, whose cotangents the producer scales on their way.
+    """
+
+    sizes: Sizes
+    programs: int
+    draws: bool
+    in_turns: bool
+    seed: int
+    splits: int = 1
+    tile: Tile = Tile()
+    kernel: Any = kernel_file.backward
+    skips: frozenset[tuple[str, str, str]] = frozenset()
+    bends: Callable[[Any], None] = lambda shared: None
+    instead: dict = field(default_factory=dict)
+    far: bool = False
+
+    def __post_init__(self):
+        s = self.sizes
+        block_m = self.tile.block_m
+        self.machine = Machine(self.seed)
+        self.key_blocks = [-(-keys // BLOCK_N) for _, keys in s.lengths]
+        self.q_blocks = [-(-rows // block_m) for rows, _ in s.lengths]
+        batch = len(s.lengths)
+        self.tiles = sum(self.key_blocks) * s.heads_k
+        if not self.draws:
+            self.programs = self.tiles * self.splits
+        self.starts = [[0], [0]]
+        for pair in s.lengths:
+            for starts, n in zip(self.starts, pair, strict=True):
+                starts.append(starts[-1] + n)
+        self.first_rows, self.accum_rows = self.rows_of(0, block_m)
+        self.first_keys, self.partial_rows = self.rows_of(1, BLOCK_N)
+        heads = s.heads_k * (1 if s.packed else batch)
+        self.turns = [0] * (s.heads_k * GROUP * self.accum_rows // block_m)
+        self.params = self.make_params(heads)
+        # Of each share of each query tile what was added to it, in order; gradients by where they
+        # went in tensor maps, and by their address among those of splits.
+        self.added: dict[int, list] = {}
+        self.stored: dict[tuple, tuple] = {}
+        self.partials: dict[int, tuple] = {}
+        # By role: products and copies under way, and functions that it is in. What waits and
+        # arrivals there were.
+        self.products: dict[int, list[Reading]] = {}
+        self.copies: dict[int, list[Reading]] = {}
+        self.within: dict[int, list[str]] = {}
+        self.taken: set[tuple[str, str, str]] = set()
+        self.loads: list[tuple] = []
+        self.made_roles: list = []
+        self.prologue_ended = False
+        self.ended = 0
+
+    def rows_of(self, which: int, block: int) -> tuple[list[int], int]:
+        """First rows of each sequence, whose rows are rounded up to tiles, and how many all have:
+        of queries (0) or keys."""
+        lengths = [pair[which] for pair in self.sizes.lengths]
+        if not self.sizes.packed:
+            padded = -(-lengths[0] // block) * block
+            return [b * padded for b in range(len(lengths))], padded * len(lengths)
+        first = [(start // block + b) * block for b, start in enumerate(self.starts[which])]
+        return first[:-1], first[-1]
+
+    def make_params(self, heads: int):
+        s = self.sizes
+        varlen = None
+        if s.packed:
+            first, entries = 0, []
+            for b, blocks in enumerate(self.key_blocks):
+                entries += [b, first] * blocks
+                first += blocks
+            varlen = Pointer([sum(self.key_blocks), *entries])
+        return SimpleNamespace(
+            sizes=SimpleNamespace(
+                heads_k=Int(s.heads_k),
+                group=Int(GROUP),
+                accum_rows=Int(self.accum_rows),
+                scale=1.0,
+            ),
+            seqs=SimpleNamespace(
+                cu_q=Pointer(self.starts[0]) if s.packed else None,
+                cu_k=Pointer(self.starts[1]) if s.packed else None,
+                used_q=None,
+                used_k=None,
+                seqlen_q=Int(self.starts[0][-1] if s.packed else s.lengths[0][0]),
+                seqlen_k=Int(self.starts[1][-1] if s.packed else s.lengths[0][1]),
+            ),
+            mods=SimpleNamespace(longest_k=None),
+            dropout=SimpleNamespace(IS_ON=False),
+            mask=SimpleNamespace(
+                shift=Int(0),
+                bottom_right=Int(1),
+                HAS_LEFT=s.left is not None,
+                HAS_RIGHT=s.right is not None,
+                left=Int(s.left or 0),
+                right=Int(s.right or 0),
+            ),
+            order=SimpleNamespace(
+                tiles=Int(self.tiles),
+                key_blocks=Int(self.key_blocks[0]),
+                l2_heads=Int(s.l2_heads),
+                l2_groups=Int((heads - 1) // s.l2_heads),
+                varlen_tiles=varlen,
+                tile_counter=Pointer([0]) if self.draws else None,
+                turns=Pointer(self.turns) if self.in_turns else None,
+                partials=Pointer([]) if self.splits > 1 else None,
+                partial_rows=Int(self.partial_rows),
+                splits=Int(self.splits),
+            ),
+            tile=SimpleNamespace(
+                BLOCK_M=self.tile.block_m,
+                BLOCK_N=BLOCK_N,
+                D=self.tile.dim,
+                E=self.tile.dim,
+                Q_STAGES=STAGES,
+                DO_STAGES=STAGES,
+                DS_STAGES=STAGES,
+                K_STAGES=self.tile.k_stages,
+                CONSUMER_REGS=0,
+                DQ_REGS=0,
+                PRODUCER_REGS=0,
+            ),
+        )
+
+    # What a test has left out.
+
+    def has(self, step: str, what: str) -> bool:
+        """Whether the role that runs takes this step."""
+        steps = {(place, step, what) for place in self.within.get(self.machine.now, ())}
+        self.taken |= steps
+        return not steps & self.skips
+
+    def counted(self, place: str) -> Callable:
+        """A function that says it is what a role is in."""
+
+        def call(*args):
+            within = self.within.setdefault(self.machine.now, [])
+            within.append(place)
+            made = self.host.turned(PLACES[place])(*args)
+            within.pop()
+            return made
+
+        call.__name__ = place
+        return call
+
+    # What stands in for barriers, copies and products.
+
+    def wait(self, bar: Barrier, parity, pred=True):
+        if self.has("wait", bar.name):
+            self.machine.until(lambda: bar.has_completed(int(parity)))
+
+    def arrive(self, bar: Barrier, count=1):
+        self.machine.until(lambda: True)
+        if self.has("arrive", bar.name):
+            bar.arrive(count)
+
+    def load(self, desc, at, bar, box):
+        box.store("being loaded")
+        content = desc.name, tuple(map(int, at))
+        self.loads.append((bar, desc.block_type.nbytes, box, content))
+
+    def bring_loads(self):
+        """What copies to shared memory, as a role of its own until others have ended."""
+        drawn = random.Random(self.seed)
+        while True:
+            self.machine.until(lambda: bool(self.loads) or self.ended == len(self.made_roles))
+            if not self.loads:
+                break
+            bar, nbytes, box, content = self.loads.pop(drawn.randrange(len(self.loads)))
+            box.store(content)
+            bar.complete(nbytes)
+
+    def load_numbers(self, name, io, params, tile, head, row, other):
+        return name, int(tile.batch), int(head), int(row)
+
+    def mma(self, left, right, sums, use_acc=True, is_async=False):
+        assert is_async
+        operands = left, right
+        reading = Reading(tuple(x for x in operands if is_memory(x)))
+        self.products.setdefault(self.machine.now, []).append(reading)
+        product = tuple(x.content if is_memory(x) else x for x in operands)
+        before = sums if use_acc else Sums(sums.shape)
+        return Sums(sums.shape, (*before.products, product), (*before.readings, reading))
+
+    def end(self, readings: list[Reading], left: int = 0):
+        """Ends all but the last ones, which other roles have been free to overwrite."""
+        self.machine.until(lambda: True)
+        while len(readings) > left:
+            readings.pop(0).end()
+
+    def mma_wait(self, count, deps):
+        self.end(self.products.setdefault(self.machine.now, []), count)
+        (made,) = deps
+        return made
+
+    def copies_read(self):
+        self.end(self.copies.setdefault(self.machine.now, []))
+
+    def store_wait(self, count):
+        if self.has("wait", "stores"):
+            self.copies_read()
+
+    def copy(self, place) -> Any:
+        reading = Reading((place,))
+        self.copies.setdefault(self.machine.now, []).append(reading)
+        return reading.contents[0]
+
+    def add_block(self, address, place, numbers):
+        self.machine.until(lambda: True)
+        self.added.setdefault(address.offset // numbers, []).append(self.copy(place))
+
+    def tma_store(self, desc, at, memory):
+        key = (desc.name, *map(int, at))
+        assert key not in self.stored
+        contents = self.copy(memory)
+        assert all(isinstance(content, Sums) for content in contents)
+        (self.stored[key],) = {sums.made for sums in contents}
+
+    def store_registers(self, address, sums):
+        assert address.offset not in self.partials
+        self.partials[address.offset] = sums.made
+
+    def put_dq(self, sums, place):
+        place.store(sums.made)
+
+    def reinterpret(self, memory, dtype, shape, layout):
+        """As so many pieces, each in a box or in several."""
+        boxes = memory.shape[0]
+        return Row(
+            *(
+                Span(
+                    tuple(
+                        memory.index(j)
+                        for j in range(i * boxes // shape[0], -(-(i + 1) * boxes // shape[0]))
+                    ),
+                    shape[1:],
+                )
+                for i in range(shape[0])
+            )
+        )
+
+    def wait_for_turn(self, turn, number):
+        self.machine.until(lambda: turn.memory[turn.offset] >= number)
+
+    def end_turn(self, turn):
+        self.copies_read()
+        turn.memory[turn.offset] += 1
+
+    # What stands in for exponentials and gradients of scores.
+
+    def box(self, batch, head, start, stored, row) -> tuple:
+        """Where rows are in a tensor map."""
+        at = self.host.turned(sequences.box)
+        return tuple(map(int, at(self.sizes.packed, batch, head, start, stored, row)))
+
+    def probabilities(self, s, lse, blocks, params, tile, number, dtype, consumer, masked):
+        ((k, q),) = s.made
+        head, block = self.host.turned(tile_file.query_tile)(params, tile, blocks, Int(number))
+        assert masked or blocks.full_begin <= block < blocks.full_end
+        batch, row = int(tile.batch), int(block) * self.tile.block_m
+        at_q = self.box(batch, head, tile.start_q, tile.stored_q, row)
+        col = tile.col + consumer * KEYS
+        at_k = self.box(batch, tile.kv_head, tile.start_k, tile.stored_k, col)
+        rows = batch, int(head), row
+        assert (k, q, lse) == (("k", at_k), ("q", at_q), ("lse", *rows))
+        key_tile = batch, int(tile.kv_head), int(tile.col) // BLOCK_N
+        return Scores("p", key_tile, (int(head), int(block)), consumer, at_q, at_k, rows)
+
+    def score_gradients(self, p, dp, delta, params, dtype):
+        ((v, do),) = dp.made
+        assert (v, do, delta) == (("v", p.k), ("dout", p.q), ("delta", *p.rows))
+        return Scores("ds", p.key_tile, p.query_tile, p.consumer, p.q, p.k, p.rows)
+
+    # The kernel.
+
+    def program_of(self, role: int) -> int:
+        return role // (len(self.made_roles) // self.programs)
+
+    def wait_for_prologue(self):
+        self.prologue_ended = True
+
+    def warp_specialize(self, roles, warps, registers):
+        assert self.prologue_ended, "roles read what the prologue writes"
+        self.prologue_ended = False
+        assert len(warps) == len(registers) == len(roles) - 1
+        _, shared, scheduler, *_ = roles[0][1]
+        for owner, prefix in ((shared, ""), (shared.q, "q."), (shared.do, "do.")):
+            name_barriers(owner, prefix)
+        name_barriers(scheduler, "tile.")
+        self.bends(shared)
+        self.made_roles += roles
+
+    def bound(self, function, args):
+        def role():
+            function(*args)
+            self.ended += 1
+
+        return role
+
+    def run(self):
+        barrier = SimpleNamespace(
+            wait=self.wait,
+            arrive_after_mma=self.arrive,
+            arrive_each_warp=lambda bar: self.arrive(bar, 4),
+            arrive_lane=self.arrive,
+        )
+        mbarrier = SimpleNamespace(
+            wait=self.wait,
+            arrive=self.arrive,
+            expect=lambda bar, nbytes: bar.arrive(1, nbytes),
+            init=lambda bar, count: bar.__init__(count),
+            MBarrierLayout=lambda: Barrier,
+        )
+        numbers = Tensors(self)
+        self.host = Host(
+            {
+                "gl": numbers,
+                "barrier": barrier,
+                "mbarrier": mbarrier,
+                "tma": SimpleNamespace(store_wait=self.store_wait),
+                "tma_load": self.load,
+                "tma_store": self.tma_store,
+                "load_numbers": self.load_numbers,
+                "any_far": lambda x: self.far,
+                "dout_scale": lambda *rows: 1,
+                "scale_rows": lambda box, scale: None,
+                "add_block": self.add_block,
+                "wait_until_read": self.copies_read,
+                "wait_for_turn": self.wait_for_turn,
+                "end_turn": self.end_turn,
+                "store_registers": self.store_registers,
+                "put_dq": self.put_dq,
+                "queued_probabilities": self.probabilities,
+                "kept_probabilities": lambda p, params, dtype, layout: p,
+                "score_gradients": self.score_gradients,
+                "to_pairs": lambda x, dtype: x,
+                "from_pairs": lambda x, dtype, layout: x,
+                "store_pairs": lambda memory, x, lane: memory.store(x),
+                "lane_place": lambda: None,
+                "opaque": lambda x: x,
+                "matrix": lambda box, rows, dim: box,
+                "reinterpret": self.reinterpret,
+                "p_descale": lambda dtype: 1.0,
+                "scores_layout": lambda dtype, columns: None,
+                "fence_async_shared": lambda: None,
+                "cuda": SimpleNamespace(gdc_wait=self.wait_for_prologue),
+                "warpgroup_mma": self.mma,
+                "warpgroup_mma_wait": self.mma_wait,
+                **{place: self.counted(place) for place in PLACES},
+                **self.instead,
+            }
+        )
+        names = []
+        for program in range(self.programs):
+            before = len(self.made_roles)
+            self.host.turned(self.kernel)(self.operands(), self.params)
+            added = self.made_roles[before:]
+            names += [
+                f"{role.__name__} {i} of program {program}" for i, (role, _) in enumerate(added)
+            ]
+        roles = [self.bound(*role) for role in self.made_roles]
+        self.machine.run([*roles, self.bring_loads], [*names, "copies"])
+
+    def operands(self):
+        dim = self.tile.dim
+        rows = {"q": self.tile.block_m, "dout": self.tile.block_m}
+
+        def desc(name):
+            shape = [rows.get(name, KEYS), dim]
+            block = SimpleNamespace(shape=shape, nbytes=shape[0] * dim * 2)
+            return SimpleNamespace(name=name, block_type=block, dtype=Tensors.dtype, layout=None)
+
+        return SimpleNamespace(
+            **{name: desc(name) for name in ("q", "k", "v", "dout", "dk", "dv")},
+            lse_log2=SimpleNamespace(ptr="lse"),
+            delta="delta",
+            dout_scale="dout_scale",
+            dq_accum=Pointer([]),
+        )
+
+
+def name_barriers(owner, prefix: str) -> None:
+    """Tells barriers what ring they are of."""
+    for name, row in vars(owner).items():
+        if isinstance(row, Row):
+            for i in range(row.shape[0]):
+                row.index(i).name = prefix + name

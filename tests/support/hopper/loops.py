@@ -1,0 +1,35 @@
+"""The loop that counts of compiled Hopper kernels."""
+
+import pytest
+
+from heedful.core.base.device import DeviceSpec
+from heedful.core.call.mask import MaskSpec
+from heedful.inspector.nvidia import Sass, inspect_cubin
+from heedful.launch.code import compiler
+from heedful.launch.program.spec import KernelCall
+from support.problems.grids import in_turns
+
+MASKS = {"full": MaskSpec(), "causal": MaskSpec.of(True), "window": MaskSpec.of(True, (1023, 0))}
+
+
+def each_loop(test):
+    """Gives a test the head dims, masks and results whose loops are meant to be bare: by default
+    each mask, with the others in turns."""
+    names = {spec: name for name, spec in MASKS.items()}
+    every = in_turns(MASKS.values(), (128, 64), (False, True))
+
+    def name(value) -> str:
+        is_flag = isinstance(value, bool)
+        return ("lse" if value else "out") if is_flag else names.get(value, str(value))
+
+    return pytest.mark.parametrize("mask, head_dim, lse", every, ids=name)(test)
+
+
+def bare_loop(call: KernelCall, device: DeviceSpec) -> Sass:
+    """The loop of a kernel that fits an SM, without predicates, shared memory or spills in it."""
+    made = compiler.artifact(call, device.arch)
+    assert made.shared_bytes <= device.shared_bytes
+    loop = inspect_cubin(made.code).loop
+    assert loop is not None
+    assert not (loop.predicated or loop.shared or loop.spills)
+    return loop

@@ -1,0 +1,1 @@
+"""Which problems tests draw, and what results are judged by."""

@@ -1,0 +1,163 @@
+"""A built case through the public PyTorch functions, as a user would call them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import heedful.torch as heedful
+from heedful.core.call.operands import Operands, own_shape
+from heedful.core.call.problem import AttentionProblem
+from heedful.reference import eager, oracle
+from heedful.reference.convert import as_numpy, operands_as_numpy
+from support.problems.budget import DRAWS, Error, Results, assert_sound, over_budget
+from support.problems.cases import Built
+
+
+def dense() -> Any:
+    """Small q, k and v with two query heads a KV head, and values of another head dim."""
+    torch.manual_seed(0)
+    return torch.randn(2, 9, 4, 16), torch.randn(2, 12, 2, 16), torch.randn(2, 12, 2, 8)
+
+
+def compiled(function) -> Callable[..., Any]:
+    """The function as one graph of torch.compile, for any sizes."""
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+
+
+def results(built: Built, **more) -> Results:
+    """What the public function returns for a case, and its gradients if the case has cotangents.
+
+    more: further keyword arguments of the call.
+    """
+    leaves = _leaves(built)
+    returned = call(built, leaves, **more)
+    out, lse, *probs = returned
+    if not built.problem.return_probs:
+        probs = []
+    grads = _gradients(built, leaves, out, lse) if built.dout is not None else {}
+    found = {"out": out, "lse": lse, "probs": probs[0] if probs else None} | grads
+    return Results(**{name: as_numpy(value) for name, value in found.items()})
+
+
+def call(built: Built, leaves: dict[str, Tensor], **more) -> Any:
+    """(out, lse[, probs]) of the function that takes this kind of case."""
+    x, case, problem = built.x, built.case, built.problem
+    keywords = {
+        "softmax_scale": case.scale or None,
+        "causal": case.causal,
+        "window_size": case.window,
+        "softcap": case.softcap,
+        "num_splits": case.num_splits,
+        "sink": leaves.get("sink"),
+        "alibi_slopes": _slopes(built),
+    }
+    if is_cache_call(built):
+        lengths = x.seqused_k
+        if lengths is not None and x.leftpad_k is not None:
+            lengths = lengths + x.leftpad_k
+        return heedful.flash_attn_with_kvcache(
+            x.q,
+            x.k,
+            x.v,
+            cache_seqlens=lengths,
+            cache_batch_idx=x.kv_batch_idx,
+            cache_leftpad=x.leftpad_k,
+            block_table=x.block_table,
+            return_softmax_lse=True,
+            k_descale=x.k_descale,
+            v_descale=x.v_descale,
+            k_shift=x.k_shift,
+            v_shift=x.v_shift,
+            tree_mask=x.tree_mask,
+            **keywords,
+            **more,
+        )
+    keywords |= {
+        "dropout_p": case.dropout_p,
+        "dropout_origin": case.dropout_origin,
+        "deterministic": case.deterministic,
+        "bias": leaves.get("bias"),
+        "dropout_seed": x.seed,
+        "return_lse": True,
+        "return_attn_probs": case.return_probs,
+        "q_descale": x.q_descale,
+        "k_descale": x.k_descale,
+        "v_descale": x.v_descale,
+    }
+    q, k, v = (leaves[name] for name in "qkv")
+    if not problem.varlen_q:
+        return heedful.flash_attn_func(q, k, v, **(keywords | more))
+    keywords |= {name: getattr(x, name) for name in ("block_table", "seqused_q", "seqused_k")}
+    bounds = (x.cu_seqlens_q, x.cu_seqlens_k, problem.seqlen_q, problem.seqlen_k)
+    return heedful.flash_attn_varlen_func(q, k, v, *bounds, **(keywords | more))
+
+
+def is_cache_call(built: Built) -> bool:
+    """Whether the case is one for flash_attn_with_kvcache."""
+    x = built.x
+    cache_only = (x.kv_batch_idx, x.leftpad_k, x.tree_mask)
+    dense_used = x.cu_seqlens_q is None and (x.seqused_k is not None or built.problem.page_size)
+    only = any(t is not None for t in cache_only) or built.problem.quantized_kv
+    return only or bool(dense_used)
+
+
+def _slopes(built: Built) -> Tensor | None:
+    slopes = built.x.alibi_slopes
+    if slopes is None or "b" in built.case.alibi or not len(slopes):
+        return slopes
+    return slopes[0]
+
+
+def _leaves(built: Built) -> dict[str, Tensor]:
+    """The differentiable inputs, apart from the tensors of the case; the bias unexpanded."""
+    x, leaves = built.x, {}
+    for name in ("q", "k", "v", "sink", "bias"):
+        tensor = getattr(x, name)
+        if tensor is None:
+            continue
+        if name == "bias":
+            own = own_shape(tuple(tensor.shape), tensor.stride())
+            tensor = tensor[tuple(slice(0, size) for size in own)]
+        leaves[name] = tensor.detach().requires_grad_(built.dout is not None)
+    return leaves
+
+
+def _gradients(built: Built, leaves: dict[str, Tensor], out: Tensor, lse: Tensor) -> dict:
+    outputs, cotangents = [out], [built.dout]
+    if built.dlse is not None:
+        outputs.append(lse)
+        cotangents.append(built.dlse)
+    grads = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
+    return {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
+
+
+def dense_problem(q: Tensor, k: Tensor, v: Tensor, **facts) -> AttentionProblem:
+    """The problem of (B, S, H, D) tensors."""
+    dtype = str(q.dtype).removeprefix("torch.")
+    sizes = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3], dtype)
+    return AttentionProblem.dense(*sizes, head_dim_v=v.shape[-1], **facts)
+
+
+def assert_agrees(out: Tensor, problem: AttentionProblem, x: Operands, lse: Any = None) -> None:
+    """AssertionError unless out (and lse) lie within the error budget of these very operands; the
+    twin's error is the worst over draws of q, k and v."""
+    truth = oracle.forward(problem, operands_as_numpy(x))
+    errors: list[Error] = []
+    for draw in range(DRAWS):
+        y = x
+        if draw:
+            drawn = {n: torch.randn(getattr(x, n).shape).to(getattr(x, n).dtype) for n in "qkv"}
+            y = x._replace(**drawn) if x.k.dtype == x.q.dtype else y._replace(q=drawn["q"])
+        twin_out, twin_lse, _ = eager.forward(problem, y)
+        exact_out, exact_lse, _ = oracle.forward(problem, operands_as_numpy(y))
+        found = [Error.between(as_numpy(twin_out), exact_out)]
+        found.append(Error.between(as_numpy(twin_lse), exact_lse))
+        errors = [a.worst(b) for a, b in zip(found, errors or found, strict=True)]
+    for name, got, want, error in zip(("out", "lse"), (out, lse), truth, errors, strict=False):
+        if got is not None:
+            assert_sound(name, as_numpy(got), want)
+            complaint = over_budget(name, as_numpy(got), want, error, problem.out_dtype)
+            assert not complaint, complaint

@@ -1,0 +1,31 @@
+"""A planned backend as the error budget's `Backend`: what the public functions run on."""
+
+from dataclasses import replace
+
+from heedful.torch.eager import backends
+
+
+class Prepared:
+    """Runs each problem through the planner with one backend asked for by name."""
+
+    def __init__(self, backend: str):
+        self.backend = backend
+        self._runner = None
+
+    @property
+    def plan(self):
+        """That of the forward that ran last."""
+        assert self._runner is not None
+        return self._runner.plan
+
+    def forward(self, problem, x, out):
+        """(out, lse, probs)."""
+        # The budget reads the log-sum-exp of every case.
+        problem = replace(problem, return_lse=True)
+        self._runner = backends.prepare(problem, x, self.backend)
+        return self._runner.forward(x, out)
+
+    def backward(self, problem, x, out, lse, dout, dlse=None):
+        """Gradients of the forward that ran last."""
+        assert self._runner is not None
+        return self._runner.backward(x, out, lse, dout, dlse)

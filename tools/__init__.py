@@ -1,0 +1,1 @@
+"""What developers run, beside `make`. May import all of `heedful`."""
