@@ -1,5 +1,5 @@
 """Instruction semantics by family. Importing this package fills the table; `build` looks an
-instruction up.
+instruction up. May import all of `emulator`.
 """
 
 from heedful.emulator.program.asm import Instruction

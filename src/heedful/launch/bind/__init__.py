@@ -1,1 +1,2 @@
-"""The argument order of every kernel: one module per backend, and nothing else knows it."""
+"""The argument order of every kernel: one module per backend, and nothing else knows it. May
+import `launch.program`."""

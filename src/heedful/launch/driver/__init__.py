@@ -1,5 +1,6 @@
 """Drivers: load machine code and launch it through the vendor's C interface. No compiler, no
-framework: an argument buffer, a function handle and a raw stream."""
+framework: an argument buffer, a function handle and a raw stream. May import
+`launch.code.artifact`."""
 
 from types import ModuleType
 

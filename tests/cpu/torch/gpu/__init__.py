@@ -1,0 +1,1 @@
+"""Tests of calls on a GPU, down to a stand-in for its driver."""
