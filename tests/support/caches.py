@@ -96,8 +96,8 @@ def _is_container(value: ast.expr | None) -> bool:
         return isinstance(value.elt, ast.Dict) and not value.elt.keys
     if isinstance(value, ast.Call) and _name(value.func) == "forgotten":
         return True
-    if isinstance(value, ast.Dict):
-        return not value.keys
+    if isinstance(value, ast.Dict | ast.Tuple):
+        return not (value.keys if isinstance(value, ast.Dict) else value.elts)
     if isinstance(value, ast.List):
         return not value.elts or all(map(_is_none, value.elts))
     return isinstance(value, ast.Call) and _name(value.func) in _CONTAINERS and not value.keywords

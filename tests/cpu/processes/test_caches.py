@@ -27,11 +27,9 @@ OF_ONE_CALL = {
     "cpu.tiled_forward._Split": "of a call",
     "cpu.workers._Pool": "work on its way to threads",
     "cpu.workers._Queue": "of a call",
-    "launch.bound.KernelKind._fields": "part of what is made",
     "launch.bound.ProgramKind._kernels": "part of what is made",
-    "torch.backends.Case._made": "part of what is made",
     "torch.dispatch.Likeness._dense": "part of what is made",
-    "torch.execute.ExecutableKind.outputs": "part of what is made",
+    "torch.execute.Case._made": "part of what is made",
 }
 
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from math import gcd
 from typing import Any
 
+from heedful.core.base import evaluated
+
 
 class Symbol:
     """A whole number with the expression that it comes from, in terms of a trace's inputs. step: it
@@ -194,32 +196,17 @@ class Trace:
             raise AssertionError(f"{code} was {before} before")
         return truth
 
+    def is_asked(self, code: str) -> bool:
+        """Whether all lengths of this case answer it alike."""
+        return code in self._asked
+
     def call(self, function: Callable[..., int], arguments: Sequence[Any]) -> Symbol:
         """The number that a pure function of whole numbers gives, which is not looked into."""
         name = f"f_{function.__name__}"
-        self._use(name, function)
-        values, codes = zip(*map(_parts, arguments), strict=True)
-        return self.node(function(*values), f"{name}({', '.join(codes)})")
-
-    def _use(self, name: str, function: Callable) -> None:
         if self._functions.setdefault(name, function) is not function:
             raise AssertionError(f"{name} is two functions")
-
-    def inline(self, other: "Trace", inputs: Sequence[Any], outputs: Iterable[Any]) -> list[Any]:
-        """Outputs of another trace whose inputs are these numbers: its lines become this one's, so
-        that one function has both. The other's case must be the one of the numbers' values."""
-        numbers = dict(zip(other._inputs, inputs, strict=True))
-        scope = dict(other._functions)
-        for name, function in other._functions.items():
-            self._use(name, function)
-        for name, code in other._lines:
-            own = _NAME.sub(lambda found: _parts(numbers[found[0]])[1], code)
-            if name is not None:
-                values = {known: value_of(number) for known, number in numbers.items()}
-                numbers[name] = self.node(eval(code, scope, values), own)
-            elif _NAME.search(own):
-                self.guard(own.removeprefix("not "), not own.startswith("not "))
-        return [numbers[out.code] if isinstance(out, Symbol) else out for out in outputs]
+        values, codes = zip(*map(_parts, arguments), strict=True)
+        return self.node(function(*values), f"{name}({', '.join(codes)})")
 
     def function(self, outputs: Iterable[Any]) -> Callable[[Sequence[int]], tuple | None]:
         """The outputs of all symbols' values, in order; None where a guard fails."""
@@ -343,7 +330,7 @@ class _Path:
                 return self._simple(yes if truth else no, branches)
         code = _NAME.sub(lambda found: self.atom(found[0], branches), code)
         if not _NAME.search(code):
-            return _literal(int(eval(code, self.scope)))
+            return _literal(int(evaluated.value(code, self.scope)))
         match code.split(" "):
             case [a, sign, b] if b == str(_NEUTRAL.get(sign)):
                 return a
@@ -470,8 +457,7 @@ def _made(branches: Sequence[_Branch], scope: dict[str, Any]) -> Any:
     inputs, path = branches[0].inputs, _Path(scope)
     _write(branches, 0, path)
     lines = [f"{', '.join(inputs)}, = values", *path.lines] if inputs else path.lines
-    exec("def evaluate(values):\n    " + "\n    ".join(lines), path.scope)
-    return path.scope["evaluate"]
+    return evaluated.function("values", lines, path.scope)
 
 
 def settled(numbers: Sequence[Any]) -> list[Any]:
@@ -507,7 +493,10 @@ def if_above(a: int, b: int, then: int, otherwise: int) -> int:
     if not symbols:
         return chosen
     (_, left), (_, right), (_, yes), (_, no) = map(_parts, (a, b, then, otherwise))
-    code = f"{yes} if {left} > {right} else {no}"
+    question = f"{left} > {right}"
+    if symbols[0].trace.is_asked(question):
+        return chosen
+    code = f"{yes} if {question} else {no}"
     step = gcd(_step(then), _step(otherwise))
     return symbols[0].trace.node(value_of(chosen), code, step)  # pyright: ignore[reportReturnType]
 

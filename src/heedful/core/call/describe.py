@@ -7,6 +7,7 @@ error names the argument, what came and what is wanted. Shapes may hold symbols.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -60,12 +61,14 @@ def describe(call: AttentionCall) -> AttentionProblem:
 
     Raises TypeError or ValueError.
     """
+    problem = check(call)
     q, k, v = (dense_rows(spec) for spec in call.x[:3])
-    return check(call, **storage(q, k, v, call.out))
+    # Last: of lengths that are equal, as is known by now, strides are, too.
+    return replace(problem, **storage(q, k, v, call.out))
 
 
-def check(call: AttentionCall, **stored: bool) -> AttentionProblem:
-    """As `describe`, of a call whose arrays have no memory. stored: the facts of `storage`."""
+def check(call: AttentionCall) -> AttentionProblem:
+    """As `describe`, of a call whose arrays have no memory."""
     x, options = call.x, call.options
     _check_ranks(x, options)
     sizes = _Sizes.of(x, options)
@@ -112,7 +115,6 @@ def check(call: AttentionCall, **stored: bool) -> AttentionProblem:
         v_in_k=call.v_in_k,
         # Without a mask to draw, all places are one: the same plan and kernels.
         dropout_origin=tuple(options.dropout_origin) if drops else (0, 0, 0, 0),
-        **stored,
     )
     problem.validate()
     _check_window(x, options, sizes)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from heedful.core.base.arrays import ArraySpec, item_bytes
+from heedful.core.base.symbols import if_above
 from heedful.core.call.operands import Operands
 from heedful.core.call.problem import NEAR_BYTES
 
@@ -81,20 +82,25 @@ def _dims(spec: ArraySpec) -> list[tuple[int, int]]:
 
 def _are_near(specs: Sequence[ArraySpec]) -> bool:
     """Whether rows of all these begin less than NEAR_BYTES, a power of two, apart."""
-    apart = 0
+    apart = alone = 0
     for spec in specs:
-        if len(spec.shape) > 2 and spec.shape[-3] > 1:
-            apart |= abs(spec.strides[-3]) * item_bytes(spec.dtype)
-    return apart < NEAR_BYTES
+        if len(spec.shape) > 2:
+            step = abs(spec.strides[-3]) * item_bytes(spec.dtype)
+            apart, alone = apart | step, alone | if_above(spec.shape[-3], 1, step, 0)
+    # Steps of dense arrays are known whatever the lengths; that of a single row is of no account.
+    return bool(apart < NEAR_BYTES or alone < NEAR_BYTES)
 
 
 def _has_even_rows(spec: ArraySpec) -> bool:
     """Whether the row stride divides the batch stride of (B, S, H, D), with 30 bits for a row."""
     shape = spec.shape
-    if len(shape) != 4 or shape[0] <= 1 or shape[1] <= 1:
+    if len(shape) != 4:
         return True
     batch, row = spec.strides[:2]
-    return row > 0 and not batch % row and batch // row * shape[0] < 1 << 30
+    # Strides first: of dense arrays they answer whatever the lengths.
+    if row > 0 and not batch % row and batch // row * shape[0] < 1 << 30:
+        return True
+    return bool(shape[0] <= 1 or shape[1] <= 1)
 
 
 def are_mappable(shape: Sequence[int], strides: Sequence[int], item: int) -> bool:
@@ -113,6 +119,5 @@ def _is_aligned(spec: ArraySpec) -> bool:
     """Whether base and strides are multiples of 16 bytes."""
     shape, strides, steps = spec.shape, spec.strides, 0
     for axis in range(len(shape) - 1):
-        if shape[axis] > 1:
-            steps |= strides[axis]
+        steps |= if_above(shape[axis], 1, strides[axis], 0)
     return spec.aligned and not steps * item_bytes(spec.dtype) % 16

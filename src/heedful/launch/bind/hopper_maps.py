@@ -7,7 +7,7 @@ to read as zeros and never to be written, from one map for all: see `packed_map`
 from collections.abc import Mapping
 
 from heedful.core.base.arrays import ArraySpec, item_bytes
-from heedful.core.base.symbols import if_above
+from heedful.core.base.symbols import Symbol, if_above
 from heedful.core.registry.tiles import CONSUMER_ROWS
 from heedful.launch.program.spec import TensorMap as Map
 
@@ -100,7 +100,14 @@ def stride(spec: ArraySpec, axis: int) -> int:
     axis %= len(spec.shape)
     if axis == len(spec.shape) - 1:
         return spec.strides[axis]
-    return if_above(spec.shape[axis], 1, spec.strides[axis], _least_stride(spec))
+    own, least = spec.strides[axis], _least_stride(spec)
+    chosen, step = if_above(spec.shape[axis], 1, own, least), own
+    if isinstance(own, Symbol):
+        step = own.step
+    if isinstance(chosen, Symbol) and step > 0 and step % least == 0:
+        # It is of account or may be anything, by the lengths: one number less to work out.
+        return own
+    return chosen
 
 
 def _least_stride(spec: ArraySpec) -> int:

@@ -10,11 +10,12 @@ share.
 
 import struct
 from collections.abc import Callable, Sequence
-from copy import copy
+from functools import partial
 from itertools import compress
 from operator import itemgetter
 from typing import Any
 
+from heedful.core.base import evaluated
 from heedful.core.base.arrays import item_bytes
 from heedful.core.base.device import vendor_of
 from heedful.core.base.symbols import Symbol, settled
@@ -40,22 +41,7 @@ class KernelKind:
     """One kernel of a program, compiled and loaded, for calls that differ in numbers alone: its
     lengths may be symbols."""
 
-    # Of a copy, too, attributes are found fast.
-    __slots__ = (
-        "artifact",
-        "fill",
-        "grid",
-        "layout",
-        "maps",
-        "pool",
-        "_addresses",
-        "_device",
-        "_driver",
-        "_fields",
-        "_function",
-        "_image",
-        "_queued",
-    )
+    __slots__ = ("fill", "grid", "layout", "maps", "pool", "_new_slot")
 
     def __init__(
         self,
@@ -68,7 +54,7 @@ class KernelKind:
     ):
         """names: of buffers, in the order of the addresses. numbers: of the call. begin: where
         those that change begin among all that do."""
-        self.artifact = artifact = compile_call(call, arch)
+        artifact = compile_call(call, arch)
         if artifact.scratch_bytes:
             raise RuntimeError(f"{call.kernel.function}: compiler scratch is not supported")
         if artifact.cluster != call.cluster:
@@ -76,12 +62,11 @@ class KernelKind:
                 f"{call.kernel.function} is compiled for clusters of {artifact.cluster}, "
                 f"the launch asks for {call.cluster}"
             )
-        self._driver = driver(vendor_of(arch))
-        key = (device, arch, call.variant)
+        own, key = driver(vendor_of(arch)), (device, arch, call.variant)
         if key not in _functions:
-            _functions[key] = self._driver.load(artifact, device)
-        self._function, self._device = _functions[key], device
-        self._queued = call.programmatic, call.cooperative
+            _functions[key] = own.load(artifact, device)
+        queued = call.programmatic, call.cooperative
+        self._new_slot = partial(own.Slot, artifact, _functions[key], device, *queued)
         self.grid = slice(begin, begin + 3)
         offsets = {p.name: p.offset for p in artifact.parameters}
         places = {name: names.index(buffer) for name, buffer in _buffers(call).items()}
@@ -92,35 +77,22 @@ class KernelKind:
         self.maps = [(places[name], offsets[name], word) for name, word in words.items()]
         self.layout = artifact.parameter_bytes, pointers, [offset for _, offset, _ in self.maps]
         places_of = {index: begin + n for n, index in enumerate(_changing(numbers))}
-        self._fields, self._image = [], bytearray(end)
+        fields, image = [], bytearray(end)
         for offset, kind, index in _fields(call, artifact):
             if index in places_of:
-                self._fields.append((offset, kind, places_of[index]))
+                fields.append((offset, kind, places_of[index]))
             else:
-                struct.pack_into("<" + kind, self._image, offset, numbers[index])
-        self._addresses = pointers + [(word, index) for index, _, word in self.maps]
-        self.fill = _filler(self._image, self._fields, self._addresses)
+                struct.pack_into("<" + kind, image, offset, numbers[index])
+        addresses = pointers + [(word, index) for index, _, word in self.maps]
+        self.fill = _filler(image, fields, addresses)
         self.pool: list = []
-
-    def narrowed(self, numbers: Sequence[Any]) -> "KernelKind":
-        """The same kernel for some of its calls. numbers: all of them, plain ones where these are
-        the same for those calls."""
-        other = copy(self)
-        other._fields, other._image = [], bytearray(self._image)
-        for offset, kind, place in self._fields:
-            if isinstance(numbers[place], Symbol):
-                other._fields.append((offset, kind, place))
-            else:
-                struct.pack_into("<" + kind, other._image, offset, numbers[place])
-        other.fill = _filler(other._image, other._fields, self._addresses)
-        return other
 
     def take(self):
         """An argument buffer."""
         try:
             return self.pool.pop()
         except IndexError:
-            return self._driver.Slot(self.artifact, self._function, self._device, *self._queued)
+            return self._new_slot()
 
     def run(self, numbers: Sequence[int | float], addresses: Sequence[int], stream: int) -> None:
         """Launches with these on a raw stream; the device must be current."""
@@ -258,13 +230,6 @@ class ProgramKind:
         # By which of them have something to do.
         self._together: dict[tuple[bool, ...], Together] = {}
 
-    def narrowed(self, numbers: Sequence[Any]) -> "ProgramKind":
-        """The same program for some of its calls. numbers: see KernelKind.narrowed."""
-        other = copy(self)
-        other._kernels = [kind.narrowed(numbers) for kind in self._kernels]
-        other._together = {}
-        return other
-
     def bind(self, numbers: Sequence[int | float]) -> Callable[[Sequence[int], int], None]:
         """Runs the kernels with their numbers, those of each call after those of the one before,
         on addresses and a stream: see BoundProgram.run."""
@@ -356,8 +321,9 @@ def _filler(
         values += f", {between}" * any(between) + f", {value}" * bool(kind)
         position = offset + struct.calcsize("<" + kind)
     # As code, which takes less time than putting together what is packed.
-    code = f"lambda buffer, numbers, addresses: pack_into(buffer, 0{values})"
-    return eval(code, {"pack_into": struct.Struct(layout).pack_into})
+    line = f"return pack_into(buffer, 0{values})"
+    scope = {"pack_into": struct.Struct(layout).pack_into}
+    return evaluated.function("buffer, numbers, addresses", [line], scope)
 
 
 # Of a kernel's buffer: up to where a launch reads it; of each pointer the offset, and its place
@@ -390,8 +356,7 @@ def _refiller(
             position = offset + size
         scope[f"pack_{at}"] = struct.Struct(layout).pack_into
         calls.append(f"pack_{at}(buffers[{at}], 0{values})")
-    code = f"lambda buffers, rest, addresses, maps: ({', '.join(calls)},)"
-    return eval(code, scope), parts
+    return evaluated.function("buffers, rest, addresses, maps", calls, scope), parts
 
 
 def _getter(indices: list[int]):

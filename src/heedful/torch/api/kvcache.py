@@ -293,7 +293,10 @@ class CacheCall:
             x = x._replace(q=x.q.new_empty(x.q.shape))
         part, part_options = attention_part(x, options, update)
         whole_out = out if before is None else None
-        facts = {"v_in_k": lies_in(x.v, x.k), "keeps_rest": before is not None and keeps_rest(x.q)}
+        facts: dict[str, Any] = {
+            "v_in_k": lies_in(x.v, x.k),
+            "keeps_rest": before is not None and keeps_rest(x.q),
+        }
         self.attention = Call(part, part_options, (False, False), whole_out, **facts)
         self.prefix: Prefix | None = None
         if before is not None:

@@ -13,7 +13,7 @@ from heedful.torch.base.arrays import array_spec
 from heedful.torch.base.device import device_spec
 from heedful.torch.base.dispatch import are_bare, needs_dispatcher, wants_gradients
 from heedful.torch.base.forked import check_device
-from heedful.torch.eager.execute import Executable, allocator, current_device
+from heedful.torch.eager.execute import Case, address_of, allocator, current_device
 from heedful.torch.eager.keys import tensor_keys
 from heedful.torch.eager.kinds import Kinds
 from heedful.torch.operands.adapt import dense_rows
@@ -116,7 +116,7 @@ class DeviceMerge:
         self._names = [name for name in buffers if name not in ("out", "lse")]
         arch = device_spec(device).arch
         program = portable.combine(buffers)
-        self._merge = Executable.of(program, arch, device, [*self._names, "out", "lse"])
+        self._run = Case(program, arch, device, [*self._names, "out", "lse"]).alone()
         self._new_out = allocator(shape, getattr(torch, out.dtype), device)
         self._new_lse = allocator(lse_shape, torch.float32, device)
 
@@ -129,7 +129,8 @@ class DeviceMerge:
                 return self(tensors, out)
         lse = self._new_lse()
         out = self._new_out() if out is None else out
-        self._merge([*(tensors[name] for name in self._names), out, lse])
+        given = [*(tensors[name] for name in self._names), out, lse]
+        self._run([*map(address_of, given)])
         return out, lse
 
 

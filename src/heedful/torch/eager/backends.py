@@ -4,17 +4,17 @@ A runner holds everything that one kind of call needs again and again: the plan 
 compiled kernels with their arguments in place.
 """
 
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from operator import call, itemgetter
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from heedful.core.base import settings
 from heedful.core.base.arrays import ArraySpec, item_bytes
+from heedful.core.base.symbols import value_of
 from heedful.core.call.operands import Gradients, Operands, own_shape
 from heedful.core.call.problem import AttentionProblem, Lengths
 from heedful.core.call.storage import are_mappable, storage
@@ -30,14 +30,12 @@ from heedful.torch.base.forked import check_device
 from heedful.torch.eager.cpu_runner import Backward, CpuRunner
 from heedful.torch.eager.execute import (
     Allocator,
-    ExecutableKind,
+    Case,
+    Run,
     address_of,
-    allocator,
     current_device,
-    maker,
 )
 from heedful.torch.eager.kinds import (
-    Cases,
     Kinds,
     Sizes,
     at_lengths,
@@ -48,15 +46,19 @@ from heedful.torch.eager.kinds import (
 from heedful.torch.eager.pages import backward_of_pages
 from heedful.torch.operands.adapt import is_mappable
 
-# Runs a program on the addresses of tensors of the current device. The list is for it alone.
-Run = Callable[[list[int]], None]
 _named = tuple.__new__
 
 
 def prepare(
-    problem: AttentionProblem, x: Operands, backend: str | None = None, notes: tuple[str, ...] = ()
+    problem: AttentionProblem,
+    x: Operands,
+    backend: str | None = None,
+    notes: tuple[str, ...] = (),
+    numbers: Sequence[Any] | None = None,
 ):
-    """The runner of a problem on the device of `x.q`.
+    """The runner of a problem on the device of `x.q`. numbers: the lengths of the problem and the
+    sizes of its operands, as `of_call` has them, where they are symbols of a case that is made: the
+    runner's case is that one then.
 
     Raises ValueError, with every reason, where no kernel or not the named one can run it,
     RuntimeError for a GPU in a child of a process that used it.
@@ -67,13 +69,28 @@ def prepare(
         chosen = planned(problem, device, backend, notes)
         decision(chosen)
         return CpuRunner(chosen)
-    tensors = {name: t for name, t in zip(Operands._fields, x, strict=True) if t is not None}
+    present = [index for index, tensor in enumerate(x) if tensor is not None]
+    tensors = {Operands._fields[index]: x[index] for index in present}
     kind, values = of_call(problem, tensors)
-    how = device, backend, notes
-    key = (kind, how, settings.get("backend"), packs.backends())
-    pick = itemgetter(*(i for i, tensor in enumerate(x) if tensor is not None))
-    family = FAMILIES.of(key, lambda: Family(kind[2:], how, pick))
-    return family.runner(problem, values)
+    arrays, pick = kind[2:], itemgetter(*present)
+    key = (kind, device, backend, notes, settings.get("backend"), packs.backends())
+
+    def make(numbers) -> PlannedCase:
+        traced, specs = with_numbers(problem, arrays, numbers)
+        chosen = planned(traced, device, backend, notes)
+        case = _forward_case(chosen, specs, device)
+        case.kinds, case.pick = arrays, pick
+        told = replace(chosen, problem=problem)
+        decision(told)
+        note(told, "forward", with_numbers(problem, arrays, values)[1] | results(problem))
+        return case
+
+    if numbers is None:
+        case, plain = FAMILIES.of(key).find(values, make)
+    else:
+        case = make(numbers)
+        plain = tuple(map(value_of, case.outputs))
+    return GpuRunner(case, plain, problem, values[_LENGTHS:])
 
 
 def planned(
@@ -93,133 +110,35 @@ _LENGTHS = len(Lengths._fields)
 FAMILIES = settings.forgotten(Kinds())
 
 
-class Family:
-    """Runners of calls of one kind, on a GPU."""
-
-    __slots__ = ("_cases", "_how", "device", "kinds", "pick")
-
-    def __init__(self, kinds: tuple, how: tuple, pick: Callable[[Operands], tuple]):
-        """kinds: of the operands; pick: those that are there. how: device, backend, notes."""
-        self.kinds, self._how, self.pick, self._cases = kinds, how, pick, Cases()
-        self.device = how[0]
-
-    def runner(self, like: AttentionProblem, values: Sequence[int]) -> "GpuRunner":
-        """The runner of a problem that differs from `like` in lengths alone. values: all that they
-        may change of it and its operands, as `of_call` has them."""
-        found = self._cases.known(values)
-        if found is None:
-            problem = at_lengths(like, values)
-            found = self._cases.find(values, lambda made: self._case(problem, values, made))
-        return GpuRunner(self, *found, like, values[_LENGTHS:])
-
-    def _case(self, problem: AttentionProblem, values: Sequence[int], numbers: Sequence) -> "Case":
-        device, backend, notes = self._how
-        traced, specs = with_numbers(problem, self.kinds, numbers)
-        chosen = planned(traced, device, backend, notes)
-        case = _forward_case(chosen, specs, device)
-        case.trace = numbers[0].trace
-        told = replace(chosen, problem=problem)
-        decision(told)
-        _, given = with_numbers(problem, self.kinds, values)
-        note(told, "forward", given | results(problem))
-        return case
-
-
-class Case:
+class PlannedCase(Case):
     """One direction of calls of one kind that answer alike what is asked about their lengths.
 
-    plan: of lengths that may be symbols. outputs: the lengths, of a forward; the shapes of what is
-    made, one after the other; their strides; the numbers of the program. shapes: where among them
-    the shapes are. trace: what the outputs of a forward come from, where they are symbols.
-    backwards, outs: kinds of a forward's backward, and of itself into given memory. latest: by
-    whether lse has a cotangent, the likeness of what the last backward was given, and that one.
+    plan: of lengths that may be symbols. Of a forward: kinds and pick: of its operands, and what
+    picks those that are there; backwards, outs: kinds of its backward, and of itself into given
+    memory; latest: by whether lse has a cotangent, the likeness of what the last backward was
+    given, and that one.
     """
 
-    # Of a copy, too, attributes are found fast.
-    __slots__ = (
-        "backwards",
-        "latest",
-        "outputs",
-        "outs",
-        "plan",
-        "shapes",
-        "trace",
-        "_device",
-        "_executable",
-        "_made",
-        "_make",
-    )
+    __slots__ = ("backwards", "kinds", "latest", "outs", "pick", "plan")
 
-    def __init__(
-        self,
-        chosen: Plan,
-        direction: str,
-        specs: dict,
-        device: torch.device,
-        made: Sequence[ArraySpec],
-    ):
-        """made: the arrays that the program's caller makes for it, dense ones."""
+    def __init__(self, chosen: Plan, direction: str, specs: dict, device, made, before=()):
+        """made: the arrays that the program's caller makes for it. before: numbers that come before
+        theirs: the lengths, of a forward."""
+        run = program(chosen, direction, specs)
+        super().__init__(run, chosen.device.arch, device, list(specs), made, before)
         self.plan = chosen
         self.backwards, self.outs = Kinds(), Kinds()
         self.latest: dict[bool, tuple[Likeness, GpuBackward]] = {}
-        self._device, self._make, self.trace = device, maker(device), None
-        lengths = chosen.problem.lengths if direction == "forward" else ()
-        self.outputs: list[Any] = [0 if length is None else length for length in lengths]
-        end, dims = len(self.outputs), sum([len(spec.shape) for spec in made])
-        self.outputs += [size for spec in made for size in spec.shape]
-        self.outputs += [stride for spec in made for stride in spec.strides]
-        self.shapes, self._made = slice(end, end + dims), []
-        for spec in made:
-            begin, end = end, end + len(spec.shape)
-            strides = slice(dims + begin, dims + end)
-            self._made.append((slice(begin, end), strides, getattr(torch, spec.dtype)))
-        run, arch = program(chosen, direction, specs), chosen.device.arch
-        self._executable = ExecutableKind(run, arch, device, list(specs), len(self.outputs))
-        self.outputs += self._executable.outputs
-
-    def allocators(self, numbers: Sequence[int | float]) -> list[Allocator]:
-        """Of what is made, each."""
-        device = self._device
-        return [
-            allocator(numbers[shape], dtype, device, numbers[strides])
-            for shape, strides, dtype in self._made
-        ]
-
-    def bind(self, numbers: Sequence[int | float]) -> Run:
-        """The program with these numbers, in the order of `outputs`."""
-        return self._executable.bind(numbers).run
-
-    def run(self, numbers: Sequence[int | float], addresses: list[int]) -> None:
-        """Runs the program with these numbers, and keeps nothing."""
-        self._executable.run(numbers, addresses)
-
-    def narrowed(self, numbers: Sequence[Any]) -> "Case":
-        """The same for some of its calls. numbers: all of them, plain ones where these are the same
-        for those calls."""
-        other = copy(self)
-        other._executable = self._executable.narrowed(numbers)
-        return other
-
-    def make(self, numbers: Sequence[int | float]) -> list[torch.Tensor]:
-        """What is made, now."""
-        make = self._make
-        return [
-            make(numbers[shape], numbers[strides], dtype) for shape, strides, dtype in self._made
-        ]
-
-    def maker(self, numbers: Sequence[int | float]) -> Callable[[], list[torch.Tensor]]:
-        """`make` of these numbers, for many calls."""
-        made = self.allocators(numbers)
-        return lambda: [*map(call, made)]
 
 
-def _forward_case(chosen: Plan, specs: dict, device: torch.device) -> Case:
+def _forward_case(chosen: Plan, specs: dict, device: torch.device) -> PlannedCase:
     """The case of the forward of a plan on these operands; what else they hold is what it writes
-    into in place of memory of its own."""
+    into in place of memory of its own. Its first numbers are the lengths."""
     made = results(chosen.problem)
     own = [made[name] for name in ("out", "lse") if name in made]
     specs = specs | {name: spec for name, spec in made.items() if name not in specs}
-    return Case(chosen, "forward", specs, device, own)
+    lengths = [0 if length is None else length for length in chosen.problem.lengths]
+    return PlannedCase(chosen, "forward", specs, device, own, lengths)
 
 
 class GpuRunner:
@@ -227,40 +146,24 @@ class GpuRunner:
     use, one per layout of the tensors that the caller chooses after planning (out)."""
 
     __slots__ = (
-        "_device",
-        "_into_given",
-        "_is_known",
-        "_like",
-        "_new_lse",
-        "_new_out",
-        "_numbers",
-        "_pick",
-        "_run",
-        "_sizes",
-        "case",
-        "family",
+        *("case", "_into_given", "_is_known", "_like", "_new_lse", "_new_out", "_numbers"),
+        *("_pick", "_run", "_sizes"),
     )
 
-    def __init__(self, family: Family, case: Case, numbers, like, sizes: Sequence[int]):
+    def __init__(self, case: PlannedCase, numbers, like, sizes: Sequence[int]):
         """like: a problem from which lengths alone tell this one. sizes: what these change of the
         operands. numbers: what the case makes of both."""
         self.case, self._numbers, self._like, self._sizes = case, numbers, like, sizes
-        self.family, self._device, self._pick = family, family.device, family.pick
+        self._pick = case.pick
         self._run: Run | None = None  # once lengths have come again
         self._into_given: dict[tuple, Run | None] | None = None
         self._is_known = False
 
     def at(self, numbers: Sequence[Any], sizes: Sequence[int], comes_again: bool) -> "GpuRunner":
         """That of other lengths of the same case. comes_again: whether they came before."""
-        made = GpuRunner(self.family, self.case, numbers, self._like, sizes)
+        made = GpuRunner(self.case, numbers, self._like, sizes)
         made._is_known = comes_again
         return made
-
-    def narrowed(self, numbers: Sequence[Any]) -> "GpuRunner":
-        """The same for some of its case's calls. numbers: see Case.narrowed."""
-        other = copy(self)
-        other.case = self.case.narrowed(numbers)
-        return other
 
     @property
     def problem(self) -> AttentionProblem:
@@ -278,8 +181,8 @@ class GpuRunner:
     def on(self, addresses: list[int], out: torch.Tensor | None = None):
         """The same of the addresses of the operands that are there, in a list for this call
         alone."""
-        if current_device() != self._device.index:
-            with torch.cuda.device(self._device):
+        if current_device() != self.case.index:
+            with torch.cuda.device(self.case.device):
                 return self.on(addresses, out)
         run = self._run
         if out is not None:
@@ -319,23 +222,24 @@ class GpuRunner:
 
     def once_on(self, numbers: Sequence[Any], addresses: list[int]):
         """The same of the operands' addresses, in a list for this call alone."""
-        if current_device() != self._device.index:
-            with torch.cuda.device(self._device):
+        case = self.case
+        if current_device() != case.index:
+            with torch.cuda.device(case.device):
                 return self.once_on(numbers, addresses)
-        made, probs = self.case.make(numbers), None
+        made, probs = case.make(numbers), None
         if self._like.keeps_rest:
             made.append(torch.empty_like(made[1]))
         addresses += map(address_of, made)
         if self._like.return_probs:
             probs = self._probs(numbers, made[0].dtype)
             addresses.append(probs.data_ptr())
-        self.case.run(numbers, addresses)
+        case.run(numbers, addresses)
         lse = made[1] if len(made) == 2 else tuple(made[1:]) or None
         return made[0], lse, probs
 
     def _probs(self, numbers: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
         shape = at_lengths(self._like, numbers).probs_shape
-        return torch.zeros(shape, dtype=dtype, device=self._device)
+        return torch.zeros(shape, dtype=dtype, device=self.case.device)
 
     def _allocators(self) -> tuple[Allocator, Allocator | None]:
         """Of out and lse."""
@@ -366,16 +270,16 @@ class GpuRunner:
             found = self._into_given[key] = case.bind(numbers)
         return found
 
-    def _into(self, out: torch.Tensor) -> tuple[Case, tuple]:
+    def _into(self, out: torch.Tensor) -> tuple[PlannedCase, tuple]:
         """The case of the forward into this memory, and its numbers."""
         own, sizes = of_tensor("out", out)
-        kinds, problem = (*self.family.kinds, own), self.problem
+        kinds, problem = (*self.case.kinds, own), self.problem
         values = [*self._numbers[:_LENGTHS], *self._sizes, *sizes]
 
-        def make(numbers) -> Case:
+        def make(numbers) -> PlannedCase:
             note(self.plan, "forward", results(problem) | with_numbers(problem, kinds, values)[1])
             traced, specs = with_numbers(problem, kinds, numbers)
-            return _forward_case(replace(self.case.plan, problem=traced), specs, self._device)
+            return _forward_case(replace(self.case.plan, problem=traced), specs, self.case.device)
 
         return self.case.outs.of(own).find(values, make)
 
@@ -416,7 +320,7 @@ class GpuRunner:
 class GatheredBackward:
     """The backward of a plan whose keys lie in pages, on dense copies of them."""
 
-    def __init__(self, plan: Plan, case: Case):
+    def __init__(self, plan: Plan, case: PlannedCase):
         self._plan, self._kinds = replace(plan, problem=plan.problem.gathered()), case.backwards
         self._dense: GpuBackward | None = None
 
@@ -487,11 +391,11 @@ class GpuBackward:
             chosen = stored_as(replace(plan, problem=problem), **facts)
             return chosen, specs | made, [*made.values()]
 
-        def make(numbers) -> Case:
+        def make(numbers) -> PlannedCase:
             chosen, specs, _ = described(values)
             note(chosen, "backward", specs)
             chosen, specs, own = described(numbers)
-            return Case(chosen, "backward", specs, self._device, own)
+            return PlannedCase(chosen, "backward", specs, self._device, own)
 
         self._cases = kinds.of(kind)
         case, numbers = self._cases.find(values, make)

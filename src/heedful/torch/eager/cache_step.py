@@ -15,7 +15,7 @@ from heedful.launch.program import programs
 from heedful.launch.program.buffers import results
 from heedful.launch.record import note
 from heedful.torch.base.arrays import array_spec
-from heedful.torch.eager.execute import Allocator, Executable, address_of, allocator, current_device
+from heedful.torch.eager.execute import Allocator, Case, address_of, allocator, current_device
 from heedful.torch.operands.adapt import dense_rows
 
 
@@ -46,7 +46,7 @@ class DeviceStep:
         buffers = {**given, **left}
         step = programs.step(plan, buffers, interleaved, update.position0)
         note(plan, "step", buffers, interleaved=interleaved, position0=update.position0)
-        self._run = Executable.of(step, plan.device.arch, q.device, [*given, *left]).run
+        self._run = Case(step, plan.device.arch, q.device, [*given, *left]).alone()
         self._new_out = self._allocator(left["out"])
         self._new_lse = self._allocator(left["lse"]) if "lse" in left else None
         self._new_q = self._allocator(left["q"]) if "q" in left else None

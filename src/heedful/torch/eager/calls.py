@@ -16,7 +16,6 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from heedful.core.base import settings
-from heedful.core.base.symbols import Trace, settled
 from heedful.core.call.arguments import ABSENT, NUMBERS, AttentionCall, Options
 from heedful.core.call.describe import describe
 from heedful.core.call.operands import Operands
@@ -38,7 +37,7 @@ from heedful.torch.eager.keys import call_key, named_tensors
 from heedful.torch.eager.kinds import (
     MOST_KINDS,
     ArrayKind,
-    Cases,
+    Kind,
     Kinds,
     Sizes,
     of_tensor,
@@ -135,9 +134,11 @@ class Call:
         seed=None,
         v_in_k: bool = False,
         keeps_rest: bool = False,
+        trace: Callable[[], Sequence[Any]] | None = None,
     ):
         """v_in_k: v lies in k, as the caller's key for this call says. keeps_rest: as of an
-        AttentionProblem, on a GPU.
+        AttentionProblem, on a GPU. trace: makes the numbers of `backends.prepare`, once the call is
+        known to be one that can be.
 
         Raises TypeError or ValueError for a call that cannot be.
         """
@@ -155,7 +156,8 @@ class Call:
         if self.dropout and x.seed is None:
             given = given._replace(seed=x.q.new_empty(1, dtype=torch.int64))
         notes = copies(described.x)
-        self.runner = backends.prepare(problem, given, options.backend, notes)
+        numbers = None if trace is None else trace()
+        self.runner: Any = backends.prepare(problem, given, options.backend, notes, numbers)
         plan = self.runner.plan
         self.wants_grad = grad[0]
         self.like: Any = None
@@ -182,9 +184,24 @@ class Call:
     def problem(self) -> AttentionProblem:
         return self.runner.problem
 
-    def at(self, runner, x: Sequence[Any]) -> "Call":
-        """The same call of other lengths, with its own runner. x: the caller's tensors."""
-        call = object.__new__(Call)
+    @property
+    def outputs(self) -> list[Any]:
+        """The numbers of its case, of one that was traced."""
+        return self.runner.case.outputs
+
+    def once(self, numbers: Sequence[Any], tensors: Sequence[Tensor]) -> "Once | None":
+        """The call of lengths that most likely come but once, if it can be run and forgotten.
+        numbers: of its case. tensors: the operands that are there."""
+        if self.wants_grad or not self.plain:
+            return None
+        return _new(Once, (self.results, partial(self.runner.forward_once, numbers, tensors)))
+
+    def at(
+        self, numbers: Sequence[Any], sizes: Sequence[int], x: Sequence[Any], comes_again: bool
+    ) -> "Call":
+        """The call of other lengths of its case. numbers: of the case. sizes: of the operands. x:
+        the caller's tensors. comes_again: whether these lengths came before."""
+        runner, call = self.runner.at(numbers, sizes, comes_again), object.__new__(Call)
         # One by one, in a third of the time of a loop.
         call.checks, call.dropout = self.checks, self.dropout
         call.kind, call.plain, call.results = self.kind, self.plain, self.results
@@ -278,50 +295,6 @@ def find(
     return call
 
 
-class CheckedCase:
-    """Calls of one kind that answer alike what is asked about their lengths when they are checked.
-    outputs: the lengths of the problem. trace: what they come from."""
-
-    def __init__(self, call: Call, described: AttentionCall, trace: Trace):
-        """described: the call, of lengths that are symbols of the trace."""
-        self.call, self.trace = call, trace
-        lengths = describe(described).lengths
-        self.outputs = [0 if length is None else length for length in lengths]
-        runner: Any = call.runner  # of a GPU: `_of_kind` knows no other
-        self.family, self.like = runner.family, call.problem
-
-
-class CallCase:
-    """Calls of one kind that answer alike all that is asked about their lengths until they run.
-    outputs: the numbers of their runners."""
-
-    def __init__(self, checked: CheckedCase, lengths: Sequence[int], values: list, numbers: list):
-        """lengths: of the problem. values: the longest lengths and the sizes of a call's operands;
-        numbers: the same as symbols."""
-        self._call = checked.call
-        runner = checked.family.runner(checked.like, (*lengths, *values[2:]))
-        trace, case = numbers[0].trace, runner.case
-        found = trace.inline(checked.trace, numbers, checked.outputs)
-        self.outputs = trace.inline(case.trace, found + numbers[2:], case.outputs)
-        self._runner = runner.narrowed(settled(self.outputs))
-        self._is_simple = self._call.plain and not self._call.wants_grad
-
-    def at(
-        self, numbers: Sequence[Any], sizes: Sequence[int], x: Sequence[Any], comes_again: bool
-    ) -> Call:
-        """The call of other lengths. sizes: of its operands. comes_again: whether they came
-        before."""
-        return self._call.at(self._runner.at(numbers, sizes, comes_again), x)
-
-    def once(self, numbers: Sequence[Any], tensors: Sequence[Tensor]) -> "Once | None":
-        """The call of lengths that most likely come but once, if it can be run and forgotten.
-        tensors: the operands that are there."""
-        if not self._is_simple:
-            return None
-        run = partial(self._runner.forward_once, numbers, tensors)
-        return _new(Once, (self._call.results, run))
-
-
 class Once(NamedTuple):
     """A call on these very tensors, which go to the kernels as they are, without gradients, where
     it is not to be kept. run(): what a Call's forward gives. results: as a Call's."""
@@ -349,11 +322,11 @@ class LatestKind:
     """The kind of the last calls with the same options, known again without a key, and its calls
     by their sizes: None of those that came once, as most do, whose memory is better used again."""
 
-    __slots__ = ("_aligned", "_calls", "_cases", "_likeness", "_packs", "_sizes")
+    __slots__ = ("_aligned", "_calls", "_kind", "_likeness", "_packs", "_sizes")
 
-    def __init__(self, cases: Cases, kinds: Sequence[ArrayKind], values: Sequence[Any]):
+    def __init__(self, kind: Kind, kinds: Sequence[ArrayKind], values: Sequence[Any]):
         """values: operands of a call. kinds: theirs."""
-        self._cases, self._packs = cases, packs.backends()
+        self._kind, self._packs = kind, packs.backends()
         self._likeness = Likeness(values, kinds)
         # Whoever asks has seen that q, k and v are.
         self._aligned = len(kinds) == 3
@@ -374,7 +347,7 @@ class LatestKind:
         calls = self._calls
         call = calls.get(sizes)
         if call is None:
-            known = self._cases.known(sizes)
+            known = self._kind.known(sizes)
             if known is None:
                 return None
             case, numbers = known
@@ -411,25 +384,25 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) 
         return None
     how = settings.get("backend"), settings.get("check_pages"), packs.backends()
     without_longest = options._replace(max_seqlen_q=None, max_seqlen_k=None)
-    checks, cases = KINDS.of((without_longest, grad, how, *kinds), lambda: (Cases(), Cases()))
+    known = KINDS.of((without_longest, grad, how, *kinds))
+
+    def make(numbers) -> Call:
+        def trace() -> list[Any]:
+            """Checks and plans with lengths that are symbols."""
+            rest = iter(numbers)
+            given = options._replace(max_seqlen_q=next(rest), max_seqlen_k=next(rest))
+            specs = {kind.name: with_sizes(kind, rest) for kind, *_ in kinds}
+            described = AttentionCall(Operands(**specs), given, *grad)
+            return [*describe(described).lengths, *numbers[2:]]
+
+        return Call(x, options, grad, None, trace=trace)
+
     values = [value or 0 for value in options[_LONGEST]] + sizes
-
-    def check(numbers) -> CheckedCase:
-        rest = iter(numbers)
-        given = options._replace(max_seqlen_q=next(rest), max_seqlen_k=next(rest))
-        specs = {kind.name: with_sizes(kind, rest) for kind, *_ in kinds}
-        described = AttentionCall(Operands(**specs), given, *grad)
-        return CheckedCase(Call(x, options, grad, None), described, numbers[0].trace)
-
-    def make(numbers) -> CallCase:
-        checked, lengths = checks.find(values, check)
-        return CallCase(checked, lengths, values, numbers)
-
-    case, numbers = cases.find(values, make)
+    call, numbers = known.find(values, make)
     if base is not None and all([kind.aligned for kind, _, _ in kinds]):
         LATEST.of(base, lambda: None)
-        LATEST[base] = LatestKind(cases, [kind for kind, _, _ in kinds], x)
-    return case.at(numbers, sizes, x, comes_again=False)
+        LATEST[base] = LatestKind(known, [kind for kind, _, _ in kinds], x)
+    return call.at(numbers, sizes, x, comes_again=False)
 
 
 def attend(

@@ -1,16 +1,17 @@
 """Runs bound programs on torch's memory and streams. The only users of torch's private names."""
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import partial
+from itertools import chain
+from operator import call
 from typing import Any
 
 import torch
 from torch._C._dynamo import guards
 
 from heedful.core.base import settings
-from heedful.core.base.arrays import dense_strides
-from heedful.core.base.symbols import Symbol
+from heedful.core.base.arrays import ArraySpec, dense_strides
+from heedful.core.base.symbols import Symbol, settled
 from heedful.launch.program.bound import ProgramKind, changing, numbers_of
 from heedful.launch.program.spec import Program
 from heedful.torch.eager import zeros
@@ -67,36 +68,28 @@ def allocator(
 Region = tuple[Sequence[int], int] | None
 # Launches kernels with addresses, in a list for this launch alone, on a raw stream.
 Launch = Callable[[list[int], int], None]
+# Runs a program on the addresses of tensors of the current device. The list is for it alone.
+Run = Callable[[list[int]], None]
 
 
-class ExecutableKind:
-    """A program on one device for calls that differ in numbers alone. Compiles when the first is
-    bound or run.
+class Case:
+    """A program on one device for calls that differ in numbers alone. Compiles when the first of
+    them is bound or run.
 
-    outputs: all of them, in the order in which they are taken: where scratch begins in its region,
+    made: arrays that it makes for each call, dense ones: the last of the program's before scratch.
+    outputs: all numbers, in the order in which they are taken: those that come before its own; the
+    shapes of what is made, one after the other; their strides; where scratch begins in its region,
     and how large that is; the same of scratch that begins with zeros; what the kernels want.
+    shapes: where among them the shapes are.
+
+    Scratch comes from torch's caching allocator for the duration of the call, on the current
+    stream, so that capture into a CUDA graph and several streams just work.
     """
 
-    # Of a copy, too, attributes are found fast.
     __slots__ = (
-        "device",
-        "index",
-        "outputs",
-        "scratch",
-        "zeroed",
-        "_arch",
-        "_before",
-        "_bound",
-        "_end",
-        "_leaves_zeros",
-        "_limit",
-        "_make",
-        "_numbers",
-        "_order",
-        "_places",
-        "_program",
-        "_settled",
-        "_wider",
+        *("device", "index", "outputs", "scratch", "shapes", "zeroed"),
+        *("_arch", "_end", "_leaves_zeros", "_limit", "_loaded", "_made", "_make", "_numbers"),
+        *("_order", "_places", "_program"),
     )
 
     def __init__(
@@ -105,59 +98,83 @@ class ExecutableKind:
         arch: str,
         device: torch.device,
         names: Sequence[str],
-        before: int = 0,
+        made: Sequence[ArraySpec] = (),
+        before: Sequence[Any] = (),
     ):
-        """program: its numbers may be symbols. before: how many numbers come before its own."""
+        """program: its numbers may be symbols. names: of its buffers but scratch, in the order of
+        addresses. before: numbers that come before its own."""
         self._program, self._arch = program, arch
-        self.device, self.index = device, device.index
-        self._make = maker(device)
+        self.device, self.index, self._make = device, device.index, maker(device)
+        self.outputs: list[Any] = [*before]
+        begin, dims = len(before), sum([len(spec.shape) for spec in made])
+        self.shapes, self._made = slice(begin, begin + dims), []
+        for spec in made:
+            end = begin + len(spec.shape)
+            places = slice(begin, end), slice(dims + begin, dims + end)
+            self._made.append((*places, getattr(torch, spec.dtype)))
+            begin = end
+        for sizes in ([spec.shape for spec in made], [spec.strides for spec in made]):
+            self.outputs += chain(*sizes)
         zeroed = [w for w in program.workspaces if w.zeroed]
         others = [w for w in program.workspaces if not w.zeroed]
         self._order = [*names, *(workspace.name for workspace in (*others, *zeroed))]
-        self.outputs: list[Any] = []
-        self._before = before
         # Where among the numbers the places of regions are, behind which comes their size.
         self.scratch, self.zeroed = (self._region(regions) for regions in (others, zeroed))
         self._leaves_zeros = all(w.left_zero for w in zeroed)
-        self._end = before + len(self.outputs)
-        # Now: what is asked later is no guard of a case.
+        # Where those of the kernels begin, of which all is asked now: later it were no guard.
+        self._end = len(self.outputs)
         self._numbers = [numbers_of(call) for call in program.calls]
         for numbers in self._numbers:
             self.outputs += changing(numbers)
-        self._bound: ProgramKind | None = None
-        self._wider: ExecutableKind | None = None
+        self._loaded: ProgramKind | None = None
         # Where they are the same for all calls.
-        self._places: tuple[Region, Region] | None = None
+        places = self.places(settled(self.outputs))
+        within = [place for own, size in filter(None, places) for place in (*own, size)]
+        moves = any([isinstance(place, Symbol) for place in within])
+        self._places: tuple[Region, Region] | None = None if moves else places
         self._limit = settings.get("workspace_limit")
 
     def _region(self, workspaces: list) -> slice | None:
         """Most programs have none."""
         if not workspaces:
             return None
-        begin = self._before + len(self.outputs)
+        begin = len(self.outputs)
         places, size = _places([workspace.buffer.nbytes for workspace in workspaces])
         self.outputs += [*places, size]
         return slice(begin, begin + len(places))
 
-    def narrowed(self, numbers: Sequence[Any]) -> "ExecutableKind":
-        """The same for some of its calls. numbers: those before its own, and its outputs, plain
-        ones where these are the same for those calls."""
-        other = copy(self)
-        other._wider, other._settled, other._bound = self, numbers, None
-        places = self.places(numbers)
-        within = [place for own, size in filter(None, places) for place in (*own, size)]
-        if not any([isinstance(place, Symbol) for place in within]):
-            other._places = places
-        return other
+    def make(self, numbers: Sequence[int | float]) -> list[torch.Tensor]:
+        """What is made, now."""
+        make = self._make
+        return [
+            make(numbers[shape], numbers[strides], dtype) for shape, strides, dtype in self._made
+        ]
 
-    def bind(self, numbers: Sequence[int | float]) -> "Executable":
-        """The program with these numbers. Raises as `kernels`."""
-        return Executable(self, self.kernels(numbers).bind(numbers), numbers)
+    def allocators(self, numbers: Sequence[int | float]) -> list[Allocator]:
+        """Of what is made, each."""
+        device = self.device
+        return [
+            allocator(numbers[shape], dtype, device, numbers[strides])
+            for shape, strides, dtype in self._made
+        ]
+
+    def maker(self, numbers: Sequence[int | float]) -> Callable[[], list[torch.Tensor]]:
+        """`make` of these numbers, for many calls."""
+        made = self.allocators(numbers)
+        return lambda: [*map(call, made)]
+
+    def bind(self, numbers: Sequence[int | float]) -> Run:
+        """Runs the program with these numbers, in the order of `outputs`. Raises as `kernels`."""
+        return self.launcher(self.kernels(numbers).bind(numbers), self.places(numbers))
+
+    def alone(self) -> Run:
+        """Runs a program by itself, whose numbers are plain. Raises as `kernels`."""
+        return self.bind(tuple(self.outputs))
 
     def run(self, numbers: Sequence[int | float], addresses: list[int]) -> None:
-        """Runs the program as `Executable.run` of these numbers does, for lengths that most likely
-        come but once: kernels are not bound, and nothing is kept. Raises as `kernels`."""
-        kernels = self._bound
+        """Runs it with numbers that most likely come but once: kernels are not bound, and nothing
+        is kept. Raises as `kernels`."""
+        kernels = self._loaded
         if kernels is None or self._limit is not None:
             kernels = self.kernels(numbers)
         places = self._places or self.places(numbers)
@@ -168,19 +185,14 @@ class ExecutableKind:
 
         Raises ValueError where the program needs more scratch than is allowed.
         """
-        if self._bound is None:
-            self._bound = self._loaded(numbers)
+        if self._loaded is None:
+            with torch.cuda.device(self.device):
+                given = self._program, self._arch, self.index, self._order, self._numbers
+                self._loaded = ProgramKind(*given, self._end)
         if self._limit is not None:
             regions = [region for region in (self.scratch, self.zeroed) if region]
             _check_scratch(sum([numbers[region.stop] for region in regions]), self._limit)
-        return self._bound
-
-    def _loaded(self, numbers: Sequence[int | float]) -> ProgramKind:
-        if self._wider is not None:
-            return self._wider.kernels(numbers).narrowed(self._settled)
-        with torch.cuda.device(self.device):
-            given = self._program, self._arch, self.index, self._order, self._numbers
-            return ProgramKind(*given, self._end)
+        return self._loaded
 
     def places(self, numbers: Sequence[Any]) -> tuple[Region, Region]:
         """Of scratch, and of such that begins with zeros."""
@@ -190,7 +202,7 @@ class ExecutableKind:
             zeroed and (numbers[zeroed], numbers[zeroed.stop]),
         )
 
-    def launcher(self, run: Launch, places: tuple[Region, Region]) -> Callable[[list[int]], None]:
+    def launcher(self, run: Launch, places: tuple[Region, Region]) -> Run:
         """Calls run(addresses, stream) with the addresses that it is given, behind which it writes
         those of scratch."""
         scratch, zeroed = places
@@ -240,40 +252,6 @@ class ExecutableKind:
                 run(addresses, stream)
 
         return launch
-
-
-class Executable:
-    """A program on one device; call it with the tensors named at its kind's construction, in that
-    order. run(addresses): the same with the addresses of tensors whose device is current, in a list
-    for this call alone.
-
-    Scratch comes from torch's caching allocator for the duration of the call, on the current
-    stream, so that capture into a CUDA graph and several streams just work.
-    """
-
-    __slots__ = ("_kind", "run")
-
-    def __init__(self, kind: ExecutableKind, run: Launch, numbers: Sequence[Any]):
-        """run: the program with its numbers. numbers: the kind's outputs, behind those that come
-        before them."""
-        self._kind = kind
-        self.run: Callable[[list[int]], None] = kind.launcher(run, kind.places(numbers))
-
-    @classmethod
-    def of(
-        cls, program: Program, arch: str, device: torch.device, names: Sequence[str]
-    ) -> "Executable":
-        """Of a program by itself."""
-        kind = ExecutableKind(program, arch, device, names)
-        return kind.bind(tuple(kind.outputs))
-
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Launches on the current stream of the tensors' device."""
-        kind = self._kind
-        if current_device() != kind.index:
-            with torch.cuda.device(kind.device):
-                return self(tensors)
-        self.run([*map(address_of, tensors)])
 
 
 _ONE = (1,)

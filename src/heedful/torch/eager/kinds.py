@@ -50,8 +50,8 @@ class ArrayKind(NamedTuple):
 _Made = tuple[Trace, Sequence[Any], Any]
 
 
-class Cases:
-    """Those of one kind. `find` makes what is not there yet.
+class Kind:
+    """The cases of one kind. `find` makes what is not there yet.
 
     The first few, as most kinds have, share a function, which goes to the right one by a few
     questions. Later ones are asked one after the other.
@@ -101,9 +101,9 @@ class Cases:
 
 
 class Kinds(dict):
-    """Cases, or what else is of a kind, by its key; forgotten where there are too many."""
+    """Kinds, or what else is of one, by key; forgotten where there are too many."""
 
-    def of(self, key: tuple, make: Callable[[], Any] = Cases) -> Any:
+    def of(self, key: tuple, make: Callable[[], Any] = Kind) -> Any:
         """What is of this kind, made if it is not there."""
         found = self.get(key)
         if found is None:

@@ -174,7 +174,10 @@ def test_a_call_of_other_lengths_shares_all_but_its_runner():
     call = Call(x, Options("dense", return_lse=True), (True, False), None)
     assert call.is_aligned(x) and call.like is not None and call.backwards is not None
     runner: Any = SimpleNamespace(forward="its forward", problem="its problem")
-    other = call.at(runner, x)
+    given = []
+    call.runner = SimpleNamespace(at=lambda *more: given.append(more) or runner)
+    other = call.at([3, 4], (5,), x, True)
+    assert given == [([3, 4], (5,), True)]
     shared = ("checks", "dropout", "kind", "plain", "results", "steps", "wanting")
     for name in (*shared, "wants_grad"):
         assert getattr(other, name) is getattr(call, name)
@@ -182,8 +185,9 @@ def test_a_call_of_other_lengths_shares_all_but_its_runner():
     assert other.like is other.alike is None
     assert other.backwards is not None and other.backwards is not call.backwards
     assert other.backwards._runner is runner and other.backwards._device == CPU
-    without = Call(x, Options("dense"), (False, False), None).at(runner, x)
-    assert without.backwards is None
+    plain = Call(x, Options("dense"), (False, False), None)
+    plain.runner = call.runner
+    assert plain.at([], (), x, False).backwards is None
 
 
 def test_a_call_is_alike_where_its_tensors_are_and_aligned_where_they_all_are():
@@ -324,7 +328,7 @@ def test_a_call_that_comes_again_needs_less_each_time(monkeypatch):
         for _ in range(2):
             call(6)
         assert len(kind._calls) == 2
-        monkeypatch.setattr(calls.CallCase, "at", refuse)
+        monkeypatch.setattr(Call, "at", refuse)
         call()
         assert list(CALLS.latest.values()) == [known]
         with monkeypatch.context() as patched:

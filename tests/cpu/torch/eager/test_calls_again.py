@@ -224,9 +224,9 @@ def test_a_drawn_key_is_any_that_torch_can_draw(monkeypatch):
 def test_a_kernel_is_planned_for_a_key_of_one_integer(seed, monkeypatch):
     seen, prepare = [], backends.prepare
 
-    def noted(problem, given, backend, notes):
+    def noted(problem, given, *how):
         seen.append(given.seed)
-        return prepare(problem, given, backend, notes)
+        return prepare(problem, given, *how)
 
     monkeypatch.setattr(backends, "prepare", noted)
     x = Operands(**tensors())

@@ -75,11 +75,12 @@ def scratch(nbytes: int, zeroed: bool = False) -> Workspace:
 def executable(kernels: Kernels, patch, *spaces: Workspace, before=0, once=False) -> Any:
     patch.setattr(execute, "ProgramKind", lambda *_: kernels)
     patch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    kind = execute.ExecutableKind(Program((), spaces), "sm_90", CPU, [], before)
-    numbers = (*range(before), *kind.outputs, 10**12, 0.5)
+    case = execute.Case(Program((), spaces), "sm_90", CPU, [], before=range(before))
+    numbers = (*case.outputs, 10**12, 0.5)
     if once:
-        return lambda tensors: kind.run(numbers, [tensor.data_ptr() for tensor in tensors])
-    return kind.bind(numbers)
+        return lambda tensors: case.run(numbers, [tensor.data_ptr() for tensor in tensors])
+    run = case.bind(numbers)
+    return lambda tensors: run([tensor.data_ptr() for tensor in tensors])
 
 
 @pytest.mark.parametrize("before", [0, 7])

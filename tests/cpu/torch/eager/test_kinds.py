@@ -11,7 +11,7 @@ import torch
 from heedful.core.call.problem import AttentionProblem, Lengths
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.eager import kinds
-from heedful.torch.eager.kinds import Cases, Kinds, of_tensor
+from heedful.torch.eager.kinds import Kind, Kinds, of_tensor
 
 
 def test_heads_and_their_dims_tell_kinds_apart_and_lengths_do_not():
@@ -74,7 +74,7 @@ def test_packed_tokens_and_batches_are_of_kinds_of_their_own():
 
 
 def test_a_kind_keeps_so_many_cases_and_forgets_the_oldest():
-    cases, made = Cases(), []
+    kind, made = Kind(), []
 
     def make(numbers) -> SimpleNamespace:
         (length,) = numbers
@@ -84,11 +84,11 @@ def test_a_kind_keeps_so_many_cases_and_forgets_the_oldest():
         return SimpleNamespace(outputs=[length + 1])
 
     for length in range(67):
-        assert cases.find([length], make)[1] == (length + 1,)
-    kept = [length for length in range(len(made)) if cases.known([length]) is not None]
+        assert kind.find([length], make)[1] == (length + 1,)
+    kept = [length for length in range(len(made)) if kind.known([length]) is not None]
     # The first one stays with those that it might have been joined with.
     assert kept == [0, *range(4, 67)]
-    case, numbers = cases.find([kept[0]], make)
+    case, numbers = kind.find([kept[0]], make)
     assert numbers == (kept[0] + 1,) and len(made) == 67
 
 

@@ -237,13 +237,13 @@ def test_tensors_as_far_from_a_multiple_of_16_are_one_call_wherever_they_lie(nam
 def test_a_step_that_writes_binds_its_attention_once(change, monkeypatch):
     """Before it writes, for the very output that it is given."""
     bound = []
-    bind = execute.ExecutableKind.bind
+    bind = execute.Case.bind
 
     def noted(*given):
         bound.append(given)
         return bind(*given)
 
-    monkeypatch.setattr(execute.ExecutableKind, "bind", noted)
+    monkeypatch.setattr(execute.Case, "bind", noted)
     out = torch.empty(B, 1, H, D, dtype=DTYPE)
     with standin.gpu() as gpu:
         given: dict[str, Any] = appended() | {"out": change(out) if change else out}

@@ -492,9 +492,9 @@ def test_a_backend_is_the_one_that_was_named(monkeypatch):
     named = []
     prepare = backends.prepare
 
-    def note(problem, x, backend, notes):
+    def note(problem, x, backend, *more):
         named.append(backend)
-        return prepare(problem, x, backend, notes)
+        return prepare(problem, x, backend, *more)
 
     monkeypatch.setattr(backends, "prepare", note)
     for function in (dense, varlen, decode):

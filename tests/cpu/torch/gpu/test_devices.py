@@ -3,6 +3,7 @@ what the planner is told of the machine.
 """
 
 import ctypes
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -113,7 +114,7 @@ def test_a_call_makes_its_tensors_device_the_current_one_and_leaves_it(call, fir
 
         for module in (execute, backends, cache_step, merge):
             patch.setattr(module, "current_device", lambda: current.index)
-            patch.setattr(module, "allocator", poisoned)
+            patch.setattr(module, "allocator", poisoned, raising=False)
             patch.setattr(module, "maker", maker, raising=False)
         gpu.before_launch = lambda _: places.append(current.index)
         call()
@@ -191,10 +192,16 @@ def bound(monkeypatch):
 CPU = torch.device("cpu")
 
 
+def alone(program: Program, *names: str) -> Callable:
+    """Runs a program by itself, on tensors."""
+    run = execute.Case(program, "sm_90", torch.device("cpu"), names).alone()
+    return lambda tensors: run([tensor.data_ptr() for tensor in tensors])
+
+
 def test_scratch_lies_in_lines_of_its_own_behind_the_tensors(bound):
     """Workspaces that begin anywhere, then those that begin with zeros."""
     spaces = (workspace(1), workspace(64, True), workspace(256), workspace(257), workspace(9, True))
-    run = execute.Executable.of(Program((), spaces), "sm_90", CPU, ["x", "y"])
+    run = alone(Program((), spaces), "x", "y")
     assert bound.order == ["sm_90", None, ["x", "y", "of 1", "of 256", "of 257", "of 64", "of 9"]]
     tensors = [torch.zeros(3), torch.zeros(4)]
     run(tensors)
@@ -220,7 +227,7 @@ def test_in_a_graph_each_count_has_zeros_of_the_calls_own(bound, monkeypatch):
 
     kernels = SimpleNamespace(bind=lambda _: look)
     monkeypatch.setattr(execute, "ProgramKind", lambda *_: kernels)
-    run = execute.Executable.of(Program((), spaces), "", CPU, ["x"])
+    run = alone(Program((), spaces), "x")
     run([tensor])
     ((addresses, zeroed),) = found
     assert addresses[0] == tensor.data_ptr() and addresses[3] - addresses[2] == 256
@@ -230,9 +237,7 @@ def test_in_a_graph_each_count_has_zeros_of_the_calls_own(bound, monkeypatch):
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_call_that_counts_in_much_fills_its_own(bound, more):
     size = zeros.MOST_BYTES - 256 + 256 * more
-    run = execute.Executable.of(
-        Program((), (workspace(256, True), workspace(size, True))), "", CPU, []
-    )
+    run = alone(Program((), (workspace(256, True), workspace(size, True))))
     run([])
     assert len(bound.regions) == 1 - more
     assert zeros.MOST_BYTES * 16 == zeros.REGION_BYTES
@@ -241,11 +246,11 @@ def test_a_call_that_counts_in_much_fills_its_own(bound, more):
 def test_the_limit_of_scratch_holds_all_of_it_and_not_a_byte_less(bound, monkeypatch):
     program = Program((), (workspace(2**19), workspace(2**19, True)))
     monkeypatch.setenv("HEEDFUL_WORKSPACE_LIMIT_MB", "1")
-    execute.Executable.of(program, "", CPU, [])
+    alone(program)
     larger = Program((), (workspace(2**19), workspace(2**19 + 1, True)))
     words = f"allows {2**20} bytes of scratch, this call needs {2**20 + 256}"
     with pytest.raises(ValueError, match=words):
-        execute.Executable.of(larger, "", CPU, [])
+        alone(larger)
 
 
 def test_a_stream_is_filled_again_only_where_its_region_has_no_room():

@@ -5,6 +5,7 @@ import itertools
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -80,11 +81,17 @@ def stream(monkeypatch):
     sys.setswitchinterval(before)
 
 
-def counting(counters: int = COUNTERS, left_zero: bool = False) -> execute.Executable:
+def alone(program: Program, *names: str) -> Callable:
+    """Runs a program by itself, on tensors."""
+    run = execute.Case(program, "sm_90", torch.device("cpu"), names).alone()
+    return lambda tensors: run([tensor.data_ptr() for tensor in tensors])
+
+
+def counting(counters: int = COUNTERS, left_zero: bool = False) -> Callable:
     """A program that counts from zero, and may take back what it counted."""
     buffer = ArraySpec.contiguous((counters,), "int32")
     scratch = Workspace("counts", buffer, zeroed=True, left_zero=left_zero)
-    return execute.Executable.of(Program((), (scratch,)), "sm_90", torch.device("cpu"), [])
+    return alone(Program((), (scratch,)))
 
 
 def test_every_call_counts_from_zero_in_one_region(stream):
@@ -136,7 +143,7 @@ def test_a_capture_takes_nothing_from_the_region(stream, monkeypatch):
     assert stream.regions == 0 and len(stream.queue) == 1
 
 
-def capture(monkeypatch, program: execute.Executable, calls: int) -> None:
+def capture(monkeypatch, program: Callable, calls: int) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(execute, "_is_capturing", lambda: True)
         for _ in range(calls):
@@ -162,7 +169,7 @@ def test_of_programs_that_leave_zeros_in_a_part_alone_captured_calls_fill_theirs
 ):
     buffer = ArraySpec.contiguous((COUNTERS,), "int32")
     both = [Workspace(name, buffer, zeroed=True, left_zero=name == "a") for name in "ab"]
-    program = execute.Executable.of(Program((), tuple(both)), "sm_90", torch.device("cpu"), [])
+    program = alone(Program((), tuple(both)))
     program([])
     assert (stream.regions, stream.waits) == (1, 0)
     capture(monkeypatch, program, 3)

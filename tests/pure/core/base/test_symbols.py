@@ -431,34 +431,6 @@ def test_functions_of_one_name_are_not_taken_for_one_another():
     assert joined(cases) is None
 
 
-def halved(x, y):
-    """Questions and constants that the steps ask about, too, and names that they have as well."""
-    if x % 2 == 0:
-        return [x // 2, 4] if y < 30 else [y, x // 2 + y % 3]
-    return [if_above(x, y, x * 3, y), -7]
-
-
-def test_one_trace_within_another_is_one_function_of_both():
-    """Whose guards are those of both, in their inputs' values alone."""
-    values = [(a, b) for a in range(12) for b in (*range(12), 40)]
-    cases: list[tuple] = []
-    for pair in values:
-        if any(trace.function(outputs)(pair) is not None for trace, outputs, _ in cases):
-            continue
-        first, lengths, _ = traced(pair, halved)
-        (_, plain), (inner, outputs, _) = (pair, halved(*pair)), traced(tuple(halved(*pair)), steps)
-        trace = Trace()
-        inputs = trace.symbols(pair)
-        found = trace.inline(first, inputs, lengths)
-        assert [value_of(number) for number in found] == plain
-        cases.append((trace, trace.inline(inner, found, outputs), str(pair)))
-    evaluate = joined(cases)
-    assert evaluate is not None and len(cases) > 6
-    for pair in values:
-        answer = evaluate(pair)
-        assert answer is not None and answer[1] == tuple(steps(*halved(*pair)))
-
-
 def test_two_functions_of_one_name_are_in_no_trace():
     def made(more: int) -> Any:
         def step(number: int) -> int:
@@ -468,8 +440,5 @@ def test_two_functions_of_one_name_are_in_no_trace():
 
     (number,) = Trace().symbols([3])
     made(1)(number)
-    other, outputs, _ = traced((3,), lambda x: [made(2)(x)])
-    with pytest.raises(AssertionError, match="f_step is two functions"):
-        number.trace.inline(other, [number], outputs)
     with pytest.raises(AssertionError, match="f_step is two functions"):
         made(2)(number)
