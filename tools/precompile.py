@@ -13,9 +13,8 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 sys.path[:0] = [str(Path(__file__).parents[1] / name) for name in ("src", "tests")]
@@ -31,25 +30,10 @@ from heedful.launch.code.identity import kernel_key  # noqa: E402
 from heedful.launch.code.packs import write_pack  # noqa: E402
 from heedful.launch.prebuild import compile_all, compiling  # noqa: E402
 from heedful.launch.program import bound  # noqa: E402
-from heedful.launch.program.spec import KernelCall, Scalar, TensorMap, map_leaves  # noqa: E402
+from heedful.launch.program.spec import KernelCall  # noqa: E402
+from heedful.launch.worker.codec import decode, encode  # noqa: E402
 from support.problems import budget  # noqa: E402
 from support.runs import standin  # noqa: E402
-
-
-def without_numbers(call: KernelCall) -> KernelCall:
-    """The same variant, with no number that may be an expression in lengths: such cannot be sent to
-    another process."""
-
-    def bare(_name: str, leaf: Any, _path: tuple[int, ...]) -> Any:
-        if isinstance(leaf, Scalar):
-            return replace(leaf, value=0)
-        if isinstance(leaf, TensorMap):
-            zeros = (0,) * len(leaf.shape)
-            return replace(leaf, shape=zeros, strides=zeros)
-        return leaf
-
-    parameters = {name: map_leaves(name, value, bare) for name, value in call.parameters.items()}
-    return replace(call, grid=(1, 1, 1), parameters=parameters)
 
 
 @dataclass
@@ -66,7 +50,8 @@ class Recorder:
     def add(self, call: KernelCall, arch: str) -> None:
         key = kernel_key(call, arch)
         if key not in self.calls:
-            self.calls[key] = (without_numbers(call), arch)
+            # Without numbers that may be expressions in lengths: such are not to be pickled.
+            self.calls[key] = decode(encode(call, arch))
             self.by_file[self._file] += 1
 
     def pytest_runtest_setup(self, item) -> None:

@@ -25,7 +25,8 @@ from heedful.launch.bind import portable_cache
 from heedful.launch.program import buffers as canonical
 from heedful.launch.program.bound import ProgramKind, changing, numbers_of
 from heedful.launch.program.programs import program
-from heedful.launch.program.spec import Program
+from heedful.launch.program.spec import Program, Scalar, TensorMap
+from heedful.launch.worker.codec import decode, encode
 from support import launches
 from support.runs import standin
 
@@ -538,3 +539,21 @@ def test_what_kernels_are_given_is_that_of_the_golden_table(title):
     if os.environ.get("WRITE_GOLDEN_PROGRAMS"):
         golden.write_text(found)
     assert found == golden.read_text()
+
+
+@pytest.mark.parametrize("title", [*map(" ".join, TABLE), *PROGRAMS])
+def test_a_compiler_elsewhere_is_told_all_that_a_kernel_is_compiled_for(title, monkeypatch):
+    made: list[Program] = []
+    record = lambda program, *_: made.append(program) or []  # noqa: E731
+    monkeypatch.setitem(globals(), "launched", record)
+    table(title)
+    calls = {call.variant: call for program in made for call in program.calls}
+    assert calls
+    for call in calls.values():
+        there, arch = decode(encode(call, "sm_90"))
+        assert (there.variant, arch) == (call.variant, "sm_90")
+        assert (there.reads, there.writes) == (call.reads, call.writes)
+        assert [*there.parameters] == [*call.parameters]
+        for argument in there.arguments.values():
+            assert not isinstance(argument, Scalar) or argument.value == 0
+            assert not isinstance(argument, TensorMap) or not any(argument.shape)
