@@ -7,9 +7,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.args.shared import Mask
+from heedful.kernels.common.constants import LN2
 from heedful.kernels.common.log_sum import log_sum_exp
-
-LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
 
 @gluon.constexpr_function

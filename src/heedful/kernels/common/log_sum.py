@@ -9,7 +9,8 @@ of the maximum.
 import triton
 import triton.language as tl
 
-LN2 = tl.constexpr(0.6931471805599453)
+from heedful.kernels.common.constants import LN2
+
 # What a maximum in base 2 is multiplied by: 1 over the float32 LOG2E that scores were multiplied
 # by, which is ln 2 in float32, and what that leaves.
 NATURAL = tl.constexpr(0.6931471824645996)

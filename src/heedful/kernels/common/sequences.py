@@ -1,7 +1,15 @@
-"""Where a sequence's rows lie."""
+"""Where a sequence's rows lie.
+
+Shapes: B batch, H query heads, G kv heads.
+"""
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+from heedful.kernels.args.shared import Mask, Sequences, Shape
+from heedful.kernels.common.rows import wide
 
 
 @triton.jit
@@ -38,3 +46,40 @@ def sequence(b, cu_seqlens, seqused, leftpad, seqlen, new=None):
         stored -= pad
         used = tl.minimum(used, stored)
     return token, used, stored
+
+
+class Place(NamedTuple):
+    """The work of a program: sequence b, query head h, kv head g as 64 bits; on both sides the
+    first token, rows in use and rows in storage. off: how far the diagonal is moved."""
+
+    b: Any
+    h: Any
+    g: Any
+    token_q: Any
+    len_q: Any
+    stored_q: Any
+    token_k: Any
+    len_k: Any
+    stored_k: Any
+    off: Any
+
+
+@triton.jit
+def place_of(b, h, g, x: Sequences, shape: Shape, mask: Mask, IS_BOUNDED: tl.constexpr):
+    """The place of heads h and g of sequence b. IS_BOUNDED: beside an array of scores, which has
+    room for the longest sequences alone."""
+    token_q, len_q, stored_q = sequence(b, x.cu_q, x.used_q, None, x.seqlen_q)
+    token_k, len_k, stored_k = sequence(b, x.cu_k, x.used_k, x.leftpad_k, x.seqlen_k)
+    if IS_BOUNDED:
+        len_q = tl.minimum(len_q, shape.longest_q)
+        len_k = tl.minimum(len_k, shape.longest_k)
+    off = mask.bottom_right * (len_k - len_q) + mask.shift
+    return Place(wide(b), wide(h), wide(g), token_q, len_q, stored_q, token_k, len_k, stored_k, off)
+
+
+@triton.jit
+def place_of_queries(bh, sequences: Sequences, shape: Shape, mask: Mask, IS_BOUNDED: tl.constexpr):
+    """The place of a flat query head."""
+    h = bh % shape.heads_q
+    g = h // (shape.heads_q // shape.heads_k)
+    return place_of(bh // shape.heads_q, h, g, sequences, shape, mask, IS_BOUNDED)

@@ -17,8 +17,8 @@ import torch
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
+from heedful.kernels.common.constants import LOG2E
 from heedful.kernels.hopper.backward.far_rows import FAR_LOG2, FAR_LOG2_BITS
-from heedful.kernels.portable.shared.scores import LOG2E
 from heedful.launch.interpret import interpret
 from heedful.launch.program import buffers, programs
 from heedful.launch.program.spec import Program

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("triton")
 
 from heedful.kernels.args.decode import DecodeMerge
+from heedful.kernels.common.constants import LOG2E
 from heedful.kernels.hopper.decode import results as decode_results
-from heedful.kernels.hopper.forward.epilogue import LOG2E
 from support.hopper.hosted import Host
 from support.hopper.hosted_arrays import Arrays, Memory, Tensor, tensor
 

@@ -16,15 +16,10 @@ import triton.language as tl
 
 from heedful.core.call.mask import MaskSpec
 from heedful.kernels.args.shared import Mask, Tile, TileOrder
+from heedful.kernels.common.sequences import Place
+from heedful.kernels.common.tile_range import key_tiles, masked_count, query_tiles, visited_tile
 from heedful.kernels.portable.backward.keys import visited_rows
-from heedful.kernels.portable.shared.sequences import (
-    Place,
-    head_of,
-    key_tiles,
-    masked_count,
-    query_tiles,
-    visited_tile,
-)
+from heedful.kernels.portable.shared.order import head_of
 from heedful.launch.interpret import run_call
 from heedful.launch.program.spec import KernelCall, KernelRef, Pointer, Scalar
 from support.runs.interpreted import interpreted, pass_in_the_interpreter, starts_interpreter

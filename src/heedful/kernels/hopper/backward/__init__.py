@@ -1,2 +1,1 @@
-"""The backward, in three variants: `kernel`, `pair` and `wide`. May import `hopper.sm90`,
-`portable.shared` and `portable.backward`."""
+"""The backward, in three variants: `kernel`, `pair` and `wide`. May import `hopper.sm90`."""

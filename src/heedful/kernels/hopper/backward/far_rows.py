@@ -2,7 +2,7 @@
 
 Consumers make probabilities as 2^(s c - L), of raw scores s, by one fused multiply-add, where L is
 the log-sum-exp in base 2: so its rounding is all that is wrong with them, a factor of the row. The
-prologue makes maximum m and sum l of far rows anew (portable/shared/statistics.py) and tells what
+prologue makes maximum m and sum l of far rows anew (common/statistics.py) and tells what
 the factor is, f = 2^(L - m c) / l. Who loads queries multiplies cotangents and delta of far rows by
 it, in shared memory. dV, dP and dS want nothing else, and no consumer knows of it.
 
@@ -16,11 +16,11 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from heedful.kernels.common.constants import LOG2E, LOG2E_REST
 from heedful.kernels.hopper.sm90.compat import inline_asm
 from heedful.kernels.hopper.sm90.pipeline import box_rows
-from heedful.kernels.portable.shared.scores import LOG2E, LOG2E_REST
 
-# In base 2: 2^10, as portable/shared/statistics.py has it, and a little more for the scale.
+# In base 2: 2^10, as common/statistics.py has it, and a little more for the scale.
 FAR_LOG2 = tl.constexpr(1496.0)
 # The same as the bits of a float32.
 FAR_LOG2_BITS = tl.constexpr(0x44BB0000)

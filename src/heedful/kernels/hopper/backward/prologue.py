@@ -15,13 +15,12 @@ from heedful.kernels.args.hopper_backward import (
 )
 from heedful.kernels.args.kinds import RowVector
 from heedful.kernels.args.shared import Mask, ScoreMods, Sequences, Shape, Tile
-from heedful.kernels.common.sequences import sequence
+from heedful.kernels.common.rows import load_rows, row_base, wide
+from heedful.kernels.common.scores import head_mods
+from heedful.kernels.common.sequences import Place, place_of, sequence
+from heedful.kernels.common.statistics import row_deltas, row_statistics
 from heedful.kernels.hopper.backward.far_rows import far_rows, is_far, lse_log2
 from heedful.kernels.hopper.backward.p_scale import p_scale_log2
-from heedful.kernels.portable.backward.rows import row_deltas
-from heedful.kernels.portable.shared.scores import head_mods
-from heedful.kernels.portable.shared.sequences import Place, load_rows, place_of, row_base, wide
-from heedful.kernels.portable.shared.statistics import row_statistics
 
 
 @triton.jit

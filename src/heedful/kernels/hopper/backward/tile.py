@@ -7,8 +7,9 @@ M query rows, N keys.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from heedful.kernels.common.sequences import within
 from heedful.kernels.hopper.sm90.compat import aggregate
-from heedful.kernels.hopper.sm90.sequences import sequence, within
+from heedful.kernels.hopper.sm90.sequences import sequence
 from heedful.kernels.hopper.sm90.tile_scheduler import TileScheduler, l2_swizzle
 
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.hopper.sm90.sequences import within
+from heedful.kernels.common.sequences import within
 
 
 class Keys(NamedTuple):

@@ -10,14 +10,14 @@ M query rows, P parts, E value columns of a consumer.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from heedful.kernels.common.constants import LN2, LOG2E
+from heedful.kernels.common.gaps import GAP_ROWS, clear_block, gaps_of
 from heedful.kernels.common.log_sum import log_sum_exp
 from heedful.kernels.hopper.decode.share import look
-from heedful.kernels.hopper.forward.epilogue import LN2, LOG2E
 from heedful.kernels.hopper.sm90.compat import inline_asm, opaque
 from heedful.kernels.hopper.sm90.mma import ROWS, scale_output
 from heedful.kernels.hopper.sm90.softmax import shift_of
 from heedful.kernels.portable.decode.work import facts
-from heedful.kernels.portable.shared.unused import GAP_ROWS, clear_block, gaps_of
 
 
 @gluon.jit

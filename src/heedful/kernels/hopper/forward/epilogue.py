@@ -7,13 +7,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from heedful.kernels.common.constants import LN2, LOG2E
 from heedful.kernels.common.log_sum import log_sum_exp
 from heedful.kernels.hopper.sm90.compat import aggregate, reinterpret, tma_store
 from heedful.kernels.hopper.sm90.mma import ROWS, scale_output
 from heedful.kernels.hopper.sm90.pipeline import allocate_boxes, pair_of_boxes
 from heedful.kernels.hopper.sm90.promotion import allocate_sums
 from heedful.kernels.hopper.sm90.sequences import queries_at, query_position
-from heedful.kernels.hopper.sm90.softmax import LN2, LOG2E, powers, shift_of
+from heedful.kernels.hopper.sm90.softmax import powers, shift_of
 
 
 @aggregate

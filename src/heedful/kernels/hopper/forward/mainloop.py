@@ -7,6 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma_wait
 
+from heedful.kernels.common.constants import LN2
 from heedful.kernels.hopper.forward.dropout import drop
 from heedful.kernels.hopper.forward.speculative_softmax import (
     headroom,
@@ -33,7 +34,6 @@ from heedful.kernels.hopper.sm90.pairs import from_pairs, to_pairs
 from heedful.kernels.hopper.sm90.pingpong import pingpong_arrive, pingpong_sync
 from heedful.kernels.hopper.sm90.score_mods import add_alibi_and_bias, apply_softcap, load_bias
 from heedful.kernels.hopper.sm90.softmax import (
-    LN2,
     exponentials,
     lane_sums,
     peaks,

@@ -1,2 +1,1 @@
-"""What all Hopper kernels share: products, barriers, rings, work tiles, masks. May import
-`portable.shared`."""
+"""What all Hopper kernels share: products, barriers, rings, work tiles, masks."""

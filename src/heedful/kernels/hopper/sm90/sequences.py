@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from heedful.kernels.common.sequences import within
 from heedful.kernels.hopper.sm90.compat import aggregate, reinterpret, tma_load
 
 # Packed sequences begin at multiples of this in V transposed.
@@ -29,12 +30,6 @@ class WorkTile:
     off: gl.tensor
     stored_q: gl.tensor
     kv_batch: gl.tensor
-
-
-@gluon.jit
-def within(value, low, high):
-    """The value, or the bound beyond which it is."""
-    return gl.minimum(gl.maximum(value, low), high)
 
 
 @gluon.jit

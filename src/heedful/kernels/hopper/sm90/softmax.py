@@ -9,10 +9,8 @@ import math
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from heedful.kernels.common.constants import LOG2E
 from heedful.kernels.hopper.sm90.compat import inline_asm
-
-LOG2E: gl.constexpr = gl.constexpr(1.4426950408889634)
-LN2: gl.constexpr = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit

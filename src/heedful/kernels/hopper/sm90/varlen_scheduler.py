@@ -10,8 +10,8 @@ import triton.language as tl
 
 from heedful.kernels.args.hopper import VarlenIO, VarlenSizes
 from heedful.kernels.args.kinds import SplitRows, SplitRowVector
+from heedful.kernels.common.gaps import clear_gaps
 from heedful.kernels.common.sequences import within
-from heedful.kernels.portable.shared.unused import clear_gaps
 
 
 @triton.jit

@@ -8,15 +8,11 @@ import triton.language as tl
 
 from heedful.kernels.args.portable import BiasGradientsIO, OwnShape
 from heedful.kernels.args.shared import Dropout, Mask, ScoreMods, Sequences, Shape, Tile
+from heedful.kernels.common.rows import load_rows, row_base, wide
+from heedful.kernels.common.scores import head_mods, lse_to_subtract, probabilities, product_of_rows
+from heedful.kernels.common.sequences import place_of
+from heedful.kernels.common.statistics import load_references
 from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
-from heedful.kernels.portable.shared.scores import (
-    head_mods,
-    lse_to_subtract,
-    probabilities,
-    product_of_rows,
-)
-from heedful.kernels.portable.shared.sequences import load_rows, place_of, row_base, wide
-from heedful.kernels.portable.shared.statistics import load_references
 
 
 @triton.jit

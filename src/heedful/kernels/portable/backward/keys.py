@@ -12,21 +12,12 @@ import triton.language as tl
 
 from heedful.kernels.args.portable import KeyGradientsIO
 from heedful.kernels.args.shared import Dropout, Mask, ScoreMods, Sequences, Shape, Tile, TileOrder
+from heedful.kernels.common.rows import load_rows, row_base, store_rows
+from heedful.kernels.common.scores import head_mods, plus_product, probabilities, product_of_rows
+from heedful.kernels.common.sequences import place_of
+from heedful.kernels.common.tile_range import query_tiles
 from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
-from heedful.kernels.portable.shared.scores import (
-    head_mods,
-    plus_product,
-    probabilities,
-    product_of_rows,
-)
-from heedful.kernels.portable.shared.sequences import (
-    head_of,
-    load_rows,
-    place_of,
-    query_tiles,
-    row_base,
-    store_rows,
-)
+from heedful.kernels.portable.shared.order import head_of
 
 
 @triton.jit

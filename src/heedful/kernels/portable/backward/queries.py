@@ -12,30 +12,19 @@ import triton.language as tl
 
 from heedful.kernels.args.portable import QueryGradientsIO
 from heedful.kernels.args.shared import Dropout, Mask, ScoreMods, Sequences, Shape, Tile, TileOrder
-from heedful.kernels.portable.backward.rows import row_deltas
-from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
-from heedful.kernels.portable.shared.scores import (
+from heedful.kernels.common.rows import load_rows, row_base, store_rows
+from heedful.kernels.common.scores import (
     head_mods,
     lse_to_subtract,
     plus_product,
     probabilities,
     product_of_rows,
 )
-from heedful.kernels.portable.shared.sequences import (
-    head_of,
-    key_tiles,
-    load_rows,
-    masked_count,
-    place_of_queries,
-    row_base,
-    store_rows,
-    visited_tile,
-)
-from heedful.kernels.portable.shared.statistics import (
-    any_far,
-    row_statistics,
-    with_statistics,
-)
+from heedful.kernels.common.sequences import place_of_queries
+from heedful.kernels.common.statistics import any_far, row_deltas, row_statistics, with_statistics
+from heedful.kernels.common.tile_range import key_tiles, masked_count, visited_tile
+from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
+from heedful.kernels.portable.shared.order import head_of
 
 
 @triton.jit

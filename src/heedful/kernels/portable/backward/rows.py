@@ -1,30 +1,12 @@
-"""What the backward needs per query row, and the gradient of the sink, which is a sum of rows.
-
-delta = rowsum(out * dout) - dlse: an LSE that is an output itself enters the softmax's gradient
-exactly as the row sum does. Shapes: H query heads, M query rows, E v dim.
-"""
+"""The gradient of the sink, which is a sum of rows. Shapes: H query heads, M query rows."""
 
 import triton
 import triton.language as tl
 
-from heedful.kernels.args.kinds import RowArray
 from heedful.kernels.args.portable import SinkGradientsIO
-from heedful.kernels.portable.shared.scores import LOG2E
-from heedful.kernels.portable.shared.sequences import wide
-from heedful.kernels.portable.shared.statistics import load_references
-
-
-@triton.jit
-def row_deltas(o_ME, do_ME, lse_M, dlse: RowArray, place, rows_M, exists_M):
-    """delta (M,) of query rows; 0 in rows that saw nothing, whatever they hold. dlse may be
-    absent."""
-    delta_M = tl.sum(o_ME.to(tl.float32) * do_ME.to(tl.float32), 1)
-    if dlse.ptr is not None:
-        base = dlse.ptr + (
-            place.b * dlse.stride_b + place.h * dlse.stride_h + place.token_q * dlse.stride_m
-        )
-        delta_M -= tl.load(base + wide(rows_M) * dlse.stride_m, mask=exists_M, other=0.0)
-    return tl.where(lse_M == float("-inf"), 0.0, delta_M)
+from heedful.kernels.common.constants import LOG2E
+from heedful.kernels.common.rows import wide
+from heedful.kernels.common.statistics import load_references
 
 
 @triton.jit

@@ -1,1 +1,1 @@
-"""What happens to a KV cache before attention. May import `portable.shared`."""
+"""What happens to a KV cache before attention. Imports nothing else of `portable`."""

@@ -16,9 +16,9 @@ from heedful.kernels.args.portable import (
     RowTiles,
 )
 from heedful.kernels.args.shared import Descale, KVLayout
+from heedful.kernels.common.rows import load_rows, row_base, store_rows, wide
 from heedful.kernels.portable.cache.quantize import scaled_by_group, scaled_by_head, stored_codes
 from heedful.kernels.portable.cache.rotary import rotated
-from heedful.kernels.portable.shared.sequences import load_rows, row_base, store_rows, wide
 
 
 @triton.jit

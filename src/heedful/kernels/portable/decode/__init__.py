@@ -1,1 +1,1 @@
-"""Few queries over many keys. May import `portable.cache` and `portable.shared`."""
+"""Few queries over many keys. May import `portable.cache`."""

@@ -11,8 +11,9 @@ import triton.language as tl
 from heedful.kernels.args.decode import DecodeTile
 from heedful.kernels.args.kinds import Rows
 from heedful.kernels.args.shared import Descale, ForwardIO, KVLayout
+from heedful.kernels.common.keys import cache_row
+from heedful.kernels.common.rows import wide
 from heedful.kernels.common.sequences import within
-from heedful.kernels.portable.shared.sequences import cache_row, wide
 
 # How stored values become numbers: by what the compiler has, by the PTX of `conversion`, or by the
 # fewest instructions: of integers `conversion_by_fma`, of floats float16, see `operand_type`.

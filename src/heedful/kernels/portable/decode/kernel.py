@@ -22,6 +22,9 @@ from heedful.kernels.args.shared import (
     Sequences,
     Shape,
 )
+from heedful.kernels.common.constants import LN2, LOG2E
+from heedful.kernels.common.gaps import clear_gaps
+from heedful.kernels.common.scores import adjust_scores, finite_or_zero, in_window, tree_visible
 from heedful.kernels.portable.decode.append import append_piece
 from heedful.kernels.portable.decode.cache import (
     dequantized,
@@ -50,15 +53,6 @@ from heedful.kernels.portable.decode.work import (
     unit_at,
     visit_of,
 )
-from heedful.kernels.portable.shared.scores import (
-    LN2,
-    LOG2E,
-    adjust_scores,
-    finite_or_zero,
-    in_window,
-    tree_visible,
-)
-from heedful.kernels.portable.shared.unused import clear_gaps
 
 
 @triton.constexpr_function

@@ -9,10 +9,11 @@ import triton.language as tl
 
 from heedful.kernels.args.decode import DecodeMerge, DecodeTile
 from heedful.kernels.args.shared import ForwardIO, Mask, Sequences, Shape
+from heedful.kernels.common.constants import LN2, LOG2E
 from heedful.kernels.common.log_sum import log_sum_exp
+from heedful.kernels.common.rows import wide
+from heedful.kernels.common.scores import finite_or_zero
 from heedful.kernels.portable.decode.work import facts
-from heedful.kernels.portable.shared.scores import LN2, LOG2E, finite_or_zero
-from heedful.kernels.portable.shared.sequences import wide
 
 # Rows that are merged at once, at most.
 MERGE_ROWS = tl.constexpr(8)

@@ -9,9 +9,9 @@ import triton.language as tl
 from heedful.kernels.args.decode import DecodeAppend, DecodeTile
 from heedful.kernels.args.kinds import Rows
 from heedful.kernels.args.shared import Descales, Mask, ScoreMods
+from heedful.kernels.common.scores import HeadMods, descaled
 from heedful.kernels.portable.cache.rotary import rotated
 from heedful.kernels.portable.decode.cache import rest_words
-from heedful.kernels.portable.shared.scores import HeadMods, descaled
 
 
 @triton.jit

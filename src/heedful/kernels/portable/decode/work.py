@@ -29,8 +29,8 @@ import triton.language as tl
 from heedful.kernels.args.decode import DecodeTile, DecodeWork
 from heedful.kernels.args.shared import Mask, Sequences, Shape
 from heedful.kernels.common.key_range import key_bounds
-from heedful.kernels.common.sequences import sequence
-from heedful.kernels.portable.shared.sequences import Place, wide
+from heedful.kernels.common.rows import wide
+from heedful.kernels.common.sequences import Place, sequence
 
 
 class Span(NamedTuple):

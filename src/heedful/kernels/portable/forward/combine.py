@@ -10,8 +10,9 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from heedful.kernels.args.portable import CombineIO
-from heedful.kernels.portable.shared.scores import LN2, exponential, finite_or_zero
-from heedful.kernels.portable.shared.sequences import row_base, store_rows, wide
+from heedful.kernels.common.constants import LN2
+from heedful.kernels.common.rows import row_base, store_rows, wide
+from heedful.kernels.common.scores import exponential, finite_or_zero
 
 
 @triton.jit

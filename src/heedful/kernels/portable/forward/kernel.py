@@ -22,12 +22,12 @@ from heedful.kernels.args.shared import (
     Tile,
     TileOrder,
 )
+from heedful.kernels.common.constants import LN2, LOG2E
+from heedful.kernels.common.gaps import clear_gaps
+from heedful.kernels.common.keys import Keys, keys_of, load_keys
 from heedful.kernels.common.log_sum import log_sum_exp
-from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
-from heedful.kernels.portable.shared.keys import Keys, keys_of, load_keys
-from heedful.kernels.portable.shared.scores import (
-    LN2,
-    LOG2E,
+from heedful.kernels.common.rows import load_rows, row_base, store_rows
+from heedful.kernels.common.scores import (
     adjust_scores,
     bias_tile,
     descaled,
@@ -39,17 +39,10 @@ from heedful.kernels.portable.shared.scores import (
     sink_state,
     visible,
 )
-from heedful.kernels.portable.shared.sequences import (
-    head_of,
-    key_tiles,
-    load_rows,
-    masked_count,
-    place_of_queries,
-    row_base,
-    store_rows,
-    visited_tile,
-)
-from heedful.kernels.portable.shared.unused import clear_gaps
+from heedful.kernels.common.sequences import place_of_queries
+from heedful.kernels.common.tile_range import key_tiles, masked_count, visited_tile
+from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
+from heedful.kernels.portable.shared.order import head_of
 
 
 @triton.jit

@@ -17,20 +17,12 @@ from heedful.kernels.args.shared import (
     Shape,
     Tile,
 )
+from heedful.kernels.common.keys import keys_of, load_keys
+from heedful.kernels.common.rows import load_rows, row_base, wide
+from heedful.kernels.common.scores import descaled, head_mods, lse_to_subtract, probabilities
+from heedful.kernels.common.sequences import place_of_queries
+from heedful.kernels.common.statistics import any_far, statistics_of_keys, with_statistics
 from heedful.kernels.portable.shared.dropout import dropout_words, keep_tile
-from heedful.kernels.portable.shared.keys import keys_of, load_keys
-from heedful.kernels.portable.shared.scores import (
-    descaled,
-    head_mods,
-    lse_to_subtract,
-    probabilities,
-)
-from heedful.kernels.portable.shared.sequences import load_rows, place_of_queries, row_base, wide
-from heedful.kernels.portable.shared.statistics import (
-    any_far,
-    statistics_of_keys,
-    with_statistics,
-)
 
 
 @triton.jit

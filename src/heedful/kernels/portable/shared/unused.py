@@ -8,10 +8,10 @@ this alive through their loops. Shapes: B batch, H heads, N rows, D and E head d
 import triton
 import triton.language as tl
 
-from heedful.kernels.args.kinds import SplitRows, SplitRowVector
 from heedful.kernels.args.portable import ClearOutsideIO, ClearUnusedIO
+from heedful.kernels.common.gaps import clear_gaps
+from heedful.kernels.common.rows import row_base, store_rows, wide
 from heedful.kernels.common.sequences import sequence, within
-from heedful.kernels.portable.shared.sequences import row_base, store_rows, wide
 
 
 @triton.jit
@@ -29,71 +29,6 @@ def fill_rows(
     tile = tl.full([ROWS, BLOCK], VALUE, tl.float32)
     for row0 in range(begin, end, ROWS):
         store_rows(base, tile, stride_row, row0, end, DIM)
-
-
-# Rows that a program clears at a time.
-GAP_ROWS = tl.constexpr(16)
-
-
-@triton.jit
-def clear_gaps(
-    out: SplitRows,
-    lse: SplitRowVector,
-    split,
-    cu_seqlens,
-    total,
-    batch,
-    heads,
-    share,
-    shares,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Writes what packed rows before the first sequence and behind the last have: zeros into out
-    (total, heads, DIM), -inf into lse (heads, total); either may be absent. Each of
-    `shares` programs has its share."""
-    before, behind, gaps = gaps_of(cu_seqlens, total, batch)
-    dims = tl.arange(0, BLOCK)
-    for block in range(share, tl.cdiv(gaps, GAP_ROWS) * heads, shares):
-        own = tl.arange(0, GAP_ROWS)
-        clear_block(block, own, dims, before, behind, gaps, out, lse, split, heads, DIM)
-
-
-@triton.jit
-def gaps_of(cu_seqlens, total, batch):
-    """(rows before the first sequence, the first behind the last, rows of both) of packed rows."""
-    before = within(tl.load(cu_seqlens), 0, total)
-    behind = within(tl.load(cu_seqlens + batch), before, total)
-    return before, behind, before + (total - behind)
-
-
-@triton.jit
-def clear_block(
-    block,
-    own,
-    dims,
-    before,
-    behind,
-    gaps,
-    out: SplitRows,
-    lse: SplitRowVector,
-    split,
-    heads,
-    DIM: tl.constexpr,
-):
-    """The same of GAP_ROWS of these rows, of one head: of all such blocks number `block`. own: 0 to
-    GAP_ROWS - 1; dims: 0 to a power of two from DIM on; in any layout."""
-    h = wide(block % heads)
-    rows = block // heads * GAP_ROWS + own
-    exists = rows < gaps
-    tokens = wide(tl.where(rows < before, rows, rows - before + behind))
-    if out.ptr is not None:
-        base = out.ptr + split * out.stride_s + h * out.stride_h
-        ptrs = base + tokens[:, None] * out.stride_n + dims[None, :]
-        tl.store(ptrs, 0.0, mask=exists[:, None] & (dims < DIM)[None, :])
-    if lse.ptr is not None:
-        starts = lse.ptr + split * lse.stride_s + h * lse.stride_h
-        tl.store(starts + tokens, float("-inf"), mask=exists)
 
 
 @triton.jit

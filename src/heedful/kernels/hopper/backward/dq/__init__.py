@@ -1,2 +1,2 @@
 """dQ: the warpgroup that makes it, its float32 sums, and its way out of them. May import
-`hopper.backward`, `hopper.sm90` and `portable.shared`."""
+`hopper.backward` and `hopper.sm90`."""

@@ -10,11 +10,11 @@ from triton.language.extra import cuda
 
 from heedful.kernels.args.hopper_backward import BackwardEpilogueIO, HopperBackwardSizes
 from heedful.kernels.args.shared import Sequences
+from heedful.kernels.common.rows import row_base, store_rows, wide
 from heedful.kernels.common.sequences import sequence
 from heedful.kernels.hopper.backward.columns import part_columns, part_count, share_columns
 from heedful.kernels.hopper.backward.p_scale import p_descale
 from heedful.kernels.hopper.backward.prologue import accum_begin
-from heedful.kernels.portable.shared.sequences import row_base, store_rows, wide
 
 # Of a product, whose sums lie together.
 ROWS: tl.constexpr = tl.constexpr(64)

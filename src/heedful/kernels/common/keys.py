@@ -9,8 +9,8 @@ import triton.language as tl
 
 from heedful.kernels.args.kinds import Rows
 from heedful.kernels.args.shared import Descale, Descales, KVLayout, Tile
+from heedful.kernels.common.rows import load_rows, wide
 from heedful.kernels.common.sequences import within
-from heedful.kernels.portable.shared.sequences import cache_row, load_rows, wide
 
 
 class Keys(NamedTuple):
@@ -23,6 +23,15 @@ class Keys(NamedTuple):
     groups: Any
     token: Any
     count: Any
+
+
+@triton.jit
+def cache_row(cache: KVLayout, b):
+    """Which of a cache's rows sequence b uses, as 64 bits: one that exists."""
+    row = b
+    if cache.batch_idx is not None:
+        row = within(tl.load(cache.batch_idx + b), 0, cache.entries - 1)
+    return row.to(tl.int64)
 
 
 @triton.jit

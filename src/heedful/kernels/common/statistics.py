@@ -2,17 +2,18 @@
 that the logarithm of the sum is lost in its rounding. A row's maximum is then subtracted from
 scores, which is exact, in place of the log-sum-exp, and what comes of it is divided by the sum.
 
-Shapes: M query rows, N key rows, D qk dim.
+Shapes: M query rows, N key rows, D qk dim, E v dim.
 """
 
 import triton
 import triton.language as tl
 
-from heedful.kernels.args.kinds import Rows
+from heedful.kernels.args.kinds import RowArray, Rows
 from heedful.kernels.args.shared import Descales, KVLayout, Mask, ScoreMods, Tile
-from heedful.kernels.portable.shared.keys import load_keys
-from heedful.kernels.portable.shared.scores import (
-    LOG2E,
+from heedful.kernels.common.constants import LOG2E
+from heedful.kernels.common.keys import load_keys
+from heedful.kernels.common.rows import load_rows, row_base, wide
+from heedful.kernels.common.scores import (
     adjust_scores,
     bias_tile,
     exponential,
@@ -21,7 +22,7 @@ from heedful.kernels.portable.shared.scores import (
     sink_state,
     visible,
 )
-from heedful.kernels.portable.shared.sequences import key_tiles, load_rows, row_base
+from heedful.kernels.common.tile_range import key_tiles
 
 # From here on a log-sum-exp is far from 0: one of 2^10 is known to 2^-14, which rows of 16 bits do
 # not notice, one of 2^6 to 2^-19.
@@ -168,3 +169,17 @@ def load_references(reference, factor, lse_M, places_M, exists_M):
     else:
         reference_M = tl.load(reference + places_M, mask=exists_M, other=float("inf"))
         return reference_M, tl.load(factor + places_M, mask=exists_M, other=1.0)
+
+
+@triton.jit
+def row_deltas(o_ME, do_ME, lse_M, dlse: RowArray, place, rows_M, exists_M):
+    """delta = rowsum(out * dout) - dlse (M,) of query rows: an LSE that is an output itself enters
+    the softmax's gradient exactly as the row sum does. Rows that saw nothing have 0, whatever they
+    hold. dlse may be absent."""
+    delta_M = tl.sum(o_ME.to(tl.float32) * do_ME.to(tl.float32), 1)
+    if dlse.ptr is not None:
+        base = dlse.ptr + (
+            place.b * dlse.stride_b + place.h * dlse.stride_h + place.token_q * dlse.stride_m
+        )
+        delta_M -= tl.load(base + wide(rows_M) * dlse.stride_m, mask=exists_M, other=0.0)
+    return tl.where(lse_M == float("-inf"), 0.0, delta_M)

@@ -13,12 +13,8 @@ import triton.language as tl
 
 from heedful.kernels.args.kinds import RowVector
 from heedful.kernels.args.shared import Descale, Mask, ScoreMods, Tile
-from heedful.kernels.portable.shared.sequences import wide
-
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# LOG2E less its float32 rounding.
-LOG2E_REST: tl.constexpr = tl.constexpr(1.925963033500e-08)
-LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
+from heedful.kernels.common.constants import LN2, LOG2E, LOG2E_REST
+from heedful.kernels.common.rows import wide
 
 
 class HeadMods(NamedTuple):

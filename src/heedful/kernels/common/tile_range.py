@@ -1,0 +1,114 @@
+"""Which key tiles a tile of queries visits, and which query tiles a tile of keys."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.args.shared import Mask, Tile
+from heedful.kernels.common.key_range import key_bounds
+
+
+class TileRange(NamedTuple):
+    """Tiles [begin, end) are visited; [full_begin, full_end) of them need no mask. first_end: tiles
+    [0, first_end) before `begin` are visited, too."""
+
+    first_end: Any
+    begin: Any
+    full_begin: Any
+    full_end: Any
+    end: Any
+
+
+@triton.jit
+def key_tiles(row, place, mask: Mask, tile: Tile):
+    """Key tiles that a tile of queries from `row` on touches."""
+    len_k = place.len_k
+    last = tl.minimum(row + tile.BLOCK_M, place.len_q) - 1
+    bounds = key_bounds(row, last, place.off, len_k, mask)
+    first_end = 0
+    begin = 0
+    full_begin = 0
+    end = tl.cdiv(bounds.stop_last, tile.BLOCK_N)
+    full_end = bounds.stop_first // tile.BLOCK_N
+    if mask.HAS_LEFT:
+        begin = tl.minimum(bounds.start_first // tile.BLOCK_N, end)
+        full_begin = tl.cdiv(bounds.start_last, tile.BLOCK_N)
+        full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
+        seen = tl.minimum(mask.first, bounds.stop_last)
+        first_end = tl.minimum(tl.cdiv(seen, tile.BLOCK_N), begin)
+    full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
+    if last < row:
+        first_end = 0
+        begin = 0
+        full_begin = 0
+        full_end = 0
+        end = 0
+    if mask.tree is not None:
+        # The tree is over the last keys.
+        full_end = tl.minimum(full_end, tl.maximum(len_k - place.len_q, 0) // tile.BLOCK_N)
+        full_end = tl.maximum(full_end, full_begin)
+    return TileRange(first_end, begin, full_begin, full_end, end)
+
+
+@triton.jit
+def masked_count(tiles):
+    """How many tiles are visited that need a mask."""
+    return tiles.first_end + (tiles.full_begin - tiles.begin) + (tiles.end - tiles.full_end)
+
+
+@triton.jit
+def visited_tile(visit, tiles, HAS_LEFT: tl.constexpr, IS_MASKED: tl.constexpr):
+    """The key tile of a visit, of those that need a mask or of those that do not."""
+    if not IS_MASKED:
+        return visit + tiles.full_begin
+    elif HAS_LEFT:
+        return masked_tile(visit, tiles)
+    else:
+        return visit + tiles.full_end
+
+
+@triton.jit
+def masked_tile(index, tiles):
+    """The index-th of the visited key tiles that need a mask."""
+    before = tiles.full_begin - tiles.begin
+    tile = index
+    if index >= tiles.first_end + before:
+        tile = index - tiles.first_end - before + tiles.full_end
+    elif index >= tiles.first_end:
+        tile = index - tiles.first_end + tiles.begin
+    return tile
+
+
+@triton.jit
+def query_tiles(col, place, mask: Mask, tile: Tile):
+    """Query tiles that see any of a tile of keys from `col` on; the full ones' rows all exist and
+    see every one of these keys."""
+    off, len_q = place.off, place.len_q
+    last = tl.minimum(col + tile.BLOCK_N, place.len_k) - 1
+    begin = 0
+    full_begin = 0
+    end = tl.cdiv(len_q, tile.BLOCK_M)
+    full_end = len_q // tile.BLOCK_M
+    if mask.HAS_RIGHT:
+        begin = tl.minimum(tl.maximum(col - off - mask.right, 0) // tile.BLOCK_M, end)
+        full_begin = tl.cdiv(tl.maximum(last - off - mask.right, 0), tile.BLOCK_M)
+        full_begin = tl.minimum(tl.maximum(full_begin, begin), end)
+    if mask.HAS_LEFT:
+        if col >= mask.first:
+            stop = tl.maximum(tl.minimum(len_q, last - off + mask.left + 1), 0)
+            end = tl.cdiv(stop, tile.BLOCK_M)
+        if last >= mask.first:
+            stop = tl.maximum(tl.minimum(len_q, col - off + mask.left + 1), 0)
+            full_end = stop // tile.BLOCK_M
+        end = tl.maximum(end, begin)
+        full_begin = tl.minimum(full_begin, end)
+    if last < col:
+        begin = 0
+        full_begin = 0
+        full_end = 0
+        end = 0
+    full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
+    if mask.tree is not None:
+        full_end = tl.where(last >= place.len_k - len_q, full_begin, full_end)
+    return TileRange(0, begin, full_begin, full_end, end)
