@@ -3,6 +3,12 @@ torch and other frameworks are imported inside these functions only."""
 
 import sys
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+import heedful
+
+if TYPE_CHECKING:
+    from typer import Typer
 
 # name: (module, function), in the order that help shows.
 COMMANDS = {
@@ -20,12 +26,17 @@ COMMANDS = {
 
 def main() -> None:
     """Entry point of the `heedful` script."""
+    app()(prog_name="heedful")
+
+
+def app() -> "Typer":
+    """The command with all its sub-commands. Ends the process where its libraries are missing."""
     try:
         import rich  # noqa: F401  (asked for here, so that one message covers both)
         import typer
     except ImportError as error:
         sys.exit(f'heedful\'s command line needs {error.name}: pip install "heedful[cli]"')
-    app = typer.Typer(
+    made = typer.Typer(
         help="Fused attention kernels: what runs here, why, and how fast.",
         no_args_is_help=True,
         add_completion=False,
@@ -33,11 +44,20 @@ def main() -> None:
         rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
     )
-    app.callback()(_common)
+
+    def print_version(asked: bool) -> None:
+        if asked:
+            typer.echo(f"heedful {heedful.__version__}")
+            raise typer.Exit()
+
+    def common(
+        version: bool = typer.Option(
+            False, "--version", is_eager=True, callback=print_version, help="print the version"
+        ),
+    ) -> None:
+        """Fused attention kernels: what runs here, why, and how fast."""
+
+    made.callback()(common)
     for name, (module, function) in COMMANDS.items():
-        app.command(name)(getattr(import_module(module), function))
-    app(prog_name="heedful")
-
-
-def _common() -> None:
-    """Fused attention kernels: what runs here, why, and how fast."""
+        made.command(name)(getattr(import_module(module), function))
+    return made

@@ -9,6 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from heedful.bench.harness.cases import GROUPS, Case, cases
 from heedful.cli.console import err, fail, out
+from heedful.cli.given import torch_device, writable
 from heedful.cli.options import dtype_name
 
 if TYPE_CHECKING:
@@ -39,26 +40,29 @@ def bench(
 ) -> None:
     """Time heedful against its peers. A result that fails the reference check gets no figure."""
     try:
-        import torch
-
         from heedful.bench.harness import peers as peer_module
     except ImportError as error:
         fail(f'bench needs {error.name}: pip install "heedful\\[cpu]", or \\[cuda]')
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = torch_device(device)
     names = groups or ("cpu" if where.type == "cpu" else "forward,backward,decode,overhead")
     element = dtype_name(dtype or ("fp32" if where.type == "cpu" else "bf16"))
     try:
         chosen = [c for name in names.split(",") for c in cases(name, element, input_scale)]
         named = [peer_module.find(name) for name in peers.split(",")] if peers else None
+        chosen = [case for case in chosen if match in case.name]
+        _check_base(base, chosen, named, where)
     except ValueError as error:
         fail(escape(str(error)))
-    chosen = [case for case in chosen if match in case.name]
     if listing:
         _list(chosen, peer_module.PEERS)
         return
     if not chosen:
         fail(f"no case of {names} has {match!r} in its name; see --list")
-    if compilers and where.type == "cuda":
+    if compilers and where.type == "cpu":
+        fail(f"--jobs compiles a GPU's kernels, and there are none to compile on {where}")
+    writable(json_lines, "--json-lines")
+    writable(png, "--png")
+    if compilers:
         _compile_first(chosen, named, where, compilers)
     outcomes = _run(chosen, named, where, rounds, base, json_lines)
     _report(outcomes, where, png)
@@ -71,6 +75,19 @@ def _list(chosen: list[Case], peers: "dict[str, Peer]") -> None:
         out.print(f"[bold]{case.group}[/]  {case.name}")
     for peer in peers.values():
         out.print(f"[bold]{peer.name}[/]: {peer.words}")
+
+
+def _check_base(base: str | None, chosen: list[Case], named: "list[Peer] | None", where) -> None:
+    """Raises ValueError for a base that no case times."""
+    from heedful.bench.harness.peers import defaults
+
+    peers = named or [peer for case in chosen for peer in defaults(case, where)]
+    timed = dict.fromkeys(peer.name for peer in peers)
+    if base is not None and chosen and base not in timed:
+        raise ValueError(
+            f"base must be among the peers that are timed, {', '.join(timed)}, got {base!r}"
+            " (--peers names others)"
+        )
 
 
 def _compile_first(chosen: list[Case], named: "list[Peer] | None", where, jobs: int) -> None:
@@ -127,14 +144,10 @@ def _report(outcomes: "list[Outcome]", where, png: Path | None) -> None:
     from heedful.bench.harness.run import surroundings
 
     facts = surroundings(where)
-    words = (
-        f"{facts['device']}, driver {facts['driver']}, torch {facts['versions']['torch']},"
-        f" triton {facts['versions']['triton']}, heedful {facts['versions']['heedful']}"
-        f" at {facts['commit']}, {facts['date']}"
-    )
+    words = report.footer(facts)
     for group in dict.fromkeys(outcome.case.group for outcome in outcomes):
         members = [outcome for outcome in outcomes if outcome.case.group == group]
-        out.print(report.table(group, members))
+        out.print(report.table(group, members, out.width))
         for line in report.summary(members):
             out.print(f"  {line}")
     absences = report.absences(outcomes)

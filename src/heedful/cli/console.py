@@ -10,6 +10,11 @@ from heedful.core.registry.capability import LEVELS
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
+TRITON_HELPS = (
+    "triton, which compiles GPU kernels, is not installed: pip install triton (on Linux; torch's"
+    " GPU wheels bring it)"
+)
+
 _LEVEL_STYLES = {"run": "green", "emulated": "cyan", "compile-only": "yellow", "untested": "red"}
 
 

@@ -19,6 +19,7 @@ from rich.progress import (
 from rich.table import Table
 
 from heedful.cli.console import fail, out
+from heedful.cli.given import torch_device, writable
 
 if TYPE_CHECKING:
     import torch
@@ -47,7 +48,10 @@ def demo(
     except ImportError as error:
         fail(f'demo needs {error.name}: pip install "heedful\\[cpu,cli]", or \\[cuda,cli]')
     began = time.perf_counter()
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = torch_device(device)
+    pictures = {name: folder / f"{name}.png" for name in ("curves", "timing")}
+    for path in pictures.values():
+        writable(path, "--out")
     recipe = training.ON_CPU if where.type == "cpu" else training.ON_GPU
     # Products this small gain little from more threads, and on a busy machine lose ten times that
     # to threads that wait for each other.

@@ -1,17 +1,23 @@
 """`heedful doctor`: what this machine has, and what runs here at which support level."""
 
+import dataclasses
+import json
 import platform
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.markup import escape
 from rich.table import Table
 
 import heedful
 from heedful.bench.harness import machine
 from heedful.cli import matrix
-from heedful.cli.console import level_text, out
+from heedful.cli.console import TRITON_HELPS, level_text, out
 from heedful.core.base import settings
-from heedful.core.base.device import MIB, DeviceSpec
+from heedful.core.base.device import MIB, NO_GPU_ON_WINDOWS, DeviceSpec
+from heedful.core.base.installed import TESTED, numbers
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.registry.capability import LEVELS, ROWS, KernelRow, Toolchain
 from heedful.launch.code.folder import Folder
@@ -19,34 +25,57 @@ from heedful.launch.code.folder import Folder
 _PACKAGES = ("torch", "triton", "jax", "jaxlib", "numpy")
 
 
-def doctor() -> None:
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
     """Devices, versions, cache, and which kernels run here at which support level."""
-    devices, tools = machine.devices(), machine.toolchain()
-    out.print(_versions())
-    out.print(_devices(devices))
-    for device in _distinct(devices):
-        out.print(_kernels(device, tools))
-    shown = {row.level(device) for row in ROWS for device in devices}
-    for name, words in LEVELS.items():
-        if name in shown:
-            out.print(f"  {level_text(name)}: {words}")
-    for advice in _advice(devices, tools):
-        out.print(f"[bold yellow]![/] {escape(advice)}", soft_wrap=True)
+    devices, versions, tools = machine.devices(), _versions(), machine.toolchain()
+    if versions["jax"] is not None:
+        tools = dataclasses.replace(tools, jax=numbers(versions["jax"]))
+    distinct = list({(device.name, device.arch): device for device in devices}.values())
+    rows = {device.name: list(_kernels(device, tools)) for device in distinct}
+    advice = [*_advice(devices, tools), *_untested(versions)]
+    if as_json:
+        facts = {
+            "versions": versions,
+            "devices": [dataclasses.asdict(device) for device in devices],
+            "kernels": rows,
+            "advice": advice,
+        }
+        out.print_json(json.dumps(facts))
+        return
+    out.print(_version_table(versions))
+    out.print(_device_table(devices))
+    for name, own in rows.items():
+        out.print(_kernel_table(name, own))
+    shown = {row["level"] for own in rows.values() for row in own}
+    for level, words in LEVELS.items():
+        if level in shown:
+            out.print(f"  {level_text(level)}: {words}")
+    for line in advice:
+        out.print(f"[bold yellow]![/] {escape(line)}", soft_wrap=True)
 
 
-def _versions() -> Table:
-    table = Table(title="Versions", title_justify="left", title_style="bold", show_header=False)
-    table.add_row("heedful", f"{heedful.__version__} ({Path(heedful.__file__).parent})")
-    system = f"{platform.system()} {platform.machine()}"
-    table.add_row("python", f"{platform.python_version()}, {system}")
-    for name in _PACKAGES:
-        table.add_row(name, machine.version(name) or "not installed")
-    table.add_row("GPU driver", machine.driver() or "none found")
-    cache = settings.get("cache_dir")
-    table.add_row("kernel cache", _cache_words(cache))
+def _versions() -> dict[str, str | None]:
+    """By name; None is not installed."""
+    versions: dict[str, str | None] = {
+        "heedful": f"{heedful.__version__} ({Path(heedful.__file__).parent})",
+        "python": f"{platform.python_version()}, {platform.system()} {platform.machine()}",
+    }
+    versions |= {name: machine.version(name) for name in _PACKAGES}
+    versions["GPU driver"] = machine.driver()
+    versions["kernel cache"] = _cache_words(settings.get("cache_dir"))
     for name, setting in settings.TABLE.items():
         if name != "cache_dir" and settings.is_set(name):
-            table.add_row(setting.variable, str(settings.get(name)))
+            versions[setting.variable] = str(settings.get(name))
+    return versions
+
+
+def _version_table(versions: dict[str, str | None]) -> Table:
+    table = Table(title="Versions", title_justify="left", title_style="bold", show_header=False)
+    for name, words in versions.items():
+        missing = "none found" if name == "GPU driver" else "not installed"
+        table.add_row(name, escape(words or missing))
     return table
 
 
@@ -63,7 +92,7 @@ def _cache_words(folder: Path | None) -> str:
     return f"{folder} ({len(sizes)} files, {sum(sizes) / MIB:.1f} MiB)"
 
 
-def _devices(devices: list[DeviceSpec]) -> Table:
+def _device_table(devices: list[DeviceSpec]) -> Table:
     table = Table(title="Devices", title_justify="left", title_style="bold")
     for name in ("device", "arch", "units", "shared memory a block", "L2"):
         table.add_column(name)
@@ -75,26 +104,31 @@ def _devices(devices: list[DeviceSpec]) -> Table:
     return table
 
 
-def _distinct(devices: list[DeviceSpec]) -> list[DeviceSpec]:
-    return list({(device.name, device.arch): device for device in devices}.values())
-
-
-def _kernels(device: DeviceSpec, tools: Toolchain) -> Table:
-    table = Table(title=f"On {device.name}", title_justify="left", title_style="bold")
-    for name in ("kernel", "level", "dtypes", "head dims", "features"):
-        table.add_column(name)
+def _kernels(device: DeviceSpec, tools: Toolchain) -> Iterator[dict]:
+    """What can be said of each kernel that there is for a device; missing: tools that it lacks."""
     for row in ROWS:
         level = row.level(device)
-        if level is None:
-            continue
-        missing = _missing(row, device, tools)
-        table.add_row(
-            f"{row.backend} {row.direction}",
-            f"[red]cannot run:[/] {escape('; '.join(missing))}" if missing else level_text(level),
-            matrix.dtype_words(row),
-            matrix.dim_words(row),
-            matrix.feature_words(row),
-        )
+        if level is not None:
+            yield {
+                "kernel": f"{row.backend} {row.direction}",
+                "level": level,
+                "missing": _missing(row, device, tools),
+                "dtypes": matrix.dtype_words(row),
+                "head_dims": matrix.dim_words(row),
+                "features": matrix.feature_words(row),
+            }
+
+
+def _kernel_table(name: str, rows: list[dict]) -> Table:
+    """Two columns, since lists of features are long and screens may be narrow."""
+    table = Table(title=f"On {name}", title_justify="left", title_style="bold", show_lines=True)
+    table.add_column("kernel", no_wrap=True)
+    table.add_column("level; dtypes; head dims; features")
+    for row in rows:
+        missing = escape("; ".join(row["missing"]))
+        level = f"[red]cannot run:[/] {missing}" if missing else level_text(row["level"])
+        takes = f"{row['dtypes']}; head dims {row['head_dims']}"
+        table.add_row(row["kernel"], f"{level}\n{takes}\n{row['features']}")
     return table
 
 
@@ -105,9 +139,23 @@ def _missing(row: KernelRow, device: DeviceSpec, tools: Toolchain) -> list[str]:
     return [reason for reason in row.why_not(problem, device, tools) if reason not in anyway]
 
 
-def _advice(devices: list[DeviceSpec], tools: Toolchain) -> list[str]:
+def _advice(devices: list[DeviceSpec], tools: Toolchain) -> Iterator[str]:
+    gpus = [device for device in devices if device.vendor != "cpu"]
     if tools.torch is None:
-        return ['torch is not installed: pip install "heedful[cpu]", or [cuda] with an NVIDIA GPU']
-    if all(device.vendor == "cpu" for device in devices) and machine.driver():
-        return ["there is a GPU driver, but torch sees no GPU: is this torch's CPU build?"]
-    return []
+        yield 'torch is not installed: pip install "heedful[cpu]", or [cuda] with an NVIDIA GPU'
+    elif not gpus and machine.driver():
+        if platform.system() == "Windows":
+            yield NO_GPU_ON_WINDOWS
+        else:
+            yield "there is a GPU driver, but torch sees no GPU: is this torch's CPU build?"
+    elif gpus and tools.triton is None:
+        yield TRITON_HELPS
+
+
+def _untested(versions: dict[str, str | None]) -> Iterator[str]:
+    """What is said of versions outside of those that heedful was tested with."""
+    for name, (oldest, newest) in TESTED.items():
+        found = numbers(versions[name] or "")[: len(newest)]
+        if found and not oldest <= found <= newest:
+            words = " to ".join(".".join(map(str, version)) for version in (oldest, newest))
+            yield f"{name} {versions[name]} is outside of what heedful was tested with, {words}"

@@ -2,25 +2,31 @@
 
 import dataclasses
 import json
+import math
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from heedful.bench.harness import machine
-from heedful.cli.console import fail, level_text, out
+from heedful.cli.console import TRITON_HELPS, fail, level_text, out
+from heedful.cli.given import planned_device
 from heedful.cli.options import ProblemOptions, with_problem
-from heedful.core.base.device import DeviceSpec, by_name
+from heedful.core.base.arrays import item_bytes
+from heedful.core.base.device import MIB, DeviceSpec
 from heedful.core.planning.plan import Plan, plan, words_of_sequences
+from heedful.core.planning.sizes import Workspace
 from heedful.core.registry.capability import Toolchain
+from heedful.launch.program.programs import program
+from heedful.launch.program.spec import Program
 
 
 @with_problem
 def explain(
     options: ProblemOptions,
     device: Annotated[
-        str | None, typer.Option(help="H200, MI355X, sm_90, cpu ...; this machine's if not given")
+        str | None,
+        typer.Option(help="H200, MI355X, sm_90, cpu ...; cuda, cuda:1; this machine's by default"),
     ] = None,
     backend: Annotated[str | None, typer.Option(help="force this backend")] = None,
     triton: Annotated[str | None, typer.Option(help="plan for this Triton version")] = None,
@@ -29,8 +35,8 @@ def explain(
     """Which kernel runs a problem on a device, with which tiles, and why the others do not."""
     try:
         problem = options.problem()
-        target = machine.devices()[0] if device is None else by_name(device)
-        decision = plan(problem, target, _toolchain(device, triton), backend)
+        target, tools = planned_device(device)
+        decision = plan(problem, target, _with_triton(tools, triton), backend)
     except ValueError as error:
         fail(escape(str(error)))
     if as_json:
@@ -39,9 +45,8 @@ def explain(
         _show(decision)
 
 
-def _toolchain(device: str | None, triton: str | None) -> Toolchain:
-    """This machine's versions for its own device; the newest for a device that is elsewhere."""
-    tools = machine.toolchain() if device is None else Toolchain()
+def _with_triton(tools: Toolchain, triton: str | None) -> Toolchain:
+    """The same versions with another Triton."""
     if triton is not None:
         try:
             version = tuple(int(part) for part in triton.split("."))
@@ -66,9 +71,34 @@ def as_data(decision: Plan) -> dict:
         "num_splits": decision.num_splits,
         "short_q": decision.short_q,
         "kernels": kernels,
+        "launches": {
+            direction: [{"kernel": call.kernel.function, "grid": call.grid} for call in own.calls]
+            for direction, own in _programs(decision).items()
+        },
+        "scratch": {
+            direction: [_scratch(workspace) for workspace in own.workspaces]
+            for direction, own in _programs(decision).items()
+        },
         "rejected": [_plain(rejection) for rejection in decision.rejected],
         "notes": list(decision.notes),
     }
+
+
+def _programs(decision: Plan) -> dict[str, Program]:
+    """By direction what a plan launches; those without kernels left out."""
+    chosen = {"forward": decision.backend, "backward": decision.backward}
+    return {
+        direction: program(decision, direction)
+        for direction, backend in chosen.items()
+        if backend and decision.row(direction).program
+    }
+
+
+def _scratch(workspace: Workspace) -> dict:
+    spec = workspace.buffer
+    nbytes = math.prod(spec.shape) * item_bytes(spec.dtype)
+    facts = {"name": workspace.name, "shape": spec.shape, "dtype": spec.dtype, "bytes": nbytes}
+    return {**facts, "zeroed": workspace.zeroed}
 
 
 def _plain(value) -> dict:
@@ -95,8 +125,19 @@ def _show(decision: Plan) -> None:
         for kernel, measured in decision.measured.items():
             out.print(f"  {kernel}: [dim]{escape(measured)}[/]")
         out.print()
+    if programs := _programs(decision):
+        out.print(_launches(programs))
+        for line in _scratch_words(programs):
+            out.print(f"  {line}")
+        out.print()
     if decision.rejected:
         out.print(_rejections(decision))
+        if any("needs triton" in why and "got" not in why for why in _reasons(decision)):
+            out.print(f"[bold yellow]![/] {escape(TRITON_HELPS)}", soft_wrap=True)
+
+
+def _reasons(decision: Plan) -> list[str]:
+    return [reason for rejection in decision.rejected for reason in rejection.reasons]
 
 
 def _device_words(device: DeviceSpec) -> str:
@@ -106,13 +147,35 @@ def _device_words(device: DeviceSpec) -> str:
 
 def _tiles(decision: Plan) -> Table:
     table = Table(title="Tiles", title_justify="left", title_style="bold")
-    for name in ("kernel", "queries x keys", "warps", "stages", "more"):
+    table.add_column("kernel", overflow="fold")
+    for name in ("queries x keys", "warps", "stages", "more"):
         table.add_column(name)
     for kernel, config in decision.configs.items():
         cells = (kernel, f"{config.block_m} x {config.block_n}", config.num_warps)
         cells += (config.num_stages, config.words().replace(" ", ", "))
         table.add_row(*(escape(str(cell)) for cell in cells))
     return table
+
+
+def _launches(programs: dict[str, Program]) -> Table:
+    table = Table(title="Launches", title_justify="left", title_style="bold")
+    for name in ("direction", "kernel", "grid"):
+        table.add_column(name)
+    for direction, own in programs.items():
+        for call in own.calls:
+            grid = " x ".join(map(str, call.grid)).removesuffix(" x 1").removesuffix(" x 1")
+            table.add_row(direction, call.kernel.function, grid)
+    return table
+
+
+def _scratch_words(programs: dict[str, Program]) -> list[str]:
+    """A line a direction: its arrays of scratch with their sizes."""
+    lines = []
+    for direction, own in programs.items():
+        facts = [_scratch(workspace) for workspace in own.workspaces]
+        arrays = (f"{f['name']} {f['bytes'] / MIB:.3g} MiB" for f in facts)
+        lines.append(f"scratch {direction}: {', '.join(arrays) or 'none'}")
+    return lines
 
 
 def _rejections(decision: Plan) -> Table:

@@ -7,8 +7,8 @@ import typer
 from rich.markup import escape
 
 from heedful.cli.console import err, fail, out
+from heedful.cli.given import planned_device, writable
 from heedful.cli.options import ProblemOptions, with_problem
-from heedful.core.base.device import by_name
 from heedful.core.planning.plan import plan
 
 
@@ -16,14 +16,14 @@ from heedful.core.planning.plan import plan
 def inspect(
     options: ProblemOptions,
     device: Annotated[
-        str | None, typer.Option(help="compile the problem for H200, MI355X, gfx950 ...")
+        str | None, typer.Option(help="compile the problem for H200, MI355X, gfx950, cuda ...")
     ] = None,
     backend: Annotated[str | None, typer.Option(help="force this backend")] = None,
     against: Annotated[
         list[Path] | None, typer.Option(help="also FILE.s (gfx942, gfx950) or FILE.cubin")
     ] = None,
     segments: Annotated[bool, typer.Option("--segments", help="cut hot loops at barriers")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON (AMD kernels)")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
     svg: Annotated[
         Path | None, typer.Option(help="timeline of the first AMD kernel's hot loop")
     ] = None,
@@ -38,9 +38,10 @@ def inspect(
     from heedful.launch.program.programs import program
 
     found = []
+    writable(svg, "--svg")
     try:
         if device is not None:
-            chosen = plan(options.problem(), by_name(device), compiling(), backend)
+            chosen = plan(options.problem(), planned_device(device)[0], compiling(), backend)
             for direction in ("forward", "backward")[: 1 + bool(chosen.backward)]:
                 found += command.of_program(program(chosen, direction), chosen.device.arch)
         found += [command.of_file(path) for path in against or ()]
@@ -49,8 +50,10 @@ def inspect(
     if not found:
         fail("nothing to inspect: give --device for a problem's kernels, --against for files")
     amd = [kernel for kernel in found if isinstance(kernel, Inspection)]
-    if svg is not None and amd:
+    if not amd and (svg is not None or segments):
+        fail("--svg and --segments want an AMD kernel, and there is none")
+    if svg is not None:
         svg.write_text(timeline_svg(amd[0]))
         err.print(f"wrote {svg}")
-    text = to_json(amd) if as_json else command.render(found, segments)
+    text = to_json(found) if as_json else command.render(found, segments, out.width)
     out.print(text, markup=False, soft_wrap=True)

@@ -9,14 +9,14 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from heedful.cli.console import err, fail, out
-from heedful.core.base.device import by_name
+from heedful.cli.given import planned_device, writable
 
 
 def prebuild(
     problems: Annotated[Path, typer.Argument(help="JSON, by hand or from heedful.record()")],
     pack: Annotated[Path, typer.Option("--out", "-o", help="folder of the pack")],
     device: Annotated[
-        list[str], typer.Option(help="H200, MI355X, sm_90 ...; may be given several times")
+        list[str], typer.Option(help="H200, MI355X, sm_90, cuda ...; may be given several times")
     ],
     jobs: Annotated[int, typer.Option("--jobs", "-j", help="compilers at once")] = 0,
     backend: Annotated[str | None, typer.Option(help="force this backend")] = None,
@@ -31,9 +31,10 @@ def prebuild(
     from heedful.launch.record import load
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    writable(pack / "manifest.json", "--out")
     try:
         entries = load(problems)
-        devices = [by_name(name) for name in device]
+        devices = [planned_device(name)[0] for name in device]
         with Progress(*columns, TimeElapsedColumn(), console=err) as bar:
             task = bar.add_task("compiling", total=None)
             count = build(

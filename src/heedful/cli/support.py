@@ -8,6 +8,7 @@ from rich.table import Table
 
 from heedful.cli import matrix
 from heedful.cli.console import level_text, out
+from heedful.cli.given import writable
 from heedful.core.registry.capability import LEVELS, ROWS, backends
 
 
@@ -17,26 +18,32 @@ def support(
     ] = None,
 ) -> None:
     """The support matrix: which kernel runs on which architecture, at which level."""
+    writable(markdown, "--markdown")
     if markdown is not None:
         markdown.write_text(matrix.markdown(), encoding="utf-8")
         out.print(f"wrote {markdown}")
         return
-    table = Table(title="Where a kernel runs", title_justify="left", title_style="bold")
-    for name in ("device", "arch", *backends()):
+    table = Table(
+        title="Where a kernel runs", title_justify="left", title_style="bold", show_lines=True
+    )
+    for name in ("devices", "level", "kernels"):
         table.add_column(name)
     for arch, names in matrix.architectures().items():
-        table.add_row(", ".join(names), arch, *(_cell(backend, arch) for backend in backends()))
+        for level, kernels in _by_level(arch).items():
+            table.add_row(f"{', '.join(names)} ({arch})", level_text(level), ", ".join(kernels))
     out.print(table)
     for name, words in LEVELS.items():
         out.print(f"  {level_text(name)}: {words}")
 
 
-def _cell(backend: str, arch: str) -> str:
-    """The level of a backend on an architecture; which direction, where it has but one of them."""
-    levels = {row.direction: matrix.level_on(row, arch) for row in ROWS if row.backend == backend}
-    shown = {direction: level_text(level) for direction, level in levels.items() if level}
-    if not shown:
-        return "-"
-    if len(shown) == 2 and len(set(shown.values())) == 1:
-        return next(iter(shown.values()))
-    return "\n".join(f"{level} ({direction})" for direction, level in shown.items())
+def _by_level(arch: str) -> dict[str, list[str]]:
+    """By support level on an architecture the backends; which direction, where it has but one."""
+    found: dict[str, list[str]] = {}
+    for backend in backends():
+        rows = (row for row in ROWS if row.backend == backend)
+        levels = {row.direction: level for row in rows if (level := matrix.level_on(row, arch))}
+        for level in dict.fromkeys(levels.values()):
+            own = [direction for direction in levels if levels[direction] == level]
+            words = backend if len(own) == 2 else f"{backend} ({own[0]})"
+            found.setdefault(level, []).append(words)
+    return found

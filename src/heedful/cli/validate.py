@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from heedful.cli.console import err, fail, out
+from heedful.cli.given import torch_device, writable
 
 if TYPE_CHECKING:
     from heedful.bench.harness.run import Outcome
@@ -29,12 +30,13 @@ def validate(
 ) -> None:
     """Check every kernel on this device against float64, time them, and record that they passed."""
     try:
-        import torch
+        import torch  # noqa: F401  (asked for here, so that its absence is one line)
     except ImportError as error:
         fail(f'validate needs {error.name}: pip install "heedful\\[cpu]", or \\[cuda]')
     from heedful.validation import grid, run
 
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = torch_device(device)
+    writable(report, "--report")
     if where.type == "cpu":
         out.print("No GPU: there is nothing to validate here. The CPU backend, for good measure:")
     names = run.backends_of(where)
@@ -92,7 +94,8 @@ def _bench(names: list[str], where) -> "list[Outcome]":
             outcomes.append(run.bench(case, names, where))
             progress.advance(task)
     for group in dict.fromkeys(outcome.case.group for outcome in outcomes):
-        out.print(report.table(group, [o for o in outcomes if o.case.group == group]))
+        members = [o for o in outcomes if o.case.group == group]
+        out.print(report.table(group, members, out.width))
     return outcomes
 
 

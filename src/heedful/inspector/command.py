@@ -42,13 +42,18 @@ def of_file(path: Path, lds_bytes: int = 0, tiles: int = 1) -> Inspection | Nvid
     return inspect(path.read_text(), lds_bytes=lds_bytes, label=path.stem, tiles=tiles)
 
 
-def render(found: Sequence[Inspection | NvidiaInspection], segments: bool = False) -> str:
-    """Tables of AMD and of NVIDIA kernels, whichever there are."""
+def render(
+    found: Sequence[Inspection | NvidiaInspection],
+    segments: bool = False,
+    width: int | None = None,
+) -> str:
+    """Tables of AMD and of NVIDIA kernels, whichever there are; one below another where columns do
+    not fit into a width."""
     amd = [i for i in found if isinstance(i, Inspection)]
     nvidia = [i for i in found if isinstance(i, NvidiaInspection)]
-    parts = [table(amd)] if amd else []
-    parts += [segments_table(amd)] if amd and segments else []
-    parts += [align(nvidia_rows(nvidia))] if nvidia else []
+    parts = [table(amd, width)] if amd else []
+    parts += [segments_table(amd, width)] if amd and segments else []
+    parts += [align(nvidia_rows(nvidia), width)] if nvidia else []
     return "\n\n".join(parts)
 
 
@@ -63,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--tiles", type=int, action="append", default=[], help="key tiles per turn of the hot loop")
     add("--segments", action="store_true", help="also the hot loops cut at their barriers")
-    add("--json", action="store_true", help="print JSON (AMD kernels)")
+    add("--json", action="store_true", help="print JSON")
     add("--svg", help="write the timeline of the first AMD kernel's hot loop there")
     return parser
 
@@ -85,5 +90,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     amd = [i for i in found if isinstance(i, Inspection)]
     if options.svg and amd:
         Path(options.svg).write_text(timeline_svg(amd[0]))
-    sys.stdout.write((to_json(amd) if options.json else render(found, options.segments)) + "\n")
+    sys.stdout.write((to_json(found) if options.json else render(found, options.segments)) + "\n")
     return 0

@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from heedful.inspector.inspection import Inspection
 from heedful.inspector.mix import Mix
+from heedful.inspector.nvidia import NvidiaInspection, Sass
 
 _LOOP_ROWS = ("mfma", "mfma_slots", "valu", "valu_slots", "exp", "salu", "lds", "lds_bytes")
 _LOOP_ROWS += ("lds_slots", "vmem", "vmem_bytes", "dma", "transposed", "waits", "nops")
@@ -54,25 +55,35 @@ def _loop_rows(inspections: Sequence[Inspection]) -> list[list[str]]:
     return rows
 
 
-def align(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as text: the first column to the left, the others to the right."""
+def align(rows: Sequence[Sequence[str]], width: int | None = None) -> str:
+    """Rows as text: the first column to the left, the others to the right; in several blocks, each
+    with the first column, where they do not fit into a width."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    blocks: list[list[int]] = [[]]
+    for i, own in enumerate(widths[1:], 1):
+        taken = widths[0] + sum(2 + widths[other] for other in blocks[-1])
+        if width is not None and blocks[-1] and taken + 2 + own > width:
+            blocks.append([])
+        blocks[-1].append(i)
+    return "\n\n".join(_block(rows, widths, columns) for columns in blocks)
+
+
+def _block(rows: Sequence[Sequence[str]], widths: Sequence[int], columns: Sequence[int]) -> str:
     lines = []
     for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
+        cells = (row[i].rjust(widths[i]) for i in columns)
+        lines.append("  ".join((row[0].ljust(widths[0]), *cells)).rstrip())
     return "\n".join(lines)
 
 
-def table(inspections: Sequence[Inspection]) -> str:
+def table(inspections: Sequence[Inspection], width: int | None = None) -> str:
     """Resources and hot loop, kernels side by side; loop figures are per tile and wave."""
     head = ["", *(i.label for i in inspections)]
     title = ["hot loop, per tile and wave", *("" for _ in inspections)]
-    return align([head, *_resource_rows(inspections), title, *_loop_rows(inspections)])
+    return align([head, *_resource_rows(inspections), title, *_loop_rows(inspections)], width)
 
 
-def segments_table(inspections: Sequence[Inspection]) -> str:
+def segments_table(inspections: Sequence[Inspection], width: int | None = None) -> str:
     """The hot loops cut at their barriers, segment against segment."""
     names = ("mfma_slots", "valu_slots", "exp", "lds_bytes", "dma", "transposed", "drains")
     rows = [["segment", *(f"{i.label}: {n.replace('_', ' ')}" for n in names for i in inspections)]]
@@ -83,7 +94,7 @@ def segments_table(inspections: Sequence[Inspection]) -> str:
                 here = index < len(i.segments)
                 row.append(_number(getattr(i.segments[index], name)) if here else "-")
         rows.append(row)
-    return align(rows)
+    return align(rows, width)
 
 
 def _mix_facts(mix: Mix | None) -> dict | None:
@@ -100,20 +111,33 @@ def _mix_facts(mix: Mix | None) -> dict | None:
     }
 
 
-def to_json(inspections: Sequence[Inspection]) -> str:
+def _amd_facts(i: Inspection) -> dict:
+    return {
+        "name": i.name,
+        "label": i.label,
+        "resources": asdict(i.resources),
+        "waves_per_simd": i.resources.occupancy().waves,
+        "occupancy_limit": i.resources.occupancy().limit,
+        "tiles": i.tiles,
+        "whole": _mix_facts(i.whole),
+        "loop": _mix_facts(i.loop),
+        "segments": [_mix_facts(s) for s in i.segments],
+    }
+
+
+def _sass_facts(sass: Sass | None) -> dict | None:
+    if sass is None:
+        return None
+    counts = dict(sass.counts.most_common())
+    return {**asdict(sass), "counts": counts, "mufu_cycles": sass.mufu_cycles}
+
+
+def to_json(inspections: Sequence[Inspection | NvidiaInspection]) -> str:
     """Everything, for machines."""
-    facts = [
-        {
-            "name": i.name,
-            "label": i.label,
-            "resources": asdict(i.resources),
-            "waves_per_simd": i.resources.occupancy().waves,
-            "occupancy_limit": i.resources.occupancy().limit,
-            "tiles": i.tiles,
-            "whole": _mix_facts(i.whole),
-            "loop": _mix_facts(i.loop),
-            "segments": [_mix_facts(s) for s in i.segments],
-        }
-        for i in inspections
-    ]
+    facts = []
+    for i in inspections:
+        if isinstance(i, Inspection):
+            facts.append(_amd_facts(i))
+        else:
+            facts.append(asdict(i) | {"whole": _sass_facts(i.whole), "loop": _sass_facts(i.loop)})
     return json.dumps(facts, indent=2)

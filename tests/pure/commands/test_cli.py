@@ -107,6 +107,13 @@ def test_doctor_works_without_torch_and_says_how_to_get_it():
     assert "pip install" in shown.stdout
 
 
+def test_the_package_itself_runs_as_the_command():
+    env = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    command = [sys.executable, "-m", "heedful", "--version"]
+    shown = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert shown.stdout.startswith("heedful ") and not shown.stderr
+
+
 def test_without_its_libraries_the_command_names_the_extra():
     shown = run("doctor", without=("typer",))
     assert shown.returncode == 1

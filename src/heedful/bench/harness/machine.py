@@ -4,6 +4,7 @@ framework or driver is a fact to report, never an error."""
 import os
 import shutil
 import subprocess
+import sys
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
@@ -40,13 +41,15 @@ def devices() -> list[DeviceSpec]:
 
         from heedful.torch.base.device import device_spec
     except ImportError:
-        return [KNOWN["CPU"].live(name=_cpu_name())]
-    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+        return [KNOWN["CPU"].live(name=cpu_name())]
+    has_gpus = torch.cuda.is_available() and sys.platform != "win32"
+    gpus = range(torch.cuda.device_count() if has_gpus else 0)
     specs = [device_spec(torch.device("cuda", index)) for index in gpus]
-    return [*specs, device_spec(torch.device("cpu")).live(name=_cpu_name())]
+    return [*specs, device_spec(torch.device("cpu")).live(name=cpu_name())]
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """What the machine calls its CPU."""
     try:
         with open("/proc/cpuinfo") as lines:
             names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -83,8 +86,11 @@ def clocks() -> dict[str, float]:
 
 @cache
 def commit() -> str | None:
-    """The commit of the checkout this package is run from, with + if it was changed."""
-    here = os.path.dirname(os.path.abspath(__file__))
+    """The commit of the checkout this package is run from, with + if it was changed. None of a
+    package that is installed, though its environment lie in a checkout of something else."""
+    here, name = os.path.split(os.path.abspath(__file__))
+    if not _output(["git", "-C", here, "ls-files", name]):
+        return None
     head = _output(["git", "-C", here, "rev-parse", "--short=12", "HEAD"])
     if not head:
         return None

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -52,8 +53,9 @@ def _in_unit(case: Case, time_us: float) -> float:
     return case.flops() / time_us / flops_a_us if flops_a_us else time_us
 
 
-def table(group: str, outcomes: list[Outcome]) -> Table:
-    """One group's figures: a row a case, a column a peer; ratios to the base with their range."""
+def table(group: str, outcomes: list[Outcome], width: int | None = None) -> Table:
+    """One group's figures: a row a case, a column a peer; ratios to the base with their range. If
+    that is wider than `width` characters, a row a case and peer."""
     case = outcomes[0].case
     bases = sorted({o.base for o in outcomes if o.base})
     over = f"; ratios: speed over {', '.join(bases)}, median (range of rounds)" if bases else ""
@@ -62,14 +64,35 @@ def table(group: str, outcomes: list[Outcome]) -> Table:
         title_justify="left",
         title_style="bold",
     )
-    result.add_column("case")
     peers = [f.peer for f in outcomes[0].figures if any(_timed(o, f.peer) for o in outcomes)]
+    longest = {peer: max(_cell_width(o, peer) for o in outcomes) for peer in peers}
+    cells = (max(len(peer), own) for peer, own in longest.items())
+    wide = max(len(o.case.name) for o in outcomes) + sum(cells) + 3 * len(peers) + 4
+    if width is not None and wide > width:
+        return _narrow(result, outcomes, peers)
+    result.add_column("case")
     for peer in peers:
         result.add_column(peer, justify="right")
     for outcome in outcomes:
         cells = (_cell(outcome, peer) for peer in peers)
         result.add_row(outcome.case.name, *cells)
     return result
+
+
+def _narrow(result: Table, outcomes: list[Outcome], peers: list[str]) -> Table:
+    """A row a case and peer, the case above its peers."""
+    for name in ("case and peer", "figure", "ratio"):
+        result.add_column(name, justify="left" if name == "case and peer" else "right")
+    for outcome in outcomes:
+        result.add_row(outcome.case.name, "", "")
+        for number, peer in enumerate(peers, 1):
+            value, _, ratio = _cell(outcome, peer).partition("\n")
+            result.add_row(f"  {peer}", value, ratio, end_section=number == len(peers))
+    return result
+
+
+def _cell_width(outcome: Outcome, peer: str) -> int:
+    return max(len(re.sub(r"\[.*?\]", "", line)) for line in _cell(outcome, peer).splitlines())
 
 
 def _digits(number: float) -> str:
@@ -80,6 +103,12 @@ def _digits(number: float) -> str:
 def _timed(outcome: Outcome, peer: str) -> bool:
     figure = outcome.figure(peer)
     return figure is not None and figure.time_us is not None
+
+
+def _drawn(outcome: Outcome, peer: str) -> bool:
+    """Whether a picture has something to show of a peer: a time, or that its result was wrong."""
+    figure = outcome.figure(peer)
+    return figure is not None and (figure.time_us is not None or figure.wrong)
 
 
 def _cell(outcome: Outcome, peer: str) -> str:
@@ -163,6 +192,19 @@ def _against(outcomes: list[Outcome], peer: str, rivals: list[str], words: str) 
     )
 
 
+def footer(facts: dict) -> str:
+    """Where, with what and when figures were made: of `surroundings`, in one line."""
+    versions = (f"{name} {facts['versions'][name] or 'none'}" for name in ("torch", "triton"))
+    words = (
+        facts["device"],
+        f"driver {facts['driver'] or 'none'}",
+        *versions,
+        f"heedful {facts['versions']['heedful']} at commit {facts['commit'] or 'unknown'}",
+        facts["date"],
+    )
+    return ", ".join(words)
+
+
 def append_json_lines(path: Path, records: Iterator[dict]) -> None:
     """Adds one line a record."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -186,7 +228,7 @@ def picture(path: Path, outcomes: list[Outcome], footer: str) -> None:
     figure, axes = pyplot.subplots(
         rows, columns, figsize=(7.5 * columns, 3.6 * rows + 0.8), squeeze=False, dpi=130
     )
-    peers = [f.peer for f in outcomes[0].figures if any(_timed(o, f.peer) for o in outcomes)]
+    peers = [f.peer for f in outcomes[0].figures if any(_drawn(o, f.peer) for o in outcomes)]
     for axis, (title, members) in zip(axes.flat, panels.items(), strict=False):
         _bars(axis, ", ".join(title), members, peers)
     for axis in axes.flat[len(panels) :]:
@@ -224,15 +266,17 @@ def _label(case: Case) -> str:
 
 
 def _bars(axis, title: str, outcomes: list[Outcome], peers: list[str]) -> None:
-    present = [peer for peer in peers if any(_timed(o, peer) for o in outcomes)]
+    present = [peer for peer in peers if any(_drawn(o, peer) for o in outcomes)]
     width = 0.82 / max(len(present), 1)
     for place, peer in enumerate(present):
         for column, outcome in enumerate(outcomes):
             figure = outcome.figure(peer)
             height = None if figure is None else value(outcome.case, figure)
-            if figure is None or height is None:
-                continue
             x = column + (place - (len(present) - 1) / 2) * width
+            if figure is None or height is None:
+                if figure is not None and figure.wrong:
+                    _failed(axis, x, peer)
+                continue
             axis.bar(x, height, width * 0.92, color=_colour(peer, peers))
             below, above = _range(outcome.case, figure)
             axis.errorbar(x, height, yerr=[[below], [above]], color="#333333", capsize=2)
@@ -254,6 +298,22 @@ def _bars(axis, title: str, outcomes: list[Outcome], peers: list[str]) -> None:
     axis.grid(axis="y", color="#e5e5e5")
     axis.set_axisbelow(True)
     axis.spines[["top", "right"]].set_visible(False)
+
+
+def _failed(axis, x: float, peer: str) -> None:
+    """Says so where the bar of a wrong result would stand."""
+    axis.text(
+        x,
+        0.02,
+        f"{peer} failed",
+        transform=axis.get_xaxis_transform(),
+        color="#c00000",
+        fontsize=7,
+        fontweight="bold",
+        ha="center",
+        va="bottom",
+        rotation=90,
+    )
 
 
 def _range(case: Case, figure: Figure) -> tuple[float, float]:

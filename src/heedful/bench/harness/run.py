@@ -245,7 +245,8 @@ def kv_gb_per_s(case: Case, time_us: Spread) -> float:
 
 def surroundings(device: torch.device) -> dict:
     """Where and when: what a figure is worth nothing without."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    is_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else machine.cpu_name()
     packages = {
         "torch": "torch",
         "triton": "triton",
@@ -259,7 +260,8 @@ def surroundings(device: torch.device) -> dict:
         "commit": machine.commit(),
         "device": name,
         "driver": machine.driver(),
+        "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "versions": {"heedful": heedful.__version__, **versions},
-        "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
+        "cudnn": torch.backends.cudnn.version() if is_gpu else None,
     }

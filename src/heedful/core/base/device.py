@@ -5,6 +5,9 @@ from dataclasses import dataclass, replace
 
 KIB = 1024
 MIB = 1024 * KIB
+NO_GPU_ON_WINDOWS = (
+    "GPU kernels run on Linux alone, WSL included; on Windows itself heedful computes on the CPU"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,13 @@ TRITON_DISTRIBUTIONS = (
     "triton-windows",
 )
 
+# The oldest and the newest version of each that tests were run with; `heedful doctor` names others.
+TESTED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+    "torch": ((2, 11), (2, 15)),
+    "triton": ((3, 6), (3, 9)),
+    "jax": ((0, 10), (0, 12)),
+}
+
 _SAYS = r"^__version__\s*=\s*['\"](\d[^'\"]*)['\"]\s*$"
 
 

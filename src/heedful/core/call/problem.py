@@ -249,7 +249,7 @@ class AttentionProblem:
 
     def validate(self) -> None:
         """Raises ValueError naming the argument for figures no attention call can have."""
-        for name in ("batch", "seqlen_q", "seqlen_k"):
+        for name in ("batch", "seqlen_q", "seqlen_k", "page_size", "kv_group"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
         if self.heads_q < 1 or self.heads_k < 1 or self.heads_q % self.heads_k:

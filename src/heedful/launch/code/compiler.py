@@ -47,7 +47,7 @@ def _find_or_compile(call: KernelCall, arch: str) -> Artifact:
     if not toolchain():
         raise RuntimeError(
             f"{call.kernel.function} for {arch} is in no loaded pack, and there is no Triton here"
-            " to compile it: add this problem to the pack (heedful prebuild)"
+            " to compile it: pip install triton, or add this problem to the pack (heedful prebuild)"
         )
 
     def compile_now() -> Artifact:

@@ -1,11 +1,12 @@
 """The devices and tools that torch sees, as the planner's facts."""
 
+import sys
 from dataclasses import replace
 from functools import cache
 
 import torch
 
-from heedful.core.base.device import KNOWN, DeviceSpec, of_arch
+from heedful.core.base.device import KNOWN, NO_GPU_ON_WINDOWS, DeviceSpec, of_arch
 from heedful.core.base.installed import numbers, triton_version
 from heedful.core.registry.capability import Toolchain
 from heedful.launch import validations
@@ -19,6 +20,8 @@ def device_spec(device: torch.device) -> DeviceSpec:
         return replace(KNOWN["CPU"], units=torch.get_num_threads())
     if device.type != "cuda":
         raise ValueError(f"q must be on a CPU, CUDA or ROCm device, got {device}")
+    if sys.platform == "win32":
+        raise ValueError(f"q must be on the CPU, got {device}: {NO_GPU_ON_WINDOWS}")
     figures = torch.cuda.get_device_properties(device)
     if torch.version.hip:
         arch = figures.gcnArchName.split(":")[0]

@@ -90,7 +90,11 @@ def test_a_driver_that_cannot_be_asked_is_none(tools, answer):
 
 
 def test_the_commit_is_that_of_the_sources_and_marked_where_they_changed(tools, monkeypatch):
-    answers: dict[str, str | None] = {"rev-parse": "0123456789ab", "status": ""}
+    answers: dict[str, str | None] = {
+        "ls-files": "machine.py",
+        "rev-parse": "0123456789ab",
+        "status": "",
+    }
     tools.texts["git"] = ""
 
     def ask(command):
@@ -101,6 +105,7 @@ def test_the_commit_is_that_of_the_sources_and_marked_where_they_changed(tools, 
     assert machine.commit() == "0123456789ab"
     folder = machine.__file__.rpartition("/")[0]
     assert tools.asked == [
+        ["git", "-C", folder, "ls-files", "machine.py"],
         ["git", "-C", folder, "rev-parse", "--short=12", "HEAD"],
         ["git", "-C", folder, "status", "--porcelain", "."],
     ]
@@ -110,6 +115,9 @@ def test_the_commit_is_that_of_the_sources_and_marked_where_they_changed(tools, 
     ):
         machine.commit.cache_clear()
         assert machine.commit() == want
+    answers |= {"ls-files": "", "rev-parse": "an environment within another checkout"}
+    machine.commit.cache_clear()
+    assert machine.commit() is None
 
 
 def cpuinfo(monkeypatch, text: str | None) -> None:
@@ -128,7 +136,7 @@ def cpuinfo(monkeypatch, text: str | None) -> None:
 
 def test_the_cpus_name_is_the_models(monkeypatch):
     cpuinfo(monkeypatch, "vendor: X\nmodel name\t: Fast 9000: II\nmodel name\t: Other\n")
-    assert machine._cpu_name() == "Fast 9000"
+    assert machine.cpu_name() == "Fast 9000"
     *_, spec = machine.devices()
     assert spec.name == "Fast 9000"
 
@@ -136,7 +144,7 @@ def test_the_cpus_name_is_the_models(monkeypatch):
 @pytest.mark.parametrize("text", [None, "processor : 0\n"])
 def test_a_cpu_that_does_not_tell_its_name_is_a_cpu(monkeypatch, text):
     cpuinfo(monkeypatch, text)
-    assert machine._cpu_name() == "CPU"
+    assert machine.cpu_name() == "CPU"
 
 
 def test_gpus_come_before_the_cpu(monkeypatch):
@@ -204,7 +212,8 @@ def test_what_lies_beside_a_figure(monkeypatch):
     assert modules["flash-attn"] == modules["flash-attn-4"] == "flash_attn"
     assert modules["flashinfer-python"] == "flashinfer"
     assert (modules["torch"], modules["triton"]) == ("torch", "triton")
-    assert (facts["device"], facts["driver"], facts["cudnn"]) == ("cpu", "nvidia 580", None)
+    assert (facts["device"], facts["driver"]) == (machine.cpu_name(), "nvidia 580")
+    assert facts["cudnn"] is None
     assert facts["commit"] == "0123456789ab+"
     assert facts["python"] == platform.python_version()
     date = datetime.fromisoformat(facts["date"])

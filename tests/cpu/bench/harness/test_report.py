@@ -255,9 +255,12 @@ def test_a_picture_has_a_panel_a_kind_and_a_bar_a_figure(drawn):
     heights = FLOPS / 8e6, FLOPS / 20e6
     assert [height for _, height, _ in first] == pytest.approx(heights)
     assert [colour for *_, colour in first] == ["#d1495b", "#8d99ae"]
-    # The bars of a case stand side by side around its tick; none stands for a missing figure.
+    # The bars of a case stand side by side around its tick; none stands for a missing
+    # figure, and words for a wrong one.
     assert [x for x, *_ in first] == pytest.approx([-0.205, 0.205])
-    assert [(x, height) for x, height, _ in second] == [(0, pytest.approx(FLOPS / 2 / 5e6))]
+    ((x, height, _),) = second
+    assert (x, height) == pytest.approx((-0.205, FLOPS / 2 / 5e6))
+    assert made.axes[1].texts[-1].get_text() == "flash failed"
     assert len(third) == 2 and third[0][1] == pytest.approx(2.5 * FLOPS / 10e6)
     (legend,) = made.legends
     assert [text.get_text() for text in legend.get_texts()] == ["heedful", "flash"]
