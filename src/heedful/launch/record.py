@@ -9,6 +9,7 @@ cache new keys ahead of its forward (`launch.program.programs.step`); it has its
 
 import json
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -100,9 +101,14 @@ def note(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec], **options
 def record(path: str | os.PathLike) -> Iterator[None]:
     """Writes the list of problems that the calls inside need, for `heedful prebuild`.
 
-    Calls that this process has prepared before are not seen: record from a fresh process.
+    Calls that this process has prepared before are not seen: record from a fresh process. Calls on
+    a CPU compile nothing: of these alone the list is empty, which a warning says.
+
+    Raises:
+        OSError: nothing can be written there, before any call is made.
     """
     entries: dict[str, Entry] = {}
+    save(path, ())
     with _lock:
         _recorders.append(entries)
     try:
@@ -111,6 +117,9 @@ def record(path: str | os.PathLike) -> Iterator[None]:
         with _lock:
             _recorders[:] = [r for r in _recorders if r is not entries]
         save(path, entries.values())
+        if not entries:
+            words = f"no new call ran a GPU's kernels: the list of problems {path} is empty"
+            warnings.warn(words, stacklevel=3)
 
 
 def save(path: str | os.PathLike, entries) -> None:

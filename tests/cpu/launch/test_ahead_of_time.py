@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 import torch
 
-from heedful import flash_attn_with_kvcache
+from heedful import flash_attn_func, flash_attn_with_kvcache
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.device import by_name
 from heedful.core.base.installed import triton_version
@@ -163,6 +163,17 @@ def test_a_recording_ends_with_its_block(tmp_path):
     outer, inner = (record.load(tmp_path / f"{name}.json") for name in ("outer", "inner"))
     assert [entry.problem.mask.causal for entry in inner] == [False]
     assert [entry.problem.mask.causal for entry in outer] == [False, True]
+
+
+def test_a_recording_says_that_it_is_empty_and_where_it_cannot_be_written(tmp_path):
+    q = torch.randn(1, 8, 2, 16)
+    with pytest.warns(UserWarning, match="is empty"), record.record(tmp_path / "list.json"):
+        flash_attn_func(q, q, q)
+    assert record.load(tmp_path / "list.json") == []
+    called = []
+    with pytest.raises(OSError), record.record(tmp_path / "not" / "there.json"):
+        called.append("the work began")
+    assert not called
 
 
 def test_an_entry_is_planned_for_the_device_that_it_was_seen_on(tmp_path):

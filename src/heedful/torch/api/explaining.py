@@ -21,7 +21,7 @@ from heedful.core.call.storage import copies
 from heedful.core.planning import plan
 from heedful.torch.api.attention import flash_attn_func, flash_attn_varlen_func, plain_lengths
 from heedful.torch.api.kvcache import flash_attn_with_kvcache
-from heedful.torch.api.packed import STANDS_FOR, unpacked_arguments
+from heedful.torch.api.packed import STANDS_FOR, in_own_words, unpacked_arguments
 from heedful.torch.base.arrays import abstract_spec, array_spec, dtype_name
 from heedful.torch.base.dispatch import OWN, has_shards, needs_dispatcher, no_shards
 from heedful.torch.eager.backends import planned
@@ -56,8 +56,12 @@ def explain(function: Callable, *args, **kwargs) -> str:
         TypeError, ValueError: as the call itself would.
     """
     if function in STANDS_FOR:
-        kwargs = unpacked_arguments(_by_name(function, args, kwargs))
-        function, args = STANDS_FOR[function], ()
+        given = _by_name(function, args, kwargs)
+        try:
+            return explain(STANDS_FOR[function], **unpacked_arguments(given))
+        except (TypeError, ValueError) as error:
+            in_own_words(error, "qkv" if "qkv" in given else "kv")
+            raise
     if function not in _KINDS:
         raise TypeError(f"function must be an attention function of heedful, got {function!r}")
     given = _by_name(function, args, kwargs)

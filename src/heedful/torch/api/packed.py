@@ -3,6 +3,7 @@
 Gradients come back through one `unbind`, whose backward writes the packed gradient once.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,14 @@ def _check_keywords(function: Callable, keywords: dict[str, Any], stands_for: An
             raise TypeError(words)
 
 
+def in_own_words(error: Exception, name: str) -> None:
+    """Makes an error about parts of a packed tensor one about the arguments that were given."""
+    said = re.sub(f"^([{name}]) must", rf"{name} (its \1) must", str(error))
+    if name == "qkv":
+        said = re.sub(r"\b(cu_seqlens|max_seqlen)_[qk]\b", r"\1", said)
+    error.args = (said,)
+
+
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -60,7 +69,11 @@ def flash_attn_qkvpacked_func(
     _check_keywords(flash_attn_qkvpacked_func, keywords, flash_attn_func)
     q, k, v = _unpacked("qkv", qkv)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    return flash_attn_func(q, k, v, *options, return_attn_probs, **keywords)
+    try:
+        return flash_attn_func(q, k, v, *options, return_attn_probs, **keywords)
+    except (TypeError, ValueError) as error:
+        in_own_words(error, "qkv")
+        raise
 
 
 def flash_attn_kvpacked_func(
@@ -88,7 +101,11 @@ def flash_attn_kvpacked_func(
     _check_keywords(flash_attn_kvpacked_func, keywords, flash_attn_func)
     k, v = _unpacked("kv", kv)
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    return flash_attn_func(q, k, v, *options, return_attn_probs, **keywords)
+    try:
+        return flash_attn_func(q, k, v, *options, return_attn_probs, **keywords)
+    except (TypeError, ValueError) as error:
+        in_own_words(error, "kv")
+        raise
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -118,7 +135,11 @@ def flash_attn_varlen_qkvpacked_func(
     q, k, v = _unpacked("qkv", qkv, True)
     where = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    return flash_attn_varlen_func(q, k, v, *where, *options, return_attn_probs, **keywords)
+    try:
+        return flash_attn_varlen_func(q, k, v, *where, *options, return_attn_probs, **keywords)
+    except (TypeError, ValueError) as error:
+        in_own_words(error, "qkv")
+        raise
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -151,7 +172,11 @@ def flash_attn_varlen_kvpacked_func(
     k, v = _unpacked("kv", kv, True)
     where = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic
-    return flash_attn_varlen_func(q, k, v, *where, *options, return_attn_probs, **keywords)
+    try:
+        return flash_attn_varlen_func(q, k, v, *where, *options, return_attn_probs, **keywords)
+    except (TypeError, ValueError) as error:
+        in_own_words(error, "kv")
+        raise
 
 
 # Which function each packed form stands for.

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 GOLDEN = Path(__file__).with_name("golden_surface.txt")
-MODULES = ("heedful", "heedful.emulator", "heedful.inspector")
+MODULES = ("heedful", "heedful.bert_padding", "heedful.emulator", "heedful.inspector")
 
 
 def surface() -> list[str]:
