@@ -55,7 +55,7 @@ def prepare(
     backend: str | None = None,
     notes: tuple[str, ...] = (),
     numbers: Sequence[Any] | None = None,
-):
+) -> Any:
     """The runner of a problem on the device of `x.q`. numbers: the lengths of the problem and the
     sizes of its operands, as `of_call` has them, where they are symbols of a case that is made: the
     runner's case is that one then.
@@ -215,13 +215,10 @@ class GpuRunner:
         self._is_known = True
         return self.once_on(self._numbers, addresses)
 
-    def forward_once(self, numbers: Sequence[Any], operands: Sequence[torch.Tensor]):
-        """The forward of lengths of the same case that most likely come but once, of which nothing
-        is kept. numbers: as `at` has them. operands: those that are there. Returns as `forward`."""
-        return self.once_on(numbers, [*map(address_of, operands)])
-
     def once_on(self, numbers: Sequence[Any], addresses: list[int]):
-        """The same of the operands' addresses, in a list for this call alone."""
+        """The forward of lengths of the same case that most likely come but once, of which nothing
+        is kept. numbers: as `at` has them. addresses: of the operands that are there, in a list for
+        this call alone. Returns as `forward`."""
         case = self.case
         if current_device() != case.index:
             with torch.cuda.device(case.device):

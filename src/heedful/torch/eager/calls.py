@@ -33,6 +33,7 @@ from heedful.torch.base.dispatch import (
 )
 from heedful.torch.base.forked import on_own_thread
 from heedful.torch.eager import backends
+from heedful.torch.eager.execute import address_of
 from heedful.torch.eager.keys import call_key, named_tensors
 from heedful.torch.eager.kinds import (
     MOST_KINDS,
@@ -109,20 +110,8 @@ class Call:
     """
 
     __slots__ = (
-        "alike",
-        "apart",
-        "backwards",
-        "checks",
-        "dropout",
-        "forward",
-        "kind",
-        "like",
-        "plain",
-        "results",
-        "runner",
-        "steps",
-        "wanting",
-        "wants_grad",
+        *("alike", "apart", "backwards", "checks", "dropout", "forward", "kind", "like", "plain"),
+        *("results", "runner", "steps", "wanting", "wants_grad"),
     )
 
     def __init__(
@@ -194,7 +183,7 @@ class Call:
         numbers: of its case. tensors: the operands that are there."""
         if self.wants_grad or not self.plain:
             return None
-        return _new(Once, (self.results, partial(self.runner.forward_once, numbers, tensors)))
+        return _new(Once, (self.results, self.runner, numbers, tensors))
 
     def at(
         self, numbers: Sequence[Any], sizes: Sequence[int], x: Sequence[Any], comes_again: bool
@@ -279,29 +268,14 @@ def make_seed(seed, device: torch.device) -> Tensor:
     return torch.full((1,), signed, dtype=torch.int64, device=device)
 
 
-def find(
-    key, x: Operands, options: Options, grad: tuple[bool, bool], out=None, seed=None, base=None
-) -> Call:
-    """The call of a key that is not among the young: from the old ones, or made now. Without a key
-    it is made and not kept. base: see `LATEST`."""
-    if key is None:
-        return Call(x, options, grad, out, seed)
-    call = CALLS.find(key)
-    if call is None:
-        is_common = out is None and seed is None and not options.dropout_p
-        call = is_common and _of_kind(x, options, grad, base)
-        call = call or Call(x, options, grad, out, seed)
-        CALLS.put(key, call)
-    return call
-
-
 class Once(NamedTuple):
-    """A call on these very tensors, which go to the kernels as they are, without gradients, where
-    it is not to be kept. run(): what a Call's forward gives. results: as a Call's."""
+    """A bound call that is not kept: on these very tensors, which go to the kernels as they are,
+    without gradients. results: as a Call's. numbers: of the case that the runner has."""
 
     results: int
-    run: Callable[[], tuple]
-    wants_grad = False
+    runner: Any
+    numbers: Sequence[Any]
+    tensors: Sequence[Tensor]
 
 
 # Operands that are expanded to a call's lengths, or that are no operands of most calls. Shifts come
@@ -365,50 +339,11 @@ class LatestKind:
         return call
 
 
-def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) -> Call | None:
-    """The call, if lengths alone tell it from calls that were checked and planned before. None
-    where it is not of a kind that is known so: on a CPU, and of operands that are adapted."""
-    is_adapted = any([operand is not None for operand in _adapted(x)])
-    if is_adapted or devices.device_spec(x.q.device).vendor == "cpu":
-        return None
-    kinds, sizes = [], []
-    for index, name in _OPERANDS:
-        tensor = x[index]
-        if tensor is not None:
-            if not isinstance(tensor, Tensor) or tensor.stride()[-1:] != (1,):
-                return None
-            kind, own = of_tensor(name, tensor)
-            kinds.append((kind, tensor.device, tensor.requires_grad))
-            sizes += own
-    if x.block_table is not None and x.cu_seqlens_q is not None:
-        return None
-    how = settings.get("backend"), settings.get("check_pages"), packs.backends()
-    without_longest = options._replace(max_seqlen_q=None, max_seqlen_k=None)
-    known = KINDS.of((without_longest, grad, how, *kinds))
-
-    def make(numbers) -> Call:
-        def trace() -> list[Any]:
-            """Checks and plans with lengths that are symbols."""
-            rest = iter(numbers)
-            given = options._replace(max_seqlen_q=next(rest), max_seqlen_k=next(rest))
-            specs = {kind.name: with_sizes(kind, rest) for kind, *_ in kinds}
-            described = AttentionCall(Operands(**specs), given, *grad)
-            return [*describe(described).lengths, *numbers[2:]]
-
-        return Call(x, options, grad, None, trace=trace)
-
-    values = [value or 0 for value in options[_LONGEST]] + sizes
-    call, numbers = known.find(values, make)
-    if base is not None and all([kind.aligned for kind, _, _ in kinds]):
-        LATEST.of(base, lambda: None)
-        LATEST[base] = LatestKind(known, [kind for kind, _, _ in kinds], x)
-    return call.at(numbers, sizes, x, comes_again=False)
-
-
 def attend(
-    q, k, v, x: Operands | None, options: Options, out=None, seed=None, otherwise: Any = None
+    q, k, v, x: Any, options: Options, out=None, seed=None, otherwise: Any = None
 ):
-    """Runs one call on tensors of a real device.
+    """Runs one call on tensors of a real device: finds what was bound for it, makes that if it is
+    not there, and runs it.
 
     x: the tensors as the caller gave them, None if they are q, k and v alone. seed: dropout_seed as
     the caller gave it. otherwise: runs the same call where a tensor is not bare, through the
@@ -419,73 +354,130 @@ def attend(
     if any_autocast() and is_autocast_enabled(q.device.type):
         q, k, v, bias = autocast((q, k, v, x and x.bias), q.device.type)
         x = x and x._replace(q=q, k=k, v=v, bias=bias)
-    records = is_grad_enabled()
-    key = call = None
-    base: Any = None
-    wants_grad = common = False
-    try:
-        # Aligned tensors like those of the last such call are known without a key.
-        of_q, of_k, of_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        bases = (of_q | of_k | of_v) & 15 or not (of_q and of_k and of_v)
-        common, usual = not bases, out is None and seed is None
-        types = map(type, options[NUMBERS] if x is None else options[NUMBERS] + x)
-        longest = options[_LONGEST]
-        base = (records, options[0], options[3:], *types)
-        how: Any = (base, longest) if usual else (base, longest, type(out), type(seed))
-        if common:
-            call = CALLS.latest.get(how)
-            if call is None:
-                pass
-            elif usual:
-                if not (call.alike(q, k, v) if x is None else call.like.fits(x)):
-                    call = None
-            elif not call.is_like((q, k, v, *ABSENT) if x is None else x, out, seed):
-                call = None
-            if call is None and usual and (kind := LATEST.get(base)) is not None:
-                call = kind.find((q, k, v) if x is None else x, longest, how)
-            wants_grad = call is not None and call.wants_grad
-        if call is None:
-            requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
-            if x is not None and not requires_grad:
-                requires_grad = requires_gradients(x)
-            wants_grad = records and requires_grad
-            key = (how, requires_grad, call_key(q, k, v, x, out, seed, bases))
-            call = CALLS.young.get(key)
-            if common and call is not None:
-                given = (q, k, v, *ABSENT) if x is None else x
-                if call.is_aligned(given if usual else (*given, out, seed)):
-                    CALLS.latest[how] = call
-    except (TypeError, RuntimeError):
-        # An argument that cannot be hashed, or a tensor without plain memory (sparse, ...), is none
-        # that we take: the checks will say which.
-        key = call = None
-    odd = key is None and call is None
-    if call is None and (odd or seed is not None or base not in PLAIN):
-        plain, own_seed = plain_options(options), plain_seed(seed, q.device)
+    call, key = _find(q, k, v, x, options, out, seed)
+    if call is None:
+        is_known = key is not None and seed is None and key[0][0] in PLAIN
+        plain = options if is_known else plain_options(options)
+        own_seed = seed if is_known else plain_seed(seed, q.device)
         if not is_same(plain, options) or own_seed is not seed:
             return attend(q, k, v, x, plain, out, own_seed, otherwise)
-        if not odd:
-            PLAIN.of(base)
-    if type(call) is Once:
-        out, lse, probs = call.run()
-        return out if call.results == 0 else returned(call.results, out, lse, probs)
-    if x is None:
-        x = _new(Operands, (q, k, v, *ABSENT))
-    if call is None:
+        x = x or Operands(q, k, v)
         if not are_bare(named_tensors(x, options, out, seed)):
             return (otherwise or _dispatched)(x, options, out, seed)
-        grad = gradients_wanted(x)
-        wants_grad = grad[0]
-        call = find(key, x, options, grad, out, seed, base if common and usual else None)
-    if wants_grad:
-        apply = Attention.apply if odd else _apply
-        return apply(call, x, seed, q, k, v, x.bias, x.sink)
+        base = None if key is None else key[0][0]
+        if base is not None:
+            PLAIN.of(base)
+        call = make(key, x, options, gradients_wanted(x), out, seed, base)
+        if key is None and call.wants_grad:
+            return Attention.apply(call, x, seed, q, k, v, x.bias, x.sink)
+    elif type(call) is Once:
+        out, lse, probs = call.runner.once_on(call.numbers, [*map(address_of, call.tensors)])
+        return out if call.results == 0 else returned(call.results, out, lse, probs)
+    # It is run.
+    if x is None:
+        x = _new(Operands, (q, k, v, *ABSENT))
+    if call.wants_grad:
+        return _apply(call, x, seed, q, k, v, x.bias, x.sink)
     if out is not None:
         call.apart.check(out, x, seed)
     if not call.plain:
         x = call.operands(x, seed)
     out, lse, probs = call.forward(x) if out is None else call.forward(x, out)
     return out if call.results == 0 else returned(call.results, out, lse, probs)
+
+
+def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[Any, Any]:
+    """The call that was bound for such tensors and options, None if there is none; and the key that
+    it then gets: None where something cannot be part of one, and where none was needed."""
+    try:
+        # Aligned tensors like those of the last such call are known without a key.
+        of_q, of_k, of_v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        bases = (of_q | of_k | of_v) & 15 or not (of_q and of_k and of_v)
+        records, longest, usual = is_grad_enabled(), options[_LONGEST], out is None and seed is None
+        types = map(type, options[NUMBERS] if x is None else options[NUMBERS] + x)
+        base = (records, options[0], options[3:], *types)
+        how: Any = (base, longest) if usual else (base, longest, type(out), type(seed))
+        if not bases:
+            call = CALLS.latest.get(how)
+            if call is None:
+                pass
+            elif usual:
+                if call.alike(q, k, v) if x is None else call.like.fits(x):
+                    return call, None
+            elif call.is_like((q, k, v, *ABSENT) if x is None else x, out, seed):
+                return call, None
+            if usual and (kind := LATEST.get(base)) is not None:
+                call = kind.find((q, k, v) if x is None else x, longest, how)
+                if call is not None:
+                    return call, None
+        requires_grad = q.requires_grad or k.requires_grad or v.requires_grad
+        if x is not None and not requires_grad:
+            requires_grad = requires_gradients(x)
+        key = (how, requires_grad, call_key(q, k, v, x, out, seed, bases))
+        call = CALLS.young.get(key) or CALLS.find(key)
+        if call is not None and not bases:
+            given = (q, k, v, *ABSENT) if x is None else x
+            if call.is_aligned(given if usual else (*given, out, seed)):
+                CALLS.latest[how] = call
+        return call, key
+    except (TypeError, RuntimeError):
+        # An argument that cannot be hashed, or a tensor without plain memory (sparse, ...), is none
+        # that we take: the checks will say which.
+        return None, None
+
+
+def make(
+    key, x: Operands, options: Options, grad: tuple[bool, bool], out=None, seed=None, base=None
+) -> Call:
+    """A call that is checked, planned and bound now, and kept if it has a key. base: see `LATEST`;
+    None where such calls are not known by it."""
+    is_common = key is not None and out is None and seed is None and not options.dropout_p
+    call = (is_common and _of_kind(x, options, grad, base)) or Call(x, options, grad, out, seed)
+    if key is not None:
+        CALLS.put(key, call)
+    return call
+
+
+def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) -> Call | None:
+    """The call, if lengths alone tell it from others of its kind, which may have been checked and
+    planned before. None where it is not of a kind that is known so: on a CPU, and of operands that
+    are adapted. base: see `LATEST`."""
+    is_adapted = any([operand is not None for operand in _adapted(x)])
+    if is_adapted or devices.device_spec(x.q.device).vendor == "cpu":
+        return None
+    kinds, facts, sizes = [], [], []
+    for index, name in _OPERANDS:
+        tensor = x[index]
+        if tensor is not None:
+            if not isinstance(tensor, Tensor) or tensor.stride()[-1:] != (1,):
+                return None
+            kind, own = of_tensor(name, tensor)
+            kinds.append(kind)
+            facts += (kind, tensor.device, tensor.requires_grad)
+            sizes += own
+    if x.block_table is not None and x.cu_seqlens_q is not None:
+        return None
+    how = settings.get("backend"), settings.get("check_pages"), packs.backends()
+    without_longest = options._replace(max_seqlen_q=None, max_seqlen_k=None)
+    known = KINDS.of((without_longest, grad, how, *facts))
+
+    def make(numbers) -> Call:
+        def trace() -> list[Any]:
+            """Checks it with lengths that are symbols."""
+            rest = iter(numbers)
+            given = options._replace(max_seqlen_q=next(rest), max_seqlen_k=next(rest))
+            specs = {kind.name: with_sizes(kind, rest) for kind in kinds}
+            described = AttentionCall(Operands(**specs), given, *grad)
+            return [*describe(described).lengths, *numbers[2:]]
+
+        return Call(x, options, grad, None, trace=trace)
+
+    values = [value or 0 for value in options[_LONGEST]] + sizes
+    call, numbers = known.find(values, make)
+    if base is not None and all([kind.aligned for kind in kinds]):
+        LATEST.of(base, lambda: None)
+        LATEST[base] = LatestKind(known, kinds, x)
+    return call.at(numbers, sizes, x, comes_again=False)
 
 
 def _dispatched(x: Operands, options: Options, out, seed):

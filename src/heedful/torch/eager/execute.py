@@ -177,6 +177,8 @@ class Case:
         kernels = self._loaded
         if kernels is None or self._limit is not None:
             kernels = self.kernels(numbers)
+        if self.scratch is None and self.zeroed is None:
+            return kernels.run(numbers, addresses, raw_stream(self.index))
         places = self._places or self.places(numbers)
         self.launcher(partial(kernels.run, numbers), places)(addresses)
 

@@ -14,7 +14,7 @@ from heedful.core.call.describe import check, check_out
 from heedful.core.call.operands import Operands
 from heedful.torch.base.arrays import abstract_spec
 from heedful.torch.base.dispatch import has_shards, keep_result, needs_dispatcher, untraced
-from heedful.torch.eager.calls import CALLS, Call, find, make_seed, results_of, returned
+from heedful.torch.eager.calls import CALLS, Call, make, make_seed, results_of, returned
 from heedful.torch.eager.calls import attend as eager_attend
 from heedful.torch.eager.keys import tensor_keys
 from heedful.torch.operands.adapt import autocast, bias_gradient
@@ -162,8 +162,8 @@ def _call(x: Operands, options: Options, needs_grad: bool, bias_grad: bool) -> C
         dropout_origin=tuple(options.dropout_origin),
     )
     key = ("op", options, needs_grad, bias_grad, tensor_keys(x))
-    call = CALLS.young.get(key)
-    return call or find(key, x, options, (needs_grad, bias_grad), seed=x.seed)
+    call = CALLS.young.get(key) or CALLS.find(key)
+    return call or make(key, x, options, (needs_grad, bias_grad), seed=x.seed)
 
 
 @untraced

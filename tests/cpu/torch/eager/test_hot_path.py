@@ -47,7 +47,7 @@ def call(causal: bool, grad: bool):
 def test_a_known_call_raises_nothing_and_misses_no_look_up(grad, monkeypatch):
     for causal in (False, True):
         call(causal, grad)
-    monkeypatch.setattr(calls, "find", refuse)
+    monkeypatch.setattr(calls, "make", refuse)
     monkeypatch.setattr(backends, "prepare", refuse)
     with Exceptions() as seen:
         for causal in (False, True) * 5:
