@@ -131,29 +131,14 @@ def _comparison(name: str, sign: str):
     return compare
 
 
-for _name, _sign in (
-    ("add", "+"),
-    ("sub", "-"),
-    ("mul", "*"),
-    ("floordiv", "//"),
-    ("mod", "%"),
-    ("lshift", "<<"),
-    ("rshift", ">>"),
-    ("and", "&"),
-    ("or", "|"),
-    ("xor", "^"),
-):
+_SIGNS = {"add": "+", "sub": "-", "mul": "*", "floordiv": "//", "mod": "%", "lshift": "<<"}
+_SIGNS |= {"rshift": ">>", "and": "&", "or": "|", "xor": "^"}
+for _name, _sign in _SIGNS.items():
     _forward, _backward = _binary(f"__{_name}__", _sign)
     setattr(Symbol, f"__{_name}__", _forward)
     setattr(Symbol, f"__r{_name}__", _backward)
-for _name, _sign in (
-    ("eq", "=="),
-    ("ne", "!="),
-    ("lt", "<"),
-    ("le", "<="),
-    ("gt", ">"),
-    ("ge", ">="),
-):
+_ORDERS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+for _name, _sign in _ORDERS.items():
     setattr(Symbol, f"__{_name}__", _comparison(_name, _sign))
 
 

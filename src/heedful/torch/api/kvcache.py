@@ -252,24 +252,9 @@ class CacheCall:
     """
 
     __slots__ = (
-        "_caches",
-        "_like",
-        "_share",
-        "aligned",
-        "apart",
-        "apart_on",
-        "attention",
-        "capacity",
-        "checks",
-        "counts",
-        "new",
-        "on",
-        "prefix",
-        "records",
-        "returns_lse",
-        "rotated",
-        "step",
-        "update",
+        *("_caches", "_like", "_share", "aligned", "apart", "apart_on", "attention", "capacity"),
+        *("checks", "counts", "new", "on", "prefix", "records", "returns_lse", "rotated", "step"),
+        *("update",),
     )
 
     def __init__(self, x: Operands, options: Options, update: CacheUpdate, out: Tensor | None):

@@ -11,13 +11,14 @@ from heedful.core.call.describe import FLOATS, check_shape
 from heedful.launch.bind import portable
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.base.device import device_spec
-from heedful.torch.base.dispatch import are_bare, needs_dispatcher, wants_gradients
+from heedful.torch.base.dispatch import are_bare, needs_dispatcher
 from heedful.torch.base.forked import check_device
 from heedful.torch.eager.execute import Case, address_of, allocator, current_device
 from heedful.torch.eager.keys import tensor_keys
 from heedful.torch.eager.kinds import Kinds
 from heedful.torch.operands.adapt import dense_rows
 from heedful.torch.operands.checks import check_dtype, check_tensor
+from heedful.torch.traced.private import wants_gradients
 
 
 def merge_attn_states(

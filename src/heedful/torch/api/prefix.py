@@ -18,13 +18,14 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.torch.api.merge import DeviceMerge, merge_attn_states, merged
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.base.device import device_spec
-from heedful.torch.base.dispatch import has_shards, no_shards, untraced
+from heedful.torch.base.dispatch import has_shards, no_shards
 from heedful.torch.base.forked import on_own_thread
 from heedful.torch.eager.calls import CALLS, Call
 from heedful.torch.eager.keys import tensor_keys
 from heedful.torch.operands.checks import cache_call
 from heedful.torch.traced.batching import prefixed_vmap
 from heedful.torch.traced.library import LIBRARY
+from heedful.torch.traced.private import untraced
 
 
 def keeps_rest(q: Tensor) -> bool:

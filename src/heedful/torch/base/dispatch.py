@@ -5,44 +5,22 @@ The only users of torch's private names for that.
 
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import contextmanager, nullcontext
 from functools import reduce
 from operator import itemgetter, or_
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import (
-    _FrameAction,
-    _FrameExecStrategy,
-    set_code_exec_strategy,
-)
 from torch._C._dynamo.guards import TensorGuards
-from torch._C._functorch import (
-    get_single_level_autograd_function_allowed,
-    set_single_level_autograd_function_allowed,
-)
 from torch.autograd import Function, forward_ad
-from torch.autograd.function import _SingleLevelFunction
 from torch.compiler import is_compiling
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, get_proxy_slot, proxy_call
 from torch.nn import Parameter
-from torch.utils.checkpoint import CheckpointPolicy
 
-# A Function of the functorch level that is at work alone, which `Function` hides.
-OneLevelFunction = _SingleLevelFunction
 # Whether a functorch transform (vmap, grad, ...) is under way.
 transforms_active = torch._C._are_functorch_transforms_active
 _modes_active = torch._C._len_torch_dispatch_stack
 # The classes that are torch's own, and no subclass that wants to see a call.
 OWN = (Tensor, Parameter)
-_PLAIN = {
-    (torch._C.DispatchKeySet(own) | torch._C.DispatchKeySet(autograd)).raw_repr()
-    for own, autograd in (
-        (torch._C.DispatchKey.CPU, torch._C.DispatchKey.AutogradCPU),
-        (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.AutogradCUDA),
-    )
-}
 
 _KEY = torch._C.DispatchKey
 # The keys of plain tensors of a device, and of those made in inference mode.
@@ -217,102 +195,6 @@ def no_shards(function: str) -> TypeError:
     return TypeError(
         f"{function} takes no DTensors: give it the tensors that a rank has (DTensor.to_local)"
     )
-
-
-def are_in_order(sharded: Any) -> bool:
-    """Whether dims of the mesh that split one dim of a DTensor did so from the first to the last.
-    Torch keeps the order, and has no public name for it."""
-    order = getattr(getattr(sharded, "_spec", None), "shard_order", None) or ()
-    return all([list(entry.mesh_dims) == sorted(entry.mesh_dims) for entry in order])
-
-
-def is_plain(keyset) -> bool:
-    """Whether a kernel of the Autograd key was called with tensors of a device that autograd alone
-    looks at: no transform, no mode, no subclass, no tracer, no forward-mode AD. (Compiled code with
-    forward-mode AD in it was traced with tensors that are not plain.)"""
-    return keyset.raw_repr() in _PLAIN and forward_ad._current_level < 0
-
-
-def wants_gradients(args) -> bool:
-    """Whether the level that the dispatcher is at records what happens to these arguments."""
-    return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
-
-
-def untraced(function):
-    """Keeps torch.compile out of a kernel of an operator and all that it calls, which Dynamo would
-    compile too where it left its caller to Python. Takes no time per call, unlike
-    torch.compiler.disable."""
-    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
-    set_code_exec_strategy(function.__code__, skip)
-    return function
-
-
-def keep_result(op) -> None:
-    """Has torch.compile's partitioner save an operator's result for the backward, and never compute
-    again what it is of: under an activation_memory_budget it would, though that is random, and the
-    backward would see another mask than the forward."""
-
-    def traced(mode, *args, **kwargs):
-        # There where anything is compiled, and not loaded by others.
-        from torch._functorch import config as functorch_config
-
-        if functorch_config.activation_memory_budget == 0:
-            # It saves nothing then, whatever is asked for.
-            raise ValueError(
-                "dropout_seed must be given where torch.compile has an activation_memory_budget of"
-                " 0, which would draw another in the backward, got None"
-            )
-        result: Any = proxy_call(mode, op, mode.pre_dispatch, args, kwargs)
-        slot = get_proxy_slot(result, mode.tracer, None)
-        if slot is not None:
-            slot.proxy.node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        return result
-
-    op.py_impl(ProxyTorchDispatchMode)(traced)
-
-
-def has_tangent(args) -> bool:
-    """Whether forward-mode AD wants the derivative along one of the tensors among these."""
-    return torch._C._is_fwd_grad_enabled() and any(
-        isinstance(arg, Tensor) and torch._VF._unpack_dual(arg, level=0)[1] is not None
-        for arg in args
-    )
-
-
-def below_autograd(op, args: tuple):
-    """Calls an operator as a kernel of the Autograd key does in the end: past that key."""
-    with torch._C._AutoDispatchBelowAutograd():
-        return op(*args)
-
-
-def record(function: type[OneLevelFunction], op, args: tuple, plain: bool):
-    """`function.apply(below, *args)` from within a kernel of the Autograd key, where `below` calls
-    the operator past that key. plain: see is_plain.
-
-    There the dispatcher unwraps and wraps the tensors of each functorch transform, as for torch's
-    own operators, so that the function sees one level; which apply() wants to be told.
-    """
-    # The function's forward has both modes off, which outer levels must not see.
-    forward_mode = torch._C._is_fwd_grad_enabled()
-    outer_modes = nullcontext() if plain else _both_modes(forward_mode)
-
-    def below(*args):
-        with outer_modes:
-            return below_autograd(op, args)
-
-    before = get_single_level_autograd_function_allowed()
-    set_single_level_autograd_function_allowed(True)
-    try:
-        # The C base class has it, which stubs do not say.
-        return function.apply(below, *args)  # pyright: ignore[reportAttributeAccessIssue]
-    finally:
-        set_single_level_autograd_function_allowed(before)
-
-
-@contextmanager
-def _both_modes(forward_mode: bool):
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(forward_mode):
-        yield
 
 
 def needs_dispatcher(q, k, v) -> bool:

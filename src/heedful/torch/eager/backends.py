@@ -341,16 +341,8 @@ class GpuBackward:
     """
 
     __slots__ = (
-        "_cases",
-        "_device",
-        "_has_dsink",
-        "_index",
-        "_new",
-        "_pick",
-        "_run",
-        "_sizes",
-        "copied",
-        "kinds",
+        *("_cases", "_device", "_has_dsink", "_index", "_new", "_pick", "_run", "_sizes"),
+        *("copied", "kinds"),
     )
 
     def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse):

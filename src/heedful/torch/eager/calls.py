@@ -339,9 +339,7 @@ class LatestKind:
         return call
 
 
-def attend(
-    q, k, v, x: Any, options: Options, out=None, seed=None, otherwise: Any = None
-):
+def attend(q, k, v, x: Any, options: Options, out=None, seed=None, otherwise: Any = None):
     """Runs one call on tensors of a real device: finds what was bound for it, makes that if it is
     not there, and runs it.
 

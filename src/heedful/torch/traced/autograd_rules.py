@@ -12,17 +12,17 @@ from torch import Tensor
 
 from heedful.core.call.arguments import Options, split
 from heedful.core.call.operands import Operands
-from heedful.torch.base.dispatch import (
+from heedful.torch.base.dispatch import transforms_active
+from heedful.torch.operands.checks import check_constants
+from heedful.torch.traced.private import (
     OneLevelFunction,
     below_autograd,
     has_tangent,
     is_plain,
     record,
-    transforms_active,
     untraced,
     wants_gradients,
 )
-from heedful.torch.operands.checks import check_constants
 
 
 @untraced

@@ -7,7 +7,7 @@ from torch import Tensor
 from heedful.core.call.arguments import Options, split
 from heedful.core.call.batching import joins
 from heedful.core.call.operands import Operands
-from heedful.torch.base.dispatch import untraced
+from heedful.torch.traced.private import untraced
 
 
 @untraced

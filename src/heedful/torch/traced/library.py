@@ -13,7 +13,7 @@ from heedful.core.call.arguments import Options, split
 from heedful.core.call.describe import check, check_out
 from heedful.core.call.operands import Operands
 from heedful.torch.base.arrays import abstract_spec
-from heedful.torch.base.dispatch import has_shards, keep_result, needs_dispatcher, untraced
+from heedful.torch.base.dispatch import has_shards, needs_dispatcher
 from heedful.torch.eager.calls import CALLS, Call, make, make_seed, results_of, returned
 from heedful.torch.eager.calls import attend as eager_attend
 from heedful.torch.eager.keys import tensor_keys
@@ -35,6 +35,7 @@ from heedful.torch.traced.autograd_rules import (
     no_second_derivative,
 )
 from heedful.torch.traced.batching import attention_vmap, backward_vmap, inference_vmap, seed_vmap
+from heedful.torch.traced.private import keep_result, untraced
 
 _OPERANDS = ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in Operands._fields)
 _TYPES = {
@@ -70,7 +71,7 @@ _SCHEMAS = (
     # A gradient's gradient, which raises when it is computed: it can be traced where nobody wants
     # it.
     "second_backward(Tensor grad, SymInt[] shape, ScalarType dtype) -> Tensor",
-    # The Philox key that a traced call draws, for its backward: see dispatch.keep_result.
+    # The Philox key that a traced call draws, for its backward: see private.keep_result.
     "kept_seed(Tensor seed) -> Tensor",
     # Dense attention of which nothing but the output is wanted. The dispatcher takes as long for
     # each argument as for a tenth of the call, so that inference is not to pass 34 of them, and is

@@ -18,8 +18,9 @@ from heedful.core.call.arguments import Options, argument_name, split
 from heedful.core.call.describe import check
 from heedful.core.call.operands import Operands
 from heedful.torch.base.arrays import abstract_spec
-from heedful.torch.base.dispatch import are_in_order, no_shards
+from heedful.torch.base.dispatch import no_shards
 from heedful.torch.operands.checks import attention_call
+from heedful.torch.traced.private import are_in_order
 
 _BATCH, _HEADS, _WHOLE = "batch", "heads", ""
 # What the dims of arrays run over, from the last one on: b batch, h heads, - anything else.

@@ -25,6 +25,7 @@ from heedful.torch.eager.keys import tensor_key
 from heedful.torch.eager.saved import Backwards, check_restored
 from heedful.torch.operands import adapt, checks
 from heedful.torch.operands.plain import plain_length, plain_seed
+from heedful.torch.traced import private
 from support.runs.api import dense_problem
 
 heedful: Any = typed
@@ -239,13 +240,13 @@ def test_metadata_is_the_same_where_nothing_that_a_plan_sees_differs():
 
 def test_a_tangent_is_found_wherever_it_is():
     plain = torch.zeros(2)
-    assert not dispatch.has_tangent((plain, None, 3))
+    assert not private.has_tangent((plain, None, 3))
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(plain, torch.ones(2))
-        assert dispatch.has_tangent((None, plain, dual))
-        assert not dispatch.has_tangent((None, plain))
+        assert private.has_tangent((None, plain, dual))
+        assert not private.has_tangent((None, plain))
         with forward_ad._set_fwd_grad_enabled(False):
-            assert not dispatch.has_tangent((dual,))
+            assert not private.has_tangent((dual,))
 
 
 def test_the_key_of_a_tensor_holds_what_a_plan_may_depend_on():
