@@ -1,16 +1,20 @@
 """Python code that is written while a program runs: the only place that evaluates such code.
 
-Straight-line code does in one step what a walk over lists would do in many. A function that was
-made so keeps its text: print(source(function)).
+Straight-line code does in one step what a walk over lists would do in many. HEEDFUL_LOG=debug
+prints each function as it is made, and `source` gives its text.
 """
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+_log = logging.getLogger("heedful.evaluated")
 
 
 def function(parameters: str, lines: Sequence[str], scope: Mapping[str, Any]) -> Callable[..., Any]:
     """A function of these parameters and lines, which sees the names of the scope alone."""
     text = "\n    ".join([f"def made({parameters}):", *lines])
+    _log.debug("%s", text)
     names = {**scope}
     exec(text, names)
     made = names["made"]

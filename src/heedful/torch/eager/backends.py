@@ -135,7 +135,7 @@ def _forward_case(chosen: Plan, specs: dict, device: torch.device) -> PlannedCas
     """The case of the forward of a plan on these operands; what else they hold is what it writes
     into in place of memory of its own. Its first numbers are the lengths."""
     made = results(chosen.problem)
-    own = [made[name] for name in ("out", "lse") if name in made]
+    own = [made[name] for name in ("out", "lse", "rest") if name in made]
     specs = specs | {name: spec for name, spec in made.items() if name not in specs}
     lengths = [0 if length is None else length for length in chosen.problem.lengths]
     return PlannedCase(chosen, "forward", specs, device, own, lengths)
@@ -224,8 +224,6 @@ class GpuRunner:
             with torch.cuda.device(case.device):
                 return self.once_on(numbers, addresses)
         made, probs = case.make(numbers), None
-        if self._like.keeps_rest:
-            made.append(torch.empty_like(made[1]))
         addresses += map(address_of, made)
         if self._like.return_probs:
             probs = self._probs(numbers, made[0].dtype)
@@ -240,8 +238,8 @@ class GpuRunner:
 
     def _allocators(self) -> tuple[Allocator, Allocator | None]:
         """Of out and lse."""
-        made = self.case.allocators(self._numbers)
-        return (made[0], made[1]) if len(made) == 2 else (made[0], None)
+        out, *vectors = self.case.allocators(self._numbers)
+        return out, vectors[0] if vectors else None
 
     def bind(self, out: torch.Tensor | None = None) -> None:
         """Compiles, loads and keeps the forward, for a caller that writes something before it

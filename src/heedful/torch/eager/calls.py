@@ -1,7 +1,7 @@
-"""The eager path: one dictionary hit from a call's metadata to what runs it.
+"""The eager path in three nouns: a call's key finds a bound call, or a kind makes one; it is run.
 
 The first call of a kind is validated and planned; every later one with the same metadata and
-arguments costs a key and a look-up.
+arguments costs a key and a look-up, or a comparison with the last one: see docs/host-path.md.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,8 +61,8 @@ from heedful.torch.operands.values import check_values, indices
 _new = tuple.__new__
 
 
-class Generations:
-    """A bounded map that forgets what was not used lately, and costs one look-up for what was.
+class LRU:
+    """A bounded map that forgets the least recently used, and costs one look-up for the others.
 
     Entries live in `young`; once that is full it becomes the old generation, whose entries return
     on use and are forgotten with the next change. `latest` is for a caller who has something
@@ -96,11 +96,11 @@ class Generations:
 
 
 # A training run has tens of kinds of calls; varlen lengths make it thousands.
-CALLS = settings.forgotten(Generations(2048))
+CALLS = settings.forgotten(LRU(2048))
 
 
 class Call:
-    """What one kind of call needs each time.
+    """A bound call: what is needed each time for tensors of one key, but their addresses.
 
     steps: what the caller's tensors lack to be operands. plain: they go to the kernels as they
     are, unchecked. results: 0 out, 1 with lse, 2 with the probabilities too. apart: what looks
@@ -293,8 +293,9 @@ LATEST = settings.forgotten(Kinds())
 
 
 class LatestKind:
-    """The kind of the last calls with the same options, known again without a key, and its calls
-    by their sizes: None of those that came once, as most do, whose memory is better used again."""
+    """The kind of the last calls with the same options, whose tensors are compared without a key,
+    and its bound calls by their sizes: None of those that came once, as most do, whose memory is
+    better used again."""
 
     __slots__ = ("_aligned", "_calls", "_kind", "_likeness", "_packs", "_sizes")
 

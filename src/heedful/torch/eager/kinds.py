@@ -19,7 +19,7 @@ from heedful.core.call.problem import AttentionProblem, Lengths
 from heedful.torch.base.arrays import dtype_name
 
 _new = tuple.__new__
-# Cases of one kind, and kinds, that are kept. A kind has a few cases: sizes of one, tiles, splits.
+# Cases of one kind, and kinds, that are kept. A kind has a few cases: tiles, splits, few rows.
 _MOST_CASES, MOST_KINDS = 64, 256
 # Cases that share a function, which is made anew for each of them.
 _MOST_JOINED = 16

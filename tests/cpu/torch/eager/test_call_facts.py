@@ -16,7 +16,7 @@ from heedful.core.call.operands import Gradients, Operands
 from heedful.launch.code import packs
 from heedful.torch.api import merge
 from heedful.torch.eager import backends, calls, keys, saved
-from heedful.torch.eager.calls import CALLS, KINDS, LATEST, Call, Generations, Once
+from heedful.torch.eager.calls import CALLS, KINDS, LATEST, LRU, Call, Once
 from support.runs import standin
 
 heedful: Any = typed
@@ -35,7 +35,7 @@ def unaligned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_generation_is_forgotten_once_another_is_full():
-    known = Generations(3)
+    known = LRU(3)
     for number in range(3):
         known.put(number, f"value {number}")
     known.latest["how"] = "value 2"
@@ -56,7 +56,7 @@ def test_a_generation_is_forgotten_once_another_is_full():
 
 
 def test_the_smallest_map_keeps_one_and_the_one_before():
-    known = Generations(1)
+    known = LRU(1)
     known.put("a", 1)
     known.put("b", 2)
     assert known.young == {"b": 2} and known.find("a") == 1 and known.find("b") == 2

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import heedful.torch as heedful
-from heedful.torch.eager.calls import CALLS, Generations
+from heedful.torch.eager.calls import CALLS, LRU
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -16,7 +16,7 @@ def ints(*values: int) -> torch.Tensor:
 
 
 def test_generations_keep_what_is_used_and_stay_bounded():
-    calls = Generations(4)
+    calls = LRU(4)
     for i in range(100):
         if calls.young.get("used") is None and calls.find("used") is None:
             assert i == 0, "forgot an entry that was used at every step"
@@ -27,7 +27,7 @@ def test_generations_keep_what_is_used_and_stay_bounded():
 
 
 def test_an_old_entry_returns_on_use():
-    calls = Generations(2)
+    calls = LRU(2)
     for name in "abc":
         calls.put(name, name)
     assert "a" not in calls.young

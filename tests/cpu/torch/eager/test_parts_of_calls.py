@@ -20,7 +20,7 @@ from heedful.torch.api import attention as api
 from heedful.torch.base import dispatch
 from heedful.torch.base.arrays import array_spec
 from heedful.torch.eager import saved as saving
-from heedful.torch.eager.calls import CALLS, Generations, make_seed
+from heedful.torch.eager.calls import CALLS, LRU, make_seed
 from heedful.torch.eager.keys import tensor_key
 from heedful.torch.eager.saved import Backwards, check_restored
 from heedful.torch.operands import adapt, checks
@@ -263,7 +263,7 @@ def test_the_key_of_a_tensor_holds_what_a_plan_may_depend_on():
 @pytest.mark.parametrize("half", range(1, 7))
 def test_as_many_calls_are_kept_as_there_is_room_for(half):
     """Half of them at least, and never more than all."""
-    calls = Generations(half)
+    calls = LRU(half)
     for i in range(50):
         calls.latest["it"] = i
         calls.put(i, str(i))

@@ -22,6 +22,12 @@ def test_a_function_sees_its_scope_alone_and_keeps_its_text():
         evaluated.source(len)
 
 
+def test_each_function_is_printed_where_the_log_says_so(caplog):
+    with caplog.at_level("DEBUG", logger="heedful.evaluated"):
+        evaluated.function("a", ["return a"], {})
+    assert caplog.messages == ["def made(a):\n    return a"]
+
+
 def test_an_expression_is_its_value():
     scope = {"twice": lambda n: 2 * n}
     assert evaluated.value("twice(4) + 1", scope) == 9 and [*scope] == ["twice"]
