@@ -75,9 +75,9 @@ class PairDevice(Device):
         lse, (k, q) = s.made
         name, batch, head, first = lse
         assert (name, batch, first) == ("lse", int(tile.batch), int(row))
-        at_q = self.box(batch, head, tile.start_q, tile.stored_q, row)
+        at_q = self.box(batch, head, tile.seq.token_q, tile.seq.stored_q, row)
         col = tile.col + consumer * KEYS
-        at_k = self.box(batch, tile.kv_head, tile.start_k, tile.stored_k, col)
+        at_k = self.box(batch, tile.kv_head, tile.seq.token_k, tile.seq.stored_k, col)
         assert (k, q) == (("k", at_k), ("q", at_q))
         key_tile = batch, int(tile.kv_head), int(tile.col) // BLOCK_N
         query_tile = head, int(row) // self.tile.block_m

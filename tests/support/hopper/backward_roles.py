@@ -474,9 +474,9 @@ class Device:
         head, block = self.host.turned(tile_file.query_tile)(params, tile, blocks, Int(number))
         assert masked or blocks.full_begin <= block < blocks.full_end
         batch, row = int(tile.batch), int(block) * self.tile.block_m
-        at_q = self.box(batch, head, tile.start_q, tile.stored_q, row)
+        at_q = self.box(batch, head, tile.seq.token_q, tile.seq.stored_q, row)
         col = tile.col + consumer * KEYS
-        at_k = self.box(batch, tile.kv_head, tile.start_k, tile.stored_k, col)
+        at_k = self.box(batch, tile.kv_head, tile.seq.token_k, tile.seq.stored_k, col)
         rows = batch, int(head), row
         assert (k, q, lse) == (("k", at_k), ("q", at_q), ("lse", *rows))
         key_tile = batch, int(tile.kv_head), int(tile.col) // BLOCK_N
@@ -531,6 +531,7 @@ class Device:
         self.host = Host(
             {
                 "gl": numbers,
+                "tl": numbers,
                 "barrier": barrier,
                 "mbarrier": mbarrier,
                 "tma": SimpleNamespace(store_wait=self.store_wait),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from heedful.kernels.args.decode import DecodeMerge, DecodeWork
+from heedful.kernels.common import sequences
 from heedful.kernels.hopper.decode import share as decode_share
 from heedful.kernels.portable.decode import work as decode_work
 from support.hopper.hosted import Barrier, Host, Int, Machine, Pointer, Row
@@ -135,12 +136,14 @@ class Roles:
         """Share `number` of `count` of a line, as portable/decode/work.py has it, of which other
         tests are."""
         p, host = self.params, self.host
-        facts, length_of = map(host.turned, (decode_work.facts, decode_work.sequence_length))
+        seqlens_of, length_of = map(
+            host.turned, (sequences.seqlens_of, decode_work.sequence_length)
+        )
         lengths = []
         for b in range(len(self.lengths)):
-            _tq, len_q, stored_q, _tk, len_k, _sk, off = facts(Int(b), p.seqs, p.mask)
+            seq = seqlens_of(Int(b), p.seqs, p.mask)
             args = (p.seqs, p.shape, p.mask, p.work, p.tile)
-            lengths.append(int(length_of(len_q, stored_q, len_k, off, *args)[1]))
+            lengths.append(int(length_of(seq, *args)[1]))
         each = max(-(-sum(lengths) // count), int(p.work.least))
         x = min(number * each, sum(lengths))
         base = b = 0

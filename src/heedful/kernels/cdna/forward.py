@@ -49,7 +49,7 @@ def forward(
     DTYPE: gl.constexpr = io.k.ptr.dtype.element_ty
     MFMA: gl.constexpr = mfma_layout(GENERATION, DTYPE, gl.num_warps())
     work = work_tile(sequences, shape, mask, order, tile.BLOCK_M, tile.BLOCK_N)
-    if work.row0 >= work.len_q:
+    if work.row0 >= work.seq.len_q:
         return
     Q_OPERAND: gl.constexpr = gl.DotOperandLayout(0, MFMA, 128 // DTYPE.primitive_bitwidth)
     q_MD = load_queries(work, io.q, tile.BLOCK_M, tile.HEAD_DIM, Q_OPERAND)
@@ -57,7 +57,7 @@ def forward(
         factor = work.factor(descales.q) * work.factor(descales.k)
         scale_log2, q_MD = split_sign(scale_log2 * factor, q_MD)
     rows_M = work.row0 + gl.arange(0, tile.BLOCK_M, gl.SliceLayout(1, MFMA))
-    last_M = last_keys(rows_M, work.len_k, work.off, mask)
+    last_M = last_keys(rows_M, work.seq.len_k, work.seq.off, mask)
     mainloop: gl.constexpr = cdna3.mainloop if GENERATION == 3 else cdna4.mainloop
     base_M, l_M, acc_MD = mainloop(work, io.k, io.v, q_MD, last_M, scale_log2, MFMA, tile.BLOCK_N)
     scale = work.factor(descales.v)

@@ -62,7 +62,7 @@ def load_queries(work, q, M: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr
     rows = gl.arange(0, M, gl.SliceLayout(1, fetch))
     dims = gl.arange(0, D, gl.SliceLayout(0, fetch))
     base = work.queries(q) + work.row0.to(gl.int64) * q.stride_n
-    mask = (rows < work.len_q - work.row0)[:, None]
+    mask = (rows < work.seq.len_q - work.row0)[:, None]
     offsets = row_offsets(rows, q.stride_n, dims)
     q_MD = gl.amd.cdna3.buffer_load(base, offsets, mask=mask, other=0.0)
     return gl.convert_layout(q_MD, LAYOUT)
@@ -78,14 +78,14 @@ def store_results(work, out, lse, rest, base_M, l_M, acc_MD, scale):
     acc_MD = acc_MD * (scale / gl.where(l_M == 0.0, 1.0, l_M))[:, None]
     rows = gl.arange(0, M, gl.SliceLayout(1, MFMA))
     dims = gl.arange(0, D, gl.SliceLayout(0, MFMA))
-    used_M = rows < work.len_q - work.row0
+    used_M = rows < work.seq.len_q - work.row0
     base = work.queries(out) + work.split * out.stride_s + work.row0.to(gl.int64) * out.stride_n
     value = acc_MD.to(out.ptr.dtype.element_ty)
     offsets = row_offsets(rows, out.stride_n, dims)
     gl.amd.cdna3.buffer_store(value, base, offsets, mask=used_M[:, None])
     if lse.ptr is not None:
         start = work.split * lse.stride_s + work.b * lse.stride_b
-        start += work.h * lse.stride_h + work.token_q + work.row0
+        start += work.h * lse.stride_h + work.seq.token_q + work.row0
         if rest is None:
             lse_M = (base_M + gl.log2(l_M)) * LN2
         else:

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from heedful.kernels.args.shared import Mask, Sequences, Shape, TileOrder
 from heedful.kernels.common.key_range import key_bounds
-from heedful.kernels.common.sequences import sequence
+from heedful.kernels.common.sequences import seqlens_of
 
 
 @gluon.aggregate
@@ -13,21 +13,16 @@ class WorkTile:
     """Queries from row0 on of one head of one sequence, against the key tiles [begin, end) of one
     split; those before `full_end` without a mask.
 
-    b, h, g: sequence, query head and KV head, 64-bit. token_q, token_k: where the sequence begins
-    among packed tokens. Key j is visible to query i iff j < len_k and, with a mask, j <= i + off +
-    right.
+    b, h, g: sequence, query head and KV head, 64-bit. seq: `Seqlens`. Key j is visible to
+    query i iff j < len_k and, with a mask, j <= i + off + right.
     """
 
     b: gl.tensor
     h: gl.tensor
     g: gl.tensor
     split: gl.tensor
-    token_q: gl.tensor
-    token_k: gl.tensor
     row0: gl.tensor
-    len_q: gl.tensor
-    len_k: gl.tensor
-    off: gl.tensor
+    seq: gl.tuple
     begin: gl.tensor
     full_end: gl.tensor
     end: gl.tensor
@@ -35,12 +30,12 @@ class WorkTile:
     @gluon.jit
     def queries(self, x):
         """x (.., M, H, D) where this head's queries begin."""
-        return x.ptr + self.b * x.stride_b + self.h * x.stride_h + self.token_q * x.stride_n
+        return x.ptr + self.b * x.stride_b + self.h * x.stride_h + self.seq.token_q * x.stride_n
 
     @gluon.jit
     def keys(self, x):
         """x (.., N, G, D) where this head's keys or values begin."""
-        return x.ptr + self.b * x.stride_b + self.g * x.stride_h + self.token_k * x.stride_n
+        return x.ptr + self.b * x.stride_b + self.g * x.stride_h + self.seq.token_k * x.stride_n
 
     @gluon.jit
     def factor(self, descale):
@@ -73,26 +68,24 @@ def work_tile(
     b = bh // shape.heads_q
     h = bh % shape.heads_q
     g = h // (shape.heads_q // shape.heads_k)
-    token_q, len_q, _ = sequence(b, sequences.cu_q, None, None, sequences.seqlen_q)
-    token_k, len_k, _ = sequence(b, sequences.cu_k, None, None, sequences.seqlen_k)
+    seq = seqlens_of(b, sequences, mask)
     row0 = block * BLOCK_M
-    off = mask.bottom_right * (len_k - len_q) + mask.shift
-    full, end = n_block_range(row0, len_q, len_k, off, mask, BLOCK_M, BLOCK_N)
+    full, end = n_block_range(row0, seq, mask, BLOCK_M, BLOCK_N)
     split = gl.program_id(1)
     begin, full_end, end = split_n_blocks(full, end, split, order.splits)
     split = split.to(gl.int64)
     b, g, h = b.to(gl.int64), g.to(gl.int64), h.to(gl.int64)
-    return WorkTile(b, h, g, split, token_q, token_k, row0, len_q, len_k, off, begin, full_end, end)
+    return WorkTile(
+        b=b, h=h, g=g, split=split, row0=row0, seq=seq, begin=begin, full_end=full_end, end=end
+    )
 
 
 @gluon.jit
-def n_block_range(
-    row0, len_q, len_k, off, mask: Mask, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
-):
+def n_block_range(row0, seq, mask: Mask, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
     """Tiles [0, end) are visible to some row of [row0, row0 + BLOCK_M), those below `full` to
     every row and without a mask."""
-    last = gl.minimum(row0 + BLOCK_M, len_q) - 1
-    bounds = key_bounds(row0, last, off, len_k, mask)
+    last = gl.minimum(row0 + BLOCK_M, seq.len_q) - 1
+    bounds = key_bounds(row0, last, seq.off, seq.len_k, mask)
     return bounds.stop_first // BLOCK_N, gl.cdiv(bounds.stop_last, BLOCK_N)
 
 

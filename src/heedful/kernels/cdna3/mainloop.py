@@ -104,13 +104,13 @@ def _key_tiles(work, k, v, next_v_ND, q_MD, last_M, scale_log2, state, IS_MASKED
     for i in range(begin, end):
         later = gl.minimum(i + 1, work.end - 1)
         with gl.amd.warp_pipeline_stage("keys", priority=0):
-            next_k_ND = _load(k, later, work.len_k, K_LOAD, IS_MASKED)
+            next_k_ND = _load(k, later, work.seq.len_k, K_LOAD, IS_MASKED)
             k_DN = k_smem.permute([1, 0]).load(K_OPERAND)
             v_smem.store(next_v_ND)
         with gl.amd.warp_pipeline_stage("scores", priority=1):
             s_MN = gl.amd.cdna3.mfma(q_MD, k_DN, gl.zeros([M, N], gl.float32, MFMA))
         with gl.amd.warp_pipeline_stage("values", priority=0):
-            next_v_ND = _load(v, later, work.len_k, V_LOAD, IS_MASKED, V_WIDTH)
+            next_v_ND = _load(v, later, work.seq.len_k, V_LOAD, IS_MASKED, V_WIDTH)
             v_ND = v_smem.load(V_OPERAND)
             k_smem.store(next_k_ND)
             if IS_MASKED:
@@ -180,8 +180,8 @@ def mainloop(work, k, v, q_MD, last_M, scale_log2, MFMA: gl.constexpr, BLOCK_N: 
     v_smem = gl.allocate_shared_memory(DTYPE, [BLOCK_N, HEAD_DIM], V_SHARED)
     keys = work.keys(k), k.stride_n, k_smem
     values = work.keys(v), v.stride_n, v_smem
-    k_ND = _load(keys, work.begin, work.len_k, K_LOAD, True)
-    v_ND = _load(values, work.begin, work.len_k, V_LOAD, True, V_WIDTH)
+    k_ND = _load(keys, work.begin, work.seq.len_k, K_LOAD, True)
+    v_ND = _load(values, work.begin, work.seq.len_k, V_LOAD, True, V_WIDTH)
     k_smem.store(k_ND)
     gl.barrier()
     state = no_keys(q_MD.shape[0], BLOCK_N, HEAD_DIM, MFMA)

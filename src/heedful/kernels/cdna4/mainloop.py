@@ -121,7 +121,7 @@ def _key_tiles(work, k, v, q_MD, last_M, scale_log2, state, IS_MASKED: gl.conste
         now = i & 1
         later = gl.minimum(i + 1, work.end - 1)
         with gl.amd.warp_pipeline_stage("keys", priority=0):
-            _fetch(k, 1 - now, later, work.len_k, IS_MASKED)
+            _fetch(k, 1 - now, later, work.seq.len_k, IS_MASKED)
             tile = k_smem.index(now)
             ka_DN = copy.load_shared_relaxed(tile.slice(0, HALF).permute([1, 0]), K_OPERAND)
             kb_DN = copy.load_shared_relaxed(tile.slice(HALF, HALF).permute([1, 0]), K_OPERAND)
@@ -130,7 +130,7 @@ def _key_tiles(work, k, v, q_MD, last_M, scale_log2, state, IS_MASKED: gl.conste
             sa_MN = multiply(q_MD, ka_DN, zeros_MN)
             sb_MN = multiply(q_MD, kb_DN, zeros_MN)
         with gl.amd.warp_pipeline_stage("values", priority=0):
-            _fetch(v, 1 - now, later, work.len_k, IS_MASKED, V_WIDTH)
+            _fetch(v, 1 - now, later, work.seq.len_k, IS_MASKED, V_WIDTH)
             tile = v_smem.index(now)
             if JOINED:
                 v_ND = copy.load_shared_relaxed(tile, V_OPERAND)
@@ -172,8 +172,8 @@ def mainloop(work, k, v, q_MD, last_M, scale_log2, MFMA: gl.constexpr, BLOCK_N: 
     v_smem = gl.allocate_shared_memory(DTYPE, [2, BLOCK_N, HEAD_DIM], V_SHARED)
     keys = work.keys(k), k.stride_n, k_smem
     values = work.keys(v), v.stride_n, v_smem
-    _fetch(keys, work.begin & 1, work.begin, work.len_k, True)
-    _fetch(values, work.begin & 1, work.begin, work.len_k, True, V_WIDTH)
+    _fetch(keys, work.begin & 1, work.begin, work.seq.len_k, True)
+    _fetch(values, work.begin & 1, work.begin, work.seq.len_k, True, V_WIDTH)
     copy.wait_group(0)
     gl.barrier()
     state = no_keys(q_MD.shape[0], BLOCK_N // 2, HEAD_DIM, MFMA)

@@ -49,7 +49,7 @@ def keys_of(x: Rows, descale: Descale, cache: KVLayout, place, KV_GROUP: tl.cons
         base += entry * x.stride_b
         if KV_GROUP > 0:
             groups += entry * descale.stride_b
-    return Keys(base, pages, groups, place.token_k, place.len_k)
+    return Keys(base, pages, groups, place.seq.token_k, place.seq.len_k)
 
 
 @triton.jit

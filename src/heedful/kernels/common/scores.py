@@ -124,8 +124,8 @@ def bias_tile(row0, col0, place, head, mods: ScoreMods, tile: Tile, TRANSPOSED: 
     if mods.bias.ptr is None:
         return 0.0
     else:
-        rows = tl.minimum(tl.arange(0, tile.BLOCK_M), place.len_q - 1 - row0)
-        cols = tl.minimum(tl.arange(0, tile.BLOCK_N), place.len_k - 1 - col0)
+        rows = tl.minimum(tl.arange(0, tile.BLOCK_M), place.seq.len_q - 1 - row0)
+        cols = tl.minimum(tl.arange(0, tile.BLOCK_N), place.seq.len_k - 1 - col0)
         base = head.bias + wide(row0) * mods.bias.stride_m + wide(col0) * mods.bias.stride_n
         if TRANSPOSED:
             ptrs = base + cols[:, None] * mods.bias.stride_n + rows[None, :] * mods.bias.stride_m
@@ -173,7 +173,7 @@ def visible(rows, cols, distance, place, head, mask: Mask):
 @triton.jit
 def in_window(cols, distance, place, mask: Mask):
     """Which scores exist and are in the window."""
-    ok = (cols < place.len_k) & (distance == distance)
+    ok = (cols < place.seq.len_k) & (distance == distance)
     if mask.HAS_RIGHT:
         ok &= distance <= mask.right
     if mask.HAS_LEFT:
@@ -184,8 +184,8 @@ def in_window(cols, distance, place, mask: Mask):
 @triton.jit
 def tree_visible(rows, cols, place, head, mask: Mask):
     """Which scores the tree mask leaves: it covers the last len_q keys, all before are seen."""
-    nodes = cols - (place.len_k - place.len_q)
-    inside = (nodes >= 0) & (nodes < place.len_q) & (rows < place.len_q)
+    nodes = cols - (place.seq.len_k - place.seq.len_q)
+    inside = (nodes >= 0) & (nodes < place.seq.len_q) & (rows < place.seq.len_q)
     places = head.tree + wide(rows) * mask.stride_treem + nodes
     return tl.load(places, mask=inside, other=1) != 0
 
@@ -251,7 +251,7 @@ def probabilities(
     else:
         s = product_of_rows(q_MD, k_ND, tile.PRECISION, IS_EXACT)
         rows, cols, lse = rows_M[:, None], cols_N[None, :], lse_M[:, None]
-    distance = cols - (rows + place.off)
+    distance = cols - (rows + place.seq.off)
     slope_of_cap = 1.0
     if mods.IS_ADJUSTED:
         b_tile = bias_tile(row0, col0, place, head, mods, tile, TRANSPOSED)

@@ -48,13 +48,10 @@ def sequence(b, cu_seqlens, seqused, leftpad, seqlen, new=None):
     return token, used, stored
 
 
-class Place(NamedTuple):
-    """The work of a program: sequence b, query head h, kv head g as 64 bits; on both sides the
-    first token, rows in use and rows in storage. off: how far the diagonal is moved."""
+class Seqlens(NamedTuple):
+    """A sequence's queries, then its keys: first token (0 unless packed or padded), rows in use,
+    rows in storage. off: how far the diagonal is moved."""
 
-    b: Any
-    h: Any
-    g: Any
     token_q: Any
     len_q: Any
     stored_q: Any
@@ -64,17 +61,37 @@ class Place(NamedTuple):
     off: Any
 
 
+class Place(NamedTuple):
+    """The work of a program: sequence b, query head h, kv head g as 64 bits, and that sequence."""
+
+    b: Any
+    h: Any
+    g: Any
+    seq: Any
+
+
+@triton.jit
+def seqlens_of(b, x: Sequences, mask: Mask, longest_q=None, longest_k=None):
+    """Those of sequence b, or of many. longest_q, longest_k: where an array of scores has room for
+    so many rows and keys alone."""
+    token_q, len_q, stored_q = sequence(b, x.cu_q, x.used_q, None, x.seqlen_q)
+    token_k, len_k, stored_k = sequence(b, x.cu_k, x.used_k, x.leftpad_k, x.seqlen_k, x.new_k)
+    if longest_q is not None:
+        len_q = tl.minimum(len_q, longest_q)
+        len_k = tl.minimum(len_k, longest_k)
+    off = mask.bottom_right * (len_k - len_q) + mask.shift
+    return Seqlens(token_q, len_q, stored_q, token_k, len_k, stored_k, off)
+
+
 @triton.jit
 def place_of(b, h, g, x: Sequences, shape: Shape, mask: Mask, IS_BOUNDED: tl.constexpr):
     """The place of heads h and g of sequence b. IS_BOUNDED: beside an array of scores, which has
     room for the longest sequences alone."""
-    token_q, len_q, stored_q = sequence(b, x.cu_q, x.used_q, None, x.seqlen_q)
-    token_k, len_k, stored_k = sequence(b, x.cu_k, x.used_k, x.leftpad_k, x.seqlen_k)
     if IS_BOUNDED:
-        len_q = tl.minimum(len_q, shape.longest_q)
-        len_k = tl.minimum(len_k, shape.longest_k)
-    off = mask.bottom_right * (len_k - len_q) + mask.shift
-    return Place(wide(b), wide(h), wide(g), token_q, len_q, stored_q, token_k, len_k, stored_k, off)
+        seq = seqlens_of(b, x, mask, shape.longest_q, shape.longest_k)
+    else:
+        seq = seqlens_of(b, x, mask)
+    return Place(wide(b), wide(h), wide(g), seq)
 
 
 @triton.jit

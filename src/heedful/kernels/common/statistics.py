@@ -103,14 +103,14 @@ def statistics_of_keys(
             block = visit - tiles.first_end + tiles.begin
         col0 = block * N
         if descales is None:
-            k_ND = load_rows(keys, k.stride_n, col0, place.len_k, D, N, tile.BLOCK_D, True)
+            k_ND = load_rows(keys, k.stride_n, col0, place.seq.len_k, D, N, tile.BLOCK_D, True)
         else:
             k_ND = load_keys(
                 keys, k, descales.k, cache, descales, tile, col0, D, tile.BLOCK_D, True
             )
         s_MN = product_of_rows(q_MD, k_ND.to(q_MD.dtype), tile.PRECISION, IS_EXACT)
         cols_N = col0 + tl.arange(0, N)
-        distance_MN = cols_N[None, :] - (rows_M + place.off)[:, None]
+        distance_MN = cols_N[None, :] - (rows_M + place.seq.off)[:, None]
         if IS_ADJUSTED:
             bias_MN = bias_tile(row0, col0, place, head, mods, tile, False)
             s_MN, _slope = adjust_scores(s_MN, distance_MN, bias_MN, head, mods)
@@ -135,13 +135,13 @@ def row_statistics(
     """(maximum, sum of exp(score - maximum)) of a tile of query rows over all keys that they see,
     and the sink. Rows that see nothing have -inf and 0. IS_ADJUSTED: the maximum is in natural
     units, whatever the problem; else, of plain scores, raw ones times scale * LOG2E."""
-    keys = row_base(k, place.b, place.g, place.token_k)
-    queries = row_base(q, place.b, place.h, place.token_q)
+    keys = row_base(k, place.b, place.g, place.seq.token_k)
+    queries = row_base(q, place.b, place.h, place.seq.token_q)
     q_MD = load_rows(
         queries,
         q.stride_n,
         row0,
-        place.len_q,
+        place.seq.len_q,
         tile.HEAD_DIM,
         tile.BLOCK_M,
         tile.BLOCK_D,
@@ -179,7 +179,7 @@ def row_deltas(o_ME, do_ME, lse_M, dlse: RowArray, place, rows_M, exists_M):
     delta_M = tl.sum(o_ME.to(tl.float32) * do_ME.to(tl.float32), 1)
     if dlse.ptr is not None:
         base = dlse.ptr + (
-            place.b * dlse.stride_b + place.h * dlse.stride_h + place.token_q * dlse.stride_m
+            place.b * dlse.stride_b + place.h * dlse.stride_h + place.seq.token_q * dlse.stride_m
         )
         delta_M -= tl.load(base + wide(rows_M) * dlse.stride_m, mask=exists_M, other=0.0)
     return tl.where(lse_M == float("-inf"), 0.0, delta_M)

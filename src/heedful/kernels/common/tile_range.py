@@ -23,9 +23,9 @@ class TileRange(NamedTuple):
 @triton.jit
 def key_tiles(row, place, mask: Mask, tile: Tile):
     """Key tiles that a tile of queries from `row` on touches."""
-    len_k = place.len_k
-    last = tl.minimum(row + tile.BLOCK_M, place.len_q) - 1
-    bounds = key_bounds(row, last, place.off, len_k, mask)
+    len_k = place.seq.len_k
+    last = tl.minimum(row + tile.BLOCK_M, place.seq.len_q) - 1
+    bounds = key_bounds(row, last, place.seq.off, len_k, mask)
     first_end = 0
     begin = 0
     full_begin = 0
@@ -46,7 +46,7 @@ def key_tiles(row, place, mask: Mask, tile: Tile):
         end = 0
     if mask.tree is not None:
         # The tree is over the last keys.
-        full_end = tl.minimum(full_end, tl.maximum(len_k - place.len_q, 0) // tile.BLOCK_N)
+        full_end = tl.minimum(full_end, tl.maximum(len_k - place.seq.len_q, 0) // tile.BLOCK_N)
         full_end = tl.maximum(full_end, full_begin)
     return TileRange(first_end, begin, full_begin, full_end, end)
 
@@ -84,8 +84,8 @@ def masked_tile(index, tiles):
 def query_tiles(col, place, mask: Mask, tile: Tile):
     """Query tiles that see any of a tile of keys from `col` on; the full ones' rows all exist and
     see every one of these keys."""
-    off, len_q = place.off, place.len_q
-    last = tl.minimum(col + tile.BLOCK_N, place.len_k) - 1
+    off, len_q = place.seq.off, place.seq.len_q
+    last = tl.minimum(col + tile.BLOCK_N, place.seq.len_k) - 1
     begin = 0
     full_begin = 0
     end = tl.cdiv(len_q, tile.BLOCK_M)
@@ -110,5 +110,5 @@ def query_tiles(col, place, mask: Mask, tile: Tile):
         end = 0
     full_end = tl.minimum(tl.maximum(full_end, full_begin), end)
     if mask.tree is not None:
-        full_end = tl.where(last >= place.len_k - len_q, full_begin, full_end)
+        full_end = tl.where(last >= place.seq.len_k - len_q, full_begin, full_end)
     return TileRange(0, begin, full_begin, full_end, end)

@@ -19,6 +19,7 @@ from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
 from heedful.kernels.args.shared import Mask
+from heedful.kernels.common.sequences import Seqlens
 from heedful.kernels.portable.decode.append import rows_of
 from heedful.kernels.portable.decode.work import (
     Piece,
@@ -64,7 +65,8 @@ def seen_tiles(mask: MaskSpec, len_q: int, len_k: int) -> list[int]:
 
 @triton.jit
 def visit(blocks, firsts, len_q, len_k, off, mask: Mask, tile, MOST: tl.constexpr):
-    span = span_of(0, len_q - 1, len_k, off, mask, tile)
+    seq = Seqlens(0, len_q, len_q, 0, len_k, len_k, off)
+    span = span_of(0, len_q - 1, seq, mask, tile)
     for index in range(0, span.visits):
         tl.store(blocks + index, block_of(index, span, mask))
     for block in range(0, MOST):
@@ -248,8 +250,9 @@ def test_pieces_of_all_shares_are_every_visit_of_a_unit_once(visits, overhead, s
 @triton.jit
 def own_rows(out, len_q, len_k, stored_k, off, parts, mask: Mask, tile):
     """The rows that each of some even pieces of a unit appends."""
-    span = span_of(0, len_q - 1, len_k, off, mask, tile)
-    place = place_at(0, 0, 0, len_q, len_q, 0, len_k, stored_k, off)
+    seq = Seqlens(0, len_q, len_q, 0, len_k, stored_k, off)
+    span = span_of(0, len_q - 1, seq, mask, tile)
+    place = place_at(0, 0, seq)
     each = tl.cdiv(span.visits, parts)
     for part in range(0, tl.cdiv(span.visits, each)):
         start, stop = part * each, tl.minimum((part + 1) * each, span.visits)

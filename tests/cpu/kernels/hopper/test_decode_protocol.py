@@ -176,7 +176,7 @@ class Device(Roles):
 
     def load_queries(self, io, q, params, piece, append):
         assert not self.queues.get(self.machine.now), "queries change under a product"
-        assert int(piece.token_q) == sum(self.tokens[: int(piece.b)])
+        assert int(piece.seq.token_q) == sum(self.tokens[: int(piece.b)])
         q.store((int(piece.b), int(piece.start)))
 
     def finish(self, io, params, piece, acc, m, total, consumer, few):

@@ -91,9 +91,11 @@ class Decode:
                         b=tensor(0 if self.is_packed else b),
                         g=tensor(g),
                         row0=tensor(row0),
-                        len_q=tensor(used),
-                        stored_q=tensor(stored),
-                        token_q=tensor(self.starts[b], np.int64),
+                        seq=SimpleNamespace(
+                            len_q=tensor(used),
+                            stored_q=tensor(stored),
+                            token_q=tensor(self.starts[b], np.int64),
+                        ),
                         work=SimpleNamespace(parts=tensor(parts), index=tensor(index), first=None),
                     )
                     index += 1
@@ -229,7 +231,7 @@ def check_scratch(decode: Decode, units: list) -> None:
     used = np.zeros(decode.sums.shape[:2], bool)
     for unit in units:
         for piece, _ in unit if len(unit) > 1 else []:
-            rows = int(piece.stored_q) * GROUP - int(piece.row0) if decode.is_packed else TILE
+            rows = int(piece.seq.stored_q) * GROUP - int(piece.row0) if decode.is_packed else TILE
             for own in range(decode.consumers):
                 slot = int(piece.work.slot) * decode.consumers + own
                 assert not used[slot].any()

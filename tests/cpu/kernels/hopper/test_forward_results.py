@@ -69,7 +69,9 @@ class Forward:
         )
         self.outputs = SimpleNamespace(lse=Memory(self.lse))
         self.tile = SimpleNamespace(
-            batch=tensor(ENTRY), head=tensor(KV_HEAD), len_q=tensor(USED), stored_q=tensor(LENGTH)
+            batch=tensor(ENTRY),
+            head=tensor(KV_HEAD),
+            seq=SimpleNamespace(len_q=tensor(USED), stored_q=tensor(LENGTH)),
         )
         language = Arrays()
         self.host = Host(

@@ -99,9 +99,9 @@ def tiles(is_packed: bool, pack: int):
                     types.SimpleNamespace(
                         batch=tensor(batch),
                         head=tensor(head),
-                        start_q=tensor(start),
-                        len_q=tensor(length),
-                        stored_q=tensor(length),
+                        seq=types.SimpleNamespace(
+                            token_q=tensor(start), len_q=tensor(length), stored_q=tensor(length)
+                        ),
                     ),
                     tensor(row),
                 )
@@ -124,9 +124,9 @@ def test_every_row_of_every_split_has_a_place_of_its_own(is_packed, group, split
             language = Language()
             functions = hosted(language)
             functions["store_lse"](tensor(0, np.int64), none, tile, row, tensor(split), params, 0)
-            entry, start = (0, tile.start_q) if is_packed else (tile.batch, 0)
+            entry, start = (0, tile.seq.token_q) if is_packed else (tile.batch, 0)
             first = row // params.gqa.PACK_GQA
-            last = min((row + ROWS) // params.gqa.PACK_GQA, tile.len_q)
+            last = min((row + ROWS) // params.gqa.PACK_GQA, tile.seq.len_q)
             rows = slice(start + first, start + last)
             own = slice(tile.head * group, (tile.head + 1) * group)
             (found,) = language.written

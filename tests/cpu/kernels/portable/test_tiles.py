@@ -16,7 +16,7 @@ import triton.language as tl
 
 from heedful.core.call.mask import MaskSpec
 from heedful.kernels.args.shared import Mask, Tile, TileOrder
-from heedful.kernels.common.sequences import Place
+from heedful.kernels.common.sequences import Place, Seqlens
 from heedful.kernels.common.tile_range import key_tiles, masked_count, query_tiles, visited_tile
 from heedful.kernels.portable.backward.keys import visited_rows
 from heedful.kernels.portable.shared.order import head_of
@@ -46,7 +46,7 @@ def count_visit(counts, at, by):
 def visit_keys(
     counts, len_q, len_k, off, mask: Mask, tile: Tile, MOST: tl.constexpr, MASKED: tl.constexpr
 ):
-    place = Place(0, 0, 0, 0, len_q, len_q, 0, len_k, len_k, off)
+    place = Place(0, 0, 0, Seqlens(0, len_q, len_q, 0, len_k, len_k, off))
     tiles = key_tiles(tl.program_id(0) * tile.BLOCK_M, place, mask, tile)
     counts += tl.program_id(0) * MOST
     for visit in range(0, tiles.full_end - tiles.full_begin):
@@ -59,7 +59,7 @@ def visit_keys(
 def visit_queries(
     counts, len_q, len_k, off, mask: Mask, tile: Tile, MOST: tl.constexpr, MASKED: tl.constexpr
 ):
-    place = Place(0, 0, 0, 0, len_q, len_q, 0, len_k, len_k, off)
+    place = Place(0, 0, 0, Seqlens(0, len_q, len_q, 0, len_k, len_k, off))
     tiles = query_tiles(tl.program_id(0) * tile.BLOCK_N, place, mask, tile)
     counts += tl.program_id(0)
     for visit in range(0, tiles.full_end - tiles.full_begin):

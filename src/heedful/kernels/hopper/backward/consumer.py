@@ -37,7 +37,7 @@ def with_zeros(x_NC, row, params, tile):
     if params.seqs.used_k is not None or params.mods.longest_k is not None:
         layout: gl.constexpr = gl.SliceLayout(1, x_NC.type.layout)
         key_N = row + gl.arange(0, ROWS, layout=layout)
-        x_NC = gl.where((key_N < tile.len_k)[:, None], x_NC, 0.0)
+        x_NC = gl.where((key_N < tile.seq.len_k)[:, None], x_NC, 0.0)
     return x_NC
 
 
@@ -55,7 +55,7 @@ def store_rows(desc, memory, x_NC, COLUMNS: gl.constexpr, params, tile, CONSUMER
             x = with_zeros(x_NC[part], row, params, tile)
             part_of(rows, COLUMNS, part).store(x.to(desc.dtype))
     fence_async_shared()
-    at = box(PACKED, tile.batch, tile.kv_head, tile.start_k, tile.stored_k, row)
+    at = box(PACKED, tile.batch, tile.kv_head, tile.seq.token_k, tile.seq.stored_k, row)
     tma_store(desc, at, memory)
 
 

@@ -45,14 +45,14 @@ def hide_queries(p_NM, params, tile, row, CONSUMER: gl.constexpr):
     key_N = tile.col + CONSUMER * ROWS + gl.arange(0, ROWS, layout=layout)
     start_N = gl.full([ROWS], 0, gl.int32, layout)
     if params.mask.HAS_RIGHT:
-        start_N = key_N - (tile.off + params.mask.right + row)
-    start_N = gl.where(key_N < tile.len_k, start_N, FAR)
+        start_N = key_N - (tile.seq.off + params.mask.right + row)
+    start_N = gl.where(key_N < tile.seq.len_k, start_N, FAR)
     if not params.mask.HAS_LEFT:
         text: gl.constexpr = _hidden(M, ("gt",))
         operands: gl.constexpr = _in_place(M, 1)
         return inline_asm(text, operands, [p_NM, start_N], p_NM.type, is_pure=True)
     else:
-        stop_N = key_N - (tile.off - params.mask.left + row) + 1
+        stop_N = key_N - (tile.seq.off - params.mask.left + row) + 1
         text: gl.constexpr = _hidden(M, ("gt", "le"))
         operands: gl.constexpr = _in_place(M, 2)
         return inline_asm(text, operands, [p_NM, start_N, stop_N], p_NM.type, is_pure=True)

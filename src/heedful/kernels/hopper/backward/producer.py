@@ -42,7 +42,7 @@ def load_numbers(ptr, io, params, tile, head, row, other):
     lies = io.lse_log2
     base = ptr + tile.batch.to(gl.int64) * lies.stride_b + head.to(gl.int64) * lies.stride_h
     rows_M = row + gl.arange(0, BLOCK_M, layout=layout)
-    return gl.load(base + tile.start_q + rows_M, mask=rows_M < tile.len_q, other=other)
+    return gl.load(base + tile.seq.token_q + rows_M, mask=rows_M < tile.seq.len_q, other=other)
 
 
 @gluon.jit
@@ -65,7 +65,8 @@ def load_keys(desc, boxes, full, empty, state, params, tile):
     barrier.wait(empty.index(state.index), state.phase ^ 1)
     mbarrier.expect(bar, BOXES * desc.block_type.nbytes)
     for i in gl.static_range(BOXES):
-        at = box(PACKED, tile.batch, tile.kv_head, tile.start_k, tile.stored_k, tile.col + i * ROWS)
+        row = tile.col + i * ROWS
+        at = box(PACKED, tile.batch, tile.kv_head, tile.seq.token_k, tile.seq.stored_k, row)
         tma_load(desc, at, bar, boxes.index(state.index * BOXES + i))
 
 
@@ -90,7 +91,7 @@ def load_rows(desc, ring, numbers, x_M, params, tile, head, row, state):
     full = ring.producer_acquire(state, state)
     numbers.index(state.index).store(x_M)
     mbarrier.expect(full, desc.block_type.nbytes)
-    at = box(PACKED, tile.batch, head, tile.start_q, tile.stored_q, row)
+    at = box(PACKED, tile.batch, head, tile.seq.token_q, tile.seq.stored_q, row)
     tma_load(desc, at, full, ring.boxes.index(state.index))
 
 
@@ -114,7 +115,7 @@ def load_far_rows(io, shared, lse_M, delta_M, params, tile, head, row, state, ph
     rows = shared.do.boxes.index(state.index)
     loaded = shared.far_full.index(0)
     mbarrier.expect(loaded, desc.block_type.nbytes)
-    at = box(PACKED, tile.batch, head, tile.start_q, tile.stored_q, row)
+    at = box(PACKED, tile.batch, head, tile.seq.token_q, tile.seq.stored_q, row)
     tma_load(desc, at, loaded, rows)
     barrier.wait(loaded, phase)
     scale_rows(rows, shared.dout_scale.index(0))

@@ -17,7 +17,7 @@ from heedful.kernels.args.kinds import RowVector
 from heedful.kernels.args.shared import Mask, ScoreMods, Sequences, Shape, Tile
 from heedful.kernels.common.rows import load_rows, row_base, wide
 from heedful.kernels.common.scores import head_mods
-from heedful.kernels.common.sequences import Place, place_of, sequence
+from heedful.kernels.common.sequences import Place, Seqlens, place_of, sequence
 from heedful.kernels.common.statistics import row_deltas, row_statistics
 from heedful.kernels.hopper.backward.far_rows import far_rows, is_far, lse_log2
 from heedful.kernels.hopper.backward.p_scale import p_scale_log2
@@ -48,8 +48,8 @@ def tell_far_rows(
     """Makes those of a few rows anew that are far from 0. All that it needs it loads itself: what
     crossed the branch to it would take registers from calls without such rows."""
     rows_M = row0 + tl.arange(0, tile.BLOCK_M)
-    places_M = place.b * lse.stride_b + place.h * lse.stride_h + place.token_q + rows_M
-    lse_M = tl.load(lse.ptr + places_M, mask=rows_M < place.len_q, other=float("-inf"))
+    places_M = place.b * lse.stride_b + place.h * lse.stride_h + place.seq.token_q + rows_M
+    lse_M = tl.load(lse.ptr + places_M, mask=rows_M < place.seq.len_q, other=float("-inf"))
     less_M = lse_log2(lse_M, P_SCALE_LOG2)
     far_M = is_far(less_M)
     head = head_mods(mods.scale, place.b, place.h, mods, mask)
@@ -112,7 +112,8 @@ def backward_prologue(
     do_ME = load_rows(dout, io.dout.stride_n, row0, len_q, E, BLOCK_M, BLOCK_E, True)
     P_SCALE_LOG2: tl.constexpr = p_scale_log2(io.dout.ptr.dtype.element_ty)
     zero = wide(0)
-    place = Place(b, h, zero, token, len_q, stored_q, zero, zero, zero, zero)
+    seq = Seqlens(token, len_q, stored_q, zero, zero, zero, zero)
+    place = Place(b, h, zero, seq)
     delta_M = row_deltas(o_ME, do_ME, lse_M, io.dlse, place, rows_M, rows_M < len_q)
     less_M = lse_log2(lse_M, P_SCALE_LOG2)
     far_M = is_far(less_M)

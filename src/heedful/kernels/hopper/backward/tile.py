@@ -4,35 +4,27 @@ stream, of every query head that shares it.
 M query rows, N keys.
 """
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.common.sequences import within
+from heedful.kernels.common.sequences import Seqlens, within
 from heedful.kernels.hopper.sm90.compat import aggregate
 from heedful.kernels.hopper.sm90.sequences import sequence
 from heedful.kernels.hopper.sm90.tile_scheduler import TileScheduler, l2_swizzle
 
 
-@aggregate
-class KeyTile:
-    """Keys from `col` of one KV head; start_q, start_k: where its sequence lies if packed.
+class KeyTile(NamedTuple):
+    """Keys from `col` of one KV head of a sequence (`Seqlens`). accum_row: the sequence's first row
+    in dq_accum. split: which of its visits' splits."""
 
-    len_q, len_k: what is used of it; stored_q, stored_k: rows in storage. off: how far the diagonal
-    is moved. accum_row: the sequence's first row in dq_accum. split: which of its visits' splits.
-    """
-
-    batch: gl.tensor
-    kv_head: gl.tensor
-    col: gl.tensor
-    start_q: gl.tensor
-    start_k: gl.tensor
-    len_q: gl.tensor
-    len_k: gl.tensor
-    stored_q: gl.tensor
-    stored_k: gl.tensor
-    off: gl.tensor
-    accum_row: gl.tensor
-    split: gl.tensor
+    batch: Any
+    kv_head: Any
+    col: Any
+    seq: Any
+    accum_row: Any
+    split: Any
 
 
 @aggregate
@@ -59,7 +51,7 @@ def accum_begin(batch, start, cu_seqlens, seqlen, BLOCK: gl.constexpr):
 def partial_row(params, tile):
     """A work tile's first row in partials."""
     seqs = params.seqs
-    begin = accum_begin(tile.batch, tile.start_k, seqs.cu_k, seqs.seqlen_k, params.tile.BLOCK_N)
+    begin = accum_begin(tile.batch, tile.seq.token_k, seqs.cu_k, seqs.seqlen_k, params.tile.BLOCK_N)
     head = tile.split.to(gl.int64) * params.sizes.heads_k + tile.kv_head
     return head * params.order.partial_rows + begin + tile.col
 
@@ -109,10 +101,10 @@ def turn_of(params, tile, block):
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
     own = tile.col // BLOCK_N
     if params.mask.HAS_RIGHT:
-        last_key = block * BLOCK_M + BLOCK_M - 1 + tile.off + params.mask.right
-        return gl.minimum(last_key, tile.len_k - 1) // BLOCK_N - own
+        last_key = block * BLOCK_M + BLOCK_M - 1 + tile.seq.off + params.mask.right
+        return gl.minimum(last_key, tile.seq.len_k - 1) // BLOCK_N - own
     elif params.mask.HAS_LEFT:
-        first_key = block * BLOCK_M + tile.off - params.mask.left
+        first_key = block * BLOCK_M + tile.seq.off - params.mask.left
         return own - gl.maximum(first_key, 0) // BLOCK_N
     else:
         return own
@@ -146,8 +138,8 @@ def key_tile(params, index):
     if params.order.varlen_tiles is None:
         batch = head // params.sizes.heads_k
         head -= batch * params.sizes.heads_k
-    start_q, stored_q = sequence(params.seqs.cu_q, batch, params.seqs.seqlen_q)
-    start_k, stored_k = sequence(params.seqs.cu_k, batch, params.seqs.seqlen_k)
+    token_q, stored_q = sequence(params.seqs.cu_q, batch, params.seqs.seqlen_q)
+    token_k, stored_k = sequence(params.seqs.cu_k, batch, params.seqs.seqlen_k)
     len_q = stored_q
     len_k = stored_k
     if params.seqs.used_q is not None:
@@ -159,21 +151,14 @@ def key_tile(params, index):
         len_q = gl.minimum(len_q, params.mods.longest_q)
         len_k = gl.minimum(len_k, params.mods.longest_k)
     off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
-    col = block * params.tile.BLOCK_N
-    row = accum_begin(batch, start_q, params.seqs.cu_q, params.seqs.seqlen_q, params.tile.BLOCK_M)
+    row = accum_begin(batch, token_q, params.seqs.cu_q, params.seqs.seqlen_q, params.tile.BLOCK_M)
     return KeyTile(
-        batch,
-        head,
-        col,
-        start_q,
-        start_k,
-        len_q,
-        len_k,
-        stored_q,
-        stored_k,
-        off,
-        row,
-        split,
+        batch=batch,
+        kv_head=head,
+        col=block * params.tile.BLOCK_N,
+        seq=Seqlens(token_q, len_q, stored_q, token_k, len_k, stored_k, off),
+        accum_row=row,
+        split=split,
     )
 
 
@@ -184,26 +169,26 @@ def m_block_range(params, tile):
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
     col = tile.col
-    last = gl.minimum(col + BLOCK_N, tile.len_k) - 1
+    last = gl.minimum(col + BLOCK_N, tile.seq.len_k) - 1
     begin = gl.to_tensor(0)
-    end = gl.where(last < col, 0, gl.cdiv(tile.len_q, BLOCK_M))
+    end = gl.where(last < col, 0, gl.cdiv(tile.seq.len_q, BLOCK_M))
     full_begin = begin
     full_end = end
     if params.mask.HAS_RIGHT:
-        diagonal = tile.off + params.mask.right
+        diagonal = tile.seq.off + params.mask.right
         begin = gl.minimum(gl.maximum(col - diagonal, 0) // BLOCK_M, end)
         full_begin = gl.cdiv(gl.maximum(last - diagonal, 0), BLOCK_M)
         full_begin = gl.minimum(gl.maximum(full_begin, begin), end)
     if params.mask.HAS_LEFT:
-        diagonal = tile.off - params.mask.left
-        stop = gl.maximum(gl.minimum(tile.len_q, last - diagonal + 1), 0)
+        diagonal = tile.seq.off - params.mask.left
+        stop = gl.maximum(gl.minimum(tile.seq.len_q, last - diagonal + 1), 0)
         end = gl.maximum(gl.minimum(gl.cdiv(stop, BLOCK_M), end), begin)
         full_begin = gl.minimum(full_begin, end)
         stop = gl.maximum(col - diagonal + 1, 0)
-        full_end = gl.where(stop < tile.len_q, stop // BLOCK_M, end)
+        full_end = gl.where(stop < tile.seq.len_q, stop // BLOCK_M, end)
     full_end = gl.minimum(gl.maximum(full_end, full_begin), end)
     # Keys past the last one must be hidden from every query.
-    full_end = gl.where(col + BLOCK_N > tile.len_k, full_begin, full_end)
+    full_end = gl.where(col + BLOCK_N > tile.seq.len_k, full_begin, full_end)
     return MBlockRange(begin, full_begin, full_end, end)
 
 

@@ -29,8 +29,8 @@ class NewRows(NamedTuple):
 def rows_of_piece(piece, params, append):
     """The new rows that are a piece's."""
     low, high = rows_of(piece, piece.span, piece, params.tile)
-    low += piece.token_k
-    high = gl.minimum(high + piece.token_k, params.seqs.seqlen_k)
+    low += piece.seq.token_k
+    high = gl.minimum(high + piece.seq.token_k, params.seqs.seqlen_k)
     start = gl.load(append.io.cache_seqlens + piece.b)
     first = gl.maximum(low - start, 0).to(gl.int32)
     stop = gl.minimum(high - start, params.seqs.new_k).to(gl.int32)
@@ -42,7 +42,7 @@ def rows_of_piece(piece, params, append):
 def first_visit(new, piece, start, stop, params):
     """The first of visits [start, stop) whose keys may be new rows, or the last; `stop` if there
     are no visits, or no new rows."""
-    row = gl.maximum(new.start + new.first - piece.token_k, 0).to(gl.int32)
+    row = gl.maximum(new.start + new.first - piece.seq.token_k, 0).to(gl.int32)
     visit = visit_of(row // params.tile.BLOCK_N, piece.span)
     visit = gl.maximum(gl.minimum(visit, stop - 1), start)
     return gl.where((start < stop) & (new.first < new.stop), visit, stop)

@@ -64,8 +64,8 @@ def load_queries(io, q, params, piece, append):
     pos_M = rows_M // group
     head_M = piece.g * group + rows_M % group
     row_M = io.q.ptr + piece.b.to(gl.int64) * io.q.stride_b
-    row_M += (piece.token_q + pos_M) * io.q.stride_n + head_M * io.q.stride_h
-    ok_MD = (pos_M < piece.len_q)[:, None] & (dims_D < params.tile.HEAD_DIM)[None, :]
+    row_M += (piece.seq.token_q + pos_M) * io.q.stride_n + head_M * io.q.stride_h
+    ok_MD = (pos_M < piece.seq.len_q)[:, None] & (dims_D < params.tile.HEAD_DIM)[None, :]
     if append.rotary.cos is None:
         q_MD = gl.load(row_M[:, None] + dims_D[None, :], mask=ok_MD, other=0.0)
     else:
@@ -97,8 +97,8 @@ def stream_keys(q, k, v, piece, state, params):
     o_layout: gl.constexpr = scores_layout(dtype, E)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     group = params.shape.heads_q // params.shape.heads_k
-    last = gl.minimum((piece.row0 + ROWS - 1) // group, piece.len_q - 1)
-    bounds = key_bounds(piece.row0 // group, last, piece.off, piece.len_k, params.mask)
+    last = gl.minimum((piece.row0 + ROWS - 1) // group, piece.seq.len_q - 1)
+    bounds = key_bounds(piece.row0 // group, last, piece.seq.off, piece.seq.len_k, params.mask)
     acc = (gl.zeros([ROWS, E], gl.float32, o_layout),)
     m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     l_ML = lane_sums(gl.zeros([ROWS, N], gl.float32, s_layout))

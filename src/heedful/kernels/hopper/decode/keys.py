@@ -14,8 +14,7 @@ class Keys(NamedTuple):
     batch: Any
     kv_batch: Any
     kv_head: Any
-    start_k: Any
-    len_k: Any
+    seq: Any
 
 
 @gluon.jit
@@ -24,4 +23,4 @@ def keys_of(params, piece):
     entry = piece.b
     if params.kv.batch_idx is not None:
         entry = within(gl.load(params.kv.batch_idx + entry), 0, params.kv.entries - 1)
-    return Keys(piece.b, entry, piece.g, piece.token_k.to(gl.int32), piece.len_k)
+    return Keys(piece.b, entry, piece.g, piece.seq)

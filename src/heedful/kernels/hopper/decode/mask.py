@@ -18,15 +18,15 @@ def masked(s_MN, params, piece, bounds, col):
     layout: gl.constexpr = gl.SliceLayout(1, s_MN.type.layout)
     group = params.shape.heads_q // params.shape.heads_k
     if col + N > bounds.stop_first:
-        stop_M = gl.full([ROWS], 0, gl.int32, layout) + piece.len_k
+        stop_M = gl.full([ROWS], 0, gl.int32, layout) + piece.seq.len_k
         if params.mask.HAS_RIGHT:
             pos_M = (piece.row0 + gl.arange(0, ROWS, layout=layout)) // group
-            stop_M = gl.minimum(stop_M, pos_M + (piece.off + params.mask.right + 1))
+            stop_M = gl.minimum(stop_M, pos_M + (piece.seq.off + params.mask.right + 1))
         s_MN = mask_outside(s_MN, None, stop_M - col)
     if params.mask.HAS_LEFT:  # noqa: SIM102  (known when compiling, and `and` is not)
         if col < bounds.start_last:
             pos_M = (piece.row0 + gl.arange(0, ROWS, layout=layout)) // group
-            start_M = pos_M + (piece.off - params.mask.left)
+            start_M = pos_M + (piece.seq.off - params.mask.left)
             # Leading keys stay visible: up to there nothing is outside.
             key_N = col + gl.arange(0, N, layout=gl.SliceLayout(0, s_MN.type.layout))
             seen_MN = (key_N[None, :] >= start_M[:, None]) | (key_N < params.mask.first)[None, :]

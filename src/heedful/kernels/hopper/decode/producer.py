@@ -22,7 +22,7 @@ def pages_at(io, params, keys, col):
         DOWN: gl.constexpr = params.tile.BLOCK_N // ROWS_OF_BOX
         # Other sequences without keys are no units.
         PACKED: gl.constexpr = params.seqs.cu_q is not None
-        return page_numbers(table, params, keys.len_k, col, ROWS_OF_BOX, DOWN, PACKED)
+        return page_numbers(table, params, keys.seq.len_k, col, ROWS_OF_BOX, DOWN, PACKED)
 
 
 @gluon.jit

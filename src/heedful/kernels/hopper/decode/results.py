@@ -13,11 +13,11 @@ from triton.experimental.gluon import language as gl
 from heedful.kernels.common.constants import LN2, LOG2E
 from heedful.kernels.common.gaps import GAP_ROWS, clear_block, gaps_of
 from heedful.kernels.common.log_sum import log_sum_exp
+from heedful.kernels.common.sequences import seqlens_of
 from heedful.kernels.hopper.decode.share import look
 from heedful.kernels.hopper.sm90.compat import inline_asm, opaque
 from heedful.kernels.hopper.sm90.mma import ROWS, scale_output
 from heedful.kernels.hopper.sm90.softmax import shift_of
-from heedful.kernels.portable.decode.work import facts
 
 
 @gluon.jit
@@ -45,18 +45,18 @@ def store_whole(io, params, piece, row, x_ME, m_M, l_M, FIRST: gl.constexpr):
     dims_E = FIRST + gl.arange(0, x_ME.shape[1], layout=gl.SliceLayout(0, layout))
     pos_M = rows_M // group
     head_M = piece.g * group + rows_M % group
-    used_M = pos_M < piece.len_q
+    used_M = pos_M < piece.seq.len_q
     m_M, l_M, times_M = with_sink(params, head_M, m_M, l_M)
     inverse_M = gl.where(used_M & (l_M != 0.0), times_M / l_M, 0.0)
     x_ME = gl.where(used_M[:, None], x_ME * inverse_M[:, None], 0.0)
-    at_M = (piece.token_q + pos_M) * io.out.stride_n + head_M * io.out.stride_h
+    at_M = (piece.seq.token_q + pos_M) * io.out.stride_n + head_M * io.out.stride_h
     out = io.out.ptr + piece.b.to(gl.int64) * io.out.stride_b
-    stored_M = pos_M < piece.stored_q
+    stored_M = pos_M < piece.seq.stored_q
     stored_ME = stored_M[:, None] & (dims_E < params.tile.HEAD_DIM_V)[None, :]
     values = x_ME.to(io.out.ptr.dtype.element_ty)
     gl.store(out + at_M[:, None] + dims_E[None, :], values, mask=stored_ME)
     if io.lse.ptr is not None and FIRST == 0:
-        start = piece.b.to(gl.int64) * io.lse.stride_b + piece.token_q
+        start = piece.b.to(gl.int64) * io.lse.stride_b + piece.seq.token_q
         if io.rest is None:
             lse_M = (m_M + gl.log2(l_M)) * LN2
         else:
@@ -120,8 +120,8 @@ def store_empty(io, params):
         b_M = gl.minimum(row_M // rows, params.shape.batch - 1)
         pos_M = row_M % rows // group
         head_M = g * group + row_M % group
-        _tq, len_q, _sq, _tk, len_k, _sk, _off = facts(b_M, params.seqs, params.mask)
-        empty_M = exists_M & (len_k <= 0)
+        seq = seqlens_of(b_M, params.seqs, params.mask)
+        empty_M = exists_M & (seq.len_k <= 0)
         b_M = b_M.to(gl.int64)
         at_M = b_M * io.out.stride_b + pos_M * io.out.stride_n + head_M * io.out.stride_h
         ok_ME = empty_M[:, None] & (dims_E < params.tile.HEAD_DIM_V)[None, :]
@@ -129,7 +129,7 @@ def store_empty(io, params):
         if io.lse.ptr is not None:
             lse_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, layout))
             if params.sink is not None:
-                lse_M = gl.where(pos_M < len_q, gl.load(params.sink + head_M), lse_M)
+                lse_M = gl.where(pos_M < seq.len_q, gl.load(params.sink + head_M), lse_M)
             at_M = b_M * io.lse.stride_b + head_M * io.lse.stride_h + pos_M
             gl.store(io.lse.ptr + at_M, lse_M, mask=empty_M)
             if io.rest is not None:
@@ -158,7 +158,7 @@ def rows_of_unit(params, piece):
         return ROWS_OF
     else:
         group = params.shape.heads_q // params.shape.heads_k
-        return gl.minimum(piece.stored_q * group - piece.row0, ROWS_OF)
+        return gl.minimum(piece.seq.stored_q * group - piece.row0, ROWS_OF)
 
 
 @gluon.jit

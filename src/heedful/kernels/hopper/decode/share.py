@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from heedful.kernels.common.sequences import seqlens_of
 from heedful.kernels.portable.decode.work import (
-    facts,
     first_unit,
     next_piece,
     sequence_length,
@@ -30,21 +30,15 @@ class Share(NamedTuple):
 
 class Piece(NamedTuple):
     """What a program does next: visits [start, stop) of key tiles, perhaps none, of sequence b for
-    rows from row0 on of KV head g. span: which key tiles those are; work: where results go. The
-    rest as `facts` has them: token_q is 0 unless queries are packed."""
+    rows from row0 on of KV head g. seq: that sequence; span: which key tiles those are; work: where
+    results go."""
 
     start: Any
     stop: Any
     b: Any
     g: Any
     row0: Any
-    token_q: Any
-    len_q: Any
-    stored_q: Any
-    token_k: Any
-    len_k: Any
-    stored_k: Any
-    off: Any
+    seq: Any
     span: Any
     work: Any
 
@@ -87,24 +81,14 @@ def look(share, params):
     line = gl.program_id(0) % lines
     g = line % params.shape.heads_k
     row_tile, unit_begin = line // params.shape.heads_k, share.base
-    token_q, len_q, stored_q, token_k, len_k, stored_k, off = facts(
-        share.b, params.seqs, params.mask
-    )
+    seq = seqlens_of(share.b, params.seqs, params.mask)
     visits, length = sequence_length(
-        len_q,
-        stored_q,
-        len_k,
-        off,
-        params.seqs,
-        params.shape,
-        params.mask,
-        params.work,
-        params.tile,
+        seq, params.seqs, params.shape, params.mask, params.work, params.tile
     )
     is_here = share.x < share.base + length
     if params.seqs.cu_q is not None:
         row_tile, unit_begin = unit_at(share.x, share.base, visits, params.work)
-    first = first_unit(share.b, token_q, params.seqs, params.shape, params.work, params.tile)
+    first = first_unit(share.b, seq.token_q, params.seqs, params.shape, params.work, params.tile)
     index = (first + row_tile) * params.shape.heads_k + g
     own = share.x // share.each
     work = next_piece(
@@ -113,21 +97,15 @@ def look(share, params):
     stop = gl.where(is_here, work.stop, work.start)
     row0 = row_tile * params.tile.BLOCK_M
     group = params.shape.heads_q // params.shape.heads_k
-    last = gl.minimum((row0 + params.tile.BLOCK_M - 1) // group, len_q - 1)
-    span = span_of(row0 // group, last, len_k, off, params.mask, params.tile)
+    last = gl.minimum((row0 + params.tile.BLOCK_M - 1) // group, seq.len_q - 1)
+    span = span_of(row0 // group, last, seq, params.mask, params.tile)
     piece = Piece(
         work.start,
         stop,
         share.b,
         g,
         row0,
-        token_q,
-        len_q,
-        stored_q,
-        token_k,
-        len_k,
-        stored_k,
-        off,
+        seq,
         span,
         work,
     )

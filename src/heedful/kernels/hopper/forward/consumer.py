@@ -83,7 +83,7 @@ def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.const
             )
             if not params.tile.OUT_IN_Q:
                 q.consumer_release(q_state)
-            if query_position(params, row) < tile.stored_q:
+            if query_position(params, row) < tile.seq.stored_q:
                 zeros = no_output(kv.v, params)
                 store_empty(outputs, zeros, tile, row, split, params, place, v_factor)
             if PREFETCHES:

@@ -118,10 +118,10 @@ def store_lse(lse, lse_M, tile, row, split, params, UNUSED: gl.constexpr):
     entry = entry_of(params, tile, split)
     base = (entry * all_heads(params) + head).to(gl.int64) * params.seqs.seqlen_q
     if params.seqs.cu_q is not None:
-        base += tile.start_q
+        base += tile.seq.token_q
     if params.seqs.used_q is not None:
-        lse_M = gl.where(place_M < tile.len_q, lse_M, UNUSED)
-    mask_M = is_row(params, row, tile.stored_q, layout)
+        lse_M = gl.where(place_M < tile.seq.len_q, lse_M, UNUSED)
+    mask_M = is_row(params, row, tile.seq.stored_q, layout)
     gl.store(lse + base + place_M, lse_M, mask=mask_M)
 
 
@@ -133,14 +133,14 @@ def store_partial(acc_ME, tile, row, split, params, first: gl.constexpr):
     heads = all_heads(params)
     token = entry_of(params, tile, split).to(gl.int64) * params.seqs.seqlen_q
     if params.seqs.cu_q is not None:
-        token += tile.start_q
+        token += tile.seq.token_q
     base = (
         params.split.partials + (token + query_position(params, row)) * heads * params.split.dim_v
     )
     place_M = query_position(params, gl.arange(0, ROWS, layout=layout))
     row_M = place_M * (heads * params.split.dim_v)
     row_M += head_of(params, tile, row, layout) * params.split.dim_v
-    mask_M = is_row(params, row, tile.len_q, layout)
+    mask_M = is_row(params, row, tile.seq.len_q, layout)
     mask_ME = mask_M[:, None] & (dims_E < params.split.dim_v)[None, :]
     gl.store(base + row_M[:, None] + dims_E[None, :], acc_ME, mask=mask_ME)
 
@@ -234,7 +234,7 @@ def store_rows(outputs, acc, m_M, l_M, tile, row, split, params, place, v_factor
     else:
         if params.seqs.used_q is not None:
             # Rows in storage that are not in use may hold anything, NaN too.
-            used_M = is_row(params, row, tile.len_q, layout)
+            used_M = is_row(params, row, tile.seq.len_q, layout)
             out = keep_rows(out, used_M)
         write_rows(outputs, out, queries_at(params, tile, row), place)
     if outputs.lse is not None:

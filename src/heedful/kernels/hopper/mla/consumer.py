@@ -302,7 +302,7 @@ def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
             kept = kept_boxes(shared, params.tile.QUERY_BOXES, operand)
             group = params.shape.heads_q // params.shape.heads_k
             row = piece.row0 // group
-            bounds = key_bounds(row, row, piece.off, piece.len_k, params.mask)
+            bounds = key_bounds(row, row, piece.seq.off, piece.seq.len_k, params.mask)
             acc_ME = no_output(dtype)
             m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
             l_ML = lane_sums(gl.zeros([ROWS, KEYS], gl.float32, s_layout))

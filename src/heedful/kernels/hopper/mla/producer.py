@@ -19,7 +19,7 @@ def latent_pages(params, keys, col, HEIGHT: gl.constexpr):
     pages = ()
     if params.kv.table is not None:
         table = params.kv.table + keys.batch.to(gl.int64) * params.kv.stride_tableb
-        last = gl.maximum(keys.len_k - 1, 0)
+        last = gl.maximum(keys.seq.len_k - 1, 0)
         for i in gl.static_range(KEYS // HEIGHT):
             place = gl.minimum(col + i * HEIGHT, last) // params.kv.page_size
             pages = pages + ((gl.load(table + place), place),)

@@ -50,5 +50,5 @@ def load_columns(io, params, piece, first: gl.constexpr, COLUMNS: gl.constexpr):
     head_M = piece.g * group + rows_M % group
     at_M = pos_M.to(gl.int64) * io.q.stride_n + head_M * io.q.stride_h
     base = io.q.ptr + piece.b.to(gl.int64) * io.q.stride_b
-    ok_MD = (pos_M < piece.len_q)[:, None] & (dims_D < params.tile.HEAD_DIM)[None, :]
+    ok_MD = (pos_M < piece.seq.len_q)[:, None] & (dims_D < params.tile.HEAD_DIM)[None, :]
     return gl.load(base + at_M[:, None] + dims_D[None, :], mask=ok_MD, other=0.0)

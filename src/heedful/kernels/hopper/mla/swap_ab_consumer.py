@@ -75,11 +75,11 @@ def masked_keys(s_NM, params, piece, bounds, col):
     layout: gl.constexpr = s_NM.type.layout
     if col + s_NM.shape[0] > bounds.stop_first:
         rows_M = gl.arange(0, s_NM.shape[1], layout=gl.SliceLayout(0, layout))
-        stop_M = rows_M * 0 + piece.len_k
+        stop_M = rows_M * 0 + piece.seq.len_k
         if params.mask.HAS_RIGHT:
             group = params.shape.heads_q // params.shape.heads_k
             pos_M = (piece.row0 + rows_M) // group
-            stop_M = gl.minimum(stop_M, pos_M + (piece.off + params.mask.right + 1))
+            stop_M = gl.minimum(stop_M, pos_M + (piece.seq.off + params.mask.right + 1))
         key_N = col + gl.arange(0, s_NM.shape[0], layout=gl.SliceLayout(1, layout))
         s_NM = gl.where(key_N[:, None] < stop_M[None, :], s_NM, float("-inf"))
     return s_NM
@@ -139,7 +139,7 @@ def stream_keys(shared, ring, piece, block, params):
     layout: gl.constexpr = scores_layout(dtype, M)
     group = params.shape.heads_q // params.shape.heads_k
     row = piece.row0 // group
-    bounds = key_bounds(row, row, piece.off, piece.len_k, params.mask)
+    bounds = key_bounds(row, row, piece.seq.off, piece.seq.len_k, params.mask)
     acc = ()
     for _ in gl.static_range(VALUE_BOXES):
         acc = acc + (gl.zeros([WIDTH, M], gl.float32, layout),)

@@ -35,8 +35,8 @@ class NBlockRange:
 @gluon.jit
 def n_block_range(params, tile, row, rows: gl.constexpr):
     """The key tiles of queries [row, row + rows), as core.call.mask.MaskSpec.key_range has them."""
-    last = gl.minimum(row + rows, tile.len_q) - 1
-    bounds = key_bounds(row, last, tile.off, tile.len_k, params.mask)
+    last = gl.minimum(row + rows, tile.seq.len_q) - 1
+    bounds = key_bounds(row, last, tile.seq.off, tile.seq.len_k, params.mask)
     end = gl.where(last < row, 0, gl.cdiv(bounds.stop_last, params.tile.BLOCK_N))
     begin = end * 0
     full_begin = begin
@@ -121,10 +121,10 @@ def program_n_block_range(params, tile, split):
     visits = blocks.end - blocks.begin
     first_end = gl.to_tensor(0)
     if params.mask.first is not None:
-        seen = gl.minimum(params.mask.first, tile.len_k)
+        seen = gl.minimum(params.mask.first, tile.seq.len_k)
         if params.mask.HAS_RIGHT:
-            last = gl.minimum(place + ROWS_OF_ALL, tile.len_q) - 1
-            seen = gl.minimum(seen, gl.maximum(last + tile.off + params.mask.right + 1, 0))
+            last = gl.minimum(place + ROWS_OF_ALL, tile.seq.len_q) - 1
+            seen = gl.minimum(seen, gl.maximum(last + tile.seq.off + params.mask.right + 1, 0))
         first_end = gl.minimum(gl.cdiv(seen, params.tile.BLOCK_N), blocks.begin)
         visits += first_end
     skipped = gl.to_tensor(0)

@@ -75,9 +75,9 @@ def apply_mask(s_MN, keys, params, tile, row, j, FILL: gl.constexpr = float("-in
     col = j * params.tile.BLOCK_N
     M: gl.constexpr = s_MN.shape[0]
     layout: gl.constexpr = s_MN.type.layout
-    stop_M = gl.full([M], 0, gl.int32, gl.SliceLayout(1, layout)) + (tile.len_k - col)
+    stop_M = gl.full([M], 0, gl.int32, gl.SliceLayout(1, layout)) + (tile.seq.len_k - col)
     place_M = query_position(params, gl.arange(0, M, layout=gl.SliceLayout(1, layout)))
-    diagonal_M = place_M + (query_position(params, row) + tile.off - col)
+    diagonal_M = place_M + (query_position(params, row) + tile.seq.off - col)
     if params.mask.HAS_RIGHT:
         stop_M = gl.minimum(stop_M, diagonal_M + (params.mask.right + 1))
     if not params.mask.HAS_LEFT:

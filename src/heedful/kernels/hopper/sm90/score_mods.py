@@ -25,16 +25,16 @@ def load_bias(mods, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout: gl
     else:
         rows_M = gl.arange(0, M, layout=gl.SliceLayout(1, layout))
         key_N = gl.arange(0, N, layout=gl.SliceLayout(0, layout))
-        rows_M = gl.minimum(row + rows_M, tile.len_q - 1).to(gl.int64)
+        rows_M = gl.minimum(row + rows_M, tile.seq.len_q - 1).to(gl.int64)
         base = mods.bias.ptr + tile.batch.to(gl.int64) * mods.bias.stride_b
         base += tile.head.to(gl.int64) * mods.bias.stride_h
         base += gl.to_tensor(col).to(gl.int64) * mods.bias.stride_n
         rows_M1 = (base + rows_M * mods.bias.stride_m)[:, None]
         # Without a bound on the keys, neighbours are one load.
-        if col + N <= tile.len_k:
+        if col + N <= tile.seq.len_k:
             bias_MN = gl.load(rows_M1 + key_N[None, :] * mods.bias.stride_n)
         else:
-            last_N = gl.minimum(key_N, tile.len_k - 1 - col)
+            last_N = gl.minimum(key_N, tile.seq.len_k - 1 - col)
             bias_MN = gl.load(rows_M1 + last_N[None, :] * mods.bias.stride_n)
         return bias_MN
 
@@ -48,7 +48,7 @@ def add_alibi_and_bias(s_MN, bias_MN, mods, tile, row, col):
     layout: gl.constexpr = s_MN.type.layout
     if mods.alibi is not None:
         slope = gl.load(mods.alibi + tile.batch.to(gl.int64) * mods.stride_alibib + tile.head)
-        key_N = gl.arange(0, N, layout=gl.SliceLayout(0, layout)) + (col - row - tile.off)
+        key_N = gl.arange(0, N, layout=gl.SliceLayout(0, layout)) + (col - row - tile.seq.off)
         rows_M = gl.arange(0, M, layout=gl.SliceLayout(1, layout))
         distance_MN = key_N.to(gl.float32)[None, :] - rows_M.to(gl.float32)[:, None]
         distance_MN = gl.abs(distance_MN)

@@ -1,35 +1,28 @@
 """Which part of its storage a sequence uses, and where its keys lie: dense, packed, in pages."""
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from heedful.kernels.common.sequences import within
-from heedful.kernels.hopper.sm90.compat import aggregate, reinterpret, tma_load
+from heedful.kernels.common.sequences import Seqlens, within
+from heedful.kernels.hopper.sm90.compat import reinterpret, tma_load
 
 # Packed sequences begin at multiples of this in V transposed.
 V_T_BLOCK: gl.constexpr = gl.constexpr(128)
 
 
-@aggregate
-class WorkTile:
-    """One block of query rows of one head; start_q, start_k: where its sequence lies if packed.
+class WorkTile(NamedTuple):
+    """One block of query rows of one head of a sequence (`Seqlens`), of which all rows in storage
+    get a result. kv_batch: which batch entry its keys are in."""
 
-    len_q, len_k: what is used of it; stored_q: query rows in storage, which all get a result.
-    kv_batch: which batch entry its keys are in.
-    """
-
-    batch: gl.tensor
-    head: gl.tensor
-    kv_head: gl.tensor
-    row: gl.tensor
-    start_q: gl.tensor
-    start_k: gl.tensor
-    len_q: gl.tensor
-    len_k: gl.tensor
-    off: gl.tensor
-    stored_q: gl.tensor
-    kv_batch: gl.tensor
+    batch: Any
+    head: Any
+    kv_head: Any
+    row: Any
+    seq: Any
+    kv_batch: Any
 
 
 @gluon.jit
@@ -65,16 +58,14 @@ def trim(params, tile):
     end with the storage, a batch entry that does not exist is the first or the last, and a page
     that does not exist is zeros or another page.
     """
-    len_q = tile.len_q
-    len_k = tile.len_k
-    start_k = tile.start_k
+    seq = tile.seq
+    len_q, token_k, len_k, off = seq.len_q, seq.token_k, seq.len_k, seq.off
     kv_batch = tile.batch
-    off = tile.off
     if params.seqs.used_q is not None:
         len_q = within(gl.load(params.seqs.used_q + tile.batch), 0, len_q)
     if params.seqs.leftpad_k is not None:
         pad = within(gl.load(params.seqs.leftpad_k + tile.batch), 0, len_k)
-        start_k += pad
+        token_k += pad
         len_k -= pad
     if params.seqs.used_k is not None:
         len_k = within(gl.load(params.seqs.used_k + tile.batch), 0, len_k)
@@ -89,18 +80,14 @@ def trim(params, tile):
     SAME_K: gl.constexpr = params.seqs.used_k is None and params.seqs.leftpad_k is None
     if not (SAME_Q and SAME_K and params.mods.longest_k is None):
         off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
+    seq = Seqlens(seq.token_q, len_q, seq.stored_q, token_k, len_k, seq.stored_k, off)
     return WorkTile(
-        tile.batch,
-        tile.head,
-        tile.kv_head,
-        tile.row,
-        tile.start_q,
-        start_k,
-        len_q,
-        len_k,
-        off,
-        tile.stored_q,
-        kv_batch,
+        batch=tile.batch,
+        head=tile.head,
+        kv_head=tile.kv_head,
+        row=tile.row,
+        seq=seq,
+        kv_batch=kv_batch,
     )
 
 
@@ -120,7 +107,7 @@ def queries_at(params, tile, row):
         return [tile.batch, tile.head, row // params.gqa.PACK_GQA, 0, 0]
     else:
         packed: gl.constexpr = params.seqs.cu_q is not None
-        return box(packed, tile.batch, tile.head, tile.start_q, tile.stored_q, row)
+        return box(packed, tile.batch, tile.head, tile.seq.token_q, tile.seq.stored_q, row)
 
 
 @gluon.jit
@@ -128,8 +115,8 @@ def keys_at(params, tile, rows_each, col):
     """Coordinates of keys or values from `col` on, in a map that has `rows_each` rows a batch
     entry."""
     if params.kv_rows.IS_RAGGED:
-        start = tile.start_k + tile.kv_batch * rows_each
-        return box(True, 0, tile.kv_head, start, tile.len_k, col)
+        start = tile.seq.token_k.to(gl.int32) + tile.kv_batch * rows_each
+        return box(True, 0, tile.kv_head, start, tile.seq.len_k, col)
     else:
         return box(False, tile.kv_batch, tile.kv_head, 0, 0, col)
 
@@ -142,7 +129,7 @@ def values_at(params, tile, col):
     elif params.seqs.cu_k is None:
         return [tile.batch, tile.kv_head, 0, col]
     else:
-        return [0, tile.kv_head, 0, (tile.start_k // V_T_BLOCK + tile.batch) * V_T_BLOCK + col]
+        return [0, tile.kv_head, 0, (tile.seq.token_k // V_T_BLOCK + tile.batch) * V_T_BLOCK + col]
 
 
 @gluon.jit
@@ -205,7 +192,7 @@ def page_at(params, tile, numbered, rows_each, col):
     """Coordinates of keys or values from `col` on, which are in this page. numbered: (page, its
     first key). Past the keys in use they are past the end of the map."""
     page, first = numbered
-    used = gl.minimum(tile.len_k - first, params.kv.page_size)
+    used = gl.minimum(tile.seq.len_k - first, params.kv.page_size)
     # Of a number that is no page's these bits are past the end of the map, or another page's. A
     # bound known to the compiler takes no register: the producer has few.
     start = (page & (params.kv_rows.NO_PAGE - 1)) * rows_each
@@ -218,7 +205,7 @@ def load_pages(pipeline, desc, params, tile, rows_each, col, state):
     from pages."""
     ROWS: gl.constexpr = desc.block_type.shape[3]
     table = params.kv.table + tile.batch.to(gl.int64) * params.kv.stride_tableb
-    pages = page_numbers(table, params, tile.len_k, col, ROWS, pipeline.rows // ROWS)
+    pages = page_numbers(table, params, tile.seq.len_k, col, ROWS, pipeline.rows // ROWS)
     load_from_pages(pipeline, desc, params, tile, rows_each, col, pages, state)
 
 

@@ -9,6 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from heedful.kernels.common.sequences import Seqlens
 from heedful.kernels.hopper.sm90.compat import aggregate
 from heedful.kernels.hopper.sm90.mma import ROWS
 from heedful.kernels.hopper.sm90.sequences import WorkTile, sequence, trim
@@ -56,12 +57,17 @@ def decode(params, index):
     if params.order.varlen_tiles is None:
         batch = head // params.gqa.heads
         head -= batch * params.gqa.heads
-    start_q, len_q = sequence(params.seqs.cu_q, batch, params.seqs.seqlen_q)
-    start_k, len_k = sequence(params.seqs.cu_k, batch, params.seqs.seqlen_k)
+    token_q, len_q = sequence(params.seqs.cu_q, batch, params.seqs.seqlen_q)
+    token_k, len_k = sequence(params.seqs.cu_k, batch, params.seqs.seqlen_k)
     off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
-    row = block * (ROWS * params.tile.CONSUMERS)
-    kv_head = head // params.gqa.group
-    return WorkTile(batch, head, kv_head, row, start_q, start_k, len_q, len_k, off, len_q, batch)
+    return WorkTile(
+        batch=batch,
+        head=head,
+        kv_head=head // params.gqa.group,
+        row=block * (ROWS * params.tile.CONSUMERS),
+        seq=Seqlens(token_q, len_q, len_q, token_k, len_k, len_k, off),
+        kv_batch=batch,
+    )
 
 
 @aggregate
@@ -141,13 +147,17 @@ class TileScheduler:
             return index + gl.num_programs(0)
         else:
             mbarrier.wait(self.full.index(state.index), state.phase)
-            return self.word(0, state)
+            return self.words(0, 1, state)[0]
 
     @gluon.jit
-    def word(self, i: gl.constexpr, state):
-        """Word i of what was committed."""
+    def words(self, FIRST: gl.constexpr, END: gl.constexpr, state):
+        """Words [FIRST, END) of what was committed."""
         layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        return gl.sum(self.ring.index(state.index * WORK_TILE_WORDS + i).load(layout), 0)
+        words = ()
+        for i in gl.static_range(FIRST, END):
+            word = self.ring.index(state.index * WORK_TILE_WORDS + i).load(layout)
+            words = words + (gl.sum(word, 0),)
+        return words
 
     @gluon.jit
     def consumer_release(self, state):
@@ -173,7 +183,8 @@ def commit_work_tile(params, scheduler, index, tile, split, state):
     if params.order.varlen_tiles is None:
         scheduler.producer_commit((index, split, tile.batch, tile.head, tile.row), state)
     else:
-        sizes = (tile.start_q, tile.len_q, tile.len_k, tile.off, tile.stored_q)
+        seq = tile.seq
+        sizes = (seq.token_q, seq.len_q, seq.len_k, seq.off, seq.stored_q)
         scheduler.producer_commit((index, split, tile.batch, tile.head, tile.row) + sizes, state)
 
 
@@ -183,26 +194,23 @@ def current_work_tile(params, scheduler, index, state):
     if scheduler.tile_counter is None:
         return work_tile_at(params, scheduler, index)
     else:
-        split = scheduler.word(1, state)
-        batch = scheduler.word(2, state)
-        head = scheduler.word(3, state)
-        row = scheduler.word(4, state)
-        kv_head = head // params.gqa.group
-        start_q = gl.to_tensor(0)
-        len_q = params.seqs.seqlen_q
-        len_k = params.seqs.seqlen_k
-        off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
-        stored_q = len_q
-        if params.order.varlen_tiles is not None:
-            start_q = scheduler.word(5, state)
-            len_q = scheduler.word(6, state)
-            len_k = scheduler.word(7, state)
-            off = scheduler.word(8, state)
-            stored_q = scheduler.word(9, state)
-        scheduler.consumer_release(state)
         unknown = gl.to_tensor(0)
+        if params.order.varlen_tiles is None:
+            split, batch, head, row = scheduler.words(1, 5, state)
+            token_q, len_q, len_k = unknown, params.seqs.seqlen_q, params.seqs.seqlen_k
+            off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
+            stored_q = len_q
+        else:
+            words = scheduler.words(1, 10, state)
+            split, batch, head, row, token_q, len_q, len_k, off, stored_q = words
+        scheduler.consumer_release(state)
         tile = WorkTile(
-            batch, head, kv_head, row, start_q, unknown, len_q, len_k, off, stored_q, batch
+            batch=batch,
+            head=head,
+            kv_head=head // params.gqa.group,
+            row=row,
+            seq=Seqlens(token_q, len_q, stored_q, unknown, len_k, unknown, off),
+            kv_batch=batch,
         )
         return tile, split
 

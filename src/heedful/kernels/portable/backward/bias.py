@@ -33,13 +33,13 @@ def score_gradients(
     E: tl.constexpr = tile.HEAD_DIM_V
     M: tl.constexpr = tile.BLOCK_M
     N: tl.constexpr = tile.BLOCK_N
-    b, h, g, len_q, len_k = place.b, place.h, place.g, place.len_q, place.len_k
-    q = row_base(io.q, b, h, place.token_q)
-    k = row_base(io.k, b, g, place.token_k)
+    b, h, g, len_q, len_k = place.b, place.h, place.g, place.seq.len_q, place.seq.len_k
+    q = row_base(io.q, b, h, place.seq.token_q)
+    k = row_base(io.k, b, g, place.seq.token_k)
     q_MD = load_rows(q, io.q.stride_n, row0, len_q, D, M, tile.BLOCK_D, True)
     k_ND = load_rows(k, io.k.stride_n, col0, len_k, D, N, tile.BLOCK_D, True)
     rows_M = row0 + tl.arange(0, M)
-    places_M = b * io.lse.stride_b + h * io.lse.stride_h + place.token_q + rows_M
+    places_M = b * io.lse.stride_b + h * io.lse.stride_h + place.seq.token_q + rows_M
     lse_M = lse_to_subtract(io.lse, places_M, rows_M < len_q, True, True)
     lse_M, factor_M = load_references(io.reference, io.factor, lse_M, places_M, rows_M < len_q)
     delta_M = tl.load(io.delta + places_M, mask=rows_M < len_q, other=0.0)
@@ -47,8 +47,8 @@ def score_gradients(
     p_MN, _slope = probabilities(
         q_MD, k_ND, lse_M, row0, col0, place, head, mask, mods, tile, True, False
     )
-    dout = row_base(io.dout, b, h, place.token_q)
-    v = row_base(io.v, b, g, place.token_k)
+    dout = row_base(io.dout, b, h, place.seq.token_q)
+    v = row_base(io.v, b, g, place.seq.token_k)
     do_ME = load_rows(dout, io.dout.stride_n, row0, len_q, E, M, tile.BLOCK_E, True)
     v_NE = load_rows(v, io.v.stride_n, col0, len_k, E, N, tile.BLOCK_E, True)
     dp_MN = product_of_rows(do_ME, v_NE, tile.PRECISION, IS_EXACT)
@@ -97,7 +97,7 @@ def bias_gradients(
         b = wide(at_b + visit // over_n // over_m // over_h)
         g = h // (shape.heads_q // shape.heads_k)
         place = place_of(b, h, g, sequences, shape, mask, True)
-        if row0 < place.len_q and col0 < place.len_k:
+        if row0 < place.seq.len_q and col0 < place.seq.len_k:
             acc_MN += score_gradients(row0, col0, place, words, io, mask, mods, dropout, tile)
     # Rows or columns that the bias was broadcast over end up in its first.
     rows_M = tile_m * M + tl.arange(0, M)

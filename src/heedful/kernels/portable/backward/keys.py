@@ -55,16 +55,16 @@ def key_gradients(
     bk, gk = bg // shape.heads_k, bg % shape.heads_k
     place = place_of(bk, gk, gk, sequences, shape, mask, HAS_BIAS)
     col0 = block * N
-    if col0 >= place.stored_k:
+    if col0 >= place.seq.stored_k:
         return
     tiles = query_tiles(col0, place, mask, tile)
-    b, g, len_q, len_k = place.b, place.g, place.len_q, place.len_k
+    b, g, len_q, len_k = place.b, place.g, place.seq.len_q, place.seq.len_k
     group = shape.heads_q // shape.heads_k
-    q = row_base(io.q, b, 0, place.token_q)
-    dout = row_base(io.dout, b, 0, place.token_q)
-    rows_lse = b * io.lse.stride_b + place.token_q
-    k = row_base(io.k, b, g, place.token_k)
-    v = row_base(io.v, b, g, place.token_k)
+    q = row_base(io.q, b, 0, place.seq.token_q)
+    dout = row_base(io.dout, b, 0, place.seq.token_q)
+    rows_lse = b * io.lse.stride_b + place.seq.token_q
+    k = row_base(io.k, b, g, place.seq.token_k)
+    v = row_base(io.v, b, g, place.seq.token_k)
     k_ND = load_rows(k, io.k.stride_n, col0, len_k, D, N, tile.BLOCK_D, True)
     v_NE = load_rows(v, io.v.stride_n, col0, len_k, E, N, tile.BLOCK_E, True)
     cols_N = col0 + tl.arange(0, N)
@@ -122,7 +122,7 @@ def key_gradients(
     used_N = (cols_N < len_k)[:, None]
     dk_ND = tl.where(used_N, dk_ND * mods.scale, 0.0)
     dv_NE = tl.where(used_N, dv_NE * dropout.inverse_keep, 0.0)
-    dk = row_base(io.dk, b, g, place.token_k)
-    dv = row_base(io.dv, b, g, place.token_k)
-    store_rows(dk, dk_ND, io.dk.stride_n, col0, place.stored_k, D)
-    store_rows(dv, dv_NE, io.dv.stride_n, col0, place.stored_k, E)
+    dk = row_base(io.dk, b, g, place.seq.token_k)
+    dv = row_base(io.dv, b, g, place.seq.token_k)
+    store_rows(dk, dk_ND, io.dk.stride_n, col0, place.seq.stored_k, D)
+    store_rows(dv, dv_NE, io.dv.stride_n, col0, place.seq.stored_k, E)

@@ -52,20 +52,20 @@ def query_gradients(
     block, bh = head_of(tl.program_id(0), order, heads, mask.HAS_RIGHT)
     place = place_of_queries(bh, sequences, shape, mask, HAS_BIAS)
     row0 = block * M
-    if row0 >= place.stored_q:
+    if row0 >= place.seq.stored_q:
         return
     tiles = key_tiles(row0, place, mask, tile)
-    b, h, len_q, len_k = place.b, place.h, place.len_q, place.len_k
-    q = row_base(io.q, b, h, place.token_q)
-    dout = row_base(io.dout, b, h, place.token_q)
-    k = row_base(io.k, b, place.g, place.token_k)
-    v = row_base(io.v, b, place.g, place.token_k)
+    b, h, len_q, len_k = place.b, place.h, place.seq.len_q, place.seq.len_k
+    q = row_base(io.q, b, h, place.seq.token_q)
+    dout = row_base(io.dout, b, h, place.seq.token_q)
+    k = row_base(io.k, b, place.g, place.seq.token_k)
+    v = row_base(io.v, b, place.g, place.seq.token_k)
     q_MD = load_rows(q, io.q.stride_n, row0, len_q, D, M, tile.BLOCK_D, True)
     do_ME = load_rows(dout, io.dout.stride_n, row0, len_q, E, M, tile.BLOCK_E, True)
     rows_M = row0 + tl.arange(0, M)
     exists_M = rows_M < len_q
-    places_M = b * io.lse.stride_b + h * io.lse.stride_h + place.token_q + rows_M
-    out = row_base(io.out, b, h, place.token_q)
+    places_M = b * io.lse.stride_b + h * io.lse.stride_h + place.seq.token_q + rows_M
+    out = row_base(io.out, b, h, place.seq.token_q)
     o_ME = load_rows(out, io.out.stride_n, row0, len_q, E, M, tile.BLOCK_E, True)
     lse_M = tl.load(io.lse.ptr + places_M, mask=exists_M, other=float("-inf"))
     delta_M = row_deltas(o_ME, do_ME, lse_M, io.dlse, place, rows_M, exists_M)
@@ -111,5 +111,5 @@ def query_gradients(
             dq_MD = plus_product(dq_MD, ds_MN.to(DTYPE), k_ND, tile.PRECISION, IS_EXACT)
 
     dq_MD = tl.where(exists_M[:, None], dq_MD * mods.scale, 0.0)
-    dq = row_base(io.dq, b, h, place.token_q)
-    store_rows(dq, dq_MD, io.dq.stride_n, row0, place.stored_q, D)
+    dq = row_base(io.dq, b, h, place.seq.token_q)
+    store_rows(dq, dq_MD, io.dq.stride_n, row0, place.seq.stored_q, D)

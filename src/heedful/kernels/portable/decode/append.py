@@ -26,7 +26,7 @@ def rows_of(piece, span, place, tile: DecodeTile):
     low = tl.where(low <= span.first_end, low, low - span.first_end + span.begin)
     last = tl.where(last < span.first_end, last, last - span.first_end + span.begin)
     high = (last + 1) * tile.BLOCK_N
-    high = tl.where(piece.stop >= span.visits, place.stored_k, high)
+    high = tl.where(piece.stop >= span.visits, place.seq.stored_k, high)
     return low * tile.BLOCK_N, high
 
 
@@ -42,8 +42,8 @@ def append_piece(
 ):
     """Writes the new rows that are a piece's."""
     low, high = rows_of(piece, span, place, tile)
-    low += place.token_k
-    high = tl.minimum(high + place.token_k, sequences.seqlen_k)
+    low += place.seq.token_k
+    high = tl.minimum(high + place.seq.token_k, sequences.seqlen_k)
     start = tl.load(append.io.cache_seqlens + place.b)
     first = tl.maximum(low - start, 0)
     stop = tl.minimum(high - start, sequences.new_k)

@@ -221,12 +221,12 @@ def row_places(block, exists, place, cache: KVLayout, HOLDS: tl.constexpr, N: tl
     within_N = tl.arange(0, N)
     if cache.table is None:
         if HOLDS:
-            rows = wide(place.token_k + block * N), wide(within_N)
+            rows = wide(place.seq.token_k + block * N), wide(within_N)
         else:
-            rows = wide(0), wide(place.token_k + (block * N + within_N))
+            rows = wide(0), wide(place.seq.token_k + (block * N + within_N))
         return cache_row(cache, place.b), rows
     else:
-        rows = place.token_k + (block * N + within_N)
+        rows = place.seq.token_k + (block * N + within_N)
         table = cache.table + place.b * cache.stride_tableb
         page = tl.load(table + rows // cache.page_size, mask=exists, other=0)
         entry = within(page, 0, cache.entries - 1).to(tl.int64)
@@ -293,8 +293,8 @@ def fetch_rows(
     row = piece // pieces
     at = row * stride_n.to(tl.int32) + piece % pieces * FETCHED
     base = word_pointer(x.ptr, VALUES) + cache_row(cache, place.b) * in_words(x.stride_b, BITS)
-    base += wide(place.token_k + first) * stride_n
-    ok = (first + row < place.len_k) & (in_words(x.stride_h, BITS) == ROW)
+    base += wide(place.seq.token_k + first) * stride_n
+    ok = (first + row < place.seq.len_k) & (in_words(x.stride_h, BITS) == ROW)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
         "=r,l,r",

@@ -25,6 +25,7 @@ from heedful.kernels.args.shared import (
 from heedful.kernels.common.constants import LN2, LOG2E
 from heedful.kernels.common.gaps import clear_gaps
 from heedful.kernels.common.scores import adjust_scores, finite_or_zero, in_window, tree_visible
+from heedful.kernels.common.sequences import seqlens_of
 from heedful.kernels.portable.decode.append import append_piece
 from heedful.kernels.portable.decode.cache import (
     dequantized,
@@ -43,7 +44,6 @@ from heedful.kernels.portable.decode.merge import columns_of_rows, finish_piece,
 from heedful.kernels.portable.decode.queries import head_of, load_queries
 from heedful.kernels.portable.decode.work import (
     block_of,
-    facts,
     first_unit,
     next_piece,
     place_at,
@@ -275,7 +275,7 @@ def log2_size(scale_N):
 @triton.jit
 def tree_visit(span, place, tile: DecodeTile):
     """The first visit of a key tile that the tree mask, which is over the last keys, may cover."""
-    return visit_of(tl.maximum(place.len_k - place.len_q, 0) // tile.BLOCK_N, span)
+    return visit_of(tl.maximum(place.seq.len_k - place.seq.len_q, 0) // tile.BLOCK_N, span)
 
 
 @triton.jit
@@ -352,7 +352,7 @@ def stream_keys(
         for visit in range(visit_from, visit_to):
             block = block_of(visit, span, mask)
             cols_N = block * tile.BLOCK_N + tl.arange(0, tile.BLOCK_N)
-            exists_N = cols_N < place.len_k
+            exists_N = cols_N < place.seq.len_k
             if FETCH_AHEAD > 0:
                 fetch_tile(io, block + FETCH_AHEAD, place, cache, heads_k, tile)
             entry, row_N = row_places(block, exists_N, place, cache, HOLDS, tile.BLOCK_N)
@@ -364,7 +364,7 @@ def stream_keys(
                     io.k, entry, row_N, exists_N, place.g, 0, V, tile.BLOCK_D, tile.VALUES
                 )
             s_MN = raw_scores(q, shared, sums, io, descales, entry, row_N, exists_N, place.g, tile)
-            distance_MN = cols_N[None, :] - (pos_M + place.off)[:, None]
+            distance_MN = cols_N[None, :] - (pos_M + place.seq.off)[:, None]
             if mods.IS_ADJUSTED:
                 s_MN, _gate = adjust_scores(s_MN, distance_MN, 0.0, head, mods)
             ok_MN = in_window(cols_N[None, :], distance_MN, place, mask)
@@ -485,26 +485,24 @@ def decode(
                 g, pid // heads, programs // heads, sequences, shape, mask, io, mods.sink, tile
             )
     while x < end:
-        token_q, len_q, stored_q, token_k, len_k, stored_k, off = facts(b, sequences, mask)
-        visits, length = sequence_length(
-            len_q, stored_q, len_k, off, sequences, shape, mask, work, tile
-        )
+        seq = seqlens_of(b, sequences, mask)
+        visits, length = sequence_length(seq, sequences, shape, mask, work, tile)
         if x < base + length:
             row_tile, unit_begin = unit_at(x, base, visits, work)
             if sequences.cu_q is None:
                 row_tile = line // heads
-            first = first_unit(b, token_q, sequences, shape, work, tile)
+            first = first_unit(b, seq.token_q, sequences, shape, work, tile)
             row0 = row_tile * tile.BLOCK_M
             index = (first + row_tile) * heads + g
             piece = next_piece(number, x, end, share, unit_begin, index, visits, line, lines, work)
             x = piece.next
             if piece.start < piece.stop:
-                place = place_at(b, g, token_q, len_q, stored_q, token_k, len_k, stored_k, off)
+                place = place_at(b, g, seq)
                 rows_M = row0 + tl.arange(0, tile.BLOCK_M)
                 pos_M = rows_M // group
                 head_M = g * group + rows_M % group
-                last = tl.minimum((row0 + tile.BLOCK_M - 1) // group, len_q - 1)
-                span = span_of(row0 // group, last, len_k, off, mask, tile)
+                last = tl.minimum((row0 + tile.BLOCK_M - 1) // group, seq.len_q - 1)
+                span = span_of(row0 // group, last, seq, mask, tile)
                 if append.io.cache_seqlens is not None:
                     append_piece(piece, span, place, sequences, cache, append, tile)
                 q, times = load_queries(io.q, pos_M, head_M, place, append, DTYPE, KEYS, tile)

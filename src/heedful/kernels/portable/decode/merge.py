@@ -13,7 +13,7 @@ from heedful.kernels.common.constants import LN2, LOG2E
 from heedful.kernels.common.log_sum import log_sum_exp
 from heedful.kernels.common.rows import wide
 from heedful.kernels.common.scores import finite_or_zero
-from heedful.kernels.portable.decode.work import facts
+from heedful.kernels.common.sequences import seqlens_of
 
 # Rows that are merged at once, at most.
 MERGE_ROWS = tl.constexpr(8)
@@ -39,8 +39,8 @@ def store_whole(
     rows_M = row0 + tl.arange(0, ROWS)
     pos_M = rows_M // group
     head_M = place.g * group + rows_M % group
-    stored_M = pos_M < place.stored_q
-    used_M = pos_M < place.len_q
+    stored_M = pos_M < place.seq.stored_q
+    used_M = pos_M < place.seq.len_q
     old_M = tl.full([ROWS], 1.0, tl.float32)
     if sink is not None:
         logit_M = tl.load(sink + head_M)
@@ -55,7 +55,7 @@ def store_whole(
         l_M = l_M * old_M + own_M
         m_M = top_M
     inverse_M = old_M * factor / tl.where(l_M == 0.0, 1.0, l_M)
-    at_M = place.b * io.out.stride_b + (place.token_q + pos_M) * io.out.stride_n
+    at_M = place.b * io.out.stride_b + (place.seq.token_q + pos_M) * io.out.stride_n
     out = io.out.ptr + (at_M + head_M * io.out.stride_h)[:, None]
     for s in tl.static_range(tile.SLICES_E):
         for i in tl.static_range(tile.VALUES):
@@ -68,7 +68,7 @@ def store_whole(
                 mask=stored_M[:, None] & (dims < tile.HEAD_DIM_V)[None, :],
             )
     if io.lse.ptr is not None:
-        start = place.b * io.lse.stride_b + place.token_q
+        start = place.b * io.lse.stride_b + place.seq.token_q
         if io.rest is None:
             lse_M = m_M + tl.log2(l_M) * LN2 if IS_NATURAL else (m_M + tl.log2(l_M)) * LN2
         else:
@@ -112,8 +112,8 @@ def store_empty(
         b_M = tl.minimum(row_M // rows, shape.batch - 1)
         pos_M = row_M % rows // group
         head_M = g * group + row_M % group
-        _token_q, len_q, _stored_q, _token_k, len_k, _stored_k, _off = facts(b_M, sequences, mask)
-        empty_M = exists_M & (len_k <= 0)
+        seq = seqlens_of(b_M, sequences, mask)
+        empty_M = exists_M & (seq.len_k <= 0)
         b_M = b_M.to(tl.int64)
         at_M = b_M * io.out.stride_b + pos_M * io.out.stride_n + head_M * io.out.stride_h
         zero = tl.zeros([tile.BLOCK_M, COLUMNS], io.out.ptr.dtype.element_ty)
@@ -122,7 +122,7 @@ def store_empty(
         if io.lse.ptr is not None:
             lse_M = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
             if sink is not None:
-                lse_M = tl.where(pos_M < len_q, tl.load(sink + head_M), lse_M)
+                lse_M = tl.where(pos_M < seq.len_q, tl.load(sink + head_M), lse_M)
             at_M = b_M * io.lse.stride_b + head_M * io.lse.stride_h + pos_M
             tl.store(io.lse.ptr + at_M, lse_M, mask=empty_M)
             if io.rest is not None:

@@ -58,9 +58,9 @@ def load_queries(
     """The queries of a tile as a tuple: of each slice of a row, each value of its words; then those
     of what keys have past the values that lie in them. And what scores are to be multiplied by:
     numbers [M] where DTYPE is not KEYS, the type in which they are multiplied."""
-    base = q.ptr + place.b * q.stride_b + place.token_q * q.stride_n
+    base = q.ptr + place.b * q.stride_b + place.seq.token_q * q.stride_n
     row_M = base + (pos_M.to(tl.int64) * q.stride_n + head_M * q.stride_h)
-    exists_M = pos_M < place.len_q
+    exists_M = pos_M < place.seq.len_q
     place_M = pos_M
     if append.io.cache_seqlens is not None:
         place_M = tl.load(append.io.cache_seqlens + place.b) + append.advance * pos_M

@@ -30,7 +30,7 @@ from heedful.kernels.args.decode import DecodeTile, DecodeWork
 from heedful.kernels.args.shared import Mask, Sequences, Shape
 from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.common.rows import wide
-from heedful.kernels.common.sequences import Place, sequence
+from heedful.kernels.common.sequences import Place, seqlens_of
 
 
 class Span(NamedTuple):
@@ -58,19 +58,9 @@ class Piece(NamedTuple):
 
 
 @triton.jit
-def facts(b, x: Sequences, mask: Mask):
-    """(first token, rows in use, rows in storage) of the queries, then of the keys, and how far the
-    diagonal is moved, of sequence b, or of many."""
-    token_q, len_q, stored_q = sequence(b, x.cu_q, x.used_q, None, x.seqlen_q)
-    token_k, len_k, stored_k = sequence(b, x.cu_k, x.used_k, x.leftpad_k, x.seqlen_k, x.new_k)
-    off = mask.bottom_right * (len_k - len_q) + mask.shift
-    return token_q, len_q, stored_q, token_k, len_k, stored_k, off
-
-
-@triton.jit
-def span_of(row, last, len_k, off, mask: Mask, tile: DecodeTile):
+def span_of(row, last, seq, mask: Mask, tile: DecodeTile):
     """The key tiles that queries [row, last] visit, at least one."""
-    bounds = key_bounds(row, last, off, len_k, mask)
+    bounds = key_bounds(row, last, seq.off, seq.len_k, mask)
     end = tl.cdiv(bounds.stop_last, tile.BLOCK_N)
     begin = end * 0
     first_end = begin
@@ -133,18 +123,16 @@ def first_unit(b, token_q, seqs: Sequences, shape: Shape, work: DecodeWork, tile
 
 
 @triton.jit
-def sequence_length(
-    len_q, stored_q, len_k, off, x: Sequences, shape: Shape, mask: Mask, work, tile: DecodeTile
-):
+def sequence_length(seq, x: Sequences, shape: Shape, mask: Mask, work, tile: DecodeTile):
     """(visits, length on a line) of a sequence, or of many."""
-    visits = span_of(0, len_q - 1, len_k, off, mask, tile).visits
+    visits = span_of(0, seq.len_q - 1, seq, mask, tile).visits
     length = unit_length(visits, work)
     if x.cu_q is not None:
-        length *= tl.cdiv(stored_q * (shape.heads_q // shape.heads_k), tile.BLOCK_M)
+        length *= tl.cdiv(seq.stored_q * (shape.heads_q // shape.heads_k), tile.BLOCK_M)
     if work.short_q is not None:
-        length = tl.where(stored_q <= work.short_q, length, 0)
+        length = tl.where(seq.stored_q <= work.short_q, length, 0)
     if work.SKIPS_EMPTY:
-        length = tl.where(len_k > 0, length, 0)
+        length = tl.where(seq.len_k > 0, length, 0)
     return visits, length
 
 
@@ -153,8 +141,8 @@ def lengths_of(b_B, x: Sequences, shape: Shape, mask: Mask, work: DecodeWork, ti
     """How long sequences are on the line; 0 past the last."""
     inside_B = b_B < shape.batch
     b_B = tl.minimum(b_B, shape.batch - 1)
-    _tq, len_q, stored_q, _tk, len_k, _sk, off = facts(b_B, x, mask)
-    _visits, length = sequence_length(len_q, stored_q, len_k, off, x, shape, mask, work, tile)
+    seq = seqlens_of(b_B, x, mask)
+    _visits, length = sequence_length(seq, x, shape, mask, work, tile)
     return tl.where(inside_B, length, 0)
 
 
@@ -211,20 +199,9 @@ def share_of(
 
 
 @triton.jit
-def place_at(b, g, token_q, len_q, stored_q, token_k, len_k, stored_k, off):
+def place_at(b, g, seq):
     """A place of all query heads of KV head g; `h` is its first."""
-    return Place(
-        b=wide(b),
-        h=wide(0),
-        g=wide(g),
-        token_q=token_q,
-        len_q=len_q,
-        stored_q=stored_q,
-        token_k=token_k,
-        len_k=len_k,
-        stored_k=stored_k,
-        off=off,
-    )
+    return Place(wide(b), wide(0), wide(g), seq)
 
 
 @triton.jit

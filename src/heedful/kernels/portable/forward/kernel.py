@@ -115,7 +115,7 @@ def modified_scores(
 ):
     """Raw products after score modifiers, with those that are not visible at -inf."""
     cols_N = col0 + tl.arange(0, tile.BLOCK_N)
-    distance_MN = cols_N[None, :] - (rows_M + place.off)[:, None]
+    distance_MN = cols_N[None, :] - (rows_M + place.seq.off)[:, None]
     if mods.IS_ADJUSTED:
         bias_MN = bias_tile(row0, col0, place, head, mods, tile, False)
         s_MN, _gate = adjust_scores(s_MN, distance_MN, bias_MN, head, mods)
@@ -160,23 +160,23 @@ def store_results(
         lse_M = m_M + tl.log2(l_M) * LN2
     else:
         lse_M, rest_M = log_sum_exp(m_M, l_M, not IS_ADJUSTED)
-    used_M = rows_M < place.len_q
+    used_M = rows_M < place.seq.len_q
     acc_ME = tl.where(used_M[:, None], acc_ME, 0.0)
     lse_M = tl.where(used_M, lse_M, float("-inf"))
     base = io.out.ptr + (
         split * io.out.stride_s
         + place.b * io.out.stride_b
         + place.h * io.out.stride_h
-        + place.token_q * io.out.stride_n
+        + place.seq.token_q * io.out.stride_n
     )
     if io.lse.ptr is not None:
         starts = split * io.lse.stride_s + place.b * io.lse.stride_b + place.h * io.lse.stride_h
-        lse = io.lse.ptr + (starts + place.token_q)
-        tl.store(lse + rows_M, lse_M, mask=rows_M < place.stored_q)
+        lse = io.lse.ptr + (starts + place.seq.token_q)
+        tl.store(lse + rows_M, lse_M, mask=rows_M < place.seq.stored_q)
         if io.rest is not None:
-            rest = io.rest + (starts + place.token_q)
-            tl.store(rest + rows_M, tl.where(used_M, rest_M, 0.0), mask=rows_M < place.stored_q)
-    store_rows(base, acc_ME, io.out.stride_n, row0, place.stored_q, tile.HEAD_DIM_V)
+            rest = io.rest + (starts + place.seq.token_q)
+            tl.store(rest + rows_M, tl.where(used_M, rest_M, 0.0), mask=rows_M < place.seq.stored_q)
+    store_rows(base, acc_ME, io.out.stride_n, row0, place.seq.stored_q, tile.HEAD_DIM_V)
 
 
 @triton.jit
@@ -210,7 +210,7 @@ def attention_forward(
         clear_gaps(
             io.out, io.lse, split, cu_q, total, batch, heads_q, share, shares, E, tile.BLOCK_E
         )
-    if row0 >= place.stored_q:
+    if row0 >= place.seq.stored_q:
         return
     tiles = key_tiles(row0, place, mask, tile)
     full = tiles.full_end - tiles.full_begin
@@ -220,7 +220,11 @@ def attention_forward(
     visit_begin = tl.minimum(split * per_split, visits)
     visit_end = tl.minimum(visit_begin + per_split, visits)
 
-    q, stride_n, len_q = row_base(io.q, place.b, place.h, place.token_q), io.q.stride_n, place.len_q
+    q, stride_n, len_q = (
+        row_base(io.q, place.b, place.h, place.seq.token_q),
+        io.q.stride_n,
+        place.seq.len_q,
+    )
     q_MD = load_rows(q, stride_n, row0, len_q, MAIN_DIM, tile.BLOCK_M, tile.BLOCK_D, True).to(DTYPE)
     q_MR = q_MD
     if tile.BLOCK_R > 0:

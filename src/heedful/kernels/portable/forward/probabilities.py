@@ -52,14 +52,14 @@ def signed_probabilities(
     row0 = (pid // tiles_n % tiles_m) * M
     # There is room for no more than the longest sequences.
     place = place_of_queries(pid // tiles_n // tiles_m, sequences, shape, mask, True)
-    len_q, len_k = place.len_q, place.len_k
+    len_q, len_k = place.seq.len_q, place.seq.len_k
     if row0 >= len_q or col0 >= len_k:
         return
     scale = descaled(mods.scale, descales.q, place)
     if descales.KV_GROUP == 0:
         scale = descaled(scale, descales.k, place)
     head = head_mods(scale, place.b, place.h, mods, mask)
-    q = row_base(io.q, place.b, place.h, place.token_q)
+    q = row_base(io.q, place.b, place.h, place.seq.token_q)
     q_MD = load_rows(q, io.q.stride_n, row0, len_q, D, M, tile.BLOCK_D, True).to(DTYPE)
     keys = keys_of(io.k, descales.k, cache, place, descales.KV_GROUP)
     k_ND = load_keys(keys, io.k, descales.k, cache, descales, tile, col0, D, tile.BLOCK_D, True)
@@ -67,7 +67,7 @@ def signed_probabilities(
     rows_M = row0 + tl.arange(0, M)
     cols_N = col0 + tl.arange(0, N)
     exists_M = rows_M < len_q
-    rows_lse = place.b * io.lse.stride_b + place.h * io.lse.stride_h + place.token_q
+    rows_lse = place.b * io.lse.stride_b + place.h * io.lse.stride_h + place.seq.token_q
     lse_M = lse_to_subtract(io.lse, rows_lse + rows_M, exists_M, mods.IS_ADJUSTED, True)
     factor_M = tl.full([M], 1.0, tl.float32)
     if any_far(lse_M, IS_EXACT) != 0:
