@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 
 from heedful.kernels.args.shared import Descales, ForwardIO, Mask, Sequences, Shape, Tile, TileOrder
 from heedful.kernels.cdna.fp8 import split_sign
-from heedful.kernels.cdna.tile import last_keys, load_queries, store_results
+from heedful.kernels.cdna.tile import last_keys, load_query_tile, store_results
 from heedful.kernels.cdna.work_tile import work_tile
 from heedful.kernels.cdna3 import mainloop as cdna3
 from heedful.kernels.cdna4 import mainloop as cdna4
@@ -52,7 +52,7 @@ def forward(
     if work.row0 >= work.seq.len_q:
         return
     Q_OPERAND: gl.constexpr = gl.DotOperandLayout(0, MFMA, 128 // DTYPE.primitive_bitwidth)
-    q_MD = load_queries(work, io.q, tile.BLOCK_M, tile.HEAD_DIM, Q_OPERAND)
+    q_MD = load_query_tile(work, io.q, tile.BLOCK_M, tile.HEAD_DIM, Q_OPERAND)
     if DTYPE.is_fp8():
         factor = work.factor(descales.q) * work.factor(descales.k)
         scale_log2, q_MD = split_sign(scale_log2 * factor, q_MD)

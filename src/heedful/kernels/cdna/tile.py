@@ -56,7 +56,7 @@ def apply_mask(s_MN, last_M, BY_SIGN: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(work, q, M: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
+def load_query_tile(work, q, M: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
     """Rows [row0, row0 + M) of q (.., M, H, D), zeros from len_q on."""
     fetch: gl.constexpr = fetch_layout(D, gl.num_warps(), q.ptr.dtype.element_ty)
     rows = gl.arange(0, M, gl.SliceLayout(1, fetch))

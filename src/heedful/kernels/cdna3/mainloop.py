@@ -108,6 +108,7 @@ def _key_tiles(work, k, v, next_v_ND, q_MD, last_M, scale_log2, state, IS_MASKED
             k_DN = k_smem.permute([1, 0]).load(K_OPERAND)
             v_smem.store(next_v_ND)
         with gl.amd.warp_pipeline_stage("scores", priority=1):
+            # S = Q K^T
             s_MN = gl.amd.cdna3.mfma(q_MD, k_DN, gl.zeros([M, N], gl.float32, MFMA))
         with gl.amd.warp_pipeline_stage("values", priority=0):
             next_v_ND = _load(v, later, work.seq.len_k, V_LOAD, IS_MASKED, V_WIDTH)
@@ -124,6 +125,7 @@ def _key_tiles(work, k, v, next_v_ND, q_MD, last_M, scale_log2, state, IS_MASKED
             else:
                 p_MN = gl.convert_layout(truncated(p_MN, DTYPE), P_OPERAND)
         with gl.amd.warp_pipeline_stage("output", priority=1):
+            # O += P V
             acc_MD = gl.amd.cdna3.mfma(p_MN, v_ND, acc_MD)
     return (base_M, l_ML, acc_MD), next_v_ND
 

@@ -27,9 +27,9 @@ copy = gl.amd.cdna4.async_copy
 def keys_layout(mfma, rows, dim, dtype):
     """K in LDS, so that a wave's reads meet every bank alike."""
     operand = gl.DotOperandLayout(1, mfma, 128 // dtype.primitive_bitwidth)
-    found = gl.amd.cdna4.compute_efficient_padded_shared_layout(operand, [dim, rows], dtype)
-    bases = [[row, d] for d, row in found.offset_bases]
-    return gl.PaddedSharedLayout(found.interval_padding_pairs, bases, [], [rows, dim])
+    padded = gl.amd.cdna4.compute_efficient_padded_shared_layout(operand, [dim, rows], dtype)
+    bases = [[row, d] for d, row in padded.offset_bases]
+    return gl.PaddedSharedLayout(padded.interval_padding_pairs, bases, [], [rows, dim])
 
 
 @gluon.constexpr_function
@@ -127,6 +127,7 @@ def _key_tiles(work, k, v, q_MD, last_M, scale_log2, state, IS_MASKED: gl.conste
             kb_DN = copy.load_shared_relaxed(tile.slice(HALF, HALF).permute([1, 0]), K_OPERAND)
         copy.wait_group(1)
         with gl.amd.warp_pipeline_stage("scores", priority=1):
+            # S = Q K^T
             sa_MN = multiply(q_MD, ka_DN, zeros_MN)
             sb_MN = multiply(q_MD, kb_DN, zeros_MN)
         with gl.amd.warp_pipeline_stage("values", priority=0):
@@ -151,10 +152,12 @@ def _key_tiles(work, k, v, q_MD, last_M, scale_log2, state, IS_MASKED: gl.conste
             l_ML += lane_sums(pa_MN + pb_MN)
             if JOINED:
                 p_MN = fp8_operand(side_by_side(pa_MN, pb_MN), DTYPE, P_OPERAND)
+                # O += P V
                 acc_MD = multiply(p_MN, v_ND, acc_MD)
             else:
                 pa_MN = gl.convert_layout(pa_MN.to(DTYPE), P_OPERAND)
                 pb_MN = gl.convert_layout(pb_MN.to(DTYPE), P_OPERAND)
+                # O += P V
                 acc_MD = multiply(pa_MN, va_ND, acc_MD)
                 acc_MD = multiply(pb_MN, vb_ND, acc_MD)
     return base_M, l_ML, acc_MD

@@ -34,8 +34,8 @@ def clear_gaps(
     before, behind, gaps = gaps_of(cu_seqlens, total, batch)
     dims = tl.arange(0, BLOCK)
     for block in range(share, tl.cdiv(gaps, GAP_ROWS) * heads, shares):
-        own = tl.arange(0, GAP_ROWS)
-        clear_block(block, own, dims, before, behind, gaps, out, lse, split, heads, DIM)
+        rows = tl.arange(0, GAP_ROWS)
+        clear_block(block, rows, dims, before, behind, gaps, out, lse, split, heads, DIM)
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def gaps_of(cu_seqlens, total, batch):
 @triton.jit
 def clear_block(
     block,
-    own,
+    gap_rows,
     dims,
     before,
     behind,
@@ -60,10 +60,10 @@ def clear_block(
     heads,
     DIM: tl.constexpr,
 ):
-    """The same of GAP_ROWS of these rows, of one head: of all such blocks number `block`. own: 0 to
-    GAP_ROWS - 1; dims: 0 to a power of two from DIM on; in any layout."""
+    """The same of GAP_ROWS of these rows, of one head: of all such blocks number `block`. gap_rows:
+    0 to GAP_ROWS - 1; dims: 0 to a power of two from DIM on; in any layout."""
     h = wide(block % heads)
-    rows = block // heads * GAP_ROWS + own
+    rows = block // heads * GAP_ROWS + gap_rows
     exists = rows < gaps
     tokens = wide(tl.where(rows < before, rows, rows - before + behind))
     if out.ptr is not None:

@@ -35,7 +35,7 @@ def cache_row(cache: KVLayout, b):
 
 
 @triton.jit
-def keys_of(x: Rows, descale: Descale, cache: KVLayout, place, KV_GROUP: tl.constexpr):
+def keys_at_place(x: Rows, descale: Descale, cache: KVLayout, place, KV_GROUP: tl.constexpr):
     """The keys of a place."""
     entry = cache_row(cache, place.b)
     base = x.ptr + place.g * x.stride_h

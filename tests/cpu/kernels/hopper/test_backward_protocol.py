@@ -356,13 +356,13 @@ def test_a_counter_that_passes_over_the_first_programs_is_noticed():
         def warp_specialize(self, roles, warps, registers):
             made = self.host.turned(TileScheduler)
             if not hasattr(made, "drawn"):
-                made.drawn = made.draw
+                made.drawn = made.fetch_next_work
 
-                def draw(scheduler, index):
+                def late(scheduler, index):
                     first = index < 0
                     return made.drawn(scheduler, index) + (0 if first else self.programs)
 
-                made.draw = draw
+                made.fetch_next_work = late
             super().warp_specialize(roles, warps, registers)
 
     sizes = DENSE[1]

@@ -261,7 +261,7 @@ class Device(Roles):
             "count_to_zero": self.count_to_zero,
             "merged": self.merged,
             "store_whole": lambda *args: None,
-            "_at_barrier": self.at_barrier,
+            "_named": self.at_barrier,
         }
         self.run_roles(ROLES, self.roles, stand_ins)
         assert not any(self.queues.values()) and not self.arrived

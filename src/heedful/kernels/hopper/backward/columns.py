@@ -45,15 +45,15 @@ def part_of(rows, COLUMNS: gl.constexpr, part: gl.constexpr):
 
 
 @gluon.jit
-def queue_scores(keys, queries, COLUMNS: gl.constexpr, BLOCK_M: gl.constexpr):
-    """Starts k q^T or v do^T of 64 keys and a tile of queries."""
+def queue_transposed(keys, queries, COLUMNS: gl.constexpr, BLOCK_M: gl.constexpr):
+    """Starts K Q^T or V dO^T of 64 keys and a tile of queries."""
     x_NM = gl.zeros([ROWS, BLOCK_M], gl.float32, scores_layout(keys.dtype, BLOCK_M))
-    return add_scores(keys, queries, x_NM, COLUMNS, False)
+    return add_transposed(keys, queries, x_NM, COLUMNS, False)
 
 
 @gluon.jit
-def add_scores(keys, queries, x_NM, COLUMNS: gl.constexpr, ADDS: gl.constexpr = True):
-    """Starts adding k q^T or v do^T to x, or writing it there."""
+def add_transposed(keys, queries, x_NM, COLUMNS: gl.constexpr, ADDS: gl.constexpr = True):
+    """Starts adding K Q^T or V dO^T to x, or writing it there."""
     for part in gl.static_range(part_count(COLUMNS)):
         left = part_of(keys, COLUMNS, part)
         right = part_of(queries, COLUMNS, part).permute((1, 0))
@@ -74,7 +74,7 @@ def no_gradients(COLUMNS: gl.constexpr, dtype: gl.constexpr):
 
 @gluon.jit
 def queue_gradients(left_NM, queries, x_NC, COLUMNS: gl.constexpr):
-    """Starts adding p do or ds q to gradients of 64 keys. left_NM: an operand from registers."""
+    """Starts adding P^T dO or dS^T Q to gradients of 64 keys. left_NM: from registers."""
     made = (warpgroup_mma(left_NM, part_of(queries, COLUMNS, 0), x_NC[0], is_async=True),)
     if part_count(COLUMNS) > 1:
         left_NM = gl.convert_layout(left_NM, gl.DotOperandLayout(0, x_NC[1].type.layout, 2))

@@ -55,8 +55,8 @@ def store_rows(desc, memory, x_NC, COLUMNS: gl.constexpr, params, tile, CONSUMER
             x = with_zeros(x_NC[part], row, params, tile)
             part_of(rows, COLUMNS, part).store(x.to(desc.dtype))
     fence_async_shared()
-    at = box(PACKED, tile.batch, tile.kv_head, tile.seq.token_k, tile.seq.stored_k, row)
-    tma_store(desc, at, memory)
+    coordinates = box(PACKED, tile.batch, tile.kv_head, tile.seq.token_k, tile.seq.stored_k, row)
+    tma_store(desc, coordinates, memory)
 
 
 @gluon.jit
@@ -125,7 +125,7 @@ def store_gradient(
 
 
 @gluon.jit
-def finish(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
+def send_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER: gl.constexpr):
     """Writes dV and dK, or what one split of the visits adds to them."""
     E: gl.constexpr = params.tile.E
     dv = scaled(dv, p_descale(io.q.dtype))
@@ -164,7 +164,7 @@ def backward_consumer(
             dk = no_gradients(params.tile.D, io.dk.dtype)
             dv = no_gradients(params.tile.E, io.dv.dtype)
             wait_for_outlet()
-        finish(io, shared, dk, dv, params, tile, visit, CONSUMER)
+        send_gradients(io, shared, dk, dv, params, tile, visit, CONSUMER)
         scheduler_state = scheduler_state.next()
         index = next_index(scheduler, index, scheduler_state)
     wait_for_outlet()

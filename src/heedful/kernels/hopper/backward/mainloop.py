@@ -18,7 +18,7 @@ from heedful.kernels.hopper.backward.columns import (
     no_gradients,
     part_count,
     queue_gradients,
-    queue_scores,
+    queue_transposed,
     wait_for_gradients,
 )
 from heedful.kernels.hopper.backward.scores import (
@@ -36,9 +36,9 @@ from heedful.kernels.hopper.sm90.pipeline import matrix, stage_of
 
 
 @gluon.jit
-def keys_of(boxes, index):
-    """One box of keys or values as (N, D). The compiler is not to know where it is: it would work
-    out ahead of the loop what each product is told of it, and keep it in registers."""
+def key_box(boxes, index):
+    """One box of keys or values as (N, D)."""
+    # ptxas: not to know where it is, else its descriptors are made ahead of the loop and kept.
     return matrix(boxes.index(opaque(gl.to_tensor(index))), ROWS, boxes.shape[-1])
 
 
@@ -47,8 +47,9 @@ def queue_visit(shared, visit, k_stage, params, CONSUMER: gl.constexpr):
     """Starts a visit's S."""
     q_state = stage_of(visit, params.tile.Q_STAGES)
     shared.q.consumer_wait(q_state)
-    keys = keys_of(shared.k, k_stage * CONSUMERS + CONSUMER)
-    return queue_scores(keys, shared.q.tile(q_state), params.tile.D, params.tile.BLOCK_M)
+    keys = key_box(shared.k, k_stage * CONSUMERS + CONSUMER)
+    # S^T = K Q^T
+    return queue_transposed(keys, shared.q.tile(q_state), params.tile.D, params.tile.BLOCK_M)
 
 
 @gluon.jit
@@ -81,7 +82,7 @@ def store_ds(shared, ds_NJ, visit, lane, params, CONSUMER: gl.constexpr):
     if BLOCK_M == ROWS:
         store_pairs(memory, ds_NJ, lane)
     else:
-        # Of 128 queries the compiler's own store takes less instructions, for all its barriers.
+        # ptxas: of 128 queries the compiler's store takes less instructions, for all its barriers.
         memory.store(from_pairs(ds_NJ, dtype, scores_layout(dtype, BLOCK_M)))
         fence_async_shared()
     barrier.arrive_each_warp(shared.ds_full.index(state.index))
@@ -105,7 +106,14 @@ def step(
     LAST: gl.constexpr,
 ):
     """One visit, whose probabilities are there, and but for the last one those of the next: that of
-    this number in the work tile, which MASKED hides in part."""
+    this number in the work tile, which MASKED hides in part. Its five products:
+
+        S^T = K Q^T    of the next visit
+        dP^T = V dO^T
+        dV += P^T dO
+        dK += dS^T Q
+        dQ += dS K     by another warpgroup (dq/warpgroup.py), of `store_ds`
+    """
     dtype: gl.constexpr = shared.k.dtype
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     operand: gl.constexpr = gl.DotOperandLayout(0, dv[0].type.layout, 2)
@@ -114,14 +122,16 @@ def step(
     q_state = stage_of(visit, params.tile.Q_STAGES)
     do_state = stage_of(visit, params.tile.DO_STAGES)
     shared.do.consumer_wait(do_state)
-    values, dout = keys_of(shared.v, CONSUMER), shared.do.tile(do_state)
-    dp_NM = queue_scores(values, dout, params.tile.E, BLOCK_M)
+    values, dout = key_box(shared.v, CONSUMER), shared.do.tile(do_state)
+    # dP^T = V dO^T
+    dp_NM = queue_transposed(values, dout, params.tile.E, BLOCK_M)
     dp_NM = warpgroup_mma_wait(0, deps=[dp_NM])
     if LAST:
         barrier.arrive_after_mma(shared.v_empty.index(0))
     delta_M = shared.delta.index(do_state.index).load(layout)
     ds_NJ = to_pairs(score_gradients(queued, dp_NM, delta_M, params, dtype), dtype)
     left = kept_probabilities(queued, params, dtype, operand)
+    # dV += P^T dO
     dv = queue_gradients(left, dout, dv, params.tile.E)
     store_ds(shared, ds_NJ, visit, lane, params, CONSUMER)
     if LAST:
@@ -131,13 +141,14 @@ def step(
         dv = wait_for_gradients(dv, part_count(params.tile.D))
     shared.do.consumer_release_after_mma(do_state)
     left = from_pairs(ds_NJ, dtype, operand_k)
+    # dK += dS^T Q
     dk = queue_gradients(left, shared.q.tile(q_state), dk, params.tile.D)
     if not LAST:
         s_NM = warpgroup_mma_wait(part_count(params.tile.D), deps=[s_NM])
         queued = visit_probabilities(
             shared, s_NM, visit + 1, blocks, params, tile, number, CONSUMER, MASKED
         )
-    # What is under way at the end of a loop's turn would be copied, which takes waiting for it.
+    # ptxas: what is under way at the end of a loop's turn is copied, which takes waiting for it.
     dk = wait_for_gradients(dk)
     shared.q.consumer_release_after_mma(q_state)
     return queued, dk, dv

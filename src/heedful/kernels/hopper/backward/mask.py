@@ -15,15 +15,15 @@ def _hidden(queries, tests):
     le against the first to hide, of a thread's two keys. As in sm90/mask.py columns are immediates;
     registers are changed in place, for there are none left."""
     count = queries // 2
-    given = [(2 * (count + i) + row, test) for i, test in enumerate(tests) for row in range(2)]
+    operands = [(2 * (count + i) + row, test) for i, test in enumerate(tests) for row in range(2)]
     lines = [
         "{ .reg .pred p; .reg .b32 t, b<4>; mov.u32 t, %laneid; and.b32 t, t, 3; shl.b32 t, t, 1;"
     ]
-    lines += [f"sub.s32 b{i}, ${operand}, t;" for i, (operand, _) in enumerate(given)]
+    lines += [f"sub.s32 b{i}, ${operand}, t;" for i, (operand, _) in enumerate(operands)]
     for i in range(count):
         row, column = i // 2 % 2, i // 4 * 8 + i % 2
-        for b in range(row, len(given), 2):
-            lines.append(f"setp.{given[b][1]}.s32 p, b{b}, {column};")
+        for b in range(row, len(operands), 2):
+            lines.append(f"setp.{operands[b][1]}.s32 p, b{b}, {column};")
             lines.append(f"selp.f32 ${i}, 0f00000000, ${i}, p;")
     return " ".join(lines) + " }"
 

@@ -20,7 +20,7 @@ from triton.language.extra import cuda
 
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper.backward.columns import (
-    add_scores,
+    add_transposed,
     no_gradients,
     queue_gradients,
     scaled,
@@ -28,7 +28,7 @@ from heedful.kernels.hopper.backward.columns import (
 )
 from heedful.kernels.hopper.backward.consumer import store_gradient
 from heedful.kernels.hopper.backward.dq.sums import add_registers
-from heedful.kernels.hopper.backward.mainloop import keys_of
+from heedful.kernels.hopper.backward.mainloop import key_box
 from heedful.kernels.hopper.backward.mask import hide_queries
 from heedful.kernels.hopper.backward.p_scale import p_descale
 from heedful.kernels.hopper.backward.producer import backward_producer
@@ -125,7 +125,8 @@ def make_dq(shared, state, COL: gl.constexpr, COLS: gl.constexpr):
     dq = gl.zeros([ROWS, COLS], gl.float32, scores_layout(shared.k.dtype, COLS))
     for i in gl.static_range(CONSUMERS):
         left = shared.consumer_ds(state, i).permute((1, 0))
-        right = keys_of(shared.k, i).slice(COL, COLS, dim=1)
+        right = key_box(shared.k, i).slice(COL, COLS, dim=1)
+        # dQ += dS K
         dq = warpgroup_mma(left, right, dq, use_acc=i > 0, is_async=True)
     return warpgroup_mma_wait(0, deps=[dq])
 
@@ -136,9 +137,9 @@ def add_dq(io, shared, params, place, state, CONSUMER: gl.constexpr):
     tile of queries among all."""
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     address = io.dq_accum + place.to(gl.int64) * (BLOCK_M * params.tile.D)
-    OWN: gl.constexpr = 0 if CONSUMER == 0 else 128
+    FIRST: gl.constexpr = 0 if CONSUMER == 0 else 128
     HALF: gl.constexpr = 64 + CONSUMER * 32
-    add_registers(address + OWN * BLOCK_M, make_dq(shared, state, OWN, 64))
+    add_registers(address + FIRST * BLOCK_M, make_dq(shared, state, FIRST, 64))
     add_registers(address + HALF * BLOCK_M, make_dq(shared, state, HALF, 32))
 
 
@@ -160,8 +161,9 @@ def probabilities(shared, visit, params, tile, CONSUMER: gl.constexpr):
     shared.q.consumer_wait(q_state)
     lse_M = shared.lse.index(q_state.index).load(rows) / params.mods.scale_log2
     s_NM = less_than_rows(lse_M, BLOCK_M, layout)
-    keys = keys_of(shared.k, CONSUMER)
-    s_NM = add_scores(keys, shared.q.tile(q_state), s_NM, params.tile.D)
+    keys = key_box(shared.k, CONSUMER)
+    # S^T = K Q^T
+    s_NM = add_transposed(keys, shared.q.tile(q_state), s_NM, params.tile.D)
     s_NM = warpgroup_mma_wait(0, deps=[s_NM])
     p_NM = gl.exp2(s_NM * params.mods.scale_log2)
     row = read_number(shared.rows.index(q_state.index))
@@ -171,7 +173,8 @@ def probabilities(shared, visit, params, tile, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def pair_step(io, shared, visit, dk, dv, params, tile, lane, CONSUMER: gl.constexpr):
-    """One visit. visit: how many came before, in all work tiles."""
+    """One visit. visit: how many came before, in all work tiles. Its five products:
+    S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q, dQ += dS K of half the columns."""
     dtype: gl.constexpr = shared.k.dtype
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     layout: gl.constexpr = scores_layout(dtype, BLOCK_M)
@@ -185,11 +188,13 @@ def pair_step(io, shared, visit, dk, dv, params, tile, lane, CONSUMER: gl.conste
     dout = shared.do.tile(do_state)
     delta_M = shared.delta.index(do_state.index).load(gl.SliceLayout(0, layout))
     dp_NM = less_than_rows(delta_M, BLOCK_M, layout)
-    dp_NM = add_scores(keys_of(shared.v, CONSUMER), dout, dp_NM, params.tile.E)
+    # dP^T = V dO^T
+    dp_NM = add_transposed(key_box(shared.v, CONSUMER), dout, dp_NM, params.tile.E)
     dp_NM = warpgroup_mma_wait(0, deps=[dp_NM])
     p_NM = from_pairs(p_NJ, gl.float16, layout).to(gl.float32)
     ds_NJ = to_pairs(p_NM * dp_NM, dtype)
     left = kept_probabilities((p_NJ,), params, dtype, operand)
+    # dV += P^T dO
     dv = queue_gradients(left, dout, dv, params.tile.E)
     # Both have made dQ of what was here two visits ago: who is behind has not told of its dS since.
     store_pairs(shared.consumer_ds(ds_state, CONSUMER), ds_NJ, lane)
@@ -197,6 +202,7 @@ def pair_step(io, shared, visit, dk, dv, params, tile, lane, CONSUMER: gl.conste
     dv = wait_for_gradients(dv)
     shared.do.consumer_release_after_mma(do_state)
     left = from_pairs(ds_NJ, dtype, operand_k)
+    # dK += dS^T Q
     dk = queue_gradients(left, shared.q.tile(q_state), dk, params.tile.D)
     dk = wait_for_gradients(dk)
     place = read_number(shared.places.index(q_state.index))

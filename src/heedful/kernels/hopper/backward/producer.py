@@ -66,8 +66,10 @@ def load_keys(desc, boxes, full, empty, state, params, tile):
     mbarrier.expect(bar, BOXES * desc.block_type.nbytes)
     for i in gl.static_range(BOXES):
         row = tile.col + i * ROWS
-        at = box(PACKED, tile.batch, tile.kv_head, tile.seq.token_k, tile.seq.stored_k, row)
-        tma_load(desc, at, bar, boxes.index(state.index * BOXES + i))
+        coordinates = box(
+            PACKED, tile.batch, tile.kv_head, tile.seq.token_k, tile.seq.stored_k, row
+        )
+        tma_load(desc, coordinates, bar, boxes.index(state.index * BOXES + i))
 
 
 @gluon.jit
@@ -91,8 +93,8 @@ def load_rows(desc, ring, numbers, x_M, params, tile, head, row, state):
     full = ring.producer_acquire(state, state)
     numbers.index(state.index).store(x_M)
     mbarrier.expect(full, desc.block_type.nbytes)
-    at = box(PACKED, tile.batch, head, tile.seq.token_q, tile.seq.stored_q, row)
-    tma_load(desc, at, full, ring.boxes.index(state.index))
+    coordinates = box(PACKED, tile.batch, head, tile.seq.token_q, tile.seq.stored_q, row)
+    tma_load(desc, coordinates, full, ring.boxes.index(state.index))
 
 
 @gluon.jit
@@ -115,8 +117,8 @@ def load_far_rows(io, shared, lse_M, delta_M, params, tile, head, row, state, ph
     rows = shared.do.boxes.index(state.index)
     loaded = shared.far_full.index(0)
     mbarrier.expect(loaded, desc.block_type.nbytes)
-    at = box(PACKED, tile.batch, head, tile.seq.token_q, tile.seq.stored_q, row)
-    tma_load(desc, at, loaded, rows)
+    coordinates = box(PACKED, tile.batch, head, tile.seq.token_q, tile.seq.stored_q, row)
+    tma_load(desc, coordinates, loaded, rows)
     barrier.wait(loaded, phase)
     scale_rows(rows, shared.dout_scale.index(0))
     barrier.arrive_lane(full)
@@ -174,12 +176,12 @@ def load_tile(io, shared, params, tile, blocks, first, end, states, kv_count):
 def backward_producer(
     io: HopperBackwardIO, shared, scheduler: TileScheduler, params: HopperBackwardParams
 ):
-    """Draws work tiles, tells the other warps of them, and loads what they need."""
+    """Fetches work tiles, tells the other warps of them, and loads what they need."""
     q_state = PipelineState.start(params.tile.Q_STAGES)
     states = q_state, PipelineState.start(params.tile.DO_STAGES), gl.to_tensor(0)
     scheduler_state = PipelineState.start(SCHEDULER_STAGES)
     kv_count = gl.to_tensor(0)
-    index = scheduler.draw(stride_before())
+    index = scheduler.fetch_next_work(stride_before())
     while index < scheduler.count:
         scheduler.producer_commit((index,), scheduler_state)
         scheduler_state = scheduler_state.next()
@@ -194,9 +196,9 @@ def backward_producer(
             load_v(io, shared, params, tile, kv_count)
             load_k(io, shared, params, tile, kv_count)
             kv_count += 1
-        # Not before all is loaded: who draws at a tile's beginning draws in the order in which
+        # Not before all is loaded: who fetches at a tile's beginning fetches in the order in which
         # programs began theirs, and gets the longest after the longest.
-        index = scheduler.draw(index)
+        index = scheduler.fetch_next_work(index)
     scheduler.producer_commit((scheduler.count,), scheduler_state)
 
 
@@ -218,8 +220,8 @@ def backward_adder(
     params: HopperBackwardParams,
     ADDER: gl.constexpr,
 ):
-    """Adds shares of dQ to global memory, in the order of those visits that are its
-    own: of `adders` warps each has every so many."""
+    """Adds shares of dQ to global memory, in the order of this warp's visits: of `adders` warps
+    each has every so many."""
     ADDERS: gl.constexpr = adders(params)
     TAKES_TURNS: gl.constexpr = params.order.turns is not None
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M

@@ -96,14 +96,14 @@ def backward_prologue(
         return
     rows_M = row0 + tl.arange(0, BLOCK_M)
     places_M = b * io.lse.stride_b + h * io.lse.stride_h + token + rows_M
-    # On its way before anything is stored, behind which the compiler keeps loads.
+    # ptxas: on its way before anything is stored, behind which the compiler keeps loads.
     lse_M = tl.load(io.lse.ptr + places_M, mask=rows_M < len_q, other=float("-inf"))
     accum_row = h * sizes.accum_rows + accum_begin(b, seqs.cu_q, seqs.seqlen_q, BLOCK_M) + row0
     sums = io.dq_accum + accum_row * D
     PART: tl.constexpr = D if D & (D - 1) == 0 else D // 3
     for part in tl.static_range(D // PART):
-        at = sums + part * BLOCK_M * PART + tl.arange(0, BLOCK_M * PART)
-        tl.store(at, tl.zeros([BLOCK_M * PART], tl.float32))
+        places = sums + part * BLOCK_M * PART + tl.arange(0, BLOCK_M * PART)
+        tl.store(places, tl.zeros([BLOCK_M * PART], tl.float32))
     if io.turns is not None:
         tl.store(io.turns + accum_row // BLOCK_M, 0)
     out = row_base(io.out, b, h, token)

@@ -26,11 +26,11 @@ def draws_layout(M):
 
 
 @gluon.jit
-def keep_tile(dropout, tile, head, row, col, like):
+def keep_tile(dropout, tile, head, row, col, p_NM):
     """Which of the probabilities of keys from `col` and queries from `row` are kept: the bits of
     hopper/forward/dropout.py."""
-    N: gl.constexpr = like.shape[0]
-    M: gl.constexpr = like.shape[1]
+    N: gl.constexpr = p_NM.shape[0]
+    M: gl.constexpr = p_NM.shape[1]
     draws: gl.constexpr = draws_layout(M)
     key0, key1 = seed_words(dropout.seed)
     origin_b, origin_h, origin_m, origin_n = origin_of(dropout)
@@ -52,7 +52,7 @@ def keep_tile(dropout, tile, head, row, col, like):
     k3 = (w3 < threshold).to(gl.int8)
     # join adds an innermost axis, so [.., x, y] holds word 2 * x + y.
     keep = gl.join(gl.join(k0, k2), gl.join(k1, k3)).permute((0, 2, 3, 1)).reshape([N, M])
-    return gl.convert_layout(keep, like.type.layout) != 0
+    return gl.convert_layout(keep, p_NM.type.layout) != 0
 
 
 @gluon.jit

@@ -13,6 +13,8 @@ from heedful.kernels.hopper.sm90.mma import ROWS
 from heedful.kernels.hopper.sm90.pipeline import Pipeline, allocate_boxes
 
 CONSUMERS: gl.constexpr = gl.constexpr(2)
+# The backward's one named barrier: where its consumers meet.
+CONSUMERS_BARRIER: gl.constexpr = barrier.FIRST_NAMED
 # A visit's dQ leaves in so many shares, one after the other.
 SHARES: gl.constexpr = gl.constexpr(2)
 
@@ -47,7 +49,8 @@ def far_memory(params):
 @gluon.jit
 def sync_consumers():
     """Waits for the other consumer."""
-    inline_asm("bar.sync 8, 256;", "~{memory}", [])
+    WORDS: gl.constexpr = f"bar.sync {CONSUMERS_BARRIER}, 256;"
+    inline_asm(WORDS, "~{memory}", [])
 
 
 @gluon.jit

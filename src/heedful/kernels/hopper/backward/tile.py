@@ -99,15 +99,15 @@ def turn_of(params, tile, block):
     in `m_block_range`."""
     BLOCK_M: gl.constexpr = params.tile.BLOCK_M
     BLOCK_N: gl.constexpr = params.tile.BLOCK_N
-    own = tile.col // BLOCK_N
+    key_block = tile.col // BLOCK_N
     if params.mask.HAS_RIGHT:
         last_key = block * BLOCK_M + BLOCK_M - 1 + tile.seq.off + params.mask.right
-        return gl.minimum(last_key, tile.seq.len_k - 1) // BLOCK_N - own
+        return gl.minimum(last_key, tile.seq.len_k - 1) // BLOCK_N - key_block
     elif params.mask.HAS_LEFT:
         first_key = block * BLOCK_M + tile.seq.off - params.mask.left
-        return own - gl.maximum(first_key, 0) // BLOCK_N
+        return key_block - gl.maximum(first_key, 0) // BLOCK_N
     else:
-        return own
+        return key_block
 
 
 @gluon.jit

@@ -20,13 +20,13 @@ from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwar
 from heedful.kernels.hopper.backward.columns import (
     no_gradients,
     queue_gradients,
-    queue_scores,
+    queue_transposed,
     scaled,
     wait_for_gradients,
 )
 from heedful.kernels.hopper.backward.consumer import store_gradient
 from heedful.kernels.hopper.backward.dq.sums import add_registers
-from heedful.kernels.hopper.backward.mainloop import keys_of
+from heedful.kernels.hopper.backward.mainloop import key_box
 from heedful.kernels.hopper.backward.p_scale import p_descale
 from heedful.kernels.hopper.backward.producer import backward_producer
 from heedful.kernels.hopper.backward.scores import kept_probabilities, queued_probabilities
@@ -118,10 +118,11 @@ def add_dq(io, shared, params, tile, blocks, number, crossing, CONSUMER: gl.cons
     row = head.to(gl.int64) * params.sizes.accum_rows + tile.accum_row + block * BLOCK_M
     address = io.dq_accum + row * D
     left = shared.ds.index(crossing.index).permute((1, 0))
-    keys = keys_of(shared.k, 0)
+    keys = key_box(shared.k, 0)
     for part in gl.static_range(FIRST, END):
         dq = gl.zeros([ROWS, COLS], gl.float32, layout)
         right = keys.slice(part * COLS, COLS, dim=1)
+        # dQ += dS K
         dq = warpgroup_mma(left, right, dq, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=[dq])
         add_registers(address + part * (BLOCK_M * COLS), dq)
@@ -133,7 +134,8 @@ def queue_visit(shared, visit, params):
     q_state = stage_of(visit, params.tile.Q_STAGES)
     shared.q.consumer_wait(q_state)
     queries = shared.q.tile(q_state)
-    return queue_scores(keys_of(shared.k, 0), queries, params.tile.D, params.tile.BLOCK_M)
+    # S^T = K Q^T
+    return queue_transposed(key_box(shared.k, 0), queries, params.tile.D, params.tile.BLOCK_M)
 
 
 @gluon.jit
@@ -148,7 +150,8 @@ def crossing_probabilities(queued, params, dtype: gl.constexpr, layout: gl.const
 
 @gluon.jit
 def value_gradients(io, shared, visit, blocks, params, tile, first, end):
-    """dV of a work tile: the consumer that makes probabilities."""
+    """dV of a work tile: the consumer that makes probabilities. Of a visit's five products it has
+    S^T = K Q^T, dV += P^T dO and half the columns of dQ += dS K."""
     dtype: gl.constexpr = shared.k.dtype
     layout: gl.constexpr = scores_layout(dtype, params.tile.BLOCK_M)
     dv = no_gradients(params.tile.E, dtype)
@@ -166,6 +169,7 @@ def value_gradients(io, shared, visit, blocks, params, tile, first, end):
         barrier.arrive_each_warp(shared.p_full.index(crossing.index))
         shared.do.consumer_wait(do_state)
         left = kept_probabilities(queued, params, dtype, operand)
+        # dV += P^T dO
         dv = queue_gradients(left, shared.do.tile(do_state), dv, params.tile.E)
         barrier.wait(shared.ds_full.index(crossing.index), crossing.phase)
         dv = wait_for_gradients(dv)
@@ -177,7 +181,8 @@ def value_gradients(io, shared, visit, blocks, params, tile, first, end):
 
 @gluon.jit
 def key_gradients(io, shared, visit, blocks, params, tile, first, end):
-    """dK of a work tile, less the scale: the consumer that makes dS."""
+    """dK of a work tile, less the scale: the consumer that makes dS. Of a visit's five products it
+    has dP^T = V dO^T, dK += dS^T Q and the other columns of dQ += dS K."""
     dtype: gl.constexpr = shared.k.dtype
     layout: gl.constexpr = scores_layout(dtype, params.tile.BLOCK_M)
     dk = no_gradients(params.tile.D, dtype)
@@ -188,8 +193,9 @@ def key_gradients(io, shared, visit, blocks, params, tile, first, end):
         do_state = stage_of(visit, params.tile.DO_STAGES)
         crossing = stage_of(visit, CROSSING_STAGES)
         shared.do.consumer_wait(do_state)
-        values, dout = keys_of(shared.v, 0), shared.do.tile(do_state)
-        dp_NM = queue_scores(values, dout, params.tile.E, params.tile.BLOCK_M)
+        values, dout = key_box(shared.v, 0), shared.do.tile(do_state)
+        # dP^T = V dO^T
+        dp_NM = queue_transposed(values, dout, params.tile.E, params.tile.BLOCK_M)
         delta_M = shared.delta.index(do_state.index).load(pairs)
         dp_NM = warpgroup_mma_wait(0, deps=[dp_NM])
         shared.do.consumer_release(do_state)
@@ -201,6 +207,7 @@ def key_gradients(io, shared, visit, blocks, params, tile, first, end):
         barrier.arrive_each_warp(shared.ds_full.index(crossing.index))
         shared.q.consumer_wait(q_state)
         left = gl.convert_layout(ds_NM, operand)
+        # dK += dS^T Q
         dk = queue_gradients(left, shared.q.tile(q_state), dk, params.tile.D)
         dk = wait_for_gradients(dk)
         shared.q.consumer_release(q_state)

@@ -9,7 +9,7 @@ from heedful.kernels.hopper.forward.epilogue import store_empty, store_rows
 from heedful.kernels.hopper.forward.mainloop import mainloop
 from heedful.kernels.hopper.forward.producer import q_stage_of
 from heedful.kernels.hopper.fp8.descale import score_factors, value_factor
-from heedful.kernels.hopper.fp8.mainloop import finish, mainloop_fp8
+from heedful.kernels.hopper.fp8.mainloop import finish_fp8, mainloop_fp8
 from heedful.kernels.hopper.sm90.block_range import (
     consumer_n_block_range,
     n_block_count,
@@ -63,7 +63,7 @@ def consumer(outputs, q, kv, scheduler, params: HopperParams, CONSUMER: gl.const
                     # The last product runs meanwhile.
                     scheduler_state = scheduler_state.next()
                     index, next_tile = next_work_tile(params, scheduler, index, scheduler_state)
-                acc = finish(q, kv, sums, q_state, kv_state, rest, m_M, blocks, params)
+                acc = finish_fp8(q, kv, sums, q_state, kv_state, rest, m_M, blocks, params)
                 kv_state = kv_state.after_values()
             else:
                 acc, m_M, l_ML, kv_state = mainloop(

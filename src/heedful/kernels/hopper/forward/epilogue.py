@@ -161,7 +161,7 @@ def rows_of(mask_M, x_ME):
 
 
 @gluon.jit
-def write_rows(outputs, out, at, place):
+def write_rows(outputs, out, coordinates, place):
     """Sends the parts of one consumer's rows through its shared memory."""
     desc = outputs.desc
     dtype: gl.constexpr = desc.dtype
@@ -175,17 +175,17 @@ def write_rows(outputs, out, at, place):
         box = outputs.box(place)
         box.store(out[0].to(dtype).reshape(box.shape))
         fence_async_shared()
-        tma_store(desc, at, box)
+        tma_store(desc, coordinates, box)
     else:
         pair_of_boxes(outputs.boxes, place, ROWS, E).store(out[0].to(dtype))
         if len(out) > 1:
             tail = outputs.tails.index(place)
             tail.store(out[1].to(dtype).reshape(tail.shape))
         fence_async_shared()
-        tma_store(desc, at, outputs.boxes.index(2 * place))
-        tma_store(desc, at[:-1] + [WIDTH], outputs.boxes.index(2 * place + 1))
+        tma_store(desc, coordinates, outputs.boxes.index(2 * place))
+        tma_store(desc, coordinates[:-1] + [WIDTH], outputs.boxes.index(2 * place + 1))
         if len(out) > 1:
-            tma_store(desc, at[:-1] + [2 * WIDTH], tail)
+            tma_store(desc, coordinates[:-1] + [2 * WIDTH], tail)
 
 
 @gluon.jit
@@ -204,8 +204,8 @@ def with_sink(m_M, l_M, tile, row, split, params):
         shift_M = shift_of(top_M)
         factor_M = powers(m_M - shift_M, IS_NATURAL)
         # In one rounding, as scores are.
-        own_M = sink - shift_M if IS_NATURAL else gl.fma(sink, LOG2E, -shift_M)
-        l_M = l_M * factor_M + powers(own_M, IS_NATURAL)
+        sink_M = sink - shift_M if IS_NATURAL else gl.fma(sink, LOG2E, -shift_M)
+        l_M = l_M * factor_M + powers(sink_M, IS_NATURAL)
         m_M = top_M
     return m_M, l_M, factor_M
 

@@ -84,6 +84,7 @@ def first_scores(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: 
     """Scores of the first key tile, masked, with its bias and its number."""
     kv.consumer_wait(kv_state)
     pingpong_sync(params, CONSUMER)
+    # S = Q K^T
     s_MN = queue_scores(q, kv.k, q_state, kv_state.k, params.tile.BLOCK_N)
     pingpong_arrive(params, CONSUMER)
     j = n_block_at(params, blocks, 0)
@@ -100,8 +101,10 @@ def first_scores(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: 
 def queue_step(q, kv, q_state, kv_state, p_MN, acc, params, CONSUMER: gl.constexpr):
     """Starts the scores of one key tile and the output of the tile before."""
     pingpong_sync(params, CONSUMER)
+    # S = Q K^T
     s_MN = queue_scores(q, kv.k, q_state, kv_state.k, params.tile.BLOCK_N)
     kv.consumer_wait_v(kv_state)
+    # O += P V
     acc = queue_output(p_MN, kv.v, kv_state.values(), acc)
     pingpong_arrive(params, CONSUMER)
     return s_MN, acc
@@ -142,7 +145,7 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
     must_rescale = gl.to_tensor(0)
     step = gl.to_tensor(1)
     while step < steps:
-        # What few steps need is outside of the loop below: jumped over it would cost every step.
+        # ptxas: what few steps need is outside of the loop: jumped over it would cost every step.
         last = steps - 1
         if SPECULATIVE and MASKED:
             last = gl.minimum(last, next_masked(blocks, step))
@@ -185,8 +188,7 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
                 p_MN = drop(p_MN, params.dropout, tile, row, j * BLOCK_N)
             kv_before = kv_state
             kv_state = kv_state.next()
-            # A wait loop ends a basic block: else ptxas would hoist the wait below over the
-            # exponentials.
+            # ptxas: a wait loop ends a basic block, else the wait is hoisted over exponentials.
             kv.consumer_wait(kv_state, step + 1 < steps)
             acc = finish_output(acc)
             kv.consumer_release_v(kv_before)
@@ -194,8 +196,8 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
                 if must_rescale != 0:
                     acc = scale_output(acc, alpha_M)
             p_MJ = to_pairs(p_MN, dtype)
-            # Without a mask the loop around this one ends here too, and `step < last`, which says
-            # the same, has LLVM make one loop of the two.
+            # ptxas: without a mask the loop around this one ends here too, and of `step < last`,
+            # which says the same, LLVM makes one loop of the two.
             goes = step < last if MASKED else step + 1 < steps
             if SPECULATIVE:
                 goes = goes & (must_rescale == 0)
@@ -217,6 +219,7 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
                 acc = scale_output(acc, alpha_M)
     kv.consumer_wait_v(kv_state)
     p_dot_MN = from_pairs(p_MJ, dtype, p_layout)
+    # O += P V
     acc = finish_output(queue_output(p_dot_MN, kv.v, kv_state.values(), acc))
     kv.consumer_release_kept_k(kv_before)
     if not params.tile.OUT_IN_Q:

@@ -71,7 +71,7 @@ def _warp_scores(dim, keys, kind):
     load = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
     # Which piece of a row comes first: rows of 64 bytes change it every other row.
     swizzle = "and.b32 y, l, 7;" if width == 128 else "shr.u32 y, l, 1; and.b32 y, y, 3;"
-    # Which slab. In fp8 a shift would spill 15 registers of D64, and in 16 bits a division 13.
+    # ptxas: in fp8 a shift would spill 15 registers of D64, and in 16 bits a division 13.
     slab = f"div.u32 u, i, {steps};" if kind == "e4m3" else f"shr.u32 u, i, {shift - 5};"
     lines = [
         "{ .reg .b32 t, u, i, l, x, y, q, k, a<4>, b<4>; .reg .pred p;",
@@ -84,7 +84,7 @@ def _warp_scores(dim, keys, kind):
         f"and.b32 l, l, 16; shr.u32 l, l, 1; add.u32 y, y, l; shl.b32 y, y, {shift};",
         f"add.u32 x, x, y; add.u32 k, x, {k};",
         *(f"mov.f32 {score}, 0f00000000;" for score in scores),
-        # A loop, since unrolled ptxas loads far ahead, which takes registers.
+        # ptxas: unrolled, it would load far ahead, which takes registers.
         'mov.u32 i, 0; .pragma "nounroll";',
         f"AGAIN: and.b32 t, i, {steps - 1}; shl.b32 t, t, 5; {slab}",
         f"xor.b32 x, q, t; xor.b32 y, k, t; mad.lo.u32 x, u, {64 * width}, x;",
@@ -108,6 +108,7 @@ def _kind(dtype):
 @gluon.jit
 def rescore(q, k, q_state, k_state, BLOCK_N: gl.constexpr):
     """The scores of one tile once more, by every warp for itself."""
+    # S = Q K^T
     layout: gl.constexpr = scores_layout(q.boxes.dtype, BLOCK_N)
     s_type: gl.constexpr = gl.distributed_type(gl.float32, [ROWS, BLOCK_N], layout)
     text: gl.constexpr = _warp_scores(q.dim, k.rows, _kind(q.boxes.dtype))

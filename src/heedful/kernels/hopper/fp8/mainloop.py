@@ -115,6 +115,7 @@ def first_scores(
     """Scores of the first key tile, j, masked."""
     kv.consumer_wait(kv_state)
     pingpong_sync(params, CONSUMER)
+    # S = Q K^T
     s_MN = queue_scores(q, kv.k, q_state, kv_state.k, params.tile.BLOCK_N)
     pingpong_arrive(params, CONSUMER)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
@@ -140,8 +141,10 @@ def queue_step(
 ):
     """Scores of one key tile, once they are there, and the output of the tile before on its way."""
     pingpong_sync(params, CONSUMER)
+    # S = Q K^T
     s_MN = queue_scores(q, kv.k, q_state, kv_state.k, params.tile.BLOCK_N)
     kv.consumer_wait_v(kv_state)
+    # O += P V
     acc_ME = queue_output(words, kv.v, kv_state.values(), acc_ME, adds)
     pingpong_arrive(params, CONSUMER)
     s_MN = warpgroup_mma_wait(1, deps=[s_MN])
@@ -156,11 +159,11 @@ def mainloop_fp8(
     q, kv, sums, q_state, kv_state, blocks, params, tile, row, factors, CONSUMER: gl.constexpr
 ):
     """Streams the keys of `blocks` (at least one) past one consumer's rows, as `mainloop` does.
-    Returns with the last product on its way: what `finish` needs of it, references, row sums, and
-    the next KV state."""
+    Returns with the last product on its way: what `finish_fp8` needs of it, references, row sums,
+    and the next KV state."""
     INTERVAL: gl.constexpr = params.fp8.PROMOTION_INTERVAL
     MASKED: gl.constexpr = params.mask.HAS_RIGHT or params.mask.HAS_LEFT
-    # Behind the innermost loop, ahead of masks and rescaling: as one block it costs fewer jumps.
+    # ptxas: behind the innermost loop, ahead of masks and rescaling, as one block of fewer jumps.
     PROMOTES_NEARBY: gl.constexpr = params.fp8.SUMS_IN_REGS and MASKED
     SPECULATIVE: gl.constexpr = params.tile.RESCALE == "speculative"
     _, scale_log2 = factors
@@ -183,7 +186,7 @@ def mainloop_fp8(
     alpha_M = gl.full(m_M.shape, 1.0, gl.float32, m_M.type.layout)
     step = gl.to_tensor(1)
     while step < steps:
-        # What few steps need is outside of the loop below: jumped over it would cost every step.
+        # ptxas: what few steps need is outside of the loop: jumped over it would cost every step.
         # So it ends before the next of them, `last`.
         last = steps - 1
         if SPECULATIVE and MASKED:
@@ -216,8 +219,7 @@ def mainloop_fp8(
                     l_ML = l_ML + gl.sum(part_sums(p_MN), 1)
                 kv_before = kv_state
                 kv_state = kv_state.next()
-                # A wait loop ends a basic block: else ptxas would hoist the wait below over the
-                # exponentials.
+                # ptxas: a wait loop ends a basic block, else the wait is hoisted over exponentials.
                 kv.consumer_wait(kv_state, step + 1 < steps)
                 acc_ME = warpgroup_mma_wait(0, deps=[acc_ME])
                 if params.fp8.VOTES_LAST:
@@ -270,12 +272,13 @@ def mainloop_fp8(
         words = to_words(p_MN)
     kv.consumer_wait_v(kv_state)
     adds = (steps - 1) % INTERVAL != 0
+    # O += P V
     running_ME = queue_output(words, v, kv_state.values(), acc_ME, adds)
     return (running_ME, sum_ME, base_M, kv_before), m_M, l_ML, kv_state
 
 
 @gluon.jit
-def finish(q, kv, sums, q_state, kv_state, rest, m_M, blocks, params):
+def finish_fp8(q, kv, sums, q_state, kv_state, rest, m_M, blocks, params):
     """The unnormalised output: waits for the last product, frees what it read, adds the sums."""
     running_ME, sum_ME, base_M, kv_before = rest
     acc_ME = warpgroup_mma_wait(0, deps=[running_ME])

@@ -29,9 +29,9 @@ from heedful.kernels.hopper.mla.boxes import BOXES, HALF, KEYS, VALUE_BOXES, WID
 from heedful.kernels.hopper.mla.queries import kept_boxes, load_columns, query_box
 from heedful.kernels.hopper.mla.shared import REST, box_in_turn
 from heedful.kernels.hopper.sm90 import barrier
+from heedful.kernels.hopper.sm90.barrier import FIRST_NAMED, arrive_named, sync_named
 from heedful.kernels.hopper.sm90.compat import opaque
 from heedful.kernels.hopper.sm90.mma import ROWS, scores_layout
-from heedful.kernels.hopper.sm90.pingpong import _at_barrier
 from heedful.kernels.hopper.sm90.softmax import (
     lane_sums,
     scale_rows,
@@ -41,8 +41,8 @@ from heedful.kernels.hopper.sm90.softmax import (
 )
 
 # Named barriers: the first block's scores are queued, the second's product of its own block.
-TURN_BARRIER: gl.constexpr = gl.constexpr(8)
-ORDER_BARRIER: gl.constexpr = gl.constexpr(9)
+TURN_BARRIER: gl.constexpr = FIRST_NAMED
+ORDER_BARRIER: gl.constexpr = gl.constexpr(FIRST_NAMED.value + 1)
 
 
 @gluon.jit
@@ -138,7 +138,7 @@ def finish_values(
 def first_scores(shared, kept, phase, zero, s_MN, DONE: gl.constexpr):
     """The first block's scores, of which DONE boxes are queued. The second's are queued behind."""
     s_MN = queue_boxes(shared, kept, phase, zero, s_MN, 0, DONE, BOXES)
-    _at_barrier("bar.arrive", TURN_BARRIER)
+    arrive_named(TURN_BARRIER)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
     barrier.arrive_after_mma(shared.empty(0, REST))
     return s_MN
@@ -179,7 +179,7 @@ def first_step(
     barrier.wait(shared.p_full.index(1), phase)
     acc_ME, m_M, l_ML = follow(acc_ME, m_M, l_ML, shared.top.index(1))
     if params.tile.IN_ORDER:
-        _at_barrier("bar.sync", ORDER_BARRIER)
+        sync_named(ORDER_BARRIER)
     acc_ME = queue_values(shared, zero, shared.probabilities(1, zero), acc_ME, 1, 0)
     if AHEAD > 0:
         # The matrix unit has these to do while the values' boxes are given back.
@@ -198,7 +198,7 @@ def second_step(shared, kept, params, piece, bounds, col, phase, acc_ME, m_M, l_
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_ME.type.layout, 2)
     # Else the matrix unit would take both blocks' scores in turns, and have nothing to do during
     # the first softmax.
-    _at_barrier("bar.sync", TURN_BARRIER)
+    sync_named(TURN_BARRIER)
     zero = opaque(0)
     s_MN = queue_scores(shared, kept, phase, zero, 1)
     barrier.wait(shared.p_full.index(0), phase)
@@ -217,7 +217,7 @@ def second_step(shared, kept, params, piece, bounds, col, phase, acc_ME, m_M, l_
         acc_ME = scale_rows(acc_ME, alpha_M)
     acc_ME = queue_values(shared, zero, gl.convert_layout(p_MN, p_layout), acc_ME, 1, 1)
     if params.tile.IN_ORDER:
-        _at_barrier("bar.arrive", ORDER_BARRIER)
+        arrive_named(ORDER_BARRIER)
     acc_ME = finish_values(shared, acc_ME, 1, 1)
     return acc_ME, m_M, l_ML
 

@@ -2,6 +2,8 @@
 
 A warpgroup's products finish together, so that one thread may release what they read. Triton cannot
 know and synchronises all four warps, which costs the fastest of them the lead it had.
+
+Named barriers are of two warpgroups, from FIRST_NAMED on: Triton has those below.
 """
 
 from triton.experimental import gluon
@@ -9,6 +11,27 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from heedful.kernels.hopper.sm90.compat import HAS_INLINE_ASM, inline_asm
+
+FIRST_NAMED: gl.constexpr = gl.constexpr(8)
+
+
+@gluon.jit
+def _named(DOES: gl.constexpr, barrier):
+    """DOES: what two warpgroups do there, in PTX."""
+    WORDS: gl.constexpr = f"{DOES} $1, 256; mov.u32 $0, 0;"
+    gl.inline_asm_elementwise(WORDS, "=r,r", [gl.to_tensor(barrier)], gl.int32, False, 1)
+
+
+@gluon.jit
+def sync_named(barrier):
+    """Waits at a named barrier for the other warpgroup's arrival."""
+    _named("bar.sync", barrier)
+
+
+@gluon.jit
+def arrive_named(barrier):
+    """Arrives at a named barrier without waiting."""
+    _named("bar.arrive", barrier)
 
 
 @gluon.jit

@@ -69,11 +69,11 @@ def next_masked(blocks, step):
     if blocks.skipped is not None:
         right -= blocks.skipped
         left -= blocks.skipped
-    found = gl.where(step <= right, step, gl.maximum(step, left))
+    masked = gl.where(step <= right, step, gl.maximum(step, left))
     if blocks.swaps is not None:
         # The last key tile is visited at step 1 if not at 0.
-        found = gl.where(blocks.swaps & (step == 1), 1, found)
-    return found
+        masked = gl.where(blocks.swaps & (step == 1), 1, masked)
+    return masked
 
 
 @gluon.jit

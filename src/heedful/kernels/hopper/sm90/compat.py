@@ -16,12 +16,12 @@ def aggregate(cls):
     names = tuple(cls.__annotations__)
     defaults = {name: cls.__dict__[name] for name in names if name in cls.__dict__}
 
-    def fill(self, *args, **given):
+    def fill(self, *args, **named):
         in_order = dict(zip(names, args, strict=False))
-        values = {**defaults, **in_order, **given}
-        is_twice = len(args) > len(names) or in_order.keys() & given.keys()
+        values = {**defaults, **in_order, **named}
+        is_twice = len(args) > len(names) or in_order.keys() & named.keys()
         if is_twice or values.keys() != set(names):
-            raise TypeError(f"{cls.__name__} has the fields {names}, got {len(args)} and {given}")
+            raise TypeError(f"{cls.__name__} has the fields {names}, got {len(args)} and {named}")
         for name in names:
             value = values[name]
             is_known = not isinstance(value, tl_core.base_value)

@@ -17,8 +17,8 @@ def _outside(keys, tests, value):
     all loops and keeps.
     """
     count = keys // 2
-    given = [(2 * (count + i) + row, test) for i, test in enumerate(tests) for row in range(2)]
-    bounds = [(f"${operand}", test) for operand, test in given]
+    operands = [(2 * (count + i) + row, test) for i, test in enumerate(tests) for row in range(2)]
+    bounds = [(f"${operand}", test) for operand, test in operands]
     fill = {float("inf"): "0f7F800000", float("-inf"): "0fFF800000", 0.0: "0f00000000"}[value]
     lines = [
         "{ .reg .pred p; .reg .b32 t, b<4>; mov.u32 t, %laneid; and.b32 t, t, 3; shl.b32 t, t, 1;"
@@ -42,7 +42,7 @@ def _tests(has_start, has_stop):
 
 @gluon.constexpr_function
 def _kinds(operands):
-    """Constraints: scores, not in place, and what else is given."""
+    """Constraints: scores, not in place, and the bounds."""
     return ("=&f", "f", *("r",) * (operands - 1))
 
 

@@ -1,31 +1,29 @@
 """Ping-pong between consumers: one queues its matrix products while another is in its softmax.
 
-Named barriers from 8 on, one a consumer: it waits at its own, and the one before it arrives there.
+Each consumer waits at a named barrier, where the one before it arrives.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from heedful.kernels.hopper.sm90.barrier import FIRST_NAMED, arrive_named, sync_named
 
-@gluon.jit
-def _at_barrier(DOES: gl.constexpr, barrier):
-    """DOES: what two consumers do there, in PTX."""
-    WORDS: gl.constexpr = f"{DOES} $1, 256; mov.u32 $0, 0;"
-    gl.inline_asm_elementwise(WORDS, "=r,r", [gl.to_tensor(barrier)], gl.int32, False, 1)
+# Named barriers of the forward: of consumer 0, and of the others behind it.
+TURN_BARRIER: gl.constexpr = FIRST_NAMED
 
 
 @gluon.jit
 def pingpong_sync(params, CONSUMER: gl.constexpr):
     """Waits until the consumer before this one has queued its matrix products."""
     if params.tile.PINGPONG:
-        _at_barrier("bar.sync", 8 + CONSUMER)
+        sync_named(TURN_BARRIER + CONSUMER)
 
 
 @gluon.jit
 def pingpong_arrive(params, CONSUMER: gl.constexpr):
     """Lets the next consumer queue its matrix products."""
     if params.tile.PINGPONG:
-        _at_barrier("bar.arrive", 8 + (CONSUMER + 1) % params.tile.CONSUMERS)
+        arrive_named(TURN_BARRIER + (CONSUMER + 1) % params.tile.CONSUMERS)
 
 
 @gluon.jit

@@ -19,8 +19,8 @@ def _moves(values, place, instruction):
     lines = ["{ .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 127; shl.b32 t, t, 4;"]
     lines.append(f"add.u32 t, t, {place};")
     for i in range(0, len(values), 4):
-        four, at = ", ".join(values[i : i + 4]), f"[t+{4 * THREADS * i}]"
-        ends = f"{{{four}}}, {at}" if instruction == "ld" else f"{at}, {{{four}}}"
+        four, address = ", ".join(values[i : i + 4]), f"[t+{4 * THREADS * i}]"
+        ends = f"{{{four}}}, {address}" if instruction == "ld" else f"{address}, {{{four}}}"
         lines.append(f"{instruction}.shared.v4.f32 {ends};")
     return " ".join(lines) + " }"
 

@@ -193,8 +193,8 @@ def page_at(params, tile, numbered, rows_each, col):
     first key). Past the keys in use they are past the end of the map."""
     page, first = numbered
     used = gl.minimum(tile.seq.len_k - first, params.kv.page_size)
-    # Of a number that is no page's these bits are past the end of the map, or another page's. A
-    # bound known to the compiler takes no register: the producer has few.
+    # Of a number that is no page's these bits are past the end of the map, or another page's.
+    # ptxas: a bound known to the compiler takes no register.
     start = (page & (params.kv_rows.NO_PAGE - 1)) * rows_each
     return box(True, 0, tile.kv_head, start, used, col - first)
 

@@ -120,10 +120,10 @@ class TileScheduler:
             return gl.num_programs(0) + gl.atomic_add(self.tile_counter, 1, sem="relaxed")
 
     @gluon.jit
-    def draw(self, index):
-        """As `advance`, with a counter from the first tile on, so that tiles begin in the order of
-        their numbers whatever the order of programs. index: at first one stride before a program's
-        number."""
+    def fetch_next_work(self, index):
+        """As `advance`, with a counter that counts from the first tile on, so that tiles begin in
+        the order of their numbers whatever the order of programs. index: at first one stride before
+        a program's number."""
         if self.tile_counter is None:
             return index + gl.num_programs(0)
         else:

@@ -81,8 +81,8 @@ def bias_gradients(
     tiles_m = tl.cdiv(own.m, M)
     tile_n = pid % tiles_n
     tile_m = pid // tiles_n % tiles_m
-    at_h = pid // tiles_n // tiles_m % own.h
-    at_b = pid // tiles_n // tiles_m // own.h
+    first_h = pid // tiles_n // tiles_m % own.h
+    first_b = pid // tiles_n // tiles_m // own.h
     # How many score tiles, heads and sequences one element stands for.
     over_n = tl.where(own.n == 1, tl.cdiv(shape.longest_k, N), 1)
     over_m = tl.where(own.m == 1, tl.cdiv(shape.longest_q, M), 1)
@@ -93,8 +93,8 @@ def bias_gradients(
     for visit in range(0, over_b * over_h * over_m * over_n):
         col0 = (tile_n + visit % over_n) * N
         row0 = (tile_m + visit // over_n % over_m) * M
-        h = wide(at_h + visit // over_n // over_m % over_h)
-        b = wide(at_b + visit // over_n // over_m // over_h)
+        h = wide(first_h + visit // over_n // over_m % over_h)
+        b = wide(first_b + visit // over_n // over_m // over_h)
         g = h // (shape.heads_q // shape.heads_k)
         place = place_of(b, h, g, sequences, shape, mask, True)
         if row0 < place.seq.len_q and col0 < place.seq.len_k:
@@ -106,7 +106,7 @@ def bias_gradients(
         acc_MN = tl.sum(acc_MN, 0)[None, :] + tl.zeros([M, 1], tl.float32)
     if own.n == 1:
         acc_MN = tl.sum(acc_MN, 1)[:, None] + tl.zeros([1, N], tl.float32)
-    dbias = io.dbias.ptr + (wide(at_b) * io.dbias.stride_b + wide(at_h) * io.dbias.stride_h)
+    dbias = io.dbias.ptr + (wide(first_b) * io.dbias.stride_b + wide(first_h) * io.dbias.stride_h)
     places = wide(rows_M)[:, None] * io.dbias.stride_m + wide(cols_N)[None, :] * io.dbias.stride_n
     exists = (rows_M < own.m)[:, None] & (cols_N < own.n)[None, :]
     tl.store(dbias + places, acc_MN.to(io.dbias.ptr.dtype.element_ty), mask=exists)

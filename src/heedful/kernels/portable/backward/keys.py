@@ -94,13 +94,15 @@ def key_gradients(
             else:
                 lse_M = tl.load(io.reference + places_M)
             head = head_mods(mods.scale, b, h, mods, mask)
+            # S^T = K Q^T
             p_NM, slope_of_cap = probabilities(
                 q_MD, k_ND, lse_M, row0, col0, place, head, mask, mods, tile, masked == 1, True
             )
             do_h = dout + h * io.dout.stride_h
             do_ME = load_rows(do_h, io.dout.stride_n, row0, len_q, E, M, tile.BLOCK_E, masked == 1)
+            # dP^T = V dO^T
             dp_NM = product_of_rows(v_NE, do_ME, tile.PRECISION, IS_EXACT)
-            # Here, where registers are free.
+            # ptxas: here, where registers are free.
             if masked == 1:
                 factor_M = tl.load(io.factor + places_M, mask=exists_M, other=1.0)
             else:
@@ -111,12 +113,14 @@ def key_gradients(
                 keep_NM = tl.trans(keep_tile(words, b, h, row0, col0, dropout, M, N))
                 kept_NM = tl.where(keep_NM, p_NM, 0.0)
                 dp_NM = tl.where(keep_NM, dp_NM * dropout.inverse_keep, 0.0)
+            # dV += P^T dO
             dv_NE = plus_product(dv_NE, kept_NM.to(DTYPE), do_ME, tile.PRECISION, IS_EXACT)
             if masked == 1:
                 delta_M = tl.load(io.delta + places_M, mask=exists_M, other=0.0)
             else:
                 delta_M = tl.load(io.delta + places_M)
             ds_NM = p_NM * (dp_NM - delta_M[None, :]) * slope_of_cap
+            # dK += dS^T Q
             dk_ND = plus_product(dk_ND, ds_NM.to(DTYPE), q_MD, tile.PRECISION, IS_EXACT)
 
     used_N = (cols_N < len_k)[:, None]

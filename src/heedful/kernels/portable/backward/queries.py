@@ -87,6 +87,7 @@ def query_gradients(
         for visit in range(0, count):
             col0 = visited_tile(visit, tiles, mask.HAS_LEFT, masked == 1) * N
             k_ND = load_rows(k, io.k.stride_n, col0, len_k, D, N, tile.BLOCK_D, masked == 1)
+            # S = Q K^T
             p_MN, slope_of_cap = probabilities(
                 q_MD,
                 k_ND,
@@ -102,12 +103,14 @@ def query_gradients(
                 False,
             )
             v_NE = load_rows(v, io.v.stride_n, col0, len_k, E, N, tile.BLOCK_E, masked == 1)
+            # dP = dO V^T
             dp_MN = product_of_rows(do_ME, v_NE, tile.PRECISION, IS_EXACT)
             if dropout.IS_ON:
                 keep_MN = keep_tile(words, b, h, row0, col0, dropout, M, N)
                 dp_MN = tl.where(keep_MN, dp_MN * dropout.inverse_keep, 0.0)
             # The factor ahead of the rounding: exponents of rounded maxima are far from 1.
             ds_MN = p_MN * (dp_MN * factor_M[:, None] - delta_M[:, None]) * slope_of_cap
+            # dQ += dS K
             dq_MD = plus_product(dq_MD, ds_MN.to(DTYPE), k_ND, tile.PRECISION, IS_EXACT)
 
     dq_MD = tl.where(exists_M[:, None], dq_MD * mods.scale, 0.0)

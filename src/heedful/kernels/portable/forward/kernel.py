@@ -24,7 +24,7 @@ from heedful.kernels.args.shared import (
 )
 from heedful.kernels.common.constants import LN2, LOG2E
 from heedful.kernels.common.gaps import clear_gaps
-from heedful.kernels.common.keys import Keys, keys_of, load_keys
+from heedful.kernels.common.keys import Keys, keys_at_place, load_keys
 from heedful.kernels.common.log_sum import log_sum_exp
 from heedful.kernels.common.rows import load_rows, row_base, store_rows
 from heedful.kernels.common.scores import (
@@ -231,8 +231,8 @@ def attention_forward(
         REST: tl.constexpr = tile.HEAD_DIM - MAIN_DIM
         q += tile.BLOCK_D
         q_MR = load_rows(q, stride_n, row0, len_q, REST, tile.BLOCK_M, tile.BLOCK_R, True).to(DTYPE)
-    keys = keys_of(io.k, descales.k, cache, place, descales.KV_GROUP)
-    values = keys_of(io.v, descales.v, cache, place, descales.KV_GROUP)
+    keys = keys_at_place(io.k, descales.k, cache, place, descales.KV_GROUP)
+    values = keys_at_place(io.v, descales.v, cache, place, descales.KV_GROUP)
     scale = descaled(mods.scale, descales.q, place)
     factor = dropout.inverse_keep
     if descales.KV_GROUP == 0:
@@ -251,6 +251,7 @@ def attention_forward(
         for visit in range(visit_from, visit_to):
             index = visit - full if masked == 1 else visit
             col0 = visited_tile(index, tiles, mask.HAS_LEFT, masked == 1) * tile.BLOCK_N
+            # S = Q K^T
             s_MN = raw_scores(
                 q_MD, q_MR, keys, col0, io, cache, descales, tile, masked == 1, IS_EXACT
             )
@@ -268,6 +269,7 @@ def attention_forward(
             v_NE = load_keys(
                 values, io.v, descales.v, cache, descales, tile, col0, E, tile.BLOCK_E, masked == 1
             ).to(DTYPE)
+            # O += P V
             acc_ME = plus_product(
                 acc_ME * alpha_M[:, None], p_MN.to(DTYPE), v_NE, tile.PRECISION, IS_EXACT
             )

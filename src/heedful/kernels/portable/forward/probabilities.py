@@ -17,7 +17,7 @@ from heedful.kernels.args.shared import (
     Shape,
     Tile,
 )
-from heedful.kernels.common.keys import keys_of, load_keys
+from heedful.kernels.common.keys import keys_at_place, load_keys
 from heedful.kernels.common.rows import load_rows, row_base, wide
 from heedful.kernels.common.scores import descaled, head_mods, lse_to_subtract, probabilities
 from heedful.kernels.common.sequences import place_of_queries
@@ -61,7 +61,7 @@ def signed_probabilities(
     head = head_mods(scale, place.b, place.h, mods, mask)
     q = row_base(io.q, place.b, place.h, place.seq.token_q)
     q_MD = load_rows(q, io.q.stride_n, row0, len_q, D, M, tile.BLOCK_D, True).to(DTYPE)
-    keys = keys_of(io.k, descales.k, cache, place, descales.KV_GROUP)
+    keys = keys_at_place(io.k, descales.k, cache, place, descales.KV_GROUP)
     k_ND = load_keys(keys, io.k, descales.k, cache, descales, tile, col0, D, tile.BLOCK_D, True)
     k_ND = k_ND.to(DTYPE)
     rows_M = row0 + tl.arange(0, M)

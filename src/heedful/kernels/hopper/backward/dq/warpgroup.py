@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from heedful.kernels.args.hopper_backward import HopperBackwardIO, HopperBackwardParams
 from heedful.kernels.hopper.backward.columns import share_columns
 from heedful.kernels.hopper.backward.dq.sums import put_dq
-from heedful.kernels.hopper.backward.mainloop import keys_of
+from heedful.kernels.hopper.backward.mainloop import key_box
 from heedful.kernels.hopper.backward.shared import CONSUMERS, SHARES, adders
 from heedful.kernels.hopper.backward.tile import (
     is_visited,
@@ -37,11 +37,12 @@ def make_dq(shared, ds_state, k_stage, params, SHARE: gl.constexpr):
     dq = gl.zeros([ROWS, COLS], gl.float32, layout)
     for i in gl.static_range(CONSUMERS):
         left = shared.consumer_ds(ds_state, i)
-        right = keys_of(shared.k, k_stage * CONSUMERS + i)
+        right = key_box(shared.k, k_stage * CONSUMERS + i)
         if M > ROWS:
             left = left.slice(SHARE * ROWS, ROWS, dim=1)
         else:
             right = right.slice(SHARE * share_columns(D, M, 0), COLS, dim=1)
+        # dQ += dS K
         dq = warpgroup_mma(left.permute((1, 0)), right, dq, use_acc=i > 0, is_async=True)
     return warpgroup_mma_wait(0, deps=[dq])
 
