@@ -34,8 +34,10 @@ $(VENV)/.ready: pyproject.toml tools/set-up.sh
 # The set-ups, the type checker, JAX's tests and the oldest Triton's take a core each: two side by
 # side, then all workers.
 test: ## lint, types and the default tests (what CI runs)
-	$(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) \
+	@tools/ticks.sh "lint, JAX's calls, the oldest Triton" \
+		$(MAKE) --no-print-directory -j2 $(if $(filter output-sync,$(.FEATURES)),-Otarget) \
 		lint $(if $(VENV),jax-calls oldest-triton)
+	@echo "the default tests: they are collected first, which takes a while"
 	$(RUN) pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 oldest-triton: $(READY) ## compile kernels with the oldest Triton that is supported

@@ -36,20 +36,34 @@ say "$venv with $("$python" --version), GPU: $found"
   "$python" -m venv --clear "${share[@]}" "$venv"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check -q)
 "${pip[@]}" install --upgrade 'pip>=25.1'
+say "installing torch and tools; the first time a few hundred MB and some minutes"
+
+# Says what pip does as it does it, a line a package that it fetches, and that it unpacks.
+install() {
+  tools/ticks.sh set-up "${pip[@]}" -v install "$@" |
+    { grep --line-buffered -E '^ *(Downloading|Installing collected)|^set-up: [0-9]' || true; } |
+    while read -r verb what; do
+      case $verb in
+        Downloading) say "fetching ${what%% (*}" ;;
+        Installing) say "unpacking what was fetched" ;;
+        *) say "$what" ;;
+      esac
+    done
+}
 
 if [ $found = system ]; then
-  "${pip[@]}" install --group tools --editable .
+  install --group tools --editable .
 else
   pin=$("$python" -c 'import tomllib; groups = tomllib.load(open("pyproject.toml", "rb"))
 print(next(p for p in groups["dependency-groups"]["torch"] if p.startswith("torch==")))')
   if [ $found = none ] && [ "$(uname -s)" = Linux ]; then
-    "${pip[@]}" install "$pin+cpu" 2>/dev/null ||
-      "${pip[@]}" install --index-url "$TORCH_CPU_INDEX" "$pin"
-    "${pip[@]}" install --group dev --editable .
+    install "$pin+cpu" 2>/dev/null ||
+      install --index-url "$TORCH_CPU_INDEX" "$pin"
+    install --group dev --editable .
   elif [ $found = none ]; then
-    "${pip[@]}" install --group dev --editable .
+    install --group dev --editable .
   else
-    "${pip[@]}" install "$pin" --group tools --editable .
+    install "$pin" --group tools --editable .
   fi
 fi
 say "$("$venv/bin/python" -c 'import torch; print("torch", torch.__version__)'), ready"

@@ -18,6 +18,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from heedful.bench.harness import machine
 from heedful.cli.console import fail, out
 from heedful.cli.given import torch_device, writable
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 # Rows of the table of losses.
 _ROWS = 10
+# Of two idle cores, for the steps of the recipe.
+_MINUTES_ON_A_CPU = 3
 
 
 def demo(
@@ -60,11 +63,12 @@ def demo(
         recipe = dataclasses.replace(recipe, steps=steps)
     source = text.load()
     _introduce(recipe, source, where)
+    name = machine.cpu_name() if where.type == "cpu" else torch.cuda.get_device_name(where)
     report = _train(job, recipe, source, where)
     out.print(_losses(report))
     out.print(_speeds(report, recipe))
-    plots.curves(folder / "curves.png", report)
-    plots.timing(folder / "timing.png", report, recipe)
+    plots.curves(pictures["curves"], report, name)
+    plots.timing(pictures["timing"], report, recipe, name)
     out.print(
         Panel(
             escape(report.sample or "none: the model is not finite"),
@@ -72,14 +76,17 @@ def demo(
             title_align="left",
         )
     )
-    out.print(f"wrote {folder / 'curves.png'} and {folder / 'timing.png'}")
+    out.print(f"wrote {pictures['curves']} and {pictures['timing']}")
     _conclude(report, time.perf_counter() - began)
+    out.print(_shows(report, recipe, where, name))
     if not report.passed:
         raise typer.Exit(1)
 
 
 def _introduce(recipe: "Recipe", source: "Text", where: "torch.device") -> None:
     import torch
+
+    from heedful.demo import training
 
     size = recipe.size
     dtype = str(recipe.dtype).removeprefix("torch.")
@@ -94,6 +101,13 @@ def _introduce(recipe: "Recipe", source: "Text", where: "torch.device") -> None:
         f"[bold]heedful[/] ({backend}), [bold]SDPA[/], and a [bold]control[/] that measures the"
         " noise take turns, step by step, on the same batches from the same weights.\n"
     )
+    if where.type == "cpu":
+        minutes = max(1, round(_MINUTES_ON_A_CPU * recipe.steps / training.ON_CPU.steps))
+        out.print(
+            f"This takes about {minutes} min on two idle cores, longer beside others' work.\n"
+        )
+    else:
+        out.print("The first step compiles kernels; the bar then says what is left.\n")
 
 
 def _train(job, recipe: "Recipe", source: "Text", where: "torch.device") -> "Report":
@@ -163,4 +177,23 @@ def _conclude(report: "Report", seconds: float) -> None:
     out.print(
         f"The model {learned}: {report.held_out:.3f} nats a character on text it never saw;"
         f" character frequencies alone give {report.unigram:.3f}. {seconds:.0f} s in all."
+    )
+
+
+def _shows(report: "Report", recipe: "Recipe", where: "torch.device", name: str) -> str:
+    """What was seen and what was not, for those who have read nothing else."""
+    from heedful.demo.job import OURS, THEIRS
+
+    if not report.passed:
+        return "[bold red]This shows a fault[/]: please report it with the lines above."
+    same = "[bold]This shows[/] that a model trains with heedful as it does with SDPA, to rounding"
+    if where.type == "cpu":
+        return (
+            f"{same}, and generates text over a KV cache. It shows nothing of speed: heedful's"
+            " kernels for GPUs do not run on a CPU, and these are the tiles that stand in for them."
+        )
+    ours, theirs = (report.runs[run].tokens_per_s(recipe) for run in (OURS, THEIRS))
+    return (
+        f"{same}, and how fast this small model does on {escape(name)}: {ours / theirs:.2f} times"
+        " SDPA's tokens a second. Attention is a small part of it; heedful bench times attention."
     )

@@ -15,7 +15,7 @@ from heedful.demo.training import Recipe
 _COLOURS = {OURS: "#d1495b", THEIRS: "#2e4057", CONTROL: "#8d99ae"}
 
 
-def curves(path: Path, report: Report) -> None:
+def curves(path: Path, report: Report, device: str) -> None:
     """Both loss curves, and below them how far they are apart beside the noise."""
     figure, (top, bottom) = pyplot.subplots(
         2, 1, figsize=(8, 7), dpi=130, sharex=True, height_ratios=(3, 2)
@@ -48,10 +48,10 @@ def curves(path: Path, report: Report) -> None:
     bottom.set_ylabel("losses apart, nats")
     bottom.set_xlabel("step")
     bottom.legend(frameon=False, fontsize=8)
-    _finish(figure, (top, bottom), path)
+    _finish(figure, (top, bottom), path, f"A GPT trained with {OURS} and with {THEIRS}", device)
 
 
-def timing(path: Path, report: Report, recipe: Recipe) -> None:
+def timing(path: Path, report: Report, recipe: Recipe, device: str) -> None:
     """Tokens a second, and every step's time: the runs took turns, step by step."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9.5, 3.8), dpi=130, width_ratios=(1, 2))
     for place, name in enumerate((OURS, THEIRS)):
@@ -71,10 +71,11 @@ def timing(path: Path, report: Report, recipe: Recipe) -> None:
     right.set_xlabel("step (the first, which compiles, left out)")
     right.set_ylim(bottom=0)
     right.legend(frameon=False)
-    _finish(figure, (left, right), path)
+    _finish(figure, (left, right), path, "Speed of training, step by step", device)
 
 
-def _finish(figure, axes, path: Path) -> None:
+def _finish(figure, axes, path: Path, title: str, device: str) -> None:
+    figure.suptitle(f"{title}, on {device}", x=0.02, ha="left", fontweight="bold", fontsize=11)
     for axis in axes:
         axis.grid(axis="y", color="#e8e8e8", zorder=0)
         axis.spines[["top", "right"]].set_visible(False)

@@ -74,6 +74,33 @@ def test_the_command_ends_with_an_error_when_the_curves_disagree(tmp_path, monke
     assert {path.name for path in tmp_path.iterdir()} == {"curves.png", "timing.png"}
 
 
+def test_the_command_says_how_long_it_takes_and_what_it_shows(tmp_path, monkeypatch):
+    from matplotlib import pyplot
+
+    from heedful.bench.harness import machine
+    from heedful.cli import app
+    from heedful.demo import plots
+
+    monkeypatch.setattr(training, "ON_CPU", TINY)
+    monkeypatch.setattr(job, "SAMPLED", 1)
+    figures = []
+    with monkeypatch.context() as patch:
+        patch.setattr(plots.pyplot, "close", figures.append)
+        result = CliRunner().invoke(app(), ["demo", "--device", "cpu", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    before, _, after = said.partition("Training loss")
+    assert "takes about 3 min on two idle cores" in before
+    assert "trains with heedful as it does with SDPA" in after
+    assert "It shows nothing of speed" in after
+    titles = [figure.get_suptitle() for figure in figures]
+    assert titles == [
+        f"{what}, on {machine.cpu_name()}"
+        for what in ("A GPT trained with heedful and with SDPA", "Speed of training, step by step")
+    ]
+    pyplot.close("all")
+
+
 def test_equal_curves_agree_without_any_noise():
     assert compare([2.0, 1.0], [2.0, 1.0], [2.0, 1.0]).agrees
 

@@ -286,6 +286,19 @@ def test_the_readme_says_the_speeds_that_were_measured():
         assert f"{min(ratios)} to {max(ratios)} times {words}" in text
 
 
+def test_the_readme_says_how_short_calls_of_a_cpu_were_measured():
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    table = draw_docs.read(MEASUREMENTS / "cpu" / "027-short-calls-idle.csv")
+    one = {row["case"]: row["one thread"] for row in table.rows}
+    plain, dropped = (
+        [one[f"1 x {n}{more}"] for n in (16, 64, 128, 512)] for more in ("", ", dropout 0.1")
+    )
+    assert (
+        f"{plain[0]} of 16 tokens, {plain[1]} of 64, {plain[2]} of 128, {plain[3]} of 512" in text
+    )
+    assert "with dropout {}, {}, {} and {}".format(*dropped) in text
+
+
 def test_a_decision_has_a_number_a_context_a_choice_and_evidence():
     for number, path in enumerate(sorted(DECISIONS.glob("[0-9]*.md")), 1):
         text = path.read_text(encoding="utf-8")
