@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import heedful
+from heedful.core.base import installed
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
@@ -127,7 +128,7 @@ def test_a_pack_serves_what_it_was_built_for_with_no_compilation(name, fresh):
 
 
 def test_without_triton_only_packed_kernels_are_found(fresh, monkeypatch):
-    monkeypatch.setattr(compiler, "toolchain", lambda: "")
+    monkeypatch.setattr(installed, "compiler", lambda: None)
     made, arch = forward_program("H200")
     with pytest.raises(RuntimeError, match="in no loaded pack.*heedful prebuild"):
         compiler.artifact(made.calls[0], arch)

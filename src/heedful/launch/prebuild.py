@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from heedful.core.base import installed
 from heedful.core.base.device import DeviceSpec
-from heedful.core.base.installed import numbers, triton_version
 from heedful.core.planning.plan import Plan, plan
 from heedful.core.registry.capability import Toolchain
 from heedful.launch.code.artifact import Artifact
@@ -21,8 +21,8 @@ from heedful.launch.record import Entry
 
 def compiling() -> Toolchain:
     """The newest of all, but for the Triton that is here to compile."""
-    found = triton_version()
-    return Toolchain(triton=numbers(found)) if found else Toolchain()
+    found = installed.compiler()
+    return Toolchain(triton=found.numbers) if found else Toolchain()
 
 
 def kernels(
@@ -86,7 +86,8 @@ def prebuild(
     for key, artifact in _compiled(wanted, jobs):
         made[key] = artifact
         progress(len(made), len(wanted), wanted[key][0].kernel.function)
-    write_pack(folder, made, dict.fromkeys(backends, triton_version() or ""))
+    found = installed.compiler()
+    write_pack(folder, made, dict.fromkeys(backends, found.version if found else ""))
     return len(made)
 
 

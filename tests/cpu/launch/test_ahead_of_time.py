@@ -13,9 +13,9 @@ pytest.importorskip("triton")
 import torch
 
 from heedful import flash_attn_func, flash_attn_with_kvcache
+from heedful.core.base import installed
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.device import by_name
-from heedful.core.base.installed import triton_version
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.core.registry.capability import Toolchain
@@ -315,7 +315,7 @@ def test_every_kernel_is_compiled_once_into_a_pack_by_as_many_as_are_of_use(
     assert [numbers[:2] for numbers in said] == [(1, 3), (2, 3), (3, 3)]
     assert sorted(name for *_, name in said) == functions
     where, packed, backends = written["given"]
-    assert where == folder and backends == {"portable": triton_version()}
+    assert where == folder and backends == {"portable": installed.triton_version()}
     assert {key: a.symbol for key, a in packed.items()} == {
         key: call.kernel.function
         for key, (call, _) in prebuild.kernels(entries, devices)[0].items()
@@ -426,7 +426,7 @@ def test_a_tensor_map_is_aligned_in_the_memory_that_the_kernel_sees(base, offset
 
 
 def test_what_is_compiled_is_planned_for_the_triton_that_compiles_it(monkeypatch):
-    monkeypatch.setattr(prebuild, "triton_version", lambda: "3.6.1")
+    monkeypatch.setattr(installed, "triton_version", lambda: "3.6.1")
     assert prebuild.compiling() == Toolchain(triton=(3, 6, 1))
-    monkeypatch.setattr(prebuild, "triton_version", lambda: None)
+    monkeypatch.setattr(installed, "triton_version", lambda: None)
     assert prebuild.compiling() == Toolchain()

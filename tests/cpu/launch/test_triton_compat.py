@@ -1,7 +1,9 @@
 """How kernels are given to Triton, and what is kept of what it makes: a stub stands for the
 compiler."""
 
+import subprocess
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +14,7 @@ pytest.importorskip("triton")
 import torch
 import triton
 from triton import knobs
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.jit import mangle_type
 
 from heedful.core.base.device import by_name
@@ -188,7 +191,10 @@ def test_what_the_compiler_made_is_kept_with_what_a_launch_needs(compiled):
     facts = (made.symbol, made.target, made.num_warps, made.warp_size, made.shared_bytes)
     assert facts == ("mangled", "cuda:90", 12, 32, 4096)
     assert (made.cluster, made.scratch_bytes, made.tensor_maps) == (1, 0, {})
-    assert made.toolchain == f"triton {triton.__version__}"
+    path = Path(get_ptxas(90).path)
+    said = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+    name, _, number = made.toolchain.removeprefix(f"triton {triton.__version__}, ").partition(" ")
+    assert name == path.name and f"V{number}\n" in said.replace(" ", "\n")
     given = [name for name in names(call) if name in call.arguments]
     assert [p.name for p in made.parameters] == [*given, "scratch[0]", "scratch[1]"]
     assert made.parameters[0] == Parameter(given[0], call.arguments[given[0]].type, 0)

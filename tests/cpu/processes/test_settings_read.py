@@ -84,6 +84,8 @@ USED: dict[str, tuple[str, Callable[[], bool]]] = {
     "cache_dir": (str(FOLDER), lambda: _cache()._path == FOLDER / "kernels"),
     "cache_limit": ("1", lambda: _cache()._limit == 1 << 20),
     "cache_read_only": ("1", lambda: _cache()._read_only),
+    "workers": ("70", lambda: settings.get("workers") == 70),
+    "compile_seconds": ("2.5", lambda: settings.get("compile_seconds") == 2.5),
     "device": ("H200", lambda: "H200" in device.device_spec("cuda").name),
 }
 
@@ -97,7 +99,7 @@ def test_each_setting_is_read_at_one_of_these_times():
     of = {name: setting.read for name, setting in TABLE.items()}
     assert {n for n, read in of.items() if read == KIND} == {*SEEN}
     assert {n for n, read in of.items() if read in (USE, TRACE)} == {*USED}
-    assert {n for n, read in of.items() if read == START} == {"pack", "log"}
+    assert {n for n, read in of.items() if read == START} == {"pack", "log", "triton"}
 
 
 @pytest.mark.parametrize("name", SEEN)
@@ -144,7 +146,7 @@ def test_what_is_read_once_stays_and_is_not_to_be_changed(monkeypatch):
     attend()
     packs.load_default()
     assert logging.getLogger("heedful").level == level
-    for name in ("log", "pack"):
+    for name in ("log", "pack", "triton"):
         with pytest.raises(ValueError, match=f"^{name} must be set as {TABLE[name].variable} bef"):
             configure(**{name: "debug"})
 

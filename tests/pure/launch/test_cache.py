@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -235,10 +237,7 @@ assert cache.get("a") == made
 def test_where_no_more_can_be_written_kernels_are_made_and_that_is_said_once(tmp_path):
     told = run(_FULL, str(tmp_path)).communicate(timeout=60)[0]
     assert told.count("compiled kernels are not kept") == 1 == len(told.splitlines())
-    assert (
-        sorted(p.suffix for p in (tmp_path / "kernels").iterdir())
-        == [".kernel", ".lock"] + [".lock"] * 2
-    )
+    assert [p.suffix for p in (tmp_path / "kernels").iterdir()] == [".kernel"]
 
 
 def test_an_entry_whose_use_cannot_be_noted_is_a_hit(tmp_path, monkeypatch):
@@ -291,27 +290,40 @@ def test_what_a_dead_writer_left_goes_after_a_day(tmp_path, monkeypatch):
     assert not (folder / "old.tmp").exists()
 
 
-def test_kernels_whose_keys_begin_alike_wait_for_each_other_ten_minutes(tmp_path, monkeypatch):
-    """Longer than any takes to compile; of hexadecimal keys there are 256 locks."""
+def test_who_wants_the_same_kernel_waits_ten_minutes(tmp_path, monkeypatch):
+    """Longer than any takes to compile."""
     asked = []
     lock = Folder.lock
 
-    def noted(self, name, patience_s):
-        asked.append((name, patience_s))
-        return lock(self, name, patience_s)
+    def noted(self, *names, patience_s):
+        asked.append((names, patience_s))
+        return lock(self, *names, patience_s=patience_s)
 
     monkeypatch.setattr(Folder, "lock", noted)
-    for key in ("abc", "abd", "ac"):
-        cache(tmp_path).get_or_make(key, artifact)
-    assert asked == [("ab.lock", 600), ("ab.lock", 600), ("ac.lock", 600)]
+    cache(tmp_path).get_or_make("abc", artifact)
+    assert asked == [(("abc.lock",), 600)]
+
+
+def test_other_kernels_are_made_meanwhile_whatever_their_keys_begin_with(tmp_path):
+    inside = threading.Barrier(2, timeout=30)
+    keys = ["ab" + "0" * 62, "ab" + "1" * 62]
+
+    def make():
+        inside.wait()
+        return artifact()
+
+    with ThreadPoolExecutor(2) as pool:
+        made = pool.map(lambda key: cache(tmp_path).get_or_make(key, make), keys)
+        assert [one for _, one in made] == [True, True]
+    assert {p.suffix for p in (tmp_path / "kernels").iterdir()} == {".kernel"}
 
 
 def test_what_another_process_made_while_the_lock_was_waited_for_is_taken(tmp_path, monkeypatch):
     lock = Folder.lock
 
-    def late(folder, name, patience):
+    def late(folder, *names, patience_s):
         folder.write("k.kernel", store.dump("k", artifact()))
-        return lock(folder, name, patience)
+        return lock(folder, *names, patience_s=patience_s)
 
     monkeypatch.setattr(Folder, "lock", late)
     assert cache(tmp_path).get_or_make("k", refuse) == (artifact(), False)

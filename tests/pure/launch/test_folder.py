@@ -221,7 +221,7 @@ def test_a_folder_is_closed_after_use(tmp_path):
             Folder(tmp_path / "a")
         with pytest.raises(FileNotFoundError):
             Folder(tmp_path / "b")
-        with Folder(tmp_path / "a", private=False) as folder, folder.lock("l", 1.0):
+        with Folder(tmp_path / "a", private=False) as folder, folder.lock("l", patience_s=1.0):
             folder.write("x", b"")
     assert descriptors() == before
 
@@ -230,7 +230,7 @@ def test_one_thread_at_a_time_holds_a_lock(tmp_path):
     inside, most = [], []
 
     def work():
-        with Folder(tmp_path, private=False) as folder, folder.lock("l", 60.0):
+        with Folder(tmp_path, private=False) as folder, folder.lock("l", patience_s=60.0):
             inside.append(1)
             most.append(len(inside))
             inside.pop()
@@ -252,7 +252,7 @@ def run(code: str, *arguments: str) -> subprocess.Popen:
 _HOLD = """
 import os, sys, time
 from heedful.launch.code.folder import Folder
-with Folder(sys.argv[1], private=False) as folder, folder.lock("l", 60.0):
+with Folder(sys.argv[1], private=False) as folder, folder.lock("l", patience_s=60.0):
     if "fork" in sys.argv and os.fork() == 0:
         os.close(1)
         time.sleep(120)
@@ -268,7 +268,7 @@ def test_a_lock_that_is_held_for_ever_is_waited_for_only_so_long(tmp_path, caplo
     holder = run(_HOLD, str(tmp_path))
     try:
         assert holder.stdout and holder.stdout.readline() == "held\n"
-        with Folder(tmp_path, private=False) as folder, folder.lock("l", 0.2):
+        with Folder(tmp_path, private=False) as folder, folder.lock("l", patience_s=0.2):
             assert "is held for 0.2 s" in caplog.text
     finally:
         holder.kill()
@@ -279,7 +279,7 @@ def test_a_child_forked_under_a_lock_does_not_go_on_holding_it(tmp_path, caplog)
     holder = run(_HOLD, str(tmp_path), "fork", "die")
     assert holder.stdout and holder.stdout.readline() == "held\n"
     holder.communicate(timeout=60)
-    with Folder(tmp_path, private=False) as folder, folder.lock("l", 20.0):
+    with Folder(tmp_path, private=False) as folder, folder.lock("l", patience_s=20.0):
         assert "is held" not in caplog.text
 
 
@@ -311,7 +311,7 @@ def test_users_from_outside_of_the_namespace_are_those_that_the_kernel_names(
 def test_a_new_file_and_a_new_lock_are_for_this_user_alone(tmp_path):
     before = os.umask(0)
     try:
-        with Folder(tmp_path / "a", create=True) as folder, folder.lock("l", 1.0):
+        with Folder(tmp_path / "a", create=True) as folder, folder.lock("l", patience_s=1.0):
             folder.write("x", b"")
             assert {stat.S_IMODE(folder.stat(name).st_mode) for name in ("x", "l")} == {0o600}
     finally:

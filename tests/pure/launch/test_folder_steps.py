@@ -140,7 +140,7 @@ def test_a_link_is_used_itself_not_what_it_leads_to(tmp_path):
 def test_a_link_in_the_place_of_a_lock_is_no_lock(tmp_path, caplog):
     with Folder(tmp_path / "a", create=True) as folder:
         os.symlink(tmp_path / "made", tmp_path / "a" / "l")
-        with folder.lock("l", 1.0):
+        with folder.lock("l", patience_s=1.0):
             assert "no lock on the cache" in caplog.text
     assert {record.name for record in caplog.records} == {"heedful.cache"}
     assert not (tmp_path / "made").exists()
@@ -149,21 +149,62 @@ def test_a_link_in_the_place_of_a_lock_is_no_lock(tmp_path, caplog):
 def test_a_lock_is_given_back_though_a_copy_of_its_descriptor_is_open(tmp_path, caplog):
     """As a child has that another thread is just forking."""
     with Folder(tmp_path / "a", create=True) as folder:
-        with folder.lock("l", 1.0):
+        with folder.lock("l", patience_s=1.0):
             (handle,) = folders._held
             copy = os.dup(handle)
         assert not folders._held
-        with folder.lock("l", 0.0):
+        with folder.lock("l", patience_s=0.0):
             assert not caplog.records
     os.close(copy)
 
 
 def test_a_child_that_leaves_the_lock_closes_nothing_of_its_own(tmp_path):
-    with Folder(tmp_path / "a", create=True) as folder, folder.lock("l", 1.0):
+    with Folder(tmp_path / "a", create=True) as folder, folder.lock("l", patience_s=1.0):
         folders._after_fork()
         own = os.open(os.devnull, os.O_RDONLY)
     os.fstat(own)
     os.close(own)
+
+
+def wait(patience_s: float) -> bool:
+    return folders._wait(lambda: folders._lock(3), patience_s)
+
+
+def test_whoever_frees_a_lock_takes_its_file_along(tmp_path):
+    with Folder(tmp_path / "a", create=True) as folder:
+        with folder.lock("l", patience_s=1.0):
+            assert folder.names() == ["l"]
+        assert folder.names() == []
+
+
+def test_a_lock_on_a_file_that_is_gone_is_none(tmp_path, monkeypatch, caplog):
+    """Whoever waited for the file that the holder removed, and whoever made one of its name since,
+    would both be holders."""
+    with Folder(tmp_path / "a", create=True) as folder:
+        real, opened = folders._lock, []
+
+        def lock(handle: int) -> bool:
+            opened.append(os.fstat(handle).st_ino)
+            if len(opened) == 1:
+                os.rename(tmp_path / "a" / "l", tmp_path / "gone")
+            return real(handle)
+
+        monkeypatch.setattr(folders, "_lock", lock)
+        with folder.lock("l", patience_s=5.0):
+            assert len(opened) == 2 and folder.stat("l").st_ino == opened[1]
+    assert not folders._held and not caplog.records
+
+
+def test_any_of_several_locks_that_is_free_is_held(tmp_path, caplog):
+    with (
+        Folder(tmp_path / "a", create=True) as folder,
+        folder.lock("1", "2", patience_s=1.0),
+        folder.lock("1", "2", patience_s=1.0),
+    ):
+        assert sorted(folder.names()) == ["1", "2"] and not caplog.records
+        with folder.lock("1", "2", patience_s=0.1):
+            assert "is held for 0.1 s" in caplog.text
+        assert sorted(folder.names()) == ["1", "2"]
 
 
 class Locks:
@@ -199,19 +240,19 @@ def locks(monkeypatch):
 
 def test_a_held_lock_is_asked_for_ever_more_rarely_but_20_times_a_second(locks):
     made = locks(*[BlockingIOError()] * 9, None)
-    assert folders._acquire(3, 60.0) is True
+    assert wait(60.0) is True
     assert made.slept == [0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.05, 0.05, 0.05]
 
 
 def test_a_lock_is_waited_for_until_more_than_the_patience_has_passed(locks):
     made = locks()
-    assert folders._acquire(3, 0.003) is False
+    assert wait(0.003) is False
     assert made.slept == [0.001, 0.002, 0.004]
 
 
 def test_a_file_system_without_locks_is_gone_on_with(locks, caplog):
     made = locks(OSError(errno.ENOLCK, "no locks"))
-    assert folders._acquire(3, 60.0) is True
+    assert wait(60.0) is True
     assert not made.slept and "no lock on the cache: [Errno" in caplog.text
 
 
@@ -222,7 +263,7 @@ def test_without_descriptors_of_folders_entries_are_paths(tmp_path, monkeypatch,
     with pytest.raises(FileNotFoundError, match="b"):
         Folder(tmp_path / "a" / "b")
     for _ in range(2):
-        with Folder(tmp_path / "a" / "b", create=True) as folder, folder.lock("l", 1.0):
+        with Folder(tmp_path / "a" / "b", create=True) as folder, folder.lock("l", patience_s=1.0):
             folder.write("x", b"one")
             os.utime(tmp_path / "a" / "b" / "x", (5, 5))
             folder.touch("x")

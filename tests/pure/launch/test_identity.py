@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import heedful
+from heedful.core.base import installed
 from heedful.launch.code import compiler, identity, packs
 from heedful.launch.code.artifact import Artifact
 from heedful.launch.program.spec import KernelCall, KernelRef, Pointer, Scalar, TensorMap
@@ -32,6 +33,12 @@ CALL = KernelCall(
 ARCH = "sm_90"
 
 
+def compiled_by(monkeypatch, version: str | None) -> None:
+    """As if that Triton compiled here, or none."""
+    found = version and installed.Compiler(version, Path("/nowhere"))
+    monkeypatch.setattr(installed, "compiler", lambda: found)
+
+
 @pytest.fixture
 def compiles(tmp_path, monkeypatch):
     """A process with a disk cache of its own and a compiler that only counts."""
@@ -42,7 +49,7 @@ def compiles(tmp_path, monkeypatch):
     monkeypatch.setattr(compiler, "_artifacts", {})
     monkeypatch.setattr(packs, "_loaded", {})
     monkeypatch.setattr(packs, "_backends", set())
-    monkeypatch.setattr(identity, "triton_version", lambda: "3.9.0")
+    compiled_by(monkeypatch, "3.9.0")
 
     def compile_artifact(call, arch):
         return Artifact(os.urandom(8), "", "k", arch, 4, 32, 0, 1, (), 0)
@@ -133,8 +140,24 @@ def test_run_time_values_compile_nothing_new(compiles, what):
 def test_what_another_compiler_made_is_not_taken(compiles, version, monkeypatch):
     got()
     restart()
-    monkeypatch.setattr(identity, "triton_version", lambda: version)
+    compiled_by(monkeypatch, version)
     assert got()[0] == "compiles"
+
+
+def test_what_other_assemblers_would_make_is_not_taken(compiles, monkeypatch):
+    """Wheels of one version differ in them."""
+    folder = compiles / "triton" / "backends" / "nvidia" / "bin"
+    folder.mkdir(parents=True)
+    found = installed.Compiler("3.9.0", compiles)
+    monkeypatch.setattr(installed, "compiler", lambda: found)
+    seen = []
+    for size in (1, 2):
+        (folder / "ptxas").write_bytes(b"x" * size)
+        identity._assemblers.cache_clear()
+        restart()
+        seen.append(got()[0])
+    identity._assemblers.cache_clear()
+    assert seen == ["compiles", "compiles"]
 
 
 TELLING = [
@@ -238,7 +261,7 @@ def test_a_pack_serves_any_compiler_and_no_other_kernel(compiles, monkeypatch):
     )
     packs.load_pack(compiles / "pack")
     for version in ("3.6.0", None):
-        monkeypatch.setattr(identity, "triton_version", lambda version=version: version)
+        compiled_by(monkeypatch, version)
         restart()
         assert got() == ("pack_hits", made)
         for call, arch in DIFFERENT.values():

@@ -1,16 +1,23 @@
-"""Which Triton is installed, whatever distribution brought it.
+"""Which Triton is installed, whatever distribution brought it, and which one compiles.
 
 PyTorch's wheels bring it under names of their own: `triton-rocm` and `pytorch-triton-rocm` beside
 ROCm builds, `pytorch-triton` beside nightly ones. What counts is what `import triton` gives.
+Another one may lie in a folder apart, a toolchain, which worker processes import it from.
 """
 
 import importlib
+import os
 import re
+import subprocess
 import sys
+import sysconfig
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+
+from heedful.core.base import settings
 
 # Distributions known to bring the module `triton`; any other is seen through the module alone.
 TRITON_DISTRIBUTIONS = (
@@ -39,28 +46,32 @@ def triton_version() -> str | None:
     those of the module: of several distributions that were installed over one another, one has the
     files. Otherwise the module's. It is imported only if its source does not say.
     """
+    origin = _origin()
+    return None if origin is None else _version_of(origin, tuple(sys.path))
+
+
+def _origin() -> str | None:
+    """The file of the module `triton`. Without one it is a folder that happens to have the name."""
     try:
         spec = find_spec("triton")
     except (ImportError, ValueError):
         return None
-    # Without a file of its own it is a folder that happens to have the name.
-    if spec is None or spec.origin is None:
-        return None
-    return _version_of(spec.origin, tuple(sys.path))
+    return None if spec is None else spec.origin
 
 
 @cache
-def _version_of(origin: str, _path: tuple[str, ...]) -> str | None:
+def _version_of(origin: str, path: tuple[str, ...]) -> str | None:
     own = _module_version(Path(origin))
-    if own is None:
-        return None
+    # The distribution that brought the module lies beside it, as a rule.
+    return own and _build(own, (str(Path(origin).parents[1]), *path))
+
+
+def _build(own: str, path: tuple[str, ...]) -> str:
+    """The version with the name of its build, as distributions on the path have it."""
     for name in TRITON_DISTRIBUTIONS:
-        try:
-            given = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-        if given and numbers(given) == numbers(own):
-            return given
+        for found in metadata.distributions(name=name, path=[*path]):
+            if found.version and numbers(found.version) == numbers(own):
+                return found.version
     return own
 
 
@@ -68,16 +79,113 @@ def _module_version(origin: Path) -> str | None:
     loaded = getattr(sys.modules.get("triton"), "__version__", None)
     if loaded is not None:
         return str(loaded)
-    try:
-        said = re.search(_SAYS, origin.read_text(), re.MULTILINE)
-    except (OSError, UnicodeDecodeError):
-        said = None
+    said = _said(origin)
     if said:
-        return said[1]
+        return said
     try:
         return str(importlib.import_module("triton").__version__)
     except (ImportError, AttributeError):
         return None
+
+
+def _said(origin: Path) -> str | None:
+    """The version that a module's source says."""
+    try:
+        said = re.search(_SAYS, origin.read_text(), re.MULTILINE)
+    except (OSError, UnicodeDecodeError):
+        return None
+    return said and said[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """A Triton that kernels are compiled by.
+
+    root: the folder that it is imported from. apart: by worker processes; else by this one.
+    """
+
+    version: str
+    root: Path
+    apart: bool = False
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        return numbers(self.version)
+
+    @property
+    def assemblers(self) -> dict[str, Path]:
+        """What NVIDIA's assembly is assembled by, by name; Triton says which, by architecture."""
+        folder = self.root / "triton" / "backends" / "nvidia" / "bin"
+        return {path.name: path for path in sorted(folder.glob("ptxas*"))}
+
+    def words(self) -> str:
+        """Where it is and with which assemblers, for people."""
+        tools = [f"{name} {assembler_version(p)}" for name, p in self.assemblers.items()]
+        where = f"in workers, of {self.root}" if self.apart else "in this process"
+        return f"Triton {self.version} {where}" + "".join(f", {tool}" for tool in tools)
+
+
+@cache
+def assembler_version(path: Path) -> str:
+    """The version that ptxas says of itself; "unknown" where it cannot be asked."""
+    try:
+        said = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=60
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        said = ""
+    found = re.search(r"\bV(\d[\d.]*)", said)
+    return found[1] if found else "unknown"
+
+
+def compiler() -> Compiler | None:
+    """The Triton that compiles here: the one that HEEDFUL_TRITON names, else the newest toolchain
+    if it is newer than this process's own, or there is none, else this process's own.
+
+    Raises ValueError where HEEDFUL_TRITON names a folder without a Triton.
+    """
+    made, is_named = _toolchain()
+    version, origin = triton_version(), _origin()
+    own = Compiler(version, Path(origin).parents[1]) if version and origin else None
+    if made is None or (own is not None and not is_named and made.numbers <= own.numbers):
+        return own
+    return made
+
+
+@cache
+def _toolchain() -> tuple[Compiler | None, bool]:
+    """The toolchain that may compile here, and whether it was named: it is not to change while the
+    process runs."""
+    named: Path | None = settings.get("triton")
+    if named is None:
+        fitting = (one for one in toolchains() if one.root.name.endswith(python_tag()))
+        return next(fitting, None), False
+    if str(named) == settings.PROCESS:
+        return None, True
+    found = toolchain_in(named)
+    if found is None:
+        raise ValueError(f"HEEDFUL_TRITON={str(named)!r}: there is no Triton in that folder")
+    return found, True
+
+
+def toolchains() -> list[Compiler]:
+    """What `heedful toolchain install` made, the newest first, for other Pythons, too."""
+    base = settings.data_folder()
+    found = [toolchain_in(path) for path in base.glob("toolchains/*")] if base else []
+    made = [one for one in found if one is not None and not one.root.name.startswith(".")]
+    return sorted(made, key=lambda one: (one.numbers, one.root), reverse=True)
+
+
+def toolchain_in(root: Path) -> Compiler | None:
+    """The Triton that a folder holds."""
+    root = Path(os.path.abspath(root))
+    said = _said(root / "triton" / "__init__.py")
+    return said and Compiler(_build(said, (str(root),)), root, apart=True) or None
+
+
+def python_tag() -> str:
+    """What a toolchain's folder ends with: the Python and the machine that it is for."""
+    return f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -22,6 +22,20 @@ def _size(text: str) -> int:
     return value * 1024 * 1024
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError("wanted a number of seconds > 0")
+    return value
+
+
+def _workers(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("wanted a number >= 1")
+    return value
+
+
 def _folder(text: str) -> Path:
     try:
         return Path(text).expanduser()
@@ -29,15 +43,24 @@ def _folder(text: str) -> Path:
         raise ValueError("there is no home folder for ~") from None
 
 
-def _cache_dir() -> Path | None:
+def _base(variable: str, *usual: str) -> Path | None:
     """The folder that the XDG base directory specification gives; None where there is no home: a
     service without one, or a user id that the system has no entry for."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
+    base = os.environ.get(variable, "")
     # The specification: what is not absolute is to be ignored.
     if os.path.isabs(base):
         return Path(base) / "heedful"
     home = os.environ.get("HOME") or _home_by_entry()
-    return Path(home) / ".cache" / "heedful" if os.path.isabs(home) else None
+    return Path(home, *usual, "heedful") if os.path.isabs(home) else None
+
+
+def _cache_dir() -> Path | None:
+    return _base("XDG_CACHE_HOME", ".cache")
+
+
+def data_folder() -> Path | None:
+    """Where toolchains are installed; None where there is no home."""
+    return _base("XDG_DATA_HOME", ".local", "share")
 
 
 def _home_by_entry() -> str:
@@ -57,6 +80,9 @@ def _level(text: str) -> str:
         raise ValueError("wanted debug, info, warning or error")
     return text.lower()
 
+
+# HEEDFUL_TRITON where this process's own Triton is to compile.
+PROCESS = "process"
 
 # When a setting is read.
 START = "once, when heedful is first used"
@@ -115,6 +141,29 @@ TABLE = {
         None,
         START,
         "folder of a pack of compiled kernels to load at start",
+    ),
+    "triton": Setting(
+        "HEEDFUL_TRITON",
+        _folder,
+        None,
+        START,
+        "folder of the Triton that worker processes compile with, or `process` for this process's;"
+        " else a toolchain that is newer than this process's Triton",
+    ),
+    "workers": Setting(
+        "HEEDFUL_WORKERS",
+        _workers,
+        lambda: max(1, min(8, (os.cpu_count() or 1) // 2)),
+        USE,
+        "how many kernels worker processes of this user compile at once on this machine (half the"
+        " cores, 8 at most)",
+    ),
+    "compile_seconds": Setting(
+        "HEEDFUL_COMPILE_SECONDS",
+        _seconds,
+        600.0,
+        USE,
+        "how long a worker process may compile one kernel before it is ended",
     ),
     "check_pages": Setting(
         "HEEDFUL_CHECK_PAGES",

@@ -7,7 +7,7 @@ import jax
 
 from heedful.core.base import settings
 from heedful.core.base.device import KNOWN, DeviceSpec, by_name, of_arch
-from heedful.core.base.installed import numbers, triton_version
+from heedful.core.base.installed import compiler, numbers
 from heedful.core.registry.capability import Toolchain
 from heedful.launch import validations
 from heedful.launch.code import packs
@@ -52,11 +52,11 @@ def _live(platform: str, ordinal: int) -> DeviceSpec:
 
 
 def toolchain(spec: DeviceSpec) -> Toolchain:
-    """The versions that are installed beside JAX, the packs loaded and the backends validated on
-    this device; torch takes no part in JAX's calls."""
-    triton = triton_version()
+    """The versions of the Triton that compiles and of JAX, the packs loaded and the backends
+    validated on this device; torch takes no part in JAX's calls."""
+    found = compiler()
     return Toolchain(
-        triton=numbers(triton) if triton else None,
+        triton=found and found.numbers,
         torch=None,
         jax=_jax_version(),
         packs=packs.backends(),

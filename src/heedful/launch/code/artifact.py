@@ -10,6 +10,10 @@ TENSOR_MAP_BYTES, TENSOR_MAP_ALIGN = 128, 64
 PARAMETER_BASE = {"cuda:90": 0x210}
 
 
+class CompileError(RuntimeError):
+    """A kernel did not compile; carries the compiler's own words."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """One parameter of the compiled kernel, in order.
@@ -33,6 +37,7 @@ class Artifact:
     num_warps: in all, with the workers of a warp-specialised kernel. cluster: blocks a cluster.
     tensor_maps: per descriptor argument, what its encoding needs (swizzle, element type, box).
     scratch_bytes: device memory per block that the compiler asks for, 0 as a rule.
+    toolchain: the Triton and the assembler that made it.
     """
 
     code: bytes

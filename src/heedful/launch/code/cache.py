@@ -75,7 +75,7 @@ class DiskCache:
                 return found, False
             if self._read_only:
                 return make(), True
-            with folder.lock(f"{key[:2]}.lock", PATIENCE_SECONDS):
+            with folder.lock(f"{key}.lock", patience_s=PATIENCE_SECONDS):
                 found = self._load(folder, key)
                 if found is not None:
                     return found, False
@@ -117,7 +117,9 @@ class DiskCache:
             if name.endswith(store.SUFFIX):
                 entries.append((status.st_mtime, status.st_size, name))
                 total += status.st_size
-            elif name.endswith(".tmp") and time.time() - status.st_mtime > _TOUCH_SECONDS:
+            elif (
+                name.endswith((".tmp", ".lock")) and time.time() - status.st_mtime > _TOUCH_SECONDS
+            ):
                 folder.remove(name)
         for _, size, name in sorted(entries):
             if total <= self._limit:

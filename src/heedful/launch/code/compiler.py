@@ -7,12 +7,12 @@ import threading
 from collections import Counter
 from functools import cache
 
-from heedful.core.base import settings
+from heedful.core.base import installed, settings
 from heedful.core.base.forks import new_lock
 from heedful.launch.code import packs
 from heedful.launch.code.artifact import Artifact
 from heedful.launch.code.cache import DiskCache
-from heedful.launch.code.identity import cache_key, kernel_key, toolchain
+from heedful.launch.code.identity import cache_key, kernel_key
 from heedful.launch.program.spec import KernelCall
 
 counters: Counter[str] = Counter()
@@ -44,20 +44,28 @@ def _find_or_compile(call: KernelCall, arch: str) -> Artifact:
     if packed is not None:
         counters["pack_hits"] += 1
         return packed
-    if not toolchain():
+    if installed.compiler() is None:
         raise RuntimeError(
             f"{call.kernel.function} for {arch} is in no loaded pack, and there is no Triton here"
             " to compile it: pip install triton, or add this problem to the pack (heedful prebuild)"
         )
-
-    def compile_now() -> Artifact:
-        from heedful.launch.code.triton_compat import compile_artifact
-
-        return compile_artifact(call, arch)
-
-    found, made = _disk_cache().get_or_make(cache_key(call, arch), compile_now)
+    key = cache_key(call, arch)
+    found, made = _disk_cache().get_or_make(key, lambda: compile_now(call, arch))
     counters["compiles" if made else "disk_hits"] += 1
     return found
+
+
+def compile_now(call: KernelCall, arch: str) -> Artifact:
+    """The kernel compiled anew, by the Triton that `core.base.installed.compiler` gives.
+
+    Raises CompileError, naming the kernel.
+    """
+    chosen = installed.compiler()
+    if chosen is not None and chosen.apart:
+        from heedful.launch.worker.pool import compile_artifact
+    else:
+        from heedful.launch.code.triton_compat import compile_artifact
+    return compile_artifact(call, arch)
 
 
 def _disk_cache() -> DiskCache:

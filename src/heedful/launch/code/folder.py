@@ -13,7 +13,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -150,20 +150,45 @@ class Folder:
             return
 
     @contextmanager
-    def lock(self, name: str, patience_s: float) -> Iterator[None]:
-        """Holds the lock file of this name, among processes and threads; the system frees it when
-        the process ends. Goes on without it where the file system has no locks, or after
-        patience_s: a holder may be stopped, or on a machine that is gone."""
-        handle = self._lock_file(name)
+    def lock(self, *names: str, patience_s: float) -> Iterator[None]:
+        """Holds the lock file of one of these names, among processes and threads; the system frees
+        it when the process ends. Goes on without it where the file system has no locks, or after
+        patience_s: a holder may be stopped, or on a machine that is gone.
+
+        The file is there while the lock is held or waited for: whoever frees it removes it, and
+        whoever gets a lock on a file that is gone tries again.
+        """
+        held: list[tuple[str, int]] = []
+
+        def attempt() -> bool:
+            for name in names:
+                handle = self._lock_file(name)
+                if handle is None or (_lock(handle) and self._is_there(name, handle)):
+                    held.extend([(name, handle)] if handle is not None else [])
+                    return True
+                _held.discard(handle)
+                os.close(handle)
+            return False
+
+        if not _wait(attempt, patience_s):
+            log.warning("%s is held for %g s: going on", self.path / names[0], patience_s)
         try:
-            if handle is not None and not _acquire(handle, patience_s):
-                log.warning("%s is held for %g s: going on", self.path / name, patience_s)
             yield
         finally:
-            # In a child that was forked meanwhile it is closed already.
-            if handle in _held:
-                _held.discard(handle)
-                _release(handle)
+            for name, handle in held:
+                # In a child that was forked meanwhile it is closed already.
+                if handle in _held:
+                    with suppress(OSError):
+                        self.remove(name)
+                    _held.discard(handle)
+                    _release(handle)
+
+    def _is_there(self, name: str, handle: int) -> bool:
+        """Whether the open file is still the one of this name."""
+        try:
+            return os.path.samestat(self.stat(name), os.fstat(handle))
+        except FileNotFoundError:
+            return False
 
     def _lock_file(self, name: str) -> int | None:
         if fcntl is None:
@@ -178,22 +203,27 @@ class Folder:
         return handle
 
 
-def _acquire(handle: int, patience_s: float) -> bool:
-    """Whether the lock was had in time, or cannot be had at all."""
-    assert fcntl is not None
+def _wait(attempt: Callable[[], bool], patience_s: float) -> bool:
+    """Whether an attempt succeeded in time; they become ever more rare."""
     give_up, pause = time.monotonic() + patience_s, 0.001
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() > give_up:
-                return False
-        except OSError as error:
-            log.warning("no lock on the cache: %s", error)
-            return True
+    while not attempt():
+        if time.monotonic() > give_up:
+            return False
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
+    return True
+
+
+def _lock(handle: int) -> bool:
+    """Whether the lock was free, or cannot be had at all."""
+    assert fcntl is not None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.warning("no lock on the cache: %s", error)
+    return True
 
 
 def _release(handle: int) -> None:

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import heedful.kernels
-from heedful.core.base.installed import triton_version
+from heedful.core.base import installed
 from heedful.launch.program.spec import KernelCall, KernelRef
 
 _KERNELS = Path(heedful.kernels.__file__).parent
@@ -54,18 +54,29 @@ def files_digest(files: Iterable[Path]) -> str:
 def toolchain() -> str:
     """The compiler that would compile here, with what the environment tells it: empty without
     Triton."""
-    version = triton_version()
-    if version is None:
+    found = installed.compiler()
+    if found is None:
         return ""
-    return " ".join((f"triton {version}", *_environment()))
+    return " ".join((f"triton {found.version}", *_assemblers(found.root), *_environment()))
+
+
+@cache
+def _assemblers(root: Path) -> list[str]:
+    """Builds of one version of Triton differ in their assemblers; sizes tell these apart."""
+    tools = installed.Compiler("", root).assemblers
+    return [f"{name}@{path.stat().st_size}" for name, path in tools.items()]
+
+
+def told() -> dict[str, str]:
+    """The variables of the environment that change what the compiler makes."""
+    found = sorted(os.environ.items())
+    return {n: value for n, value in found if n.startswith(_TOLD) and not n.startswith(_PLACES)}
 
 
 def _environment() -> Iterator[str]:
-    """The variables that change what the compiler makes. A file that one names, such as a foreign
-    assembler, may be replaced under its name: its size and date belong to it."""
-    for name, value in sorted(os.environ.items()):
-        if not name.startswith(_TOLD) or name.startswith(_PLACES):
-            continue
+    """What the compiler is told. A file that a variable names, such as a foreign assembler, may be
+    replaced under its name: its size and date belong to it."""
+    for name, value in told().items():
         try:
             status = os.stat(value) if os.path.isfile(value) else None
         except (OSError, ValueError):

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import triton
@@ -17,7 +18,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from heedful.core.base.device import vendor_of
-from heedful.launch.code.artifact import PARAMETER_BASE, Artifact, lay_out, size_of
+from heedful.core.base.installed import assembler_version
+from heedful.launch.code.artifact import PARAMETER_BASE, Artifact, CompileError, lay_out, size_of
 from heedful.launch.program.spec import (
     Argument,
     KernelCall,
@@ -30,10 +32,6 @@ from heedful.launch.program.spec import (
 )
 
 VERSION = tuple(int(part) for part in re.findall(r"\d+", triton.__version__)[:2])
-
-
-class CompileError(RuntimeError):
-    """A kernel did not compile; carries Triton's own words."""
 
 
 def parse_target(arch: str) -> GPUTarget:
@@ -173,8 +171,16 @@ def compile_artifact(call: KernelCall, arch: str) -> Artifact:
             }
             for name, meta in zip([n for n in order if n in maps], metas, strict=True)
         },
-        toolchain=f"triton {triton.__version__}",
+        toolchain=f"triton {triton.__version__}" + (_assembler(int(target.arch)) if nvidia else ""),
     )
+
+
+def _assembler(arch: int) -> str:
+    """The assembler that Triton takes for an NVIDIA architecture, as artifacts name it."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    path = Path(get_ptxas(arch).path)
+    return f", {path.name} {assembler_version(path)}"
 
 
 # Descriptors' element types as the device numbers them -> CUtensorMapDataType.

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from heedful.core.base.device import KNOWN, NO_GPU_ON_WINDOWS, DeviceSpec, of_arch
-from heedful.core.base.installed import numbers, triton_version
+from heedful.core.base.installed import compiler, numbers
 from heedful.core.registry.capability import Toolchain
 from heedful.launch import validations
 from heedful.launch.code import packs
@@ -39,9 +39,9 @@ def device_spec(device: torch.device) -> DeviceSpec:
 
 
 def toolchain(device: torch.device | None = None) -> Toolchain:
-    """The versions that are installed beside this torch, the packs loaded and, of a device, the
-    backends validated on it (None is the first GPU or, without one, the CPU); jax takes no part in
-    torch calls."""
+    """The versions of the Triton that compiles and of this torch, the packs loaded and, of a
+    device, the backends validated on it (None is the first GPU or, without one, the CPU); jax takes
+    no part in torch calls."""
     if device is None:
         device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     validated = validations.validated(device_spec(device))
@@ -50,5 +50,5 @@ def toolchain(device: torch.device | None = None) -> Toolchain:
 
 @cache
 def _versions() -> Toolchain:
-    triton = triton_version()
-    return Toolchain(numbers(triton) if triton else None, numbers(torch.__version__), None)
+    found = compiler()
+    return Toolchain(found and found.numbers, numbers(torch.__version__), None)

@@ -376,7 +376,7 @@ def test_without_a_device_the_first_gpu_or_the_cpu_is_meant(available, monkeypat
     assert found.torch is not None and found.torch[:2] == version
     device.toolchain(torch.device("cuda", 3))
     assert asked[1:] == [torch.device("cuda", 3)]
-    monkeypatch.setattr(device, "triton_version", lambda: "")
+    monkeypatch.setattr(device, "compiler", lambda: None)
     assert device._versions.__wrapped__().triton is None
 
 

@@ -135,3 +135,97 @@ def test_the_triton_of_this_environment_says_the_same_of_itself():
 )
 def test_the_numbers_of_a_version_are_its_leading_ones(text, expected):
     assert installed.numbers(text) == expected
+
+
+@pytest.fixture
+def data(site, tmp_path_factory, monkeypatch):
+    """A data folder; the process's own Triton is 3.7.1."""
+    folder = tmp_path_factory.mktemp("data")
+    monkeypatch.setenv("XDG_DATA_HOME", str(folder))
+    monkeypatch.delenv("HEEDFUL_TRITON", raising=False)
+    distribution(site, "triton", "3.7.1")
+    module(site, '__version__ = "3.7.1"\n')
+    installed._toolchain.cache_clear()
+    yield folder
+    installed._toolchain.cache_clear()
+
+
+def made(data: Path, version: str, tag: str = "") -> Path:
+    """A toolchain as the command makes it."""
+    folder = data / "heedful" / "toolchains" / f"triton-{version}-{tag or installed.python_tag()}"
+    folder.mkdir(parents=True)
+    distribution(folder, "triton", version)
+    module(folder, f'__version__ = "{version.partition("+")[0]}"\n')
+    return folder
+
+
+def compiles() -> tuple[str, bool] | None:
+    installed._toolchain.cache_clear()
+    found = installed.compiler()
+    return found and (found.version, found.apart)
+
+
+def test_a_toolchain_compiles_where_it_is_newer_than_the_process_s_triton(data, site):
+    assert compiles() == ("3.7.1", False)
+    made(data, "3.6.0")
+    made(data, "3.7.1+git123")
+    assert compiles() == ("3.7.1", False)
+    made(data, "3.10.0", "cpython-39-plan9")
+    assert compiles() == ("3.7.1", False)
+    made(data, "3.8.0")
+    newest = made(data, "3.10.0+git7")
+    assert compiles() == ("3.10.0+git7", True)
+    found = installed.compiler()
+    assert found is not None and found.root == newest and found.numbers == (3, 10, 0)
+    assert "3.10.0+git7" in identity.toolchain()
+    (site / "triton" / "__init__.py").unlink()
+    importlib.invalidate_caches()
+    assert compiles() == ("3.10.0+git7", True)
+
+
+def test_which_toolchain_compiles_does_not_change_while_the_process_runs(data):
+    assert compiles() == ("3.7.1", False)
+    made(data, "3.9.0")
+    found = installed.compiler()
+    assert found is not None and found.version == "3.7.1"
+
+
+def test_a_named_folder_compiles_whatever_its_version(data, tmp_path, monkeypatch):
+    made(data, "3.9.0")
+    old = tmp_path / "old"
+    old.mkdir()
+    module(old, "__version__ = '3.6.0'\n")
+    monkeypatch.setenv("HEEDFUL_TRITON", str(old))
+    assert compiles() == ("3.6.0", True)
+    monkeypatch.setenv("HEEDFUL_TRITON", "process")
+    assert compiles() == ("3.7.1", False)
+    monkeypatch.setenv("HEEDFUL_TRITON", "")
+    assert compiles() == ("3.9.0", True)
+    monkeypatch.setenv("HEEDFUL_TRITON", str(tmp_path / "gone"))
+    with pytest.raises(ValueError, match=r"^HEEDFUL_TRITON='.*gone': there is no Triton in that"):
+        compiles()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HEEDFUL_TRITON", "old")
+    found = compiles() and installed.compiler()
+    assert found and found.root == old
+
+
+def test_the_planner_plans_for_the_triton_that_compiles(data, device):
+    made(data, "3.9.0")
+    installed._toolchain.cache_clear()
+    device._versions.cache_clear()
+    assert device.toolchain().triton == (3, 9, 0)
+
+
+def test_the_assembler_says_its_version_or_that_it_is_not_known(tmp_path):
+    tool = tmp_path / "ptxas"
+    tool.write_text("#!/bin/sh\necho ptxas: release 13.4, V13.4.59\n")
+    assert installed.assembler_version(tool) == "unknown"
+    installed.assembler_version.cache_clear()
+    tool.chmod(0o755)
+    assert installed.assembler_version(tool) == "13.4.59"
+    folder = tmp_path / "triton" / "backends" / "nvidia" / "bin"
+    folder.mkdir(parents=True)
+    tool.rename(folder / "ptxas")
+    found = installed.Compiler("3.9.0", tmp_path, apart=True)
+    assert found.words() == f"Triton 3.9.0 in workers, of {tmp_path}, ptxas 13.4.59"

@@ -32,7 +32,10 @@ def test_an_empty_variable_is_one_that_is_not_set(clean, monkeypatch, name):
 
 
 def test_a_wrong_value_is_named_with_its_variable(clean, monkeypatch):
-    for name, text in {"cache_limit": "much", "cache_read_only": "perhaps", "log": "loud"}.items():
+    for name, text in {
+        **{"cache_limit": "much", "cache_read_only": "perhaps", "log": "loud"},
+        **{"workers": "0", "compile_seconds": "inf"},
+    }.items():
         monkeypatch.setenv(settings.TABLE[name].variable, text)
         with pytest.raises(ValueError, match=f"{settings.TABLE[name].variable}='{text}'"):
             settings.get(name)
@@ -52,6 +55,9 @@ MIB = 1024 * 1024
         ("check_pages", False, {"1": True, "0": False}),
         ("pack", None, {"/a/b": Path("/a/b")}),
         ("cache_dir", None, {"/a/b": Path("/a/b")}),
+        ("triton", None, {"/a/b": Path("/a/b"), "process": Path("process")}),
+        ("workers", max(1, min(8, (os.cpu_count() or 1) // 2)), {"1": 1, "70": 70}),
+        ("compile_seconds", 600.0, {"0.5": 0.5, "3600": 3600.0}),
         ("log", "warning", {"DEBUG": "debug", "info": "info", "warning": "warning"}),
         ("log", "warning", {"Error": "error"}),
     ],

@@ -1,0 +1,83 @@
+"""python -m heedful.launch.worker FD SECONDS: compiles what the process at the other end of a
+socket asks for, one kernel after the other, until that one is gone or asked for nothing so long."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+from heedful.launch.code import store
+from heedful.launch.code.identity import cache_key, toolchain
+from heedful.launch.worker.channel import BYE, CALL, ERROR, HELLO, KERNEL, receive, send
+from heedful.launch.worker.codec import decode
+
+
+def serve(channel: socket.socket, idle_seconds: float) -> None:
+    """Says hello, then answers, until nothing was asked for so long."""
+    _prefer_to_be_killed()
+    from heedful.launch.code.triton_compat import compile_artifact
+
+    asked: SimpleQueue[bytes] = SimpleQueue()
+    threading.Thread(target=_listen, args=(channel, asked), daemon=True).start()
+    send(channel, HELLO, toolchain().encode())
+    while True:
+        try:
+            request = asked.get(timeout=idle_seconds)
+        except Empty:
+            send(channel, BYE)
+            _end()
+        try:
+            call, arch = decode(request)
+            made = store.dump(cache_key(call, arch), compile_artifact(call, arch))
+        except Exception as error:
+            send(channel, ERROR, json.dumps(_reported(error)).encode())
+        else:
+            send(channel, KERNEL, made)
+
+
+def _listen(channel: socket.socket, asked: SimpleQueue[bytes]) -> None:
+    """Notices that the other process is gone while a kernel is compiled, too."""
+    while True:
+        try:
+            kind, data = receive(channel)
+        except (EOFError, OSError):
+            _end()
+        if kind == CALL:
+            asked.put(data)
+
+
+def _end() -> None:
+    """Ends this process and what it started, such as an assembler; their files go along."""
+    shutil.rmtree(tempfile.gettempdir(), ignore_errors=True)
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
+def _prefer_to_be_killed() -> None:
+    """Where memory is short, this process goes before the one that asked."""
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("500")
+
+
+def _reported(error: Exception) -> dict[str, str]:
+    """The error in words, and of which kind it is: the machine's, or the compiler's."""
+    causes: list[BaseException | None] = [error, error.__cause__]
+    kind = "compiler"
+    if any(isinstance(cause, MemoryError) for cause in causes):
+        kind = "memory"
+    elif any(isinstance(cause, OSError) for cause in causes):
+        kind = "files"
+    return {"kind": kind, "text": str(error) or repr(error)}
+
+
+if __name__ == "__main__":
+    # An assembler that outlives this process is not to hold it open.
+    os.set_inheritable(int(sys.argv[1]), False)
+    serve(socket.socket(fileno=int(sys.argv[1])), float(sys.argv[2]))

@@ -1,0 +1,91 @@
+"""The workers of this process, started when they are needed and kept for the next kernel; and how
+many of all processes of this user compile at once on this machine."""
+
+import atexit
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from heedful.core.base import installed, settings
+from heedful.core.base.forks import new_lock
+from heedful.core.base.installed import Compiler
+from heedful.launch.code.artifact import Artifact
+from heedful.launch.code.cache import PATIENCE_SECONDS
+from heedful.launch.code.folder import Folder
+from heedful.launch.code.identity import toolchain
+from heedful.launch.program.spec import KernelCall
+from heedful.launch.worker.process import Ended, Worker
+
+log = logging.getLogger("heedful.worker")
+
+# Workers that wait for work, the last used last, by the toolchain that they have.
+_idle: dict[str, list[Worker]] = {}
+_guard = new_lock()
+
+
+def compile_artifact(call: KernelCall, arch: str) -> Artifact:
+    """Compiles one call for an architecture, in a worker process. Raises CompileError with the
+    kernel's name, and what helps; the next call starts a worker anew."""
+    chosen = installed.compiler()
+    assert chosen is not None
+    with _turn():
+        while True:
+            worker = _taken(chosen)
+            try:
+                made = worker.compile(call, arch)
+            except Ended:
+                continue
+            finally:
+                _give_back(worker)
+            return made
+
+
+def _taken(chosen: Compiler) -> Worker:
+    with _guard:
+        waiting = _idle.setdefault(toolchain(), [])
+        while waiting:
+            worker = waiting.pop()
+            if worker.is_running:
+                return worker
+            worker.end()
+    log.info("starting a worker process: %s", chosen.words())
+    return Worker(chosen)
+
+
+def _give_back(worker: Worker) -> None:
+    if worker.is_running:
+        with _guard:
+            _idle.setdefault(worker.toolchain, []).append(worker)
+
+
+@contextmanager
+def _turn() -> Iterator[None]:
+    """One of the places to compile in that this user has on this machine."""
+    places = [f"{place}.lock" for place in range(settings.get("workers"))]
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    with ExitStack() as stack:
+        try:
+            path = Path(tempfile.gettempdir(), f"heedful-workers-{user}")
+            folder = stack.enter_context(Folder(path, create=True))
+        except OSError as error:
+            log.warning("processes do not take turns to compile: %s", error)
+        else:
+            stack.enter_context(folder.lock(*places, patience_s=PATIENCE_SECONDS))
+        yield
+
+
+def end_all() -> None:
+    """Ends the workers that wait for work."""
+    with _guard:
+        waiting = [worker for workers in _idle.values() for worker in workers]
+        _idle.clear()
+    for worker in waiting:
+        worker.end()
+
+
+atexit.register(end_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.clear)

@@ -1,0 +1,218 @@
+"""One worker process: how it is started, asked and ended."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from weakref import WeakSet
+
+import heedful
+from heedful.core.base import settings
+from heedful.core.base.installed import Compiler
+from heedful.launch.code import store
+from heedful.launch.code.artifact import Artifact, CompileError
+from heedful.launch.code.folder import Folder
+from heedful.launch.code.identity import cache_key, told, toolchain
+from heedful.launch.program.spec import KernelCall
+from heedful.launch.worker.channel import BYE, CALL, ERROR, HELLO, KERNEL, receive, send
+from heedful.launch.worker.codec import encode
+
+# The variables that a worker has of this process, with those that tell the compiler what to make.
+_KEPT = ("PATH", "HOME", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH")
+_KEPT += ("DYLD_LIBRARY_PATH", "SYSTEMROOT")
+_MOST_WORDS = 4000
+# A worker that has nothing to do holds a few hundred MiB.
+IDLE_SECONDS = 120.0
+_HERE = f"HEEDFUL_TRITON={settings.PROCESS} compiles in this process"
+_MEMORY = (
+    "where memory is short, give this machine or container more, or let fewer kernels compile at"
+    " once (HEEDFUL_WORKERS)"
+)
+_REMEDIES = {
+    "compiler": "",
+    "memory": f": {_MEMORY}",
+    "files": ": the compiler's files lie in the system's temporary folder, or in that of TMPDIR",
+}
+
+# All that run, for a forked child to let go of.
+_running: "WeakSet[Worker]" = WeakSet()
+
+
+class Ended(Exception):
+    """The worker had ended before it was asked."""
+
+
+class Worker:
+    """A process that compiles with a Triton of its own. It ends when this process does.
+
+    Raises CompileError where it cannot be started, or has another Triton than is wanted.
+    """
+
+    def __init__(self, compiler: Compiler):
+        self._compiler, self.toolchain = compiler, toolchain()
+        self._scratch: Path | None = None
+        self._process: subprocess.Popen | None = None
+        self._channel: socket.socket | None = None
+        _running.add(self)
+        try:
+            # Native code is loaded from there.
+            Folder(compiler.root, private=False).__exit__()
+            self._scratch = Path(tempfile.mkdtemp(prefix="heedful-worker-"))
+            self._channel, theirs = socket.socketpair()
+            with theirs:
+                self._process = self._start(theirs)
+            self._greet(self._channel)
+        except BaseException as error:
+            words = self._last_words()
+            self.end()
+            if not isinstance(error, OSError | EOFError):
+                raise
+            text = "it took too long" if isinstance(error, TimeoutError) else f"{error}{words}"
+            raise CompileError(
+                f"no worker process could be started with {compiler.words()}: {text}; `heedful"
+                f" toolchain list` shows others, {_HERE}"
+            ) from None
+
+    def _start(self, theirs: socket.socket) -> subprocess.Popen:
+        if not sys.executable:
+            raise OSError("this program has no Python of its own to start (sys.executable)")
+        # Neither the current folder, nor the user's or the environment's packages are on its path.
+        own = str(Path(heedful.__file__).parents[1])
+        command = [sys.executable, "-P", "-s", "-S", "-m", "heedful.launch.worker"]
+        assert self._scratch is not None
+        with open(self._scratch / "said", "wb") as said:
+            return subprocess.Popen(
+                [*command, str(theirs.fileno()), str(IDLE_SECONDS)],
+                env=self._environment(os.pathsep.join([str(self._compiler.root), own])),
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                # A group of its own: signals of the terminal are this process's to handle.
+                start_new_session=True,
+            )
+
+    def _environment(self, path: str) -> dict[str, str]:
+        kept = {name: os.environ[name] for name in _KEPT if name in os.environ}
+        scratch = str(self._scratch)
+        own = {"PYTHONPATH": path, "PYTHONUTF8": "1", "HEEDFUL_TRITON": settings.PROCESS}
+        own |= dict.fromkeys(("TMPDIR", "TRITON_CACHE_DIR", "TRITON_HOME"), scratch)
+        return kept | told() | own
+
+    def _greet(self, channel: socket.socket) -> None:
+        kind, data = receive(channel, self._deadline())
+        if kind != HELLO or data.decode() != toolchain():
+            raise EOFError(f"it found {data.decode()!r}, wanted {toolchain()!r}")
+
+    def _deadline(self) -> float:
+        return time.monotonic() + settings.get("compile_seconds")
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def compile(self, call: KernelCall, arch: str) -> Artifact:
+        """The compiled kernel. Raises CompileError with the kernel's name, and what helps; Ended if
+        the worker was gone. A worker that raised anything but the compiler's error has ended."""
+        name, is_well = f"{call.kernel.function} for {arch}", False
+        request, channel = encode(call, arch), self._channel
+        assert channel is not None
+        try:
+            # Where it is gone, its last message tells.
+            with suppress(ConnectionError):
+                send(channel, CALL, request)
+            kind, data = receive(channel, self._deadline())
+            if kind == BYE:
+                raise Ended
+            is_well = True
+        except TimeoutError:
+            limit = settings.get("compile_seconds")
+            raise CompileError(
+                f"{name}: the worker process had not compiled it after {limit:g} s and was ended;"
+                " HEEDFUL_COMPILE_SECONDS allows more"
+            ) from None
+        except (EOFError, OSError):
+            raise CompileError(f"{name}: the worker process {self._fate()}") from None
+        finally:
+            if not is_well:
+                self.end()
+        if kind == ERROR:
+            facts = json.loads(data)
+            if facts["kind"] != "compiler":
+                # The next one may have other limits.
+                self.end()
+            raise CompileError(f"{_named(name, facts['text'])}{_REMEDIES[facts['kind']]}")
+        assert kind == KERNEL
+        try:
+            return store.parse(cache_key(call, arch), data)
+        except store.CorruptArtifact as error:
+            raise CompileError(
+                f"{name}: the worker process made another kernel ({error}): heedful's files have"
+                " changed since this process began, start it anew"
+            ) from None
+
+    def _fate(self) -> str:
+        """How the process ended, and what helps."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            return f"closed its channel{self._last_words()}; {_HERE}"
+        if code >= 0:
+            return f"ended with {code}{self._last_words()}; {_HERE}"
+        killed = signal.Signals(-code).name
+        helps = _MEMORY if killed in ("SIGKILL", "SIGABRT") else _HERE
+        return f"was ended by {killed}{self._last_words()}; {helps}"
+
+    def _last_words(self) -> str:
+        try:
+            assert self._scratch is not None
+            said = (self._scratch / "said").read_bytes()[-_MOST_WORDS:].decode(errors="replace")
+        except (OSError, AssertionError):
+            return ""
+        lines = said.strip().splitlines()[-2:]
+        return f", saying: {' '.join(line.strip() for line in lines)}" if lines else ""
+
+    def end(self) -> None:
+        """Ends the process, what it started, and its files."""
+        self._close()
+        if self._process is not None:
+            # Its group outlives it, as far as it left somebody behind.
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                self._process.kill()
+            with suppress(subprocess.TimeoutExpired):  # in the midst of a call of the system
+                self._process.wait(10)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def let_go(self) -> None:
+        """In a forked child: the worker is its parent's. It is to see that one end."""
+        self._close()
+        if self._process is not None:
+            self._process.returncode = 0
+
+    def _close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+
+def _named(name: str, text: str) -> str:
+    return text if text.startswith(name) else f"{name}: {text}"
+
+
+def _after_fork() -> None:
+    for worker in list(_running):
+        worker.let_go()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
