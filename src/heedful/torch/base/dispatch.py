@@ -78,12 +78,14 @@ def _same_kind(tensors: Sequence[Tensor], moving: Sequence[int] | None):
         return guards.check
     repeats = [(index, first[id(tensor)]) for index, tensor in enumerate(tensors)]
     repeats = [(index, other) for index, other in repeats if index != other]
+    # One more: of one place, itemgetter would give no tuple.
+    pick, check = itemgetter(*indices, indices[0]), guards.check
 
     def fits(*others: Tensor) -> bool:
         for index, other in repeats:
             if others[index] is not others[other]:
                 return False
-        return guards.check(*[others[index] for index in indices])
+        return check(*pick(others)[:-1])
 
     return fits
 

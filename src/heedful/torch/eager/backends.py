@@ -356,12 +356,8 @@ class GpuBackward:
         if dlse is not None:
             given["dlse"] = dlse
         self._has_dsink = x.sink is not None
-        like = {"dq": x.q, "dk": x.k, "dv": x.v}
-        if plan.problem.bias_grad:
-            own = own_shape(tuple(x.bias.shape), x.bias.stride())
-            like["dbias"] = x.bias[tuple(slice(size) for size in own)]
-        if self._has_dsink:
-            like["dsink"] = x.sink
+        names = ["dq", "dk", "dv"] + ["dbias"] * plan.problem.bias_grad
+        names += ["dsink"] * self._has_dsink
         kind, values = of_call(plan.problem, given)
 
         def described(numbers) -> tuple[Plan, dict[str, ArraySpec], list[ArraySpec]]:
@@ -370,7 +366,7 @@ class GpuBackward:
                 shape, strides, dtype, *_ = specs[name]
                 assert are_mappable(shape, strides, item_bytes(dtype)), name
             facts = storage(specs["q"], specs["k"], specs["v"], specs["out"])
-            made = {name: specs[name[1:]] for name in like}
+            made = {name: specs[name[1:]] for name in names}
             if "dbias" in made:
                 shape, strides, *_ = bias = made["dbias"]
                 made["dbias"] = bias._replace(shape=own_shape(shape, strides))
@@ -389,7 +385,7 @@ class GpuBackward:
         self._run: Run = case.bind(numbers)
         self._new = case.maker(numbers)
         aligned = all([own.aligned for own in kind[2:]])
-        is_simple = aligned and not self.copied and len(like) == 3
+        is_simple = aligned and not self.copied and len(names) == 3
         self.kinds = kind[2:] if is_simple else ()
         ranks = [tensor.dim() for tensor in given.values()]
         self._sizes = Sizes(_LENGTHS, ranks, kind[2:])
@@ -441,11 +437,7 @@ class GpuBackward:
 
     def _mappable(self, x: Operands, dout: torch.Tensor) -> tuple[Operands, torch.Tensor]:
         """These, with copies of what the kernels' tensor maps cannot be made of."""
-        copies = {
-            name: torch.clone(getattr(x, name), memory_format=torch.contiguous_format)
-            for name in self.copied
-            if name != "dout"
-        }
-        if "dout" in self.copied:
-            dout = torch.clone(dout, memory_format=torch.contiguous_format)
+        given, dense = {**x._asdict(), "dout": dout}, torch.contiguous_format
+        copies = {name: torch.clone(given[name], memory_format=dense) for name in self.copied}
+        dout = copies.pop("dout", dout)
         return x._replace(**copies), dout

@@ -177,10 +177,15 @@ class Case:
         kernels = self._loaded
         if kernels is None or self._limit is not None:
             kernels = self.kernels(numbers)
-        if self.scratch is None and self.zeroed is None:
-            return kernels.run(numbers, addresses, raw_stream(self.index))
         places = self._places or self.places(numbers)
-        self.launcher(partial(kernels.run, numbers), places)(addresses)
+        if self.zeroed is not None:
+            return self.launcher(partial(kernels.run, numbers), places)(addresses)
+        if places[0] is not None:
+            within, size = places[0]
+            memory = self._make((size,), _ONE, torch.uint8)
+            base = memory.data_ptr()
+            addresses += [base + place for place in within]
+        kernels.run(numbers, addresses, raw_stream(self.index))
 
     def kernels(self, numbers: Sequence[int | float]) -> ProgramKind:
         """Compiled and loaded.
