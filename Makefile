@@ -20,7 +20,7 @@ PART ?= host
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test jax-calls oldest-triton test-slow test-gpu test-random test-mutation lint format demo bench ab docs clean
+.PHONY: help set-up test jax-calls oldest-triton test-slow test-gpu test-random test-mutation lint format demo bench ab docs wheels test-install site clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -85,5 +85,17 @@ docs: $(READY) ## write the generated pages of docs/ and measurements/ anew
 	$(RUN) heedful.cli support --markdown docs/support-matrix.md
 	$(PY) tools/draw_docs.py
 
+$(VENV)-release/.ready: pyproject.toml tools/release_tools.sh
+	tools/release_tools.sh $(VENV)-release $(PYTHON)
+
+wheels: $(VENV)-release/.ready ## sdist and wheel in dist/, the same bytes from the same commit
+	tools/wheels.sh $(VENV)-release dist
+
+test-install: $(VENV)-release/.ready ## install the wheel with each extra, run the README's tour there
+	$(PYTHON) tools/try_install.py $(VENV)-release $(ARGS)
+
+site: $(VENV)-release/.ready ## docs/ and a reference made from docstrings, in .site/html
+	$(VENV)-release/bin/python tools/draw_site.py
+
 clean: ## remove .venv and everything generated
-	rm -rf .venv .venv-jax .venv-oldest-triton .pytest_cache .ruff_cache .hypothesis .mutation demo-output bench-output
+	rm -rf .venv .venv-jax .venv-oldest-triton .venv-release .site dist .pytest_cache .ruff_cache .hypothesis .mutation demo-output bench-output

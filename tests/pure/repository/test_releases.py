@@ -1,0 +1,105 @@
+"""What a release is made of says the same everywhere, and runs nothing that could change."""
+
+import importlib
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import draw_site
+import heedful
+import notes
+from heedful.core.base.installed import TESTED
+
+ROOT = Path(__file__).parents[3]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PACKAGE = '__version__ = "1.2.3"\n'
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_every_action_is_pinned_by_its_digest_and_named_by_its_version(path):
+    uses = re.findall(r"uses: (.*)$", path.read_text(), re.MULTILINE)
+    assert uses
+    for line in uses:
+        assert re.fullmatch(r"[\w.-]+/[\w.-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", line), line
+
+
+def test_an_action_has_one_digest_everywhere():
+    pinned = {
+        line for path in WORKFLOWS for line in re.findall(r"uses: (.*)$", path.read_text(), re.M)
+    }
+    assert len(pinned) == len({line.split("@")[0] for line in pinned})
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_has_no_right_that_it_does_not_name(path):
+    text = path.read_text()
+    (own,) = re.findall(r"^permissions:(.*(?:\n  .*)*)", text, re.MULTILINE)
+    assert own.split() in ([], ["{}"], ["contents:", "read"])
+    writes = re.findall(r"^ {6}([\w-]+): write", text, re.MULTILINE)
+    assert set(writes) <= (
+        {"id-token", "attestations", "contents"} if path.stem == "release" else set()
+    )
+    assert "secrets." not in text
+
+
+def test_ci_runs_every_python_that_the_package_names():
+    named = re.findall(r":: Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
+    ci = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert re.findall(r"\"(3\.\d+)\"", ci.split("python: [")[1].split("]")[0]) == named
+    assert PROJECT["project"]["requires-python"] == f">={named[0]}"
+
+
+def test_the_oldest_versions_are_those_of_the_extras():
+    extras = PROJECT["project"]["optional-dependencies"]
+    for name, (oldest, _) in TESTED.items():
+        least = {
+            version
+            for extra, packages in extras.items()
+            for package in packages
+            for version in re.findall(rf"^{name}>=([\d.]+)", package)
+            if extra != "jax-cuda"
+        }
+        assert least == {".".join(map(str, oldest))}, name
+
+
+def test_the_notes_of_a_release_are_its_section_of_the_changelog():
+    changelog = "# Changelog\n\n## 1.2.3, 2026-12-01\n\n- One.\n\n## 1.2.2\n\n- Before.\n"
+    assert notes.notes("1.2.3", changelog, PACKAGE) == "- One.\n"
+    for version, text, words in (
+        ("1.2.4", changelog, "the package is 1.2.3"),
+        ("1.2.3", changelog.replace("1.2.3,", "1.3.0,"), "no section 1.2.3"),
+        ("1.2.3", changelog.replace("2026-12-01", "unreleased"), "unreleased"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            notes.notes(version, text, PACKAGE)
+
+
+def test_the_version_and_the_address_are_the_same_everywhere():
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"version: {heedful.__version__}\n" in citation
+    source = PROJECT["project"]["urls"]["Source"]
+    assert f'repository-code: "{source}"' in citation
+    pages = ["SECURITY.md", "CITATION.cff", ".github/ISSUE_TEMPLATE/config.yml", "pyproject.toml"]
+    text = "\n".join((ROOT / page).read_text() for page in pages)
+    assert set(re.findall(r"https://github\.com/[\w-]+/[\w-]+", text)) == {source}
+
+
+def test_the_reference_has_every_public_function_where_it_is_defined():
+    found = draw_site.defined()
+    assert found["heedful"].keys() == heedful._PUBLIC.keys()
+    for module, names in found.items():
+        assert names
+        for name, home in names.items():
+            value = getattr(importlib.import_module(home), name)
+            assert value is getattr(importlib.import_module(module), name), name
+            assert value.__doc__
+
+
+def test_links_to_what_the_site_does_not_have_are_words(tmp_path):
+    (tmp_path / "there.md").touch()
+    page = tmp_path / "page.md"
+    page.write_text("[a](there.md#x) [b](../src/x.py) [c](https://c.org) [d](#d)")
+    assert draw_site._without_sources(page) == "[a](there.md#x) b [c](https://c.org) [d](#d)"
