@@ -23,6 +23,7 @@ RETIRED = {
     "program_keys": "n-block range",
     "burdens": "register pressure",
     "sections": "L2 groups",
+    "_at_barrier": "sync_named",
 }
 
 
@@ -34,6 +35,13 @@ def test_what_has_a_word_goes_by_no_other(word):
         text = path.read_text(encoding="utf-8").replace("--section", "")
         found = re.search(rf"(?<![a-z]){word}(?![a-z])", text)
         assert not found, f"{path.relative_to(ROOT)}: {word}, where {RETIRED[word]} is the word"
+
+
+def test_code_that_is_bent_for_a_compiler_can_be_found_by_one_tag():
+    lines = [line.strip() for path in _files("kernels") for line in path.read_text().splitlines()]
+    named = [line for line in lines if line.startswith("#") and re.search("ptxas|LLVM ", line)]
+    assert len([line for line in named if line.startswith("# ptxas: ")]) > 10
+    assert not [line for line in named if not line.startswith("# ptxas: ")]
 
 
 def _files(layer: str) -> list[Path]:

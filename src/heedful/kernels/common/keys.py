@@ -15,14 +15,13 @@ from heedful.kernels.common.sequences import within
 
 class Keys(NamedTuple):
     """The keys, or values, of a kv head of a sequence. base: where its first row lies, or of pages
-    the kv head of the first; pages, groups: where in their arrays its pages and its descales begin;
-    token: its first row in its storage; count: rows in use."""
+    the kv head of the first; pages, groups: where in their arrays its pages and its descales begin.
+    seq: that sequence (`Seqlens`)."""
 
     base: Any
     pages: Any
     groups: Any
-    token: Any
-    count: Any
+    seq: Any
 
 
 @triton.jit
@@ -49,7 +48,7 @@ def keys_at_place(x: Rows, descale: Descale, cache: KVLayout, place, KV_GROUP: t
         base += entry * x.stride_b
         if KV_GROUP > 0:
             groups += entry * descale.stride_b
-    return Keys(base, pages, groups, place.seq.token_k, place.seq.len_k)
+    return Keys(base, pages, groups, place.seq)
 
 
 @triton.jit
@@ -80,7 +79,7 @@ def gather_keys(
     rows = row0 + tl.arange(0, tile.BLOCK_N)
     dims = tl.arange(0, BLOCK)
     # Rows past the end are never loaded; their address repeats the last row's, a page that exists.
-    place = keys.token + tl.minimum(rows, keys.count - 1)
+    place = keys.seq.token_k + tl.minimum(rows, keys.seq.len_k - 1)
     if cache.table is None:
         offsets = wide(place) * x.stride_n
         if KV_GROUP > 0:
@@ -89,7 +88,7 @@ def gather_keys(
         offsets = storage_rows(place, keys, cache, x.stride_b, x.stride_n)
         if KV_GROUP > 0:
             d_offsets = storage_rows(place, keys, cache, descale.stride_b, descale.stride_n)
-    ok = (rows < keys.count)[:, None] & (dims < DIM)[None, :]
+    ok = (rows < keys.seq.len_k)[:, None] & (dims < DIM)[None, :]
     if descales.IS_INT4:
         packed = tl.load(keys.base + offsets[:, None] + (dims // 2)[None, :], mask=ok, other=0)
         nibble = (packed.to(tl.int32) >> ((dims % 2) * 4)[None, :]) & 15
@@ -122,7 +121,7 @@ def load_keys(
     """A tile of keys from row0 on as stored or, with descales of groups, in float32; zeros past the
     sequence. descale: of these, k's or v's."""
     if cache.table is None and descales.KV_GROUP == 0:
-        start = keys.base + keys.token * x.stride_n
-        return load_rows(start, x.stride_n, row0, keys.count, DIM, tile.BLOCK_N, BLOCK, IS_MASKED)
+        start, count = keys.base + keys.seq.token_k * x.stride_n, keys.seq.len_k
+        return load_rows(start, x.stride_n, row0, count, DIM, tile.BLOCK_N, BLOCK, IS_MASKED)
     else:
         return gather_keys(keys, x, descale, cache, descales, tile, row0, DIM, BLOCK)

@@ -96,7 +96,7 @@ def statistics_of_keys(
     rows_M = row0 + tl.arange(0, tile.BLOCK_M)
     m_M, l_M = sink_statistics(place, mods, tile, IS_ADJUSTED)
     tiles = key_tiles(row0, place, mask, tile)
-    # Few calls come by: it takes no shared memory from loops behind.
+    # ptxas: few calls come by, so it takes no shared memory from loops behind.
     for visit in tl.range(0, tiles.first_end + (tiles.end - tiles.begin), num_stages=1):
         block = visit
         if visit >= tiles.first_end:

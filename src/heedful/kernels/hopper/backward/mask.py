@@ -12,8 +12,8 @@ FAR: gl.constexpr = gl.constexpr(1 << 30)
 @gluon.constexpr_function
 def _hidden(queries, tests):
     """Assembly: 0 in place of what passes one of these tests, gt against the first query to show,
-    le against the first to hide, of a thread's two keys. As in sm90/mask.py columns are immediates;
-    registers are changed in place, for there are none left."""
+    le against the first to hide, of a thread's two keys."""
+    # ptxas: immediates as in sm90/mask.py; changed in place, for there are no registers left.
     count = queries // 2
     operands = [(2 * (count + i) + row, test) for i, test in enumerate(tests) for row in range(2)]
     lines = [

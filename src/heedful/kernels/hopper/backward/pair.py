@@ -61,7 +61,7 @@ from heedful.kernels.hopper.sm90.tile_scheduler import SCHEDULER_STAGES, TileSch
 @aggregate
 class PairShared:
     """As BackwardShared, of one stage of keys. places, rows: beside each tile of queries, which it
-    is among all, and its first row: to work these out takes registers that consumers do not have.
+    is among all, and its first row.
     ds: of each consumer a ring of boxes, keys by queries, of which both make dQ."""
 
     k: gl.shared_memory_descriptor
@@ -96,6 +96,7 @@ class PairShared:
             do,
             lse,
             delta,
+            # ptxas: places and rows, which consumers have no registers to work out.
             gl.allocate_shared_memory(gl.int32, [params.tile.Q_STAGES, 32], plain),
             gl.allocate_shared_memory(gl.int32, [params.tile.Q_STAGES, 32], plain),
             ds,
@@ -145,8 +146,8 @@ def add_dq(io, shared, params, place, state, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def less_than_rows(x_M, BLOCK_M: gl.constexpr, layout: gl.constexpr):
-    """What products are added to so that x is subtracted from each query's column: 16 numbers that
-    do not stand beside their results."""
+    """What products are added to so that x is subtracted from each query's column."""
+    # ptxas: 16 numbers that do not stand in registers beside their results.
     return gl.zeros([ROWS, BLOCK_M], gl.float32, layout) - x_M[None, :]
 
 

@@ -45,8 +45,8 @@ def tell_far_rows(
     tile: Tile,
     P_SCALE_LOG2: tl.constexpr,
 ):
-    """Makes those of a few rows anew that are far from 0. All that it needs it loads itself: what
-    crossed the branch to it would take registers from calls without such rows."""
+    """Makes those of a few rows anew that are far from 0."""
+    # ptxas: what crossed the branch to here would take registers; so all that is needed is loaded.
     rows_M = row0 + tl.arange(0, tile.BLOCK_M)
     places_M = place.b * lse.stride_b + place.h * lse.stride_h + place.seq.token_q + rows_M
     lse_M = tl.load(lse.ptr + places_M, mask=rows_M < place.seq.len_q, other=float("-inf"))

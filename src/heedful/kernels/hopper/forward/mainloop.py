@@ -196,8 +196,7 @@ def mainloop(q, kv, q_state, kv_state, blocks, params, tile, row, CONSUMER: gl.c
                 if must_rescale != 0:
                     acc = scale_output(acc, alpha_M)
             p_MJ = to_pairs(p_MN, dtype)
-            # ptxas: without a mask the loop around this one ends here too, and of `step < last`,
-            # which says the same, LLVM makes one loop of the two.
+            # ptxas: `step < last` says the same without a mask, but makes one loop of the two.
             goes = step < last if MASKED else step + 1 < steps
             if SPECULATIVE:
                 goes = goes & (must_rescale == 0)

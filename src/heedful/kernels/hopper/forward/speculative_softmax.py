@@ -59,8 +59,8 @@ def rescale_from_probabilities(p_MN, m_M, l_ML):
 @gluon.constexpr_function
 def _warp_scores(dim, keys, kind):
     """Assembly: each warp's 16 queries times all keys of a tile, in slabs of rows of up to 128
-    bytes, whose 16-byte pieces TMA has swizzled by the row. As tensors the fragments' addresses
-    would be hoisted out of every loop and take registers there."""
+    bytes, whose 16-byte pieces TMA has swizzled by the row."""
+    # ptxas: of tensors the fragments' addresses would be hoisted out of every loop and kept.
     row_bytes = dim if kind == "e4m3" else 2 * dim
     width = min(row_bytes, 128)
     shift, steps = width.bit_length() - 1, width // 32

@@ -29,8 +29,8 @@ def to_words(p_MN):
 
     Of 16 keys, a lane holds 2t, 2t + 1, 8 + 2t, 9 + 2t of a result, and 4t to 4t + 3 of an operand.
     So it hands its own over as those: V's keys are stored in that order (transpose_v_kernel.py).
-    As bytes, P would cross the loop's end one by one, to be put together again there.
     """
+    # ptxas: bytes would cross the loop's end one by one, to be put together again there.
     M: gl.constexpr = p_MN.shape[0]
     N: gl.constexpr = p_MN.shape[1]
     even, odd = p_MN.reshape([M, N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).split()

@@ -71,13 +71,11 @@ def place(transpose, index):
 
 @gluon.constexpr_function
 def _transpose_tile(_, inputs):
-    """Assembly, and not tensors: index arithmetic that LLVM finds in several roles it moves ahead
-    of them all, where it takes registers from each.
-
-    `ldmatrix` hands lane 4q + w a word of four dims from each of the keys 16a + 8h + 2t + b, where
-    q is 4a + t: what position q of transposed words wants. Each of the two
+    """Assembly: `ldmatrix` hands lane 4q + w a word of four dims from each of the keys
+    16a + 8h + 2t + b, where q is 4a + t: what position q of transposed words wants. Each of the two
     warps takes every other 16 dims.
     """
+    # ptxas: LLVM would move tensors' index arithmetic ahead of all roles, and take their registers.
     box, out, padded_k, dims = (operand[0] for operand in inputs)
     lines = [
         ".reg .b32 lane, x, strip, from, r<4>, low<2>, high<2>, column;",

@@ -11,11 +11,8 @@ from heedful.kernels.hopper.sm90.sequences import query_position
 @gluon.constexpr_function
 def _outside(keys, tests, value):
     """Assembly: this value for the keys that pass one of these tests, le against the first key
-    to mask, gt against the first to show, of a thread's two rows.
-
-    The columns are immediates: as a tensor they are a register each, which LLVM computes ahead of
-    all loops and keeps.
-    """
+    to mask, gt against the first to show, of a thread's two rows."""
+    # ptxas: columns are immediates; of a tensor LLVM makes each ahead of all loops, and keeps it.
     count = keys // 2
     operands = [(2 * (count + i) + row, test) for i, test in enumerate(tests) for row in range(2)]
     bounds = [(f"${operand}", test) for operand, test in operands]

@@ -1,7 +1,6 @@
 """Probabilities, and gradients of scores, as pairs of 16-bit floats in a register each.
 
-As a tensor of 16-bit floats P would cross a loop's end one by one, to be put together again there;
-as float32 it takes twice the registers. M query rows, N keys, J pairs of neighbouring keys.
+M query rows, N keys, J pairs of neighbouring keys.
 """
 
 from triton.experimental import gluon
@@ -13,6 +12,7 @@ from heedful.kernels.hopper.sm90.compat import inline_asm
 @gluon.jit
 def to_pairs(p_MN, dtype: gl.constexpr):
     """Rounds (M, N) to (M, N / 2) int32, the lower key in the lower half."""
+    # ptxas: 16-bit floats would cross a loop's end one by one, float32 take twice the registers.
     M: gl.constexpr = p_MN.shape[0]
     N: gl.constexpr = p_MN.shape[1]
     even_MJ, odd_MJ = p_MN.reshape([M, N // 2, 2]).split()

@@ -41,8 +41,8 @@ class PipelineState:
 
 @gluon.jit
 def stage_of(count, stages: gl.constexpr):
-    """Where a ring is once it has advanced so often. One number takes less registers than a state
-    for each of several rings that advance together."""
+    """Where a ring is once it has advanced so often."""
+    # ptxas: one number takes less registers than a state for each of rings that advance together.
     return PipelineState(count % stages, (count // stages) & 1, stages)
 
 

@@ -42,8 +42,8 @@ def _clear(outputs, _):
 
 @gluon.jit
 def cleared(ROWS: gl.constexpr, E: gl.constexpr, layout: gl.constexpr):
-    """Zeros that the compiler does not know as such: known ones it would write behind the first
-    exponentials, and once for each way into the loop, these while first scores are computed."""
+    """Zeros that the compiler does not know as such."""
+    # ptxas: known ones are written behind the first exponentials, once for each way into the loop.
     return inline_asm(_clear, ("=f",), [], gl.distributed_type(gl.float32, [ROWS, E], layout))
 
 

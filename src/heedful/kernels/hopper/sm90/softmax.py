@@ -1,7 +1,8 @@
 """Online softmax of one warpgroup's rows, with the row sum left spread over lanes.
 
-Plain scores are raw products, and references of rows, their maxima or near them, are in base 2.
-With a bias (IS_NATURAL) both are in natural units.
+Plain scores are raw products, and m, the running maximum of rows, is in base 2. With a bias
+(IS_NATURAL) both are in natural units. A running maximum that may lag behind, or stand above, is
+called a reference.
 """
 
 import math

@@ -92,7 +92,7 @@ def raw_scores(
     s_MN = product_of_rows(q_MD, k_ND, tile.PRECISION, IS_EXACT)
     if tile.BLOCK_R > 0:
         REST: tl.constexpr = tile.HEAD_DIM - MAIN_DIM
-        rest = Keys(keys.base + tile.BLOCK_D, keys.pages, keys.groups, keys.token, keys.count)
+        rest = Keys(keys.base + tile.BLOCK_D, keys.pages, keys.groups, keys.seq)
         k_NR = load_keys(
             rest, io.k, descales.k, cache, descales, tile, col0, REST, tile.BLOCK_R, IS_MASKED
         ).to(q_MD.dtype)
