@@ -39,7 +39,7 @@ class HopperBackwardSizes(NamedTuple):
 class HopperBackwardOrder(NamedTuple):
     """tiles: work tiles, each a key tile of a KV head; key_blocks: of one head. l2_heads and
     l2_groups: of KV heads, as in HopperTileOrder. varlen_tiles: of packed keys, see
-    varlen_scheduler.py. tile_counter: how many work tiles have been drawn; None with a program for
+    varlen_scheduler.py. tile_counter: how many work tiles were fetched; None with a program for
     each. turns: of every tile of queries in dq_accum, how many key tiles have been added to it;
     None where their order is free. splits: parts in which the visits of a key tile are split, work
     tiles of their own. partials: dV and dK of each split, KV head and 64 keys, in the order of

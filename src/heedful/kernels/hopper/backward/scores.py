@@ -17,8 +17,8 @@ from heedful.kernels.hopper.sm90.score_mods import apply_softcap
 
 
 @gluon.constexpr_function
-def draws_layout(M):
-    """Of a (N / 4, M) tile in four warps, four keys to a draw: each warp has the draws of its own
+def counters_layout(M):
+    """Of a (N / 4, M) tile in four warps, four keys to a Philox counter: each warp has those of its
     16 rows of an accumulator, so that turning one into the other stays within a warp."""
     registers = [[0, 1]] + [[0, 32 << bit] for bit in range((M // 64).bit_length())] + [[2, 0]]
     lanes = [[0, 2], [0, 4], [0, 8], [0, 16], [1, 0]]
@@ -31,12 +31,12 @@ def keep_tile(dropout, tile, head, row, col, p_NM):
     hopper/forward/dropout.py."""
     N: gl.constexpr = p_NM.shape[0]
     M: gl.constexpr = p_NM.shape[1]
-    draws: gl.constexpr = draws_layout(M)
+    counters: gl.constexpr = counters_layout(M)
     key0, key1 = seed_words(dropout.seed)
     origin_b, origin_h, origin_m, origin_n = origin_of(dropout)
-    quad_N = gl.arange(0, N // 4, layout=gl.SliceLayout(1, draws)) * 4 + (col + origin_n)
-    row_M = gl.arange(0, M, layout=gl.SliceLayout(0, draws)) + (row + origin_m)
-    zero_NM = gl.zeros([N // 4, M], gl.uint32, draws)
+    quad_N = gl.arange(0, N // 4, layout=gl.SliceLayout(1, counters)) * 4 + (col + origin_n)
+    row_M = gl.arange(0, M, layout=gl.SliceLayout(0, counters)) + (row + origin_m)
+    zero_NM = gl.zeros([N // 4, M], gl.uint32, counters)
     w0, w1, w2, w3 = philox_words(
         zero_NM + (quad_N.to(gl.uint32) >> 2)[:, None],
         zero_NM + row_M.to(gl.uint32)[None, :],

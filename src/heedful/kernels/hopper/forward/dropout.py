@@ -20,7 +20,7 @@ def quads_layout(M, N):
 
 @gluon.jit
 def keep_tile(dropout, tile, row, col, M: gl.constexpr, N: gl.constexpr, layout: gl.constexpr):
-    """Which scores of rows from `row` and keys from `col` are kept: one draw per 4 keys."""
+    """Which scores of rows from `row` and keys from `col` are kept: one counter per 4 keys."""
     quads: gl.constexpr = quads_layout(M, N)
     key0, key1 = seed_words(dropout.seed)
     origin_b, origin_h, origin_m, origin_n = origin_of(dropout)

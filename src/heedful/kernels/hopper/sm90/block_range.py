@@ -49,9 +49,7 @@ def n_block_range(params, tile, row, rows: gl.constexpr):
 @gluon.jit
 def with_swaps(blocks, swaps):
     """The range in that order."""
-    return NBlockRange(
-        blocks.begin, blocks.full_begin, blocks.full_end, blocks.end, None, None, None, swaps
-    )
+    return NBlockRange(blocks.begin, blocks.full_begin, blocks.full_end, blocks.end, swaps=swaps)
 
 
 @gluon.jit

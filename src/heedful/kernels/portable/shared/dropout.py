@@ -1,4 +1,4 @@
-"""The dropout mask that is drawn from Philox.
+"""The dropout mask that is made of Philox words.
 
 Score (row, col) of query head h in sequence b is kept iff word `col & 3` of the counter
 (col >> 2, row, h, b) under the 64-bit seed is below a threshold: the mask depends on indices alone,
@@ -13,7 +13,7 @@ from heedful.kernels.common.philox import origin_of, philox_words, seed_words
 
 
 @triton.jit
-def draw(words, cols_N, rows_M, head, seq):
+def counter_words(words, cols_N, rows_M, head, seq):
     """The four Philox words of each row and fourth column."""
     key0, key1, _ = words
     zero_MN = tl.zeros([rows_M.shape[0], cols_N.shape[0]], tl.uint32)
@@ -23,10 +23,10 @@ def draw(words, cols_N, rows_M, head, seq):
 
 @triton.jit
 def keep_quads(words, row, col, head, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Kept scores of the tile from (row, col) on, with col % 4 == 0: one draw per 4 columns."""
+    """Kept scores of the tile from (row, col) on, with col % 4 == 0: one counter per 4 columns."""
     rows_M = (row + tl.arange(0, BLOCK_M)).to(tl.uint32)
     quads_N = (col + 4 * tl.arange(0, BLOCK_N // 4)).to(tl.uint32) >> 2
-    w0, w1, w2, w3 = draw(words, quads_N, rows_M, head, seq)
+    w0, w1, w2, w3 = counter_words(words, quads_N, rows_M, head, seq)
     # join adds an innermost axis, so [.., x, y] holds word 2 * x + y.
     drawn = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     return tl.reshape(drawn, [BLOCK_M, BLOCK_N]) < words[2]
@@ -34,10 +34,10 @@ def keep_quads(words, row, col, head, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.co
 
 @triton.jit
 def keep_singles(words, row, col, head, seq, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Kept scores of the tile from (row, col) on for any col: one draw per score."""
+    """Kept scores of the tile from (row, col) on for any col: one counter per score."""
     rows_M = (row + tl.arange(0, BLOCK_M)).to(tl.uint32)
     cols_N = (col + tl.arange(0, BLOCK_N)).to(tl.uint32)
-    w0, w1, w2, w3 = draw(words, cols_N >> 2, rows_M, head, seq)
+    w0, w1, w2, w3 = counter_words(words, cols_N >> 2, rows_M, head, seq)
     which_MN = (cols_N & 3)[None, :]
     low = tl.where(which_MN == 0, w0, w1)
     high = tl.where(which_MN == 2, w2, w3)
