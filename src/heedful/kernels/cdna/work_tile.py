@@ -68,8 +68,8 @@ def work_tile(
     b = bh // shape.heads_q
     h = bh % shape.heads_q
     g = h // (shape.heads_q // shape.heads_k)
-    row0 = block * BLOCK_M
     seq = seqlens_of(b, sequences, mask)
+    row0 = block * BLOCK_M
     full, end = n_block_range(row0, seq, mask, BLOCK_M, BLOCK_N)
     split = gl.program_id(1)
     begin, full_end, end = split_n_blocks(full, end, split, order.splits)
