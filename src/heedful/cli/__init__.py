@@ -20,6 +20,7 @@ COMMANDS = {
     "inspect": ("heedful.cli.inspect", "inspect"),
     "emulate": ("heedful.cli.emulate", "emulate"),
     "validate": ("heedful.cli.validate", "validate"),
+    "toolchain": ("heedful.cli.toolchain", "toolchain"),
     "prebuild": ("heedful.cli.prebuild", "prebuild"),
 }
 

@@ -15,6 +15,11 @@ TRITON_HELPS = (
     " GPU wheels bring it)"
 )
 
+TOOLCHAIN_HELPS = (
+    "the Hopper kernels of decodes, MLA, fp8 and backward need Triton 3.9: `heedful toolchain"
+    " install` brings one beside this environment's"
+)
+
 _LEVEL_STYLES = {"run": "green", "emulated": "cyan", "compile-only": "yellow", "untested": "red"}
 
 

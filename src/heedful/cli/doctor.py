@@ -14,7 +14,7 @@ from rich.table import Table
 import heedful
 from heedful.bench.harness import machine
 from heedful.cli import matrix
-from heedful.cli.console import TRITON_HELPS, level_text, out
+from heedful.cli.console import TOOLCHAIN_HELPS, TRITON_HELPS, fail, level_text, out
 from heedful.core.base import settings
 from heedful.core.base.device import MIB, NO_GPU_ON_WINDOWS, DeviceSpec
 from heedful.core.base.installed import TESTED, numbers
@@ -29,7 +29,10 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Devices, versions, cache, and which kernels run here at which support level."""
-    devices, versions, tools = machine.devices(), _versions(), machine.toolchain()
+    try:
+        devices, versions, tools = machine.devices(), _versions(), machine.toolchain()
+    except ValueError as error:
+        fail(escape(str(error)))
     if versions["jax"] is not None:
         tools = dataclasses.replace(tools, jax=numbers(versions["jax"]))
     distinct = list({(device.name, device.arch): device for device in devices}.values())
@@ -63,6 +66,7 @@ def _versions() -> dict[str, str | None]:
         "python": f"{platform.python_version()}, {platform.system()} {platform.machine()}",
     }
     versions |= {name: machine.version(name) for name in _PACKAGES}
+    versions["compiler"] = machine.compiler()
     versions["GPU driver"] = machine.driver()
     versions["kernel cache"] = _cache_words(settings.get("cache_dir"))
     for name, setting in settings.TABLE.items():
@@ -150,6 +154,8 @@ def _advice(devices: list[DeviceSpec], tools: Toolchain) -> Iterator[str]:
             yield "there is a GPU driver, but torch sees no GPU: is this torch's CPU build?"
     elif gpus and tools.triton is None:
         yield TRITON_HELPS
+    elif any(gpu.arch == "sm_90" for gpu in gpus) and (tools.triton or ()) < (3, 9):
+        yield TOOLCHAIN_HELPS
 
 
 def _untested(versions: dict[str, str | None]) -> Iterator[str]:

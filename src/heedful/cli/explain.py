@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from heedful.bench.harness import machine
 from heedful.cli.console import TRITON_HELPS, fail, level_text, out
 from heedful.cli.given import planned_device
 from heedful.cli.options import ProblemOptions, with_problem
@@ -37,12 +38,20 @@ def explain(
         problem = options.problem()
         target, tools = planned_device(device)
         decision = plan(problem, target, _with_triton(tools, triton), backend)
+        compiler = f"Triton {triton}" if triton else _compiler(tools)
     except ValueError as error:
         fail(escape(str(error)))
     if as_json:
-        out.print_json(json.dumps(as_data(decision)))
+        out.print_json(json.dumps({**as_data(decision), "compiler": compiler}))
     else:
-        _show(decision)
+        _show(decision, compiler)
+
+
+def _compiler(tools: Toolchain) -> str:
+    """The Triton that is planned for, in words."""
+    if tools.triton == Toolchain().triton:
+        return "the newest Triton"
+    return machine.compiler() or "no Triton"
 
 
 def _with_triton(tools: Toolchain, triton: str | None) -> Toolchain:
@@ -105,7 +114,7 @@ def _plain(value) -> dict:
     return dataclasses.asdict(value)
 
 
-def _show(decision: Plan) -> None:
+def _show(decision: Plan, compiler: str) -> None:
     out.print(f"[bold]{escape(decision.problem.key())}[/] on {_device_words(decision.device)}\n")
     facts = Table.grid(padding=(0, 2))
     facts.add_row("forward", f"[bold]{decision.backend}[/]", level_text(decision.level))
@@ -126,6 +135,7 @@ def _show(decision: Plan) -> None:
             out.print(f"  {kernel}: [dim]{escape(measured)}[/]")
         out.print()
     if programs := _programs(decision):
+        out.print(f"compiled by {escape(compiler)}", soft_wrap=True)
         out.print(_launches(programs))
         for line in _scratch_words(programs):
             out.print(f"  {line}")

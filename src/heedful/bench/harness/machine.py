@@ -9,6 +9,7 @@ from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 
+from heedful.core.base import installed
 from heedful.core.base.device import KNOWN, DeviceSpec
 from heedful.core.base.installed import triton_version
 from heedful.core.registry.capability import Toolchain
@@ -23,6 +24,13 @@ def version(package: str, module: str | None = None) -> str | None:
         return metadata.version(package) if find_spec(module or package) else None
     except ImportError:
         return None
+
+
+def compiler() -> str | None:
+    """The Triton that compiles here, where, and with which assemblers. Raises ValueError as
+    `installed.compiler` does."""
+    found = installed.compiler()
+    return found and found.words()
 
 
 def toolchain() -> Toolchain:

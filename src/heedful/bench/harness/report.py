@@ -194,11 +194,11 @@ def _against(outcomes: list[Outcome], peer: str, rivals: list[str], words: str) 
 
 def footer(facts: dict) -> str:
     """Where, with what and when figures were made: of `surroundings`, in one line."""
-    versions = (f"{name} {facts['versions'][name] or 'none'}" for name in ("torch", "triton"))
     words = (
         facts["device"],
         f"driver {facts['driver'] or 'none'}",
-        *versions,
+        f"torch {facts['versions']['torch']}",
+        facts["compiler"] or "no Triton",
         f"heedful {facts['versions']['heedful']} at commit {facts['commit'] or 'unknown'}",
         facts["date"],
     )

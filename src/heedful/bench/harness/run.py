@@ -263,5 +263,6 @@ def surroundings(device: torch.device) -> dict:
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "versions": {"heedful": heedful.__version__, **versions},
+        "compiler": machine.compiler(),
         "cudnn": torch.backends.cudnn.version() if is_gpu else None,
     }

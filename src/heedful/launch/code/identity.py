@@ -51,10 +51,10 @@ def files_digest(files: Iterable[Path]) -> str:
     return digest.hexdigest()
 
 
-def toolchain() -> str:
-    """The compiler that would compile here, with what the environment tells it: empty without
-    Triton."""
-    found = installed.compiler()
+def toolchain(of: installed.Compiler | None = None) -> str:
+    """A compiler, by default the one that would compile here, with what the environment tells it:
+    empty without Triton."""
+    found = of or installed.compiler()
     if found is None:
         return ""
     return " ".join((f"triton {found.version}", *_assemblers(found.root), *_environment()))

@@ -45,7 +45,7 @@ def compile_artifact(call: KernelCall, arch: str) -> Artifact:
 
 def _taken(chosen: Compiler) -> Worker:
     with _guard:
-        waiting = _idle.setdefault(toolchain(), [])
+        waiting = _idle.setdefault(toolchain(chosen), [])
         while waiting:
             worker = waiting.pop()
             if worker.is_running:

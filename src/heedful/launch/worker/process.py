@@ -56,7 +56,7 @@ class Worker:
     """
 
     def __init__(self, compiler: Compiler):
-        self._compiler, self.toolchain = compiler, toolchain()
+        self._compiler, self.toolchain = compiler, toolchain(compiler)
         self._scratch: Path | None = None
         self._process: subprocess.Popen | None = None
         self._channel: socket.socket | None = None
@@ -108,8 +108,8 @@ class Worker:
 
     def _greet(self, channel: socket.socket) -> None:
         kind, data = receive(channel, self._deadline())
-        if kind != HELLO or data.decode() != toolchain():
-            raise EOFError(f"it found {data.decode()!r}, wanted {toolchain()!r}")
+        if kind != HELLO or data.decode() != self.toolchain:
+            raise EOFError(f"it found {data.decode()!r}, wanted {self.toolchain!r}")
 
     def _deadline(self) -> float:
         return time.monotonic() + settings.get("compile_seconds")
