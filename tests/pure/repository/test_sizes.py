@@ -37,7 +37,7 @@ def name(path: Path) -> str:
 def test_there_is_device_code_in_every_family():
     kernels = [path for path in KERNELS.rglob("*.py") if list(device_functions(path))]
     families = {path.relative_to(KERNELS).parts[0] for path in kernels}
-    assert families == {"cdna", "cdna3", "cdna4", "common", "hopper", "portable"}
+    assert families == {"cdna", "cdna3", "cdna4", "common", "hopper", "portable", "split_kv"}
 
 
 @pytest.mark.parametrize("path", sorted(KERNELS.rglob("*.py")), ids=name)

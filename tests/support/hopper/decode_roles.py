@@ -11,8 +11,8 @@ import pytest
 
 from heedful.kernels.args.decode import DecodeMerge, DecodeWork
 from heedful.kernels.common import sequences
-from heedful.kernels.hopper.decode import share as decode_share
-from heedful.kernels.portable.decode import work as decode_work
+from heedful.kernels.split_kv import walk
+from heedful.kernels.split_kv import work as split_kv
 from support.hopper.hosted import Barrier, Host, Int, Machine, Pointer, Row
 from support.hopper.hosted_floats import Floats
 
@@ -133,23 +133,20 @@ class Roles:
         )
 
     def share(self, number: int, count: int):
-        """Share `number` of `count` of a line, as portable/decode/work.py has it, of which other
+        """Share `number` of `count` of a line, as split_kv/work.py has it, of which other
         tests are."""
         p, host = self.params, self.host
-        seqlens_of, length_of = map(
-            host.turned, (sequences.seqlens_of, decode_work.sequence_length)
-        )
+        seqlens_of, length_of = map(host.turned, (sequences.seqlens_of, split_kv.sequence_length))
         lengths = []
         for b in range(len(self.lengths)):
             seq = seqlens_of(Int(b), p.seqs, p.mask)
-            args = (p.seqs, p.shape, p.mask, p.work, p.tile)
-            lengths.append(int(length_of(seq, *args)[1]))
+            lengths.append(int(length_of(seq, p)[1]))
         each = max(-(-sum(lengths) // count), int(p.work.least))
         x = min(number * each, sum(lengths))
         base = b = 0
         while b < len(lengths) and base + lengths[b] <= x:
             base, b = base + lengths[b], b + 1
-        return decode_share.Share(*map(Int, (x, min(x + each, sum(lengths)), each, b, base)))
+        return walk.Share(*map(Int, (x, min(x + each, sum(lengths)), each, b, base)))
 
     def wait(self, bar: Barrier, parity, pred=True):
         self.machine.until(lambda: bar.has_completed(int(parity)))
@@ -185,23 +182,32 @@ class Roles:
         box.store(None)
         return Row(*(adder(i) for i in range(count)))
 
-    def check_pieces(
-        self, pieces: Iterable[tuple], keys: Sequence[int], visits: int, which: Sequence[int] = (0,)
+    def check_segments(
+        self,
+        segments: Iterable[tuple],
+        keys: Sequence[int],
+        visits: int,
+        which: Sequence[int] = (0,),
     ) -> None:
-        """Pieces, each (start, stop, parts, outputs, maximum, sum), are so many visits, once, and
+        """Segments, each (start, stop, count, outputs, maximum, sum), are so many visits, once, and
         merge to what rows of storage `keys` have, one of each tile. which: values of a row that the
         outputs are of."""
-        pieces = sorted(pieces)
-        assert [piece[0] for piece in pieces] == [0, *(piece[1] for piece in pieces[:-1])]
-        assert pieces[-1][1] == visits
-        assert {piece[2] for piece in pieces} == {len(pieces)}
+        segments = sorted(segments)
+        assert [segment[0] for segment in segments] == [
+            0,
+            *(segment[1] for segment in segments[:-1]),
+        ]
+        assert segments[-1][1] == visits
+        assert {segment[2] for segment in segments} == {len(segments)}
         top = max((self.scores[key] for key in keys), default=0.0)
         weights = [2.0 ** (self.scores[key] - top) for key in keys]
-        scales = [2.0 ** (piece[4] - top) if piece[5] else 0.0 for piece in pieces]
-        total = sum(piece[5] * scale for piece, scale in zip(pieces, scales, strict=True))
+        scales = [2.0 ** (segment[4] - top) if segment[5] else 0.0 for segment in segments]
+        total = sum(segment[5] * scale for segment, scale in zip(segments, scales, strict=True))
         assert total == pytest.approx(sum(weights))
         for number, column in enumerate(which):
-            out = sum(piece[3][number] * scale for piece, scale in zip(pieces, scales, strict=True))
+            out = sum(
+                segment[3][number] * scale for segment, scale in zip(segments, scales, strict=True)
+            )
             values = [self.values[self.each * key + column] for key in keys]
             expected = sum(w * v for w, v in zip(weights, values, strict=True))
             assert out == pytest.approx(expected, abs=1e-12)

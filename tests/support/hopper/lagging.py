@@ -2,7 +2,8 @@
 
 In program i, warp i mod 16 sleeps before it waits at a barrier, for longer than memory takes to
 refill a stage: what the others may not do without it, they do here. Over caches, warp i mod 4 of
-each warpgroup also sleeps before it writes its rows of a part: who merges may not be there before.
+each warpgroup also sleeps before it writes its rows of a segment: who merges may not be there
+before.
 """
 
 import triton
@@ -12,12 +13,12 @@ from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.decode import results as decode_results
 from heedful.kernels.hopper.sm90 import barrier
-from heedful.kernels.portable.decode import merge as decode_merge
+from heedful.kernels.portable.decode import results as portable_results
 from support.hopper import alone
 
 _wait = barrier.wait
-_store_part = decode_merge.store_part
-_store_latent_part = decode_results.store_part
+_store_partial = portable_results.store_partial
+_store_columns_partial = decode_results.store_partial
 
 
 @triton.constexpr_function
@@ -38,7 +39,7 @@ def _lag_and_wait(bar, parity, pred=True):
 
 
 @triton.jit
-def _lag_and_store(m_M, l_M, acc, piece, merge, tile):
+def _lag_and_store(m_M, l_M, acc, slot, merge, tile):
     # It is to have a result.
     tl.inline_asm_elementwise(
         lag(4, " mov.b32 $0, 0;"),
@@ -48,20 +49,20 @@ def _lag_and_store(m_M, l_M, acc, piece, merge, tile):
         is_pure=False,
         pack=1,
     )
-    _store_part(m_M, l_M, acc, piece, merge, tile)
+    _store_partial(m_M, l_M, acc, slot, merge, tile)
 
 
 @gluon.jit
-def _lag_and_store_latent(params, piece, acc, m_M, l_M, CONSUMER: gl.constexpr):
+def _lag_and_store_columns(params, segment, acc, m_M, l_M, CONSUMER: gl.constexpr):
     gl.inline_asm(lag(4), "r,~{memory}", [gl.program_id(0)])
-    _store_latent_part(params, piece, acc, m_M, l_M, CONSUMER)
+    _store_columns_partial(params, segment, acc, m_M, l_M, CONSUMER)
 
 
 def apply() -> None:
     """Has all kernels that are compiled from now on lag."""
     barrier.wait = _lag_and_wait
-    decode_merge.store_part = _lag_and_store
-    decode_results.store_part = _lag_and_store_latent
+    portable_results.store_partial = _lag_and_store
+    decode_results.store_partial = _lag_and_store_columns
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class PortableConfig(TileConfig):
 # Query rows of a KV head in a decode's tile, and of most of its calls.
 DECODE_ROWS = 64
 WIDE_DIM = 256  # head dim above which the decode kernel takes a head for wide
-# Rows of a decode's tile whose parts are merged at once, at most: portable/decode/merge.py, and
+# Rows of a decode's tile that are merged at once, at most: portable/decode/results.py, and
 # hopper/decode/results.py.
 MERGE_ROWS, HOPPER_MERGE_ROWS = 8, 16
 

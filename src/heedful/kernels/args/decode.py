@@ -7,13 +7,13 @@ from heedful.kernels.args.portable import AppendIO, Quantization, Rotary
 
 
 class DecodeMerge(NamedTuple):
-    """Where parts of a unit leave their results, and how they are merged. A part that is not the
-    whole leaves float32 results in `partial_out` (slots, rows, dim) and in `partial_sums` (slots,
-    rows, 2), the maximum of a row and its sum, and counts itself in `counts`, one for each tile of
-    rows of each KV head, which are 0 before a launch and after it.
+    """Where segments of a work tile leave their results, and how they are merged. One that is not
+    the whole leaves float32 results in `partial_out` (slots, rows, dim) and in `partial_sums`
+    (slots, rows, 2), the maximum of a row and its sum, and counts itself in `counts`, one for each
+    tile of rows of each KV head, which are 0 before a launch and after it.
 
-    PARTS: that are merged at once; STAGES: how often so many are on their way. AWAITS_STORES: each
-    thread waits for its own stores ahead of a barrier that does not (CDNA).
+    PARTS: segments that are merged at once; STAGES: how often so many are on their way.
+    AWAITS_STORES: each thread waits for its own stores ahead of a barrier that does not (CDNA).
     """
 
     partial_out: Out[Ptr]
@@ -25,14 +25,15 @@ class DecodeMerge(NamedTuple):
 
 
 class DecodeWork(NamedTuple):
-    """How work is dealt out, see portable/decode/work.py. splits: parts of a tile's keys, or None
+    """How work is dealt out, see split_kv/work.py. splits: segments of a work tile, or None
     where programs share all keys evenly; tiles: of rows of a KV head; least: key tiles of a
     share. short_q: packed sequences of more queries are another kernel's; None: there is no other.
 
     IS_UNIFORM: all sequences are as long as their storage. SKIPS_EMPTY: sequences without keys are
-    no units, and are cleared apart; of packed queries such have none. OVERHEAD: what a part costs
-    beside its keys, in key tiles. FEWEST_PARTS: that a line is cut in, if it has as many key tiles;
-    shares are shorter than `least` then. LOOKS: sequences that a program looks at at once.
+    no work tiles, and are cleared apart; of packed queries such have none. OVERHEAD: what a segment
+    costs beside its keys, in key tiles. FEWEST_PARTS: shares that a line is cut in, if it has as
+    many key tiles; shares are shorter than `least` then. LOOKS: sequences that a program looks at
+    at once.
     """
 
     merge: DecodeMerge
@@ -69,7 +70,7 @@ class DecodeTile(NamedTuple):
 
 
 class DecodeAppend(NamedTuple):
-    """New rows that go into the cache ahead of attention, see portable/decode/append.py, as many of
+    """New rows that go into the cache ahead of attention, see split_kv/append.py, as many of
     each sequence as `Sequences` says; keys and queries are rotated if there are rotary tables.
 
     What is written stands last: there alone a launch of JAX can have it as an operand, too. io:

@@ -25,7 +25,8 @@ from heedful.kernels.portable.decode import kernel
 from heedful.kernels.portable.decode.cache import value_of_words
 from heedful.kernels.portable.decode.kernel import log2_size, softmax_step
 from heedful.kernels.portable.decode.queries import fitted
-from heedful.kernels.portable.decode.work import share_of
+from heedful.kernels.split_kv.walk import share_of
+from heedful.kernels.split_kv.work import SplitKVParams
 from heedful.launch.bind import decode
 from heedful.launch.interpret import run_call
 from heedful.launch.program import buffers as canonical
@@ -138,13 +139,17 @@ def test_scores_far_from_0_are_within_the_budget(problem):
 @triton.jit
 def shares_of(out, sequences, shape, mask, work, tile):
     pid, programs = tl.program_id(0), tl.num_programs(0)
-    begin, end, _, b, base, empty = share_of(
-        pid, programs, tl.arange(0, 1), tl.arange(0, work.LOOKS), sequences, shape, mask, work, tile
+    share, empty = share_of(
+        pid,
+        programs,
+        tl.arange(0, 1),
+        tl.arange(0, work.LOOKS),
+        SplitKVParams(sequences, shape, mask, work, tile),
     )
-    tl.store(out + 5 * pid, begin)
-    tl.store(out + 5 * pid + 1, end)
-    tl.store(out + 5 * pid + 2, b)
-    tl.store(out + 5 * pid + 3, base)
+    tl.store(out + 5 * pid, share.x)
+    tl.store(out + 5 * pid + 1, share.end)
+    tl.store(out + 5 * pid + 2, share.b)
+    tl.store(out + 5 * pid + 3, share.base)
     tl.store(out + 5 * pid + 4, empty)
 
 

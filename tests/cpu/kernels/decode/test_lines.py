@@ -5,6 +5,7 @@ process of their own: see `support.runs.interpreted`.
 
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 import pytest
 
@@ -18,15 +19,15 @@ from heedful.core.base.device import by_name
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
+from heedful.kernels.args.decode import DecodeTile
 from heedful.kernels.args.shared import Mask
 from heedful.kernels.common.sequences import Seqlens
-from heedful.kernels.portable.decode.append import rows_of
-from heedful.kernels.portable.decode.work import (
-    Piece,
+from heedful.kernels.split_kv.append import rows_of
+from heedful.kernels.split_kv.walk import Line, Segment, Share, share_of
+from heedful.kernels.split_kv.work import (
+    SplitKVParams,
     block_of,
-    next_piece,
-    place_at,
-    share_of,
+    segment_of,
     span_of,
     visit_of,
 )
@@ -63,10 +64,17 @@ def seen_tiles(mask: MaskSpec, len_q: int, len_k: int) -> list[int]:
     return seen_keys(mask, len_q, len_k, MOST * N).view(MOST, N).any(1).nonzero().flatten().tolist()
 
 
+class Visitor(NamedTuple):
+    """What of `SplitKVParams` a span depends on."""
+
+    mask: Mask
+    tile: DecodeTile
+
+
 @triton.jit
 def visit(blocks, firsts, len_q, len_k, off, mask: Mask, tile, MOST: tl.constexpr):
     seq = Seqlens(0, len_q, len_q, 0, len_k, len_k, off)
-    span = span_of(0, len_q - 1, seq, mask, tile)
+    span = span_of(0, len_q - 1, seq, Visitor(mask, tile))
     for index in range(0, span.visits):
         tl.store(blocks + index, block_of(index, span, mask))
     for block in range(0, MOST):
@@ -132,14 +140,13 @@ def test_a_decode_visits_each_key_tile_that_is_seen_once_and_leading_ones_first(
 def share(out, sequences, shape, mask, work, tile):
     pid, programs = tl.program_id(0), tl.num_programs(0)
     looks = tl.arange(0, work.LOOKS)
-    begin, end, each, b, base, empty = share_of(
-        pid, programs, tl.arange(0, 1), looks, sequences, shape, mask, work, tile
-    )
-    tl.store(out + 6 * pid, begin)
-    tl.store(out + 6 * pid + 1, end)
-    tl.store(out + 6 * pid + 2, each)
-    tl.store(out + 6 * pid + 3, b)
-    tl.store(out + 6 * pid + 4, base)
+    params = SplitKVParams(sequences, shape, mask, work, tile)
+    found, empty = share_of(pid, programs, tl.arange(0, 1), looks, params)
+    tl.store(out + 6 * pid, found.x)
+    tl.store(out + 6 * pid + 1, found.end)
+    tl.store(out + 6 * pid + 2, found.each)
+    tl.store(out + 6 * pid + 3, found.b)
+    tl.store(out + 6 * pid + 4, found.base)
     tl.store(out + 6 * pid + 5, empty)
 
 
@@ -191,19 +198,22 @@ def cut(out, starts, visits, total, each, work, line, lines, MOST: tl.constexpr)
             unit += 1
         else:
             begin, count_k = tl.load(starts + unit), tl.load(visits + unit)
-            piece = next_piece(own, x, end, each, begin, unit, count_k, line, lines, work)
+            share = Share(x, end, each, 0, 0)
+            start, stop, partials, behind = segment_of(
+                share, own, Line(line, lines, 0), begin, unit, count_k, work
+            )
             at = out + (own * MOST + count) * 9
             tl.store(at, unit)
-            tl.store(at + 1, piece.start)
-            tl.store(at + 2, piece.stop)
-            tl.store(at + 3, piece.index)
-            tl.store(at + 4, piece.parts)
-            tl.store(at + 5, piece.slot)
-            tl.store(at + 6, piece.first)
-            tl.store(at + 7, piece.rest)
-            tl.store(at + 8, piece.step)
+            tl.store(at + 1, start)
+            tl.store(at + 2, stop)
+            tl.store(at + 3, partials.tile)
+            tl.store(at + 4, partials.count)
+            tl.store(at + 5, partials.slot)
+            tl.store(at + 6, partials.first)
+            tl.store(at + 7, partials.rest)
+            tl.store(at + 8, partials.step)
             count += 1
-            x = piece.next
+            x = behind
 
 
 @interpreted
@@ -251,13 +261,12 @@ def test_pieces_of_all_shares_are_every_visit_of_a_unit_once(visits, overhead, s
 def own_rows(out, len_q, len_k, stored_k, off, parts, mask: Mask, tile):
     """The rows that each of some even pieces of a unit appends."""
     seq = Seqlens(0, len_q, len_q, 0, len_k, stored_k, off)
-    span = span_of(0, len_q - 1, seq, mask, tile)
-    place = place_at(0, 0, seq)
+    span = span_of(0, len_q - 1, seq, Visitor(mask, tile))
     each = tl.cdiv(span.visits, parts)
     for part in range(0, tl.cdiv(span.visits, each)):
         start, stop = part * each, tl.minimum((part + 1) * each, span.visits)
-        piece = Piece(start, stop, 0, parts, 0, 0, 0, 0, 0)
-        low, high = rows_of(piece, span, place, tile)
+        segment = Segment(start, stop, 0, 0, 0, seq, None, span)
+        low, high = rows_of(segment, tile.BLOCK_N)
         tl.store(out + 2 * part, low)
         tl.store(out + 2 * part + 1, high)
 

@@ -29,10 +29,10 @@ NBYTES = KEYS * WIDTH * 2
 
 @dataclass(frozen=True)
 class Scores:
-    """Those of a tile of keys, with the queries of a piece."""
+    """Those of a tile of keys, with the queries of a segment."""
 
     rows: tuple
-    piece: tuple
+    segment: tuple
 
     def to(self, dtype):
         return self
@@ -85,7 +85,7 @@ class Device(Roles):
         self.append = SimpleNamespace(
             io=SimpleNamespace(cache_seqlens=Pointer(list(self.lengths)) if self.new else None)
         )
-        # By sequence and first row: pieces with their results. Rows that were appended.
+        # By sequence and first row: segments with their results. Rows that were appended.
         self.results: dict[tuple[int, int], list] = {}
         self.appended: set[int] = set()
         # By the number that parts are counted under.
@@ -111,9 +111,9 @@ class Device(Roles):
         b, place = divmod(row, self.stored)
         return self.lengths[b] <= place < self.lengths[b] + self.new
 
-    def append_rows(self, new, piece, params, append):
+    def append_rows(self, new, segment, params, append):
         for row in range(int(new.first), int(new.stop)):
-            self.appended.add(int(piece.b) * self.stored + int(new.start) + row)
+            self.appended.add(int(segment.b) * self.stored + int(new.start) + row)
         self.machine.until(lambda: True)
 
     def boxes_of(self, boxes, dtype, shape, layout):
@@ -155,9 +155,9 @@ class Device(Roles):
             queue.pop(0).check()
         return deps[0]
 
-    def masked(self, s, params, piece, bounds, col):
+    def masked(self, s, params, segment, bounds, col):
         self.at_work[self.machine.now] = s
-        where = int(piece.b) * self.stored + int(col)
+        where = int(segment.b) * self.stored + int(col)
         assert s.rows[0] in (where, None)
         return s
 
@@ -174,19 +174,19 @@ class Device(Roles):
     def lane_sums(self, p):
         return self.weights[self.machine.now] if isinstance(p, Scores) else Float(p)
 
-    def load_queries(self, io, q, params, piece, append):
+    def load_queries(self, io, q, params, segment, append):
         assert not self.queues.get(self.machine.now), "queries change under a product"
-        assert int(piece.seq.token_q) == sum(self.tokens[: int(piece.b)])
-        q.store((int(piece.b), int(piece.start)))
+        assert int(segment.seq.token_q) == sum(self.tokens[: int(segment.b)])
+        q.store((int(segment.b), int(segment.start)))
 
-    def finish(self, io, params, piece, acc, m, total, consumer, few):
-        place = (int(piece.start), int(piece.stop), int(piece.work.parts))
+    def finish(self, io, params, segment, acc, m, total, consumer, few):
+        place = (int(segment.start), int(segment.stop), int(segment.partials.count))
         made = self.at_work.pop(self.machine.now, None)
-        assert made is None or made.piece == (int(piece.b), place[0])
+        assert made is None or made.segment == (int(segment.b), place[0])
         found = (*place, (float(acc[0]),), float(m), float(total))
-        unit = int(piece.b), int(piece.row0)
+        unit = int(segment.b), int(segment.row0)
         self.results.setdefault(unit, []).append(found)
-        assert self.units.setdefault(int(piece.work.index), unit) == unit
+        assert self.units.setdefault(int(segment.partials.tile), unit) == unit
 
     # Its roles.
 
@@ -234,14 +234,14 @@ class Device(Roles):
             "clear_queries": lambda q, params: None,
             "append_rows": self.append_rows,
             "store_gaps": lambda io, params: None,
-            "finish_piece": self.finish,
+            "finish_segment": self.finish,
         }
         self.run_roles(ROLES, self.roles, stand_ins)
         assert not any(self.queues.values())
 
     def check(self):
-        """The pieces of every sequence's tiles of rows are all its visits, once, and their results
-        merge to its own."""
+        """The segments of every sequence's tiles of rows are all its visits, once, and their
+        results merge to its own."""
         rows = [4 * count for count in self.tokens] or [4] * len(self.lengths)
         if self.short is not None:
             rows = [n if n <= 4 * self.short else 0 for n in rows]
@@ -249,7 +249,7 @@ class Device(Roles):
             length = self.length(b)
             begin = max(0, length - 1 - self.left) // KEYS if self.left >= 0 else 0
             tiles = [b * self.stored + key for key in range(begin * KEYS, length, KEYS)]
-            self.check_pieces(self.results.pop((b, row0)), tiles, max(1, len(tiles)))
+            self.check_segments(self.results.pop((b, row0)), tiles, max(1, len(tiles)))
             new = {b * self.stored + self.lengths[b] + i for i in range(self.new)}
             assert new <= self.appended
         assert not self.results
@@ -316,7 +316,7 @@ def test_values_that_are_never_released_are_a_deadlock():
 
 def test_rows_that_are_appended_late_are_seen():
     found = replace(CASES["new rows"], seed=2)
-    found.instead["first_visit"] = lambda new, piece, start, stop, params: stop
+    found.instead["first_visit"] = lambda new, segment, start, stop, params: stop
     found.instead["append_rows"] = lambda *args: None
     with pytest.raises(AssertionError, match="before it is written"):
         found.run()

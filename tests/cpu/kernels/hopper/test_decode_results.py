@@ -33,11 +33,11 @@ class Decode:
         is_packed: bool,
         sink: bool = False,
         rest: bool = False,
-        parts: int = 1,
+        count: int = 1,
         consumers: int = 1,
     ):
         self.consumers, self.dim = consumers, consumers * COLUMNS - 4
-        self.drawn = np.random.default_rng(parts)
+        self.drawn = np.random.default_rng(count)
         self.is_packed, self.batch = is_packed, len(USED)
         self.starts = np.cumsum([0, *STORED]) if is_packed else np.zeros(len(USED), int)
         rows = (1, sum(STORED)) if is_packed else (self.batch, max(STORED))
@@ -45,7 +45,7 @@ class Decode:
         self.lse = np.full((rows[0], HEADS, rows[1]), UNTOUCHED, np.float32)
         self.rest = np.full_like(self.lse, UNTOUCHED) if rest else None
         self.sink = self.drawn.normal(0, 300, HEADS).astype(np.float32) if sink else None
-        many = parts * KV_HEADS * sum(-(-stored * GROUP // TILE) for stored in STORED)
+        many = count * KV_HEADS * sum(-(-stored * GROUP // TILE) for stored in STORED)
         many *= consumers
         self.slots = np.full((many, TILE, COLUMNS), np.nan, np.float32)
         self.sums = np.full((many, TILE, 2), np.nan, np.float32)
@@ -81,8 +81,8 @@ class Decode:
         language = Arrays(**more)
         return Host({"gl": language, "tl": language, "opaque": lambda number: number})
 
-    def pieces(self, parts: int = 1):
-        """Every tile of rows, as one of so many parts."""
+    def segments(self, count: int = 1):
+        """Every tile of rows, as one of so many segments."""
         index = 0
         for b, (used, stored) in enumerate(zip(USED, STORED, strict=True)):
             for g in range(KV_HEADS):
@@ -96,7 +96,7 @@ class Decode:
                             stored_q=tensor(stored),
                             token_q=tensor(self.starts[b], np.int64),
                         ),
-                        work=SimpleNamespace(parts=tensor(parts), index=tensor(index), first=None),
+                        partials=SimpleNamespace(count=tensor(count), tile=tensor(index)),
                     )
                     index += 1
 
@@ -128,11 +128,11 @@ def draw(decode: Decode, far: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     return out.view(Tensor), top.view(Tensor), total.view(Tensor)
 
 
-def merged(parts, sink: float | None = None) -> tuple[Any, float]:
+def merged(partials, sink: float | None = None) -> tuple[Any, float]:
     """Output and log-sum-exp of a row of these (output, maximum, sum), with a sink."""
     weights = [
         (np.float64(out), float(top) / float(np.float32(LOG2E.value)), float(total))
-        for out, top, total in parts
+        for out, top, total in partials
     ]
     tops = [top for _, top, _ in weights] + ([] if sink is None else [float(sink)])
     reference = max(tops)
@@ -145,18 +145,18 @@ def merged(parts, sink: float | None = None) -> tuple[Any, float]:
     return outs / total, reference + np.log(total)
 
 
-def rows_of(piece, b: int):
+def rows_of(segment, b: int):
     """(row of the tile, what it is): sequence, token and query head."""
     for row in range(TILE):
-        token, lane = divmod(int(piece.row0) + row, GROUP)
-        yield row, (b, token, int(piece.g) * GROUP + lane)
+        token, lane = divmod(int(segment.row0) + row, GROUP)
+        yield row, (b, token, int(segment.g) * GROUP + lane)
 
 
-def tiles_by_sequence(decode: Decode, parts: int = 1):
+def tiles_by_sequence(decode: Decode, count: int = 1):
     """Pieces with the number of their sequence."""
     counts = [KV_HEADS * -(-stored * GROUP // TILE) for stored in STORED]
     numbers = [b for b, count in enumerate(counts) for _ in range(count)]
-    return zip(numbers, decode.pieces(parts), strict=True)
+    return zip(numbers, decode.segments(count), strict=True)
 
 
 def halves(out: Tensor, consumer: int = 0) -> tuple[Tensor, ...]:
@@ -177,13 +177,13 @@ def of_rows_without_keys():
 @pytest.mark.parametrize("rest", [False, True], ids=["", "rest"])
 def test_whole_rows_are_divided_and_their_log_sum_exp_is_natural(rest, is_packed, sink):
     decode = Decode(is_packed, sink, rest)
-    store = decode.host().turned(decode_results.store_parts)
+    store = decode.host().turned(decode_results.store_columns)
     found = {}
-    for b, piece in tiles_by_sequence(decode):
+    for b, segment in tiles_by_sequence(decode):
         out, top, total = draw(decode, far=rest)
-        for row, key in rows_of(piece, b):
+        for row, key in rows_of(segment, b):
             found[key] = merged([(out[row], top[row], total[row])], decode.sink_of(key))
-        store(decode.io, decode.params, piece, piece.row0, halves(out), top, total, 0)
+        store(decode.io, decode.params, segment, segment.row0, halves(out), top, total, 0)
     np.testing.assert_allclose(decode.out, decode.wanted(found, "out"), CLOSE, CLOSE)
     lse = decode.wanted(found, "lse")
     np.testing.assert_allclose(decode.lse, lse, CLOSE, CLOSE)
@@ -198,27 +198,34 @@ def test_whole_rows_are_divided_and_their_log_sum_exp_is_natural(rest, is_packed
         assert (np.abs(decode.lse - lse)[seen] > 2 * CLOSE).any()
 
 
-def part_of(piece, number: int, parts: int, units: int):
-    """The piece as one part of its unit: slots of the first parts lie ahead of all others."""
-    index = int(piece.work.index)
-    first, rest = index, units + index * (parts - 1) - 1
+def segment_of(segment, number: int, count: int, tiles: int):
+    """The segment as one of its tile: slots of the first segments lie ahead of all others."""
+    index = int(segment.partials.tile)
+    first, rest = index, tiles + index * (count - 1) - 1
     slot = rest + number if number else first
-    work = {"first": first, "rest": rest, "step": 1, "slot": slot, "parts": parts, "index": index}
-    work = SimpleNamespace(**{name: tensor(value) for name, value in work.items()})
-    return SimpleNamespace(**{**vars(piece), "work": work})
+    partials = {
+        "first": first,
+        "rest": rest,
+        "step": 1,
+        "slot": slot,
+        "count": count,
+        "tile": index,
+    }
+    partials = SimpleNamespace(**{name: tensor(value) for name, value in partials.items()})
+    return SimpleNamespace(**{**vars(segment), "partials": partials})
 
 
-def results_in_parts(decode: Decode, count: int):
-    """(unit, its pieces with their draws) and what they merge to."""
-    units = list(tiles_by_sequence(decode, count))
+def results_in_segments(decode: Decode, count: int):
+    """(tile, its segments with their draws) and what they merge to."""
+    tiles = list(tiles_by_sequence(decode, count))
     found, drawn = {}, []
-    for b, piece in units:
-        parts = [draw(decode) for _ in range(count)]
-        for row, key in rows_of(piece, b):
-            of_row = [(out[row], top[row], total[row]) for out, top, total in parts]
+    for b, segment in tiles:
+        draws = [draw(decode) for _ in range(count)]
+        for row, key in rows_of(segment, b):
+            of_row = [(out[row], top[row], total[row]) for out, top, total in draws]
             found[key] = merged(of_row, decode.sink_of(key))
-        pieces = [part_of(piece, number, count, len(units)) for number in range(count)]
-        drawn.append(list(zip(pieces, parts, strict=True)))
+        segments = [segment_of(segment, number, count, len(tiles)) for number in range(count)]
+        drawn.append(list(zip(segments, draws, strict=True)))
     return drawn, found
 
 
@@ -226,14 +233,16 @@ def in_any_order(decode: Decode, things: list) -> list:
     return [things[index] for index in decode.drawn.permutation(len(things))]
 
 
-def check_scratch(decode: Decode, units: list) -> None:
-    """Parts are in slots of their own, and of packed sequences no more rows than these have."""
+def check_scratch(decode: Decode, tiles: list) -> None:
+    """Segments are in slots of their own, and of packed sequences no more rows than these have."""
     used = np.zeros(decode.sums.shape[:2], bool)
-    for unit in units:
-        for piece, _ in unit if len(unit) > 1 else []:
-            rows = int(piece.seq.stored_q) * GROUP - int(piece.row0) if decode.is_packed else TILE
+    for tile in tiles:
+        for segment, _ in tile if len(tile) > 1 else []:
+            rows = (
+                int(segment.seq.stored_q) * GROUP - int(segment.row0) if decode.is_packed else TILE
+            )
             for own in range(decode.consumers):
-                slot = int(piece.work.slot) * decode.consumers + own
+                slot = int(segment.partials.slot) * decode.consumers + own
                 assert not used[slot].any()
                 used[slot, :rows] = True
     for array in (decode.slots[..., 0], decode.sums[..., 0], decode.sums[..., 1]):
@@ -248,36 +257,36 @@ def check_merged(decode: Decode, found: dict) -> None:
 
 @pytest.mark.parametrize("consumers", [1, 2])
 @pytest.mark.parametrize("few", [4, 16])
-@pytest.mark.parametrize("parts, sink", [(1, False), (2, True), (5, False)])
+@pytest.mark.parametrize("count, sink", [(1, False), (2, True), (5, False)])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
-def test_whoever_is_last_merges_all_parts(is_packed, parts, sink, few, consumers):
-    decode = Decode(is_packed, sink, parts=parts, consumers=consumers)
-    finish = decode.host().turned(decode_results.finish_piece)
-    units, found = results_in_parts(decode, parts)
-    for unit in in_any_order(decode, units):
-        for piece, (out, top, total) in in_any_order(decode, unit):
+def test_whoever_is_last_merges_all_segments(is_packed, count, sink, few, consumers):
+    decode = Decode(is_packed, sink, count=count, consumers=consumers)
+    finish = decode.host().turned(decode_results.finish_segment)
+    tiles, found = results_in_segments(decode, count)
+    for tile in in_any_order(decode, tiles):
+        for segment, (out, top, total) in in_any_order(decode, tile):
             for own in range(consumers):
-                finish(decode.io, decode.params, piece, halves(out, own), top, total, own, few)
+                finish(decode.io, decode.params, segment, halves(out, own), top, total, own, few)
     check_merged(decode, found)
-    check_scratch(decode, units)
+    check_scratch(decode, tiles)
 
 
-@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("is_packed", [False, True], ids=["dense", "packed"])
-def test_parts_that_merge_some_rows_each_merge_them_all(is_packed, parts):
-    decode = Decode(is_packed, parts=parts)
+def test_segments_that_merge_some_rows_each_merge_them_all(is_packed, count):
+    decode = Decode(is_packed, count=count)
     decode.params.tile.MERGE = True
     host = decode.host()
-    finish, merge = map(host.turned, (decode_results.finish_piece, decode_results.merge_rows))
-    units, found = results_in_parts(decode, parts)
-    for unit in units:
-        for piece, (out, top, total) in unit:
-            finish(decode.io, decode.params, piece, halves(out), top, total, 0)
-    assert (decode.counts[: len(units)] == parts).all()
+    finish, merge = map(host.turned, (decode_results.finish_segment, decode_results.merge_rows))
+    tiles, found = results_in_segments(decode, count)
+    for tile in tiles:
+        for segment, (out, top, total) in tile:
+            finish(decode.io, decode.params, segment, halves(out), top, total, 0)
+    assert (decode.counts[: len(tiles)] == count).all()
     decode.counts[:] = 0
-    for unit in in_any_order(decode, units):
-        for piece, _ in unit:
-            merge(decode.io, decode.params, piece, 2, 2, 0)
+    for tile in in_any_order(decode, tiles):
+        for segment, _ in tile:
+            merge(decode.io, decode.params, segment, 2, 2, 0)
     check_merged(decode, found)
 
 

@@ -55,11 +55,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Scores:
-    """Those of a block, of so many columns so far, with the queries of a piece."""
+    """Those of a block, of so many columns so far, with the queries of a segment."""
 
     rows: tuple
     columns: tuple
-    piece: tuple
+    segment: tuple
 
 
 @dataclass
@@ -114,7 +114,7 @@ class Device(Roles):
             ),
             scale_log2=Float(1.0),
         )
-        # By (sequence, row tile, half): pieces with their results.
+        # By (sequence, row tile, half): segments with their results.
         self.results: dict[tuple, list] = {}
         self.arrived: set[tuple] = set()
         self.queues: dict[int, list[Product]] = {}
@@ -155,8 +155,8 @@ class Device(Roles):
         kind, rows, column = k.content
         assert kind == "keys" and q.content[:2] == ("q", column)
         seen = acc if use_acc else Scores(rows, (), q.content[2])
-        assert seen.rows == rows and seen.piece == q.content[2]
-        return Scores(rows, (*seen.columns, column), seen.piece)
+        assert seen.rows == rows and seen.segment == q.content[2]
+        return Scores(rows, (*seen.columns, column), seen.segment)
 
     def mma_wait(self, count, deps):
         queue = self.queues.setdefault(self.machine.now, [])
@@ -176,7 +176,7 @@ class Device(Roles):
         row = self.key_of(rows)
         return 0.0 if row is None else self.values[2 * row + half]
 
-    def masked(self, s, params, piece, bounds, col):
+    def masked(self, s, params, segment, bounds, col):
         assert (col + KEYS > bounds.stop_first) == (s.rows[-1] is None)
         return s
 
@@ -205,22 +205,22 @@ class Device(Roles):
             self.machine.until(lambda: place in self.arrived)
             self.arrived.remove(place)
 
-    def load_columns(self, io, params, piece, first, columns):
+    def load_columns(self, io, params, segment, first, columns):
         made = Float(first)
-        made.piece = (int(piece.b), int(piece.row0), int(piece.start))
+        made.segment = (int(segment.b), int(segment.row0), int(segment.start))
         return made
 
-    def finish(self, io, params, piece, acc, m, sums, CONSUMER):
-        key = (int(piece.b), int(piece.row0), CONSUMER)
-        assert self.at_work[self.machine.now].piece == (*key[:2], int(piece.start))
-        place = (int(piece.start), int(piece.stop), int(piece.work.parts))
+    def finish(self, io, params, segment, acc, m, sums, CONSUMER):
+        key = (int(segment.b), int(segment.row0), CONSUMER)
+        assert self.at_work[self.machine.now].segment == (*key[:2], int(segment.start))
+        place = (int(segment.start), int(segment.stop), int(segment.partials.count))
         (out,) = map(float, acc)
         self.results.setdefault(key, []).append((*place, (out,), float(m), float(sums)))
         if place[2] > 1:
-            count = params.work.merge.counts + 2 * piece.work.index + CONSUMER
+            count = params.work.merge.counts + 2 * segment.partials.tile + CONSUMER
             count.memory[count.offset] += 1
 
-    def wait_for_parts(self, count, parts):
+    def wait_for_partials(self, count, parts):
         self.machine.until(lambda: count.memory[count.offset] >= parts)
 
     def count_to_zero(self, count, last):
@@ -229,9 +229,9 @@ class Device(Roles):
         count.memory[count.offset] = 0 if found >= last else found + 1
         self.machine.until(lambda: True)
 
-    def merged(self, params, piece, row, M, P, CONSUMER):
-        key = (int(piece.b), int(piece.row0), CONSUMER)
-        assert len(self.results[key]) == piece.work.parts, "merges parts that are not there"
+    def merged(self, params, segment, row, M, P, CONSUMER):
+        key = (int(segment.b), int(segment.row0), CONSUMER)
+        assert len(self.results[key]) == segment.partials.count, "merges parts that are not there"
         self.merges.setdefault(key, []).extend(range(row, row + M))
         return None, None, None
 
@@ -256,8 +256,8 @@ class Device(Roles):
             "fence_async_shared": lambda: None,
             "opaque": Int,
             "load_columns": self.load_columns,
-            "finish_piece": self.finish,
-            "wait_for_parts": self.wait_for_parts,
+            "finish_segment": self.finish,
+            "wait_for_partials": self.wait_for_partials,
             "count_to_zero": self.count_to_zero,
             "merged": self.merged,
             "store_whole": lambda *args: None,
@@ -312,18 +312,18 @@ class Device(Roles):
         )
 
     def check(self):
-        """Every sequence's pieces are all its steps, once, and their results merge to its own."""
+        """Every sequence's segments are all its steps, once, and their results merge to its own."""
         for b, length in enumerate(self.lengths):
             steps = max(1, -(-length // STEP))
             keys = [b * self.stored + key for key in range(0, length, KEYS)]
             for tile in range(self.tiles):
                 for half in (0, 1):
                     key = (b, 64 * tile, half)
-                    pieces = self.results.pop(key)
+                    segments = self.results.pop(key)
                     # Each row once.
-                    rows = range(64) if self.merge and len(pieces) > 1 else ()
+                    rows = range(64) if self.merge and len(segments) > 1 else ()
                     assert sorted(self.merges.pop(key, ())) == list(rows)
-                    self.check_pieces(pieces, keys, steps, (half,))
+                    self.check_segments(segments, keys, steps, (half,))
         assert not self.results and not self.merges
 
 
@@ -333,7 +333,7 @@ class Query(Place):
         self.column = column
 
     def store(self, content):
-        self.content = ("q", self.column, content.piece)
+        self.content = ("q", self.column, content.segment)
 
     def load(self, layout):
         return Held(self.content)
@@ -446,7 +446,7 @@ def test_a_product_that_is_waited_for_too_late_in_its_queue_is_seen():
 def test_who_merges_before_all_parts_are_there_is_seen():
     def try_seed(seed):
         device = Device((1500, 600), 4, seed, merge=1)
-        device.instead = {"wait_for_parts": lambda count, parts: None}
+        device.instead = {"wait_for_partials": lambda count, parts: None}
         device.run()
 
     with pytest.raises(AssertionError, match="parts that are not there"):

@@ -30,12 +30,12 @@ BOXES, VALUE_BOXES = mla_boxes.BOXES.value, mla_boxes.VALUE_BOXES.value
 
 @dataclass(frozen=True)
 class Scores:
-    """Those of a block, of so many columns so far, with the queries of a piece; then its
+    """Those of a block, of so many columns so far, with the queries of a segment; then its
     probabilities."""
 
     rows: tuple
     columns: tuple
-    piece: tuple
+    segment: tuple
     weight: float = 0.0
 
     def to(self, dtype):
@@ -76,7 +76,7 @@ class Device(Roles):
             sink=None,
             scale_log2=Float(1.0),
         )
-        # By sequence: pieces with their results.
+        # By sequence: segments with their results.
         self.results: dict[int, list] = {}
         self.queues: dict[int, list[Product]] = {}
         self.at_work: dict[int, Scores] = {}
@@ -95,11 +95,11 @@ class Device(Roles):
         kind, rows, column = a.content
         assert kind == "keys"
         if not isinstance(a, Turned):
-            of, piece = b.content
+            of, segment = b.content
             assert of == column, "a box of keys meets other columns of queries"
-            seen = acc if use_acc else Scores(rows, (), piece)
-            assert (seen.rows, seen.piece) == (rows, piece)
-            return Scores(rows, (*seen.columns, column), piece)
+            seen = acc if use_acc else Scores(rows, (), segment)
+            assert (seen.rows, seen.segment) == (rows, segment)
+            return Scores(rows, (*seen.columns, column), segment)
         p = b.content
         assert p.rows == rows
         first = rows[0]
@@ -116,8 +116,8 @@ class Device(Roles):
             assert dep.columns == tuple(range(0, WIDTH * BOXES, WIDTH))
         return dep
 
-    def masked(self, s, params, piece, bounds, col):
-        where = int(piece.b) * self.stored + int(col)
+    def masked(self, s, params, segment, bounds, col):
+        where = int(segment.b) * self.stored + int(col)
         assert s.rows[0] in (where, None)
         assert (col + KEYS > bounds.stop_first) == (s.rows[-1] is None)
         return s
@@ -130,16 +130,16 @@ class Device(Roles):
         weight = 0.0 if s.rows[0] is None else 2.0 ** (x - top)
         return replace(s, weight=weight), top, Float(total * alpha + weight), Float(alpha)
 
-    def load_queries(self, io, shared, params, piece):
+    def load_queries(self, io, shared, params, segment):
         assert not self.queues.get(self.machine.now), "queries change under a product"
         for column, box in enumerate(shared.boxes):
-            box.store((WIDTH * column, (int(piece.b), int(piece.start))))
+            box.store((WIDTH * column, (int(segment.b), int(segment.start))))
 
-    def finish(self, io, params, piece, acc, m, total, consumer):
-        place = (int(piece.start), int(piece.stop), int(piece.work.parts))
-        assert self.at_work.pop(self.machine.now).piece == (int(piece.b), place[0])
+    def finish(self, io, params, segment, acc, m, total, consumer):
+        place = (int(segment.start), int(segment.stop), int(segment.partials.count))
+        assert self.at_work.pop(self.machine.now).segment == (int(segment.b), place[0])
         found = (*place, tuple(map(float, acc)), float(m), float(total))
-        self.results.setdefault(int(piece.b), []).append(found)
+        self.results.setdefault(int(segment.b), []).append(found)
 
     # Its roles.
 
@@ -181,17 +181,17 @@ class Device(Roles):
             "fence_async_shared": lambda: None,
             "load_queries": self.load_queries,
             "query_box": lambda shared, box: shared.boxes[int(box)],
-            "finish_piece": self.finish,
+            "finish_segment": self.finish,
         }
         self.run_roles(ROLES, self.roles, stand_ins)
         assert not any(self.queues.values())
 
     def check(self):
-        """Every sequence's pieces are all its blocks, once, and their results merge to its own."""
+        """Every sequence's segments are its blocks, once, and their results merge to its own."""
         for b, length in enumerate(self.lengths):
             blocks = [b * self.stored + key for key in range(0, length, KEYS)]
-            pieces, visits = self.results.pop(b), max(1, len(blocks))
-            self.check_pieces(pieces, blocks, visits, range(VALUE_BOXES))
+            segments, visits = self.results.pop(b), max(1, len(blocks))
+            self.check_segments(segments, blocks, visits, range(VALUE_BOXES))
         assert not self.results
 
 

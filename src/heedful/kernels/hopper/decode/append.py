@@ -1,49 +1,35 @@
-"""New rows of a decode, as portable/decode/append.py has them: the program that reads them writes
-them first, by the warp that loads.
+"""New rows of a decode (split_kv/append.py): the warp that loads them writes them first.
 
 Tensor memory accesses are a proxy of their own: they see what threads wrote behind a fence alone.
 
 N: one row; D columns.
 """
 
-from typing import Any, NamedTuple
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.sm90.compat import inline_asm
 from heedful.kernels.portable.cache.rotary import rotated
-from heedful.kernels.portable.decode.append import rows_of
-from heedful.kernels.portable.decode.work import visit_of
-
-
-class NewRows(NamedTuple):
-    """New rows [first, stop) of a sequence; the first of all stands at row `start` of storage."""
-
-    first: Any
-    stop: Any
-    start: Any
+from heedful.kernels.split_kv.append import NewRows, new_rows
+from heedful.kernels.split_kv.work import visit_of
 
 
 @gluon.jit
-def rows_of_piece(piece, params, append):
-    """The new rows that are a piece's."""
-    low, high = rows_of(piece, piece.span, piece, params.tile)
-    low += piece.seq.token_k
-    high = gl.minimum(high + piece.seq.token_k, params.seqs.seqlen_k)
-    start = gl.load(append.io.cache_seqlens + piece.b)
-    first = gl.maximum(low - start, 0).to(gl.int32)
-    stop = gl.minimum(high - start, params.seqs.new_k).to(gl.int32)
+def rows_of_segment(segment, params, append):
+    """The new rows that are a segment's, in 32 bits."""
+    new = new_rows(segment, append.io.cache_seqlens + segment.b, params)
+    first, stop = new.first.to(gl.int32), new.stop.to(gl.int32)
     # A negative length is that of no sequence.
-    return NewRows(first, gl.where(start >= 0, stop, first), start)
+    stop = gl.where(new.start >= 0, stop, first)
+    return NewRows(first, stop, new.start, new.low, new.high)
 
 
 @gluon.jit
-def first_visit(new, piece, start, stop, params):
+def first_visit(new, segment, start, stop, params):
     """The first of visits [start, stop) whose keys may be new rows, or the last; `stop` if there
     are no visits, or no new rows."""
-    row = gl.maximum(new.start + new.first - piece.seq.token_k, 0).to(gl.int32)
-    visit = visit_of(row // params.tile.BLOCK_N, piece.span)
+    row = gl.maximum(new.start + new.first - segment.seq.token_k, 0).to(gl.int32)
+    visit = visit_of(row // params.tile.BLOCK_N, segment.span)
     visit = gl.maximum(gl.minimum(visit, stop - 1), start)
     return gl.where((start < stop) & (new.first < new.stop), visit, stop)
 
@@ -57,29 +43,29 @@ def write_row(
     ok_N,
     place_N,
     rotary,
-    piece,
+    segment,
     DIM: gl.constexpr,
     BLOCK: gl.constexpr,
     ROTATES: gl.constexpr,
 ):
-    """Copies a row of a piece's sequence and KV head from `new` to offset at_N of x, rotated or
+    """Copies a row of a segment's sequence and KV head from `new` to offset at_N of x, rotated or
     not."""
     layout: gl.constexpr = at_N.type.layout.parent
     dims_D = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, layout))
     ok_ND = ok_N[:, None] & (dims_D < DIM)[None, :]
-    base = new.ptr + piece.b.to(gl.int64) * new.stride_b + piece.g.to(gl.int64) * new.stride_h
+    base = new.ptr + segment.b.to(gl.int64) * new.stride_b + segment.g.to(gl.int64) * new.stride_h
     row_N = base + row.to(gl.int64) * new.stride_n + 0 * at_N
     if ROTATES:
         # In their own type, as if they had been rotated before.
         x_ND = rotated(row_N, dims_D, ok_ND, place_N, rotary).to(new.ptr.dtype.element_ty)
     else:
         x_ND = gl.load(row_N[:, None] + dims_D[None, :], mask=ok_ND, other=0.0)
-    head = x.ptr + piece.g.to(gl.int64) * x.stride_h
+    head = x.ptr + segment.g.to(gl.int64) * x.stride_h
     gl.store(head + at_N[:, None] + dims_D[None, :], x_ND, mask=ok_ND)
 
 
 @gluon.jit
-def append_rows(new, piece, params, append):
+def append_rows(new, segment, params, append):
     """Writes new rows [first, stop) into the cache, one by one, for loads by TMA that follow."""
     COLUMNS: gl.constexpr = max(params.tile.BLOCK_D, params.tile.BLOCK_E)
     LANES: gl.constexpr = min(COLUMNS // 4, 32)
@@ -89,22 +75,22 @@ def append_rows(new, piece, params, append):
     for row in range(new.first, new.stop):
         place_N = new.start + row + one_N
         line_N = place_N.to(gl.int64)
-        entry_N = piece.b + 0 * line_N
+        entry_N = segment.b + 0 * line_N
         if params.kv.table is not None:
-            table = params.kv.table + piece.b.to(gl.int64) * params.kv.stride_tableb
+            table = params.kv.table + segment.b.to(gl.int64) * params.kv.stride_tableb
             entry_N = gl.load(table + place_N // params.kv.page_size).to(gl.int64)
             line_N = (place_N % params.kv.page_size).to(gl.int64)
         elif params.kv.batch_idx is not None:
-            entry_N = gl.load(params.kv.batch_idx + piece.b) + 0 * line_N
+            entry_N = gl.load(params.kv.batch_idx + segment.b) + 0 * line_N
         ok_N = (entry_N >= 0) & (entry_N < params.kv.entries)
         at_N = entry_N * io.k.stride_b + line_N * io.k.stride_n
         D: gl.constexpr = params.tile.BLOCK_D
         DIM: gl.constexpr = params.tile.HEAD_DIM
         ROTATES: gl.constexpr = append.rotary.cos is not None
-        write_row(io.k_new, io.k, row, at_N, ok_N, place_N, append.rotary, piece, DIM, D, ROTATES)
+        write_row(io.k_new, io.k, row, at_N, ok_N, place_N, append.rotary, segment, DIM, D, ROTATES)
         at_N = entry_N * io.v.stride_b + line_N * io.v.stride_n
         E: gl.constexpr = params.tile.BLOCK_E
         DIM_V: gl.constexpr = params.tile.HEAD_DIM_V
-        write_row(io.v_new, io.v, row, at_N, ok_N, place_N, append.rotary, piece, DIM_V, E, False)
+        write_row(io.v_new, io.v, row, at_N, ok_N, place_N, append.rotary, segment, DIM_V, E, False)
     # Of each thread's own stores; then for the one that starts the loads.
     inline_asm("fence.proxy.async.global; bar.warp.sync 0xffffffff;", "r,~{memory}", [new.first])

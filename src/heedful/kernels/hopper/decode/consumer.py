@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.hopper.decode.mask import masked
 from heedful.kernels.hopper.decode.results import (
-    finish_piece,
+    finish_segment,
     merge_share,
     store_empty,
     store_gaps,
@@ -26,7 +26,7 @@ from heedful.kernels.hopper.sm90.mma import ROWS, scale_output, scores_layout
 from heedful.kernels.hopper.sm90.pipeline import PipelineState
 from heedful.kernels.hopper.sm90.softmax import lane_sums, softmax_threshold, threshold_limit
 from heedful.kernels.portable.cache.rotary import rotated
-from heedful.kernels.portable.decode.work import block_of
+from heedful.kernels.split_kv.work import block_of
 
 
 @gluon.constexpr_function
@@ -52,27 +52,27 @@ def clear_queries(q, params):
 
 
 @gluon.jit
-def load_queries(io, q, params, piece, append):
-    """The queries of a piece in shared memory, rotated if there are tables; zeros past the rows in
-    use and the last column."""
+def load_queries(io, q, params, segment, append):
+    """The queries of a segment in shared memory, rotated if there are tables; zeros past the rows
+    in use and the last column."""
     D: gl.constexpr = params.tile.BLOCK_D
     M: gl.constexpr = query_rows(params.tile.ROWS)
     layout: gl.constexpr = query_layout(D)
     group = params.shape.heads_q // params.shape.heads_k
-    rows_M = piece.row0 + gl.arange(0, M, layout=gl.SliceLayout(1, layout))
+    rows_M = segment.row0 + gl.arange(0, M, layout=gl.SliceLayout(1, layout))
     dims_D = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
     pos_M = rows_M // group
-    head_M = piece.g * group + rows_M % group
-    row_M = io.q.ptr + piece.b.to(gl.int64) * io.q.stride_b
-    row_M += (piece.seq.token_q + pos_M) * io.q.stride_n + head_M * io.q.stride_h
-    ok_MD = (pos_M < piece.seq.len_q)[:, None] & (dims_D < params.tile.HEAD_DIM)[None, :]
+    head_M = segment.g * group + rows_M % group
+    row_M = io.q.ptr + segment.b.to(gl.int64) * io.q.stride_b
+    row_M += (segment.seq.token_q + pos_M) * io.q.stride_n + head_M * io.q.stride_h
+    ok_MD = (pos_M < segment.seq.len_q)[:, None] & (dims_D < params.tile.HEAD_DIM)[None, :]
     if append.rotary.cos is None:
         q_MD = gl.load(row_M[:, None] + dims_D[None, :], mask=ok_MD, other=0.0)
     else:
-        place_M = gl.load(append.io.cache_seqlens + piece.b) + append.advance * pos_M
+        place_M = gl.load(append.io.cache_seqlens + segment.b) + append.advance * pos_M
         # In their own type, as if they had been rotated before.
         q_MD = rotated(row_M, dims_D, ok_MD, place_M, append.rotary).to(q.dtype)
-    # All warps' products with those of the piece before are done.
+    # All warps' products with those of the segment before are done.
     gl.barrier()
     q.slice(0, M).store(q_MD)
     fence_async_shared()
@@ -88,8 +88,8 @@ def queue_scores(q, k, state, N: gl.constexpr):
 
 
 @gluon.jit
-def stream_keys(q, k, v, piece, state, params):
-    """(outputs, references, sums [M, L], the rings behind) of a piece."""
+def stream_keys(q, k, v, segment, state, params):
+    """(outputs, references, sums [M, L], the rings behind) of a segment."""
     N: gl.constexpr = params.tile.BLOCK_N
     E: gl.constexpr = params.tile.BLOCK_E
     dtype: gl.constexpr = q.dtype
@@ -97,20 +97,21 @@ def stream_keys(q, k, v, piece, state, params):
     o_layout: gl.constexpr = scores_layout(dtype, E)
     p_layout: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     group = params.shape.heads_q // params.shape.heads_k
-    last = gl.minimum((piece.row0 + ROWS - 1) // group, piece.seq.len_q - 1)
-    bounds = key_bounds(piece.row0 // group, last, piece.seq.off, piece.seq.len_k, params.mask)
+    seq = segment.seq
+    last = gl.minimum((segment.row0 + ROWS - 1) // group, seq.len_q - 1)
+    bounds = key_bounds(segment.row0 // group, last, seq.off, seq.len_k, params.mask)
     acc = (gl.zeros([ROWS, E], gl.float32, o_layout),)
     m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
     l_ML = lane_sums(gl.zeros([ROWS, N], gl.float32, s_layout))
-    start = gl.minimum(piece.start, piece.span.visits)
-    stop = gl.minimum(piece.stop, piece.span.visits)
+    start = gl.minimum(segment.start, segment.span.visits)
+    stop = gl.minimum(segment.stop, segment.span.visits)
     for visit in range(start, stop):
-        col = block_of(visit, piece.span, params.mask) * N
+        col = block_of(visit, segment.span, params.mask) * N
         k.consumer_wait(state)
         s_MN = queue_scores(q, k, state, N)
         s_MN = warpgroup_mma_wait(0, deps=[s_MN])
         k.consumer_release_after_mma(state)
-        s_MN = masked(s_MN, params, piece, bounds, col)
+        s_MN = masked(s_MN, params, segment, bounds, col)
         p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
             s_MN, m_M, l_ML, params.scale_log2, threshold_limit(dtype), True
         )
@@ -128,7 +129,7 @@ def stream_keys(q, k, v, piece, state, params):
 
 @gluon.jit
 def decode_consumer(io, q, k, v, share, empty, params, append):
-    """The rows of all pieces of a program."""
+    """The rows of all segments of a program."""
     if params.seqs.cu_q is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
         # Beside another kernel that has the long sequences, that clears.
         if params.work.short_q is None:
@@ -141,12 +142,12 @@ def decode_consumer(io, q, k, v, share, empty, params, append):
     whole = share
     FEW: gl.constexpr = params.tile.FEW_ROWS
     while share.x < share.end:
-        piece, share = look(share, params)
-        if piece.start < piece.stop:
-            load_queries(io, q, params, piece, append)
-            acc, m_M, l_ML, state = stream_keys(q, k, v, piece, state, params)
+        segment, share = look(share, params)
+        if segment.start < segment.stop:
+            load_queries(io, q, params, segment, append)
+            acc, m_M, l_ML, state = stream_keys(q, k, v, segment, state, params)
             rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
             l_M = gl.convert_layout(gl.sum(l_ML, 1), rows)
-            finish_piece(io, params, piece, acc, gl.convert_layout(m_M, rows), l_M, 0, FEW)
+            finish_segment(io, params, segment, acc, gl.convert_layout(m_M, rows), l_M, 0, FEW)
     if params.tile.MERGE and params.work.merge.partial_out is not None:
         merge_share(io, params, whole, 0)

@@ -1,7 +1,7 @@
 """Attention of few queries over a cache of 16 bits: one warp that loads keys and values by TMA, far
 ahead of a warpgroup that multiplies.
 
-Programs share the keys as those of the portable decode do, see portable/decode/work.py. The
+Programs share the keys as those of the portable decode do, see split_kv/work.py. The
 producer goes on with a program's next sequence while the consumer is still at this one, so that
 memory has no pause between sequences.
 """

@@ -1,4 +1,4 @@
-"""Where the keys of a piece of a decode lie, for the warp that loads them by TMA."""
+"""Where the keys of a segment of a decode lie, for the warp that loads them by TMA."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ from heedful.kernels.common.sequences import within
 
 
 class Keys(NamedTuple):
-    """Where a piece's keys lie, as loads ask for it (sm90/sequences.py)."""
+    """Where a segment's keys lie, as loads ask for it (sm90/sequences.py)."""
 
     batch: Any
     kv_batch: Any
@@ -18,9 +18,9 @@ class Keys(NamedTuple):
 
 
 @gluon.jit
-def keys_of(params, piece):
-    """The keys of a piece's sequence."""
-    entry = piece.b
+def keys_of(params, segment):
+    """The keys of a segment's sequence."""
+    entry = segment.b
     if params.kv.batch_idx is not None:
         entry = within(gl.load(params.kv.batch_idx + entry), 0, params.kv.entries - 1)
-    return Keys(piece.b, entry, piece.g, piece.seq)
+    return Keys(segment.b, entry, segment.g, segment.seq)

@@ -11,22 +11,22 @@ from heedful.kernels.hopper.sm90.mma import ROWS
 
 
 @gluon.jit
-def masked(s_MN, params, piece, bounds, col):
+def masked(s_MN, params, segment, bounds, col):
     """Scores of keys from `col` on, with those that a row does not see at -inf. bounds: of the
     tile's rows, see common/key_range.py."""
     N: gl.constexpr = s_MN.shape[1]
     layout: gl.constexpr = gl.SliceLayout(1, s_MN.type.layout)
     group = params.shape.heads_q // params.shape.heads_k
     if col + N > bounds.stop_first:
-        stop_M = gl.full([ROWS], 0, gl.int32, layout) + piece.seq.len_k
+        stop_M = gl.full([ROWS], 0, gl.int32, layout) + segment.seq.len_k
         if params.mask.HAS_RIGHT:
-            pos_M = (piece.row0 + gl.arange(0, ROWS, layout=layout)) // group
-            stop_M = gl.minimum(stop_M, pos_M + (piece.seq.off + params.mask.right + 1))
+            pos_M = (segment.row0 + gl.arange(0, ROWS, layout=layout)) // group
+            stop_M = gl.minimum(stop_M, pos_M + (segment.seq.off + params.mask.right + 1))
         s_MN = mask_outside(s_MN, None, stop_M - col)
     if params.mask.HAS_LEFT:  # noqa: SIM102  (known when compiling, and `and` is not)
         if col < bounds.start_last:
-            pos_M = (piece.row0 + gl.arange(0, ROWS, layout=layout)) // group
-            start_M = pos_M + (piece.seq.off - params.mask.left)
+            pos_M = (segment.row0 + gl.arange(0, ROWS, layout=layout)) // group
+            start_M = pos_M + (segment.seq.off - params.mask.left)
             # Leading keys stay visible: up to there nothing is outside.
             key_N = col + gl.arange(0, N, layout=gl.SliceLayout(0, s_MN.type.layout))
             seen_MN = (key_N[None, :] >= start_M[:, None]) | (key_N < params.mask.first)[None, :]

@@ -3,12 +3,12 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from heedful.kernels.hopper.decode.append import append_rows, first_visit, rows_of_piece
+from heedful.kernels.hopper.decode.append import append_rows, first_visit, rows_of_segment
 from heedful.kernels.hopper.decode.keys import keys_of
 from heedful.kernels.hopper.decode.share import look
 from heedful.kernels.hopper.sm90.pipeline import PipelineState
 from heedful.kernels.hopper.sm90.sequences import keys_at, load_from_pages, page_numbers
-from heedful.kernels.portable.decode.work import block_of
+from heedful.kernels.split_kv.work import block_of
 
 
 @gluon.jit
@@ -20,7 +20,7 @@ def pages_at(io, params, keys, col):
         ROWS_OF_BOX: gl.constexpr = io.k.block_type.shape[3]
         table = params.kv.table + keys.batch.to(gl.int64) * params.kv.stride_tableb
         DOWN: gl.constexpr = params.tile.BLOCK_N // ROWS_OF_BOX
-        # Other sequences without keys are no units.
+        # Other sequences without keys are no work tiles.
         PACKED: gl.constexpr = params.seqs.cu_q is not None
         return page_numbers(table, params, keys.seq.len_k, col, ROWS_OF_BOX, DOWN, PACKED)
 
@@ -35,25 +35,25 @@ def load_tile(ring, desc, params, keys, rows_each, col, pages, state):
 
 
 @gluon.jit
-def load_piece(io, k, v, piece, state, params, append):
-    """Loads the keys and values of a piece, and appends new ones first."""
-    keys = keys_of(params, piece)
-    start = gl.minimum(piece.start, piece.span.visits)
-    stop = gl.minimum(piece.stop, piece.span.visits)
+def load_segment(io, k, v, segment, state, params, append):
+    """Loads the keys and values of a segment, and appends new ones first."""
+    keys = keys_of(params, segment)
+    start = gl.minimum(segment.start, segment.span.visits)
+    stop = gl.minimum(segment.stop, segment.span.visits)
     new_visit = stop
     if append.io.cache_seqlens is not None:
-        new = rows_of_piece(piece, params, append)
-        new_visit = first_visit(new, piece, start, stop, params)
+        new = rows_of_segment(segment, params, append)
+        new_visit = first_visit(new, segment, start, stop, params)
         if new_visit == stop:
-            append_rows(new, piece, params, append)
-    col = block_of(start, piece.span, params.mask) * params.tile.BLOCK_N
+            append_rows(new, segment, params, append)
+    col = block_of(start, segment.span, params.mask) * params.tile.BLOCK_N
     pages = pages_at(io, params, keys, col)
     for visit in range(start, stop):
         if append.io.cache_seqlens is not None:  # noqa: SIM102  (known when compiling)
             if visit == new_visit:
-                append_rows(new, piece, params, append)
+                append_rows(new, segment, params, append)
         # Page numbers of the next tile are under way while there is no room.
-        next_col = block_of(visit + 1, piece.span, params.mask) * params.tile.BLOCK_N
+        next_col = block_of(visit + 1, segment.span, params.mask) * params.tile.BLOCK_N
         next_pages = pages_at(io, params, keys, next_col)
         load_tile(k, io.k, params, keys, params.kv_rows.k_rows, col, pages, state)
         load_tile(v, io.v, params, keys, params.kv_rows.v_rows, col, pages, state)
@@ -65,9 +65,9 @@ def load_piece(io, k, v, piece, state, params, append):
 
 @gluon.jit
 def decode_producer(io, k, v, share, params, append):
-    """Loads the keys and values of all pieces of a program."""
+    """Loads the keys and values of all segments of a program."""
     state = PipelineState.start(params.tile.STAGES)
     while share.x < share.end:
-        piece, share = look(share, params)
-        if piece.start < piece.stop:
-            state = load_piece(io, k, v, piece, state, params, append)
+        segment, share = look(share, params)
+        if segment.start < segment.stop:
+            state = load_segment(io, k, v, segment, state, params, append)

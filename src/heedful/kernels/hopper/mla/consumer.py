@@ -8,7 +8,7 @@ probabilities, and 256 of the 512 columns of the output, to which it adds both b
 So the first block's keys are given back while the second block's are still in use, and are
 there again when that is done. References of rows go from block to block with the probabilities.
 
-kept: boxes of queries that stay in registers over a piece.
+kept: boxes of queries that stay in registers over a segment.
 
 M query rows, N keys of a block, E value columns of a consumer, L lanes that share a row.
 """
@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from heedful.kernels.common.key_range import key_bounds
 from heedful.kernels.hopper.decode.mask import masked
-from heedful.kernels.hopper.decode.results import finish_piece, merge_share
+from heedful.kernels.hopper.decode.results import finish_segment, merge_share
 from heedful.kernels.hopper.decode.share import look
 from heedful.kernels.hopper.mla.boxes import BOXES, HALF, KEYS, VALUE_BOXES, WIDTH
 from heedful.kernels.hopper.mla.queries import kept_boxes, load_columns, query_box
@@ -46,14 +46,14 @@ ORDER_BARRIER: gl.constexpr = gl.constexpr(FIRST_NAMED.value + 1)
 
 
 @gluon.jit
-def load_queries(io, shared, params, piece, pieces, CONSUMER: gl.constexpr):
-    """The queries of a piece in shared memory, of which each consumer loads a part."""
-    phase = pieces & 1
-    q_ME = load_columns(io, params, piece, CONSUMER * HALF, HALF)
+def load_queries(io, shared, params, segment, segments, CONSUMER: gl.constexpr):
+    """The queries of a segment in shared memory, of which each consumer loads a part."""
+    phase = segments & 1
+    q_ME = load_columns(io, params, segment, CONSUMER * HALF, HALF)
     barrier.wait(shared.q_empty.index(0), phase ^ 1)
     shared.q.index(CONSUMER).store(q_ME)
     if CONSUMER == 0:
-        rest = load_columns(io, params, piece, VALUE_BOXES * WIDTH, WIDTH)
+        rest = load_columns(io, params, segment, VALUE_BOXES * WIDTH, WIDTH)
         shared.q_rest.index(0).store(rest)
     fence_async_shared()
     barrier.arrive_each_warp(shared.q_full.index(0))
@@ -149,7 +149,7 @@ def first_step(
     shared,
     kept,
     params,
-    piece,
+    segment,
     bounds,
     col,
     phase,
@@ -165,7 +165,7 @@ def first_step(
     dtype: gl.constexpr = shared.q.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_ME.type.layout, 2)
     zero = opaque(0)
-    s_MN = masked(s_MN, params, piece, bounds, col)
+    s_MN = masked(s_MN, params, segment, bounds, col)
     p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
         s_MN, m_M, l_ML, params.scale_log2, threshold_limit(dtype), True
     )
@@ -192,7 +192,7 @@ def first_step(
 
 
 @gluon.jit
-def second_step(shared, kept, params, piece, bounds, col, phase, acc_ME, m_M, l_ML):
+def second_step(shared, kept, params, segment, bounds, col, phase, acc_ME, m_M, l_ML):
     """One step of consumer 1."""
     dtype: gl.constexpr = shared.q.dtype
     p_layout: gl.constexpr = gl.DotOperandLayout(0, acc_ME.type.layout, 2)
@@ -205,7 +205,7 @@ def second_step(shared, kept, params, piece, bounds, col, phase, acc_ME, m_M, l_
     acc_ME, m_M, l_ML = follow(acc_ME, m_M, l_ML, shared.top.index(0))
     acc_ME = queue_values(shared, zero, shared.probabilities(0, zero), acc_ME, 0, 1)
     s_MN = warpgroup_mma_wait(1, deps=[s_MN])
-    s_MN = masked(s_MN, params, piece, bounds, col + KEYS)
+    s_MN = masked(s_MN, params, segment, bounds, col + KEYS)
     p_MN, m_M, l_ML, alpha_M, must_rescale = softmax_threshold(
         s_MN, m_M, l_ML, params.scale_log2, threshold_limit(dtype), True
     )
@@ -229,100 +229,100 @@ def no_output(dtype: gl.constexpr):
 
 
 @gluon.jit
-def first_steps(shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML):
-    """A piece of consumer 0, step by step."""
+def first_steps(shared, kept, params, segment, bounds, visit, acc_ME, m_M, l_ML):
+    """A segment of consumer 0, step by step."""
     dtype: gl.constexpr = shared.q.dtype
-    for number in range(piece.start, piece.stop):
+    for number in range(segment.start, segment.stop):
         col = number * params.tile.BLOCK_N
         phase = visit & 1
         s_MN = first_scores(shared, kept, phase, opaque(0), no_scores(dtype), 0)
         _s, acc_ME, m_M, l_ML = first_step(
-            shared, kept, params, piece, bounds, col, phase, s_MN, acc_ME, m_M, l_ML, 0
+            shared, kept, params, segment, bounds, col, phase, s_MN, acc_ME, m_M, l_ML, 0
         )
         visit += 1
     return visit, acc_ME, m_M, l_ML
 
 
 @gluon.jit
-def first_steps_ahead(shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML):
-    """A piece of consumer 0, the next step's scores begun in each."""
+def first_steps_ahead(shared, kept, params, segment, bounds, visit, acc_ME, m_M, l_ML):
+    """A segment of consumer 0, the next step's scores begun in each."""
     AHEAD: gl.constexpr = params.tile.AHEAD
     dtype: gl.constexpr = shared.q.dtype
-    first, last = visit, piece.stop - 1
+    first, last = visit, segment.stop - 1
     s_MN = first_scores(shared, kept, visit & 1, opaque(0), no_scores(dtype), 0)
-    for number in range(piece.start, last):
+    for number in range(segment.start, last):
         col = number * params.tile.BLOCK_N
         s_MN, acc_ME, m_M, l_ML = first_step(
-            shared, kept, params, piece, bounds, col, visit & 1, s_MN, acc_ME, m_M, l_ML, AHEAD
+            shared, kept, params, segment, bounds, col, visit & 1, s_MN, acc_ME, m_M, l_ML, AHEAD
         )
         visit += 1
     col = last * params.tile.BLOCK_N
     _s, acc_ME, m_M, l_ML = first_step(
-        shared, kept, params, piece, bounds, col, visit & 1, s_MN, acc_ME, m_M, l_ML, 0
+        shared, kept, params, segment, bounds, col, visit & 1, s_MN, acc_ME, m_M, l_ML, 0
     )
-    return first + (piece.stop - piece.start), acc_ME, m_M, l_ML
+    return first + (segment.stop - segment.start), acc_ME, m_M, l_ML
 
 
 @gluon.jit
-def second_steps(shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML):
-    """A piece of consumer 1."""
-    for number in range(piece.start, piece.stop):
+def second_steps(shared, kept, params, segment, bounds, visit, acc_ME, m_M, l_ML):
+    """A segment of consumer 1."""
+    for number in range(segment.start, segment.stop):
         col = number * params.tile.BLOCK_N
         phase = visit & 1
         acc_ME, m_M, l_ML = second_step(
-            shared, kept, params, piece, bounds, col, phase, acc_ME, m_M, l_ML
+            shared, kept, params, segment, bounds, col, phase, acc_ME, m_M, l_ML
         )
         visit += 1
     return visit, acc_ME, m_M, l_ML
 
 
 @gluon.jit
-def all_sums(shared, l_ML, pieces, layout: gl.constexpr, CONSUMER: gl.constexpr):
+def all_sums(shared, l_ML, segments, layout: gl.constexpr, CONSUMER: gl.constexpr):
     """Sums of rows over both consumers' blocks, whose references are the same by now."""
     l_M = gl.convert_layout(gl.sum(l_ML, 1), layout)
     shared.sums.index(CONSUMER).store(l_M)
     barrier.arrive_each_warp(shared.sums_full.index(0))
-    barrier.wait(shared.sums_full.index(0), pieces & 1)
+    barrier.wait(shared.sums_full.index(0), segments & 1)
     return l_M + shared.sums.index(1 - CONSUMER).load(layout)
 
 
 @gluon.jit
 def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
-    """Columns [256 CONSUMER, 256 CONSUMER + 256) of all pieces of a program."""
+    """Columns [256 CONSUMER, 256 CONSUMER + 256) of all segments of a program."""
     dtype: gl.constexpr = shared.q.dtype
     s_layout: gl.constexpr = scores_layout(dtype, KEYS)
     visit = gl.to_tensor(0)
-    pieces = gl.to_tensor(0)
+    segments = gl.to_tensor(0)
     whole = share
     while share.x < share.end:
-        piece, share = look(share, params)
-        if piece.start < piece.stop:
-            load_queries(io, shared, params, piece, pieces, CONSUMER)
+        segment, share = look(share, params)
+        if segment.start < segment.stop:
+            load_queries(io, shared, params, segment, segments, CONSUMER)
             operand: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
             kept = kept_boxes(shared, params.tile.QUERY_BOXES, operand)
             group = params.shape.heads_q // params.shape.heads_k
-            row = piece.row0 // group
-            bounds = key_bounds(row, row, piece.seq.off, piece.seq.len_k, params.mask)
+            row = segment.row0 // group
+            bounds = key_bounds(row, row, segment.seq.off, segment.seq.len_k, params.mask)
             acc_ME = no_output(dtype)
             m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, s_layout))
             l_ML = lane_sums(gl.zeros([ROWS, KEYS], gl.float32, s_layout))
             if CONSUMER == 1:
                 visit, acc_ME, m_M, l_ML = second_steps(
-                    shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML
+                    shared, kept, params, segment, bounds, visit, acc_ME, m_M, l_ML
                 )
             elif params.tile.AHEAD > 0:
                 visit, acc_ME, m_M, l_ML = first_steps_ahead(
-                    shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML
+                    shared, kept, params, segment, bounds, visit, acc_ME, m_M, l_ML
                 )
             else:
                 visit, acc_ME, m_M, l_ML = first_steps(
-                    shared, kept, params, piece, bounds, visit, acc_ME, m_M, l_ML
+                    shared, kept, params, segment, bounds, visit, acc_ME, m_M, l_ML
                 )
             barrier.arrive_after_mma(shared.q_empty.index(0))
             rows: gl.constexpr = gl.SliceLayout(1, acc_ME.type.layout)
-            l_M = all_sums(shared, l_ML, pieces, rows, CONSUMER)
+            l_M = all_sums(shared, l_ML, segments, rows, CONSUMER)
             m_M = gl.convert_layout(m_M, rows)
-            finish_piece(io, params, piece, (acc_ME,), m_M, l_M, CONSUMER)
-            pieces += 1
+            finish_segment(io, params, segment, (acc_ME,), m_M, l_M, CONSUMER)
+            segments += 1
     if params.tile.MERGE and params.work.merge.partial_out is not None:
         merge_share(io, params, whole, CONSUMER)

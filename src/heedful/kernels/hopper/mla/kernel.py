@@ -1,7 +1,7 @@
 """Attention of few queries over latent vectors (MLA), whose first 512 columns are values: one warp
 that loads keys and two consumer warpgroups, each of which has half of the output's columns.
 
-Programs share the keys as those of the portable decode do, see portable/decode/work.py.
+Programs share the keys as those of the portable decode do, see split_kv/work.py.
 """
 
 from triton.experimental import gluon

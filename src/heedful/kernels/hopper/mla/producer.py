@@ -67,12 +67,12 @@ def load_block(io, shared, params, keys, col, phase, BLOCK: gl.constexpr):
 
 @gluon.jit
 def mla_producer(io, shared, share, params):
-    """Loads the keys of all pieces of a program."""
+    """Loads the keys of all segments of a program."""
     visit = gl.to_tensor(0)
     while share.x < share.end:
-        piece, share = look(share, params)
-        keys = keys_of(params, piece)
-        for number in range(piece.start, piece.stop):
+        segment, share = look(share, params)
+        keys = keys_of(params, segment)
+        for number in range(segment.start, segment.stop):
             col = number * params.tile.BLOCK_N
             for block in gl.static_range(BLOCKS):
                 load_block(io, shared, params, keys, col + block * KEYS, visit & 1, block)

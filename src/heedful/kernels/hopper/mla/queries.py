@@ -38,17 +38,17 @@ def kept_boxes(shared, COUNT: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def load_columns(io, params, piece, first: gl.constexpr, COLUMNS: gl.constexpr):
+def load_columns(io, params, segment, first: gl.constexpr, COLUMNS: gl.constexpr):
     """Queries of a tile from column `first` on; zeros past the rows in use and the last column."""
     LANES: gl.constexpr = COLUMNS // 8
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     group = params.shape.heads_q // params.shape.heads_k
     ROWS_OF: gl.constexpr = params.tile.BLOCK_M
-    rows_M = piece.row0 + gl.arange(0, ROWS_OF, layout=gl.SliceLayout(1, layout))
+    rows_M = segment.row0 + gl.arange(0, ROWS_OF, layout=gl.SliceLayout(1, layout))
     dims_D = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, layout))
     pos_M = rows_M // group
-    head_M = piece.g * group + rows_M % group
+    head_M = segment.g * group + rows_M % group
     at_M = pos_M.to(gl.int64) * io.q.stride_n + head_M * io.q.stride_h
-    base = io.q.ptr + piece.b.to(gl.int64) * io.q.stride_b
-    ok_MD = (pos_M < piece.seq.len_q)[:, None] & (dims_D < params.tile.HEAD_DIM)[None, :]
+    base = io.q.ptr + segment.b.to(gl.int64) * io.q.stride_b
+    ok_MD = (pos_M < segment.seq.len_q)[:, None] & (dims_D < params.tile.HEAD_DIM)[None, :]
     return gl.load(base + at_M[:, None] + dims_D[None, :], mask=ok_MD, other=0.0)

@@ -46,11 +46,11 @@ def release_before(block, place):
 class MlaShared:
     """q, q_rest: queries, 256 columns by 256 and the rest. values: of a block both halves. rest: of
     a block the last box; of the second, then its probabilities. first_p: probabilities of the first
-    block. top: of a block, references of rows; sums: of each consumer, at the end of a piece.
+    block. top: of a block, references of rows; sums: of each consumer, at the end of a segment.
 
     k_full: of a box. k_empty: of a half, in the order of `box_in_turn`; the last of the second
     block has the rest, too. rest_empty: of the first block's rest. p_full: of a block's
-    probabilities. q_full, q_empty, sums_full: of a piece.
+    probabilities. q_full, q_empty, sums_full: of a segment.
     """
 
     q: gl.shared_memory_descriptor

@@ -5,7 +5,7 @@ loads keys and a warpgroup that multiplies.
 A product has 64 rows whatever they are, but as few columns as there are query rows. So queries take
 little room, and one warpgroup holds the whole output: nobody waits for another's probabilities.
 
-Programs share the keys as those of the portable decode do, see portable/decode/work.py.
+Programs share the keys as those of the portable decode do, see split_kv/work.py.
 """
 
 from triton.experimental import gluon
@@ -23,10 +23,10 @@ from heedful.kernels.hopper.sm90.pipeline import Pipeline, PipelineState
 
 
 @gluon.jit
-def load_piece(io, ring, piece, block, params):
-    """Loads the keys of a piece, each box once it is free."""
-    keys = keys_of(params, piece)
-    for number in range(piece.start, piece.stop):
+def load_segment(io, ring, segment, block, params):
+    """Loads the keys of a segment, each box once it is free."""
+    keys = keys_of(params, segment)
+    for number in range(segment.start, segment.stop):
         col = number * KEYS
         # Page numbers are on their way before there is room.
         pages = latent_pages(params, keys, col, io.k.block_type.shape[-2])
@@ -40,11 +40,11 @@ def load_piece(io, ring, piece, block, params):
 
 @gluon.jit
 def swap_ab_producer(io, ring, share, params):
-    """Loads the keys of all pieces of a program."""
+    """Loads the keys of all segments of a program."""
     block = PipelineState.start(params.tile.STAGES)
     while share.x < share.end:
-        piece, share = look(share, params)
-        block = load_piece(io, ring, piece, block, params)
+        segment, share = look(share, params)
+        block = load_segment(io, ring, segment, block, params)
 
 
 @gluon.jit

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from heedful.kernels.common.key_range import key_bounds
-from heedful.kernels.hopper.decode.results import finish_piece, merge_share
+from heedful.kernels.hopper.decode.results import finish_segment, merge_share
 from heedful.kernels.hopper.decode.share import look
 from heedful.kernels.hopper.mla.boxes import BOXES, HALF, KEYS, VALUE_BOXES, WIDTH
 from heedful.kernels.hopper.mla.queries import allocate_queries, load_columns, query_box
@@ -45,13 +45,13 @@ def box_at(block, BOX: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(io, shared, params, piece):
-    """The queries of a piece in shared memory."""
-    # All warps' products with those of the piece before are done.
+def load_queries(io, shared, params, segment):
+    """The queries of a segment in shared memory."""
+    # All warps' products with those of the segment before are done.
     gl.barrier()
     for half in gl.static_range(2):
-        shared.q.index(half).store(load_columns(io, params, piece, half * HALF, HALF))
-    shared.q_rest.index(0).store(load_columns(io, params, piece, 2 * HALF, WIDTH))
+        shared.q.index(half).store(load_columns(io, params, segment, half * HALF, HALF))
+    shared.q_rest.index(0).store(load_columns(io, params, segment, 2 * HALF, WIDTH))
     fence_async_shared()
     gl.barrier()
 
@@ -70,16 +70,16 @@ def multiply_queries(shared, ring, block, M: gl.constexpr):
 
 
 @gluon.jit
-def masked_keys(s_NM, params, piece, bounds, col):
+def masked_keys(s_NM, params, segment, bounds, col):
     """Scores of keys from `col` on, with those that a row does not see at -inf."""
     layout: gl.constexpr = s_NM.type.layout
     if col + s_NM.shape[0] > bounds.stop_first:
         rows_M = gl.arange(0, s_NM.shape[1], layout=gl.SliceLayout(0, layout))
-        stop_M = rows_M * 0 + piece.seq.len_k
+        stop_M = rows_M * 0 + segment.seq.len_k
         if params.mask.HAS_RIGHT:
             group = params.shape.heads_q // params.shape.heads_k
-            pos_M = (piece.row0 + rows_M) // group
-            stop_M = gl.minimum(stop_M, pos_M + (piece.seq.off + params.mask.right + 1))
+            pos_M = (segment.row0 + rows_M) // group
+            stop_M = gl.minimum(stop_M, pos_M + (segment.seq.off + params.mask.right + 1))
         key_N = col + gl.arange(0, s_NM.shape[0], layout=gl.SliceLayout(1, layout))
         s_NM = gl.where(key_N[:, None] < stop_M[None, :], s_NM, float("-inf"))
     return s_NM
@@ -132,24 +132,24 @@ def scale_columns(acc, alpha_M):
 
 
 @gluon.jit
-def stream_keys(shared, ring, piece, block, params):
-    """(outputs by boxes, maxima in base 2, sums of lanes, the block behind) of a piece."""
+def stream_keys(shared, ring, segment, block, params):
+    """(outputs by boxes, maxima in base 2, sums of lanes, the block behind) of a segment."""
     M: gl.constexpr = params.tile.BLOCK_M
     dtype: gl.constexpr = shared.q.dtype
     layout: gl.constexpr = scores_layout(dtype, M)
     group = params.shape.heads_q // params.shape.heads_k
-    row = piece.row0 // group
-    bounds = key_bounds(row, row, piece.seq.off, piece.seq.len_k, params.mask)
+    row = segment.row0 // group
+    bounds = key_bounds(row, row, segment.seq.off, segment.seq.len_k, params.mask)
     acc = ()
     for _ in gl.static_range(VALUE_BOXES):
         acc = acc + (gl.zeros([WIDTH, M], gl.float32, layout),)
     m_M = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
     l_LM = lane_sums(gl.zeros([KEYS, M], gl.float32, layout))
-    for number in range(piece.start, piece.stop):
+    for number in range(segment.start, segment.stop):
         s_NM = multiply_queries(shared, ring, block, M)
         # The last box is key alone.
         barrier.arrive_after_mma(ring.empty.index(box_at(block, VALUE_BOXES)))
-        s_NM = masked_keys(s_NM, params, piece, bounds, number * KEYS)
+        s_NM = masked_keys(s_NM, params, segment, bounds, number * KEYS)
         p_NM, m_M, l_LM, alpha_M = softmax_columns(s_NM, m_M, l_LM, params.scale_log2)
         shared.p.index(0).store(p_NM.to(dtype))
         fence_async_shared()
@@ -178,17 +178,17 @@ def rows_first(acc):
 
 @gluon.jit
 def swap_ab_consumer(io, shared, ring, share, params):
-    """The rows of all pieces of a program."""
+    """The rows of all segments of a program."""
     block = PipelineState.start(params.tile.STAGES)
     whole = share
     while share.x < share.end:
-        piece, share = look(share, params)
-        if piece.start < piece.stop:
-            load_queries(io, shared, params, piece)
-            acc, m_M, l_LM, block = stream_keys(shared, ring, piece, block, params)
+        segment, share = look(share, params)
+        if segment.start < segment.stop:
+            load_queries(io, shared, params, segment)
+            acc, m_M, l_LM, block = stream_keys(shared, ring, segment, block, params)
             acc = rows_first(acc)
             rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
             l_M = gl.convert_layout(all_sums(l_LM), rows)
-            finish_piece(io, params, piece, acc, gl.convert_layout(m_M, rows), l_M, 0)
+            finish_segment(io, params, segment, acc, gl.convert_layout(m_M, rows), l_M, 0)
     if params.tile.MERGE and params.work.merge.partial_out is not None:
         merge_share(io, params, whole, 0)

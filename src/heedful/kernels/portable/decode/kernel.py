@@ -1,8 +1,8 @@
 """Attention of few queries over many keys: a KV head is read once, for all query heads and
 positions that share it, by programs that have even shares of all keys.
 
-See work.py for the shares, queries.py for the queries, append.py for new keys,
-cache.py for how keys and values are read, merge.py for how results leave.
+See split_kv/work.py for the shares, queries.py for the queries, append.py for new keys,
+cache.py for how keys and values are read, results.py for how results leave.
 
 Shapes: B batch, H query heads, G kv heads, M rows (position, head of the KV head), N key rows,
 D qk dim, E v dim, W words.
@@ -24,9 +24,10 @@ from heedful.kernels.args.shared import (
 )
 from heedful.kernels.common.constants import LN2, LOG2E
 from heedful.kernels.common.gaps import clear_gaps
+from heedful.kernels.common.rows import wide
 from heedful.kernels.common.scores import adjust_scores, finite_or_zero, in_window, tree_visible
-from heedful.kernels.common.sequences import seqlens_of
-from heedful.kernels.portable.decode.append import append_piece
+from heedful.kernels.common.sequences import Place, seqlens_of
+from heedful.kernels.portable.decode.append import append_segment
 from heedful.kernels.portable.decode.cache import (
     dequantized,
     fetch_tile,
@@ -40,17 +41,14 @@ from heedful.kernels.portable.decode.cache import (
     unit_of,
     value_of_words,
 )
-from heedful.kernels.portable.decode.merge import columns_of_rows, finish_piece, store_empty
 from heedful.kernels.portable.decode.queries import head_of, load_queries
-from heedful.kernels.portable.decode.work import (
+from heedful.kernels.portable.decode.results import columns_of_rows, finish_segment, store_empty
+from heedful.kernels.split_kv.walk import Share, line_of, segment_at, share_of, with_span
+from heedful.kernels.split_kv.work import (
+    SplitKVParams,
     block_of,
-    first_unit,
-    next_piece,
-    place_at,
     sequence_length,
-    share_of,
-    span_of,
-    unit_at,
+    tile_at,
     visit_of,
 )
 
@@ -281,9 +279,7 @@ def tree_visit(span, place, tile: DecodeTile):
 @triton.jit
 def stream_keys(
     q,
-    start,
-    stop,
-    span,
+    segment,
     pos_M,
     place,
     head,
@@ -297,7 +293,9 @@ def stream_keys(
     DTYPE: tl.constexpr,
     FETCH_AHEAD: tl.constexpr,
 ):
-    """(maximum, sum, outputs) of visits [start, stop); the maximum as `softmax_step` has it."""
+    """(maximum, sum, outputs) of a segment's visits; the maximum as `softmax_step` has it."""
+    span = segment.span
+    start, stop = tl.minimum(segment.start, span.visits), tl.minimum(segment.stop, span.visits)
     STORED: tl.constexpr = io.k.ptr.dtype.element_ty
     UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
     # A scale a row is in the reference: products with it are in float16's range.
@@ -415,6 +413,108 @@ def stream_keys(
 
 
 @triton.jit
+def decode_segment(
+    segment,
+    group,
+    io: ForwardIO,
+    mods: ScoreMods,
+    cache: KVLayout,
+    descales: Descales,
+    append: DecodeAppend,
+    params,
+    FETCH_AHEAD: tl.constexpr,
+):
+    """The rows of a segment, whose new keys go into the cache first."""
+    IN: tl.constexpr = io.q.ptr.dtype.element_ty
+    DTYPE: tl.constexpr = tl.bfloat16 if IN.is_fp8() else IN
+    STORED: tl.constexpr = io.k.ptr.dtype.element_ty
+    VALUES: tl.constexpr = params.tile.VALUES
+    UNIT: tl.constexpr = unit_of(VALUES, STORED, DTYPE, params.tile.CONVERSION)
+    # Scales of whole slices come after the products.
+    HAS_SCALES: tl.constexpr = descales.KV_GROUP > 0 and (
+        descales.KV_GROUP * params.tile.SLICES_D != params.tile.HEAD_DIM
+    )
+    KEYS: tl.constexpr = operand_type(VALUES, STORED, DTYPE, params.tile.CONVERSION, HAS_SCALES)
+    # Of all query heads of a KV head; `h` is its first.
+    place = Place(wide(segment.b), wide(0), wide(segment.g), segment.seq)
+    rows_M = segment.row0 + tl.arange(0, params.tile.BLOCK_M)
+    pos_M = rows_M // group
+    head_M = segment.g * group + rows_M % group
+    segment = with_span(segment, params)
+    if append.io.cache_seqlens is not None:
+        append_segment(segment, place, cache, append, params)
+    q, times = load_queries(io.q, pos_M, head_M, place, append, DTYPE, KEYS, params.tile)
+    head, factor = head_of(times * UNIT, head_M, place, params.mask, mods, descales)
+    m_M, l_M, acc = stream_keys(
+        q,
+        segment,
+        pos_M,
+        place,
+        head,
+        io,
+        params.mask,
+        mods,
+        cache,
+        descales,
+        params.shape.heads_k,
+        params.tile,
+        DTYPE,
+        FETCH_AHEAD,
+    )
+    finish_segment(
+        m_M,
+        l_M,
+        acc,
+        factor * UNIT,
+        segment,
+        group,
+        place,
+        io,
+        mods.sink,
+        params.work.merge,
+        params.tile,
+        mods.IS_ADJUSTED,
+    )
+
+
+@triton.jit
+def decode_share(
+    io: ForwardIO,
+    mods: ScoreMods,
+    cache: KVLayout,
+    descales: Descales,
+    append: DecodeAppend,
+    params,
+    FETCH_AHEAD: tl.constexpr,
+):
+    """The rows of all segments of a program."""
+    pid, programs = tl.program_id(0), tl.num_programs(0)
+    group = params.shape.heads_q // params.shape.heads_k
+    line = line_of(params)
+    number, shares, heads = pid // line.lines, programs // line.lines, params.shape.heads_k
+    first_B, looks_B = tl.arange(0, 1), tl.arange(0, params.work.LOOKS)
+    share, empty = share_of(number, shares, first_B, looks_B, params)
+    if params.work.SKIPS_EMPTY:  # noqa: SIM102  (known when compiling, and `and` is not)
+        if empty > 0:
+            store_empty(line.g, pid // heads, programs // heads, io, mods.sink, params)
+    while share.x < share.end:
+        seq = seqlens_of(share.b, params.seqs, params.mask)
+        visits, length = sequence_length(seq, params)
+        if share.x < share.base + length:
+            row_tile, begin = tile_at(share.x, share.base, visits, params.work)
+            if params.seqs.cu_q is None:
+                row_tile = line.number // heads
+            segment, x = segment_at(share, number, line, row_tile, begin, seq, visits, True, params)
+            share = Share(x, share.end, share.each, share.b, share.base)
+            if segment.start < segment.stop:
+                decode_segment(
+                    segment, group, io, mods, cache, descales, append, params, FETCH_AHEAD
+                )
+        else:
+            share = Share(share.x, share.end, share.each, share.b + 1, share.base + length)
+
+
+@triton.jit
 def decode(
     io: ForwardIO,
     sequences: Sequences,
@@ -428,23 +528,12 @@ def decode(
     tile: DecodeTile,
     FETCH_AHEAD: tl.constexpr,
 ):
-    """out (.., M, H, E) and lse (B, H, M). Programs share the keys, see work.py. append:
+    """out (.., M, H, E) and lse (B, H, M). Programs share the keys, see split_kv/work.py. append:
     what goes into the cache first, if anything.
     FETCH_AHEAD: so many key tiles ahead rows are brought to the L2, 0: not."""
-    IN: tl.constexpr = io.q.ptr.dtype.element_ty
-    DTYPE: tl.constexpr = tl.bfloat16 if IN.is_fp8() else IN
-    STORED: tl.constexpr = io.k.ptr.dtype.element_ty
-    UNIT: tl.constexpr = unit_of(tile.VALUES, STORED, DTYPE, tile.CONVERSION)
-    # Scales of whole slices come after the products.
-    HAS_SCALES: tl.constexpr = descales.KV_GROUP > 0 and (
-        descales.KV_GROUP * tile.SLICES_D != tile.HEAD_DIM
-    )
-    KEYS: tl.constexpr = operand_type(tile.VALUES, STORED, DTYPE, tile.CONVERSION, HAS_SCALES)
     if work.short_q is not None:
         # The kernel that has the long sequences takes the place of programs that have ended.
         cuda.gdc_launch_dependents()
-    pid, programs = tl.program_id(0), tl.num_programs(0)
-    group = shape.heads_q // shape.heads_k
     # Beside the kernel that has the long sequences, that clears.
     CLEARS: tl.constexpr = sequences.cu_q is not None and work.short_q is None
     if CLEARS:
@@ -456,90 +545,18 @@ def decode(
             sequences.seqlen_q,
             shape.batch,
             shape.heads_q,
-            pid,
-            programs,
+            tl.program_id(0),
+            tl.num_programs(0),
             tile.HEAD_DIM_V,
-            columns_of_rows(tile.BLOCK_E, tile.VALUES, tile.SLICES_E),
+            columns_of_rows(tile),
         )
-    heads = shape.heads_k
-    lines = heads
-    if sequences.cu_q is None:
-        lines = heads * work.tiles
-    line = pid % lines
-    g = line % heads
-    number = pid // lines
-    x, end, share, b, base, empty = share_of(
-        number,
-        programs // lines,
-        tl.arange(0, 1),
-        tl.arange(0, work.LOOKS),
-        sequences,
-        shape,
-        mask,
-        work,
-        tile,
+    # A call of its own: assigned, constants of groups would be numbers of the launch.
+    decode_share(
+        io,
+        mods,
+        cache,
+        descales,
+        append,
+        SplitKVParams(sequences, shape, mask, work, tile),
+        FETCH_AHEAD,
     )
-    if work.SKIPS_EMPTY:  # noqa: SIM102  (known when compiling, and `and` is not)
-        if empty > 0:
-            store_empty(
-                g, pid // heads, programs // heads, sequences, shape, mask, io, mods.sink, tile
-            )
-    while x < end:
-        seq = seqlens_of(b, sequences, mask)
-        visits, length = sequence_length(seq, sequences, shape, mask, work, tile)
-        if x < base + length:
-            row_tile, unit_begin = unit_at(x, base, visits, work)
-            if sequences.cu_q is None:
-                row_tile = line // heads
-            first = first_unit(b, seq.token_q, sequences, shape, work, tile)
-            row0 = row_tile * tile.BLOCK_M
-            index = (first + row_tile) * heads + g
-            piece = next_piece(number, x, end, share, unit_begin, index, visits, line, lines, work)
-            x = piece.next
-            if piece.start < piece.stop:
-                place = place_at(b, g, seq)
-                rows_M = row0 + tl.arange(0, tile.BLOCK_M)
-                pos_M = rows_M // group
-                head_M = g * group + rows_M % group
-                last = tl.minimum((row0 + tile.BLOCK_M - 1) // group, seq.len_q - 1)
-                span = span_of(row0 // group, last, seq, mask, tile)
-                if append.io.cache_seqlens is not None:
-                    append_piece(piece, span, place, sequences, cache, append, tile)
-                q, times = load_queries(io.q, pos_M, head_M, place, append, DTYPE, KEYS, tile)
-                head, factor = head_of(times * UNIT, head_M, place, mask, mods, descales)
-                m_M, l_M, acc = stream_keys(
-                    q,
-                    tl.minimum(piece.start, span.visits),
-                    tl.minimum(piece.stop, span.visits),
-                    span,
-                    pos_M,
-                    place,
-                    head,
-                    io,
-                    mask,
-                    mods,
-                    cache,
-                    descales,
-                    heads,
-                    tile,
-                    DTYPE,
-                    FETCH_AHEAD,
-                )
-                finish_piece(
-                    m_M,
-                    l_M,
-                    acc,
-                    factor * UNIT,
-                    piece,
-                    row0,
-                    group,
-                    place,
-                    io,
-                    mods.sink,
-                    work.merge,
-                    tile,
-                    mods.IS_ADJUSTED,
-                )
-        else:
-            base += length
-            b += 1

@@ -1,19 +1,24 @@
-"""How the results of a piece leave: whole ones at once, partial ones to scratch, from where the
-program that finishes a unit's last part merges them.
+"""How the results of a segment leave (split_kv/results.py): whole ones at once, partial ones to
+scratch, from where the program that finishes a work tile's last segment merges them.
 
-Shapes: M rows, P parts, W words.
+Shapes: M rows, P segments, W words.
 """
 
 import triton
 import triton.language as tl
 
 from heedful.kernels.args.decode import DecodeMerge, DecodeTile
-from heedful.kernels.args.shared import ForwardIO, Mask, Sequences, Shape
-from heedful.kernels.common.constants import LN2, LOG2E
-from heedful.kernels.common.log_sum import log_sum_exp
+from heedful.kernels.args.shared import ForwardIO
+from heedful.kernels.common.constants import LOG2E
 from heedful.kernels.common.rows import wide
 from heedful.kernels.common.scores import finite_or_zero
-from heedful.kernels.common.sequences import seqlens_of
+from heedful.kernels.split_kv.results import (
+    load_sums,
+    store_empty_rows,
+    store_lse,
+    store_sums,
+    with_sink,
+)
 
 # Rows that are merged at once, at most.
 MERGE_ROWS = tl.constexpr(8)
@@ -41,19 +46,7 @@ def store_whole(
     head_M = place.g * group + rows_M % group
     stored_M = pos_M < place.seq.stored_q
     used_M = pos_M < place.seq.len_q
-    old_M = tl.full([ROWS], 1.0, tl.float32)
-    if sink is not None:
-        logit_M = tl.load(sink + head_M)
-        top_M = tl.maximum(m_M, logit_M if IS_NATURAL else logit_M * LOG2E)
-        base_M = finite_or_zero(top_M)
-        if IS_NATURAL:
-            old_M = tl.exp2((m_M - base_M) * LOG2E)
-            own_M = tl.exp2((logit_M - base_M) * LOG2E)
-        else:
-            old_M = tl.exp2(m_M - base_M)
-            own_M = tl.exp2(tl.fma(logit_M, LOG2E, -base_M))
-        l_M = l_M * old_M + own_M
-        m_M = top_M
+    m_M, l_M, old_M = with_sink(sink, head_M, m_M, l_M, IS_NATURAL)
     inverse_M = old_M * factor / tl.where(l_M == 0.0, 1.0, l_M)
     at_M = place.b * io.out.stride_b + (place.seq.token_q + pos_M) * io.out.stride_n
     out = io.out.ptr + (at_M + head_M * io.out.stride_h)[:, None]
@@ -69,69 +62,32 @@ def store_whole(
             )
     if io.lse.ptr is not None:
         start = place.b * io.lse.stride_b + place.seq.token_q
-        if io.rest is None:
-            lse_M = m_M + tl.log2(l_M) * LN2 if IS_NATURAL else (m_M + tl.log2(l_M)) * LN2
-        else:
-            lse_M, rest_M = log_sum_exp(m_M, l_M, not IS_NATURAL)
-            rest = io.rest + start
-            rest_M = tl.where(used_M, rest_M, 0.0)
-            tl.store(rest + head_M * io.lse.stride_h + pos_M, rest_M, mask=stored_M)
-        lse_M = tl.where(used_M, lse_M, float("-inf"))
-        lse = io.lse.ptr + start
-        tl.store(lse + head_M * io.lse.stride_h + pos_M, lse_M, mask=stored_M)
+        store_lse(io, start, head_M, pos_M, m_M, l_M, used_M, stored_M, IS_NATURAL)
 
 
 @triton.constexpr_function
-def columns_of_rows(block, values, slices):
+def columns_of_rows(tile):
     """A power of two that the columns of a row of results are within, of which slices may be
     three."""
-    return 1 << (block * values * slices - 1).bit_length()
+    return 1 << (tile.BLOCK_E * tile.VALUES * tile.SLICES_E - 1).bit_length()
 
 
 @triton.jit
-def store_empty(
-    g,
-    number,
-    count,
-    sequences: Sequences,
-    shape: Shape,
-    mask: Mask,
-    io: ForwardIO,
-    sink,
-    tile: DecodeTile,
-):
+def store_empty(g, number, count, io: ForwardIO, sink, params):
     """Writes out and lse of KV head g of sequences without keys: one of `count` shares of all rows,
     in tiles that lie across sequences."""
-    COLUMNS: tl.constexpr = columns_of_rows(tile.BLOCK_E, tile.VALUES, tile.SLICES_E)
-    group = shape.heads_q // shape.heads_k
-    rows = sequences.seqlen_q * group
-    dims = tl.arange(0, COLUMNS)
-    for row0 in range(number * tile.BLOCK_M, shape.batch * rows, count * tile.BLOCK_M):
-        row_M = row0 + tl.arange(0, tile.BLOCK_M)
-        exists_M = row_M < shape.batch * rows
-        b_M = tl.minimum(row_M // rows, shape.batch - 1)
-        pos_M = row_M % rows // group
-        head_M = g * group + row_M % group
-        seq = seqlens_of(b_M, sequences, mask)
-        empty_M = exists_M & (seq.len_k <= 0)
-        b_M = b_M.to(tl.int64)
-        at_M = b_M * io.out.stride_b + pos_M * io.out.stride_n + head_M * io.out.stride_h
-        zero = tl.zeros([tile.BLOCK_M, COLUMNS], io.out.ptr.dtype.element_ty)
-        ok = empty_M[:, None] & (dims < tile.HEAD_DIM_V)[None, :]
-        tl.store(io.out.ptr + at_M[:, None] + dims[None, :], zero, mask=ok)
-        if io.lse.ptr is not None:
-            lse_M = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
-            if sink is not None:
-                lse_M = tl.where(pos_M < seq.len_q, tl.load(sink + head_M), lse_M)
-            at_M = b_M * io.lse.stride_b + head_M * io.lse.stride_h + pos_M
-            tl.store(io.lse.ptr + at_M, lse_M, mask=empty_M)
-            if io.rest is not None:
-                tl.store(io.rest + at_M, 0.0, mask=empty_M)
+    M: tl.constexpr = params.tile.BLOCK_M
+    COLUMNS: tl.constexpr = columns_of_rows(params.tile)
+    rows = params.seqs.seqlen_q * (params.shape.heads_q // params.shape.heads_k)
+    dims_E = tl.arange(0, COLUMNS)
+    for row0 in range(number * M, params.shape.batch * rows, count * M):
+        row_M = row0 + tl.arange(0, M)
+        store_empty_rows(row_M, dims_E, g, io, sink, params)
 
 
 @triton.jit
-def load_parts(partial_out, row_PM, exists_P, tile: DecodeTile):
-    """[P, M, W] of the parts' results, of one word of the columns."""
+def load_partials(partial_out, row_PM, exists_P, tile: DecodeTile):
+    """[P, M, W] of the segments' results, of one word of the columns."""
     COLUMNS: tl.constexpr = tile.SLICES_E * tile.VALUES * tile.BLOCK_E
     words = tl.arange(0, tile.BLOCK_E)
     return tl.load(
@@ -144,9 +100,10 @@ def load_parts(partial_out, row_PM, exists_P, tile: DecodeTile):
 
 @triton.jit
 def merged(
-    piece, row, M: tl.constexpr, merge: DecodeMerge, tile: DecodeTile, IS_NATURAL: tl.constexpr
+    partials, row, M: tl.constexpr, merge: DecodeMerge, tile: DecodeTile, IS_NATURAL: tl.constexpr
 ):
-    """(maximum, sum, outputs) of all parts of M rows from `row` on of a unit's, in their order."""
+    """(maximum, sum, outputs) of all segments of M rows from `row` on of a work tile's, in their
+    order."""
     UNIT: tl.constexpr = LOG2E if IS_NATURAL else 1.0
     WORDS: tl.constexpr = tile.SLICES_E * tile.VALUES
     COLUMNS: tl.constexpr = WORDS * tile.BLOCK_E
@@ -159,23 +116,22 @@ def merged(
     acc = ()
     for _ in tl.static_range(WORDS):
         acc = acc + (tl.zeros([M, tile.BLOCK_E], tl.float32),)
-    # Parts are near each other: 32 bits reach from the first.
-    first = wide(piece.rest) * tile.BLOCK_M
+    # Segments are near each other: 32 bits reach from the first.
+    first = wide(partials.rest) * tile.BLOCK_M
     partial_sums = merge.partial_sums + 2 * first
     partial_out = merge.partial_out + first * COLUMNS
-    for begin in tl.range(0, piece.parts, merge.PARTS, num_stages=merge.STAGES):
-        part_P = begin + tl.arange(0, merge.PARTS)
-        exists_P = part_P < piece.parts
-        slot_P = piece.step * part_P + tl.where(part_P == 0, piece.first - piece.rest, 0)
+    for begin in tl.range(0, partials.count, merge.PARTS, num_stages=merge.STAGES):
+        turn_P = begin + tl.arange(0, merge.PARTS)
+        exists_P = turn_P < partials.count
+        slot_P = partials.step * turn_P + tl.where(turn_P == 0, partials.first - partials.rest, 0)
         row_PM = slot_P[:, None] * tile.BLOCK_M + rows[None, :]
         sums_PM = partial_sums + 2 * row_PM
-        top_PM = tl.load(sums_PM, mask=exists_P[:, None], other=float("-inf"), cache_modifier=".cg")
-        sum_PM = tl.load(sums_PM + 1, mask=exists_P[:, None], other=0.0, cache_modifier=".cg")
-        parts = ()
+        top_PM, sum_PM = load_sums(sums_PM, exists_P[:, None])
+        loaded = ()
         if AHEAD:
             for j in tl.static_range(WORDS):
-                part_PMW = load_parts(partial_out + j * tile.BLOCK_E, row_PM, exists_P, tile)
-                parts = parts + (part_PMW,)
+                partial_PMW = load_partials(partial_out + j * tile.BLOCK_E, row_PM, exists_P, tile)
+                loaded = loaded + (partial_PMW,)
         new_M = tl.maximum(m_M, tl.max(top_PM, 0))
         base_M = finite_or_zero(new_M)
         old_M = tl.exp2((m_M - base_M) * UNIT)
@@ -187,31 +143,29 @@ def merged(
         more = ()
         for j in tl.static_range(WORDS):
             if AHEAD:
-                part_PMW = parts[j]
+                partial_PMW = loaded[j]
             else:
-                part_PMW = load_parts(partial_out + j * tile.BLOCK_E, row_PM, exists_P, tile)
-            total_MW = tl.sum(part_PMW * weight_PM[:, :, None], 0)
+                partial_PMW = load_partials(partial_out + j * tile.BLOCK_E, row_PM, exists_P, tile)
+            total_MW = tl.sum(partial_PMW * weight_PM[:, :, None], 0)
             more = more + (acc[j] * old_M[:, None] + total_MW,)
         acc = more
     return m_M, l_M, acc
 
 
 @triton.jit
-def store_part(m_M, l_M, acc, piece, merge: DecodeMerge, tile: DecodeTile):
-    """Writes a part's own normalised results, and the maximum and sum of its rows: apart, since a
-    log-sum-exp that is far from 0 has no digits left for the sum."""
+def store_partial(m_M, l_M, acc, slot, merge: DecodeMerge, tile: DecodeTile):
+    """Writes a segment's own normalised results, and the maximum and sum of its rows."""
     COLUMNS: tl.constexpr = tile.SLICES_E * tile.VALUES * tile.BLOCK_E
     rows = tl.arange(0, tile.BLOCK_M)
     words = tl.arange(0, tile.BLOCK_E)
-    row_M = wide(piece.slot) * tile.BLOCK_M + rows
+    row_M = wide(slot) * tile.BLOCK_M + rows
     inverse_M = 1.0 / tl.where(l_M == 0.0, 1.0, l_M)
     kept_M = rows < tile.ROWS
     for j in tl.static_range(tile.SLICES_E * tile.VALUES):
         at_MW = (row_M * COLUMNS + j * tile.BLOCK_E)[:, None] + words[None, :]
         tl.store(merge.partial_out + at_MW, acc[j] * inverse_M[:, None], mask=kept_M[:, None])
     sums = merge.partial_sums + 2 * row_M
-    tl.store(sums, m_M, mask=kept_M)
-    tl.store(sums + 1, l_M, mask=kept_M)
+    store_sums(sums, m_M, l_M, kept_M)
 
 
 @triton.jit
@@ -231,13 +185,12 @@ def await_stores():
 
 
 @triton.jit
-def finish_piece(
+def finish_segment(
     m_M,
     l_M,
     acc,
     factor,
-    piece,
-    row0,
+    segment,
     group,
     place,
     io: ForwardIO,
@@ -246,42 +199,33 @@ def finish_piece(
     tile: DecodeTile,
     IS_NATURAL: tl.constexpr,
 ):
-    """What becomes of a piece's results. factor: of values. IS_NATURAL: maxima in natural units,
+    """What becomes of a segment's results. factor: of values. IS_NATURAL: maxima in natural units,
     else in base 2."""
+    row0, partials = segment.row0, segment.partials
     if merge.partial_out is None:  # noqa: SIM114  (known when compiling, and `or` is not)
         store_whole(
             m_M, l_M, acc, factor, row0, group, place, io, sink, tile.BLOCK_M, tile, IS_NATURAL
         )
-    elif piece.parts == 1:
+    elif partials.count == 1:
         store_whole(
             m_M, l_M, acc, factor, row0, group, place, io, sink, tile.BLOCK_M, tile, IS_NATURAL
         )
     else:
-        store_part(m_M, l_M, acc, piece, merge, tile)
+        store_partial(m_M, l_M, acc, partials.slot, merge, tile)
         if merge.AWAITS_STORES:
             await_stores()
         # All threads' results, before the count says that they are there.
         tl.debug_barrier()
-        count = merge.counts + piece.index
-        done = tl.atomic_add(count, 1, sem="acq_rel", scope="gpu")
-        if done == piece.parts - 1:
+        counter = merge.counts + partials.tile
+        done = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+        if done == partials.count - 1:
             tl.debug_barrier()
             # For the next launch: nobody else comes by any more.
-            tl.store(count, 0)
+            tl.store(counter, 0)
             M: tl.constexpr = tile.ROWS if tile.ROWS < MERGE_ROWS else MERGE_ROWS
             for row in range(0, tile.ROWS, M):
-                top_M, sum_M, out = merged(piece, row, M, merge, tile, IS_NATURAL)
+                top_M, sum_M, out = merged(partials, row, M, merge, tile, IS_NATURAL)
+                first = row0 + row
                 store_whole(
-                    top_M,
-                    sum_M,
-                    out,
-                    factor,
-                    row0 + row,
-                    group,
-                    place,
-                    io,
-                    sink,
-                    M,
-                    tile,
-                    IS_NATURAL,
+                    top_M, sum_M, out, factor, first, group, place, io, sink, M, tile, IS_NATURAL
                 )

@@ -1,0 +1,141 @@
+"""Which keys a program has: its share of a line, segment by segment (work.py). Each role of a
+program walks by itself."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from heedful.kernels.split_kv.work import (
+    first_tile,
+    lengths_of,
+    segment_of,
+    span_of,
+)
+
+
+class Share(NamedTuple):
+    """A program's share of a line: where on the line it is and ends, how long each share is, the
+    sequence there, and where that begins."""
+
+    x: Any
+    end: Any
+    each: Any
+    b: Any
+    base: Any
+
+
+class Segment(NamedTuple):
+    """What a program does next: visits [start, stop) of key tiles, perhaps none, of sequence b for
+    rows from row0 on of KV head g. seq: the sequence's lengths; partials: where results go; span:
+    which key tiles are visited, None before `with_span`."""
+
+    start: Any
+    stop: Any
+    b: Any
+    g: Any
+    row0: Any
+    seq: Any
+    partials: Any
+    span: Any
+
+
+class Line(NamedTuple):
+    """A program's line: its number, how many there are, and its KV head."""
+
+    number: Any
+    lines: Any
+    g: Any
+
+
+@triton.jit
+def line_of(params):
+    """A program's line: one of each head and row tile or, of packed queries, of each head."""
+    lines = params.shape.heads_k
+    if params.seqs.cu_q is None:
+        lines = lines * params.work.tiles
+    line = tl.program_id(0) % lines
+    return Line(line, lines, line % params.shape.heads_k)
+
+
+@triton.jit
+def share_of(number, shares, first_B, looks_B, params):
+    """(one share of a line, where it begins; how many sequences are not on the line for want of
+    keys). first_B: 0; looks_B: 0 to LOOKS - 1, in any layout."""
+    empty = 0
+    if params.work.IS_UNIFORM:
+        each = tl.sum(lengths_of(first_B, params), 0)
+        total = each * params.shape.batch
+    else:
+        each = 0
+        total = 0
+        # A sequence alone is where its share begins: LOOKS for one length would be the better part
+        # of a microsecond before its first key.
+        looked = params.shape.batch
+        if params.shape.batch == 1:
+            looked = looked * 0
+            total += tl.sum(lengths_of(first_B, params), 0)
+            if params.work.SKIPS_EMPTY:
+                empty += (total == 0).to(tl.int32)
+        for b0 in range(0, looked, params.work.LOOKS):
+            length_B = lengths_of(b0 + looks_B, params)
+            total += tl.sum(length_B, 0)
+            if params.work.SKIPS_EMPTY:
+                is_empty_B = (length_B == 0) & (b0 + looks_B < params.shape.batch)
+                empty += tl.sum(is_empty_B.to(tl.int32), 0)
+    least = params.work.least
+    if params.work.FEWEST_PARTS > 1:
+        least = tl.minimum(least, tl.maximum(tl.cdiv(total, params.work.FEWEST_PARTS), 1))
+    share = tl.maximum(tl.cdiv(total, shares), least)
+    begin = tl.minimum(number * share, total)
+    end = tl.minimum(begin + share, total)
+    if params.work.IS_UNIFORM:
+        b = begin // tl.maximum(each, 1)
+        base = b * each
+    else:
+        b = 0
+        base = 0
+        before = 0
+        for b0 in range(0, looked, params.work.LOOKS):
+            length_B = lengths_of(b0 + looks_B, params)
+            end_B = before + tl.cumsum(length_B, 0)
+            before += tl.sum(length_B, 0)
+            is_before_B = (end_B <= begin) & (b0 + looks_B < params.shape.batch)
+            b += tl.sum(is_before_B.to(tl.int32), 0)
+            base += tl.sum(tl.where(is_before_B, length_B, 0), 0)
+    return Share(begin, end, share, b, base), empty
+
+
+@triton.jit
+def segment_at(share, number, line, row_tile, begin, seq, visits, is_here, params):
+    """(the segment where a share is, where on the line the program goes on). number: of the share;
+    row_tile, begin: the work tile there, among its sequence's, and where it begins on the line.
+    is_here: whether that sequence still is on the line there, or there is no segment."""
+    first = first_tile(share.b, seq.token_q, params)
+    row0 = row_tile * params.tile.BLOCK_M
+    tile = (first + row_tile) * params.shape.heads_k + line.g
+    start, stop, partials, behind = segment_of(
+        share, number, line, begin, tile, visits, params.work
+    )
+    stop = tl.where(is_here, stop, start)
+    return Segment(start, stop, share.b, line.g, row0, seq, partials, None), behind
+
+
+@triton.jit
+def with_span(segment, params):
+    """The segment and what its rows visit. Apart, since registers are few where there may be no
+    segment."""
+    group = params.shape.heads_q // params.shape.heads_k
+    last = (segment.row0 + params.tile.BLOCK_M - 1) // group
+    last = tl.minimum(last, segment.seq.len_q - 1)
+    span = span_of(segment.row0 // group, last, segment.seq, params)
+    return Segment(
+        segment.start,
+        segment.stop,
+        segment.b,
+        segment.g,
+        segment.row0,
+        segment.seq,
+        segment.partials,
+        span,
+    )
