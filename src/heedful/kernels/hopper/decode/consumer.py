@@ -108,6 +108,7 @@ def stream_keys(q, k, v, segment, state, params):
     for visit in range(start, stop):
         col = block_of(visit, segment.span, params.mask) * N
         k.consumer_wait(state)
+        # S = Q K^T
         s_MN = queue_scores(q, k, state, N)
         s_MN = warpgroup_mma_wait(0, deps=[s_MN])
         k.consumer_release_after_mma(state)
@@ -120,6 +121,7 @@ def stream_keys(q, k, v, segment, state, params):
             acc = scale_output(acc, alpha_M)
         p = gl.convert_layout(p_MN.to(dtype), p_layout)
         v.consumer_wait(state)
+        # O += P V
         out = warpgroup_mma(p, v.tile(state), acc[0], is_async=True)
         acc = (warpgroup_mma_wait(0, deps=[out]),)
         v.consumer_release_after_mma(state)

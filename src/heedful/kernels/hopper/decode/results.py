@@ -319,7 +319,7 @@ def finish_segment(
                     else:
                         merge_tile(io, params, segment, row0, rows, M, P, CONSUMER)
                 else:
-                    # Spelled out: by a call MLA's kernels get other machine code.
+                    # ptxas: spelled out, for by a call MLA's kernels get other machine code.
                     for row in range(0, rows_of_tile(params, segment), M):
                         out, top_M, sum_M = merged(params, segment, row, M, P, CONSUMER)
                         store_whole(io, params, segment, row0 + row, out, top_M, sum_M, FIRST)

@@ -137,6 +137,7 @@ def finish_values(
 @gluon.jit
 def first_scores(shared, kept, phase, zero, s_MN, DONE: gl.constexpr):
     """The first block's scores, of which DONE boxes are queued. The second's are queued behind."""
+    # S0 = Q K0^T
     s_MN = queue_boxes(shared, kept, phase, zero, s_MN, 0, DONE, BOXES)
     arrive_named(TURN_BARRIER)
     s_MN = warpgroup_mma_wait(0, deps=[s_MN])
@@ -174,12 +175,14 @@ def first_step(
     publish(shared, p_MN, m_M, 0)
     if must_rescale != 0:
         acc_ME = scale_rows(acc_ME, alpha_M)
+    # O += P0 V0
     acc_ME = queue_values(shared, zero, gl.convert_layout(p_MN, p_layout), acc_ME, 0, 0)
     acc_ME = finish_values(shared, acc_ME, 0, 0)
     barrier.wait(shared.p_full.index(1), phase)
     acc_ME, m_M, l_ML = follow(acc_ME, m_M, l_ML, shared.top.index(1))
     if params.tile.IN_ORDER:
         sync_named(ORDER_BARRIER)
+    # O += P1 V1
     acc_ME = queue_values(shared, zero, shared.probabilities(1, zero), acc_ME, 1, 0)
     if AHEAD > 0:
         # The matrix unit has these to do while the values' boxes are given back.
@@ -200,9 +203,11 @@ def second_step(shared, kept, params, segment, bounds, col, phase, acc_ME, m_M, 
     # the first softmax.
     sync_named(TURN_BARRIER)
     zero = opaque(0)
+    # S1 = Q K1^T
     s_MN = queue_scores(shared, kept, phase, zero, 1)
     barrier.wait(shared.p_full.index(0), phase)
     acc_ME, m_M, l_ML = follow(acc_ME, m_M, l_ML, shared.top.index(0))
+    # O += P0 V0
     acc_ME = queue_values(shared, zero, shared.probabilities(0, zero), acc_ME, 0, 1)
     s_MN = warpgroup_mma_wait(1, deps=[s_MN])
     s_MN = masked(s_MN, params, segment, bounds, col + KEYS)
@@ -215,6 +220,7 @@ def second_step(shared, kept, params, segment, bounds, col, phase, acc_ME, m_M, 
     acc_ME = finish_values(shared, acc_ME, 0, 1)
     if must_rescale != 0:
         acc_ME = scale_rows(acc_ME, alpha_M)
+    # O += P1 V1
     acc_ME = queue_values(shared, zero, gl.convert_layout(p_MN, p_layout), acc_ME, 1, 1)
     if params.tile.IN_ORDER:
         arrive_named(ORDER_BARRIER)

@@ -146,6 +146,7 @@ def stream_keys(shared, ring, segment, block, params):
     m_M = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(0, layout))
     l_LM = lane_sums(gl.zeros([KEYS, M], gl.float32, layout))
     for number in range(segment.start, segment.stop):
+        # S^T = K Q^T
         s_NM = multiply_queries(shared, ring, block, M)
         # The last box is key alone.
         barrier.arrive_after_mma(ring.empty.index(box_at(block, VALUE_BOXES)))
@@ -156,6 +157,7 @@ def stream_keys(shared, ring, segment, block, params):
         gl.barrier()
         acc = scale_columns(acc, alpha_M)
         out = ()
+        # O^T += V^T P^T
         for box in gl.static_range(VALUE_BOXES):
             v_EN = ring.boxes.index(box_at(block, box)).permute((1, 0))
             out = out + (warpgroup_mma(v_EN, shared.p.index(0), acc[box], is_async=True),)

@@ -5,6 +5,8 @@ Values of a word are apart: value i of all words of a row is one operand. So not
 threads, and the queries' dims are taken in the same order. Shapes: N key rows, W words.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -206,6 +208,16 @@ def in_words(stride, BITS: tl.constexpr):
         return stride
 
 
+class KeyRows(NamedTuple):
+    """The rows of a tile of keys [N], of KV head g. row, entry: as `key_rows` finds them; exists:
+    which of them the sequence has."""
+
+    entry: Any
+    row: Any
+    exists: Any
+    g: Any
+
+
 @triton.constexpr_function
 def holds_rows(block_m, values, stored):
     """Whether places of rows in a tile of keys stay in registers from tile to tile. The conversion
@@ -214,8 +226,8 @@ def holds_rows(block_m, values, stored):
 
 
 @triton.jit
-def row_places(block, exists, place, cache: KVLayout, HOLDS: tl.constexpr, N: tl.constexpr):
-    """(page or batch entry, row in it) of the keys of a tile of a sequence, a row as the sum of a
+def key_rows(block, exists, place, cache: KVLayout, HOLDS: tl.constexpr, N: tl.constexpr):
+    """The rows of a tile of a sequence's keys: page or batch entry, and row in it, as the sum of a
     number and of rows [N]. If it HOLDS those, and no page is between, they are the same for all
     tiles. A page number that no page has stands for the first or the last page."""
     within_N = tl.arange(0, N)
@@ -224,46 +236,43 @@ def row_places(block, exists, place, cache: KVLayout, HOLDS: tl.constexpr, N: tl
             rows = wide(place.seq.token_k + block * N), wide(within_N)
         else:
             rows = wide(0), wide(place.seq.token_k + (block * N + within_N))
-        return cache_row(cache, place.b), rows
+        return KeyRows(cache_row(cache, place.b), rows, exists, place.g)
     else:
         rows = place.seq.token_k + (block * N + within_N)
         table = cache.table + place.b * cache.stride_tableb
         page = tl.load(table + rows // cache.page_size, mask=exists, other=0)
         entry = within(page, 0, cache.entries - 1).to(tl.int64)
-        return entry, (wide(0), wide(rows % cache.page_size))
+        return KeyRows(entry, (wide(0), wide(rows % cache.page_size)), exists, place.g)
 
 
 @triton.jit
 def load_words(
     x: Rows,
-    entry,
-    row,
-    exists,
-    g,
+    keys,
     slice_words,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     VALUES: tl.constexpr,
     ACROSS: tl.constexpr = False,
 ):
-    """Words [N, BLOCK] of rows of KV head g, from word `slice_words` on, or [BLOCK, N]; zeros where
-    no row exists, and past DIM values."""
+    """Words [N, BLOCK] of rows of keys or values, from word `slice_words` on, or [BLOCK, N]; zeros
+    where no row exists, and past DIM values."""
     BITS: tl.constexpr = x.ptr.dtype.element_ty.primitive_bitwidth
-    base = word_pointer(x.ptr, VALUES) + g * in_words(x.stride_h, BITS) + slice_words
-    first, rows = row
+    base = word_pointer(x.ptr, VALUES) + keys.g * in_words(x.stride_h, BITS) + slice_words
+    first, rows = keys.row
     base += first * in_words(x.stride_n, BITS)
     at = rows * in_words(x.stride_n, BITS)
-    if entry.type.is_block():
-        at += entry * in_words(x.stride_b, BITS)
+    if keys.entry.type.is_block():
+        at += keys.entry * in_words(x.stride_b, BITS)
     else:
-        base += entry * in_words(x.stride_b, BITS)
+        base += keys.entry * in_words(x.stride_b, BITS)
     words = tl.arange(0, BLOCK)
     if ACROSS:
         ptrs = base + at[None, :] + words[:, None]
-        ok = exists[None, :]
+        ok = keys.exists[None, :]
     else:
         ptrs = base + at[:, None] + words[None, :]
-        ok = exists[:, None]
+        ok = keys.exists[:, None]
     if DIM != BLOCK * VALUES:
         inside = slice_words * VALUES + words * VALUES < DIM
         ok &= inside[:, None] if ACROSS else inside[None, :]
@@ -315,54 +324,51 @@ def fetch_tile(io: ForwardIO, block, place, cache: KVLayout, heads_k, tile: Deco
 
 
 @triton.jit
-def descale_rows(x, descale: Descale, entry, row):
+def descale_rows(x, descale: Descale, keys):
     """(address, from where on [N]) of what descale array `x` has of rows."""
-    first, rows = row
+    first, rows = keys.row
     x += first * descale.stride_n
     at = rows * descale.stride_n
-    if entry.type.is_block():
-        at += entry * descale.stride_b
+    if keys.entry.type.is_block():
+        at += keys.entry * descale.stride_b
     else:
-        x += entry * descale.stride_b
+        x += keys.entry * descale.stride_b
     return x, at
 
 
 @triton.jit
-def group_values(x, descale: Descale, entry, row, exists, g, index):
-    """What descale array `x` has for group `index` of rows of KV head g."""
-    base, at = descale_rows(x + g * descale.stride_h + index, descale, entry, row)
-    return tl.load(base + at, mask=exists, other=0.0)
+def group_values(x, descale: Descale, keys, index):
+    """What descale array `x` has for group `index` of rows."""
+    base, at = descale_rows(x + keys.g * descale.stride_h + index, descale, keys)
+    return tl.load(base + at, mask=keys.exists, other=0.0)
 
 
 @triton.jit
 def of_each_value(
     x,
     descale: Descale,
-    entry,
-    row,
-    exists,
-    g,
+    keys,
     i: tl.constexpr,
     KV_GROUP: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
     VALUES: tl.constexpr,
 ):
-    """[N, BLOCK] what descale array `x` has for value i of each word of rows of KV head g."""
-    x, at = descale_rows(x + g * descale.stride_h, descale, entry, row)
+    """[N, BLOCK] what descale array `x` has for value i of each word of rows."""
+    x, at = descale_rows(x + keys.g * descale.stride_h, descale, keys)
     WORDS: tl.constexpr = KV_GROUP // VALUES
     # Words of a group have one scale, which is loaded once.
     SPREADS: tl.constexpr = KV_GROUP % VALUES == 0 and BLOCK % max(WORDS, 1) == 0
     if SPREADS:
         GROUPS: tl.constexpr = BLOCK // WORDS
         groups = tl.arange(0, GROUPS)
-        ok = exists[:, None] & (groups < DIM // KV_GROUP)[None, :]
+        ok = keys.exists[:, None] & (groups < DIM // KV_GROUP)[None, :]
         found = tl.load(x + (at[:, None] + groups[None, :]), mask=ok, other=0.0)
         N: tl.constexpr = found.shape[0]
         return tl.reshape(tl.broadcast_to(found[:, :, None], [N, GROUPS, WORDS]), [N, BLOCK])
     else:
         dims = tl.arange(0, BLOCK) * VALUES + i
-        ok = exists[:, None] & (dims < DIM)[None, :]
+        ok = keys.exists[:, None] & (dims < DIM)[None, :]
         return tl.load(x + (at[:, None] + (dims // KV_GROUP)[None, :]), mask=ok, other=0.0)
 
 
@@ -370,10 +376,7 @@ def of_each_value(
 def dequantized(
     values,
     descale: Descale,
-    entry,
-    row,
-    exists,
-    g,
+    keys,
     i: tl.constexpr,
     KV_GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -383,11 +386,9 @@ def dequantized(
     """Value i of each word times its own scale, and its shift over UNIT."""
     BLOCK: tl.constexpr = values.shape[1]
     found = values.to(tl.float32) * of_each_value(
-        descale.ptr, descale, entry, row, exists, g, i, KV_GROUP, DIM, BLOCK, VALUES
+        descale.ptr, descale, keys, i, KV_GROUP, DIM, BLOCK, VALUES
     )
     if descale.shift is not None:
-        shift = of_each_value(
-            descale.shift, descale, entry, row, exists, g, i, KV_GROUP, DIM, BLOCK, VALUES
-        )
+        shift = of_each_value(descale.shift, descale, keys, i, KV_GROUP, DIM, BLOCK, VALUES)
         found += shift / UNIT
     return found.to(values.dtype)

@@ -34,10 +34,10 @@ from heedful.kernels.portable.decode.cache import (
     group_values,
     holds_rows,
     is_float16,
+    key_rows,
     load_words,
     operand_type,
     rest_words,
-    row_places,
     unit_of,
     value_of_words,
 )
@@ -76,10 +76,7 @@ def raw_scores(
     sums,
     io: ForwardIO,
     descales: Descales,
-    entry,
-    row,
-    exists,
-    g,
+    keys,
     tile,
 ):
     """q k^T of a tile of keys. shared: words that are values too, or None. sums: of each slice of
@@ -97,10 +94,7 @@ def raw_scores(
         if shared is None:
             words = load_words(
                 io.k,
-                entry,
-                row,
-                exists,
-                g,
+                keys,
                 s * tile.BLOCK_D,
                 tile.HEAD_DIM,
                 tile.BLOCK_D,
@@ -113,10 +107,7 @@ def raw_scores(
                 k_NW = dequantized(
                     k_NW,
                     descales.k,
-                    entry,
-                    row,
-                    exists,
-                    g,
+                    keys,
                     i,
                     descales.KV_GROUP,
                     tile.HEAD_DIM,
@@ -125,19 +116,17 @@ def raw_scores(
                 )
             part_MN = scores_of(q[s * tile.VALUES + i], k_NW, part_MN, KEYS_LEAD)
         if BY_SLICE:
-            scale_N = group_values(descales.k.ptr, descales.k, entry, row, exists, g, s)
+            scale_N = group_values(descales.k.ptr, descales.k, keys, s)
             part_MN *= scale_N[None, :]
             if descales.k.shift is not None:
-                shift_N = group_values(descales.k.shift, descales.k, entry, row, exists, g, s)
+                shift_N = group_values(descales.k.shift, descales.k, keys, s)
                 part_MN += sums[s][:, None] * shift_N[None, :]
             s_MN += part_MN
         else:
             s_MN = part_MN
     REST: tl.constexpr = rest_words(tile.V_IN_K, tile.HEAD_DIM, tile.HEAD_DIM_V, tile.VALUES)
     if REST > 0:
-        words = load_words(
-            io.k, entry, row, exists, g, tile.BLOCK_D, tile.HEAD_DIM, REST, tile.VALUES
-        )
+        words = load_words(io.k, keys, tile.BLOCK_D, tile.HEAD_DIM, REST, tile.VALUES)
         for i in tl.static_range(tile.VALUES):
             k_NW = value_of_words(words, tile.VALUES, STORED, DTYPE, tile.CONVERSION, i)
             s_MN = scores_of(q[tile.VALUES + i], k_NW, s_MN, KEYS_LEAD)
@@ -154,10 +143,7 @@ def add_values(
     scale_N,
     io: ForwardIO,
     descales: Descales,
-    entry,
-    row,
-    exists,
-    g,
+    keys,
     tile,
     DTYPE: tl.constexpr,
 ):
@@ -179,10 +165,7 @@ def add_values(
         if shared is None:
             words = load_words(
                 io.v,
-                entry,
-                row,
-                exists,
-                g,
+                keys,
                 s * tile.BLOCK_E,
                 tile.HEAD_DIM_V,
                 tile.BLOCK_E,
@@ -193,10 +176,10 @@ def add_values(
         if BY_SLICE:
             own_N = scale_N
             if scale_N is None:
-                own_N = group_values(descales.v.ptr, descales.v, entry, row, exists, g, s)
+                own_N = group_values(descales.v.ptr, descales.v, keys, s)
             scaled_MN = p_MN * own_N[None, :]
             if descales.v.shift is not None:
-                shift_N = group_values(descales.v.shift, descales.v, entry, row, exists, g, s)
+                shift_N = group_values(descales.v.shift, descales.v, keys, s)
                 total_MN = shifted[s] * alpha_M[:, None] + p_MN * shift_N[None, :]
                 more_shifted = more_shifted + (total_MN,)
         for i in tl.static_range(tile.VALUES):
@@ -205,10 +188,7 @@ def add_values(
                 v_NW = dequantized(
                     v_NW,
                     descales.v,
-                    entry,
-                    row,
-                    exists,
-                    g,
+                    keys,
                     i,
                     descales.KV_GROUP,
                     tile.HEAD_DIM_V,
@@ -274,6 +254,24 @@ def log2_size(scale_N):
 def tree_visit(span, place, tile: DecodeTile):
     """The first visit of a key tile that the tree mask, which is over the last keys, may cover."""
     return visit_of(tl.maximum(place.seq.len_k - place.seq.len_q, 0) // tile.BLOCK_N, span)
+
+
+@triton.jit
+def outputs_of(acc, shifted, UNIT: tl.constexpr, SHIFTS: tl.constexpr, tile: DecodeTile):
+    """The outputs with rows first. SHIFTS: and what shifts of values add."""
+    if keys_lead(tile.BLOCK_M):
+        rows = ()
+        for n in tl.static_range(tile.SLICES_E * tile.VALUES):
+            rows = rows + (tl.trans(acc[n]),)
+        acc = rows
+    if SHIFTS:
+        moved = ()
+        for s in tl.static_range(tile.SLICES_E):
+            for i in tl.static_range(tile.VALUES):
+                total_M = tl.sum(shifted[s], 1) / UNIT
+                moved = moved + (acc[s * tile.VALUES + i] + total_M[:, None],)
+        acc = moved
+    return acc
 
 
 @triton.jit
@@ -353,15 +351,14 @@ def stream_keys(
             exists_N = cols_N < place.seq.len_k
             if FETCH_AHEAD > 0:
                 fetch_tile(io, block + FETCH_AHEAD, place, cache, heads_k, tile)
-            entry, row_N = row_places(block, exists_N, place, cache, HOLDS, tile.BLOCK_N)
+            keys = key_rows(block, exists_N, place, cache, HOLDS, tile.BLOCK_N)
             shared = None
             if tile.V_IN_K:
                 # Values are the first of a row of keys.
                 V: tl.constexpr = tile.HEAD_DIM_V
-                shared = load_words(
-                    io.k, entry, row_N, exists_N, place.g, 0, V, tile.BLOCK_D, tile.VALUES
-                )
-            s_MN = raw_scores(q, shared, sums, io, descales, entry, row_N, exists_N, place.g, tile)
+                shared = load_words(io.k, keys, 0, V, tile.BLOCK_D, tile.VALUES)
+            # S = Q K^T
+            s_MN = raw_scores(q, shared, sums, io, descales, keys, tile)
             distance_MN = cols_N[None, :] - (pos_M + place.seq.off)[:, None]
             if mods.IS_ADJUSTED:
                 s_MN, _gate = adjust_scores(s_MN, distance_MN, 0.0, head, mods)
@@ -372,15 +369,14 @@ def stream_keys(
             scale_N = None
             size_N = None
             if FITS_VALUES:
-                scale_N = group_values(
-                    descales.v.ptr, descales.v, entry, row_N, exists_N, place.g, 0
-                )
+                scale_N = group_values(descales.v.ptr, descales.v, keys, 0)
                 size_N = log2_size(scale_N)
             p_MN, m_M, alpha_M = softmax_step(s_MN, m_M, head.scale, size_N, mods.IS_ADJUSTED)
             if SUMS_LATE:
                 l_MN = l_MN * alpha_M[:, None] + p_MN
             else:
                 l_M = l_M * alpha_M + tl.sum(p_MN, 1)
+            # O += P V
             acc, shifted = add_values(
                 acc,
                 shared,
@@ -390,26 +386,11 @@ def stream_keys(
                 scale_N,
                 io,
                 descales,
-                entry,
-                row_N,
-                exists_N,
-                place.g,
+                keys,
                 tile,
                 OF_VALUES,
             )
-    if KEYS_LEAD:
-        rows = ()
-        for n in tl.static_range(tile.SLICES_E * tile.VALUES):
-            rows = rows + (tl.trans(acc[n]),)
-        acc = rows
-    if SHIFTS_V:
-        moved = ()
-        for s in tl.static_range(tile.SLICES_E):
-            for i in tl.static_range(tile.VALUES):
-                total_M = tl.sum(shifted[s], 1) / UNIT
-                moved = moved + (acc[s * tile.VALUES + i] + total_M[:, None],)
-        acc = moved
-    return m_M, l_M + tl.sum(l_MN, 1), acc
+    return m_M, l_M + tl.sum(l_MN, 1), outputs_of(acc, shifted, UNIT, SHIFTS_V, tile)
 
 
 @triton.jit
