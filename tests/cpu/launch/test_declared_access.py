@@ -45,7 +45,8 @@ def all_kernels() -> set[str]:
     """module.function of every kernel that a module of `launch.bind` launches."""
     files = (Path(str(module.__file__)) for module in (portable, portable_cache))
     text = "".join(file.read_text() for file in files)
-    return set(re.findall(r'kernel_call\(\s*"([\w.]+)"', text))
+    # The folder is no part of a kernel's name here.
+    return set(re.findall(r'kernel_call\(\s*"(?:\w+\.)*(\w+\.\w+)"', text))
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:

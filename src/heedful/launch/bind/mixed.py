@@ -7,8 +7,7 @@ tiles are drawn. It also has the L2 to itself, without lines that the forward wr
 
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan
-from heedful.core.registry.tiles import DecodeConfig
-from heedful.launch.bind import decode, hopper, hopper_decode
+from heedful.launch.bind import decode, hopper, hopper_decode, split_kv
 from heedful.launch.bind.groups import Buffers
 from heedful.launch.program.spec import Program
 
@@ -17,12 +16,8 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """out, and lse if there is such a buffer."""
     schedule, long = hopper.forward(problem, plan, buffers).calls
     sizes = plan.sizes()
-    buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
-    if hopper_decode.KERNEL in plan.configs:
-        short = hopper_decode.decode_call(problem, plan, sizes, buffers)
-    else:
-        config = plan.configs["decode.forward"]
-        assert isinstance(config, DecodeConfig)
-        short = decode.decode_call(problem, plan, config, sizes, buffers)
-    calls = (schedule, short, long, *decode.clear_calls(problem, buffers))
+    buffers = split_kv.with_scratch(buffers, sizes)
+    bind = hopper_decode if hopper_decode.KERNEL in plan.configs else decode
+    short = bind.decode_call(problem, plan, sizes, buffers)
+    calls = (schedule, short, long, *split_kv.clear_calls(problem, buffers))
     return Program(calls, sizes.workspaces)

@@ -1,0 +1,164 @@
+"""What programs have in common whose kernels share the keys of a call (kernels/split_kv)."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import Plan
+from heedful.core.planning.sizes import LaunchSizes, Sizes
+from heedful.core.planning.splits import asked_splits
+from heedful.core.registry.tiles import (
+    HOPPER_MERGE_ROWS,
+    HopperDecodeConfig,
+    MlaConfig,
+    MlaSwapConfig,
+    SharedKeysConfig,
+)
+from heedful.kernels.args.decode import DecodeAppend, DecodeMerge, DecodeWork
+from heedful.kernels.args.hopper import KVRows
+from heedful.kernels.args.hopper_decode import HopperDecodeParams, HopperDecodeTile
+from heedful.kernels.args.mla import MlaSwapTile, MlaTile
+from heedful.launch.bind import groups, portable_cache
+from heedful.launch.bind.groups import Buffers, pointer
+from heedful.launch.bind.portable import clear_call
+from heedful.launch.program.spec import KernelCall, KernelRef, Program, Scalar
+
+# Sequences that a program looks at at once. Of no more than a warp looks at no warp waits for
+# another, which is 0.6 us of each call (H200, 2026-11-26): 32 in Triton's layout, 128 in the Hopper
+# kernels' own.
+LOOKS = (32, 128, 512)
+# Makes the kernel's call: of a problem, its plan, its sizes, its arrays with scratch, and what goes
+# into the cache first.
+MakeCall = Callable[[AttentionProblem, Plan, Sizes, Buffers], KernelCall]
+MakeStep = Callable[[AttentionProblem, Plan, Sizes, Buffers, DecodeAppend], KernelCall]
+
+
+def with_scratch(buffers: Buffers, sizes: Sizes) -> Buffers:
+    """The arrays at hand, and those that a launch uses beside them."""
+    return {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
+
+
+def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers, make: MakeCall) -> Program:
+    """out, and lse if there is such a buffer."""
+    sizes = plan.sizes()
+    buffers = with_scratch(buffers, sizes)
+    call = make(problem, plan, sizes, buffers)
+    return Program((call, *clear_calls(problem, buffers)), sizes.workspaces)
+
+
+def step(
+    plan: Plan, buffers: Buffers, interleaved: bool, position0: int, make: MakeStep
+) -> Program:
+    """The forward, whose kernel appends and rotates first: see `launch.program.programs.step`."""
+    sizes, problem = plan.sizes(), plan.problem
+    # The call's own names of a forward's arrays.
+    names = {"seqused_k": "cache_seqlens"}
+    if "q_new" in buffers:
+        names["q"] = "q_new"
+    given = {**buffers, **{name: buffers[own] for name, own in names.items()}}
+    append = portable_cache.within_decode(
+        given, problem.page_size, interleaved, problem.mask.bounded, position0
+    )
+    call = make(problem, plan, sizes, with_scratch(given, sizes), append)
+    return Program((call,), sizes.workspaces).renamed(names)
+
+
+def clear_calls(problem: AttentionProblem, buffers: Buffers) -> tuple[KernelCall, ...]:
+    """Rows past a used length of packed queries, which may lie beyond the longest sequence: the
+    kernel does not come by there."""
+    if not (problem.varlen_q and problem.used_q):
+        return ()
+    return (clear_call(problem, buffers, "q", "out", "lse"),)
+
+
+def results(buffers: Buffers, divisor: int) -> dict[str, Any]:
+    """The arrays that a kernel writes, as its groups name them."""
+    return {
+        "out": groups.split_rows(buffers, "out", False, divisor),
+        "lse": groups.split_row_vector(buffers, "lse", False),
+        "rest": pointer(buffers, "rest"),
+    }
+
+
+def skips_empty(problem: AttentionProblem, buffers: Buffers) -> bool:
+    """Whether sequences may have no keys, and then are no work tiles: they have as many as are
+    said, or as storage has. Packed queries are work tiles whatever their keys."""
+    names = ("cu_seqlens_k", "seqused_k", "leftpad_k")
+    return not problem.varlen_q and any(name in buffers for name in names)
+
+
+def work(
+    problem: AttentionProblem,
+    config: SharedKeysConfig,
+    buffers: Buffers,
+    numbers: Mapping[str, int],
+    at_once: int,
+    merge_stages: int = 1,
+    awaits_stores: bool = False,
+    clears_empty: bool = True,
+) -> DecodeWork:
+    """numbers: those of the launch. at_once: values of one segment that are merged at once.
+    merge_stages, awaits_stores: see `DecodeMerge`. clears_empty: whether the kernel clears
+    sequences without keys apart."""
+    merged = config.merge_values * 32 * config.num_warps // at_once
+    names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "leftpad_k")
+    return DecodeWork(
+        merge=DecodeMerge(
+            partial_out=pointer(buffers, "partial_out", True),
+            partial_sums=pointer(buffers, "partial_sums", True),
+            counts=pointer(buffers, "counts", True),
+            PARTS=max(1, min(32, merged)),
+            STAGES=merge_stages,
+            AWAITS_STORES=awaits_stores,
+        ),
+        splits=Scalar(asked_splits(problem, config.block_n)) if problem.num_splits else None,
+        tiles=Scalar(numbers["tiles"]),
+        least=Scalar(config.least_tiles + config.overhead),
+        short_q=Scalar(numbers["short_q"]) if "short_q" in numbers else None,
+        IS_UNIFORM=not any(name in buffers for name in names),
+        SKIPS_EMPTY=clears_empty and skips_empty(problem, buffers),
+        OVERHEAD=config.overhead,
+        FEWEST_PARTS=config.fewest_parts,
+        LOOKS=next((n for n in LOOKS if problem.batch <= n), LOOKS[-1]),
+    )
+
+
+def hopper_call(
+    ref: KernelRef,
+    problem: AttentionProblem,
+    config: HopperDecodeConfig | MlaConfig | MlaSwapConfig,
+    launch: LaunchSizes,
+    buffers: Buffers,
+    io: Any,
+    rows: KVRows,
+    tile: HopperDecodeTile | MlaTile | MlaSwapTile,
+    new: int | None = None,
+    clears_empty: bool = False,
+    **more: Any,
+) -> KernelCall:
+    """The launch of a Hopper kernel. rows: how its maps number keys and values. new: rows of a call
+    that appends. clears_empty: as of `work`. more: further parameters of the kernel."""
+    at_once = min(tile.ROWS, HOPPER_MERGE_ROWS) * tile.BLOCK_E
+    params = HopperDecodeParams(
+        seqs=groups.sequences(problem, buffers, new),
+        shape=groups.shape(problem),
+        mask=groups.mask(problem, buffers),
+        kv=groups.kv_layout(problem.page_size, buffers, is_written=new is not None),
+        kv_rows=rows,
+        work=work(problem, config, buffers, launch.numbers, at_once, clears_empty=clears_empty),
+        tile=tile,
+        sink=pointer(buffers, "sink"),
+        scale_log2=groups.number(problem.scale * math.log2(math.e)),
+    )
+    # Where all merge each other's segments they wait for each other.
+    waits = bool(config.merge) and problem.num_splits != 1
+    parameters = {"io": io, "params": params, **more}
+    options = {"num_warps": config.num_warps}
+    return KernelCall(ref, launch.grid, parameters, options, cooperative=waits)
+
+
+def within_registers(call: KernelCall, registers: int) -> KernelCall:
+    """The call, of a thread's registers at most; 0: as many as the compiler takes."""
+    return replace(call, options={**call.options, "maxnreg": registers}) if registers else call
