@@ -122,7 +122,7 @@ def cleared() -> set[str]:
     arrays["cu_seqlens_q"] = torch.tensor([3, 8, 20], dtype=torch.int32)
     call = portable.clear_outside_call(built.problem, specs_of(arrays))
     check_access(call, arrays)
-    return {"shared.unused.clear_outside"}
+    return {"unused.clear_outside"}
 
 
 def cached() -> set[str]:
