@@ -77,6 +77,8 @@ def _versions() -> dict[str, str | None]:
 
 def _version_table(versions: dict[str, str | None]) -> Table:
     table = Table(title="Versions", title_justify="left", title_style="bold", show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, words in versions.items():
         missing = "none found" if name == "GPU driver" else "not installed"
         table.add_row(name, escape(words or missing))

@@ -100,22 +100,24 @@ def _bench(names: list[str], where) -> "list[Outcome]":
 
 
 def _table(found: "list[Verdict]", names: list[str]) -> Table:
-    """A row a problem, a column a backend: the worst error as a share of its budget."""
+    """A row a problem, with each backend's worst error as a share of its budget: there may be more
+    backends than columns fit on a screen."""
     table = Table(
         title="Worst error over its budget (at most 1)", title_justify="left", title_style="bold"
     )
     table.add_column("problem")
-    for name in names:
-        table.add_column(name, justify="right")
+    table.add_column("kernels")
     cells = {(v.problem, v.backend): _cell(v) for v in found}
     for problem in dict.fromkeys(v.problem for v in found):
-        table.add_row(escape(problem), *(cells[problem, name] for name in names))
+        own = {name: cells[problem, name] for name in names}
+        words = ", ".join(f"{name} {cell}" for name, cell in own.items() if cell)
+        table.add_row(escape(problem), words or "[dim]none takes it[/]")
     return table
 
 
 def _cell(verdict: "Verdict") -> str:
     if verdict.skipped:
-        return "[dim]-[/]"
+        return ""
     if verdict.wrong:
         return "[bold red]wrong[/]"
     shares = [
@@ -123,8 +125,8 @@ def _cell(verdict: "Verdict") -> str:
         for j in (verdict.judged or {}).values()
         for what in ("largest", "rms")
     ]
-    words = "forward, backward" if verdict.backward else "forward"
-    return f"[green]{max(shares):.2f}[/] [dim]{words}[/]"
+    words = "" if verdict.backward else " [dim](forward)[/]"
+    return f"[green]{max(shares):.2f}[/]{words}"
 
 
 def _record(names: frozenset[str], where, passed: bool) -> str | None:

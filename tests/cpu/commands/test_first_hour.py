@@ -17,6 +17,7 @@ from heedful.bench.harness.run import Figure, Outcome
 from heedful.bench.harness.timing import Spread
 from heedful.cli import app, console
 from heedful.cli import doctor as doctor_module
+from heedful.cli import validate as validate_module
 from heedful.core.base.device import by_name
 from heedful.core.base.installed import TESTED
 from heedful.core.registry.capability import Toolchain
@@ -154,6 +155,24 @@ def test_what_commands_print_fits_80_columns(arguments, screen):
     assert done.exit_code == 0, done.output
     long = [line for line in done.stdout.splitlines() if len(line.rstrip()) > WIDTH]
     assert not long and "…" not in done.stdout
+
+
+def test_a_validation_of_many_kernels_fits_80_columns():
+    names = ["mla_swap_ab", "mla", "hopper_decode", "decode", "hopper_mixed", "mixed", "hopper"]
+    found = [
+        validation.Verdict(name, f"bfloat16 a problem of long words, {i}", failed="raised")
+        for i in range(2)
+        for name in names
+    ]
+    text = shown(validate_module._table(found, names), WIDTH)
+    assert max(map(len, text.splitlines())) <= WIDTH and "…" not in text
+    assert all(text.count(name) >= 2 for name in names)
+
+
+def test_a_long_path_is_folded():
+    path = "/" + "/".join(["folder"] * 20)
+    text = shown(doctor_module._version_table({"heedful": f"1.0 ({path})"}), WIDTH)
+    assert "…" not in text and "".join(re.findall(r"[\w/]", text)).count("folder") == 20
 
 
 def test_kernels_that_do_not_fit_beside_each_other_stand_below():
