@@ -4,8 +4,8 @@
 
 WORDS: only cases whose name has them. Device time is how long kernels, memsets and copies of a call
 run, as CUPTI records them, of one program over several sets of inputs: by JAX under jit, by PyTorch
-as a replayed CUDA graph. Host time is what a jitted call takes until it returns. What is timed is
-checked against float64 first. Rounds are interleaved.
+as a replayed CUDA graph. Host time is what a jitted call takes until it returns. Each result is
+checked against float64 before it is timed. Rounds are interleaved.
 """
 
 import os
@@ -127,7 +127,7 @@ def microseconds(run: Run, calls: int) -> float:
 
 
 class Spent(NamedTuple):
-    """What a call keeps the device busy with."""
+    """The device time that a call takes."""
 
     us: float
     kernels: float
@@ -136,7 +136,7 @@ class Spent(NamedTuple):
 
 
 def spent(run: Run, calls: int, device: torch.device) -> Spent:
-    """Of one of so many calls; on a CPU the time of the host."""
+    """The time of one of so many calls; on a CPU the time of the host."""
     if device.type == "cpu":
         return Spent(microseconds(run, calls), 0, 0, 0)
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
@@ -209,7 +209,7 @@ def measure(case: Case, device: torch.device, own: str, rounds: int = ROUNDS) ->
 
 @dataclass(kw_only=True)
 class Dispatch(protocol.HostTimed[Case, list[tuple]]):
-    """What a jitted call takes on the host to return, with gradients and without."""
+    """The host time until a jitted call returns, with gradients and without."""
 
     own: str
     sets: int

@@ -19,7 +19,7 @@ from heedful import flash_attn_func, flash_attn_varlen_func
 from heedful.bench.harness import protocol, timing
 
 CALLS = 400
-# Of a length that is drawn; calls that show which cases there are come first.
+# The bounds of a length that is drawn; calls that show which cases there are come first.
 LEAST, MOST = 512, 2048
 HEADS, DIM = 8, 64
 Call = Callable[[], Any]

@@ -22,7 +22,7 @@ from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 
 One = Callable[[], Tensor]
-# Of two calls the results of both.
+# A call that stands for two returns the results of both.
 Call = Callable[[], Tensor | list[Tensor]]
 Lengths = tuple[tuple[int, int], ...]
 
@@ -102,7 +102,7 @@ def attend(batch: Batch, t: Tensors, which: slice, backend: str | None = None) -
 
 
 def calls_of(batch: Batch, t: Tensors) -> dict[str, Call]:
-    """Who is timed."""
+    """The implementations that are timed."""
     middle, count = len(batch.decodes), len(batch.sequences)
     kinds = {"decodes alone": slice(0, middle), "prefills alone": slice(middle, count)}
     alone = {name: attend(batch, t, s) for name, s in kinds.items() if s.start < s.stop}

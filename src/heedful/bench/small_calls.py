@@ -141,7 +141,7 @@ class Trial(protocol.HostTimed[Case, tuple[Step, Step]]):
 
 
 def _seconds(step: Step, calls: int) -> float:
-    """Of one of so many calls."""
+    """The time of one of so many calls."""
     begin = time.perf_counter()
     for _ in range(calls):
         step()

@@ -44,10 +44,12 @@ from heedful.reference.budget import allowed
 
 Call = Callable[[], Tensor]
 ROUNDS, MOST_CALLS = 5, 6
-# Calls that show how long a count takes. Of those that take so many times the least no more is
-# timed, and none of more splits than two that do, one after the other, and longer each.
+# Calls that show how long a count takes. A count that takes so many times the least is not timed
+# further. Nor is any greater count, once two in a row do so and each takes longer than the one
+# before.
 PROBES, SLOW = 3, 1.5
-# Of keys and values; and of a call, were the device as fast as below.
+# Bounds: the bytes of keys and values, and the seconds of a call if the device were as fast as
+# below.
 MOST_BYTES, MOST_SECONDS = 2 * 1024**3, 500e-6
 FLOPS_A_SECOND, BYTES_A_SECOND = 500e12, 4e12
 SECONDS = 60.0
@@ -113,7 +115,7 @@ KINDS = (
 EACH = 15
 # One in so many shapes of a kind leaves less than half of the device idle.
 FULL = 6
-# Of these figures shapes are drawn, whatever they are timed on.
+# Shapes are drawn for this device, whatever they are timed on.
 DRAWN_FOR = by_name("H200")
 
 
@@ -303,7 +305,7 @@ METHOD = (
 
 
 def head(device: torch.device) -> Iterator[str]:
-    """What the record says of itself, as files of measurements/ do."""
+    """The record's own head, as files of measurements/ have it."""
     facts = surroundings(device)
     versions = [f"{name} {facts['versions'][name]}" for name in ("torch", "triton")]
     versions.append(f"driver {facts['driver']}")

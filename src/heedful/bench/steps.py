@@ -78,7 +78,7 @@ class Step:
         return rows * values * ITEM_BITS[self.stored or "bfloat16"] // 8 + 4 * (scales + pages)
 
     def case(self, number: int) -> Case:
-        """What the reference of a sequence computes."""
+        """The computation of the reference of a sequence."""
         mask = MaskSpec.of(False, (self.window - 1, 0)) if self.window else MaskSpec()
         shape = (1, 1, self.lengths[number] + self.prefix, *self.heads, self.dims[0])
         problem = AttentionProblem.dense(*shape, head_dim_v=self.dims[1], mask=mask)
@@ -121,7 +121,7 @@ STEPS = (
     Step("64 x 1024, pages of 16", (1024,) * 64, page=16, bar=0.86),
     Step("64 x 1024, pages of 16, 192 padded", (1024,) * 64, page=16, padded=192),
 )
-# What issue and targets ask of one step beside another: (step, peer, step, peer, most of its time).
+# The targets of one step beside another: (step, peer, step, peer, most of its time).
 PAIRS = (
     ("64 x 8192, pages of 16", "heedful", "64 x 8192", "heedful", 1.05),
     ("64 x 8192, e4m3", "heedful", "64 x 8192", "heedful", 1.0),
@@ -199,7 +199,7 @@ def reference(step: Step, t: Tensors) -> Parts:
     return found
 
 
-# Who is timed: each gives its call, or the reason why it has none.
+# The implementations that are timed: each gives its call, or the reason why it has none.
 
 
 def heedful(step: Step, t: Tensors, backend: str | None = None) -> Call:

@@ -31,7 +31,8 @@ OURS, CUDNN, FLASH = "heedful", "cudnn", "flash"
 
 
 class Ratio(NamedTuple):
-    """Of the median steps of two runs: over all rounds, and of the round where it is least."""
+    """The ratio of the median steps of two runs: over all rounds, and of the round where it is
+    least."""
 
     median: float
     least: float

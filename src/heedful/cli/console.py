@@ -1,4 +1,4 @@
-"""What the commands share on the screen."""
+"""Output to the screen that the commands share."""
 
 from typing import NoReturn
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 # Rows of the table of losses.
 _ROWS = 10
-# Of two idle cores, for the steps of the recipe.
+# The minutes of two idle cores for the steps of the recipe.
 _MINUTES_ON_A_CPU = 3
 
 
@@ -181,7 +181,7 @@ def _conclude(report: "Report", seconds: float) -> None:
 
 
 def _shows(report: "Report", recipe: "Recipe", where: "torch.device", name: str) -> str:
-    """What was seen and what was not, for those who have read nothing else."""
+    """The findings and the gaps, for those who have read nothing else."""
     from heedful.demo.job import OURS, THEIRS
 
     if not report.passed:

@@ -111,7 +111,7 @@ def _device_table(devices: list[DeviceSpec]) -> Table:
 
 
 def _kernels(device: DeviceSpec, tools: Toolchain) -> Iterator[dict]:
-    """What can be said of each kernel that there is for a device; missing: tools that it lacks."""
+    """The state of each kernel that there is for a device; missing: tools that it lacks."""
     for row in ROWS:
         level = row.level(device)
         if level is not None:
@@ -161,7 +161,7 @@ def _advice(devices: list[DeviceSpec], tools: Toolchain) -> Iterator[str]:
 
 
 def _untested(versions: dict[str, str | None]) -> Iterator[str]:
-    """What is said of versions outside of those that heedful was tested with."""
+    """The message about versions outside of those that heedful was tested with."""
     for name, (oldest, newest) in TESTED.items():
         found = numbers(versions[name] or "")[: len(newest)]
         if found and not oldest <= found <= newest:

@@ -1,4 +1,4 @@
-"""What a command is given from outside, looked at before any work is done: devices and paths."""
+"""Input from outside, checked before a command does any work: devices and paths."""
 
 import tempfile
 from pathlib import Path
@@ -44,9 +44,9 @@ def _torch_device(name: str | None) -> "torch.device":
 
 
 def planned_device(name: str | None) -> tuple[DeviceSpec, Toolchain]:
-    """What a problem is planned for, and by which versions: a device of this machine (the first, or
-    cuda, cuda:1), or a known one that is elsewhere, beside which everything is the newest. Raises
-    ValueError."""
+    """The device that a problem is planned for, and the versions: a device of this machine (the
+    first, or cuda, cuda:1), or a known one that is elsewhere, beside which everything is the
+    newest. Raises ValueError."""
     if name is None:
         return machine.devices()[0], machine.toolchain()
     if name.partition(":")[0] != "cuda":

@@ -55,7 +55,8 @@ def least_words(row: KernelRow) -> str:
 
 
 def feature_words(row: KernelRow) -> str:
-    """What a kernel takes beyond plain attention, by whichever list is shorter."""
+    """The features that a kernel takes or the features that it lacks, by whichever list is
+    shorter."""
     beyond = {name: words for name, words in FEATURES.items() if name not in _SPOKEN_OF}
     has = [words for name, words in beyond.items() if name in row.features]
     lacks = [words for name, words in beyond.items() if name not in row.features]
@@ -66,7 +67,7 @@ def feature_words(row: KernelRow) -> str:
     return f"all but {', '.join(lacks)}"
 
 
-# What a row's dtypes and direction say already.
+# A row's dtypes and direction say these already.
 _SPOKEN_OF = {"fp8", "quantized_kv", "backward"}
 
 

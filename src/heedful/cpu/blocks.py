@@ -81,7 +81,7 @@ class Scratch:
 
     @property
     def bytes(self) -> int:
-        """Of all buffers."""
+        """The bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
     def trim(self, limit: int) -> None:

@@ -18,7 +18,7 @@ CHUNK = 16 * 1024
 # Bytes of masks that are kept, the latest, so that a backward need not draw its forward's again.
 KEPT = 8 << 20
 _WORD, _BLOCK, _HALF = np.uint64(WORD), np.uint64(WORD >> 2), np.uint64(32)
-# What is added to the key's words round by round, (ROUNDS, 2, 1).
+# The increments of the key's words round by round, (ROUNDS, 2, 1).
 _STEPS = np.arange(ROUNDS, dtype=np.uint64)[:, None, None] * np.array(WEYL, np.uint64)[:, None]
 _FACTORS = np.array(MULTIPLIERS, dtype=np.uint64)[:, None]
 
@@ -37,7 +37,7 @@ def philox4x32(
         np.multiply(even, _FACTORS, wide)
         wide = wide[::-1]
         np.right_shift(wide, _HALF, even)
-        # What `odd` has above a word is cut off here.
+        # The bits of `odd` above a word are cut off here.
         np.bitwise_xor(even, odd, even)
         np.bitwise_xor(even, words, even)
         np.bitwise_and(even, _WORD, even)
@@ -76,7 +76,7 @@ class Masks:
         self.bytes = 0
 
     def find(self, which: tuple) -> torch.Tensor | None:
-        """What was kept under this key."""
+        """The value that was kept under this key."""
         with self._lock:
             return self._kept.get(which)
 

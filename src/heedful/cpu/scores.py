@@ -1,4 +1,5 @@
-"""What forward and backward recompute alike: one tile of keys or values, of scores, of dropout.
+"""The scores that forward and backward compute alike: one tile of keys or values, of scores, of
+dropout.
 
 Dimension key as in blocks.py. Scores stay in natural units: a row's maximum is then exact, and
 with it the lse and the probability of a row's only key, and no bias overflows.
@@ -71,7 +72,7 @@ class Tiles:
         self.low = low_precision(x)
         # From which |lse| on probabilities are made of maximum and sum.
         self.far_lse = far_lse(8 * x.q.element_size())
-        # What queries are multiplied by before their products with keys.
+        # The factor of queries before their products with keys.
         self.q_scale = problem.scale / problem.softcap if problem.softcap > 0 else problem.scale
         # Whether nothing is done to the products of queries and keys.
         self.plain = problem.softcap == 0 and x.alibi_slopes is None and x.bias is None

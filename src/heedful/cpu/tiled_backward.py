@@ -190,7 +190,7 @@ class _BlockBackward:
         return q, do
 
     def _name(self, name: str, index: int) -> str:
-        """Of the scratch buffer of a tile."""
+        """The name of the scratch buffer of a tile."""
         return f"{name}{index}" if self.holds else name
 
     def _add_pair(self, index: int, cols: range, masked: bool, k, v, dk_tile, dv_tile) -> None:

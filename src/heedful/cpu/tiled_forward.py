@@ -91,7 +91,7 @@ class _Split:
         """The keys of one part; whether the tile's rows of out and lse are now written."""
         state = _attend(tiles, self.block, self.rows, self.parts[part], has_sink=part == 0)
         if len(self.parts) > 1:
-            # What is in scratch will be written over by the next part.
+            # The next part will write over what is in scratch.
             kept = tuple(x.clone() for x in state)
             with self._lock:
                 self._done[part] = kept
@@ -297,8 +297,8 @@ def _write_probs(tiles: Tiles, block: Block, rows: range, lse, probs) -> None:
 def row_references(
     tiles: Tiles, block: Block, rows: range, lse: torch.Tensor, near: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What gives the probabilities of a query tile anew, both (B G, R M, 1): e^(scores - reference)
-    times a weight, which is None where it is 1 in all rows.
+    """The two vectors that give the probabilities of a query tile anew, both (B G, R M, 1):
+    e^(scores - reference) times a weight, which is None where it is 1 in all rows.
 
     The reference is the lse; +inf for rows without keys, whose probabilities are then exp(-inf) =
     0. A float32 lse far from 0 has lost the logarithm of the sum: such rows get their maximum, and

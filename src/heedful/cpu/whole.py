@@ -1,7 +1,7 @@
 """Short sequences: a head's scores as one whole matrix, without tiles of keys or a rescaling.
 
-For calls without modifiers of scores, under a mask by position and with dropout. What is fixed of a
-call are a few dozen operators, each of which may cost as much as the work on 16 tokens. The
+For calls without modifiers of scores, under a mask by position and with dropout. The fixed cost of
+a call is a few dozen operators, each of which may cost as much as the work on 16 tokens. The
 backward makes maximum and sum of a row anew, and delta is the sum of p dP: dS of a row with one key
 is 0 to the bit.
 
@@ -26,7 +26,7 @@ from heedful.reference.philox import keep_scale
 MOST = 512
 # Scores of a call that are worth threads of our own: handing work over takes some 50 us.
 WORTH_THREADS = 128 * 1024
-# What baddbmm ignores where beta is 0.
+# An argument that baddbmm ignores where beta is 0.
 _NONE = torch.zeros(1, dtype=torch.float32, device="cpu")
 
 

@@ -63,7 +63,7 @@ def for_each(
 
 
 class _Queue(Generic[Item]):
-    """What is left of the groups."""
+    """The rest of the groups."""
 
     def __init__(self, groups: Iterable[Sequence[Item]]):
         self._new = deque(deque(group) for group in groups if group)

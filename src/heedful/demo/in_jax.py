@@ -25,7 +25,7 @@ Weights = dict[str, Array]
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model, as the PyTorch demo has it."""
+    """The size of a model, as the PyTorch demo has it."""
 
     layers: int = 3
     heads: int = 4

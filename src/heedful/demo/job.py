@@ -20,7 +20,7 @@ OURS, THEIRS, CONTROL = "heedful", "SDPA", "control"
 
 @dataclass(frozen=True)
 class Report:
-    """What the demo found. runs: by name, OURS, THEIRS and CONTROL. held_out: OURS on text that was
+    """The demo's findings. runs: by name, OURS, THEIRS and CONTROL. held_out: OURS on text that was
     not trained on, nats a character. sample: text, the prompt included; empty where the model is
     not finite."""
 

@@ -65,7 +65,8 @@ class GPT(nn.Module):
         self.norm = nn.RMSNorm(size.width)
         for name, weight in self.named_parameters():
             if weight.ndim == 2:
-                # What is added to the residual stream starts smaller, the more layers add.
+                # Weights whose products are added to the residual stream start smaller, the more
+                # layers add.
                 adds = name.endswith(("project.weight", "narrow.weight"))
                 shrink = (2 * size.layers) ** -0.5 if adds else 1.0
                 nn.init.normal_(weight, std=shrink * size.width**-0.5)

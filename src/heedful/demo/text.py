@@ -25,7 +25,7 @@ class Text:
         return torch.tensor([number[character] for character in text])
 
     def unigram_nats(self) -> float:
-        """What a model pays a character that knows only how frequent each one is: the loss that
+        """The loss per character of a model that knows only how frequent each one is: the loss that
         any attention at all must get under."""
         counts = Counter(self.train.tolist())
         return -sum(n / len(self.train) * math.log(n / len(self.train)) for n in counts.values())

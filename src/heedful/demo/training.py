@@ -15,8 +15,8 @@ from heedful.demo.text import Text, batch
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and how. dtype: what the model computes in; its weights are float32.
-    seed: of the first weights, the batches and what is sampled."""
+    """The model that is trained, and how. dtype: what the model computes in; its weights are
+    float32. seed: of the first weights, the batches and what is sampled."""
 
     size: ModelSize
     batch: int

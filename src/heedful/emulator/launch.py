@@ -154,7 +154,7 @@ class _Launch:
 
 
 class _First:
-    """What the first schedule left in memory, which every other is compared with."""
+    """The memory after the first schedule, with which every other is compared."""
 
     def __init__(self, memory: GlobalMemory, sink: Sink):
         self.memory, self.sink = memory, sink

@@ -1,4 +1,4 @@
-"""What an emulation found: findings, counts, and a readable summary."""
+"""The findings of an emulation: findings, counts, and a readable summary."""
 
 from collections import Counter
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What a compiled kernel will do on the chip, read off its machine code: no GPU needed.
+"""The behaviour of a compiled kernel on the chip, read off its machine code: no GPU needed.
 
 found = inspect(artifact.text, lds_bytes=artifact.shared_bytes)
 print(table([found]))

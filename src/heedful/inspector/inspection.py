@@ -11,7 +11,7 @@ from heedful.inspector.resources import Resources, resources
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What was found in one kernel.
+    """The findings in one kernel.
 
     Attributes:
         whole: the kernel, each instruction once. loop: one turn of the hot loop, or None.

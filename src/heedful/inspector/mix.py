@@ -29,7 +29,7 @@ _VMEM |= {"dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
 
 @dataclass(slots=True)
 class Mix:
-    """What a stretch of code consists of.
+    """The mix of instructions in a stretch of code.
 
     Attributes:
         mfma_slots, valu_slots, lds_slots: time of each unit, in slots of one wave.

@@ -72,7 +72,7 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class NvidiaInspection:
-    """What was found in one cubin; `loop` is the innermost loop with the most WGMMA, if any."""
+    """The findings in one cubin; `loop` is the innermost loop with the most WGMMA, if any."""
 
     name: str
     label: str
@@ -128,7 +128,7 @@ def encodings(text: str) -> list[str]:
 
 
 def opcode(instruction: Instruction) -> str:
-    """What an instruction does, with its modifiers and without operands: LDG.E.128."""
+    """An instruction's operation, with its modifiers and without operands: LDG.E.128."""
     return _parts(instruction.text)[1].split()[0]
 
 
@@ -167,7 +167,7 @@ def measure(code: Sequence[Instruction]) -> Sass:
 def hot_loop(
     code: list[Instruction], labels: dict[str, int], branches: list[tuple[int, str]]
 ) -> list[Instruction] | None:
-    """Of the innermost loops with products the one with the most; without any, the longest loop."""
+    """The innermost loop with the most products; without any, the longest loop."""
     products = [_WGMMA.match(_parts(each.text)[1]) is not None for each in code]
     closed: dict[int, list[int]] = {}
     for at, to in branches:
@@ -176,8 +176,8 @@ def hot_loop(
             closed.setdefault(start, []).append(at + 1)
     if not any(any(products[a:b]) for a, ends in closed.items() for b in ends):
         return max((code[a:b] for a, ends in closed.items() for b in ends), key=len, default=None)
-    # Of the branches back to one place the first that closes all of its products: what lies behind
-    # is where steps go that few need.
+    # Several branches may go back to one place. The first that closes all of its products is taken:
+    # the code after it is for steps that few need.
     loops: dict[tuple[int, int], int] = {}
     for a, ends in closed.items():
         count, b = max((sum(products[a:b]), -b) for b in ends)
@@ -198,7 +198,7 @@ class Listing:
 
 
 def disassemble(cubin: bytes) -> Listing:
-    """What cuobjdump and nvdisasm say of a cubin."""
+    """The output of cuobjdump and nvdisasm for a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -24,7 +24,7 @@ class Occupancy:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one kernel takes.
+    """The resources that one kernel takes.
 
     Attributes:
         vgprs: vector registers in all, accumulation registers (agprs) included.

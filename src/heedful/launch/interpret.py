@@ -84,7 +84,7 @@ def _patched_once() -> Iterator[None]:
     options, of_scalar = builder.options, cache(numpy_dtype)
 
     def patch_new(function: FunctionType) -> Any:
-        """What the launch, whose own call is the first, restores at its end."""
+        """The state that the launch, whose own call is the first, restores at its end."""
         modules = _language_modules(function)
         if modules <= done:
             return None

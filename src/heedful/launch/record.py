@@ -72,7 +72,7 @@ class Entry:
 
 
 def _facts(spec: ArraySpec) -> dict:
-    """What a list says of an array: not where it was."""
+    """An array as a list states it: not where it was."""
     return {name: getattr(spec, name) for name in ("shape", "strides", "dtype", "aligned")}
 
 

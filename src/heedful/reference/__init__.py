@@ -1,1 +1,2 @@
-"""What every backend is checked against: a float64 oracle and a same-dtype eager twin."""
+"""The references that every backend is checked against: a float64 oracle and a same-dtype eager
+twin."""

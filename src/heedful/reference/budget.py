@@ -37,7 +37,7 @@ class Results(NamedTuple):
     dsink: Any = None
 
     def present(self) -> dict[str, np.ndarray]:
-        """What there is, by name."""
+        """The results that exist, by name."""
         return {name: a for name, a in self._asdict().items() if a is not None}
 
 
@@ -66,7 +66,7 @@ class Error:
 
 
 def rounding(want: np.ndarray, dtype: str) -> Error:
-    """What rounding the exact result to `dtype` once may cost."""
+    """The largest error of rounding the exact result to `dtype` once."""
     finite = want[np.isfinite(want)]
     if not finite.size:
         return Error(0.0, 0.0)
@@ -87,7 +87,7 @@ def allowed(name: str, twin: Error, once: Error) -> Error:
 
 
 def over_budget(name: str, got, want, twin_error: Error, dtype: str) -> str:
-    """What is wrong with a result, in words, or nothing.
+    """A message about a wrong result, else nothing.
 
     got, want: float64 arrays of one shape. twin_error: the twin's against the same oracle.
     """
@@ -105,8 +105,8 @@ def over_budget(name: str, got, want, twin_error: Error, dtype: str) -> str:
 
 
 def unsound(name: str, got, want) -> str:
-    """What no budget excuses, in words, or nothing: a missing result, a wrong shape, NaN,
-    infinities in other places, or, in probs, another dropout mask."""
+    """A message about an error that no budget excuses, else nothing: a missing result, a wrong
+    shape, NaN, infinities in other places, or, in probs, another dropout mask."""
     if got is None:
         return f"{name} is missing"
     if got.shape != want.shape:
@@ -168,7 +168,8 @@ def oracle_results(problem: AttentionProblem, x: Operands, dout=None, dlse=None)
 def twin_results(
     problem: AttentionProblem, x: Operands, dout=None, dlse=None, far_scores: bool = False
 ) -> Results:
-    """What eager PyTorch gets, on the tensors' own device. far_scores: see `reference.eager`."""
+    """The results of eager PyTorch, on the tensors' own device. far_scores: see
+    `reference.eager`."""
     results = eager.forward(problem, x, far_scores)
     if dout is not None:
         results += eager.backward(problem, x, dout, dlse, far_scores)

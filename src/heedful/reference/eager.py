@@ -88,7 +88,7 @@ def backward(
 
 
 class _SequenceForward(NamedTuple):
-    """What forward and backward share; as in the oracle."""
+    """The part that forward and backward share; as in the oracle."""
 
     q_HMD: torch.Tensor
     k_HND: torch.Tensor

@@ -24,7 +24,7 @@ def keep_threshold(dropout_p: float) -> int:
 
 
 def keep_scale(dropout_p: float) -> float:
-    """What kept probabilities are multiplied by; at p = 1 nothing is kept, and 0 avoids 0/0."""
+    """The factor of kept probabilities; at p = 1 nothing is kept, and 0 avoids 0/0."""
     return 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
 
 

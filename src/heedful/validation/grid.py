@@ -135,7 +135,7 @@ def build(entry: Entry, device: torch.device, draw: int = 0) -> Built:
     rows_q, rows_k = (batch, seqlen_q), (batch, seqlen_k)
     facts = dict(entry.facts)
     if entry.packed:
-        # Of a cache, those of one token, too.
+        # With a cache also sequences of one token.
         others = (1, seqlen_k) if entry.page_size else (seqlen_q // 3, seqlen_k // 2)
         lengths = [(seqlen_q, seqlen_k), *(others,) * (batch - 1), (0, 5)]
         batch, sides = len(lengths), "q" if entry.page_size else "qk"

@@ -147,7 +147,7 @@ def _forward_only(built: Built, return_lse: bool) -> Built:
 
 
 def _compute(backend: str, built: Built) -> Results:
-    """What a backend makes of a problem, into an output full of NaN."""
+    """The results of a backend for a problem, written into an output full of NaN."""
     problem, x = built.problem, built.x
     shape = (*x.q.shape[:-1], problem.head_dim_v)
     dtype = getattr(torch, problem.out_dtype)

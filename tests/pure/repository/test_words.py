@@ -1,6 +1,10 @@
 """One word, one meaning: what the glossary has a word for goes by no other."""
 
+import ast
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +46,50 @@ def test_code_that_is_bent_for_a_compiler_can_be_found_by_one_tag():
     named = [line for line in lines if line.startswith("#") and re.search("ptxas|LLVM ", line)]
     assert len([line for line in named if line.startswith("# ptxas: ")]) > 10
     assert not [line for line in named if not line.startswith("# ptxas: ")]
+
+
+# Left out as yet: a JIT function's text is part of its key in caches of compiled code.
+NOT_YET = "kernels"
+# A name before a colon is an argument or a field that the docstring explains.
+_NOT_PLAIN = re.compile(
+    r"(?:\A|\n\s*\n|[.!?:;][\")']?\s+|\n\s*[-*|]\s+)\s*((?:Of|What|Who|Unasked)\b[^.:;]*)"
+    r"|(\bunasked\b(?!:))"
+)
+
+
+def test_docstrings_and_comments_are_plain():
+    """No sentence of theirs begins with Of, What or Who; "by default" is not "unasked"."""
+    assert _not_plain("One.\n\nOf two. Of three") == ["Of two", "Of three"]
+    assert _not_plain("unasked: a field. Office. Sold unasked") == ["unasked"]
+    paths = [p for p in _files("") if NOT_YET not in p.relative_to(ROOT).parts]
+    assert len(paths) > 200
+    bad = [
+        f"{path.relative_to(ROOT)}: {words}"
+        for path in paths
+        for text in _prose(path.read_text(encoding="utf-8"))
+        for words in _not_plain(text)
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def _not_plain(text: str) -> list[str]:
+    return [" ".join((m[1] or m[2]).split()) for m in _NOT_PLAIN.finditer(text)]
+
+
+def _prose(source: str) -> Iterator[str]:
+    """A module's docstrings, then its comments: lines that follow each other are one."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            yield ast.get_docstring(node) or ""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {t.start[0]: t.string.lstrip("#: ") for t in tokens if t.type == tokenize.COMMENT}
+    block: list[str] = []
+    for number, line in lines.items():
+        if number - 1 not in lines:
+            yield "\n".join(block)
+            block = []
+        block.append(line)
+    yield "\n".join(block)
 
 
 def _files(layer: str) -> list[Path]:

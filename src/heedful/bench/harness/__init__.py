@@ -1,2 +1,2 @@
-"""What every benchmark stands on: cases, peers, checks, timing, reports. Imports nothing else of
-`bench`."""
+"""The parts that every benchmark uses: cases, peers, checks, timing, reports. Imports nothing else
+of `bench`."""

@@ -1,5 +1,5 @@
-"""What is timed: shapes as data. The groups forward, backward, splits, shapes and decode are the
-tables of docs/benchmarks.md; `cpu` is what a CPU does in seconds."""
+"""The timed problems: shapes as data. The groups forward, backward, splits, shapes and decode are
+the tables of docs/benchmarks.md; `cpu` is what a CPU does in seconds."""
 
 import math
 import random
@@ -69,8 +69,8 @@ class Case:
         return f"{kind} {self.shape}{scale}"
 
     def flops(self) -> float:
-        """As papers count: 4 b h sq sk d forward, half of it when causal, 2.5 times backward. Of a
-        window, the pairs that it leaves."""
+        """As papers count: 4 b h sq sk d forward, half of it when causal, 2.5 times backward. With
+        a window only the pairs inside it count."""
         p = self.problem
         sizes = [(n, n) for n in self.lengths] or [(p.seqlen_q, p.seqlen_k)] * p.batch
         pairs = sum(self._pairs(*size) for size in sizes)
@@ -105,7 +105,7 @@ _SPLITS = (
 )
 # Few KV heads: work tiles of a causal backward are few and unlike.
 _KV_HEADS = ((4, 8192, 8192, 32, 8, 128), (1, 8192, 8192, 32, 8, 128), (1, 8192, 8192, 8, 2, 128))
-# What models have beside those: (shape, facts).
+# Cases that models have beside those: (shape, facts).
 _SHAPES = (
     ((4, 4096, 4096, 32, 4, 128), {}),
     ((4, 4096, 4096, 16, 16, 96), {}),

@@ -1,8 +1,8 @@
 """No figure without a result that is right: every result is checked against float64.
 
-Of every batch entry (or packed sequence) and every head, rows are compared: the first, the last,
-and one drawn from every STRIDE of them, so that no tile of a kernel is left out. All the rest has
-to be finite.
+For every batch entry (or packed sequence) and every head it compares rows: the first, the last, and
+one drawn from every STRIDE of them, so that no tile of a kernel is left out. All the rest has to be
+finite.
 
 The budget is that of the test-suite: an error may be at most twice what eager PyTorch makes in the
 same dtype on the same inputs (three times for gradients) plus one rounding of the output's dtype,
@@ -28,7 +28,7 @@ from heedful.reference.budget import DRAWS, Error, allowed
 
 # One row of so many is compared, and at least so many of a sequence.
 STRIDE, LEAST_ROWS = 64, 16
-# What a reason says of a result that is a number, but not near enough.
+# The reason's words for a result that is a number, but not near enough.
 OUTSIDE = "outside of its error budget"
 # By band of rows, see the module's docstring.
 Budget = dict[int, Error]
@@ -75,7 +75,8 @@ class Checker:
         self._draws, self._most_draws = 1, min(most_draws, -(-DRAWS // fewest))
 
     def why_wrong(self, got: Results) -> str | None:
-        """What is missing, too much, no number or outside of its budget, or None."""
+        """A message about a result that is missing, too much, no number or outside of its budget,
+        or None."""
         reason = self._unsound(got)
         if reason is None:
             reason = self._outside(got)
@@ -84,7 +85,7 @@ class Checker:
         return reason
 
     def _unsound(self, got: Results) -> str | None:
-        """What no budget excuses."""
+        """A message about an error that no budget excuses."""
         p, inputs = self.case.problem, self.inputs
         wanted = {"out": (*inputs.q.shape[:-1], p.head_dim_v)}
         if self.case.direction == "backward":
@@ -149,7 +150,7 @@ class Parts:
         self.parts.append((words, place, Checker(case, inputs)))
 
     def why_wrong(self, out: torch.Tensor) -> str | None:
-        """What is no result or outside of its budget, or None."""
+        """A message about what is no result or outside of its budget, or None."""
         if tuple(out.shape) != self.shape:
             return f"out has shape {tuple(out.shape)}, not {self.shape}"
         if not out.isfinite().all():
@@ -223,7 +224,7 @@ def _group(
 def _operands(
     case: Case, inputs: Inputs, batch: int, start: int, kv_head: int, len_q: int, len_k: int
 ) -> Operands:
-    """What one KV head of one sequence attends with."""
+    """The inputs of one KV head of one sequence."""
     group = case.problem.group
     heads = slice(kv_head * group, (kv_head + 1) * group)
     q, dout = (x[batch, start : start + len_q, heads].transpose(0, 1) for x in inputs[::3])

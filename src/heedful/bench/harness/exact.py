@@ -65,7 +65,7 @@ class _Head:
         return Results(*whole)
 
     def _scores(self, rows: torch.Tensor, k_HND: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        """Of query rows with keys, (H, rows, keys); -inf where hidden."""
+        """The scores of query rows with keys, (H, rows, keys); -inf where hidden."""
         s = (self.q[:, rows] @ k_HND.mT).to(self.narrow) * self.case.problem.scale
         hidden = _hidden(self.case, rows, keys, self.len_q, self.len_k)
         return (s if hidden is None else s.masked_fill_(hidden, -torch.inf)).to(self.wide)

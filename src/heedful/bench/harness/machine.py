@@ -1,4 +1,4 @@
-"""What this machine has: devices, drivers, versions. Everything here is best effort: a missing
+"""The parts of this machine: devices, drivers, versions. Everything here is best effort: a missing
 framework or driver is a fact to report, never an error."""
 
 import os
@@ -57,7 +57,7 @@ def devices() -> list[DeviceSpec]:
 
 
 def cpu_name() -> str:
-    """What the machine calls its CPU."""
+    """The machine's name for its CPU."""
     try:
         with open("/proc/cpuinfo") as lines:
             names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]

@@ -1,4 +1,5 @@
-"""Who is timed. A peer that is missing or cannot take a case gives its reason, never an error.
+"""The implementations that are timed. A peer that is missing or cannot take a case gives its
+reason, never an error.
 
 Every peer's forward takes q (B, Sq, H, D), k and v (B, Sk, G, D) and returns (B, Sq, H, D); packed
 sequences are one row of (1, T, H, D). A peer that wants heads first gets transposed views and pays
@@ -125,7 +126,7 @@ def _heedful(backend: str | None) -> Peer:
 
 
 def _widened() -> Peer:
-    """What 8-bit inputs gain: the same values as bfloat16, made so beforehand."""
+    """The gain from 8-bit inputs: the same values as bfloat16, made so beforehand."""
     ours = _heedful(None)
 
     def wide(case: Case) -> Case:

@@ -77,11 +77,11 @@ class Trial(Generic[C, T]):
         raise NotImplementedError
 
     def peers(self) -> Mapping[str, Maker]:
-        """Who is timed, in the order of turns."""
+        """The implementations that are timed, in the order of turns."""
         raise NotImplementedError
 
     def check(self, name: str, returned: Any) -> str | None:
-        """What is wrong with what a peer's call returned, or None."""
+        """A message if the result of a peer's call is wrong, else None."""
         return self.reference.why_wrong(returned)
 
     def probe(self, name: str, call: Any) -> None:
@@ -140,7 +140,7 @@ class Timed(Trial[C, T]):
         raise NotImplementedError
 
     def order(self, number: int) -> Iterable[str]:
-        """Who comes after whom in a round."""
+        """The order of the peers in a round."""
         return self.calls
 
     def turns(self, rounds: int) -> Times:

@@ -1,4 +1,4 @@
-"""What was measured, as tables for the screen, JSON lines and a picture."""
+"""The measurements, as tables for the screen, JSON lines and a picture."""
 
 import json
 import math
@@ -32,7 +32,7 @@ _SPARE_COLOURS = ("#e76f51", "#f4a261", "#c9184a", "#a44a3f")
 
 
 def unit(case: Case) -> str:
-    """What a case is judged by."""
+    """The figures by which a case is judged."""
     if case.host:
         return "us on the host"
     if case.group == "decode":

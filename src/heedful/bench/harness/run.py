@@ -20,7 +20,7 @@ from heedful.bench.harness.timing import Spread
 
 # Arguments of host timing are rotated over so many sets, so that nothing is reused by accident.
 HOST_SETS = 256
-# Of these, the results of so many are looked at, in turn with those of the first.
+# So many of these have their results checked, in turn with those of the first.
 WATCHED_SETS = 3
 # Calls whose results are looked at before any is timed: what is kept from call to call shows then.
 CALLS_BEFORE = 3
@@ -114,7 +114,7 @@ def _spoil(returned: Any) -> None:
 
 
 class Returned(NamedTuple):
-    """What the call on one set of inputs returned, and the number of the set."""
+    """The result of the call on one set of inputs, and the number of the set."""
 
     call: Call
     number: int

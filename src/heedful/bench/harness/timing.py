@@ -14,7 +14,8 @@ ROUND_SECONDS = 0.02
 LEAST_CALLS, MOST_CALLS = 3, 50
 # The flushed buffer is this many times the L2, so that nothing of the inputs survives.
 FLUSH_TIMES_L2 = 4
-# Of a call, how often, and the number of the call whose result is kept: seconds of each, and that.
+# Takes a call, how often to make it, and the number of the call whose result is kept. Returns the
+# seconds of each call, and that result.
 Clock = Callable[[Callable[[], Any], int, int], tuple[list[float], Any]]
 
 

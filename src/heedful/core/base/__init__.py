@@ -1,2 +1,2 @@
-"""What the rest of `core` stands on: settings, numbers and symbols, arrays, devices, forks.
-Imports nothing else of the package."""
+"""The base of the rest of `core`: settings, numbers and symbols, arrays, devices, forks. Imports
+nothing else of the package."""

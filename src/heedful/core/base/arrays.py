@@ -1,4 +1,4 @@
-"""What is known of an array without a look at its values, whatever framework it lives in."""
+"""The facts about an array that need no look at its values, whatever framework it lives in."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

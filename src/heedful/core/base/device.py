@@ -1,4 +1,4 @@
-"""What a device is, to the planner: a handful of figures. The table serves planning without a GPU;
+"""A device as the planner sees it: a handful of figures. The table serves planning without a GPU;
 at run time the live figures of the device at hand replace it (partitioned or cut-down parts)."""
 
 from dataclasses import dataclass, replace

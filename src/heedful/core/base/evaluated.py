@@ -28,5 +28,5 @@ def source(made: Callable[..., Any]) -> str:
 
 
 def value(code: str, scope: Mapping[str, Any]) -> Any:
-    """What an expression is, of the names of the scope alone."""
+    """The value of an expression of the scope's names alone."""
     return eval(code, {**scope})

@@ -1,5 +1,5 @@
-"""What a forked child may not go on with as it is: locks that another thread of the parent held,
-which nobody will release, and the threads of libraries, which did not come along.
+"""State that a forked child may not go on with as it is: locks that another thread of the parent
+held, which nobody will release, and the threads of libraries, which did not come along.
 
 The thread that called fork is the only one in the child, and its libraries take its threads for
 alive: OpenMP, and so torch on a CPU, waits for them for ever. Threads made in the child are well.
@@ -19,8 +19,8 @@ _helper: SimpleQueue | None = None
 
 
 def new_lock() -> threading.Lock:
-    """A lock that is free in a forked child, whoever held it in the parent. What outlives a call is
-    guarded by such locks only."""
+    """A lock that is free in a forked child, whoever held it in the parent. Only such locks guard
+    state that outlives a call."""
     lock = threading.Lock()
     _locks.add(lock)
     return lock
@@ -32,8 +32,8 @@ def is_stranded() -> bool:
 
 
 def on_own_thread(function: Callable, *arguments) -> Any:
-    """function(*arguments), on a thread made in this process if the calling one is stranded. What
-    belongs to a thread, such as torch's modes, the caller passes on."""
+    """function(*arguments), on a thread made in this process if the calling one is stranded. The
+    caller passes on what belongs to a thread, such as torch's modes."""
     global _helper
     if not is_stranded():
         return function(*arguments)

@@ -1,8 +1,9 @@
 """Which Triton is installed, whatever distribution brought it, and which one compiles.
 
 PyTorch's wheels bring it under names of their own: `triton-rocm` and `pytorch-triton-rocm` beside
-ROCm builds, `pytorch-triton` beside nightly ones. What counts is what `import triton` gives.
-Another one may lie in a folder apart, a toolchain, which worker processes import it from.
+ROCm builds, `pytorch-triton` beside nightly ones. The Triton that counts is the one that `import
+triton` gives. Another one may lie in a folder apart, a toolchain, which worker processes import it
+from.
 """
 
 import importlib
@@ -114,7 +115,7 @@ class Compiler:
 
     @property
     def assemblers(self) -> dict[str, Path]:
-        """What NVIDIA's assembly is assembled by, by name; Triton says which, by architecture."""
+        """The assemblers of NVIDIA's assembly, by name; Triton says which, by architecture."""
         folder = self.root / "triton" / "backends" / "nvidia" / "bin"
         return {path.name: path for path in sorted(folder.glob("ptxas*"))}
 
@@ -169,7 +170,8 @@ def _toolchain() -> tuple[Compiler | None, bool]:
 
 
 def toolchains() -> list[Compiler]:
-    """What `heedful toolchain install` made, the newest first, for other Pythons, too."""
+    """The folders that `heedful toolchain install` made, the newest first, for other Pythons,
+    too."""
     base = settings.data_folder()
     found = [toolchain_in(path) for path in base.glob("toolchains/*")] if base else []
     made = [one for one in found if one is not None and not one.root.name.startswith(".")]
@@ -184,7 +186,7 @@ def toolchain_in(root: Path) -> Compiler | None:
 
 
 def python_tag() -> str:
-    """What a toolchain's folder ends with: the Python and the machine that it is for."""
+    """The end of a toolchain's folder name: the Python and the machine that it is for."""
     return f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
 
 

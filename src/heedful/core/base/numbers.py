@@ -98,7 +98,7 @@ def is_array(value: Any) -> bool:
 
 
 def element(name: str, value: Any, wanted: str) -> Any:
-    """What is in an array of one element; all else as it is. TypeError for other arrays."""
+    """The value in an array of one element; all else as it is. TypeError for other arrays."""
     if not is_array(value):
         return value
     try:

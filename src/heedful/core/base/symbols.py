@@ -1,11 +1,12 @@
 """Whole numbers that remember how they were worked out.
 
-A call of a kind is planned and bound once with its lengths as symbols. What came out is then a
-function of the lengths: straight-line code that computes every number anew. What was asked about
-the lengths on the way (is there one tile of rows, do the tiles fill the device, is a stride a
+A call of a kind is planned and bound once with its lengths as symbols. The result is then a
+function of the lengths: straight-line code that computes every number anew. The questions asked
+about the lengths on the way (is there one tile of rows, do the tiles fill the device, is a stride a
 multiple of 8) are the function's guards: lengths that answer otherwise are another case, which is
-planned and bound in turn. What guards say is made use of behind them: a number that they leave one
-value is that value, two that they say are equal are one, a question that they answer is not asked.
+planned and bound in turn. Code after the guards makes use of what they say: a number that they
+leave one value is that value, two that they say are equal are one, a question that they answer is
+not asked.
 
 Whatever wants a plain number of a symbol, to hash it or to index with it, pins it: its value
 becomes a guard. So a case can be too narrow, which costs plans for more lengths, and never wrong.
@@ -79,7 +80,7 @@ def _binary(name: str, sign: str):
     return forward, backward
 
 
-# What a number is not changed by, on its right and on its left.
+# The operand that does not change a number, on its right and on its left.
 _NEUTRAL = {"+": 0, "-": 0, "*": 1, "//": 1, "<<": 0, ">>": 0, "|": 0, "^": 0}
 _NEUTRAL_LEFT = {"+": 0, "*": 1, "|": 0, "^": 0}
 
@@ -96,7 +97,7 @@ def _combined(trace: "Trace", compute, sign: str, a, b):
 
 
 def _step(number: int | Symbol) -> int:
-    """What it is a multiple of, 0 for 0."""
+    """The greatest known divisor, 0 for 0."""
     return number.step if isinstance(number, Symbol) else abs(number)
 
 
@@ -143,7 +144,7 @@ for _name, _sign in _ORDERS.items():
 
 
 class Trace:
-    """What happened to the symbols of one case."""
+    """The operations on the symbols of one case."""
 
     def __init__(self):
         self._inputs: list[str] = []
@@ -172,7 +173,7 @@ class Trace:
         return found
 
     def guard(self, code: str, truth: bool) -> bool:
-        """What was asked, and the answer that this case is for."""
+        """Keeps a question that was asked, with the answer that this case is for."""
         before = self._asked.get(code)
         if before is None:
             self._asked[code] = truth
@@ -212,7 +213,7 @@ class Trace:
 
 # Inputs and named numbers, as a trace calls them.
 _NAME = re.compile(r"\b[it]\d+\b")
-# What it names, None for a guard; code.
+# The name that it assigns, None for a guard; code.
 Line = tuple[str | None, str]
 Answer = Callable[[Sequence[int]], tuple[Any, tuple] | None]
 
@@ -221,7 +222,7 @@ def joined(cases: Sequence[tuple[Trace, Iterable[Any], Any]]) -> Answer | None:
     """One function for traces of the same inputs, each with its outputs and what it stands for:
     (what the one whose guards hold stands for, its outputs), or None where there is none.
 
-    What traces share is computed once, and where they part there is a branch. Gives None where they
+    The code computes once what traces share, and branches where they part. Gives None where they
     part elsewhere than at a guard, which each of them answers otherwise.
     """
     scope: dict[str, Any] = {}
@@ -256,7 +257,7 @@ _OPPOSITE = {"==": "!=", "!=": "==", "<": ">=", "<=": ">", ">": "<=", ">=": "<"}
 _INFINITE = float("inf")
 _NUMBER = re.compile(r"\(?(-?\d+)\)?")
 _CHOICE = re.compile(r"(.+) if (.+) else (.+)")
-# What is asked of two numbers: left, sign, right.
+# The questions about two numbers: left, sign, right.
 _Question = tuple[str, str, str]
 
 
@@ -279,7 +280,7 @@ class _Path:
         self._ranges: dict[str, tuple[float, float]] = dict(other._ranges) if other else {}
 
     def atom(self, name: str, branches: Sequence[_Branch]) -> str:
-        """What stands for a number: its name or that of its equal, or its value. Raises _Unlike
+        """The stand-in for a number: its name or that of its equal, or its value. Raises _Unlike
         where traces have it from other steps."""
         if name in self._equals:
             return self._standing(name)
@@ -324,7 +325,7 @@ class _Path:
         return code
 
     def question(self, code: str, branches: Sequence[_Branch]) -> _Question:
-        """What is asked, in atoms."""
+        """The question that the code asks, in atoms."""
         left, sign, right = code.split(" ")
         left, right = (
             self.atom(x, branches) if _NAME.fullmatch(x) else _literal(_number(x))

@@ -14,7 +14,7 @@ from heedful.core.call.operands import Operands
 # Where a call that is no shard begins in its dropout mask.
 WHOLE = (0, 0, 0, 0)
 _LARGEST_ORIGIN = 2**32 - 1
-# What these arguments are to be.
+# The types that these arguments must have.
 WINDOW = "(left, right) or (left, right, first), each an int"
 ORIGIN = f"(batch, head, row, column), each an int from 0 to {_LARGEST_ORIGIN}"
 
@@ -43,7 +43,7 @@ class Options(NamedTuple):
 
 
 class CacheUpdate(NamedTuple):
-    """What happens to a KV cache before attention: arguments of flash_attn_with_kvcache."""
+    """The update of a KV cache before attention: arguments of flash_attn_with_kvcache."""
 
     k: Any = None
     v: Any = None
@@ -60,7 +60,7 @@ class CacheUpdate(NamedTuple):
 
 
 class AttentionCall(NamedTuple):
-    """What is known of a call without a look into its arrays.
+    """The facts about a call that need no look into its arrays.
 
     x: ArraySpecs, laid out as the caller gave them. needs_grad, bias_grad: whether a backward will
     follow, and whether it is to give the bias's gradient. out: where the result goes, if the caller
@@ -85,7 +85,7 @@ NUMBERS = slice(Options._fields.index("dropout_p"), Options._fields.index("backe
 # Operands after q, k and v where there are none.
 ABSENT = (None,) * (len(Operands._fields) - 3)
 
-# What flash_attn_with_kvcache calls things, where that differs from our own names.
+# The names of flash_attn_with_kvcache, where they differ from our own.
 _KVCACHE_NAMES = {
     "k": "k_cache",
     "v": "v_cache",

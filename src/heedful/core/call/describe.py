@@ -1,8 +1,8 @@
 """From a call to its AttentionProblem, or to a clear error.
 
-What is checked here is what a call is made of (shapes, strides, dtypes, plain values), so that
-every front end raises the same, nothing waits for a device, and fake arrays serve as well. Every
-error names the argument, what came and what is wanted. Shapes may hold symbols.
+These checks read shapes, strides, dtypes and plain values alone, so that every front end raises the
+same, nothing waits for a device, and fake arrays serve as well. Every error names the argument,
+what came and what is wanted. Shapes may hold symbols.
 """
 
 import math
@@ -146,7 +146,7 @@ class _Sizes(NamedTuple):
 
 
 def _check_arguments(x: Operands, options: Options) -> None:
-    """What a packed call must be given."""
+    """The arguments that a packed call must have."""
     if options.kind != "varlen":
         return
     for name in ("max_seqlen_q", "max_seqlen_k"):
@@ -330,7 +330,7 @@ def _check_window(x: Operands, options: Options, sizes: _Sizes) -> None:
 
 
 def _check_score_operands(x: Operands, sizes: _Sizes) -> None:
-    """What modifies scores: bias, ALiBi, sink, tree mask, dropout's seed."""
+    """The arguments that modify scores: bias, ALiBi, sink, tree mask, dropout's seed."""
     batch, heads = sizes.batch, sizes.heads_q
     if x.bias is not None:
         check_dtype("bias", x.bias.dtype, *FLOATS)
@@ -456,7 +456,7 @@ def check_out(out: ArraySpec, q: ArraySpec, v: ArraySpec) -> None:
 
 
 def no_out() -> ValueError:
-    """What to raise where a gradient is wanted of a result that goes to the caller's array."""
+    """The error to raise where a gradient is wanted of a result that goes to the caller's array."""
     return ValueError(
         "out must be None where a gradient is wanted (autograd needs an output of its own; or"
         " use torch.no_grad()), got a tensor"

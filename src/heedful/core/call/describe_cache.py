@@ -1,4 +1,4 @@
-"""What is checked of a call over a KV cache beyond attention itself."""
+"""The checks of a call over a KV cache beyond attention itself."""
 
 from typing import Any, NoReturn
 

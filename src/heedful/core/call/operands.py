@@ -45,7 +45,7 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a backward returns. dbias has size 1 where the bias repeats; dsink is float32 (H,)."""
+    """The results of a backward. dbias has size 1 where the bias repeats; dsink is float32 (H,)."""
 
     dq: Any
     dk: Any

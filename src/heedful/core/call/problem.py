@@ -19,7 +19,8 @@ ITEM_BITS = {
     "int8": 8,
     "int4": 4,
 }
-# Of V and the output; of Q and K, which MLA makes wider than V by its rotary part.
+# The bound for V and the output, and the bound for Q and K, which MLA makes wider than V by its
+# rotary part.
 MAX_HEAD_DIM_V, MAX_HEAD_DIM = 512, 576
 NO_SCALE = 1e-30  # stands for all that is nearer to 0
 NEAR_BYTES = 1 << 23
@@ -31,7 +32,7 @@ def default_out_dtype(dtype: str) -> str:
 
 
 class Lengths(NamedTuple):
-    """What two calls of one kind may differ in, as in AttentionProblem."""
+    """The fields of AttentionProblem in which two calls of one kind may differ."""
 
     batch: int
     seqlen_q: int
@@ -199,7 +200,8 @@ class AttentionProblem:
         return ITEM_BITS[self.kv_dtype] <= 8 < ITEM_BITS[self.dtype]
 
     def features(self) -> frozenset[str]:
-        """What this call asks of a kernel beyond plain dense attention: names in FEATURES."""
+        """The features that this call asks of a kernel beyond plain dense attention: names in
+        FEATURES."""
         return frozenset(self._features())
 
     def _features(self) -> Iterator[str]:
@@ -331,7 +333,7 @@ def _mask_words(mask: MaskSpec) -> str:
     return words + (f",shift={mask.shift}" if mask.shift else "")
 
 
-# Of each field: its name if it is one of Lengths, and how it is written and read.
+# For each field: its name if it is one of Lengths, and how it is written and read.
 _SLOTS = [
     (field.name if field.name in Lengths._fields else "", slot.__set__, slot.__get__)
     for field in fields(AttentionProblem)
@@ -356,7 +358,7 @@ def _plain(name: str, value: Any) -> Any:
     return value
 
 
-# What a call can ask of a kernel, in the words that reasons and the documentation use.
+# The features that a call can ask of a kernel, in the words that reasons and the documentation use.
 FEATURES = {
     "causal": "causal mask",
     "window": "sliding window",

@@ -21,7 +21,7 @@ def dense_rows(spec: ArraySpec) -> ArraySpec:
 
 
 def copies(x: Operands) -> tuple[str, ...]:
-    """What a user should know about the arrays that are copied."""
+    """A note for the user about the arrays that are copied."""
     return tuple(
         [
             f"{name} is copied: its last dim has stride {spec.strides[-1]}"

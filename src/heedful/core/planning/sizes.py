@@ -1,4 +1,4 @@
-"""What lengths change of a plan: grids, how work is dealt out, splits, scratch.
+"""The part of a plan that lengths change: grids, how work is dealt out, splits, scratch.
 
 All pure: numbers in, numbers out. Lengths may be symbols (core/base/symbols.py), so `smaller` and
 `larger` stand where Python's own min and max would ask which one it is.
@@ -42,8 +42,8 @@ Scheduler = Literal["dynamic", "static", "single"]
 _L2_HEADS, _L2_HEADS_FP8 = 4, 2
 _LAST_WAVES = 2
 _L2_GROUP_TILES = 8
-# Of the backward, whose key tiles share queries, their gradients and sums of dQ: how much of L2, in
-# percent, these are to fill.
+# For the backward, whose key tiles share queries, their gradients and sums of dQ: how much of L2,
+# in percent, these are to fill.
 _L2_SHARE = 40
 # Unmasked heads whose key tiles begin together where they take turns: in each only one at a time
 # begins. Under a diagonal they all begin, and more heads are slower
@@ -72,8 +72,8 @@ class LaunchSizes:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What lengths change. num_splits: in how many parts the keys are split, 1 = not. launches: by
-    kernel, those with tuned tiles and what helps them."""
+    """The sizes that lengths change. num_splits: in how many parts the keys are split, 1 = not.
+    launches: by kernel, those with tuned tiles and what helps them."""
 
     num_splits: int
     launches: Mapping[str, LaunchSizes]
@@ -189,9 +189,9 @@ def _l2_swizzle(plan: "Plan", config: HopperConfig, problem: AttentionProblem) -
     before the last, which takes the heads that remain.
 
     Unmasked, one after the other, so that K and V stay in L2. Masked, a few, and enough for the
-    last group that its short tiles outlast its longest, as far as L2 has room; where heads have
-    few tiles, as many in all groups. Of packed queries only the device knows the tiles, and the
-    last sequences are short.
+    last group that its short tiles outlast its longest, as far as L2 has room; where heads have few
+    tiles, as many in all groups. With packed queries only the device knows the tiles, and the last
+    sequences are short.
     """
     heads = work_heads(config, problem)
     if not problem.varlen_q:
@@ -203,7 +203,7 @@ def _l2_swizzle(plan: "Plan", config: HopperConfig, problem: AttentionProblem) -
         return {"l2_heads": few, "l2_groups": (heads - 1) // few}
     tiles = hopper_tiles(config, problem) // heads
     last = ceil_div(_LAST_WAVES * plan.device.units, tiles)
-    # Of many keys and few queries tiles are of about one length in any case.
+    # With many keys and few queries all tiles have about one length in any case.
     last = smaller(last, larger(few, heads_in_l2(problem, plan.device)))
     width = if_above(_L2_GROUP_TILES, tiles, last, few)
     return {"l2_heads": width, "l2_groups": (larger(last, heads) - last) // width}
@@ -287,7 +287,7 @@ LEAST_COLUMNS = 64
 
 
 def _short_q(plan: "Plan") -> dict[str, int]:
-    """What both kernels of a mixed batch are told."""
+    """The numbers that both kernels of a mixed batch get."""
     return {"short_q": plan.short_q} if plan.short_q else {}
 
 

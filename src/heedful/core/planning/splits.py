@@ -41,8 +41,8 @@ class Costs(NamedTuple):
     partials: float
 
 
-# Of the Hopper forward on an H200, 2026-11-25: tools/fit_splits.py fits them to one half of
-# tests/recordings/splits.csv, and tests hold out the other. Elsewhere their ratios are a guess.
+# The costs of the Hopper forward on an H200, 2026-11-25: tools/fit_splits.py fits them to one half
+# of tests/recordings/splits.csv, and tests hold out the other. Elsewhere their ratios are a guess.
 COSTS = Costs(
     launch=6.8,
     key_tile=0.38,
@@ -117,7 +117,8 @@ def asked_splits(problem: AttentionProblem, block_n: int) -> int:
     No bit depends on which of them it is. Every kernel cuts a sequence by its own tiles, into parts
     of ceil(tiles / splits): of more splits than tiles that is one tile, however many more there
     are, and merges pass by empty parts. So a batch's longest sequence, which decides here, changes
-    no other one's result. Of two and more at least two are left: one would be another kernel.
+    no other one's result. If there are two or more, at least two are left: one would be another
+    kernel.
     """
     if problem.num_splits <= 2:
         return problem.num_splits
@@ -141,8 +142,8 @@ def choose_splits(
 
 
 def candidates(programs: int, tiles: int, units: int) -> list[int]:
-    """Counts of splits worth comparing. Of those that leave programs the same share of the tiles it
-    is the least, whose splits all have work."""
+    """Counts of splits worth comparing. Several counts leave programs the same share of the tiles.
+    The least of these is taken, since all its splits have work."""
     full = units // max(1, programs)
     wanted = {*COUNTS, *range(full, WAVES * full + 1, full or 1)} - {0}
     shares = {-(-tiles // count) for count in wanted if count <= min(MAX_SPLITS, tiles)}
@@ -181,7 +182,7 @@ def _times(*figures) -> tuple[list[int], list[float], list[float]]:
     return counts, [grid.time(n, units, costs) for n in counts], each
 
 
-# What a work tile of the Hopper backward costs beside its visits, in visits: for keys, values and
+# The cost of a work tile of the Hopper backward beside its visits, in visits: for keys, values and
 # results; of split visits, for results in float32 that are summed later, too. The fewest splits
 # whose time is within this share of the best (measurements/hopper-backward.md).
 TILE_VISITS, SPLIT_VISITS = 2, 6
@@ -207,8 +208,8 @@ def choose_backward_splits(tiles: int, visits: int, units: int, is_triangle: boo
         longest = visits / splits
         times = [longest + beside, programs * (longest / 2 + beside) / units]
         if programs > units:
-            # Who drew the shortest of the first wave draws the longest of the second. From two
-            # waves on the mean above is no less.
+            # The program that drew the shortest of the first wave draws the longest of the second.
+            # From two waves on the mean above is no less.
             times.append(2 * (longest * (1 - units / programs) + beside))
         return max(times)
 

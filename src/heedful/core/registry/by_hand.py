@@ -7,7 +7,8 @@ from typing import Any
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.registry.configs import ConfigRow
 
-# What may be chosen by hand, to be measured: backend="hopper+draws=1" (core/planning/plan.py).
+# Choices that may be made by hand, to be measured: backend="hopper+draws=1"
+# (core/planning/plan.py).
 OPTIONS = {
     "hopper.backward": ("draws", "last_waves", "splits"),
     "hopper.forward": ("key_splits",),

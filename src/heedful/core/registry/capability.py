@@ -52,7 +52,7 @@ class Toolchain:
 
     packs: backends with kernels in a loaded pack, which need no Triton, and the one that they are
         planned for.
-    validated: backends that passed `heedful validate` on this device, and may be chosen unasked.
+    validated: backends that passed `heedful validate` on this device, and may be chosen by default.
     framework: whose arrays a call has, "torch" or "jax".
     """
 
@@ -73,12 +73,12 @@ class Toolchain:
 
 @dataclass(frozen=True, slots=True)
 class KernelRow:
-    """What one backend's kernel of one direction takes.
+    """The calls that one backend's kernel of one direction takes.
 
     levels: architecture -> support level; "nvidia:*" stands for NVIDIA parts not listed.
     features: what it takes beyond plain dense attention.
     max_dim, dim_multiple: head dims of QK and V: at most (V MAX_HEAD_DIM_V), and a multiple of.
-    by_default: whether the planner may choose it unasked.
+    by_default: whether the planner may choose it where no backend is named.
     short_queries: where sequences of few queries run a decode kernel, and those of more the Hopper
         forward: up to how many.
     gathers_pages: it takes keys in pages as dense copies, see torch/eager/pages.py.

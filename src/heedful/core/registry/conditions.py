@@ -1,11 +1,11 @@
-"""What rows of configs.py ask of a problem."""
+"""The conditions that rows of configs.py ask of a problem."""
 
 from heedful.core.base.symbols import opaque
 from heedful.core.call.problem import ITEM_BITS, MAX_HEAD_DIM_V, AttentionProblem
 
-# Of an H200, and of a tile whose parts are merged by all.
+# The SMs of an H200, and the least SMs of a tile whose parts are merged by all.
 MLA_SMS, MLA_LEAST_SMS = 132, 6
-# Of a tile of up to 32 rows.
+# The least SMs of a tile of up to 32 rows.
 MLA_SWAP_LEAST_SMS = 8
 
 
@@ -91,8 +91,8 @@ def eight_bit(problem: AttentionProblem) -> bool:
 
 
 def packs(problem: AttentionProblem) -> bool:
-    """Whether query heads may share a tile, and few rows are in use without. What is added to the
-    scores or drawn for them goes by head; packed sequences' maps have no dim to spare."""
+    """Whether query heads may share a tile, and few rows are in use without. Terms that are added
+    to the scores, and draws for them, go by head; packed sequences' maps have no dim to spare."""
     score_mods = problem.alibi or problem.bias or problem.dropout_p > 0
     few = problem.seqlen_q <= 64 and 1 < problem.group <= 64
     return few and not (score_mods or problem.varlen_q)

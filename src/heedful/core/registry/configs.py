@@ -322,7 +322,7 @@ def _decode(
 
     def when(problem: AttentionProblem) -> bool:
         fits = ITEM_BITS[problem.kv_dtype] <= bits and paged in (None, problem.page_size > 0)
-        # Of more, which are tiles of 64, the planner takes those that it can.
+        # Calls with more rows use tiles of 64, of which the planner takes those that it can.
         return fits and (rows == 64 or problem.seqlen_q * problem.group <= rows) and also(problem)
 
     measured = _FITS
@@ -429,18 +429,18 @@ ROWS: list[ConfigRow] = [
     _cdna(64, (256, 128, 8, 1), eight_bit),
     _cdna(128, (256, 64, 8, 1)),
     # Page numbers are loaded two stages ahead of keys: as many again. 64 rows are a WGMMA's, which
-    # takes its keys from shared memory: fewer stages, for two programs of an SM.
-    # Of few bits, instructions bound it and not bytes. Up to 8 rows are the columns of products
-    # whose rows are keys: half as many products and exponentials. e4m3 with a scale a row takes
-    # 281 us in place of 290 (64 x 8192), int4 216 and 234, others the same (H200, 2026-11-25).
-    # Programs of several heads read parts of a line at times of their own: fetched as a whole a
-    # little ahead, int4 takes 176 us in place of 215 (the same). Of 8 bits it takes a third more.
+    # takes its keys from shared memory: fewer stages, for two programs of an SM. With few bits,
+    # instructions bound it and not bytes. Up to 8 rows are the columns of products whose rows are
+    # keys: half as many products and exponentials. e4m3 with a scale a row takes 281 us in place of
+    # 290 (64 x 8192), int4 216 and 234, others the same (H200, 2026-11-25). Programs of several
+    # heads read parts of a line at times of their own: fetched as a whole a little ahead, int4
+    # takes 176 us in place of 215 (the same). With 8 bits this takes a third more time.
     _decode(("sm_90",), 128, 8, (64, 2, 3), 4, False, heads_share_lines, fetch_ahead=3, **_FOUR),
     *(
         _decode(("sm_90",), 128, 8, (64, 2, stages), 8, paged, scaled_by_row, **_FOUR)
         for stages, paged in ((5, True), (3, False))
     ),
-    # Of 4 bits more warps, of fewer registers.
+    # With 4 bits, more warps of fewer registers each.
     *(
         _decode(("sm_90",), 128, 16, (128, 4, stages), 4, paged, conversion=2, **_THREE)
         for stages, paged in ((5, True), (3, False))
@@ -480,7 +480,7 @@ ROWS: list[ConfigRow] = [
     # Two programs of an SM with one tile of keys and one of values each, 64 KB on their way in all,
     # are faster than more: 64 x 8192 keys take 475.7 us, of twice as many bytes 484.6, of three
     # times 485.2; cuDNN takes 484.9. In pages head dim 64 wants boxes of fewer rows: 253.8 us and
-    # not 257.6. Of head dim 256 one program has twice as many: 64 x 4096 478.1 and not 481.8, in
+    # not 257.6. At head dim 256 one program has twice as many: 64 x 4096 478.1 and not 481.8, in
     # pages 488.5 and not 506.9 (H200, 2026-11-26).
     _hopper_decode(64, 64, 2, in_pages),
     _hopper_decode(64, 128, 1),
@@ -518,10 +518,10 @@ ROWS: list[ConfigRow] = [
             (always, {"least_tiles": 4}),
         )
     ),
-    # Of pages of fewer keys than a block the producer holds more numbers. Of 64 x 8192 keys and 128
-    # heads products queued ahead and in order take 226.8 us in place of 231 (2026-11-25). With two
-    # boxes of queries in registers these take 224.3 us in place of 230.3, 64 x 1024 54.9 in place
-    # of 53.8 (H200, 2026-11-26).
+    # Where pages hold fewer keys than a block, the producer holds more numbers. With 64 x 8192 keys
+    # and 128 heads, products queued early and in order take 226.8 us in place of 231 (2026-11-25).
+    # With two boxes of queries in registers these take 224.3 us in place of 230.3, 64 x 1024 54.9
+    # in place of 53.8 (H200, 2026-11-26).
     *(
         _mla(how, *when)
         for when, how in (

@@ -1,5 +1,6 @@
 """Conditions of kernels, each a function that returns why a problem is none of a kernel's, or None.
-What a row of capability.py says by itself (architectures, dtypes, features, head dims) is not here.
+The conditions that a row of capability.py states by itself (architectures, dtypes, features, head
+dims) are not here.
 """
 
 from collections.abc import Callable
@@ -42,7 +43,8 @@ def wide_float32(problem: AttentionProblem, device: DeviceSpec) -> str | None:
 
 
 def wider_keys_than_values(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """What is past MAX_HEAD_DIM_V of Q and K is a product of its own, of 16-bit keys as stored."""
+    """The columns of Q and K past MAX_HEAD_DIM_V are a product of their own, of 16-bit keys as
+    stored."""
     if problem.head_dim <= MAX_HEAD_DIM_V:
         return None
     if ITEM_BITS[problem.dtype] != 16:
@@ -86,14 +88,14 @@ def tiles_of_both_dims(problem: AttentionProblem, device: DeviceSpec) -> str | N
 
 
 def room_for_dropout(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """What a mask's exchange between threads takes, 3.5 KiB, is more than the tiles leave."""
+    """A mask's exchange between threads takes 3.5 KiB, which is more than the tiles leave."""
     if problem.dropout_p > 0 and min(problem.head_dim, problem.head_dim_v) > 128:
         return "the backward of dropout with Q, K and V above 128"
     return None
 
 
 def any_order_if_wide(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """Of wide heads consumers add to dQ themselves, and take no turns."""
+    """For wide heads consumers add to dQ themselves, and take no turns."""
     if problem.deterministic and max(problem.head_dim, problem.head_dim_v) > 128:
         return "a deterministic backward of head dims above 128"
     return None
@@ -139,10 +141,10 @@ def many_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return f"seqlen_k {problem.seqlen_k}: takes 384 and more" if short else None
 
 
-# Of packed queries of the Hopper decode: four tiles.
+# The most rows of packed queries in the Hopper decode: four tiles.
 PACKED_ROWS = 4 * DECODE_ROWS
-# Of the decode kernel's wide heads: how many columns keys may have past their values, and how many
-# tiles of rows, since no other kernel reads keys once that are values too.
+# The bounds of the decode kernel's wide heads: how many columns keys may have past their values,
+# and how many tiles of rows, since no other kernel reads keys once that are values too.
 WIDE_REST, WIDE_TILES = 64, 32
 
 
@@ -158,7 +160,7 @@ def rows_of_swapped_products(problem: AttentionProblem, device: DeviceSpec) -> s
 
 def few_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     most = DECODE_ROWS * (WIDE_TILES if problem.v_in_k and problem.head_dim > WIDE_DIM else 1)
-    # Of 8-bit queries over caches, which no other kernel takes, any number.
+    # Calls with 8-bit queries over caches may have any number of rows: no other kernel takes them.
     cached = problem.page_size or problem.used_k or problem.kv_batch_idx or problem.leftpad_k
     if cached and ITEM_BITS[problem.dtype] == 8:
         return None
@@ -166,12 +168,12 @@ def few_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
 
 
 def few_packed_rows(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """Of packed queries several tiles, each of which reads the keys."""
+    """Packed queries may have several tiles, each of which reads the keys."""
     return _more_rows_than(problem, PACKED_ROWS if problem.varlen_q else DECODE_ROWS)
 
 
 def wide_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """Of head dims above 256 a row is read once: values lie in it."""
+    """With head dims above 256 a row is read once: values lie in it."""
     dim, dim_v = problem.head_dim, problem.head_dim_v
     if max(dim, dim_v) <= WIDE_DIM:
         return None
@@ -184,13 +186,13 @@ def wide_heads(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None
 
 
-# Of the MLA decode: columns of V, and the most of K.
+# The head dims of the MLA decode: columns of V, and the most of K.
 LATENT_DIM, LATENT_KEY_DIM = 512, 576
 SWAP_AB_ROWS = 32
 
 
 def values_in_keys(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """What is past the values in a row of keys is one box of 64 columns."""
+    """The columns past the values in a row of keys are one box of 64 columns."""
     dim, dim_v = problem.head_dim, problem.head_dim_v
     if not (dim_v == LATENT_DIM and LATENT_DIM < dim <= LATENT_KEY_DIM):
         words = f"{LATENT_DIM} and K of up to {LATENT_KEY_DIM - LATENT_DIM} columns more"

@@ -10,7 +10,8 @@ from heedful.core.registry.tiles import DECODE_ROWS, pow2
 
 # Those that may have the short sequences.
 SHORT_KERNELS = ("decode.forward", "hopper_decode.forward")
-# Of a mixed batch: queries up to which a sequence is short. So many are a token and a draft of 15.
+# The most queries that a short sequence of a mixed batch has. So many are a token and a draft of
+# 15.
 SHORT_QUERIES = 16
 # The portable decode's tiles are those of one query. Each reads the keys: four of them took 1.2
 # times as long as tiles of the Hopper forward (124 sequences of 16 queries over 4096 keys beside 4

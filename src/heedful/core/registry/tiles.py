@@ -40,7 +40,7 @@ class TileConfig:
         return self
 
     def words(self) -> str:
-        """What differs from the defaults beyond the tile, as name=value."""
+        """The fields beyond the tile that differ from the defaults, as name=value."""
         own = [f for f in fields(self) if f.name not in _TILE_FIELDS]
         found = ((f.name, getattr(self, f.name)) for f in own if getattr(self, f.name) != f.default)
         return " ".join(f"{name}={value}" for name, value in found)
@@ -173,7 +173,7 @@ class CdnaForwardConfig(TileConfig):
 
 @dataclass(frozen=True, slots=True)
 class HopperConfig(TileConfig):
-    """What both Hopper forwards have.
+    """The fields that both Hopper forwards have.
 
     num_stages: of keys. q_stages: tiles of queries of one consumer in flight, 0 = one for each
     consumer. consumer_regs, producer_regs: registers of a thread, None = what is left. pingpong:
@@ -314,8 +314,9 @@ class HopperBackwardConfig(TileConfig):
 
     @property
     def kernel(self) -> str:
-        """Who makes what: consumers share keys, and each makes one gradient of them (wide); each
-        has its own keys, and makes dQ, too (pair), or another warpgroup does."""
+        """The name of the kernel, by the tasks of its consumers. They share keys, and each makes
+        one gradient of them (wide); or each has its own keys, and makes dQ, too (pair), or another
+        warpgroup does."""
         if self.block_n == CONSUMER_ROWS:
             return "backward_wide"
         return "backward_pair" if self.dq_regs is None else "backward"
@@ -358,7 +359,8 @@ def pow2(n: int, least: int = 16) -> int:
 
 
 def combine_rows(head_dim_v: int, rows: int, splits: int) -> tuple[RowsConfig, int]:
-    """Of the merge of splits of so many query rows of a head, and splits that it loads at once."""
+    """The tile of the merge of splits of so many query rows of a head, and the splits that it loads
+    at once."""
     dim = pow2(head_dim_v)
     if rows > 1:
         return RowsConfig(max(1, min(16, _TILE_VALUES // 2 // dim))), 8
@@ -369,7 +371,8 @@ def combine_rows(head_dim_v: int, rows: int, splits: int) -> tuple[RowsConfig, i
 
 
 def cache_rows(*dims: int) -> RowsConfig:
-    """Of the kernels that append to a cache, and that rotate queries, of these head dims."""
+    """The tile of the kernels that append to a cache, and that rotate queries, for these head
+    dims."""
     return RowsConfig(_TILE_VALUES // pow2(max(dims)))
 
 

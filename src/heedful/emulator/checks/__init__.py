@@ -1,2 +1,2 @@
-"""What silicon hides: races, undefined values, missing wait states. May import all of
+"""Faults that silicon hides: races, undefined values, missing wait states. May import all of
 `emulator`."""

@@ -37,7 +37,7 @@ class GlobalRaces:
     """The shadow of global memory, of `unit` bytes a place.
 
     A mark is workgroup + 1, wave and pc; 0 is nobody. A negative mark of a read says that several
-    workgroups have read. Of the waves of one workgroup the last reader is remembered.
+    workgroups have read. It remembers the last reader among the waves of one workgroup.
     """
 
     def __init__(self, memory: GlobalMemory, unit: int, code, sink: Sink, shape: tuple[int, ...]):
@@ -91,7 +91,7 @@ class GlobalRaces:
         return (GlobalTouch(self._written, index, batch),)
 
     def release(self, batch: Batch) -> tuple[Release, ...]:
-        """What a write-back does once its wave has waited for it."""
+        """The effect of a write-back once its wave has waited for it."""
         return (Release(self.released, batch),)
 
     def settled(self, batch: Batch, at: Instruction, offset, nbytes: int, changes: Callable):

@@ -70,7 +70,7 @@ class Taint:
         return self.lanes[slot]
 
     def before(self, batch: Batch, at: Instruction, flows: Flow):
-        """What an instruction about to run does to its results: None, or lanes and origin."""
+        """The taint that the next instruction gives its results: None, or lanes and origin."""
         if self.lanes.keys().isdisjoint(flows.reads):
             return None
         rect = batch.rect.index

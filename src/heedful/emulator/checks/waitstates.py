@@ -44,7 +44,7 @@ class Violation:
 
 
 class Shape:
-    """What the rules ask about one instruction."""
+    """The facts about one instruction that the rules ask for."""
 
     def __init__(self, instruction: Instruction, flows: Flow, arch: str):
         self.instruction, self.arch = instruction, arch
@@ -270,7 +270,7 @@ class _Search:
         self.following = [self._next(i) for i in program.code]
 
     def _next(self, instruction: Instruction) -> list[tuple[int, int]]:
-        """What may follow, and how many wait states the way there adds.
+        """The instructions that may follow, and how many wait states the way there adds.
 
         LLVM's recogniser looks at a block from its end, so that a conditional branch that is taken
         counts together with the `s_branch` behind it. A jump takes longer than one slot, so that is

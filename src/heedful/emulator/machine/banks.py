@@ -2,7 +2,7 @@
 
 LDS has 32 banks of 4 bytes on CDNA3 and 64 on CDNA4. An access is served in groups of consecutive
 lanes whose data would fill every bank once; a group takes as many cycles as the fullest bank has
-distinct words. What is counted is the cycles beyond one per group. The hardware's grouping of wide
+distinct words. The count is of the cycles beyond one per group. The hardware's grouping of wide
 accesses is not documented, so compare counts with each other and not with a profiler's.
 """
 

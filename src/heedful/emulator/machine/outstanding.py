@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Effect(Protocol):
-    """What an operation in flight does to LDS; it covers a rectangle of waves."""
+    """The effect of an operation in flight on LDS; it covers a rectangle of waves."""
 
     def complete(self, batch: Batch):
         """The waves of `batch` have waited for the operation."""

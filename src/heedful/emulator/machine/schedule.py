@@ -31,7 +31,7 @@ class Schedule:
     name = "lockstep"
 
     def rounds(self, waves: int) -> list[Schedule]:
-        """What to run one after the other for workgroups of so many waves."""
+        """The schedules to run one after the other for workgroups of so many waves."""
         return [self]
 
     def copies(self, waves: int) -> int:
@@ -39,7 +39,7 @@ class Schedule:
         return 1
 
     def copy_name(self, copy: int) -> str:
-        """What a copy's order of the waves is called."""
+        """The name of a copy's order of the waves."""
         return self.name
 
     def deal(self, copy: int, workgroup: Sequence[int], waves: int) -> Sequence[int]:
@@ -102,7 +102,8 @@ class Dealt(Random):
         self._place = self._left = 0
 
     def pick(self, ready: list[Batch]) -> Batch:
-        """Of the place whose turn it is, the waves furthest behind, so that they meet again."""
+        """Picks the waves with the lowest pc in the place whose turn it is, so that they meet
+        again."""
         here = [b for b in ready if b.rect.w0 == self._place]
         if self._left <= 0 or not here:
             self._place = self._random.choice(sorted({b.rect.w0 for b in ready}))

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LANES = 64
 ALL_LANES = (1 << 64) - 1
-# What a register holds before anything is written to it: a NaN in every format.
+# The value of a register before anything is written to it: a NaN in every format.
 POISON = 0xFFFFDEAD
 
 

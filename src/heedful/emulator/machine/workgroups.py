@@ -25,8 +25,8 @@ from heedful.emulator.semantics.control import BARRIER, END
 class Machine:
     """A chunk of `groups` workgroups; `run` may be called again for the next chunk.
 
-    Workgroups that are copies of one (see `schedule`) lie next to each other. What is called wave
-    here is a place in which the schedule has put a wave; `place` tells which.
+    Workgroups that are copies of one (see `schedule`) lie next to each other. A wave here means a
+    place in which the schedule has put a wave; `place` tells which.
 
     Attributes:
         memory, lds, scratch: the memories. report, sink: where findings and counts go.

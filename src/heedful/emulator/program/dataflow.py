@@ -142,7 +142,7 @@ def _chosen(mods: dict, number: int, half: int) -> int:
 
 
 def halves(instruction: Instruction) -> dict[int, set[int]] | None:
-    """What each half of a 64-bit result depends on, where that is not every source.
+    """The sources of each half of a 64-bit result, where these are not all sources.
 
     The compiler leaves the high half of a 64-bit addend undefined when it wants the low 32 bits of
     the sum alone, and packs float32 pairs of which one half counts.

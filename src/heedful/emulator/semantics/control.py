@@ -6,7 +6,7 @@ from heedful.emulator.floats import U64
 from heedful.emulator.program.asm import EXEC, VCC, Instruction
 from heedful.emulator.semantics.table import Context, Run, semantics
 
-# What a control instruction returns to the scheduler; a branch returns its flags instead.
+# The result of a control instruction, for the scheduler; a branch returns its flags instead.
 BARRIER, END = "barrier", "end"
 
 

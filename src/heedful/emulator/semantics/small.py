@@ -1,4 +1,5 @@
-"""What loads and stores of every width share: widths by name, halves of registers, atomics."""
+"""The code that loads and stores of every width share: widths by name, halves of registers,
+atomics."""
 
 import numpy as np
 

@@ -12,7 +12,7 @@ from heedful.emulator.program.asm import Instruction, Operand, Program
 if TYPE_CHECKING:
     from heedful.emulator.machine.state import Batch
 
-# Executes one instruction for a batch. What a control instruction returns is for the scheduler.
+# Executes one instruction for a batch. The result of a control instruction is for the scheduler.
 Run = Callable[["Batch"], object]
 
 
@@ -26,7 +26,7 @@ class Unsupported(NotImplementedError):
 
 @dataclass(slots=True)
 class Context:
-    """What builders need to know about the program."""
+    """The facts about the program that builders need."""
 
     program: Program
     constants: Constants = field(default_factory=Constants)

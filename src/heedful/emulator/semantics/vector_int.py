@@ -185,7 +185,7 @@ def _saturate(function, low: int, high: int):
     return lambda a, b: np.clip(function(a.astype(I64), b.astype(I64)), low, high)
 
 
-# What the clamp modifier makes of additions.
+# The additions under the clamp modifier.
 _CLAMPED = {
     "v_add_u32": lambda a, b: _narrow(_saturate(np.add, 0, 2**32 - 1)(a, b)),
     "v_sub_u32": lambda a, b: _narrow(_saturate(np.subtract, 0, 2**32 - 1)(a, b)),

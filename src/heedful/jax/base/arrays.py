@@ -1,4 +1,4 @@
-"""What JAX's arrays are to heedful's core."""
+"""JAX's arrays as heedful's core sees them."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def array_spec(array: Any) -> ArraySpec:
-    """What is known of an array, traced or not: XLA stores arrays densely."""
+    """The facts about an array, traced or not: XLA stores arrays densely."""
     return ArraySpec.contiguous(tuple(array.shape), dtype_name(array.dtype))
 
 

@@ -16,8 +16,8 @@ _VENDORS = {"cuda": "nvidia", "rocm": "amd"}
 
 
 def device_spec(platform: str) -> DeviceSpec:
-    """What to plan for on a platform ("cpu", "cuda", "rocm"): the figures of its first device here;
-    without one, as when a program is exported for it, HEEDFUL_DEVICE names the device.
+    """The device to plan for on a platform ("cpu", "cuda", "rocm"): the figures of its first device
+    here; without one, as when a program is exported for it, HEEDFUL_DEVICE names the device.
 
     Raises ValueError where neither says.
     """

@@ -18,7 +18,7 @@ from heedful.core.planning.plan import Plan
 def backward(
     plan: Plan, x: Operands, saved: list[Any], dense: Callable[..., Gradients]
 ) -> Gradients:
-    """What `dense(plan, x, saved)` gives for x with its keys in pages."""
+    """The result of `dense(plan, x, saved)` for x with its keys in pages."""
     longest = plan.problem.seqlen_k
     numbers = page_numbers(x, longest)
     rows = x._replace(k=gathered(x.k, numbers), v=gathered(x.v, numbers), block_table=None)

@@ -35,7 +35,7 @@ def forward(plan: Plan, x: Operands, origin: Array | None) -> tuple:
     arrays, specs = _operands(problem, x, origin)
     made = results_of(problem)
     if "probs" in made:
-        # What no sequence has stays 0.
+        # Tokens of no sequence stay 0.
         arrays["probs"] = jnp.zeros(*_type_of(made["probs"]))
     done = run(
         programs.program(plan, "forward", specs | made), plan.device.arch, arrays, made, "forward"
@@ -51,7 +51,8 @@ def step(
     interleaved: bool,
     position0: int,
 ) -> list[Array]:
-    """What a call over a cache changes, by these names, and then out and, if it is made, lse.
+    """The arrays that a call over a cache changes, by these names, and then out and, if it is made,
+    lse.
 
     x: without seqused_k. new, interleaved, position0: as `launch.program.programs.step` has them.
     """
@@ -123,7 +124,7 @@ def _wide(words: Array) -> Array:
 
 
 def expanded(spec: ArraySpec, shape: tuple[int, ...]) -> ArraySpec:
-    """What kernels are told of an array whose dims of 1 repeat up to a shape."""
+    """The array as kernels see it: its dims of 1 repeat up to a shape, by strides of 0."""
     own = (1,) * (len(shape) - len(spec.shape)) + spec.shape
     dense = ArraySpec.contiguous(own, spec.dtype)
     steps = (s if n == whole else 0 for s, n, whole in zip(dense.strides, own, shape, strict=True))

@@ -22,7 +22,7 @@ _VARINT, _BYTES, _WORD = 0, 2, 5
 
 
 def opaque(launch: ForeignLaunch, name: str, zeroed: Mapping[int, int]) -> bytes:
-    """What the custom call is given: the compressed message.
+    """The arguments of the custom call: the compressed message.
 
     name: for people. zeroed: by index among the parameters, how many bytes of that array are zeroed
     before the launch.
@@ -49,8 +49,8 @@ def message(launch: ForeignLaunch, name: str, zeroed: Mapping[int, int]) -> byte
 
 
 def digest(artifact: Artifact) -> str:
-    """What tells machine codes apart: jaxlib finds a loaded kernel by name, shared memory, target
-    and the text that stands here in place of PTX, so it must differ where the code does."""
+    """The key that tells machine codes apart: jaxlib finds a loaded kernel by name, shared memory,
+    target and the text that stands here in place of PTX, so it must differ where the code does."""
     return hashlib.sha256(artifact.code).hexdigest()
 
 

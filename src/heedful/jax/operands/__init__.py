@@ -1,1 +1,1 @@
-"""What callers gave, as plain values, and quantised keys and values. May import `jax.base`."""
+"""The callers' arguments as plain values, and quantised keys and values. May import `jax.base`."""

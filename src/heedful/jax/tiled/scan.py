@@ -154,8 +154,8 @@ def _store_vector(seq: Sequence, rows: Array, tensor: Array, tile: Array) -> Arr
 
 
 class _Softmax(NamedTuple):
-    """What gives probabilities anew, laid out as lse: e^(scores - reference) times weight. +inf and
-    1 for rows without keys, whose probabilities are then 0."""
+    """The vectors that give probabilities anew, laid out as lse: e^(scores - reference) times
+    weight. +inf and 1 for rows without keys, whose probabilities are then 0."""
 
     reference: Array
     weight: Array

@@ -18,7 +18,7 @@ from heedful.jax.traced.registration import new_primitive, register
 
 
 class Static(NamedTuple):
-    """What is known of a step beside its arrays.
+    """The static facts of a step, beside its arrays.
 
     names: of its arrays in order. update, attention: what is known of its two parts; attention has
     a seqused_k, which the update makes.

@@ -1,4 +1,4 @@
-"""What happens to a KV cache before attention: new keys and values go in, and rotary positions are
+"""The update of a KV cache before attention: new keys and values go in, and rotary positions are
 applied. A primitive: on a GPU it is one kernel, elsewhere plain JAX."""
 
 from functools import partial
@@ -26,7 +26,7 @@ _SCALES = ("k_descale", "k_shift", "v_descale", "v_shift")
 
 
 class Static(NamedTuple):
-    """What is known of an update beside its arrays.
+    """The static facts of an update, beside its arrays.
 
     names: of its arrays in order. page_size: 0 without pages. interleaved: how rotary pairs lie.
     advance: whether queries have a position each. position0: tokens before the cache.
@@ -103,8 +103,8 @@ def changed(given: dict[str, Any]) -> list[str]:
 
 
 def _results(given: dict[str, Any]) -> list[str]:
-    """What an update of these arrays or types makes anew, in order. Its cache_seqlens count the new
-    tokens."""
+    """The arrays that an update of these arrays or types makes anew, in order. Its cache_seqlens
+    count the new tokens."""
     return [*changed(given), "cache_seqlens", *(["q"] if "rotary_cos" in given else [])]
 
 
@@ -219,8 +219,8 @@ def _on_cpu(static: Static, *arrays):
 
 
 def _stored(given: dict[str, Array], name: str, new: Array) -> dict[str, Array]:
-    """What goes for new values (B, S, G, dim) into the cache `name`; and, of groups of values, into
-    their scales and shifts."""
+    """The numbers that go for new values (B, S, G, dim) into the cache `name`; and, of groups of
+    values, into their scales and shifts."""
     cache, scale, shift = (given.get(n) for n in (name, f"{name}_descale", f"{name}_shift"))
     assert cache is not None
     if not _quantises(new, cache):

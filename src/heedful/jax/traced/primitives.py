@@ -24,12 +24,12 @@ from heedful.jax.base.arrays import array_spec
 from heedful.jax.traced import local, sharding
 from heedful.jax.traced.registration import new_primitive, register
 
-# What stands behind the operands of a backward.
+# The arrays after the operands of a backward.
 SAVED = ("out", "lse", "dout", "dlse")
 
 
 class Static(NamedTuple):
-    """What is known of a primitive's call beside its arrays.
+    """The static facts of a primitive's call, beside its arrays.
 
     names: of its arrays in order: operands, "origin" if that is an array, and of a backward those
     of SAVED. needs_grad, bias_grad: as AttentionCall's. top_left: whether the mask's diagonal
@@ -181,7 +181,7 @@ def _one_by_one(primitive, arrays, dims, static: Static):
 
 
 def _lower(primitive, run, platform: str, context, *values, static: Static):
-    """What a primitive becomes: a part of itself on each device, or the computation."""
+    """The lowering of a primitive: a part of itself on each device, or the computation."""
     context = sharding.unvaried(context)
     if sharding.is_spread(context):
         fun = _spread(primitive, static, context)

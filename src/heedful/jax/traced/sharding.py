@@ -126,7 +126,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Rule:
-    """What XLA is told of a call over several devices.
+    """The sharding rule that XLA gets for a call over several devices.
 
     names, shapes: of its arrays; results: likewise. layout: see above. run: computes the results of
     arrays by name. whole: labels that may not be spread.

@@ -54,5 +54,5 @@ def _call(
 
 
 def _divisor(spec: ArraySpec) -> int:
-    """Of strides: loads are 16 bytes wide, as the gate promises."""
+    """The divisor of strides: loads are 16 bytes wide, as the gate promises."""
     return 16 // min(item_bytes(spec.dtype), 2)

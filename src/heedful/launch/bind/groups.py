@@ -167,7 +167,7 @@ def mask(problem: AttentionProblem, buffers: Buffers) -> shared.Mask:
 
 
 def score_mods(problem: AttentionProblem, buffers: Buffers) -> shared.ScoreMods:
-    """What makes scores of raw products."""
+    """The operands that make scores of raw products."""
     alibi = buffers.get("alibi_slopes")
     return shared.ScoreMods(
         scale=number(problem.scale),

@@ -30,7 +30,8 @@ from heedful.launch.bind import hopper_maps as maps
 from heedful.launch.bind.groups import Buffers, number, pointer
 from heedful.launch.program.spec import KernelCall, KernelRef, Program, Scalar
 
-# Of the kernels that go by rows: what they read and write once is all that counts.
+# The warps of the kernels that go by rows: their time is that of the bytes, which they read and
+# write once.
 _ROWS_WARPS = 4
 _MODULES = {
     "backward_prologue": "prologue",

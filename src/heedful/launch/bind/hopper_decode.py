@@ -73,7 +73,7 @@ def decode_call(
 
 
 def _columns(dim: int) -> int:
-    """Of a tile, a power of two, of which those past the head dim are zeros."""
+    """The columns of a tile, a power of two; those past the head dim are zeros."""
     return pow2(dim, LEAST_COLUMNS)
 
 

@@ -98,8 +98,8 @@ def _maps(
 
 
 def _transpose(problem: AttentionProblem, launch: LaunchSizes, buffers: Buffers) -> TransposeV:
-    """What warps of the attention kernel need to transpose V: in tiles of V_T_KEYS x V_T_DIMS, of
-    the KV heads of which the attention works on the query heads."""
+    """The arguments of the attention kernel's warps that transpose V: in tiles of V_T_KEYS x
+    V_T_DIMS, of the KV heads of which the attention works on the query heads."""
     dim = tile_dim(problem.head_dim_v)
     tiles = buffers["v_t"].shape[-1] // V_T_KEYS * (dim // V_T_DIMS)
     l2_heads, l2_groups = launch.numbers["l2_heads"], launch.numbers["l2_groups"]

@@ -35,7 +35,7 @@ def params(
     buffers: Buffers,
     split: args.SplitKV,
 ) -> args.HopperParams:
-    """What the roles of a forward share."""
+    """The groups that the roles of a forward share."""
     return args.HopperParams(
         seqs=groups.sequences(problem, buffers),
         gqa=_gqa(problem, config),
@@ -51,7 +51,7 @@ def params(
 
 
 def scores(problem: AttentionProblem, buffers: Buffers) -> dict[str, Any]:
-    """What is done to scores. Where there are none, the kernels are compiled without leading keys
+    """The modifiers of scores. Where there are none, the kernels are compiled without leading keys
     and dropout."""
     mask, dropout = groups.mask(problem, buffers), groups.dropout(problem, buffers)
     if problem.mask.first == 0:
@@ -186,9 +186,9 @@ def varlen_call(
     buffers: Buffers,
     results: Mapping[str, str],
 ) -> KernelCall:
-    """What comes ahead of the attention kernel for packed queries: their tiles put in order, and
-    tokens of no sequence cleared in `results`, the buffers of "lse", perhaps one for each split of
-    the keys, and of "out" or none."""
+    """The kernel that runs before the attention kernel for packed queries: their tiles put in
+    order, and tokens of no sequence cleared in `results`, the buffers of "lse", perhaps one for
+    each split of the keys, and of "out" or none."""
     launch = sizes.launches["hopper.varlen_scheduler"]
     out = buffers[results["out"]] if "out" in results else None
     row = head = None

@@ -12,7 +12,7 @@ from heedful.core.registry.tiles import CONSUMER_ROWS
 from heedful.launch.program.spec import TensorMap as Map
 
 SWIZZLE_BYTES = 128  # one swizzled row of shared memory
-# What TMA wants strides to be multiples of, those of dims of one element too.
+# The divisor that TMA wants of strides, those of dims of one element too.
 STRIDE_BYTES = 16
 
 
@@ -57,8 +57,8 @@ def packed_map(name: str, spec: ArraySpec, rows: int, dim: int) -> Map:
     2^30 (2^34 - s) + e s + (2^30 - n + r) s = 2^64 + (e - n + r) s elements, and addresses wrap.
     The trick is that of Triton's `tools/ragged_tma.py`.
 
-    (B, S, H, D) is seen so too, its batch entries `rows_between` rows apart. What would end behind
-    the last of them is out of bounds.
+    (B, S, H, D) is seen so too, its batch entries `rows_between` rows apart. A box that would end
+    after the last of them is out of bounds.
     """
     tokens, heads = row_stride(spec), stride(spec, -2)
     far = end = 0x7FFF0000
@@ -74,7 +74,7 @@ def packed_map(name: str, spec: ArraySpec, rows: int, dim: int) -> Map:
     )
 
 
-# What most caches have fewer pages than: kernels are compiled for it.
+# A bound that most caches' pages stay below: kernels are compiled for it.
 MANY_PAGES = 1 << 20
 
 

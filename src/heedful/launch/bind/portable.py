@@ -34,8 +34,8 @@ _UNALIGNED_WIDTH = 64
 
 
 def shared_divisor(buffers: Buffers, names: Iterable[str]) -> int:
-    """What all strides of these tensors are multiples of, so that a kernel has an aligned and an
-    unaligned variant and not one per stride; 1 where an address is not aligned."""
+    """A divisor of all strides of these tensors, so that a kernel has an aligned and an unaligned
+    variant and not one per stride; 1 where an address is not aligned."""
     specs = [buffers[name] for name in names]
     strides = [s for spec in specs for s in spec.steps[:-1]]
     if not all(spec.aligned for spec in specs):
@@ -279,7 +279,7 @@ def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program
 
 
 def calls_beside(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> list[KernelCall]:
-    """What is left of a backward once delta, and dq, dk and dv of all sequences, are there."""
+    """The rest of a backward once delta, and dq, dk and dv of all sequences, are there."""
     calls = []
     if problem.varlen_q:
         calls.append(clear_call(problem, buffers, "q", "dq", None))

@@ -19,8 +19,8 @@ def append_kv(
     buffers: Buffers, page_size: int = 0, interleaved: bool = True, position0: int = 0
 ) -> Program:
     """Writes k_new and v_new (B, S, G, dim) into the caches k and v, in place, and the number of
-    keys that each sequence has then into seqused (B,). What lies outside of the caches is dropped;
-    a sequence of negative length gets nothing and has no keys.
+    keys that each sequence has then into seqused (B,). Tokens outside of the caches are dropped; a
+    sequence of negative length gets nothing and has no keys.
 
     buffers: k_new, v_new, k, v, seqused, cache_seqlens (B,): the storage row of each sequence's
     first new token; rotary_cos and rotary_sin (positions, rotary_dim / 2), block_table,

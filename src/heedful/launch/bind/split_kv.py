@@ -1,4 +1,4 @@
-"""What programs have in common whose kernels share the keys of a call (kernels/split_kv)."""
+"""The common part of programs whose kernels share the keys of a call (kernels/split_kv)."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -25,9 +25,9 @@ from heedful.launch.bind.groups import Buffers, pointer
 from heedful.launch.bind.portable import clear_call
 from heedful.launch.program.spec import KernelCall, KernelRef, Program, Scalar
 
-# Sequences that a program looks at at once. Of no more than a warp looks at no warp waits for
-# another, which is 0.6 us of each call (H200, 2026-11-26): 32 in Triton's layout, 128 in the Hopper
-# kernels' own.
+# Sequences that a program looks at at once. If there are no more than one warp looks at, no warp
+# waits for another, which saves 0.6 us of each call (H200, 2026-11-26): 32 in Triton's layout, 128
+# in the Hopper kernels' own.
 LOOKS = (32, 128, 512)
 # Makes the kernel's call: of a problem, its plan, its sizes, its arrays with scratch, and what goes
 # into the cache first.

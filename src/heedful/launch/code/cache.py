@@ -1,9 +1,9 @@
 """The disk cache: compiled kernels shared by processes of one user.
 
-Safe when many processes start at once (one compiles, the others wait and load), when one is
-killed at any point, when a file is damaged (then it is compiled again), when the disk is full or
-not to be written (then it is not kept), and when others may write on the way to it (then it is not
-used). What goes wrong is said once.
+Safe when many processes start at once (one compiles, the others wait and load), when one is killed
+at any point, when a file is damaged (then it is compiled again), when the disk is full or not to be
+written (then it is not kept), and when others may write on the way to it (then it is not used). An
+error is reported once.
 """
 
 import logging

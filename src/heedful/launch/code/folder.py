@@ -2,9 +2,9 @@
 
 A path is names, and whoever may write to a folder on the way can put another one in its place. So
 every folder and link on the way has to belong to this user or root and to be writable by nobody
-else (a sticky folder such as /tmp excepted, where each entry is its owner's). What has been opened
-is then used through its descriptor: names are looked up in it, links are not followed, and a file
-is checked after it is opened.
+else (a sticky folder such as /tmp excepted, where each entry is its owner's). A folder, once
+opened, is then used through its descriptor: names are looked up in it, links are not followed, and
+a file is checked after it is opened.
 """
 
 import errno
@@ -265,7 +265,7 @@ def _open_checked(path: Path, private: bool, create: bool) -> int:
                     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
                 if entry.st_uid not in _owners(shared):
                     raise NotTrusted(f"the link {step} belongs to user {entry.st_uid}")
-                # Of an absolute one the first part, the root, is a step like any other.
+                # The root, the first part of an absolute link, is a step like any other.
                 left += reversed(Path(os.readlink(name, dir_fd=here)).parts)
                 continue
             there = os.open(name, _PASS, dir_fd=here)
@@ -286,7 +286,7 @@ def _open_checked(path: Path, private: bool, create: bool) -> int:
 
 
 def _entry(here: int, name: str, create: bool) -> os.stat_result:
-    """What lies under a name in an open folder: a new folder if nothing does and `create`."""
+    """The entry of a name in an open folder: a new folder if nothing does and `create`."""
     try:
         return os.stat(name, dir_fd=here, follow_symlinks=False)
     except FileNotFoundError:
@@ -314,7 +314,8 @@ def _users(private: bool) -> frozenset[int]:
 
 
 def _owners(shared: bool) -> frozenset[int]:
-    """Who may own a step. In a user namespace without root, root's folders look like those of
+    """The users who may own a step. In a user namespace without root, root's folders look like
+    those of
     anybody unknown: they pass where only root could have put them, not in a shared folder."""
     unknown = _unknown_user()
     return frozenset({0, _user()} | ({unknown} if unknown is not None and not shared else set()))

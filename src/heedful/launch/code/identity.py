@@ -1,4 +1,4 @@
-"""What a compiled kernel is the compilation of: names for it that need no compiler to work out."""
+"""The identity of a compiled kernel: names for it that need no compiler to work out."""
 
 import hashlib
 import importlib.util
@@ -74,7 +74,8 @@ def told() -> dict[str, str]:
 
 
 def _environment() -> Iterator[str]:
-    """What the compiler is told. A file that a variable names, such as a foreign assembler, may be
+    """The options that the compiler gets. A file that a variable names, such as a foreign
+    assembler, may be
     replaced under its name: its size and date belong to it."""
     for name, value in told().items():
         try:

@@ -189,13 +189,14 @@ class Slot:
         self._device, self._stream = device, None
 
     def _encoding(self, meta: dict, place: int, word: int) -> tuple:
-        """What the driver is given to encode a map: where it goes, and where its words lie. All
-        that changes between calls is read from the buffer."""
+        """The arguments with which the driver encodes a map: where it goes, and where its words
+        lie. All that changes between calls is read from the buffer."""
         block = meta["block_size"]
         rank = len(block)
         box, ones = ((c_uint32 * rank)(*sizes) for sizes in (reversed(block), [1] * rank))
         sizes = word + 8
-        # What ctypes hands on as it is: it would wrap instances of its types anew at each call.
+        # An argument that ctypes hands on as it is: it would wrap instances of its types anew at
+        # each call.
         return (
             byref(self.buffer, place),
             meta["elem_type"],
@@ -233,7 +234,7 @@ class Slot:
         return found
 
     def set_grid(self, x: int, y: int, z: int) -> None:
-        """Of programs, of which a cluster has several."""
+        """Sets the grid in programs, of which a cluster has several."""
         _pack_grid(self.config, 0, x * self._cluster, y, z)
 
     def encode(self, number: int) -> None:
@@ -289,7 +290,7 @@ def _bind_replace(*arguments) -> int:
 
 
 _launch, _encode, _replace = _bind_launch, _bind_encode, _bind_replace
-# Of Config, which begins with it.
+# Packs the grid, with which Config begins.
 _pack_grid = struct.Struct("<3I").pack_into
 
 

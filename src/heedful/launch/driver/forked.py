@@ -1,4 +1,4 @@
-"""What is said in a forked child that launches on a GPU which its parent had used."""
+"""The error in a forked child that launches on a GPU which its parent had used."""
 
 FORKED = (
     "this process cannot use the GPU: it was forked from one that had already used it; to use a GPU"

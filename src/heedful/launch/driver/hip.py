@@ -76,7 +76,7 @@ class Slot:
         self._head = (function, 0, 0, 0, *self._tail)
 
     def set_grid(self, x: int, y: int, z: int) -> None:
-        """Of programs."""
+        """Sets the grid in programs."""
         self._head = (self._function, x, y, z, *self._tail)
 
     def launch(self, stream: int) -> None:

@@ -1,6 +1,6 @@
 """A program bound to a device: loaded kernels, and the numbers of their argument buffers.
 
-What is compiled, loaded and worked out about a buffer's layout is of a kind; numbers alone differ
+Compiled code, loaded kernels and the layout of buffers belong to a kind; numbers alone differ
 between calls of a kind, and not all of them: the rest lies in an image of the buffer. A call that
 comes but once packs all of a buffer at once and keeps nothing. One that comes again is bound to its
 numbers: running it costs packing the addresses, of all kernels at once, and a driver call for each.
@@ -72,7 +72,7 @@ class KernelKind:
         places = {name: names.index(buffer) for name, buffer in _buffers(call).items()}
         pointers = [(offsets[n], places[n]) for n in places if n not in artifact.tensor_maps]
         words, end = map_words(artifact)
-        # Of each tensor map, in the driver's order: places of its array among the addresses, of
+        # For each tensor map, in the driver's order: places of its array among the addresses, of
         # the map in the buffer, and of the address that it is encoded from.
         self.maps = [(places[name], offsets[name], word) for name, word in words.items()]
         self.layout = artifact.parameter_bytes, pointers, [offset for _, offset, _ in self.maps]
@@ -130,7 +130,7 @@ class Together:
 
     def __init__(self, kernels: Sequence[KernelKind]):
         self.kernels, self.count = kernels, len(kernels)
-        # Of each tensor map: its kernel, its number there, and places as of KernelKind.maps.
+        # For each tensor map: its kernel, its number there, and places as of KernelKind.maps.
         self.maps = [
             (at, number, index, offset)
             for at, kernel in enumerate(kernels)
@@ -153,10 +153,10 @@ class BoundProgram:
     def __init__(self, kind: Together, numbers: Sequence[int | float]):
         """numbers: all that the kernels take their own from. No grid is empty."""
         self._kind, self._numbers = kind, numbers
-        # Of each map, by address. Encoding asks the driver, which takes ten times as long as
-        # looking up what it said.
+        # The encoded bytes of each map, by address. Encoding asks the driver, which takes ten times
+        # as long as looking up what it said.
         self._encoded: list[dict[int, bytes]] = [{} for _ in kind.maps]
-        # What buffers hold between addresses and maps.
+        # The bytes of buffers between addresses and maps.
         self._rest: list[bytes] | None = None
 
     def run(self, addresses: Sequence[int], stream: int) -> None:
@@ -264,7 +264,8 @@ def numbers_of(call: KernelCall) -> list[Any]:
 
 
 def changing(numbers: Sequence[Any]) -> list[Any]:
-    """Of a kernel's numbers the grid and what differs between calls of its case. The rest is packed
+    """The grid, and those of a kernel's numbers that differ between calls of its case. The rest is
+    packed
     once: each value takes its time."""
     return [numbers[index] for index in _changing(numbers)]
 
@@ -326,8 +327,8 @@ def _filler(
     return evaluated.function("buffer, numbers, addresses", [line], scope)
 
 
-# Of a kernel's buffer: up to where a launch reads it; of each pointer the offset, and its place
-# among the addresses; offsets of maps.
+# The layout of a kernel's buffer: up to where a launch reads it; of each pointer the offset, and
+# its place among the addresses; offsets of maps.
 _Layout = tuple[int, list[tuple[int, int]], list[int]]
 
 

@@ -52,7 +52,7 @@ def inputs(problem: AttentionProblem) -> Buffers:
 
 
 def results(problem: AttentionProblem) -> Buffers:
-    """What the forward makes."""
+    """The results of the forward."""
     made = {"out": ArraySpec.contiguous(problem.out_shape, problem.out_dtype)}
     if problem.makes_lse:
         made["lse"] = ArraySpec.contiguous(problem.lse_shape, "float32")

@@ -32,11 +32,11 @@ def program(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec] | None 
 def step(
     plan: Plan, buffers: Mapping[str, ArraySpec], interleaved: bool, position0: int
 ) -> Program:
-    """What a call over a cache launches that gives it new keys and values: these go in, rotary
+    """The launches of a call over a cache that gives it new keys and values: these go in, rotary
     positions are applied, and the forward of a plan follows, in one kernel if that appends itself.
 
     buffers: the arrays of attention, and k_new, v_new and cache_seqlens (B,), the storage rows of
-    sequences ahead of the new ones. Keys are counted, unless there is a seqused_k. With rotary_cos
+    sequences before the new ones. Keys are counted, unless there is a seqused_k. With rotary_cos
     and rotary_sin there is q_new, and q where rotated queries are left to the caller. interleaved:
     whether pairs of rotary dims are neighbours. position0: what positions count before the cache.
     """

@@ -1,6 +1,6 @@
-"""What a launch is, before any compiler or driver: kernels with their arguments in order, and the
-scratch they need. Running, compiling ahead of time, inspecting and emulating all start from the
-same `Program`, so they all compile exactly the same thing. Framework-neutral, no triton imported.
+"""A launch, before any compiler or driver: kernels with their arguments in order, and the scratch
+they need. Running, compiling ahead of time, inspecting and emulating all start from the same
+`Program`, so they all compile exactly the same thing. Framework-neutral, no triton imported.
 """
 
 from collections.abc import Callable, Mapping
@@ -133,8 +133,8 @@ class KernelCall:
 
     @cached_property
     def variant(self) -> tuple:
-        """What the compiled code depends on, besides target and toolchain: run-time values, the
-        grid and how the launch is queued are not part of it."""
+        """The facts that the compiled code depends on, besides target and toolchain: run-time
+        values, the grid and how the launch is queued are not part of it."""
         arguments = tuple((name, a.type, promise(a)) for name, a in self.arguments.items())
         constants = tuple(sorted(self.constants.items()))
         options = tuple(sorted(self.options.items()))

@@ -1,4 +1,4 @@
-"""What a process and its worker say to each other: whole messages over a pair of sockets.
+"""The messages between a process and its worker: whole messages over a pair of sockets.
 
 A message is its length in 8 bytes, a letter that says what it is, and the rest. Sockets, since
 writing to one whose other end is gone can be asked to send no SIGPIPE, which some programs leave
@@ -9,8 +9,8 @@ import socket
 import struct
 import time
 
-# What the worker says first: the toolchain that it found. A call to compile; a compiled kernel as
-# a file of the cache; why there is none; that nobody asked for long and the worker ends.
+# The worker's first message: the toolchain that it found. A call to compile; a compiled kernel as a
+# file of the cache; why there is none; that nobody asked for long and the worker ends.
 HELLO, CALL, KERNEL, ERROR, BYE = (letter.encode() for letter in "HCKEB")
 _LENGTH = struct.Struct(">Q")
 MOST_BYTES = 1 << 30

@@ -36,8 +36,8 @@ def _name_of(group: type) -> str:
 
 
 def encode(call: KernelCall, arch: str) -> bytes:
-    """What the compiler has to know of a call for an architecture. Numbers that are given at run
-    time are left out, as they may be expressions in lengths.
+    """The facts about a call that the compiler needs for an architecture. Numbers that are given at
+    run time are left out, as they may be expressions in lengths.
 
     Raises TypeError for a constant that is no plain value.
     """

@@ -17,7 +17,7 @@ from heedful.launch.code.folder import Folder
 from heedful.launch.worker.process import Worker
 
 VERSION = "3.9.0"
-# Of Triton 3.9.0, unpacked; other versions have less. Beside it lies the download for a while.
+# Triton 3.9.0 unpacked; other versions have less. The download lies beside it for a while.
 UNPACKED_BYTES, DOWNLOAD_BYTES = 1_050_000_000, 300_000_000
 
 

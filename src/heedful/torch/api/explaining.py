@@ -42,8 +42,8 @@ _KINDS = {
 
 
 def explain(function: Callable, *args, **kwargs) -> str:
-    """What would run `function(*args, **kwargs)`, and why nothing else does; nothing is launched or
-    written.
+    """The kernels that would run `function(*args, **kwargs)`, and why no others do; nothing is
+    launched or written.
 
     Args:
         function: one of heedful's attention functions. Its tensors may be fake: those without an
@@ -137,7 +137,7 @@ def _cache_call(given: dict[str, Any]) -> tuple[AttentionCall, CacheUpdate]:
 
 
 def _spec(tensor: Tensor) -> ArraySpec:
-    """What is known of a tensor that may be fake, or wrapped by a transform."""
+    """The facts about a tensor that may be fake, or wrapped by a transform."""
     try:
         return (array_spec if type(tensor) in OWN else abstract_spec)(tensor)
     except RuntimeError:
@@ -150,7 +150,7 @@ def _lies_in(v: Tensor, k: Tensor) -> bool:
 
 
 def _autocast_dtype(q: Tensor) -> torch.dtype | None:
-    """What autocast makes of floats, None where it is off."""
+    """The dtype that autocast gives floats, None where it is off."""
     device = q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return None

@@ -51,7 +51,7 @@ _UNBOUNDED = (-1, -1)
 _ARGUMENTS = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens")
 _ARGUMENTS += ("cache_batch_idx", "cache_leftpad", "block_table", "alibi_slopes", "k_descale")
 _ARGUMENTS += ("v_descale", "k_shift", "v_shift", "sink", "tree_mask", "shared_prefix", "out")
-# What programs call those that come on top of the operands.
+# The names that programs give the arrays that come on top of the operands.
 _NEW = {"k_new": "k", "v_new": "v", "q_new": "q"}
 
 
@@ -238,7 +238,7 @@ def _parts(
 
 
 class CacheCall:
-    """What one kind of call over a cache needs each time.
+    """The parts that one kind of call over a cache needs each time.
 
     attention: over the cache; prefix: over the shared prefix and both together, where there is
     one. new: tokens that are appended. rotated:
@@ -293,7 +293,7 @@ class CacheCall:
             if self.checks:
                 self.update = partial(update_plainly, problem.mask.bounded)
             else:
-                # What cannot be compiled must fail before the cache is written.
+                # A kernel that cannot be compiled must fail before the cache is written.
                 y = adapt(part._replace(q=given.q), self.attention.steps)
                 q_leaves = update.rotary_cos is not None and self.prefix is not None
                 self.step = DeviceStep(y, update, plan, whole_out, q_leaves)

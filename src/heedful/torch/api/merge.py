@@ -87,12 +87,12 @@ def merge_attn_states(
     return merge(_stacks(outs, lses, sink))
 
 
-# What merges stacks of one kind.
+# The function that merges stacks of one kind.
 MERGES = settings.forgotten(Kinds())
 
 
 def _stacks(outs: Tensor, lses: Tensor, sink: Tensor | None) -> dict[str, Tensor]:
-    """What the kernel of a GPU takes."""
+    """The stacks that the kernel of a GPU takes."""
     tensors = {"partial_out": dense_rows(outs), "partial_lse": dense_rows(lses)}
     if sink is not None:
         tensors["sink"] = sink.contiguous()

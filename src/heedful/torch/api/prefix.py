@@ -34,8 +34,8 @@ def keeps_rest(q: Tensor) -> bool:
 
 
 class Prefix:
-    """What one kind of call with a shared prefix needs each time, beside its attention over the
-    cache, whose results keep a rest if `keeps_rest` says so.
+    """The parts that one kind of call with a shared prefix needs each time, beside its attention
+    over the cache. That attention's results keep a rest if `keeps_rest` says so.
 
     call: of the prefix. merge: what merges the results of both on a GPU, None on a CPU.
     """
@@ -95,8 +95,8 @@ class Prefix:
 def _device_merge(
     problem: AttentionProblem, sink: Tensor | None, out: Tensor | None, device: torch.device
 ) -> DeviceMerge:
-    """What merges the results of the cache with those of the prefix, all of which are dense; the
-    batch was one sequence of the latter."""
+    """The function that merges the results of the cache with those of the prefix, all of which are
+    dense; the batch was one sequence of the latter."""
     batch, rows, heads, _ = problem.out_shape
     lse = ArraySpec.contiguous(problem.lse_shape, "float32")
     of_prefix = ArraySpec((1, *problem.lse_shape), (0, rows, batch * rows, 1), "float32")
@@ -162,7 +162,7 @@ def prefixed(x: Operands, options: Options, prefix: tuple[Tensor, Tensor]) -> tu
 
 
 class Prefixed:
-    """What one kind of call of the operator needs each time."""
+    """The parts that one kind of call of the operator needs each time."""
 
     __slots__ = ("_attention", "_prefix")
 

@@ -24,12 +24,12 @@ _NAMES = _Names()
 
 
 def array_spec(tensor: Tensor) -> ArraySpec:
-    """What is known of a tensor that has memory."""
+    """The facts about a tensor that has memory."""
     shape, strides, dtype = tuple(tensor.shape), tensor.stride(), _NAMES[tensor.dtype]
     return _new(ArraySpec, (shape, strides, dtype, tensor.data_ptr() % 16 == 0, tensor.device))
 
 
 def abstract_spec(tensor: Tensor) -> ArraySpec:
-    """What is known of a fake tensor, whose sizes may be symbols."""
+    """The facts about a fake tensor, whose sizes may be symbols."""
     shape, strides = tuple(tensor.shape), tensor.stride()
     return _new(ArraySpec, (shape, strides, dtype_name(tensor.dtype), True, tensor.device))

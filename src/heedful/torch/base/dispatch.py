@@ -193,7 +193,7 @@ def has_shards(values: Iterable[Any]) -> bool:
 
 
 def no_shards(function: str) -> TypeError:
-    """What to raise where a DTensor is among the arguments of a function that takes none."""
+    """The error to raise where a DTensor is among the arguments of a function that takes none."""
     return TypeError(
         f"{function} takes no DTensors: give it the tensors that a rank has (DTensor.to_local)"
     )

@@ -113,9 +113,9 @@ FAMILIES = settings.forgotten(Kinds())
 class PlannedCase(Case):
     """One direction of calls of one kind that answer alike what is asked about their lengths.
 
-    plan: of lengths that may be symbols. Of a forward: kinds and pick: of its operands, and what
-    picks those that are there; backwards, outs: kinds of its backward, and of itself into given
-    memory; latest: by whether lse has a cotangent, the likeness of what the last backward was
+    plan: its lengths may be symbols. A forward has more. kinds and pick: the kinds of its operands,
+    and what picks those that are there; backwards, outs: kinds of its backward, and of itself into
+    given memory; latest: by whether lse has a cotangent, the likeness of what the last backward was
     given, and that one.
     """
 
@@ -237,7 +237,7 @@ class GpuRunner:
         return torch.zeros(shape, dtype=dtype, device=self.case.device)
 
     def _allocators(self) -> tuple[Allocator, Allocator | None]:
-        """Of out and lse."""
+        """The allocators of out and lse."""
         out, *vectors = self.case.allocators(self._numbers)
         return out, vectors[0] if vectors else None
 

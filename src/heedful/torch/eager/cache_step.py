@@ -20,8 +20,8 @@ from heedful.torch.operands.adapt import dense_rows
 
 
 class DeviceStep:
-    """What a call that appends does, for one kind of call on one GPU; compiles when it is made. It
-    also counts the keys that there are then, which takes torch a launch of its own.
+    """The work of a call that appends, for one kind of call on one GPU; compiles when it is made.
+    It also counts the keys that there are then, which takes torch a launch of its own.
 
     counts: whether it does; without new tokens nothing is launched that could.
     """

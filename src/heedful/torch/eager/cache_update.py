@@ -1,4 +1,4 @@
-"""What happens to a KV cache before attention: new keys and values go in, and rotary positions are
+"""The update of a KV cache before attention: new keys and values go in, and rotary positions are
 applied. In plain torch, for CPUs and torch.compile, without a value read back; `cache_step` has the
 same for GPUs.
 """
@@ -53,8 +53,8 @@ def update_cache(
 def _stored(
     cache: Tensor, new: Tensor, scale: Tensor | None, shift: Tensor | None
 ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-    """What a cache stores of new values (B, S, G, dim); and, of groups of values, the arrays of
-    their scales and shifts, each with what goes into it."""
+    """The numbers that a cache stores for new values (B, S, G, dim); and, of groups of values, the
+    arrays of their scales and shifts, each with what goes into it."""
     if new.dtype == cache.dtype:
         return new, []
     storage = "int4" if cache.dtype == torch.uint8 else dtype_name(cache.dtype)
@@ -93,9 +93,9 @@ def append_kv(
 
     cache_seqlens: (B,) storage position of a sequence's first new token; a sequence of negative
     length gets none. Caches: rows (rows, capacity, G, dim) picked by cache_batch_idx (B,), or pages
-    through block_table. What would lie outside of them is dropped. sees_values: whether tensors may
-    be looked into, which neither a graph nor a transform allows. scales: arrays that lie as the
-    caches do, each with what goes into it beside k and v.
+    through block_table. Tokens that would lie outside of them are dropped. sees_values: whether
+    tensors may be looked into, which neither a graph nor a transform allows. scales: arrays that
+    lie as the caches do, each with what goes into it beside k and v.
     """
     if not (k.numel() and k_cache.numel()):
         return

@@ -242,7 +242,7 @@ def results_of(options: Options) -> int:
 
 
 def returned(results: int, out: Tensor, lse: Any, probs: Any) -> Any:
-    """What a public function returns, with this many results beside out."""
+    """The results that a public function returns, with this many beside out."""
     if results == 0:
         return out
     if results == 1:
@@ -287,8 +287,8 @@ _LONGEST = slice(1, 3)  # of Options
 KINDS = settings.forgotten(Kinds())
 # Options, with the types of their values, that hold plain values alone.
 PLAIN = Kinds()
-# Of options but for the longest lengths, with the types of their values and of the operands: the
-# kind of the last calls.
+# Maps options without the longest lengths, with the types of their values and of the operands, to
+# the kind of the last calls.
 LATEST = settings.forgotten(Kinds())
 
 

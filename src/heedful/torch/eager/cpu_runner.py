@@ -1,4 +1,4 @@
-"""What runs a planned problem on CPU tensors."""
+"""The runner of a planned problem on CPU tensors."""
 
 import importlib
 from collections.abc import Callable, Sequence

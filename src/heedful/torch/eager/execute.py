@@ -32,9 +32,9 @@ _is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", _absent)
 _PER_THREAD = 2
 
 
-# Of a tensor. As a function that is mapped, in less time than in a comprehension.
+# The address of a tensor. Mapping this function takes less time than a comprehension.
 address_of = torch.Tensor.data_ptr
-# What torch.compile's own code allocates with: a third of the time of torch.empty.
+# The allocation function of torch.compile's own code: a third of the time of torch.empty.
 _empty_strided = getattr(guards, "_empty_strided_cuda", None)
 
 
@@ -144,14 +144,14 @@ class Case:
         return slice(begin, begin + len(places))
 
     def make(self, numbers: Sequence[int | float]) -> list[torch.Tensor]:
-        """What is made, now."""
+        """Makes these arrays now."""
         make = self._make
         return [
             make(numbers[shape], numbers[strides], dtype) for shape, strides, dtype in self._made
         ]
 
     def allocators(self, numbers: Sequence[int | float]) -> list[Allocator]:
-        """Of what is made, each."""
+        """The allocator of each array that is made."""
         device = self.device
         return [
             allocator(numbers[shape], dtype, device, numbers[strides])
@@ -202,7 +202,7 @@ class Case:
         return self._loaded
 
     def places(self, numbers: Sequence[Any]) -> tuple[Region, Region]:
-        """Of scratch, and of such that begins with zeros."""
+        """The place of scratch, and of scratch that begins with zeros."""
         scratch, zeroed = self.scratch, self.zeroed
         return (
             scratch and (numbers[scratch], numbers[scratch.stop]),

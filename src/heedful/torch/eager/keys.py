@@ -1,4 +1,4 @@
-"""What the tensors of a call are known by."""
+"""The keys by which the tensors of a call are known."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from heedful.core.call.operands import Operands
 
 
 def tensor_key(tensor) -> tuple:
-    """What a plan may depend on of an operand."""
+    """The facts of an operand that a plan may depend on."""
     if not isinstance(tensor, Tensor):
         return (type(tensor),)
     address = tensor.data_ptr()
@@ -31,8 +31,8 @@ def tensor_keys(tensors) -> tuple:
 
 
 def call_key(q, k, v, x: Operands | None, out, seed, bases: int) -> tuple:
-    """What a plan may depend on of the tensors of a call, as `attend` has them. bases: 0
-    where q, k and v have memory that begins at multiples of 16 bytes."""
+    """The facts of a call's tensors that a plan may depend on, as `attend` has them. bases: 0 where
+    q, k and v have memory that begins at multiples of 16 bytes."""
     return (
         q.shape,
         q.stride(),

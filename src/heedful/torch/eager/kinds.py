@@ -1,8 +1,8 @@
-"""What was planned and bound for kinds of calls, whose lengths are values.
+"""The plans and bound calls of kinds of calls, whose lengths are values.
 
-A kind is all of a call but its lengths, and the sizes and strides that follow from them. Of a kind
-there are cases, one for each set of answers to what was asked about the lengths: see core/symbols.
-Lengths that were never seen cost the evaluation of a case, and neither a plan nor a program.
+A kind is all of a call but its lengths, and the sizes and strides that follow from them. A kind has
+cases, one for each set of answers to the questions about the lengths: see core/symbols. Lengths
+that were never seen cost the evaluation of a case, and neither a plan nor a program.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -104,7 +104,7 @@ class Kinds(dict):
     """Kinds, or what else is of one, by key; forgotten where there are too many."""
 
     def of(self, key: tuple, make: Callable[[], Any] = Kind) -> Any:
-        """What is of this kind, made if it is not there."""
+        """The value of this kind, made if it is not there."""
         found = self.get(key)
         if found is None:
             if len(self) >= MOST_KINDS:
@@ -114,7 +114,8 @@ class Kinds(dict):
 
 
 def of_tensor(name: str, tensor: Tensor) -> tuple[ArrayKind, tuple[int, ...]]:
-    """What of an operand is of its kind, and the sizes and strides that lengths may change."""
+    """The facts of an operand that belong to its kind, and the sizes and strides that lengths may
+    change."""
     shape, strides = tensor.shape, tensor.stride()
     moving = len(shape) - 2 if name in _ROWS else len(shape)
     dense = strides == dense_strides(shape)
@@ -124,15 +125,15 @@ def of_tensor(name: str, tensor: Tensor) -> tuple[ArrayKind, tuple[int, ...]]:
 
 
 def sizes_of(tensor: Tensor, moving: int, dense: bool) -> tuple[int, ...]:
-    """What lengths may change of an operand of `moving` dims that they may. dense: strides follow
-    from sizes."""
+    """The sizes and strides that lengths may change in the first `moving` dims of an operand.
+    dense: strides follow from sizes."""
     shape = tensor.shape[:moving]
     return tuple(shape) if dense else (*shape, *tensor.stride()[:-1])
 
 
 class Sizes:
-    """What lengths may change of several tensors of one kind each, behind other numbers. In half
-    the time of `sizes_of` of each."""
+    """The sizes and strides that lengths may change in several tensors of one kind each, after
+    other numbers. In half the time of `sizes_of` of each."""
 
     __slots__ = ("_pick", "_strided")
 
@@ -163,7 +164,8 @@ class Sizes:
 
 
 def of_call(problem: AttentionProblem, tensors: Mapping[str, Tensor]) -> tuple[tuple, list[int]]:
-    """What of a problem on these tensors is of its kind, and what lengths may change."""
+    """The facts of a problem on these tensors that belong to its kind, and those that lengths may
+    change."""
     lengths = _lengths(problem)
     values = [length or 0 for length in lengths]
     kinds = []

@@ -15,7 +15,7 @@ from heedful.core.call.operands import Gradients, Operands
 def backward_of_pages(
     dense: Callable[..., Gradients], x: Operands, longest: int, kv_grad: bool, *cotangents
 ) -> Gradients:
-    """What `dense(x, *cotangents)` gives for x with its keys in pages.
+    """The result of `dense(x, *cotangents)` for x with its keys in pages.
 
     x: as Operands says, with block_table (B, pages) and seqused_k (B,). longest: no sequence has
     more keys. kv_grad: whether gradients of the pages are wanted; they are as large as the cache.

@@ -1,8 +1,8 @@
 """The backward of a call on what autograd saved for it.
 
 Hooks on saved tensors (activation offload, checkpoints, compression) may give back the same values
-in other memory, with other strides. What a backward is bound to is therefore what it is given, and
-not what its forward was given.
+in other memory, with other strides. So a backward is bound to the tensors that it gets itself, and
+not to those of its forward.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ _MOST_LAYOUTS = 64
 
 
 class _Layout(NamedTuple):
-    """What is needed for saved tensors and a cotangent of one layout.
+    """The parts that saved tensors and a cotangent of one layout need.
 
     fits(*tensors): whether tensors are of this layout, addresses aside; `_never` in one that comes
     but once. steps: from the caller's tensors to operands. is_plain: whether there are none, and
@@ -68,7 +68,7 @@ class Backwards:
     def _begin(self, runner, x: Sequence[Any]) -> None:
         self._runner = runner
         self._shapes = [tensor.shape for tensor in self.pick(x)]
-        # Of a backward without and with a cotangent of the lse.
+        # The latest layouts: of a backward without and with a cotangent of the lse.
         self._latest: list[_Layout | None] = [None, None]
         self._layouts: dict[tuple, _Layout] = {}
 
@@ -189,7 +189,8 @@ class Backwards:
                 self._layouts.clear()
             layout = self._layouts[key] = self._new(tensors, dlse)
         elif layout is self._latest[slot]:
-            # Of the same layout all the same: some are one tensor that were two, or the like.
+            # These have the same layout all the same: some are one tensor that were two, or the
+            # like.
             layout = self._layouts[key] = layout._replace(fits=same_metadata(*tensors))
         if all(tensor.data_ptr() % 16 == 0 for tensor in tensors):
             self._latest[slot] = layout
@@ -241,7 +242,7 @@ def _are_aligned(addresses: Sequence[int]) -> bool:
 
 
 def _key(tensor: Tensor) -> tuple:
-    """What a backward may depend on of a saved tensor."""
+    """The facts of a saved tensor that a backward may depend on."""
     facts = (tensor.__class__, tensor.shape, tensor.dtype, tensor.device, tensor.layout)
     address = tensor.data_ptr()
     return *facts, tensor.stride(), tensor.is_neg(), address != 0, address % 16 == 0

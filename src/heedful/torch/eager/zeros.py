@@ -1,6 +1,6 @@
 """Zeroed scratch without a launch for each call that needs some.
 
-What a kernel counts with must start at zero. Filling a few bytes is a launch like any other. So a
+The counters of a kernel must start at zero. Filling a few bytes is a launch like any other. So a
 stream has a region that is filled once for many calls: each call takes bytes that no call took
 since. A used up region is filled again, on the same stream and so behind the kernels that used it.
 
@@ -19,8 +19,8 @@ from heedful.core.base.forks import new_lock
 REGION_BYTES = 1 << 18
 # Beyond this a call had better fill its own.
 MOST_BYTES = REGION_BYTES // 16
-# Of a device's captured calls: 2,000 of 64 sequences and 8 KV heads. Calls that are captured over
-# and over would take more and more.
+# Bytes for a device's captured calls: 2,000 of 64 sequences and 8 KV heads. Calls that are captured
+# over and over would take more and more.
 LASTING_BYTES = 1 << 22
 MOST_LASTING_BYTES = 1 << 26
 
@@ -52,7 +52,7 @@ class Zeros:
     def _fill(self) -> int:
         if self._region is None:
             self._region = self._new_region()
-        # What is left is lost if the fill fails: nothing says then how far it got.
+        # The rest is lost if the fill fails: nothing says then how far it got.
         self._end = self._next
         self._region.zero_()
         begin = self._region.data_ptr()

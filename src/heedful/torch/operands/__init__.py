@@ -1,1 +1,1 @@
-"""What callers gave, checked and made ready for kernels. May import `torch.base`."""
+"""The callers' arguments, checked and made ready for kernels. May import `torch.base`."""

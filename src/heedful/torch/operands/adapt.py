@@ -30,8 +30,8 @@ def adapt(x: Operands, steps: tuple[Step, ...]) -> Operands:
 
 
 def adaptations(x: Operands, problem: AttentionProblem) -> tuple[Step, ...]:
-    """What checked tensors lack to be what Operands says: expansion by strides of 0; copies of q,
-    k, v and small tensors whose last dim is not contiguous."""
+    """The changes that make checked tensors what Operands says: expansion by strides of 0; copies
+    of q, k, v and small tensors whose last dim is not contiguous."""
     # Scales per head have a stride for it; those of groups of values are rows.
     rows = _ROWS + (_SCALES if problem.kv_group else ())
     steps = [

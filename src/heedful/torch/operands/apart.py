@@ -45,9 +45,9 @@ class Apart:
         self._where = self._groups[0][-1][0][0] if self._groups else 0
 
     def _group(self, written: Sequence[str], read: Sequence[str]):
-        """What is written and must lie apart from the same: the places of what is read; what picks
-        their addresses; how many bytes of it may lie before a begin; where each of what is written
-        is, and how many bytes it has."""
+        """The arrays of a call that must lie apart: the places of what is read; what picks their
+        addresses; how many bytes of it may lie before a begin; where each of what is written is,
+        and how many bytes it has."""
         lengths = {n: extent(s) for n, s in zip(self._names, self._specs, strict=True)}
         others = [self._names.index(name) for name in read if lengths[name]]
         spans = [(self._names.index(name), lengths[name]) for name in written if lengths[name]]
@@ -127,8 +127,8 @@ def cache_tensors(x: Operands, update: CacheUpdate, out) -> dict[str, Tensor]:
 
 
 def cache_apart(tensors: dict[str, Tensor], appends: bool) -> Apart | None:
-    """What looks whether a call writes what it reads, by the tensors' addresses; None where it
-    writes nothing of the caller's. appends: whether it writes into the cache."""
+    """A function that checks whether a call writes what it reads, by the tensors' addresses; None
+    where it writes nothing of the caller's. appends: whether it writes into the cache."""
     # A prefix may be other rows of the cache, and groups of values have scales of their own.
     caches = [n for n in ("k_cache", "v_cache", *_SCALES, *_PREFIX) if n in tensors]
     written = [name for name in caches if name not in _PREFIX] if appends else []

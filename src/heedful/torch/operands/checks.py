@@ -1,5 +1,6 @@
-"""What only torch can tell of the tensors of a call: whether they are tensors, where they are, and
-what autograd wants of them. All else is checked on their ArraySpecs, in `core.call.describe`.
+"""The checks of a call's tensors that only torch can make: whether they are tensors, where they
+are, and what autograd wants of them. All else is checked on their ArraySpecs, in
+`core.call.describe`.
 """
 
 from collections.abc import Callable

@@ -54,7 +54,7 @@ def group_scales(
 
 
 def packed_values(x: Tensor, storage: str, scale: Tensor, shift: Tensor | None) -> Tensor:
-    """What stands for values (..., head_dim), rounded to the nearest that there is.
+    """The stored numbers for values (..., head_dim), rounded to the nearest that there is.
 
     scale, shift: float32 (..., groups), or as many dims of 1 and the other sizes as broadcast.
     """
@@ -74,7 +74,7 @@ def packed_values(x: Tensor, storage: str, scale: Tensor, shift: Tensor | None) 
 def dequantize_kv(
     packed: Tensor, scale: Tensor, shift: Tensor | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """What quantize_kv's result stands for: packed * scale + shift.
+    """The values that quantize_kv's result stands for: packed * scale + shift.
 
     Args:
         packed: (..., head_dim) int8 or float8, or uint8 (..., head_dim / 2), two int4 a byte.

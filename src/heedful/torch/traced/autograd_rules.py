@@ -1,5 +1,5 @@
-"""What the operators do at the dispatcher's Autograd key, where every differentiation comes by:
-eager autograd, torch.func at each of its levels, and what torch.compile makes of either.
+"""The operators at the dispatcher's Autograd key, where every differentiation comes by: eager
+autograd, torch.func at each of its levels, and what torch.compile makes of either.
 
 torch.library.register_autograd would serve the first alone: the function that it makes refuses
 functorch, and an operator without a rule gives zero gradients. So one that is called for its
@@ -83,7 +83,7 @@ class Attention(OneLevelFunction):
     @staticmethod
     @untraced
     def backward(ctx, dout, dlse, dprobs):
-        # Of the options and needs_grad.
+        # The gradients of the options and of needs_grad.
         none = (None,) * (len(ctx.options) + 1)
         if dout is None and dlse is None:
             return None, *(None,) * len(Operands._fields), *none
@@ -99,7 +99,7 @@ class Attention(OneLevelFunction):
 
 
 def no_second_derivative() -> RuntimeError:
-    """What to raise where gradients are differentiated."""
+    """The error to raise where gradients are differentiated."""
     return RuntimeError(
         "trying to differentiate twice a function that was marked with @once_differentiable:"
         " heedful's attention has no second derivative"

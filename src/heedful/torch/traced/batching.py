@@ -94,7 +94,7 @@ def _one_by_one(op, size: int, in_dims, args):
     """Each element of the mapped dim on its own, stacked."""
     results = [op(*_element(args, in_dims, index)) for index in range(size)]
     if not size:
-        # What one of zeros would be says what none is.
+        # A call with one element, of zeros, tells the shapes of a call with none.
         one = [
             t.new_zeros((1, *t.shape[:dim], *t.shape[dim + 1 :])) if isinstance(dim, int) else t
             for t, dim in zip(args, in_dims, strict=True)

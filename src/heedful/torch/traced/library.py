@@ -230,7 +230,7 @@ def _inference_with_autograd(q, k, v, *args):
 
 
 def _differentiable(op, options: Options, args: tuple):
-    """What an operator of inference does at the Autograd key."""
+    """An operator of inference at the Autograd key."""
 
     def below(*_):
         return inference_autograd(op, options, args)

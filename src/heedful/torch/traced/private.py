@@ -1,5 +1,5 @@
-"""What operators ask of torch's dispatcher and tracer: the only users of torch's private names for
-that. Eager calls pass nothing of this."""
+"""The questions of operators to torch's dispatcher and tracer: the only users of torch's private
+names for that. Eager calls pass nothing of this."""
 
 from contextlib import contextmanager, nullcontext
 from typing import Any

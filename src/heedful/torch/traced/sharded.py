@@ -23,7 +23,8 @@ from heedful.torch.operands.checks import attention_call
 from heedful.torch.traced.private import are_in_order
 
 _BATCH, _HEADS, _WHOLE = "batch", "heads", ""
-# What the dims of arrays run over, from the last one on: b batch, h heads, - anything else.
+# The axes that the dims of arrays run over, from the last one on: b batch, h heads, - anything
+# else.
 _OF_ANY = {
     "bias": "bh--",
     "alibi_slopes": "bh",
@@ -85,7 +86,7 @@ class Spread:
             )
 
     def _axis(self, q: Any, index: int) -> str:
-        """What a dim of the mesh spreads."""
+        """The axis that a dim of the mesh spreads."""
         place, labels = q.placements[index], self.labels("q", q.shape)
         if type(place) is self._shard and labels[place.dim % q.dim()]:
             return labels[place.dim % q.dim()]
@@ -110,7 +111,7 @@ class Spread:
         return prod(sizes)
 
     def labels(self, name: str, shape: Sequence[int]) -> list[str]:
-        """What each dim of an array runs over."""
+        """The axis that each dim of an array runs over."""
         letters = self._labels.get(name, "-")[-len(shape) :] if shape else ""
         labels = [_LETTERS[letter] for letter in letters.rjust(len(shape), "-")]
         if name in _BROADCAST:
@@ -126,7 +127,7 @@ class Spread:
         )
 
     def local(self, name: str, tensor: Any) -> Any:
-        """What this rank has of an operand, or of a result. Raises TypeError or ValueError."""
+        """This rank's part of an operand, or of a result. Raises TypeError or ValueError."""
         if tensor is None or (name in _SAME and not isinstance(tensor, self._tensor)):
             return tensor
         public = argument_name(name, self._kind)
@@ -161,7 +162,7 @@ class Spread:
         return own
 
     def operands(self, x: Operands) -> Operands:
-        """What this rank has of a call's operands."""
+        """This rank's part of a call's operands."""
         return Operands._make([self.local(*item) for item in x._asdict().items()])
 
     def options(self, options: Options) -> Options:
@@ -182,7 +183,7 @@ class Spread:
         return place * (count // self._parts(label))
 
     def cotangent(self, result: str, name: str, tensor: Any) -> Any:
-        """What this rank has of a result's cotangent, wherever it lies."""
+        """This rank's part of a result's cotangent, wherever it lies."""
         if tensor is None:
             return None
         self._check_type(name, tensor)
@@ -277,7 +278,7 @@ def take_shards(rules: dict) -> None:
 
 def _local_rule(rule):
     def dispatched(_, op, types, args=(), kwargs=None):
-        # What autograd wants it has recorded above.
+        # Autograd has recorded above all that it wants.
         with torch.no_grad():
             return rule(op, args)
 
