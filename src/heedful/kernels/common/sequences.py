@@ -49,16 +49,17 @@ def sequence(b, cu_seqlens, seqused, leftpad, seqlen, new=None):
 
 
 class Seqlens(NamedTuple):
-    """A sequence's queries, then its keys: first token (0 unless packed or padded), rows in use,
-    rows in storage. off: how far the diagonal is moved."""
+    """A sequence's queries and keys: first token (0 unless packed or padded), rows in use, rows in
+    storage. off: how far the diagonal is moved. Built by keyword."""
 
+    # ptxas: the order of fields is that in which a loop that carries them has its registers.
     token_q: Any
-    len_q: Any
-    stored_q: Any
     token_k: Any
+    len_q: Any
     len_k: Any
-    stored_k: Any
     off: Any
+    stored_q: Any
+    stored_k: Any
 
 
 class Place(NamedTuple):
@@ -80,7 +81,15 @@ def seqlens_of(b, x: Sequences, mask: Mask, longest_q=None, longest_k=None):
         len_q = tl.minimum(len_q, longest_q)
         len_k = tl.minimum(len_k, longest_k)
     off = mask.bottom_right * (len_k - len_q) + mask.shift
-    return Seqlens(token_q, len_q, stored_q, token_k, len_k, stored_k, off)
+    return Seqlens(
+        token_q=token_q,
+        len_q=len_q,
+        stored_q=stored_q,
+        token_k=token_k,
+        len_k=len_k,
+        stored_k=stored_k,
+        off=off,
+    )
 
 
 @triton.jit

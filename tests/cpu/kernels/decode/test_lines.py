@@ -73,7 +73,9 @@ class Visitor(NamedTuple):
 
 @triton.jit
 def visit(blocks, firsts, len_q, len_k, off, mask: Mask, tile, MOST: tl.constexpr):
-    seq = Seqlens(0, len_q, len_q, 0, len_k, len_k, off)
+    seq = Seqlens(
+        token_q=0, len_q=len_q, stored_q=len_q, token_k=0, len_k=len_k, stored_k=len_k, off=off
+    )
     span = span_of(0, len_q - 1, seq, Visitor(mask, tile))
     for index in range(0, span.visits):
         tl.store(blocks + index, block_of(index, span, mask))
@@ -260,7 +262,9 @@ def test_pieces_of_all_shares_are_every_visit_of_a_unit_once(visits, overhead, s
 @triton.jit
 def own_rows(out, len_q, len_k, stored_k, off, parts, mask: Mask, tile):
     """The rows that each of some even pieces of a unit appends."""
-    seq = Seqlens(0, len_q, len_q, 0, len_k, stored_k, off)
+    seq = Seqlens(
+        token_q=0, len_q=len_q, stored_q=len_q, token_k=0, len_k=len_k, stored_k=stored_k, off=off
+    )
     span = span_of(0, len_q - 1, seq, Visitor(mask, tile))
     each = tl.cdiv(span.visits, parts)
     for part in range(0, tl.cdiv(span.visits, each)):

@@ -46,7 +46,14 @@ def count_visit(counts, at, by):
 def visit_keys(
     counts, len_q, len_k, off, mask: Mask, tile: Tile, MOST: tl.constexpr, MASKED: tl.constexpr
 ):
-    place = Place(0, 0, 0, Seqlens(0, len_q, len_q, 0, len_k, len_k, off))
+    place = Place(
+        0,
+        0,
+        0,
+        Seqlens(
+            token_q=0, len_q=len_q, stored_q=len_q, token_k=0, len_k=len_k, stored_k=len_k, off=off
+        ),
+    )
     tiles = key_tiles(tl.program_id(0) * tile.BLOCK_M, place, mask, tile)
     counts += tl.program_id(0) * MOST
     for visit in range(0, tiles.full_end - tiles.full_begin):
@@ -59,7 +66,14 @@ def visit_keys(
 def visit_queries(
     counts, len_q, len_k, off, mask: Mask, tile: Tile, MOST: tl.constexpr, MASKED: tl.constexpr
 ):
-    place = Place(0, 0, 0, Seqlens(0, len_q, len_q, 0, len_k, len_k, off))
+    place = Place(
+        0,
+        0,
+        0,
+        Seqlens(
+            token_q=0, len_q=len_q, stored_q=len_q, token_k=0, len_k=len_k, stored_k=len_k, off=off
+        ),
+    )
     tiles = query_tiles(tl.program_id(0) * tile.BLOCK_N, place, mask, tile)
     counts += tl.program_id(0)
     for visit in range(0, tiles.full_end - tiles.full_begin):

@@ -112,7 +112,15 @@ def backward_prologue(
     do_ME = load_rows(dout, io.dout.stride_n, row0, len_q, E, BLOCK_M, BLOCK_E, True)
     P_SCALE_LOG2: tl.constexpr = p_scale_log2(io.dout.ptr.dtype.element_ty)
     zero = wide(0)
-    seq = Seqlens(token, len_q, stored_q, zero, zero, zero, zero)
+    seq = Seqlens(
+        token_q=token,
+        len_q=len_q,
+        stored_q=stored_q,
+        token_k=zero,
+        len_k=zero,
+        stored_k=zero,
+        off=zero,
+    )
     place = Place(b, h, zero, seq)
     delta_M = row_deltas(o_ME, do_ME, lse_M, io.dlse, place, rows_M, rows_M < len_q)
     less_M = lse_log2(lse_M, P_SCALE_LOG2)

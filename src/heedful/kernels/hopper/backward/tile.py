@@ -156,7 +156,15 @@ def key_tile(params, index):
         batch=batch,
         kv_head=head,
         col=block * params.tile.BLOCK_N,
-        seq=Seqlens(token_q, len_q, stored_q, token_k, len_k, stored_k, off),
+        seq=Seqlens(
+            token_q=token_q,
+            len_q=len_q,
+            stored_q=stored_q,
+            token_k=token_k,
+            len_k=len_k,
+            stored_k=stored_k,
+            off=off,
+        ),
         accum_row=row,
         split=split,
     )

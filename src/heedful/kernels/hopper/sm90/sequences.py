@@ -80,7 +80,15 @@ def trim(params, tile):
     SAME_K: gl.constexpr = params.seqs.used_k is None and params.seqs.leftpad_k is None
     if not (SAME_Q and SAME_K and params.mods.longest_k is None):
         off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
-    seq = Seqlens(seq.token_q, len_q, seq.stored_q, token_k, len_k, seq.stored_k, off)
+    seq = Seqlens(
+        token_q=seq.token_q,
+        len_q=len_q,
+        stored_q=seq.stored_q,
+        token_k=token_k,
+        len_k=len_k,
+        stored_k=seq.stored_k,
+        off=off,
+    )
     return WorkTile(
         batch=tile.batch,
         head=tile.head,

@@ -65,7 +65,15 @@ def decode(params, index):
         head=head,
         kv_head=head // params.gqa.group,
         row=block * (ROWS * params.tile.CONSUMERS),
-        seq=Seqlens(token_q, len_q, len_q, token_k, len_k, len_k, off),
+        seq=Seqlens(
+            token_q=token_q,
+            len_q=len_q,
+            stored_q=len_q,
+            token_k=token_k,
+            len_k=len_k,
+            stored_k=len_k,
+            off=off,
+        ),
         kv_batch=batch,
     )
 
@@ -194,22 +202,31 @@ def current_work_tile(params, scheduler, index, state):
     if scheduler.tile_counter is None:
         return work_tile_at(params, scheduler, index)
     else:
-        unknown = gl.to_tensor(0)
-        if params.order.varlen_tiles is None:
-            split, batch, head, row = scheduler.words(1, 5, state)
-            token_q, len_q, len_k = unknown, params.seqs.seqlen_q, params.seqs.seqlen_k
-            off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
-            stored_q = len_q
-        else:
-            words = scheduler.words(1, 10, state)
-            split, batch, head, row, token_q, len_q, len_k, off, stored_q = words
+        split, batch, head, row = scheduler.words(1, 5, state)
+        # ptxas: here, since behind the lengths it is another order of registers.
+        kv_head = head // params.gqa.group
+        token_q, len_q, len_k = gl.to_tensor(0), params.seqs.seqlen_q, params.seqs.seqlen_k
+        off = params.mask.shift + params.mask.bottom_right * (len_k - len_q)
+        stored_q = len_q
+        if params.order.varlen_tiles is not None:
+            token_q, len_q, len_k, off, stored_q = scheduler.words(5, 10, state)
         scheduler.consumer_release(state)
+        # Where keys lie consumers do not need to know, and have no registers for.
+        unknown = gl.to_tensor(0)
         tile = WorkTile(
             batch=batch,
             head=head,
-            kv_head=head // params.gqa.group,
+            kv_head=kv_head,
             row=row,
-            seq=Seqlens(token_q, len_q, stored_q, unknown, len_k, unknown, off),
+            seq=Seqlens(
+                token_q=token_q,
+                len_q=len_q,
+                stored_q=stored_q,
+                token_k=unknown,
+                len_k=len_k,
+                stored_k=unknown,
+                off=off,
+            ),
             kv_batch=batch,
         )
         return tile, split
