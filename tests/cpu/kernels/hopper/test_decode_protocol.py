@@ -174,7 +174,7 @@ class Device(Roles):
     def lane_sums(self, p):
         return self.weights[self.machine.now] if isinstance(p, Scores) else Float(p)
 
-    def load_queries(self, io, q, params, segment, append):
+    def load_query_rows(self, io, q, params, segment, append):
         assert not self.queues.get(self.machine.now), "queries change under a product"
         assert int(segment.seq.token_q) == sum(self.tokens[: int(segment.b)])
         q.store((int(segment.b), int(segment.start)))
@@ -230,7 +230,7 @@ class Device(Roles):
             "scale_output": lambda acc, alpha: (Float(acc[0] * alpha),),
             "threshold_limit": lambda dtype: None,
             "scores_layout": lambda dtype, columns: None,
-            "load_queries": self.load_queries,
+            "load_query_rows": self.load_query_rows,
             "clear_queries": lambda q, params: None,
             "append_rows": self.append_rows,
             "store_gaps": lambda io, params: None,

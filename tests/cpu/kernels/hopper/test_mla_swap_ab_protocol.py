@@ -130,7 +130,7 @@ class Device(Roles):
         weight = 0.0 if s.rows[0] is None else 2.0 ** (x - top)
         return replace(s, weight=weight), top, Float(total * alpha + weight), Float(alpha)
 
-    def load_queries(self, io, shared, params, segment):
+    def load_few_queries(self, io, shared, params, segment):
         assert not self.queues.get(self.machine.now), "queries change under a product"
         for column, box in enumerate(shared.boxes):
             box.store((WIDTH * column, (int(segment.b), int(segment.start))))
@@ -179,7 +179,7 @@ class Device(Roles):
             "all_sums": lambda total: total,
             "scores_layout": lambda dtype, columns: None,
             "fence_async_shared": lambda: None,
-            "load_queries": self.load_queries,
+            "load_few_queries": self.load_few_queries,
             "query_box": lambda shared, box: shared.boxes[int(box)],
             "finish_segment": self.finish,
         }

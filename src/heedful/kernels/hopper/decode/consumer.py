@@ -52,7 +52,7 @@ def clear_queries(q, params):
 
 
 @gluon.jit
-def load_queries(io, q, params, segment, append):
+def load_query_rows(io, q, params, segment, append):
     """The queries of a segment in shared memory, rotated if there are tables; zeros past the rows
     in use and the last column."""
     D: gl.constexpr = params.tile.BLOCK_D
@@ -80,7 +80,7 @@ def load_queries(io, q, params, segment, append):
 
 
 @gluon.jit
-def queue_scores(q, k, state, N: gl.constexpr):
+def queue_tile_scores(q, k, state, N: gl.constexpr):
     """Starts q k^T of one tile of keys."""
     s_MN = gl.zeros([ROWS, N], gl.float32, scores_layout(q.dtype, N))
     k_DN = k.tile(state).permute((1, 0))
@@ -109,7 +109,7 @@ def stream_keys(q, k, v, segment, state, params):
         col = block_of(visit, segment.span, params.mask) * N
         k.consumer_wait(state)
         # S = Q K^T
-        s_MN = queue_scores(q, k, state, N)
+        s_MN = queue_tile_scores(q, k, state, N)
         s_MN = warpgroup_mma_wait(0, deps=[s_MN])
         k.consumer_release_after_mma(state)
         s_MN = masked(s_MN, params, segment, bounds, col)
@@ -146,7 +146,7 @@ def decode_consumer(io, q, k, v, share, empty, params, append):
     while share.x < share.end:
         segment, share = look(share, params)
         if segment.start < segment.stop:
-            load_queries(io, q, params, segment, append)
+            load_query_rows(io, q, params, segment, append)
             acc, m_M, l_ML, state = stream_keys(q, k, v, segment, state, params)
             rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)
             l_M = gl.convert_layout(gl.sum(l_ML, 1), rows)

@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from heedful.kernels.common.sequences import within
 
 
-class Keys(NamedTuple):
+class SegmentKeys(NamedTuple):
     """Where a segment's keys lie, as loads ask for it (sm90/sequences.py)."""
 
     batch: Any
@@ -18,9 +18,9 @@ class Keys(NamedTuple):
 
 
 @gluon.jit
-def keys_of(params, segment):
+def keys_of_segment(params, segment):
     """The keys of a segment's sequence."""
     entry = segment.b
     if params.kv.batch_idx is not None:
         entry = within(gl.load(params.kv.batch_idx + entry), 0, params.kv.entries - 1)
-    return Keys(segment.b, entry, segment.g, segment.seq)
+    return SegmentKeys(segment.b, entry, segment.g, segment.seq)

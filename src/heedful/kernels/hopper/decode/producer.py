@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from heedful.kernels.hopper.decode.append import append_rows, first_visit, rows_of_segment
-from heedful.kernels.hopper.decode.keys import keys_of
+from heedful.kernels.hopper.decode.keys import keys_of_segment
 from heedful.kernels.hopper.decode.share import look
 from heedful.kernels.hopper.sm90.pipeline import PipelineState
 from heedful.kernels.hopper.sm90.sequences import keys_at, load_from_pages, page_numbers
@@ -37,7 +37,7 @@ def load_tile(ring, desc, params, keys, rows_each, col, pages, state):
 @gluon.jit
 def load_segment(io, k, v, segment, state, params, append):
     """Loads the keys and values of a segment, and appends new ones first."""
-    keys = keys_of(params, segment)
+    keys = keys_of_segment(params, segment)
     start = gl.minimum(segment.start, segment.span.visits)
     stop = gl.minimum(segment.stop, segment.span.visits)
     new_visit = stop

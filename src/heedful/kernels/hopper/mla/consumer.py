@@ -46,7 +46,7 @@ ORDER_BARRIER: gl.constexpr = gl.constexpr(FIRST_NAMED.value + 1)
 
 
 @gluon.jit
-def load_queries(io, shared, params, segment, segments, CONSUMER: gl.constexpr):
+def load_query_half(io, shared, params, segment, segments, CONSUMER: gl.constexpr):
     """The queries of a segment in shared memory, of which each consumer loads a part."""
     phase = segments & 1
     q_ME = load_columns(io, params, segment, CONSUMER * HALF, HALF)
@@ -89,7 +89,7 @@ def queue_boxes(
 
 
 @gluon.jit
-def queue_scores(shared, kept, phase, zero, BLOCK: gl.constexpr):
+def queue_block_scores(shared, kept, phase, zero, BLOCK: gl.constexpr):
     """Starts q k^T of a block, box by box."""
     return queue_boxes(shared, kept, phase, zero, no_scores(shared.q.dtype), BLOCK, 0, BOXES)
 
@@ -204,7 +204,7 @@ def second_step(shared, kept, params, segment, bounds, col, phase, acc_ME, m_M, 
     sync_named(TURN_BARRIER)
     zero = opaque(0)
     # S1 = Q K1^T
-    s_MN = queue_scores(shared, kept, phase, zero, 1)
+    s_MN = queue_block_scores(shared, kept, phase, zero, 1)
     barrier.wait(shared.p_full.index(0), phase)
     acc_ME, m_M, l_ML = follow(acc_ME, m_M, l_ML, shared.top.index(0))
     # O += P0 V0
@@ -303,7 +303,7 @@ def mla_consumer(io, shared, share, params, CONSUMER: gl.constexpr):
     while share.x < share.end:
         segment, share = look(share, params)
         if segment.start < segment.stop:
-            load_queries(io, shared, params, segment, segments, CONSUMER)
+            load_query_half(io, shared, params, segment, segments, CONSUMER)
             operand: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
             kept = kept_boxes(shared, params.tile.QUERY_BOXES, operand)
             group = params.shape.heads_q // params.shape.heads_k

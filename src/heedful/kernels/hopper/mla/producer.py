@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from heedful.kernels.hopper.decode.keys import keys_of
+from heedful.kernels.hopper.decode.keys import keys_of_segment
 from heedful.kernels.hopper.decode.share import look
 from heedful.kernels.hopper.mla.boxes import BOXES, KEYS, WIDTH
 from heedful.kernels.hopper.mla.shared import BLOCKS, box_in_turn, release_before
@@ -71,7 +71,7 @@ def mla_producer(io, shared, share, params):
     visit = gl.to_tensor(0)
     while share.x < share.end:
         segment, share = look(share, params)
-        keys = keys_of(params, segment)
+        keys = keys_of_segment(params, segment)
         for number in range(segment.start, segment.stop):
             col = number * params.tile.BLOCK_N
             for block in gl.static_range(BLOCKS):

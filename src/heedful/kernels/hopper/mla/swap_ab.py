@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from heedful.kernels.args.hopper_decode import HopperDecodeParams
 from heedful.kernels.args.mla import MlaIO
-from heedful.kernels.hopper.decode.keys import keys_of
+from heedful.kernels.hopper.decode.keys import keys_of_segment
 from heedful.kernels.hopper.decode.share import look, own_share
 from heedful.kernels.hopper.mla.boxes import BOXES, KEYS, WIDTH
 from heedful.kernels.hopper.mla.producer import latent_pages, load_box
@@ -25,7 +25,7 @@ from heedful.kernels.hopper.sm90.pipeline import Pipeline, PipelineState
 @gluon.jit
 def load_segment(io, ring, segment, block, params):
     """Loads the keys of a segment, each box once it is free."""
-    keys = keys_of(params, segment)
+    keys = keys_of_segment(params, segment)
     for number in range(segment.start, segment.stop):
         col = number * KEYS
         # Page numbers are on their way before there is room.

@@ -45,7 +45,7 @@ def box_at(block, BOX: gl.constexpr):
 
 
 @gluon.jit
-def load_queries(io, shared, params, segment):
+def load_few_queries(io, shared, params, segment):
     """The queries of a segment in shared memory."""
     # All warps' products with those of the segment before are done.
     gl.barrier()
@@ -186,7 +186,7 @@ def swap_ab_consumer(io, shared, ring, share, params):
     while share.x < share.end:
         segment, share = look(share, params)
         if segment.start < segment.stop:
-            load_queries(io, shared, params, segment)
+            load_few_queries(io, shared, params, segment)
             acc, m_M, l_LM, block = stream_keys(shared, ring, segment, block, params)
             acc = rows_first(acc)
             rows: gl.constexpr = gl.SliceLayout(1, acc[0].type.layout)

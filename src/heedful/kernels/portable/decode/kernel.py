@@ -41,7 +41,7 @@ from heedful.kernels.portable.decode.cache import (
     unit_of,
     value_of_words,
 )
-from heedful.kernels.portable.decode.queries import head_of, load_queries
+from heedful.kernels.portable.decode.queries import head_of, load_query_parts
 from heedful.kernels.portable.decode.results import columns_of_rows, finish_segment, store_empty
 from heedful.kernels.split_kv.walk import Share, line_of, segment_at, share_of, with_span
 from heedful.kernels.split_kv.work import (
@@ -424,7 +424,7 @@ def decode_segment(
     segment = with_span(segment, params)
     if append.io.cache_seqlens is not None:
         append_segment(segment, place, cache, append, params)
-    q, times = load_queries(io.q, pos_M, head_M, place, append, DTYPE, KEYS, params.tile)
+    q, times = load_query_parts(io.q, pos_M, head_M, place, append, DTYPE, KEYS, params.tile)
     head, factor = head_of(times * UNIT, head_M, place, params.mask, mods, descales)
     m_M, l_M, acc = stream_keys(
         q,

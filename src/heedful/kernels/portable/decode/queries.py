@@ -45,7 +45,7 @@ def query_columns(row_M, dims, exists_M, place_M, append: DecodeAppend, DIM: tl.
 
 
 @triton.jit
-def load_queries(
+def load_query_parts(
     q: Rows,
     pos_M,
     head_M,
