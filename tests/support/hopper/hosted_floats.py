@@ -10,7 +10,7 @@ class Float(float):
 
     type = SimpleNamespace(layout=None)
     shape = (1, 1)
-    piece: tuple = ()
+    segment: tuple = ()
 
     def to(self, dtype):
         return self
