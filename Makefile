@@ -20,7 +20,7 @@ PART ?= host
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help set-up test jax-calls oldest-triton test-slow test-gpu test-random test-mutation lint format demo bench ab docs wheels test-install site clean
+.PHONY: help set-up test jax-calls oldest-triton test-compilers test-slow test-gpu test-random test-mutation lint format demo bench ab docs wheels test-install site clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -42,6 +42,9 @@ test: ## lint, types and the default tests (what CI runs)
 
 oldest-triton: $(READY) ## compile kernels with the oldest Triton that is supported
 	tools/oldest_triton.sh $(VENV)
+
+test-compilers: $(READY) ## tests/compile and the emulator's through workers of each Triton (ARGS=)
+	tools/compilers.sh $(VENV) -n $(WORKERS) --dist worksteal $(ARGS)
 
 jax-calls:
 	tools/jax_calls.sh $(VENV)-jax
@@ -98,4 +101,4 @@ site: $(VENV)-release/.ready ## docs/ and a reference made from docstrings, in .
 	$(VENV)-release/bin/python tools/draw_site.py
 
 clean: ## remove .venv and everything generated
-	rm -rf .venv .venv-jax .venv-oldest-triton .venv-release .site dist .pytest_cache .ruff_cache .hypothesis .mutation demo-output bench-output
+	rm -rf .venv .venv-jax .venv-oldest-triton .venv-toolchains .venv-release .site dist .pytest_cache .ruff_cache .hypothesis .mutation demo-output bench-output

@@ -16,7 +16,8 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.inspector.nvidia import disassemble, measure, parse_sass
 from heedful.launch.bind import decode
-from heedful.launch.code.triton_compat import VERSION, compile_kernel
+from heedful.launch.code.compiler import compile_now
+from heedful.launch.prebuild import compiling
 from heedful.launch.program import programs
 from support.problems.grids import in_turns
 
@@ -49,7 +50,7 @@ CAUSAL = MaskSpec.of(True)
 RELOADS = {("MLA, 128 heads", "sm_90"): 32}
 # The same where a decode appends, too: three programs of an SM leave it 168 registers.
 STEP_RELOADS = {("int4 groups", "sm_90"): 8}
-if VERSION < (3, 9):
+if (compiling().triton or ()) < (3, 9):
     RELOADS[("int4 groups", "sm_90")] = 5
     STEP_RELOADS[("int4 groups", "sm_90")] = 23
 
@@ -98,7 +99,7 @@ def compiled(name: str, arch: str):
     problem = problem_of(name, arch)
     chosen = plan(problem, by_name(arch), backend="decode")
     (call,) = decode.forward(problem, chosen, buffers_of(problem)).calls
-    return compile_kernel(call, arch)
+    return compile_now(call, arch)
 
 
 # Steps that append to the cache themselves: a problem, new tokens, whether keys and queries are
@@ -123,7 +124,7 @@ def compiled_step(name: str, arch: str):
     chosen = plan(problem, by_name(arch), backend="decode")
     buffers = buffers_of_step(problem, new, is_rotated, quantises)
     (call,) = programs.step(chosen, buffers, interleaved=True, position0=0).calls
-    return compile_kernel(call, arch)
+    return compile_now(call, arch)
 
 
 def buffers_of_step(
@@ -193,11 +194,11 @@ def test_a_decode_that_appends_compiles_without_spills(name, arch):
 
 def check_resources(found, arch: str, reloads: int = 0) -> None:
     """reloads: spills that the loop over keys may have."""
-    assert found.metadata.shared <= by_name(arch).shared_bytes
+    assert found.shared_bytes <= by_name(arch).shared_bytes
     if arch.startswith("sm_"):
-        assert spills_over_keys(found.asm["cubin"]) <= reloads
+        assert spills_over_keys(found.code) <= reloads
     else:
-        text = found.asm["amdgcn"]
+        text = found.text
         assert count(text, "vgpr_spill_count") == 0
         assert count(text, "private_segment_fixed_size") == 0
 
@@ -206,7 +207,7 @@ def check_resources(found, arch: str, reloads: int = 0) -> None:
 def test_an_fp8_cache_leaves_room_for_four_waves_of_a_simd(arch):
     """xFormers' split-K kernel has 108 registers, and was faster than its bfloat16 twin once it
     spilled none: two waves and more hide each other's loads."""
-    assert count(compiled("fp8", arch).asm["amdgcn"], "vgpr_count") <= 128
+    assert count(compiled("fp8", arch).text, "vgpr_count") <= 128
 
 
 @pytest.mark.parametrize(
@@ -224,7 +225,7 @@ def test_amds_waves_wait_for_their_parts_ahead_of_the_barrier_of_their_count(arc
     problem = problem_of("plain", arch)
     buffers = buffers_of(problem)
     (call,) = decode.forward(problem, plan(problem, device, backend="decode"), buffers).calls
-    lines = [line.strip() for line in compile_kernel(call, arch).asm["amdgcn"].splitlines()]
+    lines = [line.strip() for line in compile_now(call, arch).text.splitlines()]
     code = [line for line in lines if re.match(r"[a-z]\w+(\s|$)", line)]
     (count,) = (i for i, line in enumerate(code) if line.startswith("global_atomic_add"))
     stores = [i for i in range(count) if code[i].startswith("global_store")]
@@ -238,11 +239,11 @@ def test_stored_integers_leave_room_for_three_programs_of_an_sm(name):
     problem = problem_of(name, "sm_90")
     chosen = plan(problem, by_name("sm_90"), backend="decode+programs=3+registers=168")
     (call,) = decode.forward(problem, chosen, buffers_of(problem)).calls
-    found = compile_kernel(call, "sm_90")
-    assert disassemble(found.asm["cubin"]).usage["REG"] <= 168
-    assert spills_over_keys(found.asm["cubin"]) == 0
+    found = compile_now(call, "sm_90")
+    assert disassemble(found.code).usage["REG"] <= 168
+    assert spills_over_keys(found.code) == 0
     # 1 KiB of each program is the system's.
-    assert 3 * (found.metadata.shared + 1024) <= 228 * 1024
+    assert 3 * (found.shared_bytes + 1024) <= 228 * 1024
 
 
 @pytest.mark.parametrize("name", ["fp8 rows", "int4", "int4 pages", "int8", "plain"])
@@ -259,7 +260,7 @@ def test_keys_as_rows_of_products_halve_the_products_and_spill_nothing(name):
         tile = f"block_m={rows}+block_n={keys}+num_warps=2+programs=4+registers=0"
         chosen = plan(problem, by_name("sm_90"), backend=f"decode+{tile}")
         (call,) = decode.forward(problem, chosen, buffers_of(problem)).calls
-        cubin = compile_kernel(call, "sm_90").asm["cubin"]
+        cubin = compile_now(call, "sm_90").code
         assert spills_over_keys(cubin) == 0
         both.append(len(re.findall(r"HMMA", disassemble(cubin).text)))
     assert 2 * both[0] == both[1]
@@ -270,7 +271,7 @@ def test_a_tile_of_keys_and_of_values_is_fetched_ahead(tiles, fetches):
     problem = problem_of("int4", "sm_90")
     chosen = plan(problem, by_name("sm_90"), backend=f"decode+fetch_ahead={tiles}")
     (call,) = decode.forward(problem, chosen, buffers_of(problem)).calls
-    cubin = compile_kernel(call, "sm_90").asm["cubin"]
+    cubin = compile_now(call, "sm_90").code
     assert len(re.findall(r"CCTL\S*\.PF2", disassemble(cubin).text)) == fetches
     assert spills_over_keys(cubin) == 0
 
@@ -291,6 +292,6 @@ def test_the_decode_of_a_mixed_batch_spills_nothing(facts):
     problem = AttentionProblem.dense(128, 2048, 8192, **{"mask": CAUSAL, **sizes, **facts})
     _, call, _ = programs.program(plan(problem, by_name("H200"), backend="mixed"), "forward").calls
     assert call.kernel.function == "decode"
-    found = compile_kernel(call, "sm_90")
-    assert spills_over_keys(found.asm["cubin"]) == 0
-    assert 2 * (found.metadata.shared + 1024) <= 228 * 1024 or problem.head_dim > 128
+    found = compile_now(call, "sm_90")
+    assert spills_over_keys(found.code) == 0
+    assert 2 * (found.shared_bytes + 1024) <= 228 * 1024 or problem.head_dim > 128

@@ -20,7 +20,7 @@ import triton
 
 from heedful.core.base.device import by_name
 from heedful.core.planning.plan import plan
-from heedful.launch.code.triton_compat import compile_kernel
+from heedful.launch.code.compiler import compile_now
 from heedful.launch.program.programs import program
 from heedful.launch.program.spec import KernelCall, Pointer
 from machine_code.arrays import ARRAYS, portable_problem
@@ -53,7 +53,7 @@ def spilled_bytes(compiled) -> int:
     """Local memory of a cubin, which nothing but spills uses here."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
+        file.write(compiled.code)
         file.flush()
         command = [str(tool), "-res-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -73,9 +73,9 @@ def compile_within_limits(arch: str, named: list[tuple[str, KernelCall]]) -> Non
     """Compiles all; reports every kernel over the limits of its target, not just the first."""
     limit, wrong = by_name(arch).shared_bytes, []
     for name, call in named:
-        compiled = compile_kernel(call, arch)
-        if compiled.metadata.shared > limit:
-            wrong.append(f"{name}: {compiled.metadata.shared} bytes of shared memory, {limit} fit")
+        compiled = compile_now(call, arch)
+        if compiled.shared_bytes > limit:
+            wrong.append(f"{name}: {compiled.shared_bytes} bytes of shared memory, {limit} fit")
         if arch not in SPILL_FREE or takes_float32(call):
             continue
         if spilled := spilled_bytes(compiled):

@@ -13,10 +13,13 @@ from heedful.core.planning.plan import plan
 from heedful.core.registry.tiles import HopperDecodeConfig
 from heedful.inspector.nvidia import disassemble, measure, parse_sass
 from heedful.launch.bind import hopper_decode
-from heedful.launch.code.triton_compat import VERSION, compile_kernel
+from heedful.launch.code.compiler import compile_now
+from heedful.launch.prebuild import compiling
 from heedful.launch.program import programs
 
-pytestmark = pytest.mark.skipif(VERSION < (3, 9), reason="gl.inline_asm came with Triton 3.9")
+pytestmark = pytest.mark.skipif(
+    (compiling().triton or ()) < (3, 9), reason="gl.inline_asm came with Triton 3.9"
+)
 
 MIXED = "hopper_mixed"
 # Name: facts of the problem beside 4 sequences of 4096 keys, 32 heads over 8, and new tokens.
@@ -61,21 +64,21 @@ def compiled(name: str):
         (call,) = hopper_decode.forward(problem, chosen, buffers_of(problem)).calls
     config = chosen.configs["hopper_decode.forward"]
     assert isinstance(config, HopperDecodeConfig)
-    return config, compile_kernel(call, "sm_90")
+    return config, compile_now(call, "sm_90")
 
 
 @pytest.mark.parametrize("name", BY_DEFAULT)
 def test_nothing_is_spilled_and_programs_fit(name):
     config, found = compiled(name)
-    code, _, _ = parse_sass(disassemble(found.asm["cubin"]).text)
+    code, _, _ = parse_sass(disassemble(found.code).text)
     assert measure(code).spills == 0
     # 1 KiB of each program is the system's.
-    assert config.programs * (found.metadata.shared + 1024) <= 228 * 1024
+    assert config.programs * (found.shared_bytes + 1024) <= 228 * 1024
 
 
 def test_keys_come_by_tensor_maps_and_products_are_a_warpgroups():
     _, found = compiled("pages")
-    text = disassemble(found.asm["cubin"]).text
+    text = disassemble(found.code).text
     # Four boxes of 16 rows, of 64 columns each, of keys and of values.
     assert text.count("UTMALDG") == 16
     # 64 keys by 128 columns: eight products for the scores, four for the output.

@@ -11,9 +11,12 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.inspector.nvidia import disassemble, measure, parse_sass
 from heedful.launch.bind import mla, mla_swap_ab
-from heedful.launch.code.triton_compat import VERSION, compile_kernel
+from heedful.launch.code.compiler import compile_now
+from heedful.launch.prebuild import compiling
 
-pytestmark = pytest.mark.skipif(VERSION < (3, 9), reason="gl.inline_asm came with Triton 3.9")
+pytestmark = pytest.mark.skipif(
+    (compiling().triton or ()) < (3, 9), reason="gl.inline_asm came with Triton 3.9"
+)
 
 # Name: facts of the problem beside 4 sequences of 4096 latent vectors.
 PROBLEMS = {
@@ -73,7 +76,7 @@ def sass_of(name: str):
     buffers = buffers_of(problem)
     bind = mla_swap_ab if name in SWAPPED else mla
     (call,) = bind.forward(problem, plan(problem, by_name("H200"), backend=backend), buffers).calls
-    return parse_sass(disassemble(compile_kernel(call, "sm_90").asm["cubin"]).text)
+    return parse_sass(disassemble(compile_now(call, "sm_90").code).text)
 
 
 @pytest.mark.parametrize("name", BY_DEFAULT)

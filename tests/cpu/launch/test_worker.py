@@ -29,9 +29,11 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.launch.code import compiler
 from heedful.launch.code.artifact import CompileError
+from heedful.launch.code.identity import cache_key
 from heedful.launch.program.programs import program
 from heedful.launch.program.spec import KernelCall
 from heedful.launch.worker import pool, process
+from heedful.launch.worker.codec import encode
 
 SLOW = partial(pytest.param, marks=pytest.mark.slow)
 OWN = installed.compiler()
@@ -310,6 +312,7 @@ from heedful.core.base import installed
 from heedful.core.base.installed import Compiler
 from heedful.launch.code import compiler
 from heedful.launch.worker import pool, process
+from heedful.launch.worker.codec import encode
 installed.compiler = lambda: Compiler(OWN.version, OWN.root, apart=True)
 def pids():
     return [worker._process.pid for worker in process._running if worker.is_running]
@@ -408,6 +411,44 @@ except RuntimeError as error:
 """
     said = parent(code, tmp_path).communicate(timeout=120)[0]
     assert "was ended by SIGKILL" in said
+
+
+_WITHOUT = """
+import os, sys
+sys.modules["triton"] = None
+sys.path[:0] = sys.argv[1].split(os.pathsep)
+from heedful.core.base.device import by_name
+from heedful.core.base.installed import triton_version
+from heedful.core.call.problem import AttentionProblem
+from heedful.core.planning.plan import plan
+from heedful.launch.code import compiler
+from heedful.launch.code.identity import cache_key
+from heedful.launch.prebuild import compiling
+from heedful.launch.worker.codec import decode
+problem = AttentionProblem.dense(4, 1, 4096, 16, 1, used_k=True, head_dim=128)
+print(plan(problem, by_name("H200"), compiling()).backend, triton_version())
+call, arch = decode(bytes.fromhex(sys.argv[2]))
+made = compiler.artifact(call, arch)
+print(made.toolchain, dict(compiler.counters), cache_key(call, arch))
+"""
+
+
+def test_a_process_without_triton_has_the_kernels_and_the_cache_of_its_workers(apart, tmp_path):
+    """It plans for the Triton of its workers; what these make, a process finds that has it."""
+    assert OWN is not None
+    paths = os.pathsep.join([str(SOURCES), *filter(None, sys.path)])
+    own = {"HEEDFUL_CACHE_DIR": str(tmp_path / "cache"), "HEEDFUL_TRITON": str(OWN.root)}
+    done = subprocess.run(
+        [sys.executable, "-c", _WITHOUT, paths, encode(CALL, "sm_90").hex()],
+        env={**os.environ, "TMPDIR": str(apart), **own},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    planned, made = done.stdout.splitlines()
+    assert planned == ("hopper_decode None" if OWN.numbers >= (3, 9) else "decode None")
+    assert f"triton {OWN.version}, ptxas" in made and "{'compiles': 1}" in made
+    assert made.endswith(cache_key(CALL, "sm_90"))
 
 
 LIMITED = """

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import heedful.torch as heedful
-from heedful.launch.code.triton_compat import VERSION
+from heedful.torch.base.device import toolchain
 from support.hopper.device import ON_HOPPER
 from support.problems.budget import run
 from support.problems.cases import FRESH, MIXED, Case
@@ -20,7 +20,7 @@ from support.runs.prepared import Prepared
 
 pytestmark = ON_HOPPER
 # The Hopper decode wants Triton 3.9.
-BACKENDS = ("mixed", "hopper_mixed") if VERSION >= (3, 9) else ("mixed",)
+BACKENDS = ("mixed", "hopper_mixed") if (toolchain().triton or ()) >= (3, 9) else ("mixed",)
 
 CASES = (
     MIXED,
