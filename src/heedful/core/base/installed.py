@@ -32,7 +32,7 @@ TRITON_DISTRIBUTIONS = (
 
 # The oldest and the newest version of each that tests were run with; `heedful doctor` names others.
 TESTED: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
-    "torch": ((2, 11), (2, 15)),
+    "torch": ((2, 11), (2, 14)),
     "triton": ((3, 6), (3, 9)),
     "jax": ((0, 10), (0, 12)),
 }
