@@ -20,7 +20,7 @@ __all__ = ["index_first_axis", "pad_input", "unpad_input"]
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens of a padded batch that a mask keeps, one sequence behind the other.
+    """The tokens of a padded batch that a mask keeps, one sequence after the other.
 
     Reads the masks on the host, which waits for their device.
 

@@ -47,7 +47,7 @@ class Step:
     values are the first of the keys. page: keys of a page, which lie shuffled; 0 = not paged.
     stored: the dtype of a quantised cache, "" = bfloat16. by_head: it has a scale a KV head, not a
     row. prefix: keys before those of every sequence. window: keys that are seen, 0 = all. padded:
-    sequences behind those, of no keys. bar: share of a read's speed that is asked for.
+    sequences after those, of no keys. bar: share of a read's speed that is asked for.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""`heedful bench`: cases x peers, interleaved, each figure behind a reference check."""
+"""`heedful bench`: cases x peers, interleaved, each figure after a reference check."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

@@ -11,7 +11,7 @@ def emulate(
     ],
 ) -> None:
     """Run a .s file, or a kernel of a Python file (FILE.py:KERNEL), on a gfx942 or gfx950 emulator:
-    results, hazards, races, bounds. Options of its own go behind `--`."""
+    results, hazards, races, bounds. Options of its own follow `--`."""
     from heedful.emulator.command import main
 
     raise typer.Exit(main(arguments))

@@ -124,7 +124,7 @@ class Tiles:
         self, block: Block, cols: range, dtype: torch.dtype | None = None, ones: bool = False
     ) -> torch.Tensor:
         """Values as real values, (B G, N, E), in scratch precision or `dtype`; with `ones`, a
-        column of them behind, (B G, N, E + 1)."""
+        column of ones follows, (B G, N, E + 1)."""
         x = self.x
         return self._load(block, cols, "v", x.v, x.v_descale, x.v_shift, dtype, ones)
 

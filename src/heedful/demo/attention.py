@@ -20,7 +20,7 @@ def rotary(length: int, head_dim: int, device: torch.device) -> tuple[torch.Tens
 
 
 def _rotated(attend: Callable[..., torch.Tensor]) -> Attend:
-    """attend(q, k, v) behind rotary embedding, halves of the head dim as the pairs."""
+    """attend(q, k, v) after rotary embedding, halves of the head dim as the pairs."""
 
     def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         one, other = x.float().chunk(2, -1)

@@ -31,7 +31,7 @@ class ModelSize:
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each behind a norm and added to its input."""
+    """Attention and a two-layer perceptron, each after a norm and added to its input."""
 
     def __init__(self, size: ModelSize, layer: int):
         super().__init__()

@@ -43,7 +43,7 @@ def flash_attn_func(
             return_attn_probs.
 
     Returns:
-        (out,), and behind it lse float32 (batch, heads, seqlen_q) with return_lse, then the
+        (out,), and after it lse float32 (batch, heads, seqlen_q) with return_lse, then the
         sign-coded probabilities with return_attn_probs (empty at dropout_p = 0). Gradients flow
         through lse too.
 

@@ -1,10 +1,9 @@
 """Recording which problems a run needs, and reading such lists: what `heedful prebuild` compiles.
 
-A list is JSON: {"format": 1, "problems": [{"problem": {...}, "direction": "forward",
-"buffers": {...} or null, "device": {...} or null}, ...]}. By hand, "problem" and perhaps
-"direction" are enough: what is left out is the default, arrays are contiguous. A "step" gives a
-cache new keys ahead of its forward (`launch.program.programs.step`); it has its "buffers" and
-"options".
+A list is JSON: {"format": 1, "problems": [{"problem": {...}, "direction": "forward", "buffers":
+{...} or null, "device": {...} or null}, ...]}. By hand, "problem" and perhaps "direction" are
+enough: what is left out is the default, arrays are contiguous. A "step" gives a cache new keys
+before its forward (`launch.program.programs.step`); it has its "buffers" and "options".
 """
 
 import json

@@ -176,7 +176,7 @@ def bench_cases(device: torch.device) -> list[Case]:
 
 
 def bench(case: Case, names: list[str], device: torch.device) -> Outcome:
-    """The named backends beside SDPA on one case, each figure behind a reference check."""
+    """The named backends beside SDPA on one case, each figure after a reference check."""
     peers = [find("sdpa"), *(find(f"heedful:{name}") for name in names if name != "sdpa")]
     return measure(case, peers, device, rounds=5, bases=("sdpa",))
 

@@ -23,7 +23,7 @@ class Case:
     grad: forward with a graph for a later backward.
     compiled: the call under torch.compile.
     paged: k and v lie in pages of PAGE keys.
-    lengths: of the sequences, where they are packed one behind the other; none where each is a row.
+    lengths: of the sequences, where they are packed one after the other; none where each is a row.
     input_scale: q and k are normal values times this; 4 makes the running maximum move.
     """
 

@@ -149,7 +149,7 @@ def _cpu_clock(call: Callable[[], Any], count: int, keep: int) -> tuple[list[flo
 def _gpu_clock(device: torch.device) -> Clock:
     """A clock on CUDA events. Before each call the L2 is filled with other lines, by reading them:
     written ones would go to memory while the call's own arrive, which takes 4 to 5 us of a call
-    that reads 32 MB. In a model, too, the kernels ahead of attention read more than they write."""
+    that reads 32 MB. In a model, too, the kernels before attention read more than they write."""
     properties = torch.cuda.get_device_properties(device)
     size = FLUSH_TIMES_L2 * max(properties.L2_cache_size, 64 * 1024 * 1024)
     flushed = torch.empty(size // 4, dtype=torch.float32, device=device)

@@ -17,7 +17,7 @@ class Operands(NamedTuple):
     block_table: int32 (B, pages per sequence). kv_batch_idx: int32 (B,), which row of k and v a
         sequence uses. leftpad_k: int32 (B,), where in its storage a sequence begins.
     tree_mask: bool (B, Sq, Sq), expanded; rows see key len_k - Sq + c iff tree_mask[b, row, c].
-    seed: int64 (1,), on the device: the Philox key; or (5,), with the dropout origin behind it.
+    seed: int64 (1,), on the device: the Philox key; or (5,), with the dropout origin after it.
     q_descale, k_descale, v_descale: float32 (B, G), expanded; for quantised caches
         k_descale, v_descale, k_shift, v_shift: (cache storage dims..., G, groups).
     """

@@ -1,5 +1,5 @@
-"""One attention call as frozen facts: no tensors, no framework. Everything that decides which
-kernel runs, and how, is here; what only the kernel reads (addresses, strides) is not."""
+"""One attention call as frozen facts: no tensors, no framework. It has all that decides which
+kernel runs, and how. It lacks what only the kernel reads (addresses, strides)."""
 
 import math
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ NEAR_BYTES = 1 << 23
 
 
 def default_out_dtype(dtype: str) -> str:
-    """The dtype of an output that nobody chose: that of the inputs, bfloat16 of 8-bit ones."""
+    """The default dtype of an output: that of the inputs, or bfloat16 for 8-bit inputs."""
     return "bfloat16" if ITEM_BITS.get(dtype) == 8 else dtype
 
 
@@ -58,7 +58,8 @@ class AttentionProblem:
     needs_grad, bias_grad: whether a backward will follow, and one for the bias.
     return_lse: whether the caller reads the log-sum-exp.
     return_probs: the sign-coded dropped probabilities are wanted (tests).
-    keeps_rest: beside the log-sum-exp, what its rounding left is wanted, for a merge on a GPU.
+    keeps_rest: the rest that rounding the log-sum-exp left is wanted beside it, for a merge on a
+    GPU.
     deterministic: the backward must be bit-equal from run to run.
     num_splits: 0 = choose, 1 = do not split the keys, n = split them in n.
     aligned: all bases and strides are multiples of 16 bytes.
@@ -110,7 +111,7 @@ class AttentionProblem:
     dropout_origin: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     def __post_init__(self):
-        # Times 0, which a float32 may round it to, a hidden score, an infinity, would be NaN.
+        # A float32 may round the scale to 0, and 0 times a hidden score, an infinity, would be NaN.
         if abs(self.scale) < NO_SCALE:
             object.__setattr__(self, "scale", NO_SCALE)
 

@@ -30,14 +30,14 @@ class Rejection:
 @dataclass(frozen=True)
 class Plan:
     """The decision for one problem on one device: all that the code of its kernels depends on.
-    `sizes` has the rest, which lengths change.
+    `sizes` gives the rest, which lengths change.
 
     backend, level: of the forward; backward, backward_level: of the backward, None without one.
     configs: kernel name ("portable.forward", ...) -> its tiles; measured: where from.
     is_split: whether the keys are split in parts that are merged. scheduler: how the programs of a
-    Hopper forward come by their tiles. short_q: queries of a sequence up to which a decode kernel
-    has it, where the Hopper forward has the longer ones; 0 = one kernel has all. by_hand: options
-    that a backend's name carried.
+    Hopper forward get their tiles. short_q: the most queries of a sequence that a decode kernel
+    handles, where the Hopper forward handles longer ones; 0 = one kernel handles all. by_hand:
+    options that a backend's name carried.
     notes: what a user may want to know (copies made, settings that took part).
     """
 
@@ -62,7 +62,7 @@ class Plan:
         return capability.row(backend or self.backend, direction, self.problem.dtype)
 
     def appends_ahead(self, has_new: bool = True, leaves_q: bool = False) -> str:
-        """Why new keys and values go into a cache by a launch ahead of attention; empty where the
+        """Why new keys and values go into a cache by a launch before attention; empty where the
         forward's kernel appends them.
 
         has_new: whether there are any. leaves_q: whether rotated queries are a result, too.
@@ -74,7 +74,7 @@ class Plan:
         if not has_new:
             return "no new keys come"
         problem = self.problem
-        # A kernel without queries would not come by the new keys.
+        # A kernel without queries would never reach the new keys.
         is_empty = 0 in (problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim)
         return "there are no queries" if is_empty else ""
 
@@ -84,10 +84,11 @@ class Plan:
         direction: str = "forward",
         stored_k: int | None = None,
     ) -> Sizes:
-        """Grids, splits and scratch for these lengths, or the problem's own.
+        """Grids, splits and scratch for these lengths, by default the problem's own.
 
-        Kernels are right for any lengths. Which tiles are best may depend on them, which is for a
-        plan of their own. stored_k: keys that a sequence has room for, where that is not seqlen_k.
+        Kernels are right for any lengths. The best tiles may depend on lengths, so that new lengths
+        may want a plan of their own. stored_k: keys that a sequence has room for, where that is not
+        seqlen_k.
         """
         problem = self.problem if lengths is None else self.problem.at(lengths)
         return sizes.of(self, problem, direction, stored_k)
@@ -107,9 +108,9 @@ def plan(
 ) -> Plan:
     """The best kernels for `problem` on `device`.
 
-    backend: use this one; ValueError with every reason if it cannot. A backend whose backward
-    cannot leaves the backward to the next one. Raises ValueError where no kernel can. Options of
-    its kernels that are to be measured go behind its name: "hopper+draws=1+last_waves=2".
+    backend: use this one; ValueError with every reason if it cannot. If its backward cannot, the
+    next backend takes the backward. Raises ValueError where no kernel can. Options of
+    its kernels, for measurements, follow its name: "hopper+draws=1+last_waves=2".
     """
     backend, by_hand = _named(backend)
     problem.validate()
@@ -145,7 +146,7 @@ def plan(
 
 
 def _named(backend: str | None) -> tuple[str | None, dict[str, int]]:
-    """A backend's name, and the options behind it."""
+    """A backend's name, and the options after it."""
     if backend is None:
         return None, {}
     name, *given = backend.split("+")
@@ -165,7 +166,7 @@ def _named(backend: str | None) -> tuple[str | None, dict[str, int]]:
 
 
 def _left_to_others(row: KernelRow, direction, problem, device, toolchain) -> list[str]:
-    """Why a row that is not asked for by name leaves a problem to rows of other backends that take
+    """Why a row whose backend is not named leaves a problem to rows of other backends that take
     it."""
     found = [other for wish in row.unasked if (other := wish(problem, device))]
     return [
@@ -182,7 +183,7 @@ def _choose(direction, problem, device, toolchain, backend) -> tuple[KernelRow, 
     """The first row that can, and the rejections on the way."""
     chosen, rejected, named = None, [], []
     for row in _rows(direction, problem.dtype):
-        # Asked first: most problems are another kernel's, and need no look at the rest.
+        # This is asked first: another kernel takes most problems, and the rest need no check.
         reasons = []
         if backend is None:
             reasons = _left_to_others(row, direction, problem, device, toolchain)
@@ -216,7 +217,8 @@ def _choose(direction, problem, device, toolchain, backend) -> tuple[KernelRow, 
 
 
 def _rows(direction: str, dtype: str) -> list[KernelRow]:
-    """One row of each backend: that for this dtype, or where there is none its first, to say so."""
+    """One row of each backend: the one for this dtype. Without one it is the first, which gives the
+    dtype as a reason."""
     kept: dict[str, KernelRow] = {}
     for row in capability.rows(direction):
         if row.backend not in kept or (
@@ -227,7 +229,7 @@ def _rows(direction: str, dtype: str) -> list[KernelRow]:
 
 
 def stored_as(plan: Plan, **facts: bool) -> Plan:
-    """The plan for tensors stored otherwise, of which its backward makes no reason against it.
+    """The plan for tensors stored otherwise. Its backward takes these, too.
 
     facts: those of `core.call.storage`, as in AttentionProblem.
     """
@@ -249,14 +251,15 @@ def _configs(
 ) -> dict[str, tuple[TileConfig, ConfigRow]]:
     """The config of every kernel that takes part, fitted to the problem, and where it is from."""
     tools = toolchain or Toolchain()
-    # Each kernel, and the Triton that it is planned for.
+    # Maps each kernel to the Triton that it is planned for.
     kernels = {
         kernel: next(iter(tools.tritons_of(row.backend)), None)
         for row in (forward, backward)
         if row is not None
         for kernel in row.configs
     }
-    # Made anew, from the log-sum-exp, for the tests and for the gradient of the bias.
+    # This kernel makes probabilities anew from the log-sum-exp, for tests and for the gradient of
+    # the bias.
     if "portable.scores" in kernels:
         triton = kernels.pop("portable.scores")
         if problem.return_probs or problem.bias_grad:
@@ -271,7 +274,7 @@ def _configs(
 
 
 def _as_seen(kernel: str, problem: AttentionProblem, forward: KernelRow) -> AttentionProblem:
-    """The problem as tiles of a kernel are chosen for it: short sequences of a mixed batch mostly
+    """The problem for which a kernel's tiles are chosen: short sequences of a mixed batch mostly
     have one new token."""
     if forward.short_queries and kernel in SHORT_KERNELS:
         return problem.at(problem.lengths._replace(seqlen_q=1))
@@ -279,7 +282,7 @@ def _as_seen(kernel: str, problem: AttentionProblem, forward: KernelRow) -> Atte
 
 
 def _dealt_out(row: KernelRow, tiles, problem: AttentionProblem, device: DeviceSpec) -> dict:
-    """Whether the keys are split, and who deals out the tiles."""
+    """Whether the keys are split, and which scheduler deals out the tiles."""
     forward = next((tiles[kernel][0] for kernel in row.configs if kernel in tiles), None)
     splits = 1
     if "split_kv" in row.features:
@@ -299,8 +302,8 @@ def _dealt_out(row: KernelRow, tiles, problem: AttentionProblem, device: DeviceS
 
 
 def explain(plan: Plan, update: str | None = None) -> str:
-    """The decision in words, line by line. update: of a call that appends to a cache, what
-    `Plan.appends_ahead` says."""
+    """The decision in words, line by line. update: the result of `Plan.appends_ahead` for a call
+    that appends to a cache."""
     lines = [
         f"problem   {plan.problem.key()}",
         f"device    {plan.device.name} ({plan.device.arch})",
@@ -333,7 +336,7 @@ def explain(plan: Plan, update: str | None = None) -> str:
 
 
 def words_of_sequences(plan: Plan) -> str:
-    """Which kernel has which sequences of a mixed batch."""
+    """Which kernel handles which sequences of a mixed batch."""
     short = next(kernel for kernel in plan.configs if kernel in SHORT_KERNELS)
     return f"up to {plan.short_q} queries: {short}; longer ones: hopper.forward"
 

@@ -1,7 +1,7 @@
 """The part of a plan that lengths change: grids, how work is dealt out, splits, scratch.
 
-All pure: numbers in, numbers out. Lengths may be symbols (core/base/symbols.py), so `smaller` and
-`larger` stand where Python's own min and max would ask which one it is.
+All pure: numbers in, numbers out. Lengths may be symbols (core/base/symbols.py). So `smaller` and
+`larger` replace Python's own min and max, which would compare the symbols at once.
 """
 
 from collections.abc import Mapping
@@ -32,12 +32,12 @@ from heedful.core.registry.tiles import (
 if TYPE_CHECKING:
     from heedful.core.planning.plan import Plan
 
-# How programs come by their tiles. dynamic: a program for each SM takes its next tile by a counter.
+# How programs get their tiles. dynamic: a program for each SM takes its next tile by a counter.
 # static: it takes every n-th. single: a program for each tile.
 Scheduler = Literal["dynamic", "static", "single"]
 
-# The L2 head swizzle: heads of a group under a mask; how often the tiles of the last group fill
-# the device; of heads with fewer tiles all groups are as large (H200, 2026-11-22,
+# The L2 head swizzle: heads of a group under a mask; how often the tiles of the last group fill the
+# device; the tiles of a head below which all groups are as large (H200, 2026-11-22,
 # measurements/hopper-forward.md).
 _L2_HEADS, _L2_HEADS_FP8 = 4, 2
 _LAST_WAVES = 2
@@ -45,8 +45,8 @@ _L2_GROUP_TILES = 8
 # For the backward, whose key tiles share queries, their gradients and sums of dQ: how much of L2,
 # in percent, these are to fill.
 _L2_SHARE = 40
-# Unmasked heads whose key tiles begin together where they take turns: in each only one at a time
-# begins. Under a diagonal they all begin, and more heads are slower
+# Unmasked heads whose key tiles begin together where they take turns: each head begins only one at
+# a time. Under a diagonal all tiles begin, and more heads are slower
 # (measurements/hopper-backward.md).
 _HEADS_IN_TURN = 4
 
@@ -64,7 +64,7 @@ class Workspace:
 
 @dataclass(frozen=True, slots=True)
 class LaunchSizes:
-    """One kernel's grid, and the numbers of its work that it is told."""
+    """One kernel's grid, and the numbers of its work that it gets."""
 
     grid: tuple[int, int, int]
     numbers: Mapping[str, int]
@@ -73,7 +73,7 @@ class LaunchSizes:
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """The sizes that lengths change. num_splits: in how many parts the keys are split, 1 = not.
-    launches: by kernel, those with tuned tiles and what helps them."""
+    launches: by kernel: those with tuned tiles, and their helpers."""
 
     num_splits: int
     launches: Mapping[str, LaunchSizes]
@@ -114,7 +114,7 @@ def of(plan: "Plan", problem: AttentionProblem, direction: str, stored_k: int | 
 
 
 def splits_of(plan: "Plan", problem: AttentionProblem) -> int:
-    """In how many parts a split plan splits these lengths."""
+    """The number of parts into which a split plan splits the keys of these lengths."""
     config = plan.configs.get(f"{plan.backend}.forward")
     if isinstance(config, SharedKeysConfig):
         return asked_splits(problem, config.block_n) if problem.num_splits else 1
@@ -126,7 +126,7 @@ def splits_of(plan: "Plan", problem: AttentionProblem) -> int:
 
 
 def best_splits(config: TileConfig, problem: AttentionProblem, device: DeviceSpec) -> int:
-    """As `choose_splits`, for the tiles of a forward, or as was chosen by hand."""
+    """The splits that `choose_splits` gives for the tiles of a forward, or those chosen by hand."""
     if isinstance(config, HopperForwardConfig) and config.key_splits:
         return config.key_splits
     rows = config.group_rows(problem)
@@ -153,9 +153,9 @@ def heads_in_l2(problem: AttentionProblem, device: DeviceSpec) -> int:
 def scheduler_of(
     config: HopperConfig, problem: AttentionProblem, device: DeviceSpec, splits: int
 ) -> Scheduler:
-    """Dynamic where lengths differ under a mask, and of packed queries, whose tiles only the device
-    can count; static where they hardly do; a program for each tile, which the hardware deals out,
-    where the rest is not known to be faster."""
+    """Dynamic where lengths differ under a mask, and for packed queries, whose tiles only the
+    device can count. Static where lengths hardly differ. Single (a program for each tile, which the
+    hardware deals out) where neither is known to be faster."""
     if problem.varlen_q:
         return "dynamic"
     if problem.used_q or problem.ragged_k:
@@ -167,8 +167,8 @@ def scheduler_of(
 
 
 def _head_tiles(config: HopperConfig, problem: AttentionProblem) -> int:
-    """Tiles of queries of one head; of packed sequences, whose lengths only the device knows, as
-    many as there can be."""
+    """Tiles of queries of one head. For packed sequences, whose lengths only the device knows, it
+    is the most that there can be."""
     if problem.total_q is not None:
         return problem.total_q // config.block_m + problem.batch
     return problem.batch * ceil_div(problem.seqlen_q * config.group_rows(problem), config.block_m)
@@ -185,13 +185,13 @@ def hopper_tiles(config: HopperConfig, problem: AttentionProblem) -> int:
 
 
 def _l2_swizzle(plan: "Plan", config: HopperConfig, problem: AttentionProblem) -> dict[str, int]:
-    """Heads whose tiles are dealt out together, the longest first, and how many such groups come
-    before the last, which takes the heads that remain.
+    """The number of heads whose tiles are dealt out together, the longest first, and the number of
+    such groups before the last, which takes the heads that remain.
 
-    Unmasked, one after the other, so that K and V stay in L2. Masked, a few, and enough for the
-    last group that its short tiles outlast its longest, as far as L2 has room; where heads have few
-    tiles, as many in all groups. With packed queries only the device knows the tiles, and the last
-    sequences are short.
+    Without a mask heads go one after the other, so that K and V stay in L2. Under a mask a group
+    has a few heads. The last group has enough that its short tiles outlast its longest, as far as
+    L2 has room. Where heads have few tiles, all groups are as large. With packed queries only the
+    device knows the tiles, and the last sequences are short.
     """
     heads = work_heads(config, problem)
     if not problem.varlen_q:
@@ -224,7 +224,7 @@ def _hopper_forward(plan: "Plan", problem: AttentionProblem, splits: int):
     launches = {_hopper_kernel(plan): LaunchSizes((programs, 1, 1), numbers)}
     workspaces = []
     if plan.scheduler == "dynamic":
-        # Kernels that come ahead begin the count.
+        # Earlier kernels begin the count.
         ahead = isinstance(config, HopperFp8Config) and not config.transposes_v
         counter = ArraySpec.contiguous((1,), "int32")
         workspaces.append(
@@ -443,8 +443,8 @@ def _backward(plan: "Plan", problem: AttentionProblem, stored_k: int) -> Sizes:
 
 
 def references(problem: AttentionProblem) -> tuple[Workspace, Workspace]:
-    """Each row's number that the backward subtracts from scores, and the factor of what comes of
-    them."""
+    """For each row the number that the backward subtracts from scores, and the factor of the
+    resulting probabilities."""
     rows = ArraySpec.contiguous(problem.lse_shape, "float32")
     return Workspace("reference", rows), Workspace("factor", rows)
 
@@ -456,8 +456,8 @@ def _backward_splits(
     tiles: int,
     q_blocks: int,
 ) -> int:
-    """In how many parts the visits of a key tile are split. Packed sequences have at least `tiles`,
-    of any length up to the longest's, whatever the mask."""
+    """The number of parts into which the visits of a key tile are split. Packed sequences have at
+    least `tiles` tiles, each of any length up to the longest's, whatever the mask."""
     if config.splits:
         return config.splits
     is_triangle = problem.mask.right >= 0 and problem.mask.left < 0
@@ -466,8 +466,8 @@ def _backward_splits(
 
 
 def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
-    """A work tile is a key tile of a KV head. Sums of dQ have rows for whole tiles of queries; of
-    packed ones, whose lengths only the device knows, for as many as there can be."""
+    """A work tile is a key tile of a KV head. Sums of dQ have rows for whole tiles of queries. For
+    packed queries, whose lengths only the device knows, there are as many as there can be."""
     config = plan.configs["hopper.backward"]
     assert isinstance(config, HopperBackwardConfig)
     rows = config.block_m

@@ -40,9 +40,9 @@ LEVELS = {
 }
 
 
-# Whose call of compiled kernels takes machine code and tensor maps.
+# The first JAX whose call of compiled kernels takes machine code and tensor maps.
 JAX_ON_GPUS = (0, 11, 1)
-# Behind every version there is.
+# This is after every version that there is.
 _NEWEST = (sys.maxsize,)
 
 
@@ -79,8 +79,8 @@ class KernelRow:
     features: what it takes beyond plain dense attention.
     max_dim, dim_multiple: head dims of QK and V: at most (V MAX_HEAD_DIM_V), and a multiple of.
     by_default: whether the planner may choose it where no backend is named.
-    short_queries: where sequences of few queries run a decode kernel, and those of more the Hopper
-        forward: up to how many.
+    short_queries: the most queries of a sequence that a decode kernel handles, where the Hopper
+    forward handles longer ones.
     gathers_pages: it takes keys in pages as dense copies, see torch/eager/pages.py.
     appends: it writes new keys and values into a cache itself, and rotates keys and queries; its
         program module has a `step`, see launch/program/programs.py.

@@ -428,12 +428,12 @@ ROWS: list[ConfigRow] = [
     _hopper_backward(256, (64, 64, 4, 2), **_NO_DQ_GROUP),
     _cdna(64, (256, 128, 8, 1), eight_bit),
     _cdna(128, (256, 64, 8, 1)),
-    # Page numbers are loaded two stages ahead of keys: as many again. 64 rows are a WGMMA's, which
+    # Page numbers are loaded two stages before keys: as many again. 64 rows are a WGMMA's, which
     # takes its keys from shared memory: fewer stages, for two programs of an SM. With few bits,
     # instructions bound it and not bytes. Up to 8 rows are the columns of products whose rows are
     # keys: half as many products and exponentials. e4m3 with a scale a row takes 281 us in place of
     # 290 (64 x 8192), int4 216 and 234, others the same (H200, 2026-11-25). Programs of several
-    # heads read parts of a line at times of their own: fetched as a whole a little ahead, int4
+    # heads read parts of a line at times of their own: fetched as a whole a little early, int4
     # takes 176 us in place of 215 (the same). With 8 bits this takes a third more time.
     _decode(("sm_90",), 128, 8, (64, 2, 3), 4, False, heads_share_lines, fetch_ahead=3, **_FOUR),
     *(

@@ -23,7 +23,7 @@ _INLINE_ASM = (3, 9)
 @dataclass(frozen=True, slots=True)
 class TileConfig:
     """How one kernel is cut: `block_m` query rows by `block_n` keys, for so many warps, with loads
-    so many stages ahead."""
+    so many stages early."""
 
     block_m: int
     block_n: int
@@ -95,8 +95,8 @@ class DecodeConfig(SharedKeysConfig):
     conversion: of stored values of 8 and 4 bits: 0 the compiler's, 1 by PTX, of sm_90 on, 2 by the
     fewest instructions: of integers a permutation and an fma, of floats to float16. merge_stages:
     how often `merge_values` are on their way, as many as loads take longer than sums. registers: of
-    a thread at most, of NVIDIA parts alone; 0 = the compiler's choice. fetch_ahead: so many key
-    tiles ahead rows of a cache in one piece are brought to the L2, of NVIDIA parts alone; 0 = not.
+    a thread at most, of NVIDIA parts alone; 0 = the compiler's choice. fetch_ahead: rows of a cache
+    in one piece are brought to the L2 so many key tiles early, of NVIDIA parts alone; 0 = not.
     """
 
     conversion: int = 0
@@ -110,8 +110,8 @@ class MlaConfig(SharedKeysConfig):
     """A tile of the MLA decode: 64 query rows by 128 keys, 64 for each of two consumers.
 
     query_boxes: of 64 columns, that consumers keep in registers. ahead: boxes of the next step's
-    first scores that are queued behind a step's last values. in_order: 1: the first consumer's
-    product with the second block's values is queued behind the second's. merge: 1: parts are merged
+    first scores that are queued after a step's last values. in_order: 1: the first consumer's
+    product with the second block's values is queued after the second's. merge: 1: parts are merged
     by all programs that have one, each some rows, which takes programs that are at work at once.
     consumer_regs, producer_regs: registers of a thread.
     """
@@ -262,10 +262,9 @@ def tile_dim(dim: int) -> int:
 class HopperFp8Config(HopperConfig):
     """A tile of the Hopper forward for fp8 inputs.
 
-    votes_last: whether sums overflowed is asked behind the wait for P V. prefetches_tile: consumers
-    get the next work tile while their last P V runs. sums_in_regs: float32 sums are in
-    registers and not in shared memory. transposes_v: its own
-    warps transpose V, and not a kernel ahead of it.
+    votes_last: whether sums overflowed is asked after the wait for P V. prefetches_tile: consumers
+    get the next work tile while their last P V runs. sums_in_regs: float32 sums are in registers
+    and not in shared memory. transposes_v: its own warps transpose V, and not a kernel before it.
     """
 
     votes_last: bool = False
@@ -381,7 +380,7 @@ SINK_GRADIENTS = RowsConfig(1024)
 # Programs that share what lies outside of all packed sequences: about one for each unit of a GPU.
 CLEARING_PROGRAMS = 128
 VARLEN_SCHEDULER = RowsConfig(1024)  # sequences that a program looks at at once
-# The kernel that transposes V ahead of fp8 attention: keys of a block, at multiples of which packed
+# The kernel that transposes V before fp8 attention: keys of a block, at multiples of which packed
 # sequences begin; packed sequences that a program looks at at once.
 V_T_KEYS = 128
 TRANSPOSE_SEQUENCES = 256

@@ -1,6 +1,6 @@
 """Follows undefined values, from LDS or registers that nothing has written, until one matters.
 
-Software pipelines read a buffer ahead of the branch that decides whether the data counts, and
+Software pipelines read a buffer before the branch that decides whether the data counts, and
 compilers copy register pairs of which only one half is defined, so the read alone is no defect. It
 becomes one when the value reaches memory, an address, a branch or exec. Lanes are followed one by
 one; a value is forgotten where a select discards it.

@@ -42,7 +42,7 @@ def dot_product_attention(
         scale: default 1 / sqrt(head_dim).
         is_causal: query i sees keys up to i, whatever the lengths.
         query_seq_lengths, key_value_seq_lengths: int32 (batch,): how many tokens a sequence has;
-            rows behind them are 0.
+            rows after them are 0.
         local_window_size: (left, right) keys around key i that query i sees, or one int for both.
         implementation: a backend of heedful's by name, or None.
         return_residual: also return the log-sum-exp (batch, seqlen_q, heads_q) as jax.nn does: in

@@ -2,7 +2,7 @@
 
 jaxlib hands a kernel's arrays out in the order of its parameters: first the call's operands, then
 its results. Arrays that are written stand between those that are read, so they are operands that
-share memory with a result, but for those behind the last that is read.
+share memory with a result, but for those after the last that is read.
 """
 
 from collections.abc import Mapping
@@ -180,7 +180,7 @@ class Slots:
     """How the arrays of a launch become operands and results of a custom call.
 
     operands: names in order. results: names in order; those of the first `placed` are parameters
-    behind the operands, the rest share the memory of operands alone. aliases: operand -> result.
+    after the operands, the rest share the memory of operands alone. aliases: operand -> result.
     """
 
     operands: tuple[str, ...]

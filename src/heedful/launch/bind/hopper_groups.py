@@ -1,4 +1,4 @@
-"""The groups of arguments that only Hopper kernels have, and the kernel ahead of packed queries."""
+"""The groups of arguments that only Hopper kernels have, and the kernel before packed queries."""
 
 import math
 from collections.abc import Mapping

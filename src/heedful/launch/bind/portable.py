@@ -135,7 +135,7 @@ def _order(numbers: Mapping[str, int], splits: int = 1) -> TileOrder:
 
 
 def clear_outside_call(problem: AttentionProblem, buffers: Buffers) -> KernelCall:
-    """Zeros in out, and -inf in lse, for packed tokens before the first sequence and behind the
+    """Zeros in out, and -inf in lse, for packed tokens before the first sequence and after the
     last, beside attention kernels that write rows of sequences alone."""
     total, heads, dim = buffers["out"].shape
     divisor = shared_divisor(buffers, ("out",))

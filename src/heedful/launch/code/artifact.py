@@ -83,7 +83,7 @@ def lay_out(
 
 
 def map_words(artifact: Artifact) -> tuple[dict[str, int], int]:
-    """Where in a launch's buffer, behind the parameters, lies what each tensor map is encoded from,
+    """Where in a launch's buffer, after the parameters, lies what each tensor map is encoded from,
     and where all that ends: words of 8 bytes, for the address, the sizes, innermost first, and the
     strides in bytes but for the first."""
     end, found = -(-artifact.parameter_bytes // 8) * 8, {}

@@ -1,6 +1,6 @@
 """Artifacts as files: the format that the disk cache and packs share.
 
-One file an artifact: a line of magic, a line of JSON (with the SHA-256 of every blob behind it,
+One file an artifact: a line of magic, a line of JSON (with the SHA-256 of every blob after it,
 itself digested in the first line), then the blobs. Nothing is ever unpickled or executed on
 reading; what does not match its digest is not loaded.
 """

@@ -134,7 +134,7 @@ class Slot:
     """An argument buffer with everything that one launch passes to the driver; used by one thread
     at a time.
 
-    buffer: the parameters, and behind them what their tensor maps are encoded from (`map_words`).
+    buffer: the parameters, and after them what their tensor maps are encoded from (`map_words`).
     """
 
     __slots__ = (

@@ -297,7 +297,7 @@ def _fields(call: KernelCall, artifact: Artifact) -> list[tuple[int, str, int]]:
                 for i in range(rank):
                     found.append((*formats[f"{name}.shape[{i}]"], at + i))
                     found.append((*formats[f"{name}.strides[{i}]"], at + rank + i))
-                # Innermost first, behind the address: sizes, then steps.
+                # Innermost first, after the address: sizes, then steps.
                 inward = [at + i for i in reversed(range(rank))]
                 inward += [at + 2 * rank + i for i in reversed(range(rank - 1))]
                 first = words[name] + 8

@@ -52,7 +52,7 @@ def step(
 def in_turn(
     plan: Plan, buffers: Mapping[str, ArraySpec], interleaved: bool, position0: int
 ) -> Program:
-    """As `step`, by kernels of their own ahead of any forward."""
+    """As `step`, by kernels of their own before any forward."""
     problem, scratch = plan.problem, {}
     if "seqused_k" not in buffers:
         scratch["seqused_k"] = ArraySpec.contiguous(buffers["cache_seqlens"].shape, "int32")

@@ -92,7 +92,7 @@ class KernelRef:
 class KernelCall:
     """One kernel launch.
 
-    parameters: what each parameter of the kernel is given: a group of `kernels.args`, an argument,
+    parameters: the value of each parameter of the kernel: a group of `kernels.args`, an argument,
     or a constant, which for an absent operand is None.
     options: num_warps, num_stages and other compile options.
     cluster: programs that share their shared memory. programmatic: the launch may begin before the
@@ -109,7 +109,8 @@ class KernelCall:
     cluster: int = 1
     programmatic: bool = False
     cooperative: bool = False
-    # The leaves by dotted names: what is given at run time, and what the kernel is compiled for.
+    # The leaves by dotted names: those given at run time, and those that the kernel is compiled
+    # for.
     arguments: Mapping[str, Argument] = field(init=False)
     constants: Mapping[str, object] = field(init=False)
 

@@ -75,7 +75,7 @@ def explain(function: Callable, *args, **kwargs) -> str:
 
 
 def _appended(chosen: plan.Plan, update: CacheUpdate) -> str | None:
-    """Why new keys go into the cache ahead of attention, or that they need not; None without any.
+    """Why new keys go into the cache before attention, or that they need not; None without any.
     update: of ArraySpecs."""
     if update.k is None:
         return None

@@ -1,4 +1,4 @@
-"""Attention over a prefix that all sequences share and over what each has behind it, merged.
+"""Attention over a prefix that all sequences share and over what each has after it, merged.
 
 A float32 log-sum-exp far from 0 does not tell how two results weigh: on a GPU the kernels give what
 its rounding left beside it, on a CPU maxima and sums are made where they are needed.

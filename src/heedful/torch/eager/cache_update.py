@@ -89,7 +89,7 @@ def append_kv(
     sees_values: bool,
     scales: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> None:
-    """Writes k and v (B, S, G, dim) behind the tokens that each sequence has in its cache.
+    """Writes k and v (B, S, G, dim) after the tokens that each sequence has in its cache.
 
     cache_seqlens: (B,) storage position of a sequence's first new token; a sequence of negative
     length gets none. Caches: rows (rows, capacity, G, dim) picked by cache_batch_idx (B,), or pages

@@ -118,7 +118,7 @@ class Case:
         zeroed = [w for w in program.workspaces if w.zeroed]
         others = [w for w in program.workspaces if not w.zeroed]
         self._order = [*names, *(workspace.name for workspace in (*others, *zeroed))]
-        # Where among the numbers the places of regions are, behind which comes their size.
+        # The index of the places of regions among the numbers; their size follows.
         self.scratch, self.zeroed = (self._region(regions) for regions in (others, zeroed))
         self._leaves_zeros = all(w.left_zero for w in zeroed)
         # Where those of the kernels begin, of which all is asked now: later it were no guard.
@@ -210,7 +210,7 @@ class Case:
         )
 
     def launcher(self, run: Launch, places: tuple[Region, Region]) -> Run:
-        """Calls run(addresses, stream) with the addresses that it is given, behind which it writes
+        """Calls run(addresses, stream) with the addresses that it is given, after which it writes
         those of scratch."""
         scratch, zeroed = places
         index, make = self.index, self._make

@@ -2,10 +2,10 @@
 
 The counters of a kernel must start at zero. Filling a few bytes is a launch like any other. So a
 stream has a region that is filled once for many calls: each call takes bytes that no call took
-since. A used up region is filled again, on the same stream and so behind the kernels that used it.
+since. A used up region is filled again, on the same stream and so after the kernels that used it.
 
-A captured call would have to fill its bytes at each replay. Where the kernels leave zeros behind
-them, it need not: it has bytes that are filled once and are its own for the life of the process.
+A captured call would have to fill its bytes at each replay. Where the kernels leave zeros, it need
+not: it has bytes that are filled once and are its own for the life of the process.
 """
 
 import threading
