@@ -294,7 +294,8 @@ def test_the_readme_says_how_short_calls_of_a_cpu_were_measured():
         [one[f"1 x {n}{more}"] for n in (16, 64, 128, 512)] for more in ("", ", dropout 0.1")
     )
     assert (
-        f"{plain[0]} of 16 tokens, {plain[1]} of 64, {plain[2]} of 128, {plain[3]} of 512" in text
+        f"{plain[0]} for 16 tokens, {plain[1]} for 64, {plain[2]} for 128 and {plain[3]} for 512"
+        in text
     )
     assert "with dropout {}, {}, {} and {}".format(*dropped) in text
 
