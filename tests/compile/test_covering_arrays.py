@@ -55,8 +55,9 @@ def test_every_dtype_and_feature_that_a_kernel_takes_is_met(name):
     backend, is_fp8 = FAMILIES[name]
     (row,) = (
         row
-        for row in capability.rows("forward")
-        if row.backend == backend and is_fp8 in (None, ITEM_BITS[row.dtypes[0]] == 8)
+        for row in capability.VARIANTS
+        if (row.direction, row.packed_as) == ("forward", backend)
+        and is_fp8 in (None, ITEM_BITS[row.dtypes[0]] == 8)
     )
     met = [chosen.problem for t in ARRAYS[name].targets for chosen in problems(name, t)]
     # Where the diagonal lies is a number; a gradient of the bias belongs to the backward.

@@ -14,6 +14,7 @@ from heedful.core.base.device import by_name
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
+from heedful.core.registry.by_hand import forced
 from heedful.inspector.nvidia import disassemble, measure, parse_sass
 from heedful.launch.bind import decode
 from heedful.launch.code.compiler import compile_now
@@ -97,7 +98,7 @@ def buffers_of(problem: AttentionProblem) -> dict[str, ArraySpec]:
 
 def compiled(name: str, arch: str):
     problem = problem_of(name, arch)
-    chosen = plan(problem, by_name(arch), backend="decode")
+    chosen = plan(problem, by_name(arch), backend=forced("decode/portable"))
     (call,) = decode.forward(problem, chosen, buffers_of(problem)).calls
     return compile_now(call, arch)
 
@@ -121,7 +122,7 @@ def compiled_step(name: str, arch: str):
     """One of the STEPS."""
     of, new, is_rotated, quantises = STEPS[name]
     problem = replace(problem_of(of, arch), used_k=True)
-    chosen = plan(problem, by_name(arch), backend="decode")
+    chosen = plan(problem, by_name(arch), backend=forced("decode/portable"))
     buffers = buffers_of_step(problem, new, is_rotated, quantises)
     (call,) = programs.step(chosen, buffers, interleaved=True, position0=0).calls
     return compile_now(call, arch)
@@ -224,7 +225,9 @@ def test_amds_waves_wait_for_their_parts_ahead_of_the_barrier_of_their_count(arc
     device = replace(by_name("MI300X"), arch=arch, name=arch)
     problem = problem_of("plain", arch)
     buffers = buffers_of(problem)
-    (call,) = decode.forward(problem, plan(problem, device, backend="decode"), buffers).calls
+    (call,) = decode.forward(
+        problem, plan(problem, device, backend=forced("decode/portable")), buffers
+    ).calls
     lines = [line.strip() for line in compile_now(call, arch).text.splitlines()]
     code = [line for line in lines if re.match(r"[a-z]\w+(\s|$)", line)]
     (count,) = (i for i, line in enumerate(code) if line.startswith("global_atomic_add"))
@@ -237,7 +240,9 @@ def test_amds_waves_wait_for_their_parts_ahead_of_the_barrier_of_their_count(arc
 def test_stored_integers_leave_room_for_three_programs_of_an_sm(name):
     """65,536 registers are 170 of each of 3 * 128 threads."""
     problem = problem_of(name, "sm_90")
-    chosen = plan(problem, by_name("sm_90"), backend="decode+programs=3+registers=168")
+    chosen = plan(
+        problem, by_name("sm_90"), backend=forced("decode/portable+programs=3+registers=168")
+    )
     (call,) = decode.forward(problem, chosen, buffers_of(problem)).calls
     found = compile_now(call, "sm_90")
     assert disassemble(found.code).usage["REG"] <= 168
@@ -258,7 +263,7 @@ def test_keys_as_rows_of_products_halve_the_products_and_spill_nothing(name):
     both = []
     for rows in (8, 16):
         tile = f"block_m={rows}+block_n={keys}+num_warps=2+programs=4+registers=0"
-        chosen = plan(problem, by_name("sm_90"), backend=f"decode+{tile}")
+        chosen = plan(problem, by_name("sm_90"), backend=forced(f"decode/portable+{tile}"))
         (call,) = decode.forward(problem, chosen, buffers_of(problem)).calls
         cubin = compile_now(call, "sm_90").code
         assert spills_over_keys(cubin) == 0
@@ -269,7 +274,7 @@ def test_keys_as_rows_of_products_halve_the_products_and_spill_nothing(name):
 @pytest.mark.parametrize("tiles, fetches", [(0, 0), (3, 2)])
 def test_a_tile_of_keys_and_of_values_is_fetched_ahead(tiles, fetches):
     problem = problem_of("int4", "sm_90")
-    chosen = plan(problem, by_name("sm_90"), backend=f"decode+fetch_ahead={tiles}")
+    chosen = plan(problem, by_name("sm_90"), backend=forced(f"decode/portable+fetch_ahead={tiles}"))
     (call,) = decode.forward(problem, chosen, buffers_of(problem)).calls
     cubin = compile_now(call, "sm_90").code
     assert len(re.findall(r"CCTL\S*\.PF2", disassemble(cubin).text)) == fetches
@@ -290,7 +295,9 @@ def test_a_tile_of_keys_and_of_values_is_fetched_ahead(tiles, fetches):
 def test_the_decode_of_a_mixed_batch_spills_nothing(facts):
     sizes = {"heads_q": 32, "heads_k": 8, "total_q": 4 * 2048 + 124, "used_k": True}
     problem = AttentionProblem.dense(128, 2048, 8192, **{"mask": CAUSAL, **sizes, **facts})
-    _, call, _ = programs.program(plan(problem, by_name("H200"), backend="mixed"), "forward").calls
+    _, call, _ = programs.program(
+        plan(problem, by_name("H200"), backend=forced("mixed/portable")), "forward"
+    ).calls
     assert call.kernel.function == "decode"
     found = compile_now(call, "sm_90")
     assert spills_over_keys(found.code) == 0

@@ -156,7 +156,7 @@ def test_both_kernels_of_a_mixed_batch_write_one_result(monkeypatch):
     )
     chosen = plan(problem, by_name("H200"))
     launches = program(chosen, "forward").calls
-    assert chosen.backend == "hopper_mixed" and len(launches) == 3
+    assert (chosen.backend, chosen.variant) == ("mixed", "hopper") and len(launches) == 3
     assert [call.grid for call in made] == [launch.grid for launch in launches]
     # A tile of rows of each short sequence and KV head, an int32 each.
     assert [sum(call.zeroed()) for call in made] == [0, 10 * 2 * 4, 0]

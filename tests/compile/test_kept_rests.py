@@ -8,6 +8,7 @@ import pytest
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
+from heedful.core.registry.by_hand import forced
 from heedful.inspector.nvidia import NvidiaInspection, inspect_cubin
 from heedful.launch.code import compiler
 from heedful.launch.prebuild import compiling
@@ -43,7 +44,7 @@ SIDES = [
     side("hopper", dense(3000, 256), marks=slow),
     side("hopper", dense(64, 128, num_splits=4), marks=slow),
     side("hopper_decode", decoded(1), marks=slow),
-    side("decode", decoded(1)),
+    side("decode/portable", decoded(1)),
     side("mla", decoded(8, **LATENT), marks=slow),
     side("mla_swap_ab", decoded(1, **LATENT), marks=slow),
     side("portable", dense(100, 128)),
@@ -52,7 +53,7 @@ SIDES = [
 
 
 def forward(problem: AttentionProblem, backend: str) -> list[KernelCall]:
-    chosen = plan(problem, DEVICE, compiling(), backend)
+    chosen = plan(problem, DEVICE, compiling(), forced(backend))
     return [*programs.program(chosen, "forward").calls]
 
 
@@ -68,7 +69,7 @@ def test_to_keep_a_rest_costs_no_launch_no_stack_and_nothing_in_a_loop(backend, 
     assert [call.grid for call in after] == [call.grid for call in before]
     assert "rest" in after[-1].writes and "rest" not in before[-1].writes
     for plain, keeping in zip(before, after, strict=True):
-        if plain.variant == keeping.variant:
+        if plain.specialization == keeping.specialization:
             continue
         plain, keeping = inspected(plain), inspected(keeping)
         assert keeping.stack_bytes <= plain.stack_bytes

@@ -44,7 +44,7 @@ def test_lengths_batch_heads_and_scale_compile_nothing_new():
     for facts in ({}, {"batch": 7}, {"seqlen_q": 1001, "seqlen_k": 77}, {"scale": 0.3}):
         shape = {"batch": 2, "seqlen_q": 512, "seqlen_k": 512, "heads_q": 64, **facts}
         made, _ = forward_program("H200", AttentionProblem.dense(**shape))
-        variants |= {call.variant for call in made.calls}
+        variants |= {call.specialization for call in made.calls}
     assert len(variants) == 1
 
 
@@ -54,7 +54,7 @@ def test_the_number_of_splits_compiles_nothing_new():
         problem = AttentionProblem.dense(1, 1, length, heads)
         splits.add(plan(problem, by_name("H200"), backend="portable").num_splits)
         made, _ = forward_program("H200", problem, "portable")
-        variants |= {call.variant for call in made.calls}
+        variants |= {call.specialization for call in made.calls}
     assert len(splits) > 1 and min(splits) > 1
     assert len(variants) == 2
 
@@ -145,7 +145,9 @@ def test_a_recorded_list_reads_back_as_it_was_written(fresh):
     (entry,) = record.load(fresh / "list.json")
     assert entry == record.Entry(PROBLEM, "forward", forward(PROBLEM), chosen.device)
     found, backends = kernels([entry], [by_name("H200")])
-    assert {call.variant for call, _ in found.values()} == {c.variant for c in made.calls}
+    assert {call.specialization for call, _ in found.values()} == {
+        c.specialization for c in made.calls
+    }
     assert backends == {chosen.backend}
 
 

@@ -159,5 +159,5 @@ def test_a_new_length_compiles_nothing():
         chosen = plan(problem, by_name("sm_90"), backend="portable")
         chosen = replace(chosen, is_split=False)
         programs = (program(chosen, direction) for direction in ("forward", "backward"))
-        seen.add(tuple(call.variant for made in programs for call in made.calls))
+        seen.add(tuple(call.specialization for made in programs for call in made.calls))
     assert len(seen) == 1

@@ -25,5 +25,5 @@ def variants(array: Array, target: str, rows: list[dict]) -> list[tuple[str, Ker
     found: dict[tuple, tuple[str, KernelCall]] = {}
     for index, row in enumerate(rows):
         for call in calls_of(array.launched(row, target), by_name(DEVICES[target])):
-            found.setdefault(call.variant, (f"{index}-{call.kernel.function}", call))
+            found.setdefault(call.specialization, (f"{index}-{call.kernel.function}", call))
     return list(found.values())

@@ -46,7 +46,8 @@ def calls_of(facts: dict, device: Any, defaults: dict) -> list:
     found = []
     for each in facts["entries"]:
         entry = from_json(_known(each, defaults))
-        chosen = named("plan", "core")(entry.problem, device, _toolchain(), facts["backend"])
+        backend = _backend(facts["backend"])
+        chosen = named("plan", "core")(entry.problem, device, _toolchain(), backend)
         program = named("program", "launch")
         if entry.direction == "step":
             step = sys.modules[program.__module__].step
@@ -76,6 +77,15 @@ def _toolchain() -> Any:
         return named("compiling", "launch")()
     except ModuleNotFoundError:
         return None
+
+
+def _backend(name: str | None) -> str | None:
+    """What asks for the kernel that was a backend of this name, where backends have variants."""
+    try:
+        forced = named("forced", "core")
+    except ModuleNotFoundError:
+        return name
+    return forced(f"{name}/portable") if name in ("decode", "mixed") else name
 
 
 _ANY = {"batch": 1, "seqlen_q": 1, "seqlen_k": 1, "heads_q": 1}

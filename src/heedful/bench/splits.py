@@ -36,6 +36,7 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.core.planning.sizes import hopper_tiles, scheduler_of
 from heedful.core.planning.splits import candidates
+from heedful.core.registry.by_hand import named
 from heedful.core.registry.tiles import HopperForwardConfig
 from heedful.launch.prebuild import compile_all, compiling, kernels
 from heedful.launch.program.spec import KernelCall
@@ -162,7 +163,7 @@ def counts(found: Cut, units: int) -> list[int]:
 
 
 def backend_of(count: int, chosen: int) -> str:
-    return "hopper" if count == chosen else f"hopper+key_splits={count}"
+    return "hopper" if count == chosen else named("hopper", key_splits=count)
 
 
 def call_of(shape: Shape, inputs: Inputs, count: int, chosen: int) -> Call:

@@ -1,6 +1,6 @@
 """Decode steps over caches of every kind, beside a plain read of the same bytes and FlashInfer.
 
-    python -m heedful.bench.steps [WORDS] [decode decode+conversion=2 ...]
+    python -m heedful.bench.steps [WORDS] [decode decode/portable+conversion=2 ...]
 
 One new token of each sequence; "mixed" batches (bench/mixed.py) have prefills, too. WORDS: only
 steps whose name has them; of those that begin as a backend does, each is timed beside our own
@@ -13,6 +13,7 @@ speed.
 
 import math
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from heedful.bench.harness.protocol import Row
 from heedful.bench.harness.timing import Spread
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import ITEM_BITS, AttentionProblem
+from heedful.core.registry.by_hand import forced
 
 ROUNDS = 7
 Call = Callable[[], Tensor]
@@ -353,8 +355,9 @@ def pairs(rows: list[Row]) -> Iterator[str]:
 
 def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
-    rows, backends = [], [word for word in sys.argv[1:] if word.split("+")[0] in BACKENDS]
-    words = " ".join(word for word in sys.argv[1:] if word not in backends)
+    rows, ours = [], [word for word in sys.argv[1:] if re.split("[+/]", word)[0] in BACKENDS]
+    words = " ".join(word for word in sys.argv[1:] if word not in ours)
+    backends = [forced(word) for word in ours]
     for step in STEPS:
         if words in step.name:
             rows.append(measure(step, device, backends=backends))

@@ -19,7 +19,7 @@ from heedful.core.base import settings
 from heedful.core.base.device import MIB, NO_GPU_ON_WINDOWS, DeviceSpec
 from heedful.core.base.installed import TESTED, numbers
 from heedful.core.call.problem import AttentionProblem
-from heedful.core.registry.capability import LEVELS, ROWS, KernelRow, Toolchain
+from heedful.core.registry.capability import LEVELS, VARIANTS, Toolchain, Variant
 from heedful.launch.code.folder import Folder
 
 _PACKAGES = ("torch", "triton", "jax", "jaxlib", "numpy")
@@ -112,11 +112,11 @@ def _device_table(devices: list[DeviceSpec]) -> Table:
 
 def _kernels(device: DeviceSpec, tools: Toolchain) -> Iterator[dict]:
     """The state of each kernel that there is for a device; missing: tools that it lacks."""
-    for row in ROWS:
+    for row in VARIANTS:
         level = row.level(device)
         if level is not None:
             yield {
-                "kernel": f"{row.backend} {row.direction}",
+                "kernel": f"{row.label} {row.direction}",
                 "level": level,
                 "missing": _missing(row, device, tools),
                 "dtypes": matrix.dtype_words(row),
@@ -138,7 +138,7 @@ def _kernel_table(name: str, rows: list[dict]) -> Table:
     return table
 
 
-def _missing(row: KernelRow, device: DeviceSpec, tools: Toolchain) -> list[str]:
+def _missing(row: Variant, device: DeviceSpec, tools: Toolchain) -> list[str]:
     """The tools that a kernel lacks here: reasons that vanish once every tool is the newest."""
     problem = AttentionProblem.dense(1, 128, 128, 1, head_dim=64, dtype=row.dtypes[0])
     anyway = row.why_not(problem, device, Toolchain())

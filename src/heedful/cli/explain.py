@@ -15,7 +15,7 @@ from heedful.cli.given import planned_device
 from heedful.cli.options import ProblemOptions, with_problem
 from heedful.core.base.arrays import item_bytes
 from heedful.core.base.device import MIB, DeviceSpec
-from heedful.core.planning.plan import Plan, plan, words_of_sequences
+from heedful.core.planning.plan import Plan, plan, rejected_together, words_of_sequences
 from heedful.core.planning.sizes import Workspace
 from heedful.core.registry.capability import Toolchain
 from heedful.launch.program.programs import program
@@ -74,9 +74,8 @@ def as_data(decision: Plan) -> dict:
     return {
         "problem": {**_plain(decision.problem), "key": decision.problem.key()},
         "device": _plain(decision.device),
-        "forward": {"backend": decision.backend, "level": decision.level},
-        "backward": decision.backward
-        and {"backend": decision.backward, "level": decision.backward_level},
+        "forward": _kernel(decision, "forward"),
+        "backward": decision.backward and _kernel(decision, "backward"),
         "num_splits": decision.num_splits,
         "short_q": decision.short_q,
         "kernels": kernels,
@@ -99,7 +98,7 @@ def _programs(decision: Plan) -> dict[str, Program]:
     return {
         direction: program(decision, direction)
         for direction, backend in chosen.items()
-        if backend and decision.row(direction).program
+        if backend and decision.variant_of(direction).program
     }
 
 
@@ -110,6 +109,12 @@ def _scratch(workspace: Workspace) -> dict:
     return {**facts, "zeroed": workspace.zeroed}
 
 
+def _kernel(decision: Plan, direction: str) -> dict:
+    kernel = decision.variant_of(direction)
+    level = kernel.level(decision.device)
+    return {"backend": kernel.backend, "variant": kernel.name, "level": level}
+
+
 def _plain(value) -> dict:
     return dataclasses.asdict(value)
 
@@ -117,11 +122,9 @@ def _plain(value) -> dict:
 def _show(decision: Plan, compiler: str) -> None:
     out.print(f"[bold]{escape(decision.problem.key())}[/] on {_device_words(decision.device)}\n")
     facts = Table.grid(padding=(0, 2))
-    facts.add_row("forward", f"[bold]{decision.backend}[/]", level_text(decision.level))
+    facts.add_row("forward", _bold(decision, "forward"), level_text(decision.level))
     if decision.backward and decision.backward_level:
-        facts.add_row(
-            "backward", f"[bold]{decision.backward}[/]", level_text(decision.backward_level)
-        )
+        facts.add_row("backward", _bold(decision, "backward"), level_text(decision.backward_level))
     if decision.num_splits > 1:
         facts.add_row("splits", f"keys in {decision.num_splits} parts, then one combine", "")
     if decision.short_q:
@@ -148,6 +151,10 @@ def _show(decision: Plan, compiler: str) -> None:
 
 def _reasons(decision: Plan) -> list[str]:
     return [reason for rejection in decision.rejected for reason in rejection.reasons]
+
+
+def _bold(decision: Plan, direction: str) -> str:
+    return f"[bold]{decision.variant_of(direction).label}[/]"
 
 
 def _device_words(device: DeviceSpec) -> str:
@@ -190,9 +197,9 @@ def _scratch_words(programs: dict[str, Program]) -> list[str]:
 
 def _rejections(decision: Plan) -> Table:
     table = Table(title="Not chosen", title_justify="left", title_style="bold")
-    for name in ("kernel", "direction", "why"):
+    for name in ("kernels", "direction", "why"):
         table.add_column(name)
-    for rejection in decision.rejected:
-        reasons = "\n".join(escape(reason) for reason in rejection.reasons)
-        table.add_row(rejection.backend, rejection.direction, reasons)
+    for (direction, reasons), names in rejected_together(decision).items():
+        why = "\n".join(escape(reason) for reason in reasons)
+        table.add_row(", ".join(names), direction, why)
     return table

@@ -2,7 +2,7 @@
 
 from heedful.core.base.device import KNOWN
 from heedful.core.call.problem import FEATURES, MAX_HEAD_DIM_V
-from heedful.core.registry.capability import LEVELS, ROWS, KernelRow
+from heedful.core.registry.capability import LEVELS, VARIANTS, Variant
 from heedful.core.registry.gates import wider_keys_than_values
 
 _SHORT = {
@@ -29,20 +29,20 @@ def architectures() -> dict[str, list[str]]:
     return known
 
 
-def level_on(row: KernelRow, arch: str) -> str | None:
+def level_on(row: Variant, arch: str) -> str | None:
     """The support level of a kernel on an architecture."""
     spec = next(spec for spec in KNOWN.values() if spec.arch == arch)
     return row.level(spec)
 
 
-def dtype_words(row: KernelRow) -> str:
+def dtype_words(row: Variant) -> str:
     own, kv = (
         ", ".join(_SHORT.get(name, name) for name in names) for names in (row.dtypes, row.kv_dtypes)
     )
     return own + (f"; KV also {kv}" if kv else "")
 
 
-def dim_words(row: KernelRow) -> str:
+def dim_words(row: Variant) -> str:
     multiple = f", multiples of {row.dim_multiple}" if row.dim_multiple > 1 else ""
     if row.max_dim <= MAX_HEAD_DIM_V:
         return f"1 to {row.max_dim}{multiple}"
@@ -50,11 +50,11 @@ def dim_words(row: KernelRow) -> str:
     return f"1 to {MAX_HEAD_DIM_V}, Q and K{narrow} to {row.max_dim}{multiple}"
 
 
-def least_words(row: KernelRow) -> str:
+def least_words(row: Variant) -> str:
     return ", ".join(f"{tool} {'.'.join(map(str, version))}" for tool, version in row.least)
 
 
-def feature_words(row: KernelRow) -> str:
+def feature_words(row: Variant) -> str:
     """The features that a kernel takes or the features that it lacks, by whichever list is
     shorter."""
     beyond = {name: words for name, words in FEATURES.items() if name not in _SPOKEN_OF}
@@ -78,18 +78,18 @@ def markdown() -> str:
     heads = [f"{arch}<br>{', '.join(names)}" for arch, names in archs.items()]
     where = _table(
         ["kernel", *heads],
-        ([_name(row), *(level_on(row, arch) or "-" for arch in archs)] for row in ROWS),
+        ([_name(row), *(level_on(row, arch) or "-" for arch in archs)] for row in VARIANTS),
     )
     what = _table(
         ["kernel", "dtypes", "head dims", "features", "needs at least"],
         (
             [_name(r), dtype_words(r), dim_words(r), feature_words(r), least_words(r) or "-"]
-            for r in ROWS
+            for r in VARIANTS
         ),
     )
     wildcards = [
         f"- {_name(row)} on {arch.split(':')[0]} parts not listed: {level}."
-        for row in ROWS
+        for row in VARIANTS
         for arch, level in row.levels.items()
         if arch.endswith(":*")
     ]
@@ -98,8 +98,8 @@ def markdown() -> str:
     return "\n".join(blocks) + "\n"
 
 
-def _name(row: KernelRow) -> str:
-    return f"{row.backend} {row.direction}"
+def _name(row: Variant) -> str:
+    return f"{row.label} {row.direction}"
 
 
 def _table(heads: list[str], rows) -> list[str]:

@@ -9,7 +9,7 @@ from rich.table import Table
 from heedful.cli import matrix
 from heedful.cli.console import level_text, out
 from heedful.cli.given import writable
-from heedful.core.registry.capability import LEVELS, ROWS, backends
+from heedful.core.registry.capability import LEVELS, VARIANTS, backends
 
 
 def support(
@@ -37,11 +37,14 @@ def support(
 
 
 def _by_level(arch: str) -> dict[str, list[str]]:
-    """By support level on an architecture the backends; which direction, where it has but one."""
+    """By support level on an architecture the backends, of whose variants the first counts; which
+    direction, where it has but one."""
     found: dict[str, list[str]] = {}
     for backend in backends():
-        rows = (row for row in ROWS if row.backend == backend)
-        levels = {row.direction: level for row in rows if (level := matrix.level_on(row, arch))}
+        levels: dict[str, str] = {}
+        for own in VARIANTS:
+            if own.backend == backend and (level := matrix.level_on(own, arch)):
+                levels.setdefault(own.direction, level)
         for level in dict.fromkeys(levels.values()):
             own = [direction for direction in levels if levels[direction] == level]
             words = backend if len(own) == 2 else f"{backend} ({own[0]})"

@@ -40,9 +40,10 @@ def validate(
     if where.type == "cpu":
         out.print("No GPU: there is nothing to validate here. The CPU backend, for good measure:")
     names = run.backends_of(where)
-    asked = backend.split(",") if backend else names
-    if set(asked) - set(names):
-        fail(escape(f"backend must be among {', '.join(names)} on {where}, got {backend!r}"))
+    try:
+        asked = run.asked_of(backend, names) if backend else names
+    except ValueError as error:
+        fail(escape(f"backend on {where} {error}"))
     found = _correctness(grid.grid(small=where.type == "cpu"), asked, where)
     out.print(_table(found, asked))
     outcomes = [] if no_bench else _bench(asked, where)

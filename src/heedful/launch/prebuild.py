@@ -29,12 +29,12 @@ def kernels(
     entries: Iterable[Entry], devices: Iterable[DeviceSpec], backend: str | None = None
 ) -> tuple[dict[str, tuple[KernelCall, str]], set[str]]:
     """Kernel key -> (call, arch) of every distinct kernel that the entries need on the devices,
-    and the backends they belong to.
+    and `Variant.packed_as` of what they belong to.
 
     An entry that was recorded on a device of the same architecture is planned for the figures of
     that one. Raises ValueError where no kernel can run an entry.
     """
-    found, backends = {}, set()
+    found, packed = {}, set()
     for device in devices:
         for entry in entries:
             seen = entry.device
@@ -43,16 +43,17 @@ def kernels(
             chosen = plan(
                 replace(entry.problem, needs_grad=needs_grad), exact, compiling(), backend
             )
-            row = chosen.row("backward" if entry.direction == "backward" else "forward")
-            if not row.program:
+            direction = "backward" if entry.direction == "backward" else "forward"
+            kernel = chosen.variant_of(direction)
+            if not kernel.program:
                 raise ValueError(
-                    f"[{entry.problem.key()}] runs on {row.backend!r} on {device.name}: nothing to"
-                    " compile"
+                    f"[{entry.problem.key()}] runs on {kernel.backend!r} on {device.name}:"
+                    " nothing to compile"
                 )
-            backends.add(row.backend)
+            packed.add(kernel.packed_as)
             for call in _program(chosen, entry).calls:
                 found[kernel_key(call, device.arch)] = (call, device.arch)
-    return found, backends
+    return found, packed
 
 
 def _program(chosen: Plan, entry: Entry) -> Program:

@@ -11,7 +11,7 @@ from heedful.bench.harness.peers import find
 from heedful.bench.harness.run import Outcome, measure
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
-from heedful.core.registry import capability
+from heedful.core.registry import by_hand, capability
 from heedful.reference.budget import (
     DRAWS,
     Error,
@@ -58,18 +58,36 @@ class Verdict:
 
 
 def backends_of(device: torch.device) -> list[str]:
-    """Every backend of PyTorch with a kernel for this device's architecture, best first."""
-    spec = device_spec(device)
-    rows = [row for row in capability.ROWS if row.serves("torch")]
-    return list(dict.fromkeys(row.backend for row in rows if row.level(spec) is not None))
+    """Every backend of PyTorch with a kernel for this device's architecture, best first; in place
+    of those that were named by variant once, their variants."""
+    spec, families = device_spec(device), {backend for backend, _ in capability.ALIASES.values()}
+    own = [v for v in capability.VARIANTS if v.serves("torch") and v.level(spec) is not None]
+    return list(
+        dict.fromkeys(
+            by_hand.named(v.backend, v.name) if v.backend in families else v.backend for v in own
+        )
+    )
+
+
+def asked_of(words: str, names: list[str]) -> list[str]:
+    """Which of `names` a comma list asks for: a backend stands for its variants, and variants have
+    their aliases. Raises ValueError naming what is not among them."""
+    found: list[str] = []
+    for word in words.split(","):
+        own = capability.label(*capability.ALIASES.get(word, (word, "")))
+        chosen = [name for name in names if own in (name, name.partition("/")[0])]
+        if not chosen:
+            raise ValueError(f"must be among {', '.join(names)}, got {word!r}")
+        found += chosen
+    return list(dict.fromkeys(found))
 
 
 def gated(device: torch.device) -> frozenset[str]:
     """The backends that a record of this device can speak for: those with a kernel that the
     planner takes only when asked and that nobody has measured on such hardware."""
     spec = device_spec(device)
-    rows = [row for row in capability.ROWS if not row.by_default]
-    return frozenset(row.backend for row in rows if row.level(spec) not in (None, "run"))
+    own = [v for v in capability.VARIANTS if not v.by_default]
+    return frozenset(v.backend for v in own if v.level(spec) not in (None, "run"))
 
 
 def verdicts(entries: list[Entry], names: list[str], device: torch.device) -> Iterator[Verdict]:

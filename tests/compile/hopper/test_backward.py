@@ -7,6 +7,7 @@ import pytest
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import explain, plan
+from heedful.core.registry.by_hand import forced
 from heedful.inspector.nvidia import disassemble, opcode, parse_sass
 from heedful.launch.code import compiler
 from heedful.launch.prebuild import compiling
@@ -22,7 +23,7 @@ LEAST_OF_A_TENSOR = 16
 
 def main_call(backend="hopper", **facts):
     problem = AttentionProblem.dense(2, 4096, 4096, 8, 4, needs_grad=True, return_lse=True, **facts)
-    calls = program(plan(problem, DEVICE, compiling(), backend), "backward").calls
+    calls = program(plan(problem, DEVICE, compiling(), forced(backend)), "backward").calls
     return next(c for c in calls if c.kernel.function in MAIN)
 
 

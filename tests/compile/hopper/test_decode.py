@@ -10,6 +10,7 @@ from heedful.core.base.device import by_name
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
+from heedful.core.registry.by_hand import forced
 from heedful.core.registry.tiles import HopperDecodeConfig
 from heedful.inspector.nvidia import disassemble, measure, parse_sass
 from heedful.launch.bind import hopper_decode
@@ -53,7 +54,7 @@ def compiled(name: str):
     backend, new = facts.pop("backend", "hopper_decode"), facts.pop("new", 0)
     is_rotated = facts.pop("is_rotated", False)
     problem = AttentionProblem.dense(4, facts.pop("seqlen_q", 1), 4096, 32, 8, **facts)
-    chosen = plan(problem, by_name("H200"), backend=backend)
+    chosen = plan(problem, by_name("H200"), backend=forced(backend))
     if problem.varlen_q:
         calls = programs.program(chosen, "forward").calls
         (call,) = (call for call in calls if call.kernel.function == "decode")

@@ -15,6 +15,7 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning import plan
 from heedful.core.planning.plan import Plan
 from heedful.core.registry import configs
+from heedful.core.registry.by_hand import forced
 from heedful.core.registry.configs import ConfigRow
 from heedful.core.registry.tiles import HopperForwardConfig
 from heedful.inspector.nvidia import disassemble, inspect_cubin, parse_sass
@@ -117,7 +118,7 @@ MIXES: list[dict] = [
 ]
 
 
-@pytest.mark.parametrize("mixed", ("mixed", "hopper_mixed"))
+@pytest.mark.parametrize("mixed", ("mixed/portable", "hopper_mixed"))
 @pytest.mark.parametrize("facts", MIXES, ids=str)
 def test_the_long_sequences_of_a_mixed_batch_run_the_code_of_a_batch_of_their_own(facts, mixed):
     if mixed == "hopper_mixed":
@@ -126,13 +127,13 @@ def test_the_long_sequences_of_a_mixed_batch_run_the_code_of_a_batch_of_their_ow
     problem = AttentionProblem.dense(128, 2048, 8192, 32, 8, **sizes, **facts)
     pair, alone = (
         programs.program(plan.plan(problem, DEVICE, compiling(), backend), "forward").calls
-        for backend in (mixed, "hopper")
+        for backend in (forced(mixed), "hopper")
     )
     assert [call.kernel.function for call in pair] == ["schedule_varlen_tiles", "decode", "forward"]
     _, short, long = pair
     # But for a wait at the end.
     waits = replace(alone[1], parameters={**alone[1].parameters, "BEGINS_EARLY": True})
-    assert long.variant == waits.variant and long.grid == waits.grid
+    assert long.specialization == waits.specialization and long.grid == waits.grid
     assert short.writes & long.writes == {"out", "lse"} & long.writes
     # What begins at zero is read by one of them.
     assert "counts" not in long.writes and "tile_counter" not in short.writes
@@ -294,7 +295,7 @@ def test_a_new_length_batch_or_head_count_is_the_same_variant():
     problem = AttentionProblem.dense(3, 77, 1001, 16, 2, head_dim=128, return_lse=True)
     chosen = Plan(problem, DEVICE, "hopper", "run", configs={"hopper.forward": PLAIN.config})
     (call,) = hopper.forward(problem, chosen, buffers.forward(problem)).calls
-    assert call.variant == first.variant
+    assert call.specialization == first.specialization
 
 
 def test_packed_maps_end_with_each_sequence():

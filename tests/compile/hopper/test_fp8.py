@@ -82,7 +82,7 @@ def test_what_few_steps_need_is_outside_of_the_loop_that_counts(head_dim, mask, 
 
 def test_a_new_length_batch_or_head_count_is_the_same_variant():
     first, second = calls(), calls(sizes=(3, 77, 1001, 16, 2))
-    assert [call.variant for call in first] == [call.variant for call in second]
+    assert [call.specialization for call in first] == [call.specialization for call in second]
 
 
 def test_packed_and_dense_sequences_are_transposed_to_whole_blocks():

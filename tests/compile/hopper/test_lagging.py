@@ -22,19 +22,20 @@ from heedful.core.planning.plan import plan
 from heedful.core.call.problem import AttentionProblem
 from heedful.launch.bind import decode, hopper_decode, mla, mla_swap_ab
 from heedful.launch.code.triton_compat import compile_kernel
+from heedful.core.registry.by_hand import forced
 from support.hopper import lagging
 
 lagging.apply()
 latent = {"head_dim": 576, "head_dim_v": 512, "v_in_k": True}
 found = {}
 for backend, bind, facts in (
-    ("decode", decode, {"head_dim": 128}),
+    ("decode/portable", decode, {"head_dim": 128}),
     ("hopper_decode", hopper_decode, {"head_dim": 128}),
     ("mla", mla, latent),
     ("mla_swap_ab", mla_swap_ab, latent),
 ):
     problem = AttentionProblem.dense(4, 1, 4096, 16, 1, used_k=True, **facts)
-    made = plan(problem, by_name("H200"), backend=backend)
+    made = plan(problem, by_name("H200"), backend=forced(backend))
     (call,) = bind.forward(problem, made, buffers_of(problem)).calls
     found[backend] = compile_kernel(call, "sm_90").asm["ptx"].count("nanosleep")
 print(json.dumps(found))
@@ -47,5 +48,5 @@ def test_kernels_over_caches_sleep_before_parts_and_the_specialised_one_before_w
     run = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     found = json.loads(run.stdout.splitlines()[0])
     # A part is stored at one place, and at one of each consumer.
-    assert found["decode"] == 1 and found["hopper_decode"] > 1
+    assert found["decode/portable"] == 1 and found["hopper_decode"] > 1
     assert found["mla"] > 2 and found["mla_swap_ab"] > 1

@@ -9,6 +9,7 @@ from compile.test_decode import buffers_of
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
+from heedful.core.registry.by_hand import forced
 from heedful.inspector.nvidia import disassemble, measure, parse_sass
 from heedful.launch.bind import mla, mla_swap_ab
 from heedful.launch.code.compiler import compile_now
@@ -75,7 +76,9 @@ def sass_of(name: str):
     )
     buffers = buffers_of(problem)
     bind = mla_swap_ab if name in SWAPPED else mla
-    (call,) = bind.forward(problem, plan(problem, by_name("H200"), backend=backend), buffers).calls
+    (call,) = bind.forward(
+        problem, plan(problem, by_name("H200"), backend=forced(backend)), buffers
+    ).calls
     return parse_sass(disassemble(compile_now(call, "sm_90").code).text)
 
 

@@ -59,7 +59,11 @@ def test_a_batch_is_shared_by_two_kernels_and_each_kind_alone_is_not(batch):
         facts: dict[str, Any] = {"page_size": batch.page, "used_k": True, "mask": MASK}
         facts |= {"total_q": sum(queries), "head_dim": batch.dim}
         sizes = (len(queries), max(queries), max(keys), *batch.heads)
-        return plan(AttentionProblem.dense(*sizes, **facts), by_name("H200")).backend
+        return (
+            plan(AttentionProblem.dense(*sizes, **facts), by_name("H200"))
+            .variant_of("forward")
+            .packed_as
+        )
 
     assert backend(batch.sequences) == "hopper_mixed"
     if batch.decodes:

@@ -15,6 +15,7 @@ from heedful.bench.harness.timing import Spread
 from heedful.bench.steps import STEPS, Step, pairs, ragged_lengths
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
+from heedful.core.registry.by_hand import forced
 
 CPU = torch.device("cpu")
 PLAIN = {
@@ -233,9 +234,9 @@ def test_a_read_is_of_as_many_bytes_by_torch_and_on_a_gpu_by_a_kernel(monkeypatc
         (["log-normal"], ["128 log-normal"], []),
         (["MLA", "64"], ["MLA 64 x 8192, 16 heads", "MLA 64 x 8192, 128 heads"], []),
         (
-            ["decode", "pages", "of", "16", "mla+a=1", "hopper", "portable"],
+            ["decode", "pages", "of", "16", "mla+ahead=1", "hopper", "portable"],
             [name for name in TABLE if "pages of 16" in name],
-            ["decode", "mla+a=1", "hopper", "portable"],
+            ["decode", "mla+ahead=1", "hopper", "portable"],
         ),
         (["decoding"], [], []),
     ],
@@ -270,7 +271,7 @@ def test_steps_that_words_name_are_timed_on_the_current_device(
     # What begins as a backend does is one, but not the program's own name.
     monkeypatch.setattr(sys, "argv", ["decode", *words])
     steps.main()
-    assert asked == [(name, gpu, {"backends": backends}) for name in names]
+    assert asked == [(name, gpu, {"backends": [*map(forced, backends)]}) for name in names]
     assert len(emptied) == len(names)
     lines = [line for name in names for line in (name, "second line")]
     lines.append(f"mixed: {' '.join(word for word in words if word not in backends)}")

@@ -106,9 +106,9 @@ def stand_in(monkeypatch):
     """The CPU under a GPU's name, with a row that is gated: what is recorded is looked at."""
     rows = tuple(
         replace(row, levels={"cpu": "emulated"}, by_default=False) if row.backend == "cpu" else row
-        for row in capability.ROWS
+        for row in capability.VARIANTS
     )
-    monkeypatch.setattr(capability, "ROWS", rows)
+    monkeypatch.setattr(capability, "VARIANTS", rows)
     return device.device_spec(CPU)
 
 
@@ -158,5 +158,5 @@ def test_every_problem_of_a_gpus_grid_can_be_built_and_planned(entry):
 
 def test_the_grid_has_every_dtype_of_a_kernel_that_waits_for_it():
     """What passes is chosen unasked from then on, in all its dtypes."""
-    waiting = {dtype for row in capability.ROWS if not row.by_default for dtype in row.dtypes}
+    waiting = {dtype for row in capability.VARIANTS if not row.by_default for dtype in row.dtypes}
     assert waiting <= {entry.dtype for entry in grid.grid()}

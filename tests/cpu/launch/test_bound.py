@@ -15,6 +15,7 @@ import torch
 
 import heedful
 from heedful.core.base import settings
+from heedful.core.registry.by_hand import forced
 from heedful.launch.code.artifact import TENSOR_MAP_BYTES
 from heedful.launch.program import bound
 from support import launches
@@ -141,7 +142,7 @@ def test_a_launch_is_queued_as_its_call_says():
     with standin.gpu("H200") as gpu:
         for merge in (0, 1):
             heedful.flash_attn_with_kvcache(
-                q, k, k[..., :512], cache_seqlens=lengths, backend=f"mla+merge={merge}"
+                q, k, k[..., :512], cache_seqlens=lengths, backend=forced(f"mla+merge={merge}")
             )
         attend(some(1, 90, 2, 64), some(1, 90, 2, 64), some(1, 90, 2, 64))
     queued = [(launch.cooperative, launch.programmatic) for launch in gpu.launches]

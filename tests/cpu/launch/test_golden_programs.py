@@ -21,6 +21,7 @@ from heedful.core.base.device import by_name
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
+from heedful.core.registry.by_hand import forced
 from heedful.launch.bind import portable_cache
 from heedful.launch.program import buffers as canonical
 from heedful.launch.program.bound import ProgramKind, changing, numbers_of
@@ -448,7 +449,8 @@ def told(device: str, backend: str, asked: Asked) -> list[str]:
     spec = by_name(device)
     try:
         problem = AttentionProblem.dense(**{**BASE, **facts})
-        chosen = plan(problem, spec, backend=None if backend == "best" else backend)
+        named = forced("mixed/portable") if backend == "mixed" else backend
+        chosen = plan(problem, spec, backend=None if backend == "best" else named)
         lines = given("forward", chosen, problem, laid, device)
         if problem.needs_grad:
             lines += given("backward", chosen, problem.gathered(), laid, device)
@@ -547,11 +549,11 @@ def test_a_compiler_elsewhere_is_told_all_that_a_kernel_is_compiled_for(title, m
     record = lambda program, *_: made.append(program) or []  # noqa: E731
     monkeypatch.setitem(globals(), "launched", record)
     table(title)
-    calls = {call.variant: call for program in made for call in program.calls}
+    calls = {call.specialization: call for program in made for call in program.calls}
     assert calls
     for call in calls.values():
         there, arch = decode(encode(call, "sm_90"))
-        assert (there.variant, arch) == (call.variant, "sm_90")
+        assert (there.specialization, arch) == (call.specialization, "sm_90")
         assert (there.reads, there.writes) == (call.reads, call.writes)
         assert [*there.parameters] == [*call.parameters]
         for argument in there.arguments.values():

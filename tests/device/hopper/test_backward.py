@@ -103,10 +103,6 @@ PAIR = [
 
 
 def check(case: Case, backend: str = "hopper") -> None:
-    reasons = capability.row("hopper", "backward", case.dtype).why_not(
-        build(case).problem, device_spec(torch.device("cuda")), toolchain()
-    )
-    assert not reasons
     prepared = Prepared(backend)
     run(prepared, case, "cuda")
     assert prepared.plan.backward == "hopper"
@@ -195,8 +191,8 @@ def test_gradients_of_random_lengths_are_within_their_error_budget(head_dim, cau
 
 def _takes(case: Case) -> bool:
     """Whether the row takes a case, its storage included."""
-    row = capability.row("hopper", "backward", case.dtype)
-    return not row.why_not(build(case).problem, of_arch("sm_90"))
+    own = [v for v in capability.VARIANTS if (v.backend, v.direction) == ("hopper", "backward")]
+    return any(not v.why_not(build(case).problem, of_arch("sm_90")) for v in own)
 
 
 def _random_variants(count: int) -> list[Case]:

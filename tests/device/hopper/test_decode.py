@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import heedful.torch as heedful
+from heedful.core.registry.by_hand import forced
 from heedful.core.registry.gates import PACKED_ROWS
 from heedful.core.registry.tiles import DECODE_ROWS
 from support.hopper.device import ON_HOPPER, WITH_TRITON_3_9
@@ -129,7 +130,7 @@ def test_two_thousand_random_problems_are_within_their_error_budgets(variant, da
 
 def test_packed_steps_over_a_cache_run_it_unasked():
     call = served([1, 4, 0, 8], [1600, 3, 0, 77], 1600, 8)
-    assert "forward   hopper_decode" in heedful.explain(heedful.flash_attn_varlen_func, **call)
+    assert "forward   decode/hopper" in heedful.explain(heedful.flash_attn_varlen_func, **call)
 
 
 @pytest.mark.parametrize("num_splits", (1, 4))
@@ -169,10 +170,10 @@ def test_a_replayed_graph_has_other_packed_sequences(backend):
     def step(backend):
         return heedful.flash_attn_varlen_func(**call, backend=backend)
 
-    for mix, out, lse in replayed(call, mixes, partial(step, backend)):
-        want, want_lse = step(backend)
+    for mix, out, lse in replayed(call, mixes, partial(step, forced(backend))):
+        want, want_lse = step(forced(backend))
         assert torch.equal(out, want) and torch.equal(lse, want_lse)
-        _, portable_lse = step("decode")
+        _, portable_lse = step(forced("decode/portable"))
         # Of what the same rows see.
         assert torch.equal(lse.isfinite(), portable_lse.isfinite()) and not out.isnan().any()
         assert not out[sum(mix) :].any() and (lse[:, sum(mix) :] == -torch.inf).all()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import heedful.torch as heedful
+from heedful.core.registry.by_hand import forced
 from heedful.torch.base.device import toolchain
 from support.hopper.device import ON_HOPPER
 from support.problems.budget import run
@@ -20,7 +21,8 @@ from support.runs.prepared import Prepared
 
 pytestmark = ON_HOPPER
 # The Hopper decode wants Triton 3.9.
-BACKENDS = ("mixed", "hopper_mixed") if (toolchain().triton or ()) >= (3, 9) else ("mixed",)
+PORTABLE = forced("mixed/portable")
+BACKENDS = (PORTABLE, "hopper_mixed") if (toolchain().triton or ()) >= (3, 9) else (PORTABLE,)
 
 CASES = (
     MIXED,
@@ -53,7 +55,7 @@ MANY = replace(
 
 def takes(backend: str, case: Case) -> bool:
     """The Hopper decode knows of scores no more than the mask and a scale."""
-    return backend == "mixed" or not (case.softcap or case.alibi)
+    return backend == PORTABLE or not (case.softcap or case.alibi)
 
 
 def kernels(some: Sequence[Case]) -> list[tuple[str, Case]]:
@@ -149,7 +151,7 @@ def alone(call: dict[str, Any], first: int, last: int, backend: str):
 def test_a_served_batch_is_shared_unasked():
     call = served([1] * 20 + [500, 300], [1600] * 20 + [500, 1600], 1600, 512)
     words = heedful.explain(heedful.flash_attn_varlen_func, **call)
-    assert f"forward   {BACKENDS[-1]} " in words
+    assert f"forward   mixed/{'hopper' if len(BACKENDS) == 2 else 'portable'} " in words
     out, lse = heedful.flash_attn_varlen_func(**call)
     named = heedful.flash_attn_varlen_func(**call, backend=BACKENDS[-1])
     assert torch.equal(out, named[0]) and torch.equal(lse, named[1])
@@ -161,7 +163,7 @@ def test_with_one_split_each_half_has_the_bits_of_a_call_of_its_own(backend):
     lens_q, lens_k = [1, 300, 1, 4, 1, 512], [1600, 300, 7, 900, 0, 1600]
     call = {**served(lens_q, lens_k, 1600, 512), "num_splits": 1}
     out, lse = heedful.flash_attn_varlen_func(**call, backend=backend)
-    short = "decode" if backend == "mixed" else "hopper_decode"
+    short = forced("decode/portable") if backend == PORTABLE else "hopper_decode"
     for first, kernel in enumerate((short, "hopper", *[short] * 3, "hopper")):
         rows, own, own_lse = alone(call, first, first + 1, kernel)
         assert torch.equal(out[rows], own) and torch.equal(lse[:, rows], own_lse), first

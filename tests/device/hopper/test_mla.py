@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import heedful.torch as heedful
+from heedful.core.registry.by_hand import forced
 from heedful.core.registry.gates import SWAP_AB_ROWS
 from support.hopper.device import WITH_TRITON_3_9
 from support.problems.budget import run
@@ -180,7 +181,7 @@ def test_many_parts_are_merged_whatever_the_order_they_end_in(kernel, heads):
 
     def call():
         return heedful.flash_attn_with_kvcache(
-            q, k, k[..., :512], block_table=table, cache_seqlens=60000, backend=kernel
+            q, k, k[..., :512], block_table=table, cache_seqlens=60000, backend=forced(kernel)
         )
 
     first = call()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import heedful.torch as heedful
+from heedful.core.registry.by_hand import forced
 from support.hopper.device import DECODES, ON_HOPPER, WITH_TRITON_3_9
 from support.problems.budget import run
 from support.problems.cases import Case
@@ -69,7 +70,7 @@ CASES = (
 @pytest.mark.parametrize("num_splits", (0, 3))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_decode_is_within_its_error_budget(case, num_splits):
-    run(Prepared("decode"), replace(case, num_splits=num_splits), "cuda")
+    run(Prepared("decode/portable"), replace(case, num_splits=num_splits), "cuda")
 
 
 def _variant(rng: random.Random) -> Case:
@@ -143,7 +144,9 @@ def test_queries_that_float16_cannot_hold_meet_stored_floats_alike(size):
     k, v = (torch.randn(2, 500, 2, 128, device="cuda").to(torch.float8_e4m3fn) for _ in "kv")
 
     def attend(q, scale):
-        return heedful.flash_attn_with_kvcache(q, k, v, softmax_scale=scale, backend="decode")
+        return heedful.flash_attn_with_kvcache(
+            q, k, v, softmax_scale=scale, backend=forced("decode/portable")
+        )
 
     assert torch.equal(attend(q, 0.1), attend(q * size, 0.1 / size))
 
@@ -151,7 +154,7 @@ def test_queries_that_float16_cannot_hold_meet_stored_floats_alike(size):
 @pytest.mark.parametrize("num_splits", (0, 1, 3))
 @pytest.mark.parametrize("case", WIDE, ids=str)
 def test_values_that_lie_in_keys_are_within_the_error_budget(case, num_splits):
-    run(Prepared("decode"), replace(case, num_splits=num_splits), "cuda")
+    run(Prepared("decode/portable"), replace(case, num_splits=num_splits), "cuda")
 
 
 def test_a_call_over_latent_vectors_runs_a_kernel_that_reads_them_once():
@@ -161,7 +164,7 @@ def test_a_call_over_latent_vectors_runs_a_kernel_that_reads_them_once():
     lengths = torch.tensor([640, 1, 0, 333], dtype=torch.int32, device="cuda")
     given: Any = {"cache_seqlens": lengths, "block_table": table}
     text = heedful.explain(heedful.flash_attn_with_kvcache, q, latent, latent[..., :512], **given)
-    assert "forward   mla" in text or "forward   decode" in text
+    assert "forward   decode/" in text
     got = heedful.flash_attn_with_kvcache(q, latent, latent[..., :512], **given)
     assert got[0].any() and not got[2].any()
 
@@ -173,7 +176,7 @@ VARIANTS = distinct(60, _variant)
 @settings(max_examples=12)
 @given(data=st.data())
 def test_a_random_problem_is_within_its_error_budget(variant, data):
-    run(Prepared("decode"), data.draw(problems(variant)), "cuda")
+    run(Prepared("decode/portable"), data.draw(problems(variant)), "cuda")
 
 
 @pytest.mark.slow
@@ -181,7 +184,7 @@ def test_a_random_problem_is_within_its_error_budget(variant, data):
 @settings(max_examples=40)
 @given(data=st.data())
 def test_two_thousand_random_problems_are_within_their_error_budgets(variant, data):
-    run(Prepared("decode"), data.draw(problems(variant)), "cuda")
+    run(Prepared("decode/portable"), data.draw(problems(variant)), "cuda")
 
 
 def pages(batch: int, longest: int, size: int = 16):
@@ -222,7 +225,7 @@ def test_a_replayed_graph_reads_lengths_and_tables_anew(backend):
 @pytest.mark.parametrize(
     "backend, kernel, dims",
     [
-        ("decode", "decode", (128, 128)),
+        (forced("decode/portable"), "decode", (128, 128)),
         pytest.param("hopper_decode", "decode", (128, 128), marks=[*ON_HOPPER, WITH_TRITON_3_9]),
         pytest.param("mla_swap_ab", "mla_swap_ab", (576, 512), marks=[*ON_HOPPER, WITH_TRITON_3_9]),
         pytest.param("mla", "mla", (576, 512), marks=[*ON_HOPPER, WITH_TRITON_3_9]),

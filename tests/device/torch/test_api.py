@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import heedful.torch as heedful
+from heedful.core.registry.by_hand import forced
 from support.problems.budget import check
 from support.problems.cases import Case, build, twins, variants
 from support.problems.prefixes import whole_prefix
@@ -261,7 +262,7 @@ def test_a_shared_prefix_equals_a_cache_that_begins_with_it():
     assert (lse.cpu() - want_lse).abs().max() <= 2 * eps
 
 
-@pytest.mark.parametrize("backend", [None, "portable", "decode"])
+@pytest.mark.parametrize("backend", [None, "portable", "decode", forced("decode/portable")])
 def test_every_query_sees_the_whole_prefix_also_where_keys_are_fewer(backend):
     lengths = [0, 1, 3, 4, 50]
     prefix = randn(40, 2, 64), randn(40, 2, 64)

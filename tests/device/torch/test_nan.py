@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from heedful.core.registry.by_hand import forced
 from support.problems.nan import PLACES, SIZES, assert_passed_on
 
 pytestmark = pytest.mark.gpu
@@ -24,7 +25,7 @@ def test_nan_is_passed_on(size, place, causal, backend):
 
 @pytest.mark.parametrize("size", [(1, 15), (4, 700), (1, 5000)], ids=str)
 @pytest.mark.parametrize("place", PLACES, ids=str)
-@pytest.mark.parametrize("backend", ["hopper", "portable", "decode"])
+@pytest.mark.parametrize("backend", ["hopper", "portable", forced("decode/portable")])
 def test_nan_is_passed_on_through_splits_and_sinks(size, place, backend):
     how: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "dim": 128, "lse": True}
     sink = torch.tensor([0.5, -0.5], device="cuda")

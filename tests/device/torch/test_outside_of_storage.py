@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import heedful.torch as heedful
+from heedful.core.registry.by_hand import forced
 from heedful.torch.base.device import toolchain
 from heedful.torch.eager.cache_update import append_kv
 from support.fenced import Fenced
@@ -14,10 +15,11 @@ from support.hopper.device import WITH_TRITON_3_9
 
 pytestmark = pytest.mark.gpu
 
-BACKENDS = ["hopper", "portable", "decode"]
+DECODE = forced("decode/portable")
+BACKENDS = ["hopper", "portable", DECODE]
 # Of packed queries.
 OF_PACKED = [*BACKENDS, pytest.param("hopper_decode", marks=WITH_TRITON_3_9)]
-MOST_ROWS = {"decode": 64, "hopper_decode": 64}  # of all query heads of a KV head
+MOST_ROWS = {DECODE: 64, "hopper_decode": 64}  # of all query heads of a KV head
 INF = float("inf")
 # Bad numbers next to the cache, whose guards show them, and anywhere else.
 NEAR, FAR = (-1, -2, 0, 1), (2**31 - 1, -(2**31), 2**30 + 7, -12345678)

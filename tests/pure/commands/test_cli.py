@@ -44,11 +44,9 @@ def test_explain_names_every_rejected_kernel_with_a_reason():
         (decision["forward"]["backend"], "forward"),
         (decision["backward"]["backend"], "backward"),
     }
-    from heedful.core.registry.capability import ROWS
+    from heedful.core.registry.capability import VARIANTS
 
-    assert rejected | chosen == {
-        (row.backend, row.direction) for row in ROWS if row.serves("torch")
-    }
+    assert rejected | chosen == {(v.backend, v.direction) for v in VARIANTS if v.serves("torch")}
     assert all(r["reasons"] for r in decision["rejected"])
 
 

@@ -121,9 +121,9 @@ def test_what_encode_does_not_write_is_refused(data):
 def test_reading_a_call_needs_no_triton():
     code = (
         "import sys; sys.modules['triton'] = None; from heedful.launch.worker.codec import decode;"
-        " print(decode(sys.stdin.buffer.read())[0].variant)"
+        " print(decode(sys.stdin.buffer.read())[0].specialization)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], input=encode(CALL, "sm_90"), capture_output=True
     )
-    assert done.stdout.decode().strip() == repr(CALL.variant), done.stderr
+    assert done.stdout.decode().strip() == repr(CALL.specialization), done.stderr

@@ -9,6 +9,7 @@ from heedful.core.base.device import by_name
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
+from heedful.core.registry.by_hand import forced
 from heedful.launch.program import buffers
 from heedful.launch.program.programs import program
 from heedful.launch.program.spec import Program
@@ -40,7 +41,7 @@ ASKED: dict[str, list[dict[str, Any]]] = {
     "hopper_mixed": [MIXED, {**MIXED, "page_size": 16}],
     "mla": [LATENT, {**LATENT, "page_size": 64}],
     "mla_swap_ab": [LATENT],
-    "mixed": [MIXED],
+    "mixed/portable": [MIXED],
     "cdna": [LONG],
 }
 DEVICES = {"cdna": "MI300X", "decode": "MI300X", "portable": "B200"}
@@ -50,7 +51,7 @@ def made(backend: str, direction: str, problem: AttentionProblem) -> tuple[Progr
     """A program, and the names of its arguments."""
     arrays = getattr(buffers, direction)(problem)
     device = by_name(DEVICES.get(backend, "H200"))
-    return program(plan(problem, device, backend=backend), direction, arrays), set(arrays)
+    return program(plan(problem, device, backend=forced(backend)), direction, arrays), set(arrays)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,14 @@ from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
 from heedful.core.registry import capability
-from heedful.core.registry.capability import KernelRow, Toolchain
+from heedful.core.registry.capability import Toolchain, Variant
 from heedful.launch import validations
 from heedful.launch.code import identity
 
 DEVICE = by_name("MI355X")
 PROBLEM = AttentionProblem.dense(1, 512, 512, 8)
-GATED = KernelRow(
-    "gated", "forward", {"gfx950": "emulated"}, ("bfloat16",), frozenset(), by_default=False
+GATED = Variant(
+    "gated", "forward", "", {"gfx950": "emulated"}, ("bfloat16",), frozenset(), by_default=False
 )
 
 
@@ -106,7 +106,7 @@ def test_a_read_only_cache_is_not_written(monkeypatch):
 
 
 def test_the_planner_takes_a_gated_kernel_unasked_only_where_it_was_validated(monkeypatch):
-    monkeypatch.setattr(capability, "ROWS", (GATED, *capability.ROWS))
+    monkeypatch.setattr(capability, "VARIANTS", (GATED, *capability.VARIANTS))
     assert plan(PROBLEM, DEVICE, Toolchain()).backend == "portable"
     assert plan(PROBLEM, DEVICE).backend == "portable"
     validated = Toolchain(validated=frozenset({"gated"}))

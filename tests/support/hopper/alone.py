@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import heedful
+from heedful.core.registry.by_hand import forced
 from heedful.torch import quantize_kv
 from support.problems.served import served
 
@@ -73,7 +74,10 @@ CACHES = {
 }
 GRIDS |= {f"cache-{name}": {"cached": True, **facts} for name, facts in CACHES.items()}
 # Two kernels, the second of which begins while the first runs.
-GRIDS |= {name: {"mixed": True, "backend": name} for name in ("mixed", "hopper_mixed")}
+GRIDS |= {
+    name: {"mixed": True, "backend": kernel}
+    for name, kernel in (("mixed", "mixed/portable"), ("hopper_mixed", "hopper_mixed"))
+}
 
 
 def result(cached: bool = False, grad: bool = False, mixed: bool = False, **facts) -> torch.Tensor:
@@ -116,17 +120,17 @@ def gradients(
 def attend(q, k, v, packed: bool = False, backend: str = "hopper", **options) -> torch.Tensor:
     """A public call."""
     if not packed:
-        return heedful.flash_attn_func(q, k, v, backend=backend, **options)
+        return heedful.flash_attn_func(q, k, v, backend=forced(backend), **options)
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     cu_q = torch.tensor([0, 37, 437, 438, 1700, 2800], dtype=torch.int32, device="cuda")
     cu_k = torch.tensor([0, 37, 937, 1000, 3000, 4400], dtype=torch.int32, device="cuda")
     return heedful.flash_attn_varlen_func(
-        q, k, v, cu_q, cu_k, 1262, 2000, backend=backend, **options
+        q, k, v, cu_q, cu_k, 1262, 2000, backend=forced(backend), **options
     )
 
 
 def decoded(
-    backend: str = "decode",
+    backend: str = "decode/portable",
     stored: str = "",
     heads: int = 8,
     head_dim: int = 128,
@@ -155,7 +159,7 @@ def decoded(
         cache_seqlens=torch.tensor(lengths, dtype=torch.int32, device="cuda"),
         block_table=table.cuda(),
         causal=True,
-        backend=backend,
+        backend=forced(backend),
         **options,
     )
 
@@ -165,7 +169,7 @@ def shared(backend: str) -> torch.Tensor:
     torch.manual_seed(0)
     lens_q, lens_k = [300, 1, 0, 17, 3, 16, 1, 512], [900, 5000, 50, 17, 0, 700, 1, 1600]
     call = served(lens_q, lens_k, 5008, 512)
-    return heedful.flash_attn_varlen_func(**call, backend=backend)[0]
+    return heedful.flash_attn_varlen_func(**call, backend=forced(backend))[0]
 
 
 def environment(**extra: str) -> dict[str, str]:

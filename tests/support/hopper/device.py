@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from heedful.core.registry.by_hand import forced
 from heedful.torch.base.device import toolchain
 
 ON_HOPPER = [
@@ -17,4 +18,7 @@ WITH_TRITON_3_9 = pytest.mark.skipif(
     reason="needs Triton 3.9: Gluon before has no inline assembly, and its waits are a warpgroup's",
 )
 # Both kernels that decode over a cache.
-DECODES = ("decode", pytest.param("hopper_decode", marks=[*ON_HOPPER, WITH_TRITON_3_9]))
+DECODES = (
+    forced("decode/portable"),
+    pytest.param("hopper_decode", marks=[*ON_HOPPER, WITH_TRITON_3_9]),
+)

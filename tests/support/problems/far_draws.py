@@ -49,7 +49,7 @@ TAKES = {
     ),
     "hopper": ("hopper", Takes(dims=(64, 128, 192, 256), rows=300, keys=600)),
     "decode": (
-        "decode",
+        "decode/portable",
         Takes(
             _DECODE,
             dims=(64, 128, 256),

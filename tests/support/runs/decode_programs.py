@@ -6,7 +6,7 @@ import torch
 
 from heedful.core.base.device import by_name
 from heedful.core.planning.plan import Plan
-from heedful.core.registry.tiles import DecodeConfig
+from heedful.core.registry.tiles import DecodeConfig, TileConfig
 from heedful.launch.bind import decode
 from heedful.launch.interpret import interpret
 from heedful.torch.base.arrays import array_spec
@@ -30,7 +30,8 @@ class Interpreted:
         specs = {name: array_spec(tensor) for name, tensor in tensors.items()}
         problem = replace(problem, num_splits=self.num_splits)
         device = replace(by_name("MI300X"), units=UNITS)
-        plan = Plan(problem, device, "decode", "run", configs={"decode.forward": self.tiles})
+        tiles: dict[str, TileConfig] = {"decode.forward": self.tiles}
+        plan = Plan(problem, device, "decode", "run", variant="portable", configs=tiles)
         scratch = interpret(decode.forward(problem, plan, specs), tensors)
         if self.num_splits > 1:
             # Whatever the lengths, parts are a sequence's own: see the test of invariance.

@@ -2,14 +2,16 @@
 
 from dataclasses import replace
 
+from heedful.core.registry.by_hand import forced
 from heedful.torch.eager import backends
 
 
 class Prepared:
-    """Runs each problem through the planner with one backend asked for by name."""
+    """Runs each problem through the planner with one backend asked for by name, or one kernel by
+    the words of `by_hand.forced`."""
 
     def __init__(self, backend: str):
-        self.backend = backend
+        self.backend = forced(backend)
         self._runner = None
 
     @property

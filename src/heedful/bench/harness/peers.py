@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from heedful.bench.harness.cases import PAGE, Case
 from heedful.core.call.problem import ITEM_BITS, default_out_dtype
+from heedful.core.registry.by_hand import forced
 from heedful.reference.eager import twin_dtype
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -397,11 +398,12 @@ def defaults(case: Case, device: torch.device) -> list[Peer]:
 
 
 def find(name: str) -> Peer:
-    """A peer by name; heedful:BACKEND is heedful with that backend forced. Raises ValueError."""
+    """A peer by name; heedful:BACKEND is heedful with that backend forced, in words of
+    `by_hand.forced`. Raises ValueError."""
     if name in PEERS:
         return PEERS[name]
     if name.startswith("heedful:"):
-        return _heedful(name.partition(":")[2])
+        return _heedful(forced(name.partition(":")[2]))
     raise ValueError(f"peers must be among {', '.join(PEERS)} or heedful:BACKEND, got {name!r}")
 
 

@@ -218,7 +218,9 @@ def _plan(peer: str, case: Case, device: torch.device) -> dict:
     except ValueError:
         return {}
     tiles = {name: asdict(config) for name, config in chosen.configs.items()}
-    backends = {"forward": chosen.backend, "backward": chosen.backward}
+    backends = {"forward": chosen.variant_of("forward").label, "backward": chosen.backward}
+    if chosen.backward:
+        backends["backward"] = chosen.variant_of("backward").label
     return {"backends": backends, "num_splits": chosen.num_splits, "tiles": tiles}
 
 

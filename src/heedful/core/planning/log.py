@@ -28,9 +28,10 @@ def decision(plan: Plan) -> None:
     if log.isEnabledFor(logging.DEBUG):
         log.debug("planned\n%s", explain(plan))
     elif log.isEnabledFor(logging.INFO):
-        backward = f", backward {plan.backward}" if plan.backward else ""
+        backward = f", backward {plan.variant_of('backward').label}" if plan.backward else ""
         splits = f", {plan.num_splits} splits" if plan.num_splits > 1 else ""
-        log.info("[%s] -> %s%s%s", plan.problem.key(), plan.backend, backward, splits)
+        forward = plan.variant_of("forward").label
+        log.info("[%s] -> %s%s%s", plan.problem.key(), forward, backward, splits)
 
 
 configure()

@@ -11,8 +11,8 @@ from heedful.core.call.problem import AttentionProblem, Lengths
 from heedful.core.planning import sizes
 from heedful.core.planning.sizes import Scheduler, Sizes
 from heedful.core.registry import capability, configs
-from heedful.core.registry.by_hand import OPTIONS, with_options
-from heedful.core.registry.capability import KernelRow, Toolchain
+from heedful.core.registry.by_hand import OPTIONS, Overrides, asked, with_options
+from heedful.core.registry.capability import KernelRow, Toolchain, Variant
 from heedful.core.registry.configs import ConfigRow
 from heedful.core.registry.mixed import SHORT_KERNELS
 from heedful.core.registry.tiles import HopperConfig, SharedKeysConfig, TileConfig
@@ -20,11 +20,17 @@ from heedful.core.registry.tiles import HopperConfig, SharedKeysConfig, TileConf
 
 @dataclass(frozen=True, slots=True)
 class Rejection:
-    """A kernel that was not chosen, with every reason."""
+    """A kernel that was not chosen, with every reason; or a backend, with those that all of its
+    variants share."""
 
     backend: str
     direction: str
     reasons: tuple[str, ...]
+    variant: str = ""
+
+    @property
+    def label(self) -> str:
+        return capability.label(self.backend, self.variant)
 
 
 @dataclass(frozen=True)
@@ -32,12 +38,13 @@ class Plan:
     """The decision for one problem on one device: all that the code of its kernels depends on.
     `sizes` gives the rest, which lengths change.
 
-    backend, level: of the forward; backward, backward_level: of the backward, None without one.
+    backend, level, variant: of the forward, which of its backend's kernels, "" where there is but
+    one; backward, backward_level, backward_variant: of the backward, None without one.
     configs: kernel name ("portable.forward", ...) -> its tiles; measured: where from.
     is_split: whether the keys are split in parts that are merged. scheduler: how the programs of a
     Hopper forward get their tiles. short_q: the most queries of a sequence that a decode kernel
     handles, where the Hopper forward handles longer ones; 0 = one kernel handles all. by_hand:
-    options that a backend's name carried.
+    options of `Overrides`.
     notes: what a user may want to know (copies made, settings that took part).
     """
 
@@ -47,6 +54,8 @@ class Plan:
     level: str
     backward: str | None = None
     backward_level: str | None = None
+    variant: str = ""
+    backward_variant: str | None = None
     configs: dict[str, TileConfig] = field(default_factory=dict)
     measured: dict[str, str] = field(default_factory=dict)
     is_split: bool = False
@@ -56,10 +65,16 @@ class Plan:
     rejected: tuple[Rejection, ...] = ()
     notes: tuple[str, ...] = ()
 
-    def row(self, direction: str) -> KernelRow:
-        """The registered kernels of a direction."""
-        backend = self.backend if direction == "forward" else self.backward
-        return capability.row(backend or self.backend, direction, self.problem.dtype)
+    def variant_of(self, direction: str) -> Variant:
+        """The registered kernel of a direction."""
+        if direction == "forward":
+            return capability.variant(self.backend, direction, self.variant)
+        return capability.variant(self.backward or "", direction, self.backward_variant or "")
+
+    @property
+    def forward_config(self) -> TileConfig | None:
+        """The tiles of the forward, None on a CPU."""
+        return next((self.configs[k] for k in self.variant_of("forward").configs), None)
 
     def appends_ahead(self, has_new: bool = True, leaves_q: bool = False) -> str:
         """Why new keys and values go into a cache by a launch before attention; empty where the
@@ -67,8 +82,9 @@ class Plan:
 
         has_new: whether there are any. leaves_q: whether rotated queries are a result, too.
         """
-        if not self.row("forward").appends:
-            return f"{self.backend} does not append"
+        kernel = self.variant_of("forward")
+        if not kernel.appends:
+            return f"{kernel.label} does not append"
         if leaves_q:
             return "a shared prefix wants the rotated queries"
         if not has_new:
@@ -108,20 +124,23 @@ def plan(
 ) -> Plan:
     """The best kernels for `problem` on `device`.
 
-    backend: use this one; ValueError with every reason if it cannot. If its backward cannot, the
-    next backend takes the backward. Raises ValueError where no kernel can. Options of
-    its kernels, for measurements, follow its name: "hopper+draws=1+last_waves=2".
+    backend: use this one, or what `by_hand.named` named so; ValueError with every reason if it
+    cannot. If its backward cannot, the next backend takes the backward. Raises ValueError where no
+    kernel can.
     """
-    backend, by_hand = _named(backend)
+    named = asked(backend)
+    by_hand = {} if named is None else named.options
     problem.validate()
-    forward, rejected = _choose("forward", problem, device, toolchain, backend)
+    forward, rejected = _choose("forward", problem, device, toolchain, named, backend)
     backward = None
     if problem.needs_grad:
-        own = any(
-            row.backend == backend and not row.why_not(problem, device, toolchain)
-            for row in capability.rows("backward")
+        own = named is not None and any(
+            v.direction == "backward" and not v.why_not(problem, device, toolchain)
+            for v in named.kernels()
         )
-        backward, more = _choose("backward", problem, device, toolchain, backend if own else None)
+        backward, more = _choose(
+            "backward", problem, device, toolchain, named if own else None, backend
+        )
         rejected += more
         if problem.page_size and backward.gathers_pages:
             notes += ("the backward copies each sequence's pages into dense keys first",)
@@ -136,6 +155,8 @@ def plan(
         forward.level(device) or "",
         backward.backend if backward else None,
         backward.level(device) if backward else None,
+        forward.name,
+        backward.name if backward else None,
         {kernel: config for kernel, (config, _) in tiles.items()},
         {kernel: row.measured for kernel, (_, row) in tiles.items()},
         **_dealt_out(forward, tiles, problem, device),
@@ -145,87 +166,73 @@ def plan(
     )
 
 
-def _named(backend: str | None) -> tuple[str | None, dict[str, int]]:
-    """A backend's name, and the options after it."""
-    if backend is None:
-        return None, {}
-    name, *given = backend.split("+")
-    if name not in capability.backends():
-        raise ValueError(
-            f"backend must be one of {', '.join(capability.backends())} or None, got {backend!r}"
-        )
-    known = [o for kernel, own in OPTIONS.items() if kernel.partition(".")[0] == name for o in own]
-    options: dict[str, int] = {}
-    for text in given:
-        option, _, value = text.partition("=")
-        if option not in known or option in options or not value.isdecimal():
-            words = ", ".join(f"{o}=NUMBER" for o in known) or "none"
-            raise ValueError(f"backend {name!r} has the options {words}, got {backend!r}")
-        options[option] = int(value)
-    return name, options
-
-
-def _left_to_others(row: KernelRow, direction, problem, device, toolchain) -> list[str]:
-    """Why a row whose backend is not named leaves a problem to rows of other backends that take
-    it."""
-    found = [other for wish in row.unasked if (other := wish(problem, device))]
+def _left_to_others(v: Variant, problem, device, toolchain, named: Overrides | None) -> list[str]:
+    """Why a variant that is not named leaves a problem to others that take it: to any,
+    or to those of the backend that is asked for."""
+    wishes = [] if named and named.variant else v.unasked
+    found = [other for wish in wishes if (other := wish(problem, device))]
     return [
-        f"{other.backend} is preferred {other.why}"
+        f"{capability.label(other.backend, other.variant)} is preferred {other.why}"
         for other in found
-        if any(
-            own.backend == other.backend and not own.why_not(problem, device, toolchain)
-            for own in _rows(direction, problem.dtype)
+        if (named is None or named.backend == other.backend)
+        and any(
+            not own.why_not(problem, device, toolchain)
+            for own in Overrides(other.backend, other.variant).kernels()
+            if own.direction == v.direction
         )
     ]
 
 
-def _choose(direction, problem, device, toolchain, backend) -> tuple[KernelRow, tuple]:
-    """The first row that can, and the rejections on the way."""
-    chosen, rejected, named = None, [], []
-    for row in _rows(direction, problem.dtype):
-        # This is asked first: another kernel takes most problems, and the rest need no check.
-        reasons = []
-        if backend is None:
-            reasons = _left_to_others(row, direction, problem, device, toolchain)
-        reasons = reasons or row.why_not(problem, device, toolchain)
-        if row.backend == backend:
-            named += reasons
-        elif not row.serves((toolchain or Toolchain()).framework):
-            continue
-        if not reasons and backend is not None and row.backend != backend:
-            reasons = [f"backend={backend!r} was asked for"]
-        unasked = row.by_default or (toolchain is not None and row.backend in toolchain.validated)
-        if not reasons and not unasked and backend is None:
-            reasons = ["runs only when asked for by name"]
-        if not reasons and chosen is not None:
-            reasons = [f"{chosen.backend} is preferred"]
-        if reasons:
-            rejected.append(Rejection(row.backend, direction, tuple(reasons)))
-        else:
-            chosen = row
-    if chosen is None and named:
-        raise ValueError(
-            f"backend={backend!r} cannot run the {direction} of [{problem.key()}] on"
-            f" {device.name}: {'; '.join(named)}"
-        )
+def _choose(
+    direction, problem, device, toolchain, named: Overrides | None, backend: str | None
+) -> tuple[Variant, tuple[Rejection, ...]]:
+    """The first kernel that can, and the rejections on the way. named: what `backend` stands for,
+    None for any kernel."""
+    chosen, rejected, refused = None, [], []
+    tools = toolchain or Toolchain()
+    allowed = named.kernels() if named else []
+    for row in capability.rows(direction):
+        told = []
+        for v in row.taking(problem.dtype):
+            if v not in allowed and not v.serves(tools.framework):
+                continue
+            # This is asked first: another kernel takes most problems, and the rest need no check.
+            reasons = []
+            if named is None or v in allowed:
+                reasons = _left_to_others(v, problem, device, toolchain, named)
+            reasons = reasons or v.why_not(problem, device, toolchain)
+            is_free = v.by_default or v.backend in tools.validated
+            if not reasons and named and v not in allowed:
+                reasons = [f"backend={backend!r} was asked for"]
+            elif not reasons and not named and not is_free:
+                reasons = ["runs only when asked for by name"]
+            elif not reasons and chosen is not None:
+                reasons = [f"{chosen.label} is preferred"]
+            if reasons:
+                told.append((v, reasons))
+            else:
+                chosen = v
+        rejected += _rejections(row, told, chosen)
+        refused += _rejections(row, [own for own in told if own[0] in allowed], None)
     if chosen is None:
-        why = "; ".join(f"{r.backend}: {', '.join(r.reasons)}" for r in rejected)
-        raise ValueError(
-            f"no kernel can run the {direction} of [{problem.key()}] on {device.name}: {why}"
-        )
+        who = f"backend={backend!r} cannot run" if named else "no kernel can run"
+        why = "; ".join(f"{r.label}: {', '.join(r.reasons)}" for r in rejected)
+        if named and len(refused) == 1:
+            why = "; ".join(refused[0].reasons)
+        elif named:
+            why = "; ".join(f"{r.variant}: {', '.join(r.reasons)}" for r in refused)
+        raise ValueError(f"{who} the {direction} of [{problem.key()}] on {device.name}: {why}")
     return chosen, tuple(rejected)
 
 
-def _rows(direction: str, dtype: str) -> list[KernelRow]:
-    """One row of each backend: the one for this dtype. Without one it is the first, which gives the
-    dtype as a reason."""
-    kept: dict[str, KernelRow] = {}
-    for row in capability.rows(direction):
-        if row.backend not in kept or (
-            dtype in row.dtypes and dtype not in kept[row.backend].dtypes
-        ):
-            kept[row.backend] = row
-    return list(kept.values())
+def _rejections(row: KernelRow, told: list, chosen: Variant | None) -> list[Rejection]:
+    """One of a backend, with the reasons that its variants share, if these share some; else of each
+    variant."""
+    first = told[0][1] if told else []
+    shared = [reason for reason in first if all(reason in reasons for _, reasons in told)]
+    if shared and (chosen is None or chosen not in row.variants):
+        return [Rejection(row.backend, row.direction, tuple(shared))]
+    return [Rejection(v.backend, v.direction, tuple(reasons), v.name) for v, reasons in told]
 
 
 def stored_as(plan: Plan, **facts: bool) -> Plan:
@@ -236,7 +243,7 @@ def stored_as(plan: Plan, **facts: bool) -> Plan:
     problem = replace(plan.problem, **facts)
     if problem == plan.problem:
         return plan
-    tiles = _configs(problem, plan.device, None, plan.row("backward"), None, plan.by_hand)
+    tiles = _configs(problem, plan.device, None, plan.variant_of("backward"), None, plan.by_hand)
     own = {kernel: config for kernel, (config, _) in tiles.items()}
     return replace(plan, problem=problem, configs=plan.configs | own)
 
@@ -245,15 +252,15 @@ def _configs(
     problem: AttentionProblem,
     device: DeviceSpec,
     toolchain: Toolchain | None,
-    forward: KernelRow,
-    backward: KernelRow | None,
+    forward: Variant,
+    backward: Variant | None,
     by_hand: Mapping[str, int],
 ) -> dict[str, tuple[TileConfig, ConfigRow]]:
     """The config of every kernel that takes part, fitted to the problem, and where it is from."""
     tools = toolchain or Toolchain()
     # Maps each kernel to the Triton that it is planned for.
     kernels = {
-        kernel: next(iter(tools.tritons_of(row.backend)), None)
+        kernel: next(iter(tools.tritons_of(row.packed_as)), None)
         for row in (forward, backward)
         if row is not None
         for kernel in row.configs
@@ -273,7 +280,7 @@ def _configs(
     return {k: (row.config.fitted(problem, kernels[k]), row) for k, row in rows.items()}
 
 
-def _as_seen(kernel: str, problem: AttentionProblem, forward: KernelRow) -> AttentionProblem:
+def _as_seen(kernel: str, problem: AttentionProblem, forward: Variant) -> AttentionProblem:
     """The problem for which a kernel's tiles are chosen: short sequences of a mixed batch mostly
     have one new token."""
     if forward.short_queries and kernel in SHORT_KERNELS:
@@ -281,7 +288,7 @@ def _as_seen(kernel: str, problem: AttentionProblem, forward: KernelRow) -> Atte
     return problem
 
 
-def _dealt_out(row: KernelRow, tiles, problem: AttentionProblem, device: DeviceSpec) -> dict:
+def _dealt_out(row: Variant, tiles, problem: AttentionProblem, device: DeviceSpec) -> dict:
     """Whether the keys are split, and which scheduler deals out the tiles."""
     forward = next((tiles[kernel][0] for kernel in row.configs if kernel in tiles), None)
     splits = 1
@@ -304,16 +311,17 @@ def _dealt_out(row: KernelRow, tiles, problem: AttentionProblem, device: DeviceS
 def explain(plan: Plan, update: str | None = None) -> str:
     """The decision in words, line by line. update: the result of `Plan.appends_ahead` for a call
     that appends to a cache."""
+    forward = plan.variant_of("forward")
     lines = [
         f"problem   {plan.problem.key()}",
         f"device    {plan.device.name} ({plan.device.arch})",
+        f"forward   {forward.label} [{plan.level}]",
     ]
-    lines.append(f"forward   {plan.backend} [{plan.level}]")
-    if update is not None and plan.row("forward").program:
-        where = f"a launch ahead: {update}" if update else f"within the {plan.backend} kernel"
+    if update is not None and forward.program:
+        where = f"a launch ahead: {update}" if update else f"within the {forward.label} kernel"
         lines.append(f"update    {where}")
     if plan.backward:
-        lines.append(f"backward  {plan.backward} [{plan.backward_level}]")
+        lines.append(f"backward  {plan.variant_of('backward').label} [{plan.backward_level}]")
     found = plan.sizes()
     if found.num_splits > 1:
         lines.append(f"splits    {found.num_splits}")
@@ -331,8 +339,19 @@ def explain(plan: Plan, update: str | None = None) -> str:
     if plan.backward:
         lines += _words_of(plan.sizes(direction="backward"))
     lines += [f"note      {note}" for note in plan.notes]
-    lines += [f"rejected  {r.backend} {r.direction}: {'; '.join(r.reasons)}" for r in plan.rejected]
+    lines += [
+        f"rejected  {', '.join(names)} {direction}: {'; '.join(reasons)}"
+        for (direction, reasons), names in rejected_together(plan).items()
+    ]
     return "\n".join(lines)
+
+
+def rejected_together(plan: Plan) -> dict[tuple[str, tuple[str, ...]], list[str]]:
+    """(direction, reasons) -> the kernels that were rejected for these."""
+    together: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for r in plan.rejected:
+        together.setdefault((r.direction, r.reasons), []).append(r.label)
+    return together
 
 
 def words_of_sequences(plan: Plan) -> str:

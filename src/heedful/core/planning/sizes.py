@@ -115,7 +115,7 @@ def of(plan: "Plan", problem: AttentionProblem, direction: str, stored_k: int | 
 
 def splits_of(plan: "Plan", problem: AttentionProblem) -> int:
     """The number of parts into which a split plan splits the keys of these lengths."""
-    config = plan.configs.get(f"{plan.backend}.forward")
+    config = plan.forward_config
     if isinstance(config, SharedKeysConfig):
         return asked_splits(problem, config.block_n) if problem.num_splits else 1
     if not plan.is_split:
@@ -420,7 +420,7 @@ _FORWARD = {
 def _backward(plan: "Plan", problem: AttentionProblem, stored_k: int) -> Sizes:
     """The gradient of a bias has the tiles of its own shape."""
     delta = Workspace("delta", ArraySpec.contiguous(problem.lse_shape, "float32"))
-    if "hopper.backward" in plan.configs:
+    if plan.backward == "hopper":
         launches, workspaces = _hopper_backward(plan, problem, stored_k)
         return Sizes(1, launches, (delta, *workspaces))
     if "portable.backward_keys" not in plan.configs:
@@ -468,7 +468,8 @@ def _backward_splits(
 def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     """A work tile is a key tile of a KV head. Sums of dQ have rows for whole tiles of queries. For
     packed queries, whose lengths only the device knows, there are as many as there can be."""
-    config = plan.configs["hopper.backward"]
+    kernel = plan.variant_of("backward").configs[0]
+    config = plan.configs[kernel]
     assert isinstance(config, HopperBackwardConfig)
     rows = config.block_m
     q_blocks, key_blocks = (ceil_div(problem.seqlen_q, rows), ceil_div(stored_k, config.block_n))
@@ -500,7 +501,7 @@ def _hopper_backward(plan: "Plan", problem: AttentionProblem, stored_k: int):
     rows_programs = q_blocks * problem.batch * problem.heads_q
     launches = {
         "hopper.backward_prologue": LaunchSizes((rows_programs, 1, 1), {"q_blocks": q_blocks}),
-        "hopper.backward": LaunchSizes(
+        kernel: LaunchSizes(
             (programs, 1, 1),
             {
                 "tiles": tiles,

@@ -1,16 +1,18 @@
-"""Options of kernels that a backend's name may carry."""
+"""The choices of bench and tests in the planner's place: a variant, and options of its kernels."""
 
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from heedful.core.call.problem import AttentionProblem
+from heedful.core.registry import capability
 from heedful.core.registry.configs import ConfigRow
 
-# Choices that may be made by hand, to be measured: backend="hopper+draws=1"
-# (core/planning/plan.py).
+_BACKWARD = ("draws", "last_waves", "splits")
 OPTIONS = {
-    "hopper.backward": ("draws", "last_waves", "splits"),
+    "hopper.backward": _BACKWARD,
+    "hopper.backward_pair": _BACKWARD,
+    "hopper.backward_wide": _BACKWARD,
     "hopper.forward": ("key_splits",),
     "decode.forward": (
         *("block_m", "block_n", "num_warps", "num_stages"),
@@ -31,6 +33,78 @@ OPTIONS = {
         *("ahead", "in_order", "merge"),
     ),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """backend, variant: what is to run; directions without such a variant are left to the planner,
+    and so are all where it is "". options: of those in
+    OPTIONS, for the kernels that have them."""
+
+    backend: str
+    variant: str = ""
+    options: Mapping[str, int] = field(default_factory=dict)
+
+    def kernels(self) -> list[capability.Variant]:
+        """Those that may run."""
+        own = [v for v in capability.VARIANTS if v.backend == self.backend]
+        chosen = {v.direction for v in own if v.name == self.variant}
+        return [v for v in own if v.name == self.variant or v.direction not in chosen]
+
+
+# By the names under which calls of this process choose them.
+_OVERRIDES: dict[str, Overrides] = {}
+
+
+def named(backend: str, variant: str = "", **options: int) -> str:
+    """The name that a call of this process may give as its backend, to be run by hand.
+
+    Raises ValueError for a kernel that there is not, and for options that it has not.
+    """
+    chosen = Overrides(backend, variant, options)
+    if backend not in capability.backends():
+        raise ValueError(f"there is no backend {backend!r}")
+    if variant and variant not in [own.name for own in chosen.kernels()]:
+        raise ValueError(f"there is no variant {variant!r} of the backend {backend!r}")
+    tiles = {kernel for own in chosen.kernels() for kernel in own.configs}
+    known = {option for kernel in tiles for option in OPTIONS.get(kernel, ())}
+    if not known.issuperset(options):
+        words = ", ".join(sorted(known)) or "none"
+        raise ValueError(f"{backend} has the options {words}, got {', '.join(options)}")
+    words = "".join(f" {option}={value}" for option, value in options.items())
+    name = f"{capability.label(backend, variant)} (by hand{words})"
+    _OVERRIDES[name] = chosen
+    return name
+
+
+def forced(words: str) -> str:
+    """The name that a call gives as its backend for BACKEND/VARIANT+OPTION=NUMBER+..., the words of
+    command lines of bench. A backend alone, or an alias, stands for itself. Raises ValueError."""
+    if words in _OVERRIDES:
+        return words
+    kernel, *given = words.split("+")
+    backend, _, variant = kernel.partition("/")
+    if not (given or variant):
+        return words
+    backend, alias = capability.ALIASES.get(backend, (backend, ""))
+    options = {}
+    for text in given:
+        option, _, value = text.partition("=")
+        if option in options or not value.isdecimal():
+            raise ValueError(f"options must be OPTION=NUMBER, each once, got {words!r}")
+        options[option] = int(value)
+    return named(backend, variant or alias, **options)
+
+
+def asked(backend: str | None) -> Overrides | None:
+    """The choice that a name stands for, None for the planner's. Raises ValueError."""
+    if backend is None or backend in _OVERRIDES:
+        return None if backend is None else _OVERRIDES[backend]
+    name, variant = capability.ALIASES.get(backend, (backend, ""))
+    if name not in capability.backends():
+        names = ", ".join(capability.backends())
+        raise ValueError(f"backend must be one of {names} or None, got {backend!r}")
+    return Overrides(name, variant)
 
 
 def with_options(row: ConfigRow, chosen: Mapping[str, int], problem: AttentionProblem) -> ConfigRow:

@@ -1,12 +1,14 @@
 """The one support matrix: which kernel takes which problem on which architecture, as data.
 
-The planner, the tests and docs/support-matrix.md are all made from ROWS.
+The planner, the tests and docs/support-matrix.md are all made from VARIANTS. Those of one backend
+and direction are a row.
 """
 
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from heedful.core.base.device import DeviceSpec
 from heedful.core.call.problem import (
@@ -50,8 +52,8 @@ _NEWEST = (sys.maxsize,)
 class Toolchain:
     """Versions at hand, as int tuples; None is absent. The default stands for the newest.
 
-    packs: backends with kernels in a loaded pack, which need no Triton, and the one that they are
-        planned for.
+    packs: `Variant.packed_as` of kernels in a loaded pack, which need no Triton, and the one that
+        they are planned for.
     validated: backends that passed `heedful validate` on this device, and may be chosen by default.
     framework: whose arrays a call has, "torch" or "jax".
     """
@@ -63,18 +65,20 @@ class Toolchain:
     validated: frozenset[str] = frozenset()
     framework: str = "torch"
 
-    def tritons_of(self, backend: str) -> list[tuple[int, ...]]:
-        """Versions that a backend's kernels may be from, the oldest first: the installed one and
+    def tritons_of(self, packed_as: str) -> list[tuple[int, ...]]:
+        """Versions that a variant's kernels may be from, the oldest first: the installed one and
         the pack's. Kernels that differ are planned for the oldest, so that the pack is found and
         the installed one compiles what it lacks."""
-        packed = dict(self.packs).get(backend)
+        packed = dict(self.packs).get(packed_as)
         return sorted(version for version in (self.triton, packed) if version is not None)
 
 
 @dataclass(frozen=True, slots=True)
-class KernelRow:
-    """The calls that one backend's kernel of one direction takes.
+class Variant:
+    """One kernel of a backend for one direction, and what it takes.
 
+    name: within its backend; "" where it is the only one.
+    alias: what it was called when it was a backend. That name still chooses it.
     levels: architecture -> support level; "nvidia:*" stands for NVIDIA parts not listed.
     features: what it takes beyond plain dense attention.
     max_dim, dim_multiple: head dims of QK and V: at most (V MAX_HEAD_DIM_V), and a multiple of.
@@ -95,6 +99,7 @@ class KernelRow:
 
     backend: str
     direction: str
+    name: str
     levels: dict[str, str]
     dtypes: tuple[str, ...]
     features: frozenset[str]
@@ -112,6 +117,17 @@ class KernelRow:
     program: str = ""
     module: str = ""
     framework: str = ""
+    alias: str = ""
+
+    @property
+    def label(self) -> str:
+        """The backend, and which of its variants."""
+        return label(self.backend, self.name)
+
+    @property
+    def packed_as(self) -> str:
+        """The name of its kernels in packs."""
+        return self.alias or self.backend
 
     def level(self, device: DeviceSpec) -> str | None:
         """The support level on this device, None where the kernel does not exist for it."""
@@ -157,7 +173,7 @@ class KernelRow:
         for tool, least in wanted_tools:
             have = getattr(toolchain, tool)
             if tool == "triton":
-                have = max(toolchain.tritons_of(self.backend), default=None)
+                have = max(toolchain.tritons_of(self.packed_as), default=None)
             wanted = f"{tool} >= {'.'.join(map(str, least))}"
             if have is None:
                 reasons.append(f"needs {wanted}, which is not installed")
@@ -175,14 +191,14 @@ _QUANTIZED = ("int8", "int4", *FP8)
 
 def _on_cpus(
     backend: str, framework: str, least: tuple[int, ...], module: str
-) -> tuple[KernelRow, ...]:
+) -> tuple[Variant, ...]:
     """The rows of a framework's own backend for CPUs, which takes every call."""
     common: dict[str, Any] = {"max_dim": MAX_HEAD_DIM, "least": ((framework, least),)}
     common |= {"module": module, "framework": framework}
     here, dtypes = {"cpu": "run"}, (*FLOATS, *FP8)
     return (
-        KernelRow(backend, "forward", here, dtypes, _EVERY_FEATURE, _QUANTIZED, **common),
-        KernelRow(backend, "backward", here, FLOATS, _EVERY_FEATURE, **common),
+        Variant(backend, "forward", "", here, dtypes, _EVERY_FEATURE, _QUANTIZED, **common),
+        Variant(backend, "backward", "", here, FLOATS, _EVERY_FEATURE, **common),
     )
 
 
@@ -228,17 +244,19 @@ _HOPPER_GATES = (
 
 
 def _mixed(
-    backend: str,
+    name: str,
     features: frozenset[str],
     kernel: str,
     triton: tuple[int, ...],
     short_queries: Callable[[AttentionProblem], int],
     unasked: Callable[[AttentionProblem, DeviceSpec], Preferred | None],
-) -> KernelRow:
+    alias: str = "",
+) -> Variant:
     """The Hopper forward beside a decode kernel that has the sequences of few queries."""
-    return KernelRow(
-        backend,
+    return Variant(
+        "mixed",
         "forward",
+        name,
         {"sm_90": "run"},
         ("bfloat16", "float16"),
         # Partial results of the Hopper forward are merged over all rows.
@@ -251,14 +269,16 @@ def _mixed(
         unasked=(unasked,),
         configs=("hopper.forward", kernel),
         program="heedful.launch.bind.mixed",
+        alias=alias,
     )
 
 
-def _latent(backend: str, few_rows: Gate) -> KernelRow:
+def _latent(name: str, few_rows: Gate) -> Variant:
     """A kernel of latent vectors, of so few rows."""
-    return KernelRow(
-        backend,
+    return Variant(
+        "decode",
         "forward",
+        name,
         {"sm_90": "run"},
         ("bfloat16", "float16"),
         frozenset(
@@ -277,18 +297,49 @@ def _latent(backend: str, few_rows: Gate) -> KernelRow:
             gates.whole_pages,
             few_rows,
         ),
-        configs=(f"{backend}.forward",),
-        program=f"heedful.launch.bind.{backend}",
+        configs=(f"{name}.forward",),
+        program=f"heedful.launch.bind.{name}",
+        alias=name,
+    )
+
+
+# A backward holds these beside probabilities until dP is there: how much of a score a cap left, and
+# which probabilities were dropped.
+_HELD = {"softcap", "dropout"}
+
+
+def _hopper_backward(name: str, features: set[str], max_dim: int, *own: Gate) -> Variant:
+    """A Hopper backward that takes these features, too."""
+    kernel = "hopper.backward" if name == "backward" else f"hopper.backward_{name}"
+    return Variant(
+        "hopper",
+        "backward",
+        name,
+        {"sm_90": "run"},
+        ("bfloat16", "float16"),
+        frozenset(
+            {"causal", "window", "diagonal", "sink", "varlen", "gqa", "head_dims_differ"}
+            | {"return_lse", "backward", *features}
+        ),
+        max_dim=max_dim,
+        dim_multiple=8,
+        # For gl.inline_asm: sums of dQ leave by cp.reduce.async.bulk.
+        least=(("triton", (3, 9)),),
+        gates=(gates.some_tokens, gates.positive_scale, gates.out_as_in, gates.aligned_draws)
+        + (gates.near_softcap, *own),
+        configs=(kernel, "portable.scores"),
+        program="heedful.launch.bind.hopper_backward",
     )
 
 
 # In order of preference.
-ROWS: tuple[KernelRow, ...] = (
+VARIANTS: tuple[Variant, ...] = (
     _latent("mla_swap_ab", gates.rows_of_swapped_products),
     _latent("mla", gates.few_rows),
-    KernelRow(
-        "hopper_decode",
+    Variant(
+        "decode",
         "forward",
+        "hopper",
         {"sm_90": "run"},
         ("bfloat16", "float16"),
         _OF_HOPPER_DECODE,
@@ -307,10 +358,12 @@ ROWS: tuple[KernelRow, ...] = (
         unasked=(many_rows, many_rows_of_one_length, packed_keys),
         configs=("hopper_decode.forward",),
         program="heedful.launch.bind.hopper_decode",
+        alias="hopper_decode",
     ),
-    KernelRow(
+    Variant(
         "decode",
         "forward",
+        "portable",
         _PORTABLE_LEVELS,
         ("bfloat16", "float16", *FP8),
         _OF_DECODE,
@@ -331,18 +384,20 @@ ROWS: tuple[KernelRow, ...] = (
         program="heedful.launch.bind.decode",
     ),
     _mixed(
-        "hopper_mixed",
+        "hopper",
         _OF_HOPPER_DECODE,
         "hopper_decode.forward",
         (3, 9),
         queries_of_a_tile,
         some_fill_a_tile,
+        alias="hopper_mixed",
     ),
     _mixed(
-        "mixed", _OF_DECODE, "decode.forward", (3, 6), queries_of_few_tiles, some_fill_few_tiles
+        "portable", _OF_DECODE, "decode.forward", (3, 6), queries_of_few_tiles, some_fill_few_tiles
     ),
-    KernelRow(
+    Variant(
         "hopper",
+        "forward",
         "forward",
         {"sm_90": "run"},
         ("bfloat16", "float16"),
@@ -354,9 +409,10 @@ ROWS: tuple[KernelRow, ...] = (
         configs=("hopper.forward",),
         program="heedful.launch.bind.hopper",
     ),
-    KernelRow(
+    Variant(
         "hopper",
         "forward",
+        "fp8",
         {"sm_90": "run"},
         ("float8_e4m3fn",),
         frozenset(
@@ -372,9 +428,10 @@ ROWS: tuple[KernelRow, ...] = (
         configs=("hopper.fp8_forward",),
         program="heedful.launch.bind.hopper_fp8",
     ),
-    KernelRow(
+    Variant(
         "cdna",
         "forward",
+        "",
         {"gfx942": "emulated", "gfx950": "emulated"},
         ("bfloat16", "float16", "float8_e4m3fn", "float8_e4m3fnuz"),
         frozenset(
@@ -397,9 +454,10 @@ ROWS: tuple[KernelRow, ...] = (
         configs=("cdna.forward",),
         program="heedful.launch.bind.cdna",
     ),
-    KernelRow(
+    Variant(
         "portable",
         "forward",
+        "",
         _PORTABLE_LEVELS,
         FLOATS,
         _EVERY_FEATURE,
@@ -415,28 +473,14 @@ ROWS: tuple[KernelRow, ...] = (
         configs=("portable.forward", "portable.scores"),
         program="heedful.launch.bind.portable",
     ),
-    KernelRow(
-        "hopper",
-        "backward",
-        {"sm_90": "run"},
-        ("bfloat16", "float16"),
-        frozenset(
-            {"causal", "window", "diagonal", "softcap", "sink", "dropout", "varlen", "gqa"}
-            | {"head_dims_differ", "return_lse", "backward", "deterministic"}
-        ),
-        max_dim=256,
-        dim_multiple=8,
-        # For gl.inline_asm: sums of dQ leave by cp.reduce.async.bulk.
-        least=(("triton", (3, 9)),),
-        gates=(gates.some_tokens, gates.positive_scale, gates.out_as_in, gates.aligned_draws)
-        + (gates.tiles_of_both_dims, gates.any_order_if_wide, gates.room_for_dropout)
-        + (gates.near_softcap,),
-        configs=("hopper.backward", "portable.scores"),
-        program="heedful.launch.bind.hopper_backward",
-    ),
-    KernelRow(
+    _hopper_backward("backward", {*_HELD, "deterministic"}, 128, gates.equal_head_dims),
+    # Consumers add to dQ themselves, and take no turns.
+    _hopper_backward("pair", set(), 192, gates.above_128, gates.values_to_128),
+    _hopper_backward("wide", _HELD, 256, gates.above_128, gates.room_for_dropout),
+    Variant(
         "portable",
         "backward",
+        "",
         _PORTABLE_LEVELS,
         FLOATS,
         # Only calls that record no gradient pick cache rows by index.
@@ -447,18 +491,20 @@ ROWS: tuple[KernelRow, ...] = (
         configs=("portable.backward_keys", "portable.backward_queries", "portable.scores"),
         program="heedful.launch.bind.portable",
     ),
-    KernelRow(
+    Variant(
         "sdpa",
         "forward",
+        "",
         {"cpu": "run"},
         FLOATS,
         _OF_SDPA | {"gqa", "seqused", "uneven_rows"},
         gates=(gates.sdpa_mask, gates.sdpa_lengths, gates.sdpa_log_sum_exp),
         **_SDPA,
     ),
-    KernelRow(
+    Variant(
         "sdpa",
         "backward",
+        "",
         {"cpu": "run"},
         FLOATS,
         _OF_SDPA | {"gqa"},
@@ -470,18 +516,40 @@ ROWS: tuple[KernelRow, ...] = (
 )
 
 
+class KernelRow(NamedTuple):
+    """A backend's kernels of one direction, the best first."""
+
+    backend: str
+    direction: str
+    variants: tuple[Variant, ...]
+
+    def taking(self, dtype: str) -> tuple[Variant, ...]:
+        """Those for queries of this dtype; all where there is none, to say so."""
+        return tuple(v for v in self.variants if dtype in v.dtypes) or self.variants
+
+
+# Names that chose one kernel before its backend was named.
+ALIASES = {v.alias: (v.backend, v.name) for v in VARIANTS if v.alias}
+
+
+def label(backend: str, variant: str) -> str:
+    """A kernel, or with "" a backend, in words."""
+    return f"{backend}/{variant}" if variant else backend
+
+
 def rows(direction: str) -> list[KernelRow]:
-    """The kernels of a direction, best first."""
-    return [row for row in ROWS if row.direction == direction]
+    """The backends of a direction, best first."""
+    own = (v for v in VARIANTS if v.direction == direction)
+    return [KernelRow(name, direction, tuple(of)) for name, of in groupby(own, lambda v: v.backend)]
 
 
-def row(backend: str, direction: str, dtype: str) -> KernelRow:
-    """The kernels of a backend for a direction and a dtype of queries."""
+def variant(backend: str, direction: str, name: str = "") -> Variant:
+    """A kernel by its names."""
     return next(
-        r for r in ROWS if (r.backend, r.direction) == (backend, direction) and dtype in r.dtypes
+        v for v in VARIANTS if (v.backend, v.direction, v.name) == (backend, direction, name)
     )
 
 
 def backends() -> tuple[str, ...]:
     """Every backend's name, best first."""
-    return tuple(dict.fromkeys(row.backend for row in ROWS))
+    return tuple(dict.fromkeys(v.backend for v in VARIANTS))

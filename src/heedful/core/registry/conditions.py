@@ -72,12 +72,6 @@ def in_order(problem: AttentionProblem) -> bool:
     return problem.deterministic
 
 
-def has_room_for_dq(problem: AttentionProblem) -> bool:
-    """Gradients of 64 keys take 160 registers: scores have no more than a mask."""
-    modified = problem.bias or problem.alibi or holds_more(problem)
-    return problem.head_dim <= 192 and problem.head_dim_v <= 128 and not modified
-
-
 def holds_more_in_order(problem: AttentionProblem) -> bool:
     return holds_more(problem) and in_order(problem)
 

@@ -20,7 +20,6 @@ from heedful.core.registry.conditions import (
     eight_bit,
     few_rows,
     float32,
-    has_room_for_dq,
     heads_share_lines,
     high_pressure,
     holds_more,
@@ -248,9 +247,11 @@ def _hopper_fp8(max_dim: int, tile: _Tile, when=always, **how):
     return ConfigRow("hopper.fp8_forward", ("sm_90",), max_dim, config, _H200_GLUON, when)
 
 
-def _hopper_backward(max_dim: int, tile: _Tile, when=always, measured=_H200_23, **how):
+def _hopper_backward(
+    max_dim: int, tile: _Tile, when=always, measured=_H200_23, kernel="hopper.backward", **how
+):
     config = HopperBackwardConfig(*tile, **how)
-    return ConfigRow("hopper.backward", ("sm_90",), max_dim, config, measured, when)
+    return ConfigRow(kernel, ("sm_90",), max_dim, config, measured, when)
 
 
 # 1.06 times as fast as a program for each tile at 16 x 1024, 1.02 at 4 x 4096; a larger last group
@@ -424,8 +425,10 @@ ROWS: list[ConfigRow] = [
     _hopper_backward(64, (64, 128, 4, 2), holds_more, _FITS, **_DRAWN),
     _hopper_backward(64, (128, 128, 4, 2), **_DRAWN),
     _hopper_backward(128, (64, 128, 4, 2), **_DRAWN),
-    _hopper_backward(256, (64, 128, 4, 2), has_room_for_dq, _H200_25, **_NO_DQ_GROUP),
-    _hopper_backward(256, (64, 64, 4, 2), **_NO_DQ_GROUP),
+    _hopper_backward(
+        192, (64, 128, 4, 2), always, _H200_25, "hopper.backward_pair", **_NO_DQ_GROUP
+    ),
+    _hopper_backward(256, (64, 64, 4, 2), kernel="hopper.backward_wide", **_NO_DQ_GROUP),
     _cdna(64, (256, 128, 8, 1), eight_bit),
     _cdna(128, (256, 64, 8, 1)),
     # Page numbers are loaded two stages before keys: as many again. 64 rows are a WGMMA's, which

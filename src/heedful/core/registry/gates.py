@@ -79,25 +79,29 @@ def aligned_draws(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     return None
 
 
-def tiles_of_both_dims(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """Tiles of one width up to 128 columns; wide ones are of 256, or of 256 and 128."""
+def equal_head_dims(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """All tiles of the Hopper backward of up to 128 columns have one width."""
     dim, dim_v = problem.head_dim, problem.head_dim_v
-    if dim != dim_v and not (dim > 128 and dim_v > 64):
-        return f"the backward of head dims {dim} and {dim_v}: takes equal ones, or above 128 and 64"
-    return None
+    return f"head dims {dim} and {dim_v}: takes equal ones" if dim != dim_v else None
+
+
+def above_128(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Wide tiles have 256 columns, those of values 256 or 128."""
+    dim, dim_v = problem.head_dim, problem.head_dim_v
+    words = f"head dims {dim} and {dim_v}: takes those above 128, of V above 64"
+    return None if dim > 128 and dim_v > 64 else words
+
+
+def values_to_128(problem: AttentionProblem, device: DeviceSpec) -> str | None:
+    """Gradients of 64 keys take 160 registers; wider ones leave none for dQ."""
+    dim_v = problem.head_dim_v
+    return f"V's head_dim {dim_v}: takes up to 128" if dim_v > 128 else None
 
 
 def room_for_dropout(problem: AttentionProblem, device: DeviceSpec) -> str | None:
     """A mask's exchange between threads takes 3.5 KiB, which is more than the tiles leave."""
     if problem.dropout_p > 0 and min(problem.head_dim, problem.head_dim_v) > 128:
         return "the backward of dropout with Q, K and V above 128"
-    return None
-
-
-def any_order_if_wide(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """For wide heads consumers add to dQ themselves, and take no turns."""
-    if problem.deterministic and max(problem.head_dim, problem.head_dim_v) > 128:
-        return "a deterministic backward of head dims above 128"
     return None
 
 

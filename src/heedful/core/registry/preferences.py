@@ -10,10 +10,11 @@ from heedful.core.registry.tiles import DECODE_ROWS
 
 
 class Preferred(NamedTuple):
-    """The faster backend, and the reason."""
+    """The faster backend, the reason, and which of its variants, "" for any."""
 
     backend: str
     why: str
+    variant: str = ""
 
 
 # The forward takes 16-bit calls with more rows of a KV head than these: of any keys, and of keys of
@@ -54,7 +55,7 @@ def many_rows_of_one_length(problem: AttentionProblem, device: DeviceSpec) -> Pr
 
 def packed_keys(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:
     """Packed keys: nobody has timed the Hopper decode beside the portable decode over them."""
-    return Preferred("decode", "for packed keys") if problem.varlen_k else None
+    return Preferred("decode", "for packed keys", "portable") if problem.varlen_k else None
 
 
 def keys_of_one_length(problem: AttentionProblem, device: DeviceSpec) -> Preferred | None:

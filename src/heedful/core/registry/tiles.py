@@ -291,6 +291,8 @@ class HopperFp8Config(HopperConfig):
 @dataclass(frozen=True, slots=True)
 class HopperBackwardConfig(TileConfig):
     """A tile of the Hopper backward: a step of `block_m` queries, past `block_n` keys that stay.
+    Consumers share these keys and each makes one gradient of them (wide); or each has its own keys
+    and makes dQ, too (pair); or another warpgroup makes dQ.
 
     num_stages: of queries. dout_stages, ds_stages, k_stages: of the output's gradients, of those of
     the scores, and of work tiles' keys. consumer_regs, dq_regs, producer_regs: registers of a
@@ -310,15 +312,6 @@ class HopperBackwardConfig(TileConfig):
     draws: bool = False
     last_waves: int = 0
     splits: int = 1
-
-    @property
-    def kernel(self) -> str:
-        """The name of the kernel, by the tasks of its consumers. They share keys, and each makes
-        one gradient of them (wide); or each has its own keys, and makes dQ, too (pair), or another
-        warpgroup does."""
-        if self.block_n == CONSUMER_ROWS:
-            return "backward_wide"
-        return "backward_pair" if self.dq_regs is None else "backward"
 
     def fitted(self, problem: AttentionProblem, triton: tuple[int, ...] | None) -> Self:
         # Bits of dropout change their layout through shared memory, which wide keys twice fill.

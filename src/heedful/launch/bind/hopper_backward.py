@@ -49,22 +49,19 @@ _NEAR_REGISTERS = {64: 48, 128: 56, 256: 80}
 def backward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     """dq, dk, dv, and dbias and dsink where there are such buffers."""
     stored_k = None if problem.varlen_k else buffers["k"].shape[1]
-    sizes, config = plan.sizes(direction="backward", stored_k=stored_k), _config(plan)
+    sizes = plan.sizes(direction="backward", stored_k=stored_k)
+    kernel = plan.variant_of("backward").configs[0]
+    config = plan.configs[kernel]
+    assert isinstance(config, HopperBackwardConfig)
     buffers = {**buffers, **{w.name: w.buffer for w in sizes.workspaces}}
     calls = [_schedule_call(problem, config, sizes, buffers)] if problem.varlen_k else []
     calls += [
         _prologue_call(problem, config, sizes, buffers),
-        _backward_call(problem, config, sizes, buffers),
+        _backward_call(problem, kernel, config, sizes, buffers),
         _epilogue_call(problem, config, sizes, buffers),
     ]
     calls += portable.calls_beside(problem, plan, buffers)
     return Program(tuple(calls), sizes.workspaces)
-
-
-def _config(plan: Plan) -> HopperBackwardConfig:
-    config = plan.configs["hopper.backward"]
-    assert isinstance(config, HopperBackwardConfig)
-    return config
 
 
 def _rows_call(
@@ -207,7 +204,7 @@ def _epilogue_call(
         ),
         seqs=groups.sequences(problem, buffers),
         sizes=_sizes(problem, buffers),
-        **{"k_blocks": None, **_splits(sizes, buffers)},
+        **{"k_blocks": None, **_splits(buffers)},
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         D=problem.head_dim,
@@ -217,19 +214,23 @@ def _epilogue_call(
     )
 
 
-def _splits(sizes: Sizes, buffers: Buffers) -> dict[str, Scalar | None]:
+def _splits(buffers: Buffers) -> dict[str, Scalar | None]:
     """In how many parts visits of key tiles are split, and the keys of a head in each; None if they
     are not."""
     if "partials" not in buffers:
         return {"splits": None, "partial_rows": None}
-    splits = sizes.launches["hopper.backward"].numbers["splits"]
-    return {"splits": Scalar(splits), "partial_rows": Scalar(buffers["partials"].shape[2])}
+    partials = buffers["partials"].shape
+    return {"splits": Scalar(partials[0]), "partial_rows": Scalar(partials[2])}
 
 
 def _backward_call(
-    problem: AttentionProblem, config: HopperBackwardConfig, sizes: Sizes, buffers: Buffers
+    problem: AttentionProblem,
+    kernel: str,
+    config: HopperBackwardConfig,
+    sizes: Sizes,
+    buffers: Buffers,
 ) -> KernelCall:
-    launch = sizes.launches["hopper.backward"]
+    launch = sizes.launches[kernel]
     dims = dict.fromkeys(("q", "k", "dk"), problem.head_dim)
     dims |= dict.fromkeys(("v", "dout", "dv"), problem.head_dim_v)
     found = {}
@@ -254,7 +255,7 @@ def _backward_call(
             **hopper_groups.scores(problem, buffers),
             order=HopperBackwardOrder(
                 **{name: Scalar(value) for name, value in launch.numbers.items()}
-                | _splits(sizes, buffers),
+                | _splits(buffers),
                 varlen_tiles=pointer(buffers, "varlen_tiles"),
                 tile_counter=pointer(buffers, "tile_counter"),
                 turns=pointer(buffers, "turns"),
@@ -275,5 +276,5 @@ def _backward_call(
             ),
         ),
     }
-    ref = _kernel(config.kernel, "gluon")
+    ref = _kernel(kernel.partition(".")[2], "gluon")
     return KernelCall(ref, launch.grid, parameters, {"num_warps": 4}, programmatic=True)

@@ -17,7 +17,7 @@ def forward(problem: AttentionProblem, plan: Plan, buffers: Buffers) -> Program:
     schedule, long = hopper.forward(problem, plan, buffers).calls
     sizes = plan.sizes()
     buffers = split_kv.with_scratch(buffers, sizes)
-    bind = hopper_decode if hopper_decode.KERNEL in plan.configs else decode
+    bind = hopper_decode if plan.variant == "hopper" else decode
     short = bind.decode_call(problem, plan, sizes, buffers)
     calls = (schedule, short, long, *split_kv.clear_calls(problem, buffers))
     return Program(calls, sizes.workspaces)

@@ -35,7 +35,7 @@ _UNALIGNED_WIDTH = 64
 
 def shared_divisor(buffers: Buffers, names: Iterable[str]) -> int:
     """A divisor of all strides of these tensors, so that a kernel has an aligned and an unaligned
-    variant and not one per stride; 1 where an address is not aligned."""
+    specialization and not one per stride; 1 where an address is not aligned."""
     specs = [buffers[name] for name in names]
     strides = [s for spec in specs for s in spec.steps[:-1]]
     if not all(spec.aligned for spec in specs):

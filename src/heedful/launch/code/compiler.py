@@ -1,6 +1,7 @@
 """Kernel calls to artifacts: from memory, a loaded pack, the disk cache, or the compiler.
 
-Each variant is looked up or compiled once a process, by one thread. Counters tell what happened.
+Each specialization is looked up or compiled once a process, by one thread. Counters tell what
+happened.
 """
 
 import threading
@@ -27,7 +28,7 @@ def artifact(call: KernelCall, arch: str) -> Artifact:
 
     Raises RuntimeError where it is nowhere to be found and there is no Triton to compile it.
     """
-    key = (arch, call.variant)
+    key = (arch, call.specialization)
     with _guard:
         lock = _locks.get(key) or _locks.setdefault(key, new_lock())
     with lock:

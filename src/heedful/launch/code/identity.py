@@ -86,12 +86,12 @@ def _environment() -> Iterator[str]:
 
 
 def kernel_key(call: KernelCall, arch: str) -> str:
-    """Names a variant of a kernel's source on an architecture, whoever compiles it."""
+    """Names a specialization of a kernel's source on an architecture, whoever compiles it."""
     ref: KernelRef = call.kernel
-    text = repr((source_digest(ref.module), _host_digest(), arch, call.variant))
+    text = repr((source_digest(ref.module), _host_digest(), arch, call.specialization))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def cache_key(call: KernelCall, arch: str) -> str:
-    """Names what this toolchain makes of the variant."""
+    """Names what this toolchain makes of the specialization."""
     return hashlib.sha256(f"{kernel_key(call, arch)} {toolchain()}".encode()).hexdigest()

@@ -33,7 +33,7 @@ _known = dict.get
 _DIMS = 3  # of a grid
 _FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}
 
-# (device index, arch, variant) -> function handle in that device's context.
+# (device index, arch, specialization) -> function handle in that device's context.
 _functions: dict[tuple, object] = {}
 
 
@@ -62,7 +62,7 @@ class KernelKind:
                 f"{call.kernel.function} is compiled for clusters of {artifact.cluster}, "
                 f"the launch asks for {call.cluster}"
             )
-        own, key = driver(vendor_of(arch)), (device, arch, call.variant)
+        own, key = driver(vendor_of(arch)), (device, arch, call.specialization)
         if key not in _functions:
             _functions[key] = own.load(artifact, device)
         queued = call.programmatic, call.cooperative

@@ -19,14 +19,16 @@ def program(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec] | None 
     in pages have been gathered into dense ones (see torch/eager/pages.py).
     Raises ValueError for a backend that launches no kernels (cpu, sdpa).
     """
-    row = plan.row(direction)
-    if not row.program:
-        raise ValueError(f"the {direction} runs on {row.backend!r}, which has no kernels to launch")
+    kernel = plan.variant_of(direction)
+    if not kernel.program:
+        raise ValueError(
+            f"the {direction} runs on {kernel.backend!r}, which has no kernels to launch"
+        )
     if direction == "backward" and plan.problem.page_size:
         plan = replace(plan, problem=plan.problem.gathered())
     given = getattr(canonical, direction)(plan.problem) if buffers is None else buffers
     canonical.check(plan.problem, given)
-    return getattr(importlib.import_module(row.program), direction)(plan.problem, plan, given)
+    return getattr(importlib.import_module(kernel.program), direction)(plan.problem, plan, given)
 
 
 def step(
@@ -44,7 +46,7 @@ def step(
     if plan.appends_ahead("seqused_k" not in buffers, leaves_q):
         return in_turn(plan, buffers, interleaved, position0)
     canonical.check(plan.problem, buffers)
-    module = importlib.import_module(plan.row("forward").program)
+    module = importlib.import_module(plan.variant_of("forward").program)
     made: Program = module.step(plan, buffers, interleaved, position0)
     return made
 

@@ -133,7 +133,7 @@ class KernelCall:
         return [leaf for name, value in self.parameters.items() for leaf in leaves(name, value)]
 
     @cached_property
-    def variant(self) -> tuple:
+    def specialization(self) -> tuple:
         """The facts that the compiled code depends on, besides target and toolchain: run-time
         values, the grid and how the launch is queued are not part of it."""
         arguments = tuple((name, a.type, promise(a)) for name, a in self.arguments.items())

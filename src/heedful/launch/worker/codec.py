@@ -85,7 +85,7 @@ def decode(data: bytes) -> tuple[KernelCall, str]:
             {_named(name): _decoded(value) for name, value in parts["options"]},
             parts["cluster"],
         )
-        hash(call.variant)  # reads the names of types
+        hash(call.specialization)  # reads the names of types
         return call, parts["arch"]
     except (KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"no kernel call: {error!r}") from None

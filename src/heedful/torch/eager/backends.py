@@ -346,7 +346,9 @@ class GpuBackward:
     def __init__(self, plan: Plan, kinds: Kinds, x: Operands, out, lse, dout, dlse):
         """kinds: of backwards of the forward's case."""
         self._device, self._index = x.q.device, x.q.device.index
-        mapped = () if "unaligned" in plan.row("backward").features else ("q", "k", "v", "dout")
+        mapped = (
+            () if "unaligned" in plan.variant_of("backward").features else ("q", "k", "v", "dout")
+        )
         rows = {"q": x.q, "k": x.k, "v": x.v, "dout": dout}
         self.copied = tuple(name for name in mapped if not is_mappable(rows[name]))
         x, dout = self._mappable(x, dout)

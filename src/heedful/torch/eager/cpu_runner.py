@@ -20,8 +20,8 @@ class CpuRunner:
 
     def __init__(self, plan: Plan):
         self.plan, self.problem = plan, plan.problem
-        self._forward = importlib.import_module(plan.row("forward").module)
-        backward = plan.row("backward" if plan.backward else "forward")
+        self._forward = importlib.import_module(plan.variant_of("forward").module)
+        backward = plan.variant_of("backward" if plan.backward else "forward")
         self._backward = importlib.import_module(backward.module)
 
     def forward(self, x: Operands, out: torch.Tensor | None = None):

@@ -162,7 +162,7 @@ def dealt_out(lengths: list[int], num_splits: int, config: DecodeConfig = TILES)
     specs = canonical.forward(problem)
     device = replace(by_name("MI300X"), units=UNITS)
     tiles: dict[str, TileConfig] = {"decode.forward": config}
-    made = Plan(problem, device, "decode", "run", configs=tiles)
+    made = Plan(problem, device, "decode", "run", variant="portable", configs=tiles)
     (call,) = decode.forward(problem, made, specs).calls
     names = ("sequences", "shape", "mask", "work", "tile")
     parameters = {name: call.parameters[name] for name in names}

@@ -90,6 +90,7 @@ def call_of(problem: AttentionProblem, overhead: int = 0) -> KernelCall:
         replace(by_name("MI300X"), units=UNITS),
         "decode",
         "run",
+        variant="portable",
         configs={"decode.forward": replace(TILES, overhead=overhead)},
     )
     (call,) = decode.forward(problem, plan, canonical.forward(problem)).calls

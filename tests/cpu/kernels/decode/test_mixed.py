@@ -15,6 +15,7 @@ import torch
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import Plan, plan
+from heedful.core.registry.by_hand import forced
 from heedful.core.registry.tiles import DecodeConfig, TileConfig
 from heedful.launch.bind import decode
 from heedful.launch.interpret import interpret
@@ -88,7 +89,9 @@ class Halves:
         specs = {name: array_spec(tensor) for name, tensor in tensors.items()}
         device = replace(by_name("MI300X"), units=UNITS)
         tiles: dict[str, TileConfig] = {"decode.forward": TILES}
-        made = Plan(problem, device, "decode", "run", configs=tiles, short_q=short)
+        made = Plan(
+            problem, device, "decode", "run", variant="portable", configs=tiles, short_q=short
+        )
         program = decode.forward(problem, made, specs)
         interpret(Program(program.calls[:1], program.workspaces), tensors)
 
@@ -115,7 +118,9 @@ def mixed_program(lengths: list[int], **facts) -> Program:
         return_lse=True,
         **facts,
     )
-    return programs.program(plan(problem, by_name("H200"), backend="mixed"), "forward")
+    return programs.program(
+        plan(problem, by_name("H200"), backend=forced("mixed/portable")), "forward"
+    )
 
 
 @interpreted
@@ -155,7 +160,9 @@ def test_rows_past_a_used_length_are_cleared_beyond_the_longest_sequence_too():
     problem = AttentionProblem.dense(
         1, 1, 900, 4, 1, head_dim=32, dtype="float16", total_q=6, used_q=True, used_k=True
     )
-    made = programs.program(plan(problem, by_name("H200"), backend="mixed"), "forward")
+    made = programs.program(
+        plan(problem, by_name("H200"), backend=forced("mixed/portable")), "forward"
+    )
     arrays = {
         "cu_seqlens_q": torch.tensor([0, 6], dtype=torch.int32),
         "seqused_q": torch.tensor([1], dtype=torch.int32),

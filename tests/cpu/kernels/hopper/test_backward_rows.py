@@ -17,6 +17,7 @@ import torch
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
+from heedful.core.registry.by_hand import forced
 from heedful.kernels.common.constants import LOG2E
 from heedful.kernels.hopper.backward.far_rows import FAR_LOG2, FAR_LOG2_BITS
 from heedful.launch.interpret import interpret
@@ -53,13 +54,13 @@ def whole(
         sink=sink,
     )
     problem = replace(problem, scale=SCALE)
-    chosen = plan(problem, by_name("H200"), backend=f"hopper+splits={splits}")
+    chosen = plan(problem, by_name("H200"), backend=forced(f"hopper+splits={splits}"))
     assert chosen.backward == "hopper"
     arrays = buffers.backward(problem)
     if dlse:
         arrays["dlse"] = arrays["lse"]
     made = programs.program(chosen, "backward", arrays)
-    return problem, chosen.configs["hopper.backward"], made
+    return problem, chosen.configs[chosen.variant_of("backward").configs[0]], made
 
 
 def call_of(made: Program, function: str) -> Program:

@@ -12,6 +12,7 @@ import torch
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
+from heedful.core.registry.by_hand import forced
 from heedful.core.registry.tiles import RowsConfig
 from heedful.launch.bind import hopper_groups
 from heedful.launch.interpret import interpret
@@ -92,13 +93,13 @@ def test_queries_decide_where_keys_are_dense():
 @interpreted
 def test_short_sequences_of_a_mixed_batch_have_no_tiles():
     lengths = [1, 16, 17, 0, 700, 3, 300]
-    tiles, rows, draws = order(lengths, backend="mixed")
+    tiles, rows, draws = order(lengths, backend=forced("mixed/portable"))
     long = [n if n > 16 else 0 for n in lengths]
     assert tiles == expected(long, long, rows) and len(tiles) > 3
     assert draws == 0
-    assert order([1, 1, 16], backend="mixed")[0] == []
+    assert order([1, 1, 16], backend=forced("mixed/portable"))[0] == []
     keys = [900, 5, 40, 70, 50, 900, 60]
-    assert order(lengths, keys, backend="mixed")[0] == expected(keys, long, rows)
+    assert order(lengths, keys, backend=forced("mixed/portable"))[0] == expected(keys, long, rows)
 
 
 @interpreted

@@ -2,6 +2,8 @@
 the plan that the call itself makes, and runs nothing for it."""
 
 import math
+import re
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import heedful.torch as typed
+from heedful.core.base import settings
 from heedful.core.planning.plan import explain as words
 from heedful.torch.eager import backends
 from heedful.torch.eager.calls import CALLS
@@ -204,15 +207,37 @@ def test_what_a_step_over_a_cache_would_refuse_is_refused(changes, words):
         heedful.explain(heedful.flash_attn_with_kvcache, **{**CACHE, **changes, "cache_seqlens": 7})
 
 
+@pytest.mark.parametrize("name", ["decode+programs=3", "hopper+draws=1", "decode/portable"])
+def test_a_call_names_a_backend_without_options_and_variants(name):
+    q = torch.zeros(1, 5, 2, 64).half()
+    with standin.gpu("H200"):
+        for call in (partial(heedful.explain, heedful.flash_attn_func), heedful.flash_attn_func):
+            with pytest.raises(ValueError, match=re.escape(f"None, got {name!r}")):
+                call(q, q, q, backend=name)
+
+
+def test_an_alias_is_explained_as_the_variant_that_it_stands_for():
+    q, cache = torch.zeros(2, 1, 8, 64).half(), torch.zeros(2, 900, 2, 64).half()
+    given = heedful.flash_attn_with_kvcache, q, cache, cache
+    with standin.gpu("H200"):
+        assert "forward   decode/hopper" in heedful.explain(*given, backend="hopper_decode")
+        assert "forward   decode/hopper" in heedful.explain(*given, backend="decode")
+        settings.configure(backend="hopper_decode")
+        try:
+            assert "forward   decode/hopper" in heedful.explain(*given)
+        finally:
+            settings.configure(backend=None)
+
+
 def test_values_that_lie_in_keys_are_explained_as_such():
     latent, q = torch.zeros(2, 64, 1, 576).half(), torch.zeros(2, 1, 32, 576).half()
     apart = latent[..., :512].clone()
     with standin.gpu("H200"):
         call = heedful.flash_attn_with_kvcache
-        assert "forward   mla" in heedful.explain(call, q, latent, latent[..., :512])
+        assert "forward   decode/mla_swap_ab" in heedful.explain(call, q, latent, latent[..., :512])
         assert "forward   portable" in heedful.explain(call, q, latent, apart)
     with standin.gpu("B200"):
-        assert "forward   decode" in heedful.explain(call, q, latent, latent[..., :512])
+        assert "forward   decode/portable" in heedful.explain(call, q, latent, latent[..., :512])
 
 
 @pytest.mark.parametrize(
@@ -246,9 +271,9 @@ EMPTY = {name: FEW[name][:, :0] for name in "kv"}
 @pytest.mark.parametrize(
     ("changes", "launches", "line"),
     [
-        ({}, 1, "update    within the hopper_decode kernel"),
+        ({}, 1, "update    within the decode/hopper kernel"),
         (EMPTY, 2, "update    a launch ahead: no new keys come"),
-        (MANY, 2, "update    a launch ahead: hopper does not append"),
+        (MANY, 2, "update    a launch ahead: hopper/forward does not append"),
         (PREFIX, None, "update    a launch ahead: a shared prefix wants the rotated queries"),
         ({"k": None, "v": None} | dict.fromkeys(TABLES), 1, None),
     ],

@@ -142,7 +142,7 @@ def test_explain_names_the_kernel_and_every_rejected_one():
     q = torch.randn(1, 5, 2, 8)
     text = heedful.explain(heedful.flash_attn_func, q, q, q, causal=True, return_lse=True)
     assert "forward   sdpa [run]" in text
-    for line in ("rejected  portable forward: no kernel for cpu", "rejected  cpu forward"):
+    for line in ("cdna, portable forward: no kernel for cpu", "rejected  cpu forward"):
         assert line in text
 
 

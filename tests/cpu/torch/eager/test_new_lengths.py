@@ -225,7 +225,9 @@ def test_lengths_never_seen_before_plan_and_compile_nothing(name, monkeypatch):
         patch.setattr(gpu, "take", lambda *_: None)
         patch.setattr(backends, "plan", lambda *a: planned.append(a) or plan(*a))
         compiled = vars(bound)["compile_call"]
-        patch.setattr(bound, "compile_call", lambda *a: variants.add(a[0].variant) or compiled(*a))
+        patch.setattr(
+            bound, "compile_call", lambda *a: variants.add(a[0].specialization) or compiled(*a)
+        )
 
         def calls(seeds) -> None:
             for seed in seeds:

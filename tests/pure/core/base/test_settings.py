@@ -209,8 +209,8 @@ def test_where_nothing_is_configured_lines_begin_with_the_loggers_name(monkeypat
 @pytest.mark.parametrize(
     "facts, backend, said",
     [
-        ({}, None, "-> hopper"),
-        ({"needs_grad": True}, None, "-> hopper, backward hopper"),
+        ({}, None, "-> hopper/forward"),
+        ({"needs_grad": True}, None, "-> hopper/forward, backward hopper/backward"),
         ({"num_splits": 2}, "portable", "-> portable, 2 splits"),
         ({"num_splits": 1}, "portable", "-> portable"),
     ],

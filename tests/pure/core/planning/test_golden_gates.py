@@ -16,7 +16,7 @@ from heedful.core.base.device import by_name
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
-from heedful.core.registry.capability import ROWS, KernelRow, Toolchain
+from heedful.core.registry.capability import VARIANTS, Toolchain, Variant
 
 GOLDEN = Path(__file__).with_name("golden_gates.txt")
 DEVICES = ["H200", "A100", "RTX 3090", "RTX 4090", "B200", "MI300X", "MI355X", "CPU"]
@@ -137,7 +137,7 @@ def reasons(facts: dict) -> list[str]:
         f"{f()} forward, {f(backward=True)} backward" for f in (asked.flops, asked.bytes)
     )
     lines.append(f"  flops: {flops}; bytes: {moved}")
-    for row in ROWS:
+    for row in VARIANTS:
         said: dict[str, list[str]] = {}
         for name in DEVICES:
             device = by_name(name)
@@ -145,13 +145,13 @@ def reasons(facts: dict) -> list[str]:
                 why = "; ".join(row.why_not(asked, device)) or "takes it"
                 said.setdefault(why, []).append(name)
         lines += [
-            f"  {row.backend} {row.direction} {row.dtypes[0]}, {', '.join(names)}: {why}"
+            f"  {row.label} {row.direction} {row.dtypes[0]}, {', '.join(names)}: {why}"
             for why, names in said.items()
         ]
     return lines
 
 
-def kernel(row: KernelRow) -> str:
+def kernel(row: Variant) -> str:
     """What a kernel is beside its gates: where it is, what it needs, and by which name it is asked
     for."""
     needs = [f"{tool} {'.'.join(map(str, version))}" for tool, version in row.least]
@@ -163,16 +163,17 @@ def kernel(row: KernelRow) -> str:
         "tiles": ", ".join(row.configs),
         "module": row.program or row.module,
         "calls of": row.framework,
+        "alias": row.alias,
         "unasked": "" if row.by_default else "never",
         "pages": "as copies" if row.gathers_pages else "",
     }
     words = "; ".join(f"{name} {fact}" for name, fact in facts.items() if fact)
-    return f"{row.backend} {row.direction}: {words}"
+    return f"{row.label} {row.direction}: {words}"
 
 
 def table() -> str:
     lines = [line for facts in FACTS for line in reasons(facts)]
-    return "\n".join([*map(kernel, ROWS), *lines]) + "\n"
+    return "\n".join([*map(kernel, VARIANTS), *lines]) + "\n"
 
 
 def test_gates_are_those_of_the_golden_table():
@@ -183,7 +184,7 @@ def test_gates_are_those_of_the_golden_table():
 
 def test_every_kernel_is_where_the_table_says():
     package = Path(heedful.__file__).parents[1]
-    for row in ROWS:
+    for row in VARIANTS:
         path = package.joinpath(*(row.program or row.module).split("."))
         assert path.with_suffix(".py").exists() or (path / "__init__.py").exists(), row.module
 
@@ -202,7 +203,7 @@ def test_every_kernel_is_where_the_table_says():
 def test_kernels_want_their_tools(triton, torch, takes):
     tools = Toolchain(triton, torch)
     found = set()
-    for row in ROWS:
+    for row in VARIANTS:
         name = {"hopper": "H200", "portable": "H200", "cdna": "MI355X"}.get(row.backend, "CPU")
         asked = problem(FP8 if row.dtypes[0] == "float8_e4m3fn" else {})
         if row.direction == "forward" and not row.why_not(asked, by_name(name), tools):

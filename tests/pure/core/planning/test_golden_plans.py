@@ -179,9 +179,10 @@ def line(problem: AttentionProblem, device) -> str:
         chosen = plan(problem, device)
     except ValueError:
         return "none"
-    words = [f"{chosen.backend} [{chosen.level}]"]
+    words = [f"{chosen.variant_of('forward').label} [{chosen.level}]"]
     if chosen.backward:
-        words.append(f"backward {chosen.backward} [{chosen.backward_level}]")
+        label = chosen.variant_of("backward").label
+        words.append(f"backward {label} [{chosen.backward_level}]")
     if chosen.num_splits > 1:
         words.append(f"{chosen.num_splits} splits")
     for kernel, c in chosen.configs.items():

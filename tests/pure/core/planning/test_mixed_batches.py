@@ -8,6 +8,7 @@ from heedful.core.base.device import by_name
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import explain, plan
+from heedful.core.registry.by_hand import forced
 from heedful.core.registry.capability import Toolchain
 from heedful.core.registry.mixed import some_fill_a_tile, some_fill_few_tiles
 from heedful.core.registry.tiles import DECODE_ROWS
@@ -25,7 +26,7 @@ CAPPED = {"softcap": 20.0}
 
 
 def chosen(**facts) -> str:
-    return plan(replace(SERVED, **facts), H200).backend
+    return plan(replace(SERVED, **facts), H200).variant_of("forward").packed_as
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def test_sequences_of_few_and_of_many_queries_over_a_cache_have_a_kernel_each(fa
     assert chosen(**facts) == "hopper_mixed"
     assert chosen(**facts, **CAPPED) == "mixed"
     before = Toolchain(triton=(3, 6))
-    assert plan(replace(SERVED, **facts), H200, before).backend == "mixed"
+    assert plan(replace(SERVED, **facts), H200, before).variant_of("forward").packed_as == "mixed"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +121,7 @@ def test_what_cannot_be_is_refused_by_name():
         ({"total_q": 0}, "no tokens"),
     ):
         with pytest.raises(ValueError, match=said):
-            plan(replace(SERVED, **facts), H200, backend="mixed")
+            plan(replace(SERVED, **facts), H200, backend=forced("mixed/portable"))
         with pytest.raises(ValueError, match=said):
             plan(replace(SERVED, **facts), H200, backend="hopper_mixed")
     with pytest.raises(ValueError, match="no kernel for sm_100"):
@@ -129,7 +130,8 @@ def test_what_cannot_be_is_refused_by_name():
 
 
 # Who has the short sequences of whom.
-KERNELS = {"mixed": "decode.forward", "hopper_mixed": "hopper_decode.forward"}
+KERNELS = {"mixed/portable": "decode.forward", "mixed/hopper": "hopper_decode.forward"}
+ALONE = {"decode.forward": "decode/portable", "hopper_decode.forward": "decode/hopper"}
 BY_KERNEL = pytest.mark.parametrize("backend, kernel", KERNELS.items())
 
 
@@ -137,14 +139,17 @@ BY_KERNEL = pytest.mark.parametrize("backend, kernel", KERNELS.items())
     "backend, heads_k, short, tiles",
     [
         # Two tiles of one query's rows.
-        *(("mixed", *row) for row in ((1, 2, 2), (2, 2, 2), (4, 4, 2), (8, 8, 2), (32, 16, 1))),
+        *(
+            ("mixed/portable", *row)
+            for row in ((1, 2, 2), (2, 2, 2), (4, 4, 2), (8, 8, 2), (32, 16, 1))
+        ),
         # One of 64 rows.
-        *(("hopper_mixed", *row) for row in ((1, 2, 1), (2, 4, 1), (4, 8, 1), (8, 16, 1))),
-        ("hopper_mixed", 32, 16, 1),
+        *(("mixed/hopper", *row) for row in ((1, 2, 1), (2, 4, 1), (4, 8, 1), (8, 16, 1))),
+        ("mixed/hopper", 32, 16, 1),
     ],
 )
 def test_a_short_sequence_has_few_tiles_of_what_a_decode_takes(backend, heads_k, short, tiles):
-    found = plan(replace(SERVED, heads_k=heads_k), H200, backend=backend)
+    found = plan(replace(SERVED, heads_k=heads_k), H200, backend=forced(backend))
     assert found.short_q == short
     assert short * 32 // heads_k <= DECODE_ROWS
     sizes, kernel = found.sizes(), KERNELS[backend]
@@ -155,9 +160,9 @@ def test_a_short_sequence_has_few_tiles_of_what_a_decode_takes(backend, heads_k,
 
 @BY_KERNEL
 def test_each_kernel_has_the_tiles_that_its_sequences_alone_would_have(backend, kernel):
-    mixed = plan(SERVED, H200, backend=backend)
+    mixed = plan(SERVED, H200, backend=forced(backend))
     prefills = plan(replace(SERVED, batch=4, total_q=4 * 2048), H200)
-    alone = kernel.partition(".")[0]
+    alone = forced(ALONE[kernel])
     steps = plan(replace(SERVED, batch=124, seqlen_q=1, total_q=124), H200, backend=alone)
     assert prefills.backend == "hopper"
     assert mixed.configs == prefills.configs | steps.configs
@@ -169,7 +174,7 @@ def test_each_kernel_has_the_tiles_that_its_sequences_alone_would_have(backend, 
 
 @BY_KERNEL
 def test_the_forward_begins_where_programs_of_the_decode_have_ended(backend, kernel):
-    calls = program(plan(SERVED, H200, backend=backend), "forward").calls
+    calls = program(plan(SERVED, H200, backend=forced(backend)), "forward").calls
     names = [call.kernel.function for call in calls]
     assert names == ["schedule_varlen_tiles", "decode", "forward"]
     assert [call.programmatic for call in calls] == [False, False, True]
@@ -180,7 +185,7 @@ def test_the_forward_begins_where_programs_of_the_decode_have_ended(backend, ker
 
 @BY_KERNEL
 def test_scratch_is_that_of_both_and_only_parts_are_counted_from_zero(backend, kernel):
-    found = plan(SERVED, H200, backend=backend).sizes()
+    found = plan(SERVED, H200, backend=forced(backend)).sizes()
     zeroed = {w.name: w.zeroed for w in found.workspaces}
     assert zeroed == {
         "tile_counter": False,
@@ -189,7 +194,7 @@ def test_scratch_is_that_of_both_and_only_parts_are_counted_from_zero(backend, k
         "partial_sums": False,
         "counts": True,
     }
-    whole = plan(replace(SERVED, num_splits=1), H200, backend=backend).sizes()
+    whole = plan(replace(SERVED, num_splits=1), H200, backend=forced(backend)).sizes()
     assert [w.name for w in whole.workspaces] == ["tile_counter", "varlen_tiles"]
 
 
@@ -197,21 +202,24 @@ def test_scratch_is_that_of_both_and_only_parts_are_counted_from_zero(backend, k
 def test_the_number_of_tokens_does_not_decide_on_what_is_counted(backend, kernel):
     """Units of short sequences alone."""
     asked = (replace(SERVED, total_q=n) for n in (300, 100_000))
-    few, many = (plan(problem, H200, backend=backend).sizes() for problem in asked)
+    few, many = (plan(problem, H200, backend=forced(backend)).sizes() for problem in asked)
     counts = [{w.name: w.buffer for w in found.workspaces}["counts"] for found in (few, many)]
     assert counts[0] == counts[1]
 
 
-@pytest.mark.parametrize("facts, backend, short", [({}, "hopper_mixed", 16), (CAPPED, "mixed", 8)])
+@pytest.mark.parametrize(
+    "facts, backend, short", [({}, "mixed/hopper", 16), (CAPPED, "mixed/portable", 8)]
+)
 def test_both_kernels_are_explained(facts, backend, short):
     served, kernel = replace(SERVED, **facts), KERNELS[backend]
     said = explain(plan(served, H200)).splitlines()
     assert f"forward   {backend} [run]" in said
     assert f"sequences up to {short} queries: {kernel}; longer ones: hopper.forward" in said
-    assert f"rejected  hopper forward: {backend} is preferred" in said
+    assert any(line.endswith(f"hopper, portable forward: {backend} is preferred") for line in said)
     for own in ("hopper.forward", kernel, "hopper.varlen_scheduler"):
         assert any(line.startswith(f"grid      {own}: ") for line in said)
     equal = explain(plan(replace(served, batch=8, total_q=8 * 2048), H200))
     why = "hopper is preferred where most sequences are about as long as the longest"
-    assert f"rejected  {backend} forward: {why}\n" in equal
+    told = next(line for line in equal.splitlines() if line.endswith(f" forward: {why}"))
+    assert told.startswith("rejected  mixed")
     assert "sequences" not in {line.split()[0] for line in equal.splitlines()}

@@ -9,6 +9,7 @@ import pytest
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import explain, plan
+from heedful.core.registry.by_hand import forced
 
 
 def latent(batch: int, seqlen: int, heads: int, **facts):
@@ -48,8 +49,9 @@ def test_mla_cuts_equal_sequences_in_equal_parts_where_that_fills_the_device(
 )
 def test_up_to_32_rows_over_latent_keys_are_columns_of_products(heads, tokens, backend):
     step = replace(latent(4, 64, heads), seqlen_q=tokens)
-    assert plan(step, by_name("H200")).backend == backend
-    assert plan(step, by_name("H200"), backend="mla").backend == "mla"
+    for family in (None, "decode"):
+        assert plan(step, by_name("H200"), backend=family).variant == backend
+    assert plan(step, by_name("H200"), backend="mla").variant == "mla"
 
 
 @pytest.mark.parametrize(
@@ -150,11 +152,11 @@ def test_mla_is_merged_by_one_where_the_same_bits_or_all_at_once_are_not_to_be_h
 
 def test_how_mla_adds_values_may_be_chosen_by_hand():
     step = latent(64, 8192, 128)
-    chosen = plan(step, by_name("H200"), backend="mla+query_boxes=1+merge_values=64")
+    chosen = plan(step, by_name("H200"), backend=forced("mla+query_boxes=1+merge_values=64"))
     assert "merge_values=64 query_boxes=1 ahead=1 in_order=1 (chosen by hand)" in explain(chosen)
     for option in ("query_boxes=3", "least_tiles=0", "merge_values=24", "merge=2", "ahead=9"):
         with pytest.raises(ValueError, match=f"backend: {option.split('=')[0]} must be"):
-            plan(step, by_name("H200"), backend=f"mla+{option}")
+            plan(step, by_name("H200"), backend=forced(f"mla+{option}"))
 
 
 def test_each_half_of_mla_has_scratch_of_its_own():

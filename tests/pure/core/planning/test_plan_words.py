@@ -11,6 +11,7 @@ from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import explain, plan
 from heedful.core.planning.sizes import Scheduler
 from heedful.core.registry import capability, configs
+from heedful.core.registry.by_hand import forced
 from heedful.core.registry.capability import Toolchain
 from heedful.core.registry.tiles import (
     DecodeConfig,
@@ -26,20 +27,11 @@ from heedful.core.registry.tiles import (
 dense = AttentionProblem.dense
 H200, CPU, A100 = (by_name(name) for name in ("H200", "CPU", "A100"))
 # Backends that no CPU has, as the planner goes through them.
-OF_GPUS = (
-    "mla_swap_ab",
-    "mla",
-    "hopper_decode",
-    "decode",
-    "hopper_mixed",
-    "mixed",
-    "hopper",
-    "cdna",
-    "portable",
-)
+OF_GPUS = ("decode", "mixed", "hopper", "cdna", "portable")
+BACKENDS = "backend must be one of decode, mixed, hopper, cdna, portable, sdpa, cpu, scan or None"
 NO_LATENT = "head dims 128 and 128: takes V of 512 and K of up to 64 columns more"
 NOT_PACKED = "queries that are not packed: all sequences have as many"
-NOT_HERE = [f"rejected  {name} forward: no kernel for sm_90" for name in ("sdpa", "cpu")]
+NOT_HERE = "rejected  cdna, sdpa, cpu forward: no kernel for sm_90"
 
 
 def test_a_split_training_call_is_explained():
@@ -47,8 +39,8 @@ def test_a_split_training_call_is_explained():
     assert explain(chosen).splitlines() == [
         "problem   2x20x1000 h8/4 d128 bfloat16 needs_grad",
         "device    H200 (sm_90)",
-        "forward   hopper [run]",
-        "backward  hopper [run]",
+        "forward   hopper/forward [run]",
+        "backward  hopper/backward [run]",
         "splits    4",
         "tiles     hopper.forward: 64 x 128, 4 warps, 2 stages pack_gqa=True (sm_90, Triton 3.9:"
         " fewest spills of those compiled; others not timed)",
@@ -63,21 +55,18 @@ def test_a_split_training_call_is_explained():
         "grid      hopper.backward_epilogue: 16 programs, q_blocks=1",
         "scratch   delta 1280, dq_accum 524288, lse_log2 1280, dout_scale 1280, tile_counter 4"
         " bytes",
-        f"rejected  mla_swap_ab forward: does not take a later backward; {NO_LATENT};"
+        f"rejected  decode/mla_swap_ab forward: does not take a later backward; {NO_LATENT};"
         " 40 query rows of a KV head: takes up to 32",
-        f"rejected  mla forward: does not take a later backward; {NO_LATENT}",
-        "rejected  hopper_decode forward: hopper is preferred for 40 query rows of a KV head: more"
-        " than 32",
-        "rejected  decode forward: hopper is preferred for 40 query rows of a KV head: more than"
-        " 32",
-        f"rejected  hopper_mixed forward: does not take a later backward; {NOT_PACKED}",
+        f"rejected  decode/mla forward: does not take a later backward; {NO_LATENT}",
+        "rejected  decode/hopper, decode/portable forward: hopper is preferred for 40 query rows of"
+        " a KV head: more than 32",
         f"rejected  mixed forward: does not take a later backward; {NOT_PACKED}",
-        "rejected  cdna forward: no kernel for sm_90",
-        "rejected  portable forward: hopper is preferred",
-        *NOT_HERE,
-        "rejected  portable backward: hopper is preferred",
-        "rejected  sdpa backward: no kernel for sm_90",
-        "rejected  cpu backward: no kernel for sm_90",
+        NOT_HERE,
+        "rejected  portable forward: hopper/forward is preferred",
+        "rejected  hopper/pair, hopper/wide backward: head dims 128 and 128: takes those above 128,"
+        " of V above 64",
+        "rejected  portable backward: hopper/backward is preferred",
+        "rejected  sdpa, cpu backward: no kernel for sm_90",
     ]
 
 
@@ -87,7 +76,7 @@ def test_a_call_on_pages_is_explained_with_its_notes():
     assert explain(plan(asked, H200, notes=("told before",))).splitlines() == [
         "problem   40x1000x1000 h8/4 d128 bfloat16 used_k page_size=16 needs_grad causal",
         "device    H200 (sm_90)",
-        "forward   hopper [run]",
+        "forward   hopper/forward [run]",
         "backward  portable [run]",
         "tiles     hopper.forward: 128 x 128, 4 warps, 3 stages consumer_regs=240 pingpong=True"
         " rescale=speculative v_stages=2"
@@ -102,23 +91,18 @@ def test_a_call_on_pages_is_explained_with_its_notes():
         "scratch   delta 1280000, reference 1280000, factor 1280000 bytes",
         "note      told before",
         "note      the backward copies each sequence's pages into dense keys first",
-        f"rejected  mla_swap_ab forward: does not take a later backward; {NO_LATENT};"
+        f"rejected  decode/mla_swap_ab forward: does not take a later backward; {NO_LATENT};"
         " 2000 query rows of a KV head: takes up to 32",
-        f"rejected  mla forward: does not take a later backward; {NO_LATENT};"
+        f"rejected  decode/mla forward: does not take a later backward; {NO_LATENT};"
         " 2000 query rows of a KV head: takes up to 64",
-        "rejected  hopper_decode forward: hopper is preferred for 2000 query rows of a KV head:"
-        " more than 32",
-        "rejected  decode forward: hopper is preferred for 2000 query rows of a KV head: more than"
-        " 32",
-        f"rejected  hopper_mixed forward: does not take a later backward; {NOT_PACKED}",
+        "rejected  decode/hopper, decode/portable forward: hopper is preferred for 2000 query rows"
+        " of a KV head: more than 32",
         f"rejected  mixed forward: does not take a later backward; {NOT_PACKED}",
-        "rejected  cdna forward: no kernel for sm_90",
-        "rejected  portable forward: hopper is preferred",
-        *NOT_HERE,
+        NOT_HERE,
+        "rejected  portable forward: hopper/forward is preferred",
         "rejected  hopper backward: does not take lengths used of each sequence; does not take"
         " paged KV cache",
-        "rejected  sdpa backward: no kernel for sm_90",
-        "rejected  cpu backward: no kernel for sm_90",
+        "rejected  sdpa, cpu backward: no kernel for sm_90",
     ]
 
 
@@ -129,8 +113,10 @@ def test_a_call_without_kernels_is_explained_without_tiles_and_grids():
         "device    CPU (cpu)",
         "forward   sdpa [run]",
     ]
-    none = [f"rejected  {name} forward: no kernel for cpu" for name in OF_GPUS]
-    assert lines[3:] == [*none, "rejected  cpu forward: sdpa is preferred"]
+    assert lines[3:] == [
+        f"rejected  {', '.join(OF_GPUS)} forward: no kernel for cpu",
+        "rejected  cpu forward: sdpa is preferred",
+    ]
 
 
 def test_a_grid_of_one_program_and_one_of_two_dims_are_told():
@@ -156,13 +142,11 @@ def test_a_grid_of_one_program_and_one_of_two_dims_are_told():
             A100,
             None,
             "no kernel can run the forward of [2x64x64 h8/8 d12 float8_e5m2] on A100:"
-            " mla_swap_ab: no kernel for sm_80; mla: no kernel for sm_80;"
-            " hopper_decode: no kernel for sm_80; decode: head_dim 12:"
+            " decode: head_dim 12:"
             " takes multiples of 8, V's head_dim 12: takes multiples of 8, float8_e5m2 on sm_80,"
-            " which cannot convert it; hopper_mixed: no kernel for sm_80; mixed: no kernel for"
-            " sm_80; hopper: no kernel for sm_80; cdna: no kernel for sm_80; portable: dtype"
-            " float8_e5m2: takes bfloat16, float16, float32, float8_e5m2 on sm_80, which cannot"
-            " convert it; sdpa: no kernel for sm_80;"
+            " which cannot convert it; mixed: no kernel for sm_80; hopper: no kernel for sm_80;"
+            " cdna: no kernel for sm_80; portable: dtype float8_e5m2: takes bfloat16, float16,"
+            " float32, float8_e5m2 on sm_80, which cannot convert it; sdpa: no kernel for sm_80;"
             " cpu: no kernel for sm_80",
         ),
         (
@@ -177,28 +161,22 @@ def test_a_grid_of_one_program_and_one_of_two_dims_are_told():
         (
             {},
             H200,
-            "hopper+draws=x",
-            "backend 'hopper' has the options draws=NUMBER, last_waves=NUMBER, splits=NUMBER,"
-            " key_splits=NUMBER, got 'hopper+draws=x'",
+            forced("hopper+draws=1"),
+            "backend: no kernel of this call has the option 'draws'",
         ),
-        ({}, H200, "hopper+draws=1", "backend: no kernel of this call has the option 'draws'"),
-        (
-            {},
-            H200,
-            "portable+draws=1",
-            "backend 'portable' has the options none, got 'portable+draws=1'",
-        ),
+        # Options are no part of a name that a call may give, nor are variants.
+        ({}, H200, "hopper+draws=0", f"{BACKENDS}, got 'hopper+draws=0'"),
+        ({}, H200, "hopper/forward", f"{BACKENDS}, got 'hopper/forward'"),
         (
             {},
             H200,
             "nothing",
-            "backend must be one of mla_swap_ab, mla, hopper_decode, decode, hopper_mixed, mixed,"
-            " hopper, cdna, portable, sdpa, cpu, scan or None, got 'nothing'",
+            f"{BACKENDS}, got 'nothing'",
         ),
         (
             {"needs_grad": True, "deterministic": True},
             H200,
-            "hopper+draws=0",
+            forced("hopper+draws=0"),
             "backend: a deterministic backward draws its tiles, got draws=0",
         ),
     ],
@@ -212,15 +190,15 @@ def test_what_cannot_be_planned_is_said(facts, device, backend, said):
 @pytest.mark.parametrize(
     "name, option, said",
     [
-        ("decode", "programs=0", "programs must be at least 1, got 0"),
-        ("decode", "merge_values=24", "merge_values must be a power of two, got 24"),
-        ("decode", "block_m=4", "block_m must be a power of two of at least 8, got 4"),
-        ("decode", "block_n=48", "block_n must be a power of two of at least 16, got 48"),
-        ("decode", "merge_values=0", "merge_values must be a power of two, got 0"),
-        ("decode", "merge_stages=0", "merge_stages must be at least 1, got 0"),
-        ("decode", "num_stages=0", "num_stages must be at least 1, got 0"),
-        ("decode", "conversion=3", "conversion must be at most 2 here, got 3"),
-        ("decode", "fetch_ahead=65", "fetch_ahead must be 0 to 64, got 65"),
+        ("decode/portable", "programs=0", "programs must be at least 1, got 0"),
+        ("decode/portable", "merge_values=24", "merge_values must be a power of two, got 24"),
+        ("decode/portable", "block_m=4", "block_m must be a power of two of at least 8, got 4"),
+        ("decode/portable", "block_n=48", "block_n must be a power of two of at least 16, got 48"),
+        ("decode/portable", "merge_values=0", "merge_values must be a power of two, got 0"),
+        ("decode/portable", "merge_stages=0", "merge_stages must be at least 1, got 0"),
+        ("decode/portable", "num_stages=0", "num_stages must be at least 1, got 0"),
+        ("decode/portable", "conversion=3", "conversion must be at most 2 here, got 3"),
+        ("decode/portable", "fetch_ahead=65", "fetch_ahead must be 0 to 64, got 65"),
         ("hopper_decode", "merge=2", "merge must be 0 to 1, got 2"),
         (
             "hopper_decode",
@@ -242,7 +220,7 @@ def test_an_option_that_cannot_be_is_said(name, option, said):
     wide = {"head_dim": 576, "head_dim_v": 512, "v_in_k": True} if "mla" in name else {}
     asked = dense(64, 1, 8192, 8, 1, used_k=True, **wide)
     with pytest.raises(ValueError) as caught:
-        plan(asked, H200, backend=f"{name}+{option}")
+        plan(asked, H200, backend=forced(f"{name}+{option}"))
     assert str(caught.value) == f"backend: {said}"
 
 
@@ -254,7 +232,7 @@ def test_an_option_that_cannot_be_is_said(name, option, said):
 def test_what_is_no_cache_in_one_piece_of_sm_90_is_not_fetched_ahead(device, facts):
     asked = dense(64, 1, 8192, 8, 2, used_k=True, **facts)
     with pytest.raises(ValueError, match="fetch_ahead is of caches in one piece"):
-        plan(asked, by_name(device), backend="decode+fetch_ahead=3")
+        plan(asked, by_name(device), backend=forced("decode/portable+fetch_ahead=3"))
 
 
 @pytest.mark.parametrize(
@@ -271,7 +249,7 @@ def test_what_is_no_cache_in_one_piece_of_sm_90_is_not_fetched_ahead(device, fac
 def test_rows_are_fetched_ahead_where_a_line_of_memory_has_those_of_several_heads(facts, tiles):
     given = {"kv_dtype": "int4", "kv_group": 128, "head_dim": 128, "heads_k": 2, **facts}
     asked = dense(64, 1, 8192, 8, used_k=True, **given)
-    config = plan(asked, H200, backend="decode").configs["decode.forward"]
+    config = plan(asked, H200, backend=forced("decode/portable")).configs["decode.forward"]
     assert isinstance(config, DecodeConfig) and config.fetch_ahead == tiles
 
 
@@ -280,14 +258,14 @@ def test_keys_are_split_as_chosen_by_hand_whatever_the_lengths(splits):
     """Tiles are those of a call that leaves the splits to the planner, unlike with num_splits."""
     asked = dense(1, 128, 1000, 4)
     usual = plan(asked, H200)
-    chosen = plan(asked, H200, backend=f"hopper+key_splits={splits}")
+    chosen = plan(asked, H200, backend=forced(f"hopper+key_splits={splits}"))
     assert chosen.num_splits == splits and chosen.is_split == (splits > 1)
     own = replace(usual.configs["hopper.forward"], key_splits=splits)
     assert chosen.configs["hopper.forward"] == own
     longer = chosen.sizes(replace(asked, seqlen_k=100_000).lengths)
     assert longer.num_splits == splits
     with pytest.raises(ValueError) as caught:
-        plan(replace(asked, num_splits=3), H200, backend=f"hopper+key_splits={splits}")
+        plan(replace(asked, num_splits=3), H200, backend=forced(f"hopper+key_splits={splits}"))
     said = "backend: key_splits stands for num_splits, got num_splits=3, too"
     assert str(caught.value) == said
 
@@ -295,7 +273,7 @@ def test_keys_are_split_as_chosen_by_hand_whatever_the_lengths(splits):
 def test_options_change_the_config_of_their_kernel_alone():
     asked = dense(2, 1000, 1000, 8, 4, causal=True, needs_grad=True)
     usual = plan(asked, H200)
-    chosen = plan(asked, H200, backend="hopper+draws=0+splits=3+last_waves=7")
+    chosen = plan(asked, H200, backend=forced("hopper+draws=0+splits=3+last_waves=7"))
     assert chosen.by_hand == {"draws": 0, "splits": 3, "last_waves": 7} and usual.by_hand == {}
     assert chosen.configs["hopper.forward"] == usual.configs["hopper.forward"]
     own = replace(usual.configs["hopper.backward"], draws=False, splits=3, last_waves=7)
@@ -328,21 +306,22 @@ ROOM = "the backward of dropout with Q, K and V above 128"
     ],
 )
 def test_which_head_dims_the_hopper_backward_takes(dim, dim_v, fits, in_order, drops):
-    row = capability.row("hopper", "backward", "bfloat16")
-    words = f"the backward of head dims {dim} and {dim_v}: takes equal ones, or above 128 and 64"
     found = {}
     more: dict[str, dict] = {"": {}, "order": {"deterministic": True}, "room": {"dropout_p": 0.1}}
     for name, facts in more.items():
         asked = dense(2, 512, 512, 8, head_dim=dim, head_dim_v=dim_v, needs_grad=True, **facts)
-        found[name] = row.why_not(asked, H200)
-    shape = [] if fits else [words]
-    assert found[""] == shape
-    assert found["order"] == shape + [ORDER] * (not in_order)
-    assert found["room"] == shape + [ROOM] * (not drops)
+        chosen = plan(asked, H200)
+        found[name] = chosen.backward_variant if chosen.backward == "hopper" else ""
+    variant = "backward" if dim <= 128 else "pair" if dim <= 192 and dim_v <= 128 else "wide"
+    assert found == {
+        "": variant if fits else "",
+        "order": variant if fits and in_order else "",
+        "room": ("backward" if dim <= 128 else "wide") if fits and drops else "",
+    }
 
 
 def test_tools_that_a_framework_lacks_are_named():
-    row = capability.row("portable", "forward", "bfloat16")
+    row = capability.variant("portable", "forward")
     asked = dense(2, 64, 64, 8)
     on_jax = Toolchain(triton=(3, 9), torch=None, jax=(0, 10), framework="jax")
     assert row.why_not(asked, H200, on_jax) == ["needs jax >= 0.11.1, got 0.10"]
@@ -351,7 +330,7 @@ def test_tools_that_a_framework_lacks_are_named():
         "needs jax >= 0.11.1, which is not installed",
     ]
     assert row.why_not(asked, H200, replace(on_jax, jax=(0, 11, 1))) == []
-    scan = capability.row("scan", "forward", "bfloat16")
+    scan = capability.variant("scan", "forward")
     assert scan.why_not(asked, CPU, on_jax) == []
     assert scan.why_not(asked, CPU, replace(on_jax, jax=(0, 9))) == ["needs jax >= 0.10, got 0.9"]
     assert scan.why_not(asked, CPU) == ["takes jax calls alone"]

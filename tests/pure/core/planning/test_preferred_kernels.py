@@ -9,7 +9,7 @@ from heedful.core.base.device import by_name
 from heedful.core.call.mask import MaskSpec
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import explain, plan
-from heedful.core.registry.capability import ROWS, row
+from heedful.core.registry.capability import VARIANTS, variant
 
 H200, MI300X = by_name("H200"), by_name("MI300X")
 dense = AttentionProblem.dense
@@ -70,7 +70,7 @@ PAGED = {"page_size": 16, "used_k": True}
 )
 def test_few_queries_are_decoded_unless_the_hopper_forward_is_as_fast(facts, backend):
     base = {"batch": 1, "seqlen_q": 1, "seqlen_k": 4096, "heads_q": 1}
-    assert plan(dense(**{**base, **facts}), H200).backend == backend
+    assert plan(dense(**{**base, **facts}), H200).variant_of("forward").packed_as == backend
 
 
 @pytest.mark.parametrize("num_splits", [0, 1, 4])
@@ -94,26 +94,26 @@ def test_8_bit_queries_over_a_cache_are_decoded_however_many_they_are(queries, n
 def test_partial_results_of_cdna_are_within_reach_of_its_buffer_instructions():
     """Rows of float32 that are 8 MiB apart are not."""
     for heads, takes in ((16383, True), (16384, False)):
-        why = row("cdna", "forward", "bfloat16").why_not(dense(1, 1, 512, heads), MI300X)
+        why = variant("cdna", "forward").why_not(dense(1, 1, 512, heads), MI300X)
         assert (why == []) is takes
 
 
 def test_only_wide_latent_keys_are_decoded_for_more_rows_than_a_tile_has():
     for dim, takes in ((256, False), (320, True)):
         asked = dense(1, 65, 4096, 1, head_dim=dim, head_dim_v=256, v_in_k=True)
-        why = row("decode", "forward", "bfloat16").why_not(asked, H200)
+        why = variant("decode", "forward", "portable").why_not(asked, H200)
         assert any("query rows" in reason for reason in why) is not takes
 
 
 def test_a_wide_backward_begins_above_128_columns_of_keys():
-    own = row("hopper", "backward", "bfloat16")
+    own = variant("hopper", "backward", "wide")
     for dim, takes in ((128, False), (129, True)):
         why = own.why_not(dense(1, 512, 512, 1, head_dim=dim, head_dim_v=72), H200)
-        assert any("backward of head dims" in reason for reason in why) is not takes
+        assert any("takes those above 128" in reason for reason in why) is not takes
 
 
 def test_a_kernel_is_launched_or_runs_on_the_host():
-    assert all(bool(r.program) != bool(r.module) for r in ROWS)
+    assert all(bool(r.program) != bool(r.module) for r in VARIANTS)
 
 
 def test_a_backend_without_a_backward_leaves_it_to_the_next():
@@ -134,6 +134,7 @@ def test_two_splits_are_explained():
 def test_packed_queries_of_several_tiles_have_the_hopper_decode_by_name():
     packed = dense(2, 256, 4096, 1, 1, **PAGED, total_q=400)
     assert plan(packed, H200).backend == "hopper"
-    assert plan(packed, H200, backend="hopper_decode").backend == "hopper_decode"
+    for name in ("hopper_decode", "decode"):
+        assert plan(packed, H200, backend=name).variant == "hopper"
     with pytest.raises(ValueError, match="257 query rows of a KV head: takes up to 256"):
         plan(replace(packed, seqlen_q=257), H200, backend="hopper_decode")

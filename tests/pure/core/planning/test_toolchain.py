@@ -7,7 +7,7 @@ import pytest
 from heedful.core.base.device import by_name
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
-from heedful.core.registry.capability import KernelRow, Toolchain
+from heedful.core.registry.capability import Toolchain, Variant
 from heedful.core.registry.tiles import HopperConfig
 
 dense = AttentionProblem.dense
@@ -22,8 +22,8 @@ def test_a_missing_or_old_triton_is_a_reason():
 
 
 def test_a_pack_of_kernels_stands_for_triton_and_other_tools_are_still_asked_for():
-    row = KernelRow(
-        *("mine", "forward", {"cpu": "run"}, ("bfloat16",), frozenset()),
+    row = Variant(
+        *("mine", "forward", "", {"cpu": "run"}, ("bfloat16",), frozenset()),
         least=(("triton", (3, 6)), ("torch", (2, 11))),
     )
     packed = Toolchain(None, (2, 10), packs=frozenset({("mine", (3, 9))}))
