@@ -11,7 +11,7 @@ from heedful.core.base.arrays import ArraySpec
 from heedful.core.base.numbers import ints, real, truth, whole, wrong_type
 from heedful.core.call.operands import Operands
 
-# Where a call that is no shard begins in its dropout mask.
+# The dropout origin of a call that is no shard.
 WHOLE = (0, 0, 0, 0)
 _LARGEST_ORIGIN = 2**32 - 1
 # The types that these arguments must have.
@@ -75,14 +75,14 @@ class AttentionCall(NamedTuple):
     v_in_k: bool = False
 
 
-# As the classes, in less than half the time of a call of a class.
+# These make the classes' instances in less than half the time of a call of the class.
 new_options = MethodType(Options.__new__, Options)
 new_operands = MethodType(Operands.__new__, Operands)
 new_update = MethodType(CacheUpdate.__new__, CacheUpdate)
 
-# Those of the options that may equal one of another type, as 1 does True and 1.0.
+# The options whose values may equal a value of another type, as 1 equals True and 1.0.
 NUMBERS = slice(Options._fields.index("dropout_p"), Options._fields.index("backend"))
-# Operands after q, k and v where there are none.
+# The operands after q, k and v of a call that has none of them.
 ABSENT = (None,) * (len(Operands._fields) - 3)
 
 # The names of flash_attn_with_kvcache, where they differ from our own.
@@ -97,14 +97,14 @@ _KVCACHE_NAMES = {
 
 
 def argument_name(name: str, kind: str) -> str:
-    """The public argument that an operand or an option comes from."""
+    """The name of the public argument that an operand or an option comes from."""
     if name == "seed":
         return "dropout_seed"
     return _KVCACHE_NAMES.get(name, name) if kind == "kvcache" else name
 
 
 def bind(kind: str, given: dict[str, Any]) -> tuple[Operands, Options, CacheUpdate]:
-    """The parts of a call of this kind from its public arguments by name."""
+    """The parts of a call of this kind, made from its public arguments by name."""
 
     def picked(fields: tuple[str, ...]) -> dict[str, Any]:
         names = {field: argument_name(field, kind) for field in fields}
@@ -145,7 +145,7 @@ def plain_origin(origin: Any, whole=whole) -> tuple[int, ...]:
 
 
 def plain_options(given: Options, whole=whole, real=real, truth=truth) -> Options:
-    """The options with a plain value each, the very one where it is plain already.
+    """The options with plain values. A value that is plain already stays the same object.
 
     whole, real, truth: make an int, a float, a bool of an argument (name, value). Raises TypeError
     or ValueError naming the argument.

@@ -37,8 +37,8 @@ def check_cache(call: AttentionCall, update: CacheUpdate) -> AttentionProblem:
 
 
 def attention_part(x: Operands, options: Options, update: CacheUpdate) -> tuple[Operands, Options]:
-    """The attention over the cache alone, which a shared prefix is merged with: the sink enters
-    once, in the merge, and parts are merged by their lse."""
+    """The attention over the cache alone, before a shared prefix is merged with it by their lse.
+    The sink enters once, in the merge."""
     if update.shared_prefix is None:
         return x, options
     return x._replace(sink=None), options._replace(return_lse=True)
@@ -112,7 +112,7 @@ def quantises(x: Operands, update: CacheUpdate) -> bool:
 
 
 def _new_dtype(name: str, x: Operands, cache: ArraySpec, is_quantised: bool) -> str:
-    """In words, what new keys or values are to come in."""
+    """The dtype that new keys or values must have, in words."""
     stored = f"{cache.dtype} like {name}_cache"
     if cache.dtype in FLOATS:
         return stored

@@ -67,7 +67,7 @@ class MaskSpec:
             )
         if first < 0:
             raise ValueError(f"window_size[2] must be >= 0 leading keys, got {first}")
-        # A bound that no position reaches is none.
+        # A bound that no position reaches is no bound.
         left, right = (-1 if side >= FAR else side for side in (left, right))
         left = -1 if first >= FAR else left
         # Without a left bound the leading keys are visible anyway: one spelling, one kernel.
@@ -96,7 +96,7 @@ class MaskSpec:
         return right_ok and left_ok
 
     def count_visible(self, len_q: int, len_k: int) -> int:
-        """How many (query, key) pairs are visible: what the FLOP count of a call is made from."""
+        """The number of visible (query, key) pairs, from which the FLOPs of a call are counted."""
         if not self.bounded:
             return len_q * len_k
         off, total = self.offset(len_q, len_k), 0

@@ -41,8 +41,8 @@ def flash_attn_func(
     """softmax(q k^T * softmax_scale) v, without ever storing the scores.
 
     Scores in this order: scale; `softcap * tanh(s / softcap)`; ALiBi; bias; mask; then the sink
-    logit in the denominator. A query that sees no key gives 0 (and lse -inf, or the sink's). For
-    use under jit, grad, vmap, checkpoint and shard_map, and by itself.
+    logit in the denominator. A query that sees no key gives 0 (and lse -inf, or the sink's). The
+    function runs under jit, grad, vmap, checkpoint and shard_map, and by itself.
 
     Args:
         q: (batch, seqlen_q, heads_q, head_dim), float16, bfloat16, float32 or float8_e4m3.
@@ -70,10 +70,10 @@ def flash_attn_func(
             (2,), the low word first; needed where dropout_p > 0. The mask is a pure function of it.
             An int is part of the compiled program.
         dropout_origin: (batch, head, row, column) of this call's first score in a larger problem
-            that it is a shard of, each from 0 to 2**32 - 1: it then draws its part of the mask that
-            the whole would draw from this seed. It may be traced (uint32 (4,), or a tuple of
-            numbers), as jax.lax.axis_index makes it.
-        backend: run on this one or raise; default: the planner's choice.
+            that it is a shard of, each from 0 to 2**32 - 1. The call then draws its part of the
+            mask that the whole problem would draw from this seed. It may be traced (uint32 (4,), or
+            a tuple of numbers), as jax.lax.axis_index makes it.
+        backend: the backend to run on, or raise; default: the planner's choice.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype (bfloat16 for fp8). With

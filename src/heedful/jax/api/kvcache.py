@@ -62,11 +62,12 @@ def flash_attn_with_kvcache(
     backend: str | None = None,
 ) -> Any:
     """Attention of the newest tokens over a cache of keys and values, for inference: no gradient
-    flows through it. Given k and v, they are written into the caches first, which are returned.
+    flows through it. k and v, if given, are first written into the caches, and the caches are
+    returned.
 
-    Under jit with donated caches (donate_argnums) they are extended in place; other caches are
-    copied first, and stay as they are. So are scales that are written. Arguments that are not
-    listed are those of `flash_attn_func`.
+    Under jit, donated caches (donate_argnums) are extended in place. Other caches are copied first,
+    and stay as they are. The same holds for scales that are written. Arguments that are not listed
+    are those of `flash_attn_func`.
 
     Args:
         q: (batch, q_len, heads_q, head_dim).
@@ -76,15 +77,16 @@ def flash_attn_with_kvcache(
         v_cache: as k_cache, with head_dim_v.
         k, v: (batch, new_len, heads_k, head_dim | head_dim_v) in the caches' dtype, written at
             positions cache_seqlens on. For a quantised cache they come in q's dtype and are
-            quantised: with the scales of heads that are given, 1 without, or as quantize_kv does,
-            whose scales and shifts of groups are written and returned, too. Or they come
-            quantised, and the caller writes their scales.
+            quantised. Given scales of heads are used (1 by default). Scales and shifts of groups
+            are found as quantize_kv finds them, written and returned. Or k and v come quantised,
+            and the caller writes their scales.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), q's dtype or float32. Keys are rotated
             at positions cache_seqlens, cache_seqlens + 1, ..., queries too if causal or windowed;
             otherwise all queries at position cache_seqlens. Only with k and v.
         cache_seqlens: int, or int32 (batch,), which may be traced: tokens in the cache, without the
-            new ones. Default: the whole cache is used. In an array, a negative length is that of no
-            sequence (a padded row): nothing is written or read for it, and its rows of out are 0.
+            new ones. Default: the whole cache is used. In an array, a negative length marks a row
+            without a sequence (padding): nothing is written or read for it, and its rows of out are
+            0.
         cache_batch_idx: int32 (batch,): which row of the cache belongs to each sequence.
         cache_leftpad: int32 (batch,): where in its row a sequence begins.
         block_table: int32 (batch, pages): where the pages of each sequence are.
@@ -98,8 +100,8 @@ def flash_attn_with_kvcache(
         tree_mask: bool (batch or 1, q_len, q_len): query i sees the c-th of the last q_len keys
             only if tree_mask[b, i, c], for speculative decoding.
         shared_prefix: (k, v), each (prefix_len, heads_k, head_dim | head_dim_v) or with a leading
-            1: keys and values that stand before the cache of every sequence. Rotary positions
-            count them; every query sees them all.
+            1: keys and values before the cache of every sequence. Rotary positions count them;
+            every query sees them all.
 
     Returns:
         (out, k_cache, v_cache), or with return_softmax_lse (out, lse, k_cache, v_cache); out
@@ -109,8 +111,8 @@ def flash_attn_with_kvcache(
 
     Raises:
         TypeError, ValueError: naming the argument. Values of arrays (lengths, indices, page
-        numbers) are not read: a wrong one reads other rows of the cache, never memory outside of
-        it, and writes nothing.
+        numbers) are not read. A call with a wrong value reads other rows of the cache, never memory
+        outside of it, and writes nothing for it.
 
     Source: signature of flash_attn 2.x; cascade inference of FlashInfer for shared_prefix.
     """

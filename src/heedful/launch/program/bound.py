@@ -1,11 +1,10 @@
 """A program bound to a device: loaded kernels, and the numbers of their argument buffers.
 
-Compiled code, loaded kernels and the layout of buffers belong to a kind; numbers alone differ
-between calls of a kind, and not all of them: the rest lies in an image of the buffer. A call that
-comes but once packs all of a buffer at once and keeps nothing. One that comes again is bound to its
-numbers: running it costs packing the addresses, of all kernels at once, and a driver call for each.
-Safe under threads: each launch takes a buffer of its own from a pool, which all calls of the kind
-share.
+Compiled code, loaded kernels and the layout of buffers belong to a kind; calls of a kind differ in
+some numbers alone. An image of the buffer holds all other numbers. A call that comes only once
+packs a whole buffer and keeps nothing. A call that comes again is bound to its numbers. To run it
+costs packing the addresses of all kernels at once, and a driver call for each kernel. Safe under
+threads: each launch takes a buffer of its own from a pool, which all calls of the kind share.
 """
 
 import struct
@@ -38,7 +37,7 @@ _functions: dict[tuple, object] = {}
 
 
 class KernelKind:
-    """One kernel of a program, compiled and loaded, for calls that differ in numbers alone: its
+    """One kernel of a program, compiled and loaded, for calls that differ only in numbers. Its
     lengths may be symbols."""
 
     __slots__ = ("fill", "grid", "layout", "maps", "pool", "_new_slot")
@@ -52,8 +51,8 @@ class KernelKind:
         numbers: Sequence[Any],
         begin: int,
     ):
-        """names: of buffers, in the order of the addresses. numbers: of the call. begin: where
-        those that change begin among all that do."""
+        """names: the buffers' names, in the order of the addresses. numbers: the call's. begin: the
+        index of this kernel's first changing number among those of all kernels."""
         artifact = compile_call(call, arch)
         if artifact.scratch_bytes:
             raise RuntimeError(f"{call.kernel.function}: compiler scratch is not supported")
@@ -95,7 +94,7 @@ class KernelKind:
             return self._new_slot()
 
     def run(self, numbers: Sequence[int | float], addresses: Sequence[int], stream: int) -> None:
-        """Launches with these on a raw stream; the device must be current."""
+        """Launches with these numbers on a raw stream; the device must be current."""
         x, y, z = numbers[self.grid]
         if not (x and y and z):
             return
@@ -110,8 +109,8 @@ class KernelKind:
 
 
 class Slots:
-    """An argument buffer for each of some kernels, which are launched one after the other; used by
-    one thread at a time. owner: the program whose grids they have."""
+    """One argument buffer for each of several kernels, which are launched one after the other. One
+    thread uses them at a time. owner: the program whose grids they hold."""
 
     __slots__ = ("buffers", "each", "launches", "owner")
 
@@ -123,8 +122,8 @@ class Slots:
 
 
 class Together:
-    """Kernels of a program that are launched one after the other, all of whose buffers are filled
-    by one call."""
+    """Kernels of a program that are launched one after the other. One call fills all their
+    buffers."""
 
     __slots__ = ("count", "kernels", "maps", "parts", "pick", "pool", "refill")
 
@@ -146,12 +145,13 @@ class Together:
 
 
 class BoundProgram:
-    """Kernels with all their numbers: everything but addresses. Many share a kind."""
+    """Kernels with all their numbers, which lack only addresses. Many bound programs share a
+    kind."""
 
     __slots__ = ("_encoded", "_kind", "_numbers", "_rest")
 
     def __init__(self, kind: Together, numbers: Sequence[int | float]):
-        """numbers: all that the kernels take their own from. No grid is empty."""
+        """numbers: of all kernels, each of which takes its own from them. No grid is empty."""
         self._kind, self._numbers = kind, numbers
         # The encoded bytes of each map, by address. Encoding asks the driver, which takes ten times
         # as long as looking up what it said.
@@ -184,7 +184,7 @@ class BoundProgram:
         counters["launches"] += kind.count
 
     def _fill(self, slots: Slots, addresses: Sequence[int], maps: Sequence[bytes | None]) -> None:
-        """Fills buffers wherever they were before, and encodes the maps that are not known."""
+        """Fills buffers, whatever they held before, and encodes the maps that are not known."""
         kind, buffers = self._kind, slots.buffers
         for kernel, buffer in zip(kind.kernels, buffers, strict=True):
             kernel.fill(buffer, self._numbers, addresses)

@@ -1,6 +1,6 @@
-"""The arrays of a problem when nobody has made them: contiguous, aligned, of the right shapes.
+"""The arrays of a problem that nobody has made yet: contiguous, aligned, with the right shapes.
 
-For compiling ahead of time, for inspection and for front ends that have no tensors yet.
+They serve compiling ahead of time, inspection, and front ends that have no tensors yet.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ Buffers = dict[str, ArraySpec]
 
 
 def inputs(problem: AttentionProblem) -> Buffers:
-    """Every operand that the problem says it has, by Operands' names."""
+    """Every operand of the problem, by Operands' names."""
     p, make = problem, ArraySpec.contiguous
     tokens_q = (p.total_q,) if p.total_q is not None else (p.batch, p.seqlen_q)
     buffers = {"q": make((*tokens_q, p.heads_q, p.head_dim), p.dtype)}

@@ -15,9 +15,9 @@ from heedful.launch.program.spec import Program
 def program(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec] | None = None) -> Program:
     """The kernel launches of one direction of a plan.
 
-    buffers: the arrays at hand, by name; those of a contiguous call if None. For the backward, keys
-    in pages have been gathered into dense ones (see torch/eager/pages.py).
-    Raises ValueError for a backend that launches no kernels (cpu, sdpa).
+    buffers: the call's arrays by name, by default those of a contiguous call. For the backward,
+    keys in pages have been gathered into dense ones (see torch/eager/pages.py). Raises ValueError
+    for a backend that launches no kernels (cpu, sdpa).
     """
     kernel = plan.variant_of(direction)
     if not kernel.program:
@@ -34,13 +34,15 @@ def program(plan: Plan, direction: str, buffers: Mapping[str, ArraySpec] | None 
 def step(
     plan: Plan, buffers: Mapping[str, ArraySpec], interleaved: bool, position0: int
 ) -> Program:
-    """The launches of a call over a cache that gives it new keys and values: these go in, rotary
-    positions are applied, and the forward of a plan follows, in one kernel if that appends itself.
+    """The launches of a call over a cache that gives it new keys and values. They write these into
+    the cache, apply rotary positions, and run the forward of a plan. They are one kernel if the
+    forward appends itself.
 
     buffers: the arrays of attention, and k_new, v_new and cache_seqlens (B,), the storage rows of
-    sequences before the new ones. Keys are counted, unless there is a seqused_k. With rotary_cos
-    and rotary_sin there is q_new, and q where rotated queries are left to the caller. interleaved:
-    whether pairs of rotary dims are neighbours. position0: what positions count before the cache.
+    sequences before the new ones. The launches count the keys, unless there is a seqused_k. With
+    rotary_cos and rotary_sin there is q_new, and q where rotated queries are left to the caller.
+    interleaved: whether pairs of rotary dims are neighbours. position0: the position of the first
+    token of the cache.
     """
     leaves_q = "q_new" in buffers and "q" in buffers
     if plan.appends_ahead("seqused_k" not in buffers, leaves_q):
@@ -54,7 +56,7 @@ def step(
 def in_turn(
     plan: Plan, buffers: Mapping[str, ArraySpec], interleaved: bool, position0: int
 ) -> Program:
-    """As `step`, by kernels of their own before any forward."""
+    """As `step`, but separate kernels append before the forward."""
     problem, scratch = plan.problem, {}
     if "seqused_k" not in buffers:
         scratch["seqused_k"] = ArraySpec.contiguous(buffers["cache_seqlens"].shape, "int32")

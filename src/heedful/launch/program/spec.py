@@ -143,7 +143,7 @@ class KernelCall:
 
     @property
     def reads(self) -> frozenset[str]:
-        """Names of the buffers whose contents before the launch matter."""
+        """Names of the buffers that the kernel reads as they were before the launch."""
         return self._buffers({Kind.READ, Kind.READ_AND_WRITTEN})
 
     @property
@@ -172,8 +172,7 @@ def _check_kind(name: str, leaf: Argument, kind: Kind | None) -> None:
 
 @cache
 def declared(group: type) -> tuple[tuple[str, Kind | None, tuple[type, ...]], ...]:
-    """(name, what is said of it, the classes that a nested group may have) of every field of a
-    group."""
+    """(name, kind, the classes that a nested group may have) for every field of a group."""
     found = []
     for name, hint in get_type_hints(group, include_extras=True).items():
         kind = next((x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Kind)), None)
@@ -184,7 +183,7 @@ def declared(group: type) -> tuple[tuple[str, Kind | None, tuple[type, ...]], ..
 
 
 def leaves(name: str, value: Any, kind: Kind | None = None) -> list[Leaf]:
-    """Every leaf of a parameter, in order. Outside of a group nothing is declared.
+    """Every leaf of a parameter, in order. A leaf outside of a group has no declaration.
 
     Raises TypeError for a group of another class than its field's, or that the kernel's declaration
     does not say to be read or written.
@@ -214,7 +213,7 @@ def is_group(value: object) -> bool:
 
 
 def absent(group: type[Group]) -> Group:
-    """The group of what a call lacks: each member is None. A kernel asks for one of them."""
+    """A group for operands that a call lacks: each member is None. A kernel checks one of them."""
     return group(*(absent(inner[0]) if inner else None for _, _, inner in declared(group)))
 
 
@@ -252,7 +251,7 @@ class Program:
     workspaces: tuple[Workspace, ...] = ()
 
     def renamed(self, names: Mapping[str, str]) -> "Program":
-        """The same launches on buffers of other names: `names`, by those that they have here."""
+        """The same launches on buffers with other names. names: old name to new name."""
 
         def rename(_name: str, leaf: Any, _path: tuple[int, ...]) -> Any:
             is_buffer = isinstance(leaf, Pointer | TensorMap)

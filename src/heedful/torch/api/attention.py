@@ -12,8 +12,8 @@ from heedful.torch.eager.calls import attend
 from heedful.torch.operands.plain import plain_length, plain_origin, plain_window
 from heedful.torch.traced import library
 
-# The default needs no look at what it holds. It is known by identity, as (-1.0, -1) equals it, and
-# not where a call is traced: Dynamo of torch 2.11 cannot compare identities.
+# The values of the default need no check. It is known by identity, since (-1.0, -1) equals it. A
+# traced call does not use this: Dynamo of torch 2.11 cannot compare identities.
 _UNBOUNDED = (-1, -1)
 
 
@@ -74,11 +74,11 @@ def flash_attn_func(
         dropout_seed: 64-bit int, or int64 tensor (1,) on the device; the mask is a pure function
             of it. Default: drawn on the device from torch's generator.
         dropout_origin: (batch, head, row, column) of this call's first score in a larger problem
-            that it is a shard of, each from 0 to 2**32 - 1: it then draws its part of the mask that
-            the whole would draw from this seed. Heads are query heads; rows and columns count from
-            each sequence's start.
+            that it is a shard of, each from 0 to 2**32 - 1. The call then draws its part of the
+            mask that the whole problem would draw from this seed. Heads are query heads; rows and
+            columns count from each sequence's start.
         out: (batch, seqlen_q, heads_q, head_dim_v) to write into, where no gradient is wanted.
-        backend: run on this one or raise; default: the planner's choice.
+        backend: the backend to run on, or raise; default: the planner's choice.
 
     Returns:
         out (batch, seqlen_q, heads_q, head_dim_v) in q's dtype (bfloat16 for fp8, unless `out`
@@ -182,10 +182,10 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,) on the device: sequence b's storage is tokens
             cu_seqlens[b] to cu_seqlens[b + 1]. Zero-length sequences are fine. cu_seqlens_k may be
             None with block_table and seqused_k.
-        max_seqlen_q, max_seqlen_k: ints, at least the longest sequence. In a tensor that is not on
-            a CPU they are not read, which would wait for the device: all tokens of q or k take
-            their place (all keys of a row of block_table; the bias's own length where it has
-            one), at the price of some empty tiles.
+        max_seqlen_q, max_seqlen_k: ints, at least the longest sequence. A tensor that is not on a
+            CPU is not read, since that would wait for the device. The number of all tokens of q or
+            k takes its place (or of all keys of a row of block_table, or the bias's own length), at
+            the cost of some empty tiles.
         block_table: int32 (batch, pages): where the pages of each sequence are; any page size.
         seqused_q, seqused_k: int32 (batch,): how many tokens of its storage a sequence uses; the
             rest is never read, and gives 0 with lse -inf.
@@ -245,7 +245,7 @@ def flash_attn_varlen_func(
 
 
 def plain_lengths(lengths: tuple, q, k, bias, block_table) -> tuple:
-    """max_seqlen_q and max_seqlen_k as ints, those in tensors elsewhere without a read. Raises
+    """max_seqlen_q and max_seqlen_k as ints. Tensors that are not on a CPU are not read. Raises
     TypeError."""
     most = _most_rows(q, bias, -2), _most_rows(k, bias, -1, block_table)
     names = "max_seqlen_q", "max_seqlen_k"
@@ -253,8 +253,8 @@ def plain_lengths(lengths: tuple, q, k, bias, block_table) -> tuple:
 
 
 def _most_rows(x, bias, dim: int, block_table=None) -> int:
-    """As many rows as no sequence in x passes: what its storage holds, or fewer where the bias has
-    that many. Arguments may be anything: what is wrong with them is said later."""
+    """A bound on the rows of any sequence in x: the rows of its storage, or those of the bias,
+    which may be fewer. Arguments may be anything: later checks report errors in them."""
     if isinstance(bias, Tensor) and bias.dim() >= -dim and bias.shape[dim] > 1:
         return bias.shape[dim]
     if not isinstance(x, Tensor) or x.dim() < 2:

@@ -47,7 +47,7 @@ from heedful.torch.operands.values import check_room
 from heedful.torch.traced import library
 
 _UNBOUNDED = (-1, -1)
-# Arguments that are tensors, or would be.
+# The arguments that hold tensors.
 _ARGUMENTS = ("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens")
 _ARGUMENTS += ("cache_batch_idx", "cache_leftpad", "block_table", "alibi_slopes", "k_descale")
 _ARGUMENTS += ("v_descale", "k_shift", "v_shift", "sink", "tree_mask", "shared_prefix", "out")
@@ -87,7 +87,7 @@ def flash_attn_with_kvcache(
     backend: str | None = None,
 ) -> Any:
     """Attention of the newest tokens over a cache of keys and values, for inference: no gradient is
-    recorded. Given k and v, they are written into the cache first, in place.
+    recorded. k and v, if given, are first written into the cache, in place.
 
     Arguments that are not listed are those of `flash_attn_func`.
 
@@ -100,16 +100,16 @@ def flash_attn_with_kvcache(
             (MLA), which are then read once.
         k, v: (batch, new_len, heads_k, head_dim | head_dim_v) in the caches' dtype, written at
             positions cache_seqlens on. For a quantised cache they come in q's dtype and are
-            quantised: with the scales of heads that are given, 1 without, or as quantize_kv does,
-            whose scales and shifts of groups are written too. Or they come quantised, and the
+            quantised. Given scales of heads are used (1 by default). Scales and shifts of groups
+            are found as quantize_kv finds them, and written too. Or k and v come quantised, and the
             caller writes their scales.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), q's dtype or float32. Keys are rotated
             at positions cache_seqlens, cache_seqlens + 1, ..., queries too if causal or windowed;
-            otherwise all queries at position cache_seqlens. Only with k and v. There are as many
-            positions at least as the cache holds; and queries stand at none past the last.
+            otherwise all queries at position cache_seqlens. They need k and v. There are at least
+            as many positions as the cache holds, and no query may be at a position past the last.
         cache_seqlens: int, or int32 (batch,): tokens in the cache, without the new ones. Default:
-            the whole cache is used. In a tensor, a negative length is that of no sequence (a padded
-            row): nothing is written or read for it, and its rows of out are 0.
+            the whole cache is used. In a tensor, a negative length marks a row without a sequence
+            (padding): nothing is written or read for it, and its rows of out are 0.
         cache_batch_idx: int32 (batch,): which row of the cache belongs to each sequence.
         cache_leftpad: int32 (batch,): where in its row a sequence begins.
         block_table: int32 (batch, pages): where the pages of each sequence are.
@@ -123,8 +123,8 @@ def flash_attn_with_kvcache(
         tree_mask: bool (batch or 1, q_len, q_len): query i sees the c-th of the last q_len keys
             only if tree_mask[b, i, c], for speculative decoding.
         shared_prefix: (k, v), each (prefix_len, heads_k, head_dim | head_dim_v) or with a leading
-            1: keys and values that stand before the cache of every sequence. Rotary positions
-            count them; every query sees them all.
+            1: keys and values before the cache of every sequence. Rotary positions count them;
+            every query sees them all.
         out: (batch, q_len, heads_q, head_dim_v) to write into.
 
     Returns:
@@ -132,9 +132,9 @@ def flash_attn_with_kvcache(
 
     Raises:
         TypeError, ValueError: naming the argument, before the cache or out is written. Values on a
-        GPU (lengths, indices, page numbers) are not read back: a wrong one reads other rows of the
-        cache, never memory outside of it, and writes nothing. HEEDFUL_CHECK_PAGES=1 checks them in
-        calls with a block_table, which waits for the device.
+        GPU (lengths, indices, page numbers) are not read back. A call with a wrong value reads
+        other rows of the cache, never memory outside of it, and writes nothing for it.
+        HEEDFUL_CHECK_PAGES=1 checks them in calls with a block_table, which waits for the device.
 
     Source: signature of flash_attn 2.x; cascade inference of FlashInfer for shared_prefix.
     """
