@@ -3,13 +3,14 @@
 A call of a kind is planned and bound once with its lengths as symbols. The result is then a
 function of the lengths: straight-line code that computes every number anew. The questions asked
 about the lengths on the way (is there one tile of rows, do the tiles fill the device, is a stride a
-multiple of 8) are the function's guards: lengths that answer otherwise are another case, which is
-planned and bound in turn. Code after the guards makes use of what they say: a number that they
-leave one value is that value, two that they say are equal are one, a question that they answer is
-not asked.
+multiple of 8) are the function's guards. Lengths that answer otherwise are another case, which is
+planned and bound in turn. Code after the guards uses their answers. A number with only one possible
+value becomes that value, two equal numbers become one, and a question that the guards answer is not
+asked.
 
-Whatever wants a plain number of a symbol, to hash it or to index with it, pins it: its value
-becomes a guard. So a case can be too narrow, which costs plans for more lengths, and never wrong.
+Code that wants a plain number of a symbol, to hash it or to index with it, pins it: its value
+becomes a guard. So a case can be too narrow, which costs plans for more lengths, but it is never
+wrong.
 """
 
 import operator
@@ -219,11 +220,12 @@ Answer = Callable[[Sequence[int]], tuple[Any, tuple] | None]
 
 
 def joined(cases: Sequence[tuple[Trace, Iterable[Any], Any]]) -> Answer | None:
-    """One function for traces of the same inputs, each with its outputs and what it stands for:
-    (what the one whose guards hold stands for, its outputs), or None where there is none.
+    """One function for traces of the same inputs. Each comes with its outputs and a value that it
+    stands for. The function gives (value, outputs) of the trace whose guards hold, or None if there
+    is none.
 
-    The code computes once what traces share, and branches where they part. Gives None where they
-    part elsewhere than at a guard, which each of them answers otherwise.
+    The code computes once what traces share, and branches where they part. `joined` gives None if
+    traces part elsewhere than at a guard to which they give different answers.
     """
     scope: dict[str, Any] = {}
     branches: list[_Branch] = []
@@ -262,7 +264,7 @@ _Question = tuple[str, str, str]
 
 
 class _Path:
-    """Where a function under way has come to, and what its guards up to there say.
+    """The state of a function that is being written, and the answers of its guards so far.
 
     A step is written where something draws on it. None is where it has one value, or that of
     another number.
@@ -447,7 +449,7 @@ def _made(branches: Sequence[_Branch], scope: dict[str, Any]) -> Any:
 
 
 def settled(numbers: Sequence[Any]) -> list[Any]:
-    """Numbers of one case, plain where what was asked so far leaves one value."""
+    """Numbers of one case. A number is plain where the questions so far leave it one value."""
     for number in numbers:
         if isinstance(number, Symbol):
             return number.trace.settled(numbers)
@@ -472,8 +474,8 @@ def opaque(function: Callable[..., int]) -> Callable[..., int]:
 
 
 def if_above(a: int, b: int, then: int, otherwise: int) -> int:
-    """`then` where a > b, else `otherwise`. No case comes of it, as one would of Python's own `if`:
-    both stay in the function."""
+    """`then` where a > b, else `otherwise`. Python's own `if` would make a case; this makes none,
+    since both stay in the function."""
     chosen = then if value_of(a) > value_of(b) else otherwise
     symbols = [number for number in (a, b) if isinstance(number, Symbol)]
     if not symbols:

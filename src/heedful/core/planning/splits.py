@@ -75,8 +75,8 @@ class Grid(NamedTuple):
         """Microseconds with the keys in so many splits, on so many units.
 
         A wave of programs takes a unit each. They share the memory's bandwidth: a tile's loads
-        outlast its products where many programs run. Both overlap, though not at their best, which
-        the sum of their cubes follows.
+        outlast its products where many programs run. Both overlap, but not perfectly. The sum of
+        their cubes models that.
         """
         share = -(-self.tiles // splits)
         products = self.block_m * self.block_n * self.dims / 2 / MIB
@@ -112,13 +112,13 @@ def grid_of(problem: AttentionProblem, rows: int, block_n: int, pack: int) -> Gr
 
 
 def asked_splits(problem: AttentionProblem, block_n: int) -> int:
-    """num_splits, or as many as the longest sequence can have tiles of `block_n` keys.
+    """num_splits, or the number of tiles of `block_n` keys of the longest sequence if that is less.
 
-    No bit depends on which of them it is. Every kernel cuts a sequence by its own tiles, into parts
-    of ceil(tiles / splits): of more splits than tiles that is one tile, however many more there
-    are, and merges pass by empty parts. So a batch's longest sequence, which decides here, changes
-    no other one's result. If there are two or more, at least two are left: one would be another
-    kernel.
+    No bit of a result depends on which of them it is. Every kernel cuts a sequence by its own
+    tiles, into parts of ceil(tiles / splits) tiles. With more splits than tiles that is one tile,
+    however many splits there are, and merges skip empty parts. So a batch's longest sequence, which
+    decides here, changes no other one's result. If there are two or more, at least two are left:
+    one would be another kernel.
     """
     if problem.num_splits <= 2:
         return problem.num_splits
@@ -192,8 +192,8 @@ BACKWARD_WORTH = 0.9
 @opaque
 @lru_cache(4096)
 def choose_backward_splits(tiles: int, visits: int, units: int, is_triangle: bool) -> int:
-    """In how many parts to split the visits of a key tile, so that work tiles fill the device
-    evenly.
+    """The number of parts into which to split the visits of a key tile, so that work tiles fill the
+    device evenly.
 
     tiles: key tiles of all heads. visits: of one that every query sees. is_triangle: tiles are of
     any length up to the longest, as under a diagonal, and drawn from the longest; else they are

@@ -136,8 +136,8 @@ class Variant:
     def why_not(
         self, problem: AttentionProblem, device: DeviceSpec, toolchain: Toolchain | None = None
     ) -> list[str]:
-        """Every reason why this kernel cannot run the problem; empty if it can. Where it does not
-        exist at all, that alone."""
+        """Every reason why this kernel cannot run the problem; empty if it can. Where the kernel
+        does not exist at all, that is the only reason."""
         if self.level(device) is None:
             return [f"no kernel for {device.arch}"]
         reasons = []
@@ -252,7 +252,7 @@ def _mixed(
     unasked: Callable[[AttentionProblem, DeviceSpec], Preferred | None],
     alias: str = "",
 ) -> Variant:
-    """The Hopper forward beside a decode kernel that has the sequences of few queries."""
+    """The Hopper forward beside a decode kernel that handles the sequences of few queries."""
     return Variant(
         "mixed",
         "forward",

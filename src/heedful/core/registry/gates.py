@@ -1,6 +1,6 @@
-"""Conditions of kernels, each a function that returns why a problem is none of a kernel's, or None.
-The conditions that a row of capability.py states by itself (architectures, dtypes, features, head
-dims) are not here.
+"""Conditions of kernels. Each is a function that returns the reason why a kernel does not take a
+problem, or None. The conditions that a row of capability.py states by itself (architectures,
+dtypes, features, head dims) are not here.
 """
 
 from collections.abc import Callable
@@ -106,7 +106,7 @@ def room_for_dropout(problem: AttentionProblem, device: DeviceSpec) -> str | Non
 
 
 def near_softcap(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """Scores above are far from 0, and what makes such rows anew has another tanh."""
+    """Scores above are far from 0, and the kernel that makes such rows anew has another tanh."""
     if problem.softcap > 1024.0:
         return "gradients of a softcap above 1024"
     return None
@@ -158,7 +158,8 @@ def _more_rows_than(problem: AttentionProblem, most: int) -> str | None:
 
 
 def rows_of_swapped_products(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """Query rows are columns of products there, and their output one warpgroup's registers."""
+    """In this kernel query rows are columns of products, and one warpgroup's registers hold their
+    output."""
     return _more_rows_than(problem, SWAP_AB_ROWS)
 
 
@@ -230,7 +231,8 @@ def sdpa_lengths(problem: AttentionProblem, device: DeviceSpec) -> str | None:
 
 
 def sdpa_log_sum_exp(problem: AttentionProblem, device: DeviceSpec) -> str | None:
-    """SDPA itself returns none; what it is made of does, for as many KV heads as query heads."""
+    """SDPA itself returns no log-sum-exp. The operators inside it do, for as many KV heads as query
+    heads."""
     if not (problem.needs_grad or problem.return_lse) or problem.used_k:
         return None
     if problem.group > 1:

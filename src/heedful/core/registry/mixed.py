@@ -1,6 +1,6 @@
 """Batches of sequences with few queries and with many, as serving engines make them: two kernels
-share the sequences. Which of them has a sequence the device tells by its queries; whether the pair
-is worth having is decided here, by sizes alone."""
+share the sequences. The device decides which kernel handles a sequence, by its number of queries.
+This module decides whether to use the pair, by sizes alone."""
 
 from heedful.core.base.device import DeviceSpec
 from heedful.core.base.symbols import opaque
@@ -13,21 +13,22 @@ SHORT_KERNELS = ("decode.forward", "hopper_decode.forward")
 # The most queries that a short sequence of a mixed batch has. So many are a token and a draft of
 # 15.
 SHORT_QUERIES = 16
-# The portable decode's tiles are those of one query. Each reads the keys: four of them took 1.2
-# times as long as tiles of the Hopper forward (124 sequences of 16 queries over 4096 keys beside 4
-# prefills, H200, 2026-11-24).
+# The portable decode's tiles here have the rows of one query. Each reads the keys: four of them
+# took 1.2 times as long as tiles of the Hopper forward (124 sequences of 16 queries over 4096 keys
+# beside 4 prefills, H200, 2026-11-24).
 SHORT_TILES = 2
 
 
 def queries_of_few_tiles(problem: AttentionProblem) -> int:
-    """Queries up to which the portable decode has a sequence of a mixed batch: of all heads of a KV
-    head as many rows as it takes, in few tiles."""
+    """The most queries of a sequence that the portable decode handles in a mixed batch: with all
+    query heads of a KV head as many rows as it takes, in few tiles."""
     rows = min(DECODE_ROWS, SHORT_TILES * pow2(problem.group))
     return min(SHORT_QUERIES, rows // problem.group)
 
 
 def queries_of_a_tile(problem: AttentionProblem) -> int:
-    """Queries up to which the Hopper decode has one: a tile, which has room for all its rows."""
+    """The most queries of a sequence that the Hopper decode handles: one tile holds all its
+    rows."""
     return min(SHORT_QUERIES, DECODE_ROWS // problem.group)
 
 
@@ -79,8 +80,9 @@ def _leave_half(tiles: int, units: int) -> bool:
 
 @opaque
 def _has_short(total: int, batch: int, longest: int, short: int) -> bool:
-    """Whether queries are so few for their longest sequence that some are likely short: half of
-    what there would be of equal lengths, or, beside the longest, as few as short ones have."""
+    """Whether there are so few queries for their longest sequence that some sequences are likely
+    short: at most half of those of equal lengths, or, without those of the longest length, no more
+    than short ones have."""
     long = total // max(1, longest)
     others, rest = batch - long, total - long * longest
     return 2 * total <= batch * longest or (others > 0 and rest <= short * others)

@@ -29,7 +29,7 @@ class DiskCache:
 
     folder: None is no cache. limit_bytes: least recently used entries go when all of them together
     are larger. read_only: never write, never lock.
-    why_not: why it was of no use when it was last looked into, None if it was.
+    why_not: the reason why the last look into it failed, None if it did not fail.
     """
 
     def __init__(self, folder: Path | None, limit_bytes: int, read_only: bool):
@@ -42,7 +42,7 @@ class DiskCache:
             pass
 
     def _open(self) -> Folder | None:
-        """The folder, looked at anew each time: it may have been put in place since."""
+        """The folder, checked anew each time: it may have been put in place since."""
         self.why_not = None
         try:
             if self._path is None:

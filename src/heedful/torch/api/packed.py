@@ -39,7 +39,7 @@ def _check_keywords(function: Callable, keywords: dict[str, Any], stands_for: An
 
 
 def in_own_words(error: Exception, name: str) -> None:
-    """Makes an error about parts of a packed tensor one about the arguments that were given."""
+    """Turns an error about parts of a packed tensor into one about the caller's arguments."""
     said = re.sub(f"^([{name}]) must", rf"{name} (its \1) must", str(error))
     if name == "qkv":
         said = re.sub(r"\b(cu_seqlens|max_seqlen)_[qk]\b", r"\1", said)
@@ -189,7 +189,7 @@ STANDS_FOR = {
 
 
 def unpacked_arguments(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments, by name, of the function that a packed form with these stands for."""
+    """The arguments, by name, for the function that a packed form with these arguments calls."""
     given = dict(given)
     varlen = "cu_seqlens" in given or "cu_seqlens_q" in given
     for name in ("cu_seqlens", "max_seqlen"):

@@ -1,7 +1,8 @@
 """Attention over a prefix that all sequences share and over what each has after it, merged.
 
-A float32 log-sum-exp far from 0 does not tell how two results weigh: on a GPU the kernels give what
-its rounding left beside it, on a CPU maxima and sums are made where they are needed.
+A float32 log-sum-exp far from 0 does not give the weights of two results. So on a GPU the kernels
+also give the rest that its rounding left, and on a CPU maxima and sums are computed where they are
+needed.
 """
 
 from typing import Any
@@ -29,7 +30,7 @@ from heedful.torch.traced.private import untraced
 
 
 def keeps_rest(q: Tensor) -> bool:
-    """Whether results for these queries are merged by a kernel, which wants their rest."""
+    """Whether a kernel merges results for these queries, which needs their rest."""
     return device_spec(q.device).vendor != "cpu" and q.numel() > 0
 
 
@@ -59,7 +60,8 @@ class Prefix:
             self.merge = _device_merge(problem, sink, out, q.device)
 
     def bind(self) -> None:
-        """Compiles what is not yet, for a caller that writes something before it is run."""
+        """Compiles kernels that are not compiled yet, for a caller that writes something before
+        this runs."""
         self.call.runner.bind()
 
     def merged(

@@ -1,4 +1,5 @@
-"""The eager path in three nouns: a call's key finds a bound call, or a kind makes one; it is run.
+"""The eager path in three nouns: a call's key finds a bound call, or a kind makes one; then it
+runs.
 
 The first call of a kind is validated and planned; every later one with the same metadata and
 arguments costs a key and a look-up, or a comparison with the last one: see docs/host-path.md.
@@ -65,8 +66,8 @@ class LRU:
     """A bounded map that forgets the least recently used, and costs one look-up for the others.
 
     Entries live in `young`; once that is full it becomes the old generation, whose entries return
-    on use and are forgotten with the next change. `latest` is for a caller who has something
-    cheaper than a key to know the entry again that he used last.
+    on use and are forgotten with the next change. `latest` is for a caller that can recognise its
+    last entry by something cheaper than a key.
     """
 
     def __init__(self, half: int):
@@ -100,7 +101,7 @@ CALLS = settings.forgotten(LRU(2048))
 
 
 class Call:
-    """A bound call: what is needed each time for tensors of one key, but their addresses.
+    """A bound call: all that tensors of one key need each time, except their addresses.
 
     steps: what the caller's tensors lack to be operands. plain: they go to the kernels as they
     are, unchecked. results: 0 out, 1 with lse, 2 with the probabilities too. apart: what looks
@@ -386,8 +387,9 @@ def attend(q, k, v, x: Any, options: Options, out=None, seed=None, otherwise: An
 
 
 def _find(q, k, v, x: Operands | None, options: Options, out, seed) -> tuple[Any, Any]:
-    """The call that was bound for such tensors and options, None if there is none; and the key that
-    it then gets: None where something cannot be part of one, and where none was needed."""
+    """(call, key): the call that was bound for such tensors and options, None if there is none; and
+    the key for a new call, None where something cannot be part of a key, or where no key was
+    needed."""
     try:
         # Aligned tensors like those of the last such call are known without a key.
         of_q, of_k, of_v = q.data_ptr(), k.data_ptr(), v.data_ptr()

@@ -44,7 +44,7 @@ Maker = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
 
 
 def maker(device: torch.device) -> Maker:
-    """Makes uninitialised dense tensors, of tuples. A GPU must be the current one."""
+    """Makes uninitialised dense tensors from tuples. On a GPU, that GPU must be the current one."""
     if device.type == "cuda" and _empty_strided is not None:
         return _empty_strided
 
@@ -57,8 +57,8 @@ def maker(device: torch.device) -> Maker:
 def allocator(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device, strides: Any = None
 ) -> Allocator:
-    """Makes uninitialised dense tensors of one kind. A GPU must be the current one. strides: where
-    they are known; the shape is a tuple then, too."""
+    """Makes uninitialised dense tensors of one kind. On a GPU, that GPU must be the current one.
+    strides: where they are known; the shape is a tuple then, too."""
     if strides is None:
         shape, strides = tuple(shape), dense_strides(shape)
     return partial(maker(device), shape, strides, dtype)
@@ -73,7 +73,7 @@ Run = Callable[[list[int]], None]
 
 
 class Case:
-    """A program on one device for calls that differ in numbers alone. Compiles when the first of
+    """A program on one device for calls that differ only in numbers. It compiles when the first of
     them is bound or run.
 
     made: arrays that it makes for each call, dense ones: the last of the program's before scratch.
@@ -121,7 +121,8 @@ class Case:
         # The index of the places of regions among the numbers; their size follows.
         self.scratch, self.zeroed = (self._region(regions) for regions in (others, zeroed))
         self._leaves_zeros = all(w.left_zero for w in zeroed)
-        # Where those of the kernels begin, of which all is asked now: later it were no guard.
+        # The index where the kernels' numbers begin. All questions about these are asked now: asked
+        # later they would be no guards.
         self._end = len(self.outputs)
         self._numbers = [numbers_of(call) for call in program.calls]
         for numbers in self._numbers:
@@ -172,7 +173,7 @@ class Case:
         return self.bind(tuple(self.outputs))
 
     def run(self, numbers: Sequence[int | float], addresses: list[int]) -> None:
-        """Runs it with numbers that most likely come but once: kernels are not bound, and nothing
+        """Runs it with numbers that most likely come only once: kernels are not bound, and nothing
         is kept. Raises as `kernels`."""
         kernels = self._loaded
         if kernels is None or self._limit is not None:

@@ -197,8 +197,8 @@ class Backwards:
         return layout
 
     def _like_others(self, tensors: tuple[Tensor, ...], dlse: Tensor | None) -> _Layout | None:
-        """The layout, if lengths alone tell it from that of another call. Its guards take longer
-        to make than what comes but once is worth."""
+        """The layout, if lengths alone tell it from that of another call. To make its guards takes
+        longer than they save for lengths that come only once."""
         slot = dlse is not None
         latest = self._latest[slot]
         if latest is not None and latest.fits is not _never:
@@ -235,8 +235,8 @@ class Backwards:
 
 
 def _are_aligned(addresses: Sequence[int]) -> bool:
-    """Whether q, k, v, out and dout begin at multiples of 16 bytes. No kernel is promised anything
-    about where small operands begin."""
+    """Whether q, k, v, out and dout begin at multiples of 16 bytes. No kernel gets a promise about
+    where small operands begin."""
     bits = addresses[0] | addresses[1] | addresses[2] | addresses[-3] | addresses[-1]
     return not bits & 15
 

@@ -1,4 +1,4 @@
-"""Zeroed scratch without a launch for each call that needs some.
+"""Zeroed scratch, without a launch for each call that needs it.
 
 The counters of a kernel must start at zero. Filling a few bytes is a launch like any other. So a
 stream has a region that is filled once for many calls: each call takes bytes that no call took
@@ -76,7 +76,7 @@ class Lasting:
     """Zeroed bytes of a device for captured calls, each of which has its own for ever.
 
     is_low: whether there may soon be none, though there could be. Nothing can be allocated while a
-    stream is captured: who is not calls `reserve` then.
+    stream is captured. So callers outside of a capture call `reserve` when it is low.
     """
 
     def __init__(self, align: int):
@@ -86,8 +86,8 @@ class Lasting:
         self._regions: list[torch.Tensor] = []
 
     def reserve(self, device: torch.device) -> None:
-        """Sees that there are some, on this GPU, if it has room. Raises what torch's allocator
-        raises but for that."""
+        """Makes sure that there are some on this GPU, if it has room. A lack of room raises
+        nothing; other errors of torch's allocator are raised."""
         with self._lock:
             if not self.is_low:
                 return
