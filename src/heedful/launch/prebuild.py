@@ -2,7 +2,8 @@
 
 import multiprocessing
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from heedful.launch.code.packs import write_pack
 from heedful.launch.program.programs import program, step
 from heedful.launch.program.spec import KernelCall, Program
 from heedful.launch.record import Entry
+from heedful.launch.worker.pool import at_once
 
 
 def compiling() -> Toolchain:
@@ -96,9 +98,17 @@ def _compiled(
     wanted: Mapping[Any, tuple[KernelCall, str]], jobs: int
 ) -> Iterator[tuple[Any, Artifact]]:
     """Kernels by their keys, as they are done."""
-    # spawn: a forked copy of a process with threads or a GPU context is not safe to compile in.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max(1, min(jobs, len(wanted))), mp_context=context) as pool:
+    chosen, count = installed.compiler(), max(1, min(jobs, len(wanted)))
+    with ExitStack() as stack:
+        if chosen is not None and chosen.apart:
+            # Threads that wait for workers.
+            stack.enter_context(at_once(count))
+            pool = stack.enter_context(ThreadPoolExecutor(count))
+        else:
+            # spawn: a forked copy of a process with threads or a GPU context is not safe to
+            # compile in.
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(ProcessPoolExecutor(count, mp_context=context))
         waiting = {pool.submit(_compile, *item): key for key, item in wanted.items()}
         for future in as_completed(waiting):
             yield waiting[future], future.result()

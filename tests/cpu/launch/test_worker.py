@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from heedful.core.base.device import by_name
 from heedful.core.base.installed import Compiler
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
+from heedful.launch import prebuild
 from heedful.launch.code import compiler
 from heedful.launch.code.artifact import CompileError
 from heedful.launch.code.identity import cache_key
@@ -246,6 +248,22 @@ def test_so_many_kernels_compile_at_once_on_this_machine(order, most, monkeypatc
     assert sum(map(len, pool._idle.values())) <= most
 
 
+def test_a_list_of_kernels_is_compiled_by_as_many_workers_as_are_asked_for(
+    order, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HEEDFUL_WORKERS", "1")
+    monkeypatch.setenv("HEEDFUL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "_artifacts", {})
+    # Each waits for the other.
+    both = 'while [ $(wc -l < "$here/log") -lt 2 ]; do sleep 0.1; done'
+    tools = order(f'echo + >> "$here/log"; {both}')
+    other = replace(CALL, options={**CALL.options, "num_warps": 2})
+    wanted = {"one": (CALL, "sm_90"), "two": (other, "sm_90")}
+    made = dict(prebuild._compiled(wanted, 2))
+    assert made["one"].num_warps != made["two"].num_warps == 2
+    assert (tools / "log").read_text() == "+\n+\n" and not pool._asked
+
+
 @pytest.mark.slow
 def test_a_worker_that_has_nothing_to_do_ends_and_is_replaced(apart, monkeypatch):
     monkeypatch.setattr(process, "IDLE_SECONDS", 0.3)
@@ -310,6 +328,7 @@ sys.path[:0] = sys.argv[2].split(os.pathsep)
 from cpu.launch.test_worker import CALL, OWN
 from heedful.core.base import installed
 from heedful.core.base.installed import Compiler
+from heedful.launch import prebuild
 from heedful.launch.code import compiler
 from heedful.launch.worker import pool, process
 from heedful.launch.worker.codec import encode
@@ -421,6 +440,7 @@ from heedful.core.base.device import by_name
 from heedful.core.base.installed import triton_version
 from heedful.core.call.problem import AttentionProblem
 from heedful.core.planning.plan import plan
+from heedful.launch import prebuild
 from heedful.launch.code import compiler
 from heedful.launch.code.identity import cache_key
 from heedful.launch.prebuild import compiling

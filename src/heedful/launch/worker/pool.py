@@ -24,6 +24,8 @@ log = logging.getLogger("heedful.worker")
 # Workers that wait for work, the last used last, by the toolchain that they have.
 _idle: dict[str, list[Worker]] = {}
 _guard = new_lock()
+# How many kernels are to compile at once, where that is more than the settings say.
+_asked = 0
 
 
 def compile_artifact(call: KernelCall, arch: str) -> Artifact:
@@ -64,7 +66,7 @@ def _give_back(worker: Worker) -> None:
 @contextmanager
 def _turn() -> Iterator[None]:
     """One of the places to compile in that this user has on this machine."""
-    places = [f"{place}.lock" for place in range(settings.get("workers"))]
+    places = [f"{place}.lock" for place in range(max(settings.get("workers"), _asked))]
     user = os.getuid() if hasattr(os, "getuid") else "user"
     with ExitStack() as stack:
         try:
@@ -75,6 +77,17 @@ def _turn() -> Iterator[None]:
         else:
             stack.enter_context(folder.lock(*places, patience_s=PATIENCE_SECONDS))
         yield
+
+
+@contextmanager
+def at_once(count: int) -> Iterator[None]:
+    """Meanwhile so many kernels may compile at once, if the settings say fewer."""
+    global _asked
+    before, _asked = _asked, count
+    try:
+        yield
+    finally:
+        _asked = before
 
 
 def end_all() -> None:
