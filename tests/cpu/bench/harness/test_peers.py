@@ -557,6 +557,6 @@ def test_kernels_compiled_beforehand_are_those_that_calls_load(name):
         call_of(case, peer.make(case, inputs), inputs).run()
         calls: list[Any] = [getattr(made, "call", None) for made in gpu.loads]
         loaded = {kernel_key(call, "sm_90") for call in calls}
-    spec, backend = by_name("H200"), name.partition(":")[2] or None
+    spec, backend = by_name("H200"), peer.name.partition(":")[2] or None
     entries = [Entry(problem, direction, None, spec) for direction in ("forward", "backward")]
     assert loaded and loaded == set(kernels(entries, [spec], backend)[0])
