@@ -25,8 +25,8 @@ def own_share(params):
 
 @gluon.jit
 def look(share, params):
-    """(the segment where the share is, the share behind it). Without a branch, for the portable
-    decode has one: a role keeps no registers over it."""
+    """(the segment where the share is, the share behind it). The portable decode branches
+    over sequences instead; one form for both changes the machine code of one."""
     line = line_of(params)
     row_tile, begin = line.number // params.shape.heads_k, share.base
     seq = seqlens_of(share.b, params.seqs, params.mask)
