@@ -28,7 +28,7 @@ class Share(NamedTuple):
 class Segment(NamedTuple):
     """What a program does next: visits [start, stop) of key tiles, perhaps none, of sequence b for
     rows from row0 on of KV head g. seq: the sequence's lengths; partials: where results go; span:
-    which key tiles are visited, None before `with_span`."""
+    which key tiles are visited, 0 before `with_span`: Triton 3.6 returns no None."""
 
     start: Any
     stop: Any
@@ -118,7 +118,7 @@ def segment_at(share, number, line, row_tile, begin, seq, visits, is_here, param
         share, number, line, begin, tile, visits, params.work
     )
     stop = tl.where(is_here, stop, start)
-    return Segment(start, stop, share.b, line.g, row0, seq, partials, None), behind
+    return Segment(start, stop, share.b, line.g, row0, seq, partials, 0), behind
 
 
 @triton.jit

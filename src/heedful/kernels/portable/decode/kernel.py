@@ -529,7 +529,7 @@ def decode(
             tl.program_id(0),
             tl.num_programs(0),
             tile.HEAD_DIM_V,
-            columns_of_rows(tile),
+            columns_of_rows(tile.BLOCK_E, tile.VALUES, tile.SLICES_E),
         )
     # A call of its own: assigned, constants of groups would be numbers of the launch.
     decode_share(

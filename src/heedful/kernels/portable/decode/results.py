@@ -66,10 +66,10 @@ def store_whole(
 
 
 @triton.constexpr_function
-def columns_of_rows(tile):
+def columns_of_rows(block, values, slices):
     """A power of two that the columns of a row of results are within, of which slices may be
     three."""
-    return 1 << (tile.BLOCK_E * tile.VALUES * tile.SLICES_E - 1).bit_length()
+    return 1 << (block * values * slices - 1).bit_length()
 
 
 @triton.jit
@@ -77,7 +77,9 @@ def store_empty(g, number, count, io: ForwardIO, sink, params):
     """Writes out and lse of KV head g of sequences without keys: one of `count` shares of all rows,
     in tiles that lie across sequences."""
     M: tl.constexpr = params.tile.BLOCK_M
-    COLUMNS: tl.constexpr = columns_of_rows(params.tile)
+    COLUMNS: tl.constexpr = columns_of_rows(
+        params.tile.BLOCK_E, params.tile.VALUES, params.tile.SLICES_E
+    )
     rows = params.seqs.seqlen_q * (params.shape.heads_q // params.shape.heads_k)
     dims_E = tl.arange(0, COLUMNS)
     for row0 in range(number * M, params.shape.batch * rows, count * M):
