@@ -48,7 +48,9 @@ def planned(row, **facts):
     facts = {"head_dim": row.max_dim, "return_lse": True, **facts}
     problem = AttentionProblem.dense(2, 300, 300, 8, 4, **facts)
     config = row.config.fitted(problem, compiling().triton)
-    chosen = Plan(problem, DEVICE, "hopper", "run", configs={"hopper.forward": config})
+    chosen = Plan(
+        problem, DEVICE, "hopper", "run", variant="forward", configs={"hopper.forward": config}
+    )
     *_, call = hopper.forward(problem, chosen, buffers.forward(problem)).calls
     return call
 
@@ -261,7 +263,14 @@ def test_maps_of_rows_reach_every_batch_entry():
     padded = ArraySpec((3, 700, 4, 128), (900 * 640, 640, 160, 1), "bfloat16")
     for spec in (dense, heads_first, padded):
         problem = AttentionProblem.dense(3, 9, 700, 4, head_dim=128, used_k=True)
-        chosen = Plan(problem, DEVICE, "hopper", "run", configs={"hopper.forward": PLAIN.config})
+        chosen = Plan(
+            problem,
+            DEVICE,
+            "hopper",
+            "run",
+            variant="forward",
+            configs={"hopper.forward": PLAIN.config},
+        )
         given = {**buffers.forward(problem), "k": spec, "v": spec}
         (call,) = hopper.forward(problem, chosen, given).calls
         descriptor = call.arguments["io.k"]
@@ -293,7 +302,14 @@ def test_packed_heads_are_neighbours_of_one_tile():
 def test_a_new_length_batch_or_head_count_is_the_same_variant():
     first = planned(PLAIN)
     problem = AttentionProblem.dense(3, 77, 1001, 16, 2, head_dim=128, return_lse=True)
-    chosen = Plan(problem, DEVICE, "hopper", "run", configs={"hopper.forward": PLAIN.config})
+    chosen = Plan(
+        problem,
+        DEVICE,
+        "hopper",
+        "run",
+        variant="forward",
+        configs={"hopper.forward": PLAIN.config},
+    )
     (call,) = hopper.forward(problem, chosen, buffers.forward(problem)).calls
     assert call.specialization == first.specialization
 

@@ -121,7 +121,9 @@ def wait_for(condition, seconds: float = 30) -> bool:
     return condition()
 
 
-def test_a_worker_makes_what_this_process_makes_and_is_kept(apart):
+def test_a_worker_makes_what_this_process_makes_and_is_kept(apart, monkeypatch, tmp_path):
+    # Its text names sources: not those of another checkout that Triton compiled before.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     there = compiler.compile_now(CALL, "sm_90")
     first = worker()
     assert compiler.compile_now(CALL, "gfx942").target == "hip:gfx942"

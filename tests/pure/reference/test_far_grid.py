@@ -79,7 +79,7 @@ def test_float32_has_every_score_beside_a_bias(bias):
 @pytest.mark.parametrize("name", [n for n in far_draws.TAKES if n not in ("cpu", "scan", "cdna")])
 def test_every_variant_is_one_of_its_backend(name):
     for case in far_draws.variants(name):
-        plan(build(case).problem, by_name("H200"), backend=far_draws.TAKES[name][0])
+        plan(build(case).problem, by_name("H200"), backend=far_draws.backend_of(name))
 
 
 @pytest.mark.parametrize("name", far_draws.TAKES)

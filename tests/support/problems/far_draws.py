@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from heedful.core.registry.by_hand import forced
 from support.problems.cases import Case
 from support.problems.far_scores import (
     ABSORBING,
@@ -224,8 +225,13 @@ def _by_bias(case: Case, rng: random.Random, how: dict[str, Any]) -> Far:
     return far(case, values, dims, **how)
 
 
+def backend_of(name: str) -> str:
+    """What a call names for a backend of TAKES."""
+    return forced(TAKES[name][0])
+
+
 def check_many(name: str, count: int, seed: int = 0, device: str = "cuda") -> Tally:
     """Draws problems of a backend (a name of TAKES) until `count` counted, each on kernels that are
     planned for it by name."""
-    results = by_backend(Prepared(TAKES[name][0]))
+    results = by_backend(Prepared(backend_of(name)))
     return run_many(drawn(name, seed=seed), results, count, device)

@@ -201,7 +201,7 @@ def test_a_driver_that_the_parent_used_is_refused_in_a_child_and_any_other_is_no
 
 
 # These live no longer than a call, whose threads are the caller's or the backend's own.
-OF_A_CALL = {"cpu/workers.py", "cpu/tiled_forward.py"}
+OF_A_CALL = {"cpu/workers.py", "cpu/tiled_forward.py", "launch/prebuild.py"}
 
 
 def test_locks_that_outlive_a_call_are_those_that_a_fork_frees():
