@@ -91,6 +91,7 @@ def test_a_request_that_no_side_knows_is_refused():
         answer({"do": "rest"}, {}, CPU)
 
 
+@pytest.mark.slow
 def test_one_source_against_itself_gives_figures_and_names_what_a_side_cannot_run(
     monkeypatch, tmp_path, capsys
 ):

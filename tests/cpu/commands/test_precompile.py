@@ -54,6 +54,7 @@ def run(folder: Path, *command: str, **variables: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_call_finds_what_was_compiled_for_its_test(tmp_path):
     pack, again = tmp_path / "pack", [pickle.dumps(CASE).hex()]
     said = run(tmp_path, "-m", "precompile", "--pack", str(pack), f"{TEST}[{CASE}]")

@@ -47,6 +47,7 @@ def test_decode_is_within_the_budget(case, num_splits, rows):
     budget.run(Interpreted(num_splits, tiles), case)
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_every_check_passes_in_the_interpreter():
     pass_in_the_interpreter(__file__)

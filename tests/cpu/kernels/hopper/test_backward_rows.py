@@ -402,6 +402,7 @@ def test_gradients_end_where_their_rows_and_columns_do(head_dim, packed):
         fence.assert_whole()
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_every_check_passes_in_the_interpreter():
     pass_in_the_interpreter(__file__)

@@ -123,6 +123,7 @@ def test_pages_and_new_keys_are_found_and_written_far_away(backend, dims):
         assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_every_check_passes_in_the_interpreter():
     pass_in_the_interpreter(__file__)

@@ -111,6 +111,7 @@ def test_every_float8_is_its_own_nearest_and_ties_go_to_the_even_one(storage):
     assert torch.equal(given["k"].float(), values.to(dtype).float())
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_every_check_passes_in_the_interpreter():
     pass_in_the_interpreter(__file__)

@@ -52,6 +52,7 @@ def test_forward_is_within_the_budget(tiles, splits, case):
     budget.run(Interpreted(tiles, splits), replace(case, backward=False))
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_every_check_passes_in_the_interpreter():
     pass_in_the_interpreter(__file__)
