@@ -174,6 +174,7 @@ def test_rows_past_a_used_length_are_cleared_beyond_the_longest_sequence_too():
     assert not arrays["out"][1:].any() and arrays["out"][:1].isnan().all()
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_every_check_passes_in_the_interpreter():
     pass_in_the_interpreter(__file__)

@@ -108,6 +108,7 @@ def check_packed(lengths: list[int]) -> None:
         assert torch.equal(got[0, :, :, at : at + want.shape[-1]], want)
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_every_check_passes_in_the_interpreter():
     pass_in_the_interpreter(__file__)

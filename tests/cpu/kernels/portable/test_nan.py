@@ -89,6 +89,7 @@ def test_portable_kernels_pass_nan_on(place, causal, num_splits):
             assert_passed_on(size, place, "portable", causal, num_splits=num_splits, sink=sink)
 
 
+@pytest.mark.slow
 @starts_interpreter
 def test_portable_kernels_pass_nan_on_in_the_interpreter():
     pass_in_the_interpreter(__file__)
