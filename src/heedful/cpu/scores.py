@@ -71,7 +71,7 @@ class Tiles:
         self.scratch = _scratch_of_thread(x.q.dtype == torch.float64)
         self.low = low_precision(x)
         # From which |lse| on probabilities are made of maximum and sum.
-        self.far_lse = far_lse(8 * x.q.element_size())
+        self.far_lse = far_lse(x.q.element_size())
         # The factor of queries before their products with keys.
         self.q_scale = problem.scale / problem.softcap if problem.softcap > 0 else problem.scale
         # Whether nothing is done to the products of queries and keys.

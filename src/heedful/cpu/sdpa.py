@@ -73,7 +73,7 @@ def backward(
 ) -> Gradients:
     """As `heedful.cpu.backward`, which has the calls that torch's backward lacks: those with a
     cotangent of lse, and with scores so far from 0 that lse does not tell rows' sums."""
-    far = far_lse(8 * x.q.element_size())
+    far = far_lse(x.q.element_size())
     if dlse is not None or not float(torch.linalg.vector_norm(lse, torch.inf)) < far:
         return tiled_backward.backward(problem, x, out, lse, dout, dlse)
     q, k, v, out, dout = (a.transpose(1, 2) for a in (x.q, x.k, x.v, out, dout))

@@ -58,7 +58,7 @@ def backward(
     if problem.bias_grad:
         own = own_shape(tuple(x.bias.shape), x.bias.stride())
         dbias = torch.zeros(own, dtype=torch.promote_types(x.q.dtype, torch.float32), device="cpu")
-    near = all_near(lse, far_lse(8 * x.q.element_size()))
+    near = all_near(lse, far_lse(x.q.element_size()))
     sink_parts: dict[int, tuple[range, torch.Tensor]] = {}
 
     def work(tiles: Tiles, item: tuple[int, Block]) -> None:

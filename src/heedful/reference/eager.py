@@ -126,7 +126,7 @@ def _sequence_forward(
     seen = torch.from_numpy(oracle.visible(problem, on_host, seq)).to(device)
     s_HMN = s_HMN.masked_fill(~seen, -torch.inf)
     p_HMN, p_sink_HM1, lse_HM = _softmax(
-        s_HMN.float(), x.sink, far_lse(8 * x.q.element_size()) if far_scores else None
+        s_HMN.float(), x.sink, far_lse(x.q.element_size()) if far_scores else None
     )
     p_HMN = p_HMN.to(twin)
     drop_HMN = _drop(problem, x, seq, device).to(twin)

@@ -8,6 +8,6 @@ FAR_LSE = 2.0**10
 FAR_LSE_OF_FLOAT32 = 2.0**6
 
 
-def far_lse(item_bits: int) -> float:
-    """From which |lse| on a row is far from 0, whose queries have so many bits an element."""
-    return FAR_LSE_OF_FLOAT32 if item_bits >= 32 else FAR_LSE
+def far_lse(item_bytes: int) -> float:
+    """From which |lse| on a row is far from 0, whose queries have so many bytes an element."""
+    return FAR_LSE_OF_FLOAT32 if item_bytes >= 4 else FAR_LSE

@@ -164,7 +164,7 @@ class _Softmax(NamedTuple):
 def _softmax(p: AttentionProblem, x: Operands, lse: Array, origin: Array | None) -> _Softmax:
     """By lse, and a weight of 1. A float32 lse far from 0 has lost the logarithm of the sum: such
     rows get their maximum, and one over their sum, both from their scores."""
-    is_far = (jnp.abs(lse) >= far_lse(8 * x.q.dtype.itemsize)) & jnp.isfinite(lse)
+    is_far = (jnp.abs(lse) >= far_lse(x.q.dtype.itemsize)) & jnp.isfinite(lse)
 
     def anew():
         def sequence(b, state):

@@ -1,2 +1,2 @@
-"""What the Gluon kernels of CDNA3 and CDNA4 share. Both take Triton 3.9. May import
+"""Parts that the Gluon kernels of CDNA3 and CDNA4 share. Both need Triton 3.9. May import
 `kernels.cdna3` and `kernels.cdna4`: the forward of each is chosen here."""

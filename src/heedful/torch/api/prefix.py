@@ -74,7 +74,7 @@ class Prefix:
             y = before.operands(y, None)
         first, first_lse, _ = before.forward(y, None)
         if self.merge is None:
-            far = far_lse(8 * x.q.element_size())
+            far = far_lse(x.q.element_size())
             if _has_far_rows(first_lse, far) or _has_far_rows(lse, far):
                 statistics: Any = (before.runner, y), (attention.runner, x)  # of a CPU, all
                 pair = [runner.statistics(given) for runner, given in statistics]

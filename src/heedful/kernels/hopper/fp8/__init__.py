@@ -1,2 +1,2 @@
-"""What the forward does otherwise with fp8 inputs. May import `hopper.sm90` and
+"""Parts of the forward that fp8 inputs alone need. May import `hopper.sm90` and
 `hopper.forward`."""

@@ -1,1 +1,1 @@
-"""What all Hopper kernels share: products, barriers, rings, work tiles, masks."""
+"""Parts that all Hopper kernels share: products, barriers, rings, work tiles, masks."""
