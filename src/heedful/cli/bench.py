@@ -92,7 +92,7 @@ def _check_base(base: str | None, chosen: list[Case], named: "list[Peer] | None"
 
 def _compile_first(chosen: list[Case], named: "list[Peer] | None", where, jobs: int) -> None:
     """heedful's kernels of all cases, as they or the peers' names choose them, into the cache."""
-    from heedful.bench.harness.peers import defaults
+    from heedful.bench.harness.peers import chosen_by, defaults
     from heedful.launch.prebuild import compile_all, kernels
     from heedful.launch.record import Entry
     from heedful.torch.base.device import device_spec
@@ -101,13 +101,13 @@ def _compile_first(chosen: list[Case], named: "list[Peer] | None", where, jobs: 
     for case in chosen:
         directions = dict.fromkeys(("forward", case.direction))
         for peer in named if named is not None else defaults(case, where):
-            name, _, backend = peer.name.partition(":")
-            if name != "heedful" or peer.why_not(case, where) is not None:
+            is_own = peer.name.partition(":")[0] == "heedful"
+            if not is_own or peer.why_not(case, where) is not None:
                 continue
             for direction in directions:
                 entry = Entry(case.problem, direction, None, spec)
                 try:
-                    wanted |= kernels([entry], [spec], backend or None)[0]
+                    wanted |= kernels([entry], [spec], chosen_by(peer.name))[0]
                 except ValueError:  # compiled when it is called, or refused then
                     continue
     err.print(f"compiling {len(wanted)} kernels, {jobs} at once")

@@ -75,7 +75,7 @@ def asked_of(words: str, names: list[str]) -> list[str]:
     found: list[str] = []
     for word in words.split(","):
         own = capability.label(*capability.ALIASES.get(word, (word, "")))
-        chosen = [name for name in names if own in (name, name.partition("/")[0])]
+        chosen = [name for name in names if own in (str(name), name.partition("/")[0])]
         if not chosen:
             raise ValueError(f"must be among {', '.join(names)}, got {word!r}")
         found += chosen

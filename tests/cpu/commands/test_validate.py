@@ -160,3 +160,14 @@ def test_the_grid_has_every_dtype_of_a_kernel_that_waits_for_it():
     """What passes is chosen unasked from then on, in all its dtypes."""
     waiting = {dtype for row in capability.VARIANTS if not row.by_default for dtype in row.dtypes}
     assert waiting <= {entry.dtype for entry in grid.grid()}
+
+
+def test_variants_are_asked_for_by_their_names_by_aliases_or_all_of_a_backend(monkeypatch):
+    monkeypatch.setattr(run, "device_spec", lambda _: by_name("H200"))
+    names = run.backends_of(CPU)
+    of_decode = ["decode/mla_swap_ab", "decode/mla", "decode/hopper", "decode/portable"]
+    want = {"decode": of_decode, "mla": ["decode/mla"], "decode/portable": ["decode/portable"]}
+    for words, own in want.items():
+        assert [str(name) for name in run.asked_of(words, names)] == own
+    with pytest.raises(ValueError, match="must be among decode/mla_swap_ab, decode/mla, "):
+        run.asked_of("decode/wide", names)

@@ -95,7 +95,16 @@ def _packing(case: Case, device: torch.device) -> dict[str, Any]:
 # heedful
 
 
-def _heedful(backend: str | None) -> Peer:
+def chosen_by(name: str) -> str | None:
+    """The backend that a peer's name chooses, None for the planner's. Raises ValueError."""
+    words = name.partition(":")[2]
+    return forced(words) if words else None
+
+
+def _heedful(name: str = "heedful") -> Peer:
+    """name: heedful, or heedful:BACKEND."""
+    backend = chosen_by(name)
+
     def make(case: Case, inputs: Inputs) -> Forward:
         import heedful
 
@@ -121,14 +130,14 @@ def _heedful(backend: str | None) -> Peer:
             return str(error)
         return None
 
-    name = "heedful" if backend is None else f"heedful:{backend}"
-    words = "what the planner chooses" if backend is None else f"the {backend} backend, forced"
+    asked = name.partition(":")[2]
+    words = f"the {asked} backend, forced" if asked else "what the planner chooses"
     return Peer(name, words, why_not, make, pages=True, packs=True, windows=True, fp8=True)
 
 
 def _widened() -> Peer:
     """The gain from 8-bit inputs: the same values as bfloat16, made so beforehand."""
-    ours = _heedful(None)
+    ours = _heedful()
 
     def wide(case: Case) -> Case:
         p = case.problem
@@ -369,7 +378,7 @@ def _flashinfer_make(case: Case, inputs: Inputs) -> Forward:
 PEERS = {
     peer.name: peer
     for peer in (
-        _heedful(None),
+        _heedful(),
         _widened(),
         _sdpa("flash", "FLASH_ATTENTION", "SDPA's FlashAttention-2", cpu=True),
         _sdpa("cudnn", "CUDNN_ATTENTION", "SDPA's cuDNN", cpu=False),
@@ -403,7 +412,7 @@ def find(name: str) -> Peer:
     if name in PEERS:
         return PEERS[name]
     if name.startswith("heedful:"):
-        return _heedful(forced(name.partition(":")[2]))
+        return _heedful(name)
     raise ValueError(f"peers must be among {', '.join(PEERS)} or heedful:BACKEND, got {name!r}")
 
 

@@ -15,7 +15,7 @@ from heedful.bench.harness import machine, protocol, timing
 from heedful.bench.harness.cases import Case
 from heedful.bench.harness.check import Checker
 from heedful.bench.harness.exact import Results
-from heedful.bench.harness.peers import Forward, Inputs, Peer, draw
+from heedful.bench.harness.peers import Forward, Inputs, Peer, chosen_by, draw
 from heedful.bench.harness.timing import Spread
 
 # Arguments of host timing are rotated over so many sets, so that nothing is reused by accident.
@@ -212,9 +212,8 @@ def _plan(peer: str, case: Case, device: torch.device) -> dict:
     from heedful.core.planning.plan import plan
     from heedful.torch.base.device import device_spec, toolchain
 
-    backend = peer.partition(":")[2] or None
     try:
-        chosen = plan(case.problem, device_spec(device), toolchain(), backend)
+        chosen = plan(case.problem, device_spec(device), toolchain(), chosen_by(peer))
     except ValueError:
         return {}
     tiles = {name: asdict(config) for name, config in chosen.configs.items()}

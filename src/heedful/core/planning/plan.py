@@ -124,7 +124,7 @@ def plan(
 ) -> Plan:
     """The best kernels for `problem` on `device`.
 
-    backend: use this one, or what `by_hand.named` named so; ValueError with every reason if it
+    backend: use this one, or what `by_hand.named` chose; ValueError with every reason if it
     cannot. If its backward cannot, the next backend takes the backward. Raises ValueError where no
     kernel can.
     """

@@ -1,7 +1,7 @@
 """The choices of bench and tests in the planner's place: a variant, and options of its kernels."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 from heedful.core.call.problem import AttentionProblem
@@ -35,15 +35,34 @@ OPTIONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Overrides:
-    """backend, variant: what is to run; directions without such a variant are left to the planner,
-    and so are all where it is "". options: of those in
-    OPTIONS, for the kernels that have them."""
+class Overrides(str):
+    """A choice by hand, and the name that calls give as their backend to have it. No plain string
+    is equal to it: such a string chooses nothing, and no key finds the calls of one for the other.
 
+    backend, variant: what is to run; directions without such a variant are left to the planner,
+    and so are all where it is "". options: of those in OPTIONS, for the kernels that have them.
+    """
+
+    __slots__ = ("backend", "options", "variant")
     backend: str
-    variant: str = ""
-    options: Mapping[str, int] = field(default_factory=dict)
+    variant: str
+    options: Mapping[str, int]
+
+    def __new__(cls, backend: str, variant: str = "", options: Mapping[str, int] | None = None):
+        options = {} if options is None else options
+        words = "".join(f" {option}={value}" for option, value in options.items())
+        by_hand = f" (by hand{words})" if words else ""
+        made = super().__new__(cls, capability.label(backend, variant) + by_hand)
+        made.backend, made.variant, made.options = backend, variant, options
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Overrides) and str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
 
     def kernels(self) -> list[capability.Variant]:
         """Those that may run."""
@@ -52,12 +71,8 @@ class Overrides:
         return [v for v in own if v.name == self.variant or v.direction not in chosen]
 
 
-# By the names under which calls of this process choose them.
-_OVERRIDES: dict[str, Overrides] = {}
-
-
-def named(backend: str, variant: str = "", **options: int) -> str:
-    """The name that a call of this process may give as its backend, to be run by hand.
+def named(backend: str, variant: str = "", **options: int) -> Overrides:
+    """The choice of a variant and of options, which a call gives as its backend.
 
     Raises ValueError for a kernel that there is not, and for options that it has not.
     """
@@ -71,16 +86,13 @@ def named(backend: str, variant: str = "", **options: int) -> str:
     if not known.issuperset(options):
         words = ", ".join(sorted(known)) or "none"
         raise ValueError(f"{backend} has the options {words}, got {', '.join(options)}")
-    words = "".join(f" {option}={value}" for option, value in options.items())
-    name = f"{capability.label(backend, variant)} (by hand{words})"
-    _OVERRIDES[name] = chosen
-    return name
+    return chosen
 
 
 def forced(words: str) -> str:
-    """The name that a call gives as its backend for BACKEND/VARIANT+OPTION=NUMBER+..., the words of
-    command lines of bench. A backend alone, or an alias, stands for itself. Raises ValueError."""
-    if words in _OVERRIDES:
+    """The backend that a call gives for BACKEND/VARIANT+OPTION=NUMBER+..., the words of command
+    lines of bench. A backend alone, an alias, or a choice stands for itself. Raises ValueError."""
+    if isinstance(words, Overrides):
         return words
     kernel, *given = words.split("+")
     backend, _, variant = kernel.partition("/")
@@ -98,8 +110,8 @@ def forced(words: str) -> str:
 
 def asked(backend: str | None) -> Overrides | None:
     """The choice that a name stands for, None for the planner's. Raises ValueError."""
-    if backend is None or backend in _OVERRIDES:
-        return None if backend is None else _OVERRIDES[backend]
+    if backend is None or isinstance(backend, Overrides):
+        return backend
     name, variant = capability.ALIASES.get(backend, (backend, ""))
     if name not in capability.backends():
         names = ", ".join(capability.backends())

@@ -544,10 +544,14 @@ def rows(direction: str) -> list[KernelRow]:
 
 
 def variant(backend: str, direction: str, name: str = "") -> Variant:
-    """A kernel by its names."""
-    return next(
-        v for v in VARIANTS if (v.backend, v.direction, v.name) == (backend, direction, name)
-    )
+    """A kernel by its names. Raises LookupError where there is no such."""
+    own = {v.name: v for v in VARIANTS if (v.backend, v.direction) == (backend, direction)}
+    if name in own:
+        return own[name]
+    if not own:
+        raise LookupError(f"backend {backend!r} has no {direction} (of {', '.join(backends())})")
+    names = ", ".join(map(repr, own))
+    raise LookupError(f"{backend} has no {direction} {name!r}, only {names}")
 
 
 def backends() -> tuple[str, ...]:

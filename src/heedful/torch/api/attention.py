@@ -133,8 +133,9 @@ def flash_attn_func(
             k_descale=k_descale,
             v_descale=v_descale,
         )
-    run = library.attend if dispatched else attend
-    return run(q, k, v, x, options, out, dropout_seed)
+    if dispatched:
+        return library.attend(q, k, v, x, options, out, dropout_seed)
+    return attend(q, k, v, x, options, out, dropout_seed, library.attend)
 
 
 def flash_attn_varlen_func(
@@ -240,8 +241,9 @@ def flash_attn_varlen_func(
         k_descale=k_descale,
         v_descale=v_descale,
     )
-    run = library.attend if dispatched else attend
-    return run(q, k, v, x, options, out, dropout_seed)
+    if dispatched:
+        return library.attend(q, k, v, x, options, out, dropout_seed)
+    return attend(q, k, v, x, options, out, dropout_seed, library.attend)
 
 
 def plain_lengths(lengths: tuple, q, k, bias, block_table) -> tuple:

@@ -341,13 +341,13 @@ class LatestKind:
         return call
 
 
-def attend(q, k, v, x: Any, options: Options, out=None, seed=None, otherwise: Any = None):
+def attend(q, k, v, x: Any, options: Options, out, seed, otherwise: Callable[..., Any]):
     """Runs one call on tensors of a real device: finds what was bound for it, makes that if it is
     not there, and runs it.
 
     x: the tensors as the caller gave them, None if they are q, k and v alone. seed: dropout_seed as
-    the caller gave it. otherwise: runs the same call where a tensor is not bare, through the
-    dispatcher by default.
+    the caller gave it. otherwise: runs the same call where a tensor is not bare, and is given the
+    other arguments.
 
     Returns what the public functions return.
     """
@@ -363,7 +363,7 @@ def attend(q, k, v, x: Any, options: Options, out=None, seed=None, otherwise: An
             return attend(q, k, v, x, plain, out, own_seed, otherwise)
         x = x or Operands(q, k, v)
         if not are_bare(named_tensors(x, options, out, seed)):
-            return (otherwise or _dispatched)(x, options, out, seed)
+            return otherwise(*x[:3], x, options, out, seed)
         base = None if key is None else key[0][0]
         if base is not None:
             PLAIN.of(base)
@@ -479,15 +479,6 @@ def _of_kind(x: Operands, options: Options, grad: tuple[bool, bool], base=None) 
         LATEST.of(base, lambda: None)
         LATEST[base] = LatestKind(known, kinds, x)
     return call.at(numbers, sizes, x, comes_again=False)
-
-
-def _dispatched(x: Operands, options: Options, out, seed):
-    """The call where the dispatcher, or whoever is behind it, makes of a tensor what it stands
-    for."""
-    # It is made of what is here.
-    from heedful.torch.traced import library
-
-    return library.attend(*x[:3], x, options, out, seed)
 
 
 class Attention(Function):

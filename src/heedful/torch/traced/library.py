@@ -202,7 +202,7 @@ def _inference_options(*args) -> Options:
 _USUAL = {causal: Options(kind="dense", causal=causal) for causal in (False, True)}
 
 
-def _made(x: Operands, options: Options, out, seed):
+def _made(q, k, v, x: Operands, options: Options, out, seed):
     """The output of tensors of which the dispatcher could make no others. Raises ValueError."""
     return Call(x, options, (False, False), None).forward(x)[0]
 

@@ -18,7 +18,7 @@ from heedful.bench.harness import peers
 from heedful.bench.harness.cases import PAGE, Case, cases
 from heedful.bench.harness.check import Checker
 from heedful.bench.harness.exact import Results
-from heedful.bench.harness.peers import PEERS, defaults, draw, find
+from heedful.bench.harness.peers import PEERS, chosen_by, defaults, draw, find
 from heedful.bench.harness.run import call_of
 from heedful.core.base.device import by_name
 from heedful.core.call.mask import MaskSpec
@@ -557,6 +557,6 @@ def test_kernels_compiled_beforehand_are_those_that_calls_load(name):
         call_of(case, peer.make(case, inputs), inputs).run()
         calls: list[Any] = [getattr(made, "call", None) for made in gpu.loads]
         loaded = {kernel_key(call, "sm_90") for call in calls}
-    spec, backend = by_name("H200"), peer.name.partition(":")[2] or None
+    spec, backend = by_name("H200"), chosen_by(peer.name)
     entries = [Entry(problem, direction, None, spec) for direction in ("forward", "backward")]
     assert loaded and loaded == set(kernels(entries, [spec], backend)[0])

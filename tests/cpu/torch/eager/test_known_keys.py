@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import heedful.torch as typed
+from heedful.core.registry.by_hand import named
 from heedful.torch.eager.backends import FAMILIES
 from heedful.torch.eager.calls import CALLS, KINDS, LATEST
 from support.runs import standin
@@ -126,3 +127,21 @@ def test_a_check_of_pages_is_in_the_key_of_kinds(monkeypatch):
         monkeypatch.setenv("HEEDFUL_CHECK_PAGES", "1")
         with pytest.raises(ValueError, match="^block_table must hold pages from 0 to 1"):
             run()
+
+
+@pytest.mark.parametrize("call", ["dense", "cache"])
+def test_the_letters_of_a_choice_by_hand_find_no_call_of_it(call):
+    """Bound calls are found by equal options: a string that is equal to a choice would run it."""
+    chosen, q = named("decode", "portable", programs=3), some(40)
+
+    def run(backend: str) -> None:
+        if call == "dense":
+            heedful.flash_attn_func(q[:, :1], q, q, backend=backend)
+        else:
+            heedful.flash_attn_with_kvcache(q[:, :1], q, q, backend=backend)
+
+    with standin.gpu("H200"):
+        for _ in range(3):
+            run(chosen)
+            with pytest.raises(ValueError, match="backend must be one of "):
+                run(str(chosen))

@@ -114,7 +114,7 @@ def test_nine_kernels_that_no_cpu_has_are_one_line():
     assert [line for line in lines if "no kernel for cpu" in line] == [none]
 
 
-def test_what_is_chosen_by_hand_has_a_name_in_this_process_alone():
+def test_what_is_chosen_by_hand_is_no_string_that_a_caller_could_write():
     name = named("decode", "portable", programs=3, registers=168)
     assert "+" not in name and asked(name) == Overrides(
         "decode", "portable", {"programs": 3, "registers": 168}
@@ -123,8 +123,10 @@ def test_what_is_chosen_by_hand_has_a_name_in_this_process_alone():
     assert chosen(found) == ("decode", "portable")
     config = found.configs["decode.forward"]
     assert (config.programs, config.registers) == (3, 168)  # pyright: ignore
-    # One that nobody made is refused, and so is what its words were.
+    # Its letters alone are refused, and so is what its words were.
+    assert name != str(name) and str(name) != name
     for words in (
+        str(name),
         "decode/portable (programs=4)",
         "decode/portable+programs=3",
         "decode+programs=3",
@@ -146,3 +148,12 @@ def test_a_pack_of_one_variant_stands_for_no_other():
     assert chosen(plan(STEP, H200, packed)) == ("decode", "portable")
     packed = replace(packed, packs=packs | {("hopper_decode", (3, 9))})
     assert chosen(plan(STEP, H200, packed)) == ("decode", "hopper")
+
+
+def test_a_kernel_that_is_not_there_is_named():
+    with pytest.raises(LookupError, match="decode has no forward 'wide', only 'mla_swap_ab'"):
+        capability.variant("decode", "forward", "wide")
+    with pytest.raises(LookupError, match=r"backend 'triton' has no forward \(of decode, mixed"):
+        capability.variant("triton", "forward")
+    with pytest.raises(LookupError, match="backend '' has no backward"):
+        plan(STEP, H200).variant_of("backward")
