@@ -17,6 +17,7 @@ _PUBLIC = {
     "flash_attn_kvpacked_func": "heedful.torch",
     "flash_attn_varlen_qkvpacked_func": "heedful.torch",
     "flash_attn_varlen_kvpacked_func": "heedful.torch",
+    "attention_backward": "heedful.torch",
     "merge_attn_states": "heedful.torch",
     "quantize_kv": "heedful.torch",
     "dequantize_kv": "heedful.torch",

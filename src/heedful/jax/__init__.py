@@ -5,11 +5,13 @@ Nothing is written in place: `flash_attn_with_kvcache` returns the caches. Seeds
 
 from heedful.jax.api.attention import flash_attn_func, flash_attn_varlen_func
 from heedful.jax.api.dot_product import dot_product_attention
+from heedful.jax.api.gradients import attention_backward
 from heedful.jax.api.kvcache import flash_attn_with_kvcache
 from heedful.jax.api.merge import merge_attn_states
 from heedful.jax.operands.quant import dequantize_kv, quantize_kv
 
 __all__ = [
+    "attention_backward",
     "dequantize_kv",
     "dot_product_attention",
     "flash_attn_func",

@@ -2,6 +2,7 @@
 
 from heedful.torch.api.attention import flash_attn_func, flash_attn_varlen_func
 from heedful.torch.api.explaining import explain
+from heedful.torch.api.gradients import attention_backward
 from heedful.torch.api.kvcache import flash_attn_with_kvcache
 from heedful.torch.api.merge import merge_attn_states
 from heedful.torch.api.packed import (
@@ -13,6 +14,7 @@ from heedful.torch.api.packed import (
 from heedful.torch.operands.quant import dequantize_kv, quantize_kv
 
 __all__ = [
+    "attention_backward",
     "dequantize_kv",
     "explain",
     "flash_attn_func",

@@ -14,6 +14,7 @@ from heedful.jax import compat  # noqa: E402
 
 # Function, its namesake, and what is otherwise there for a reason.
 PAIRS: list[tuple[Callable, Callable, dict[str, Any]]] = [
+    (hj.attention_backward, ht.attention_backward, {}),
     *((getattr(hj, name), getattr(ht, name), {}) for name in hj.__all__ if "flash" in name),
     (hj.merge_attn_states, ht.merge_attn_states, {}),
     (hj.quantize_kv, ht.quantize_kv, {}),

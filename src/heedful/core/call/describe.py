@@ -455,6 +455,31 @@ def check_out(out: ArraySpec, q: ArraySpec, v: ArraySpec) -> None:
     check_writable("out", out)
 
 
+def check_results(problem: AttentionProblem, dout, dlse, out, lse) -> None:
+    """TypeError or ValueError unless a backward's arrays are as the results of its call; dlse may
+    be None."""
+    of_out, of_lse = (problem.out_shape, problem.out_dtype), (problem.lse_shape, "float32")
+    words = "of the call's result"
+    for name, spec, (shape, dtype) in (
+        ("dout", dout, of_out),
+        ("dlse", dlse, of_lse),
+        ("out", out, of_out),
+        ("lse", lse, of_lse),
+    ):
+        if spec is not None:
+            check_dtype(name, spec.dtype, dtype)
+            check_shape(name, spec.shape, shape, words)
+
+
+def check_packed(
+    cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_q, seqused_k
+) -> None:
+    """ValueError for an argument that packed sequences alone have, where cu_seqlens_q is None."""
+    for name, value in locals().items():
+        if value is not None:
+            raise ValueError(f"cu_seqlens_q must be given with {name}, got None")
+
+
 def no_out() -> ValueError:
     """The error to raise where a gradient is wanted of a result that goes to the caller's array."""
     return ValueError(

@@ -11,11 +11,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from heedful.core.base.arrays import ArraySpec
 from heedful.core.call.arguments import AttentionCall, Options, argument_name
-from heedful.core.call.describe import describe
-from heedful.core.call.operands import Operands
+from heedful.core.call.describe import check_results, describe
+from heedful.core.call.operands import Gradients, Operands
 from heedful.core.call.problem import AttentionProblem
 from heedful.jax.base.arrays import array_spec, check_array
-from heedful.jax.operands.plain import origin_words, plain_options, seed_words
+from heedful.jax.operands.plain import origin_words, plain_flag, plain_options, seed_words
 from heedful.jax.traced import primitives, sharding, symbolic
 from heedful.jax.traced.primitives import Static
 
@@ -52,10 +52,19 @@ def run(x: Operands, options: Options, seed: Any = None, top_left: bool = False)
     if symbolic.is_symbolic(x):
         seed = None if seed is None else seed_words(seed)
         return symbolic.one_by_one(partial(run, top_left=top_left), x, options, seed)
+    _, x, options, words = _checked(x, options, seed)
+    return computed(x, options, words, top_left)
+
+
+def _checked(
+    x: Operands, options: Options, seed: Any, grad: tuple[bool, bool] = (False, False)
+) -> tuple[AttentionProblem, Operands, Options, Array | None]:
+    """The problem of a call, its adapted arrays, its options and a traced dropout_origin. grad: as
+    of AttentionCall. Raises TypeError or ValueError."""
     origin, words = origin_words(options.dropout_origin)
     options = plain_options(options._replace(dropout_origin=origin))
     seed = None if seed is None else seed_words(seed)
-    check_call(x, options, seed)
+    problem = check_call(x, options, seed, grad)
     if options.dropout_p > 0:
         if seed is None:
             raise ValueError(
@@ -65,7 +74,35 @@ def run(x: Operands, options: Options, seed: Any = None, top_left: bool = False)
         x = x._replace(seed=seed)
     else:
         words = None
-    return computed(adapted(x), options, words, top_left)
+    return problem, adapted(x), options, words
+
+
+def differentiate(
+    x: Operands, options: Options, saved: dict[str, Any], seed: Any, bias_grad: Any
+) -> Gradients:
+    """The gradients of a call. saved: dout, dlse, out, lse by name. Raises TypeError or ValueError
+    naming the argument."""
+    check_arrays(x, options)
+    for name, array in saved.items():
+        if array is not None or name != "dlse":
+            check_array(name, array)
+    for name, array in (x._asdict() | saved).items():
+        if array is not None and any(size.__class__ is not int for size in jnp.shape(array)):
+            raise ValueError(
+                f"{name} must have sizes that are known when it is traced, got {array.shape}"
+            )
+    bias = x.bias
+    bias_grad = plain_flag("bias_grad", bias_grad) and bias is not None
+    problem, x, options, origin = _checked(x, options, seed, (True, bias_grad))
+    specs = {name: None if array is None else array_spec(array) for name, array in saved.items()}
+    check_results(problem, **specs)
+    arrays = {n: None if array is None else jnp.asarray(array) for n, array in saved.items()}
+    x, origin, arrays = sharding.alike((x, origin, arrays))
+    asked = Static((), options, True, bias_grad)
+    found = primitives.backward(x, origin, **arrays, asked=asked)
+    if bias is not None and bias_grad:
+        found = found._replace(dbias=found.dbias.reshape(bias.shape))
+    return found
 
 
 def check_arrays(x: Operands, options: Options) -> None:
@@ -84,9 +121,11 @@ def specs_of(x: Operands) -> Operands:
     return specs
 
 
-def check_call(x: Operands, options: Options, seed: Array | None) -> AttentionProblem:
-    """The problem of a call that wants no gradient. Raises TypeError or ValueError."""
-    return describe(AttentionCall(specs_of(x._replace(seed=seed)), options))
+def check_call(
+    x: Operands, options: Options, seed: Array | None, grad: tuple[bool, bool] = (False, False)
+) -> AttentionProblem:
+    """The problem of a call. grad: as of AttentionCall. Raises TypeError or ValueError."""
+    return describe(AttentionCall(specs_of(x._replace(seed=seed)), options, *grad))
 
 
 def adapted(x: Operands) -> Operands:

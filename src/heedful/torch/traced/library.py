@@ -4,29 +4,32 @@ and runners with the eager path; this file holds only what the dispatcher wants 
 """
 
 from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import assume_constant_result, is_compiling
 
 from heedful.core.call.arguments import Options, split
-from heedful.core.call.describe import check, check_out
-from heedful.core.call.operands import Operands
+from heedful.core.call.describe import check, check_out, check_results
+from heedful.core.call.operands import Gradients, Operands
+from heedful.core.call.problem import AttentionProblem
 from heedful.torch.base.arrays import abstract_spec
-from heedful.torch.base.dispatch import has_shards, needs_dispatcher
+from heedful.torch.base.dispatch import are_bare, has_shards, needs_dispatcher
 from heedful.torch.eager.calls import CALLS, Call, make, make_seed, results_of, returned
 from heedful.torch.eager.calls import attend as eager_attend
-from heedful.torch.eager.keys import tensor_keys
+from heedful.torch.eager.keys import named_tensors, tensor_keys
 from heedful.torch.operands.adapt import autocast, bias_gradient
 from heedful.torch.operands.checks import (
     attention_call,
     check_constants,
     check_own_out,
     check_seed,
+    check_tensor,
     check_tensors,
     gradients_wanted,
 )
-from heedful.torch.operands.plain import plain_options, plain_seed
+from heedful.torch.operands.plain import plain_flag, plain_options, plain_seed
 from heedful.torch.traced import sharded
 from heedful.torch.traced.autograd_rules import (
     attention_autograd,
@@ -122,6 +125,70 @@ def attend(q, k, v, x: Operands | None, options: Options, out=None, seed=None):
     if out is not None:
         result = out.copy_(result)
     return returned(results_of(given), result, lse, probs)
+
+
+def differentiate(
+    x: Operands, options: Options, saved: tuple, seed, bias_grad, known_as: Any = None
+) -> Gradients:
+    """The gradients of a call, through the dispatcher where somebody looks on.
+
+    saved: dout, dlse, out, lse, as the caller gave them. seed: dropout_seed. known_as: where the
+    call is kept, if nobody looks on. Raises TypeError or ValueError naming the argument.
+    """
+    has_parts = has_shards((*x, *saved, seed))
+    check_tensors(x, options)
+    device = x.q.device
+    given, seed = plain_options(options), plain_seed(seed, device)
+    bias_grad = plain_flag("bias_grad", bias_grad) and x.bias is not None
+    for name, tensor in zip(_SAVED, saved, strict=True):
+        if tensor is not None or name != "dlse":
+            check_tensor(name, tensor, device)
+    if given.dropout_p > 0:
+        if seed is None:
+            raise ValueError("dropout_seed must be that of the call where dropout_p > 0, got None")
+        x = x._replace(seed=make_seed(seed, device))
+    named = [*named_tensors(x, given, None, None), *zip(_SAVED, saved, strict=True)]
+    if known_as is not None and are_bare(named):
+        call = _call(x, given, True, bias_grad)
+        _check_saved(call.problem, saved)
+        if call.checks:
+            call.laid_out(x)
+        CALLS.latest[known_as] = call
+        grads = _gradients(call, x, saved, True)
+        return grads if grads.dbias is None else grads._replace(dbias=_of_bias(grads, x))
+    if has_parts:
+        take_shards()
+    if not is_compiling():
+        _check_saved(_problem(x, given, bias_grad), saved)
+    args = (*saved, *x, *given, bias_grad, True)
+    dq, dk, dv, dbias, dsink = torch.ops.heedful.attention_v2_backward.default(*args)
+    return Gradients(dq, dk, dv, dbias if bias_grad else None, None if x.sink is None else dsink)
+
+
+# The arguments of a backward before the operands.
+_SAVED = ("dout", "dlse", "out", "lse")
+
+
+def _check_saved(problem: AttentionProblem, saved: tuple) -> None:
+    specs = [None if tensor is None else abstract_spec(tensor) for tensor in saved]
+    check_results(problem, **dict(zip(_SAVED, specs, strict=True)))
+
+
+def _problem(x: Operands, options: Options, bias_grad: bool) -> AttentionProblem:
+    """The problem of a backward whose tensors may have no memory."""
+    return check(attention_call(x, options, (True, bias_grad), spec=abstract_spec))
+
+
+def _gradients(call: Call, x: Operands, saved: tuple, kv_grad: bool) -> Gradients:
+    """Those of a bound call of plain tensors, as its kernels give them."""
+    dout, dlse, out, lse = saved
+    assert call.backwards is not None
+    kept = *call.backwards.pick(x), out, lse
+    return call.backwards(kept, dout, dlse, kv_grad, is_dispatched=True)
+
+
+def _of_bias(grads: Gradients, x: Operands) -> Tensor:
+    return bias_gradient(grads.dbias, x.bias.shape).contiguous()
 
 
 def _is_usual(q, k, v, given: Options) -> bool:
@@ -260,19 +327,16 @@ def _empty_out(q, k, v, options: Options):
 def _backward(dout, dlse, out, lse, *args):
     x, options, (bias_grad, kv_grad) = split(args)
     call = _call(x, options, True, bias_grad)
-    assert call.backwards is not None
-    saved = *call.backwards.pick(x), out, lse
-    grads = call.backwards(saved, dout, dlse, kv_grad, is_dispatched=True)
-    dbias = x.q.new_empty(0)
-    if x.bias is not None and grads.dbias is not None:
-        dbias = bias_gradient(grads.dbias, x.bias.shape).contiguous()
+    grads = _gradients(call, x, (dout, dlse, out, lse), kv_grad)
+    dbias = x.q.new_empty(0) if grads.dbias is None else _of_bias(grads, x)
     dsink = x.q.new_empty(0) if grads.dsink is None else grads.dsink
     dk, dv = (g.contiguous() if kv_grad else x.q.new_empty(0) for g in grads[1:3])
     return grads.dq.contiguous(), dk, dv, dbias, dsink
 
 
 def _backward_fake(dout, dlse, out, lse, *args):
-    x, _, (bias_grad, kv_grad) = split(args)
+    x, options, (bias_grad, kv_grad) = split(args)
+    _check_saved(_problem(x, options, bias_grad), (dout, dlse, out, lse))
     empty = x.q.new_empty
     return (
         empty(x.q.shape),

@@ -1,0 +1,99 @@
+"""The gradients of a call for those who kept its results themselves, for JAX."""
+
+from collections.abc import Sequence
+
+from jax import Array
+from jax.typing import ArrayLike
+
+from heedful.core.call.arguments import WHOLE, Options
+from heedful.core.call.describe import check_packed
+from heedful.core.call.operands import Gradients, Operands
+from heedful.jax.traced.call import differentiate
+
+
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    dlse: Array | None = None,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_k: Array | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    block_table: Array | None = None,
+    seqused_q: Array | None = None,
+    seqused_k: Array | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Array | None = None,
+    deterministic: bool = False,
+    bias: Array | None = None,
+    sink: Array | None = None,
+    dropout_seed: ArrayLike | None = None,
+    dropout_origin: Sequence[int] | Array = WHOLE,
+    bias_grad: bool = True,
+    backend: str | None = None,
+) -> Gradients:
+    """The gradients of sum(out * dout) + sum(lse * dlse) by the inputs of a call.
+
+    The call is one of `flash_attn_func`, or with cu_seqlens_q of `flash_attn_varlen_func`, whose
+    arguments those that are not listed are. They must be as they were then. out and lse may also be
+    those of all keys where k and v are a part of them, as under context parallelism: the gradients
+    are then those parts of the whole's.
+
+    Args:
+        dout: as out.
+        q, k, v: the call's.
+        out: what the call returned.
+        lse: the log-sum-exp that it returned, float32.
+        dlse: the gradient by lse, float32, as lse; None is zero.
+        cu_seqlens_q: says that sequences are packed; cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            block_table, seqused_q and seqused_k come with it alone.
+        dropout_seed: needed where dropout_p > 0: the seed that the call had.
+        bias_grad: whether the gradient of a bias is computed.
+
+    Returns:
+        A named tuple (dq, dk, dv, dbias, dsink), each in the shape and dtype of its input; dbias
+        and dsink are None where there is no bias or sink, dbias also without bias_grad.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
+    """
+    if cu_seqlens_q is None:
+        check_packed(cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_q, seqused_k)
+    options = Options(
+        kind="dense" if cu_seqlens_q is None else "varlen",
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_lse=True,
+        backend=backend,
+        dropout_origin=dropout_origin,
+    )
+    x = Operands(
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        block_table=block_table,
+    )
+    saved = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
+    return differentiate(x, options, saved, dropout_seed, bias_grad)

@@ -1,0 +1,158 @@
+"""The gradients of a call for those who kept its results themselves, as an autograd function of
+their own does."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, are_deterministic_algorithms_enabled
+
+from heedful.core.call.arguments import NUMBERS, WHOLE, Options, new_operands, new_options
+from heedful.core.call.describe import check_packed
+from heedful.core.call.operands import Gradients, Operands
+from heedful.torch.api.attention import plain_lengths
+from heedful.torch.base.dispatch import is_bare, needs_dispatcher
+from heedful.torch.eager.calls import CALLS, make_seed
+from heedful.torch.operands.adapt import bias_gradient
+from heedful.torch.operands.plain import plain_origin, plain_window
+from heedful.torch.traced import library
+from heedful.torch.traced.private import wants_gradients
+
+_UNBOUNDED = (-1, -1)
+
+
+def attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    block_table: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] | Tensor = _UNBOUNDED,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_seed: int | Tensor | None = None,
+    dropout_origin: Sequence[int] | Tensor = WHOLE,
+    bias_grad: bool = True,
+    backend: str | None = None,
+) -> Gradients:
+    """The gradients of sum(out * dout) + sum(lse * dlse) by the inputs of a call.
+
+    The call is one of `flash_attn_func`, or with cu_seqlens_q of `flash_attn_varlen_func`, whose
+    arguments those that are not listed are. They must be as they were then. out and lse may also be
+    those of all keys where k and v are a part of them, as under context parallelism: the gradients
+    are then those parts of the whole's. Autocast changes nothing here: tensors come as the kernels
+    had them.
+
+    Args:
+        dout: as out, any strides.
+        q, k, v: the call's.
+        out: what the call returned.
+        lse: the log-sum-exp that it returned, float32.
+        dlse: the gradient by lse, float32, as lse; None is zero.
+        cu_seqlens_q: says that sequences are packed; cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            block_table, seqused_q and seqused_k come with it alone.
+        dropout_seed: needed where dropout_p > 0: the seed that the call had.
+        bias_grad: whether the gradient of a bias is computed.
+
+    Returns:
+        A named tuple (dq, dk, dv, dbias, dsink), each in the shape and dtype of its input; dbias
+        and dsink are None where there is no bias or sink, dbias also without bias_grad.
+
+    Raises:
+        TypeError, ValueError: naming the argument, before anything is launched.
+    """
+    dispatched = needs_dispatcher(q, k, v)
+    if dispatched or window_size is not _UNBOUNDED:
+        window_size = plain_window(window_size)
+    if dispatched or dropout_origin is not WHOLE:
+        dropout_origin = plain_origin(dropout_origin)
+    if deterministic is False and are_deterministic_algorithms_enabled():
+        deterministic = True
+    packed = cu_seqlens_q is not None
+    if packed:
+        lengths = max_seqlen_q, max_seqlen_k
+        if max_seqlen_q.__class__ is not int or max_seqlen_k.__class__ is not int:
+            max_seqlen_q, max_seqlen_k = plain_lengths(lengths, q, k, bias, block_table)
+    else:
+        check_packed(cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, seqused_q, seqused_k)
+    options = (Options if dispatched else new_options)(
+        kind="varlen" if packed else "dense",
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=softcap,
+        deterministic=deterministic,
+        return_lse=True,
+        backend=backend,
+        dropout_origin=dropout_origin,
+    )
+    x = (Operands if dispatched else new_operands)(
+        q=q,
+        k=k,
+        v=v,
+        bias=bias,
+        alibi_slopes=alibi_slopes,
+        sink=sink,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        block_table=block_table,
+    )
+    saved = dout, dlse, out, lse
+    if dispatched or wants_gradients((*x, *saved)):
+        return library.differentiate(x, options, saved, dropout_seed, bias_grad)
+    return _eager(x, options, saved, dropout_seed, bias_grad)
+
+
+def _eager(x: Operands, options: Options, saved: tuple, seed, bias_grad: bool) -> Gradients:
+    """The gradients of a call that nobody looks on. saved: dout, dlse, out, lse."""
+    dout, dlse, out, lse = saved
+    how, call = None, None
+    try:
+        types = map(type, (*options[NUMBERS], *x, *saved, seed, bias_grad))
+        how = ("backward", options, bias_grad, *types)
+        # Tensors like those of the last such call are known without a key.
+        call = CALLS.latest.get(how)
+    except TypeError:
+        # As in `calls.attend`.
+        how = None
+    if call is not None and (dlse is None or _lies_as(dlse, lse)):
+        given = x
+        if call.dropout:
+            given = x._replace(seed=make_seed(seed, x.q.device))
+        found = call.backwards.like_latest((*call.backwards.pick(given), out, lse, dout), dlse)
+        if found is not None:
+            if found.dbias is not None:
+                found = found._replace(dbias=bias_gradient(found.dbias, x.bias.shape))
+            return found
+    return library.differentiate(x, options, saved, seed, bias_grad, known_as=how)
+
+
+def _lies_as(dlse: Tensor, lse: Tensor) -> bool:
+    """Whether dlse is a contiguous tensor of lse's kind, whose own is known."""
+    return (
+        dlse.shape == lse.shape
+        and dlse.dtype == torch.float32
+        and dlse.device == lse.device
+        and dlse.is_contiguous()
+        and is_bare(dlse)
+    )
