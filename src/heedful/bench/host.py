@@ -20,7 +20,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful import flash_attn_func, flash_attn_with_kvcache
-from heedful.bench.harness import protocol, timing
+from heedful.bench.harness import protocol, script, timing
 
 SETS, ROUNDS = 256, 5
 # Calls after which the device is waited for: a full queue would hold up the next.
@@ -121,7 +121,7 @@ def measure(
 
 
 def main() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = script.current_gpu()
     us, over = measure(device)
     for name, figure in us.items():
         ratio = f"{over[name]:8.3f}" if name in over else ""
@@ -129,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main, __doc__)

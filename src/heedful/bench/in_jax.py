@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import heedful
 import heedful.jax
-from heedful.bench.harness import protocol
+from heedful.bench.harness import protocol, script
 from heedful.bench.harness.cases import Case, cases
 from heedful.bench.harness.check import Checker
 from heedful.bench.harness.exact import Results
@@ -274,7 +274,7 @@ def _us(times: list[float]) -> str:
 
 
 def main(words: str) -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = script.current_gpu()
     say = sys.stdout.write
     say(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, jax {jax.__version__}\n")
     logs = []
@@ -294,4 +294,4 @@ def main(words: str) -> None:
 
 
 if __name__ == "__main__":
-    main(" ".join(sys.argv[1:]))
+    script.run(lambda: main(" ".join(sys.argv[1:])), __doc__)

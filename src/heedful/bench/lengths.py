@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from heedful import flash_attn_func, flash_attn_varlen_func
-from heedful.bench.harness import protocol, timing
+from heedful.bench.harness import protocol, script, timing
 
 CALLS = 400
 # The bounds of a length that is drawn; calls that show which cases there are come first.
@@ -97,7 +97,7 @@ def known_and_new(make: Callable[[int], Call], device: torch.device) -> tuple[fl
 
 
 def main() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = script.current_gpu()
     base = median_us([sdpa(LEAST, device)] * CALLS, device)
     say = sys.stdout.write
     say(f"SDPA forward: {base:.1f} us\n")
@@ -115,4 +115,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main, __doc__)

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import heedful
-from heedful.bench.harness import protocol
+from heedful.bench.harness import protocol, script
 
 ROUNDS = 20
 HEADS, DIM = 8, 64
@@ -175,11 +175,10 @@ def _spin(core: int) -> None:
 
 def main(words: Sequence[str] = ()) -> int:
     """words: ROUNDS, as on the command line. Prints every figure; 1 if one misses its bar."""
-    rounds = int(words[0]) if words else ROUNDS
+    (rounds,) = script.numbers(words, "ROUNDS") or [ROUNDS]
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
-        sys.stderr.write("two cores are wanted, this process may use one\n")
-        return 2
+        raise script.Refused("two cores are wanted, this process may use one")
     missed, before = 0, torch.get_num_threads()
     for setting in SETTINGS:
         busy = neighbour(cores[1]) if setting.neighbour else contextlib.nullcontext()
@@ -200,4 +199,4 @@ def main(words: Sequence[str] = ()) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    script.run(lambda: main(sys.argv[1:]), __doc__)

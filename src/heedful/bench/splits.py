@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from heedful import flash_attn_func
-from heedful.bench.harness import protocol, timing
+from heedful.bench.harness import protocol, script, timing
 from heedful.bench.harness.cases import Case
 from heedful.bench.harness.check import Parts
 from heedful.bench.harness.peers import Inputs, draw
@@ -392,13 +392,15 @@ def compile_first(wanted: list[Shape], spec: DeviceSpec, folder: Path | None) ->
 
 def main() -> None:
     say, given = sys.stdout.write, sys.argv[1:]
-    if given[:1] == ["--pack"]:
+    if len(given) < 1 + (given[:1] == ["--pack"]):
+        raise script.Refused("a file for figures, or --pack and a folder, must be named")
+    if given[0] == "--pack":
         say(compile_first(shapes(), DRAWN_FOR, Path(given[1])) + "\n")
         return
     from heedful.torch.base.device import device_spec
 
-    start, seconds = time.perf_counter(), float(given[1]) if len(given) > 1 else SECONDS
-    device = torch.device("cuda", torch.cuda.current_device())
+    start, (seconds,) = time.perf_counter(), script.numbers(given[1:], "SECONDS") or [SECONDS]
+    device = script.current_gpu()
     spec, wanted = device_spec(device), shapes()
     if not os.environ.get("HEEDFUL_PACK"):
         say(compile_first(wanted, spec, None) + "\n")
@@ -410,4 +412,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main, __doc__)

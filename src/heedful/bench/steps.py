@@ -26,7 +26,7 @@ from torch import Tensor
 
 from heedful import dequantize_kv, flash_attn_varlen_func, flash_attn_with_kvcache, quantize_kv
 from heedful.bench import mixed
-from heedful.bench.harness import protocol
+from heedful.bench.harness import protocol, script
 from heedful.bench.harness.caches import Drawn, Tensors
 from heedful.bench.harness.cases import Case
 from heedful.bench.harness.check import Parts
@@ -354,7 +354,7 @@ def pairs(rows: list[Row]) -> Iterator[str]:
 
 
 def main() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = script.current_gpu()
     rows, ours = [], [word for word in sys.argv[1:] if re.split("[+/]", word)[0] in BACKENDS]
     words = " ".join(word for word in sys.argv[1:] if word not in ours)
     backends = [forced(word) for word in ours]
@@ -369,4 +369,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    script.run(main, __doc__)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.attention import SDPBackend
 
+from heedful.bench.harness import script
 from heedful.demo import attention, text, training
 from heedful.demo.agreement import Distance, differences
 from heedful.demo.model import ModelSize
@@ -60,7 +61,8 @@ def strayed(one: Run, other: Run) -> Distance:
 
 def main(words: Sequence[str] = ()) -> None:
     """words: STEPS and seeds, as on the command line."""
-    steps, *seeds = [int(word) for word in words] or [RECIPE.steps]
+    (steps,) = script.numbers(words[:1], "STEPS") or [RECIPE.steps]
+    seeds = script.numbers(words[1:], "SEED", least=0)
     source, apart = text.load(), []
     for seed in seeds or [RECIPE.seed]:
         recipe = replace(RECIPE, steps=steps, seed=seed)
@@ -73,7 +75,7 @@ def main(words: Sequence[str] = ()) -> None:
 
 def trained(recipe: Recipe, source: text.Text) -> dict[str, Run]:
     """A run of each attention, after all steps."""
-    device = torch.device("cuda", torch.cuda.current_device())
+    device = script.current_gpu()
     attentions = {
         OURS: attention.with_heedful(recipe.backend),
         CUDNN: attention.with_backend(SDPBackend.CUDNN_ATTENTION),
@@ -108,4 +110,4 @@ def report_together(apart: Sequence[dict[str, Distance]]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    script.run(lambda: main(sys.argv[1:]), __doc__)

@@ -77,6 +77,12 @@ def writable(path: Path | None, option: str) -> None:
         )
 
 
+def write(path: Path, text: str) -> None:
+    """Writes a file that was found to be writable, and the folders that it lies in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
 def writable_folder(path: Path) -> None:
     """Raises OSError where a file cannot be made in a folder, which need not be there yet."""
     there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())

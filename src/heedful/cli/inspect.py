@@ -7,7 +7,7 @@ import typer
 from rich.markup import escape
 
 from heedful.cli.console import err, fail, out
-from heedful.cli.given import planned_device, writable
+from heedful.cli.given import planned_device, writable, write
 from heedful.cli.options import ProblemOptions, with_problem
 from heedful.core.planning.plan import plan
 
@@ -53,7 +53,7 @@ def inspect(
     if not amd and (svg is not None or segments):
         fail("--svg and --segments want an AMD kernel, and there is none")
     if svg is not None:
-        svg.write_text(timeline_svg(amd[0]))
+        write(svg, timeline_svg(amd[0]))
         err.print(f"wrote {svg}")
     text = to_json(found) if as_json else command.render(found, segments, out.width)
     out.print(text, markup=False, soft_wrap=True)

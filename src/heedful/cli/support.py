@@ -8,7 +8,7 @@ from rich.table import Table
 
 from heedful.cli import matrix
 from heedful.cli.console import level_text, out
-from heedful.cli.given import writable
+from heedful.cli.given import writable, write
 from heedful.core.registry.capability import LEVELS, VARIANTS, backends
 
 
@@ -20,7 +20,7 @@ def support(
     """The support matrix: which kernel runs on which architecture, at which level."""
     writable(markdown, "--markdown")
     if markdown is not None:
-        markdown.write_text(matrix.markdown(), encoding="utf-8")
+        write(markdown, matrix.markdown())
         out.print(f"wrote {markdown}")
         return
     table = Table(

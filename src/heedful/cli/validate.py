@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from heedful.cli.console import err, fail, out
-from heedful.cli.given import torch_device, writable
+from heedful.cli.given import torch_device, writable, write
 
 if TYPE_CHECKING:
     from heedful.bench.harness.run import Outcome
@@ -170,4 +170,4 @@ def _write_report(path: Path, where, found, outcomes, complaints, recorded: str 
         "problems": [verdict.record() for verdict in found],
         "bench": [record for outcome in outcomes for record in records(outcome, where)],
     }
-    path.write_text(json.dumps(facts, indent=1, default=str))
+    write(path, json.dumps(facts, indent=1, default=str))

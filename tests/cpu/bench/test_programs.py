@@ -3,6 +3,8 @@
 import runpy
 import sys
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,8 +45,7 @@ def test_a_bench_that_is_run_asks_for_the_current_device(name, monkeypatch):
 
 def test_steps_are_picked_by_the_words(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    run("steps", "no", "such", "step")
-    assert capsys.readouterr().out == "\n"
+    assert ended("steps", ("no", "such", "step"), capsys) == (None, "\n", "")
 
 
 @pytest.mark.parametrize(("words", "steps"), [([], bench.RECIPE.steps), (["7"], 7)])
@@ -73,3 +74,54 @@ def test_jax_is_timed_on_cases_that_have_the_words(monkeypatch):
     with pytest.raises(Reached, match="overhead"):
         run("in_jax", "backward", "4x4096")
     assert asked == ["backward 4x4096"] * 2
+
+
+GPU_PROGRAMS = {"host": (), "in_jax": (), "lengths": (), "splits": ("out.csv",), "steps": ()}
+GPU_PROGRAMS |= {"training": ()}
+
+
+def ended(name: str, words: tuple[str, ...], capsys) -> tuple[object, str, str]:
+    with pytest.raises(SystemExit) as ending:
+        run(name, *words)
+    return ending.value.code, *capsys.readouterr()
+
+
+@pytest.mark.parametrize(("name", "words"), GPU_PROGRAMS.items())
+def test_a_bench_without_a_gpu_is_one_line(name, words, monkeypatch, capsys, tmp_path):
+    if name == "in_jax":
+        pytest.importorskip("jax")
+    monkeypatch.chdir(tmp_path)
+
+    def absent():
+        raise RuntimeError("Found no NVIDIA driver on your system.\nPlease check")
+
+    monkeypatch.setattr(torch.cuda, "current_device", absent)
+    code, out, err = ended(name, words, capsys)
+    assert code == 2 and not out and err.count("\n") == 1 and not list(tmp_path.iterdir())
+    assert err.startswith("error: this program times a GPU") and "no NVIDIA driver" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "named"),
+    [
+        ("small_calls", ("fast",), "ROUNDS must be a whole number from 1, got 'fast'"),
+        ("training", ("0",), "STEPS must be a whole number from 1, got '0'"),
+        ("training", ("3", "-1"), "SEED must be a whole number from 0, got '-1'"),
+        ("splits", (), "must be named"),
+        ("splits", ("--pack",), "must be named"),
+    ],
+)
+def test_a_bench_that_is_asked_wrongly_is_one_line(name, words, named, capsys):
+    code, out, err = ended(name, words, capsys)
+    assert code == 2 and not out and err.count("\n") == 1
+    assert err.startswith("error: ") and named in err
+
+
+def test_every_bench_says_its_usage(capsys):
+    folder = Path(bench.__file__).parent
+    programs = [path.stem for path in folder.glob("*.py") if "__main__" in path.read_text()]
+    assert {*GPU_PROGRAMS, "small_calls"} == set(programs)
+    for name in programs:
+        if name != "in_jax" or find_spec("jax"):
+            code, out, err = ended(name, ("--help",), capsys)
+            assert not code and not err and f"python -m heedful.bench.{name}" in out

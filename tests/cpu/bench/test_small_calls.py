@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from heedful.bench import small_calls as bench
+from heedful.bench.harness import script
 
 
 @pytest.mark.parametrize("case", [bench.Case(2, 16), bench.Case(3, 40, decode=True)], ids=str)
@@ -48,6 +49,7 @@ def test_a_missed_bar_is_the_status(found, status, monkeypatch, capsys):
     assert [("below" in line) for line in said] == [found < 0.7, found < 0.7, found < 0.5]
 
 
-def test_one_core_is_too_few(monkeypatch, capsys):
+def test_one_core_is_too_few(monkeypatch):
     monkeypatch.setattr(bench.os, "sched_getaffinity", lambda _: {3})
-    assert bench.main() == 2 and "two cores" in capsys.readouterr().err
+    with pytest.raises(script.Refused, match="two cores"):
+        bench.main()

@@ -97,6 +97,12 @@ def test_what_can_be_written_is_left_as_it_was(tmp_path):
     assert kept.read_text() == "as it was" and list(tmp_path.iterdir()) == [kept]
 
 
+def test_a_page_is_written_into_a_folder_that_was_not_there(tmp_path):
+    page = tmp_path / "not" / "there" / "page.md"
+    assert heed("support", "--markdown", str(page)).exit_code == 0
+    assert page.read_text(encoding="utf-8").startswith("#")
+
+
 def _outcome(group: str, figures: list[Figure], index: int = 0) -> Outcome:
     return Outcome(cases(group)[index], "flash", figures)
 

@@ -78,10 +78,11 @@ def test_a_machine_without_a_gpu_says_so_passes_and_writes_the_report():
 
 
 def test_a_wrong_backend_fails_is_named_and_is_not_recorded(wrong_backend):
-    done = command("--device", "cpu", "--no-bench", "--backend", "cpu", "--report", "r.json")
+    report = "not/there/r.json"
+    done = command("--device", "cpu", "--no-bench", "--backend", "cpu", "--report", report)
     assert done.exit_code == 1
     assert "wrong cpu, float32 dense: out:" in " ".join(done.output.split())
-    with open("r.json") as file:
+    with open(report) as file:
         report = json.load(file)
     assert not report["passed"] and report["wrong"]
     assert not list((validations.path_of(by_name("CPU"))).parent.glob("*"))
