@@ -1,8 +1,9 @@
-"""Draws the pages of measurements/ from their tables, and the lists of them and of the decisions:
-`make docs`.
+"""Draws the pages of measurements/ from their tables, the lists of them and of the decisions, and
+the README's picture: `make docs`.
 
 A page is an entry of measurements/pages.toml and the CSV files of the folder of its name. The
-entry's `summary` names the file whose table docs/measurements.md shows. docs/decisions/index.toml
+entry's `summary` names the file whose table docs/measurements.md shows, `picture` one that
+draw_speed.py draws. docs/decisions/index.toml
 has the headings of the decisions, and one answer for each. A CSV file begins with lines
 `# key: value`; then comes the table.
 
@@ -18,6 +19,8 @@ import re
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
+
+import draw_speed
 
 ROOT = Path(__file__).parents[1]
 DOCS, MEASUREMENTS = ROOT / "docs", ROOT / "measurements"
@@ -175,6 +178,22 @@ def _decisions() -> str:
     return _DECISIONS_HEAD + "\n".join(drawn) + "\n"
 
 
+def _pictures(pages: dict[str, dict]) -> dict[Path, str]:
+    """The picture of the speed against peers, in the colours of light and of dark pages."""
+    panels = []
+    for name, page in pages.items():
+        if "picture" in page:
+            table = read(MEASUREMENTS / name / page["picture"])
+            title = f"{page['title']}, {table.head['device']}"
+            peers = re.findall(r"(?:cuDNN|FA4) [\w.]+", table.head["versions"])
+            facts = ", ".join([table.head["date"], *peers, "D: head dim"])
+            panels.append(draw_speed.panel(title, facts, table.rows, page["products"]))
+    return {
+        DOCS / f"speed-{colours.name}.svg": draw_speed.picture(panels, colours)
+        for colours in draw_speed.COLOURS
+    }
+
+
 def pages() -> dict[Path, str]:
     """Every drawn page's text, by its path."""
     pages = tomllib.loads((MEASUREMENTS / "pages.toml").read_text(encoding="utf-8"))
@@ -183,6 +202,7 @@ def pages() -> dict[Path, str]:
         MEASUREMENTS / "README.md": _measurements(pages),
         SUMMARIES: _summaries(pages),
         DECISIONS / "README.md": _decisions(),
+        **_pictures(pages),
     }
 
 
