@@ -60,7 +60,7 @@ def test_nothing_is_drawn_outside_of_the_picture(colours):
         # A letter is at most 0.62 of its size wide, on average.
         wide = 0.62 * float(text.get("font-size", "")) * len(text.text or "")
         begin = float(text.get("x", "")) - wide / 2 * (text.get("text-anchor") == "middle")
-        assert 0 <= begin and begin + wide <= draw_speed.WIDTH, text.text
+        assert begin >= 0 and begin + wide <= draw_speed.WIDTH, text.text
 
 
 def test_the_readme_shows_the_picture_in_its_first_screen_with_words_for_who_cannot_see_it():
