@@ -6,9 +6,9 @@ microseconds, and enter one parallel region each.
 """
 
 import contextlib
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from heedful.core.base.far import far_lse
 from heedful.core.call.operands import Gradients, Operands
@@ -27,6 +27,8 @@ VECTORS = 64
 WORTH_THREADS = 512 * 1024
 
 Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+# Torch's own: whoever replaces `F.scaled_dot_product_attention` may call us.
+_attention: Any = getattr(torch._C, "_nn").scaled_dot_product_attention  # noqa: B009
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
@@ -47,7 +49,7 @@ def forward(problem: AttentionProblem, x: Operands, out: torch.Tensor | None = N
         result, lse = _flash(q, k, v, 0.0, problem.mask.causal, scale=problem.scale)
         lse = lse.contiguous()
     else:
-        result = F.scaled_dot_product_attention(
+        result = _attention(
             q,
             k,
             v,

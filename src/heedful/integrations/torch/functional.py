@@ -1,0 +1,266 @@
+"""`F.scaled_dot_product_attention` by heedful, for a scope.
+
+Torch's causal mask is aligned top left and ours bottom right, so that one of them is said in terms
+of the other here; heads are broadcast where that is cheaper than to expand them.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from math import inf
+from threading import Lock
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.compiler import assume_constant_result, is_compiling
+from torch.nn.attention.bias import CausalBias, CausalVariant
+from torch.overrides import has_torch_function
+
+from heedful.core.call.problem import MAX_HEAD_DIM_V
+from heedful.integrations.torch.report import Report
+from heedful.torch.api.attention import flash_attn_func
+from heedful.torch.base.dispatch import has_shards
+
+NAME = "scaled_dot_product_attention"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The reports that are open, the function that they replace, and what they change under.
+_open: list[Report] = []
+_torchs: Any = F.scaled_dot_product_attention
+_lock = Lock()
+
+
+@contextmanager
+def sdpa() -> Iterator[Report]:
+    """Has heedful run `torch.nn.functional.scaled_dot_product_attention` while it is open.
+
+    All threads are meant, as autograd's own may compute something again. Calls that heedful does
+    not take are torch's as before. Open it before torch.compile traces the code. Scopes may nest.
+
+    Yields:
+        A Report that says how many calls ran on heedful, and why others did not.
+    """
+    global _torchs
+    report = Report()
+    with _lock:
+        # Ours is there without a scope where somebody put back what a scope had left to them.
+        if F.scaled_dot_product_attention is not scaled_dot_product_attention and not _open:
+            _torchs = F.scaled_dot_product_attention
+            F.scaled_dot_product_attention = scaled_dot_product_attention
+        _open.append(report)
+    try:
+        yield report
+    finally:
+        with _lock:
+            # By identity: reports are no values.
+            _open[:] = [other for other in _open if other is not report]
+            if not _open and F.scaled_dot_product_attention is scaled_dot_product_attention:
+                F.scaled_dot_product_attention = _torchs
+
+
+class Call(NamedTuple):
+    """Operands of `flash_attn_func`: heads after rows. window: None for no bound."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    causal: bool
+    window: tuple[int, int] | None
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """As torch.nn.functional.scaled_dot_product_attention, by heedful where it can.
+
+    A query that sees no key gives 0. The dropout mask is heedful's, drawn from torch's generator.
+    Gradients cannot be differentiated again.
+    """
+    call = translated(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    if call.__class__ is not str and _open:
+        q, k, v, bias, causal, window = call
+        try:
+            # The default window costs no check.
+            if window is None:
+                out = flash_attn_func(q, k, v, dropout_p, scale, causal, bias=bias)
+            else:
+                out = flash_attn_func(q, k, v, dropout_p, scale, causal, window, bias=bias)
+        except ValueError as error:
+            # Nothing was written. There is no kernel for it, or torch will say what is wrong.
+            call = f"heedful refuses it: {error}"
+        else:
+            _note(None)
+            out = out.transpose(1, 2)
+            return out if query.dim() == 4 else _ranked(out, query, key, value)
+    _note(call)
+    return _torchs(
+        query,
+        key,
+        value,
+        attn_mask=attn_mask,
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+
+
+def translated(q, k, v, mask, dropout_p, is_causal, enable_gqa) -> Any:
+    """The Call that computes what torch's arguments ask for, or in words why there is none."""
+    reason = _refusal(q, k, v, mask, is_causal)
+    if reason is not None:
+        return reason
+    if not 0 <= dropout_p <= 1:
+        return "dropout_p is no probability"
+    causal, bottom_right = is_causal, False
+    if isinstance(mask, CausalBias):
+        causal, bottom_right = True, mask.variant == CausalVariant.LOWER_RIGHT
+        if (mask.seq_len_q, mask.seq_len_kv) != (q.shape[-2], k.shape[-2]):
+            return "attn_mask is a CausalBias of other lengths"
+        mask = None
+    operands = _four_dims(q, k, v, enable_gqa)
+    if operands.__class__ is str:
+        return operands
+    q4, k4, v4, lead = operands
+    bias = None
+    if mask is not None:
+        if not _fits(mask.shape, (*lead, q.shape[-2], k.shape[-2])):
+            return "attn_mask does not broadcast to the scores"
+        bias = _bias(mask, q4, lead)
+    window = None
+    rows, keys = q4.shape[2], k4.shape[2]
+    if causal and not bottom_right and rows != keys:
+        if rows < keys:
+            # No row sees a later key.
+            k4, v4 = k4[:, :, :rows], v4[:, :, :rows]
+        else:
+            # The diagonal that windows are around lies so many keys to the left.
+            causal, window = False, (-1, rows - keys)
+    return Call(q4.transpose(1, 2), k4.transpose(1, 2), v4.transpose(1, 2), bias, causal, window)
+
+
+def _refusal(q, k, v, mask, is_causal) -> str | None:
+    """Why a call is torch's whatever its shapes are, if it is."""
+    if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
+        return "query, key or value is no tensor"
+    if q.is_nested or k.is_nested or v.is_nested:
+        return "query, key or value is nested"
+    given = (q, k, v) if mask is None or isinstance(mask, CausalBias) else (q, k, v, mask)
+    if has_torch_function(given) or has_shards(given):
+        return "a tensor is of a subclass that sees the call"
+    if mask is not None and is_causal:
+        return "is_causal with attn_mask"
+    device, dtype = q.device, q.dtype
+    if device.type not in ("cpu", "cuda"):
+        return f"device {device.type}"
+    if not all([t.device == device for t in given[1:]]):
+        return "tensors are on several devices"
+    wanted = _DTYPES if torch.is_autocast_enabled(device.type) else (dtype,)
+    if dtype not in _DTYPES or k.dtype not in wanted or v.dtype not in wanted:
+        return f"dtypes {dtype}, {k.dtype}, {v.dtype}"
+    if given[-1].dtype not in (torch.bool, *_DTYPES):
+        return f"attn_mask is {given[-1].dtype}"
+    if not is_compiling() and forward_ad._current_level >= 0:
+        return "forward-mode derivatives"
+    return None
+
+
+def _four_dims(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> Any:
+    """(q, k, v, lead): each (batch, heads, rows, dim), k and v with one head for as many of q as
+    they share; and the batch dims and heads of the scores. In words why not, where torch has no
+    such call or heads cannot be shared so."""
+    rank = q.dim()
+    if not rank == k.dim() == v.dim():
+        return "ranks differ"
+    if rank < 2:
+        return "rank below 2"
+    dim, dim_v = q.shape[-1], v.shape[-1]
+    if k.shape[-1] != dim or v.shape[-2] != k.shape[-2]:
+        return "shapes that do not match"
+    if not (0 < dim <= MAX_HEAD_DIM_V and 0 < dim_v <= MAX_HEAD_DIM_V):
+        return f"head dims {dim} and {dim_v}: heedful has 1 to {MAX_HEAD_DIM_V}"
+    if rank < 4:
+        q, k, v = (t[(None,) * (4 - rank)] for t in (q, k, v))
+    heads, shared, heads_v = q.shape[-3], k.shape[-3], v.shape[-3]
+    if enable_gqa and rank > 2 and (heads != shared or heads != heads_v):
+        if shared != heads_v or shared == 0 or heads % shared:
+            return "enable_gqa with heads that heedful does not share so"
+    elif not heads == shared == heads_v:
+        full = max(heads, shared, heads_v)
+        if not {heads, shared, heads_v} <= {1, full}:
+            return "shapes that do not match"
+        if heads != full:
+            q = q.expand(*q.shape[:-3], full, -1, -1)
+        if shared != heads_v:
+            k, v = (t.expand(*t.shape[:-3], full, -1, -1) for t in (k, v))
+        heads = full
+    batch, batch_k, batch_v = q.shape[:-3], k.shape[:-3], v.shape[:-3]
+    if not batch == batch_k == batch_v:
+        if not all([_are_broadcast(sizes) for sizes in zip(batch, batch_k, batch_v, strict=True)]):
+            return "shapes that do not match"
+        batch = torch.broadcast_shapes(batch, batch_k, batch_v)
+        q, k, v = (t.expand(*batch, -1, -1, -1) for t in (q, k, v))
+    if rank > 4:
+        q, k, v = (t.flatten(0, -4) for t in (q, k, v))
+    return q, k, v, (*batch, heads)
+
+
+def _are_broadcast(sizes: tuple[int, ...]) -> bool:
+    return set(sizes) <= {1, max(sizes)} or 0 in sizes and set(sizes) <= {0, 1}
+
+
+def _fits(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """Whether a shape broadcasts to this one, which it does not enlarge."""
+    if len(shape) > len(full):
+        return False
+    pairs = zip(reversed(shape), reversed(full), strict=False)
+    return all([n in (1, whole) for n, whole in pairs])
+
+
+def _bias(mask: Tensor, q: Tensor, lead: Sequence[int]) -> Tensor:
+    """A mask that broadcasts to (*lead, rows, keys), as an additive bias of four dims at most."""
+    if mask.dtype == torch.bool:
+        dtype = q.dtype
+        if torch.is_autocast_enabled(q.device.type):
+            dtype = torch.get_autocast_dtype(q.device.type)
+        zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+        mask = zeros.masked_fill(~mask, -inf)
+    if mask.dim() <= 4:
+        return mask
+    if any([n != 1 for n in mask.shape[:-3]]):
+        mask = mask.expand(*lead[:-1], -1, -1, -1)
+    return mask.flatten(0, -4)
+
+
+def _ranked(out: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The output (batch, heads, rows, dim) in the rank of the call."""
+    if query.dim() < 4:
+        return out[(0,) * (4 - query.dim())]
+    lead = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    return out.unflatten(0, lead)
+
+
+def _note(reason: str | None) -> None:
+    (_note_traced if is_compiling() else _note_now)(reason)
+
+
+def _note_now(reason: str | None) -> None:
+    for report in [*_open]:
+        report.count(NAME) if reason is None else report.decline(reason)
+
+
+@assume_constant_result
+def _note_traced(reason: str | None) -> bool:
+    # Dynamo calls it while it traces, and leaves no trace of it.
+    _note_now(reason)
+    return True

@@ -1,0 +1,1 @@
+"""Frameworks that run heedful, on a CPU."""

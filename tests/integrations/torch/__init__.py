@@ -1,0 +1,1 @@
+"""`heedful.integrations.torch`: torch's own attention by heedful."""

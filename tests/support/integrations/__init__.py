@@ -1,0 +1,1 @@
+"""Calls of frameworks, and what they are to give."""
