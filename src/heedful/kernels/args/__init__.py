@@ -1,12 +1,13 @@
-"""What kernels are given, declared once: groups of parameters that host and device share.
+"""The parameters of all kernels, declared once: groups that host and device share.
 
-On the host a leaf is an `Argument` (a pointer, a number or a tensor map) that is given at run time;
-any other leaf is a constant that the kernel is compiled for, and None stands for an absent operand.
-A kernel reads a leaf by the same name; one that is a constant is known when compiling. Launchers
-know leaves by dotted names: mask.left, io.q.ptr.
+A group is a NamedTuple, and each of its fields that is not a group is a leaf. On the host, a leaf
+is an `Argument` (a pointer, a number or a tensor map) whose value comes with the launch; or it is a
+constant that the kernel is compiled for; or it is None, for an absent operand. On the device, a
+kernel reads the leaf by the same name. Launchers name leaves by dotted paths: mask.left, io.q.ptr.
 
-A field says what it holds. `Num` is a number, `Const` (an upper-case name) always a constant. `In`,
-`Out` and `InOut` are memory that the kernel reads, writes, or has to find as it was: because it
-reads and writes it, or because it writes a part and keeps the rest. Said of a group, they hold for
-the `Ptr` in it. What must start at zero is said by a `Workspace`.
+A field's annotation says what it holds. `Num` is a number. `Const`, always an upper-case name, is a
+constant. `In`, `Out` and `InOut` are memory. A kernel reads `In` and writes `Out`. `InOut` must
+keep its old contents: the kernel reads and writes it, or writes a part and keeps the rest. On a
+group, they hold for each `Ptr` in it. Memory that must start at zero is declared by a `Workspace`
+of the launch program, not here.
 """

@@ -1,4 +1,4 @@
-"""Groups of the decode kernel."""
+"""Groups of the portable decode kernel; the Hopper and MLA decodes share `DecodeWork`."""
 
 from typing import NamedTuple
 
@@ -7,13 +7,16 @@ from heedful.kernels.args.portable import AppendIO, Quantization, Rotary
 
 
 class DecodeMerge(NamedTuple):
-    """Where segments of a work tile leave their results, and how they are merged. One that is not
-    the whole leaves float32 results in `partial_out` (slots, rows, dim) and in `partial_sums`
-    (slots, rows, 2), the maximum of a row and its sum, and counts itself in `counts`, one for each
-    tile of rows of each KV head, which are 0 before a launch and after it.
+    """Where the segments of a work tile leave partial results, and how these are merged.
 
-    PARTS: segments that are merged at once; STAGES: how often so many are on their way.
-    AWAITS_STORES: each thread waits for its own stores ahead of a barrier that does not (CDNA).
+    A segment that is not a whole work tile stores float32 results in `partial_out` (slots, rows,
+    dim), and each row's maximum and sum in `partial_sums` (slots, rows, 2). Then it adds one to the
+    work tile's entry in `counts`. There is one count for each row tile of each KV head, and it is 0
+    before and after a launch.
+
+    PARTS: segments that are merged at once. STAGES: how many such loads are in flight.
+    AWAITS_STORES: each thread waits for its own stores before a barrier, because the barrier does
+    not (CDNA).
     """
 
     partial_out: Out[Ptr]
@@ -25,15 +28,17 @@ class DecodeMerge(NamedTuple):
 
 
 class DecodeWork(NamedTuple):
-    """How work is dealt out, see split_kv/work.py. splits: segments of a work tile, or None
-    where programs share all keys evenly; tiles: of rows of a KV head; least: key tiles of a
-    share. short_q: packed sequences of more queries are another kernel's; None: there is no other.
+    """How work is divided among programs, see split_kv/work.py.
 
-    IS_UNIFORM: all sequences are as long as their storage. SKIPS_EMPTY: sequences without keys are
-    no work tiles, and are cleared apart; of packed queries such have none. OVERHEAD: what a segment
-    costs beside its keys, in key tiles. FEWEST_PARTS: shares that a line is cut in, if it has as
-    many key tiles; shares are shorter than `least` then. LOOKS: sequences that a program looks at
-    at once.
+    splits: segments of a work tile; None where programs share all keys evenly. tiles: row tiles of
+    a KV head. least: the least length of a share, in key tiles. short_q: packed sequences of more
+    queries belong to another kernel; None if there is no other.
+
+    IS_UNIFORM: all sequences are as long as their storage. SKIPS_EMPTY: sequences without keys have
+    no work tiles, and the kernel clears their results separately; never set with packed queries.
+    OVERHEAD: the fixed cost of a segment, in key tiles. FEWEST_PARTS: the shares that a line is cut
+    into at least, if it has as many key tiles; they may be shorter than `least`. LOOKS: sequences
+    that a program examines at once.
     """
 
     merge: DecodeMerge
@@ -49,11 +54,16 @@ class DecodeWork(NamedTuple):
 
 
 class DecodeTile(NamedTuple):
-    """VALUES: stored values of a 16-bit word of the cache: 1, 2 (8 bits each) or 4. A row of keys
-    or values is SLICES of BLOCK words, each a product of its own: several where each has its own
-    scale. ROWS: a power of two that a tile's rows are within. CONVERSION: how stored values
-    become numbers (portable/decode/cache.py). V_IN_K: values are the first HEAD_DIM_V of each row
-    of keys, BLOCK_D words, and are loaded as such alone."""
+    """The shape of a tile. HEAD_DIM, HEAD_DIM_V: of the problem. BLOCK_M: query rows. BLOCK_N:
+    keys.
+
+    VALUES: stored values in a 16-bit word of the cache: 1, 2 (8 bits each) or 4. A row of keys has
+    SLICES_D slices of BLOCK_D words, a row of values SLICES_E of BLOCK_E; each slice is a product
+    of its own, because it may have a scale of its own. ROWS: a power of two, at least the query
+    rows of a sequence's tile. CONVERSION: how stored values become numbers
+    (portable/decode/cache.py). V_IN_K: values are the first HEAD_DIM_V columns of the keys, BLOCK_D
+    words, and are not loaded separately.
+    """
 
     HEAD_DIM: Const
     HEAD_DIM_V: Const
@@ -70,13 +80,14 @@ class DecodeTile(NamedTuple):
 
 
 class DecodeAppend(NamedTuple):
-    """New rows that go into the cache ahead of attention, see split_kv/append.py, as many of
-    each sequence as `Sequences` says; keys and queries are rotated if there are rotary tables.
+    """New rows that a decode writes into the cache before its attention, see split_kv/append.py.
+    The count for each sequence is in `Sequences`. If there are rotary tables, keys and queries are
+    rotated.
 
-    What is written stands last: there alone a launch of JAX can have it as an operand, too. io:
-    without seqused and leftpad_k, which `Sequences` has. advance: 1 where queries have a position
-    each, 0 where all have that of the first new row. ROWS: that are written at once, of BLOCK_D and
-    BLOCK_E columns.
+    io: seqused and leftpad_k are None in it, since `Sequences` has them. advance: 1 if each query
+    has its own position, 0 if all have that of the first new row. ROWS: rows that are written at
+    once, of BLOCK_D and BLOCK_E columns. Written operands come last, because a launch from JAX
+    needs them there.
     """
 
     rotary: Rotary

@@ -1,4 +1,5 @@
-"""Groups of the Hopper forward and of the kernels before it: varlen scheduler, transpose of V."""
+"""Groups of the Hopper forward, and of the kernels that run before it: varlen scheduler, transpose
+of V."""
 
 from typing import NamedTuple
 
@@ -7,8 +8,8 @@ from heedful.kernels.args.shared import Descales, Dropout, KVLayout, Mask, Seque
 
 
 class HopperIO(NamedTuple):
-    """q, k, v and out are tensor maps. v: of fp8 transposed, keys innermost. lse: of several splits
-    with a leading split."""
+    """q, k, v and out are tensor maps. v: in fp8 it is transposed, with keys innermost. lse: with
+    several splits it has a leading index for the split."""
 
     q: In[Ptr]
     k: In[Ptr]
@@ -18,10 +19,10 @@ class HopperIO(NamedTuple):
 
 
 class Gqa(NamedTuple):
-    """heads: those that have tiles of their own. group: of them, how many share a KV head.
+    """heads: heads that have work tiles of their own. group: how many of these share a KV head.
 
-    PACK_GQA: rows of a tile that share a position. Above 1, `heads` are KV heads, and row r is
-    position r // PACK_GQA of query head r % PACK_GQA of `packed_heads` that share a KV head.
+    PACK_GQA: rows of a tile that share a position. Above 1, `heads` counts KV heads, and row r of a
+    tile is position r // PACK_GQA of query head r % PACK_GQA among the `packed_heads` of a KV head.
     """
 
     heads: Num
@@ -31,11 +32,13 @@ class Gqa(NamedTuple):
 
 
 class HopperScoreMods(NamedTuple):
-    """Raw scores times scale_log2 are logits in base 2; under softcap the kernel takes
-    tanh(s scale / softcap) first, through 2^(s softcap_scale). per_unit: raw scores in one unit of
-    the logits, for ALiBi without a bias; unit: the other way round, for a bias. longest_q,
-    longest_k: of a bias, where sequences might be said to be longer, else None. alibi: (B, H)
-    slopes; sink: (H,)."""
+    """Score modifiers. Raw scores times scale_log2 are logits in base 2. With softcap, the kernel
+    first computes tanh(s scale / softcap), by 2^(s softcap_scale).
+
+    per_unit: raw scores in one unit of the logits, used for ALiBi without a bias. unit: its
+    inverse, used for a bias. longest_q, longest_k: the extents of a bias, where sequences might
+    claim to be longer; else None. alibi: (B, H) slopes. sink: (H,).
+    """
 
     scale_log2: Num
     softcap_scale: Num
@@ -51,9 +54,9 @@ class HopperScoreMods(NamedTuple):
 
 
 class KVRows(NamedTuple):
-    """k_rows, v_rows: from one batch entry or page to the next, in rows of the map. IS_RAGGED: K
+    """k_rows, v_rows: rows of the tensor map from one batch entry or page to the next. IS_RAGGED: K
     and V are mapped as packed tokens, so that reads end with each sequence. NO_PAGE: a power of two
-    that no page reaches."""
+    above all page numbers."""
 
     k_rows: Num
     v_rows: Num
@@ -62,9 +65,10 @@ class KVRows(NamedTuple):
 
 
 class HopperTileOrder(NamedTuple):
-    """tiles: work tiles of one split; row_blocks: of one head. l2_heads: heads whose tiles are
-    scheduled together; l2_groups: such groups before the last. varlen_tiles: of packed queries, see
-    varlen_scheduler.py. tile_counter: of the dynamic scheduler, see tile_scheduler.py."""
+    """tiles: work tiles of one split. row_blocks: row tiles of one head. l2_heads: heads whose
+    tiles are scheduled together. l2_groups: such groups before the last one. varlen_tiles: the work
+    tiles of packed queries, see varlen_scheduler.py. tile_counter: the counter of the dynamic
+    scheduler, see tile_scheduler.py."""
 
     tiles: Num
     row_blocks: Num
@@ -75,9 +79,10 @@ class HopperTileOrder(NamedTuple):
 
 
 class SplitKV(NamedTuple):
-    """partials: dense float32 results of each split, (splits, batch, row, head, dim_v), in place of
-    `out`; batch is absent, and None, of packed queries. Without splits all these are None. rest:
-    what the rounding of each log-sum-exp left, of results that a kernel merges; else None."""
+    """partials: float32 results of each split, dense (splits, batch, row, head, dim_v), stored in
+    place of `out`; packed queries have no batch index, and batch is None. rest: the part that the
+    rounding of each log-sum-exp lost, of results that are merged later; else None. Without splits
+    all other fields are None."""
 
     partials: Out[Ptr]
     rest: Out[Ptr]
@@ -87,8 +92,8 @@ class SplitKV(NamedTuple):
 
 
 class HopperStages(NamedTuple):
-    """Tiles of queries (at least one for each consumer), keys and values that shared memory has
-    room for. KV_SHARE_STAGES: see kv_pipeline.py."""
+    """How many tiles of queries (at least one for each consumer), keys and values shared memory
+    holds. KV_SHARE_STAGES: keys and values use the same stages, see kv_pipeline.py."""
 
     Q_STAGES: Const
     K_STAGES: Const
@@ -97,11 +102,16 @@ class HopperStages(NamedTuple):
 
 
 class HopperTile(NamedTuple):
-    """TAIL_D, TAIL_E: whether a tile of queries or keys, of values or results is 192 columns.
-    OUT_IN_Q: results leave through memory of queries. RESCALE: "exact" moves a row's maximum with
-    every tile; "threshold" looks at scores first, "speculative" at sums afterwards. V_TRANSPOSED:
-    values lie with keys innermost. VISITS_SECOND: see `block_range.visits_last_second`.
-    PREFETCHES_TILE: consumers get the next work tile while their last P V runs."""
+    """The shape of a tile, and the variants of the kernel.
+
+    BLOCK_N: keys of a tile. CONSUMERS: warpgroups that compute, 64 rows each. TAIL_D, TAIL_E:
+    whether a tile of queries and keys, or of values and results, has 192 columns: 128 and a tail of
+    64. OUT_IN_Q: results are stored through the shared memory of the queries. PINGPONG: consumers
+    queue their products in turn. RESCALE: "exact" updates a row's maximum with every tile,
+    "threshold" looks at the scores first, "speculative" looks at sums afterwards. V_TRANSPOSED:
+    values have keys innermost. VISITS_SECOND: see `block_range.visits_last_second`.
+    PREFETCHES_TILE: consumers fetch the next work tile while their last P V runs.
+    """
 
     BLOCK_N: Const
     CONSUMERS: Const
@@ -118,9 +128,9 @@ class HopperTile(NamedTuple):
 
 
 class HopperFp8(NamedTuple):
-    """PROMOTION_INTERVAL: key tiles between two promotions of the accumulators to float32 sums, in
-    registers (SUMS_IN_REGS) or shared memory. VOTES_LAST: the overflow vote comes behind the wait
-    for P V, amid the packing of P."""
+    """PROMOTION_INTERVAL: key tiles between two promotions of the accumulators to float32 sums.
+    SUMS_IN_REGS: these sums are in registers, else in shared memory. VOTES_LAST: the overflow vote
+    comes after the wait for P V, while P is packed."""
 
     descales: Descales
     PROMOTION_INTERVAL: Const
@@ -129,8 +139,9 @@ class HopperFp8(NamedTuple):
 
 
 class HopperParams(NamedTuple):
-    """All that the roles of a Hopper forward share. Of packed queries seqs.seqlen_q counts the
-    tokens of all. Spills of kernels with splits and biases depend on the order (Triton 3.9)."""
+    """All groups that the roles of a Hopper forward share. With packed queries, seqs.seqlen_q
+    counts the tokens of all sequences. The order of fields decides the spills of kernels with
+    splits and biases (Triton 3.9)."""
 
     seqs: Sequences
     mods: HopperScoreMods
@@ -147,9 +158,12 @@ class HopperParams(NamedTuple):
 
 
 class TransposeV(NamedTuple):
-    """For warps that transpose V beside the attention: v, the tensor map of (B, N, G, E), into v_t,
-    (B, G, dim_v, padded_k). tiles: of V. counts: how many tiles were taken, then how many of each
-    head's chunks are ready. l2_heads, l2_groups: KV heads, as in HopperTileOrder."""
+    """For warps that transpose V beside the attention: v is the tensor map of (B, N, G, E), v_t is
+    (B, G, dim_v, padded_k).
+
+    counts: how many tiles of V were taken, then how many of each head's chunks are ready. tiles: of
+    V. l2_heads, l2_groups: as in HopperTileOrder, of KV heads.
+    """
 
     v: In[Ptr]
     v_t: Out[Ptr]
@@ -164,8 +178,8 @@ class TransposeV(NamedTuple):
 
 
 class VarlenIO(NamedTuple):
-    """Packed queries' tiles in order, and what is cleared of tokens of no sequence: out
-    (total_q, heads, DIM) and lse (heads, total_q), either of which may be None."""
+    """The work tiles of packed queries, in order, and the arrays whose uncovered rows are cleared:
+    out (total_q, heads, DIM) and lse (heads, total_q). Either may be None."""
 
     cu_q: In[Ptr]
     cu_k: In[Ptr]
@@ -178,9 +192,9 @@ class VarlenIO(NamedTuple):
 
 
 class VarlenSizes(NamedTuple):
-    """capacity: tiles that `varlen_tiles` has room for, which sequences that overlap would
-    exceed. short_q: sequences of up to so many queries have no tiles, another kernel has them; None
-    where all have."""
+    """capacity: tiles that `varlen_tiles` has room for; sequences that overlap would exceed it.
+    short_q: sequences of up to so many queries have no tiles, because another kernel handles them;
+    None if all sequences have tiles."""
 
     total_q: Num
     total_k: Num
@@ -191,8 +205,8 @@ class VarlenSizes(NamedTuple):
 
 
 class TransposeIO(NamedTuple):
-    """v, (B, N, G, E) or packed (T, G, E), into v_t, (B, G, E, padded_k) or (G, E, padded_k).
-    tile_counter: the attention kernel's, which begins at 0."""
+    """v, (B, N, G, E) or packed (T, G, E); v_t, (B, G, E, padded_k) or (G, E, padded_k).
+    tile_counter: the attention kernel's, which this kernel sets to 0."""
 
     v: In[Rows]
     v_t: Out[Ptr]
@@ -201,7 +215,7 @@ class TransposeIO(NamedTuple):
 
 
 class TransposeSizes(NamedTuple):
-    """seqlen_k: N, or T. blocks: of the positions of one head."""
+    """seqlen_k: N, or T. blocks: tiles of positions of one head."""
 
     heads_k: Num
     seqlen_k: Num

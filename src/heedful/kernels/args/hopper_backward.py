@@ -8,11 +8,13 @@ from heedful.kernels.args.shared import Dropout, Mask, Sequences
 
 
 class HopperBackwardIO(NamedTuple):
-    """q, k, v, dout, dk and dv are tensor maps. lse_log2: what a row's logits in base 2 are less
-    by, with the scale of probabilities. delta and dout_scale, of rows far from 0 alone
-    (`hopper.backward.far_rows`), lie as it does. dq_accum: sums of dq, with
-    the scale of probabilities and without that of scores, in tiles of BLOCK_M rows, see
-    `hopper.backward.dq.sums`."""
+    """q, k, v, dout, dk and dv are tensor maps.
+
+    lse_log2: the number to subtract from a row's logits in base 2; it includes the scale of
+    probabilities. delta lies in the same layout. So does dout_scale, which only rows far from 0 use
+    (`hopper.backward.far_rows`). dq_accum: sums of dq in tiles of BLOCK_M rows, with the scale of
+    probabilities but without that of scores, see `hopper.backward.dq.sums`.
+    """
 
     q: In[Ptr]
     k: In[Ptr]
@@ -28,7 +30,7 @@ class HopperBackwardIO(NamedTuple):
 
 class HopperBackwardSizes(NamedTuple):
     """group: query heads of a KV head. scale: of raw scores. accum_rows: rows of a query head in
-    dq_accum, those of every sequence rounded up to tiles."""
+    dq_accum, where each sequence is rounded up to whole tiles."""
 
     heads_k: Num
     group: Num
@@ -37,14 +39,18 @@ class HopperBackwardSizes(NamedTuple):
 
 
 class HopperBackwardOrder(NamedTuple):
-    """tiles: work tiles, each a key tile of a KV head; key_blocks: of one head. l2_heads and
-    l2_groups: of KV heads, as in HopperTileOrder. varlen_tiles: of packed keys, see
-    varlen_scheduler.py. tile_counter: how many work tiles were fetched; None with a program for
-    each. turns: of every tile of queries in dq_accum, how many key tiles have been added to it;
-    None where their order is free. splits: parts in which the visits of a key tile are split, work
-    tiles of their own. partials: dV and dK of each split, KV head and 64 keys, in the order of
-    `hopper.backward.dq.sums`; partial_rows: keys of a head in them, those of every sequence rounded
-    up to tiles. All None if not split."""
+    """Which work tiles there are, and in which order. A work tile is a key tile of a KV head.
+
+    tiles: of all heads. key_blocks: of one head. l2_heads, l2_groups: as in HopperTileOrder, of KV
+    heads. varlen_tiles: the work tiles of packed keys, see varlen_scheduler.py. tile_counter: how
+    many work tiles were fetched; None with one program for each tile. turns: for every query tile
+    in dq_accum, how many key tiles have been added to it; None where their order is free.
+
+    splits: parts that the visits of a key tile are split into; each part is a work tile. partials:
+    dV and dK of each split, KV head and 64 keys, in the order of `hopper.backward.dq.sums`.
+    partial_rows: keys of a head in them, where each sequence is rounded up to whole tiles. All
+    three are None if nothing is split.
+    """
 
     tiles: Num
     key_blocks: Num
@@ -59,9 +65,9 @@ class HopperBackwardOrder(NamedTuple):
 
 
 class HopperBackwardTile(NamedTuple):
-    """A step is BLOCK_M queries x BLOCK_N keys, 64 of the keys for each consumer. *_STAGES: tiles
-    that shared memory has room for, powers of two. D, E: columns of q and k, and of v, that
-    products are made of. DQ_REGS: None where consumers make dQ."""
+    """A step is BLOCK_M queries x BLOCK_N keys; each consumer has 64 of the keys. *_STAGES: tiles
+    that shared memory holds, powers of two. D, E: columns of q and k, and of v, in products.
+    DQ_REGS: registers of the dQ warpgroup; None where consumers compute dQ."""
 
     BLOCK_M: Const
     BLOCK_N: Const
@@ -77,7 +83,7 @@ class HopperBackwardTile(NamedTuple):
 
 
 class HopperBackwardParams(NamedTuple):
-    """All that the roles of a Hopper backward share."""
+    """All groups that the roles of a Hopper backward share."""
 
     seqs: Sequences
     sizes: HopperBackwardSizes
@@ -89,7 +95,8 @@ class HopperBackwardParams(NamedTuple):
 
 
 class BackwardPrologueIO(NamedTuple):
-    """delta lies as lse does. tile_counter, turns: as in HopperBackwardOrder, to begin at 0."""
+    """delta has the layout of lse. tile_counter, turns: as in HopperBackwardOrder; the prologue
+    sets them to 0."""
 
     out: In[Rows]
     dout: In[Rows]
@@ -102,9 +109,12 @@ class BackwardPrologueIO(NamedTuple):
 
 
 class FarRowsIO(NamedTuple):
-    """What rows far from 0 are made anew from, and what is told of all rows, which lies as lse
-    does: lse_log2 and dout_scale as in HopperBackwardIO; reference and factor as in
-    `portable.References`, None where nobody reads them."""
+    """Inputs from which rows far from 0 are recomputed, and results for all rows, in the layout of
+    lse.
+
+    lse_log2, dout_scale: as in HopperBackwardIO. reference, factor: as in `portable.References`;
+    None where nothing reads them.
+    """
 
     q: In[Rows]
     k: In[Rows]
@@ -115,7 +125,7 @@ class FarRowsIO(NamedTuple):
 
 
 class BackwardEpilogueIO(NamedTuple):
-    """partials: as in HopperBackwardOrder; without them there are no dk and dv either."""
+    """partials: as in HopperBackwardOrder. Without partials there are no dk and dv either."""
 
     dq_accum: In[Ptr]
     dq: Out[Rows]

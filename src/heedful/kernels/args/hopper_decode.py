@@ -1,4 +1,4 @@
-"""Groups of the Hopper decode kernel."""
+"""Groups of the Hopper decode kernel; the MLA decodes share `HopperDecodeParams`."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from heedful.kernels.args.shared import KVLayout, Mask, Sequences, Shape
 
 
 class HopperDecodeIO(NamedTuple):
-    """k, v: tensor maps. rest: as `ForwardIO` has it."""
+    """k and v are tensor maps. rest: as in `ForwardIO`."""
 
     q: In[Rows]
     k: In[Ptr]
@@ -22,11 +22,11 @@ class HopperDecodeIO(NamedTuple):
 
 
 class HopperDecodeTile(NamedTuple):
-    """HEAD_DIM, HEAD_DIM_V: of the problem; BLOCK_D, BLOCK_E: columns of tiles. BLOCK_M: query
-    rows, 64. BLOCK_N: keys of a tile. STAGES: tiles of keys, and of values, that shared memory has
-    room for. ROWS: a power of two that a tile's rows are within; FEW_ROWS: that those of a sequence
-    of the fewest queries are. MERGE: all programs that have a part of a sequence merge some of its
-    rows."""
+    """HEAD_DIM, HEAD_DIM_V: of the problem. BLOCK_D, BLOCK_E: columns of tiles. BLOCK_M: query
+    rows, 64. BLOCK_N: keys of a tile. STAGES: tiles of keys, and as many of values, that shared
+    memory holds. ROWS: a power of two, at least the rows of a tile. FEW_ROWS: the same for a
+    sequence of the fewest queries. MERGE: all programs that have a segment of a work tile merge
+    some of its rows."""
 
     HEAD_DIM: Const
     HEAD_DIM_V: Const
@@ -42,8 +42,8 @@ class HopperDecodeTile(NamedTuple):
 
 
 class HopperDecodeParams(NamedTuple):
-    """What the roles of a program share, of the MLA decodes, too. Raw scores times scale_log2 are
-    logits in base 2. sink: (H,), one more logit of each row; no call of MLA has one yet."""
+    """All groups that the roles of a Hopper or MLA decode share. Raw scores times scale_log2 are
+    logits in base 2. sink: (H,), one more logit of each row; no MLA call has one yet."""
 
     seqs: Sequences
     shape: Shape
@@ -57,12 +57,13 @@ class HopperDecodeParams(NamedTuple):
 
 
 class HopperDecodeAppend(NamedTuple):
-    """New rows that go into the cache ahead of attention, see hopper/decode/append.py, as many of
-    each sequence as `Sequences` says; keys and queries are rotated if there are rotary tables.
+    """New rows that a decode writes into the cache before its attention, see
+    hopper/decode/append.py. The count for each sequence is in `Sequences`. If there are rotary
+    tables, keys and queries are rotated.
 
-    What is written stands last: there alone a launch of JAX can have it as an operand, too. io:
-    without leftpad_k, which `Sequences` has, and scales. advance: 1 where queries have a position
-    each, 0 where all have that of the first new row.
+    io: leftpad_k is None in it, since `Sequences` has it, and so are the scales. advance: 1 if each
+    query has its own position, 0 if all have that of the first new row. Written operands come last,
+    because a launch from JAX needs them there.
     """
 
     rotary: Rotary

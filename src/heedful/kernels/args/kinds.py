@@ -1,4 +1,4 @@
-"""What fields of groups hold, and the groups that stand for one array each."""
+"""The kinds of fields of groups, and the groups that each stand for one array."""
 
 from enum import Enum
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 class Kind(Enum):
-    """What a field holds."""
+    """Whether a field is a number, a constant, or memory that is read or written."""
 
     NUMBER = "number"
     CONSTANT = "constant"
@@ -25,7 +25,7 @@ InOut = Annotated[T, Kind.READ_AND_WRITTEN]
 
 
 class Rows(NamedTuple):
-    """A (batch, row, head, dim) tensor whose dims lie side by side; of packed rows stride_b is
+    """A (batch, row, head, dim) tensor whose dims are contiguous. If rows are packed, stride_b is
     0."""
 
     ptr: Ptr
@@ -35,7 +35,7 @@ class Rows(NamedTuple):
 
 
 class SplitRows(NamedTuple):
-    """Rows, and the stride from one split's to the next."""
+    """`Rows` with the stride from one split to the next."""
 
     ptr: Ptr
     stride_s: Num
@@ -45,7 +45,7 @@ class SplitRows(NamedTuple):
 
 
 class RowVector(NamedTuple):
-    """A (batch, head, row) array whose rows lie side by side; of packed rows stride_b is 0."""
+    """A (batch, head, row) array whose rows are contiguous. If rows are packed, stride_b is 0."""
 
     ptr: Ptr
     stride_b: Num
@@ -53,7 +53,7 @@ class RowVector(NamedTuple):
 
 
 class SplitRowVector(NamedTuple):
-    """A row vector, and the stride from one split's to the next."""
+    """A `RowVector` with the stride from one split to the next."""
 
     ptr: Ptr
     stride_s: Num

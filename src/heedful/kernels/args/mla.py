@@ -1,4 +1,4 @@
-"""Groups of the MLA decode kernels; what their roles share is as of the Hopper decode."""
+"""Groups of the MLA decode kernels. Their roles share `HopperDecodeParams`."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from heedful.kernels.args.kinds import Const, In, Out, Ptr, Rows, SplitRows, Spl
 
 
 class MlaIO(NamedTuple):
-    """k: a tensor map of keys, in boxes of 64 columns. rest: as `ForwardIO` has it."""
+    """k: the tensor map of keys, in boxes of 64 columns. rest: as in `ForwardIO`."""
 
     q: In[Rows]
     k: In[Ptr]
@@ -16,12 +16,15 @@ class MlaIO(NamedTuple):
 
 
 class MlaTile(NamedTuple):
-    """HEAD_DIM: of queries and keys. HEAD_DIM_V: of values, of which each consumer has
-    BLOCK_E. BLOCK_M: query rows, 64. BLOCK_N: keys of a step, 128. ROWS: a power of two that a
-    tile's rows are within. QUERY_BOXES: of 64 columns, that consumers keep in registers. AHEAD:
-    boxes of the next step's first scores that are queued behind a step's last values. IN_ORDER: the
-    first consumer's product with the second block's values is queued behind the second's. MERGE:
-    all programs that have a part of a sequence merge some of its rows."""
+    """HEAD_DIM: columns of queries and keys. HEAD_DIM_V: columns of values; each consumer has
+    BLOCK_E of them. BLOCK_M: query rows, 64. BLOCK_N: keys of a step, 128. ROWS: a power of two, at
+    least the rows of a tile.
+
+    QUERY_BOXES: boxes of 64 columns of queries that consumers keep in registers. AHEAD: boxes of
+    the next step's first scores that are queued after a step's last values. IN_ORDER: the first
+    consumer queues its product with the second block's values after the second consumer's. MERGE:
+    all programs that have a segment of a work tile merge some of its rows.
+    """
 
     HEAD_DIM: Const
     HEAD_DIM_V: Const
@@ -38,8 +41,8 @@ class MlaTile(NamedTuple):
 
 
 class MlaSwapTile(NamedTuple):
-    """As of `MlaTile`, of one consumer. BLOCK_M: query rows, 16 or 32. BLOCK_N: keys of a step, 64.
-    STAGES: blocks of 64 keys."""
+    """As `MlaTile`, with one consumer. BLOCK_M: query rows, 16 or 32. BLOCK_N: keys of a step, 64.
+    STAGES: blocks of 64 keys that shared memory holds."""
 
     HEAD_DIM: Const
     HEAD_DIM_V: Const

@@ -1,4 +1,4 @@
-"""Groups of the portable kernels around the forward: gradients, probabilities, splits, caches."""
+"""Groups of the portable kernels beside the forward: gradients, probabilities, splits, caches."""
 
 from typing import NamedTuple
 
@@ -20,8 +20,8 @@ from heedful.kernels.args.shared import Descale
 
 
 class QueryGradientsIO(NamedTuple):
-    """delta, reference and factor lie as lse does. reference: what is subtracted from a row's
-    scores, in their units; factor: what comes of their exponents is multiplied by."""
+    """delta, reference and factor have the layout of lse. reference: the number to subtract from a
+    row's scores, in their units. factor: exponentials times it are probabilities."""
 
     q: In[Rows]
     k: In[Rows]
@@ -37,7 +37,7 @@ class QueryGradientsIO(NamedTuple):
 
 
 class KeyGradientsIO(NamedTuple):
-    """delta, reference and factor lie as lse does."""
+    """delta, reference and factor have the layout of lse, and are those of `QueryGradientsIO`."""
 
     q: In[Rows]
     k: In[Rows]
@@ -52,8 +52,8 @@ class KeyGradientsIO(NamedTuple):
 
 
 class BiasGradientsIO(NamedTuple):
-    """delta, reference and factor lie as lse does; the last two are absent where no kernel makes
-    them."""
+    """delta, reference and factor have the layout of lse. The last two are absent where no kernel
+    computes them."""
 
     q: In[Rows]
     k: In[Rows]
@@ -67,7 +67,7 @@ class BiasGradientsIO(NamedTuple):
 
 
 class SinkGradientsIO(NamedTuple):
-    """delta, reference and factor as of BiasGradientsIO; sink and dsink: (H,)."""
+    """delta, reference and factor: as in BiasGradientsIO. sink, dsink: (H,)."""
 
     sink: In[Ptr]
     lse: In[RowVector]
@@ -78,7 +78,7 @@ class SinkGradientsIO(NamedTuple):
 
 
 class ProbabilitiesIO(NamedTuple):
-    """What no sequence uses of probs is left as it is."""
+    """Elements of probs that no sequence covers keep their values."""
 
     q: In[Rows]
     k: In[Rows]
@@ -87,9 +87,9 @@ class ProbabilitiesIO(NamedTuple):
 
 
 class CombineIO(NamedTuple):
-    """apart_out, apart_lse: one more part, which does not lie where the others do, or absent.
-    partial_rest, apart_rest, rest: what the rounding of each lse left, see common/log_sum.py, laid
-    out as it is; None where one number tells it."""
+    """The parts to merge. apart_out, apart_lse: one more part, in memory of its own; may be absent.
+    partial_rest, apart_rest, rest: the parts that the rounding of each lse lost, in the layout of
+    that lse, see common/log_sum.py; None where one number is enough."""
 
     partial_out: In[SplitRows]
     partial_lse: In[SplitRowVector]
@@ -104,7 +104,7 @@ class CombineIO(NamedTuple):
 
 
 class ClearOutsideIO(NamedTuple):
-    """Tokens of sequences are left as they are."""
+    """Tokens of sequences keep their values."""
 
     cu_seqlens: In[Ptr]
     out: InOut[SplitRows]
@@ -112,7 +112,7 @@ class ClearOutsideIO(NamedTuple):
 
 
 class ClearUnusedIO(NamedTuple):
-    """Rows that a sequence uses are left as they are."""
+    """Rows that a sequence uses keep their values."""
 
     cu_seqlens: In[Ptr]
     seqused: In[Ptr]
@@ -122,8 +122,8 @@ class ClearUnusedIO(NamedTuple):
 
 
 class AppendIO(NamedTuple):
-    """cache_seqlens, leftpad_k, seqused: (B,). k_descale, v_descale: of heads, (B, G), by which new
-    values are quantised. All other rows of the cache are left as they are."""
+    """cache_seqlens, leftpad_k, seqused: (B,). k_descale, v_descale: (B, G), by which new values
+    are quantised. All other rows of the cache keep their values."""
 
     k_new: In[Rows]
     v_new: In[Rows]
@@ -137,7 +137,7 @@ class AppendIO(NamedTuple):
 
 
 class GroupScale(NamedTuple):
-    """As Descale beside the keys, (.., rows, G, groups), written."""
+    """A scale of each group of dims, (.., rows, G, groups), as Descale has it, to be written."""
 
     ptr: InOut[Ptr]
     shift: InOut[Ptr]
@@ -147,9 +147,9 @@ class GroupScale(NamedTuple):
 
 
 class Quantization(NamedTuple):
-    """How new values are stored: as `STORAGE` (core/call/quant.py), of which LIMIT is the largest
-    magnitude, over scales of heads, which are given, or of groups of GROUP values, which are
-    written: k_groups, v_groups."""
+    """How new values are stored. STORAGE: the dtype, as core/call/quant.py names it; LIMIT: its
+    largest magnitude. GROUP: dims that share a scale, which the kernel computes and writes to
+    k_groups and v_groups; 0 where scales of heads are inputs."""
 
     k_groups: GroupScale
     v_groups: GroupScale
@@ -167,8 +167,8 @@ class RotateIO(NamedTuple):
 
 
 class RowTiles(NamedTuple):
-    """The rows of an array (B, seqlen, heads, dim), cut in `tiles` of each head: a program has one
-    tile."""
+    """The rows of an array (B, seqlen, heads, dim), cut into `tiles` of each head. A program has
+    one tile."""
 
     seqlen: Num
     heads: Num
@@ -176,7 +176,8 @@ class RowTiles(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """Tables of (positions, half). position0: added to a row's place in the cache."""
+    """cos, sin: tables of (positions, half). position0: number to add to a row's place in the
+    cache."""
 
     cos: In[Ptr]
     sin: In[Ptr]
@@ -188,7 +189,7 @@ class Rotary(NamedTuple):
 
 
 class OwnShape(NamedTuple):
-    """The shape of a bias, each size 1 or the scores'."""
+    """The shape of a bias. Each size is 1, which broadcasts, or that of the scores."""
 
     b: Num
     h: Num

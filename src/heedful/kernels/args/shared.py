@@ -1,4 +1,4 @@
-"""Groups of several families of kernels."""
+"""Groups that several families of kernels share."""
 
 from typing import NamedTuple
 
@@ -16,9 +16,10 @@ from heedful.kernels.args.kinds import (
 
 
 class Sequences(NamedTuple):
-    """Where sequences lie. seqlen_q, seqlen_k: rows that each has in storage, or packed tokens of
-    all. cu_q, cu_k: (B + 1,); the others: (B,). new_k: rows that the kernel appends behind
-    used_k, which then counts padding too; None where it appends none, as all but decode do."""
+    """Where sequences lie. seqlen_q, seqlen_k: rows that each sequence has in storage, or the
+    packed tokens of all. cu_q, cu_k: (B + 1,). The other arrays: (B,). new_k: rows that the kernel
+    appends after used_k, which then counts padding too; None where it appends none. Only decodes
+    append."""
 
     cu_q: In[Ptr]
     cu_k: In[Ptr]
@@ -31,7 +32,8 @@ class Sequences(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """longest_q, longest_k: rows that the longest sequence may have; also those of a bias."""
+    """longest_q, longest_k: rows that the longest sequence may have; a bias has the same
+    extents."""
 
     batch: Num
     heads_q: Num
@@ -41,10 +43,10 @@ class Shape(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Query i sees key j iff -left <= j - i - off <= right, or j < first and j - i - off <= right;
-    off = shift, or shift + len_k - len_q if bottom_right is 1.
+    """Query i sees key j if -left <= j - i - off <= right, or if j < first and j - i - off <=
+    right. The diagonal's offset is off = shift, or shift + len_k - len_q if bottom_right is 1.
 
-    tree: (B, M, M) over the last M keys, or None.
+    tree: a mask (B, M, M) over the last M keys, or None.
     """
 
     left: Num
@@ -60,11 +62,11 @@ class Mask(NamedTuple):
 
 
 class ScoreMods(NamedTuple):
-    """What makes scores of raw products, in this order: scale, softcap, ALiBi, bias.
-    sink: (H,), one more logit of each row.
+    """How scores are computed from raw products, in this order: scale, softcap, ALiBi, bias. sink:
+    (H,), one more logit of each row.
 
-    IS_ADJUSTED: scores pass through softcap, ALiBi or bias, or the scale is not positive, so that
-    the maximum must be taken after them.
+    IS_ADJUSTED: scores pass through softcap, ALiBi or bias, or the scale is not positive. The
+    maximum must then be taken after them.
     """
 
     scale: Num
@@ -78,11 +80,11 @@ class ScoreMods(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """threshold: Philox words below it are kept, as the signed integer of its bits.
-    inverse_keep: what kept probabilities are multiplied by. origin_*: added to the indices that a
-    word is drawn for; None where they are four numbers in memory behind the seed.
+    """threshold: Philox words below it are kept; a signed integer with the bits of the unsigned
+    one. inverse_keep: factor of kept probabilities. origin_*: numbers to add to a score's indices
+    before its word is drawn; None where they are four numbers in memory after the seed.
 
-    IS_QUAD: columns of the mask come in aligned fours.
+    IS_QUAD: columns of the mask are drawn in aligned groups of four.
     """
 
     seed: In[Ptr]
@@ -97,8 +99,8 @@ class Dropout(NamedTuple):
 
 
 class KVLayout(NamedTuple):
-    """Where a sequence's keys and values lie in a cache. table: (B, pages of a sequence), or None;
-    entries: pages or batch entries that there are; batch_idx: (B,), or None."""
+    """Where a sequence's keys and values lie in a cache. table: (B, pages of a sequence), or None.
+    entries: how many pages or batch entries exist. batch_idx: (B,), or None."""
 
     table: In[Ptr]
     stride_tableb: Num
@@ -108,7 +110,8 @@ class KVLayout(NamedTuple):
 
 
 class Descale(NamedTuple):
-    """What stored numbers are multiplied by and then moved by; the strides are of both."""
+    """ptr: factors of stored numbers. shift: numbers to add to the products. The strides hold for
+    both."""
 
     ptr: In[Ptr]
     shift: In[Ptr]
@@ -118,7 +121,8 @@ class Descale(NamedTuple):
 
 
 class Descales(NamedTuple):
-    """KV_GROUP: dims of a key that share a descale, 0 for one of a (batch, kv head)."""
+    """KV_GROUP: dims of a key that share a descale; 0 if each (batch, KV head) has one. IS_INT4:
+    keys and values are stored as four bits each."""
 
     q: Descale
     k: Descale
@@ -128,8 +132,8 @@ class Descales(NamedTuple):
 
 
 class TileOrder(NamedTuple):
-    """Which program makes which tile. tiles: of a head; l2_heads: whose keys fit in L2 together;
-    splits: of a tile's keys."""
+    """Which program computes which tile. tiles: row tiles of a head. l2_heads: heads whose keys fit
+    in the L2 cache together. splits: of a tile's keys."""
 
     tiles: Num
     l2_heads: Num
@@ -137,7 +141,8 @@ class TileOrder(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """BLOCK_R: above 0, columns R of q and k that BLOCK_D leaves: a product of their own."""
+    """BLOCK_M: query rows. BLOCK_N: keys. BLOCK_D, BLOCK_E: columns of q and k, and of v. BLOCK_R:
+    above 0, the columns of q and k past BLOCK_D, which are a product of their own."""
 
     HEAD_DIM: Const
     HEAD_DIM_V: Const
@@ -150,8 +155,9 @@ class Tile(NamedTuple):
 
 
 class ForwardIO(NamedTuple):
-    """Of several splits out and lse are float32 partial results. rest: what the rounding of lse
-    left, see common/log_sum.py, laid out as lse is, of results that a kernel merges; else None."""
+    """With several splits, out and lse are float32 partial results. rest: the part that the
+    rounding of lse lost, in the layout of lse, of results that are merged later, see
+    common/log_sum.py; else None."""
 
     q: In[Rows]
     k: In[Rows]

@@ -1,6 +1,8 @@
-"""Packed rows before the first sequence and behind the last.
+"""Clears the rows of packed results that no sequence covers: those before the first sequence and
+those after the last.
 
-Attention kernels clear them by the way: these belong to no work tile. Shapes: H heads, E head dim.
+No work tile covers these rows, so attention kernels and the varlen scheduler call `clear_gaps`
+beside their work. Shapes: H heads, E head dim.
 """
 
 import triton
@@ -28,9 +30,13 @@ def clear_gaps(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes what packed rows before the first sequence and behind the last have: zeros into out
-    (total, heads, DIM), -inf into lse (heads, total); either may be absent. Each of
-    `shares` programs has its share."""
+    """Clears this program's share of the rows that no sequence covers: out (total, heads, DIM)
+    becomes 0, lse (heads, total) becomes -inf. Either array may be absent.
+
+    share, shares: this program's number, and how many programs divide the rows among them.
+    cu_seqlens: (batch + 1,). BLOCK: the power of two from DIM on. split: the leading index of both
+    arrays.
+    """
     before, behind, gaps = gaps_of(cu_seqlens, total, batch)
     dims = tl.arange(0, BLOCK)
     for block in range(share, tl.cdiv(gaps, GAP_ROWS) * heads, shares):
@@ -40,7 +46,8 @@ def clear_gaps(
 
 @triton.jit
 def gaps_of(cu_seqlens, total, batch):
-    """(rows before the first sequence, the first behind the last, rows of both) of packed rows."""
+    """(rows before the first sequence, first row after the last sequence, count of both kinds of
+    rows)."""
     before = within(tl.load(cu_seqlens), 0, total)
     behind = within(tl.load(cu_seqlens + batch), before, total)
     return before, behind, before + (total - behind)
@@ -60,8 +67,12 @@ def clear_block(
     heads,
     DIM: tl.constexpr,
 ):
-    """The same of GAP_ROWS of these rows, of one head: of all such blocks number `block`. gap_rows:
-    0 to GAP_ROWS - 1; dims: 0 to a power of two from DIM on; in any layout."""
+    """Clears one block: GAP_ROWS of the uncovered rows, of one head.
+
+    block: number of the block, heads innermost. gap_rows: 0 to GAP_ROWS - 1. dims: 0 to a power of
+    two from DIM on. Both index tensors may have any layout. before, behind, gaps: the results of
+    `gaps_of`.
+    """
     h = wide(block % heads)
     rows = block // heads * GAP_ROWS + gap_rows
     exists = rows < gaps

@@ -1,7 +1,9 @@
-"""Which keys the queries of a tile see, as `core.call.mask.MaskSpec.key_range` has them.
+"""Which keys the queries of a tile see; `core.call.mask.MaskSpec.key_range` is the same on the
+host.
 
-A row sees keys [start, stop), and leading keys below `first`. Over rows both bounds grow by one a
-row, so that the first and the last row of a tile bound all.
+A row sees keys [start, stop) and leading keys below `first`. Both bounds grow by one from a row to
+the next, so that the first and the last row of a tile bound all its rows. All families of kernels
+derive their key tiles from here.
 """
 
 from typing import Any, NamedTuple
@@ -13,8 +15,8 @@ from heedful.kernels.args.shared import Mask
 
 
 class KeyBounds(NamedTuple):
-    """Keys [start_first, stop_first) of the first row and [start_last, stop_last) of the last; the
-    stops are at most the sequence's length, and none is below 0."""
+    """The first row sees keys [start_first, stop_first), the last row [start_last, stop_last). A
+    stop is at most the sequence's length, and no bound is below 0."""
 
     start_first: Any
     start_last: Any
@@ -24,7 +26,8 @@ class KeyBounds(NamedTuple):
 
 @triton.jit
 def key_bounds(row, last, off, len_k, mask: Mask):
-    """The keys that the rows from `row` to `last` see in the window. off: of the diagonal."""
+    """The keys that rows `row` to `last` see in the window; leading keys are not included. off: how
+    far the sequence's diagonal is moved."""
     start_first = 0
     start_last = 0
     stop_first = len_k

@@ -1,5 +1,6 @@
-"""Tiles of keys and values from whatever storage they live in: dense or packed rows, pages, a
-quantised cache. Shapes: N key rows, D head dim.
+"""Loads tiles of keys or values from any storage: dense or packed rows, pages, a quantised cache.
+
+The portable and CDNA kernels load their tiles here. Shapes: N key rows, D head dim.
 """
 
 from typing import Any, NamedTuple
@@ -14,9 +15,12 @@ from heedful.kernels.common.sequences import within
 
 
 class Keys(NamedTuple):
-    """The keys, or values, of a kv head of a sequence. base: where its first row lies, or of pages
-    the kv head of the first; pages, groups: where in their arrays its pages and its descales begin.
-    seq: that sequence (`Seqlens`)."""
+    """Where the keys, or values, of one KV head of a sequence lie.
+
+    base: address of their first row; with pages, the address of this KV head in page 0. pages:
+    where the sequence's row of the page table begins. groups: where the descales of the KV head
+    begin. seq: the sequence's `Seqlens`.
+    """
 
     base: Any
     pages: Any
@@ -26,7 +30,8 @@ class Keys(NamedTuple):
 
 @triton.jit
 def cache_row(cache: KVLayout, b):
-    """Which of a cache's rows sequence b uses, as 64 bits: one that exists."""
+    """The batch entry of the cache that sequence b uses, as 64 bits. An index outside of the cache
+    is clamped to an entry that exists."""
     row = b
     if cache.batch_idx is not None:
         row = within(tl.load(cache.batch_idx + b), 0, cache.entries - 1)
@@ -35,7 +40,7 @@ def cache_row(cache: KVLayout, b):
 
 @triton.jit
 def keys_at_place(x: Rows, descale: Descale, cache: KVLayout, place, KV_GROUP: tl.constexpr):
-    """The keys of a place."""
+    """The `Keys` of a place's sequence and KV head. x: k or v. descale: k's or v's."""
     entry = cache_row(cache, place.b)
     base = x.ptr + place.g * x.stride_h
     pages = 0
@@ -53,10 +58,8 @@ def keys_at_place(x: Rows, descale: Descale, cache: KVLayout, place, KV_GROUP: t
 
 @triton.jit
 def storage_rows(rows, keys, cache: KVLayout, stride_page, stride_row):
-    """Element offsets of rows of a sequence in pages.
-
-    A number that no page has stands for the first or the last page.
-    """
+    """Element offsets of a sequence's rows in pages. A page number that does not exist is clamped
+    to the first or the last page."""
     page = tl.load(cache.table + keys.pages + rows // cache.page_size)
     page = within(page, 0, cache.entries - 1).to(tl.int64)
     return page * stride_page + wide(rows % cache.page_size) * stride_row
@@ -74,11 +77,13 @@ def gather_keys(
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """`load_keys` of rows found one by one: in pages, or quantised in groups of dims."""
+    """The tile of `load_keys` where each row needs an address of its own: in pages, or quantised
+    with one scale for each group of dims."""
     KV_GROUP: tl.constexpr = descales.KV_GROUP
     rows = row0 + tl.arange(0, tile.BLOCK_N)
     dims = tl.arange(0, BLOCK)
-    # Rows past the end are never loaded; their address repeats the last row's, a page that exists.
+    # Rows past the end are never loaded. Their address repeats that of the last row, whose page
+    # exists.
     place = keys.seq.token_k + tl.minimum(rows, keys.seq.len_k - 1)
     if cache.table is None:
         offsets = wide(place) * x.stride_n
@@ -92,7 +97,7 @@ def gather_keys(
     if descales.IS_INT4:
         packed = tl.load(keys.base + offsets[:, None] + (dims // 2)[None, :], mask=ok, other=0)
         nibble = (packed.to(tl.int32) >> ((dims % 2) * 4)[None, :]) & 15
-        # Two's complement of four bits.
+        # The four bits are a two's complement.
         stored = ((nibble ^ 8) - 8).to(tl.float32)
     else:
         stored = tl.load(keys.base + offsets[:, None] + dims[None, :], mask=ok, other=0.0)
@@ -118,8 +123,8 @@ def load_keys(
     BLOCK: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """A tile of keys from row0 on as stored or, with descales of groups, in float32; zeros past the
-    sequence. descale: of these, k's or v's."""
+    """A tile of keys from row0 on, zeros past the sequence. It is in the stored dtype, or in
+    float32 if groups of dims have descales. descale: k's or v's."""
     if cache.table is None and descales.KV_GROUP == 0:
         start, count = keys.base + keys.seq.token_k * x.stride_n, keys.seq.len_k
         return load_rows(start, x.stride_n, row0, count, DIM, tile.BLOCK_N, BLOCK, IS_MASKED)

@@ -1,4 +1,7 @@
-"""Philox4x32-10 (Salmon et al., SC'11), of which dropout masks are drawn."""
+"""Philox4x32-10 (Salmon et al., SC'11), the counter-based generator of dropout masks.
+
+Forward and backward kernels draw the same words from the same counters, so no mask is stored.
+"""
 
 import triton
 import triton.language as tl
@@ -6,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def philox_words(c0, c1, c2, c3, key0, key1):
-    """The four words of counters (c0, c1, c2, c3), all uint32 and broadcastable."""
+    """The four words of counters (c0, c1, c2, c3); all are uint32 and broadcast."""
     for _ in tl.static_range(10):
         hi0 = tl.umulhi(c0, 0xD2511F53)
         lo0 = c0 * 0xD2511F53
@@ -23,15 +26,15 @@ def philox_words(c0, c1, c2, c3, key0, key1):
 
 @triton.jit
 def seed_words(seed):
-    """The low and high word of the 64-bit seed at this address."""
+    """The low and the high word of the 64-bit seed at this address."""
     value = tl.load(seed)
     return value.to(tl.uint32), (value >> 32).to(tl.uint32)
 
 
 @triton.jit
 def origin_of(dropout):
-    """(batch, head, row, column) of the call's first score in the whole problem: numbers of the
-    launch or, where one program serves several shards, what stands behind the seed."""
+    """(batch, head, row, column) of the call's first score in the whole problem. The launch passes
+    these numbers; where one program serves several shards, they stand in memory after the seed."""
     if dropout.origin_b is None:
         place = dropout.seed + 1
         b, h = tl.load(place).to(tl.int32), tl.load(place + 1).to(tl.int32)

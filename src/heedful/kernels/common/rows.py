@@ -1,4 +1,4 @@
-"""Tiles of rows of a (.., row, head, dim) tensor in global memory."""
+"""Loads and stores tiles of rows of a (.., row, head, dim) tensor in global memory."""
 
 import triton
 import triton.language as tl
@@ -8,13 +8,15 @@ from heedful.kernels.args.kinds import Rows
 
 @triton.jit
 def wide(index):
-    """A 64-bit index, also from a loop counter that the interpreter keeps as a plain int."""
+    """The index as 64 bits. It may be a loop counter, which the interpreter keeps as a Python
+    int."""
     return index + tl.cast(0, tl.int64)
 
 
 @triton.jit
 def row_base(x: Rows, b, h, token):
-    """Where the rows of a head of a sequence begin."""
+    """The address where the rows of one head of a sequence begin. token: the sequence's
+    first row."""
     return x.ptr + (b * x.stride_b + h * x.stride_h + token * x.stride_n)
 
 
@@ -29,8 +31,9 @@ def load_rows(
     BLOCK: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Tile [ROWS, BLOCK] from row `row0` on; zeros past `count` rows (if masked) and past DIM."""
-    # The tile's base takes the 64-bit part, so that offsets within it stay 32-bit.
+    """Tile [ROWS, BLOCK] from row `row0` on. Columns past DIM are 0, and rows past `count` too if
+    IS_MASKED."""
+    # The tile's base takes the 64-bit part, so that offsets within the tile stay 32-bit.
     base += wide(row0) * stride_row
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, BLOCK)
@@ -48,7 +51,7 @@ def load_rows(
 
 @triton.jit
 def store_rows(base, tile, stride_row, row0, count, DIM: tl.constexpr):
-    """Stores a tile's first DIM columns at rows [row0, count)."""
+    """Stores the first DIM columns of a tile at rows [row0, count)."""
     base += wide(row0) * stride_row
     rows = tl.arange(0, tile.shape[0])
     dims = tl.arange(0, tile.shape[1])

@@ -1,9 +1,11 @@
-"""From raw products q k^T to visible scores, the same in every kernel.
+"""From raw products q k^T to visible scores; all portable and CDNA kernels compute them here.
 
-Order: scale, softcap, ALiBi, bias, mask. Probabilities come of exp2, the hardware's own
-exponential. Plain scores of 16-bit inputs stay raw products, with scale * LOG2E folded into the
-exponent; all others are in natural units, so that (score - maximum) is exact before it is scaled
-and a lone key has a probability of exactly 1. Shapes: M query rows, N key columns.
+The order is scale, softcap, ALiBi, bias, mask. Probabilities use exp2, which the hardware has as
+one instruction. Scores without modifiers and with 16-bit inputs stay raw products, and the exponent
+folds in scale * LOG2E. All other scores are in natural units: (score - maximum) is then exact
+before it is scaled, and a lone key has a probability of exactly 1.
+
+Shapes: M query rows, N key columns, D head dim.
 """
 
 from typing import Any, NamedTuple
@@ -18,8 +20,8 @@ from heedful.kernels.common.rows import wide
 
 
 class HeadMods(NamedTuple):
-    """The score modifiers of one head of one sequence: scale with descales, slope of ALiBi, and
-    where its bias and its tree mask begin; 0 for what there is not."""
+    """The score modifiers of one head of one sequence: the scale with descales, the slope of ALiBi,
+    and where its bias and its tree mask begin. A modifier that is absent is 0."""
 
     scale: Any
     slope: Any
@@ -29,10 +31,11 @@ class HeadMods(NamedTuple):
 
 @triton.jit
 def exponential(x, IS_EXACT: tl.constexpr):
-    """e^x for x <= 0. IS_EXACT, for float32 inputs: to about the digits of float32, where x * LOG2E
-    alone loses one for each doubling of x."""
+    """e^x for x <= 0. IS_EXACT, for float32 inputs: to about the digits of float32. x * LOG2E alone
+    loses one digit for each doubling of x."""
     if IS_EXACT:
-        # -inf would meet itself below; what it stands for, and all below the bound, is 0.
+        # -inf - -inf would be NaN below. All numbers under the bound have an exponential of 0, as
+        # -inf has.
         x = tl.maximum(x, -1000.0, propagate_nan=tl.PropagateNan.ALL)
         high = x * LOG2E
         low = tl.fma(x, LOG2E, -high)
@@ -48,8 +51,8 @@ def plus_product(total, a, b, PRECISION: tl.constexpr, IS_EXACT: tl.constexpr):
     """total + a b. IS_EXACT, for float32 inputs: the product of a tile is summed by itself, since
     one chain of additions over a whole sequence loses digits."""
     if IS_EXACT:
-        # The bound on imprecise additions means nothing to float32 but that the compiler does not
-        # chain this product to the total.
+        # For float32, this bound on imprecise additions has one effect: the compiler does not chain
+        # the product to the total.
         return total + tl.dot(a, b, input_precision=PRECISION, max_num_imprecise_acc=1)
     else:
         return tl.dot(a, b, total, input_precision=PRECISION)
@@ -65,9 +68,9 @@ def halves(x_RD):
 
 @triton.jit
 def product_of_rows(a_RD, b_SD, PRECISION: tl.constexpr, IS_EXACT: tl.constexpr):
-    """a b^T. IS_EXACT, for float32 inputs: wide rows in two chains of additions, not one. All
-    kernels make scores here: the backward's have the forward's bits, so that a lone key keeps a
-    probability of exactly 1."""
+    """a b^T. IS_EXACT, for float32 inputs: rows wider than 64 are summed in two chains of
+    additions. All portable kernels compute scores here. So the backward's scores have the bits of
+    the forward's, and a lone key keeps a probability of exactly 1."""
     if IS_EXACT and a_RD.shape[1] > 64:
         a0, a1 = halves(a_RD)
         b0, b1 = halves(b_SD)
@@ -81,7 +84,7 @@ def product_of_rows(a_RD, b_SD, PRECISION: tl.constexpr, IS_EXACT: tl.constexpr)
 def tanh(x):
     """tanh to a few units in the last place, also near zero, where 1 - 2 / (exp + 1) cancels."""
     square = x * x
-    # Minimax on |x| < 0.625 of (tanh(x) / x - 1) / x^2, relative error of tanh 4e-09.
+    # Minimax on |x| < 0.625 of (tanh(x) / x - 1) / x^2; the relative error of tanh is 4e-09.
     poly = -5.717036400e-03
     poly = poly * square + 2.065057885e-02
     poly = poly * square - 5.374349521e-02
@@ -96,7 +99,7 @@ def tanh(x):
 
 @triton.jit
 def head_mods(scale, b, h, mods: ScoreMods, mask: Mask):
-    """The score modifiers of query head h in sequence b."""
+    """The score modifiers of query head h in sequence b. scale: of raw scores, with descales."""
     slope = 0.0
     bias = 0
     tree = 0
@@ -111,7 +114,7 @@ def head_mods(scale, b, h, mods: ScoreMods, mask: Mask):
 
 @triton.jit
 def descaled(factor, descale: Descale, place):
-    """The factor times a (batch, kv head) descale, if there is one."""
+    """The factor times the descale of a place's (batch, KV head), if there is one."""
     if descale.ptr is not None:
         factor *= tl.load(descale.ptr + place.b * descale.stride_b + place.g * descale.stride_h)
     return factor
@@ -119,8 +122,8 @@ def descaled(factor, descale: Descale, place):
 
 @triton.jit
 def bias_tile(row0, col0, place, head, mods: ScoreMods, tile: Tile, TRANSPOSED: tl.constexpr):
-    """Bias of a tile in float32, [M, N] or, transposed, [N, M]; 0 without one. Rows and columns
-    past the sequence repeat its last: their scores are masked or never stored."""
+    """The bias of a tile in float32: [M, N] or, if TRANSPOSED, [N, M]; 0 if there is no bias. Rows
+    and columns past the sequence repeat its last one: their scores are masked or never stored."""
     if mods.bias.ptr is None:
         return 0.0
     else:
@@ -136,12 +139,12 @@ def bias_tile(row0, col0, place, head, mods: ScoreMods, tile: Tile, TRANSPOSED: 
 
 @triton.jit
 def adjust_scores(s, distance, b_tile, head, mods: ScoreMods):
-    """(scores in natural units, d score / d (s * scale)) of raw products; `distance` is key index
+    """(scores in natural units, d score / d (s * scale)) of raw products. distance: the key's index
     minus the query's place on the diagonal.
 
-    Each product that enters a sum does so by a fused multiply-add, here: where the compiler may
-    contract them, scores of two kernels, or of two loops of one, differ by a rounding, and those of
-    1e9, whose neighbours are 64 away, by more than exponents survive.
+    Each product that enters a sum is an explicit fused multiply-add. Where the compiler chooses,
+    the scores of two kernels, or of two loops of one kernel, may differ by a rounding. Scores near
+    1e9, whose neighbours are 64 away, would then differ by more than an exponential can stand.
     """
     slope_of_cap = 1.0
     factor = head.scale
@@ -162,7 +165,7 @@ def adjust_scores(s, distance, b_tile, head, mods: ScoreMods):
 
 @triton.jit
 def visible(rows, cols, distance, place, head, mask: Mask):
-    """Which scores exist, are in the window and in the tree mask; rows, cols and distance
+    """Which scores exist, are in the window, and are in the tree mask. rows, cols and distance
     broadcast."""
     ok = in_window(cols, distance, place, mask)
     if mask.tree is not None:
@@ -183,7 +186,8 @@ def in_window(cols, distance, place, mask: Mask):
 
 @triton.jit
 def tree_visible(rows, cols, place, head, mask: Mask):
-    """Which scores the tree mask leaves: it covers the last len_q keys, all before are seen."""
+    """Which scores the tree mask shows. The mask covers the last len_q keys; all keys before are
+    seen."""
     nodes = cols - (place.seq.len_k - place.seq.len_q)
     inside = (nodes >= 0) & (nodes < place.seq.len_q) & (rows < place.seq.len_q)
     places = head.tree + wide(rows) * mask.stride_treem + nodes
@@ -192,14 +196,15 @@ def tree_visible(rows, cols, place, head, mask: Mask):
 
 @triton.jit
 def finite_or_zero(m):
-    """A running maximum to subtract: a row that has seen no key subtracts 0, never -inf."""
+    """The running maximum to subtract: 0 for a row that has seen no key, so that it never subtracts
+    -inf."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit
 def sink_state(logit, m_M, IS_ADJUSTED: tl.constexpr):
-    """(maximum, sum) of rows that have seen nothing but the sink, in natural units or in base 2: a
-    maximum that was rounded has a sum of a little more or less than 1. m_M: of their shape."""
+    """(maximum, sum) of rows that have seen nothing but the sink, in natural units or in base 2. In
+    base 2 the maximum is rounded, so the sum is not exactly 1. m_M: a tensor of their shape."""
     m_M = tl.zeros_like(m_M) + logit
     l_M = tl.full(m_M.shape, 1.0, tl.float32)
     if not IS_ADJUSTED:
@@ -213,8 +218,8 @@ def sink_state(logit, m_M, IS_ADJUSTED: tl.constexpr):
 def lse_to_subtract(
     lse: RowVector, offsets, exists, IS_ADJUSTED: tl.constexpr, IS_MASKED: tl.constexpr
 ):
-    """LSE in the units of scores: natural ones if IS_ADJUSTED, else in base 2. Rows that saw
-    nothing or do not exist subtract inf: probability 0."""
+    """The LSE in the units of the scores: natural ones if IS_ADJUSTED, else base 2. Rows that saw
+    nothing and rows that do not exist get +inf, so that their probabilities are 0."""
     if IS_MASKED:
         lse_M = tl.load(lse.ptr + offsets, mask=exists, other=float("inf"))
     else:
@@ -240,8 +245,9 @@ def probabilities(
     IS_MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """(probabilities, d score / d (s * scale)) of a tile whose LSE is known, [M, N] or, transposed,
-    [N, M]. lse_M: what is subtracted from scores, in their units, see `lse_to_subtract`."""
+    """(probabilities, d score / d (s * scale)) of a tile whose LSE is known: [M, N] or, if
+    TRANSPOSED, [N, M]. lse_M: the number to subtract from scores, in their units
+    (`lse_to_subtract`)."""
     IS_EXACT: tl.constexpr = q_MD.dtype == tl.float32
     rows_M = row0 + tl.arange(0, tile.BLOCK_M)
     cols_N = col0 + tl.arange(0, tile.BLOCK_N)

@@ -1,6 +1,6 @@
-"""Where a sequence's rows lie.
+"""Where the rows of a sequence lie, from its lengths in device memory.
 
-Shapes: B batch, H query heads, G kv heads.
+Shapes: B batch, H query heads, G KV heads.
 """
 
 from typing import Any, NamedTuple
@@ -14,17 +14,18 @@ from heedful.kernels.common.rows import wide
 
 @triton.jit
 def within(value, low, high):
-    """The value, or the bound beyond which it is."""
+    """The value, clamped to [low, high]."""
     return tl.minimum(tl.maximum(value, low), high)
 
 
 @triton.jit
 def sequence(b, cu_seqlens, seqused, leftpad, seqlen, new=None):
-    """(first token, used length, stored length from there on) of sequence b.
+    """(first token, rows in use, rows in storage from the first token on) of sequence b.
 
-    seqlen: rows that each sequence has in storage, or packed tokens of all. new: rows on top of
-    seqused, which then counts padding too and is negative for no sequence; None for none. Whatever
-    values arrays hold, a sequence lies within these: what is read and written through it exists.
+    seqlen: rows that each sequence has in storage, or the packed tokens of all sequences. new: rows
+    to add to seqused, or None. Beside it, seqused counts padding too and is negative for an entry
+    that holds no sequence. The results are clamped: whatever values the arrays hold, a sequence
+    lies within memory that exists.
     """
     token = tl.cast(0, tl.int64)
     stored = seqlen
@@ -49,10 +50,10 @@ def sequence(b, cu_seqlens, seqused, leftpad, seqlen, new=None):
 
 
 class Seqlens(NamedTuple):
-    """A sequence's queries and keys: first token (0 unless packed or padded), rows in use, rows in
-    storage. off: how far the diagonal is moved. Built by keyword."""
+    """The queries and keys of a sequence: first token (0 unless packed or padded), rows in use,
+    rows in storage. off: how far the diagonal is moved. It is built by keyword."""
 
-    # ptxas: the order of fields is that in which a loop that carries them has its registers.
+    # ptxas: a loop that carries these fields has its registers in their order.
     token_q: Any
     token_k: Any
     len_q: Any
@@ -63,7 +64,8 @@ class Seqlens(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The work of a program: sequence b, query head h, kv head g as 64 bits, and that sequence."""
+    """The work of a program: sequence b, query head h and KV head g, as 64 bits, and the sequence's
+    `Seqlens`."""
 
     b: Any
     h: Any
@@ -73,8 +75,9 @@ class Place(NamedTuple):
 
 @triton.jit
 def seqlens_of(b, x: Sequences, mask: Mask, longest_q=None, longest_k=None):
-    """Those of sequence b, or of many. longest_q, longest_k: where an array of scores has room for
-    so many rows and keys alone."""
+    """The `Seqlens` of sequence b, or of a tensor of sequences. longest_q, longest_k: bounds on
+    lengths in use, given where an array of scores (a bias) has room for only so many rows and keys.
+    """
     token_q, len_q, stored_q = sequence(b, x.cu_q, x.used_q, None, x.seqlen_q)
     token_k, len_k, stored_k = sequence(b, x.cu_k, x.used_k, x.leftpad_k, x.seqlen_k, x.new_k)
     if longest_q is not None:
@@ -94,8 +97,8 @@ def seqlens_of(b, x: Sequences, mask: Mask, longest_q=None, longest_k=None):
 
 @triton.jit
 def place_of(b, h, g, x: Sequences, shape: Shape, mask: Mask, IS_BOUNDED: tl.constexpr):
-    """The place of heads h and g of sequence b. IS_BOUNDED: beside an array of scores, which has
-    room for the longest sequences alone."""
+    """The `Place` of query head h and KV head g in sequence b. IS_BOUNDED: lengths in use are
+    bounded by the room of an array of scores (`shape.longest_q`, `shape.longest_k`)."""
     if IS_BOUNDED:
         seq = seqlens_of(b, x, mask, shape.longest_q, shape.longest_k)
     else:
@@ -105,7 +108,7 @@ def place_of(b, h, g, x: Sequences, shape: Shape, mask: Mask, IS_BOUNDED: tl.con
 
 @triton.jit
 def place_of_queries(bh, sequences: Sequences, shape: Shape, mask: Mask, IS_BOUNDED: tl.constexpr):
-    """The place of a flat query head."""
+    """The `Place` of a query head that is numbered over all sequences."""
     h = bh % shape.heads_q
     g = h // (shape.heads_q // shape.heads_k)
     return place_of(bh // shape.heads_q, h, g, sequences, shape, mask, IS_BOUNDED)

@@ -1,6 +1,9 @@
-"""The maximum and the sum of rows, made anew: where a log-sum-exp, one float32, is so far from 0
-that the logarithm of the sum is lost in its rounding. A row's maximum is then subtracted from
-scores, which is exact, in place of the log-sum-exp, and what comes of it is divided by the sum.
+"""Recomputes the maximum and the sum of rows whose log-sum-exp is far from 0.
+
+A log-sum-exp is stored as one float32. Far from 0, the logarithm of the sum is lost in its
+rounding. The backward and the probabilities kernel then subtract the row's maximum from scores,
+which is exact, in place of the log-sum-exp, and divide the results by the row's sum. `is_far` says
+which rows need this.
 
 Shapes: M query rows, N key rows, D qk dim, E v dim.
 """
@@ -24,16 +27,16 @@ from heedful.kernels.common.scores import (
 )
 from heedful.kernels.common.tile_range import key_tiles
 
-# From here on a log-sum-exp is far from 0: one of 2^10 is known to 2^-14, which rows of 16 bits do
-# not notice, one of 2^6 to 2^-19.
+# From these magnitudes on, a log-sum-exp is far from 0. One of 2^10 is known to 2^-14, which 16-bit
+# rows do not notice; one of 2^6 is known to 2^-19.
 FAR = tl.constexpr(1024.0)
 FAR_OF_FLOAT32 = tl.constexpr(64.0)
 
 
 @triton.jit
 def is_far(lse_M, IS_EXACT: tl.constexpr):
-    """Which rows' log-sum-exp has lost digits that count, of float32 (IS_EXACT) or 16 bits. Those
-    that saw nothing have none."""
+    """Which rows have a log-sum-exp that has lost digits which count, in float32 (IS_EXACT) or in
+    16 bits. Rows that saw nothing are not far."""
     LEAST: tl.constexpr = FAR_OF_FLOAT32 if IS_EXACT else FAR
     size_M = tl.abs(lse_M)
     return (size_M >= LEAST) & (size_M < float("inf"))
@@ -47,8 +50,9 @@ def any_far(lse_M, IS_EXACT: tl.constexpr):
 
 @triton.jit
 def with_scores(m_M, l_M, s_MN, unit, IS_ADJUSTED: tl.constexpr):
-    """(maximum, sum) of rows so far and of a tile of scores: in natural units or, raw, of which
-    `unit` makes those in base 2."""
+    """(maximum, sum) of rows after one more tile of scores. Scores and maxima are in natural units
+    if IS_ADJUSTED; else scores are raw, `unit` converts them to base 2, and maxima are in base 2.
+    """
     top_M = tl.max(s_MN, 1)
     if not IS_ADJUSTED:
         top_M = top_M * unit
@@ -65,7 +69,7 @@ def with_scores(m_M, l_M, s_MN, unit, IS_ADJUSTED: tl.constexpr):
 
 @triton.jit
 def sink_statistics(place, mods: ScoreMods, tile: Tile, IS_ADJUSTED: tl.constexpr):
-    """(maximum, sum) of rows that have seen nothing but the sink, if there is one."""
+    """(maximum, sum) of rows before any key: the sink's, if there is one, else -inf and 0."""
     m_M = tl.full([tile.BLOCK_M], float("-inf"), tl.float32)
     l_M = tl.zeros([tile.BLOCK_M], tl.float32)
     if mods.sink is not None:
@@ -88,15 +92,16 @@ def statistics_of_keys(
     tile: Tile,
     IS_ADJUSTED: tl.constexpr,
 ):
-    """`row_statistics` of queries that are loaded, over keys from whatever storage: `Keys` or,
-    without descales, the address of rows."""
+    """`row_statistics` of a tile of queries in registers. keys: `Keys` in any storage or, if
+    descales is None, the address of dense rows."""
     D: tl.constexpr = tile.HEAD_DIM
     N: tl.constexpr = tile.BLOCK_N
     IS_EXACT: tl.constexpr = q_MD.dtype == tl.float32
     rows_M = row0 + tl.arange(0, tile.BLOCK_M)
     m_M, l_M = sink_statistics(place, mods, tile, IS_ADJUSTED)
     tiles = key_tiles(row0, place, mask, tile)
-    # ptxas: few calls come by, so it takes no shared memory from loops behind.
+    # ptxas: few calls run this loop, so it has one stage and takes no shared memory from the loops
+    # after it.
     for visit in tl.range(0, tiles.first_end + (tiles.end - tiles.begin), num_stages=1):
         block = visit
         if visit >= tiles.first_end:
@@ -133,8 +138,9 @@ def row_statistics(
     IS_ADJUSTED: tl.constexpr = True,
 ):
     """(maximum, sum of exp(score - maximum)) of a tile of query rows over all keys that they see,
-    and the sink. Rows that see nothing have -inf and 0. IS_ADJUSTED: the maximum is in natural
-    units, whatever the problem; else, of plain scores, raw ones times scale * LOG2E."""
+    and over the sink. Rows that see nothing have -inf and 0. IS_ADJUSTED: scores take their
+    modifiers and maxima are in natural units; else maxima are those of raw scores times scale *
+    LOG2E."""
     keys = row_base(k, place.b, place.g, place.seq.token_k)
     queries = row_base(q, place.b, place.h, place.seq.token_q)
     q_MD = load_rows(
@@ -154,16 +160,16 @@ def row_statistics(
 
 @triton.jit
 def with_statistics(lse_M, m_M, l_M, IS_EXACT: tl.constexpr):
-    """(reference, factor) of rows: of those far from 0 a maximum and 1 over a sum, of others the
-    LSE, as it is subtracted, and 1."""
+    """(reference, factor) of rows, of which probabilities are exp(score - reference) * factor: the
+    maximum and 1 / sum of rows far from 0, the LSE and 1 of all others."""
     far_M = is_far(lse_M, IS_EXACT)
     return tl.where(far_M, m_M, lse_M), tl.where(far_M, 1.0 / l_M, 1.0)
 
 
 @triton.jit
 def load_references(reference, factor, lse_M, places_M, exists_M):
-    """(reference, factor) of rows as they were stored, or without such arrays the LSE and 1. Rows
-    that do not exist subtract inf."""
+    """(reference, factor) of rows, as `with_statistics` made and a kernel stored them. Without such
+    arrays they are the LSE and 1. Rows that do not exist get a reference of inf: probability 0."""
     if reference is None:
         return lse_M, tl.full(lse_M.shape, 1.0, tl.float32)
     else:
@@ -173,9 +179,9 @@ def load_references(reference, factor, lse_M, places_M, exists_M):
 
 @triton.jit
 def row_deltas(o_ME, do_ME, lse_M, dlse: RowArray, place, rows_M, exists_M):
-    """delta = rowsum(out * dout) - dlse (M,) of query rows: an LSE that is an output itself enters
-    the softmax's gradient exactly as the row sum does. Rows that saw nothing have 0, whatever they
-    hold. dlse may be absent."""
+    """delta = rowsum(out * dout) - dlse, (M,), of query rows. If the LSE is itself an output, its
+    gradient enters the softmax's gradient just as the row sum does. Rows that saw nothing have 0,
+    whatever out and dout hold. dlse may be absent."""
     delta_M = tl.sum(o_ME.to(tl.float32) * do_ME.to(tl.float32), 1)
     if dlse.ptr is not None:
         base = dlse.ptr + (

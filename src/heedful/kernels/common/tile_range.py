@@ -1,4 +1,5 @@
-"""Which key tiles a tile of queries visits, and which query tiles a tile of keys."""
+"""Which key tiles a tile of queries visits, and which query tiles a tile of keys visits. The
+portable and CDNA kernels loop over these ranges."""
 
 from typing import Any, NamedTuple
 
@@ -10,8 +11,8 @@ from heedful.kernels.common.key_range import key_bounds
 
 
 class TileRange(NamedTuple):
-    """Tiles [begin, end) are visited; [full_begin, full_end) of them need no mask. first_end: tiles
-    [0, first_end) before `begin` are visited, too."""
+    """Tiles [begin, end) are visited, and [full_begin, full_end) of them need no mask. Tiles [0,
+    first_end), which lie before `begin`, are visited too."""
 
     first_end: Any
     begin: Any
@@ -22,7 +23,7 @@ class TileRange(NamedTuple):
 
 @triton.jit
 def key_tiles(row, place, mask: Mask, tile: Tile):
-    """Key tiles that a tile of queries from `row` on touches."""
+    """The key tiles that a tile of queries from `row` on visits."""
     len_k = place.seq.len_k
     last = tl.minimum(row + tile.BLOCK_M, place.seq.len_q) - 1
     bounds = key_bounds(row, last, place.seq.off, len_k, mask)
@@ -45,7 +46,7 @@ def key_tiles(row, place, mask: Mask, tile: Tile):
         full_end = 0
         end = 0
     if mask.tree is not None:
-        # The tree is over the last keys.
+        # The tree covers the last len_q keys: tiles that hold any of them need a mask.
         full_end = tl.minimum(full_end, tl.maximum(len_k - place.seq.len_q, 0) // tile.BLOCK_N)
         full_end = tl.maximum(full_end, full_begin)
     return TileRange(first_end, begin, full_begin, full_end, end)
@@ -53,13 +54,14 @@ def key_tiles(row, place, mask: Mask, tile: Tile):
 
 @triton.jit
 def masked_count(tiles):
-    """How many tiles are visited that need a mask."""
+    """How many of the visited tiles need a mask."""
     return tiles.first_end + (tiles.full_begin - tiles.begin) + (tiles.end - tiles.full_end)
 
 
 @triton.jit
 def visited_tile(visit, tiles, HAS_LEFT: tl.constexpr, IS_MASKED: tl.constexpr):
-    """The key tile of a visit, of those that need a mask or of those that do not."""
+    """The key tile of a visit. Visits are counted apart for tiles that need a mask (IS_MASKED) and
+    for those that need none."""
     if not IS_MASKED:
         return visit + tiles.full_begin
     elif HAS_LEFT:
@@ -70,7 +72,7 @@ def visited_tile(visit, tiles, HAS_LEFT: tl.constexpr, IS_MASKED: tl.constexpr):
 
 @triton.jit
 def masked_tile(index, tiles):
-    """The index-th of the visited key tiles that need a mask."""
+    """The key tile of visit `index` among those that need a mask."""
     before = tiles.full_begin - tiles.begin
     tile = index
     if index >= tiles.first_end + before:
@@ -82,8 +84,8 @@ def masked_tile(index, tiles):
 
 @triton.jit
 def query_tiles(col, place, mask: Mask, tile: Tile):
-    """Query tiles that see any of a tile of keys from `col` on; the full ones' rows all exist and
-    see every one of these keys."""
+    """The query tiles that see any key of a tile from `col` on. Full tiles are those whose rows all
+    exist and see each of these keys."""
     off, len_q = place.seq.off, place.seq.len_q
     last = tl.minimum(col + tile.BLOCK_N, place.seq.len_k) - 1
     begin = 0

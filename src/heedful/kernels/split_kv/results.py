@@ -1,9 +1,9 @@
-"""How the results of a segment leave, as far as it is the same in every layout: with the sink as
-one more logit, beside their log-sum-exp; those of sequences without keys; sums of partial results.
+"""Stores the results of a segment, as far as this is the same in every layout: the sink as one more
+logit, the log-sum-exp, rows of sequences without keys, and the sums of partial results.
 
-A segment that is a whole work tile stores its rows at once. Others leave partial results in
-scratch, from where they are merged. What depends on layouts is each kernel's own: how the columns
-of a row lie, and how many segments are merged at once.
+A segment that is a whole work tile stores its rows at once. Other segments leave partial results in
+scratch memory, and the program that finishes the work tile merges them. The layout of a row's
+columns, and how many segments are merged at once, are up to each kernel.
 
 Shapes: M rows, P segments, E columns.
 """
@@ -19,8 +19,8 @@ from heedful.kernels.common.sequences import seqlens_of
 
 @triton.jit
 def with_sink(sink, head_M, m_M, l_M, IS_NATURAL: tl.constexpr):
-    """(maximum, sum, what results are to be multiplied by) of rows, with the sink as one more logit
-    of each. IS_NATURAL: maxima are in natural units, else in base 2."""
+    """(maximum, sum, factor for the results so far) of rows, with the sink as one more logit of
+    each row. IS_NATURAL: maxima are in natural units, else in base 2."""
     if sink is None:
         return m_M, l_M, 1.0
     else:
@@ -38,8 +38,8 @@ def with_sink(sink, head_M, m_M, l_M, IS_NATURAL: tl.constexpr):
 
 @triton.jit
 def store_lse(io, start, head_M, pos_M, m_M, l_M, used_M, stored_M, IS_NATURAL: tl.constexpr):
-    """Writes the log-sum-exp of rows, and what its rounding left. start: where a sequence's
-    begin. Rows that are stored but not used are -inf."""
+    """Stores the log-sum-exp of rows and, if `io.rest` exists, the part that its rounding lost.
+    start: offset of the sequence's first element. Rows that are stored but not in use get -inf."""
     if io.rest is None:
         lse_M = m_M + tl.log2(l_M) * LN2 if IS_NATURAL else (m_M + tl.log2(l_M)) * LN2
     else:
@@ -54,8 +54,8 @@ def store_lse(io, start, head_M, pos_M, m_M, l_M, used_M, stored_M, IS_NATURAL: 
 
 @triton.jit
 def store_empty_rows(row_M, dims_E, g, io, sink, params):
-    """Writes out and lse of those rows of KV head g whose sequence has no keys. row_M: over all
-    sequences, one behind the other."""
+    """Stores out and lse of those rows of KV head g whose sequence has no keys. row_M: numbers of
+    rows over all sequences, one sequence after the other."""
     group = params.shape.heads_q // params.shape.heads_k
     rows = params.seqs.seqlen_q * group
     exists_M = row_M < params.shape.batch * rows
@@ -80,15 +80,15 @@ def store_empty_rows(row_M, dims_E, g, io, sink, params):
 
 @triton.jit
 def store_sums(sums_M, m_M, l_M, kept_M):
-    """Writes the maximum and the sum of partial results' rows: apart, since a log-sum-exp that is
-    far from 0 has no digits left for the sum."""
+    """Stores the maximum and the sum of partial results' rows. They stay two numbers, since a
+    log-sum-exp that is far from 0 has no digits left for the sum."""
     tl.store(sums_M, m_M, mask=kept_M)
     tl.store(sums_M + 1, l_M, mask=kept_M)
 
 
 @triton.jit
 def load_sums(sums_PM, exists_P1):
-    """(maximum, sum) of partial results' rows; -inf and 0 of segments that do not exist."""
+    """(maximum, sum) of partial results' rows; -inf and 0 for segments that do not exist."""
     top_PM = tl.load(sums_PM, mask=exists_P1, other=float("-inf"), cache_modifier=".cg")
     sum_PM = tl.load(sums_PM + 1, mask=exists_P1, other=0.0, cache_modifier=".cg")
     return top_PM, sum_PM

@@ -1,5 +1,5 @@
-"""Which keys a program has: its share of a line, segment by segment (work.py). Each role of a
-program walks by itself."""
+"""Walks over a program's share of the keys, segment by segment. `work` defines lines, shares and
+segments. Each role of a program, such as the producer, walks for itself."""
 
 from typing import Any, NamedTuple
 
@@ -15,8 +15,9 @@ from heedful.kernels.split_kv.work import (
 
 
 class Share(NamedTuple):
-    """A program's share of a line: where on the line it is and ends, how long each share is, the
-    sequence there, and where that begins."""
+    """A program's share of a line. x: where on the line the walk is. end: where the share ends.
+    each: the length of every share. b: the sequence at x. base: where that sequence begins on the
+    line."""
 
     x: Any
     end: Any
@@ -26,9 +27,12 @@ class Share(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """What a program does next: visits [start, stop) of key tiles, perhaps none, of sequence b for
-    rows from row0 on of KV head g. seq: the sequence's lengths; partials: where results go; span:
-    which key tiles are visited, 0 before `with_span`: Triton 3.6 returns no None."""
+    """The next work of a program: visits [start, stop) of key tiles, possibly none, of sequence b,
+    for rows from row0 on of KV head g.
+
+    seq: the sequence's `Seqlens`. partials: where results go. span: which key tiles are visited; it
+    is 0 until `with_span` sets it, since Triton 3.6 cannot return None.
+    """
 
     start: Any
     stop: Any
@@ -41,7 +45,7 @@ class Segment(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A program's line: its number, how many there are, and its KV head."""
+    """A program's line: its number, the count of lines, and its KV head."""
 
     number: Any
     lines: Any
@@ -50,7 +54,8 @@ class Line(NamedTuple):
 
 @triton.jit
 def line_of(params):
-    """A program's line: one of each head and row tile or, of packed queries, of each head."""
+    """The line of this program: there is one for each head and row tile or, with packed queries,
+    one for each head."""
     lines = params.shape.heads_k
     if params.seqs.cu_q is None:
         lines = lines * params.work.tiles
@@ -60,8 +65,11 @@ def line_of(params):
 
 @triton.jit
 def share_of(number, shares, first_B, looks_B, params):
-    """(one share of a line, where it begins; how many sequences are not on the line for want of
-    keys). first_B: 0; looks_B: 0 to LOOKS - 1, in any layout."""
+    """(a `Share` of a line, at its begin; how many sequences without keys are left off the line).
+
+    number: of the share. shares: how many the line has. first_B: 0; looks_B: 0 to LOOKS - 1; both
+    in any layout.
+    """
     empty = 0
     if params.work.IS_UNIFORM:
         each = tl.sum(lengths_of(first_B, params), 0)
@@ -69,8 +77,8 @@ def share_of(number, shares, first_B, looks_B, params):
     else:
         each = 0
         total = 0
-        # A sequence alone is where its share begins: LOOKS for one length would be the better part
-        # of a microsecond before its first key.
+        # A single sequence begins where its share does. To look at LOOKS sequences for its one
+        # length would cost most of a microsecond before the first key.
         looked = params.shape.batch
         if params.shape.batch == 1:
             looked = looked * 0
@@ -108,9 +116,12 @@ def share_of(number, shares, first_B, looks_B, params):
 
 @triton.jit
 def segment_at(share, number, line, row_tile, begin, seq, visits, is_here, params):
-    """(the segment where a share is, where on the line the program goes on). number: of the share;
-    row_tile, begin: the work tile there, among its sequence's, and where it begins on the line.
-    is_here: whether that sequence still is on the line there, or there is no segment."""
+    """(the segment at the share's position, where on the line the program goes on after it).
+
+    number: of the share. row_tile, begin: the work tile there, counted within its sequence, and
+    where it begins on the line. is_here: whether the share still is in this sequence; if not, the
+    segment is empty.
+    """
     first = first_tile(share.b, seq.token_q, params)
     row0 = row_tile * params.tile.BLOCK_M
     tile = (first + row_tile) * params.shape.heads_k + line.g
@@ -123,8 +134,8 @@ def segment_at(share, number, line, row_tile, begin, seq, visits, is_here, param
 
 @triton.jit
 def with_span(segment, params):
-    """The segment and what its rows visit. Apart, since registers are few where there may be no
-    segment."""
+    """The segment with its span. This is a step of its own, since registers are few while it is
+    unknown whether there is a segment."""
     group = params.shape.heads_q // params.shape.heads_k
     last = (segment.row0 + params.tile.BLOCK_M - 1) // group
     last = tl.minimum(last, segment.seq.len_q - 1)

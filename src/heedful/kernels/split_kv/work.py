@@ -1,22 +1,23 @@
-"""How the keys of a decode are dealt out: every program finds its own share, from lengths that only
-the device knows.
+"""Divides the keys of a decode among programs. Each program finds its share by itself, since only
+the device knows the lengths.
 
-A work tile is one tile of query rows of one KV head of one sequence, over all key tiles that its
-sequence's queries see: its visits. Work tiles of a head and row tile stand in a line, by sequence;
-those of packed queries, of which sequences have more or fewer, in one line of the head. Each is as
-long as its visits, and OVERHEAD for what it costs beside. The line is cut into shares, and every
-line has a program for each. A work tile that several shares have a segment of is merged by who
-finishes its last segment. Packed sequences that another kernel has are of length 0, and so are
-those without keys, which padded batches are full of: they are cleared apart.
+A work tile is one tile of query rows of one KV head of one sequence, over all key tiles that the
+sequence's queries see. To process one key tile is a visit. The work tiles of a head and row tile
+form a line, in the order of sequences; with packed queries, whose counts differ, all row tiles of a
+head form one line. A work tile is as long as its visits plus OVERHEAD, its fixed cost in key tiles.
+Each line is cut into shares, and each share has a program. The part of a work tile in one share is
+a segment. If a work tile has several segments, the program that finishes the last one merges them.
+Packed sequences that another kernel handles have length 0. So do sequences without keys, of which
+padded batches have many: their results are cleared separately.
 
-Neighbours among programs have the same share of all heads: what they read at a time lies side by
-side. Rows of one head alone, 64 bytes of every 512, would be read at half the speed. And so do row
-tiles of a head: the second finds in the cache what the first reads.
+Neighbouring programs have the same share of different heads, so that they read adjacent memory at a
+time. Reads of one head alone, 64 of every 512 bytes, would have half the bandwidth. Row tiles of a
+head are neighbours too: the second one finds in the L2 cache what the first one reads.
 
-Without `splits` the line is cut evenly, wherever that is: no program is idle, and a work tile has
-as few segments as there can be. With `splits` a work tile is cut in so many segments by its own
-visits alone, so that its result does not depend on what else is in the batch; a program has the
-segments that begin in its share.
+Without `splits` the line is cut into equal shares, at any visit: no program is idle, and a work
+tile has as few segments as possible. With `splits` a work tile is cut into that many segments by
+its own visits alone, so that its result does not depend on the rest of the batch. A program then
+has the segments that begin in its share.
 
 Shapes: B sequences.
 """
@@ -33,8 +34,8 @@ from heedful.kernels.common.sequences import seqlens_of
 
 
 class SplitKVParams(NamedTuple):
-    """What functions of this folder take as `params`: a kernel's own groups, or others that have
-    these among them. Of the tile they need BLOCK_M, BLOCK_N and HEAD_DIM_V."""
+    """The groups that functions of this folder read from `params`. A kernel passes its own groups,
+    which must include these. From the tile they read BLOCK_M, BLOCK_N and HEAD_DIM_V."""
 
     seqs: Sequences
     shape: Shape
@@ -52,8 +53,9 @@ class Span(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Where the results of a work tile's segments lie. tile: number of the work tile; count: of its
-    segments; slot: of this one's; first: of segment 0's; rest + step * i: of segment i > 0's."""
+    """Where the segments of a work tile store their results. tile: number of the work tile. count:
+    of its segments. slot: of this segment. first: slot of segment 0. Segment i > 0 has slot rest +
+    step * i."""
 
     tile: Any
     count: Any
@@ -65,7 +67,7 @@ class Partials(NamedTuple):
 
 @triton.jit
 def span_of(row, last, seq, params):
-    """The key tiles that queries [row, last] visit, at least one."""
+    """The key tiles that queries [row, last] visit; at least one."""
     BLOCK_N: tl.constexpr = params.tile.BLOCK_N
     bounds = key_bounds(row, last, seq.off, seq.len_k, params.mask)
     end = tl.cdiv(bounds.stop_last, BLOCK_N)
@@ -80,7 +82,7 @@ def span_of(row, last, seq, params):
 
 @triton.jit
 def block_of(visit, span, mask: Mask):
-    """The key tile of a visit: all in turn or, beside a window, leading ones first."""
+    """The key tile of a visit. All come in order; beside a window, leading tiles come first."""
     if mask.HAS_LEFT:
         return tl.where(visit < span.first_end, visit, visit - span.first_end + span.begin)
     else:
@@ -89,7 +91,7 @@ def block_of(visit, span, mask: Mask):
 
 @triton.jit
 def visit_of(block, span):
-    """The first visit of a key tile, or of one behind it."""
+    """The visit of a key tile, or of the next tile that is visited."""
     before = tl.minimum(block, span.first_end)
     return tl.where(block < span.begin, before, block - span.begin + span.first_end)
 
@@ -102,7 +104,7 @@ def segment_visits(visits, work: DecodeWork):
 
 @triton.jit
 def tile_length(visits, work: DecodeWork):
-    """How long a work tile is on the line."""
+    """The length of a work tile on the line."""
     if work.splits is None:
         return visits + work.OVERHEAD
     else:
@@ -111,7 +113,7 @@ def tile_length(visits, work: DecodeWork):
 
 @triton.jit
 def tile_at(x, base, visits, work: DecodeWork):
-    """(number within its sequence, begin on the line) of the work tile at x, of packed queries
+    """(number within its sequence, begin on the line) of the work tile at x, for packed queries
     whose sequence begins at base."""
     number = (x - base) // tile_length(visits, work)
     return number, base + number * tile_length(visits, work)
@@ -119,8 +121,8 @@ def tile_at(x, base, visits, work: DecodeWork):
 
 @triton.jit
 def first_tile(b, token_q, params):
-    """The number of a sequence's first tile of rows among those of all, of one KV head. Packed
-    sequences before it have no more than their tokens fill, and one each."""
+    """The number of a sequence's first row tile among all row tiles of a KV head. The packed
+    sequences before it fill at most as many tiles as their tokens do, and one more each."""
     number = b * params.work.tiles
     if params.seqs.cu_q is not None:  # noqa: SIM102  (known when compiling, and `and` is not)
         if params.work.short_q is None:
@@ -131,7 +133,7 @@ def first_tile(b, token_q, params):
 
 @triton.jit
 def sequence_length(seq, params):
-    """(visits, length on a line) of a sequence, or of many."""
+    """(visits of a row tile, length on the line) of a sequence, or of a tensor of sequences."""
     visits = span_of(0, seq.len_q - 1, seq, params).visits
     length = tile_length(visits, params.work)
     if params.seqs.cu_q is not None:
@@ -146,7 +148,7 @@ def sequence_length(seq, params):
 
 @triton.jit
 def lengths_of(b_B, params):
-    """How long sequences are on the line; 0 past the last."""
+    """Lengths of sequences on the line; 0 past the last sequence."""
     inside_B = b_B < params.shape.batch
     b_B = tl.minimum(b_B, params.shape.batch - 1)
     _visits, length = sequence_length(seqlens_of(b_B, params.seqs, params.mask), params)
@@ -155,17 +157,17 @@ def lengths_of(b_B, params):
 
 @triton.jit
 def segment_of(share, number, line, begin, tile, visits, work: DecodeWork):
-    """(first visit, last but one, where results go, where on the line the program goes on) of the
-    segment where a share is, of a work tile of this number that begins at `begin`; no segment if
-    both visits are the same. number: of the share."""
+    """(first visit, end of visits, partials, where on the line the program goes on) of the segment
+    at the share's position. The work tile has number `tile` and begins at `begin`. If both visits
+    are equal, there is no segment. number: of the share."""
     if work.splits is None:
         keys = begin + work.OVERHEAD
         start = tl.maximum(share.x - keys, 0)
         stop = tl.maximum(tl.minimum(share.end - keys, visits), start)
         first = keys // share.each
         segments = (keys + visits - 1) // share.each - first + 1
-        # A program has one segment that is not a work tile's first at most, and one that is, with
-        # others behind: two slots.
+        # A share holds at most one segment that is not its work tile's first, and one that is the
+        # first of a work tile which goes on in other shares. So each share has two slots.
         slot = (2 * number + tl.where(number == first, 1, 0)) * line.lines + line.number
         slot_0 = (2 * first + 1) * line.lines + line.number
         rest = 2 * first * line.lines + line.number
@@ -180,7 +182,7 @@ def segment_of(share, number, line, begin, tile, visits, work: DecodeWork):
         is_own = (i < segments) & (x < share.end)
         start = i * each
         stop = tl.where(is_own, tl.minimum(start + each, visits), start)
-        # Behind the last segment of the work tile the next one begins.
+        # The next work tile begins after the last segment of this one.
         behind = tl.minimum(x + length, begin + visits + work.OVERHEAD * segments)
         first = tile * work.splits
         partials = Partials(tile, segments, first + i, first, first, 1)
